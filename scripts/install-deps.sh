@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Installs the Debian packages that building and running need, the missing ones only.
+# usage: install-deps.sh [--check]     --check: only say what is missing (exit 1 if anything is)
+set -euo pipefail
+# shellcheck source=scripts/lib.sh
+. "$(dirname "$0")/lib.sh"
+
+packages=(
+    # the workspace: C linker, protobuf compiler, libseccomp for the guest agent
+    gcc libc6-dev make pkg-config protobuf-compiler libseccomp-dev git ca-certificates
+    # the guest kernel
+    linux-source-6.1 bc bison flex libelf-dev perl xz-utils cpio
+    # a pod: its VMM, its root filesystem
+    qemu-system-x86 erofs-utils
+    # the stack to play with: an image, a pod network
+    busybox-static containernetworking-plugins iproute2 util-linux procps
+)
+
+command -v dpkg-query >/dev/null || die "this is not a Debian system: install the equivalents of: ${packages[*]}"
+
+missing=()
+for package in "${packages[@]}"; do
+    status=$(dpkg-query -W -f='${db:Status-Status}' "$package" 2>/dev/null || true)
+    [[ $status == installed ]] || missing+=("$package")
+done
+
+toolchains=()
+command -v cargo >/dev/null || toolchains+=("cargo (Rust 1.90 or newer: https://rustup.rs)")
+command -v go >/dev/null || toolchains+=("go (1.25 or newer: https://go.dev/dl)")
+for toolchain in "${toolchains[@]}"; do say "not found: $toolchain"; done
+
+if ((${#missing[@]})); then
+    if [[ ${1:-} == --check ]]; then
+        say "missing packages: ${missing[*]}"
+        exit 1
+    fi
+    [[ $(id -u) == 0 ]] || die "as root, run: apt-get update && apt-get install --no-install-recommends ${missing[*]}"
+    say "installing ${missing[*]}"
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "${missing[@]}" >&2
+fi
+((${#toolchains[@]} == 0)) || die "install the toolchains named above, then run this again"

@@ -1,0 +1,281 @@
+#!/usr/bin/env bash
+# A containerd and a sandboxer daemon of their own, all in DIR, beside whatever else the host runs.
+#   stack.sh up DIR [--no-daemon]   starts what is not running; writes DIR/env (to `source`)
+#   stack.sh down DIR               ends and removes all of it, however it was left; also when there is nothing
+#   stack.sh status DIR             says what runs; exit 1 unless all of it does
+# Binaries of ours are taken from SANDBOXER_BIN_DIR (default target/release), the guest image from
+# SANDBOXER_GUEST_DIR (default target/guest).
+set -euo pipefail
+# shellcheck source=scripts/lib.sh
+. "$(dirname "$0")/lib.sh"
+
+usage() { sed -n '3,5s/^# *//p' "$0" >&2; exit 2; }
+[[ $# -ge 2 ]] || usage
+verb=$1 DIR=$(realpath -m "$2")
+daemon=yes
+case ${3:-} in
+'') ;;
+--no-daemon) daemon=no ;;
+*) usage ;;
+esac
+
+# Everything of the stack that must have a name outside DIR carries this.
+HASH=$(printf '%s' "$DIR" | sha256sum | cut -c1-8)
+# Sockets: DIR may be too long for a unix socket's path, whose limit is 107 bytes. With a pod's 64-digit id
+# in it, 19 are left for a name below RUN/sandboxer/pods/ID… so this one is short.
+RUN=/run/sbx-$HASH
+CGROUP=/sandboxer-$HASH
+NETWORK=sandboxer-$HASH
+BUSYBOX=docker.io/library/busybox:latest
+PAUSE=registry.k8s.io/pause:3.10.2
+
+# --- processes: known by pid and start time --------------------------------------------------------------
+
+start_time() { local stat; stat=$(cat "/proc/$1/stat" 2>/dev/null) || return 1; set -- ${stat##*) }; printf '%s' "${20}"; }
+
+# running NAME: prints its pid if the recorded process still is the one that was started.
+running() {
+    local pid start
+    { read -r pid start <"$DIR/pids/$1"; } 2>/dev/null || return 1
+    [[ -n $start && $(start_time "$pid") == "$start" ]] && printf '%s' "$pid"
+}
+
+# end_pid PID SECONDS: asks it to end, waits, then makes it end.
+end_pid() {
+    kill -TERM "$1" 2>/dev/null || return 0
+    timeout "$2" tail --pid="$1" -s 0.05 -f /dev/null || {
+        say "process $1 did not end within $2 s: killed"
+        kill -KILL "$1" 2>/dev/null || true
+        timeout 5 tail --pid="$1" -s 0.05 -f /dev/null || true
+    }
+}
+
+# helper_pids: shims, VMMs and tools whose command line names a path of this stack. Their parents may be
+# long dead; a user's `less DIR/log` is not one of them.
+helper_pids() {
+    local dir exe args
+    for dir in /proc/[0-9]*; do
+        exe=$(readlink "$dir/exe" 2>/dev/null) || continue
+        case ${exe##*/} in
+        containerd-shim-* | qemu-system-* | cloud-hypervisor | runc | ctr | mkfs.erofs | fsck.erofs) ;;
+        *) continue ;;
+        esac
+        args=" $(tr '\0' ' ' <"$dir/cmdline" 2>/dev/null)" || continue
+        [[ $args == *[=\ ,:]"$RUN"/* || $args == *[=\ ,:]"$DIR"/* ]] && printf '%s\n' "${dir#/proc/}"
+    done
+    return 0
+}
+
+# --- up ----------------------------------------------------------------------------------------------------
+
+fill() {
+    local restrict=false
+    # CAP_SYS_RESOURCE is bit 24.
+    (($(awk '/^CapEff/ { print "0x" $2 }' /proc/self/status) >> 24 & 1)) || restrict=true
+    sed -e "s|@DIR@|$DIR|g; s|@RUN@|$RUN|g; s|@PAUSE@|$PAUSE|g; s|@RESTRICT_OOM@|$restrict|g; s|@CGROUP@|$CGROUP|g" \
+        -e "s|@NETWORK@|$NETWORK|g; s|@GUEST@|${SANDBOXER_GUEST_DIR:-$ROOT/target/guest}|g" "$1"
+}
+
+link_binaries() {
+    local from file
+    mkdir -p "$DIR/bin"
+    for from in $("$ROOT/scripts/tools.sh"); do
+        for file in "$from"/*; do ln -sfn "$file" "$DIR/bin/${file##*/}"; done
+    done
+    [[ $daemon == yes ]] || return 0
+    from=${SANDBOXER_BIN_DIR:-$ROOT/target/release}
+    for file in sandboxer sandboxer-cli containerd-shim-sandboxer-v1; do
+        [[ -x $from/$file ]] || die "no $from/$file: run 'make build' first"
+        ln -sfn "$(realpath "$from/$file")" "$DIR/bin/$file"
+    done
+}
+
+# Pods of runc get an interface on a bridge that lives in a network namespace of its own: nothing is seen of
+# it on the host, in its /etc/cni or by another stack. The namespace is entered by the CNI plugin alone, so
+# containerd's streaming server (exec -it, attach) stays reachable at 127.0.0.1.
+pod_network() {
+    local plugins=${CNI_BIN_DIR:-/usr/lib/cni}
+    [[ -x $plugins/bridge && -x $plugins/host-local ]] ||
+        die "no CNI plugins in $plugins: apt-get install containernetworking-plugins"
+    mkdir -p "$DIR"/cni/{bin,net.d}
+    if ! mountpoint -q "$DIR/cni/netns"; then
+        : >"$DIR/cni/netns"
+        unshare --net="$DIR/cni/netns" ip link set lo up
+    fi
+    ln -sfn "$plugins/host-local" "$DIR/cni/bin/host-local"
+    printf '#!/bin/sh\nexec nsenter --net="%s" "%s" "$@"\n' "$DIR/cni/netns" "$plugins/bridge" >"$DIR/cni/bin/bridge"
+    chmod 0755 "$DIR/cni/bin/bridge"
+    fill "$ROOT/vmm-configs/containerd/pod-network.conflist.in" >"$DIR/cni/net.d/10-$NETWORK.conflist"
+}
+
+import_images() {
+    local have kind name said ctr=("$DIR/bin/ctr" -a "$RUN/containerd.sock" -n k8s.io)
+    have=$("${ctr[@]}" images ls -q 2>/dev/null)
+    for kind in busybox pause; do
+        [[ $kind == busybox ]] && name=$BUSYBOX || name=$PAUSE
+        ! grep -qxF "$name" <<<"$have" || continue
+        "$ROOT/scripts/oci-image.sh" "$kind" "$name" "$DIR/images/$kind.tar"
+        # Kept back unless it fails: ctr repeats containerd's deprecation warnings at each call.
+        said=$("${ctr[@]}" images import "$DIR/images/$kind.tar" 2>&1) || die "could not import $name: $said"
+    done
+}
+
+write_env() {
+    printf '%s: unix://%s\n' runtime-endpoint "$RUN/containerd.sock" image-endpoint "$RUN/containerd.sock" \
+        >"$DIR/crictl.yaml"
+    cat >"$DIR/env" <<END
+# source this file: crictl, ctr and sandboxer-cli then speak to the stack in $DIR
+export CONTAINER_RUNTIME_ENDPOINT=unix://$RUN/containerd.sock
+export IMAGE_SERVICE_ENDPOINT=unix://$RUN/containerd.sock
+export CRI_CONFIG_FILE=$DIR/crictl.yaml
+export CONTAINERD_ADDRESS=$RUN/containerd.sock
+export CONTAINERD_NAMESPACE=k8s.io
+export SANDBOXER_SOCKET=$RUN/sandboxer/admin.sock
+export SANDBOXER_CGROUP_PARENT=$CGROUP
+export PATH="$DIR/bin:\$PATH"
+END
+}
+
+# start NAME COMMAND…: unless it runs already.
+start() {
+    local name=$1
+    shift
+    ! running "$name" >/dev/null || return 0
+    "$ROOT/scripts/start-ready.pl" "$RUN/$name.notify" "$DIR/$name/log" "$DIR/pids/$name" 60 "$@"
+}
+
+up() {
+    [[ $(id -u) == 0 ]] || die "a stack needs root: it mounts, makes namespaces and cgroups"
+    [[ ! $DIR =~ [[:space:]|\"\&,] ]] || die "$DIR: a stack's path may hold no white space, comma, quote, | or &"
+    if [[ -d $DIR && ! -e $DIR/.stack && -n $(ls -A "$DIR") ]]; then
+        die "$DIR is not empty and no stack: name another directory"
+    fi
+    mkdir -p "$DIR"/{containerd/tmp,sandboxer/state,pids,images} "$RUN"/{s,sandboxer}
+    chmod 0711 "$RUN"
+    : >"$DIR/.stack"
+    exec 9<"$DIR"
+    flock 9
+    ln -sfn "$RUN/sandboxer" "$DIR/sandboxer/run"
+    ln -sfn "$RUN/containerd.sock" "$DIR/containerd/containerd.sock"
+    ln -sfn "$RUN/containerd.sock.ttrpc" "$DIR/containerd/containerd.sock.ttrpc"
+    link_binaries
+    pod_network
+    fill "$ROOT/vmm-configs/containerd/stack.toml.in" >"$DIR/containerd/config.toml"
+    export PATH="$DIR/bin:$PATH"
+    if [[ $daemon == yes ]]; then
+        # Ahead of containerd, which on its own restart asks it about its pods.
+        fill "$ROOT/vmm-configs/stack.toml.in" >"$DIR/sandboxer/config.toml"
+        start sandboxer "$DIR/bin/sandboxer" --config "$DIR/sandboxer/config.toml"
+    fi
+    start containerd "$DIR/bin/containerd" --config "$DIR/containerd/config.toml"
+    import_images
+    write_env
+    say "up: source $DIR/env"
+}
+
+# --- down --------------------------------------------------------------------------------------------------
+
+# Pods and containers are asked to go while there is somebody to ask; what this leaves is ended below.
+remove_pods() {
+    local ctr=("$DIR/bin/ctr" -a "$RUN/containerd.sock" --connect-timeout 5s -n k8s.io) id
+    running containerd >/dev/null || return 0
+    for id in $(timeout 10 "${ctr[@]}" tasks ls -q 2>/dev/null); do
+        timeout 10 "${ctr[@]}" tasks kill -s KILL "$id" >/dev/null 2>&1 || true
+    done
+    for id in $(timeout 10 "${ctr[@]}" sandboxes ls 2>/dev/null | awk 'NR > 1 { print $1 }'); do
+        timeout 20 "${ctr[@]}" sandboxes rm --force "$id" >/dev/null 2>&1 || true
+    done
+}
+
+# The ids of all containers and pods whose cgroups may be left, also those that were given no parent of ours.
+container_ids() {
+    local dir
+    for dir in "$DIR"/containerd/{state/io.containerd.runtime.v2.task,runc}/*/*/; do
+        [[ ! -d $dir ]] || basename "$dir"
+    done | sort -u
+}
+
+cgroup_dirs() {
+    local id names=(-path "*$CGROUP" -o -path "*$CGROUP/*")
+    for id in "$@"; do names+=(-o -name "$id" -o -path "*/$id/*"); done
+    find /sys/fs/cgroup -depth -type d \( "${names[@]}" \) 2>/dev/null || true
+}
+
+remove_cgroups() {
+    local dirs dir try
+    for try in {1..40}; do
+        dirs=$(cgroup_dirs "$@")
+        [[ -n $dirs ]] || break
+        for dir in $dirs; do
+            xargs -r kill -KILL <"$dir/cgroup.procs" 2>/dev/null || true
+            rmdir "$dir" 2>/dev/null || true
+        done
+        # The kernel tells nobody when the last process has left a v1 cgroup.
+        ((try == 1)) || sleep 0.05
+    done
+    [[ -z $dirs ]] || say "cgroups could not be removed: $dirs"
+    # containerd's default parent; fails, as it should, while anybody uses it.
+    find /sys/fs/cgroup -maxdepth 2 -type d -name k8s.io -exec rmdir {} + 2>/dev/null || true
+}
+
+unmount_all() {
+    local target
+    awk -v a="$DIR/" -v b="$RUN/" 'index($5, a) == 1 || index($5, b) == 1 { print $5 }' /proc/self/mountinfo | tac |
+        while read -r target; do
+            target=$(printf '%b' "${target//\\/\\0}")
+            umount "$target" 2>/dev/null || umount --lazy "$target" 2>/dev/null || say "could not unmount $target"
+        done
+    for target in /sys/block/loop*/loop/backing_file; do
+        [[ -r $target && $(cat "$target") == "$DIR"/* ]] || continue
+        target=${target#/sys/block/}
+        losetup -d "/dev/${target%%/*}" || true
+    done
+}
+
+down() {
+    local pid ids
+    if [[ ! -e $DIR/.stack ]]; then
+        [[ ! -e $RUN ]] || rm -rf --one-file-system "$RUN"
+        say "no stack in $DIR"
+        return 0
+    fi
+    [[ $(id -u) == 0 ]] || die "a stack is taken down by root"
+    exec 9<"$DIR"
+    flock 9
+    remove_pods
+    for name in containerd sandboxer; do
+        pid=$(running "$name") || continue
+        end_pid "$pid" 10
+    done
+    helper_pids | xargs -r kill -KILL 2>/dev/null || true
+    mapfile -t ids < <(container_ids)
+    remove_cgroups "${ids[@]}"
+    # Unmounted before they are removed: what is mounted may be somebody's.
+    unmount_all
+    rm -rf /var/lib/cni/results/"$NETWORK"-*
+    rmdir /var/lib/cni/results /var/lib/cni 2>/dev/null || true
+    rm -rf --one-file-system "$RUN" "$DIR"
+    say "down: $DIR removed"
+}
+
+# --- status ------------------------------------------------------------------------------------------------
+
+status() {
+    local name pid all=0
+    for name in containerd sandboxer; do
+        if pid=$(running "$name"); then
+            echo "$name: running, pid $pid, log $DIR/$name/log"
+        else
+            echo "$name: not running"
+            all=1
+        fi
+    done
+    return $all
+}
+
+case $verb in
+up) up ;;
+down) down ;;
+status) status ;;
+*) usage ;;
+esac

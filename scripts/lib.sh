@@ -21,3 +21,57 @@ with_lock() {
         "$@"
     ) 9>"$lock"
 }
+
+# stack_names DIR: sets DIR (absolute), HASH, RUN, CGROUP and NETWORK. Everything of a stack that must have a
+# name outside DIR carries HASH. Sockets live in RUN, since DIR may be too long for the path of a unix socket:
+# its limit is 107 bytes, and with a pod's 64 digits in it 19 are left for a name below RUN/sandboxer/pods/ID.
+# shellcheck disable=SC2034
+stack_names() {
+    DIR=$(realpath -m "$1")
+    HASH=$(printf '%s' "$DIR" | sha256sum | cut -c1-8)
+    RUN=/run/sbx-$HASH
+    CGROUP=/sandboxer-$HASH
+    NETWORK=sandboxer-$HASH
+}
+
+# stat_field PID N: field N (3 or later) of proc(5)'s stat; the command's name, field 2, may hold anything.
+stat_field() {
+    local stat
+    { stat=$(<"/proc/$1/stat"); } 2>/dev/null || return 1
+    stat=${stat##*) }
+    # shellcheck disable=SC2086
+    set -- "$2" $stat
+    shift $(($1 - 2))
+    printf '%s' "$1"
+}
+
+# owned_pids: the shims, VMMs and tools of the stack DIR, whoever their parent is by now. A process is the
+# stack's if its command line or an open file names a path of the stack, if it has a unix socket bound there,
+# or if it is in the stack's cgroup. A user's `less DIR/log` is none: what runs is checked first.
+owned_pids() {
+    local dir pid exe inode
+    for dir in /proc/[0-9]*; do
+        pid=${dir#/proc/}
+        if grep -qF -- "$CGROUP" "$dir/cgroup" 2>/dev/null; then
+            printf '%s\n' "$pid"
+            continue
+        fi
+        exe=$(readlink "$dir/exe" 2>/dev/null) || continue
+        case ${exe##*/} in
+        containerd | containerd-shim-* | sandboxer | qemu-system-* | cloud-hypervisor | runc | ctr | *.erofs) ;;
+        *) continue ;;
+        esac
+        if { tr '\0' '\n' <"$dir/cmdline" | grep -qF -e "$RUN/" -e "$DIR/"; } 2>/dev/null ||
+            find "$dir/fd" -lname "$DIR/*" -o -lname "$RUN/*" 2>/dev/null | grep -q .; then
+            printf '%s\n' "$pid"
+            continue
+        fi
+        for inode in $(find "$dir/fd" -lname 'socket:*' -printf '%l\n' 2>/dev/null | tr -cd '0-9\n'); do
+            if awk -v i="$inode" -v a="$RUN/" -v b="$DIR/" \
+                '$7 == i && (index($8, a) == 1 || index($8, b) == 1) { f = 1 } END { exit !f }' "$dir/net/unix" 2>/dev/null; then
+                printf '%s\n' "$pid"
+                break
+            fi
+        done
+    done
+}

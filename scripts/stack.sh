@@ -11,7 +11,8 @@ set -euo pipefail
 
 usage() { sed -n '3,5s/^# *//p' "$0" >&2; exit 2; }
 [[ $# -ge 2 ]] || usage
-verb=$1 DIR=$(realpath -m "$2")
+verb=$1
+stack_names "$2"
 daemon=yes
 case ${3:-} in
 '') ;;
@@ -19,25 +20,16 @@ case ${3:-} in
 *) usage ;;
 esac
 
-# Everything of the stack that must have a name outside DIR carries this.
-HASH=$(printf '%s' "$DIR" | sha256sum | cut -c1-8)
-# Sockets: DIR may be too long for a unix socket's path, whose limit is 107 bytes. With a pod's 64-digit id
-# in it, 19 are left for a name below RUN/sandboxer/pods/ID… so this one is short.
-RUN=/run/sbx-$HASH
-CGROUP=/sandboxer-$HASH
-NETWORK=sandboxer-$HASH
 BUSYBOX=docker.io/library/busybox:latest
 PAUSE=registry.k8s.io/pause:3.10.2
 
 # --- processes: known by pid and start time --------------------------------------------------------------
 
-start_time() { local stat; stat=$(cat "/proc/$1/stat" 2>/dev/null) || return 1; set -- ${stat##*) }; printf '%s' "${20}"; }
-
 # running NAME: prints its pid if the recorded process still is the one that was started.
 running() {
     local pid start
     { read -r pid start <"$DIR/pids/$1"; } 2>/dev/null || return 1
-    [[ -n $start && $(start_time "$pid") == "$start" ]] && printf '%s' "$pid"
+    [[ -n $start && $(stat_field "$pid" 22) == "$start" ]] && printf '%s' "$pid"
 }
 
 # end_pid PID SECONDS: asks it to end, waits, then makes it end.
@@ -48,22 +40,6 @@ end_pid() {
         kill -KILL "$1" 2>/dev/null || true
         timeout 5 tail --pid="$1" -s 0.05 -f /dev/null || true
     }
-}
-
-# helper_pids: shims, VMMs and tools whose command line names a path of this stack. Their parents may be
-# long dead; a user's `less DIR/log` is not one of them.
-helper_pids() {
-    local dir exe args
-    for dir in /proc/[0-9]*; do
-        exe=$(readlink "$dir/exe" 2>/dev/null) || continue
-        case ${exe##*/} in
-        containerd-shim-* | qemu-system-* | cloud-hypervisor | runc | ctr | mkfs.erofs | fsck.erofs) ;;
-        *) continue ;;
-        esac
-        args=" $(tr '\0' ' ' <"$dir/cmdline" 2>/dev/null)" || continue
-        [[ $args == *[=\ ,:]"$RUN"/* || $args == *[=\ ,:]"$DIR"/* ]] && printf '%s\n' "${dir#/proc/}"
-    done
-    return 0
 }
 
 # --- up ----------------------------------------------------------------------------------------------------
@@ -153,6 +129,7 @@ up() {
     mkdir -p "$DIR"/{containerd/tmp,sandboxer/state,pids,images} "$RUN"/{s,sandboxer}
     chmod 0711 "$RUN"
     : >"$DIR/.stack"
+    printf '%s\n' "$DIR" >"$RUN/dir"
     exec 9<"$DIR"
     flock 9
     ln -sfn "$RUN/sandboxer" "$DIR/sandboxer/run"
@@ -247,7 +224,7 @@ down() {
         pid=$(running "$name") || continue
         end_pid "$pid" 10
     done
-    helper_pids | xargs -r kill -KILL 2>/dev/null || true
+    owned_pids | xargs -r kill -KILL 2>/dev/null || true
     mapfile -t ids < <(container_ids)
     remove_cgroups "${ids[@]}"
     # Unmounted before they are removed: what is mounted may be somebody's.

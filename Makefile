@@ -1,0 +1,61 @@
+# Everything a clone needs. `make demo` and `make test` set a fresh machine up by themselves.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+# The agent is PID 1 of a guest that holds nothing else: one static binary, in a target directory of its own
+# so that its flags don't rebuild the host's crates.
+AGENT_TARGET := x86_64-unknown-linux-gnu
+AGENT := target/agent/$(AGENT_TARGET)/release/sandboxer-agent
+STACK ?= target/stack
+
+.PHONY: help deps tools agent guest-image build up down demo test bench lint fmt clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+deps: ## install the Debian packages that are missing
+	@scripts/install-deps.sh
+
+tools: deps ## containerd and runc, unpatched, into the cache
+	@scripts/tools.sh
+
+agent: deps
+	LIBSECCOMP_LINK_TYPE=static LIBSECCOMP_LIB_PATH=$$(dirname "$$(gcc -print-file-name=libseccomp.a)") \
+	RUSTFLAGS='-C target-feature=+crt-static' \
+	cargo build --release -p sandboxer-agent --target $(AGENT_TARGET) --target-dir target/agent
+
+guest-image: agent ## guest kernel (cached, or SANDBOXER_KERNEL=…) and initramfs, into target/guest
+	@scripts/guest-image.sh all $(AGENT)
+
+build: deps ## daemon, CLI and launcher, into target/release
+	cargo build --release -p sandboxer -p sandboxer-cli -p sandboxer-shim
+
+up: build guest-image tools ## a stack to play with, in STACK (target/stack): then `source target/stack/env`
+	@scripts/stack.sh up $(STACK)
+
+down: ## end that stack and remove all of it
+	@scripts/stack.sh down $(STACK)
+
+demo: build guest-image tools ## five pods, each in its microVM, shown and measured; leaves nothing behind
+	@scripts/demo.sh
+
+test: build guest-image tools ## every test, also those on a real stack (needs root)
+	cargo test --workspace
+
+bench: build guest-image tools ## start-up and memory benches
+	cargo bench --workspace
+
+lint: deps ## formatting, clippy, dependencies' licences and sources; warnings are errors
+	cargo fmt --all --check
+	cargo clippy --workspace --all-targets -- -D warnings
+	@scripts/lint.sh
+
+fmt: ## format the code
+	cargo fmt --all
+
+clean: ## remove target; the cache ($$SANDBOXER_CACHE, ~/.cache/sandboxer) stays
+	@if [[ -e $(STACK)/.stack ]]; then scripts/stack.sh down $(STACK); fi
+	cargo clean

@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# `make demo`: a stack in target/demo, the CLI's demo on it, everything down again, and proof that nothing
+# is left, also when the demo fails.
+set -euo pipefail
+# shellcheck source=scripts/lib.sh
+. "$(dirname "$0")/lib.sh"
+DIR=$ROOT/target/demo
+started=$SECONDS
+
+finish() {
+    local status=$?
+    trap - EXIT INT TERM
+    "$ROOT/scripts/stack.sh" down "$DIR" || status=1
+    "$ROOT/scripts/leftovers.sh" check "$DIR" "$before" || status=1
+    rm -f "$before"
+    say "$([[ $status == 0 ]] && echo done || echo failed) after $((SECONDS - started)) s"
+    exit $status
+}
+
+# What an earlier demo left when it was killed is no business of this one's comparison.
+"$ROOT/scripts/stack.sh" down "$DIR" 2>/dev/null
+before=$(mktemp)
+"$ROOT/scripts/leftovers.sh" record "$DIR" "$before"
+trap finish EXIT
+trap 'exit 130' INT TERM
+
+"$ROOT/scripts/stack.sh" up "$DIR"
+# shellcheck disable=SC1091
+. "$DIR/env"
+sandboxer-cli demo "$@"

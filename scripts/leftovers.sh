@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# What a stack leaves on the host: nothing, or this says what.
+#   leftovers.sh record DIR FILE    writes down what there is before the stack in DIR is started
+#   leftovers.sh check DIR FILE     names what there is more of after it was taken down; exit 1 if anything
+# Mounts, cgroups, loop devices, interfaces and files are compared host-wide, so that one in an unexpected
+# place is found too; what names another stack that is up is left out. Processes are the stack's own.
+set -euo pipefail
+# shellcheck source=scripts/lib.sh
+. "$(dirname "$0")/lib.sh"
+[[ $# == 3 ]] || die "usage: leftovers.sh record|check DIR FILE"
+stack_names "$2"
+
+host() {
+    local file
+    awk '{ print "mount", $5 }' /proc/self/mountinfo
+    find /sys/fs/cgroup -type d -printf 'cgroup %p\n' 2>/dev/null || true
+    find /run /tmp -maxdepth 1 \( -name 'sbx-*' -o -name 'sandboxer*' \) -printf 'file %p\n' 2>/dev/null || true
+    find /var/lib/cni -printf 'file %p\n' 2>/dev/null || true
+    for file in /sys/block/loop*/loop/backing_file; do [[ ! -r $file ]] || echo "loop device of $(<"$file")"; done
+    for file in /sys/class/net/*; do echo "network interface ${file##*/}"; done
+}
+
+# Those that are up now, and by name: their directory, run directory, cgroups and network.
+other_stacks() {
+    local file dir
+    for file in /run/sbx-*/dir; do
+        dir=$(cat "$file" 2>/dev/null) || continue
+        [[ $dir != "$DIR" ]] || continue
+        file=${file%/dir}
+        printf '%s\n' "$dir" "$file" "sandboxer-${file#/run/sbx-}"
+        ls -A "$dir/containerd/runc/k8s.io" 2>/dev/null || true
+    done
+}
+
+ours() {
+    local pid
+    for pid in $(owned_pids); do
+        [[ $(stat_field "$pid" 3) != Z ]] || continue
+        echo "process $pid $(tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | cut -c1-160)"
+    done
+    [[ ! -e $DIR ]] || echo "file $DIR"
+}
+
+case $1 in
+record) host | sort -u >"$3" ;;
+check)
+    more=$({ host; ours; } | sort -u | comm -13 "$3" - | grep -vF -f <(other_stacks) || true)
+    if [[ -n $more ]]; then
+        say "left behind:"$'\n'"$more"
+        exit 1
+    fi
+    echo "nothing left behind: processes, mounts, cgroups, sockets, files, loop devices and interfaces are as before"
+    ;;
+*) die "usage: leftovers.sh record|check DIR FILE" ;;
+esac

@@ -1,0 +1,37 @@
+//! Generates the wire types: the agent's for ttrpc, the daemon's own services for gRPC.
+
+use std::{env, error::Error, fs, path::PathBuf};
+
+use ttrpc_codegen::{Codegen, Customize, ProtobufCustomize};
+
+fn main() -> Result<(), Box<dyn Error>> {
+    println!("cargo:rerun-if-changed=proto");
+    let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("OUT_DIR is not set")?);
+
+    let agent = out.join("agent");
+    fs::create_dir_all(&agent)?;
+    Codegen::new()
+        .inputs(["proto/agent.proto"])
+        .include("proto")
+        .out_dir(&agent)
+        .rust_protobuf()
+        .rust_protobuf_customize(ProtobufCustomize::default().gen_mod_rs(false))
+        .customize(Customize { async_all: true, gen_mod: false, ..Default::default() })
+        .run()?;
+    // Inner attributes are not allowed in an included file.
+    for name in ["agent.rs", "agent_ttrpc.rs"] {
+        let path = agent.join(name);
+        let text = fs::read_to_string(&path)?;
+        let kept: String = text
+            .lines()
+            .filter(|line| !line.starts_with("#![") && !line.starts_with("//!"))
+            .flat_map(|line| [line, "\n"])
+            .collect();
+        fs::write(&path, kept)?;
+    }
+
+    #[cfg(feature = "host")]
+    tonic_prost_build::configure()
+        .compile_protos(&["proto/admin.proto", "proto/containerd/controller.proto"], &["proto"])?;
+    Ok(())
+}

@@ -1,0 +1,77 @@
+//! What the guest learns from its kernel's command line.
+//!
+//! Parameters look like `sandboxer.link=<64 hex digits>`; everything else on the command line
+//! belongs to the kernel and is ignored here.
+
+use std::fmt;
+
+use crate::link::LinkKey;
+
+/// Name of the virtio-serial port that carries the agent's link.
+pub const AGENT_PORT: &str = "org.sandboxer.agent";
+
+/// vsock port on which the agent listens where the guest has a vsock.
+pub const AGENT_VSOCK_PORT: u32 = 1024;
+
+/// Parameters the daemon gives the agent at boot.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BootParams {
+    /// Key by which the two ends of the link find each other.
+    pub link_key: LinkKey,
+    /// Filter of the agent's log on the console, as in `RUST_LOG`.
+    pub log: Option<String>,
+}
+
+/// Why a command line gives no [`BootParams`].
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum InvalidBootParams {
+    /// The key is not there.
+    #[error("kernel command line has no sandboxer.link=…")]
+    NoLinkKey,
+    /// The key is malformed.
+    #[error("kernel command line: sandboxer.link is not {} hex digits", 2 * LinkKey::LEN)]
+    BadLinkKey,
+}
+
+impl BootParams {
+    /// Reads the parameters out of `/proc/cmdline`'s content.
+    pub fn parse(cmdline: &str) -> Result<Self, InvalidBootParams> {
+        let value_of = |name: &str| {
+            cmdline.split_ascii_whitespace().rev().find_map(|word| word.strip_prefix(name)?.strip_prefix('='))
+        };
+        let key = value_of("sandboxer.link").ok_or(InvalidBootParams::NoLinkKey)?;
+        Ok(Self {
+            link_key: LinkKey::from_hex(key).ok_or(InvalidBootParams::BadLinkKey)?,
+            log: value_of("sandboxer.log").map(str::to_owned),
+        })
+    }
+}
+
+/// The parameters as words of a kernel command line.
+impl fmt::Display for BootParams {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "sandboxer.link={}", self.link_key.to_hex())?;
+        if let Some(log) = &self.log {
+            write!(f, " sandboxer.log={log}")?;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parameters_survive_the_command_line() {
+        let params = BootParams { link_key: LinkKey::random(), log: Some("info".into()) };
+        let cmdline = format!("console=ttyS0 quiet {params} panic=-1\n");
+        assert_eq!(BootParams::parse(&cmdline), Ok(params));
+    }
+
+    #[test]
+    fn a_missing_or_short_key_is_named() {
+        assert_eq!(BootParams::parse("quiet"), Err(InvalidBootParams::NoLinkKey));
+        assert_eq!(BootParams::parse("sandboxer.link=abcd"), Err(InvalidBootParams::BadLinkKey));
+    }
+}

@@ -1,0 +1,57 @@
+//! What the daemon, its guests and its clients agree on.
+//!
+//! | module | between | carried by |
+//! |---|---|---|
+//! | [`agent`] | daemon and the agent in a guest | ttrpc over a [`link`] |
+//! | [`boot`] | daemon and the agent, once | the guest kernel's command line |
+//! | [`stage`] | daemon, its traces, the probes and the benches | names |
+//! | `admin`, `controller` (feature `host`) | CLI and daemon, containerd and daemon | gRPC over unix sockets |
+
+pub mod boot;
+pub mod id;
+pub mod link;
+pub mod stage;
+
+/// Version of everything the daemon and an agent say to each other.
+///
+/// Rises whenever either side would misunderstand the other; an agent refuses a host of
+/// another version and the other way round, naming both.
+pub const PROTOCOL_VERSION: u32 = 1;
+
+/// The agent's service and messages, generated from `proto/agent.proto`.
+#[allow(missing_docs, nonstandard_style, unused, clippy::all, clippy::pedantic, clippy::unwrap_used, clippy::expect_used)]
+pub mod agent {
+    mod agent {
+        include!(concat!(env!("OUT_DIR"), "/agent/agent.rs"));
+    }
+    mod service {
+        include!(concat!(env!("OUT_DIR"), "/agent/agent_ttrpc.rs"));
+    }
+    pub use agent::*;
+    pub use service::{Agent, AgentClient, create_agent};
+}
+
+/// The daemon's admin service, generated from `proto/admin.proto`.
+#[cfg(feature = "host")]
+#[allow(missing_docs, clippy::all, clippy::unwrap_used, clippy::expect_used)]
+pub mod admin {
+    tonic::include_proto!("sandboxer.admin.v1");
+}
+
+/// containerd's sandbox controller contract, generated from `proto/containerd`.
+#[cfg(feature = "host")]
+#[allow(missing_docs, clippy::all, clippy::unwrap_used, clippy::expect_used)]
+pub mod controller {
+    /// Types shared by containerd's services.
+    pub mod types {
+        tonic::include_proto!("containerd.types");
+    }
+    mod services {
+        pub mod sandbox {
+            pub mod v1 {
+                tonic::include_proto!("containerd.services.sandbox.v1");
+            }
+        }
+    }
+    pub use services::sandbox::v1::*;
+}

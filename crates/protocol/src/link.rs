@@ -1,0 +1,444 @@
+//! The byte stream between daemon and agent, and how its two ends find each other on it.
+//!
+//! A virtio-serial port is one endless stream: when the daemon dies and a new one connects, or
+//! when a guest is restored, halves of old frames are still under way in both directions. So each
+//! session opens with a greeting that both ends can find in any rubbish:
+//!
+//! ```text
+//! host → guest   hello     key[32] nonce[8] version:u32
+//! guest → host   welcome   key[32] nonce[8] version:u32 length:u16 Ready[length]
+//! after that     ttrpc frames, the guest being the server
+//! ```
+//!
+//! Integers are big-endian. The key is random and per boot, so no payload contains it but by
+//! intent, and the nonce is random and per session, so no old welcome is taken for a new one. The
+//! guest looks for the key in everything it receives and starts a new session wherever it stands;
+//! the host drops all it reads before its welcome. A vsock connection needs none of this and does
+//! it all the same: one path, one handshake.
+
+use std::{fmt, io};
+
+use memchr::memmem::Finder;
+use protobuf::Message;
+use serde::{Deserialize, Serialize};
+use tokio::{
+    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, DuplexStream, ReadHalf, WriteHalf},
+    sync::mpsc,
+};
+
+use crate::{PROTOCOL_VERSION, agent::Ready};
+
+const NONCE_LEN: usize = 8;
+const VERSION_LEN: usize = 4;
+/// Longest welcome payload, bytes: a guest may not make the host buffer more.
+const MAX_READY: usize = 4096;
+/// Most stale bytes the host drops before it gives up on a guest, 64 MiB: sixteen times the
+/// largest ttrpc message.
+const MAX_STALE: usize = 64 << 20;
+/// Bytes moved at once between port and session.
+const CHUNK: usize = 16 << 10;
+
+/// Marks the greetings of one guest's link. Random, per boot.
+#[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct LinkKey([u8; Self::LEN]);
+
+impl LinkKey {
+    /// Length in bytes.
+    pub const LEN: usize = 32;
+
+    /// A new key from the system's randomness.
+    pub fn random() -> Self {
+        Self(rand::random())
+    }
+
+    /// The key as lower-case hex digits.
+    pub fn to_hex(&self) -> String {
+        self.0.iter().map(|byte| format!("{byte:02x}")).collect()
+    }
+
+    /// Reads what [`LinkKey::to_hex`] wrote.
+    pub fn from_hex(text: &str) -> Option<Self> {
+        if text.len() != 2 * Self::LEN || !text.is_ascii() {
+            return None;
+        }
+        let mut key = [0; Self::LEN];
+        for (byte, pair) in key.iter_mut().zip(text.as_bytes().chunks_exact(2)) {
+            *byte = u8::from_str_radix(std::str::from_utf8(pair).ok()?, 16).ok()?;
+        }
+        Some(Self(key))
+    }
+}
+
+impl TryFrom<String> for LinkKey {
+    type Error = &'static str;
+
+    fn try_from(text: String) -> Result<Self, Self::Error> {
+        Self::from_hex(&text).ok_or("a link key has 64 hex digits")
+    }
+}
+
+impl From<LinkKey> for String {
+    fn from(key: LinkKey) -> Self {
+        key.to_hex()
+    }
+}
+
+impl fmt::Debug for LinkKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("LinkKey(…)")
+    }
+}
+
+/// Why no session came about.
+#[derive(Debug, thiserror::Error)]
+pub enum LinkError {
+    /// The stream broke.
+    #[error("link to the agent broke during the greeting")]
+    Io(#[from] io::Error),
+    /// The two speak different protocols.
+    #[error("host speaks agent protocol {host}, guest speaks {guest}: use the initramfs built with this daemon")]
+    Version {
+        /// The daemon's [`PROTOCOL_VERSION`].
+        host: u32,
+        /// The agent's.
+        guest: u32,
+    },
+    /// The agent declined, in its own words.
+    #[error("agent refused the session: {0}")]
+    Refused(String),
+    /// The guest sent what no agent sends.
+    #[error("agent's welcome is malformed: {0}")]
+    Malformed(&'static str),
+}
+
+/// Opens a session as the host. Waits for the guest as long as it takes: the caller sets the
+/// deadline. `stream` then carries ttrpc.
+pub async fn greet<S>(stream: &mut S, key: &LinkKey) -> Result<Ready, LinkError>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    let nonce: [u8; NONCE_LEN] = rand::random();
+    let mark = [&key.0[..], &nonce].concat();
+    let hello = [&mark[..], &PROTOCOL_VERSION.to_be_bytes()].concat();
+    stream.write_all(&hello).await?;
+    stream.flush().await?;
+
+    let mut scanner = Scanner::new(&mark);
+    let mut stale = 0;
+    loop {
+        stale += scanner.take_before().len();
+        if scanner.found() {
+            break;
+        }
+        if stale > MAX_STALE {
+            return Err(LinkError::Malformed("no welcome within 64 MiB"));
+        }
+        scanner.fill(stream).await?;
+    }
+    let version = u32::from_be_bytes(scanner.read(stream).await?);
+    let length = usize::from(u16::from_be_bytes(scanner.read(stream).await?));
+    if length > MAX_READY {
+        return Err(LinkError::Malformed("ready message is over 4096 bytes"));
+    }
+    while scanner.held.len() < length {
+        scanner.fill(stream).await?;
+    }
+    if scanner.held.len() > length {
+        return Err(LinkError::Malformed("bytes follow the welcome before anything was asked"));
+    }
+    let ready =
+        Ready::parse_from_bytes(&scanner.held).map_err(|_| LinkError::Malformed("ready is no protobuf"))?;
+    if version != PROTOCOL_VERSION {
+        return Err(LinkError::Version { host: PROTOCOL_VERSION, guest: version });
+    }
+    if !ready.refusal.is_empty() {
+        return Err(LinkError::Refused(ready.refusal));
+    }
+    Ok(ready)
+}
+
+/// Serves the guest's end of `port` until it fails: each greeting ends the session before it and
+/// sends the next one to `sessions`. `ready` is asked anew for each.
+pub async fn serve<P>(
+    port: P,
+    key: &LinkKey,
+    ready: impl Fn() -> Ready,
+    sessions: mpsc::Sender<DuplexStream>,
+) -> io::Result<()>
+where
+    P: AsyncRead + AsyncWrite,
+{
+    let (from_host, to_host) = tokio::io::split(port);
+    let (welcomes, accepted) = mpsc::channel(1);
+    tokio::try_join!(receive(from_host, key, ready, sessions, welcomes), send(to_host, accepted))?;
+    Ok(())
+}
+
+/// A welcome to send, and the session whose bytes follow it (none if the host was refused).
+type Welcome = (Vec<u8>, Option<ReadHalf<DuplexStream>>);
+
+async fn receive<R: AsyncRead>(
+    mut port: ReadHalf<R>,
+    key: &LinkKey,
+    ready: impl Fn() -> Ready,
+    sessions: mpsc::Sender<DuplexStream>,
+    welcomes: mpsc::Sender<Welcome>,
+) -> io::Result<()> {
+    let gone = || io::Error::other("agent no longer takes sessions");
+    let mut scanner = Scanner::new(&key.0);
+    let mut session: Option<WriteHalf<DuplexStream>> = None;
+    loop {
+        let before = scanner.take_before();
+        if let Some(open) = &mut session
+            && open.write_all(&before).await.is_err()
+        {
+            // The service closed the session: what still comes for it has no reader.
+            session = None;
+        }
+        if !scanner.found() {
+            scanner.fill(&mut port).await?;
+            continue;
+        }
+        session = None;
+        let nonce: [u8; NONCE_LEN] = scanner.read(&mut port).await?;
+        let host_version = u32::from_be_bytes(scanner.read(&mut port).await?);
+        let mut words = ready();
+        let mut outgoing = None;
+        if host_version == PROTOCOL_VERSION {
+            let (ours, theirs) = tokio::io::duplex(CHUNK);
+            let (read, write) = tokio::io::split(ours);
+            sessions.send(theirs).await.map_err(|_| gone())?;
+            (session, outgoing) = (Some(write), Some(read));
+        } else {
+            words.refusal = format!(
+                "guest speaks agent protocol {PROTOCOL_VERSION}, host speaks {host_version}: \
+                 use the initramfs built with this daemon"
+            );
+        }
+        let welcome = [&key.0[..], &nonce, &encode_welcome(&words)?].concat();
+        welcomes.send((welcome, outgoing)).await.map_err(|_| gone())?;
+    }
+}
+
+fn encode_welcome(ready: &Ready) -> io::Result<Vec<u8>> {
+    let payload = ready.write_to_bytes().map_err(io::Error::other)?;
+    let length = u16::try_from(payload.len()).map_err(io::Error::other)?;
+    Ok([&PROTOCOL_VERSION.to_be_bytes()[..], &length.to_be_bytes(), &payload].concat())
+}
+
+async fn send<W: AsyncWrite>(mut port: WriteHalf<W>, mut welcomes: mpsc::Receiver<Welcome>) -> io::Result<()> {
+    let mut chunk = vec![0; CHUNK];
+    let mut session: Option<ReadHalf<DuplexStream>> = None;
+    loop {
+        let outgoing = async {
+            match &mut session {
+                Some(open) => open.read(&mut chunk).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            // A greeting beats what is left of the session before it.
+            biased;
+            next = welcomes.recv() => {
+                let Some((welcome, next_session)) = next else { return Ok(()) };
+                port.write_all(&welcome).await?;
+                session = next_session;
+            }
+            read = outgoing => match read {
+                Ok(count) if count > 0 => port.write_all(&chunk[..count]).await?,
+                _ => session = None,
+            },
+        }
+        port.flush().await?;
+    }
+}
+
+/// Finds a mark in a stream that arrives in pieces.
+struct Scanner {
+    finder: Finder<'static>,
+    held: Vec<u8>,
+    found: bool,
+}
+
+impl Scanner {
+    fn new(mark: &[u8]) -> Self {
+        Self { finder: Finder::new(mark).into_owned(), held: Vec::new(), found: false }
+    }
+
+    /// Reads once into what is held. An end of the stream is an error: no greeting ends there.
+    async fn fill<R: AsyncRead + Unpin>(&mut self, from: &mut R) -> io::Result<()> {
+        self.held.reserve(CHUNK);
+        match from.read_buf(&mut self.held).await? {
+            0 => Err(io::ErrorKind::UnexpectedEof.into()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Takes all that certainly is not part of a mark; afterwards [`Scanner::found`] says whether
+    /// a mark followed (it is consumed).
+    fn take_before(&mut self) -> Vec<u8> {
+        let mark = self.finder.needle();
+        let (end, skip) = match self.finder.find(&self.held) {
+            Some(at) => (at, mark.len()),
+            None => {
+                let longest = self.held.len().min(mark.len() - 1);
+                let partial = (1..=longest).rev().find(|&n| self.held.ends_with(&mark[..n])).unwrap_or(0);
+                (self.held.len() - partial, 0)
+            }
+        };
+        self.found = skip > 0;
+        let rest = self.held.split_off(end + skip);
+        let mut before = std::mem::replace(&mut self.held, rest);
+        before.truncate(end);
+        before
+    }
+
+    fn found(&self) -> bool {
+        self.found
+    }
+
+    /// The next `N` bytes.
+    async fn read<const N: usize>(&mut self, from: &mut (impl AsyncRead + Unpin)) -> io::Result<[u8; N]> {
+        while self.held.len() < N {
+            self.fill(from).await?;
+        }
+        let mut bytes = [0; N];
+        bytes.copy_from_slice(&self.held[..N]);
+        self.held.drain(..N);
+        Ok(bytes)
+    }
+}
+
+const _: () = assert!(VERSION_LEN == size_of::<u32>());
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn ready() -> Ready {
+        Ready { agent_version: "test".into(), ..Ready::default() }
+    }
+
+    /// A guest whose service answers each session's bytes with the same bytes.
+    fn echoing_guest(key: &LinkKey) -> DuplexStream {
+        let (host, port) = tokio::io::duplex(1 << 20);
+        let (sessions, mut accepted) = mpsc::channel(1);
+        let key = key.clone();
+        tokio::spawn(async move { serve(port, &key, ready, sessions).await });
+        tokio::spawn(async move {
+            while let Some(session) = accepted.recv().await {
+                tokio::spawn(async move {
+                    let (mut read, mut write) = tokio::io::split(session);
+                    tokio::io::copy(&mut read, &mut write).await
+                });
+            }
+        });
+        host
+    }
+
+    async fn echo(host: &mut DuplexStream, words: &[u8]) {
+        host.write_all(words).await.unwrap();
+        let mut heard = vec![0; words.len()];
+        host.read_exact(&mut heard).await.unwrap();
+        assert_eq!(heard, words);
+    }
+
+    #[tokio::test]
+    async fn a_session_carries_bytes_both_ways() {
+        let key = LinkKey::random();
+        let mut host = echoing_guest(&key);
+        assert_eq!(greet(&mut host, &key).await.unwrap().agent_version, "test");
+        echo(&mut host, b"hello").await;
+    }
+
+    #[tokio::test]
+    async fn a_new_session_starts_after_half_a_frame_and_unread_answers() {
+        let key = LinkKey::random();
+        let mut host = echoing_guest(&key);
+        greet(&mut host, &key).await.unwrap();
+        // Answers to these lie unread in the stream when the next daemon comes; the last bytes look
+        // like the beginning of a greeting.
+        host.write_all(&vec![7; 300_000]).await.unwrap();
+        host.write_all(&key.0[..20]).await.unwrap();
+        for _ in 0..3 {
+            greet(&mut host, &key).await.unwrap();
+            echo(&mut host, b"clean again").await;
+        }
+    }
+
+    #[tokio::test]
+    async fn another_version_is_refused_by_both_with_both_numbers() {
+        let key = LinkKey::random();
+        let (mut host, port) = tokio::io::duplex(4096);
+        let (sessions, mut accepted) = mpsc::channel(1);
+        let guest_key = key.clone();
+        let guest = tokio::spawn(async move { serve(port, &guest_key, ready, sessions).await });
+        let hello = [&key.0[..], &[1; NONCE_LEN], &99_u32.to_be_bytes()].concat();
+        host.write_all(&hello).await.unwrap();
+        let mut mark = [0; LinkKey::LEN + NONCE_LEN + VERSION_LEN];
+        host.read_exact(&mut mark).await.unwrap();
+        let length = usize::from(host.read_u16().await.unwrap());
+        let mut payload = vec![0; length];
+        host.read_exact(&mut payload).await.unwrap();
+        let refusal = Ready::parse_from_bytes(&payload).unwrap().refusal;
+        assert!(refusal.contains("protocol 1,") && refusal.contains("speaks 99"), "{refusal}");
+        assert!(accepted.try_recv().is_err(), "a refused host got a session");
+        guest.abort();
+
+        let (mut host, mut port) = tokio::io::duplex(4096);
+        let newer = tokio::spawn(async move {
+            let mut hello = [0; LinkKey::LEN + NONCE_LEN + VERSION_LEN];
+            port.read_exact(&mut hello).await.unwrap();
+            hello[LinkKey::LEN + NONCE_LEN..].copy_from_slice(&77_u32.to_be_bytes());
+            port.write_all(&hello).await.unwrap();
+            port.write_all(&0_u16.to_be_bytes()).await.unwrap();
+            port
+        });
+        let error = greet(&mut host, &key).await.unwrap_err();
+        assert!(matches!(error, LinkError::Version { host: PROTOCOL_VERSION, guest: 77 }), "{error}");
+        drop(newer);
+    }
+
+    #[tokio::test]
+    async fn a_welcome_that_announces_too_much_is_refused_unread() {
+        let key = LinkKey::random();
+        let (mut host, mut port) = tokio::io::duplex(4096);
+        tokio::spawn(async move {
+            let mut hello = [0; LinkKey::LEN + NONCE_LEN + VERSION_LEN];
+            port.read_exact(&mut hello).await.unwrap();
+            port.write_all(&hello).await.unwrap();
+            port.write_all(&u16::MAX.to_be_bytes()).await.unwrap();
+            std::future::pending::<()>().await
+        });
+        assert!(matches!(greet(&mut host, &key).await, Err(LinkError::Malformed(_))));
+    }
+
+    proptest! {
+        #[test]
+        fn a_mark_is_found_however_the_stream_is_cut(
+            before in proptest::collection::vec(0_u8..4, 0..200),
+            after in proptest::collection::vec(any::<u8>(), 0..50),
+            cuts in proptest::collection::vec(1_usize..20, 1..60),
+        ) {
+            // A mark that repeats itself, so that partial matches overlap.
+            let mark = [0, 1, 0, 1, 0, 2];
+            prop_assume!(Finder::new(&mark).find(&before).is_none());
+            let joined = [&before[..], &mark].concat();
+            prop_assume!(Finder::new(&mark).find(&joined) == Some(before.len()));
+            let stream = [&before[..], &mark, &after].concat();
+            let mut scanner = Scanner::new(&mark);
+            let (mut seen, mut rest, mut cuts) = (Vec::new(), &stream[..], cuts.into_iter().cycle());
+            while !scanner.found() {
+                let (piece, later) = rest.split_at(cuts.next().unwrap().min(rest.len()));
+                prop_assert!(!piece.is_empty(), "the mark was missed");
+                scanner.held.extend_from_slice(piece);
+                rest = later;
+                seen.extend(scanner.take_before());
+            }
+            prop_assert_eq!(seen, before);
+            prop_assert_eq!([&scanner.held[..], rest].concat(), after);
+        }
+    }
+}

@@ -1,0 +1,74 @@
+//! Names of the steps of a start.
+//!
+//! Spans, metrics, reports and benches all use these, so a bar in a report can be looked up
+//! in a log. In the order in which a start passes through them.
+
+use serde::{Deserialize, Serialize};
+
+/// One step on the way from `RunPodSandbox` to a running container.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Stage {
+    /// The pod's network namespace is looked at and its interfaces are made ready.
+    Netns,
+    /// Disks that the machine has from its first moment are made.
+    Disks,
+    /// The VMM's process is started, until it answers its control socket.
+    VmmSpawn,
+    /// The guest runs, until its agent's first byte arrives.
+    Boot,
+    /// The agent is greeted and the guest gets its identity.
+    AgentReady,
+    /// A container's root file system becomes a disk and is attached.
+    Rootfs,
+    /// The agent makes the container; its init waits.
+    ContainerCreate,
+    /// The container's init is let go.
+    ContainerStart,
+}
+
+impl Stage {
+    /// Every stage, in order.
+    pub const ALL: [Stage; 8] = [
+        Stage::Netns,
+        Stage::Disks,
+        Stage::VmmSpawn,
+        Stage::Boot,
+        Stage::AgentReady,
+        Stage::Rootfs,
+        Stage::ContainerCreate,
+        Stage::ContainerStart,
+    ];
+
+    /// The name under which the stage appears everywhere.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Stage::Netns => "netns",
+            Stage::Disks => "disks",
+            Stage::VmmSpawn => "vmm_spawn",
+            Stage::Boot => "boot",
+            Stage::AgentReady => "agent_ready",
+            Stage::Rootfs => "rootfs",
+            Stage::ContainerCreate => "container_create",
+            Stage::ContainerStart => "container_start",
+        }
+    }
+}
+
+impl std::fmt::Display for Stage {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn stages_are_in_order_and_uniquely_named() {
+        assert!(Stage::ALL.windows(2).all(|pair| pair[0] < pair[1]));
+        let names: std::collections::HashSet<_> = Stage::ALL.iter().map(|s| s.as_str()).collect();
+        assert_eq!(names.len(), Stage::ALL.len());
+    }
+}

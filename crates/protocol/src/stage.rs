@@ -9,18 +9,18 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Stage {
-    /// The pod's network namespace is looked at and its interfaces are made ready.
+    /// The pod's network namespace is looked at and its run directory made.
     Netns,
-    /// Disks that the machine has from its first moment are made.
-    Disks,
     /// The VMM's process is started, until it answers its control socket.
     VmmSpawn,
     /// The guest runs, until its agent's first byte arrives.
     Boot,
     /// The agent is greeted and the guest gets its identity.
     AgentReady,
-    /// A container's root file system becomes a disk and is attached.
+    /// A container's root file system becomes a disk image, or is found in the cache.
     Rootfs,
+    /// The container's disks are plugged into the machine.
+    Disks,
     /// The agent makes the container; its init waits.
     ContainerCreate,
     /// The container's init is let go.
@@ -31,11 +31,11 @@ impl Stage {
     /// Every stage, in order.
     pub const ALL: [Stage; 8] = [
         Stage::Netns,
-        Stage::Disks,
         Stage::VmmSpawn,
         Stage::Boot,
         Stage::AgentReady,
         Stage::Rootfs,
+        Stage::Disks,
         Stage::ContainerCreate,
         Stage::ContainerStart,
     ];
@@ -44,11 +44,11 @@ impl Stage {
     pub const fn as_str(self) -> &'static str {
         match self {
             Stage::Netns => "netns",
-            Stage::Disks => "disks",
             Stage::VmmSpawn => "vmm_spawn",
             Stage::Boot => "boot",
             Stage::AgentReady => "agent_ready",
             Stage::Rootfs => "rootfs",
+            Stage::Disks => "disks",
             Stage::ContainerCreate => "container_create",
             Stage::ContainerStart => "container_start",
         }

@@ -13,7 +13,7 @@ finish() {
     "$ROOT/scripts/stack.sh" down "$DIR" || status=1
     "$ROOT/scripts/leftovers.sh" check "$DIR" "$before" || status=1
     rm -f "$before"
-    say "$([[ $status == 0 ]] && echo done || echo failed) after $((SECONDS - started)) s"
+    say "$([[ $status == 0 ]] && echo "done" || echo "failed") after $((SECONDS - started)) s"
     exit $status
 }
 

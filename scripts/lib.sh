@@ -1,5 +1,5 @@
 # Shared by the scripts beside it: source it, don't run it.
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2034
 
 # The root of this clone.
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
@@ -25,7 +25,6 @@ with_lock() {
 # stack_names DIR: sets DIR (absolute), HASH, RUN, CGROUP and NETWORK. Everything of a stack that must have a
 # name outside DIR carries HASH. Sockets live in RUN, since DIR may be too long for the path of a unix socket:
 # its limit is 107 bytes, and with a pod's 64 digits in it 19 are left for a name below RUN/sandboxer/pods/ID.
-# shellcheck disable=SC2034
 stack_names() {
     DIR=$(realpath -m "$1")
     HASH=$(printf '%s' "$DIR" | sha256sum | cut -c1-8)

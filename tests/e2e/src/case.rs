@@ -1,0 +1,266 @@
+//! What a case has in hand: pods and containers that read like sentences, all of them gone afterwards.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use futures::future::join_all;
+use k8s_cri::v1::{
+    ContainerConfig, ContainerMetadata, ContainerState, ContainerStatus, ImageSpec, LinuxContainerConfig,
+    LinuxContainerSecurityContext, LinuxPodSandboxConfig, PodSandboxConfig, PodSandboxMetadata,
+};
+
+use crate::cri::{Answer, Cri};
+use crate::eventually;
+use crate::stack::Stack;
+
+/// The image every stack has.
+pub const BUSYBOX: &str = "docker.io/library/busybox:latest";
+
+/// How long a step may take before the case fails: generous, since several guests share two cores without KVM.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Label by which a case finds its pods again.
+const LABEL: &str = "e2e.case";
+
+static SERIAL: AtomicU32 = AtomicU32::new(0);
+
+/// One case on one runtime handler.
+#[derive(Clone)]
+pub struct Case {
+    /// The stack that all cases share.
+    pub stack: Arc<Stack>,
+    /// containerd's CRI.
+    pub cri: Cri,
+    /// `sandboxer` or `runc`.
+    pub handler: &'static str,
+    /// Unique in the run; a label of the case's pods.
+    pub name: String,
+}
+
+impl Case {
+    /// Whether pods are microVMs here.
+    pub fn in_vm(&self) -> bool {
+        self.handler == "sandboxer"
+    }
+
+    /// A pod's configuration as a kubelet would send it, hostname `pod`.
+    pub fn pod_config(&self) -> PodSandboxConfig {
+        let serial = SERIAL.fetch_add(1, Ordering::Relaxed);
+        let name = format!("{}-{serial}", self.name);
+        PodSandboxConfig {
+            metadata: Some(PodSandboxMetadata {
+                uid: format!("uid-{name}"),
+                name: name.clone(),
+                namespace: "e2e".into(),
+                attempt: 0,
+            }),
+            hostname: "pod".into(),
+            log_directory: self.stack.dir().join("pod-logs").join(name).display().to_string(),
+            labels: [(LABEL.to_owned(), self.name.clone())].into(),
+            linux: Some(LinuxPodSandboxConfig {
+                cgroup_parent: self.stack.env("SANDBOXER_CGROUP_PARENT").unwrap_or_default().to_owned(),
+                ..Default::default()
+            }),
+            ..Default::default()
+        }
+    }
+
+    /// A pod that is ready.
+    pub async fn pod(&self) -> Result<Pod> {
+        Ok(self.pod_with(|_| ()).await?)
+    }
+
+    /// A pod with its configuration changed by `adjust`; the runtime's own error where it refuses.
+    pub async fn pod_with(&self, adjust: impl FnOnce(&mut PodSandboxConfig)) -> Answer<Pod> {
+        let mut config = self.pod_config();
+        adjust(&mut config);
+        let id = self.cri.run_pod(&config, self.handler).await?;
+        Ok(Pod { id, config, cri: self.cri.clone() })
+    }
+
+    /// Removes every pod of this case, whatever state it is in.
+    pub async fn clean_up(&self) -> Result<()> {
+        let pods = self.cri.pods((LABEL, &self.name)).await?;
+        let removals = pods.iter().map(|pod| async {
+            self.cri.stop_pod(&pod.id).await.with_context(|| format!("could not stop pod {}", pod.id))?;
+            self.cri.remove_pod(&pod.id).await.with_context(|| format!("could not remove pod {}", pod.id))
+        });
+        join_all(removals).await.into_iter().collect()
+    }
+}
+
+/// A pod of a case.
+#[derive(Clone)]
+pub struct Pod {
+    /// The sandbox id.
+    pub id: String,
+    /// What it was run with.
+    pub config: PodSandboxConfig,
+    cri: Cri,
+}
+
+/// A container's configuration: busybox running `script` in its shell.
+pub fn shell(name: &str, script: &str) -> ContainerConfig {
+    ContainerConfig {
+        metadata: Some(ContainerMetadata { name: name.into(), attempt: 0 }),
+        image: Some(ImageSpec { image: BUSYBOX.into(), ..Default::default() }),
+        command: vec!["sh".into(), "-c".into(), script.into()],
+        log_path: format!("{name}.log"),
+        linux: Some(LinuxContainerConfig {
+            security_context: Some(LinuxContainerSecurityContext::default()),
+            ..Default::default()
+        }),
+        ..Default::default()
+    }
+}
+
+/// A container that waits and ends at once when told to.
+pub fn idle(name: &str) -> ContainerConfig {
+    shell(name, "trap 'exit 0' TERM; while :; do sleep 1000 & wait $!; done")
+}
+
+/// The security context that [`shell`] put there.
+pub fn security(config: &mut ContainerConfig) -> &mut LinuxContainerSecurityContext {
+    config.linux.get_or_insert_default().security_context.get_or_insert_default()
+}
+
+impl Pod {
+    /// Creates a container.
+    pub async fn create(&self, config: ContainerConfig) -> Answer<Container> {
+        let log = PathBuf::from(&self.config.log_directory).join(&config.log_path);
+        let id = self.cri.create(&self.id, config, &self.config).await?;
+        Ok(Container { id, log, cri: self.cri.clone() })
+    }
+
+    /// Creates a container and starts it.
+    pub async fn start(&self, config: ContainerConfig) -> Answer<Container> {
+        let container = self.create(config).await?;
+        self.cri.start(&container.id).await?;
+        Ok(container)
+    }
+
+    /// Runs a container to its end.
+    pub async fn run(&self, config: ContainerConfig) -> Result<Ended> {
+        let container = self.start(config).await?;
+        let status = container.ended().await?;
+        Ok(Ended { logs: container.logs()?, status })
+    }
+
+    /// Runs `script` in a container of its own to its end and returns what it printed; an error if it failed.
+    pub async fn output(&self, script: &str) -> Result<String> {
+        self.run(shell(&format!("c{}", SERIAL.fetch_add(1, Ordering::Relaxed)), script)).await?.success()
+    }
+
+    /// Waits until the pod is not ready.
+    pub async fn not_ready(&self) -> Result<()> {
+        eventually(&format!("pod {} to be NotReady", self.id), PATIENCE, || async {
+            Ok((!self.cri.pod_ready(&self.id).await?).then_some(()))
+        })
+        .await
+    }
+}
+
+/// A container of a case.
+#[derive(Clone)]
+pub struct Container {
+    /// The container id.
+    pub id: String,
+    log: PathBuf,
+    cri: Cri,
+}
+
+impl Container {
+    /// Its CRI status.
+    pub async fn status(&self) -> Answer<ContainerStatus> {
+        Ok(self.cri.status(&self.id).await?.0)
+    }
+
+    /// Waits for its end; the status then.
+    pub async fn ended(&self) -> Result<ContainerStatus> {
+        eventually(&format!("end of container {}", self.id), PATIENCE, || async {
+            let status = self.status().await?;
+            Ok((status.state() == ContainerState::ContainerExited).then_some(status))
+        })
+        .await
+    }
+
+    /// ExecSync of `script` in its shell: what it printed to stdout; an error if it failed.
+    pub async fn sh(&self, script: &str) -> Result<String> {
+        let answer = self.cri.exec_sync(&self.id, &["sh", "-c", script], None).await?;
+        let stderr = String::from_utf8_lossy(&answer.stderr);
+        ensure!(answer.exit_code == 0, "'{script}' exited with {}: {stderr}", answer.exit_code);
+        Ok(String::from_utf8(answer.stdout)?.trim_end().to_owned())
+    }
+
+    /// What it has logged so far.
+    pub fn logs(&self) -> Result<Logs> {
+        let text = std::fs::read_to_string(&self.log)
+            .with_context(|| format!("could not read the log {}", self.log.display()))?;
+        Ok(Logs::parse(&text))
+    }
+
+    /// Waits until it has logged `needle` on stdout.
+    pub async fn logged(&self, needle: &str) -> Result<()> {
+        eventually(&format!("'{needle}' in the log of container {}", self.id), PATIENCE, || async {
+            Ok(self.logs().is_ok_and(|logs| logs.stdout.contains(needle)).then_some(()))
+        })
+        .await
+    }
+}
+
+/// A CRI log, its two streams put together again.
+#[derive(Debug, Default)]
+pub struct Logs {
+    /// What was written to stdout.
+    pub stdout: String,
+    /// What was written to stderr.
+    pub stderr: String,
+    /// Lines of the log file, partial ones included.
+    pub lines: usize,
+}
+
+impl Logs {
+    /// From the CRI log format: `time stream P|F text`, P for a part of a line.
+    fn parse(text: &str) -> Self {
+        let mut logs = Self::default();
+        for line in text.lines() {
+            let mut words = line.splitn(4, ' ');
+            let (_time, stream, tag) = (words.next(), words.next(), words.next());
+            let stream = if stream == Some("stderr") { &mut logs.stderr } else { &mut logs.stdout };
+            stream.push_str(words.next().unwrap_or_default());
+            if tag == Some("F") {
+                stream.push('\n');
+            }
+            logs.lines += 1;
+        }
+        logs
+    }
+}
+
+/// A container that has ended.
+#[derive(Debug)]
+pub struct Ended {
+    /// Its last status.
+    pub status: ContainerStatus,
+    /// All of its log.
+    pub logs: Logs,
+}
+
+impl Ended {
+    /// What it printed, if it exited with 0.
+    pub fn success(self) -> Result<String> {
+        ensure!(
+            self.status.exit_code == 0,
+            "exited with {} ({} {}): {}{}",
+            self.status.exit_code,
+            self.status.reason,
+            self.status.message,
+            self.logs.stdout,
+            self.logs.stderr
+        );
+        Ok(self.logs.stdout.trim_end().to_owned())
+    }
+}

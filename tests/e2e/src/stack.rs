@@ -1,0 +1,200 @@
+//! A stack of one's own, started and ended by `scripts/stack.sh`, the same way `make up` does it.
+
+use std::collections::HashMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::eventually;
+
+/// Directories of test runs: the pid says whether the run still goes on.
+const PREFIX: &str = "sandboxer-e2e-";
+
+/// A running containerd, with the daemon beside it unless it was asked for without.
+pub struct Stack {
+    dir: PathBuf,
+    before: tempfile::NamedTempFile,
+    env: HashMap<String, String>,
+    daemon: bool,
+    down: bool,
+}
+
+impl Stack {
+    /// Starts a stack in a directory of this process. What runs that were killed left behind goes first.
+    pub fn up(daemon: bool) -> Result<Self> {
+        ensure!(nix::unistd::geteuid().is_root(), "the end-to-end tests need root: they mount and make namespaces");
+        sweep()?;
+        let dir = std::env::temp_dir().join(format!("{PREFIX}{}", std::process::id()));
+        let before = tempfile::NamedTempFile::new()?;
+        script("leftovers.sh", &["record".as_ref(), dir.as_ref(), before.path()])?;
+        let mut stack = Self { dir, before, env: HashMap::new(), daemon, down: false };
+        stack.start()?;
+        Ok(stack)
+    }
+
+    /// Starts what of the stack is not running.
+    pub fn start(&mut self) -> Result<()> {
+        self.run_up()?;
+        let env = fs::read_to_string(self.dir.join("env"))?;
+        self.env = env
+            .lines()
+            .filter_map(|line| line.strip_prefix("export ")?.split_once('='))
+            .map(|(key, value)| (key.to_owned(), value.to_owned()))
+            .collect();
+        Ok(())
+    }
+
+    /// As [`Stack::start`], for a stack that was up before: nothing but processes changes.
+    pub fn run_up(&self) -> Result<()> {
+        let mut args = vec![Path::new("up"), &self.dir];
+        if !self.daemon {
+            args.push(Path::new("--no-daemon"));
+        }
+        script("stack.sh", &args).map(drop)
+    }
+
+    /// Ends the stack; an error names what it left on the host.
+    pub fn down(mut self) -> Result<()> {
+        self.down = true;
+        self.take_down()
+    }
+
+    fn take_down(&self) -> Result<()> {
+        if std::env::var_os("SANDBOXER_E2E_KEEP").is_some() {
+            eprintln!("kept, as SANDBOXER_E2E_KEEP asks: {0}; end it with scripts/stack.sh down {0}", self.dir.display());
+            return Ok(());
+        }
+        script("stack.sh", &["down".as_ref(), self.dir.as_ref()])?;
+        script("leftovers.sh", &["check".as_ref(), self.dir.as_ref(), self.before.path()]).map(drop)
+    }
+
+    /// Where everything of the stack is.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// A variable of the stack's `env` file.
+    pub fn env(&self, name: &str) -> Result<&str> {
+        self.env.get(name).map(String::as_str).ok_or_else(|| anyhow!("no {name} in the stack's env file"))
+    }
+
+    /// The socket of containerd.
+    pub fn containerd_socket(&self) -> Result<PathBuf> {
+        self.env("CONTAINERD_ADDRESS").map(PathBuf::from)
+    }
+
+    /// The daemon's run and state directories.
+    pub fn daemon_dirs(&self) -> [PathBuf; 2] {
+        [self.dir.join("sandboxer/run"), self.dir.join("sandboxer/state")]
+    }
+
+    /// The recorded pid of `containerd` or `sandboxer`.
+    pub fn pid(&self, name: &str) -> Result<Pid> {
+        let path = self.dir.join("pids").join(name);
+        let record = fs::read_to_string(&path).with_context(|| format!("could not read {}", path.display()))?;
+        let pid = record.split_whitespace().next().context("empty pid record")?;
+        Ok(Pid::from_raw(pid.parse()?))
+    }
+
+    /// Sends `signal` to `containerd` or `sandboxer` and waits until the process is gone.
+    pub async fn end(&self, name: &str, signal: Signal) -> Result<()> {
+        let pid = self.pid(name)?;
+        kill(pid, signal).with_context(|| format!("could not send {signal} to {name}"))?;
+        let process = PathBuf::from(format!("/proc/{pid}/exe"));
+        eventually(&format!("end of {name}"), Duration::from_secs(20), || async {
+            Ok((!process.exists() || fs::read_link(&process).is_err()).then_some(()))
+        })
+        .await
+    }
+
+    /// The stack's own `name` (ctr, sandboxer-cli …), in its environment.
+    pub fn command(&self, name: &str) -> Command {
+        let mut command = Command::new(self.dir.join("bin").join(name));
+        command.stdin(Stdio::null());
+        for (key, value) in self.env.iter().filter(|(key, _)| *key != "PATH") {
+            command.env(key, value);
+        }
+        command
+    }
+
+    /// Virtual machines of this stack that are alive.
+    pub fn vmms(&self) -> Result<Vec<Pid>> {
+        self.processes("qemu-system")
+    }
+
+    /// Processes of this stack whose command line begins with `…/<name>`.
+    pub fn processes(&self, name: &str) -> Result<Vec<Pid>> {
+        let owned = Command::new("bash")
+            .arg("-c")
+            .arg(". \"$0\"; stack_names \"$1\"; owned_pids")
+            .arg(scripts().join("lib.sh"))
+            .arg(&self.dir)
+            .output()?;
+        ensure!(owned.status.success(), "owned_pids: {}", String::from_utf8_lossy(&owned.stderr));
+        let mut pids = Vec::new();
+        for pid in String::from_utf8(owned.stdout)?.lines() {
+            let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+            let argv0 = command.split(|byte| *byte == 0).next().unwrap_or_default();
+            let argv0 = String::from_utf8_lossy(argv0);
+            if argv0.rsplit('/').next().is_some_and(|base| base.starts_with(name)) {
+                pids.push(Pid::from_raw(pid.parse()?));
+            }
+        }
+        Ok(pids)
+    }
+
+    /// The last lines of both logs, for a failed case's message.
+    pub fn log_tails(&self, lines: usize) -> String {
+        let mut text = String::new();
+        for name in ["containerd", "sandboxer"] {
+            let path = self.dir.join(name).join("log");
+            let Ok(log) = fs::read_to_string(&path) else { continue };
+            let tail: Vec<_> = log.lines().rev().take(lines).collect();
+            text += &format!("--- end of {}\n", path.display());
+            for line in tail.iter().rev() {
+                text += &format!("{}\n", line.chars().take(600).collect::<String>());
+            }
+        }
+        text
+    }
+}
+
+impl Drop for Stack {
+    fn drop(&mut self) {
+        if !self.down
+            && let Err(error) = self.take_down()
+        {
+            eprintln!("stack {}: {error:#}", self.dir.display());
+        }
+    }
+}
+
+fn scripts() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts")
+}
+
+fn script(name: &str, args: &[&Path]) -> Result<String> {
+    let output = Command::new(scripts().join(name)).args(args).stdin(Stdio::null()).output()?;
+    if !output.status.success() {
+        bail!("scripts/{name}: {}", String::from_utf8_lossy(&output.stderr).trim());
+    }
+    Ok(String::from_utf8(output.stdout)?)
+}
+
+/// Takes down the stacks of test runs that are over.
+fn sweep() -> Result<()> {
+    for entry in fs::read_dir(std::env::temp_dir())? {
+        let path = entry?.path();
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let Some(pid) = name.strip_prefix(PREFIX) else { continue };
+        if !Path::new("/proc").join(pid).exists() && path.join(".stack").exists() {
+            script("stack.sh", &["down".as_ref(), path.as_ref()])?;
+        }
+    }
+    Ok(())
+}

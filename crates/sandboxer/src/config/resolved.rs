@@ -1,0 +1,76 @@
+//! The configuration as the daemon uses it: every value set, checked and absolute.
+
+use std::{path::PathBuf, time::Duration};
+
+/// Everything that can be set.
+#[derive(Debug, Clone)]
+pub struct Config {
+    /// Sockets and per-pod runtime files; gone after a reboot. `/run/sandboxer`.
+    pub run_dir: PathBuf,
+    /// Journal and rootfs cache; kept. `/var/lib/sandboxer`.
+    pub state_dir: PathBuf,
+    /// Machines.
+    pub vm: VmConfig,
+    /// Root file systems.
+    pub rootfs: RootfsConfig,
+    /// containerd's ttrpc socket, for events; none: events go nowhere but the admin API.
+    pub containerd_ttrpc: Option<PathBuf>,
+    /// Pods that may start at the same time; the others queue.
+    pub concurrent_starts: usize,
+    /// How long a shutdown waits for requests under way.
+    pub drain_timeout: Duration,
+}
+
+/// How machines are made.
+#[derive(Debug, Clone)]
+pub struct VmConfig {
+    /// Program of the VMM (QEMU).
+    pub qemu: PathBuf,
+    /// Which accelerator.
+    pub accelerator: Accelerator,
+    /// Guest kernel.
+    pub kernel: PathBuf,
+    /// Initramfs with the agent.
+    pub initramfs: PathBuf,
+    /// vCPUs of a pod that doesn't ask.
+    pub default_vcpus: u32,
+    /// Memory of a pod that doesn't ask, MiB.
+    pub default_memory_mib: u64,
+    /// Most vCPUs a pod may ask for.
+    pub max_vcpus: u32,
+    /// Most memory a pod may ask for, MiB.
+    pub max_memory_mib: u64,
+    /// From spawn to the agent's ready message.
+    pub boot_timeout: Duration,
+    /// For one call to a VMM.
+    pub call_timeout: Duration,
+    /// For one short call to an agent.
+    pub agent_timeout: Duration,
+    /// Guest console kept per pod, bytes.
+    pub console_log_bytes: u64,
+    /// Filter of the agents' logs, as in `RUST_LOG`.
+    pub agent_log: Option<String>,
+}
+
+/// Whether guests run on hardware.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Accelerator {
+    /// KVM if a measurement finds it usable, else TCG.
+    Auto,
+    /// Hardware; an error where it doesn't work.
+    Kvm,
+    /// Emulation.
+    Tcg,
+}
+
+/// How root file systems become disks.
+#[derive(Debug, Clone)]
+pub struct RootfsConfig {
+    /// Program that makes EROFS images.
+    pub mkfs_erofs: PathBuf,
+    /// Most bytes the cache of images may take.
+    pub cache_bytes: u64,
+    /// Most bytes a container may write to its root file system (guest memory);
+    /// 0: half of the guest's memory.
+    pub writable_bytes: u64,
+}

@@ -1,0 +1,163 @@
+//! Virtual machines, whoever runs them.
+//!
+//! [`Vmm`] makes a [`Machine`] out of a [`VmSpec`]; nothing outside the file of one VMM knows its
+//! name. A machine outlives the daemon: dropping a handle never ends it, and [`Vmm::adopt`] takes
+//! it up again from its [`MachineRecord`].
+
+pub mod spec;
+
+use std::{fmt, path::PathBuf, sync::Arc, time::Duration};
+
+use async_trait::async_trait;
+use sandboxer_protocol::id::SandboxId;
+use serde::{Deserialize, Serialize};
+use tokio::io::{AsyncRead, AsyncWrite};
+
+pub use spec::{DiskSpec, VmSpec};
+
+/// A kind of VMM, ready to run machines.
+#[async_trait]
+pub trait Vmm: Send + Sync + fmt::Debug {
+    /// What runs the machines, for people.
+    fn info(&self) -> VmmInfo;
+
+    /// Starts a machine; answers when its VMM is in control of it and the guest is running.
+    ///
+    /// Dropping the future ends what it began: no process, no socket stays.
+    async fn boot(&self, spec: &VmSpec) -> Result<Arc<dyn Machine>, VmmError>;
+
+    /// Takes up a machine that an earlier daemon started. `Ok(None)`: it has ended since.
+    async fn adopt(&self, record: &MachineRecord) -> Result<Option<Arc<dyn Machine>>, VmmError>;
+}
+
+/// A running machine. All methods can be called at any time and from several tasks.
+#[async_trait]
+pub trait Machine: Send + Sync + fmt::Debug {
+    /// What [`Vmm::adopt`] needs; goes into the journal.
+    fn record(&self) -> MachineRecord;
+
+    /// A fresh stream to the agent's end of the link. The one before it is dead from now on.
+    async fn agent_stream(&self) -> Result<Box<dyn AgentStream>, VmmError>;
+
+    /// Plugs a disk in; the guest sees it soon after.
+    async fn attach_disk(&self, disk: &DiskSpec) -> Result<(), VmmError>;
+
+    /// Takes a disk out. A disk that isn't there is no error.
+    async fn detach_disk(&self, serial: &str) -> Result<(), VmmError>;
+
+    /// Waits for the machine's end, by event. Cancel-safe; answers again when asked again.
+    async fn exited(&self) -> MachineExit;
+
+    /// Ends the machine at once and waits until its process is gone. The guest has been told
+    /// before, where it matters. Ending a machine that has ended is no error.
+    async fn kill(&self) -> Result<(), VmmError>;
+}
+
+/// A byte stream to a guest.
+pub trait AgentStream: AsyncRead + AsyncWrite + Send + Sync + Unpin {}
+impl<T: AsyncRead + AsyncWrite + Send + Sync + Unpin> AgentStream for T {}
+
+/// Who runs the machines.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct VmmInfo {
+    /// "qemu", "cloud-hypervisor", ….
+    pub name: &'static str,
+    /// As the VMM itself reports it.
+    pub version: String,
+    /// "kvm" or "tcg".
+    pub accelerator: &'static str,
+    /// Why this accelerator: what was measured, or who asked for it.
+    pub accelerator_reason: String,
+}
+
+/// All that is needed to find a machine again.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MachineRecord {
+    /// The pod it is for.
+    pub pod: SandboxId,
+    /// Its directory, as in [`VmSpec::run_dir`].
+    pub run_dir: PathBuf,
+    /// Process of the VMM.
+    pub pid: u32,
+    /// Start time of that process (field 22 of `/proc/PID/stat`, clock ticks since boot): a pid
+    /// alone may by now be somebody else's.
+    pub start_time: u64,
+    /// As in [`VmSpec::console_log_bytes`].
+    pub console_log_bytes: u64,
+}
+
+/// How a machine ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MachineExit {
+    /// For people: "exited with status 1", "killed by signal 9", "is gone".
+    pub how: String,
+    /// The VMM's last words on stderr, then the last lines of the guest's console; may be empty.
+    pub last_lines: Vec<String>,
+}
+
+/// What can go wrong with a machine. Each names the pod.
+#[derive(Debug, thiserror::Error)]
+pub enum VmmError {
+    /// The program can't be started.
+    #[error("cannot start {program:?} for pod {pod}: install it or set its path in the configuration")]
+    Spawn {
+        /// The pod.
+        pod: SandboxId,
+        /// The VMM's program.
+        program: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The VMM ended before it was in control of the machine.
+    #[error("VMM of pod {pod} {how} while starting: {last_lines}")]
+    Died {
+        /// The pod.
+        pod: SandboxId,
+        /// As in [`MachineExit::how`].
+        how: String,
+        /// Its last words.
+        last_lines: String,
+    },
+    /// The VMM didn't answer in time.
+    #[error("VMM of pod {pod} did not answer {call} within {limit:?}")]
+    Hung {
+        /// The pod.
+        pod: SandboxId,
+        /// What was asked.
+        call: String,
+        /// How long was waited.
+        limit: Duration,
+    },
+    /// The VMM said no.
+    #[error("VMM of pod {pod} refused {call}: {reason}")]
+    Refused {
+        /// The pod.
+        pod: SandboxId,
+        /// What was asked.
+        call: String,
+        /// In the VMM's words, bounded.
+        reason: String,
+    },
+    /// The VMM said what no VMM says.
+    #[error("VMM of pod {pod} gave a malformed answer to {call}: {reason}")]
+    Malformed {
+        /// The pod.
+        pod: SandboxId,
+        /// What was asked.
+        call: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// Something of the host failed.
+    #[error("cannot {action} {path:?} for the VMM of pod {pod}")]
+    Host {
+        /// The pod.
+        pod: SandboxId,
+        /// What was attempted.
+        action: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+}

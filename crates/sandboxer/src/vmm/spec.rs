@@ -1,0 +1,40 @@
+//! What a virtual machine is to be, in no VMM's words.
+
+use std::path::PathBuf;
+
+use sandboxer_protocol::{boot::BootParams, id::SandboxId};
+use serde::{Deserialize, Serialize};
+
+/// A machine, complete: every host resource it names exists before a VMM sees it.
+#[derive(Debug, Clone)]
+pub struct VmSpec {
+    /// The pod it is for; names the machine in every error.
+    pub pod: SandboxId,
+    /// Existing directory of mode 0700 for the machine's sockets and logs, this pod's alone.
+    pub run_dir: PathBuf,
+    /// Virtual CPUs, at least 1.
+    pub vcpus: u32,
+    /// Guest memory, MiB.
+    pub memory_mib: u64,
+    /// Uncompressed kernel (ELF with a PVH note).
+    pub kernel: PathBuf,
+    /// The initramfs that holds the agent.
+    pub initramfs: PathBuf,
+    /// What the agent learns from the kernel command line.
+    pub boot: BootParams,
+    /// Disks the machine has from its first moment.
+    pub disks: Vec<DiskSpec>,
+    /// Most bytes of guest console that are kept.
+    pub console_log_bytes: u64,
+}
+
+/// A disk of a machine.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DiskSpec {
+    /// By this the guest finds it: 1 to 20 letters, digits and `-`, unique within the machine.
+    pub serial: String,
+    /// Regular file (raw image) or block device.
+    pub path: PathBuf,
+    /// The guest can't write to it.
+    pub read_only: bool,
+}

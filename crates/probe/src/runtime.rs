@@ -1,0 +1,620 @@
+//! A container runtime, spoken to over CRI v1 on a unix socket. Any runtime handler, no word about any.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use hyper_util::rt::TokioIo;
+use k8s_cri::v1 as cri;
+use k8s_cri::v1::image_service_client::ImageServiceClient;
+use k8s_cri::v1::runtime_service_client::RuntimeServiceClient;
+use tonic::transport::{Channel, Endpoint, Uri};
+use tonic::{Code, Response, Status};
+
+use crate::options::{ContainerOptions, PodOptions};
+
+/// Largest answer that is read, bytes: verbose answers carry whole specs.
+const MAX_ANSWER: usize = 64 << 20;
+
+/// Why the runtime did not do what it was asked to.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum RuntimeError {
+    /// The endpoint's name makes no sense.
+    #[error("cannot use CRI endpoint '{endpoint}': {reason}; give unix:///path/to/containerd.sock")]
+    Endpoint {
+        /// As given.
+        endpoint: String,
+        /// What is wrong with it.
+        reason: &'static str,
+    },
+    /// Nobody answers there.
+    #[error(
+        "cannot reach a CRI runtime at {endpoint}: {reason}; is containerd running, and is this its socket?"
+    )]
+    Unreachable {
+        /// The socket.
+        endpoint: PathBuf,
+        /// What the system said.
+        reason: String,
+    },
+    /// It said no.
+    #[error("{call} of {subject} failed ({code:?}): {message}")]
+    Refused {
+        /// CRI's name of the call.
+        call: &'static str,
+        /// The pod, container or image.
+        subject: String,
+        /// gRPC's code.
+        code: Code,
+        /// In the runtime's words.
+        message: String,
+    },
+    /// The answer lacks what CRI says it has.
+    #[error("{call} of {subject} was answered without {lacking}")]
+    Incomplete {
+        /// CRI's name of the call.
+        call: &'static str,
+        /// The pod, container or image.
+        subject: String,
+        /// What is not there.
+        lacking: &'static str,
+    },
+}
+
+impl RuntimeError {
+    /// gRPC's code, if the runtime answered at all.
+    pub fn code(&self) -> Option<Code> {
+        match self {
+            RuntimeError::Refused { code, .. } => Some(*code),
+            _ => None,
+        }
+    }
+
+    /// True when there is no such pod, container or image.
+    pub fn is_not_found(&self) -> bool {
+        self.code() == Some(Code::NotFound)
+    }
+}
+
+/// Answer or reason.
+pub type Result<T> = std::result::Result<T, RuntimeError>;
+
+/// Who answers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Version {
+    /// "containerd", ….
+    pub name: String,
+    /// Its version.
+    pub version: String,
+    /// "v1".
+    pub api: String,
+}
+
+/// How a pod is.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PodState {
+    /// Sandbox id.
+    pub id: String,
+    /// Its name.
+    pub name: String,
+    /// Kubernetes namespace.
+    pub namespace: String,
+    /// SANDBOX_READY.
+    pub ready: bool,
+    /// Handler that it runs on.
+    pub handler: String,
+    /// Its IP addresses; none with the node's network.
+    pub addresses: Vec<String>,
+    /// Labels.
+    pub labels: HashMap<String, String>,
+    /// Creation, ns since 1970, by the runtime's clock.
+    pub created_at: i64,
+    /// The runtime's own words, JSON as a rule; empty unless asked for.
+    pub info: HashMap<String, String>,
+}
+
+/// How far a container is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Phase {
+    /// Not yet started.
+    Created,
+    /// Runs.
+    Running,
+    /// Has ended.
+    Exited,
+    /// The runtime does not know.
+    Unknown,
+}
+
+/// How a container is.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ContainerState {
+    /// Container id.
+    pub id: String,
+    /// Its name.
+    pub name: String,
+    /// How far it is.
+    pub phase: Phase,
+    /// Valid when it has exited.
+    pub exit_code: i32,
+    /// CamelCase word for why it is in this state.
+    pub reason: String,
+    /// A sentence about it.
+    pub message: String,
+    /// Digest or id of its image.
+    pub image: String,
+    /// Where its log is.
+    pub log_path: PathBuf,
+    /// Times, ns since 1970, 0 when it did not happen yet.
+    pub started_at: i64,
+    /// As above.
+    pub finished_at: i64,
+    /// The runtime's own words; empty unless asked for.
+    pub info: HashMap<String, String>,
+}
+
+/// An item of a list of pods or containers.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Listed {
+    /// Sandbox or container id.
+    pub id: String,
+    /// Sandbox that a container is in; of a pod its own id.
+    pub pod: String,
+    /// Its name.
+    pub name: String,
+    /// Handler; empty for containers.
+    pub handler: String,
+    /// Ready or running.
+    pub running: bool,
+    /// Labels.
+    pub labels: HashMap<String, String>,
+}
+
+/// What a command run inside gave back.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ExecOutput {
+    /// Bytes of stdout.
+    pub stdout: Vec<u8>,
+    /// Bytes of stderr.
+    pub stderr: Vec<u8>,
+    /// Its exit code.
+    pub exit_code: i32,
+}
+
+/// What a container uses, where the runtime knows.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// CPU time since its start, ns.
+    pub cpu_ns: Option<u64>,
+    /// Working set, bytes.
+    pub memory_bytes: Option<u64>,
+}
+
+/// An image on the node.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Image {
+    /// Its id: digest of its configuration.
+    pub id: String,
+    /// `name@sha256:…` of its manifest.
+    pub digests: Vec<String>,
+    /// Size, bytes.
+    pub size: u64,
+}
+
+/// A connection to a runtime; clones share it. It is made at the first call and again after a loss.
+#[derive(Debug, Clone)]
+pub struct Runtime {
+    socket: PathBuf,
+    runtime: RuntimeServiceClient<Channel>,
+    images: ImageServiceClient<Channel>,
+}
+
+impl Runtime {
+    /// A client of `endpoint`: `unix:///path`, `unix:/path` or a path.
+    pub fn connect(endpoint: &str) -> Result<Self> {
+        let bad = |reason| RuntimeError::Endpoint {
+            endpoint: endpoint.to_owned(),
+            reason,
+        };
+        let path = match endpoint.split_once(':') {
+            Some(("unix", rest)) => rest.strip_prefix("//").unwrap_or(rest),
+            Some((scheme, _)) if !scheme.contains('/') => return Err(bad("it is no unix socket")),
+            _ => endpoint,
+        };
+        if !path.starts_with('/') {
+            return Err(bad("its path is not absolute"));
+        }
+        let socket = PathBuf::from(path);
+        let channel = channel(socket.clone());
+        Ok(Self {
+            socket,
+            runtime: RuntimeServiceClient::new(channel.clone()).max_decoding_message_size(MAX_ANSWER),
+            images: ImageServiceClient::new(channel).max_decoding_message_size(MAX_ANSWER),
+        })
+    }
+
+    /// The socket of the runtime.
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// Who answers.
+    pub async fn version(&self) -> Result<Version> {
+        let request = cri::VersionRequest { version: "v1".into() };
+        let answer = self.runtime.clone().version(request).await;
+        let answer = self.check("Version", "the runtime", answer)?;
+        Ok(Version {
+            name: answer.runtime_name,
+            version: answer.runtime_version,
+            api: answer.runtime_api_version,
+        })
+    }
+
+    /// The runtime's account of itself: handlers, configuration and whatever else it tells, as JSON texts.
+    pub async fn describe(&self) -> Result<(Vec<String>, HashMap<String, String>)> {
+        let request = cri::StatusRequest { verbose: true };
+        let answer = self.runtime.clone().status(request).await;
+        let answer = self.check("Status", "the runtime", answer)?;
+        Ok((
+            answer
+                .runtime_handlers
+                .into_iter()
+                .map(|handler| handler.name)
+                .collect(),
+            answer.info,
+        ))
+    }
+
+    /// Runs a pod; its id.
+    pub async fn run_pod(&self, pod: &PodOptions) -> Result<String> {
+        let request = cri::RunPodSandboxRequest {
+            config: Some(pod.to_cri()),
+            runtime_handler: pod.handler.clone(),
+        };
+        let answer = self.runtime.clone().run_pod_sandbox(request).await;
+        let answer = self.check(
+            "RunPodSandbox",
+            &format!("{} on handler '{}'", pod.name, pod.handler),
+            answer,
+        )?;
+        self.named("RunPodSandbox", &pod.name, answer.pod_sandbox_id)
+    }
+
+    /// Ends a pod and all in it. Ending an ended one is no error.
+    pub async fn stop_pod(&self, id: &str) -> Result<()> {
+        let request = cri::StopPodSandboxRequest {
+            pod_sandbox_id: id.to_owned(),
+        };
+        let answer = self.runtime.clone().stop_pod_sandbox(request).await;
+        self.check("StopPodSandbox", id, answer).map(drop)
+    }
+
+    /// Removes a pod and all in it. Removing an unknown one is no error.
+    pub async fn remove_pod(&self, id: &str) -> Result<()> {
+        let request = cri::RemovePodSandboxRequest {
+            pod_sandbox_id: id.to_owned(),
+        };
+        let answer = self.runtime.clone().remove_pod_sandbox(request).await;
+        self.check("RemovePodSandbox", id, answer).map(drop)
+    }
+
+    /// How a pod is; `verbose` adds the runtime's own words.
+    pub async fn pod(&self, id: &str, verbose: bool) -> Result<PodState> {
+        let request = cri::PodSandboxStatusRequest {
+            pod_sandbox_id: id.to_owned(),
+            verbose,
+        };
+        let answer = self.runtime.clone().pod_sandbox_status(request).await;
+        let answer = self.check("PodSandboxStatus", id, answer)?;
+        let status = self.part("PodSandboxStatus", id, "a status", answer.status)?;
+        let ready = status.state() == cri::PodSandboxState::SandboxReady;
+        let metadata = status.metadata.unwrap_or_default();
+        let network = status.network.unwrap_or_default();
+        let first = Some(network.ip).filter(|ip| !ip.is_empty());
+        Ok(PodState {
+            id: status.id,
+            name: metadata.name,
+            namespace: metadata.namespace,
+            ready,
+            handler: status.runtime_handler,
+            addresses: first
+                .into_iter()
+                .chain(network.additional_ips.into_iter().map(|ip| ip.ip))
+                .collect(),
+            labels: status.labels,
+            created_at: status.created_at,
+            info: answer.info,
+        })
+    }
+
+    /// Pods that have all of these labels; all pods with none.
+    pub async fn pods(&self, labels: &HashMap<String, String>) -> Result<Vec<Listed>> {
+        let filter = cri::PodSandboxFilter {
+            label_selector: labels.clone(),
+            ..Default::default()
+        };
+        let request = cri::ListPodSandboxRequest { filter: Some(filter) };
+        let answer = self.runtime.clone().list_pod_sandbox(request).await;
+        let answer = self.check("ListPodSandbox", "the runtime", answer)?;
+        Ok(answer
+            .items
+            .into_iter()
+            .map(|pod| Listed {
+                running: pod.state() == cri::PodSandboxState::SandboxReady,
+                pod: pod.id.clone(),
+                id: pod.id,
+                name: pod.metadata.unwrap_or_default().name,
+                handler: pod.runtime_handler,
+                labels: pod.labels,
+            })
+            .collect())
+    }
+
+    /// Creates a container in a pod that was run with these options; its id.
+    pub async fn create_container(
+        &self,
+        pod_id: &str,
+        pod: &PodOptions,
+        container: &ContainerOptions,
+    ) -> Result<String> {
+        let request = cri::CreateContainerRequest {
+            pod_sandbox_id: pod_id.to_owned(),
+            config: Some(container.to_cri(pod.network)),
+            sandbox_config: Some(pod.to_cri()),
+        };
+        let answer = self.runtime.clone().create_container(request).await;
+        let subject = format!("{} ({}) in pod {}", container.name, container.image, pod.name);
+        let answer = self.check("CreateContainer", &subject, answer)?;
+        self.named("CreateContainer", &subject, answer.container_id)
+    }
+
+    /// Starts a created container.
+    pub async fn start_container(&self, id: &str) -> Result<()> {
+        let request = cri::StartContainerRequest {
+            container_id: id.to_owned(),
+        };
+        let answer = self.runtime.clone().start_container(request).await;
+        self.check("StartContainer", id, answer).map(drop)
+    }
+
+    /// Asks a container to end; `grace` later it is killed. CRI counts in seconds: it is rounded up.
+    pub async fn stop_container(&self, id: &str, grace: Duration) -> Result<()> {
+        let request = cri::StopContainerRequest {
+            container_id: id.to_owned(),
+            timeout: seconds(grace),
+        };
+        let answer = self.runtime.clone().stop_container(request).await;
+        self.check("StopContainer", id, answer).map(drop)
+    }
+
+    /// Removes a container, running or not. Removing an unknown one is no error.
+    pub async fn remove_container(&self, id: &str) -> Result<()> {
+        let request = cri::RemoveContainerRequest {
+            container_id: id.to_owned(),
+        };
+        let answer = self.runtime.clone().remove_container(request).await;
+        self.check("RemoveContainer", id, answer).map(drop)
+    }
+
+    /// How a container is; `verbose` adds the runtime's own words.
+    pub async fn container(&self, id: &str, verbose: bool) -> Result<ContainerState> {
+        let request = cri::ContainerStatusRequest {
+            container_id: id.to_owned(),
+            verbose,
+        };
+        let answer = self.runtime.clone().container_status(request).await;
+        let answer = self.check("ContainerStatus", id, answer)?;
+        let status = self.part("ContainerStatus", id, "a status", answer.status)?;
+        Ok(ContainerState {
+            phase: phase(status.state()),
+            id: status.id,
+            name: status.metadata.unwrap_or_default().name,
+            exit_code: status.exit_code,
+            reason: status.reason,
+            message: status.message,
+            image: status.image_ref,
+            log_path: status.log_path.into(),
+            started_at: status.started_at,
+            finished_at: status.finished_at,
+            info: answer.info,
+        })
+    }
+
+    /// Containers in a pod, or all with `None`.
+    pub async fn containers(&self, pod: Option<&str>) -> Result<Vec<Listed>> {
+        let filter = cri::ContainerFilter {
+            pod_sandbox_id: pod.unwrap_or_default().to_owned(),
+            ..Default::default()
+        };
+        let request = cri::ListContainersRequest { filter: Some(filter) };
+        let answer = self.runtime.clone().list_containers(request).await;
+        let answer = self.check("ListContainers", pod.unwrap_or("every pod"), answer)?;
+        Ok(answer
+            .containers
+            .into_iter()
+            .map(|container| Listed {
+                running: container.state() == cri::ContainerState::ContainerRunning,
+                id: container.id,
+                pod: container.pod_sandbox_id,
+                name: container.metadata.unwrap_or_default().name,
+                handler: String::new(),
+                labels: container.labels,
+            })
+            .collect())
+    }
+
+    /// Runs a command inside a running container to its end; without `limit` for as long as it likes.
+    pub async fn exec_sync<S: Into<String>>(
+        &self,
+        id: &str,
+        command: impl IntoIterator<Item = S>,
+        limit: Option<Duration>,
+    ) -> Result<ExecOutput> {
+        let request = cri::ExecSyncRequest {
+            container_id: id.to_owned(),
+            cmd: command.into_iter().map(Into::into).collect(),
+            timeout: limit.map_or(0, seconds),
+        };
+        let answer = self.runtime.clone().exec_sync(request).await;
+        let answer = self.check("ExecSync", id, answer)?;
+        Ok(ExecOutput {
+            stdout: answer.stdout,
+            stderr: answer.stderr,
+            exit_code: answer.exit_code,
+        })
+    }
+
+    /// What a container uses.
+    pub async fn usage(&self, id: &str) -> Result<Usage> {
+        let request = cri::ContainerStatsRequest {
+            container_id: id.to_owned(),
+        };
+        let answer = self.runtime.clone().container_stats(request).await;
+        let answer = self.check("ContainerStats", id, answer)?;
+        let stats = self.part("ContainerStats", id, "stats", answer.stats)?;
+        Ok(Usage {
+            cpu_ns: stats
+                .cpu
+                .and_then(|cpu| cpu.usage_core_nano_seconds)
+                .map(|value| value.value),
+            memory_bytes: stats
+                .memory
+                .and_then(|memory| memory.working_set_bytes)
+                .map(|value| value.value),
+        })
+    }
+
+    /// An image on the node; `None` when it is not there.
+    pub async fn image(&self, reference: &str) -> Result<Option<Image>> {
+        let image = cri::ImageSpec {
+            image: reference.to_owned(),
+            ..Default::default()
+        };
+        let request = cri::ImageStatusRequest {
+            image: Some(image),
+            verbose: false,
+        };
+        let answer = self.images.clone().image_status(request).await;
+        let answer = self.check("ImageStatus", reference, answer)?;
+        Ok(answer.image.map(|image| Image {
+            id: image.id,
+            digests: image.repo_digests,
+            size: image.size,
+        }))
+    }
+
+    /// What gRPC says, in our words.
+    fn check<T>(
+        &self,
+        call: &'static str,
+        subject: &str,
+        answer: std::result::Result<Response<T>, Status>,
+    ) -> Result<T> {
+        let status = match answer {
+            Ok(answer) => return Ok(answer.into_inner()),
+            Err(status) => status,
+        };
+        // A transport's error has no answer of the runtime behind it.
+        let io = std::iter::successors(std::error::Error::source(&status), |error| error.source())
+            .find_map(|error| error.downcast_ref::<std::io::Error>());
+        if let (Code::Unavailable | Code::Unknown, Some(io)) = (status.code(), io) {
+            return Err(RuntimeError::Unreachable {
+                endpoint: self.socket.clone(),
+                reason: io.to_string(),
+            });
+        }
+        Err(RuntimeError::Refused {
+            call,
+            subject: subject.to_owned(),
+            code: status.code(),
+            message: status.message().to_owned(),
+        })
+    }
+
+    fn part<T>(
+        &self,
+        call: &'static str,
+        subject: &str,
+        lacking: &'static str,
+        part: Option<T>,
+    ) -> Result<T> {
+        part.ok_or_else(|| RuntimeError::Incomplete {
+            call,
+            subject: subject.to_owned(),
+            lacking,
+        })
+    }
+
+    fn named(&self, call: &'static str, subject: &str, id: String) -> Result<String> {
+        self.part(call, subject, "an id", Some(id).filter(|id| !id.is_empty()))
+    }
+}
+
+/// A lazily connected channel to a unix socket.
+pub(crate) fn channel(socket: PathBuf) -> Channel {
+    Endpoint::from_static("http://socket").connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
+        let socket = socket.clone();
+        async move { Ok::<_, std::io::Error>(TokioIo::new(tokio::net::UnixStream::connect(socket).await?)) }
+    }))
+}
+
+fn seconds(time: Duration) -> i64 {
+    i64::try_from(time.as_millis().div_ceil(1000)).unwrap_or(i64::MAX)
+}
+
+fn phase(state: cri::ContainerState) -> Phase {
+    match state {
+        cri::ContainerState::ContainerCreated => Phase::Created,
+        cri::ContainerState::ContainerRunning => Phase::Running,
+        cri::ContainerState::ContainerExited => Phase::Exited,
+        cri::ContainerState::ContainerUnknown => Phase::Unknown,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn endpoints_as_people_write_them() {
+        for endpoint in ["unix:///run/c.sock", "unix:/run/c.sock", "/run/c.sock"] {
+            let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+            let _inside = runtime.enter();
+            assert_eq!(
+                Runtime::connect(endpoint).unwrap().socket(),
+                Path::new("/run/c.sock"),
+                "{endpoint}"
+            );
+        }
+        for endpoint in ["tcp://1.2.3.4:5", "run/c.sock", "", "unix://relative"] {
+            assert!(
+                matches!(Runtime::connect(endpoint), Err(RuntimeError::Endpoint { .. })),
+                "{endpoint}"
+            );
+        }
+    }
+
+    #[tokio::test]
+    async fn a_dead_endpoint_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("nobody.sock");
+        let error = Runtime::connect(socket.to_str().unwrap())
+            .unwrap()
+            .version()
+            .await
+            .unwrap_err();
+        let text = error.to_string();
+        assert!(matches!(error, RuntimeError::Unreachable { .. }), "{text}");
+        assert!(
+            text.contains("nobody.sock") && text.contains("No such file"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn times_are_rounded_up_to_cri_seconds() {
+        assert_eq!(seconds(Duration::ZERO), 0);
+        assert_eq!(seconds(Duration::from_millis(1)), 1);
+        assert_eq!(seconds(Duration::from_secs(2)), 2);
+    }
+}

@@ -27,12 +27,21 @@ pub struct Stack {
 impl Stack {
     /// Starts a stack in a directory of this process. What runs that were killed left behind goes first.
     pub fn up(daemon: bool) -> Result<Self> {
-        ensure!(nix::unistd::geteuid().is_root(), "the end-to-end tests need root: they mount and make namespaces");
+        ensure!(
+            nix::unistd::geteuid().is_root(),
+            "the end-to-end tests need root: they mount and make namespaces"
+        );
         sweep()?;
         let dir = std::env::temp_dir().join(format!("{PREFIX}{}", std::process::id()));
         let before = tempfile::NamedTempFile::new()?;
         script("leftovers.sh", &["record".as_ref(), dir.as_ref(), before.path()])?;
-        let mut stack = Self { dir, before, env: HashMap::new(), daemon, down: false };
+        let mut stack = Self {
+            dir,
+            before,
+            env: HashMap::new(),
+            daemon,
+            down: false,
+        };
         stack.start()?;
         Ok(stack)
     }
@@ -66,11 +75,18 @@ impl Stack {
 
     fn take_down(&self) -> Result<()> {
         if std::env::var_os("SANDBOXER_E2E_KEEP").is_some() {
-            eprintln!("kept, as SANDBOXER_E2E_KEEP asks: {0}; end it with scripts/stack.sh down {0}", self.dir.display());
+            eprintln!(
+                "kept, as SANDBOXER_E2E_KEEP asks: {0}; end it with scripts/stack.sh down {0}",
+                self.dir.display()
+            );
             return Ok(());
         }
         script("stack.sh", &["down".as_ref(), self.dir.as_ref()])?;
-        script("leftovers.sh", &["check".as_ref(), self.dir.as_ref(), self.before.path()]).map(drop)
+        script(
+            "leftovers.sh",
+            &["check".as_ref(), self.dir.as_ref(), self.before.path()],
+        )
+        .map(drop)
     }
 
     /// Where everything of the stack is.
@@ -80,7 +96,10 @@ impl Stack {
 
     /// A variable of the stack's `env` file.
     pub fn env(&self, name: &str) -> Result<&str> {
-        self.env.get(name).map(String::as_str).ok_or_else(|| anyhow!("no {name} in the stack's env file"))
+        self.env
+            .get(name)
+            .map(String::as_str)
+            .ok_or_else(|| anyhow!("no {name} in the stack's env file"))
     }
 
     /// The socket of containerd.
@@ -96,7 +115,8 @@ impl Stack {
     /// The recorded pid of `containerd` or `sandboxer`.
     pub fn pid(&self, name: &str) -> Result<Pid> {
         let path = self.dir.join("pids").join(name);
-        let record = fs::read_to_string(&path).with_context(|| format!("could not read {}", path.display()))?;
+        let record =
+            fs::read_to_string(&path).with_context(|| format!("could not read {}", path.display()))?;
         let pid = record.split_whitespace().next().context("empty pid record")?;
         Ok(Pid::from_raw(pid.parse()?))
     }
@@ -135,13 +155,21 @@ impl Stack {
             .arg(scripts().join("lib.sh"))
             .arg(&self.dir)
             .output()?;
-        ensure!(owned.status.success(), "owned_pids: {}", String::from_utf8_lossy(&owned.stderr));
+        ensure!(
+            owned.status.success(),
+            "owned_pids: {}",
+            String::from_utf8_lossy(&owned.stderr)
+        );
         let mut pids = Vec::new();
         for pid in String::from_utf8(owned.stdout)?.lines() {
             let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
             let argv0 = command.split(|byte| *byte == 0).next().unwrap_or_default();
             let argv0 = String::from_utf8_lossy(argv0);
-            if argv0.rsplit('/').next().is_some_and(|base| base.starts_with(name)) {
+            if argv0
+                .rsplit('/')
+                .next()
+                .is_some_and(|base| base.starts_with(name))
+            {
                 pids.push(Pid::from_raw(pid.parse()?));
             }
         }
@@ -153,7 +181,9 @@ impl Stack {
         let mut text = String::new();
         for name in ["containerd", "sandboxer"] {
             let path = self.dir.join(name).join("log");
-            let Ok(log) = fs::read_to_string(&path) else { continue };
+            let Ok(log) = fs::read_to_string(&path) else {
+                continue;
+            };
             let tail: Vec<_> = log.lines().rev().take(lines).collect();
             text += &format!("--- end of {}\n", path.display());
             for line in tail.iter().rev() {
@@ -179,9 +209,15 @@ fn scripts() -> PathBuf {
 }
 
 fn script(name: &str, args: &[&Path]) -> Result<String> {
-    let output = Command::new(scripts().join(name)).args(args).stdin(Stdio::null()).output()?;
+    let output = Command::new(scripts().join(name))
+        .args(args)
+        .stdin(Stdio::null())
+        .output()?;
     if !output.status.success() {
-        bail!("scripts/{name}: {}", String::from_utf8_lossy(&output.stderr).trim());
+        bail!(
+            "scripts/{name}: {}",
+            String::from_utf8_lossy(&output.stderr).trim()
+        );
     }
     Ok(String::from_utf8(output.stdout)?)
 }
@@ -190,8 +226,14 @@ fn script(name: &str, args: &[&Path]) -> Result<String> {
 fn sweep() -> Result<()> {
     for entry in fs::read_dir(std::env::temp_dir())? {
         let path = entry?.path();
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let Some(pid) = name.strip_prefix(PREFIX) else { continue };
+        let name = path
+            .file_name()
+            .unwrap_or_default()
+            .to_string_lossy()
+            .into_owned();
+        let Some(pid) = name.strip_prefix(PREFIX) else {
+            continue;
+        };
         if !Path::new("/proc").join(pid).exists() && path.join(".stack").exists() {
             script("stack.sh", &["down".as_ref(), path.as_ref()])?;
         }

@@ -1,0 +1,241 @@
+//! What goes wrong: a clear error that names the cause, nothing left behind, other pods untouched.
+
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use k8s_cri::v1::{Capability, ContainerState, KeyValue};
+use nix::sys::signal::{Signal, kill};
+use sandboxer_e2e::case::{Case, idle, security, shell};
+
+crate::cases![
+    Any: entrypoint_that_is_not_there, endless_environment, image_that_is_not_there,
+    working_directory_that_is_a_file, truncated_image;
+    Vm: unknown_capability, start_given_up_half_way, shared_directory_is_refused_by_name;
+    VmAlone: vmm_killed, guest_that_panics
+];
+
+/// The pod still works: what failed in it has disturbed nobody.
+async fn still_works(pod: &sandboxer_e2e::case::Pod) -> Result<()> {
+    let said = pod.output("echo works").await?;
+    ensure!(said == "works", "{said}");
+    Ok(())
+}
+
+async fn entrypoint_that_is_not_there(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    let mut config = shell("c", "");
+    config.command = vec!["/bin/not-there".into()];
+    let container = pod.create(config).await?;
+    let error = case.cri.start(&container.id).await.err().context("was started")?;
+    ensure!(
+        error.message().contains("/bin/not-there"),
+        "the error does not name the program: {error}"
+    );
+    let status = container.status().await?;
+    ensure!(
+        status.state() == ContainerState::ContainerExited && status.exit_code != 0,
+        "{status:?}"
+    );
+    case.cri.remove(&container.id).await?;
+    still_works(&pod).await
+}
+
+/// runc only warns; whoever asks for something that cannot be given had better know.
+async fn unknown_capability(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    let mut config = shell("c", "true");
+    security(&mut config).capabilities = Some(Capability {
+        add_capabilities: vec!["FLY".into()],
+        ..Default::default()
+    });
+    let error = pod.start(config).await.err().context("was started")?;
+    ensure!(
+        error.message().contains("CAP_FLY"),
+        "the error does not name the capability: {error}"
+    );
+    still_works(&pod).await
+}
+
+/// The kernel takes at most 6 MB of arguments and environment for an exec, containerd 16 MB for a message.
+async fn endless_environment(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    for megabytes in [7, 10] {
+        let mut config = shell(&format!("c{megabytes}"), "true");
+        config.envs = (0..megabytes * 10)
+            .map(|n| KeyValue {
+                key: format!("BIG{n}"),
+                value: "x".repeat(100_000),
+            })
+            .collect();
+        // Some runtimes learn of it only when the start has been answered.
+        let refused = match pod.run(config).await {
+            Err(error) => format!("{error:#}").to_lowercase(),
+            Ok(ended) => {
+                ensure!(
+                    ended.status.exit_code != 0,
+                    "{megabytes} MB were taken: {:?}",
+                    ended.status
+                );
+                "too long".to_owned()
+            }
+        };
+        let clear = ["too long", "too large", "too big", "larger than"];
+        ensure!(
+            clear.iter().any(|words| refused.contains(words)),
+            "{megabytes} MB: {refused}"
+        );
+    }
+    still_works(&pod).await
+}
+
+async fn image_that_is_not_there(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    let mut config = shell("c", "true");
+    config.image.get_or_insert_default().image = "example.test/no/such:image".into();
+    let error = pod.create(config).await.err().context("was created")?;
+    ensure!(error.message().contains("example.test/no/such:image"), "{error}");
+    still_works(&pod).await
+}
+
+async fn working_directory_that_is_a_file(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    let mut config = shell("c", "true");
+    config.working_dir = "/etc/passwd".into();
+    let refused = match pod.create(config).await {
+        Err(error) => error,
+        Ok(container) => case.cri.start(&container.id).await.err().context("was started")?,
+    };
+    ensure!(
+        refused.message().contains("/etc/passwd") || refused.message().contains("not a directory"),
+        "{refused}"
+    );
+    still_works(&pod).await
+}
+
+/// An archive whose layer ends in the middle.
+async fn truncated_image(case: Case) -> Result<()> {
+    let archive = tempfile::NamedTempFile::new()?;
+    let whole = std::fs::read(case.stack.dir().join("images/busybox.tar"))?;
+    std::fs::write(
+        archive.path(),
+        whole.get(..whole.len() / 2).context("half of the image")?,
+    )?;
+    let mut command = case.stack.command("ctr");
+    command
+        .args(["images", "import", "--base-name", "example.test/half"])
+        .arg(archive.path());
+    let output = tokio::task::spawn_blocking(move || command.output()).await??;
+    ensure!(!output.status.success(), "half an image was imported");
+    let pod = case.pod().await?;
+    still_works(&pod).await
+}
+
+/// The client hangs up while the pod starts: containerd takes it back, and so must we.
+async fn start_given_up_half_way(case: Case) -> Result<()> {
+    for millis in [30, 150, 400, 900] {
+        let config = case.pod_config();
+        let run = case.cri.run_pod(&config, case.handler);
+        if tokio::time::timeout(Duration::from_millis(millis), run)
+            .await
+            .is_ok()
+        {
+            continue;
+        }
+        // The name is free again once it was taken back.
+        let uid = config.metadata.clone().unwrap_or_default().uid;
+        let pod = sandboxer_e2e::eventually(
+            "name of the pod given up",
+            sandboxer_e2e::case::PATIENCE,
+            || async {
+                match case.cri.run_pod(&config, case.handler).await {
+                    Ok(id) => Ok(Some(id)),
+                    Err(error) if error.message().contains("reserved") => Ok(None),
+                    Err(error) => {
+                        Err(anyhow::Error::from(error).context(format!("after {millis} ms, {uid}")))
+                    }
+                }
+            },
+        )
+        .await?;
+        case.cri.stop_pod(&pod).await?;
+        case.cri.remove_pod(&pod).await?;
+    }
+    Ok(())
+}
+
+/// There is no host file service: a bind mount from the host is refused, and the error says so.
+async fn shared_directory_is_refused_by_name(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    let dir = tempfile::tempdir()?;
+    let mut config = shell("c", "ls /data");
+    config.mounts = vec![k8s_cri::v1::Mount {
+        container_path: "/data".into(),
+        host_path: dir.path().display().to_string(),
+        ..Default::default()
+    }];
+    let refused = match pod.create(config).await {
+        Err(error) => error,
+        Ok(container) => case.cri.start(&container.id).await.err().context("was started")?,
+    };
+    ensure!(
+        refused.message().contains("/data"),
+        "the error does not name the mount: {refused}"
+    );
+    still_works(&pod).await
+}
+
+async fn vmm_killed(case: Case) -> Result<()> {
+    let other = case.pod().await?;
+    let known = case.stack.vmms()?;
+    let pod = case.pod().await?;
+    let container = pod.start(idle("c")).await?;
+    // What goes to the guest's kernel log is on its console.
+    container
+        .sh("echo last-words-of-the-guest >/dev/kmsg 2>/dev/null || true")
+        .await?;
+    let victim = case
+        .stack
+        .vmms()?
+        .into_iter()
+        .find(|pid| !known.contains(pid))
+        .context("the pod's VMM")?;
+    kill(victim, Signal::SIGKILL)?;
+
+    pod.not_ready().await?;
+    let status = container.ended().await?;
+    ensure!(status.exit_code != 0, "{status:?}");
+    let (_, info) = case.cri.pod_status(&pod.id).await?;
+    let text = format!("{} {} {info}", status.reason, status.message);
+    ensure!(
+        text.to_lowercase().contains("vmm") || text.to_lowercase().contains("console"),
+        "no reason given: {text}"
+    );
+    case.cri.stop_pod(&pod.id).await?;
+    case.cri.remove_pod(&pod.id).await?;
+    still_works(&other).await
+}
+
+async fn guest_that_panics(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    let mut config = idle("c");
+    security(&mut config).privileged = true;
+    let container = match pod.start(config).await {
+        Ok(container) => container,
+        // A privileged container may be refused; then there is no way to panic from inside.
+        Err(error) => {
+            ensure!(error.message().contains("privileged"), "{error}");
+            return Ok(());
+        }
+    };
+    // The exec never answers: its kernel is gone.
+    let panic = case.cri.exec_sync(
+        &container.id,
+        &["sh", "-c", "echo c >/proc/sysrq-trigger"],
+        Some(Duration::from_secs(20)),
+    );
+    ensure!(panic.await.is_err() || container.ended().await.is_ok());
+    pod.not_ready().await?;
+    container.ended().await?;
+    case.cri.stop_pod(&pod.id).await?;
+    Ok(case.cri.remove_pod(&pod.id).await?)
+}

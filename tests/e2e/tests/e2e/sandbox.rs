@@ -1,0 +1,116 @@
+//! What makes a pod a microVM: its own kernel and machine, and no process per pod but the VMM.
+
+use anyhow::{Context, Result, ensure};
+use sandboxer_e2e::case::{Case, idle};
+
+crate::cases![
+    Vm: own_kernel, machine_by_annotation, annotation_that_makes_no_sense, host_network_is_refused_or_said;
+    VmAlone: one_vmm_and_nothing_else
+];
+
+async fn own_kernel(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    let inside = pod.output("uname -r").await?;
+    let outside = std::fs::read_to_string("/proc/sys/kernel/osrelease")?;
+    ensure!(
+        inside != outside.trim() && !inside.is_empty(),
+        "inside {inside}, outside {outside}"
+    );
+    let interfaces = pod.output("ls /sys/class/net").await?;
+    ensure!(
+        interfaces.split_whitespace().eq(["lo"]),
+        "for now loopback alone: {interfaces}"
+    );
+    Ok(())
+}
+
+async fn machine_by_annotation(case: Case) -> Result<()> {
+    let pod = case
+        .pod_with(|config| {
+            config.annotations.insert("io.sandboxer.vcpus".into(), "2".into());
+            config
+                .annotations
+                .insert("io.sandboxer.memory".into(), "384Mi".into());
+        })
+        .await?;
+    let out = pod
+        .output("grep -c ^processor /proc/cpuinfo; awk '/^MemTotal/ { print $2 }' /proc/meminfo")
+        .await?;
+    let (cpus, kib) = out.split_once('\n').context("two lines")?;
+    ensure!(cpus == "2", "{cpus} vCPUs");
+    // The kernel keeps some of it for itself before it counts.
+    let mib = kib.parse::<u64>()? >> 10;
+    ensure!((300..=384).contains(&mib), "{mib} MiB of 384");
+    Ok(())
+}
+
+async fn annotation_that_makes_no_sense(case: Case) -> Result<()> {
+    for (key, value) in [
+        ("io.sandboxer.vcpus", "many"),
+        ("io.sandboxer.vcpus", "0"),
+        ("io.sandboxer.memory", "-1Gi"),
+        ("io.sandboxer.memory", "1Mi"),
+    ] {
+        let refused = case
+            .pod_with(|config| drop(config.annotations.insert(key.into(), value.into())))
+            .await;
+        let error = refused
+            .err()
+            .with_context(|| format!("{key}={value} was accepted"))?;
+        ensure!(
+            error.message().contains(key) && error.message().contains(value),
+            "{key}={value}: {error}"
+        );
+    }
+    Ok(())
+}
+
+/// hostNetwork comes later: until then a pod that asks for it is refused by name or has its loopback alone.
+async fn host_network_is_refused_or_said(case: Case) -> Result<()> {
+    let pod = case
+        .pod_with(|config| {
+            let linux = config.linux.get_or_insert_default();
+            linux
+                .security_context
+                .get_or_insert_default()
+                .namespace_options
+                .get_or_insert_default()
+                .network = k8s_cri::v1::NamespaceMode::Node.into();
+        })
+        .await;
+    match pod {
+        Err(error) => ensure!(error.message().to_lowercase().contains("network"), "{error}"),
+        Ok(pod) => {
+            let interfaces = pod.output("ls /sys/class/net").await?;
+            ensure!(interfaces == "lo", "{interfaces}");
+        }
+    }
+    Ok(())
+}
+
+/// Three pods with two containers each: three VMMs, no shim, no pause, nothing that was not there before.
+async fn one_vmm_and_nothing_else(case: Case) -> Result<()> {
+    let before = case.stack.processes("")?.len();
+    for _ in 0..3 {
+        let pod = case.pod().await?;
+        pod.start(idle("first")).await?;
+        pod.start(idle("second")).await?;
+    }
+    let vmms = case.stack.vmms()?.len();
+    ensure!(vmms == 3, "{vmms} VMMs for three pods");
+    ensure!(
+        case.stack.processes("containerd-shim")?.is_empty(),
+        "a shim is left running"
+    );
+    ensure!(case.stack.processes("pause")?.is_empty(), "a pause process runs");
+    let all = case.stack.processes("")?.len();
+    ensure!(
+        all == before + 3,
+        "{} processes more for three pods",
+        all - before
+    );
+    case.clean_up().await?;
+    let vmms = case.stack.vmms()?.len();
+    ensure!(vmms == 0, "{vmms} VMMs are left after every pod was removed");
+    Ok(())
+}

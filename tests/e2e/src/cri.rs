@@ -1,4 +1,5 @@
-//! CRI as the kubelet speaks it: one connection to containerd, generated messages, no policy.
+//! CRI as the kubelet speaks it: one connection to containerd, generated messages, no policy. Not the client of
+//! the probe on purpose: what one of them overlooks, the other may see.
 
 use std::path::PathBuf;
 use std::time::Duration;

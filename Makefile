@@ -56,6 +56,6 @@ lint: deps ## formatting, clippy, dependencies' licences and sources; warnings a
 fmt: ## format the code
 	cargo fmt --all
 
-clean: ## remove target; the cache ($$SANDBOXER_CACHE, ~/.cache/sandboxer) stays
+clean: ## remove target; the cache (~/.cache/sandboxer) stays
 	@if [[ -e $(STACK)/.stack ]]; then scripts/stack.sh down $(STACK); fi
 	cargo clean

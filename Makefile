@@ -31,7 +31,7 @@ guest-image: agent ## guest kernel (cached, or SANDBOXER_KERNEL=…) and initram
 	@scripts/guest-image.sh all $(AGENT)
 
 build: deps ## daemon, CLI and launcher, into target/release
-	cargo build --release -p sandboxer -p sandboxer-cli -p sandboxer-shim
+	cargo build --release -p sandboxer -p sandboxer-cli -p containerd-shim-sandboxer-v1
 
 up: build guest-image tools ## a stack to play with, in STACK (target/stack): then `source target/stack/env`
 	@scripts/stack.sh up $(STACK)
@@ -43,7 +43,7 @@ demo: build guest-image tools ## five pods, each in its microVM, shown and measu
 	@scripts/demo.sh
 
 test: build guest-image tools ## every test, also those on a real stack (needs root)
-	cargo test --workspace
+	cargo test --workspace --no-fail-fast
 
 bench: build guest-image tools ## start-up and memory benches
 	cargo bench --workspace

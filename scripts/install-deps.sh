@@ -13,7 +13,7 @@ packages=(
     # a pod: its VMM, its root filesystem
     qemu-system-x86 erofs-utils
     # the stack to play with: an image, a pod network
-    busybox-static containernetworking-plugins iproute2 util-linux procps
+    busybox-static containernetworking-plugins iproute2 util-linux mount procps
 )
 
 command -v dpkg-query >/dev/null || die "this is not a Debian system: install the equivalents of: ${packages[*]}"

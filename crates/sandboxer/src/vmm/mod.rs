@@ -45,6 +45,9 @@ pub trait Machine: Send + Sync + fmt::Debug {
     /// Takes a disk out. A disk that isn't there is no error.
     async fn detach_disk(&self, serial: &str) -> Result<(), VmmError>;
 
+    /// The VMM's last words on stderr, then the last lines of the guest's console; few and bounded.
+    async fn last_lines(&self) -> Vec<String>;
+
     /// Waits for the machine's end, by event. Cancel-safe; answers again when asked again.
     async fn exited(&self) -> MachineExit;
 
@@ -91,7 +94,7 @@ pub struct MachineRecord {
 pub struct MachineExit {
     /// For people: "exited with status 1", "killed by signal 9", "is gone".
     pub how: String,
-    /// The VMM's last words on stderr, then the last lines of the guest's console; may be empty.
+    /// As [`Machine::last_lines`].
     pub last_lines: Vec<String>,
 }
 

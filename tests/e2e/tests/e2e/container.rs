@@ -15,10 +15,7 @@ crate::cases![
 
 async fn exit_codes(case: Case) -> Result<()> {
     let pod = case.pod().await?;
-    for (name, script, code, reason) in [
-        ("ok", "exit 0", 0, "Completed"),
-        ("three", "exit 3", 3, "Error"),
-    ] {
+    for (name, script, code, reason) in [("ok", "exit 0", 0, "Completed"), ("three", "exit 3", 3, "Error")] {
         let status = pod.run(shell(name, script)).await?.status;
         ensure!(
             (status.exit_code, status.reason.as_str()) == (code, reason),

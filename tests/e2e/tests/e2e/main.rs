@@ -248,12 +248,17 @@ fn run() -> Result<ExitCode> {
         bail!("a case still holds the stack")
     };
     let down = stack.down();
-    for result in [empty, down] {
-        if let Err(error) = result {
-            eprintln!("error: {error:#}");
-            code = ExitCode::FAILURE;
-        } else {
-            println!("leak check: ok");
+    let checks = [
+        ("stack with every pod removed", empty),
+        ("host with the stack taken down", down),
+    ];
+    for (what, result) in checks {
+        match result {
+            Ok(()) => println!("{what}: nothing left behind"),
+            Err(error) => {
+                eprintln!("error: {what}: {error:#}");
+                code = ExitCode::FAILURE;
+            }
         }
     }
     Ok(code)

@@ -52,6 +52,11 @@ fill() {
         -e "s|@NETWORK@|$NETWORK|g; s|@GUEST@|${SANDBOXER_GUEST_DIR:-$ROOT/target/guest}|g" "$1"
 }
 
+# configure TEMPLATE FILE: once; what was edited since is kept.
+configure() {
+    [[ -e $DIR/$2 ]] || fill "$ROOT/vmm-configs/$1" >"$DIR/$2"
+}
+
 link_binaries() {
     local from file
     mkdir -p "$DIR/bin"
@@ -137,11 +142,11 @@ up() {
     ln -sfn "$RUN/containerd.sock.ttrpc" "$DIR/containerd/containerd.sock.ttrpc"
     link_binaries
     pod_network
-    fill "$ROOT/vmm-configs/containerd/stack.toml.in" >"$DIR/containerd/config.toml"
+    configure containerd/stack.toml.in containerd/config.toml
     export PATH="$DIR/bin:$PATH"
     if [[ $daemon == yes ]]; then
         # Ahead of containerd, which on its own restart asks it about its pods.
-        fill "$ROOT/vmm-configs/stack.toml.in" >"$DIR/sandboxer/config.toml"
+        configure stack.toml.in sandboxer/config.toml
         start sandboxer "$DIR/bin/sandboxer" --config "$DIR/sandboxer/config.toml"
     fi
     start containerd "$DIR/bin/containerd" --config "$DIR/containerd/config.toml"

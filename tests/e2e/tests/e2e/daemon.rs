@@ -1,5 +1,7 @@
 //! The daemon may end at any moment; the pods don't mind.
 
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
@@ -9,7 +11,7 @@ use sandboxer_e2e::eventually;
 
 crate::cases![
     VmAlone: killed_and_started_again, ended_politely_and_started_again, killed_while_a_pod_starts,
-    containerd_started_again
+    containerd_started_again, vmm_that_does_not_work
 ];
 
 /// Ends the daemon, starts it again: the same VMM, the pod ready, removable; new pods work.
@@ -109,4 +111,78 @@ async fn containerd_started_again(case: Case) -> Result<()> {
     );
     case.cri.stop_pod(&pod.id).await?;
     Ok(case.cri.remove_pod(&pod.id).await?)
+}
+
+/// A VMM program that is missing, one that ends at once, one that says nothing for ever.
+async fn vmm_that_does_not_work(case: Case) -> Result<()> {
+    let other = case.pod().await?;
+    let path = case.stack.dir().join("sandboxer/config.toml");
+    let sound = std::fs::read_to_string(&path)?;
+    let outcome = with_broken_vmms(&case, &path, &sound).await;
+    std::fs::write(&path, &sound)?;
+    reload(&case).await?;
+    outcome?;
+    ensure!(case.cri.pod_ready(&other.id).await?, "a pod from before was hit");
+    ensure!(other.output("echo fine").await? == "fine");
+    ensure!(case.pod().await?.output("echo new").await? == "new");
+    Ok(())
+}
+
+async fn with_broken_vmms(case: &Case, path: &Path, sound: &str) -> Result<()> {
+    let programs = tempfile::tempdir()?;
+    let script = |name: &str, text: &str| -> Result<String> {
+        let file = programs.path().join(name);
+        std::fs::write(&file, text)?;
+        std::fs::set_permissions(&file, std::fs::Permissions::from_mode(0o755))?;
+        Ok(file.display().to_string())
+    };
+    let broken = [
+        (
+            programs.path().join("not-there").display().to_string(),
+            "not-there",
+        ),
+        (
+            script("ends", "#!/bin/sh\necho this machine has no wheels >&2\nexit 3\n")?,
+            "no wheels",
+        ),
+        (script("hangs", "#!/bin/sh\nexec sleep 1000\n")?, "2s"),
+    ];
+    for (program, named) in broken {
+        // In TOML a table's keys end where the next table begins.
+        let vm = format!("[vm]\nqemu = \"{program}\"\nboot_timeout = \"2s\"\naccelerator = \"tcg\"");
+        std::fs::write(path, sound.replacen("[vm]", &vm, 1))?;
+        let error = match reload(case).await {
+            // A daemon that looks at its VMM first may refuse to start; then that is the error.
+            Err(error) => format!("{error:#}"),
+            Ok(()) => {
+                let refused = case.pod_with(|_| ()).await;
+                refused
+                    .err()
+                    .with_context(|| format!("a pod started on {program}"))?
+                    .message()
+                    .to_owned()
+            }
+        };
+        ensure!(
+            error.contains(named),
+            "the error does not name the cause, {named}: {error}"
+        );
+        let left: Vec<_> = case.stack.processes("sleep")?;
+        ensure!(left.is_empty(), "{program} still runs");
+    }
+    Ok(())
+}
+
+/// Restarts the daemon and waits until containerd has found it again.
+async fn reload(case: &Case) -> Result<()> {
+    // It may not run: the configuration before was a bad one.
+    let _ = case.stack.end("sandboxer", Signal::SIGTERM).await;
+    case.stack.run_up()?;
+    eventually("daemon to be reached again", PATIENCE, || async {
+        match case.cri.run_pod(&case.pod_config(), case.handler).await {
+            Err(error) if error.message().contains("connection") => Ok(None),
+            _ => Ok(Some(())),
+        }
+    })
+    .await
 }

@@ -17,7 +17,9 @@ pub enum InvalidId {
     #[error("identifier has {0} bytes, at most {MAX_LEN} are accepted")]
     TooLong(usize),
     /// A character that could leave a directory or confuse a log.
-    #[error("identifier {0:?} holds a character other than letters, digits, '-', '_' and '.', or starts with one of the last three")]
+    #[error(
+        "identifier {0:?} holds a character other than letters, digits, '-', '_' and '.', or starts with one of the last three"
+    )]
     Character(String),
 }
 
@@ -52,7 +54,9 @@ impl FromStr for Id {
             return Err(InvalidId::TooLong(text.len()));
         }
         let first_is_plain = text.starts_with(|c: char| c.is_ascii_alphanumeric());
-        let rest_is_safe = text.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b));
+        let rest_is_safe = text
+            .bytes()
+            .all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b));
         if first_is_plain && rest_is_safe {
             Ok(Self(text.into()))
         } else {

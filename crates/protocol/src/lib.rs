@@ -19,7 +19,15 @@ pub mod stage;
 pub const PROTOCOL_VERSION: u32 = 1;
 
 /// The agent's service and messages, generated from `proto/agent.proto`.
-#[allow(missing_docs, nonstandard_style, unused, clippy::all, clippy::pedantic, clippy::unwrap_used, clippy::expect_used)]
+#[allow(
+    missing_docs,
+    nonstandard_style,
+    unused,
+    clippy::all,
+    clippy::pedantic,
+    clippy::unwrap_used,
+    clippy::expect_used
+)]
 pub mod agent {
     mod agent {
         include!(concat!(env!("OUT_DIR"), "/agent/agent.rs"));

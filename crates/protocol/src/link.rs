@@ -97,7 +97,9 @@ pub enum LinkError {
     #[error("link to the agent broke during the greeting")]
     Io(#[from] io::Error),
     /// The two speak different protocols.
-    #[error("host speaks agent protocol {host}, guest speaks {guest}: use the initramfs built with this daemon")]
+    #[error(
+        "host speaks agent protocol {host}, guest speaks {guest}: use the initramfs built with this daemon"
+    )]
     Version {
         /// The daemon's [`PROTOCOL_VERSION`].
         host: u32,
@@ -145,12 +147,17 @@ where
         scanner.fill(stream).await?;
     }
     if scanner.held.len() > length {
-        return Err(LinkError::Malformed("bytes follow the welcome before anything was asked"));
+        return Err(LinkError::Malformed(
+            "bytes follow the welcome before anything was asked",
+        ));
     }
     let ready =
         Ready::parse_from_bytes(&scanner.held).map_err(|_| LinkError::Malformed("ready is no protobuf"))?;
     if version != PROTOCOL_VERSION {
-        return Err(LinkError::Version { host: PROTOCOL_VERSION, guest: version });
+        return Err(LinkError::Version {
+            host: PROTOCOL_VERSION,
+            guest: version,
+        });
     }
     if !ready.refusal.is_empty() {
         return Err(LinkError::Refused(ready.refusal));
@@ -171,7 +178,10 @@ where
 {
     let (from_host, to_host) = tokio::io::split(port);
     let (welcomes, accepted) = mpsc::channel(1);
-    tokio::try_join!(receive(from_host, key, ready, sessions, welcomes), send(to_host, accepted))?;
+    tokio::try_join!(
+        receive(from_host, key, ready, sessions, welcomes),
+        send(to_host, accepted)
+    )?;
     Ok(())
 }
 
@@ -224,10 +234,18 @@ async fn receive<R: AsyncRead>(
 fn encode_welcome(ready: &Ready) -> io::Result<Vec<u8>> {
     let payload = ready.write_to_bytes().map_err(io::Error::other)?;
     let length = u16::try_from(payload.len()).map_err(io::Error::other)?;
-    Ok([&PROTOCOL_VERSION.to_be_bytes()[..], &length.to_be_bytes(), &payload].concat())
+    Ok([
+        &PROTOCOL_VERSION.to_be_bytes()[..],
+        &length.to_be_bytes(),
+        &payload,
+    ]
+    .concat())
 }
 
-async fn send<W: AsyncWrite>(mut port: WriteHalf<W>, mut welcomes: mpsc::Receiver<Welcome>) -> io::Result<()> {
+async fn send<W: AsyncWrite>(
+    mut port: WriteHalf<W>,
+    mut welcomes: mpsc::Receiver<Welcome>,
+) -> io::Result<()> {
     let mut chunk = vec![0; CHUNK];
     let mut session: Option<ReadHalf<DuplexStream>> = None;
     loop {
@@ -263,7 +281,11 @@ struct Scanner {
 
 impl Scanner {
     fn new(mark: &[u8]) -> Self {
-        Self { finder: Finder::new(mark).into_owned(), held: Vec::new(), found: false }
+        Self {
+            finder: Finder::new(mark).into_owned(),
+            held: Vec::new(),
+            found: false,
+        }
     }
 
     /// Reads once into what is held. An end of the stream is an error: no greeting ends there.
@@ -283,7 +305,10 @@ impl Scanner {
             Some(at) => (at, mark.len()),
             None => {
                 let longest = self.held.len().min(mark.len() - 1);
-                let partial = (1..=longest).rev().find(|&n| self.held.ends_with(&mark[..n])).unwrap_or(0);
+                let partial = (1..=longest)
+                    .rev()
+                    .find(|&n| self.held.ends_with(&mark[..n]))
+                    .unwrap_or(0);
                 (self.held.len() - partial, 0)
             }
         };
@@ -318,7 +343,10 @@ mod tests {
     use proptest::prelude::*;
 
     fn ready() -> Ready {
-        Ready { agent_version: "test".into(), ..Ready::default() }
+        Ready {
+            agent_version: "test".into(),
+            ..Ready::default()
+        }
     }
 
     /// A guest whose service answers each session's bytes with the same bytes.
@@ -383,7 +411,10 @@ mod tests {
         let mut payload = vec![0; length];
         host.read_exact(&mut payload).await.unwrap();
         let refusal = Ready::parse_from_bytes(&payload).unwrap().refusal;
-        assert!(refusal.contains("protocol 1,") && refusal.contains("speaks 99"), "{refusal}");
+        assert!(
+            refusal.contains("protocol 1,") && refusal.contains("speaks 99"),
+            "{refusal}"
+        );
         assert!(accepted.try_recv().is_err(), "a refused host got a session");
         guest.abort();
 
@@ -397,7 +428,16 @@ mod tests {
             port
         });
         let error = greet(&mut host, &key).await.unwrap_err();
-        assert!(matches!(error, LinkError::Version { host: PROTOCOL_VERSION, guest: 77 }), "{error}");
+        assert!(
+            matches!(
+                error,
+                LinkError::Version {
+                    host: PROTOCOL_VERSION,
+                    guest: 77
+                }
+            ),
+            "{error}"
+        );
         drop(newer);
     }
 
@@ -412,7 +452,10 @@ mod tests {
             port.write_all(&u16::MAX.to_be_bytes()).await.unwrap();
             std::future::pending::<()>().await
         });
-        assert!(matches!(greet(&mut host, &key).await, Err(LinkError::Malformed(_))));
+        assert!(matches!(
+            greet(&mut host, &key).await,
+            Err(LinkError::Malformed(_))
+        ));
     }
 
     proptest! {

@@ -1,7 +1,16 @@
 //! One resident daemon per node that runs every pod in a microVM of its own.
 //!
-//! A pod start passes through the modules in this order, and none calls back up:
-//! `api` → `pod` → `host` → `vmm` → `guest` → `container`.
+//! A pod's start passes through the modules in this order, and none calls back up:
+//! [`api`] → [`pod`] → [`host`] → [`vmm`] → [`guest`] → [`container`].
 
+pub mod api;
+pub mod clock;
 pub mod config;
+pub mod container;
+pub mod daemon;
+pub mod error;
+pub mod events;
+pub mod guest;
+pub mod host;
+pub mod pod;
 pub mod vmm;

@@ -74,3 +74,35 @@ pub struct RootfsConfig {
     /// 0: half of the guest's memory.
     pub writable_bytes: u64,
 }
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            run_dir: "/run/sandboxer".into(),
+            state_dir: "/var/lib/sandboxer".into(),
+            vm: VmConfig {
+                qemu: "qemu-system-x86_64".into(),
+                accelerator: Accelerator::Auto,
+                kernel: "/usr/lib/sandboxer/vmlinux".into(),
+                initramfs: "/usr/lib/sandboxer/initramfs.cpio".into(),
+                default_vcpus: 1,
+                default_memory_mib: 256,
+                max_vcpus: 64,
+                max_memory_mib: 1 << 20,
+                boot_timeout: Duration::from_secs(30),
+                call_timeout: Duration::from_secs(10),
+                agent_timeout: Duration::from_secs(10),
+                console_log_bytes: 1 << 20,
+                agent_log: None,
+            },
+            rootfs: RootfsConfig {
+                mkfs_erofs: "mkfs.erofs".into(),
+                cache_bytes: 10 << 30,
+                writable_bytes: 0,
+            },
+            containerd_ttrpc: None,
+            concurrent_starts: 2 * std::thread::available_parallelism().map_or(1, usize::from),
+            drain_timeout: Duration::from_secs(10),
+        }
+    }
+}

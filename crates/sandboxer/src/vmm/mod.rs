@@ -4,7 +4,10 @@
 //! name. A machine outlives the daemon: dropping a handle never ends it, and [`Vmm::adopt`] takes
 //! it up again from its [`MachineRecord`].
 
+pub mod console;
+mod setup;
 pub mod spec;
+pub mod strays;
 
 use std::{fmt, path::PathBuf, sync::Arc, time::Duration};
 
@@ -13,6 +16,7 @@ use sandboxer_protocol::id::SandboxId;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncWrite};
 
+pub use setup::{SetupError, detect};
 pub use spec::{DiskSpec, VmSpec};
 
 /// A kind of VMM, ready to run machines.

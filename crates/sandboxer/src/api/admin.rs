@@ -1,0 +1,213 @@
+//! The admin service: what people and tools see of a running daemon.
+
+use std::{pin::Pin, sync::Arc};
+
+use futures::{Stream, StreamExt, stream};
+use sandboxer_protocol::{
+    PROTOCOL_VERSION,
+    admin::{
+        ConsoleLogChunk, ConsoleLogRequest, Container, Event, EventsRequest, Exec, InspectPodRequest,
+        ListPodsRequest, ListPodsResponse, Pod, StageTime, VersionRequest, VersionResponse,
+        admin_server::Admin,
+    },
+};
+use tonic::{Request, Response, Status};
+
+use super::convert::grpc;
+use crate::{
+    clock::now_ns,
+    container::Phase,
+    events,
+    pod::{ContainerView, Node, PodHandle, PodView, stages::Step},
+    vmm::console,
+};
+
+/// Serves [`Admin`] for a node.
+#[derive(Debug)]
+pub struct AdminService {
+    node: Arc<Node>,
+    started_at_ns: u64,
+    recovered_pods: u32,
+}
+
+impl AdminService {
+    /// For `node`, of whose pods `recovered_pods` were found alive.
+    pub fn new(node: Arc<Node>, recovered_pods: u32) -> Self {
+        Self {
+            node,
+            started_at_ns: now_ns(),
+            recovered_pods,
+        }
+    }
+
+    async fn inspect(&self, pod: &PodHandle) -> Result<Pod, Status> {
+        let view = pod.inspect().await.map_err(grpc)?;
+        Ok(pod_message(&self.node, view))
+    }
+}
+
+type Answers<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl Admin for AdminService {
+    type ConsoleLogStream = Answers<ConsoleLogChunk>;
+    type EventsStream = Answers<Event>;
+
+    async fn version(&self, _: Request<VersionRequest>) -> Result<Response<VersionResponse>, Status> {
+        let vmm = self.node.vmm.info();
+        let config = &self.node.config.vm;
+        Ok(Response::new(VersionResponse {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            protocol_version: PROTOCOL_VERSION,
+            pid: std::process::id(),
+            vmm: vmm.name.to_owned(),
+            vmm_version: vmm.version,
+            accelerator: vmm.accelerator.to_owned(),
+            accelerator_reason: vmm.accelerator_reason,
+            kernel: config.kernel.to_string_lossy().into_owned(),
+            initramfs: config.initramfs.to_string_lossy().into_owned(),
+            recovered_pods: self.recovered_pods,
+            started_at_ns: self.started_at_ns,
+        }))
+    }
+
+    async fn list_pods(&self, _: Request<ListPodsRequest>) -> Result<Response<ListPodsResponse>, Status> {
+        let mut pods = Vec::new();
+        for pod in self.node.registry.pods() {
+            // A pod that is removed meanwhile is no error of a list.
+            if let Ok(message) = self.inspect(&pod).await {
+                pods.push(message);
+            }
+        }
+        pods.sort_by(|a, b| (a.created_at_ns, &a.id).cmp(&(b.created_at_ns, &b.id)));
+        Ok(Response::new(ListPodsResponse { pods }))
+    }
+
+    async fn inspect_pod(&self, request: Request<InspectPodRequest>) -> Result<Response<Pod>, Status> {
+        let pod = self
+            .node
+            .registry
+            .pod_by_prefix(&request.get_ref().id)
+            .map_err(grpc)?;
+        self.inspect(&pod).await.map(Response::new)
+    }
+
+    async fn console_log(
+        &self,
+        request: Request<ConsoleLogRequest>,
+    ) -> Result<Response<Self::ConsoleLogStream>, Status> {
+        let request = request.into_inner();
+        let pod = self.node.registry.pod_by_prefix(&request.id).map_err(grpc)?;
+        let reader = console::Reader::open(&self.node.run_dir(pod.id()))
+            .map_err(|error| Status::not_found(format!("console log of pod {}: {error}", pod.id())))?;
+        let chunks = reader.into_stream(request.follow).map(|chunk| match chunk {
+            Ok(data) => Ok(ConsoleLogChunk { data }),
+            Err(error) => Err(Status::internal(error.to_string())),
+        });
+        Ok(Response::new(Box::pin(chunks)))
+    }
+
+    async fn events(&self, _: Request<EventsRequest>) -> Result<Response<Self::EventsStream>, Status> {
+        let listener = self.node.events.listen();
+        let events = stream::unfold(listener, |mut listener| async move {
+            use tokio::sync::broadcast::error::RecvError;
+            let told = match listener.recv().await {
+                Ok(event) => Ok(event_message(event)),
+                Err(RecvError::Lagged(lost)) => Err(Status::data_loss(format!(
+                    "{lost} events came faster than they were read"
+                ))),
+                Err(RecvError::Closed) => return None,
+            };
+            Some((told, listener))
+        });
+        Ok(Response::new(Box::pin(events)))
+    }
+}
+
+fn pod_message(node: &Node, view: PodView) -> Pod {
+    let PodView {
+        spec,
+        status,
+        steps,
+        containers,
+    } = view;
+    Pod {
+        console_log: node
+            .run_dir(&spec.id)
+            .join(console::FILE)
+            .to_string_lossy()
+            .into_owned(),
+        id: spec.id.to_string(),
+        name: spec.name,
+        namespace: spec.namespace,
+        uid: spec.uid,
+        state: status.state.to_string(),
+        reason: status.reason,
+        created_at_ns: status.created_at_ns,
+        vmm_pid: status.vmm_pid,
+        vcpus: spec.vcpus,
+        memory_mib: spec.memory_mib,
+        kernel_release: status.kernel_release,
+        containers: containers.into_iter().map(container_message).collect(),
+        stages: steps.into_iter().map(stage_message).collect(),
+        recovered: status.recovered,
+    }
+}
+
+fn container_message(view: ContainerView) -> Container {
+    let (exit_code, reason) = exit(&view.phase);
+    Container {
+        id: view.id.to_string(),
+        state: if view.paused {
+            "paused"
+        } else {
+            view.phase.as_str()
+        }
+        .to_owned(),
+        guest_pid: view.pid,
+        exit_code,
+        reason,
+        execs: view
+            .execs
+            .into_iter()
+            .map(|(id, guest_pid, phase)| Exec {
+                id: id.to_string(),
+                state: phase.as_str().to_owned(),
+                guest_pid,
+                exit_code: exit(&phase).0,
+            })
+            .collect(),
+        stages: view.steps.into_iter().map(stage_message).collect(),
+        disks: view
+            .disks
+            .iter()
+            .map(|disk| disk.to_string_lossy().into_owned())
+            .collect(),
+    }
+}
+
+fn exit(phase: &Phase) -> (u32, String) {
+    phase
+        .exit()
+        .map(|exit| (exit.code, exit.reason.clone()))
+        .unwrap_or_default()
+}
+
+fn stage_message(step: Step) -> StageTime {
+    StageTime {
+        stage: step.stage.as_str().to_owned(),
+        begin_ns: step.begin_ns,
+        duration_ns: step.duration_ns,
+        outcome: step.outcome.as_str().to_owned(),
+    }
+}
+
+fn event_message(event: events::Event) -> Event {
+    Event {
+        at_ns: event.at_ns,
+        pod: event.pod.to_string(),
+        container: event.container.map(|id| id.to_string()).unwrap_or_default(),
+        kind: event.kind.as_str().to_owned(),
+        detail: event.detail,
+    }
+}

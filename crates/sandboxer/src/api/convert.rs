@@ -1,0 +1,262 @@
+//! From wire types to ours, and from our errors to theirs.
+
+use std::collections::BTreeMap;
+
+use k8s_cri::v1::{NamespaceMode, PodSandboxConfig};
+use prost::Message;
+use sandboxer_protocol::{controller::ControllerCreateRequest, id::Id};
+
+use crate::{
+    config::VmConfig,
+    error::{Code, PodError, chain},
+    pod::spec::PodSpec,
+};
+
+/// Annotation that asks for a number of vCPUs.
+const VCPUS: &str = "io.sandboxer.vcpus";
+/// Annotation that asks for memory: MiB, or a number with Ki, Mi or Gi.
+const MEMORY: &str = "io.sandboxer.memory";
+
+/// Smallest memory a guest boots in, MiB.
+const LEAST_MEMORY_MIB: u64 = 64;
+
+/// Reads an identifier from a request. `what` completes "… is refused".
+pub fn id(what: &'static str, text: &str) -> Result<Id, PodError> {
+    text.parse().map_err(|source| PodError::Id { what, source })
+}
+
+/// Reads an identifier that may be absent (empty).
+pub fn optional_id(what: &'static str, text: &str) -> Result<Option<Id>, PodError> {
+    if text.is_empty() {
+        Ok(None)
+    } else {
+        id(what, text).map(Some)
+    }
+}
+
+/// The pod that a sandbox request describes, defaults filled in.
+pub fn pod_spec(request: &ControllerCreateRequest, defaults: &VmConfig) -> Result<PodSpec, PodError> {
+    let id = id("sandbox id", &request.sandbox_id)?;
+    let invalid = |reason: String| PodError::Invalid {
+        subject: format!("pod {id}"),
+        reason,
+    };
+    let config = match &request.options {
+        Some(any) => PodSandboxConfig::decode(any.value.as_slice())
+            .map_err(|error| invalid(format!("its PodSandboxConfig can't be read: {error}")))?,
+        None => PodSandboxConfig::default(),
+    };
+    let metadata = config.metadata.unwrap_or_default();
+    let linux = config.linux.unwrap_or_default();
+    let security = linux.security_context.unwrap_or_default();
+    let namespaces = security.namespace_options.unwrap_or_default();
+    let shares_host = |mode: i32| mode == NamespaceMode::Node as i32;
+    if shares_host(namespaces.pid) {
+        return Err(PodError::Unsupported(format!(
+            "pod {id}: the host's PID namespace is not available in a microVM pod"
+        )));
+    }
+    if shares_host(namespaces.ipc) {
+        return Err(PodError::Unsupported(format!(
+            "pod {id}: the host's IPC namespace is not available in a microVM pod"
+        )));
+    }
+    let hostname = [config.hostname, metadata.name.clone(), id.to_string()]
+        .into_iter()
+        .find(|name| !name.is_empty())
+        .unwrap_or_default();
+    let annotations = &config.annotations;
+    Ok(PodSpec {
+        vcpus: vcpus(annotations.get(VCPUS), defaults).map_err(invalid)?,
+        memory_mib: memory_mib(annotations.get(MEMORY), defaults).map_err(invalid)?,
+        name: metadata.name,
+        namespace: metadata.namespace,
+        uid: metadata.uid,
+        hostname,
+        netns: (!request.netns_path.is_empty()).then(|| request.netns_path.clone().into()),
+        resolv_conf: config.dns_config.map(|dns| {
+            let mut text = String::new();
+            for server in &dns.servers {
+                text += &format!("nameserver {server}\n");
+            }
+            if !dns.searches.is_empty() {
+                text += &format!("search {}\n", dns.searches.join(" "));
+            }
+            if !dns.options.is_empty() {
+                text += &format!("options {}\n", dns.options.join(" "));
+            }
+            text
+        }),
+        sysctls: linux.sysctls.into_iter().collect::<BTreeMap<_, _>>(),
+        id: id.clone(),
+    })
+}
+
+fn vcpus(asked: Option<&String>, defaults: &VmConfig) -> Result<u32, String> {
+    let Some(text) = asked else {
+        return Ok(defaults.default_vcpus);
+    };
+    let most = defaults.max_vcpus;
+    match text.parse() {
+        Ok(count) if (1..=most).contains(&count) => Ok(count),
+        _ => Err(format!(
+            "annotation {VCPUS} is {text:?}, it takes a whole number from 1 to {most}"
+        )),
+    }
+}
+
+fn memory_mib(asked: Option<&String>, defaults: &VmConfig) -> Result<u64, String> {
+    let Some(text) = asked else {
+        return Ok(defaults.default_memory_mib);
+    };
+    let (digits, kib_per_unit) = match text.as_bytes() {
+        [.., b'K', b'i'] => (&text[..text.len() - 2], 1),
+        [.., b'M', b'i'] => (&text[..text.len() - 2], 1 << 10),
+        [.., b'G', b'i'] => (&text[..text.len() - 2], 1 << 20),
+        _ => (text.as_str(), 1 << 10),
+    };
+    let most = defaults.max_memory_mib;
+    let mib = digits
+        .parse::<u64>()
+        .ok()
+        .and_then(|n| n.checked_mul(kib_per_unit))
+        .map(|kib| kib >> 10);
+    match mib {
+        Some(mib) if (LEAST_MEMORY_MIB..=most).contains(&mib) => Ok(mib),
+        _ => Err(format!(
+            "annotation {MEMORY} is {text:?}, it takes {LEAST_MEMORY_MIB}Mi to {most}Mi \
+             (a number of MiB, or with Ki, Mi or Gi)"
+        )),
+    }
+}
+
+/// Our error as gRPC tells it.
+pub fn grpc(error: PodError) -> tonic::Status {
+    let code = match error.code() {
+        Code::NotFound => tonic::Code::NotFound,
+        Code::AlreadyExists => tonic::Code::AlreadyExists,
+        Code::InvalidArgument => tonic::Code::InvalidArgument,
+        Code::FailedPrecondition => tonic::Code::FailedPrecondition,
+        Code::Cancelled => tonic::Code::Cancelled,
+        Code::DeadlineExceeded => tonic::Code::DeadlineExceeded,
+        Code::Unavailable => tonic::Code::Unavailable,
+        Code::Unimplemented => tonic::Code::Unimplemented,
+        Code::Internal => tonic::Code::Internal,
+    };
+    tonic::Status::new(code, chain(&error))
+}
+
+/// Our error as ttrpc tells it.
+pub fn ttrpc(error: PodError) -> ttrpc::Error {
+    let code = match error.code() {
+        Code::NotFound => ttrpc::Code::NOT_FOUND,
+        Code::AlreadyExists => ttrpc::Code::ALREADY_EXISTS,
+        Code::InvalidArgument => ttrpc::Code::INVALID_ARGUMENT,
+        Code::FailedPrecondition => ttrpc::Code::FAILED_PRECONDITION,
+        Code::Cancelled => ttrpc::Code::CANCELLED,
+        Code::DeadlineExceeded => ttrpc::Code::DEADLINE_EXCEEDED,
+        Code::Unavailable => ttrpc::Code::UNAVAILABLE,
+        Code::Unimplemented => ttrpc::Code::UNIMPLEMENTED,
+        Code::Internal => ttrpc::Code::INTERNAL,
+    };
+    ttrpc::Error::RpcStatus(ttrpc::get_status(code, chain(&error)))
+}
+
+/// ns since 1970 as a gRPC timestamp; none for 0.
+pub fn grpc_time(ns: u64) -> Option<prost_types::Timestamp> {
+    let nanos = i32::try_from(ns % 1_000_000_000).unwrap_or_default();
+    let seconds = i64::try_from(ns / 1_000_000_000).unwrap_or_default();
+    (ns > 0).then_some(prost_types::Timestamp { seconds, nanos })
+}
+
+/// ns since 1970 as a ttrpc timestamp; none for 0.
+pub fn ttrpc_time(ns: u64) -> protobuf::MessageField<protobuf::well_known_types::timestamp::Timestamp> {
+    grpc_time(ns)
+        .map(|time| protobuf::well_known_types::timestamp::Timestamp {
+            seconds: time.seconds,
+            nanos: time.nanos,
+            ..Default::default()
+        })
+        .into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+
+    fn request(edit: impl FnOnce(&mut PodSandboxConfig)) -> ControllerCreateRequest {
+        let mut config = PodSandboxConfig {
+            metadata: Some(k8s_cri::v1::PodSandboxMetadata {
+                name: "web".into(),
+                ..Default::default()
+            }),
+            ..Default::default()
+        };
+        edit(&mut config);
+        ControllerCreateRequest {
+            sandbox_id: "0123abcd".into(),
+            options: Some(prost_types::Any {
+                type_url: "runtime.v1.PodSandboxConfig".into(),
+                value: config.encode_to_vec(),
+            }),
+            ..Default::default()
+        }
+    }
+
+    fn annotated(name: &str, value: &str) -> Result<PodSpec, PodError> {
+        let request = request(|config| {
+            config.annotations.insert(name.into(), value.into());
+        });
+        pod_spec(&request, &Config::default().vm)
+    }
+
+    #[test]
+    fn sizes_come_from_annotations_or_defaults_and_are_bounded() {
+        let defaults = Config::default().vm;
+        let plain = pod_spec(&request(|_| {}), &defaults).unwrap();
+        assert_eq!(
+            (plain.vcpus, plain.memory_mib),
+            (defaults.default_vcpus, defaults.default_memory_mib)
+        );
+        assert_eq!(annotated(MEMORY, "1Gi").unwrap().memory_mib, 1024);
+        assert_eq!(annotated(MEMORY, "512").unwrap().memory_mib, 512);
+        for bad in ["", "-1", "1", "lots", "99999999999Gi", "1.5Gi"] {
+            let text = annotated(MEMORY, bad).unwrap_err().to_string();
+            assert!(
+                text.contains(MEMORY) && text.contains("0123abcd"),
+                "{bad:?}: {text}"
+            );
+        }
+        for bad in ["0", "1.5", "4096"] {
+            assert_eq!(
+                annotated(VCPUS, bad).unwrap_err().code(),
+                Code::InvalidArgument,
+                "{bad:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn an_id_that_leaves_its_directory_and_a_host_namespace_are_refused() {
+        let mut escape = request(|_| {});
+        escape.sandbox_id = "../x".into();
+        let error = pod_spec(&escape, &Config::default().vm).unwrap_err();
+        assert_eq!(error.code(), Code::InvalidArgument);
+        let host_pid = request(|config| {
+            let options = k8s_cri::v1::NamespaceOption {
+                pid: NamespaceMode::Node as i32,
+                ..Default::default()
+            };
+            config.linux = Some(k8s_cri::v1::LinuxPodSandboxConfig {
+                security_context: Some(k8s_cri::v1::LinuxSandboxSecurityContext {
+                    namespace_options: Some(options),
+                    ..Default::default()
+                }),
+                ..Default::default()
+            });
+        });
+        let error = pod_spec(&host_pid, &Config::default().vm).unwrap_err();
+        assert!(error.to_string().contains("PID namespace"), "{error}");
+    }
+}

@@ -1,0 +1,6 @@
+//! The edge: wire types come in, typed requests go on; errors leave with the code that counts.
+
+pub mod admin;
+mod convert;
+pub mod sandbox;
+pub mod task;

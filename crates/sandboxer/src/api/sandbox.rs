@@ -1,0 +1,209 @@
+//! containerd's sandbox controller: pods come and go through here.
+
+use std::{collections::HashMap, sync::Arc};
+
+use sandboxer_protocol::{
+    controller::{
+        ControllerCreateRequest, ControllerCreateResponse, ControllerMetricsRequest,
+        ControllerMetricsResponse, ControllerPlatformRequest, ControllerPlatformResponse,
+        ControllerShutdownRequest, ControllerShutdownResponse, ControllerStartRequest,
+        ControllerStartResponse, ControllerStatusRequest, ControllerStatusResponse, ControllerStopRequest,
+        ControllerStopResponse, ControllerUpdateRequest, ControllerUpdateResponse, ControllerWaitRequest,
+        ControllerWaitResponse,
+        controller_server::Controller,
+        types::{Metric, Platform},
+    },
+    link::LinkKey,
+};
+use tonic::{Request, Response, Status};
+
+use super::convert::{grpc, grpc_time, id, pod_spec};
+use crate::{
+    clock::now_ns,
+    container::stats,
+    error::PodError,
+    events::Kind,
+    pod::{
+        self, Node, PodHandle,
+        state::{PodState, PodStatus},
+    },
+};
+
+/// Version of the task API behind the address that `Start` answers.
+const TASK_API_VERSION: u32 = 3;
+
+/// Serves [`Controller`] for the pods of a node.
+#[derive(Debug)]
+pub struct SandboxService {
+    node: Arc<Node>,
+    /// Where containerd finds the task service of every container.
+    task_address: String,
+}
+
+impl SandboxService {
+    /// `task_address` is what `Start` answers: `ttrpc+unix:///path`.
+    pub fn new(node: Arc<Node>, task_address: String) -> Self {
+        Self { node, task_address }
+    }
+
+    fn pod(&self, sandbox: &str) -> Result<PodHandle, PodError> {
+        self.node.registry.pod(&id("sandbox id", sandbox)?)
+    }
+}
+
+#[tonic::async_trait]
+impl Controller for SandboxService {
+    async fn create(
+        &self,
+        request: Request<ControllerCreateRequest>,
+    ) -> Result<Response<ControllerCreateResponse>, Status> {
+        let request = request.into_inner();
+        let spec = pod_spec(&request, &self.node.config.vm).map_err(grpc)?;
+        let sandbox = spec.id.clone();
+        let status = PodStatus {
+            state: PodState::Created,
+            created_at_ns: now_ns(),
+            exited_at_ns: 0,
+            exit_status: 0,
+            reason: String::new(),
+            vmm_pid: 0,
+            kernel_release: String::new(),
+            recovered: false,
+        };
+        let node = self.node.clone();
+        self.node
+            .registry
+            .insert(&sandbox, || {
+                pod::spawn(node, spec, LinkKey::random(), status, Default::default())
+            })
+            .map_err(grpc)?;
+        self.node.events.pod(&sandbox, Kind::PodCreated, "");
+        Ok(Response::new(ControllerCreateResponse {
+            sandbox_id: request.sandbox_id,
+        }))
+    }
+
+    async fn start(
+        &self,
+        request: Request<ControllerStartRequest>,
+    ) -> Result<Response<ControllerStartResponse>, Status> {
+        let pod = self.pod(&request.get_ref().sandbox_id).map_err(grpc)?;
+        pod.start().await.map_err(grpc)?;
+        let status = pod.status();
+        Ok(Response::new(ControllerStartResponse {
+            sandbox_id: pod.id().to_string(),
+            pid: status.vmm_pid,
+            created_at: grpc_time(status.created_at_ns),
+            labels: HashMap::new(),
+            address: self.task_address.clone(),
+            version: TASK_API_VERSION,
+            spec: None,
+        }))
+    }
+
+    async fn platform(
+        &self,
+        _: Request<ControllerPlatformRequest>,
+    ) -> Result<Response<ControllerPlatformResponse>, Status> {
+        let platform = Platform {
+            os: "linux".into(),
+            architecture: "amd64".into(),
+            ..Default::default()
+        };
+        Ok(Response::new(ControllerPlatformResponse {
+            platform: Some(platform),
+        }))
+    }
+
+    async fn stop(
+        &self,
+        request: Request<ControllerStopRequest>,
+    ) -> Result<Response<ControllerStopResponse>, Status> {
+        let pod = self.pod(&request.get_ref().sandbox_id).map_err(grpc)?;
+        pod.stop().await.map_err(grpc)?;
+        Ok(Response::new(ControllerStopResponse {}))
+    }
+
+    async fn wait(
+        &self,
+        request: Request<ControllerWaitRequest>,
+    ) -> Result<Response<ControllerWaitResponse>, Status> {
+        let pod = self.pod(&request.get_ref().sandbox_id).map_err(grpc)?;
+        let status = pod.stopped().await;
+        Ok(Response::new(ControllerWaitResponse {
+            exit_status: status.exit_status,
+            exited_at: grpc_time(status.exited_at_ns),
+        }))
+    }
+
+    async fn status(
+        &self,
+        request: Request<ControllerStatusRequest>,
+    ) -> Result<Response<ControllerStatusResponse>, Status> {
+        let request = request.into_inner();
+        let pod = self.pod(&request.sandbox_id).map_err(grpc)?;
+        let status = pod.status();
+        let ready = status.state == PodState::Ready;
+        let mut info = HashMap::new();
+        if request.verbose {
+            let text = serde_json::to_string(&status).map_err(|error| Status::internal(error.to_string()))?;
+            info.insert("info".to_owned(), text);
+        }
+        Ok(Response::new(ControllerStatusResponse {
+            sandbox_id: request.sandbox_id,
+            pid: status.vmm_pid,
+            state: if ready {
+                "SANDBOX_READY"
+            } else {
+                "SANDBOX_NOTREADY"
+            }
+            .to_owned(),
+            info,
+            created_at: grpc_time(status.created_at_ns),
+            exited_at: grpc_time(status.exited_at_ns),
+            extra: None,
+            address: self.task_address.clone(),
+            version: TASK_API_VERSION,
+        }))
+    }
+
+    async fn shutdown(
+        &self,
+        request: Request<ControllerShutdownRequest>,
+    ) -> Result<Response<ControllerShutdownResponse>, Status> {
+        let pod = self.pod(&request.get_ref().sandbox_id).map_err(grpc)?;
+        match pod.remove().await {
+            // Somebody else's removal was quicker.
+            Ok(()) | Err(PodError::Gone(_)) => Ok(Response::new(ControllerShutdownResponse {})),
+            Err(error) => Err(grpc(error)),
+        }
+    }
+
+    async fn metrics(
+        &self,
+        request: Request<ControllerMetricsRequest>,
+    ) -> Result<Response<ControllerMetricsResponse>, Status> {
+        let pod = self.pod(&request.get_ref().sandbox_id).map_err(grpc)?;
+        let readings = pod.stats(None).await.map_err(grpc)?;
+        let value = stats::encode(&readings).map_err(|error| Status::internal(error.to_string()))?;
+        Ok(Response::new(ControllerMetricsResponse {
+            metrics: Some(Metric {
+                timestamp: grpc_time(now_ns()),
+                id: pod.id().to_string(),
+                data: Some(prost_types::Any {
+                    type_url: stats::TYPE_URL.to_owned(),
+                    value,
+                }),
+            }),
+        }))
+    }
+
+    async fn update(
+        &self,
+        _: Request<ControllerUpdateRequest>,
+    ) -> Result<Response<ControllerUpdateResponse>, Status> {
+        Err(Status::unimplemented(
+            "Update: a running pod's size can't be changed yet",
+        ))
+    }
+}

@@ -1,0 +1,347 @@
+//! containerd's task service: the containers of all pods, on one socket.
+
+use std::{path::Path, sync::Arc};
+
+use async_trait::async_trait;
+use containerd_shim_protos::{
+    api::{
+        CheckpointTaskRequest, CloseIORequest, ConnectRequest, ConnectResponse, CreateTaskRequest,
+        CreateTaskResponse, DeleteRequest, DeleteResponse, Empty, ExecProcessRequest, KillRequest,
+        PauseRequest, PidsRequest, PidsResponse, ProcessInfo, ResizePtyRequest, ResumeRequest,
+        ShutdownRequest, StartRequest, StartResponse, StateRequest, StateResponse, StatsRequest,
+        StatsResponse, Status, UpdateTaskRequest, WaitRequest, WaitResponse,
+    },
+    protobuf::well_known_types::any::Any,
+    shim_async::Task,
+};
+use sandboxer_protocol::id::{ContainerId, SandboxId};
+use ttrpc::{Result, asynchronous::TtrpcContext};
+
+use super::convert::{id, optional_id, ttrpc, ttrpc_time};
+use crate::{
+    container::{Exit, NewContainer, Phase, StdioPaths, stats},
+    error::PodError,
+    host::rootfs::Mount,
+    pod::{Node, PodHandle, ProcessView},
+};
+
+/// Serves [`Task`] for the containers of a node.
+#[derive(Debug)]
+pub struct TaskService {
+    node: Arc<Node>,
+}
+
+impl TaskService {
+    /// For the pods of `node`.
+    pub fn new(node: Arc<Node>) -> Self {
+        Self { node }
+    }
+
+    fn pod_of(&self, container: &ContainerId) -> std::result::Result<PodHandle, PodError> {
+        self.node.registry.pod_of(container)
+    }
+
+    async fn process(
+        &self,
+        container: &str,
+        exec: &str,
+    ) -> std::result::Result<(PodHandle, ProcessView), PodError> {
+        let of = id("container id", container)?;
+        let exec = optional_id("exec id", exec)?;
+        let pod = self.pod_of(&of)?;
+        let view = pod.process(of, exec).await?;
+        Ok((pod, view))
+    }
+}
+
+#[async_trait]
+impl Task for TaskService {
+    async fn create(&self, _: &TtrpcContext, request: CreateTaskRequest) -> Result<CreateTaskResponse> {
+        let created = async {
+            let container = id("container id", &request.id)?;
+            let bundle = Path::new(&request.bundle);
+            if !request.checkpoint.is_empty() {
+                let text = format!(
+                    "container {container}: a pod with its own kernel can't be restored from a checkpoint"
+                );
+                return Err(PodError::Unsupported(text));
+            }
+            let sandbox = sandbox_of(&container, bundle)?;
+            let pod = self.node.registry.pod(&sandbox)?;
+            self.node.registry.insert_container(&container, &sandbox)?;
+            let new = NewContainer {
+                id: container.clone(),
+                bundle: bundle.to_owned(),
+                mounts: request
+                    .rootfs
+                    .into_iter()
+                    .map(|mount| Mount {
+                        fstype: mount.type_,
+                        source: mount.source,
+                        options: mount.options,
+                    })
+                    .collect(),
+                stdio: StdioPaths {
+                    stdin: request.stdin.into(),
+                    stdout: request.stdout.into(),
+                    stderr: request.stderr.into(),
+                    terminal: request.terminal,
+                },
+            };
+            let created = pod.create_container(new).await;
+            if created.is_err() {
+                self.node.registry.remove_container(&container);
+            }
+            created.map(|()| pod)
+        };
+        let pod = created.await.map_err(ttrpc)?;
+        Ok(CreateTaskResponse {
+            pid: pod.status().vmm_pid,
+            ..Default::default()
+        })
+    }
+
+    async fn start(&self, _: &TtrpcContext, request: StartRequest) -> Result<StartResponse> {
+        let started = async {
+            let of = id("container id", &request.id)?;
+            let pod = self.pod_of(&of)?;
+            pod.start_process(of, optional_id("exec id", &request.exec_id)?)
+                .await?;
+            Ok(pod)
+        };
+        let pod = started.await.map_err(ttrpc)?;
+        Ok(StartResponse {
+            pid: pod.status().vmm_pid,
+            ..Default::default()
+        })
+    }
+
+    async fn exec(&self, _: &TtrpcContext, request: ExecProcessRequest) -> Result<Empty> {
+        let created = async {
+            let of = id("container id", &request.id)?;
+            let exec = id("exec id", &request.exec_id)?;
+            let pod = self.pod_of(&of)?;
+            let stdio = StdioPaths {
+                stdin: request.stdin.into(),
+                stdout: request.stdout.into(),
+                stderr: request.stderr.into(),
+                terminal: request.terminal,
+            };
+            let process = request
+                .spec
+                .into_option()
+                .map(|any| any.value)
+                .unwrap_or_default();
+            pod.create_exec(of, exec, process, stdio).await
+        };
+        created.await.map(|()| Empty::new()).map_err(ttrpc)
+    }
+
+    async fn state(&self, _: &TtrpcContext, request: StateRequest) -> Result<StateResponse> {
+        let (pod, view) = self.process(&request.id, &request.exec_id).await.map_err(ttrpc)?;
+        let phase = view.phase.borrow().clone();
+        let exit = phase.exit();
+        Ok(StateResponse {
+            id: request.id,
+            exec_id: request.exec_id,
+            bundle: text(&view.bundle),
+            pid: pod.status().vmm_pid,
+            status: status(&phase, view.paused).into(),
+            stdin: text(&view.stdio.stdin),
+            stdout: text(&view.stdio.stdout),
+            stderr: text(&view.stdio.stderr),
+            terminal: view.stdio.terminal,
+            exit_status: exit.map_or(0, |exit| exit.code),
+            exited_at: ttrpc_time(exit.map_or(0, |exit| exit.at_ns)),
+            ..Default::default()
+        })
+    }
+
+    async fn wait(&self, _: &TtrpcContext, request: WaitRequest) -> Result<WaitResponse> {
+        let (_, mut view) = self.process(&request.id, &request.exec_id).await.map_err(ttrpc)?;
+        let ended = view.phase.wait_for(|phase| phase.exit().is_some()).await;
+        let exit = match &ended {
+            Ok(phase) => phase.exit().cloned(),
+            // Deleted, with its last phase in place.
+            Err(_) => None,
+        };
+        drop(ended);
+        let exit = exit.or_else(|| view.phase.borrow().exit().cloned());
+        let Some(exit) = exit else {
+            let of = id("container id", &request.id).map_err(ttrpc)?;
+            return Err(ttrpc(PodError::NoContainer(of)));
+        };
+        Ok(WaitResponse {
+            exit_status: exit.code,
+            exited_at: ttrpc_time(exit.at_ns),
+            ..Default::default()
+        })
+    }
+
+    async fn kill(&self, _: &TtrpcContext, request: KillRequest) -> Result<Empty> {
+        let signalled = async {
+            let of = id("container id", &request.id)?;
+            let exec = optional_id("exec id", &request.exec_id)?;
+            self.pod_of(&of)?
+                .signal(of, exec, request.signal, request.all)
+                .await
+        };
+        signalled.await.map(|()| Empty::new()).map_err(ttrpc)
+    }
+
+    async fn delete(&self, _: &TtrpcContext, request: DeleteRequest) -> Result<DeleteResponse> {
+        let deleted = async {
+            let of = id("container id", &request.id)?;
+            let pod = self.pod_of(&of)?;
+            let exit: Exit = pod.delete(of, optional_id("exec id", &request.exec_id)?).await?;
+            Ok((pod, exit))
+        };
+        let (pod, exit) = deleted.await.map_err(ttrpc)?;
+        Ok(DeleteResponse {
+            pid: pod.status().vmm_pid,
+            exit_status: exit.code,
+            exited_at: ttrpc_time(exit.at_ns),
+            ..Default::default()
+        })
+    }
+
+    async fn pids(&self, _: &TtrpcContext, request: PidsRequest) -> Result<PidsResponse> {
+        let pids = async {
+            let of = id("container id", &request.id)?;
+            self.pod_of(&of)?.pids(of).await
+        };
+        let processes = pids.await.map_err(ttrpc)?.into_iter();
+        let processes = processes
+            .map(|pid| ProcessInfo {
+                pid,
+                ..Default::default()
+            })
+            .collect();
+        Ok(PidsResponse {
+            processes,
+            ..Default::default()
+        })
+    }
+
+    async fn pause(&self, _: &TtrpcContext, request: PauseRequest) -> Result<Empty> {
+        self.set_paused(&request.id, true).await
+    }
+
+    async fn resume(&self, _: &TtrpcContext, request: ResumeRequest) -> Result<Empty> {
+        self.set_paused(&request.id, false).await
+    }
+
+    async fn resize_pty(&self, _: &TtrpcContext, request: ResizePtyRequest) -> Result<Empty> {
+        let resized = async {
+            let of = id("container id", &request.id)?;
+            let exec = optional_id("exec id", &request.exec_id)?;
+            self.pod_of(&of)?
+                .resize(of, exec, request.width, request.height)
+                .await
+        };
+        resized.await.map(|()| Empty::new()).map_err(ttrpc)
+    }
+
+    async fn close_io(&self, _: &TtrpcContext, request: CloseIORequest) -> Result<Empty> {
+        let closed = async {
+            let of = id("container id", &request.id)?;
+            let exec = optional_id("exec id", &request.exec_id)?;
+            let pod = self.pod_of(&of)?;
+            if request.stdin {
+                pod.close_stdin(of, exec).await
+            } else {
+                Ok(())
+            }
+        };
+        closed.await.map(|()| Empty::new()).map_err(ttrpc)
+    }
+
+    async fn update(&self, _: &TtrpcContext, request: UpdateTaskRequest) -> Result<Empty> {
+        let updated = async {
+            let of = id("container id", &request.id)?;
+            let resources = request
+                .resources
+                .into_option()
+                .map(|any| any.value)
+                .unwrap_or_default();
+            self.pod_of(&of)?.update(of, resources).await
+        };
+        updated.await.map(|()| Empty::new()).map_err(ttrpc)
+    }
+
+    async fn stats(&self, _: &TtrpcContext, request: StatsRequest) -> Result<StatsResponse> {
+        let readings = async {
+            let of = id("container id", &request.id)?;
+            self.pod_of(&of)?.stats(Some(of)).await
+        };
+        let readings = readings.await.map_err(ttrpc)?;
+        let value = stats::encode(&readings).map_err(|error| ttrpc::Error::Others(error.to_string()))?;
+        let any = Any {
+            type_url: stats::TYPE_URL.to_owned(),
+            value,
+            ..Default::default()
+        };
+        Ok(StatsResponse {
+            stats: Some(any).into(),
+            ..Default::default()
+        })
+    }
+
+    async fn connect(&self, _: &TtrpcContext, request: ConnectRequest) -> Result<ConnectResponse> {
+        let of = id("container id", &request.id).map_err(ttrpc)?;
+        let pod = self.pod_of(&of).map_err(ttrpc)?;
+        Ok(ConnectResponse {
+            shim_pid: std::process::id(),
+            task_pid: pod.status().vmm_pid,
+            version: "3".to_owned(),
+            ..Default::default()
+        })
+    }
+
+    async fn checkpoint(&self, _: &TtrpcContext, request: CheckpointTaskRequest) -> Result<Empty> {
+        let text = format!(
+            "Checkpoint of container {}: not available in a microVM pod",
+            request.id
+        );
+        Err(ttrpc(PodError::Unsupported(text)))
+    }
+
+    /// containerd says that it needs no task server for this container any more. There is one for
+    /// all, so nothing is to be done, also for a container that nobody knows.
+    async fn shutdown(&self, _: &TtrpcContext, _: ShutdownRequest) -> Result<Empty> {
+        Ok(Empty::new())
+    }
+}
+
+impl TaskService {
+    async fn set_paused(&self, container: &str, paused: bool) -> Result<Empty> {
+        let done = async {
+            let of = id("container id", container)?;
+            self.pod_of(&of)?.set_paused(of, paused).await
+        };
+        done.await.map(|()| Empty::new()).map_err(ttrpc)
+    }
+}
+
+/// The pod a container is for: containerd writes its id into the bundle.
+fn sandbox_of(container: &ContainerId, bundle: &Path) -> std::result::Result<SandboxId, PodError> {
+    let path = bundle.join("sandbox");
+    let text = std::fs::read_to_string(&path).map_err(|error| PodError::Invalid {
+        subject: format!("container {container}"),
+        reason: format!("cannot read {path:?}, which names its pod: {error}"),
+    })?;
+    id("sandbox id", text.trim())
+}
+
+fn status(phase: &Phase, paused: bool) -> Status {
+    match phase {
+        Phase::Created | Phase::Starting => Status::CREATED,
+        Phase::Running if paused => Status::PAUSED,
+        Phase::Running => Status::RUNNING,
+        Phase::Exited(_) => Status::STOPPED,
+    }
+}
+
+fn text(path: &Path) -> String {
+    path.to_string_lossy().into_owned()
+}

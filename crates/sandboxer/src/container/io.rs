@@ -1,0 +1,243 @@
+//! Between the FIFOs that containerd made and a process in the guest.
+//!
+//! Output is pulled from the agent by offset: asking for the next byte acknowledges those before
+//! it, so nothing is acknowledged before it is in the FIFO. Input is pushed by offset. Nothing here
+//! buffers more than one message per stream.
+
+use std::{
+    io,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use sandboxer_protocol::{
+    agent::{OutputStream, ReadOutputRequest, WriteInputRequest},
+    id::{ContainerId, ExecId, SandboxId},
+};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::unix::pipe::{OpenOptions, Receiver, Sender},
+    sync::Notify,
+    task::JoinSet,
+};
+
+use super::StdioPaths;
+use crate::{error::PodError, guest::Agent};
+
+/// Most bytes moved by one call to the agent.
+const CHUNK: usize = 64 << 10;
+
+/// A process's FIFOs, open.
+#[derive(Debug)]
+pub struct Io {
+    stdin: Option<Receiver>,
+    stdout: Option<Sender>,
+    stderr: Option<Sender>,
+}
+
+/// Ends a running stdin copy once what lies in its FIFO is delivered.
+#[derive(Debug, Clone)]
+pub struct StdinCloser(Arc<Notify>);
+
+impl StdinCloser {
+    /// Nothing more will be written to the FIFO.
+    pub fn close(&self) {
+        self.0.notify_one();
+    }
+}
+
+/// A process's streams, being copied. Dropping it ends the copies.
+#[derive(Debug)]
+pub struct RunningIo {
+    outputs: JoinSet<()>,
+    // Held for its drop: it ends the copy.
+    _stdin: JoinSet<()>,
+}
+
+impl RunningIo {
+    /// Waits until all output there will ever be is in the FIFOs.
+    pub async fn drained(&mut self) {
+        while self.outputs.join_next().await.is_some() {}
+    }
+}
+
+/// Which process's streams.
+#[derive(Debug, Clone)]
+pub struct Subject {
+    /// The container.
+    pub container: ContainerId,
+    /// The exec, or the container's init.
+    pub exec: Option<ExecId>,
+}
+
+impl Io {
+    /// Opens the FIFOs; containerd need not have its ends open.
+    ///
+    /// All are opened for reading and writing: writing then never fails for want of a reader, so a
+    /// containerd that restarts breaks no container, and reading never ends before it is told to.
+    pub fn open(pod: &SandboxId, paths: &StdioPaths) -> Result<Self, PodError> {
+        let opened = |path: &Path, what: io::Result<()>| {
+            what.map_err(|source| PodError::Host {
+                pod: pod.clone(),
+                action: "open stdio FIFO",
+                path: path.to_owned(),
+                source,
+            })
+        };
+        let mut io = Self {
+            stdin: None,
+            stdout: None,
+            stderr: None,
+        };
+        let mut options = OpenOptions::new();
+        options.read_write(true);
+        if let Some(path) = wanted(&paths.stdin) {
+            opened(
+                path,
+                options.open_receiver(path).map(|fifo| io.stdin = Some(fifo)),
+            )?;
+        }
+        if let Some(path) = wanted(&paths.stdout) {
+            opened(path, options.open_sender(path).map(|fifo| io.stdout = Some(fifo)))?;
+        }
+        if let Some(path) = wanted(&paths.stderr).filter(|_| !paths.terminal) {
+            opened(path, options.open_sender(path).map(|fifo| io.stderr = Some(fifo)))?;
+        }
+        Ok(io)
+    }
+
+    /// Starts copying. `resume`: an earlier daemon began it.
+    pub fn run(self, agent: &Agent, subject: &Subject, resume: bool) -> (RunningIo, Option<StdinCloser>) {
+        let mut outputs = JoinSet::new();
+        for (stream, fifo) in [
+            (OutputStream::STDOUT, self.stdout),
+            (OutputStream::STDERR, self.stderr),
+        ] {
+            if let Some(fifo) = fifo {
+                outputs.spawn(copy_output(agent.clone(), subject.clone(), stream, fifo, resume));
+            }
+        }
+        let mut stdin = JoinSet::new();
+        let closer = self.stdin.map(|fifo| {
+            let closer = StdinCloser(Arc::default());
+            stdin.spawn(copy_input(
+                agent.clone(),
+                subject.clone(),
+                fifo,
+                closer.clone(),
+                resume,
+            ));
+            closer
+        });
+        (
+            RunningIo {
+                outputs,
+                _stdin: stdin,
+            },
+            closer,
+        )
+    }
+}
+
+/// Writes a line of the daemon's own into a container's error stream, as far as it takes it:
+/// for a container whose guest can't speak any more.
+pub fn last_words(paths: &StdioPaths, words: &str) {
+    let path = if paths.terminal {
+        &paths.stdout
+    } else {
+        &paths.stderr
+    };
+    let Some(path) = wanted(path) else { return };
+    let written = OpenOptions::new()
+        .read_write(true)
+        .open_sender(path)
+        .and_then(|fifo| fifo.try_write(format!("sandboxer: {words}\n").as_bytes()));
+    if let Err(error) = written {
+        tracing::debug!(?path, %error, "no room for a container's last words");
+    }
+}
+
+fn wanted(path: &PathBuf) -> Option<&PathBuf> {
+    Some(path).filter(|path| !path.as_os_str().is_empty())
+}
+
+async fn copy_output(agent: Agent, of: Subject, stream: OutputStream, mut fifo: Sender, resume: bool) {
+    let mut request = ReadOutputRequest {
+        container_id: of.container.to_string(),
+        exec_id: of.exec.as_ref().map(ToString::to_string).unwrap_or_default(),
+        stream: stream.into(),
+        max_bytes: CHUNK as u32,
+        resume,
+        ..Default::default()
+    };
+    loop {
+        let answer = match agent.read_output(request.clone()).await {
+            Ok(answer) if answer.data.len() <= CHUNK => answer,
+            Ok(_) => {
+                return tracing::warn!(container = %of.container, "agent sent more output than asked for");
+            }
+            // The machine is gone, or the container: whoever waits learns it elsewhere.
+            Err(error) => return tracing::debug!(container = %of.container, %error, "output ends"),
+        };
+        if let Err(error) = fifo.write_all(&answer.data).await {
+            return tracing::warn!(container = %of.container, %error, "cannot write to the output FIFO");
+        }
+        if answer.end {
+            return;
+        }
+        request.offset = answer.offset + answer.data.len() as u64;
+        request.resume = false;
+    }
+}
+
+async fn copy_input(agent: Agent, of: Subject, mut fifo: Receiver, closer: StdinCloser, resume: bool) {
+    let mut offset = 0;
+    let mut chunk = Vec::new();
+    let mut ending = false;
+    if resume {
+        // Nothing, at the beginning: the answer tells how far an earlier daemon got.
+        let nothing = WriteInputRequest {
+            container_id: of.container.to_string(),
+            exec_id: of.exec.as_ref().map(ToString::to_string).unwrap_or_default(),
+            ..Default::default()
+        };
+        match agent.write_input(nothing).await {
+            Ok(taken) => offset = taken,
+            Err(error) => return tracing::debug!(container = %of.container, %error, "stdin ends"),
+        }
+    }
+    loop {
+        if ending {
+            // What was written before the close is in the FIFO already.
+            chunk.resize(CHUNK, 0);
+            let count = fifo.try_read(&mut chunk).unwrap_or(0);
+            chunk.truncate(count);
+        } else {
+            chunk.reserve(CHUNK);
+            tokio::select! {
+                biased;
+                () = closer.0.notified() => { ending = true; continue }
+                read = fifo.read_buf(&mut chunk) => if let Err(error) = read {
+                    return tracing::warn!(container = %of.container, %error, "cannot read the stdin FIFO");
+                }
+            }
+        }
+        let end = ending && chunk.is_empty();
+        let count = chunk.len() as u64;
+        let request = WriteInputRequest {
+            container_id: of.container.to_string(),
+            exec_id: of.exec.as_ref().map(ToString::to_string).unwrap_or_default(),
+            offset,
+            data: std::mem::take(&mut chunk),
+            end,
+            ..Default::default()
+        };
+        if let Err(error) = agent.write_input(request).await {
+            return tracing::debug!(container = %of.container, %error, "stdin ends");
+        }
+        if end {
+            return;
+        }
+        offset += count;
+    }
+}

@@ -1,0 +1,195 @@
+//! Containers of a pod: what the pod's task keeps of each, and the work it has done on them.
+
+pub mod io;
+pub mod spec;
+pub mod start;
+pub mod stats;
+
+use std::{collections::HashMap, path::PathBuf};
+
+use sandboxer_protocol::id::{ContainerId, ExecId};
+use serde::{Deserialize, Serialize};
+use tokio::sync::watch;
+
+use crate::{
+    host::rootfs::{Lease, Mount},
+    pod::{
+        journal::{ContainerRecord, ProcessRecord},
+        stages::Stages,
+    },
+    vmm::DiskSpec,
+};
+
+/// Exit code of a process that ended with its machine: as if killed by SIGKILL.
+pub const KILLED: u32 = 137;
+
+/// A container as asked for.
+#[derive(Debug)]
+pub struct NewContainer {
+    /// containerd's id.
+    pub id: ContainerId,
+    /// Its bundle directory, with `config.json`.
+    pub bundle: PathBuf,
+    /// The snapshot's mounts.
+    pub mounts: Vec<Mount>,
+    /// Where its output goes.
+    pub stdio: StdioPaths,
+}
+
+/// FIFOs of a process on the host; an empty path is a stream nobody wants.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StdioPaths {
+    /// Read by the process.
+    pub stdin: PathBuf,
+    /// Written by the process.
+    pub stdout: PathBuf,
+    /// Written by the process; unused with a terminal.
+    pub stderr: PathBuf,
+    /// One terminal instead of three pipes.
+    pub terminal: bool,
+}
+
+/// How a process ended.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Exit {
+    /// Exit code, or 128 + signal.
+    pub code: u32,
+    /// When, ns since 1970.
+    pub at_ns: u64,
+    /// Why, where the code alone doesn't say; else empty.
+    pub reason: String,
+}
+
+/// Where a process stands. Told to whoever asks without asking the pod's task.
+///
+/// ```text
+/// Created ──start──▶ Starting ──▶ Running ──▶ Exited
+///    ╰──────────── killed, or its pod stopped ───▶╯
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Phase {
+    /// Made; waits to be let go.
+    Created,
+    /// Being let go.
+    Starting,
+    /// Runs.
+    Running,
+    /// Ended.
+    Exited(Exit),
+}
+
+impl Phase {
+    /// The phase in people's words.
+    pub const fn as_str(&self) -> &'static str {
+        match self {
+            Phase::Created => "created",
+            Phase::Starting => "starting",
+            Phase::Running => "running",
+            Phase::Exited(_) => "exited",
+        }
+    }
+
+    /// How it ended, if it has.
+    pub const fn exit(&self) -> Option<&Exit> {
+        match self {
+            Phase::Exited(exit) => Some(exit),
+            Phase::Created | Phase::Starting | Phase::Running => None,
+        }
+    }
+}
+
+/// A process: a container's init or an exec.
+#[derive(Debug)]
+pub struct Process {
+    /// Guest pid; 0 before it has one.
+    pub pid: u32,
+    /// Where its output goes.
+    pub stdio: StdioPaths,
+    /// Where it stands.
+    pub phase: watch::Sender<Phase>,
+    /// Its streams, until they are running.
+    pub io: Option<io::Io>,
+    /// Asks the running stdin copy to finish.
+    pub stdin: Option<io::StdinCloser>,
+}
+
+impl Process {
+    /// A process that waits to be let go.
+    pub fn created(pid: u32, stdio: StdioPaths, io: io::Io) -> Self {
+        Self {
+            pid,
+            stdio,
+            phase: watch::Sender::new(Phase::Created),
+            io: Some(io),
+            stdin: None,
+        }
+    }
+
+    /// Whether it has ended.
+    pub fn has_exited(&self) -> bool {
+        matches!(*self.phase.borrow(), Phase::Exited(_))
+    }
+
+    /// The process as the journal keeps it.
+    pub fn record(&self) -> ProcessRecord {
+        let phase = self.phase.borrow();
+        ProcessRecord {
+            pid: self.pid,
+            started: *phase != Phase::Created,
+            exit: phase.exit().cloned(),
+            stdio: self.stdio.clone(),
+        }
+    }
+}
+
+/// A container of a pod.
+#[derive(Debug)]
+pub struct Container {
+    /// Its bundle directory.
+    pub bundle: PathBuf,
+    /// Disks plugged in for it.
+    pub disks: Vec<DiskSpec>,
+    /// Keeps the images of its disks from being evicted.
+    pub leases: Vec<Lease>,
+    /// Its init.
+    pub init: Process,
+    /// Its further processes.
+    pub execs: HashMap<ExecId, Process>,
+    /// Frozen.
+    pub paused: bool,
+    /// The steps of its start.
+    pub stages: Stages,
+}
+
+impl Container {
+    /// Its init (no `exec`) or an exec.
+    pub fn process(&self, exec: Option<&ExecId>) -> Option<&Process> {
+        match exec {
+            None => Some(&self.init),
+            Some(exec) => self.execs.get(exec),
+        }
+    }
+
+    /// Its init (no `exec`) or an exec.
+    pub fn process_mut(&mut self, exec: Option<&ExecId>) -> Option<&mut Process> {
+        match exec {
+            None => Some(&mut self.init),
+            Some(exec) => self.execs.get_mut(exec),
+        }
+    }
+
+    /// The container as the journal keeps it.
+    pub fn record(&self, id: &ContainerId) -> ContainerRecord {
+        ContainerRecord {
+            id: id.clone(),
+            bundle: self.bundle.clone(),
+            disks: self.disks.clone(),
+            init: self.init.record(),
+            execs: self
+                .execs
+                .iter()
+                .map(|(id, exec)| (id.clone(), exec.record()))
+                .collect(),
+        }
+    }
+}

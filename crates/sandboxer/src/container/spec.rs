@@ -1,0 +1,392 @@
+//! From the bundle that containerd wrote to the spec the agent gets.
+//!
+//! containerd describes a container on this host; ours runs in a guest of its own. What names the
+//! host is translated where that keeps its meaning, dropped where a kernel per pod makes it void,
+//! and refused by name where neither is honest.
+
+use std::{
+    fs,
+    io::Read,
+    path::{Path, PathBuf},
+};
+
+use oci_spec::runtime::{
+    Linux, LinuxNamespace, LinuxNamespaceBuilder, LinuxNamespaceType, Mount, MountBuilder, Process, Spec,
+};
+use sandboxer_protocol::{agent::File, id::ContainerId};
+
+use crate::{error::PodError, pod::spec::PodSpec};
+
+/// Largest `config.json` that is taken, bytes: the agent's largest message is 4 MiB.
+pub const MAX_SPEC: u64 = 3 << 20;
+
+/// Largest host file that is copied into a container, bytes.
+const MAX_FILE: u64 = 1 << 20;
+
+/// Files that CRI may bind-mount from the host and that mean the same inside: they are copied.
+const COPIED: [&str; 3] = ["/etc/hostname", "/etc/hosts", "/etc/resolv.conf"];
+
+/// File systems that a guest makes by itself.
+const GUEST_FILE_SYSTEMS: [&str; 7] = ["proc", "sysfs", "tmpfs", "devpts", "mqueue", "cgroup", "cgroup2"];
+
+/// A container's spec as the guest shall see it.
+#[derive(Debug)]
+pub struct GuestSpec {
+    /// OCI runtime spec.
+    pub json: Vec<u8>,
+    /// Files that are put over those of the image.
+    pub files: Vec<File>,
+}
+
+/// Reads `bundle`'s config.json and makes it fit for the guest of `pod`.
+pub fn read(pod: &PodSpec, container: &ContainerId, bundle: &Path) -> Result<GuestSpec, PodError> {
+    let path = bundle.join("config.json");
+    let text = read_bounded(&path, MAX_SPEC).map_err(|error| match error {
+        ReadError::TooLarge(length) => invalid(
+            container,
+            format!(
+                "its spec has {length} bytes, at most {MAX_SPEC} are taken: \
+                 make its environment or its arguments smaller"
+            ),
+        ),
+        ReadError::Io(source) => PodError::Host {
+            pod: pod.id.clone(),
+            action: "read container spec",
+            path: path.clone(),
+            source,
+        },
+    })?;
+    let spec: Spec = serde_json::from_slice(&text).map_err(|error| {
+        invalid(
+            container,
+            format!("its spec {path:?} can't be understood: {error}"),
+        )
+    })?;
+    convert(pod, container, spec)
+}
+
+/// Parses an exec's OCI process object and makes it fit for a guest.
+pub fn exec(container: &ContainerId, json: &[u8]) -> Result<Vec<u8>, PodError> {
+    if json.len() as u64 > MAX_SPEC {
+        let length = json.len();
+        return Err(invalid(
+            container,
+            format!("an exec's spec has {length} bytes, at most {MAX_SPEC} are taken"),
+        ));
+    }
+    let mut process: Process = serde_json::from_slice(json)
+        .map_err(|error| invalid(container, format!("an exec's spec can't be understood: {error}")))?;
+    drop_host_labels(&mut process);
+    serialise(container, &process)
+}
+
+fn convert(pod: &PodSpec, container: &ContainerId, mut spec: Spec) -> Result<GuestSpec, PodError> {
+    if spec
+        .hooks()
+        .as_ref()
+        .is_some_and(|hooks| *hooks != Default::default())
+    {
+        return Err(unsupported(
+            container,
+            "OCI hooks",
+            "they are programs of the host",
+        ));
+    }
+    let mut files = vec![
+        file("/etc/hostname", format!("{}\n", pod.hostname)),
+        file("/etc/hosts", hosts(&pod.hostname)),
+    ];
+    files.extend(
+        pod.resolv_conf
+            .clone()
+            .map(|content| file("/etc/resolv.conf", content)),
+    );
+
+    let mounts = spec.mounts().clone().unwrap_or_default();
+    spec.set_mounts(Some(convert_mounts(pod, container, mounts, &mut files)?));
+    if let Some(process) = spec.process_mut() {
+        drop_host_labels(process);
+    }
+    if let Some(linux) = spec.linux_mut() {
+        convert_linux(container, linux)?;
+    }
+    // The hostname is the guest's own; the other two say nothing to a guest.
+    spec.set_hostname(None).set_domainname(None).set_annotations(None);
+    Ok(GuestSpec {
+        json: serialise(container, &spec)?,
+        files,
+    })
+}
+
+fn convert_mounts(
+    pod: &PodSpec,
+    container: &ContainerId,
+    mounts: Vec<Mount>,
+    files: &mut Vec<File>,
+) -> Result<Vec<Mount>, PodError> {
+    let mut kept = Vec::with_capacity(mounts.len() + 1);
+    for mount in mounts {
+        let at = mount.destination().to_string_lossy().into_owned();
+        let fstype = mount.typ().as_deref().unwrap_or("");
+        if at == "/dev/shm" {
+            // One for the whole pod, below.
+        } else if GUEST_FILE_SYSTEMS.contains(&fstype) {
+            kept.push(mount);
+        } else if COPIED.contains(&at.as_str()) {
+            files.retain(|file| file.path != at);
+            files.push(copy_in(pod, container, &mount, at)?);
+        } else {
+            let source = mount.source().clone().unwrap_or_else(|| PathBuf::from(fstype));
+            return Err(unsupported(
+                container,
+                &format!("volume {at} (from {source:?})"),
+                "pods get no host directories yet",
+            ));
+        }
+    }
+    let shm = MountBuilder::default()
+        .destination("/dev/shm")
+        .typ("bind")
+        .source("/dev/shm")
+        .options(
+            ["rbind", "rw", "nosuid", "nodev", "noexec"]
+                .map(str::to_owned)
+                .to_vec(),
+        )
+        .build()
+        .map_err(|error| invalid(container, error.to_string()))?;
+    kept.push(shm);
+    Ok(kept)
+}
+
+fn convert_linux(container: &ContainerId, linux: &mut Linux) -> Result<(), PodError> {
+    let namespaces = linux.namespaces().clone().unwrap_or_default();
+    if namespaces.iter().any(|ns| ns.typ() == LinuxNamespaceType::User) {
+        return Err(unsupported(
+            container,
+            "a user namespace",
+            "its ids would be the host's",
+        ));
+    }
+    if let Some(device) = linux.devices().iter().flatten().next() {
+        let what = format!("device {}", device.path().display());
+        return Err(unsupported(container, &what, "it is a device of the host"));
+    }
+    // Network, IPC and UTS are the pod's, and so the guest's own; what is left has no host path.
+    linux.set_namespaces(Some(
+        [
+            LinuxNamespaceType::Mount,
+            LinuxNamespaceType::Pid,
+            LinuxNamespaceType::Cgroup,
+        ]
+        .into_iter()
+        .map(|kind| namespace(container, kind))
+        .collect::<Result<_, _>>()?,
+    ));
+    if let Some(resources) = linux.resources_mut() {
+        // Device rules and I/O limits name devices of the host, CPU sets its CPUs.
+        resources
+            .set_devices(None)
+            .set_block_io(None)
+            .set_network(None)
+            .set_rdma(None);
+        if let Some(cpu) = resources.cpu_mut() {
+            cpu.set_cpus(None)
+                .set_mems(None)
+                .set_realtime_period(None)
+                .set_realtime_runtime(None);
+        }
+        if let Some(memory) = resources.memory_mut() {
+            // A guest has no swap; the rest is cgroup v1's.
+            memory
+                .set_swap(None)
+                .set_swappiness(None)
+                .set_kernel(None)
+                .set_kernel_tcp(None);
+        }
+    }
+    linux
+        .set_cgroups_path(None)
+        .set_mount_label(None)
+        .set_intel_rdt(None)
+        .set_rootfs_propagation(None);
+    Ok(())
+}
+
+fn namespace(container: &ContainerId, kind: LinuxNamespaceType) -> Result<LinuxNamespace, PodError> {
+    LinuxNamespaceBuilder::default()
+        .typ(kind)
+        .build()
+        .map_err(|error| invalid(container, error.to_string()))
+}
+
+/// AppArmor and SELinux labels are of the host's policy; no such policy is loaded in a guest.
+fn drop_host_labels(process: &mut Process) {
+    process.set_apparmor_profile(None).set_selinux_label(None);
+}
+
+fn copy_in(pod: &PodSpec, container: &ContainerId, mount: &Mount, at: String) -> Result<File, PodError> {
+    let source = mount.source().clone().unwrap_or_default();
+    let content = read_bounded(&source, MAX_FILE).map_err(|error| match error {
+        ReadError::TooLarge(length) => invalid(
+            container,
+            format!("{source:?} for {at} has {length} bytes, at most {MAX_FILE} are taken"),
+        ),
+        ReadError::Io(error) => PodError::Host {
+            pod: pod.id.clone(),
+            action: "read",
+            path: source.clone(),
+            source: error,
+        },
+    })?;
+    let read_only = mount.options().iter().flatten().any(|option| option == "ro");
+    Ok(File {
+        path: at,
+        content,
+        mode: 0o644,
+        read_only,
+        ..Default::default()
+    })
+}
+
+fn file(path: &str, content: String) -> File {
+    File {
+        path: path.to_owned(),
+        content: content.into_bytes(),
+        mode: 0o644,
+        ..Default::default()
+    }
+}
+
+fn hosts(hostname: &str) -> String {
+    format!("127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n127.0.1.1\t{hostname}\n")
+}
+
+enum ReadError {
+    TooLarge(u64),
+    Io(std::io::Error),
+}
+
+fn read_bounded(path: &Path, most: u64) -> Result<Vec<u8>, ReadError> {
+    let file = fs::File::open(path).map_err(ReadError::Io)?;
+    let length = file.metadata().map_err(ReadError::Io)?.len();
+    if length > most {
+        return Err(ReadError::TooLarge(length));
+    }
+    let mut content = Vec::new();
+    // The file may grow, or be no file: the bound holds all the same.
+    file.take(most).read_to_end(&mut content).map_err(ReadError::Io)?;
+    Ok(content)
+}
+
+fn serialise(container: &ContainerId, value: &impl serde::Serialize) -> Result<Vec<u8>, PodError> {
+    serde_json::to_vec(value).map_err(|error| invalid(container, error.to_string()))
+}
+
+fn invalid(container: &ContainerId, reason: String) -> PodError {
+    PodError::Invalid {
+        subject: format!("container {container}"),
+        reason,
+    }
+}
+
+fn unsupported(container: &ContainerId, what: &str, why: &str) -> PodError {
+    PodError::Unsupported(format!(
+        "container {container}: {what} is not available in a microVM pod: {why}"
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pod::journal::tests::record;
+
+    fn convert_json(edit: impl FnOnce(&mut serde_json::Value)) -> Result<(Spec, Vec<File>), PodError> {
+        let mut json = serde_json::json!({
+            "ociVersion": "1.1.0",
+            "process": {"user": {"uid": 0, "gid": 0}, "args": ["sh"], "cwd": "/", "apparmorProfile": "x",
+                        "capabilities": {"bounding": ["CAP_CHOWN"]}},
+            "root": {"path": "rootfs"},
+            "hostname": "h",
+            "mounts": [{"destination": "/proc", "type": "proc", "source": "proc"}],
+            "linux": {
+                "cgroupsPath": "/k8s.io/c",
+                "resources": {"devices": [{"allow": false, "access": "rwm"}],
+                              "memory": {"limit": 1000, "swap": 2000}, "cpu": {"shares": 2, "cpus": "0-3"}},
+                "namespaces": [{"type": "pid"}, {"type": "ipc", "path": "/proc/1/ns/ipc"},
+                               {"type": "network", "path": "/proc/1/ns/net"}, {"type": "mount"}]
+            }
+        });
+        edit(&mut json);
+        let bundle = tempfile::tempdir().unwrap();
+        fs::write(bundle.path().join("config.json"), json.to_string()).unwrap();
+        let guest = read(&record("p").spec, &"c".parse().unwrap(), bundle.path())?;
+        Ok((serde_json::from_slice(&guest.json).unwrap(), guest.files))
+    }
+
+    #[test]
+    fn nothing_of_the_host_reaches_the_guest() {
+        let (spec, files) = convert_json(|_| {}).unwrap();
+        let linux = spec.linux().as_ref().unwrap();
+        assert!(linux.namespaces().iter().flatten().all(|ns| ns.path().is_none()));
+        assert!(linux.cgroups_path().is_none());
+        let resources = linux.resources().as_ref().unwrap();
+        assert!(resources.devices().is_none());
+        assert_eq!(resources.memory().unwrap().limit(), Some(1000));
+        assert_eq!(resources.memory().unwrap().swap(), None);
+        assert_eq!(resources.cpu().as_ref().unwrap().shares(), Some(2));
+        assert_eq!(resources.cpu().as_ref().unwrap().cpus(), &None);
+        assert_eq!(spec.process().as_ref().unwrap().apparmor_profile(), &None);
+        assert!(
+            files
+                .iter()
+                .any(|f| f.path == "/etc/hostname" && f.content == b"web\n")
+        );
+    }
+
+    #[test]
+    fn a_host_directory_is_refused_by_its_names() {
+        let error = convert_json(|json| {
+            json["mounts"] = serde_json::json!([
+                {"destination": "/data", "type": "bind", "source": "/srv/data", "options": ["rbind", "rw"]}
+            ]);
+        })
+        .unwrap_err();
+        assert_eq!(error.code(), crate::error::Code::Unimplemented);
+        let text = error.to_string();
+        assert!(text.contains("/data") && text.contains("/srv/data"), "{text}");
+    }
+
+    #[test]
+    fn a_mounted_hosts_file_replaces_ours() {
+        let dir = tempfile::tempdir().unwrap();
+        let hosts = dir.path().join("hosts");
+        fs::write(&hosts, "192.0.2.1 peer\n").unwrap();
+        let (_, files) = convert_json(|json| {
+            json["mounts"] = serde_json::json!([
+                {"destination": "/etc/hosts", "type": "bind", "source": hosts, "options": ["rbind", "ro"]}
+            ]);
+        })
+        .unwrap();
+        let found: Vec<_> = files.iter().filter(|f| f.path == "/etc/hosts").collect();
+        assert_eq!(found.len(), 1);
+        assert!(found[0].content.starts_with(b"192.0.2.1") && found[0].read_only);
+    }
+
+    #[test]
+    fn an_unknown_capability_and_a_huge_environment_are_named() {
+        let unknown = convert_json(|json| {
+            json["process"]["capabilities"]["bounding"] = serde_json::json!(["CAP_SUPERPOWER"]);
+        });
+        let text = unknown.unwrap_err().to_string();
+        assert!(text.contains("SUPERPOWER"), "{text}");
+        let huge = convert_json(|json| {
+            json["process"]["env"] = serde_json::json!([format!("X={}", "y".repeat(10 << 20))]);
+        });
+        let text = huge.unwrap_err().to_string();
+        assert!(
+            text.contains("environment") && text.contains(&MAX_SPEC.to_string()),
+            "{text}"
+        );
+    }
+}

@@ -1,0 +1,232 @@
+//! What is done to make a container, to let a process go, and to see it end.
+//!
+//! None of this touches the pod's state: the pod's task has it done, and takes the results.
+
+use std::sync::Arc;
+
+use futures::future;
+use sandboxer_protocol::{
+    agent::{self as wire, CreateContainerRequest},
+    id::{ContainerId, ExecId, SandboxId},
+    stage::Stage,
+};
+
+use super::{
+    Exit, KILLED, NewContainer, StdioPaths,
+    io::{Io, RunningIo, Subject},
+    spec,
+};
+use crate::{
+    clock::now_ns,
+    error::PodError,
+    guest::Agent,
+    host::rootfs::{Lease, RootfsPlan, RootfsStore, Writable},
+    pod::{spec::PodSpec, stages::Stages, undo::Undo},
+    vmm::{DiskSpec, Machine},
+};
+
+/// A pod that is up: its machine and the agent in it.
+#[derive(Debug, Clone)]
+pub struct Live {
+    /// The machine.
+    pub machine: Arc<dyn Machine>,
+    /// The agent.
+    pub agent: Agent,
+}
+
+/// A container that waits to be let go.
+#[derive(Debug)]
+pub struct Created {
+    /// Guest pid of its init.
+    pub pid: u32,
+    /// Its streams.
+    pub io: Io,
+    /// Disks plugged in for it.
+    pub disks: Vec<DiskSpec>,
+    /// Keeps their images.
+    pub leases: Vec<Lease>,
+}
+
+/// Makes a container up to the point where its init waits. A failure leaves nothing behind.
+pub async fn create(
+    pod: &PodSpec,
+    live: &Live,
+    store: &RootfsStore,
+    stages: &Stages,
+    new: &NewContainer,
+) -> Result<Created, PodError> {
+    let mut undo = Undo::default();
+    let created = try_create(pod, live, store, stages, new, &mut undo).await;
+    if created.is_ok() {
+        undo.forget();
+    } else if let Err(left) = undo.run().await {
+        tracing::error!(pod = %pod.id, container = %new.id, left, "a container's failed start left something");
+    }
+    created
+}
+
+async fn try_create(
+    pod: &PodSpec,
+    live: &Live,
+    store: &RootfsStore,
+    stages: &Stages,
+    new: &NewContainer,
+    undo: &mut Undo,
+) -> Result<Created, PodError> {
+    let guest_spec = spec::read(pod, &new.id, &new.bundle)?;
+    let io = Io::open(&pod.id, &new.stdio)?;
+
+    let plan = stages
+        .run(Stage::Rootfs, async {
+            store.prepare(&pod.id, &new.id, &new.mounts).await
+        })
+        .await?;
+    let (rootfs, disks) = rootfs_message(&plan);
+
+    stages
+        .run(Stage::Disks, async {
+            for disk in &disks {
+                let (machine, serial) = (live.machine.clone(), disk.serial.clone());
+                undo.push("unplug a disk", async move { machine.detach_disk(&serial).await });
+            }
+            future::try_join_all(disks.iter().map(|disk| live.machine.attach_disk(disk))).await
+        })
+        .await?;
+
+    let pid = stages
+        .run(Stage::ContainerCreate, async {
+            let (agent, id) = (live.agent.clone(), new.id.clone());
+            undo.push("delete the container", async move {
+                agent.delete_container(&id).await
+            });
+            live.agent
+                .create_container(CreateContainerRequest {
+                    container_id: new.id.to_string(),
+                    spec_json: guest_spec.json,
+                    rootfs: Some(rootfs).into(),
+                    stdio: Some(stdio_message(&new.stdio)).into(),
+                    files: guest_spec.files,
+                    ..Default::default()
+                })
+                .await
+        })
+        .await?;
+    Ok(Created {
+        pid,
+        io,
+        disks,
+        leases: plan.leases,
+    })
+}
+
+/// Removes what [`create`] made. Goes on past failures; the first is answered.
+pub async fn delete(live: &Live, container: &ContainerId, disks: &[DiskSpec]) -> Result<(), PodError> {
+    let deleted = live.agent.delete_container(container).await;
+    let unplugged = future::join_all(disks.iter().map(|disk| live.machine.detach_disk(&disk.serial))).await;
+    deleted?;
+    unplugged.into_iter().collect::<Result<Vec<_>, _>>()?;
+    Ok(())
+}
+
+/// Lets a process go. Answers its guest pid.
+pub async fn release(live: &Live, subject: &Subject) -> Result<u32, PodError> {
+    Ok(live
+        .agent
+        .start_process(&subject.container, subject.exec.as_ref())
+        .await?)
+}
+
+/// Registers an exec; it runs when [`release`]d.
+pub async fn create_exec(
+    pod: &SandboxId,
+    live: &Live,
+    container: &ContainerId,
+    exec: &ExecId,
+    process: &[u8],
+    stdio: &StdioPaths,
+) -> Result<Io, PodError> {
+    let process_json = spec::exec(container, process)?;
+    let io = Io::open(pod, stdio)?;
+    live.agent
+        .create_exec(wire::CreateExecRequest {
+            container_id: container.to_string(),
+            exec_id: exec.to_string(),
+            process_json,
+            stdio: Some(stdio_message(stdio)).into(),
+            ..Default::default()
+        })
+        .await?;
+    Ok(io)
+}
+
+/// Waits for a process's end and for the last of its output.
+///
+/// Never answers if the guest falls silent: the machine's end is seen elsewhere.
+pub async fn follow(live: &Live, subject: &Subject, mut io: RunningIo) -> Exit {
+    match live
+        .agent
+        .wait_process(&subject.container, subject.exec.as_ref())
+        .await
+    {
+        Ok(exit) => {
+            io.drained().await;
+            let reason = if exit.oom_killed {
+                "killed for using too much memory"
+            } else {
+                ""
+            };
+            Exit {
+                code: exit.code,
+                at_ns: exit.at_ns,
+                reason: reason.to_owned(),
+            }
+        }
+        // A process that the agent doesn't know any more has ended unseen.
+        Err(error) if error.code() == crate::error::Code::NotFound => Exit {
+            code: KILLED,
+            at_ns: now_ns(),
+            reason: "its end was not seen".to_owned(),
+        },
+        Err(error) => {
+            tracing::debug!(container = %subject.container, %error, "a process's end can't be waited for");
+            future::pending().await
+        }
+    }
+}
+
+fn stdio_message(paths: &StdioPaths) -> wire::Stdio {
+    wire::Stdio {
+        stdin: !paths.stdin.as_os_str().is_empty(),
+        stdout: !paths.stdout.as_os_str().is_empty(),
+        stderr: !paths.stderr.as_os_str().is_empty() && !paths.terminal,
+        terminal: paths.terminal,
+        ..Default::default()
+    }
+}
+
+/// The plan in the agent's words, and every disk it names.
+fn rootfs_message(plan: &RootfsPlan) -> (wire::Rootfs, Vec<DiskSpec>) {
+    let mut rootfs = wire::Rootfs::new();
+    let mut disks = Vec::new();
+    let mut message = |layer: &crate::host::rootfs::Layer| {
+        disks.push(layer.disk.clone());
+        wire::Disk {
+            serial: layer.disk.serial.clone(),
+            fstype: layer.fstype.to_string(),
+            read_only: layer.disk.read_only,
+            ..Default::default()
+        }
+    };
+    rootfs.lower = plan.lower.iter().map(&mut message).collect();
+    match &plan.writable {
+        Writable::Tmpfs { bytes } => {
+            rootfs.set_tmpfs(wire::TmpfsUpper {
+                size_bytes: *bytes,
+                ..Default::default()
+            });
+        }
+        Writable::Overlay(layer) => rootfs.set_overlay(message(layer)),
+        Writable::Whole(layer) => rootfs.set_whole(message(layer)),
+    }
+    (rootfs, disks)
+}

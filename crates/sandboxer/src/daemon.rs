@@ -1,0 +1,246 @@
+//! The daemon's own life: build everything, bind, recover, announce ready, serve, drain.
+
+use std::{
+    fs::{self, Permissions},
+    io,
+    os::unix::fs::{DirBuilderExt, PermissionsExt},
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use containerd_shim_protos::shim_async::create_task;
+use sandboxer_protocol::{admin::admin_server::AdminServer, controller::controller_server::ControllerServer};
+use tokio::{net::UnixListener, task::JoinSet};
+use tokio_stream::wrappers::UnixListenerStream;
+use tokio_util::sync::CancellationToken;
+use tonic::transport::Server;
+
+use crate::{
+    api::{admin::AdminService, sandbox::SandboxService, task::TaskService},
+    config::Config,
+    events::Events,
+    host::rootfs::{RootfsError, RootfsStore},
+    pod::{Node, admission::Admission, journal::Journal, recover, registry::Registry},
+    vmm::{self, Vmm},
+};
+
+/// File names of the daemon's sockets in its run directory.
+pub mod sockets {
+    /// containerd's sandbox controller, gRPC.
+    pub const CONTROLLER: &str = "controller.sock";
+    /// containerd's task service, ttrpc.
+    pub const TASK: &str = "task.sock";
+    /// The admin service, gRPC.
+    pub const ADMIN: &str = "admin.sock";
+}
+
+/// Why the daemon can't run.
+#[derive(Debug, thiserror::Error)]
+pub enum DaemonError {
+    /// Something of the host is in the way.
+    #[error("cannot {action} {path:?}")]
+    Host {
+        /// What was attempted.
+        action: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// Another daemon has this run directory.
+    #[error("another sandboxer serves {0:?}: stop it, or give this one a run_dir of its own")]
+    Running(PathBuf),
+    /// The rootfs cache can't be opened.
+    #[error(transparent)]
+    Rootfs(#[from] RootfsError),
+    /// No VMM can be used.
+    #[error(transparent)]
+    Vmm(#[from] vmm::SetupError),
+    /// A service ended.
+    #[error("the {service} service failed")]
+    Serve {
+        /// "controller", "task", "admin".
+        service: &'static str,
+        /// How.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+}
+
+/// Runs until `shutdown` is cancelled; pods stay when it returns. `ready` is called once all
+/// earlier pods are taken up and every socket answers.
+pub async fn run(
+    config: Config,
+    shutdown: CancellationToken,
+    ready: impl FnOnce(recover::Recovered),
+) -> Result<(), DaemonError> {
+    for dir in [
+        config.run_dir.clone(),
+        config.run_dir.join("pods"),
+        config.state_dir.clone(),
+    ] {
+        private_dir(&dir)?;
+    }
+    let _lock = lock(&config.run_dir)?;
+    let vmm: Arc<dyn Vmm> = vmm::detect(&config.vm).await?;
+    let info = vmm.info();
+    tracing::info!(
+        vmm = info.name,
+        version = info.version,
+        accelerator = info.accelerator,
+        reason = info.accelerator_reason,
+        "pods run in this VMM"
+    );
+    let journal = Journal::open(&config.state_dir).map_err(|source| DaemonError::Host {
+        action: "open journal in",
+        path: config.state_dir.clone(),
+        source,
+    })?;
+    let node = Arc::new(Node {
+        rootfs: RootfsStore::open(&config.state_dir.join("rootfs"), &config.rootfs)?,
+        admission: Admission::new(config.concurrent_starts),
+        vmm,
+        journal,
+        registry: Registry::default(),
+        events: Events::default(),
+        config,
+    });
+
+    // Bound before recovery, so that early callers queue instead of failing; served after it.
+    let listeners = Listeners::bind(&node.config.run_dir)?;
+    let recovered = recover::recover(&node)
+        .await
+        .map_err(|source| DaemonError::Host {
+            action: "read journal in",
+            path: node.config.state_dir.clone(),
+            source,
+        })?;
+    serve(node, listeners, recovered, shutdown, ready).await
+}
+
+async fn serve(
+    node: Arc<Node>,
+    listeners: Listeners,
+    recovered: recover::Recovered,
+    shutdown: CancellationToken,
+    ready: impl FnOnce(recover::Recovered),
+) -> Result<(), DaemonError> {
+    let task_address = format!("ttrpc+unix://{}", listeners.task_path.display());
+    let controller = ControllerServer::new(SandboxService::new(node.clone(), task_address));
+    let admin = AdminServer::new(AdminService::new(node.clone(), recovered.alive));
+
+    let mut tasks = ttrpc::asynchronous::Server::new()
+        .add_listener(listeners.task)
+        .register_service(create_task(Arc::new(TaskService::new(node.clone()))));
+    tasks.start().await.map_err(|source| DaemonError::Serve {
+        service: "task",
+        source: source.into(),
+    })?;
+
+    let mut services = JoinSet::new();
+    let (until, incoming) = (shutdown.clone(), listeners.controller);
+    services.spawn(async move {
+        let server = Server::builder().add_service(controller);
+        let served = server
+            .serve_with_incoming_shutdown(incoming, until.cancelled_owned())
+            .await;
+        served.map_err(|source| DaemonError::Serve {
+            service: "controller",
+            source: source.into(),
+        })
+    });
+    let (until, incoming) = (shutdown.clone(), listeners.admin);
+    services.spawn(async move {
+        let server = Server::builder().add_service(admin);
+        let served = server
+            .serve_with_incoming_shutdown(incoming, until.cancelled_owned())
+            .await;
+        served.map_err(|source| DaemonError::Serve {
+            service: "admin",
+            source: source.into(),
+        })
+    });
+    ready(recovered);
+
+    let ended = tokio::select! {
+        () = shutdown.cancelled() => Ok(()),
+        Some(ended) = services.join_next() => ended.unwrap_or_else(|panic| {
+            Err(DaemonError::Serve { service: "gRPC", source: panic.into() })
+        }),
+    };
+    // Requests under way may end; those that wait for a pod's end would wait for ever.
+    tracing::info!("draining; pods stay as they are");
+    let drained = async {
+        let _ = tasks.shutdown().await;
+        while services.join_next().await.is_some() {}
+    };
+    if tokio::time::timeout(node.config.drain_timeout, drained)
+        .await
+        .is_err()
+    {
+        tracing::info!("requests still under way are given up");
+    }
+    ended
+}
+
+/// The daemon's sockets, bound and private.
+struct Listeners {
+    controller: UnixListenerStream,
+    admin: UnixListenerStream,
+    task: ttrpc::asynchronous::transport::Listener,
+    task_path: PathBuf,
+}
+
+impl Listeners {
+    fn bind(run_dir: &Path) -> Result<Self, DaemonError> {
+        let task_path = run_dir.join(sockets::TASK);
+        Ok(Self {
+            controller: UnixListenerStream::new(bind(&run_dir.join(sockets::CONTROLLER))?),
+            admin: UnixListenerStream::new(bind(&run_dir.join(sockets::ADMIN))?),
+            task: ttrpc::asynchronous::transport::Listener::new(UnixListenerStream::new(bind(&task_path)?)),
+            task_path,
+        })
+    }
+}
+
+/// Binds a socket of mode 0600, over one that a dead daemon left. The run directory is locked and
+/// of mode 0700: nobody else can be at the path.
+fn bind(path: &Path) -> Result<UnixListener, DaemonError> {
+    let host = |action| {
+        move |source| DaemonError::Host {
+            action,
+            path: path.to_owned(),
+            source,
+        }
+    };
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(host("replace socket")(error)),
+        _ => {}
+    }
+    let listener = UnixListener::bind(path).map_err(host("bind socket"))?;
+    fs::set_permissions(path, Permissions::from_mode(0o600)).map_err(host("make private"))?;
+    Ok(listener)
+}
+
+fn private_dir(path: &Path) -> Result<(), DaemonError> {
+    fs::DirBuilder::new()
+        .recursive(true)
+        .mode(0o700)
+        .create(path)
+        .map_err(|source| DaemonError::Host {
+            action: "make directory",
+            path: path.to_owned(),
+            source,
+        })
+}
+
+/// Held as long as the daemon runs: two on one run directory would fight over its pods.
+fn lock(run_dir: &Path) -> Result<nix::fcntl::Flock<fs::File>, DaemonError> {
+    let path = run_dir.join("lock");
+    let file = fs::File::create(&path).map_err(|source| DaemonError::Host {
+        action: "make lock",
+        path: path.clone(),
+        source,
+    })?;
+    nix::fcntl::Flock::lock(file, nix::fcntl::FlockArg::LockExclusiveNonblock)
+        .map_err(|_| DaemonError::Running(run_dir.to_owned()))
+}

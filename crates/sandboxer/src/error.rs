@@ -1,0 +1,183 @@
+//! What a request about a pod can end in.
+
+use std::{error::Error, fmt::Write, path::PathBuf};
+
+use sandboxer_protocol::id::{ContainerId, ExecId, InvalidId, SandboxId};
+
+use crate::{guest::GuestError, host::rootfs::RootfsError, vmm::VmmError};
+
+/// What containerd acts on: the gRPC codes this daemon answers with.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Code {
+    /// There is no such pod, container or process.
+    NotFound,
+    /// It is there already.
+    AlreadyExists,
+    /// The request can't be right, whatever the state.
+    InvalidArgument,
+    /// The request can't be served in this state.
+    FailedPrecondition,
+    /// Another request won.
+    Cancelled,
+    /// It took too long.
+    DeadlineExceeded,
+    /// The peer is not there; worth trying again.
+    Unavailable,
+    /// Known, and not offered.
+    Unimplemented,
+    /// Our or the host's fault.
+    Internal,
+}
+
+/// Why a request about a pod failed.
+#[derive(Debug, thiserror::Error)]
+pub enum PodError {
+    /// An identifier that can't be one.
+    #[error("{what} is refused")]
+    Id {
+        /// "sandbox id", "container id", "exec id".
+        what: &'static str,
+        /// What is wrong with it.
+        source: InvalidId,
+    },
+    /// The pod is unknown.
+    #[error("pod {0} is not known")]
+    NoPod(SandboxId),
+    /// The pod is known already.
+    #[error("pod {0} exists already")]
+    PodExists(SandboxId),
+    /// The container is unknown.
+    #[error("container {0} is not known")]
+    NoContainer(ContainerId),
+    /// The container is known already.
+    #[error("container {0} exists already")]
+    ContainerExists(ContainerId),
+    /// The exec is unknown.
+    #[error("exec {exec} of container {container} is not known")]
+    NoExec {
+        /// The container.
+        container: ContainerId,
+        /// The process.
+        exec: ExecId,
+    },
+    /// The exec is known already.
+    #[error("exec {exec} of container {container} exists already")]
+    ExecExists {
+        /// The container.
+        container: ContainerId,
+        /// The process.
+        exec: ExecId,
+    },
+    /// The process has ended.
+    #[error("process of container {0} has ended already")]
+    ProcessEnded(ContainerId),
+    /// The state doesn't allow it.
+    #[error("cannot {action} while {subject} is {state}")]
+    State {
+        /// What was asked.
+        action: &'static str,
+        /// Of what.
+        subject: String,
+        /// Which is.
+        state: String,
+    },
+    /// The pod was stopped while it started.
+    #[error("start of pod {0} was cancelled: the pod was stopped")]
+    Cancelled(SandboxId),
+    /// The request itself is wrong.
+    #[error("{subject}: {reason}")]
+    Invalid {
+        /// What the request is about.
+        subject: String,
+        /// What is wrong and what to do.
+        reason: String,
+    },
+    /// It failed for a reason that has been told in full elsewhere, too.
+    #[error("{subject}: {reason}")]
+    Failed {
+        /// What the request is about.
+        subject: String,
+        /// What happened.
+        reason: String,
+    },
+    /// Something that a pod with a kernel of its own doesn't offer.
+    #[error("{0}")]
+    Unsupported(String),
+    /// The agent didn't say ready in time.
+    #[error("agent of pod {pod} was not ready within {limit:?}; the console's last lines: {console}")]
+    NotReady {
+        /// The pod.
+        pod: SandboxId,
+        /// How long was waited.
+        limit: std::time::Duration,
+        /// What the guest printed last.
+        console: String,
+    },
+    /// The machine ended under the pod.
+    #[error("VMM of pod {pod} {how}; last lines: {last_lines}")]
+    MachineEnded {
+        /// The pod.
+        pod: SandboxId,
+        /// How.
+        how: String,
+        /// Its last words.
+        last_lines: String,
+    },
+    /// A VMM failed.
+    #[error(transparent)]
+    Vmm(#[from] VmmError),
+    /// An agent failed.
+    #[error(transparent)]
+    Guest(#[from] GuestError),
+    /// A root file system can't be made.
+    #[error(transparent)]
+    Rootfs(#[from] RootfsError),
+    /// A file or directory of the host is in the way.
+    #[error("cannot {action} {path:?} for pod {pod}")]
+    Host {
+        /// The pod.
+        pod: SandboxId,
+        /// What was attempted.
+        action: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The pod's own task is gone: a bug, or the daemon is ending.
+    #[error("pod {0} no longer takes requests: it is being removed")]
+    Gone(SandboxId),
+}
+
+impl PodError {
+    /// The code to answer with.
+    pub fn code(&self) -> Code {
+        match self {
+            Self::NoPod(_) | Self::NoContainer(_) | Self::NoExec { .. } | Self::ProcessEnded(_) => {
+                Code::NotFound
+            }
+            Self::PodExists(_) | Self::ContainerExists(_) | Self::ExecExists { .. } => Code::AlreadyExists,
+            Self::Id { .. } | Self::Invalid { .. } => Code::InvalidArgument,
+            Self::State { .. } => Code::FailedPrecondition,
+            Self::Cancelled(_) => Code::Cancelled,
+            Self::Unsupported(_) => Code::Unimplemented,
+            Self::NotReady { .. } | Self::Vmm(VmmError::Hung { .. }) => Code::DeadlineExceeded,
+            Self::MachineEnded { .. } | Self::Gone(_) => Code::Unavailable,
+            Self::Guest(error) => error.code(),
+            Self::Rootfs(error) => error.code(),
+            Self::Vmm(_) | Self::Host { .. } | Self::Failed { .. } => Code::Internal,
+        }
+    }
+}
+
+/// An error and all that caused it, on one line.
+pub fn chain(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        // Writing to a String can't fail.
+        let _ = write!(text, ": {cause}");
+        source = cause.source();
+    }
+    text
+}

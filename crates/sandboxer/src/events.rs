@@ -1,0 +1,101 @@
+//! What happens to pods, told to whoever listens.
+
+use sandboxer_protocol::id::{ContainerId, SandboxId};
+use tokio::sync::broadcast;
+
+use crate::clock::now_ns;
+
+/// Events a slow listener may lag behind before it loses the oldest.
+const KEPT: usize = 1024;
+
+/// One thing that happened.
+#[derive(Debug, Clone)]
+pub struct Event {
+    /// When, ns since 1970.
+    pub at_ns: u64,
+    /// To which pod.
+    pub pod: SandboxId,
+    /// To which of its containers; none: to the pod itself.
+    pub container: Option<ContainerId>,
+    /// What.
+    pub kind: Kind,
+    /// More about it, for people; may be empty.
+    pub detail: String,
+}
+
+/// What can happen.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Kind {
+    PodCreated,
+    PodStarting,
+    PodReady,
+    PodRecovered,
+    PodStopped,
+    PodRemoved,
+    ContainerCreated,
+    ContainerStarted,
+    ContainerExited,
+    ContainerDeleted,
+    ExecStarted,
+    ExecExited,
+}
+
+impl Kind {
+    /// The kind as it is shown.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Kind::PodCreated => "pod-created",
+            Kind::PodStarting => "pod-starting",
+            Kind::PodReady => "pod-ready",
+            Kind::PodRecovered => "pod-recovered",
+            Kind::PodStopped => "pod-stopped",
+            Kind::PodRemoved => "pod-removed",
+            Kind::ContainerCreated => "container-created",
+            Kind::ContainerStarted => "container-started",
+            Kind::ContainerExited => "container-exited",
+            Kind::ContainerDeleted => "container-deleted",
+            Kind::ExecStarted => "exec-started",
+            Kind::ExecExited => "exec-exited",
+        }
+    }
+}
+
+/// Where events are told and heard.
+#[derive(Debug, Clone)]
+pub struct Events(broadcast::Sender<Event>);
+
+impl Default for Events {
+    fn default() -> Self {
+        Self(broadcast::Sender::new(KEPT))
+    }
+}
+
+impl Events {
+    /// Tells what happened to a pod.
+    pub fn pod(&self, pod: &SandboxId, kind: Kind, detail: impl Into<String>) {
+        self.tell(pod, None, kind, detail.into());
+    }
+
+    /// Tells what happened to a container.
+    pub fn container(&self, pod: &SandboxId, container: &ContainerId, kind: Kind, detail: impl Into<String>) {
+        self.tell(pod, Some(container), kind, detail.into());
+    }
+
+    /// Hears what happens from now on.
+    pub fn listen(&self) -> broadcast::Receiver<Event> {
+        self.0.subscribe()
+    }
+
+    fn tell(&self, pod: &SandboxId, container: Option<&ContainerId>, kind: Kind, detail: String) {
+        tracing::info!(%pod, container = container.map(ContainerId::as_str), detail, "{}", kind.as_str());
+        // No listener is no error.
+        let _ = self.0.send(Event {
+            at_ns: now_ns(),
+            pod: pod.clone(),
+            container: container.cloned(),
+            kind,
+            detail,
+        });
+    }
+}

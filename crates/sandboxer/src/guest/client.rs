@@ -1,0 +1,326 @@
+//! Calls to an agent: typed, timed, and each error naming the pod and the call.
+
+use std::time::Duration;
+
+use sandboxer_protocol::{
+    agent::{self as wire, AgentClient},
+    id::{ContainerId, ExecId, SandboxId},
+    link::LinkError,
+};
+use ttrpc::context::{Context, with_duration};
+
+use crate::error::Code;
+
+/// Making a container or an exec may take a slow guest a while: so many times the plain limit.
+const LONG_CALL: u32 = 6;
+
+/// Why an agent gave no answer, or a bad one.
+#[derive(Debug, thiserror::Error)]
+pub enum GuestError {
+    /// No session came about.
+    #[error("cannot reach the agent of pod {pod}")]
+    Greeting {
+        /// The pod.
+        pod: SandboxId,
+        /// What went wrong.
+        source: LinkError,
+    },
+    /// The agent said no.
+    #[error("agent of pod {pod} refused {call}: {message}")]
+    Refused {
+        /// The pod.
+        pod: SandboxId,
+        /// What was asked.
+        call: &'static str,
+        /// Which kind of no.
+        code: Code,
+        /// In the agent's words.
+        message: String,
+    },
+    /// No answer, or none that could be read.
+    #[error("agent of pod {pod} did not answer {call}")]
+    Failed {
+        /// The pod.
+        pod: SandboxId,
+        /// What was asked.
+        call: &'static str,
+        /// What the transport said.
+        source: ttrpc::Error,
+    },
+}
+
+impl GuestError {
+    /// The code to answer with.
+    pub fn code(&self) -> Code {
+        match self {
+            Self::Refused { code, .. } => *code,
+            Self::Greeting {
+                source: LinkError::Version { .. } | LinkError::Refused(_),
+                ..
+            } => Code::FailedPrecondition,
+            Self::Greeting { .. } | Self::Failed { .. } => Code::Unavailable,
+        }
+    }
+}
+
+/// A session with one guest's agent. Cheap to clone; all clones share the session.
+#[derive(Clone)]
+pub struct Agent {
+    pod: SandboxId,
+    client: AgentClient,
+    timeout: Duration,
+}
+
+impl std::fmt::Debug for Agent {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Agent({})", self.pod)
+    }
+}
+
+/// One call, its error naming it.
+macro_rules! call {
+    ($self:ident, $rpc:ident, $deadline:expr, $request:expr) => {
+        $self
+            .client
+            .$rpc($deadline, &$request)
+            .await
+            .map_err(|error| $self.error(stringify!($rpc), error))
+    };
+}
+
+impl Agent {
+    pub(super) fn new(pod: SandboxId, client: AgentClient, timeout: Duration) -> Self {
+        Self { pod, client, timeout }
+    }
+
+    /// Gives the guest its identity.
+    pub async fn configure_pod(&self, request: wire::ConfigurePodRequest) -> Result<(), GuestError> {
+        call!(self, configure_pod, self.short(), request).map(drop)
+    }
+
+    /// Makes a container; its init waits. Answers its guest pid.
+    pub async fn create_container(&self, request: wire::CreateContainerRequest) -> Result<u32, GuestError> {
+        call!(self, create_container, self.long(), request).map(|answer| answer.pid)
+    }
+
+    /// Removes a container and its mounts.
+    pub async fn delete_container(&self, container: &ContainerId) -> Result<(), GuestError> {
+        let request = wire::DeleteContainerRequest {
+            container_id: container.to_string(),
+            ..Default::default()
+        };
+        call!(self, delete_container, self.long(), request).map(drop)
+    }
+
+    /// Every process the agent knows.
+    pub async fn processes(&self) -> Result<Vec<wire::Process>, GuestError> {
+        call!(
+            self,
+            list_containers,
+            self.short(),
+            wire::ListContainersRequest::new()
+        )
+        .map(|answer| answer.processes)
+    }
+
+    /// Registers an exec.
+    pub async fn create_exec(&self, request: wire::CreateExecRequest) -> Result<(), GuestError> {
+        call!(self, create_exec, self.short(), request).map(drop)
+    }
+
+    /// Starts a container's init or an exec. Answers its guest pid.
+    pub async fn start_process(
+        &self,
+        container: &ContainerId,
+        exec: Option<&ExecId>,
+    ) -> Result<u32, GuestError> {
+        let request = wire::StartProcessRequest {
+            container_id: container.to_string(),
+            exec_id: text(exec),
+            ..Default::default()
+        };
+        call!(self, start_process, self.long(), request).map(|answer| answer.pid)
+    }
+
+    /// Waits for a process's end, however long that takes.
+    pub async fn wait_process(
+        &self,
+        container: &ContainerId,
+        exec: Option<&ExecId>,
+    ) -> Result<wire::Exit, GuestError> {
+        let request = wire::WaitProcessRequest {
+            container_id: container.to_string(),
+            exec_id: text(exec),
+            ..Default::default()
+        };
+        call!(self, wait_process, Context::default(), request)
+            .map(|answer| answer.exit.into_option().unwrap_or_default())
+    }
+
+    /// Sends a signal to a process, or to `all` of its container.
+    pub async fn signal_process(
+        &self,
+        container: &ContainerId,
+        exec: Option<&ExecId>,
+        signal: u32,
+        all: bool,
+    ) -> Result<(), GuestError> {
+        let request = wire::SignalProcessRequest {
+            container_id: container.to_string(),
+            exec_id: text(exec),
+            signal,
+            all,
+            ..Default::default()
+        };
+        call!(self, signal_process, self.short(), request).map(drop)
+    }
+
+    /// Forgets an exec.
+    pub async fn delete_exec(&self, container: &ContainerId, exec: &ExecId) -> Result<(), GuestError> {
+        let request = wire::DeleteExecRequest {
+            container_id: container.to_string(),
+            exec_id: exec.to_string(),
+            ..Default::default()
+        };
+        call!(self, delete_exec, self.short(), request).map(drop)
+    }
+
+    /// Sets a terminal's size.
+    pub async fn resize_terminal(
+        &self,
+        container: &ContainerId,
+        exec: Option<&ExecId>,
+        columns: u32,
+        rows: u32,
+    ) -> Result<(), GuestError> {
+        let request = wire::ResizeTerminalRequest {
+            container_id: container.to_string(),
+            exec_id: text(exec),
+            columns,
+            rows,
+            ..Default::default()
+        };
+        call!(self, resize_terminal, self.short(), request).map(drop)
+    }
+
+    /// Output of a process; waits while there is none.
+    pub async fn read_output(
+        &self,
+        request: wire::ReadOutputRequest,
+    ) -> Result<wire::ReadOutputResponse, GuestError> {
+        call!(self, read_output, Context::default(), request)
+    }
+
+    /// Input for a process; waits while it takes none. Answers up to where input is taken.
+    pub async fn write_input(&self, request: wire::WriteInputRequest) -> Result<u64, GuestError> {
+        call!(self, write_input, Context::default(), request).map(|answer| answer.taken)
+    }
+
+    /// Changes a container's limits. `resources` is an OCI `linux.resources` object.
+    pub async fn update_container(
+        &self,
+        container: &ContainerId,
+        resources: Vec<u8>,
+    ) -> Result<(), GuestError> {
+        let request = wire::UpdateContainerRequest {
+            container_id: container.to_string(),
+            resources_json: resources,
+            ..Default::default()
+        };
+        call!(self, update_container, self.short(), request).map(drop)
+    }
+
+    /// Freezes every process of a container.
+    pub async fn pause_container(&self, container: &ContainerId) -> Result<(), GuestError> {
+        let request = wire::PauseContainerRequest {
+            container_id: container.to_string(),
+            ..Default::default()
+        };
+        call!(self, pause_container, self.short(), request).map(drop)
+    }
+
+    /// Thaws a container.
+    pub async fn resume_container(&self, container: &ContainerId) -> Result<(), GuestError> {
+        let request = wire::ResumeContainerRequest {
+            container_id: container.to_string(),
+            ..Default::default()
+        };
+        call!(self, resume_container, self.short(), request).map(drop)
+    }
+
+    /// Guest pids of a container.
+    pub async fn pids(&self, container: &ContainerId) -> Result<Vec<u32>, GuestError> {
+        let request = wire::ListProcessesRequest {
+            container_id: container.to_string(),
+            ..Default::default()
+        };
+        call!(self, list_processes, self.short(), request).map(|answer| answer.pids)
+    }
+
+    /// Readings of a container, or of the whole guest.
+    pub async fn stats(&self, container: Option<&ContainerId>) -> Result<wire::StatsResponse, GuestError> {
+        let request = wire::StatsRequest {
+            container_id: text(container),
+            ..Default::default()
+        };
+        call!(self, stats, self.short(), request)
+    }
+
+    /// Asks the guest to power itself off. No answer is a fine answer: look at the machine.
+    pub async fn power_off(&self) {
+        let _ = self
+            .client
+            .power_off(self.short(), &wire::PowerOffRequest::new())
+            .await;
+    }
+
+    fn short(&self) -> Context {
+        with_duration(self.timeout)
+    }
+
+    fn long(&self) -> Context {
+        with_duration(self.timeout * LONG_CALL)
+    }
+
+    fn error(&self, call: &'static str, error: ttrpc::Error) -> GuestError {
+        let pod = self.pod.clone();
+        match error {
+            ttrpc::Error::RpcStatus(status) => {
+                let code = match status.code() {
+                    ttrpc::Code::NOT_FOUND => Code::NotFound,
+                    ttrpc::Code::ALREADY_EXISTS => Code::AlreadyExists,
+                    ttrpc::Code::INVALID_ARGUMENT => Code::InvalidArgument,
+                    ttrpc::Code::FAILED_PRECONDITION => Code::FailedPrecondition,
+                    ttrpc::Code::UNIMPLEMENTED => Code::Unimplemented,
+                    ttrpc::Code::DEADLINE_EXCEEDED => Code::DeadlineExceeded,
+                    _ => Code::Internal,
+                };
+                GuestError::Refused {
+                    pod,
+                    call,
+                    code,
+                    message: bounded(status.message),
+                }
+            }
+            source => GuestError::Failed { pod, call, source },
+        }
+    }
+}
+
+fn text(id: Option<&ExecId>) -> String {
+    id.map(ToString::to_string).unwrap_or_default()
+}
+
+/// The agent's words, cut to what a person reads: the guest may say anything.
+fn bounded(mut message: String) -> String {
+    const MOST: usize = 2048;
+    if message.len() > MOST {
+        let cut = (0..=MOST)
+            .rev()
+            .find(|&at| message.is_char_boundary(at))
+            .unwrap_or(0);
+        message.truncate(cut);
+        message.push('…');
+    }
+    message
+}

@@ -1,0 +1,3 @@
+//! What a pod takes of the host.
+
+pub mod rootfs;

@@ -1,0 +1,344 @@
+//! What is on disk of a pod, so that the daemon may die at any instant.
+//!
+//! One JSON file a pod, replaced whole: written beside, synced, renamed over. A reader sees the
+//! old record or the new one, never half of either.
+
+use std::{
+    fs::{self, File},
+    io::{self, Write},
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use sandboxer_protocol::{
+    id::{ContainerId, ExecId, SandboxId},
+    link::LinkKey,
+};
+use serde::{Deserialize, Serialize};
+
+use super::{spec::PodSpec, state::PodStatus};
+use crate::{
+    container::{Exit, StdioPaths},
+    vmm::{DiskSpec, MachineRecord},
+};
+
+/// Version of the records this daemon writes.
+pub const RECORD_VERSION: u32 = 1;
+
+/// Largest record that is read back, bytes.
+const MAX_RECORD: u64 = 4 << 20;
+
+/// All that the next daemon needs to take a pod up.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PodRecord {
+    /// [`RECORD_VERSION`] of the writer.
+    pub version: u32,
+    /// The pod as asked for.
+    pub spec: PodSpec,
+    /// Where it stood.
+    pub status: PodStatus,
+    /// Key of the link to its agent.
+    pub link_key: LinkKey,
+    /// Its machine; none before there is one and after it ended.
+    pub machine: Option<MachineRecord>,
+    /// Its containers.
+    pub containers: Vec<ContainerRecord>,
+}
+
+/// A container of a recorded pod.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ContainerRecord {
+    /// Its id.
+    pub id: ContainerId,
+    /// Its bundle directory.
+    pub bundle: PathBuf,
+    /// Disks plugged in for it.
+    pub disks: Vec<DiskSpec>,
+    /// Its init.
+    pub init: ProcessRecord,
+    /// Its execs.
+    pub execs: Vec<(ExecId, ProcessRecord)>,
+}
+
+/// A process of a recorded container.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ProcessRecord {
+    /// Guest pid; 0 before it was created.
+    pub pid: u32,
+    /// It was let go.
+    pub started: bool,
+    /// How it ended, if it has.
+    pub exit: Option<Exit>,
+    /// Where its output goes.
+    pub stdio: StdioPaths,
+}
+
+/// Why a record can't be used.
+#[derive(Debug, thiserror::Error)]
+pub enum JournalError {
+    /// The file can't be read or written.
+    #[error("cannot {action} journal record {path:?}")]
+    Io {
+        /// "read", "write", "remove".
+        action: &'static str,
+        /// The record.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The file holds no record.
+    #[error("journal record {path:?} can't be understood")]
+    Malformed {
+        /// The record.
+        path: PathBuf,
+        /// Where and why.
+        source: serde_json::Error,
+    },
+    /// A later daemon wrote it.
+    #[error(
+        "journal record {path:?} has version {found}, this daemon knows {RECORD_VERSION}: start the daemon that wrote it"
+    )]
+    Version {
+        /// The record.
+        path: PathBuf,
+        /// Its version.
+        found: u32,
+    },
+}
+
+/// The directory of all records.
+#[derive(Debug, Clone)]
+pub struct Journal {
+    dir: PathBuf,
+}
+
+impl Journal {
+    /// Opens the directory, making it (mode 0700) if it isn't there; removes what a writer that
+    /// died left half-written.
+    pub fn open(state_dir: &Path) -> io::Result<Self> {
+        use std::os::unix::fs::DirBuilderExt;
+        let dir = state_dir.join("pods");
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(&dir)?;
+        for entry in fs::read_dir(&dir)? {
+            let path = entry?.path();
+            if path.extension().is_some_and(|ext| ext == "new") {
+                fs::remove_file(path)?;
+            }
+        }
+        Ok(Self { dir })
+    }
+
+    /// The record of one pod.
+    pub fn pod(&self, id: &SandboxId) -> PodJournal {
+        PodJournal {
+            path: self.dir.join(format!("{id}.json")),
+            newest: Arc::default(),
+        }
+    }
+
+    /// Every record there is, each readable or not.
+    pub fn records(&self) -> io::Result<Vec<Result<PodRecord, JournalError>>> {
+        let mut records = Vec::new();
+        for entry in fs::read_dir(&self.dir)? {
+            let path = entry?.path();
+            if path.extension().is_some_and(|ext| ext == "json") {
+                records.push(read(&path));
+            }
+        }
+        Ok(records)
+    }
+}
+
+fn read(path: &Path) -> Result<PodRecord, JournalError> {
+    let failed = |source| JournalError::Io {
+        action: "read",
+        path: path.to_owned(),
+        source,
+    };
+    let malformed = |source| JournalError::Malformed {
+        path: path.to_owned(),
+        source,
+    };
+    let length = fs::metadata(path).map_err(failed)?.len();
+    if length > MAX_RECORD {
+        return Err(failed(io::Error::other(format!(
+            "{length} bytes are more than a record has"
+        ))));
+    }
+    let text = fs::read(path).map_err(failed)?;
+    // The version first: a later record may hold what this daemon can't parse.
+    #[derive(Deserialize)]
+    struct Version {
+        version: u32,
+    }
+    let Version { version: found } = serde_json::from_slice(&text).map_err(malformed)?;
+    if found != RECORD_VERSION {
+        return Err(JournalError::Version {
+            path: path.to_owned(),
+            found,
+        });
+    }
+    serde_json::from_slice(&text).map_err(malformed)
+}
+
+/// The record of one pod. Clones write the same one.
+#[derive(Debug, Clone)]
+pub struct PodJournal {
+    path: PathBuf,
+    // Number of the newest record on disk. Held across the write, so that of two writes under way
+    // the older never lands last; only this pod's writers wait for it.
+    newest: Arc<tokio::sync::Mutex<u64>>,
+}
+
+impl PodJournal {
+    /// Puts `record` on disk unless a newer one is there; `number` rises with each record.
+    pub async fn write(&self, number: u64, record: PodRecord) -> Result<(), JournalError> {
+        let mut newest = self.newest.clone().lock_owned().await;
+        if number <= *newest {
+            return Ok(());
+        }
+        let path = self.path.clone();
+        blocking("write", &self.path, move || replace(&path, &record)).await?;
+        *newest = number;
+        Ok(())
+    }
+
+    /// Takes the record off the disk; nothing is written after that.
+    pub async fn remove(&self) -> Result<(), JournalError> {
+        let mut newest = self.newest.clone().lock_owned().await;
+        *newest = u64::MAX;
+        let path = self.path.clone();
+        blocking("remove", &self.path, move || match fs::remove_file(&path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        })
+        .await
+    }
+}
+
+async fn blocking(
+    action: &'static str,
+    path: &Path,
+    work: impl FnOnce() -> io::Result<()> + Send + 'static,
+) -> Result<(), JournalError> {
+    let done = tokio::task::spawn_blocking(work)
+        .await
+        .map_err(io::Error::other)
+        .and_then(|done| done);
+    done.map_err(|source| JournalError::Io {
+        action,
+        path: path.to_owned(),
+        source,
+    })
+}
+
+fn replace(path: &Path, record: &PodRecord) -> io::Result<()> {
+    use std::os::unix::fs::OpenOptionsExt;
+    let new = path.with_extension("new");
+    let text = serde_json::to_vec(record).map_err(io::Error::other)?;
+    let written = (|| {
+        let mut file = fs::OpenOptions::new()
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(0o600)
+            .open(&new)?;
+        file.write_all(&text)?;
+        file.sync_all()?;
+        fs::rename(&new, path)
+    })();
+    if written.is_err() {
+        // The disk may be full: what was half-written must not keep it so.
+        let _ = fs::remove_file(&new);
+    }
+    written?;
+    File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use super::*;
+    use crate::pod::state::PodState;
+
+    pub fn record(id: &str) -> PodRecord {
+        PodRecord {
+            version: RECORD_VERSION,
+            spec: PodSpec {
+                id: id.parse().unwrap(),
+                name: "web".into(),
+                namespace: "default".into(),
+                uid: "u".into(),
+                hostname: "web".into(),
+                netns: None,
+                resolv_conf: None,
+                sysctls: Default::default(),
+                vcpus: 1,
+                memory_mib: 128,
+            },
+            status: PodStatus {
+                state: PodState::Created,
+                created_at_ns: 1,
+                exited_at_ns: 0,
+                exit_status: 0,
+                reason: String::new(),
+                vmm_pid: 0,
+                kernel_release: String::new(),
+                recovered: false,
+            },
+            link_key: LinkKey::random(),
+            machine: None,
+            containers: Vec::new(),
+        }
+    }
+
+    #[tokio::test]
+    async fn an_older_record_never_lands_over_a_newer_one_nor_after_removal() {
+        let dir = tempfile::tempdir().unwrap();
+        let journal = Journal::open(dir.path()).unwrap();
+        let pod = journal.pod(&"a".parse().unwrap());
+        let mut newer = record("a");
+        newer.spec.name = "newer".into();
+        pod.write(2, newer).await.unwrap();
+        pod.write(1, record("a")).await.unwrap();
+        let found = journal.records().unwrap();
+        assert_eq!(found.len(), 1);
+        assert_eq!(found[0].as_ref().unwrap().spec.name, "newer");
+        pod.remove().await.unwrap();
+        pod.write(3, record("a")).await.unwrap();
+        assert!(journal.records().unwrap().is_empty());
+    }
+
+    #[test]
+    fn torn_foreign_and_newer_records_are_told_apart_and_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let journal = Journal::open(dir.path()).unwrap();
+        let pods = dir.path().join("pods");
+        let whole = serde_json::to_string(&record("torn")).unwrap();
+        fs::write(pods.join("torn.json"), &whole[..whole.len() / 2]).unwrap();
+        fs::write(pods.join("later.json"), r#"{"version":99,"something":"new"}"#).unwrap();
+        fs::write(pods.join("half.new"), "x").unwrap();
+        let mut errors: Vec<_> = journal
+            .records()
+            .unwrap()
+            .into_iter()
+            .map(|r| r.unwrap_err().to_string())
+            .collect();
+        errors.sort();
+        assert_eq!(errors.len(), 2, "{errors:?}");
+        assert!(
+            errors[0].contains("later.json") && errors[0].contains("version 99"),
+            "{errors:?}"
+        );
+        assert!(errors[1].contains("torn.json"), "{errors:?}");
+        Journal::open(dir.path()).unwrap();
+        let mut left: Vec<_> = fs::read_dir(&pods)
+            .unwrap()
+            .map(|e| e.unwrap().file_name())
+            .collect();
+        left.sort();
+        assert_eq!(left, ["later.json", "torn.json"]);
+    }
+}

@@ -1,0 +1,355 @@
+//! Pods: each owned by one task; everybody else holds a [`PodHandle`] and sends it requests.
+
+pub mod admission;
+mod driver;
+pub mod journal;
+pub mod recover;
+pub mod registry;
+pub mod spec;
+pub mod stages;
+mod start;
+pub mod state;
+mod stop;
+pub mod undo;
+
+use std::{path::PathBuf, sync::Arc};
+
+use sandboxer_protocol::{
+    agent::StatsResponse,
+    id::{ContainerId, ExecId, SandboxId},
+};
+use tokio::sync::{mpsc, oneshot, watch};
+
+use crate::{
+    config::Config,
+    container::{Exit, NewContainer, Phase, StdioPaths},
+    error::PodError,
+    events::Events,
+    host::rootfs::RootfsStore,
+    vmm::Vmm,
+};
+use admission::Admission;
+pub use driver::spawn;
+use journal::Journal;
+use registry::Registry;
+use spec::PodSpec;
+use stages::Step;
+use state::PodStatus;
+
+/// Requests that may wait for a pod's task before senders wait too.
+const QUEUED_REQUESTS: usize = 64;
+
+/// What all pods of this node share.
+#[derive(Debug)]
+pub struct Node {
+    /// The configuration.
+    pub config: Config,
+    /// Makes machines.
+    pub vmm: Arc<dyn Vmm>,
+    /// Makes disks of snapshots.
+    pub rootfs: Arc<RootfsStore>,
+    /// Keeps pods on disk.
+    pub journal: Journal,
+    /// Finds pods.
+    pub registry: Registry,
+    /// Bounds the starts under way.
+    pub admission: Admission,
+    /// Tells what happens.
+    pub events: Events,
+}
+
+impl Node {
+    /// A pod's directory for sockets and logs.
+    pub fn run_dir(&self, pod: &SandboxId) -> PathBuf {
+        self.config.run_dir.join("pods").join(pod)
+    }
+}
+
+/// Where the answer to a request goes.
+type Reply<T> = oneshot::Sender<Result<T, PodError>>;
+
+/// All that a pod can be asked.
+#[derive(Debug)]
+enum Request {
+    /// Boot it. A pod that is ready answers at once; one that is starting, when it is ready.
+    Start { reply: Reply<()> },
+    /// End its machine. Wins over a start under way. A pod that has stopped answers at once.
+    Stop { reply: Reply<()> },
+    /// Stop it and forget it: the last request a pod answers.
+    Remove { reply: Reply<()> },
+    /// Make a container, up to where its init waits.
+    CreateContainer { new: NewContainer, reply: Reply<()> },
+    /// Register an exec.
+    CreateExec {
+        of: ContainerId,
+        exec: ExecId,
+        process: Vec<u8>,
+        stdio: StdioPaths,
+        reply: Reply<()>,
+    },
+    /// Let a container's init, or an exec, go.
+    StartProcess {
+        of: ContainerId,
+        exec: Option<ExecId>,
+        reply: Reply<()>,
+    },
+    /// Look at a process.
+    Process {
+        of: ContainerId,
+        exec: Option<ExecId>,
+        reply: Reply<ProcessView>,
+    },
+    /// Signal a process, or all of a container.
+    Signal {
+        of: ContainerId,
+        exec: Option<ExecId>,
+        signal: u32,
+        all: bool,
+        reply: Reply<()>,
+    },
+    /// Remove a container or an exec that doesn't run. Answers how it ended.
+    Delete {
+        of: ContainerId,
+        exec: Option<ExecId>,
+        reply: Reply<Exit>,
+    },
+    /// Nothing more will be written to a process's stdin FIFO.
+    CloseStdin {
+        of: ContainerId,
+        exec: Option<ExecId>,
+        reply: Reply<()>,
+    },
+    /// Set the size of a process's terminal.
+    Resize {
+        of: ContainerId,
+        exec: Option<ExecId>,
+        columns: u32,
+        rows: u32,
+        reply: Reply<()>,
+    },
+    /// Freeze a container, or thaw it.
+    SetPaused {
+        of: ContainerId,
+        paused: bool,
+        reply: Reply<()>,
+    },
+    /// Change a container's limits (OCI `linux.resources`, JSON).
+    Update {
+        of: ContainerId,
+        resources: Vec<u8>,
+        reply: Reply<()>,
+    },
+    /// Guest pids of a container.
+    Pids { of: ContainerId, reply: Reply<Vec<u32>> },
+    /// Readings of a container, or of the guest.
+    Stats {
+        of: Option<ContainerId>,
+        reply: Reply<StatsResponse>,
+    },
+    /// Everything about the pod.
+    Inspect { reply: Reply<PodView> },
+}
+
+/// A process as it stands, and how to see it change.
+#[derive(Debug)]
+pub struct ProcessView {
+    /// The container's bundle.
+    pub bundle: PathBuf,
+    /// Where the process's output goes.
+    pub stdio: StdioPaths,
+    /// The container is frozen.
+    pub paused: bool,
+    /// Where the process stands.
+    pub phase: watch::Receiver<Phase>,
+}
+
+/// Everything about a pod, for people.
+#[derive(Debug)]
+pub struct PodView {
+    /// The pod as asked for.
+    pub spec: PodSpec,
+    /// Where it stands.
+    pub status: PodStatus,
+    /// The steps of its start.
+    pub steps: Vec<Step>,
+    /// Its containers, by id.
+    pub containers: Vec<ContainerView>,
+}
+
+/// Everything about a container, for people.
+#[derive(Debug)]
+pub struct ContainerView {
+    /// Its id.
+    pub id: ContainerId,
+    /// Guest pid of its init.
+    pub pid: u32,
+    /// Where its init stands.
+    pub phase: Phase,
+    /// It is frozen.
+    pub paused: bool,
+    /// Images and devices that are its disks.
+    pub disks: Vec<PathBuf>,
+    /// The steps of its start.
+    pub steps: Vec<Step>,
+    /// Its execs: id, guest pid, where it stands.
+    pub execs: Vec<(ExecId, u32, Phase)>,
+}
+
+/// A pod, for all but its own task. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct PodHandle {
+    id: SandboxId,
+    requests: mpsc::Sender<Request>,
+    status: watch::Receiver<PodStatus>,
+}
+
+impl PodHandle {
+    /// The pod's id.
+    pub fn id(&self) -> &SandboxId {
+        &self.id
+    }
+
+    /// Where the pod stands. Never waits.
+    pub fn status(&self) -> PodStatus {
+        self.status.borrow().clone()
+    }
+
+    /// Waits until the pod has stopped.
+    pub async fn stopped(&self) -> PodStatus {
+        let mut status = self.status.clone();
+        match status
+            .wait_for(|status| status.state == state::PodState::Stopped)
+            .await
+        {
+            Ok(stopped) => stopped.clone(),
+            // The pod's task is gone, and so is the pod.
+            Err(_) => self.status(),
+        }
+    }
+
+    /// Boots the pod; answers when its agent is ready.
+    pub async fn start(&self) -> Result<(), PodError> {
+        self.ask(|reply| Request::Start { reply }).await
+    }
+
+    /// Ends the pod's machine.
+    pub async fn stop(&self) -> Result<(), PodError> {
+        self.ask(|reply| Request::Stop { reply }).await
+    }
+
+    /// Stops the pod and forgets it.
+    pub async fn remove(&self) -> Result<(), PodError> {
+        self.ask(|reply| Request::Remove { reply }).await
+    }
+
+    /// Makes a container; its init waits.
+    pub async fn create_container(&self, new: NewContainer) -> Result<(), PodError> {
+        self.ask(|reply| Request::CreateContainer { new, reply }).await
+    }
+
+    /// Registers an exec. `process` is an OCI process object.
+    pub async fn create_exec(
+        &self,
+        of: ContainerId,
+        exec: ExecId,
+        process: Vec<u8>,
+        stdio: StdioPaths,
+    ) -> Result<(), PodError> {
+        self.ask(|reply| Request::CreateExec {
+            of,
+            exec,
+            process,
+            stdio,
+            reply,
+        })
+        .await
+    }
+
+    /// Lets a process go.
+    pub async fn start_process(&self, of: ContainerId, exec: Option<ExecId>) -> Result<(), PodError> {
+        self.ask(|reply| Request::StartProcess { of, exec, reply }).await
+    }
+
+    /// Looks at a process.
+    pub async fn process(&self, of: ContainerId, exec: Option<ExecId>) -> Result<ProcessView, PodError> {
+        self.ask(|reply| Request::Process { of, exec, reply }).await
+    }
+
+    /// Signals a process, or all of a container.
+    pub async fn signal(
+        &self,
+        of: ContainerId,
+        exec: Option<ExecId>,
+        signal: u32,
+        all: bool,
+    ) -> Result<(), PodError> {
+        self.ask(|reply| Request::Signal {
+            of,
+            exec,
+            signal,
+            all,
+            reply,
+        })
+        .await
+    }
+
+    /// Removes a container or an exec. Answers how it ended.
+    pub async fn delete(&self, of: ContainerId, exec: Option<ExecId>) -> Result<Exit, PodError> {
+        self.ask(|reply| Request::Delete { of, exec, reply }).await
+    }
+
+    /// Ends a process's stdin once what lies in its FIFO is delivered.
+    pub async fn close_stdin(&self, of: ContainerId, exec: Option<ExecId>) -> Result<(), PodError> {
+        self.ask(|reply| Request::CloseStdin { of, exec, reply }).await
+    }
+
+    /// Sets the size of a process's terminal.
+    pub async fn resize(
+        &self,
+        of: ContainerId,
+        exec: Option<ExecId>,
+        columns: u32,
+        rows: u32,
+    ) -> Result<(), PodError> {
+        self.ask(|reply| Request::Resize {
+            of,
+            exec,
+            columns,
+            rows,
+            reply,
+        })
+        .await
+    }
+
+    /// Freezes a container, or thaws it.
+    pub async fn set_paused(&self, of: ContainerId, paused: bool) -> Result<(), PodError> {
+        self.ask(|reply| Request::SetPaused { of, paused, reply }).await
+    }
+
+    /// Changes a container's limits (OCI `linux.resources`, JSON).
+    pub async fn update(&self, of: ContainerId, resources: Vec<u8>) -> Result<(), PodError> {
+        self.ask(|reply| Request::Update { of, resources, reply }).await
+    }
+
+    /// Guest pids of a container.
+    pub async fn pids(&self, of: ContainerId) -> Result<Vec<u32>, PodError> {
+        self.ask(|reply| Request::Pids { of, reply }).await
+    }
+
+    /// Readings of a container, or of the whole guest.
+    pub async fn stats(&self, of: Option<ContainerId>) -> Result<StatsResponse, PodError> {
+        self.ask(|reply| Request::Stats { of, reply }).await
+    }
+
+    /// Everything about the pod.
+    pub async fn inspect(&self) -> Result<PodView, PodError> {
+        self.ask(|reply| Request::Inspect { reply }).await
+    }
+
+    async fn ask<T>(&self, request: impl FnOnce(Reply<T>) -> Request) -> Result<T, PodError> {
+        let gone = || PodError::Gone(self.id.clone());
+        let (reply, answer) = oneshot::channel();
+        self.requests.send(request(reply)).await.map_err(|_| gone())?;
+        answer.await.map_err(|_| gone())?
+    }
+}

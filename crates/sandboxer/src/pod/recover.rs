@@ -1,0 +1,255 @@
+//! Taking up the pods that an earlier daemon left, all at once, before this one says ready.
+//!
+//! | record | machine | then |
+//! |---|---|---|
+//! | ready | alive, agent answers | the pod is ready again, its containers' output goes on |
+//! | ready | gone, or its agent is silent | the pod has stopped; containerd is told when it asks |
+//! | starting, stopping | whatever is left of it is ended | the pod has stopped |
+//! | created, stopped | none | as recorded |
+//! | can't be understood | left alone | moved to quarantine and reported |
+
+use std::{collections::HashMap, fs, io, path::Path, sync::Arc};
+
+use futures::future;
+use sandboxer_protocol::{
+    agent::{self as wire, ProcessState},
+    id::{ContainerId, ExecId},
+};
+
+use super::{
+    Node,
+    driver::Found,
+    journal::{ContainerRecord, JournalError, PodRecord, ProcessRecord},
+    stages::Stages,
+    state::PodState,
+};
+use crate::{
+    clock::now_ns,
+    container::{Container, Exit, KILLED, Phase, Process, io::Io, start::Live},
+    error::{PodError, chain},
+    guest, pod,
+    vmm::{self, Machine},
+};
+
+/// What recovery came to.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Recovered {
+    /// Pods that are ready again.
+    pub alive: u32,
+    /// Pods that had stopped, or have now.
+    pub stopped: u32,
+    /// Records that could not be understood.
+    pub quarantined: u32,
+}
+
+/// Takes up every recorded pod. Answers when each is in the registry.
+pub async fn recover(node: &Arc<Node>) -> io::Result<Recovered> {
+    let mut recovered = Recovered::default();
+    let mut records = Vec::new();
+    for record in node.journal.records()? {
+        match record {
+            Ok(record) => records.push(record),
+            Err(error) => {
+                quarantine(&node.config.state_dir, &error)?;
+                recovered.quarantined += 1;
+            }
+        }
+    }
+    for alive in future::join_all(records.into_iter().map(|record| take_up(node, record))).await {
+        if alive {
+            recovered.alive += 1
+        } else {
+            recovered.stopped += 1
+        }
+    }
+    Ok(recovered)
+}
+
+/// Takes up one pod. Answers whether it is alive.
+async fn take_up(node: &Arc<Node>, mut record: PodRecord) -> bool {
+    let id = record.spec.id.clone();
+    let live = match reach(node, &record).await {
+        Ok(live) => live,
+        Err(error) => {
+            tracing::error!(pod = %id, error = chain(&error), "the pod can't be taken up");
+            record.status.reason = format!("lost while the daemon was away: {}", chain(&error));
+            None
+        }
+    };
+    let known = match &live {
+        Some(live) => live.agent.processes().await.unwrap_or_else(|error| {
+            tracing::warn!(pod = %id, error = chain(&error), "the agent doesn't tell its processes");
+            Vec::new()
+        }),
+        None => Vec::new(),
+    };
+    let alive = live.is_some();
+    record.status.recovered = alive;
+    if !alive && record.status.state != PodState::Created {
+        if record.status.state == PodState::Ready && record.status.reason.is_empty() {
+            record.status.reason = "its VMM ended while the daemon was away".to_owned();
+        }
+        let was_asked = record.status.reason.is_empty();
+        record.status.state = PodState::Stopped;
+        record.status.exit_status = if was_asked { 0 } else { KILLED };
+        record.status.vmm_pid = 0;
+        if record.status.exited_at_ns == 0 {
+            record.status.exited_at_ns = now_ns();
+        }
+    }
+    let containers = record
+        .containers
+        .into_iter()
+        .map(|container| {
+            (
+                container.id.clone(),
+                take_up_container(node, container, &known, alive, &record.spec),
+            )
+        })
+        .collect::<HashMap<_, _>>();
+    let (spec, key, status) = (record.spec, record.link_key, record.status);
+    let ids: Vec<ContainerId> = containers.keys().cloned().collect();
+    let shared = node.clone();
+    let inserted = node.registry.insert(&id, || {
+        pod::spawn(shared, spec, key, status, Found { live, containers })
+    });
+    if let Err(error) = inserted {
+        tracing::error!(pod = %id, %error, "two records name the same pod");
+        return false;
+    }
+    for container in ids {
+        if let Err(error) = node.registry.insert_container(&container, &id) {
+            tracing::error!(pod = %id, %error, "two pods' records name the same container");
+        }
+    }
+    alive
+}
+
+/// The machine and agent of a pod that was ready; whatever else is left of a pod is ended.
+async fn reach(node: &Node, record: &PodRecord) -> Result<Option<Live>, PodError> {
+    let id = &record.spec.id;
+    let run_dir = node.run_dir(id);
+    let Some(machine) = &record.machine else {
+        // Killed between spawn and record, a daemon leaves a VMM that only its directory names.
+        vmm::strays::end(id, &run_dir)?;
+        return Ok(None);
+    };
+    let Some(machine) = node.vmm.adopt(machine).await? else {
+        return Ok(None);
+    };
+    if record.status.state != PodState::Ready {
+        machine.kill().await?;
+        return Ok(None);
+    }
+    match greet(node, record, &machine).await {
+        Ok(live) => Ok(Some(live)),
+        Err(error) => {
+            // Nobody can use it any more, and containerd is told that it has stopped.
+            machine.kill().await?;
+            Err(error)
+        }
+    }
+}
+
+async fn greet(node: &Node, record: &PodRecord, machine: &Arc<dyn Machine>) -> Result<Live, PodError> {
+    let limit = node.config.vm.agent_timeout;
+    let id = &record.spec.id;
+    let greeting = guest::connect(id, machine.as_ref(), &record.link_key, &node.config.vm);
+    match tokio::time::timeout(limit, greeting).await {
+        Ok(greeted) => greeted.map(|(agent, _)| Live {
+            machine: machine.clone(),
+            agent,
+        }),
+        Err(_) => {
+            let console = machine.last_lines().await.join(" | ");
+            Err(PodError::NotReady {
+                pod: id.clone(),
+                limit,
+                console,
+            })
+        }
+    }
+}
+
+fn take_up_container(
+    node: &Node,
+    record: ContainerRecord,
+    known: &[wire::Process],
+    alive: bool,
+    spec: &pod::spec::PodSpec,
+) -> Container {
+    let process = |record: ProcessRecord, exec: Option<&ExecId>, container: &ContainerId| {
+        let name = exec.map(ToString::to_string).unwrap_or_default();
+        let found = known
+            .iter()
+            .find(|process| process.container_id == container.as_str() && process.exec_id == name);
+        let phase = phase_of(&record, found, alive);
+        let running = matches!(phase, Phase::Created | Phase::Running);
+        let io = running
+            .then(|| Io::open(&spec.id, &record.stdio))
+            .and_then(|opened| {
+                opened
+                    .inspect_err(
+                        |error| tracing::warn!(%container, error = chain(error), "its output is lost"),
+                    )
+                    .ok()
+            });
+        Process {
+            pid: record.pid,
+            stdio: record.stdio,
+            phase: tokio::sync::watch::Sender::new(phase),
+            io,
+            stdin: None,
+        }
+    };
+    Container {
+        init: process(record.init, None, &record.id),
+        execs: record
+            .execs
+            .into_iter()
+            .map(|(exec, ended)| (exec.clone(), process(ended, Some(&exec), &record.id)))
+            .collect(),
+        leases: record
+            .disks
+            .iter()
+            .filter_map(|disk| node.rootfs.lease(&disk.path))
+            .collect(),
+        bundle: record.bundle,
+        disks: record.disks,
+        paused: known.iter().any(|process| {
+            process.container_id == record.id.as_str() && process.state == ProcessState::PAUSED.into()
+        }),
+        stages: Stages::new(spec.id.clone()),
+    }
+}
+
+/// Where a process stands: as recorded if it had ended, else as the agent says.
+fn phase_of(record: &ProcessRecord, found: Option<&wire::Process>, alive: bool) -> Phase {
+    if let Some(exit) = &record.exit {
+        return Phase::Exited(exit.clone());
+    }
+    match found.filter(|_| alive) {
+        // An ended process is followed like a running one: its last output may still be to come.
+        Some(_) if record.started => Phase::Running,
+        Some(process) if process.state == ProcessState::CREATED.into() => Phase::Created,
+        Some(_) => Phase::Running,
+        None => Phase::Exited(Exit {
+            code: KILLED,
+            at_ns: now_ns(),
+            reason: "it ended while the daemon was away".to_owned(),
+        }),
+    }
+}
+
+/// Puts a record that can't be understood aside: it may be somebody's pod, so it is never deleted.
+fn quarantine(state_dir: &Path, error: &JournalError) -> io::Result<()> {
+    let (JournalError::Io { path, .. }
+    | JournalError::Malformed { path, .. }
+    | JournalError::Version { path, .. }) = error;
+    let dir = state_dir.join("quarantine");
+    fs::create_dir_all(&dir)?;
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let target = dir.join(format!("{}-{name}", now_ns()));
+    tracing::error!(error = chain(error), kept = ?target, "a pod's record is put aside; its VMM, if any, is left alone");
+    fs::rename(path, target)
+}

@@ -1,0 +1,31 @@
+//! What a pod is to be, in no wire format's words.
+
+use std::{collections::BTreeMap, path::PathBuf};
+
+use sandboxer_protocol::id::SandboxId;
+use serde::{Deserialize, Serialize};
+
+/// A pod as asked for, all defaults filled in.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PodSpec {
+    /// containerd's id of the sandbox.
+    pub id: SandboxId,
+    /// Kubernetes' name of the pod.
+    pub name: String,
+    /// Kubernetes' namespace of the pod.
+    pub namespace: String,
+    /// Kubernetes' uid of the pod.
+    pub uid: String,
+    /// Hostname inside; never empty.
+    pub hostname: String,
+    /// The pod's network namespace; none when it asked for the host's.
+    pub netns: Option<PathBuf>,
+    /// Content of `/etc/resolv.conf` inside, when the pod has a DNS configuration.
+    pub resolv_conf: Option<String>,
+    /// Kernel parameters of the guest.
+    pub sysctls: BTreeMap<String, String>,
+    /// Virtual CPUs.
+    pub vcpus: u32,
+    /// Guest memory, MiB.
+    pub memory_mib: u64,
+}

@@ -1,0 +1,151 @@
+//! The steps of one start: each a tracing span, and kept with the pod.
+
+use std::{
+    future::Future,
+    sync::{Arc, Mutex, PoisonError},
+    time::Instant,
+};
+
+use sandboxer_protocol::{id::SandboxId, stage::Stage};
+use tracing::Instrument;
+
+/// How a step ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// It did its work.
+    Ok,
+    /// It could not.
+    Failed,
+    /// It was dropped half-way.
+    Cancelled,
+}
+
+impl Outcome {
+    /// The outcome as it is shown.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Outcome::Ok => "ok",
+            Outcome::Failed => "failed",
+            Outcome::Cancelled => "cancelled",
+        }
+    }
+}
+
+/// One step that was taken.
+#[derive(Debug, Clone, Copy)]
+pub struct Step {
+    /// Which.
+    pub stage: Stage,
+    /// From the start's first moment, ns.
+    pub begin_ns: u64,
+    /// How long it took, ns.
+    pub duration_ns: u64,
+    /// How it ended.
+    pub outcome: Outcome,
+}
+
+/// The steps of one start, of a pod or of a container.
+#[derive(Debug, Clone)]
+pub struct Stages {
+    pod: SandboxId,
+    began: Instant,
+    // A plain lock: held for a push or a copy, never across an await.
+    steps: Arc<Mutex<Vec<Step>>>,
+}
+
+impl Stages {
+    /// Starts the clock.
+    pub fn new(pod: SandboxId) -> Self {
+        Self {
+            pod,
+            began: Instant::now(),
+            steps: Arc::default(),
+        }
+    }
+
+    /// Runs one step, in a span of its name.
+    pub async fn run<T, E>(&self, stage: Stage, step: impl Future<Output = Result<T, E>>) -> Result<T, E> {
+        let span = tracing::info_span!("stage", stage = stage.as_str(), pod = %self.pod);
+        let mut record = Record {
+            stages: self,
+            stage,
+            began: Instant::now(),
+            outcome: Outcome::Cancelled,
+        };
+        let result = step.instrument(span).await;
+        record.outcome = if result.is_ok() {
+            Outcome::Ok
+        } else {
+            Outcome::Failed
+        };
+        result
+    }
+
+    /// The steps so far.
+    pub fn steps(&self) -> Vec<Step> {
+        self.steps.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+}
+
+/// Notes the step when it ends, in whichever way.
+struct Record<'a> {
+    stages: &'a Stages,
+    stage: Stage,
+    began: Instant,
+    outcome: Outcome,
+}
+
+impl Drop for Record<'_> {
+    fn drop(&mut self) {
+        let nanos = |duration: std::time::Duration| u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX);
+        let step = Step {
+            stage: self.stage,
+            begin_ns: nanos(self.began - self.stages.began),
+            duration_ns: nanos(self.began.elapsed()),
+            outcome: self.outcome,
+        };
+        tracing::debug!(
+            pod = %self.stages.pod,
+            stage = step.stage.as_str(),
+            duration_us = step.duration_ns / 1000,
+            outcome = step.outcome.as_str(),
+            "stage ended"
+        );
+        self.stages
+            .steps
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .push(step);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn every_way_a_step_can_end_is_kept() {
+        let stages = Stages::new("p".parse().unwrap());
+        stages.run(Stage::Netns, async { Ok::<_, ()>(()) }).await.unwrap();
+        stages
+            .run(Stage::VmmSpawn, async { Err::<(), _>(()) })
+            .await
+            .unwrap_err();
+        drop(
+            tokio::time::timeout(
+                std::time::Duration::from_millis(1),
+                stages.run(Stage::Boot, std::future::pending::<Result<(), ()>>()),
+            )
+            .await,
+        );
+        let kept: Vec<_> = stages.steps().iter().map(|s| (s.stage, s.outcome)).collect();
+        assert_eq!(
+            kept,
+            [
+                (Stage::Netns, Outcome::Ok),
+                (Stage::VmmSpawn, Outcome::Failed),
+                (Stage::Boot, Outcome::Cancelled)
+            ]
+        );
+    }
+}

@@ -1,0 +1,116 @@
+//! A pod's states and how one becomes another.
+//!
+//! ```text
+//!            start             agent ready
+//!  Created ────────▶ Starting ─────────────▶ Ready
+//!     │                 │                      │ ╲
+//!     │ stop            │ stop, or failure     │  ╲ the VMM dies
+//!     │                 ▼                stop  ▼   ╲
+//!     │              Stopping ◀────────────────┘    │
+//!     │                 │ all undone                │
+//!     ╰────────────▶ Stopped ◀──────────────────────╯
+//! ```
+//!
+//! A removed pod has no state: it is unknown.
+
+use serde::{Deserialize, Serialize};
+
+/// Where a pod stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PodState {
+    /// Known; holds nothing yet.
+    Created,
+    /// On its way up.
+    Starting,
+    /// Its agent answers.
+    Ready,
+    /// On its way down.
+    Stopping,
+    /// Holds nothing any more but its record.
+    Stopped,
+}
+
+impl PodState {
+    /// Every state.
+    pub const ALL: [PodState; 5] = [
+        PodState::Created,
+        PodState::Starting,
+        PodState::Ready,
+        PodState::Stopping,
+        PodState::Stopped,
+    ];
+
+    /// Whether the diagram has an arrow from here to `next`.
+    pub const fn may_become(self, next: PodState) -> bool {
+        use PodState::{Created, Ready, Starting, Stopped, Stopping};
+        match (self, next) {
+            (Created, Starting | Stopped)
+            | (Starting, Ready | Stopping)
+            | (Ready, Stopping | Stopped)
+            | (Stopping, Stopped) => true,
+            (Created | Starting | Ready | Stopping | Stopped, _) => false,
+        }
+    }
+
+    /// The state in people's words.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            PodState::Created => "created",
+            PodState::Starting => "starting",
+            PodState::Ready => "ready",
+            PodState::Stopping => "stopping",
+            PodState::Stopped => "stopped",
+        }
+    }
+}
+
+impl std::fmt::Display for PodState {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// What is told of a pod to whoever asks, at any time, without asking the pod's task.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PodStatus {
+    /// Where it stands.
+    pub state: PodState,
+    /// When it was created, ns since 1970.
+    pub created_at_ns: u64,
+    /// When it stopped; 0 before.
+    pub exited_at_ns: u64,
+    /// 0 for a pod that stopped because it was asked to.
+    pub exit_status: u32,
+    /// Why it stopped, when nobody asked it to; else empty.
+    pub reason: String,
+    /// Process of its VMM; 0 when there is none.
+    pub vmm_pid: u32,
+    /// Kernel inside, once known.
+    pub kernel_release: String,
+    /// This daemon found the pod alive when it started.
+    #[serde(skip)]
+    pub recovered: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stopped_pod_stays_stopped_and_every_pod_can_get_there() {
+        for state in PodState::ALL {
+            assert!(!PodState::Stopped.may_become(state));
+            assert!(!state.may_become(PodState::Created));
+            let mut reached = vec![state];
+            for _ in 0..PodState::ALL.len() {
+                let next: Vec<_> = PodState::ALL
+                    .into_iter()
+                    .filter(|n| reached.iter().any(|s| s.may_become(*n)))
+                    .collect();
+                reached.extend(next);
+            }
+            assert!(reached.contains(&PodState::Stopped), "{state} never ends");
+        }
+    }
+}

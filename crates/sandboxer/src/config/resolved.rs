@@ -53,7 +53,8 @@ pub struct VmConfig {
 }
 
 /// Whether guests run on hardware.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Accelerator {
     /// KVM if a measurement finds it usable, else TCG.
     Auto,

@@ -4,10 +4,17 @@
 //! name. A machine outlives the daemon: dropping a handle never ends it, and [`Vmm::adopt`] takes
 //! it up again from its [`MachineRecord`].
 
+mod capture;
 pub mod console;
+pub mod kvm;
+mod process;
+pub mod qemu;
+mod qmp;
 mod setup;
+mod socket;
 pub mod spec;
 pub mod strays;
+mod tsc;
 
 use std::{fmt, path::PathBuf, sync::Arc, time::Duration};
 

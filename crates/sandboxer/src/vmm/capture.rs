@@ -1,0 +1,187 @@
+//! What a VMM or a guest prints, kept in a file of bounded size.
+//!
+//! Both may be hostile: however much they print, two halves of the bound stay on disk (`NAME.1`
+//! the older), and what is shown to people has no control characters.
+
+use std::{
+    ffi::OsString,
+    io,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use tokio::{
+    fs::{self, File, OpenOptions},
+    io::{AsyncRead, AsyncReadExt, AsyncSeekExt, AsyncWriteExt},
+    sync::watch,
+};
+
+/// Bytes read at once.
+const CHUNK: usize = 16 << 10;
+/// Bytes of a file's end that [`Capture::last_lines`] looks at.
+const TAIL: u64 = 4 << 10;
+/// Characters shown of one line.
+const LINE: usize = 240;
+/// How long the last words of an ended process may take from pipe to file.
+const DRAIN: Duration = Duration::from_secs(1);
+
+/// A file being written from a stream, by a task that ends with the stream.
+#[derive(Debug)]
+pub struct Capture {
+    path: PathBuf,
+    finished: watch::Receiver<bool>,
+}
+
+impl Capture {
+    /// Copies `from` to `path`, after what is there already; at most `bytes` are kept.
+    pub fn start<R>(from: R, path: PathBuf, bytes: u64) -> Self
+    where
+        R: AsyncRead + Send + Unpin + 'static,
+    {
+        let (done, finished) = watch::channel(false);
+        let target = path.clone();
+        tokio::spawn(async move {
+            if let Err(error) = copy(from, &target, bytes / 2).await {
+                tracing::warn!(path = %target.display(), %error, "no longer capturing output");
+            }
+            done.send_replace(true);
+        });
+        Self { path, finished }
+    }
+
+    /// Waits, for a moment at most, until all that an ended process printed is in the file.
+    pub async fn drained(&self) {
+        let mut finished = self.finished.clone();
+        // A second in vain: its output went to a process of its own that lives on.
+        let _ = tokio::time::timeout(DRAIN, finished.wait_for(|finished| *finished)).await;
+    }
+
+    /// The last `count` lines that are not empty, fit to be shown.
+    pub async fn last_lines(&self, count: usize) -> Vec<String> {
+        let mut bytes = Vec::new();
+        for path in [older(&self.path), self.path.clone()] {
+            // A file that isn't there was not needed.
+            let _ = read_tail(&path, &mut bytes).await;
+        }
+        let text = String::from_utf8_lossy(&bytes);
+        let mut lines: Vec<_> = text
+            .lines()
+            .map(printable)
+            .filter(|line| !line.is_empty())
+            .collect();
+        lines.split_off(lines.len().saturating_sub(count))
+    }
+}
+
+fn older(path: &Path) -> PathBuf {
+    let mut name = OsString::from(path);
+    name.push(".1");
+    name.into()
+}
+
+async fn copy(mut from: impl AsyncRead + Unpin, path: &Path, half: u64) -> io::Result<()> {
+    let mut file = append(path).await?;
+    let mut length = file.metadata().await?.len();
+    let mut chunk = vec![0; CHUNK];
+    loop {
+        let count = match from.read(&mut chunk).await {
+            Ok(0) => return file.flush().await,
+            Ok(count) => count,
+            // A socket whose other end was killed.
+            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return file.flush().await,
+            Err(error) => return Err(error),
+        };
+        file.write_all(&chunk[..count]).await?;
+        file.flush().await?;
+        length += count as u64;
+        if length >= half {
+            fs::rename(path, older(path)).await?;
+            file = append(path).await?;
+            length = 0;
+        }
+    }
+}
+
+async fn append(path: &Path) -> io::Result<File> {
+    OpenOptions::new()
+        .append(true)
+        .create(true)
+        .mode(0o600)
+        .open(path)
+        .await
+}
+
+async fn read_tail(path: &Path, into: &mut Vec<u8>) -> io::Result<()> {
+    let mut file = File::open(path).await?;
+    let length = file.metadata().await?.len();
+    file.seek(io::SeekFrom::Start(length.saturating_sub(TAIL)))
+        .await?;
+    file.take(TAIL).read_to_end(into).await?;
+    Ok(())
+}
+
+/// A line without colours, cursor movements and other control characters, cut to a bearable length.
+fn printable(line: &str) -> String {
+    let mut shown = String::new();
+    let mut characters = line.chars().peekable();
+    while let Some(character) = characters.next() {
+        if shown.len() >= LINE {
+            shown.push('…');
+            break;
+        }
+        match character {
+            // An escape sequence ends with a letter.
+            '\x1b' if characters.peek() == Some(&'[') => {
+                characters.find(char::is_ascii_alphabetic);
+            }
+            '\t' => shown.push(' '),
+            control if control.is_control() => {}
+            other => shown.push(other),
+        }
+    }
+    shown.truncate(shown.trim_end().len());
+    shown
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn an_endless_printer_fills_its_bound_and_no_more() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("console.log");
+        let words: Vec<u8> = (0..100_000)
+            .flat_map(|n| format!("line {n}\n").into_bytes())
+            .collect();
+        let capture = Capture::start(std::io::Cursor::new(words), path.clone(), 200_000);
+        capture.drained().await;
+        let kept: u64 = [older(&path), path.clone()]
+            .iter()
+            .map(|p| p.metadata().unwrap().len())
+            .sum();
+        assert!(kept <= 200_000 + 2 * CHUNK as u64, "{kept} bytes kept");
+        assert_eq!(capture.last_lines(2).await, ["line 99998", "line 99999"]);
+    }
+
+    #[tokio::test]
+    async fn lines_just_before_a_rotation_are_still_shown() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("console.log");
+        Capture::start(&b"Kernel panic - not syncing\n"[..], path.clone(), 20)
+            .drained()
+            .await;
+        let next = Capture::start(&b"after\n"[..], path, 20);
+        next.drained().await;
+        assert_eq!(next.last_lines(5).await, ["Kernel panic - not syncing", "after"]);
+    }
+
+    #[test]
+    fn what_a_guest_prints_cannot_steer_a_terminal() {
+        assert_eq!(
+            printable("\x1b[31mred\x1b[0m\x07 \x1b]0;title\t!\r"),
+            "red ]0;title !"
+        );
+        assert!(printable(&"x".repeat(10_000)).len() < 300);
+    }
+}

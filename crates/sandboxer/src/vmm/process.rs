@@ -1,0 +1,248 @@
+//! A VMM's process: started without a shell, held by pidfd, found again by pid and start time.
+//!
+//! Dropping a [`Process`] leaves it alone: machines outlive the daemon. Only a process that is
+//! still [`Starting`] dies with its handle.
+
+use std::{
+    ffi::OsString,
+    fs, io, ops,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::process::CommandExt,
+    },
+    path::Path,
+    process::{Command, Stdio},
+    sync::Arc,
+};
+
+use rustix::{
+    io::FdFlags,
+    process::{
+        Pid, PidfdFlags, Resource, Rlimit, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal,
+        setrlimit, setsid, waitid,
+    },
+};
+use tokio::{
+    io::{Interest, unix::AsyncFd},
+    sync::watch,
+};
+
+/// How a process ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Exit {
+    /// By itself, with this status.
+    Status(i32),
+    /// By this signal.
+    Signal(i32),
+    /// An earlier daemon's child: the kernel tells its status to nobody here.
+    Unknown,
+}
+
+impl std::fmt::Display for Exit {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Status(status) => write!(f, "exited with status {status}"),
+            Self::Signal(signal) => write!(f, "was killed by signal {signal}"),
+            Self::Unknown => f.write_str("is gone"),
+        }
+    }
+}
+
+/// A process of ours, or one an earlier daemon started.
+#[derive(Debug)]
+pub struct Process {
+    pid: Pid,
+    start_time: u64,
+    pidfd: Arc<AsyncFd<OwnedFd>>,
+    exit: watch::Receiver<Option<Exit>>,
+}
+
+/// A process that is killed when this is dropped, until [`Starting::keep`].
+#[derive(Debug)]
+pub struct Starting {
+    process: Arc<Process>,
+    abandoned: bool,
+}
+
+/// Starts `program` in a session of its own, so that no signal to the daemon's reaches it.
+///
+/// `inherited` are open in it under the numbers they have here. Its stdout and stderr are the
+/// returned pipe. Blocks for the time of a fork: call it where blocking is allowed, inside a runtime.
+pub fn spawn(
+    program: &Path,
+    arguments: Vec<OsString>,
+    inherited: Vec<OwnedFd>,
+) -> io::Result<(Starting, OwnedFd)> {
+    let (words, their_words) = io::pipe()?;
+    let mut command = Command::new(program);
+    command
+        .args(arguments)
+        .current_dir("/")
+        .stdin(Stdio::null())
+        .stdout(their_words.try_clone()?)
+        .stderr(their_words);
+    // SAFETY: between fork and exec only system calls are made, which are async-signal-safe; nothing
+    // is allocated, no lock is taken.
+    unsafe {
+        command.pre_exec(move || {
+            setsid()?;
+            // A core would be the whole guest on the host's disk.
+            setrlimit(
+                Resource::Core,
+                Rlimit {
+                    current: Some(0),
+                    maximum: Some(0),
+                },
+            )?;
+            // Only in the child: another fork of this daemon must not inherit them.
+            for fd in &inherited {
+                rustix::io::fcntl_setfd(fd, FdFlags::empty())?;
+            }
+            Ok(())
+        })
+    };
+    let mut child = command.spawn()?;
+    // The child is not reaped before the pidfd says so, hence the pid is still its own.
+    let watched = match i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
+        Some(pid) => pidfd_open(pid, PidfdFlags::NONBLOCK)
+            .map_err(io::Error::from)
+            .and_then(|pidfd| Process::watched(pid, pidfd, true)),
+        None => Err(io::ErrorKind::InvalidData.into()),
+    };
+    match watched {
+        Ok(process) => Ok((
+            Starting {
+                process: Arc::new(process),
+                abandoned: true,
+            },
+            words.into(),
+        )),
+        Err(error) => {
+            child.kill()?;
+            child.wait()?;
+            Err(error)
+        }
+    }
+}
+
+/// The process `pid`, if it is still the one that started at `start_time`.
+pub fn adopt(pid: u32, start_time: u64) -> io::Result<Option<Process>> {
+    let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else {
+        return Ok(None);
+    };
+    let pidfd = match pidfd_open(pid, PidfdFlags::NONBLOCK) {
+        Ok(pidfd) => pidfd,
+        Err(rustix::io::Errno::SRCH) => return Ok(None),
+        Err(error) => return Err(error.into()),
+    };
+    // Read after opening: were the pid somebody else's by then, the start time would be too.
+    match start_time_of(pid) {
+        Ok(found) if found == start_time => Process::watched(pid, pidfd, false).map(Some),
+        Ok(_) => Ok(None),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(error),
+    }
+}
+
+impl Process {
+    fn watched(pid: Pid, pidfd: OwnedFd, child: bool) -> io::Result<Self> {
+        let start_time = start_time_of(pid)?;
+        // SAFETY: an OwnedFd is open and the same file as long as it lives, and the AsyncFd owns it.
+        let pidfd =
+            unsafe { AsyncFd::register_with_interest(pidfd, Interest::READABLE) }.map_err(io::Error::from)?;
+        let pidfd = Arc::new(pidfd);
+        let (ended, exit) = watch::channel(None);
+        // A task of its own, so that a child is reaped whether or not somebody waits.
+        tokio::spawn(watch_exit(pidfd.clone(), child, ended));
+        Ok(Self {
+            pid,
+            start_time,
+            pidfd,
+            exit,
+        })
+    }
+
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.pid.as_raw_nonzero().get().unsigned_abs()
+    }
+
+    /// Its start, clock ticks since boot.
+    pub fn start_time(&self) -> u64 {
+        self.start_time
+    }
+
+    /// Waits for its end. Cancel-safe; answers again when asked again.
+    pub async fn exited(&self) -> Exit {
+        match self.exit.clone().wait_for(Option::is_some).await {
+            Ok(exit) => exit.unwrap_or(Exit::Unknown),
+            Err(_) => Exit::Unknown,
+        }
+    }
+
+    /// Kills it. One that has ended stays ended.
+    pub fn kill(&self) -> io::Result<()> {
+        match pidfd_send_signal(self.pidfd.get_ref(), Signal::KILL) {
+            Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+impl Starting {
+    /// From here on the process lives by itself.
+    pub fn keep(mut self) -> Arc<Process> {
+        self.abandoned = false;
+        self.process.clone()
+    }
+}
+
+impl ops::Deref for Starting {
+    type Target = Process;
+
+    fn deref(&self) -> &Process {
+        &self.process
+    }
+}
+
+impl Drop for Starting {
+    fn drop(&mut self) {
+        if self.abandoned
+            && let Err(error) = self.process.kill()
+        {
+            tracing::error!(pid = self.process.pid(), %error, "cannot kill a process that was starting");
+        }
+    }
+}
+
+async fn watch_exit(pidfd: Arc<AsyncFd<OwnedFd>>, child: bool, ended: watch::Sender<Option<Exit>>) {
+    // A pidfd is readable from its process's end on.
+    let exit = match pidfd.readable().await {
+        Ok(_) if child => reap(&pidfd),
+        _ => Exit::Unknown,
+    };
+    ended.send_replace(Some(exit));
+}
+
+fn reap(pidfd: &AsyncFd<OwnedFd>) -> Exit {
+    let status = waitid(
+        WaitId::PidFd(pidfd.get_ref().as_fd()),
+        WaitIdOptions::EXITED | WaitIdOptions::NOHANG,
+    );
+    match status {
+        Ok(Some(status)) => match (status.exit_status(), status.terminating_signal()) {
+            (Some(status), _) => Exit::Status(status),
+            (None, Some(signal)) => Exit::Signal(signal),
+            (None, None) => Exit::Unknown,
+        },
+        Ok(None) | Err(_) => Exit::Unknown,
+    }
+}
+
+/// Field 22 of `/proc/PID/stat`; the second field is in parentheses and may hold anything.
+fn start_time_of(pid: Pid) -> io::Result<u64> {
+    let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()))?;
+    stat.rsplit_once(')')
+        .and_then(|(_, fields)| fields.split_ascii_whitespace().nth(19)?.parse().ok())
+        .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "malformed /proc/PID/stat"))
+}

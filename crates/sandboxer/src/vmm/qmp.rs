@@ -1,0 +1,391 @@
+//! QEMU's control protocol (QMP), as far as it is used here: typed, bounded, timed.
+//!
+//! One task owns the socket. Commands carry an id and are answered in any order; a command whose
+//! caller has given up is forgotten, its late answer dropped. QEMU runs beside a hostile guest, so
+//! a line over [`MAX_LINE`] ends the connection.
+
+use std::{collections::HashMap, time::Duration};
+
+use futures::{SinkExt, StreamExt};
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+use tokio::{
+    net::UnixStream,
+    sync::{broadcast, mpsc, oneshot},
+    time::timeout,
+};
+use tokio_util::codec::{Framed, LinesCodec, LinesCodecError};
+
+/// Longest line accepted, bytes.
+const MAX_LINE: usize = 256 << 10;
+/// Longest explanation kept of a refusal, characters.
+const MAX_REASON: usize = 400;
+/// Commands that may wait for the socket.
+const QUEUE: usize = 16;
+
+/// Why a command had no effect, or may have had none.
+#[derive(Debug, thiserror::Error)]
+pub enum QmpError {
+    /// No answer in time.
+    #[error("no answer within {0:?}")]
+    Timeout(Duration),
+    /// QEMU declined.
+    #[error("{reason}")]
+    Refused {
+        /// QEMU's error class, such as `GenericError` or `DeviceNotFound`.
+        class: String,
+        /// Its explanation, cut to a bearable length.
+        reason: String,
+    },
+    /// Not QMP.
+    #[error("{0}")]
+    Malformed(String),
+    /// The connection is gone.
+    #[error("control socket was closed")]
+    Closed,
+}
+
+/// A connection to one QEMU, past its greeting. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Qmp {
+    requests: mpsc::Sender<Request>,
+    events: broadcast::Sender<Event>,
+}
+
+/// An event, by name, with the device it is about (if any).
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct Event {
+    /// Such as `DEVICE_DELETED`.
+    #[serde(rename = "event")]
+    pub name: String,
+    /// What it says.
+    #[serde(default)]
+    pub data: EventData,
+}
+
+/// What is read of an event's data.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+pub struct EventData {
+    /// Id of the device.
+    pub device: Option<String>,
+}
+
+/// A command of QMP's `blockdev-add`: a raw image in a file or on a block device.
+#[derive(Debug, Clone, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct BlockNode {
+    /// Always "raw".
+    pub driver: &'static str,
+    /// Its name.
+    pub node_name: String,
+    /// Nobody writes through it.
+    pub read_only: bool,
+    /// "unmap" where freed blocks are given back to the host.
+    pub discard: &'static str,
+    /// Where the bytes are.
+    pub file: BlockFile,
+}
+
+/// Where a [`BlockNode`]'s bytes are.
+#[derive(Debug, Clone, Serialize)]
+pub struct BlockFile {
+    /// "file" or "host_device".
+    pub driver: &'static str,
+    /// Its path.
+    pub filename: String,
+    /// As in [`BlockNode`]: the host's file is opened this way.
+    #[serde(rename = "read-only")]
+    pub read_only: bool,
+    /// As in [`BlockNode`].
+    pub discard: &'static str,
+}
+
+#[derive(Debug)]
+struct Request {
+    command: Value,
+    answer: oneshot::Sender<Result<Value, QmpError>>,
+}
+
+/// What QEMU sends.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Message {
+    Answer {
+        id: u64,
+        r#return: Value,
+    },
+    Error {
+        id: Option<u64>,
+        error: ErrorBody,
+    },
+    Event(Event),
+    Greeting {
+        #[serde(rename = "QMP")]
+        _greeting: Value,
+    },
+}
+
+#[derive(Deserialize)]
+struct ErrorBody {
+    class: String,
+    desc: String,
+}
+
+type Wire = Framed<UnixStream, LinesCodec>;
+
+impl Qmp {
+    /// Waits for QEMU's greeting and enters command mode, all within `limit`.
+    pub async fn handshake(socket: UnixStream, limit: Duration) -> Result<Self, QmpError> {
+        let mut wire = Framed::new(socket, LinesCodec::new_with_max_length(MAX_LINE));
+        let greeting = async {
+            match next(&mut wire).await? {
+                Message::Greeting { .. } => Ok(()),
+                _ => Err(QmpError::Malformed("a greeting was due".into())),
+            }
+        };
+        timeout(limit, greeting)
+            .await
+            .map_err(|_| QmpError::Timeout(limit))??;
+        let (requests, queue) = mpsc::channel(QUEUE);
+        let (events, _) = broadcast::channel(QUEUE);
+        tokio::spawn(converse(wire, queue, events.clone()));
+        let qmp = Self { requests, events };
+        qmp.execute("qmp_capabilities", Value::Null, limit).await?;
+        Ok(qmp)
+    }
+
+    /// Makes a disk image known under a name.
+    pub async fn blockdev_add(&self, node: &BlockNode, limit: Duration) -> Result<(), QmpError> {
+        let arguments = serde_json::to_value(node).map_err(|error| QmpError::Malformed(error.to_string()))?;
+        self.execute("blockdev-add", arguments, limit).await
+    }
+
+    /// Forgets a disk image. One that isn't known is fine.
+    pub async fn blockdev_del(&self, node: &str, limit: Duration) -> Result<(), QmpError> {
+        match self
+            .execute("blockdev-del", json!({ "node-name": node }), limit)
+            .await
+        {
+            // QEMU has no class of its own for it.
+            Err(QmpError::Refused { reason, .. }) if reason.starts_with("Failed to find node") => Ok(()),
+            other => other,
+        }
+    }
+
+    /// Plugs a device in. `arguments` hold its driver, id and properties.
+    pub async fn device_add(&self, arguments: Value, limit: Duration) -> Result<(), QmpError> {
+        self.execute("device_add", arguments, limit).await
+    }
+
+    /// Unplugs a device and waits until it is gone. One that isn't there is fine.
+    pub async fn device_del(&self, id: &str, limit: Duration) -> Result<(), QmpError> {
+        // Subscribed before asking, or the event could come too early.
+        let mut events = self.events.subscribe();
+        match self.execute("device_del", json!({ "id": id }), limit).await {
+            Err(QmpError::Refused { class, .. }) if class == "DeviceNotFound" => return Ok(()),
+            other => other?,
+        }
+        let gone = async {
+            loop {
+                match events.recv().await {
+                    Ok(event)
+                        if event.name == "DEVICE_DELETED" && event.data.device.as_deref() == Some(id) =>
+                    {
+                        return Ok(());
+                    }
+                    Ok(_) | Err(broadcast::error::RecvError::Lagged(_)) => {}
+                    Err(broadcast::error::RecvError::Closed) => return Err(QmpError::Closed),
+                }
+            }
+        };
+        timeout(limit, gone).await.map_err(|_| QmpError::Timeout(limit))?
+    }
+
+    async fn execute(&self, command: &str, arguments: Value, limit: Duration) -> Result<(), QmpError> {
+        let (answer, answered) = oneshot::channel();
+        let command = match arguments {
+            Value::Null => json!({ "execute": command }),
+            arguments => json!({ "execute": command, "arguments": arguments }),
+        };
+        let exchange = async {
+            self.requests
+                .send(Request { command, answer })
+                .await
+                .map_err(|_| QmpError::Closed)?;
+            answered.await.map_err(|_| QmpError::Closed)?.map(drop)
+        };
+        timeout(limit, exchange)
+            .await
+            .map_err(|_| QmpError::Timeout(limit))?
+    }
+}
+
+/// Carries commands and answers until either side is gone. What waits then sees [`QmpError::Closed`].
+async fn converse(mut wire: Wire, mut queue: mpsc::Receiver<Request>, events: broadcast::Sender<Event>) {
+    let mut waiting: HashMap<u64, oneshot::Sender<Result<Value, QmpError>>> = HashMap::new();
+    for id in 0.. {
+        let request = loop {
+            tokio::select! {
+                request = queue.recv() => break request,
+                message = next(&mut wire) => match message {
+                    Ok(message) => deliver(message, &mut waiting, &events),
+                    Err(error) => {
+                        tracing::debug!(%error, "QMP connection ended");
+                        return;
+                    }
+                },
+            }
+        };
+        let Some(Request { mut command, answer }) = request else {
+            return;
+        };
+        waiting.retain(|_, caller| !caller.is_closed());
+        command["id"] = id.into();
+        waiting.insert(id, answer);
+        if wire.send(command.to_string()).await.is_err() {
+            return;
+        }
+    }
+}
+
+fn deliver(
+    message: Message,
+    waiting: &mut HashMap<u64, oneshot::Sender<Result<Value, QmpError>>>,
+    events: &broadcast::Sender<Event>,
+) {
+    // A caller or subscriber that has gone needs no answer.
+    match message {
+        Message::Answer { id, r#return } => {
+            waiting.remove(&id).map(|caller| caller.send(Ok(r#return)));
+        }
+        Message::Error { id, error } => {
+            let reason = error.desc.chars().take(MAX_REASON).collect();
+            let refused = QmpError::Refused {
+                class: error.class,
+                reason,
+            };
+            id.and_then(|id| waiting.remove(&id))
+                .map(|caller| caller.send(Err(refused)));
+        }
+        Message::Event(event) => {
+            let _ = events.send(event);
+        }
+        Message::Greeting { .. } => {}
+    }
+}
+
+/// The next message.
+async fn next(wire: &mut Wire) -> Result<Message, QmpError> {
+    match wire.next().await {
+        Some(Ok(line)) => serde_json::from_str(&line)
+            .map_err(|error| QmpError::Malformed(format!("not a QMP message: {error}"))),
+        Some(Err(LinesCodecError::MaxLineLengthExceeded)) => {
+            Err(QmpError::Malformed(format!("a line is over {MAX_LINE} bytes")))
+        }
+        Some(Err(LinesCodecError::Io(_))) | None => Err(QmpError::Closed),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+
+    const LIMIT: Duration = Duration::from_secs(5);
+
+    /// A QEMU that greets, accepts the first command and then sends `answers`, one per command;
+    /// `ID` in them becomes the command's id.
+    fn qemu(answers: Vec<String>) -> UnixStream {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        tokio::spawn(async move {
+            let (read, mut write) = theirs.into_split();
+            let mut commands = BufReader::new(read).lines();
+            write
+                .write_all(b"{\"QMP\": {\"version\": {}, \"capabilities\": []}}\r\n")
+                .await
+                .unwrap();
+            for answer in std::iter::once("{\"return\": {}, \"id\": ID}".to_owned()).chain(answers) {
+                let Ok(Some(command)) = commands.next_line().await else {
+                    return;
+                };
+                let id = serde_json::from_str::<Value>(&command).unwrap()["id"].to_string();
+                write
+                    .write_all(answer.replace("ID", &id).as_bytes())
+                    .await
+                    .unwrap();
+                write.write_all(b"\r\n").await.unwrap();
+            }
+            std::future::pending::<()>().await;
+        });
+        ours
+    }
+
+    async fn connected(answers: &[&str]) -> Qmp {
+        let answers = answers.iter().map(|&answer| answer.to_owned()).collect();
+        Qmp::handshake(qemu(answers), LIMIT).await.unwrap()
+    }
+
+    #[tokio::test]
+    async fn a_refusal_carries_class_and_words_of_bounded_length() {
+        let desc = "x".repeat(5000);
+        let answer =
+            format!("{{\"id\": ID, \"error\": {{\"class\": \"GenericError\", \"desc\": \"{desc}\"}}}}");
+        let error = connected(&[&answer])
+            .await
+            .device_add(json!({}), LIMIT)
+            .await
+            .unwrap_err();
+        assert!(
+            matches!(&error, QmpError::Refused { class, reason } if class == "GenericError" && reason.len() == MAX_REASON),
+            "{error:?}"
+        );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_late_answer_is_not_taken_for_the_next_one() {
+        // The first command gets no answer; the second gets the first one's, then its own.
+        let qmp = connected(&[
+            "{\"event\": \"RTC_CHANGE\", \"data\": {\"offset\": 1}}",
+            "{\"return\": {}, \"id\": 1}\r\n{\"id\": ID, \"error\": {\"class\": \"E\", \"desc\": \"no\"}}",
+        ])
+        .await;
+        let error = qmp
+            .blockdev_del("a", Duration::from_millis(50))
+            .await
+            .unwrap_err();
+        assert!(matches!(error, QmpError::Timeout(_)), "{error:?}");
+        let error = qmp.blockdev_del("b", LIMIT).await.unwrap_err();
+        assert!(matches!(error, QmpError::Refused { .. }), "{error:?}");
+    }
+
+    #[tokio::test]
+    async fn unplugging_waits_for_the_event_of_that_device() {
+        let qmp = connected(&[
+            "{\"return\": {}, \"id\": ID}\r\n\
+             {\"event\": \"DEVICE_DELETED\", \"data\": {\"device\": \"other\", \"path\": \"/\"}}\r\n\
+             {\"event\": \"DEVICE_DELETED\", \"data\": {\"device\": \"disk-a\", \"path\": \"/\"}}",
+            "{\"id\": ID, \"error\": {\"class\": \"DeviceNotFound\", \"desc\": \"gone\"}}",
+        ])
+        .await;
+        qmp.device_del("disk-a", LIMIT).await.unwrap();
+        qmp.device_del("disk-a", LIMIT).await.unwrap();
+    }
+
+    #[tokio::test]
+    async fn rubbish_ends_the_connection_for_everybody() {
+        for rubbish in ["not json", "[1]", &"x".repeat(MAX_LINE + 1)] {
+            let qmp = connected(&[rubbish]).await;
+            let error = qmp.device_add(json!({}), LIMIT).await.unwrap_err();
+            assert!(matches!(error, QmpError::Closed), "{error:?}");
+            let error = qmp.device_add(json!({}), LIMIT).await.unwrap_err();
+            assert!(matches!(error, QmpError::Closed), "{error:?}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_qemu_that_never_greets_is_given_up() {
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        let error = Qmp::handshake(ours, LIMIT).await.unwrap_err();
+        assert!(matches!(error, QmpError::Timeout(LIMIT)), "{error:?}");
+    }
+}

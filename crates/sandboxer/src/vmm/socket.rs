@@ -1,0 +1,68 @@
+//! Unix sockets of a machine, made before its VMM runs.
+//!
+//! The VMM inherits them listening, so a connection can be made at once and waits there until the
+//! VMM takes it: nothing looks out for a socket file to appear. They are reached through a handle
+//! of their directory, for a path may be longer than the 107 bytes that fit into a socket address.
+
+use std::{
+    fs::{self, File, Permissions},
+    io,
+    os::{
+        fd::AsRawFd,
+        unix::{
+            fs::{OpenOptionsExt, PermissionsExt},
+            net::{UnixListener, UnixStream},
+        },
+    },
+    path::{Path, PathBuf},
+};
+
+/// Makes `dir/name` and listens on it; only this user can connect.
+pub fn listen(dir: &Path, name: &str) -> io::Result<UnixListener> {
+    let handle = open(dir)?;
+    let path = within(&handle, name);
+    let listener = UnixListener::bind(&path)?;
+    fs::set_permissions(&path, Permissions::from_mode(0o600))?;
+    Ok(listener)
+}
+
+/// Connects to `dir/name`. Never waits: the listener's queue takes it or it fails.
+pub fn connect(dir: &Path, name: &str) -> io::Result<tokio::net::UnixStream> {
+    let handle = open(dir)?;
+    let stream = UnixStream::connect(within(&handle, name))?;
+    stream.set_nonblocking(true)?;
+    tokio::net::UnixStream::from_std(stream)
+}
+
+fn open(dir: &Path) -> io::Result<File> {
+    File::options()
+        .read(true)
+        .custom_flags(libc::O_DIRECTORY | libc::O_PATH)
+        .open(dir)
+}
+
+fn within(dir: &File, name: &str) -> PathBuf {
+    format!("/proc/self/fd/{}/{name}", dir.as_raw_fd()).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_socket_deep_in_the_tree_is_reached_and_private() {
+        let dir = tempfile::tempdir().unwrap();
+        let deep = dir.path().join("d".repeat(100)).join("e".repeat(100));
+        fs::create_dir_all(&deep).unwrap();
+        let listener = listen(&deep, "control.sock").unwrap();
+        connect(&deep, "control.sock").unwrap();
+        assert!(listener.accept().is_ok());
+        let mode = deep.join("control.sock").metadata().unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+        drop(listener);
+        assert_eq!(
+            connect(&deep, "control.sock").unwrap_err().kind(),
+            io::ErrorKind::ConnectionRefused
+        );
+    }
+}

@@ -1,0 +1,57 @@
+//! The host's time stamp counter, which TCG hands to its guests as it is.
+
+use std::{
+    arch::x86_64::_rdtsc,
+    time::{Duration, Instant},
+};
+
+/// Between the two readings: an error of 0.2 µs in either makes 4 ppm.
+const INTERVAL: Duration = Duration::from_millis(100);
+/// Readings tried; the one least disturbed counts.
+const ATTEMPTS: usize = 8;
+
+/// Measures the counter's frequency, kHz. Takes a tenth of a second.
+pub async fn frequency_khz() -> u64 {
+    let (began, first) = reading();
+    #[expect(
+        clippy::disallowed_methods,
+        reason = "the passing of time is what is measured"
+    )]
+    tokio::time::sleep(INTERVAL).await;
+    let (ended, second) = reading();
+    let nanoseconds = ended.duration_since(began).as_nanos().max(1);
+    let khz = u128::from(second.wrapping_sub(first)) * 1_000_000 / nanoseconds;
+    u64::try_from(khz).unwrap_or(0)
+}
+
+/// The counter, and the moment at which it was read.
+fn reading() -> (Instant, u64) {
+    let once = || {
+        let before = Instant::now();
+        // SAFETY: reads a register that every x86-64 CPU has.
+        let count = unsafe { _rdtsc() };
+        (before.elapsed(), before, count)
+    };
+    let mut best = once();
+    for _ in 1..ATTEMPTS {
+        let next = once();
+        if next.0 < best.0 {
+            best = next;
+        }
+    }
+    (best.1 + best.0 / 2, best.2)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn two_measurements_agree() {
+        let (first, second) = (frequency_khz().await, frequency_khz().await);
+        assert!(
+            first.abs_diff(second) * 1000 < first,
+            "{first} kHz, then {second} kHz"
+        );
+    }
+}

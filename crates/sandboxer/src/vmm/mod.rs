@@ -4,8 +4,10 @@
 //! name. A machine outlives the daemon: dropping a handle never ends it, and [`Vmm::adopt`] takes
 //! it up again from its [`MachineRecord`].
 
+
 mod capture;
 pub mod console;
+pub mod fake;
 pub mod kvm;
 mod process;
 pub mod qemu;

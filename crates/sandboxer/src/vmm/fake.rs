@@ -1,0 +1,337 @@
+//! A VMM double for tests: no process, no kernel, no isolation whatever.
+//!
+//! Its guests are functions that a test supplies; its machines fail when told to. It is held to
+//! the same contract as a real VMM by `tests/vmm_contract.rs`.
+
+use std::{
+    collections::HashMap,
+    fmt, fs, io,
+    os::fd::{AsFd, OwnedFd},
+    path::PathBuf,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use async_trait::async_trait;
+use rustix::net::Shutdown;
+use sandboxer_protocol::{boot::BootParams, id::SandboxId};
+use tokio::{net::UnixStream, sync::watch};
+
+use super::{AgentStream, DiskSpec, Machine, MachineExit, MachineRecord, VmSpec, Vmm, VmmError, VmmInfo};
+
+/// What a guest is called with, once for each stream that the host opens.
+#[derive(Debug)]
+pub struct FakeGuest {
+    /// As on its kernel's command line.
+    pub boot: BootParams,
+    /// Its end of the link.
+    pub stream: UnixStream,
+    /// Disks plugged in at the moment.
+    pub disks: watch::Receiver<Vec<DiskSpec>>,
+    /// Its power switch.
+    pub power: Power,
+}
+
+/// Ends a fake machine from within.
+#[derive(Debug, Clone)]
+pub struct Power(watch::Sender<Option<MachineExit>>);
+
+impl Power {
+    /// The machine ends, its VMM exiting with status 0 after these last lines.
+    pub fn off(&self, last_lines: &[&str]) {
+        let last_lines = last_lines.iter().map(|&line| line.to_owned()).collect();
+        end(
+            &self.0,
+            MachineExit {
+                how: "exited with status 0".into(),
+                last_lines,
+            },
+        );
+    }
+}
+
+/// What goes wrong with the machines of a [`FakeVmm`].
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Fault {
+    /// Nothing.
+    #[default]
+    None,
+    /// The VMM exits while it starts.
+    FailsToBoot,
+    /// The VMM starts and never answers.
+    Hangs,
+    /// The machine runs; nobody in it listens.
+    NeverReady,
+    /// The VMM refuses every disk.
+    RefusesDisks,
+}
+
+type Guest = Arc<dyn Fn(FakeGuest) + Send + Sync>;
+
+/// A VMM whose machines are structs in this process.
+pub struct FakeVmm {
+    guest: Guest,
+    fault: Mutex<Fault>,
+    machines: Mutex<HashMap<SandboxId, Arc<FakeMachine>>>,
+    started: AtomicU64,
+}
+
+impl FakeVmm {
+    /// Calls `guest` for each stream that the host opens to a machine's agent; it spawns what it needs.
+    pub fn new(guest: impl Fn(FakeGuest) + Send + Sync + 'static) -> Self {
+        Self {
+            guest: Arc::new(guest),
+            fault: Mutex::default(),
+            machines: Mutex::default(),
+            started: AtomicU64::new(0),
+        }
+    }
+
+    /// From now on, boots and machines fail this way.
+    pub fn inject(&self, fault: Fault) {
+        *lock(&self.fault) = fault;
+    }
+
+    /// The VMM of `pod` dies. Answers whether it was running.
+    pub fn crash(&self, pod: &SandboxId) -> bool {
+        let machine = lock(&self.machines).get(pod).cloned();
+        machine.is_some_and(|machine| machine.end("was killed by signal 11", "injected crash"))
+    }
+
+    /// Pods whose machines run.
+    pub fn running(&self) -> Vec<SandboxId> {
+        let machines = lock(&self.machines);
+        machines
+            .values()
+            .filter(|machine| machine.is_running())
+            .map(|machine| machine.record.pod.clone())
+            .collect()
+    }
+}
+
+impl fmt::Debug for FakeVmm {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FakeVmm")
+            .field("fault", &self.fault)
+            .finish_non_exhaustive()
+    }
+}
+
+#[async_trait]
+impl Vmm for FakeVmm {
+    fn info(&self) -> VmmInfo {
+        VmmInfo {
+            name: "fake",
+            version: "0".into(),
+            accelerator: "none",
+            accelerator_reason: "runs nothing".into(),
+        }
+    }
+
+    async fn boot(&self, spec: &VmSpec) -> Result<Arc<dyn Machine>, VmmError> {
+        let fault = *lock(&self.fault);
+        match fault {
+            Fault::Hangs => std::future::pending().await,
+            Fault::FailsToBoot => {
+                return Err(VmmError::Died {
+                    pod: spec.pod.clone(),
+                    how: "exited with status 1".into(),
+                    last_lines: "injected failure".into(),
+                });
+            }
+            Fault::None | Fault::NeverReady | Fault::RefusesDisks => {}
+        }
+        let machine = Arc::new(FakeMachine {
+            record: MachineRecord {
+                pod: spec.pod.clone(),
+                run_dir: spec.run_dir.clone(),
+                pid: std::process::id(),
+                start_time: self.started.fetch_add(1, Ordering::Relaxed),
+                console_log_bytes: spec.console_log_bytes,
+            },
+            boot: spec.boot.clone(),
+            guest: self.guest.clone(),
+            fault,
+            disks: watch::Sender::new(spec.disks.clone()),
+            exit: watch::Sender::new(None),
+            last_stream: Mutex::default(),
+            unheard: Mutex::default(),
+        });
+        lock(&self.machines).insert(spec.pod.clone(), machine.clone());
+        Ok(machine)
+    }
+
+    async fn adopt(&self, record: &MachineRecord) -> Result<Option<Arc<dyn Machine>>, VmmError> {
+        let machine = lock(&self.machines).get(&record.pod).cloned();
+        let same = machine.filter(|machine| machine.record == *record && machine.is_running());
+        Ok(same.map(|machine| machine as Arc<dyn Machine>))
+    }
+}
+
+struct FakeMachine {
+    record: MachineRecord,
+    boot: BootParams,
+    guest: Guest,
+    fault: Fault,
+    disks: watch::Sender<Vec<DiskSpec>>,
+    exit: watch::Sender<Option<MachineExit>>,
+    last_stream: Mutex<Option<OwnedFd>>,
+    /// Ends of streams to a guest that never listens.
+    unheard: Mutex<Vec<UnixStream>>,
+}
+
+impl FakeMachine {
+    fn is_running(&self) -> bool {
+        self.exit.borrow().is_none()
+    }
+
+    fn end(&self, how: &str, last_line: &str) -> bool {
+        let ended = end(
+            &self.exit,
+            MachineExit {
+                how: how.to_owned(),
+                last_lines: vec![last_line.to_owned()],
+            },
+        );
+        self.cut_stream();
+        ended
+    }
+
+    fn cut_stream(&self) {
+        if let Some(stream) = lock(&self.last_stream).take() {
+            // One that is dead already is what is wanted.
+            let _ = rustix::net::shutdown(&stream, Shutdown::Both);
+        }
+    }
+
+    fn reachable(&self, call: &str) -> Result<(), VmmError> {
+        if self.is_running() {
+            return Ok(());
+        }
+        Err(VmmError::Malformed {
+            pod: self.record.pod.clone(),
+            call: call.to_owned(),
+            reason: "control socket was closed".into(),
+        })
+    }
+
+    fn host_error(&self, action: &'static str, path: PathBuf) -> impl FnOnce(io::Error) -> VmmError {
+        let pod = self.record.pod.clone();
+        move |source| VmmError::Host {
+            pod,
+            action,
+            path,
+            source,
+        }
+    }
+}
+
+impl fmt::Debug for FakeMachine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FakeMachine")
+            .field("record", &self.record)
+            .finish_non_exhaustive()
+    }
+}
+
+#[async_trait]
+impl Machine for FakeMachine {
+    fn record(&self) -> MachineRecord {
+        self.record.clone()
+    }
+
+    async fn agent_stream(&self) -> Result<Box<dyn AgentStream>, VmmError> {
+        let open = || {
+            if !self.is_running() {
+                return Err(io::ErrorKind::ConnectionRefused.into());
+            }
+            let (ours, theirs) = UnixStream::pair()?;
+            *lock(&self.last_stream) = Some(ours.as_fd().try_clone_to_owned()?);
+            Ok((ours, theirs))
+        };
+        self.cut_stream();
+        let (ours, theirs) =
+            open().map_err(self.host_error("connect to", self.record.run_dir.join("agent.sock")))?;
+        if self.fault == Fault::NeverReady {
+            lock(&self.unheard).push(theirs);
+        } else {
+            (self.guest)(FakeGuest {
+                boot: self.boot.clone(),
+                stream: theirs,
+                disks: self.disks.subscribe(),
+                power: Power(self.exit.clone()),
+            });
+        }
+        Ok(Box::new(ours))
+    }
+
+    async fn attach_disk(&self, disk: &DiskSpec) -> Result<(), VmmError> {
+        self.reachable("attach_disk")?;
+        fs::metadata(&disk.path).map_err(self.host_error("attach", disk.path.clone()))?;
+        let plugged = self.fault != Fault::RefusesDisks
+            && self.disks.send_if_modified(|disks| {
+                let new = disks.iter().all(|known| known.serial != disk.serial);
+                if new {
+                    disks.push(disk.clone());
+                }
+                new
+            });
+        if plugged {
+            return Ok(());
+        }
+        Err(VmmError::Refused {
+            pod: self.record.pod.clone(),
+            call: format!("attaching {} as disk {}", disk.path.display(), disk.serial),
+            reason: "injected refusal, or a disk of that serial is there already".into(),
+        })
+    }
+
+    async fn detach_disk(&self, serial: &str) -> Result<(), VmmError> {
+        self.reachable("detach_disk")?;
+        self.disks
+            .send_modify(|disks| disks.retain(|disk| disk.serial != serial));
+        Ok(())
+    }
+
+    async fn last_lines(&self) -> Vec<String> {
+        self.exit
+            .borrow()
+            .as_ref()
+            .map(|exit| exit.last_lines.clone())
+            .unwrap_or_default()
+    }
+
+    async fn exited(&self) -> MachineExit {
+        let mut exit = self.exit.subscribe();
+        match exit.wait_for(Option::is_some).await.map(|exit| exit.clone()) {
+            Ok(Some(exit)) => exit,
+            _ => MachineExit {
+                how: "is gone".into(),
+                last_lines: Vec::new(),
+            },
+        }
+    }
+
+    async fn kill(&self) -> Result<(), VmmError> {
+        self.end("was killed by signal 9", "");
+        Ok(())
+    }
+}
+
+/// The first end counts. Answers whether this was it.
+fn end(switch: &watch::Sender<Option<MachineExit>>, exit: MachineExit) -> bool {
+    switch.send_if_modified(|state| {
+        let running = state.is_none();
+        if running {
+            *state = Some(exit);
+        }
+        running
+    })
+}
+
+// A std mutex: never held across an await.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

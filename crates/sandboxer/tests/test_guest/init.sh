@@ -1,0 +1,43 @@
+#!/bin/busybox sh
+# PID 1 of the contract tests' guest: answers one line per line on the agent's port.
+/bin/busybox --install -s /bin
+mount -t devtmpfs none /dev
+mount -t proc none /proc
+mount -t sysfs none /sys
+
+for port in /sys/class/virtio-ports/*; do
+    [ "$(cat "$port/name")" = org.sandboxer.agent ] && device=/dev/${port##*/}
+done
+
+# The block device whose serial number is $1.
+find_disk() {
+    for page in /sys/block/*/device/vpd_pg80; do
+        [ "$(tail -c +5 "$page" 2>/dev/null)" = "$1" ] || continue
+        disk=${page#/sys/block/}
+        echo "${disk%%/*}"
+        return
+    done
+    return 1
+}
+
+exec 3<>"$device"
+while :; do
+    # A read fails while nobody is connected on the host's side.
+    read -r command argument <&3 || { usleep 10000; continue; }
+    case $command in
+        hello) echo "hello host" >&3 ;;
+        await)
+            until disk=$(find_disk "$argument") && [ -b "/dev/$disk" ]; do usleep 10000; done
+            echo "disk $argument ro=$(cat "/sys/block/$disk/ro") starts with $(head -n 1 "/dev/$disk")" >&3
+            ;;
+        await-gone)
+            while find_disk "$argument" >/dev/null; do usleep 10000; done
+            echo "gone $argument" >&3
+            ;;
+        power-off)
+            echo "guest says goodbye" >/dev/console
+            poweroff -f
+            ;;
+        panic) exit 1 ;;
+    esac
+done

@@ -1,0 +1,245 @@
+//! A guest that tests can talk to, in memory and as an initramfs, and the pods it runs in.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test helper fails its test")]
+
+use std::{
+    fs,
+    os::unix::fs::PermissionsExt,
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    time::Duration,
+};
+
+use sandboxer::{
+    config::{Accelerator, VmConfig},
+    vmm::{AgentStream, DiskSpec, Machine, VmSpec, fake::FakeGuest, qemu::Qemu},
+};
+use sandboxer_protocol::{boot::BootParams, link::LinkKey};
+use tempfile::TempDir;
+use tokio::{
+    io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
+    time::timeout,
+};
+
+const LONG: Duration = Duration::from_secs(90);
+
+/// The double's guest: the same answers as `init.sh`.
+pub fn serve_in_memory(guest: FakeGuest) {
+    tokio::spawn(async move {
+        let FakeGuest {
+            stream,
+            mut disks,
+            power,
+            ..
+        } = guest;
+        let (read, mut write) = stream.into_split();
+        let mut lines = BufReader::new(read).lines();
+        while let Ok(Some(line)) = lines.next_line().await {
+            let (command, argument) = line.split_once(' ').unwrap_or((&line, ""));
+            let named = |disk: &&DiskSpec| disk.serial == argument;
+            let answer = match command {
+                "hello" => "hello host".to_owned(),
+                "await" => {
+                    let disks = disks
+                        .wait_for(|disks| disks.iter().any(|disk| named(&disk)))
+                        .await
+                        .unwrap();
+                    let disk = disks.iter().find(named).unwrap();
+                    let first = fs::read_to_string(&disk.path).unwrap();
+                    let first = first.lines().next().unwrap();
+                    format!(
+                        "disk {argument} ro={} starts with {first}",
+                        u8::from(disk.read_only)
+                    )
+                }
+                "await-gone" => {
+                    disks
+                        .wait_for(|disks| !disks.iter().any(|disk| named(&disk)))
+                        .await
+                        .unwrap();
+                    format!("gone {argument}")
+                }
+                "power-off" => return power.off(&["guest says goodbye"]),
+                other => panic!("unknown command {other}"),
+            };
+            if write.write_all(format!("{answer}\n").as_bytes()).await.is_err() {
+                return;
+            }
+        }
+    });
+}
+
+/// A conversation with a test guest.
+pub struct Guest(BufReader<Box<dyn AgentStream>>);
+
+impl Guest {
+    pub async fn of(machine: &dyn Machine) -> Self {
+        Self(BufReader::new(
+            machine.agent_stream().await.expect("the agent has a stream"),
+        ))
+    }
+
+    pub async fn tell(&mut self, line: &str) {
+        self.0.write_all(format!("{line}\n").as_bytes()).await.unwrap();
+    }
+
+    pub async fn ask(&mut self, line: &str) -> String {
+        self.tell(line).await;
+        let mut answer = String::new();
+        timeout(LONG, self.0.read_line(&mut answer))
+            .await
+            .expect("the guest answers")
+            .unwrap();
+        answer.trim_end().to_owned()
+    }
+
+    pub fn into_stream(self) -> Box<dyn AgentStream> {
+        self.0.into_inner()
+    }
+}
+
+/// A pod's files, gone with it.
+pub struct Pod {
+    name: &'static str,
+    dir: TempDir,
+}
+
+impl Pod {
+    pub fn new(name: &'static str) -> Self {
+        let pod = Self {
+            name,
+            dir: tempfile::tempdir().unwrap(),
+        };
+        fs::create_dir(pod.path("run")).unwrap();
+        pod
+    }
+
+    pub fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    pub fn spec(&self) -> VmSpec {
+        VmSpec {
+            pod: self.name.parse().unwrap(),
+            run_dir: self.path("run"),
+            vcpus: 1,
+            memory_mib: 128,
+            kernel: built("vmlinux"),
+            initramfs: self.initramfs(),
+            boot: BootParams {
+                link_key: LinkKey::random(),
+                log: None,
+            },
+            disks: Vec::new(),
+            console_log_bytes: 64 << 10,
+        }
+    }
+
+    /// A disk whose first line is its serial.
+    pub fn disk(&self, serial: &str) -> DiskSpec {
+        let path = self.path(&format!("{serial}.img"));
+        let mut image = format!("{serial}\n").into_bytes();
+        image.resize(1 << 20, 0);
+        fs::write(&path, image).unwrap();
+        DiskSpec {
+            serial: serial.into(),
+            path,
+            read_only: false,
+        }
+    }
+
+    pub fn script(&self, name: &str, body: &str) -> PathBuf {
+        let path = self.path(name);
+        fs::write(&path, format!("#!/bin/sh\n{body}\n")).unwrap();
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        path
+    }
+
+    /// No socket, and no process whose id a script wrote to `pid`.
+    pub async fn assert_nothing_left(&self) {
+        let sockets: Vec<_> = fs::read_dir(self.path("run"))
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .filter(|name| name.ends_with(".sock"))
+            .collect();
+        assert!(sockets.is_empty(), "left behind: {sockets:?}");
+        let pid = fs::read_to_string(self.path("pid")).unwrap();
+        let process = Path::new("/proc").join(pid.trim());
+        let gone = async {
+            while process.exists() {
+                tokio::task::yield_now().await;
+            }
+        };
+        timeout(LONG, gone)
+            .await
+            .expect("the process is killed and reaped");
+    }
+
+    fn initramfs(&self) -> PathBuf {
+        let root = self.path("root");
+        let archive = self.path("initramfs.cpio");
+        for dir in ["bin", "dev", "proc", "sys"] {
+            fs::create_dir_all(root.join(dir)).unwrap();
+        }
+        fs::copy("/bin/busybox", root.join("bin/busybox")).expect("Debian's busybox-static is installed");
+        fs::copy(
+            Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/test_guest/init.sh"),
+            root.join("init"),
+        )
+        .unwrap();
+        fs::set_permissions(root.join("init"), fs::Permissions::from_mode(0o755)).unwrap();
+        let mut cpio = Command::new("cpio")
+            .args(["--quiet", "-H", "newc", "-o"])
+            .current_dir(&root)
+            .stdin(Stdio::piped())
+            .stdout(fs::File::create(&archive).unwrap())
+            .spawn()
+            .expect("cpio is installed");
+        let names = b"bin\nbin/busybox\ndev\ninit\nproc\nsys\n";
+        std::io::Write::write_all(&mut cpio.stdin.take().unwrap(), names).unwrap();
+        assert!(cpio.wait().unwrap().success());
+        archive
+    }
+}
+
+/// QEMU with whatever accelerator works here.
+pub async fn qemu() -> Qemu {
+    qemu_program(Path::new("qemu-system-x86_64")).await
+}
+
+pub async fn qemu_program(program: &Path) -> Qemu {
+    let real = program
+        .file_name()
+        .is_some_and(|name| name == "qemu-system-x86_64");
+    Qemu::new(&VmConfig {
+        qemu: program.into(),
+        accelerator: Accelerator::Auto,
+        kernel: built("vmlinux"),
+        initramfs: built("initramfs.cpio"),
+        default_vcpus: 1,
+        default_memory_mib: 128,
+        max_vcpus: 1,
+        max_memory_mib: 128,
+        // A stand-in that hangs shall not hang the test for long.
+        boot_timeout: if real { LONG } else { Duration::from_secs(2) },
+        call_timeout: Duration::from_secs(20),
+        agent_timeout: LONG,
+        console_log_bytes: 64 << 10,
+        agent_log: None,
+    })
+    .await
+    .expect("auto always finds an accelerator")
+}
+
+/// A part of the guest image.
+fn built(name: &str) -> PathBuf {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../target/guest")
+        .join(name);
+    assert!(
+        name != "vmlinux" || path.exists(),
+        "{} is not built: run `make guest-image`",
+        path.display()
+    );
+    path
+}

@@ -1,7 +1,11 @@
 //! What every VMM owes the daemon. The double in `vmm/fake.rs` and QEMU with the real guest kernel
 //! are held to the same words.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "helpers of tests fail their test")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "helpers of tests fail their test"
+)]
 
 mod test_guest;
 

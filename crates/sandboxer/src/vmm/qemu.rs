@@ -8,59 +8,32 @@
 //! run_dir/vmm.log        QEMU's stdout and stderr, bounded likewise
 //! ```
 
+mod accelerator;
 mod command_line;
+mod machine;
 
 use std::{
     fs, io,
-    os::fd::{AsFd, AsRawFd, OwnedFd},
-    path::{Path, PathBuf},
-    process::Stdio,
-    sync::{Arc, Mutex, PoisonError},
+    os::fd::AsRawFd,
+    path::PathBuf,
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
 use async_trait::async_trait;
-use rustix::net::Shutdown;
-use sandboxer_protocol::id::SandboxId;
-use tokio::net::unix::pipe;
 
-use self::command_line::{Execution, Sockets};
+pub use self::accelerator::QemuSetupError;
+use self::{
+    command_line::{Execution, Sockets},
+    machine::{AGENT, CONSOLE, CONTROL, Captures, QemuMachine, SocketFiles, answer, host},
+};
 use super::{
-    AgentStream, DiskSpec, Machine, MachineExit, MachineRecord, VmSpec, Vmm, VmmError, VmmInfo,
-    capture::Capture,
-    kvm::{self, KvmUnusable},
+    Machine, MachineRecord, VmSpec, Vmm, VmmError, VmmInfo,
     process::{self, Process, Starting},
-    qmp::{Qmp, QmpError},
+    qmp::Qmp,
     socket, tsc,
 };
-use crate::config::{Accelerator, VmConfig};
-
-const CONTROL: &str = "control.sock";
-const AGENT: &str = "agent.sock";
-const CONSOLE: &str = "console.sock";
-/// Most bytes of QEMU's own words that are kept.
-const VMM_LOG_BYTES: u64 = 64 << 10;
-/// Lines of QEMU's last words.
-const VMM_LINES: usize = 4;
-/// Lines of the guest's: a panic with its call trace takes up to 20.
-const CONSOLE_LINES: usize = 24;
-/// A KVM that takes longer over its test than this is not usable; the test itself takes 0.15 s at most.
-const KVM_TEST_LIMIT: Duration = Duration::from_secs(5);
-/// Longest wait for `--version`.
-const VERSION_LIMIT: Duration = Duration::from_secs(5);
-
-/// Why QEMU can't be used as configured.
-#[derive(Debug, thiserror::Error)]
-pub enum QemuSetupError {
-    /// The configuration asks for KVM.
-    #[error("accelerator \"kvm\" is configured and doesn't work here: set it to \"auto\" or \"tcg\"")]
-    NoKvm(#[source] KvmUnusable),
-    /// The test didn't come back.
-    #[error(
-        "accelerator \"kvm\" is configured and its test did not end within {0:?}: set it to \"auto\" or \"tcg\""
-    )]
-    KvmHung(Duration),
-}
+use crate::config::VmConfig;
 
 /// QEMU, with the accelerator chosen.
 #[derive(Debug)]
@@ -76,9 +49,9 @@ impl Qemu {
     /// Chooses the accelerator, by measurement where `auto` is configured.
     pub async fn new(config: &VmConfig) -> Result<Self, QemuSetupError> {
         let (version, tsc_khz, chosen) = tokio::join!(
-            version(&config.qemu),
+            accelerator::version(&config.qemu),
             tsc::frequency_khz(),
-            choose(config.accelerator)
+            accelerator::choose(config.accelerator)
         );
         let (accelerator, reason) = chosen?;
         let execution = match accelerator {
@@ -126,18 +99,17 @@ impl Vmm for Qemu {
 
     async fn boot(&self, spec: &VmSpec) -> Result<Arc<dyn Machine>, VmmError> {
         let pod = &spec.pod;
-        let files = SocketFiles::new(&spec.run_dir);
-        let listen = |name| {
-            socket::listen(&spec.run_dir, name).map_err(host(pod, "listen on", spec.run_dir.join(name)))
-        };
-        let [control, agent, console] = [listen(CONTROL)?, listen(AGENT)?, listen(CONSOLE)?];
+        let mut files = SocketFiles::default();
+        let control = files.listen(spec, CONTROL)?;
+        let agent = files.listen(spec, AGENT)?;
+        let console = files.listen(spec, CONSOLE)?;
         let numbers = Sockets {
             control: control.as_raw_fd(),
             agent: agent.as_raw_fd(),
             console: console.as_raw_fd(),
         };
         let arguments = command_line::arguments(spec, self.execution, numbers);
-        let inherited: Vec<OwnedFd> = vec![control.into(), agent.into(), console.into()];
+        let inherited = vec![control, agent, console];
 
         let program = self.program.clone();
         let spawned = tokio::task::spawn_blocking(move || process::spawn(&program, arguments, inherited));
@@ -239,239 +211,5 @@ impl Qemu {
             how,
             last_lines: captures.last_lines().await.join(" | "),
         })
-    }
-}
-
-/// A machine run by QEMU.
-#[derive(Debug)]
-struct QemuMachine {
-    record: MachineRecord,
-    process: Arc<Process>,
-    qmp: Qmp,
-    captures: Captures,
-    call_timeout: Duration,
-    /// Another hold on the stream given out last: QEMU takes the next one only when this is dead.
-    agent: Mutex<Option<OwnedFd>>,
-}
-
-#[async_trait]
-impl Machine for QemuMachine {
-    fn record(&self) -> MachineRecord {
-        self.record.clone()
-    }
-
-    async fn agent_stream(&self) -> Result<Box<dyn AgentStream>, VmmError> {
-        let fresh = || -> io::Result<_> {
-            let mut last = self.agent.lock().unwrap_or_else(PoisonError::into_inner);
-            if let Some(last) = last.take() {
-                // One that is dead already is what is wanted.
-                let _ = rustix::net::shutdown(&last, Shutdown::Both);
-            }
-            let stream = socket::connect(&self.record.run_dir, AGENT)?;
-            *last = Some(stream.as_fd().try_clone_to_owned()?);
-            Ok(stream)
-        };
-        let stream = fresh().map_err(host(
-            &self.record.pod,
-            "connect to",
-            self.record.run_dir.join(AGENT),
-        ))?;
-        Ok(Box::new(stream))
-    }
-
-    async fn attach_disk(&self, disk: &DiskSpec) -> Result<(), VmmError> {
-        let pod = &self.record.pod;
-        fs::metadata(&disk.path).map_err(host(pod, "attach", disk.path.clone()))?;
-        let call = format!("attaching {} as disk {}", disk.path.display(), disk.serial);
-        self.qmp
-            .blockdev_add(&command_line::block_node(disk), self.call_timeout)
-            .await
-            .map_err(answer(pod, &call))?;
-        let plugged = self
-            .qmp
-            .device_add(command_line::disk_device(disk), self.call_timeout)
-            .await;
-        if plugged.is_err()
-            && let Err(error) = self.detach_disk(&disk.serial).await
-        {
-            tracing::warn!(%pod, disk = disk.serial, %error, "cannot undo half an attachment");
-        }
-        plugged.map_err(answer(pod, &call))
-    }
-
-    async fn detach_disk(&self, serial: &str) -> Result<(), VmmError> {
-        let detach = async {
-            self.qmp
-                .device_del(&command_line::device_id(serial), self.call_timeout)
-                .await?;
-            self.qmp
-                .blockdev_del(&command_line::node_name(serial), self.call_timeout)
-                .await
-        };
-        detach
-            .await
-            .map_err(answer(&self.record.pod, &format!("detaching disk {serial}")))
-    }
-
-    async fn last_lines(&self) -> Vec<String> {
-        self.captures.last_lines().await
-    }
-
-    async fn exited(&self) -> MachineExit {
-        let exit = self.process.exited().await;
-        self.captures.drained().await;
-        MachineExit {
-            how: exit.to_string(),
-            last_lines: self.captures.last_lines().await,
-        }
-    }
-
-    async fn kill(&self) -> Result<(), VmmError> {
-        let pod = &self.record.pod;
-        let proc = PathBuf::from(format!("/proc/{}", self.record.pid));
-        self.process.kill().map_err(host(pod, "kill", proc))?;
-        let limit = self.call_timeout;
-        tokio::time::timeout(limit, self.process.exited())
-            .await
-            .map_err(|_| VmmError::Hung {
-                pod: pod.clone(),
-                call: "SIGKILL".into(),
-                limit,
-            })?;
-        drop(SocketFiles::new(&self.record.run_dir));
-        Ok(())
-    }
-}
-
-/// What the two hostile parties of a machine print.
-#[derive(Debug)]
-struct Captures {
-    vmm: Capture,
-    console: Capture,
-}
-
-impl Captures {
-    fn start(words: OwnedFd, run_dir: &Path, console_bytes: u64) -> io::Result<Self> {
-        let words = pipe::Receiver::from_owned_fd(words)?;
-        let console = socket::connect(run_dir, CONSOLE)?;
-        Ok(Self {
-            vmm: Capture::start(words, run_dir.join("vmm.log"), VMM_LOG_BYTES),
-            console: Capture::start(console, run_dir.join("console.log"), console_bytes),
-        })
-    }
-
-    /// All that an ended process printed is in the files from here on.
-    async fn drained(&self) {
-        tokio::join!(self.vmm.drained(), self.console.drained());
-    }
-
-    async fn last_lines(&self) -> Vec<String> {
-        let mut lines = self.vmm.last_lines(VMM_LINES).await;
-        lines.extend(self.console.last_lines(CONSOLE_LINES).await);
-        lines
-    }
-}
-
-/// The files of a machine's sockets, removed on drop unless kept.
-#[derive(Debug)]
-struct SocketFiles<'a> {
-    run_dir: &'a Path,
-    kept: bool,
-}
-
-impl<'a> SocketFiles<'a> {
-    fn new(run_dir: &'a Path) -> Self {
-        Self { run_dir, kept: false }
-    }
-
-    fn keep(mut self) {
-        self.kept = true;
-    }
-}
-
-impl Drop for SocketFiles<'_> {
-    fn drop(&mut self) {
-        if self.kept {
-            return;
-        }
-        for name in [CONTROL, AGENT, CONSOLE] {
-            let path = self.run_dir.join(name);
-            if let Err(error) = fs::remove_file(&path)
-                && error.kind() != io::ErrorKind::NotFound
-            {
-                tracing::warn!(path = %path.display(), %error, "cannot remove a machine's socket");
-            }
-        }
-    }
-}
-
-/// Makes of a host's error one that names the pod and what was attempted.
-fn host(pod: &SandboxId, action: &'static str, path: PathBuf) -> impl FnOnce(io::Error) -> VmmError {
-    let pod = pod.clone();
-    move |source| VmmError::Host {
-        pod,
-        action,
-        path,
-        source,
-    }
-}
-
-/// Makes of QEMU's answer an error that names the pod and what was asked.
-fn answer(pod: &SandboxId, call: &str) -> impl FnOnce(QmpError) -> VmmError {
-    let (pod, call) = (pod.clone(), call.to_owned());
-    move |error| match error {
-        QmpError::Timeout(limit) => VmmError::Hung { pod, call, limit },
-        QmpError::Refused { reason, .. } => VmmError::Refused { pod, call, reason },
-        QmpError::Malformed(reason) => VmmError::Malformed { pod, call, reason },
-        QmpError::Closed => VmmError::Malformed {
-            pod,
-            call,
-            reason: error.to_string(),
-        },
-    }
-}
-
-/// The accelerator, and why this one.
-async fn choose(configured: Accelerator) -> Result<(&'static str, String), QemuSetupError> {
-    if configured == Accelerator::Tcg {
-        return Ok(("tcg", "configured".into()));
-    }
-    let test = tokio::task::spawn_blocking(|| kvm::measure(Path::new("/dev/kvm")));
-    let unusable = match tokio::time::timeout(KVM_TEST_LIMIT, test).await {
-        Ok(Ok(Ok(rate))) => {
-            let reason = format!("KVM runs {:.0} million guest instructions per second", rate / 1e6);
-            return Ok(("kvm", reason));
-        }
-        Ok(Ok(Err(unusable))) => QemuSetupError::NoKvm(unusable),
-        Ok(Err(_)) | Err(_) => QemuSetupError::KvmHung(KVM_TEST_LIMIT),
-    };
-    match (configured, unusable) {
-        (Accelerator::Kvm, unusable) => Err(unusable),
-        (_, QemuSetupError::NoKvm(unusable)) => Ok(("tcg", unusable.to_string())),
-        (_, QemuSetupError::KvmHung(limit)) => {
-            Ok(("tcg", format!("the test of KVM did not end within {limit:?}")))
-        }
-    }
-}
-
-/// The version QEMU reports. A QEMU that can't be run is no error yet: each boot will say so.
-async fn version(program: &Path) -> String {
-    let output = tokio::process::Command::new(program)
-        .arg("--version")
-        .stdin(Stdio::null())
-        .stderr(Stdio::null())
-        .kill_on_drop(true)
-        .output();
-    match tokio::time::timeout(VERSION_LIMIT, output).await {
-        Ok(Ok(output)) => {
-            let text = String::from_utf8_lossy(&output.stdout);
-            let line = text.lines().next().unwrap_or_default();
-            line.trim_start_matches("QEMU emulator version ")
-                .chars()
-                .take(100)
-                .collect()
-        }
-        Ok(Err(error)) => format!("unknown: {error}"),
-        Err(_) => format!("unknown: no answer within {VERSION_LIMIT:?}"),
     }
 }

@@ -11,11 +11,14 @@ use std::{
         fd::AsRawFd,
         unix::{
             fs::{OpenOptionsExt, PermissionsExt},
-            net::{UnixListener, UnixStream},
+            net::UnixListener,
         },
     },
     path::{Path, PathBuf},
 };
+
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
+use tokio::net::UnixStream;
 
 /// Makes `dir/name` and listens on it; only this user can connect.
 pub fn listen(dir: &Path, name: &str) -> io::Result<UnixListener> {
@@ -27,11 +30,12 @@ pub fn listen(dir: &Path, name: &str) -> io::Result<UnixListener> {
 }
 
 /// Connects to `dir/name`. Never waits: the listener's queue takes it or it fails.
-pub fn connect(dir: &Path, name: &str) -> io::Result<tokio::net::UnixStream> {
+pub fn connect(dir: &Path, name: &str) -> io::Result<UnixStream> {
     let handle = open(dir)?;
-    let stream = UnixStream::connect(within(&handle, name))?;
-    stream.set_nonblocking(true)?;
-    tokio::net::UnixStream::from_std(stream)
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::net::connect(&socket, &SocketAddrUnix::new(within(&handle, name))?)?;
+    UnixStream::from_std(socket.into())
 }
 
 fn open(dir: &Path) -> io::Result<File> {

@@ -1,6 +1,10 @@
 //! A guest that tests can talk to, in memory and as an initramfs, and the pods it runs in.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test helper fails its test")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "a test helper fails its test"
+)]
 
 use std::{
     fs,

@@ -1,0 +1,229 @@
+//! A running QEMU.
+
+use std::{
+    fs, io,
+    os::fd::{AsFd, OwnedFd},
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError},
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use rustix::net::Shutdown;
+use sandboxer_protocol::id::SandboxId;
+use tokio::net::unix::pipe;
+
+use super::command_line;
+use crate::vmm::{
+    AgentStream, DiskSpec, Machine, MachineExit, MachineRecord, VmSpec, VmmError,
+    capture::Capture,
+    process::Process,
+    qmp::{Qmp, QmpError},
+    socket,
+};
+
+pub(super) const CONTROL: &str = "control.sock";
+pub(super) const AGENT: &str = "agent.sock";
+pub(super) const CONSOLE: &str = "console.sock";
+/// Most bytes of QEMU's own words that are kept.
+const VMM_LOG_BYTES: u64 = 64 << 10;
+/// Lines of QEMU's last words.
+const VMM_LINES: usize = 4;
+/// Lines of the guest's: a panic with its call trace takes up to 20.
+const CONSOLE_LINES: usize = 24;
+
+/// A machine run by QEMU.
+#[derive(Debug)]
+pub(super) struct QemuMachine {
+    pub(super) record: MachineRecord,
+    pub(super) process: Arc<Process>,
+    pub(super) qmp: Qmp,
+    pub(super) captures: Captures,
+    pub(super) call_timeout: Duration,
+    /// Another hold on the stream given out last: QEMU takes the next one only when this is dead.
+    pub(super) agent: Mutex<Option<OwnedFd>>,
+}
+
+#[async_trait]
+impl Machine for QemuMachine {
+    fn record(&self) -> MachineRecord {
+        self.record.clone()
+    }
+
+    async fn agent_stream(&self) -> Result<Box<dyn AgentStream>, VmmError> {
+        let fresh = || -> io::Result<_> {
+            let mut last = self.agent.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Some(last) = last.take() {
+                // One that is dead already is what is wanted.
+                let _ = rustix::net::shutdown(&last, Shutdown::Both);
+            }
+            let stream = socket::connect(&self.record.run_dir, AGENT)?;
+            *last = Some(stream.as_fd().try_clone_to_owned()?);
+            Ok(stream)
+        };
+        let stream = fresh().map_err(host(
+            &self.record.pod,
+            "connect to",
+            self.record.run_dir.join(AGENT),
+        ))?;
+        Ok(Box::new(stream))
+    }
+
+    async fn attach_disk(&self, disk: &DiskSpec) -> Result<(), VmmError> {
+        let pod = &self.record.pod;
+        fs::metadata(&disk.path).map_err(host(pod, "attach", disk.path.clone()))?;
+        let call = format!("attaching {} as disk {}", disk.path.display(), disk.serial);
+        self.qmp
+            .blockdev_add(&command_line::block_node(disk), self.call_timeout)
+            .await
+            .map_err(answer(pod, &call))?;
+        let plugged = self
+            .qmp
+            .device_add(command_line::disk_device(disk), self.call_timeout)
+            .await;
+        if plugged.is_err()
+            && let Err(error) = self.detach_disk(&disk.serial).await
+        {
+            tracing::warn!(%pod, disk = disk.serial, %error, "cannot undo half an attachment");
+        }
+        plugged.map_err(answer(pod, &call))
+    }
+
+    async fn detach_disk(&self, serial: &str) -> Result<(), VmmError> {
+        let detach = async {
+            self.qmp
+                .device_del(&command_line::device_id(serial), self.call_timeout)
+                .await?;
+            self.qmp
+                .blockdev_del(&command_line::node_name(serial), self.call_timeout)
+                .await
+        };
+        detach
+            .await
+            .map_err(answer(&self.record.pod, &format!("detaching disk {serial}")))
+    }
+
+    async fn last_lines(&self) -> Vec<String> {
+        self.captures.last_lines().await
+    }
+
+    async fn exited(&self) -> MachineExit {
+        let exit = self.process.exited().await;
+        self.captures.drained().await;
+        MachineExit {
+            how: exit.to_string(),
+            last_lines: self.captures.last_lines().await,
+        }
+    }
+
+    async fn kill(&self) -> Result<(), VmmError> {
+        let pod = &self.record.pod;
+        let proc = PathBuf::from(format!("/proc/{}", self.record.pid));
+        self.process.kill().map_err(host(pod, "kill", proc))?;
+        let limit = self.call_timeout;
+        tokio::time::timeout(limit, self.process.exited())
+            .await
+            .map_err(|_| VmmError::Hung {
+                pod: pod.clone(),
+                call: "SIGKILL".into(),
+                limit,
+            })?;
+        drop(SocketFiles::of_ended(&self.record.run_dir));
+        Ok(())
+    }
+}
+
+/// What the two hostile parties of a machine print.
+#[derive(Debug)]
+pub(super) struct Captures {
+    vmm: Capture,
+    console: Capture,
+}
+
+impl Captures {
+    pub(super) fn start(words: OwnedFd, run_dir: &Path, console_bytes: u64) -> io::Result<Self> {
+        let words = pipe::Receiver::from_owned_fd(words)?;
+        let console = socket::connect(run_dir, CONSOLE)?;
+        Ok(Self {
+            vmm: Capture::start(words, run_dir.join("vmm.log"), VMM_LOG_BYTES),
+            console: Capture::start(console, run_dir.join("console.log"), console_bytes),
+        })
+    }
+
+    /// All that an ended process printed is in the files from here on.
+    pub(super) async fn drained(&self) {
+        tokio::join!(self.vmm.drained(), self.console.drained());
+    }
+
+    pub(super) async fn last_lines(&self) -> Vec<String> {
+        let mut lines = self.vmm.last_lines(VMM_LINES).await;
+        lines.extend(self.console.last_lines(CONSOLE_LINES).await);
+        lines
+    }
+}
+
+/// Socket files of a machine that starts, removed on drop unless kept.
+#[derive(Debug, Default)]
+pub(super) struct SocketFiles(Vec<PathBuf>);
+
+impl SocketFiles {
+    /// Those of a machine that has ended.
+    fn of_ended(run_dir: &Path) -> Self {
+        Self([CONTROL, AGENT, CONSOLE].map(|name| run_dir.join(name)).into())
+    }
+
+    pub(super) fn listen(&mut self, spec: &VmSpec, name: &str) -> Result<OwnedFd, VmmError> {
+        let path = spec.run_dir.join(name);
+        let listener =
+            socket::listen(&spec.run_dir, name).map_err(host(&spec.pod, "listen on", path.clone()))?;
+        // Only what was made here: a file that was there may be a running machine's.
+        self.0.push(path);
+        Ok(listener.into())
+    }
+
+    pub(super) fn keep(mut self) {
+        self.0.clear();
+    }
+}
+
+impl Drop for SocketFiles {
+    fn drop(&mut self) {
+        for path in &self.0 {
+            if let Err(error) = fs::remove_file(path)
+                && error.kind() != io::ErrorKind::NotFound
+            {
+                tracing::warn!(path = %path.display(), %error, "cannot remove a machine's socket");
+            }
+        }
+    }
+}
+
+/// Makes of a host's error one that names the pod and what was attempted.
+pub(super) fn host(
+    pod: &SandboxId,
+    action: &'static str,
+    path: PathBuf,
+) -> impl FnOnce(io::Error) -> VmmError {
+    let pod = pod.clone();
+    move |source| VmmError::Host {
+        pod,
+        action,
+        path,
+        source,
+    }
+}
+
+/// Makes of QEMU's answer an error that names the pod and what was asked.
+pub(super) fn answer(pod: &SandboxId, call: &str) -> impl FnOnce(QmpError) -> VmmError {
+    let (pod, call) = (pod.clone(), call.to_owned());
+    move |error| match error {
+        QmpError::Timeout(limit) => VmmError::Hung { pod, call, limit },
+        QmpError::Refused { reason, .. } => VmmError::Refused { pod, call, reason },
+        QmpError::Malformed(reason) => VmmError::Malformed { pod, call, reason },
+        QmpError::Closed => VmmError::Malformed {
+            pod,
+            call,
+            reason: error.to_string(),
+        },
+    }
+}

@@ -4,7 +4,6 @@
 //! name. A machine outlives the daemon: dropping a handle never ends it, and [`Vmm::adopt`] takes
 //! it up again from its [`MachineRecord`].
 
-
 mod capture;
 pub mod console;
 pub mod fake;

@@ -27,6 +27,8 @@ use tokio::{
     sync::watch,
 };
 
+use super::strays;
+
 /// How a process ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exit {
@@ -66,11 +68,12 @@ pub struct Starting {
 
 /// Starts `program` in a session of its own, so that no signal to the daemon's reaches it.
 ///
-/// `inherited` are open in it under the numbers they have here. Its stdout and stderr are the
-/// returned pipe. Blocks for the time of a fork: call it where blocking is allowed, inside a runtime.
+/// `inherited` are open in it under the numbers they have here. Its environment is `PATH` and
+/// [`strays::MARK`] with `run_dir`. Its stdout and stderr are the returned pipe. Blocks for the time of a fork: call it where blocking is allowed, inside a runtime.
 pub fn spawn(
     program: &Path,
     arguments: Vec<OsString>,
+    run_dir: &Path,
     inherited: Vec<OwnedFd>,
 ) -> io::Result<(Starting, OwnedFd)> {
     let (words, their_words) = io::pipe()?;
@@ -78,6 +81,9 @@ pub fn spawn(
     command
         .args(arguments)
         .current_dir("/")
+        .env_clear()
+        .envs(std::env::var_os("PATH").map(|path| ("PATH", path)))
+        .env(strays::MARK, run_dir)
         .stdin(Stdio::null())
         .stdout(their_words.try_clone()?)
         .stderr(their_words);

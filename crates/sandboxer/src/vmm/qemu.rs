@@ -111,8 +111,9 @@ impl Vmm for Qemu {
         let arguments = command_line::arguments(spec, self.execution, numbers);
         let inherited = vec![control, agent, console];
 
-        let program = self.program.clone();
-        let spawned = tokio::task::spawn_blocking(move || process::spawn(&program, arguments, inherited));
+        let (program, run_dir) = (self.program.clone(), spec.run_dir.clone());
+        let spawned =
+            tokio::task::spawn_blocking(move || process::spawn(&program, arguments, &run_dir, inherited));
         let (process, words) = spawned
             .await
             .unwrap_or_else(|panic| Err(io::Error::other(panic)))

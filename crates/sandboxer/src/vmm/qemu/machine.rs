@@ -17,6 +17,7 @@ use super::command_line;
 use crate::vmm::{
     AgentStream, DiskSpec, Machine, MachineExit, MachineRecord, VmSpec, VmmError,
     capture::Capture,
+    console,
     process::Process,
     qmp::{Qmp, QmpError},
     socket,
@@ -146,7 +147,7 @@ impl Captures {
         let console = socket::connect(run_dir, CONSOLE)?;
         Ok(Self {
             vmm: Capture::start(words, run_dir.join("vmm.log"), VMM_LOG_BYTES),
-            console: Capture::start(console, run_dir.join("console.log"), console_bytes),
+            console: Capture::start(console, run_dir.join(console::FILE), console_bytes),
         })
     }
 

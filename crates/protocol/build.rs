@@ -16,11 +16,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         .out_dir(&agent)
         .rust_protobuf()
         .rust_protobuf_customize(ProtobufCustomize::default().gen_mod_rs(false))
-        .customize(Customize {
-            async_all: true,
-            gen_mod: false,
-            ..Default::default()
-        })
+        .customize(Customize { async_all: true, gen_mod: false, ..Default::default() })
         .run()?;
     // Inner attributes are not allowed in an included file.
     for name in ["agent.rs", "agent_ttrpc.rs"] {
@@ -35,9 +31,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
 
     #[cfg(feature = "host")]
-    tonic_prost_build::configure().compile_protos(
-        &["proto/admin.proto", "proto/containerd/controller.proto"],
-        &["proto"],
-    )?;
+    tonic_prost_build::configure()
+        .compile_protos(&["proto/admin.proto", "proto/containerd/controller.proto"], &["proto"])?;
     Ok(())
 }

@@ -78,21 +78,13 @@ pub struct PodOptions {
 impl PodOptions {
     /// A pod of this name on this handler.
     pub fn new(name: impl Into<String>, handler: impl Into<String>) -> Self {
-        Self {
-            name: name.into(),
-            handler: handler.into(),
-            ..Self::default()
-        }
+        Self { name: name.into(), handler: handler.into(), ..Self::default() }
     }
 
     /// CRI's message for it.
     pub fn to_cri(&self) -> cri::PodSandboxConfig {
         let or_name = |text: &str| {
-            if text.is_empty() {
-                self.name.clone()
-            } else {
-                text.to_owned()
-            }
+            if text.is_empty() { self.name.clone() } else { text.to_owned() }
         };
         let network = match self.network {
             Network::None => cri::NamespaceMode::Container,
@@ -103,19 +95,11 @@ impl PodOptions {
             metadata: Some(cri::PodSandboxMetadata {
                 name: self.name.clone(),
                 uid: or_name(&self.uid),
-                namespace: if self.namespace.is_empty() {
-                    "default".into()
-                } else {
-                    self.namespace.clone()
-                },
+                namespace: if self.namespace.is_empty() { "default".into() } else { self.namespace.clone() },
                 attempt: 0,
             }),
             // With the node's network a pod has the node's name: CRI refuses another one.
-            hostname: if self.network == Network::Host {
-                String::new()
-            } else {
-                or_name(&self.hostname)
-            },
+            hostname: if self.network == Network::Host { String::new() } else { or_name(&self.hostname) },
             log_directory: self
                 .log_directory
                 .as_ref()
@@ -191,34 +175,21 @@ impl ContainerOptions {
 
     /// File name of its log within the pod's log directory.
     pub fn log_name(&self) -> String {
-        if self.log_path.is_empty() {
-            format!("{}.log", self.name)
-        } else {
-            self.log_path.clone()
-        }
+        if self.log_path.is_empty() { format!("{}.log", self.name) } else { self.log_path.clone() }
     }
 
     /// CRI's message for it, in a pod with this network.
     pub fn to_cri(&self, network: Network) -> cri::ContainerConfig {
         cri::ContainerConfig {
-            metadata: Some(cri::ContainerMetadata {
-                name: self.name.clone(),
-                attempt: 0,
-            }),
-            image: Some(cri::ImageSpec {
-                image: self.image.clone(),
-                ..Default::default()
-            }),
+            metadata: Some(cri::ContainerMetadata { name: self.name.clone(), attempt: 0 }),
+            image: Some(cri::ImageSpec { image: self.image.clone(), ..Default::default() }),
             command: self.command.clone(),
             args: self.args.clone(),
             working_dir: self.working_dir.clone(),
             envs: self
                 .env
                 .iter()
-                .map(|(key, value)| cri::KeyValue {
-                    key: key.clone(),
-                    value: value.clone(),
-                })
+                .map(|(key, value)| cri::KeyValue { key: key.clone(), value: value.clone() })
                 .collect(),
             mounts: self.mounts.iter().map(Mount::to_cri).collect(),
             labels: self.labels.clone(),
@@ -272,11 +243,7 @@ pub struct Resources {
 
 impl Resources {
     fn to_cri(&self) -> cri::LinuxContainerResources {
-        let period = if self.cpu_quota != 0 && self.cpu_period == 0 {
-            100_000
-        } else {
-            self.cpu_period
-        };
+        let period = if self.cpu_quota != 0 && self.cpu_period == 0 { 100_000 } else { self.cpu_period };
         cri::LinuxContainerResources {
             cpu_quota: self.cpu_quota,
             cpu_period: period,
@@ -315,11 +282,8 @@ impl Security {
         } else {
             cri::security_profile::ProfileType::Unconfined
         };
-        let network = if network == Network::Host {
-            cri::NamespaceMode::Node
-        } else {
-            cri::NamespaceMode::Pod
-        };
+        let network =
+            if network == Network::Host { cri::NamespaceMode::Node } else { cri::NamespaceMode::Pod };
         cri::LinuxContainerSecurityContext {
             capabilities: Some(cri::Capability {
                 add_capabilities: self.add_capabilities.clone(),

@@ -212,10 +212,7 @@ pub struct Runtime {
 impl Runtime {
     /// A client of `endpoint`: `unix:///path`, `unix:/path` or a path.
     pub fn connect(endpoint: &str) -> Result<Self> {
-        let bad = |reason| RuntimeError::Endpoint {
-            endpoint: endpoint.to_owned(),
-            reason,
-        };
+        let bad = |reason| RuntimeError::Endpoint { endpoint: endpoint.to_owned(), reason };
         let path = match endpoint.split_once(':') {
             Some(("unix", rest)) => rest.strip_prefix("//").unwrap_or(rest),
             Some((scheme, _)) if !scheme.contains('/') => return Err(bad("it is no unix socket")),
@@ -255,55 +252,36 @@ impl Runtime {
         let request = cri::StatusRequest { verbose: true };
         let answer = self.runtime.clone().status(request).await;
         let answer = self.check("Status", "the runtime", answer)?;
-        Ok((
-            answer
-                .runtime_handlers
-                .into_iter()
-                .map(|handler| handler.name)
-                .collect(),
-            answer.info,
-        ))
+        Ok((answer.runtime_handlers.into_iter().map(|handler| handler.name).collect(), answer.info))
     }
 
     /// Runs a pod; its id.
     pub async fn run_pod(&self, pod: &PodOptions) -> Result<String> {
-        let request = cri::RunPodSandboxRequest {
-            config: Some(pod.to_cri()),
-            runtime_handler: pod.handler.clone(),
-        };
+        let request =
+            cri::RunPodSandboxRequest { config: Some(pod.to_cri()), runtime_handler: pod.handler.clone() };
         let answer = self.runtime.clone().run_pod_sandbox(request).await;
-        let answer = self.check(
-            "RunPodSandbox",
-            &format!("{} on handler '{}'", pod.name, pod.handler),
-            answer,
-        )?;
+        let answer =
+            self.check("RunPodSandbox", &format!("{} on handler '{}'", pod.name, pod.handler), answer)?;
         self.named("RunPodSandbox", &pod.name, answer.pod_sandbox_id)
     }
 
     /// Ends a pod and all in it. Ending an ended one is no error.
     pub async fn stop_pod(&self, id: &str) -> Result<()> {
-        let request = cri::StopPodSandboxRequest {
-            pod_sandbox_id: id.to_owned(),
-        };
+        let request = cri::StopPodSandboxRequest { pod_sandbox_id: id.to_owned() };
         let answer = self.runtime.clone().stop_pod_sandbox(request).await;
         self.check("StopPodSandbox", id, answer).map(drop)
     }
 
     /// Removes a pod and all in it. Removing an unknown one is no error.
     pub async fn remove_pod(&self, id: &str) -> Result<()> {
-        let request = cri::RemovePodSandboxRequest {
-            pod_sandbox_id: id.to_owned(),
-        };
+        let request = cri::RemovePodSandboxRequest { pod_sandbox_id: id.to_owned() };
         let answer = self.runtime.clone().remove_pod_sandbox(request).await;
         self.check("RemovePodSandbox", id, answer).map(drop)
     }
 
     /// How a pod is; `verbose` adds the runtime's own words.
     pub async fn pod(&self, id: &str, verbose: bool) -> Result<PodState> {
-        let request = cri::PodSandboxStatusRequest {
-            pod_sandbox_id: id.to_owned(),
-            verbose,
-        };
+        let request = cri::PodSandboxStatusRequest { pod_sandbox_id: id.to_owned(), verbose };
         let answer = self.runtime.clone().pod_sandbox_status(request).await;
         let answer = self.check("PodSandboxStatus", id, answer)?;
         let status = self.part("PodSandboxStatus", id, "a status", answer.status)?;
@@ -317,10 +295,7 @@ impl Runtime {
             namespace: metadata.namespace,
             ready,
             handler: status.runtime_handler,
-            addresses: first
-                .into_iter()
-                .chain(network.additional_ips.into_iter().map(|ip| ip.ip))
-                .collect(),
+            addresses: first.into_iter().chain(network.additional_ips.into_iter().map(|ip| ip.ip)).collect(),
             labels: status.labels,
             created_at: status.created_at,
             info: answer.info,
@@ -329,10 +304,7 @@ impl Runtime {
 
     /// Pods that have all of these labels; all pods with none.
     pub async fn pods(&self, labels: &HashMap<String, String>) -> Result<Vec<Listed>> {
-        let filter = cri::PodSandboxFilter {
-            label_selector: labels.clone(),
-            ..Default::default()
-        };
+        let filter = cri::PodSandboxFilter { label_selector: labels.clone(), ..Default::default() };
         let request = cri::ListPodSandboxRequest { filter: Some(filter) };
         let answer = self.runtime.clone().list_pod_sandbox(request).await;
         let answer = self.check("ListPodSandbox", "the runtime", answer)?;
@@ -370,38 +342,28 @@ impl Runtime {
 
     /// Starts a created container.
     pub async fn start_container(&self, id: &str) -> Result<()> {
-        let request = cri::StartContainerRequest {
-            container_id: id.to_owned(),
-        };
+        let request = cri::StartContainerRequest { container_id: id.to_owned() };
         let answer = self.runtime.clone().start_container(request).await;
         self.check("StartContainer", id, answer).map(drop)
     }
 
     /// Asks a container to end; `grace` later it is killed. CRI counts in seconds: it is rounded up.
     pub async fn stop_container(&self, id: &str, grace: Duration) -> Result<()> {
-        let request = cri::StopContainerRequest {
-            container_id: id.to_owned(),
-            timeout: seconds(grace),
-        };
+        let request = cri::StopContainerRequest { container_id: id.to_owned(), timeout: seconds(grace) };
         let answer = self.runtime.clone().stop_container(request).await;
         self.check("StopContainer", id, answer).map(drop)
     }
 
     /// Removes a container, running or not. Removing an unknown one is no error.
     pub async fn remove_container(&self, id: &str) -> Result<()> {
-        let request = cri::RemoveContainerRequest {
-            container_id: id.to_owned(),
-        };
+        let request = cri::RemoveContainerRequest { container_id: id.to_owned() };
         let answer = self.runtime.clone().remove_container(request).await;
         self.check("RemoveContainer", id, answer).map(drop)
     }
 
     /// How a container is; `verbose` adds the runtime's own words.
     pub async fn container(&self, id: &str, verbose: bool) -> Result<ContainerState> {
-        let request = cri::ContainerStatusRequest {
-            container_id: id.to_owned(),
-            verbose,
-        };
+        let request = cri::ContainerStatusRequest { container_id: id.to_owned(), verbose };
         let answer = self.runtime.clone().container_status(request).await;
         let answer = self.check("ContainerStatus", id, answer)?;
         let status = self.part("ContainerStatus", id, "a status", answer.status)?;
@@ -422,10 +384,8 @@ impl Runtime {
 
     /// Containers in a pod, or all with `None`.
     pub async fn containers(&self, pod: Option<&str>) -> Result<Vec<Listed>> {
-        let filter = cri::ContainerFilter {
-            pod_sandbox_id: pod.unwrap_or_default().to_owned(),
-            ..Default::default()
-        };
+        let filter =
+            cri::ContainerFilter { pod_sandbox_id: pod.unwrap_or_default().to_owned(), ..Default::default() };
         let request = cri::ListContainersRequest { filter: Some(filter) };
         let answer = self.runtime.clone().list_containers(request).await;
         let answer = self.check("ListContainers", pod.unwrap_or("every pod"), answer)?;
@@ -457,50 +417,28 @@ impl Runtime {
         };
         let answer = self.runtime.clone().exec_sync(request).await;
         let answer = self.check("ExecSync", id, answer)?;
-        Ok(ExecOutput {
-            stdout: answer.stdout,
-            stderr: answer.stderr,
-            exit_code: answer.exit_code,
-        })
+        Ok(ExecOutput { stdout: answer.stdout, stderr: answer.stderr, exit_code: answer.exit_code })
     }
 
     /// What a container uses.
     pub async fn usage(&self, id: &str) -> Result<Usage> {
-        let request = cri::ContainerStatsRequest {
-            container_id: id.to_owned(),
-        };
+        let request = cri::ContainerStatsRequest { container_id: id.to_owned() };
         let answer = self.runtime.clone().container_stats(request).await;
         let answer = self.check("ContainerStats", id, answer)?;
         let stats = self.part("ContainerStats", id, "stats", answer.stats)?;
         Ok(Usage {
-            cpu_ns: stats
-                .cpu
-                .and_then(|cpu| cpu.usage_core_nano_seconds)
-                .map(|value| value.value),
-            memory_bytes: stats
-                .memory
-                .and_then(|memory| memory.working_set_bytes)
-                .map(|value| value.value),
+            cpu_ns: stats.cpu.and_then(|cpu| cpu.usage_core_nano_seconds).map(|value| value.value),
+            memory_bytes: stats.memory.and_then(|memory| memory.working_set_bytes).map(|value| value.value),
         })
     }
 
     /// An image on the node; `None` when it is not there.
     pub async fn image(&self, reference: &str) -> Result<Option<Image>> {
-        let image = cri::ImageSpec {
-            image: reference.to_owned(),
-            ..Default::default()
-        };
-        let request = cri::ImageStatusRequest {
-            image: Some(image),
-            verbose: false,
-        };
+        let image = cri::ImageSpec { image: reference.to_owned(), ..Default::default() };
+        let request = cri::ImageStatusRequest { image: Some(image), verbose: false };
         let answer = self.images.clone().image_status(request).await;
         let answer = self.check("ImageStatus", reference, answer)?;
-        Ok(answer.image.map(|image| Image {
-            id: image.id,
-            digests: image.repo_digests,
-            size: image.size,
-        }))
+        Ok(answer.image.map(|image| Image { id: image.id, digests: image.repo_digests, size: image.size }))
     }
 
     /// What gRPC says, in our words.
@@ -518,10 +456,7 @@ impl Runtime {
         let io = std::iter::successors(std::error::Error::source(&status), |error| error.source())
             .find_map(|error| error.downcast_ref::<std::io::Error>());
         if let (Code::Unavailable | Code::Unknown, Some(io)) = (status.code(), io) {
-            return Err(RuntimeError::Unreachable {
-                endpoint: self.socket.clone(),
-                reason: io.to_string(),
-            });
+            return Err(RuntimeError::Unreachable { endpoint: self.socket.clone(), reason: io.to_string() });
         }
         Err(RuntimeError::Refused {
             call,
@@ -538,11 +473,7 @@ impl Runtime {
         lacking: &'static str,
         part: Option<T>,
     ) -> Result<T> {
-        part.ok_or_else(|| RuntimeError::Incomplete {
-            call,
-            subject: subject.to_owned(),
-            lacking,
-        })
+        part.ok_or_else(|| RuntimeError::Incomplete { call, subject: subject.to_owned(), lacking })
     }
 
     fn named(&self, call: &'static str, subject: &str, id: String) -> Result<String> {
@@ -580,17 +511,10 @@ mod tests {
         for endpoint in ["unix:///run/c.sock", "unix:/run/c.sock", "/run/c.sock"] {
             let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
             let _inside = runtime.enter();
-            assert_eq!(
-                Runtime::connect(endpoint).unwrap().socket(),
-                Path::new("/run/c.sock"),
-                "{endpoint}"
-            );
+            assert_eq!(Runtime::connect(endpoint).unwrap().socket(), Path::new("/run/c.sock"), "{endpoint}");
         }
         for endpoint in ["tcp://1.2.3.4:5", "run/c.sock", "", "unix://relative"] {
-            assert!(
-                matches!(Runtime::connect(endpoint), Err(RuntimeError::Endpoint { .. })),
-                "{endpoint}"
-            );
+            assert!(matches!(Runtime::connect(endpoint), Err(RuntimeError::Endpoint { .. })), "{endpoint}");
         }
     }
 
@@ -598,17 +522,10 @@ mod tests {
     async fn a_dead_endpoint_is_named() {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("nobody.sock");
-        let error = Runtime::connect(socket.to_str().unwrap())
-            .unwrap()
-            .version()
-            .await
-            .unwrap_err();
+        let error = Runtime::connect(socket.to_str().unwrap()).unwrap().version().await.unwrap_err();
         let text = error.to_string();
         assert!(matches!(error, RuntimeError::Unreachable { .. }), "{text}");
-        assert!(
-            text.contains("nobody.sock") && text.contains("No such file"),
-            "{text}"
-        );
+        assert!(text.contains("nobody.sock") && text.contains("No such file"), "{text}");
     }
 
     #[test]

@@ -37,10 +37,7 @@ impl BootParams {
     /// Reads the parameters out of `/proc/cmdline`'s content.
     pub fn parse(cmdline: &str) -> Result<Self, InvalidBootParams> {
         let value_of = |name: &str| {
-            cmdline
-                .split_ascii_whitespace()
-                .rev()
-                .find_map(|word| word.strip_prefix(name)?.strip_prefix('='))
+            cmdline.split_ascii_whitespace().rev().find_map(|word| word.strip_prefix(name)?.strip_prefix('='))
         };
         let key = value_of("sandboxer.link").ok_or(InvalidBootParams::NoLinkKey)?;
         Ok(Self {
@@ -67,10 +64,7 @@ mod tests {
 
     #[test]
     fn parameters_survive_the_command_line() {
-        let params = BootParams {
-            link_key: LinkKey::random(),
-            log: Some("info".into()),
-        };
+        let params = BootParams { link_key: LinkKey::random(), log: Some("info".into()) };
         let cmdline = format!("console=ttyS0 quiet {params} panic=-1\n");
         assert_eq!(BootParams::parse(&cmdline), Ok(params));
     }
@@ -78,9 +72,6 @@ mod tests {
     #[test]
     fn a_missing_or_short_key_is_named() {
         assert_eq!(BootParams::parse("quiet"), Err(InvalidBootParams::NoLinkKey));
-        assert_eq!(
-            BootParams::parse("sandboxer.link=abcd"),
-            Err(InvalidBootParams::BadLinkKey)
-        );
+        assert_eq!(BootParams::parse("sandboxer.link=abcd"), Err(InvalidBootParams::BadLinkKey));
     }
 }

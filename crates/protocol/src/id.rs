@@ -54,9 +54,7 @@ impl FromStr for Id {
             return Err(InvalidId::TooLong(text.len()));
         }
         let first_is_plain = text.starts_with(|c: char| c.is_ascii_alphanumeric());
-        let rest_is_safe = text
-            .bytes()
-            .all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b));
+        let rest_is_safe = text.bytes().all(|b| b.is_ascii_alphanumeric() || b"-_.".contains(&b));
         if first_is_plain && rest_is_safe {
             Ok(Self(text.into()))
         } else {

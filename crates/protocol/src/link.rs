@@ -147,17 +147,12 @@ where
         scanner.fill(stream).await?;
     }
     if scanner.held.len() > length {
-        return Err(LinkError::Malformed(
-            "bytes follow the welcome before anything was asked",
-        ));
+        return Err(LinkError::Malformed("bytes follow the welcome before anything was asked"));
     }
     let ready =
         Ready::parse_from_bytes(&scanner.held).map_err(|_| LinkError::Malformed("ready is no protobuf"))?;
     if version != PROTOCOL_VERSION {
-        return Err(LinkError::Version {
-            host: PROTOCOL_VERSION,
-            guest: version,
-        });
+        return Err(LinkError::Version { host: PROTOCOL_VERSION, guest: version });
     }
     if !ready.refusal.is_empty() {
         return Err(LinkError::Refused(ready.refusal));
@@ -178,10 +173,7 @@ where
 {
     let (from_host, to_host) = tokio::io::split(port);
     let (welcomes, accepted) = mpsc::channel(1);
-    tokio::try_join!(
-        receive(from_host, key, ready, sessions, welcomes),
-        send(to_host, accepted)
-    )?;
+    tokio::try_join!(receive(from_host, key, ready, sessions, welcomes), send(to_host, accepted))?;
     Ok(())
 }
 
@@ -234,12 +226,7 @@ async fn receive<R: AsyncRead>(
 fn encode_welcome(ready: &Ready) -> io::Result<Vec<u8>> {
     let payload = ready.write_to_bytes().map_err(io::Error::other)?;
     let length = u16::try_from(payload.len()).map_err(io::Error::other)?;
-    Ok([
-        &PROTOCOL_VERSION.to_be_bytes()[..],
-        &length.to_be_bytes(),
-        &payload,
-    ]
-    .concat())
+    Ok([&PROTOCOL_VERSION.to_be_bytes()[..], &length.to_be_bytes(), &payload].concat())
 }
 
 async fn send<W: AsyncWrite>(
@@ -281,11 +268,7 @@ struct Scanner {
 
 impl Scanner {
     fn new(mark: &[u8]) -> Self {
-        Self {
-            finder: Finder::new(mark).into_owned(),
-            held: Vec::new(),
-            found: false,
-        }
+        Self { finder: Finder::new(mark).into_owned(), held: Vec::new(), found: false }
     }
 
     /// Reads once into what is held. An end of the stream is an error: no greeting ends there.
@@ -305,10 +288,7 @@ impl Scanner {
             Some(at) => (at, mark.len()),
             None => {
                 let longest = self.held.len().min(mark.len() - 1);
-                let partial = (1..=longest)
-                    .rev()
-                    .find(|&n| self.held.ends_with(&mark[..n]))
-                    .unwrap_or(0);
+                let partial = (1..=longest).rev().find(|&n| self.held.ends_with(&mark[..n])).unwrap_or(0);
                 (self.held.len() - partial, 0)
             }
         };
@@ -343,10 +323,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn ready() -> Ready {
-        Ready {
-            agent_version: "test".into(),
-            ..Ready::default()
-        }
+        Ready { agent_version: "test".into(), ..Ready::default() }
     }
 
     /// A guest whose service answers each session's bytes with the same bytes.
@@ -411,10 +388,7 @@ mod tests {
         let mut payload = vec![0; length];
         host.read_exact(&mut payload).await.unwrap();
         let refusal = Ready::parse_from_bytes(&payload).unwrap().refusal;
-        assert!(
-            refusal.contains("protocol 1,") && refusal.contains("speaks 99"),
-            "{refusal}"
-        );
+        assert!(refusal.contains("protocol 1,") && refusal.contains("speaks 99"), "{refusal}");
         assert!(accepted.try_recv().is_err(), "a refused host got a session");
         guest.abort();
 
@@ -428,16 +402,7 @@ mod tests {
             port
         });
         let error = greet(&mut host, &key).await.unwrap_err();
-        assert!(
-            matches!(
-                error,
-                LinkError::Version {
-                    host: PROTOCOL_VERSION,
-                    guest: 77
-                }
-            ),
-            "{error}"
-        );
+        assert!(matches!(error, LinkError::Version { host: PROTOCOL_VERSION, guest: 77 }), "{error}");
         drop(newer);
     }
 
@@ -452,10 +417,7 @@ mod tests {
             port.write_all(&u16::MAX.to_be_bytes()).await.unwrap();
             std::future::pending::<()>().await
         });
-        assert!(matches!(
-            greet(&mut host, &key).await,
-            Err(LinkError::Malformed(_))
-        ));
+        assert!(matches!(greet(&mut host, &key).await, Err(LinkError::Malformed(_))));
     }
 
     proptest! {

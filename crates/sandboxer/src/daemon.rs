@@ -73,11 +73,7 @@ pub async fn run(
     shutdown: CancellationToken,
     ready: impl FnOnce(recover::Recovered),
 ) -> Result<(), DaemonError> {
-    for dir in [
-        config.run_dir.clone(),
-        config.run_dir.join("pods"),
-        config.state_dir.clone(),
-    ] {
+    for dir in [config.run_dir.clone(), config.run_dir.join("pods"), config.state_dir.clone()] {
         private_dir(&dir)?;
     }
     let _lock = lock(&config.run_dir)?;
@@ -107,13 +103,11 @@ pub async fn run(
 
     // Bound before recovery, so that early callers queue instead of failing; served after it.
     let listeners = Listeners::bind(&node.config.run_dir)?;
-    let recovered = recover::recover(&node)
-        .await
-        .map_err(|source| DaemonError::Host {
-            action: "read journal in",
-            path: node.config.state_dir.clone(),
-            source,
-        })?;
+    let recovered = recover::recover(&node).await.map_err(|source| DaemonError::Host {
+        action: "read journal in",
+        path: node.config.state_dir.clone(),
+        source,
+    })?;
     serve(node, listeners, recovered, shutdown, ready).await
 }
 
@@ -131,33 +125,20 @@ async fn serve(
     let mut tasks = ttrpc::asynchronous::Server::new()
         .add_listener(listeners.task)
         .register_service(create_task(Arc::new(TaskService::new(node.clone()))));
-    tasks.start().await.map_err(|source| DaemonError::Serve {
-        service: "task",
-        source: source.into(),
-    })?;
+    tasks.start().await.map_err(|source| DaemonError::Serve { service: "task", source: source.into() })?;
 
     let mut services = JoinSet::new();
     let (until, incoming) = (shutdown.clone(), listeners.controller);
     services.spawn(async move {
         let server = Server::builder().add_service(controller);
-        let served = server
-            .serve_with_incoming_shutdown(incoming, until.cancelled_owned())
-            .await;
-        served.map_err(|source| DaemonError::Serve {
-            service: "controller",
-            source: source.into(),
-        })
+        let served = server.serve_with_incoming_shutdown(incoming, until.cancelled_owned()).await;
+        served.map_err(|source| DaemonError::Serve { service: "controller", source: source.into() })
     });
     let (until, incoming) = (shutdown.clone(), listeners.admin);
     services.spawn(async move {
         let server = Server::builder().add_service(admin);
-        let served = server
-            .serve_with_incoming_shutdown(incoming, until.cancelled_owned())
-            .await;
-        served.map_err(|source| DaemonError::Serve {
-            service: "admin",
-            source: source.into(),
-        })
+        let served = server.serve_with_incoming_shutdown(incoming, until.cancelled_owned()).await;
+        served.map_err(|source| DaemonError::Serve { service: "admin", source: source.into() })
     });
     ready(recovered);
 
@@ -173,10 +154,7 @@ async fn serve(
         let _ = tasks.shutdown().await;
         while services.join_next().await.is_some() {}
     };
-    if tokio::time::timeout(node.config.drain_timeout, drained)
-        .await
-        .is_err()
-    {
+    if tokio::time::timeout(node.config.drain_timeout, drained).await.is_err() {
         tracing::info!("requests still under way are given up");
     }
     ended
@@ -205,13 +183,7 @@ impl Listeners {
 /// Binds a socket of mode 0600, over one that a dead daemon left. The run directory is locked and
 /// of mode 0700: nobody else can be at the path.
 fn bind(path: &Path) -> Result<UnixListener, DaemonError> {
-    let host = |action| {
-        move |source| DaemonError::Host {
-            action,
-            path: path.to_owned(),
-            source,
-        }
-    };
+    let host = |action| move |source| DaemonError::Host { action, path: path.to_owned(), source };
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(host("replace socket")(error)),
         _ => {}
@@ -222,15 +194,11 @@ fn bind(path: &Path) -> Result<UnixListener, DaemonError> {
 }
 
 fn private_dir(path: &Path) -> Result<(), DaemonError> {
-    fs::DirBuilder::new()
-        .recursive(true)
-        .mode(0o700)
-        .create(path)
-        .map_err(|source| DaemonError::Host {
-            action: "make directory",
-            path: path.to_owned(),
-            source,
-        })
+    fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(|source| DaemonError::Host {
+        action: "make directory",
+        path: path.to_owned(),
+        source,
+    })
 }
 
 /// Held as long as the daemon runs: two on one run directory would fight over its pods.

@@ -57,9 +57,7 @@ fn start(options: &Options) -> anyhow::Result<()> {
         return Ok(());
     }
     let filter = EnvFilter::try_new(&options.log).with_context(|| format!("--log {:?}", options.log))?;
-    let log = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr);
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
     if options.log_json {
         log.json().init()
     } else {

@@ -1,11 +1,7 @@
 //! What every VMM owes the daemon. The double in `vmm/fake.rs` and QEMU with the real guest kernel
 //! are held to the same words.
 
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    reason = "helpers of tests fail their test"
-)]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "helpers of tests fail their test")]
 
 mod test_guest;
 
@@ -47,104 +43,47 @@ async fn keeps_the_contract(vmm: &dyn Vmm) {
     drop(machine);
     let stored = serde_json::to_string(&record).unwrap();
     let record: MachineRecord = serde_json::from_str(&stored).unwrap();
-    let machine = vmm
-        .adopt(&record)
-        .await
-        .unwrap()
-        .expect("the machine outlived its handle");
+    let machine = vmm.adopt(&record).await.unwrap().expect("the machine outlived its handle");
     assert_eq!(machine.record(), record);
     let mut guest = Guest::of(&*machine).await;
     assert_eq!(guest.ask("hello").await, "hello host");
-    machine
-        .attach_disk(&second)
-        .await
-        .expect("an adopted machine takes disks");
-    assert_eq!(
-        guest.ask("await second").await,
-        "disk second ro=0 starts with second"
-    );
+    machine.attach_disk(&second).await.expect("an adopted machine takes disks");
+    assert_eq!(guest.ask("await second").await, "disk second ro=0 starts with second");
 
-    let somebody_else = MachineRecord {
-        start_time: record.start_time + 1,
-        ..record.clone()
-    };
-    assert!(
-        vmm.adopt(&somebody_else).await.unwrap().is_none(),
-        "a pid alone was taken for the machine"
-    );
+    let somebody_else = MachineRecord { start_time: record.start_time + 1, ..record.clone() };
+    assert!(vmm.adopt(&somebody_else).await.unwrap().is_none(), "a pid alone was taken for the machine");
 
     machine.kill().await.unwrap();
     machine.kill().await.expect("killing the dead is no error");
     let exit = timeout(LONG, machine.exited()).await.expect("the end is seen");
-    assert_eq!(
-        timeout(LONG, machine.exited()).await.unwrap(),
-        exit,
-        "the end is told once only"
-    );
-    assert!(
-        vmm.adopt(&record).await.unwrap().is_none(),
-        "a dead machine was adopted"
-    );
-    assert!(
-        machine.attach_disk(&first).await.is_err(),
-        "a dead machine took a disk"
-    );
-    assert!(
-        machine.agent_stream().await.is_err(),
-        "a dead machine has an agent"
-    );
+    assert_eq!(timeout(LONG, machine.exited()).await.unwrap(), exit, "the end is told once only");
+    assert!(vmm.adopt(&record).await.unwrap().is_none(), "a dead machine was adopted");
+    assert!(machine.attach_disk(&first).await.is_err(), "a dead machine took a disk");
+    assert!(machine.agent_stream().await.is_err(), "a dead machine has an agent");
 
     a_guest_that_powers_off_is_seen(vmm).await;
 }
 
 async fn disks_come_and_go(machine: &dyn Machine, guest: &mut Guest, first: &DiskSpec, second: &DiskSpec) {
-    let read_only = DiskSpec {
-        read_only: true,
-        ..first.clone()
-    };
-    machine
-        .attach_disk(&read_only)
-        .await
-        .expect("a disk is plugged in");
+    let read_only = DiskSpec { read_only: true, ..first.clone() };
+    machine.attach_disk(&read_only).await.expect("a disk is plugged in");
     machine.attach_disk(second).await.expect("so is another");
-    assert_eq!(
-        guest.ask("await second").await,
-        "disk second ro=0 starts with second"
-    );
-    assert_eq!(
-        guest.ask("await first").await,
-        "disk first ro=1 starts with first"
-    );
+    assert_eq!(guest.ask("await second").await, "disk second ro=0 starts with second");
+    assert_eq!(guest.ask("await first").await, "disk first ro=1 starts with first");
 
     let twice = machine.attach_disk(&read_only).await.unwrap_err();
     assert!(matches!(twice, VmmError::Refused { .. }), "{twice}");
-    assert_eq!(
-        guest.ask("await first").await,
-        "disk first ro=1 starts with first"
-    );
+    assert_eq!(guest.ask("await first").await, "disk first ro=1 starts with first");
 
-    let missing = DiskSpec {
-        serial: "third".into(),
-        path: "/nonexistent/image".into(),
-        read_only: true,
-    };
+    let missing = DiskSpec { serial: "third".into(), path: "/nonexistent/image".into(), read_only: true };
     let missing = machine.attach_disk(&missing).await.unwrap_err();
     assert!(missing.to_string().contains("/nonexistent/image"), "{missing}");
 
-    machine
-        .detach_disk("never-there")
-        .await
-        .expect("detaching what isn't there is no error");
+    machine.detach_disk("never-there").await.expect("detaching what isn't there is no error");
     machine.detach_disk("second").await.expect("a disk is unplugged");
     assert_eq!(guest.ask("await-gone second").await, "gone second");
-    machine
-        .attach_disk(second)
-        .await
-        .expect("its serial is free again");
-    assert_eq!(
-        guest.ask("await second").await,
-        "disk second ro=0 starts with second"
-    );
+    machine.attach_disk(second).await.expect("its serial is free again");
+    assert_eq!(guest.ask("await second").await, "disk second ro=0 starts with second");
     machine.detach_disk("second").await.unwrap();
     assert_eq!(guest.ask("await-gone second").await, "gone second");
 }
@@ -157,9 +96,7 @@ async fn the_last_stream_wins(machine: &dyn Machine, guest: Guest) {
 }
 
 async fn is_dead(stream: &mut dyn AgentStream) -> bool {
-    let read = timeout(LONG, stream.read_u8())
-        .await
-        .expect("a dead stream says so");
+    let read = timeout(LONG, stream.read_u8()).await.expect("a dead stream says so");
     read.is_err() && stream.write_all(b"hello\n").await.is_err()
 }
 
@@ -170,12 +107,7 @@ async fn a_guest_that_powers_off_is_seen(vmm: &dyn Vmm) {
     guest.tell("power-off").await;
     let exit = timeout(LONG, machine.exited()).await.expect("the end is seen");
     assert_eq!(exit.how, "exited with status 0");
-    assert!(
-        exit.last_lines
-            .iter()
-            .any(|line| line.contains("guest says goodbye")),
-        "{exit:?}"
-    );
+    assert!(exit.last_lines.iter().any(|line| line.contains("guest says goodbye")), "{exit:?}");
     machine.kill().await.unwrap();
 }
 
@@ -184,28 +116,17 @@ async fn a_guest_that_panics_leaves_its_last_words() {
     let pod = Pod::new("panics");
     let machine = test_guest::qemu().await.boot(&pod.spec()).await.unwrap();
     Guest::of(&*machine).await.tell("panic").await;
-    let exit = timeout(LONG, machine.exited())
-        .await
-        .expect("a panic ends the machine");
-    assert!(
-        exit.last_lines.iter().any(|line| line.contains("Kernel panic")),
-        "{exit:?}"
-    );
+    let exit = timeout(LONG, machine.exited()).await.expect("a panic ends the machine");
+    assert!(exit.last_lines.iter().any(|line| line.contains("Kernel panic")), "{exit:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn disks_of_the_first_moment_are_there() {
     let pod = Pod::new("boot-disk");
-    let spec = sandboxer::vmm::VmSpec {
-        disks: vec![pod.disk("early")],
-        ..pod.spec()
-    };
+    let spec = sandboxer::vmm::VmSpec { disks: vec![pod.disk("early")], ..pod.spec() };
     let machine = test_guest::qemu().await.boot(&spec).await.unwrap();
     let mut guest = Guest::of(&*machine).await;
-    assert_eq!(
-        guest.ask("await early").await,
-        "disk early ro=0 starts with early"
-    );
+    assert_eq!(guest.ask("await early").await, "disk early ro=0 starts with early");
     machine.attach_disk(&pod.disk("late")).await.unwrap();
     assert_eq!(guest.ask("await late").await, "disk late ro=0 starts with late");
     machine.kill().await.unwrap();
@@ -222,26 +143,15 @@ async fn a_vmm_that_is_missing_exits_or_hangs_is_told_apart() {
     );
 
     let exits = pod.script("exits", "echo cannot allocate 3 bytes >&2; exit 3");
-    let error = test_guest::qemu_program(&exits)
-        .await
-        .boot(&pod.spec())
-        .await
-        .unwrap_err();
+    let error = test_guest::qemu_program(&exits).await.boot(&pod.spec()).await.unwrap_err();
     assert!(
         matches!(&error, VmmError::Died { how, last_lines, .. }
             if how == "exited with status 3" && last_lines.contains("cannot allocate 3 bytes")),
         "{error}"
     );
 
-    let hangs = pod.script(
-        "hangs",
-        &format!("echo $$ > {}; exec sleep 1000", pod.path("pid").display()),
-    );
-    let error = test_guest::qemu_program(&hangs)
-        .await
-        .boot(&pod.spec())
-        .await
-        .unwrap_err();
+    let hangs = pod.script("hangs", &format!("echo $$ > {}; exec sleep 1000", pod.path("pid").display()));
+    let error = test_guest::qemu_program(&hangs).await.boot(&pod.spec()).await.unwrap_err();
     assert!(matches!(error, VmmError::Hung { .. }), "{error}");
     pod.assert_nothing_left().await;
 }
@@ -249,10 +159,7 @@ async fn a_vmm_that_is_missing_exits_or_hangs_is_told_apart() {
 #[tokio::test]
 async fn a_boot_that_is_dropped_leaves_nothing() {
     let pod = Pod::new("dropped");
-    let hangs = pod.script(
-        "hangs",
-        &format!("echo $$ > {}; exec sleep 1000", pod.path("pid").display()),
-    );
+    let hangs = pod.script("hangs", &format!("echo $$ > {}; exec sleep 1000", pod.path("pid").display()));
     let vmm = test_guest::qemu_program(&hangs).await;
     let spec = pod.spec();
     {

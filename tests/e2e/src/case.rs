@@ -62,11 +62,7 @@ impl Case {
             log_directory: self.stack.dir().join("pod-logs").join(name).display().to_string(),
             labels: [(LABEL.to_owned(), self.name.clone())].into(),
             linux: Some(LinuxPodSandboxConfig {
-                cgroup_parent: self
-                    .stack
-                    .env("SANDBOXER_CGROUP_PARENT")
-                    .unwrap_or_default()
-                    .to_owned(),
+                cgroup_parent: self.stack.env("SANDBOXER_CGROUP_PARENT").unwrap_or_default().to_owned(),
                 security_context: Some(LinuxSandboxSecurityContext {
                     namespace_options: Some(own_processes()),
                     ..Default::default()
@@ -87,25 +83,15 @@ impl Case {
         let mut config = self.pod_config();
         adjust(&mut config);
         let id = self.cri.run_pod(&config, self.handler).await?;
-        Ok(Pod {
-            id,
-            config,
-            cri: self.cri.clone(),
-        })
+        Ok(Pod { id, config, cri: self.cri.clone() })
     }
 
     /// Removes every pod of this case, whatever state it is in.
     pub async fn clean_up(&self) -> Result<()> {
         let pods = self.cri.pods((LABEL, &self.name)).await?;
         let removals = pods.iter().map(|pod| async {
-            self.cri
-                .stop_pod(&pod.id)
-                .await
-                .with_context(|| format!("could not stop pod {}", pod.id))?;
-            self.cri
-                .remove_pod(&pod.id)
-                .await
-                .with_context(|| format!("could not remove pod {}", pod.id))
+            self.cri.stop_pod(&pod.id).await.with_context(|| format!("could not stop pod {}", pod.id))?;
+            self.cri.remove_pod(&pod.id).await.with_context(|| format!("could not remove pod {}", pod.id))
         });
         join_all(removals).await.into_iter().collect()
     }
@@ -123,23 +109,14 @@ pub struct Pod {
 
 /// What a kubelet asks for unless a pod says shareProcessNamespace; CRI's own zero value shares them.
 fn own_processes() -> NamespaceOption {
-    NamespaceOption {
-        pid: NamespaceMode::Container.into(),
-        ..Default::default()
-    }
+    NamespaceOption { pid: NamespaceMode::Container.into(), ..Default::default() }
 }
 
 /// A container's configuration: busybox running `script` in its shell.
 pub fn shell(name: &str, script: &str) -> ContainerConfig {
     ContainerConfig {
-        metadata: Some(ContainerMetadata {
-            name: name.into(),
-            attempt: 0,
-        }),
-        image: Some(ImageSpec {
-            image: BUSYBOX.into(),
-            ..Default::default()
-        }),
+        metadata: Some(ContainerMetadata { name: name.into(), attempt: 0 }),
+        image: Some(ImageSpec { image: BUSYBOX.into(), ..Default::default() }),
         command: vec!["sh".into(), "-c".into(), script.into()],
         log_path: format!("{name}.log"),
         linux: Some(LinuxContainerConfig {
@@ -160,11 +137,7 @@ pub fn idle(name: &str) -> ContainerConfig {
 
 /// The security context that [`shell`] put there.
 pub fn security(config: &mut ContainerConfig) -> &mut LinuxContainerSecurityContext {
-    config
-        .linux
-        .get_or_insert_default()
-        .security_context
-        .get_or_insert_default()
+    config.linux.get_or_insert_default().security_context.get_or_insert_default()
 }
 
 impl Pod {
@@ -172,11 +145,7 @@ impl Pod {
     pub async fn create(&self, config: ContainerConfig) -> Answer<Container> {
         let log = PathBuf::from(&self.config.log_directory).join(&config.log_path);
         let id = self.cri.create(&self.id, config, &self.config).await?;
-        Ok(Container {
-            id,
-            log,
-            cri: self.cri.clone(),
-        })
+        Ok(Container { id, log, cri: self.cri.clone() })
     }
 
     /// Creates a container and starts it.
@@ -190,20 +159,12 @@ impl Pod {
     pub async fn run(&self, config: ContainerConfig) -> Result<Ended> {
         let container = self.start(config).await?;
         let status = container.ended().await?;
-        Ok(Ended {
-            logs: container.logs()?,
-            status,
-        })
+        Ok(Ended { logs: container.logs()?, status })
     }
 
     /// Runs `script` in a container of its own to its end and returns what it printed; an error if it failed.
     pub async fn output(&self, script: &str) -> Result<String> {
-        self.run(shell(
-            &format!("c{}", SERIAL.fetch_add(1, Ordering::Relaxed)),
-            script,
-        ))
-        .await?
-        .success()
+        self.run(shell(&format!("c{}", SERIAL.fetch_add(1, Ordering::Relaxed)), script)).await?.success()
     }
 
     /// Waits until the pod is not ready.
@@ -243,11 +204,7 @@ impl Container {
     pub async fn sh(&self, script: &str) -> Result<String> {
         let answer = self.cri.exec_sync(&self.id, &["sh", "-c", script], None).await?;
         let stderr = String::from_utf8_lossy(&answer.stderr);
-        ensure!(
-            answer.exit_code == 0,
-            "'{script}' exited with {}: {stderr}",
-            answer.exit_code
-        );
+        ensure!(answer.exit_code == 0, "'{script}' exited with {}: {stderr}", answer.exit_code);
         Ok(String::from_utf8(answer.stdout)?.trim_end().to_owned())
     }
 
@@ -260,16 +217,9 @@ impl Container {
 
     /// Waits until it has logged `needle` on stdout.
     pub async fn logged(&self, needle: &str) -> Result<()> {
-        eventually(
-            &format!("'{needle}' in the log of container {}", self.id),
-            PATIENCE,
-            || async {
-                Ok(self
-                    .logs()
-                    .is_ok_and(|logs| logs.stdout.contains(needle))
-                    .then_some(()))
-            },
-        )
+        eventually(&format!("'{needle}' in the log of container {}", self.id), PATIENCE, || async {
+            Ok(self.logs().is_ok_and(|logs| logs.stdout.contains(needle)).then_some(()))
+        })
         .await
     }
 }
@@ -292,11 +242,7 @@ impl Logs {
         for line in text.lines() {
             let mut words = line.splitn(4, ' ');
             let (_time, stream, tag) = (words.next(), words.next(), words.next());
-            let stream = if stream == Some("stderr") {
-                &mut logs.stderr
-            } else {
-                &mut logs.stdout
-            };
+            let stream = if stream == Some("stderr") { &mut logs.stderr } else { &mut logs.stdout };
             stream.push_str(words.next().unwrap_or_default());
             if tag == Some("F") {
                 stream.push('\n');

@@ -39,9 +39,7 @@ impl Cri {
                     }
                 },
             ));
-        Ok(Self {
-            runtime: RuntimeServiceClient::new(channel).max_decoding_message_size(64 << 20),
-        })
+        Ok(Self { runtime: RuntimeServiceClient::new(channel).max_decoding_message_size(64 << 20) })
     }
 
     fn client(&self) -> RuntimeServiceClient<Channel> {
@@ -50,40 +48,26 @@ impl Cri {
 
     /// RunPodSandbox; the pod's id.
     pub async fn run_pod(&self, config: &PodSandboxConfig, handler: &str) -> Answer<String> {
-        let request = RunPodSandboxRequest {
-            config: Some(config.clone()),
-            runtime_handler: handler.to_owned(),
-        };
-        Ok(self
-            .client()
-            .run_pod_sandbox(request)
-            .await?
-            .into_inner()
-            .pod_sandbox_id)
+        let request =
+            RunPodSandboxRequest { config: Some(config.clone()), runtime_handler: handler.to_owned() };
+        Ok(self.client().run_pod_sandbox(request).await?.into_inner().pod_sandbox_id)
     }
 
     /// StopPodSandbox.
     pub async fn stop_pod(&self, id: &str) -> Answer<()> {
-        let request = StopPodSandboxRequest {
-            pod_sandbox_id: id.to_owned(),
-        };
+        let request = StopPodSandboxRequest { pod_sandbox_id: id.to_owned() };
         self.client().stop_pod_sandbox(request).await.map(drop)
     }
 
     /// RemovePodSandbox.
     pub async fn remove_pod(&self, id: &str) -> Answer<()> {
-        let request = RemovePodSandboxRequest {
-            pod_sandbox_id: id.to_owned(),
-        };
+        let request = RemovePodSandboxRequest { pod_sandbox_id: id.to_owned() };
         self.client().remove_pod_sandbox(request).await.map(drop)
     }
 
     /// PodSandboxStatus, with the verbose part.
     pub async fn pod_status(&self, id: &str) -> Answer<(PodSandboxStatus, String)> {
-        let request = PodSandboxStatusRequest {
-            pod_sandbox_id: id.to_owned(),
-            verbose: true,
-        };
+        let request = PodSandboxStatusRequest { pod_sandbox_id: id.to_owned(), verbose: true };
         let mut answer = self.client().pod_sandbox_status(request).await?.into_inner();
         let info = answer.info.remove("info").unwrap_or_default();
         Ok((answer.status.unwrap_or_default(), info))
@@ -106,26 +90,12 @@ impl Cri {
 
     /// PodSandboxStats: memory working set in bytes and cpu time in nanoseconds, where the runtime says them.
     pub async fn pod_stats(&self, id: &str) -> Answer<(Option<u64>, Option<u64>)> {
-        let request = PodSandboxStatsRequest {
-            pod_sandbox_id: id.to_owned(),
-        };
-        let stats = self
-            .client()
-            .pod_sandbox_stats(request)
-            .await?
-            .into_inner()
-            .stats
-            .unwrap_or_default();
+        let request = PodSandboxStatsRequest { pod_sandbox_id: id.to_owned() };
+        let stats = self.client().pod_sandbox_stats(request).await?.into_inner().stats.unwrap_or_default();
         let linux = stats.linux.unwrap_or_default();
         Ok((
-            linux
-                .memory
-                .and_then(|memory| memory.working_set_bytes)
-                .map(|value| value.value),
-            linux
-                .cpu
-                .and_then(|cpu| cpu.usage_core_nano_seconds)
-                .map(|value| value.value),
+            linux.memory.and_then(|memory| memory.working_set_bytes).map(|value| value.value),
+            linux.cpu.and_then(|cpu| cpu.usage_core_nano_seconds).map(|value| value.value),
         ))
     }
 
@@ -141,45 +111,30 @@ impl Cri {
             config: Some(config),
             sandbox_config: Some(sandbox.clone()),
         };
-        Ok(self
-            .client()
-            .create_container(request)
-            .await?
-            .into_inner()
-            .container_id)
+        Ok(self.client().create_container(request).await?.into_inner().container_id)
     }
 
     /// StartContainer.
     pub async fn start(&self, id: &str) -> Answer<()> {
-        let request = StartContainerRequest {
-            container_id: id.to_owned(),
-        };
+        let request = StartContainerRequest { container_id: id.to_owned() };
         self.client().start_container(request).await.map(drop)
     }
 
     /// StopContainer: SIGTERM, `grace` seconds later SIGKILL.
     pub async fn stop(&self, id: &str, grace: i64) -> Answer<()> {
-        let request = StopContainerRequest {
-            container_id: id.to_owned(),
-            timeout: grace,
-        };
+        let request = StopContainerRequest { container_id: id.to_owned(), timeout: grace };
         self.client().stop_container(request).await.map(drop)
     }
 
     /// RemoveContainer.
     pub async fn remove(&self, id: &str) -> Answer<()> {
-        let request = RemoveContainerRequest {
-            container_id: id.to_owned(),
-        };
+        let request = RemoveContainerRequest { container_id: id.to_owned() };
         self.client().remove_container(request).await.map(drop)
     }
 
     /// ContainerStatus, with the verbose part.
     pub async fn status(&self, id: &str) -> Answer<(ContainerStatus, String)> {
-        let request = ContainerStatusRequest {
-            container_id: id.to_owned(),
-            verbose: true,
-        };
+        let request = ContainerStatusRequest { container_id: id.to_owned(), verbose: true };
         let mut answer = self.client().container_status(request).await?.into_inner();
         let info = answer.info.remove("info").unwrap_or_default();
         Ok((answer.status.unwrap_or_default(), info))
@@ -187,31 +142,16 @@ impl Cri {
 
     /// ListContainers: the ids of those in this pod.
     pub async fn containers(&self, pod: &str) -> Answer<Vec<String>> {
-        let filter = ContainerFilter {
-            pod_sandbox_id: pod.to_owned(),
-            ..Default::default()
-        };
+        let filter = ContainerFilter { pod_sandbox_id: pod.to_owned(), ..Default::default() };
         let request = ListContainersRequest { filter: Some(filter) };
         let answer = self.client().list_containers(request).await?.into_inner();
-        Ok(answer
-            .containers
-            .into_iter()
-            .map(|container| container.id)
-            .collect())
+        Ok(answer.containers.into_iter().map(|container| container.id).collect())
     }
 
     /// ContainerStats.
     pub async fn stats(&self, id: &str) -> Answer<ContainerStats> {
-        let request = ContainerStatsRequest {
-            container_id: id.to_owned(),
-        };
-        Ok(self
-            .client()
-            .container_stats(request)
-            .await?
-            .into_inner()
-            .stats
-            .unwrap_or_default())
+        let request = ContainerStatsRequest { container_id: id.to_owned() };
+        Ok(self.client().container_stats(request).await?.into_inner().stats.unwrap_or_default())
     }
 
     /// ExecSync; without `limit` it may run for as long as it likes.
@@ -244,13 +184,8 @@ impl Cri {
 
     /// Attach; the URL at which the streams are.
     pub async fn attach(&self, id: &str, tty: bool) -> Answer<String> {
-        let request = AttachRequest {
-            container_id: id.to_owned(),
-            stdin: true,
-            tty,
-            stdout: true,
-            stderr: !tty,
-        };
+        let request =
+            AttachRequest { container_id: id.to_owned(), stdin: true, tty, stdout: true, stderr: !tty };
         Ok(self.client().attach(request).await?.into_inner().url)
     }
 }

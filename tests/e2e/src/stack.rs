@@ -35,13 +35,7 @@ impl Stack {
         let dir = std::env::temp_dir().join(format!("{PREFIX}{}", std::process::id()));
         let before = tempfile::NamedTempFile::new()?;
         script("leftovers.sh", &["record".as_ref(), dir.as_ref(), before.path()])?;
-        let mut stack = Self {
-            dir,
-            before,
-            env: HashMap::new(),
-            daemon,
-            down: false,
-        };
+        let mut stack = Self { dir, before, env: HashMap::new(), daemon, down: false };
         stack.start()?;
         Ok(stack)
     }
@@ -82,11 +76,7 @@ impl Stack {
             return Ok(());
         }
         script("stack.sh", &["down".as_ref(), self.dir.as_ref()])?;
-        script(
-            "leftovers.sh",
-            &["check".as_ref(), self.dir.as_ref(), self.before.path()],
-        )
-        .map(drop)
+        script("leftovers.sh", &["check".as_ref(), self.dir.as_ref(), self.before.path()]).map(drop)
     }
 
     /// Where everything of the stack is.
@@ -96,10 +86,7 @@ impl Stack {
 
     /// A variable of the stack's `env` file.
     pub fn env(&self, name: &str) -> Result<&str> {
-        self.env
-            .get(name)
-            .map(String::as_str)
-            .ok_or_else(|| anyhow!("no {name} in the stack's env file"))
+        self.env.get(name).map(String::as_str).ok_or_else(|| anyhow!("no {name} in the stack's env file"))
     }
 
     /// The socket of containerd.
@@ -155,21 +142,13 @@ impl Stack {
             .arg(scripts().join("lib.sh"))
             .arg(&self.dir)
             .output()?;
-        ensure!(
-            owned.status.success(),
-            "owned_pids: {}",
-            String::from_utf8_lossy(&owned.stderr)
-        );
+        ensure!(owned.status.success(), "owned_pids: {}", String::from_utf8_lossy(&owned.stderr));
         let mut pids = Vec::new();
         for pid in String::from_utf8(owned.stdout)?.lines() {
             let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
             let argv0 = command.split(|byte| *byte == 0).next().unwrap_or_default();
             let argv0 = String::from_utf8_lossy(argv0);
-            if argv0
-                .rsplit('/')
-                .next()
-                .is_some_and(|base| base.starts_with(name))
-            {
+            if argv0.rsplit('/').next().is_some_and(|base| base.starts_with(name)) {
                 pids.push(Pid::from_raw(pid.parse()?));
             }
         }
@@ -209,15 +188,9 @@ fn scripts() -> PathBuf {
 }
 
 fn script(name: &str, args: &[&Path]) -> Result<String> {
-    let output = Command::new(scripts().join(name))
-        .args(args)
-        .stdin(Stdio::null())
-        .output()?;
+    let output = Command::new(scripts().join(name)).args(args).stdin(Stdio::null()).output()?;
     if !output.status.success() {
-        bail!(
-            "scripts/{name}: {}",
-            String::from_utf8_lossy(&output.stderr).trim()
-        );
+        bail!("scripts/{name}: {}", String::from_utf8_lossy(&output.stderr).trim());
     }
     Ok(String::from_utf8(output.stdout)?)
 }
@@ -226,11 +199,7 @@ fn script(name: &str, args: &[&Path]) -> Result<String> {
 fn sweep() -> Result<()> {
     for entry in fs::read_dir(std::env::temp_dir())? {
         let path = entry?.path();
-        let name = path
-            .file_name()
-            .unwrap_or_default()
-            .to_string_lossy()
-            .into_owned();
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let Some(pid) = name.strip_prefix(PREFIX) else {
             continue;
         };

@@ -25,18 +25,9 @@ impl Session {
     /// Opens the URL that Exec or Attach answered.
     pub async fn open(url: &str) -> Result<Self> {
         let mut request = url.replacen("http://", "ws://", 1).into_client_request()?;
-        request
-            .headers_mut()
-            .insert("Sec-WebSocket-Protocol", "v4.channel.k8s.io".parse()?);
-        let (socket, _) = connect_async(request)
-            .await
-            .with_context(|| format!("could not open {url}"))?;
-        Ok(Self {
-            socket,
-            stdout: String::new(),
-            stderr: String::new(),
-            result: None,
-        })
+        request.headers_mut().insert("Sec-WebSocket-Protocol", "v4.channel.k8s.io".parse()?);
+        let (socket, _) = connect_async(request).await.with_context(|| format!("could not open {url}"))?;
+        Ok(Self { socket, stdout: String::new(), stderr: String::new(), result: None })
     }
 
     /// Writes to stdin.
@@ -46,8 +37,7 @@ impl Session {
 
     /// Sets the terminal's size.
     pub async fn resize(&mut self, columns: u16, rows: u16) -> Result<()> {
-        self.send(4, &format!(r#"{{"Width":{columns},"Height":{rows}}}"#))
-            .await
+        self.send(4, &format!(r#"{{"Width":{columns},"Height":{rows}}}"#)).await
     }
 
     async fn send(&mut self, channel: u8, text: &str) -> Result<()> {

@@ -33,11 +33,7 @@ pub struct AdminService {
 impl AdminService {
     /// For `node`, of whose pods `recovered_pods` were found alive.
     pub fn new(node: Arc<Node>, recovered_pods: u32) -> Self {
-        Self {
-            node,
-            started_at_ns: now_ns(),
-            recovered_pods,
-        }
+        Self { node, started_at_ns: now_ns(), recovered_pods }
     }
 
     async fn inspect(&self, pod: &PodHandle) -> Result<Pod, Status> {
@@ -84,11 +80,7 @@ impl Admin for AdminService {
     }
 
     async fn inspect_pod(&self, request: Request<InspectPodRequest>) -> Result<Response<Pod>, Status> {
-        let pod = self
-            .node
-            .registry
-            .pod_by_prefix(&request.get_ref().id)
-            .map_err(grpc)?;
+        let pod = self.node.registry.pod_by_prefix(&request.get_ref().id).map_err(grpc)?;
         self.inspect(&pod).await.map(Response::new)
     }
 
@@ -113,9 +105,9 @@ impl Admin for AdminService {
             use tokio::sync::broadcast::error::RecvError;
             let told = match listener.recv().await {
                 Ok(event) => Ok(event_message(event)),
-                Err(RecvError::Lagged(lost)) => Err(Status::data_loss(format!(
-                    "{lost} events came faster than they were read"
-                ))),
+                Err(RecvError::Lagged(lost)) => {
+                    Err(Status::data_loss(format!("{lost} events came faster than they were read")))
+                }
                 Err(RecvError::Closed) => return None,
             };
             Some((told, listener))
@@ -125,18 +117,9 @@ impl Admin for AdminService {
 }
 
 fn pod_message(node: &Node, view: PodView) -> Pod {
-    let PodView {
-        spec,
-        status,
-        steps,
-        containers,
-    } = view;
+    let PodView { spec, status, steps, containers } = view;
     Pod {
-        console_log: node
-            .run_dir(&spec.id)
-            .join(console::FILE)
-            .to_string_lossy()
-            .into_owned(),
+        console_log: node.run_dir(&spec.id).join(console::FILE).to_string_lossy().into_owned(),
         id: spec.id.to_string(),
         name: spec.name,
         namespace: spec.namespace,
@@ -158,12 +141,7 @@ fn container_message(view: ContainerView) -> Container {
     let (exit_code, reason) = exit(&view.phase);
     Container {
         id: view.id.to_string(),
-        state: if view.paused {
-            "paused"
-        } else {
-            view.phase.as_str()
-        }
-        .to_owned(),
+        state: if view.paused { "paused" } else { view.phase.as_str() }.to_owned(),
         guest_pid: view.pid,
         exit_code,
         reason,
@@ -178,19 +156,12 @@ fn container_message(view: ContainerView) -> Container {
             })
             .collect(),
         stages: view.steps.into_iter().map(stage_message).collect(),
-        disks: view
-            .disks
-            .iter()
-            .map(|disk| disk.to_string_lossy().into_owned())
-            .collect(),
+        disks: view.disks.iter().map(|disk| disk.to_string_lossy().into_owned()).collect(),
     }
 }
 
 fn exit(phase: &Phase) -> (u32, String) {
-    phase
-        .exit()
-        .map(|exit| (exit.code, exit.reason.clone()))
-        .unwrap_or_default()
+    phase.exit().map(|exit| (exit.code, exit.reason.clone())).unwrap_or_default()
 }
 
 fn stage_message(step: Step) -> StageTime {

@@ -27,20 +27,13 @@ pub fn id(what: &'static str, text: &str) -> Result<Id, PodError> {
 
 /// Reads an identifier that may be absent (empty).
 pub fn optional_id(what: &'static str, text: &str) -> Result<Option<Id>, PodError> {
-    if text.is_empty() {
-        Ok(None)
-    } else {
-        id(what, text).map(Some)
-    }
+    if text.is_empty() { Ok(None) } else { id(what, text).map(Some) }
 }
 
 /// The pod that a sandbox request describes, defaults filled in.
 pub fn pod_spec(request: &ControllerCreateRequest, defaults: &VmConfig) -> Result<PodSpec, PodError> {
     let id = id("sandbox id", &request.sandbox_id)?;
-    let invalid = |reason: String| PodError::Invalid {
-        subject: format!("pod {id}"),
-        reason,
-    };
+    let invalid = |reason: String| PodError::Invalid { subject: format!("pod {id}"), reason };
     let config = match &request.options {
         Some(any) => PodSandboxConfig::decode(any.value.as_slice())
             .map_err(|error| invalid(format!("its PodSandboxConfig can't be read: {error}")))?,
@@ -99,9 +92,7 @@ fn vcpus(asked: Option<&String>, defaults: &VmConfig) -> Result<u32, String> {
     let most = defaults.max_vcpus;
     match text.parse() {
         Ok(count) if (1..=most).contains(&count) => Ok(count),
-        _ => Err(format!(
-            "annotation {VCPUS} is {text:?}, it takes a whole number from 1 to {most}"
-        )),
+        _ => Err(format!("annotation {VCPUS} is {text:?}, it takes a whole number from 1 to {most}")),
     }
 }
 
@@ -116,11 +107,7 @@ fn memory_mib(asked: Option<&String>, defaults: &VmConfig) -> Result<u64, String
         _ => (text.as_str(), 1 << 10),
     };
     let most = defaults.max_memory_mib;
-    let mib = digits
-        .parse::<u64>()
-        .ok()
-        .and_then(|n| n.checked_mul(kib_per_unit))
-        .map(|kib| kib >> 10);
+    let mib = digits.parse::<u64>().ok().and_then(|n| n.checked_mul(kib_per_unit)).map(|kib| kib >> 10);
     match mib {
         Some(mib) if (LEAST_MEMORY_MIB..=most).contains(&mib) => Ok(mib),
         _ => Err(format!(
@@ -187,10 +174,7 @@ mod tests {
 
     fn request(edit: impl FnOnce(&mut PodSandboxConfig)) -> ControllerCreateRequest {
         let mut config = PodSandboxConfig {
-            metadata: Some(k8s_cri::v1::PodSandboxMetadata {
-                name: "web".into(),
-                ..Default::default()
-            }),
+            metadata: Some(k8s_cri::v1::PodSandboxMetadata { name: "web".into(), ..Default::default() }),
             ..Default::default()
         };
         edit(&mut config);
@@ -215,25 +199,15 @@ mod tests {
     fn sizes_come_from_annotations_or_defaults_and_are_bounded() {
         let defaults = Config::default().vm;
         let plain = pod_spec(&request(|_| {}), &defaults).unwrap();
-        assert_eq!(
-            (plain.vcpus, plain.memory_mib),
-            (defaults.default_vcpus, defaults.default_memory_mib)
-        );
+        assert_eq!((plain.vcpus, plain.memory_mib), (defaults.default_vcpus, defaults.default_memory_mib));
         assert_eq!(annotated(MEMORY, "1Gi").unwrap().memory_mib, 1024);
         assert_eq!(annotated(MEMORY, "512").unwrap().memory_mib, 512);
         for bad in ["", "-1", "1", "lots", "99999999999Gi", "1.5Gi"] {
             let text = annotated(MEMORY, bad).unwrap_err().to_string();
-            assert!(
-                text.contains(MEMORY) && text.contains("0123abcd"),
-                "{bad:?}: {text}"
-            );
+            assert!(text.contains(MEMORY) && text.contains("0123abcd"), "{bad:?}: {text}");
         }
         for bad in ["0", "1.5", "4096"] {
-            assert_eq!(
-                annotated(VCPUS, bad).unwrap_err().code(),
-                Code::InvalidArgument,
-                "{bad:?}"
-            );
+            assert_eq!(annotated(VCPUS, bad).unwrap_err().code(), Code::InvalidArgument, "{bad:?}");
         }
     }
 
@@ -244,10 +218,8 @@ mod tests {
         let error = pod_spec(&escape, &Config::default().vm).unwrap_err();
         assert_eq!(error.code(), Code::InvalidArgument);
         let host_pid = request(|config| {
-            let options = k8s_cri::v1::NamespaceOption {
-                pid: NamespaceMode::Node as i32,
-                ..Default::default()
-            };
+            let options =
+                k8s_cri::v1::NamespaceOption { pid: NamespaceMode::Node as i32, ..Default::default() };
             config.linux = Some(k8s_cri::v1::LinuxPodSandboxConfig {
                 security_context: Some(k8s_cri::v1::LinuxSandboxSecurityContext {
                     namespace_options: Some(options),

@@ -73,14 +73,10 @@ impl Controller for SandboxService {
         let node = self.node.clone();
         self.node
             .registry
-            .insert(&sandbox, || {
-                pod::spawn(node, spec, LinkKey::random(), status, Default::default())
-            })
+            .insert(&sandbox, || pod::spawn(node, spec, LinkKey::random(), status, Default::default()))
             .map_err(grpc)?;
         self.node.events.pod(&sandbox, Kind::PodCreated, "");
-        Ok(Response::new(ControllerCreateResponse {
-            sandbox_id: request.sandbox_id,
-        }))
+        Ok(Response::new(ControllerCreateResponse { sandbox_id: request.sandbox_id }))
     }
 
     async fn start(
@@ -105,14 +101,8 @@ impl Controller for SandboxService {
         &self,
         _: Request<ControllerPlatformRequest>,
     ) -> Result<Response<ControllerPlatformResponse>, Status> {
-        let platform = Platform {
-            os: "linux".into(),
-            architecture: "amd64".into(),
-            ..Default::default()
-        };
-        Ok(Response::new(ControllerPlatformResponse {
-            platform: Some(platform),
-        }))
+        let platform = Platform { os: "linux".into(), architecture: "amd64".into(), ..Default::default() };
+        Ok(Response::new(ControllerPlatformResponse { platform: Some(platform) }))
     }
 
     async fn stop(
@@ -152,12 +142,7 @@ impl Controller for SandboxService {
         Ok(Response::new(ControllerStatusResponse {
             sandbox_id: request.sandbox_id,
             pid: status.vmm_pid,
-            state: if ready {
-                "SANDBOX_READY"
-            } else {
-                "SANDBOX_NOTREADY"
-            }
-            .to_owned(),
+            state: if ready { "SANDBOX_READY" } else { "SANDBOX_NOTREADY" }.to_owned(),
             info,
             created_at: grpc_time(status.created_at_ns),
             exited_at: grpc_time(status.exited_at_ns),
@@ -190,10 +175,7 @@ impl Controller for SandboxService {
             metrics: Some(Metric {
                 timestamp: grpc_time(now_ns()),
                 id: pod.id().to_string(),
-                data: Some(prost_types::Any {
-                    type_url: stats::TYPE_URL.to_owned(),
-                    value,
-                }),
+                data: Some(prost_types::Any { type_url: stats::TYPE_URL.to_owned(), value }),
             }),
         }))
     }
@@ -202,8 +184,6 @@ impl Controller for SandboxService {
         &self,
         _: Request<ControllerUpdateRequest>,
     ) -> Result<Response<ControllerUpdateResponse>, Status> {
-        Err(Status::unimplemented(
-            "Update: a running pod's size can't be changed yet",
-        ))
+        Err(Status::unimplemented("Update: a running pod's size can't be changed yet"))
     }
 }

@@ -75,11 +75,7 @@ impl Task for TaskService {
                 mounts: request
                     .rootfs
                     .into_iter()
-                    .map(|mount| Mount {
-                        fstype: mount.type_,
-                        source: mount.source,
-                        options: mount.options,
-                    })
+                    .map(|mount| Mount { fstype: mount.type_, source: mount.source, options: mount.options })
                     .collect(),
                 stdio: StdioPaths {
                     stdin: request.stdin.into(),
@@ -95,25 +91,18 @@ impl Task for TaskService {
             created.map(|()| pod)
         };
         let pod = created.await.map_err(ttrpc)?;
-        Ok(CreateTaskResponse {
-            pid: pod.status().vmm_pid,
-            ..Default::default()
-        })
+        Ok(CreateTaskResponse { pid: pod.status().vmm_pid, ..Default::default() })
     }
 
     async fn start(&self, _: &TtrpcContext, request: StartRequest) -> Result<StartResponse> {
         let started = async {
             let of = id("container id", &request.id)?;
             let pod = self.pod_of(&of)?;
-            pod.start_process(of, optional_id("exec id", &request.exec_id)?)
-                .await?;
+            pod.start_process(of, optional_id("exec id", &request.exec_id)?).await?;
             Ok(pod)
         };
         let pod = started.await.map_err(ttrpc)?;
-        Ok(StartResponse {
-            pid: pod.status().vmm_pid,
-            ..Default::default()
-        })
+        Ok(StartResponse { pid: pod.status().vmm_pid, ..Default::default() })
     }
 
     async fn exec(&self, _: &TtrpcContext, request: ExecProcessRequest) -> Result<Empty> {
@@ -127,11 +116,7 @@ impl Task for TaskService {
                 stderr: request.stderr.into(),
                 terminal: request.terminal,
             };
-            let process = request
-                .spec
-                .into_option()
-                .map(|any| any.value)
-                .unwrap_or_default();
+            let process = request.spec.into_option().map(|any| any.value).unwrap_or_default();
             pod.create_exec(of, exec, process, stdio).await
         };
         created.await.map(|()| Empty::new()).map_err(ttrpc)
@@ -171,20 +156,14 @@ impl Task for TaskService {
             let of = id("container id", &request.id).map_err(ttrpc)?;
             return Err(ttrpc(PodError::NoContainer(of)));
         };
-        Ok(WaitResponse {
-            exit_status: exit.code,
-            exited_at: ttrpc_time(exit.at_ns),
-            ..Default::default()
-        })
+        Ok(WaitResponse { exit_status: exit.code, exited_at: ttrpc_time(exit.at_ns), ..Default::default() })
     }
 
     async fn kill(&self, _: &TtrpcContext, request: KillRequest) -> Result<Empty> {
         let signalled = async {
             let of = id("container id", &request.id)?;
             let exec = optional_id("exec id", &request.exec_id)?;
-            self.pod_of(&of)?
-                .signal(of, exec, request.signal, request.all)
-                .await
+            self.pod_of(&of)?.signal(of, exec, request.signal, request.all).await
         };
         signalled.await.map(|()| Empty::new()).map_err(ttrpc)
     }
@@ -211,16 +190,8 @@ impl Task for TaskService {
             self.pod_of(&of)?.pids(of).await
         };
         let processes = pids.await.map_err(ttrpc)?.into_iter();
-        let processes = processes
-            .map(|pid| ProcessInfo {
-                pid,
-                ..Default::default()
-            })
-            .collect();
-        Ok(PidsResponse {
-            processes,
-            ..Default::default()
-        })
+        let processes = processes.map(|pid| ProcessInfo { pid, ..Default::default() }).collect();
+        Ok(PidsResponse { processes, ..Default::default() })
     }
 
     async fn pause(&self, _: &TtrpcContext, request: PauseRequest) -> Result<Empty> {
@@ -235,9 +206,7 @@ impl Task for TaskService {
         let resized = async {
             let of = id("container id", &request.id)?;
             let exec = optional_id("exec id", &request.exec_id)?;
-            self.pod_of(&of)?
-                .resize(of, exec, request.width, request.height)
-                .await
+            self.pod_of(&of)?.resize(of, exec, request.width, request.height).await
         };
         resized.await.map(|()| Empty::new()).map_err(ttrpc)
     }
@@ -247,11 +216,7 @@ impl Task for TaskService {
             let of = id("container id", &request.id)?;
             let exec = optional_id("exec id", &request.exec_id)?;
             let pod = self.pod_of(&of)?;
-            if request.stdin {
-                pod.close_stdin(of, exec).await
-            } else {
-                Ok(())
-            }
+            if request.stdin { pod.close_stdin(of, exec).await } else { Ok(()) }
         };
         closed.await.map(|()| Empty::new()).map_err(ttrpc)
     }
@@ -259,11 +224,7 @@ impl Task for TaskService {
     async fn update(&self, _: &TtrpcContext, request: UpdateTaskRequest) -> Result<Empty> {
         let updated = async {
             let of = id("container id", &request.id)?;
-            let resources = request
-                .resources
-                .into_option()
-                .map(|any| any.value)
-                .unwrap_or_default();
+            let resources = request.resources.into_option().map(|any| any.value).unwrap_or_default();
             self.pod_of(&of)?.update(of, resources).await
         };
         updated.await.map(|()| Empty::new()).map_err(ttrpc)
@@ -276,15 +237,8 @@ impl Task for TaskService {
         };
         let readings = readings.await.map_err(ttrpc)?;
         let value = stats::encode(&readings).map_err(|error| ttrpc::Error::Others(error.to_string()))?;
-        let any = Any {
-            type_url: stats::TYPE_URL.to_owned(),
-            value,
-            ..Default::default()
-        };
-        Ok(StatsResponse {
-            stats: Some(any).into(),
-            ..Default::default()
-        })
+        let any = Any { type_url: stats::TYPE_URL.to_owned(), value, ..Default::default() };
+        Ok(StatsResponse { stats: Some(any).into(), ..Default::default() })
     }
 
     async fn connect(&self, _: &TtrpcContext, request: ConnectRequest) -> Result<ConnectResponse> {
@@ -299,10 +253,7 @@ impl Task for TaskService {
     }
 
     async fn checkpoint(&self, _: &TtrpcContext, request: CheckpointTaskRequest) -> Result<Empty> {
-        let text = format!(
-            "Checkpoint of container {}: not available in a microVM pod",
-            request.id
-        );
+        let text = format!("Checkpoint of container {}: not available in a microVM pod", request.id);
         Err(ttrpc(PodError::Unsupported(text)))
     }
 

@@ -113,10 +113,8 @@ struct Seconds(f64);
 impl Config {
     /// Reads `path`. What the file doesn't set has its default.
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
-        let text = fs::read_to_string(path).map_err(|source| ConfigError::Read {
-            path: path.to_owned(),
-            source,
-        })?;
+        let text =
+            fs::read_to_string(path).map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
         Self::parse(&text, path)
     }
 
@@ -136,12 +134,7 @@ fn resolve(raw: Raw, path: &Path) -> Result<Config, ConfigError> {
     let (vm, rootfs) = (default.vm, default.rootfs);
     let check = |key, found: String, takes, fine: bool| match fine {
         true => Ok(()),
-        false => Err(ConfigError::Value {
-            path: path.to_owned(),
-            key,
-            found,
-            takes,
-        }),
+        false => Err(ConfigError::Value { path: path.to_owned(), key, found, takes }),
     };
     let absolute = |key, value: Option<PathBuf>, default: PathBuf| {
         let value = value.unwrap_or(default);
@@ -151,13 +144,7 @@ fn resolve(raw: Raw, path: &Path) -> Result<Config, ConfigError> {
     let program = |key, value: Option<PathBuf>, default: PathBuf| {
         let value = value.unwrap_or(default);
         let fine = value.is_absolute() || value.components().count() == 1;
-        check(
-            key,
-            format!("{value:?}"),
-            "an absolute path or a plain name",
-            fine,
-        )
-        .map(|()| value)
+        check(key, format!("{value:?}"), "an absolute path or a plain name", fine).map(|()| value)
     };
     let seconds = |key, value: Option<Seconds>, default: Duration| match value {
         None => Ok(default),
@@ -174,21 +161,11 @@ fn resolve(raw: Raw, path: &Path) -> Result<Config, ConfigError> {
     let max_vcpus = raw.vm.max_vcpus.unwrap_or(vm.max_vcpus);
     let default_vcpus = raw.vm.default_vcpus.unwrap_or(vm.default_vcpus);
     let fine = (1..=max_vcpus).contains(&default_vcpus);
-    check(
-        "vm.default_vcpus",
-        default_vcpus.to_string(),
-        "1 to vm.max_vcpus",
-        fine,
-    )?;
+    check("vm.default_vcpus", default_vcpus.to_string(), "1 to vm.max_vcpus", fine)?;
     let max_memory_mib = raw.vm.max_memory_mib.unwrap_or(vm.max_memory_mib);
     let default_memory_mib = raw.vm.default_memory_mib.unwrap_or(vm.default_memory_mib);
     let fine = (64..=max_memory_mib).contains(&default_memory_mib);
-    check(
-        "vm.default_memory_mib",
-        default_memory_mib.to_string(),
-        "64 to vm.max_memory_mib",
-        fine,
-    )?;
+    check("vm.default_memory_mib", default_memory_mib.to_string(), "64 to vm.max_memory_mib", fine)?;
     let starts = raw.concurrent_starts.unwrap_or(default.concurrent_starts);
 
     Ok(Config {
@@ -275,19 +252,11 @@ mod tests {
     #[test]
     fn an_unknown_key_is_an_error_that_suggests_the_nearest() {
         let text = parse("[vm]\nkernal = \"/k\"\n").unwrap_err().to_string();
-        assert!(
-            text.contains("kernal") && text.contains("did you mean \"kernel\"?"),
-            "{text}"
-        );
+        assert!(text.contains("kernal") && text.contains("did you mean \"kernel\"?"), "{text}");
         assert!(text.contains("line 2"), "{text}");
         let text = parse("[vm]\naccelerator = \"tgc\"\n").unwrap_err().to_string();
         assert!(text.contains("did you mean \"tcg\"?"), "{text}");
-        assert!(
-            !parse("[vm]\nzzzzzzzz = 1\n")
-                .unwrap_err()
-                .to_string()
-                .contains("did you mean")
-        );
+        assert!(!parse("[vm]\nzzzzzzzz = 1\n").unwrap_err().to_string().contains("did you mean"));
     }
 
     #[test]

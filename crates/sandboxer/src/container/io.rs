@@ -84,18 +84,11 @@ impl Io {
                 source,
             })
         };
-        let mut io = Self {
-            stdin: None,
-            stdout: None,
-            stderr: None,
-        };
+        let mut io = Self { stdin: None, stdout: None, stderr: None };
         let mut options = OpenOptions::new();
         options.read_write(true);
         if let Some(path) = wanted(&paths.stdin) {
-            opened(
-                path,
-                options.open_receiver(path).map(|fifo| io.stdin = Some(fifo)),
-            )?;
+            opened(path, options.open_receiver(path).map(|fifo| io.stdin = Some(fifo)))?;
         }
         if let Some(path) = wanted(&paths.stdout) {
             opened(path, options.open_sender(path).map(|fifo| io.stdout = Some(fifo)))?;
@@ -109,10 +102,7 @@ impl Io {
     /// Starts copying. `resume`: an earlier daemon began it.
     pub fn run(self, agent: &Agent, subject: &Subject, resume: bool) -> (RunningIo, Option<StdinCloser>) {
         let mut outputs = JoinSet::new();
-        for (stream, fifo) in [
-            (OutputStream::STDOUT, self.stdout),
-            (OutputStream::STDERR, self.stderr),
-        ] {
+        for (stream, fifo) in [(OutputStream::STDOUT, self.stdout), (OutputStream::STDERR, self.stderr)] {
             if let Some(fifo) = fifo {
                 outputs.spawn(copy_output(agent.clone(), subject.clone(), stream, fifo, resume));
             }
@@ -120,33 +110,17 @@ impl Io {
         let mut stdin = JoinSet::new();
         let closer = self.stdin.map(|fifo| {
             let closer = StdinCloser(Arc::default());
-            stdin.spawn(copy_input(
-                agent.clone(),
-                subject.clone(),
-                fifo,
-                closer.clone(),
-                resume,
-            ));
+            stdin.spawn(copy_input(agent.clone(), subject.clone(), fifo, closer.clone(), resume));
             closer
         });
-        (
-            RunningIo {
-                outputs,
-                _stdin: stdin,
-            },
-            closer,
-        )
+        (RunningIo { outputs, _stdin: stdin }, closer)
     }
 }
 
 /// Writes a line of the daemon's own into a container's error stream, as far as it takes it:
 /// for a container whose guest can't speak any more.
 pub fn last_words(paths: &StdioPaths, words: &str) {
-    let path = if paths.terminal {
-        &paths.stdout
-    } else {
-        &paths.stderr
-    };
+    let path = if paths.terminal { &paths.stdout } else { &paths.stderr };
     let Some(path) = wanted(path) else { return };
     let written = OpenOptions::new()
         .read_write(true)

@@ -116,13 +116,7 @@ pub struct Process {
 impl Process {
     /// A process that waits to be let go.
     pub fn created(pid: u32, stdio: StdioPaths, io: io::Io) -> Self {
-        Self {
-            pid,
-            stdio,
-            phase: watch::Sender::new(Phase::Created),
-            io: Some(io),
-            stdin: None,
-        }
+        Self { pid, stdio, phase: watch::Sender::new(Phase::Created), io: Some(io), stdin: None }
     }
 
     /// Whether it has ended.
@@ -185,11 +179,7 @@ impl Container {
             bundle: self.bundle.clone(),
             disks: self.disks.clone(),
             init: self.init.record(),
-            execs: self
-                .execs
-                .iter()
-                .map(|(id, exec)| (id.clone(), exec.record()))
-                .collect(),
+            execs: self.execs.iter().map(|(id, exec)| (id.clone(), exec.record())).collect(),
         }
     }
 }

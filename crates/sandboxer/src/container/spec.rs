@@ -49,19 +49,12 @@ pub fn read(pod: &PodSpec, container: &ContainerId, bundle: &Path) -> Result<Gue
                  make its environment or its arguments smaller"
             ),
         ),
-        ReadError::Io(source) => PodError::Host {
-            pod: pod.id.clone(),
-            action: "read container spec",
-            path: path.clone(),
-            source,
-        },
+        ReadError::Io(source) => {
+            PodError::Host { pod: pod.id.clone(), action: "read container spec", path: path.clone(), source }
+        }
     })?;
-    let spec: Spec = serde_json::from_slice(&text).map_err(|error| {
-        invalid(
-            container,
-            format!("its spec {path:?} can't be understood: {error}"),
-        )
-    })?;
+    let spec: Spec = serde_json::from_slice(&text)
+        .map_err(|error| invalid(container, format!("its spec {path:?} can't be understood: {error}")))?;
     convert(pod, container, spec)
 }
 
@@ -81,26 +74,12 @@ pub fn exec(container: &ContainerId, json: &[u8]) -> Result<Vec<u8>, PodError> {
 }
 
 fn convert(pod: &PodSpec, container: &ContainerId, mut spec: Spec) -> Result<GuestSpec, PodError> {
-    if spec
-        .hooks()
-        .as_ref()
-        .is_some_and(|hooks| *hooks != Default::default())
-    {
-        return Err(unsupported(
-            container,
-            "OCI hooks",
-            "they are programs of the host",
-        ));
+    if spec.hooks().as_ref().is_some_and(|hooks| *hooks != Default::default()) {
+        return Err(unsupported(container, "OCI hooks", "they are programs of the host"));
     }
-    let mut files = vec![
-        file("/etc/hostname", format!("{}\n", pod.hostname)),
-        file("/etc/hosts", hosts(&pod.hostname)),
-    ];
-    files.extend(
-        pod.resolv_conf
-            .clone()
-            .map(|content| file("/etc/resolv.conf", content)),
-    );
+    let mut files =
+        vec![file("/etc/hostname", format!("{}\n", pod.hostname)), file("/etc/hosts", hosts(&pod.hostname))];
+    files.extend(pod.resolv_conf.clone().map(|content| file("/etc/resolv.conf", content)));
 
     let mounts = spec.mounts().clone().unwrap_or_default();
     spec.set_mounts(Some(convert_mounts(pod, container, mounts, &mut files)?));
@@ -112,10 +91,7 @@ fn convert(pod: &PodSpec, container: &ContainerId, mut spec: Spec) -> Result<Gue
     }
     // The hostname is the guest's own; the other two say nothing to a guest.
     spec.set_hostname(None).set_domainname(None).set_annotations(None);
-    Ok(GuestSpec {
-        json: serialise(container, &spec)?,
-        files,
-    })
+    Ok(GuestSpec { json: serialise(container, &spec)?, files })
 }
 
 fn convert_mounts(
@@ -148,11 +124,7 @@ fn convert_mounts(
         .destination("/dev/shm")
         .typ("bind")
         .source("/dev/shm")
-        .options(
-            ["rbind", "rw", "nosuid", "nodev", "noexec"]
-                .map(str::to_owned)
-                .to_vec(),
-        )
+        .options(["rbind", "rw", "nosuid", "nodev", "noexec"].map(str::to_owned).to_vec())
         .build()
         .map_err(|error| invalid(container, error.to_string()))?;
     kept.push(shm);
@@ -162,11 +134,7 @@ fn convert_mounts(
 fn convert_linux(container: &ContainerId, linux: &mut Linux) -> Result<(), PodError> {
     let namespaces = linux.namespaces().clone().unwrap_or_default();
     if namespaces.iter().any(|ns| ns.typ() == LinuxNamespaceType::User) {
-        return Err(unsupported(
-            container,
-            "a user namespace",
-            "its ids would be the host's",
-        ));
+        return Err(unsupported(container, "a user namespace", "its ids would be the host's"));
     }
     if let Some(device) = linux.devices().iter().flatten().next() {
         let what = format!("device {}", device.path().display());
@@ -174,50 +142,28 @@ fn convert_linux(container: &ContainerId, linux: &mut Linux) -> Result<(), PodEr
     }
     // Network, IPC and UTS are the pod's, and so the guest's own; what is left has no host path.
     linux.set_namespaces(Some(
-        [
-            LinuxNamespaceType::Mount,
-            LinuxNamespaceType::Pid,
-            LinuxNamespaceType::Cgroup,
-        ]
-        .into_iter()
-        .map(|kind| namespace(container, kind))
-        .collect::<Result<_, _>>()?,
+        [LinuxNamespaceType::Mount, LinuxNamespaceType::Pid, LinuxNamespaceType::Cgroup]
+            .into_iter()
+            .map(|kind| namespace(container, kind))
+            .collect::<Result<_, _>>()?,
     ));
     if let Some(resources) = linux.resources_mut() {
         // Device rules and I/O limits name devices of the host, CPU sets its CPUs.
-        resources
-            .set_devices(None)
-            .set_block_io(None)
-            .set_network(None)
-            .set_rdma(None);
+        resources.set_devices(None).set_block_io(None).set_network(None).set_rdma(None);
         if let Some(cpu) = resources.cpu_mut() {
-            cpu.set_cpus(None)
-                .set_mems(None)
-                .set_realtime_period(None)
-                .set_realtime_runtime(None);
+            cpu.set_cpus(None).set_mems(None).set_realtime_period(None).set_realtime_runtime(None);
         }
         if let Some(memory) = resources.memory_mut() {
             // A guest has no swap; the rest is cgroup v1's.
-            memory
-                .set_swap(None)
-                .set_swappiness(None)
-                .set_kernel(None)
-                .set_kernel_tcp(None);
+            memory.set_swap(None).set_swappiness(None).set_kernel(None).set_kernel_tcp(None);
         }
     }
-    linux
-        .set_cgroups_path(None)
-        .set_mount_label(None)
-        .set_intel_rdt(None)
-        .set_rootfs_propagation(None);
+    linux.set_cgroups_path(None).set_mount_label(None).set_intel_rdt(None).set_rootfs_propagation(None);
     Ok(())
 }
 
 fn namespace(container: &ContainerId, kind: LinuxNamespaceType) -> Result<LinuxNamespace, PodError> {
-    LinuxNamespaceBuilder::default()
-        .typ(kind)
-        .build()
-        .map_err(|error| invalid(container, error.to_string()))
+    LinuxNamespaceBuilder::default().typ(kind).build().map_err(|error| invalid(container, error.to_string()))
 }
 
 /// AppArmor and SELinux labels are of the host's policy; no such policy is loaded in a guest.
@@ -232,30 +178,16 @@ fn copy_in(pod: &PodSpec, container: &ContainerId, mount: &Mount, at: String) ->
             container,
             format!("{source:?} for {at} has {length} bytes, at most {MAX_FILE} are taken"),
         ),
-        ReadError::Io(error) => PodError::Host {
-            pod: pod.id.clone(),
-            action: "read",
-            path: source.clone(),
-            source: error,
-        },
+        ReadError::Io(error) => {
+            PodError::Host { pod: pod.id.clone(), action: "read", path: source.clone(), source: error }
+        }
     })?;
     let read_only = mount.options().iter().flatten().any(|option| option == "ro");
-    Ok(File {
-        path: at,
-        content,
-        mode: 0o644,
-        read_only,
-        ..Default::default()
-    })
+    Ok(File { path: at, content, mode: 0o644, read_only, ..Default::default() })
 }
 
 fn file(path: &str, content: String) -> File {
-    File {
-        path: path.to_owned(),
-        content: content.into_bytes(),
-        mode: 0o644,
-        ..Default::default()
-    }
+    File { path: path.to_owned(), content: content.into_bytes(), mode: 0o644, ..Default::default() }
 }
 
 fn hosts(hostname: &str) -> String {
@@ -284,16 +216,11 @@ fn serialise(container: &ContainerId, value: &impl serde::Serialize) -> Result<V
 }
 
 fn invalid(container: &ContainerId, reason: String) -> PodError {
-    PodError::Invalid {
-        subject: format!("container {container}"),
-        reason,
-    }
+    PodError::Invalid { subject: format!("container {container}"), reason }
 }
 
 fn unsupported(container: &ContainerId, what: &str, why: &str) -> PodError {
-    PodError::Unsupported(format!(
-        "container {container}: {what} is not available in a microVM pod: {why}"
-    ))
+    PodError::Unsupported(format!("container {container}: {what} is not available in a microVM pod: {why}"))
 }
 
 #[cfg(test)]
@@ -337,11 +264,7 @@ mod tests {
         assert_eq!(resources.cpu().as_ref().unwrap().shares(), Some(2));
         assert_eq!(resources.cpu().as_ref().unwrap().cpus(), &None);
         assert_eq!(spec.process().as_ref().unwrap().apparmor_profile(), &None);
-        assert!(
-            files
-                .iter()
-                .any(|f| f.path == "/etc/hostname" && f.content == b"web\n")
-        );
+        assert!(files.iter().any(|f| f.path == "/etc/hostname" && f.content == b"web\n"));
     }
 
     #[test]
@@ -384,9 +307,6 @@ mod tests {
             json["process"]["env"] = serde_json::json!([format!("X={}", "y".repeat(10 << 20))]);
         });
         let text = huge.unwrap_err().to_string();
-        assert!(
-            text.contains("environment") && text.contains(&MAX_SPEC.to_string()),
-            "{text}"
-        );
+        assert!(text.contains("environment") && text.contains(&MAX_SPEC.to_string()), "{text}");
     }
 }

@@ -76,11 +76,8 @@ async fn try_create(
     let guest_spec = spec::read(pod, &new.id, &new.bundle)?;
     let io = Io::open(&pod.id, &new.stdio)?;
 
-    let plan = stages
-        .run(Stage::Rootfs, async {
-            store.prepare(&pod.id, &new.id, &new.mounts).await
-        })
-        .await?;
+    let plan =
+        stages.run(Stage::Rootfs, async { store.prepare(&pod.id, &new.id, &new.mounts).await }).await?;
     let (rootfs, disks) = rootfs_message(&plan);
 
     stages
@@ -96,9 +93,7 @@ async fn try_create(
     let pid = stages
         .run(Stage::ContainerCreate, async {
             let (agent, id) = (live.agent.clone(), new.id.clone());
-            undo.push("delete the container", async move {
-                agent.delete_container(&id).await
-            });
+            undo.push("delete the container", async move { agent.delete_container(&id).await });
             live.agent
                 .create_container(CreateContainerRequest {
                     container_id: new.id.to_string(),
@@ -111,12 +106,7 @@ async fn try_create(
                 .await
         })
         .await?;
-    Ok(Created {
-        pid,
-        io,
-        disks,
-        leases: plan.leases,
-    })
+    Ok(Created { pid, io, disks, leases: plan.leases })
 }
 
 /// Removes what [`create`] made. Goes on past failures; the first is answered.
@@ -130,10 +120,7 @@ pub async fn delete(live: &Live, container: &ContainerId, disks: &[DiskSpec]) ->
 
 /// Lets a process go. Answers its guest pid.
 pub async fn release(live: &Live, subject: &Subject) -> Result<u32, PodError> {
-    Ok(live
-        .agent
-        .start_process(&subject.container, subject.exec.as_ref())
-        .await?)
+    Ok(live.agent.start_process(&subject.container, subject.exec.as_ref()).await?)
 }
 
 /// Registers an exec; it runs when [`release`]d.
@@ -163,30 +150,16 @@ pub async fn create_exec(
 ///
 /// Never answers if the guest falls silent: the machine's end is seen elsewhere.
 pub async fn follow(live: &Live, subject: &Subject, mut io: RunningIo) -> Exit {
-    match live
-        .agent
-        .wait_process(&subject.container, subject.exec.as_ref())
-        .await
-    {
+    match live.agent.wait_process(&subject.container, subject.exec.as_ref()).await {
         Ok(exit) => {
             io.drained().await;
-            let reason = if exit.oom_killed {
-                "killed for using too much memory"
-            } else {
-                ""
-            };
-            Exit {
-                code: exit.code,
-                at_ns: exit.at_ns,
-                reason: reason.to_owned(),
-            }
+            let reason = if exit.oom_killed { "killed for using too much memory" } else { "" };
+            Exit { code: exit.code, at_ns: exit.at_ns, reason: reason.to_owned() }
         }
         // A process that the agent doesn't know any more has ended unseen.
-        Err(error) if error.code() == crate::error::Code::NotFound => Exit {
-            code: KILLED,
-            at_ns: now_ns(),
-            reason: "its end was not seen".to_owned(),
-        },
+        Err(error) if error.code() == crate::error::Code::NotFound => {
+            Exit { code: KILLED, at_ns: now_ns(), reason: "its end was not seen".to_owned() }
+        }
         Err(error) => {
             tracing::debug!(container = %subject.container, %error, "a process's end can't be waited for");
             future::pending().await
@@ -220,10 +193,7 @@ fn rootfs_message(plan: &RootfsPlan) -> (wire::Rootfs, Vec<DiskSpec>) {
     rootfs.lower = plan.lower.iter().map(&mut message).collect();
     match &plan.writable {
         Writable::Tmpfs { bytes } => {
-            rootfs.set_tmpfs(wire::TmpfsUpper {
-                size_bytes: *bytes,
-                ..Default::default()
-            });
+            rootfs.set_tmpfs(wire::TmpfsUpper { size_bytes: *bytes, ..Default::default() });
         }
         Writable::Overlay(layer) => rootfs.set_overlay(message(layer)),
         Writable::Whole(layer) => rootfs.set_whole(message(layer)),

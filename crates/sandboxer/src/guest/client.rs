@@ -54,10 +54,9 @@ impl GuestError {
     pub fn code(&self) -> Code {
         match self {
             Self::Refused { code, .. } => *code,
-            Self::Greeting {
-                source: LinkError::Version { .. } | LinkError::Refused(_),
-                ..
-            } => Code::FailedPrecondition,
+            Self::Greeting { source: LinkError::Version { .. } | LinkError::Refused(_), .. } => {
+                Code::FailedPrecondition
+            }
             Self::Greeting { .. } | Self::Failed { .. } => Code::Unavailable,
         }
     }
@@ -80,11 +79,7 @@ impl std::fmt::Debug for Agent {
 /// One call, its error naming it.
 macro_rules! call {
     ($self:ident, $rpc:ident, $deadline:expr, $request:expr) => {
-        $self
-            .client
-            .$rpc($deadline, &$request)
-            .await
-            .map_err(|error| $self.error(stringify!($rpc), error))
+        $self.client.$rpc($deadline, &$request).await.map_err(|error| $self.error(stringify!($rpc), error))
     };
 }
 
@@ -105,22 +100,15 @@ impl Agent {
 
     /// Removes a container and its mounts.
     pub async fn delete_container(&self, container: &ContainerId) -> Result<(), GuestError> {
-        let request = wire::DeleteContainerRequest {
-            container_id: container.to_string(),
-            ..Default::default()
-        };
+        let request =
+            wire::DeleteContainerRequest { container_id: container.to_string(), ..Default::default() };
         call!(self, delete_container, self.long(), request).map(drop)
     }
 
     /// Every process the agent knows.
     pub async fn processes(&self) -> Result<Vec<wire::Process>, GuestError> {
-        call!(
-            self,
-            list_containers,
-            self.short(),
-            wire::ListContainersRequest::new()
-        )
-        .map(|answer| answer.processes)
+        call!(self, list_containers, self.short(), wire::ListContainersRequest::new())
+            .map(|answer| answer.processes)
     }
 
     /// Registers an exec.
@@ -232,46 +220,34 @@ impl Agent {
 
     /// Freezes every process of a container.
     pub async fn pause_container(&self, container: &ContainerId) -> Result<(), GuestError> {
-        let request = wire::PauseContainerRequest {
-            container_id: container.to_string(),
-            ..Default::default()
-        };
+        let request =
+            wire::PauseContainerRequest { container_id: container.to_string(), ..Default::default() };
         call!(self, pause_container, self.short(), request).map(drop)
     }
 
     /// Thaws a container.
     pub async fn resume_container(&self, container: &ContainerId) -> Result<(), GuestError> {
-        let request = wire::ResumeContainerRequest {
-            container_id: container.to_string(),
-            ..Default::default()
-        };
+        let request =
+            wire::ResumeContainerRequest { container_id: container.to_string(), ..Default::default() };
         call!(self, resume_container, self.short(), request).map(drop)
     }
 
     /// Guest pids of a container.
     pub async fn pids(&self, container: &ContainerId) -> Result<Vec<u32>, GuestError> {
-        let request = wire::ListProcessesRequest {
-            container_id: container.to_string(),
-            ..Default::default()
-        };
+        let request =
+            wire::ListProcessesRequest { container_id: container.to_string(), ..Default::default() };
         call!(self, list_processes, self.short(), request).map(|answer| answer.pids)
     }
 
     /// Readings of a container, or of the whole guest.
     pub async fn stats(&self, container: Option<&ContainerId>) -> Result<wire::StatsResponse, GuestError> {
-        let request = wire::StatsRequest {
-            container_id: text(container),
-            ..Default::default()
-        };
+        let request = wire::StatsRequest { container_id: text(container), ..Default::default() };
         call!(self, stats, self.short(), request)
     }
 
     /// Asks the guest to power itself off. No answer is a fine answer: look at the machine.
     pub async fn power_off(&self) {
-        let _ = self
-            .client
-            .power_off(self.short(), &wire::PowerOffRequest::new())
-            .await;
+        let _ = self.client.power_off(self.short(), &wire::PowerOffRequest::new()).await;
     }
 
     fn short(&self) -> Context {
@@ -295,12 +271,7 @@ impl Agent {
                     ttrpc::Code::DEADLINE_EXCEEDED => Code::DeadlineExceeded,
                     _ => Code::Internal,
                 };
-                GuestError::Refused {
-                    pod,
-                    call,
-                    code,
-                    message: bounded(status.message),
-                }
+                GuestError::Refused { pod, call, code, message: bounded(status.message) }
             }
             source => GuestError::Failed { pod, call, source },
         }
@@ -315,10 +286,7 @@ fn text(id: Option<&ExecId>) -> String {
 fn bounded(mut message: String) -> String {
     const MOST: usize = 2048;
     if message.len() > MOST {
-        let cut = (0..=MOST)
-            .rev()
-            .find(|&at| message.is_char_boundary(at))
-            .unwrap_or(0);
+        let cut = (0..=MOST).rev().find(|&at| message.is_char_boundary(at)).unwrap_or(0);
         message.truncate(cut);
         message.push('…');
     }

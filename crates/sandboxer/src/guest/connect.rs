@@ -21,10 +21,7 @@ pub async fn connect(
     let mut stream = machine.agent_stream().await?;
     let ready = link::greet(&mut stream, key)
         .await
-        .map_err(|source| GuestError::Greeting {
-            pod: pod.clone(),
-            source,
-        })?;
+        .map_err(|source| GuestError::Greeting { pod: pod.clone(), source })?;
     let client = AgentClient::new(Client::new(Socket::new(stream)));
     Ok((Agent::new(pod.clone(), client, config.agent_timeout), ready))
 }

@@ -114,10 +114,7 @@ impl RootfsStore {
             path: dir.to_owned(),
             source,
         })?;
-        Ok(Arc::new(Self {
-            dir: dir.to_owned(),
-            config: config.clone(),
-        }))
+        Ok(Arc::new(Self { dir: dir.to_owned(), config: config.clone() }))
     }
 
     /// Makes the disks for a container of which `mounts` are the snapshot.
@@ -131,16 +128,10 @@ impl RootfsStore {
         let image = self.dir.join(format!("{container}.erofs"));
         Ok(RootfsPlan {
             lower: vec![Layer {
-                disk: DiskSpec {
-                    serial: "rootfs".into(),
-                    path: image,
-                    read_only: true,
-                },
+                disk: DiskSpec { serial: "rootfs".into(), path: image, read_only: true },
                 fstype: FsType::Erofs,
             }],
-            writable: Writable::Tmpfs {
-                bytes: self.config.writable_bytes,
-            },
+            writable: Writable::Tmpfs { bytes: self.config.writable_bytes },
             leases: Vec::new(),
         })
     }

@@ -12,9 +12,7 @@ pub struct Admission {
 impl Admission {
     /// A gate for `places` starts at once, at least one.
     pub fn new(places: usize) -> Self {
-        Self {
-            places: Semaphore::new(places.max(1)),
-        }
+        Self { places: Semaphore::new(places.max(1)) }
     }
 
     /// Waits for a place; it is given back when the answer is dropped.
@@ -40,9 +38,6 @@ mod tests {
         assert!(third.as_mut().now_or_never().is_none());
         drop(second);
         drop(first);
-        assert!(
-            third.now_or_never().is_some(),
-            "the place went to a start that had left"
-        );
+        assert!(third.now_or_never().is_some(), "the place went to a start that had left");
     }
 }

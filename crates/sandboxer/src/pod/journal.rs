@@ -133,10 +133,7 @@ impl Journal {
 
     /// The record of one pod.
     pub fn pod(&self, id: &SandboxId) -> PodJournal {
-        PodJournal {
-            path: self.dir.join(format!("{id}.json")),
-            newest: Arc::default(),
-        }
+        PodJournal { path: self.dir.join(format!("{id}.json")), newest: Arc::default() }
     }
 
     /// Every record there is, each readable or not.
@@ -153,20 +150,11 @@ impl Journal {
 }
 
 fn read(path: &Path) -> Result<PodRecord, JournalError> {
-    let failed = |source| JournalError::Io {
-        action: "read",
-        path: path.to_owned(),
-        source,
-    };
-    let malformed = |source| JournalError::Malformed {
-        path: path.to_owned(),
-        source,
-    };
+    let failed = |source| JournalError::Io { action: "read", path: path.to_owned(), source };
+    let malformed = |source| JournalError::Malformed { path: path.to_owned(), source };
     let length = fs::metadata(path).map_err(failed)?.len();
     if length > MAX_RECORD {
-        return Err(failed(io::Error::other(format!(
-            "{length} bytes are more than a record has"
-        ))));
+        return Err(failed(io::Error::other(format!("{length} bytes are more than a record has"))));
     }
     let text = fs::read(path).map_err(failed)?;
     // The version first: a later record may hold what this daemon can't parse.
@@ -176,10 +164,7 @@ fn read(path: &Path) -> Result<PodRecord, JournalError> {
     }
     let Version { version: found } = serde_json::from_slice(&text).map_err(malformed)?;
     if found != RECORD_VERSION {
-        return Err(JournalError::Version {
-            path: path.to_owned(),
-            found,
-        });
+        return Err(JournalError::Version { path: path.to_owned(), found });
     }
     serde_json::from_slice(&text).map_err(malformed)
 }
@@ -224,15 +209,8 @@ async fn blocking(
     path: &Path,
     work: impl FnOnce() -> io::Result<()> + Send + 'static,
 ) -> Result<(), JournalError> {
-    let done = tokio::task::spawn_blocking(work)
-        .await
-        .map_err(io::Error::other)
-        .and_then(|done| done);
-    done.map_err(|source| JournalError::Io {
-        action,
-        path: path.to_owned(),
-        source,
-    })
+    let done = tokio::task::spawn_blocking(work).await.map_err(io::Error::other).and_then(|done| done);
+    done.map_err(|source| JournalError::Io { action, path: path.to_owned(), source })
 }
 
 fn replace(path: &Path, record: &PodRecord) -> io::Result<()> {
@@ -240,12 +218,8 @@ fn replace(path: &Path, record: &PodRecord) -> io::Result<()> {
     let new = path.with_extension("new");
     let text = serde_json::to_vec(record).map_err(io::Error::other)?;
     let written = (|| {
-        let mut file = fs::OpenOptions::new()
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .mode(0o600)
-            .open(&new)?;
+        let mut file =
+            fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
         file.write_all(&text)?;
         file.sync_all()?;
         fs::rename(&new, path)
@@ -320,24 +294,14 @@ pub(crate) mod tests {
         fs::write(pods.join("torn.json"), &whole[..whole.len() / 2]).unwrap();
         fs::write(pods.join("later.json"), r#"{"version":99,"something":"new"}"#).unwrap();
         fs::write(pods.join("half.new"), "x").unwrap();
-        let mut errors: Vec<_> = journal
-            .records()
-            .unwrap()
-            .into_iter()
-            .map(|r| r.unwrap_err().to_string())
-            .collect();
+        let mut errors: Vec<_> =
+            journal.records().unwrap().into_iter().map(|r| r.unwrap_err().to_string()).collect();
         errors.sort();
         assert_eq!(errors.len(), 2, "{errors:?}");
-        assert!(
-            errors[0].contains("later.json") && errors[0].contains("version 99"),
-            "{errors:?}"
-        );
+        assert!(errors[0].contains("later.json") && errors[0].contains("version 99"), "{errors:?}");
         assert!(errors[1].contains("torn.json"), "{errors:?}");
         Journal::open(dir.path()).unwrap();
-        let mut left: Vec<_> = fs::read_dir(&pods)
-            .unwrap()
-            .map(|e| e.unwrap().file_name())
-            .collect();
+        let mut left: Vec<_> = fs::read_dir(&pods).unwrap().map(|e| e.unwrap().file_name()).collect();
         left.sort();
         assert_eq!(left, ["later.json", "torn.json"]);
     }

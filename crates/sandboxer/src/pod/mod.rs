@@ -80,72 +80,27 @@ enum Request {
     /// Make a container, up to where its init waits.
     CreateContainer { new: NewContainer, reply: Reply<()> },
     /// Register an exec.
-    CreateExec {
-        of: ContainerId,
-        exec: ExecId,
-        process: Vec<u8>,
-        stdio: StdioPaths,
-        reply: Reply<()>,
-    },
+    CreateExec { of: ContainerId, exec: ExecId, process: Vec<u8>, stdio: StdioPaths, reply: Reply<()> },
     /// Let a container's init, or an exec, go.
-    StartProcess {
-        of: ContainerId,
-        exec: Option<ExecId>,
-        reply: Reply<()>,
-    },
+    StartProcess { of: ContainerId, exec: Option<ExecId>, reply: Reply<()> },
     /// Look at a process.
-    Process {
-        of: ContainerId,
-        exec: Option<ExecId>,
-        reply: Reply<ProcessView>,
-    },
+    Process { of: ContainerId, exec: Option<ExecId>, reply: Reply<ProcessView> },
     /// Signal a process, or all of a container.
-    Signal {
-        of: ContainerId,
-        exec: Option<ExecId>,
-        signal: u32,
-        all: bool,
-        reply: Reply<()>,
-    },
+    Signal { of: ContainerId, exec: Option<ExecId>, signal: u32, all: bool, reply: Reply<()> },
     /// Remove a container or an exec that doesn't run. Answers how it ended.
-    Delete {
-        of: ContainerId,
-        exec: Option<ExecId>,
-        reply: Reply<Exit>,
-    },
+    Delete { of: ContainerId, exec: Option<ExecId>, reply: Reply<Exit> },
     /// Nothing more will be written to a process's stdin FIFO.
-    CloseStdin {
-        of: ContainerId,
-        exec: Option<ExecId>,
-        reply: Reply<()>,
-    },
+    CloseStdin { of: ContainerId, exec: Option<ExecId>, reply: Reply<()> },
     /// Set the size of a process's terminal.
-    Resize {
-        of: ContainerId,
-        exec: Option<ExecId>,
-        columns: u32,
-        rows: u32,
-        reply: Reply<()>,
-    },
+    Resize { of: ContainerId, exec: Option<ExecId>, columns: u32, rows: u32, reply: Reply<()> },
     /// Freeze a container, or thaw it.
-    SetPaused {
-        of: ContainerId,
-        paused: bool,
-        reply: Reply<()>,
-    },
+    SetPaused { of: ContainerId, paused: bool, reply: Reply<()> },
     /// Change a container's limits (OCI `linux.resources`, JSON).
-    Update {
-        of: ContainerId,
-        resources: Vec<u8>,
-        reply: Reply<()>,
-    },
+    Update { of: ContainerId, resources: Vec<u8>, reply: Reply<()> },
     /// Guest pids of a container.
     Pids { of: ContainerId, reply: Reply<Vec<u32>> },
     /// Readings of a container, or of the guest.
-    Stats {
-        of: Option<ContainerId>,
-        reply: Reply<StatsResponse>,
-    },
+    Stats { of: Option<ContainerId>, reply: Reply<StatsResponse> },
     /// Everything about the pod.
     Inspect { reply: Reply<PodView> },
 }
@@ -217,10 +172,7 @@ impl PodHandle {
     /// Waits until the pod has stopped.
     pub async fn stopped(&self) -> PodStatus {
         let mut status = self.status.clone();
-        match status
-            .wait_for(|status| status.state == state::PodState::Stopped)
-            .await
-        {
+        match status.wait_for(|status| status.state == state::PodState::Stopped).await {
             Ok(stopped) => stopped.clone(),
             // The pod's task is gone, and so is the pod.
             Err(_) => self.status(),
@@ -255,14 +207,7 @@ impl PodHandle {
         process: Vec<u8>,
         stdio: StdioPaths,
     ) -> Result<(), PodError> {
-        self.ask(|reply| Request::CreateExec {
-            of,
-            exec,
-            process,
-            stdio,
-            reply,
-        })
-        .await
+        self.ask(|reply| Request::CreateExec { of, exec, process, stdio, reply }).await
     }
 
     /// Lets a process go.
@@ -283,14 +228,7 @@ impl PodHandle {
         signal: u32,
         all: bool,
     ) -> Result<(), PodError> {
-        self.ask(|reply| Request::Signal {
-            of,
-            exec,
-            signal,
-            all,
-            reply,
-        })
-        .await
+        self.ask(|reply| Request::Signal { of, exec, signal, all, reply }).await
     }
 
     /// Removes a container or an exec. Answers how it ended.
@@ -311,14 +249,7 @@ impl PodHandle {
         columns: u32,
         rows: u32,
     ) -> Result<(), PodError> {
-        self.ask(|reply| Request::Resize {
-            of,
-            exec,
-            columns,
-            rows,
-            reply,
-        })
-        .await
+        self.ask(|reply| Request::Resize { of, exec, columns, rows, reply }).await
     }
 
     /// Freezes a container, or thaws it.

@@ -56,11 +56,7 @@ pub async fn recover(node: &Arc<Node>) -> io::Result<Recovered> {
         }
     }
     for alive in future::join_all(records.into_iter().map(|record| take_up(node, record))).await {
-        if alive {
-            recovered.alive += 1
-        } else {
-            recovered.stopped += 1
-        }
+        if alive { recovered.alive += 1 } else { recovered.stopped += 1 }
     }
     Ok(recovered)
 }
@@ -101,18 +97,14 @@ async fn take_up(node: &Arc<Node>, mut record: PodRecord) -> bool {
         .containers
         .into_iter()
         .map(|container| {
-            (
-                container.id.clone(),
-                take_up_container(node, container, &known, alive, &record.spec),
-            )
+            (container.id.clone(), take_up_container(node, container, &known, alive, &record.spec))
         })
         .collect::<HashMap<_, _>>();
     let (spec, key, status) = (record.spec, record.link_key, record.status);
     let ids: Vec<ContainerId> = containers.keys().cloned().collect();
     let shared = node.clone();
-    let inserted = node.registry.insert(&id, || {
-        pod::spawn(shared, spec, key, status, Found { live, containers })
-    });
+    let inserted =
+        node.registry.insert(&id, || pod::spawn(shared, spec, key, status, Found { live, containers }));
     if let Err(error) = inserted {
         tracing::error!(pod = %id, %error, "two records name the same pod");
         return false;
@@ -156,17 +148,10 @@ async fn greet(node: &Node, record: &PodRecord, machine: &Arc<dyn Machine>) -> R
     let id = &record.spec.id;
     let greeting = guest::connect(id, machine.as_ref(), &record.link_key, &node.config.vm);
     match tokio::time::timeout(limit, greeting).await {
-        Ok(greeted) => greeted.map(|(agent, _)| Live {
-            machine: machine.clone(),
-            agent,
-        }),
+        Ok(greeted) => greeted.map(|(agent, _)| Live { machine: machine.clone(), agent }),
         Err(_) => {
             let console = machine.last_lines().await.join(" | ");
-            Err(PodError::NotReady {
-                pod: id.clone(),
-                limit,
-                console,
-            })
+            Err(PodError::NotReady { pod: id.clone(), limit, console })
         }
     }
 }
@@ -185,15 +170,11 @@ fn take_up_container(
             .find(|process| process.container_id == container.as_str() && process.exec_id == name);
         let phase = phase_of(&record, found, alive);
         let running = matches!(phase, Phase::Created | Phase::Running);
-        let io = running
-            .then(|| Io::open(&spec.id, &record.stdio))
-            .and_then(|opened| {
-                opened
-                    .inspect_err(
-                        |error| tracing::warn!(%container, error = chain(error), "its output is lost"),
-                    )
-                    .ok()
-            });
+        let io = running.then(|| Io::open(&spec.id, &record.stdio)).and_then(|opened| {
+            opened
+                .inspect_err(|error| tracing::warn!(%container, error = chain(error), "its output is lost"))
+                .ok()
+        });
         Process {
             pid: record.pid,
             stdio: record.stdio,
@@ -209,11 +190,7 @@ fn take_up_container(
             .into_iter()
             .map(|(exec, ended)| (exec.clone(), process(ended, Some(&exec), &record.id)))
             .collect(),
-        leases: record
-            .disks
-            .iter()
-            .filter_map(|disk| node.rootfs.lease(&disk.path))
-            .collect(),
+        leases: record.disks.iter().filter_map(|disk| node.rootfs.lease(&disk.path)).collect(),
         bundle: record.bundle,
         disks: record.disks,
         paused: known.iter().any(|process| {

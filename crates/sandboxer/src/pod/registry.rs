@@ -44,34 +44,21 @@ impl Registry {
 
     /// Finds a pod.
     pub fn pod(&self, id: &SandboxId) -> Result<PodHandle, PodError> {
-        self.read()
-            .pods
-            .get(id)
-            .cloned()
-            .ok_or_else(|| PodError::NoPod(id.clone()))
+        self.read().pods.get(id).cloned().ok_or_else(|| PodError::NoPod(id.clone()))
     }
 
     /// Finds the one pod whose id starts with `prefix`.
     pub fn pod_by_prefix(&self, prefix: &str) -> Result<PodHandle, PodError> {
-        let invalid = |reason: String| PodError::Invalid {
-            subject: format!("pod {prefix:?}"),
-            reason,
-        };
+        let invalid = |reason: String| PodError::Invalid { subject: format!("pod {prefix:?}"), reason };
         let inner = self.read();
         if let Some(pod) = inner.pods.get(prefix) {
             return Ok(pod.clone());
         }
-        let mut matches = inner
-            .pods
-            .iter()
-            .filter(|(id, _)| id.as_str().starts_with(prefix));
+        let mut matches = inner.pods.iter().filter(|(id, _)| id.as_str().starts_with(prefix));
         match (matches.next(), matches.count()) {
             (Some((_, pod)), 0) => Ok(pod.clone()),
             (None, _) => Err(invalid("no pod's id starts so".into())),
-            (Some(_), more) => Err(invalid(format!(
-                "{} pods' ids start so: give more of it",
-                more + 1
-            ))),
+            (Some(_), more) => Err(invalid(format!("{} pods' ids start so: give more of it", more + 1))),
         }
     }
 
@@ -98,12 +85,8 @@ impl Registry {
     /// Finds the pod a container is in.
     pub fn pod_of(&self, container: &ContainerId) -> Result<PodHandle, PodError> {
         let inner = self.read();
-        let pod = inner
-            .containers
-            .get(container)
-            .and_then(|pod| inner.pods.get(pod));
-        pod.cloned()
-            .ok_or_else(|| PodError::NoContainer(container.clone()))
+        let pod = inner.containers.get(container).and_then(|pod| inner.pods.get(pod));
+        pod.cloned().ok_or_else(|| PodError::NoContainer(container.clone()))
     }
 
     fn read(&self) -> RwLockReadGuard<'_, Inner> {

@@ -56,28 +56,15 @@ pub struct Stages {
 impl Stages {
     /// Starts the clock.
     pub fn new(pod: SandboxId) -> Self {
-        Self {
-            pod,
-            began: Instant::now(),
-            steps: Arc::default(),
-        }
+        Self { pod, began: Instant::now(), steps: Arc::default() }
     }
 
     /// Runs one step, in a span of its name.
     pub async fn run<T, E>(&self, stage: Stage, step: impl Future<Output = Result<T, E>>) -> Result<T, E> {
         let span = tracing::info_span!("stage", stage = stage.as_str(), pod = %self.pod);
-        let mut record = Record {
-            stages: self,
-            stage,
-            began: Instant::now(),
-            outcome: Outcome::Cancelled,
-        };
+        let mut record = Record { stages: self, stage, began: Instant::now(), outcome: Outcome::Cancelled };
         let result = step.instrument(span).await;
-        record.outcome = if result.is_ok() {
-            Outcome::Ok
-        } else {
-            Outcome::Failed
-        };
+        record.outcome = if result.is_ok() { Outcome::Ok } else { Outcome::Failed };
         result
     }
 
@@ -111,11 +98,7 @@ impl Drop for Record<'_> {
             outcome = step.outcome.as_str(),
             "stage ended"
         );
-        self.stages
-            .steps
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(step);
+        self.stages.steps.lock().unwrap_or_else(PoisonError::into_inner).push(step);
     }
 }
 
@@ -127,10 +110,7 @@ mod tests {
     async fn every_way_a_step_can_end_is_kept() {
         let stages = Stages::new("p".parse().unwrap());
         stages.run(Stage::Netns, async { Ok::<_, ()>(()) }).await.unwrap();
-        stages
-            .run(Stage::VmmSpawn, async { Err::<(), _>(()) })
-            .await
-            .unwrap_err();
+        stages.run(Stage::VmmSpawn, async { Err::<(), _>(()) }).await.unwrap_err();
         drop(
             tokio::time::timeout(
                 std::time::Duration::from_millis(1),

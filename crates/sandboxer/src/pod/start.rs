@@ -96,12 +96,7 @@ struct Prepared<'a> {
 impl<'a> Prepared<'a> {
     async fn new(node: &'a Node, spec: &'a PodSpec, undo: &mut Undo) -> Result<Self, PodError> {
         let host = |action, path: PathBuf| {
-            move |source: io::Error| PodError::Host {
-                pod: spec.id.clone(),
-                action,
-                path,
-                source,
-            }
+            move |source: io::Error| PodError::Host { pod: spec.id.clone(), action, path, source }
         };
         if let Some(netns) = &spec.netns {
             // Its interfaces stay unused for now; that it is there is all that can be checked.
@@ -119,10 +114,7 @@ impl<'a> Prepared<'a> {
             made => made.map_err(host("make run directory", run_dir.clone()))?,
         }
         let dir = run_dir.clone();
-        undo.push(
-            "remove the run directory",
-            async move { std::fs::remove_dir_all(dir) },
-        );
+        undo.push("remove the run directory", async move { std::fs::remove_dir_all(dir) });
         Ok(Self { node, spec, run_dir })
     }
 
@@ -138,10 +130,7 @@ impl<'a> Prepared<'a> {
                 memory_mib: spec.memory_mib,
                 kernel: config.kernel.clone(),
                 initramfs: config.initramfs.clone(),
-                boot: BootParams {
-                    link_key: key.clone(),
-                    log: config.agent_log.clone(),
-                },
+                boot: BootParams { link_key: key.clone(), log: config.agent_log.clone() },
                 disks: Vec::new(),
                 console_log_bytes: config.console_log_bytes,
             })
@@ -163,13 +152,7 @@ impl<'a> Booted<'a> {
     async fn greet(self, key: &LinkKey) -> Result<Greeted<'a>, PodError> {
         let Self { node, spec, machine } = self;
         let (agent, ready) = guest::connect(&spec.id, machine.as_ref(), key, &node.config.vm).await?;
-        Ok(Greeted {
-            spec,
-            up: Up {
-                live: Live { machine, agent },
-                ready,
-            },
-        })
+        Ok(Greeted { spec, up: Up { live: Live { machine, agent }, ready } })
     }
 }
 
@@ -196,11 +179,7 @@ impl Greeted<'_> {
 
 /// A machine's end as an error of its pod.
 pub fn machine_ended(spec: &PodSpec, exit: MachineExit) -> PodError {
-    PodError::MachineEnded {
-        pod: spec.id.clone(),
-        how: exit.how,
-        last_lines: exit.last_lines.join(" | "),
-    }
+    PodError::MachineEnded { pod: spec.id.clone(), how: exit.how, last_lines: exit.last_lines.join(" | ") }
 }
 
 fn make_private_dir(path: &std::path::Path) -> io::Result<()> {

@@ -33,13 +33,8 @@ pub enum PodState {
 
 impl PodState {
     /// Every state.
-    pub const ALL: [PodState; 5] = [
-        PodState::Created,
-        PodState::Starting,
-        PodState::Ready,
-        PodState::Stopping,
-        PodState::Stopped,
-    ];
+    pub const ALL: [PodState; 5] =
+        [PodState::Created, PodState::Starting, PodState::Ready, PodState::Stopping, PodState::Stopped];
 
     /// Whether the diagram has an arrow from here to `next`.
     pub const fn may_become(self, next: PodState) -> bool {
@@ -104,10 +99,8 @@ mod tests {
             assert!(!state.may_become(PodState::Created));
             let mut reached = vec![state];
             for _ in 0..PodState::ALL.len() {
-                let next: Vec<_> = PodState::ALL
-                    .into_iter()
-                    .filter(|n| reached.iter().any(|s| s.may_become(*n)))
-                    .collect();
+                let next: Vec<_> =
+                    PodState::ALL.into_iter().filter(|n| reached.iter().any(|s| s.may_become(*n))).collect();
                 reached.extend(next);
             }
             assert!(reached.contains(&PodState::Stopped), "{state} never ends");

@@ -23,12 +23,9 @@ pub async fn stop(live: &Live) -> Result<(), VmmError> {
 /// Removes what a pod left in the run directory.
 pub async fn clear(pod: &SandboxId, run_dir: PathBuf) -> Result<(), PodError> {
     match tokio::fs::remove_dir_all(&run_dir).await {
-        Err(source) if source.kind() != io::ErrorKind::NotFound => Err(PodError::Host {
-            pod: pod.clone(),
-            action: "remove run directory",
-            path: run_dir,
-            source,
-        }),
+        Err(source) if source.kind() != io::ErrorKind::NotFound => {
+            Err(PodError::Host { pod: pod.clone(), action: "remove run directory", path: run_dir, source })
+        }
         _ => Ok(()),
     }
 }

@@ -17,10 +17,7 @@ impl Undo {
         what: &'static str,
         step: impl Future<Output = Result<(), E>> + Send + 'static,
     ) {
-        self.steps.push((
-            what,
-            step.map(|done| done.map_err(|e| crate::error::chain(&e))).boxed(),
-        ));
+        self.steps.push((what, step.map(|done| done.map_err(|e| crate::error::chain(&e))).boxed()));
     }
 
     /// Undoes everything. A step that fails is reported and doesn't keep the others from running;
@@ -32,11 +29,7 @@ impl Undo {
                 failures.push(format!("cannot {what}: {error}"));
             }
         }
-        if failures.is_empty() {
-            Ok(())
-        } else {
-            Err(failures.join("; "))
-        }
+        if failures.is_empty() { Ok(()) } else { Err(failures.join("; ")) }
     }
 
     /// Forgets everything: what was done shall stay.
@@ -56,11 +49,7 @@ mod tests {
             let seen = seen.clone();
             undo.push("undo it", async move {
                 seen.lock().unwrap().push(n);
-                if n == 2 {
-                    Err(std::io::Error::other("two is stuck"))
-                } else {
-                    Ok(())
-                }
+                if n == 2 { Err(std::io::Error::other("two is stuck")) } else { Ok(()) }
             });
         }
         assert_eq!(undo.run().await.unwrap_err(), "cannot undo it: two is stuck");

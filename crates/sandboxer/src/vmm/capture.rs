@@ -64,11 +64,7 @@ impl Capture {
             let _ = read_tail(&path, &mut bytes).await;
         }
         let text = String::from_utf8_lossy(&bytes);
-        let mut lines: Vec<_> = text
-            .lines()
-            .map(printable)
-            .filter(|line| !line.is_empty())
-            .collect();
+        let mut lines: Vec<_> = text.lines().map(printable).filter(|line| !line.is_empty()).collect();
         lines.split_off(lines.len().saturating_sub(count))
     }
 }
@@ -103,19 +99,13 @@ async fn copy(mut from: impl AsyncRead + Unpin, path: &Path, half: u64) -> io::R
 }
 
 async fn append(path: &Path) -> io::Result<File> {
-    OpenOptions::new()
-        .append(true)
-        .create(true)
-        .mode(0o600)
-        .open(path)
-        .await
+    OpenOptions::new().append(true).create(true).mode(0o600).open(path).await
 }
 
 async fn read_tail(path: &Path, into: &mut Vec<u8>) -> io::Result<()> {
     let mut file = File::open(path).await?;
     let length = file.metadata().await?.len();
-    file.seek(io::SeekFrom::Start(length.saturating_sub(TAIL)))
-        .await?;
+    file.seek(io::SeekFrom::Start(length.saturating_sub(TAIL))).await?;
     file.take(TAIL).read_to_end(into).await?;
     Ok(())
 }
@@ -151,15 +141,10 @@ mod tests {
     async fn an_endless_printer_fills_its_bound_and_no_more() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("console.log");
-        let words: Vec<u8> = (0..100_000)
-            .flat_map(|n| format!("line {n}\n").into_bytes())
-            .collect();
+        let words: Vec<u8> = (0..100_000).flat_map(|n| format!("line {n}\n").into_bytes()).collect();
         let capture = Capture::start(std::io::Cursor::new(words), path.clone(), 200_000);
         capture.drained().await;
-        let kept: u64 = [older(&path), path.clone()]
-            .iter()
-            .map(|p| p.metadata().unwrap().len())
-            .sum();
+        let kept: u64 = [older(&path), path.clone()].iter().map(|p| p.metadata().unwrap().len()).sum();
         assert!(kept <= 200_000 + 2 * CHUNK as u64, "{kept} bytes kept");
         assert_eq!(capture.last_lines(2).await, ["line 99998", "line 99999"]);
     }
@@ -168,9 +153,7 @@ mod tests {
     async fn lines_just_before_a_rotation_are_still_shown() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("console.log");
-        Capture::start(&b"Kernel panic - not syncing\n"[..], path.clone(), 20)
-            .drained()
-            .await;
+        Capture::start(&b"Kernel panic - not syncing\n"[..], path.clone(), 20).drained().await;
         let next = Capture::start(&b"after\n"[..], path, 20);
         next.drained().await;
         assert_eq!(next.last_lines(5).await, ["Kernel panic - not syncing", "after"]);
@@ -178,10 +161,7 @@ mod tests {
 
     #[test]
     fn what_a_guest_prints_cannot_steer_a_terminal() {
-        assert_eq!(
-            printable("\x1b[31mred\x1b[0m\x07 \x1b]0;title\t!\r"),
-            "red ]0;title !"
-        );
+        assert_eq!(printable("\x1b[31mred\x1b[0m\x07 \x1b]0;title\t!\r"), "red ]0;title !");
         assert!(printable(&"x".repeat(10_000)).len() < 300);
     }
 }

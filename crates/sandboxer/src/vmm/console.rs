@@ -48,12 +48,7 @@ impl Reader {
         // SAFETY: an OwnedFd is open and the same file as long as it lives, and the AsyncFd owns it.
         let changes = unsafe { AsyncFd::register_with_interest(changes.into(), Interest::READABLE) }
             .map_err(io::Error::from)?;
-        Ok(Self {
-            newer,
-            open,
-            next,
-            changes,
-        })
+        Ok(Self { newer, open, next, changes })
     }
 
     /// All that is kept, then with `follow` what comes, until the log is removed.
@@ -126,12 +121,7 @@ mod tests {
         while seen.len() < 8 {
             seen.extend(following.next().await.unwrap().unwrap());
         }
-        fs::OpenOptions::new()
-            .append(true)
-            .open(dir.join(FILE))
-            .unwrap()
-            .write_all(b"three ")
-            .unwrap();
+        fs::OpenOptions::new().append(true).open(dir.join(FILE)).unwrap().write_all(b"three ").unwrap();
         fs::rename(dir.join(FILE), dir.join(OLDER)).unwrap();
         fs::write(dir.join(FILE), "four").unwrap();
         while seen.len() < 18 {
@@ -139,9 +129,6 @@ mod tests {
         }
         assert_eq!(seen, b"one two three four");
         fs::remove_dir_all(&dir).unwrap();
-        assert!(
-            following.next().await.is_none(),
-            "the log is gone, the reader is not"
-        );
+        assert!(following.next().await.is_none(), "the log is gone, the reader is not");
     }
 }

@@ -42,13 +42,7 @@ impl Power {
     /// The machine ends, its VMM exiting with status 0 after these last lines.
     pub fn off(&self, last_lines: &[&str]) {
         let last_lines = last_lines.iter().map(|&line| line.to_owned()).collect();
-        end(
-            &self.0,
-            MachineExit {
-                how: "exited with status 0".into(),
-                last_lines,
-            },
-        );
+        end(&self.0, MachineExit { how: "exited with status 0".into(), last_lines });
     }
 }
 
@@ -113,9 +107,7 @@ impl FakeVmm {
 
 impl fmt::Debug for FakeVmm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("FakeVmm")
-            .field("fault", &self.fault)
-            .finish_non_exhaustive()
+        f.debug_struct("FakeVmm").field("fault", &self.fault).finish_non_exhaustive()
     }
 }
 
@@ -188,13 +180,8 @@ impl FakeMachine {
     }
 
     fn end(&self, how: &str, last_line: &str) -> bool {
-        let ended = end(
-            &self.exit,
-            MachineExit {
-                how: how.to_owned(),
-                last_lines: vec![last_line.to_owned()],
-            },
-        );
+        let ended =
+            end(&self.exit, MachineExit { how: how.to_owned(), last_lines: vec![last_line.to_owned()] });
         self.cut_stream();
         ended
     }
@@ -219,20 +206,13 @@ impl FakeMachine {
 
     fn host_error(&self, action: &'static str, path: PathBuf) -> impl FnOnce(io::Error) -> VmmError {
         let pod = self.record.pod.clone();
-        move |source| VmmError::Host {
-            pod,
-            action,
-            path,
-            source,
-        }
+        move |source| VmmError::Host { pod, action, path, source }
     }
 }
 
 impl fmt::Debug for FakeMachine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("FakeMachine")
-            .field("record", &self.record)
-            .finish_non_exhaustive()
+        f.debug_struct("FakeMachine").field("record", &self.record).finish_non_exhaustive()
     }
 }
 
@@ -290,27 +270,19 @@ impl Machine for FakeMachine {
 
     async fn detach_disk(&self, serial: &str) -> Result<(), VmmError> {
         self.reachable("detach_disk")?;
-        self.disks
-            .send_modify(|disks| disks.retain(|disk| disk.serial != serial));
+        self.disks.send_modify(|disks| disks.retain(|disk| disk.serial != serial));
         Ok(())
     }
 
     async fn last_lines(&self) -> Vec<String> {
-        self.exit
-            .borrow()
-            .as_ref()
-            .map(|exit| exit.last_lines.clone())
-            .unwrap_or_default()
+        self.exit.borrow().as_ref().map(|exit| exit.last_lines.clone()).unwrap_or_default()
     }
 
     async fn exited(&self) -> MachineExit {
         let mut exit = self.exit.subscribe();
         match exit.wait_for(Option::is_some).await.map(|exit| exit.clone()) {
             Ok(Some(exit)) => exit,
-            _ => MachineExit {
-                how: "is gone".into(),
-                last_lines: Vec::new(),
-            },
+            _ => MachineExit { how: "is gone".into(), last_lines: Vec::new() },
         }
     }
 

@@ -131,12 +131,7 @@ struct Page([u8; PAGE]);
 
 /// Runs the guest; answers its instructions per second if KVM is usable. Blocks for 5 to 150 ms.
 pub fn measure(device: &Path) -> Result<f64, KvmUnusable> {
-    let setup = |action| {
-        move |error: kvm_ioctls::Error| KvmUnusable::Setup {
-            action,
-            source: error.into(),
-        }
-    };
+    let setup = |action| move |error: kvm_ioctls::Error| KvmUnusable::Setup { action, source: error.into() };
     // Declared before the machine, hence dropped after it.
     let mut memory = guest_memory();
     let kvm = open(device)?;
@@ -152,9 +147,7 @@ pub fn measure(device: &Path) -> Result<f64, KvmUnusable> {
     // which nobody looks meanwhile.
     unsafe { vm.set_user_memory_region(region) }.map_err(setup("give a machine memory"))?;
     let mut vcpu = vm.create_vcpu(0).map_err(setup("create a vCPU"))?;
-    let cpuid = kvm
-        .get_supported_cpuid(KVM_MAX_CPUID_ENTRIES)
-        .map_err(setup("tell its CPU features"))?;
+    let cpuid = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(setup("tell its CPU features"))?;
     vcpu.set_cpuid2(&cpuid).map_err(setup("set CPU features"))?;
     let mut segments = vcpu.get_sregs().map_err(setup("read registers"))?;
     (segments.cs.base, segments.cs.selector) = (0, 0);
@@ -165,10 +158,7 @@ pub fn measure(device: &Path) -> Result<f64, KvmUnusable> {
 }
 
 fn open(device: &Path) -> Result<Kvm, KvmUnusable> {
-    let failed = |source| KvmUnusable::Open {
-        path: device.into(),
-        source,
-    };
+    let failed = |source| KvmUnusable::Open { path: device.into(), source };
     let path = CString::new(device.as_os_str().as_bytes()).map_err(|error| failed(error.into()))?;
     Kvm::new_with_path::<&CStr>(&path).map_err(|error| failed(error.into()))
 }
@@ -210,30 +200,18 @@ fn judge(vcpu: &mut VcpuFd) -> Result<f64, KvmUnusable> {
             break;
         }
     }
-    enter_at(vcpu, NEEDS_AT).map_err(|error| KvmUnusable::Setup {
-        action: "set registers",
-        source: error.into(),
-    })?;
+    enter_at(vcpu, NEEDS_AT)
+        .map_err(|error| KvmUnusable::Setup { action: "set registers", source: error.into() })?;
     run(vcpu, rate)?;
-    if rate < ENOUGH {
-        Err(KvmUnusable::Slow { rate })
-    } else {
-        Ok(rate)
-    }
+    if rate < ENOUGH { Err(KvmUnusable::Slow { rate }) } else { Ok(rate) }
 }
 
 /// Runs the guest to its next halt.
 fn run(vcpu: &mut VcpuFd, rate: f64) -> Result<(), KvmUnusable> {
     match vcpu.run() {
         Ok(VcpuExit::Hlt) => Ok(()),
-        Ok(other) => Err(KvmUnusable::Fault {
-            rate,
-            exit: format!("{other:?}"),
-        }),
-        Err(error) => Err(KvmUnusable::Setup {
-            action: "run a guest",
-            source: error.into(),
-        }),
+        Ok(other) => Err(KvmUnusable::Fault { rate, exit: format!("{other:?}") }),
+        Err(error) => Err(KvmUnusable::Setup { action: "run a guest", source: error.into() }),
     }
 }
 
@@ -245,10 +223,7 @@ mod tests {
     fn a_device_that_is_no_kvm_is_named() {
         let error = measure(Path::new("/nonexistent/kvm")).unwrap_err();
         assert!(error.to_string().contains("/nonexistent/kvm"), "{error}");
-        assert!(matches!(
-            measure(Path::new("/dev/null")),
-            Err(KvmUnusable::Setup { .. })
-        ));
+        assert!(matches!(measure(Path::new("/dev/null")), Err(KvmUnusable::Setup { .. })));
     }
 
     /// Whatever this machine's KVM is worth, the verdict must rest on a measurement.

@@ -93,13 +93,7 @@ pub fn spawn(
         command.pre_exec(move || {
             setsid()?;
             // A core would be the whole guest on the host's disk.
-            setrlimit(
-                Resource::Core,
-                Rlimit {
-                    current: Some(0),
-                    maximum: Some(0),
-                },
-            )?;
+            setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?;
             // Only in the child: another fork of this daemon must not inherit them.
             for fd in &inherited {
                 rustix::io::fcntl_setfd(fd, FdFlags::empty())?;
@@ -116,13 +110,7 @@ pub fn spawn(
         None => Err(io::ErrorKind::InvalidData.into()),
     };
     match watched {
-        Ok(process) => Ok((
-            Starting {
-                process: Arc::new(process),
-                abandoned: true,
-            },
-            words.into(),
-        )),
+        Ok(process) => Ok((Starting { process: Arc::new(process), abandoned: true }, words.into())),
         Err(error) => {
             child.kill()?;
             child.wait()?;
@@ -160,12 +148,7 @@ impl Process {
         let (ended, exit) = watch::channel(None);
         // A task of its own, so that a child is reaped whether or not somebody waits.
         tokio::spawn(watch_exit(pidfd.clone(), child, ended));
-        Ok(Self {
-            pid,
-            start_time,
-            pidfd,
-            exit,
-        })
+        Ok(Self { pid, start_time, pidfd, exit })
     }
 
     /// Its process id.
@@ -231,10 +214,8 @@ async fn watch_exit(pidfd: Arc<AsyncFd<OwnedFd>>, child: bool, ended: watch::Sen
 }
 
 fn reap(pidfd: &AsyncFd<OwnedFd>) -> Exit {
-    let status = waitid(
-        WaitId::PidFd(pidfd.get_ref().as_fd()),
-        WaitIdOptions::EXITED | WaitIdOptions::NOHANG,
-    );
+    let status =
+        waitid(WaitId::PidFd(pidfd.get_ref().as_fd()), WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
     match status {
         Ok(Some(status)) => match (status.exit_status(), status.terminating_signal()) {
             (Some(status), _) => Exit::Status(status),

@@ -61,12 +61,7 @@ impl Qemu {
         Ok(Self {
             program: config.qemu.clone(),
             execution,
-            info: VmmInfo {
-                name: "qemu",
-                version,
-                accelerator,
-                accelerator_reason: reason,
-            },
+            info: VmmInfo { name: "qemu", version, accelerator, accelerator_reason: reason },
             boot_timeout: config.boot_timeout,
             call_timeout: config.call_timeout,
         })
@@ -103,11 +98,8 @@ impl Vmm for Qemu {
         let control = files.listen(spec, CONTROL)?;
         let agent = files.listen(spec, AGENT)?;
         let console = files.listen(spec, CONSOLE)?;
-        let numbers = Sockets {
-            control: control.as_raw_fd(),
-            agent: agent.as_raw_fd(),
-            console: console.as_raw_fd(),
-        };
+        let numbers =
+            Sockets { control: control.as_raw_fd(), agent: agent.as_raw_fd(), console: console.as_raw_fd() };
         let arguments = command_line::arguments(spec, self.execution, numbers);
         let inherited = vec![control, agent, console];
 
@@ -117,11 +109,7 @@ impl Vmm for Qemu {
         let (process, words) = spawned
             .await
             .unwrap_or_else(|panic| Err(io::Error::other(panic)))
-            .map_err(|source| VmmError::Spawn {
-                pod: pod.clone(),
-                program: self.program.clone(),
-                source,
-            })?;
+            .map_err(|source| VmmError::Spawn { pod: pod.clone(), program: self.program.clone(), source })?;
         let captures = Captures::start(words, &spec.run_dir, spec.console_log_bytes).map_err(host(
             pod,
             "capture output in",
@@ -160,12 +148,7 @@ impl Vmm for Qemu {
             _ = ended => return Ok(None),
             qmp = Qmp::handshake(control, self.call_timeout) => qmp.map_err(answer(pod, "the greeting"))?,
         };
-        Ok(Some(self.machine(
-            record.clone(),
-            Arc::new(process),
-            qmp,
-            captures,
-        )))
+        Ok(Some(self.machine(record.clone(), Arc::new(process), qmp, captures)))
     }
 }
 
@@ -180,9 +163,9 @@ impl Qemu {
         let pod = &spec.pod;
         let shaken = async {
             match socket::connect(&spec.run_dir, CONTROL) {
-                Ok(control) => Qmp::handshake(control, self.boot_timeout)
-                    .await
-                    .map_err(answer(pod, "the greeting")),
+                Ok(control) => {
+                    Qmp::handshake(control, self.boot_timeout).await.map_err(answer(pod, "the greeting"))
+                }
                 Err(error) => Err(host(pod, "connect to", spec.run_dir.join(CONTROL))(error)),
             }
         };
@@ -199,18 +182,12 @@ impl Qemu {
         };
         // The sockets of a process that ends close before it is gone; one that stays said nonsense.
         if let Some(error) = error
-            && tokio::time::timeout(self.call_timeout, process.exited())
-                .await
-                .is_err()
+            && tokio::time::timeout(self.call_timeout, process.exited()).await.is_err()
         {
             return Err(error);
         }
         let how = process.exited().await.to_string();
         captures.drained().await;
-        Err(VmmError::Died {
-            pod: pod.clone(),
-            how,
-            last_lines: captures.last_lines().await.join(" | "),
-        })
+        Err(VmmError::Died { pod: pod.clone(), how, last_lines: captures.last_lines().await.join(" | ") })
     }
 }

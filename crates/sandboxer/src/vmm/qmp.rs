@@ -143,9 +143,7 @@ impl Qmp {
                 _ => Err(QmpError::Malformed("a greeting was due".into())),
             }
         };
-        timeout(limit, greeting)
-            .await
-            .map_err(|_| QmpError::Timeout(limit))??;
+        timeout(limit, greeting).await.map_err(|_| QmpError::Timeout(limit))??;
         let (requests, queue) = mpsc::channel(QUEUE);
         let (events, _) = broadcast::channel(QUEUE);
         tokio::spawn(converse(wire, queue, events.clone()));
@@ -162,10 +160,7 @@ impl Qmp {
 
     /// Forgets a disk image. One that isn't known is fine.
     pub async fn blockdev_del(&self, node: &str, limit: Duration) -> Result<(), QmpError> {
-        match self
-            .execute("blockdev-del", json!({ "node-name": node }), limit)
-            .await
-        {
+        match self.execute("blockdev-del", json!({ "node-name": node }), limit).await {
             // QEMU has no class of its own for it.
             Err(QmpError::Refused { reason, .. }) if reason.starts_with("Failed to find node") => Ok(()),
             other => other,
@@ -208,15 +203,10 @@ impl Qmp {
             arguments => json!({ "execute": command, "arguments": arguments }),
         };
         let exchange = async {
-            self.requests
-                .send(Request { command, answer })
-                .await
-                .map_err(|_| QmpError::Closed)?;
+            self.requests.send(Request { command, answer }).await.map_err(|_| QmpError::Closed)?;
             answered.await.map_err(|_| QmpError::Closed)?.map(drop)
         };
-        timeout(limit, exchange)
-            .await
-            .map_err(|_| QmpError::Timeout(limit))?
+        timeout(limit, exchange).await.map_err(|_| QmpError::Timeout(limit))?
     }
 }
 
@@ -260,12 +250,8 @@ fn deliver(
         }
         Message::Error { id, error } => {
             let reason = error.desc.chars().take(MAX_REASON).collect();
-            let refused = QmpError::Refused {
-                class: error.class,
-                reason,
-            };
-            id.and_then(|id| waiting.remove(&id))
-                .map(|caller| caller.send(Err(refused)));
+            let refused = QmpError::Refused { class: error.class, reason };
+            id.and_then(|id| waiting.remove(&id)).map(|caller| caller.send(Err(refused)));
         }
         Message::Event(event) => {
             let _ = events.send(event);
@@ -300,19 +286,13 @@ mod tests {
         tokio::spawn(async move {
             let (read, mut write) = theirs.into_split();
             let mut commands = BufReader::new(read).lines();
-            write
-                .write_all(b"{\"QMP\": {\"version\": {}, \"capabilities\": []}}\r\n")
-                .await
-                .unwrap();
+            write.write_all(b"{\"QMP\": {\"version\": {}, \"capabilities\": []}}\r\n").await.unwrap();
             for answer in std::iter::once("{\"return\": {}, \"id\": ID}".to_owned()).chain(answers) {
                 let Ok(Some(command)) = commands.next_line().await else {
                     return;
                 };
                 let id = serde_json::from_str::<Value>(&command).unwrap()["id"].to_string();
-                write
-                    .write_all(answer.replace("ID", &id).as_bytes())
-                    .await
-                    .unwrap();
+                write.write_all(answer.replace("ID", &id).as_bytes()).await.unwrap();
                 write.write_all(b"\r\n").await.unwrap();
             }
             std::future::pending::<()>().await;
@@ -330,11 +310,7 @@ mod tests {
         let desc = "x".repeat(5000);
         let answer =
             format!("{{\"id\": ID, \"error\": {{\"class\": \"GenericError\", \"desc\": \"{desc}\"}}}}");
-        let error = connected(&[&answer])
-            .await
-            .device_add(json!({}), LIMIT)
-            .await
-            .unwrap_err();
+        let error = connected(&[&answer]).await.device_add(json!({}), LIMIT).await.unwrap_err();
         assert!(
             matches!(&error, QmpError::Refused { class, reason } if class == "GenericError" && reason.len() == MAX_REASON),
             "{error:?}"
@@ -349,10 +325,7 @@ mod tests {
             "{\"return\": {}, \"id\": 1}\r\n{\"id\": ID, \"error\": {\"class\": \"E\", \"desc\": \"no\"}}",
         ])
         .await;
-        let error = qmp
-            .blockdev_del("a", Duration::from_millis(50))
-            .await
-            .unwrap_err();
+        let error = qmp.blockdev_del("a", Duration::from_millis(50)).await.unwrap_err();
         assert!(matches!(error, QmpError::Timeout(_)), "{error:?}");
         let error = qmp.blockdev_del("b", LIMIT).await.unwrap_err();
         assert!(matches!(error, QmpError::Refused { .. }), "{error:?}");

@@ -39,10 +39,7 @@ pub fn connect(dir: &Path, name: &str) -> io::Result<UnixStream> {
 }
 
 fn open(dir: &Path) -> io::Result<File> {
-    File::options()
-        .read(true)
-        .custom_flags(libc::O_DIRECTORY | libc::O_PATH)
-        .open(dir)
+    File::options().read(true).custom_flags(libc::O_DIRECTORY | libc::O_PATH).open(dir)
 }
 
 fn within(dir: &File, name: &str) -> PathBuf {
@@ -64,9 +61,6 @@ mod tests {
         let mode = deep.join("control.sock").metadata().unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
         drop(listener);
-        assert_eq!(
-            connect(&deep, "control.sock").unwrap_err().kind(),
-            io::ErrorKind::ConnectionRefused
-        );
+        assert_eq!(connect(&deep, "control.sock").unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
     }
 }

@@ -14,22 +14,13 @@ pub const MARK: &str = "SANDBOXER_RUN_DIR";
 pub fn end(pod: &SandboxId, run_dir: &Path) -> Result<(), VmmError> {
     let host = |action, path: &Path| {
         let (pod, path) = (pod.clone(), path.to_owned());
-        move |source| VmmError::Host {
-            pod,
-            action,
-            path,
-            source,
-        }
+        move |source| VmmError::Host { pod, action, path, source }
     };
     let proc = Path::new("/proc");
     let mark = format!("{MARK}={}", run_dir.display());
     for entry in fs::read_dir(proc).map_err(host("read", proc))?.flatten() {
         let name = entry.file_name();
-        let Some(pid) = name
-            .to_str()
-            .and_then(|name| name.parse().ok())
-            .and_then(Pid::from_raw)
-        else {
+        let Some(pid) = name.to_str().and_then(|name| name.parse().ok()).and_then(Pid::from_raw) else {
             continue;
         };
         // Held before it is looked at: the pid may change hands meanwhile, the pidfd may not.
@@ -39,10 +30,7 @@ pub fn end(pod: &SandboxId, run_dir: &Path) -> Result<(), VmmError> {
         let Ok(environment) = fs::read(entry.path().join("environ")) else {
             continue;
         };
-        if environment
-            .split(|&byte| byte == 0)
-            .any(|variable| variable == mark.as_bytes())
-        {
+        if environment.split(|&byte| byte == 0).any(|variable| variable == mark.as_bytes()) {
             tracing::warn!(%pod, pid = pid.as_raw_nonzero(), "ending a VMM that no record names");
             match pidfd_send_signal(&process, Signal::KILL) {
                 Ok(()) | Err(rustix::io::Errno::SRCH) => {}
@@ -61,13 +49,8 @@ mod tests {
     #[test]
     fn only_the_process_of_that_directory_is_ended() {
         let dir = tempfile::tempdir().unwrap();
-        let sleeper = |dir: &Path| {
-            std::process::Command::new("sleep")
-                .arg("60")
-                .env(MARK, dir)
-                .spawn()
-                .unwrap()
-        };
+        let sleeper =
+            |dir: &Path| std::process::Command::new("sleep").arg("60").env(MARK, dir).spawn().unwrap();
         let mut stray = sleeper(&dir.path().join("a"));
         let mut other = sleeper(&dir.path().join("ab"));
         end(&"p".parse().unwrap(), &dir.path().join("a")).unwrap();

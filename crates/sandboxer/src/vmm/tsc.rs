@@ -13,10 +13,7 @@ const ATTEMPTS: usize = 8;
 /// Measures the counter's frequency, kHz. Takes a tenth of a second.
 pub async fn frequency_khz() -> u64 {
     let (began, first) = reading();
-    #[expect(
-        clippy::disallowed_methods,
-        reason = "the passing of time is what is measured"
-    )]
+    #[expect(clippy::disallowed_methods, reason = "the passing of time is what is measured")]
     tokio::time::sleep(INTERVAL).await;
     let (ended, second) = reading();
     let nanoseconds = ended.duration_since(began).as_nanos().max(1);
@@ -49,9 +46,6 @@ mod tests {
     #[tokio::test]
     async fn two_measurements_agree() {
         let (first, second) = (frequency_khz().await, frequency_khz().await);
-        assert!(
-            first.abs_diff(second) * 1000 < first,
-            "{first} kHz, then {second} kHz"
-        );
+        assert!(first.abs_diff(second) * 1000 < first, "{first} kHz, then {second} kHz");
     }
 }

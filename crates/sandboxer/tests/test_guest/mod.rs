@@ -1,10 +1,6 @@
 //! A guest that tests can talk to, in memory and as an initramfs, and the pods it runs in.
 
-#![allow(
-    clippy::unwrap_used,
-    clippy::expect_used,
-    reason = "a test helper fails its test"
-)]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test helper fails its test")]
 
 use std::{
     fs,
@@ -30,12 +26,7 @@ const LONG: Duration = Duration::from_secs(90);
 /// The double's guest: the same answers as `init.sh`.
 pub fn serve_in_memory(guest: FakeGuest) {
     tokio::spawn(async move {
-        let FakeGuest {
-            stream,
-            mut disks,
-            power,
-            ..
-        } = guest;
+        let FakeGuest { stream, mut disks, power, .. } = guest;
         let (read, mut write) = stream.into_split();
         let mut lines = BufReader::new(read).lines();
         while let Ok(Some(line)) = lines.next_line().await {
@@ -44,23 +35,14 @@ pub fn serve_in_memory(guest: FakeGuest) {
             let answer = match command {
                 "hello" => "hello host".to_owned(),
                 "await" => {
-                    let disks = disks
-                        .wait_for(|disks| disks.iter().any(|disk| named(&disk)))
-                        .await
-                        .unwrap();
+                    let disks = disks.wait_for(|disks| disks.iter().any(|disk| named(&disk))).await.unwrap();
                     let disk = disks.iter().find(named).unwrap();
                     let first = fs::read_to_string(&disk.path).unwrap();
                     let first = first.lines().next().unwrap();
-                    format!(
-                        "disk {argument} ro={} starts with {first}",
-                        u8::from(disk.read_only)
-                    )
+                    format!("disk {argument} ro={} starts with {first}", u8::from(disk.read_only))
                 }
                 "await-gone" => {
-                    disks
-                        .wait_for(|disks| !disks.iter().any(|disk| named(&disk)))
-                        .await
-                        .unwrap();
+                    disks.wait_for(|disks| !disks.iter().any(|disk| named(&disk))).await.unwrap();
                     format!("gone {argument}")
                 }
                 "power-off" => return power.off(&["guest says goodbye"]),
@@ -78,9 +60,7 @@ pub struct Guest(BufReader<Box<dyn AgentStream>>);
 
 impl Guest {
     pub async fn of(machine: &dyn Machine) -> Self {
-        Self(BufReader::new(
-            machine.agent_stream().await.expect("the agent has a stream"),
-        ))
+        Self(BufReader::new(machine.agent_stream().await.expect("the agent has a stream")))
     }
 
     pub async fn tell(&mut self, line: &str) {
@@ -90,10 +70,7 @@ impl Guest {
     pub async fn ask(&mut self, line: &str) -> String {
         self.tell(line).await;
         let mut answer = String::new();
-        timeout(LONG, self.0.read_line(&mut answer))
-            .await
-            .expect("the guest answers")
-            .unwrap();
+        timeout(LONG, self.0.read_line(&mut answer)).await.expect("the guest answers").unwrap();
         answer.trim_end().to_owned()
     }
 
@@ -110,10 +87,7 @@ pub struct Pod {
 
 impl Pod {
     pub fn new(name: &'static str) -> Self {
-        let pod = Self {
-            name,
-            dir: tempfile::tempdir().unwrap(),
-        };
+        let pod = Self { name, dir: tempfile::tempdir().unwrap() };
         fs::create_dir(pod.path("run")).unwrap();
         pod
     }
@@ -130,10 +104,7 @@ impl Pod {
             memory_mib: 128,
             kernel: built("vmlinux"),
             initramfs: self.initramfs(),
-            boot: BootParams {
-                link_key: LinkKey::random(),
-                log: None,
-            },
+            boot: BootParams { link_key: LinkKey::random(), log: None },
             disks: Vec::new(),
             console_log_bytes: 64 << 10,
         }
@@ -145,11 +116,7 @@ impl Pod {
         let mut image = format!("{serial}\n").into_bytes();
         image.resize(1 << 20, 0);
         fs::write(&path, image).unwrap();
-        DiskSpec {
-            serial: serial.into(),
-            path,
-            read_only: false,
-        }
+        DiskSpec { serial: serial.into(), path, read_only: false }
     }
 
     pub fn script(&self, name: &str, body: &str) -> PathBuf {
@@ -174,9 +141,7 @@ impl Pod {
                 tokio::task::yield_now().await;
             }
         };
-        timeout(LONG, gone)
-            .await
-            .expect("the process is killed and reaped");
+        timeout(LONG, gone).await.expect("the process is killed and reaped");
     }
 
     fn initramfs(&self) -> PathBuf {
@@ -186,11 +151,8 @@ impl Pod {
             fs::create_dir_all(root.join(dir)).unwrap();
         }
         fs::copy("/bin/busybox", root.join("bin/busybox")).expect("Debian's busybox-static is installed");
-        fs::copy(
-            Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/test_guest/init.sh"),
-            root.join("init"),
-        )
-        .unwrap();
+        fs::copy(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/test_guest/init.sh"), root.join("init"))
+            .unwrap();
         fs::set_permissions(root.join("init"), fs::Permissions::from_mode(0o755)).unwrap();
         let mut cpio = Command::new("cpio")
             .args(["--quiet", "-H", "newc", "-o"])
@@ -212,9 +174,7 @@ pub async fn qemu() -> Qemu {
 }
 
 pub async fn qemu_program(program: &Path) -> Qemu {
-    let real = program
-        .file_name()
-        .is_some_and(|name| name == "qemu-system-x86_64");
+    let real = program.file_name().is_some_and(|name| name == "qemu-system-x86_64");
     Qemu::new(&VmConfig {
         qemu: program.into(),
         accelerator: Accelerator::Auto,
@@ -237,13 +197,7 @@ pub async fn qemu_program(program: &Path) -> Qemu {
 
 /// A part of the guest image.
 fn built(name: &str) -> PathBuf {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("../../target/guest")
-        .join(name);
-    assert!(
-        name != "vmlinux" || path.exists(),
-        "{} is not built: run `make guest-image`",
-        path.display()
-    );
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/guest").join(name);
+    assert!(name != "vmlinux" || path.exists(), "{} is not built: run `make guest-image`", path.display());
     path
 }

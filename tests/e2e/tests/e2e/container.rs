@@ -17,10 +17,7 @@ async fn exit_codes(case: Case) -> Result<()> {
     let pod = case.pod().await?;
     for (name, script, code, reason) in [("ok", "exit 0", 0, "Completed"), ("three", "exit 3", 3, "Error")] {
         let status = pod.run(shell(name, script)).await?.status;
-        ensure!(
-            (status.exit_code, status.reason.as_str()) == (code, reason),
-            "{script}: {status:?}"
-        );
+        ensure!((status.exit_code, status.reason.as_str()) == (code, reason), "{script}: {status:?}");
         ensure!(
             status.finished_at >= status.created_at && status.started_at >= status.created_at,
             "{script}: times: {status:?}"
@@ -31,33 +28,22 @@ async fn exit_codes(case: Case) -> Result<()> {
 
 async fn command_environment_and_directory(case: Case) -> Result<()> {
     let pod = case.pod().await?;
-    let mut config = shell(
-        "c",
-        r#"pwd; echo "$GREETING|$0|$1|$EMPTY|${PATH%%:*}"; env | wc -l"#,
-    );
+    let mut config = shell("c", r#"pwd; echo "$GREETING|$0|$1|$EMPTY|${PATH%%:*}"; env | wc -l"#);
     config.args = vec!["zero".into(), "two words".into()];
     config.working_dir = "/var/spool".into();
-    let set = |key: &str, value: &str| KeyValue {
-        key: key.into(),
-        value: value.into(),
-    };
+    let set = |key: &str, value: &str| KeyValue { key: key.into(), value: value.into() };
     config.envs = vec![set("GREETING", "grüß \"dich\"\tda=ja"), set("EMPTY", "")];
     let out = pod.run(config).await?.success()?;
     let mut lines = out.lines();
     ensure!(lines.next() == Some("/var/spool"), "{out}");
-    ensure!(
-        lines.next() == Some("grüß \"dich\"\tda=ja|zero|two words||/usr/local/sbin"),
-        "{out}"
-    );
+    ensure!(lines.next() == Some("grüß \"dich\"\tda=ja|zero|two words||/usr/local/sbin"), "{out}");
     Ok(())
 }
 
 async fn user_and_groups(case: Case) -> Result<()> {
     let pod = case.pod().await?;
-    let mut config = shell(
-        "c",
-        "id -u; id -g; id -G; touch /tmp/mine && stat -c %u:%g /tmp/mine; touch /etc/no 2>&1",
-    );
+    let mut config =
+        shell("c", "id -u; id -g; id -G; touch /tmp/mine && stat -c %u:%g /tmp/mine; touch /etc/no 2>&1");
     let context = security(&mut config);
     context.run_as_user = Some(Int64Value { value: 1234 });
     context.run_as_group = Some(Int64Value { value: 5678 });
@@ -65,10 +51,7 @@ async fn user_and_groups(case: Case) -> Result<()> {
     let ended = pod.run(config).await?;
     let out = ended.logs.stdout;
     ensure!(out.starts_with("1234\n5678\n5678 7 8\n1234:5678\n"), "{out}");
-    ensure!(
-        out.contains("Permission denied") && ended.status.exit_code != 0,
-        "{out}"
-    );
+    ensure!(out.contains("Permission denied") && ended.status.exit_code != 0, "{out}");
     Ok(())
 }
 
@@ -85,15 +68,10 @@ async fn capabilities(case: Case) -> Result<()> {
     let pod = case.pod().await?;
     let read = "grep -E 'Cap(Eff|Bnd)' /proc/self/status | cut -f2";
     let mut none = shell("none", read);
-    security(&mut none).capabilities = Some(Capability {
-        drop_capabilities: vec!["ALL".into()],
-        ..Default::default()
-    });
+    security(&mut none).capabilities =
+        Some(Capability { drop_capabilities: vec!["ALL".into()], ..Default::default() });
     let out = pod.run(none).await?.success()?;
-    ensure!(
-        out == "0000000000000000\n0000000000000000",
-        "after drop ALL: {out}"
-    );
+    ensure!(out == "0000000000000000\n0000000000000000", "after drop ALL: {out}");
 
     let mut one = shell("one", read);
     security(&mut one).capabilities = Some(Capability {
@@ -103,17 +81,11 @@ async fn capabilities(case: Case) -> Result<()> {
     });
     let out = pod.run(one).await?.success()?;
     // NET_ADMIN is bit 12.
-    ensure!(
-        out == "0000000000001000\n0000000000001000",
-        "with NET_ADMIN alone: {out}"
-    );
+    ensure!(out == "0000000000001000\n0000000000001000", "with NET_ADMIN alone: {out}");
 
     let default = pod.run(shell("default", read)).await?.success()?;
     // containerd's default fourteen, the set Docker made common.
-    ensure!(
-        default == "00000000a80425fb\n00000000a80425fb",
-        "by default: {default}"
-    );
+    ensure!(default == "00000000a80425fb\n00000000a80425fb", "by default: {default}");
     Ok(())
 }
 
@@ -121,20 +93,13 @@ async fn seccomp(case: Case) -> Result<()> {
     let pod = case.pod().await?;
     let script = "grep ^Seccomp: /proc/self/status | cut -f2; unshare -U true 2>&1; echo $?";
     let mut filtered = shell("filtered", script);
-    security(&mut filtered).seccomp = Some(SecurityProfile {
-        profile_type: ProfileType::RuntimeDefault.into(),
-        ..Default::default()
-    });
+    security(&mut filtered).seccomp =
+        Some(SecurityProfile { profile_type: ProfileType::RuntimeDefault.into(), ..Default::default() });
     let out = pod.run(filtered).await?.success()?;
-    ensure!(
-        out.starts_with("2\n") && out.contains("not permitted") && out.ends_with('1'),
-        "filtered: {out}"
-    );
+    ensure!(out.starts_with("2\n") && out.contains("not permitted") && out.ends_with('1'), "filtered: {out}");
     let mut open = shell("open", script);
-    security(&mut open).seccomp = Some(SecurityProfile {
-        profile_type: ProfileType::Unconfined.into(),
-        ..Default::default()
-    });
+    security(&mut open).seccomp =
+        Some(SecurityProfile { profile_type: ProfileType::Unconfined.into(), ..Default::default() });
     let out = pod.run(open).await?.success()?;
     ensure!(out.starts_with("0\n"), "unconfined: {out}");
     Ok(())
@@ -147,10 +112,7 @@ async fn no_new_privileges(case: Case) -> Result<()> {
     security(&mut config).no_new_privs = true;
     let set = pod.run(config).await?.success()?;
     let unset = pod.run(shell("unset", script)).await?.success()?;
-    ensure!(
-        (set.as_str(), unset.as_str()) == ("1", "0"),
-        "set: {set}, unset: {unset}"
-    );
+    ensure!((set.as_str(), unset.as_str()) == ("1", "0"), "set: {set}, unset: {unset}");
     Ok(())
 }
 
@@ -162,9 +124,7 @@ async fn masked_and_read_only_paths(case: Case) -> Result<()> {
          echo 1 >/proc/sys/kernel/panic; echo $?",
     );
     let context = security(&mut config);
-    context.masked_paths = ["/proc/timer_list", "/proc/scsi", "/sys/firmware"]
-        .map(String::from)
-        .into();
+    context.masked_paths = ["/proc/timer_list", "/proc/scsi", "/sys/firmware"].map(String::from).into();
     context.readonly_paths = ["/proc/sys"].map(String::from).into();
     let ended = pod.run(config).await?;
     ensure!(ended.logs.stdout == "0\n0\n0\n1\n", "{:?}", ended.logs);
@@ -177,10 +137,7 @@ async fn read_only_rootfs(case: Case) -> Result<()> {
     let mut config = shell("c", "touch /file 2>&1; echo $?; touch /dev/shm/file && echo shm");
     security(&mut config).readonly_rootfs = true;
     let out = pod.run(config).await?.success()?;
-    ensure!(
-        out.contains("Read-only file system") && out.contains("\n1\n") && out.ends_with("shm"),
-        "{out}"
-    );
+    ensure!(out.contains("Read-only file system") && out.contains("\n1\n") && out.ends_with("shm"), "{out}");
     Ok(())
 }
 
@@ -200,9 +157,7 @@ async fn rootfs_is_private_and_whole(case: Case) -> Result<()> {
 async fn shared_memory(case: Case) -> Result<()> {
     let pod = case.pod().await?;
     let writer = pod.start(idle("writer")).await?;
-    let size = writer
-        .sh("df -k /dev/shm | tail -1 | awk '{ print $2 }'; stat -c %a /dev/shm")
-        .await?;
+    let size = writer.sh("df -k /dev/shm | tail -1 | awk '{ print $2 }'; stat -c %a /dev/shm").await?;
     ensure!(size == "65536\n1777", "/dev/shm: {size}");
     writer.sh("echo shared >/dev/shm/note").await?;
     let read = pod.output("cat /dev/shm/note").await?;
@@ -221,9 +176,8 @@ async fn hostname_and_resolver(case: Case) -> Result<()> {
             });
         })
         .await?;
-    let out = pod
-        .output("hostname; cat /etc/hostname /etc/resolv.conf; grep -c localhost /etc/hosts")
-        .await?;
+    let out =
+        pod.output("hostname; cat /etc/hostname /etc/resolv.conf; grep -c localhost /etc/hosts").await?;
     ensure!(out.starts_with("name-of-pod\nname-of-pod\n"), "{out}");
     for line in ["nameserver 192.0.2.53", "search example.test", "options ndots:3"] {
         ensure!(out.contains(line), "no '{line}' in: {out}");
@@ -234,41 +188,26 @@ async fn hostname_and_resolver(case: Case) -> Result<()> {
 async fn namespaces(case: Case) -> Result<()> {
     let separate = case.pod().await?;
     separate.start(idle("other")).await?;
-    let seen = separate
-        .output("ps -o args | grep -c '^[s]leep 1000'; echo pid $$")
-        .await;
+    let seen = separate.output("ps -o args | grep -c '^[s]leep 1000'; echo pid $$").await;
     // grep counts none and fails, the shell goes on.
     let seen = seen?;
-    ensure!(
-        seen == "0\npid 1",
-        "a container sees only its own processes: {seen}"
-    );
+    ensure!(seen == "0\npid 1", "a container sees only its own processes: {seen}");
 
     let shared = case
         .pod_with(|config| {
             let linux = config.linux.get_or_insert_default();
-            linux.security_context.get_or_insert_default().namespace_options = Some(NamespaceOption {
-                pid: NamespaceMode::Pod.into(),
-                ..Default::default()
-            });
+            linux.security_context.get_or_insert_default().namespace_options =
+                Some(NamespaceOption { pid: NamespaceMode::Pod.into(), ..Default::default() });
         })
         .await?;
     let in_pod = |mut config: k8s_cri::v1::ContainerConfig| {
-        security(&mut config).namespace_options = Some(NamespaceOption {
-            pid: NamespaceMode::Pod.into(),
-            ..Default::default()
-        });
+        security(&mut config).namespace_options =
+            Some(NamespaceOption { pid: NamespaceMode::Pod.into(), ..Default::default() });
         config
     };
     shared.start(in_pod(idle("other"))).await?;
-    let seen = shared
-        .run(in_pod(shell("looks", "ps -o args | grep -c '^[s]leep 1000'")))
-        .await?
-        .success()?;
-    ensure!(
-        seen == "1",
-        "shareProcessNamespace: sees {seen} of the other container's processes"
-    );
+    let seen = shared.run(in_pod(shell("looks", "ps -o args | grep -c '^[s]leep 1000'"))).await?.success()?;
+    ensure!(seen == "1", "shareProcessNamespace: sees {seen} of the other container's processes");
     Ok(())
 }
 
@@ -296,19 +235,11 @@ async fn out_of_memory(case: Case) -> Result<()> {
     let other = pod.start(idle("other")).await?;
     // tail keeps the one endless line it reads.
     let mut config = shell("eats", "tail /dev/zero");
-    config.linux.get_or_insert_default().resources = Some(LinuxContainerResources {
-        memory_limit_in_bytes: 24 << 20,
-        ..Default::default()
-    });
+    config.linux.get_or_insert_default().resources =
+        Some(LinuxContainerResources { memory_limit_in_bytes: 24 << 20, ..Default::default() });
     let status = pod.run(config).await?.status;
-    ensure!(
-        status.exit_code == 137 && status.reason == "OOMKilled",
-        "{status:?}"
-    );
-    ensure!(
-        other.sh("echo alive").await? == "alive",
-        "the other container was hit too"
-    );
+    ensure!(status.exit_code == 137 && status.reason == "OOMKilled", "{status:?}");
+    ensure!(other.sh("echo alive").await? == "alive", "the other container was hit too");
     Ok(())
 }
 

@@ -23,30 +23,21 @@ async fn restart(case: &Case, signal: Signal) -> Result<()> {
     case.stack.end("sandboxer", signal).await?;
     ensure!(case.stack.vmms()? == vmms, "the VMM did not outlive the daemon");
     case.stack.run_up()?;
-    ensure!(
-        case.stack.vmms()? == vmms,
-        "the VMM was lost by the daemon's start"
-    );
+    ensure!(case.stack.vmms()? == vmms, "the VMM was lost by the daemon's start");
     // containerd connects again with a back-off of at most 3 s.
     eventually("pod ready again", PATIENCE, || async {
         Ok(case.cri.pod_ready(&pod.id).await.ok().filter(|ready| *ready))
     })
     .await?;
     // containerd has declared the containers dead, since their connections don't redial; the pod takes new ones.
-    let said = pod
-        .output("echo here")
-        .await
-        .context("a new container in the re-adopted pod")?;
+    let said = pod.output("echo here").await.context("a new container in the re-adopted pod")?;
     ensure!(said == "here", "{said}");
     let next = case.pod().await.context("a new pod after the restart")?;
     ensure!(next.output("echo new").await? == "new");
     case.cri.stop_pod(&pod.id).await?;
     case.cri.remove_pod(&pod.id).await?;
     case.clean_up().await?;
-    ensure!(
-        case.stack.vmms()?.is_empty(),
-        "VMMs are left after every pod was removed"
-    );
+    ensure!(case.stack.vmms()?.is_empty(), "VMMs are left after every pod was removed");
     Ok(())
 }
 
@@ -66,18 +57,13 @@ async fn killed_while_a_pod_starts(case: Case) -> Result<()> {
             tokio::spawn(async move { case.cri.run_pod(&config, case.handler).await })
         };
         // The moment of the kill is the point: early, half way, late.
-        tokio::time::interval_at(
-            tokio::time::Instant::now() + Duration::from_millis(millis),
-            PATIENCE,
-        )
-        .tick()
-        .await;
+        tokio::time::interval_at(tokio::time::Instant::now() + Duration::from_millis(millis), PATIENCE)
+            .tick()
+            .await;
         case.stack.end("sandboxer", Signal::SIGKILL).await?;
         case.stack.run_up()?;
         // Either answer will do; what counts is that none is left half-started.
-        let _ = tokio::time::timeout(PATIENCE, start)
-            .await
-            .context("RunPodSandbox was never answered")??;
+        let _ = tokio::time::timeout(PATIENCE, start).await.context("RunPodSandbox was never answered")??;
         case.clean_up().await?;
         eventually("end of the half-started VMM", PATIENCE, || async {
             Ok(case.stack.vmms()?.is_empty().then_some(()))
@@ -94,21 +80,14 @@ async fn containerd_started_again(case: Case) -> Result<()> {
     let vmms = case.stack.vmms()?;
     case.stack.end("containerd", Signal::SIGKILL).await?;
     case.stack.run_up()?;
-    ensure!(
-        case.stack.vmms()? == vmms,
-        "the VMM was lost by containerd's restart"
-    );
+    ensure!(case.stack.vmms()? == vmms, "the VMM was lost by containerd's restart");
     eventually("pod ready again", PATIENCE, || async {
         Ok(case.cri.pod_ready(&pod.id).await.ok().filter(|ready| *ready))
     })
     .await?;
     ensure!(container.sh("echo still here").await? == "still here");
     case.cri.stop(&container.id, 10).await?;
-    ensure!(
-        container.status().await?.exit_code == 0,
-        "{:?}",
-        container.status().await?
-    );
+    ensure!(container.status().await?.exit_code == 0, "{:?}", container.status().await?);
     case.cri.stop_pod(&pod.id).await?;
     Ok(case.cri.remove_pod(&pod.id).await?)
 }
@@ -137,14 +116,8 @@ async fn with_broken_vmms(case: &Case, path: &Path, sound: &str) -> Result<()> {
         Ok(file.display().to_string())
     };
     let broken = [
-        (
-            programs.path().join("not-there").display().to_string(),
-            "not-there",
-        ),
-        (
-            script("ends", "#!/bin/sh\necho this machine has no wheels >&2\nexit 3\n")?,
-            "no wheels",
-        ),
+        (programs.path().join("not-there").display().to_string(), "not-there"),
+        (script("ends", "#!/bin/sh\necho this machine has no wheels >&2\nexit 3\n")?, "no wheels"),
         (script("hangs", "#!/bin/sh\nexec sleep 1000\n")?, "2s"),
     ];
     for (program, named) in broken {
@@ -156,17 +129,10 @@ async fn with_broken_vmms(case: &Case, path: &Path, sound: &str) -> Result<()> {
             Err(error) => format!("{error:#}"),
             Ok(()) => {
                 let refused = case.pod_with(|_| ()).await;
-                refused
-                    .err()
-                    .with_context(|| format!("a pod started on {program}"))?
-                    .message()
-                    .to_owned()
+                refused.err().with_context(|| format!("a pod started on {program}"))?.message().to_owned()
             }
         };
-        ensure!(
-            error.contains(named),
-            "the error does not name the cause, {named}: {error}"
-        );
+        ensure!(error.contains(named), "the error does not name the cause, {named}: {error}");
         let left: Vec<_> = case.stack.processes("sleep")?;
         ensure!(left.is_empty(), "{program} still runs");
     }

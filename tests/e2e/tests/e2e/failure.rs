@@ -27,15 +27,9 @@ async fn entrypoint_that_is_not_there(case: Case) -> Result<()> {
     config.command = vec!["/bin/not-there".into()];
     let container = pod.create(config).await?;
     let error = case.cri.start(&container.id).await.err().context("was started")?;
-    ensure!(
-        error.message().contains("/bin/not-there"),
-        "the error does not name the program: {error}"
-    );
+    ensure!(error.message().contains("/bin/not-there"), "the error does not name the program: {error}");
     let status = container.status().await?;
-    ensure!(
-        status.state() == ContainerState::ContainerExited && status.exit_code != 0,
-        "{status:?}"
-    );
+    ensure!(status.state() == ContainerState::ContainerExited && status.exit_code != 0, "{status:?}");
     case.cri.remove(&container.id).await?;
     still_works(&pod).await
 }
@@ -44,15 +38,10 @@ async fn entrypoint_that_is_not_there(case: Case) -> Result<()> {
 async fn unknown_capability(case: Case) -> Result<()> {
     let pod = case.pod().await?;
     let mut config = shell("c", "true");
-    security(&mut config).capabilities = Some(Capability {
-        add_capabilities: vec!["FLY".into()],
-        ..Default::default()
-    });
+    security(&mut config).capabilities =
+        Some(Capability { add_capabilities: vec!["FLY".into()], ..Default::default() });
     let error = pod.start(config).await.err().context("was started")?;
-    ensure!(
-        error.message().contains("CAP_FLY"),
-        "the error does not name the capability: {error}"
-    );
+    ensure!(error.message().contains("CAP_FLY"), "the error does not name the capability: {error}");
     still_works(&pod).await
 }
 
@@ -62,28 +51,18 @@ async fn endless_environment(case: Case) -> Result<()> {
     for megabytes in [7, 10] {
         let mut config = shell(&format!("c{megabytes}"), "true");
         config.envs = (0..megabytes * 10)
-            .map(|n| KeyValue {
-                key: format!("BIG{n}"),
-                value: "x".repeat(100_000),
-            })
+            .map(|n| KeyValue { key: format!("BIG{n}"), value: "x".repeat(100_000) })
             .collect();
         // Some runtimes learn of it only when the start has been answered.
         let refused = match pod.run(config).await {
             Err(error) => format!("{error:#}").to_lowercase(),
             Ok(ended) => {
-                ensure!(
-                    ended.status.exit_code != 0,
-                    "{megabytes} MB were taken: {:?}",
-                    ended.status
-                );
+                ensure!(ended.status.exit_code != 0, "{megabytes} MB were taken: {:?}", ended.status);
                 "too long".to_owned()
             }
         };
         let clear = ["too long", "too large", "too big", "larger than"];
-        ensure!(
-            clear.iter().any(|words| refused.contains(words)),
-            "{megabytes} MB: {refused}"
-        );
+        ensure!(clear.iter().any(|words| refused.contains(words)), "{megabytes} MB: {refused}");
     }
     still_works(&pod).await
 }
@@ -116,14 +95,9 @@ async fn working_directory_that_is_a_file(case: Case) -> Result<()> {
 async fn truncated_image(case: Case) -> Result<()> {
     let archive = tempfile::NamedTempFile::new()?;
     let whole = std::fs::read(case.stack.dir().join("images/busybox.tar"))?;
-    std::fs::write(
-        archive.path(),
-        whole.get(..whole.len() / 2).context("half of the image")?,
-    )?;
+    std::fs::write(archive.path(), whole.get(..whole.len() / 2).context("half of the image")?)?;
     let mut command = case.stack.command("ctr");
-    command
-        .args(["images", "import", "--base-name", "example.test/half"])
-        .arg(archive.path());
+    command.args(["images", "import", "--base-name", "example.test/half"]).arg(archive.path());
     let output = tokio::task::spawn_blocking(move || command.output()).await??;
     ensure!(!output.status.success(), "half an image was imported");
     let pod = case.pod().await?;
@@ -135,18 +109,13 @@ async fn start_given_up_half_way(case: Case) -> Result<()> {
     for millis in [30, 150, 400, 900] {
         let config = case.pod_config();
         let run = case.cri.run_pod(&config, case.handler);
-        if tokio::time::timeout(Duration::from_millis(millis), run)
-            .await
-            .is_ok()
-        {
+        if tokio::time::timeout(Duration::from_millis(millis), run).await.is_ok() {
             continue;
         }
         // The name is free again once it was taken back.
         let uid = config.metadata.clone().unwrap_or_default().uid;
-        let pod = sandboxer_e2e::eventually(
-            "name of the pod given up",
-            sandboxer_e2e::case::PATIENCE,
-            || async {
+        let pod =
+            sandboxer_e2e::eventually("name of the pod given up", sandboxer_e2e::case::PATIENCE, || async {
                 match case.cri.run_pod(&config, case.handler).await {
                     Ok(id) => Ok(Some(id)),
                     Err(error) if error.message().contains("reserved") => Ok(None),
@@ -154,9 +123,8 @@ async fn start_given_up_half_way(case: Case) -> Result<()> {
                         Err(anyhow::Error::from(error).context(format!("after {millis} ms, {uid}")))
                     }
                 }
-            },
-        )
-        .await?;
+            })
+            .await?;
         case.cri.stop_pod(&pod).await?;
         case.cri.remove_pod(&pod).await?;
     }
@@ -177,10 +145,7 @@ async fn shared_directory_is_refused_by_name(case: Case) -> Result<()> {
         Err(error) => error,
         Ok(container) => case.cri.start(&container.id).await.err().context("was started")?,
     };
-    ensure!(
-        refused.message().contains("/data"),
-        "the error does not name the mount: {refused}"
-    );
+    ensure!(refused.message().contains("/data"), "the error does not name the mount: {refused}");
     still_works(&pod).await
 }
 
@@ -190,15 +155,8 @@ async fn vmm_killed(case: Case) -> Result<()> {
     let pod = case.pod().await?;
     let container = pod.start(idle("c")).await?;
     // What goes to the guest's kernel log is on its console.
-    container
-        .sh("echo last-words-of-the-guest >/dev/kmsg 2>/dev/null || true")
-        .await?;
-    let victim = case
-        .stack
-        .vmms()?
-        .into_iter()
-        .find(|pid| !known.contains(pid))
-        .context("the pod's VMM")?;
+    container.sh("echo last-words-of-the-guest >/dev/kmsg 2>/dev/null || true").await?;
+    let victim = case.stack.vmms()?.into_iter().find(|pid| !known.contains(pid)).context("the pod's VMM")?;
     kill(victim, Signal::SIGKILL)?;
 
     pod.not_ready().await?;

@@ -94,12 +94,7 @@ impl Suite {
             stack.dir().display(),
             started.elapsed().as_secs_f64()
         );
-        Ok(Self {
-            runtime,
-            stack: Arc::new(stack),
-            cri,
-            alone: RwLock::new(()),
-        })
+        Ok(Self { runtime, stack: Arc::new(stack), cri, alone: RwLock::new(()) })
     }
 
     fn run(&self, entry: &Entry, handler: &'static str, name: &str) -> Result<(), Failed> {
@@ -150,23 +145,13 @@ impl Suite {
             }
         }
         let mounts = std::fs::read_to_string("/proc/self/mountinfo")?;
-        let pods = [
-            self.stack.dir().join("sandboxer"),
-            self.stack.dir().join("containerd/state"),
-        ];
+        let pods = [self.stack.dir().join("sandboxer"), self.stack.dir().join("containerd/state")];
         for mount in mounts.lines().filter_map(|line| line.split(' ').nth(4)) {
-            if pods
-                .iter()
-                .any(|dir| std::path::Path::new(mount).starts_with(dir))
-            {
+            if pods.iter().any(|dir| std::path::Path::new(mount).starts_with(dir)) {
                 left.push(format!("mount {mount}"));
             }
         }
-        ensure!(
-            left.is_empty(),
-            "left after every pod was removed:\n{}",
-            left.join("\n")
-        );
+        ensure!(left.is_empty(), "left after every pod was removed:\n{}", left.join("\n"));
         Ok(())
     }
 }
@@ -206,14 +191,9 @@ fn run() -> Result<ExitCode> {
         })
         .collect();
     let idle = arguments.list
-        || names
-            .iter()
-            .all(|(_, _, name)| arguments.is_filtered_out(&Trial::test(name.as_str(), || Ok(()))));
+        || names.iter().all(|(_, _, name)| arguments.is_filtered_out(&Trial::test(name.as_str(), || Ok(()))));
     if idle {
-        let trials = names
-            .into_iter()
-            .map(|(_, _, name)| Trial::test(name, || Ok(())))
-            .collect();
+        let trials = names.into_iter().map(|(_, _, name)| Trial::test(name, || Ok(()))).collect();
         return Ok(libtest_mimic::run(&arguments, trials).exit_code());
     }
 
@@ -226,32 +206,20 @@ fn run() -> Result<ExitCode> {
         })
         .collect();
     // Two at a time: each guest keeps about one core busy while it boots.
-    let arguments = Arguments {
-        test_threads: arguments.test_threads.or(Some(2)),
-        ..arguments
-    };
+    let arguments = Arguments { test_threads: arguments.test_threads.or(Some(2)), ..arguments };
     let conclusion = libtest_mimic::run(&arguments, trials);
 
     let mut code = conclusion.exit_code();
-    let Some(suite) = Arc::into_inner(suite) else {
-        bail!("a case still holds the stack")
-    };
+    let Some(suite) = Arc::into_inner(suite) else { bail!("a case still holds the stack") };
     let empty = suite.check_empty();
     if conclusion.has_failed() || empty.is_err() {
         eprintln!("{}", suite.stack.log_tails(60));
     }
-    let Suite {
-        runtime, stack, cri, ..
-    } = suite;
+    let Suite { runtime, stack, cri, .. } = suite;
     drop((cri, runtime));
-    let Some(stack) = Arc::into_inner(stack) else {
-        bail!("a case still holds the stack")
-    };
+    let Some(stack) = Arc::into_inner(stack) else { bail!("a case still holds the stack") };
     let down = stack.down();
-    let checks = [
-        ("stack with every pod removed", empty),
-        ("host with the stack taken down", down),
-    ];
+    let checks = [("stack with every pod removed", empty), ("host with the stack taken down", down)];
     for (what, result) in checks {
         match result {
             Ok(()) => println!("{what}: nothing left behind"),

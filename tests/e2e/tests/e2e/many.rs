@@ -14,10 +14,7 @@ async fn one_after_the_other(case: Case) -> Result<()> {
     };
     for n in 0..count {
         let pod = case.pod().await.with_context(|| format!("pod {n}"))?;
-        let said = pod
-            .output(&format!("echo {n}"))
-            .await
-            .with_context(|| format!("pod {n}"))?;
+        let said = pod.output(&format!("echo {n}")).await.with_context(|| format!("pod {n}"))?;
         ensure!(said == n.to_string(), "pod {n} said {said}");
         case.cri.stop_pod(&pod.id).await?;
         case.cri.remove_pod(&pod.id).await?;
@@ -30,10 +27,8 @@ async fn twenty_at_once(case: Case) -> Result<()> {
         let case = &case;
         async move {
             let pod = case.pod().await.with_context(|| format!("pod {n}"))?;
-            let ended = pod
-                .run(shell("c", &format!("echo {n}")))
-                .await
-                .with_context(|| format!("pod {n}"))?;
+            let ended =
+                pod.run(shell("c", &format!("echo {n}"))).await.with_context(|| format!("pod {n}"))?;
             let said = ended.success()?;
             ensure!(said == n.to_string(), "pod {n} said {said}");
             Ok(())
@@ -41,15 +36,8 @@ async fn twenty_at_once(case: Case) -> Result<()> {
     }))
     .await;
     pods.into_iter().collect::<Result<()>>()?;
-    ensure!(
-        case.stack.vmms()?.len() == 20,
-        "{} VMMs for 20 pods",
-        case.stack.vmms()?.len()
-    );
+    ensure!(case.stack.vmms()?.len() == 20, "{} VMMs for 20 pods", case.stack.vmms()?.len());
     case.clean_up().await?;
-    ensure!(
-        case.stack.vmms()?.is_empty(),
-        "VMMs are left after every pod was removed"
-    );
+    ensure!(case.stack.vmms()?.is_empty(), "VMMs are left after every pod was removed");
     Ok(())
 }

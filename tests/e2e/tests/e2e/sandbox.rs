@@ -12,15 +12,9 @@ async fn own_kernel(case: Case) -> Result<()> {
     let pod = case.pod().await?;
     let inside = pod.output("uname -r").await?;
     let outside = std::fs::read_to_string("/proc/sys/kernel/osrelease")?;
-    ensure!(
-        inside != outside.trim() && !inside.is_empty(),
-        "inside {inside}, outside {outside}"
-    );
+    ensure!(inside != outside.trim() && !inside.is_empty(), "inside {inside}, outside {outside}");
     let interfaces = pod.output("ls /sys/class/net").await?;
-    ensure!(
-        interfaces.split_whitespace().eq(["lo"]),
-        "for now loopback alone: {interfaces}"
-    );
+    ensure!(interfaces.split_whitespace().eq(["lo"]), "for now loopback alone: {interfaces}");
     Ok(())
 }
 
@@ -28,14 +22,11 @@ async fn machine_by_annotation(case: Case) -> Result<()> {
     let pod = case
         .pod_with(|config| {
             config.annotations.insert("io.sandboxer.vcpus".into(), "2".into());
-            config
-                .annotations
-                .insert("io.sandboxer.memory".into(), "384Mi".into());
+            config.annotations.insert("io.sandboxer.memory".into(), "384Mi".into());
         })
         .await?;
-    let out = pod
-        .output("grep -c ^processor /proc/cpuinfo; awk '/^MemTotal/ { print $2 }' /proc/meminfo")
-        .await?;
+    let out =
+        pod.output("grep -c ^processor /proc/cpuinfo; awk '/^MemTotal/ { print $2 }' /proc/meminfo").await?;
     let (cpus, kib) = out.split_once('\n').context("two lines")?;
     ensure!(cpus == "2", "{cpus} vCPUs");
     // The kernel keeps some of it for itself before it counts.
@@ -51,16 +42,9 @@ async fn annotation_that_makes_no_sense(case: Case) -> Result<()> {
         ("io.sandboxer.memory", "-1Gi"),
         ("io.sandboxer.memory", "1Mi"),
     ] {
-        let refused = case
-            .pod_with(|config| drop(config.annotations.insert(key.into(), value.into())))
-            .await;
-        let error = refused
-            .err()
-            .with_context(|| format!("{key}={value} was accepted"))?;
-        ensure!(
-            error.message().contains(key) && error.message().contains(value),
-            "{key}={value}: {error}"
-        );
+        let refused = case.pod_with(|config| drop(config.annotations.insert(key.into(), value.into()))).await;
+        let error = refused.err().with_context(|| format!("{key}={value} was accepted"))?;
+        ensure!(error.message().contains(key) && error.message().contains(value), "{key}={value}: {error}");
     }
     Ok(())
 }
@@ -98,17 +82,10 @@ async fn one_vmm_and_nothing_else(case: Case) -> Result<()> {
     }
     let vmms = case.stack.vmms()?.len();
     ensure!(vmms == 3, "{vmms} VMMs for three pods");
-    ensure!(
-        case.stack.processes("containerd-shim")?.is_empty(),
-        "a shim is left running"
-    );
+    ensure!(case.stack.processes("containerd-shim")?.is_empty(), "a shim is left running");
     ensure!(case.stack.processes("pause")?.is_empty(), "a pause process runs");
     let all = case.stack.processes("")?.len();
-    ensure!(
-        all == before + 3,
-        "{} processes more for three pods",
-        all - before
-    );
+    ensure!(all == before + 3, "{} processes more for three pods", all - before);
     case.clean_up().await?;
     let vmms = case.stack.vmms()?.len();
     ensure!(vmms == 0, "{vmms} VMMs are left after every pod was removed");

@@ -15,12 +15,7 @@ crate::cases![
 
 async fn logs_keep_streams_apart(case: Case) -> Result<()> {
     let pod = case.pod().await?;
-    let ended = pod
-        .run(shell(
-            "c",
-            "echo one; echo two >&2; echo three; printf 'no newline'",
-        ))
-        .await?;
+    let ended = pod.run(shell("c", "echo one; echo two >&2; echo three; printf 'no newline'")).await?;
     ensure!(ended.logs.stdout == "one\nthree\nno newline", "{:?}", ended.logs);
     ensure!(ended.logs.stderr == "two\n", "{:?}", ended.logs);
     Ok(())
@@ -32,10 +27,7 @@ async fn long_lines_and_much_output(case: Case) -> Result<()> {
     let script = "head -c 40000 /dev/zero | tr '\\0' x; echo; yes 0123456789abcde | head -n 65536; echo last";
     let logs = pod.run(shell("c", script)).await?.logs;
     let mut lines = logs.stdout.lines();
-    ensure!(
-        lines.next().is_some_and(|line| line.len() == 40_000),
-        "the long line is not whole"
-    );
+    ensure!(lines.next().is_some_and(|line| line.len() == 40_000), "the long line is not whole");
     ensure!(lines.clone().count() == 65_537, "{} lines", lines.count());
     ensure!(
         lines.next_back() == Some("last") && lines.all(|line| line == "0123456789abcde"),
@@ -47,36 +39,20 @@ async fn long_lines_and_much_output(case: Case) -> Result<()> {
 async fn exec_sync(case: Case) -> Result<()> {
     let pod = case.pod().await?;
     let container = pod.start(idle("c")).await?;
-    let answer = case
-        .cri
-        .exec_sync(
-            &container.id,
-            &["sh", "-c", "echo out; echo err >&2; exit 5"],
-            None,
-        )
-        .await?;
+    let answer =
+        case.cri.exec_sync(&container.id, &["sh", "-c", "echo out; echo err >&2; exit 5"], None).await?;
     ensure!(answer.exit_code == 5, "{answer:?}");
     ensure!(
         (answer.stdout.as_slice(), answer.stderr.as_slice()) == (b"out\n".as_slice(), b"err\n".as_slice())
     );
     let answer = case
         .cri
-        .exec_sync(
-            &container.id,
-            &["sh", "-c", "yes 0123456789abcde | head -c 1048576"],
-            None,
-        )
+        .exec_sync(&container.id, &["sh", "-c", "yes 0123456789abcde | head -c 1048576"], None)
         .await?;
-    ensure!(
-        answer.stdout.len() == 1 << 20,
-        "{} of 1048576 bytes",
-        answer.stdout.len()
-    );
+    ensure!(answer.stdout.len() == 1 << 20, "{} of 1048576 bytes", answer.stdout.len());
     // Arguments arrive as they are, no shell in between.
-    let answer = case
-        .cri
-        .exec_sync(&container.id, &["printf", "[%s]", "", "a b", "$HOME", "'"], None)
-        .await?;
+    let answer =
+        case.cri.exec_sync(&container.id, &["printf", "[%s]", "", "a b", "$HOME", "'"], None).await?;
     ensure!(answer.stdout == b"[][a b][$HOME][']", "{answer:?}");
     Ok(())
 }
@@ -102,10 +78,7 @@ async fn exec_of_what_is_not_there(case: Case) -> Result<()> {
         Ok(answer) => anyhow::bail!("was run: {answer:?}"),
         Err(error) => error,
     };
-    ensure!(
-        error.message().contains("/not/there"),
-        "the error does not name the program: {error}"
-    );
+    ensure!(error.message().contains("/not/there"), "the error does not name the program: {error}");
     ensure!(container.sh("echo fine").await? == "fine");
 
     let ended = pod.start(shell("ended", "true")).await?;
@@ -120,10 +93,7 @@ async fn exec_of_what_is_not_there(case: Case) -> Result<()> {
 async fn exec_that_takes_too_long(case: Case) -> Result<()> {
     let pod = case.pod().await?;
     let container = pod.start(idle("c")).await?;
-    let slow = case
-        .cri
-        .exec_sync(&container.id, &["sleep", "987"], Some(Duration::from_secs(1)))
-        .await;
+    let slow = case.cri.exec_sync(&container.id, &["sleep", "987"], Some(Duration::from_secs(1))).await;
     let error = slow.err().context("sleep 987 was over within a second")?;
     ensure!(error.code() == tonic::Code::DeadlineExceeded, "{error:?}");
     // What was given up runs no more.
@@ -139,25 +109,15 @@ async fn exec_with_stdin(case: Case) -> Result<()> {
     let container = pod.start(idle("c")).await?;
     let url = case
         .cri
-        .exec(
-            &container.id,
-            &["sh", "-c", "read a; echo \"got $a\"; echo oops >&2; exit 3"],
-            false,
-        )
+        .exec(&container.id, &["sh", "-c", "read a; echo \"got $a\"; echo oops >&2; exit 3"], false)
         .await?;
     let mut session = Session::open(&url).await?;
     session.write("a line\n").await?;
     let (stdout, stderr, result) = session.end(PATIENCE).await?;
-    ensure!(
-        (stdout.as_str(), stderr.as_str()) == ("got a line\n", "oops\n"),
-        "{stdout:?} {stderr:?}"
-    );
+    ensure!((stdout.as_str(), stderr.as_str()) == ("got a line\n", "oops\n"), "{stdout:?} {stderr:?}");
     let result: serde_json::Value =
         serde_json::from_str(&result).with_context(|| format!("result {result:?}"))?;
-    ensure!(
-        result["details"]["causes"][0]["message"] == "3",
-        "exit code in {result}"
-    );
+    ensure!(result["details"]["causes"][0]["message"] == "3", "exit code in {result}");
     Ok(())
 }
 
@@ -171,15 +131,9 @@ async fn exec_stdin_ends(case: Case) -> Result<()> {
     command.args(["tasks", "exec", "--exec-id", "e1", &container.id, "wc", "-c"]);
     command.stdin(Stdio::from(std::fs::File::open(input.path())?));
     let output = tokio::task::spawn_blocking(move || command.output());
-    let output = tokio::time::timeout(PATIENCE, output)
-        .await
-        .context("wc saw no end of its input")???;
+    let output = tokio::time::timeout(PATIENCE, output).await.context("wc saw no end of its input")???;
     let said = String::from_utf8_lossy(&output.stdout);
-    ensure!(
-        said.trim() == "300000",
-        "{said} {}",
-        String::from_utf8_lossy(&output.stderr)
-    );
+    ensure!(said.trim() == "300000", "{said} {}", String::from_utf8_lossy(&output.stderr));
     Ok(())
 }
 
@@ -208,10 +162,8 @@ async fn exec_with_terminal(case: Case) -> Result<()> {
 
 async fn attach_to_stdin(case: Case) -> Result<()> {
     let pod = case.pod().await?;
-    let mut config = shell(
-        "c",
-        "while read line; do echo \"read $line\"; [ \"$line\" = end ] && exit 4; done",
-    );
+    let mut config =
+        shell("c", "while read line; do echo \"read $line\"; [ \"$line\" = end ] && exit 4; done");
     config.stdin = true;
     let container = pod.start(config).await?;
     let mut session = Session::open(&case.cri.attach(&container.id, false).await?).await?;
@@ -221,10 +173,6 @@ async fn attach_to_stdin(case: Case) -> Result<()> {
     session.until("read end\n", PATIENCE).await?;
     let status = container.ended().await?;
     ensure!(status.exit_code == 4, "{status:?}");
-    ensure!(
-        container.logs()?.stdout == "read hello\nread end\n",
-        "{:?}",
-        container.logs()?
-    );
+    ensure!(container.logs()?.stdout == "read hello\nread end\n", "{:?}", container.logs()?);
     Ok(())
 }

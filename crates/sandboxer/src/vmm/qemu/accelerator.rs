@@ -60,10 +60,7 @@ pub(super) async fn version(program: &Path) -> String {
         Ok(Ok(output)) => {
             let text = String::from_utf8_lossy(&output.stdout);
             let line = text.lines().next().unwrap_or_default();
-            line.trim_start_matches("QEMU emulator version ")
-                .chars()
-                .take(100)
-                .collect()
+            line.trim_start_matches("QEMU emulator version ").chars().take(100).collect()
         }
         Ok(Err(error)) => format!("unknown: {error}"),
         Err(_) => format!("unknown: no answer within {VERSION_LIMIT:?}"),

@@ -58,18 +58,9 @@ pub fn arguments(spec: &VmSpec, execution: Execution, sockets: Sockets) -> Vec<O
         arguments.extend(words.iter().map(|word| word.as_ref().to_owned()));
     };
     add(&[&"-name", &format!("guest={}", spec.pod)]);
-    add(&[
-        &"-nodefaults",
-        &"-no-user-config",
-        &"-display",
-        &"none",
-        &"-no-reboot",
-    ]);
+    add(&[&"-nodefaults", &"-no-user-config", &"-display", &"none", &"-no-reboot"]);
     // QEMU runs beside a hostile guest and needs none of these. Costs nothing that could be measured.
-    add(&[
-        &"-sandbox",
-        &"on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny",
-    ]);
+    add(&[&"-sandbox", &"on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"]);
     // Neither PIT nor PIC: the kernel is told its clock's frequency and needs no ticks to find it.
     // The RTC stays, for a kernel looks for it for a second before it gives up.
     add(&[
@@ -77,41 +68,16 @@ pub fn arguments(spec: &VmSpec, execution: Execution, sockets: Sockets) -> Vec<O
         &"microvm,acpi=on,pcie=off,usb=off,pit=off,pic=off,rtc=on,isa-serial=on,auto-kernel-cmdline=off",
     ]);
     add(&[&"-accel", &accelerator, &"-cpu", &cpu]);
-    add(&[
-        &"-smp",
-        &spec.vcpus.to_string(),
-        &"-m",
-        &format!("{}M", spec.memory_mib),
-    ]);
+    add(&[&"-smp", &spec.vcpus.to_string(), &"-m", &format!("{}M", spec.memory_mib)]);
     // A firmware that does nothing but start this kernel: half of the time of microvm's default.
     add(&[&"-bios", &"qboot.rom"]);
-    add(&[
-        &"-kernel",
-        &spec.kernel,
-        &"-initrd",
-        &spec.initramfs,
-        &"-append",
-        &kernel_line(spec, execution),
-    ]);
-    add(&[
-        &"-chardev",
-        &socket("control", sockets.control),
-        &"-mon",
-        &"chardev=control,mode=control",
-    ]);
-    add(&[
-        &"-chardev",
-        &socket("console", sockets.console),
-        &"-serial",
-        &"chardev:console",
-    ]);
+    add(&[&"-kernel", &spec.kernel, &"-initrd", &spec.initramfs, &"-append", &kernel_line(spec, execution)]);
+    add(&[&"-chardev", &socket("control", sockets.control), &"-mon", &"chardev=control,mode=control"]);
+    add(&[&"-chardev", &socket("console", sockets.console), &"-serial", &"chardev:console"]);
     // Two ports, the first being reserved for a console: the 31 by default cost the guest 45 ms.
     add(&[&"-device", &"virtio-serial-device,id=serial0,max_ports=2"]);
     add(&[&"-chardev", &socket("agent", sockets.agent)]);
-    add(&[
-        &"-device",
-        &format!("virtserialport,bus=serial0.0,nr=1,chardev=agent,name={AGENT_PORT}"),
-    ]);
+    add(&[&"-device", &format!("virtserialport,bus=serial0.0,nr=1,chardev=agent,name={AGENT_PORT}")]);
     add(&[&"-device", &"virtio-scsi-device,id=scsi0"]);
     for disk in &spec.disks {
         let node = block_node(disk);

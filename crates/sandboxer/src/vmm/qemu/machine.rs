@@ -62,11 +62,8 @@ impl Machine for QemuMachine {
             *last = Some(stream.as_fd().try_clone_to_owned()?);
             Ok(stream)
         };
-        let stream = fresh().map_err(host(
-            &self.record.pod,
-            "connect to",
-            self.record.run_dir.join(AGENT),
-        ))?;
+        let stream =
+            fresh().map_err(host(&self.record.pod, "connect to", self.record.run_dir.join(AGENT)))?;
         Ok(Box::new(stream))
     }
 
@@ -78,10 +75,7 @@ impl Machine for QemuMachine {
             .blockdev_add(&command_line::block_node(disk), self.call_timeout)
             .await
             .map_err(answer(pod, &call))?;
-        let plugged = self
-            .qmp
-            .device_add(command_line::disk_device(disk), self.call_timeout)
-            .await;
+        let plugged = self.qmp.device_add(command_line::disk_device(disk), self.call_timeout).await;
         if plugged.is_err()
             && let Err(error) = self.detach_disk(&disk.serial).await
         {
@@ -92,16 +86,10 @@ impl Machine for QemuMachine {
 
     async fn detach_disk(&self, serial: &str) -> Result<(), VmmError> {
         let detach = async {
-            self.qmp
-                .device_del(&command_line::device_id(serial), self.call_timeout)
-                .await?;
-            self.qmp
-                .blockdev_del(&command_line::node_name(serial), self.call_timeout)
-                .await
+            self.qmp.device_del(&command_line::device_id(serial), self.call_timeout).await?;
+            self.qmp.blockdev_del(&command_line::node_name(serial), self.call_timeout).await
         };
-        detach
-            .await
-            .map_err(answer(&self.record.pod, &format!("detaching disk {serial}")))
+        detach.await.map_err(answer(&self.record.pod, &format!("detaching disk {serial}")))
     }
 
     async fn last_lines(&self) -> Vec<String> {
@@ -111,10 +99,7 @@ impl Machine for QemuMachine {
     async fn exited(&self) -> MachineExit {
         let exit = self.process.exited().await;
         self.captures.drained().await;
-        MachineExit {
-            how: exit.to_string(),
-            last_lines: self.captures.last_lines().await,
-        }
+        MachineExit { how: exit.to_string(), last_lines: self.captures.last_lines().await }
     }
 
     async fn kill(&self) -> Result<(), VmmError> {
@@ -122,13 +107,11 @@ impl Machine for QemuMachine {
         let proc = PathBuf::from(format!("/proc/{}", self.record.pid));
         self.process.kill().map_err(host(pod, "kill", proc))?;
         let limit = self.call_timeout;
-        tokio::time::timeout(limit, self.process.exited())
-            .await
-            .map_err(|_| VmmError::Hung {
-                pod: pod.clone(),
-                call: "SIGKILL".into(),
-                limit,
-            })?;
+        tokio::time::timeout(limit, self.process.exited()).await.map_err(|_| VmmError::Hung {
+            pod: pod.clone(),
+            call: "SIGKILL".into(),
+            limit,
+        })?;
         drop(SocketFiles::of_ended(&self.record.run_dir));
         Ok(())
     }
@@ -206,12 +189,7 @@ pub(super) fn host(
     path: PathBuf,
 ) -> impl FnOnce(io::Error) -> VmmError {
     let pod = pod.clone();
-    move |source| VmmError::Host {
-        pod,
-        action,
-        path,
-        source,
-    }
+    move |source| VmmError::Host { pod, action, path, source }
 }
 
 /// Makes of QEMU's answer an error that names the pod and what was asked.
@@ -221,10 +199,6 @@ pub(super) fn answer(pod: &SandboxId, call: &str) -> impl FnOnce(QmpError) -> Vm
         QmpError::Timeout(limit) => VmmError::Hung { pod, call, limit },
         QmpError::Refused { reason, .. } => VmmError::Refused { pod, call, reason },
         QmpError::Malformed(reason) => VmmError::Malformed { pod, call, reason },
-        QmpError::Closed => VmmError::Malformed {
-            pod,
-            call,
-            reason: error.to_string(),
-        },
+        QmpError::Closed => VmmError::Malformed { pod, call, reason: error.to_string() },
     }
 }

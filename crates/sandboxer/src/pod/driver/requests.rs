@@ -1,0 +1,274 @@
+//! What the pod's task does when asked: change its state, have work begun, never wait.
+
+use super::*;
+
+impl Driver {
+    pub(super) fn handle(&mut self, request: Request) {
+        match request {
+            Request::Start { reply } => self.on_start(reply),
+            Request::Stop { reply } => self.on_stop(reply),
+            Request::Remove { reply } => self.on_remove(reply),
+            Request::CreateContainer { new, reply } => self.on_create_container(new, reply),
+            Request::CreateExec { of, exec, process, stdio, reply } => {
+                self.on_create_exec(of, exec, process, stdio, reply);
+            }
+            Request::StartProcess { of, exec, reply } => self.on_start_process(of, exec, reply),
+            Request::Process { of, exec, reply } => answer(reply, self.view_process(&of, exec.as_ref())),
+            Request::Signal { of, exec, signal, all, reply } => {
+                let checked = self.running(&of, exec.as_ref());
+                self.forward(checked, reply, move |live| async move {
+                    Ok(live.agent.signal_process(&of, exec.as_ref(), signal, all).await?)
+                });
+            }
+            Request::Delete { of, exec, reply } => self.on_delete(of, exec, reply),
+            Request::CloseStdin { of, exec, reply } => {
+                let closed = self.process(&of, exec.as_ref()).map(|process| {
+                    if let Some(stdin) = &process.stdin {
+                        stdin.close();
+                    }
+                });
+                answer(reply, closed);
+            }
+            Request::Resize { of, exec, columns, rows, reply } => {
+                let checked = self.running(&of, exec.as_ref());
+                self.forward(checked, reply, move |live| async move {
+                    Ok(live.agent.resize_terminal(&of, exec.as_ref(), columns, rows).await?)
+                });
+            }
+            Request::SetPaused { of, paused, reply } => self.on_set_paused(of, paused, reply),
+            Request::Update { of, resources, reply } => {
+                let checked = self.running(&of, None);
+                self.forward(checked, reply, move |live| async move {
+                    Ok(live.agent.update_container(&of, resources).await?)
+                });
+            }
+            Request::Pids { of, reply } => {
+                let checked = self.running(&of, None);
+                self.forward(checked, reply, move |live| async move { Ok(live.agent.pids(&of).await?) });
+            }
+            Request::Stats { of, reply } => {
+                let checked = of.as_ref().map_or(Ok(()), |of| self.process(of, None).map(drop));
+                self.forward(
+                    checked,
+                    reply,
+                    move |live| async move { Ok(live.agent.stats(of.as_ref()).await?) },
+                );
+            }
+            Request::Inspect { reply } => answer(reply, Ok(self.view())),
+        }
+    }
+
+    fn on_start(&mut self, reply: Reply<()>) {
+        match self.state() {
+            PodState::Ready => answer(reply, Ok(())),
+            PodState::Starting => self.start_waiters.push(reply),
+            PodState::Created => {
+                self.start_waiters.push(reply);
+                self.become_state(PodState::Starting);
+                self.node.events.pod(&self.spec.id, Kind::PodStarting, "");
+                self.stages = Stages::new(self.spec.id.clone());
+                let (node, spec, key) = (self.node.clone(), self.spec.clone(), self.link_key.clone());
+                let (stages, cancel) = (self.stages.clone(), self.cancel.clone());
+                let intent = self.next_record();
+                self.work.spawn(async move {
+                    // On disk before the first process: a daemon that dies from here on leaves a
+                    // trace that the next one finds.
+                    if let Err(error) = intent.await {
+                        return Done::PodStarted(Err(journal_failed(&spec, error)));
+                    }
+                    Done::PodStarted(start::start(&node, &spec, &key, &stages, &cancel).await)
+                });
+            }
+            state @ (PodState::Stopping | PodState::Stopped) => {
+                answer(reply, Err(self.wrong_state("start", state)));
+            }
+        }
+    }
+
+    fn on_stop(&mut self, reply: Reply<()>) {
+        match self.state() {
+            PodState::Stopped => return answer(reply, Ok(())),
+            PodState::Created => {
+                self.stopped(String::new(), 0);
+                return answer(reply, Ok(()));
+            }
+            PodState::Starting => {
+                self.become_state(PodState::Stopping);
+                self.cancel.cancel();
+            }
+            PodState::Ready => {
+                self.become_state(PodState::Stopping);
+                self.end_machine();
+            }
+            // Nobody waits: an attempt before this one has failed, and been answered.
+            PodState::Stopping if self.stop_waiters.is_empty() => self.end_machine(),
+            PodState::Stopping => {}
+        }
+        self.stop_waiters.push(reply);
+    }
+
+    pub(super) fn end_machine(&mut self) {
+        if let Some(live) = self.live.clone() {
+            self.work.spawn(async move { Done::PodStopped(stop::stop(&live).await) });
+        }
+    }
+
+    fn on_remove(&mut self, reply: Reply<()>) {
+        let first = self.remove_waiters.is_empty();
+        self.remove_waiters.push(reply);
+        if !first {
+            return;
+        }
+        if self.state() == PodState::Stopped {
+            self.remove();
+        } else {
+            // Once stopped, the pod is removed: see `stopped`.
+            let (reply, _) = tokio::sync::oneshot::channel();
+            self.on_stop(reply);
+        }
+    }
+
+    pub(super) fn remove(&mut self) {
+        let (node, journal, id) = (self.node.clone(), self.journal.clone(), self.spec.id.clone());
+        self.containers.clear();
+        self.work.spawn(async move {
+            let cleared = stop::clear(&id, node.run_dir(&id)).await;
+            let forgotten = journal.remove().await;
+            if let Err(error) = forgotten {
+                tracing::error!(pod = %id, error = chain(&error), "the pod's record stays on disk");
+            }
+            Done::Removed(cleared)
+        });
+    }
+
+    fn on_create_container(&mut self, new: NewContainer, reply: Reply<()>) {
+        let Some(live) = self.live.clone().filter(|_| self.state() == PodState::Ready) else {
+            return answer(reply, Err(self.wrong_state("create a container", self.state())));
+        };
+        if self.containers.contains_key(&new.id) || self.being_made.contains_key(&new.id) {
+            return answer(reply, Err(PodError::ContainerExists(new.id)));
+        }
+        let stages = Stages::new(self.spec.id.clone());
+        self.being_made.insert(new.id.clone(), stages.clone());
+        let (node, spec) = (self.node.clone(), self.spec.clone());
+        self.work.spawn(async move {
+            let result = work::create(&spec, &live, &node.rootfs, &stages, &new).await;
+            Done::ContainerCreated { new, stages, result, reply }
+        });
+    }
+
+    fn on_create_exec(
+        &mut self,
+        of: ContainerId,
+        exec: ExecId,
+        process: Vec<u8>,
+        stdio: StdioPaths,
+        reply: Reply<()>,
+    ) {
+        if let Err(error) = self.running(&of, None) {
+            return answer(reply, Err(error));
+        }
+        if self.process(&of, Some(&exec)).is_ok() {
+            return answer(reply, Err(PodError::ExecExists { container: of, exec }));
+        }
+        let Some(live) = self.live.clone() else {
+            return answer(reply, Err(self.wrong_state("create an exec", self.state())));
+        };
+        let pod = self.spec.id.clone();
+        self.work.spawn(async move {
+            let result = work::create_exec(&pod, &live, &of, &exec, &process, &stdio).await;
+            Done::ExecCreated { of, exec, stdio, result, reply }
+        });
+    }
+
+    fn on_start_process(&mut self, of: ContainerId, exec: Option<ExecId>, reply: Reply<()>) {
+        let Some(live) = self.live.clone() else {
+            return answer(reply, Err(self.wrong_state("start a process", self.state())));
+        };
+        let stages = self.containers.get(&of).map(|container| container.stages.clone());
+        let process = match self.process_mut(&of, exec.as_ref()) {
+            Ok(process) => process,
+            Err(error) => return answer(reply, Err(error)),
+        };
+        let phase = process.phase.borrow().clone();
+        let (Phase::Created, Some(io), Some(stages)) = (&phase, process.io.take(), stages) else {
+            let subject = format!("process of container {of}");
+            let state = phase.as_str().to_owned();
+            return answer(reply, Err(PodError::State { action: "start it", subject, state }));
+        };
+        process.phase.send_replace(Phase::Starting);
+        let subject = Subject { container: of, exec };
+        let (running, stdin) = io.run(&live.agent, &subject, false);
+        process.stdin = stdin;
+        self.work.spawn(async move {
+            let release = work::release(&live, &subject);
+            let result = match subject.exec {
+                None => stages.run(sandboxer_protocol::stage::Stage::ContainerStart, release).await,
+                Some(_) => release.await,
+            };
+            Done::ProcessStarted { subject, result: result.map(|pid| (pid, running)), reply }
+        });
+    }
+
+    fn on_delete(&mut self, of: ContainerId, exec: Option<ExecId>, reply: Reply<Exit>) {
+        let process = match self.process(&of, exec.as_ref()) {
+            Ok(process) => process,
+            Err(error) => return answer(reply, Err(error)),
+        };
+        let phase = process.phase.borrow().clone();
+        if matches!(phase, Phase::Running | Phase::Starting) {
+            let subject = format!("container {of}");
+            let state = phase.as_str().to_owned();
+            return answer(reply, Err(PodError::State { action: "delete it", subject, state }));
+        }
+        let disks = self.containers.get(&of).map(|c| c.disks.clone()).unwrap_or_default();
+        let live = self.live.clone();
+        self.work.spawn(async move {
+            let result = match (&live, &exec) {
+                // The guest is gone, and all that was in it.
+                (None, _) => Ok(()),
+                (Some(live), None) => work::delete(live, &of, &disks).await,
+                (Some(live), Some(exec)) => live.agent.delete_exec(&of, exec).await.map_err(PodError::from),
+            };
+            Done::Deleted { of, exec, result, reply }
+        });
+    }
+
+    fn on_set_paused(&mut self, of: ContainerId, paused: bool, reply: Reply<()>) {
+        if let Err(error) = self.running(&of, None) {
+            return answer(reply, Err(error));
+        }
+        let Some(live) = self.live.clone() else {
+            return answer(reply, Err(self.wrong_state("pause a container", self.state())));
+        };
+        self.work.spawn(async move {
+            let result = match paused {
+                true => live.agent.pause_container(&of).await,
+                false => live.agent.resume_container(&of).await,
+            };
+            Done::Paused { of, paused, result: result.map_err(PodError::from), reply }
+        });
+    }
+
+    /// Has the agent asked something that changes nothing the pod's task keeps.
+    fn forward<T, F>(
+        &mut self,
+        checked: Result<(), PodError>,
+        reply: Reply<T>,
+        ask: impl FnOnce(Live) -> F + Send + 'static,
+    ) where
+        T: Send + 'static,
+        F: Future<Output = Result<T, PodError>> + Send,
+    {
+        match (checked, self.live.clone()) {
+            (Err(error), _) => answer(reply, Err(error)),
+            (Ok(()), None) => answer(reply, Err(self.wrong_state("ask the guest", self.state()))),
+            (Ok(()), Some(live)) => {
+                self.work.spawn(async move {
+                    answer(reply, ask(live).await);
+                    Done::Nothing
+                });
+            }
+        }
+    }
+}

@@ -1,0 +1,292 @@
+//! What the pod's task does when work has ended: take the result into its state, tell who waits.
+
+use super::*;
+
+impl Driver {
+    pub(super) fn apply(&mut self, done: Done) {
+        match done {
+            Done::Nothing | Done::Removed(_) => {}
+            Done::PodStarted(Ok(up)) => self.pod_started(up),
+            Done::PodStarted(Err(error)) => self.start_failed(error),
+            Done::PodStopped(Ok(())) => self.stopped(String::new(), 0),
+            Done::PodStopped(Err(error)) => {
+                // The machine's end, should it come, still stops the pod.
+                let text = chain(&error);
+                tracing::error!(pod = %self.spec.id, error = text, "cannot end the pod's VMM");
+                let error = Some(text);
+                for reply in self.stop_waiters.drain(..).chain(self.remove_waiters.drain(..)) {
+                    answer(reply, again(&error, &self.spec));
+                }
+            }
+            Done::MachineEnded(exit) => self.machine_ended(exit),
+            Done::ContainerCreated { new, stages, result, reply } => {
+                self.container_created(new, stages, result, reply);
+            }
+            Done::ExecCreated { of, exec, stdio, result, reply } => {
+                let made = result.and_then(|io| {
+                    let container =
+                        self.containers.get_mut(&of).ok_or_else(|| PodError::NoContainer(of.clone()))?;
+                    container.execs.insert(exec, Process::created(0, stdio, io));
+                    Ok(())
+                });
+                answer(reply, made);
+            }
+            Done::ProcessStarted { subject, result, reply } => self.process_started(subject, result, reply),
+            Done::ProcessEnded { subject, exit } => {
+                self.process_ended(&subject, exit);
+                if subject.exec.is_none() {
+                    self.save();
+                }
+            }
+            Done::Deleted { of, exec, result, reply } => self.deleted(of, exec, result, reply),
+            Done::Paused { of, paused, result, reply } => {
+                if result.is_ok()
+                    && let Some(container) = self.containers.get_mut(&of)
+                {
+                    container.paused = paused;
+                }
+                answer(reply, result);
+            }
+        }
+    }
+
+    fn pod_started(&mut self, up: Up) {
+        if self.state() == PodState::Stopping {
+            // The stop came when the start was done already.
+            self.live = Some(up.live);
+            return self.end_machine();
+        }
+        let (pid, release) = (up.live.machine.record().pid, up.ready.kernel_release);
+        self.status.send_modify(|status| {
+            status.vmm_pid = pid;
+            status.kernel_release = release;
+        });
+        self.become_state(PodState::Ready);
+        self.live = Some(up.live);
+        self.watch_machine();
+        self.node.events.pod(&self.spec.id, Kind::PodReady, format!("VMM is process {pid}"));
+        let waiters: Vec<_> = self.start_waiters.drain(..).collect();
+        let recorded = self.next_record();
+        let spec = self.spec.clone();
+        self.work.spawn(async move {
+            // On disk before containerd is told: what it believes in, the next daemon finds.
+            let error = recorded.await.err().map(|error| chain(&error));
+            for reply in waiters {
+                answer(reply, again(&error, &spec));
+            }
+            Done::Nothing
+        });
+    }
+
+    fn start_failed(&mut self, error: PodError) {
+        let cancelled = matches!(error, PodError::Cancelled(_));
+        let reason = chain(&error);
+        let mut error = Some(error);
+        for reply in self.start_waiters.drain(..) {
+            let told = error.take().unwrap_or_else(|| PodError::Cancelled(self.spec.id.clone()));
+            answer(reply, Err(told));
+        }
+        if self.state() == PodState::Starting {
+            self.become_state(PodState::Stopping);
+        }
+        if cancelled { self.stopped(String::new(), 0) } else { self.stopped(reason, 1) }
+    }
+
+    fn machine_ended(&mut self, exit: MachineExit) {
+        // While the pod is being stopped this is what was wanted; `PodStopped` follows.
+        if self.state() == PodState::Ready {
+            let reason = start::machine_ended(&self.spec, exit).to_string();
+            tracing::warn!(pod = %self.spec.id, reason, "the pod's VMM ended unasked");
+            self.stopped(reason, KILLED);
+        }
+    }
+
+    /// The pod holds nothing any more: everything that ran in it has ended.
+    pub(super) fn stopped(&mut self, reason: String, exit_status: u32) {
+        if self.state() == PodState::Stopped {
+            return;
+        }
+        self.live = None;
+        let unasked = !reason.is_empty();
+        let exit = Exit {
+            code: KILLED,
+            at_ns: now_ns(),
+            reason: if unasked { reason.clone() } else { "its pod was stopped".to_owned() },
+        };
+        for container in self.containers.values_mut() {
+            for process in std::iter::once(&mut container.init).chain(container.execs.values_mut()) {
+                if unasked && *process.phase.borrow() == Phase::Running {
+                    last_words(&process.stdio, &reason);
+                }
+                end(process, exit.clone());
+            }
+        }
+        self.status.send_modify(|status| {
+            status.exited_at_ns = exit.at_ns;
+            status.exit_status = exit_status;
+            status.vmm_pid = 0;
+            status.reason = reason.clone();
+        });
+        self.become_state(PodState::Stopped);
+        self.node.events.pod(&self.spec.id, Kind::PodStopped, reason);
+        self.save();
+        for reply in self.stop_waiters.drain(..) {
+            answer(reply, Ok(()));
+        }
+        if !self.remove_waiters.is_empty() {
+            self.remove();
+        }
+    }
+
+    fn container_created(
+        &mut self,
+        new: NewContainer,
+        stages: Stages,
+        result: Result<Created, PodError>,
+        reply: Reply<()>,
+    ) {
+        self.being_made.remove(&new.id);
+        let created = match result {
+            Ok(created) if self.live.is_some() => created,
+            Ok(_) => return answer(reply, Err(self.wrong_state("create a container", self.state()))),
+            Err(error) => return answer(reply, Err(error)),
+        };
+        let container = Container {
+            bundle: new.bundle,
+            disks: created.disks,
+            leases: created.leases,
+            init: Process::created(created.pid, new.stdio, created.io),
+            execs: HashMap::new(),
+            paused: false,
+            stages,
+        };
+        self.containers.insert(new.id.clone(), container);
+        self.node.events.container(&self.spec.id, &new.id, Kind::ContainerCreated, "");
+        self.save_then(reply, Ok(()));
+    }
+
+    fn process_started(
+        &mut self,
+        subject: Subject,
+        result: Result<(u32, RunningIo), PodError>,
+        reply: Reply<()>,
+    ) {
+        let (pid, running) = match result {
+            Ok(started) => started,
+            Err(error) => {
+                // It never ran: to whoever waits it has ended, with the code for that.
+                let exit = Exit { code: 128, at_ns: now_ns(), reason: chain(&error) };
+                self.process_ended(&subject, exit);
+                return answer(reply, Err(error));
+            }
+        };
+        let Some(live) = self.live.clone() else {
+            return answer(reply, Err(self.wrong_state("start a process", self.state())));
+        };
+        let kind = if subject.exec.is_none() { Kind::ContainerStarted } else { Kind::ExecStarted };
+        if let Ok(process) = self.process_mut(&subject.container, subject.exec.as_ref()) {
+            process.pid = pid;
+            process.phase.send_replace(Phase::Running);
+        }
+        self.node.events.container(&self.spec.id, &subject.container, kind, format!("guest process {pid}"));
+        let exec = subject.exec.is_some();
+        self.follow(live, subject, running);
+        // An exec's caller is gone with the daemon, so the next one need not know of it.
+        if exec { answer(reply, Ok(())) } else { self.save_then(reply, Ok(())) }
+    }
+
+    fn follow(&mut self, live: Live, subject: Subject, running: RunningIo) {
+        self.work.spawn(async move {
+            let exit = work::follow(&live, &subject, running).await;
+            Done::ProcessEnded { subject, exit }
+        });
+    }
+
+    fn process_ended(&mut self, subject: &Subject, exit: Exit) {
+        let kind = if subject.exec.is_none() { Kind::ContainerExited } else { Kind::ExecExited };
+        let detail = match exit.reason.as_str() {
+            "" => format!("exit code {}", exit.code),
+            reason => format!("exit code {}: {reason}", exit.code),
+        };
+        if let Ok(process) = self.process_mut(&subject.container, subject.exec.as_ref()) {
+            end(process, exit);
+            self.node.events.container(&self.spec.id, &subject.container, kind, detail);
+        }
+    }
+
+    fn deleted(
+        &mut self,
+        of: ContainerId,
+        exec: Option<ExecId>,
+        result: Result<(), PodError>,
+        reply: Reply<Exit>,
+    ) {
+        // A process that was never let go has no end of its own.
+        let unstarted = || Exit { code: KILLED, at_ns: now_ns(), reason: "it was never started".to_owned() };
+        let removed = result.and_then(|()| {
+            let process = self.process(&of, exec.as_ref())?;
+            let exit = process.phase.borrow().exit().cloned();
+            Ok(exit.unwrap_or_else(unstarted))
+        });
+        if removed.is_ok() {
+            match &exec {
+                Some(exec) => {
+                    self.containers.get_mut(&of).and_then(|container| container.execs.remove(exec));
+                    return answer(reply, removed);
+                }
+                None => {
+                    if let Some(mut container) = self.containers.remove(&of) {
+                        end(&mut container.init, unstarted());
+                    }
+                    self.node.registry.remove_container(&of);
+                    self.node.events.container(&self.spec.id, &of, Kind::ContainerDeleted, "");
+                }
+            }
+        }
+        self.save_then(reply, removed);
+    }
+
+    /// Goes on where an earlier daemon left off.
+    pub(super) fn take_up(&mut self, live: Live) {
+        self.live = Some(live.clone());
+        self.watch_machine();
+        let mut running = Vec::new();
+        for (id, container) in &mut self.containers {
+            let execs = container.execs.iter_mut().map(|(id, exec)| (Some(id.clone()), exec));
+            for (exec, process) in std::iter::once((None, &mut container.init)).chain(execs) {
+                if *process.phase.borrow() != Phase::Running {
+                    continue;
+                }
+                let subject = Subject { container: id.clone(), exec };
+                if let Some(io) = process.io.take() {
+                    let (copies, stdin): (_, Option<StdinCloser>) = io.run(&live.agent, &subject, true);
+                    process.stdin = stdin;
+                    running.push((subject, copies));
+                }
+            }
+        }
+        for (subject, copies) in running {
+            self.follow(live.clone(), subject, copies);
+        }
+        self.node.events.pod(&self.spec.id, Kind::PodRecovered, "");
+    }
+
+    fn watch_machine(&mut self) {
+        if let Some(live) = &self.live {
+            let machine = live.machine.clone();
+            self.work.spawn(async move { Done::MachineEnded(machine.exited().await) });
+        }
+    }
+
+    pub(super) fn answer_removed(&mut self, result: Result<(), PodError>) {
+        if result.is_ok() {
+            // Before the answer: whoever has it may use the id again.
+            self.node.registry.remove(&self.spec.id);
+            self.node.events.pod(&self.spec.id, Kind::PodRemoved, "");
+        }
+        let error = result.err().map(|error| chain(&error));
+        for reply in self.remove_waiters.drain(..) {
+            answer(reply, again(&error, &self.spec));
+        }
+    }
+}

@@ -120,9 +120,12 @@ impl Pod {
     }
 
     pub fn script(&self, name: &str, body: &str) -> PathBuf {
-        let path = self.path(name);
-        fs::write(&path, format!("#!/bin/sh\n{body}\n")).unwrap();
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        let (text, path) = (self.path(&format!("{name}.text")), self.path(name));
+        fs::write(&text, format!("#!/bin/sh\n{body}\n")).unwrap();
+        // Written by another process: a file open for writing here could be inherited by a process that
+        // another test forks at this moment, and can't be executed until that is gone.
+        let copied = Command::new("install").args(["-m", "755"]).args([&text, &path]).status().unwrap();
+        assert!(copied.success());
         path
     }
 

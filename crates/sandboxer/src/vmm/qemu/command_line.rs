@@ -50,7 +50,8 @@ pub fn arguments(spec: &VmSpec, execution: Execution, sockets: Sockets) -> Vec<O
     let socket = |id: &str, fd: RawFd| format!("socket,id={id},fd={fd},server=on,wait=off");
     let (accelerator, cpu) = match execution {
         Execution::Kvm => ("kvm", "host"),
-        // A code buffer of 16 MiB instead of the default saves 12 MiB a pod and 30 ms a boot.
+        // A code buffer of 16 MiB instead of QEMU's choice: 12 MB less a pod, and 15 % of the boot's
+        // CPU time, for fewer fresh pages are touched. With 8 MiB code is thrown away during the boot.
         Execution::Tcg { .. } => ("tcg,tb-size=16", "max"),
     };
     let mut arguments: Vec<OsString> = Vec::new();
@@ -59,7 +60,7 @@ pub fn arguments(spec: &VmSpec, execution: Execution, sockets: Sockets) -> Vec<O
     };
     add(&[&"-name", &format!("guest={}", spec.pod)]);
     add(&[&"-nodefaults", &"-no-user-config", &"-display", &"none", &"-no-reboot"]);
-    // QEMU runs beside a hostile guest and needs none of these. Costs nothing that could be measured.
+    // QEMU runs beside a hostile guest and needs none of these. Costs under 5 % of the boot.
     add(&[&"-sandbox", &"on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"]);
     // Neither PIT nor PIC: the kernel is told its clock's frequency and needs no ticks to find it.
     // The RTC stays, for a kernel looks for it for a second before it gives up.
@@ -69,12 +70,10 @@ pub fn arguments(spec: &VmSpec, execution: Execution, sockets: Sockets) -> Vec<O
     ]);
     add(&[&"-accel", &accelerator, &"-cpu", &cpu]);
     add(&[&"-smp", &spec.vcpus.to_string(), &"-m", &format!("{}M", spec.memory_mib)]);
-    // A firmware that does nothing but start this kernel: half of the time of microvm's default.
-    add(&[&"-bios", &"qboot.rom"]);
     add(&[&"-kernel", &spec.kernel, &"-initrd", &spec.initramfs, &"-append", &kernel_line(spec, execution)]);
     add(&[&"-chardev", &socket("control", sockets.control), &"-mon", &"chardev=control,mode=control"]);
     add(&[&"-chardev", &socket("console", sockets.console), &"-serial", &"chardev:console"]);
-    // Two ports, the first being reserved for a console: the 31 by default cost the guest 45 ms.
+    // Two ports, the first being reserved for a console: queues for 31 cost the guest 4.5 MB.
     add(&[&"-device", &"virtio-serial-device,id=serial0,max_ports=2"]);
     add(&[&"-chardev", &socket("agent", sockets.agent)]);
     add(&[&"-device", &format!("virtserialport,bus=serial0.0,nr=1,chardev=agent,name={AGENT_PORT}")]);
@@ -98,7 +97,8 @@ fn kernel_line(spec: &VmSpec, execution: Execution) -> String {
         line += &format!(" tsc=reliable tsc_early_khz={tsc_khz}");
     }
     if spec.disks.is_empty() {
-        // Nothing to find: saves asking 256 targets. Disks plugged in later come by event.
+        // Nothing to find: not asking 256 targets saves 13 % of the boot's CPU time and 6 MB. Disks
+        // plugged in later come by event.
         line += " scsi_mod.scan=manual";
     }
     format!("{line} {}", spec.boot)

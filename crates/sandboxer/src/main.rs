@@ -1,6 +1,6 @@
 //! Parse, build, bind, recover, announce ready, serve, drain.
 
-use std::{path::PathBuf, process::ExitCode};
+use std::{io::IsTerminal as _, path::PathBuf, process::ExitCode};
 
 use anyhow::Context;
 use clap::Parser;
@@ -57,7 +57,10 @@ fn start(options: &Options) -> anyhow::Result<()> {
         return Ok(());
     }
     let filter = EnvFilter::try_new(&options.log).with_context(|| format!("--log {:?}", options.log))?;
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let log = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_writer(std::io::stderr);
     if options.log_json {
         log.json().init()
     } else {

@@ -21,7 +21,7 @@ use super::convert::{grpc, grpc_time, id, pod_spec};
 use crate::{
     clock::now_ns,
     container::stats,
-    error::PodError,
+    error::{PodError, chain},
     events::Kind,
     pod::{
         self, Node, PodHandle,
@@ -48,6 +48,31 @@ impl SandboxService {
 
     fn pod(&self, sandbox: &str) -> Result<PodHandle, PodError> {
         self.node.registry.pod(&id("sandbox id", sandbox)?)
+    }
+}
+
+/// The pod of a first start that is not over. containerd forgets a sandbox whose start failed, or which its own
+/// client gave up, without another word to the controller: so the pod goes with it.
+struct GivenUp(Option<PodHandle>);
+
+impl GivenUp {
+    async fn remove(&mut self) {
+        let Some(pod) = self.0.take() else { return };
+        match pod.remove().await {
+            Ok(()) | Err(PodError::Gone(_)) => {}
+            Err(error) => {
+                tracing::error!(pod = %pod.id(), error = chain(&error), "a pod that did not start can't be removed");
+            }
+        }
+    }
+}
+
+impl Drop for GivenUp {
+    fn drop(&mut self) {
+        let mut rest = Self(self.0.take());
+        if rest.0.is_some() {
+            tokio::spawn(async move { rest.remove().await });
+        }
     }
 }
 
@@ -84,7 +109,13 @@ impl Controller for SandboxService {
         request: Request<ControllerStartRequest>,
     ) -> Result<Response<ControllerStartResponse>, Status> {
         let pod = self.pod(&request.get_ref().sandbox_id).map_err(grpc)?;
-        pod.start().await.map_err(grpc)?;
+        let mut given_up = GivenUp((pod.status().state == PodState::Created).then(|| pod.clone()));
+        let started = pod.start().await;
+        if let Err(error) = started {
+            given_up.remove().await;
+            return Err(grpc(error));
+        }
+        given_up.0 = None;
         let status = pod.status();
         Ok(Response::new(ControllerStartResponse {
             sandbox_id: pod.id().to_string(),

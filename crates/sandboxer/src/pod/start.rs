@@ -1,13 +1,13 @@
 //! One pod's way up, top to bottom. Each phase takes the one before it, so a pod that is half-way
 //! can't be used; each adds what undoes it, so a start that fails leaves nothing.
 
-use std::{io, path::PathBuf, sync::Arc};
+use std::{io, path::PathBuf, sync::Arc, time::Duration};
 
 use nix::fcntl::AT_FDCWD;
 use sandboxer_protocol::{
     agent::{ConfigurePodRequest, Ready},
     boot::BootParams,
-    link::LinkKey,
+    link::{LinkError, LinkKey},
     stage::Stage,
 };
 use tokio_util::sync::CancellationToken;
@@ -17,12 +17,15 @@ use crate::{
     clock::now_ns,
     container::start::Live,
     error::PodError,
-    guest,
+    guest::{self, GuestError},
     vmm::{Machine, MachineExit, VmSpec},
 };
 
 /// Fresh randomness a guest gets, bytes.
 const ENTROPY: usize = 64;
+
+/// How long a machine whose link broke is given to be seen to end.
+const LAST_MOMENT: Duration = Duration::from_secs(1);
 
 /// A pod that is up.
 #[derive(Debug)]
@@ -78,7 +81,16 @@ async fn phases(
         stages.run(Stage::AgentReady, greeted.configure()).await
     };
     tokio::select! {
-        up = up => up,
+        up = up => match up {
+            Err(PodError::Guest(GuestError::Greeting { source: LinkError::Io(error), pod })) => {
+                // The link breaks a moment before its machine is gone, whose end tells why.
+                match tokio::time::timeout(LAST_MOMENT, machine.exited()).await {
+                    Ok(exit) => Err(machine_ended(spec, exit)),
+                    Err(_) => Err(GuestError::Greeting { pod, source: LinkError::Io(error) }.into()),
+                }
+            }
+            up => up,
+        },
         exit = machine.exited() => Err(machine_ended(spec, exit)),
         () = tokio::time::sleep(limit) => {
             Err(PodError::NotReady { pod: spec.id.clone(), limit, console: machine.last_lines().await.join(" | ") })

@@ -55,23 +55,19 @@ impl SandboxService {
 /// client gave up, without another word to the controller: so the pod goes with it.
 struct GivenUp(Option<PodHandle>);
 
-impl GivenUp {
-    async fn remove(&mut self) {
-        let Some(pod) = self.0.take() else { return };
-        match pod.remove().await {
-            Ok(()) | Err(PodError::Gone(_)) => {}
-            Err(error) => {
-                tracing::error!(pod = %pod.id(), error = chain(&error), "a pod that did not start can't be removed");
-            }
+impl Drop for GivenUp {
+    fn drop(&mut self) {
+        if let Some(pod) = self.0.take() {
+            tokio::spawn(remove(pod));
         }
     }
 }
 
-impl Drop for GivenUp {
-    fn drop(&mut self) {
-        let mut rest = Self(self.0.take());
-        if rest.0.is_some() {
-            tokio::spawn(async move { rest.remove().await });
+async fn remove(pod: PodHandle) {
+    match pod.remove().await {
+        Ok(()) | Err(PodError::Gone(_)) => {}
+        Err(error) => {
+            tracing::error!(pod = %pod.id(), error = chain(&error), "a pod that did not start can't be removed");
         }
     }
 }
@@ -110,9 +106,11 @@ impl Controller for SandboxService {
     ) -> Result<Response<ControllerStartResponse>, Status> {
         let pod = self.pod(&request.get_ref().sandbox_id).map_err(grpc)?;
         let mut given_up = GivenUp((pod.status().state == PodState::Created).then(|| pod.clone()));
-        let started = pod.start().await;
-        if let Err(error) = started {
-            given_up.remove().await;
+        if let Err(error) = pod.start().await {
+            // Gone before the answer: whoever has it may use the id again.
+            if let Some(pod) = given_up.0.take() {
+                remove(pod).await;
+            }
             return Err(grpc(error));
         }
         given_up.0 = None;

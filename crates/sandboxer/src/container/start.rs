@@ -51,7 +51,7 @@ pub struct Created {
 pub async fn create(
     pod: &PodSpec,
     live: &Live,
-    store: &RootfsStore,
+    store: &Arc<RootfsStore>,
     stages: &Stages,
     new: &NewContainer,
 ) -> Result<Created, PodError> {
@@ -68,7 +68,7 @@ pub async fn create(
 async fn try_create(
     pod: &PodSpec,
     live: &Live,
-    store: &RootfsStore,
+    store: &Arc<RootfsStore>,
     stages: &Stages,
     new: &NewContainer,
     undo: &mut Undo,

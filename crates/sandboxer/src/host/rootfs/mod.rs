@@ -1,14 +1,19 @@
 //! A container's snapshot as disks of its pod's machine.
+//!
+//! No file service runs between host and guest: what containerd would have mounted becomes block
+//! devices. A snapshot of directories (overlayfs, native) becomes one read-only EROFS image, built
+//! once per chain of layers and cached; a snapshotter's own images are plugged in as they are.
 
-use std::{
-    fmt,
-    path::{Path, PathBuf},
-    sync::Arc,
-};
+mod image;
+mod snapshot;
+mod store;
 
-use sandboxer_protocol::id::{ContainerId, SandboxId};
+use std::{fmt, io, path::PathBuf};
 
-use crate::{config::RootfsConfig, error::Code, vmm::DiskSpec};
+use sandboxer_protocol::id::ContainerId;
+
+use crate::{error::Code, vmm::DiskSpec};
+pub use store::{Lease, RootfsStore};
 
 /// A mount as containerd asks for it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -62,10 +67,6 @@ pub enum Writable {
     Whole(Layer),
 }
 
-/// Keeps an image of the cache from being evicted, until dropped.
-#[derive(Debug)]
-pub struct Lease(#[allow(dead_code)] PathBuf);
-
 /// A container's root file system, as disks.
 #[derive(Debug)]
 pub struct RootfsPlan {
@@ -88,56 +89,47 @@ pub enum RootfsError {
         /// On what.
         path: PathBuf,
         /// What the system said.
-        source: std::io::Error,
+        source: io::Error,
+    },
+    /// containerd asks for mounts that can't become disks.
+    #[error("container {container}: {reason}")]
+    Unsupported {
+        /// The container.
+        container: ContainerId,
+        /// Which, and what to do.
+        reason: String,
+    },
+    /// An image isn't what its mount says.
+    #[error("container {container}: {path:?} is no {fstype} image: {reason}")]
+    Damaged {
+        /// The container.
+        container: ContainerId,
+        /// The image.
+        path: PathBuf,
+        /// What it should be.
+        fstype: FsType,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// The program that makes images failed.
+    #[error("{program:?} cannot make {image:?}: {words}")]
+    Mkfs {
+        /// The program.
+        program: PathBuf,
+        /// The image.
+        image: PathBuf,
+        /// Its last words.
+        words: String,
     },
 }
 
 impl RootfsError {
     /// The code to answer with.
     pub fn code(&self) -> Code {
-        Code::Internal
-    }
-}
-
-/// Makes disks of snapshots and keeps them.
-#[derive(Debug)]
-pub struct RootfsStore {
-    dir: PathBuf,
-    config: RootfsConfig,
-}
-
-impl RootfsStore {
-    /// Opens the store in `dir`.
-    pub fn open(dir: &Path, config: &RootfsConfig) -> Result<Arc<Self>, RootfsError> {
-        std::fs::create_dir_all(dir).map_err(|source| RootfsError::Host {
-            action: "make directory",
-            path: dir.to_owned(),
-            source,
-        })?;
-        Ok(Arc::new(Self { dir: dir.to_owned(), config: config.clone() }))
-    }
-
-    /// Makes the disks for a container of which `mounts` are the snapshot.
-    pub async fn prepare(
-        &self,
-        pod: &SandboxId,
-        container: &ContainerId,
-        mounts: &[Mount],
-    ) -> Result<RootfsPlan, RootfsError> {
-        let _ = (pod, mounts);
-        let image = self.dir.join(format!("{container}.erofs"));
-        Ok(RootfsPlan {
-            lower: vec![Layer {
-                disk: DiskSpec { serial: "rootfs".into(), path: image, read_only: true },
-                fstype: FsType::Erofs,
-            }],
-            writable: Writable::Tmpfs { bytes: self.config.writable_bytes },
-            leases: Vec::new(),
-        })
-    }
-
-    /// Keeps an image that a container of an earlier daemon uses; none if it is not of the cache.
-    pub fn lease(&self, image: &Path) -> Option<Lease> {
-        image.starts_with(&self.dir).then(|| Lease(image.to_owned()))
+        match self {
+            Self::Unsupported { .. } => Code::Unimplemented,
+            Self::Damaged { .. } => Code::InvalidArgument,
+            Self::Host { .. } | Self::Mkfs { .. } => Code::Internal,
+        }
     }
 }

@@ -1,0 +1,173 @@
+//! An agent double: it keeps processes in a map and runs nothing. For the daemon's own tests.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex},
+};
+
+use async_trait::async_trait;
+use sandboxer::vmm::fake::{FakeGuest, Power};
+use sandboxer_protocol::{
+    agent::{self as wire, Agent, Ready, create_agent},
+    link,
+};
+use tokio::sync::{mpsc, watch};
+use tokio_stream::{StreamExt, wrappers::ReceiverStream};
+use ttrpc::{
+    Code, Result,
+    asynchronous::{Server, TtrpcContext, transport::Listener},
+    get_status,
+};
+
+/// What every process of a [`FakeAgent`] prints before it goes on running.
+pub const OUTPUT: &[u8] = b"hello from nowhere\n";
+
+/// Containers of one fake guest; lives as long as its machine, across sessions.
+#[derive(Clone, Default)]
+pub struct FakeAgent {
+    processes: Arc<Mutex<HashMap<String, Process>>>,
+    power: Option<Power>,
+}
+
+#[derive(Clone)]
+struct Process {
+    started: bool,
+    exit: watch::Sender<Option<u32>>,
+}
+
+impl FakeAgent {
+    /// Serves one stream of a guest, with the processes that earlier streams left.
+    pub fn serve(&self, guest: FakeGuest) {
+        let agent = Self { power: Some(guest.power.clone()), ..self.clone() };
+        tokio::spawn(async move {
+            let (sessions, accepted) = mpsc::channel(1);
+            let mut server = Server::new()
+                .add_listener(Listener::new(ReceiverStream::new(accepted).map(Ok)))
+                .register_service(create_agent(Arc::new(agent)));
+            server.start().await.unwrap();
+            let ready = || Ready { kernel_release: "fake".into(), ..Default::default() };
+            let _ = link::serve(guest.stream, &guest.boot.link_key, ready, sessions).await;
+        });
+    }
+
+    fn process(&self, container: &str) -> Result<Process> {
+        self.processes.lock().unwrap().get(container).cloned().ok_or_else(|| status(Code::NOT_FOUND))
+    }
+}
+
+fn status(code: Code) -> ttrpc::Error {
+    ttrpc::Error::RpcStatus(get_status(code, "says the fake agent"))
+}
+
+#[async_trait]
+impl Agent for FakeAgent {
+    async fn configure_pod(
+        &self,
+        _: &TtrpcContext,
+        request: wire::ConfigurePodRequest,
+    ) -> Result<wire::ConfigurePodResponse> {
+        assert!(request.entropy.len() >= 32 && request.realtime_ns > 0 && !request.hostname.is_empty());
+        Ok(Default::default())
+    }
+
+    async fn create_container(
+        &self,
+        _: &TtrpcContext,
+        request: wire::CreateContainerRequest,
+    ) -> Result<wire::CreateContainerResponse> {
+        if String::from_utf8_lossy(&request.spec_json).contains("nosuch") {
+            return Err(status(Code::INVALID_ARGUMENT));
+        }
+        let process = Process { started: false, exit: watch::Sender::new(None) };
+        self.processes.lock().unwrap().insert(request.container_id, process);
+        Ok(wire::CreateContainerResponse { pid: 7, ..Default::default() })
+    }
+
+    async fn delete_container(
+        &self,
+        _: &TtrpcContext,
+        request: wire::DeleteContainerRequest,
+    ) -> Result<wire::DeleteContainerResponse> {
+        self.processes.lock().unwrap().remove(&request.container_id);
+        Ok(Default::default())
+    }
+
+    async fn list_containers(
+        &self,
+        _: &TtrpcContext,
+        _: wire::ListContainersRequest,
+    ) -> Result<wire::ListContainersResponse> {
+        let processes = self.processes.lock().unwrap();
+        let message = |(id, process): (&String, &Process)| wire::Process {
+            container_id: id.clone(),
+            pid: 7,
+            state: match (process.started, *process.exit.borrow()) {
+                (_, Some(_)) => wire::ProcessState::EXITED,
+                (true, None) => wire::ProcessState::RUNNING,
+                (false, None) => wire::ProcessState::CREATED,
+            }
+            .into(),
+            ..Default::default()
+        };
+        let processes = processes.iter().map(message).collect();
+        Ok(wire::ListContainersResponse { processes, ..Default::default() })
+    }
+
+    async fn start_process(
+        &self,
+        _: &TtrpcContext,
+        request: wire::StartProcessRequest,
+    ) -> Result<wire::StartProcessResponse> {
+        let mut processes = self.processes.lock().unwrap();
+        let process = processes.get_mut(&request.container_id).ok_or_else(|| status(Code::NOT_FOUND))?;
+        process.started = true;
+        Ok(wire::StartProcessResponse { pid: 7, ..Default::default() })
+    }
+
+    async fn wait_process(
+        &self,
+        _: &TtrpcContext,
+        request: wire::WaitProcessRequest,
+    ) -> Result<wire::WaitProcessResponse> {
+        let process = self.process(&request.container_id)?;
+        let code = process.exit.subscribe().wait_for(Option::is_some).await.map(|code| code.unwrap_or(0));
+        let code = code.map_err(|_| status(Code::NOT_FOUND))?;
+        let exit = wire::Exit { code, at_ns: 1, ..Default::default() };
+        Ok(wire::WaitProcessResponse { exit: Some(exit).into(), ..Default::default() })
+    }
+
+    async fn signal_process(
+        &self,
+        _: &TtrpcContext,
+        request: wire::SignalProcessRequest,
+    ) -> Result<wire::SignalProcessResponse> {
+        self.process(&request.container_id)?.exit.send_replace(Some(128 + request.signal));
+        Ok(Default::default())
+    }
+
+    async fn read_output(
+        &self,
+        _: &TtrpcContext,
+        request: wire::ReadOutputRequest,
+    ) -> Result<wire::ReadOutputResponse> {
+        let process = self.process(&request.container_id)?;
+        let from = if request.resume { 0 } else { request.offset };
+        let rest = OUTPUT.get(from as usize..).unwrap_or_default();
+        if rest.is_empty() {
+            let _ = process.exit.subscribe().wait_for(Option::is_some).await;
+        }
+        Ok(wire::ReadOutputResponse {
+            offset: from,
+            data: rest.to_vec(),
+            end: rest.is_empty(),
+            ..Default::default()
+        })
+    }
+
+    async fn power_off(&self, _: &TtrpcContext, _: wire::PowerOffRequest) -> Result<wire::PowerOffResponse> {
+        if let Some(power) = &self.power {
+            power.off(&[]);
+        }
+        Ok(Default::default())
+    }
+}

@@ -1,0 +1,311 @@
+//! A pod's life as its own task leads it, with doubles for the VMM and the agent.
+
+mod fake_agent;
+
+use std::{fs, path::Path, sync::Arc, time::Duration};
+
+use fake_agent::{FakeAgent, OUTPUT};
+use nix::{sys::stat::Mode, unistd::mkfifo};
+use sandboxer::{
+    config::Config,
+    container::{NewContainer, Phase, StdioPaths},
+    error::Code,
+    events::Events,
+    host::rootfs::{Mount, RootfsStore},
+    pod::{
+        self, Node, PodHandle,
+        admission::Admission,
+        journal::Journal,
+        recover::{self, Recovered},
+        registry::Registry,
+        spec::PodSpec,
+        state::{PodState, PodStatus},
+    },
+    vmm::fake::{FakeVmm, Fault},
+};
+use sandboxer_protocol::{
+    id::{ContainerId, Id},
+    link::LinkKey,
+    stage::Stage,
+};
+use tempfile::TempDir;
+use tokio::io::AsyncReadExt;
+
+/// A node whose machines run nothing.
+struct TestNode {
+    node: Arc<Node>,
+    vmm: Arc<FakeVmm>,
+    dir: TempDir,
+}
+
+impl TestNode {
+    fn new() -> Self {
+        let agent = FakeAgent::default();
+        let vmm = Arc::new(FakeVmm::new(move |guest| agent.serve(guest)));
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir_all(dir.path().join("run/pods")).unwrap();
+        Self { node: node(dir.path(), vmm.clone()), vmm, dir }
+    }
+
+    /// What a daemon that was killed and started again has.
+    fn restarted(&self) -> Arc<Node> {
+        node(self.dir.path(), self.vmm.clone())
+    }
+
+    fn pod(&self, id: &str) -> PodHandle {
+        let spec = PodSpec {
+            id: id.parse().unwrap(),
+            name: id.into(),
+            namespace: "default".into(),
+            uid: String::new(),
+            hostname: id.into(),
+            netns: None,
+            resolv_conf: None,
+            sysctls: Default::default(),
+            vcpus: 1,
+            memory_mib: 128,
+        };
+        let status = PodStatus {
+            state: PodState::Created,
+            created_at_ns: 1,
+            exited_at_ns: 0,
+            exit_status: 0,
+            reason: String::new(),
+            vmm_pid: 0,
+            kernel_release: String::new(),
+            recovered: false,
+        };
+        let node = self.node.clone();
+        let key = LinkKey::random();
+        self.node
+            .registry
+            .insert(&spec.id.clone(), || pod::spawn(node, spec, key, status, Default::default()))
+            .unwrap()
+    }
+
+    /// A container whose bundle and FIFOs exist, as containerd would have made them.
+    fn container(&self, id: &str, program: &str) -> NewContainer {
+        let bundle = self.dir.path().join("bundles").join(id);
+        let rootfs = self.dir.path().join("rootfs");
+        fs::create_dir_all(&bundle).unwrap();
+        fs::create_dir_all(&rootfs).unwrap();
+        fs::write(rootfs.join("file"), "content").unwrap();
+        let spec = serde_json::json!({
+            "ociVersion": "1.1.0",
+            "root": {"path": "rootfs"},
+            "process": {"user": {"uid": 0, "gid": 0}, "args": [program], "cwd": "/"},
+            "linux": {"namespaces": [{"type": "pid"}, {"type": "mount"}]}
+        });
+        fs::write(bundle.join("config.json"), spec.to_string()).unwrap();
+        let fifo = |name: &str| {
+            let path = bundle.join(name);
+            let _ = mkfifo(&path, Mode::S_IRWXU);
+            path
+        };
+        NewContainer {
+            id: id.parse().unwrap(),
+            stdio: StdioPaths {
+                stdin: Default::default(),
+                stdout: fifo("stdout"),
+                stderr: fifo("stderr"),
+                terminal: false,
+            },
+            mounts: vec![Mount {
+                fstype: "bind".into(),
+                source: rootfs.to_string_lossy().into_owned(),
+                options: vec!["rbind".into(), "rw".into()],
+            }],
+            bundle,
+        }
+    }
+
+    fn run_dir_of(&self, pod: &PodHandle) -> std::path::PathBuf {
+        self.node.run_dir(pod.id())
+    }
+}
+
+fn node(dir: &Path, vmm: Arc<FakeVmm>) -> Arc<Node> {
+    let mut config = Config { run_dir: dir.join("run"), state_dir: dir.join("state"), ..Config::default() };
+    config.vm.boot_timeout = Duration::from_secs(60);
+    fs::create_dir_all(&config.state_dir).unwrap();
+    Arc::new(Node {
+        rootfs: RootfsStore::open(&config.state_dir.join("rootfs"), &config.rootfs).unwrap(),
+        admission: Admission::new(config.concurrent_starts),
+        vmm,
+        journal: Journal::open(&config.state_dir).unwrap(),
+        registry: Registry::default(),
+        events: Events::default(),
+        config,
+    })
+}
+
+/// A reader that keeps its end of a FIFO open, as containerd does.
+fn reader(path: &Path) -> tokio::net::unix::pipe::Receiver {
+    tokio::net::unix::pipe::OpenOptions::new().open_receiver(path).unwrap()
+}
+
+fn id(text: &str) -> ContainerId {
+    text.parse::<Id>().unwrap()
+}
+
+async fn phase(pod: &PodHandle, container: &str) -> Phase {
+    pod.process(id(container), None).await.unwrap().phase.borrow().clone()
+}
+
+#[tokio::test]
+async fn a_container_runs_prints_and_ends_and_the_pod_goes_without_a_trace() {
+    let test = TestNode::new();
+    let pod = test.pod("web");
+    pod.start().await.unwrap();
+    pod.start().await.unwrap();
+    assert_eq!(pod.status().kernel_release, "fake");
+
+    let new = test.container("c1", "true");
+    let mut stdout = reader(&new.stdio.stdout);
+    pod.create_container(new).await.unwrap();
+    assert_eq!(phase(&pod, "c1").await, Phase::Created);
+    pod.start_process(id("c1"), None).await.unwrap();
+    let mut seen = vec![0; OUTPUT.len()];
+    stdout.read_exact(&mut seen).await.unwrap();
+    assert_eq!(seen, OUTPUT);
+
+    let running = pod.delete(id("c1"), None).await.unwrap_err();
+    assert_eq!(running.code(), Code::FailedPrecondition, "{running}");
+    pod.signal(id("c1"), None, 15, false).await.unwrap();
+    let mut view = pod.process(id("c1"), None).await.unwrap();
+    let ended = view.phase.wait_for(|phase| phase.exit().is_some()).await.unwrap().clone();
+    assert_eq!(ended.exit().unwrap().code, 143);
+    let again = pod.signal(id("c1"), None, 15, false).await.unwrap_err();
+    assert_eq!(again.code(), Code::NotFound, "{again}");
+    assert_eq!(pod.delete(id("c1"), None).await.unwrap().code, 143);
+
+    let stages: Vec<_> = pod.inspect().await.unwrap().steps.iter().map(|step| step.stage).collect();
+    assert_eq!(stages, [Stage::Netns, Stage::VmmSpawn, Stage::Boot, Stage::AgentReady]);
+    pod.stop().await.unwrap();
+    pod.stop().await.unwrap();
+    assert_eq!((pod.status().state, pod.status().reason.as_str()), (PodState::Stopped, ""));
+    pod.remove().await.unwrap();
+    assert!(test.node.registry.pods().is_empty());
+    assert!(!test.run_dir_of(&pod).exists());
+    assert!(test.node.journal.records().unwrap().is_empty());
+    assert!(test.vmm.running().is_empty());
+}
+
+#[tokio::test]
+async fn a_stop_wins_over_a_start_that_would_take_for_ever() {
+    for fault in [Fault::NeverReady, Fault::Hangs] {
+        let test = TestNode::new();
+        test.vmm.inject(fault);
+        let pod = test.pod("slow");
+        let starting = tokio::spawn({
+            let pod = pod.clone();
+            async move { pod.start().await }
+        });
+        while pod.status().state != PodState::Starting {
+            tokio::task::yield_now().await;
+        }
+        pod.stop().await.unwrap();
+        let told = starting.await.unwrap().unwrap_err();
+        assert_eq!(told.code(), Code::Cancelled, "{told}");
+        assert_eq!(pod.status().state, PodState::Stopped);
+        assert!(!test.run_dir_of(&pod).exists(), "{fault:?} left its run directory");
+        assert!(test.vmm.running().is_empty(), "{fault:?} left its VMM");
+        let late = pod.start().await.unwrap_err();
+        assert_eq!(late.code(), Code::FailedPrecondition, "{late}");
+    }
+}
+
+#[tokio::test]
+async fn a_vmm_that_dies_stops_its_pod_and_every_container_learns_why() {
+    let test = TestNode::new();
+    let (pod, other) = (test.pod("doomed"), test.pod("other"));
+    pod.start().await.unwrap();
+    other.start().await.unwrap();
+    let new = test.container("c1", "sleep");
+    let mut stderr = reader(&new.stdio.stderr);
+    pod.create_container(new).await.unwrap();
+    pod.start_process(id("c1"), None).await.unwrap();
+
+    assert!(test.vmm.crash(pod.id()));
+    let status = pod.stopped().await;
+    assert!(status.reason.contains("signal 11") && status.reason.contains("injected crash"), "{status:?}");
+    let Phase::Exited(exit) = phase(&pod, "c1").await else { panic!("c1 has not ended") };
+    assert_eq!(exit.code, 137);
+    assert!(exit.reason.contains("injected crash"), "{exit:?}");
+    let mut words = Vec::new();
+    stderr.read_to_end(&mut words).await.unwrap();
+    assert!(String::from_utf8_lossy(&words).ends_with("injected crash\n"));
+
+    assert_eq!(other.status().state, PodState::Ready);
+    pod.delete(id("c1"), None).await.unwrap();
+    pod.remove().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_start_that_fails_says_why_and_leaves_nothing() {
+    let test = TestNode::new();
+    test.vmm.inject(Fault::FailsToBoot);
+    let pod = test.pod("bad");
+    let error = pod.start().await.unwrap_err().to_string();
+    assert!(error.contains("injected failure") && error.contains("bad"), "{error}");
+    assert!(!test.run_dir_of(&pod).exists());
+    assert!(pod.status().reason.contains("injected failure"));
+    pod.remove().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_container_that_can_not_be_made_leaves_its_id_free_and_no_disk() {
+    let test = TestNode::new();
+    let pod = test.pod("web");
+    pod.start().await.unwrap();
+    let error = pod.create_container(test.container("c1", "nosuch")).await.unwrap_err();
+    assert_eq!(error.code(), Code::InvalidArgument, "{error}");
+    pod.create_container(test.container("c1", "true")).await.unwrap();
+    let twice = pod.create_container(test.container("c1", "true")).await.unwrap_err();
+    assert_eq!(twice.code(), Code::AlreadyExists, "{twice}");
+    pod.remove().await.unwrap();
+}
+
+#[tokio::test]
+async fn the_next_daemon_finds_pods_alive_their_containers_running_and_what_died_dead() {
+    let test = TestNode::new();
+    let (alive, dead) = (test.pod("alive"), test.pod("dead"));
+    for pod in [&alive, &dead] {
+        pod.start().await.unwrap();
+    }
+    let new = test.container("c1", "sleep");
+    let stdout = reader(&new.stdio.stdout);
+    alive.create_container(new).await.unwrap();
+    alive.start_process(id("c1"), None).await.unwrap();
+
+    let next = test.restarted();
+    assert!(test.vmm.crash(dead.id()));
+    let recovered = recover::recover(&next).await.unwrap();
+    assert_eq!(recovered, Recovered { alive: 1, stopped: 1, quarantined: 0 });
+    let (alive, dead) = (next.registry.pod(alive.id()).unwrap(), next.registry.pod(dead.id()).unwrap());
+    assert_eq!((alive.status().state, alive.status().recovered), (PodState::Ready, true));
+    assert_eq!(dead.status().state, PodState::Stopped);
+    assert!(!dead.status().reason.is_empty());
+
+    assert_eq!(phase(&alive, "c1").await, Phase::Running);
+    let mut view = next.registry.pod_of(&id("c1")).unwrap().process(id("c1"), None).await.unwrap();
+    alive.signal(id("c1"), None, 9, false).await.unwrap();
+    let ended = view.phase.wait_for(|phase| phase.exit().is_some()).await.unwrap().clone();
+    assert_eq!(ended.exit().unwrap().code, 137);
+    drop(stdout);
+    alive.remove().await.unwrap();
+    dead.remove().await.unwrap();
+    assert!(next.journal.records().unwrap().is_empty());
+}
+
+#[tokio::test]
+async fn a_record_nobody_understands_is_put_aside_not_deleted() {
+    let test = TestNode::new();
+    let torn = test.dir.path().join("state/pods/torn.json");
+    fs::write(&torn, "{\"version\":1,").unwrap();
+    let recovered = recover::recover(&test.node).await.unwrap();
+    assert_eq!(recovered.quarantined, 1);
+    assert!(!torn.exists());
+    let kept: Vec<_> = fs::read_dir(test.dir.path().join("state/quarantine")).unwrap().collect();
+    assert_eq!(kept.len(), 1);
+}

@@ -33,6 +33,22 @@ pub struct Io {
     stdin: Option<Receiver>,
     stdout: Option<Sender>,
     stderr: Option<Sender>,
+    voice: Option<Voice>,
+}
+
+/// The daemon's own way to a container's error stream, for what the guest can't say any more.
+///
+/// As long as it is there the FIFO has a writer, so containerd reads on until the process's end is known.
+#[derive(Debug)]
+pub struct Voice(Sender);
+
+impl Voice {
+    /// Writes one line, as far as the FIFO takes it.
+    pub fn say(&self, words: &str) {
+        if let Err(error) = self.0.try_write(format!("sandboxer: {words}\n").as_bytes()) {
+            tracing::debug!(%error, "no room for a container's last words");
+        }
+    }
 }
 
 /// Ends a running stdin copy once what lies in its FIFO is delivered.
@@ -84,7 +100,7 @@ impl Io {
                 source,
             })
         };
-        let mut io = Self { stdin: None, stdout: None, stderr: None };
+        let mut io = Self { stdin: None, stdout: None, stderr: None, voice: None };
         let mut options = OpenOptions::new();
         options.read_write(true);
         if let Some(path) = wanted(&paths.stdin) {
@@ -96,7 +112,16 @@ impl Io {
         if let Some(path) = wanted(&paths.stderr).filter(|_| !paths.terminal) {
             opened(path, options.open_sender(path).map(|fifo| io.stderr = Some(fifo)))?;
         }
+        let voice = if paths.terminal { &paths.stdout } else { &paths.stderr };
+        if let Some(path) = wanted(voice) {
+            opened(path, options.open_sender(path).map(|fifo| io.voice = Some(Voice(fifo))))?;
+        }
         Ok(io)
+    }
+
+    /// Takes the daemon's own way to the process's error stream; there is one.
+    pub fn take_voice(&mut self) -> Option<Voice> {
+        self.voice.take()
     }
 
     /// Starts copying. `resume`: an earlier daemon began it.
@@ -114,20 +139,6 @@ impl Io {
             closer
         });
         (RunningIo { outputs, _stdin: stdin }, closer)
-    }
-}
-
-/// Writes a line of the daemon's own into a container's error stream, as far as it takes it:
-/// for a container whose guest can't speak any more.
-pub fn last_words(paths: &StdioPaths, words: &str) {
-    let path = if paths.terminal { &paths.stdout } else { &paths.stderr };
-    let Some(path) = wanted(path) else { return };
-    let written = OpenOptions::new()
-        .read_write(true)
-        .open_sender(path)
-        .and_then(|fifo| fifo.try_write(format!("sandboxer: {words}\n").as_bytes()));
-    if let Err(error) = written {
-        tracing::debug!(?path, %error, "no room for a container's last words");
     }
 }
 

@@ -109,6 +109,8 @@ pub struct Process {
     pub phase: watch::Sender<Phase>,
     /// Its streams, until they are running.
     pub io: Option<io::Io>,
+    /// Speaks for it when its guest can't; until it has ended.
+    pub voice: Option<io::Voice>,
     /// Asks the running stdin copy to finish.
     pub stdin: Option<io::StdinCloser>,
 }
@@ -116,7 +118,23 @@ pub struct Process {
 impl Process {
     /// A process that waits to be let go.
     pub fn created(pid: u32, stdio: StdioPaths, io: io::Io) -> Self {
-        Self { pid, stdio, phase: watch::Sender::new(Phase::Created), io: Some(io), stdin: None }
+        Self::at(Phase::Created, pid, stdio, Some(io))
+    }
+
+    /// A process that stands at `phase`.
+    pub fn at(phase: Phase, pid: u32, stdio: StdioPaths, mut io: Option<io::Io>) -> Self {
+        let voice = io.as_mut().and_then(io::Io::take_voice);
+        Self { pid, stdio, phase: watch::Sender::new(phase), io, voice, stdin: None }
+    }
+
+    /// Notes its end, unless that is known already, and lets go of its streams.
+    pub fn end(&mut self, exit: Exit) {
+        self.io = None;
+        self.voice = None;
+        self.stdin = None;
+        if !self.has_exited() {
+            self.phase.send_replace(Phase::Exited(exit));
+        }
     }
 
     /// Whether it has ended.

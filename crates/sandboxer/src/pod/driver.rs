@@ -33,7 +33,7 @@ use crate::{
     clock::now_ns,
     container::{
         Container, Exit, KILLED, NewContainer, Phase, Process, StdioPaths,
-        io::{RunningIo, StdinCloser, Subject, last_words},
+        io::{RunningIo, StdinCloser, Subject},
         start::{self as work, Created, Live},
     },
     error::{PodError, chain},
@@ -291,14 +291,6 @@ impl Driver {
             answer(reply, result);
             Done::Nothing
         }));
-    }
-}
-
-fn end(process: &mut Process, exit: Exit) {
-    process.io = None;
-    process.stdin = None;
-    if !process.has_exited() {
-        process.phase.send_replace(Phase::Exited(exit));
     }
 }
 

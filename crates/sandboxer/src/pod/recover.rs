@@ -175,13 +175,7 @@ fn take_up_container(
                 .inspect_err(|error| tracing::warn!(%container, error = chain(error), "its output is lost"))
                 .ok()
         });
-        Process {
-            pid: record.pid,
-            stdio: record.stdio,
-            phase: tokio::sync::watch::Sender::new(phase),
-            io,
-            stdin: None,
-        }
+        Process::at(phase, record.pid, record.stdio, io)
     };
     Container {
         init: process(record.init, None, &record.id),

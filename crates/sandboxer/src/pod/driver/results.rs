@@ -115,10 +115,10 @@ impl Driver {
         };
         for container in self.containers.values_mut() {
             for process in std::iter::once(&mut container.init).chain(container.execs.values_mut()) {
-                if unasked && *process.phase.borrow() == Phase::Running {
-                    last_words(&process.stdio, &reason);
+                if let Some(voice) = process.voice.as_ref().filter(|_| unasked) {
+                    voice.say(&reason);
                 }
-                end(process, exit.clone());
+                process.end(exit.clone());
             }
         }
         self.status.send_modify(|status| {
@@ -209,7 +209,7 @@ impl Driver {
             reason => format!("exit code {}: {reason}", exit.code),
         };
         if let Ok(process) = self.process_mut(&subject.container, subject.exec.as_ref()) {
-            end(process, exit);
+            process.end(exit);
             self.node.events.container(&self.spec.id, &subject.container, kind, detail);
         }
     }
@@ -236,7 +236,7 @@ impl Driver {
                 }
                 None => {
                     if let Some(mut container) = self.containers.remove(&of) {
-                        end(&mut container.init, unstarted());
+                        container.init.end(unstarted());
                     }
                     self.node.registry.remove_container(&of);
                     self.node.events.container(&self.spec.id, &of, Kind::ContainerDeleted, "");

@@ -32,6 +32,8 @@ fn main() -> Result<(), Box<dyn Error>> {
 
     #[cfg(feature = "host")]
     tonic_prost_build::configure()
+        // What the CLI prints as JSON are these very messages.
+        .type_attribute(".sandboxer.admin.v1", "#[derive(serde::Serialize)]")
         .compile_protos(&["proto/admin.proto", "proto/containerd/controller.proto"], &["proto"])?;
     Ok(())
 }

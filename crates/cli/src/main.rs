@@ -1,2 +1,79 @@
-//! placeholder
-fn main() {}
+//! `sandboxer-cli`: looks into a running daemon.
+
+mod client;
+mod commands;
+mod render;
+
+use std::{error::Error, io, path::PathBuf, process::ExitCode};
+
+use clap::{Args, CommandFactory, Parser, error::ErrorKind};
+
+use commands::Command;
+
+const AFTER_HELP: &str = "\
+Examples:
+  sandboxer-cli pods
+  sandboxer-cli inspect 3f2a                  any unambiguous start of a pod's id will do
+  sandboxer-cli --json pods | jq '.[].name'
+  SANDBOXER_SOCKET=/tmp/admin.sock sandboxer-cli version
+
+Exit codes: 0 done, 1 failed, 2 wrong usage.";
+
+/// Looks into a running sandboxer daemon.
+#[derive(Debug, Parser)]
+#[command(name = "sandboxer-cli", version, after_help = AFTER_HELP, max_term_width = 100)]
+#[command(propagate_version = false, arg_required_else_help = true, subcommand_required = true)]
+struct Cli {
+    #[command(flatten)]
+    global: Global,
+    #[command(subcommand)]
+    command: Command,
+}
+
+/// What every command knows.
+#[derive(Debug, Args)]
+pub struct Global {
+    /// The daemon's admin socket
+    #[arg(
+        long,
+        global = true,
+        env = "SANDBOXER_SOCKET",
+        default_value = "/run/sandboxer/admin.sock",
+        value_name = "PATH"
+    )]
+    pub socket: PathBuf,
+    /// Print JSON instead of text for people; times are in ns
+    #[arg(long, global = true)]
+    pub json: bool,
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    if cli.global.json && !cli.command.has_json() {
+        let usage = Cli::command()
+            .error(ErrorKind::ArgumentConflict, "--json means nothing to this command's output");
+        let _ = usage.print();
+        return ExitCode::from(2);
+    }
+    match run(cli) {
+        Ok(()) => ExitCode::SUCCESS,
+        // Whoever read our output has seen enough (`… | head`).
+        Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("sandboxer-cli: {}", render::plain(&format!("{error:#}")));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(cli: Cli) -> anyhow::Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(cli.command.run(&cli.global))
+}
+
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    let broken = |cause: &(dyn Error + 'static)| {
+        cause.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
+    };
+    error.chain().any(broken)
+}

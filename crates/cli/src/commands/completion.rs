@@ -1,0 +1,29 @@
+//! `completion`: of this program's command line, by a shell.
+
+use clap::CommandFactory;
+use clap_complete::Shell;
+
+use crate::{Cli, render};
+
+const EXAMPLES: &str = "\
+Examples:
+  source <(sandboxer-cli completion bash)
+  sandboxer-cli completion zsh > \"${fpath[1]}/_sandboxer-cli\"
+  sandboxer-cli completion fish > ~/.config/fish/completions/sandboxer-cli.fish";
+
+/// Print a script that teaches a shell to complete this program's arguments
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Args {
+    /// For which shell
+    #[arg(value_parser = ["bash", "zsh", "fish"])]
+    shell: String,
+}
+
+/// Prints.
+pub fn run(args: Args) -> anyhow::Result<()> {
+    let shell: Shell = args.shell.parse().map_err(anyhow::Error::msg)?;
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Cli::command(), "sandboxer-cli", &mut script);
+    Ok(render::print(String::from_utf8(script)?.trim_end())?)
+}

@@ -1,0 +1,58 @@
+//! `events`: what happens.
+
+use sandboxer_protocol::admin::{Event, EventsRequest};
+use tokio_stream::StreamExt;
+
+use crate::{Global, client, client::ClientError, render};
+
+const EXAMPLES: &str = "\
+Examples:
+  sandboxer-cli events --follow
+  sandboxer-cli events --follow --pod 3f2a
+  sandboxer-cli events --follow --json | jq -r 'select(.kind == \"pod-ready\") | .pod'
+
+With --json each event is one line.";
+
+/// Show what happens to pods and containers, as it happens, until interrupted
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Args {
+    /// Needed: the daemon keeps no past events, there are only those to come
+    #[arg(short, long, required = true)]
+    follow: bool,
+    /// Only what happens to pods whose id starts so
+    #[arg(short, long, value_name = "ID", default_value = "", hide_default_value = true)]
+    pod: String,
+}
+
+/// Follows.
+pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
+    let mut daemon = client::connect(&global.socket).await?;
+    let mut events = daemon.events(EventsRequest {}).await.map_err(ClientError::from)?.into_inner();
+    while let Some(event) = events.next().await {
+        let event = event.map_err(ClientError::from)?;
+        if !event.pod.starts_with(&args.pod) {
+            continue;
+        }
+        render::print(&if global.json { serde_json::to_string(&event)? } else { line(&event) })?;
+    }
+    // Only a daemon that ends ends this stream.
+    Err(ClientError::Lost("it is shutting down".into()).into())
+}
+
+fn line(event: &Event) -> String {
+    let mut line = format!(
+        "{}  {:<17}  {}",
+        render::time(event.at_ns),
+        render::plain(&event.kind),
+        render::short(&event.pod)
+    );
+    if !event.container.is_empty() {
+        line += &format!("/{}", render::short(&event.container));
+    }
+    if !event.detail.is_empty() {
+        line += "  ";
+        line += &render::plain(&event.detail).replace('\n', " | ");
+    }
+    line
+}

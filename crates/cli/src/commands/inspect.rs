@@ -1,0 +1,105 @@
+//! `inspect`: everything about one pod.
+
+use std::fmt::Write;
+
+use sandboxer_protocol::admin::{Container, InspectPodRequest, Pod, StageTime};
+
+use super::PodId;
+use crate::{Global, client, client::ClientError, render};
+
+const EXAMPLES: &str = "\
+Examples:
+  sandboxer-cli inspect 3f2a
+  sandboxer-cli inspect 3f2a --json | jq .stages";
+
+/// Show a pod: its machine, its containers, and where the time of their starts went
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Args {
+    #[command(flatten)]
+    pod: PodId,
+}
+
+/// Shows.
+pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
+    let mut daemon = client::connect(&global.socket).await?;
+    let request = InspectPodRequest { id: args.pod.id };
+    let pod = daemon.inspect_pod(request).await.map_err(ClientError::from)?.into_inner();
+    if global.json {
+        return render::print_json(&pod);
+    }
+    Ok(render::print(&text(&pod)?)?)
+}
+
+fn text(pod: &Pod) -> Result<String, std::fmt::Error> {
+    let mut out = String::new();
+    let mut line = |name: &str, value: &str| {
+        let value = if value.is_empty() { "-".to_owned() } else { render::plain(value) };
+        // A reason has several lines, the console's last among them.
+        writeln!(out, "{name:<12}{}", value.trim_end().replace('\n', "\n            "))
+    };
+    line("Pod", &pod.id)?;
+    line("Name", &format!("{}/{}", pod.namespace, pod.name))?;
+    line("UID", &pod.uid)?;
+    line("State", &pod.state)?;
+    if !pod.reason.is_empty() {
+        line("Reason", &pod.reason)?;
+    }
+    line(
+        "Created",
+        &format!("{} ({} ago)", render::time(pod.created_at_ns), render::age(pod.created_at_ns)),
+    )?;
+    line("Recovered", if pod.recovered { "yes: older than this daemon" } else { "no" })?;
+    line("Size", &format!("{} vCPU, {}", pod.vcpus, render::mib(pod.memory_mib)))?;
+    line("VMM pid", &if pod.vmm_pid == 0 { "-".into() } else { pod.vmm_pid.to_string() })?;
+    line("Kernel", &pod.kernel_release)?;
+    line("Console", &pod.console_log)?;
+    if !pod.stages.is_empty() {
+        write!(out, "\nStart of the pod\n{}\n", stages(&pod.stages))?;
+    }
+    for container in &pod.containers {
+        section(&mut out, container)?;
+    }
+    Ok(out.trim_end().to_owned())
+}
+
+fn section(out: &mut String, container: &Container) -> std::fmt::Result {
+    write!(out, "\nContainer {}\n  {}", render::plain(&container.id), process(container))?;
+    for disk in &container.disks {
+        write!(out, "\n  disk {}", render::plain(disk))?;
+    }
+    for exec in &container.execs {
+        let id = render::plain(&exec.id);
+        write!(out, "\n  exec {id}: {}, guest pid {}", render::plain(&exec.state), exec.guest_pid)?;
+        if exec.state == "exited" {
+            write!(out, ", exit code {}", exec.exit_code)?;
+        }
+    }
+    out.push('\n');
+    if !container.stages.is_empty() {
+        writeln!(out, "{}", stages(&container.stages))?;
+    }
+    Ok(())
+}
+
+fn process(container: &Container) -> String {
+    let state = render::plain(&container.state);
+    if container.state != "exited" {
+        return format!("{state}, guest pid {}", container.guest_pid);
+    }
+    let reason = render::plain(&container.reason).trim_end().replace('\n', "\n    ");
+    let because = if reason.is_empty() { String::new() } else { format!(": {reason}") };
+    format!("{state} with code {}{because}", container.exit_code)
+}
+
+fn stages(stages: &[StageTime]) -> String {
+    let row = |step: &StageTime| {
+        [
+            format!("  {}", render::plain(&step.stage)),
+            render::duration(step.begin_ns),
+            render::duration(step.duration_ns),
+            render::plain(&step.outcome),
+        ]
+    };
+    render::table(["  STAGE", "AT", "TOOK", "OUTCOME"], stages.iter().map(row))
+}

@@ -1,0 +1,53 @@
+//! One file per verb. A new one: its file with `Args` and `run`, a `mod` and a variant here.
+
+mod completion;
+mod config;
+mod events;
+mod inspect;
+mod logs;
+mod pods;
+mod version;
+
+use clap::Subcommand;
+
+use crate::Global;
+
+/// What can be asked for.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    Pods(pods::Args),
+    Inspect(inspect::Args),
+    Logs(logs::Args),
+    Events(events::Args),
+    Version(version::Args),
+    Config(config::Args),
+    Completion(completion::Args),
+}
+
+impl Command {
+    /// Does what was asked for.
+    pub async fn run(self, global: &Global) -> anyhow::Result<()> {
+        match self {
+            Command::Pods(args) => pods::run(args, global).await,
+            Command::Inspect(args) => inspect::run(args, global).await,
+            Command::Logs(args) => logs::run(args, global).await,
+            Command::Events(args) => events::run(args, global).await,
+            Command::Version(args) => version::run(args, global).await,
+            Command::Config(args) => config::run(args),
+            Command::Completion(args) => completion::run(args),
+        }
+    }
+
+    /// Whether `--json` means something to its output.
+    pub fn has_json(&self) -> bool {
+        !matches!(self, Command::Logs(_) | Command::Config(_) | Command::Completion(_))
+    }
+}
+
+/// Which pod.
+#[derive(Debug, clap::Args)]
+pub struct PodId {
+    /// The pod's id, or a start of it that no other pod has
+    #[arg(value_name = "ID", value_parser = clap::builder::NonEmptyStringValueParser::new())]
+    pub id: String,
+}

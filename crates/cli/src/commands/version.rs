@@ -1,0 +1,80 @@
+//! `version`: of this program, and of the daemon with what it runs pods in.
+
+use sandboxer_protocol::{
+    PROTOCOL_VERSION,
+    admin::{VersionRequest, VersionResponse},
+};
+use serde::Serialize;
+
+use crate::{Global, client, client::ClientError, render};
+
+const EXAMPLES: &str = "\
+Examples:
+  sandboxer-cli version
+  sandboxer-cli version --client              does not ask a daemon
+  sandboxer-cli version --json | jq -r .daemon.accelerator";
+
+/// Show versions, and which VMM and accelerator pods get
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Args {
+    /// Only this program's, without asking the daemon
+    #[arg(long)]
+    client: bool,
+}
+
+#[derive(Debug, Serialize)]
+struct Versions {
+    client: Client,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    daemon: Option<VersionResponse>,
+}
+
+#[derive(Debug, Serialize)]
+struct Client {
+    version: &'static str,
+    protocol_version: u32,
+}
+
+/// Asks and shows.
+pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
+    let client = Client { version: env!("CARGO_PKG_VERSION"), protocol_version: PROTOCOL_VERSION };
+    let asked = if args.client { Ok(None) } else { ask(global).await.map(Some) };
+    let (daemon, failed) = match asked {
+        Ok(daemon) => (daemon, None),
+        // Our own version is an answer even so.
+        Err(error) => (None, Some(error)),
+    };
+    let versions = Versions { client, daemon };
+    if global.json {
+        render::print_json(&versions)?;
+    } else {
+        render::print(&text(&versions))?;
+    }
+    failed.map_or(Ok(()), |error| Err(error.into()))
+}
+
+async fn ask(global: &Global) -> Result<VersionResponse, ClientError> {
+    let mut daemon = client::connect(&global.socket).await?;
+    Ok(daemon.version(VersionRequest {}).await?.into_inner())
+}
+
+fn text(versions: &Versions) -> String {
+    let line = |name: &str, value: &str| format!("{name:<13}{}\n", render::plain(value));
+    let release = |version: &str, protocol: u32| format!("{version} (protocol {protocol})");
+    let mut out = line(
+        "sandboxer-cli",
+        &format!(" {}", release(versions.client.version, versions.client.protocol_version)),
+    );
+    if let Some(daemon) = &versions.daemon {
+        out += &line("sandboxer", &format!(" {}", release(&daemon.version, daemon.protocol_version)));
+        let up = format!(" {}, up {}", daemon.pid, render::age(daemon.started_at_ns));
+        out += &line("  pid", &up);
+        out += &line("  recovered", &format!(" {} pods", daemon.recovered_pods));
+        out += &line("  vmm", &format!(" {} {}", daemon.vmm, daemon.vmm_version));
+        out += &line("  accel", &format!(" {}: {}", daemon.accelerator, daemon.accelerator_reason));
+        out += &line("  kernel", &format!(" {}", daemon.kernel));
+        out += &line("  initramfs", &format!(" {}", daemon.initramfs));
+    }
+    out.trim_end().to_owned()
+}

@@ -1,0 +1,198 @@
+//! Numbers, times and tables as people read them.
+
+use std::io::{self, IsTerminal, Write};
+
+use comfy_table::{ContentArrangement, Row, Table, presets};
+use jiff::{Timestamp, Unit, tz::TimeZone};
+use serde::Serialize;
+
+/// Characters of an id that a table shows; containerd's ids differ long before that.
+const SHORT_ID: usize = 13;
+
+/// A table without lines. On a terminal long cells wrap so that it fits; elsewhere every row is
+/// one line, for `grep` and `awk`.
+pub fn table<R: Into<Row>>(header: impl Into<Row>, rows: impl IntoIterator<Item = R>) -> String {
+    let mut table = Table::new();
+    let arrangement =
+        if io::stdout().is_terminal() { ContentArrangement::Dynamic } else { ContentArrangement::Disabled };
+    table.load_style(presets::NOTHING).set_content_arrangement(arrangement).set_header(header).add_rows(rows);
+    for column in table.column_iter_mut() {
+        column.set_padding((0, 2));
+    }
+    table.trim_fmt()
+}
+
+/// Writes text and a line's end to stdout.
+pub fn print(text: &str) -> io::Result<()> {
+    let mut out = io::stdout().lock();
+    out.write_all(text.as_bytes())?;
+    out.write_all(b"\n")?;
+    out.flush()
+}
+
+/// Writes indented JSON to stdout.
+pub fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
+    Ok(print(&serde_json::to_string_pretty(value)?)?)
+}
+
+/// The start of an id.
+pub fn short(id: &str) -> String {
+    plain(&id.chars().take(SHORT_ID).collect::<String>())
+}
+
+/// Time since `at_ns` (ns since 1970), in its two largest units: `3m12s`. `-` for 0.
+pub fn age(at_ns: u64) -> String {
+    if at_ns == 0 {
+        return "-".into();
+    }
+    let now = Timestamp::now().as_nanosecond();
+    let seconds = u64::try_from((now - i128::from(at_ns)) / 1_000_000_000).unwrap_or(0);
+    let (days, hours, minutes) = (seconds / 86_400, seconds / 3600 % 24, seconds / 60 % 60);
+    match seconds {
+        0..60 => format!("{seconds}s"),
+        60..3600 => format!("{minutes}m{}s", seconds % 60),
+        3600..86_400 => format!("{hours}h{minutes}m"),
+        _ => format!("{days}d{hours}h"),
+    }
+}
+
+/// A duration with three digits: `850 µs`, `12.3 ms`, `1.84 s`.
+pub fn duration(ns: u64) -> String {
+    // Each bound is where rounding to three digits would show 1000 of the unit.
+    match ns {
+        0..1_000 => format!("{ns} ns"),
+        1_000..999_500 => digits(ns as f64 / 1e3, "µs"),
+        999_500..999_500_000 => digits(ns as f64 / 1e6, "ms"),
+        _ => digits(ns as f64 / 1e9, "s"),
+    }
+}
+
+/// Memory of `mib` MiB: `256 MiB`, `1.50 GiB`.
+pub fn mib(mib: u64) -> String {
+    if mib < 1024 { format!("{mib} MiB") } else { digits(mib as f64 / 1024.0, "GiB") }
+}
+
+fn digits(value: f64, unit: &str) -> String {
+    let decimals = match value {
+        ..9.995 => 2,
+        ..99.95 => 1,
+        _ => 0,
+    };
+    format!("{value:.decimals$} {unit}")
+}
+
+/// A moment (ns since 1970) in this machine's time zone, to the millisecond. `-` for 0.
+pub fn time(at_ns: u64) -> String {
+    if at_ns == 0 {
+        return "-".into();
+    }
+    let zoned = Timestamp::from_nanosecond(i128::from(at_ns))
+        .and_then(|at| at.round(Unit::Millisecond))
+        .map(|at| at.to_zoned(TimeZone::system()));
+    match zoned {
+        Ok(zoned) => zoned.strftime("%Y-%m-%d %H:%M:%S%.3f").to_string(),
+        Err(_) => format!("{at_ns} ns since 1970"),
+    }
+}
+
+/// Text without what a terminal would obey: a guest's last words are part of our messages.
+pub fn plain(text: &str) -> String {
+    let mut filter = Plain::default();
+    let mut out = filter.filter(text.as_bytes());
+    out.append(&mut filter.finish());
+    String::from_utf8_lossy(&out).into_owned()
+}
+
+/// Takes out of a stream of bytes what a terminal would obey, but for tabs and ends of lines.
+/// Control characters show as `^[`, the second set (U+0080–U+009F) as `M-^[`.
+#[derive(Debug, Default)]
+pub struct Plain {
+    /// The last byte was the one that every control character of the second set starts with.
+    after_c2: bool,
+}
+
+impl Plain {
+    /// What of `bytes` can be shown.
+    pub fn filter(&mut self, bytes: &[u8]) -> Vec<u8> {
+        let mut out = Vec::with_capacity(bytes.len());
+        for &byte in bytes {
+            if std::mem::take(&mut self.after_c2) {
+                if let 0x80..=0x9f = byte {
+                    out.extend([b'M', b'-', b'^', byte - 0x40]);
+                    continue;
+                }
+                out.push(0xc2);
+            }
+            match byte {
+                0xc2 => self.after_c2 = true,
+                b'\t' | b'\n' | b'\r' => out.push(byte),
+                0..0x20 | 0x7f => out.extend([b'^', byte ^ 0x40]),
+                _ => out.push(byte),
+            }
+        }
+        out
+    }
+
+    /// What was held back at the end of the stream.
+    pub fn finish(&mut self) -> Vec<u8> {
+        if std::mem::take(&mut self.after_c2) { vec![0xc2] } else { Vec::new() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_have_three_digits_also_where_units_meet() {
+        let shown = |ns| duration(ns);
+        assert_eq!(shown(0), "0 ns");
+        assert_eq!(shown(1_000), "1.00 µs");
+        assert_eq!(shown(12_345), "12.3 µs");
+        assert_eq!(shown(999_499), "999 µs");
+        assert_eq!(shown(999_500), "1.00 ms");
+        assert_eq!(shown(9_994_999), "9.99 ms");
+        assert_eq!(shown(9_996_000), "10.0 ms");
+        assert_eq!(shown(1_840_000_000), "1.84 s");
+        assert_eq!(shown(754_000_000_000), "754 s");
+    }
+
+    #[test]
+    fn memory_changes_its_unit_at_a_gibibyte() {
+        assert_eq!(mib(1023), "1023 MiB");
+        assert_eq!(mib(1024), "1.00 GiB");
+        assert_eq!(mib(1536), "1.50 GiB");
+        assert_eq!(mib(1 << 20), "1024 GiB");
+    }
+
+    #[test]
+    fn ages_show_two_units_and_a_clock_that_went_back_is_no_negative_age() {
+        let now = u64::try_from(Timestamp::now().as_nanosecond()).unwrap();
+        let ago = |seconds: u64| age(now - seconds * 1_000_000_000);
+        assert_eq!(ago(0), "0s");
+        assert!(["3m12s", "3m13s"].contains(&ago(192).as_str()));
+        assert_eq!(ago(2 * 3600 + 5 * 60 + 10), "2h5m");
+        assert_eq!(ago(3 * 86_400 + 4 * 3600 + 10), "3d4h");
+        assert_eq!(age(now + 60_000_000_000), "0s");
+        assert_eq!(age(0), "-");
+    }
+
+    #[test]
+    fn what_a_terminal_would_obey_is_shown_instead() {
+        assert_eq!(plain("a\x1b[2Jb\x07\x7f"), "a^[[2Jb^G^?");
+        assert_eq!(plain("tab\tline\r\nend"), "tab\tline\r\nend");
+        assert_eq!(plain("\u{9b}2J ä £ €"), "M-^[2J ä £ €");
+        assert_eq!(plain("Â"), "Â");
+    }
+
+    #[test]
+    fn a_character_cut_by_the_end_of_a_chunk_is_still_recognised() {
+        let mut filter = Plain::default();
+        assert_eq!(filter.filter(b"x\xc2"), b"x");
+        assert_eq!(filter.filter(b"\x9b"), b"M-^[");
+        assert_eq!(filter.filter(b"\xc2"), b"");
+        assert_eq!(filter.filter(b"\xa3"), "£".as_bytes());
+        assert_eq!(filter.filter(b"\xc2"), b"");
+        assert_eq!(filter.finish(), b"\xc2");
+    }
+}

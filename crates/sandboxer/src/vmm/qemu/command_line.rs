@@ -50,9 +50,8 @@ pub fn arguments(spec: &VmSpec, execution: Execution, sockets: Sockets) -> Vec<O
     let socket = |id: &str, fd: RawFd| format!("socket,id={id},fd={fd},server=on,wait=off");
     let (accelerator, cpu) = match execution {
         Execution::Kvm => ("kvm", "host"),
-        // A code buffer of 16 MiB instead of QEMU's choice: 12 MB less a pod, and 15 % of the boot's
-        // CPU time, for fewer fresh pages are touched. With 8 MiB code is thrown away during the boot.
-        Execution::Tcg { .. } => ("tcg,tb-size=16", "max"),
+        // A smaller code buffer than QEMU's choice boots sooner and is paid for right afterwards.
+        Execution::Tcg { .. } => ("tcg", "max"),
     };
     let mut arguments: Vec<OsString> = Vec::new();
     let mut add = |words: &[&dyn AsRef<std::ffi::OsStr>]| {

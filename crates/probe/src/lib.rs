@@ -1,4 +1,21 @@
 //! How fast pods start and what they cost: measured over CRI, for any runtime handler.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`runtime`], [`options`] | a CRI client, and what pods and containers are to be |
+//! | [`timeline`], [`first_byte`] | one start, stamped; the whole measuring path |
+//! | [`startup`], [`sample`] | many starts in a fair order; the raw rows |
+//! | [`summary`], [`ratio`] | percentiles and distributions; how sure a difference is |
+//! | [`trace`] | the daemon's own account of a start |
+//! | [`overhead`] | what the observer costs |
 
+pub mod first_byte;
 pub mod options;
+pub mod overhead;
+pub mod ratio;
 pub mod runtime;
+pub mod sample;
+pub mod startup;
+pub mod summary;
+pub mod timeline;
+pub mod trace;

@@ -9,9 +9,14 @@
 //! | [`trace`] | the daemon's own account of a start |
 //! | [`overhead`] | what the observer costs |
 
+pub mod attribution;
 pub mod first_byte;
+pub mod ledger;
+pub mod memory;
 pub mod options;
 pub mod overhead;
+pub mod process;
+pub mod pss;
 pub mod ratio;
 pub mod runtime;
 pub mod sample;

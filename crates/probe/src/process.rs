@@ -1,0 +1,121 @@
+//! Every process of the host at one moment, with what ties it to others.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::os::unix::fs::MetadataExt;
+
+use procfs::ProcResult;
+use procfs::process::{FDTarget, Process as Entry};
+
+/// A process, by what can be known of it without disturbing it.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Process {
+    /// Its id.
+    pub pid: i32,
+    /// Its parent's.
+    pub parent: i32,
+    /// Start, clock ticks since boot.
+    pub started: u64,
+    /// File name of its program.
+    pub name: String,
+    /// Arguments, the program included, joined by spaces.
+    pub command: String,
+    /// Its cgroups, one path per hierarchy.
+    pub cgroups: Vec<String>,
+    /// Inode of its pid namespace; `None` when not permitted to know.
+    pub pid_namespace: Option<u64>,
+    /// Files that it holds open.
+    pub files: Vec<String>,
+    /// Processes that it watches by pidfd.
+    pub watches: BTreeSet<i32>,
+    /// Holds a KVM virtual machine.
+    pub has_vm: bool,
+}
+
+/// All of them by pid; kernel threads left out.
+pub type Table = BTreeMap<i32, Process>;
+
+/// Reads `/proc`. A process that ends meanwhile is left out.
+pub fn table() -> ProcResult<Table> {
+    let mut table = Table::new();
+    for entry in procfs::process::all_processes()? {
+        if let Ok(Some(process)) = entry.and_then(|entry| read(&entry)) {
+            table.insert(process.pid, process);
+        }
+    }
+    Ok(table)
+}
+
+/// `None` for kernel threads and processes that have ended: they have no command line.
+fn read(entry: &Entry) -> ProcResult<Option<Process>> {
+    let arguments = entry.cmdline()?;
+    let Some(program) = arguments.first().filter(|program| !program.is_empty()) else { return Ok(None) };
+    let stat = entry.stat()?;
+    let mut process = Process {
+        pid: stat.pid,
+        parent: stat.ppid,
+        started: stat.starttime,
+        name: program.rsplit('/').next().unwrap_or_default().to_owned(),
+        command: arguments.join(" "),
+        cgroups: entry.cgroups()?.0.into_iter().map(|cgroup| cgroup.pathname).collect(),
+        pid_namespace: std::fs::metadata(format!("/proc/{}/ns/pid", stat.pid)).ok().map(|inode| inode.ino()),
+        ..Process::default()
+    };
+    // Needs the rights of a debugger; without them the other ties have to do.
+    for fd in entry.fd().into_iter().flatten().flatten() {
+        match fd.target {
+            FDTarget::Path(path) => process.files.push(path.display().to_string()),
+            FDTarget::AnonInode(kind) if kind.contains("kvm-vm") => process.has_vm = true,
+            FDTarget::AnonInode(kind) if kind.contains("pidfd") => {
+                process.watches.extend(watched(stat.pid, fd.fd));
+            }
+            _ => {}
+        }
+    }
+    Ok(Some(process))
+}
+
+/// The process behind a pidfd: line "Pid:" of its fdinfo, -1 once it has ended.
+fn watched(pid: i32, fd: i32) -> Option<i32> {
+    let text = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{fd}")).ok()?;
+    let line = text.lines().find_map(|line| line.strip_prefix("Pid:"))?;
+    line.trim().parse().ok().filter(|&pid| pid > 0)
+}
+
+/// The process that listens on a unix socket, as the kernel remembers it.
+pub fn listener(socket: &std::path::Path) -> Option<i32> {
+    let stream = std::os::unix::net::UnixStream::connect(socket).ok()?;
+    let peer = rustix::net::sockopt::socket_peercred(&stream).ok()?;
+    Some(peer.pid.as_raw_pid()).filter(|&pid| pid > 0)
+}
+
+/// `pid` and all its ancestors.
+pub fn lineage(table: &Table, pid: i32) -> BTreeSet<i32> {
+    std::iter::successors(Some(pid), |pid| table.get(pid).map(|process| process.parent))
+        .take_while(|&pid| pid > 1)
+        .take(table.len() + 1)
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn this_process_is_found_with_its_parent_and_its_files() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let table = table().unwrap();
+        let me = &table[&(std::process::id() as i32)];
+        assert!(me.name.starts_with("sandboxer_probe"), "{}", me.name);
+        assert!(me.files.contains(&file.path().display().to_string()));
+        assert!(lineage(&table, me.pid).contains(&me.parent));
+    }
+
+    #[test]
+    fn a_listener_is_known_by_its_socket() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s.sock");
+        let _listening = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        assert_eq!(listener(&path), Some(std::process::id() as i32));
+        assert_eq!(listener(&dir.path().join("none.sock")), None);
+    }
+}

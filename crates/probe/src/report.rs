@@ -1,0 +1,324 @@
+//! `report.json`: what a run came to, in the shape that `schema/report.schema.json` describes.
+
+use std::collections::BTreeMap;
+
+use sandboxer_protocol::stage::Stage;
+use serde::{Deserialize, Serialize};
+use serde_json::{Value, json};
+
+use crate::attribution::Role;
+use crate::manifest::Manifest;
+use crate::memory::{Point, regression};
+use crate::overhead::Overhead;
+use crate::ratio::Ratio;
+use crate::sample::{Mode, Sample};
+use crate::startup::{Batch, FULL_SERIAL};
+use crate::summary::Summary;
+
+/// Version of the shape. A reader refuses what is newer than itself.
+pub const SCHEMA: u32 = 1;
+/// The shape, as JSON Schema.
+pub const SCHEMA_TEXT: &str = include_str!("../schema/report.schema.json");
+
+/// A result.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Report {
+    /// [`SCHEMA`] of the probe that wrote it.
+    pub schema: u32,
+    /// It ended before its time.
+    pub partial: bool,
+    /// Why, if so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub partial_reason: Option<String>,
+    /// It has fewer starts than a full run.
+    pub quick: bool,
+    /// Conditions.
+    pub manifest: Manifest,
+    /// Start-up, one per runtime and mode.
+    pub series: Vec<Series>,
+    /// Start-up, runtimes compared.
+    pub ratios: Vec<Comparison>,
+    /// Memory, one per runtime and pod count: means over the repetitions.
+    pub memory: Vec<Memory>,
+    /// Growth of memory per pod, by runtime.
+    pub marginal_kib_per_pod: BTreeMap<String, Marginal>,
+    /// What the observer costs; absent figures were not measured.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub overhead: Option<Overhead>,
+    /// What a reader must know about this run.
+    pub notes: Vec<String>,
+    /// Figures that are not there, and why.
+    pub not_measured: BTreeMap<String, String>,
+}
+
+/// Start-up of one runtime in one mode.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Series {
+    /// Handler.
+    pub runtime: String,
+    /// Serial or parallel.
+    pub mode: Mode,
+    /// Pods at once.
+    pub group: u32,
+    /// From the release to the first byte.
+    #[serde(flatten)]
+    pub summary: Summary,
+    /// When the CRI calls were answered, since the release: `pod`, `created`, `started`.
+    pub steps: BTreeMap<String, Summary>,
+    /// Wall time of each complete group, ms.
+    pub batch_ms: Vec<f64>,
+    /// Between the first and the last release of each group, ms.
+    pub release_spread_ms: Vec<f64>,
+    /// The daemon's stages.
+    pub stages: BTreeMap<Stage, Summary>,
+    /// What of the time no stage explains; only with stages.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unexplained: Option<Summary>,
+    /// Failures by the call at which they happened.
+    pub failed_at: BTreeMap<String, usize>,
+}
+
+/// Two runtimes in the same mode of the same run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Comparison {
+    /// Serial or parallel.
+    pub mode: Mode,
+    /// Handler above the line.
+    pub a: String,
+    /// Handler below it.
+    pub b: String,
+    /// Of the medians.
+    #[serde(flatten)]
+    pub ratio: Ratio,
+}
+
+/// Memory of one runtime with this many pods; means over the repetitions, KiB.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Memory {
+    /// Handler.
+    pub runtime: String,
+    /// Pods.
+    pub pods: u32,
+    /// Repetitions behind the means.
+    pub repetitions: u32,
+    /// Resident process and shims.
+    pub management_pss_kib: f64,
+    /// All roles.
+    pub total_pss_kib: f64,
+    /// All roles, the resident process only by what it grew: what goes away when the pods go away.
+    pub goes_away_kib: f64,
+    /// Fall of `MemAvailable` since there was no pod.
+    pub available_fall_kib: f64,
+    /// By role.
+    pub by_role: BTreeMap<Role, f64>,
+    /// The CRI runtime itself; in no sum.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cri_pss_kib: Option<f64>,
+}
+
+/// Growth of memory per pod, by least squares over all points, KiB.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct Marginal {
+    /// Of the sum of all roles.
+    pub total: f64,
+    /// Of all roles but the containers' own processes: what a pod costs beyond what it runs.
+    pub overhead: f64,
+    /// Of the resident process and the shims.
+    pub management: f64,
+    /// Of the resident process.
+    pub daemon: f64,
+    /// Of the fall of `MemAvailable`.
+    pub available: f64,
+    /// Part of the variance of the total that the line explains.
+    pub r2: f64,
+}
+
+impl Report {
+    /// With nothing in it yet.
+    pub fn new(manifest: Manifest) -> Self {
+        Self {
+            schema: SCHEMA,
+            partial: false,
+            partial_reason: None,
+            quick: false,
+            manifest,
+            series: Vec::new(),
+            ratios: Vec::new(),
+            memory: Vec::new(),
+            marginal_kib_per_pod: BTreeMap::new(),
+            overhead: None,
+            notes: Vec::new(),
+            not_measured: BTreeMap::new(),
+        }
+    }
+
+    /// Adds what start-up samples come to. The first runtime is compared with each of the others.
+    pub fn add_startup(&mut self, runtimes: &[String], samples: &[Sample], batches: &[Batch]) {
+        for mode in [Mode::Serial, Mode::Parallel] {
+            for runtime in runtimes {
+                let series = Series::of(runtime, mode, samples, batches);
+                if series.summary.n > 0 {
+                    self.series.push(series);
+                }
+            }
+            let Some((first, others)) = runtimes.split_first() else { continue };
+            let a = times(samples, first, mode);
+            self.ratios.extend(others.iter().filter_map(|other| {
+                let ratio = Ratio::of(&a, &times(samples, other, mode))?;
+                Some(Comparison { mode, a: first.clone(), b: other.clone(), ratio })
+            }));
+        }
+        let serial = self.series.iter().filter(|series| series.mode == Mode::Serial);
+        self.quick = serial.map(|series| series.summary.n).min().is_some_and(|n| n < FULL_SERIAL as usize);
+        for series in &self.series {
+            if series.stages.is_empty() {
+                self.not_measured.insert(
+                    format!("series.{}.{}.stages", series.runtime, series.mode),
+                    "this runtime has no trace that tells stages".into(),
+                );
+            }
+        }
+    }
+
+    /// Adds what points of a sweep come to.
+    pub fn add_memory(&mut self, points: &[Point]) {
+        let mut groups: BTreeMap<(String, usize), Vec<&Point>> = BTreeMap::new();
+        for point in points {
+            groups.entry((point.runtime.clone(), point.ledger.pods)).or_default().push(point);
+        }
+        self.memory.extend(groups.into_values().map(|group| Memory::of(&group)));
+        let mut runtimes: Vec<&String> = points.iter().map(|point| &point.runtime).collect();
+        runtimes.sort();
+        runtimes.dedup();
+        for runtime in runtimes {
+            let points: Vec<&Point> = points.iter().filter(|point| point.runtime == *runtime).collect();
+            match Marginal::of(&points) {
+                Some(marginal) => drop(self.marginal_kib_per_pod.insert(runtime.clone(), marginal)),
+                None => drop(self.not_measured.insert(
+                    format!("marginal_kib_per_pod.{runtime}"),
+                    "growth needs two different numbers of pods".into(),
+                )),
+            }
+            for point in points {
+                for missing in &point.ledger.missing {
+                    self.not_measured.insert(format!("memory.{runtime}.{}", point.ledger.pods), missing.clone());
+                }
+            }
+        }
+    }
+}
+
+/// The times that count of one runtime in one mode.
+pub fn times(samples: &[Sample], runtime: &str, mode: Mode) -> Vec<f64> {
+    samples.iter().filter(|s| s.runtime == runtime && s.mode == mode).filter_map(Sample::time).collect()
+}
+
+impl Series {
+    fn of(runtime: &str, mode: Mode, samples: &[Sample], batches: &[Batch]) -> Self {
+        let mine = |s: &&Sample| s.runtime == runtime && s.mode == mode && !s.warm_up;
+        let failed: Vec<&Sample> = samples.iter().filter(mine).filter(|s| s.failed()).collect();
+        let good: Vec<&Sample> = samples.iter().filter(mine).filter(|s| s.time().is_some()).collect();
+        let of = |f: &dyn Fn(&Sample) -> Option<f64>| {
+            Summary::of(&good.iter().filter_map(|s| f(s)).collect::<Vec<_>>(), 0)
+        };
+        let mut failed_at = BTreeMap::new();
+        for sample in &failed {
+            *failed_at.entry(sample.failed_at.clone()).or_default() += 1;
+        }
+        let traced = good.iter().any(|s| !s.stages.is_empty());
+        let batches: Vec<&Batch> =
+            batches.iter().filter(|batch| mode == Mode::Parallel && batch.runtime == runtime).collect();
+        Self {
+            runtime: runtime.to_owned(),
+            mode,
+            group: samples.iter().filter(mine).map(|s| s.index + 1).max().unwrap_or(1),
+            summary: Summary::of(&good.iter().filter_map(|s| s.time()).collect::<Vec<_>>(), failed.len()),
+            steps: [
+                ("pod".to_owned(), of(&|s| s.pod_ms)),
+                ("created".to_owned(), of(&|s| s.created_ms)),
+                ("started".to_owned(), of(&|s| s.started_ms)),
+            ]
+            .into(),
+            batch_ms: batches.iter().filter_map(|batch| batch.wall_ms).collect(),
+            release_spread_ms: batches.iter().map(|batch| batch.release_spread_ms).collect(),
+            stages: Stage::ALL
+                .into_iter()
+                .map(|stage| (stage, of(&|s| s.stages.get(&stage).copied())))
+                .filter(|(_, summary)| summary.n > 0)
+                .collect(),
+            unexplained: traced.then(|| {
+                of(&|s| Some(s.time()? - s.stages.values().sum::<f64>()).filter(|_| !s.stages.is_empty()))
+            }),
+            failed_at,
+        }
+    }
+}
+
+impl Memory {
+    fn of(group: &[&Point]) -> Self {
+        let count = group.len() as f64;
+        let mean = |f: &dyn Fn(&Point) -> f64| group.iter().map(|point| f(point)).sum::<f64>() / count;
+        let cri = group.iter().filter_map(|point| point.ledger.cri_kib).count() == group.len();
+        Self {
+            runtime: group[0].runtime.clone(),
+            pods: group[0].ledger.pods as u32,
+            repetitions: group.len() as u32,
+            management_pss_kib: mean(&|point| point.ledger.management_kib() as f64),
+            total_pss_kib: mean(&|point| point.ledger.total_kib() as f64),
+            goes_away_kib: mean(&|point| point.goes_away_kib() as f64),
+            available_fall_kib: mean(&|point| point.available_fall_kib as f64),
+            by_role: Role::ALL
+                .into_iter()
+                .map(|role| (role, mean(&|point| point.ledger.role(role) as f64)))
+                .filter(|(_, kib)| *kib > 0.0)
+                .collect(),
+            cri_pss_kib: cri.then(|| mean(&|point| point.ledger.cri_kib.unwrap_or_default() as f64)),
+        }
+    }
+}
+
+impl Marginal {
+    fn of(points: &[&Point]) -> Option<Self> {
+        let line = |f: &dyn Fn(&Point) -> f64| {
+            regression(&points.iter().map(|point| (point.ledger.pods as f64, f(point))).collect::<Vec<_>>())
+        };
+        let total = line(&|point| point.ledger.total_kib() as f64)?;
+        Some(Self {
+            total: total.slope,
+            overhead: line(&|p| (p.ledger.total_kib() - p.ledger.role(Role::Workload)) as f64)?.slope,
+            management: line(&|point| point.ledger.management_kib() as f64)?.slope,
+            daemon: line(&|point| point.ledger.role(Role::Daemon) as f64)?.slope,
+            available: line(&|point| point.available_fall_kib as f64)?.slope,
+            r2: total.r2,
+        })
+    }
+}
+
+/// Why a text is no report.
+#[derive(Debug, thiserror::Error)]
+pub enum ReportError {
+    /// No JSON, or not of this shape.
+    #[error("not a report of this probe")]
+    Shape(#[from] serde_json::Error),
+    /// From the future.
+    #[error("the report has schema {found}, this probe reads up to {SCHEMA}: use a newer probe")]
+    Newer {
+        /// What it says.
+        found: u64,
+    },
+}
+
+/// Reads a report; one of a newer schema is refused by its number before its shape is looked at.
+pub fn parse(text: &str) -> Result<Report, ReportError> {
+    let value: Value = serde_json::from_str(text)?;
+    match value.get("schema").and_then(Value::as_u64) {
+        Some(found) if found > u64::from(SCHEMA) => Err(ReportError::Newer { found }),
+        _ => Ok(serde_json::from_value(value)?),
+    }
+}
+
+/// As text, indented.
+pub fn render(report: &Report) -> String {
+    let value = serde_json::to_value(report).unwrap_or_else(|error| json!({ "error": error.to_string() }));
+    format!("{value:#}\n")
+}

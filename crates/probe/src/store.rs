@@ -1,0 +1,220 @@
+//! A result on disk: a directory with `report.json`, the raw rows beside it, and what is drawn from them.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use crate::memory::Point;
+use crate::report::{self, Report, ReportError};
+use crate::sample::{Sample, SampleWriter, SamplesError, read_samples};
+use crate::summary::cdf;
+
+/// What went wrong with a result's files.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// There is a result already.
+    #[error("{0} already holds a result: name another directory")]
+    Taken(PathBuf),
+    /// The system said no.
+    #[error("cannot {action} {path}")]
+    Io {
+        /// What was attempted.
+        action: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The raw rows.
+    #[error(transparent)]
+    Samples(#[from] SamplesError),
+    /// The report.
+    #[error("cannot use {path}")]
+    Report {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: ReportError,
+    },
+    /// Not a directory with a result in it.
+    #[error("{0} holds no result: there is no report.json in it")]
+    None(PathBuf),
+}
+
+fn io<'a>(action: &'static str, path: &'a Path) -> impl FnOnce(std::io::Error) -> StoreError + 'a {
+    move |source| StoreError::Io { action, path: path.to_owned(), source }
+}
+
+/// A result that is being written.
+pub struct Store {
+    dir: PathBuf,
+    samples: Option<SampleWriter<File>>,
+}
+
+impl Store {
+    /// Makes the directory; one that holds a result is refused, so that no samples are ever lost.
+    pub fn create(dir: &Path) -> Result<Self, StoreError> {
+        fs::create_dir_all(dir).map_err(io("make", dir))?;
+        for name in ["report.json", "samples.csv", "ledger.csv"] {
+            if dir.join(name).exists() {
+                return Err(StoreError::Taken(dir.to_owned()));
+            }
+        }
+        Ok(Self { dir: dir.to_owned(), samples: None })
+    }
+
+    /// Where it is.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Keeps a sample, at once.
+    pub fn sample(&mut self, sample: &Sample) -> Result<(), StoreError> {
+        let samples = match &mut self.samples {
+            Some(samples) => samples,
+            none => {
+                let path = self.dir.join("samples.csv");
+                let file = OpenOptions::new().write(true).create_new(true).open(&path);
+                none.insert(SampleWriter::new(file.map_err(io("write", &path))?)?)
+            }
+        };
+        Ok(samples.write(sample)?)
+    }
+
+    /// Writes the raw lines of all ledgers.
+    pub fn ledgers(&self, points: &[Point]) -> Result<(), StoreError> {
+        let mut rows = csv::Writer::from_writer(Vec::new());
+        let wrote = ledger_rows(&mut rows, points).map_err(SamplesError::Write)?;
+        let bytes = rows.into_inner().map_err(|error| SamplesError::Write(error.into_error().into()))?;
+        if wrote { self.write("ledger.csv", &bytes) } else { Ok(()) }
+    }
+
+    /// Writes the report, and each series' distribution in the two columns that gnuplot reads.
+    pub fn report(&self, report: &Report, samples: &[Sample]) -> Result<(), StoreError> {
+        for series in &report.series {
+            let times = report::times(samples, &series.runtime, series.mode);
+            let head = format!(
+                "# {} {}, {} times: ms, part of starts that took no longer\n",
+                series.runtime,
+                series.mode,
+                times.len()
+            );
+            let lines = cdf(&times).into_iter().map(|(time, part)| format!("{time:.3} {part:.6}\n"));
+            let text: String = std::iter::once(head).chain(lines).collect();
+            self.write(&format!("cdf-{}-{}.txt", file_name(&series.runtime), series.mode), text.as_bytes())?;
+        }
+        self.write("report.json", report::render(report).as_bytes())
+    }
+
+    /// Writes a file of the result, whole or not at all.
+    pub fn write(&self, name: &str, bytes: &[u8]) -> Result<(), StoreError> {
+        write_whole(&self.dir.join(name), bytes)
+    }
+}
+
+/// Writes a file, whole or not at all: a full disk leaves the old one.
+pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), StoreError> {
+    let mut part = path.as_os_str().to_owned();
+    part.push(".part");
+    let part = PathBuf::from(part);
+    let written = File::create(&part).and_then(|mut file| {
+        file.write_all(bytes)?;
+        file.sync_all()?;
+        fs::rename(&part, path)
+    });
+    written.map_err(|source| {
+        let _ = fs::remove_file(&part);
+        StoreError::Io { action: "write", path: path.to_owned(), source }
+    })
+}
+
+/// A handler's name as part of a file's.
+pub fn file_name(name: &str) -> String {
+    name.chars().map(|c| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '_' }).collect()
+}
+
+fn ledger_rows(rows: &mut csv::Writer<Vec<u8>>, points: &[Point]) -> Result<bool, csv::Error> {
+    rows.write_record(["runtime", "repetition", "pods", "pid", "name", "pod", "role", "pss_kib", "tie"])?;
+    for point in points {
+        for entry in &point.ledger.entries {
+            for (role, kib) in &entry.pss_kib {
+                rows.write_record([
+                    &point.runtime,
+                    &point.repetition.to_string(),
+                    &point.ledger.pods.to_string(),
+                    &entry.pid.to_string(),
+                    &entry.name,
+                    entry.found.pod.as_deref().unwrap_or_default(),
+                    role.as_str(),
+                    &kib.to_string(),
+                    &entry.found.tie,
+                ])?;
+            }
+        }
+    }
+    Ok(!points.is_empty())
+}
+
+/// A result that was read.
+#[derive(Debug, Clone)]
+pub struct Loaded {
+    /// Its directory's name, for people.
+    pub name: String,
+    /// What it came to.
+    pub report: Report,
+    /// The raw rows; empty if there are none.
+    pub samples: Vec<Sample>,
+}
+
+/// Reads a directory that a [`Store`] wrote.
+pub fn load(dir: &Path) -> Result<Loaded, StoreError> {
+    let path = dir.join("report.json");
+    if !path.exists() {
+        return Err(StoreError::None(dir.to_owned()));
+    }
+    let text = fs::read_to_string(&path).map_err(io("read", &path))?;
+    let report = report::parse(&text).map_err(|source| StoreError::Report { path, source })?;
+    let path = dir.join("samples.csv");
+    let samples = match File::open(&path) {
+        Ok(file) => read_samples(file, &path)?,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
+        Err(error) => return Err(io("read", &path)(error)),
+    };
+    let name = dir.file_name().map_or_else(|| dir.display().to_string(), |name| name.to_string_lossy().into_owned());
+    Ok(Loaded { name, report, samples })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::manifest::Manifest;
+
+    #[test]
+    fn a_result_comes_back_and_is_never_overwritten() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::create(dir.path()).unwrap();
+        let report = Report::new(Manifest::default());
+        store.report(&report, &[]).unwrap();
+        assert_eq!(load(dir.path()).unwrap().report, report);
+        assert!(matches!(Store::create(dir.path()), Err(StoreError::Taken(_))));
+    }
+
+    #[test]
+    fn a_report_from_a_newer_probe_is_refused_by_its_number() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("report.json"), r#"{"schema": 7, "what": "ever"}"#).unwrap();
+        let error = load(dir.path()).unwrap_err();
+        let why = std::error::Error::source(&error).unwrap().to_string();
+        assert!(why.contains("schema 7") && why.contains("up to 1"), "{why}");
+    }
+
+    #[test]
+    fn a_disk_that_is_full_is_an_error_and_leaves_no_part() {
+        // The kernel's own full device takes the place of a disk.
+        let mut samples = SampleWriter::new(OpenOptions::new().write(true).open("/dev/full").unwrap());
+        assert!(matches!(samples.as_mut().err(), Some(SamplesError::Write(_))));
+        let dir = tempfile::tempdir().unwrap();
+        let error = write_whole(&dir.path().join("missing/report.json"), b"x").unwrap_err();
+        assert!(error.to_string().contains("missing/report.json"));
+    }
+}

@@ -10,9 +10,11 @@
 //! | [`overhead`] | what the observer costs |
 
 pub mod attribution;
+pub mod bare_boot;
 pub mod first_byte;
 pub mod ledger;
 pub mod manifest;
+pub mod measure;
 pub mod memory;
 pub mod options;
 pub mod overhead;
@@ -21,6 +23,7 @@ pub mod pss;
 pub mod ratio;
 pub mod report;
 pub mod runtime;
+pub mod runtime_class;
 pub mod sample;
 pub mod startup;
 pub mod store;

@@ -14,6 +14,8 @@ use crate::timeline::{self, RUN_LABEL, Recipe};
 
 /// The sweep that published figures have.
 pub const FULL_SWEEP: [u32; 6] = [1, 5, 10, 20, 30, 50];
+/// Repetitions of a full sweep.
+pub const FULL_REPEAT: u32 = 3;
 /// Between two looks at memory that may still change.
 const LOOK: Duration = Duration::from_millis(500);
 /// Most looks; then it is taken as it is, and said.

@@ -38,6 +38,9 @@ pub struct Report {
     pub series: Vec<Series>,
     /// Start-up, runtimes compared.
     pub ratios: Vec<Comparison>,
+    /// The same machine booted alone, after each serial round of the same run.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bare_boot: Option<Bare>,
     /// Memory, one per runtime and pod count: means over the repetitions.
     pub memory: Vec<Memory>,
     /// Growth of memory per pod, by runtime.
@@ -92,6 +95,19 @@ pub struct Comparison {
     pub ratio: Ratio,
 }
 
+/// A machine booted alone, from its VMM's start to the agent's ready message: no daemon, no container.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Bare {
+    /// The times.
+    #[serde(flatten)]
+    pub summary: Summary,
+    /// Handler whose machine it is.
+    pub like: String,
+    /// Median of that handler's serial starts over the median of these.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub over: Option<Ratio>,
+}
+
 /// Memory of one runtime with this many pods; means over the repetitions, KiB.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Memory {
@@ -144,6 +160,7 @@ impl Report {
             manifest,
             series: Vec::new(),
             ratios: Vec::new(),
+            bare_boot: None,
             memory: Vec::new(),
             marginal_kib_per_pod: BTreeMap::new(),
             overhead: None,
@@ -178,6 +195,19 @@ impl Report {
                 );
             }
         }
+    }
+
+    /// Adds what bare boots of this handler's machine come to.
+    pub fn add_bare_boots(&mut self, like: &str, samples: &[Sample], boots: &[f64], failures: &[String]) {
+        if boots.is_empty() && failures.is_empty() {
+            return;
+        }
+        self.notes.extend(failures.iter().map(|why| format!("a bare boot failed: {why}")));
+        self.bare_boot = Some(Bare {
+            summary: Summary::of(boots, failures.len()),
+            like: like.to_owned(),
+            over: Ratio::of(&times(samples, like, Mode::Serial), boots),
+        });
     }
 
     /// Adds what points of a sweep come to.

@@ -8,6 +8,7 @@ use tokio::sync::Barrier;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
+use crate::bare_boot::BareBoot;
 use crate::first_byte::LogWatch;
 use crate::runtime::{Runtime, RuntimeError, Version};
 use crate::sample::{Mode, Outcome, Sample};
@@ -32,6 +33,8 @@ pub struct Plan {
     pub warm_up: u32,
     /// What each pod is.
     pub recipe: Recipe,
+    /// A machine that is booted alone after each serial round, to compare with.
+    pub bare_boot: Option<BareBoot>,
 }
 
 impl Plan {
@@ -87,6 +90,10 @@ pub struct Run {
     pub samples: Vec<Sample>,
     /// One per group that was complete.
     pub batches: Vec<Batch>,
+    /// Times of bare boots, ms.
+    pub bare_boots: Vec<f64>,
+    /// Bare boots that failed, and why.
+    pub bare_failures: Vec<String>,
     /// Why it ended before its time, if it did.
     pub partial: Option<String>,
     /// What a reader must know: pods that could not be removed, modes that were not honoured.
@@ -203,6 +210,9 @@ impl Runner {
                     };
                     self.one(place, sink).await?;
                 }
+                if let Some(machine) = &plan.bare_boot {
+                    self.bare_boot(machine, warm_up).await;
+                }
             }
         }
         for round in 0..if plan.group == 0 { 0 } else { plan.rounds } {
@@ -230,6 +240,15 @@ impl Runner {
         )
         .await;
         self.finish(place, &name, start, sink).await
+    }
+
+    async fn bare_boot(&mut self, machine: &BareBoot, warm_up: bool) {
+        let booted = machine.run(self.recipe.timeout).await;
+        match booted {
+            _ if warm_up => {}
+            Ok(time) => self.run.bare_boots.push(time.as_secs_f64() * 1e3),
+            Err(error) => self.run.bare_failures.push(crate::measure::chain(&error)),
+        }
     }
 
     /// Every pod of the group waits at the barrier; nothing of the removals is inside anybody's time.

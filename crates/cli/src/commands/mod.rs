@@ -4,8 +4,14 @@ mod completion;
 mod config;
 mod events;
 mod inspect;
+mod interrupt;
 mod logs;
+mod mem_report;
 mod pods;
+mod startup;
+mod summarise;
+mod tables;
+mod target;
 mod version;
 
 use clap::Subcommand;
@@ -20,6 +26,9 @@ pub enum Command {
     Logs(logs::Args),
     Events(events::Args),
     Version(version::Args),
+    Startup(startup::Args),
+    MemReport(mem_report::Args),
+    Summarise(summarise::Args),
     Config(config::Args),
     Completion(completion::Args),
 }
@@ -33,6 +42,9 @@ impl Command {
             Command::Logs(args) => logs::run(args, global).await,
             Command::Events(args) => events::run(args, global).await,
             Command::Version(args) => version::run(args, global).await,
+            Command::Startup(args) => startup::run(args, global).await,
+            Command::MemReport(args) => mem_report::run(args, global).await,
+            Command::Summarise(args) => summarise::run(args, global),
             Command::Config(args) => config::run(args),
             Command::Completion(args) => completion::run(args),
         }

@@ -1,0 +1,20 @@
+//! Ctrl-C ends a measurement, not the program: pods are removed and what was measured is written.
+
+use tokio::signal::unix::{SignalKind, signal};
+use tokio_util::sync::CancellationToken;
+
+/// Cancelled by the first SIGINT or SIGTERM. Later ones have no effect: removing pods takes its time.
+pub fn on_signal() -> std::io::Result<CancellationToken> {
+    let token = CancellationToken::new();
+    let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
+    let cancel = token.clone();
+    tokio::spawn(async move {
+        tokio::select! {
+            _ = interrupt.recv() => {}
+            _ = terminate.recv() => {}
+        }
+        eprintln!("ending: pods are being removed, what was measured is kept");
+        cancel.cancel();
+    });
+    Ok(token)
+}

@@ -1,0 +1,116 @@
+//! `sandboxer-cli mem-report`: what pods cost in memory.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail};
+use sandboxer_probe::memory::{FULL_REPEAT, Sweep};
+use sandboxer_probe::store::Store;
+use sandboxer_probe::{ledger, report, runtime_class};
+
+use super::target::Target;
+use super::{interrupt, startup, tables};
+use crate::{Global, render};
+
+/// Shows what pods cost in memory, by role: of the pods that run now, or over a sweep of pod counts
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Runtime handler; give it again for each one to compare
+    #[arg(long = "runtime")]
+    runtimes: Vec<String>,
+    /// Start this many pods, measure, go on: e.g. 1,5,10,20,30,50
+    #[arg(long, value_delimiter = ',', num_args = 0..=1, default_missing_value = "1,5,10,20,30,50")]
+    sweep: Vec<u32>,
+    /// How often the sweep is done
+    #[arg(long, default_value_t = FULL_REPEAT)]
+    repeat: u32,
+    /// Print a Kubernetes RuntimeClass with the measured overhead
+    #[arg(long)]
+    runtimeclass: bool,
+    #[command(flatten)]
+    target: Target,
+    /// Where to write the result; it must not hold one already
+    #[arg(long)]
+    output: Option<PathBuf>,
+}
+
+/// A partial run is an error, after its result.
+pub async fn run(args: Args, global: &Global) -> Result<()> {
+    if args.sweep.is_empty() {
+        return now(&args, global).await;
+    }
+    let mut counts = args.sweep.clone();
+    counts.sort_unstable();
+    counts.dedup();
+    if counts.first() == Some(&0) || args.repeat == 0 {
+        bail!("a sweep needs counts of at least 1 and at least one repetition");
+    }
+    let bench = args.target.open(global)?;
+    let runtimes = if args.runtimes.is_empty() { vec!["sandboxer".into()] } else { args.runtimes.clone() };
+    let sweep = Sweep { runtimes, counts, repeat: args.repeat, recipe: args.target.recipe() };
+    let mut store = args.output.as_deref().map(Store::create).transpose()?;
+    let cancel = interrupt::on_signal().context("cannot listen for Ctrl-C")?;
+    let bar = startup::bar(u64::from(sweep.repeat) * (sweep.counts.len() * sweep.runtimes.len()) as u64);
+    bar.tick();
+    let mut progress = |point: &sandboxer_probe::memory::Point| {
+        bar.set_message(format!("{} with {} pods", point.runtime, point.ledger.pods));
+        bar.inc(1);
+    };
+    let (report, _) = bench.memory(&sweep, store.as_mut(), &cancel, &mut progress).await?;
+    bar.finish_and_clear();
+    if args.runtimeclass {
+        for (runtime, marginal) in &report.marginal_kib_per_pod {
+            render::print(runtime_class::from_sweep(runtime, marginal, &report).trim_end())?;
+        }
+    } else if global.json {
+        render::print(report::render(&report).trim_end())?;
+    } else {
+        render::print(&format!("{}\n{}", tables::memory(&report), tables::remarks(&report)))?;
+    }
+    if let Some(store) = &store {
+        eprintln!("result: {}", store.dir().display());
+    }
+    match report.partial_reason {
+        Some(why) => bail!("the run is partial: {why}"),
+        None => Ok(()),
+    }
+}
+
+/// The pods that run now.
+async fn now(args: &Args, global: &Global) -> Result<()> {
+    let bench = args.target.open(global)?;
+    let running = bench.runtime.pods(&Default::default()).await?;
+    let mut handlers: BTreeSet<String> =
+        running.iter().filter(|pod| pod.running).map(|pod| pod.handler.clone()).collect();
+    if !args.runtimes.is_empty() {
+        handlers = args.runtimes.iter().cloned().collect();
+    }
+    let mut ledgers = BTreeMap::new();
+    for handler in handlers {
+        let mine = |pod: &sandboxer_probe::runtime::Listed| pod.handler == handler;
+        ledgers.insert(handler.clone(), ledger::take(&bench.runtime, mine, &BTreeSet::new()).await?);
+    }
+    let recipe = args.target.recipe();
+    let report = bench.ledgers(&ledgers, &recipe).await;
+    if let Some(dir) = &args.output {
+        let store = Store::create(dir)?;
+        store.report(&report, &[])?;
+        eprintln!("result: {}", dir.display());
+    }
+    if args.runtimeclass {
+        for (handler, ledger) in &ledgers {
+            render::print(runtime_class::from_ledger(handler, ledger)?.trim_end())?;
+        }
+    } else if global.json {
+        render::print(report::render(&report).trim_end())?;
+    } else if ledgers.is_empty() {
+        render::print("no pods are running")?;
+    } else {
+        render::print(&tables::memory(&report))?;
+        for (handler, ledger) in &ledgers {
+            render::print(&tables::ledger(handler, ledger))?;
+        }
+        render::print(&tables::remarks(&report))?;
+    }
+    Ok(())
+}

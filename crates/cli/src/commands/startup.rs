@@ -1,0 +1,89 @@
+//! `sandboxer-cli startup`: how fast pods start.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result, bail};
+use indicatif::{ProgressBar, ProgressStyle};
+use sandboxer_probe::report;
+use sandboxer_probe::startup::{FULL_SERIAL, Plan};
+use sandboxer_probe::store::Store;
+
+use super::target::Target;
+use super::{interrupt, tables};
+use crate::{Global, render};
+
+/// Measures how fast pods start, on any runtimes, in a fair order
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Runtime handler; give it again for each one to compare, they alternate
+    #[arg(long = "runtime", default_value = "sandboxer")]
+    runtimes: Vec<String>,
+    /// Starts one after the other, per runtime
+    #[arg(long, default_value_t = FULL_SERIAL)]
+    serial: u32,
+    /// Pods in a group that is released at once; 0 for no groups
+    #[arg(long, default_value_t = 50)]
+    parallel: u32,
+    /// Groups per runtime
+    #[arg(long, default_value_t = 10)]
+    rounds: u32,
+    /// Starts per runtime before counting begins
+    #[arg(long, default_value_t = 1)]
+    warm_up: u32,
+    /// Boot the first runtime's machine alone after each serial round, to compare with
+    #[arg(long)]
+    bare_boot: bool,
+    #[command(flatten)]
+    target: Target,
+    /// Where to write the result; it must not hold one already
+    #[arg(long)]
+    output: Option<PathBuf>,
+}
+
+/// A partial run and one with failures are errors, after their result.
+pub async fn run(args: Args, global: &Global) -> Result<()> {
+    let bench = args.target.open(global)?;
+    let recipe = args.target.recipe();
+    let bare_boot = match args.runtimes.first() {
+        Some(first) if args.bare_boot => Some(bench.bare_boot(first, &recipe).await?),
+        _ => None,
+    };
+    let plan = Plan {
+        runtimes: args.runtimes,
+        serial: args.serial,
+        group: args.parallel,
+        rounds: if args.parallel == 0 { 0 } else { args.rounds },
+        warm_up: args.warm_up,
+        recipe,
+        bare_boot,
+    };
+    let mut store = args.output.as_deref().map(Store::create).transpose()?;
+    let cancel = interrupt::on_signal().context("cannot listen for Ctrl-C")?;
+    let bar = bar(plan.pods());
+    let mut progress = |sample: &sandboxer_probe::sample::Sample| {
+        bar.set_message(format!("{} {}", sample.runtime, sample.mode));
+        bar.inc(1);
+    };
+    let (report, _) = bench.startup(&plan, store.as_mut(), &cancel, &mut progress).await?;
+    bar.finish_and_clear();
+    if global.json {
+        render::print(report::render(&report).trim_end())?;
+    } else {
+        render::print(&format!("{}\n{}", tables::startup(&report), tables::remarks(&report)))?;
+    }
+    if let Some(store) = &store {
+        eprintln!("result: {}", store.dir().display());
+    }
+    let failures: usize = report.series.iter().map(|series| series.summary.failures).sum();
+    match report.partial_reason {
+        Some(why) => bail!("the run is partial: {why}"),
+        None if failures > 0 => bail!("{failures} starts failed: see the note of each in samples.csv"),
+        None => Ok(()),
+    }
+}
+
+/// Drawn on stderr, and only if that is a terminal.
+pub fn bar(steps: u64) -> ProgressBar {
+    let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {msg}, {eta} left");
+    ProgressBar::new(steps).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+}

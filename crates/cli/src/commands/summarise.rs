@@ -1,0 +1,62 @@
+//! `sandboxer-cli summarise`: times from text files in a few figures.
+
+use std::path::PathBuf;
+
+use anyhow::{Context, Result};
+use sandboxer_probe::{summarise, summary};
+
+use super::tables;
+use crate::{Global, render};
+
+/// Summarises text files with one time in ms a line (nearest-rank percentiles)
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Files: `#` comments, one or two columns; `-` for stdin
+    #[arg(required = true)]
+    files: Vec<PathBuf>,
+    /// Print the distribution too: ms, part of the samples that took no longer
+    #[arg(long)]
+    cdf: bool,
+}
+
+/// Fails at the first file that is no file of samples.
+pub fn run(args: Args, global: &Global) -> Result<()> {
+    for path in &args.files {
+        let text = if path.as_os_str() == "-" {
+            std::io::read_to_string(std::io::stdin()).context("cannot read stdin")?
+        } else {
+            std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?
+        };
+        let times = summarise::parse(&text).with_context(|| format!("{} holds no samples", path.display()))?;
+        let summary = times.summary();
+        if global.json {
+            let mut object = serde_json::to_value(&summary)?;
+            if args.cdf {
+                object["cdf"] = serde_json::to_value(summary::cdf(&times.times))?;
+            }
+            render::print(&object.to_string())?;
+            continue;
+        }
+        let mut text = format!("{}: {}\n", path.display(), times.read_as);
+        text += &format!("  n {}  failures {}", summary.n, summary.failures);
+        for (name, value) in summary.figures() {
+            text += &format!("\n  {name:<4} {:>10} ms", tables::ms(value));
+        }
+        text += "\n  the distribution, ms and part of the samples that took no longer:";
+        let points = summary::cdf(&times.times);
+        for (time, part) in if args.cdf { points } else { thinned(points) } {
+            text += &format!("\n  {time:>10.3} {part:.4}");
+        }
+        render::print(&text)?;
+    }
+    Ok(())
+}
+
+/// Twenty points of a distribution, both ends among them.
+fn thinned(points: Vec<(f64, f64)>) -> Vec<(f64, f64)> {
+    const SHOWN: usize = 20;
+    if points.len() <= SHOWN {
+        return points;
+    }
+    (0..SHOWN).map(|index| points[index * (points.len() - 1) / (SHOWN - 1)]).collect()
+}

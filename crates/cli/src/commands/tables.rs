@@ -1,0 +1,162 @@
+//! Results as tables for a terminal.
+
+use comfy_table::{CellAlignment, Table, presets};
+use sandboxer_probe::attribution::Role;
+use sandboxer_probe::ledger::Ledger;
+use sandboxer_probe::report::{Memory, Report};
+use sandboxer_probe::summary::Summary;
+
+/// A table whose first `texts` columns are text and whose others are numbers.
+pub fn table(heading: &[&str], texts: usize) -> Table {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING).set_header(heading.to_vec());
+    for (index, column) in table.column_iter_mut().enumerate() {
+        column.set_padding((0, 2));
+        if index >= texts {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    table
+}
+
+/// A time in ms; "–" where there is none.
+pub fn ms(time: Option<f64>) -> String {
+    match time {
+        None => "–".into(),
+        Some(time) if time < 10.0 => format!("{time:.2}"),
+        Some(time) if time < 100.0 => format!("{time:.1}"),
+        Some(time) => format!("{time:.0}"),
+    }
+}
+
+/// KiB as MB (10⁶ bytes are nobody's page count: 1 MB here is 1024 KiB).
+pub fn mb(kib: f64) -> String {
+    format!("{:.1}", kib / 1024.0)
+}
+
+/// Start-up: one line per runtime and mode, then ratios and what the observer cost.
+pub fn startup(report: &Report) -> String {
+    let mut rows = table(
+        &["runtime", "mode", "n", "failed", "min", "p50", "p90", "p95", "p99", "max", "mean", "sd"],
+        2,
+    );
+    for series in &report.series {
+        let mode = if series.group > 1 { format!("{} × {}", series.mode, series.group) } else { "serial".into() };
+        let mut row = vec![series.runtime.clone(), mode];
+        row.extend(figures(&series.summary));
+        rows.add_row(row);
+        if !series.batch_ms.is_empty() {
+            let mut row = vec![series.runtime.clone(), format!("batch of {}", series.group)];
+            row.extend(figures(&Summary::of(&series.batch_ms, 0)));
+            rows.add_row(row);
+        }
+    }
+    if let Some(bare) = &report.bare_boot {
+        let mut row = vec!["bare boot".to_owned(), "serial".to_owned()];
+        row.extend(figures(&bare.summary));
+        rows.add_row(row);
+    }
+    let mut text = format!("start-up, ms from the pod's release to its container's first byte on stdout\n\n{rows}\n");
+    for ratio in &report.ratios {
+        text += &format!("\n{} over {}, {}: {}", ratio.a, ratio.b, ratio.mode, ratio.ratio);
+    }
+    if let Some((bare, over)) = report.bare_boot.as_ref().and_then(|bare| Some((bare, bare.over?))) {
+        text += &format!("\n{} over the bare boot of its machine to the agent's ready message: {over}", bare.like);
+    }
+    if let Some(overhead) = &report.overhead {
+        text += &format!(
+            "\nthe probe's own share is at most {} ms per pod (empty call {}, mark {})",
+            ms(overhead.per_pod_ms),
+            ms(overhead.empty_call_ms),
+            ms(overhead.mark_ms)
+        );
+    }
+    for series in report.series.iter().filter(|series| !series.stages.is_empty()) {
+        text += &format!("\n\nstages of {} {}, ms\n\n{}", series.runtime, series.mode, stages(series));
+    }
+    text + "\n"
+}
+
+fn stages(series: &sandboxer_probe::report::Series) -> Table {
+    let mut rows = table(&["stage", "n", "p50", "p90", "p99", "max"], 1);
+    let rest = series.unexplained.as_ref().map(|summary| ("unexplained".to_owned(), summary));
+    for (name, summary) in series.stages.iter().map(|(stage, summary)| (stage.to_string(), summary)).chain(rest) {
+        rows.add_row([
+            name,
+            summary.n.to_string(),
+            ms(summary.p50_ms),
+            ms(summary.p90_ms),
+            ms(summary.p99_ms),
+            ms(summary.max_ms),
+        ]);
+    }
+    rows
+}
+
+/// n, failures and all figures of a summary.
+pub fn figures(summary: &Summary) -> Vec<String> {
+    let counts = [summary.n.to_string(), summary.failures.to_string()];
+    counts.into_iter().chain(summary.figures().map(|(_, value)| ms(value))).collect()
+}
+
+/// Memory: one line per runtime and pod count, then growth per pod.
+pub fn memory(report: &Report) -> String {
+    let roles: Vec<Role> =
+        Role::ALL.into_iter().filter(|role| report.memory.iter().any(|row| row.by_role.contains_key(role))).collect();
+    let mut heading = vec!["runtime", "pods"];
+    heading.extend(roles.iter().map(|role| role.as_str()));
+    heading.extend(["management", "total", "goes away", "MemAvailable fell"]);
+    let mut rows = table(&heading, 1);
+    for row in &report.memory {
+        rows.add_row(memory_row(row, &roles));
+    }
+    let mut text = format!("memory, PSS in MB (1024 KiB), means of the repetitions\n\n{rows}\n");
+    for (runtime, marginal) in &report.marginal_kib_per_pod {
+        text += &format!(
+            "\n{runtime}: {:.0} KiB more per pod in all (r² {:.3}), {:.0} of it management (resident process {:.0}); \
+             MemAvailable falls by {:.0}",
+            marginal.total, marginal.r2, marginal.management, marginal.daemon, marginal.available
+        );
+    }
+    text + "\n"
+}
+
+fn memory_row(row: &Memory, roles: &[Role]) -> Vec<String> {
+    let mut cells = vec![row.runtime.clone(), row.pods.to_string()];
+    cells.extend(roles.iter().map(|role| row.by_role.get(role).map_or_else(|| "–".into(), |kib| mb(*kib))));
+    let sums = [row.management_pss_kib, row.total_pss_kib, row.goes_away_kib, row.available_fall_kib];
+    cells.extend(sums.map(mb));
+    cells
+}
+
+/// The processes of running pods, and by which tie each was found.
+pub fn ledger(handler: &str, ledger: &Ledger) -> String {
+    let mut rows = table(&["role", "pod", "process", "found by", "pid", "PSS MB"], 4);
+    for entry in &ledger.entries {
+        let pod = entry.found.pod.as_deref().map_or("–", |pod| pod.get(..13).unwrap_or(pod));
+        for (role, kib) in &entry.pss_kib {
+            let cells = [role.as_str(), pod, &entry.name, &entry.found.tie, &entry.pid.to_string(), &mb(*kib as f64)];
+            rows.add_row(cells);
+        }
+    }
+    let cri = ledger.cri_kib.map_or_else(|| "not measured".into(), |kib| format!("{} MB", mb(kib as f64)));
+    format!("processes of {handler}; the CRI runtime itself ({cri}) is in no sum\n\n{rows}\n")
+}
+
+/// What a reader must know: the end of a partial run, notes, and what was not measured.
+pub fn remarks(report: &Report) -> String {
+    let mut text = String::new();
+    if let Some(why) = &report.partial_reason {
+        text += &format!("\npartial: {why}");
+    }
+    if report.quick {
+        text += "\nquick: fewer starts or counts than a full run";
+    }
+    for note in &report.notes {
+        text += &format!("\nnote: {note}");
+    }
+    for (what, why) in &report.not_measured {
+        text += &format!("\nnot measured: {what}: {why}");
+    }
+    text.trim_start().to_owned()
+}

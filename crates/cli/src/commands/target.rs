@@ -1,0 +1,69 @@
+//! What all measuring commands ask in the same words.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use anyhow::Result;
+use sandboxer_probe::measure::{self, Bench};
+use sandboxer_probe::options::Network;
+use sandboxer_probe::timeline::Recipe;
+
+use crate::Global;
+
+/// Where pods are started, and what they are.
+#[derive(Debug, Clone, clap::Args)]
+pub struct Target {
+    /// CRI endpoint of the container runtime
+    #[arg(long, env = "CONTAINER_RUNTIME_ENDPOINT", default_value = "unix:///run/containerd/containerd.sock")]
+    pub endpoint: String,
+    /// Image of the containers; must be on the node
+    #[arg(long, default_value = "docker.io/library/busybox:latest")]
+    pub image: String,
+    /// Command of the containers: must print at once and then stay
+    #[arg(long, num_args = 1.., allow_hyphen_values = true, value_terminator = ";")]
+    pub command: Vec<String>,
+    /// Network of the pods: none, pod or host
+    #[arg(long, default_value_t)]
+    pub network: Network,
+    /// Annotation of the pods, KEY=VALUE
+    #[arg(long = "annotation", value_parser = key_value)]
+    pub annotations: Vec<(String, String)>,
+    /// Parent of the pods' cgroups
+    #[arg(long, env = "SANDBOXER_CGROUP_PARENT", default_value = "")]
+    pub cgroup_parent: String,
+    /// Seconds after which a start counts as failed
+    #[arg(long, default_value_t = 60.0, value_parser = seconds)]
+    pub timeout: f64,
+}
+
+impl Target {
+    /// Connects, lazily, and prepares to watch logs. The daemon's socket, if there is one, tells the stages
+    /// inside a start.
+    pub fn open(&self, global: &Global) -> Result<Bench> {
+        let admin = global.socket.exists().then_some(global.socket.as_path());
+        Ok(Bench::open(&self.endpoint, admin)?)
+    }
+
+    /// What each pod is.
+    pub fn recipe(&self) -> Recipe {
+        let mut recipe = measure::recipe(&self.image, self.network, Duration::from_secs_f64(self.timeout));
+        if !self.command.is_empty() {
+            recipe.command = self.command.clone();
+        }
+        recipe.cgroup_parent = self.cgroup_parent.clone();
+        recipe.annotations = self.annotations.iter().cloned().collect::<HashMap<_, _>>();
+        recipe
+    }
+}
+
+fn key_value(text: &str) -> Result<(String, String), String> {
+    let (key, value) = text.split_once('=').ok_or_else(|| format!("'{text}' is not KEY=VALUE"))?;
+    Ok((key.to_owned(), value.to_owned()))
+}
+
+fn seconds(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(seconds) if seconds.is_finite() && seconds > 0.0 && seconds < 86_400.0 => Ok(seconds),
+        _ => Err(format!("'{text}' is no number of seconds above 0")),
+    }
+}

@@ -1,0 +1,171 @@
+//! The same machine with nobody around it: how long a guest alone takes to its agent's ready message.
+//!
+//! The arguments are those of a pod's own VMM, read from its command line, with sockets of this run's own.
+//! No daemon, no disks, no container: what a start over CRI takes beyond this is ours.
+
+use std::ffi::OsString;
+use std::fs;
+use std::io;
+use std::os::fd::AsRawFd;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::process::Stdio;
+use std::time::{Duration, Instant};
+
+use rustix::io::FdFlags;
+use sandboxer_protocol::boot::{BootParams, InvalidBootParams};
+use sandboxer_protocol::link::{self, LinkError, LinkKey};
+use tokio::net::UnixStream;
+use tokio::process::Command;
+
+/// Name of the character device that carries the agent's link.
+const AGENT: &str = "agent";
+
+/// Why a machine did not boot alone.
+#[derive(Debug, thiserror::Error)]
+pub enum BareBootError {
+    /// The VMM to imitate can't be looked at.
+    #[error("cannot read the command line of VMM {pid}")]
+    Look {
+        /// Its process.
+        pid: i32,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// It is not one that can be imitated.
+    #[error("VMM {pid} cannot be started alone: {reason}")]
+    Unknown {
+        /// Its process.
+        pid: i32,
+        /// What is missing.
+        reason: &'static str,
+    },
+    /// Its kernel's command line has no key.
+    #[error("VMM {pid} cannot be started alone")]
+    NoKey {
+        /// Its process.
+        pid: i32,
+        /// What is missing.
+        source: InvalidBootParams,
+    },
+    /// The process can't be started.
+    #[error("cannot {action} for a bare boot")]
+    Host {
+        /// What was attempted.
+        action: &'static str,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The agent did not say that it is ready.
+    #[error("no ready message of the agent in a bare boot")]
+    Link(#[from] LinkError),
+    /// Too late.
+    #[error("no ready message of the agent in a bare boot within {0:?}")]
+    Timeout(Duration),
+}
+
+/// A machine to boot alone.
+#[derive(Debug, Clone)]
+pub struct BareBoot {
+    program: PathBuf,
+    arguments: Vec<OsString>,
+    key: LinkKey,
+}
+
+impl BareBoot {
+    /// As the VMM that runs as this process.
+    pub fn like(pid: i32) -> Result<Self, BareBootError> {
+        let look = |source| BareBootError::Look { pid, source };
+        let program = fs::read_link(format!("/proc/{pid}/exe")).map_err(look)?;
+        let line = fs::read(format!("/proc/{pid}/cmdline")).map_err(look)?;
+        let words = line.split(|&byte| byte == 0).filter(|word| !word.is_empty());
+        let arguments: Vec<OsString> = words.skip(1).map(|word| OsString::from_vec(word.to_vec())).collect();
+        Self::with(pid, program, arguments)
+    }
+
+    fn with(pid: i32, program: PathBuf, arguments: Vec<OsString>) -> Result<Self, BareBootError> {
+        let append = arguments.iter().skip_while(|word| *word != "-append").nth(1);
+        let append = append.ok_or(BareBootError::Unknown { pid, reason: "it was given no kernel command line" })?;
+        let key = BootParams::parse(&append.to_string_lossy())
+            .map_err(|source| BareBootError::NoKey { pid, source })?
+            .link_key;
+        if !arguments.iter().any(|word| socket(word).is_some_and(|(id, _)| id == AGENT)) {
+            return Err(BareBootError::Unknown { pid, reason: "it has no socket for an agent" });
+        }
+        Ok(Self { program, arguments, key })
+    }
+
+    /// Boots once: from the start of the process to the agent's ready message. The machine is gone afterwards.
+    pub async fn run(&self, limit: Duration) -> Result<Duration, BareBootError> {
+        let host = |action| move |source| BareBootError::Host { action, source };
+        let dir = tempfile::Builder::new().prefix("sandboxer-bare-").tempdir().map_err(host("make a directory"))?;
+        // Sockets that exist before the machine does: nothing has to wait for them.
+        let mut listeners = Vec::new();
+        let mut arguments = self.arguments.clone();
+        for word in &mut arguments {
+            let Some((id, number)) = socket(word) else { continue };
+            let listener = UnixListener::bind(dir.path().join(id)).map_err(host("make a socket"))?;
+            rustix::io::fcntl_setfd(&listener, FdFlags::empty())
+                .map_err(|error| host("hand on a socket")(error.into()))?;
+            let text = word.to_string_lossy();
+            let replaced = text.replace(&format!("fd={number}"), &format!("fd={}", listener.as_raw_fd()));
+            listeners.push(listener);
+            *word = replaced.into();
+        }
+        let begun = Instant::now();
+        let mut machine = Command::new(&self.program)
+            .args(&arguments)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .kill_on_drop(true)
+            .spawn()
+            .map_err(host("start a VMM"))?;
+        drop(listeners);
+        let ready = async {
+            let mut stream =
+                UnixStream::connect(dir.path().join(AGENT)).await.map_err(host("connect to the agent"))?;
+            link::greet(&mut stream, &self.key).await?;
+            Ok(begun.elapsed())
+        };
+        let outcome =
+            tokio::time::timeout(limit, ready).await.unwrap_or_else(|_| Err(BareBootError::Timeout(limit)));
+        machine.kill().await.map_err(host("end a VMM"))?;
+        outcome
+    }
+}
+
+/// Id and number of an inherited socket: `socket,id=ID,fd=NUMBER,…`.
+fn socket(word: &OsString) -> Option<(String, u32)> {
+    let text = std::str::from_utf8(word.as_bytes()).ok()?.strip_prefix("socket,")?;
+    let field = |name: &str| text.split(',').find_map(|part| part.strip_prefix(name));
+    Some((field("id=")?.to_owned(), field("fd=")?.parse().ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(line: &str) -> Vec<OsString> {
+        line.split('|').map(OsString::from).collect()
+    }
+
+    #[test]
+    fn a_vmm_without_an_agent_is_not_imitated() {
+        let key = LinkKey::random().to_hex();
+        let whole = format!("-append|quiet sandboxer.link={key}|-chardev|socket,id=agent,fd=9,server=on");
+        assert!(BareBoot::with(1, "/bin/true".into(), words(&whole)).is_ok());
+        for part in ["-m|256M", "-append|quiet", &format!("-append|sandboxer.link={key}")] {
+            assert!(BareBoot::with(1, "/bin/true".into(), words(part)).is_err(), "{part}");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_machine_that_ends_at_once_is_no_time() {
+        let key = LinkKey::random().to_hex();
+        let line = format!("-append|sandboxer.link={key}|-chardev|socket,id=agent,fd=9,server=on");
+        let boot = BareBoot::with(1, "/bin/true".into(), words(&line)).unwrap();
+        assert!(boot.run(Duration::from_secs(20)).await.is_err());
+    }
+}

@@ -113,8 +113,15 @@ pub struct Found {
 }
 
 /// Programs that are virtual machine monitors, for those that hold no KVM machine.
-const MONITORS: [&str; 7] =
-    ["qemu-system-", "cloud-hypervisor", "firecracker", "stratovirt", "crosvm", "dragonball", "runsc-sandbox"];
+const MONITORS: [&str; 7] = [
+    "qemu-system-",
+    "cloud-hypervisor",
+    "firecracker",
+    "stratovirt",
+    "crosvm",
+    "dragonball",
+    "runsc-sandbox",
+];
 
 /// Attributes the processes of `table` to `pods`. Those that have nothing to do with pods are not in the answer.
 pub fn attribute(table: &Table, pods: &[PodIds], known: &Known) -> BTreeMap<i32, Found> {
@@ -171,7 +178,10 @@ fn by_descent(table: &Table, skipped: Skipped<'_>, found: &mut BTreeMap<i32, Fou
                 let pod = parent.pod.clone()?;
                 // Children of a container's process are the container's.
                 let role = if parent.role == Role::Workload { Role::Workload } else { Role::Helper };
-                Some((process.pid, Found { role, pod: Some(pod), tie: format!("child of {}", process.parent) }))
+                Some((
+                    process.pid,
+                    Found { role, pod: Some(pod), tie: format!("child of {}", process.parent) },
+                ))
             })
             .collect();
         if heirs.is_empty() {
@@ -181,7 +191,12 @@ fn by_descent(table: &Table, skipped: Skipped<'_>, found: &mut BTreeMap<i32, Fou
     }
 }
 
-fn by_files_and_watches(table: &Table, pods: &[PodIds], skipped: Skipped<'_>, found: &mut BTreeMap<i32, Found>) {
+fn by_files_and_watches(
+    table: &Table,
+    pods: &[PodIds],
+    skipped: Skipped<'_>,
+    found: &mut BTreeMap<i32, Found>,
+) {
     // A pod is as old as its oldest process.
     let mut ages: BTreeMap<String, u64> = BTreeMap::new();
     for (pid, tie) in found.iter() {
@@ -196,7 +211,8 @@ fn by_files_and_watches(table: &Table, pods: &[PodIds], skipped: Skipped<'_>, fo
         .filter_map(|(pid, _)| table.get(pid).map(|process| process.parent))
         .collect();
     let mut more = BTreeMap::new();
-    for process in table.values().filter(|process| !skipped(process.pid) && !found.contains_key(&process.pid)) {
+    for process in table.values().filter(|process| !skipped(process.pid) && !found.contains_key(&process.pid))
+    {
         let held: Vec<&PodIds> = pods
             .iter()
             .filter(|pod| process.files.iter().any(|file| file.contains(pod.pod.as_str())))
@@ -236,10 +252,8 @@ fn by_origin(table: &Table, known: &Known, skipped: Skipped<'_>, found: &mut BTr
 /// Tells apart what ties alone do not: monitors, shims and pause containers among a pod's processes.
 fn name_roles(table: &Table, pods: &[PodIds], known: &Known, found: &mut BTreeMap<i32, Found>) {
     let own_namespace = known.observers.iter().find_map(|pid| table.get(pid)?.pid_namespace);
-    let parents: BTreeMap<i32, String> = found
-        .iter()
-        .filter_map(|(pid, tie)| Some((table.get(pid)?.parent, tie.pod.clone()?)))
-        .collect();
+    let parents: BTreeMap<i32, String> =
+        found.iter().filter_map(|(pid, tie)| Some((table.get(pid)?.parent, tie.pod.clone()?))).collect();
     for (pid, tie) in found.iter_mut().filter(|(_, tie)| tie.role == Role::Helper) {
         let Some(process) = table.get(pid) else { continue };
         let contained = process.pid_namespace.is_some() && process.pid_namespace != own_namespace;

@@ -86,7 +86,8 @@ impl BareBoot {
 
     fn with(pid: i32, program: PathBuf, arguments: Vec<OsString>) -> Result<Self, BareBootError> {
         let append = arguments.iter().skip_while(|word| *word != "-append").nth(1);
-        let append = append.ok_or(BareBootError::Unknown { pid, reason: "it was given no kernel command line" })?;
+        let append =
+            append.ok_or(BareBootError::Unknown { pid, reason: "it was given no kernel command line" })?;
         let key = BootParams::parse(&append.to_string_lossy())
             .map_err(|source| BareBootError::NoKey { pid, source })?
             .link_key;
@@ -99,7 +100,8 @@ impl BareBoot {
     /// Boots once: from the start of the process to the agent's ready message. The machine is gone afterwards.
     pub async fn run(&self, limit: Duration) -> Result<Duration, BareBootError> {
         let host = |action| move |source| BareBootError::Host { action, source };
-        let dir = tempfile::Builder::new().prefix("sandboxer-bare-").tempdir().map_err(host("make a directory"))?;
+        let dir =
+            tempfile::Builder::new().prefix("sandboxer-bare-").tempdir().map_err(host("make a directory"))?;
         // Sockets that exist before the machine does: nothing has to wait for them.
         let mut listeners = Vec::new();
         let mut arguments = self.arguments.clone();
@@ -129,8 +131,7 @@ impl BareBoot {
             link::greet(&mut stream, &self.key).await?;
             Ok(begun.elapsed())
         };
-        let outcome =
-            tokio::time::timeout(limit, ready).await.unwrap_or_else(|_| Err(BareBootError::Timeout(limit)));
+        let outcome = tokio::time::timeout(limit, ready).await.unwrap_or(Err(BareBootError::Timeout(limit)));
         machine.kill().await.map_err(host("end a VMM"))?;
         outcome
     }

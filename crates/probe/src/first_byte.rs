@@ -64,10 +64,8 @@ impl FirstByte {
 impl LogWatch {
     /// Watches an existing directory.
     pub fn new(dir: &Path) -> Result<Self, WatchError> {
-        let failed = |source: rustix::io::Errno| WatchError::Watch {
-            path: dir.to_owned(),
-            source: source.into(),
-        };
+        let failed =
+            |source: rustix::io::Errno| WatchError::Watch { path: dir.to_owned(), source: source.into() };
         let events = inotify::init(inotify::CreateFlags::CLOEXEC).map_err(failed)?;
         inotify::add_watch(&events, dir, inotify::WatchFlags::MODIFY).map_err(failed)?;
         let stop = Arc::new(eventfd(0, EventfdFlags::CLOEXEC).map_err(failed)?);
@@ -83,16 +81,8 @@ impl LogWatch {
                     }
                 }
             })
-            .map_err(|source| WatchError::Watch {
-                path: dir.to_owned(),
-                source,
-            })?;
-        Ok(Self {
-            dir: dir.to_owned(),
-            waiting,
-            stop,
-            thread: Some(thread),
-        })
+            .map_err(|source| WatchError::Watch { path: dir.to_owned(), source })?;
+        Ok(Self { dir: dir.to_owned(), waiting, stop, thread: Some(thread) })
     }
 
     /// The directory.
@@ -130,10 +120,7 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 fn watch(events: &OwnedFd, stop: &OwnedFd, waiting: &Waiting) -> String {
     let mut buffer = [MaybeUninit::uninit(); 16 << 10];
     loop {
-        let mut ready = [
-            PollFd::new(events, PollFlags::IN),
-            PollFd::new(stop, PollFlags::IN),
-        ];
+        let mut ready = [PollFd::new(events, PollFlags::IN), PollFd::new(stop, PollFlags::IN)];
         match poll(&mut ready, None) {
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(error) => return error.to_string(),
@@ -189,11 +176,7 @@ mod tests {
         assert!(seen >= before, "stamped before it was written");
         assert!(seen.saturating_duration_since(written) < Duration::from_secs(5));
         // Created and never written: no byte, so no stamp.
-        assert!(
-            tokio::time::timeout(Duration::from_millis(50), b.seen())
-                .await
-                .is_err()
-        );
+        assert!(tokio::time::timeout(Duration::from_millis(50), b.seen()).await.is_err());
     }
 
     #[tokio::test]

@@ -176,7 +176,8 @@ mod tests {
 
     #[test]
     fn management_is_what_published_figures_count() {
-        let by_role = [(Role::Daemon, 1), (Role::Shim, 2), (Role::Pause, 4), (Role::Vmm, 8), (Role::GuestMemory, 16)];
+        let by_role =
+            [(Role::Daemon, 1), (Role::Shim, 2), (Role::Pause, 4), (Role::Vmm, 8), (Role::GuestMemory, 16)];
         let ledger = Ledger { by_role: by_role.into(), ..Ledger::default() };
         assert_eq!((ledger.management_kib(), ledger.total_kib()), (3, 31));
     }

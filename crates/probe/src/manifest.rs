@@ -102,7 +102,14 @@ fn host_facts(root: Option<&Path>) -> Facts {
         entries.filter(|entry| is_numbered(&entry.file_name().to_string_lossy(), prefix)).count()
     };
     let memory = text("/proc/meminfo").and_then(|memory| {
-        memory.lines().find_map(|line| line.strip_prefix("MemTotal:"))?.trim().split(' ').next()?.parse::<u64>().ok()
+        memory
+            .lines()
+            .find_map(|line| line.strip_prefix("MemTotal:"))?
+            .trim()
+            .split(' ')
+            .next()?
+            .parse::<u64>()
+            .ok()
     });
     let load: Option<Vec<f64>> = text("/proc/loadavg")
         .map(|load| load.split(' ').take(3).filter_map(|average| average.parse().ok()).collect());
@@ -121,14 +128,18 @@ fn host_facts(root: Option<&Path>) -> Facts {
         ("kernel".into(), told("/proc/sys/kernel/osrelease")),
         ("governor".into(), told("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")),
         ("load_average_before".into(), load.map_or_else(|| unknown("its load"), Value::from)),
-        ("cgroups".into(), json!(if Path::new("/sys/fs/cgroup/cgroup.controllers").exists() { "v2" } else { "v1" })),
+        (
+            "cgroups".into(),
+            json!(if Path::new("/sys/fs/cgroup/cgroup.controllers").exists() { "v2" } else { "v1" }),
+        ),
         ("storage".into(), root.map_or_else(|| unknown("the runtime's root"), storage)),
         ("nic_offloads".into(), not_measured("no figure of this run goes over a NIC")),
     ])
 }
 
 fn is_numbered(name: &str, prefix: &str) -> bool {
-    name.strip_prefix(prefix).is_some_and(|number| !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit()))
+    name.strip_prefix(prefix)
+        .is_some_and(|number| !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit()))
 }
 
 /// File system and block device under a path.
@@ -167,7 +178,8 @@ async fn cri_facts(runtime: &Runtime, handlers: &[String]) -> (Facts, BTreeMap<S
     if let Some(root) = config.get("containerdRootDir") {
         facts.insert("root".into(), root.clone());
     }
-    let runtimes = handlers.iter().map(|handler| (handler.clone(), handler_facts(&config, handler))).collect();
+    let runtimes =
+        handlers.iter().map(|handler| (handler.clone(), handler_facts(&config, handler))).collect();
     (facts, runtimes)
 }
 

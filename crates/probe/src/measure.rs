@@ -95,7 +95,8 @@ impl Bench {
         let trace = self.trace.as_ref().ok_or(BareMachineError::NoTrace)?;
         let name = format!("{}-bare", recipe.run);
         let start =
-            timeline::start(&self.runtime, &self.watch, recipe, handler, &name, &CancellationToken::new()).await;
+            timeline::start(&self.runtime, &self.watch, recipe, handler, &name, &CancellationToken::new())
+                .await;
         let machine = match (&start.end, &start.pod_id) {
             (Ok(()), Some(id)) => match trace.pod(id).await {
                 Ok(pod) => BareBoot::like(pod.vmm_pid as i32).map_err(BareMachineError::from),
@@ -127,7 +128,8 @@ impl Bench {
             store.as_mut().map_or(Ok(()), |store| store.sample(sample).map_err(|error| chain(&error)))
         };
         let run =
-            startup::run(&self.runtime, self.watch.clone(), self.trace.as_ref(), plan, cancel, &mut keep).await;
+            startup::run(&self.runtime, self.watch.clone(), self.trace.as_ref(), plan, cancel, &mut keep)
+                .await;
         report.add_startup(&plan.runtimes, &run.samples, &run.batches);
         report.add_bare_boots(&plan.runtimes[0], &run.samples, &run.bare_boots, &run.bare_failures);
         report.notes.extend(run.notes);

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use tokio_util::sync::CancellationToken;
 
-use crate::first_byte::LogWatch;
 use crate::attribution::Role;
+use crate::first_byte::LogWatch;
 use crate::ledger::{self, Ledger, LedgerError};
 use crate::runtime::{Listed, Runtime};
 use crate::timeline::{self, RUN_LABEL, Recipe};
@@ -138,7 +138,9 @@ impl Column<'_> {
                 return Err("interrupted".into());
             }
             if !still {
-                points.notes.push(format!("{handler} with {count} pods: memory still changed when it was taken"));
+                points
+                    .notes
+                    .push(format!("{handler} with {count} pods: memory still changed when it was taken"));
             }
             if ledger.pods != count as usize {
                 points.notes.push(format!("{handler}: {} of {count} pods were ready", ledger.pods));
@@ -172,7 +174,8 @@ impl Column<'_> {
             .map(|index| async move {
                 let name = format!("{run}-{handler}-{}-{index}", self.repetition);
                 let recipe = &self.sweep.recipe;
-                let start = timeline::start(self.runtime, self.watch, recipe, handler, &name, self.cancel).await;
+                let start =
+                    timeline::start(self.runtime, self.watch, recipe, handler, &name, self.cancel).await;
                 start.end.map_err(|error| format!("pod {} of {to} on {handler}: {error}", index + 1))
             })
             .buffer_unordered(AT_ONCE)
@@ -203,7 +206,9 @@ impl Column<'_> {
     async fn ledger(&self) -> Result<Ledger, String> {
         let run = &self.sweep.recipe.run;
         let mine = |pod: &Listed| pod.labels.get(RUN_LABEL) == Some(run);
-        ledger::take(self.runtime, mine, &self.residents).await.map_err(|error: LedgerError| error.to_string())
+        ledger::take(self.runtime, mine, &self.residents)
+            .await
+            .map_err(|error: LedgerError| error.to_string())
     }
 }
 
@@ -239,7 +244,8 @@ mod tests {
 
     #[test]
     fn a_line_is_found_again() {
-        let points: Vec<_> = FULL_SWEEP.iter().map(|&n| (f64::from(n), 12_000.0 + 150.0 * f64::from(n))).collect();
+        let points: Vec<_> =
+            FULL_SWEEP.iter().map(|&n| (f64::from(n), 12_000.0 + 150.0 * f64::from(n))).collect();
         let line = regression(&points).unwrap();
         assert!((line.slope - 150.0).abs() < 1e-9 && (line.intercept - 12_000.0).abs() < 1e-6);
         assert!((line.r2 - 1.0).abs() < 1e-12);

@@ -117,7 +117,7 @@ impl PodOptions {
                     }),
                     ..Default::default()
                 }),
-                resources: self.resources.as_ref().map(Resources::to_cri),
+                resources: self.resources.map(Resources::to_cri),
                 ..Default::default()
             }),
             ..Default::default()
@@ -198,7 +198,7 @@ impl ContainerOptions {
             stdin: self.stdin,
             tty: self.tty,
             linux: Some(cri::LinuxContainerConfig {
-                resources: self.resources.as_ref().map(Resources::to_cri),
+                resources: self.resources.map(Resources::to_cri),
                 security_context: Some(self.security.to_cri(network)),
             }),
             ..Default::default()
@@ -242,7 +242,7 @@ pub struct Resources {
 }
 
 impl Resources {
-    fn to_cri(&self) -> cri::LinuxContainerResources {
+    fn to_cri(self) -> cri::LinuxContainerResources {
         let period = if self.cpu_quota != 0 && self.cpu_period == 0 { 100_000 } else { self.cpu_period };
         cri::LinuxContainerResources {
             cpu_quota: self.cpu_quota,

@@ -1,7 +1,7 @@
 //! Proportional set size: each page counted to a process by its share in it, so that sums over processes
 //! count no page twice.
 
-use procfs::process::{MMapPath, MMPermissions, MemoryMap, Process};
+use procfs::process::{MMPermissions, MMapPath, MemoryMap, Process};
 
 /// A mapping this large, readable, writable and not executable, is a guest's memory: a VMM itself has no use
 /// for one. Bytes.
@@ -14,7 +14,9 @@ pub enum PssError {
     #[error("process {0} has ended")]
     Gone(i32),
     /// Only its owner and root may look.
-    #[error("not permitted to read the memory of process {0}: run as root, or its PSS is missing from the sum")]
+    #[error(
+        "not permitted to read the memory of process {0}: run as root, or its PSS is missing from the sum"
+    )]
     Denied(i32),
     /// Something else.
     #[error("cannot read the memory of process {pid}")]

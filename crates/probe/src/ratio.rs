@@ -40,11 +40,7 @@ impl Ratio {
         ratios.sort_by(f64::total_cmp);
         let tail = (1.0 - CONFIDENCE) / 2.0;
         let end = |part: f64| ratios.get((part * ratios.len() as f64) as usize).copied();
-        Some(Self {
-            p50,
-            ci_low: end(tail)?,
-            ci_high: end(1.0 - tail).or(ratios.last().copied())?,
-        })
+        Some(Self { p50, ci_low: end(tail)?, ci_high: end(1.0 - tail).or(ratios.last().copied())? })
     }
 
     /// True when the interval spans 1: the data show no difference.
@@ -56,16 +52,8 @@ impl Ratio {
 /// For people: "2.31 × (95 % CI 2.24 to 2.39)".
 impl std::fmt::Display for Ratio {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(
-            f,
-            "{:.2} × (95 % CI {:.2} to {:.2}",
-            self.p50, self.ci_low, self.ci_high
-        )?;
-        f.write_str(if self.shows_no_difference() {
-            "; no difference shown)"
-        } else {
-            ")"
-        })
+        write!(f, "{:.2} × (95 % CI {:.2} to {:.2}", self.p50, self.ci_low, self.ci_high)?;
+        f.write_str(if self.shows_no_difference() { "; no difference shown)" } else { ")" })
     }
 }
 
@@ -105,10 +93,7 @@ mod tests {
             .count();
         // Three standard errors of a proportion of 0.95 at 400 runs are 0.033.
         let part = held as f64 / f64::from(runs);
-        assert!(
-            (part - CONFIDENCE).abs() < 0.033,
-            "{part} of the intervals held the true ratio"
-        );
+        assert!((part - CONFIDENCE).abs() < 0.033, "{part} of the intervals held the true ratio");
     }
 
     #[test]

@@ -231,7 +231,8 @@ impl Report {
             }
             for point in points {
                 for missing in &point.ledger.missing {
-                    self.not_measured.insert(format!("memory.{runtime}.{}", point.ledger.pods), missing.clone());
+                    self.not_measured
+                        .insert(format!("memory.{runtime}.{}", point.ledger.pods), missing.clone());
                 }
             }
         }

@@ -74,8 +74,7 @@ pub struct Sample {
 impl Sample {
     /// The time that counts, for pods that count.
     pub fn time(&self) -> Option<f64> {
-        self.first_byte_ms
-            .filter(|_| self.outcome == Outcome::Ok && !self.warm_up)
+        self.first_byte_ms.filter(|_| self.outcome == Outcome::Ok && !self.warm_up)
     }
 
     /// True for a failure that counts.
@@ -165,19 +164,13 @@ impl<W: Write> SampleWriter<W> {
             sample.failed_at.clone(),
             sample.error.clone(),
         ];
-        row.extend(
-            Stage::ALL
-                .iter()
-                .map(|stage| ms(sample.stages.get(stage).copied())),
-        );
+        row.extend(Stage::ALL.iter().map(|stage| ms(sample.stages.get(stage).copied())));
         self.rows.write_record(row).map_err(SamplesError::Write)?;
         self.flush()
     }
 
     fn flush(&mut self) -> Result<(), SamplesError> {
-        self.rows
-            .flush()
-            .map_err(|error| SamplesError::Write(error.into()))
+        self.rows.flush().map_err(|error| SamplesError::Write(error.into()))
     }
 }
 
@@ -189,21 +182,14 @@ fn ms(time: Option<f64>) -> String {
 /// Reads what [`SampleWriter`] wrote. Columns are found by name; a stage that has none is not known.
 pub fn read_samples(from: impl Read, path: &Path) -> Result<Vec<Sample>, SamplesError> {
     let name = path.display().to_string();
-    let read = |source| SamplesError::Read {
-        path: name.clone(),
-        source,
-    };
+    let read = |source| SamplesError::Read { path: name.clone(), source };
     let mut rows = csv::Reader::from_reader(from);
     let heading = rows.headers().map_err(read)?.clone();
     let column = |name: &str| heading.iter().position(|heading| heading == name);
     let mut samples = Vec::new();
     for (index, row) in rows.records().enumerate() {
         let row = row.map_err(read)?;
-        let bad = |reason: String| SamplesError::Value {
-            path: name.clone(),
-            row: index + 1,
-            reason,
-        };
+        let bad = |reason: String| SamplesError::Value { path: name.clone(), row: index + 1, reason };
         let text = |field: &str| {
             column(field)
                 .and_then(|at| row.get(at))
@@ -221,9 +207,7 @@ pub fn read_samples(from: impl Read, path: &Path) -> Result<Vec<Sample>, Samples
             }
         };
         let whole = |field: &str| -> Result<u32, SamplesError> {
-            text(field)?
-                .parse()
-                .map_err(|_| bad(format!("no whole number in column '{field}'")))
+            text(field)?.parse().map_err(|_| bad(format!("no whole number in column '{field}'")))
         };
         let mut stages = BTreeMap::new();
         for stage in Stage::ALL {
@@ -306,12 +290,7 @@ mod tests {
     fn a_damaged_row_is_named() {
         let text = "runtime,mode,round,index,warm_up,released_ms,pod_ms,created_ms,started_ms,first_byte_ms,\
                     outcome,failed_at,error\nrunc,serial,0,0,false,0,1,2,soon,4,ok,,\n";
-        let error = read_samples(text.as_bytes(), Path::new("s.csv"))
-            .unwrap_err()
-            .to_string();
-        assert!(
-            error.contains("s.csv: row 1") && error.contains("soon"),
-            "{error}"
-        );
+        let error = read_samples(text.as_bytes(), Path::new("s.csv")).unwrap_err().to_string();
+        assert!(error.contains("s.csv: row 1") && error.contains("soon"), "{error}");
     }
 }

@@ -106,9 +106,7 @@ pub async fn check(runtime: &Runtime, plan: &Plan) -> Result<Version, PlanError>
         return Err(PlanError::Empty("name at least one runtime handler"));
     }
     if plan.serial == 0 && (plan.rounds == 0 || plan.group == 0) {
-        return Err(PlanError::Empty(
-            "neither serial nor parallel starts were asked for",
-        ));
+        return Err(PlanError::Empty("neither serial nor parallel starts were asked for"));
     }
     let version = runtime.version().await?;
     check_handlers(runtime, &plan.runtimes).await?;
@@ -162,9 +160,7 @@ pub async fn run(
     run.partial = ended.err();
     match timeline::remove_all(runtime, &plan.recipe.run).await {
         Ok(0) => {}
-        Ok(count) => run
-            .notes
-            .push(format!("{count} pods had to be removed a second time")),
+        Ok(count) => run.notes.push(format!("{count} pods had to be removed a second time")),
         Err(error) => run.notes.push(format!(
             "pods labelled {}={} may be left: {error}",
             timeline::RUN_LABEL,
@@ -201,13 +197,8 @@ impl Runner {
         for (rounds, warm_up) in [(plan.warm_up, true), (plan.serial, false)] {
             for round in 0..rounds {
                 for handler in &plan.runtimes {
-                    let place = Place {
-                        handler: handler.clone(),
-                        mode: Mode::Serial,
-                        round,
-                        index: 0,
-                        warm_up,
-                    };
+                    let place =
+                        Place { handler: handler.clone(), mode: Mode::Serial, round, index: 0, warm_up };
                     self.one(place, sink).await?;
                 }
                 if let Some(machine) = &plan.bare_boot {
@@ -230,15 +221,9 @@ impl Runner {
 
     async fn one(&mut self, place: Place, sink: Sink<'_>) -> Result<(), String> {
         let name = self.name();
-        let start = timeline::start(
-            &self.runtime,
-            &self.watch,
-            &self.recipe,
-            &place.handler,
-            &name,
-            &self.cancel,
-        )
-        .await;
+        let start =
+            timeline::start(&self.runtime, &self.watch, &self.recipe, &place.handler, &name, &self.cancel)
+                .await;
         self.finish(place, &name, start, sink).await
     }
 
@@ -273,13 +258,8 @@ impl Runner {
         }
         let mut ended = Ok(());
         for (index, name, start) in starts {
-            let place = Place {
-                handler: handler.to_owned(),
-                mode: Mode::Parallel,
-                round,
-                index,
-                warm_up: false,
-            };
+            let place =
+                Place { handler: handler.to_owned(), mode: Mode::Parallel, round, index, warm_up: false };
             // The first reason to end counts; the other pods are removed and kept all the same.
             let finished = self.finish(place, &name, start, sink).await;
             ended = ended.and(finished);
@@ -290,22 +270,11 @@ impl Runner {
     /// Records a start and removes its pod.
     async fn finish(&mut self, place: Place, name: &str, start: Start, sink: Sink<'_>) -> Result<(), String> {
         let sample = self.sample(&place, &start).await;
-        let gone = matches!(
-            start.end,
-            Err(StartError::Runtime(RuntimeError::Unreachable { .. }))
-        );
-        let removed = timeline::remove(
-            &self.runtime,
-            &self.watch,
-            &self.recipe,
-            name,
-            start.pod_id.as_deref(),
-        )
-        .await;
+        let gone = matches!(start.end, Err(StartError::Runtime(RuntimeError::Unreachable { .. })));
+        let removed =
+            timeline::remove(&self.runtime, &self.watch, &self.recipe, name, start.pod_id.as_deref()).await;
         if let Err(error) = removed {
-            self.run
-                .notes
-                .push(format!("pod {name} on {}: {error}", place.handler));
+            self.run.notes.push(format!("pod {name} on {}: {error}", place.handler));
         }
         let stored = sink(&sample);
         let interrupted = sample.outcome == Outcome::Interrupted;
@@ -360,9 +329,7 @@ fn batch(handler: &str, round: u32, starts: &[(u32, String, Start)]) -> Option<B
             Some(start.released + start.stamps.first_byte?)
         })
         .collect();
-    let wall = ends
-        .and_then(|ends| ends.into_iter().max())
-        .map(|end| end.saturating_duration_since(first));
+    let wall = ends.and_then(|ends| ends.into_iter().max()).map(|end| end.saturating_duration_since(first));
     Some(Batch {
         runtime: handler.to_owned(),
         round,

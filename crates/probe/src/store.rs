@@ -180,7 +180,8 @@ pub fn load(dir: &Path) -> Result<Loaded, StoreError> {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
         Err(error) => return Err(io("read", &path)(error)),
     };
-    let name = dir.file_name().map_or_else(|| dir.display().to_string(), |name| name.to_string_lossy().into_owned());
+    let name =
+        dir.file_name().map_or_else(|| dir.display().to_string(), |name| name.to_string_lossy().into_owned());
     Ok(Loaded { name, report, samples })
 }
 

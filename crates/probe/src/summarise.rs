@@ -66,7 +66,10 @@ pub fn parse(text: &str) -> Result<Times, TextError> {
             0 => {}
             1 | 2 => rows.push((index + 1, words)),
             many => {
-                return Err(TextError::Line { line: index + 1, reason: format!("{many} columns; one or two expected") });
+                return Err(TextError::Line {
+                    line: index + 1,
+                    reason: format!("{many} columns; one or two expected"),
+                });
             }
         }
     }
@@ -116,7 +119,9 @@ fn is_failure(word: &str) -> bool {
 }
 
 fn counts_up(values: &[f64]) -> bool {
-    values.len() > 1 && (values[0] == 0.0 || values[0] == 1.0) && values.windows(2).all(|pair| pair[1] - pair[0] == 1.0)
+    values.len() > 1
+        && (values[0] == 0.0 || values[0] == 1.0)
+        && values.windows(2).all(|pair| pair[1] - pair[0] == 1.0)
 }
 
 fn is_distribution(values: &[f64], parts: &[f64]) -> bool {
@@ -164,11 +169,14 @@ mod tests {
         assert_eq!(parse("1 500\n2 400\n3 450\n").unwrap().times, [500.0, 400.0, 450.0]);
         assert_eq!(parse("pod-a 500\npod-b 400\n").unwrap().times, [500.0, 400.0]);
         assert_eq!(parse("500 7\n400 9\n").unwrap().times, [500.0, 400.0]);
-        assert_eq!(parse("500 ok\nfailed no\n").unwrap(), Times {
-            times: vec![500.0],
-            failures: 1,
-            read_as: "a sample a line, the second column not looked at"
-        });
+        assert_eq!(
+            parse("500 ok\nfailed no\n").unwrap(),
+            Times {
+                times: vec![500.0],
+                failures: 1,
+                read_as: "a sample a line, the second column not looked at"
+            }
+        );
     }
 
     #[test]
@@ -185,7 +193,10 @@ mod tests {
     #[test]
     fn a_line_that_is_none_is_named() {
         for (text, line) in [("1\n2\nx7\n", 3), ("1\n2 3\n", 2), ("1 2 3\n", 1), ("5\n-3\n", 2)] {
-            assert!(matches!(parse(text), Err(TextError::Line { line: found, .. }) if found == line), "{text}");
+            assert!(
+                matches!(parse(text), Err(TextError::Line { line: found, .. }) if found == line),
+                "{text}"
+            );
         }
         assert_eq!(parse("# nothing\n"), Err(TextError::Empty));
     }

@@ -114,21 +114,12 @@ mod tests {
     #[test]
     fn nearest_rank_as_defined() {
         let five = [15.0, 20.0, 35.0, 40.0, 50.0];
-        for (percent, expected) in [
-            (5.0, 15.0),
-            (30.0, 20.0),
-            (40.0, 20.0),
-            (50.0, 35.0),
-            (100.0, 50.0),
-        ] {
+        for (percent, expected) in [(5.0, 15.0), (30.0, 20.0), (40.0, 20.0), (50.0, 35.0), (100.0, 50.0)] {
             assert_eq!(nearest_rank(&five, percent), Some(expected), "p{percent}");
         }
         let hundred: Vec<f64> = (1..=100).map(f64::from).collect();
         for percent in 1..=100 {
-            assert_eq!(
-                nearest_rank(&hundred, f64::from(percent)),
-                Some(f64::from(percent))
-            );
+            assert_eq!(nearest_rank(&hundred, f64::from(percent)), Some(f64::from(percent)));
         }
         assert_eq!(nearest_rank(&[], 50.0), None);
     }

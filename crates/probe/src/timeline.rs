@@ -41,9 +41,7 @@ pub struct Recipe {
 impl Recipe {
     /// What is run when nobody asks for something else: one byte more than nothing, then sleep.
     pub fn default_command() -> Vec<String> {
-        ["sh", "-c", "echo started; exec sleep 86400"]
-            .map(str::to_owned)
-            .to_vec()
+        ["sh", "-c", "echo started; exec sleep 86400"].map(str::to_owned).to_vec()
     }
 
     fn pod(&self, name: &str, handler: &str, logs: PathBuf) -> PodOptions {
@@ -186,9 +184,7 @@ pub async fn start(
 
 /// That the first line in a CRI log (`time stream tag text`) is stdout's. After the last stamp.
 async fn check_output(log: &std::path::Path) -> Result<(), StartError> {
-    let text = tokio::fs::read(log)
-        .await
-        .map_err(|error| StartError::NotItsOutput(error.to_string()))?;
+    let text = tokio::fs::read(log).await.map_err(|error| StartError::NotItsOutput(error.to_string()))?;
     let line = text.split(|&byte| byte == b'\n').next().unwrap_or_default();
     let line = String::from_utf8_lossy(line);
     match line.split(' ').nth(1) {
@@ -225,10 +221,7 @@ pub async fn remove_all(runtime: &Runtime, run: &str) -> Result<usize, RuntimeEr
         let (runtime, id) = (runtime.clone(), id.clone());
         ends.spawn(async move { end(&runtime, &id).await });
     }
-    ends.join_all()
-        .await
-        .into_iter()
-        .collect::<Result<Vec<()>, _>>()?;
+    ends.join_all().await.into_iter().collect::<Result<Vec<()>, _>>()?;
     Ok(ids.len())
 }
 
@@ -236,15 +229,8 @@ async fn find<const N: usize>(
     runtime: &Runtime,
     labels: [(&str, &str); N],
 ) -> Result<Vec<String>, RuntimeError> {
-    let labels = labels
-        .map(|(key, value)| (key.to_owned(), value.to_owned()))
-        .into();
-    Ok(runtime
-        .pods(&labels)
-        .await?
-        .into_iter()
-        .map(|pod| pod.id)
-        .collect())
+    let labels = labels.map(|(key, value)| (key.to_owned(), value.to_owned())).into();
+    Ok(runtime.pods(&labels).await?.into_iter().map(|pod| pod.id).collect())
 }
 
 async fn end(runtime: &Runtime, id: &str) -> Result<(), RuntimeError> {
@@ -252,14 +238,12 @@ async fn end(runtime: &Runtime, id: &str) -> Result<(), RuntimeError> {
         runtime.stop_pod(id).await?;
         runtime.remove_pod(id).await
     };
-    tokio::time::timeout(REMOVAL_LIMIT, both)
-        .await
-        .unwrap_or_else(|_| {
-            Err(RuntimeError::Refused {
-                call: "RemovePodSandbox",
-                subject: id.to_owned(),
-                code: tonic::Code::DeadlineExceeded,
-                message: format!("not removed within {REMOVAL_LIMIT:?}"),
-            })
+    tokio::time::timeout(REMOVAL_LIMIT, both).await.unwrap_or_else(|_| {
+        Err(RuntimeError::Refused {
+            call: "RemovePodSandbox",
+            subject: id.to_owned(),
+            code: tonic::Code::DeadlineExceeded,
+            message: format!("not removed within {REMOVAL_LIMIT:?}"),
         })
+    })
 }

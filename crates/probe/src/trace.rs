@@ -20,10 +20,7 @@ pub struct Trace {
 impl Trace {
     /// Speaks to the daemon at this socket, from the first call on.
     pub fn connect(socket: &Path) -> Self {
-        Self {
-            socket: socket.to_owned(),
-            client: AdminClient::new(channel(socket.to_owned())),
-        }
+        Self { socket: socket.to_owned(), client: AdminClient::new(channel(socket.to_owned())) }
     }
 
     /// The socket.
@@ -38,12 +35,7 @@ impl Trace {
 
     /// What the daemon says of a pod.
     pub async fn pod(&self, id: &str) -> Result<Pod, tonic::Status> {
-        Ok(self
-            .client
-            .clone()
-            .inspect_pod(InspectPodRequest { id: id.to_owned() })
-            .await?
-            .into_inner())
+        Ok(self.client.clone().inspect_pod(InspectPodRequest { id: id.to_owned() }).await?.into_inner())
     }
 
     /// Durations of a pod's stages, ms, those of its containers added. Empty for a pod of another runtime.
@@ -54,11 +46,7 @@ impl Trace {
 
 fn stages(pod: &Pod) -> BTreeMap<Stage, f64> {
     let mut sums = BTreeMap::new();
-    for time in pod
-        .stages
-        .iter()
-        .chain(pod.containers.iter().flat_map(|container| &container.stages))
-    {
+    for time in pod.stages.iter().chain(pod.containers.iter().flat_map(|container| &container.stages)) {
         if let Some(stage) = known(time) {
             *sums.entry(stage).or_default() += time.duration_ns as f64 / 1e6;
         }

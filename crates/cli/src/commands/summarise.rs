@@ -27,7 +27,8 @@ pub fn run(args: Args, global: &Global) -> Result<()> {
         } else {
             std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?
         };
-        let times = summarise::parse(&text).with_context(|| format!("{} holds no samples", path.display()))?;
+        let times =
+            summarise::parse(&text).with_context(|| format!("{} holds no samples", path.display()))?;
         let summary = times.summary();
         if global.json {
             let mut object = serde_json::to_value(&summary)?;

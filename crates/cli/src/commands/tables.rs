@@ -36,12 +36,11 @@ pub fn mb(kib: f64) -> String {
 
 /// Start-up: one line per runtime and mode, then ratios and what the observer cost.
 pub fn startup(report: &Report) -> String {
-    let mut rows = table(
-        &["runtime", "mode", "n", "failed", "min", "p50", "p90", "p95", "p99", "max", "mean", "sd"],
-        2,
-    );
+    let mut rows =
+        table(&["runtime", "mode", "n", "failed", "min", "p50", "p90", "p95", "p99", "max", "mean", "sd"], 2);
     for series in &report.series {
-        let mode = if series.group > 1 { format!("{} × {}", series.mode, series.group) } else { "serial".into() };
+        let mode =
+            if series.group > 1 { format!("{} × {}", series.mode, series.group) } else { "serial".into() };
         let mut row = vec![series.runtime.clone(), mode];
         row.extend(figures(&series.summary));
         rows.add_row(row);
@@ -56,12 +55,16 @@ pub fn startup(report: &Report) -> String {
         row.extend(figures(&bare.summary));
         rows.add_row(row);
     }
-    let mut text = format!("start-up, ms from the pod's release to its container's first byte on stdout\n\n{rows}\n");
+    let mut text =
+        format!("start-up, ms from the pod's release to its container's first byte on stdout\n\n{rows}\n");
     for ratio in &report.ratios {
         text += &format!("\n{} over {}, {}: {}", ratio.a, ratio.b, ratio.mode, ratio.ratio);
     }
     if let Some((bare, over)) = report.bare_boot.as_ref().and_then(|bare| Some((bare, bare.over?))) {
-        text += &format!("\n{} over the bare boot of its machine to the agent's ready message: {over}", bare.like);
+        text += &format!(
+            "\n{} over the bare boot of its machine to the agent's ready message: {over}",
+            bare.like
+        );
     }
     if let Some(overhead) = &report.overhead {
         text += &format!(
@@ -80,7 +83,9 @@ pub fn startup(report: &Report) -> String {
 fn stages(series: &sandboxer_probe::report::Series) -> Table {
     let mut rows = table(&["stage", "n", "p50", "p90", "p99", "max"], 1);
     let rest = series.unexplained.as_ref().map(|summary| ("unexplained".to_owned(), summary));
-    for (name, summary) in series.stages.iter().map(|(stage, summary)| (stage.to_string(), summary)).chain(rest) {
+    for (name, summary) in
+        series.stages.iter().map(|(stage, summary)| (stage.to_string(), summary)).chain(rest)
+    {
         rows.add_row([
             name,
             summary.n.to_string(),
@@ -101,8 +106,10 @@ pub fn figures(summary: &Summary) -> Vec<String> {
 
 /// Memory: one line per runtime and pod count, then growth per pod.
 pub fn memory(report: &Report) -> String {
-    let roles: Vec<Role> =
-        Role::ALL.into_iter().filter(|role| report.memory.iter().any(|row| row.by_role.contains_key(role))).collect();
+    let roles: Vec<Role> = Role::ALL
+        .into_iter()
+        .filter(|role| report.memory.iter().any(|row| row.by_role.contains_key(role)))
+        .collect();
     let mut heading = vec!["runtime", "pods"];
     heading.extend(roles.iter().map(|role| role.as_str()));
     heading.extend(["management", "total", "goes away", "MemAvailable fell"]);
@@ -135,7 +142,8 @@ pub fn ledger(handler: &str, ledger: &Ledger) -> String {
     for entry in &ledger.entries {
         let pod = entry.found.pod.as_deref().map_or("–", |pod| pod.get(..13).unwrap_or(pod));
         for (role, kib) in &entry.pss_kib {
-            let cells = [role.as_str(), pod, &entry.name, &entry.found.tie, &entry.pid.to_string(), &mb(*kib as f64)];
+            let cells =
+                [role.as_str(), pod, &entry.name, &entry.found.tie, &entry.pid.to_string(), &mb(*kib as f64)];
             rows.add_row(cells);
         }
     }

@@ -14,7 +14,11 @@ use crate::Global;
 #[derive(Debug, Clone, clap::Args)]
 pub struct Target {
     /// CRI endpoint of the container runtime
-    #[arg(long, env = "CONTAINER_RUNTIME_ENDPOINT", default_value = "unix:///run/containerd/containerd.sock")]
+    #[arg(
+        long,
+        env = "CONTAINER_RUNTIME_ENDPOINT",
+        default_value = "unix:///run/containerd/containerd.sock"
+    )]
     pub endpoint: String,
     /// Image of the containers; must be on the node
     #[arg(long, default_value = "docker.io/library/busybox:latest")]

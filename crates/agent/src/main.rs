@@ -1,2 +1,135 @@
-//! placeholder
-fn main() {}
+//! PID 1 of a sandboxer guest: makes the guest ready, then runs containers for the host.
+//!
+//! ```text
+//!  main ─▶ init (mounts, cgroups, loopback) ─▶ port (the link) ─▶ service ─▶ containers ─▶ container
+//!                                                                              worker ◀──fork──┘
+//!                                                                                └▶ runtime (libcontainer)
+//! ```
+//!
+//! One process, one thread: so it may fork, and each operation of the container runtime runs in a
+//! process of its own (see [`worker`]).
+
+use std::{panic, sync::Arc};
+
+use anyhow::{Context as _, ensure};
+use futures::stream;
+use sandboxer_protocol::{
+    agent::{Ready, create_agent},
+    boot::BootParams,
+};
+use tokio::sync::mpsc;
+use ttrpc::r#async::{Server, transport::Listener};
+
+use crate::{
+    container::Shared, containers::Containers, events::Events, events::OomWatch, reaper::Reaper,
+    service::Service, worker::Workers,
+};
+
+mod cgroup;
+mod clock;
+mod console;
+mod container;
+mod containers;
+mod disk;
+mod events;
+mod failure;
+mod init;
+mod io;
+mod log;
+mod payload;
+mod pod;
+mod port;
+mod process;
+mod reaper;
+mod rootfs;
+mod runtime;
+mod service;
+mod spec;
+mod stats;
+mod sync;
+mod uevent;
+mod worker;
+
+fn main() -> anyhow::Result<()> {
+    let entered_ns = clock::boottime_ns();
+    // It mounts and powers off: never on a machine that runs something else.
+    ensure!(
+        std::process::id() == 1,
+        "sandboxer-agent runs as PID 1 of a guest only"
+    );
+    panic::set_hook(Box::new(on_panic));
+    let Err(error) = run(entered_ns);
+    log::say(&format!("fatal: {error:#}"));
+    // The kernel would panic if PID 1 returned, and say less.
+    Err(pod::power_off_now().into())
+}
+
+fn run(entered_ns: u64) -> anyhow::Result<std::convert::Infallible> {
+    init::prepare()?;
+    let cmdline =
+        std::fs::read_to_string("/proc/cmdline").context("failed to read the kernel command line")?;
+    let params = BootParams::parse(&cmdline)?;
+    log::start(params.log.as_deref());
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("failed to start the async runtime")?;
+    runtime.block_on(serve(params, entered_ns))
+}
+
+async fn serve(params: BootParams, entered_ns: u64) -> anyhow::Result<std::convert::Infallible> {
+    let reaper = Arc::<Reaper>::default();
+    let events = Arc::<Events>::default();
+    let oom = Arc::new(OomWatch::new(Arc::clone(&events)).context("failed to watch for the OOM killer")?);
+    let workers = Workers::new(Arc::clone(&reaper));
+    let shared = Shared {
+        reaper: Arc::clone(&reaper),
+        workers,
+        oom: Arc::clone(&oom),
+    };
+    let containers = Arc::new(Containers::new(Arc::new(shared)));
+    let service = Arc::new(Service {
+        containers,
+        events,
+        reaper: Arc::clone(&reaper),
+    });
+
+    let (sessions, accepted) = mpsc::channel(1);
+    let accepted = stream::unfold(accepted, async |mut accepted| {
+        let session = accepted.recv().await?;
+        Some((Ok(session), accepted))
+    });
+    let mut server = Server::new()
+        .add_listener(Listener::new(accepted))
+        .register_service(create_agent(service));
+    server
+        .start()
+        .await
+        .context("failed to serve the agent's protocol")?;
+
+    let kernel_release = pod::kernel_release();
+    let ready = move || Ready {
+        agent_version: env!("CARGO_PKG_VERSION").to_owned(),
+        kernel_release: kernel_release.clone(),
+        init_ns: entered_ns,
+        ready_ns: clock::boottime_ns(),
+        ..Ready::default()
+    };
+    tokio::select! {
+        ended = port::serve(&params.link_key, ready, sessions) => ended.context("link to the host failed")?,
+        ended = reaper.run() => ended.context("processes can no longer be reaped")?,
+        ended = oom.run() => ended.context("OOM watch failed")?,
+    }
+    anyhow::bail!("link to the host was closed")
+}
+
+/// A panic ends a worker with its words in the report of causes, and the agent with the guest.
+fn on_panic(info: &panic::PanicHookInfo<'_>) {
+    if log::is_worker() {
+        log::cause(log::LOGGED, &info.to_string());
+        // SAFETY: ends a worker without the agent's exit handlers.
+        unsafe { libc::_exit(101) };
+    }
+    log::say(&format!("fatal: {info}"));
+    log::say(&pod::power_off_now().to_string());
+}

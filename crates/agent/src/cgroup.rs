@@ -1,0 +1,196 @@
+//! One container's control group (v2), read and written as files.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use sandboxer_protocol::id::ContainerId;
+use tokio::time::{Instant, interval};
+
+const ROOT: &str = "/sys/fs/cgroup";
+/// Holds one group per container.
+const PARENT: &str = "sandboxer";
+
+/// Mount-independent path of a container's group, as the runtime spec wants it.
+pub fn spec_path(id: &ContainerId) -> PathBuf {
+    Path::new("/").join(PARENT).join(id)
+}
+
+/// Hands every controller down to the containers' groups.
+pub fn prepare() -> Result<(), (PathBuf, io::Error)> {
+    let named = |path: &Path| {
+        let path = path.to_owned();
+        move |error| (path, error)
+    };
+    let root = Path::new(ROOT);
+    let available = root.join("cgroup.controllers");
+    let controllers = fs::read_to_string(&available).map_err(named(&available))?;
+    let all: Vec<String> = controllers
+        .split_ascii_whitespace()
+        .map(|name| format!("+{name}"))
+        .collect();
+    let parent = root.join(PARENT);
+    fs::create_dir_all(&parent).map_err(named(&parent))?;
+    for group in [root, &parent] {
+        let control = group.join("cgroup.subtree_control");
+        fs::write(&control, all.join(" ")).map_err(named(&control))?;
+    }
+    Ok(())
+}
+
+/// A container's control group, or all containers'.
+#[derive(Debug, Clone)]
+pub struct Cgroup {
+    path: PathBuf,
+}
+
+impl Cgroup {
+    /// The group of container `id`; it need not exist.
+    pub fn of(id: &ContainerId) -> Self {
+        Self {
+            path: Path::new(ROOT).join(PARENT).join(id),
+        }
+    }
+
+    /// The group that holds all containers.
+    pub fn of_all() -> Self {
+        Self {
+            path: Path::new(ROOT).join(PARENT),
+        }
+    }
+
+    /// The group of the whole guest. It has fewer files than others.
+    pub fn of_guest() -> Self {
+        Self {
+            path: PathBuf::from(ROOT),
+        }
+    }
+
+    /// Where it is mounted.
+    pub fn file(&self, name: &str) -> PathBuf {
+        self.path.join(name)
+    }
+
+    /// A file's content.
+    pub fn read(&self, name: &str) -> io::Result<String> {
+        fs::read_to_string(self.file(name))
+    }
+
+    /// The value behind `key` in a flat keyed file, such as `memory.events`.
+    pub fn keyed(&self, name: &str, key: &str) -> Option<u64> {
+        keyed(&self.read(name).ok()?, key)
+    }
+
+    /// Kills every process in the group, however fast it forks.
+    pub fn kill(&self) -> io::Result<()> {
+        match fs::write(self.file("cgroup.kill"), "1") {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+            done => done,
+        }
+    }
+
+    /// Stops or resumes every process in the group; answers when the kernel has done it.
+    pub async fn freeze(&self, frozen: bool, deadline: Duration) -> io::Result<bool> {
+        fs::write(self.file("cgroup.freeze"), if frozen { "1" } else { "0" })?;
+        self.becomes("frozen", u64::from(frozen), deadline).await
+    }
+
+    /// Whether a process is left in the group or below it. A group that is gone is empty.
+    pub fn is_populated(&self) -> bool {
+        self.keyed("cgroup.events", "populated") == Some(1)
+    }
+
+    /// Whether the group is frozen.
+    pub fn is_frozen(&self) -> bool {
+        self.keyed("cgroup.events", "frozen") == Some(1)
+    }
+
+    /// Waits until no process is left.
+    pub async fn is_emptied(&self, deadline: Duration) -> bool {
+        !self.path.exists() || self.becomes("populated", 0, deadline).await.unwrap_or(true)
+    }
+
+    /// Waits until `key` of `cgroup.events` is `value`; `false` when `deadline` passes first.
+    async fn becomes(&self, key: &str, value: u64, deadline: Duration) -> io::Result<bool> {
+        let until = Instant::now() + deadline;
+        // The state changes within a few scheduler ticks; a watch would cost more than it saves.
+        let mut ticks = interval(Duration::from_millis(1));
+        loop {
+            if keyed(&self.read("cgroup.events")?, key) == Some(value) {
+                return Ok(true);
+            }
+            if Instant::now() >= until {
+                return Ok(false);
+            }
+            ticks.tick().await;
+        }
+    }
+
+    /// Pids of all processes in the group and the groups below it.
+    pub fn pids(&self) -> io::Result<Vec<u32>> {
+        let mut pids = Vec::new();
+        let mut groups = vec![self.path.clone()];
+        while let Some(group) = groups.pop() {
+            let content = fs::read_to_string(group.join("cgroup.procs"))?;
+            pids.extend(content.lines().filter_map(|line| line.parse::<u32>().ok()));
+            groups.extend(subgroups(&group));
+        }
+        Ok(pids)
+    }
+
+    /// How often the kernel's OOM killer struck in here.
+    pub fn oom_kills(&self) -> u64 {
+        self.keyed("memory.events", "oom_kill").unwrap_or(0)
+    }
+
+    /// Removes the group and those that the container made below it. Gone already is fine.
+    pub fn remove(&self) -> io::Result<()> {
+        let mut groups = vec![self.path.clone()];
+        let mut next = 0;
+        while let Some(group) = groups.get(next) {
+            let below = subgroups(group);
+            groups.extend(below);
+            next += 1;
+        }
+        for group in groups.iter().rev() {
+            match fs::remove_dir(group) {
+                Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+fn subgroups(group: &Path) -> Vec<PathBuf> {
+    let Ok(entries) = fs::read_dir(group) else {
+        return Vec::new();
+    };
+    entries
+        .flatten()
+        .map(|entry| entry.path())
+        .filter(|path| path.is_dir())
+        .collect()
+}
+
+/// The number behind `key` in lines of `key value`.
+pub fn keyed(content: &str, key: &str) -> Option<u64> {
+    content
+        .lines()
+        .find_map(|line| line.strip_prefix(key)?.strip_prefix(' ')?.trim().parse().ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_is_not_mistaken_for_one_that_begins_alike() {
+        let events = "low 0\nhigh 1\nmax 2\noom 3\noom_kill 4\noom_group_kill 5\n";
+        assert_eq!(keyed(events, "oom"), Some(3));
+        assert_eq!(keyed(events, "oom_kill"), Some(4));
+        assert_eq!(keyed(events, "nothing"), None);
+    }
+}

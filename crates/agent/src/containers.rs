@@ -1,0 +1,111 @@
+//! All containers of the guest, by identifier.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex},
+};
+
+use sandboxer_protocol::id::ContainerId;
+
+use crate::{
+    container::{Container, Create, Shared},
+    failure::{Failure, Kind},
+    sync::{detached, lock},
+};
+
+/// Most containers in one guest.
+const MAX_CONTAINERS: usize = 1024;
+
+/// The containers.
+pub struct Containers {
+    shared: Arc<Shared>,
+    // Never held across an await.
+    known: Mutex<HashMap<ContainerId, Arc<Container>>>,
+}
+
+impl Containers {
+    /// None yet.
+    pub fn new(shared: Arc<Shared>) -> Self {
+        Self {
+            shared,
+            known: Mutex::default(),
+        }
+    }
+
+    /// The container `id`.
+    pub fn get(&self, id: &ContainerId) -> Result<Arc<Container>, Failure> {
+        lock(&self.known)
+            .get(id)
+            .cloned()
+            .ok_or_else(|| Failure::not_found(format!("no container {id}")))
+    }
+
+    /// All of them.
+    pub fn all(&self) -> Vec<(ContainerId, Arc<Container>)> {
+        lock(&self.known)
+            .iter()
+            .map(|(id, container)| (id.clone(), Arc::clone(container)))
+            .collect()
+    }
+
+    /// Makes a container; the same request again answers the same.
+    pub async fn create(self: &Arc<Self>, request: Create) -> Result<i32, Failure> {
+        let (container, is_new) = self.enter(&request)?;
+        if is_new {
+            let (all, container) = (Arc::clone(self), Arc::clone(&container));
+            tokio::spawn(async move {
+                let made = container.make(&request).await;
+                if made.is_err() {
+                    all.forget(&request.id, &container);
+                }
+                container.announce(made);
+            });
+        }
+        container.is_made().await
+    }
+
+    fn enter(&self, request: &Create) -> Result<(Arc<Container>, bool), Failure> {
+        let mut known = lock(&self.known);
+        if let Some(container) = known.get(&request.id) {
+            return if container.is_for(request) {
+                Ok((Arc::clone(container), false))
+            } else {
+                let message = format!("container {} exists already and is another one", request.id);
+                Err(Failure::new(Kind::AlreadyExists, message))
+            };
+        }
+        if known.len() >= MAX_CONTAINERS {
+            return Err(Failure::precondition(format!(
+                "guest has {MAX_CONTAINERS} containers already"
+            )));
+        }
+        let container = Arc::new(Container::new(request, Arc::clone(&self.shared)));
+        known.insert(request.id.clone(), Arc::clone(&container));
+        Ok((container, true))
+    }
+
+    /// Removes a container that has stopped; one that is unknown is fine.
+    pub async fn delete(self: &Arc<Self>, id: &ContainerId) -> Result<(), Failure> {
+        let Ok(container) = self.get(id) else {
+            return Ok(());
+        };
+        let (all, id) = (Arc::clone(self), id.clone());
+        detached(async move {
+            container.remove().await?;
+            all.forget(&id, &container);
+            Ok(())
+        })
+        .await
+    }
+
+    /// Takes `container` out, unless its identifier means another one by now.
+    fn forget(&self, id: &ContainerId, container: &Arc<Container>) {
+        let mut known = lock(&self.known);
+        if known
+            .get(id)
+            .is_some_and(|current| Arc::ptr_eq(current, container))
+        {
+            known.remove(id);
+        }
+    }
+}

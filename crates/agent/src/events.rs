@@ -1,0 +1,189 @@
+//! What happened in the guest, numbered, until the host has fetched it.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    io,
+    mem::MaybeUninit,
+    os::fd::OwnedFd,
+    sync::{Arc, Mutex},
+};
+
+use rustix::fs::inotify;
+use sandboxer_protocol::id::ContainerId;
+use tokio::{
+    io::{Interest, unix::AsyncFd},
+    sync::Notify,
+};
+
+use crate::{
+    cgroup::Cgroup,
+    sync::{lock, watched},
+};
+
+/// Most events kept. A host that falls behind further sees the gap in the numbers.
+const MAX_KEPT: usize = 256;
+
+/// One event.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Event {
+    /// Rises by one, from 1.
+    pub sequence: u64,
+    /// The container whose process the OOM killer ended.
+    pub oom: ContainerId,
+}
+
+/// The queue of events.
+#[derive(Default)]
+pub struct Events {
+    // Never held across an await.
+    queue: Mutex<Queue>,
+    grown: Notify,
+}
+
+#[derive(Default)]
+struct Queue {
+    last: u64,
+    kept: VecDeque<Event>,
+}
+
+impl Events {
+    /// The OOM killer struck in `container`.
+    pub fn oom(&self, container: ContainerId) {
+        let mut queue = lock(&self.queue);
+        queue.last += 1;
+        let sequence = queue.last;
+        queue.kept.push_back(Event {
+            sequence,
+            oom: container,
+        });
+        if queue.kept.len() > MAX_KEPT {
+            queue.kept.pop_front();
+        }
+        drop(queue);
+        self.grown.notify_waiters();
+    }
+
+    /// The events after number `after`; waits while there are none.
+    pub async fn next(&self, after: u64) -> Vec<Event> {
+        loop {
+            let grown = self.grown.notified();
+            tokio::pin!(grown);
+            grown.as_mut().enable();
+            let new: Vec<Event> = lock(&self.queue)
+                .kept
+                .iter()
+                .filter(|event| event.sequence > after)
+                .cloned()
+                .collect();
+            if !new.is_empty() {
+                return new;
+            }
+            grown.await;
+        }
+    }
+}
+
+/// Watches the containers' memory groups for the OOM killer.
+pub struct OomWatch {
+    inotify: AsyncFd<OwnedFd>,
+    events: Arc<Events>,
+    // Never held across an await.
+    watched: Mutex<HashMap<ContainerId, Watched>>,
+}
+
+struct Watched {
+    descriptor: i32,
+    kills: u64,
+}
+
+impl OomWatch {
+    /// A watch that reports to `events`.
+    pub fn new(events: Arc<Events>) -> io::Result<Self> {
+        let fd = inotify::init(inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK)?;
+        let inotify = watched(fd, Interest::READABLE)?;
+        Ok(Self {
+            inotify,
+            events,
+            watched: Mutex::default(),
+        })
+    }
+
+    /// Watches a container from now on.
+    pub fn add(&self, id: &ContainerId) -> io::Result<()> {
+        let file = Cgroup::of(id).file("memory.events");
+        let descriptor = inotify::add_watch(self.inotify.get_ref(), file, inotify::WatchFlags::MODIFY)?;
+        lock(&self.watched).insert(id.clone(), Watched { descriptor, kills: 0 });
+        self.look(id);
+        Ok(())
+    }
+
+    /// Forgets a container.
+    pub fn remove(&self, id: &ContainerId) {
+        if let Some(watched) = lock(&self.watched).remove(id) {
+            // Fails if the file is gone, and the watch with it.
+            let _ = inotify::remove_watch(self.inotify.get_ref(), watched.descriptor);
+        }
+    }
+
+    /// Whether the OOM killer ever struck in a container. Reports it first, if that is news.
+    pub fn look(&self, id: &ContainerId) -> bool {
+        let kills = Cgroup::of(id).oom_kills();
+        let mut watched = lock(&self.watched);
+        let news = watched.get_mut(id).is_some_and(|watched| {
+            let news = kills > watched.kills;
+            watched.kills = watched.kills.max(kills);
+            news
+        });
+        drop(watched);
+        if news {
+            self.events.oom(id.clone());
+        }
+        kills > 0
+    }
+
+    /// Reports until the agent ends.
+    pub async fn run(self: Arc<Self>) -> io::Result<()> {
+        loop {
+            let mut guard = self.inotify.readable().await?;
+            let mut buffer = [MaybeUninit::uninit(); 4096];
+            let mut reader = inotify::Reader::new(self.inotify.get_ref(), &mut buffer);
+            while reader.next().is_ok() {}
+            guard.clear_ready();
+            drop(guard);
+            let ids: Vec<ContainerId> = lock(&self.watched).keys().cloned().collect();
+            for id in ids {
+                self.look(&id);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_slow_host_sees_the_newest_events_and_the_gap() {
+        let events = Events::default();
+        for _ in 0..MAX_KEPT + 10 {
+            events.oom("web".parse().unwrap());
+        }
+        let seen = events.next(3).await;
+        assert_eq!(seen.len(), MAX_KEPT);
+        assert_eq!(seen.first().map(|event| event.sequence), Some(11));
+        assert_eq!(
+            seen.last().map(|event| event.sequence),
+            Some(MAX_KEPT as u64 + 10)
+        );
+    }
+
+    #[tokio::test]
+    async fn whoever_waits_is_woken_by_the_next_event() {
+        let events = Arc::new(Events::default());
+        let waiting = Arc::clone(&events);
+        let task = tokio::spawn(async move { waiting.next(0).await });
+        tokio::task::yield_now().await;
+        events.oom("web".parse().unwrap());
+        assert_eq!(task.await.unwrap().len(), 1);
+    }
+}

@@ -1,0 +1,223 @@
+//! What PID 1 does before anything else can work: file systems, control groups, loopback.
+
+use std::{
+    fs, io,
+    os::fd::AsRawFd,
+    path::{Path, PathBuf},
+};
+
+use nix::{
+    mount::{MsFlags, mount},
+    sys::socket::{
+        AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, recv, sendto, socket,
+    },
+    unistd::{chdir, chroot},
+};
+
+use crate::cgroup;
+
+/// The new root is mounted here in the initramfs, for a moment.
+const NEW_ROOT: &str = "/root.new";
+
+/// Why the guest can't be made ready.
+#[derive(Debug, thiserror::Error)]
+pub enum InitError {
+    /// A mount failed.
+    #[error("failed to mount {fstype} on {path}")]
+    Mount {
+        /// Where.
+        path: &'static str,
+        /// What.
+        fstype: &'static str,
+        /// Why.
+        source: nix::Error,
+    },
+    /// A directory, file or device could not be made or written.
+    #[error("failed to {attempt} {}", path.display())]
+    File {
+        /// "create", "write", …
+        attempt: &'static str,
+        /// Of what.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// The initramfs could not be left.
+    #[error("failed to leave the initramfs")]
+    NewRoot(#[source] nix::Error),
+    /// Loopback stays down.
+    #[error("failed to bring the loopback interface up")]
+    Loopback(#[source] io::Error),
+}
+
+struct Mount {
+    path: &'static str,
+    fstype: &'static str,
+    flags: MsFlags,
+    data: &'static str,
+}
+
+/// In this order: later ones lie in earlier ones.
+const MOUNTS: &[Mount] = &[
+    Mount {
+        path: "/proc",
+        fstype: "proc",
+        flags: nodev_noexec(),
+        data: "",
+    },
+    Mount {
+        path: "/sys",
+        fstype: "sysfs",
+        flags: nodev_noexec(),
+        data: "",
+    },
+    Mount {
+        path: "/dev",
+        fstype: "devtmpfs",
+        flags: MsFlags::MS_NOSUID,
+        data: "mode=0755",
+    },
+    Mount {
+        path: "/dev/pts",
+        fstype: "devpts",
+        flags: MsFlags::MS_NOSUID.union(MsFlags::MS_NOEXEC),
+        data: "gid=5,mode=0620,ptmxmode=0666",
+    },
+    Mount {
+        path: "/dev/shm",
+        fstype: "tmpfs",
+        flags: nodev_noexec(),
+        data: "mode=1777,size=64m",
+    },
+    Mount {
+        path: "/dev/mqueue",
+        fstype: "mqueue",
+        flags: nodev_noexec(),
+        data: "",
+    },
+    Mount {
+        path: "/sys/fs/cgroup",
+        fstype: "cgroup2",
+        flags: nodev_noexec(),
+        data: "",
+    },
+];
+
+const fn nodev_noexec() -> MsFlags {
+    MsFlags::MS_NOSUID
+        .union(MsFlags::MS_NODEV)
+        .union(MsFlags::MS_NOEXEC)
+}
+
+/// Makes the guest ready to run containers.
+pub fn prepare() -> Result<(), InitError> {
+    leave_initramfs()?;
+    for Mount {
+        path,
+        fstype,
+        flags,
+        data,
+    } in MOUNTS
+    {
+        create_dir(path)?;
+        mount(Some(*fstype), *path, Some(*fstype), *flags, Some(*data))
+            .map_err(|source| InitError::Mount { path, fstype, source })?;
+    }
+    for dir in ["/run", "/tmp", "/etc", "/var"] {
+        create_dir(dir)?;
+    }
+    open_console();
+    cgroup::prepare().map_err(|(path, source)| InitError::File {
+        attempt: "set up",
+        path,
+        source,
+    })?;
+    loopback_up().map_err(InitError::Loopback)
+}
+
+fn create_dir(path: impl AsRef<Path>) -> Result<(), InitError> {
+    let path = path.as_ref();
+    fs::create_dir_all(path).map_err(|source| InitError::File {
+        attempt: "create",
+        path: path.to_owned(),
+        source,
+    })
+}
+
+/// Moves to a tmpfs: the initramfs root has no parent mount, so `pivot_root` inside a container
+/// made below it fails with EINVAL.
+fn leave_initramfs() -> Result<(), InitError> {
+    create_dir(NEW_ROOT)?;
+    mount(
+        Some("tmpfs"),
+        NEW_ROOT,
+        Some("tmpfs"),
+        MsFlags::empty(),
+        Some("mode=0755"),
+    )
+    .map_err(|source| InitError::Mount {
+        path: NEW_ROOT,
+        fstype: "tmpfs",
+        source,
+    })?;
+    chdir(NEW_ROOT).map_err(InitError::NewRoot)?;
+    mount(Some("."), "/", None::<&str>, MsFlags::MS_MOVE, None::<&str>).map_err(InitError::NewRoot)?;
+    chroot(".").map_err(InitError::NewRoot)?;
+    chdir("/").map_err(InitError::NewRoot)
+}
+
+/// The kernel opens no console for init when the initramfs holds no `/dev/console`.
+fn open_console() {
+    let Ok(console) = fs::OpenOptions::new().read(true).write(true).open("/dev/console") else {
+        return;
+    };
+    // Whatever fails here fails silently: there is nobody to tell.
+    let _ = rustix::stdio::dup2_stdin(&console);
+    let _ = rustix::stdio::dup2_stdout(&console);
+    let _ = rustix::stdio::dup2_stderr(&console);
+}
+
+/// Index of the loopback interface: the first of each network namespace.
+const LOOPBACK: i32 = 1;
+
+/// Asks rtnetlink to set IFF_UP on loopback. See rtnetlink(7) for the layout.
+fn loopback_up() -> io::Result<()> {
+    const NLM_F_REQUEST_ACK: u16 = 0x1 | 0x4;
+    let up = libc::IFF_UP.unsigned_abs();
+    let mut message = Vec::with_capacity(32);
+    // nlmsghdr: length, type, flags, sequence, port.
+    message.extend(32_u32.to_ne_bytes());
+    message.extend(libc::RTM_NEWLINK.to_ne_bytes());
+    message.extend(NLM_F_REQUEST_ACK.to_ne_bytes());
+    message.extend([0; 8]);
+    // ifinfomsg: family, padding, type, index, flags, change mask.
+    message.extend([0; 4]);
+    message.extend(LOOPBACK.to_ne_bytes());
+    message.extend(up.to_ne_bytes());
+    message.extend(up.to_ne_bytes());
+
+    let route = socket(
+        AddressFamily::Netlink,
+        SockType::Raw,
+        SockFlag::SOCK_CLOEXEC,
+        SockProtocol::NetlinkRoute,
+    )?;
+    sendto(
+        route.as_raw_fd(),
+        &message,
+        &NetlinkAddr::new(0, 0),
+        MsgFlags::empty(),
+    )?;
+    let mut answer = [0; 256];
+    let length = recv(route.as_raw_fd(), &mut answer, MsgFlags::empty())?;
+    // The acknowledgement is a nlmsgerr whose first field is 0 or -errno.
+    match answer[..length]
+        .get(16..20)
+        .and_then(|bytes| bytes.try_into().ok())
+        .map(i32::from_ne_bytes)
+    {
+        Some(0) => Ok(()),
+        Some(errno) => Err(io::Error::from_raw_os_error(-errno)),
+        None => Err(io::ErrorKind::UnexpectedEof.into()),
+    }
+}

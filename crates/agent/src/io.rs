@@ -1,0 +1,368 @@
+//! A process's input and output, kept so that a host can lose its connection and go on.
+//!
+//! Output lies in a bounded buffer under absolute offsets until the host acknowledges it by
+//! asking for what follows; while the buffer is full the pipe is not read, so the process waits.
+
+use std::{
+    collections::VecDeque,
+    io,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+use nix::{
+    errno::Errno,
+    fcntl::{FcntlArg, OFlag, fcntl},
+};
+use tokio::{
+    io::{Interest, unix::AsyncFd},
+    sync::{Notify, watch},
+    time::timeout,
+};
+
+use crate::{
+    failure::{Failure, internal},
+    sync::{lock, watched},
+};
+
+/// Most output kept per stream, bytes.
+pub const CAPACITY: usize = 64 << 10;
+
+/// A terminal hands its last words on by a kernel thread, a moment after its process is gone. So
+/// long, at most, the end waits for them.
+const TERMINAL_LINGER: Duration = Duration::from_millis(200);
+
+/// Which streams a process has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Wanted {
+    /// Its input can be written.
+    pub stdin: bool,
+    /// Its output is kept.
+    pub stdout: bool,
+    /// Its error output is kept.
+    pub stderr: bool,
+    /// One terminal in place of all three.
+    pub terminal: bool,
+}
+
+/// A descriptor of the agent's side.
+pub type Stream = Arc<AsyncFd<OwnedFd>>;
+
+/// Makes `fd` usable with await.
+pub fn stream(fd: OwnedFd, interest: Interest) -> io::Result<Stream> {
+    fcntl(&fd, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
+    Ok(Arc::new(watched(fd, interest)?))
+}
+
+/// The child's ends of its pipes; a stream that is not wanted is `/dev/null`.
+pub struct ChildEnds {
+    /// Standard input.
+    pub stdin: OwnedFd,
+    /// Standard output.
+    pub stdout: OwnedFd,
+    /// Standard error.
+    pub stderr: OwnedFd,
+}
+
+impl ChildEnds {
+    /// All three, to be kept over a fork.
+    pub fn all(&self) -> [BorrowedFd<'_>; 3] {
+        [self.stdin.as_fd(), self.stdout.as_fd(), self.stderr.as_fd()]
+    }
+}
+
+/// The agent's ends of a process's pipes.
+#[derive(Default)]
+pub struct Pipes {
+    /// Where input is written.
+    pub stdin: Option<OwnedFd>,
+    /// Where output is read.
+    pub stdout: Option<OwnedFd>,
+    /// Where error output is read.
+    pub stderr: Option<OwnedFd>,
+}
+
+/// Opens the pipes that are wanted.
+pub fn pipes(wanted: Wanted) -> Result<(Pipes, ChildEnds), Failure> {
+    let pipe =
+        || nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(internal("failed to open a pipe for a process"));
+    let null = || {
+        let file = std::fs::OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open("/dev/null");
+        file.map(OwnedFd::from)
+            .map_err(internal("failed to open /dev/null"))
+    };
+    let mut ours = Pipes::default();
+    let output = |wanted: bool, ours: &mut Option<OwnedFd>| {
+        if !wanted {
+            return null();
+        }
+        let (read, write) = pipe()?;
+        *ours = Some(read);
+        Ok(write)
+    };
+    let stdout = output(wanted.stdout, &mut ours.stdout)?;
+    let stderr = output(wanted.stderr, &mut ours.stderr)?;
+    let stdin = if wanted.stdin {
+        let (read, write) = pipe()?;
+        ours.stdin = Some(write);
+        read
+    } else {
+        null()?
+    };
+    Ok((
+        ours,
+        ChildEnds {
+            stdin,
+            stdout,
+            stderr,
+        },
+    ))
+}
+
+/// One output stream.
+#[derive(Default)]
+pub struct Output {
+    // Never held across an await.
+    state: Mutex<Kept>,
+    /// Bytes or the end have come.
+    grown: Notify,
+    /// Bytes were acknowledged.
+    shrunk: Notify,
+}
+
+#[derive(Default)]
+struct Kept {
+    bytes: VecDeque<u8>,
+    /// Offset of the first byte kept: all before it is acknowledged.
+    start: u64,
+    ended: bool,
+}
+
+/// Part of an output.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Chunk {
+    /// Where it begins.
+    pub offset: u64,
+    /// Its bytes; empty only at the end.
+    pub bytes: Vec<u8>,
+    /// Nothing follows.
+    pub end: bool,
+}
+
+impl Output {
+    /// At most `max` bytes from `offset` on (from the oldest kept if there is none given); waits
+    /// while there are none. Drops all before `offset`.
+    pub async fn read(&self, offset: Option<u64>, max: usize) -> Result<Chunk, Failure> {
+        loop {
+            let grown = self.grown.notified();
+            tokio::pin!(grown);
+            // Registered before the look, so nothing that comes in between is missed.
+            grown.as_mut().enable();
+            if let Some(chunk) = self.take(offset, max)? {
+                return Ok(chunk);
+            }
+            grown.await;
+        }
+    }
+
+    fn take(&self, offset: Option<u64>, max: usize) -> Result<Option<Chunk>, Failure> {
+        let mut kept = lock(&self.state);
+        let offset = offset.unwrap_or(kept.start);
+        let held = kept.bytes.len() as u64;
+        let Some(skip) = offset.checked_sub(kept.start) else {
+            return Err(Failure::invalid(format!(
+                "output before offset {} was acknowledged and is gone, {offset} was asked for",
+                kept.start
+            )));
+        };
+        if skip > held {
+            return Err(Failure::invalid(format!(
+                "output has {} bytes so far, offset {offset} was asked for",
+                kept.start + held
+            )));
+        }
+        if skip > 0 {
+            // At most `held`: it fits.
+            kept.bytes.drain(..skip as usize);
+            kept.start = offset;
+            self.shrunk.notify_one();
+        }
+        if kept.bytes.is_empty() && !kept.ended {
+            return Ok(None);
+        }
+        let bytes: Vec<u8> = kept.bytes.iter().take(max.max(1)).copied().collect();
+        let end = kept.ended && bytes.len() == kept.bytes.len();
+        Ok(Some(Chunk { offset, bytes, end }))
+    }
+
+    fn append(&self, bytes: &[u8]) {
+        lock(&self.state).bytes.extend(bytes);
+        self.grown.notify_waiters();
+    }
+
+    fn finish(&self) {
+        lock(&self.state).ended = true;
+        self.grown.notify_waiters();
+    }
+
+    /// Waits until there is room and answers how much.
+    async fn room(&self) -> usize {
+        loop {
+            let room = CAPACITY - lock(&self.state).bytes.len().min(CAPACITY);
+            if room > 0 {
+                return room;
+            }
+            self.shrunk.notified().await;
+        }
+    }
+}
+
+/// Copies what `from` yields into `output` until its end. When the process has `exited`, only
+/// what it has left behind is read: a child of its own may hold the stream for ever.
+pub async fn capture(from: Stream, terminal: bool, output: Arc<Output>, mut exited: watch::Receiver<bool>) {
+    let mut left = None;
+    loop {
+        let mut room = output.room().await;
+        let gone = *exited.borrow_and_update();
+        if gone && !terminal {
+            let left = left.get_or_insert_with(|| waiting_bytes(&from));
+            room = room.min(*left);
+            if room == 0 {
+                break;
+            }
+        }
+        let mut bytes = vec![0; room.min(16 << 10)];
+        match nix::unistd::read(from.get_ref(), &mut bytes) {
+            Ok(0) => break,
+            Ok(count) => {
+                output.append(&bytes[..count]);
+                left = left.map(|left: usize| left.saturating_sub(count));
+            }
+            Err(Errno::EINTR) => {}
+            Err(Errno::EAGAIN) if gone && !terminal => break,
+            Err(Errno::EAGAIN) if gone => {
+                if timeout(TERMINAL_LINGER, becomes_readable(&from)).await.is_err() {
+                    break;
+                }
+            }
+            Err(Errno::EAGAIN) => {
+                tokio::select! {
+                    () = becomes_readable(&from) => {}
+                    _ = exited.changed() => {}
+                }
+            }
+            // EIO is how a terminal says that its last user has gone.
+            Err(_) => break,
+        }
+    }
+    output.finish();
+}
+
+/// Bytes that lie in the pipe.
+fn waiting_bytes(pipe: &Stream) -> usize {
+    rustix::io::ioctl_fionread(pipe.get_ref())
+        .ok()
+        .and_then(|count| count.try_into().ok())
+        .unwrap_or(0)
+}
+
+/// Waits for the next readiness after a read that would have blocked.
+async fn becomes_readable(from: &Stream) {
+    // A cached readiness is void: the caller has just seen EAGAIN. It is cleared only if the
+    // kernel still agrees, so an arrival in between is not lost.
+    loop {
+        let Ok(mut guard) = from.readable().await else {
+            return;
+        };
+        let mut look = [rustix::event::PollFd::new(
+            from.get_ref(),
+            rustix::event::PollFlags::IN,
+        )];
+        let ready = rustix::event::poll(
+            &mut look,
+            Some(&rustix::event::Timespec {
+                tv_sec: 0,
+                tv_nsec: 0,
+            }),
+        );
+        if ready != Ok(0) {
+            return;
+        }
+        guard.clear_ready();
+    }
+}
+
+/// The input of one process.
+pub struct Input {
+    // Held while bytes are written: input has one order.
+    state: tokio::sync::Mutex<Taken>,
+    terminal: bool,
+}
+
+struct Taken {
+    to: Option<Stream>,
+    bytes: u64,
+}
+
+impl Input {
+    /// Input that goes to `to`. A terminal's is not closed at the end: its output is the same
+    /// descriptor.
+    pub fn new(to: Stream, terminal: bool) -> Self {
+        Self {
+            state: tokio::sync::Mutex::new(Taken {
+                to: Some(to),
+                bytes: 0,
+            }),
+            terminal,
+        }
+    }
+
+    /// Takes `bytes` at `offset`, skipping those it already has; answers the offset up to which
+    /// input has been taken. A process that no longer reads takes everything.
+    pub async fn write(&self, offset: u64, bytes: &[u8], end: bool) -> Result<u64, Failure> {
+        let mut taken = self.state.lock().await;
+        let Some(skip) = taken.bytes.checked_sub(offset) else {
+            return Err(Failure::invalid(format!(
+                "input has been taken up to offset {}, the next bytes start at {offset}",
+                taken.bytes
+            )));
+        };
+        let mut rest = usize::try_from(skip)
+            .ok()
+            .and_then(|skip| bytes.get(skip..))
+            .unwrap_or_default();
+        while !rest.is_empty() {
+            let Some(to) = taken.to.clone() else {
+                taken.bytes += rest.len() as u64;
+                break;
+            };
+            match write_some(&to, rest).await {
+                Ok(count) => {
+                    // Counted at once: this call may be dropped at the next await.
+                    taken.bytes += count as u64;
+                    rest = &rest[count..];
+                }
+                Err(_) => taken.to = None,
+            }
+        }
+        if end && !self.terminal {
+            taken.to = None;
+        }
+        Ok(taken.bytes)
+    }
+}
+
+async fn write_some(to: &Stream, bytes: &[u8]) -> io::Result<usize> {
+    loop {
+        let mut guard = to.writable().await?;
+        match guard.try_io(|fd| Ok(nix::unistd::write(fd.get_ref(), bytes)?)) {
+            Ok(Err(error)) if error.kind() == io::ErrorKind::Interrupted => {}
+            Ok(result) => return result,
+            Err(_would_block) => {}
+        }
+    }
+}

@@ -1,0 +1,166 @@
+//! The agent's log: lines on the console, and in a worker also the causes of its failure.
+//!
+//! libcontainer flattens many errors on their way between its processes, but it logs each where
+//! it happens; so a worker and the processes it forks hand their `error` events to the agent
+//! through a pipe, and the agent quotes the first (innermost) one.
+
+use std::{
+    fmt::Write as _,
+    io::Write as _,
+    os::fd::{AsRawFd, BorrowedFd, RawFd},
+    sync::atomic::{AtomicI32, Ordering},
+};
+
+use tracing::{
+    Event, Level, Metadata, Subscriber,
+    field::{Field, Visit},
+    level_filters::LevelFilter,
+    span,
+    subscriber::Interest,
+};
+use tracing_subscriber::filter::Targets;
+
+/// libcontainer's own words are quoted in failures; on a slow serial console they would be waste.
+const DEFAULT_FILTER: &str = "warn,libcontainer=off,libcgroups=off";
+
+/// Longest line, bytes.
+const MAX_LINE: usize = 2048;
+
+/// Where a worker reports causes; -1 in the agent itself.
+static CAUSES: AtomicI32 = AtomicI32::new(-1);
+
+/// A line in the pipe of causes: an error that libcontainer logged.
+pub const LOGGED: char = 'L';
+/// A line in the pipe of causes: why the payload cannot be executed, fit to be shown alone.
+pub const PAYLOAD: char = 'P';
+
+/// Starts logging to the console. `filter` is written as in `RUST_LOG`; a malformed one is
+/// replaced by the default and said so.
+pub fn start(filter: Option<&str>) {
+    let (targets, refused) = match filter.map(str::parse::<Targets>) {
+        Some(Ok(targets)) => (targets, None),
+        Some(Err(error)) => (default_targets(), Some(error)),
+        None => (default_targets(), None),
+    };
+    let _ = tracing::subscriber::set_global_default(Console { targets });
+    if let Some(error) = refused {
+        tracing::warn!("sandboxer.log is no filter ({error}): using {DEFAULT_FILTER}");
+    }
+}
+
+fn default_targets() -> Targets {
+    DEFAULT_FILTER
+        .parse()
+        .unwrap_or_else(|_| Targets::new().with_default(Level::WARN))
+}
+
+/// From now on this process is a worker: errors also go to `pipe`.
+pub fn into_worker(pipe: RawFd) {
+    CAUSES.store(pipe, Ordering::Relaxed);
+}
+
+/// Whether this process is a worker or descends from one.
+pub fn is_worker() -> bool {
+    CAUSES.load(Ordering::Relaxed) >= 0
+}
+
+/// Hands one cause to the agent; what does not fit the pipe is dropped.
+pub fn cause(kind: char, text: &str) {
+    let fd = CAUSES.load(Ordering::Relaxed);
+    if fd < 0 {
+        return;
+    }
+    let mut line: String = text
+        .chars()
+        .map(|c| if c == '\n' { ' ' } else { c })
+        .take(MAX_LINE)
+        .collect();
+    line.insert(0, kind);
+    line.push('\n');
+    // SAFETY: a worker keeps the descriptor it announced open until it executes or exits, and
+    // nothing here closes it.
+    let pipe = unsafe { BorrowedFd::borrow_raw(fd) };
+    let _ = nix::unistd::write(pipe, line.as_bytes());
+}
+
+/// Prints a line on the console whatever the filter says.
+pub fn say(text: &str) {
+    let _ = writeln!(std::io::stderr(), "sandboxer-agent: {text}");
+}
+
+struct Console {
+    targets: Targets,
+}
+
+impl Console {
+    fn prints(&self, metadata: &Metadata<'_>) -> bool {
+        self.targets.would_enable(metadata.target(), metadata.level())
+    }
+}
+
+impl Subscriber for Console {
+    fn register_callsite(&self, metadata: &'static Metadata<'static>) -> Interest {
+        match (self.prints(metadata), *metadata.level()) {
+            (true, _) => Interest::always(),
+            // Decided anew each time: it depends on the process.
+            (false, Level::ERROR) => Interest::sometimes(),
+            (false, _) => Interest::never(),
+        }
+    }
+
+    fn max_level_hint(&self) -> Option<LevelFilter> {
+        // Errors must always pass: a worker wants them.
+        None
+    }
+
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        self.prints(metadata) || (*metadata.level() == Level::ERROR && is_worker())
+    }
+
+    // Spans are not shown: the console has one reader, who looks for what went wrong.
+    fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
+        span::Id::from_u64(1)
+    }
+
+    fn record(&self, _: &span::Id, _: &span::Record<'_>) {}
+
+    fn record_follows_from(&self, _: &span::Id, _: &span::Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        let mut line = Line::default();
+        event.record(&mut line);
+        let metadata = event.metadata();
+        let text = format!("{}{}", line.message, line.fields);
+        if *metadata.level() == Level::ERROR && is_worker() {
+            cause(LOGGED, &text);
+        }
+        if self.prints(metadata) {
+            say(&format!("{} {}: {text}", metadata.level(), metadata.target()));
+        }
+    }
+
+    fn enter(&self, _: &span::Id) {}
+
+    fn exit(&self, _: &span::Id) {}
+}
+
+#[derive(Default)]
+struct Line {
+    message: String,
+    fields: String,
+}
+
+impl Visit for Line {
+    fn record_debug(&mut self, field: &Field, value: &dyn std::fmt::Debug) {
+        if field.name() == "message" {
+            let _ = write!(self.message, "{value:?}");
+        } else {
+            let _ = write!(self.fields, " {}={value:?}", field.name());
+        }
+    }
+}
+
+/// The descriptor as a number, for [`into_worker`].
+pub fn number(pipe: &impl AsRawFd) -> RawFd {
+    pipe.as_raw_fd()
+}

@@ -1,0 +1,170 @@
+//! What concerns the guest as a whole: its identity and its end.
+
+use std::{
+    collections::HashMap,
+    fs::{self, File, OpenOptions},
+    io::{self, Write as _},
+    path::{Component, Path, PathBuf},
+    time::Duration,
+};
+
+use nix::{
+    mount::{MsFlags, mount},
+    sys::reboot::{RebootMode, reboot},
+    unistd::{sethostname, sync},
+};
+
+use crate::{
+    cgroup::Cgroup,
+    clock,
+    failure::{Failure, internal},
+};
+
+/// Size of `/dev/shm` if the host names none; the same as everywhere.
+const DEFAULT_SHM: u64 = 64 << 20;
+
+/// How long killed containers may delay the end.
+const LAST_GRACE: Duration = Duration::from_secs(2);
+
+/// A guest's identity.
+#[derive(Debug)]
+pub struct Identity {
+    /// Empty: stays as it is.
+    pub hostname: String,
+    /// ns since 1970; 0: stays as it is.
+    pub realtime_ns: u64,
+    /// Mixed into the kernel's pool, which is then reseeded.
+    pub entropy: Vec<u8>,
+    /// 0 means 64 MiB.
+    pub shm_bytes: u64,
+    /// Names as in sysctl(8).
+    pub sysctls: HashMap<String, String>,
+}
+
+/// Gives the guest its identity.
+pub fn configure(identity: &Identity) -> Result<(), Failure> {
+    if !identity.hostname.is_empty() {
+        sethostname(&identity.hostname).map_err(internal(format!(
+            "failed to set the hostname to {:?}",
+            identity.hostname
+        )))?;
+    }
+    if identity.realtime_ns > 0 {
+        clock::set_realtime(identity.realtime_ns).map_err(internal("failed to set the clock"))?;
+    }
+    if !identity.entropy.is_empty() {
+        reseed(&identity.entropy).map_err(internal("failed to reseed the random number generator"))?;
+    }
+    let shm = if identity.shm_bytes == 0 {
+        DEFAULT_SHM
+    } else {
+        identity.shm_bytes
+    };
+    let flags = MsFlags::MS_REMOUNT | MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
+    mount(
+        None::<&str>,
+        "/dev/shm",
+        None::<&str>,
+        flags,
+        Some(format!("size={shm}").as_str()),
+    )
+    .map_err(internal(format!("failed to size /dev/shm to {shm} bytes")))?;
+    for (name, value) in &identity.sysctls {
+        set_sysctl(name, value)?;
+    }
+    Ok(())
+}
+
+nix::ioctl_none!(reseed_crng, b'R', 0x07);
+
+fn reseed(entropy: &[u8]) -> io::Result<()> {
+    let mut random = OpenOptions::new().write(true).open("/dev/urandom")?;
+    random.write_all(entropy)?;
+    // SAFETY: RNDRESEEDCRNG takes no argument.
+    unsafe { reseed_crng(std::os::fd::AsRawFd::as_raw_fd(&random)) }?;
+    Ok(())
+}
+
+fn set_sysctl(name: &str, value: &str) -> Result<(), Failure> {
+    let path = sysctl_path(name).ok_or_else(|| Failure::invalid(format!("sysctl {name:?} is no name")))?;
+    // Never created: what does not exist is no sysctl.
+    let written = OpenOptions::new()
+        .write(true)
+        .open(path)
+        .and_then(|mut file: File| file.write_all(value.as_bytes()));
+    written.map_err(|error| Failure::invalid(format!("sysctl {name}={value}: {error}")))
+}
+
+/// Names are written with dots or with slashes; with dots, a slash stands for a dot in a part.
+fn sysctl_path(name: &str) -> Option<PathBuf> {
+    let relative = match name.find(['.', '/']) {
+        Some(at) if name[at..].starts_with('/') => name.to_owned(),
+        _ => name
+            .chars()
+            .map(|c| match c {
+                '.' => '/',
+                '/' => '.',
+                c => c,
+            })
+            .collect(),
+    };
+    let path = Path::new(&relative);
+    let plain = path.components().all(|part| matches!(part, Component::Normal(_)));
+    (plain && !relative.is_empty()).then(|| Path::new("/proc/sys").join(path))
+}
+
+/// The kernel's release, as `uname -r`.
+pub fn kernel_release() -> String {
+    fs::read_to_string("/proc/sys/kernel/osrelease")
+        .unwrap_or_default()
+        .trim()
+        .to_owned()
+}
+
+/// Ends every container, writes out the disks and powers the guest off.
+pub async fn power_off() -> Failure {
+    let all = Cgroup::of_all();
+    if all.kill().is_ok() {
+        all.is_emptied(LAST_GRACE).await;
+    }
+    power_off_now()
+}
+
+/// Writes out the disks and powers the guest off.
+pub fn power_off_now() -> Failure {
+    sync();
+    match reboot(RebootMode::RB_POWER_OFF) {
+        Ok(never) => match never {},
+        Err(error) => internal("failed to power off")(error),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sysctl_names_become_paths_and_stay_below_proc_sys() {
+        assert_eq!(
+            sysctl_path("net.ipv4.ip_forward"),
+            Some("/proc/sys/net/ipv4/ip_forward".into())
+        );
+        assert_eq!(
+            sysctl_path("net/ipv4/conf/eth0.1/x"),
+            Some("/proc/sys/net/ipv4/conf/eth0.1/x".into())
+        );
+        assert_eq!(
+            sysctl_path("net.ipv4.conf.eth0/1.x"),
+            Some("/proc/sys/net/ipv4/conf/eth0.1/x".into())
+        );
+        for bad in ["", "/etc/passwd", "../x", "a/../../x", "kernel...x"] {
+            let path = sysctl_path(bad);
+            assert!(
+                path.as_ref().is_none_or(
+                    |path| path.starts_with("/proc/sys") && !path.to_string_lossy().contains("..")
+                ),
+                "{bad}: {path:?}"
+            );
+        }
+    }
+}

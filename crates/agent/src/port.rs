@@ -1,0 +1,188 @@
+//! The agent's end of the link: a virtio-serial port, or vsock connections where there is a vsock.
+
+use std::{
+    fs, io,
+    os::fd::OwnedFd,
+    path::{Path, PathBuf},
+    pin::Pin,
+    sync::Arc,
+    task::{Context, Poll},
+};
+
+use futures::task::AtomicWaker;
+use nix::{
+    errno::Errno,
+    sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout},
+};
+use sandboxer_protocol::{
+    agent::Ready,
+    boot::{AGENT_PORT, AGENT_VSOCK_PORT},
+    link::{self, LinkKey},
+};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, DuplexStream, Interest, ReadBuf},
+    sync::mpsc,
+};
+use tokio_vsock::{VMADDR_CID_ANY, VsockAddr, VsockListener};
+
+use crate::{sync::watched, uevent};
+
+const PORTS: &str = "/sys/class/virtio-ports";
+/// Holds a link per device once a vsock is there.
+const VSOCK_DRIVER: &str = "/sys/bus/virtio/drivers/vmw_vsock_virtio_transport";
+
+enum Found {
+    Port(PathBuf),
+    Vsock,
+}
+
+/// Serves the link until it fails; each session that a host opens goes to `sessions`.
+pub async fn serve(
+    key: &LinkKey,
+    ready: impl Fn() -> Ready + Clone + Send + 'static,
+    sessions: mpsc::Sender<DuplexStream>,
+) -> io::Result<()> {
+    // A port appears a little after its device: the host announces it by message.
+    match uevent::wait_for(None, find).await? {
+        Some(Found::Port(path)) => link::serve(Port::open(&path)?, key, ready, sessions).await,
+        Some(Found::Vsock) => serve_vsock(key, ready, sessions).await,
+        None => Err(io::ErrorKind::NotFound.into()),
+    }
+}
+
+fn find() -> Option<Found> {
+    if let Some(port) = find_port() {
+        return Some(Found::Port(port));
+    }
+    let bound = fs::read_dir(VSOCK_DRIVER).ok()?;
+    let has_device = bound
+        .flatten()
+        .any(|entry| entry.file_name().as_encoded_bytes().starts_with(b"virtio"));
+    has_device.then_some(Found::Vsock)
+}
+
+fn find_port() -> Option<PathBuf> {
+    fs::read_dir(PORTS).ok()?.flatten().find_map(|entry| {
+        let name = fs::read_to_string(entry.path().join("name")).ok()?;
+        (name.trim() == AGENT_PORT).then(|| Path::new("/dev").join(entry.file_name()))
+    })
+}
+
+async fn serve_vsock(
+    key: &LinkKey,
+    ready: impl Fn() -> Ready + Clone + Send + 'static,
+    sessions: mpsc::Sender<DuplexStream>,
+) -> io::Result<()> {
+    let listener = VsockListener::bind(VsockAddr::new(VMADDR_CID_ANY, AGENT_VSOCK_PORT))?;
+    loop {
+        let (connection, _) = listener.accept().await?;
+        let (key, ready, sessions) = (key.clone(), ready.clone(), sessions.clone());
+        tokio::spawn(async move {
+            if let Err(error) = link::serve(connection, &key, ready, sessions).await {
+                tracing::debug!("a vsock connection ended: {error}");
+            }
+        });
+    }
+}
+
+/// A virtio-serial port as an endless stream.
+///
+/// While no host is connected the port reports a hang-up, answers reads with 0 bytes and takes
+/// no writes; the same descriptor works again when a host comes. tokio treats a hang-up as final,
+/// which would make a read spin, so the port is watched by an edge-triggered epoll of its own
+/// and tokio watches that one.
+struct Port {
+    fd: OwnedFd,
+    edges: Arc<Edges>,
+    watch: tokio::task::JoinHandle<()>,
+}
+
+#[derive(Default)]
+struct Edges {
+    reader: AtomicWaker,
+    writer: AtomicWaker,
+}
+
+impl Port {
+    fn open(path: &Path) -> io::Result<Self> {
+        use std::os::unix::fs::OpenOptionsExt;
+        let file = fs::OpenOptions::new()
+            .read(true)
+            .write(true)
+            .custom_flags(libc::O_NONBLOCK)
+            .open(path)?;
+        let fd = OwnedFd::from(file);
+        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
+        let all = EpollFlags::EPOLLIN | EpollFlags::EPOLLOUT | EpollFlags::EPOLLET;
+        epoll.add(&fd, EpollEvent::new(all, 0))?;
+        let readiness = watched(epoll.0.try_clone()?, Interest::READABLE)?;
+        let edges = Arc::<Edges>::default();
+        let woken = Arc::clone(&edges);
+        let watch = tokio::spawn(async move {
+            loop {
+                let Ok(mut guard) = readiness.readable().await else {
+                    return;
+                };
+                let mut event = [EpollEvent::empty()];
+                // Takes the edge off the list; the port's state has already changed by now.
+                let _ = epoll.wait(&mut event, EpollTimeout::ZERO);
+                guard.clear_ready();
+                woken.reader.wake();
+                woken.writer.wake();
+            }
+        });
+        Ok(Self { fd, edges, watch })
+    }
+}
+
+impl Drop for Port {
+    fn drop(&mut self) {
+        self.watch.abort();
+    }
+}
+
+impl AsyncRead for Port {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        // Registered before the attempt: an edge in between wakes at once.
+        self.edges.reader.register(cx.waker());
+        match nix::unistd::read(&self.fd, buffer.initialize_unfilled()) {
+            Ok(0) | Err(Errno::EAGAIN) => Poll::Pending,
+            Err(Errno::EINTR) => again(cx),
+            Ok(count) => {
+                buffer.advance(count);
+                Poll::Ready(Ok(()))
+            }
+            Err(error) => Poll::Ready(Err(error.into())),
+        }
+    }
+}
+
+impl AsyncWrite for Port {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        self.edges.writer.register(cx.waker());
+        match nix::unistd::write(&self.fd, bytes) {
+            Err(Errno::EAGAIN) => Poll::Pending,
+            Err(Errno::EINTR) => again(cx),
+            Ok(count) => Poll::Ready(Ok(count)),
+            Err(error) => Poll::Ready(Err(error.into())),
+        }
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+}
+
+/// A signal came between: no edge will follow, so the task is polled again.
+fn again<T>(cx: &Context<'_>) -> Poll<T> {
+    cx.waker().wake_by_ref();
+    Poll::Pending
+}

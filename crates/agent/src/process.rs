@@ -1,0 +1,265 @@
+//! One process of a container, its init or an exec, as the host sees it.
+//!
+//! ```text
+//!  Created ──start──▶ Running ──death──▶ Exited
+//!     └──────────────death──────────────────▲
+//! ```
+
+use std::sync::{Arc, Mutex};
+
+use rustix::termios::{Winsize, tcsetwinsize};
+use tokio::{
+    io::Interest,
+    sync::{oneshot, watch},
+};
+
+use crate::{
+    failure::{Failure, internal},
+    io::{Input, Output, Pipes, Stream, Wanted, capture, stream},
+    reaper::{Death, Reaper},
+    sync::lock,
+};
+
+/// Where a process is in its life.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum State {
+    /// Has no process yet (an exec), or one that waits to be started (an init).
+    Created {
+        /// Guest pid, if there is a process.
+        pid: Option<i32>,
+    },
+    /// Its program runs.
+    Running {
+        /// Guest pid.
+        pid: i32,
+    },
+    /// It is gone.
+    Exited {
+        /// Guest pid it had, if it ever had one.
+        pid: Option<i32>,
+        /// How it ended.
+        exit: Exit,
+    },
+}
+
+/// How a process ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Exit {
+    /// Exit code, or 128 + signal.
+    pub code: u32,
+    /// CLOCK_REALTIME, ns since 1970.
+    pub at_ns: u64,
+    /// The OOM killer struck in its container.
+    pub oom_killed: bool,
+}
+
+/// A process with its streams.
+pub struct Process {
+    state: watch::Sender<State>,
+    /// Says to the captures that nothing more will be written by the process itself.
+    exited: watch::Sender<bool>,
+    /// Standard output, or the terminal's.
+    pub stdout: Option<Arc<Output>>,
+    /// Standard error.
+    pub stderr: Option<Arc<Output>>,
+    wanted: Wanted,
+    // Filled when the process is made; never held across an await.
+    ends: Mutex<Ends>,
+}
+
+#[derive(Default)]
+struct Ends {
+    input: Option<Arc<Input>>,
+    terminal: Option<Stream>,
+    captures: Vec<tokio::task::AbortHandle>,
+}
+
+impl Process {
+    /// A process to come, with the streams that are `wanted`.
+    pub fn new(wanted: Wanted) -> Self {
+        let output = |wanted: bool| wanted.then(Arc::<Output>::default);
+        Self {
+            state: watch::Sender::new(State::Created { pid: None }),
+            exited: watch::Sender::new(false),
+            stdout: output(wanted.terminal || wanted.stdout),
+            stderr: output(wanted.stderr && !wanted.terminal),
+            wanted,
+            ends: Mutex::default(),
+        }
+    }
+
+    /// Which streams it has.
+    pub fn wanted(&self) -> Wanted {
+        self.wanted
+    }
+
+    /// Where it is in its life.
+    pub fn state(&self) -> State {
+        *self.state.borrow()
+    }
+
+    /// Connects the agent's ends of its pipes.
+    pub fn connect_pipes(&self, pipes: Pipes) -> Result<(), Failure> {
+        let failed = || internal("failed to watch a process's pipes");
+        if let Some(stdin) = pipes.stdin {
+            let to = stream(stdin, Interest::WRITABLE).map_err(failed())?;
+            lock(&self.ends).input = Some(Arc::new(Input::new(to, false)));
+        }
+        for (pipe, output) in [(pipes.stdout, &self.stdout), (pipes.stderr, &self.stderr)] {
+            if let (Some(pipe), Some(output)) = (pipe, output) {
+                let from = stream(pipe, Interest::READABLE).map_err(failed())?;
+                self.capture(from, false, output);
+            }
+        }
+        Ok(())
+    }
+
+    /// Connects the master of its terminal.
+    pub fn connect_terminal(&self, master: std::os::fd::OwnedFd) -> Result<(), Failure> {
+        let terminal = stream(master, Interest::READABLE | Interest::WRITABLE)
+            .map_err(internal("failed to watch a process's terminal"))?;
+        if let Some(output) = &self.stdout {
+            self.capture(Arc::clone(&terminal), true, output);
+        }
+        let mut ends = lock(&self.ends);
+        if self.wanted.stdin {
+            ends.input = Some(Arc::new(Input::new(Arc::clone(&terminal), true)));
+        }
+        ends.terminal = Some(terminal);
+        Ok(())
+    }
+
+    fn capture(&self, from: Stream, terminal: bool, output: &Arc<Output>) {
+        let task = tokio::spawn(capture(
+            from,
+            terminal,
+            Arc::clone(output),
+            self.exited.subscribe(),
+        ));
+        lock(&self.ends).captures.push(task.abort_handle());
+    }
+
+    /// Its input, once it is connected.
+    pub fn input(&self) -> Result<Arc<Input>, Failure> {
+        if !self.wanted.stdin {
+            return Err(Failure::precondition("process has no standard input"));
+        }
+        lock(&self.ends)
+            .input
+            .clone()
+            .ok_or_else(|| Failure::precondition("process has not been started"))
+    }
+
+    /// Sets its terminal's size in characters.
+    pub fn resize(&self, columns: u16, rows: u16) -> Result<(), Failure> {
+        if !self.wanted.terminal {
+            return Err(Failure::precondition("process has no terminal"));
+        }
+        let terminal = lock(&self.ends).terminal.clone();
+        let terminal = terminal.ok_or_else(|| Failure::precondition("process has not been started"))?;
+        let size = Winsize {
+            ws_row: rows,
+            ws_col: columns,
+            ws_xpixel: 0,
+            ws_ypixel: 0,
+        };
+        tcsetwinsize(terminal.get_ref(), size).map_err(internal("failed to resize the terminal"))
+    }
+
+    /// It has a process now, which waits to be started.
+    pub fn created(&self, pid: i32) {
+        self.advance(State::Created { pid: Some(pid) });
+    }
+
+    /// Its program runs.
+    pub fn running(&self, pid: i32) {
+        self.advance(State::Running { pid });
+    }
+
+    /// Never goes back: death may be known before the report that it was made.
+    fn advance(&self, next: State) {
+        self.state.send_if_modified(|state| {
+            let forward = !matches!(state, State::Exited { .. });
+            if forward {
+                *state = next;
+            }
+            forward
+        });
+    }
+
+    /// It has ended, or will never begin.
+    pub fn end(&self, exit: Exit) {
+        self.exited.send_replace(true);
+        self.state.send_if_modified(|state| {
+            let pid = match *state {
+                State::Created { pid } => pid,
+                State::Running { pid } => Some(pid),
+                State::Exited { .. } => return false,
+            };
+            *state = State::Exited { pid, exit };
+            true
+        });
+    }
+
+    /// Waits for its end.
+    pub async fn wait(&self) -> Result<Exit, Failure> {
+        let mut state = self.state.subscribe();
+        let ended = state
+            .wait_for(|state| matches!(state, State::Exited { .. }))
+            .await;
+        match ended.map(|state| *state) {
+            Ok(State::Exited { exit, .. }) => Ok(exit),
+            // Not reached: the sender lives as long as `self`.
+            _ => Err(Failure::precondition("process was forgotten")),
+        }
+    }
+
+    /// Tells of the `death` of its process when it comes.
+    pub fn watch(
+        self: &Arc<Self>,
+        death: oneshot::Receiver<Death>,
+        oom_killed: impl Fn() -> bool + Send + 'static,
+    ) {
+        let process = Arc::clone(self);
+        tokio::spawn(async move {
+            if let Ok(death) = death.await {
+                process.end(Exit {
+                    code: death.code,
+                    at_ns: death.at_ns,
+                    oom_killed: oom_killed(),
+                });
+            }
+        });
+    }
+
+    /// Sends `signal` to the process.
+    pub fn signal(&self, reaper: &Reaper, signal: i32) -> Result<(), Failure> {
+        let pid = match self.state() {
+            State::Created { pid: Some(pid) } | State::Running { pid } => pid,
+            State::Created { pid: None } => {
+                return Err(Failure::precondition("process has not been started"));
+            }
+            State::Exited { .. } => return Err(Failure::not_found("process has exited")),
+        };
+        if !reaper.is_alive(pid) {
+            return Err(Failure::not_found("process has exited"));
+        }
+        kill(pid, signal).map_err(internal(format!(
+            "failed to send signal {signal} to process {pid}"
+        )))
+    }
+
+    /// Stops capturing and closes the agent's ends.
+    pub fn disconnect(&self) {
+        let ends = std::mem::take(&mut *lock(&self.ends));
+        for capture in ends.captures {
+            capture.abort();
+        }
+    }
+}
+
+/// kill(2), also for real-time signals.
+pub fn kill(pid: i32, signal: i32) -> nix::Result<()> {
+    // SAFETY: no memory is passed; the caller knows whom the number means.
+    nix::errno::Errno::result(unsafe { libc::kill(pid, signal) }).map(drop)
+}

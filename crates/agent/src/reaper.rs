@@ -1,0 +1,132 @@
+//! Waits for every process that dies in the guest, as only PID 1 can.
+//!
+//! ```text
+//!  fork ──▶ running ──▶ reaped ──claimed──▶ its owner is told
+//!                          └──nobody's────▶ kept for a while: a container's init may be gone
+//!                                           before the worker that made it has named it
+//! ```
+
+use std::{
+    collections::{HashMap, VecDeque},
+    io,
+    sync::{Arc, Mutex},
+};
+
+use rustix::process::{WaitOptions, wait};
+use tokio::{
+    signal::unix::{SignalKind, signal},
+    sync::oneshot,
+};
+
+use crate::{clock, sync::lock};
+
+/// Most unclaimed deaths remembered. Between a worker's fork and its report hardly more than its
+/// own children die; the rest are orphans of containers, which nobody will ask for.
+const MAX_UNCLAIMED: usize = 1024;
+
+/// How a process ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Death {
+    /// Exit code, or 128 + signal.
+    pub code: u32,
+    /// CLOCK_REALTIME, ns since 1970.
+    pub at_ns: u64,
+}
+
+/// A point in the order of deaths. A pid claimed since this point can't be an earlier
+/// process of the same number.
+#[derive(Debug, Clone, Copy)]
+pub struct Since(u64);
+
+/// Collects the dead and tells their owners.
+#[derive(Default)]
+pub struct Reaper {
+    // Never held across an await: a plain mutex does.
+    inner: Mutex<Inner>,
+}
+
+#[derive(Default)]
+struct Inner {
+    deaths: u64,
+    owners: HashMap<i32, oneshot::Sender<Death>>,
+    unclaimed: VecDeque<(u64, i32, Death)>,
+}
+
+impl Reaper {
+    /// This moment, to be taken before a process is forked.
+    pub fn now(&self) -> Since {
+        Since(lock(&self.inner).deaths)
+    }
+
+    /// Tells when `pid`, forked after `since`, has died.
+    pub fn claim(&self, pid: i32, since: Since) -> oneshot::Receiver<Death> {
+        let (owner, told) = oneshot::channel();
+        let mut inner = lock(&self.inner);
+        let early = inner
+            .unclaimed
+            .iter()
+            .position(|&(at, dead, _)| dead == pid && at > since.0);
+        match early.and_then(|at| inner.unclaimed.remove(at)) {
+            Some((_, _, death)) => {
+                let _ = owner.send(death);
+            }
+            None => {
+                inner.owners.insert(pid, owner);
+            }
+        }
+        told
+    }
+
+    /// Whether `pid` was claimed and has not been reaped: only then the number is safe to signal.
+    pub fn is_alive(&self, pid: i32) -> bool {
+        lock(&self.inner).owners.contains_key(&pid)
+    }
+
+    /// Reaps until the agent ends.
+    pub async fn run(self: Arc<Self>) -> io::Result<()> {
+        let mut children = signal(SignalKind::child())?;
+        loop {
+            self.reap();
+            if children.recv().await.is_none() {
+                return Err(io::Error::other("no more signals are delivered"));
+            }
+        }
+    }
+
+    /// Reaps all that is dead now.
+    pub fn reap(&self) {
+        // Not nix's waitpid: it refuses a death by a real-time signal after the kernel has
+        // already forgotten the process.
+        while let Ok(Some((pid, status))) = wait(WaitOptions::NOHANG) {
+            let code = match (status.exit_status(), status.terminating_signal()) {
+                (Some(code), _) => code.unsigned_abs(),
+                (None, Some(signal)) => 128 + signal.unsigned_abs(),
+                (None, None) => continue,
+            };
+            self.died(
+                pid.as_raw_nonzero().get(),
+                Death {
+                    code,
+                    at_ns: clock::realtime_ns(),
+                },
+            );
+        }
+    }
+
+    fn died(&self, pid: i32, death: Death) {
+        let mut inner = lock(&self.inner);
+        inner.deaths += 1;
+        match inner.owners.remove(&pid) {
+            Some(owner) => {
+                let _ = owner.send(death);
+            }
+            None => {
+                let at = inner.deaths;
+                inner.unclaimed.push_back((at, pid, death));
+                if inner.unclaimed.len() > MAX_UNCLAIMED {
+                    inner.unclaimed.pop_front();
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,353 @@
+//! Puts a container's root file system together from disks, and takes it apart.
+//!
+//! ```text
+//! /run/sandboxer/containers/<id>/
+//!   config.json    the bundle's spec
+//!   l0, l1, …      read-only layers, uppermost first
+//!   w/             the writable file system: u/ (upper) and w/ (overlay's work directory)
+//!   f0, f1, …      files bound into the container
+//!   rootfs/        what the container sees
+//! ```
+//!
+//! Layers are mounted for each container anew: the kernel shares what lies below.
+
+use std::{
+    fs,
+    os::unix::fs::{MetadataExt as _, PermissionsExt as _, chown},
+    path::{Path, PathBuf},
+};
+
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use sandboxer_protocol::id::ContainerId;
+
+use crate::{
+    disk,
+    failure::{Failure, internal},
+};
+
+const CONTAINERS: &str = "/run/sandboxer/containers";
+
+/// Most layers of one container: what the host can plug, with room for the writable disk.
+const MAX_LAYERS: usize = 64;
+
+/// A disk by its serial.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Disk {
+    /// As the host attached it.
+    pub serial: String,
+    /// "erofs" or "ext4".
+    pub fstype: String,
+    /// Mounted so.
+    pub read_only: bool,
+}
+
+/// Where what the container writes goes.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub enum Writable {
+    /// To guest memory, at most so many bytes.
+    Tmpfs {
+        /// 0 means half of the guest's memory.
+        size_bytes: u64,
+    },
+    /// To a disk, beside the overlay's work directory.
+    Overlay(Disk),
+    /// To the root disk itself; there is no overlay.
+    Whole(Disk),
+}
+
+/// A root file system to be.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Plan {
+    /// Read-only layers, uppermost first.
+    pub lower: Vec<Disk>,
+    /// The rest.
+    pub writable: Writable,
+}
+
+impl Plan {
+    /// Whether the parts fit together.
+    pub fn check(&self) -> Result<(), Failure> {
+        let disks = self.lower.iter().chain(match &self.writable {
+            Writable::Tmpfs { .. } => None,
+            Writable::Overlay(disk) | Writable::Whole(disk) => Some(disk),
+        });
+        for disk in disks {
+            if !["erofs", "ext4"].contains(&disk.fstype.as_str()) {
+                let Disk { serial, fstype, .. } = disk;
+                return Err(Failure::invalid(format!(
+                    "disk {serial:?}: file system {fstype:?} is neither erofs nor ext4"
+                )));
+            }
+            if disk.serial.is_empty() {
+                return Err(Failure::invalid("rootfs: a disk has no serial"));
+            }
+        }
+        match (&self.writable, self.lower.len()) {
+            (Writable::Whole(_), 1..) => {
+                Err(Failure::invalid("rootfs: a whole disk takes no layers below it"))
+            }
+            (Writable::Tmpfs { .. } | Writable::Overlay(_), 0) => {
+                Err(Failure::invalid("rootfs: an overlay needs a layer"))
+            }
+            (_, count) if count > MAX_LAYERS => Err(Failure::invalid(format!(
+                "rootfs: {count} layers, at most {MAX_LAYERS} are mounted"
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// Waits for all disks.
+    pub async fn locate(&self) -> Result<Located, Failure> {
+        let mut lower = Vec::new();
+        for disk in &self.lower {
+            lower.push(Device {
+                node: disk::find(&disk.serial).await?,
+                fstype: disk.fstype.clone(),
+                read_only: true,
+            });
+        }
+        let device = async |disk: &Disk| {
+            let node = disk::find(&disk.serial).await?;
+            Ok::<_, Failure>(Device {
+                node,
+                fstype: disk.fstype.clone(),
+                read_only: disk.read_only,
+            })
+        };
+        let writable = match &self.writable {
+            Writable::Tmpfs { size_bytes } => LocatedWritable::Tmpfs {
+                size_bytes: *size_bytes,
+            },
+            Writable::Overlay(disk) => LocatedWritable::Overlay(device(disk).await?),
+            Writable::Whole(disk) => LocatedWritable::Whole(device(disk).await?),
+        };
+        Ok(Located { lower, writable })
+    }
+}
+
+/// A [`Plan`] whose disks are there.
+pub struct Located {
+    lower: Vec<Device>,
+    writable: LocatedWritable,
+}
+
+struct Device {
+    node: PathBuf,
+    fstype: String,
+    read_only: bool,
+}
+
+enum LocatedWritable {
+    Tmpfs { size_bytes: u64 },
+    Overlay(Device),
+    Whole(Device),
+}
+
+/// One container's directory.
+#[derive(Debug, Clone)]
+pub struct Dir {
+    path: PathBuf,
+}
+
+impl Dir {
+    /// Of container `id`; it need not exist.
+    pub fn of(id: &ContainerId) -> Self {
+        Self {
+            path: Path::new(CONTAINERS).join(id),
+        }
+    }
+
+    /// The bundle.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// What the container sees.
+    pub fn rootfs(&self) -> PathBuf {
+        self.path.join("rootfs")
+    }
+
+    /// The `n`th file bound into the container.
+    pub fn file(&self, n: usize) -> PathBuf {
+        self.path.join(format!("f{n}"))
+    }
+
+    /// The file system that takes what the container writes.
+    pub fn writable(&self) -> PathBuf {
+        let upper = self.path.join("w");
+        if upper.exists() { upper } else { self.rootfs() }
+    }
+
+    /// Creates the directory and mounts the root file system. Blocks on disks: for workers.
+    pub fn assemble(&self, plan: &Located) -> Result<(), Failure> {
+        create_dir(&self.rootfs())?;
+        if let LocatedWritable::Whole(device) = &plan.writable {
+            return device.mount(&self.rootfs());
+        }
+        let mut lowerdir = String::from("lowerdir=");
+        for (n, layer) in plan.lower.iter().enumerate() {
+            let path = self.path.join(format!("l{n}"));
+            create_dir(&path)?;
+            layer.mount(&path)?;
+            // Relative: a page must hold the options of all layers.
+            lowerdir.push_str(&format!("{}l{n}", if n > 0 { ":" } else { "" }));
+        }
+        let writable = self.path.join("w");
+        create_dir(&writable)?;
+        match &plan.writable {
+            LocatedWritable::Tmpfs { size_bytes: 0 } => mount_tmpfs(&writable, "mode=0755")?,
+            LocatedWritable::Tmpfs { size_bytes } => {
+                mount_tmpfs(&writable, &format!("mode=0755,size={size_bytes}"))?
+            }
+            LocatedWritable::Overlay(device) => device.mount(&writable)?,
+            // Handled above.
+            LocatedWritable::Whole(_) => {}
+        }
+        let upper = writable.join("u");
+        create_dir(&upper)?;
+        create_dir(&writable.join("w"))?;
+        // The overlay's root looks like its upper directory, and shall look like the image's.
+        let top = self.path.join("l0");
+        let of = fs::metadata(&top).map_err(internal(format!("failed to read {}", top.display())))?;
+        chown(&upper, Some(of.uid()), Some(of.gid()))
+            .and_then(|()| fs::set_permissions(&upper, fs::Permissions::from_mode(of.mode() & 0o7777)))
+            .map_err(internal(format!("failed to prepare {}", upper.display())))?;
+
+        nix::unistd::chdir(&self.path)
+            .map_err(internal(format!("failed to enter {}", self.path.display())))?;
+        let options = format!("{lowerdir},upperdir=w/u,workdir=w/w");
+        let mounted = mount(
+            Some("overlay"),
+            "rootfs",
+            Some("overlay"),
+            MsFlags::empty(),
+            Some(options.as_str()),
+        );
+        let back = nix::unistd::chdir("/");
+        mounted.and(back).map_err(internal(format!(
+            "failed to mount an overlay on {}",
+            self.rootfs().display()
+        )))
+    }
+
+    /// Unmounts all that is mounted in the directory and removes it. A directory that is gone is
+    /// fine. Blocks on disks: for workers.
+    pub fn dismantle(&self) -> Result<(), Failure> {
+        for path in mounts_below(&self.path)?.iter().rev() {
+            // Another container's set-up may hold a copy of the mount for a moment.
+            umount2(path, MntFlags::empty())
+                .or_else(|_| umount2(path, MntFlags::MNT_DETACH))
+                .map_err(internal(format!("failed to unmount {}", path.display())))?;
+        }
+        match fs::remove_dir_all(&self.path) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(internal(format!(
+                "failed to remove {}",
+                self.path.display()
+            ))(error)),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Device {
+    fn mount(&self, path: &Path) -> Result<(), Failure> {
+        let Self {
+            node,
+            fstype,
+            read_only,
+        } = self;
+        let flags = if *read_only {
+            MsFlags::MS_RDONLY
+        } else {
+            MsFlags::empty()
+        };
+        mount(Some(node), path, Some(fstype.as_str()), flags, None::<&str>).map_err(internal(format!(
+            "failed to mount {} as {fstype} on {}",
+            node.display(),
+            path.display()
+        )))
+    }
+}
+
+fn mount_tmpfs(path: &Path, options: &str) -> Result<(), Failure> {
+    mount(
+        Some("tmpfs"),
+        path,
+        Some("tmpfs"),
+        MsFlags::empty(),
+        Some(options),
+    )
+    .map_err(internal(format!(
+        "failed to mount a tmpfs ({options}) on {}",
+        path.display()
+    )))
+}
+
+fn create_dir(path: &Path) -> Result<(), Failure> {
+    fs::create_dir_all(path).map_err(internal(format!("failed to create {}", path.display())))
+}
+
+/// Mount points below `dir`, in the order they were mounted.
+fn mounts_below(dir: &Path) -> Result<Vec<PathBuf>, Failure> {
+    let table =
+        fs::read_to_string("/proc/self/mountinfo").map_err(internal("failed to read the mount table"))?;
+    Ok(mount_points(&table)
+        .filter(|path| path.starts_with(dir) && path != dir)
+        .collect())
+}
+
+/// Mount points of a mount table. The agent's own paths need no unescaping: identifiers hold
+/// neither blanks nor backslashes.
+fn mount_points(table: &str) -> impl Iterator<Item = PathBuf> {
+    table
+        .lines()
+        .filter_map(|line| line.split(' ').nth(4))
+        .map(PathBuf::from)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn disk(serial: &str, fstype: &str) -> Disk {
+        Disk {
+            serial: serial.into(),
+            fstype: fstype.into(),
+            read_only: true,
+        }
+    }
+
+    #[test]
+    fn plans_that_make_no_root_are_refused() {
+        let refused = |lower: Vec<Disk>, writable| Plan { lower, writable }.check().unwrap_err().message;
+        let tmpfs = || Writable::Tmpfs { size_bytes: 0 };
+        assert!(refused(vec![], tmpfs()).contains("needs a layer"));
+        assert!(refused(vec![disk("a", "xfs")], tmpfs()).contains(r#"disk "a": file system "xfs""#));
+        assert!(
+            refused(vec![disk("a", "erofs")], Writable::Whole(disk("b", "ext4"))).contains("takes no layers")
+        );
+        assert!(refused(vec![disk("", "erofs")], tmpfs()).contains("no serial"));
+        assert!(
+            Plan {
+                lower: vec![],
+                writable: Writable::Whole(disk("b", "ext4"))
+            }
+            .check()
+            .is_ok()
+        );
+    }
+
+    #[test]
+    fn a_mount_table_yields_its_mount_points() {
+        let table = "22 1 0:20 / / rw shared:1 - tmpfs tmpfs rw\n\
+                     31 22 253:0 / /run/sandboxer/containers/a/l0 ro - erofs /dev/vda ro\n";
+        let points: Vec<_> = mount_points(table).collect();
+        assert_eq!(
+            points,
+            [
+                PathBuf::from("/"),
+                PathBuf::from("/run/sandboxer/containers/a/l0")
+            ]
+        );
+    }
+}

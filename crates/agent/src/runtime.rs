@@ -1,0 +1,281 @@
+//! What libcontainer does for us. Everything in here runs in a worker and blocks.
+
+use std::{
+    fs,
+    io::Write as _,
+    os::{fd::OwnedFd, unix::fs::PermissionsExt as _},
+    path::{Path, PathBuf},
+};
+
+use libcgroups::common::{CgroupManager as _, ControllerOpt};
+use libcontainer::{
+    capabilities::CapabilityExt as _,
+    container::{Container, builder::ContainerBuilder},
+    oci_spec::runtime::{Capabilities, Capability, LinuxCapabilities, LinuxResources, Process, Spec},
+    syscall::syscall::SyscallType,
+};
+use pathrs::Root;
+use sandboxer_protocol::id::ContainerId;
+
+use crate::{
+    cgroup::{self, Cgroup},
+    failure::{Failure, Kind, internal},
+    io::ChildEnds,
+    payload::Payload,
+    rootfs::{Dir, Located},
+    spec::{self, BoundFile},
+};
+
+/// libcontainer's own state.
+pub const STATE: &str = "/run/sandboxer/state";
+
+/// How a new process is connected.
+pub enum Stdio<'a> {
+    /// Three descriptors.
+    Pipes(&'a ChildEnds),
+    /// A terminal, whose master goes to the listener at this path.
+    Terminal(&'a Path),
+}
+
+/// A file to place in a container.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct File {
+    /// Where the container finds it.
+    pub path: String,
+    /// What it holds.
+    pub content: Vec<u8>,
+    /// Its permissions.
+    pub mode: u32,
+    /// The container can't write it.
+    pub read_only: bool,
+}
+
+/// Makes container `id` up to where its init waits; answers the init's guest pid. Cleans nothing
+/// up on failure: see [`remove`].
+pub fn create(
+    id: &ContainerId,
+    json: &[u8],
+    plan: &Located,
+    files: &[File],
+    stdio: &Stdio<'_>,
+) -> Result<i32, Failure> {
+    let mut spec = spec::parse(json)?;
+    let dir = Dir::of(id);
+    dir.assemble(plan)?;
+    let bound = write_files(&dir, files)?;
+    spec::fit(
+        &mut spec,
+        id,
+        &dir.rootfs(),
+        matches!(stdio, Stdio::Terminal(_)),
+        &bound,
+    )?;
+    make_working_dir(&dir.rootfs(), &spec)?;
+    let config = dir.path().join("config.json");
+    spec.save(&config)
+        .map_err(internal(format!("failed to write {}", config.display())))?;
+    fs::create_dir_all(STATE).map_err(internal(format!("failed to create {STATE}")))?;
+
+    let container = builder(id, stdio, Payload::default())?
+        .as_init(dir.path())
+        .with_systemd(false)
+        .with_detach(true)
+        .build()
+        .map_err(|error| Failure::caused(kind_of_create(&error), "failed to create the container", &error))?;
+    pid_of(&container)
+}
+
+/// Lets the init of a created container execute its program.
+pub fn start(id: &ContainerId) -> Result<(), Failure> {
+    load(id)?
+        .start()
+        .map_err(internal("failed to start the container"))
+}
+
+/// Runs a further process in container `id`; answers its guest pid when its program runs.
+pub fn exec(id: &ContainerId, exec: &str, process: &[u8], stdio: &Stdio<'_>) -> Result<i32, Failure> {
+    let mut process = spec::parse_process(process)?;
+    spec::fit_process(&mut process, matches!(stdio, Stdio::Terminal(_)));
+    let config = Dir::of(id).path().join("config.json");
+    let spec = Spec::load(&config).map_err(internal(format!("failed to read {}", config.display())))?;
+    let filter = spec.linux().as_ref().and_then(|linux| linux.seccomp().clone());
+    let drop_to = if filter.is_some() {
+        keep_until_filtered(&mut process)
+    } else {
+        None
+    };
+
+    let file = Dir::of(id).path().join(format!("exec-{exec}.json"));
+    let json = serde_json::to_vec(&process).map_err(internal("failed to encode the process"))?;
+    fs::write(&file, json).map_err(internal(format!("failed to write {}", file.display())))?;
+    let built = builder(id, stdio, Payload { filter, drop_to })?
+        .as_tenant()
+        .with_process(Some(&file))
+        .with_detach(true)
+        .build();
+    let _ = fs::remove_file(&file);
+    built.map(|pid| pid.as_raw()).map_err(|error| {
+        let cwd = process.cwd().display();
+        Failure::caused(
+            Kind::Internal,
+            format!("failed to run the process (working directory {cwd})"),
+            &error,
+        )
+    })
+}
+
+/// Removes every trace of container `id`: its state, cgroup, mounts and directory. What is gone
+/// already is fine. Its processes must have ended.
+pub fn remove(id: &ContainerId) -> Result<(), Failure> {
+    let state = Path::new(STATE).join(id);
+    let state_removed = match fs::remove_dir_all(&state) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+            Err(internal(format!("failed to remove {}", state.display()))(error))
+        }
+        _ => Ok(()),
+    };
+    let cgroup_removed = Cgroup::of(id)
+        .remove()
+        .map_err(internal("failed to remove the control group"));
+    // Each is tried whatever became of the others: what stays would hold a disk.
+    Dir::of(id).dismantle().and(cgroup_removed).and(state_removed)
+}
+
+/// Applies changed limits.
+pub fn update(id: &ContainerId, resources: &[u8]) -> Result<(), Failure> {
+    let mut resources: LinuxResources = serde_json::from_slice(resources).map_err(|error| {
+        Failure::caused(
+            Kind::InvalidArgument,
+            "resources are no OCI linux.resources",
+            &error,
+        )
+    })?;
+    spec::fit_resources(&mut resources);
+    let manager = libcgroups::v2::manager::Manager::new("/sys/fs/cgroup".into(), cgroup::spec_path(id))
+        .map_err(internal("failed to open the control group"))?;
+    let changes = ControllerOpt {
+        resources: &resources,
+        disable_oom_killer: false,
+        oom_score_adj: None,
+        freezer_state: None,
+    };
+    manager
+        .apply(&changes)
+        .map_err(internal("failed to apply resources"))
+}
+
+fn builder(id: &ContainerId, stdio: &Stdio<'_>, payload: Payload) -> Result<ContainerBuilder, Failure> {
+    let duplicate = |fd: &OwnedFd| {
+        fd.try_clone()
+            .map_err(internal("failed to duplicate a descriptor"))
+    };
+    let builder = ContainerBuilder::new(id.to_string(), SyscallType::default())
+        .with_root_path(STATE)
+        .map_err(internal("failed to use the runtime's state directory"))?
+        .with_executor(payload);
+    Ok(match stdio {
+        Stdio::Terminal(socket) => builder.with_console_socket(Some(*socket)),
+        Stdio::Pipes(ends) => builder
+            .with_stdin(duplicate(&ends.stdin)?)
+            .with_stdout(duplicate(&ends.stdout)?)
+            .with_stderr(duplicate(&ends.stderr)?),
+    })
+}
+
+fn load(id: &ContainerId) -> Result<Container, Failure> {
+    Container::load(Path::new(STATE).join(id)).map_err(internal("failed to read the container's state"))
+}
+
+fn pid_of(container: &Container) -> Result<i32, Failure> {
+    let pid = container
+        .pid()
+        .ok_or_else(|| Failure::new(Kind::Internal, "container has no process"))?;
+    Ok(pid.as_raw())
+}
+
+/// Specs that no runtime accepts are the caller's fault, the rest is ours.
+fn kind_of_create(error: &libcontainer::error::LibcontainerError) -> Kind {
+    use libcontainer::error::LibcontainerError as E;
+    match error {
+        E::InvalidSpec(_) | E::MissingSpec(_) | E::InvalidInput(_) | E::Spec(_) => Kind::InvalidArgument,
+        _ => Kind::Internal,
+    }
+}
+
+fn write_files(dir: &Dir, files: &[File]) -> Result<Vec<BoundFile>, Failure> {
+    let mut bound = Vec::new();
+    for (n, file) in files.iter().enumerate() {
+        let source = dir.file(n);
+        let written = fs::File::create(&source).and_then(|mut target| {
+            target.write_all(&file.content)?;
+            target.set_permissions(fs::Permissions::from_mode(file.mode & 0o7777))
+        });
+        written.map_err(internal(format!("failed to write the file for {}", file.path)))?;
+        bound.push(BoundFile {
+            path: file.path.clone(),
+            source,
+            read_only: file.read_only,
+        });
+    }
+    Ok(bound)
+}
+
+/// Images name working directories that they do not contain; other runtimes create them too.
+fn make_working_dir(rootfs: &Path, spec: &Spec) -> Result<(), Failure> {
+    let Some(cwd) = spec.process().as_ref().map(|process| process.cwd().clone()) else {
+        return Ok(());
+    };
+    if cwd == PathBuf::from("/") || cwd.as_os_str().is_empty() {
+        return Ok(());
+    }
+    let failed = || {
+        internal::<pathrs::error::Error>(format!(
+            "failed to create the working directory {}",
+            cwd.display()
+        ))
+    };
+    // The image is not trusted: links in it are followed inside it only.
+    let root = Root::open(rootfs).map_err(failed())?;
+    if root.resolve(&cwd).is_ok() {
+        return Ok(());
+    }
+    root.mkdir_all(&cwd, &fs::Permissions::from_mode(0o755))
+        .map(drop)
+        .map_err(failed())
+}
+
+/// An exec that may gain privileges needs CAP_SYS_ADMIN to load its filter, which is loaded last.
+/// Lends it that and answers what to drop to afterwards.
+fn keep_until_filtered(process: &mut Process) -> Option<LinuxCapabilities> {
+    if process.no_new_privileges() == Some(true) {
+        return None;
+    }
+    let target = process.capabilities().clone()?;
+    let mut lent = target.clone();
+    let with_admin = |set: &Option<Capabilities>| {
+        let mut set = set.clone().unwrap_or_default();
+        set.insert(Capability::from_cap(caps::Capability::CAP_SYS_ADMIN));
+        Some(set)
+    };
+    lent.set_effective(with_admin(target.effective()));
+    lent.set_permitted(with_admin(target.permitted()));
+    process.set_capabilities(Some(lent));
+    Some(target)
+}
+
+/// What [`File`]s may ask for.
+pub fn check_files(files: &[File]) -> Result<(), Failure> {
+    for file in files {
+        let path = Path::new(&file.path);
+        let plain = path
+            .components()
+            .all(|part| !matches!(part, std::path::Component::ParentDir));
+        if !path.is_absolute() || !plain {
+            return Err(Failure::invalid(format!(
+                "files: {:?} is no absolute path without \"..\"",
+                file.path
+            )));
+        }
+    }
+    Ok(())
+}

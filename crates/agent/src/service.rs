@@ -1,0 +1,522 @@
+//! The wire: requests in, typed requests to the rest of the agent, answers and codes out.
+
+use std::{str::FromStr, sync::Arc};
+
+use async_trait::async_trait;
+use protobuf::MessageField;
+use sandboxer_protocol::{
+    agent::{self as wire, Agent},
+    id::{ContainerId, ExecId, Id},
+};
+use ttrpc::r#async::TtrpcContext;
+
+use crate::{
+    container::{Create, CreateExec},
+    containers::Containers,
+    events::Events,
+    failure::{Failure, Kind},
+    io::{CAPACITY, Output, Wanted},
+    pod::{self, Identity},
+    process::{Exit, Process, State},
+    reaper::Reaper,
+    rootfs::{Disk, Plan, Writable},
+    runtime::{self, File},
+    stats::{self, Stats},
+    sync::detached,
+};
+
+/// The agent's service.
+pub struct Service {
+    /// The containers.
+    pub containers: Arc<Containers>,
+    /// The queue of events.
+    pub events: Arc<Events>,
+    /// Knows which processes live.
+    pub reaper: Arc<Reaper>,
+}
+
+type Answer<T> = ttrpc::Result<T>;
+
+fn refuse(failure: Failure) -> ttrpc::Error {
+    use ttrpc::Code;
+    let code = match failure.kind {
+        Kind::NotFound => Code::NOT_FOUND,
+        Kind::AlreadyExists => Code::ALREADY_EXISTS,
+        Kind::InvalidArgument => Code::INVALID_ARGUMENT,
+        Kind::FailedPrecondition => Code::FAILED_PRECONDITION,
+        Kind::DeadlineExceeded => Code::DEADLINE_EXCEEDED,
+        Kind::Internal => Code::INTERNAL,
+    };
+    ttrpc::Error::RpcStatus(ttrpc::get_status(code, failure.message))
+}
+
+fn id(what: &str, text: &str) -> Result<Id, Failure> {
+    Id::from_str(text).map_err(|error| Failure::caused(Kind::InvalidArgument, what, &error))
+}
+
+fn container_id(text: &str) -> Result<ContainerId, Failure> {
+    id("container_id", text)
+}
+
+/// Empty means the container's init.
+fn exec_id(text: &str) -> Result<Option<ExecId>, Failure> {
+    if text.is_empty() {
+        Ok(None)
+    } else {
+        id("exec_id", text).map(Some)
+    }
+}
+
+fn wanted(stdio: &wire::Stdio) -> Wanted {
+    Wanted {
+        stdin: stdio.stdin,
+        stdout: stdio.stdout,
+        stderr: stdio.stderr,
+        terminal: stdio.terminal,
+    }
+}
+
+fn disk(disk: &wire::Disk) -> Disk {
+    Disk {
+        serial: disk.serial.clone(),
+        fstype: disk.fstype.clone(),
+        read_only: disk.read_only,
+    }
+}
+
+fn plan(rootfs: &wire::Rootfs) -> Result<Plan, Failure> {
+    use wire::rootfs::Writable as W;
+    let writable = match &rootfs.writable {
+        Some(W::Tmpfs(upper)) => Writable::Tmpfs {
+            size_bytes: upper.size_bytes,
+        },
+        Some(W::Overlay(upper)) => Writable::Overlay(disk(upper)),
+        Some(W::Whole(root)) => Writable::Whole(disk(root)),
+        _ => return Err(Failure::invalid("rootfs: says nothing about what is writable")),
+    };
+    let plan = Plan {
+        lower: rootfs.lower.iter().map(disk).collect(),
+        writable,
+    };
+    plan.check()?;
+    Ok(plan)
+}
+
+fn create(request: wire::CreateContainerRequest) -> Result<Create, Failure> {
+    let rootfs = request
+        .rootfs
+        .as_ref()
+        .ok_or_else(|| Failure::invalid("request has no rootfs"))?;
+    let file = |file: wire::File| File {
+        path: file.path,
+        content: file.content,
+        mode: file.mode,
+        read_only: file.read_only,
+    };
+    let rootfs = plan(rootfs)?;
+    let files: Vec<File> = request.files.into_iter().map(file).collect();
+    runtime::check_files(&files)?;
+    Ok(Create {
+        id: container_id(&request.container_id)?,
+        stdio: wanted(&request.stdio),
+        rootfs,
+        spec: request.spec_json,
+        files,
+    })
+}
+
+fn guest_pid(pid: i32) -> u32 {
+    pid.unsigned_abs()
+}
+
+fn wire_exit(exit: Exit) -> wire::Exit {
+    wire::Exit {
+        code: exit.code,
+        at_ns: exit.at_ns,
+        oom_killed: exit.oom_killed,
+        ..Default::default()
+    }
+}
+
+fn wire_process(
+    container: &ContainerId,
+    exec: Option<&ExecId>,
+    process: &Process,
+    paused: bool,
+) -> wire::Process {
+    let (state, pid, exit) = match process.state() {
+        State::Created { pid } => (wire::ProcessState::CREATED, pid, None),
+        State::Running { pid } if paused => (wire::ProcessState::PAUSED, Some(pid), None),
+        State::Running { pid } => (wire::ProcessState::RUNNING, Some(pid), None),
+        State::Exited { pid, exit } => (wire::ProcessState::EXITED, pid, Some(exit)),
+    };
+    wire::Process {
+        container_id: container.to_string(),
+        exec_id: exec.map(ToString::to_string).unwrap_or_default(),
+        pid: pid.map_or(0, guest_pid),
+        state: state.into(),
+        exit: exit
+            .map(wire_exit)
+            .map_or_else(MessageField::none, MessageField::some),
+        ..Default::default()
+    }
+}
+
+fn wire_stats(stats: &Stats) -> wire::StatsResponse {
+    wire::StatsResponse {
+        cpu_usage_us: stats.cpu_usage_us,
+        cpu_user_us: stats.cpu_user_us,
+        cpu_system_us: stats.cpu_system_us,
+        cpu_periods: stats.cpu_periods,
+        cpu_throttled_periods: stats.cpu_throttled_periods,
+        cpu_throttled_us: stats.cpu_throttled_us,
+        memory_usage: stats.memory_usage,
+        memory_limit: stats.memory_limit,
+        memory_anon: stats.memory_anon,
+        memory_file: stats.memory_file,
+        memory_inactive_file: stats.memory_inactive_file,
+        memory_page_faults: stats.memory_page_faults,
+        memory_major_page_faults: stats.memory_major_page_faults,
+        memory_swap: stats.memory_swap,
+        pids: stats.pids,
+        pids_limit: stats.pids_limit,
+        oom_kills: stats.oom_kills,
+        fs_used: stats.fs_used,
+        fs_inodes: stats.fs_inodes,
+        ..Default::default()
+    }
+}
+
+impl Service {
+    fn process(&self, container: &str, exec: &str) -> Result<Arc<Process>, Failure> {
+        self.containers
+            .get(&container_id(container)?)?
+            .process(exec_id(exec)?.as_ref())
+    }
+
+    async fn start(&self, request: &wire::StartProcessRequest) -> Result<i32, Failure> {
+        let container = self.containers.get(&container_id(&request.container_id)?)?;
+        let exec = exec_id(&request.exec_id)?;
+        detached(async move {
+            match exec {
+                None => container.start().await,
+                Some(exec) => container.start_exec(&exec).await,
+            }
+        })
+        .await
+    }
+
+    fn signal(&self, request: &wire::SignalProcessRequest) -> Result<(), Failure> {
+        let signal = i32::try_from(request.signal)
+            .ok()
+            .filter(|signal| (1..=libc::SIGRTMAX()).contains(signal));
+        let signal = signal.ok_or_else(|| Failure::invalid(format!("{} is no signal", request.signal)))?;
+        if request.all {
+            return self
+                .containers
+                .get(&container_id(&request.container_id)?)?
+                .signal_all(signal);
+        }
+        self.process(&request.container_id, &request.exec_id)?
+            .signal(&self.reaper, signal)
+    }
+
+    fn output(&self, request: &wire::ReadOutputRequest) -> Result<Arc<Output>, Failure> {
+        let process = self.process(&request.container_id, &request.exec_id)?;
+        let stream = match request.stream.enum_value() {
+            Ok(wire::OutputStream::STDOUT) => &process.stdout,
+            Ok(wire::OutputStream::STDERR) => &process.stderr,
+            Err(number) => return Err(Failure::invalid(format!("{number} is no output stream"))),
+        };
+        stream
+            .clone()
+            .ok_or_else(|| Failure::precondition("process was made without this output stream"))
+    }
+
+    async fn read(&self, request: &wire::ReadOutputRequest) -> Result<wire::ReadOutputResponse, Failure> {
+        let output = self.output(request)?;
+        let offset = (!request.resume).then_some(request.offset);
+        let max = usize::try_from(request.max_bytes).unwrap_or(CAPACITY);
+        let chunk = output
+            .read(offset, if max == 0 { CAPACITY } else { max.min(CAPACITY) })
+            .await?;
+        Ok(wire::ReadOutputResponse {
+            offset: chunk.offset,
+            data: chunk.bytes,
+            end: chunk.end,
+            ..Default::default()
+        })
+    }
+
+    fn list(&self) -> Vec<wire::Process> {
+        let mut listed = Vec::new();
+        for (id, container) in self.containers.all() {
+            let paused = container.is_paused();
+            let processes = container.processes();
+            listed.extend(
+                processes
+                    .iter()
+                    .map(|(exec, process)| wire_process(&id, exec.as_ref(), process, paused)),
+            );
+        }
+        listed
+    }
+}
+
+#[async_trait]
+impl Agent for Service {
+    async fn configure_pod(
+        &self,
+        _: &TtrpcContext,
+        request: wire::ConfigurePodRequest,
+    ) -> Answer<wire::ConfigurePodResponse> {
+        let identity = Identity {
+            hostname: request.hostname,
+            realtime_ns: request.realtime_ns,
+            entropy: request.entropy,
+            shm_bytes: request.shm_bytes,
+            sysctls: request.sysctls,
+        };
+        pod::configure(&identity).map_err(refuse)?;
+        Ok(wire::ConfigurePodResponse::default())
+    }
+
+    async fn create_container(
+        &self,
+        _: &TtrpcContext,
+        request: wire::CreateContainerRequest,
+    ) -> Answer<wire::CreateContainerResponse> {
+        let request = create(request).map_err(refuse)?;
+        let pid = self.containers.create(request).await.map_err(refuse)?;
+        Ok(wire::CreateContainerResponse {
+            pid: guest_pid(pid),
+            ..Default::default()
+        })
+    }
+
+    async fn delete_container(
+        &self,
+        _: &TtrpcContext,
+        request: wire::DeleteContainerRequest,
+    ) -> Answer<wire::DeleteContainerResponse> {
+        let id = container_id(&request.container_id).map_err(refuse)?;
+        self.containers.delete(&id).await.map_err(refuse)?;
+        Ok(wire::DeleteContainerResponse::default())
+    }
+
+    async fn list_containers(
+        &self,
+        _: &TtrpcContext,
+        _: wire::ListContainersRequest,
+    ) -> Answer<wire::ListContainersResponse> {
+        Ok(wire::ListContainersResponse {
+            processes: self.list(),
+            ..Default::default()
+        })
+    }
+
+    async fn create_exec(
+        &self,
+        _: &TtrpcContext,
+        request: wire::CreateExecRequest,
+    ) -> Answer<wire::CreateExecResponse> {
+        let create = || {
+            let container = self.containers.get(&container_id(&request.container_id)?)?;
+            let id = id("exec_id", &request.exec_id)?;
+            let stdio = wanted(&request.stdio);
+            container.create_exec(CreateExec {
+                id,
+                process: request.process_json,
+                stdio,
+            })
+        };
+        create().map_err(refuse)?;
+        Ok(wire::CreateExecResponse::default())
+    }
+
+    async fn start_process(
+        &self,
+        _: &TtrpcContext,
+        request: wire::StartProcessRequest,
+    ) -> Answer<wire::StartProcessResponse> {
+        let pid = self.start(&request).await.map_err(refuse)?;
+        Ok(wire::StartProcessResponse {
+            pid: guest_pid(pid),
+            ..Default::default()
+        })
+    }
+
+    async fn wait_process(
+        &self,
+        _: &TtrpcContext,
+        request: wire::WaitProcessRequest,
+    ) -> Answer<wire::WaitProcessResponse> {
+        let process = self
+            .process(&request.container_id, &request.exec_id)
+            .map_err(refuse)?;
+        let exit = process.wait().await.map_err(refuse)?;
+        Ok(wire::WaitProcessResponse {
+            exit: MessageField::some(wire_exit(exit)),
+            ..Default::default()
+        })
+    }
+
+    async fn signal_process(
+        &self,
+        _: &TtrpcContext,
+        request: wire::SignalProcessRequest,
+    ) -> Answer<wire::SignalProcessResponse> {
+        self.signal(&request).map_err(refuse)?;
+        Ok(wire::SignalProcessResponse::default())
+    }
+
+    async fn delete_exec(
+        &self,
+        _: &TtrpcContext,
+        request: wire::DeleteExecRequest,
+    ) -> Answer<wire::DeleteExecResponse> {
+        let delete = || {
+            let id = id("exec_id", &request.exec_id)?;
+            match self.containers.get(&container_id(&request.container_id)?) {
+                Ok(container) => container.delete_exec(&id),
+                // Gone with its container.
+                Err(_) => Ok(()),
+            }
+        };
+        delete().map_err(refuse)?;
+        Ok(wire::DeleteExecResponse::default())
+    }
+
+    async fn resize_terminal(
+        &self,
+        _: &TtrpcContext,
+        request: wire::ResizeTerminalRequest,
+    ) -> Answer<wire::ResizeTerminalResponse> {
+        let size = |number: u32| u16::try_from(number).unwrap_or(u16::MAX);
+        self.process(&request.container_id, &request.exec_id)
+            .and_then(|process| process.resize(size(request.columns), size(request.rows)))
+            .map_err(refuse)?;
+        Ok(wire::ResizeTerminalResponse::default())
+    }
+
+    async fn read_output(
+        &self,
+        _: &TtrpcContext,
+        request: wire::ReadOutputRequest,
+    ) -> Answer<wire::ReadOutputResponse> {
+        self.read(&request).await.map_err(refuse)
+    }
+
+    async fn write_input(
+        &self,
+        _: &TtrpcContext,
+        request: wire::WriteInputRequest,
+    ) -> Answer<wire::WriteInputResponse> {
+        let input = self
+            .process(&request.container_id, &request.exec_id)
+            .and_then(|process| process.input())
+            .map_err(refuse)?;
+        let taken = input
+            .write(request.offset, &request.data, request.end)
+            .await
+            .map_err(refuse)?;
+        Ok(wire::WriteInputResponse {
+            taken,
+            ..Default::default()
+        })
+    }
+
+    async fn update_container(
+        &self,
+        _: &TtrpcContext,
+        request: wire::UpdateContainerRequest,
+    ) -> Answer<wire::UpdateContainerResponse> {
+        let container = container_id(&request.container_id)
+            .and_then(|id| self.containers.get(&id))
+            .map_err(refuse)?;
+        let update = detached(async move { container.update(&request.resources_json).await });
+        update.await.map_err(refuse)?;
+        Ok(wire::UpdateContainerResponse::default())
+    }
+
+    async fn pause_container(
+        &self,
+        _: &TtrpcContext,
+        request: wire::PauseContainerRequest,
+    ) -> Answer<wire::PauseContainerResponse> {
+        let container = container_id(&request.container_id)
+            .and_then(|id| self.containers.get(&id))
+            .map_err(refuse)?;
+        container.freeze(true).await.map_err(refuse)?;
+        Ok(wire::PauseContainerResponse::default())
+    }
+
+    async fn resume_container(
+        &self,
+        _: &TtrpcContext,
+        request: wire::ResumeContainerRequest,
+    ) -> Answer<wire::ResumeContainerResponse> {
+        let container = container_id(&request.container_id)
+            .and_then(|id| self.containers.get(&id))
+            .map_err(refuse)?;
+        container.freeze(false).await.map_err(refuse)?;
+        Ok(wire::ResumeContainerResponse::default())
+    }
+
+    async fn list_processes(
+        &self,
+        _: &TtrpcContext,
+        request: wire::ListProcessesRequest,
+    ) -> Answer<wire::ListProcessesResponse> {
+        let container = container_id(&request.container_id)
+            .and_then(|id| self.containers.get(&id))
+            .map_err(refuse)?;
+        Ok(wire::ListProcessesResponse {
+            pids: container.pids().map_err(refuse)?,
+            ..Default::default()
+        })
+    }
+
+    async fn stats(&self, _: &TtrpcContext, request: wire::StatsRequest) -> Answer<wire::StatsResponse> {
+        if request.container_id.is_empty() {
+            return Ok(wire_stats(&stats::of_guest()));
+        }
+        let container = container_id(&request.container_id)
+            .and_then(|id| self.containers.get(&id))
+            .map_err(refuse)?;
+        Ok(wire_stats(&container.stats()))
+    }
+
+    async fn next_events(
+        &self,
+        _: &TtrpcContext,
+        request: wire::NextEventsRequest,
+    ) -> Answer<wire::NextEventsResponse> {
+        let events = self.events.next(request.after).await;
+        let wire_event = |event: crate::events::Event| {
+            let oom = wire::Oom {
+                container_id: event.oom.to_string(),
+                ..Default::default()
+            };
+            wire::Event {
+                sequence: event.sequence,
+                kind: Some(wire::event::Kind::Oom(oom)),
+                ..Default::default()
+            }
+        };
+        Ok(wire::NextEventsResponse {
+            events: events.into_iter().map(wire_event).collect(),
+            ..Default::default()
+        })
+    }
+
+    async fn power_off(&self, _: &TtrpcContext, _: wire::PowerOffRequest) -> Answer<wire::PowerOffResponse> {
+        // Only a failure comes back.
+        Err(refuse(
+            detached::<()>(async { Err(pod::power_off().await) })
+                .await
+                .err()
+                .unwrap_or_else(|| Failure::new(Kind::Internal, "guest is still on")),
+        ))
+    }
+}

@@ -1,0 +1,257 @@
+//! Fits an OCI spec to this guest.
+
+use std::path::{Path, PathBuf};
+
+use libcontainer::oci_spec::runtime::{
+    Capability, Hooks, LinuxBuilder, LinuxSeccompAction, Mount, MountBuilder, Process, RootBuilder, Spec,
+};
+use sandboxer_protocol::id::ContainerId;
+use serde_json::Value;
+
+use crate::{
+    cgroup,
+    failure::{Failure, Kind, internal},
+};
+
+/// A file that is mounted over `path` in the container.
+#[derive(Debug)]
+pub struct BoundFile {
+    /// Where the container finds it.
+    pub path: String,
+    /// Where the guest keeps it.
+    pub source: PathBuf,
+    /// The container can't write it.
+    pub read_only: bool,
+}
+
+/// Reads a container's spec as the host sent it.
+pub fn parse(json: &[u8]) -> Result<Spec, Failure> {
+    let value = parse_value(json, "spec")?;
+    check_capabilities(value.get("process").unwrap_or(&Value::Null))?;
+    // From the text and not from the value: that would copy every string once more.
+    serde_json::from_slice(json).map_err(|error| malformed("spec", &error))
+}
+
+/// Reads an exec's process as the host sent it.
+pub fn parse_process(json: &[u8]) -> Result<Process, Failure> {
+    check_capabilities(&parse_value(json, "process")?)?;
+    serde_json::from_slice(json).map_err(|error| malformed("process", &error))
+}
+
+fn parse_value(json: &[u8], what: &str) -> Result<Value, Failure> {
+    serde_json::from_slice(json).map_err(|error| malformed(what, &error))
+}
+
+fn malformed(what: &str, error: &serde_json::Error) -> Failure {
+    Failure::caused(
+        Kind::InvalidArgument,
+        format!("{what} is no OCI runtime {what}"),
+        error,
+    )
+}
+
+/// The parser's own complaint names neither the set nor what it expected.
+fn check_capabilities(process: &Value) -> Result<(), Failure> {
+    let Some(sets) = process.get("capabilities").and_then(Value::as_object) else {
+        return Ok(());
+    };
+    for (set, names) in sets {
+        for name in names.as_array().into_iter().flatten().filter_map(Value::as_str) {
+            if serde_json::from_value::<Capability>(Value::from(name)).is_err() {
+                let message = format!("process.capabilities.{set}: unknown capability {name:?}");
+                return Err(Failure::invalid(message));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Sets what only the guest knows, and takes out what this kernel does not have.
+pub fn fit(
+    spec: &mut Spec,
+    id: &ContainerId,
+    rootfs: &Path,
+    terminal: bool,
+    files: &[BoundFile],
+) -> Result<(), Failure> {
+    let refused = |what: &str| {
+        internal::<libcontainer::oci_spec::OciSpecError>(format!("failed to set {what} in the spec"))
+    };
+    let read_only = spec
+        .root()
+        .as_ref()
+        .and_then(|root| root.readonly())
+        .unwrap_or(false);
+    let root = RootBuilder::default()
+        .path(rootfs)
+        .readonly(read_only)
+        .build()
+        .map_err(refused("root"))?;
+    spec.set_root(Some(root));
+    // Hooks are programs of the host.
+    spec.set_hooks(None::<Hooks>);
+
+    let mut process = spec
+        .process()
+        .clone()
+        .ok_or_else(|| Failure::invalid("spec has no process"))?;
+    fit_process(&mut process, terminal);
+    spec.set_process(Some(process));
+
+    let mut linux = match spec.linux() {
+        Some(linux) => linux.clone(),
+        None => LinuxBuilder::default().build().map_err(refused("linux"))?,
+    };
+    linux.set_cgroups_path(Some(cgroup::spec_path(id)));
+    if let Some(filter) = linux.seccomp() {
+        let notifies = filter.default_action() == LinuxSeccompAction::ScmpActNotify
+            || filter
+                .syscalls()
+                .iter()
+                .flatten()
+                .any(|rule| rule.action() == LinuxSeccompAction::ScmpActNotify);
+        if notifies {
+            return Err(Failure::invalid(
+                "linux.seccomp: SCMP_ACT_NOTIFY has no listener in a guest",
+            ));
+        }
+    }
+    if let Some(resources) = linux.resources() {
+        let mut resources = resources.clone();
+        fit_resources(&mut resources);
+        linux.set_resources(Some(resources));
+    }
+    spec.set_linux(Some(linux));
+
+    let mut mounts = spec.mounts().clone().unwrap_or_default();
+    for file in files {
+        mounts.push(bind(file).map_err(refused("mounts"))?);
+    }
+    spec.set_mounts(Some(mounts));
+    Ok(())
+}
+
+/// Fits a process of a container.
+pub fn fit_process(process: &mut Process, terminal: bool) {
+    process.set_terminal(Some(terminal));
+    // libcontainer takes a stated `false` for a stated wish and loads the filter when the
+    // capability to do so is gone.
+    if process.no_new_privileges() == Some(false) {
+        process.set_no_new_privileges(None);
+    }
+}
+
+/// Takes out limits that mean nothing here: a guest has no swap, and perhaps not each size of
+/// huge page that its host has.
+pub fn fit_resources(resources: &mut libcontainer::oci_spec::runtime::LinuxResources) {
+    if let Some(memory) = resources.memory() {
+        let mut memory = *memory;
+        memory.set_swap(None);
+        memory.set_swappiness(None);
+        resources.set_memory(Some(memory));
+    }
+    if let Some(limits) = resources.hugepage_limits() {
+        let kept: Vec<_> = limits
+            .iter()
+            .filter(|limit| limit.limit() > 0 || has_huge_pages(limit.page_size()))
+            .cloned()
+            .collect();
+        resources.set_hugepage_limits(Some(kept));
+    }
+}
+
+fn has_huge_pages(size: &str) -> bool {
+    cgroup::Cgroup::of_all()
+        .file(&format!("hugetlb.{size}.max"))
+        .exists()
+}
+
+fn bind(file: &BoundFile) -> Result<Mount, libcontainer::oci_spec::OciSpecError> {
+    let access = if file.read_only { "ro" } else { "rw" };
+    MountBuilder::default()
+        .destination(&file.path)
+        .typ("bind")
+        .source(&file.source)
+        .options(vec!["bind".to_owned(), access.to_owned(), "rprivate".to_owned()])
+        .build()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SPEC: &str = r#"{"ociVersion":"1.1.0","root":{"path":"/host/rootfs","readonly":true},
+        "process":{"cwd":"/","args":["sh"],"user":{"uid":0,"gid":0},"noNewPrivileges":false,
+          "capabilities":{"bounding":["CAP_CHOWN"],"effective":["CAP_CHOWN"]}},
+        "linux":{"cgroupsPath":"/host/cgroup","resources":{"memory":{"limit":1048576,"swap":1048576}}}}"#;
+
+    #[test]
+    fn what_belongs_to_the_host_is_replaced() {
+        let mut spec = parse(SPEC.as_bytes()).unwrap();
+        let file = BoundFile {
+            path: "/etc/hosts".into(),
+            source: "/run/x/0".into(),
+            read_only: true,
+        };
+        fit(
+            &mut spec,
+            &"web".parse().unwrap(),
+            Path::new("/run/rootfs"),
+            true,
+            &[file],
+        )
+        .unwrap();
+        let root = spec.root().clone().unwrap();
+        assert_eq!(
+            (root.path().as_path(), root.readonly()),
+            (Path::new("/run/rootfs"), Some(true))
+        );
+        let linux = spec.linux().clone().unwrap();
+        assert_eq!(linux.cgroups_path().as_deref(), Some(Path::new("/sandboxer/web")));
+        let memory = linux.resources().as_ref().unwrap().memory().unwrap();
+        assert_eq!(
+            (memory.limit(), memory.swap()),
+            (Some(1 << 20), None),
+            "a guest has no swap"
+        );
+        let process = spec.process().clone().unwrap();
+        assert_eq!(
+            (process.terminal(), process.no_new_privileges()),
+            (Some(true), None)
+        );
+        let mount = spec.mounts().as_ref().unwrap().last().unwrap().clone();
+        assert_eq!(mount.destination(), Path::new("/etc/hosts"));
+        assert!(mount.options().as_ref().unwrap().contains(&"ro".to_owned()));
+    }
+
+    #[test]
+    fn an_unknown_capability_is_named_with_its_set() {
+        let json = SPEC.replace(r#""effective":["CAP_CHOWN"]"#, r#""effective":["CAP_FLY"]"#);
+        let failure = parse(json.as_bytes()).unwrap_err();
+        assert_eq!(
+            failure.message,
+            r#"process.capabilities.effective: unknown capability "CAP_FLY""#
+        );
+        assert_eq!(failure.kind, Kind::InvalidArgument);
+    }
+
+    #[test]
+    fn a_filter_that_wants_a_listener_is_refused() {
+        let json = SPEC.replace(
+            r#""linux":{"#,
+            r#""linux":{"seccomp":{"defaultAction":"SCMP_ACT_NOTIFY"},"#,
+        );
+        let mut spec = parse(json.as_bytes()).unwrap();
+        let failure = fit(&mut spec, &"web".parse().unwrap(), Path::new("/r"), false, &[]).unwrap_err();
+        assert!(failure.message.contains("SCMP_ACT_NOTIFY"), "{failure}");
+    }
+
+    #[test]
+    fn rubbish_is_called_so() {
+        let failure = parse(b"{]").unwrap_err();
+        assert!(
+            failure.message.starts_with("spec is no OCI runtime spec: "),
+            "{failure}"
+        );
+    }
+}

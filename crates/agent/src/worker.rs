@@ -1,0 +1,275 @@
+//! Runs one operation of the container runtime in a short-lived process of its own.
+//!
+//! ```text
+//!  agent ──fork──▶ worker ──(libcontainer forks)──▶ container's init
+//!    ▲               │ report: length, JSON                │
+//!    ├───────────────┘ then exits                          │ causes: lines, until it
+//!    ├─────────────────────────────────────────────────────┘ executes its payload
+//!    └── adopts the orphaned init as PID 1 does
+//! ```
+//!
+//! Whatever goes wrong in the runtime ends the worker and not the guest. Forking is safe since
+//! the agent has one thread only.
+
+use std::{
+    io::{self, Write as _},
+    os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd},
+    sync::Arc,
+};
+
+use nix::{
+    fcntl::OFlag,
+    unistd::{ForkResult, fork, pipe2},
+};
+use serde::{Serialize, de::DeserializeOwned};
+use tokio::{io::AsyncReadExt, net::unix::pipe, sync::Semaphore};
+
+use crate::{
+    failure::{Failure, Kind, internal},
+    log,
+    reaper::{Reaper, Since},
+};
+
+/// Longest report, bytes: what a pipe takes without a reader, so a worker never waits.
+const MAX_REPORT: usize = 60 << 10;
+/// Longest text of causes that is read, bytes.
+const MAX_CAUSES: u64 = 64 << 10;
+/// Workers at a time. More only compete for the same few virtual CPUs.
+const PARALLEL: usize = 4;
+
+/// Forks workers and hears them out.
+pub struct Workers {
+    reaper: Arc<Reaper>,
+    places: Semaphore,
+}
+
+/// What a worker left behind.
+pub struct Done<T> {
+    /// Its report.
+    pub result: Result<T, Failure>,
+    /// A moment before the fork, to claim the processes it made.
+    pub since: Since,
+    /// Where it and its descendants write causes; ends when the last of them has executed
+    /// something else or exited.
+    pub causes: Causes,
+}
+
+impl Workers {
+    /// Workers whose deaths `reaper` reports.
+    pub fn new(reaper: Arc<Reaper>) -> Self {
+        Self {
+            reaper,
+            places: Semaphore::new(PARALLEL),
+        }
+    }
+
+    /// Runs `job` in a worker that keeps `keep` and no other descriptor of the agent: one kept by
+    /// mistake would hold another container's pipe open.
+    pub async fn run<T, F>(&self, keep: &[BorrowedFd<'_>], job: F) -> Result<Done<T>, Failure>
+    where
+        T: Serialize + DeserializeOwned,
+        F: FnOnce() -> Result<T, Failure>,
+    {
+        let _place = self
+            .places
+            .acquire()
+            .await
+            .map_err(internal("failed to wait for a worker"))?;
+        let (report, report_end) = new_pipe()?;
+        let (causes, causes_end) = new_pipe()?;
+        nix::fcntl::fcntl(&causes_end, nix::fcntl::FcntlArg::F_SETFL(OFlag::O_NONBLOCK))
+            .map_err(internal("failed to prepare a pipe for a worker"))?;
+        let since = self.reaper.now();
+        #[expect(
+            clippy::disallowed_methods,
+            reason = "the agent has one thread, so a fork copies all of it"
+        )]
+        // SAFETY: no other thread exists that could hold a lock or be in the middle of a change.
+        let forked = unsafe { fork() }.map_err(internal("failed to fork a worker"))?;
+        let pid = match forked {
+            ForkResult::Child => {
+                let mut kept: Vec<RawFd> = keep.iter().map(AsRawFd::as_raw_fd).collect();
+                kept.extend([report_end.as_raw_fd(), causes_end.as_raw_fd()]);
+                work(kept, report_end, &causes_end, job)
+            }
+            ForkResult::Parent { child } => child.as_raw(),
+        };
+        let death = self.reaper.claim(pid, since);
+        drop((report_end, causes_end));
+
+        let mut report =
+            pipe::Receiver::from_owned_fd(report).map_err(internal("failed to read from a worker"))?;
+        let causes =
+            Causes(pipe::Receiver::from_owned_fd(causes).map_err(internal("failed to read from a worker"))?);
+        let result = tokio::select! {
+            biased;
+            heard = read_report(&mut report) => heard,
+            died = death => Err(match died {
+                // It may have reported and died before we were polled again.
+                Ok(death) => match read_now(&report) {
+                    Some(result) => return Ok(Done { result: decode(&result), since, causes }),
+                    None => Failure::new(Kind::Internal, format!("worker ended with code {} and no report", death.code)),
+                },
+                Err(_) => Failure::new(Kind::Internal, "worker was lost"),
+            }),
+        };
+        let result = result.and_then(|bytes| decode(&bytes));
+        Ok(Done {
+            result,
+            since,
+            causes,
+        })
+    }
+}
+
+fn new_pipe() -> Result<(OwnedFd, OwnedFd), Failure> {
+    pipe2(OFlag::O_CLOEXEC).map_err(internal("failed to open a pipe for a worker"))
+}
+
+/// The worker's whole life.
+fn work<T: Serialize>(
+    kept: Vec<RawFd>,
+    report: OwnedFd,
+    causes: &OwnedFd,
+    job: impl FnOnce() -> Result<T, Failure>,
+) -> ! {
+    log::into_worker(log::number(causes));
+    close_all_but(kept);
+    let result = job();
+    let encoded = match serde_json::to_vec(&result) {
+        Ok(bytes) if bytes.len() <= MAX_REPORT => bytes,
+        _ => Vec::new(),
+    };
+    // At most MAX_REPORT: see above.
+    let length = encoded.len() as u32;
+    let mut report = io::PipeWriter::from(report);
+    let _ = report.write_all(&[&length.to_le_bytes()[..], &encoded].concat());
+    // SAFETY: `_exit` ends the process without running the agent's destructors and exit handlers,
+    // which are the agent's alone.
+    unsafe { libc::_exit(0) }
+}
+
+/// Closes every descriptor but standard input, output, error and `kept`.
+fn close_all_but(mut kept: Vec<RawFd>) {
+    kept.sort_unstable();
+    let mut next: libc::c_uint = 3;
+    for fd in kept
+        .into_iter()
+        .filter_map(|fd| libc::c_uint::try_from(fd).ok())
+        .chain([libc::c_uint::MAX])
+    {
+        if fd > next {
+            // SAFETY: the descriptors belong to objects of the agent that this process never
+            // touches again: it leaves by `_exit` or by executing something.
+            unsafe { libc::close_range(next, fd - 1, 0) };
+        }
+        next = next.max(fd.saturating_add(1));
+    }
+}
+
+async fn read_report(report: &mut pipe::Receiver) -> Result<Vec<u8>, Failure> {
+    let broken = || internal::<io::Error>("worker broke off its report");
+    let length = report.read_u32_le().await;
+    let length = match length {
+        Ok(length) => usize::try_from(length).unwrap_or(usize::MAX),
+        // All ends are closed without a word: how it died says more.
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return std::future::pending().await,
+        Err(error) => return Err(broken()(error)),
+    };
+    if length == 0 || length > MAX_REPORT {
+        return Err(Failure::new(
+            Kind::Internal,
+            format!("worker announced a report of {length} bytes"),
+        ));
+    }
+    let mut bytes = vec![0; length];
+    report.read_exact(&mut bytes).await.map_err(broken())?;
+    Ok(bytes)
+}
+
+/// The report if all of it is in the pipe.
+fn read_now(report: &pipe::Receiver) -> Option<Vec<u8>> {
+    let mut bytes = vec![0; MAX_REPORT + size_of::<u32>()];
+    let count = report.try_read(&mut bytes).ok()?;
+    bytes.truncate(count);
+    let (length, body) = bytes.split_first_chunk()?;
+    (usize::try_from(u32::from_le_bytes(*length)).ok()? == body.len() && !body.is_empty())
+        .then(|| body.to_vec())
+}
+
+fn decode<T: DeserializeOwned>(report: &[u8]) -> Result<T, Failure> {
+    serde_json::from_slice::<Result<T, Failure>>(report)
+        .map_err(internal("worker's report is malformed"))
+        .and_then(|result| result)
+}
+
+/// The causes of a failure, as written by a worker and its descendants.
+pub struct Causes(pipe::Receiver);
+
+impl Causes {
+    /// What has been written so far, explained in `failure`'s place where that says more.
+    pub fn explain(&mut self, failure: Failure) -> Failure {
+        let mut text = vec![0; MAX_CAUSES as usize];
+        let mut length = 0;
+        while let Ok(count) = self.0.try_read(&mut text[length..]) {
+            if count == 0 {
+                break;
+            }
+            length += count;
+        }
+        explained(failure, &String::from_utf8_lossy(&text[..length]))
+    }
+
+    /// Waits until the payload runs; `Err` says why it does not.
+    pub async fn until_executed(self) -> Result<(), Failure> {
+        let mut text = Vec::new();
+        self.0
+            .take(MAX_CAUSES)
+            .read_to_end(&mut text)
+            .await
+            .map_err(internal("failed to hear from the payload"))?;
+        let text = String::from_utf8_lossy(&text);
+        match text.lines().find_map(|line| line.strip_prefix(log::PAYLOAD)) {
+            Some(why) => Err(Failure::precondition(why)),
+            None => Ok(()),
+        }
+    }
+}
+
+fn explained(failure: Failure, causes: &str) -> Failure {
+    // Why the payload can't run is the whole story; otherwise what was logged first happened
+    // deepest.
+    if let Some(why) = causes.lines().find_map(|line| line.strip_prefix(log::PAYLOAD)) {
+        return Failure::new(Kind::FailedPrecondition, why);
+    }
+    match causes.lines().find_map(|line| line.strip_prefix(log::LOGGED)) {
+        Some(first) if !failure.message.contains(first) => {
+            Failure::new(failure.kind, format!("{}: {first}", failure.message))
+        }
+        _ => failure,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_payloads_own_words_replace_the_runtimes() {
+        let failure = Failure::new(Kind::Internal, "failed to wait for init");
+        let causes = "Lexecutable not found\nPexec: \"nosuch\": executable file not found in $PATH\nLlate\n";
+        assert_eq!(
+            explained(failure, causes).message,
+            "exec: \"nosuch\": executable file not found in $PATH"
+        );
+    }
+
+    #[test]
+    fn the_deepest_logged_cause_is_added() {
+        let failure = Failure::new(Kind::Internal, "failed to prepare rootfs");
+        assert_eq!(
+            explained(failure, "Lno such device\nLfailed\n").message,
+            "failed to prepare rootfs: no such device"
+        );
+    }
+}

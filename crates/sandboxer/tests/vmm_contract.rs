@@ -61,7 +61,8 @@ async fn keeps_the_contract(vmm: &dyn Vmm) {
     assert!(machine.attach_disk(&first).await.is_err(), "a dead machine took a disk");
     assert!(machine.agent_stream().await.is_err(), "a dead machine has an agent");
 
-    a_guest_that_powers_off_is_seen(vmm).await;
+    a_guest_that_powers_off_is_seen(vmm, false).await;
+    a_guest_that_powers_off_is_seen(vmm, true).await;
 }
 
 async fn disks_come_and_go(machine: &dyn Machine, guest: &mut Guest, first: &DiskSpec, second: &DiskSpec) {
@@ -100,13 +101,20 @@ async fn is_dead(stream: &mut dyn AgentStream) -> bool {
     read.is_err() && stream.write_all(b"hello\n").await.is_err()
 }
 
-async fn a_guest_that_powers_off_is_seen(vmm: &dyn Vmm) {
+async fn a_guest_that_powers_off_is_seen(vmm: &dyn Vmm, adopted: bool) {
     let pod = Pod::new("powers-off");
-    let machine = vmm.boot(&pod.spec()).await.unwrap();
+    let mut machine = vmm.boot(&pod.spec()).await.unwrap();
     let mut guest = Guest::of(&*machine).await;
+    assert_eq!(guest.ask("hello").await, "hello host");
+    if adopted {
+        let record = machine.record();
+        drop((machine, guest));
+        machine = vmm.adopt(&record).await.unwrap().expect("the machine runs");
+        guest = Guest::of(&*machine).await;
+    }
     guest.tell("power-off").await;
     let exit = timeout(LONG, machine.exited()).await.expect("the end is seen");
-    assert_eq!(exit.how, "exited with status 0");
+    assert!(adopted || exit.how == "exited with status 0", "{exit:?}");
     assert!(exit.last_lines.iter().any(|line| line.contains("guest says goodbye")), "{exit:?}");
     machine.kill().await.unwrap();
 }

@@ -14,10 +14,11 @@ use tokio::{
     fs::{self, File, OpenOptions},
     io::{AsyncRead, AsyncReadExt, AsyncSeekExt, AsyncWriteExt},
     sync::watch,
+    task::AbortHandle,
 };
 
-/// Bytes read at once.
-const CHUNK: usize = 16 << 10;
+/// Bytes read at once. Two such buffers a pod live as long as it does.
+const CHUNK: usize = 4 << 10;
 /// Bytes of a file's end that [`Capture::last_lines`] looks at.
 const TAIL: u64 = 4 << 10;
 /// Characters shown of one line.
@@ -25,10 +26,12 @@ const LINE: usize = 240;
 /// How long the last words of an ended process may take from pipe to file.
 const DRAIN: Duration = Duration::from_secs(1);
 
-/// A file being written from a stream, by a task that ends with the stream.
+/// A file being written from a stream, by a task that ends with the stream, or with this: who takes
+/// the machine up again has to find the stream free.
 #[derive(Debug)]
 pub struct Capture {
     path: PathBuf,
+    task: AbortHandle,
     finished: watch::Receiver<bool>,
 }
 
@@ -40,13 +43,14 @@ impl Capture {
     {
         let (done, finished) = watch::channel(false);
         let target = path.clone();
-        tokio::spawn(async move {
+        let task = tokio::spawn(async move {
             if let Err(error) = copy(from, &target, bytes / 2).await {
                 tracing::warn!(path = %target.display(), %error, "no longer capturing output");
             }
             done.send_replace(true);
-        });
-        Self { path, finished }
+        })
+        .abort_handle();
+        Self { path, task, finished }
     }
 
     /// Waits, for a moment at most, until all that an ended process printed is in the file.
@@ -66,6 +70,12 @@ impl Capture {
         let text = String::from_utf8_lossy(&bytes);
         let mut lines: Vec<_> = text.lines().map(printable).filter(|line| !line.is_empty()).collect();
         lines.split_off(lines.len().saturating_sub(count))
+    }
+}
+
+impl Drop for Capture {
+    fn drop(&mut self) {
+        self.task.abort();
     }
 }
 

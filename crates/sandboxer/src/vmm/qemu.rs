@@ -21,17 +21,19 @@ use std::{
 };
 
 use async_trait::async_trait;
+use sandboxer_protocol::id::SandboxId;
+use tokio::net::UnixStream;
 
 pub use self::accelerator::QemuSetupError;
 use self::{
     command_line::{Execution, Sockets},
-    machine::{AGENT, CONSOLE, CONTROL, Captures, QemuMachine, SocketFiles, answer, host},
+    machine::{AGENT, CONSOLE, CONTROL, Captures, QemuMachine, SocketFiles, answer, connect, host},
 };
 use super::{
     Machine, MachineRecord, VmSpec, Vmm, VmmError, VmmInfo,
     process::{self, Process, Starting},
     qmp::Qmp,
-    socket, tsc,
+    tsc,
 };
 use crate::config::VmConfig;
 
@@ -102,6 +104,9 @@ impl Vmm for Qemu {
             Sockets { control: control.as_raw_fd(), agent: agent.as_raw_fd(), console: console.as_raw_fd() };
         let arguments = command_line::arguments(spec, self.execution, numbers);
         let inherited = vec![control, agent, console];
+        // Connected while the listeners are surely there: QEMU may be gone before its first word is read.
+        let control = connect(pod, &spec.run_dir, CONTROL)?;
+        let console = connect(pod, &spec.run_dir, CONSOLE)?;
 
         let (program, run_dir) = (self.program.clone(), spec.run_dir.clone());
         let spawned =
@@ -110,12 +115,9 @@ impl Vmm for Qemu {
             .await
             .unwrap_or_else(|panic| Err(io::Error::other(panic)))
             .map_err(|source| VmmError::Spawn { pod: pod.clone(), program: self.program.clone(), source })?;
-        let captures = Captures::start(words, &spec.run_dir, spec.console_log_bytes).map_err(host(
-            pod,
-            "capture output in",
-            spec.run_dir.clone(),
-        ))?;
-        let qmp = self.take_control(spec, &process, &captures).await?;
+        let captures = Captures::start(words, console, &spec.run_dir, spec.console_log_bytes)
+            .map_err(host(pod, "capture output in", spec.run_dir.clone()))?;
+        let qmp = self.take_control(pod, control, &process, &captures).await?;
 
         let record = MachineRecord {
             pod: pod.clone(),
@@ -134,44 +136,44 @@ impl Vmm for Qemu {
         let found =
             process::adopt(record.pid, record.start_time).map_err(host(pod, "look at", proc.clone()))?;
         let Some(process) = found else { return Ok(None) };
-        // The other end of its stderr died with the earlier daemon; this makes a new one.
-        let words = fs::File::open(proc.join("fd/2")).map_err(host(pod, "read", proc.join("fd/2")))?;
-        let captures = Captures::start(words.into(), &record.run_dir, record.console_log_bytes)
-            .map_err(host(pod, "capture output in", record.run_dir.clone()))?;
-        let control = socket::connect(&record.run_dir, CONTROL).map_err(host(
-            pod,
-            "connect to",
-            record.run_dir.join(CONTROL),
-        ))?;
-        let ended = process.exited();
-        let qmp = tokio::select! {
-            _ = ended => return Ok(None),
-            qmp = Qmp::handshake(control, self.call_timeout) => qmp.map_err(answer(pod, "the greeting"))?,
-        };
-        Ok(Some(self.machine(record.clone(), Arc::new(process), qmp, captures)))
+        match self.take_over(record).await {
+            Ok((qmp, captures)) => Ok(Some(self.machine(record.clone(), Arc::new(process), qmp, captures))),
+            // Most likely because it ended meanwhile.
+            Err(error) => match tokio::time::timeout(self.call_timeout, process.exited()).await {
+                Ok(_) => Ok(None),
+                Err(_) => Err(error),
+            },
+        }
     }
 }
 
 impl Qemu {
+    /// Connects to what a running QEMU has had from an earlier daemon.
+    async fn take_over(&self, record: &MachineRecord) -> Result<(Qmp, Captures), VmmError> {
+        let MachineRecord { pod, run_dir, .. } = record;
+        // The reader of its stderr died with the earlier daemon; opening the pipe anew makes another.
+        let stderr = PathBuf::from(format!("/proc/{}/fd/2", record.pid));
+        let words = fs::File::open(&stderr).map_err(host(pod, "read", stderr))?;
+        let console = connect(pod, run_dir, CONSOLE)?;
+        let captures = Captures::start(words.into(), console, run_dir, record.console_log_bytes)
+            .map_err(host(pod, "capture output in", run_dir.clone()))?;
+        let control = connect(pod, run_dir, CONTROL)?;
+        let qmp = Qmp::handshake(control, self.call_timeout).await.map_err(answer(pod, "the greeting"))?;
+        Ok((qmp, captures))
+    }
+
     /// Waits until a QEMU that was just started answers its control socket, or has failed to.
     async fn take_control(
         &self,
-        spec: &VmSpec,
+        pod: &SandboxId,
+        control: UnixStream,
         process: &Starting,
         captures: &Captures,
     ) -> Result<Qmp, VmmError> {
-        let pod = &spec.pod;
-        let shaken = async {
-            match socket::connect(&spec.run_dir, CONTROL) {
-                Ok(control) => {
-                    Qmp::handshake(control, self.boot_timeout).await.map_err(answer(pod, "the greeting"))
-                }
-                Err(error) => Err(host(pod, "connect to", spec.run_dir.join(CONTROL))(error)),
-            }
-        };
+        let greeted = Qmp::handshake(control, self.boot_timeout);
         let outcome = tokio::select! {
             biased;
-            shaken = shaken => Some(shaken),
+            greeted = greeted => Some(greeted.map_err(answer(pod, "the greeting"))),
             _ = process.exited() => None,
         };
         let error = match outcome {

@@ -13,7 +13,6 @@ const ATTEMPTS: usize = 8;
 /// Measures the counter's frequency, kHz. Takes a tenth of a second.
 pub async fn frequency_khz() -> u64 {
     let (began, first) = reading();
-    #[expect(clippy::disallowed_methods, reason = "the passing of time is what is measured")]
     tokio::time::sleep(INTERVAL).await;
     let (ended, second) = reading();
     let nanoseconds = ended.duration_since(began).as_nanos().max(1);

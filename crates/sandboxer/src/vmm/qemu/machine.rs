@@ -11,7 +11,7 @@ use std::{
 use async_trait::async_trait;
 use rustix::net::Shutdown;
 use sandboxer_protocol::id::SandboxId;
-use tokio::net::unix::pipe;
+use tokio::net::{UnixStream, unix::pipe};
 
 use super::command_line;
 use crate::vmm::{
@@ -125,9 +125,13 @@ pub(super) struct Captures {
 }
 
 impl Captures {
-    pub(super) fn start(words: OwnedFd, run_dir: &Path, console_bytes: u64) -> io::Result<Self> {
+    pub(super) fn start(
+        words: OwnedFd,
+        console: UnixStream,
+        run_dir: &Path,
+        console_bytes: u64,
+    ) -> io::Result<Self> {
         let words = pipe::Receiver::from_owned_fd(words)?;
-        let console = socket::connect(run_dir, CONSOLE)?;
         Ok(Self {
             vmm: Capture::start(words, run_dir.join("vmm.log"), VMM_LOG_BYTES),
             console: Capture::start(console, run_dir.join(console::FILE), console_bytes),
@@ -180,6 +184,11 @@ impl Drop for SocketFiles {
             }
         }
     }
+}
+
+/// Connects to the socket `name` of a machine.
+pub(super) fn connect(pod: &SandboxId, run_dir: &Path, name: &str) -> Result<UnixStream, VmmError> {
+    socket::connect(run_dir, name).map_err(host(pod, "connect to", run_dir.join(name)))
 }
 
 /// Makes of a host's error one that names the pod and what was attempted.

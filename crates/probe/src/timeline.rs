@@ -47,6 +47,8 @@ impl Recipe {
     fn pod(&self, name: &str, handler: &str, logs: PathBuf) -> PodOptions {
         PodOptions {
             namespace: "sandboxer-probe".into(),
+            // Two runs may give a pod the same name.
+            uid: format!("{}-{name}", self.run),
             network: self.network,
             cgroup_parent: self.cgroup_parent.clone(),
             log_directory: Some(logs),

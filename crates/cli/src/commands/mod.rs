@@ -2,6 +2,7 @@
 
 mod completion;
 mod config;
+mod demo;
 mod events;
 mod inspect;
 mod interrupt;
@@ -26,6 +27,7 @@ pub enum Command {
     Logs(logs::Args),
     Events(events::Args),
     Version(version::Args),
+    Demo(demo::Args),
     Startup(startup::Args),
     MemReport(mem_report::Args),
     Summarise(summarise::Args),
@@ -42,6 +44,7 @@ impl Command {
             Command::Logs(args) => logs::run(args, global).await,
             Command::Events(args) => events::run(args, global).await,
             Command::Version(args) => version::run(args, global).await,
+            Command::Demo(args) => demo::run(args, global).await,
             Command::Startup(args) => startup::run(args, global).await,
             Command::MemReport(args) => mem_report::run(args, global).await,
             Command::Summarise(args) => summarise::run(args, global),
@@ -52,7 +55,7 @@ impl Command {
 
     /// Whether `--json` means something to its output.
     pub fn has_json(&self) -> bool {
-        !matches!(self, Command::Logs(_) | Command::Config(_) | Command::Completion(_))
+        !matches!(self, Command::Demo(_) | Command::Logs(_) | Command::Config(_) | Command::Completion(_))
     }
 }
 

@@ -1,0 +1,144 @@
+//! The command line as containerd writes it: Go's flags, one dash or two, then an action.
+
+use std::path::PathBuf;
+
+/// The program's name, part of the contract: containerd makes it of the runtime type.
+pub const NAME: &str = "containerd-shim-sandboxer-v1";
+
+/// What is asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Action {
+    /// What this runtime is and can do.
+    Info,
+    /// Clean up after a container.
+    Delete,
+    /// Serve a container: containerd's older way.
+    Start,
+    /// This program's version.
+    Version,
+}
+
+/// The command line.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Args {
+    /// What is asked for.
+    pub action: Action,
+    /// The container's containerd namespace.
+    pub namespace: String,
+    /// The container; empty only where no container is meant.
+    pub id: String,
+    /// Its bundle; none: the working directory.
+    pub bundle: Option<PathBuf>,
+}
+
+/// Why a command line means nothing.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ArgsError {
+    /// A flag of a containerd that is newer than this, or a slip.
+    #[error("unknown flag -{0}; containerd runs this program, for pods see sandboxer-cli")]
+    UnknownFlag(String),
+    /// A flag at the very end.
+    #[error("flag -{0} needs a value")]
+    NoValue(String),
+    /// Neither `delete` nor `start`.
+    #[error("unknown action {0:?}: expected start or delete")]
+    UnknownAction(String),
+    /// Nothing to do.
+    #[error(
+        "no action: expected -info, -v, start or delete; containerd runs this program, for pods see sandboxer-cli"
+    )]
+    NoAction,
+    /// An action on nothing.
+    #[error("{0} needs -id")]
+    NoId(&'static str),
+}
+
+impl Args {
+    /// Reads the arguments behind the program's name. As in Go, flags end at the first argument that
+    /// is none, or behind `--`.
+    pub fn parse(args: impl IntoIterator<Item = String>) -> Result<Self, ArgsError> {
+        let mut args = args.into_iter();
+        let (mut namespace, mut id, mut bundle) = (String::new(), String::new(), None);
+        let mut asked = None;
+        let mut word = None;
+        while let Some(arg) = args.next() {
+            if arg == "--" {
+                word = args.next();
+                break;
+            }
+            let Some(flag) =
+                arg.strip_prefix("--").or_else(|| arg.strip_prefix('-')).filter(|f| !f.is_empty())
+            else {
+                word = Some(arg);
+                break;
+            };
+            let (name, mut given) = match flag.split_once('=') {
+                Some((name, value)) => (name.to_owned(), Some(value.to_owned())),
+                None => (flag.to_owned(), None),
+            };
+            let mut value = || given.take().or_else(|| args.next()).ok_or(ArgsError::NoValue(name.clone()));
+            match name.as_str() {
+                "info" => asked = Some(Action::Info),
+                "v" | "version" => asked = Some(Action::Version),
+                // containerd's log level; there is nothing to log.
+                "debug" => {}
+                "namespace" => namespace = value()?,
+                "id" => id = value()?,
+                "bundle" => bundle = Some(PathBuf::from(value()?)).filter(|path| path.as_os_str() != ""),
+                // How to reach containerd, which only a shim that serves containers needs to.
+                "address" | "publish-binary" | "socket" => drop(value()?),
+                _ => return Err(ArgsError::UnknownFlag(name)),
+            }
+        }
+        let action = match (asked, word.as_deref()) {
+            (Some(asked), _) => asked,
+            (None, Some("delete")) if id.is_empty() => return Err(ArgsError::NoId("delete")),
+            (None, Some("delete")) => Action::Delete,
+            (None, Some("start")) => Action::Start,
+            (None, Some(other)) => return Err(ArgsError::UnknownAction(other.to_owned())),
+            (None, None) => return Err(ArgsError::NoAction),
+        };
+        Ok(Self { action, namespace, id, bundle })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parse(line: &str) -> Result<Args, ArgsError> {
+        Args::parse(line.split_whitespace().map(str::to_owned))
+    }
+
+    #[test]
+    fn containerds_own_command_line() {
+        let line = "-namespace k8s.io -address /run/containerd/containerd.sock -publish-binary /usr/bin/containerd \
+                    -id c1 -bundle /run/b/c1 -debug delete";
+        let expected = Args {
+            action: Action::Delete,
+            namespace: "k8s.io".into(),
+            id: "c1".into(),
+            bundle: Some("/run/b/c1".into()),
+        };
+        assert_eq!(parse(line), Ok(expected));
+    }
+
+    #[test]
+    fn flags_as_go_takes_them() {
+        let args = parse("--namespace=a=b -id=c1 -- delete").unwrap();
+        assert_eq!((args.namespace.as_str(), args.id.as_str(), args.action), ("a=b", "c1", Action::Delete));
+        assert_eq!(parse("-info").unwrap().action, Action::Info);
+        assert_eq!(parse("-id delete delete").unwrap().id, "delete");
+        // Behind the action stands what belongs to the action.
+        assert_eq!(parse("-id c1 start -whatever").unwrap().action, Action::Start);
+    }
+
+    #[test]
+    fn what_means_nothing_is_named() {
+        assert_eq!(parse("-id"), Err(ArgsError::NoValue("id".into())));
+        assert_eq!(parse("-colour red delete"), Err(ArgsError::UnknownFlag("colour".into())));
+        assert_eq!(parse("-id c1 destroy"), Err(ArgsError::UnknownAction("destroy".into())));
+        assert_eq!(parse("-namespace k8s.io delete"), Err(ArgsError::NoId("delete")));
+        assert_eq!(parse(""), Err(ArgsError::NoAction));
+    }
+}

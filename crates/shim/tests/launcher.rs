@@ -1,0 +1,200 @@
+//! The launcher as containerd runs it: the real program, its streams and its exit code.
+
+use std::{
+    os::unix::net::UnixListener,
+    path::Path,
+    process::{Command, Output, Stdio},
+    sync::{Arc, Mutex},
+    time::{Duration, Instant, SystemTime},
+};
+
+use async_trait::async_trait;
+use containerd_shim_protos::{
+    api::{DeleteRequest, DeleteResponse, Empty, KillRequest, WaitRequest, WaitResponse},
+    shim_async::{Task, create_task},
+    ttrpc::{self, asynchronous::TtrpcContext},
+    types::introspection::RuntimeInfo,
+};
+use protobuf::{Message, well_known_types::timestamp::Timestamp};
+
+fn launcher(bundle: &Path, args: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_containerd-shim-sandboxer-v1"))
+        .args(args)
+        .current_dir(bundle)
+        .stdin(Stdio::null())
+        .output()
+        .unwrap()
+}
+
+fn delete(bundle: &Path) -> (DeleteResponse, Output) {
+    let path = bundle.display().to_string();
+    let args = ["-namespace", "k8s.io", "-address", "/nowhere.sock", "-publish-binary", "/bin/containerd"];
+    let output =
+        launcher(bundle, &[&args[..], &["-id", "c1", "-bundle", &path, "-debug", "delete"]].concat());
+    (DeleteResponse::parse_from_bytes(&output.stdout).unwrap(), output)
+}
+
+/// Success, with nothing that containerd would log as a warning.
+#[track_caller]
+fn assert_clean(output: &Output) {
+    assert_eq!(String::from_utf8_lossy(&output.stderr), "");
+    assert_eq!(output.status.code(), Some(0));
+}
+
+#[track_caller]
+fn assert_killed_just_now(response: &DeleteResponse) {
+    assert_eq!(response.exit_status, 137);
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs();
+    let at = u64::try_from(response.exited_at.seconds).unwrap();
+    assert!(now - at <= 60, "exited at {at}, now {now}");
+}
+
+/// A bundle whose container's task service is said to be at `socket`.
+fn bundle(dir: &Path, socket: &Path) {
+    let bootstrap = format!(r#"{{"version":3,"address":"unix://{}","protocol":"ttrpc"}}"#, socket.display());
+    std::fs::write(dir.join("bootstrap.json"), bootstrap).unwrap();
+}
+
+#[test]
+fn info_claims_the_mounts_that_become_disks() {
+    let dir = tempfile::tempdir().unwrap();
+    let output = launcher(dir.path(), &["-info"]);
+    assert_clean(&output);
+    let info = RuntimeInfo::parse_from_bytes(&output.stdout).unwrap();
+    assert_eq!(info.name, "io.containerd.sandboxer.v1");
+    assert_eq!(info.version.version, env!("CARGO_PKG_VERSION"));
+    let claimed = &info.annotations["containerd.io/runtime-allow-mounts"];
+    assert_eq!(claimed, "erofs,ext4,mkfs/*,format/*,mkdir/*");
+}
+
+#[test]
+fn delete_without_a_daemon_says_killed_as_often_as_asked() {
+    let dir = tempfile::tempdir().unwrap();
+    // Never connected; a dead daemon's socket; a broken note.
+    let socket = dir.path().join("task.sock");
+    drop(UnixListener::bind(&socket).unwrap());
+    let states: [&dyn Fn(); 3] = [&|| (), &|| bundle(dir.path(), &socket), &|| {
+        std::fs::write(dir.path().join("bootstrap.json"), "{\"address\":").unwrap();
+    }];
+    for prepare in states {
+        prepare();
+        for _ in 0..2 {
+            let (response, output) = delete(dir.path());
+            assert_clean(&output);
+            assert_killed_just_now(&response);
+        }
+    }
+}
+
+#[test]
+fn delete_does_not_wait_for_a_daemon_that_says_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("task.sock");
+    let _silent = UnixListener::bind(&socket).unwrap();
+    bundle(dir.path(), &socket);
+    let begin = Instant::now();
+    let (response, output) = delete(dir.path());
+    assert_clean(&output);
+    assert_killed_just_now(&response);
+    // Not a matter of speed: after five seconds containerd kills the launcher and reports 255.
+    assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
+}
+
+/// In the daemon's place: one container, which runs until it is killed.
+#[derive(Debug, Default)]
+struct OneContainer {
+    gone: bool,
+    said: Mutex<Vec<String>>,
+}
+
+impl OneContainer {
+    fn hear(&self, what: String, context: &TtrpcContext) -> ttrpc::Result<()> {
+        let namespace = context.metadata.get("containerd-namespace-ttrpc").cloned().unwrap_or_default();
+        self.said.lock().unwrap().push(format!("{what} in {namespace:?}"));
+        match self.gone {
+            true => {
+                Err(ttrpc::Error::RpcStatus(ttrpc::get_status(ttrpc::Code::NOT_FOUND, "no container c1")))
+            }
+            false => Ok(()),
+        }
+    }
+}
+
+#[async_trait]
+impl Task for OneContainer {
+    async fn kill(&self, context: &TtrpcContext, request: KillRequest) -> ttrpc::Result<Empty> {
+        let what = format!("kill {} by {}, all: {}", request.id, request.signal, request.all);
+        self.hear(what, context).map(|()| Empty::new())
+    }
+
+    async fn wait(&self, context: &TtrpcContext, request: WaitRequest) -> ttrpc::Result<WaitResponse> {
+        self.hear(format!("wait {}", request.id), context).map(|()| WaitResponse::new())
+    }
+
+    async fn delete(&self, context: &TtrpcContext, request: DeleteRequest) -> ttrpc::Result<DeleteResponse> {
+        self.hear(format!("delete {}", request.id), context)?;
+        let exited_at = Some(Timestamp { seconds: 1_700_000_000, ..Default::default() }).into();
+        Ok(DeleteResponse { pid: 42, exit_status: 7, exited_at, ..Default::default() })
+    }
+}
+
+/// Runs `delete` against a daemon in `service`'s shape. What the launcher answered, what the daemon heard.
+fn delete_with(service: OneContainer) -> (DeleteResponse, Vec<String>) {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("task.sock");
+    bundle(dir.path(), &socket);
+    let service = Arc::new(service);
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let _server = runtime.block_on(async {
+        let mut server = ttrpc::asynchronous::Server::new()
+            .bind(&format!("unix://{}", socket.display()))
+            .unwrap()
+            .register_service(create_task(service.clone()));
+        server.start().await.unwrap();
+        server
+    });
+    let (response, output) = delete(dir.path());
+    assert_clean(&output);
+    let said = service.said.lock().unwrap().clone();
+    (response, said)
+}
+
+#[test]
+fn delete_ends_a_container_that_containerd_has_lost_and_tells_how_it_ended() {
+    let (response, said) = delete_with(OneContainer::default());
+    assert_eq!(
+        said,
+        ["kill c1 by 9, all: true in [\"k8s.io\"]", "wait c1 in [\"k8s.io\"]", "delete c1 in [\"k8s.io\"]"]
+    );
+    assert_eq!((response.pid, response.exit_status, response.exited_at.seconds), (42, 7, 1_700_000_000));
+}
+
+#[test]
+fn delete_of_a_container_that_is_gone_is_no_error() {
+    let (response, said) = delete_with(OneContainer { gone: true, ..Default::default() });
+    assert_eq!(said, ["kill c1 by 9, all: true in [\"k8s.io\"]", "delete c1 in [\"k8s.io\"]"]);
+    assert_killed_just_now(&response);
+}
+
+#[test]
+fn start_says_what_is_missing() {
+    let dir = tempfile::tempdir().unwrap();
+    let output = launcher(dir.path(), &["-namespace", "k8s.io", "-id", "c1", "start"]);
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert!(output.stdout.is_empty(), "{:?}", output.stdout);
+    assert!(
+        error.contains("before 2.0 is not supported yet") && error.contains("proxy_plugins.sandboxer"),
+        "{error}"
+    );
+}
+
+#[test]
+fn wrong_usage_has_an_exit_code_of_its_own() {
+    let dir = tempfile::tempdir().unwrap();
+    for args in [&[][..], &["destroy"], &["-colour", "red", "delete"]] {
+        let output = launcher(dir.path(), args);
+        assert_eq!(output.status.code(), Some(2), "{args:?}");
+        assert!(output.stdout.is_empty(), "{args:?}");
+    }
+}

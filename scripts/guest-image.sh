@@ -2,6 +2,7 @@
 # Builds the guest image: a kernel from Debian's linux-source package and an initramfs holding only
 # the agent. `--help` tells the rest.
 set -euo pipefail
+shopt -s inherit_errexit
 
 repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 fragment=$repo/vmm-configs/kernel/sandboxer.config

@@ -108,6 +108,7 @@ pub async fn run(
         path: node.config.state_dir.clone(),
         source,
     })?;
+    node.rootfs.settle();
     serve(node, listeners, recovered, shutdown, ready).await
 }
 

@@ -1,19 +1,37 @@
 //! A container's snapshot as disks of its pod's machine.
 //!
-//! No file service runs between host and guest: what containerd would have mounted becomes block
-//! devices. A snapshot of directories (overlayfs, native) becomes one read-only EROFS image, built
-//! once per chain of layers and cached; a snapshotter's own images are plugged in as they are.
+//! ```text
+//! mounts of Task.Create ──mounts──▶ Wanted ─┬─ image: attached as it is, once its superblock is looked at
+//!                                           ├─ tree:  ──cache──▶ build ──▶ EROFS image, one per chain of layers
+//!                                           └─ scratch: ──ext4──▶ file system made if it isn't there
+//! ```
 
-mod image;
-mod snapshot;
-mod store;
+mod build;
+mod cache;
+mod error;
+mod ext4;
+mod mounts;
+mod superblock;
 
-use std::{fmt, io, path::PathBuf};
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
-use sandboxer_protocol::id::ContainerId;
+use sandboxer_protocol::id::{ContainerId, SandboxId};
+use sha2::{Digest, Sha256};
 
-use crate::{error::Code, vmm::DiskSpec};
-pub use store::{Lease, RootfsStore};
+use self::{
+    cache::Cache,
+    mounts::{Lower, Wanted, WantedWritable},
+};
+use crate::{config::RootfsConfig, vmm::DiskSpec};
+
+pub use self::{
+    cache::Lease,
+    error::{BuildError, RootfsError},
+};
 
 /// A mount as containerd asks for it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -78,58 +96,145 @@ pub struct RootfsPlan {
     pub leases: Vec<Lease>,
 }
 
-/// Why a root file system can't be made.
-#[derive(Debug, thiserror::Error)]
-pub enum RootfsError {
-    /// Something of the host failed.
-    #[error("cannot {action} {path:?}")]
-    Host {
-        /// What was attempted.
-        action: &'static str,
-        /// On what.
-        path: PathBuf,
-        /// What the system said.
-        source: io::Error,
-    },
-    /// containerd asks for mounts that can't become disks.
-    #[error("container {container}: {reason}")]
-    Unsupported {
-        /// The container.
-        container: ContainerId,
-        /// Which, and what to do.
-        reason: String,
-    },
-    /// An image isn't what its mount says.
-    #[error("container {container}: {path:?} is no {fstype} image: {reason}")]
-    Damaged {
-        /// The container.
-        container: ContainerId,
-        /// The image.
-        path: PathBuf,
-        /// What it should be.
-        fstype: FsType,
-        /// What is wrong with it.
-        reason: String,
-    },
-    /// The program that makes images failed.
-    #[error("{program:?} cannot make {image:?}: {words}")]
-    Mkfs {
-        /// The program.
-        program: PathBuf,
-        /// The image.
-        image: PathBuf,
-        /// Its last words.
-        words: String,
-    },
+/// Makes disks of snapshots and keeps them.
+#[derive(Debug)]
+pub struct RootfsStore {
+    cache: Cache,
+    config: RootfsConfig,
 }
 
-impl RootfsError {
-    /// The code to answer with.
-    pub fn code(&self) -> Code {
-        match self {
-            Self::Unsupported { .. } => Code::Unimplemented,
-            Self::Damaged { .. } => Code::InvalidArgument,
-            Self::Host { .. } | Self::Mkfs { .. } => Code::Internal,
+impl RootfsStore {
+    /// Opens the store in `dir`; what an earlier daemon left half-made there is removed.
+    pub fn open(dir: &Path, config: &RootfsConfig) -> Result<Arc<Self>, RootfsError> {
+        let cache = Cache::open(dir, config)?;
+        Ok(Arc::new(Self { cache, config: config.clone() }))
+    }
+
+    /// Makes the disks for a container of which `mounts` are the snapshot.
+    ///
+    /// May be dropped at any time: what was begun for this container alone is undone, an image that others
+    /// may want is made to its end.
+    pub async fn prepare(
+        &self,
+        pod: &SandboxId,
+        container: &ContainerId,
+        mounts: &[Mount],
+    ) -> Result<RootfsPlan, RootfsError> {
+        let wanted = mounts::read(mounts).map_err(|refusal| RootfsError::Mount {
+            pod: pod.clone(),
+            container: container.clone(),
+            refusal,
+        })?;
+        self.plan(container, wanted).await.map_err(|source| RootfsError::Build {
+            pod: pod.clone(),
+            container: container.clone(),
+            source,
+        })
+    }
+
+    /// Keeps an image that a container of an earlier daemon uses; none if it is not of the cache.
+    pub fn lease(&self, image: &Path) -> Option<Lease> {
+        self.cache.lease(image)
+    }
+
+    /// Says that every container of an earlier daemon has its leases: what nobody holds may go from now on.
+    pub fn settle(&self) {
+        self.cache.settle();
+    }
+
+    async fn plan(&self, container: &ContainerId, wanted: Wanted) -> Result<RootfsPlan, Arc<BuildError>> {
+        let mut disks = Disks::new(container);
+        let mut lower = Vec::with_capacity(wanted.lower.len());
+        let mut leases = Vec::new();
+        for layer in wanted.lower {
+            let (path, fstype) = match layer {
+                Lower::Image { path, fstype } => (checked(path, fstype).await?, fstype),
+                Lower::Chain(tree) => {
+                    let lease = self.cache.shared_image(tree).await?;
+                    let path = lease.path();
+                    leases.push(lease);
+                    (path, FsType::Erofs)
+                }
+                Lower::Upper(dir) if is_empty(dir.clone()).await? => continue,
+                Lower::Upper(dir) | Lower::Directory(dir) => {
+                    let lease = self.cache.private_image(dir).await?;
+                    let path = lease.path();
+                    leases.push(lease);
+                    (path, FsType::Erofs)
+                }
+            };
+            lower.push(disks.next(path, fstype, true));
         }
+        let writable = match wanted.writable {
+            WantedWritable::Memory => Writable::Tmpfs { bytes: self.config.writable_bytes },
+            WantedWritable::Scratch { path, size } => {
+                let path = ext4::ensure(path, size).await?;
+                Writable::Overlay(disks.next(path, FsType::Ext4, false))
+            }
+            WantedWritable::Whole { path } => {
+                let path = checked(path, FsType::Ext4).await?;
+                Writable::Whole(disks.next(path, FsType::Ext4, false))
+            }
+        };
+        Ok(RootfsPlan { lower, writable, leases })
     }
 }
+
+/// Names the disks of one container: `c`, 48 bits of the id's hash, the disk's number.
+#[derive(Debug)]
+struct Disks {
+    prefix: String,
+    count: usize,
+}
+
+impl Disks {
+    fn new(container: &ContainerId) -> Self {
+        let hash = hex(&Sha256::digest(container.as_str())[..6]);
+        Self { prefix: format!("c{hash}"), count: 0 }
+    }
+
+    fn next(&mut self, path: PathBuf, fstype: FsType, read_only: bool) -> Layer {
+        let serial = format!("{}-{}", self.prefix, self.count);
+        self.count += 1;
+        Layer { disk: DiskSpec { serial, path, read_only }, fstype }
+    }
+}
+
+/// Looks at the superblock of an image that somebody else made.
+async fn checked(path: PathBuf, fstype: FsType) -> Result<PathBuf, Arc<BuildError>> {
+    blocking(move || superblock::check(&path, fstype).map(|()| path)).await
+}
+
+async fn is_empty(dir: PathBuf) -> Result<bool, Arc<BuildError>> {
+    blocking(move || {
+        let mut entries = dir.read_dir().map_err(|source| BuildError::Host {
+            action: "read",
+            path: dir.clone(),
+            source,
+        })?;
+        Ok(entries.next().is_none())
+    })
+    .await
+}
+
+/// Runs file operations where they hold up nobody.
+async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> Result<T, BuildError> + Send + 'static,
+) -> Result<T, Arc<BuildError>> {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(result) => result.map_err(Arc::new),
+        Err(_) => Err(Arc::new(BuildError::Stopped)),
+    }
+}
+
+/// Lower-case hex digits.
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().fold(String::with_capacity(2 * bytes.len()), |mut text, byte| {
+        // Writing to a String can't fail.
+        let _ = fmt::Write::write_fmt(&mut text, format_args!("{byte:02x}"));
+        text
+    })
+}
+
+#[cfg(test)]
+mod tests;

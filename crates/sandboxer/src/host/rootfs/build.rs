@@ -1,0 +1,295 @@
+//! Makes an EROFS image of a directory tree.
+//!
+//! A chain of layers is mounted read-only by overlayfs, so whiteouts, opaque directories and renames are the
+//! kernel's to resolve. The mount lives in a mount namespace that only the building thread and its mkfs are
+//! in: the host never sees it, and it ends with them, however they end.
+
+use std::{
+    ffi::{OsStr, OsString},
+    fmt::Write as _,
+    fs::{self, File},
+    io::{self, Read},
+    os::unix::{
+        fs::{FileTypeExt, MetadataExt},
+        process::ExitStatusExt,
+    },
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    thread,
+};
+
+use nix::{
+    errno::Errno,
+    mount::{MsFlags, mount},
+    sched::{CloneFlags, unshare},
+    sys::statvfs::statvfs,
+};
+use tokio::sync::oneshot;
+
+use super::{BuildError, FsType, mounts::Chain, superblock};
+
+/// Most bytes of a program's stderr that get into an error.
+const STDERR_LEN: usize = 1024;
+/// Holes in a tree's files beyond which they are kept as holes. mkfs.erofs writes them out as zeros unless
+/// files are stored as deduplicated chunks, which it makes at about 5 s per GiB; so not for everybody.
+const HOLES_WORTH_KEEPING: u64 = 64 << 20;
+/// Chunk size then, bytes: small beside the data, large beside its 4-byte entry in the chunk map.
+const CHUNK: &str = "--chunksize=65536";
+/// Most bytes that all files of a tree may seem to have; an image of petabytes of holes is an attack.
+const MOST_BYTES: u64 = 256 << 30;
+
+/// Every extended attribute beside its file. Sharing equal ones takes a walk of its own, in which mkfs.erofs 1.5
+/// fails on some trees and loses attributes on others.
+const XATTRS_INLINE: &str = "-x2147483647";
+
+/// What an image is made of.
+#[derive(Debug, Clone)]
+pub enum Content {
+    /// The merged view of layers.
+    Chain(Chain),
+    /// A directory as it is, overlay's marks included.
+    Directory(PathBuf),
+}
+
+impl Content {
+    /// The directories, uppermost first.
+    pub fn dirs(&self) -> Vec<PathBuf> {
+        match self {
+            Content::Chain(chain) => chain.dirs.clone(),
+            Content::Directory(dir) => vec![dir.clone()],
+        }
+    }
+}
+
+/// One image to make.
+#[derive(Debug)]
+pub struct Job {
+    /// Program.
+    pub mkfs: PathBuf,
+    /// Of this.
+    pub content: Content,
+    /// Existing directory of this store, empty on the host; the view is mounted there.
+    pub work: PathBuf,
+    /// To be made; removed again if that fails.
+    pub image: PathBuf,
+}
+
+/// Makes an image, complete and on the disk when this answers.
+///
+/// Dropping the future lets the image be made to its end; its file is then an unfinished one.
+pub async fn image(job: Job) -> Result<(), BuildError> {
+    let (done, result) = oneshot::channel();
+    let started = thread::Builder::new().name("mkfs".into()).spawn(move || {
+        let made = make(&job);
+        if made.is_err() {
+            // It may not even have been begun; what failed is what is told.
+            let _ = fs::remove_file(&job.image);
+        }
+        // Nobody waits any more: the daemon is ending.
+        let _ = done.send(made);
+    });
+    started.map_err(|source| BuildError::Host {
+        action: "start a thread for",
+        path: "mkfs".into(),
+        source,
+    })?;
+    result.await.unwrap_or(Err(BuildError::Stopped))
+}
+
+fn make(job: &Job) -> Result<(), BuildError> {
+    let root = match &job.content {
+        Content::Directory(dir) => dir.clone(),
+        Content::Chain(chain) => mount_view(chain, &job.work)?,
+    };
+    let dir = job.image.parent().unwrap_or(Path::new("/"));
+    let full = || BuildError::Full { dir: dir.to_owned(), layers: job.content.dirs() };
+    let tree = Tree::of(&root)?;
+    let bytes = tree.data.saturating_add(tree.holes);
+    if bytes > MOST_BYTES {
+        return Err(BuildError::TooLarge { layers: job.content.dirs(), bytes });
+    }
+    let keep_holes = tree.holes > HOLES_WORTH_KEEPING;
+    let needed = if keep_holes { tree.data } else { bytes };
+    if free_bytes(dir).is_some_and(|free| needed > free) {
+        return Err(full());
+    }
+
+    let mut args: Vec<OsString> = vec!["--quiet".into(), XATTRS_INLINE.into()];
+    if keep_holes {
+        args.push(CHUNK.into());
+    }
+    args.extend(tree.ghosts.iter().map(|ghost| {
+        let mut arg = OsString::from("--exclude-path=");
+        arg.push(ghost);
+        arg
+    }));
+    args.extend([job.image.clone().into(), root.into()]);
+    run(&job.mkfs, args, &job.image, " or set rootfs.mkfs_erofs").map_err(|error| match error {
+        BuildError::Failed { stderr, .. } if stderr.contains("No space left") => full(),
+        // mkfs.erofs doesn't always say why it could not write.
+        BuildError::Failed { .. } if free_bytes(dir).is_some_and(|free| free < 64 << 10) => full(),
+        other => other,
+    })?;
+    let written = File::open(&job.image).and_then(|file| file.sync_all());
+    written.map_err(|source| match source.kind() {
+        io::ErrorKind::StorageFull => full(),
+        _ => BuildError::Host { action: "write", path: job.image.clone(), source },
+    })?;
+    superblock::check(&job.image, FsType::Erofs)
+}
+
+/// Leaves the host's mount namespace with this thread and mounts the chain's merged view; answers where.
+fn mount_view(chain: &Chain, work: &Path) -> Result<PathBuf, BuildError> {
+    let failed = |hint| {
+        move |errno: Errno| BuildError::View { layers: chain.dirs.clone(), hint, source: errno.into() }
+    };
+    let host = |path: &Path| {
+        let path = path.to_owned();
+        move |source| BuildError::Host { action: "make", path, source }
+    };
+    const PRIVILEGE: &str = "the daemon needs CAP_SYS_ADMIN";
+
+    // The thread gets a current directory of its own by this, too.
+    unshare(CloneFlags::CLONE_NEWNS).map_err(failed(PRIVILEGE))?;
+    // A slave still sees the host's unmounts, so that nobody's mount is held by this namespace.
+    mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_SLAVE, None::<&str>)
+        .map_err(failed(PRIVILEGE))?;
+    mount(Some("sandboxer"), work, Some("tmpfs"), MsFlags::empty(), Some("size=1m,mode=0700"))
+        .map_err(failed(PRIVILEGE))?;
+
+    // Mount options end after one page: long paths stand behind short names.
+    let mut options = String::from("lowerdir=");
+    for (index, dir) in chain.dirs.iter().enumerate() {
+        let link = work.join(index.to_string());
+        std::os::unix::fs::symlink(dir, &link).map_err(host(&link))?;
+        // Writing to a String can't fail.
+        let _ = write!(options, "{}{index}", if index == 0 { "" } else { ":" });
+    }
+    if let [_] = chain.dirs[..] {
+        // One layer is no overlay to the kernel; an empty one below changes nothing that is seen.
+        let empty = work.join("empty");
+        fs::create_dir(&empty).map_err(host(&empty))?;
+        options.push_str(":empty");
+    }
+    for option in &chain.options {
+        let _ = write!(options, ",{option}");
+    }
+    let view = work.join("view");
+    fs::create_dir(&view).map_err(host(&view))?;
+    nix::unistd::chdir(work).map_err(failed("its working directory can't be entered"))?;
+    mount(Some("overlay"), "view", Some("overlay"), MsFlags::MS_RDONLY, Some(options.as_str()))
+        .map_err(failed("are all layers there, and does the kernel have overlayfs?"))?;
+    Ok(view)
+}
+
+/// What is to be known of a tree before an image is made of it.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Tree {
+    /// Bytes with data in regular files.
+    data: u64,
+    /// Bytes without.
+    holes: u64,
+    /// Whiteouts of what no lower layer has: overlayfs lists them, but they are not there.
+    ghosts: Vec<PathBuf>,
+}
+
+impl Tree {
+    fn of(root: &Path) -> Result<Self, BuildError> {
+        let mut tree = Self::default();
+        let mut dirs = vec![root.to_owned()];
+        while let Some(dir) = dirs.pop() {
+            let host = |source| BuildError::Host { action: "read", path: dir.clone(), source };
+            for entry in fs::read_dir(&dir).map_err(host)? {
+                let entry = entry.map_err(host)?;
+                let kind = entry.file_type().map_err(host)?;
+                if kind.is_dir() {
+                    dirs.push(entry.path());
+                } else if kind.is_char_device() {
+                    let path = entry.path();
+                    if matches!(path.symlink_metadata(), Err(error) if error.kind() == io::ErrorKind::NotFound)
+                    {
+                        tree.ghosts.push(path.strip_prefix(root).unwrap_or(&path).to_owned());
+                    }
+                } else if kind.is_file() {
+                    let file = entry.metadata().map_err(host)?;
+                    let data = file.len().min(file.blocks().saturating_mul(512));
+                    tree.data = tree.data.saturating_add(data);
+                    tree.holes = tree.holes.saturating_add(file.len() - data);
+                }
+            }
+        }
+        Ok(tree)
+    }
+}
+
+/// Free bytes where `dir` is, if the file system tells.
+fn free_bytes(dir: &Path) -> Option<u64> {
+    let stat = statvfs(dir).ok()?;
+    stat.blocks_available().checked_mul(stat.fragment_size())
+}
+
+/// Runs a program that makes `path`. `setting` says where else the program can be set.
+pub fn run(
+    program: &Path,
+    args: impl IntoIterator<Item = impl AsRef<OsStr>>,
+    path: &Path,
+    setting: &'static str,
+) -> Result<(), BuildError> {
+    let failed = |source| BuildError::Program { program: program.to_owned(), setting, source };
+    let args: Vec<OsString> = args.into_iter().map(|arg| arg.as_ref().to_owned()).collect();
+    let mut child = Command::new(program)
+        .args(args)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .map_err(failed)?;
+    let said = child.stderr.take().map(tail).transpose();
+    // Reaped in any case.
+    let status = child.wait().map_err(failed)?;
+    if status.success() {
+        return Ok(());
+    }
+    let how = match (status.code(), status.signal()) {
+        (Some(code), _) => format!("exited with status {code}"),
+        (None, signal) => format!("was killed by signal {}", signal.unwrap_or_default()),
+    };
+    let said = said.map_err(failed)?.unwrap_or_default();
+    let stderr = String::from_utf8_lossy(&said).trim().replace('\n', " ");
+    Err(BuildError::Failed { program: program.to_owned(), how, path: path.to_owned(), stderr })
+}
+
+/// The last bytes of a stream that is read to its end.
+fn tail(mut stream: impl Read) -> io::Result<Vec<u8>> {
+    let (mut kept, mut buffer) = (Vec::new(), [0; 4096]);
+    loop {
+        match stream.read(&mut buffer) {
+            Ok(0) => return Ok(kept),
+            Ok(count) => kept.extend_from_slice(&buffer[..count]),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+        kept.drain(..kept.len().saturating_sub(STDERR_LEN));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_that_fails_says_why_in_few_words() {
+        let said = |script: &str| {
+            run(Path::new("sh"), ["-c", script], Path::new("/out"), "").map_err(|error| error.to_string())
+        };
+        assert_eq!(said("exit 0"), Ok(()));
+        let text =
+            said("echo begin >&2; yes long | head -n 100000 >&2; echo 'the end' >&2; exit 3").unwrap_err();
+        assert!(text.contains("exited with status 3") && text.ends_with("the end"), "{text}");
+        assert!(text.len() < STDERR_LEN + 200 && !text.contains("begin"), "{text}");
+        assert!(said("kill -9 $$").unwrap_err().contains("killed by signal 9"));
+        let text =
+            run(Path::new("/no/mkfs"), ["x"], Path::new("/out"), " or set rootfs.mkfs_erofs").unwrap_err();
+        assert!(text.to_string().contains("install it or set rootfs.mkfs_erofs"), "{text}");
+    }
+}

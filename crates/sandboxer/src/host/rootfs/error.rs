@@ -1,0 +1,127 @@
+//! Why a root file system can't be made.
+
+use std::{io, path::PathBuf, sync::Arc};
+
+use sandboxer_protocol::id::{ContainerId, SandboxId};
+
+use super::{FsType, mounts::Refusal};
+use crate::error::Code;
+
+/// Why a container has no root file system.
+#[derive(Debug, thiserror::Error)]
+pub enum RootfsError {
+    /// Its snapshot is of a kind that can't be a disk.
+    #[error("snapshot of container {container} in pod {pod} can't become a disk")]
+    Mount {
+        /// The pod.
+        pod: SandboxId,
+        /// The container.
+        container: ContainerId,
+        /// Which mount, and what to do.
+        #[source]
+        refusal: Refusal,
+    },
+    /// Its disks can't be made.
+    #[error("cannot make the root file system of container {container} in pod {pod}")]
+    Build {
+        /// The pod.
+        pod: SandboxId,
+        /// The container.
+        container: ContainerId,
+        /// Why; shared with the others that waited for the same image.
+        source: Arc<BuildError>,
+    },
+    /// The store's own directory fails.
+    #[error("cannot open the root file systems' store")]
+    Open(#[from] BuildError),
+}
+
+impl RootfsError {
+    /// The code to answer with.
+    pub fn code(&self) -> Code {
+        match self {
+            Self::Mount { .. } => Code::Unimplemented,
+            Self::Build { source, .. } => match source.as_ref() {
+                BuildError::Image { .. } => Code::FailedPrecondition,
+                _ => Code::Internal,
+            },
+            Self::Open(_) => Code::Internal,
+        }
+    }
+}
+
+/// Why an image can't be made or used.
+#[derive(Debug, thiserror::Error)]
+pub enum BuildError {
+    /// A file or directory of the host is in the way.
+    #[error("cannot {action} {path:?}")]
+    Host {
+        /// What was attempted.
+        action: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// The read-only view of a chain of layers can't be mounted.
+    #[error("cannot mount the merged view of layers {layers:?}: {hint}")]
+    View {
+        /// Uppermost first.
+        layers: Vec<PathBuf>,
+        /// What to do.
+        hint: &'static str,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A program isn't there or can't be run.
+    #[error("cannot run {program:?}: install it{setting}")]
+    Program {
+        /// The program.
+        program: PathBuf,
+        /// Where else to set it; may be empty.
+        setting: &'static str,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// A program said no.
+    #[error("{program:?} {how} while making {path:?}: {stderr}")]
+    Failed {
+        /// The program.
+        program: PathBuf,
+        /// "exited with status 1", "was killed by signal 9".
+        how: String,
+        /// What it was to make.
+        path: PathBuf,
+        /// The last it said.
+        stderr: String,
+    },
+    /// The file system that holds the images is full.
+    #[error("no space left in {dir:?} for an image of {layers:?}: free some, or lower rootfs.cache_mib")]
+    Full {
+        /// The store.
+        dir: PathBuf,
+        /// What the image was to hold.
+        layers: Vec<PathBuf>,
+    },
+    /// The files of a snapshot seem larger than any image should be.
+    #[error("files of {layers:?} have {bytes} bytes, holes included, which is more than an image may hold")]
+    TooLarge {
+        /// What the image was to hold.
+        layers: Vec<PathBuf>,
+        /// Sum of the files' sizes.
+        bytes: u64,
+    },
+    /// An image isn't what it is said to be.
+    #[error("{path:?} is no usable {fstype} image: {reason}; pull the container's image again")]
+    Image {
+        /// The image.
+        path: PathBuf,
+        /// What it should be.
+        fstype: FsType,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// The daemon is ending.
+    #[error("the daemon is stopping")]
+    Stopped,
+}

@@ -1,0 +1,113 @@
+//! Looks at an image's superblock before a guest has to: a truncated or foreign image is refused with a
+//! reason that names it, instead of a mount error from inside a guest.
+
+use std::{
+    fs::File,
+    io::{Seek, SeekFrom},
+    os::unix::fs::{FileExt, FileTypeExt},
+    path::Path,
+};
+
+use super::{BuildError, FsType};
+
+/// Offset of the superblock in both formats, bytes.
+const OFFSET: u64 = 1024;
+/// As much of it as is looked at.
+const LEN: usize = 1024;
+
+/// Fields of EROFS' superblock (`fs/erofs/erofs_fs.h`).
+mod erofs {
+    pub const MAGIC: u32 = 0xe0f5_e1e2;
+    pub const BLOCK_BITS: usize = 12;
+    pub const BLOCKS_HIGH: usize = 14;
+    pub const BLOCKS: usize = 36;
+    pub const INCOMPAT: usize = 80;
+    pub const EXTRA_DEVICES: usize = 86;
+    pub const INCOMPAT_48BIT: u32 = 0x80;
+}
+
+/// Fields of ext4's superblock (`Documentation/filesystems/ext4/super.rst`).
+mod ext4 {
+    pub const MAGIC: u16 = 0xef53;
+    pub const BLOCKS_LOW: usize = 0x4;
+    pub const LOG_BLOCK_SIZE: usize = 0x18;
+    pub const MAGIC_AT: usize = 0x38;
+    pub const INCOMPAT: usize = 0x60;
+    pub const BLOCKS_HIGH: usize = 0x150;
+    pub const INCOMPAT_64BIT: u32 = 0x80;
+}
+
+/// Refuses a file or device that is no whole file system of type `fstype`.
+pub fn check(path: &Path, fstype: FsType) -> Result<(), BuildError> {
+    let host = |source| BuildError::Host { action: "read image", path: path.to_owned(), source };
+    let image = |reason| BuildError::Image { path: path.to_owned(), fstype, reason };
+
+    let kind = path.metadata().map_err(host)?.file_type();
+    if !kind.is_file() && !kind.is_block_device() {
+        return Err(image("it is neither a file nor a block device".into()));
+    }
+    let mut file = File::open(path).map_err(host)?;
+    // A block device's metadata has no length; its end has.
+    let have = file.seek(SeekFrom::End(0)).map_err(host)?;
+    let mut block = [0; LEN];
+    if have < OFFSET + LEN as u64 {
+        return Err(image(format!("it has {have} bytes")));
+    }
+    file.read_exact_at(&mut block, OFFSET).map_err(host)?;
+    let need = match fstype {
+        FsType::Erofs => erofs_bytes(&block),
+        FsType::Ext4 => ext4_bytes(&block),
+    }
+    .map_err(|reason| image(reason.into()))?;
+    if have < need {
+        return Err(image(format!("it is truncated: {have} of {need} bytes are there")));
+    }
+    Ok(())
+}
+
+/// Bytes that an EROFS file system says it has.
+fn erofs_bytes(block: &[u8; LEN]) -> Result<u64, &'static str> {
+    use erofs::*;
+    if le32(block, 0) != MAGIC {
+        return Err("its superblock has no EROFS magic number");
+    }
+    if le16(block, EXTRA_DEVICES) != 0 {
+        return Err("its data lies in other files (turn off merged metadata in the erofs snapshotter)");
+    }
+    let bits = block[BLOCK_BITS];
+    if !(9..=16).contains(&bits) {
+        return Err("its superblock has an impossible block size");
+    }
+    let high = match le32(block, INCOMPAT) & INCOMPAT_48BIT {
+        0 => 0,
+        _ => le16(block, BLOCKS_HIGH),
+    };
+    Ok((u64::from(high) << 32 | u64::from(le32(block, BLOCKS))) << bits)
+}
+
+/// Bytes that an ext4 file system says it has.
+fn ext4_bytes(block: &[u8; LEN]) -> Result<u64, &'static str> {
+    use ext4::*;
+    if le16(block, MAGIC_AT) != MAGIC {
+        return Err("its superblock has no ext4 magic number");
+    }
+    let log = le32(block, LOG_BLOCK_SIZE);
+    if log > 6 {
+        return Err("its superblock has an impossible block size");
+    }
+    let high = match le32(block, INCOMPAT) & INCOMPAT_64BIT {
+        0 => 0,
+        _ => le32(block, BLOCKS_HIGH),
+    };
+    (u64::from(high) << 32 | u64::from(le32(block, BLOCKS_LOW)))
+        .checked_mul(1024 << log)
+        .ok_or("its superblock has an impossible size")
+}
+
+fn le16(block: &[u8; LEN], at: usize) -> u16 {
+    u16::from_le_bytes([block[at], block[at + 1]])
+}
+
+fn le32(block: &[u8; LEN], at: usize) -> u32 {
+    u32::from_le_bytes([block[at], block[at + 1], block[at + 2], block[at + 3]])
+}

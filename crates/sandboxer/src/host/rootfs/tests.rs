@@ -1,0 +1,613 @@
+//! The store on real files, with the real mkfs.erofs, overlayfs and loop devices: these need root.
+//!
+//! Whatever a test mounts it mounts in a mount namespace of one of its threads, so nothing can be left.
+
+use std::{
+    collections::BTreeMap,
+    fs::{self, File, Permissions},
+    io::Write,
+    os::unix::{
+        ffi::OsStrExt,
+        fs::{FileExt, FileTypeExt, MetadataExt, PermissionsExt, chown, symlink},
+    },
+    process::Command,
+    thread,
+};
+
+use nix::{
+    mount::{MsFlags, mount},
+    sched::{CloneFlags, unshare},
+    sys::stat::{Mode, SFlag, makedev, mknod},
+    unistd::mkfifo,
+};
+use tempfile::TempDir;
+
+use super::*;
+use crate::error::chain;
+
+/// Snapshots as containerd's overlayfs snapshotter lays them out, and a store.
+struct Fixture {
+    dir: TempDir,
+    config: RootfsConfig,
+}
+
+impl Fixture {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let config =
+            RootfsConfig { mkfs_erofs: "mkfs.erofs".into(), cache_bytes: 1 << 30, writable_bytes: 7 };
+        Self { dir, config }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn store(&self) -> Arc<RootfsStore> {
+        let store = RootfsStore::open(&self.path("store"), &self.config).unwrap();
+        store.settle();
+        store
+    }
+
+    /// An mkfs that counts its runs, and then is `program`.
+    fn counted_mkfs(&mut self, program: &str) -> PathBuf {
+        let (script, count) = (self.path("mkfs"), self.path("count"));
+        fs::write(&script, format!("#!/bin/sh\necho run >> {}\nexec {program} \"$@\"\n", count.display()))
+            .unwrap();
+        fs::set_permissions(&script, Permissions::from_mode(0o755)).unwrap();
+        self.config.mkfs_erofs = script;
+        count
+    }
+
+    /// A committed layer that holds one file.
+    fn layer(&self, name: &str, content: &str) -> PathBuf {
+        let dir = self.path(name);
+        fs::create_dir_all(&dir).unwrap();
+        fs::write(dir.join("name"), content).unwrap();
+        dir
+    }
+
+    fn overlay(&self, layers: &[&Path]) -> Vec<Mount> {
+        let upper = self.path("upper");
+        fs::create_dir_all(&upper).unwrap();
+        let lower: Vec<_> = layers.iter().map(|layer| layer.to_str().unwrap()).collect();
+        vec![Mount {
+            fstype: "overlay".into(),
+            source: "overlay".into(),
+            options: vec![
+                "index=off".into(),
+                format!("workdir={}", self.path("work").display()),
+                format!("upperdir={}", upper.display()),
+                format!("lowerdir={}", lower.join(":")),
+            ],
+        }]
+    }
+
+    /// What is in the store's directory, but for the directory for views.
+    fn images(&self) -> Vec<String> {
+        let entries = fs::read_dir(self.path("store")).unwrap();
+        let mut names: Vec<_> =
+            entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+        names.retain(|name| name != "work");
+        names.sort();
+        names
+    }
+}
+
+fn plain(fstype: &str, source: &Path, options: &[&str]) -> Vec<Mount> {
+    let options = options.iter().map(|&option| option.to_owned()).collect();
+    vec![Mount { fstype: fstype.into(), source: source.to_str().unwrap().into(), options }]
+}
+
+async fn prepare(store: &RootfsStore, mounts: &[Mount]) -> Result<RootfsPlan, RootfsError> {
+    store.prepare(&"pod".parse().unwrap(), &"container".parse().unwrap(), mounts).await
+}
+
+fn runs(count: &Path) -> usize {
+    fs::read_to_string(count).unwrap_or_default().lines().count()
+}
+
+fn no_view_is_mounted(fixture: &Fixture) {
+    let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
+    assert!(!mounts.contains(fixture.dir.path().to_str().unwrap()), "{mounts}");
+}
+
+/// Runs `work` on a thread in a mount namespace of its own.
+fn apart<T: Send>(work: impl FnOnce() -> T + Send) -> T {
+    thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            unshare(CloneFlags::CLONE_NEWNS).expect("these tests need root");
+            mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>)
+                .unwrap();
+            work()
+        });
+        thread.join().unwrap()
+    })
+}
+
+/// All that a container can see of one file.
+#[derive(Debug, PartialEq, Eq)]
+struct Seen {
+    mode: u32,
+    owner: (u32, u32),
+    device: u64,
+    /// None for directories, whose size is the file system's business.
+    size: Option<u64>,
+    modified: (i64, i64),
+    xattrs: BTreeMap<Vec<u8>, Vec<u8>>,
+    content: Vec<u8>,
+    /// The first name, in order, of the same file.
+    same_as: PathBuf,
+}
+
+fn see(root: &Path) -> BTreeMap<PathBuf, Seen> {
+    let (mut seen, mut inodes) = (BTreeMap::new(), BTreeMap::new());
+    let mut todo = vec![root.to_owned()];
+    let mut paths = Vec::new();
+    while let Some(path) = todo.pop() {
+        // A whiteout with nothing below it is listed, but not there.
+        let Ok(meta) = path.symlink_metadata() else { continue };
+        if meta.is_dir() {
+            todo.extend(fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().path()));
+        }
+        paths.push(path);
+    }
+    paths.sort();
+    for path in paths {
+        let meta = path.symlink_metadata().unwrap();
+        let name = path.strip_prefix(root).unwrap().to_owned();
+        let kind = meta.file_type();
+        let content = if kind.is_symlink() {
+            fs::read_link(&path).unwrap().as_os_str().as_bytes().to_owned()
+        } else if kind.is_file() {
+            Sha256::digest(fs::read(&path).unwrap()).to_vec()
+        } else {
+            Vec::new()
+        };
+        let same_as = inodes.entry((meta.dev(), meta.ino())).or_insert(name.clone()).clone();
+        seen.insert(
+            name,
+            Seen {
+                mode: meta.mode(),
+                owner: (meta.uid(), meta.gid()),
+                device: if kind.is_char_device() || kind.is_block_device() { meta.rdev() } else { 0 },
+                size: (!kind.is_dir()).then(|| meta.size()),
+                modified: (meta.mtime(), meta.mtime_nsec()),
+                xattrs: xattrs(&path),
+                content,
+                same_as,
+            },
+        );
+    }
+    seen
+}
+
+fn xattrs(path: &Path) -> BTreeMap<Vec<u8>, Vec<u8>> {
+    let mut names = vec![0; 4096];
+    let length = rustix::fs::llistxattr(path, &mut names[..]).unwrap();
+    names[..length]
+        .split(|&byte| byte == 0)
+        .filter(|name| !name.is_empty())
+        .map(|name| {
+            let mut value = vec![0; 4096];
+            let length = rustix::fs::lgetxattr(path, name, &mut value[..]).unwrap();
+            value.truncate(length);
+            (name.to_owned(), value)
+        })
+        .collect()
+}
+
+fn set_xattr(path: &Path, name: &str, value: &[u8]) {
+    rustix::fs::lsetxattr(path, name, value, rustix::fs::XattrFlags::empty()).unwrap();
+}
+
+/// What is in an image, as the kernel reads it.
+fn see_image(image: &Path) -> BTreeMap<PathBuf, Seen> {
+    apart(|| {
+        let at = tempfile::tempdir().unwrap();
+        let mounted =
+            Command::new("mount").args(["-t", "erofs", "-o", "loop,ro"]).arg(image).arg(at.path()).status();
+        assert!(mounted.unwrap().success());
+        let seen = see(at.path());
+        nix::mount::umount(at.path()).unwrap();
+        seen
+    })
+}
+
+/// What overlayfs makes of layers.
+fn see_overlay(layers: &[&Path], empty: &Path) -> BTreeMap<PathBuf, Seen> {
+    apart(|| {
+        fs::create_dir_all(empty).unwrap();
+        let at = tempfile::tempdir().unwrap();
+        let list: Vec<_> = layers.iter().chain([&empty]).map(|layer| layer.to_str().unwrap()).collect();
+        let options = format!("lowerdir={}", list.join(":"));
+        mount(Some("o"), at.path(), Some("overlay"), MsFlags::MS_RDONLY, Some(options.as_str())).unwrap();
+        let seen = see(at.path());
+        nix::mount::umount(at.path()).unwrap();
+        seen
+    })
+}
+
+/// A base with everything that is hard to keep, and a layer that removes and replaces some of it.
+fn awkward_layers(fixture: &Fixture) -> [PathBuf; 2] {
+    let (base, top) = (fixture.layer("base", "base"), fixture.layer("top", "top"));
+    let any = Mode::from_bits_truncate(0o644);
+    fs::set_permissions(&base, Permissions::from_mode(0o751)).unwrap();
+
+    for (name, content) in
+        [("plain", "x"), ("line\nbreak", "y"), ("caf\u{e9} \\ \"", "z"), ("sub/gone", ""), ("old/a", "a")]
+    {
+        fs::create_dir_all(base.join(name).parent().unwrap()).unwrap();
+        fs::write(base.join(name), content).unwrap();
+    }
+    fs::write(base.join(std::ffi::OsStr::from_bytes(b"not \xff utf-8")), "u").unwrap();
+    let large: Vec<u8> = (0..300_000_u32).flat_map(u32::to_le_bytes).collect();
+    fs::write(base.join("large"), large).unwrap();
+    File::create(base.join("holes")).unwrap().write_at(b"end", 9_000_000).unwrap();
+    fs::hard_link(base.join("plain"), base.join("sub/second name")).unwrap();
+    chown(base.join("plain"), Some(70_000), Some(4_000_000_000)).unwrap();
+    fs::write(base.join("setuid"), "s").unwrap();
+    fs::set_permissions(base.join("setuid"), Permissions::from_mode(0o6755)).unwrap();
+    fs::set_permissions(base.join("sub"), Permissions::from_mode(0o1777)).unwrap();
+    symlink("../\u{2192}", base.join("link")).unwrap();
+    symlink("x".repeat(4000), base.join("long link")).unwrap();
+    mkfifo(&base.join("fifo"), any).unwrap();
+    mknod(&base.join("null"), SFlag::S_IFCHR, any, makedev(1, 3)).unwrap();
+    mknod(&base.join("disk"), SFlag::S_IFBLK, any, makedev(259, 70_000)).unwrap();
+    // CAP_NET_BIND_SERVICE, as `setcap` writes it; an access list as `setfacl -m u:1000:r` does.
+    let capability = [1, 0, 0, 2, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
+    set_xattr(&base.join("large"), "security.capability", &capability);
+    let entries: [(u16, u16, u32); 5] = [(1, 6, !0), (2, 4, 1000), (4, 4, !0), (16, 4, !0), (32, 4, !0)];
+    let mut list = 2_u32.to_le_bytes().to_vec();
+    for (tag, permissions, id) in entries {
+        list.extend([tag.to_le_bytes(), permissions.to_le_bytes()].concat());
+        list.extend(id.to_le_bytes());
+    }
+    set_xattr(&base.join("holes"), "system.posix_acl_access", &list);
+    for name in ["plain", "sub", "setuid", "large"] {
+        set_xattr(&base.join(name), "user.shared", b"the same on many");
+        set_xattr(&base.join(name), "user.own", name.as_bytes());
+    }
+    set_xattr(&base.join("large"), "trusted.some", b"t");
+
+    fs::create_dir(top.join("sub")).unwrap();
+    mknod(&top.join("sub/gone"), SFlag::S_IFCHR, any, 0).unwrap();
+    fs::create_dir(top.join("old")).unwrap();
+    set_xattr(&top.join("old"), "trusted.overlay.opaque", b"y");
+    fs::write(top.join("old/b"), "b").unwrap();
+    [top, base]
+}
+
+#[tokio::test]
+async fn an_image_holds_exactly_what_overlayfs_shows() {
+    let fixture = Fixture::new();
+    let store = fixture.store();
+    let [top, base] = awkward_layers(&fixture);
+    for layers in [&[&top, &base][..], &[&base], &[&top]] {
+        let layers: Vec<&Path> = layers.iter().map(|layer| layer.as_path()).collect();
+        let plan = prepare(&store, &fixture.overlay(&layers)).await.unwrap();
+        let [layer] = &plan.lower[..] else { panic!("{plan:?}") };
+        assert_eq!((layer.fstype, layer.disk.read_only), (FsType::Erofs, true));
+        assert_eq!(plan.writable, Writable::Tmpfs { bytes: 7 });
+        let (image, merged) = (see_image(&layer.disk.path), see_overlay(&layers, &fixture.path("empty")));
+        assert!(image.len() > 3);
+        for (path, seen) in &merged {
+            assert_eq!(image.get(path), Some(seen), "{path:?}");
+        }
+        assert_eq!(image.keys().collect::<Vec<_>>(), merged.keys().collect::<Vec<_>>());
+    }
+    no_view_is_mounted(&fixture);
+}
+
+#[tokio::test]
+async fn a_snapshot_with_content_of_its_own_is_a_layer_more() {
+    let fixture = Fixture::new();
+    let store = fixture.store();
+    let base = fixture.layer("base", "base");
+    let mounts = fixture.overlay(&[&base]);
+    mknod(&fixture.path("upper/name"), SFlag::S_IFCHR, Mode::empty(), 0).unwrap();
+    let plan = prepare(&store, &mounts).await.unwrap();
+    let [upper, lower] = &plan.lower[..] else { panic!("{plan:?}") };
+    assert!(
+        see_image(&upper.disk.path)[Path::new("name")].mode & 0o170000 == 0o020000,
+        "the whiteout is kept"
+    );
+    assert!(see_image(&lower.disk.path).contains_key(Path::new("name")));
+    assert_ne!(upper.disk.serial, lower.disk.serial);
+    assert!(upper.disk.serial.len() <= 20);
+    // The snapshot's own content is nobody else's.
+    drop(plan);
+    assert_eq!(fixture.images().len(), 1);
+
+    let bound = prepare(&store, &plain("bind", &base, &["rbind", "rw"])).await.unwrap();
+    assert_eq!(
+        see_image(&bound.lower[0].disk.path)[Path::new("name")].content,
+        Sha256::digest("base").to_vec()
+    );
+    drop(bound);
+    assert_eq!(fixture.images().len(), 1);
+}
+
+#[tokio::test]
+async fn many_that_want_one_image_at_once_get_one() {
+    let mut fixture = Fixture::new();
+    let count = fixture.counted_mkfs("mkfs.erofs");
+    let store = fixture.store();
+    let layer = fixture.layer("base", "base");
+    let mounts = fixture.overlay(&[&layer]);
+    let plans = futures::future::join_all((0..20).map(|_| prepare(&store, &mounts))).await;
+    let paths: Vec<_> = plans.iter().map(|plan| plan.as_ref().unwrap().lower[0].disk.path.clone()).collect();
+    assert!(paths.windows(2).all(|pair| pair[0] == pair[1]), "{paths:?}");
+    assert_eq!((runs(&count), fixture.images().len()), (1, 1));
+
+    // Another chain is another image, and so is the same directory made anew.
+    let other = fixture.layer("other", "other");
+    prepare(&store, &fixture.overlay(&[&other, &layer])).await.unwrap();
+    assert_eq!(runs(&count), 2);
+    fs::remove_dir_all(&layer).unwrap();
+    fixture.layer("base", "new");
+    let anew = prepare(&store, &mounts).await.unwrap();
+    assert_eq!(
+        see_image(&anew.lower[0].disk.path)[Path::new("name")].content,
+        Sha256::digest("new").to_vec()
+    );
+}
+
+#[tokio::test]
+async fn whoever_stops_waiting_takes_nothing_from_the_others() {
+    let mut fixture = Fixture::new();
+    let count = fixture.counted_mkfs("mkfs.erofs");
+    let store = fixture.store();
+    let layer = fixture.layer("base", "base");
+    let mounts = fixture.overlay(&[&layer]);
+    let first = tokio::spawn({
+        let (store, mounts) = (store.clone(), mounts.clone());
+        async move { prepare(&store, &mounts).await.map(drop) }
+    });
+    while runs(&count) == 0 {
+        assert!(!first.is_finished());
+        tokio::task::yield_now().await;
+    }
+    first.abort();
+    prepare(&store, &mounts).await.unwrap();
+    assert_eq!(runs(&count), 1);
+}
+
+#[tokio::test]
+async fn the_least_recently_used_goes_and_never_one_in_use() {
+    let mut fixture = Fixture::new();
+    fixture.config.cache_bytes = 1;
+    let store = fixture.store();
+    let (a, b, c) = (fixture.layer("a", "a"), fixture.layer("b", "b"), fixture.layer("c", "c"));
+    let image = |plan: &RootfsPlan| plan.lower[0].disk.path.clone();
+    let held = prepare(&store, &fixture.overlay(&[&a])).await.unwrap();
+    let idle = prepare(&store, &fixture.overlay(&[&b])).await.unwrap();
+    let gone = image(&idle);
+    assert!(gone.exists(), "in use, although there is no room");
+    drop(idle);
+    assert!(!gone.exists() && image(&held).exists());
+    let (again, other) = tokio::join!(async { store.lease(&image(&held)) }, async {
+        prepare(&store, &fixture.overlay(&[&c])).await.unwrap()
+    });
+    let path = image(&held);
+    drop((held, other));
+    assert!(path.exists(), "the second lease holds it");
+    drop(again);
+    assert!(fixture.images().is_empty());
+
+    // With room for one and a bit, the one used last stays.
+    fixture.config.cache_bytes = 6 << 10;
+    drop(store);
+    let store = fixture.store();
+    for layer in [&a, &b, &a, &c] {
+        prepare(&store, &fixture.overlay(&[layer])).await.unwrap();
+    }
+    let kept = prepare(&store, &fixture.overlay(&[&c])).await.unwrap();
+    assert_eq!(fixture.images(), [image(&kept).file_name().unwrap().to_str().unwrap()]);
+}
+
+#[tokio::test]
+async fn a_store_opened_again_knows_its_images() {
+    let mut fixture = Fixture::new();
+    let count = fixture.counted_mkfs("mkfs.erofs");
+    let store = fixture.store();
+    let layer = fixture.layer("base", "base");
+    let shared = prepare(&store, &fixture.overlay(&[&layer])).await.unwrap().lower[0].disk.path.clone();
+    let own = prepare(&store, &plain("bind", &layer, &["rbind", "rw"])).await.unwrap();
+    let private = own.lower[0].disk.path.clone();
+    // As after a kill: nothing is dropped in order, a build was under way.
+    std::mem::forget(own);
+    fs::write(fixture.path("store/unfinished-1"), "half").unwrap();
+    let twice = RootfsStore::open(&fixture.path("store"), &fixture.config).unwrap_err();
+    assert!(chain(&twice).contains("another daemon"), "{}", chain(&twice));
+
+    // The leaked plan still holds the first store's lock: the successor works on a copy of the directory.
+    let copied = Command::new("cp").arg("-a").arg(fixture.path("store")).arg(fixture.path("copy")).status();
+    assert!(copied.unwrap().success());
+    let at = |path: &Path| fixture.path("copy").join(path.file_name().unwrap());
+    let store = RootfsStore::open(&fixture.path("copy"), &fixture.config).unwrap();
+    assert!(!fixture.path("copy/unfinished-1").exists());
+    let lease = store.lease(&at(&private)).unwrap();
+    assert!(store.lease(&shared).is_none(), "not of this store");
+    assert!(store.lease(&fixture.path("copy/../copy/work")).is_none());
+    prepare(&store, &fixture.overlay(&[&layer])).await.unwrap();
+    store.settle();
+    assert!(at(&private).exists());
+    assert_eq!(runs(&count), 2, "the shared image was found again");
+    drop(lease);
+    assert!(!at(&private).exists() && at(&shared).exists());
+}
+
+#[tokio::test]
+async fn a_damaged_image_of_the_cache_is_made_again() {
+    let fixture = Fixture::new();
+    let store = fixture.store();
+    let layer = fixture.layer("base", "base");
+    let image = prepare(&store, &fixture.overlay(&[&layer])).await.unwrap().lower[0].disk.path.clone();
+    File::options().write(true).open(&image).unwrap().set_len(2048).unwrap();
+    let again = prepare(&store, &fixture.overlay(&[&layer])).await.unwrap();
+    assert_ne!(again.lower[0].disk.path, image);
+    assert!(see_image(&again.lower[0].disk.path).contains_key(Path::new("name")));
+    assert_eq!(fixture.images().len(), 1);
+}
+
+#[tokio::test]
+async fn a_failed_build_says_why_and_leaves_nothing() {
+    let mut fixture = Fixture::new();
+    fixture.counted_mkfs("sh -c 'printf half > \"$1\"; echo \"no good\" >&2; exit 4'");
+    let store = fixture.store();
+    let layer = fixture.layer("base", "base");
+    let text = chain(&prepare(&store, &fixture.overlay(&[&layer])).await.unwrap_err());
+    assert!(text.contains("container container in pod pod"), "{text}");
+    assert!(text.contains("exited with status 4") && text.contains("no good"), "{text}");
+    assert!(fixture.images().is_empty());
+
+    drop(store);
+    fixture.config.mkfs_erofs = "/no/such/mkfs".into();
+    let store = fixture.store();
+    let text = chain(&prepare(&store, &fixture.overlay(&[&layer])).await.unwrap_err());
+    assert!(text.contains("/no/such/mkfs") && text.contains("rootfs.mkfs_erofs"), "{text}");
+    let text = chain(&prepare(&store, &fixture.overlay(&[&fixture.path("none")])).await.unwrap_err());
+    assert!(text.contains("look at layer") && text.contains("none"), "{text}");
+    drop(store);
+
+    fixture.config.mkfs_erofs = "mkfs.erofs".into();
+    prepare(&fixture.store(), &fixture.overlay(&[&layer])).await.unwrap();
+    no_view_is_mounted(&fixture);
+}
+
+#[test]
+fn a_full_disk_is_told_and_room_is_made_by_what_is_unused() {
+    apart(|| {
+        let fixture = Fixture::new();
+        let store_dir = fixture.path("store");
+        fs::create_dir(&store_dir).unwrap();
+        mount(Some("t"), &store_dir, Some("tmpfs"), MsFlags::empty(), Some("size=1m")).unwrap();
+        let big = |name: &str, bytes: usize| {
+            let layer = fixture.layer(name, name);
+            let noise: Vec<u8> = (0..bytes).map(|_| rand::random()).collect();
+            fs::write(layer.join("noise"), noise).unwrap();
+            layer
+        };
+        let (first, second, huge) = (big("first", 600 << 10), big("second", 600 << 10), big("huge", 2 << 20));
+        // All of the runtime's threads begin in this thread's namespace.
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(async {
+            let store = fixture.store();
+            prepare(&store, &fixture.overlay(&[&first])).await.unwrap();
+            let held = prepare(&store, &fixture.overlay(&[&second])).await.unwrap();
+            assert_eq!(fixture.images().len(), 1, "the first made room");
+            for layer in [&first, &huge] {
+                let text = chain(&prepare(&store, &fixture.overlay(&[layer])).await.unwrap_err());
+                assert!(text.contains("no space left") && text.contains("rootfs.cache_mib"), "{text}");
+            }
+            assert_eq!(fixture.images(), [held.lower[0].disk.path.file_name().unwrap().to_str().unwrap()]);
+        });
+        drop(runtime);
+        nix::mount::umount(&store_dir).unwrap();
+    });
+}
+
+#[tokio::test]
+async fn a_mostly_empty_file_takes_little_room_and_an_endless_one_is_refused() {
+    let fixture = Fixture::new();
+    let store = fixture.store();
+    let layer = fixture.layer("base", "base");
+    let file = File::create(layer.join("holes")).unwrap();
+    file.set_len(80 << 20).unwrap();
+    file.write_at(b"end", (80 << 20) - 3).unwrap();
+    let plan = prepare(&store, &fixture.overlay(&[&layer])).await.unwrap();
+    let image = &plan.lower[0].disk.path;
+    assert!(image.metadata().unwrap().len() < 1 << 20);
+    assert_eq!(
+        see_image(image)[Path::new("holes")],
+        see_overlay(&[&layer], &fixture.path("empty")).remove(Path::new("holes")).unwrap()
+    );
+    file.set_len(1 << 40).unwrap();
+    let endless = fixture.path("endless");
+    fs::rename(&layer, &endless).unwrap();
+    let text = chain(&prepare(&store, &fixture.overlay(&[&endless])).await.unwrap_err());
+    assert!(text.contains("more than an image may hold"), "{text}");
+}
+
+#[tokio::test]
+async fn a_chain_may_be_as_long_as_images_are() {
+    let fixture = Fixture::new();
+    let store = fixture.store();
+    let deep = "long path ".repeat(10);
+    let layers: Vec<_> = (0..127).map(|n| fixture.layer(&format!("{deep}{n}/fs"), &n.to_string())).collect();
+    for (n, layer) in layers.iter().enumerate() {
+        fs::write(layer.join(n.to_string()), "").unwrap();
+    }
+    let layers: Vec<&Path> = layers.iter().map(PathBuf::as_path).collect();
+    let plan = prepare(&store, &fixture.overlay(&layers)).await.unwrap();
+    let seen = see_image(&plan.lower[0].disk.path);
+    assert_eq!(seen.len(), 127 + 2);
+    assert_eq!(seen[Path::new("name")].content, Sha256::digest("0").to_vec());
+}
+
+#[tokio::test]
+async fn images_of_others_are_attached_as_they_are_or_refused() {
+    let fixture = Fixture::new();
+    let store = fixture.store();
+    let layer = fixture.layer("base", "base");
+    let made = prepare(&store, &plain("bind", &layer, &[])).await.unwrap();
+    let image = fixture.path("layer.erofs");
+    fs::copy(&made.lower[0].disk.path, &image).unwrap();
+    let plan = prepare(&store, &plain("erofs", &image, &["ro", "loop"])).await.unwrap();
+    assert_eq!((&plan.lower[0].disk.path, plan.leases.len()), (&image, 0));
+
+    // A block device has no length of its own.
+    let device = Command::new("losetup").args(["-f", "--show", "-r"]).arg(&image).output().unwrap();
+    let device = PathBuf::from(String::from_utf8(device.stdout).unwrap().trim());
+    let plan = prepare(&store, &plain("erofs", &device, &["ro"])).await;
+    assert!(Command::new("losetup").arg("-d").arg(&device).status().unwrap().success());
+    assert_eq!(plan.unwrap().lower[0].disk.path, device);
+
+    let bad = fixture.path("bad");
+    let refused = async |fstype: &str, says: &str| {
+        let text = chain(&prepare(&store, &plain(fstype, &bad, &[])).await.unwrap_err());
+        assert!(text.contains(says) && text.contains("bad"), "{text}");
+    };
+    refused("erofs", "read image").await;
+    fs::write(&bad, "short").unwrap();
+    refused("ext4", "it has 5 bytes").await;
+    fs::write(&bad, [0; 8192]).unwrap();
+    refused("erofs", "no EROFS magic number").await;
+    refused("ext4", "no ext4 magic number").await;
+    let whole = fs::read(&image).unwrap();
+    fs::write(&bad, &whole[..whole.len() - 1]).unwrap();
+    refused("erofs", "truncated").await;
+    fs::remove_file(&bad).unwrap();
+    mkfifo(&bad, Mode::S_IRUSR).unwrap();
+    refused("erofs", "neither a file nor a block device").await;
+}
+
+#[tokio::test]
+async fn a_scratch_file_is_made_once() {
+    let fixture = Fixture::new();
+    let store = fixture.store();
+    let layer = fixture.layer("base", "base");
+    let made = prepare(&store, &plain("bind", &layer, &[])).await.unwrap();
+    let scratch = fixture.path("rw.img");
+    let mut mounts = plain("mkfs/ext4", &scratch, &["X-containerd.mkfs.size=16MiB", "loop"]);
+    mounts.extend(plain("erofs", &made.lower[0].disk.path, &["ro", "loop"]));
+    let options = ["upperdir={{ mount 0 }}/upper", "workdir={{ mount 0 }}/work", "lowerdir={{ mount 1 }}"];
+    mounts.extend(plain("format/mkdir/overlay", Path::new("overlay"), &options));
+
+    let plan = prepare(&store, &mounts).await.unwrap();
+    let Writable::Overlay(layer) = &plan.writable else { panic!("{plan:?}") };
+    assert_eq!((&layer.disk.path, layer.fstype, layer.disk.read_only), (&scratch, FsType::Ext4, false));
+    assert_eq!(scratch.metadata().unwrap().len(), 16 << 20);
+    assert!(scratch.metadata().unwrap().blocks() * 512 < 2 << 20, "sparse");
+    let checked = Command::new("e2fsck").args(["-f", "-n"]).arg(&scratch).output().unwrap();
+    assert!(checked.status.success(), "{checked:?}");
+
+    let before = fs::read(&scratch).unwrap();
+    prepare(&store, &mounts).await.unwrap();
+    assert!(fs::read(&scratch).unwrap() == before, "what is there stays");
+    File::create(&scratch).unwrap().write_all(&[1; 4096]).unwrap();
+    let text = chain(&prepare(&store, &mounts).await.unwrap_err());
+    assert!(text.contains("ext4 magic"), "{text}");
+    assert_eq!(fs::read(&scratch).unwrap(), [1; 4096], "never made over what is there");
+}

@@ -4,7 +4,7 @@ mod client;
 mod commands;
 mod render;
 
-use std::{error::Error, io, path::PathBuf, process::ExitCode};
+use std::{io, path::PathBuf, process::ExitCode};
 
 use clap::{Args, CommandFactory, Parser, error::ErrorKind};
 
@@ -42,7 +42,7 @@ pub struct Global {
         value_name = "PATH"
     )]
     pub socket: PathBuf,
-    /// Print JSON instead of text for people; times are in ns
+    /// Print JSON instead of text for people
     #[arg(long, global = true)]
     pub json: bool,
 }
@@ -71,9 +71,7 @@ fn run(cli: Cli) -> anyhow::Result<()> {
     runtime.block_on(cli.command.run(&cli.global))
 }
 
+/// Whether our own output broke. What breaks on the way to a daemon is the source of another error.
 fn is_broken_pipe(error: &anyhow::Error) -> bool {
-    let broken = |cause: &(dyn Error + 'static)| {
-        cause.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
-    };
-    error.chain().any(broken)
+    error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
 }

@@ -1,5 +1,7 @@
 //! The launcher as containerd runs it: the real program, its streams and its exit code.
 
+#![allow(clippy::unwrap_used, reason = "helpers of tests fail their test")]
+
 use std::{
     os::unix::net::UnixListener,
     path::Path,

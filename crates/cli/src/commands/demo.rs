@@ -19,8 +19,15 @@ use super::target::Target;
 use super::{interrupt, startup, tables};
 use crate::{Global, render};
 
-/// Shows pods in microVMs, looks into them, and measures what they take
+const EXAMPLES: &str = "\
+Examples:
+  sandboxer-cli demo
+  sandboxer-cli demo --pods 2 --serial 3 --sweep 1,2     shorter
+  sandboxer-cli demo --baseline ''                       without runc beside it";
+
+/// Show pods in microVMs, look into them, and measure what they take
 #[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
 pub struct Args {
     /// Pods to show
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=100))]

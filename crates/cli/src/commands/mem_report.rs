@@ -12,8 +12,15 @@ use super::target::Target;
 use super::{interrupt, startup, tables};
 use crate::{Global, render};
 
-/// Shows what pods cost in memory, by role: of the pods that run now, or over a sweep of pod counts
+const EXAMPLES: &str = "\
+Examples:
+  sandboxer-cli mem-report                               of the pods that run now
+  sandboxer-cli mem-report --sweep 1,5,10 --repeat 1
+  sandboxer-cli mem-report --sweep --runtimeclass        for kubectl apply -f -";
+
+/// Show what pods cost in memory, by role: of the pods that run now, or over a sweep of pod counts
 #[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
 pub struct Args {
     /// Runtime handler; give it again for each one to compare
     #[arg(long = "runtime")]

@@ -12,8 +12,15 @@ use super::target::Target;
 use super::{interrupt, tables};
 use crate::{Global, render};
 
-/// Measures how fast pods start, on any runtimes, in a fair order
+const EXAMPLES: &str = "\
+Examples:
+  sandboxer-cli startup --serial 10 --parallel 0
+  sandboxer-cli startup --runtime sandboxer --runtime runc --output target/startup
+  sandboxer-cli startup --serial 10 --parallel 0 --bare-boot --json | jq .";
+
+/// Measure how fast pods start, on any runtimes, in a fair order
 #[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
 pub struct Args {
     /// Runtime handler; give it again for each one to compare, they alternate
     #[arg(long = "runtime", default_value = "sandboxer")]

@@ -8,8 +8,14 @@ use sandboxer_probe::{summarise, summary};
 use super::tables;
 use crate::{Global, render};
 
-/// Summarises text files with one time in ms a line (nearest-rank percentiles)
+const EXAMPLES: &str = "\
+Examples:
+  sandboxer-cli summarise times.txt
+  grep -o '[0-9.]* ms' log | cut -d' ' -f1 | sandboxer-cli summarise -";
+
+/// Summarise text files with one time in ms a line (nearest-rank percentiles)
 #[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
 pub struct Args {
     /// Files: `#` comments, one or two columns; `-` for stdin
     #[arg(required = true)]

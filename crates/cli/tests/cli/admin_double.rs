@@ -1,0 +1,160 @@
+//! In the daemon's place: an admin service whose pods a test makes up.
+
+use std::{
+    path::{Path, PathBuf},
+    pin::Pin,
+    process::{Command, Output, Stdio},
+};
+
+use sandboxer_protocol::admin::{
+    ConsoleLogChunk, ConsoleLogRequest, Event, EventsRequest, InspectPodRequest, ListPodsRequest,
+    ListPodsResponse, Pod, VersionRequest, VersionResponse,
+    admin_server::{Admin, AdminServer},
+};
+use tokio::{net::UnixListener, runtime::Runtime};
+use tokio_stream::{Stream, StreamExt, wrappers::UnixListenerStream};
+use tonic::{Request, Response, Status, transport::Server};
+
+/// What the service knows.
+#[derive(Debug, Clone, Default)]
+pub struct AdminDouble {
+    pub pods: Vec<Pod>,
+    pub events: Vec<Event>,
+    pub console: Vec<&'static [u8]>,
+    /// Console chunks come again and again, as of a guest that never ends.
+    pub chatty: bool,
+}
+
+type Answers<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
+
+#[tonic::async_trait]
+impl Admin for AdminDouble {
+    type ConsoleLogStream = Answers<ConsoleLogChunk>;
+    type EventsStream = Answers<Event>;
+
+    async fn version(&self, _: Request<VersionRequest>) -> Result<Response<VersionResponse>, Status> {
+        Ok(Response::new(VersionResponse {
+            version: "9.8.7".into(),
+            protocol_version: 6,
+            pid: 4321,
+            vmm: "qemu".into(),
+            vmm_version: "7.2.0".into(),
+            accelerator: "tcg".into(),
+            accelerator_reason: "no /dev/kvm".into(),
+            recovered_pods: 2,
+            ..Default::default()
+        }))
+    }
+
+    async fn list_pods(&self, _: Request<ListPodsRequest>) -> Result<Response<ListPodsResponse>, Status> {
+        Ok(Response::new(ListPodsResponse { pods: self.pods.clone() }))
+    }
+
+    async fn inspect_pod(&self, request: Request<InspectPodRequest>) -> Result<Response<Pod>, Status> {
+        self.pod(&request.get_ref().id).map(|pod| Response::new(pod.clone()))
+    }
+
+    async fn console_log(
+        &self,
+        request: Request<ConsoleLogRequest>,
+    ) -> Result<Response<Self::ConsoleLogStream>, Status> {
+        self.pod(&request.get_ref().id)?;
+        let chunks = self.console.clone().into_iter().map(|data| Ok(ConsoleLogChunk { data: data.to_vec() }));
+        Ok(Response::new(match self.chatty {
+            true => Box::pin(tokio_stream::iter(chunks.collect::<Vec<_>>().into_iter().cycle())),
+            false => Box::pin(tokio_stream::iter(chunks.collect::<Vec<_>>())),
+        }))
+    }
+
+    async fn events(&self, _: Request<EventsRequest>) -> Result<Response<Self::EventsStream>, Status> {
+        let told = tokio_stream::iter(self.events.clone().into_iter().map(Ok));
+        let ended = tokio_stream::once(Err(Status::unavailable("the daemon was killed")));
+        Ok(Response::new(Box::pin(told.chain(ended))))
+    }
+}
+
+impl AdminDouble {
+    fn pod(&self, prefix: &str) -> Result<&Pod, Status> {
+        let mut found = self.pods.iter().filter(|pod| pod.id.starts_with(prefix));
+        match (found.next(), found.next()) {
+            (Some(pod), None) => Ok(pod),
+            (None, _) => Err(Status::invalid_argument(format!("pod {prefix:?}: no pod's id starts so"))),
+            _ => Err(Status::invalid_argument(format!(
+                "pod {prefix:?}: 2 pods' ids start so: give more of it"
+            ))),
+        }
+    }
+
+    /// Serves on a socket of its own until it is dropped.
+    pub fn serve(self) -> Daemon {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("admin.sock");
+        let runtime = Runtime::new().unwrap();
+        let listener = runtime.block_on(async { UnixListener::bind(&socket) }).unwrap();
+        let server = Server::builder().add_service(AdminServer::new(self));
+        runtime.spawn(server.serve_with_incoming(UnixListenerStream::new(listener)));
+        Daemon { socket, _runtime: runtime, _dir: dir }
+    }
+}
+
+/// A double that serves.
+#[derive(Debug)]
+pub struct Daemon {
+    pub socket: PathBuf,
+    _runtime: Runtime,
+    _dir: tempfile::TempDir,
+}
+
+impl Daemon {
+    /// Runs the CLI against it.
+    pub fn cli(&self, line: &str) -> Outcome {
+        cli_at(&self.socket, line)
+    }
+}
+
+/// The CLI's command with `socket` in its environment, and nothing of the user's.
+pub fn command(socket: &Path, line: &str) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_sandboxer-cli"));
+    command.args(line.split_whitespace()).env("SANDBOXER_SOCKET", socket).env("TZ", "UTC");
+    command.stdin(Stdio::null());
+    command
+}
+
+/// Runs the CLI to its end.
+pub fn cli_at(socket: &Path, line: &str) -> Outcome {
+    command(socket, line).output().unwrap().into()
+}
+
+/// How a run of the CLI ended.
+#[derive(Debug)]
+pub struct Outcome {
+    pub code: Option<i32>,
+    pub out: String,
+    pub err: String,
+}
+
+impl From<Output> for Outcome {
+    fn from(output: Output) -> Self {
+        Self {
+            code: output.status.code(),
+            out: String::from_utf8(output.stdout).unwrap(),
+            err: String::from_utf8(output.stderr).unwrap(),
+        }
+    }
+}
+
+impl Outcome {
+    /// What was printed by a run that succeeded without complaint.
+    #[track_caller]
+    pub fn ok(self) -> String {
+        assert_eq!((self.code, self.err.as_str()), (Some(0), ""), "{}", self.out);
+        self.out
+    }
+
+    /// The complaint of a run that failed with `code` and printed nothing else.
+    #[track_caller]
+    pub fn failed(self, code: i32) -> String {
+        assert_eq!((self.code, self.out.as_str()), (Some(code), ""), "{}", self.err);
+        self.err
+    }
+}

@@ -27,10 +27,7 @@ pub fn prepare() -> Result<(), (PathBuf, io::Error)> {
     let root = Path::new(ROOT);
     let available = root.join("cgroup.controllers");
     let controllers = fs::read_to_string(&available).map_err(named(&available))?;
-    let all: Vec<String> = controllers
-        .split_ascii_whitespace()
-        .map(|name| format!("+{name}"))
-        .collect();
+    let all: Vec<String> = controllers.split_ascii_whitespace().map(|name| format!("+{name}")).collect();
     let parent = root.join(PARENT);
     fs::create_dir_all(&parent).map_err(named(&parent))?;
     for group in [root, &parent] {
@@ -49,23 +46,17 @@ pub struct Cgroup {
 impl Cgroup {
     /// The group of container `id`; it need not exist.
     pub fn of(id: &ContainerId) -> Self {
-        Self {
-            path: Path::new(ROOT).join(PARENT).join(id),
-        }
+        Self { path: Path::new(ROOT).join(PARENT).join(id) }
     }
 
     /// The group that holds all containers.
     pub fn of_all() -> Self {
-        Self {
-            path: Path::new(ROOT).join(PARENT),
-        }
+        Self { path: Path::new(ROOT).join(PARENT) }
     }
 
     /// The group of the whole guest. It has fewer files than others.
     pub fn of_guest() -> Self {
-        Self {
-            path: PathBuf::from(ROOT),
-        }
+        Self { path: PathBuf::from(ROOT) }
     }
 
     /// Where it is mounted.
@@ -168,18 +159,12 @@ fn subgroups(group: &Path) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(group) else {
         return Vec::new();
     };
-    entries
-        .flatten()
-        .map(|entry| entry.path())
-        .filter(|path| path.is_dir())
-        .collect()
+    entries.flatten().map(|entry| entry.path()).filter(|path| path.is_dir()).collect()
 }
 
 /// The number behind `key` in lines of `key value`.
 pub fn keyed(content: &str, key: &str) -> Option<u64> {
-    content
-        .lines()
-        .find_map(|line| line.strip_prefix(key)?.strip_prefix(' ')?.trim().parse().ok())
+    content.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(' ')?.trim().parse().ok())
 }
 
 #[cfg(test)]

@@ -17,13 +17,7 @@ pub fn set_realtime(ns: u64) -> std::io::Result<()> {
     let seconds = i64::try_from(ns / 1_000_000_000).unwrap_or(i64::MAX);
     // Below 10^9: no loss.
     let rest = (ns % 1_000_000_000) as i64;
-    Ok(clock_settime(
-        ClockId::Realtime,
-        Timespec {
-            tv_sec: seconds,
-            tv_nsec: rest,
-        },
-    )?)
+    Ok(clock_settime(ClockId::Realtime, Timespec { tv_sec: seconds, tv_nsec: rest })?)
 }
 
 fn nanoseconds(time: Timespec) -> u64 {

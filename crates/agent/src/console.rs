@@ -44,10 +44,7 @@ impl Console {
     /// The master. The process that sent it did so before it was reported to be made, so this
     /// does not wait.
     pub fn take_master(self) -> Result<OwnedFd, Failure> {
-        let (sender, _) = self
-            .listener
-            .accept()
-            .map_err(internal("runtime opened no terminal"))?;
+        let (sender, _) = self.listener.accept().map_err(internal("runtime opened no terminal"))?;
         receive(&sender)
             .map_err(internal("failed to receive the terminal"))?
             .ok_or_else(|| Failure::new(Kind::Internal, "runtime sent no terminal"))
@@ -64,12 +61,7 @@ fn receive(sender: &UnixStream) -> io::Result<Option<OwnedFd>> {
     let mut name = [0; 256];
     let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    recvmsg(
-        sender,
-        &mut [io::IoSliceMut::new(&mut name)],
-        &mut ancillary,
-        RecvFlags::CMSG_CLOEXEC,
-    )?;
+    recvmsg(sender, &mut [io::IoSliceMut::new(&mut name)], &mut ancillary, RecvFlags::CMSG_CLOEXEC)?;
     let sent = ancillary.drain().find_map(|message| match message {
         RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
         _ => None,

@@ -153,12 +153,8 @@ impl Container {
     /// Waits until it is made; answers its init's guest pid.
     pub async fn is_made(&self) -> Result<i32, Failure> {
         let mut made = self.made.subscribe();
-        let made = made
-            .wait_for(Option::is_some)
-            .await
-            .map_err(internal("container was forgotten"))?;
-        made.clone()
-            .unwrap_or_else(|| Err(Failure::precondition("container is being made")))
+        let made = made.wait_for(Option::is_some).await.map_err(internal("container was forgotten"))?;
+        made.clone().unwrap_or_else(|| Err(Failure::precondition("container is being made")))
     }
 
     async fn try_make(&self, request: &Create) -> Result<i32, Failure> {
@@ -168,16 +164,9 @@ impl Container {
                 runtime::create(&request.id, &request.spec, &disks, &request.files, stdio)
             })
             .await?;
-        let Done {
-            result,
-            since,
-            mut causes,
-        } = done;
+        let Done { result, since, mut causes } = done;
         let pid = result.map_err(|failure| causes.explain(failure))?;
-        self.shared
-            .oom
-            .add(&self.id)
-            .map_err(internal("failed to watch for the OOM killer"))?;
+        self.shared.oom.add(&self.id).map_err(internal("failed to watch for the OOM killer"))?;
         self.init.created(pid);
         self.watch(&self.init, pid, since);
         self.start.lock().await.causes = Some(causes);
@@ -193,22 +182,14 @@ impl Container {
         let wanted = process.wanted();
         if wanted.terminal {
             let console = Console::open()?;
-            let done = self
-                .shared
-                .workers
-                .run(&[], || job(&Stdio::Terminal(console.path())))
-                .await?;
+            let done = self.shared.workers.run(&[], || job(&Stdio::Terminal(console.path()))).await?;
             if done.result.is_ok() {
                 process.connect_terminal(console.take_master()?)?;
             }
             return Ok(done);
         }
         let (ours, theirs) = io::pipes(wanted)?;
-        let done = self
-            .shared
-            .workers
-            .run(&theirs.all(), || job(&Stdio::Pipes(&theirs)))
-            .await?;
+        let done = self.shared.workers.run(&theirs.all(), || job(&Stdio::Pipes(&theirs))).await?;
         drop(theirs);
         if done.result.is_ok() {
             process.connect_pipes(ours)?;
@@ -229,9 +210,7 @@ impl Container {
             return outcome.clone();
         }
         if matches!(self.init.state(), State::Exited { .. }) {
-            return Err(Failure::precondition(
-                "container's init ended before it was started",
-            ));
+            return Err(Failure::precondition("container's init ended before it was started"));
         }
         let outcome = self.try_start(start.causes.take()).await.map(|()| pid);
         match outcome {
@@ -267,15 +246,7 @@ impl Container {
         }
         let process = Arc::new(Process::new(request.stdio));
         let id = request.id.clone();
-        execs.insert(
-            id,
-            Arc::new(Exec {
-                fingerprint,
-                request,
-                process,
-                outcome: AsyncMutex::default(),
-            }),
-        );
+        execs.insert(id, Arc::new(Exec { fingerprint, request, process, outcome: AsyncMutex::default() }));
         Ok(())
     }
 
@@ -289,11 +260,7 @@ impl Container {
         let started = self.try_start_exec(&exec).await;
         if started.is_err() {
             // Whoever waits for it waits for an end that would not come.
-            exec.process.end(Exit {
-                code: NEVER_RAN,
-                at_ns: clock::realtime_ns(),
-                oom_killed: false,
-            });
+            exec.process.end(Exit { code: NEVER_RAN, at_ns: clock::realtime_ns(), oom_killed: false });
         }
         *outcome = Some(started.clone());
         started
@@ -303,11 +270,7 @@ impl Container {
         self.running_pid()?;
         let request = &exec.request;
         let job = |stdio: &Stdio<'_>| runtime::exec(&self.id, request.id.as_str(), &request.process, stdio);
-        let Done {
-            result,
-            since,
-            mut causes,
-        } = self.launch(&exec.process, job).await?;
+        let Done { result, since, mut causes } = self.launch(&exec.process, job).await?;
         let pid = result.map_err(|failure| causes.explain(failure))?;
         exec.process.running(pid);
         self.watch(&exec.process, pid, since);
@@ -317,14 +280,10 @@ impl Container {
     fn running_pid(&self) -> Result<i32, Failure> {
         match self.init.state() {
             State::Running { pid } => Ok(pid),
-            State::Created { .. } => Err(Failure::precondition(format!(
-                "container {} has not been started",
-                self.id
-            ))),
-            State::Exited { .. } => Err(Failure::precondition(format!(
-                "container {} has stopped",
-                self.id
-            ))),
+            State::Created { .. } => {
+                Err(Failure::precondition(format!("container {} has not been started", self.id)))
+            }
+            State::Exited { .. } => Err(Failure::precondition(format!("container {} has stopped", self.id))),
         }
     }
 
@@ -338,10 +297,7 @@ impl Container {
         let mut execs = lock(&self.execs);
         let Some(exec) = execs.get(id) else { return Ok(()) };
         if matches!(exec.process.state(), State::Running { .. }) {
-            return Err(Failure::precondition(format!(
-                "exec {id} of container {} still runs",
-                self.id
-            )));
+            return Err(Failure::precondition(format!("exec {id} of container {} still runs", self.id)));
         }
         exec.process.disconnect();
         execs.remove(id);
@@ -359,11 +315,7 @@ impl Container {
     /// Every process of it that the host knows; execs with their identifiers.
     pub fn processes(&self) -> Vec<(Option<ExecId>, Arc<Process>)> {
         let mut all = vec![(None, Arc::clone(&self.init))];
-        all.extend(
-            lock(&self.execs)
-                .iter()
-                .map(|(id, exec)| (Some(id.clone()), Arc::clone(&exec.process))),
-        );
+        all.extend(lock(&self.execs).iter().map(|(id, exec)| (Some(id.clone()), Arc::clone(&exec.process))));
         all
     }
 
@@ -375,10 +327,7 @@ impl Container {
     /// Sends `signal` to every process in it, whether the host knows of it or not.
     pub fn signal_all(&self, signal: i32) -> Result<(), Failure> {
         if !self.cgroup.is_populated() {
-            return Err(Failure::not_found(format!(
-                "container {} has no process left",
-                self.id
-            )));
+            return Err(Failure::not_found(format!("container {} has no process left", self.id)));
         }
         let failed = || internal(format!("failed to signal container {}", self.id));
         if signal == libc::SIGKILL {
@@ -402,11 +351,7 @@ impl Container {
         match done.map_err(internal(format!("failed to {verb} container {}", self.id)))? {
             true => Ok(()),
             false => {
-                let message = format!(
-                    "container {} did not {verb} within {} s",
-                    self.id,
-                    PROMPT.as_secs()
-                );
+                let message = format!("container {} did not {verb} within {} s", self.id, PROMPT.as_secs());
                 Err(Failure::new(Kind::DeadlineExceeded, message))
             }
         }
@@ -415,21 +360,16 @@ impl Container {
     /// Changes its limits.
     pub async fn update(&self, resources: &[u8]) -> Result<(), Failure> {
         self.is_made().await?;
-        let mut done = self
-            .shared
-            .workers
-            .run(&[], || runtime::update(&self.id, resources))
-            .await?;
+        let mut done = self.shared.workers.run(&[], || runtime::update(&self.id, resources)).await?;
         done.result.map_err(|failure| done.causes.explain(failure))
     }
 
     /// Guest pids of all its processes.
     pub fn pids(&self) -> Result<Vec<u32>, Failure> {
         match self.cgroup.pids() {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(internal(format!(
-                "failed to list the processes of container {}",
-                self.id
-            ))(error)),
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(internal(format!("failed to list the processes of container {}", self.id))(error))
+            }
             pids => Ok(pids.unwrap_or_default()),
         }
     }
@@ -447,25 +387,17 @@ impl Container {
         }
         let _excludes_a_start = self.start.lock().await;
         if let State::Running { .. } = self.init.state() {
-            return Err(Failure::precondition(format!(
-                "container {} still runs: kill it first",
-                self.id
-            )));
+            return Err(Failure::precondition(format!("container {} still runs: kill it first", self.id)));
         }
         self.discard().await
     }
 
     /// Kills what is left and removes every trace.
     async fn discard(&self) -> Result<(), Failure> {
-        self.cgroup
-            .kill()
-            .map_err(internal(format!("failed to kill container {}", self.id)))?;
+        self.cgroup.kill().map_err(internal(format!("failed to kill container {}", self.id)))?;
         if !self.cgroup.is_emptied(PROMPT).await {
-            let message = format!(
-                "processes of container {} survived their kill for {} s",
-                self.id,
-                PROMPT.as_secs()
-            );
+            let message =
+                format!("processes of container {} survived their kill for {} s", self.id, PROMPT.as_secs());
             return Err(Failure::new(Kind::DeadlineExceeded, message));
         }
         if !matches!(self.init.state(), State::Created { pid: None }) {

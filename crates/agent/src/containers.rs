@@ -26,26 +26,17 @@ pub struct Containers {
 impl Containers {
     /// None yet.
     pub fn new(shared: Arc<Shared>) -> Self {
-        Self {
-            shared,
-            known: Mutex::default(),
-        }
+        Self { shared, known: Mutex::default() }
     }
 
     /// The container `id`.
     pub fn get(&self, id: &ContainerId) -> Result<Arc<Container>, Failure> {
-        lock(&self.known)
-            .get(id)
-            .cloned()
-            .ok_or_else(|| Failure::not_found(format!("no container {id}")))
+        lock(&self.known).get(id).cloned().ok_or_else(|| Failure::not_found(format!("no container {id}")))
     }
 
     /// All of them.
     pub fn all(&self) -> Vec<(ContainerId, Arc<Container>)> {
-        lock(&self.known)
-            .iter()
-            .map(|(id, container)| (id.clone(), Arc::clone(container)))
-            .collect()
+        lock(&self.known).iter().map(|(id, container)| (id.clone(), Arc::clone(container))).collect()
     }
 
     /// Makes a container; the same request again answers the same.
@@ -75,9 +66,7 @@ impl Containers {
             };
         }
         if known.len() >= MAX_CONTAINERS {
-            return Err(Failure::precondition(format!(
-                "guest has {MAX_CONTAINERS} containers already"
-            )));
+            return Err(Failure::precondition(format!("guest has {MAX_CONTAINERS} containers already")));
         }
         let container = Arc::new(Container::new(request, Arc::clone(&self.shared)));
         known.insert(request.id.clone(), Arc::clone(&container));
@@ -101,10 +90,7 @@ impl Containers {
     /// Takes `container` out, unless its identifier means another one by now.
     fn forget(&self, id: &ContainerId, container: &Arc<Container>) {
         let mut known = lock(&self.known);
-        if known
-            .get(id)
-            .is_some_and(|current| Arc::ptr_eq(current, container))
-        {
+        if known.get(id).is_some_and(|current| Arc::ptr_eq(current, container)) {
             known.remove(id);
         }
     }

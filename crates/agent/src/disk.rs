@@ -34,9 +34,7 @@ pub async fn find(serial: &str) -> Result<PathBuf, Failure> {
 }
 
 fn scan(sys_block: &Path, serial: &str) -> Option<String> {
-    disks(sys_block)
-        .into_iter()
-        .find(|name| serial_of(&sys_block.join(name)).as_deref() == Some(serial))
+    disks(sys_block).into_iter().find(|name| serial_of(&sys_block.join(name)).as_deref() == Some(serial))
 }
 
 fn present(sys_block: &Path) -> String {
@@ -56,10 +54,8 @@ fn disks(sys_block: &Path) -> Vec<String> {
     let Ok(entries) = fs::read_dir(sys_block) else {
         return Vec::new();
     };
-    let mut names: Vec<String> = entries
-        .flatten()
-        .filter_map(|entry| entry.file_name().into_string().ok())
-        .collect();
+    let mut names: Vec<String> =
+        entries.flatten().filter_map(|entry| entry.file_name().into_string().ok()).collect();
     names.retain(|name| !name.starts_with("loop") && !name.starts_with("ram"));
     names.sort();
     names
@@ -98,20 +94,13 @@ mod tests {
         let dir = block_dir();
         assert_eq!(scan(dir.path(), "root-1").as_deref(), Some("vda"));
         assert_eq!(scan(dir.path(), "11d-2").as_deref(), Some("sda"));
-        assert_eq!(
-            scan(dir.path(), "root"),
-            None,
-            "part of a serial is another serial"
-        );
+        assert_eq!(scan(dir.path(), "root"), None, "part of a serial is another serial");
         assert_eq!(scan(dir.path(), ""), None);
     }
 
     #[test]
     fn the_error_lists_what_is_there() {
         let dir = block_dir();
-        assert_eq!(
-            present(dir.path()),
-            r#"sda ("11d-2"), sdb (no serial), vda ("root-1")"#
-        );
+        assert_eq!(present(dir.path()), r#"sda ("11d-2"), sdb (no serial), vda ("root-1")"#);
     }
 }

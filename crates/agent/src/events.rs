@@ -52,10 +52,7 @@ impl Events {
         let mut queue = lock(&self.queue);
         queue.last += 1;
         let sequence = queue.last;
-        queue.kept.push_back(Event {
-            sequence,
-            oom: container,
-        });
+        queue.kept.push_back(Event { sequence, oom: container });
         if queue.kept.len() > MAX_KEPT {
             queue.kept.pop_front();
         }
@@ -69,12 +66,8 @@ impl Events {
             let grown = self.grown.notified();
             tokio::pin!(grown);
             grown.as_mut().enable();
-            let new: Vec<Event> = lock(&self.queue)
-                .kept
-                .iter()
-                .filter(|event| event.sequence > after)
-                .cloned()
-                .collect();
+            let new: Vec<Event> =
+                lock(&self.queue).kept.iter().filter(|event| event.sequence > after).cloned().collect();
             if !new.is_empty() {
                 return new;
             }
@@ -101,11 +94,7 @@ impl OomWatch {
     pub fn new(events: Arc<Events>) -> io::Result<Self> {
         let fd = inotify::init(inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK)?;
         let inotify = watched(fd, Interest::READABLE)?;
-        Ok(Self {
-            inotify,
-            events,
-            watched: Mutex::default(),
-        })
+        Ok(Self { inotify, events, watched: Mutex::default() })
     }
 
     /// Watches a container from now on.
@@ -171,10 +160,7 @@ mod tests {
         let seen = events.next(3).await;
         assert_eq!(seen.len(), MAX_KEPT);
         assert_eq!(seen.first().map(|event| event.sequence), Some(11));
-        assert_eq!(
-            seen.last().map(|event| event.sequence),
-            Some(MAX_KEPT as u64 + 10)
-        );
+        assert_eq!(seen.last().map(|event| event.sequence), Some(MAX_KEPT as u64 + 10));
     }
 
     #[tokio::test]

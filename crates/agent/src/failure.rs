@@ -39,10 +39,7 @@ impl Failure {
     pub fn new(kind: Kind, message: impl Into<String>) -> Self {
         let mut message = message.into();
         if message.len() > MAX_MESSAGE {
-            let end = (0..=MAX_MESSAGE)
-                .rev()
-                .find(|&at| message.is_char_boundary(at))
-                .unwrap_or(0);
+            let end = (0..=MAX_MESSAGE).rev().find(|&at| message.is_char_boundary(at)).unwrap_or(0);
             message.truncate(end);
             message.push('…');
         }
@@ -104,10 +101,7 @@ mod tests {
     #[test]
     fn the_chain_names_each_cause_once() {
         let error = Outer(Quoting(std::io::Error::other("disk on fire")));
-        assert_eq!(
-            chain(&error),
-            "create failed: failed to prepare the root: disk on fire"
-        );
+        assert_eq!(chain(&error), "create failed: failed to prepare the root: disk on fire");
     }
 
     #[test]

@@ -59,66 +59,28 @@ struct Mount {
 
 /// In this order: later ones lie in earlier ones.
 const MOUNTS: &[Mount] = &[
-    Mount {
-        path: "/proc",
-        fstype: "proc",
-        flags: nodev_noexec(),
-        data: "",
-    },
-    Mount {
-        path: "/sys",
-        fstype: "sysfs",
-        flags: nodev_noexec(),
-        data: "",
-    },
-    Mount {
-        path: "/dev",
-        fstype: "devtmpfs",
-        flags: MsFlags::MS_NOSUID,
-        data: "mode=0755",
-    },
+    Mount { path: "/proc", fstype: "proc", flags: nodev_noexec(), data: "" },
+    Mount { path: "/sys", fstype: "sysfs", flags: nodev_noexec(), data: "" },
+    Mount { path: "/dev", fstype: "devtmpfs", flags: MsFlags::MS_NOSUID, data: "mode=0755" },
     Mount {
         path: "/dev/pts",
         fstype: "devpts",
         flags: MsFlags::MS_NOSUID.union(MsFlags::MS_NOEXEC),
         data: "gid=5,mode=0620,ptmxmode=0666",
     },
-    Mount {
-        path: "/dev/shm",
-        fstype: "tmpfs",
-        flags: nodev_noexec(),
-        data: "mode=1777,size=64m",
-    },
-    Mount {
-        path: "/dev/mqueue",
-        fstype: "mqueue",
-        flags: nodev_noexec(),
-        data: "",
-    },
-    Mount {
-        path: "/sys/fs/cgroup",
-        fstype: "cgroup2",
-        flags: nodev_noexec(),
-        data: "",
-    },
+    Mount { path: "/dev/shm", fstype: "tmpfs", flags: nodev_noexec(), data: "mode=1777,size=64m" },
+    Mount { path: "/dev/mqueue", fstype: "mqueue", flags: nodev_noexec(), data: "" },
+    Mount { path: "/sys/fs/cgroup", fstype: "cgroup2", flags: nodev_noexec(), data: "" },
 ];
 
 const fn nodev_noexec() -> MsFlags {
-    MsFlags::MS_NOSUID
-        .union(MsFlags::MS_NODEV)
-        .union(MsFlags::MS_NOEXEC)
+    MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV).union(MsFlags::MS_NOEXEC)
 }
 
 /// Makes the guest ready to run containers.
 pub fn prepare() -> Result<(), InitError> {
     leave_initramfs()?;
-    for Mount {
-        path,
-        fstype,
-        flags,
-        data,
-    } in MOUNTS
-    {
+    for Mount { path, fstype, flags, data } in MOUNTS {
         create_dir(path)?;
         mount(Some(*fstype), *path, Some(*fstype), *flags, Some(*data))
             .map_err(|source| InitError::Mount { path, fstype, source })?;
@@ -127,11 +89,7 @@ pub fn prepare() -> Result<(), InitError> {
         create_dir(dir)?;
     }
     open_console();
-    cgroup::prepare().map_err(|(path, source)| InitError::File {
-        attempt: "set up",
-        path,
-        source,
-    })?;
+    cgroup::prepare().map_err(|(path, source)| InitError::File { attempt: "set up", path, source })?;
     loopback_up().map_err(InitError::Loopback)
 }
 
@@ -148,18 +106,8 @@ fn create_dir(path: impl AsRef<Path>) -> Result<(), InitError> {
 /// made below it fails with EINVAL.
 fn leave_initramfs() -> Result<(), InitError> {
     create_dir(NEW_ROOT)?;
-    mount(
-        Some("tmpfs"),
-        NEW_ROOT,
-        Some("tmpfs"),
-        MsFlags::empty(),
-        Some("mode=0755"),
-    )
-    .map_err(|source| InitError::Mount {
-        path: NEW_ROOT,
-        fstype: "tmpfs",
-        source,
-    })?;
+    mount(Some("tmpfs"), NEW_ROOT, Some("tmpfs"), MsFlags::empty(), Some("mode=0755"))
+        .map_err(|source| InitError::Mount { path: NEW_ROOT, fstype: "tmpfs", source })?;
     chdir(NEW_ROOT).map_err(InitError::NewRoot)?;
     mount(Some("."), "/", None::<&str>, MsFlags::MS_MOVE, None::<&str>).map_err(InitError::NewRoot)?;
     chroot(".").map_err(InitError::NewRoot)?;
@@ -196,26 +144,13 @@ fn loopback_up() -> io::Result<()> {
     message.extend(up.to_ne_bytes());
     message.extend(up.to_ne_bytes());
 
-    let route = socket(
-        AddressFamily::Netlink,
-        SockType::Raw,
-        SockFlag::SOCK_CLOEXEC,
-        SockProtocol::NetlinkRoute,
-    )?;
-    sendto(
-        route.as_raw_fd(),
-        &message,
-        &NetlinkAddr::new(0, 0),
-        MsgFlags::empty(),
-    )?;
+    let route =
+        socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, SockProtocol::NetlinkRoute)?;
+    sendto(route.as_raw_fd(), &message, &NetlinkAddr::new(0, 0), MsgFlags::empty())?;
     let mut answer = [0; 256];
     let length = recv(route.as_raw_fd(), &mut answer, MsgFlags::empty())?;
     // The acknowledgement is a nlmsgerr whose first field is 0 or -errno.
-    match answer[..length]
-        .get(16..20)
-        .and_then(|bytes| bytes.try_into().ok())
-        .map(i32::from_ne_bytes)
-    {
+    match answer[..length].get(16..20).and_then(|bytes| bytes.try_into().ok()).map(i32::from_ne_bytes) {
         Some(0) => Ok(()),
         Some(errno) => Err(io::Error::from_raw_os_error(-errno)),
         None => Err(io::ErrorKind::UnexpectedEof.into()),

@@ -88,12 +88,8 @@ pub fn pipes(wanted: Wanted) -> Result<(Pipes, ChildEnds), Failure> {
     let pipe =
         || nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(internal("failed to open a pipe for a process"));
     let null = || {
-        let file = std::fs::OpenOptions::new()
-            .read(true)
-            .write(true)
-            .open("/dev/null");
-        file.map(OwnedFd::from)
-            .map_err(internal("failed to open /dev/null"))
+        let file = std::fs::OpenOptions::new().read(true).write(true).open("/dev/null");
+        file.map(OwnedFd::from).map_err(internal("failed to open /dev/null"))
     };
     let mut ours = Pipes::default();
     let output = |wanted: bool, ours: &mut Option<OwnedFd>| {
@@ -113,14 +109,7 @@ pub fn pipes(wanted: Wanted) -> Result<(Pipes, ChildEnds), Failure> {
     } else {
         null()?
     };
-    Ok((
-        ours,
-        ChildEnds {
-            stdin,
-            stdout,
-            stderr,
-        },
-    ))
+    Ok((ours, ChildEnds { stdin, stdout, stderr }))
 }
 
 /// One output stream.
@@ -264,10 +253,7 @@ pub async fn capture(from: Stream, terminal: bool, output: Arc<Output>, mut exit
 
 /// Bytes that lie in the pipe.
 fn waiting_bytes(pipe: &Stream) -> usize {
-    rustix::io::ioctl_fionread(pipe.get_ref())
-        .ok()
-        .and_then(|count| count.try_into().ok())
-        .unwrap_or(0)
+    rustix::io::ioctl_fionread(pipe.get_ref()).ok().and_then(|count| count.try_into().ok()).unwrap_or(0)
 }
 
 /// Waits for the next readiness after a read that would have blocked.
@@ -278,17 +264,8 @@ async fn becomes_readable(from: &Stream) {
         let Ok(mut guard) = from.readable().await else {
             return;
         };
-        let mut look = [rustix::event::PollFd::new(
-            from.get_ref(),
-            rustix::event::PollFlags::IN,
-        )];
-        let ready = rustix::event::poll(
-            &mut look,
-            Some(&rustix::event::Timespec {
-                tv_sec: 0,
-                tv_nsec: 0,
-            }),
-        );
+        let mut look = [rustix::event::PollFd::new(from.get_ref(), rustix::event::PollFlags::IN)];
+        let ready = rustix::event::poll(&mut look, Some(&rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 }));
         if ready != Ok(0) {
             return;
         }
@@ -312,13 +289,7 @@ impl Input {
     /// Input that goes to `to`. A terminal's is not closed at the end: its output is the same
     /// descriptor.
     pub fn new(to: Stream, terminal: bool) -> Self {
-        Self {
-            state: tokio::sync::Mutex::new(Taken {
-                to: Some(to),
-                bytes: 0,
-            }),
-            terminal,
-        }
+        Self { state: tokio::sync::Mutex::new(Taken { to: Some(to), bytes: 0 }), terminal }
     }
 
     /// Takes `bytes` at `offset`, skipping those it already has; answers the offset up to which
@@ -331,10 +302,7 @@ impl Input {
                 taken.bytes
             )));
         };
-        let mut rest = usize::try_from(skip)
-            .ok()
-            .and_then(|skip| bytes.get(skip..))
-            .unwrap_or_default();
+        let mut rest = usize::try_from(skip).ok().and_then(|skip| bytes.get(skip..)).unwrap_or_default();
         while !rest.is_empty() {
             let Some(to) = taken.to.clone() else {
                 taken.bytes += rest.len() as u64;

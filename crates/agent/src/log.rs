@@ -49,9 +49,7 @@ pub fn start(filter: Option<&str>) {
 }
 
 fn default_targets() -> Targets {
-    DEFAULT_FILTER
-        .parse()
-        .unwrap_or_else(|_| Targets::new().with_default(Level::WARN))
+    DEFAULT_FILTER.parse().unwrap_or_else(|_| Targets::new().with_default(Level::WARN))
 }
 
 /// From now on this process is a worker: errors also go to `pipe`.
@@ -70,11 +68,7 @@ pub fn cause(kind: char, text: &str) {
     if fd < 0 {
         return;
     }
-    let mut line: String = text
-        .chars()
-        .map(|c| if c == '\n' { ' ' } else { c })
-        .take(MAX_LINE)
-        .collect();
+    let mut line: String = text.chars().map(|c| if c == '\n' { ' ' } else { c }).take(MAX_LINE).collect();
     line.insert(0, kind);
     line.push('\n');
     // SAFETY: a worker keeps the descriptor it announced open until it executes or exits, and

@@ -53,10 +53,7 @@ mod worker;
 fn main() -> anyhow::Result<()> {
     let entered_ns = clock::boottime_ns();
     // It mounts and powers off: never on a machine that runs something else.
-    ensure!(
-        std::process::id() == 1,
-        "sandboxer-agent runs as PID 1 of a guest only"
-    );
+    ensure!(std::process::id() == 1, "sandboxer-agent runs as PID 1 of a guest only");
     panic::set_hook(Box::new(on_panic));
     let Err(error) = run(entered_ns);
     log::say(&format!("fatal: {error:#}"));
@@ -82,30 +79,18 @@ async fn serve(params: BootParams, entered_ns: u64) -> anyhow::Result<std::conve
     let events = Arc::<Events>::default();
     let oom = Arc::new(OomWatch::new(Arc::clone(&events)).context("failed to watch for the OOM killer")?);
     let workers = Workers::new(Arc::clone(&reaper));
-    let shared = Shared {
-        reaper: Arc::clone(&reaper),
-        workers,
-        oom: Arc::clone(&oom),
-    };
+    let shared = Shared { reaper: Arc::clone(&reaper), workers, oom: Arc::clone(&oom) };
     let containers = Arc::new(Containers::new(Arc::new(shared)));
-    let service = Arc::new(Service {
-        containers,
-        events,
-        reaper: Arc::clone(&reaper),
-    });
+    let service = Arc::new(Service { containers, events, reaper: Arc::clone(&reaper) });
 
     let (sessions, accepted) = mpsc::channel(1);
     let accepted = stream::unfold(accepted, async |mut accepted| {
         let session = accepted.recv().await?;
         Some((Ok(session), accepted))
     });
-    let mut server = Server::new()
-        .add_listener(Listener::new(accepted))
-        .register_service(create_agent(service));
-    server
-        .start()
-        .await
-        .context("failed to serve the agent's protocol")?;
+    let mut server =
+        Server::new().add_listener(Listener::new(accepted)).register_service(create_agent(service));
+    server.start().await.context("failed to serve the agent's protocol")?;
 
     let kernel_release = pod::kernel_release();
     let ready = move || Ready {

@@ -44,10 +44,7 @@ impl Executor for Payload {
             log::cause(log::PAYLOAD, &why);
             ExecutorValidationError::ArgValidationError(why)
         };
-        let process = spec
-            .process()
-            .as_ref()
-            .ok_or_else(|| refuse("spec has no process".into()))?;
+        let process = spec.process().as_ref().ok_or_else(|| refuse("spec has no process".into()))?;
         find(process).map(drop).map_err(refuse)
     }
 
@@ -81,30 +78,20 @@ impl Payload {
                 .map_err(|_| format!("exec: {program:?}: an argument or variable holds a zero byte"))
         };
         let path = c_string(program.as_os_str().as_bytes())?;
-        let args: Vec<CString> = arguments(process)
-            .iter()
-            .map(|arg| c_string(arg.as_bytes()))
-            .collect::<Result<_, _>>()?;
-        let env: Vec<CString> = environment(process)
-            .iter()
-            .map(|var| c_string(var.as_bytes()))
-            .collect::<Result<_, _>>()?;
+        let args: Vec<CString> =
+            arguments(process).iter().map(|arg| c_string(arg.as_bytes())).collect::<Result<_, _>>()?;
+        let env: Vec<CString> =
+            environment(process).iter().map(|var| c_string(var.as_bytes())).collect::<Result<_, _>>()?;
 
         reset_signals().map_err(|error| format!("exec: {program:?}: failed to reset signals: {error}"))?;
         if let Some(filter) = &self.filter {
             seccomp::initialize_seccomp(filter).map_err(|error| {
-                format!(
-                    "exec: {program:?}: failed to load the seccomp filter: {}",
-                    chain(&error)
-                )
+                format!("exec: {program:?}: failed to load the seccomp filter: {}", chain(&error))
             })?;
         }
         if let Some(target) = &self.drop_to {
             drop_to(target).map_err(|error| {
-                format!(
-                    "exec: {program:?}: failed to drop capabilities: {}",
-                    chain(&error)
-                )
+                format!("exec: {program:?}: failed to drop capabilities: {}", chain(&error))
             })?;
         }
         let Err(error) = execve(&path, &args, &env);
@@ -115,10 +102,7 @@ impl Payload {
 /// The program's path, or why there is none.
 fn find(process: &Process) -> Result<PathBuf, String> {
     let args = arguments(process);
-    let name = args
-        .first()
-        .filter(|name| !name.is_empty())
-        .ok_or("exec: no command was given")?;
+    let name = args.first().filter(|name| !name.is_empty()).ok_or("exec: no command was given")?;
     if name.contains('/') {
         let path = PathBuf::from(name);
         return match usable(&path) {
@@ -127,11 +111,7 @@ fn find(process: &Process) -> Result<PathBuf, String> {
         };
     }
     let env = process.env().as_deref().unwrap_or_default();
-    let search = env
-        .iter()
-        .rev()
-        .find_map(|var| var.strip_prefix("PATH="))
-        .unwrap_or(DEFAULT_PATH);
+    let search = env.iter().rev().find_map(|var| var.strip_prefix("PATH=")).unwrap_or(DEFAULT_PATH);
     let mut denied = None;
     for dir in search.split(':') {
         // An empty entry means the working directory, as in every shell.
@@ -149,9 +129,8 @@ fn find(process: &Process) -> Result<PathBuf, String> {
 }
 
 fn usable(path: &Path) -> nix::Result<()> {
-    let metadata = path
-        .metadata()
-        .map_err(|error| Errno::from_raw(error.raw_os_error().unwrap_or(libc::EIO)))?;
+    let metadata =
+        path.metadata().map_err(|error| Errno::from_raw(error.raw_os_error().unwrap_or(libc::EIO)))?;
     if metadata.is_dir() {
         return Err(Errno::EISDIR);
     }
@@ -162,10 +141,7 @@ fn usable(path: &Path) -> nix::Result<()> {
 fn words(error: Errno) -> String {
     let words = error.desc();
     let mut chars = words.chars();
-    chars
-        .next()
-        .map(|first| first.to_lowercase().chain(chars).collect())
-        .unwrap_or_default()
+    chars.next().map(|first| first.to_lowercase().chain(chars).collect()).unwrap_or_default()
 }
 
 fn arguments(process: &Process) -> &[String] {
@@ -190,11 +166,7 @@ fn reset_signals() -> nix::Result<()> {
 
 fn drop_to(target: &LinuxCapabilities) -> Result<(), caps::errors::CapsError> {
     let set = |capabilities: &Option<Capabilities>| -> CapsHashSet {
-        capabilities
-            .iter()
-            .flatten()
-            .map(|capability| capability.to_cap())
-            .collect()
+        capabilities.iter().flatten().map(|capability| capability.to_cap()).collect()
     };
     caps::set(None, CapSet::Effective, &set(target.effective()))?;
     caps::set(None, CapSet::Permitted, &set(target.permitted()))
@@ -207,13 +179,7 @@ mod tests {
 
     fn found(args: &[&str], env: &[&str]) -> Result<PathBuf, String> {
         let strings = |list: &[&str]| list.iter().map(|&text| text.to_owned()).collect::<Vec<_>>();
-        find(
-            &ProcessBuilder::default()
-                .args(strings(args))
-                .env(strings(env))
-                .build()
-                .unwrap(),
-        )
+        find(&ProcessBuilder::default().args(strings(args)).env(strings(env)).build().unwrap())
     }
 
     #[test]
@@ -230,14 +196,8 @@ mod tests {
     #[test]
     fn each_refusal_names_the_program_and_the_reason() {
         let why = |args: &[&str]| found(args, &["PATH=/usr/bin:/bin"]).unwrap_err();
-        assert_eq!(
-            why(&["nosuch"]),
-            r#"exec: "nosuch": executable file not found in $PATH"#
-        );
-        assert_eq!(
-            why(&["/no/such"]),
-            r#"exec: "/no/such": no such file or directory"#
-        );
+        assert_eq!(why(&["nosuch"]), r#"exec: "nosuch": executable file not found in $PATH"#);
+        assert_eq!(why(&["/no/such"]), r#"exec: "/no/such": no such file or directory"#);
         assert_eq!(why(&["/etc/passwd"]), r#"exec: "/etc/passwd": permission denied"#);
         assert_eq!(why(&["/etc"]), r#"exec: "/etc": is a directory"#);
         assert_eq!(why(&[]), "exec: no command was given");

@@ -44,10 +44,8 @@ pub struct Identity {
 /// Gives the guest its identity.
 pub fn configure(identity: &Identity) -> Result<(), Failure> {
     if !identity.hostname.is_empty() {
-        sethostname(&identity.hostname).map_err(internal(format!(
-            "failed to set the hostname to {:?}",
-            identity.hostname
-        )))?;
+        sethostname(&identity.hostname)
+            .map_err(internal(format!("failed to set the hostname to {:?}", identity.hostname)))?;
     }
     if identity.realtime_ns > 0 {
         clock::set_realtime(identity.realtime_ns).map_err(internal("failed to set the clock"))?;
@@ -55,20 +53,10 @@ pub fn configure(identity: &Identity) -> Result<(), Failure> {
     if !identity.entropy.is_empty() {
         reseed(&identity.entropy).map_err(internal("failed to reseed the random number generator"))?;
     }
-    let shm = if identity.shm_bytes == 0 {
-        DEFAULT_SHM
-    } else {
-        identity.shm_bytes
-    };
+    let shm = if identity.shm_bytes == 0 { DEFAULT_SHM } else { identity.shm_bytes };
     let flags = MsFlags::MS_REMOUNT | MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
-    mount(
-        None::<&str>,
-        "/dev/shm",
-        None::<&str>,
-        flags,
-        Some(format!("size={shm}").as_str()),
-    )
-    .map_err(internal(format!("failed to size /dev/shm to {shm} bytes")))?;
+    mount(None::<&str>, "/dev/shm", None::<&str>, flags, Some(format!("size={shm}").as_str()))
+        .map_err(internal(format!("failed to size /dev/shm to {shm} bytes")))?;
     for (name, value) in &identity.sysctls {
         set_sysctl(name, value)?;
     }
@@ -88,10 +76,8 @@ fn reseed(entropy: &[u8]) -> io::Result<()> {
 fn set_sysctl(name: &str, value: &str) -> Result<(), Failure> {
     let path = sysctl_path(name).ok_or_else(|| Failure::invalid(format!("sysctl {name:?} is no name")))?;
     // Never created: what does not exist is no sysctl.
-    let written = OpenOptions::new()
-        .write(true)
-        .open(path)
-        .and_then(|mut file: File| file.write_all(value.as_bytes()));
+    let written =
+        OpenOptions::new().write(true).open(path).and_then(|mut file: File| file.write_all(value.as_bytes()));
     written.map_err(|error| Failure::invalid(format!("sysctl {name}={value}: {error}")))
 }
 
@@ -115,10 +101,7 @@ fn sysctl_path(name: &str) -> Option<PathBuf> {
 
 /// The kernel's release, as `uname -r`.
 pub fn kernel_release() -> String {
-    fs::read_to_string("/proc/sys/kernel/osrelease")
-        .unwrap_or_default()
-        .trim()
-        .to_owned()
+    fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().to_owned()
 }
 
 /// Ends every container, writes out the disks and powers the guest off.
@@ -145,18 +128,9 @@ mod tests {
 
     #[test]
     fn sysctl_names_become_paths_and_stay_below_proc_sys() {
-        assert_eq!(
-            sysctl_path("net.ipv4.ip_forward"),
-            Some("/proc/sys/net/ipv4/ip_forward".into())
-        );
-        assert_eq!(
-            sysctl_path("net/ipv4/conf/eth0.1/x"),
-            Some("/proc/sys/net/ipv4/conf/eth0.1/x".into())
-        );
-        assert_eq!(
-            sysctl_path("net.ipv4.conf.eth0/1.x"),
-            Some("/proc/sys/net/ipv4/conf/eth0.1/x".into())
-        );
+        assert_eq!(sysctl_path("net.ipv4.ip_forward"), Some("/proc/sys/net/ipv4/ip_forward".into()));
+        assert_eq!(sysctl_path("net/ipv4/conf/eth0.1/x"), Some("/proc/sys/net/ipv4/conf/eth0.1/x".into()));
+        assert_eq!(sysctl_path("net.ipv4.conf.eth0/1.x"), Some("/proc/sys/net/ipv4/conf/eth0.1/x".into()));
         for bad in ["", "/etc/passwd", "../x", "a/../../x", "kernel...x"] {
             let path = sysctl_path(bad);
             assert!(

@@ -55,9 +55,7 @@ fn find() -> Option<Found> {
         return Some(Found::Port(port));
     }
     let bound = fs::read_dir(VSOCK_DRIVER).ok()?;
-    let has_device = bound
-        .flatten()
-        .any(|entry| entry.file_name().as_encoded_bytes().starts_with(b"virtio"));
+    let has_device = bound.flatten().any(|entry| entry.file_name().as_encoded_bytes().starts_with(b"virtio"));
     has_device.then_some(Found::Vsock)
 }
 
@@ -106,11 +104,7 @@ struct Edges {
 impl Port {
     fn open(path: &Path) -> io::Result<Self> {
         use std::os::unix::fs::OpenOptionsExt;
-        let file = fs::OpenOptions::new()
-            .read(true)
-            .write(true)
-            .custom_flags(libc::O_NONBLOCK)
-            .open(path)?;
+        let file = fs::OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(path)?;
         let fd = OwnedFd::from(file);
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
         let all = EpollFlags::EPOLLIN | EpollFlags::EPOLLOUT | EpollFlags::EPOLLET;

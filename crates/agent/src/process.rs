@@ -130,12 +130,7 @@ impl Process {
     }
 
     fn capture(&self, from: Stream, terminal: bool, output: &Arc<Output>) {
-        let task = tokio::spawn(capture(
-            from,
-            terminal,
-            Arc::clone(output),
-            self.exited.subscribe(),
-        ));
+        let task = tokio::spawn(capture(from, terminal, Arc::clone(output), self.exited.subscribe()));
         lock(&self.ends).captures.push(task.abort_handle());
     }
 
@@ -144,10 +139,7 @@ impl Process {
         if !self.wanted.stdin {
             return Err(Failure::precondition("process has no standard input"));
         }
-        lock(&self.ends)
-            .input
-            .clone()
-            .ok_or_else(|| Failure::precondition("process has not been started"))
+        lock(&self.ends).input.clone().ok_or_else(|| Failure::precondition("process has not been started"))
     }
 
     /// Sets its terminal's size in characters.
@@ -157,12 +149,7 @@ impl Process {
         }
         let terminal = lock(&self.ends).terminal.clone();
         let terminal = terminal.ok_or_else(|| Failure::precondition("process has not been started"))?;
-        let size = Winsize {
-            ws_row: rows,
-            ws_col: columns,
-            ws_xpixel: 0,
-            ws_ypixel: 0,
-        };
+        let size = Winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
         tcsetwinsize(terminal.get_ref(), size).map_err(internal("failed to resize the terminal"))
     }
 
@@ -204,9 +191,7 @@ impl Process {
     /// Waits for its end.
     pub async fn wait(&self) -> Result<Exit, Failure> {
         let mut state = self.state.subscribe();
-        let ended = state
-            .wait_for(|state| matches!(state, State::Exited { .. }))
-            .await;
+        let ended = state.wait_for(|state| matches!(state, State::Exited { .. })).await;
         match ended.map(|state| *state) {
             Ok(State::Exited { exit, .. }) => Ok(exit),
             // Not reached: the sender lives as long as `self`.
@@ -223,11 +208,7 @@ impl Process {
         let process = Arc::clone(self);
         tokio::spawn(async move {
             if let Ok(death) = death.await {
-                process.end(Exit {
-                    code: death.code,
-                    at_ns: death.at_ns,
-                    oom_killed: oom_killed(),
-                });
+                process.end(Exit { code: death.code, at_ns: death.at_ns, oom_killed: oom_killed() });
             }
         });
     }
@@ -244,9 +225,7 @@ impl Process {
         if !reaper.is_alive(pid) {
             return Err(Failure::not_found("process has exited"));
         }
-        kill(pid, signal).map_err(internal(format!(
-            "failed to send signal {signal} to process {pid}"
-        )))
+        kill(pid, signal).map_err(internal(format!("failed to send signal {signal} to process {pid}")))
     }
 
     /// Stops capturing and closes the agent's ends.

@@ -62,10 +62,7 @@ impl Reaper {
     pub fn claim(&self, pid: i32, since: Since) -> oneshot::Receiver<Death> {
         let (owner, told) = oneshot::channel();
         let mut inner = lock(&self.inner);
-        let early = inner
-            .unclaimed
-            .iter()
-            .position(|&(at, dead, _)| dead == pid && at > since.0);
+        let early = inner.unclaimed.iter().position(|&(at, dead, _)| dead == pid && at > since.0);
         match early.and_then(|at| inner.unclaimed.remove(at)) {
             Some((_, _, death)) => {
                 let _ = owner.send(death);
@@ -103,13 +100,7 @@ impl Reaper {
                 (None, Some(signal)) => 128 + signal.unsigned_abs(),
                 (None, None) => continue,
             };
-            self.died(
-                pid.as_raw_nonzero().get(),
-                Death {
-                    code,
-                    at_ns: clock::realtime_ns(),
-                },
-            );
+            self.died(pid.as_raw_nonzero().get(), Death { code, at_ns: clock::realtime_ns() });
         }
     }
 

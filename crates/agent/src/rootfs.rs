@@ -89,9 +89,9 @@ impl Plan {
             (Writable::Tmpfs { .. } | Writable::Overlay(_), 0) => {
                 Err(Failure::invalid("rootfs: an overlay needs a layer"))
             }
-            (_, count) if count > MAX_LAYERS => Err(Failure::invalid(format!(
-                "rootfs: {count} layers, at most {MAX_LAYERS} are mounted"
-            ))),
+            (_, count) if count > MAX_LAYERS => {
+                Err(Failure::invalid(format!("rootfs: {count} layers, at most {MAX_LAYERS} are mounted")))
+            }
             _ => Ok(()),
         }
     }
@@ -108,16 +108,10 @@ impl Plan {
         }
         let device = async |disk: &Disk| {
             let node = disk::find(&disk.serial).await?;
-            Ok::<_, Failure>(Device {
-                node,
-                fstype: disk.fstype.clone(),
-                read_only: disk.read_only,
-            })
+            Ok::<_, Failure>(Device { node, fstype: disk.fstype.clone(), read_only: disk.read_only })
         };
         let writable = match &self.writable {
-            Writable::Tmpfs { size_bytes } => LocatedWritable::Tmpfs {
-                size_bytes: *size_bytes,
-            },
+            Writable::Tmpfs { size_bytes } => LocatedWritable::Tmpfs { size_bytes: *size_bytes },
             Writable::Overlay(disk) => LocatedWritable::Overlay(device(disk).await?),
             Writable::Whole(disk) => LocatedWritable::Whole(device(disk).await?),
         };
@@ -152,9 +146,7 @@ pub struct Dir {
 impl Dir {
     /// Of container `id`; it need not exist.
     pub fn of(id: &ContainerId) -> Self {
-        Self {
-            path: Path::new(CONTAINERS).join(id),
-        }
+        Self { path: Path::new(CONTAINERS).join(id) }
     }
 
     /// The bundle.
@@ -216,18 +208,12 @@ impl Dir {
         nix::unistd::chdir(&self.path)
             .map_err(internal(format!("failed to enter {}", self.path.display())))?;
         let options = format!("{lowerdir},upperdir=w/u,workdir=w/w");
-        let mounted = mount(
-            Some("overlay"),
-            "rootfs",
-            Some("overlay"),
-            MsFlags::empty(),
-            Some(options.as_str()),
-        );
+        let mounted =
+            mount(Some("overlay"), "rootfs", Some("overlay"), MsFlags::empty(), Some(options.as_str()));
         let back = nix::unistd::chdir("/");
-        mounted.and(back).map_err(internal(format!(
-            "failed to mount an overlay on {}",
-            self.rootfs().display()
-        )))
+        mounted
+            .and(back)
+            .map_err(internal(format!("failed to mount an overlay on {}", self.rootfs().display())))
     }
 
     /// Unmounts all that is mounted in the directory and removes it. A directory that is gone is
@@ -240,10 +226,9 @@ impl Dir {
                 .map_err(internal(format!("failed to unmount {}", path.display())))?;
         }
         match fs::remove_dir_all(&self.path) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(internal(format!(
-                "failed to remove {}",
-                self.path.display()
-            ))(error)),
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                Err(internal(format!("failed to remove {}", self.path.display()))(error))
+            }
             _ => Ok(()),
         }
     }
@@ -251,16 +236,8 @@ impl Dir {
 
 impl Device {
     fn mount(&self, path: &Path) -> Result<(), Failure> {
-        let Self {
-            node,
-            fstype,
-            read_only,
-        } = self;
-        let flags = if *read_only {
-            MsFlags::MS_RDONLY
-        } else {
-            MsFlags::empty()
-        };
+        let Self { node, fstype, read_only } = self;
+        let flags = if *read_only { MsFlags::MS_RDONLY } else { MsFlags::empty() };
         mount(Some(node), path, Some(fstype.as_str()), flags, None::<&str>).map_err(internal(format!(
             "failed to mount {} as {fstype} on {}",
             node.display(),
@@ -270,17 +247,8 @@ impl Device {
 }
 
 fn mount_tmpfs(path: &Path, options: &str) -> Result<(), Failure> {
-    mount(
-        Some("tmpfs"),
-        path,
-        Some("tmpfs"),
-        MsFlags::empty(),
-        Some(options),
-    )
-    .map_err(internal(format!(
-        "failed to mount a tmpfs ({options}) on {}",
-        path.display()
-    )))
+    mount(Some("tmpfs"), path, Some("tmpfs"), MsFlags::empty(), Some(options))
+        .map_err(internal(format!("failed to mount a tmpfs ({options}) on {}", path.display())))
 }
 
 fn create_dir(path: &Path) -> Result<(), Failure> {
@@ -291,18 +259,13 @@ fn create_dir(path: &Path) -> Result<(), Failure> {
 fn mounts_below(dir: &Path) -> Result<Vec<PathBuf>, Failure> {
     let table =
         fs::read_to_string("/proc/self/mountinfo").map_err(internal("failed to read the mount table"))?;
-    Ok(mount_points(&table)
-        .filter(|path| path.starts_with(dir) && path != dir)
-        .collect())
+    Ok(mount_points(&table).filter(|path| path.starts_with(dir) && path != dir).collect())
 }
 
 /// Mount points of a mount table. The agent's own paths need no unescaping: identifiers hold
 /// neither blanks nor backslashes.
 fn mount_points(table: &str) -> impl Iterator<Item = PathBuf> {
-    table
-        .lines()
-        .filter_map(|line| line.split(' ').nth(4))
-        .map(PathBuf::from)
+    table.lines().filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from)
 }
 
 #[cfg(test)]
@@ -310,11 +273,7 @@ mod tests {
     use super::*;
 
     fn disk(serial: &str, fstype: &str) -> Disk {
-        Disk {
-            serial: serial.into(),
-            fstype: fstype.into(),
-            read_only: true,
-        }
+        Disk { serial: serial.into(), fstype: fstype.into(), read_only: true }
     }
 
     #[test]
@@ -327,14 +286,7 @@ mod tests {
             refused(vec![disk("a", "erofs")], Writable::Whole(disk("b", "ext4"))).contains("takes no layers")
         );
         assert!(refused(vec![disk("", "erofs")], tmpfs()).contains("no serial"));
-        assert!(
-            Plan {
-                lower: vec![],
-                writable: Writable::Whole(disk("b", "ext4"))
-            }
-            .check()
-            .is_ok()
-        );
+        assert!(Plan { lower: vec![], writable: Writable::Whole(disk("b", "ext4")) }.check().is_ok());
     }
 
     #[test]
@@ -342,12 +294,6 @@ mod tests {
         let table = "22 1 0:20 / / rw shared:1 - tmpfs tmpfs rw\n\
                      31 22 253:0 / /run/sandboxer/containers/a/l0 ro - erofs /dev/vda ro\n";
         let points: Vec<_> = mount_points(table).collect();
-        assert_eq!(
-            points,
-            [
-                PathBuf::from("/"),
-                PathBuf::from("/run/sandboxer/containers/a/l0")
-            ]
-        );
+        assert_eq!(points, [PathBuf::from("/"), PathBuf::from("/run/sandboxer/containers/a/l0")]);
     }
 }

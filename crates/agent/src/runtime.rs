@@ -63,17 +63,10 @@ pub fn create(
     let dir = Dir::of(id);
     dir.assemble(plan)?;
     let bound = write_files(&dir, files)?;
-    spec::fit(
-        &mut spec,
-        id,
-        &dir.rootfs(),
-        matches!(stdio, Stdio::Terminal(_)),
-        &bound,
-    )?;
+    spec::fit(&mut spec, id, &dir.rootfs(), matches!(stdio, Stdio::Terminal(_)), &bound)?;
     make_working_dir(&dir.rootfs(), &spec)?;
     let config = dir.path().join("config.json");
-    spec.save(&config)
-        .map_err(internal(format!("failed to write {}", config.display())))?;
+    spec.save(&config).map_err(internal(format!("failed to write {}", config.display())))?;
     fs::create_dir_all(STATE).map_err(internal(format!("failed to create {STATE}")))?;
 
     let container = builder(id, stdio, Payload::default())?
@@ -87,9 +80,7 @@ pub fn create(
 
 /// Lets the init of a created container execute its program.
 pub fn start(id: &ContainerId) -> Result<(), Failure> {
-    load(id)?
-        .start()
-        .map_err(internal("failed to start the container"))
+    load(id)?.start().map_err(internal("failed to start the container"))
 }
 
 /// Runs a further process in container `id`; answers its guest pid when its program runs.
@@ -99,11 +90,7 @@ pub fn exec(id: &ContainerId, exec: &str, process: &[u8], stdio: &Stdio<'_>) -> 
     let config = Dir::of(id).path().join("config.json");
     let spec = Spec::load(&config).map_err(internal(format!("failed to read {}", config.display())))?;
     let filter = spec.linux().as_ref().and_then(|linux| linux.seccomp().clone());
-    let drop_to = if filter.is_some() {
-        keep_until_filtered(&mut process)
-    } else {
-        None
-    };
+    let drop_to = if filter.is_some() { keep_until_filtered(&mut process) } else { None };
 
     let file = Dir::of(id).path().join(format!("exec-{exec}.json"));
     let json = serde_json::to_vec(&process).map_err(internal("failed to encode the process"))?;
@@ -134,9 +121,7 @@ pub fn remove(id: &ContainerId) -> Result<(), Failure> {
         }
         _ => Ok(()),
     };
-    let cgroup_removed = Cgroup::of(id)
-        .remove()
-        .map_err(internal("failed to remove the control group"));
+    let cgroup_removed = Cgroup::of(id).remove().map_err(internal("failed to remove the control group"));
     // Each is tried whatever became of the others: what stays would hold a disk.
     Dir::of(id).dismantle().and(cgroup_removed).and(state_removed)
 }
@@ -144,11 +129,7 @@ pub fn remove(id: &ContainerId) -> Result<(), Failure> {
 /// Applies changed limits.
 pub fn update(id: &ContainerId, resources: &[u8]) -> Result<(), Failure> {
     let mut resources: LinuxResources = serde_json::from_slice(resources).map_err(|error| {
-        Failure::caused(
-            Kind::InvalidArgument,
-            "resources are no OCI linux.resources",
-            &error,
-        )
+        Failure::caused(Kind::InvalidArgument, "resources are no OCI linux.resources", &error)
     })?;
     spec::fit_resources(&mut resources);
     let manager = libcgroups::v2::manager::Manager::new("/sys/fs/cgroup".into(), cgroup::spec_path(id))
@@ -159,16 +140,11 @@ pub fn update(id: &ContainerId, resources: &[u8]) -> Result<(), Failure> {
         oom_score_adj: None,
         freezer_state: None,
     };
-    manager
-        .apply(&changes)
-        .map_err(internal("failed to apply resources"))
+    manager.apply(&changes).map_err(internal("failed to apply resources"))
 }
 
 fn builder(id: &ContainerId, stdio: &Stdio<'_>, payload: Payload) -> Result<ContainerBuilder, Failure> {
-    let duplicate = |fd: &OwnedFd| {
-        fd.try_clone()
-            .map_err(internal("failed to duplicate a descriptor"))
-    };
+    let duplicate = |fd: &OwnedFd| fd.try_clone().map_err(internal("failed to duplicate a descriptor"));
     let builder = ContainerBuilder::new(id.to_string(), SyscallType::default())
         .with_root_path(STATE)
         .map_err(internal("failed to use the runtime's state directory"))?
@@ -187,9 +163,7 @@ fn load(id: &ContainerId) -> Result<Container, Failure> {
 }
 
 fn pid_of(container: &Container) -> Result<i32, Failure> {
-    let pid = container
-        .pid()
-        .ok_or_else(|| Failure::new(Kind::Internal, "container has no process"))?;
+    let pid = container.pid().ok_or_else(|| Failure::new(Kind::Internal, "container has no process"))?;
     Ok(pid.as_raw())
 }
 
@@ -211,11 +185,7 @@ fn write_files(dir: &Dir, files: &[File]) -> Result<Vec<BoundFile>, Failure> {
             target.set_permissions(fs::Permissions::from_mode(file.mode & 0o7777))
         });
         written.map_err(internal(format!("failed to write the file for {}", file.path)))?;
-        bound.push(BoundFile {
-            path: file.path.clone(),
-            source,
-            read_only: file.read_only,
-        });
+        bound.push(BoundFile { path: file.path.clone(), source, read_only: file.read_only });
     }
     Ok(bound)
 }
@@ -229,19 +199,14 @@ fn make_working_dir(rootfs: &Path, spec: &Spec) -> Result<(), Failure> {
         return Ok(());
     }
     let failed = || {
-        internal::<pathrs::error::Error>(format!(
-            "failed to create the working directory {}",
-            cwd.display()
-        ))
+        internal::<pathrs::error::Error>(format!("failed to create the working directory {}", cwd.display()))
     };
     // The image is not trusted: links in it are followed inside it only.
     let root = Root::open(rootfs).map_err(failed())?;
     if root.resolve(&cwd).is_ok() {
         return Ok(());
     }
-    root.mkdir_all(&cwd, &fs::Permissions::from_mode(0o755))
-        .map(drop)
-        .map_err(failed())
+    root.mkdir_all(&cwd, &fs::Permissions::from_mode(0o755)).map(drop).map_err(failed())
 }
 
 /// An exec that may gain privileges needs CAP_SYS_ADMIN to load its filter, which is loaded last.
@@ -267,9 +232,7 @@ fn keep_until_filtered(process: &mut Process) -> Option<LinuxCapabilities> {
 pub fn check_files(files: &[File]) -> Result<(), Failure> {
     for file in files {
         let path = Path::new(&file.path);
-        let plain = path
-            .components()
-            .all(|part| !matches!(part, std::path::Component::ParentDir));
+        let plain = path.components().all(|part| !matches!(part, std::path::Component::ParentDir));
         if !path.is_absolute() || !plain {
             return Err(Failure::invalid(format!(
                 "files: {:?} is no absolute path without \"..\"",

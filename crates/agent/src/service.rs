@@ -60,53 +60,32 @@ fn container_id(text: &str) -> Result<ContainerId, Failure> {
 
 /// Empty means the container's init.
 fn exec_id(text: &str) -> Result<Option<ExecId>, Failure> {
-    if text.is_empty() {
-        Ok(None)
-    } else {
-        id("exec_id", text).map(Some)
-    }
+    if text.is_empty() { Ok(None) } else { id("exec_id", text).map(Some) }
 }
 
 fn wanted(stdio: &wire::Stdio) -> Wanted {
-    Wanted {
-        stdin: stdio.stdin,
-        stdout: stdio.stdout,
-        stderr: stdio.stderr,
-        terminal: stdio.terminal,
-    }
+    Wanted { stdin: stdio.stdin, stdout: stdio.stdout, stderr: stdio.stderr, terminal: stdio.terminal }
 }
 
 fn disk(disk: &wire::Disk) -> Disk {
-    Disk {
-        serial: disk.serial.clone(),
-        fstype: disk.fstype.clone(),
-        read_only: disk.read_only,
-    }
+    Disk { serial: disk.serial.clone(), fstype: disk.fstype.clone(), read_only: disk.read_only }
 }
 
 fn plan(rootfs: &wire::Rootfs) -> Result<Plan, Failure> {
     use wire::rootfs::Writable as W;
     let writable = match &rootfs.writable {
-        Some(W::Tmpfs(upper)) => Writable::Tmpfs {
-            size_bytes: upper.size_bytes,
-        },
+        Some(W::Tmpfs(upper)) => Writable::Tmpfs { size_bytes: upper.size_bytes },
         Some(W::Overlay(upper)) => Writable::Overlay(disk(upper)),
         Some(W::Whole(root)) => Writable::Whole(disk(root)),
         _ => return Err(Failure::invalid("rootfs: says nothing about what is writable")),
     };
-    let plan = Plan {
-        lower: rootfs.lower.iter().map(disk).collect(),
-        writable,
-    };
+    let plan = Plan { lower: rootfs.lower.iter().map(disk).collect(), writable };
     plan.check()?;
     Ok(plan)
 }
 
 fn create(request: wire::CreateContainerRequest) -> Result<Create, Failure> {
-    let rootfs = request
-        .rootfs
-        .as_ref()
-        .ok_or_else(|| Failure::invalid("request has no rootfs"))?;
+    let rootfs = request.rootfs.as_ref().ok_or_else(|| Failure::invalid("request has no rootfs"))?;
     let file = |file: wire::File| File {
         path: file.path,
         content: file.content,
@@ -130,12 +109,7 @@ fn guest_pid(pid: i32) -> u32 {
 }
 
 fn wire_exit(exit: Exit) -> wire::Exit {
-    wire::Exit {
-        code: exit.code,
-        at_ns: exit.at_ns,
-        oom_killed: exit.oom_killed,
-        ..Default::default()
-    }
+    wire::Exit { code: exit.code, at_ns: exit.at_ns, oom_killed: exit.oom_killed, ..Default::default() }
 }
 
 fn wire_process(
@@ -155,9 +129,7 @@ fn wire_process(
         exec_id: exec.map(ToString::to_string).unwrap_or_default(),
         pid: pid.map_or(0, guest_pid),
         state: state.into(),
-        exit: exit
-            .map(wire_exit)
-            .map_or_else(MessageField::none, MessageField::some),
+        exit: exit.map(wire_exit).map_or_else(MessageField::none, MessageField::some),
         ..Default::default()
     }
 }
@@ -189,9 +161,7 @@ fn wire_stats(stats: &Stats) -> wire::StatsResponse {
 
 impl Service {
     fn process(&self, container: &str, exec: &str) -> Result<Arc<Process>, Failure> {
-        self.containers
-            .get(&container_id(container)?)?
-            .process(exec_id(exec)?.as_ref())
+        self.containers.get(&container_id(container)?)?.process(exec_id(exec)?.as_ref())
     }
 
     async fn start(&self, request: &wire::StartProcessRequest) -> Result<i32, Failure> {
@@ -207,18 +177,13 @@ impl Service {
     }
 
     fn signal(&self, request: &wire::SignalProcessRequest) -> Result<(), Failure> {
-        let signal = i32::try_from(request.signal)
-            .ok()
-            .filter(|signal| (1..=libc::SIGRTMAX()).contains(signal));
+        let signal =
+            i32::try_from(request.signal).ok().filter(|signal| (1..=libc::SIGRTMAX()).contains(signal));
         let signal = signal.ok_or_else(|| Failure::invalid(format!("{} is no signal", request.signal)))?;
         if request.all {
-            return self
-                .containers
-                .get(&container_id(&request.container_id)?)?
-                .signal_all(signal);
+            return self.containers.get(&container_id(&request.container_id)?)?.signal_all(signal);
         }
-        self.process(&request.container_id, &request.exec_id)?
-            .signal(&self.reaper, signal)
+        self.process(&request.container_id, &request.exec_id)?.signal(&self.reaper, signal)
     }
 
     fn output(&self, request: &wire::ReadOutputRequest) -> Result<Arc<Output>, Failure> {
@@ -228,18 +193,14 @@ impl Service {
             Ok(wire::OutputStream::STDERR) => &process.stderr,
             Err(number) => return Err(Failure::invalid(format!("{number} is no output stream"))),
         };
-        stream
-            .clone()
-            .ok_or_else(|| Failure::precondition("process was made without this output stream"))
+        stream.clone().ok_or_else(|| Failure::precondition("process was made without this output stream"))
     }
 
     async fn read(&self, request: &wire::ReadOutputRequest) -> Result<wire::ReadOutputResponse, Failure> {
         let output = self.output(request)?;
         let offset = (!request.resume).then_some(request.offset);
         let max = usize::try_from(request.max_bytes).unwrap_or(CAPACITY);
-        let chunk = output
-            .read(offset, if max == 0 { CAPACITY } else { max.min(CAPACITY) })
-            .await?;
+        let chunk = output.read(offset, if max == 0 { CAPACITY } else { max.min(CAPACITY) }).await?;
         Ok(wire::ReadOutputResponse {
             offset: chunk.offset,
             data: chunk.bytes,
@@ -254,9 +215,7 @@ impl Service {
             let paused = container.is_paused();
             let processes = container.processes();
             listed.extend(
-                processes
-                    .iter()
-                    .map(|(exec, process)| wire_process(&id, exec.as_ref(), process, paused)),
+                processes.iter().map(|(exec, process)| wire_process(&id, exec.as_ref(), process, paused)),
             );
         }
         listed
@@ -288,10 +247,7 @@ impl Agent for Service {
     ) -> Answer<wire::CreateContainerResponse> {
         let request = create(request).map_err(refuse)?;
         let pid = self.containers.create(request).await.map_err(refuse)?;
-        Ok(wire::CreateContainerResponse {
-            pid: guest_pid(pid),
-            ..Default::default()
-        })
+        Ok(wire::CreateContainerResponse { pid: guest_pid(pid), ..Default::default() })
     }
 
     async fn delete_container(
@@ -309,10 +265,7 @@ impl Agent for Service {
         _: &TtrpcContext,
         _: wire::ListContainersRequest,
     ) -> Answer<wire::ListContainersResponse> {
-        Ok(wire::ListContainersResponse {
-            processes: self.list(),
-            ..Default::default()
-        })
+        Ok(wire::ListContainersResponse { processes: self.list(), ..Default::default() })
     }
 
     async fn create_exec(
@@ -324,11 +277,7 @@ impl Agent for Service {
             let container = self.containers.get(&container_id(&request.container_id)?)?;
             let id = id("exec_id", &request.exec_id)?;
             let stdio = wanted(&request.stdio);
-            container.create_exec(CreateExec {
-                id,
-                process: request.process_json,
-                stdio,
-            })
+            container.create_exec(CreateExec { id, process: request.process_json, stdio })
         };
         create().map_err(refuse)?;
         Ok(wire::CreateExecResponse::default())
@@ -340,10 +289,7 @@ impl Agent for Service {
         request: wire::StartProcessRequest,
     ) -> Answer<wire::StartProcessResponse> {
         let pid = self.start(&request).await.map_err(refuse)?;
-        Ok(wire::StartProcessResponse {
-            pid: guest_pid(pid),
-            ..Default::default()
-        })
+        Ok(wire::StartProcessResponse { pid: guest_pid(pid), ..Default::default() })
     }
 
     async fn wait_process(
@@ -351,14 +297,9 @@ impl Agent for Service {
         _: &TtrpcContext,
         request: wire::WaitProcessRequest,
     ) -> Answer<wire::WaitProcessResponse> {
-        let process = self
-            .process(&request.container_id, &request.exec_id)
-            .map_err(refuse)?;
+        let process = self.process(&request.container_id, &request.exec_id).map_err(refuse)?;
         let exit = process.wait().await.map_err(refuse)?;
-        Ok(wire::WaitProcessResponse {
-            exit: MessageField::some(wire_exit(exit)),
-            ..Default::default()
-        })
+        Ok(wire::WaitProcessResponse { exit: MessageField::some(wire_exit(exit)), ..Default::default() })
     }
 
     async fn signal_process(
@@ -416,14 +357,8 @@ impl Agent for Service {
             .process(&request.container_id, &request.exec_id)
             .and_then(|process| process.input())
             .map_err(refuse)?;
-        let taken = input
-            .write(request.offset, &request.data, request.end)
-            .await
-            .map_err(refuse)?;
-        Ok(wire::WriteInputResponse {
-            taken,
-            ..Default::default()
-        })
+        let taken = input.write(request.offset, &request.data, request.end).await.map_err(refuse)?;
+        Ok(wire::WriteInputResponse { taken, ..Default::default() })
     }
 
     async fn update_container(
@@ -431,9 +366,8 @@ impl Agent for Service {
         _: &TtrpcContext,
         request: wire::UpdateContainerRequest,
     ) -> Answer<wire::UpdateContainerResponse> {
-        let container = container_id(&request.container_id)
-            .and_then(|id| self.containers.get(&id))
-            .map_err(refuse)?;
+        let container =
+            container_id(&request.container_id).and_then(|id| self.containers.get(&id)).map_err(refuse)?;
         let update = detached(async move { container.update(&request.resources_json).await });
         update.await.map_err(refuse)?;
         Ok(wire::UpdateContainerResponse::default())
@@ -444,9 +378,8 @@ impl Agent for Service {
         _: &TtrpcContext,
         request: wire::PauseContainerRequest,
     ) -> Answer<wire::PauseContainerResponse> {
-        let container = container_id(&request.container_id)
-            .and_then(|id| self.containers.get(&id))
-            .map_err(refuse)?;
+        let container =
+            container_id(&request.container_id).and_then(|id| self.containers.get(&id)).map_err(refuse)?;
         container.freeze(true).await.map_err(refuse)?;
         Ok(wire::PauseContainerResponse::default())
     }
@@ -456,9 +389,8 @@ impl Agent for Service {
         _: &TtrpcContext,
         request: wire::ResumeContainerRequest,
     ) -> Answer<wire::ResumeContainerResponse> {
-        let container = container_id(&request.container_id)
-            .and_then(|id| self.containers.get(&id))
-            .map_err(refuse)?;
+        let container =
+            container_id(&request.container_id).and_then(|id| self.containers.get(&id)).map_err(refuse)?;
         container.freeze(false).await.map_err(refuse)?;
         Ok(wire::ResumeContainerResponse::default())
     }
@@ -468,22 +400,17 @@ impl Agent for Service {
         _: &TtrpcContext,
         request: wire::ListProcessesRequest,
     ) -> Answer<wire::ListProcessesResponse> {
-        let container = container_id(&request.container_id)
-            .and_then(|id| self.containers.get(&id))
-            .map_err(refuse)?;
-        Ok(wire::ListProcessesResponse {
-            pids: container.pids().map_err(refuse)?,
-            ..Default::default()
-        })
+        let container =
+            container_id(&request.container_id).and_then(|id| self.containers.get(&id)).map_err(refuse)?;
+        Ok(wire::ListProcessesResponse { pids: container.pids().map_err(refuse)?, ..Default::default() })
     }
 
     async fn stats(&self, _: &TtrpcContext, request: wire::StatsRequest) -> Answer<wire::StatsResponse> {
         if request.container_id.is_empty() {
             return Ok(wire_stats(&stats::of_guest()));
         }
-        let container = container_id(&request.container_id)
-            .and_then(|id| self.containers.get(&id))
-            .map_err(refuse)?;
+        let container =
+            container_id(&request.container_id).and_then(|id| self.containers.get(&id)).map_err(refuse)?;
         Ok(wire_stats(&container.stats()))
     }
 
@@ -494,10 +421,7 @@ impl Agent for Service {
     ) -> Answer<wire::NextEventsResponse> {
         let events = self.events.next(request.after).await;
         let wire_event = |event: crate::events::Event| {
-            let oom = wire::Oom {
-                container_id: event.oom.to_string(),
-                ..Default::default()
-            };
+            let oom = wire::Oom { container_id: event.oom.to_string(), ..Default::default() };
             wire::Event {
                 sequence: event.sequence,
                 kind: Some(wire::event::Kind::Oom(oom)),

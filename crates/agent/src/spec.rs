@@ -43,11 +43,7 @@ fn parse_value(json: &[u8], what: &str) -> Result<Value, Failure> {
 }
 
 fn malformed(what: &str, error: &serde_json::Error) -> Failure {
-    Failure::caused(
-        Kind::InvalidArgument,
-        format!("{what} is no OCI runtime {what}"),
-        error,
-    )
+    Failure::caused(Kind::InvalidArgument, format!("{what} is no OCI runtime {what}"), error)
 }
 
 /// The parser's own complaint names neither the set nor what it expected.
@@ -77,24 +73,13 @@ pub fn fit(
     let refused = |what: &str| {
         internal::<libcontainer::oci_spec::OciSpecError>(format!("failed to set {what} in the spec"))
     };
-    let read_only = spec
-        .root()
-        .as_ref()
-        .and_then(|root| root.readonly())
-        .unwrap_or(false);
-    let root = RootBuilder::default()
-        .path(rootfs)
-        .readonly(read_only)
-        .build()
-        .map_err(refused("root"))?;
+    let read_only = spec.root().as_ref().and_then(|root| root.readonly()).unwrap_or(false);
+    let root = RootBuilder::default().path(rootfs).readonly(read_only).build().map_err(refused("root"))?;
     spec.set_root(Some(root));
     // Hooks are programs of the host.
     spec.set_hooks(None::<Hooks>);
 
-    let mut process = spec
-        .process()
-        .clone()
-        .ok_or_else(|| Failure::invalid("spec has no process"))?;
+    let mut process = spec.process().clone().ok_or_else(|| Failure::invalid("spec has no process"))?;
     fit_process(&mut process, terminal);
     spec.set_process(Some(process));
 
@@ -111,9 +96,7 @@ pub fn fit(
                 .flatten()
                 .any(|rule| rule.action() == LinuxSeccompAction::ScmpActNotify);
         if notifies {
-            return Err(Failure::invalid(
-                "linux.seccomp: SCMP_ACT_NOTIFY has no listener in a guest",
-            ));
+            return Err(Failure::invalid("linux.seccomp: SCMP_ACT_NOTIFY has no listener in a guest"));
         }
     }
     if let Some(resources) = linux.resources() {
@@ -161,9 +144,7 @@ pub fn fit_resources(resources: &mut libcontainer::oci_spec::runtime::LinuxResou
 }
 
 fn has_huge_pages(size: &str) -> bool {
-    cgroup::Cgroup::of_all()
-        .file(&format!("hugetlb.{size}.max"))
-        .exists()
+    cgroup::Cgroup::of_all().file(&format!("hugetlb.{size}.max")).exists()
 }
 
 fn bind(file: &BoundFile) -> Result<Mount, libcontainer::oci_spec::OciSpecError> {
@@ -188,37 +169,16 @@ mod tests {
     #[test]
     fn what_belongs_to_the_host_is_replaced() {
         let mut spec = parse(SPEC.as_bytes()).unwrap();
-        let file = BoundFile {
-            path: "/etc/hosts".into(),
-            source: "/run/x/0".into(),
-            read_only: true,
-        };
-        fit(
-            &mut spec,
-            &"web".parse().unwrap(),
-            Path::new("/run/rootfs"),
-            true,
-            &[file],
-        )
-        .unwrap();
+        let file = BoundFile { path: "/etc/hosts".into(), source: "/run/x/0".into(), read_only: true };
+        fit(&mut spec, &"web".parse().unwrap(), Path::new("/run/rootfs"), true, &[file]).unwrap();
         let root = spec.root().clone().unwrap();
-        assert_eq!(
-            (root.path().as_path(), root.readonly()),
-            (Path::new("/run/rootfs"), Some(true))
-        );
+        assert_eq!((root.path().as_path(), root.readonly()), (Path::new("/run/rootfs"), Some(true)));
         let linux = spec.linux().clone().unwrap();
         assert_eq!(linux.cgroups_path().as_deref(), Some(Path::new("/sandboxer/web")));
         let memory = linux.resources().as_ref().unwrap().memory().unwrap();
-        assert_eq!(
-            (memory.limit(), memory.swap()),
-            (Some(1 << 20), None),
-            "a guest has no swap"
-        );
+        assert_eq!((memory.limit(), memory.swap()), (Some(1 << 20), None), "a guest has no swap");
         let process = spec.process().clone().unwrap();
-        assert_eq!(
-            (process.terminal(), process.no_new_privileges()),
-            (Some(true), None)
-        );
+        assert_eq!((process.terminal(), process.no_new_privileges()), (Some(true), None));
         let mount = spec.mounts().as_ref().unwrap().last().unwrap().clone();
         assert_eq!(mount.destination(), Path::new("/etc/hosts"));
         assert!(mount.options().as_ref().unwrap().contains(&"ro".to_owned()));
@@ -228,19 +188,13 @@ mod tests {
     fn an_unknown_capability_is_named_with_its_set() {
         let json = SPEC.replace(r#""effective":["CAP_CHOWN"]"#, r#""effective":["CAP_FLY"]"#);
         let failure = parse(json.as_bytes()).unwrap_err();
-        assert_eq!(
-            failure.message,
-            r#"process.capabilities.effective: unknown capability "CAP_FLY""#
-        );
+        assert_eq!(failure.message, r#"process.capabilities.effective: unknown capability "CAP_FLY""#);
         assert_eq!(failure.kind, Kind::InvalidArgument);
     }
 
     #[test]
     fn a_filter_that_wants_a_listener_is_refused() {
-        let json = SPEC.replace(
-            r#""linux":{"#,
-            r#""linux":{"seccomp":{"defaultAction":"SCMP_ACT_NOTIFY"},"#,
-        );
+        let json = SPEC.replace(r#""linux":{"#, r#""linux":{"seccomp":{"defaultAction":"SCMP_ACT_NOTIFY"},"#);
         let mut spec = parse(json.as_bytes()).unwrap();
         let failure = fit(&mut spec, &"web".parse().unwrap(), Path::new("/r"), false, &[]).unwrap_err();
         assert!(failure.message.contains("SCMP_ACT_NOTIFY"), "{failure}");
@@ -249,9 +203,6 @@ mod tests {
     #[test]
     fn rubbish_is_called_so() {
         let failure = parse(b"{]").unwrap_err();
-        assert!(
-            failure.message.starts_with("spec is no OCI runtime spec: "),
-            "{failure}"
-        );
+        assert!(failure.message.starts_with("spec is no OCI runtime spec: "), "{failure}");
     }
 }

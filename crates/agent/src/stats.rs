@@ -90,23 +90,15 @@ fn number(cgroup: &Cgroup, name: &str) -> Option<u64> {
 }
 
 fn kilobytes(meminfo: &str, key: &str) -> u64 {
-    let value = meminfo.lines().find_map(|line| {
-        line.strip_prefix(key)?
-            .trim()
-            .strip_suffix("kB")?
-            .trim()
-            .parse()
-            .ok()
-    });
+    let value = meminfo
+        .lines()
+        .find_map(|line| line.strip_prefix(key)?.trim().strip_suffix("kB")?.trim().parse().ok());
     value.map_or(0, |kb: u64| kb.saturating_mul(1024))
 }
 
 fn measure(stats: &mut Stats, writable: &Path) {
     if let Ok(fs) = statvfs(writable) {
-        stats.fs_used = fs
-            .blocks()
-            .saturating_sub(fs.blocks_free())
-            .saturating_mul(fs.fragment_size());
+        stats.fs_used = fs.blocks().saturating_sub(fs.blocks_free()).saturating_mul(fs.fragment_size());
         stats.fs_inodes = fs.files().saturating_sub(fs.files_free());
     }
 }

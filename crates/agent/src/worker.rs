@@ -57,10 +57,7 @@ pub struct Done<T> {
 impl Workers {
     /// Workers whose deaths `reaper` reports.
     pub fn new(reaper: Arc<Reaper>) -> Self {
-        Self {
-            reaper,
-            places: Semaphore::new(PARALLEL),
-        }
+        Self { reaper, places: Semaphore::new(PARALLEL) }
     }
 
     /// Runs `job` in a worker that keeps `keep` and no other descriptor of the agent: one kept by
@@ -70,20 +67,13 @@ impl Workers {
         T: Serialize + DeserializeOwned,
         F: FnOnce() -> Result<T, Failure>,
     {
-        let _place = self
-            .places
-            .acquire()
-            .await
-            .map_err(internal("failed to wait for a worker"))?;
+        let _place = self.places.acquire().await.map_err(internal("failed to wait for a worker"))?;
         let (report, report_end) = new_pipe()?;
         let (causes, causes_end) = new_pipe()?;
         nix::fcntl::fcntl(&causes_end, nix::fcntl::FcntlArg::F_SETFL(OFlag::O_NONBLOCK))
             .map_err(internal("failed to prepare a pipe for a worker"))?;
         let since = self.reaper.now();
-        #[expect(
-            clippy::disallowed_methods,
-            reason = "the agent has one thread, so a fork copies all of it"
-        )]
+        #[expect(clippy::disallowed_methods, reason = "the agent has one thread, so a fork copies all of it")]
         // SAFETY: no other thread exists that could hold a lock or be in the middle of a change.
         let forked = unsafe { fork() }.map_err(internal("failed to fork a worker"))?;
         let pid = match forked {
@@ -114,11 +104,7 @@ impl Workers {
             }),
         };
         let result = result.and_then(|bytes| decode(&bytes));
-        Ok(Done {
-            result,
-            since,
-            causes,
-        })
+        Ok(Done { result, since, causes })
     }
 }
 
@@ -153,11 +139,7 @@ fn work<T: Serialize>(
 fn close_all_but(mut kept: Vec<RawFd>) {
     kept.sort_unstable();
     let mut next: libc::c_uint = 3;
-    for fd in kept
-        .into_iter()
-        .filter_map(|fd| libc::c_uint::try_from(fd).ok())
-        .chain([libc::c_uint::MAX])
-    {
+    for fd in kept.into_iter().filter_map(|fd| libc::c_uint::try_from(fd).ok()).chain([libc::c_uint::MAX]) {
         if fd > next {
             // SAFETY: the descriptors belong to objects of the agent that this process never
             // touches again: it leaves by `_exit` or by executing something.
@@ -177,10 +159,7 @@ async fn read_report(report: &mut pipe::Receiver) -> Result<Vec<u8>, Failure> {
         Err(error) => return Err(broken()(error)),
     };
     if length == 0 || length > MAX_REPORT {
-        return Err(Failure::new(
-            Kind::Internal,
-            format!("worker announced a report of {length} bytes"),
-        ));
+        return Err(Failure::new(Kind::Internal, format!("worker announced a report of {length} bytes")));
     }
     let mut bytes = vec![0; length];
     report.read_exact(&mut bytes).await.map_err(broken())?;

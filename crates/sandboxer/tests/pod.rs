@@ -1,5 +1,7 @@
 //! A pod's life as its own task leads it, with doubles for the VMM and the agent.
 
+#![allow(clippy::unwrap_used, reason = "a test that can't go on fails where it stands")]
+
 mod fake_agent;
 
 use std::{fs, path::Path, sync::Arc, time::Duration};

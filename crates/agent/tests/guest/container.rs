@@ -18,12 +18,7 @@ pub fn ctx() -> Context {
 
 /// A disk with file system `fstype`.
 pub fn disk(serial: &str, fstype: &str, read_only: bool) -> Disk {
-    Disk {
-        serial: serial.into(),
-        fstype: fstype.into(),
-        read_only,
-        ..Default::default()
-    }
+    Disk { serial: serial.into(), fstype: fstype.into(), read_only, ..Default::default() }
 }
 
 /// The OCI process that runs `script` in a shell.
@@ -33,14 +28,7 @@ pub fn shell(script: &str) -> Value {
 
 /// The OCI process that runs `args`.
 pub fn command(args: &[&str]) -> Value {
-    let caps = json!([
-        "CAP_CHOWN",
-        "CAP_KILL",
-        "CAP_SETUID",
-        "CAP_SETGID",
-        "CAP_NET_RAW",
-        "CAP_SYS_CHROOT"
-    ]);
+    let caps = json!(["CAP_CHOWN", "CAP_KILL", "CAP_SETUID", "CAP_SETGID", "CAP_NET_RAW", "CAP_SYS_CHROOT"]);
     json!({
         "args": args, "cwd": "/", "env": ["PATH=/usr/bin:/bin", "GREETING=hello"], "user": {"uid": 0, "gid": 0},
         "noNewPrivileges": false,
@@ -73,35 +61,19 @@ pub fn spec(process: Value) -> Value {
 
 /// All three streams, no terminal.
 pub fn streams() -> Stdio {
-    Stdio {
-        stdin: true,
-        stdout: true,
-        stderr: true,
-        ..Default::default()
-    }
+    Stdio { stdin: true, stdout: true, stderr: true, ..Default::default() }
 }
 
 /// A terminal.
 pub fn terminal() -> Stdio {
-    Stdio {
-        stdin: true,
-        stdout: true,
-        terminal: true,
-        ..Default::default()
-    }
+    Stdio { stdin: true, stdout: true, terminal: true, ..Default::default() }
 }
 
 /// A container from the busybox disk with a writable layer in memory.
 pub fn container(id: &str, spec: &Value) -> CreateContainerRequest {
-    let writable = Writable::Tmpfs(TmpfsUpper {
-        size_bytes: 16 << 20,
-        ..Default::default()
-    });
-    let rootfs = Rootfs {
-        lower: vec![disk(BUSYBOX, "erofs", true)],
-        writable: Some(writable),
-        ..Default::default()
-    };
+    let writable = Writable::Tmpfs(TmpfsUpper { size_bytes: 16 << 20, ..Default::default() });
+    let rootfs =
+        Rootfs { lower: vec![disk(BUSYBOX, "erofs", true)], writable: Some(writable), ..Default::default() };
     CreateContainerRequest {
         container_id: id.into(),
         spec_json: spec.to_string().into_bytes(),
@@ -113,13 +85,7 @@ pub fn container(id: &str, spec: &Value) -> CreateContainerRequest {
 
 /// A file for a container.
 pub fn file(path: &str, content: &str, read_only: bool) -> File {
-    File {
-        path: path.into(),
-        content: content.into(),
-        mode: 0o644,
-        read_only,
-        ..Default::default()
-    }
+    File { path: path.into(), content: content.into(), mode: 0o644, read_only, ..Default::default() }
 }
 
 /// One process, as the daemon names it.
@@ -132,11 +98,7 @@ pub struct Process {
 
 /// The init of container `id`.
 pub fn init(agent: &AgentClient, id: &str) -> Process {
-    Process {
-        agent: agent.clone(),
-        container: id.into(),
-        exec: String::new(),
-    }
+    Process { agent: agent.clone(), container: id.into(), exec: String::new() }
 }
 
 impl Process {
@@ -155,11 +117,7 @@ impl Process {
             exec_id: self.exec.clone(),
             ..Default::default()
         };
-        patiently(self.agent.wait_process(ctx(), &request))
-            .await
-            .unwrap()
-            .exit
-            .unwrap()
+        patiently(self.agent.wait_process(ctx(), &request)).await.unwrap().exit.unwrap()
     }
 
     pub async fn signal(&self, signal: i32, all: bool) -> Result<(), ttrpc::Error> {
@@ -170,9 +128,7 @@ impl Process {
             all,
             ..Default::default()
         };
-        patiently(self.agent.signal_process(ctx(), &request))
-            .await
-            .map(drop)
+        patiently(self.agent.signal_process(ctx(), &request)).await.map(drop)
     }
 
     /// One answer of `ReadOutput`: its bytes and whether they are the last.
@@ -219,10 +175,7 @@ impl Process {
     pub async fn until(&self, text: &str) -> String {
         let mut all = Vec::new();
         loop {
-            let (data, end) = self
-                .read(OutputStream::STDOUT, all.len() as u64, 0)
-                .await
-                .unwrap();
+            let (data, end) = self.read(OutputStream::STDOUT, all.len() as u64, 0).await.unwrap();
             all.extend(data);
             let so_far = String::from_utf8_lossy(&all).into_owned();
             if so_far.contains(text) {
@@ -263,19 +216,12 @@ pub async fn exec(agent: &AgentClient, container: &str, id: &str, process: &Valu
         ..Default::default()
     };
     patiently(agent.create_exec(ctx(), &request)).await.unwrap();
-    Process {
-        agent: agent.clone(),
-        container: container.into(),
-        exec: id.into(),
-    }
+    Process { agent: agent.clone(), container: container.into(), exec: id.into() }
 }
 
 /// Removes a container.
 pub async fn delete(agent: &AgentClient, id: &str) -> Result<(), ttrpc::Error> {
-    let request = DeleteContainerRequest {
-        container_id: id.into(),
-        ..Default::default()
-    };
+    let request = DeleteContainerRequest { container_id: id.into(), ..Default::default() };
     patiently(agent.delete_container(ctx(), &request)).await.map(drop)
 }
 

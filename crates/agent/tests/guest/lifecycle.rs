@@ -18,10 +18,7 @@ async fn a_container_runs_and_leaves_nothing_behind() {
 
     for round in ["first", "second", "third"] {
         let began = std::time::Instant::now();
-        let web = container(
-            "web",
-            &spec(shell("echo $GREETING from $0; echo oops >&2; exit 7")),
-        );
+        let web = container("web", &spec(shell("echo $GREETING from $0; echo oops >&2; exit 7")));
         patiently(agent.create_container(ctx(), &web)).await.unwrap();
         let created = began.elapsed();
         init(&agent, "web").start().await.unwrap();

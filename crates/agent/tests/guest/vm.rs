@@ -40,21 +40,15 @@ impl Vm {
         let key = LinkKey::random();
         let image = |name: &str| {
             let path = guest_dir().join(name);
-            assert!(
-                path.exists(),
-                "{} is missing: run `make guest-image`",
-                path.display()
-            );
+            assert!(path.exists(), "{} is missing: run `make guest-image`", path.display());
             path
         };
         let scratch = dir.path().join("scratch.ext4");
         fs::File::create(&scratch).unwrap().set_len(64 << 20).unwrap();
         run(Command::new("mkfs.ext4").args(["-q", "-F"]).arg(&scratch));
 
-        let params = BootParams {
-            link_key: key.clone(),
-            log: std::env::var("SANDBOXER_TEST_GUEST_LOG").ok(),
-        };
+        let params =
+            BootParams { link_key: key.clone(), log: std::env::var("SANDBOXER_TEST_GUEST_LOG").ok() };
         let line = format!(
             "console=ttyS0 quiet panic=-1 reboot=t pci=off random.trust_cpu=on no_timer_check tsc=reliable \
              tsc_early_khz={} {params}",
@@ -97,16 +91,10 @@ impl Vm {
                 "socket,id=agent,path={},server=on,wait=off",
                 dir.path().join("agent.sock").display()
             ))
-            .args([
-                "-device",
-                &format!("virtserialport,bus=serial0.0,nr=1,chardev=agent,name={AGENT_PORT}"),
-            ])
+            .args(["-device", &format!("virtserialport,bus=serial0.0,nr=1,chardev=agent,name={AGENT_PORT}")])
             .args(["-device", "virtio-scsi-device,id=scsi0"])
             .args(["-blockdev", &disk("n0", busybox_image(), true)])
-            .args([
-                "-device",
-                &format!("scsi-hd,bus=scsi0.0,lun=1,drive=n0,serial={BUSYBOX}"),
-            ])
+            .args(["-device", &format!("scsi-hd,bus=scsi0.0,lun=1,drive=n0,serial={BUSYBOX}")])
             .args(["-blockdev", &disk("n1", &scratch, false)])
             .args(["-device", &format!("virtio-blk-device,drive=n1,serial={SCRATCH}")])
             .stdin(Stdio::null())
@@ -150,11 +138,7 @@ impl Vm {
             if let Some(status) = self.qemu.try_wait().unwrap() {
                 return status;
             }
-            assert!(
-                began.elapsed() < PATIENCE,
-                "guest is still on; console:\n{}",
-                self.console()
-            );
+            assert!(began.elapsed() < PATIENCE, "guest is still on; console:\n{}", self.console());
             tokio::task::yield_now().await;
         }
     }
@@ -187,23 +171,12 @@ fn busybox_image() -> &'static Path {
             fs::create_dir_all(root.join(name)).unwrap();
         }
         fs::copy("/bin/busybox", root.join("bin/busybox")).expect("busybox-static is installed");
-        let applets = Command::new("/bin/busybox")
-            .arg("--list")
-            .output()
-            .unwrap()
-            .stdout;
-        for applet in String::from_utf8(applets)
-            .unwrap()
-            .lines()
-            .filter(|&name| name != "busybox")
-        {
+        let applets = Command::new("/bin/busybox").arg("--list").output().unwrap().stdout;
+        for applet in String::from_utf8(applets).unwrap().lines().filter(|&name| name != "busybox") {
             std::os::unix::fs::symlink("busybox", root.join("bin").join(applet)).unwrap();
         }
-        fs::write(
-            root.join("etc/passwd"),
-            "root:x:0:0::/root:/bin/sh\nweb:x:1000:1000::/tmp:/bin/sh\n",
-        )
-        .unwrap();
+        fs::write(root.join("etc/passwd"), "root:x:0:0::/root:/bin/sh\nweb:x:1000:1000::/tmp:/bin/sh\n")
+            .unwrap();
         fs::write(root.join("etc/layer"), "lower\n").unwrap();
         fs::write(root.join("bin/rubbish"), "\x7fELF, or so it says").unwrap();
         use std::os::unix::fs::PermissionsExt as _;
@@ -216,14 +189,8 @@ fn busybox_image() -> &'static Path {
 }
 
 fn run(command: &mut Command) {
-    let output = command
-        .output()
-        .unwrap_or_else(|error| panic!("{command:?}: {error}"));
-    assert!(
-        output.status.success(),
-        "{command:?}: {}",
-        String::from_utf8_lossy(&output.stderr)
-    );
+    let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
 /// Frequency of the host's time stamp counter, which an emulated guest reads as it is. Timing it

@@ -16,9 +16,9 @@ use std::{
 use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_regs, kvm_userspace_memory_region};
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd};
 
-/// Guest instructions per second below which KVM is worse than no KVM. Interpreting KVMs do 0.3 to
-/// 1 million of these, hardware does over 50 million even nested; TCG's 100 million are of a
-/// friendlier kind, without the two CR3 accesses in eight.
+/// Guest instructions per second below which KVM is worse than no KVM. A KVM that interprets was
+/// measured at 0.2 to 1 million of these; on hardware, eight of them should take a few hundred cycles,
+/// which makes tens of millions (estimated: no such host was at hand).
 pub const ENOUGH: f64 = 5e6;
 
 /// Rounds timed at most; the fastest counts, for the others may have shared their CPU.

@@ -47,8 +47,8 @@ pub enum DaemonError {
         /// What the system said.
         source: io::Error,
     },
-    /// Another daemon has this run directory.
-    #[error("another sandboxer serves {0:?}: stop it, or give this one a run_dir of its own")]
+    /// Another daemon has this directory.
+    #[error("another sandboxer serves {0:?}: stop it, or give this one a run_dir and a state_dir of its own")]
     Running(PathBuf),
     /// The rootfs cache can't be opened.
     #[error(transparent)]
@@ -76,7 +76,7 @@ pub async fn run(
     for dir in [config.run_dir.clone(), config.run_dir.join("pods"), config.state_dir.clone()] {
         private_dir(&dir)?;
     }
-    let _lock = lock(&config.run_dir)?;
+    let _locks = [lock(&config.run_dir, "run.lock")?, lock(&config.state_dir, "state.lock")?];
     let vmm: Arc<dyn Vmm> = vmm::detect(&config.vm).await?;
     let info = vmm.info();
     tracing::info!(
@@ -202,14 +202,14 @@ fn private_dir(path: &Path) -> Result<(), DaemonError> {
     })
 }
 
-/// Held as long as the daemon runs: two on one run directory would fight over its pods.
-fn lock(run_dir: &Path) -> Result<nix::fcntl::Flock<fs::File>, DaemonError> {
-    let path = run_dir.join("lock");
+/// Held as long as the daemon runs: two on one directory would fight over its pods and images.
+fn lock(dir: &Path, name: &str) -> Result<nix::fcntl::Flock<fs::File>, DaemonError> {
+    let path = dir.join(name);
     let file = fs::File::create(&path).map_err(|source| DaemonError::Host {
         action: "make lock",
         path: path.clone(),
         source,
     })?;
     nix::fcntl::Flock::lock(file, nix::fcntl::FlockArg::LockExclusiveNonblock)
-        .map_err(|_| DaemonError::Running(run_dir.to_owned()))
+        .map_err(|_| DaemonError::Running(dir.to_owned()))
 }

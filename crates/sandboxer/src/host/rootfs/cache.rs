@@ -22,7 +22,6 @@ use futures::{
     FutureExt,
     future::{BoxFuture, Shared},
 };
-use nix::fcntl::{Flock, FlockArg};
 use sha2::{Digest, Sha256};
 use tokio::sync::Semaphore;
 
@@ -62,8 +61,6 @@ struct Store {
     builds: Arc<Semaphore>,
     /// A plain mutex: held for look-ups in memory only.
     state: Mutex<State>,
-    /// Two daemons in one directory would take away each other's images.
-    _lock: Flock<File>,
 }
 
 #[derive(Default)]
@@ -134,16 +131,13 @@ impl fmt::Debug for Cache {
 }
 
 impl Cache {
-    /// Opens the cache in `dir`, made if it isn't there.
+    /// Opens the cache in `dir`, made if it isn't there. Its daemon is the only one to use it.
     pub fn open(dir: &Path, config: &RootfsConfig) -> Result<Self, BuildError> {
         let host =
             |action| move |source: io::Error| BuildError::Host { action, path: dir.to_owned(), source };
         for dir in [dir.to_owned(), dir.join(WORK)] {
             DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(host("make"))?;
         }
-        let directory = File::open(dir).map_err(host("open"))?;
-        let lock = Flock::lock(directory, FlockArg::LockExclusiveNonblock)
-            .map_err(|(_, errno)| host("lock (does another daemon use it?)")(errno.into()))?;
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         let store = Store {
             dir: dir.to_owned(),
@@ -151,7 +145,6 @@ impl Cache {
             most_bytes: config.cache_bytes,
             builds: Arc::new(Semaphore::new(cpus)),
             state: Mutex::new(State::read(dir).map_err(host("read"))?),
-            _lock: lock,
         };
         Ok(Self(Arc::new(store)))
     }

@@ -9,15 +9,19 @@
 //! | [`trace`] | the daemon's own account of a start |
 //! | [`overhead`] | what the observer costs |
 
+pub mod anchors;
 pub mod attribution;
 pub mod bare_boot;
+pub mod figures;
 pub mod first_byte;
+pub mod html;
 pub mod ledger;
 pub mod manifest;
 pub mod measure;
 pub mod memory;
 pub mod options;
 pub mod overhead;
+pub mod plot;
 pub mod process;
 pub mod pss;
 pub mod ratio;
@@ -31,3 +35,4 @@ pub mod summarise;
 pub mod summary;
 pub mod timeline;
 pub mod trace;
+pub mod warnings;

@@ -1,0 +1,187 @@
+//! The plots of a result: on the page, and as files beside it.
+
+use crate::anchors::{self, Anchor, Figure as Published};
+use crate::plot::bars::{Bar, waterfall};
+use crate::plot::curves::{Curve, distributions, growth};
+use crate::plot::{Ink, Scene};
+use crate::report::{Report, Series, times};
+use crate::sample::Mode;
+use crate::store::{Loaded, file_name};
+use crate::summary::cdf;
+
+/// A plot with its name as a file and what to say below it.
+#[derive(Debug, Clone)]
+pub struct Figure {
+    /// Without extension.
+    pub name: String,
+    /// A sentence.
+    pub caption: String,
+    /// The plot.
+    pub scene: Scene,
+}
+
+/// All plots that a result has data for.
+pub fn figures(result: &Loaded) -> Vec<Figure> {
+    let mut figures = Vec::new();
+    figures.extend(startup(result, Mode::Serial));
+    figures.extend(startup(result, Mode::Parallel));
+    figures.extend(batches(&result.report));
+    figures.extend(result.report.series.iter().filter_map(stages));
+    figures.extend(memory(&result.report));
+    figures
+}
+
+fn startup(result: &Loaded, mode: Mode) -> Option<Figure> {
+    let series: Vec<&Series> = result.report.series.iter().filter(|series| series.mode == mode).collect();
+    let mut curves: Vec<Curve> = series
+        .iter()
+        .enumerate()
+        .map(|(index, series)| {
+            let times = times(&result.samples, &series.runtime, mode);
+            let p50 = series.summary.p50_ms.map_or_else(|| "no times".into(), |ms| format!("p50 {ms:.0} ms"));
+            let name = format!("{}, n = {}, {p50}", series.runtime, series.summary.n);
+            Curve { name, points: cdf(&times), ink: Ink::Series(index), dots: false }
+        })
+        .filter(|curve| !curve.points.is_empty())
+        .collect();
+    if curves.is_empty() {
+        return None;
+    }
+    let (name, caption) = match mode {
+        Mode::Serial => {
+            curves.extend(published("serial"));
+            ("startup-serial", "Start-up one after the other, from the pod's release to its container's first byte. ")
+        }
+        Mode::Parallel => {
+            ("startup-parallel", "Start-up of each pod of groups that were released at once, from the release to the first byte. ")
+        }
+    };
+    Some(Figure {
+        name: name.into(),
+        caption: format!("{caption}{}", dashed(&curves)),
+        scene: distributions(&format!("Start-up, {mode}"), &curves),
+    })
+}
+
+fn batches(report: &Report) -> Option<Figure> {
+    let with = report.series.iter().filter(|series| series.batch_ms.len() > 1);
+    let mut curves: Vec<Curve> = with
+        .enumerate()
+        .map(|(index, series)| Curve {
+            name: format!("{}, {} groups of {}", series.runtime, series.batch_ms.len(), series.group),
+            points: cdf(&series.batch_ms),
+            ink: Ink::Series(index),
+            dots: false,
+        })
+        .collect();
+    if curves.is_empty() {
+        return None;
+    }
+    if report.series.iter().any(|series| series.group == 50) {
+        curves.extend(published("parallel-batch"));
+    }
+    Some(Figure {
+        name: "startup-batch".into(),
+        caption: format!("Wall time of whole groups: first release to last first byte. {}", dashed(&curves)),
+        scene: distributions("Start-up, whole groups", &curves),
+    })
+}
+
+fn dashed(curves: &[Curve]) -> &'static str {
+    if curves.iter().any(|curve| matches!(curve.ink, Ink::Published(_))) {
+        "Thin dashed lines are published figures from other hardware, for orientation only."
+    } else {
+        ""
+    }
+}
+
+fn published(mode: &str) -> Vec<Curve> {
+    let anchors: Vec<Anchor> = anchors::all().into_iter().filter(|anchor| anchor.is_startup(mode)).collect();
+    let curves = anchors.iter().filter_map(|anchor| match &anchor.figure {
+        Published::StartUp { cdf, n: Some(n), .. } if !cdf.is_empty() => {
+            Some((format!("{} published, n = {n}, other hardware", anchor.system), cdf.clone()))
+        }
+        _ => None,
+    });
+    curves
+        .enumerate()
+        .map(|(index, (name, points))| Curve { name, points, ink: Ink::Published(index), dots: false })
+        .collect()
+}
+
+fn stages(series: &Series) -> Option<Figure> {
+    if series.stages.is_empty() {
+        return None;
+    }
+    let mut bars: Vec<Bar> = series
+        .stages
+        .iter()
+        .filter_map(|(stage, summary)| {
+            Some(Bar { name: stage.to_string(), length: summary.mean_ms?, ink: Ink::Series(0) })
+        })
+        .collect();
+    let rest = series.unexplained.as_ref().and_then(|rest| rest.mean_ms).unwrap_or_default();
+    bars.push(Bar { name: "unexplained".into(), length: rest, ink: Ink::Muted });
+    let title = format!("Stages of {} {}: means, ms", series.runtime, series.mode);
+    Some(Figure {
+        name: format!("stages-{}-{}", file_name(&series.runtime), series.mode),
+        caption: "The daemon's own stages, which add up with the rest to the mean start. The rest is containerd, \
+                  CNI, and the way of the first byte to the log."
+            .into(),
+        scene: waterfall(&title, &bars),
+    })
+}
+
+fn memory(report: &Report) -> Vec<Figure> {
+    let mut runtimes: Vec<&str> = report.memory.iter().map(|row| row.runtime.as_str()).collect();
+    runtimes.dedup();
+    let curves = |of: &dyn Fn(&crate::report::Memory) -> f64| -> Vec<Curve> {
+        runtimes
+            .iter()
+            .enumerate()
+            .map(|(index, runtime)| {
+                let rows = report.memory.iter().filter(|row| row.runtime == *runtime);
+                let points = rows.map(|row| (f64::from(row.pods), of(row) / 1024.0)).collect();
+                Curve { name: (*runtime).to_owned(), points, ink: Ink::Series(index), dots: true }
+            })
+            .collect()
+    };
+    if report.memory.iter().map(|row| row.pods).max().unwrap_or_default() < 2 {
+        return Vec::new();
+    }
+    let names = ("pods", "PSS, MB");
+    let mut management = curves(&|row| row.management_pss_kib);
+    let most = report.memory.iter().map(|row| row.pods).max().unwrap_or_default();
+    for (index, anchor) in anchors::all().iter().filter(|anchor| is_management(anchor)).enumerate() {
+        let Published::Memory { pods, pss_mb, .. } = &anchor.figure else { continue };
+        // Per pod for a shim, flat for a resident process.
+        let slope = if *pods == 1 { *pss_mb } else { 0.0 };
+        let at = |count: u32| (f64::from(count), if *pods == 1 { slope * f64::from(count) } else { *pss_mb });
+        management.push(Curve {
+            name: format!("{} published, other hardware", anchor.system),
+            points: vec![at(1), at(most)],
+            ink: Ink::Published(index),
+            dots: false,
+        });
+    }
+    vec![
+        Figure {
+            name: "memory-total".into(),
+            caption: "Everything: resident process, shims, pause containers, monitors, guest memory, workloads."
+                .into(),
+            scene: growth("Memory in all, over pods", names, &curves(&|row| row.total_pss_kib)),
+        },
+        Figure {
+            name: "memory-management".into(),
+            caption: format!(
+                "Management only, as published figures count: resident process and shims. {}",
+                dashed(&management)
+            ),
+            scene: growth("Memory of management, over pods", names, &management),
+        },
+    ]
+}
+
+fn is_management(anchor: &Anchor) -> bool {
+    matches!(&anchor.figure, Published::Memory { definition, .. } if definition == "management")
+}

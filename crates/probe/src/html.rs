@@ -1,0 +1,325 @@
+//! A page that needs nothing but itself: plots, tables, warnings, conditions, published figures.
+
+use std::fmt::Write;
+
+use crate::anchors::{self, Figure as Published};
+use crate::attribution::Role;
+use crate::figures::{Figure, figures};
+use crate::manifest::{Facts, shown};
+use crate::plot::{STYLE, escape, svg};
+use crate::report::Report;
+use crate::store::Loaded;
+use crate::summary::Summary;
+use crate::warnings::warnings;
+
+const LAYOUT: &str = "\
+*{box-sizing:border-box}body{margin:0 auto;padding:1rem;max-width:76rem;background:var(--paper);color:var(--ink);\
+font:16px/1.5 system-ui,sans-serif}h1{font-size:1.6rem;margin:.5rem 0}h2{font-size:1.3rem;margin:2rem 0 .5rem;\
+border-top:1px solid var(--grid);padding-top:1rem}h3{font-size:1.05rem;margin:1.5rem 0 .5rem}\
+.plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,30rem),1fr));gap:1.5rem}\
+figure{margin:0;break-inside:avoid}figure svg{width:100%;height:auto;display:block}\
+figcaption{color:var(--muted);font-size:.88rem}.wide{overflow-x:auto}\
+table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}\
+th,td{padding:.25rem .6rem;text-align:right;border-bottom:1px solid var(--grid);white-space:nowrap}\
+th:first-child,td:first-child,.l{text-align:left}.wrap td{white-space:normal;overflow-wrap:anywhere}\
+.badge{display:inline-block;border:1px solid var(--s1);color:var(--s1);border-radius:1rem;padding:0 .6rem;\
+font-size:.85rem;margin-left:.4rem}.warn{border-left:4px solid var(--s1);padding:.1rem .8rem;margin:.6rem 0}\
+.warn p{margin:.2rem 0}.muted{color:var(--muted)}summary{cursor:pointer;font-weight:600}\
+@media print{body{max-width:none;font-size:11pt}details>*{display:block}.plots{grid-template-columns:1fr 1fr}}";
+
+/// The page, with a section for each result.
+pub fn page(results: &[Loaded]) -> String {
+    let mut out = format!(
+        "<!doctype html><html lang=\"en\"><head><meta charset=\"utf-8\">\
+         <meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\
+         <meta name=\"color-scheme\" content=\"light dark\"><title>Start-up and memory of pods</title>\
+         <style>{STYLE}{LAYOUT}</style></head><body><h1>Start-up and memory of pods</h1>\
+         <p class=\"muted\">Times run from a pod's release to its container's first byte on stdout, on the \
+         monotonic clock. Percentiles are nearest-rank. Failures are counted and are in no percentile. A figure \
+         that was not measured says so.</p>"
+    );
+    results.iter().for_each(|result| section(&mut out, result));
+    published(&mut out);
+    out + "</body></html>\n"
+}
+
+fn section(out: &mut String, result: &Loaded) {
+    let report = &result.report;
+    let badge = |flag: bool, text: &str| if flag { format!("<span class=\"badge\">{text}</span>") } else { String::new() };
+    let _ = write!(
+        out,
+        "<h2>{}{}{}</h2><p class=\"muted\">{} · probe {}</p>",
+        escape(&result.name),
+        badge(report.partial, "partial"),
+        badge(report.quick, "quick"),
+        escape(&report.manifest.at),
+        escape(&report.manifest.probe)
+    );
+    let all = figures(result);
+    plots(out, all.iter().filter(|figure| !figure.name.starts_with("memory")));
+    startup(out, report);
+    plots(out, all.iter().filter(|figure| figure.name.starts_with("memory")));
+    memory(out, report);
+    let found = warnings(report, &result.samples);
+    if !found.is_empty() {
+        let _ = write!(out, "<h3>Before you believe it</h3>");
+    }
+    for warning in found {
+        let _ = write!(
+            out,
+            "<div class=\"warn\"><p><strong>{}</strong></p><p>{}</p></div>",
+            escape(&warning.seen),
+            escape(warning.advice)
+        );
+    }
+    remarks(out, report);
+    conditions(out, report);
+}
+
+fn plots<'a>(out: &mut String, figures: impl Iterator<Item = &'a Figure>) {
+    let _ = write!(out, "<div class=\"plots\">");
+    for figure in figures {
+        let _ = write!(out, "<figure>{}<figcaption>{}</figcaption></figure>", svg(&figure.scene), escape(&figure.caption));
+    }
+    let _ = write!(out, "</div>");
+}
+
+/// A table; the first `texts` columns are text.
+fn table(out: &mut String, heading: &[&str], rows: &[Vec<String>], texts: usize, class: &str) {
+    let cell = |tag: &str, index: usize, text: &str| {
+        let class = if index < texts { " class=\"l\"" } else { "" };
+        format!("<{tag}{class}>{}</{tag}>", escape(text))
+    };
+    let line = |tag: &str, cells: &mut dyn Iterator<Item = &str>| -> String {
+        let cells: String = cells.enumerate().map(|(index, text)| cell(tag, index, text)).collect();
+        format!("<tr>{cells}</tr>")
+    };
+    let _ = write!(out, "<div class=\"wide\"><table class=\"{class}\"><thead>");
+    out.push_str(&line("th", &mut heading.iter().copied()));
+    out.push_str("</thead><tbody>");
+    for row in rows {
+        out.push_str(&line("td", &mut row.iter().map(String::as_str)));
+    }
+    out.push_str("</tbody></table></div>");
+}
+
+fn ms(time: Option<f64>) -> String {
+    time.map_or_else(|| "–".into(), |time| if time < 100.0 { format!("{time:.1}") } else { format!("{time:.0}") })
+}
+
+fn figures_of(summary: &Summary) -> Vec<String> {
+    let counts = [summary.n.to_string(), summary.failures.to_string()];
+    counts.into_iter().chain(summary.figures().map(|(_, value)| ms(value))).collect()
+}
+
+fn startup(out: &mut String, report: &Report) {
+    if report.series.is_empty() {
+        return;
+    }
+    let mut rows = Vec::new();
+    let mut row = |name: &str, what: String, summary: &Summary| {
+        rows.push([vec![name.to_owned(), what], figures_of(summary)].concat());
+    };
+    for series in &report.series {
+        let mode = if series.group > 1 { format!("{} × {}", series.mode, series.group) } else { "serial".into() };
+        row(&series.runtime, mode, &series.summary);
+        if !series.batch_ms.is_empty() {
+            row(&series.runtime, format!("whole groups of {}", series.group), &Summary::of(&series.batch_ms, 0));
+        }
+    }
+    if let Some(bare) = &report.bare_boot {
+        row("bare boot", "the same machine alone".into(), &bare.summary);
+    }
+    out.push_str("<h3>Start-up, ms</h3>");
+    let heading = ["runtime", "mode", "n", "failed", "min", "p50", "p90", "p95", "p99", "max", "mean", "sd"];
+    table(out, &heading, &rows, 2, "");
+    out.push_str("<ul>");
+    for ratio in &report.ratios {
+        let _ = write!(
+            out,
+            "<li>{} over {}, {}: medians {}</li>",
+            escape(&ratio.a),
+            escape(&ratio.b),
+            ratio.mode,
+            ratio.ratio
+        );
+    }
+    if let Some((bare, over)) = report.bare_boot.as_ref().and_then(|bare| Some((bare, bare.over?))) {
+        let _ = write!(out, "<li>{} over a bare boot of its machine: medians {over}</li>", escape(&bare.like));
+    }
+    if let Some(overhead) = &report.overhead {
+        let _ = write!(
+            out,
+            "<li>The probe's own share: at most {} ms per pod (an empty call {} ms, seeing a first byte {} ms).</li>",
+            ms(overhead.per_pod_ms),
+            ms(overhead.empty_call_ms),
+            ms(overhead.mark_ms)
+        );
+    }
+    for series in report.series.iter().filter(|series| !series.release_spread_ms.is_empty()) {
+        let spread = series.release_spread_ms.iter().copied().fold(0.0, f64::max);
+        let _ = write!(
+            out,
+            "<li>{}: pods of a group were released within {spread:.2} ms at most.</li>",
+            escape(&series.runtime)
+        );
+    }
+    out.push_str("</ul>");
+}
+
+fn memory(out: &mut String, report: &Report) {
+    if report.memory.is_empty() {
+        return;
+    }
+    let mb = |kib: f64| format!("{:.1}", kib / 1024.0);
+    let used = |role: &Role| report.memory.iter().any(|row| row.by_role.contains_key(role));
+    let roles: Vec<Role> = Role::ALL.into_iter().filter(used).collect();
+    let mut heading = vec!["runtime", "pods"];
+    heading.extend(roles.iter().map(|role| role.as_str()));
+    heading.extend(["management", "total", "goes away", "MemAvailable fell"]);
+    let rows: Vec<Vec<String>> = report
+        .memory
+        .iter()
+        .map(|row| {
+            let mut cells = vec![row.runtime.clone(), row.pods.to_string()];
+            cells.extend(roles.iter().map(|role| row.by_role.get(role).map_or_else(|| "–".into(), |kib| mb(*kib))));
+            let sums = [row.management_pss_kib, row.total_pss_kib, row.goes_away_kib, row.available_fall_kib];
+            cells.extend(sums.map(mb));
+            cells
+        })
+        .collect();
+    out.push_str("<h3>Memory, PSS in MB (1024 KiB)</h3>");
+    table(out, &heading, &rows, 1, "");
+    out.push_str(
+        "<p class=\"muted\">Management: resident process and shims, as published figures count. Goes away: \
+         everything, of the resident process only what it grew. The CRI runtime itself is in no sum.</p>",
+    );
+    if report.marginal_kib_per_pod.is_empty() {
+        return;
+    }
+    let kib = |kib: f64| format!("{kib:.0}");
+    let rows: Vec<Vec<String>> = report
+        .marginal_kib_per_pod
+        .iter()
+        .map(|(runtime, marginal)| {
+            vec![
+                runtime.clone(),
+                kib(marginal.total),
+                kib(marginal.overhead),
+                kib(marginal.management),
+                kib(marginal.daemon),
+                kib(marginal.available),
+                format!("{:.3}", marginal.r2),
+            ]
+        })
+        .collect();
+    out.push_str("<h3>Growth per pod, KiB (least squares)</h3>");
+    let heading =
+        ["runtime", "total", "without workloads", "management", "resident process", "fall of MemAvailable", "r²"];
+    table(out, &heading, &rows, 1, "");
+}
+
+fn remarks(out: &mut String, report: &Report) {
+    if report.notes.is_empty() && report.not_measured.is_empty() {
+        return;
+    }
+    out.push_str("<h3>Notes</h3><ul>");
+    for note in &report.notes {
+        let _ = write!(out, "<li>{}</li>", escape(note));
+    }
+    for (what, why) in &report.not_measured {
+        let _ = write!(out, "<li>not measured: {}: {}</li>", escape(what), escape(why));
+    }
+    out.push_str("</ul>");
+}
+
+fn conditions(out: &mut String, report: &Report) {
+    let manifest = &report.manifest;
+    let mut rows = Vec::new();
+    let mut add = |group: &str, facts: &Facts| {
+        rows.extend(facts.iter().map(|(name, fact)| vec![format!("{group}: {}", name.replace('_', " ")), shown(fact)]));
+    };
+    add("host", &manifest.host);
+    add("CRI", &manifest.cri);
+    manifest.runtimes.iter().for_each(|(name, facts)| add(name, facts));
+    add("VMM", &manifest.vmm);
+    add("pod", &manifest.pod);
+    add("plan", &manifest.plan);
+    out.push_str("<details open><summary>Conditions</summary>");
+    table(out, &["what", "is"], &rows, 2, "wrap");
+    out.push_str("</details>");
+}
+
+fn published(out: &mut String) {
+    let rows: Vec<Vec<String>> = anchors::all()
+        .into_iter()
+        .map(|anchor| {
+            let (what, figure) = match &anchor.figure {
+                Published::StartUp { measures, n, p50_ms, p95_ms, p99_ms, .. } => {
+                    let n = n.map_or_else(|| "n not stated".into(), |n| format!("n = {n}"));
+                    let more = [("p95", p95_ms), ("p99", p99_ms)];
+                    let more: String = more
+                        .iter()
+                        .filter_map(|(name, value)| Some(format!(", {name} {:.0}", value.as_ref()?)))
+                        .collect();
+                    (measures.clone(), format!("p50 {p50_ms:.0}{more} ms, {n}"))
+                }
+                Published::Memory { pods, definition, pss_mb } => {
+                    (format!("memory, {definition}, {pods} pods"), format!("{pss_mb:.0} MB"))
+                }
+            };
+            vec![anchor.name(), what, figure, anchor.hardware, anchor.note, anchor.source]
+        })
+        .collect();
+    out.push_str(
+        "<h2>Published figures</h2><p class=\"muted\">From other hardware, by other methods: for orientation. No \
+         ratio to them is given, since it would mean nothing.</p>",
+    );
+    table(out, &["system", "what", "figure", "on", "note", "source"], &rows, 6, "wrap");
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::manifest::Manifest;
+    use crate::sample::{Mode, Outcome, Sample};
+
+    fn result(runtime: &str, count: u32) -> Loaded {
+        let sample = |round: u32| Sample {
+            runtime: runtime.into(),
+            mode: Mode::Serial,
+            round,
+            index: 0,
+            warm_up: false,
+            released_ms: f64::from(round) * 200.0,
+            pod_ms: Some(80.0),
+            created_ms: Some(90.0),
+            started_ms: Some(120.0),
+            first_byte_ms: Some(100.0 + f64::from(round * 7919 % 1000) / 10.0),
+            outcome: if round % 100 == 99 { Outcome::Failed } else { Outcome::Ok },
+            failed_at: if round % 100 == 99 { "RunPodSandbox".into() } else { String::new() },
+            error: String::new(),
+            stages: Default::default(),
+        };
+        let samples: Vec<Sample> = (0..count).map(sample).collect();
+        let mut report = Report::new(Manifest::default());
+        report.add_startup(&[runtime.to_owned()], &samples, &[]);
+        Loaded { name: "a run".into(), report, samples }
+    }
+
+    #[test]
+    fn a_large_result_is_a_small_page_that_asks_for_nothing() {
+        let page = page(&[result("sandboxer", 10_000)]);
+        assert!(page.len() < 3 << 20, "{} bytes", page.len());
+        for word in ["<script", "http://", "https://", "@import", "url("] {
+            let found = page.replace("http://www.w3.org/2000/svg", "").contains(word);
+            assert!(!found, "the page refers to something outside: {word}");
+        }
+        assert!(page.contains("100 of 10000 starts failed (100 at RunPodSandbox)"));
+    }
+
+    #[test]
+    fn a_runtimes_name_is_never_markup() {
+        assert!(!page(&[result("<img src=x>", 3)]).contains("<img"));
+    }
+}

@@ -1,0 +1,137 @@
+//! Curves over an axis: distributions of start-up times, memory over pod counts.
+
+use super::axis::{Axis, frame};
+use super::scene::{Anchor, Dash, Ink, Item, Scene, TEXT, text_width};
+
+const WIDTH: f32 = 520.0;
+const HEIGHT: f32 = 330.0;
+/// Left, top, right, bottom margins of the area.
+const MARGIN: [f32; 4] = [52.0, 28.0, 14.0, 44.0];
+/// Most points of one curve that are drawn: more than there are pixels show nothing more.
+const POINTS: usize = 400;
+
+/// A curve.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Curve {
+    /// Its name.
+    pub name: String,
+    /// x and y, ascending in x.
+    pub points: Vec<(f64, f64)>,
+    /// Colour; a published one is thinner and dashed.
+    pub ink: Ink,
+    /// With a dot at each point.
+    pub dots: bool,
+}
+
+/// Distributions: ms, and the part of starts that took no longer.
+pub fn distributions(title: &str, curves: &[Curve]) -> Scene {
+    let ends = |curve: &Curve| Some((curve.points.first()?.0, curve.points.last()?.0));
+    let ends: Vec<(f64, f64)> = curves.iter().filter_map(ends).collect();
+    let least = ends.iter().map(|end| end.0).fold(f64::INFINITY, f64::min);
+    let most = ends.iter().map(|end| end.1).fold(0.0, f64::max);
+    let (scene, legend) = area(title, curves.len());
+    let x = Axis::spanning(least, most, MARGIN[0], WIDTH - MARGIN[2]);
+    let y = Axis::linear(1.0, HEIGHT - MARGIN[3], MARGIN[1]);
+    let steps: Vec<Curve> = curves.iter().map(stepped).collect();
+    draw(scene, &steps, &x, &y, ("ms", "part of starts that took no longer"), true, legend)
+}
+
+/// Amounts over counts, from zero.
+pub fn growth(title: &str, names: (&str, &str), curves: &[Curve]) -> Scene {
+    let all = curves.iter().flat_map(|curve| &curve.points);
+    let most = all.fold((0.0f64, 0.0f64), |most, point| (most.0.max(point.0), most.1.max(point.1)));
+    let (scene, legend) = area(title, curves.len());
+    let x = Axis::linear(most.0 * 1.03, MARGIN[0], WIDTH - MARGIN[2]);
+    let y = Axis::linear(most.1 * 1.05, HEIGHT - MARGIN[3], MARGIN[1]);
+    draw(scene, curves, &x, &y, names, false, legend)
+}
+
+/// A scene with room for a legend below the area.
+fn area(title: &str, curves: usize) -> (Scene, f32) {
+    let legend = HEIGHT + 4.0;
+    (Scene::new(WIDTH, legend + curves as f32 * TEXT * 1.5 + 6.0, title), legend)
+}
+
+/// A distribution is a staircase: it rises where a sample is.
+fn stepped(curve: &Curve) -> Curve {
+    let thin = thinned(&curve.points);
+    let mut points = Vec::with_capacity(2 * thin.len() + 1);
+    let mut last = 0.0;
+    for (x, y) in thin {
+        points.push((x, last));
+        points.push((x, y));
+        last = y;
+    }
+    Curve { points, ..curve.clone() }
+}
+
+fn thinned(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
+    if points.len() <= POINTS {
+        return points.to_vec();
+    }
+    (0..POINTS).map(|index| points[index * (points.len() - 1) / (POINTS - 1)]).collect()
+}
+
+fn draw(
+    mut scene: Scene,
+    curves: &[Curve],
+    x: &Axis,
+    y: &Axis,
+    names: (&str, &str),
+    percent: bool,
+    legend: f32,
+) -> Scene {
+    frame(&mut scene, x, y, names, percent);
+    for (index, curve) in curves.iter().enumerate() {
+        let points: Vec<(f32, f32)> = curve.points.iter().map(|&(a, b)| (x.at(a), y.at(b))).collect();
+        let (width, dash) = look(curve.ink);
+        if curve.dots {
+            scene.items.extend(points.iter().map(|&at| Item::Dot { at, ink: curve.ink }));
+        }
+        scene.line(points, curve.ink, width, dash);
+        let at = legend + (index as f32 + 0.8) * TEXT * 1.5;
+        scene.line(vec![(MARGIN[0], at - 4.0), (MARGIN[0] + 30.0, at - 4.0)], curve.ink, width, dash);
+        scene.text((MARGIN[0] + 38.0, at), Anchor::Start, Ink::Text, fitting(&curve.name, WIDTH - MARGIN[0] - 44.0));
+    }
+    scene
+}
+
+/// Width and breaks of a line: a second mark of which series it is, beside its colour.
+pub fn look(ink: Ink) -> (f32, Dash) {
+    match ink {
+        Ink::Series(0) => (2.4, Dash::Solid),
+        Ink::Series(1) => (2.4, Dash::Dashed(12.0, 3.0)),
+        Ink::Series(2) => (2.4, Dash::Dashed(3.0, 3.0)),
+        Ink::Series(_) => (2.4, Dash::Dashed(12.0, 3.0 + 2.0)),
+        Ink::Published(0) => (1.4, Dash::Dashed(6.0, 5.0)),
+        Ink::Published(_) => (1.4, Dash::Dashed(2.0, 5.0)),
+        _ => (1.0, Dash::Solid),
+    }
+}
+
+/// A text that is not wider than there is room.
+pub fn fitting(text: &str, room: f32) -> String {
+    if text_width(text) <= room {
+        return text.to_owned();
+    }
+    let kept = (room / text_width("x")) as usize;
+    text.chars().take(kept.saturating_sub(1)).chain(['…']).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn many_points_are_thinned_and_both_ends_stay() {
+        let points: Vec<_> = (0..10_000).map(|n| (f64::from(n), f64::from(n) / 9_999.0)).collect();
+        let thin = thinned(&points);
+        assert_eq!((thin.len(), thin[0], thin[POINTS - 1]), (POINTS, points[0], points[9_999]));
+    }
+
+    #[test]
+    fn a_distribution_is_a_staircase() {
+        let curve = Curve { name: "a".into(), points: vec![(1.0, 0.5), (2.0, 1.0)], ink: Ink::Series(0), dots: false };
+        assert_eq!(stepped(&curve).points, [(1.0, 0.0), (1.0, 0.5), (2.0, 0.5), (2.0, 1.0)]);
+    }
+}

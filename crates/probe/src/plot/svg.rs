@@ -1,0 +1,122 @@
+//! A scene as SVG. Colours are CSS variables: the page's, or those of [`STYLE`] where it stands alone.
+
+use std::fmt::Write;
+
+use super::scene::{Anchor, Dash, Ink, Item, Scene, TEXT};
+
+/// Colours for light and dark. The series' are Okabe and Ito's, which colour-blind people tell apart.
+pub const STYLE: &str = "\
+:root{--paper:#fff;--ink:#1b1f24;--muted:#57606a;--grid:#e4e7eb;--s0:#0072b2;--s1:#d55e00;--s2:#009e73;\
+--s3:#cc79a7;--s4:#e69f00;--s5:#56b4e9;--p0:#6e7781;--p1:#8a6d3b}\
+@media (prefers-color-scheme:dark){:root{--paper:#0f1419;--ink:#e6e9ed;--muted:#9aa4af;--grid:#2a323b;\
+--s0:#56b4e9;--s1:#f0883e;--s2:#2fc08f;--s3:#e39bc4;--s4:#f0b840;--s5:#8fd0f5;--p0:#a3adb8;--p1:#c9a66b}}\
+@media print{:root{--paper:#fff;--ink:#000;--muted:#444;--grid:#ddd;--s0:#0072b2;--s1:#d55e00;--s2:#009e73;\
+--s3:#cc79a7;--s4:#e69f00;--s5:#56b4e9;--p0:#666;--p1:#8a6d3b}}";
+
+/// As a part of a page.
+pub fn svg(scene: &Scene) -> String {
+    let mut out = format!(
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {} {}\" role=\"img\" aria-label=\"{}\" \
+         font-family=\"system-ui,sans-serif\" font-size=\"{TEXT}\">",
+        scene.width,
+        scene.height,
+        escape(&scene.title)
+    );
+    scene.items.iter().for_each(|item| write_item(&mut out, item));
+    out + "</svg>"
+}
+
+/// As a file of its own.
+pub fn standalone(scene: &Scene) -> String {
+    let inner = svg(scene);
+    let paper = "<rect width=\"100%\" height=\"100%\" fill=\"var(--paper)\"/>";
+    inner.replacen('>', &format!("><style>{STYLE}</style>{paper}"), 1)
+}
+
+fn write_item(out: &mut String, item: &Item) {
+    // Writing to a String cannot fail.
+    let _ = match item {
+        Item::Line { points, ink, width, dash } => {
+            let mut path = String::new();
+            for (index, (x, y)) in points.iter().enumerate() {
+                let _ = write!(path, "{}{x:.1} {y:.1}", if index == 0 { "M" } else { "L" });
+            }
+            let dash = match dash {
+                Dash::Solid => String::new(),
+                Dash::Dashed(on, off) => format!(" stroke-dasharray=\"{on} {off}\""),
+            };
+            write!(
+                out,
+                "<path d=\"{path}\" fill=\"none\" stroke=\"{}\" stroke-width=\"{width}\"{dash} \
+                 stroke-linejoin=\"round\"/>",
+                colour(*ink)
+            )
+        }
+        Item::Box { at: [x, y, width, height], ink, title } => write!(
+            out,
+            "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{width:.1}\" height=\"{height:.1}\" rx=\"2\" fill=\"{}\">\
+             <title>{}</title></rect>",
+            colour(*ink),
+            escape(title)
+        ),
+        Item::Dot { at, ink } => {
+            write!(out, "<circle cx=\"{:.1}\" cy=\"{:.1}\" r=\"3.2\" fill=\"{}\"/>", at.0, at.1, colour(*ink))
+        }
+        Item::Text { at, anchor, ink, text } => {
+            let anchor = match anchor {
+                Anchor::Start => "start",
+                Anchor::Middle => "middle",
+                Anchor::End => "end",
+            };
+            write!(
+                out,
+                "<text x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"{anchor}\" fill=\"{}\">{}</text>",
+                at.0,
+                at.1,
+                colour(*ink),
+                escape(text)
+            )
+        }
+    };
+}
+
+fn colour(ink: Ink) -> String {
+    match ink {
+        Ink::Text => "var(--ink)".into(),
+        Ink::Muted => "var(--muted)".into(),
+        Ink::Grid => "var(--grid)".into(),
+        Ink::Series(index) => format!("var(--s{})", index % 6),
+        Ink::Published(index) => format!("var(--p{})", index % 2),
+    }
+}
+
+/// Text as part of markup.
+pub fn escape(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for character in text.chars() {
+        match character {
+            '&' => escaped += "&amp;",
+            '<' => escaped += "&lt;",
+            '>' => escaped += "&gt;",
+            '"' => escaped += "&quot;",
+            '\'' => escaped += "&#39;",
+            // Control characters are no part of any markup.
+            other if other.is_control() => escaped.push(' '),
+            other => escaped.push(other),
+        }
+    }
+    escaped
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_text_and_never_markup() {
+        let mut scene = Scene::new(10.0, 10.0, "<script>\"");
+        scene.text((1.0, 1.0), Anchor::Start, Ink::Text, "a<b>&\u{7}");
+        let svg = svg(&scene);
+        assert!(!svg.contains("<script") && svg.contains("a&lt;b&gt;&amp; "), "{svg}");
+    }
+}

@@ -50,11 +50,15 @@ fn startup(result: &Loaded, mode: Mode) -> Option<Figure> {
     let (name, caption) = match mode {
         Mode::Serial => {
             curves.extend(published("serial"));
-            ("startup-serial", "Start-up one after the other, from the pod's release to its container's first byte. ")
+            (
+                "startup-serial",
+                "Start-up one after the other, from the pod's release to its container's first byte. ",
+            )
         }
-        Mode::Parallel => {
-            ("startup-parallel", "Start-up of each pod of groups that were released at once, from the release to the first byte. ")
-        }
+        Mode::Parallel => (
+            "startup-parallel",
+            "Start-up of each pod of groups that were released at once, from the release to the first byte. ",
+        ),
     };
     Some(Figure {
         name: name.into(),
@@ -125,9 +129,10 @@ fn stages(series: &Series) -> Option<Figure> {
     let title = format!("Stages of {} {}: means, ms", series.runtime, series.mode);
     Some(Figure {
         name: format!("stages-{}-{}", file_name(&series.runtime), series.mode),
-        caption: "The daemon's own stages, which add up with the rest to the mean start. The rest is containerd, \
+        caption:
+            "The daemon's own stages, which add up with the rest to the mean start. The rest is containerd, \
                   CNI, and the way of the first byte to the log."
-            .into(),
+                .into(),
         scene: waterfall(&title, &bars),
     })
 }
@@ -167,8 +172,9 @@ fn memory(report: &Report) -> Vec<Figure> {
     vec![
         Figure {
             name: "memory-total".into(),
-            caption: "Everything: resident process, shims, pause containers, monitors, guest memory, workloads."
-                .into(),
+            caption:
+                "Everything: resident process, shims, pause containers, monitors, guest memory, workloads."
+                    .into(),
             scene: growth("Memory in all, over pods", names, &curves(&|row| row.total_pss_kib)),
         },
         Figure {

@@ -45,7 +45,9 @@ pub fn page(results: &[Loaded]) -> String {
 
 fn section(out: &mut String, result: &Loaded) {
     let report = &result.report;
-    let badge = |flag: bool, text: &str| if flag { format!("<span class=\"badge\">{text}</span>") } else { String::new() };
+    let badge = |flag: bool, text: &str| {
+        if flag { format!("<span class=\"badge\">{text}</span>") } else { String::new() }
+    };
     let _ = write!(
         out,
         "<h2>{}{}{}</h2><p class=\"muted\">{} · probe {}</p>",
@@ -79,7 +81,12 @@ fn section(out: &mut String, result: &Loaded) {
 fn plots<'a>(out: &mut String, figures: impl Iterator<Item = &'a Figure>) {
     let _ = write!(out, "<div class=\"plots\">");
     for figure in figures {
-        let _ = write!(out, "<figure>{}<figcaption>{}</figcaption></figure>", svg(&figure.scene), escape(&figure.caption));
+        let _ = write!(
+            out,
+            "<figure>{}<figcaption>{}</figcaption></figure>",
+            svg(&figure.scene),
+            escape(&figure.caption)
+        );
     }
     let _ = write!(out, "</div>");
 }
@@ -104,7 +111,10 @@ fn table(out: &mut String, heading: &[&str], rows: &[Vec<String>], texts: usize,
 }
 
 fn ms(time: Option<f64>) -> String {
-    time.map_or_else(|| "–".into(), |time| if time < 100.0 { format!("{time:.1}") } else { format!("{time:.0}") })
+    time.map_or_else(
+        || "–".into(),
+        |time| if time < 100.0 { format!("{time:.1}") } else { format!("{time:.0}") },
+    )
 }
 
 fn figures_of(summary: &Summary) -> Vec<String> {
@@ -121,10 +131,15 @@ fn startup(out: &mut String, report: &Report) {
         rows.push([vec![name.to_owned(), what], figures_of(summary)].concat());
     };
     for series in &report.series {
-        let mode = if series.group > 1 { format!("{} × {}", series.mode, series.group) } else { "serial".into() };
+        let mode =
+            if series.group > 1 { format!("{} × {}", series.mode, series.group) } else { "serial".into() };
         row(&series.runtime, mode, &series.summary);
         if !series.batch_ms.is_empty() {
-            row(&series.runtime, format!("whole groups of {}", series.group), &Summary::of(&series.batch_ms, 0));
+            row(
+                &series.runtime,
+                format!("whole groups of {}", series.group),
+                &Summary::of(&series.batch_ms, 0),
+            );
         }
     }
     if let Some(bare) = &report.bare_boot {
@@ -145,7 +160,8 @@ fn startup(out: &mut String, report: &Report) {
         );
     }
     if let Some((bare, over)) = report.bare_boot.as_ref().and_then(|bare| Some((bare, bare.over?))) {
-        let _ = write!(out, "<li>{} over a bare boot of its machine: medians {over}</li>", escape(&bare.like));
+        let _ =
+            write!(out, "<li>{} over a bare boot of its machine: medians {over}</li>", escape(&bare.like));
     }
     if let Some(overhead) = &report.overhead {
         let _ = write!(
@@ -182,7 +198,9 @@ fn memory(out: &mut String, report: &Report) {
         .iter()
         .map(|row| {
             let mut cells = vec![row.runtime.clone(), row.pods.to_string()];
-            cells.extend(roles.iter().map(|role| row.by_role.get(role).map_or_else(|| "–".into(), |kib| mb(*kib))));
+            cells.extend(
+                roles.iter().map(|role| row.by_role.get(role).map_or_else(|| "–".into(), |kib| mb(*kib))),
+            );
             let sums = [row.management_pss_kib, row.total_pss_kib, row.goes_away_kib, row.available_fall_kib];
             cells.extend(sums.map(mb));
             cells
@@ -214,8 +232,15 @@ fn memory(out: &mut String, report: &Report) {
         })
         .collect();
     out.push_str("<h3>Growth per pod, KiB (least squares)</h3>");
-    let heading =
-        ["runtime", "total", "without workloads", "management", "resident process", "fall of MemAvailable", "r²"];
+    let heading = [
+        "runtime",
+        "total",
+        "without workloads",
+        "management",
+        "resident process",
+        "fall of MemAvailable",
+        "r²",
+    ];
     table(out, &heading, &rows, 1, "");
 }
 
@@ -237,7 +262,11 @@ fn conditions(out: &mut String, report: &Report) {
     let manifest = &report.manifest;
     let mut rows = Vec::new();
     let mut add = |group: &str, facts: &Facts| {
-        rows.extend(facts.iter().map(|(name, fact)| vec![format!("{group}: {}", name.replace('_', " ")), shown(fact)]));
+        rows.extend(
+            facts
+                .iter()
+                .map(|(name, fact)| vec![format!("{group}: {}", name.replace('_', " ")), shown(fact)]),
+        );
     };
     add("host", &manifest.host);
     add("CRI", &manifest.cri);

@@ -12,6 +12,7 @@
 pub mod anchors;
 pub mod attribution;
 pub mod bare_boot;
+pub mod compare;
 pub mod figures;
 pub mod first_byte;
 pub mod html;

@@ -4,9 +4,13 @@ use std::fs::{self, File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
+use crate::figures::figures;
+use crate::manifest::Manifest;
 use crate::memory::Point;
+use crate::plot::{png, standalone};
 use crate::report::{self, Report, ReportError};
 use crate::sample::{Sample, SampleWriter, SamplesError, read_samples};
+use crate::summarise::{self, TextError};
 use crate::summary::cdf;
 
 /// What went wrong with a result's files.
@@ -35,6 +39,14 @@ pub enum StoreError {
         path: PathBuf,
         /// What is wrong with it.
         source: ReportError,
+    },
+    /// A text file that holds no times.
+    #[error("cannot use {path}")]
+    Text {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: TextError,
     },
     /// Not a directory with a result in it.
     #[error("{0} holds no result: there is no report.json in it")]
@@ -166,8 +178,44 @@ pub struct Loaded {
     pub samples: Vec<Sample>,
 }
 
-/// Reads a directory that a [`Store`] wrote.
-pub fn load(dir: &Path) -> Result<Loaded, StoreError> {
+/// Writes the plots of a result as `plots/<name>.svg` and `.png` below `dir`; their paths.
+pub fn write_plots(dir: &Path, result: &Loaded) -> Result<Vec<PathBuf>, StoreError> {
+    let plots = dir.join("plots");
+    fs::create_dir_all(&plots).map_err(io("make", &plots))?;
+    let mut paths = Vec::new();
+    for figure in figures(result) {
+        let name = format!("{}-{}", file_name(&result.name), figure.name);
+        let picture = png(&figure.scene).unwrap_or_default();
+        for (end, bytes) in [("svg", standalone(&figure.scene).into_bytes()), ("png", picture)] {
+            let path = plots.join(format!("{name}.{end}"));
+            write_whole(&path, &bytes)?;
+            paths.push(path);
+        }
+    }
+    Ok(paths)
+}
+
+/// Reads a result: a directory that a [`Store`] wrote, or a text file of times, which becomes a serial series
+/// of a runtime that is named like the file.
+pub fn load(path: &Path) -> Result<Loaded, StoreError> {
+    if path.is_file() { load_text(path) } else { load_dir(path) }
+}
+
+fn load_text(path: &Path) -> Result<Loaded, StoreError> {
+    let text = fs::read_to_string(path).map_err(io("read", path))?;
+    let times =
+        summarise::parse(&text).map_err(|source| StoreError::Text { path: path.to_owned(), source })?;
+    let name = path.file_stem().map_or_else(|| "times".into(), |name| name.to_string_lossy().into_owned());
+    let samples = times.samples(&name);
+    let mut report = Report::new(Manifest::default());
+    report.add_startup(std::slice::from_ref(&name), &samples, &[]);
+    report.notes.push(format!("imported from {}, read as {}", path.display(), times.read_as));
+    let unknown = "imported from a text file: it holds times and nothing about where they are from";
+    report.not_measured.insert("manifest".into(), unknown.into());
+    Ok(Loaded { name, report, samples })
+}
+
+fn load_dir(dir: &Path) -> Result<Loaded, StoreError> {
     let path = dir.join("report.json");
     if !path.exists() {
         return Err(StoreError::None(dir.to_owned()));
@@ -188,7 +236,6 @@ pub fn load(dir: &Path) -> Result<Loaded, StoreError> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::manifest::Manifest;
 
     #[test]
     fn a_result_comes_back_and_is_never_overwritten() {

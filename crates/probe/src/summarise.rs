@@ -12,6 +12,7 @@
 //!
 //! A word such as `failed` or `-` in place of a time is a failure: counted, never turned into a time.
 
+use crate::sample::{Mode, Outcome, Sample};
 use crate::summary::Summary;
 
 /// Words that stand for a start that gave no time.
@@ -34,6 +35,30 @@ impl Times {
     /// What they come to.
     pub fn summary(&self) -> Summary {
         Summary::of(&self.times, self.failures)
+    }
+
+    /// As samples of serial starts of this runtime.
+    pub fn samples(&self, runtime: &str) -> Vec<Sample> {
+        let times = self.times.iter().map(|&time| Some(time)).chain((0..self.failures).map(|_| None));
+        times
+            .enumerate()
+            .map(|(round, time)| Sample {
+                runtime: runtime.to_owned(),
+                mode: Mode::Serial,
+                round: round as u32,
+                index: 0,
+                warm_up: false,
+                released_ms: 0.0,
+                pod_ms: None,
+                created_ms: None,
+                started_ms: None,
+                first_byte_ms: time,
+                outcome: if time.is_some() { Outcome::Ok } else { Outcome::Failed },
+                failed_at: if time.is_some() { String::new() } else { "not stated".into() },
+                error: String::new(),
+                stages: Default::default(),
+            })
+            .collect()
     }
 }
 

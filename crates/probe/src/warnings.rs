@@ -33,7 +33,10 @@ pub fn warnings(report: &Report, samples: &[Sample]) -> Vec<Warning> {
     let mut found = Vec::new();
     let mut warn = |seen: String, advice: &'static str| found.push(Warning { seen, advice });
     if let Some(why) = &report.partial_reason {
-        warn(format!("The run ended early: {why}."), "Its figures stand on fewer samples than were asked for.");
+        warn(
+            format!("The run ended early: {why}."),
+            "Its figures stand on fewer samples than were asked for.",
+        );
     }
     if let Some(load) = report.manifest.load_per_cpu().filter(|load| *load > BUSY) {
         warn(
@@ -58,7 +61,9 @@ pub fn warnings(report: &Report, samples: &[Sample]) -> Vec<Warning> {
     for series in &report.series {
         one(series, samples, &mut warn);
     }
-    if let Some(share) = report.overhead.as_ref().and_then(|overhead| overhead.per_pod_ms).filter(|ms| *ms > OWN_SHARE) {
+    if let Some(share) =
+        report.overhead.as_ref().and_then(|overhead| overhead.per_pod_ms).filter(|ms| *ms > OWN_SHARE)
+    {
         warn(
             format!("The probe's own share may be {share:.2} ms per pod."),
             "An upper bound: most of it is the runtime answering empty calls. Differences below it mean nothing.",
@@ -98,7 +103,8 @@ fn one(series: &Series, samples: &[Sample], warn: Warn<'_>) {
     let name = format!("{} {}", series.runtime, series.mode);
     let summary = &series.summary;
     if summary.failures > 0 {
-        let at: Vec<String> = series.failed_at.iter().map(|(call, count)| format!("{count} at {call}")).collect();
+        let at: Vec<String> =
+            series.failed_at.iter().map(|(call, count)| format!("{count} at {call}")).collect();
         warn(
             format!("{name}: {} of {} starts failed ({}).", summary.failures, summary.n, at.join(", ")),
             "They are in no percentile. A runtime that fails under load is not fast: look at samples.csv for why.",
@@ -121,7 +127,8 @@ fn one(series: &Series, samples: &[Sample], warn: Warn<'_>) {
     }
     let all = times(samples, &series.runtime, series.mode);
     let (early, late) = all.split_at(all.len() / 2);
-    if let (Mode::Serial, true, Some(a), Some(b)) = (series.mode, all.len() >= 20, median(early), median(late))
+    if let (Mode::Serial, true, Some(a), Some(b)) =
+        (series.mode, all.len() >= 20, median(early), median(late))
         && (b / a - 1.0).abs() > DRIFT
     {
         warn(
@@ -155,7 +162,10 @@ fn memory(report: &Report, warn: Warn<'_>) {
         }
         if row.by_role.contains_key(&crate::attribution::Role::Unattributed) {
             warn(
-                format!("{} with {} pods: processes below the runtime belong to no pod.", row.runtime, row.pods),
+                format!(
+                    "{} with {} pods: processes below the runtime belong to no pod.",
+                    row.runtime, row.pods
+                ),
                 "They are in the total under 'unattributed'; ledger.csv names them.",
             );
         }

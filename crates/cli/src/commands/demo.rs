@@ -200,8 +200,13 @@ async fn figures(args: &Args, bench: &Bench, cancel: &CancellationToken) -> Resu
     let (report, _) = bench.memory(&sweep, store.as_mut(), cancel, &mut |_| ()).await?;
     heading("memory")?;
     render::print(&format!("{}{}", tables::memory(&report), tables::remarks(&report)))?;
-    match report.partial_reason {
-        Some(why) => bail!("the run is partial: {why}"),
-        None => Ok(()),
+    if let Some(why) = report.partial_reason {
+        bail!("the run is partial: {why}");
     }
+    if let Some(dir) = output {
+        let page = dir.join("report.html");
+        super::report::write(&[dir.join("startup"), dir.join("memory")], &page)?;
+        render::print(&format!("\nreport: {}", page.display()))?;
+    }
+    Ok(())
 }

@@ -1,5 +1,6 @@
 //! One file per verb. A new one: its file with `Args` and `run`, a `mod` and a variant here.
 
+mod compare;
 mod completion;
 mod config;
 mod demo;
@@ -9,6 +10,7 @@ mod interrupt;
 mod logs;
 mod mem_report;
 mod pods;
+mod report;
 mod startup;
 mod summarise;
 mod tables;
@@ -30,6 +32,8 @@ pub enum Command {
     Demo(demo::Args),
     Startup(startup::Args),
     MemReport(mem_report::Args),
+    Report(report::Args),
+    Compare(compare::Args),
     Summarise(summarise::Args),
     Config(config::Args),
     Completion(completion::Args),
@@ -47,6 +51,8 @@ impl Command {
             Command::Demo(args) => demo::run(args, global).await,
             Command::Startup(args) => startup::run(args, global).await,
             Command::MemReport(args) => mem_report::run(args, global).await,
+            Command::Report(args) => report::run(args, global),
+            Command::Compare(args) => compare::run(args, global),
             Command::Summarise(args) => summarise::run(args, global),
             Command::Config(args) => config::run(args),
             Command::Completion(args) => completion::run(args),

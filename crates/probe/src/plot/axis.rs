@@ -47,7 +47,8 @@ impl Axis {
         }
         let rough = (self.to - self.from) / 5.0;
         let power = 10f64.powf(rough.log10().floor());
-        let step = [1.0, 2.0, 2.5, 5.0, 10.0].map(|step| step * power).into_iter().find(|step| *step >= rough);
+        let step =
+            [1.0, 2.0, 2.5, 5.0, 10.0].map(|step| step * power).into_iter().find(|step| *step >= rough);
         let step = step.unwrap_or(rough);
         (0..=((self.to - self.from) / step) as usize).map(|index| self.from + index as f64 * step).collect()
     }
@@ -84,7 +85,11 @@ mod tests {
 
     #[test]
     fn ticks_are_round_and_inside() {
-        for axis in [Axis::linear(873.0, 0.0, 100.0), Axis::spanning(90.0, 3400.0, 0.0, 100.0), Axis::linear(0.0, 0.0, 9.0)] {
+        for axis in [
+            Axis::linear(873.0, 0.0, 100.0),
+            Axis::spanning(90.0, 3400.0, 0.0, 100.0),
+            Axis::linear(0.0, 0.0, 9.0),
+        ] {
             let ticks = axis.ticks();
             assert!((3..=12).contains(&ticks.len()), "{ticks:?}");
             assert!(ticks.windows(2).all(|pair| axis.at(pair[0]) < axis.at(pair[1])), "{ticks:?}");

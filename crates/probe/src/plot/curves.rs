@@ -91,7 +91,12 @@ fn draw(
         scene.line(points, curve.ink, width, dash);
         let at = legend + (index as f32 + 0.8) * TEXT * 1.5;
         scene.line(vec![(MARGIN[0], at - 4.0), (MARGIN[0] + 30.0, at - 4.0)], curve.ink, width, dash);
-        scene.text((MARGIN[0] + 38.0, at), Anchor::Start, Ink::Text, fitting(&curve.name, WIDTH - MARGIN[0] - 44.0));
+        scene.text(
+            (MARGIN[0] + 38.0, at),
+            Anchor::Start,
+            Ink::Text,
+            fitting(&curve.name, WIDTH - MARGIN[0] - 44.0),
+        );
     }
     scene
 }
@@ -131,7 +136,12 @@ mod tests {
 
     #[test]
     fn a_distribution_is_a_staircase() {
-        let curve = Curve { name: "a".into(), points: vec![(1.0, 0.5), (2.0, 1.0)], ink: Ink::Series(0), dots: false };
+        let curve = Curve {
+            name: "a".into(),
+            points: vec![(1.0, 0.5), (2.0, 1.0)],
+            ink: Ink::Series(0),
+            dots: false,
+        };
         assert_eq!(stepped(&curve).points, [(1.0, 0.0), (1.0, 0.5), (2.0, 0.5), (2.0, 1.0)]);
     }
 }

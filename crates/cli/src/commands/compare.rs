@@ -1,0 +1,66 @@
+//! `sandboxer-cli compare`: two results side by side.
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+use sandboxer_probe::compare::{Comparison, Difference, compare};
+use sandboxer_probe::store;
+
+use super::tables;
+use crate::{Global, render};
+
+/// Compares two results, and says what keeps them from being compared
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// A directory that `startup` or `mem-report` wrote, or a text file of times
+    a: PathBuf,
+    /// Another
+    b: PathBuf,
+}
+
+/// An error when the two have nothing in common.
+pub fn run(args: Args, global: &Global) -> Result<()> {
+    let comparison = compare(&store::load(&args.a)?, &store::load(&args.b)?)?;
+    if global.json {
+        return render::print_json(&comparison);
+    }
+    Ok(render::print(&text(&comparison))?)
+}
+
+fn text(comparison: &Comparison) -> String {
+    let [a, b] = &comparison.of;
+    let mut text = format!("{b} over {a}\n");
+    if !comparison.not_comparable.is_empty() {
+        text += "\nNOT COMPARABLE: these differ, so the ratios say nothing about the runtimes\n";
+        text += &differences(&comparison.not_comparable);
+    }
+    if !comparison.differences.is_empty() {
+        text += "\nread beside every ratio: these differ too\n";
+        text += &differences(&comparison.differences);
+    }
+    text += "\nthe two runs were not taken in turns: a small difference may be the machine's\n";
+    if !comparison.startup.is_empty() {
+        let mut rows = tables::table(&["start-up", "mode", a, b, "ratio of medians"], 2);
+        for row in &comparison.startup {
+            let ratio =
+                row.ratio.map_or_else(|| "not measured: one side has no times".into(), |r| r.to_string());
+            let [of_a, of_b] = row.p50_ms.map(|time| format!("{} ms", tables::ms(time)));
+            rows.add_row([row.runtime.clone(), row.mode.to_string(), of_a, of_b, ratio]);
+        }
+        text += &format!("\n{rows}\n");
+    }
+    if !comparison.memory.is_empty() {
+        let mut rows = tables::table(&["memory, MB", "pods", "management", "", "total", ""], 1);
+        for row in &comparison.memory {
+            let [ma, mb] = row.management_kib.map(tables::mb);
+            let [ta, tb] = row.total_kib.map(tables::mb);
+            rows.add_row([row.runtime.clone(), row.pods.to_string(), ma, mb, ta, tb]);
+        }
+        text += &format!("\n{rows}\n");
+    }
+    text.trim_end().to_owned()
+}
+
+fn differences(list: &[Difference]) -> String {
+    list.iter().map(|d| format!("  {}: {} | {}\n", d.what, d.values[0], d.values[1])).collect()
+}

@@ -1,0 +1,47 @@
+//! `sandboxer-cli report`: results as a page.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+use sandboxer_probe::html;
+use sandboxer_probe::store::{self, Loaded};
+
+use crate::{Global, render};
+
+/// Makes one self-contained HTML page of results, and their plots as SVG and PNG
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Directories that `startup` or `mem-report` wrote, or text files of times
+    #[arg(required = true)]
+    results: Vec<PathBuf>,
+    /// Where the page goes; plots go beside it [default: report.html in the first directory]
+    #[arg(long)]
+    output: Option<PathBuf>,
+}
+
+/// Prints where the page lies.
+pub fn run(args: Args, global: &Global) -> Result<()> {
+    let first = &args.results[0];
+    let page = args.output.unwrap_or_else(|| {
+        let dir = if first.is_dir() { first.as_path() } else { first.parent().unwrap_or(Path::new(".")) };
+        dir.join("report.html")
+    });
+    let written = write(&args.results, &page)?;
+    if global.json {
+        return render::print_json(&serde_json::json!({ "page": page, "plots": written }));
+    }
+    Ok(render::print(&format!("report: {}", page.display()))?)
+}
+
+/// Writes the page and the plots; the plots' paths.
+pub fn write(results: &[PathBuf], page: &Path) -> Result<Vec<PathBuf>> {
+    let loaded: Vec<Loaded> = results.iter().map(|path| store::load(path)).collect::<Result<_, _>>()?;
+    let dir = page.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    std::fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))?;
+    store::write_whole(page, html::page(&loaded).as_bytes())?;
+    let mut plots = Vec::new();
+    for result in &loaded {
+        plots.extend(store::write_plots(dir, result)?);
+    }
+    Ok(plots)
+}

@@ -1,0 +1,210 @@
+//! Two results side by side, and what keeps them from being compared.
+
+use std::collections::BTreeSet;
+
+use serde::Serialize;
+use serde_json::Value;
+
+use crate::manifest::{Facts, shown};
+use crate::ratio::Ratio;
+use crate::report::times;
+use crate::sample::Mode;
+use crate::store::Loaded;
+
+/// Facts of the pod that must be the same: with another one it is another measurement.
+const SAME_POD: [&str; 4] = ["image_digest", "command", "network_asked_for", "annotations"];
+/// Facts of the host whose difference has to stand beside each figure.
+const SAME_HOST: [&str; 8] =
+    ["cpu", "cpus", "smt", "numa_nodes", "memory_kib", "kernel", "governor", "virtual_machine"];
+const SAME_VMM: [&str; 5] = ["vmm", "vmm_version", "accelerator", "kernel_sha256", "initramfs_sha256"];
+
+/// What came out.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Comparison {
+    /// Names of the two.
+    pub of: [String; 2],
+    /// Why figures of the two say nothing about each other; empty when they do.
+    pub not_comparable: Vec<Difference>,
+    /// What else is different: to be read beside every ratio.
+    pub differences: Vec<Difference>,
+    /// Start-up, the second over the first.
+    pub startup: Vec<StartUp>,
+    /// Memory, the second over the first.
+    pub memory: Vec<Memory>,
+}
+
+/// A fact that the two do not share.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Difference {
+    /// Which.
+    pub what: String,
+    /// In each.
+    pub values: [String; 2],
+}
+
+/// Start-up of one runtime in one mode.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct StartUp {
+    /// Handler.
+    pub runtime: String,
+    /// Serial or parallel.
+    pub mode: Mode,
+    /// Medians, ms.
+    pub p50_ms: [Option<f64>; 2],
+    /// Of the medians; `None` without times on both sides.
+    pub ratio: Option<Ratio>,
+}
+
+/// Memory of one runtime with one number of pods.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Memory {
+    /// Handler.
+    pub runtime: String,
+    /// Pods.
+    pub pods: u32,
+    /// Management, KiB.
+    pub management_kib: [f64; 2],
+    /// All, KiB.
+    pub total_kib: [f64; 2],
+}
+
+/// Why there is nothing to compare.
+#[derive(Debug, thiserror::Error)]
+#[error("{a} and {b} have no runtime, mode and number of pods in common: there is nothing to compare")]
+pub struct NothingInCommon {
+    a: String,
+    b: String,
+}
+
+/// Compares. Two runs were not taken in turns: a difference of theirs may be the machine's.
+pub fn compare(a: &Loaded, b: &Loaded) -> Result<Comparison, NothingInCommon> {
+    let startup: Vec<StartUp> = a
+        .report
+        .series
+        .iter()
+        .filter_map(|of_a| {
+            let of_b = b.report.series.iter().find(|of_b| {
+                (&of_b.runtime, of_b.mode, of_b.group) == (&of_a.runtime, of_a.mode, of_a.group)
+            })?;
+            let of = |result: &Loaded| times(&result.samples, &of_a.runtime, of_a.mode);
+            Some(StartUp {
+                runtime: of_a.runtime.clone(),
+                mode: of_a.mode,
+                p50_ms: [of_a.summary.p50_ms, of_b.summary.p50_ms],
+                ratio: Ratio::of(&of(b), &of(a)),
+            })
+        })
+        .collect();
+    let memory: Vec<Memory> = a
+        .report
+        .memory
+        .iter()
+        .filter_map(|of_a| {
+            let of_b = b
+                .report
+                .memory
+                .iter()
+                .find(|of_b| (&of_b.runtime, of_b.pods) == (&of_a.runtime, of_a.pods))?;
+            Some(Memory {
+                runtime: of_a.runtime.clone(),
+                pods: of_a.pods,
+                management_kib: [of_a.management_pss_kib, of_b.management_pss_kib],
+                total_kib: [of_a.total_pss_kib, of_b.total_pss_kib],
+            })
+        })
+        .collect();
+    if startup.is_empty() && memory.is_empty() {
+        return Err(NothingInCommon { a: a.name.clone(), b: b.name.clone() });
+    }
+    let (of_a, of_b) = (&a.report.manifest, &b.report.manifest);
+    let mut differences = facts("host", &SAME_HOST, &of_a.host, &of_b.host);
+    differences.extend(facts("VMM", &SAME_VMM, &of_a.vmm, &of_b.vmm));
+    differences.extend(facts("CRI", &["name", "version"], &of_a.cri, &of_b.cri));
+    let runtimes: BTreeSet<&String> = of_a.runtimes.keys().chain(of_b.runtimes.keys()).collect();
+    for runtime in runtimes {
+        if let (Some(of_a), Some(of_b)) = (of_a.runtimes.get(runtime), of_b.runtimes.get(runtime)) {
+            differences.extend(facts(runtime, &["type", "snapshotter", "options"], of_a, of_b));
+        }
+    }
+    for (flag, of) in
+        [("partial", [a.report.partial, b.report.partial]), ("quick", [a.report.quick, b.report.quick])]
+    {
+        if of.contains(&true) {
+            differences.push(Difference { what: flag.into(), values: of.map(|flag| flag.to_string()) });
+        }
+    }
+    Ok(Comparison {
+        of: [a.name.clone(), b.name.clone()],
+        not_comparable: facts("pod", &SAME_POD, &of_a.pod, &of_b.pod),
+        differences,
+        startup,
+        memory,
+    })
+}
+
+fn facts(group: &str, names: &[&str], a: &Facts, b: &Facts) -> Vec<Difference> {
+    let absent = Value::String("not stated".into());
+    names
+        .iter()
+        .map(|name| (name, a.get(*name).unwrap_or(&absent), b.get(*name).unwrap_or(&absent)))
+        .filter(|(_, a, b)| a != b)
+        .map(|(name, a, b)| Difference {
+            what: format!("{group}: {}", name.replace('_', " ")),
+            values: [shown(a), shown(b)],
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::manifest::Manifest;
+    use crate::report::Report;
+    use crate::sample::{Outcome, Sample};
+    use serde_json::json;
+
+    fn result(name: &str, runtime: &str, ms: f64, network: &str, kernel: &str) -> Loaded {
+        let mut manifest = Manifest::default();
+        manifest.pod.insert("network_asked_for".into(), json!(network));
+        manifest.host.insert("kernel".into(), json!(kernel));
+        let samples: Vec<Sample> = (0..30)
+            .map(|round| Sample {
+                runtime: runtime.into(),
+                mode: Mode::Serial,
+                round,
+                index: 0,
+                warm_up: false,
+                released_ms: 0.0,
+                pod_ms: None,
+                created_ms: None,
+                started_ms: None,
+                first_byte_ms: Some(ms + f64::from(round)),
+                outcome: Outcome::Ok,
+                failed_at: String::new(),
+                error: String::new(),
+                stages: Default::default(),
+            })
+            .collect();
+        let mut report = Report::new(manifest);
+        report.add_startup(&[runtime.to_owned()], &samples, &[]);
+        Loaded { name: name.into(), report, samples }
+    }
+
+    #[test]
+    fn what_differs_is_said_beside_the_ratio() {
+        let a = result("a", "runc", 100.0, "pod", "6.1");
+        let b = result("b", "runc", 200.0, "host", "6.18");
+        let comparison = compare(&a, &b).unwrap();
+        let ratio = comparison.startup[0].ratio.unwrap();
+        assert!((ratio.p50 - 214.0 / 114.0).abs() < 1e-9, "{ratio}");
+        assert_eq!(comparison.not_comparable[0].values, ["pod".to_owned(), "host".to_owned()]);
+        assert!(comparison.differences.iter().any(|difference| difference.what == "host: kernel"));
+    }
+
+    #[test]
+    fn results_without_anything_in_common_are_refused() {
+        let a = result("a", "runc", 100.0, "pod", "6.1");
+        let b = result("b", "kata", 100.0, "pod", "6.1");
+        assert!(compare(&a, &b).unwrap_err().to_string().contains("nothing to compare"));
+    }
+}

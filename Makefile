@@ -10,8 +10,11 @@ MAKEFLAGS += --no-print-directory
 AGENT_TARGET := x86_64-unknown-linux-gnu
 AGENT := target/agent/$(AGENT_TARGET)/release/sandboxer-agent
 STACK ?= target/stack
+INSTALLED := sandboxer sandboxer-cli containerd-shim-sandboxer-v1
 
-.PHONY: help deps tools agent guest-image build up down demo test bench lint fmt clean
+DESTDIR ?=
+
+.PHONY: help deps tools agent guest-image build install uninstall up down demo test bench lint fmt clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -32,6 +35,19 @@ guest-image: agent ## guest kernel (cached, or SANDBOXER_KERNEL=…) and initram
 
 build: deps ## daemon, CLI and launcher, into target/release
 	cargo build --release -p sandboxer -p sandboxer-cli -p containerd-shim-sandboxer-v1
+
+# Builds nothing, so that root needs no toolchain: `make build guest-image && sudo make install`.
+# /etc is the administrator's; the configuration there is optional and never touched.
+install: ## what `build` and `guest-image` made, and the service, for this machine (DESTDIR=… for a package)
+	install -D -t $(DESTDIR)/usr/bin $(addprefix target/release/,$(INSTALLED))
+	install -D -m 0644 -t $(DESTDIR)/usr/lib/sandboxer target/guest/vmlinux target/guest/initramfs.cpio
+	install -D -m 0644 -t $(DESTDIR)/usr/lib/systemd/system vmm-configs/systemd/sandboxer.service
+	install -D -m 0644 -t $(DESTDIR)/usr/share/sandboxer vmm-configs/sandboxer.toml
+	install -D -m 0644 vmm-configs/containerd/sandboxer.toml $(DESTDIR)/usr/share/sandboxer/containerd.toml
+
+uninstall: ## remove what `install` put there; pods and /var/lib/sandboxer stay
+	rm -f $(addprefix $(DESTDIR)/usr/bin/,$(INSTALLED)) $(DESTDIR)/usr/lib/systemd/system/sandboxer.service
+	rm -rf $(DESTDIR)/usr/lib/sandboxer $(DESTDIR)/usr/share/sandboxer
 
 up: build guest-image tools ## a stack to play with, in STACK (target/stack): then `source target/stack/env`
 	@scripts/stack.sh up $(STACK)

@@ -163,7 +163,9 @@ impl Stack {
             let Ok(log) = fs::read_to_string(&path) else {
                 continue;
             };
-            let tail: Vec<_> = log.lines().rev().take(lines).collect();
+            // containerd tells a lot of each call that went well.
+            let tail: Vec<_> =
+                log.lines().rev().filter(|line| !line.contains("level=info")).take(lines).collect();
             text += &format!("--- end of {}\n", path.display());
             for line in tail.iter().rev() {
                 text += &format!("{}\n", line.chars().take(600).collect::<String>());

@@ -25,21 +25,32 @@ PAUSE=registry.k8s.io/pause:3.10.2
 
 # --- processes: known by pid and start time --------------------------------------------------------------
 
-# running NAME: prints its pid if the recorded process still is the one that was started.
+# running NAME: prints its pid if the recorded process still is the one that was started, and no zombie.
 running() {
     local pid start
     { read -r pid start <"$DIR/pids/$1"; } 2>/dev/null || return 1
-    [[ -n $start && $(stat_field "$pid" 22) == "$start" ]] && printf '%s' "$pid"
+    [[ -n $start && $(stat_field "$pid" 22) == "$start" ]] && alive "$pid" && printf '%s' "$pid"
+}
+
+# A zombie runs no more, however long its parent (often pid 1 here) takes to notice.
+alive() { local state; state=$(stat_field "$1" 3) && [[ $state != [ZX] ]]; }
+
+# gone PID SECONDS: whether it has ended by then. Bash has no pidfd, so it has to look.
+gone() {
+    local end=$((SECONDS + $2))
+    while alive "$1"; do
+        ((SECONDS < end)) || return 1
+        sleep 0.02
+    done
 }
 
 # end_pid PID SECONDS: asks it to end, waits, then makes it end.
 end_pid() {
     kill -TERM "$1" 2>/dev/null || return 0
-    timeout "$2" tail --pid="$1" -s 0.05 -f /dev/null || {
-        say "process $1 did not end within $2 s: killed"
-        kill -KILL "$1" 2>/dev/null || true
-        timeout 5 tail --pid="$1" -s 0.05 -f /dev/null || true
-    }
+    gone "$1" "$2" && return
+    say "process $1 did not end within $2 s: killed"
+    kill -KILL "$1" 2>/dev/null || true
+    gone "$1" 5 || say "process $1 is still there"
 }
 
 # --- up ----------------------------------------------------------------------------------------------------

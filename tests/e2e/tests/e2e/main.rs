@@ -213,7 +213,7 @@ fn run() -> Result<ExitCode> {
     let Some(suite) = Arc::into_inner(suite) else { bail!("a case still holds the stack") };
     let empty = suite.check_empty();
     if conclusion.has_failed() || empty.is_err() {
-        eprintln!("{}", suite.stack.log_tails(60));
+        eprintln!("{}", suite.stack.log_tails(15));
     }
     let Suite { runtime, stack, cri, .. } = suite;
     drop((cri, runtime));

@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::transport::Server;
 
 use crate::{
-    api::{admin::AdminService, sandbox::SandboxService, task::TaskService},
+    api::{self, admin::AdminService, sandbox::SandboxService, task::TaskService},
     config::Config,
     events::Events,
     host::rootfs::{RootfsError, RootfsStore},
@@ -128,6 +128,9 @@ async fn serve(
         .register_service(create_task(Arc::new(TaskService::new(node.clone()))));
     tasks.start().await.map_err(|source| DaemonError::Serve { service: "task", source: source.into() })?;
 
+    if let Some(socket) = node.config.containerd_ttrpc.clone() {
+        tokio::spawn(api::events::publish(socket, node.events.listen()));
+    }
     let mut services = JoinSet::new();
     let (until, incoming) = (shutdown.clone(), listeners.controller);
     services.spawn(async move {

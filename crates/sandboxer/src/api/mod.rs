@@ -2,5 +2,6 @@
 
 pub mod admin;
 mod convert;
+pub mod events;
 pub mod sandbox;
 pub mod task;

@@ -54,6 +54,18 @@ impl TaskService {
     }
 }
 
+/// Why a container can't be made. containerd takes UNIMPLEMENTED here for an older API's word, asks again in
+/// that API and tells its user of the second answer.
+fn refused(error: PodError) -> ttrpc::Error {
+    match ttrpc(error) {
+        ttrpc::Error::RpcStatus(mut status) if status.code() == ttrpc::Code::UNIMPLEMENTED => {
+            status.set_code(ttrpc::Code::INVALID_ARGUMENT);
+            ttrpc::Error::RpcStatus(status)
+        }
+        error => error,
+    }
+}
+
 #[async_trait]
 impl Task for TaskService {
     async fn create(&self, _: &TtrpcContext, request: CreateTaskRequest) -> Result<CreateTaskResponse> {
@@ -90,7 +102,7 @@ impl Task for TaskService {
             }
             created.map(|()| pod)
         };
-        let pod = created.await.map_err(ttrpc)?;
+        let pod = created.await.map_err(refused)?;
         Ok(CreateTaskResponse { pid: pod.status().vmm_pid, ..Default::default() })
     }
 

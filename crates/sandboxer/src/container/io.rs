@@ -89,8 +89,9 @@ pub struct Subject {
 impl Io {
     /// Opens the FIFOs; containerd need not have its ends open.
     ///
-    /// All are opened for reading and writing: writing then never fails for want of a reader, so a
-    /// containerd that restarts breaks no container, and reading never ends before it is told to.
+    /// Outputs are opened for reading, too: writing then never fails for want of a reader, so a
+    /// containerd that restarts breaks no container. Input is not: it ends when its last writer has
+    /// gone, which some clients say instead of asking for a close.
     pub fn open(pod: &SandboxId, paths: &StdioPaths) -> Result<Self, PodError> {
         let opened = |path: &Path, what: io::Result<()>| {
             what.map_err(|source| PodError::Host {
@@ -104,7 +105,7 @@ impl Io {
         let mut options = OpenOptions::new();
         options.read_write(true);
         if let Some(path) = wanted(&paths.stdin) {
-            opened(path, options.open_receiver(path).map(|fifo| io.stdin = Some(fifo)))?;
+            opened(path, OpenOptions::new().open_receiver(path).map(|fifo| io.stdin = Some(fifo)))?;
         }
         if let Some(path) = wanted(&paths.stdout) {
             opened(path, options.open_sender(path).map(|fifo| io.stdout = Some(fifo)))?;
@@ -193,17 +194,22 @@ async fn copy_input(agent: Agent, of: Subject, mut fifo: Receiver, closer: Stdin
     }
     loop {
         if ending {
-            // What was written before the close is in the FIFO already.
+            // What was written before the close is in the FIFO already. The kernel is asked, not tokio,
+            // which may not have heard of it yet.
             chunk.resize(CHUNK, 0);
-            let count = fifo.try_read(&mut chunk).unwrap_or(0);
+            let count = rustix::io::read(&fifo, &mut chunk[..]).unwrap_or(0);
             chunk.truncate(count);
         } else {
             chunk.reserve(CHUNK);
             tokio::select! {
                 biased;
                 () = closer.0.notified() => { ending = true; continue }
-                read = fifo.read_buf(&mut chunk) => if let Err(error) = read {
-                    return tracing::warn!(container = %of.container, %error, "cannot read the stdin FIFO");
+                read = fifo.read_buf(&mut chunk) => match read {
+                    Ok(0) => { ending = true; continue }
+                    Ok(_) => {}
+                    Err(error) => {
+                        return tracing::warn!(container = %of.container, %error, "cannot read the stdin FIFO");
+                    }
                 }
             }
         }

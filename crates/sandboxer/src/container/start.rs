@@ -146,6 +146,9 @@ pub async fn create_exec(
     Ok(io)
 }
 
+/// Reason of a process's end when the guest's OOM killer struck in its container.
+pub const OUT_OF_MEMORY: &str = "killed for using too much memory";
+
 /// Waits for a process's end and for the last of its output.
 ///
 /// Never answers if the guest falls silent: the machine's end is seen elsewhere.
@@ -153,7 +156,7 @@ pub async fn follow(live: &Live, subject: &Subject, mut io: RunningIo) -> Exit {
     match live.agent.wait_process(&subject.container, subject.exec.as_ref()).await {
         Ok(exit) => {
             io.drained().await;
-            let reason = if exit.oom_killed { "killed for using too much memory" } else { "" };
+            let reason = if exit.oom_killed { OUT_OF_MEMORY } else { "" };
             Exit { code: exit.code, at_ns: exit.at_ns, reason: reason.to_owned() }
         }
         // A process that the agent doesn't know any more has ended unseen.

@@ -208,8 +208,13 @@ impl Driver {
             "" => format!("exit code {}", exit.code),
             reason => format!("exit code {}: {reason}", exit.code),
         };
+        let out_of_memory = exit.reason == work::OUT_OF_MEMORY;
         if let Ok(process) = self.process_mut(&subject.container, subject.exec.as_ref()) {
             process.end(exit);
+            if out_of_memory {
+                let events = &self.node.events;
+                events.container(&self.spec.id, &subject.container, Kind::ContainerOutOfMemory, "");
+            }
             self.node.events.container(&self.spec.id, &subject.container, kind, detail);
         }
     }

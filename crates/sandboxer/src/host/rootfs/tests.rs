@@ -449,7 +449,7 @@ async fn a_damaged_image_of_the_cache_is_made_again() {
 #[tokio::test]
 async fn a_failed_build_says_why_and_leaves_nothing() {
     let mut fixture = Fixture::new();
-    fixture.counted_mkfs("sh -c 'printf half > \"$1\"; echo \"no good\" >&2; exit 4'");
+    fixture.counted_mkfs("sh -c 'for arg; do image=$last; last=$arg; done; printf half > \"$image\"; echo \"no good\" >&2; exit 4'");
     let store = fixture.store();
     let layer = fixture.layer("base", "base");
     let text = chain(&prepare(&store, &fixture.overlay(&[&layer])).await.unwrap_err());

@@ -53,10 +53,14 @@ pub fn split(pid: i32) -> Result<Split, PssError> {
     let (mut own, mut guest, mut template) = (0, 0, 0);
     for map in maps {
         let pss = bytes(&map, "Pss");
-        if !is_guest_memory(&map) {
+        let written = bytes(&map, "Pss_Anon").min(pss);
+        let private_file =
+            matches!(map.pathname, MMapPath::Path(_)) && map.perms.contains(MMPermissions::PRIVATE);
+        // A guest has written to its memory by the time it runs; a kernel image that a monitor has mapped to
+        // load it from is never written to.
+        if !is_guest_memory(&map) || (private_file && written == 0) {
             own += pss;
-        } else if matches!(map.pathname, MMapPath::Path(_)) && map.perms.contains(MMPermissions::PRIVATE) {
-            let written = bytes(&map, "Pss_Anon").min(pss);
+        } else if private_file {
             guest += written;
             template += pss - written;
         } else {

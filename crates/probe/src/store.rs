@@ -86,7 +86,7 @@ impl Store {
             Some(samples) => samples,
             none => {
                 let path = self.dir.join("samples.csv");
-                let file = OpenOptions::new().write(true).create_new(true).open(&path);
+                let file = OpenOptions::new().write(true).create(true).truncate(true).open(&path);
                 none.insert(SampleWriter::new(file.map_err(io("write", &path))?)?)
             }
         };

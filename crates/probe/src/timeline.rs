@@ -178,21 +178,34 @@ pub async fn start(
     };
     watch.forget(&container.log_path);
     begun.end = match end {
-        Ok(()) => check_output(&watch.dir().join(&container.log_path)).await,
+        Ok(()) => check_output(watch, &container.log_path, recipe.timeout).await,
         Err(error) => Err(error),
     };
     begun
 }
 
 /// That the first line in a CRI log (`time stream tag text`) is stdout's. After the last stamp.
-async fn check_output(log: &std::path::Path) -> Result<(), StartError> {
-    let text = tokio::fs::read(log).await.map_err(|error| StartError::NotItsOutput(error.to_string()))?;
-    let line = text.split(|&byte| byte == b'\n').next().unwrap_or_default();
-    let line = String::from_utf8_lossy(line);
-    match line.split(' ').nth(1) {
-        Some("stdout") => Ok(()),
-        _ => Err(StartError::NotItsOutput(line.chars().take(200).collect())),
+async fn check_output(watch: &LogWatch, file: &str, limit: Duration) -> Result<(), StartError> {
+    let log = watch.dir().join(file);
+    let not_its = |text: &str| Err(StartError::NotItsOutput(text.chars().take(200).collect()));
+    loop {
+        let more = watch.expect(file);
+        let text =
+            tokio::fs::read(&log).await.map_err(|error| StartError::NotItsOutput(error.to_string()))?;
+        let text = String::from_utf8_lossy(&text);
+        let line = text.lines().next().unwrap_or_default();
+        match line.splitn(3, ' ').collect::<Vec<_>>()[..] {
+            [_, "stdout", _] => break,
+            [_, _, _] => return not_its(line),
+            // The first byte was seen before the rest of its line was written.
+            _ => match tokio::time::timeout(limit, more.seen()).await {
+                Ok(seen) => drop(seen?),
+                Err(_) => return not_its(line),
+            },
+        }
     }
+    watch.forget(file);
+    Ok(())
 }
 
 /// Removes a pod that [`start`] left, also one whose id never came back, and its log.

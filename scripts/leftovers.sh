@@ -14,8 +14,8 @@ host() {
     local file
     awk '{ print "mount", $5 }' /proc/self/mountinfo
     find /sys/fs/cgroup -type d -printf 'cgroup %p\n' 2>/dev/null || true
-    find /run /tmp -maxdepth 1 \( -name 'sbx-*' -o -name 'sandboxer*' \) -printf 'file %p\n' 2>/dev/null || true
-    find /var/lib/cni -printf 'file %p\n' 2>/dev/null || true
+    find /run -maxdepth 1 \( -name 'sbx-*' -o -name 'sandboxer*' \) -printf 'file %p\n' 2>/dev/null || true
+    find /var/lib/cni -type f -printf 'file %p\n' 2>/dev/null || true
     for file in /sys/block/loop*/loop/backing_file; do [[ ! -r $file ]] || echo "loop device of $(<"$file")"; done
     for file in /sys/class/net/*; do echo "network interface ${file##*/}"; done
 }

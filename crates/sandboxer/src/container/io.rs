@@ -66,11 +66,18 @@ impl StdinCloser {
 #[derive(Debug)]
 pub struct RunningIo {
     outputs: JoinSet<()>,
+    /// Input is held back until it is notified.
+    started: Arc<Notify>,
     // Held for its drop: it ends the copy.
     _stdin: JoinSet<()>,
 }
 
 impl RunningIo {
+    /// Lets input in: the agent takes none before the process has been started.
+    pub fn let_in(&self) {
+        self.started.notify_one();
+    }
+
     /// Waits until all output there will ever be is in the FIFOs.
     pub async fn drained(&mut self) {
         while self.outputs.join_next().await.is_some() {}
@@ -133,13 +140,23 @@ impl Io {
                 outputs.spawn(copy_output(agent.clone(), subject.clone(), stream, fifo, resume));
             }
         }
+        let started = Arc::new(Notify::new());
         let mut stdin = JoinSet::new();
         let closer = self.stdin.map(|fifo| {
             let closer = StdinCloser(Arc::default());
-            stdin.spawn(copy_input(agent.clone(), subject.clone(), fifo, closer.clone(), resume));
+            let copy = copy_input(agent.clone(), subject.clone(), fifo, closer.clone(), resume);
+            let started = started.clone();
+            stdin.spawn(async move {
+                started.notified().await;
+                copy.await;
+            });
             closer
         });
-        (RunningIo { outputs, _stdin: stdin }, closer)
+        let running = RunningIo { outputs, started, _stdin: stdin };
+        if resume {
+            running.let_in();
+        }
+        (running, closer)
     }
 }
 

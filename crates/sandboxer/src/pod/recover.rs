@@ -4,7 +4,8 @@
 //! |---|---|---|
 //! | ready | alive, agent answers | the pod is ready again, its containers' output goes on |
 //! | ready | gone, or its agent is silent | the pod has stopped; containerd is told when it asks |
-//! | starting, stopping | whatever is left of it is ended | the pod has stopped |
+//! | starting | whatever is left of it is ended | forgotten: containerd heard of its failed start and forgot it, too |
+//! | stopping | whatever is left of it is ended | the pod has stopped |
 //! | created, stopped | none | as recorded |
 //! | can't be understood | left alone | moved to quarantine and reported |
 
@@ -13,7 +14,7 @@ use std::{collections::HashMap, fs, io, path::Path, sync::Arc};
 use futures::future;
 use sandboxer_protocol::{
     agent::{self as wire, ProcessState},
-    id::{ContainerId, ExecId},
+    id::{ContainerId, ExecId, SandboxId},
 };
 
 use super::{
@@ -55,16 +56,33 @@ pub async fn recover(node: &Arc<Node>) -> io::Result<Recovered> {
             }
         }
     }
-    for alive in future::join_all(records.into_iter().map(|record| take_up(node, record))).await {
-        if alive { recovered.alive += 1 } else { recovered.stopped += 1 }
+    for taken_up in future::join_all(records.into_iter().map(|record| take_up(node, record))).await {
+        match taken_up {
+            TakenUp::Alive => recovered.alive += 1,
+            TakenUp::Stopped => recovered.stopped += 1,
+            TakenUp::Forgotten => {}
+        }
     }
     Ok(recovered)
 }
 
-/// Takes up one pod. Answers whether it is alive.
-async fn take_up(node: &Arc<Node>, mut record: PodRecord) -> bool {
+enum TakenUp {
+    Alive,
+    Stopped,
+    Forgotten,
+}
+
+/// Takes up one pod.
+async fn take_up(node: &Arc<Node>, mut record: PodRecord) -> TakenUp {
     let id = record.spec.id.clone();
     let live = match reach(node, &record).await {
+        Ok(None) if record.status.state == PodState::Starting => match forget(node, &id).await {
+            Ok(()) => return TakenUp::Forgotten,
+            Err(error) => {
+                tracing::error!(pod = %id, error = chain(&*error), "a pod that never was ready can't be forgotten");
+                None
+            }
+        },
         Ok(live) => live,
         Err(error) => {
             tracing::error!(pod = %id, error = chain(&error), "the pod can't be taken up");
@@ -107,14 +125,22 @@ async fn take_up(node: &Arc<Node>, mut record: PodRecord) -> bool {
         node.registry.insert(&id, || pod::spawn(shared, spec, key, status, Found { live, containers }));
     if let Err(error) = inserted {
         tracing::error!(pod = %id, %error, "two records name the same pod");
-        return false;
+        return TakenUp::Stopped;
     }
     for container in ids {
         if let Err(error) = node.registry.insert_container(&container, &id) {
             tracing::error!(pod = %id, %error, "two pods' records name the same container");
         }
     }
-    alive
+    if alive { TakenUp::Alive } else { TakenUp::Stopped }
+}
+
+/// Removes what is left on disk of a pod that nobody was told of.
+async fn forget(node: &Node, id: &SandboxId) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+    pod::stop::clear(id, node.run_dir(id)).await?;
+    node.journal.pod(id).remove().await?;
+    tracing::info!(pod = %id, "a start that an earlier daemon did not finish is undone");
+    Ok(())
 }
 
 /// The machine and agent of a pod that was ready; whatever else is left of a pod is ended.

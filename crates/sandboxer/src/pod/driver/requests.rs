@@ -206,6 +206,7 @@ impl Driver {
                 None => stages.run(sandboxer_protocol::stage::Stage::ContainerStart, release).await,
                 Some(_) => release.await,
             };
+            running.let_in();
             Done::ProcessStarted { subject, result: result.map(|pid| (pid, running)), reply }
         });
     }

@@ -10,7 +10,10 @@ use std::{
 
 use containerd_shim_protos::shim_async::create_task;
 use sandboxer_protocol::{admin::admin_server::AdminServer, controller::controller_server::ControllerServer};
-use tokio::{net::UnixListener, task::JoinSet};
+use tokio::{
+    net::{TcpListener, UnixListener},
+    task::JoinSet,
+};
 use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Server;
@@ -59,7 +62,7 @@ pub enum DaemonError {
     /// A service ended.
     #[error("the {service} service failed")]
     Serve {
-        /// "controller", "task", "admin".
+        /// "controller", "task", "admin", "metrics".
         service: &'static str,
         /// How.
         source: Box<dyn std::error::Error + Send + Sync>,
@@ -98,6 +101,7 @@ pub async fn run(
         journal,
         registry: Registry::default(),
         events: Events::default(),
+        stage_times: Arc::default(),
         config,
     });
 
@@ -119,6 +123,14 @@ async fn serve(
     shutdown: CancellationToken,
     ready: impl FnOnce(recover::Recovered),
 ) -> Result<(), DaemonError> {
+    let metrics = match node.config.metrics_listen {
+        None => None,
+        Some(address) => Some(TcpListener::bind(address).await.map_err(|source| DaemonError::Host {
+            action: "listen for metrics at",
+            path: address.to_string().into(),
+            source,
+        })?),
+    };
     let task_address = format!("ttrpc+unix://{}", listeners.task_path.display());
     let controller = ControllerServer::new(SandboxService::new(node.clone(), task_address));
     let admin = AdminServer::new(AdminService::new(node.clone(), recovered.alive));
@@ -144,6 +156,13 @@ async fn serve(
         let served = server.serve_with_incoming_shutdown(incoming, until.cancelled_owned()).await;
         served.map_err(|source| DaemonError::Serve { service: "admin", source: source.into() })
     });
+    if let Some(metrics) = metrics {
+        let (node, until) = (node.clone(), shutdown.clone());
+        services.spawn(async move {
+            let served = api::metrics::serve(metrics, node, until).await;
+            served.map_err(|source| DaemonError::Serve { service: "metrics", source: source.into() })
+        });
+    }
     ready(recovered);
 
     let ended = tokio::select! {

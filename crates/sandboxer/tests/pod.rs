@@ -137,6 +137,7 @@ fn node(dir: &Path, vmm: Arc<FakeVmm>) -> Arc<Node> {
         journal: Journal::open(&config.state_dir).unwrap(),
         registry: Registry::default(),
         events: Events::default(),
+        stage_times: Default::default(),
         config,
     })
 }

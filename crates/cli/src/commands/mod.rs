@@ -11,6 +11,7 @@ mod logs;
 mod mem_report;
 mod pods;
 mod report;
+mod stages;
 mod startup;
 mod summarise;
 mod tables;
@@ -30,6 +31,7 @@ pub enum Command {
     Events(events::Args),
     Version(version::Args),
     Demo(demo::Args),
+    Stages(stages::Args),
     Startup(startup::Args),
     MemReport(mem_report::Args),
     Report(report::Args),
@@ -49,6 +51,7 @@ impl Command {
             Command::Events(args) => events::run(args, global).await,
             Command::Version(args) => version::run(args, global).await,
             Command::Demo(args) => demo::run(args, global).await,
+            Command::Stages(args) => stages::run(args, global).await,
             Command::Startup(args) => startup::run(args, global).await,
             Command::MemReport(args) => mem_report::run(args, global).await,
             Command::Report(args) => report::run(args, global),

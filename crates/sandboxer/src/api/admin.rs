@@ -7,8 +7,8 @@ use sandboxer_protocol::{
     PROTOCOL_VERSION,
     admin::{
         ConsoleLogChunk, ConsoleLogRequest, Container, Event, EventsRequest, Exec, InspectPodRequest,
-        ListPodsRequest, ListPodsResponse, Pod, StageTime, VersionRequest, VersionResponse,
-        admin_server::Admin,
+        ListPodsRequest, ListPodsResponse, Pod, StageTime, StageTimesRequest, StageTimesResponse,
+        VersionRequest, VersionResponse, admin_server::Admin,
     },
 };
 use tonic::{Request, Response, Status};
@@ -18,7 +18,7 @@ use crate::{
     clock::now_ns,
     container::Phase,
     events,
-    pod::{ContainerView, Node, PodHandle, PodView, stages::Step},
+    pod::{ContainerView, Node, PodHandle, PodView, stage_times::StageSummary, stages::Step},
     vmm::console,
 };
 
@@ -82,6 +82,17 @@ impl Admin for AdminService {
     async fn inspect_pod(&self, request: Request<InspectPodRequest>) -> Result<Response<Pod>, Status> {
         let pod = self.node.registry.pod_by_prefix(&request.get_ref().id).map_err(grpc)?;
         self.inspect(&pod).await.map(Response::new)
+    }
+
+    async fn stage_times(
+        &self,
+        _: Request<StageTimesRequest>,
+    ) -> Result<Response<StageTimesResponse>, Status> {
+        let times = &self.node.stage_times;
+        Ok(Response::new(StageTimesResponse {
+            stages: times.summaries().into_iter().map(summary_message).collect(),
+            over_ns: u64::try_from(times.age().as_nanos()).unwrap_or(u64::MAX),
+        }))
     }
 
     async fn console_log(
@@ -170,6 +181,22 @@ fn stage_message(step: Step) -> StageTime {
         begin_ns: step.begin_ns,
         duration_ns: step.duration_ns,
         outcome: step.outcome.as_str().to_owned(),
+    }
+}
+
+fn summary_message(summary: StageSummary) -> sandboxer_protocol::admin::StageSummary {
+    let (min_ns, max_ns) = summary.range_ns();
+    sandboxer_protocol::admin::StageSummary {
+        stage: summary.stage.as_str().to_owned(),
+        outcome: summary.outcome.as_str().to_owned(),
+        count: summary.count(),
+        sum_ns: summary.sum_ns,
+        min_ns,
+        p50_ns: summary.quantile_ns(0.5),
+        p90_ns: summary.quantile_ns(0.9),
+        p95_ns: summary.quantile_ns(0.95),
+        p99_ns: summary.quantile_ns(0.99),
+        max_ns,
     }
 }
 

@@ -3,5 +3,6 @@
 pub mod admin;
 mod convert;
 pub mod events;
+pub mod metrics;
 pub mod sandbox;
 pub mod task;

@@ -2,6 +2,7 @@
 
 use std::{
     fmt, fs, io,
+    net::SocketAddr,
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -68,6 +69,7 @@ struct Raw {
     state_dir: Option<PathBuf>,
     concurrent_starts: Option<usize>,
     drain_timeout: Option<Seconds>,
+    metrics_listen: Option<SocketAddr>,
     vm: RawVm,
     rootfs: RawRootfs,
     containerd: RawContainerd,
@@ -179,6 +181,7 @@ fn resolve(raw: Raw, path: &Path) -> Result<Config, ConfigError> {
         )
         .map(|()| starts)?,
         drain_timeout: seconds("drain_timeout", raw.drain_timeout, default.drain_timeout)?,
+        metrics_listen: raw.metrics_listen,
         containerd_ttrpc: raw.containerd.ttrpc,
         vm: VmConfig {
             qemu: program("vm.qemu", raw.vm.qemu, vm.qemu)?,

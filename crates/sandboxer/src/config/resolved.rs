@@ -1,6 +1,6 @@
 //! The configuration as the daemon uses it: every value set, checked and absolute.
 
-use std::{path::PathBuf, time::Duration};
+use std::{net::SocketAddr, path::PathBuf, time::Duration};
 
 /// Everything that can be set.
 #[derive(Debug, Clone)]
@@ -19,6 +19,8 @@ pub struct Config {
     pub concurrent_starts: usize,
     /// How long a shutdown waits for requests under way.
     pub drain_timeout: Duration,
+    /// Where Prometheus may read metrics; none: nowhere.
+    pub metrics_listen: Option<SocketAddr>,
 }
 
 /// How machines are made.
@@ -104,6 +106,7 @@ impl Default for Config {
             containerd_ttrpc: None,
             concurrent_starts: 2 * std::thread::available_parallelism().map_or(1, usize::from),
             drain_timeout: Duration::from_secs(10),
+            metrics_listen: None,
         }
     }
 }

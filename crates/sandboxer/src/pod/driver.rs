@@ -54,7 +54,7 @@ pub fn spawn(
     let handle = PodHandle { id: spec.id.clone(), requests, status: status.subscribe() };
     let mut driver = Driver {
         journal: node.journal.pod(&spec.id),
-        stages: Stages::new(spec.id.clone()),
+        stages: Stages::new(spec.id.clone(), node.stage_times.clone()),
         node,
         spec,
         link_key,

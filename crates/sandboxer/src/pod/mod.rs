@@ -6,6 +6,7 @@ pub mod journal;
 pub mod recover;
 pub mod registry;
 pub mod spec;
+pub mod stage_times;
 pub mod stages;
 mod start;
 pub mod state;
@@ -33,6 +34,7 @@ pub use driver::spawn;
 use journal::Journal;
 use registry::Registry;
 use spec::PodSpec;
+use stage_times::StageTimes;
 use stages::Step;
 use state::PodStatus;
 
@@ -56,6 +58,8 @@ pub struct Node {
     pub admission: Admission,
     /// Tells what happens.
     pub events: Events,
+    /// How long the stages of all starts took.
+    pub stage_times: Arc<StageTimes>,
 }
 
 impl Node {

@@ -216,7 +216,7 @@ fn take_up_container(
         paused: known.iter().any(|process| {
             process.container_id == record.id.as_str() && process.state == ProcessState::PAUSED.into()
         }),
-        stages: Stages::new(spec.id.clone()),
+        stages: Stages::new(spec.id.clone(), node.stage_times.clone()),
     }
 }
 

@@ -9,6 +9,8 @@ use std::{
 use sandboxer_protocol::{id::SandboxId, stage::Stage};
 use tracing::Instrument;
 
+use super::stage_times::StageTimes;
+
 /// How a step ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
@@ -51,12 +53,13 @@ pub struct Stages {
     began: Instant,
     // A plain lock: held for a push or a copy, never across an await.
     steps: Arc<Mutex<Vec<Step>>>,
+    times: Arc<StageTimes>,
 }
 
 impl Stages {
-    /// Starts the clock.
-    pub fn new(pod: SandboxId) -> Self {
-        Self { pod, began: Instant::now(), steps: Arc::default() }
+    /// Starts the clock. Each step also goes into `times`, with those of all other starts.
+    pub fn new(pod: SandboxId, times: Arc<StageTimes>) -> Self {
+        Self { pod, began: Instant::now(), steps: Arc::default(), times }
     }
 
     /// Runs one step, in a span of its name.
@@ -98,6 +101,7 @@ impl Drop for Record<'_> {
             outcome = step.outcome.as_str(),
             "stage ended"
         );
+        self.stages.times.record(step.stage, step.outcome, step.duration_ns);
         self.stages.steps.lock().unwrap_or_else(PoisonError::into_inner).push(step);
     }
 }
@@ -108,7 +112,7 @@ mod tests {
 
     #[tokio::test]
     async fn every_way_a_step_can_end_is_kept() {
-        let stages = Stages::new("p".parse().unwrap());
+        let stages = Stages::new("p".parse().unwrap(), Arc::default());
         stages.run(Stage::Netns, async { Ok::<_, ()>(()) }).await.unwrap();
         stages.run(Stage::VmmSpawn, async { Err::<(), _>(()) }).await.unwrap_err();
         drop(

@@ -66,7 +66,7 @@ impl Driver {
                 self.start_waiters.push(reply);
                 self.become_state(PodState::Starting);
                 self.node.events.pod(&self.spec.id, Kind::PodStarting, "");
-                self.stages = Stages::new(self.spec.id.clone());
+                self.stages = Stages::new(self.spec.id.clone(), self.node.stage_times.clone());
                 let (node, spec, key) = (self.node.clone(), self.spec.clone(), self.link_key.clone());
                 let (stages, cancel) = (self.stages.clone(), self.cancel.clone());
                 let intent = self.next_record();
@@ -148,7 +148,7 @@ impl Driver {
         if self.containers.contains_key(&new.id) || self.being_made.contains_key(&new.id) {
             return answer(reply, Err(PodError::ContainerExists(new.id)));
         }
-        let stages = Stages::new(self.spec.id.clone());
+        let stages = Stages::new(self.spec.id.clone(), self.node.stage_times.clone());
         self.being_made.insert(new.id.clone(), stages.clone());
         let (node, spec) = (self.node.clone(), self.spec.clone());
         self.work.spawn(async move {

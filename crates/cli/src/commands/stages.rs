@@ -1,0 +1,59 @@
+//! `stages`: how long the stages of all starts took, as the daemon itself counts them.
+
+use std::{
+    io::{self, IsTerminal},
+    time::Duration,
+};
+
+use sandboxer_protocol::admin::{StageSummary, StageTimesRequest, StageTimesResponse};
+
+use super::tables;
+use crate::{Global, client, client::ClientError, render};
+
+/// Show how long each stage of a start takes, over all starts since the daemon's own
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Show it again every second, until Ctrl-C
+    #[arg(short, long, conflicts_with = "json")]
+    watch: bool,
+}
+
+/// Shows them.
+pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
+    let mut daemon = client::connect(&global.socket).await?;
+    let mut tick = tokio::time::interval(Duration::from_secs(1));
+    loop {
+        tick.tick().await;
+        let answer = daemon.stage_times(StageTimesRequest {}).await.map_err(ClientError::from)?.into_inner();
+        if global.json {
+            return render::print_json(&answer);
+        }
+        if args.watch && io::stdout().is_terminal() {
+            // To the upper left corner, and nothing below.
+            render::print("\x1b[H\x1b[J")?;
+        }
+        render::print(&text(&answer))?;
+        if !args.watch {
+            return Ok(());
+        }
+    }
+}
+
+fn text(answer: &StageTimesResponse) -> String {
+    if answer.stages.is_empty() {
+        return format!("no start within {}", render::duration(answer.over_ns));
+    }
+    let mut rows =
+        tables::table(&["STAGE", "OUTCOME", "COUNT", "MEAN", "MIN", "P50", "P90", "P95", "P99", "MAX"], 2);
+    for stage in &answer.stages {
+        rows.add_row(row(stage));
+    }
+    format!("{rows}\nwithin {}; times are exact to 1 %", render::duration(answer.over_ns))
+}
+
+fn row(stage: &StageSummary) -> Vec<String> {
+    let mean = stage.sum_ns / stage.count.max(1);
+    let times = [mean, stage.min_ns, stage.p50_ns, stage.p90_ns, stage.p95_ns, stage.p99_ns, stage.max_ns];
+    let names = [render::plain(&stage.stage), render::plain(&stage.outcome), stage.count.to_string()];
+    names.into_iter().chain(times.map(render::duration)).collect()
+}

@@ -1,0 +1,131 @@
+//! How long the stages of all starts took: a histogram per stage and outcome, always on.
+//!
+//! Recording takes a lock that is held for one addition; what that costs is measured by
+//! `cargo bench --bench startup` ("stage time recorded").
+
+use std::{
+    sync::{Mutex, PoisonError},
+    time::Instant,
+};
+
+use hdrhistogram::Histogram;
+use sandboxer_protocol::stage::Stage;
+
+use super::stages::Outcome;
+
+/// Every outcome, in the order of their discriminants.
+const OUTCOMES: [Outcome; 3] = [Outcome::Ok, Outcome::Failed, Outcome::Cancelled];
+/// Decimal digits kept of a time: a bucket is at most 1 % wide.
+const DIGITS: u8 = 2;
+
+/// The histograms of a daemon, since its start.
+#[derive(Debug)]
+pub struct StageTimes {
+    since: Instant,
+    // Plain locks: held for an addition or a copy, never across an await. One each, so that starts
+    // in different stages don't meet.
+    cells: Vec<Mutex<Option<Cell>>>,
+}
+
+/// Times of one stage with one outcome. In µs, counted in 32 bits: a few KiB once it is used.
+#[derive(Debug, Clone)]
+struct Cell {
+    micros: Histogram<u32>,
+    sum_ns: u64,
+}
+
+/// What the times of one stage with one outcome come to.
+#[derive(Debug, Clone)]
+pub struct StageSummary {
+    /// Which stage.
+    pub stage: Stage,
+    /// How it ended.
+    pub outcome: Outcome,
+    /// All its times, ns.
+    pub sum_ns: u64,
+    micros: Histogram<u32>,
+}
+
+impl Default for StageTimes {
+    fn default() -> Self {
+        let cells = Stage::ALL.len() * OUTCOMES.len();
+        Self { since: Instant::now(), cells: (0..cells).map(|_| Mutex::default()).collect() }
+    }
+}
+
+impl StageTimes {
+    /// Adds a time.
+    pub fn record(&self, stage: Stage, outcome: Outcome, duration_ns: u64) {
+        let Some(cell) = self.cells.get(stage as usize * OUTCOMES.len() + outcome as usize) else { return };
+        let mut cell = cell.lock().unwrap_or_else(PoisonError::into_inner);
+        if cell.is_none() {
+            *cell = Histogram::new(DIGITS).ok().map(|micros| Cell { micros, sum_ns: 0 });
+        }
+        if let Some(cell) = cell.as_mut() {
+            // It grows with what comes, up to any u64.
+            let _ = cell.micros.record(duration_ns / 1000);
+            cell.sum_ns = cell.sum_ns.saturating_add(duration_ns);
+        }
+    }
+
+    /// What has come together, stages in order; those that never ended in a way are left out.
+    pub fn summaries(&self) -> Vec<StageSummary> {
+        let kinds = Stage::ALL.into_iter().flat_map(|stage| OUTCOMES.map(|outcome| (stage, outcome)));
+        kinds
+            .zip(&self.cells)
+            .filter_map(|((stage, outcome), cell)| {
+                let Cell { micros, sum_ns } = cell.lock().unwrap_or_else(PoisonError::into_inner).clone()?;
+                Some(StageSummary { stage, outcome, sum_ns, micros })
+            })
+            .collect()
+    }
+
+    /// Time over which they have come together.
+    pub fn age(&self) -> std::time::Duration {
+        self.since.elapsed()
+    }
+}
+
+impl StageSummary {
+    /// Times in it.
+    pub fn count(&self) -> u64 {
+        self.micros.len()
+    }
+
+    /// The time that this part of all (0 to 1) did not exceed, ns; exact to 1 %.
+    pub fn quantile_ns(&self, part: f64) -> u64 {
+        self.micros.value_at_quantile(part).saturating_mul(1000)
+    }
+
+    /// Shortest and longest, ns.
+    pub fn range_ns(&self) -> (u64, u64) {
+        (self.micros.min().saturating_mul(1000), self.micros.max().saturating_mul(1000))
+    }
+
+    /// How many did not exceed so many µs.
+    pub fn count_up_to(&self, micros: u64) -> u64 {
+        self.micros.count_between(0, micros)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn times_are_kept_by_stage_and_outcome() {
+        let times = StageTimes::default();
+        for ms in 1..=100 {
+            times.record(Stage::Boot, Outcome::Ok, ms * 1_000_000);
+        }
+        times.record(Stage::Boot, Outcome::Failed, 30_000_000_000);
+        let summaries = times.summaries();
+        assert_eq!(summaries.len(), 2);
+        let ok = &summaries[0];
+        assert_eq!((ok.stage, ok.outcome, ok.count()), (Stage::Boot, Outcome::Ok, 100));
+        assert_eq!(ok.sum_ns, 5_050_000_000);
+        let p50 = ok.quantile_ns(0.5);
+        assert!(p50.abs_diff(50_000_000) <= 500_000, "{p50}");
+        assert_eq!((summaries[1].outcome, summaries[1].count()), (Outcome::Failed, 1));
+    }
+}

@@ -8,7 +8,8 @@ use std::{
 
 use sandboxer_protocol::admin::{
     ConsoleLogChunk, ConsoleLogRequest, Event, EventsRequest, InspectPodRequest, ListPodsRequest,
-    ListPodsResponse, Pod, VersionRequest, VersionResponse,
+    ListPodsResponse, Pod, StageSummary, StageTimesRequest, StageTimesResponse, VersionRequest,
+    VersionResponse,
     admin_server::{Admin, AdminServer},
 };
 use tokio::{net::UnixListener, runtime::Runtime};
@@ -20,6 +21,7 @@ use tonic::{Request, Response, Status, transport::Server};
 pub struct AdminDouble {
     pub pods: Vec<Pod>,
     pub events: Vec<Event>,
+    pub stages: Vec<StageSummary>,
     pub console: Vec<&'static [u8]>,
     /// Console chunks come again and again, as of a guest that never ends.
     pub chatty: bool,
@@ -52,6 +54,13 @@ impl Admin for AdminDouble {
 
     async fn inspect_pod(&self, request: Request<InspectPodRequest>) -> Result<Response<Pod>, Status> {
         self.pod(&request.get_ref().id).map(|pod| Response::new(pod.clone()))
+    }
+
+    async fn stage_times(
+        &self,
+        _: Request<StageTimesRequest>,
+    ) -> Result<Response<StageTimesResponse>, Status> {
+        Ok(Response::new(StageTimesResponse { stages: self.stages.clone(), over_ns: 90_000_000_000 }))
     }
 
     async fn console_log(

@@ -13,7 +13,7 @@ use std::{
 };
 
 use admin_double::{AdminDouble, cli_at, command};
-use sandboxer_protocol::admin::{Container, Event, Exec, Pod, StageTime};
+use sandboxer_protocol::admin::{Container, Event, Exec, Pod, StageSummary, StageTime};
 
 const WEB: &str = "3f2a9c0d11223344556677889900aabbccddeeff";
 const JOB: &str = "3f77000000000000000000000000000000000000";
@@ -329,4 +329,23 @@ fn completions_are_scripts_that_their_shell_accepts() {
     let complete = "source \"$0\"; COMP_WORDS=(sandboxer-cli insp); COMP_CWORD=1; _sandboxer__cli sandboxer-cli insp sandboxer-cli; echo \"${COMPREPLY[*]}\"";
     let output = std::process::Command::new("bash").args(["-c", complete]).arg(&path).output().unwrap();
     assert_eq!(String::from_utf8(output.stdout).unwrap(), "inspect\n", "{:?}", output.stderr);
+}
+
+#[test]
+fn stages_are_shown_by_outcome() {
+    let boot = StageSummary {
+        stage: "boot".into(),
+        outcome: "ok".into(),
+        count: 4,
+        sum_ns: 2_000_000_000,
+        p50_ns: 450_000_000,
+        max_ns: 700_000_000,
+        ..Default::default()
+    };
+    let daemon = AdminDouble { stages: vec![boot], ..Default::default() }.serve();
+    let shown = daemon.cli("stages");
+    let line = shown.out.lines().find(|line| line.starts_with("boot")).unwrap();
+    assert!(line.contains("ok") && line.contains("500 ms") && line.contains("450 ms"), "{line}");
+    let json: serde_json::Value = serde_json::from_str(&daemon.cli("stages --json").out).unwrap();
+    assert_eq!(json["stages"][0]["count"], 4);
 }

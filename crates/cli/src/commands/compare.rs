@@ -9,8 +9,14 @@ use sandboxer_probe::store;
 use super::tables;
 use crate::{Global, render};
 
+const EXAMPLES: &str = "\
+Examples:
+  sandboxer-cli compare results/before results/after
+  sandboxer-cli compare results/startup other-tool.txt --json";
+
 /// Compares two results, and says what keeps them from being compared
 #[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
 pub struct Args {
     /// A directory that `startup` or `mem-report` wrote, or a text file of times
     a: PathBuf,

@@ -8,8 +8,14 @@ use sandboxer_probe::store::{self, Loaded};
 
 use crate::{Global, render};
 
+const EXAMPLES: &str = "\
+Examples:
+  sandboxer-cli report results/startup results/memory
+  sandboxer-cli report results/startup --output page/index.html";
+
 /// Makes one self-contained HTML page of results, and their plots as SVG and PNG
 #[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
 pub struct Args {
     /// Directories that `startup` or `mem-report` wrote, or text files of times
     #[arg(required = true)]

@@ -10,8 +10,15 @@ use sandboxer_protocol::admin::{StageSummary, StageTimesRequest, StageTimesRespo
 use super::tables;
 use crate::{Global, client, client::ClientError, render};
 
+const EXAMPLES: &str = "\
+Examples:
+  sandboxer-cli stages
+  sandboxer-cli stages --watch
+  sandboxer-cli stages --json | jq '.stages[] | {stage, p50_ns}'";
+
 /// Show how long each stage of a start takes, over all starts since the daemon's own
 #[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
 pub struct Args {
     /// Show it again every second, until Ctrl-C
     #[arg(short, long, conflicts_with = "json")]

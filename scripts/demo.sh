@@ -5,6 +5,7 @@ set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
 DIR=$ROOT/target/demo
+REPORT=$ROOT/target/demo-report
 started=$SECONDS
 
 finish() {
@@ -24,7 +25,8 @@ before=$(mktemp)
 trap finish EXIT
 trap 'exit 130' INT TERM
 
+rm -rf "$REPORT"
 "$ROOT/scripts/stack.sh" up "$DIR"
 # shellcheck disable=SC1091
 . "$DIR/env"
-sandboxer-cli demo "$@"
+sandboxer-cli demo --output "$REPORT" "$@"

@@ -397,3 +397,53 @@ fn key_of(chain: &Chain) -> Result<Key, BuildError> {
 fn nonce() -> String {
     hex(&rand::random::<u64>().to_be_bytes())
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn image() -> impl Strategy<Value = Image> {
+        (0_u64..50, 0_u64..20, 0_usize..3, any::<bool>()).prop_map(|(bytes, used, leases, shared)| Image {
+            bytes,
+            used: SystemTime::UNIX_EPOCH + Duration::from_secs(used),
+            leases,
+            key: shared.then(String::new),
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn what_goes_is_unused_oldest_first_and_no_more_than_needed(
+            images in proptest::collection::vec(image(), 0..12),
+            most in 0_u64..200,
+        ) {
+            let images: HashMap<_, _> = images.into_iter().enumerate().map(|(n, i)| (n.to_string(), i)).collect();
+            let before: HashMap<_, _> =
+                images.iter().map(|(name, i)| (name.clone(), (i.bytes, i.used, i.leases, i.key.is_some()))).collect();
+            let mut state = State { images, ..State::default() };
+            prop_assert!(state.victims(most).is_empty(), "before it is settled nothing goes");
+            state.settled = true;
+            let victims = state.victims(most);
+
+            let total = |names: &mut dyn Iterator<Item = &String>| names.map(|name| before[name].0).sum::<u64>();
+            for (name, (_, used, leases, shared)) in &before {
+                let gone = victims.contains(name);
+                prop_assert_ne!(gone, state.images.contains_key(name));
+                prop_assert!(!(gone && *leases > 0), "{} was in use", name);
+                prop_assert!(gone || *leases > 0 || *shared, "{} is nobody's", name);
+                if !gone && *leases == 0 {
+                    prop_assert!(total(&mut state.images.keys()) <= most);
+                    let newer = victims.iter().filter(|name| before[*name].3).all(|name| before[name].1 <= *used);
+                    prop_assert!(newer, "{} was used before one that stays", name);
+                }
+            }
+            if let Some(last) = victims.last().filter(|name| before[*name].3) {
+                prop_assert!(total(&mut state.images.keys().chain([last])) > most, "{} went needlessly", last);
+            }
+        }
+    }
+}

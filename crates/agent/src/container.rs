@@ -164,7 +164,7 @@ impl Container {
                 runtime::create(&request.id, &request.spec, &disks, &request.files, stdio)
             })
             .await?;
-        let Done { result, since, mut causes } = done;
+        let Done { result, since, causes } = done;
         let pid = result.map_err(|failure| causes.explain(failure))?;
         self.shared.oom.add(&self.id).map_err(internal("failed to watch for the OOM killer"))?;
         self.init.created(pid);
@@ -223,7 +223,7 @@ impl Container {
     }
 
     async fn try_start(&self, causes: Option<Causes>) -> Result<(), Failure> {
-        let mut done = self.shared.workers.run(&[], || runtime::start(&self.id)).await?;
+        let done = self.shared.workers.run(&[], || runtime::start(&self.id)).await?;
         done.result.map_err(|failure| done.causes.explain(failure))?;
         match causes {
             Some(causes) => causes.until_executed().await,
@@ -260,7 +260,7 @@ impl Container {
         let started = self.try_start_exec(&exec).await;
         if started.is_err() {
             // Whoever waits for it waits for an end that would not come.
-            exec.process.end(Exit { code: NEVER_RAN, at_ns: clock::realtime_ns(), oom_killed: false });
+            exec.process.give_up(Exit { code: NEVER_RAN, at_ns: clock::realtime_ns(), oom_killed: false });
         }
         *outcome = Some(started.clone());
         started
@@ -270,7 +270,7 @@ impl Container {
         self.running_pid()?;
         let request = &exec.request;
         let job = |stdio: &Stdio<'_>| runtime::exec(&self.id, request.id.as_str(), &request.process, stdio);
-        let Done { result, since, mut causes } = self.launch(&exec.process, job).await?;
+        let Done { result, since, causes } = self.launch(&exec.process, job).await?;
         let pid = result.map_err(|failure| causes.explain(failure))?;
         exec.process.running(pid);
         self.watch(&exec.process, pid, since);
@@ -360,7 +360,7 @@ impl Container {
     /// Changes its limits.
     pub async fn update(&self, resources: &[u8]) -> Result<(), Failure> {
         self.is_made().await?;
-        let mut done = self.shared.workers.run(&[], || runtime::update(&self.id, resources)).await?;
+        let done = self.shared.workers.run(&[], || runtime::update(&self.id, resources)).await?;
         done.result.map_err(|failure| done.causes.explain(failure))
     }
 
@@ -407,7 +407,7 @@ impl Container {
         for (_, process) in self.processes() {
             process.disconnect();
         }
-        let mut done = self.shared.workers.run(&[], || runtime::remove(&self.id)).await?;
+        let done = self.shared.workers.run(&[], || runtime::remove(&self.id)).await?;
         done.result.map_err(|failure| done.causes.explain(failure))
     }
 }

@@ -193,7 +193,8 @@ impl Output {
         self.grown.notify_waiters();
     }
 
-    fn finish(&self) {
+    /// Nothing follows.
+    pub fn finish(&self) {
         lock(&self.state).ended = true;
         self.grown.notify_waiters();
     }

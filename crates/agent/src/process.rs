@@ -174,7 +174,7 @@ impl Process {
         });
     }
 
-    /// It has ended, or will never begin.
+    /// It has ended.
     pub fn end(&self, exit: Exit) {
         self.exited.send_replace(true);
         self.state.send_if_modified(|state| {
@@ -186,6 +186,14 @@ impl Process {
             *state = State::Exited { pid, exit };
             true
         });
+    }
+
+    /// It will never begin: whoever waits for it or reads from it is told so.
+    pub fn give_up(&self, exit: Exit) {
+        self.end(exit);
+        for output in [&self.stdout, &self.stderr].into_iter().flatten() {
+            output.finish();
+        }
     }
 
     /// Waits for its end.

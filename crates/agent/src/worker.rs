@@ -18,22 +18,26 @@ use std::{
 };
 
 use nix::{
-    fcntl::OFlag,
+    fcntl::{FcntlArg, OFlag, fcntl},
     unistd::{ForkResult, fork, pipe2},
 };
 use serde::{Serialize, de::DeserializeOwned};
-use tokio::{io::AsyncReadExt, net::unix::pipe, sync::Semaphore};
+use tokio::{
+    io::{Interest, unix::AsyncFd},
+    sync::Semaphore,
+};
 
 use crate::{
     failure::{Failure, Kind, internal},
     log,
     reaper::{Reaper, Since},
+    sync::watched,
 };
 
 /// Longest report, bytes: what a pipe takes without a reader, so a worker never waits.
 const MAX_REPORT: usize = 60 << 10;
 /// Longest text of causes that is read, bytes.
-const MAX_CAUSES: u64 = 64 << 10;
+const MAX_CAUSES: usize = 64 << 10;
 /// Workers at a time. More only compete for the same few virtual CPUs.
 const PARALLEL: usize = 4;
 
@@ -70,8 +74,11 @@ impl Workers {
         let _place = self.places.acquire().await.map_err(internal("failed to wait for a worker"))?;
         let (report, report_end) = new_pipe()?;
         let (causes, causes_end) = new_pipe()?;
-        nix::fcntl::fcntl(&causes_end, nix::fcntl::FcntlArg::F_SETFL(OFlag::O_NONBLOCK))
-            .map_err(internal("failed to prepare a pipe for a worker"))?;
+        // The ends that are read never block; the causes' other end drops what finds no room.
+        for fd in [&report, &causes, &causes_end] {
+            fcntl(fd, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))
+                .map_err(internal("failed to prepare a worker's pipes"))?;
+        }
         let since = self.reaper.now();
         #[expect(clippy::disallowed_methods, reason = "the agent has one thread, so a fork copies all of it")]
         // SAFETY: no other thread exists that could hold a lock or be in the middle of a change.
@@ -87,24 +94,24 @@ impl Workers {
         let death = self.reaper.claim(pid, since);
         drop((report_end, causes_end));
 
-        let mut report =
-            pipe::Receiver::from_owned_fd(report).map_err(internal("failed to read from a worker"))?;
-        let causes =
-            Causes(pipe::Receiver::from_owned_fd(causes).map_err(internal("failed to read from a worker"))?);
+        let unreadable = || internal("failed to read from a worker");
+        let causes = Causes(watched(causes, Interest::READABLE).map_err(unreadable())?);
+        let mut report = Report::new(report).map_err(unreadable())?;
         let result = tokio::select! {
             biased;
-            heard = read_report(&mut report) => heard,
-            died = death => Err(match died {
+            complete = report.completed() => complete,
+            died = death => match (report.pull(), died) {
                 // It may have reported and died before we were polled again.
-                Ok(death) => match read_now(&report) {
-                    Some(result) => return Ok(Done { result: decode(&result), since, causes }),
-                    None => Failure::new(Kind::Internal, format!("worker ended with code {} and no report", death.code)),
-                },
-                Err(_) => Failure::new(Kind::Internal, "worker was lost"),
-            }),
+                (Ok(true), _) => Ok(()),
+                (Err(failure), _) => Err(failure),
+                (Ok(false), Ok(death)) => {
+                    let code = death.code;
+                    Err(Failure::new(Kind::Internal, format!("worker ended with code {code} and no report")))
+                }
+                (Ok(false), Err(_)) => Err(Failure::new(Kind::Internal, "worker was lost")),
+            },
         };
-        let result = result.and_then(|bytes| decode(&bytes));
-        Ok(Done { result, since, causes })
+        Ok(Done { result: result.and_then(|()| report.decode()), since, causes })
     }
 }
 
@@ -149,64 +156,92 @@ fn close_all_but(mut kept: Vec<RawFd>) {
     }
 }
 
-async fn read_report(report: &mut pipe::Receiver) -> Result<Vec<u8>, Failure> {
-    let broken = || internal::<io::Error>("worker broke off its report");
-    let length = report.read_u32_le().await;
-    let length = match length {
-        Ok(length) => usize::try_from(length).unwrap_or(usize::MAX),
-        // All ends are closed without a word: how it died says more.
-        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return std::future::pending().await,
-        Err(error) => return Err(broken()(error)),
-    };
-    if length == 0 || length > MAX_REPORT {
-        return Err(Failure::new(Kind::Internal, format!("worker announced a report of {length} bytes")));
+/// A report as it comes in: its length in four bytes, then JSON.
+struct Report {
+    pipe: AsyncFd<OwnedFd>,
+    bytes: Vec<u8>,
+}
+
+impl Report {
+    fn new(pipe: OwnedFd) -> io::Result<Self> {
+        Ok(Self { pipe: watched(pipe, Interest::READABLE)?, bytes: Vec::new() })
     }
-    let mut bytes = vec![0; length];
-    report.read_exact(&mut bytes).await.map_err(broken())?;
-    Ok(bytes)
+
+    /// Waits until it is complete. A worker that dies first is somebody else's concern.
+    async fn completed(&mut self) -> Result<(), Failure> {
+        loop {
+            if self.pull()? {
+                return Ok(());
+            }
+            let readable = self.pipe.readable().await;
+            let mut guard = readable.map_err(internal("failed to read from a worker"))?;
+            let closed = guard.ready().is_read_closed();
+            guard.clear_ready();
+            drop(guard);
+            if closed && !self.pull()? {
+                // Closed without a word: how it died says more.
+                return std::future::pending().await;
+            }
+        }
+    }
+
+    /// Takes what lies in the pipe; whether the report is complete.
+    fn pull(&mut self) -> Result<bool, Failure> {
+        read_now(self.pipe.get_ref(), &mut self.bytes, MAX_REPORT + size_of::<u32>());
+        let Some((length, body)) = self.bytes.split_first_chunk() else { return Ok(false) };
+        match usize::try_from(u32::from_le_bytes(*length)) {
+            Ok(length @ 1..=MAX_REPORT) => Ok(body.len() >= length),
+            _ => Err(Failure::new(Kind::Internal, "worker announced a report of impossible length")),
+        }
+    }
+
+    fn decode<T: DeserializeOwned>(&self) -> Result<T, Failure> {
+        let body = self.bytes.get(size_of::<u32>()..).unwrap_or_default();
+        serde_json::from_slice::<Result<T, Failure>>(body)
+            .map_err(internal("worker's report is malformed"))
+            .and_then(|result| result)
+    }
 }
 
-/// The report if all of it is in the pipe.
-fn read_now(report: &pipe::Receiver) -> Option<Vec<u8>> {
-    let mut bytes = vec![0; MAX_REPORT + size_of::<u32>()];
-    let count = report.try_read(&mut bytes).ok()?;
-    bytes.truncate(count);
-    let (length, body) = bytes.split_first_chunk()?;
-    (usize::try_from(u32::from_le_bytes(*length)).ok()? == body.len() && !body.is_empty())
-        .then(|| body.to_vec())
-}
-
-fn decode<T: DeserializeOwned>(report: &[u8]) -> Result<T, Failure> {
-    serde_json::from_slice::<Result<T, Failure>>(report)
-        .map_err(internal("worker's report is malformed"))
-        .and_then(|result| result)
+/// Appends what can be read from a non-blocking `pipe` at once, up to `max` bytes in all. Asks the
+/// kernel itself: what the async runtime knows of the pipe may be a moment old.
+fn read_now(pipe: &OwnedFd, bytes: &mut Vec<u8>, max: usize) {
+    let mut chunk = [0; 4096];
+    while bytes.len() < max {
+        let room = chunk.len().min(max - bytes.len());
+        match nix::unistd::read(pipe, &mut chunk[..room]) {
+            Ok(count) if count > 0 => bytes.extend(&chunk[..count]),
+            Err(nix::errno::Errno::EINTR) => {}
+            _ => return,
+        }
+    }
 }
 
 /// The causes of a failure, as written by a worker and its descendants.
-pub struct Causes(pipe::Receiver);
+pub struct Causes(AsyncFd<OwnedFd>);
 
 impl Causes {
-    /// What has been written so far, explained in `failure`'s place where that says more.
-    pub fn explain(&mut self, failure: Failure) -> Failure {
-        let mut text = vec![0; MAX_CAUSES as usize];
-        let mut length = 0;
-        while let Ok(count) = self.0.try_read(&mut text[length..]) {
-            if count == 0 {
-                break;
-            }
-            length += count;
-        }
-        explained(failure, &String::from_utf8_lossy(&text[..length]))
+    /// `failure`, explained by what has been written so far.
+    pub fn explain(&self, failure: Failure) -> Failure {
+        let mut text = Vec::new();
+        read_now(self.0.get_ref(), &mut text, MAX_CAUSES);
+        explained(failure, &String::from_utf8_lossy(&text))
     }
 
     /// Waits until the payload runs; `Err` says why it does not.
     pub async fn until_executed(self) -> Result<(), Failure> {
         let mut text = Vec::new();
-        self.0
-            .take(MAX_CAUSES)
-            .read_to_end(&mut text)
-            .await
-            .map_err(internal("failed to hear from the payload"))?;
+        loop {
+            read_now(self.0.get_ref(), &mut text, MAX_CAUSES);
+            let readable = self.0.readable().await;
+            let mut guard = readable.map_err(internal("failed to hear from the payload"))?;
+            let closed = guard.ready().is_read_closed();
+            guard.clear_ready();
+            if closed {
+                break;
+            }
+        }
+        read_now(self.0.get_ref(), &mut text, MAX_CAUSES);
         let text = String::from_utf8_lossy(&text);
         match text.lines().find_map(|line| line.strip_prefix(log::PAYLOAD)) {
             Some(why) => Err(Failure::precondition(why)),

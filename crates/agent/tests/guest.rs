@@ -2,7 +2,17 @@
 
 #[path = "guest/container.rs"]
 mod container;
+#[path = "guest/execs.rs"]
+mod execs;
 #[path = "guest/lifecycle.rs"]
 mod lifecycle;
+#[path = "guest/limits.rs"]
+mod limits;
+#[path = "guest/link.rs"]
+mod link;
+#[path = "guest/refusals.rs"]
+mod refusals;
+#[path = "guest/streams.rs"]
+mod streams;
 #[path = "guest/vm.rs"]
 mod vm;

@@ -146,7 +146,11 @@ impl Process {
             max_bytes: max,
             ..Default::default()
         };
-        let answer = patiently(self.agent.read_output(ctx(), &request)).await?;
+        let Ok(answer) = timeout(PATIENCE, self.agent.read_output(ctx(), &request)).await else {
+            let known = patiently(self.agent.list_containers(ctx(), &Default::default())).await;
+            panic!("no output of {}/{} from {offset} on; {known:?}", self.container, self.exec);
+        };
+        let answer = answer?;
         assert_eq!(answer.offset, offset);
         Ok((answer.data, answer.end))
     }
@@ -171,18 +175,15 @@ impl Process {
         self.all_of(OutputStream::STDERR).await
     }
 
-    /// Reads standard output until it holds `text`; answers all that was read.
-    pub async fn until(&self, text: &str) -> String {
-        let mut all = Vec::new();
-        loop {
+    /// Reads standard output on after `seen` until all of it holds `text`; answers all.
+    pub async fn until(&self, seen: &str, text: &str) -> String {
+        let mut all = seen.to_owned();
+        while !all.contains(text) {
             let (data, end) = self.read(OutputStream::STDOUT, all.len() as u64, 0).await.unwrap();
-            all.extend(data);
-            let so_far = String::from_utf8_lossy(&all).into_owned();
-            if so_far.contains(text) {
-                return so_far;
-            }
-            assert!(!end, "{text:?} never came: {so_far}");
+            all += std::str::from_utf8(&data).unwrap();
+            assert!(!end || all.contains(text), "{text:?} never came: {all}");
         }
+        all
     }
 
     pub async fn write(&self, offset: u64, data: &[u8], end: bool) -> Result<u64, ttrpc::Error> {

@@ -1,37 +1,169 @@
-//! A container's life, and what must be left of it.
+//! A container's life, and what is left of it.
 
-use sandboxer_protocol::PROTOCOL_VERSION;
+use sandboxer_protocol::agent::{
+    ConfigurePodRequest, ListContainersRequest, ProcessState, Rootfs, StatsRequest, TmpfsUpper,
+    rootfs::Writable,
+};
+use ttrpc::Code;
 
-use crate::{container::*, vm::Vm};
+use crate::{
+    container::*,
+    vm::{BUSYBOX, SCRATCH, Vm},
+};
 
 #[tokio::test]
 async fn a_container_runs_and_leaves_nothing_behind() {
     let vm = Vm::boot();
-    let (agent, ready) = vm.session().await;
-    assert_eq!(ready.agent_version, env!("CARGO_PKG_VERSION"));
-    assert!(ready.init_ns > 0 && ready.ready_ns >= ready.init_ns, "{ready:?}");
-    eprintln!(
-        "protocol {PROTOCOL_VERSION}: init {} ms, ready {} ms",
-        ready.init_ns / 1_000_000,
-        ready.ready_ns / 1_000_000
-    );
+    let (agent, _) = vm.session().await;
+    // A second container looks at the guest from outside the first one.
+    let mut watcher =
+        spec(shell("read go; mount | grep -c /web; ls /sys/fs/cgroup/sandboxer; ls /sys/block/sd*/holders"));
+    watcher["linux"]["namespaces"] = serde_json::json!([{"type": "mount"}]);
+    let watcher = run(&agent, &container("watcher", &watcher)).await;
 
-    for round in ["first", "second", "third"] {
-        let began = std::time::Instant::now();
-        let web = container("web", &spec(shell("echo $GREETING from $0; echo oops >&2; exit 7")));
-        patiently(agent.create_container(ctx(), &web)).await.unwrap();
-        let created = began.elapsed();
-        init(&agent, "web").start().await.unwrap();
-        let started = began.elapsed();
+    for _ in 0..2 {
+        let web = container("web", &spec(shell("read go; echo $GREETING from $0; echo oops >&2; exit 7")));
+        let first = patiently(agent.create_container(ctx(), &web)).await.unwrap().pid;
+        let again = patiently(agent.create_container(ctx(), &web)).await.unwrap().pid;
+        assert_eq!(first, again, "the same request answers the same");
+        let mut other = web.clone();
+        other.spec_json = spec(shell("exit 0")).to_string().into_bytes();
+        let (code, words) = refusal(patiently(agent.create_container(ctx(), &other)).await);
+        assert_eq!(code, Code::ALREADY_EXISTS, "{words}");
+
         let process = init(&agent, "web");
+        process.start().await.unwrap();
+        let (code, _) = refusal(delete(&agent, "web").await);
+        assert_eq!(code, Code::FAILED_PRECONDITION, "it runs");
+        process.write(0, b"go\n", false).await.unwrap();
         assert_eq!(process.stdout().await, "hello from sh\n");
-        let output = began.elapsed();
         assert_eq!(process.stderr().await, "oops\n");
-        assert_eq!(process.wait().await.code, 7);
+        let exit = process.wait().await;
+        assert_eq!((exit.code, exit.oom_killed), (7, false));
+        assert_eq!(process.start().await.unwrap(), first, "a repeated start answers the same");
+        let (code, _) = refusal(process.signal(libc::SIGTERM, false).await);
+        assert_eq!(code, Code::NOT_FOUND);
         delete(&agent, "web").await.unwrap();
-        eprintln!(
-            "{round}: created {created:?} started {started:?} output {output:?} deleted {:?}",
-            began.elapsed()
-        );
+        delete(&agent, "web").await.unwrap();
     }
+    watcher.write(0, b"\n", false).await.unwrap();
+    let seen = watcher.stdout().await;
+    assert!(seen.starts_with("0\n"), "mounts are left: {seen}");
+    assert!(!seen.contains("web"), "a control group is left: {seen}");
+    end(&agent, "watcher").await;
+}
+
+#[tokio::test]
+async fn a_created_container_can_be_listed_killed_and_deleted_unstarted() {
+    let vm = Vm::boot();
+    let (agent, _) = vm.session().await;
+    let list = async || {
+        let listed = patiently(agent.list_containers(ctx(), &ListContainersRequest::new())).await.unwrap();
+        listed
+            .processes
+            .into_iter()
+            .map(|p| (p.container_id, p.state.enum_value().unwrap()))
+            .collect::<Vec<_>>()
+    };
+    patiently(agent.create_container(ctx(), &container("a", &spec(shell("exit"))))).await.unwrap();
+    assert_eq!(list().await, [("a".to_owned(), ProcessState::CREATED)]);
+    delete(&agent, "a").await.unwrap();
+    assert_eq!(list().await, []);
+
+    patiently(agent.create_container(ctx(), &container("b", &spec(shell("exit"))))).await.unwrap();
+    init(&agent, "b").signal(libc::SIGKILL, false).await.unwrap();
+    assert_eq!(init(&agent, "b").wait().await.code, 128 + 9);
+    assert_eq!(list().await, [("b".to_owned(), ProcessState::EXITED)]);
+    let (code, words) = refusal(init(&agent, "b").start().await);
+    assert_eq!(
+        (code, words.contains("ended before it was started")),
+        (Code::FAILED_PRECONDITION, true),
+        "{words}"
+    );
+    delete(&agent, "b").await.unwrap();
+}
+
+#[tokio::test]
+async fn containers_of_one_pod_share_a_layer_and_the_hostname_but_not_what_they_write() {
+    let vm = Vm::boot();
+    let (agent, _) = vm.session().await;
+    let identity = ConfigurePodRequest {
+        hostname: "pod-7".into(),
+        realtime_ns: 1_900_000_000_000_000_000,
+        entropy: vec![7; 64],
+        shm_bytes: 1 << 20,
+        sysctls: [("net.ipv4.ip_unprivileged_port_start".to_owned(), "0".to_owned())].into(),
+        ..Default::default()
+    };
+    for _ in 0..2 {
+        patiently(agent.configure_pod(ctx(), &identity)).await.unwrap();
+    }
+    let script = "hostname; date +%Y; cat /etc/hosts /etc/layer; echo $0 >> /etc/layer; cat /etc/layer; \
+                  cat /proc/sys/net/ipv4/ip_unprivileged_port_start; echo x > /etc/hosts || echo kept; stat -c %a /etc/note";
+    for name in ["one", "two"] {
+        let mut request = container(name, &spec(command(&["sh", "-c", script, name])));
+        request.files = vec![file("/etc/hosts", "127.0.0.1 pod-7\n", true), file("/etc/note", "", false)];
+        run(&agent, &request).await;
+    }
+    for name in ["one", "two"] {
+        let process = init(&agent, name);
+        let expected = format!("pod-7\n2030\n127.0.0.1 pod-7\nlower\nlower\n{name}\n0\nkept\n644\n");
+        assert_eq!(process.stdout().await, expected, "{}", process.stderr().await);
+        end(&agent, name).await;
+    }
+    let bad = ConfigurePodRequest {
+        sysctls: [("kernel.nosuch".to_owned(), "1".to_owned())].into(),
+        ..Default::default()
+    };
+    let (code, words) = refusal(patiently(agent.configure_pod(ctx(), &bad)).await);
+    assert_eq!((code, words.contains("kernel.nosuch=1")), (Code::INVALID_ARGUMENT, true), "{words}");
+}
+
+#[tokio::test]
+async fn a_writable_disk_keeps_what_was_written_as_overlay_and_as_whole() {
+    let vm = Vm::boot();
+    let (agent, _) = vm.session().await;
+    let on_scratch = |id: &str, script: &str| {
+        let mut request = container(id, &spec(shell(script)));
+        let lower = vec![disk(BUSYBOX, "erofs", true)];
+        let writable = Some(Writable::Overlay(disk(SCRATCH, "ext4", false)));
+        request.rootfs = Some(Rootfs { lower, writable, ..Default::default() }).into();
+        request
+    };
+    for (id, expected) in [("first", "0\n"), ("second", "0\n1\n")] {
+        let process =
+            run(&agent, &on_scratch(id, "echo $(ls /tmp | wc -l) >>/tmp/count; cat /tmp/count")).await;
+        assert_eq!(process.stdout().await, expected, "{}", process.stderr().await);
+        end(&agent, id).await;
+    }
+    let process = run(&agent, &on_scratch("third", "cp /bin/busybox /busybox; sync")).await;
+    assert_eq!(process.wait().await.code, 0);
+    let request = StatsRequest { container_id: "third".into(), ..Default::default() };
+    let stats = patiently(agent.stats(ctx(), &request)).await.unwrap();
+    assert!(stats.fs_used > 1 << 20 && stats.fs_used < 64 << 20, "{stats}");
+    end(&agent, "third").await;
+
+    // The overlay's upper directory is a plain directory of the disk.
+    let mut whole = container("whole", &spec(command(&["/u/busybox", "cat", "/u/tmp/count"])));
+    whole.rootfs =
+        Some(Rootfs { writable: Some(Writable::Whole(disk(SCRATCH, "ext4", false))), ..Default::default() })
+            .into();
+    let process = run(&agent, &whole).await;
+    assert_eq!(process.stdout().await, "0\n1\n", "{}", process.stderr().await);
+    end(&agent, "whole").await;
+}
+
+#[tokio::test]
+async fn the_layer_in_memory_is_bounded() {
+    let vm = Vm::boot();
+    let (agent, _) = vm.session().await;
+    let mut request =
+        container("full", &spec(shell("dd if=/dev/zero of=/big bs=1M count=8; echo status $?")));
+    let writable = Some(Writable::Tmpfs(TmpfsUpper { size_bytes: 4 << 20, ..Default::default() }));
+    request.rootfs =
+        Some(Rootfs { lower: vec![disk(BUSYBOX, "erofs", true)], writable, ..Default::default() }).into();
+    let process = run(&agent, &request).await;
+    assert_eq!(process.stdout().await, "status 1\n");
+    assert!(process.stderr().await.contains("No space left"));
+    end(&agent, "full").await;
 }

@@ -12,7 +12,7 @@ use sandboxer::{
     config::Config,
     container::{NewContainer, Phase, StdioPaths},
     error::Code,
-    events::Events,
+    events::{Events, Kind},
     host::rootfs::{Mount, RootfsStore},
     pod::{
         self, Node, PodHandle,
@@ -299,6 +299,40 @@ async fn the_next_daemon_finds_pods_alive_their_containers_running_and_what_died
     alive.remove().await.unwrap();
     dead.remove().await.unwrap();
     assert!(next.journal.records().unwrap().is_empty());
+}
+
+#[tokio::test]
+async fn the_next_daemon_ends_containers_that_containerd_has_forgotten_and_only_those() {
+    let test = TestNode::new();
+    let pod = test.pod("web");
+    pod.start().await.unwrap();
+    let mut readers = Vec::new();
+    for name in ["kept", "forgotten"] {
+        let new = test.container(name, "sleep");
+        readers.push(reader(&new.stdio.stdout));
+        pod.create_container(new).await.unwrap();
+        pod.start_process(id(name), None).await.unwrap();
+    }
+    let next = test.restarted();
+    // What containerd does with a container whose connection is lost.
+    fs::remove_dir_all(test.dir.path().join("bundles/forgotten")).unwrap();
+    let mut events = next.events.listen();
+    recover::recover(&next).await.unwrap();
+
+    let deleted = async {
+        loop {
+            let event = events.recv().await.unwrap();
+            if event.kind == Kind::ContainerDeleted {
+                return event.container.unwrap();
+            }
+        }
+    };
+    let deleted = tokio::time::timeout(Duration::from_secs(20), deleted).await.expect("nothing was ended");
+    assert_eq!(deleted, id("forgotten"));
+    assert!(next.registry.pod_of(&id("forgotten")).is_err());
+    let pod = next.registry.pod(pod.id()).unwrap();
+    assert_eq!(phase(&pod, "kept").await, Phase::Running);
+    pod.remove().await.unwrap();
 }
 
 #[tokio::test]

@@ -108,7 +108,7 @@ impl Io {
                 source,
             })
         };
-        let mut io = Self { stdin: None, stdout: None, stderr: None, voice: None };
+        let mut io = Self::silent();
         let mut options = OpenOptions::new();
         options.read_write(true);
         if let Some(path) = wanted(&paths.stdin) {
@@ -125,6 +125,11 @@ impl Io {
             opened(path, options.open_sender(path).map(|fifo| io.voice = Some(Voice(fifo))))?;
         }
         Ok(io)
+    }
+
+    /// For a process whose FIFOs are gone: what it prints goes nowhere, its end is seen all the same.
+    pub fn silent() -> Self {
+        Self { stdin: None, stdout: None, stderr: None, voice: None }
     }
 
     /// Takes the daemon's own way to the process's error stream; there is one.

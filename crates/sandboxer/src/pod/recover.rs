@@ -8,6 +8,9 @@
 //! | stopping | whatever is left of it is ended | the pod has stopped |
 //! | created, stopped | none | as recorded |
 //! | can't be understood | left alone | moved to quarantine and reported |
+//!
+//! containerd declares a container dead when it loses the daemon, and removes the container's bundle. Such a
+//! container is ended here: in its place a new one is started, and both would run.
 
 use std::{collections::HashMap, fs, io, path::Path, sync::Arc};
 
@@ -18,7 +21,7 @@ use sandboxer_protocol::{
 };
 
 use super::{
-    Node,
+    Node, PodHandle,
     driver::Found,
     journal::{ContainerRecord, JournalError, PodRecord, ProcessRecord},
     stages::Stages,
@@ -27,10 +30,12 @@ use super::{
 use crate::{
     clock::now_ns,
     container::{Container, Exit, KILLED, Phase, Process, io::Io, start::Live},
-    error::{PodError, chain},
+    error::{Code, PodError, chain},
     guest, pod,
     vmm::{self, Machine},
 };
+
+const SIGKILL: u32 = 9;
 
 /// What recovery came to.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
@@ -111,6 +116,12 @@ async fn take_up(node: &Arc<Node>, mut record: PodRecord) -> TakenUp {
             record.status.exited_at_ns = now_ns();
         }
     }
+    let mut forgotten = Vec::new();
+    for container in record.containers.iter().filter(|_| alive) {
+        if let Ok(false) = tokio::fs::try_exists(&container.bundle).await {
+            forgotten.push(container.id.clone());
+        }
+    }
     let containers = record
         .containers
         .into_iter()
@@ -123,14 +134,21 @@ async fn take_up(node: &Arc<Node>, mut record: PodRecord) -> TakenUp {
     let shared = node.clone();
     let inserted =
         node.registry.insert(&id, || pod::spawn(shared, spec, key, status, Found { live, containers }));
-    if let Err(error) = inserted {
-        tracing::error!(pod = %id, %error, "two records name the same pod");
-        return TakenUp::Stopped;
-    }
+    let handle = match inserted {
+        Ok(handle) => handle,
+        Err(error) => {
+            tracing::error!(pod = %id, %error, "two records name the same pod");
+            return TakenUp::Stopped;
+        }
+    };
     for container in ids {
         if let Err(error) = node.registry.insert_container(&container, &id) {
             tracing::error!(pod = %id, %error, "two pods' records name the same container");
         }
+    }
+    for container in forgotten {
+        // Not waited for: ready pods must not wait for one container's end.
+        tokio::spawn(end_forgotten(handle.clone(), container));
     }
     if alive { TakenUp::Alive } else { TakenUp::Stopped }
 }
@@ -141,6 +159,27 @@ async fn forget(node: &Node, id: &SandboxId) -> Result<(), Box<dyn std::error::E
     node.journal.pod(id).remove().await?;
     tracing::info!(pod = %id, "a start that an earlier daemon did not finish is undone");
     Ok(())
+}
+
+/// Kills a container that containerd no longer knows, and forgets it.
+async fn end_forgotten(pod: PodHandle, container: ContainerId) {
+    let ended = async {
+        match pod.signal(container.clone(), None, SIGKILL, true).await {
+            // It ended by itself meanwhile.
+            Err(error) if error.code() == Code::NotFound => {}
+            signalled => signalled?,
+        }
+        let mut init = pod.process(container.clone(), None).await?;
+        // An error would say that the container is gone, which is as good.
+        let _ = init.phase.wait_for(|phase| phase.exit().is_some()).await;
+        pod.delete(container.clone(), None).await
+    };
+    match ended.await {
+        Ok(_) => tracing::info!(pod = %pod.id(), %container, "ended: containerd has forgotten it"),
+        Err(error) => {
+            tracing::warn!(pod = %pod.id(), %container, error = chain(&error), "containerd has forgotten it, but it may still run");
+        }
+    }
 }
 
 /// The machine and agent of a pod that was ready; whatever else is left of a pod is ended.
@@ -196,10 +235,11 @@ fn take_up_container(
             .find(|process| process.container_id == container.as_str() && process.exec_id == name);
         let phase = phase_of(&record, found, alive);
         let running = matches!(phase, Phase::Created | Phase::Running);
-        let io = running.then(|| Io::open(&spec.id, &record.stdio)).and_then(|opened| {
-            opened
-                .inspect_err(|error| tracing::warn!(%container, error = chain(error), "its output is lost"))
-                .ok()
+        let io = running.then(|| {
+            Io::open(&spec.id, &record.stdio).unwrap_or_else(|error| {
+                tracing::warn!(%container, error = chain(&error), "its output is lost");
+                Io::silent()
+            })
         });
         Process::at(phase, record.pid, record.stdio, io)
     };

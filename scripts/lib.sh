@@ -45,10 +45,10 @@ stat_field() {
 }
 
 # owned_pids: the shims, VMMs and tools of the stack DIR, whoever their parent is by now. A process is the
-# stack's if its command line or an open file names a path of the stack, if it has a unix socket bound there,
-# or if it is in the stack's cgroup. A user's `less DIR/log` is none: what runs is checked first.
+# stack's if its command line, an open file or the mark that the daemon gives each VMM names a path of the
+# stack, or if it is in the stack's cgroup. A user's `less DIR/log` is none: what runs is checked first.
 owned_pids() {
-    local dir pid exe inode
+    local dir pid exe
     for dir in /proc/[0-9]*; do
         pid=${dir#/proc/}
         if grep -qF -- "$CGROUP" "$dir/cgroup" 2>/dev/null; then
@@ -60,17 +60,10 @@ owned_pids() {
         containerd | containerd-shim-* | sandboxer | qemu-system-* | cloud-hypervisor | runc | ctr | *.erofs) ;;
         *) continue ;;
         esac
-        if { tr '\0' '\n' <"$dir/cmdline" | grep -qF -e "$RUN/" -e "$DIR/"; } 2>/dev/null ||
-            find "$dir/fd" -lname "$DIR/*" -o -lname "$RUN/*" 2>/dev/null | grep -q .; then
+        if grep -qzF -e "$RUN/" -e "$DIR/" "$dir/cmdline" 2>/dev/null ||
+            grep -qzF "SANDBOXER_RUN_DIR=$RUN/" "$dir/environ" 2>/dev/null ||
+            [[ -n $(find "$dir/fd" \( -lname "$DIR/*" -o -lname "$RUN/*" \) -print -quit 2>/dev/null) ]]; then
             printf '%s\n' "$pid"
-            continue
         fi
-        for inode in $(find "$dir/fd" -lname 'socket:*' -printf '%l\n' 2>/dev/null | tr -cd '0-9\n'); do
-            if awk -v i="$inode" -v a="$RUN/" -v b="$DIR/" \
-                '$7 == i && (index($8, a) == 1 || index($8, b) == 1) { f = 1 } END { exit !f }' "$dir/net/unix" 2>/dev/null; then
-                printf '%s\n' "$pid"
-                break
-            fi
-        done
     done
 }

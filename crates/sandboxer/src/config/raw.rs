@@ -8,6 +8,7 @@ use std::{
 };
 
 use serde::{Deserialize, Serialize};
+use toml::de::DeTable;
 
 use super::{Accelerator, Config, RootfsConfig, VmConfig};
 
@@ -26,20 +27,18 @@ pub enum ConfigError {
         source: io::Error,
     },
     /// It is no TOML, or has a key or a value that isn't known.
-    #[error("configuration {path:?} is refused{hint}\n{source}")]
+    #[error("configuration {place}: {reason}")]
     Parse {
-        /// The file.
-        path: PathBuf,
-        /// What may have been meant; may be empty.
-        hint: Hint,
-        /// Where and why.
-        source: Box<toml::de::Error>,
+        /// Where.
+        place: Place,
+        /// What is wrong there, with the key, and what may have been meant.
+        reason: String,
     },
     /// A value is out of its bounds.
-    #[error("configuration {path:?}: {key} is {found}, it takes {takes}")]
+    #[error("configuration {place}: {key} is {found}, it takes {takes}")]
     Value {
-        /// The file.
-        path: PathBuf,
+        /// Where; a file that doesn't set the key itself has no line of it.
+        place: Place,
         /// The key, with its table.
         key: &'static str,
         /// The value.
@@ -49,14 +48,31 @@ pub enum ConfigError {
     },
 }
 
-/// The known key that is nearest to an unknown one.
-#[derive(Debug, Default)]
-pub struct Hint(Option<String>);
+/// A place in a file.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The file.
+    pub path: PathBuf,
+    /// Line and column (characters), from 1.
+    pub at: Option<(usize, usize)>,
+}
 
-impl fmt::Display for Hint {
+impl Place {
+    /// Where byte `offset` of `text` is.
+    fn new(path: &Path, text: &str, offset: Option<usize>) -> Self {
+        let at = offset.and_then(|offset| text.get(..offset)).map(|before| {
+            let line_start = before.rfind('\n').map_or(0, |newline| newline + 1);
+            (before.matches('\n').count() + 1, before[line_start..].chars().count() + 1)
+        });
+        Self { path: path.to_owned(), at }
+    }
+}
+
+impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.0 {
-            Some(key) => write!(f, " (did you mean {key:?}?)"),
+        write!(f, "{:?}", self.path)?;
+        match self.at {
+            Some((line, column)) => write!(f, ", line {line}, column {column}"),
             None => Ok(()),
         }
     }
@@ -122,21 +138,27 @@ impl Config {
 
     /// Resolves a configuration's text; `path` names it in errors.
     pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
-        let raw: Raw = toml::from_str(text).map_err(|source| ConfigError::Parse {
-            path: path.to_owned(),
-            hint: nearest(source.message()),
-            source: Box::new(source),
+        let raw: Raw = toml::from_str(text).map_err(|error| {
+            let place = Place::new(path, text, error.span().map(|span| span.start));
+            let line = place.at.and_then(|(line, _)| text.lines().nth(line - 1)).unwrap_or_default();
+            ConfigError::Parse { reason: reason(error.message(), line.trim()), place }
         })?;
-        resolve(raw, path)
+        resolve(raw, |key, found, takes| {
+            let place = Place::new(path, text, offset_of(text, key));
+            ConfigError::Value { place, key, found, takes }
+        })
     }
 }
 
-fn resolve(raw: Raw, path: &Path) -> Result<Config, ConfigError> {
+fn resolve(
+    raw: Raw,
+    refused: impl Fn(&'static str, String, &'static str) -> ConfigError,
+) -> Result<Config, ConfigError> {
     let default = Config::default();
     let (vm, rootfs) = (default.vm, default.rootfs);
     let check = |key, found: String, takes, fine: bool| match fine {
         true => Ok(()),
-        false => Err(ConfigError::Value { path: path.to_owned(), key, found, takes }),
+        false => Err(refused(key, found, takes)),
     };
     let absolute = |key, value: Option<PathBuf>, default: PathBuf| {
         let value = value.unwrap_or(default);
@@ -182,7 +204,10 @@ fn resolve(raw: Raw, path: &Path) -> Result<Config, ConfigError> {
         .map(|()| starts)?,
         drain_timeout: seconds("drain_timeout", raw.drain_timeout, default.drain_timeout)?,
         metrics_listen: raw.metrics_listen,
-        containerd_ttrpc: raw.containerd.ttrpc,
+        containerd_ttrpc: match raw.containerd.ttrpc {
+            Some(path) => Some(absolute("containerd.ttrpc", None, path)?),
+            None => None,
+        },
         vm: VmConfig {
             qemu: program("vm.qemu", raw.vm.qemu, vm.qemu)?,
             accelerator: raw.vm.accelerator.unwrap_or(vm.accelerator),
@@ -215,19 +240,44 @@ fn resolve(raw: Raw, path: &Path) -> Result<Config, ConfigError> {
     })
 }
 
-/// The parser names an unknown key and all that it would have taken; the nearest of them may have
-/// been meant.
-fn nearest(message: &str) -> Hint {
-    let mut quoted = message.split('`').skip(1).step_by(2);
-    let unknown = quoted.next().filter(|_| message.starts_with("unknown "));
-    let Some(unknown) = unknown else {
-        return Hint::default();
+/// Where the value of a key, such as `vm.kernel`, stands.
+fn offset_of(text: &str, key: &str) -> Option<usize> {
+    let document = DeTable::parse(text).ok()?;
+    let (tables, name) = key.rsplit_once('.').map_or((None, key), |(tables, name)| (Some(tables), name));
+    let table = match tables {
+        Some(table) => document.get_ref().get(table)?.get_ref().as_table()?,
+        None => document.get_ref(),
     };
+    Some(table.get(name)?.span().start)
+}
+
+/// The parser's words in those of the file, with the line that they are about. Where it names an unknown
+/// key or value and all that it would have taken, the nearest of these may have been meant.
+fn reason(message: &str, line: &str) -> String {
+    let message = message
+        .replace("unknown field", "unknown key")
+        .replace("unknown variant", "unknown value")
+        .replace("path string", "a path in quotes")
+        .replace("expected f64", "expected a number of seconds")
+        .replace("socket address", "an address with a port in quotes");
+    let message = ["u32", "u64", "usize"]
+        .iter()
+        .fold(message, |text, kind| text.replace(&format!("expected {kind}"), "expected a whole number"));
+    let hint = nearest(&message).map(|known| format!(" (did you mean {known:?}?)")).unwrap_or_default();
+    match line {
+        "" => format!("{message}{hint}"),
+        _ => format!("{message}{hint}, in `{line}`"),
+    }
+}
+
+fn nearest(message: &str) -> Option<String> {
+    let mut quoted = message.split('`').skip(1).step_by(2);
+    let unknown = quoted.next().filter(|_| message.starts_with("unknown "))?;
     let near = quoted
         .map(|known| (strsim::damerau_levenshtein(unknown, known), known))
         .filter(|&(distance, known)| distance <= known.len().max(unknown.len()) / 2)
-        .min_by_key(|&(distance, _)| distance);
-    Hint(near.map(|(_, known)| known.to_owned()))
+        .min_by_key(|&(distance, _)| distance)?;
+    Some(near.1.to_owned())
 }
 
 #[cfg(test)]
@@ -244,10 +294,23 @@ mod tests {
         // The one default that depends on the machine stands commented out in the file.
         let built = Config { concurrent_starts: written.concurrent_starts, ..Config::default() };
         assert_eq!(format!("{written:?}"), format!("{built:?}"));
-        // And it sets or mentions every key there is.
-        let keys = toml::Table::try_from(Raw::default()).unwrap();
-        for table in keys.keys() {
-            assert!(DEFAULT.contains(table.as_str()), "{table} is not explained");
+    }
+
+    #[test]
+    fn the_explained_default_has_every_key() {
+        // With what is commented out taken in, too; the parser itself names all keys that it knows.
+        let set = DEFAULT.replace("\n# ", "\n");
+        for table in ["", "vm", "rootfs", "containerd"] {
+            let header = if table.is_empty() { String::new() } else { format!("[{table}]\n") };
+            let error = toml::from_str::<Raw>(&format!("{header}zz = 1")).unwrap_err();
+            let mut known = error.message().split('`').skip(3).step_by(2).peekable();
+            assert!(known.peek().is_some(), "{error}");
+            let section = &set[set.find(&header).unwrap() + header.len()..];
+            let section = section.split("\n[").next().unwrap();
+            for key in known.filter(|key| !["vm", "rootfs", "containerd"].contains(key)) {
+                let explained = section.lines().any(|line| line.starts_with(&format!("{key} = ")));
+                assert!(explained, "{table}.{key} is not in the explained default");
+            }
         }
     }
 
@@ -262,6 +325,22 @@ mod tests {
     }
 
     #[test]
+    fn a_value_of_another_kind_is_told_in_words_of_the_file() {
+        for (text, says) in [
+            (
+                "\ndrain_timeout = \"5s\"",
+                "line 2, column 17: invalid type: string \"5s\", expected a number of seconds, in `drain_timeout = \"5s\"`",
+            ),
+            ("[vm]\ndefault_vcpus = -1", "expected a whole number, in `default_vcpus"),
+            ("run_dir = 5", "expected a path in quotes"),
+            ("[vm", "line 1, column 4: unclosed table"),
+        ] {
+            let error = parse(text).unwrap_err().to_string();
+            assert!(error.contains(says), "{error}");
+        }
+    }
+
+    #[test]
     fn values_out_of_bounds_name_their_key_and_what_it_takes() {
         for (text, key) in [
             ("run_dir = \"run\"", "run_dir"),
@@ -271,9 +350,12 @@ mod tests {
             ("[vm]\nboot_timeout = -1.0", "vm.boot_timeout"),
             ("[vm]\nboot_timeout = nan", "vm.boot_timeout"),
             ("[rootfs]\ncache_mib = 0", "rootfs.cache_mib"),
+            ("[containerd]\nttrpc = \"ttrpc.sock\"", "containerd.ttrpc"),
         ] {
             let error = parse(text).unwrap_err().to_string();
             assert!(error.contains(&format!("{key} is ")), "{text}: {error}");
+            let line = text.lines().count();
+            assert!(error.contains(&format!("\"c.toml\", line {line}, column ")), "{text}: {error}");
         }
     }
 }

@@ -1,0 +1,254 @@
+//! How fast pods start: `cargo bench --bench startup`.
+//!
+//! First what the daemon does per pod with no machine in it, then, where there is a stack, whole starts by
+//! the code of `sandboxer-cli startup`, whose distributions stay as files.
+
+#![allow(clippy::unwrap_used, reason = "a bench that cannot go on stops where it stands")]
+
+#[path = "../crates/sandboxer/tests/fake_agent/mod.rs"]
+#[allow(dead_code, reason = "the tests of the daemon use all of it")]
+mod fake_agent;
+mod stack;
+
+use std::fs;
+use std::sync::Arc;
+use std::time::Duration;
+
+use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
+use fake_agent::FakeAgent;
+use sandboxer::config::Config;
+use sandboxer::container::spec;
+use sandboxer::events::Events;
+use sandboxer::host::rootfs::{Mount, RootfsStore};
+use sandboxer::pod::admission::Admission;
+use sandboxer::pod::journal::{Journal, PodRecord, RECORD_VERSION};
+use sandboxer::pod::registry::Registry;
+use sandboxer::pod::spec::PodSpec;
+use sandboxer::pod::stage_times::StageTimes;
+use sandboxer::pod::state::{PodState, PodStatus};
+use sandboxer::pod::{self, Node, PodHandle, stages};
+use sandboxer::vmm::fake::FakeVmm;
+use sandboxer_probe::startup::Plan;
+use sandboxer_probe::store::{self, Store};
+use sandboxer_probe::{html, timeline};
+use sandboxer_protocol::link::LinkKey;
+use sandboxer_protocol::stage::Stage;
+use tokio::runtime::Runtime;
+use tokio_util::sync::CancellationToken;
+
+fn pod_spec(id: &str) -> PodSpec {
+    PodSpec {
+        id: id.parse().unwrap(),
+        name: id.into(),
+        namespace: "bench".into(),
+        uid: "u".into(),
+        hostname: id.into(),
+        netns: None,
+        resolv_conf: None,
+        sysctls: Default::default(),
+        vcpus: 1,
+        memory_mib: 128,
+    }
+}
+
+fn status() -> PodStatus {
+    PodStatus {
+        state: PodState::Created,
+        created_at_ns: 1,
+        exited_at_ns: 0,
+        exit_status: 0,
+        reason: String::new(),
+        vmm_pid: 0,
+        kernel_release: String::new(),
+        recovered: false,
+    }
+}
+
+fn node(dir: &std::path::Path) -> Arc<Node> {
+    let config = Config { run_dir: dir.join("run"), state_dir: dir.join("state"), ..Config::default() };
+    fs::create_dir_all(config.run_dir.join("pods")).unwrap();
+    fs::create_dir_all(&config.state_dir).unwrap();
+    let agent = FakeAgent::default();
+    Arc::new(Node {
+        rootfs: RootfsStore::open(&config.state_dir.join("rootfs"), &config.rootfs).unwrap(),
+        admission: Admission::new(config.concurrent_starts),
+        vmm: Arc::new(FakeVmm::new(move |guest| agent.serve(guest))),
+        journal: Journal::open(&config.state_dir).unwrap(),
+        registry: Registry::default(),
+        events: Events::default(),
+        stage_times: Default::default(),
+        config,
+    })
+}
+
+fn new_pod(node: &Arc<Node>, id: &str) -> PodHandle {
+    let (of, spec) = (node.clone(), pod_spec(id));
+    let spawn = || pod::spawn(of, spec.clone(), LinkKey::random(), status(), Default::default());
+    node.registry.insert(&spec.id.clone(), spawn).unwrap()
+}
+
+/// What the daemon does per pod, no machine in it.
+fn daemon(c: &mut Criterion) {
+    let runtime = Runtime::new().unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let mut group = c.benchmark_group("daemon");
+    group.sample_size(20).measurement_time(Duration::from_secs(3));
+
+    let times = StageTimes::default();
+    group.bench_function("stage time recorded", |b| {
+        b.iter(|| times.record(Stage::Boot, stages::Outcome::Ok, 700_000_000));
+    });
+
+    let admission = Admission::new(4);
+    group.bench_function("admission", |b| {
+        b.to_async(&runtime).iter(async || drop(admission.enter().await));
+    });
+
+    fs::create_dir_all(dir.path().join("journal")).unwrap();
+    let journal = Journal::open(&dir.path().join("journal")).unwrap();
+    let record = PodRecord {
+        version: RECORD_VERSION,
+        spec: pod_spec("journalled"),
+        status: status(),
+        link_key: LinkKey::random(),
+        machine: None,
+        containers: Vec::new(),
+    };
+    let of_pod = journal.pod(&record.spec.id);
+    let mut number = 0;
+    group.bench_function("journal write", |b| {
+        b.iter(|| {
+            number += 1;
+            runtime.block_on(of_pod.write(number, record.clone())).unwrap();
+        });
+    });
+
+    let bundle = dir.path().join("bundle");
+    fs::create_dir_all(&bundle).unwrap();
+    let oci = serde_json::json!({
+        "ociVersion": "1.1.0",
+        "root": { "path": "rootfs" },
+        "process": { "user": { "uid": 0, "gid": 0 }, "args": ["sh"], "cwd": "/", "env": ["PATH=/bin"] },
+        "mounts": [{ "destination": "/proc", "type": "proc", "source": "proc" }],
+        "linux": { "namespaces": [{ "type": "pid" }, { "type": "mount" }, { "type": "ipc" }] }
+    });
+    fs::write(bundle.join("config.json"), oci.to_string()).unwrap();
+    let (pod, container) = (pod_spec("p"), "c".parse().unwrap());
+    group.bench_function("spec conversion", |b| b.iter(|| spec::read(&pod, &container, &bundle).unwrap()));
+
+    let of_daemon = node(dir.path());
+    let lower = dir.path().join("lower");
+    let upper = dir.path().join("upper");
+    fs::create_dir_all(&lower).unwrap();
+    fs::create_dir_all(&upper).unwrap();
+    fs::create_dir_all(dir.path().join("work")).unwrap();
+    fs::write(lower.join("file"), vec![7; 1 << 20]).unwrap();
+    let overlay = Mount {
+        fstype: "overlay".into(),
+        source: "overlay".into(),
+        options: vec![
+            format!("lowerdir={}", lower.display()),
+            format!("upperdir={}", upper.display()),
+            format!("workdir={}", dir.path().join("work").display()),
+        ],
+    };
+    let prepare =
+        || runtime.block_on(of_daemon.rootfs.prepare(&pod.id, &container, std::slice::from_ref(&overlay)));
+    match prepare() {
+        Ok(_) => drop(group.bench_function("rootfs cache hit", |b| b.iter(|| prepare().unwrap()))),
+        Err(error) => println!("rootfs cache hit: not measured: {}", sandboxer_probe::measure::chain(&error)),
+    }
+
+    let running = runtime.block_on(async {
+        let pod = new_pod(&of_daemon, "running");
+        pod.start().await.unwrap();
+        pod
+    });
+    // The double of the agent refuses it: an answer like any other.
+    group.bench_function("agent round trip", |b| b.to_async(&runtime).iter(|| running.stats(None)));
+
+    let mut count = 0;
+    group.bench_function("pod started and removed, no machine", |b| {
+        b.iter_batched(
+            || {
+                count += 1;
+                let _inside = runtime.enter();
+                new_pod(&of_daemon, &format!("p{count}"))
+            },
+            |pod| {
+                runtime.block_on(async {
+                    pod.start().await.unwrap();
+                    pod.remove().await.unwrap();
+                });
+            },
+            BatchSize::PerIteration,
+        );
+    });
+    group.finish();
+    runtime.block_on(async { running.remove().await.unwrap() });
+}
+
+/// Whole starts through containerd.
+fn pods(c: &mut Criterion) {
+    let runtime = Runtime::new().unwrap();
+    let stack = match stack::Stack::find(&runtime) {
+        Ok(stack) => stack,
+        Err(why) => return println!("starts of pods: not measured: {why}"),
+    };
+    let mut group = c.benchmark_group("pod");
+    group.sample_size(10).measurement_time(Duration::from_secs(10));
+    let never = CancellationToken::new();
+    for handler in &stack.handlers {
+        let recipe = stack.recipe();
+        let mut count = 0;
+        group.bench_function(format!("release to first byte, {handler}"), |b| {
+            b.iter_custom(|starts| {
+                let mut sum = Duration::ZERO;
+                for _ in 0..starts {
+                    count += 1;
+                    let (name, bench) = (format!("{}-{count}", recipe.run), &stack.bench);
+                    sum += runtime.block_on(async {
+                        let start =
+                            timeline::start(&bench.runtime, &bench.watch, &recipe, handler, &name, &never)
+                                .await;
+                        let id = start.pod_id.as_deref();
+                        timeline::remove(&bench.runtime, &bench.watch, &recipe, &name, id).await.unwrap();
+                        start.end.unwrap();
+                        start.stamps.first_byte.unwrap()
+                    });
+                }
+                sum
+            });
+        });
+    }
+    group.finish();
+
+    let plan = Plan {
+        runtimes: stack.handlers.clone(),
+        serial: count_from("SANDBOXER_BENCH_SERIAL", 20),
+        group: count_from("SANDBOXER_BENCH_PARALLEL", 20),
+        rounds: 1,
+        warm_up: 1,
+        recipe: stack.recipe(),
+        bare_boot: None,
+    };
+    let dir = stack::result_dir("startup");
+    let mut store = Store::create(&dir).unwrap();
+    runtime.block_on(stack.bench.startup(&plan, Some(&mut store), &never, &mut |_| ())).unwrap();
+    let loaded = store::load(&dir).unwrap();
+    store::write_plots(&dir, &loaded).unwrap();
+    store.write("report.html", html::page(std::slice::from_ref(&loaded)).as_bytes()).unwrap();
+    for series in &loaded.report.series {
+        let name = store::file_name(&series.runtime);
+        println!("distribution: {}", dir.join(format!("cdf-{name}-{}.txt", series.mode)).display());
+    }
+    println!("report: {}", dir.join("report.html").display());
+}
+
+/// How many, unless the environment says otherwise.
+fn count_from(variable: &str, default: u32) -> u32 {
+    std::env::var(variable).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
+}
+
+criterion_group!(benches, daemon, pods);
+criterion_main!(benches);

@@ -8,6 +8,7 @@ mod daemon;
 mod failure;
 mod lifecycle;
 mod many;
+mod probe;
 mod sandbox;
 mod streams;
 
@@ -70,6 +71,7 @@ fn entries() -> Vec<Entry> {
         sandbox::cases,
         failure::cases,
         many::cases,
+        probe::cases,
         daemon::cases,
     ];
     files.iter().flat_map(|file| file()).collect()

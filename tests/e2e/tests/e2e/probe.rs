@@ -1,0 +1,109 @@
+//! The probe against independent observers of the same pods: containerd's own clock, and a few lines of shell.
+
+use std::collections::BTreeSet;
+use std::process::Command;
+use std::time::{Duration, SystemTime};
+
+use anyhow::{Context, Result, ensure};
+use sandboxer_e2e::case::{BUSYBOX, Case, PATIENCE};
+use sandboxer_probe::measure::{self, Bench};
+use sandboxer_probe::options::Network;
+use sandboxer_probe::runtime::Listed;
+use sandboxer_probe::summary::median;
+use sandboxer_probe::timeline::{self, RUN_LABEL, Recipe};
+use sandboxer_probe::{ledger, overhead};
+use tokio_util::sync::CancellationToken;
+
+crate::cases![Any: times_agree_with_containerds_clock, memory_agrees_with_a_shell];
+
+fn bench(case: &Case) -> Result<(Bench, Recipe)> {
+    let endpoint = case.stack.env("CONTAINER_RUNTIME_ENDPOINT")?;
+    let mut recipe = measure::recipe(BUSYBOX, Network::Pod, PATIENCE);
+    recipe.cgroup_parent = case.stack.env("SANDBOXER_CGROUP_PARENT")?.to_owned();
+    Ok((Bench::open(endpoint, None)?, recipe))
+}
+
+/// containerd stamps each line of a log when it reads it, by the wall clock; the probe stamps the same line
+/// when it stands in the file, by the monotonic one.
+async fn times_agree_with_containerds_clock(case: Case) -> Result<()> {
+    let (bench, recipe) = bench(&case)?;
+    let own = overhead::measure(&bench.runtime, &bench.watch).await.per_pod_ms.context("no overhead")?;
+    let never = CancellationToken::new();
+    let mut excess = Vec::new();
+    for round in 0..5 {
+        let name = format!("{}-{round}", recipe.run);
+        let released = SystemTime::now();
+        let start = timeline::start(&bench.runtime, &bench.watch, &recipe, case.handler, &name, &never).await;
+        let log = std::fs::read_to_string(bench.watch.dir().join(format!("{name}.log")));
+        timeline::remove(&bench.runtime, &bench.watch, &recipe, &name, start.pod_id.as_deref()).await?;
+        start.end?;
+        let stamp: jiff::Timestamp = log?.split(' ').next().context("an empty log")?.parse()?;
+        let by_containerd = SystemTime::from(stamp).duration_since(released)?;
+        let by_probe = start.stamps.first_byte.context("no first byte")?;
+        excess.push((by_probe.as_secs_f64() - by_containerd.as_secs_f64()) * 1e3);
+    }
+    // The line is written after it was stamped, so the probe cannot be earlier; 5 ms are for containerd's own
+    // way from the stamp to the write on two busy cores.
+    let middle = median(&excess).context("no times")?;
+    ensure!(
+        excess.iter().all(|ms| *ms > -1.0) && middle <= own + 5.0,
+        "the probe is {middle:.2} ms later than containerd's clock, its stated share is {own:.2} ms: {excess:?}"
+    );
+    Ok(())
+}
+
+/// The processes that name a pod, and their PSS, by `grep` and `awk`.
+async fn memory_agrees_with_a_shell(case: Case) -> Result<()> {
+    let (bench, recipe) = bench(&case)?;
+    let never = CancellationToken::new();
+    let start =
+        timeline::start(&bench.runtime, &bench.watch, &recipe, case.handler, &recipe.run, &never).await;
+    let compared = async {
+        start.end?;
+        let pod = start.pod_id.context("no pod")?;
+        let mine = |listed: &Listed| listed.labels.get(RUN_LABEL) == Some(&recipe.run);
+        let mut last = String::new();
+        // Memory moves while a container settles: the two looks have to fall together once.
+        for _ in 0..5 {
+            let ledger = ledger::take(&bench.runtime, mine, &BTreeSet::new()).await?;
+            let of_pod: BTreeSet<i32> =
+                ledger.entries.iter().filter(|e| e.found.pod.is_some()).map(|e| e.pid).collect();
+            let named = shell(&format!("grep -l -a -s -e {pod} /proc/[0-9]*/cmdline | cut -d/ -f3"))?;
+            let named: BTreeSet<i32> = named.lines().filter_map(|pid| pid.parse().ok()).collect();
+            let alive: Vec<&i32> = named.iter().filter(|pid| is_not_a_tool(**pid)).collect();
+            ensure!(
+                alive.iter().all(|pid| of_pod.contains(pid)),
+                "a shell finds {alive:?} by the pod's id, the ledger has {of_pod:?}"
+            );
+            let files: String = of_pod.iter().map(|pid| format!(" /proc/{pid}/smaps_rollup")).collect();
+            let sum: u64 = shell(&format!("awk '/^Pss:/ {{ sum += $2 }} END {{ print sum }}'{files}"))?
+                .trim()
+                .parse()?;
+            let by_ledger: u64 = ledger
+                .entries
+                .iter()
+                .filter(|entry| entry.found.pod.is_some())
+                .flat_map(|entry| entry.pss_kib.values())
+                .sum();
+            last = format!("{by_ledger} KiB by the ledger, {sum} KiB by a shell");
+            if by_ledger.abs_diff(sum) * 50 <= sum {
+                return Ok(());
+            }
+        }
+        anyhow::bail!(last)
+    };
+    let outcome = compared.await;
+    tokio::time::timeout(Duration::from_secs(60), timeline::remove_all(&bench.runtime, &recipe.run))
+        .await??;
+    outcome
+}
+
+/// The shell that looks has the pod's id in its own command line.
+fn is_not_a_tool(pid: i32) -> bool {
+    let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    !["sh", "grep", "cut", ""].contains(&name.trim())
+}
+
+fn shell(script: &str) -> Result<String> {
+    Ok(String::from_utf8(Command::new("sh").args(["-c", script]).output()?.stdout)?)
+}

@@ -187,6 +187,7 @@ impl Report {
         }
         let serial = self.series.iter().filter(|series| series.mode == Mode::Serial);
         self.quick = serial.map(|series| series.summary.n).min().is_some_and(|n| n < FULL_SERIAL as usize);
+        self.notes.extend(reasons(samples));
         for series in &self.series {
             if series.stages.is_empty() {
                 self.not_measured.insert(
@@ -237,6 +238,26 @@ impl Report {
             }
         }
     }
+}
+
+/// Reasons of failures, the most frequent first; ids in them differ, so their beginnings count.
+fn reasons(samples: &[Sample]) -> Vec<String> {
+    const SHOWN: usize = 5;
+    const ALIKE: usize = 60;
+    let mut counts: BTreeMap<(String, String), (usize, &str)> = BTreeMap::new();
+    for sample in samples.iter().filter(|sample| sample.failed()) {
+        let beginning = sample.error.chars().take(ALIKE).collect();
+        counts.entry((sample.runtime.clone(), beginning)).or_insert((0, &sample.error)).0 += 1;
+    }
+    let mut counts: Vec<_> = counts.into_iter().collect();
+    counts.sort_by_key(|(_, (count, _))| std::cmp::Reverse(*count));
+    counts
+        .into_iter()
+        .take(SHOWN)
+        .map(|((runtime, _), (count, error))| {
+            format!("{count} failed on {runtime}: {}", error.chars().take(400).collect::<String>())
+        })
+        .collect()
 }
 
 /// The times that count of one runtime in one mode.

@@ -77,6 +77,7 @@ async fn failures_stay_and_are_no_times() {
     assert_eq!(series.failed_at["StartContainer"], 5);
     let failed: Vec<&Sample> = samples.iter().filter(|sample| sample.outcome == Outcome::Failed).collect();
     assert!(failed.iter().all(|sample| sample.time().is_none() && sample.error.contains("told to fail")));
+    assert!(report.notes.iter().any(|note| note.starts_with("5 failed on fails:")), "{:?}", report.notes);
     assert!(double.truth(|truth| truth.pods.is_empty()), "pods of failed starts are left");
     assert_valid(&report);
 }

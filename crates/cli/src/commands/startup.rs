@@ -84,7 +84,7 @@ pub async fn run(args: Args, global: &Global) -> Result<()> {
     let failures: usize = report.series.iter().map(|series| series.summary.failures).sum();
     match report.partial_reason {
         Some(why) => bail!("the run is partial: {why}"),
-        None if failures > 0 => bail!("{failures} starts failed: see the note of each in samples.csv"),
+        None if failures > 0 => bail!("{failures} starts failed: the notes say why"),
         None => Ok(()),
     }
 }

@@ -11,7 +11,7 @@ packages=(
     # the guest kernel
     linux-source-6.1 bc bison flex libelf-dev perl xz-utils cpio
     # a pod: its VMM, its root filesystem
-    qemu-system-x86 erofs-utils
+    qemu-system-x86 erofs-utils e2fsprogs
     # the stack to play with: an image, a pod network
     busybox-static containernetworking-plugins iproute2 util-linux mount procps
 )

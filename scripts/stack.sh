@@ -100,6 +100,15 @@ pod_network() {
     fill "$ROOT/vmm-configs/containerd/pod-network.conflist.in" >"$DIR/cni/net.d/10-$NETWORK.conflist"
 }
 
+# What the blockfile snapshotter begins each image with.
+scratch_file() {
+    local file=$DIR/images/scratch.ext4
+    [[ ! -e $file ]] || return 0
+    truncate -s 32M "$file.new"
+    mkfs.ext4 -q -F "$file.new"
+    mv "$file.new" "$file"
+}
+
 import_images() {
     local have kind name said ctr=("$DIR/bin/ctr" -a "$RUN/containerd.sock" -n k8s.io)
     have=$("${ctr[@]}" images ls -q 2>/dev/null)
@@ -153,6 +162,7 @@ up() {
     ln -sfn "$RUN/containerd.sock.ttrpc" "$DIR/containerd/containerd.sock.ttrpc"
     link_binaries
     pod_network
+    scratch_file
     configure containerd/stack.toml.in containerd/config.toml
     export PATH="$DIR/bin:$PATH"
     if [[ $daemon == yes ]]; then

@@ -10,6 +10,7 @@ mod lifecycle;
 mod many;
 mod probe;
 mod sandbox;
+mod snapshotters;
 mod streams;
 
 use std::pin::Pin;
@@ -69,6 +70,7 @@ fn entries() -> Vec<Entry> {
         streams::cases,
         lifecycle::cases,
         sandbox::cases,
+        snapshotters::cases,
         failure::cases,
         many::cases,
         probe::cases,

@@ -33,6 +33,9 @@ use sandboxer_protocol::{
 use tempfile::TempDir;
 use tokio::io::AsyncReadExt;
 
+/// Longer than any test takes.
+const BOOT_TIMEOUT: Duration = Duration::from_secs(60);
+
 /// A node whose machines run nothing.
 struct TestNode {
     node: Arc<Node>,
@@ -42,16 +45,20 @@ struct TestNode {
 
 impl TestNode {
     fn new() -> Self {
+        Self::with_boot_timeout(BOOT_TIMEOUT)
+    }
+
+    fn with_boot_timeout(limit: Duration) -> Self {
         let agent = FakeAgent::default();
         let vmm = Arc::new(FakeVmm::new(move |guest| agent.serve(guest)));
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir_all(dir.path().join("run/pods")).unwrap();
-        Self { node: node(dir.path(), vmm.clone()), vmm, dir }
+        Self { node: node(dir.path(), vmm.clone(), limit), vmm, dir }
     }
 
     /// What a daemon that was killed and started again has.
     fn restarted(&self) -> Arc<Node> {
-        node(self.dir.path(), self.vmm.clone())
+        node(self.dir.path(), self.vmm.clone(), BOOT_TIMEOUT)
     }
 
     fn pod(&self, id: &str) -> PodHandle {
@@ -126,9 +133,9 @@ impl TestNode {
     }
 }
 
-fn node(dir: &Path, vmm: Arc<FakeVmm>) -> Arc<Node> {
+fn node(dir: &Path, vmm: Arc<FakeVmm>, boot_timeout: Duration) -> Arc<Node> {
     let mut config = Config { run_dir: dir.join("run"), state_dir: dir.join("state"), ..Config::default() };
-    config.vm.boot_timeout = Duration::from_secs(60);
+    config.vm.boot_timeout = boot_timeout;
     fs::create_dir_all(&config.state_dir).unwrap();
     Arc::new(Node {
         rootfs: RootfsStore::open(&config.state_dir.join("rootfs"), &config.rootfs).unwrap(),
@@ -216,6 +223,33 @@ async fn a_stop_wins_over_a_start_that_would_take_for_ever() {
         let late = pod.start().await.unwrap_err();
         assert_eq!(late.code(), Code::FailedPrecondition, "{late}");
     }
+}
+
+#[tokio::test]
+async fn a_guest_that_never_gets_ready_is_given_up_for_a_new_one_once() {
+    let test = TestNode::with_boot_timeout(Duration::from_secs(2));
+    test.vmm.inject(Fault::NeverReady);
+    let pod = test.pod("slow");
+    let starting = tokio::spawn({
+        let pod = pod.clone();
+        async move { pod.start().await }
+    });
+    while test.vmm.running().is_empty() {
+        tokio::task::yield_now().await;
+    }
+    test.vmm.inject(Fault::None);
+    starting.await.unwrap().unwrap();
+    let boots = pod.inspect().await.unwrap().steps;
+    let boots: Vec<_> = boots.iter().filter(|step| step.stage == Stage::Boot).collect();
+    assert_eq!(boots.len(), 2, "{boots:?}");
+    assert_eq!(test.vmm.running().len(), 1);
+
+    test.vmm.inject(Fault::NeverReady);
+    let never = test.pod("never");
+    let error = never.start().await.unwrap_err();
+    assert_eq!(error.code(), Code::DeadlineExceeded, "{error}");
+    assert_eq!(test.vmm.running().len(), 1);
+    assert!(!test.run_dir_of(&never).exists());
 }
 
 #[tokio::test]

@@ -16,7 +16,7 @@ use super::{Node, spec::PodSpec, stages::Stages, undo::Undo};
 use crate::{
     clock::now_ns,
     container::start::Live,
-    error::PodError,
+    error::{PodError, chain},
     guest::{self, GuestError},
     vmm::{Machine, MachineExit, VmSpec},
 };
@@ -36,8 +36,34 @@ pub struct Up {
     pub ready: Ready,
 }
 
+/// How often a machine whose agent doesn't show up is given up for a new one. Each has an equal
+/// share of the time a pod may take.
+///
+/// Observed with emulated guests on a host with several times more work than processors: about one
+/// boot in 130 stops for good before its agent runs. Another one then nearly always succeeds.
+const ATTEMPTS: u32 = 2;
+
 /// Brings a pod up. Cancelled or failed, it has undone all it did when it answers.
 pub async fn start(
+    node: &Node,
+    spec: &PodSpec,
+    key: &LinkKey,
+    stages: &Stages,
+    cancel: &CancellationToken,
+) -> Result<Up, PodError> {
+    let mut left = ATTEMPTS;
+    loop {
+        left -= 1;
+        match attempt(node, spec, key, stages, cancel).await {
+            Err(error @ PodError::NotReady { .. }) if left > 0 => {
+                tracing::warn!(pod = %spec.id, error = chain(&error), "the pod gets another machine");
+            }
+            ended => return ended,
+        }
+    }
+}
+
+async fn attempt(
     node: &Node,
     spec: &PodSpec,
     key: &LinkKey,
@@ -50,18 +76,12 @@ pub async fn start(
         () = cancel.cancelled() => Err(PodError::Cancelled(spec.id.clone())),
         result = phases(node, spec, key, stages, &mut undo) => result,
     };
-    match result {
-        Ok(up) => {
-            undo.forget();
-            Ok(up)
-        }
-        Err(error) => {
-            if let Err(left) = undo.run().await {
-                tracing::error!(pod = %spec.id, left, "a pod's failed start left something behind");
-            }
-            Err(error)
-        }
+    if result.is_ok() {
+        undo.forget();
+    } else if let Err(left) = undo.run().await {
+        tracing::error!(pod = %spec.id, left, "a pod's failed start left something behind");
     }
+    result
 }
 
 async fn phases(
@@ -72,7 +92,7 @@ async fn phases(
     undo: &mut Undo,
 ) -> Result<Up, PodError> {
     let _place = node.admission.enter().await;
-    let limit = node.config.vm.boot_timeout;
+    let limit = node.config.vm.boot_timeout / ATTEMPTS;
     let prepared = stages.run(Stage::Netns, Prepared::new(node, spec, undo)).await?;
     let booted = stages.run(Stage::VmmSpawn, prepared.boot(key, undo)).await?;
     let machine = booted.machine.clone();

@@ -209,7 +209,8 @@ fn see_image(image: &Path) -> BTreeMap<PathBuf, Seen> {
             Command::new("mount").args(["-t", "erofs", "-o", "loop,ro"]).arg(image).arg(at.path()).status();
         assert!(mounted.unwrap().success());
         let seen = see(at.path());
-        nix::mount::umount(at.path()).unwrap();
+        // Detached: a child that another test has just forked may hold a file of it until it executes.
+        nix::mount::umount2(at.path(), nix::mount::MntFlags::MNT_DETACH).unwrap();
         seen
     })
 }
@@ -223,7 +224,8 @@ fn see_overlay(layers: &[&Path], empty: &Path) -> BTreeMap<PathBuf, Seen> {
         let options = format!("lowerdir={}", list.join(":"));
         mount(Some("o"), at.path(), Some("overlay"), MsFlags::MS_RDONLY, Some(options.as_str())).unwrap();
         let seen = see(at.path());
-        nix::mount::umount(at.path()).unwrap();
+        // Detached: a child that another test has just forked may hold a file of it until it executes.
+        nix::mount::umount2(at.path(), nix::mount::MntFlags::MNT_DETACH).unwrap();
         seen
     })
 }

@@ -240,14 +240,16 @@ impl Report {
     }
 }
 
-/// Reasons of failures, the most frequent first; ids in them differ, so their beginnings count.
+/// Reasons of failures, the most frequent first; those that differ in ids and numbers only are one.
 fn reasons(samples: &[Sample]) -> Vec<String> {
     const SHOWN: usize = 5;
-    const ALIKE: usize = 60;
     let mut counts: BTreeMap<(String, String), (usize, &str)> = BTreeMap::new();
     for sample in samples.iter().filter(|sample| sample.failed()) {
-        let beginning = sample.error.chars().take(ALIKE).collect();
-        counts.entry((sample.runtime.clone(), beginning)).or_insert((0, &sample.error)).0 += 1;
+        let word = |word: &str| {
+            if word.contains(|c: char| c.is_ascii_digit()) { "…".into() } else { word.to_owned() }
+        };
+        let alike = sample.error.split(' ').map(word).collect::<Vec<_>>().join(" ");
+        counts.entry((sample.runtime.clone(), alike)).or_insert((0, &sample.error)).0 += 1;
     }
     let mut counts: Vec<_> = counts.into_iter().collect();
     counts.sort_by_key(|(_, (count, _))| std::cmp::Reverse(*count));

@@ -155,6 +155,9 @@ async fn exec_with_terminal(case: Case) -> Result<()> {
     session.write("\u{3}").await?;
     session.write("echo af''ter\n").await?;
     session.until("after\r\n", PATIENCE).await?;
+    // To a program and not to the shell, which throws away what comes before its prompt is ready.
+    session.write("echo cat''ting; cat; exit\n").await?;
+    session.until("catting\r\n", PATIENCE).await?;
     session.write("\u{4}").await?;
     session.end(PATIENCE).await?;
     Ok(())

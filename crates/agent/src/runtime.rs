@@ -4,7 +4,7 @@ use std::{
     fs,
     io::Write as _,
     os::{fd::OwnedFd, unix::fs::PermissionsExt as _},
-    path::{Path, PathBuf},
+    path::Path,
 };
 
 use libcgroups::common::{CgroupManager as _, ControllerOpt};
@@ -195,7 +195,7 @@ fn make_working_dir(rootfs: &Path, spec: &Spec) -> Result<(), Failure> {
     let Some(cwd) = spec.process().as_ref().map(|process| process.cwd().clone()) else {
         return Ok(());
     };
-    if cwd == PathBuf::from("/") || cwd.as_os_str().is_empty() {
+    if cwd.as_os_str() == "/" || cwd.as_os_str().is_empty() {
         return Ok(());
     }
     let failed = || {

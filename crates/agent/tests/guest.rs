@@ -1,5 +1,11 @@
 //! The agent as PID 1 of a real guest, driven over the real link.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "clippy knows only the test functions themselves"
+)]
+
 #[path = "guest/container.rs"]
 mod container;
 #[path = "guest/execs.rs"]

@@ -1,6 +1,8 @@
 //! PSS of processes whose pages are known: this program starts itself again, twice, with so many private
 //! pages and so many that the two share.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "helpers of tests fail their test")]
+
 use std::fs::File;
 use std::io::{BufRead, BufReader, Write};
 use std::path::Path;

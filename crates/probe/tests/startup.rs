@@ -1,5 +1,7 @@
 //! Start-up measured on a double whose delays are known.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "helpers of tests fail their test")]
+
 mod double;
 
 use std::time::Duration;

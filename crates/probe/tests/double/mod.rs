@@ -134,7 +134,6 @@ impl Service {
     }
 
     /// Waits as long as a call of this pod takes, and counts it to the pod.
-    #[expect(clippy::disallowed_methods, reason = "time has to pass: that is what the double is for")]
     async fn spend(&self, pod: &str) {
         let behaviour = self.behaviour(pod);
         let ms = self.draw(behaviour.call_ms);
@@ -203,7 +202,6 @@ impl RuntimeService for Service {
         Ok(Response::new(CreateContainerResponse { container_id: pod }))
     }
 
-    #[expect(clippy::disallowed_methods, reason = "time has to pass: that is what the double is for")]
     async fn start_container(
         &self,
         request: Request<StartContainerRequest>,

@@ -99,8 +99,10 @@ pub async fn sweep(
                 let left = format!("pods labelled {RUN_LABEL}={} may be left: {error}", sweep.recipe.run);
                 points.notes.push(left);
                 ended = Err("pods could not be removed".into());
-            } else if ended.is_ok() {
-                ended = column.idle_again(&mut points.points[first..]).await;
+            } else {
+                // Also of a sweep that ended early: without it the resident process would count as gone.
+                let idle = column.idle_again(&mut points.points[first..]).await;
+                ended = ended.and(idle);
             }
             points.points[first..].iter().for_each(&mut *progress);
             residents.insert(handler, column.residents);

@@ -4,7 +4,7 @@ use super::axis::{Axis, number};
 use super::curves::fitting;
 use super::scene::{Anchor, Dash, Ink, Item, Scene, TEXT};
 
-const WIDTH: f32 = 520.0;
+const WIDTH: f32 = 480.0;
 const NAMES: f32 = 130.0;
 const ROW: f32 = 24.0;
 const TOP: f32 = 26.0;

@@ -3,10 +3,10 @@
 use super::axis::{Axis, frame};
 use super::scene::{Anchor, Dash, Ink, Item, Scene, TEXT, text_width};
 
-const WIDTH: f32 = 520.0;
+const WIDTH: f32 = 480.0;
 const HEIGHT: f32 = 330.0;
 /// Left, top, right, bottom margins of the area.
-const MARGIN: [f32; 4] = [52.0, 28.0, 14.0, 44.0];
+const MARGIN: [f32; 4] = [54.0, 30.0, 12.0, 46.0];
 /// Most points of one curve that are drawn: more than there are pixels show nothing more.
 const POINTS: usize = 400;
 

@@ -92,7 +92,7 @@ pub struct Scene {
 }
 
 /// Height of a text, in units of a scene.
-pub const TEXT: f32 = 13.0;
+pub const TEXT: f32 = 14.0;
 
 impl Scene {
     /// An empty one.

@@ -295,8 +295,11 @@ async fn a_container_that_can_not_be_made_leaves_its_id_free_and_no_disk() {
     let test = TestNode::new();
     let pod = test.pod("web");
     pod.start().await.unwrap();
+    test.node.registry.insert_container(&id("c1"), pod.id()).unwrap();
     let error = pod.create_container(test.container("c1", "nosuch")).await.unwrap_err();
     assert_eq!(error.code(), Code::InvalidArgument, "{error}");
+    let found = test.node.registry.pod_of(&id("c1"));
+    assert_eq!(found.unwrap_err().code(), Code::NotFound, "the id is still taken");
     pod.create_container(test.container("c1", "true")).await.unwrap();
     let twice = pod.create_container(test.container("c1", "true")).await.unwrap_err();
     assert_eq!(twice.code(), Code::AlreadyExists, "{twice}");

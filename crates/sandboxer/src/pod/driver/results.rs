@@ -146,10 +146,19 @@ impl Driver {
         reply: Reply<()>,
     ) {
         self.being_made.remove(&new.id);
-        let created = match result {
-            Ok(created) if self.live.is_some() => created,
-            Ok(_) => return answer(reply, Err(self.wrong_state("create a container", self.state()))),
-            Err(error) => return answer(reply, Err(error)),
+        let made = match result {
+            Ok(created) if self.live.is_some() => Ok(created),
+            Ok(_) => Err(self.wrong_state("create a container", self.state())),
+            Err(error) => Err(error),
+        };
+        let created = match made {
+            Ok(created) => created,
+            Err(error) => {
+                // Here and not only where it was asked for: whoever asked may have given up, and the id
+                // would never be free again.
+                self.node.registry.remove_container(&new.id);
+                return answer(reply, Err(error));
+            }
         };
         let container = Container {
             bundle: new.bundle,

@@ -18,14 +18,13 @@ use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
 use fake_agent::FakeAgent;
 use sandboxer::config::Config;
 use sandboxer::container::spec;
-use sandboxer::events::Events;
+use sandboxer::daemon;
 use sandboxer::host::rootfs::{Mount, RootfsStore};
 use sandboxer::pod::admission::Admission;
 use sandboxer::pod::journal::{Journal, PodRecord, RECORD_VERSION};
-use sandboxer::pod::registry::Registry;
 use sandboxer::pod::spec::PodSpec;
 use sandboxer::pod::stage_times::StageTimes;
-use sandboxer::pod::state::{PodState, PodStatus};
+use sandboxer::pod::state::PodStatus;
 use sandboxer::pod::{self, Node, PodHandle, stages};
 use sandboxer::vmm::fake::FakeVmm;
 use sandboxer_probe::startup::Plan;
@@ -46,44 +45,21 @@ fn pod_spec(id: &str) -> PodSpec {
         netns: None,
         resolv_conf: None,
         sysctls: Default::default(),
+        way: Default::default(),
         vcpus: 1,
         memory_mib: 128,
     }
 }
 
-fn status() -> PodStatus {
-    PodStatus {
-        state: PodState::Created,
-        created_at_ns: 1,
-        exited_at_ns: 0,
-        exit_status: 0,
-        reason: String::new(),
-        vmm_pid: 0,
-        kernel_release: String::new(),
-        recovered: false,
-    }
-}
-
 fn node(dir: &std::path::Path) -> Arc<Node> {
     let config = Config { run_dir: dir.join("run"), state_dir: dir.join("state"), ..Config::default() };
-    fs::create_dir_all(config.run_dir.join("pods")).unwrap();
-    fs::create_dir_all(&config.state_dir).unwrap();
     let agent = FakeAgent::default();
-    Arc::new(Node {
-        rootfs: RootfsStore::open(&config.state_dir.join("rootfs"), &config.rootfs).unwrap(),
-        admission: Admission::new(config.concurrent_starts),
-        vmm: Arc::new(FakeVmm::new(move |guest| agent.serve(guest))),
-        journal: Journal::open(&config.state_dir).unwrap(),
-        registry: Registry::default(),
-        events: Events::default(),
-        stage_times: Default::default(),
-        config,
-    })
+    daemon::node(config, Arc::new(FakeVmm::new(move |guest| agent.serve(guest)))).unwrap()
 }
 
 fn new_pod(node: &Arc<Node>, id: &str) -> PodHandle {
     let (of, spec) = (node.clone(), pod_spec(id));
-    let spawn = || pod::spawn(of, spec.clone(), LinkKey::random(), status(), Default::default());
+    let spawn = || pod::spawn(of, spec.clone(), LinkKey::random(), PodStatus::created(1), Default::default());
     node.registry.insert(&spec.id.clone(), spawn).unwrap()
 }
 
@@ -109,7 +85,7 @@ fn daemon(c: &mut Criterion) {
     let record = PodRecord {
         version: RECORD_VERSION,
         spec: pod_spec("journalled"),
-        status: status(),
+        status: PodStatus::created(1),
         link_key: LinkKey::random(),
         machine: None,
         containers: Vec::new(),

@@ -16,7 +16,7 @@ pub mod stage;
 ///
 /// Rises whenever either side would misunderstand the other; an agent refuses a host of
 /// another version and the other way round, naming both.
-pub const PROTOCOL_VERSION: u32 = 1;
+pub const PROTOCOL_VERSION: u32 = 2;
 
 /// The agent's service and messages, generated from `proto/agent.proto`.
 #[allow(

@@ -5,9 +5,11 @@
 
 mod test_guest;
 
-use std::{path::Path, time::Duration};
+use std::{future::Future, path::Path, time::Duration};
 
-use sandboxer::vmm::{AgentStream, DiskSpec, Machine, MachineRecord, Vmm, VmmError, fake::FakeVmm};
+use sandboxer::vmm::{
+    AgentStream, DiskSpec, Frozen, MEMORY, Machine, MachineRecord, VmSpec, Vmm, VmmError, fake::FakeVmm,
+};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     time::timeout,
@@ -61,6 +63,7 @@ async fn keeps_the_contract(vmm: &dyn Vmm) {
     assert!(machine.attach_disk(&first).await.is_err(), "a dead machine took a disk");
     assert!(machine.agent_stream().await.is_err(), "a dead machine has an agent");
 
+    copies_of_a_frozen_machine_are_machines(vmm).await;
     a_guest_that_powers_off_is_seen(vmm, false).await;
     a_guest_that_powers_off_is_seen(vmm, true).await;
 }
@@ -99,6 +102,107 @@ async fn the_last_stream_wins(machine: &dyn Machine, guest: Guest) {
 async fn is_dead(stream: &mut dyn AgentStream) -> bool {
     let read = timeout(LONG, stream.read_u8()).await.expect("a dead stream says so");
     read.is_err() && stream.write_all(b"hello\n").await.is_err()
+}
+
+async fn copies_of_a_frozen_machine_are_machines(vmm: &dyn Vmm) {
+    let frozen = frozen(vmm, |_| async {}).await;
+    let (one, two) = (Pod::new("one"), Pod::new("two"));
+    let spec = one.spec();
+    let of_another_pod =
+        VmSpec { pod: two.spec().pod, run_dir: two.path("run"), boot: two.spec().boot, ..spec.clone() };
+    assert_eq!(vmm.template_inputs(&spec), vmm.template_inputs(&of_another_pod));
+    let mut machines = Vec::new();
+    for pod in [&one, &two] {
+        let machine = vmm.restore(&pod.spec(), &frozen).await.expect("a machine is restored");
+        machine.resume().await.expect("and goes on");
+        let mut guest = Guest::of(&*machine).await;
+        assert_eq!(guest.ask("hello").await, "hello host");
+        machine.attach_disk(&pod.disk(pod.name())).await.expect("it takes disks");
+        let seen = format!("disk {0} ro=0 starts with {0}", pod.name());
+        assert_eq!(guest.ask(&format!("await {}", pod.name())).await, seen);
+        machines.push((machine, guest));
+    }
+    assert_eq!(machines[0].1.ask("await-gone two").await, "gone two", "one guest has the other's disk");
+
+    // A machine that was nobody's becomes a pod's.
+    let (machine, guest) = machines.remove(0);
+    machine.pause().await.unwrap();
+    let pod = Pod::new("somebody");
+    let machine = machine.assign(&"somebody".parse().unwrap(), &pod.spec().run_dir).unwrap();
+    machine.resume().await.unwrap();
+    let record = machine.record();
+    assert_eq!((record.pod.as_str(), &record.run_dir), ("somebody", &pod.spec().run_dir));
+    assert!(!one.path("run").exists(), "the machine's directory was not moved");
+    drop((machine, guest));
+    let machine = vmm.adopt(&record).await.unwrap().expect("it is found where it was moved to");
+    let mut guest = Guest::of(&*machine).await;
+    assert_eq!(guest.ask("hello").await, "hello host");
+    for machine in [machine, machines.remove(0).0] {
+        machine.kill().await.unwrap();
+    }
+}
+
+/// A machine that was frozen after `before` had its way with the guest.
+async fn frozen<F: Future<Output = ()>>(vmm: &dyn Vmm, before: impl FnOnce(Guest) -> F) -> Frozen {
+    let pod = Pod::new("template");
+    let dir = pod.path("frozen");
+    std::fs::create_dir(&dir).unwrap();
+    let machine = vmm
+        .boot(&VmSpec { memory_file: Some(dir.join(MEMORY)), ..pod.spec() })
+        .await
+        .expect("a machine boots");
+    let mut guest = Guest::of(&*machine).await;
+    assert_eq!(guest.ask("hello").await, "hello host");
+    before(guest).await;
+    machine.freeze(&dir).await.expect("it is frozen");
+    machine.kill().await.unwrap();
+    let files = std::fs::read_dir(&dir).unwrap().map(|entry| {
+        let entry = entry.unwrap();
+        (entry.file_name().into_string().unwrap(), std::fs::File::open(entry.path()).unwrap())
+    });
+    let files = files.collect();
+    Frozen::new(dir, files)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_copy_remembers_what_its_template_knew_and_tells_nobody_what_it_learnt() {
+    let vmm = test_guest::qemu().await;
+    let frozen = frozen(&vmm, |mut guest| async move {
+        assert_eq!(guest.ask("remember before").await, "noted");
+    })
+    .await;
+    let (one, two) = (Pod::new("one"), Pod::new("two"));
+    let first = vmm.restore(&one.spec(), &frozen).await.unwrap();
+    first.resume().await.unwrap();
+    let mut guest = Guest::of(&*first).await;
+    assert_eq!(guest.ask("recall").await, "before");
+    assert_eq!(guest.ask("remember after").await, "noted");
+    let second = vmm.restore(&two.spec(), &frozen).await.unwrap();
+    second.resume().await.unwrap();
+    assert_eq!(Guest::of(&*second).await.ask("recall").await, "before");
+    assert_eq!(guest.ask("recall").await, "after");
+    for machine in [first, second] {
+        machine.kill().await.unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn half_a_template_is_refused_and_leaves_nothing() {
+    let vmm = test_guest::qemu().await;
+    let frozen = frozen(&vmm, |_| async {}).await;
+    let pod = Pod::new("half");
+    let memory = || frozen.file(MEMORY).unwrap().into();
+    for (state, error_says) in [(&b"rubbish"[..], "loading a template"), (b"", "loading a template")] {
+        std::fs::write(pod.path("state"), state).unwrap();
+        let state = std::fs::File::open(pod.path("state")).unwrap();
+        let damaged = Frozen::new(pod.path(""), [(MEMORY.into(), memory()), ("state".into(), state)].into());
+        let error = vmm.restore(&pod.spec(), &damaged).await.unwrap_err();
+        assert!(error.to_string().contains(error_says) || error.to_string().contains("exited"), "{error}");
+    }
+    let error = vmm.restore(&pod.spec(), &Frozen::new(pod.path(""), [].into())).await.unwrap_err();
+    assert!(error.to_string().contains("memory"), "{error}");
+    let left: Vec<_> = std::fs::read_dir(pod.path("run")).unwrap().flatten().map(|e| e.file_name()).collect();
+    assert!(left.iter().all(|name| !name.to_string_lossy().ends_with(".sock")), "left behind: {left:?}");
 }
 
 async fn a_guest_that_powers_off_is_seen(vmm: &dyn Vmm, adopted: bool) {

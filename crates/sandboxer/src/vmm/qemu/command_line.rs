@@ -146,7 +146,7 @@ pub fn arguments(spec: &VmSpec, execution: Execution, sockets: Sockets, begin: B
 fn kernel_line(spec: &VmSpec, execution: Execution) -> String {
     // A panic resets the machine, and `-no-reboot` makes that its end.
     let mut line =
-        "console=ttyS0 quiet panic=-1 reboot=t pci=off random.trust_cpu=on no_timer_check".to_owned();
+        "console=ttyS0 quiet panic=-1 reboot=t pci=off random.trust_cpu=on no_timer_check rcupdate.rcu_expedited=1".to_owned();
     if let Execution::Tcg { tsc_khz } = execution {
         // Without the frequency a guest times its TSC against the emulated PIT, which fails and
         // leaves the guest without a clock, for ever, as soon as the host is busy.

@@ -92,10 +92,8 @@ pub async fn read(endpoint: &str) -> Reading {
 /// Follows the way of a question about a pod of [`HANDLER`]; none where nobody answered, or has that handler.
 pub async fn route(reading: &Reading) -> Option<Route> {
     let sandboxer = reading.told()?.handler()?.get("sandboxer")?.as_str()?;
-    let channel = match connect(socket(&reading.endpoint)).await {
-        Ok(channel) => channel,
-        Err(why) => return Some(Route { controller: Err(why.clone()), routed: Err(why) }),
-    };
+    // Connects with the first question, within its limit.
+    let channel = grpc(socket(&reading.endpoint)).ok()?.connect_lazy();
     let (controller, routed) = tokio::join!(
         tokio::time::timeout(LIMIT, controller(channel.clone(), sandboxer)),
         tokio::time::timeout(LIMIT, routed(channel, sandboxer)),
@@ -120,15 +118,14 @@ pub async fn listener(socket: &Path) -> Option<u32> {
     u32::try_from(stream.peer_cred().ok()?.pid()?).ok().filter(|pid| *pid > 0)
 }
 
-async fn connect(socket: &Path) -> Result<Channel, String> {
-    let endpoint = Endpoint::from_shared(format!("unix://{}", socket.display()));
-    endpoint.map_err(|error| chain(&error))?.connect().await.map_err(|error| chain(&error))
+fn grpc(socket: &Path) -> Result<Endpoint, String> {
+    Endpoint::from_shared(format!("unix://{}", socket.display())).map_err(|error| chain(&error))
 }
 
 async fn ask(socket: &Path) -> Result<Told, String> {
     // Tried first, for gRPC's own error would not tell a missing socket from one that nobody serves.
     UnixStream::connect(socket).await.map_err(|error| error.to_string())?;
-    let channel = connect(socket).await?;
+    let channel = grpc(socket)?.connect_lazy();
     let mut cri = RuntimeServiceClient::new(channel).max_decoding_message_size(MOST);
     let words = |status: tonic::Status| status.message().to_owned();
     let version = cri.version(VersionRequest { version: "v1".into() }).await.map_err(words)?.into_inner();

@@ -37,20 +37,21 @@ pub fn read(host: &Host, dir: &Path) -> Space {
     Space { dir: dir.to_owned(), free_mib }
 }
 
-/// Whether images find place in `state`, and logs of `pods` in `run`.
+/// Whether images and templates find place in `state`, and logs of `pods` in `run`.
 pub fn judge(state: &Space, run: &Space, config: &Config, pods: u32) -> Check {
-    let cache_mib = config.rootfs.cache_bytes >> 20;
+    let templates = if config.templates.enabled { config.templates.most_bytes } else { 0 };
+    let kept_mib = config.rootfs.cache_bytes.saturating_add(templates) >> 20;
     let logs_mib = (config.vm.console_log_bytes.saturating_mul(LOGS * u64::from(pods))) >> 20;
     let (Some(images), Some(logs)) = (state.free_mib, run.free_mib) else {
         return DISK.warning("the system does not tell what is free", Fix::words("see `df`"));
     };
     let seen = format!("{images} MiB free in {}, {logs} MiB in {}", state.dir.display(), run.dir.display());
-    let fix = || Fix::words("free some, or set state_dir, run_dir or rootfs.cache_mib");
+    let fix = || Fix::words("free some, or set state_dir, run_dir, rootfs.cache_mib or templates.max_mib");
     if images < LEAST_MIB {
         return DISK.failure(seen, fix());
     }
-    if images < cache_mib {
-        return DISK.warning(format!("{seen}; images may take {cache_mib} MiB"), fix());
+    if images < kept_mib {
+        return DISK.warning(format!("{seen}; images and templates may take {kept_mib} MiB"), fix());
     }
     if logs < logs_mib {
         return DISK.warning(format!("{seen}; logs of {pods} pods may take {logs_mib} MiB"), fix());
@@ -65,12 +66,12 @@ mod tests {
 
     #[test]
     fn images_and_logs_must_find_place() {
-        // 10 GiB of images, 4 MiB of logs a pod.
+        // 10 GiB of images, 2 GiB of templates, 4 MiB of logs a pod.
         let config = Config::default();
         for (images, logs, pods, verdict) in [
             (Some(20_000), Some(100), 10, Verdict::Ok),
             (Some(20_000), Some(100), 100, Verdict::Warning),
-            (Some(5_000), Some(100), 10, Verdict::Warning),
+            (Some(12_287), Some(100), 10, Verdict::Warning),
             (Some(100), Some(100), 10, Verdict::Failure),
             (None, Some(100), 10, Verdict::Warning),
         ] {

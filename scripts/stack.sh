@@ -132,6 +132,7 @@ export CRI_CONFIG_FILE=$DIR/crictl.yaml
 export CONTAINERD_ADDRESS=$RUN/containerd.sock
 export CONTAINERD_NAMESPACE=k8s.io
 export SANDBOXER_SOCKET=$RUN/sandboxer/admin.sock
+export SANDBOXER_CONFIG=$DIR/sandboxer/config.toml
 export SANDBOXER_CGROUP_PARENT=$CGROUP
 export PATH="$DIR/bin:\$PATH"
 END

@@ -16,6 +16,7 @@ use futures::stream;
 use sandboxer_protocol::{
     agent::{Ready, create_agent},
     boot::BootParams,
+    mark::MARK,
 };
 use tokio::sync::{mpsc, watch};
 use ttrpc::r#async::{Server, transport::Listener};
@@ -52,6 +53,8 @@ mod worker;
 
 fn main() -> anyhow::Result<()> {
     let entered_ns = clock::boottime_ns();
+    // For those who read this file without running it; the linker drops what nobody uses.
+    std::hint::black_box(&MARK);
     // It mounts and powers off: never on a machine that runs something else.
     ensure!(std::process::id() == 1, "sandboxer-agent runs as PID 1 of a guest only");
     panic::set_hook(Box::new(on_panic));

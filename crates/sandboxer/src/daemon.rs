@@ -21,6 +21,7 @@ use tonic::transport::Server;
 use crate::{
     api::{self, admin::AdminService, sandbox::SandboxService, task::TaskService},
     config::Config,
+    doctor,
     events::Events,
     host::rootfs::{RootfsError, RootfsStore},
     pod::{Node, admission::Admission, journal::Journal, recover, registry::Registry, ways::Ways},
@@ -61,6 +62,9 @@ pub enum DaemonError {
     /// The rootfs cache can't be opened.
     #[error(transparent)]
     Rootfs(#[from] RootfsError),
+    /// Pods would not start.
+    #[error(transparent)]
+    Unfit(#[from] doctor::Unfit),
     /// No VMM can be used.
     #[error(transparent)]
     Vmm(#[from] vmm::SetupError),
@@ -82,6 +86,7 @@ pub async fn run(
     ready: impl FnOnce(recover::Recovered),
 ) -> Result<(), DaemonError> {
     let _locks = [lock(&config.run_dir, "run.lock")?, lock(&config.state_dir, "state.lock")?];
+    doctor::fit(&config).await?;
     let vmm: Arc<dyn Vmm> = vmm::detect(&config.vm).await?;
     let info = vmm.info();
     tracing::info!(

@@ -8,6 +8,7 @@ pub mod clock;
 pub mod config;
 pub mod container;
 pub mod daemon;
+pub mod doctor;
 pub mod error;
 pub mod events;
 pub mod guest;

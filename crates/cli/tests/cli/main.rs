@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail their test")]
 
 mod admin_double;
+mod check;
 
 use std::{
     io::{BufRead, BufReader},

@@ -148,7 +148,19 @@ struct RawContainerd {
 #[serde(transparent)]
 struct Seconds(f64);
 
+/// Where the configuration is if nobody says otherwise; it need not be there.
+pub const DEFAULT_PATH: &str = "/etc/sandboxer/config.toml";
+
 impl Config {
+    /// Reads the file that was named; without one that at [`DEFAULT_PATH`], if it is there.
+    pub fn load_or_default(named: Option<&Path>) -> Result<Self, ConfigError> {
+        match named {
+            Some(path) => Self::load(path),
+            None if Path::new(DEFAULT_PATH).exists() => Self::load(DEFAULT_PATH.as_ref()),
+            None => Ok(Self::default()),
+        }
+    }
+
     /// Reads `path`. What the file doesn't set has its default.
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
         let text =

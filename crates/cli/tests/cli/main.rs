@@ -280,6 +280,7 @@ fn wrong_usage_has_an_exit_code_of_its_own() {
         "--json logs 3f",
         "config",
         "completion tcsh",
+        "startup --network none",
     ] {
         let outcome = cli_at(nowhere, line);
         assert_eq!((outcome.code, outcome.out.as_str()), (Some(2), ""), "{line:?}: {}", outcome.err);

@@ -40,9 +40,6 @@ pub enum MeasureError {
         /// What the system said.
         source: std::io::Error,
     },
-    /// The result can't be written; the rows until then stay.
-    #[error(transparent)]
-    Store(#[from] StoreError),
 }
 
 /// Why there is no machine to boot alone.
@@ -137,9 +134,8 @@ impl Bench {
             report.notes.push(format!("{} warm-up starts per runtime are in no figure", plan.warm_up));
         }
         end(&mut report, run.partial);
-        if let Some(store) = store {
-            store.report(&report, &run.samples)?;
-        }
+        let kept = store.map_or(Ok(()), |store| store.report(&report, &run.samples));
+        or_partial(&mut report, kept);
         Ok((report, run.samples))
     }
 
@@ -168,10 +164,11 @@ impl Bench {
         report.quick = sweep.counts != memory::FULL_SWEEP || sweep.repeat < memory::FULL_REPEAT;
         report.notes.extend(taken.notes);
         end(&mut report, taken.partial);
-        if let Some(store) = store {
+        let kept = store.map_or(Ok(()), |store| {
             store.ledgers(&taken.points)?;
-            store.report(&report, &[])?;
-        }
+            store.report(&report, &[])
+        });
+        or_partial(&mut report, kept);
         Ok((report, taken.points))
     }
 
@@ -234,6 +231,17 @@ fn startup_facts(plan: &Plan) -> Facts {
 fn end(report: &mut Report, partial: Option<String>) {
     report.partial = partial.is_some();
     report.partial_reason = partial;
+}
+
+/// What could not be written is still in the report that is returned, and can be printed.
+fn or_partial(report: &mut Report, kept: Result<(), StoreError>) {
+    let Err(error) = kept else { return };
+    let why = format!("not all of the result is on disk: {}", chain(&error));
+    report.partial = true;
+    report.partial_reason = Some(match report.partial_reason.take() {
+        Some(before) => format!("{before}; {why}"),
+        None => why,
+    });
 }
 
 /// An error and what is behind it, in one line.

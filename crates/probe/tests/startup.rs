@@ -172,22 +172,6 @@ async fn a_runtime_that_dies_half_way_ends_the_run() {
 }
 
 #[tokio::test]
-async fn a_full_disk_ends_the_run_and_removes_its_pods() {
-    let double = Double::serve([("a", quick())]);
-    let dir = tempfile::tempdir().unwrap();
-    let bench = Bench::open(&double.endpoint(), None).unwrap();
-    let mut store = Store::create(dir.path()).unwrap();
-    // Whatever is written to the rows meets a device that is full.
-    std::os::unix::fs::symlink("/dev/full", dir.path().join("samples.csv")).unwrap();
-    let plan = plan(&["a"], 50);
-    let (report, samples) =
-        bench.startup(&plan, Some(&mut store), &CancellationToken::new(), &mut |_| ()).await.unwrap();
-    let why = report.partial_reason.unwrap_or_default();
-    assert!(why.contains("No space left") && samples.len() == 1, "{why}");
-    assert!(double.truth(|truth| truth.pods.is_empty()));
-}
-
-#[tokio::test]
 async fn output_on_stderr_is_not_a_start() {
     let double = Double::serve([("loud", Behaviour { on_stderr: true, ..quick() })]);
     let (report, samples) = run(&double, &plan(&["loud"], 2)).await;
@@ -210,6 +194,10 @@ async fn what_is_not_there_is_named_before_anything_starts() {
     let error = ask(&no_image).await;
     assert!(error.to_string().contains("not/there:1"), "{error}");
     assert!(double.truth(|truth| truth.runs.is_empty()));
+    let nobody = Bench::open("unix:///nowhere/cri.sock", None).unwrap();
+    let asked = nobody.startup(&plan(&["a"], 1), None, &CancellationToken::new(), &mut |_| ()).await;
+    let error = asked.unwrap_err().to_string();
+    assert!(error.contains("/nowhere/cri.sock") && error.contains("is containerd running"), "{error}");
 }
 
 #[test]

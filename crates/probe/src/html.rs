@@ -201,8 +201,13 @@ fn memory(out: &mut String, report: &Report) {
             cells.extend(
                 roles.iter().map(|role| row.by_role.get(role).map_or_else(|| "–".into(), |kib| mb(*kib))),
             );
-            let sums = [row.management_pss_kib, row.total_pss_kib, row.goes_away_kib, row.available_fall_kib];
-            cells.extend(sums.map(mb));
+            let sums = [
+                Some(row.management_pss_kib),
+                Some(row.total_pss_kib),
+                row.goes_away_kib,
+                row.available_fall_kib,
+            ];
+            cells.extend(sums.map(|sum| sum.map_or_else(|| "–".into(), mb)));
             cells
         })
         .collect();
@@ -242,6 +247,17 @@ fn memory(out: &mut String, report: &Report) {
         "r²",
     ];
     table(out, &heading, &rows, 1, "");
+    let idle = report.memory.iter().filter_map(|row| Some((row, row.idle_cpu_per_pod()?)));
+    let idle: String = idle
+        .map(|(row, each)| {
+            format!(
+                "<li>{}: {} idle pods use {each:.2} thousandths of a CPU each, their containers not counted.</li>",
+                escape(&row.runtime),
+                row.pods
+            )
+        })
+        .collect();
+    let _ = write!(out, "<ul>{idle}</ul>");
 }
 
 fn remarks(out: &mut String, report: &Report) {

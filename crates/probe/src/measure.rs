@@ -182,14 +182,19 @@ impl Bench {
                 runtime: runtime.clone(),
                 repetition: 0,
                 ledger: ledger.clone(),
-                idle_daemon_kib: 0,
-                available_fall_kib: 0,
+                idle_daemon_kib: None,
+                available_fall_kib: None,
+                idle_cpu_millicores: None,
             })
             .collect();
         report.add_memory(&points);
-        for row in &mut report.memory {
-            let why = "pods that run already have no 'before': use a sweep";
-            report.not_measured.insert(format!("memory.{}.available_fall_kib", row.runtime), why.into());
+        for row in &report.memory {
+            let mut absent = |what: &str, why: &str| {
+                report.not_measured.insert(format!("memory.{}.{what}", row.runtime), why.to_owned());
+            };
+            absent("goes_away_kib", "pods that run already have no 'before': use a sweep");
+            absent("available_fall_kib", "pods that run already have no 'before': use a sweep");
+            absent("idle_cpu_millicores", "pods that run already need not be idle: use a sweep");
         }
         report
     }

@@ -211,10 +211,10 @@ fn pods(c: &mut Criterion) {
     let dir = stack::result_dir("startup");
     let mut store = Store::create(&dir).unwrap();
     runtime.block_on(stack.bench.startup(&plan, Some(&mut store), &never, &mut |_| ())).unwrap();
-    let loaded = store::load(&dir).unwrap();
+    let loaded = [store::load(&dir).unwrap()];
     store::write_plots(&dir, &loaded).unwrap();
-    store.write("report.html", html::page(std::slice::from_ref(&loaded)).as_bytes()).unwrap();
-    for series in &loaded.report.series {
+    store.write("report.html", html::page(&loaded).as_bytes()).unwrap();
+    for series in &loaded[0].report.series {
         let name = store::file_name(&series.runtime);
         println!("distribution: {}", dir.join(format!("cdf-{name}-{}.txt", series.mode)).display());
     }

@@ -4,7 +4,7 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
-use crate::figures::figures;
+use crate::figures::{Palette, figures};
 use crate::manifest::Manifest;
 use crate::memory::Point;
 use crate::plot::{png, standalone};
@@ -179,13 +179,16 @@ pub struct Loaded {
     pub samples: Vec<Sample>,
 }
 
-/// Writes the plots of a result as `plots/<name>.svg` and `.png` below `dir`; their paths.
-pub fn write_plots(dir: &Path, result: &Loaded) -> Result<Vec<PathBuf>, StoreError> {
+/// Writes the plots of results as `plots/<name>.svg` and `.png` below `dir`; their paths.
+pub fn write_plots(dir: &Path, results: &[Loaded]) -> Result<Vec<PathBuf>, StoreError> {
     let plots = dir.join("plots");
     fs::create_dir_all(&plots).map_err(io("make", &plots))?;
+    let palette = Palette::of(results);
+    let all =
+        results.iter().flat_map(|result| figures(result, &palette).into_iter().map(|f| (&result.name, f)));
     let mut paths = Vec::new();
-    for figure in figures(result) {
-        let name = format!("{}-{}", file_name(&result.name), figure.name);
+    for (of, figure) in all {
+        let name = format!("{}-{}", file_name(of), figure.name);
         let picture = png(&figure.scene).unwrap_or_default();
         for (end, bytes) in [("svg", standalone(&figure.scene).into_bytes()), ("png", picture)] {
             let path = plots.join(format!("{name}.{end}"));

@@ -70,6 +70,9 @@ pub fn warnings(report: &Report, samples: &[Sample]) -> Vec<Warning> {
         );
     }
     memory(report, &mut warn);
+    // Those with the same advice stand together, so that it can be given once.
+    let order: Vec<&str> = found.iter().map(|warning| warning.advice).collect();
+    found.sort_by_key(|warning| order.iter().position(|advice| *advice == warning.advice));
     found
 }
 

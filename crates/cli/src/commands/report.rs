@@ -56,9 +56,5 @@ pub fn write(results: &[PathBuf], page: &Path) -> Result<Vec<PathBuf>> {
     let dir = page.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
     std::fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))?;
     store::write_whole(page, html::page(&loaded).as_bytes())?;
-    let mut plots = Vec::new();
-    for result in &loaded {
-        plots.extend(store::write_plots(dir, result)?);
-    }
-    Ok(plots)
+    Ok(store::write_plots(dir, &loaded)?)
 }

@@ -27,6 +27,11 @@ impl Axis {
         }
     }
 
+    /// True where equal distances are equal factors.
+    pub fn is_logarithmic(&self) -> bool {
+        self.log
+    }
+
     /// Where a value is; those beyond the ends are at the ends.
     pub fn at(&self, value: f64) -> f32 {
         let part = if self.log {

@@ -4,7 +4,7 @@ use super::axis::{Axis, number};
 use super::curves::fitting;
 use super::scene::{Anchor, Dash, Ink, Item, Scene, TEXT};
 
-const WIDTH: f32 = 480.0;
+const WIDTH: f32 = 420.0;
 const NAMES: f32 = 130.0;
 const ROW: f32 = 24.0;
 const TOP: f32 = 26.0;
@@ -25,7 +25,8 @@ pub fn waterfall(title: &str, bars: &[Bar]) -> Scene {
     let total: f64 = bars.iter().map(|bar| bar.length.max(0.0)).sum();
     let mut scene = Scene::new(WIDTH, TOP + bars.len() as f32 * ROW + TEXT * 2.2, title);
     let bottom = TOP + bars.len() as f32 * ROW;
-    let axis = Axis::linear(total * 1.14, NAMES, WIDTH - 8.0);
+    // Room for the last bar's number, and for half of the last tick's.
+    let axis = Axis::linear(total * 1.16, NAMES, WIDTH - 16.0);
     scene.text((0.0, TEXT), Anchor::Start, Ink::Text, fitting(title, WIDTH));
     for value in axis.ticks() {
         let at = axis.at(value);

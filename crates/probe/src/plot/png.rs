@@ -33,7 +33,7 @@ fn draw(pixels: &mut Pixmap, item: &Item) {
             }
             let dash = match dash {
                 Dash::Solid => None,
-                Dash::Dashed(on, off) => StrokeDash::new(vec![*on, *off], 0.0),
+                Dash::Dashed(lengths) => StrokeDash::new(lengths.to_vec(), 0.0),
             };
             let stroke = Stroke {
                 width: *width,
@@ -122,9 +122,9 @@ fn rgb(ink: Ink) -> [u8; 3] {
         [0x00, 0x72, 0xb2],
         [0xd5, 0x5e, 0x00],
         [0x00, 0x9e, 0x73],
-        [0xcc, 0x79, 0xa7],
-        [0xe6, 0x9f, 0x00],
-        [0x56, 0xb4, 0xe9],
+        [0xb0, 0x4f, 0x88],
+        [0xb3, 0x7a, 0x00],
+        [0x3f, 0x98, 0xd4],
     ];
     match ink {
         Ink::Text => [0x1b, 0x1f, 0x24],
@@ -145,7 +145,7 @@ mod tests {
         let empty = png(&scene).unwrap();
         scene.text((2.0, 15.0), Anchor::Start, Ink::Text, "ms…");
         let with_text = png(&scene).unwrap();
-        scene.line(vec![(0.0, 2.0), (60.0, 2.0)], Ink::Series(1), 2.0, Dash::Dashed(3.0, 2.0));
+        scene.line(vec![(0.0, 2.0), (60.0, 2.0)], Ink::Series(1), 2.0, Dash::Dashed(&[3.0, 2.0]));
         let with_both = png(&scene).unwrap();
         assert!(empty.starts_with(b"\x89PNG"));
         assert!(empty.len() < with_text.len() && with_text.len() < with_both.len());

@@ -20,8 +20,8 @@ pub enum Ink {
 pub enum Dash {
     /// Not at all.
     Solid,
-    /// Dashes of this length and gaps of that.
-    Dashed(f32, f32),
+    /// Lengths of dashes and gaps in turn, an even number of them.
+    Dashed(&'static [f32]),
 }
 
 /// Which end of a text its position is.

@@ -7,7 +7,10 @@ mod double;
 use std::time::Duration;
 
 use double::{Behaviour, Double, IMAGE};
+use sandboxer_probe::attribution::Role;
+use sandboxer_probe::ledger::Ledger;
 use sandboxer_probe::measure::{self, Bench, MeasureError};
+use sandboxer_probe::memory::Point;
 use sandboxer_probe::options::Network;
 use sandboxer_probe::report::{Report, SCHEMA_TEXT, render};
 use sandboxer_probe::sample::{Mode, Outcome, Sample};
@@ -198,6 +201,31 @@ async fn what_is_not_there_is_named_before_anything_starts() {
     let asked = nobody.startup(&plan(&["a"], 1), None, &CancellationToken::new(), &mut |_| ()).await;
     let error = asked.unwrap_err().to_string();
     assert!(error.contains("/nowhere/cri.sock") && error.contains("is containerd running"), "{error}");
+}
+
+#[test]
+fn reports_of_memory_are_of_the_schema_too() {
+    let point = |pods: usize, swept: bool| Point {
+        runtime: "a".into(),
+        repetition: 0,
+        ledger: Ledger {
+            pods,
+            by_role: [(Role::Shim, 5_000 * pods as u64), (Role::GuestMemory, 7)].into(),
+            cri_kib: Some(9),
+            missing: vec!["vmm: not permitted".into()],
+            ..Ledger::default()
+        },
+        idle_daemon_kib: swept.then_some(0),
+        available_fall_kib: swept.then_some(-3),
+        idle_cpu_millicores: swept.then_some(0.4),
+    };
+    for swept in [true, false] {
+        let mut report = Report::new(Default::default());
+        report.add_memory(&[point(1, swept), point(5, swept)]);
+        assert_eq!(report.memory.len(), 2);
+        assert_eq!(report.not_measured.contains_key("memory.a.idle_cpu_millicores"), !swept);
+        assert_valid(&report);
+    }
 }
 
 #[test]

@@ -37,6 +37,11 @@ fn conditions(result: &Loaded) -> String {
     part("Linux ", fact(&manifest.host, "kernel"));
     let vmm = ["vmm", "vmm_version", "accelerator"].map(|name| fact(&manifest.vmm, name).unwrap_or_default());
     part("VMM: ", Some(vmm.join(" ")).filter(|text| !text.trim().is_empty()));
+    for (handler, facts) in &manifest.runtimes {
+        if let (Some(vcpus), Some(memory)) = (fact(facts, "vcpus"), fact(facts, "memory_mib")) {
+            part("", Some(format!("{handler}: {vcpus} vCPU and {memory} MiB a pod")));
+        }
+    }
     let cri = ["name", "version"].map(|name| fact(&manifest.cri, name).unwrap_or_default());
     part("", Some(cri.join(" ")).filter(|text| !text.trim().is_empty()));
     part("", fact(&manifest.pod, "image"));

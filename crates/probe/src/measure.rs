@@ -127,6 +127,7 @@ impl Bench {
         let run =
             startup::run(&self.runtime, self.watch.clone(), self.trace.as_ref(), plan, cancel, &mut keep)
                 .await;
+        report.manifest.add_machines(run.machines);
         report.add_startup(&plan.runtimes, &run.samples, &run.batches);
         report.add_bare_boots(&plan.runtimes[0], &run.samples, &run.bare_boots, &run.bare_failures);
         report.notes.extend(run.notes);
@@ -159,7 +160,9 @@ impl Bench {
         startup::check(&self.runtime, &plan).await?;
         let facts = [("sweep".to_owned(), json!(sweep.counts)), ("repeat".to_owned(), json!(sweep.repeat))];
         let mut report = Report::new(self.manifest(&sweep.runtimes, &sweep.recipe, facts.into()).await);
-        let taken = memory::sweep(&self.runtime, &self.watch, sweep, cancel, progress).await;
+        let taken =
+            memory::sweep(&self.runtime, &self.watch, self.trace.as_ref(), sweep, cancel, progress).await;
+        report.manifest.add_machines(taken.machines);
         report.add_memory(&taken.points);
         report.quick = sweep.counts != memory::FULL_SWEEP || sweep.repeat < memory::FULL_REPEAT;
         report.notes.extend(taken.notes);

@@ -10,9 +10,11 @@ use tokio_util::sync::CancellationToken;
 use crate::attribution::Role;
 use crate::first_byte::LogWatch;
 use crate::ledger::{self, Ledger, LedgerError};
+use crate::manifest::Facts;
 use crate::process;
 use crate::runtime::{Listed, Runtime};
 use crate::timeline::{self, RUN_LABEL, Recipe};
+use crate::trace::{self, Trace};
 
 /// The sweep that published figures have.
 pub const FULL_SWEEP: [u32; 6] = [1, 5, 10, 20, 30, 50];
@@ -74,6 +76,8 @@ impl Point {
 pub struct Points {
     /// In the order in which they were taken.
     pub points: Vec<Point>,
+    /// By handler: the machine of one of its pods, where a daemon tells it.
+    pub machines: BTreeMap<String, Facts>,
     /// Why it ended before its time, if it did.
     pub partial: Option<String>,
     /// What a reader must know.
@@ -84,6 +88,7 @@ pub struct Points {
 pub async fn sweep(
     runtime: &Runtime,
     watch: &Arc<LogWatch>,
+    trace: Option<&Trace>,
     sweep: &Sweep,
     cancel: &CancellationToken,
     progress: &mut (dyn FnMut(&Point) + Send),
@@ -96,6 +101,7 @@ pub async fn sweep(
             let mut column = Column {
                 runtime,
                 watch,
+                trace,
                 sweep,
                 handler,
                 repetition,
@@ -128,6 +134,7 @@ pub async fn sweep(
 struct Column<'a> {
     runtime: &'a Runtime,
     watch: &'a Arc<LogWatch>,
+    trace: Option<&'a Trace>,
     sweep: &'a Sweep,
     handler: &'a str,
     repetition: u32,
@@ -157,6 +164,9 @@ impl Column<'_> {
                 points.notes.push(format!("{handler}: {} of {count} pods were ready", ledger.pods));
             }
             self.residents.extend(ledger.residents());
+            if let Some(machine) = self.machine(&ledger).await {
+                points.machines.insert(handler.to_owned(), machine);
+            }
             let largest = Some(&count) == self.sweep.counts.last();
             points.points.push(Point {
                 runtime: handler.to_owned(),
@@ -214,6 +224,12 @@ impl Column<'_> {
             }
         }
         Ok((last, false))
+    }
+
+    /// Of any of the pods: they are all made alike.
+    async fn machine(&self, ledger: &Ledger) -> Option<Facts> {
+        let id = ledger.entries.iter().find_map(|entry| entry.found.pod.as_deref())?;
+        self.trace?.pod(id).await.ok().as_ref().map(trace::machine)
     }
 
     /// Nobody asks anything of the pods meanwhile, this process included.

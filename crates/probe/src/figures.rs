@@ -185,7 +185,7 @@ fn memory(report: &Report, palette: &Palette) -> Vec<Figure> {
             let end = f64::from(most).min(highest / pss_mb).max(1.0);
             (vec![(1.0, *pss_mb), (end, pss_mb * end)], format!("{pss_mb:.0} MB a pod"))
         } else {
-            (vec![(1.0, *pss_mb), (f64::from(most), *pss_mb)], format!("{pss_mb:.0} MB in all"))
+            (vec![(1.0, *pss_mb), (f64::from(most), *pss_mb)], format!("{pss_mb:.0} MB flat"))
         };
         management.push(Curve {
             name: format!("{} published, {what}, other hardware", anchor.system),

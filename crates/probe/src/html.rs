@@ -184,12 +184,13 @@ fn startup(out: &mut String, report: &Report) {
             write!(out, "<li>{} over a bare boot of its machine: medians {over}</li>", escape(&bare.like));
     }
     if let Some(overhead) = &report.overhead {
+        let share = |ms: Option<f64>| ms.map_or_else(|| "–".into(), |ms| format!("{ms:.2}"));
         let _ = write!(
             out,
             "<li>The probe's own share: at most {} ms per pod (an empty call {} ms, seeing a first byte {} ms).</li>",
-            ms(overhead.per_pod_ms),
-            ms(overhead.empty_call_ms),
-            ms(overhead.mark_ms)
+            share(overhead.per_pod_ms),
+            share(overhead.empty_call_ms),
+            share(overhead.mark_ms)
         );
     }
     for series in report.series.iter().filter(|series| !series.release_spread_ms.is_empty()) {

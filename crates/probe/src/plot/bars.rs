@@ -4,8 +4,8 @@ use super::axis::{Axis, number};
 use super::curves::fitting;
 use super::scene::{Anchor, Dash, Ink, Item, Scene, TEXT};
 
-const WIDTH: f32 = 420.0;
-const NAMES: f32 = 130.0;
+const WIDTH: f32 = 440.0;
+const NAMES: f32 = 135.0;
 const ROW: f32 = 24.0;
 const TOP: f32 = 26.0;
 
@@ -31,7 +31,7 @@ pub fn waterfall(title: &str, bars: &[Bar]) -> Scene {
     for value in axis.ticks() {
         let at = axis.at(value);
         scene.line(vec![(at, TOP), (at, bottom)], Ink::Grid, 1.0, Dash::Solid);
-        scene.text((at, bottom + TEXT * 1.3), Anchor::Middle, Ink::Muted, number(value));
+        scene.text_within((at, bottom + TEXT * 1.3), Ink::Muted, number(value));
     }
     let mut begin = 0.0;
     for (index, bar) in bars.iter().enumerate() {
@@ -44,7 +44,9 @@ pub fn waterfall(title: &str, bars: &[Bar]) -> Scene {
             ink: bar.ink,
             title: format!("{}: {:.1} ms", bar.name, bar.length),
         });
-        scene.text((right + 5.0, y + ROW * 0.66), Anchor::Start, Ink::Muted, format!("{:.1}", bar.length));
+        let length =
+            if bar.length < 100.0 { format!("{:.1}", bar.length) } else { format!("{:.0}", bar.length) };
+        scene.text((right + 5.0, y + ROW * 0.66), Anchor::Start, Ink::Muted, length);
         begin = end;
     }
     scene

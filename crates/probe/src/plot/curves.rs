@@ -3,7 +3,7 @@
 use super::axis::{Axis, frame};
 use super::scene::{Anchor, Dash, Ink, Item, Scene, TEXT, text_width};
 
-const WIDTH: f32 = 420.0;
+const WIDTH: f32 = 440.0;
 const HEIGHT: f32 = 340.0;
 /// Left, top, right, bottom margins of the area.
 const MARGIN: [f32; 4] = [54.0, 50.0, 12.0, 46.0];

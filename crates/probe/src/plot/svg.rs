@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use super::scene::{Anchor, Dash, Ink, Item, Scene, TEXT};
+use super::scene::{Anchor, Dash, Ink, Item, PAD, Scene, TEXT};
 
 /// Colours for light and dark. The series' are Okabe and Ito's, which colour-blind people tell apart; the last
 /// three are darker on white, where a thin line of theirs would be too faint (below 3 : 1).
@@ -16,11 +16,17 @@ pub const STYLE: &str = "\
 
 /// As a part of a page.
 pub fn svg(scene: &Scene) -> String {
+    padded(scene, 0.0)
+}
+
+fn padded(scene: &Scene, pad: f32) -> String {
     let mut out = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {} {}\" role=\"img\" aria-label=\"{}\" \
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"{} {} {} {}\" role=\"img\" aria-label=\"{}\" \
          font-family=\"system-ui,sans-serif\" font-size=\"{TEXT}\">",
-        scene.width,
-        scene.height,
+        -pad,
+        -pad,
+        scene.width + 2.0 * pad,
+        scene.height + 2.0 * pad,
         escape(&scene.title)
     );
     scene.items.iter().for_each(|item| write_item(&mut out, item));
@@ -29,8 +35,9 @@ pub fn svg(scene: &Scene) -> String {
 
 /// As a file of its own.
 pub fn standalone(scene: &Scene) -> String {
-    let inner = svg(scene);
-    let paper = "<rect width=\"100%\" height=\"100%\" fill=\"var(--paper)\"/>";
+    let inner = padded(scene, PAD);
+    let paper =
+        format!("<rect x=\"-{PAD}\" y=\"-{PAD}\" width=\"100%\" height=\"100%\" fill=\"var(--paper)\"/>");
     inner.replacen('>', &format!("><style>{STYLE}</style>{paper}"), 1)
 }
 

@@ -195,10 +195,12 @@ impl Report {
         self.notes.extend(reasons(samples));
         for series in &self.series {
             if series.stages.is_empty() {
-                self.not_measured.insert(
-                    format!("series.{}.{}.stages", series.runtime, series.mode),
-                    "this runtime has no trace that tells stages".into(),
-                );
+                let why = match series.summary.p50_ms {
+                    Some(_) => "this runtime has no trace that tells stages",
+                    None => "no start came to its end",
+                };
+                self.not_measured
+                    .insert(format!("series.{}.{}.stages", series.runtime, series.mode), why.into());
             }
         }
     }

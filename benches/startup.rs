@@ -74,7 +74,7 @@ fn daemon(c: &mut Criterion) {
     group.sample_size(20).measurement_time(Duration::from_secs(3));
 
     let times = StageTimes::default();
-    // A pod with one container has each of them once.
+    // At most: a pod with one container has none of them twice.
     group.bench_function("histograms, all stages of a pod", |b| {
         b.iter(|| Stage::ALL.map(|stage| times.record(stage, stages::Outcome::Ok, 700_000_000)));
     });

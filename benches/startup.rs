@@ -19,8 +19,8 @@ use fake_agent::FakeAgent;
 use sandboxer::config::Config;
 use sandboxer::container::spec;
 use sandboxer::daemon;
-use sandboxer::host::rootfs::{Mount, RootfsStore};
-use sandboxer::pod::admission::Admission;
+use sandboxer::host::rootfs::Mount;
+use sandboxer::pod::admission::{Admission, Work};
 use sandboxer::pod::journal::{Journal, PodRecord, RECORD_VERSION};
 use sandboxer::pod::spec::PodSpec;
 use sandboxer::pod::stage_times::StageTimes;
@@ -79,9 +79,9 @@ fn daemon(c: &mut Criterion) {
         b.iter(|| Stage::ALL.map(|stage| times.record(stage, stages::Outcome::Ok, 700_000_000)));
     });
 
-    let admission = Admission::new(4);
+    let admission = Admission::new(4, 4);
     group.bench_function("admission", |b| {
-        b.to_async(&runtime).iter(async || drop(admission.enter().await));
+        b.to_async(&runtime).iter(async || drop(admission.enter(Work::Machine).await));
     });
 
     fs::create_dir_all(dir.path().join("journal")).unwrap();

@@ -11,6 +11,7 @@ pub mod kvm;
 mod process;
 pub mod qemu;
 mod qmp;
+mod run_dir;
 mod setup;
 mod socket;
 pub mod spec;

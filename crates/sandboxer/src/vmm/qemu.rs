@@ -13,7 +13,7 @@ mod command_line;
 mod machine;
 
 use std::{
-    fs, io,
+    io,
     os::fd::AsRawFd,
     path::PathBuf,
     sync::{Arc, Mutex},
@@ -27,12 +27,13 @@ use tokio::net::UnixStream;
 pub use self::accelerator::QemuSetupError;
 use self::{
     command_line::{Execution, Sockets},
-    machine::{AGENT, CONSOLE, CONTROL, Captures, QemuMachine, SocketFiles, answer, connect, host},
+    machine::{AGENT, CONSOLE, CONTROL, QemuMachine, answer},
 };
 use super::{
     Machine, MachineRecord, VmSpec, Vmm, VmmError, VmmInfo,
     process::{self, Process, Starting},
     qmp::Qmp,
+    run_dir::{Captures, Files, connect, host, reopen},
     tsc,
 };
 use crate::config::VmConfig;
@@ -96,7 +97,7 @@ impl Vmm for Qemu {
 
     async fn boot(&self, spec: &VmSpec) -> Result<Arc<dyn Machine>, VmmError> {
         let pod = &spec.pod;
-        let mut files = SocketFiles::default();
+        let mut files = Files::default();
         let control = files.listen(spec, CONTROL)?;
         let agent = files.listen(spec, AGENT)?;
         let console = files.listen(spec, CONSOLE)?;
@@ -110,7 +111,7 @@ impl Vmm for Qemu {
 
         let (program, run_dir) = (self.program.clone(), spec.run_dir.clone());
         let spawned =
-            tokio::task::spawn_blocking(move || process::spawn(&program, arguments, &run_dir, inherited));
+            tokio::task::spawn_blocking(move || process::spawn(&program, arguments, &run_dir, inherited, None));
         let (process, words) = spawned
             .await
             .unwrap_or_else(|panic| Err(io::Error::other(panic)))
@@ -151,11 +152,9 @@ impl Qemu {
     /// Connects to what a running QEMU has had from an earlier daemon.
     async fn take_over(&self, record: &MachineRecord) -> Result<(Qmp, Captures), VmmError> {
         let MachineRecord { pod, run_dir, .. } = record;
-        // The reader of its stderr died with the earlier daemon; opening the pipe anew makes another.
-        let stderr = PathBuf::from(format!("/proc/{}/fd/2", record.pid));
-        let words = fs::File::open(&stderr).map_err(host(pod, "read", stderr))?;
+        let words = reopen(record, libc::STDERR_FILENO)?;
         let console = connect(pod, run_dir, CONSOLE)?;
-        let captures = Captures::start(words.into(), console, run_dir, record.console_log_bytes)
+        let captures = Captures::start(words, console, run_dir, record.console_log_bytes)
             .map_err(host(pod, "capture output in", run_dir.clone()))?;
         let control = connect(pod, run_dir, CONTROL)?;
         let qmp = Qmp::handshake(control, self.call_timeout).await.map_err(answer(pod, "the greeting"))?;

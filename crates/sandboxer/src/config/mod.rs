@@ -4,4 +4,4 @@ pub mod raw;
 pub mod resolved;
 
 pub use raw::{ConfigError, DEFAULT};
-pub use resolved::{Accelerator, Config, RootfsConfig, VmConfig};
+pub use resolved::{Accelerator, Config, RootfsConfig, VmConfig, VmmChoice};

@@ -10,7 +10,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 use toml::de::DeTable;
 
-use super::{Accelerator, Config, RootfsConfig, VmConfig};
+use super::{Accelerator, Config, RootfsConfig, VmConfig, VmmChoice};
 
 /// The default configuration, every key explained.
 pub const DEFAULT: &str = include_str!("../../../../vmm-configs/sandboxer.toml");
@@ -94,7 +94,9 @@ struct Raw {
 #[derive(Debug, Default, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 struct RawVm {
+    vmm: Option<VmmChoice>,
     qemu: Option<PathBuf>,
+    cloud_hypervisor: Option<PathBuf>,
     accelerator: Option<Accelerator>,
     kernel: Option<PathBuf>,
     initramfs: Option<PathBuf>,
@@ -209,7 +211,13 @@ fn resolve(
             None => None,
         },
         vm: VmConfig {
+            vmm: raw.vm.vmm.unwrap_or(vm.vmm),
             qemu: program("vm.qemu", raw.vm.qemu, vm.qemu)?,
+            cloud_hypervisor: program(
+                "vm.cloud_hypervisor",
+                raw.vm.cloud_hypervisor,
+                vm.cloud_hypervisor,
+            )?,
             accelerator: raw.vm.accelerator.unwrap_or(vm.accelerator),
             kernel: absolute("vm.kernel", raw.vm.kernel, vm.kernel)?,
             initramfs: absolute("vm.initramfs", raw.vm.initramfs, vm.initramfs)?,

@@ -129,6 +129,7 @@ impl Vmm for FakeVmm {
             Fault::FailsToBoot => {
                 return Err(VmmError::Died {
                     pod: spec.pod.clone(),
+                    call: "boot".into(),
                     how: "exited with status 1".into(),
                     last_lines: "injected failure".into(),
                 });

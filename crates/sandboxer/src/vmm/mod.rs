@@ -4,7 +4,9 @@
 //! name. A machine outlives the daemon: dropping a handle never ends it, and [`Vmm::adopt`] takes
 //! it up again from its [`MachineRecord`].
 
+mod accelerator;
 mod capture;
+pub mod cloud_hypervisor;
 pub mod console;
 pub mod fake;
 pub mod kvm;
@@ -82,7 +84,7 @@ pub struct VmmInfo {
     pub version: String,
     /// "kvm" or "tcg".
     pub accelerator: &'static str,
-    /// Why this accelerator: what was measured, or who asked for it.
+    /// Why this VMM with this accelerator: what was measured, or who asked for it.
     pub accelerator_reason: String,
 }
 
@@ -124,11 +126,13 @@ pub enum VmmError {
         /// What the system said.
         source: std::io::Error,
     },
-    /// The VMM ended before it was in control of the machine.
-    #[error("VMM of pod {pod} {how} while starting: {last_lines}")]
+    /// The VMM ended before it had answered.
+    #[error("VMM of pod {pod} {how} during {call}: {last_lines}")]
     Died {
         /// The pod.
         pod: SandboxId,
+        /// What was asked.
+        call: String,
         /// As in [`MachineExit::how`].
         how: String,
         /// Its last words.

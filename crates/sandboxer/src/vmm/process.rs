@@ -186,6 +186,11 @@ impl Process {
 }
 
 impl Starting {
+    /// Another hold on it, which doesn't keep it alive.
+    pub fn watched(&self) -> Arc<Process> {
+        self.process.clone()
+    }
+
     /// From here on the process lives by itself.
     pub fn keep(mut self) -> Arc<Process> {
         self.abandoned = false;

@@ -8,9 +8,9 @@
 //! run_dir/vmm.log        QEMU's stdout and stderr, bounded likewise
 //! ```
 
-mod accelerator;
 mod command_line;
 mod machine;
+mod version;
 
 use std::{
     io,
@@ -24,13 +24,13 @@ use async_trait::async_trait;
 use sandboxer_protocol::id::SandboxId;
 use tokio::net::UnixStream;
 
-pub use self::accelerator::QemuSetupError;
 use self::{
     command_line::{Execution, Sockets},
     machine::{AGENT, CONSOLE, CONTROL, QemuMachine, answer},
 };
 use super::{
     Machine, MachineRecord, VmSpec, Vmm, VmmError, VmmInfo,
+    accelerator::{self, AcceleratorError},
     process::{self, Process, Starting},
     qmp::Qmp,
     run_dir::{Captures, Files, connect, host, reopen},
@@ -50,24 +50,25 @@ pub struct Qemu {
 
 impl Qemu {
     /// Chooses the accelerator, by measurement where `auto` is configured.
-    pub async fn new(config: &VmConfig) -> Result<Self, QemuSetupError> {
-        let (version, tsc_khz, chosen) = tokio::join!(
-            accelerator::version(&config.qemu),
-            tsc::frequency_khz(),
-            accelerator::choose(config.accelerator)
-        );
-        let (accelerator, reason) = chosen?;
+    pub async fn new(config: &VmConfig) -> Result<Self, AcceleratorError> {
+        let (accelerator, reason) = accelerator::choose(config.accelerator).await?;
+        Ok(Self::on(config, accelerator, reason).await)
+    }
+
+    /// Runs guests on `accelerator`, "kvm" or "tcg". `reason` is why, for people.
+    pub async fn on(config: &VmConfig, accelerator: &'static str, reason: String) -> Self {
+        let (version, tsc_khz) = tokio::join!(version::version(&config.qemu), tsc::frequency_khz());
         let execution = match accelerator {
             "kvm" => Execution::Kvm,
             _ => Execution::Tcg { tsc_khz },
         };
-        Ok(Self {
+        Self {
             program: config.qemu.clone(),
             execution,
             info: VmmInfo { name: "qemu", version, accelerator, accelerator_reason: reason },
             boot_timeout: config.boot_timeout,
             call_timeout: config.call_timeout,
-        })
+        }
     }
 
     /// Takes control of the machine behind `process`, whose control socket has been connected.
@@ -189,6 +190,7 @@ impl Qemu {
         }
         let how = process.exited().await.to_string();
         captures.drained().await;
-        Err(VmmError::Died { pod: pod.clone(), how, last_lines: captures.last_lines().await.join(" | ") })
+        let call = "the greeting".to_owned();
+        Err(VmmError::Died { pod: pod.clone(), call, how, last_lines: captures.last_lines().await.join(" | ") })
     }
 }

@@ -11,7 +11,7 @@ use std::{
 };
 
 use sandboxer::{
-    config::{Accelerator, VmConfig},
+    config::{Accelerator, VmConfig, VmmChoice},
     vmm::{AgentStream, DiskSpec, Machine, VmSpec, fake::FakeGuest, qemu::Qemu},
 };
 use sandboxer_protocol::{boot::BootParams, link::LinkKey};
@@ -179,7 +179,9 @@ pub async fn qemu() -> Qemu {
 pub async fn qemu_program(program: &Path) -> Qemu {
     let real = program.file_name().is_some_and(|name| name == "qemu-system-x86_64");
     Qemu::new(&VmConfig {
+        vmm: VmmChoice::Qemu,
         qemu: program.into(),
+        cloud_hypervisor: "cloud-hypervisor".into(),
         accelerator: Accelerator::Auto,
         kernel: built("vmlinux"),
         initramfs: built("initramfs.cpio"),

@@ -84,19 +84,21 @@ pub fn serve(mut stream: UnixStream, machine: &Machine) {
         if send(&mut stream, answer.status, &body).is_err() {
             return;
         }
+        if call == "vmm.shutdown" {
+            return machine.exit(0);
+        }
     }
 }
 
 fn send(stream: &mut UnixStream, status: u16, body: &str) -> io::Result<()> {
-    let head = match body {
-        "" => format!("HTTP/1.1 {status} \r\nServer: a double\r\nConnection: keep-alive\r\n\r\n"),
-        body => format!(
-            "HTTP/1.1 {status} \r\nServer: a double\r\nConnection: keep-alive\r\n\
-             Content-Type: application/json\r\nContent-Length: {}\r\n\r\n{body}",
-            body.len()
-        ),
+    let length = match status {
+        204 => String::new(),
+        _ => format!("Content-Type: application/json\r\nContent-Length: {}\r\n", body.len()),
     };
-    stream.write_all(head.as_bytes())
+    let answer = format!(
+        "HTTP/1.1 {status} \r\nServer: a double\r\nConnection: keep-alive\r\n{length}\r\n{body}"
+    );
+    stream.write_all(answer.as_bytes())
 }
 
 /// The next request; none at the end.

@@ -13,7 +13,7 @@ use std::{
     io::{BufRead, BufReader, Write},
     path::{Path, PathBuf},
     process::ExitCode,
-    sync::{Condvar, Mutex, MutexGuard, mpsc},
+    sync::{Arc, Condvar, Mutex, MutexGuard, Weak, mpsc},
     thread,
 };
 
@@ -40,6 +40,8 @@ struct State {
     config: Option<Value>,
     running: Option<bool>,
     devices: BTreeSet<String>,
+    /// Of these, those that the guest was asked to let go of.
+    leaving: BTreeSet<String>,
     disks: BTreeMap<String, Disk>,
 }
 
@@ -51,25 +53,27 @@ pub struct Machine {
     changed: Condvar,
     events: Mutex<File>,
     end: mpsc::Sender<ExitCode>,
+    me: Weak<Machine>,
 }
 
 /// A call that is not possible: its status, and why.
 type Refusal = (u16, String);
 
 impl Machine {
-    pub fn new(behaviour: Behaviour, events: File, end: mpsc::Sender<ExitCode>) -> Self {
+    pub fn new(behaviour: Behaviour, events: File, end: mpsc::Sender<ExitCode>) -> Arc<Self> {
         let mut description = Description::published();
         if let Some((of, field, to)) = &behaviour.renamed {
             description.rename(of, field, to);
         }
-        let machine = Self {
+        let machine = Arc::new_cyclic(|me| Self {
             behaviour,
             description,
             state: Mutex::default(),
             changed: Condvar::new(),
             events: Mutex::new(events),
             end,
-        };
+            me: me.clone(),
+        });
         machine.tell("vmm", "starting", Value::Null);
         machine
     }
@@ -99,6 +103,11 @@ impl Machine {
             }
             state = self.changed.wait(state).unwrap();
         }
+    }
+
+    /// Another hold on this, for a thread.
+    fn share(&self) -> Arc<Self> {
+        self.me.upgrade().unwrap()
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -153,7 +162,6 @@ impl Machine {
         if call == "vmm.shutdown" {
             // Another one than is described.
             status = 200;
-            self.exit(0);
         }
         if let Some(kind) = &described.answer
             && !answer.is_null()
@@ -250,18 +258,19 @@ impl Machine {
             state.devices.insert(id.clone());
             state.disks.insert(id, disk);
         }
-        self.run(&mut state, true);
+        self.run(&mut state, true)?;
         self.tell("vm", "booted", Value::Null);
         Ok(Value::Null)
     }
 
     /// The guest comes to life.
-    fn run(&self, state: &mut State, running: bool) {
-        state.running = Some(running);
+    fn run(&self, state: &mut State, running: bool) -> Result<(), Refusal> {
         if let Some(socket) = state.config.as_ref().unwrap()["vsock"]["socket"].as_str() {
             state.devices.insert("_vsock0".into());
-            guest::start(Path::new(socket));
+            guest::start(Path::new(socket), self.share()).map_err(|error| (500, error.to_string()))?;
         }
+        state.running = Some(running);
+        Ok(())
     }
 
     fn shutdown(&self) -> Result<Value, Refusal> {
@@ -342,7 +351,7 @@ impl Machine {
         let config = directory(&body["source_url"])?.join("config.json");
         let config = fs::read(config).map_err(|error| (500, error.to_string()))?;
         state.config = Some(serde_json::from_slice(&config).map_err(|error| (500, error.to_string()))?);
-        self.run(&mut state, false);
+        self.run(&mut state, false)?;
         Ok(Value::Null)
     }
 
@@ -378,18 +387,21 @@ impl Machine {
     }
 
     fn remove(&self, body: &Value) -> Result<Value, Refusal> {
-        let id = body["id"].as_str().unwrap_or_default();
-        if !self.running()?.devices.contains(id) {
+        let id = body["id"].as_str().unwrap_or_default().to_owned();
+        let mut state = self.running()?;
+        if !state.devices.contains(&id) || !state.leaving.insert(id.clone()) {
             return refused(&format!("Failed to find device corresponding to the given identifier: {id}"));
         }
-        // The guest lets go of it a little later.
-        thread::scope(|scope| scope.spawn(|| self.let_go(id)).join()).unwrap();
+        // The guest takes its time.
+        let machine = self.share();
+        thread::spawn(move || machine.let_go(&id));
         Ok(Value::Null)
     }
 
     fn let_go(&self, id: &str) {
         let mut state = self.lock();
         state.devices.remove(id);
+        state.leaving.remove(id);
         state.disks.remove(id);
         self.changed.notify_all();
         self.tell("vm", "device-removed", json!({ "id": id, "bdf": "0000:00:05.0" }));

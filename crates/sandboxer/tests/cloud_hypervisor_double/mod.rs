@@ -21,7 +21,7 @@ use std::{
     },
     path::{Path, PathBuf},
     process::ExitCode,
-    sync::{Arc, mpsc},
+    sync::mpsc,
     thread,
 };
 
@@ -94,7 +94,7 @@ impl Given {
         let (api, events) =
             unsafe { (UnixListener::from_raw_fd(self.api), File::from_raw_fd(self.events)) };
         let (end, ended) = mpsc::channel();
-        let machine = Arc::new(Machine::new(behaviour, events, end));
+        let machine = Machine::new(behaviour, events, end);
         thread::spawn(move || {
             for connection in api.incoming() {
                 let (connection, machine) = (connection.unwrap(), machine.clone());

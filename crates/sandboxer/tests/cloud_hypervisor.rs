@@ -14,13 +14,14 @@ mod test_guest;
 use std::process::ExitCode;
 
 use cloud_hypervisor_double as double;
-use cloud_hypervisor_suite::{cases, faults, pods, proof};
+use cloud_hypervisor_suite::{cases, faults, pods, proof, tap};
 use libtest_mimic::Arguments;
 
 fn main() -> ExitCode {
     if let Some(ended) = double::run_if_asked() {
         return ended;
     }
+    tap::be_alone();
     let trials = [cases::trials(), faults::trials(), proof::trials(), pods::trials()];
     libtest_mimic::run(&Arguments::from_args(), trials.into_iter().flatten().collect()).exit_code()
 }

@@ -42,8 +42,7 @@ use self::{
     vsock::Link,
 };
 use super::{
-    Machine, MachineRecord, VmSpec, Vmm, VmmError, VmmInfo,
-    process,
+    Machine, MachineRecord, VmSpec, Vmm, VmmError, VmmInfo, process,
     run_dir::{Captures, Files, host, reopen},
 };
 use crate::config::VmConfig;
@@ -201,8 +200,11 @@ impl CloudHypervisor {
             .and_then(|console| Captures::start(words, console, run_dir, record.console_log_bytes))
             .map_err(host(pod, "capture output in", run_dir.clone()))?;
         let events = Events::open(run_dir).map_err(host(pod, "read", run_dir.join(events::FILE)))?;
-        let link = Link::of_running(run_dir)
-            .map_err(host(pod, "listen on", run_dir.join(vsock::announcements())))?;
+        let link = Link::of_running(run_dir).map_err(host(
+            pod,
+            "listen on",
+            run_dir.join(vsock::announcements()),
+        ))?;
         let watched = Watched::new(pod, process, captures, events);
         watched.answered("vmm.ping", Api::new(run_dir, self.call_timeout).ping()).await?;
         Ok((watched, link))
@@ -211,16 +213,9 @@ impl CloudHypervisor {
 
 /// The VMM's arguments: what it is given open. All else it learns over its API.
 fn arguments(control: RawFd, told: RawFd) -> Vec<OsString> {
-    [
-        "--api-socket",
-        &format!("fd={control}"),
-        "--event-monitor",
-        &format!("fd={told}"),
-        "--seccomp",
-        "true",
-    ]
-    .map(OsString::from)
-    .into()
+    ["--api-socket", &format!("fd={control}"), "--event-monitor", &format!("fd={told}"), "--seccomp", "true"]
+        .map(OsString::from)
+        .into()
 }
 
 /// The guest kernel's command line.

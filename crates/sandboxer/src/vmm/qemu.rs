@@ -111,8 +111,9 @@ impl Vmm for Qemu {
         let console = connect(pod, &spec.run_dir, CONSOLE)?;
 
         let (program, run_dir) = (self.program.clone(), spec.run_dir.clone());
-        let spawned =
-            tokio::task::spawn_blocking(move || process::spawn(&program, arguments, &run_dir, inherited, None));
+        let spawned = tokio::task::spawn_blocking(move || {
+            process::spawn(&program, arguments, &run_dir, inherited, None)
+        });
         let (process, words) = spawned
             .await
             .unwrap_or_else(|panic| Err(io::Error::other(panic)))
@@ -155,8 +156,11 @@ impl Qemu {
         let MachineRecord { pod, run_dir, .. } = record;
         let words = reopen(record, libc::STDERR_FILENO)?;
         let console = connect(pod, run_dir, CONSOLE)?;
-        let captures = Captures::start(words, console, run_dir, record.console_log_bytes)
-            .map_err(host(pod, "capture output in", run_dir.clone()))?;
+        let captures = Captures::start(words, console, run_dir, record.console_log_bytes).map_err(host(
+            pod,
+            "capture output in",
+            run_dir.clone(),
+        ))?;
         let control = connect(pod, run_dir, CONTROL)?;
         let qmp = Qmp::handshake(control, self.call_timeout).await.map_err(answer(pod, "the greeting"))?;
         Ok((qmp, captures))
@@ -191,6 +195,11 @@ impl Qemu {
         let how = process.exited().await.to_string();
         captures.drained().await;
         let call = "the greeting".to_owned();
-        Err(VmmError::Died { pod: pod.clone(), call, how, last_lines: captures.last_lines().await.join(" | ") })
+        Err(VmmError::Died {
+            pod: pod.clone(),
+            call,
+            how,
+            last_lines: captures.last_lines().await.join(" | "),
+        })
     }
 }

@@ -42,12 +42,7 @@ pub enum Fault {
 impl Behaviour {
     /// As the version would.
     pub fn of(version: &str) -> Self {
-        Self {
-            version: version.into(),
-            faults: BTreeMap::new(),
-            statuses: BTreeMap::new(),
-            renamed: None,
-        }
+        Self { version: version.into(), faults: BTreeMap::new(), statuses: BTreeMap::new(), renamed: None }
     }
 
     pub fn with_fault(mut self, call: &str, fault: Fault) -> Self {

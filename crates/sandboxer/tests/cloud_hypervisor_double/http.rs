@@ -95,9 +95,8 @@ fn send(stream: &mut UnixStream, status: u16, body: &str) -> io::Result<()> {
         204 => String::new(),
         _ => format!("Content-Type: application/json\r\nContent-Length: {}\r\n", body.len()),
     };
-    let answer = format!(
-        "HTTP/1.1 {status} \r\nServer: a double\r\nConnection: keep-alive\r\n{length}\r\n{body}"
-    );
+    let answer =
+        format!("HTTP/1.1 {status} \r\nServer: a double\r\nConnection: keep-alive\r\n{length}\r\n{body}");
     stream.write_all(answer.as_bytes())
 }
 

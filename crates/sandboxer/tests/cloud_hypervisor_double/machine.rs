@@ -166,7 +166,9 @@ impl Machine {
         if let Some(kind) = &described.answer
             && !answer.is_null()
         {
-            self.description.check(kind, &renamed(&self.behaviour, kind, &answer)).expect("answers are as described");
+            self.description
+                .check(kind, &renamed(&self.behaviour, kind, &answer))
+                .expect("answers are as described");
         }
         let status = self.behaviour.statuses.get(call).copied().unwrap_or(status);
         let answer = match &described.answer {

@@ -87,12 +87,14 @@ impl Given {
 
     fn run(self, behaviour: Behaviour) -> ExitCode {
         assert!(
-            fs::read_link(format!("/proc/self/fd/{}", self.api)).unwrap().to_string_lossy().starts_with("socket:"),
+            fs::read_link(format!("/proc/self/fd/{}", self.api))
+                .unwrap()
+                .to_string_lossy()
+                .starts_with("socket:"),
             "--api-socket is no socket"
         );
         // SAFETY: both were opened for this process, and nobody else in it knows them.
-        let (api, events) =
-            unsafe { (UnixListener::from_raw_fd(self.api), File::from_raw_fd(self.events)) };
+        let (api, events) = unsafe { (UnixListener::from_raw_fd(self.api), File::from_raw_fd(self.events)) };
         let (end, ended) = mpsc::channel();
         let machine = Machine::new(behaviour, events, end);
         thread::spawn(move || {

@@ -119,7 +119,9 @@ async fn failing_boot(subject: Subject, config: VmConfig) -> Result<VmmError> {
 async fn no_process_works_in(run_dir: &Path) -> Result<()> {
     let at_work = || {
         let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
-        processes.filter_map(|process| fs::read_link(process.path().join("cwd")).ok()).any(|cwd| cwd == run_dir)
+        processes
+            .filter_map(|process| fs::read_link(process.path().join("cwd")).ok())
+            .any(|cwd| cwd == run_dir)
     };
     let gone = async {
         while at_work() {

@@ -6,7 +6,7 @@ pub mod cases;
 pub mod faults;
 pub mod pods;
 pub mod proof;
-mod tap;
+pub mod tap;
 
 use std::{
     env,

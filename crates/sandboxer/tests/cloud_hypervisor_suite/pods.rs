@@ -24,7 +24,9 @@ pub fn trials() -> Vec<Trial> {
     let ready = match (Subject::real(), kvm_unusable()) {
         (_, Some(why)) => Err(why.to_owned()),
         (None, _) => Err("CLOUD_HYPERVISOR names no binary".into()),
-        _ if !guest_image("initramfs.cpio").exists() => Err("there is no guest: run `make guest-image`".into()),
+        _ if !guest_image("initramfs.cpio").exists() => {
+            Err("there is no guest: run `make guest-image`".into())
+        }
         (Some(real), None) => Ok(real),
     };
     cases

@@ -45,9 +45,9 @@ pub fn trials() -> Vec<Trial> {
     let renamed = RENAMED.into_iter().map(|(of, field, to)| {
         (format!("{of}.{field} is called {to}"), double().with_renamed(of, field, to))
     });
-    let statuses = STATUSES
-        .into_iter()
-        .map(|(call, status)| (format!("{call} is answered with {status}"), double().with_status(call, status)));
+    let statuses = STATUSES.into_iter().map(|(call, status)| {
+        (format!("{call} is answered with {status}"), double().with_status(call, status))
+    });
     renamed
         .chain(statuses)
         .map(|(what, behaviour)| {
@@ -60,9 +60,7 @@ pub fn trials() -> Vec<Trial> {
 
 /// Some case has to fail on such a double.
 fn fails(behaviour: Behaviour) -> Result<()> {
-    let failed = cases()
-        .into_iter()
-        .find(|(_, case)| run(case(Subject::Double(behaviour.clone()))).is_err());
+    let failed = cases().into_iter().find(|(_, case)| run(case(Subject::Double(behaviour.clone()))).is_err());
     ensure!(failed.is_some(), "every case passes on {behaviour:?}");
     Ok(())
 }

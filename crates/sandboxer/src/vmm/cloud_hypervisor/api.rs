@@ -25,9 +25,7 @@ use tracing::Instrument;
 use super::{
     passing::Passing,
     version,
-    wire::{
-        Counters, Device, Disk, Fs, Net, PciDevice, Ping, Resize, Restore, Snapshot, VmConfig, VmInfo,
-    },
+    wire::{Counters, Device, Disk, Fs, Net, PciDevice, Ping, Resize, Restore, Snapshot, VmConfig, VmInfo},
 };
 use crate::vmm::socket;
 
@@ -237,15 +235,16 @@ impl Api {
         let _connection = AbortOnDropHandle::new(tokio::spawn(connection));
         let answer = requests.send_request(request).await.map_err(transport)?;
         let status = answer.status();
-        let body = Limited::new(answer.into_body(), MAX_ANSWER).collect().await.map_err(|error| {
-            match error.downcast::<hyper::Error>() {
+        let body =
+            Limited::new(answer.into_body(), MAX_ANSWER).collect().await.map_err(|error| match error
+                .downcast::<hyper::Error>(
+            ) {
                 Ok(error) => transport(*error),
                 Err(error) if error.is::<LengthLimitError>() => {
                     ApiError::Malformed(format!("an answer of over {MAX_ANSWER} bytes"))
                 }
                 Err(error) => ApiError::Malformed(error.to_string()),
-            }
-        })?;
+            })?;
         Ok((status, body.to_bytes()))
     }
 }

@@ -70,10 +70,11 @@ impl Machine for CloudHypervisorMachine {
         let call = format!("attaching {} as disk {}", disk.path.display(), disk.serial);
         let mut device = self::disk(disk, self.image_type);
         let shown = match self.jailed {
-            true => Some(
-                jail::Shown::new(&self.record.run_dir, &disk.serial, &disk.path)
-                    .map_err(host(pod, "show the VMM", disk.path.clone()))?,
-            ),
+            true => Some(jail::Shown::new(&self.record.run_dir, &disk.serial, &disk.path).map_err(host(
+                pod,
+                "show the VMM",
+                disk.path.clone(),
+            ))?),
             false => None,
         };
         if let Some(shown) = &shown {

@@ -3,6 +3,7 @@
 //! | since | what |
 //! |---|---|
 //! | v51 | a disk says its image type; one that doesn't is looked at, and since v52 a raw one loses writes to its first sector |
+//! | v52 | a tap that is passed may belong to another network namespace than the VMM's |
 //! | v53 | a refusal is a JSON array of causes, before it was plain text; what isn't created is status 404, before 500 |
 
 use std::{fmt, io, path::Path, process::Stdio, time::Duration};
@@ -164,7 +165,10 @@ mod tests {
 
     #[test]
     fn a_refusal_of_any_version_is_one_line() {
-        assert_eq!(reason(br#"["Error from API","The VM could not boot"]"#), "Error from API: The VM could not boot");
+        assert_eq!(
+            reason(br#"["Error from API","The VM could not boot"]"#),
+            "Error from API: The VM could not boot"
+        );
         assert_eq!(reason(b"VM is not created\nmore"), "VM is not created");
         assert_eq!(reason(&[b'x'; 5000]).len(), REASON);
     }

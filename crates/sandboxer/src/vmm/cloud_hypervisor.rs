@@ -47,6 +47,8 @@ use super::{
 };
 use crate::config::VmConfig;
 
+/// As in [`VmmInfo::name`].
+pub const NAME: &str = "cloud-hypervisor";
 /// The guest's vsock address. Each machine has a vsock of its own, so all can have the same.
 const CID: u32 = 3;
 
@@ -72,7 +74,7 @@ impl CloudHypervisor {
         Ok(Self {
             program: config.cloud_hypervisor.clone(),
             info: VmmInfo {
-                name: "cloud-hypervisor",
+                name: NAME,
                 version: version.to_string(),
                 accelerator: "kvm",
                 accelerator_reason: reason,
@@ -104,18 +106,6 @@ impl CloudHypervisor {
             landlock_enable: self.jailed,
             landlock_rules: vec![wire::LandlockRule { path: spec.run_dir.clone(), access: "rw" }],
         }
-    }
-
-    fn machine(&self, record: MachineRecord, watched: Watched, link: Link) -> Arc<dyn Machine> {
-        Arc::new(CloudHypervisorMachine {
-            api: Api::new(&record.run_dir, self.call_timeout),
-            record,
-            watched,
-            link,
-            image_type: self.version.image_type(),
-            jailed: self.jailed,
-            call_timeout: self.call_timeout,
-        })
     }
 }
 
@@ -162,53 +152,75 @@ impl Vmm for CloudHypervisor {
             pid: process.pid(),
             start_time: process.start_time(),
             console_log_bytes: spec.console_log_bytes,
+            vmm: NAME.into(),
         };
         files.keep();
         process.keep();
-        Ok(self.machine(record, watched, link))
+        Ok(Arc::new(CloudHypervisorMachine {
+            api: Api::new(run_dir, self.call_timeout),
+            record,
+            watched,
+            link,
+            image_type: self.version.image_type(),
+            jailed: self.jailed,
+            call_timeout: self.call_timeout,
+        }))
     }
 
     async fn adopt(&self, record: &MachineRecord) -> Result<Option<Arc<dyn Machine>>, VmmError> {
-        let MachineRecord { pod, run_dir, .. } = record;
-        jail::clear(run_dir).map_err(host(pod, "take disks out of", run_dir.clone()))?;
-        let proc = PathBuf::from(format!("/proc/{}", record.pid));
-        let found =
-            process::adopt(record.pid, record.start_time).map_err(host(pod, "look at", proc.clone()))?;
-        let Some(process) = found.map(Arc::new) else { return Ok(None) };
-        match self.take_over(record, process.clone()).await {
-            Ok((watched, link)) => Ok(Some(self.machine(record.clone(), watched, link))),
-            // Most likely because it ended meanwhile.
-            Err(error) => match tokio::time::timeout(self.call_timeout, process.exited()).await {
-                Ok(_) => Ok(None),
-                Err(_) => Err(error),
-            },
-        }
+        adopt(record, self.call_timeout).await
     }
 }
 
-impl CloudHypervisor {
-    /// Connects to what a running VMM has had from an earlier daemon.
-    async fn take_over(
-        &self,
-        record: &MachineRecord,
-        process: Arc<process::Process>,
-    ) -> Result<(Watched, Link), VmmError> {
-        let MachineRecord { pod, run_dir, .. } = record;
-        let words = reopen(record, libc::STDERR_FILENO)?;
-        let console = reopen(record, libc::STDOUT_FILENO)?;
-        let captures = pipe::Receiver::from_owned_fd(console)
-            .and_then(|console| Captures::start(words, console, run_dir, record.console_log_bytes))
-            .map_err(host(pod, "capture output in", run_dir.clone()))?;
-        let events = Events::open(run_dir).map_err(host(pod, "read", run_dir.join(events::FILE)))?;
-        let link = Link::of_running(run_dir).map_err(host(
-            pod,
-            "listen on",
-            run_dir.join(vsock::announcements()),
-        ))?;
-        let watched = Watched::new(pod, process, captures, events);
-        watched.answered("vmm.ping", Api::new(run_dir, self.call_timeout).ping()).await?;
-        Ok((watched, link))
+/// As [`Vmm::adopt`], whatever program is installed by now. `limit` is for each call, from then on too.
+pub async fn adopt(record: &MachineRecord, limit: Duration) -> Result<Option<Arc<dyn Machine>>, VmmError> {
+    let MachineRecord { pod, run_dir, .. } = record;
+    jail::clear(run_dir).map_err(host(pod, "take disks out of", run_dir.clone()))?;
+    let proc = PathBuf::from(format!("/proc/{}", record.pid));
+    let found = process::adopt(record.pid, record.start_time).map_err(host(pod, "look at", proc))?;
+    let Some(process) = found.map(Arc::new) else { return Ok(None) };
+    match take_over(record, process.clone(), limit).await {
+        Ok(machine) => Ok(Some(Arc::new(machine))),
+        // Most likely because it ended meanwhile.
+        Err(error) => match tokio::time::timeout(limit, process.exited()).await {
+            Ok(_) => Ok(None),
+            Err(_) => Err(error),
+        },
     }
+}
+
+/// Connects to what a running VMM has had from an earlier daemon.
+async fn take_over(
+    record: &MachineRecord,
+    process: Arc<process::Process>,
+    limit: Duration,
+) -> Result<CloudHypervisorMachine, VmmError> {
+    let MachineRecord { pod, run_dir, .. } = record;
+    let words = reopen(record, libc::STDERR_FILENO)?;
+    let console = reopen(record, libc::STDOUT_FILENO)?;
+    let captures = pipe::Receiver::from_owned_fd(console)
+        .and_then(|console| Captures::start(words, console, run_dir, record.console_log_bytes))
+        .map_err(host(pod, "capture output in", run_dir.clone()))?;
+    let events = Events::open(run_dir).map_err(host(pod, "read", run_dir.join(events::FILE)))?;
+    let link =
+        Link::of_running(run_dir).map_err(host(pod, "listen on", run_dir.join(vsock::announcements())))?;
+    let watched = Watched::new(pod, process, captures, events);
+    let api = Api::new(run_dir, limit);
+    let ping = watched.answered("vmm.ping", api.ping()).await?;
+    let version = Version::of_running(&ping.version).map_err(|error| VmmError::Malformed {
+        pod: pod.clone(),
+        call: "vmm.ping".into(),
+        reason: error.to_string(),
+    })?;
+    Ok(CloudHypervisorMachine {
+        record: record.clone(),
+        watched,
+        api,
+        link,
+        image_type: version.image_type(),
+        jailed: jail::usable().is_ok(),
+        call_timeout: limit,
+    })
 }
 
 /// The VMM's arguments: what it is given open. All else it learns over its API.

@@ -143,6 +143,7 @@ impl Vmm for FakeVmm {
                 pid: std::process::id(),
                 start_time: self.started.fetch_add(1, Ordering::Relaxed),
                 console_log_bytes: spec.console_log_bytes,
+                vmm: "fake".into(),
             },
             boot: spec.boot.clone(),
             guest: self.guest.clone(),

@@ -102,6 +102,9 @@ pub struct MachineRecord {
     pub start_time: u64,
     /// As in [`VmSpec::console_log_bytes`].
     pub console_log_bytes: u64,
+    /// Who runs it, as in [`VmmInfo::name`]. Records had none while there was one VMM only.
+    #[serde(default = "qemu::name")]
+    pub vmm: String,
 }
 
 /// How a machine ended.

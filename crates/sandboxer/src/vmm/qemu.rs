@@ -38,6 +38,14 @@ use super::{
 };
 use crate::config::VmConfig;
 
+/// As in [`VmmInfo::name`].
+const NAME: &str = "qemu";
+
+/// As in [`MachineRecord::vmm`].
+pub(super) fn name() -> String {
+    NAME.to_owned()
+}
+
 /// QEMU, with the accelerator chosen.
 #[derive(Debug)]
 pub struct Qemu {
@@ -65,7 +73,7 @@ impl Qemu {
         Self {
             program: config.qemu.clone(),
             execution,
-            info: VmmInfo { name: "qemu", version, accelerator, accelerator_reason: reason },
+            info: VmmInfo { name: NAME, version, accelerator, accelerator_reason: reason },
             boot_timeout: config.boot_timeout,
             call_timeout: config.call_timeout,
         }
@@ -128,6 +136,7 @@ impl Vmm for Qemu {
             pid: process.pid(),
             start_time: process.start_time(),
             console_log_bytes: spec.console_log_bytes,
+            vmm: name(),
         };
         files.keep();
         Ok(self.machine(record, process.keep(), qmp, captures))

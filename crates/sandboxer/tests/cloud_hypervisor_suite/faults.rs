@@ -5,7 +5,7 @@ use std::{fs, path::Path, time::Duration};
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use sandboxer::{
-    config::VmConfig,
+    config::{Accelerator, VmConfig, VmmChoice},
     vmm::{Vmm, VmmError},
 };
 
@@ -20,6 +20,7 @@ pub fn trials() -> Vec<Trial> {
     let cases: [Case; _] = listed![
         the_contract_of_all_vmms_is_kept,
         a_guest_that_resets_itself_is_ended,
+        a_daemon_that_chose_another_vmm_takes_the_machine_up,
         a_vmm_that_is_missing_is_named,
         a_vmm_that_dies_while_it_starts_leaves_nothing,
         a_start_that_is_refused_leaves_nothing,
@@ -50,6 +51,19 @@ async fn a_guest_that_resets_itself_is_ended(subject: Subject) -> Result<Outcome
     let exit = tokio::time::timeout(LONG, running.machine.exited()).await.context("it was booted again")?;
     ensure!(exit.how == "was ended after its guest had reset itself", "{exit:?}");
     ensure!(exit.last_lines.iter().any(|line| line.contains("Kernel panic")), "{exit:?}");
+    running.end().await
+}
+
+async fn a_daemon_that_chose_another_vmm_takes_the_machine_up(subject: Subject) -> Result<Outcome> {
+    let running = Running::of(&subject).await?;
+    let config = VmConfig { vmm: VmmChoice::Qemu, accelerator: Accelerator::Tcg, ..vm_config() };
+    let other = sandboxer::vmm::detect(&config).await?;
+    ensure!(other.info().name == "qemu");
+    let record = running.machine.record();
+    let machine = other.adopt(&record).await?.context("the machine runs")?;
+    machine.attach_disk(&running.pod.disk("late")).await?;
+    let mut guest = Guest::of(machine.as_ref()).await;
+    ensure!(guest.ask("await late").await == "disk late ro=0 starts with late");
     running.end().await
 }
 

@@ -75,6 +75,12 @@ impl Version {
         }
     }
 
+    /// That of a VMM that runs, as it tells itself: `53.0.0`.
+    pub fn of_running(told: &str) -> Result<Self, VersionError> {
+        let told: String = told.chars().take(100).collect();
+        Self::parse(&format!("cloud-hypervisor v{told}"), "the running VMM".into())
+    }
+
     /// Reads `cloud-hypervisor v53.0`, where more may follow the number.
     fn parse(line: &str, program: String) -> Result<Self, VersionError> {
         let version = line.strip_prefix("cloud-hypervisor v");

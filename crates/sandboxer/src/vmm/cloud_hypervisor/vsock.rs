@@ -58,7 +58,7 @@ impl Link {
     pub fn of_running(run_dir: &Path) -> io::Result<Self> {
         // An earlier daemon's.
         match fs::remove_file(run_dir.join(announcements())) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
             _ => Self::listening(run_dir, true),
         }
     }

@@ -94,13 +94,16 @@ impl Vmm for Chosen {
 mod tests {
     use super::*;
     use crate::config::Config;
-    use std::{os::unix::fs::PermissionsExt, path::PathBuf};
+    use std::process::Command;
 
     /// A configuration whose Cloud Hypervisor is a script that says so.
     fn config(dir: &tempfile::TempDir, vmm: VmmChoice, says: &str) -> VmConfig {
-        let script: PathBuf = dir.path().join("ch");
-        std::fs::write(&script, format!("#!/bin/sh\necho {says}\n")).unwrap();
-        std::fs::set_permissions(&script, PermissionsExt::from_mode(0o755)).unwrap();
+        let (text, script) = (dir.path().join("text"), dir.path().join("ch"));
+        std::fs::write(&text, format!("#!/bin/sh\necho {says}\n")).unwrap();
+        // Copied by another process: what is open for writing here may be inherited by a process that
+        // another test forks at this moment, and can't be executed until that is gone.
+        let install = Command::new("install").args(["-m", "755"]).args([&text, &script]).status();
+        assert!(install.unwrap().success());
         VmConfig { vmm, cloud_hypervisor: script, ..Config::default().vm }
     }
 

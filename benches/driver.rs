@@ -69,7 +69,9 @@ impl Host {
             kernel: "/dev/null".into(),
             initramfs: "/dev/null".into(),
             boot: BootParams { link_key: LinkKey::random(), log: None },
+            memory_file: None,
             disks: Vec::new(),
+            background: false,
             console_log_bytes: 64 << 10,
         }
     }

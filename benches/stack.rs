@@ -77,12 +77,17 @@ impl Drop for Stack {
 }
 
 fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+    let crate_dir = Path::new(env!("CARGO_MANIFEST_DIR"));
+    crate_dir.ancestors().nth(2).unwrap_or(crate_dir).to_owned()
 }
 
 fn start() -> Result<PathBuf, String> {
     let dir = root().join("target/bench-stack");
-    script("up", &dir)?;
+    if let Err(why) = script("up", &dir) {
+        // What had come up until then goes, too.
+        let _ = script("down", &dir);
+        return Err(why);
+    }
     dir.canonicalize().map_err(|error| error.to_string())
 }
 

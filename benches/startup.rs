@@ -18,18 +18,20 @@ use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
 use fake_agent::FakeAgent;
 use sandboxer::config::Config;
 use sandboxer::container::spec;
-use sandboxer::events::Events;
-use sandboxer::host::rootfs::{Mount, RootfsStore};
-use sandboxer::pod::admission::Admission;
+use sandboxer::daemon;
+use sandboxer::host::rootfs::Mount;
+use sandboxer::pod::admission::{Admission, Work};
 use sandboxer::pod::journal::{Journal, PodRecord, RECORD_VERSION};
-use sandboxer::pod::registry::Registry;
 use sandboxer::pod::spec::PodSpec;
 use sandboxer::pod::stage_times::StageTimes;
-use sandboxer::pod::state::{PodState, PodStatus};
+use sandboxer::pod::state::PodStatus;
 use sandboxer::pod::{self, Node, PodHandle, stages};
 use sandboxer::vmm::fake::FakeVmm;
+use sandboxer_probe::manifest::Manifest;
+use sandboxer_probe::report::Report;
+use sandboxer_probe::sample::{Mode, Outcome, Sample};
 use sandboxer_probe::startup::Plan;
-use sandboxer_probe::store::{self, Store};
+use sandboxer_probe::store::{self, Loaded, Store};
 use sandboxer_probe::{html, timeline};
 use sandboxer_protocol::link::LinkKey;
 use sandboxer_protocol::stage::Stage;
@@ -46,44 +48,21 @@ fn pod_spec(id: &str) -> PodSpec {
         netns: None,
         resolv_conf: None,
         sysctls: Default::default(),
+        way: Default::default(),
         vcpus: 1,
         memory_mib: 128,
     }
 }
 
-fn status() -> PodStatus {
-    PodStatus {
-        state: PodState::Created,
-        created_at_ns: 1,
-        exited_at_ns: 0,
-        exit_status: 0,
-        reason: String::new(),
-        vmm_pid: 0,
-        kernel_release: String::new(),
-        recovered: false,
-    }
-}
-
 fn node(dir: &std::path::Path) -> Arc<Node> {
     let config = Config { run_dir: dir.join("run"), state_dir: dir.join("state"), ..Config::default() };
-    fs::create_dir_all(config.run_dir.join("pods")).unwrap();
-    fs::create_dir_all(&config.state_dir).unwrap();
     let agent = FakeAgent::default();
-    Arc::new(Node {
-        rootfs: RootfsStore::open(&config.state_dir.join("rootfs"), &config.rootfs).unwrap(),
-        admission: Admission::new(config.concurrent_starts),
-        vmm: Arc::new(FakeVmm::new(move |guest| agent.serve(guest))),
-        journal: Journal::open(&config.state_dir).unwrap(),
-        registry: Registry::default(),
-        events: Events::default(),
-        stage_times: Default::default(),
-        config,
-    })
+    daemon::node(config, Arc::new(FakeVmm::new(move |guest| agent.serve(guest)))).unwrap()
 }
 
 fn new_pod(node: &Arc<Node>, id: &str) -> PodHandle {
     let (of, spec) = (node.clone(), pod_spec(id));
-    let spawn = || pod::spawn(of, spec.clone(), LinkKey::random(), status(), Default::default());
+    let spawn = || pod::spawn(of, spec.clone(), LinkKey::random(), PodStatus::created(1), Default::default());
     node.registry.insert(&spec.id.clone(), spawn).unwrap()
 }
 
@@ -95,13 +74,14 @@ fn daemon(c: &mut Criterion) {
     group.sample_size(20).measurement_time(Duration::from_secs(3));
 
     let times = StageTimes::default();
-    group.bench_function("stage time recorded", |b| {
-        b.iter(|| times.record(Stage::Boot, stages::Outcome::Ok, 700_000_000));
+    // At most: a pod with one container has none of them twice.
+    group.bench_function("histograms, all stages of a pod", |b| {
+        b.iter(|| Stage::ALL.map(|stage| times.record(stage, stages::Outcome::Ok, 700_000_000)));
     });
 
-    let admission = Admission::new(4);
+    let admission = Admission::new(4, 4);
     group.bench_function("admission", |b| {
-        b.to_async(&runtime).iter(async || drop(admission.enter().await));
+        b.to_async(&runtime).iter(async || drop(admission.enter(Work::Machine).await));
     });
 
     fs::create_dir_all(dir.path().join("journal")).unwrap();
@@ -109,7 +89,7 @@ fn daemon(c: &mut Criterion) {
     let record = PodRecord {
         version: RECORD_VERSION,
         spec: pod_spec("journalled"),
-        status: status(),
+        status: PodStatus::created(1),
         link_key: LinkKey::random(),
         machine: None,
         containers: Vec::new(),
@@ -188,6 +168,48 @@ fn daemon(c: &mut Criterion) {
     runtime.block_on(async { running.remove().await.unwrap() });
 }
 
+/// A page of ten thousand starts: two runtimes, serial and in groups, one of them with stages.
+fn page(c: &mut Criterion) {
+    let sample = |number: u32| Sample {
+        runtime: if number.is_multiple_of(2) { "a" } else { "b" }.into(),
+        mode: if number < 5_000 { Mode::Serial } else { Mode::Parallel },
+        round: number / 100,
+        index: if number < 5_000 { 0 } else { number / 2 % 50 },
+        warm_up: false,
+        released_ms: f64::from(number) * 10.0,
+        pod_ms: Some(80.0),
+        created_ms: Some(90.0),
+        started_ms: Some(120.0),
+        // Spread over 100 ms, no two alike.
+        first_byte_ms: Some(100.0 + f64::from(number * 7919 % 10_000) / 100.0),
+        outcome: if number % 100 == 99 { Outcome::Failed } else { Outcome::Ok },
+        failed_at: String::new(),
+        error: String::new(),
+        stages: Stage::ALL
+            .into_iter()
+            .filter(|_| number.is_multiple_of(2))
+            .map(|stage| (stage, 9.0))
+            .collect(),
+    };
+    let samples: Vec<Sample> = (0..10_000).map(sample).collect();
+    let runtimes = ["a".to_owned(), "b".to_owned()];
+    let mut group = c.benchmark_group("report");
+    group.sample_size(10);
+    // From the rows: percentiles, bootstrapped intervals, plots and tables.
+    group.bench_function("page of 10,000 starts", |b| {
+        b.iter_batched(
+            || samples.clone(),
+            |samples| {
+                let mut report = Report::new(Manifest::default());
+                report.add_startup(&runtimes, &samples, &[]);
+                html::page(&[Loaded { name: "bench".into(), report, samples }]).len()
+            },
+            BatchSize::PerIteration,
+        );
+    });
+    group.finish();
+}
+
 /// Whole starts through containerd.
 fn pods(c: &mut Criterion) {
     let runtime = Runtime::new().unwrap();
@@ -235,10 +257,10 @@ fn pods(c: &mut Criterion) {
     let dir = stack::result_dir("startup");
     let mut store = Store::create(&dir).unwrap();
     runtime.block_on(stack.bench.startup(&plan, Some(&mut store), &never, &mut |_| ())).unwrap();
-    let loaded = store::load(&dir).unwrap();
+    let loaded = [store::load(&dir).unwrap()];
     store::write_plots(&dir, &loaded).unwrap();
-    store.write("report.html", html::page(std::slice::from_ref(&loaded)).as_bytes()).unwrap();
-    for series in &loaded.report.series {
+    store.write("report.html", html::page(&loaded).as_bytes()).unwrap();
+    for series in &loaded[0].report.series {
         let name = store::file_name(&series.runtime);
         println!("distribution: {}", dir.join(format!("cdf-{name}-{}.txt", series.mode)).display());
     }
@@ -250,5 +272,5 @@ fn count_from(variable: &str, default: u32) -> u32 {
     std::env::var(variable).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
 }
 
-criterion_group!(benches, daemon, pods);
+criterion_group!(benches, daemon, page, pods);
 criterion_main!(benches);

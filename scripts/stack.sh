@@ -4,7 +4,7 @@
 #   stack.sh down DIR               ends and removes all of it, however it was left; also when there is nothing
 #   stack.sh status DIR             says what runs; exit 1 unless all of it does
 # Binaries of ours are taken from SANDBOXER_BIN_DIR (default target/release), the guest image from
-# SANDBOXER_GUEST_DIR (default target/guest).
+# SANDBOXER_GUEST_DIR (default target/guest). POOL machines (default 8) wait for pods; 0: none.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
@@ -60,7 +60,7 @@ fill() {
     # CAP_SYS_RESOURCE is bit 24.
     (($(awk '/^CapEff/ { print "0x" $2 }' /proc/self/status) >> 24 & 1)) || restrict=true
     sed -e "s|@DIR@|$DIR|g; s|@RUN@|$RUN|g; s|@PAUSE@|$PAUSE|g; s|@RESTRICT_OOM@|$restrict|g; s|@CGROUP@|$CGROUP|g" \
-        -e "s|@NETWORK@|$NETWORK|g; s|@GUEST@|${SANDBOXER_GUEST_DIR:-$ROOT/target/guest}|g" "$1"
+        -e "s|@NETWORK@|$NETWORK|g; s|@POOL@|${POOL:-8}|g; s|@GUEST@|${SANDBOXER_GUEST_DIR:-$ROOT/target/guest}|g" "$1"
 }
 
 # configure TEMPLATE FILE: once; what was edited since is kept.
@@ -132,6 +132,7 @@ export CRI_CONFIG_FILE=$DIR/crictl.yaml
 export CONTAINERD_ADDRESS=$RUN/containerd.sock
 export CONTAINERD_NAMESPACE=k8s.io
 export SANDBOXER_SOCKET=$RUN/sandboxer/admin.sock
+export SANDBOXER_CONFIG=$DIR/sandboxer/config.toml
 export SANDBOXER_CGROUP_PARENT=$CGROUP
 export PATH="$DIR/bin:\$PATH"
 END

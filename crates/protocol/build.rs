@@ -34,6 +34,13 @@ fn main() -> Result<(), Box<dyn Error>> {
     tonic_prost_build::configure()
         // What the CLI prints as JSON are these very messages.
         .type_attribute(".sandboxer.admin.v1", "#[derive(serde::Serialize)]")
-        .compile_protos(&["proto/admin.proto", "proto/containerd/controller.proto"], &["proto"])?;
+        .compile_protos(
+            &[
+                "proto/admin.proto",
+                "proto/containerd/controller.proto",
+                "proto/containerd/introspection.proto",
+            ],
+            &["proto"],
+        )?;
     Ok(())
 }

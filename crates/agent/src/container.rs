@@ -223,8 +223,7 @@ impl Container {
     }
 
     async fn try_start(&self, causes: Option<Causes>) -> Result<(), Failure> {
-        let done = self.shared.workers.run(&[], || runtime::start(&self.id)).await?;
-        done.result.map_err(|failure| done.causes.explain(failure))?;
+        runtime::start(&self.id)?;
         match causes {
             Some(causes) => causes.until_executed().await,
             None => Ok(()),

@@ -16,8 +16,9 @@ use futures::stream;
 use sandboxer_protocol::{
     agent::{Ready, create_agent},
     boot::BootParams,
+    mark::MARK,
 };
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, watch};
 use ttrpc::r#async::{Server, transport::Listener};
 
 use crate::{
@@ -52,6 +53,8 @@ mod worker;
 
 fn main() -> anyhow::Result<()> {
     let entered_ns = clock::boottime_ns();
+    // For those who read this file without running it; the linker drops what nobody uses.
+    std::hint::black_box(&MARK);
     // It mounts and powers off: never on a machine that runs something else.
     ensure!(std::process::id() == 1, "sandboxer-agent runs as PID 1 of a guest only");
     panic::set_hook(Box::new(on_panic));
@@ -81,7 +84,9 @@ async fn serve(params: BootParams, entered_ns: u64) -> anyhow::Result<std::conve
     let workers = Workers::new(Arc::clone(&reaper));
     let shared = Shared { reaper: Arc::clone(&reaper), workers, oom: Arc::clone(&oom) };
     let containers = Arc::new(Containers::new(Arc::new(shared)));
-    let service = Arc::new(Service { containers, events, reaper: Arc::clone(&reaper) });
+    let link_key = watch::Sender::new(params.link_key);
+    let port_key = link_key.subscribe();
+    let service = Arc::new(Service { containers, events, reaper: Arc::clone(&reaper), link_key });
 
     let (sessions, accepted) = mpsc::channel(1);
     let accepted = stream::unfold(accepted, async |mut accepted| {
@@ -101,7 +106,7 @@ async fn serve(params: BootParams, entered_ns: u64) -> anyhow::Result<std::conve
         ..Ready::default()
     };
     tokio::select! {
-        ended = port::serve(&params.link_key, ready, sessions) => ended.context("link to the host failed")?,
+        ended = port::serve(port_key, ready, sessions) => ended.context("link to the host failed")?,
         ended = reaper.run() => ended.context("processes can no longer be reaped")?,
         ended = oom.run() => ended.context("OOM watch failed")?,
     }

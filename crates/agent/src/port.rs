@@ -21,7 +21,7 @@ use sandboxer_protocol::{
 };
 use tokio::{
     io::{AsyncRead, AsyncWrite, DuplexStream, Interest, ReadBuf},
-    sync::mpsc,
+    sync::{mpsc, watch},
 };
 use tokio_vsock::{VMADDR_CID_ANY, VMADDR_CID_HOST, VsockAddr, VsockListener, VsockStream};
 
@@ -38,7 +38,7 @@ enum Found {
 
 /// Serves the link until it fails; each session that a host opens goes to `sessions`.
 pub async fn serve(
-    key: &LinkKey,
+    key: watch::Receiver<LinkKey>,
     ready: impl Fn() -> Ready + Clone + Send + 'static,
     sessions: mpsc::Sender<DuplexStream>,
 ) -> io::Result<()> {
@@ -67,7 +67,7 @@ fn find_port() -> Option<PathBuf> {
 }
 
 async fn serve_vsock(
-    key: &LinkKey,
+    key: watch::Receiver<LinkKey>,
     ready: impl Fn() -> Ready + Clone + Send + 'static,
     sessions: mpsc::Sender<DuplexStream>,
 ) -> io::Result<()> {
@@ -77,7 +77,7 @@ async fn serve_vsock(
         let (connection, _) = listener.accept().await?;
         let (key, ready, sessions) = (key.clone(), ready.clone(), sessions.clone());
         tokio::spawn(async move {
-            if let Err(error) = link::serve(connection, &key, ready, sessions).await {
+            if let Err(error) = link::serve(connection, key, ready, sessions).await {
                 tracing::debug!("a vsock connection ended: {error}");
             }
         });

@@ -1,4 +1,4 @@
-//! What libcontainer does for us. Everything in here runs in a worker and blocks.
+//! What libcontainer does for us. Everything in here but [`start`] runs in a worker and blocks.
 
 use std::{
     fs,
@@ -78,7 +78,10 @@ pub fn create(
     pid_of(&container)
 }
 
-/// Lets the init of a created container execute its program.
+/// Lets the init of a created container execute its program: one word on a socket, and a file in memory.
+///
+/// No worker is forked for that little. Measured under emulation on two cores: a worker took 11 of the 28 ms
+/// of a start.
 pub fn start(id: &ContainerId) -> Result<(), Failure> {
     load(id)?.start().map_err(internal("failed to start the container"))
 }

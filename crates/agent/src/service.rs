@@ -7,7 +7,9 @@ use protobuf::MessageField;
 use sandboxer_protocol::{
     agent::{self as wire, Agent},
     id::{ContainerId, ExecId, Id},
+    link::LinkKey,
 };
+use tokio::sync::watch;
 use ttrpc::r#async::TtrpcContext;
 
 use crate::{
@@ -33,6 +35,8 @@ pub struct Service {
     pub events: Arc<Events>,
     /// Knows which processes live.
     pub reaper: Arc<Reaper>,
+    /// By what the host's next session is known.
+    pub link_key: watch::Sender<LinkKey>,
 }
 
 type Answer<T> = ttrpc::Result<T>;
@@ -236,7 +240,15 @@ impl Agent for Service {
             shm_bytes: request.shm_bytes,
             sysctls: request.sysctls,
         };
+        let link_key = match <[u8; LinkKey::LEN]>::try_from(request.link_key.as_slice()) {
+            Ok(bytes) => Some(LinkKey::from_bytes(bytes)),
+            Err(_) if request.link_key.is_empty() => None,
+            Err(_) => return Err(refuse(Failure::invalid("link_key: has not 32 bytes"))),
+        };
         pod::configure(&identity).map_err(refuse)?;
+        if let Some(key) = link_key {
+            self.link_key.send_replace(key);
+        }
         Ok(wire::ConfigurePodResponse::default())
     }
 

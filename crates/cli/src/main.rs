@@ -55,18 +55,19 @@ fn main() -> ExitCode {
         let _ = usage.print();
         return ExitCode::from(2);
     }
+    let failed = cli.command.exit_code_of_errors();
     match run(cli) {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         // Whoever read our output has seen enough (`… | head`).
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("sandboxer-cli: {}", render::plain(&format!("{error:#}")));
-            ExitCode::FAILURE
+            failed
         }
     }
 }
 
-fn run(cli: Cli) -> anyhow::Result<()> {
+fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(cli.command.run(&cli.global))
 }

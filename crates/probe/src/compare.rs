@@ -123,7 +123,12 @@ pub fn compare(a: &Loaded, b: &Loaded) -> Result<Comparison, NothingInCommon> {
     let runtimes: BTreeSet<&String> = of_a.runtimes.keys().chain(of_b.runtimes.keys()).collect();
     for runtime in runtimes {
         if let (Some(of_a), Some(of_b)) = (of_a.runtimes.get(runtime), of_b.runtimes.get(runtime)) {
-            differences.extend(facts(runtime, &["type", "snapshotter", "options"], of_a, of_b));
+            differences.extend(facts(
+                runtime,
+                &["type", "snapshotter", "options", "vcpus", "memory_mib", "guest_kernel"],
+                of_a,
+                of_b,
+            ));
         }
     }
     for (flag, of) in
@@ -162,6 +167,7 @@ mod tests {
     use crate::report::Report;
     use crate::sample::{Outcome, Sample};
     use serde_json::json;
+    use std::collections::BTreeMap;
 
     fn result(name: &str, runtime: &str, ms: f64, network: &str, kernel: &str) -> Loaded {
         let mut manifest = Manifest::default();
@@ -192,13 +198,19 @@ mod tests {
 
     #[test]
     fn what_differs_is_said_beside_the_ratio() {
-        let a = result("a", "runc", 100.0, "pod", "6.1");
-        let b = result("b", "runc", 200.0, "host", "6.18");
+        let mut a = result("a", "runc", 100.0, "pod", "6.1");
+        let mut b = result("b", "runc", 200.0, "host", "6.18");
+        let machine =
+            |vcpus: u32| BTreeMap::from([("runc".into(), Facts::from([("vcpus".into(), json!(vcpus))]))]);
+        a.report.manifest.add_machines(machine(1));
+        b.report.manifest.add_machines(machine(2));
         let comparison = compare(&a, &b).unwrap();
         let ratio = comparison.startup[0].ratio.unwrap();
         assert!((ratio.p50 - 214.0 / 114.0).abs() < 1e-9, "{ratio}");
         assert_eq!(comparison.not_comparable[0].values, ["pod".to_owned(), "host".to_owned()]);
-        assert!(comparison.differences.iter().any(|difference| difference.what == "host: kernel"));
+        for what in ["host: kernel", "runc: vcpus"] {
+            assert!(comparison.differences.iter().any(|difference| difference.what == what), "{what}");
+        }
     }
 
     #[test]

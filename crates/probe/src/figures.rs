@@ -20,27 +20,49 @@ pub struct Figure {
     pub scene: Scene,
 }
 
+/// Which colour each runtime has: the same in every plot of a page.
+#[derive(Debug, Clone, Default)]
+pub struct Palette(Vec<String>);
+
+impl Palette {
+    /// In the order in which the runtimes first come.
+    pub fn of<'a>(results: impl IntoIterator<Item = &'a Loaded>) -> Self {
+        let mut names: Vec<String> = Vec::new();
+        for report in results.into_iter().map(|result| &result.report) {
+            let startup = report.series.iter().map(|series| &series.runtime);
+            for name in startup.chain(report.memory.iter().map(|row| &row.runtime)) {
+                if !names.contains(name) {
+                    names.push(name.clone());
+                }
+            }
+        }
+        Self(names)
+    }
+
+    fn ink(&self, runtime: &str) -> Ink {
+        Ink::Series(self.0.iter().position(|name| name == runtime).unwrap_or_default())
+    }
+}
+
 /// All plots that a result has data for.
-pub fn figures(result: &Loaded) -> Vec<Figure> {
+pub fn figures(result: &Loaded, palette: &Palette) -> Vec<Figure> {
     let mut figures = Vec::new();
-    figures.extend(startup(result, Mode::Serial));
-    figures.extend(startup(result, Mode::Parallel));
-    figures.extend(batches(&result.report));
-    figures.extend(result.report.series.iter().filter_map(stages));
-    figures.extend(memory(&result.report));
+    figures.extend(startup(result, Mode::Serial, palette));
+    figures.extend(startup(result, Mode::Parallel, palette));
+    figures.extend(batches(&result.report, palette));
+    figures.extend(result.report.series.iter().filter_map(|series| stages(series, palette)));
+    figures.extend(memory(&result.report, palette));
     figures
 }
 
-fn startup(result: &Loaded, mode: Mode) -> Option<Figure> {
-    let series: Vec<&Series> = result.report.series.iter().filter(|series| series.mode == mode).collect();
+fn startup(result: &Loaded, mode: Mode, palette: &Palette) -> Option<Figure> {
+    let series = result.report.series.iter().filter(|series| series.mode == mode);
     let mut curves: Vec<Curve> = series
-        .iter()
-        .enumerate()
-        .map(|(index, series)| {
+        .map(|series| {
             let times = times(&result.samples, &series.runtime, mode);
             let p50 = series.summary.p50_ms.map_or_else(|| "no times".into(), |ms| format!("p50 {ms:.0} ms"));
             let name = format!("{}, n = {}, {p50}", series.runtime, series.summary.n);
-            Curve { name, points: cdf(&times), ink: Ink::Series(index), dots: false }
+            Curve { name, points: cdf(&times), ink: palette.ink(&series.runtime), dots: false }
         })
         .filter(|curve| !curve.points.is_empty())
         .collect();
@@ -67,14 +89,13 @@ fn startup(result: &Loaded, mode: Mode) -> Option<Figure> {
     })
 }
 
-fn batches(report: &Report) -> Option<Figure> {
+fn batches(report: &Report, palette: &Palette) -> Option<Figure> {
     let with = report.series.iter().filter(|series| series.batch_ms.len() > 1);
     let mut curves: Vec<Curve> = with
-        .enumerate()
-        .map(|(index, series)| Curve {
+        .map(|series| Curve {
             name: format!("{}, {} groups of {}", series.runtime, series.batch_ms.len(), series.group),
             points: cdf(&series.batch_ms),
-            ink: Ink::Series(index),
+            ink: palette.ink(&series.runtime),
             dots: false,
         })
         .collect();
@@ -113,7 +134,7 @@ fn published(mode: &str) -> Vec<Curve> {
         .collect()
 }
 
-fn stages(series: &Series) -> Option<Figure> {
+fn stages(series: &Series, palette: &Palette) -> Option<Figure> {
     if series.stages.is_empty() {
         return None;
     }
@@ -121,7 +142,7 @@ fn stages(series: &Series) -> Option<Figure> {
         .stages
         .iter()
         .filter_map(|(stage, summary)| {
-            Some(Bar { name: stage.to_string(), length: summary.mean_ms?, ink: Ink::Series(0) })
+            Some(Bar { name: stage.to_string(), length: summary.mean_ms?, ink: palette.ink(&series.runtime) })
         })
         .collect();
     let rest = series.unexplained.as_ref().and_then(|rest| rest.mean_ms).unwrap_or_default();
@@ -137,17 +158,16 @@ fn stages(series: &Series) -> Option<Figure> {
     })
 }
 
-fn memory(report: &Report) -> Vec<Figure> {
+fn memory(report: &Report, palette: &Palette) -> Vec<Figure> {
     let mut runtimes: Vec<&str> = report.memory.iter().map(|row| row.runtime.as_str()).collect();
     runtimes.dedup();
     let curves = |of: &dyn Fn(&crate::report::Memory) -> f64| -> Vec<Curve> {
         runtimes
             .iter()
-            .enumerate()
-            .map(|(index, runtime)| {
+            .map(|runtime| {
                 let rows = report.memory.iter().filter(|row| row.runtime == *runtime);
                 let points = rows.map(|row| (f64::from(row.pods), of(row) / 1024.0)).collect();
-                Curve { name: (*runtime).to_owned(), points, ink: Ink::Series(index), dots: true }
+                Curve { name: (*runtime).to_owned(), points, ink: palette.ink(runtime), dots: true }
             })
             .collect()
     };
@@ -156,15 +176,20 @@ fn memory(report: &Report) -> Vec<Figure> {
     }
     let names = ("pods", "PSS, MB");
     let mut management = curves(&|row| row.management_pss_kib);
+    let highest = management.iter().flat_map(|curve| &curve.points).map(|point| point.1).fold(0.0, f64::max);
     let most = report.memory.iter().map(|row| row.pods).max().unwrap_or_default();
     for (index, anchor) in anchors::all().iter().filter(|anchor| is_management(anchor)).enumerate() {
         let Published::Memory { pods, pss_mb, .. } = &anchor.figure else { continue };
-        // Per pod for a shim, flat for a resident process.
-        let slope = if *pods == 1 { *pss_mb } else { 0.0 };
-        let at = |count: u32| (f64::from(count), if *pods == 1 { slope * f64::from(count) } else { *pss_mb });
+        // Per pod for a shim, up to where the measured curves end; flat for a resident process.
+        let (points, what) = if *pods == 1 {
+            let end = f64::from(most).min(highest / pss_mb).max(1.0);
+            (vec![(1.0, *pss_mb), (end, pss_mb * end)], format!("{pss_mb:.0} MB a pod"))
+        } else {
+            (vec![(1.0, *pss_mb), (f64::from(most), *pss_mb)], format!("{pss_mb:.0} MB flat"))
+        };
         management.push(Curve {
-            name: format!("{} published, other hardware", anchor.system),
-            points: vec![at(1), at(most)],
+            name: format!("{} published, {what}, other hardware", anchor.system),
+            points,
             ink: Ink::Published(index),
             dots: false,
         });

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use crate::anchors::{self, Figure as Published};
 use crate::attribution::Role;
-use crate::figures::{Figure, figures};
+use crate::figures::{Figure, Palette, figures};
 use crate::manifest::{Facts, shown};
 use crate::plot::{STYLE, escape, svg};
 use crate::report::Report;
@@ -17,15 +17,23 @@ const LAYOUT: &str = "\
 font:16px/1.5 system-ui,sans-serif}h1{font-size:1.6rem;margin:.5rem 0}h2{font-size:1.3rem;margin:2rem 0 .5rem;\
 border-top:1px solid var(--grid);padding-top:1rem}h3{font-size:1.05rem;margin:1.5rem 0 .5rem}\
 .plots{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,30rem),1fr));gap:1.5rem}\
-figure{margin:0;break-inside:avoid}figure svg{width:100%;height:auto;display:block}\
+figure{margin:0;break-inside:avoid}figure svg{width:100%;max-width:34rem;height:auto;display:block}\
 figcaption{color:var(--muted);font-size:.88rem}.wide{overflow-x:auto}\
 table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums}\
 th,td{padding:.25rem .6rem;text-align:right;border-bottom:1px solid var(--grid);white-space:nowrap}\
-th:first-child,td:first-child,.l{text-align:left}.wrap td{white-space:normal;overflow-wrap:anywhere}\
+th:first-child,td:first-child,.l{text-align:left}th{vertical-align:bottom}\
+.wrap td{white-space:normal;overflow-wrap:anywhere;vertical-align:top}.wrap td:first-child{min-width:9rem}\
 .badge{display:inline-block;border:1px solid var(--s1);color:var(--s1);border-radius:1rem;padding:0 .6rem;\
 font-size:.85rem;margin-left:.4rem}.warn{border-left:4px solid var(--s1);padding:.1rem .8rem;margin:.6rem 0}\
-.warn p{margin:.2rem 0}.muted{color:var(--muted)}summary{cursor:pointer;font-weight:600}\
-@media print{body{max-width:none;font-size:11pt}details>*{display:block}.plots{grid-template-columns:1fr 1fr}}";
+.warn p{margin:.2rem 0}li,p,figcaption{overflow-wrap:anywhere}ul{padding-left:1.2rem}.muted{color:var(--muted)}summary{cursor:pointer;font-weight:600}\
+@media screen{.wide th:first-child,.wide td:first-child{position:sticky;left:0;background:var(--paper)}}\
+@media screen and (max-width:40rem){.wrap,.wrap tbody{display:block}.wrap thead{display:none}\
+.wrap tr{display:block;padding:.4rem 0;border-bottom:1px solid var(--grid)}\
+.wrap td{display:block;border:0;padding:0}.wrap td:first-child{position:static;font-weight:600}\
+.wrap td:empty{display:none}.wrap td[data-of]::before{content:attr(data-of) \": \";color:var(--muted)}}\
+@media print{body{max-width:none;padding:0;font-size:10pt}h2,h2+p,h3{break-after:avoid}tr,.warn,li{break-inside:avoid}\
+.plots{grid-template-columns:1fr 1fr;gap:1rem}.wide{overflow:visible}table{font-size:8pt}\
+th,td{padding:.15rem .3rem;white-space:normal}}";
 
 /// The page, with a section for each result.
 pub fn page(results: &[Loaded]) -> String {
@@ -38,26 +46,29 @@ pub fn page(results: &[Loaded]) -> String {
          monotonic clock. Percentiles are nearest-rank. Failures are counted and are in no percentile. A figure \
          that was not measured says so.</p>"
     );
-    results.iter().for_each(|result| section(&mut out, result));
+    let palette = Palette::of(results);
+    results.iter().for_each(|result| section(&mut out, result, &palette));
     published(&mut out);
     out + "</body></html>\n"
 }
 
-fn section(out: &mut String, result: &Loaded) {
+fn section(out: &mut String, result: &Loaded, palette: &Palette) {
     let report = &result.report;
     let badge = |flag: bool, text: &str| {
         if flag { format!("<span class=\"badge\">{text}</span>") } else { String::new() }
     };
     let _ = write!(
         out,
-        "<h2>{}{}{}</h2><p class=\"muted\">{} · probe {}</p>",
+        "<h2>{}{}{}</h2>",
         escape(&result.name),
         badge(report.partial, "partial"),
-        badge(report.quick, "quick"),
-        escape(&report.manifest.at),
-        escape(&report.manifest.probe)
+        badge(report.quick, "quick")
     );
-    let all = figures(result);
+    if !report.manifest.at.is_empty() {
+        let (at, probe) = (escape(&report.manifest.at), escape(&report.manifest.probe));
+        let _ = write!(out, "<p class=\"muted\">{at} · probe {probe}</p>");
+    }
+    let all = figures(result, palette);
     plots(out, all.iter().filter(|figure| !figure.name.starts_with("memory")));
     startup(out, report);
     plots(out, all.iter().filter(|figure| figure.name.starts_with("memory")));
@@ -66,12 +77,14 @@ fn section(out: &mut String, result: &Loaded) {
     if !found.is_empty() {
         let _ = write!(out, "<h3>Before you believe it</h3>");
     }
-    for warning in found {
+    // What was seen of several series has the same advice, which is given once.
+    for alike in found.chunk_by(|a, b| a.advice == b.advice) {
+        let seen: Vec<String> = alike.iter().map(|warning| escape(&warning.seen)).collect();
         let _ = write!(
             out,
             "<div class=\"warn\"><p><strong>{}</strong></p><p>{}</p></div>",
-            escape(&warning.seen),
-            escape(warning.advice)
+            seen.join("<br>"),
+            escape(alike[0].advice)
         );
     }
     remarks(out, report);
@@ -91,11 +104,18 @@ fn plots<'a>(out: &mut String, figures: impl Iterator<Item = &'a Figure>) {
     let _ = write!(out, "</div>");
 }
 
-/// A table; the first `texts` columns are text.
+/// A table; the first `texts` columns are text. One of class "wrap" is of texts that may be long.
 fn table(out: &mut String, heading: &[&str], rows: &[Vec<String>], texts: usize, class: &str) {
+    let stacks = class == "wrap" && heading.len() > 2;
     let cell = |tag: &str, index: usize, text: &str| {
         let class = if index < texts { " class=\"l\"" } else { "" };
-        format!("<{tag}{class}>{}</{tag}>", escape(text))
+        // Where a row has no room to be one, its cells stand below one another and say which they are.
+        let of = if stacks && tag == "td" && index > 0 {
+            format!(" data-of=\"{}\"", escape(heading[index]))
+        } else {
+            String::new()
+        };
+        format!("<{tag}{class}{of}>{}</{tag}>", escape(text))
     };
     let line = |tag: &str, cells: &mut dyn Iterator<Item = &str>| -> String {
         let cells: String = cells.enumerate().map(|(index, text)| cell(tag, index, text)).collect();
@@ -164,12 +184,13 @@ fn startup(out: &mut String, report: &Report) {
             write!(out, "<li>{} over a bare boot of its machine: medians {over}</li>", escape(&bare.like));
     }
     if let Some(overhead) = &report.overhead {
+        let share = |ms: Option<f64>| ms.map_or_else(|| "–".into(), |ms| format!("{ms:.2}"));
         let _ = write!(
             out,
             "<li>The probe's own share: at most {} ms per pod (an empty call {} ms, seeing a first byte {} ms).</li>",
-            ms(overhead.per_pod_ms),
-            ms(overhead.empty_call_ms),
-            ms(overhead.mark_ms)
+            share(overhead.per_pod_ms),
+            share(overhead.empty_call_ms),
+            share(overhead.mark_ms)
         );
     }
     for series in report.series.iter().filter(|series| !series.release_spread_ms.is_empty()) {
@@ -201,8 +222,13 @@ fn memory(out: &mut String, report: &Report) {
             cells.extend(
                 roles.iter().map(|role| row.by_role.get(role).map_or_else(|| "–".into(), |kib| mb(*kib))),
             );
-            let sums = [row.management_pss_kib, row.total_pss_kib, row.goes_away_kib, row.available_fall_kib];
-            cells.extend(sums.map(mb));
+            let sums = [
+                Some(row.management_pss_kib),
+                Some(row.total_pss_kib),
+                row.goes_away_kib,
+                row.available_fall_kib,
+            ];
+            cells.extend(sums.map(|sum| sum.map_or_else(|| "–".into(), mb)));
             cells
         })
         .collect();
@@ -242,6 +268,17 @@ fn memory(out: &mut String, report: &Report) {
         "r²",
     ];
     table(out, &heading, &rows, 1, "");
+    let idle = report.memory.iter().filter_map(|row| Some((row, row.idle_cpu_per_pod()?)));
+    let idle: String = idle
+        .map(|(row, each)| {
+            format!(
+                "<li>{}: {} idle pods use {each:.2} thousandths of a CPU each, their containers not counted.</li>",
+                escape(&row.runtime),
+                row.pods
+            )
+        })
+        .collect();
+    let _ = write!(out, "<ul>{idle}</ul>");
 }
 
 fn remarks(out: &mut String, report: &Report) {
@@ -252,8 +289,8 @@ fn remarks(out: &mut String, report: &Report) {
     for note in &report.notes {
         let _ = write!(out, "<li>{}</li>", escape(note));
     }
-    for (what, why) in &report.not_measured {
-        let _ = write!(out, "<li>not measured: {}: {}</li>", escape(what), escape(why));
+    for (why, what) in report.absent() {
+        let _ = write!(out, "<li>not measured, since {}: {}</li>", escape(why), escape(&what.join(", ")));
     }
     out.push_str("</ul>");
 }
@@ -274,6 +311,9 @@ fn conditions(out: &mut String, report: &Report) {
     add("VMM", &manifest.vmm);
     add("pod", &manifest.pod);
     add("plan", &manifest.plan);
+    if rows.is_empty() {
+        return;
+    }
     out.push_str("<details open><summary>Conditions</summary>");
     table(out, &["what", "is"], &rows, 2, "wrap");
     out.push_str("</details>");
@@ -294,7 +334,7 @@ fn published(out: &mut String) {
                     (measures.clone(), format!("p50 {p50_ms:.0}{more} ms, {n}"))
                 }
                 Published::Memory { pods, definition, pss_mb } => {
-                    (format!("memory, {definition}, {pods} pods"), format!("{pss_mb:.0} MB"))
+                    (format!("memory, {definition}, pods: {pods}"), format!("{pss_mb:.0} MB"))
                 }
             };
             vec![anchor.name(), what, figure, anchor.hardware, anchor.note, anchor.source]

@@ -8,6 +8,8 @@
 //! | [`summary`], [`ratio`] | percentiles and distributions; how sure a difference is |
 //! | [`trace`] | the daemon's own account of a start |
 //! | [`overhead`] | what the observer costs |
+//! | [`memory`], [`ledger`], [`attribution`], [`pss`] | what pods cost, by role, over their number |
+//! | [`report`], [`store`], [`html`], [`markdown`], [`compare`] | a result: its shape, its files, what is made of it |
 
 pub mod anchors;
 pub mod attribution;
@@ -18,6 +20,7 @@ pub mod first_byte;
 pub mod html;
 pub mod ledger;
 pub mod manifest;
+pub mod markdown;
 pub mod measure;
 pub mod memory;
 pub mod options;

@@ -26,7 +26,7 @@ pub struct Manifest {
     pub host: Facts,
     /// The CRI runtime.
     pub cri: Facts,
-    /// Per handler: type, snapshotter, options.
+    /// Per handler: type, snapshotter, options; of machines vCPUs, memory and the guest's kernel.
     pub runtimes: BTreeMap<String, Facts>,
     /// The virtual machine monitor and the guest, where the daemon tells them.
     pub vmm: Facts,
@@ -72,6 +72,13 @@ impl Manifest {
             vmm: vmm_facts(trace).await,
             pod: pod_facts(runtime, recipe).await,
             plan,
+        }
+    }
+
+    /// What pods of these handlers were given, which is known once one was there.
+    pub fn add_machines(&mut self, machines: BTreeMap<String, Facts>) {
+        for (handler, machine) in machines {
+            self.runtimes.entry(handler).or_default().extend(machine);
         }
     }
 

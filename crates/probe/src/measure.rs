@@ -40,9 +40,6 @@ pub enum MeasureError {
         /// What the system said.
         source: std::io::Error,
     },
-    /// The result can't be written; the rows until then stay.
-    #[error(transparent)]
-    Store(#[from] StoreError),
 }
 
 /// Why there is no machine to boot alone.
@@ -130,6 +127,7 @@ impl Bench {
         let run =
             startup::run(&self.runtime, self.watch.clone(), self.trace.as_ref(), plan, cancel, &mut keep)
                 .await;
+        report.manifest.add_machines(run.machines);
         report.add_startup(&plan.runtimes, &run.samples, &run.batches);
         report.add_bare_boots(&plan.runtimes[0], &run.samples, &run.bare_boots, &run.bare_failures);
         report.notes.extend(run.notes);
@@ -137,9 +135,8 @@ impl Bench {
             report.notes.push(format!("{} warm-up starts per runtime are in no figure", plan.warm_up));
         }
         end(&mut report, run.partial);
-        if let Some(store) = store {
-            store.report(&report, &run.samples)?;
-        }
+        let kept = store.map_or(Ok(()), |store| store.report(&report, &run.samples));
+        or_partial(&mut report, kept);
         Ok((report, run.samples))
     }
 
@@ -163,15 +160,18 @@ impl Bench {
         startup::check(&self.runtime, &plan).await?;
         let facts = [("sweep".to_owned(), json!(sweep.counts)), ("repeat".to_owned(), json!(sweep.repeat))];
         let mut report = Report::new(self.manifest(&sweep.runtimes, &sweep.recipe, facts.into()).await);
-        let taken = memory::sweep(&self.runtime, &self.watch, sweep, cancel, progress).await;
+        let taken =
+            memory::sweep(&self.runtime, &self.watch, self.trace.as_ref(), sweep, cancel, progress).await;
+        report.manifest.add_machines(taken.machines);
         report.add_memory(&taken.points);
         report.quick = sweep.counts != memory::FULL_SWEEP || sweep.repeat < memory::FULL_REPEAT;
         report.notes.extend(taken.notes);
         end(&mut report, taken.partial);
-        if let Some(store) = store {
+        let kept = store.map_or(Ok(()), |store| {
             store.ledgers(&taken.points)?;
-            store.report(&report, &[])?;
-        }
+            store.report(&report, &[])
+        });
+        or_partial(&mut report, kept);
         Ok((report, taken.points))
     }
 
@@ -185,14 +185,19 @@ impl Bench {
                 runtime: runtime.clone(),
                 repetition: 0,
                 ledger: ledger.clone(),
-                idle_daemon_kib: 0,
-                available_fall_kib: 0,
+                idle_daemon_kib: None,
+                available_fall_kib: None,
+                idle_cpu_millicores: None,
             })
             .collect();
         report.add_memory(&points);
-        for row in &mut report.memory {
-            let why = "pods that run already have no 'before': use a sweep";
-            report.not_measured.insert(format!("memory.{}.available_fall_kib", row.runtime), why.into());
+        for row in &report.memory {
+            let mut absent = |what: &str, why: &str| {
+                report.not_measured.insert(format!("memory.{}.{what}", row.runtime), why.to_owned());
+            };
+            absent("goes_away_kib", "pods that run already have no 'before': use a sweep");
+            absent("available_fall_kib", "pods that run already have no 'before': use a sweep");
+            absent("idle_cpu_millicores", "pods that run already need not be idle: use a sweep");
         }
         report
     }
@@ -234,6 +239,17 @@ fn startup_facts(plan: &Plan) -> Facts {
 fn end(report: &mut Report, partial: Option<String>) {
     report.partial = partial.is_some();
     report.partial_reason = partial;
+}
+
+/// What could not be written is still in the report that is returned, and can be printed.
+fn or_partial(report: &mut Report, kept: Result<(), StoreError>) {
+    let Err(error) = kept else { return };
+    let why = format!("not all of the result is on disk: {}", chain(&error));
+    report.partial = true;
+    report.partial_reason = Some(match report.partial_reason.take() {
+        Some(before) => format!("{before}; {why}"),
+        None => why,
+    });
 }
 
 /// An error and what is behind it, in one line.

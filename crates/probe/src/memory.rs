@@ -1,16 +1,20 @@
-//! How memory grows with the number of pods: a sweep over pod counts, repeated, runtimes alternating.
+//! How memory grows with the number of pods: a sweep over pod counts, repeated, runtimes alternating. At its
+//! largest count, what idle pods use of the CPU.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
 
 use crate::attribution::Role;
 use crate::first_byte::LogWatch;
 use crate::ledger::{self, Ledger, LedgerError};
+use crate::manifest::Facts;
+use crate::process;
 use crate::runtime::{Listed, Runtime};
 use crate::timeline::{self, RUN_LABEL, Recipe};
+use crate::trace::{self, Trace};
 
 /// The sweep that published figures have.
 pub const FULL_SWEEP: [u32; 6] = [1, 5, 10, 20, 30, 50];
@@ -22,6 +26,8 @@ const LOOK: Duration = Duration::from_millis(500);
 const LOOKS: usize = 20;
 /// Two sums that differ by less than this part are the same.
 const SETTLED: f64 = 0.005;
+/// Over which the CPU time of idle pods is taken: a clock tick of one process is 2 thousandths of a CPU then.
+const IDLE: Duration = Duration::from_secs(5);
 /// Pods that are started at once while growing to the next count; not a measurement of anything.
 const AT_ONCE: usize = 4;
 
@@ -47,16 +53,21 @@ pub struct Point {
     pub repetition: u32,
     /// The ledger of this many pods.
     pub ledger: Ledger,
-    /// The resident process' PSS without any pod, KiB, before the first pod of this repetition.
-    pub idle_daemon_kib: u64,
-    /// By how much `MemAvailable` fell since there was no pod, KiB. Negative when others gave some back.
-    pub available_fall_kib: i64,
+    /// The resident process' PSS without any pod, KiB, before the first pod of this repetition; `None` of pods
+    /// that ran already.
+    pub idle_daemon_kib: Option<u64>,
+    /// By how much `MemAvailable` fell since there was no pod, KiB. Negative when others gave some back; `None`
+    /// of pods that ran already.
+    pub available_fall_kib: Option<i64>,
+    /// What the idle pods use of the CPU, thousandths of one, the containers' own processes left out. Of the
+    /// largest count only.
+    pub idle_cpu_millicores: Option<f64>,
 }
 
 impl Point {
     /// What goes away when the pods go away, KiB: everything but the resident process as it is without pods.
-    pub fn goes_away_kib(&self) -> u64 {
-        self.ledger.total_kib().saturating_sub(self.idle_daemon_kib)
+    pub fn goes_away_kib(&self) -> Option<u64> {
+        Some(self.ledger.total_kib().saturating_sub(self.idle_daemon_kib?))
     }
 }
 
@@ -65,6 +76,8 @@ impl Point {
 pub struct Points {
     /// In the order in which they were taken.
     pub points: Vec<Point>,
+    /// By handler: the machine of one of its pods, where a daemon tells it.
+    pub machines: BTreeMap<String, Facts>,
     /// Why it ended before its time, if it did.
     pub partial: Option<String>,
     /// What a reader must know.
@@ -75,6 +88,7 @@ pub struct Points {
 pub async fn sweep(
     runtime: &Runtime,
     watch: &Arc<LogWatch>,
+    trace: Option<&Trace>,
     sweep: &Sweep,
     cancel: &CancellationToken,
     progress: &mut (dyn FnMut(&Point) + Send),
@@ -87,6 +101,7 @@ pub async fn sweep(
             let mut column = Column {
                 runtime,
                 watch,
+                trace,
                 sweep,
                 handler,
                 repetition,
@@ -119,6 +134,7 @@ pub async fn sweep(
 struct Column<'a> {
     runtime: &'a Runtime,
     watch: &'a Arc<LogWatch>,
+    trace: Option<&'a Trace>,
     sweep: &'a Sweep,
     handler: &'a str,
     repetition: u32,
@@ -148,11 +164,16 @@ impl Column<'_> {
                 points.notes.push(format!("{handler}: {} of {count} pods were ready", ledger.pods));
             }
             self.residents.extend(ledger.residents());
+            if let Some(machine) = self.machine(&ledger).await {
+                points.machines.insert(handler.to_owned(), machine);
+            }
+            let largest = Some(&count) == self.sweep.counts.last();
             points.points.push(Point {
                 runtime: handler.to_owned(),
                 repetition: self.repetition,
-                idle_daemon_kib: idle.role(Role::Daemon),
-                available_fall_kib: idle.available_kib as i64 - ledger.available_kib as i64,
+                idle_daemon_kib: Some(idle.role(Role::Daemon)),
+                available_fall_kib: Some(idle.available_kib as i64 - ledger.available_kib as i64),
+                idle_cpu_millicores: if largest { self.idle_cpu(&ledger).await } else { None },
                 ledger,
             });
         }
@@ -161,11 +182,11 @@ impl Column<'_> {
 
     /// A resident process that was first seen with pods is measured without them when they are gone.
     async fn idle_again(&self, points: &mut [Point]) -> Result<(), String> {
-        if self.residents.is_empty() || points.iter().all(|point| point.idle_daemon_kib > 0) {
+        if self.residents.is_empty() || points.iter().all(|point| point.idle_daemon_kib != Some(0)) {
             return Ok(());
         }
         let idle = self.settled().await?.0.role(Role::Daemon);
-        points.iter_mut().for_each(|point| point.idle_daemon_kib = idle);
+        points.iter_mut().for_each(|point| point.idle_daemon_kib = Some(idle));
         Ok(())
     }
 
@@ -203,6 +224,27 @@ impl Column<'_> {
             }
         }
         Ok((last, false))
+    }
+
+    /// Of any of the pods: they are all made alike.
+    async fn machine(&self, ledger: &Ledger) -> Option<Facts> {
+        let id = ledger.entries.iter().find_map(|entry| entry.found.pod.as_deref())?;
+        self.trace?.pod(id).await.ok().as_ref().map(trace::machine)
+    }
+
+    /// Nobody asks anything of the pods meanwhile, this process included.
+    async fn idle_cpu(&self, ledger: &Ledger) -> Option<f64> {
+        let counted = ledger.entries.iter().filter(|entry| entry.found.role != Role::Workload);
+        let before: Vec<(i32, Duration)> =
+            counted.filter_map(|entry| Some((entry.pid, process::cpu_time(entry.pid)?))).collect();
+        let begun = Instant::now();
+        tokio::select! {
+            () = self.cancel.cancelled() => return None,
+            () = tokio::time::sleep(IDLE) => {}
+        }
+        let used: Duration =
+            before.into_iter().filter_map(|(pid, before)| process::cpu_time(pid)?.checked_sub(before)).sum();
+        Some(used.as_secs_f64() / begun.elapsed().as_secs_f64() * 1e3)
     }
 
     async fn ledger(&self) -> Result<Ledger, String> {

@@ -6,17 +6,16 @@ use std::path::PathBuf;
 use k8s_cri::v1 as cri;
 use serde::{Deserialize, Serialize};
 
-/// Which network a pod asks for.
+/// Which network a pod asks for. There is no third to measure: CRI's scope CONTAINER is asked for by no kubelet, and
+/// containerd gives such a pod an interface like every other.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Network {
-    /// CRI's scope CONTAINER: nothing beyond loopback is asked for. Runtimes may give more; whether they did
-    /// shows in [`crate::runtime::PodState::addresses`].
-    None,
-    /// One network namespace per pod, set up by CNI.
+    /// One network namespace per pod, set up by CNI before the runtime handler is called.
     #[default]
     Pod,
-    /// The node's own.
+    /// The node's own: no namespace is made and no CNI plugin is called. A handler that runs machines may give
+    /// its pods less.
     Host,
 }
 
@@ -24,7 +23,6 @@ impl Network {
     /// As given on a command line.
     pub const fn as_str(self) -> &'static str {
         match self {
-            Network::None => "none",
             Network::Pod => "pod",
             Network::Host => "host",
         }
@@ -35,10 +33,16 @@ impl std::str::FromStr for Network {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        [Network::None, Network::Pod, Network::Host]
-            .into_iter()
-            .find(|network| network.as_str() == text)
-            .ok_or_else(|| format!("no such network mode '{text}': none, pod or host"))
+        match text {
+            "pod" => Ok(Network::Pod),
+            "host" => Ok(Network::Host),
+            "none" => {
+                Err("CRI cannot ask for a pod without a network: containerd would give it an interface all \
+                           the same; 'host' is the start that CNI has no part in"
+                    .into())
+            }
+            other => Err(format!("no such network mode '{other}': pod or host")),
+        }
     }
 }
 
@@ -87,7 +91,6 @@ impl PodOptions {
             if text.is_empty() { self.name.clone() } else { text.to_owned() }
         };
         let network = match self.network {
-            Network::None => cri::NamespaceMode::Container,
             Network::Pod => cri::NamespaceMode::Pod,
             Network::Host => cri::NamespaceMode::Node,
         };

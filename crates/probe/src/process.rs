@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::MetadataExt;
+use std::time::Duration;
 
 use procfs::ProcResult;
 use procfs::process::{FDTarget, Process as Entry};
@@ -74,6 +75,12 @@ fn read(entry: &Entry) -> ProcResult<Option<Process>> {
     Ok(Some(process))
 }
 
+/// CPU time that a process has used, all its threads, exact to a clock tick (10 ms); `None` when it has ended.
+pub fn cpu_time(pid: i32) -> Option<Duration> {
+    let stat = Entry::new(pid).and_then(|process| process.stat()).ok()?;
+    Some(Duration::from_secs(stat.utime + stat.stime) / u32::try_from(procfs::ticks_per_second()).ok()?)
+}
+
 /// The process behind a pidfd: line "Pid:" of its fdinfo, -1 once it has ended.
 fn watched(pid: i32, fd: i32) -> Option<i32> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{fd}")).ok()?;
@@ -108,6 +115,21 @@ mod tests {
         assert!(me.name.starts_with("sandboxer_probe"), "{}", me.name);
         assert!(me.files.contains(&file.path().display().to_string()));
         assert!(lineage(&table, me.pid).contains(&me.parent));
+    }
+
+    #[test]
+    fn cpu_time_is_what_was_spun_away() {
+        let me = std::process::id() as i32;
+        let before = cpu_time(me).unwrap();
+        let begun = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+        let spun = || {
+            let now = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+            (now.tv_sec - begun.tv_sec) * 1_000 + (now.tv_nsec - begun.tv_nsec) / 1_000_000
+        };
+        while spun() < 100 {}
+        // At least this thread's; other tests run beside it.
+        assert!(cpu_time(me).unwrap() - before >= Duration::from_millis(80));
+        assert_eq!(cpu_time(i32::MAX), None);
     }
 
     #[test]

@@ -122,9 +122,14 @@ pub struct Memory {
     /// All roles.
     pub total_pss_kib: f64,
     /// All roles, the resident process only by what it grew: what goes away when the pods go away.
-    pub goes_away_kib: f64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub goes_away_kib: Option<f64>,
     /// Fall of `MemAvailable` since there was no pod.
-    pub available_fall_kib: f64,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub available_fall_kib: Option<f64>,
+    /// What the pods use of the CPU while they are idle, thousandths of one; of a sweep's largest count only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub idle_cpu_millicores: Option<f64>,
     /// By role.
     pub by_role: BTreeMap<Role, f64>,
     /// The CRI runtime itself; in no sum.
@@ -190,12 +195,23 @@ impl Report {
         self.notes.extend(reasons(samples));
         for series in &self.series {
             if series.stages.is_empty() {
-                self.not_measured.insert(
-                    format!("series.{}.{}.stages", series.runtime, series.mode),
-                    "this runtime has no trace that tells stages".into(),
-                );
+                let why = match series.summary.p50_ms {
+                    Some(_) => "this runtime has no trace that tells stages",
+                    None => "no start came to its end",
+                };
+                self.not_measured
+                    .insert(format!("series.{}.{}.stages", series.runtime, series.mode), why.into());
             }
         }
+    }
+
+    /// What was not measured, by the reason.
+    pub fn absent(&self) -> BTreeMap<&str, Vec<&str>> {
+        let mut absent: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
+        for (what, why) in &self.not_measured {
+            absent.entry(why).or_default().push(what);
+        }
+        absent
     }
 
     /// Adds what bare boots of this handler's machine come to.
@@ -213,22 +229,32 @@ impl Report {
 
     /// Adds what points of a sweep come to.
     pub fn add_memory(&mut self, points: &[Point]) {
-        let mut groups: BTreeMap<(String, usize), Vec<&Point>> = BTreeMap::new();
+        // In the order in which they were asked for: the first is what the others are compared with.
+        let mut runtimes: Vec<&String> = Vec::new();
         for point in points {
-            groups.entry((point.runtime.clone(), point.ledger.pods)).or_default().push(point);
+            if !runtimes.contains(&&point.runtime) {
+                runtimes.push(&point.runtime);
+            }
         }
-        self.memory.extend(groups.into_values().map(|group| Memory::of(&group)));
-        let mut runtimes: Vec<&String> = points.iter().map(|point| &point.runtime).collect();
-        runtimes.sort();
-        runtimes.dedup();
         for runtime in runtimes {
             let points: Vec<&Point> = points.iter().filter(|point| point.runtime == *runtime).collect();
+            let mut groups: BTreeMap<usize, Vec<&Point>> = BTreeMap::new();
+            for &point in &points {
+                groups.entry(point.ledger.pods).or_default().push(point);
+            }
+            self.memory.extend(groups.into_values().map(|group| Memory::of(&group)));
             match Marginal::of(&points) {
                 Some(marginal) => drop(self.marginal_kib_per_pod.insert(runtime.clone(), marginal)),
                 None => drop(self.not_measured.insert(
                     format!("marginal_kib_per_pod.{runtime}"),
                     "growth needs two different numbers of pods".into(),
                 )),
+            }
+            if points.iter().all(|point| point.idle_cpu_millicores.is_none()) {
+                self.not_measured.insert(
+                    format!("memory.{runtime}.idle_cpu_millicores"),
+                    "the sweep ended before its largest count".into(),
+                );
             }
             for point in points {
                 for missing in &point.ledger.missing {
@@ -309,24 +335,34 @@ impl Series {
 }
 
 impl Memory {
+    /// [`Memory::idle_cpu_millicores`], per pod.
+    pub fn idle_cpu_per_pod(&self) -> Option<f64> {
+        Some(self.idle_cpu_millicores? / f64::from(self.pods.max(1)))
+    }
+
     fn of(group: &[&Point]) -> Self {
         let count = group.len() as f64;
         let mean = |f: &dyn Fn(&Point) -> f64| group.iter().map(|point| f(point)).sum::<f64>() / count;
-        let cri = group.iter().filter_map(|point| point.ledger.cri_kib).count() == group.len();
+        // Of all or of none: a mean over some of the repetitions is not comparable.
+        let known = |f: &dyn Fn(&Point) -> Option<f64>| {
+            let known: Vec<f64> = group.iter().filter_map(|point| f(point)).collect();
+            (known.len() == group.len()).then(|| known.iter().sum::<f64>() / count)
+        };
         Self {
             runtime: group[0].runtime.clone(),
             pods: group[0].ledger.pods as u32,
             repetitions: group.len() as u32,
             management_pss_kib: mean(&|point| point.ledger.management_kib() as f64),
             total_pss_kib: mean(&|point| point.ledger.total_kib() as f64),
-            goes_away_kib: mean(&|point| point.goes_away_kib() as f64),
-            available_fall_kib: mean(&|point| point.available_fall_kib as f64),
+            goes_away_kib: known(&|point| point.goes_away_kib().map(|kib| kib as f64)),
+            available_fall_kib: known(&|point| point.available_fall_kib.map(|kib| kib as f64)),
+            idle_cpu_millicores: known(&|point| point.idle_cpu_millicores),
             by_role: Role::ALL
                 .into_iter()
                 .map(|role| (role, mean(&|point| point.ledger.role(role) as f64)))
                 .filter(|(_, kib)| *kib > 0.0)
                 .collect(),
-            cri_pss_kib: cri.then(|| mean(&|point| point.ledger.cri_kib.unwrap_or_default() as f64)),
+            cri_pss_kib: known(&|point| point.ledger.cri_kib.map(|kib| kib as f64)),
         }
     }
 }
@@ -342,7 +378,7 @@ impl Marginal {
             overhead: line(&|p| (p.ledger.total_kib() - p.ledger.role(Role::Workload)) as f64)?.slope,
             management: line(&|point| point.ledger.management_kib() as f64)?.slope,
             daemon: line(&|point| point.ledger.role(Role::Daemon) as f64)?.slope,
-            available: line(&|point| point.available_fall_kib as f64)?.slope,
+            available: line(&|point| point.available_fall_kib.unwrap_or_default() as f64)?.slope,
             r2: total.r2,
         })
     }

@@ -1,7 +1,8 @@
 //! The raw rows that every figure stands on: one per pod, failures included.
 
 use std::collections::BTreeMap;
-use std::io::{Read, Write};
+use std::fs::File;
+use std::io::{self, Read, Write};
 use std::path::Path;
 
 use sandboxer_protocol::stage::Stage;
@@ -86,9 +87,6 @@ impl Sample {
 /// What is wrong with a file of samples.
 #[derive(Debug, thiserror::Error)]
 pub enum SamplesError {
-    /// Not written; what was written before stays.
-    #[error("cannot write samples")]
-    Write(#[source] csv::Error),
     /// Not readable as samples.
     #[error("cannot read samples from {path}")]
     Read {
@@ -125,31 +123,30 @@ const COLUMNS: [&str; 13] = [
     "error",
 ];
 
-/// Writes samples as CSV, each row flushed when it is complete: a run that dies keeps what it has.
-pub struct SampleWriter<W: Write> {
-    rows: csv::Writer<W>,
+/// Writes samples as CSV, each row at once and whole: a run that dies, or fills the disk, keeps those before.
+pub struct SampleWriter {
+    file: File,
+    /// Bytes of whole rows.
+    kept: u64,
 }
 
-impl<W: Write> SampleWriter<W> {
-    /// Writes the heading.
-    pub fn new(to: W) -> Result<Self, SamplesError> {
-        let mut rows = csv::Writer::from_writer(to);
+impl SampleWriter {
+    /// Writes the heading to an empty file that is open for appending.
+    pub fn new(file: File) -> io::Result<Self> {
+        let mut writer = Self { file, kept: 0 };
         let stages = Stage::ALL.iter().map(|stage| format!("{stage}_ms"));
-        let heading = COLUMNS.iter().map(|&name| name.to_owned()).chain(stages);
-        rows.write_record(heading).map_err(SamplesError::Write)?;
-        let mut writer = Self { rows };
-        writer.flush()?;
+        writer.row(COLUMNS.iter().map(|&name| name.to_owned()).chain(stages))?;
         Ok(writer)
     }
 
     /// Writes a row.
-    pub fn write(&mut self, sample: &Sample) -> Result<(), SamplesError> {
+    pub fn write(&mut self, sample: &Sample) -> io::Result<()> {
         let outcome = match sample.outcome {
             Outcome::Ok => "ok",
             Outcome::Failed => "failed",
             Outcome::Interrupted => "interrupted",
         };
-        let mut row = vec![
+        let row = [
             sample.runtime.clone(),
             sample.mode.to_string(),
             sample.round.to_string(),
@@ -164,13 +161,21 @@ impl<W: Write> SampleWriter<W> {
             sample.failed_at.clone(),
             sample.error.clone(),
         ];
-        row.extend(Stage::ALL.iter().map(|stage| ms(sample.stages.get(stage).copied())));
-        self.rows.write_record(row).map_err(SamplesError::Write)?;
-        self.flush()
+        let stages = Stage::ALL.iter().map(|stage| ms(sample.stages.get(stage).copied()));
+        self.row(row.into_iter().chain(stages))
     }
 
-    fn flush(&mut self) -> Result<(), SamplesError> {
-        self.rows.flush().map_err(|error| SamplesError::Write(error.into()))
+    fn row(&mut self, fields: impl Iterator<Item = String>) -> io::Result<()> {
+        let mut row = csv::Writer::from_writer(Vec::new());
+        row.write_record(fields.map(String::into_bytes))?;
+        let row = row.into_inner().map_err(csv::IntoInnerError::into_error)?;
+        let written = self.file.write_all(&row);
+        match written {
+            Ok(()) => self.kept += row.len() as u64,
+            // A disk that fills takes a part of a row, which nobody could read.
+            Err(_) => drop(self.file.set_len(self.kept)),
+        }
+        written
     }
 }
 
@@ -277,12 +282,11 @@ mod tests {
             stages: BTreeMap::new(),
             ..ok.clone()
         };
-        let mut file = Vec::new();
-        let mut writer = SampleWriter::new(&mut file).unwrap();
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let mut writer = SampleWriter::new(file.reopen().unwrap()).unwrap();
         writer.write(&ok).unwrap();
         writer.write(&failed).unwrap();
-        drop(writer);
-        let read = read_samples(file.as_slice(), Path::new("samples.csv")).unwrap();
+        let read = read_samples(file.reopen().unwrap(), Path::new("samples.csv")).unwrap();
         assert_eq!(read, [ok, failed]);
     }
 

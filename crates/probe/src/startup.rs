@@ -1,6 +1,7 @@
 //! Many starts, in an order that is fair: runtimes alternate, groups are released by one barrier, failures
 //! and interruptions stay in the data, and every pod is gone afterwards.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -10,10 +11,11 @@ use tokio_util::sync::CancellationToken;
 
 use crate::bare_boot::BareBoot;
 use crate::first_byte::LogWatch;
+use crate::manifest::Facts;
 use crate::runtime::{Runtime, RuntimeError, Version};
 use crate::sample::{Mode, Outcome, Sample};
 use crate::timeline::{self, Recipe, Start, StartError};
-use crate::trace::Trace;
+use crate::trace::{self, Trace};
 
 /// Starts per runtime below which a serial series is called quick.
 pub const FULL_SERIAL: u32 = 500;
@@ -94,6 +96,8 @@ pub struct Run {
     pub bare_boots: Vec<f64>,
     /// Bare boots that failed, and why.
     pub bare_failures: Vec<String>,
+    /// By handler: the machine of its first pod, where a daemon tells it.
+    pub machines: BTreeMap<String, Facts>,
     /// Why it ended before its time, if it did.
     pub partial: Option<String>,
     /// What a reader must know: pods that could not be removed, modes that were not honoured.
@@ -289,11 +293,16 @@ impl Runner {
         Ok(())
     }
 
-    async fn sample(&self, place: &Place, start: &Start) -> Sample {
-        let stages = match (&self.trace, &start.pod_id) {
-            (Some(trace), Some(id)) => trace.stages(id).await,
-            _ => Default::default(),
+    async fn sample(&mut self, place: &Place, start: &Start) -> Sample {
+        // A pod of another runtime is not known there.
+        let told = match (&self.trace, &start.pod_id) {
+            (Some(trace), Some(id)) => trace.pod(id).await.ok(),
+            _ => None,
         };
+        if let Some(pod) = &told {
+            self.run.machines.entry(place.handler.clone()).or_insert_with(|| trace::machine(pod));
+        }
+        let stages = told.as_ref().map(trace::stages).unwrap_or_default();
         let ms = |time: Option<Duration>| time.map(|time| time.as_secs_f64() * 1e3);
         let (outcome, failed_at, error) = match &start.end {
             Ok(()) => (Outcome::Ok, "", String::new()),

@@ -1,10 +1,10 @@
 //! A result on disk: a directory with `report.json`, the raw rows beside it, and what is drawn from them.
 
 use std::fs::{self, File, OpenOptions};
-use std::io::Write;
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
-use crate::figures::figures;
+use crate::figures::{Palette, figures};
 use crate::manifest::Manifest;
 use crate::memory::Point;
 use crate::plot::{png, standalone};
@@ -29,7 +29,7 @@ pub enum StoreError {
         /// What the system said.
         source: std::io::Error,
     },
-    /// The raw rows.
+    /// The raw rows can't be read.
     #[error(transparent)]
     Samples(#[from] SamplesError),
     /// The report.
@@ -49,7 +49,7 @@ pub enum StoreError {
         source: TextError,
     },
     /// Not a directory with a result in it.
-    #[error("{0} holds no result: there is no report.json in it")]
+    #[error("{0} holds no result: there is neither report.json nor samples.csv in it")]
     None(PathBuf),
 }
 
@@ -60,7 +60,7 @@ fn io<'a>(action: &'static str, path: &'a Path) -> impl FnOnce(std::io::Error) -
 /// A result that is being written.
 pub struct Store {
     dir: PathBuf,
-    samples: Option<SampleWriter<File>>,
+    samples: Option<SampleWriter>,
 }
 
 impl Store {
@@ -82,23 +82,24 @@ impl Store {
 
     /// Keeps a sample, at once.
     pub fn sample(&mut self, sample: &Sample) -> Result<(), StoreError> {
+        let path = self.dir.join("samples.csv");
         let samples = match &mut self.samples {
             Some(samples) => samples,
             none => {
-                let path = self.dir.join("samples.csv");
-                let file = OpenOptions::new().write(true).create(true).truncate(true).open(&path);
-                none.insert(SampleWriter::new(file.map_err(io("write", &path))?)?)
+                let file = OpenOptions::new().append(true).create(true).open(&path);
+                none.insert(file.and_then(SampleWriter::new).map_err(io("write", &path))?)
             }
         };
-        Ok(samples.write(sample)?)
+        samples.write(sample).map_err(io("write", &path))
     }
 
     /// Writes the raw lines of all ledgers.
     pub fn ledgers(&self, points: &[Point]) -> Result<(), StoreError> {
         let mut rows = csv::Writer::from_writer(Vec::new());
-        let wrote = ledger_rows(&mut rows, points).map_err(SamplesError::Write)?;
-        let bytes = rows.into_inner().map_err(|error| SamplesError::Write(error.into_error().into()))?;
-        if wrote { self.write("ledger.csv", &bytes) } else { Ok(()) }
+        let path = self.dir.join("ledger.csv");
+        let wrote = ledger_rows(&mut rows, points).map_err(|error| io("write", &path)(error.into()))?;
+        let bytes = rows.into_inner().map_err(|error| io("write", &path)(error.into_error()))?;
+        if wrote { write_whole(&path, &bytes) } else { Ok(()) }
     }
 
     /// Writes the report, and each series' distribution in the two columns that gnuplot reads.
@@ -178,13 +179,16 @@ pub struct Loaded {
     pub samples: Vec<Sample>,
 }
 
-/// Writes the plots of a result as `plots/<name>.svg` and `.png` below `dir`; their paths.
-pub fn write_plots(dir: &Path, result: &Loaded) -> Result<Vec<PathBuf>, StoreError> {
+/// Writes the plots of results as `plots/<name>.svg` and `.png` below `dir`; their paths.
+pub fn write_plots(dir: &Path, results: &[Loaded]) -> Result<Vec<PathBuf>, StoreError> {
     let plots = dir.join("plots");
     fs::create_dir_all(&plots).map_err(io("make", &plots))?;
+    let palette = Palette::of(results);
+    let all =
+        results.iter().flat_map(|result| figures(result, &palette).into_iter().map(|f| (&result.name, f)));
     let mut paths = Vec::new();
-    for figure in figures(result) {
-        let name = format!("{}-{}", file_name(&result.name), figure.name);
+    for (of, figure) in all {
+        let name = format!("{}-{}", file_name(of), figure.name);
         let picture = png(&figure.scene).unwrap_or_default();
         for (end, bytes) in [("svg", standalone(&figure.scene).into_bytes()), ("png", picture)] {
             let path = plots.join(format!("{name}.{end}"));
@@ -216,21 +220,43 @@ fn load_text(path: &Path) -> Result<Loaded, StoreError> {
 }
 
 fn load_dir(dir: &Path) -> Result<Loaded, StoreError> {
-    let path = dir.join("report.json");
-    if !path.exists() {
-        return Err(StoreError::None(dir.to_owned()));
-    }
-    let text = fs::read_to_string(&path).map_err(io("read", &path))?;
-    let report = report::parse(&text).map_err(|source| StoreError::Report { path, source })?;
     let path = dir.join("samples.csv");
     let samples = match File::open(&path) {
         Ok(file) => read_samples(file, &path)?,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
+        Err(error) if error.kind() == ErrorKind::NotFound => Vec::new(),
+        Err(error) => return Err(io("read", &path)(error)),
+    };
+    let path = dir.join("report.json");
+    let report = match fs::read_to_string(&path) {
+        Ok(text) => report::parse(&text).map_err(|source| StoreError::Report { path, source })?,
+        Err(error) if error.kind() == ErrorKind::NotFound && samples.is_empty() => {
+            return Err(StoreError::None(dir.to_owned()));
+        }
+        Err(error) if error.kind() == ErrorKind::NotFound => of_rows_alone(&samples),
         Err(error) => return Err(io("read", &path)(error)),
     };
     let name =
         dir.file_name().map_or_else(|| dir.display().to_string(), |name| name.to_string_lossy().into_owned());
     Ok(Loaded { name, report, samples })
+}
+
+/// What is left of a run that was killed, or that filled the disk.
+fn of_rows_alone(samples: &[Sample]) -> Report {
+    let mut runtimes: Vec<String> = Vec::new();
+    for sample in samples {
+        if !runtimes.contains(&sample.runtime) {
+            runtimes.push(sample.runtime.clone());
+        }
+    }
+    let mut report = Report::new(Manifest::default());
+    report.add_startup(&runtimes, samples, &[]);
+    report.partial = true;
+    report.partial_reason =
+        Some("it has rows and no report.json: it was killed, or the disk was full".into());
+    report
+        .not_measured
+        .insert("manifest".into(), "the conditions stand in report.json, which is not there".into());
+    report
 }
 
 #[cfg(test)]
@@ -257,12 +283,11 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_is_full_is_an_error_and_leaves_no_part() {
-        // The kernel's own full device takes the place of a disk.
-        let mut samples = SampleWriter::new(OpenOptions::new().write(true).open("/dev/full").unwrap());
-        assert!(matches!(samples.as_mut().err(), Some(SamplesError::Write(_))));
+    fn a_file_that_cannot_be_written_is_named_and_leaves_no_part() {
         let dir = tempfile::tempdir().unwrap();
-        let error = write_whole(&dir.path().join("missing/report.json"), b"x").unwrap_err();
-        assert!(error.to_string().contains("missing/report.json"));
+        fs::create_dir(dir.path().join("report.json")).unwrap();
+        let error = write_whole(&dir.path().join("report.json"), b"x").unwrap_err();
+        assert!(error.to_string().contains("report.json"), "{error}");
+        assert!(!dir.path().join("report.json.part").exists());
     }
 }

@@ -8,6 +8,7 @@ use sandboxer_protocol::admin::{InspectPodRequest, Pod, StageTime, VersionReques
 use sandboxer_protocol::stage::Stage;
 use tonic::transport::Channel;
 
+use crate::manifest::Facts;
 use crate::runtime::channel;
 
 /// A daemon's admin socket.
@@ -37,14 +38,19 @@ impl Trace {
     pub async fn pod(&self, id: &str) -> Result<Pod, tonic::Status> {
         Ok(self.client.clone().inspect_pod(InspectPodRequest { id: id.to_owned() }).await?.into_inner())
     }
-
-    /// Durations of a pod's stages, ms, those of its containers added. Empty for a pod of another runtime.
-    pub async fn stages(&self, id: &str) -> BTreeMap<Stage, f64> {
-        self.pod(id).await.map(|pod| stages(&pod)).unwrap_or_default()
-    }
 }
 
-fn stages(pod: &Pod) -> BTreeMap<Stage, f64> {
+/// The machine that a pod was given.
+pub fn machine(pod: &Pod) -> Facts {
+    Facts::from([
+        ("vcpus".into(), pod.vcpus.into()),
+        ("memory_mib".into(), pod.memory_mib.into()),
+        ("guest_kernel".into(), pod.kernel_release.clone().into()),
+    ])
+}
+
+/// Durations of a pod's stages, ms, those of its containers added.
+pub fn stages(pod: &Pod) -> BTreeMap<Stage, f64> {
     let mut sums = BTreeMap::new();
     for time in pod.stages.iter().chain(pod.containers.iter().flat_map(|container| &container.stages)) {
         if let Some(stage) = known(time) {

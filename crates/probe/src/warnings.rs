@@ -70,6 +70,9 @@ pub fn warnings(report: &Report, samples: &[Sample]) -> Vec<Warning> {
         );
     }
     memory(report, &mut warn);
+    // Those with the same advice stand together, so that it can be given once.
+    let order: Vec<&str> = found.iter().map(|warning| warning.advice).collect();
+    found.sort_by_key(|warning| order.iter().position(|advice| *advice == warning.advice));
     found
 }
 
@@ -146,16 +149,18 @@ fn one(series: &Series, samples: &[Sample], warn: Warn<'_>) {
 }
 
 fn memory(report: &Report, warn: Warn<'_>) {
-    for row in report.memory.iter().filter(|row| row.available_fall_kib != 0.0) {
-        let difference = row.available_fall_kib / row.goes_away_kib - 1.0;
-        if row.pods >= 10 && difference.abs() > UNEXPLAINED {
+    for row in &report.memory {
+        if let Some((fell, explained)) = row.available_fall_kib.zip(row.goes_away_kib)
+            && row.pods >= 10
+            && (fell / explained - 1.0).abs() > UNEXPLAINED
+        {
             warn(
                 format!(
                     "{} with {} pods: MemAvailable fell by {:.0} MB, PSS explains {:.0} MB.",
                     row.runtime,
                     row.pods,
-                    row.available_fall_kib / 1024.0,
-                    row.goes_away_kib / 1024.0
+                    fell / 1024.0,
+                    explained / 1024.0
                 ),
                 "What is missing is the kernel's (page tables, network, slabs) or somebody else's on the machine.",
             );

@@ -129,6 +129,27 @@ fn private_pages_count_whole_and_shared_ones_by_half() {
     }
 }
 
+/// Without the rights of a debugger the error says which figure it costs.
+#[test]
+fn what_may_not_be_looked_at_is_said() {
+    let mut other = Command::new("sleep").arg("600").spawn().unwrap();
+    let pid = if rustix::process::geteuid().is_root() { other.id() as i32 } else { 1 };
+    // Root's rights are given up by one thread alone.
+    let look = move || {
+        if rustix::process::geteuid().is_root() {
+            let nobody = rustix::process::Uid::from_raw(65534);
+            rustix::thread::set_thread_res_uid(nobody, nobody, nobody).unwrap();
+        }
+        pss::total(pid)
+    };
+    let looked = std::thread::spawn(look).join().unwrap();
+    other.kill().unwrap();
+    other.wait().unwrap();
+    let error = looked.unwrap_err();
+    assert!(matches!(error, pss::PssError::Denied(_)), "{error}");
+    assert!(error.to_string().contains("PSS is missing"), "{error}");
+}
+
 #[test]
 fn a_process_that_has_ended_is_gone() {
     let mut child = Command::new("true").spawn().unwrap();

@@ -7,7 +7,10 @@ mod double;
 use std::time::Duration;
 
 use double::{Behaviour, Double, IMAGE};
+use sandboxer_probe::attribution::Role;
+use sandboxer_probe::ledger::Ledger;
 use sandboxer_probe::measure::{self, Bench, MeasureError};
+use sandboxer_probe::memory::Point;
 use sandboxer_probe::options::Network;
 use sandboxer_probe::report::{Report, SCHEMA_TEXT, render};
 use sandboxer_probe::sample::{Mode, Outcome, Sample};
@@ -172,22 +175,6 @@ async fn a_runtime_that_dies_half_way_ends_the_run() {
 }
 
 #[tokio::test]
-async fn a_full_disk_ends_the_run_and_removes_its_pods() {
-    let double = Double::serve([("a", quick())]);
-    let dir = tempfile::tempdir().unwrap();
-    let bench = Bench::open(&double.endpoint(), None).unwrap();
-    let mut store = Store::create(dir.path()).unwrap();
-    // Whatever is written to the rows meets a device that is full.
-    std::os::unix::fs::symlink("/dev/full", dir.path().join("samples.csv")).unwrap();
-    let plan = plan(&["a"], 50);
-    let (report, samples) =
-        bench.startup(&plan, Some(&mut store), &CancellationToken::new(), &mut |_| ()).await.unwrap();
-    let why = report.partial_reason.unwrap_or_default();
-    assert!(why.contains("No space left") && samples.len() == 1, "{why}");
-    assert!(double.truth(|truth| truth.pods.is_empty()));
-}
-
-#[tokio::test]
 async fn output_on_stderr_is_not_a_start() {
     let double = Double::serve([("loud", Behaviour { on_stderr: true, ..quick() })]);
     let (report, samples) = run(&double, &plan(&["loud"], 2)).await;
@@ -210,6 +197,35 @@ async fn what_is_not_there_is_named_before_anything_starts() {
     let error = ask(&no_image).await;
     assert!(error.to_string().contains("not/there:1"), "{error}");
     assert!(double.truth(|truth| truth.runs.is_empty()));
+    let nobody = Bench::open("unix:///nowhere/cri.sock", None).unwrap();
+    let asked = nobody.startup(&plan(&["a"], 1), None, &CancellationToken::new(), &mut |_| ()).await;
+    let error = asked.unwrap_err().to_string();
+    assert!(error.contains("/nowhere/cri.sock") && error.contains("is containerd running"), "{error}");
+}
+
+#[test]
+fn reports_of_memory_are_of_the_schema_too() {
+    let point = |pods: usize, swept: bool| Point {
+        runtime: "a".into(),
+        repetition: 0,
+        ledger: Ledger {
+            pods,
+            by_role: [(Role::Shim, 5_000 * pods as u64), (Role::GuestMemory, 7)].into(),
+            cri_kib: Some(9),
+            missing: vec!["vmm: not permitted".into()],
+            ..Ledger::default()
+        },
+        idle_daemon_kib: swept.then_some(0),
+        available_fall_kib: swept.then_some(-3),
+        idle_cpu_millicores: swept.then_some(0.4),
+    };
+    for swept in [true, false] {
+        let mut report = Report::new(Default::default());
+        report.add_memory(&[point(1, swept), point(5, swept)]);
+        assert_eq!(report.memory.len(), 2);
+        assert_eq!(report.not_measured.contains_key("memory.a.idle_cpu_millicores"), !swept);
+        assert_valid(&report);
+    }
 }
 
 #[test]

@@ -4,19 +4,21 @@
 //! |---|---|---|
 //! | [`agent`] | daemon and the agent in a guest | ttrpc over a [`link`] |
 //! | [`boot`] | daemon and the agent, once | the guest kernel's command line |
+//! | [`mark`] | the doctor and an agent's file | a text in the file |
 //! | [`stage`] | daemon, its traces, the probes and the benches | names |
 //! | `admin`, `controller` (feature `host`) | CLI and daemon, containerd and daemon | gRPC over unix sockets |
 
 pub mod boot;
 pub mod id;
 pub mod link;
+pub mod mark;
 pub mod stage;
 
 /// Version of everything the daemon and an agent say to each other.
 ///
 /// Rises whenever either side would misunderstand the other; an agent refuses a host of
 /// another version and the other way round, naming both.
-pub const PROTOCOL_VERSION: u32 = 1;
+pub const PROTOCOL_VERSION: u32 = 2;
 
 /// The agent's service and messages, generated from `proto/agent.proto`.
 #[allow(
@@ -62,4 +64,11 @@ pub mod controller {
         }
     }
     pub use services::sandbox::v1::*;
+}
+
+/// The part of containerd's introspection service that the doctor reads, generated from `proto/containerd`.
+#[cfg(feature = "host")]
+#[allow(missing_docs, clippy::all, clippy::unwrap_used, clippy::expect_used)]
+pub mod introspection {
+    tonic::include_proto!("containerd.services.introspection.v1");
 }

@@ -10,7 +10,7 @@
 //! after that     ttrpc frames, the guest being the server
 //! ```
 //!
-//! Integers are big-endian. The key is random and per boot, so no payload contains it but by
+//! Integers are big-endian. The key is random and a pod's own, so no payload contains it but by
 //! intent, and the nonce is random and per session, so no old welcome is taken for a new one. The
 //! guest looks for the key in everything it receives and starts a new session wherever it stands;
 //! the host drops all it reads before its welcome. A vsock connection needs none of this and does
@@ -23,7 +23,7 @@ use protobuf::Message;
 use serde::{Deserialize, Serialize};
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, DuplexStream, ReadHalf, WriteHalf},
-    sync::mpsc,
+    sync::{mpsc, watch},
 };
 
 use crate::{PROTOCOL_VERSION, agent::Ready};
@@ -38,7 +38,7 @@ const MAX_STALE: usize = 64 << 20;
 /// Bytes moved at once between port and session.
 const CHUNK: usize = 16 << 10;
 
-/// Marks the greetings of one guest's link. Random, per boot.
+/// Marks the greetings of one guest's link. Random, per pod.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct LinkKey([u8; Self::LEN]);
@@ -46,6 +46,16 @@ pub struct LinkKey([u8; Self::LEN]);
 impl LinkKey {
     /// Length in bytes.
     pub const LEN: usize = 32;
+
+    /// The key made of these bytes.
+    pub const fn from_bytes(bytes: [u8; Self::LEN]) -> Self {
+        Self(bytes)
+    }
+
+    /// The key's bytes.
+    pub const fn as_bytes(&self) -> &[u8; Self::LEN] {
+        &self.0
+    }
 
     /// A new key from the system's randomness.
     pub fn random() -> Self {
@@ -161,10 +171,11 @@ where
 }
 
 /// Serves the guest's end of `port` until it fails: each greeting ends the session before it and
-/// sends the next one to `sessions`. `ready` is asked anew for each.
+/// sends the next one to `sessions`. `ready` is asked anew for each. A key that changes during a
+/// session counts from the next greeting on.
 pub async fn serve<P>(
     port: P,
-    key: &LinkKey,
+    key: watch::Receiver<LinkKey>,
     ready: impl Fn() -> Ready,
     sessions: mpsc::Sender<DuplexStream>,
 ) -> io::Result<()>
@@ -182,15 +193,19 @@ type Welcome = (Vec<u8>, Option<ReadHalf<DuplexStream>>);
 
 async fn receive<R: AsyncRead>(
     mut port: ReadHalf<R>,
-    key: &LinkKey,
+    mut key: watch::Receiver<LinkKey>,
     ready: impl Fn() -> Ready,
     sessions: mpsc::Sender<DuplexStream>,
     welcomes: mpsc::Sender<Welcome>,
 ) -> io::Result<()> {
     let gone = || io::Error::other("agent no longer takes sessions");
-    let mut scanner = Scanner::new(&key.0);
+    let mut scanner = Scanner::new(&key.borrow_and_update().0);
     let mut session: Option<WriteHalf<DuplexStream>> = None;
     loop {
+        // Before what was just read is looked at: a host greets by the new key once it knows it is taken.
+        if key.has_changed().unwrap_or(false) {
+            scanner.look_for(&key.borrow_and_update().0);
+        }
         let before = scanner.take_before();
         if let Some(open) = &mut session
             && open.write_all(&before).await.is_err()
@@ -218,7 +233,7 @@ async fn receive<R: AsyncRead>(
                  use the initramfs built with this daemon"
             );
         }
-        let welcome = [&key.0[..], &nonce, &encode_welcome(&words)?].concat();
+        let welcome = [&key.borrow().0[..], &nonce, &encode_welcome(&words)?].concat();
         welcomes.send((welcome, outgoing)).await.map_err(|_| gone())?;
     }
 }
@@ -271,6 +286,10 @@ struct Scanner {
 impl Scanner {
     fn new(mark: &[u8]) -> Self {
         Self { finder: Finder::new(mark).into_owned(), held: Vec::new(), given: 0, found: false }
+    }
+
+    fn look_for(&mut self, mark: &[u8]) {
+        self.finder = Finder::new(mark).into_owned();
     }
 
     /// Reads once into what is held. An end of the stream is an error: no greeting ends there.
@@ -338,8 +357,8 @@ mod tests {
     fn echoing_guest(key: &LinkKey) -> DuplexStream {
         let (host, port) = tokio::io::duplex(1 << 20);
         let (sessions, mut accepted) = mpsc::channel(1);
-        let key = key.clone();
-        tokio::spawn(async move { serve(port, &key, ready, sessions).await });
+        let key = watch::Sender::new(key.clone()).subscribe();
+        tokio::spawn(async move { serve(port, key, ready, sessions).await });
         tokio::spawn(async move {
             while let Some(session) = accepted.recv().await {
                 tokio::spawn(async move {
@@ -394,12 +413,33 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn a_key_that_changes_ends_no_session_and_counts_for_the_next() {
+        let (old, new) = (LinkKey::random(), LinkKey::random());
+        let (mut host, port) = tokio::io::duplex(1 << 20);
+        let (sessions, mut accepted) = mpsc::channel(1);
+        let keys = watch::Sender::new(old.clone());
+        let guest_key = keys.subscribe();
+        tokio::spawn(async move { serve(port, guest_key, ready, sessions).await });
+        greet(&mut host, &old).await.unwrap();
+        let mut session = accepted.recv().await.unwrap();
+
+        keys.send_replace(new.clone());
+        // By the old key, nobody is greeted any more: to the session that is open it is a payload.
+        host.write_all(&old.0).await.unwrap();
+        let mut payload = [0; LinkKey::LEN];
+        session.read_exact(&mut payload).await.unwrap();
+        assert_eq!(payload, old.0);
+        greet(&mut host, &new).await.unwrap();
+        accepted.recv().await.unwrap();
+    }
+
+    #[tokio::test]
     async fn another_version_is_refused_by_both_with_both_numbers() {
         let key = LinkKey::random();
         let (mut host, port) = tokio::io::duplex(4096);
         let (sessions, mut accepted) = mpsc::channel(1);
-        let guest_key = key.clone();
-        let guest = tokio::spawn(async move { serve(port, &guest_key, ready, sessions).await });
+        let guest_key = watch::Sender::new(key.clone()).subscribe();
+        let guest = tokio::spawn(async move { serve(port, guest_key, ready, sessions).await });
         let hello = [&key.0[..], &[1; NONCE_LEN], &99_u32.to_be_bytes()].concat();
         host.write_all(&hello).await.unwrap();
         let mut mark = [0; LinkKey::LEN + NONCE_LEN + VERSION_LEN];
@@ -408,7 +448,7 @@ mod tests {
         let mut payload = vec![0; length];
         host.read_exact(&mut payload).await.unwrap();
         let refusal = Ready::parse_from_bytes(&payload).unwrap().refusal;
-        assert!(refusal.contains("protocol 1,") && refusal.contains("speaks 99"), "{refusal}");
+        assert!(refusal.contains("protocol 2,") && refusal.contains("speaks 99"), "{refusal}");
         assert!(accepted.try_recv().is_err(), "a refused host got a session");
         guest.abort();
 

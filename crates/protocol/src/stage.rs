@@ -11,6 +11,12 @@ use serde::{Deserialize, Serialize};
 pub enum Stage {
     /// The pod's network namespace is looked at and its run directory made.
     Netns,
+    /// A machine or a container waits for its turn to be made.
+    Queue,
+    /// A machine that waited in the pool is made the pod's, and goes on.
+    Claim,
+    /// A machine is made as a copy of a template, and runs.
+    Restore,
     /// The VMM's process is started, until it answers its control socket.
     VmmSpawn,
     /// The guest runs, until its agent's first byte arrives.
@@ -29,8 +35,11 @@ pub enum Stage {
 
 impl Stage {
     /// Every stage, in order.
-    pub const ALL: [Stage; 8] = [
+    pub const ALL: [Stage; 11] = [
         Stage::Netns,
+        Stage::Queue,
+        Stage::Claim,
+        Stage::Restore,
         Stage::VmmSpawn,
         Stage::Boot,
         Stage::AgentReady,
@@ -44,6 +53,9 @@ impl Stage {
     pub const fn as_str(self) -> &'static str {
         match self {
             Stage::Netns => "netns",
+            Stage::Queue => "queue",
+            Stage::Claim => "claim",
+            Stage::Restore => "restore",
             Stage::VmmSpawn => "vmm_spawn",
             Stage::Boot => "boot",
             Stage::AgentReady => "agent_ready",

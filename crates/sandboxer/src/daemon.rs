@@ -21,10 +21,13 @@ use tonic::transport::Server;
 use crate::{
     api::{self, admin::AdminService, sandbox::SandboxService, task::TaskService},
     config::Config,
+    doctor,
     events::Events,
     host::rootfs::{RootfsError, RootfsStore},
-    pod::{Node, admission::Admission, journal::Journal, recover, registry::Registry},
-    vmm::{self, Vmm},
+    pod::{Node, admission::Admission, journal::Journal, recover, registry::Registry, ways::Ways},
+    pool::{self, Pool},
+    template::{self, Shape, Templates},
+    vmm::{self, Vmm, VmmError},
 };
 
 /// File names of the daemon's sockets in its run directory.
@@ -40,6 +43,9 @@ pub mod sockets {
 /// Why the daemon can't run.
 #[derive(Debug, thiserror::Error)]
 pub enum DaemonError {
+    /// A VMM that an earlier daemon left can't be ended.
+    #[error("cannot clear away what an earlier daemon left")]
+    Strays(#[from] VmmError),
     /// Something of the host is in the way.
     #[error("cannot {action} {path:?}")]
     Host {
@@ -56,6 +62,9 @@ pub enum DaemonError {
     /// The rootfs cache can't be opened.
     #[error(transparent)]
     Rootfs(#[from] RootfsError),
+    /// Pods would not start.
+    #[error(transparent)]
+    Unfit(#[from] doctor::Unfit),
     /// No VMM can be used.
     #[error(transparent)]
     Vmm(#[from] vmm::SetupError),
@@ -76,10 +85,8 @@ pub async fn run(
     shutdown: CancellationToken,
     ready: impl FnOnce(recover::Recovered),
 ) -> Result<(), DaemonError> {
-    for dir in [config.run_dir.clone(), config.run_dir.join("pods"), config.state_dir.clone()] {
-        private_dir(&dir)?;
-    }
     let _locks = [lock(&config.run_dir, "run.lock")?, lock(&config.state_dir, "state.lock")?];
+    doctor::fit(&config).await?;
     let vmm: Arc<dyn Vmm> = vmm::detect(&config.vm).await?;
     let info = vmm.info();
     tracing::info!(
@@ -89,21 +96,7 @@ pub async fn run(
         reason = info.accelerator_reason,
         "pods run in this VMM"
     );
-    let journal = Journal::open(&config.state_dir).map_err(|source| DaemonError::Host {
-        action: "open journal in",
-        path: config.state_dir.clone(),
-        source,
-    })?;
-    let node = Arc::new(Node {
-        rootfs: RootfsStore::open(&config.state_dir.join("rootfs"), &config.rootfs)?,
-        admission: Admission::new(config.concurrent_starts),
-        vmm,
-        journal,
-        registry: Registry::default(),
-        events: Events::default(),
-        stage_times: Arc::default(),
-        config,
-    });
+    let node = node(config, vmm)?;
 
     // Bound before recovery, so that early callers queue instead of failing; served after it.
     let listeners = Listeners::bind(&node.config.run_dir)?;
@@ -113,7 +106,59 @@ pub async fn run(
         source,
     })?;
     node.rootfs.settle();
+    clear_machines_of_no_pod(&node)?;
     serve(node, listeners, recovered, shutdown, ready).await
+}
+
+/// The size of a pod that doesn't ask for another.
+fn usual_shape(config: &Config) -> Shape {
+    Shape { vcpus: config.vm.default_vcpus, memory_mib: config.vm.default_memory_mib }
+}
+
+/// What all pods of a node share, its directories made and its files opened.
+pub fn node(config: Config, vmm: Arc<dyn Vmm>) -> Result<Arc<Node>, DaemonError> {
+    for dir in [config.run_dir.clone(), config.run_dir.join("pods"), config.state_dir.clone()] {
+        private_dir(&dir)?;
+    }
+    let journal = Journal::open(&config.state_dir).map_err(|source| DaemonError::Host {
+        action: "open journal in",
+        path: config.state_dir.clone(),
+        source,
+    })?;
+    let templates = Templates::open(&config, vmm.clone()).map_err(|source| DaemonError::Host {
+        action: "open templates in",
+        path: config.state_dir.clone(),
+        source,
+    })?;
+    let usual = usual_shape(&config);
+    Ok(Arc::new(Node {
+        templates,
+        pool: Pool::new(config.pool, usual),
+        ways: Ways::default(),
+        rootfs: RootfsStore::open(&config.state_dir.join("rootfs"), &config.rootfs)?,
+        admission: Admission::new(config.concurrent_starts, config.concurrent_containers),
+        vmm,
+        journal,
+        registry: Registry::default(),
+        events: Events::default(),
+        stage_times: Arc::default(),
+        config,
+    }))
+}
+
+/// Ends what an earlier daemon had waiting or was about to freeze.
+fn clear_machines_of_no_pod(node: &Node) -> Result<(), DaemonError> {
+    let pods = node.registry.pods().iter().map(|pod| pod.status().vmm_pid).collect();
+    for dir in [pool::run_dir(node), template::run_dir(&node.config)] {
+        vmm::strays::end_below(&template::template_id(), &dir, &pods)?;
+        match fs::remove_dir_all(&dir) {
+            Err(source) if source.kind() != io::ErrorKind::NotFound => {
+                return Err(DaemonError::Host { action: "clear", path: dir, source });
+            }
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 async fn serve(
@@ -163,6 +208,13 @@ async fn serve(
             served.map_err(|source| DaemonError::Serve { service: "metrics", source: source.into() })
         });
     }
+    let filling = node.clone();
+    let filling = tokio::spawn(async move {
+        let usual = usual_shape(&filling.config);
+        // The first pod finds it made, or on its way.
+        let _ = filling.templates.get(usual);
+        filling.pool.keep_filled(&filling).await;
+    });
     ready(recovered);
 
     let ended = tokio::select! {
@@ -171,11 +223,13 @@ async fn serve(
             Err(DaemonError::Serve { service: "gRPC", source: panic.into() })
         }),
     };
+    filling.abort();
     // Requests under way may end; those that wait for a pod's end would wait for ever.
     tracing::info!("draining; pods stay as they are");
     let drained = async {
         let _ = tasks.shutdown().await;
         while services.join_next().await.is_some() {}
+        node.pool.drain().await;
     };
     if tokio::time::timeout(node.config.drain_timeout, drained).await.is_err() {
         tracing::info!("requests still under way are given up");
@@ -226,6 +280,7 @@ fn private_dir(path: &Path) -> Result<(), DaemonError> {
 
 /// Held as long as the daemon runs: two on one directory would fight over its pods and images.
 fn lock(dir: &Path, name: &str) -> Result<nix::fcntl::Flock<fs::File>, DaemonError> {
+    private_dir(dir)?;
     let path = dir.join(name);
     let file = fs::File::create(&path).map_err(|source| DaemonError::Host {
         action: "make lock",

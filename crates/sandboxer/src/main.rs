@@ -51,7 +51,7 @@ fn main() -> ExitCode {
 }
 
 fn start(options: &Options) -> anyhow::Result<()> {
-    let config = read_config(options)?;
+    let config = Config::load_or_default(options.config.as_deref())?;
     if options.check_config {
         println!("the configuration is fine");
         return Ok(());
@@ -74,15 +74,6 @@ fn start(options: &Options) -> anyhow::Result<()> {
         .build()
         .context("cannot start the runtime")?
         .block_on(serve(config))
-}
-
-fn read_config(options: &Options) -> anyhow::Result<Config> {
-    const DEFAULT_PATH: &str = "/etc/sandboxer/config.toml";
-    match &options.config {
-        Some(path) => Ok(Config::load(path)?),
-        None if PathBuf::from(DEFAULT_PATH).exists() => Ok(Config::load(DEFAULT_PATH.as_ref())?),
-        None => Ok(Config::default()),
-    }
 }
 
 async fn serve(config: Config) -> anyhow::Result<()> {

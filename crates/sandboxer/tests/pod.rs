@@ -11,15 +11,13 @@ use nix::{sys::stat::Mode, unistd::mkfifo};
 use sandboxer::{
     config::Config,
     container::{NewContainer, Phase, StdioPaths},
+    daemon,
     error::Code,
-    events::{Events, Kind},
-    host::rootfs::{Mount, RootfsStore},
+    events::Kind,
+    host::rootfs::Mount,
     pod::{
         self, Node, PodHandle,
-        admission::Admission,
-        journal::Journal,
         recover::{self, Recovered},
-        registry::Registry,
         spec::PodSpec,
         state::{PodState, PodStatus},
     },
@@ -52,7 +50,6 @@ impl TestNode {
         let agent = FakeAgent::default();
         let vmm = Arc::new(FakeVmm::new(move |guest| agent.serve(guest)));
         let dir = tempfile::tempdir().unwrap();
-        fs::create_dir_all(dir.path().join("run/pods")).unwrap();
         Self { node: node(dir.path(), vmm.clone(), limit), vmm, dir }
     }
 
@@ -71,19 +68,11 @@ impl TestNode {
             netns: None,
             resolv_conf: None,
             sysctls: Default::default(),
+            way: Default::default(),
             vcpus: 1,
             memory_mib: 128,
         };
-        let status = PodStatus {
-            state: PodState::Created,
-            created_at_ns: 1,
-            exited_at_ns: 0,
-            exit_status: 0,
-            reason: String::new(),
-            vmm_pid: 0,
-            kernel_release: String::new(),
-            recovered: false,
-        };
+        let status = PodStatus::created(1);
         let node = self.node.clone();
         let key = LinkKey::random();
         self.node
@@ -136,17 +125,7 @@ impl TestNode {
 fn node(dir: &Path, vmm: Arc<FakeVmm>, boot_timeout: Duration) -> Arc<Node> {
     let mut config = Config { run_dir: dir.join("run"), state_dir: dir.join("state"), ..Config::default() };
     config.vm.boot_timeout = boot_timeout;
-    fs::create_dir_all(&config.state_dir).unwrap();
-    Arc::new(Node {
-        rootfs: RootfsStore::open(&config.state_dir.join("rootfs"), &config.rootfs).unwrap(),
-        admission: Admission::new(config.concurrent_starts),
-        vmm,
-        journal: Journal::open(&config.state_dir).unwrap(),
-        registry: Registry::default(),
-        events: Events::default(),
-        stage_times: Default::default(),
-        config,
-    })
+    daemon::node(config, vmm).unwrap()
 }
 
 /// A reader that keeps its end of a FIFO open, as containerd does.
@@ -190,7 +169,7 @@ async fn a_container_runs_prints_and_ends_and_the_pod_goes_without_a_trace() {
     assert_eq!(pod.delete(id("c1"), None).await.unwrap().code, 143);
 
     let stages: Vec<_> = pod.inspect().await.unwrap().steps.iter().map(|step| step.stage).collect();
-    assert_eq!(stages, [Stage::Netns, Stage::VmmSpawn, Stage::Boot, Stage::AgentReady]);
+    assert_eq!(stages, [Stage::Netns, Stage::Queue, Stage::VmmSpawn, Stage::Boot, Stage::AgentReady]);
     pod.stop().await.unwrap();
     pod.stop().await.unwrap();
     assert_eq!((pod.status().state, pod.status().reason.as_str()), (PodState::Stopped, ""));

@@ -1,5 +1,5 @@
-//! What every VMM owes the daemon (`test_guest/contract.rs`). The double in `vmm/fake.rs` and QEMU with the real guest kernel
-//! are held to the same words.
+//! What every VMM owes the daemon (`test_guest/contract.rs`). The double in `vmm/fake.rs` and QEMU with the
+//! real guest kernel are held to the same words.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "helpers of tests fail their test")]
 
@@ -7,22 +7,71 @@ mod test_guest;
 
 use std::{path::Path, time::Duration};
 
-use sandboxer::vmm::{Vmm, VmmError, fake::FakeVmm};
+use sandboxer::vmm::{Frozen, MEMORY, Vmm, VmmError, fake::FakeVmm};
 use tokio::time::timeout;
 
-use crate::test_guest::{Guest, Pod, contract::keeps_the_contract, serve_in_memory};
+use crate::test_guest::{
+    Guest, Pod,
+    contract::{copies_of_a_frozen_machine_are_machines, frozen, keeps_the_contract},
+    serve_in_memory,
+};
 
 /// Far beyond anything these tests wait for on a busy machine.
 const LONG: Duration = Duration::from_secs(90);
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_double_keeps_the_contract() {
-    keeps_the_contract(&FakeVmm::new(serve_in_memory), Pod::spec).await;
+    let vmm = FakeVmm::new(serve_in_memory);
+    keeps_the_contract(&vmm, Pod::spec).await;
+    copies_of_a_frozen_machine_are_machines(&vmm, Pod::spec).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn qemu_keeps_the_contract() {
-    keeps_the_contract(&test_guest::qemu().await, Pod::spec).await;
+    let vmm = test_guest::qemu().await;
+    keeps_the_contract(&vmm, Pod::spec).await;
+    copies_of_a_frozen_machine_are_machines(&vmm, Pod::spec).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_copy_remembers_what_its_template_knew_and_tells_nobody_what_it_learnt() {
+    let vmm = test_guest::qemu().await;
+    let frozen = frozen(&vmm, Pod::spec, |mut guest| async move {
+        assert_eq!(guest.ask("remember before").await, "noted");
+    })
+    .await;
+    let (one, two) = (Pod::new("one"), Pod::new("two"));
+    let first = vmm.restore(&one.spec(), &frozen).await.unwrap();
+    first.resume().await.unwrap();
+    let mut guest = Guest::of(&*first).await;
+    assert_eq!(guest.ask("recall").await, "before");
+    assert_eq!(guest.ask("remember after").await, "noted");
+    let second = vmm.restore(&two.spec(), &frozen).await.unwrap();
+    second.resume().await.unwrap();
+    assert_eq!(Guest::of(&*second).await.ask("recall").await, "before");
+    assert_eq!(guest.ask("recall").await, "after");
+    for machine in [first, second] {
+        machine.kill().await.unwrap();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn half_a_template_is_refused_and_leaves_nothing() {
+    let vmm = test_guest::qemu().await;
+    let frozen = frozen(&vmm, Pod::spec, |_| async {}).await;
+    let pod = Pod::new("half");
+    let memory = || frozen.file(MEMORY).unwrap().into();
+    for (state, error_says) in [(&b"rubbish"[..], "loading a template"), (b"", "loading a template")] {
+        std::fs::write(pod.path("state"), state).unwrap();
+        let state = std::fs::File::open(pod.path("state")).unwrap();
+        let damaged = Frozen::new(pod.path(""), [(MEMORY.into(), memory()), ("state".into(), state)].into());
+        let error = vmm.restore(&pod.spec(), &damaged).await.unwrap_err();
+        assert!(error.to_string().contains(error_says) || error.to_string().contains("exited"), "{error}");
+    }
+    let error = vmm.restore(&pod.spec(), &Frozen::new(pod.path(""), [].into())).await.unwrap_err();
+    assert!(error.to_string().contains("memory"), "{error}");
+    let left: Vec<_> = std::fs::read_dir(pod.path("run")).unwrap().flatten().map(|e| e.file_name()).collect();
+    assert!(left.iter().all(|name| !name.to_string_lossy().ends_with(".sock")), "left behind: {left:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

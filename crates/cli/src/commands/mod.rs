@@ -1,5 +1,6 @@
 //! One file per verb. A new one: its file with `Args` and `run`, a `mod` and a variant here.
 
+mod check;
 mod compare;
 mod completion;
 mod config;
@@ -18,6 +19,8 @@ mod tables;
 mod target;
 mod version;
 
+use std::process::ExitCode;
+
 use clap::Subcommand;
 
 use crate::Global;
@@ -30,6 +33,7 @@ pub enum Command {
     Logs(logs::Args),
     Events(events::Args),
     Version(version::Args),
+    Check(check::Args),
     Demo(demo::Args),
     Stages(stages::Args),
     Startup(startup::Args),
@@ -43,8 +47,9 @@ pub enum Command {
 
 impl Command {
     /// Does what was asked for.
-    pub async fn run(self, global: &Global) -> anyhow::Result<()> {
-        match self {
+    pub async fn run(self, global: &Global) -> anyhow::Result<ExitCode> {
+        let done = match self {
+            Command::Check(args) => return check::run(args, global).await,
             Command::Pods(args) => pods::run(args, global).await,
             Command::Inspect(args) => inspect::run(args, global).await,
             Command::Logs(args) => logs::run(args, global).await,
@@ -59,6 +64,16 @@ impl Command {
             Command::Summarise(args) => summarise::run(args, global),
             Command::Config(args) => config::run(args),
             Command::Completion(args) => completion::run(args),
+        };
+        done.map(|()| ExitCode::SUCCESS)
+    }
+
+    /// What an error of the command itself ends in.
+    pub fn exit_code_of_errors(&self) -> ExitCode {
+        match self {
+            // 1 is for warnings there.
+            Command::Check(_) => ExitCode::from(2),
+            _ => ExitCode::FAILURE,
         }
     }
 

@@ -3,15 +3,16 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use sandboxer_probe::html;
 use sandboxer_probe::store::{self, Loaded};
+use sandboxer_probe::{html, markdown};
 
 use crate::{Global, render};
 
 const EXAMPLES: &str = "\
 Examples:
   sandboxer-cli report results/startup results/memory
-  sandboxer-cli report results/startup --output page/index.html";
+  sandboxer-cli report results/startup --output page/index.html
+  sandboxer-cli report --markdown results/startup results/memory    tables for a README";
 
 /// Makes one self-contained HTML page of results, and their plots as SVG and PNG
 #[derive(Debug, clap::Args)]
@@ -23,10 +24,16 @@ pub struct Args {
     /// Where the page goes; plots go beside it [default: report.html in the first directory]
     #[arg(long)]
     output: Option<PathBuf>,
+    /// Print the figures as Markdown tables instead, published ones beside them
+    #[arg(long, conflicts_with_all = ["output", "json"])]
+    markdown: bool,
 }
 
-/// Prints where the page lies.
+/// Prints where the page lies, or the tables.
 pub fn run(args: Args, global: &Global) -> Result<()> {
+    if args.markdown {
+        return Ok(render::print(markdown::tables(&load(&args.results)?).trim_end())?);
+    }
     let first = &args.results[0];
     let page = args.output.unwrap_or_else(|| {
         let dir = if first.is_dir() { first.as_path() } else { first.parent().unwrap_or(Path::new(".")) };
@@ -39,15 +46,15 @@ pub fn run(args: Args, global: &Global) -> Result<()> {
     Ok(render::print(&format!("report: {}", page.display()))?)
 }
 
+fn load(results: &[PathBuf]) -> Result<Vec<Loaded>> {
+    Ok(results.iter().map(|path| store::load(path)).collect::<Result<_, _>>()?)
+}
+
 /// Writes the page and the plots; the plots' paths.
 pub fn write(results: &[PathBuf], page: &Path) -> Result<Vec<PathBuf>> {
-    let loaded: Vec<Loaded> = results.iter().map(|path| store::load(path)).collect::<Result<_, _>>()?;
+    let loaded = load(results)?;
     let dir = page.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
     std::fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))?;
     store::write_whole(page, html::page(&loaded).as_bytes())?;
-    let mut plots = Vec::new();
-    for result in &loaded {
-        plots.extend(store::write_plots(dir, result)?);
-    }
-    Ok(plots)
+    Ok(store::write_plots(dir, &loaded)?)
 }

@@ -125,14 +125,23 @@ pub fn memory(report: &Report) -> String {
             marginal.total, marginal.r2, marginal.management, marginal.daemon, marginal.available
         );
     }
+    for row in &report.memory {
+        if let Some(each) = row.idle_cpu_per_pod() {
+            text += &format!(
+                "\n{}: {} idle pods use {each:.2} thousandths of a CPU each, their containers not counted",
+                row.runtime, row.pods
+            );
+        }
+    }
     text + "\n"
 }
 
 fn memory_row(row: &Memory, roles: &[Role]) -> Vec<String> {
     let mut cells = vec![row.runtime.clone(), row.pods.to_string()];
     cells.extend(roles.iter().map(|role| row.by_role.get(role).map_or_else(|| "–".into(), |kib| mb(*kib))));
-    let sums = [row.management_pss_kib, row.total_pss_kib, row.goes_away_kib, row.available_fall_kib];
-    cells.extend(sums.map(mb));
+    let sums =
+        [Some(row.management_pss_kib), Some(row.total_pss_kib), row.goes_away_kib, row.available_fall_kib];
+    cells.extend(sums.map(|sum| sum.map_or_else(|| "–".into(), mb)));
     cells
 }
 
@@ -163,8 +172,8 @@ pub fn remarks(report: &Report) -> String {
     for note in &report.notes {
         text += &format!("\nnote: {note}");
     }
-    for (what, why) in &report.not_measured {
-        text += &format!("\nnot measured: {what}: {why}");
+    for (why, what) in report.absent() {
+        text += &format!("\nnot measured, since {why}: {}", what.join(", "));
     }
     text.trim_start().to_owned()
 }

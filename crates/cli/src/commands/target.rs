@@ -26,7 +26,7 @@ pub struct Target {
     /// Command of the containers: must print at once and then stay
     #[arg(long, num_args = 1.., allow_hyphen_values = true, value_terminator = ";")]
     pub command: Vec<String>,
-    /// Network of the pods: none, pod or host
+    /// Network of the pods: pod (a namespace each, set up by CNI) or host (the node's: no namespace, no CNI)
     #[arg(long, default_value_t)]
     pub network: Network,
     /// Annotation of the pods, KEY=VALUE

@@ -3,6 +3,8 @@
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail their test")]
 
 mod admin_double;
+mod check;
+mod results;
 
 use std::{
     io::{BufRead, BufReader},
@@ -280,6 +282,7 @@ fn wrong_usage_has_an_exit_code_of_its_own() {
         "--json logs 3f",
         "config",
         "completion tcsh",
+        "startup --network none",
     ] {
         let outcome = cli_at(nowhere, line);
         assert_eq!((outcome.code, outcome.out.as_str()), (Some(2), ""), "{line:?}: {}", outcome.err);
@@ -348,4 +351,9 @@ fn stages_are_shown_by_outcome() {
     assert!(line.contains("ok") && line.contains("500 ms") && line.contains("450 ms"), "{line}");
     let json: serde_json::Value = serde_json::from_str(&daemon.cli("stages --json").out).unwrap();
     assert_eq!(json["stages"][0]["count"], 4);
+    let mut child = command(&daemon.socket, "stages --watch").stdout(Stdio::piped()).spawn().unwrap();
+    let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    // Shown again and again until its reader is gone.
+    let again = lines.map(Result::unwrap).filter(|line| line.starts_with("boot")).take(2).count();
+    assert_eq!((again, child.wait().unwrap().code()), (2, Some(0)));
 }

@@ -1,6 +1,6 @@
 //! Where the numbers of an axis stand.
 
-use super::scene::{Anchor, Dash, Ink, Scene, TEXT};
+use super::scene::{Anchor, Dash, Ink, Scene, TEXT, text_width};
 
 /// Values of one direction onto positions.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -25,6 +25,11 @@ impl Axis {
         } else {
             Self::linear(most * 1.03, start, end)
         }
+    }
+
+    /// True where equal distances are equal factors.
+    pub fn is_logarithmic(&self) -> bool {
+        self.log
     }
 
     /// Where a value is; those beyond the ends are at the ends.
@@ -69,10 +74,16 @@ pub fn frame(scene: &mut Scene, x: &Axis, y: &Axis, names: (&str, &str), percent
         let text = if percent { format!("{:.0} %", value * 100.0) } else { number(value) };
         scene.text((left - 6.0, at + TEXT * 0.35), Anchor::End, Ink::Muted, text);
     }
+    let mut free = f32::NEG_INFINITY;
     for value in x.ticks() {
-        let at = x.at(value);
+        let (at, text) = (x.at(value), number(value));
         scene.line(vec![(at, bottom), (at, top)], Ink::Grid, 1.0, Dash::Solid);
-        scene.text((at, bottom + TEXT * 1.4), Anchor::Middle, Ink::Muted, number(value));
+        // A number that would touch the one before it is left out; its line is there.
+        let half = text_width(&text) / 2.0;
+        if at - half > free {
+            free = at + half + TEXT * 0.4;
+            scene.text_within((at, bottom + TEXT * 1.4), Ink::Muted, text);
+        }
     }
     scene.line(vec![(left, top), (left, bottom), (right, bottom)], Ink::Text, 1.0, Dash::Solid);
     scene.text((left, top - TEXT * 0.7), Anchor::Start, Ink::Text, names.1);
@@ -81,7 +92,25 @@ pub fn frame(scene: &mut Scene, x: &Axis, y: &Axis, names: (&str, &str), percent
 
 #[cfg(test)]
 mod tests {
+    use super::super::scene::Item;
     use super::*;
+
+    #[test]
+    fn numbers_do_not_touch_and_stay_inside() {
+        let mut scene = Scene::new(200.0, 100.0, "t");
+        let (x, y) = (Axis::spanning(900.0, 90_000.0, 40.0, 196.0), Axis::linear(1.0, 80.0, 10.0));
+        frame(&mut scene, &x, &y, ("ms", "part"), true);
+        let span = |item: &Item| match item {
+            Item::Text { at, anchor: Anchor::Middle, text, .. } => {
+                Some((at.0 - text_width(text) / 2.0, at.0 + text_width(text) / 2.0))
+            }
+            _ => None,
+        };
+        let spans: Vec<(f32, f32)> = scene.items.iter().filter_map(span).collect();
+        assert!(spans.len() >= 3 && spans.len() < x.ticks().len(), "{spans:?}");
+        assert!(spans.windows(2).all(|pair| pair[0].1 < pair[1].0), "{spans:?}");
+        assert!(spans.iter().all(|span| span.1 <= 200.0), "{spans:?}");
+    }
 
     #[test]
     fn ticks_are_round_and_inside() {

@@ -3,10 +3,12 @@
 use super::axis::{Axis, frame};
 use super::scene::{Anchor, Dash, Ink, Item, Scene, TEXT, text_width};
 
-const WIDTH: f32 = 480.0;
-const HEIGHT: f32 = 330.0;
+const WIDTH: f32 = 440.0;
+const HEIGHT: f32 = 340.0;
 /// Left, top, right, bottom margins of the area.
-const MARGIN: [f32; 4] = [54.0, 30.0, 12.0, 46.0];
+const MARGIN: [f32; 4] = [54.0, 50.0, 12.0, 46.0];
+/// A line's piece in the legend: long enough for its longest pattern once.
+const SWATCH: f32 = 34.0;
 /// Most points of one curve that are drawn: more than there are pixels show nothing more.
 const POINTS: usize = 400;
 
@@ -33,7 +35,8 @@ pub fn distributions(title: &str, curves: &[Curve]) -> Scene {
     let x = Axis::spanning(least, most, MARGIN[0], WIDTH - MARGIN[2]);
     let y = Axis::linear(1.0, HEIGHT - MARGIN[3], MARGIN[1]);
     let steps: Vec<Curve> = curves.iter().map(stepped).collect();
-    draw(scene, &steps, &x, &y, ("ms", "part of starts that took no longer"), true, legend)
+    let name = if x.is_logarithmic() { "ms, logarithmic" } else { "ms" };
+    draw(scene, &steps, &x, &y, (name, "part of starts that took no longer"), true, legend)
 }
 
 /// Amounts over counts, from zero.
@@ -49,7 +52,9 @@ pub fn growth(title: &str, names: (&str, &str), curves: &[Curve]) -> Scene {
 /// A scene with room for a legend below the area.
 fn area(title: &str, curves: usize) -> (Scene, f32) {
     let legend = HEIGHT + 4.0;
-    (Scene::new(WIDTH, legend + curves as f32 * TEXT * 1.5 + 6.0, title), legend)
+    let mut scene = Scene::new(WIDTH, legend + curves as f32 * TEXT * 1.5 + 6.0, title);
+    scene.text((0.0, TEXT), Anchor::Start, Ink::Text, fitting(title, WIDTH));
+    (scene, legend)
 }
 
 /// A distribution is a staircase: it rises where a sample is.
@@ -90,26 +95,29 @@ fn draw(
         }
         scene.line(points, curve.ink, width, dash);
         let at = legend + (index as f32 + 0.8) * TEXT * 1.5;
-        scene.line(vec![(MARGIN[0], at - 4.0), (MARGIN[0] + 30.0, at - 4.0)], curve.ink, width, dash);
-        scene.text(
-            (MARGIN[0] + 38.0, at),
-            Anchor::Start,
-            Ink::Text,
-            fitting(&curve.name, WIDTH - MARGIN[0] - 44.0),
-        );
+        scene.line(vec![(0.0, at - 4.0), (SWATCH, at - 4.0)], curve.ink, width, dash);
+        let (left, name) = (SWATCH + 8.0, fitting(&curve.name, WIDTH - SWATCH - 8.0));
+        scene.text((left, at), Anchor::Start, Ink::Text, name);
     }
     scene
 }
 
+/// As many as there are colours, so that no two series share both before the seventh.
+const SERIES: [Dash; 6] = [
+    Dash::Solid,
+    Dash::Dashed(&[14.0, 4.0]),
+    Dash::Dashed(&[3.0, 3.0]),
+    Dash::Dashed(&[14.0, 4.0, 3.0, 4.0]),
+    Dash::Dashed(&[7.0, 4.0]),
+    Dash::Dashed(&[14.0, 3.0, 3.0, 3.0, 3.0, 3.0]),
+];
+
 /// Width and breaks of a line: a second mark of which series it is, beside its colour.
 pub fn look(ink: Ink) -> (f32, Dash) {
     match ink {
-        Ink::Series(0) => (2.4, Dash::Solid),
-        Ink::Series(1) => (2.4, Dash::Dashed(12.0, 3.0)),
-        Ink::Series(2) => (2.4, Dash::Dashed(3.0, 3.0)),
-        Ink::Series(_) => (2.4, Dash::Dashed(12.0, 3.0 + 2.0)),
-        Ink::Published(0) => (1.4, Dash::Dashed(6.0, 5.0)),
-        Ink::Published(_) => (1.4, Dash::Dashed(2.0, 5.0)),
+        Ink::Series(index) => (2.4, SERIES[index % SERIES.len()]),
+        Ink::Published(0) => (1.4, Dash::Dashed(&[6.0, 5.0])),
+        Ink::Published(_) => (1.4, Dash::Dashed(&[2.0, 5.0])),
         _ => (1.0, Dash::Solid),
     }
 }

@@ -7,7 +7,7 @@ use tiny_skia::{
     StrokeDash, Transform,
 };
 
-use super::scene::{Anchor, Dash, Ink, Item, Scene};
+use super::scene::{Anchor, Dash, Ink, Item, PAD, Scene};
 
 const SCALE: f32 = 2.0;
 const FONT: RasterHeight = RasterHeight::Size24;
@@ -15,7 +15,11 @@ const WEIGHT: FontWeight = FontWeight::Regular;
 
 /// The bytes of a PNG file; `None` for a scene without area.
 pub fn png(scene: &Scene) -> Option<Vec<u8>> {
-    let mut pixels = Pixmap::new((scene.width * SCALE).ceil() as u32, (scene.height * SCALE).ceil() as u32)?;
+    if scene.width <= 0.0 || scene.height <= 0.0 {
+        return None;
+    }
+    let side = |length: f32| ((length + 2.0 * PAD) * SCALE).ceil() as u32;
+    let mut pixels = Pixmap::new(side(scene.width), side(scene.height))?;
     pixels.fill(Color::WHITE);
     for item in &scene.items {
         draw(&mut pixels, item);
@@ -24,7 +28,7 @@ pub fn png(scene: &Scene) -> Option<Vec<u8>> {
 }
 
 fn draw(pixels: &mut Pixmap, item: &Item) {
-    let scale = Transform::from_scale(SCALE, SCALE);
+    let scale = Transform::from_scale(SCALE, SCALE).pre_translate(PAD, PAD);
     match item {
         Item::Line { points, ink, width, dash } => {
             let mut path = PathBuilder::new();
@@ -33,7 +37,7 @@ fn draw(pixels: &mut Pixmap, item: &Item) {
             }
             let dash = match dash {
                 Dash::Solid => None,
-                Dash::Dashed(on, off) => StrokeDash::new(vec![*on, *off], 0.0),
+                Dash::Dashed(lengths) => StrokeDash::new(lengths.to_vec(), 0.0),
             };
             let stroke = Stroke {
                 width: *width,
@@ -63,14 +67,14 @@ fn draw(pixels: &mut Pixmap, item: &Item) {
 fn write(pixels: &mut Pixmap, at: (f32, f32), anchor: Anchor, ink: Ink, text: &str) {
     let advance = get_raster_width(WEIGHT, FONT) as f32;
     let width = advance * text.chars().count() as f32;
-    let left = at.0 * SCALE
+    let left = (at.0 + PAD) * SCALE
         - match anchor {
             Anchor::Start => 0.0,
             Anchor::Middle => width / 2.0,
             Anchor::End => width,
         };
     // The font's base line is four fifths down its box.
-    let top = at.1 * SCALE - FONT.val() as f32 * 0.8;
+    let top = (at.1 + PAD) * SCALE - FONT.val() as f32 * 0.8;
     let [red, green, blue] = rgb(ink);
     for (index, character) in text.chars().enumerate() {
         let glyph = get_raster(plain(character), WEIGHT, FONT).or_else(|| get_raster('?', WEIGHT, FONT));
@@ -122,9 +126,9 @@ fn rgb(ink: Ink) -> [u8; 3] {
         [0x00, 0x72, 0xb2],
         [0xd5, 0x5e, 0x00],
         [0x00, 0x9e, 0x73],
-        [0xcc, 0x79, 0xa7],
-        [0xe6, 0x9f, 0x00],
-        [0x56, 0xb4, 0xe9],
+        [0xb0, 0x4f, 0x88],
+        [0xb3, 0x7a, 0x00],
+        [0x3f, 0x98, 0xd4],
     ];
     match ink {
         Ink::Text => [0x1b, 0x1f, 0x24],
@@ -145,7 +149,7 @@ mod tests {
         let empty = png(&scene).unwrap();
         scene.text((2.0, 15.0), Anchor::Start, Ink::Text, "ms…");
         let with_text = png(&scene).unwrap();
-        scene.line(vec![(0.0, 2.0), (60.0, 2.0)], Ink::Series(1), 2.0, Dash::Dashed(3.0, 2.0));
+        scene.line(vec![(0.0, 2.0), (60.0, 2.0)], Ink::Series(1), 2.0, Dash::Dashed(&[3.0, 2.0]));
         let with_both = png(&scene).unwrap();
         assert!(empty.starts_with(b"\x89PNG"));
         assert!(empty.len() < with_text.len() && with_text.len() < with_both.len());

@@ -20,8 +20,8 @@ pub enum Ink {
 pub enum Dash {
     /// Not at all.
     Solid,
-    /// Dashes of this length and gaps of that.
-    Dashed(f32, f32),
+    /// Lengths of dashes and gaps in turn, an even number of them.
+    Dashed(&'static [f32]),
 }
 
 /// Which end of a text its position is.
@@ -105,13 +105,23 @@ impl Scene {
         self.items.push(Item::Text { at, anchor, ink, text: text.into() });
     }
 
+    /// Adds a text around a position, or as near to it as the right edge lets it.
+    pub fn text_within(&mut self, at: (f32, f32), ink: Ink, text: impl Into<String>) {
+        let text = text.into();
+        let middle = at.0.min(self.width - text_width(&text) / 2.0);
+        self.text((middle, at.1), Anchor::Middle, ink, text);
+    }
+
     /// Adds a line.
     pub fn line(&mut self, points: Vec<(f32, f32)>, ink: Ink, width: f32, dash: Dash) {
         self.items.push(Item::Line { points, ink, width, dash });
     }
 }
 
-/// Roughly how wide a text is.
+/// How much wider and higher a picture of its own is than its scene, on each side.
+pub const PAD: f32 = 8.0;
+
+/// About how wide a text is, in a wide font.
 pub fn text_width(text: &str) -> f32 {
-    text.chars().count() as f32 * TEXT * 0.56
+    text.chars().count() as f32 * TEXT * 0.62
 }

@@ -2,24 +2,31 @@
 
 use std::fmt::Write;
 
-use super::scene::{Anchor, Dash, Ink, Item, Scene, TEXT};
+use super::scene::{Anchor, Dash, Ink, Item, PAD, Scene, TEXT};
 
-/// Colours for light and dark. The series' are Okabe and Ito's, which colour-blind people tell apart.
+/// Colours for light and dark. The series' are Okabe and Ito's, which colour-blind people tell apart; the last
+/// three are darker on white, where a thin line of theirs would be too faint (below 3 : 1).
 pub const STYLE: &str = "\
 :root{--paper:#fff;--ink:#1b1f24;--muted:#57606a;--grid:#e4e7eb;--s0:#0072b2;--s1:#d55e00;--s2:#009e73;\
---s3:#cc79a7;--s4:#e69f00;--s5:#56b4e9;--p0:#6e7781;--p1:#8a6d3b}\
+--s3:#b04f88;--s4:#b37a00;--s5:#3f98d4;--p0:#6e7781;--p1:#8a6d3b}\
 @media (prefers-color-scheme:dark){:root{--paper:#0f1419;--ink:#e6e9ed;--muted:#9aa4af;--grid:#2a323b;\
 --s0:#56b4e9;--s1:#f0883e;--s2:#2fc08f;--s3:#e39bc4;--s4:#f0b840;--s5:#8fd0f5;--p0:#a3adb8;--p1:#c9a66b}}\
 @media print{:root{--paper:#fff;--ink:#000;--muted:#444;--grid:#ddd;--s0:#0072b2;--s1:#d55e00;--s2:#009e73;\
---s3:#cc79a7;--s4:#e69f00;--s5:#56b4e9;--p0:#666;--p1:#8a6d3b}}";
+--s3:#b04f88;--s4:#b37a00;--s5:#3f98d4;--p0:#666;--p1:#8a6d3b}}";
 
 /// As a part of a page.
 pub fn svg(scene: &Scene) -> String {
+    padded(scene, 0.0)
+}
+
+fn padded(scene: &Scene, pad: f32) -> String {
     let mut out = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {} {}\" role=\"img\" aria-label=\"{}\" \
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"{} {} {} {}\" role=\"img\" aria-label=\"{}\" \
          font-family=\"system-ui,sans-serif\" font-size=\"{TEXT}\">",
-        scene.width,
-        scene.height,
+        -pad,
+        -pad,
+        scene.width + 2.0 * pad,
+        scene.height + 2.0 * pad,
         escape(&scene.title)
     );
     scene.items.iter().for_each(|item| write_item(&mut out, item));
@@ -28,8 +35,9 @@ pub fn svg(scene: &Scene) -> String {
 
 /// As a file of its own.
 pub fn standalone(scene: &Scene) -> String {
-    let inner = svg(scene);
-    let paper = "<rect width=\"100%\" height=\"100%\" fill=\"var(--paper)\"/>";
+    let inner = padded(scene, PAD);
+    let paper =
+        format!("<rect x=\"-{PAD}\" y=\"-{PAD}\" width=\"100%\" height=\"100%\" fill=\"var(--paper)\"/>");
     inner.replacen('>', &format!("><style>{STYLE}</style>{paper}"), 1)
 }
 
@@ -43,7 +51,10 @@ fn write_item(out: &mut String, item: &Item) {
             }
             let dash = match dash {
                 Dash::Solid => String::new(),
-                Dash::Dashed(on, off) => format!(" stroke-dasharray=\"{on} {off}\""),
+                Dash::Dashed(lengths) => {
+                    let lengths: Vec<String> = lengths.iter().map(f32::to_string).collect();
+                    format!(" stroke-dasharray=\"{}\"", lengths.join(" "))
+                }
             };
             write!(
                 out,

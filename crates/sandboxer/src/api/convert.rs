@@ -7,7 +7,7 @@ use prost::Message;
 use sandboxer_protocol::{controller::ControllerCreateRequest, id::Id};
 
 use crate::{
-    config::VmConfig,
+    config::{Config, VmConfig},
     error::{Code, PodError, chain},
     pod::spec::PodSpec,
 };
@@ -31,16 +31,17 @@ pub fn optional_id(what: &'static str, text: &str) -> Result<Option<Id>, PodErro
 }
 
 /// The pod that a sandbox request describes, defaults filled in.
-pub fn pod_spec(request: &ControllerCreateRequest, defaults: &VmConfig) -> Result<PodSpec, PodError> {
+pub fn pod_spec(request: &ControllerCreateRequest, config: &Config) -> Result<PodSpec, PodError> {
+    let defaults = &config.vm;
     let id = id("sandbox id", &request.sandbox_id)?;
     let invalid = |reason: String| PodError::Invalid { subject: format!("pod {id}"), reason };
-    let config = match &request.options {
+    let asked = match &request.options {
         Some(any) => PodSandboxConfig::decode(any.value.as_slice())
             .map_err(|error| invalid(format!("its PodSandboxConfig can't be read: {error}")))?,
         None => PodSandboxConfig::default(),
     };
-    let metadata = config.metadata.unwrap_or_default();
-    let linux = config.linux.unwrap_or_default();
+    let metadata = asked.metadata.unwrap_or_default();
+    let linux = asked.linux.unwrap_or_default();
     let security = linux.security_context.unwrap_or_default();
     let namespaces = security.namespace_options.unwrap_or_default();
     let shares_host = |mode: i32| mode == NamespaceMode::Node as i32;
@@ -54,12 +55,14 @@ pub fn pod_spec(request: &ControllerCreateRequest, defaults: &VmConfig) -> Resul
             "pod {id}: the host's IPC namespace is not available in a microVM pod"
         )));
     }
-    let hostname = [config.hostname, metadata.name.clone(), id.to_string()]
+    let hostname = [asked.hostname, metadata.name.clone(), id.to_string()]
         .into_iter()
         .find(|name| !name.is_empty())
         .unwrap_or_default();
-    let annotations = &config.annotations;
+    let annotations = &asked.annotations;
+    let handler = handler(request).unwrap_or_default();
     Ok(PodSpec {
+        way: config.handlers.get(&handler).copied().unwrap_or_default(),
         vcpus: vcpus(annotations.get(VCPUS), defaults).map_err(invalid)?,
         memory_mib: memory_mib(annotations.get(MEMORY), defaults).map_err(invalid)?,
         name: metadata.name,
@@ -67,7 +70,7 @@ pub fn pod_spec(request: &ControllerCreateRequest, defaults: &VmConfig) -> Resul
         uid: metadata.uid,
         hostname,
         netns: (!request.netns_path.is_empty()).then(|| request.netns_path.clone().into()),
-        resolv_conf: config.dns_config.map(|dns| {
+        resolv_conf: asked.dns_config.map(|dns| {
             let mut text = String::new();
             for server in &dns.servers {
                 text += &format!("nameserver {server}\n");
@@ -83,6 +86,23 @@ pub fn pod_spec(request: &ControllerCreateRequest, defaults: &VmConfig) -> Resul
         sysctls: linux.sysctls.into_iter().collect::<BTreeMap<_, _>>(),
         id: id.clone(),
     })
+}
+
+/// The runtime handler that the pod asked for, which containerd tells among what it keeps of a sandbox.
+fn handler(request: &ControllerCreateRequest) -> Option<String> {
+    /// What is read of it.
+    #[derive(serde::Deserialize)]
+    #[serde(rename_all = "PascalCase")]
+    struct Versioned {
+        metadata: Metadata,
+    }
+    #[derive(serde::Deserialize)]
+    #[serde(rename_all = "PascalCase")]
+    struct Metadata {
+        runtime_handler: String,
+    }
+    let kept = request.sandbox.as_ref()?.extensions.get("metadata")?;
+    serde_json::from_slice::<Versioned>(&kept.value).ok().map(|kept| kept.metadata.runtime_handler)
 }
 
 fn vcpus(asked: Option<&String>, defaults: &VmConfig) -> Result<u32, String> {
@@ -171,6 +191,7 @@ pub fn ttrpc_time(ns: u64) -> protobuf::MessageField<protobuf::well_known_types:
 mod tests {
     use super::*;
     use crate::config::Config;
+    use crate::config::Way;
 
     fn request(edit: impl FnOnce(&mut PodSandboxConfig)) -> ControllerCreateRequest {
         let mut config = PodSandboxConfig {
@@ -192,13 +213,33 @@ mod tests {
         let request = request(|config| {
             config.annotations.insert(name.into(), value.into());
         });
-        pod_spec(&request, &Config::default().vm)
+        pod_spec(&request, &Config::default())
+    }
+
+    #[test]
+    fn the_way_to_a_machine_is_that_of_the_runtime_handler() {
+        let mut config = Config::default();
+        config.handlers.insert("cold".into(), Way::Boot);
+        let way = |handler: &str| {
+            let mut request = request(|_| {});
+            let kept = format!(r#"{{"Version":"v1","Metadata":{{"ID":"p","RuntimeHandler":"{handler}"}}}}"#);
+            let extensions = &mut request.sandbox.get_or_insert_default().extensions;
+            let value = prost_types::Any { type_url: String::new(), value: kept.into_bytes() };
+            extensions.insert("metadata".into(), value);
+            pod_spec(&request, &config).unwrap().way
+        };
+        assert_eq!([way("cold"), way("other"), way("")], [Way::Boot, Way::Pool, Way::Pool]);
+        assert_eq!(
+            pod_spec(&request(|_| {}), &config).unwrap().way,
+            Way::Pool,
+            "a containerd that tells none"
+        );
     }
 
     #[test]
     fn sizes_come_from_annotations_or_defaults_and_are_bounded() {
+        let plain = pod_spec(&request(|_| {}), &Config::default()).unwrap();
         let defaults = Config::default().vm;
-        let plain = pod_spec(&request(|_| {}), &defaults).unwrap();
         assert_eq!((plain.vcpus, plain.memory_mib), (defaults.default_vcpus, defaults.default_memory_mib));
         assert_eq!(annotated(MEMORY, "1Gi").unwrap().memory_mib, 1024);
         assert_eq!(annotated(MEMORY, "512").unwrap().memory_mib, 512);
@@ -215,7 +256,7 @@ mod tests {
     fn an_id_that_leaves_its_directory_and_a_host_namespace_are_refused() {
         let mut escape = request(|_| {});
         escape.sandbox_id = "../x".into();
-        let error = pod_spec(&escape, &Config::default().vm).unwrap_err();
+        let error = pod_spec(&escape, &Config::default()).unwrap_err();
         assert_eq!(error.code(), Code::InvalidArgument);
         let host_pid = request(|config| {
             let options =
@@ -228,7 +269,7 @@ mod tests {
                 ..Default::default()
             });
         });
-        let error = pod_spec(&host_pid, &Config::default().vm).unwrap_err();
+        let error = pod_spec(&host_pid, &Config::default()).unwrap_err();
         assert!(error.to_string().contains("PID namespace"), "{error}");
     }
 }

@@ -79,18 +79,9 @@ impl Controller for SandboxService {
         request: Request<ControllerCreateRequest>,
     ) -> Result<Response<ControllerCreateResponse>, Status> {
         let request = request.into_inner();
-        let spec = pod_spec(&request, &self.node.config.vm).map_err(grpc)?;
+        let spec = pod_spec(&request, &self.node.config).map_err(grpc)?;
         let sandbox = spec.id.clone();
-        let status = PodStatus {
-            state: PodState::Created,
-            created_at_ns: now_ns(),
-            exited_at_ns: 0,
-            exit_status: 0,
-            reason: String::new(),
-            vmm_pid: 0,
-            kernel_release: String::new(),
-            recovered: false,
-        };
+        let status = PodStatus::created(now_ns());
         let node = self.node.clone();
         self.node
             .registry

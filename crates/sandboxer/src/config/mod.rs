@@ -3,5 +3,5 @@
 pub mod raw;
 pub mod resolved;
 
-pub use raw::{ConfigError, DEFAULT};
-pub use resolved::{Accelerator, Config, RootfsConfig, VmConfig, VmmChoice};
+pub use raw::{ConfigError, DEFAULT, DEFAULT_PATH};
+pub use resolved::{Accelerator, Config, PoolConfig, RootfsConfig, TemplateConfig, VmConfig, VmmChoice, Way};

@@ -1,6 +1,7 @@
 //! The configuration as written: TOML, every key optional, unknown keys refused.
 
 use std::{
+    collections::BTreeMap,
     fmt, fs, io,
     net::SocketAddr,
     path::{Path, PathBuf},
@@ -10,7 +11,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 use toml::de::DeTable;
 
-use super::{Accelerator, Config, RootfsConfig, VmConfig, VmmChoice};
+use super::{Accelerator, Config, PoolConfig, RootfsConfig, TemplateConfig, VmConfig, VmmChoice, Way};
 
 /// The default configuration, every key explained.
 pub const DEFAULT: &str = include_str!("../../../../vmm-configs/sandboxer.toml");
@@ -84,9 +85,13 @@ struct Raw {
     run_dir: Option<PathBuf>,
     state_dir: Option<PathBuf>,
     concurrent_starts: Option<usize>,
+    concurrent_containers: Option<usize>,
     drain_timeout: Option<Seconds>,
     metrics_listen: Option<SocketAddr>,
     vm: RawVm,
+    templates: RawTemplates,
+    pool: RawPool,
+    handlers: BTreeMap<String, Way>,
     rootfs: RawRootfs,
     containerd: RawContainerd,
 }
@@ -113,6 +118,21 @@ struct RawVm {
 
 #[derive(Debug, Default, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
+struct RawTemplates {
+    enabled: Option<bool>,
+    max: Option<usize>,
+    max_mib: Option<u64>,
+}
+
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+struct RawPool {
+    min: Option<usize>,
+    max: Option<usize>,
+}
+
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
 struct RawRootfs {
     mkfs_erofs: Option<PathBuf>,
     cache_mib: Option<u64>,
@@ -130,7 +150,19 @@ struct RawContainerd {
 #[serde(transparent)]
 struct Seconds(f64);
 
+/// Where the configuration is if nobody says otherwise; it need not be there.
+pub const DEFAULT_PATH: &str = "/etc/sandboxer/config.toml";
+
 impl Config {
+    /// Reads the file that was named; without one that at [`DEFAULT_PATH`], if it is there.
+    pub fn load_or_default(named: Option<&Path>) -> Result<Self, ConfigError> {
+        match named {
+            Some(path) => Self::load(path),
+            None if Path::new(DEFAULT_PATH).exists() => Self::load(DEFAULT_PATH.as_ref()),
+            None => Ok(Self::default()),
+        }
+    }
+
     /// Reads `path`. What the file doesn't set has its default.
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
         let text =
@@ -157,7 +189,7 @@ fn resolve(
     refused: impl Fn(&'static str, String, &'static str) -> ConfigError,
 ) -> Result<Config, ConfigError> {
     let default = Config::default();
-    let (vm, rootfs) = (default.vm, default.rootfs);
+    let (vm, templates, rootfs) = (default.vm, default.templates, default.rootfs);
     let check = |key, found: String, takes, fine: bool| match fine {
         true => Ok(()),
         false => Err(refused(key, found, takes)),
@@ -192,18 +224,26 @@ fn resolve(
     let default_memory_mib = raw.vm.default_memory_mib.unwrap_or(vm.default_memory_mib);
     let fine = (64..=max_memory_mib).contains(&default_memory_mib);
     check("vm.default_memory_mib", default_memory_mib.to_string(), "64 to vm.max_memory_mib", fine)?;
-    let starts = raw.concurrent_starts.unwrap_or(default.concurrent_starts);
+    let at_once = |key, value: Option<usize>, default: usize| {
+        let value = value.unwrap_or(default);
+        check(key, value.to_string(), "a whole number from 1 up", value > 0).map(|()| value)
+    };
+
+    // Either key alone sets both ends of the range that would not fit otherwise.
+    let min = raw.pool.min.unwrap_or(default.pool.min);
+    let max = raw.pool.max.unwrap_or(default.pool.max.max(min));
+    check("pool.min", min.to_string(), "0 to pool.max", min <= max)?;
+    check("pool.max", max.to_string(), "0 to 1000", max <= 1000)?;
 
     Ok(Config {
         run_dir: absolute("run_dir", raw.run_dir, default.run_dir)?,
         state_dir: absolute("state_dir", raw.state_dir, default.state_dir)?,
-        concurrent_starts: check(
-            "concurrent_starts",
-            starts.to_string(),
-            "a whole number from 1 up",
-            starts > 0,
-        )
-        .map(|()| starts)?,
+        concurrent_starts: at_once("concurrent_starts", raw.concurrent_starts, default.concurrent_starts)?,
+        concurrent_containers: at_once(
+            "concurrent_containers",
+            raw.concurrent_containers,
+            default.concurrent_containers,
+        )?,
         drain_timeout: seconds("drain_timeout", raw.drain_timeout, default.drain_timeout)?,
         metrics_listen: raw.metrics_listen,
         containerd_ttrpc: match raw.containerd.ttrpc {
@@ -230,6 +270,16 @@ fn resolve(
             },
             agent_log: raw.vm.agent_log,
         },
+        templates: TemplateConfig {
+            enabled: raw.templates.enabled.unwrap_or(templates.enabled),
+            most: at_once("templates.max", raw.templates.max, templates.most)?,
+            most_bytes: match raw.templates.max_mib {
+                Some(mib) => positive("templates.max_mib", mib)?.saturating_mul(1 << 20),
+                None => templates.most_bytes,
+            },
+        },
+        pool: PoolConfig { min, max },
+        handlers: raw.handlers,
         rootfs: RootfsConfig {
             mkfs_erofs: program("rootfs.mkfs_erofs", raw.rootfs.mkfs_erofs, rootfs.mkfs_erofs)?,
             cache_bytes: match raw.rootfs.cache_mib {
@@ -295,8 +345,12 @@ mod tests {
     #[test]
     fn the_explained_default_is_the_default() {
         let written = parse(DEFAULT).unwrap();
-        // The one default that depends on the machine stands commented out in the file.
-        let built = Config { concurrent_starts: written.concurrent_starts, ..Config::default() };
+        // The defaults that depend on the machine stand commented out in the file.
+        let built = Config {
+            concurrent_starts: written.concurrent_starts,
+            concurrent_containers: written.concurrent_containers,
+            ..Config::default()
+        };
         assert_eq!(format!("{written:?}"), format!("{built:?}"));
     }
 
@@ -304,14 +358,15 @@ mod tests {
     fn the_explained_default_has_every_key() {
         // With what is commented out taken in, too; the parser itself names all keys that it knows.
         let set = DEFAULT.replace("\n# ", "\n");
-        for table in ["", "vm", "rootfs", "containerd"] {
+        let tables = ["vm", "templates", "pool", "handlers", "rootfs", "containerd"];
+        for table in ["", "vm", "templates", "pool", "rootfs", "containerd"] {
             let header = if table.is_empty() { String::new() } else { format!("[{table}]\n") };
             let error = toml::from_str::<Raw>(&format!("{header}zz = 1")).unwrap_err();
             let mut known = error.message().split('`').skip(3).step_by(2).peekable();
             assert!(known.peek().is_some(), "{error}");
             let section = &set[set.find(&header).unwrap() + header.len()..];
             let section = section.split("\n[").next().unwrap();
-            for key in known.filter(|key| !["vm", "rootfs", "containerd"].contains(key)) {
+            for key in known.filter(|key| !tables.contains(key)) {
                 let explained = section.lines().any(|line| line.starts_with(&format!("{key} = ")));
                 assert!(explained, "{table}.{key} is not in the explained default");
             }
@@ -372,6 +427,8 @@ mod tests {
             ("[vm]\ndefault_memory_mib = 8", "vm.default_memory_mib"),
             ("[vm]\nboot_timeout = -1.0", "vm.boot_timeout"),
             ("[vm]\nboot_timeout = nan", "vm.boot_timeout"),
+            ("[templates]\nmax = 0", "templates.max"),
+            ("[pool]\nmax = 2\nmin = 3", "pool.min"),
             ("[rootfs]\ncache_mib = 0", "rootfs.cache_mib"),
             ("[containerd]\nttrpc = \"ttrpc.sock\"", "containerd.ttrpc"),
         ] {

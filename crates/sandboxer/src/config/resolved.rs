@@ -1,6 +1,6 @@
 //! The configuration as the daemon uses it: every value set, checked and absolute.
 
-use std::{net::SocketAddr, path::PathBuf, time::Duration};
+use std::{collections::BTreeMap, net::SocketAddr, path::PathBuf, time::Duration};
 
 /// Everything that can be set.
 #[derive(Debug, Clone)]
@@ -11,12 +11,21 @@ pub struct Config {
     pub state_dir: PathBuf,
     /// Machines.
     pub vm: VmConfig,
+    /// Frozen machines of which pods are copies.
+    pub templates: TemplateConfig,
+    /// Machines that wait for pods.
+    pub pool: PoolConfig,
+    /// The fastest way in which pods of a runtime handler may get their machine, by the handler's
+    /// name; [`Way::Pool`] for handlers that aren't named.
+    pub handlers: BTreeMap<String, Way>,
     /// Root file systems.
     pub rootfs: RootfsConfig,
     /// containerd's ttrpc socket, for events; none: events go nowhere but the admin API.
     pub containerd_ttrpc: Option<PathBuf>,
-    /// Pods that may start at the same time; the others queue.
+    /// Machines that may boot or be restored at the same time; the others queue.
     pub concurrent_starts: usize,
+    /// Containers that may be made at the same time; the others queue.
+    pub concurrent_containers: usize,
     /// How long a shutdown waits for requests under way.
     pub drain_timeout: Duration,
     /// Where Prometheus may read metrics; none: nowhere.
@@ -82,6 +91,69 @@ pub enum Accelerator {
     Tcg,
 }
 
+/// How a pod gets its machine, slowest first. What isn't to be had is replaced by the next slower one.
+#[derive(
+    Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize,
+)]
+#[serde(rename_all = "lowercase")]
+pub enum Way {
+    /// It boots.
+    Boot,
+    /// It is made as a copy of a frozen one.
+    Template,
+    /// It was made so before, and waits.
+    #[default]
+    Pool,
+}
+
+impl Way {
+    /// Every way, slowest first.
+    pub const ALL: [Way; 3] = [Way::Boot, Way::Template, Way::Pool];
+
+    /// The name under which the way appears everywhere.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Way::Boot => "boot",
+            Way::Template => "template",
+            Way::Pool => "pool",
+        }
+    }
+
+    /// The next slower one; the slowest stays.
+    pub const fn slower(self) -> Self {
+        match self {
+            Way::Pool => Way::Template,
+            Way::Template | Way::Boot => Way::Boot,
+        }
+    }
+}
+
+impl std::fmt::Display for Way {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// Which templates are kept.
+#[derive(Debug, Clone)]
+pub struct TemplateConfig {
+    /// Whether there are any.
+    pub enabled: bool,
+    /// Most of them.
+    pub most: usize,
+    /// Most bytes they take on disk; in memory each takes about as many.
+    pub most_bytes: u64,
+}
+
+/// How many machines wait for pods.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PoolConfig {
+    /// Always at least so many, unless memory is short.
+    pub min: usize,
+    /// Never more; 0: there is no pool.
+    pub max: usize,
+}
+
 /// How root file systems become disks.
 #[derive(Debug, Clone)]
 pub struct RootfsConfig {
@@ -96,6 +168,7 @@ pub struct RootfsConfig {
 
 impl Default for Config {
     fn default() -> Self {
+        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         Self {
             run_dir: "/run/sandboxer".into(),
             state_dir: "/var/lib/sandboxer".into(),
@@ -116,13 +189,17 @@ impl Default for Config {
                 console_log_bytes: 1 << 20,
                 agent_log: None,
             },
+            templates: TemplateConfig { enabled: true, most: 4, most_bytes: 2 << 30 },
+            pool: PoolConfig { min: 0, max: 0 },
+            handlers: BTreeMap::new(),
             rootfs: RootfsConfig {
                 mkfs_erofs: "mkfs.erofs".into(),
                 cache_bytes: 10 << 30,
                 writable_bytes: 0,
             },
             containerd_ttrpc: None,
-            concurrent_starts: 2 * std::thread::available_parallelism().map_or(1, usize::from),
+            concurrent_starts: 2 * cpus,
+            concurrent_containers: 2 * cpus,
             drain_timeout: Duration::from_secs(10),
             metrics_listen: None,
         }

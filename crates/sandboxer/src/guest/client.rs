@@ -88,6 +88,11 @@ impl Agent {
         Self { pod, client, timeout }
     }
 
+    /// The same session, its errors naming another pod.
+    pub fn of(self, pod: &SandboxId) -> Self {
+        Self { pod: pod.clone(), ..self }
+    }
+
     /// Gives the guest its identity.
     pub async fn configure_pod(&self, request: wire::ConfigurePodRequest) -> Result<(), GuestError> {
         call!(self, configure_pod, self.short(), request).map(drop)

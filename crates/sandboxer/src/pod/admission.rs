@@ -1,24 +1,69 @@
-//! How many pods start at once; the others wait in the order they came.
+//! How much is started at once; what comes later waits in the order in which it came.
+//!
+//! Two gates, for two kinds of work that compete for processors in their own ways: machines that boot
+//! or are restored, and containers that are made in machines that run. A pod that takes a machine from
+//! the pool passes neither.
 
-use tokio::sync::{Semaphore, SemaphorePermit};
+use tokio::sync::{Semaphore, SemaphorePermit, watch};
 
-/// A gate with so many places. A start that is dropped while it waits leaves the queue.
+/// What there are gates for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Work {
+    /// A machine boots or is restored.
+    Machine,
+    /// A container is made.
+    Container,
+}
+
+/// Gates with so many places each. Whoever is dropped while waiting leaves the queue.
 #[derive(Debug)]
 pub struct Admission {
-    // tokio's semaphore is fair: permits are given in the order they were asked for.
-    places: Semaphore,
+    // tokio's semaphores are fair: permits are given in the order they were asked for.
+    machines: Semaphore,
+    containers: Semaphore,
+    under_way: watch::Sender<usize>,
+}
+
+/// Pod work that somebody waits for. Counted until dropped.
+#[derive(Debug)]
+pub struct Urgent<'a>(&'a watch::Sender<usize>);
+
+impl Drop for Urgent<'_> {
+    fn drop(&mut self) {
+        self.0.send_modify(|count| *count -= 1);
+    }
 }
 
 impl Admission {
-    /// A gate for `places` starts at once, at least one.
-    pub fn new(places: usize) -> Self {
-        Self { places: Semaphore::new(places.max(1)) }
+    /// Gates for so many machines and containers at once, at least one each.
+    pub fn new(machines: usize, containers: usize) -> Self {
+        Self {
+            machines: Semaphore::new(machines.max(1)),
+            containers: Semaphore::new(containers.max(1)),
+            under_way: watch::Sender::new(0),
+        }
     }
 
     /// Waits for a place; it is given back when the answer is dropped.
-    pub async fn enter(&self) -> Option<SemaphorePermit<'_>> {
-        // The semaphore is never closed; were it, starts would go through ungated.
-        self.places.acquire().await.ok()
+    pub async fn enter(&self, work: Work) -> Option<SemaphorePermit<'_>> {
+        let gate = match work {
+            Work::Machine => &self.machines,
+            Work::Container => &self.containers,
+        };
+        // Never closed; were it, work would go through ungated.
+        gate.acquire().await.ok()
+    }
+
+    /// Notes that somebody waits for what is done until the answer is dropped.
+    pub fn urgent(&self) -> Urgent<'_> {
+        self.under_way.send_modify(|count| *count += 1);
+        Urgent(&self.under_way)
+    }
+
+    /// Waits until nobody waits for anything.
+    pub async fn quiet(&self) {
+        // An error would say that this is gone, and with it all work.
+        let _ = self.under_way.subscribe().wait_for(|&count| count == 0).await;
     }
 }
 
@@ -26,18 +71,75 @@ impl Admission {
 mod tests {
     use super::*;
     use futures::FutureExt;
+    use proptest::prelude::*;
 
     #[test]
     fn a_start_that_gives_up_frees_its_place_in_the_queue() {
-        let gate = Admission::new(1);
-        let first = gate.enter().now_or_never().flatten();
+        let gates = Admission::new(1, 1);
+        let first = gates.enter(Work::Machine).now_or_never().flatten();
         assert!(first.is_some());
-        let mut second = Box::pin(gate.enter());
-        let mut third = Box::pin(gate.enter());
+        assert!(gates.enter(Work::Container).now_or_never().is_some(), "one gate holds up the other");
+        let mut second = Box::pin(gates.enter(Work::Machine));
+        let mut third = Box::pin(gates.enter(Work::Machine));
         assert!(second.as_mut().now_or_never().is_none());
         assert!(third.as_mut().now_or_never().is_none());
         drop(second);
         drop(first);
         assert!(third.now_or_never().is_some(), "the place went to a start that had left");
+    }
+
+    #[test]
+    fn quiet_is_when_nobody_waits() {
+        let gates = Admission::new(1, 1);
+        let (one, two) = (gates.urgent(), gates.urgent());
+        let mut quiet = Box::pin(gates.quiet());
+        assert!(quiet.as_mut().now_or_never().is_none());
+        drop(one);
+        assert!(quiet.as_mut().now_or_never().is_none());
+        drop(two);
+        assert!(quiet.now_or_never().is_some());
+    }
+
+    proptest! {
+        /// Whoever comes, gives up and leaves in whichever order: never more inside than there are
+        /// places, none empty while somebody waits, and those that wait get in as they came.
+        #[test]
+        fn places_are_bounded_used_and_given_in_order(
+            places in 1_usize..5,
+            steps in prop::collection::vec((0_u8..3, any::<prop::sample::Index>()), 1..60),
+        ) {
+            let gates = Admission::new(places, 1);
+            let mut waiting = std::collections::VecDeque::new();
+            let mut inside = Vec::new();
+            let mut count = 0;
+            for (step, which) in steps {
+                match step {
+                    0 => {
+                        waiting.push_back((count, Box::pin(gates.enter(Work::Machine))));
+                        count += 1;
+                    }
+                    1 if !waiting.is_empty() => drop(waiting.remove(which.index(waiting.len()))),
+                    2 if !inside.is_empty() => drop(inside.swap_remove(which.index(inside.len()))),
+                    _ => {}
+                }
+                let mut still = std::collections::VecDeque::new();
+                let mut skipped = false;
+                for (number, mut entry) in waiting {
+                    match entry.as_mut().now_or_never() {
+                        Some(place) => {
+                            prop_assert!(!skipped, "{number} got in before one that came earlier");
+                            inside.push(place);
+                        }
+                        None => {
+                            skipped = true;
+                            still.push_back((number, entry));
+                        }
+                    }
+                }
+                waiting = still;
+                prop_assert!(inside.len() <= places);
+                prop_assert!(waiting.is_empty() || inside.len() == places, "a place stays empty");
+            }
+        }
     }
 }

@@ -235,7 +235,6 @@ fn replace(path: &Path, record: &PodRecord) -> io::Result<()> {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use crate::pod::state::PodState;
 
     pub fn record(id: &str) -> PodRecord {
         PodRecord {
@@ -249,19 +248,11 @@ pub(crate) mod tests {
                 netns: None,
                 resolv_conf: None,
                 sysctls: Default::default(),
+                way: Default::default(),
                 vcpus: 1,
                 memory_mib: 128,
             },
-            status: PodStatus {
-                state: PodState::Created,
-                created_at_ns: 1,
-                exited_at_ns: 0,
-                exit_status: 0,
-                reason: String::new(),
-                vmm_pid: 0,
-                kernel_release: String::new(),
-                recovered: false,
-            },
+            status: PodStatus::created(1),
             link_key: LinkKey::random(),
             machine: None,
             containers: Vec::new(),

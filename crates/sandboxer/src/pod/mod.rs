@@ -12,6 +12,7 @@ mod start;
 pub mod state;
 mod stop;
 pub mod undo;
+pub mod ways;
 
 use std::{path::PathBuf, sync::Arc};
 
@@ -27,6 +28,8 @@ use crate::{
     error::PodError,
     events::Events,
     host::rootfs::RootfsStore,
+    pool::Pool,
+    template::Templates,
     vmm::Vmm,
 };
 use admission::Admission;
@@ -37,6 +40,7 @@ use spec::PodSpec;
 use stage_times::StageTimes;
 use stages::Step;
 use state::PodStatus;
+use ways::Ways;
 
 /// Requests that may wait for a pod's task before senders wait too.
 const QUEUED_REQUESTS: usize = 64;
@@ -54,6 +58,12 @@ pub struct Node {
     pub journal: Journal,
     /// Finds pods.
     pub registry: Registry,
+    /// Machines of which pods are copies.
+    pub templates: Arc<Templates>,
+    /// Machines that wait for pods.
+    pub pool: Arc<Pool>,
+    /// Counts how pods got their machines.
+    pub ways: Ways,
     /// Bounds the starts under way.
     pub admission: Admission,
     /// Tells what happens.

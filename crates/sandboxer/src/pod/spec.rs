@@ -5,6 +5,8 @@ use std::{collections::BTreeMap, path::PathBuf};
 use sandboxer_protocol::id::SandboxId;
 use serde::{Deserialize, Serialize};
 
+use crate::{config::Way, template::Shape};
+
 /// A pod as asked for, all defaults filled in.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PodSpec {
@@ -24,8 +26,18 @@ pub struct PodSpec {
     pub resolv_conf: Option<String>,
     /// Kernel parameters of the guest.
     pub sysctls: BTreeMap<String, String>,
+    /// How it may get its machine at best.
+    #[serde(default)]
+    pub way: Way,
     /// Virtual CPUs.
     pub vcpus: u32,
     /// Guest memory, MiB.
     pub memory_mib: u64,
+}
+
+impl PodSpec {
+    /// The size of its machine.
+    pub fn shape(&self) -> Shape {
+        Shape { vcpus: self.vcpus, memory_mib: self.memory_mib }
+    }
 }

@@ -1,7 +1,7 @@
 //! How long the stages of all starts took: a histogram per stage and outcome, always on.
 //!
-//! Recording takes a lock that is held for one addition; what that costs is measured by
-//! `cargo bench --bench startup` ("stage time recorded").
+//! Recording takes a lock that is held for one addition; what that costs a pod is measured by
+//! `cargo bench --bench startup` ("histograms, all stages of a pod").
 
 use std::{
     sync::{Mutex, PoisonError},

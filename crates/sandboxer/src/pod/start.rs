@@ -1,7 +1,16 @@
 //! One pod's way up, top to bottom. Each phase takes the one before it, so a pod that is half-way
 //! can't be used; each adds what undoes it, so a start that fails leaves nothing.
+//!
+//! ```text
+//!  Prepared ─▶ claim   ─▶ Greeted ─▶ configure ─▶ Up       from the pool
+//!           ─▶ restore ─▶ Running ─▶ greet ─▶ …            as a copy of a template
+//!           ─▶ boot    ─▶ Running ─▶ greet ─▶ …
+//! ```
+//!
+//! What the pool or a template can't give comes the next slower way; whoever asked for the pod never
+//! sees it.
 
-use std::{io, path::PathBuf, sync::Arc, time::Duration};
+use std::{future::Future, io, path::PathBuf, sync::Arc, time::Duration};
 
 use nix::fcntl::AT_FDCWD;
 use sandboxer_protocol::{
@@ -12,12 +21,15 @@ use sandboxer_protocol::{
 };
 use tokio_util::sync::CancellationToken;
 
-use super::{Node, spec::PodSpec, stages::Stages, undo::Undo};
+use super::{Node, admission::Work, spec::PodSpec, stages::Stages, undo::Undo};
 use crate::{
     clock::now_ns,
+    config::Way,
     container::start::Live,
-    error::{PodError, chain},
+    error::{Code, PodError, chain},
     guest::{self, GuestError},
+    pool::Warm,
+    template::{Missing, Template},
     vmm::{Machine, MachineExit, VmSpec},
 };
 
@@ -34,14 +46,33 @@ pub struct Up {
     pub live: Live,
     /// The agent's first words.
     pub ready: Ready,
+    /// How it got its machine.
+    pub way: Way,
 }
 
-/// How often a machine whose agent doesn't show up is given up for a new one. Each has an equal
-/// share of the time a pod may take.
+/// How often a pod boots at most. Each boot has an equal share of the time a pod may take.
 ///
 /// Observed with emulated guests on a host with several times more work than processors: about one
 /// boot in 130 stops for good before its agent runs. Another one then nearly always succeeds.
-const ATTEMPTS: u32 = 2;
+const BOOTS: u32 = 2;
+
+/// Where a pod's machine comes from.
+enum Source {
+    Pool(Warm),
+    Template(Arc<Template>),
+    Boot,
+}
+
+impl Source {
+    /// What there is for `spec` by this way, or why there is nothing.
+    fn take(node: &Node, spec: &PodSpec, way: Way) -> Result<Self, &'static str> {
+        match way {
+            Way::Pool => node.pool.claim(spec.shape()).map(Self::Pool).ok_or("empty"),
+            Way::Template => node.templates.get(spec.shape()).map(Self::Template).map_err(Missing::as_str),
+            Way::Boot => Ok(Self::Boot),
+        }
+    }
+}
 
 /// Brings a pod up. Cancelled or failed, it has undone all it did when it answers.
 pub async fn start(
@@ -51,21 +82,41 @@ pub async fn start(
     stages: &Stages,
     cancel: &CancellationToken,
 ) -> Result<Up, PodError> {
-    let mut left = ATTEMPTS;
+    let _urgent = node.admission.urgent();
+    let (mut way, mut boots) = (spec.way, BOOTS);
     loop {
-        left -= 1;
-        match attempt(node, spec, key, stages, cancel).await {
-            Err(error @ PodError::NotReady { .. }) if left > 0 => {
-                tracing::warn!(pod = %spec.id, error = chain(&error), "the pod gets another machine");
-            }
-            ended => return ended,
-        }
+        let missed = match Source::take(node, spec, way) {
+            Ok(source) => match attempt(node, spec, source, key, stages, cancel).await {
+                Ok(up) => {
+                    node.ways.taken(way);
+                    return Ok(up);
+                }
+                // Another machine would not help.
+                Err(error) if matches!(error.code(), Code::Cancelled | Code::InvalidArgument) => {
+                    return Err(error);
+                }
+                Err(error) if way != Way::Boot => {
+                    tracing::warn!(pod = %spec.id, %way, error = chain(&error), "the pod starts in a slower way");
+                    "failed"
+                }
+                Err(error @ PodError::NotReady { .. }) if boots > 1 => {
+                    tracing::warn!(pod = %spec.id, error = chain(&error), "the pod gets another machine");
+                    boots -= 1;
+                    "silent"
+                }
+                Err(error) => return Err(error),
+            },
+            Err(reason) => reason,
+        };
+        node.ways.missed(way, missed);
+        way = way.slower();
     }
 }
 
 async fn attempt(
     node: &Node,
     spec: &PodSpec,
+    source: Source,
     key: &LinkKey,
     stages: &Stages,
     cancel: &CancellationToken,
@@ -74,7 +125,7 @@ async fn attempt(
     let result = tokio::select! {
         biased;
         () = cancel.cancelled() => Err(PodError::Cancelled(spec.id.clone())),
-        result = phases(node, spec, key, stages, &mut undo) => result,
+        result = phases(node, spec, source, key, stages, &mut undo) => result,
     };
     if result.is_ok() {
         undo.forget();
@@ -87,33 +138,37 @@ async fn attempt(
 async fn phases(
     node: &Node,
     spec: &PodSpec,
+    source: Source,
     key: &LinkKey,
     stages: &Stages,
     undo: &mut Undo,
 ) -> Result<Up, PodError> {
-    let _place = node.admission.enter().await;
-    let limit = node.config.vm.boot_timeout / ATTEMPTS;
+    // Whatever fails from here on, a machine that waited is not left behind.
+    if let Source::Pool(warm) = &source {
+        let doomed = warm.machine.clone();
+        undo.push("end the VMM", async move { doomed.kill().await });
+    }
     let prepared = stages.run(Stage::Netns, Prepared::new(node, spec, undo)).await?;
-    let booted = stages.run(Stage::VmmSpawn, prepared.boot(key, undo)).await?;
-    let machine = booted.machine.clone();
-    let up = async {
-        let greeted = stages.run(Stage::Boot, booted.greet(key)).await?;
-        stages.run(Stage::AgentReady, greeted.configure()).await
-    };
-    tokio::select! {
-        up = up => match up {
-            Err(PodError::Guest(GuestError::Greeting { source: LinkError::Io(error), pod })) => {
-                // The link breaks a moment before its machine is gone, whose end tells why.
-                match tokio::time::timeout(LAST_MOMENT, machine.exited()).await {
-                    Ok(exit) => Err(machine_ended(spec, exit)),
-                    Err(_) => Err(GuestError::Greeting { pod, source: LinkError::Io(error) }.into()),
-                }
-            }
-            up => up,
-        },
-        exit = machine.exited() => Err(machine_ended(spec, exit)),
-        () = tokio::time::sleep(limit) => {
-            Err(PodError::NotReady { pod: spec.id.clone(), limit, console: machine.last_lines().await.join(" | ") })
+    let turn = async { Ok::<_, PodError>(node.admission.enter(Work::Machine).await) };
+    match source {
+        Source::Pool(warm) => {
+            let greeted = stages.run(Stage::Claim, prepared.claim(warm)).await?;
+            stages.run(Stage::AgentReady, greeted.configure(key)).await
+        }
+        Source::Template(template) => {
+            let _place = stages.run(Stage::Queue, turn).await?;
+            let running = stages.run(Stage::Restore, prepared.restore(&template, undo)).await?;
+            stages
+                .run(Stage::AgentReady, async {
+                    running.greet(&template.link_key).await?.configure(key).await
+                })
+                .await
+        }
+        Source::Boot => {
+            let _place = stages.run(Stage::Queue, turn).await?;
+            let running = stages.run(Stage::VmmSpawn, prepared.boot(key, undo)).await?;
+            let greeted = stages.run(Stage::Boot, running.greet(key)).await?;
+            stages.run(Stage::AgentReady, greeted.configure(key)).await
         }
     }
 }
@@ -150,62 +205,121 @@ impl<'a> Prepared<'a> {
         Ok(Self { node, spec, run_dir })
     }
 
-    async fn boot(self, key: &LinkKey, undo: &mut Undo) -> Result<Booted<'a>, PodError> {
+    /// Takes a machine that waited, which stands still, and lets it go on.
+    async fn claim(self, warm: Warm) -> Result<Greeted<'a>, PodError> {
         let Self { node, spec, run_dir } = self;
-        let config = &node.config.vm;
-        let machine = node
-            .vmm
-            .boot(&VmSpec {
-                pod: spec.id.clone(),
-                run_dir,
-                vcpus: spec.vcpus,
-                memory_mib: spec.memory_mib,
-                kernel: config.kernel.clone(),
-                initramfs: config.initramfs.clone(),
-                boot: BootParams { link_key: key.clone(), log: config.agent_log.clone() },
-                disks: Vec::new(),
-                console_log_bytes: config.console_log_bytes,
-            })
-            .await?;
+        let machine = warm.machine.assign(&spec.id, &run_dir)?;
+        machine.resume().await?;
+        let live = Live { machine, agent: warm.agent.of(&spec.id) };
+        let up = Up { live, ready: warm.ready, way: Way::Pool };
+        Ok(Greeted { node, spec, up })
+    }
+
+    async fn restore(self, template: &Template, undo: &mut Undo) -> Result<Running<'a>, PodError> {
+        let spec = self.vm_spec(&template.link_key);
+        let machine = self.node.vmm.restore(&spec, &template.frozen).await?;
+        let running = self.running(machine, Way::Template, undo);
+        running.machine.resume().await?;
+        Ok(running)
+    }
+
+    async fn boot(self, key: &LinkKey, undo: &mut Undo) -> Result<Running<'a>, PodError> {
+        let machine = self.node.vmm.boot(&self.vm_spec(key)).await?;
+        Ok(self.running(machine, Way::Boot, undo))
+    }
+
+    fn vm_spec(&self, key: &LinkKey) -> VmSpec {
+        let config = &self.node.config.vm;
+        VmSpec {
+            pod: self.spec.id.clone(),
+            run_dir: self.run_dir.clone(),
+            vcpus: self.spec.vcpus,
+            memory_mib: self.spec.memory_mib,
+            kernel: config.kernel.clone(),
+            initramfs: config.initramfs.clone(),
+            boot: BootParams { link_key: key.clone(), log: config.agent_log.clone() },
+            memory_file: None,
+            disks: Vec::new(),
+            background: false,
+            console_log_bytes: config.console_log_bytes,
+        }
+    }
+
+    fn running(self, machine: Arc<dyn Machine>, way: Way, undo: &mut Undo) -> Running<'a> {
         let doomed = machine.clone();
         undo.push("end the VMM", async move { doomed.kill().await });
-        Ok(Booted { node, spec, machine })
+        Running { node: self.node, spec: self.spec, machine, way }
     }
 }
 
 /// The machine runs.
-struct Booted<'a> {
+struct Running<'a> {
     node: &'a Node,
     spec: &'a PodSpec,
     machine: Arc<dyn Machine>,
+    way: Way,
 }
 
-impl<'a> Booted<'a> {
+impl<'a> Running<'a> {
     async fn greet(self, key: &LinkKey) -> Result<Greeted<'a>, PodError> {
-        let Self { node, spec, machine } = self;
-        let (agent, ready) = guest::connect(&spec.id, machine.as_ref(), key, &node.config.vm).await?;
-        Ok(Greeted { spec, up: Up { live: Live { machine, agent }, ready } })
+        let Self { node, spec, machine, way } = self;
+        let greeted = guest::connect(&spec.id, machine.as_ref(), key, &node.config.vm);
+        let (agent, ready) = watched(node, spec, machine.as_ref(), greeted).await?;
+        Ok(Greeted { node, spec, up: Up { live: Live { machine, agent }, ready, way } })
     }
 }
 
 /// The agent answers.
 struct Greeted<'a> {
+    node: &'a Node,
     spec: &'a PodSpec,
     up: Up,
 }
 
 impl Greeted<'_> {
-    async fn configure(self) -> Result<Up, PodError> {
+    /// Gives the guest what makes it this pod's and nobody else's.
+    async fn configure(self, key: &LinkKey) -> Result<Up, PodError> {
+        let Self { node, spec, up } = self;
         let entropy: [u8; ENTROPY] = rand::random();
+        // What is marked by its key already must not be told it: the message would pass for a greeting.
+        let link_key = if up.way == Way::Boot { Vec::new() } else { key.as_bytes().to_vec() };
         let identity = ConfigurePodRequest {
-            hostname: self.spec.hostname.clone(),
+            hostname: spec.hostname.clone(),
             realtime_ns: now_ns(),
             entropy: entropy.to_vec(),
-            sysctls: self.spec.sysctls.clone().into_iter().collect(),
+            sysctls: spec.sysctls.clone().into_iter().collect(),
+            link_key,
             ..Default::default()
         };
-        self.up.live.agent.configure_pod(identity).await?;
-        Ok(self.up)
+        let configured = async { Ok(up.live.agent.configure_pod(identity).await?) };
+        watched(node, spec, up.live.machine.as_ref(), configured).await?;
+        Ok(up)
+    }
+}
+
+/// Waits for the agent, in vain once the machine has ended or the time is up.
+async fn watched<T>(
+    node: &Node,
+    spec: &PodSpec,
+    machine: &dyn Machine,
+    answer: impl Future<Output = Result<T, PodError>>,
+) -> Result<T, PodError> {
+    let limit = node.config.vm.boot_timeout / BOOTS;
+    tokio::select! {
+        answer = answer => match answer {
+            Err(PodError::Guest(GuestError::Greeting { source: LinkError::Io(error), pod })) => {
+                // The link breaks a moment before its machine is gone, whose end tells why.
+                match tokio::time::timeout(LAST_MOMENT, machine.exited()).await {
+                    Ok(exit) => Err(machine_ended(spec, exit)),
+                    Err(_) => Err(GuestError::Greeting { pod, source: LinkError::Io(error) }.into()),
+                }
+            }
+            answer => answer,
+        },
+        exit = machine.exited() => Err(machine_ended(spec, exit)),
+        () = tokio::time::sleep(limit) => {
+            Err(PodError::NotReady { pod: spec.id.clone(), limit, console: machine.last_lines().await.join(" | ") })
+        }
     }
 }
 

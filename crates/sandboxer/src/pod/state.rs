@@ -15,6 +15,8 @@
 
 use serde::{Deserialize, Serialize};
 
+use crate::config::Way;
+
 /// Where a pod stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -79,6 +81,9 @@ pub struct PodStatus {
     pub exit_status: u32,
     /// Why it stopped, when nobody asked it to; else empty.
     pub reason: String,
+    /// How it got its machine; none before.
+    #[serde(default)]
+    pub way: Option<Way>,
     /// Process of its VMM; 0 when there is none.
     pub vmm_pid: u32,
     /// Kernel inside, once known.
@@ -86,6 +91,23 @@ pub struct PodStatus {
     /// This daemon found the pod alive when it started.
     #[serde(skip)]
     pub recovered: bool,
+}
+
+impl PodStatus {
+    /// A pod that has just been created, at so many ns since 1970.
+    pub fn created(created_at_ns: u64) -> Self {
+        Self {
+            state: PodState::Created,
+            created_at_ns,
+            exited_at_ns: 0,
+            exit_status: 0,
+            reason: String::new(),
+            way: None,
+            vmm_pid: 0,
+            kernel_release: String::new(),
+            recovered: false,
+        }
+    }
 }
 
 #[cfg(test)]

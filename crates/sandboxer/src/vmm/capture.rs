@@ -4,9 +4,9 @@
 //! the older), and what is shown to people has no control characters.
 
 use std::{
-    ffi::OsString,
     io,
     path::{Path, PathBuf},
+    sync::Arc,
     time::Duration,
 };
 
@@ -17,6 +17,8 @@ use tokio::{
     task::AbortHandle,
 };
 
+use super::socket;
+
 /// Bytes read at once. Two such buffers a pod live as long as it does.
 const CHUNK: usize = 4 << 10;
 /// Bytes of a file's end that [`Capture::last_lines`] looks at.
@@ -26,31 +28,51 @@ const LINE: usize = 240;
 /// How long the last words of an ended process may take from pipe to file.
 const DRAIN: Duration = Duration::from_secs(1);
 
+/// A file by name in a directory that may be moved.
+#[derive(Debug, Clone)]
+struct Target {
+    dir: Arc<std::fs::File>,
+    name: &'static str,
+}
+
+impl Target {
+    fn path(&self) -> PathBuf {
+        socket::within(&self.dir, self.name)
+    }
+
+    /// The older half.
+    fn older(&self) -> PathBuf {
+        socket::within(&self.dir, &format!("{}.1", self.name))
+    }
+}
+
 /// A file being written from a stream, by a task that ends with the stream, or with this: who takes
 /// the machine up again has to find the stream free.
 #[derive(Debug)]
 pub struct Capture {
-    path: PathBuf,
+    target: Target,
     task: AbortHandle,
     finished: watch::Receiver<bool>,
 }
 
 impl Capture {
-    /// Copies `from` to `path`, after what is there already; at most `bytes` are kept.
-    pub fn start<R>(from: R, path: PathBuf, bytes: u64) -> Self
+    /// Copies `from` to `name` in `dir`, after what is there already; at most `bytes` are kept.
+    pub fn start<R>(from: R, dir: Arc<std::fs::File>, name: &'static str, bytes: u64) -> Self
     where
         R: AsyncRead + Send + Unpin + 'static,
     {
         let (done, finished) = watch::channel(false);
-        let target = path.clone();
+        let target = Target { dir, name };
+        let copied_to = target.clone();
         let task = tokio::spawn(async move {
-            if let Err(error) = copy(from, &target, bytes / 2).await {
-                tracing::warn!(path = %target.display(), %error, "no longer capturing output");
+            if let Err(error) = copy(from, &copied_to, bytes / 2).await {
+                let path = std::fs::read_link(socket::within(&copied_to.dir, "."));
+                tracing::warn!(name, ?path, %error, "no longer capturing output");
             }
             done.send_replace(true);
         })
         .abort_handle();
-        Self { path, task, finished }
+        Self { target, task, finished }
     }
 
     /// Waits, for a moment at most, until all that an ended process printed is in the file.
@@ -63,7 +85,7 @@ impl Capture {
     /// The last `count` lines that are not empty, fit to be shown.
     pub async fn last_lines(&self, count: usize) -> Vec<String> {
         let mut bytes = Vec::new();
-        for path in [older(&self.path), self.path.clone()] {
+        for path in [self.target.older(), self.target.path()] {
             // A file that isn't there was not needed.
             let _ = read_tail(&path, &mut bytes).await;
         }
@@ -79,14 +101,8 @@ impl Drop for Capture {
     }
 }
 
-fn older(path: &Path) -> PathBuf {
-    let mut name = OsString::from(path);
-    name.push(".1");
-    name.into()
-}
-
-async fn copy(mut from: impl AsyncRead + Unpin, path: &Path, half: u64) -> io::Result<()> {
-    let mut file = append(path).await?;
+async fn copy(mut from: impl AsyncRead + Unpin, target: &Target, half: u64) -> io::Result<()> {
+    let mut file = append(&target.path()).await?;
     let mut length = file.metadata().await?.len();
     let mut chunk = vec![0; CHUNK];
     loop {
@@ -101,8 +117,8 @@ async fn copy(mut from: impl AsyncRead + Unpin, path: &Path, half: u64) -> io::R
         file.flush().await?;
         length += count as u64;
         if length >= half {
-            fs::rename(path, older(path)).await?;
-            file = append(path).await?;
+            fs::rename(target.path(), target.older()).await?;
+            file = append(&target.path()).await?;
             length = 0;
         }
     }
@@ -150,11 +166,12 @@ mod tests {
     #[tokio::test]
     async fn an_endless_printer_fills_its_bound_and_no_more() {
         let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("console.log");
+        let handle = Arc::new(socket::open(dir.path()).unwrap());
         let words: Vec<u8> = (0..100_000).flat_map(|n| format!("line {n}\n").into_bytes()).collect();
-        let capture = Capture::start(std::io::Cursor::new(words), path.clone(), 200_000);
+        let capture = Capture::start(std::io::Cursor::new(words), handle, "console.log", 200_000);
         capture.drained().await;
-        let kept: u64 = [older(&path), path.clone()].iter().map(|p| p.metadata().unwrap().len()).sum();
+        let length = |name| dir.path().join(name).metadata().unwrap().len();
+        let kept = length("console.log.1") + length("console.log");
         assert!(kept <= 200_000 + 2 * CHUNK as u64, "{kept} bytes kept");
         assert_eq!(capture.last_lines(2).await, ["line 99998", "line 99999"]);
     }
@@ -162,9 +179,10 @@ mod tests {
     #[tokio::test]
     async fn lines_just_before_a_rotation_are_still_shown() {
         let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("console.log");
-        Capture::start(&b"Kernel panic - not syncing\n"[..], path.clone(), 20).drained().await;
-        let next = Capture::start(&b"after\n"[..], path, 20);
+        let handle = Arc::new(socket::open(dir.path()).unwrap());
+        let first = Capture::start(&b"Kernel panic - not syncing\n"[..], handle.clone(), "console.log", 20);
+        first.drained().await;
+        let next = Capture::start(&b"after\n"[..], handle, "console.log", 20);
         next.drained().await;
         assert_eq!(next.last_lines(5).await, ["Kernel panic - not syncing", "after"]);
     }

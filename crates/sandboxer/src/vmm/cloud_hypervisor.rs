@@ -42,7 +42,7 @@ use self::{
     vsock::Link,
 };
 use super::{
-    Machine, MachineRecord, VmSpec, Vmm, VmmError, VmmInfo, process,
+    Frozen, Machine, MachineRecord, TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo, process,
     run_dir::{Captures, Files, host, reopen},
 };
 use crate::config::VmConfig;
@@ -130,9 +130,9 @@ impl Vmm for CloudHypervisor {
         let (console, stdout) = io::pipe().map_err(host(pod, "capture output in", run_dir.clone()))?;
 
         let arguments = arguments(control.as_raw_fd(), told.as_raw_fd());
-        let (program, dir) = (self.program.clone(), run_dir.clone());
+        let (program, dir, background) = (self.program.clone(), run_dir.clone(), spec.background);
         let spawned = tokio::task::spawn_blocking(move || {
-            process::spawn(&program, arguments, &dir, vec![control, told], Some(stdout.into()))
+            process::spawn(&program, arguments, &dir, vec![control, told], Some(stdout.into()), background)
         });
         let (process, words) = spawned
             .await
@@ -165,6 +165,24 @@ impl Vmm for CloudHypervisor {
             jailed: self.jailed,
             call_timeout: self.call_timeout,
         }))
+    }
+
+    fn template_inputs(&self, spec: &VmSpec) -> TemplateInputs {
+        TemplateInputs {
+            vmm: self.info.name.to_owned(),
+            version: self.info.version.clone(),
+            program: process::find(&self.program),
+            accelerator: self.info.accelerator.to_owned(),
+            machine: vec![spec.vcpus.to_string()],
+        }
+    }
+
+    async fn restore(&self, spec: &VmSpec, _frozen: &Frozen) -> Result<Arc<dyn Machine>, VmmError> {
+        Err(VmmError::Refused {
+            pod: spec.pod.clone(),
+            call: "loading a template".into(),
+            reason: "not known of Cloud Hypervisor here".into(),
+        })
     }
 
     async fn adopt(&self, record: &MachineRecord) -> Result<Option<Arc<dyn Machine>>, VmmError> {

@@ -5,9 +5,10 @@
 
 use std::{
     collections::HashMap,
-    fmt, fs, io,
+    fmt, fs,
+    io::{self, Read},
     os::fd::{AsFd, OwnedFd},
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -16,16 +17,21 @@ use std::{
 
 use async_trait::async_trait;
 use rustix::net::Shutdown;
-use sandboxer_protocol::{boot::BootParams, id::SandboxId};
+use sandboxer_protocol::{boot::BootParams, id::SandboxId, link::LinkKey};
 use tokio::{net::UnixStream, sync::watch};
 
-use super::{AgentStream, DiskSpec, Machine, MachineExit, MachineRecord, VmSpec, Vmm, VmmError, VmmInfo};
+use super::{
+    AgentStream, DiskSpec, Frozen, MEMORY, Machine, MachineExit, MachineRecord, TemplateInputs, VmSpec, Vmm,
+    VmmError, VmmInfo,
+};
 
 /// What a guest is called with, once for each stream that the host opens.
 #[derive(Debug)]
 pub struct FakeGuest {
     /// As on its kernel's command line.
     pub boot: BootParams,
+    /// The key its agent knows its host by; stays with the machine.
+    pub link_key: watch::Sender<LinkKey>,
     /// Its end of the link.
     pub stream: UnixStream,
     /// Disks plugged in at the moment.
@@ -60,15 +66,21 @@ pub enum Fault {
     NeverReady,
     /// The VMM refuses every disk.
     RefusesDisks,
+    /// The VMM restores no template.
+    RefusesTemplates,
 }
 
+/// File of a frozen fake machine: the key of its link, hex.
+const STATE: &str = "state";
+
+type Machines = Arc<Mutex<HashMap<SandboxId, Arc<FakeMachine>>>>;
 type Guest = Arc<dyn Fn(FakeGuest) + Send + Sync>;
 
 /// A VMM whose machines are structs in this process.
 pub struct FakeVmm {
     guest: Guest,
     fault: Mutex<Fault>,
-    machines: Mutex<HashMap<SandboxId, Arc<FakeMachine>>>,
+    machines: Machines,
     started: AtomicU64,
 }
 
@@ -78,7 +90,7 @@ impl FakeVmm {
         Self {
             guest: Arc::new(guest),
             fault: Mutex::default(),
-            machines: Mutex::default(),
+            machines: Arc::default(),
             started: AtomicU64::new(0),
         }
     }
@@ -134,7 +146,12 @@ impl Vmm for FakeVmm {
                     last_lines: "injected failure".into(),
                 });
             }
-            Fault::None | Fault::NeverReady | Fault::RefusesDisks => {}
+            Fault::None | Fault::NeverReady | Fault::RefusesDisks | Fault::RefusesTemplates => {}
+        }
+        if let Some(memory) = &spec.memory_file {
+            let pod = spec.pod.clone();
+            let host = |source| VmmError::Host { pod, action: "make", path: memory.clone(), source };
+            fs::write(memory, "memory of a fake machine").map_err(host)?;
         }
         let machine = Arc::new(FakeMachine {
             record: MachineRecord {
@@ -145,16 +162,51 @@ impl Vmm for FakeVmm {
                 console_log_bytes: spec.console_log_bytes,
                 vmm: "fake".into(),
             },
+            link_key: watch::Sender::new(spec.boot.link_key.clone()),
             boot: spec.boot.clone(),
             guest: self.guest.clone(),
             fault,
             disks: watch::Sender::new(spec.disks.clone()),
             exit: watch::Sender::new(None),
-            last_stream: Mutex::default(),
-            unheard: Mutex::default(),
+            last_stream: Arc::default(),
+            unheard: Arc::default(),
+            machines: self.machines.clone(),
         });
         lock(&self.machines).insert(spec.pod.clone(), machine.clone());
         Ok(machine)
+    }
+
+    fn template_inputs(&self, _: &VmSpec) -> TemplateInputs {
+        TemplateInputs {
+            vmm: "fake".into(),
+            version: "0".into(),
+            program: "/dev/null".into(),
+            accelerator: "none".into(),
+            machine: Vec::new(),
+        }
+    }
+
+    async fn restore(&self, spec: &VmSpec, frozen: &Frozen) -> Result<Arc<dyn Machine>, VmmError> {
+        if *lock(&self.fault) == Fault::RefusesTemplates {
+            return Err(VmmError::Refused {
+                pod: spec.pod.clone(),
+                call: "loading a template".into(),
+                reason: "injected refusal".into(),
+            });
+        }
+        let host = |name: &str| {
+            let (pod, path) = (spec.pod.clone(), frozen.dir().join(name));
+            move |source| VmmError::Host { pod, action: "read", path, source }
+        };
+        frozen.file(MEMORY).map_err(host(MEMORY))?;
+        let mut key = String::new();
+        let state = frozen.file(STATE).map_err(host(STATE))?;
+        fs::File::from(state).read_to_string(&mut key).map_err(host(STATE))?;
+        let Some(link_key) = LinkKey::from_hex(&key) else {
+            return Err(host(STATE)(io::ErrorKind::InvalidData.into()));
+        };
+        let boot = BootParams { link_key, log: spec.boot.log.clone() };
+        self.boot(&VmSpec { boot, ..spec.clone() }).await
     }
 
     async fn adopt(&self, record: &MachineRecord) -> Result<Option<Arc<dyn Machine>>, VmmError> {
@@ -164,16 +216,19 @@ impl Vmm for FakeVmm {
     }
 }
 
+#[derive(Clone)]
 struct FakeMachine {
     record: MachineRecord,
     boot: BootParams,
+    link_key: watch::Sender<LinkKey>,
     guest: Guest,
     fault: Fault,
     disks: watch::Sender<Vec<DiskSpec>>,
     exit: watch::Sender<Option<MachineExit>>,
-    last_stream: Mutex<Option<OwnedFd>>,
+    machines: Machines,
+    last_stream: Arc<Mutex<Option<OwnedFd>>>,
     /// Ends of streams to a guest that never listens.
-    unheard: Mutex<Vec<UnixStream>>,
+    unheard: Arc<Mutex<Vec<UnixStream>>>,
 }
 
 impl FakeMachine {
@@ -241,6 +296,7 @@ impl Machine for FakeMachine {
         } else {
             (self.guest)(FakeGuest {
                 boot: self.boot.clone(),
+                link_key: self.link_key.clone(),
                 stream: theirs,
                 disks: self.disks.subscribe(),
                 power: Power(self.exit.clone()),
@@ -274,6 +330,32 @@ impl Machine for FakeMachine {
         self.reachable("detach_disk")?;
         self.disks.send_modify(|disks| disks.retain(|disk| disk.serial != serial));
         Ok(())
+    }
+
+    async fn pause(&self) -> Result<(), VmmError> {
+        self.reachable("pause")
+    }
+
+    async fn resume(&self) -> Result<(), VmmError> {
+        self.reachable("resume")
+    }
+
+    async fn freeze(&self, dir: &Path) -> Result<(), VmmError> {
+        self.reachable("freeze")?;
+        let path = dir.join(STATE);
+        fs::write(&path, self.link_key.borrow().to_hex()).map_err(self.host_error("make", path))
+    }
+
+    fn assign(&self, pod: &SandboxId, run_dir: &Path) -> Result<Arc<dyn Machine>, VmmError> {
+        self.reachable("assign")?;
+        fs::rename(&self.record.run_dir, run_dir)
+            .map_err(self.host_error("move a machine's directory to", run_dir.to_owned()))?;
+        let record = MachineRecord { pod: pod.clone(), run_dir: run_dir.to_owned(), ..self.record.clone() };
+        let machine = Arc::new(Self { record, ..self.clone() });
+        let mut machines = lock(&self.machines);
+        machines.remove(&self.record.pod);
+        machines.insert(pod.clone(), machine.clone());
+        Ok(machine)
     }
 
     async fn last_lines(&self) -> Vec<String> {

@@ -208,10 +208,14 @@ fn judge(vcpu: &mut VcpuFd) -> Result<f64, KvmUnusable> {
 
 /// Runs the guest to its next halt.
 fn run(vcpu: &mut VcpuFd, rate: f64) -> Result<(), KvmUnusable> {
-    match vcpu.run() {
-        Ok(VcpuExit::Hlt) => Ok(()),
-        Ok(other) => Err(KvmUnusable::Fault { rate, exit: format!("{other:?}") }),
-        Err(error) => Err(KvmUnusable::Setup { action: "run a guest", source: error.into() }),
+    loop {
+        return match vcpu.run() {
+            Ok(VcpuExit::Hlt) => Ok(()),
+            Ok(other) => Err(KvmUnusable::Fault { rate, exit: format!("{other:?}") }),
+            // A signal to this process, such as the end of a child; the guest goes on where it was.
+            Err(error) if error.errno() == libc::EINTR => continue,
+            Err(error) => Err(KvmUnusable::Setup { action: "run a guest", source: error.into() }),
+        };
     }
 }
 

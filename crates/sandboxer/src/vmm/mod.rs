@@ -9,6 +9,7 @@ mod capture;
 pub mod cloud_hypervisor;
 pub mod console;
 pub mod fake;
+pub mod frozen;
 pub mod kvm;
 mod process;
 pub mod qemu;
@@ -20,13 +21,19 @@ pub mod spec;
 pub mod strays;
 mod tsc;
 
-use std::{fmt, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    fmt,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 
 use async_trait::async_trait;
 use sandboxer_protocol::id::SandboxId;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncWrite};
 
+pub use frozen::{Frozen, MEMORY};
 pub use setup::{SetupError, detect};
 pub use spec::{DiskSpec, VmSpec};
 
@@ -40,6 +47,17 @@ pub trait Vmm: Send + Sync + fmt::Debug {
     ///
     /// Dropping the future ends what it began: no process, no socket stays.
     async fn boot(&self, spec: &VmSpec) -> Result<Arc<dyn Machine>, VmmError>;
+
+    /// What a template of `spec` depends on beside the program and the guest's files: the VMM's version
+    /// and arguments. Nothing in it is of one pod.
+    fn template_inputs(&self, spec: &VmSpec) -> TemplateInputs;
+
+    /// Starts a machine as a copy of a frozen one; answers when it stands still where that one was
+    /// frozen. [`Machine::resume`] lets it go on.
+    ///
+    /// Of `spec`, what the guest was booted with counts for nothing. As for [`Vmm::boot`], dropping
+    /// the future ends what it began.
+    async fn restore(&self, spec: &VmSpec, frozen: &Frozen) -> Result<Arc<dyn Machine>, VmmError>;
 
     /// Takes up a machine that an earlier daemon started. `Ok(None)`: it has ended since.
     async fn adopt(&self, record: &MachineRecord) -> Result<Option<Arc<dyn Machine>>, VmmError>;
@@ -59,6 +77,20 @@ pub trait Machine: Send + Sync + fmt::Debug {
 
     /// Takes a disk out. A disk that isn't there is no error.
     async fn detach_disk(&self, serial: &str) -> Result<(), VmmError>;
+
+    /// Stops the guest's processors; its clocks stand still with them.
+    async fn pause(&self) -> Result<(), VmmError>;
+
+    /// Lets them run again.
+    async fn resume(&self) -> Result<(), VmmError>;
+
+    /// Stops the guest for good and writes into `dir` what [`Vmm::restore`] needs, beside
+    /// [`VmSpec::memory_file`], with which the machine was booted. It is to be killed then.
+    async fn freeze(&self, dir: &Path) -> Result<(), VmmError>;
+
+    /// The same machine, from now on that of `pod`, whose directory `run_dir` is: the machine's own is
+    /// moved there, over an empty one. This handle is not to be used any more.
+    fn assign(&self, pod: &SandboxId, run_dir: &Path) -> Result<Arc<dyn Machine>, VmmError>;
 
     /// The VMM's last words on stderr, then the last lines of the guest's console; few and bounded.
     async fn last_lines(&self) -> Vec<String>;
@@ -86,6 +118,22 @@ pub struct VmmInfo {
     pub accelerator: &'static str,
     /// Why this VMM with this accelerator: what was measured, or who asked for it.
     pub accelerator_reason: String,
+}
+
+/// On what of a VMM's a template depends.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct TemplateInputs {
+    /// As in [`VmmInfo`].
+    pub vmm: String,
+    /// As in [`VmmInfo`].
+    pub version: String,
+    /// The program, found in `PATH`.
+    pub program: PathBuf,
+    /// As in [`VmmInfo`].
+    pub accelerator: String,
+    /// Arguments that make the machine what it is.
+    pub machine: Vec<String>,
 }
 
 /// All that is needed to find a machine again.

@@ -10,7 +10,7 @@ use std::{
         fd::{AsFd, OwnedFd},
         unix::process::CommandExt,
     },
-    path::Path,
+    path::{Path, PathBuf},
     process::{Command, Stdio},
     sync::Arc,
 };
@@ -19,7 +19,7 @@ use rustix::{
     io::FdFlags,
     process::{
         Pid, PidfdFlags, Resource, Rlimit, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal,
-        setrlimit, setsid, waitid,
+        setpriority_pgrp, setpriority_process, setrlimit, setsid, waitid,
     },
 };
 use tokio::{
@@ -66,6 +66,19 @@ pub struct Starting {
     abandoned: bool,
 }
 
+/// Where a program is that may be a plain name, looked up in `PATH`; the name itself if it is nowhere.
+pub fn find(program: &Path) -> PathBuf {
+    if program.components().count() > 1 {
+        return program.to_owned();
+    }
+    let dirs = std::env::var_os("PATH").unwrap_or_default();
+    let found = std::env::split_paths(&dirs).map(|dir| dir.join(program)).find(|path| path.is_file());
+    found.unwrap_or_else(|| program.to_owned())
+}
+
+/// Niceness of a process that nobody waits for.
+const BACKGROUND: i32 = 10;
+
 /// Starts `program` in a session of its own, so that no signal to the daemon's reaches it.
 ///
 /// `inherited` are open in it under the numbers they have here. Its environment is `PATH` and
@@ -78,6 +91,7 @@ pub fn spawn(
     run_dir: &Path,
     inherited: Vec<OwnedFd>,
     stdout: Option<OwnedFd>,
+    background: bool,
 ) -> io::Result<(Starting, OwnedFd)> {
     let (words, their_words) = io::pipe()?;
     let stdout = match stdout {
@@ -99,6 +113,9 @@ pub fn spawn(
     unsafe {
         command.pre_exec(move || {
             setsid()?;
+            if background {
+                setpriority_process(None, BACKGROUND)?;
+            }
             // A core would be the whole guest on the host's disk.
             setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?;
             // Only in the child: another fork of this daemon must not inherit them.
@@ -174,6 +191,12 @@ impl Process {
             Ok(exit) => exit.unwrap_or(Exit::Unknown),
             Err(_) => Exit::Unknown,
         }
+    }
+
+    /// Makes it and all its threads as urgent as others.
+    pub fn to_foreground(&self) -> io::Result<()> {
+        // Its session is its own, and so is the group: one call for all threads.
+        Ok(setpriority_pgrp(Some(self.pid), 0)?)
     }
 
     /// Kills it. One that has ended stays ended.

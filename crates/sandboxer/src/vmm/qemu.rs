@@ -7,6 +7,9 @@
 //! run_dir/console.log    bounded, the older half in console.log.1
 //! run_dir/vmm.log        QEMU's stdout and stderr, bounded likewise
 //! ```
+//!
+//! A frozen machine is two files: `memory`, its guest's, and `state`, of its devices. Those that are
+//! restored map the memory privately, and what none of them has written they share.
 
 mod command_line;
 mod machine;
@@ -14,9 +17,9 @@ mod version;
 
 use std::{
     io,
-    os::fd::AsRawFd,
+    os::fd::{AsRawFd, OwnedFd},
     path::PathBuf,
-    sync::{Arc, Mutex},
+    sync::Arc,
     time::Duration,
 };
 
@@ -25,11 +28,11 @@ use sandboxer_protocol::id::SandboxId;
 use tokio::net::UnixStream;
 
 use self::{
-    command_line::{Execution, Sockets},
-    machine::{AGENT, CONSOLE, CONTROL, QemuMachine, answer},
+    command_line::{Begin, Execution, Sockets},
+    machine::{AGENT, CONSOLE, CONTROL, QemuMachine, STATE, answer},
 };
 use super::{
-    Machine, MachineRecord, VmSpec, Vmm, VmmError, VmmInfo,
+    Frozen, MEMORY, Machine, MachineRecord, TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo,
     accelerator::{self, AcceleratorError},
     process::{self, Process, Starting},
     qmp::Qmp,
@@ -86,25 +89,24 @@ impl Qemu {
         process: Arc<Process>,
         qmp: Qmp,
         captures: Captures,
-    ) -> Arc<dyn Machine> {
-        Arc::new(QemuMachine {
+    ) -> QemuMachine {
+        QemuMachine {
             record,
             process,
             qmp,
-            captures,
+            captures: Arc::new(captures),
             call_timeout: self.call_timeout,
-            agent: Mutex::new(None),
-        })
-    }
-}
-
-#[async_trait]
-impl Vmm for Qemu {
-    fn info(&self) -> VmmInfo {
-        self.info.clone()
+            agent: Arc::default(),
+        }
     }
 
-    async fn boot(&self, spec: &VmSpec) -> Result<Arc<dyn Machine>, VmmError> {
+    /// Starts QEMU and takes control of it. It inherits `files`, which `begin` may name.
+    async fn start(
+        &self,
+        spec: &VmSpec,
+        begin: Begin,
+        inherited_files: Vec<OwnedFd>,
+    ) -> Result<QemuMachine, VmmError> {
         let pod = &spec.pod;
         let mut files = Files::default();
         let control = files.listen(spec, CONTROL)?;
@@ -112,15 +114,17 @@ impl Vmm for Qemu {
         let console = files.listen(spec, CONSOLE)?;
         let numbers =
             Sockets { control: control.as_raw_fd(), agent: agent.as_raw_fd(), console: console.as_raw_fd() };
-        let arguments = command_line::arguments(spec, self.execution, numbers);
-        let inherited = vec![control, agent, console];
+        let arguments = command_line::arguments(spec, self.execution, numbers, begin);
+        let mut inherited = inherited_files;
+        inherited.extend([control, agent, console]);
         // Connected while the listeners are surely there: QEMU may be gone before its first word is read.
         let control = connect(pod, &spec.run_dir, CONTROL)?;
         let console = connect(pod, &spec.run_dir, CONSOLE)?;
 
         let (program, run_dir) = (self.program.clone(), spec.run_dir.clone());
+        let background = spec.background;
         let spawned = tokio::task::spawn_blocking(move || {
-            process::spawn(&program, arguments, &run_dir, inherited, None)
+            process::spawn(&program, arguments, &run_dir, inherited, None, background)
         });
         let (process, words) = spawned
             .await
@@ -141,6 +145,43 @@ impl Vmm for Qemu {
         files.keep();
         Ok(self.machine(record, process.keep(), qmp, captures))
     }
+}
+
+#[async_trait]
+impl Vmm for Qemu {
+    fn info(&self) -> VmmInfo {
+        self.info.clone()
+    }
+
+    async fn boot(&self, spec: &VmSpec) -> Result<Arc<dyn Machine>, VmmError> {
+        Ok(Arc::new(self.start(spec, Begin::Boot, Vec::new()).await?))
+    }
+
+    fn template_inputs(&self, spec: &VmSpec) -> TemplateInputs {
+        TemplateInputs {
+            vmm: self.info.name.to_owned(),
+            version: self.info.version.clone(),
+            program: process::find(&self.program),
+            accelerator: self.info.accelerator.to_owned(),
+            machine: command_line::machine(spec, self.execution),
+        }
+    }
+
+    async fn restore(&self, spec: &VmSpec, frozen: &Frozen) -> Result<Arc<dyn Machine>, VmmError> {
+        let own = |name| {
+            frozen.file(name).map_err(host(&spec.pod, "open a template's file", frozen.dir().join(name)))
+        };
+        let (memory, state) = (own(MEMORY)?, own(STATE)?);
+        let (begin, state_fd) = (Begin::Restore { memory: memory.as_raw_fd() }, state.as_raw_fd());
+        let machine = self.start(spec, begin, vec![memory, state]).await?;
+        if let Err(error) = machine.load(state_fd).await {
+            if let Err(left) = machine.kill().await {
+                tracing::error!(pod = %spec.pod, error = %left, "a machine that could not be restored stays");
+            }
+            return Err(error);
+        }
+        Ok(Arc::new(machine))
+    }
 
     async fn adopt(&self, record: &MachineRecord) -> Result<Option<Arc<dyn Machine>>, VmmError> {
         let pod = &record.pod;
@@ -149,7 +190,9 @@ impl Vmm for Qemu {
             process::adopt(record.pid, record.start_time).map_err(host(pod, "look at", proc.clone()))?;
         let Some(process) = found else { return Ok(None) };
         match self.take_over(record).await {
-            Ok((qmp, captures)) => Ok(Some(self.machine(record.clone(), Arc::new(process), qmp, captures))),
+            Ok((qmp, captures)) => {
+                Ok(Some(Arc::new(self.machine(record.clone(), Arc::new(process), qmp, captures))))
+            }
             // Most likely because it ended meanwhile.
             Err(error) => match tokio::time::timeout(self.call_timeout, process.exited()).await {
                 Ok(_) => Ok(None),

@@ -4,12 +4,20 @@
 //! caller has given up is forgotten, its late answer dropped. QEMU runs beside a hostile guest, so
 //! a line over [`MAX_LINE`] ends the connection.
 
-use std::{collections::HashMap, time::Duration};
+use std::{
+    collections::HashMap,
+    io::{self, IoSlice},
+    mem::MaybeUninit,
+    os::fd::{AsFd, OwnedFd},
+    time::Duration,
+};
 
 use futures::{SinkExt, StreamExt};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tokio::{
+    io::Interest,
     net::UnixStream,
     sync::{broadcast, mpsc, oneshot},
     time::timeout,
@@ -52,7 +60,7 @@ pub struct Qmp {
     events: broadcast::Sender<Event>,
 }
 
-/// An event, by name, with the device it is about (if any).
+/// An event, by name, with what it is about.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct Event {
     /// Such as `DEVICE_DELETED`.
@@ -68,6 +76,8 @@ pub struct Event {
 pub struct EventData {
     /// Id of the device.
     pub device: Option<String>,
+    /// How far a migration has come.
+    pub status: Option<String>,
 }
 
 /// A command of QMP's `blockdev-add`: a raw image in a file or on a block device.
@@ -103,6 +113,8 @@ pub struct BlockFile {
 #[derive(Debug)]
 struct Request {
     command: Value,
+    /// Handed over with the command.
+    fd: Option<OwnedFd>,
     answer: oneshot::Sender<Result<Value, QmpError>>,
 }
 
@@ -167,6 +179,50 @@ impl Qmp {
         }
     }
 
+    /// Stops the guest's processors.
+    pub async fn stop(&self, limit: Duration) -> Result<(), QmpError> {
+        self.execute("stop", Value::Null, limit).await
+    }
+
+    /// Lets them run again.
+    pub async fn cont(&self, limit: Duration) -> Result<(), QmpError> {
+        self.execute("cont", Value::Null, limit).await
+    }
+
+    /// Writes the state of a stopped machine to `into`, all but the memory that lies in a shared file.
+    pub async fn save(&self, into: OwnedFd, limit: Duration) -> Result<(), QmpError> {
+        const NAME: &str = "state";
+        self.command("getfd", json!({ "fdname": NAME }), Some(into), limit).await?;
+        self.migration("migrate", &format!("fd:{NAME}"), limit).await
+    }
+
+    /// Reads what [`Qmp::save`] wrote from a descriptor that QEMU inherited. The guest stays stopped.
+    pub async fn load(&self, from: i32, limit: Duration) -> Result<(), QmpError> {
+        self.migration("migrate-incoming", &format!("fd:{from}"), limit).await
+    }
+
+    async fn migration(&self, command: &str, uri: &str, limit: Duration) -> Result<(), QmpError> {
+        let capabilities = ["x-ignore-shared", "events"]
+            .map(|capability| json!({ "capability": capability, "state": true }));
+        self.execute("migrate-set-capabilities", json!({ "capabilities": capabilities }), limit).await?;
+        // Subscribed before asking, or the event could come too early.
+        let events = self.events.subscribe();
+        self.execute(command, json!({ "uri": uri }), limit).await?;
+        let status =
+            until(events, limit, |event| match (event.name.as_str(), event.data.status.as_deref()) {
+                ("MIGRATION", Some(status @ ("completed" | "failed" | "cancelled"))) => {
+                    Some(status.to_owned())
+                }
+                _ => None,
+            });
+        match status.await?.as_str() {
+            "completed" => Ok(()),
+            status => {
+                Err(QmpError::Refused { class: "Migration".into(), reason: format!("{command} {status}") })
+            }
+        }
+    }
+
     /// Plugs a device in. `arguments` hold its driver, id and properties.
     pub async fn device_add(&self, arguments: Value, limit: Duration) -> Result<(), QmpError> {
         self.execute("device_add", arguments, limit).await
@@ -175,39 +231,61 @@ impl Qmp {
     /// Unplugs a device and waits until it is gone. One that isn't there is fine.
     pub async fn device_del(&self, id: &str, limit: Duration) -> Result<(), QmpError> {
         // Subscribed before asking, or the event could come too early.
-        let mut events = self.events.subscribe();
+        let events = self.events.subscribe();
         match self.execute("device_del", json!({ "id": id }), limit).await {
             Err(QmpError::Refused { class, .. }) if class == "DeviceNotFound" => return Ok(()),
             other => other?,
         }
-        let gone = async {
-            loop {
-                match events.recv().await {
-                    Ok(event)
-                        if event.name == "DEVICE_DELETED" && event.data.device.as_deref() == Some(id) =>
-                    {
-                        return Ok(());
-                    }
-                    Ok(_) | Err(broadcast::error::RecvError::Lagged(_)) => {}
-                    Err(broadcast::error::RecvError::Closed) => return Err(QmpError::Closed),
-                }
-            }
-        };
-        timeout(limit, gone).await.map_err(|_| QmpError::Timeout(limit))?
+        until(events, limit, |event| {
+            (event.name == "DEVICE_DELETED" && event.data.device.as_deref() == Some(id)).then_some(())
+        })
+        .await
     }
 
     async fn execute(&self, command: &str, arguments: Value, limit: Duration) -> Result<(), QmpError> {
+        self.command(command, arguments, None, limit).await
+    }
+
+    async fn command(
+        &self,
+        command: &str,
+        arguments: Value,
+        fd: Option<OwnedFd>,
+        limit: Duration,
+    ) -> Result<(), QmpError> {
         let (answer, answered) = oneshot::channel();
         let command = match arguments {
             Value::Null => json!({ "execute": command }),
             arguments => json!({ "execute": command, "arguments": arguments }),
         };
         let exchange = async {
-            self.requests.send(Request { command, answer }).await.map_err(|_| QmpError::Closed)?;
+            self.requests.send(Request { command, fd, answer }).await.map_err(|_| QmpError::Closed)?;
             answered.await.map_err(|_| QmpError::Closed)?.map(drop)
         };
         timeout(limit, exchange).await.map_err(|_| QmpError::Timeout(limit))?
     }
+}
+
+/// Waits for the event that `wanted` makes something of.
+async fn until<T>(
+    mut events: broadcast::Receiver<Event>,
+    limit: Duration,
+    wanted: impl Fn(Event) -> Option<T>,
+) -> Result<T, QmpError> {
+    let found = async {
+        loop {
+            match events.recv().await {
+                Ok(event) => {
+                    if let Some(found) = wanted(event) {
+                        return Ok(found);
+                    }
+                }
+                Err(broadcast::error::RecvError::Lagged(_)) => {}
+                Err(broadcast::error::RecvError::Closed) => return Err(QmpError::Closed),
+            }
+        }
+    };
+    timeout(limit, found).await.map_err(|_| QmpError::Timeout(limit))?
 }
 
 /// Carries commands and answers until either side is gone. What waits then sees [`QmpError::Closed`].
@@ -226,16 +304,42 @@ async fn converse(mut wire: Wire, mut queue: mpsc::Receiver<Request>, events: br
                 },
             }
         };
-        let Some(Request { mut command, answer }) = request else {
+        let Some(Request { mut command, fd, answer }) = request else {
             return;
         };
         waiting.retain(|_, caller| !caller.is_closed());
         command["id"] = id.into();
         waiting.insert(id, answer);
-        if wire.send(command.to_string()).await.is_err() {
+        let sent = match fd {
+            Some(fd) => send_with(wire.get_ref(), format!("{command}\n").as_bytes(), &fd).await,
+            None => wire.send(command.to_string()).await.map_err(|error| match error {
+                LinesCodecError::Io(error) => error,
+                LinesCodecError::MaxLineLengthExceeded => io::ErrorKind::InvalidInput.into(),
+            }),
+        };
+        if sent.is_err() {
             return;
         }
     }
+}
+
+/// Sends a line, and a descriptor with its first byte. Nothing else may wait to be sent.
+async fn send_with(socket: &UnixStream, line: &[u8], fd: &OwnedFd) -> io::Result<()> {
+    let fds = [fd.as_fd()];
+    let mut sent = 0;
+    while sent < line.len() {
+        sent += socket
+            .async_io(Interest::WRITABLE, || {
+                let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+                let mut ancillary = SendAncillaryBuffer::new(&mut space);
+                if sent == 0 {
+                    ancillary.push(SendAncillaryMessage::ScmRights(&fds));
+                }
+                Ok(sendmsg(socket, &[IoSlice::new(&line[sent..])], &mut ancillary, SendFlags::NOSIGNAL)?)
+            })
+            .await?;
+    }
+    Ok(())
 }
 
 fn deliver(

@@ -4,6 +4,7 @@ use std::{
     fs, io,
     os::fd::OwnedFd,
     path::{Path, PathBuf},
+    sync::Arc,
 };
 
 use sandboxer_protocol::id::SandboxId;
@@ -37,9 +38,11 @@ impl Captures {
         console_bytes: u64,
     ) -> io::Result<Self> {
         let words = pipe::Receiver::from_owned_fd(words)?;
+        // They go on in a directory that is moved.
+        let dir = Arc::new(socket::open(run_dir)?);
         Ok(Self {
-            vmm: Capture::start(words, run_dir.join("vmm.log"), VMM_LOG_BYTES),
-            console: Capture::start(console, run_dir.join(console::FILE), console_bytes),
+            vmm: Capture::start(words, dir.clone(), "vmm.log", VMM_LOG_BYTES),
+            console: Capture::start(console, dir, console::FILE, console_bytes),
         })
     }
 

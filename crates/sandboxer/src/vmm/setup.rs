@@ -5,7 +5,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 
 use super::{
-    Machine, MachineRecord, VmSpec, Vmm, VmmError, VmmInfo,
+    Frozen, Machine, MachineRecord, TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo,
     accelerator::{self, AcceleratorError},
     cloud_hypervisor::{self, CloudHypervisor, version::VersionError},
     qemu::Qemu,
@@ -74,6 +74,14 @@ impl Vmm for Chosen {
 
     async fn boot(&self, spec: &VmSpec) -> Result<Arc<dyn Machine>, VmmError> {
         self.vmm.boot(spec).await
+    }
+
+    fn template_inputs(&self, spec: &VmSpec) -> TemplateInputs {
+        self.vmm.template_inputs(spec)
+    }
+
+    async fn restore(&self, spec: &VmSpec, frozen: &Frozen) -> Result<Arc<dyn Machine>, VmmError> {
+        self.vmm.restore(spec, frozen).await
     }
 
     async fn adopt(&self, record: &MachineRecord) -> Result<Option<Arc<dyn Machine>>, VmmError> {

@@ -38,11 +38,13 @@ pub fn connect(dir: &Path, name: &str) -> io::Result<UnixStream> {
     UnixStream::from_std(socket.into())
 }
 
-fn open(dir: &Path) -> io::Result<File> {
+/// A handle of a directory, which stays its when it is moved.
+pub fn open(dir: &Path) -> io::Result<File> {
     File::options().read(true).custom_flags(libc::O_DIRECTORY | libc::O_PATH).open(dir)
 }
 
-fn within(dir: &File, name: &str) -> PathBuf {
+/// Path of `dir/name`, good in this process while the handle is held.
+pub fn within(dir: &File, name: &str) -> PathBuf {
     format!("/proc/self/fd/{}/{name}", dir.as_raw_fd()).into()
 }
 

@@ -22,8 +22,13 @@ pub struct VmSpec {
     pub initramfs: PathBuf,
     /// What the agent learns from the kernel command line.
     pub boot: BootParams,
+    /// The guest's memory lies in this file, made by the VMM and shared, for the machine is to be
+    /// frozen; none: in memory of the VMM's own.
+    pub memory_file: Option<PathBuf>,
     /// Disks the machine has from its first moment.
     pub disks: Vec<DiskSpec>,
+    /// Nobody waits for it: its processes give way to all others until it is assigned to a pod.
+    pub background: bool,
     /// Most bytes of guest console that are kept.
     pub console_log_bytes: u64,
 }

@@ -9,7 +9,7 @@ use async_trait::async_trait;
 use sandboxer::vmm::fake::{FakeGuest, Power};
 use sandboxer_protocol::{
     agent::{self as wire, Agent, Ready, create_agent},
-    link,
+    link::{self, LinkKey},
 };
 use tokio::sync::{mpsc, watch};
 use tokio_stream::{StreamExt, wrappers::ReceiverStream};
@@ -27,6 +27,7 @@ pub const OUTPUT: &[u8] = b"hello from nowhere\n";
 pub struct FakeAgent {
     processes: Arc<Mutex<HashMap<String, Process>>>,
     power: Option<Power>,
+    link_key: Option<watch::Sender<LinkKey>>,
 }
 
 #[derive(Clone)]
@@ -38,7 +39,8 @@ struct Process {
 impl FakeAgent {
     /// Serves one stream of a guest, with the processes that earlier streams left.
     pub fn serve(&self, guest: FakeGuest) {
-        let agent = Self { power: Some(guest.power.clone()), ..self.clone() };
+        let key = guest.link_key.subscribe();
+        let agent = Self { power: Some(guest.power.clone()), link_key: Some(guest.link_key), ..self.clone() };
         tokio::spawn(async move {
             let (sessions, accepted) = mpsc::channel(1);
             let mut server = Server::new()
@@ -46,7 +48,7 @@ impl FakeAgent {
                 .register_service(create_agent(Arc::new(agent)));
             server.start().await.unwrap();
             let ready = || Ready { kernel_release: "fake".into(), ..Default::default() };
-            let _ = link::serve(guest.stream, &guest.boot.link_key, ready, sessions).await;
+            let _ = link::serve(guest.stream, key, ready, sessions).await;
         });
     }
 
@@ -67,6 +69,9 @@ impl Agent for FakeAgent {
         request: wire::ConfigurePodRequest,
     ) -> Result<wire::ConfigurePodResponse> {
         assert!(request.entropy.len() >= 32 && request.realtime_ns > 0 && !request.hostname.is_empty());
+        if let (Some(current), Ok(key)) = (&self.link_key, request.link_key.as_slice().try_into()) {
+            current.send_replace(LinkKey::from_bytes(key));
+        }
         Ok(Default::default())
     }
 

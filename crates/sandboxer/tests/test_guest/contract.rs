@@ -1,8 +1,8 @@
 //! What every VMM owes the daemon, whatever runs its guests.
 
-use std::time::Duration;
+use std::{future::Future, time::Duration};
 
-use sandboxer::vmm::{AgentStream, DiskSpec, Machine, MachineRecord, VmSpec, Vmm, VmmError};
+use sandboxer::vmm::{AgentStream, DiskSpec, Frozen, MEMORY, Machine, MachineRecord, VmSpec, Vmm, VmmError};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     time::timeout,
@@ -85,6 +85,71 @@ async fn the_last_stream_wins(machine: &dyn Machine, guest: Guest) {
 async fn is_dead(stream: &mut dyn AgentStream) -> bool {
     let read = timeout(LONG, stream.read_u8()).await.expect("a dead stream says so");
     read.is_err() && stream.write_all(b"hello\n").await.is_err()
+}
+
+/// Holds a VMM that freezes and restores machines to its word, too.
+pub async fn copies_of_a_frozen_machine_are_machines(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec) {
+    let frozen = frozen(vmm, spec, |_| async {}).await;
+    let (one, two) = (Pod::new("one"), Pod::new("two"));
+    let (of_one, of_two) = (spec(&one), spec(&two));
+    let of_another_pod =
+        VmSpec { pod: of_two.pod, run_dir: of_two.run_dir, boot: of_two.boot, ..of_one.clone() };
+    assert_eq!(vmm.template_inputs(&of_one), vmm.template_inputs(&of_another_pod));
+    let mut machines = Vec::new();
+    for pod in [&one, &two] {
+        let machine = vmm.restore(&spec(pod), &frozen).await.expect("a machine is restored");
+        machine.resume().await.expect("and goes on");
+        let mut guest = Guest::of(&*machine).await;
+        assert_eq!(guest.ask("hello").await, "hello host");
+        machine.attach_disk(&pod.disk(pod.name())).await.expect("it takes disks");
+        let seen = format!("disk {0} ro=0 starts with {0}", pod.name());
+        assert_eq!(guest.ask(&format!("await {}", pod.name())).await, seen);
+        machines.push((machine, guest));
+    }
+    assert_eq!(machines[0].1.ask("await-gone two").await, "gone two", "one guest has the other's disk");
+
+    // A machine that was nobody's becomes a pod's.
+    let (nobodys, guest) = machines.remove(0);
+    nobodys.pause().await.unwrap();
+    let pod = Pod::new("somebody");
+    let machine = nobodys.assign(&"somebody".parse().unwrap(), &pod.path("run")).unwrap();
+    machine.resume().await.unwrap();
+    let record = machine.record();
+    assert_eq!((record.pod.as_str(), &record.run_dir), ("somebody", &pod.path("run")));
+    assert!(!one.path("run").exists(), "the machine's directory was not moved");
+    drop((nobodys, machine, guest));
+    let machine = vmm.adopt(&record).await.unwrap().expect("it is found where it was moved to");
+    let mut guest = Guest::of(&*machine).await;
+    assert_eq!(guest.ask("hello").await, "hello host");
+    for machine in [machine, machines.remove(0).0] {
+        machine.kill().await.unwrap();
+    }
+}
+
+/// A machine that was frozen after `before` had its way with the guest.
+pub async fn frozen<F: Future<Output = ()>>(
+    vmm: &dyn Vmm,
+    spec: fn(&Pod) -> VmSpec,
+    before: impl FnOnce(Guest) -> F,
+) -> Frozen {
+    let pod = Pod::new("template");
+    let dir = pod.path("frozen");
+    std::fs::create_dir(&dir).unwrap();
+    let machine = vmm
+        .boot(&VmSpec { memory_file: Some(dir.join(MEMORY)), ..spec(&pod) })
+        .await
+        .expect("a machine boots");
+    let mut guest = Guest::of(&*machine).await;
+    assert_eq!(guest.ask("hello").await, "hello host");
+    before(guest).await;
+    machine.freeze(&dir).await.expect("it is frozen");
+    machine.kill().await.unwrap();
+    let files = std::fs::read_dir(&dir).unwrap().map(|entry| {
+        let entry = entry.unwrap();
+        (entry.file_name().into_string().unwrap(), std::fs::File::open(entry.path()).unwrap())
+    });
+    let files = files.collect();
+    Frozen::new(dir, files)
 }
 
 async fn a_guest_that_powers_off_is_seen(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec, adopted: bool) {

@@ -25,6 +25,8 @@ while :; do
     # A read fails while nobody is connected on the host's side.
     read -r command argument <&3 || { usleep 10000; continue; }
     case $command in
+        remember) memory=$argument; echo noted >&3 ;;
+        recall) echo "$memory" >&3 ;;
         hello) echo "hello host" >&3 ;;
         await)
             until disk=$(find_disk "$argument") && [ -b "/dev/$disk" ]; do usleep 10000; done

@@ -96,6 +96,10 @@ impl Pod {
         pod
     }
 
+    pub fn name(&self) -> &str {
+        self.name
+    }
+
     pub fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
@@ -119,6 +123,8 @@ impl Pod {
             pod: self.name.parse().unwrap(),
             run_dir: self.path("run"),
             vcpus: 1,
+            memory_file: None,
+            background: false,
             memory_mib: 128,
             kernel,
             initramfs,

@@ -228,7 +228,7 @@ async fn blocking<T: Send + 'static>(
 }
 
 /// Lower-case hex digits.
-fn hex(bytes: &[u8]) -> String {
+pub(crate) fn hex(bytes: &[u8]) -> String {
     bytes.iter().fold(String::with_capacity(2 * bytes.len()), |mut text, byte| {
         // Writing to a String can't fail.
         let _ = fmt::Write::write_fmt(&mut text, format_args!("{byte:02x}"));

@@ -1,6 +1,9 @@
 //! What the pod's task does when asked: change its state, have work begun, never wait.
 
+use sandboxer_protocol::stage::Stage;
+
 use super::*;
+use crate::pod::admission::Work;
 
 impl Driver {
     pub(super) fn handle(&mut self, request: Request) {
@@ -152,7 +155,12 @@ impl Driver {
         self.being_made.insert(new.id.clone(), stages.clone());
         let (node, spec) = (self.node.clone(), self.spec.clone());
         self.work.spawn(async move {
-            let result = work::create(&spec, &live, &node.rootfs, &stages, &new).await;
+            let _urgent = node.admission.urgent();
+            let turn = async { Ok::<_, PodError>(node.admission.enter(Work::Container).await) };
+            let result = match stages.run(Stage::Queue, turn).await {
+                Ok(_place) => work::create(&spec, &live, &node.rootfs, &stages, &new).await,
+                Err(error) => Err(error),
+            };
             Done::ContainerCreated { new, stages, result, reply }
         });
     }

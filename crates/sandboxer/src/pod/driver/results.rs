@@ -56,10 +56,11 @@ impl Driver {
             self.live = Some(up.live);
             return self.end_machine();
         }
-        let (pid, release) = (up.live.machine.record().pid, up.ready.kernel_release);
+        let (pid, release, way) = (up.live.machine.record().pid, up.ready.kernel_release, up.way);
         self.status.send_modify(|status| {
             status.vmm_pid = pid;
             status.kernel_release = release;
+            status.way = Some(way);
         });
         self.become_state(PodState::Ready);
         self.live = Some(up.live);

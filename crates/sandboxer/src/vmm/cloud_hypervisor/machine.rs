@@ -3,7 +3,7 @@
 use std::{
     fs,
     future::Future,
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{Arc, OnceLock},
     time::Duration,
 };
@@ -98,6 +98,41 @@ impl Machine for CloudHypervisorMachine {
         }
     }
 
+    async fn pause(&self) -> Result<(), VmmError> {
+        self.watched.answered("pausing the guest", self.api.pause()).await
+    }
+
+    async fn resume(&self) -> Result<(), VmmError> {
+        self.watched.answered("resuming the guest", self.api.resume()).await
+    }
+
+    async fn freeze(&self, _dir: &Path) -> Result<(), VmmError> {
+        Err(VmmError::Refused {
+            pod: self.record.pod.clone(),
+            call: "freezing the guest".into(),
+            reason: "not known of Cloud Hypervisor here".into(),
+        })
+    }
+
+    fn assign(&self, pod: &SandboxId, run_dir: &Path) -> Result<Arc<dyn Machine>, VmmError> {
+        let proc = PathBuf::from(format!("/proc/{}", self.record.pid));
+        let process = &self.watched.process;
+        process.to_foreground().map_err(host(pod, "raise the priority of", proc))?;
+        fs::rename(&self.record.run_dir, run_dir).map_err(host(
+            pod,
+            "move a machine's directory to",
+            run_dir.to_owned(),
+        ))?;
+        let record = MachineRecord { pod: pod.clone(), run_dir: run_dir.to_owned(), ..self.record.clone() };
+        Ok(Arc::new(Self {
+            record,
+            watched: Watched { pod: pod.clone(), ..self.watched.clone() },
+            api: Api::new(run_dir, self.call_timeout),
+            link: self.link.moved(run_dir),
+            ..*self
+        }))
+    }
+
     async fn last_lines(&self) -> Vec<String> {
         self.watched.captures.last_lines().await
     }
@@ -167,31 +202,31 @@ pub(super) fn disk(disk: &DiskSpec, image_type: Option<&'static str>) -> wire::D
     }
 }
 
-/// A VMM's process with all that it tells.
-#[derive(Debug)]
+/// A VMM's process with all that it tells. Its clones watch the same.
+#[derive(Debug, Clone)]
 pub(super) struct Watched {
     pod: SandboxId,
     process: Arc<Process>,
-    captures: Captures,
+    captures: Arc<Captures>,
     events: broadcast::Sender<Event>,
     /// Why the process was ended by us.
     cause: Arc<OnceLock<&'static str>>,
     /// Ends with this: who takes the machine up again reads the events.
-    _follow: AbortOnDropHandle<()>,
+    _follow: Arc<AbortOnDropHandle<()>>,
 }
 
 impl Watched {
     pub(super) fn new(pod: &SandboxId, process: Arc<Process>, captures: Captures, events: Events) -> Self {
         let (told, _) = broadcast::channel(EVENTS);
         let cause = Arc::default();
-        let follow = follow(pod.clone(), events, process.clone(), Arc::clone(&cause), told.clone());
+        let follow = follow(events, process.clone(), Arc::clone(&cause), told.clone());
         Self {
             pod: pod.clone(),
             process,
-            captures,
+            captures: Arc::new(captures),
             events: told,
             cause,
-            _follow: AbortOnDropHandle::new(tokio::spawn(follow)),
+            _follow: Arc::new(AbortOnDropHandle::new(tokio::spawn(follow))),
         }
     }
 
@@ -248,18 +283,17 @@ impl Watched {
 
 /// Passes events on; ends a machine whose guest resets itself, which the VMM would boot anew.
 async fn follow(
-    pod: SandboxId,
     mut events: Events,
     process: Arc<Process>,
     cause: Arc<OnceLock<&'static str>>,
     told: broadcast::Sender<Event>,
 ) {
     while let Some(event) = events.next().await {
-        tracing::debug!(%pod, source = event.source, event = event.name, "the VMM tells");
+        tracing::debug!(pid = process.pid(), source = event.source, event = event.name, "the VMM tells");
         if event.is("rebooting") {
             let _ = cause.set("its guest had reset itself");
             if let Err(error) = process.kill() {
-                tracing::error!(%pod, %error, "cannot end a VMM whose guest resets itself");
+                tracing::error!(pid = process.pid(), %error, "cannot end a VMM whose guest resets itself");
             }
         }
         // Nobody may be looking.

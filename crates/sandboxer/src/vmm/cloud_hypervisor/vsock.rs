@@ -13,7 +13,7 @@ use std::{
     os::fd::{AsFd, OwnedFd},
     path::{Path, PathBuf},
     sync::{
-        Mutex, PoisonError,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
 };
@@ -41,6 +41,12 @@ pub fn announcements() -> String {
 #[derive(Debug)]
 pub struct Link {
     run_dir: PathBuf,
+    heard: Arc<Heard>,
+}
+
+/// What is known of the agent.
+#[derive(Debug)]
+struct Heard {
     announced: UnixListener,
     /// Whether the agent may listen: it has announced itself, or may have before we listened.
     listens: AtomicBool,
@@ -68,31 +74,38 @@ impl Link {
         announced.set_nonblocking(true)?;
         Ok(Self {
             run_dir: run_dir.to_owned(),
-            announced: UnixListener::from_std(announced)?,
-            listens: AtomicBool::new(listens),
-            last: Mutex::default(),
+            heard: Arc::new(Heard {
+                announced: UnixListener::from_std(announced)?,
+                listens: AtomicBool::new(listens),
+                last: Mutex::default(),
+            }),
         })
+    }
+
+    /// The same way, the machine's directory having been moved.
+    pub fn moved(&self, run_dir: &Path) -> Self {
+        Self { run_dir: run_dir.to_owned(), heard: self.heard.clone() }
     }
 
     /// A stream to the agent, as soon as it listens; the one before is dead.
     pub async fn stream(&self) -> io::Result<UnixStream> {
         self.cut();
         loop {
-            if !self.listens.load(Ordering::Relaxed) {
-                self.announced.accept().await?;
-                self.listens.store(true, Ordering::Relaxed);
+            if !self.heard.listens.load(Ordering::Relaxed) {
+                self.heard.announced.accept().await?;
+                self.heard.listens.store(true, Ordering::Relaxed);
             }
             if let Some(stream) = self.connect().await? {
-                *self.last.lock().unwrap_or_else(PoisonError::into_inner) =
+                *self.heard.last.lock().unwrap_or_else(PoisonError::into_inner) =
                     Some(stream.as_fd().try_clone_to_owned()?);
                 return Ok(stream);
             }
-            self.listens.store(false, Ordering::Relaxed);
+            self.heard.listens.store(false, Ordering::Relaxed);
         }
     }
 
     fn cut(&self) {
-        if let Some(last) = self.last.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        if let Some(last) = self.heard.last.lock().unwrap_or_else(PoisonError::into_inner).take() {
             // One that is dead already is what is wanted.
             let _ = rustix::net::shutdown(&last, Shutdown::Both);
         }

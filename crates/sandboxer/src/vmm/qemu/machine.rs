@@ -2,8 +2,11 @@
 
 use std::{
     fs, io,
-    os::fd::{AsFd, OwnedFd},
-    path::PathBuf,
+    os::{
+        fd::{AsFd, OwnedFd, RawFd},
+        unix::fs::OpenOptionsExt,
+    },
+    path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -24,17 +27,30 @@ use crate::vmm::{
 pub(super) const CONTROL: &str = "control.sock";
 pub(super) const AGENT: &str = "agent.sock";
 pub(super) const CONSOLE: &str = "console.sock";
+/// State of a frozen machine's devices.
+pub(super) const STATE: &str = "state";
 
-/// A machine run by QEMU.
-#[derive(Debug)]
+/// A machine run by QEMU. Its clones are the same machine.
+#[derive(Debug, Clone)]
 pub(super) struct QemuMachine {
     pub(super) record: MachineRecord,
     pub(super) process: Arc<Process>,
     pub(super) qmp: Qmp,
-    pub(super) captures: Captures,
+    pub(super) captures: Arc<Captures>,
     pub(super) call_timeout: Duration,
     /// Another hold on the stream given out last: QEMU takes the next one only when this is dead.
-    pub(super) agent: Mutex<Option<OwnedFd>>,
+    pub(super) agent: Arc<Mutex<Option<OwnedFd>>>,
+}
+
+impl QemuMachine {
+    /// Takes the state of a frozen machine from a file that QEMU inherited under this number.
+    pub(super) async fn load(&self, state: RawFd) -> Result<(), VmmError> {
+        self.qmp.load(state, self.call_timeout).await.map_err(self.answer("loading a template"))
+    }
+
+    fn answer(&self, call: &str) -> impl FnOnce(QmpError) -> VmmError {
+        answer(&self.record.pod, call)
+    }
 }
 
 #[async_trait]
@@ -82,6 +98,34 @@ impl Machine for QemuMachine {
             self.qmp.blockdev_del(&command_line::node_name(serial), self.call_timeout).await
         };
         detach.await.map_err(answer(&self.record.pod, &format!("detaching disk {serial}")))
+    }
+
+    async fn pause(&self) -> Result<(), VmmError> {
+        self.qmp.stop(self.call_timeout).await.map_err(self.answer("pausing the guest"))
+    }
+
+    async fn resume(&self) -> Result<(), VmmError> {
+        self.qmp.cont(self.call_timeout).await.map_err(self.answer("resuming the guest"))
+    }
+
+    async fn freeze(&self, dir: &Path) -> Result<(), VmmError> {
+        self.pause().await?;
+        let path = dir.join(STATE);
+        let state = fs::File::options().write(true).create_new(true).mode(0o600).open(&path);
+        let state = state.map_err(host(&self.record.pod, "make", path))?;
+        self.qmp.save(state.into(), self.call_timeout).await.map_err(self.answer("freezing the guest"))
+    }
+
+    fn assign(&self, pod: &SandboxId, run_dir: &Path) -> Result<Arc<dyn Machine>, VmmError> {
+        let proc = PathBuf::from(format!("/proc/{}", self.record.pid));
+        self.process.to_foreground().map_err(host(pod, "raise the priority of", proc))?;
+        fs::rename(&self.record.run_dir, run_dir).map_err(host(
+            pod,
+            "move a machine's directory to",
+            run_dir.to_owned(),
+        ))?;
+        let record = MachineRecord { pod: pod.clone(), run_dir: run_dir.to_owned(), ..self.record.clone() };
+        Ok(Arc::new(Self { record, ..self.clone() }))
     }
 
     async fn last_lines(&self) -> Vec<String> {

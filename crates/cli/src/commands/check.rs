@@ -1,0 +1,159 @@
+//! `check`: is this machine fit to run pods?
+
+mod containerd_config;
+
+use std::{path::PathBuf, process::ExitCode};
+
+use comfy_table::{ContentArrangement, presets};
+use sandboxer::doctor::{self, Check, Question, Report, Verdict};
+
+use crate::{Global, render};
+
+const EXAMPLES: &str = "\
+Examples:
+  sandboxer-cli check
+  sandboxer-cli check --fix-hints --pods 100
+  sandboxer-cli check --json | jq -r '.checks[] | select(.verdict == \"failure\") | .seen'
+  sandboxer-cli check --containerd-config > /etc/containerd/conf.d/sandboxer.toml
+  sandboxer-cli check --containerd-config --apply /etc/containerd/config.toml
+  sandboxer-cli check --containerd-config --apply /etc/containerd/config.toml --write
+
+Exit codes: 0 all is well, 1 there are warnings, 2 there are failures. The checks change nothing; --apply
+shows what would change in FILE, and only with --write is FILE written.";
+
+/// Columns of the table at most, whatever the terminal has.
+const WIDTH: u16 = 100;
+/// In front of a command.
+const INDENT: &str = "  ";
+
+/// Check whether this machine can run pods: measures KVM, asks containerd, looks at limits
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Args {
+    /// Say what to do about warnings and failures, as commands where that is possible (JSON always does)
+    #[arg(long)]
+    fix_hints: bool,
+    /// Pods for which memory, disk and limits must do
+    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    pods: u32,
+    /// The daemon's configuration file [default: /etc/sandboxer/config.toml, if it is there]
+    #[arg(long, value_name = "FILE", env = "SANDBOXER_CONFIG")]
+    config: Option<PathBuf>,
+    /// CRI endpoint of containerd
+    #[arg(
+        long,
+        env = "CONTAINER_RUNTIME_ENDPOINT",
+        default_value = "unix:///run/containerd/containerd.sock"
+    )]
+    endpoint: String,
+    /// Instead of checking, print what the containerd that is running needs in its configuration
+    #[arg(long, conflicts_with_all = ["fix_hints", "json"])]
+    containerd_config: bool,
+    /// Show what merging that into containerd's configuration FILE would change
+    #[arg(long, value_name = "FILE", requires = "containerd_config")]
+    apply: Option<PathBuf>,
+    /// Do write FILE
+    #[arg(long, requires = "apply")]
+    write: bool,
+}
+
+/// Checks; the exit code says how it went. An error of this command itself counts as a failure.
+pub async fn run(args: Args, global: &Global) -> anyhow::Result<ExitCode> {
+    if args.containerd_config {
+        return containerd_config::run(&args).await.map(|()| ExitCode::SUCCESS);
+    }
+    let question =
+        Question { config_path: args.config.as_deref(), endpoint: &args.endpoint, pods: args.pods };
+    let report = doctor::examine(&question).await;
+    if global.json {
+        render::print_json(&report)?;
+    } else {
+        render::print(&text(&report, args.fix_hints))?;
+    }
+    Ok(ExitCode::from(report.exit_code()))
+}
+
+fn text(report: &Report, hints: bool) -> String {
+    let mut table = comfy_table::Table::new();
+    table
+        .load_style(presets::NOTHING)
+        .set_content_arrangement(ContentArrangement::Dynamic)
+        .set_width(WIDTH)
+        .set_header(["CHECK", "VERDICT", "SEEN"])
+        .add_rows(report.checks.iter().map(row));
+    for column in table.column_iter_mut() {
+        column.set_padding((0, 2));
+    }
+    let mut text = table.trim_fmt();
+    let [failures, warnings] = [Verdict::Failure, Verdict::Warning].map(|verdict| report.count(verdict));
+    text += &format!("\n\n{}, {}", counted(failures, "failure"), counted(warnings, "warning"));
+    let concerns: Vec<_> = report.checks.iter().filter(|check| check.verdict >= Verdict::Warning).collect();
+    if hints {
+        concerns.into_iter().for_each(|check| text += &hint(check));
+    } else if !concerns.is_empty() {
+        text += "; --fix-hints says what to do";
+    }
+    text
+}
+
+fn row(check: &Check) -> [String; 3] {
+    [check.name.to_owned(), check.verdict.to_string(), render::plain(&check.seen)]
+}
+
+fn counted(count: usize, noun: &str) -> String {
+    match count {
+        0 => format!("no {noun}s"),
+        1 => format!("1 {noun}"),
+        _ => format!("{count} {noun}s"),
+    }
+}
+
+/// What to do, in a form of which a shell takes what is no command for a comment.
+fn hint(check: &Check) -> String {
+    let Some(fix) = &check.fix else { return String::new() };
+    let mut text = format!("\n\n# {} ({}): {}.", check.name, check.verdict, check.why);
+    text += &format!("\n# {}", render::plain(&fix.what));
+    fix.commands.iter().for_each(|command| text += &format!("\n{INDENT}{}", render::plain(command)));
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use sandboxer::doctor::Fix;
+
+    use super::*;
+
+    fn check(name: &'static str, verdict: Verdict, seen: &str, fix: Option<Fix>) -> Check {
+        Check { name, verdict, seen: seen.into(), why: "doors keep the wind out", fix }
+    }
+
+    fn report() -> Report {
+        let fix = Fix::commands("shut it", ["shut door"]);
+        let seen = "a very long tale of a door that is open, ".repeat(8);
+        Report {
+            schema: 1,
+            verdict: Verdict::Warning,
+            pods: 1,
+            checks: vec![
+                check("door", Verdict::Warning, &seen, Some(fix)),
+                check("wall", Verdict::Ok, "stands\x1b[2J", None),
+                check("sha-256", Verdict::Ok, &"5e".repeat(80), None),
+            ],
+        }
+    }
+
+    #[test]
+    fn the_table_fits_and_says_where_help_is() {
+        let text = text(&report(), false);
+        assert!(text.lines().all(|line| line.chars().count() <= usize::from(WIDTH)), "{text}");
+        assert!(text.ends_with("no failures, 1 warning; --fix-hints says what to do"), "{text}");
+        assert!(text.contains("stands^[[2J") && !text.contains("shut it"), "{text}");
+    }
+
+    #[test]
+    fn hints_are_comments_and_commands() {
+        let text = text(&report(), true);
+        let hint = "\n\n# door (warning): doors keep the wind out.\n# shut it\n  shut door";
+        assert!(text.ends_with(hint), "{text}");
+    }
+}

@@ -1,0 +1,252 @@
+//! What containerd needs in its configuration, and how it gets into a file of somebody's own.
+
+use std::{
+    fs,
+    io::{self, Write as _},
+    path::{Path, PathBuf},
+};
+
+use anyhow::Context;
+use sandboxer::{
+    config::Config,
+    daemon::sockets,
+    doctor::{
+        self,
+        containerd::{OLDEST, RUNTIME_TYPE, SEEN},
+        cri::{self, HANDLER, Reading},
+    },
+};
+use similar::TextDiff;
+use toml_edit::{DocumentMut, Item, Table, TableLike};
+
+use super::Args;
+use crate::render;
+
+/// Where containerd keeps the settings of its CRI service, from 2.0 on.
+const CRI: &str = "io.containerd.cri.v1.runtime";
+/// From this version on a default configuration reads `/etc/containerd/conf.d`.
+const READS_CONF_D: (u32, u32) = (2, 2);
+/// This version pulls a pause image for every pod; later ones can be told not to.
+const PULLS_PAUSE: (u32, u32) = (2, 3);
+/// Versions of the file's format that have the tables that are set here.
+const FORMATS: std::ops::RangeInclusive<i64> = 3..=4;
+/// A larger file is no configuration.
+const MOST: u64 = 4 << 20;
+
+/// Why a file is left as it is.
+#[derive(Debug, thiserror::Error)]
+enum MergeError {
+    /// Not TOML.
+    #[error("{path:?} is no TOML that containerd would read: correct it first\n{source}")]
+    Syntax { path: PathBuf, source: toml_edit::TomlError },
+    /// Of another format.
+    #[error(
+        "{path:?} has version {found}, the settings are for 3 and 4: write `containerd config migrate` to a new \
+         file, look through it, and merge into that"
+    )]
+    Format { path: PathBuf, found: String },
+    /// A key of another type is in the way.
+    #[error("{path:?} has {key} as something other than a table: correct it first")]
+    NoTable { path: PathBuf, key: String },
+}
+
+/// What depends on the containerd that is running and on the daemon.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Settings {
+    /// containerd's, `major.minor`.
+    version: (u32, u32),
+    /// The daemon's sandbox controller.
+    controller: PathBuf,
+    /// containerd lacks CAP_SYS_RESOURCE.
+    restrict_oom_score_adj: bool,
+}
+
+/// Prints the settings, or merges them.
+pub(super) async fn run(args: &Args) -> anyhow::Result<()> {
+    let config = Config::load_or_default(args.config.as_deref())?;
+    let settings = Settings::of(&cri::read(&args.endpoint).await, &config)?;
+    let Some(path) = &args.apply else {
+        return Ok(render::print(settings.snippet().trim_end())?);
+    };
+    let old = read(path)?;
+    let new = settings.merge(&old, path)?;
+    if old == new {
+        eprintln!("{path:?} has all of it already");
+        return Ok(());
+    }
+    render::print(diff(path, &old, &new).trim_end())?;
+    if !args.write {
+        eprintln!("{path:?} is as it was; --write changes it");
+        return Ok(());
+    }
+    replace(path, &new).with_context(|| format!("cannot write {path:?}"))?;
+    eprintln!("{path:?} is written; containerd reads it when it is started again");
+    Ok(())
+}
+
+impl Settings {
+    /// For the containerd that answered; where none did, for the one that was tried.
+    fn of(reading: &Reading, config: &Config) -> anyhow::Result<Self> {
+        let told = reading.told.as_ref().map_err(|why| {
+            eprintln!(
+                "{}: {why}; these are the settings for containerd {}.{}",
+                reading.endpoint, SEEN.0, SEEN.1
+            );
+        });
+        let version = match told {
+            Ok(told) => doctor::version(&told.version)
+                .with_context(|| format!("containerd's version {:?} is not understood", told.version))?,
+            Err(()) => SEEN,
+        };
+        anyhow::ensure!(
+            version >= OLDEST,
+            "containerd {}.{} leaves sandboxes to nobody else: no configuration makes it work, install 2.4",
+            version.0,
+            version.1
+        );
+        let lacking = told.ok().and_then(|told| told.pid).map(doctor::lacks_sys_resource);
+        Ok(Self {
+            version,
+            controller: config.run_dir.join(sockets::CONTROLLER),
+            restrict_oom_score_adj: lacking.unwrap_or_default(),
+        })
+    }
+
+    /// A whole file for `/etc/containerd/conf.d`.
+    fn snippet(&self) -> String {
+        let (major, minor) = self.version;
+        let mut text = format!("# Makes sandboxer a runtime of containerd {major}.{minor}.\n");
+        text += "# Save it as /etc/containerd/conf.d/sandboxer.toml";
+        text += match self.version < READS_CONF_D {
+            true => {
+                ", which this containerd reads only if its config.toml has\n\
+                     # imports = [\"/etc/containerd/conf.d/*.toml\"]\n"
+            }
+            false => {
+                ", which is read by containerd's default\n\
+                      # configuration and by one with imports = [\"/etc/containerd/conf.d/*.toml\"].\n"
+            }
+        };
+        if self.version == PULLS_PAUSE {
+            text += "# This containerd pulls its pause image for every pod, though ours use none: it must be reachable.\n";
+        }
+        let mut document = DocumentMut::new();
+        document["version"] = toml_edit::value(3);
+        // Nothing is in the way in an empty document.
+        if self.set(&mut document).is_ok() {
+            text += &format!("{document}");
+        }
+        text
+    }
+
+    /// Sets what is needed in a configuration; what else is there stays, comments as well. `path` names it in
+    /// errors.
+    fn merge(&self, text: &str, path: &Path) -> Result<String, MergeError> {
+        let mut document: DocumentMut =
+            text.parse().map_err(|source| MergeError::Syntax { path: path.to_owned(), source })?;
+        let version = document.get("version");
+        if !version.and_then(Item::as_integer).is_some_and(|version| FORMATS.contains(&version)) {
+            let found =
+                version.map_or_else(|| "none".to_owned(), |version| version.to_string().trim().to_owned());
+            return Err(MergeError::Format { path: path.to_owned(), found });
+        }
+        self.set(&mut document).map_err(|key| MergeError::NoTable { path: path.to_owned(), key })?;
+        Ok(document.to_string())
+    }
+
+    /// The error is the key that is no table.
+    fn set(&self, document: &mut DocumentMut) -> Result<(), String> {
+        let controller = self.controller.to_string_lossy().into_owned();
+        let root = document.as_table_mut();
+        let proxy = table(root, &["proxy_plugins", HANDLER])?;
+        put(proxy, "type", "sandbox".into());
+        put(proxy, "address", controller.into());
+        let runtime = table(root, &["plugins", CRI, "containerd", "runtimes", HANDLER])?;
+        put(runtime, "runtime_type", RUNTIME_TYPE.into());
+        put(runtime, "sandboxer", HANDLER.into());
+        if !runtime.contains_key("snapshotter") {
+            put(runtime, "snapshotter", "overlayfs".into());
+        }
+        put(runtime, "pod_annotations", toml_edit::Value::from_iter(["io.sandboxer.*"]));
+        if self.version > PULLS_PAUSE {
+            put(runtime, "disable_pause_image_pull", true.into());
+        }
+        if self.restrict_oom_score_adj {
+            put(table(root, &["plugins", CRI])?, "restrict_oom_score_adj", true.into());
+        }
+        Ok(())
+    }
+}
+
+/// The table at this path, made where it is not there.
+fn table<'a>(root: &'a mut Table, path: &[&str]) -> Result<&'a mut dyn TableLike, String> {
+    let mut at: &mut dyn TableLike = root;
+    for (depth, key) in path.iter().enumerate() {
+        let new = || {
+            let mut table = Table::new();
+            // One header for the innermost, not one for each on the way.
+            table.set_implicit(depth + 1 < path.len());
+            Item::Table(table)
+        };
+        at = at
+            .entry(key)
+            .or_insert_with(new)
+            .as_table_like_mut()
+            .ok_or_else(|| format!("{:?}", path[..=depth].join(".")))?;
+    }
+    Ok(at)
+}
+
+/// Sets a value unless it is this one; the comment beside it stays.
+fn put(table: &mut dyn TableLike, key: &str, value: toml_edit::Value) {
+    match table.get_mut(key).and_then(Item::as_value_mut) {
+        Some(old) if same(old, &value) => {}
+        Some(old) => {
+            let decor = old.decor().clone();
+            *old = value;
+            *old.decor_mut() = decor;
+        }
+        None => drop(table.insert(key, Item::Value(value))),
+    }
+}
+
+/// Whether two values mean the same, however they are written.
+fn same(a: &toml_edit::Value, b: &toml_edit::Value) -> bool {
+    match (a.as_array(), b.as_array()) {
+        (Some(a), Some(b)) => a.len() == b.len() && a.iter().zip(b).all(|(a, b)| same(a, b)),
+        _ => match (a.as_str(), b.as_str()) {
+            (Some(a), Some(b)) => a == b,
+            _ => a.as_bool().is_some() && a.as_bool() == b.as_bool(),
+        },
+    }
+}
+
+fn read(path: &Path) -> anyhow::Result<String> {
+    let size = fs::metadata(path).map(|metadata| metadata.len());
+    let size = size.with_context(|| {
+        format!("cannot read {path:?}; where there is none, --containerd-config without --apply prints one")
+    })?;
+    anyhow::ensure!(size <= MOST, "{path:?} has {size} bytes, which is no configuration");
+    fs::read_to_string(path).with_context(|| format!("cannot read {path:?}"))
+}
+
+fn diff(path: &Path, old: &str, new: &str) -> String {
+    let name = path.display().to_string();
+    TextDiff::from_lines(old, new).unified_diff().header(&name, &format!("{name} (merged)")).to_string()
+}
+
+/// Writes beside the file, then puts it in its place, with its mode; whoever reads sees the old or the new one.
+fn replace(path: &Path, text: &str) -> io::Result<()> {
+    // A link stays one: what it leads to is written.
+    let path = fs::canonicalize(path)?;
+    let dir = path.parent().unwrap_or(Path::new("/"));
+    let mut file = tempfile::Builder::new().prefix(".sandboxer-").tempfile_in(dir)?;
+    file.write_all(text.as_bytes())?;
+    file.as_file().set_permissions(fs::metadata(&path)?.permissions())?;
+    file.as_file().sync_all()?;
+    file.persist(&path)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

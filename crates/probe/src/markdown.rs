@@ -1,0 +1,230 @@
+//! Results as Markdown tables, for a README whose figures nobody types.
+
+use std::fmt::Write;
+
+use crate::anchors::{self, Anchor, Figure};
+use crate::manifest::{Facts, shown};
+use crate::report::Report;
+use crate::store::Loaded;
+use crate::summary::Summary;
+
+/// Conditions, start-up and memory of all results, the published figures that count the same beside them.
+pub fn tables(results: &[Loaded]) -> String {
+    let mut out = String::new();
+    for result in results {
+        let line = conditions(result);
+        if !out.contains(&line) {
+            let _ = writeln!(out, "{line}\n");
+        }
+    }
+    let reports: Vec<&Report> = results.iter().map(|result| &result.report).collect();
+    startup(&mut out, &reports);
+    memory(&mut out, &reports);
+    out.trim_end().to_owned() + "\n"
+}
+
+/// One line: on what and with what, and what a reader must know about the run.
+fn conditions(result: &Loaded) -> String {
+    let manifest = &result.report.manifest;
+    let fact = |facts: &Facts, name: &str| facts.get(name).map(shown);
+    let mut parts = Vec::new();
+    let mut part =
+        |name: &str, value: Option<String>| parts.extend(value.map(|value| format!("{name}{value}")));
+    part("", fact(&manifest.host, "cpu"));
+    part("CPUs: ", fact(&manifest.host, "cpus"));
+    let memory = manifest.host.get("memory_kib").and_then(serde_json::Value::as_f64);
+    part("memory: ", memory.map(|kib| format!("{:.1} GiB", kib / f64::from(1 << 20))));
+    part("Linux ", fact(&manifest.host, "kernel"));
+    let vmm = ["vmm", "vmm_version", "accelerator"].map(|name| fact(&manifest.vmm, name).unwrap_or_default());
+    part("VMM: ", Some(vmm.join(" ")).filter(|text| !text.trim().is_empty()));
+    for (handler, facts) in &manifest.runtimes {
+        if let (Some(vcpus), Some(memory)) = (fact(facts, "vcpus"), fact(facts, "memory_mib")) {
+            part("", Some(format!("{handler}: {vcpus} vCPU and {memory} MiB a pod")));
+        }
+    }
+    let cri = ["name", "version"].map(|name| fact(&manifest.cri, name).unwrap_or_default());
+    part("", Some(cri.join(" ")).filter(|text| !text.trim().is_empty()));
+    part("", fact(&manifest.pod, "image"));
+    part("network: ", fact(&manifest.pod, "network_asked_for"));
+    part("load per CPU before: ", manifest.load_per_cpu().map(|load| format!("{load:.2}")));
+    part("", Some(manifest.at.clone()).filter(|at| !at.is_empty()));
+    part("", result.report.partial.then(|| "**partial**".into()));
+    part("", result.report.quick.then(|| "quick run".into()));
+    format!("{}: {}.", cell(&result.name), cell(&parts.join("; ")))
+}
+
+fn startup(out: &mut String, reports: &[&Report]) {
+    if reports.iter().all(|report| report.series.is_empty()) {
+        return;
+    }
+    out.push_str("| start-up, ms | n | failed | p50 | p90 | p99 | max |\n|---|--:|--:|--:|--:|--:|--:|\n");
+    let mut batches = false;
+    for report in reports {
+        for series in &report.series {
+            let name = cell(&series.runtime);
+            if series.group > 1 {
+                row(out, &format!("{name}, each of {} at once", series.group), &series.summary);
+            } else {
+                row(out, &format!("{name}, one after the other"), &series.summary);
+            }
+            if !series.batch_ms.is_empty() {
+                batches = true;
+                let wall = Summary::of(&series.batch_ms, 0);
+                row(out, &format!("{name}, {} at once, whole group", series.group), &wall);
+            }
+        }
+        if let Some(bare) = &report.bare_boot {
+            row(
+                out,
+                &format!("the machine of {} alone, to its agent's ready message", cell(&bare.like)),
+                &bare.summary,
+            );
+        }
+    }
+    for anchor in anchors::all() {
+        let what = match &anchor.figure {
+            Figure::StartUp { mode, .. } if mode == "serial" => "one after the other".to_owned(),
+            Figure::StartUp { mode, group, .. } if mode == "parallel-batch" && batches => {
+                format!("{group} at once, whole group")
+            }
+            _ => continue,
+        };
+        // Those with raw data behind them; a single number of a paper is no row of this table.
+        let Figure::StartUp { n: Some(n), p50_ms, p99_ms, .. } = anchor.figure else { continue };
+        let p99 = p99_ms.map_or_else(|| "–".into(), |ms| format!("{ms:.0}"));
+        let _ = writeln!(out, "| {} | {n} | – | {p50_ms:.0} | – | {p99} | – |", elsewhere(&anchor, &what));
+    }
+    out.push('\n');
+    for report in reports {
+        for ratio in &report.ratios {
+            let (a, b) = (cell(&ratio.a), cell(&ratio.b));
+            let _ = writeln!(out, "- {a} over {b}, {}: medians {}", ratio.mode, ratio.ratio);
+        }
+        if let Some((bare, over)) = report.bare_boot.as_ref().and_then(|bare| Some((bare, bare.over?))) {
+            let _ = writeln!(out, "- {} over its machine alone: medians {over}", cell(&bare.like));
+        }
+        if let Some(share) = report.overhead.as_ref().and_then(|overhead| overhead.per_pod_ms) {
+            let _ = writeln!(out, "- the probe's own share: at most {share:.2} ms per pod");
+        }
+    }
+    out.push('\n');
+}
+
+fn row(out: &mut String, name: &str, summary: &Summary) {
+    let ms = |time: Option<f64>| time.map_or_else(|| "–".into(), |ms| format!("{ms:.0}"));
+    let figures = [summary.p50_ms, summary.p90_ms, summary.p99_ms, summary.max_ms].map(ms).join(" | ");
+    let _ = writeln!(out, "| {name} | {} | {} | {figures} |", summary.n, summary.failures);
+}
+
+fn memory(out: &mut String, reports: &[&Report]) {
+    if reports.iter().all(|report| report.memory.is_empty()) {
+        return;
+    }
+    out.push_str("| PSS, MB (1024 KiB) | pods | management | everything | goes away with the pods |\n");
+    out.push_str("|---|--:|--:|--:|--:|\n");
+    let mb = |kib: f64| format!("{:.1}", kib / 1024.0);
+    for row in reports.iter().flat_map(|report| &report.memory) {
+        let (management, total) = (mb(row.management_pss_kib), mb(row.total_pss_kib));
+        let gone = row.goes_away_kib.map_or_else(|| "–".into(), mb);
+        let _ = writeln!(out, "| {} | {} | {management} | {total} | {gone} |", cell(&row.runtime), row.pods);
+    }
+    for anchor in anchors::all() {
+        let Figure::Memory { pods, definition, pss_mb } = &anchor.figure else { continue };
+        if definition == "management" {
+            let _ = writeln!(out, "| {} | {pods} | {pss_mb:.0} | – | – |", elsewhere(&anchor, "management"));
+        }
+    }
+    out.push('\n');
+    for report in reports {
+        for (runtime, marginal) in &report.marginal_kib_per_pod {
+            let _ = writeln!(
+                out,
+                "- {}: {:.0} KiB more per pod in all, {:.0} of it management",
+                cell(runtime),
+                marginal.total,
+                marginal.management
+            );
+        }
+        for (row, each) in report.memory.iter().filter_map(|row| Some((row, row.idle_cpu_per_pod()?))) {
+            let name = cell(&row.runtime);
+            let _ = writeln!(out, "- {name}: {} idle pods use {each:.2} thousandths of a CPU each", row.pods);
+        }
+    }
+}
+
+fn elsewhere(anchor: &Anchor, what: &str) -> String {
+    format!("*{}, {what}; published, other hardware*", cell(&anchor.name()))
+}
+
+/// A text that stays in its cell and is no markup.
+fn cell(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for character in text.chars() {
+        match character {
+            '|' | '\\' | '`' | '*' | '_' | '<' | '[' => escaped.extend(['\\', character]),
+            other if other.is_control() => escaped.push(' '),
+            other => escaped.push(other),
+        }
+    }
+    escaped
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::manifest::Manifest;
+    use crate::sample::{Mode, Outcome, Sample};
+
+    fn result(runtime: &str, modes: &[Mode]) -> Loaded {
+        let sample = |mode: Mode, index: u32| Sample {
+            runtime: runtime.into(),
+            mode,
+            round: 0,
+            index: if mode == Mode::Parallel { index } else { 0 },
+            warm_up: false,
+            released_ms: 0.0,
+            pod_ms: None,
+            created_ms: None,
+            started_ms: None,
+            first_byte_ms: Some(100.0 + f64::from(index)),
+            outcome: if index == 9 { Outcome::Failed } else { Outcome::Ok },
+            failed_at: String::new(),
+            error: String::new(),
+            stages: Default::default(),
+        };
+        let samples: Vec<Sample> = modes
+            .iter()
+            .flat_map(|&mode| (0..10).map(move |index| (mode, index)))
+            .map(|(m, i)| sample(m, i))
+            .collect();
+        let mut manifest = Manifest::default();
+        manifest.host.insert("cpus".into(), serde_json::json!(2));
+        let mut report = Report::new(manifest);
+        report.add_startup(&[runtime.to_owned()], &samples, &[]);
+        Loaded { name: "a_run".into(), report, samples }
+    }
+
+    #[test]
+    fn figures_stand_beside_published_ones_that_are_marked() {
+        let text = tables(&[result("own", &[Mode::Serial, Mode::Parallel])]);
+        assert!(text.starts_with("a\\_run: CPUs: 2; quick run.\n"), "{text}");
+        assert!(text.contains("\n| own, one after the other | 10 | 1 | 104 | 108 | 108 | 108 |\n"), "{text}");
+        assert!(text.contains("\n| own, each of 10 at once | 10 | 1 |"), "{text}");
+        let published: Vec<&str> =
+            text.lines().filter(|line| line.contains("Kuasar") || line.contains("Kata")).collect();
+        assert!(
+            published.len() == 2 && published.iter().all(|line| line.contains("other hardware")),
+            "{published:?}"
+        );
+        // Nothing was measured of memory: no table of it, and no published row for one.
+        assert!(!text.contains("PSS"), "{text}");
+    }
+
+    #[test]
+    fn every_row_has_as_many_cells_as_its_heading() {
+        let text = tables(&[result("a|b", &[Mode::Serial])]);
+        let cells = |line: &str| line.replace("\\|", "").matches('|').count();
+        let rows: Vec<&str> = text.lines().filter(|line| line.starts_with('|')).collect();
+        assert!(rows.len() > 3 && rows.iter().all(|line| cells(line) == cells(rows[0])), "{text}");
+    }
+}

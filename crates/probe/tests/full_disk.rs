@@ -1,0 +1,79 @@
+//! A disk that fills while starts are measured: this program starts itself again where a small tmpfs is mounted.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "helpers of tests fail their test")]
+
+#[allow(dead_code, reason = "other tests use all of it")]
+mod double;
+
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use double::{Behaviour, Double, IMAGE};
+use sandboxer_probe::measure::{self, Bench};
+use sandboxer_probe::options::Network;
+use sandboxer_probe::sample::Sample;
+use sandboxer_probe::startup::Plan;
+use sandboxer_probe::store::{self, Store};
+use tokio_util::sync::CancellationToken;
+
+const DISK: &str = "FULL_DISK_TEST_DIR";
+/// Two pages: room for some fifty rows, and for no report beside them.
+const SIZE: &str = "8k";
+
+/// In user and mount namespaces of its own, so that it needs no root and the tmpfs ends with it.
+#[test]
+fn a_disk_that_fills_ends_the_run_and_keeps_its_rows() {
+    let dir = tempfile::tempdir().unwrap();
+    let mount = format!("mount -t tmpfs -o size={SIZE} tmpfs \"${DISK}\" && exec \"$@\"");
+    let output = Command::new("unshare")
+        .args(["--user", "--map-root-user", "--mount", "sh", "-c", &mount, "sh"])
+        .arg(std::env::current_exe().unwrap())
+        .args(["--exact", "child", "--nocapture"])
+        .env(DISK, dir.path())
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{output:?}");
+    assert!(String::from_utf8(output.stdout).unwrap().contains("rows kept: "));
+}
+
+/// The child's part, called by name; without the variable it has nothing to do.
+#[tokio::test]
+async fn child() {
+    let Some(dir) = std::env::var_os(DISK) else { return };
+    let dir = Path::new(&dir);
+    let double = Double::serve([("a", Behaviour::default())]);
+    let bench = Bench::open(&double.endpoint(), None).unwrap();
+    let mut store = Store::create(dir).unwrap();
+    let plan = Plan {
+        runtimes: vec!["a".into()],
+        serial: 1000,
+        group: 0,
+        rounds: 0,
+        warm_up: 0,
+        recipe: measure::recipe(IMAGE, Network::Pod, Duration::from_secs(30)),
+        bare_boot: None,
+    };
+    let never = CancellationToken::new();
+    let (report, samples) = bench.startup(&plan, Some(&mut store), &never, &mut |_| ()).await.unwrap();
+
+    // Both files are named, and the figures are still there to be printed.
+    let why = report.partial_reason.unwrap();
+    assert!(why.contains("samples.csv: No space left"), "{why}");
+    assert!(why.contains("not all of the result is on disk") && why.contains("cdf-a-serial.txt"), "{why}");
+    assert_eq!(report.series[0].summary.n, samples.len());
+    assert!(double.truth(|truth| truth.pods.is_empty()));
+
+    // All but the row that found no room can be read again, and no part of anything is left.
+    let read = store::load(dir).unwrap();
+    let kept: Vec<f64> = read.samples.iter().filter_map(Sample::time).collect();
+    assert_eq!(kept.len(), samples.len() - 1);
+    assert!(kept.len() > 20, "{} rows", kept.len());
+    assert!(read.report.partial && read.report.not_measured.contains_key("manifest"));
+    assert!(
+        !std::fs::read_dir(dir)
+            .unwrap()
+            .any(|file| file.unwrap().path().extension() == Some("part".as_ref()))
+    );
+    println!("rows kept: {}", kept.len());
+}

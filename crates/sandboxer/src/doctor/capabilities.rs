@@ -1,0 +1,148 @@
+//! What processes may do: the daemon itself, and containerd.
+
+use super::{
+    cri::Told,
+    host::Host,
+    verdict::{Check, Fix, Subject},
+};
+
+/// Bits of `CapEff` (Linux' `include/uapi/linux/capability.h`) that the daemon needs, and for what.
+const NEEDED: [(u32, &str); 2] = [(1, "CAP_DAC_OVERRIDE"), (21, "CAP_SYS_ADMIN")];
+const SYS_RESOURCE: u32 = 24;
+
+const DAEMON: Subject = Subject {
+    name: "capabilities",
+    why: "the daemon mounts snapshots and reads files of any owner to make disks of them",
+};
+const OOM_SCORE: Subject = Subject {
+    name: "oom score",
+    why: "containerd lowers a container's oom_score_adj, which fails without CAP_SYS_RESOURCE",
+};
+
+/// Masks of capabilities in force.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Reading {
+    /// The daemon's, or this process' where none runs.
+    pub daemon: Option<u64>,
+    /// Whether that is the daemon's.
+    pub of_daemon: bool,
+    /// containerd's.
+    pub containerd: Option<u64>,
+}
+
+/// Reads; `daemon` and `containerd` are their processes.
+pub fn read(host: &Host, daemon: Option<u32>, containerd: Option<u32>) -> Reading {
+    let of = |pid: Option<u32>| mask(host, &pid?.to_string());
+    let daemons = of(daemon);
+    Reading {
+        daemon: daemons.or_else(|| mask(host, "self")),
+        of_daemon: daemons.is_some(),
+        containerd: of(containerd),
+    }
+}
+
+fn mask(host: &Host, pid: &str) -> Option<u64> {
+    let status = host.text(format!("/proc/{pid}/status")).ok()?;
+    let mask = status.lines().find_map(|line| line.strip_prefix("CapEff:"))?;
+    u64::from_str_radix(mask.trim(), 16).ok()
+}
+
+fn has(mask: u64, bit: u32) -> bool {
+    mask >> bit & 1 == 1
+}
+
+/// Whether the process is known to lack what lowering an `oom_score_adj` takes.
+pub fn lacks_sys_resource(pid: u32) -> bool {
+    mask(&Host::default(), &pid.to_string()).is_some_and(|mask| !has(mask, SYS_RESOURCE))
+}
+
+/// Whether the daemon may do what it does.
+pub fn daemon(reading: &Reading) -> Check {
+    let Some(mask) = reading.daemon else {
+        return DAEMON.warning("the kernel does not tell them", Fix::words("see /proc/self/status"));
+    };
+    let missing: Vec<_> = NEEDED.iter().filter(|(bit, _)| !has(mask, *bit)).map(|(_, name)| *name).collect();
+    match (missing.is_empty(), reading.of_daemon) {
+        (true, true) => DAEMON.ok("the daemon has what it needs"),
+        (true, false) => DAEMON.ok("a daemon started from here would have what it needs"),
+        (false, true) => DAEMON.failure(
+            format!("the daemon lacks {}", missing.join(", ")),
+            Fix::words("run it as root, in no container that takes these away"),
+        ),
+        (false, false) => DAEMON.warning(
+            format!("a daemon started from here would lack {}", missing.join(", ")),
+            Fix::words("run this, and the daemon, as root"),
+        ),
+    }
+}
+
+/// Whether containerd lowers what it may not.
+pub fn oom_score(reading: &Reading, told: Option<&Told>) -> Check {
+    let Some(told) = told else { return OOM_SCORE.not_applicable("no containerd answers") };
+    let restricted = told.config.get("restrictOOMScoreAdj").and_then(|value| value.as_bool()) == Some(true);
+    match reading.containerd.map(|mask| has(mask, SYS_RESOURCE)) {
+        None if restricted => OOM_SCORE.ok("containerd leaves it alone (restrict_oom_score_adj)"),
+        None => OOM_SCORE.not_applicable("containerd's capabilities are not in sight"),
+        Some(true) => OOM_SCORE.ok("containerd has CAP_SYS_RESOURCE"),
+        Some(false) if restricted => {
+            OOM_SCORE.ok("containerd lacks CAP_SYS_RESOURCE and is told so (restrict_oom_score_adj)")
+        }
+        Some(false) => OOM_SCORE.failure(
+            "containerd lacks CAP_SYS_RESOURCE and is not told so",
+            Fix::words(
+                "set restrict_oom_score_adj = true in its configuration, as --containerd-config prints it",
+            ),
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::doctor::Verdict;
+
+    const ALL: u64 = 0x1ff_ffff_ffff;
+
+    #[test]
+    fn the_daemon_needs_some() {
+        let without = |bit: u32| ALL & !(1 << bit);
+        for (daemon_mask, of_daemon, verdict) in [
+            (Some(ALL), true, Verdict::Ok),
+            (Some(ALL), false, Verdict::Ok),
+            (Some(without(SYS_RESOURCE)), true, Verdict::Ok),
+            (Some(without(21)), true, Verdict::Failure),
+            (Some(without(1)), true, Verdict::Failure),
+            (Some(0), false, Verdict::Warning),
+            (None, false, Verdict::Warning),
+        ] {
+            let reading = Reading { daemon: daemon_mask, of_daemon, containerd: None };
+            assert_eq!(daemon(&reading).verdict, verdict, "{reading:?}");
+        }
+    }
+
+    #[test]
+    fn containerd_without_cap_sys_resource_must_be_told_so() {
+        let lacking = ALL & !(1 << SYS_RESOURCE);
+        for (containerd, config, verdict) in [
+            (Some(ALL), json!({}), Verdict::Ok),
+            (Some(lacking), json!({}), Verdict::Failure),
+            (Some(lacking), json!({ "restrictOOMScoreAdj": false }), Verdict::Failure),
+            (Some(lacking), json!({ "restrictOOMScoreAdj": true }), Verdict::Ok),
+            (None, json!({ "restrictOOMScoreAdj": true }), Verdict::Ok),
+            (None, json!({}), Verdict::NotApplicable),
+        ] {
+            let told = Told {
+                name: "containerd".into(),
+                version: "v2.4.2".into(),
+                pid: None,
+                config,
+                network: Ok(()),
+            };
+            let reading = Reading { containerd, ..Reading::default() };
+            assert_eq!(oom_score(&reading, Some(&told)).verdict, verdict, "{reading:?} {}", told.config);
+        }
+        assert_eq!(oom_score(&Reading::default(), None).verdict, Verdict::NotApplicable);
+    }
+}

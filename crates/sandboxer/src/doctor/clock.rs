@@ -1,0 +1,73 @@
+//! The clock that guests are given their time by.
+
+use super::{
+    host::Host,
+    verdict::{Check, Fix, Subject},
+};
+
+/// Read without leaving the guest or the process.
+const FAST: [&str; 3] = ["tsc", "kvm-clock", "hyperv_clocksource_tsc_page"];
+
+const CLOCK: Subject =
+    Subject { name: "clock", why: "every VMM reads it all the time; some sources take microseconds to read" };
+
+/// What the kernel tells.
+#[derive(Debug, Clone, Default)]
+pub struct Reading {
+    /// In use.
+    pub current: Option<String>,
+    /// All that could be.
+    pub available: String,
+}
+
+/// Reads.
+pub fn read(host: &Host) -> Reading {
+    const DIR: &str = "/sys/devices/system/clocksource/clocksource0";
+    Reading {
+        current: host.text(format!("{DIR}/current_clocksource")).ok(),
+        available: host.text(format!("{DIR}/available_clocksource")).unwrap_or_default(),
+    }
+}
+
+/// Judges.
+pub fn judge(reading: &Reading) -> Check {
+    let Some(current) = &reading.current else {
+        return CLOCK.not_applicable("the kernel does not tell its source");
+    };
+    if FAST.contains(&current.as_str()) {
+        return CLOCK.ok(current);
+    }
+    let seen = format!("{current}, a slow one (available: {})", reading.available);
+    let better = FAST.into_iter().find(|fast| reading.available.split_whitespace().any(|name| name == *fast));
+    CLOCK.warning(
+        seen,
+        match better {
+            Some(better) => Fix::commands(
+                "choose a faster one",
+                [format!("echo {better} > /sys/devices/system/clocksource/clocksource0/current_clocksource")],
+            ),
+            None => Fix::words("see the kernel's log for why the TSC is not used"),
+        },
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::doctor::Verdict;
+
+    #[test]
+    fn slow_clocks_are_warned_of() {
+        for (current, available, verdict, commands) in [
+            (Some("tsc"), "tsc kvm-clock", Verdict::Ok, None),
+            (Some("kvm-clock"), "kvm-clock", Verdict::Ok, None),
+            (Some("hpet"), "tsc hpet", Verdict::Warning, Some(1)),
+            (Some("acpi_pm"), "acpi_pm", Verdict::Warning, Some(0)),
+            (None, "", Verdict::NotApplicable, None),
+        ] {
+            let check = judge(&Reading { current: current.map(str::to_owned), available: available.into() });
+            assert_eq!(check.verdict, verdict, "{check}");
+            assert_eq!(check.fix.map(|fix| fix.commands.len()), commands);
+        }
+    }
+}

@@ -1,0 +1,46 @@
+//! The daemon's configuration, which says what the other checks look at.
+
+use std::path::Path;
+
+use super::verdict::{Check, Fix, Subject};
+use crate::{
+    config::{Config, ConfigError, DEFAULT_PATH},
+    error::chain,
+};
+
+const CONFIGURATION: Subject =
+    Subject { name: "configuration", why: "a daemon does not start with one that it does not understand" };
+
+/// What was read from `path`, or from where a daemon would read it.
+pub fn judge(path: Option<&Path>, read: &Result<Config, ConfigError>) -> Check {
+    let file = path.unwrap_or(DEFAULT_PATH.as_ref());
+    match read {
+        Err(error) => CONFIGURATION.failure(
+            format!("{}; the checks below are of the defaults", chain(error)),
+            Fix::commands(
+                "correct the file",
+                [format!("sandboxer --check-config --config {}", file.display())],
+            ),
+        ),
+        Ok(_) if path.is_none() && !file.exists() => {
+            CONFIGURATION.ok(format!("the defaults; there is no {}", file.display()))
+        }
+        Ok(_) => CONFIGURATION.ok(file.display().to_string()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::doctor::Verdict;
+
+    #[test]
+    fn a_broken_configuration_is_told_in_the_daemons_words() {
+        let path = Path::new("/etc/my.toml");
+        assert_eq!(judge(Some(path), &Ok(Config::default())).seen, "/etc/my.toml");
+        let broken = judge(Some(path), &Config::parse("concurent_starts = 1", path));
+        assert_eq!(broken.verdict, Verdict::Failure);
+        assert!(broken.seen.contains("concurrent_starts"), "{broken}");
+        assert_eq!(broken.fix.unwrap().commands, ["sandboxer --check-config --config /etc/my.toml"]);
+    }
+}

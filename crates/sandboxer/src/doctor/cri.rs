@@ -1,0 +1,169 @@
+//! What containerd tells of itself when it is asked over its socket.
+
+use std::{path::Path, time::Duration};
+
+use k8s_cri::v1::{StatusRequest, VersionRequest, runtime_service_client::RuntimeServiceClient};
+use sandboxer_protocol::{
+    controller::{ControllerStatusRequest, controller_client::ControllerClient},
+    id::SandboxId,
+    introspection::{PluginsRequest, introspection_client::IntrospectionClient},
+};
+use serde_json::Value;
+use tokio::net::UnixStream;
+use tonic::transport::{Channel, Endpoint};
+
+use crate::error::{PodError, chain};
+
+/// Longest wait for an account, and for what is asked after it. containerd itself gives up reaching a daemon
+/// after a second.
+const LIMIT: Duration = Duration::from_millis(1200);
+/// Largest answer that is read, bytes.
+const MOST: usize = 4 << 20;
+/// containerd's name for plugins that make sandboxes.
+const CONTROLLER: &str = "io.containerd.sandbox.controller.v1";
+/// A pod that nobody has.
+const NOBODY: &str = "sandboxer-check";
+
+/// The runtime handler by which pods ask for us.
+pub const HANDLER: &str = "sandboxer";
+
+/// Who was asked, and what was told.
+#[derive(Debug, Clone)]
+pub struct Reading {
+    /// As given.
+    pub endpoint: String,
+    /// All of it, or why nothing is known.
+    pub told: Result<Told, String>,
+}
+
+/// A CRI runtime's account of itself.
+#[derive(Debug, Clone)]
+pub struct Told {
+    /// "containerd".
+    pub name: String,
+    /// "v2.4.2".
+    pub version: String,
+    /// Process behind the socket, as far as it is in sight.
+    pub pid: Option<u32>,
+    /// Its CRI configuration.
+    pub config: Value,
+    /// Whether pods can have a network; why not.
+    pub network: Result<(), String>,
+}
+
+/// Where questions about pods of [`HANDLER`] go.
+#[derive(Debug, Clone)]
+pub struct Route {
+    /// The plugin that makes their sandboxes; none: there is no such plugin.
+    pub controller: Result<Option<Controller>, String>,
+    /// Whether a question comes through to a daemon of ours; what else was answered.
+    pub routed: Result<(), String>,
+}
+
+/// A plugin that makes sandboxes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Controller {
+    /// Its socket, if it is a process of its own.
+    pub address: Option<String>,
+    /// Why it could not be started.
+    pub error: Option<String>,
+}
+
+impl Reading {
+    /// What was told, if anything was.
+    pub fn told(&self) -> Option<&Told> {
+        self.told.as_ref().ok()
+    }
+}
+
+impl Told {
+    /// What containerd has configured for [`HANDLER`].
+    pub fn handler(&self) -> Option<&Value> {
+        self.config.get("containerd")?.get("runtimes")?.get(HANDLER)
+    }
+}
+
+/// Asks whoever listens at `endpoint`, a `unix://` address or a path.
+pub async fn read(endpoint: &str) -> Reading {
+    let told = tokio::time::timeout(LIMIT, ask(socket(endpoint))).await;
+    Reading { endpoint: endpoint.to_owned(), told: told.unwrap_or_else(|_| Err(silent())) }
+}
+
+/// Follows the way of a question about a pod of [`HANDLER`]; none where nobody answered, or has that handler.
+pub async fn route(reading: &Reading) -> Option<Route> {
+    let sandboxer = reading.told()?.handler()?.get("sandboxer")?.as_str()?;
+    // Connects with the first question, within its limit.
+    let channel = grpc(socket(&reading.endpoint)).ok()?.connect_lazy();
+    let (controller, routed) = tokio::join!(
+        tokio::time::timeout(LIMIT, controller(channel.clone(), sandboxer)),
+        tokio::time::timeout(LIMIT, routed(channel, sandboxer)),
+    );
+    Some(Route {
+        controller: controller.unwrap_or_else(|_| Err(silent())),
+        routed: routed.unwrap_or_else(|_| Err(silent())),
+    })
+}
+
+fn socket(endpoint: &str) -> &Path {
+    Path::new(endpoint.strip_prefix("unix://").unwrap_or(endpoint))
+}
+
+fn silent() -> String {
+    format!("no answer within {LIMIT:?}")
+}
+
+/// The process that listens at a socket; none if nobody does within the limit.
+pub async fn listener(socket: &Path) -> Option<u32> {
+    let stream = tokio::time::timeout(LIMIT, UnixStream::connect(socket)).await.ok()?.ok()?;
+    u32::try_from(stream.peer_cred().ok()?.pid()?).ok().filter(|pid| *pid > 0)
+}
+
+fn grpc(socket: &Path) -> Result<Endpoint, String> {
+    Endpoint::from_shared(format!("unix://{}", socket.display())).map_err(|error| chain(&error))
+}
+
+async fn ask(socket: &Path) -> Result<Told, String> {
+    // Tried first, for gRPC's own error would not tell a missing socket from one that nobody serves.
+    UnixStream::connect(socket).await.map_err(|error| error.to_string())?;
+    let channel = grpc(socket)?.connect_lazy();
+    let mut cri = RuntimeServiceClient::new(channel).max_decoding_message_size(MOST);
+    let words = |status: tonic::Status| status.message().to_owned();
+    let version = cri.version(VersionRequest { version: "v1".into() }).await.map_err(words)?.into_inner();
+    let status = cri.status(StatusRequest { verbose: true }).await.map_err(words)?.into_inner();
+    let config = status.info.get("config").and_then(|text| serde_json::from_str(text).ok());
+    let conditions = status.status.unwrap_or_default().conditions;
+    let network = match conditions.into_iter().find(|condition| condition.r#type == "NetworkReady") {
+        Some(condition) if !condition.status => Err(condition.message),
+        _ => Ok(()),
+    };
+    Ok(Told {
+        name: version.runtime_name,
+        version: version.runtime_version,
+        pid: listener(socket).await,
+        config: config.unwrap_or_default(),
+        network,
+    })
+}
+
+async fn controller(channel: Channel, name: &str) -> Result<Option<Controller>, String> {
+    let mut client = IntrospectionClient::new(channel).max_decoding_message_size(MOST);
+    let answer = client.plugins(PluginsRequest { filters: Vec::new() }).await;
+    let plugins = answer.map_err(|status| status.message().to_owned())?.into_inner().plugins;
+    let found = plugins.into_iter().find(|plugin| plugin.r#type == CONTROLLER && plugin.id == name);
+    Ok(found.map(|mut plugin| Controller {
+        address: plugin.exports.remove("address"),
+        error: plugin.init_err.map(|error| error.message),
+    }))
+}
+
+/// Has containerd ask its controller about a pod that nobody has: only a daemon of ours says so in our words.
+async fn routed(channel: Channel, sandboxer: &str) -> Result<(), String> {
+    let nobody: SandboxId = NOBODY.parse().map_err(|error| format!("{error}"))?;
+    let request =
+        ControllerStatusRequest { sandbox_id: NOBODY.into(), sandboxer: sandboxer.into(), verbose: false };
+    match ControllerClient::new(channel).status(request).await {
+        Err(status) if status.message().contains(&PodError::NoPod(nobody).to_string()) => Ok(()),
+        Err(status) => Err(status.message().to_owned()),
+        Ok(_) => Err(format!("somebody has a pod {NOBODY}")),
+    }
+}

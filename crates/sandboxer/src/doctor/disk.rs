@@ -1,0 +1,91 @@
+//! Space for images of root file systems and for pods' logs.
+
+use std::path::{Path, PathBuf};
+
+use nix::sys::statvfs::statvfs;
+
+use super::{
+    host::Host,
+    verdict::{Check, Fix, Subject},
+};
+use crate::config::Config;
+
+/// Logs per pod: the guest's console and the VMM's words, each with its older half.
+const LOGS: u64 = 4;
+/// Less than this for images, and large ones can't be made.
+const LEAST_MIB: u64 = 512;
+
+const DISK: Subject = Subject {
+    name: "disk",
+    why: "images of root file systems are kept in state_dir, logs of pods in run_dir",
+};
+
+/// A directory and what is free where it is, or will be.
+#[derive(Debug, Clone)]
+pub struct Space {
+    /// The directory.
+    pub dir: PathBuf,
+    /// None if that is not known.
+    pub free_mib: Option<u64>,
+}
+
+/// Looks at a directory, or at the nearest above it that is there.
+pub fn read(host: &Host, dir: &Path) -> Space {
+    let found = dir.ancestors().map(|dir| host.path(dir)).find(|dir| dir.exists());
+    let free = found.and_then(|dir| statvfs(&dir).ok());
+    let free_mib = free.map(|free| (free.blocks_available() * free.fragment_size()) >> 20);
+    Space { dir: dir.to_owned(), free_mib }
+}
+
+/// Whether images and templates find place in `state`, and logs of `pods` in `run`.
+pub fn judge(state: &Space, run: &Space, config: &Config, pods: u32) -> Check {
+    let templates = if config.templates.enabled { config.templates.most_bytes } else { 0 };
+    let kept_mib = config.rootfs.cache_bytes.saturating_add(templates) >> 20;
+    let logs_mib = (config.vm.console_log_bytes.saturating_mul(LOGS * u64::from(pods))) >> 20;
+    let (Some(images), Some(logs)) = (state.free_mib, run.free_mib) else {
+        return DISK.warning("the system does not tell what is free", Fix::words("see `df`"));
+    };
+    let seen = format!("{images} MiB free in {}, {logs} MiB in {}", state.dir.display(), run.dir.display());
+    let fix = || Fix::words("free some, or set state_dir, run_dir, rootfs.cache_mib or templates.max_mib");
+    if images < LEAST_MIB {
+        return DISK.failure(seen, fix());
+    }
+    if images < kept_mib {
+        return DISK.warning(format!("{seen}; images and templates may take {kept_mib} MiB"), fix());
+    }
+    if logs < logs_mib {
+        return DISK.warning(format!("{seen}; logs of {pods} pods may take {logs_mib} MiB"), fix());
+    }
+    DISK.ok(seen)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::doctor::Verdict;
+
+    #[test]
+    fn images_and_logs_must_find_place() {
+        // 10 GiB of images, 2 GiB of templates, 4 MiB of logs a pod.
+        let config = Config::default();
+        for (images, logs, pods, verdict) in [
+            (Some(20_000), Some(100), 10, Verdict::Ok),
+            (Some(20_000), Some(100), 100, Verdict::Warning),
+            (Some(12_287), Some(100), 10, Verdict::Warning),
+            (Some(100), Some(100), 10, Verdict::Failure),
+            (None, Some(100), 10, Verdict::Warning),
+        ] {
+            let space = |dir: &str, free_mib| Space { dir: dir.into(), free_mib };
+            let check = judge(&space("/state", images), &space("/run", logs), &config, pods);
+            assert_eq!(check.verdict, verdict, "{check}");
+        }
+    }
+
+    #[test]
+    fn a_directory_that_is_not_made_yet_is_looked_at_from_above() {
+        let root = tempfile::tempdir().unwrap();
+        let space = read(&Host::below(root.path()), "/var/lib/sandboxer".as_ref());
+        assert!(space.free_mib.is_some(), "{space:?}");
+        assert_eq!(space.dir, Path::new("/var/lib/sandboxer"));
+    }
+}

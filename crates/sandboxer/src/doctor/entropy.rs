@@ -1,0 +1,60 @@
+//! Randomness, of which each guest gets some at its start.
+
+use rustix::rand::{GetRandomFlags, getrandom};
+
+use super::{
+    host::Host,
+    verdict::{Check, Fix, Subject},
+};
+
+const ENTROPY: Subject = Subject {
+    name: "entropy",
+    why: "each guest gets its first randomness from the host; without any, starts wait",
+};
+
+/// What the kernel tells.
+#[derive(Debug, Clone, Copy)]
+pub struct Reading {
+    /// Its generator has been seeded.
+    pub seeded: bool,
+    /// Bits in the pool.
+    pub bits: Option<u64>,
+}
+
+/// Asks the generator without waiting for it.
+pub fn read(host: &Host) -> Reading {
+    let seeded = getrandom(&mut [0_u8; 1], GetRandomFlags::NONBLOCK).is_ok();
+    Reading { seeded, bits: host.number("/proc/sys/kernel/random/entropy_avail") }
+}
+
+/// Judges.
+pub fn judge(reading: &Reading) -> Check {
+    let bits = reading.bits.map_or_else(|| "unknown".to_owned(), |bits| bits.to_string());
+    match reading.seeded {
+        true => ENTROPY.ok(format!("seeded, {bits} bits in the pool")),
+        false => ENTROPY.warning(
+            format!("not seeded yet, {bits} bits in the pool"),
+            Fix::commands(
+                "give this machine a source, such as virtio-rng, or run a daemon",
+                ["apt-get install jitterentropy-rngd"],
+            ),
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::doctor::Verdict;
+
+    #[test]
+    fn a_generator_without_a_seed_is_warned_of() {
+        assert_eq!(judge(&Reading { seeded: true, bits: Some(256) }).verdict, Verdict::Ok);
+        assert_eq!(judge(&Reading { seeded: false, bits: None }).verdict, Verdict::Warning);
+    }
+
+    #[test]
+    fn the_machine_of_a_test_has_been_up_for_long_enough() {
+        assert!(read(&Host::default()).seeded);
+    }
+}

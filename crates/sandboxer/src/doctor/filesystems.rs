@@ -1,0 +1,182 @@
+//! File systems of the host's kernel, and the program that makes EROFS images.
+
+use std::path::{Path, PathBuf};
+
+use super::{
+    host::Host,
+    program::{self, Answer},
+    verdict::{Check, Fix, Subject},
+};
+
+const OVERLAY: Subject =
+    Subject { name: "overlay", why: "an image's layers are merged by it before they become a disk" };
+const EROFS: Subject = Subject {
+    name: "erofs",
+    why: "containerd's erofs snapshotter mounts layers on the host for some images",
+};
+const LOOP: Subject = Subject {
+    name: "loop",
+    why: "containerd mounts image files of its erofs and blockfile snapshotters by it",
+};
+const MKFS: Subject = Subject { name: "mkfs.erofs", why: "it makes a disk of an image's layers" };
+
+/// How a part of the kernel can be had.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Support {
+    /// It is there.
+    There,
+    /// As a module that is not loaded.
+    Module,
+    /// Not at all, as far as can be seen.
+    Absent,
+}
+
+/// A file system that can be mounted.
+pub fn filesystem(host: &Host, name: &str) -> Support {
+    let known = host.text("/proc/filesystems").unwrap_or_default();
+    // "nodev\toverlay" or "\terofs".
+    match known.lines().any(|line| line.split_whitespace().last() == Some(name)) {
+        true => Support::There,
+        false => module(host, name),
+    }
+}
+
+/// Loop devices.
+pub fn loop_devices(host: &Host) -> Support {
+    match host.path("/dev/loop-control").exists() {
+        true => Support::There,
+        false => module(host, "loop"),
+    }
+}
+
+fn module(host: &Host, name: &str) -> Support {
+    let release = host.text("/proc/sys/kernel/osrelease").unwrap_or_default();
+    let modules = host.text(format!("/lib/modules/{release}/modules.dep")).unwrap_or_default();
+    let file = format!("/{name}.ko");
+    // "kernel/fs/overlayfs/overlay.ko.xz: …"
+    let there = modules.lines().any(|line| line.split(':').next().is_some_and(|path| path.contains(&file)));
+    if there { Support::Module } else { Support::Absent }
+}
+
+/// Without it no container of the overlayfs snapshotter gets a root file system.
+pub fn overlay(support: Support) -> Check {
+    match support {
+        Support::There => OVERLAY.ok("known to the kernel"),
+        Support::Module => OVERLAY.ok("a module, loaded by the first mount"),
+        Support::Absent => OVERLAY.failure(
+            "the kernel does not know it",
+            Fix::commands("load its module, or use a kernel that has it", ["modprobe overlay"]),
+        ),
+    }
+}
+
+/// Wanted by some snapshotters of containerd's only.
+pub fn erofs(support: Support) -> Check {
+    optional(&EROFS, support)
+}
+
+/// Wanted by some snapshotters of containerd's only.
+pub fn loops(support: Support) -> Check {
+    optional(&LOOP, support)
+}
+
+fn optional(subject: &Subject, support: Support) -> Check {
+    match support {
+        Support::There => subject.ok("known to the kernel"),
+        Support::Module => subject.ok("a module, not loaded"),
+        Support::Absent => subject.not_applicable("the kernel does not know it; overlayfs needs it not"),
+    }
+}
+
+/// A program and what it said.
+#[derive(Debug, Clone)]
+pub struct Mkfs {
+    /// As configured.
+    pub program: PathBuf,
+    /// To `-V`.
+    pub answer: Answer,
+}
+
+/// Asks for the version.
+pub async fn read_mkfs(program: &Path) -> Mkfs {
+    // erofs-utils 1.5 takes no option for it, but tells it before it complains.
+    Mkfs { program: program.to_owned(), answer: program::ask(program, "-V").await }
+}
+
+/// Judges the program.
+pub fn mkfs(reading: &Mkfs) -> Check {
+    let Mkfs { program, answer } = reading;
+    let install = || {
+        Fix::commands(
+            "install it, or set rootfs.mkfs_erofs in the configuration",
+            ["apt-get install erofs-utils"],
+        )
+    };
+    match answer {
+        Answer::Said(line) if line.starts_with("mkfs.erofs") => MKFS.ok(line),
+        Answer::Said(line) => {
+            MKFS.failure(format!("{program:?} says {line:?}, which is no mkfs.erofs"), install())
+        }
+        Answer::Missing => MKFS.failure(format!("there is no {program:?}"), install()),
+        Answer::Broken(how) => MKFS.failure(format!("{program:?} {how}"), install()),
+        Answer::Silent => MKFS.warning(
+            format!("{program:?} did not tell its version within {:?}", program::LIMIT),
+            Fix::words("see whether it is mkfs.erofs, and what keeps it"),
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+    use crate::doctor::Verdict;
+
+    #[test]
+    fn a_file_system_is_there_a_module_or_absent() {
+        let root = tempfile::tempdir().unwrap();
+        let host = Host::below(root.path());
+        for (path, text) in [
+            ("proc/filesystems", "nodev\tproc\nnodev\toverlay\n\text4\n"),
+            ("proc/sys/kernel/osrelease", "6.1.0\n"),
+            ("lib/modules/6.1.0/modules.dep", "kernel/fs/erofs/erofs.ko.xz: kernel/lib/lz4.ko\n"),
+        ] {
+            fs::create_dir_all(host.path(path).parent().unwrap()).unwrap();
+            fs::write(host.path(path), text).unwrap();
+        }
+        assert_eq!(filesystem(&host, "overlay"), Support::There);
+        assert_eq!(filesystem(&host, "ext4"), Support::There);
+        assert_eq!(filesystem(&host, "erofs"), Support::Module);
+        assert_eq!(filesystem(&host, "lz4"), Support::Absent, "a dependency, no file system");
+        assert_eq!(filesystem(&host, "nodev"), Support::Absent);
+        assert_eq!(loop_devices(&host), Support::Absent);
+    }
+
+    #[test]
+    fn only_overlay_is_needed() {
+        use Support::{Absent, Module, There};
+        assert_eq!(
+            [There, Module, Absent].map(|s| overlay(s).verdict),
+            [Verdict::Ok, Verdict::Ok, Verdict::Failure]
+        );
+        for check in [erofs, loops] {
+            let verdicts = [There, Module, Absent].map(|support| check(support).verdict);
+            assert_eq!(verdicts, [Verdict::Ok, Verdict::Ok, Verdict::NotApplicable]);
+        }
+    }
+
+    #[test]
+    fn mkfs_must_answer_as_what_it_is() {
+        for (answer, verdict) in [
+            (Answer::Said("mkfs.erofs 1.5".into()), Verdict::Ok),
+            (Answer::Said("mkfs.erofs (erofs-utils) 1.8".into()), Verdict::Ok),
+            (Answer::Said("hello".into()), Verdict::Failure),
+            (Answer::Missing, Verdict::Failure),
+            (Answer::Broken("ended with 1".into()), Verdict::Failure),
+            (Answer::Silent, Verdict::Warning),
+        ] {
+            assert_eq!(mkfs(&Mkfs { program: "mkfs.erofs".into(), answer }).verdict, verdict);
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! The machine as its files show it.
+
+use std::{
+    ffi::OsStr,
+    fs,
+    io::{self, Read},
+    os::unix::fs::FileTypeExt,
+    path::{Path, PathBuf},
+};
+
+/// Most bytes read of a file of the kernel's or of a configuration.
+const MOST: u64 = 1 << 20;
+
+/// `/proc`, `/sys`, `/dev` and `/etc` below a root: this machine's, or one that a test made up.
+#[derive(Debug, Clone)]
+pub struct Host {
+    root: PathBuf,
+}
+
+impl Default for Host {
+    fn default() -> Self {
+        Self::below("/")
+    }
+}
+
+impl Host {
+    /// The machine whose files are below `root`.
+    pub fn below(root: impl Into<PathBuf>) -> Self {
+        Self { root: root.into() }
+    }
+
+    /// Where the file with this absolute path is.
+    pub fn path(&self, path: impl AsRef<Path>) -> PathBuf {
+        let path = path.as_ref();
+        self.root.join(path.strip_prefix("/").unwrap_or(path))
+    }
+
+    /// A file's text without white space at its ends; at most 1 MiB of it.
+    pub fn text(&self, path: impl AsRef<Path>) -> io::Result<String> {
+        let mut bytes = Vec::new();
+        fs::File::open(self.path(path))?.take(MOST).read_to_end(&mut bytes)?;
+        Ok(String::from_utf8_lossy(&bytes).trim().to_owned())
+    }
+
+    /// A file that holds one number.
+    pub fn number(&self, path: impl AsRef<Path>) -> Option<u64> {
+        self.text(path).ok()?.parse().ok()
+    }
+
+    /// Names in a directory, sorted; none if it is not there.
+    pub fn names(&self, dir: impl AsRef<Path>) -> Vec<String> {
+        let entries = fs::read_dir(self.path(dir)).into_iter().flatten().flatten();
+        let mut names: Vec<_> =
+            entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+        names.sort();
+        names
+    }
+
+    /// Whether there is a character device that can be opened; which error says why not.
+    pub fn device(&self, path: impl AsRef<Path>) -> io::Result<()> {
+        let path = self.path(path);
+        if !fs::metadata(&path)?.file_type().is_char_device() {
+            return Err(io::Error::other("it is no device"));
+        }
+        fs::OpenOptions::new().read(true).write(true).open(path).map(drop)
+    }
+
+    /// Whether there is such a program, by absolute path or by a name in `search`, a list as in `PATH`.
+    pub fn program(&self, program: &Path, search: &OsStr) -> Option<PathBuf> {
+        use std::os::unix::fs::PermissionsExt;
+        let runs = |path: &PathBuf| {
+            fs::metadata(self.path(path)).is_ok_and(|it| it.is_file() && it.permissions().mode() & 0o111 != 0)
+        };
+        if program.is_absolute() {
+            return Some(program.to_owned()).filter(runs);
+        }
+        std::env::split_paths(search).map(|dir| dir.join(program)).find(runs)
+    }
+}
+
+/// The value behind `key` in lines such as `MemFree:   12 kB`; its first word, as a number.
+pub(super) fn field(text: &str, key: &str) -> Option<u64> {
+    let value = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
+    value.split_whitespace().next()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_are_those_below_the_root() {
+        let root = tempfile::tempdir().unwrap();
+        fs::create_dir_all(root.path().join("proc/sys")).unwrap();
+        fs::write(root.path().join("proc/sys/max"), "12\n").unwrap();
+        let host = Host::below(root.path());
+        assert_eq!(host.number("/proc/sys/max"), Some(12));
+        assert_eq!(host.names("/proc/sys"), ["max"]);
+        assert_eq!(host.text("/proc/none").unwrap_err().kind(), io::ErrorKind::NotFound);
+        assert_eq!(host.device("/proc/sys/max").unwrap_err().to_string(), "it is no device");
+        assert_eq!(host.program("max".as_ref(), "/proc/sys".as_ref()), None, "it is not executable");
+        assert_eq!(Host::default().program("sh".as_ref(), "/bin".as_ref()).unwrap(), Path::new("/bin/sh"));
+    }
+
+    #[test]
+    fn a_file_without_end_is_read_to_the_bound() {
+        assert_eq!(Host::default().text("/dev/zero").unwrap().len() as u64, MOST);
+    }
+
+    #[test]
+    fn fields_are_found_by_their_whole_name() {
+        let text = "MemTotal:  9 kB\nMemAvailable:   7 kB\n";
+        assert_eq!(
+            (field(text, "MemAvailable"), field(text, "Mem"), field(text, "Swap")),
+            (Some(7), None, None)
+        );
+    }
+}

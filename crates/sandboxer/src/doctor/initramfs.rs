@@ -1,0 +1,210 @@
+//! The initramfs: a cpio archive whose `/init` is the agent.
+
+use std::{
+    fs::File,
+    io::{self, Read},
+    path::{Path, PathBuf},
+};
+
+use sandboxer_protocol::{PROTOCOL_VERSION, mark};
+
+use super::verdict::{Check, Fix, Subject};
+
+/// Larger files are no initramfs with one agent.
+const MOST: u64 = 256 << 20;
+/// Entries looked at for `init`.
+const MOST_ENTRIES: usize = 4096;
+
+const INITRAMFS: Subject = Subject {
+    name: "initramfs",
+    why: "it holds the agent of every pod, which must speak the daemon's protocol",
+};
+
+/// What a file is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Content {
+    /// The file cannot be read.
+    Unreadable(String),
+    /// No archive of the format "newc"; it may be a compressed one.
+    NoArchive,
+    /// Nothing in it can be run as `/init`.
+    NoInit,
+    /// An init that does not tell its protocol.
+    Unmarked,
+    /// An agent of this protocol version.
+    Agent(u32),
+}
+
+/// A file and what it is.
+#[derive(Debug, Clone)]
+pub struct Reading {
+    /// The file.
+    pub path: PathBuf,
+    /// Bytes.
+    pub size: u64,
+    /// What is in it.
+    pub content: Content,
+}
+
+impl Reading {
+    /// Of a file that could not be read in time.
+    pub fn silent(path: &Path) -> Self {
+        Self { path: path.to_owned(), size: 0, content: Content::Unreadable("it takes too long".into()) }
+    }
+}
+
+/// Looks for the agent.
+pub fn read(path: &Path) -> Reading {
+    let read = File::open(path).and_then(|file| {
+        let size = file.metadata()?.len();
+        if size > MOST {
+            return Err(io::Error::other(format!("it has {size} bytes, too many for an agent alone")));
+        }
+        let mut bytes = Vec::with_capacity(usize::try_from(size).unwrap_or_default());
+        file.take(MOST).read_to_end(&mut bytes).map(|_| bytes)
+    });
+    let (size, content) = match read {
+        Err(error) => (0, Content::Unreadable(error.to_string())),
+        Ok(bytes) => (bytes.len() as u64, content(&bytes)),
+    };
+    Reading { path: path.to_owned(), size, content }
+}
+
+fn content(archive: &[u8]) -> Content {
+    match find_init(archive) {
+        None => Content::NoArchive,
+        Some(None) => Content::NoInit,
+        Some(Some(init)) => mark::find(init).map_or(Content::Unmarked, Content::Agent),
+    }
+}
+
+/// The bytes of `/init`; the outer `None`: no archive. The format is Linux'
+/// `Documentation/driver-api/early-userspace/buffer-format.rst`.
+fn find_init(archive: &[u8]) -> Option<Option<&[u8]>> {
+    const HEADER: usize = 110;
+    const REGULAR: usize = 0o10_0000;
+    const EXECUTABLE: usize = 0o100;
+    let mut rest = archive;
+    for _ in 0..MOST_ENTRIES {
+        let header = rest.get(..HEADER)?;
+        if !header.starts_with(b"070701") && !header.starts_with(b"070702") {
+            return None;
+        }
+        // Thirteen fields of eight hex digits behind the magic number.
+        let field = |index: usize| {
+            let digits = header.get(6 + 8 * index..14 + 8 * index)?;
+            usize::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()
+        };
+        let (mode, length, name_length) = (field(1)?, field(6)?, field(11)?);
+        // Name and content each end where the next multiple of four begins.
+        let begin = (HEADER + name_length).next_multiple_of(4);
+        let name = rest.get(HEADER..HEADER + name_length)?;
+        let content = rest.get(begin..begin.checked_add(length)?)?;
+        match name.strip_suffix(b"\0")? {
+            b"init" | b"/init" | b"./init" if mode & REGULAR != 0 && mode & EXECUTABLE != 0 => {
+                return Some(Some(content));
+            }
+            b"TRAILER!!!" => break,
+            _ => rest = rest.get((begin + length).next_multiple_of(4)..).unwrap_or_default(),
+        }
+    }
+    Some(None)
+}
+
+/// Judges by the protocol that this daemon speaks.
+pub fn judge(reading: &Reading) -> Check {
+    let path = &reading.path;
+    let build = || {
+        Fix::words(
+            "install the initramfs that came with this daemon, or set vm.initramfs; `make guest-image` in \
+             the source tree builds one",
+        )
+    };
+    match &reading.content {
+        Content::Agent(PROTOCOL_VERSION) => INITRAMFS.ok(format!(
+            "its agent speaks protocol {PROTOCOL_VERSION}, {:.1} MiB",
+            reading.size as f64 / f64::from(1 << 20)
+        )),
+        Content::Agent(other) => INITRAMFS.failure(
+            format!("the agent in {path:?} speaks protocol {other}, the daemon {PROTOCOL_VERSION}"),
+            build(),
+        ),
+        Content::Unmarked => {
+            INITRAMFS.warning(format!("/init in {path:?} does not tell which protocol it speaks"), build())
+        }
+        Content::NoInit => INITRAMFS.failure(format!("there is no /init in {path:?}"), build()),
+        Content::NoArchive => {
+            INITRAMFS.failure(format!("{path:?} is no cpio archive (newc, uncompressed)"), build())
+        }
+        Content::Unreadable(why) => INITRAMFS.failure(format!("cannot read {path:?}: {why}"), build()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::doctor::Verdict;
+
+    fn entry(name: &str, mode: u32, content: &[u8]) -> Vec<u8> {
+        let mut entry = b"070701".to_vec();
+        let fields = [1, mode, 0, 0, 1, 0, content.len() as u32, 0, 0, 0, 0, name.len() as u32 + 1, 0];
+        for field in fields {
+            entry.extend(format!("{field:08X}").bytes());
+        }
+        entry.extend(name.bytes());
+        entry.push(0);
+        entry.resize(entry.len().next_multiple_of(4), 0);
+        entry.extend(content);
+        entry.resize(entry.len().next_multiple_of(4), 0);
+        entry
+    }
+
+    fn archive(entries: &[Vec<u8>]) -> Vec<u8> {
+        [entries.concat(), entry("TRAILER!!!", 0, b"")].concat()
+    }
+
+    const RUN: u32 = 0o10_0755;
+
+    #[test]
+    fn an_initramfs_is_known_by_its_agent() {
+        let dev = || entry("dev", 0o4_0755, b"");
+        let agent = [b"\x7fELF".as_slice(), &mark::MARK, b"more"].concat();
+        let newer = b"sandboxer-agent protocol 0000000999";
+        for (bytes, verdict, seen) in [
+            (archive(&[dev(), entry("init", RUN, &agent)]), Verdict::Ok, "its agent speaks protocol"),
+            (archive(&[entry("./init", RUN, &agent), dev()]), Verdict::Ok, "its agent speaks protocol"),
+            (archive(&[entry("init", RUN, newer)]), Verdict::Failure, "speaks protocol 999, the daemon"),
+            (archive(&[entry("init", RUN, b"#!/bin/sh")]), Verdict::Warning, "does not tell"),
+            (archive(&[entry("init", 0o10_0644, &agent)]), Verdict::Failure, "no /init"),
+            (archive(&[dev()]), Verdict::Failure, "no /init"),
+            (dev(), Verdict::Failure, "no cpio archive"),
+            (b"\x28\xb5\x2f\xfd compressed".to_vec(), Verdict::Failure, "no cpio archive"),
+            (Vec::new(), Verdict::Failure, "no cpio archive"),
+        ] {
+            let file = tempfile::NamedTempFile::new().unwrap();
+            std::fs::write(file.path(), bytes).unwrap();
+            let check = judge(&read(file.path()));
+            assert_eq!(check.verdict, verdict, "{check}");
+            assert!(check.seen.contains(seen), "{seen}: {check}");
+        }
+        let check = judge(&read("/nonexistent/initramfs".as_ref()));
+        assert!(check.verdict == Verdict::Failure && check.seen.contains("No such file"), "{check}");
+    }
+
+    #[test]
+    fn lengths_that_lie_lead_nowhere() {
+        let whole = archive(&[entry("init", RUN, &mark::MARK)]);
+        for at in 0..110 {
+            for digit in *b"0Ff/" {
+                let mut bytes = whole.clone();
+                bytes[at] = digit;
+                let _ = find_init(&bytes);
+            }
+        }
+        for length in 0..whole.len() {
+            let _ = find_init(&whole[..length]);
+        }
+        let endless = entry("file", RUN, b"").repeat(MOST_ENTRIES + 1);
+        assert_eq!(find_init(&endless), Some(None));
+    }
+}

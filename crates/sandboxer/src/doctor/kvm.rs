@@ -1,0 +1,122 @@
+//! KVM, measured by running a guest on it.
+
+use std::{io, path::Path, time::Duration};
+
+use super::{
+    blocking,
+    verdict::{Check, Fix, Subject},
+};
+use crate::{
+    config::Accelerator,
+    error::chain,
+    vmm::kvm::{self, KvmUnusable},
+};
+
+/// Longest wait for the measurement, which takes 0.15 s where KVM works at all.
+const LIMIT: Duration = Duration::from_secs(2);
+
+const KVM: Subject = Subject {
+    name: "kvm",
+    why: "without it guests are emulated, which is several times slower to start and to run",
+};
+
+/// What the measurement said.
+#[derive(Debug)]
+pub enum Reading {
+    /// Guest instructions per second.
+    Usable(f64),
+    /// It is there, or not, and of no use.
+    Unusable(KvmUnusable),
+    /// It did not end within the limit.
+    Silent,
+}
+
+/// Runs the guest.
+pub async fn read(device: &Path) -> Reading {
+    let device = device.to_owned();
+    match blocking(LIMIT, move || kvm::measure(&device)).await {
+        Some(Ok(rate)) => Reading::Usable(rate),
+        Some(Err(unusable)) => Reading::Unusable(unusable),
+        None => Reading::Silent,
+    }
+}
+
+/// Judges by what is configured.
+pub fn judge(configured: Accelerator, reading: &Reading) -> Check {
+    let (seen, fix) = match reading {
+        Reading::Usable(rate) => {
+            return KVM.ok(format!("runs {:.0} million guest instructions per second", rate / 1e6));
+        }
+        Reading::Unusable(unusable) => (chain(unusable), fix(unusable)),
+        Reading::Silent => (format!("its test did not end within {LIMIT:?}"), nested()),
+    };
+    match configured {
+        Accelerator::Tcg => KVM.not_applicable(format!("vm.accelerator is \"tcg\"; {seen}")),
+        Accelerator::Auto => KVM.warning(seen, fix),
+        Accelerator::Kvm => {
+            let what = format!("{}, or set vm.accelerator to \"auto\"", fix.what);
+            KVM.failure(seen, Fix { what, ..fix })
+        }
+    }
+}
+
+fn fix(unusable: &KvmUnusable) -> Fix {
+    let KvmUnusable::Open { source, .. } = unusable else { return nested() };
+    match source.kind() {
+        io::ErrorKind::PermissionDenied => Fix::words("run this as root"),
+        _ => Fix::commands(
+            "load KVM's module; where none fits, enable virtualization in the firmware",
+            ["modprobe kvm_intel || modprobe kvm_amd"],
+        ),
+    }
+}
+
+fn nested() -> Fix {
+    Fix::words("use a machine of metal, or enable nested virtualization where this virtual machine runs")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::doctor::Verdict;
+
+    #[test]
+    fn the_configuration_decides_how_bad_a_useless_kvm_is() {
+        let slow = || Reading::Unusable(KvmUnusable::Slow { rate: 0.5e6 });
+        for (configured, reading, verdict) in [
+            (Accelerator::Auto, Reading::Usable(4e7), Verdict::Ok),
+            (Accelerator::Kvm, Reading::Usable(4e7), Verdict::Ok),
+            (Accelerator::Tcg, Reading::Usable(4e7), Verdict::Ok),
+            (Accelerator::Auto, slow(), Verdict::Warning),
+            (Accelerator::Kvm, slow(), Verdict::Failure),
+            (Accelerator::Tcg, slow(), Verdict::NotApplicable),
+            (Accelerator::Auto, Reading::Silent, Verdict::Warning),
+            (Accelerator::Kvm, Reading::Silent, Verdict::Failure),
+        ] {
+            let check = judge(configured, &reading);
+            assert_eq!(check.verdict, verdict, "{configured:?} {reading:?}");
+        }
+        let slow = judge(Accelerator::Auto, &slow());
+        assert!(slow.seen.contains("0.5 million guest instructions"), "{slow}");
+    }
+
+    #[test]
+    fn what_to_do_fits_what_is_wrong() {
+        let open = |kind: io::ErrorKind| {
+            let unusable = KvmUnusable::Open { path: "/dev/kvm".into(), source: kind.into() };
+            judge(Accelerator::Auto, &Reading::Unusable(unusable)).fix.unwrap()
+        };
+        assert!(open(io::ErrorKind::NotFound).commands[0].contains("modprobe"));
+        assert_eq!(open(io::ErrorKind::PermissionDenied).what, "run this as root");
+        let asked_for = judge(Accelerator::Kvm, &Reading::Silent).fix.unwrap();
+        assert!(asked_for.what.ends_with("or set vm.accelerator to \"auto\""), "{asked_for:?}");
+    }
+
+    #[tokio::test]
+    async fn a_device_that_is_none_is_unusable() {
+        assert!(matches!(
+            read(Path::new("/nonexistent/kvm")).await,
+            Reading::Unusable(KvmUnusable::Open { .. })
+        ));
+    }
+}

@@ -1,0 +1,128 @@
+//! The host's memory: enough for so many pods, in huge pages, shared between them.
+
+use super::{
+    host::{Host, field},
+    verdict::{Check, Fix, Subject},
+};
+
+/// What a VMM has beside its guest's memory, MiB. Ten emulated pods of 256 MiB took 128 MB each, of which their
+/// guests had touched the smaller part; with KVM there is no translated code, and it is less.
+const BESIDE_GUEST_MIB: u64 = 100;
+
+const MEMORY: Subject = Subject { name: "memory", why: "a pod may use all of its machine's memory" };
+const HUGE_PAGES: Subject = Subject { name: "huge pages", why: "what is reserved for them no pod gets" };
+const KSM: Subject =
+    Subject { name: "ksm", why: "pages shared between pods let one pod find out what another one holds" };
+
+/// What the kernel tells.
+#[derive(Debug, Clone, Default)]
+pub struct Reading {
+    /// `/proc/meminfo`.
+    pub meminfo: String,
+    /// When pages become huge by themselves: "always [madvise] never".
+    pub transparent: Option<String>,
+    /// Whether pages of equal content are merged: 0 no, 1 yes, 2 no and undone.
+    pub ksm_run: Option<u64>,
+}
+
+/// Reads.
+pub fn read(host: &Host) -> Reading {
+    Reading {
+        meminfo: host.text("/proc/meminfo").unwrap_or_default(),
+        transparent: host.text("/sys/kernel/mm/transparent_hugepage/enabled").ok(),
+        ksm_run: host.number("/sys/kernel/mm/ksm/run"),
+    }
+}
+
+/// Whether `pods` more pods of `memory_mib` find place, all of them using all of theirs.
+pub fn free(reading: &Reading, pods: u32, memory_mib: u64) -> Check {
+    let Some(available) = field(&reading.meminfo, "MemAvailable").map(|kib| kib / 1024) else {
+        return MEMORY.warning("the kernel does not tell how much is free", Fix::words("see /proc/meminfo"));
+    };
+    let each = memory_mib.saturating_add(BESIDE_GUEST_MIB);
+    let fit = available / each;
+    let seen =
+        format!("{available} MiB free, enough for {fit} pods of {memory_mib} + {BESIDE_GUEST_MIB} MiB");
+    let fix = || Fix::words("give the machine more memory, pods less (vm.default_memory_mib), or run fewer");
+    match fit {
+        0 => MEMORY.failure(seen, fix()),
+        fit if fit < u64::from(pods) => MEMORY.warning(format!("{seen}, not for {pods}"), fix()),
+        _ => MEMORY.ok(seen),
+    }
+}
+
+/// Machines do not use reserved ones.
+pub fn huge_pages(reading: &Reading) -> Check {
+    let get = |key| field(&reading.meminfo, key).unwrap_or_default();
+    let (total, free, kib) = (get("HugePages_Total"), get("HugePages_Free"), get("Hugepagesize"));
+    let setting = reading.transparent.as_deref().and_then(|text| text.split_once('[')?.1.split_once(']'));
+    let transparent = setting.map_or("unknown", |(chosen, _)| chosen);
+    let seen = format!("transparent: {transparent}; reserved: {total} of {kib} KiB, {free} of them free");
+    if free == 0 {
+        return HUGE_PAGES.ok(seen);
+    }
+    HUGE_PAGES.warning(
+        format!("{seen}; pods do not use reserved ones"),
+        Fix::commands("give them back if nobody else wants them", ["sysctl vm.nr_hugepages=0"]),
+    )
+}
+
+/// Must be off between those who don't trust each other.
+pub fn ksm(reading: &Reading) -> Check {
+    match reading.ksm_run {
+        None => KSM.not_applicable("not in this kernel"),
+        Some(1) => KSM.warning("on", Fix::commands("turn it off", ["echo 2 > /sys/kernel/mm/ksm/run"])),
+        Some(_) => KSM.ok("off"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::doctor::Verdict;
+
+    #[test]
+    fn memory_must_do_for_the_pods_asked_about() {
+        for (available_mib, pods, verdict, fit) in [
+            (3560, 10, Verdict::Ok, "for 10 pods"),
+            (3559, 10, Verdict::Warning, "for 9 pods"),
+            (3559, 9, Verdict::Ok, "for 9 pods"),
+            (300, 1, Verdict::Failure, "for 0 pods"),
+        ] {
+            let meminfo = format!("MemFree: 1 kB\nMemAvailable:  {} kB\n", available_mib * 1024);
+            let check = free(&Reading { meminfo, ..Reading::default() }, pods, 256);
+            assert_eq!(check.verdict, verdict, "{check}");
+            assert!(check.seen.contains(fit), "{check}");
+        }
+        assert_eq!(free(&Reading::default(), 1, 256).verdict, Verdict::Warning);
+    }
+
+    #[test]
+    fn reserved_pages_that_nobody_uses_are_lost_to_pods() {
+        let page = "Hugepagesize: 2048 kB\n";
+        for (total, free, verdict) in [(0, 0, Verdict::Ok), (8, 0, Verdict::Ok), (8, 3, Verdict::Warning)] {
+            let reading = Reading {
+                meminfo: format!("HugePages_Total: {total}\nHugePages_Free: {free}\n{page}"),
+                transparent: Some("always [madvise] never".into()),
+                ..Reading::default()
+            };
+            let check = huge_pages(&reading);
+            assert_eq!(check.verdict, verdict, "{check}");
+            let seen = format!("transparent: madvise; reserved: {total} of 2048 KiB, {free} of them free");
+            assert!(check.seen.starts_with(&seen), "{check}");
+        }
+        assert!(huge_pages(&Reading::default()).seen.starts_with("transparent: unknown"));
+    }
+
+    #[test]
+    fn merged_pages_are_warned_of() {
+        for (ksm_run, verdict) in [
+            (None, Verdict::NotApplicable),
+            (Some(0), Verdict::Ok),
+            (Some(1), Verdict::Warning),
+            (Some(2), Verdict::Ok),
+        ] {
+            assert_eq!(ksm(&Reading { ksm_run, ..Reading::default() }).verdict, verdict);
+        }
+    }
+}

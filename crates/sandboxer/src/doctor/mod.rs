@@ -1,0 +1,160 @@
+//! Is this machine fit to run pods? Looked at, asked and measured, not guessed.
+//!
+//! Each subject is a file with two parts: readings, which look at the machine (files below the root of a
+//! [`Host`], programs and sockets, each under a deadline), and judgements, functions from what was read to a
+//! [`Check`]. [`examine`] makes all of them for `sandboxer-cli check`; [`fit`] those that the daemon depends
+//! on, at its start.
+
+mod capabilities;
+mod cgroup;
+mod clock;
+mod cni;
+mod configuration;
+pub mod containerd;
+pub mod cri;
+mod devices;
+mod disk;
+mod entropy;
+mod filesystems;
+mod host;
+mod initramfs;
+mod kernel;
+mod kvm;
+mod launcher;
+mod limits;
+mod memory;
+mod program;
+mod start;
+mod topology;
+mod verdict;
+mod vmm;
+
+use std::{path::Path, thread, time::Duration};
+
+use tokio::sync::oneshot;
+
+pub use self::{
+    capabilities::lacks_sys_resource,
+    host::Host,
+    program::version,
+    start::{Unfit, fit},
+    verdict::{Check, Fix, Report, SCHEMA, Verdict},
+};
+use crate::{config::Config, daemon::sockets};
+
+/// Longest wait for files, which may be on a disk that does not answer.
+const FILE_LIMIT: Duration = Duration::from_secs(2);
+
+/// What is to be examined.
+#[derive(Debug)]
+pub struct Question<'a> {
+    /// The daemon's configuration file, if it was named.
+    pub config_path: Option<&'a Path>,
+    /// containerd's CRI socket: a path or a `unix://` address.
+    pub endpoint: &'a str,
+    /// Pods for which memory, disk and limits must do.
+    pub pods: u32,
+}
+
+/// Makes every check; what waits, waits beside the others. Takes 3 s at most.
+pub async fn examine(question: &Question<'_>) -> Report {
+    let read = Config::load_or_default(question.config_path);
+    let configuration = configuration::judge(question.config_path, &read);
+    let config = read.unwrap_or_default();
+    let host = Host::default();
+    let controller = config.run_dir.join(sockets::CONTROLLER);
+    let (guest_kernel, guest_initramfs) = (config.vm.kernel.clone(), config.vm.initramfs.clone());
+    let cri = async {
+        let cri = cri::read(question.endpoint).await;
+        let (route, launcher) = tokio::join!(cri::route(&cri), launcher::read(&host, cri.told()));
+        (cri, route, launcher)
+    };
+    let (kvm, qemu, cloud_hypervisor, mkfs, kernel, initramfs, daemon, (cri, route, launcher)) = tokio::join!(
+        kvm::read(Path::new("/dev/kvm")),
+        vmm::read(&config.vm.qemu),
+        vmm::read(Path::new("cloud-hypervisor")),
+        filesystems::read_mkfs(&config.rootfs.mkfs_erofs),
+        blocking(FILE_LIMIT, move || kernel::read(&guest_kernel)),
+        blocking(FILE_LIMIT, move || initramfs::read(&guest_initramfs)),
+        cri::listener(&controller),
+        cri,
+    );
+    let kernel = kernel.unwrap_or_else(|| kernel::Reading::silent(&config.vm.kernel));
+    let initramfs = initramfs.unwrap_or_else(|| initramfs::Reading::silent(&config.vm.initramfs));
+    let told = cri.told();
+    let processors = topology::read(&host);
+    let memory = memory::read(&host);
+    let limits = limits::read(&host, daemon);
+    let capabilities = capabilities::read(&host, daemon, told.and_then(|told| told.pid));
+    let device = |device| devices::judge(device, &devices::read(&host, device));
+    let pods = question.pods;
+    Report::new(
+        pods,
+        vec![
+            configuration,
+            kvm::judge(config.vm.accelerator, &kvm),
+            vmm::qemu(&qemu),
+            vmm::cloud_hypervisor(&cloud_hypervisor),
+            kernel::judge(&kernel),
+            initramfs::judge(&initramfs),
+            containerd::containerd(&cri),
+            containerd::handler(&cri, route.as_ref(), &controller),
+            launcher::judge(&launcher),
+            capabilities::daemon(&capabilities),
+            capabilities::oom_score(&capabilities, told),
+            cni::judge(&cni::read(&host, told)),
+            device(&devices::TUN),
+            device(&devices::VHOST_NET),
+            device(&devices::VSOCK),
+            filesystems::mkfs(&mkfs),
+            filesystems::overlay(filesystems::filesystem(&host, "overlay")),
+            filesystems::erofs(filesystems::filesystem(&host, "erofs")),
+            filesystems::loops(filesystems::loop_devices(&host)),
+            cgroup::judge(&cgroup::read(&host)),
+            memory::free(&memory, pods, config.vm.default_memory_mib),
+            memory::huge_pages(&memory),
+            memory::ksm(&memory),
+            disk::judge(
+                &disk::read(&host, &config.state_dir),
+                &disk::read(&host, &config.run_dir),
+                &config,
+                pods,
+            ),
+            topology::numa(&processors),
+            topology::smt(&processors),
+            limits::inotify(&limits, pods),
+            limits::files(&limits, pods),
+            limits::tasks(&limits, pods),
+            clock::judge(&clock::read(&host)),
+            entropy::judge(&entropy::read(&host)),
+        ],
+    )
+}
+
+/// Runs what may not come back in a thread of its own; `None`: it did not within `limit`. The thread is left
+/// behind then and ends with the process, for which a thread of the runtime would make the process wait.
+async fn blocking<T: Send + 'static>(
+    limit: Duration,
+    work: impl FnOnce() -> T + Send + 'static,
+) -> Option<T> {
+    let (done, result) = oneshot::channel();
+    thread::Builder::new().name("check".into()).spawn(move || drop(done.send(work()))).ok()?;
+    tokio::time::timeout(limit, result).await.ok()?.ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn what_comes_back_in_time_is_taken() {
+        assert_eq!(blocking(FILE_LIMIT, || 1).await, Some(1));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_does_not_come_back_is_given_up() {
+        let (release, held) = std::sync::mpsc::channel::<()>();
+        assert_eq!(blocking(FILE_LIMIT, move || held.recv()).await, None);
+        drop(release);
+    }
+}

@@ -1,0 +1,120 @@
+//! Programs, asked for their version.
+
+use std::{io, path::Path, process::Stdio, time::Duration};
+
+use tokio::{
+    io::{AsyncRead, AsyncReadExt},
+    process::Command,
+};
+
+/// Longest wait for an answer.
+pub(super) const LIMIT: Duration = Duration::from_millis(1200);
+/// Most bytes of an answer that are read.
+const MOST: u64 = 4096;
+/// Most characters of an answer that are shown.
+const SHOWN: usize = 100;
+
+/// What a program said.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Answer {
+    /// The first line on stdout of one that succeeded, or that said something even so.
+    Said(String),
+    /// It is not there.
+    Missing,
+    /// It is there and doesn't work: how it was left, its last words.
+    Broken(String),
+    /// Nothing within the limit.
+    Silent,
+}
+
+/// Runs `program` with `argument`, at most until [`LIMIT`]. Nothing of it stays.
+pub(super) async fn ask(program: &Path, argument: &str) -> Answer {
+    tokio::time::timeout(LIMIT, run(program, argument)).await.unwrap_or(Answer::Silent)
+}
+
+async fn run(program: &Path, argument: &str) -> Answer {
+    let spawned = Command::new(program)
+        .arg(argument)
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .kill_on_drop(true)
+        .spawn();
+    let mut child = match spawned {
+        Ok(child) => child,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return Answer::Missing,
+        Err(error) => return Answer::Broken(format!("cannot be run: {error}")),
+    };
+    let (out, err) = tokio::join!(first_line(child.stdout.take()), first_line(child.stderr.take()));
+    match child.wait().await {
+        Ok(_) if !out.is_empty() => Answer::Said(out),
+        Ok(status) if !err.is_empty() => Answer::Broken(format!("ended with {status}: {err}")),
+        Ok(status) => Answer::Broken(format!("ended with {status} and said nothing")),
+        Err(error) => Answer::Broken(format!("cannot be waited for: {error}")),
+    }
+}
+
+/// Reads to the bound and closes the pipe.
+async fn first_line(pipe: Option<impl AsyncRead + Unpin>) -> String {
+    let mut bytes = Vec::new();
+    if let Some(pipe) = pipe {
+        // What was read before an error is an answer as well.
+        let _ = pipe.take(MOST).read_to_end(&mut bytes).await;
+    }
+    let text = String::from_utf8_lossy(&bytes);
+    let line = text.lines().map(str::trim).find(|line| !line.is_empty()).unwrap_or_default();
+    line.chars().take(SHOWN).collect()
+}
+
+/// The first `major.minor` in a text such as `QEMU emulator version 7.2.22 (Debian …)`.
+pub fn version(text: &str) -> Option<(u32, u32)> {
+    text.split(|c: char| !c.is_ascii_digit() && c != '.').find_map(|word| {
+        let mut numbers = word.split('.');
+        Some((numbers.next()?.parse().ok()?, numbers.next()?.parse().ok()?))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
+    use super::*;
+
+    /// What a script comes to.
+    async fn script(text: &str) -> Answer {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("program");
+        std::fs::write(&path, format!("#!/bin/sh\n{text}\n")).unwrap();
+        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o755)).unwrap();
+        ask(&path, "--version").await
+    }
+
+    #[tokio::test]
+    async fn programs_answer_fail_hang_and_talk_without_end() {
+        assert_eq!(script("echo; echo program 1.2; echo more").await, Answer::Said("program 1.2".into()));
+        assert_eq!(script("echo program 1.2; exit 1").await, Answer::Said("program 1.2".into()));
+        let broken = |how: &str| Answer::Broken(format!("ended with exit status: {how}"));
+        assert_eq!(script("echo no wheels >&2; exit 3").await, broken("3: no wheels"));
+        assert_eq!(script("exit 0").await, broken("0 and said nothing"));
+        assert_eq!(script("exec sleep 1000").await, Answer::Silent);
+        assert_eq!(script("exec yes version 9.1").await, Answer::Said("version 9.1".into()));
+        assert_eq!(ask("/nonexistent/program".as_ref(), "-v").await, Answer::Missing);
+        let Answer::Broken(why) = ask("/etc/hostname".as_ref(), "-v").await else { panic!("it ran") };
+        assert!(why.starts_with("cannot be run: "), "{why}");
+    }
+
+    #[test]
+    fn versions_are_found_in_what_programs_say() {
+        for (text, found) in [
+            ("QEMU emulator version 7.2.22 (Debian 1:7.2+dfsg)", Some((7, 2))),
+            ("cloud-hypervisor v44.0", Some((44, 0))),
+            ("mkfs.erofs (erofs-utils) 1.8", Some((1, 8))),
+            ("v2.4.2", Some((2, 4))),
+            ("2.1.0-rc.0", Some((2, 1))),
+            ("none at all.", None),
+            ("99999999999.1", None),
+        ] {
+            assert_eq!(version(text), found, "{text}");
+        }
+    }
+}

@@ -1,0 +1,105 @@
+//! Processors: threads that share a core, and nodes of memory.
+
+use super::{
+    host::Host,
+    verdict::{Check, Fix, Subject},
+};
+
+const SMT: Subject = Subject {
+    name: "smt",
+    why: "pods on two threads of a core can observe each other, and slow each other down",
+};
+const NUMA: Subject =
+    Subject { name: "numa", why: "a machine whose vCPUs and memory are on different nodes is slower" };
+
+/// What the kernel tells.
+#[derive(Debug, Clone, Default)]
+pub struct Reading {
+    /// "on", "off", "forceoff", "notsupported", "notimplemented".
+    pub smt: Option<String>,
+    /// Whether two threads of a core run.
+    pub smt_active: bool,
+    /// The kernel's words on data left behind for the other thread (MDS), if it has any.
+    pub mds: Option<String>,
+    /// Nodes.
+    pub nodes: usize,
+}
+
+/// Reads.
+pub fn read(host: &Host) -> Reading {
+    let numbered = |name: &String| {
+        name.strip_prefix("node").is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
+    };
+    Reading {
+        smt: host.text("/sys/devices/system/cpu/smt/control").ok(),
+        smt_active: host.number("/sys/devices/system/cpu/smt/active") == Some(1),
+        mds: host.text("/sys/devices/system/cpu/vulnerabilities/mds").ok(),
+        nodes: host.names("/sys/devices/system/node").iter().filter(|name| numbered(name)).count(),
+    }
+}
+
+/// A warning only where the kernel itself says that a thread leaks to its neighbour.
+pub fn smt(reading: &Reading) -> Check {
+    let control = reading.smt.as_deref().unwrap_or("the kernel does not tell");
+    let leaks = reading.mds.as_deref().is_some_and(|mds| mds.contains("SMT vulnerable"));
+    match (reading.smt_active, leaks) {
+        (false, _) => SMT.ok(format!("no two threads share a core ({control})")),
+        (true, false) => SMT.ok("on; pods may share a core"),
+        (true, true) => SMT.warning(
+            "on, and this processor leaks data between threads of a core (MDS)",
+            Fix::commands(
+                "turn it off if pods do not trust each other",
+                ["echo off > /sys/devices/system/cpu/smt/control"],
+            ),
+        ),
+    }
+}
+
+/// Pods are not placed by node.
+pub fn numa(reading: &Reading) -> Check {
+    match reading.nodes {
+        0 | 1 => NUMA.ok("one node"),
+        nodes => NUMA.ok(format!("{nodes} nodes; pods are left to the kernel's placement")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+    use crate::doctor::Verdict;
+
+    #[test]
+    fn the_kernel_is_read_and_judged() {
+        for (active, mds, nodes, verdict, smt_seen, numa_seen) in [
+            ("0", "Not affected", &["node0"][..], Verdict::Ok, "no two threads", "one node"),
+            ("1", "Not affected", &["node0", "node1", "nodes"], Verdict::Ok, "on; pods may", "2 nodes"),
+            (
+                "1",
+                "Mitigation: Clear CPU buffers; SMT vulnerable",
+                &[],
+                Verdict::Warning,
+                "on, and",
+                "one node",
+            ),
+        ] {
+            let root = tempfile::tempdir().unwrap();
+            let system = root.path().join("sys/devices/system");
+            for dir in ["cpu/smt", "cpu/vulnerabilities", "node"] {
+                fs::create_dir_all(system.join(dir)).unwrap();
+            }
+            fs::write(system.join("cpu/smt/control"), "on\n").unwrap();
+            fs::write(system.join("cpu/smt/active"), active).unwrap();
+            fs::write(system.join("cpu/vulnerabilities/mds"), mds).unwrap();
+            for node in nodes {
+                fs::create_dir(system.join("node").join(node)).unwrap();
+            }
+            let reading = read(&Host::below(root.path()));
+            let check = smt(&reading);
+            assert_eq!(check.verdict, verdict, "{check}");
+            assert!(check.seen.starts_with(smt_seen), "{check}");
+            assert!(numa(&reading).seen.starts_with(numa_seen), "{:?}", numa(&reading));
+        }
+    }
+}

@@ -1,0 +1,23 @@
+//! SHA-256 as it is written.
+
+use std::io::{self, Read};
+
+use sha2::{Digest, Sha256};
+
+/// Bytes as lower-case hex digits.
+pub fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// SHA-256 of all that can be read, hex.
+pub fn of(from: &mut impl Read) -> io::Result<String> {
+    let (mut hash, mut chunk) = (Sha256::new(), vec![0; 256 << 10]);
+    loop {
+        match from.read(&mut chunk) {
+            Ok(0) => return Ok(hex(&hash.finalize())),
+            Ok(count) => hash.update(&chunk[..count]),
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+}

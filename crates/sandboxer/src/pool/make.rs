@@ -1,0 +1,116 @@
+//! Making one machine of the pool.
+
+use std::{fs::DirBuilder, io, os::unix::fs::DirBuilderExt, sync::Arc};
+
+use sandboxer_protocol::{agent::ConfigurePodRequest, boot::BootParams, id::SandboxId};
+
+use super::{Rehearsal, Warm, run_dir};
+use crate::{
+    clock::now_ns,
+    container::start::Live,
+    error::{PodError, chain},
+    guest,
+    pod::{Node, undo::Undo},
+    template::{BuildError, Shape, Template},
+    vmm::{Machine, VmSpec},
+};
+
+/// Why there is no machine.
+#[derive(Debug, thiserror::Error)]
+pub enum PoolError {
+    /// There is no template.
+    #[error("the pool has no template of this size")]
+    Template(#[from] BuildError),
+    /// Its machine or agent failed.
+    #[error("a machine of the pool failed")]
+    Machine(#[from] PodError),
+}
+
+/// Makes a machine that waits. A failure leaves nothing behind.
+pub async fn warm(node: &Arc<Node>, rehearsal: &Rehearsal, shape: Shape) -> Result<Warm, PoolError> {
+    let template = node.templates.prepare(shape).await?;
+    let mut undo = Undo::default();
+    let limit = node.config.vm.boot_timeout;
+    let id = new_id();
+    let made = tokio::time::timeout(limit, try_warm(node, rehearsal, &template, &id, &mut undo)).await;
+    let made = made.unwrap_or_else(|_| {
+        Err(PodError::NotReady { pod: id, limit, console: "it was restored for the pool".into() })
+    });
+    if made.is_ok() {
+        undo.forget();
+    } else if let Err(left) = undo.run().await {
+        tracing::error!(left, "a machine of the pool left something behind");
+    }
+    Ok(made?)
+}
+
+async fn try_warm(
+    node: &Arc<Node>,
+    rehearsal: &Rehearsal,
+    template: &Template,
+    id: &SandboxId,
+    undo: &mut Undo,
+) -> Result<Warm, PodError> {
+    let config = &node.config.vm;
+    let dir = run_dir(node).join(id);
+    DirBuilder::new().recursive(true).mode(0o700).create(&dir).map_err(|source| PodError::Host {
+        pod: id.clone(),
+        action: "make run directory",
+        path: dir.clone(),
+        source,
+    })?;
+    let left = dir.clone();
+    undo.push("remove the run directory", async move { std::fs::remove_dir_all(left) });
+    let spec = VmSpec {
+        pod: id.clone(),
+        run_dir: dir,
+        vcpus: template.shape.vcpus,
+        memory_mib: template.shape.memory_mib,
+        kernel: config.kernel.clone(),
+        initramfs: config.initramfs.clone(),
+        boot: BootParams { link_key: template.link_key.clone(), log: config.agent_log.clone() },
+        memory_file: None,
+        disks: Vec::new(),
+        background: true,
+        console_log_bytes: config.console_log_bytes,
+    };
+    let machine = node.vmm.restore(&spec, &template.frozen).await?;
+    let doomed = machine.clone();
+    undo.push("end the VMM", async move { doomed.kill().await });
+    machine.resume().await?;
+    let (agent, ready) = guest::connect(id, machine.as_ref(), &template.link_key, config).await?;
+    let entropy: [u8; 64] = rand::random();
+    // The same words that the pod will say again: what a guest does for the first time is slow.
+    agent
+        .configure_pod(ConfigurePodRequest {
+            hostname: id.to_string(),
+            realtime_ns: now_ns(),
+            entropy: entropy.to_vec(),
+            ..Default::default()
+        })
+        .await?;
+    let live = Live { machine: machine.clone(), agent: agent.clone() };
+    rehearsal.run(node, id, &live).await?;
+    machine.pause().await?;
+    Ok(Warm { machine, agent, ready, template: template.key.clone() })
+}
+
+/// Ends a machine that waited, and removes its directory.
+pub async fn end(machine: &dyn Machine) {
+    let record = machine.record();
+    if let Err(error) = machine.kill().await {
+        tracing::error!(pod = %record.pod, error = chain(&error), "a machine of the pool can't be ended");
+    }
+    match std::fs::remove_dir_all(&record.run_dir) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            tracing::warn!(path = %record.run_dir.display(), %error, "cannot remove a directory of the pool");
+        }
+        _ => {}
+    }
+}
+
+/// A name that no machine of the pool had before, of this daemon's or an earlier one's.
+fn new_id() -> SandboxId {
+    #[expect(clippy::expect_used, reason = "letters, a hyphen and digits")]
+    format!("pool-{:016x}", rand::random::<u64>()).parse().expect("is an id")
+}

@@ -1,0 +1,149 @@
+//! Making a template: a machine boots, its agent says ready, it is frozen.
+
+use std::{
+    fs::{self, DirBuilder},
+    io,
+    os::unix::fs::DirBuilderExt,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use sandboxer_protocol::{boot::BootParams, id::SandboxId, link::LinkKey};
+
+use super::{Shape, TemplateError, image, key::Inputs};
+use crate::{
+    clock::now_ns,
+    config::VmConfig,
+    error::PodError,
+    guest,
+    vmm::{MEMORY, Machine, VmSpec, Vmm, VmmError},
+};
+
+/// Why a template could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum BuildError {
+    /// Its machine failed.
+    #[error("the machine for a template failed")]
+    Machine(#[from] VmmError),
+    /// Its agent failed, or never said ready.
+    #[error("the agent of the machine for a template failed")]
+    Agent(#[from] PodError),
+    /// It could not be written.
+    #[error(transparent)]
+    Image(#[from] TemplateError),
+}
+
+/// What makes templates.
+#[derive(Debug)]
+pub struct Builder {
+    /// Makes machines.
+    pub vmm: Arc<dyn Vmm>,
+    /// How they are made.
+    pub config: VmConfig,
+    /// For the sockets of machines that are to become templates.
+    pub run_dir: PathBuf,
+    /// Where templates are kept.
+    pub root: PathBuf,
+}
+
+impl Builder {
+    /// The machine of which a template of this shape is made, its files to lie in `dir`.
+    pub fn spec(&self, shape: Shape, dir: &Path) -> VmSpec {
+        VmSpec {
+            pod: template_id(),
+            run_dir: self.run_dir.clone(),
+            vcpus: shape.vcpus,
+            memory_mib: shape.memory_mib,
+            kernel: self.config.kernel.clone(),
+            initramfs: self.config.initramfs.clone(),
+            boot: BootParams { link_key: LinkKey::random(), log: self.config.agent_log.clone() },
+            memory_file: Some(dir.join(MEMORY)),
+            disks: Vec::new(),
+            background: true,
+            console_log_bytes: self.config.console_log_bytes,
+        }
+    }
+
+    /// Makes the template that `inputs` describe. One at a time; a failure leaves nothing behind.
+    pub async fn build(&self, inputs: Inputs) -> Result<(), BuildError> {
+        let key = inputs.key();
+        let dir = self.root.join(format!(".{key}"));
+        for dir in [&dir, &self.run_dir] {
+            clear(dir).and_then(|()| make(dir)).map_err(TemplateError::host("make", dir))?;
+        }
+        let spec = self.spec(inputs.shape, &dir);
+        let frozen = self.freeze(&spec, &dir).await;
+        if let Err(error) = clear(&self.run_dir) {
+            tracing::warn!(path = %self.run_dir.display(), %error, "cannot remove what a template's machine left");
+        }
+        let (target, link_key) = (self.root.join(&key), spec.boot.link_key);
+        let from = dir.clone();
+        let built = match frozen {
+            Ok(()) => {
+                let kept = tokio::task::spawn_blocking(move || keep(&from, &target, inputs, link_key)).await;
+                kept.unwrap_or_else(|panic| Err(TemplateError::host("write", &dir)(io::Error::other(panic))))
+                    .map_err(BuildError::from)
+            }
+            Err(error) => Err(error),
+        };
+        if built.is_err() {
+            // Either is what happened; the first is what matters.
+            let _ = clear(&dir);
+        }
+        built
+    }
+
+    async fn freeze(&self, spec: &VmSpec, dir: &Path) -> Result<(), BuildError> {
+        let machine = self.vmm.boot(spec).await?;
+        let frozen = tokio::select! {
+            frozen = self.freeze_ready(spec, machine.as_ref(), dir) => frozen,
+            exit = machine.exited() => Err(VmmError::Died {
+                pod: spec.pod.clone(),
+                call: "the agent's ready message".into(),
+                how: exit.how,
+                last_lines: exit.last_lines.join(" | "),
+            }.into()),
+        };
+        let ended = machine.kill().await;
+        frozen?;
+        Ok(ended?)
+    }
+
+    async fn freeze_ready(&self, spec: &VmSpec, machine: &dyn Machine, dir: &Path) -> Result<(), BuildError> {
+        let limit = self.config.boot_timeout;
+        let greeted = guest::connect(&spec.pod, machine, &spec.boot.link_key, &self.config);
+        let session = match tokio::time::timeout(limit, greeted).await {
+            Ok(greeted) => greeted?,
+            Err(_) => {
+                let console = machine.last_lines().await.join(" | ");
+                return Err(PodError::NotReady { pod: spec.pod.clone(), limit, console }.into());
+            }
+        };
+        drop(session);
+        Ok(machine.freeze(dir).await?)
+    }
+}
+
+/// Stands for the pod, where a machine that is to become a template is named.
+pub fn template_id() -> SandboxId {
+    #[expect(clippy::expect_used, reason = "a constant, held by a test")]
+    "template".parse().expect("is an id")
+}
+
+fn keep(dir: &Path, target: &Path, inputs: Inputs, link_key: LinkKey) -> Result<(), TemplateError> {
+    image::write(dir, inputs, link_key, now_ns())?;
+    // One that is there was found to be damaged.
+    clear(target).map_err(TemplateError::host("replace", target))?;
+    fs::rename(dir, target).map_err(TemplateError::host("put into place", target))
+}
+
+fn make(dir: &Path) -> io::Result<()> {
+    DirBuilder::new().recursive(true).mode(0o700).create(dir)
+}
+
+pub(super) fn clear(dir: &Path) -> io::Result<()> {
+    match fs::remove_dir_all(dir) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,165 @@
+//! A template on disk.
+//!
+//! ```text
+//! <key>/template.json    what it is, and the checksums of the files beside it
+//! <key>/…                the VMM's files, named by it
+//! ```
+//!
+//! Written beside, synced, renamed: a directory of that name is whole or was damaged later.
+
+use std::{
+    collections::BTreeMap,
+    fs::{self, File},
+    io::{self, Read, Write},
+    os::unix::fs::OpenOptionsExt,
+    path::{Path, PathBuf},
+};
+
+use sandboxer_protocol::link::LinkKey;
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use super::{
+    Template, TemplateKey,
+    key::Inputs,
+    pages::{self, Checksum},
+};
+use crate::{hash::hex, vmm::Frozen};
+
+/// Version of the format described above.
+pub const FORMAT: u32 = 1;
+
+const MANIFEST: &str = "template.json";
+/// Largest manifest that is read, bytes.
+const MAX_MANIFEST: u64 = 1 << 20;
+
+/// What a template says of itself.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Manifest {
+    /// What it was made of.
+    pub inputs: Inputs,
+    /// Key of the link to its agent.
+    pub link_key: LinkKey,
+    /// ns since 1970.
+    pub made_at_ns: u64,
+    /// Files beside this one.
+    pub files: BTreeMap<String, Checksum>,
+}
+
+/// As it is written.
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Sealed {
+    /// SHA-256 of `manifest` as compact JSON.
+    sha256: String,
+    manifest: Manifest,
+}
+
+/// Why a template can't be used, or made.
+#[derive(Debug, thiserror::Error)]
+pub enum TemplateError {
+    /// Something of the host failed.
+    #[error("cannot {action} {path:?} of a template")]
+    Host {
+        /// What was attempted.
+        action: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// It is not what was once written.
+    #[error("template {path:?} is damaged: {reason}")]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// It was made of something else than its name says.
+    #[error("template {dir:?} is a foreign one: it was made as {key}")]
+    Foreign {
+        /// Its directory.
+        dir: PathBuf,
+        /// What its content says.
+        key: TemplateKey,
+    },
+}
+
+impl TemplateError {
+    pub(super) fn host(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::Host { action, path: path.to_owned(), source }
+    }
+}
+
+/// Describes the files that a VMM wrote into `dir`, and makes all of it durable.
+pub fn write(dir: &Path, inputs: Inputs, link_key: LinkKey, made_at_ns: u64) -> Result<(), TemplateError> {
+    let mut files = BTreeMap::new();
+    for entry in fs::read_dir(dir).map_err(TemplateError::host("read", dir))? {
+        let entry = entry.map_err(TemplateError::host("read", dir))?;
+        let path = entry.path();
+        let file = File::open(&path).map_err(TemplateError::host("open", &path))?;
+        let checksum = pages::checksum(&file).map_err(TemplateError::host("read", &path))?;
+        file.sync_all().map_err(TemplateError::host("sync", &path))?;
+        files.insert(entry.file_name().to_string_lossy().into_owned(), checksum);
+    }
+    let manifest = Manifest { inputs, link_key, made_at_ns, files };
+    let path = dir.join(MANIFEST);
+    let write = || {
+        let text = serde_json::to_vec(&Sealed { sha256: sha256(&manifest), manifest })?;
+        let mut file = File::options().write(true).create_new(true).mode(0o600).open(&path)?;
+        file.write_all(&text)?;
+        file.sync_all()?;
+        File::open(dir)?.sync_all()
+    };
+    write().map_err(TemplateError::host("write", &path))
+}
+
+/// Reads what a template says of itself; whether its files agree is seen when they are read.
+pub fn manifest(dir: &Path) -> Result<Manifest, TemplateError> {
+    let path = dir.join(MANIFEST);
+    let damaged = |reason: String| TemplateError::Damaged { path: path.clone(), reason };
+    let mut text = Vec::new();
+    let file = File::open(&path).map_err(TemplateError::host("open", &path))?;
+    file.take(MAX_MANIFEST).read_to_end(&mut text).map_err(TemplateError::host("read", &path))?;
+    let sealed: Sealed = serde_json::from_slice(&text).map_err(|error| damaged(error.to_string()))?;
+    if sha256(&sealed.manifest) != sealed.sha256 {
+        return Err(damaged("its checksum is another".into()));
+    }
+    let key = sealed.manifest.inputs.key();
+    if dir.file_name().is_none_or(|name| name != key.as_ref().as_os_str()) {
+        return Err(TemplateError::Foreign { dir: dir.to_owned(), key });
+    }
+    Ok(sealed.manifest)
+}
+
+/// Reads a template into sealed memory, and refuses what isn't what was written.
+pub fn load(dir: &Path) -> Result<Template, TemplateError> {
+    let manifest = manifest(dir)?;
+    let mut files = BTreeMap::new();
+    for (name, written) in &manifest.files {
+        let path = dir.join(name);
+        let file = File::open(&path).map_err(TemplateError::host("open", &path))?;
+        let (sealed, found) = pages::seal(&file, name).map_err(TemplateError::host("read", &path))?;
+        if found.bytes != written.bytes {
+            let reason = format!("it has {} bytes, {} were written", found.bytes, written.bytes);
+            return Err(TemplateError::Damaged { path, reason });
+        }
+        if found != *written {
+            return Err(TemplateError::Damaged { path, reason: "its checksum is another".into() });
+        }
+        files.insert(name.clone(), sealed);
+    }
+    Ok(Template {
+        key: manifest.inputs.key(),
+        shape: manifest.inputs.shape,
+        link_key: manifest.link_key,
+        frozen: Frozen::new(dir.to_owned(), files),
+    })
+}
+
+fn sha256(manifest: &Manifest) -> String {
+    let text = serde_json::to_vec(manifest).unwrap_or_default();
+    hex(&Sha256::digest(text))
+}

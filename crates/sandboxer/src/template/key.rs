@@ -1,0 +1,179 @@
+//! What a template depends on, and the name that follows from it.
+
+use std::{
+    collections::HashMap,
+    fmt,
+    fs::{self, File},
+    io,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+    sync::{Mutex, PoisonError},
+};
+
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use super::{Shape, image::FORMAT};
+use crate::{
+    hash::{self, hex},
+    vmm::{TemplateInputs, VmSpec, Vmm},
+};
+
+/// Name of a template: the hash of its [`Inputs`], hex.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct TemplateKey(String);
+
+impl TemplateKey {
+    /// Reads what `Display` wrote.
+    pub fn parse(text: &str) -> Option<Self> {
+        let is_digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+        (text.len() == 32 && text.bytes().all(is_digit)).then(|| Self(text.to_owned()))
+    }
+}
+
+impl fmt::Display for TemplateKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+impl AsRef<Path> for TemplateKey {
+    fn as_ref(&self) -> &Path {
+        self.0.as_ref()
+    }
+}
+
+/// All that a template depends on. A machine restored with anything else would fail, or, worse, not.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Inputs {
+    /// Of the template's files.
+    pub format: u32,
+    /// Of the machine.
+    pub shape: Shape,
+    /// What the VMM adds.
+    pub vmm: TemplateInputs,
+    /// SHA-256 of the VMM's program.
+    pub program: String,
+    /// SHA-256 of the guest's kernel.
+    pub kernel: String,
+    /// SHA-256 of the guest's initramfs.
+    pub initramfs: String,
+    /// The host's processor: model, microcode and features, as in `/proc/cpuinfo`.
+    pub cpu: Vec<String>,
+}
+
+impl Inputs {
+    /// The template's name.
+    pub fn key(&self) -> TemplateKey {
+        let mut hash = Sha256::new();
+        // A struct of plain values: its JSON is always there and always the same.
+        hash.update(serde_json::to_vec(self).unwrap_or_default());
+        TemplateKey(hex(&hash.finalize()[..16]))
+    }
+}
+
+/// Takes inputs; a file that has not changed is not read again.
+#[derive(Debug, Default)]
+pub struct Surveyor {
+    // A plain lock: held for a look or a note, not while a file is read.
+    hashes: Mutex<HashMap<PathBuf, (Stamp, String)>>,
+}
+
+impl Surveyor {
+    /// What a template of `spec` depends on now. Blocks while files are read.
+    pub fn inputs(&self, vmm: &dyn Vmm, spec: &VmSpec) -> Result<Inputs, (PathBuf, io::Error)> {
+        let of_vmm = vmm.template_inputs(spec);
+        let cpuinfo = Path::new("/proc/cpuinfo");
+        Ok(Inputs {
+            format: FORMAT,
+            shape: Shape { vcpus: spec.vcpus, memory_mib: spec.memory_mib },
+            program: self.hash(&of_vmm.program)?,
+            kernel: self.hash(&spec.kernel)?,
+            initramfs: self.hash(&spec.initramfs)?,
+            cpu: cpu(&fs::read_to_string(cpuinfo).map_err(|error| (cpuinfo.to_owned(), error))?),
+            vmm: of_vmm,
+        })
+    }
+
+    /// Every file is what it was when it was last read.
+    pub fn unchanged(&self, vmm: &dyn Vmm, spec: &VmSpec) -> bool {
+        let of_vmm = vmm.template_inputs(spec);
+        let hashes = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
+        [&of_vmm.program, &spec.kernel, &spec.initramfs].into_iter().all(|path| {
+            let now = File::open(path).and_then(|file| Stamp::of(&file));
+            now.is_ok_and(|now| hashes.get(path).is_some_and(|(then, _)| *then == now))
+        })
+    }
+
+    fn hash(&self, path: &Path) -> Result<String, (PathBuf, io::Error)> {
+        let failed = |error| (path.to_owned(), error);
+        let hashes = || self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut file = File::open(path).map_err(failed)?;
+        let stamp = Stamp::of(&file).map_err(failed)?;
+        if let Some((known, hash)) = hashes().get(path)
+            && *known == stamp
+        {
+            return Ok(hash.clone());
+        }
+        let hash = hash::of(&mut file).map_err(failed)?;
+        hashes().insert(path.to_owned(), (stamp, hash.clone()));
+        Ok(hash)
+    }
+}
+
+/// By this a file that was replaced or written to is told from what it was.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Stamp([u64; 5]);
+
+impl Stamp {
+    fn of(file: &File) -> io::Result<Self> {
+        let meta = file.metadata()?;
+        let ns = |seconds: i64, ns: i64| (seconds * 1_000_000_000 + ns).cast_unsigned();
+        Ok(Self([
+            meta.dev(),
+            meta.ino(),
+            meta.len(),
+            ns(meta.mtime(), meta.mtime_nsec()),
+            ns(meta.ctime(), meta.ctime_nsec()),
+        ]))
+    }
+}
+
+/// What of `/proc/cpuinfo` a guest can see: the first processor's model, microcode and features.
+fn cpu(info: &str) -> Vec<String> {
+    let first = info.split("\n\n").next().unwrap_or_default();
+    let wanted = ["vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "flags"];
+    let relevant = |line: &&str| line.split(':').next().is_some_and(|name| wanted.contains(&name.trim()));
+    first.lines().filter(relevant).map(str::to_owned).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_clock_rate_of_a_processor_is_no_input_and_its_features_are() {
+        let info = |mhz: &str, flags: &str| {
+            format!(
+                "processor\t: 0\nmodel name\t: X\ncpu MHz\t\t: {mhz}\nflags\t\t: {flags}\n\nprocessor\t: 1\n"
+            )
+        };
+        assert_eq!(cpu(&info("2000", "fpu")), cpu(&info("2001", "fpu")));
+        assert_ne!(cpu(&info("2000", "fpu")), cpu(&info("2000", "fpu avx")));
+    }
+
+    #[test]
+    fn a_file_replaced_by_one_of_the_same_length_is_read_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("vmm");
+        let surveyor = Surveyor::default();
+        fs::write(&path, "one").unwrap();
+        let first = surveyor.hash(&path).unwrap();
+        assert_eq!(surveyor.hash(&path).unwrap(), first);
+        fs::write(dir.path().join("new"), "two").unwrap();
+        fs::rename(dir.path().join("new"), &path).unwrap();
+        assert_ne!(surveyor.hash(&path).unwrap(), first);
+    }
+}

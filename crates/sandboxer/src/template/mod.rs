@@ -1,0 +1,58 @@
+//! Templates: frozen machines of which pods are copies.
+//!
+//! ```text
+//!  Templates::get ─▶ Template ─▶ Vmm::restore                         a pod, some 50 ms later
+//!      │ none yet, or stale
+//!      └─▶ key (of what?) ─▶ image::load ─▶ Template
+//!                               │ none on disk, or damaged
+//!                               └─▶ build: boot, wait for the agent, freeze ─▶ image::write
+//! ```
+//!
+//! A template is made from a machine that ran no container and belonged to no pod. On disk it is a
+//! directory below `state_dir/templates`, named by the hash of all that it depends on; to be used it
+//! is read into sealed memory, its checksum being taken on the way: what pods are copies of is what
+//! was checked, and neither a fault of the disk nor a VMM that was broken into can change it.
+
+mod build;
+mod image;
+mod key;
+mod pages;
+mod store;
+
+use sandboxer_protocol::link::LinkKey;
+use serde::{Deserialize, Serialize};
+
+pub use build::{BuildError, template_id};
+pub use image::{Manifest, TemplateError};
+pub use key::TemplateKey;
+pub use store::{Missing, TemplateView, Templates, run_dir};
+
+use crate::vmm::Frozen;
+
+/// A size of machine; each has a template of its own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Shape {
+    /// Virtual CPUs.
+    pub vcpus: u32,
+    /// Memory, MiB.
+    pub memory_mib: u64,
+}
+
+impl std::fmt::Display for Shape {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} vCPU, {} MiB", self.vcpus, self.memory_mib)
+    }
+}
+
+/// A frozen machine, checked and in memory.
+#[derive(Debug)]
+pub struct Template {
+    /// What it was made of.
+    pub key: TemplateKey,
+    /// The size of its machines.
+    pub shape: Shape,
+    /// Key of the link to the agents of its machines, until they get one of their own.
+    pub link_key: LinkKey,
+    /// What its VMM restores.
+    pub frozen: Frozen,
+}

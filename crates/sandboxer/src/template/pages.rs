@@ -1,0 +1,128 @@
+//! Files that are mostly holes: guest memory, read page by page, empty ones left out.
+
+use std::{fs::File, io, os::unix::fs::FileExt};
+
+use rustix::fs::{MemfdFlags, SealFlags, SeekFrom, fcntl_add_seals, memfd_create, seek};
+use sha2::{Digest, Sha256};
+
+use crate::hash::hex;
+
+/// Unit of what is left out or not, bytes.
+const PAGE: usize = 4096;
+/// Bytes read at once.
+const CHUNK: usize = 64 * PAGE;
+
+/// Length and content of a file.
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Checksum {
+    /// Bytes, holes counted.
+    pub bytes: u64,
+    /// Bytes in pages that aren't empty.
+    pub stored: u64,
+    /// SHA-256, hex, of each page that isn't empty, its offset (u64, big-endian) before it.
+    pub sha256: String,
+}
+
+/// Takes a file's checksum.
+pub fn checksum(file: &File) -> io::Result<Checksum> {
+    read(file, |_, _| Ok(()))
+}
+
+/// Copies a file into memory that nobody can change any more.
+pub fn seal(file: &File, name: &str) -> io::Result<(File, Checksum)> {
+    let copy = File::from(memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?);
+    copy.set_len(file.metadata()?.len())?;
+    let checksum = read(file, |page, offset| copy.write_all_at(page, offset))?;
+    fcntl_add_seals(&copy, SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+    Ok((copy, checksum))
+}
+
+fn read(file: &File, mut each: impl FnMut(&[u8], u64) -> io::Result<()>) -> io::Result<Checksum> {
+    let bytes = file.metadata()?.len();
+    let (mut hash, mut stored, mut chunk) = (Sha256::new(), 0, vec![0; CHUNK]);
+    let mut at = 0;
+    while let Some(data) = next_data(file, at)? {
+        // Pages are counted from the file's beginning, wherever its file system says that data begin.
+        at = data / PAGE as u64 * PAGE as u64;
+        let count = fill(file, &mut chunk, at)?;
+        if count == 0 {
+            break;
+        }
+        for page in chunk[..count].chunks(PAGE) {
+            if page.iter().any(|&byte| byte != 0) {
+                hash.update(at.to_be_bytes());
+                hash.update(page);
+                each(page, at)?;
+                stored += page.len() as u64;
+            }
+            at += page.len() as u64;
+        }
+    }
+    Ok(Checksum { bytes, stored, sha256: hex(&hash.finalize()) })
+}
+
+/// Where data begin, at or after `at`.
+fn next_data(file: &File, at: u64) -> io::Result<Option<u64>> {
+    match seek(file, SeekFrom::Data(at)) {
+        Ok(data) => Ok(Some(data)),
+        Err(rustix::io::Errno::NXIO) => Ok(None),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+fn fill(file: &File, chunk: &mut [u8], at: u64) -> io::Result<usize> {
+    let mut count = 0;
+    while count < chunk.len() {
+        match file.read_at(&mut chunk[count..], at + count as u64)? {
+            0 => break,
+            read => count += read,
+        }
+    }
+    Ok(count)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    fn sparse() -> File {
+        let mut file = tempfile::tempfile().unwrap();
+        file.set_len(64 << 20).unwrap();
+        file.write_all(b"first page").unwrap();
+        file.write_at(b"across", (10 << 20) - 3).unwrap();
+        file.write_at(b"end", (64 << 20) - 3).unwrap();
+        // Written, and yet empty: as good as a hole.
+        file.write_at(&[0; 3 * PAGE], 5 << 20).unwrap();
+        file
+    }
+
+    #[test]
+    fn a_copy_is_the_same_and_cannot_be_changed() {
+        let file = sparse();
+        let (copy, taken) = seal(&file, "test").unwrap();
+        assert_eq!(taken, checksum(&file).unwrap());
+        assert_eq!(taken, checksum(&copy).unwrap());
+        assert_eq!((taken.bytes, taken.stored), (64 << 20, 4 * PAGE as u64));
+        assert_eq!(copy.write_at(b"x", 0).unwrap_err().kind(), io::ErrorKind::PermissionDenied);
+        assert!(copy.set_len(0).is_err());
+    }
+
+    #[test]
+    fn any_bit_and_any_place_counts() {
+        let (file, before) = (sparse(), checksum(&sparse()).unwrap());
+        for (byte, at) in [(b"F", 0), (b"x", 20 << 20), (b"x", (64 << 20) - 1)] {
+            let mut old = [0];
+            file.read_exact_at(&mut old, at).unwrap();
+            file.write_at(byte, at).unwrap();
+            assert_ne!(checksum(&file).unwrap().sha256, before.sha256);
+            file.write_at(&old, at).unwrap();
+            assert_eq!(checksum(&file).unwrap(), before);
+        }
+        // The same page elsewhere is another content.
+        file.write_at(&[0; 10], 0).unwrap();
+        file.write_at(b"first page", PAGE as u64).unwrap();
+        assert_ne!(checksum(&file).unwrap().sha256, before.sha256);
+    }
+}

@@ -1,0 +1,39 @@
+//! A frozen machine, as its VMM wrote it.
+
+use std::{
+    collections::BTreeMap,
+    fs::File,
+    io,
+    os::fd::{AsRawFd, OwnedFd},
+    path::{Path, PathBuf},
+};
+
+/// Name of the guest's memory among the files of a frozen machine, for a VMM that keeps it in
+/// [`VmSpec::memory_file`](super::VmSpec::memory_file).
+pub const MEMORY: &str = "memory";
+
+/// The files of a frozen machine, checked, and sealed: nobody can change them any more.
+#[derive(Debug)]
+pub struct Frozen {
+    dir: PathBuf,
+    files: BTreeMap<String, File>,
+}
+
+impl Frozen {
+    /// What was read from `dir`.
+    pub fn new(dir: PathBuf, files: BTreeMap<String, File>) -> Self {
+        Self { dir, files }
+    }
+
+    /// Where it was read from, for people.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// One of the files, from the beginning.
+    pub fn file(&self, name: &str) -> io::Result<OwnedFd> {
+        let file = self.files.get(name).ok_or(io::ErrorKind::NotFound)?;
+        // Opened anew: a duplicate would share its position with all others.
+        Ok(File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))?.into())
+    }
+}

@@ -1,0 +1,31 @@
+//! The daemon on a machine that lacks what it needs.
+
+use std::{fs, process::Command};
+
+#[test]
+fn a_daemon_refuses_to_start_in_the_words_of_the_check() {
+    let dir = tempfile::tempdir().unwrap();
+    let (kernel, initramfs) = (dir.path().join("vmlinux"), dir.path().join("initramfs.cpio"));
+    fs::write(&initramfs, "no archive").unwrap();
+    let config = dir.path().join("config.toml");
+    let (run_dir, state_dir) = (dir.path().join("run"), dir.path().join("state"));
+    let text = format!(
+        "run_dir = {run_dir:?}\nstate_dir = {state_dir:?}\n[vm]\nkernel = {kernel:?}\ninitramfs = {initramfs:?}\n"
+    );
+    fs::write(&config, text).unwrap();
+    let output = Command::new(env!("CARGO_BIN_EXE_sandboxer"))
+        .arg("--config")
+        .arg(&config)
+        .env_remove("SANDBOXER_LOG")
+        .output()
+        .unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    let missing =
+        format!("guest kernel: cannot read {kernel:?}: No such file or directory (os error 2); install");
+    let broken = format!("initramfs: {initramfs:?} is no cpio archive (newc, uncompressed); install");
+    for sentence in [missing, broken] {
+        assert!(said.contains(&sentence), "{sentence}\n{said}");
+    }
+    assert!(!run_dir.join("controller.sock").exists(), "it listened before it knew");
+}

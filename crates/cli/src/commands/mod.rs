@@ -17,6 +17,7 @@ mod startup;
 mod summarise;
 mod tables;
 mod target;
+mod template;
 mod version;
 
 use std::process::ExitCode;
@@ -36,6 +37,7 @@ pub enum Command {
     Check(check::Args),
     Demo(demo::Args),
     Stages(stages::Args),
+    Template(template::Args),
     Startup(startup::Args),
     MemReport(mem_report::Args),
     Report(report::Args),
@@ -57,6 +59,7 @@ impl Command {
             Command::Version(args) => version::run(args, global).await,
             Command::Demo(args) => demo::run(args, global).await,
             Command::Stages(args) => stages::run(args, global).await,
+            Command::Template(args) => template::run(args, global).await,
             Command::Startup(args) => startup::run(args, global).await,
             Command::MemReport(args) => mem_report::run(args, global).await,
             Command::Report(args) => report::run(args, global),

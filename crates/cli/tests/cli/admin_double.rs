@@ -7,9 +7,10 @@ use std::{
 };
 
 use sandboxer_protocol::admin::{
-    ConsoleLogChunk, ConsoleLogRequest, Event, EventsRequest, InspectPodRequest, ListPodsRequest,
-    ListPodsResponse, Pod, StageSummary, StageTimesRequest, StageTimesResponse, VersionRequest,
-    VersionResponse,
+    BuildTemplateRequest, ConsoleLogChunk, ConsoleLogRequest, Event, EventsRequest, InspectPodRequest,
+    ListPodsRequest, ListPodsResponse, ListTemplatesRequest, ListTemplatesResponse, Pod,
+    RemoveTemplateRequest, StageSummary, StageTimesRequest, StageTimesResponse, Template,
+    VerifyTemplateRequest, VersionRequest, VersionResponse,
     admin_server::{Admin, AdminServer},
 };
 use tokio::{net::UnixListener, runtime::Runtime};
@@ -22,6 +23,7 @@ pub struct AdminDouble {
     pub pods: Vec<Pod>,
     pub events: Vec<Event>,
     pub stages: Vec<StageSummary>,
+    pub templates: ListTemplatesResponse,
     pub console: Vec<&'static [u8]>,
     /// Console chunks come again and again, as of a guest that never ends.
     pub chatty: bool,
@@ -33,6 +35,7 @@ type Answers<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 impl Admin for AdminDouble {
     type ConsoleLogStream = Answers<ConsoleLogChunk>;
     type EventsStream = Answers<Event>;
+    type BuildTemplateStream = Answers<Template>;
 
     async fn version(&self, _: Request<VersionRequest>) -> Result<Response<VersionResponse>, Status> {
         Ok(Response::new(VersionResponse {
@@ -80,9 +83,44 @@ impl Admin for AdminDouble {
         let ended = tokio_stream::once(Err(Status::unavailable("the daemon was killed")));
         Ok(Response::new(Box::pin(told.chain(ended))))
     }
+
+    async fn list_templates(
+        &self,
+        _: Request<ListTemplatesRequest>,
+    ) -> Result<Response<ListTemplatesResponse>, Status> {
+        Ok(Response::new(self.templates.clone()))
+    }
+
+    async fn build_template(
+        &self,
+        request: Request<BuildTemplateRequest>,
+    ) -> Result<Response<Self::BuildTemplateStream>, Status> {
+        let BuildTemplateRequest { vcpus, memory_mib } = request.into_inner();
+        let built = Template { key: "b".repeat(32), vcpus, memory_mib, ..Default::default() };
+        Ok(Response::new(Box::pin(tokio_stream::once(Ok(built)))))
+    }
+
+    async fn verify_template(
+        &self,
+        request: Request<VerifyTemplateRequest>,
+    ) -> Result<Response<Template>, Status> {
+        self.template(&request.get_ref().key)
+    }
+
+    async fn remove_template(
+        &self,
+        request: Request<RemoveTemplateRequest>,
+    ) -> Result<Response<Template>, Status> {
+        self.template(&request.get_ref().key)
+    }
 }
 
 impl AdminDouble {
+    fn template(&self, prefix: &str) -> Result<Response<Template>, Status> {
+        let found = self.templates.templates.iter().find(|template| template.key.starts_with(prefix));
+        found.cloned().map(Response::new).ok_or_else(|| Status::not_found(format!("no template {prefix:?}")))
+    }
+
     fn pod(&self, prefix: &str) -> Result<&Pod, Status> {
         let mut found = self.pods.iter().filter(|pod| pod.id.starts_with(prefix));
         match (found.next(), found.next()) {

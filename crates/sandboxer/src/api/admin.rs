@@ -6,14 +6,15 @@ use futures::{Stream, StreamExt, stream};
 use sandboxer_protocol::{
     PROTOCOL_VERSION,
     admin::{
-        ConsoleLogChunk, ConsoleLogRequest, Container, Event, EventsRequest, Exec, InspectPodRequest,
-        ListPodsRequest, ListPodsResponse, Pod, StageTime, StageTimesRequest, StageTimesResponse,
-        VersionRequest, VersionResponse, admin_server::Admin,
+        BuildTemplateRequest, ConsoleLogChunk, ConsoleLogRequest, Container, Event, EventsRequest, Exec,
+        InspectPodRequest, ListPodsRequest, ListPodsResponse, ListTemplatesRequest, ListTemplatesResponse,
+        Pod, RemoveTemplateRequest, StageTime, StageTimesRequest, StageTimesResponse, Template,
+        VerifyTemplateRequest, VersionRequest, VersionResponse, admin_server::Admin,
     },
 };
 use tonic::{Request, Response, Status};
 
-use super::convert::grpc;
+use super::{convert::grpc, templates};
 use crate::{
     clock::now_ns,
     container::Phase,
@@ -48,6 +49,7 @@ type Answers<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 impl Admin for AdminService {
     type ConsoleLogStream = Answers<ConsoleLogChunk>;
     type EventsStream = Answers<Event>;
+    type BuildTemplateStream = Answers<Template>;
 
     async fn version(&self, _: Request<VersionRequest>) -> Result<Response<VersionResponse>, Status> {
         let vmm = self.node.vmm.info();
@@ -125,6 +127,35 @@ impl Admin for AdminService {
         });
         Ok(Response::new(Box::pin(events)))
     }
+
+    async fn list_templates(
+        &self,
+        _: Request<ListTemplatesRequest>,
+    ) -> Result<Response<ListTemplatesResponse>, Status> {
+        templates::list(&self.node).await.map(Response::new)
+    }
+
+    async fn build_template(
+        &self,
+        request: Request<BuildTemplateRequest>,
+    ) -> Result<Response<Self::BuildTemplateStream>, Status> {
+        let built = templates::build(self.node.clone(), request.into_inner())?;
+        Ok(Response::new(Box::pin(stream::once(built))))
+    }
+
+    async fn verify_template(
+        &self,
+        request: Request<VerifyTemplateRequest>,
+    ) -> Result<Response<Template>, Status> {
+        templates::verify(&self.node, &request.get_ref().key).await.map(Response::new)
+    }
+
+    async fn remove_template(
+        &self,
+        request: Request<RemoveTemplateRequest>,
+    ) -> Result<Response<Template>, Status> {
+        templates::remove(&self.node, &request.get_ref().key).await.map(Response::new)
+    }
 }
 
 fn pod_message(node: &Node, view: PodView) -> Pod {
@@ -145,6 +176,7 @@ fn pod_message(node: &Node, view: PodView) -> Pod {
         containers: containers.into_iter().map(container_message).collect(),
         stages: steps.into_iter().map(stage_message).collect(),
         recovered: status.recovered,
+        way: status.way.map(|way| way.to_string()).unwrap_or_default(),
     }
 }
 

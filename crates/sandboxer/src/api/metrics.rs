@@ -8,7 +8,7 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::{net::TcpListener, sync::Semaphore};
 use tokio_util::sync::CancellationToken;
 
-use crate::pod::Node;
+use crate::{config::Way, pod::Node};
 
 /// Upper ends of the buckets, µs: from a cached rootfs to a boot that is given up.
 const BUCKETS: [u64; 14] = [
@@ -70,6 +70,21 @@ fn text(node: &Node) -> String {
         String::from("# HELP sandboxer_pods Pods that this daemon knows.\n# TYPE sandboxer_pods gauge\n");
     // Writing to a String cannot fail.
     let _ = writeln!(out, "sandboxer_pods {}", node.registry.pods().len());
+    let counts = node.ways.counts();
+    out += "# HELP sandboxer_starts_total Pods by how they got their machine.\n\
+            # TYPE sandboxer_starts_total counter\n";
+    for way in Way::ALL {
+        let pods = counts.taken.get(&way).copied().unwrap_or(0);
+        let _ = writeln!(out, "sandboxer_starts_total{{way=\"{way}\"}} {pods}");
+    }
+    out += "# HELP sandboxer_starts_missed_total Ways that a pod could not take, by the reason.\n\
+            # TYPE sandboxer_starts_missed_total counter\n";
+    for ((way, reason), pods) in &counts.missed {
+        let _ = writeln!(out, "sandboxer_starts_missed_total{{way=\"{way}\",reason=\"{reason}\"}} {pods}");
+    }
+    out += "# HELP sandboxer_pool_machines Machines that wait for pods.\n\
+            # TYPE sandboxer_pool_machines gauge\n";
+    let _ = writeln!(out, "sandboxer_pool_machines {}", node.pool.list().len());
     out += "# HELP sandboxer_stage_seconds Time that a stage of a start took.\n\
             # TYPE sandboxer_stage_seconds histogram\n";
     for summary in node.stage_times.summaries() {

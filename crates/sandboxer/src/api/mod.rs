@@ -6,3 +6,4 @@ pub mod events;
 pub mod metrics;
 pub mod sandbox;
 pub mod task;
+mod templates;

@@ -67,7 +67,7 @@ impl Source {
     /// What there is for `spec` by this way, or why there is nothing.
     fn take(node: &Node, spec: &PodSpec, way: Way) -> Result<Self, &'static str> {
         match way {
-            Way::Pool => node.pool.claim(spec.shape()).map(Self::Pool).ok_or("empty"),
+            Way::Pool => node.pool.claim(spec.shape(), &node.templates).map(Self::Pool),
             Way::Template => node.templates.get(spec.shape()).map(Self::Template).map_err(Missing::as_str),
             Way::Boot => Ok(Self::Boot),
         }

@@ -28,7 +28,7 @@ use crate::{
     error::chain,
     guest::Agent,
     pod::Node,
-    template::{Shape, TemplateKey},
+    template::{Missing, Shape, TemplateKey, Templates},
     vmm::Machine,
 };
 use demand::Demand;
@@ -85,16 +85,19 @@ impl Pool {
         Arc::new(Self { config, usual, state: Mutex::default(), changed: Notify::new() })
     }
 
-    /// Takes a machine of this size, if one waits.
-    pub fn claim(&self, shape: Shape) -> Option<Warm> {
+    /// Takes a machine of this size, if one waits that is a copy of what its template is now. The error
+    /// says why there is none.
+    pub fn claim(&self, shape: Shape, templates: &Arc<Templates>) -> Result<Warm, &'static str> {
         if self.config.max == 0 {
-            return None;
+            return Err("off");
         }
         let mut state = self.lock();
         state.demand.entry(shape).or_default().add(Instant::now());
-        let warm = state.waiting.get_mut(&shape).and_then(VecDeque::pop_front);
         self.changed.notify_one();
-        warm
+        let template = templates.get(shape).map_err(Missing::as_str)?;
+        let waiting = state.waiting.get_mut(&shape).ok_or("empty")?;
+        let fresh = waiting.iter().position(|warm| warm.template == template.key).ok_or("empty")?;
+        waiting.remove(fresh).ok_or("empty")
     }
 
     /// The machines that wait.

@@ -81,6 +81,7 @@ pub struct FakeVmm {
     guest: Guest,
     fault: Mutex<Fault>,
     machines: Machines,
+    version: Mutex<String>,
     started: AtomicU64,
 }
 
@@ -91,6 +92,7 @@ impl FakeVmm {
             guest: Arc::new(guest),
             fault: Mutex::default(),
             machines: Arc::default(),
+            version: Mutex::new("0".into()),
             started: AtomicU64::new(0),
         }
     }
@@ -98,6 +100,11 @@ impl FakeVmm {
     /// From now on, boots and machines fail this way.
     pub fn inject(&self, fault: Fault) {
         *lock(&self.fault) = fault;
+    }
+
+    /// As if the VMM's program was replaced by one of another version.
+    pub fn upgrade(&self, version: &str) {
+        version.clone_into(&mut lock(&self.version));
     }
 
     /// The VMM of `pod` dies. Answers whether it was running.
@@ -179,7 +186,7 @@ impl Vmm for FakeVmm {
     fn template_inputs(&self, _: &VmSpec) -> TemplateInputs {
         TemplateInputs {
             vmm: "fake".into(),
-            version: "0".into(),
+            version: lock(&self.version).clone(),
             program: "/dev/null".into(),
             accelerator: "none".into(),
             machine: Vec::new(),

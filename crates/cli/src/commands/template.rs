@@ -1,0 +1,159 @@
+//! `template`: the frozen machines of which pods are copies.
+
+use std::time::Duration;
+
+use anyhow::bail;
+use clap::Subcommand;
+use indicatif::ProgressBar;
+use sandboxer_protocol::admin::{
+    BuildTemplateRequest, ListTemplatesRequest, ListTemplatesResponse, RemoveTemplateRequest, Template,
+    VerifyTemplateRequest,
+};
+
+use super::tables;
+use crate::{Global, client, client::ClientError, render};
+
+const EXAMPLES: &str = "\
+Examples:
+  sandboxer-cli template list
+  sandboxer-cli template build --memory 512
+  sandboxer-cli template verify                 all of them; exit code 1 if one is damaged
+  sandboxer-cli template rm cac81d
+
+A pod's machine is taken from the pool, else made as a copy of a template, else it boots. Templates
+are made by themselves when pods of a size start; `build` makes one before the first of them does.";
+
+/// Frozen machines of which pods are copies, and the pool of those that wait
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Args {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// Templates on disk, machines that wait, and how pods got theirs
+    #[command(visible_alias = "ls")]
+    List,
+    /// Make the template of a size, unless there is one
+    Build {
+        /// Virtual CPUs [default: as for a pod that doesn't ask]
+        #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+        vcpus: Option<u32>,
+        /// Memory, MiB [default: as for a pod that doesn't ask]
+        #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(64..))]
+        memory: Option<u64>,
+    },
+    /// Read whole templates and check them against their checksums
+    Verify {
+        /// Start of a template's key; none: all
+        #[arg(value_name = "KEY")]
+        key: Option<String>,
+    },
+    /// Remove templates; pods that are copies of them stay
+    Rm {
+        /// Starts of templates' keys
+        #[arg(value_name = "KEY", required = true)]
+        keys: Vec<String>,
+    },
+}
+
+/// Does what was asked for.
+pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
+    let mut daemon = client::connect(&global.socket).await?;
+    match args.verb {
+        Verb::List => {
+            let answer = daemon.list_templates(ListTemplatesRequest {}).await.map_err(ClientError::from)?;
+            let answer = answer.into_inner();
+            if global.json { render::print_json(&answer) } else { Ok(render::print(&text(&answer))?) }
+        }
+        Verb::Build { vcpus, memory } => {
+            let request = BuildTemplateRequest { vcpus: vcpus.unwrap_or(0), memory_mib: memory.unwrap_or(0) };
+            let waiting = ProgressBar::new_spinner().with_message("a machine boots and is frozen");
+            waiting.enable_steady_tick(Duration::from_millis(100));
+            let mut answers = daemon.build_template(request).await.map_err(ClientError::from)?.into_inner();
+            let built = answers.message().await.map_err(ClientError::from)?;
+            waiting.finish_and_clear();
+            let Some(built) = built else { bail!("the daemon ended before the template was made") };
+            show(&[built], global)
+        }
+        Verb::Verify { key } => {
+            let keys = match key {
+                Some(key) => vec![key],
+                None => {
+                    let listed = daemon.list_templates(ListTemplatesRequest {}).await;
+                    let listed = listed.map_err(ClientError::from)?.into_inner();
+                    listed.templates.into_iter().map(|template| template.key).collect()
+                }
+            };
+            let mut checked = Vec::new();
+            for key in keys {
+                let answer = daemon.verify_template(VerifyTemplateRequest { key }).await;
+                checked.push(answer.map_err(ClientError::from)?.into_inner());
+            }
+            show(&checked, global)?;
+            match checked.iter().filter(|template| !template.problem.is_empty()).count() {
+                0 => Ok(()),
+                damaged => bail!("{damaged} of {} templates can't be used", checked.len()),
+            }
+        }
+        Verb::Rm { keys } => {
+            let mut removed = Vec::new();
+            for key in keys {
+                let answer = daemon.remove_template(RemoveTemplateRequest { key }).await;
+                removed.push(answer.map_err(ClientError::from)?.into_inner());
+            }
+            show(&removed, global)
+        }
+    }
+}
+
+fn show(templates: &[Template], global: &Global) -> anyhow::Result<()> {
+    if global.json { render::print_json(&templates) } else { Ok(render::print(&table(templates))?) }
+}
+
+fn text(answer: &ListTemplatesResponse) -> String {
+    let mut out =
+        if answer.templates.is_empty() { "no templates".to_owned() } else { table(&answer.templates) };
+    out += &format!("\n\n{} machines wait in the pool", answer.pool.len());
+    if !answer.ways.is_empty() {
+        let mut rows = tables::table(&["WAY", "PODS", "NOT TO BE HAD"], 1);
+        for count in &answer.ways {
+            let (taken, missed) = match count.reason.as_str() {
+                "" => (count.pods.to_string(), String::new()),
+                reason => (String::new(), format!("{} × {}", count.pods, render::plain(reason))),
+            };
+            rows.add_row([render::plain(&count.way), taken, missed]);
+        }
+        out += &format!("\n\n{rows}");
+    }
+    out
+}
+
+fn table(templates: &[Template]) -> String {
+    let header = ["KEY", "VCPUS", "MEMORY", "STORED", "AGE", "VMM", "STATE"];
+    render::table(header, templates.iter().map(row))
+}
+
+fn row(template: &Template) -> Vec<String> {
+    let state = match (template.problem.as_str(), template.in_use) {
+        ("", true) => "in use".to_owned(),
+        ("", false) => "on disk".to_owned(),
+        (problem, _) => render::plain(problem),
+    };
+    let vmm = format!("{} {} {}", template.vmm, first_word(&template.vmm_version), template.accelerator);
+    vec![
+        render::short(&template.key),
+        template.vcpus.to_string(),
+        render::mib(template.memory_mib),
+        render::mib(template.stored_bytes.div_ceil(1 << 20)),
+        if template.made_at_ns == 0 { "-".into() } else { render::age(template.made_at_ns) },
+        render::plain(vmm.trim()),
+        state,
+    ]
+}
+
+fn first_word(text: &str) -> &str {
+    text.split_ascii_whitespace().next().unwrap_or_default()
+}

@@ -1,0 +1,124 @@
+//! What people and tools ask about templates, as the admin service answers it.
+
+use std::{future::Future, sync::Arc};
+
+use sandboxer_protocol::admin::{
+    BuildTemplateRequest, ListTemplatesResponse, PooledMachine, Template, WayCount,
+};
+use tonic::Status;
+
+use crate::{
+    config::Config,
+    error::chain,
+    pod::Node,
+    template::{Shape, TemplateView},
+};
+
+/// The templates, the pool, and how pods got their machines.
+pub async fn list(node: &Arc<Node>) -> Result<ListTemplatesResponse, Status> {
+    let templates = views(node).await?.into_iter().map(message).collect();
+    let pool = node.pool.list().into_iter().map(|warm| PooledMachine {
+        vcpus: warm.shape.vcpus,
+        memory_mib: warm.shape.memory_mib,
+        vmm_pid: warm.pid,
+    });
+    let counts = node.ways.counts();
+    let count = |way: &dyn ToString, reason: &str, pods| WayCount {
+        way: way.to_string(),
+        reason: reason.to_owned(),
+        pods,
+    };
+    let taken = counts.taken.iter().map(|(way, pods)| count(way, "", *pods));
+    let missed = counts.missed.iter().map(|((way, reason), pods)| count(way, reason, *pods));
+    Ok(ListTemplatesResponse { templates, pool: pool.collect(), ways: taken.chain(missed).collect() })
+}
+
+/// Makes a template; the size is checked at once.
+pub fn build(
+    node: Arc<Node>,
+    request: BuildTemplateRequest,
+) -> Result<impl Future<Output = Result<Template, Status>>, Status> {
+    let shape = shape(&node.config, &request)?;
+    Ok(async move {
+        let template = node.templates.prepare(shape).await;
+        let template = template.map_err(|error| Status::failed_precondition(chain(&error)))?;
+        one(&node, &template.key.to_string()).await.map(message)
+    })
+}
+
+/// Reads a whole template; what is wrong with it is told in the answer.
+pub async fn verify(node: &Arc<Node>, prefix: &str) -> Result<Template, Status> {
+    let view = one(node, prefix).await?;
+    let (templates, key) = (node.templates.clone(), view.key.clone());
+    let verified = blocking(move || templates.verify(&key)).await?;
+    let problem = verified.map_err(|error| chain(&error)).err().unwrap_or_default();
+    Ok(Template { problem, ..message(view) })
+}
+
+/// Removes a template; answers what it was.
+pub async fn remove(node: &Arc<Node>, prefix: &str) -> Result<Template, Status> {
+    let view = one(node, prefix).await?;
+    let (templates, key) = (node.templates.clone(), view.key.clone());
+    let removed = blocking(move || templates.remove(&key)).await?;
+    removed.map_err(|error| Status::internal(format!("cannot remove template {}: {error}", view.key)))?;
+    Ok(message(view))
+}
+
+fn shape(config: &Config, request: &BuildTemplateRequest) -> Result<Shape, Status> {
+    let vm = &config.vm;
+    let asked = |value, default| if value == 0 { default } else { value };
+    let vcpus = asked(request.vcpus.into(), vm.default_vcpus.into());
+    let memory_mib = asked(request.memory_mib, vm.default_memory_mib);
+    let most = (u64::from(vm.max_vcpus), vm.max_memory_mib);
+    match u32::try_from(vcpus) {
+        Ok(count) if vcpus <= most.0 && (64..=most.1).contains(&memory_mib) => {
+            Ok(Shape { vcpus: count, memory_mib })
+        }
+        _ => Err(Status::invalid_argument(format!(
+            "a machine has 1 to {} vCPUs and 64 to {} MiB, as vm.max_vcpus and vm.max_memory_mib say",
+            most.0, most.1
+        ))),
+    }
+}
+
+async fn views(node: &Arc<Node>) -> Result<Vec<TemplateView>, Status> {
+    let templates = node.templates.clone();
+    let listed = blocking(move || templates.list()).await?;
+    listed.map_err(|error| Status::internal(format!("cannot read the directory of templates: {error}")))
+}
+
+/// The one template whose key starts so.
+async fn one(node: &Arc<Node>, prefix: &str) -> Result<TemplateView, Status> {
+    let mut matching = views(node).await?;
+    matching.retain(|view| view.key.to_string().starts_with(prefix));
+    match matching.len() {
+        1 => Ok(matching.remove(0)),
+        0 => Err(Status::not_found(format!("no template's key starts with {prefix:?}"))),
+        more => Err(Status::invalid_argument(format!(
+            "{more} templates' keys start with {prefix:?}: give more of it"
+        ))),
+    }
+}
+
+async fn blocking<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Result<T, Status> {
+    tokio::task::spawn_blocking(work).await.map_err(|panic| Status::internal(panic.to_string()))
+}
+
+fn message(view: TemplateView) -> Template {
+    let (key, in_use) = (view.key.to_string(), view.in_use);
+    match view.manifest {
+        Ok(manifest) => Template {
+            key,
+            vcpus: manifest.inputs.shape.vcpus,
+            memory_mib: manifest.inputs.shape.memory_mib,
+            stored_bytes: manifest.files.values().map(|file| file.stored).sum(),
+            made_at_ns: manifest.made_at_ns,
+            vmm: manifest.inputs.vmm.vmm,
+            vmm_version: manifest.inputs.vmm.version,
+            accelerator: manifest.inputs.vmm.accelerator,
+            in_use,
+            problem: String::new(),
+        },
+        Err(error) => Template { key, in_use, problem: chain(&error), ..Default::default() },
+    }
+}

@@ -23,7 +23,7 @@ use tokio::{
     io::{AsyncRead, AsyncWrite, DuplexStream, Interest, ReadBuf},
     sync::{mpsc, watch},
 };
-use tokio_vsock::{VMADDR_CID_ANY, VsockAddr, VsockListener};
+use tokio_vsock::{VMADDR_CID_ANY, VMADDR_CID_HOST, VsockAddr, VsockListener, VsockStream};
 
 use crate::{sync::watched, uevent};
 
@@ -72,6 +72,7 @@ async fn serve_vsock(
     sessions: mpsc::Sender<DuplexStream>,
 ) -> io::Result<()> {
     let listener = VsockListener::bind(VsockAddr::new(VMADDR_CID_ANY, AGENT_VSOCK_PORT))?;
+    tokio::spawn(announce());
     loop {
         let (connection, _) = listener.accept().await?;
         let (key, ready, sessions) = (key.clone(), ready.clone(), sessions.clone());
@@ -80,6 +81,14 @@ async fn serve_vsock(
                 tracing::debug!("a vsock connection ended: {error}");
             }
         });
+    }
+}
+
+/// Tells a host that waits for it that the agent listens: a connection says so, nothing is sent over it.
+async fn announce() {
+    // A host that knows otherwise doesn't listen.
+    if let Err(error) = VsockStream::connect(VsockAddr::new(VMADDR_CID_HOST, AGENT_VSOCK_PORT)).await {
+        tracing::debug!("the host does not wait for the agent: {error}");
     }
 }
 

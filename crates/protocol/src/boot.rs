@@ -10,7 +10,8 @@ use crate::link::LinkKey;
 /// Name of the virtio-serial port that carries the agent's link.
 pub const AGENT_PORT: &str = "org.sandboxer.agent";
 
-/// vsock port on which the agent listens where the guest has a vsock.
+/// vsock port on which the agent listens where the guest has a vsock. Once it does, it connects to the
+/// same port of its host and hangs up.
 pub const AGENT_VSOCK_PORT: u32 = 1024;
 
 /// Parameters the daemon gives the agent at boot.

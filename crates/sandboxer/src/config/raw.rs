@@ -11,7 +11,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 use toml::de::DeTable;
 
-use super::{Accelerator, Config, PoolConfig, RootfsConfig, TemplateConfig, VmConfig, Way};
+use super::{Accelerator, Config, PoolConfig, RootfsConfig, TemplateConfig, VmConfig, VmmChoice, Way};
 
 /// The default configuration, every key explained.
 pub const DEFAULT: &str = include_str!("../../../../vmm-configs/sandboxer.toml");
@@ -99,7 +99,9 @@ struct Raw {
 #[derive(Debug, Default, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 struct RawVm {
+    vmm: Option<VmmChoice>,
     qemu: Option<PathBuf>,
+    cloud_hypervisor: Option<PathBuf>,
     accelerator: Option<Accelerator>,
     kernel: Option<PathBuf>,
     initramfs: Option<PathBuf>,
@@ -249,7 +251,9 @@ fn resolve(
             None => None,
         },
         vm: VmConfig {
+            vmm: raw.vm.vmm.unwrap_or(vm.vmm),
             qemu: program("vm.qemu", raw.vm.qemu, vm.qemu)?,
+            cloud_hypervisor: program("vm.cloud_hypervisor", raw.vm.cloud_hypervisor, vm.cloud_hypervisor)?,
             accelerator: raw.vm.accelerator.unwrap_or(vm.accelerator),
             kernel: absolute("vm.kernel", raw.vm.kernel, vm.kernel)?,
             initramfs: absolute("vm.initramfs", raw.vm.initramfs, vm.initramfs)?,
@@ -370,10 +374,29 @@ mod tests {
     }
 
     #[test]
+    fn the_configurations_of_one_vmm_are_right_and_explain_each_line() {
+        for (text, vmm) in [
+            (include_str!("../../../../vmm-configs/cloud-hypervisor.toml"), VmmChoice::CloudHypervisor),
+            (include_str!("../../../../vmm-configs/qemu.toml"), VmmChoice::Qemu),
+        ] {
+            let config = parse(text).unwrap();
+            assert_eq!(config.vm.vmm, vmm);
+            let lines: Vec<_> = text.lines().collect();
+            for pair in lines.windows(2).filter(|pair| pair[1].contains(" = ")) {
+                // Keys of one comment stand together.
+                let explained = pair[0].starts_with("# ") || pair[0].starts_with("default_vcpus");
+                assert!(explained, "{vmm:?}: `{}` is not explained", pair[1]);
+            }
+        }
+    }
+
+    #[test]
     fn an_unknown_key_is_an_error_that_suggests_the_nearest() {
         let text = parse("[vm]\nkernal = \"/k\"\n").unwrap_err().to_string();
         assert!(text.contains("kernal") && text.contains("did you mean \"kernel\"?"), "{text}");
         assert!(text.contains("line 2"), "{text}");
+        let text = parse("[vm]\nvmm = \"cloud-hypervizor\"\n").unwrap_err().to_string();
+        assert!(text.contains("did you mean \"cloud-hypervisor\"?"), "{text}");
         let text = parse("[vm]\naccelerator = \"tgc\"\n").unwrap_err().to_string();
         assert!(text.contains("did you mean \"tcg\"?"), "{text}");
         assert!(!parse("[vm]\nzzzzzzzz = 1\n").unwrap_err().to_string().contains("did you mean"));

@@ -35,8 +35,12 @@ pub struct Config {
 /// How machines are made.
 #[derive(Debug, Clone)]
 pub struct VmConfig {
-    /// Program of the VMM (QEMU).
+    /// Which VMM.
+    pub vmm: VmmChoice,
+    /// Program of QEMU.
     pub qemu: PathBuf,
+    /// Program of Cloud Hypervisor.
+    pub cloud_hypervisor: PathBuf,
     /// Which accelerator.
     pub accelerator: Accelerator,
     /// Guest kernel.
@@ -61,6 +65,18 @@ pub struct VmConfig {
     pub console_log_bytes: u64,
     /// Filter of the agents' logs, as in `RUST_LOG`.
     pub agent_log: Option<String>,
+}
+
+/// Who runs the machines.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum VmmChoice {
+    /// Cloud Hypervisor if it and KVM can be used, else QEMU.
+    Auto,
+    /// QEMU.
+    Qemu,
+    /// Cloud Hypervisor; an error where it can't be used.
+    CloudHypervisor,
 }
 
 /// Whether guests run on hardware.
@@ -157,7 +173,9 @@ impl Default for Config {
             run_dir: "/run/sandboxer".into(),
             state_dir: "/var/lib/sandboxer".into(),
             vm: VmConfig {
+                vmm: VmmChoice::Auto,
                 qemu: "qemu-system-x86_64".into(),
+                cloud_hypervisor: "cloud-hypervisor".into(),
                 accelerator: Accelerator::Auto,
                 kernel: "/usr/lib/sandboxer/vmlinux".into(),
                 initramfs: "/usr/lib/sandboxer/initramfs.cpio".into(),

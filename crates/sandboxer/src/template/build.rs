@@ -99,6 +99,7 @@ impl Builder {
             frozen = self.freeze_ready(spec, machine.as_ref(), dir) => frozen,
             exit = machine.exited() => Err(VmmError::Died {
                 pod: spec.pod.clone(),
+                call: "the agent's ready message".into(),
                 how: exit.how,
                 last_lines: exit.last_lines.join(" | "),
             }.into()),

@@ -148,6 +148,7 @@ impl Vmm for FakeVmm {
             Fault::FailsToBoot => {
                 return Err(VmmError::Died {
                     pod: spec.pod.clone(),
+                    call: "boot".into(),
                     how: "exited with status 1".into(),
                     last_lines: "injected failure".into(),
                 });
@@ -166,6 +167,7 @@ impl Vmm for FakeVmm {
                 pid: std::process::id(),
                 start_time: self.started.fetch_add(1, Ordering::Relaxed),
                 console_log_bytes: spec.console_log_bytes,
+                vmm: "fake".into(),
             },
             link_key: watch::Sender::new(spec.boot.link_key.clone()),
             boot: spec.boot.clone(),

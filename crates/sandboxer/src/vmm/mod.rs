@@ -4,7 +4,9 @@
 //! name. A machine outlives the daemon: dropping a handle never ends it, and [`Vmm::adopt`] takes
 //! it up again from its [`MachineRecord`].
 
+mod accelerator;
 mod capture;
+pub mod cloud_hypervisor;
 pub mod console;
 pub mod fake;
 pub mod frozen;
@@ -12,6 +14,7 @@ pub mod kvm;
 mod process;
 pub mod qemu;
 mod qmp;
+mod run_dir;
 mod setup;
 mod socket;
 pub mod spec;
@@ -113,7 +116,7 @@ pub struct VmmInfo {
     pub version: String,
     /// "kvm" or "tcg".
     pub accelerator: &'static str,
-    /// Why this accelerator: what was measured, or who asked for it.
+    /// Why this VMM with this accelerator: what was measured, or who asked for it.
     pub accelerator_reason: String,
 }
 
@@ -147,6 +150,9 @@ pub struct MachineRecord {
     pub start_time: u64,
     /// As in [`VmSpec::console_log_bytes`].
     pub console_log_bytes: u64,
+    /// Who runs it, as in [`VmmInfo::name`]. Records had none while there was one VMM only.
+    #[serde(default = "qemu::name")]
+    pub vmm: String,
 }
 
 /// How a machine ended.
@@ -171,11 +177,13 @@ pub enum VmmError {
         /// What the system said.
         source: std::io::Error,
     },
-    /// The VMM ended before it was in control of the machine.
-    #[error("VMM of pod {pod} {how} while starting: {last_lines}")]
+    /// The VMM ended before it had answered.
+    #[error("VMM of pod {pod} {how} during {call}: {last_lines}")]
     Died {
         /// The pod.
         pod: SandboxId,
+        /// What was asked.
+        call: String,
         /// As in [`MachineExit::how`].
         how: String,
         /// Its last words.

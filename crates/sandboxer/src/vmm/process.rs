@@ -82,24 +82,31 @@ const BACKGROUND: i32 = 10;
 /// Starts `program` in a session of its own, so that no signal to the daemon's reaches it.
 ///
 /// `inherited` are open in it under the numbers they have here. Its environment is `PATH` and
-/// [`strays::MARK`] with `run_dir`. Its stdout and stderr are the returned pipe. Blocks for the time of a fork: call it where blocking is allowed, inside a runtime.
+/// [`strays::MARK`] with `run_dir`, which is also its working directory. Its stderr is the returned pipe,
+/// and so is its stdout unless `stdout` is given. Blocks for the time of a fork: call it where blocking is
+/// allowed, inside a runtime.
 pub fn spawn(
     program: &Path,
     arguments: Vec<OsString>,
     run_dir: &Path,
     inherited: Vec<OwnedFd>,
+    stdout: Option<OwnedFd>,
     background: bool,
 ) -> io::Result<(Starting, OwnedFd)> {
     let (words, their_words) = io::pipe()?;
+    let stdout = match stdout {
+        Some(stdout) => stdout,
+        None => their_words.try_clone()?.into(),
+    };
     let mut command = Command::new(program);
     command
         .args(arguments)
-        .current_dir("/")
+        .current_dir(run_dir)
         .env_clear()
         .envs(std::env::var_os("PATH").map(|path| ("PATH", path)))
         .env(strays::MARK, run_dir)
         .stdin(Stdio::null())
-        .stdout(their_words.try_clone()?)
+        .stdout(stdout)
         .stderr(their_words);
     // SAFETY: between fork and exec only system calls are made, which are async-signal-safe; nothing
     // is allocated, no lock is taken.
@@ -202,6 +209,11 @@ impl Process {
 }
 
 impl Starting {
+    /// Another hold on it, which doesn't keep it alive.
+    pub fn watched(&self) -> Arc<Process> {
+        self.process.clone()
+    }
+
     /// From here on the process lives by itself.
     pub fn keep(mut self) -> Arc<Process> {
         self.abandoned = false;

@@ -11,12 +11,12 @@
 //! A frozen machine is two files: `memory`, its guest's, and `state`, of its devices. Those that are
 //! restored map the memory privately, and what none of them has written they share.
 
-mod accelerator;
 mod command_line;
 mod machine;
+mod version;
 
 use std::{
-    fs, io,
+    io,
     os::fd::{AsRawFd, OwnedFd},
     path::PathBuf,
     sync::Arc,
@@ -27,18 +27,27 @@ use async_trait::async_trait;
 use sandboxer_protocol::id::SandboxId;
 use tokio::net::UnixStream;
 
-pub use self::accelerator::QemuSetupError;
 use self::{
     command_line::{Begin, Execution, Sockets},
-    machine::{AGENT, CONSOLE, CONTROL, Captures, QemuMachine, STATE, SocketFiles, answer, connect, host},
+    machine::{AGENT, CONSOLE, CONTROL, QemuMachine, STATE, answer},
 };
 use super::{
     Frozen, MEMORY, Machine, MachineRecord, TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo,
+    accelerator::{self, AcceleratorError},
     process::{self, Process, Starting},
     qmp::Qmp,
+    run_dir::{Captures, Files, connect, host, reopen},
     tsc,
 };
 use crate::config::VmConfig;
+
+/// As in [`VmmInfo::name`].
+const NAME: &str = "qemu";
+
+/// As in [`MachineRecord::vmm`].
+pub(super) fn name() -> String {
+    NAME.to_owned()
+}
 
 /// QEMU, with the accelerator chosen.
 #[derive(Debug)]
@@ -52,24 +61,25 @@ pub struct Qemu {
 
 impl Qemu {
     /// Chooses the accelerator, by measurement where `auto` is configured.
-    pub async fn new(config: &VmConfig) -> Result<Self, QemuSetupError> {
-        let (version, tsc_khz, chosen) = tokio::join!(
-            accelerator::version(&config.qemu),
-            tsc::frequency_khz(),
-            accelerator::choose(config.accelerator)
-        );
-        let (accelerator, reason) = chosen?;
+    pub async fn new(config: &VmConfig) -> Result<Self, AcceleratorError> {
+        let (accelerator, reason) = accelerator::choose(config.accelerator).await?;
+        Ok(Self::on(config, accelerator, reason).await)
+    }
+
+    /// Runs guests on `accelerator`, "kvm" or "tcg". `reason` is why, for people.
+    pub async fn on(config: &VmConfig, accelerator: &'static str, reason: String) -> Self {
+        let (version, tsc_khz) = tokio::join!(version::version(&config.qemu), tsc::frequency_khz());
         let execution = match accelerator {
             "kvm" => Execution::Kvm,
             _ => Execution::Tcg { tsc_khz },
         };
-        Ok(Self {
+        Self {
             program: config.qemu.clone(),
             execution,
-            info: VmmInfo { name: "qemu", version, accelerator, accelerator_reason: reason },
+            info: VmmInfo { name: NAME, version, accelerator, accelerator_reason: reason },
             boot_timeout: config.boot_timeout,
             call_timeout: config.call_timeout,
-        })
+        }
     }
 
     /// Takes control of the machine behind `process`, whose control socket has been connected.
@@ -98,7 +108,7 @@ impl Qemu {
         inherited_files: Vec<OwnedFd>,
     ) -> Result<QemuMachine, VmmError> {
         let pod = &spec.pod;
-        let mut files = SocketFiles::default();
+        let mut files = Files::default();
         let control = files.listen(spec, CONTROL)?;
         let agent = files.listen(spec, AGENT)?;
         let console = files.listen(spec, CONSOLE)?;
@@ -114,7 +124,7 @@ impl Qemu {
         let (program, run_dir) = (self.program.clone(), spec.run_dir.clone());
         let background = spec.background;
         let spawned = tokio::task::spawn_blocking(move || {
-            process::spawn(&program, arguments, &run_dir, inherited, background)
+            process::spawn(&program, arguments, &run_dir, inherited, None, background)
         });
         let (process, words) = spawned
             .await
@@ -130,6 +140,7 @@ impl Qemu {
             pid: process.pid(),
             start_time: process.start_time(),
             console_log_bytes: spec.console_log_bytes,
+            vmm: name(),
         };
         files.keep();
         Ok(self.machine(record, process.keep(), qmp, captures))
@@ -195,12 +206,13 @@ impl Qemu {
     /// Connects to what a running QEMU has had from an earlier daemon.
     async fn take_over(&self, record: &MachineRecord) -> Result<(Qmp, Captures), VmmError> {
         let MachineRecord { pod, run_dir, .. } = record;
-        // The reader of its stderr died with the earlier daemon; opening the pipe anew makes another.
-        let stderr = PathBuf::from(format!("/proc/{}/fd/2", record.pid));
-        let words = fs::File::open(&stderr).map_err(host(pod, "read", stderr))?;
+        let words = reopen(record, libc::STDERR_FILENO)?;
         let console = connect(pod, run_dir, CONSOLE)?;
-        let captures = Captures::start(words.into(), console, run_dir, record.console_log_bytes)
-            .map_err(host(pod, "capture output in", run_dir.clone()))?;
+        let captures = Captures::start(words, console, run_dir, record.console_log_bytes).map_err(host(
+            pod,
+            "capture output in",
+            run_dir.clone(),
+        ))?;
         let control = connect(pod, run_dir, CONTROL)?;
         let qmp = Qmp::handshake(control, self.call_timeout).await.map_err(answer(pod, "the greeting"))?;
         Ok((qmp, captures))
@@ -234,6 +246,12 @@ impl Qemu {
         }
         let how = process.exited().await.to_string();
         captures.drained().await;
-        Err(VmmError::Died { pod: pod.clone(), how, last_lines: captures.last_lines().await.join(" | ") })
+        let call = "the greeting".to_owned();
+        Err(VmmError::Died {
+            pod: pod.clone(),
+            call,
+            how,
+            last_lines: captures.last_lines().await.join(" | "),
+        })
     }
 }

@@ -2,21 +2,152 @@
 
 use std::sync::Arc;
 
+use async_trait::async_trait;
+
 use super::{
-    Vmm,
-    qemu::{Qemu, QemuSetupError},
+    Frozen, Machine, MachineRecord, TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo,
+    accelerator::{self, AcceleratorError},
+    cloud_hypervisor::{self, CloudHypervisor, version::VersionError},
+    qemu::Qemu,
 };
-use crate::config::VmConfig;
+use crate::config::{Accelerator, VmConfig, VmmChoice};
 
 /// Why no VMM can be used.
 #[derive(Debug, thiserror::Error)]
 pub enum SetupError {
-    /// QEMU can't be used as configured.
-    #[error("QEMU cannot be used as configured")]
-    Qemu(#[from] QemuSetupError),
+    /// Guests can't run as configured.
+    #[error("no VMM can be used as configured")]
+    Accelerator(#[from] AcceleratorError),
+    /// The configuration asks for Cloud Hypervisor.
+    #[error("vmm \"cloud-hypervisor\" is configured and can't be used: set it to \"auto\" or \"qemu\"")]
+    CloudHypervisor(#[from] VersionError),
+    /// Cloud Hypervisor can't emulate.
+    #[error("vmm \"cloud-hypervisor\" needs KVM and accelerator \"tcg\" is configured: change one of them")]
+    Emulated,
 }
 
 /// Finds the VMM that the configuration asks for, and tries it.
 pub async fn detect(config: &VmConfig) -> Result<Arc<dyn Vmm>, SetupError> {
-    Ok(Arc::new(Qemu::new(config).await?))
+    let asked = match (config.vmm, config.accelerator) {
+        (VmmChoice::CloudHypervisor, Accelerator::Tcg) => return Err(SetupError::Emulated),
+        (VmmChoice::CloudHypervisor, _) => Accelerator::Kvm,
+        (_, asked) => asked,
+    };
+    let (accelerator, reason) = accelerator::choose(asked).await?;
+    let vmm = choose(config, accelerator, reason).await?;
+    Ok(Arc::new(Chosen { vmm, config: config.clone() }))
+}
+
+/// Left the choice: Cloud Hypervisor where it and KVM can be used, else QEMU with KVM, else QEMU emulating.
+async fn choose(
+    config: &VmConfig,
+    accelerator: &'static str,
+    mut reason: String,
+) -> Result<Arc<dyn Vmm>, SetupError> {
+    match (config.vmm, accelerator) {
+        (VmmChoice::Qemu, _) => {}
+        (VmmChoice::CloudHypervisor, _) => {
+            return Ok(Arc::new(CloudHypervisor::new(config, reason).await?));
+        }
+        (VmmChoice::Auto, "kvm") => match CloudHypervisor::new(config, reason.clone()).await {
+            Ok(vmm) => return Ok(Arc::new(vmm)),
+            Err(unusable) => reason += &format!("; {unusable}"),
+        },
+        (VmmChoice::Auto, _) => reason += "; Cloud Hypervisor needs KVM",
+    }
+    Ok(Arc::new(Qemu::on(config, accelerator, reason).await))
+}
+
+/// The VMM that was chosen. It takes up machines of the other one, too: an earlier daemon may have
+/// chosen otherwise.
+#[derive(Debug)]
+struct Chosen {
+    vmm: Arc<dyn Vmm>,
+    config: VmConfig,
+}
+
+#[async_trait]
+impl Vmm for Chosen {
+    fn info(&self) -> VmmInfo {
+        self.vmm.info()
+    }
+
+    async fn boot(&self, spec: &VmSpec) -> Result<Arc<dyn Machine>, VmmError> {
+        self.vmm.boot(spec).await
+    }
+
+    fn template_inputs(&self, spec: &VmSpec) -> TemplateInputs {
+        self.vmm.template_inputs(spec)
+    }
+
+    async fn restore(&self, spec: &VmSpec, frozen: &Frozen) -> Result<Arc<dyn Machine>, VmmError> {
+        self.vmm.restore(spec, frozen).await
+    }
+
+    async fn adopt(&self, record: &MachineRecord) -> Result<Option<Arc<dyn Machine>>, VmmError> {
+        if record.vmm == self.info().name {
+            return self.vmm.adopt(record).await;
+        }
+        match record.vmm.as_str() {
+            cloud_hypervisor::NAME => cloud_hypervisor::adopt(record, self.config.call_timeout).await,
+            _ => {
+                let qemu = Qemu::on(&self.config, "tcg", "an earlier daemon's choice".into()).await;
+                qemu.adopt(record).await
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Config;
+    use std::process::Command;
+
+    /// A configuration whose Cloud Hypervisor is a script that says so.
+    fn config(dir: &tempfile::TempDir, vmm: VmmChoice, says: &str) -> VmConfig {
+        let (text, script) = (dir.path().join("text"), dir.path().join("ch"));
+        std::fs::write(&text, format!("#!/bin/sh\necho {says}\n")).unwrap();
+        // Copied by another process: what is open for writing here may be inherited by a process that
+        // another test forks at this moment, and can't be executed until that is gone.
+        let install = Command::new("install").args(["-m", "755"]).args([&text, &script]).status();
+        assert!(install.unwrap().success());
+        VmConfig { vmm, cloud_hypervisor: script, ..Config::default().vm }
+    }
+
+    async fn chosen(vmm: VmmChoice, accelerator: &'static str, says: &str) -> Result<VmmInfo, SetupError> {
+        let dir = tempfile::tempdir().unwrap();
+        let config = config(&dir, vmm, says);
+        choose(&config, accelerator, "measured".into()).await.map(|vmm| vmm.info())
+    }
+
+    #[tokio::test]
+    async fn left_the_choice_it_is_cloud_hypervisor_where_that_and_kvm_can_be_used() {
+        let info = chosen(VmmChoice::Auto, "kvm", "cloud-hypervisor v53.0").await.unwrap();
+        assert_eq!((info.name, info.version.as_str(), info.accelerator), ("cloud-hypervisor", "53.0", "kvm"));
+        assert_eq!(info.accelerator_reason, "measured");
+
+        let info = chosen(VmmChoice::Auto, "kvm", "cloud-hypervisor v43.0").await.unwrap();
+        assert_eq!((info.name, info.accelerator), ("qemu", "kvm"));
+        let why = &info.accelerator_reason;
+        assert!(why.starts_with("measured; ") && why.contains("v43.0, and v44 to v53 are known"), "{why}");
+
+        let info = chosen(VmmChoice::Auto, "tcg", "cloud-hypervisor v53.0").await.unwrap();
+        assert_eq!((info.name, info.accelerator), ("qemu", "tcg"));
+        assert_eq!(info.accelerator_reason, "measured; Cloud Hypervisor needs KVM");
+    }
+
+    #[tokio::test]
+    async fn what_is_asked_for_is_taken_or_refused() {
+        let info = chosen(VmmChoice::Qemu, "kvm", "cloud-hypervisor v53.0").await.unwrap();
+        assert_eq!((info.name, info.accelerator_reason.as_str()), ("qemu", "measured"));
+        let error = chosen(VmmChoice::CloudHypervisor, "kvm", "something").await.unwrap_err();
+        assert!(matches!(error, SetupError::CloudHypervisor(VersionError::Foreign { .. })), "{error}");
+        let dir = tempfile::tempdir().unwrap();
+        let emulated = VmConfig {
+            accelerator: Accelerator::Tcg,
+            ..config(&dir, VmmChoice::CloudHypervisor, "cloud-hypervisor v53.0")
+        };
+        assert!(matches!(detect(&emulated).await.unwrap_err(), SetupError::Emulated));
+    }
 }

@@ -1,6 +1,10 @@
 //! A guest that tests can talk to, in memory and as an initramfs, and the pods it runs in.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test helper fails its test")]
+#![allow(dead_code, reason = "several test programs use different parts of it")]
+
+pub mod contract;
+mod halting_kernel;
 
 use std::{
     fs,
@@ -11,8 +15,8 @@ use std::{
 };
 
 use sandboxer::{
-    config::{Accelerator, VmConfig},
-    vmm::{AgentStream, DiskSpec, Machine, VmSpec, fake::FakeGuest, qemu::Qemu},
+    config::{Accelerator, VmConfig, VmmChoice},
+    vmm::{AgentStream, DiskSpec, Machine, VmSpec, fake::FakeGuest, qemu::Qemu, strays},
 };
 use sandboxer_protocol::{boot::BootParams, link::LinkKey};
 use tempfile::TempDir;
@@ -100,7 +104,21 @@ impl Pod {
         self.dir.path().join(name)
     }
 
+    /// A machine with the guest of `init.sh`.
     pub fn spec(&self) -> VmSpec {
+        self.spec_of(built("vmlinux"), self.initramfs())
+    }
+
+    /// A machine whose guest halts at once.
+    pub fn halting_spec(&self) -> VmSpec {
+        let (kernel, initramfs) = (self.path("halting"), self.path("nothing"));
+        fs::write(&kernel, halting_kernel::ELF).unwrap();
+        fs::write(&initramfs, "nothing").unwrap();
+        self.spec_of(kernel, initramfs)
+    }
+
+    /// A machine with this guest.
+    pub fn spec_of(&self, kernel: PathBuf, initramfs: PathBuf) -> VmSpec {
         VmSpec {
             pod: self.name.parse().unwrap(),
             run_dir: self.path("run"),
@@ -108,8 +126,8 @@ impl Pod {
             memory_file: None,
             background: false,
             memory_mib: 128,
-            kernel: built("vmlinux"),
-            initramfs: self.initramfs(),
+            kernel,
+            initramfs,
             boot: BootParams { link_key: LinkKey::random(), log: None },
             disks: Vec::new(),
             console_log_bytes: 64 << 10,
@@ -177,6 +195,13 @@ impl Pod {
     }
 }
 
+/// A test that failed leaves no VMM either.
+impl Drop for Pod {
+    fn drop(&mut self) {
+        strays::end(&self.name.parse().unwrap(), &self.path("run")).unwrap();
+    }
+}
+
 /// QEMU with whatever accelerator works here.
 pub async fn qemu() -> Qemu {
     qemu_program(Path::new("qemu-system-x86_64")).await
@@ -186,27 +211,43 @@ pub async fn qemu_program(program: &Path) -> Qemu {
     let real = program.file_name().is_some_and(|name| name == "qemu-system-x86_64");
     Qemu::new(&VmConfig {
         qemu: program.into(),
-        accelerator: Accelerator::Auto,
-        kernel: built("vmlinux"),
-        initramfs: built("initramfs.cpio"),
-        default_vcpus: 1,
-        default_memory_mib: 128,
-        max_vcpus: 1,
-        max_memory_mib: 128,
         // A stand-in that hangs shall not hang the test for long.
         boot_timeout: if real { LONG } else { Duration::from_secs(2) },
-        call_timeout: Duration::from_secs(20),
-        agent_timeout: LONG,
-        console_log_bytes: 64 << 10,
-        agent_log: None,
+        ..vm_config()
     })
     .await
     .expect("auto always finds an accelerator")
 }
 
+/// How tests run machines.
+pub fn vm_config() -> VmConfig {
+    VmConfig {
+        vmm: VmmChoice::Auto,
+        qemu: "qemu-system-x86_64".into(),
+        cloud_hypervisor: "cloud-hypervisor".into(),
+        accelerator: Accelerator::Auto,
+        kernel: guest_image("vmlinux"),
+        initramfs: guest_image("initramfs.cpio"),
+        default_vcpus: 1,
+        default_memory_mib: 128,
+        max_vcpus: 1,
+        max_memory_mib: 128,
+        boot_timeout: LONG,
+        call_timeout: Duration::from_secs(20),
+        agent_timeout: LONG,
+        console_log_bytes: 64 << 10,
+        agent_log: None,
+    }
+}
+
+/// Where a part of the guest image is, once built.
+pub fn guest_image(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/guest").join(name)
+}
+
 /// A part of the guest image.
 fn built(name: &str) -> PathBuf {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/guest").join(name);
-    assert!(name != "vmlinux" || path.exists(), "{} is not built: run `make guest-image`", path.display());
+    let path = guest_image(name);
+    assert!(path.exists(), "{} is not built: run `make guest-image`", path.display());
     path
 }

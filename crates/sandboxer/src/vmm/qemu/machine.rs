@@ -14,15 +14,13 @@ use std::{
 use async_trait::async_trait;
 use rustix::net::Shutdown;
 use sandboxer_protocol::id::SandboxId;
-use tokio::net::{UnixStream, unix::pipe};
 
 use super::command_line;
 use crate::vmm::{
-    AgentStream, DiskSpec, Machine, MachineExit, MachineRecord, VmSpec, VmmError,
-    capture::Capture,
-    console,
+    AgentStream, DiskSpec, Machine, MachineExit, MachineRecord, VmmError,
     process::Process,
     qmp::{Qmp, QmpError},
+    run_dir::{Captures, Files, host},
     socket,
 };
 
@@ -31,12 +29,6 @@ pub(super) const AGENT: &str = "agent.sock";
 pub(super) const CONSOLE: &str = "console.sock";
 /// State of a frozen machine's devices.
 pub(super) const STATE: &str = "state";
-/// Most bytes of QEMU's own words that are kept.
-const VMM_LOG_BYTES: u64 = 64 << 10;
-/// Lines of QEMU's last words.
-const VMM_LINES: usize = 4;
-/// Lines of the guest's: a panic with its call trace takes up to 20.
-const CONSOLE_LINES: usize = 24;
 
 /// A machine run by QEMU. Its clones are the same machine.
 #[derive(Debug, Clone)]
@@ -156,94 +148,9 @@ impl Machine for QemuMachine {
             call: "SIGKILL".into(),
             limit,
         })?;
-        drop(SocketFiles::of_ended(&self.record.run_dir));
+        drop(Files::of_ended(&self.record.run_dir, &[CONTROL, AGENT, CONSOLE]));
         Ok(())
     }
-}
-
-/// What the two hostile parties of a machine print.
-#[derive(Debug)]
-pub(super) struct Captures {
-    vmm: Capture,
-    console: Capture,
-}
-
-impl Captures {
-    pub(super) fn start(
-        words: OwnedFd,
-        console: UnixStream,
-        run_dir: &Path,
-        console_bytes: u64,
-    ) -> io::Result<Self> {
-        let words = pipe::Receiver::from_owned_fd(words)?;
-        let dir = Arc::new(socket::open(run_dir)?);
-        Ok(Self {
-            vmm: Capture::start(words, dir.clone(), "vmm.log", VMM_LOG_BYTES),
-            console: Capture::start(console, dir, console::FILE, console_bytes),
-        })
-    }
-
-    /// All that an ended process printed is in the files from here on.
-    pub(super) async fn drained(&self) {
-        tokio::join!(self.vmm.drained(), self.console.drained());
-    }
-
-    pub(super) async fn last_lines(&self) -> Vec<String> {
-        let mut lines = self.vmm.last_lines(VMM_LINES).await;
-        lines.extend(self.console.last_lines(CONSOLE_LINES).await);
-        lines
-    }
-}
-
-/// Socket files of a machine that starts, removed on drop unless kept.
-#[derive(Debug, Default)]
-pub(super) struct SocketFiles(Vec<PathBuf>);
-
-impl SocketFiles {
-    /// Those of a machine that has ended.
-    fn of_ended(run_dir: &Path) -> Self {
-        Self([CONTROL, AGENT, CONSOLE].map(|name| run_dir.join(name)).into())
-    }
-
-    pub(super) fn listen(&mut self, spec: &VmSpec, name: &str) -> Result<OwnedFd, VmmError> {
-        let path = spec.run_dir.join(name);
-        let listener =
-            socket::listen(&spec.run_dir, name).map_err(host(&spec.pod, "listen on", path.clone()))?;
-        // Only what was made here: a file that was there may be a running machine's.
-        self.0.push(path);
-        Ok(listener.into())
-    }
-
-    pub(super) fn keep(mut self) {
-        self.0.clear();
-    }
-}
-
-impl Drop for SocketFiles {
-    fn drop(&mut self) {
-        for path in &self.0 {
-            if let Err(error) = fs::remove_file(path)
-                && error.kind() != io::ErrorKind::NotFound
-            {
-                tracing::warn!(path = %path.display(), %error, "cannot remove a machine's socket");
-            }
-        }
-    }
-}
-
-/// Connects to the socket `name` of a machine.
-pub(super) fn connect(pod: &SandboxId, run_dir: &Path, name: &str) -> Result<UnixStream, VmmError> {
-    socket::connect(run_dir, name).map_err(host(pod, "connect to", run_dir.join(name)))
-}
-
-/// Makes of a host's error one that names the pod and what was attempted.
-pub(super) fn host(
-    pod: &SandboxId,
-    action: &'static str,
-    path: PathBuf,
-) -> impl FnOnce(io::Error) -> VmmError {
-    let pod = pod.clone();
-    move |source| VmmError::Host { pod, action, path, source }
 }
 
 /// Makes of QEMU's answer an error that names the pod and what was asked.

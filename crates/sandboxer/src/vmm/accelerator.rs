@@ -1,0 +1,45 @@
+//! Whether guests run on hardware.
+
+use std::{path::Path, time::Duration};
+
+use super::kvm::{self, KvmUnusable};
+use crate::config::Accelerator;
+
+/// A KVM that takes longer over its test than this is not usable; the test itself takes 0.15 s at most.
+const KVM_TEST_LIMIT: Duration = Duration::from_secs(5);
+
+/// Why guests can't run as configured.
+#[derive(Debug, thiserror::Error)]
+pub enum AcceleratorError {
+    /// The configuration asks for KVM.
+    #[error("accelerator \"kvm\" is configured and doesn't work here: set it to \"auto\" or \"tcg\"")]
+    NoKvm(#[source] KvmUnusable),
+    /// The test didn't come back.
+    #[error(
+        "accelerator \"kvm\" is configured and its test did not end within {0:?}: set it to \"auto\" or \"tcg\""
+    )]
+    KvmHung(Duration),
+}
+
+/// The accelerator, and why this one.
+pub async fn choose(configured: Accelerator) -> Result<(&'static str, String), AcceleratorError> {
+    if configured == Accelerator::Tcg {
+        return Ok(("tcg", "configured".into()));
+    }
+    let test = tokio::task::spawn_blocking(|| kvm::measure(Path::new("/dev/kvm")));
+    let unusable = match tokio::time::timeout(KVM_TEST_LIMIT, test).await {
+        Ok(Ok(Ok(rate))) => {
+            let reason = format!("KVM runs {:.0} million guest instructions per second", rate / 1e6);
+            return Ok(("kvm", reason));
+        }
+        Ok(Ok(Err(unusable))) => AcceleratorError::NoKvm(unusable),
+        Ok(Err(_)) | Err(_) => AcceleratorError::KvmHung(KVM_TEST_LIMIT),
+    };
+    match (configured, unusable) {
+        (Accelerator::Kvm, unusable) => Err(unusable),
+        (_, AcceleratorError::NoKvm(unusable)) => Ok(("tcg", unusable.to_string())),
+        (_, AcceleratorError::KvmHung(limit)) => {
+            Ok(("tcg", format!("the test of KVM did not end within {limit:?}")))
+        }
+    }
+}

@@ -1,0 +1,255 @@
+//! Cloud Hypervisor as a VMM.
+//!
+//! ```text
+//! run_dir/control.sock      its API, listened on by us and inherited by it
+//! run_dir/vsock.sock        the way to the agent
+//! run_dir/vsock.sock_1024   on which the agent says that it listens
+//! run_dir/events            a pipe on which it tells what happens
+//! run_dir/disks/            a disk, while it is plugged in
+//! run_dir/console.log       the guest's serial port, which is its stdout; bounded, the older half in console.log.1
+//! run_dir/vmm.log           its stderr, bounded likewise
+//! ```
+//!
+//! Its seccomp filters are on, and so is Landlock where this kernel has it.
+
+pub mod api;
+mod events;
+mod jail;
+mod machine;
+mod passing;
+pub mod version;
+mod vsock;
+pub mod wire;
+
+use std::{
+    ffi::OsString,
+    io,
+    os::fd::{AsRawFd, RawFd},
+    path::PathBuf,
+    sync::Arc,
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use sandboxer_protocol::boot::BootParams;
+use tokio::net::unix::pipe;
+
+use self::{
+    api::Api,
+    events::Events,
+    machine::{CloudHypervisorMachine, Watched},
+    version::{Version, VersionError},
+    vsock::Link,
+};
+use super::{
+    Frozen, Machine, MachineRecord, TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo, process,
+    run_dir::{Captures, Files, host, reopen},
+};
+use crate::config::VmConfig;
+
+/// As in [`VmmInfo::name`].
+pub const NAME: &str = "cloud-hypervisor";
+/// The guest's vsock address. Each machine has a vsock of its own, so all can have the same.
+const CID: u32 = 3;
+
+/// Cloud Hypervisor, of a known version.
+#[derive(Debug)]
+pub struct CloudHypervisor {
+    program: PathBuf,
+    version: Version,
+    jailed: bool,
+    info: VmmInfo,
+    boot_timeout: Duration,
+    call_timeout: Duration,
+}
+
+impl CloudHypervisor {
+    /// Asks the configured program for its version. `reason` is why it is used, for people.
+    pub async fn new(config: &VmConfig, reason: String) -> Result<Self, VersionError> {
+        let version = Version::of(&config.cloud_hypervisor).await?;
+        let jail = jail::usable();
+        if let Err(why) = &jail {
+            tracing::warn!(why, "VMMs are not confined by Landlock");
+        }
+        Ok(Self {
+            program: config.cloud_hypervisor.clone(),
+            info: VmmInfo {
+                name: NAME,
+                version: version.to_string(),
+                accelerator: "kvm",
+                accelerator_reason: reason,
+            },
+            version,
+            jailed: jail.is_ok(),
+            boot_timeout: config.boot_timeout,
+            call_timeout: config.call_timeout,
+        })
+    }
+
+    /// What `vm.create` is to make.
+    pub fn description(&self, spec: &VmSpec) -> wire::VmConfig {
+        let image_type = self.version.image_type();
+        wire::VmConfig {
+            cpus: wire::Cpus { boot_vcpus: spec.vcpus, max_vcpus: spec.vcpus },
+            memory: wire::Memory { size: spec.memory_mib << 20, shared: false },
+            payload: wire::Payload {
+                kernel: spec.kernel.clone(),
+                initramfs: spec.initramfs.clone(),
+                cmdline: kernel_line(&spec.boot),
+            },
+            disks: spec.disks.iter().map(|disk| machine::disk(disk, image_type)).collect(),
+            rng: wire::Rng { src: "/dev/urandom" },
+            serial: wire::Console { mode: wire::ConsoleMode::Tty },
+            console: wire::Console { mode: wire::ConsoleMode::Off },
+            // Relative to the VMM's working directory, so never too long for a socket's address.
+            vsock: wire::Vsock { cid: CID, socket: PathBuf::from("./").join(vsock::SOCKET) },
+            landlock_enable: self.jailed,
+            landlock_rules: vec![wire::LandlockRule { path: spec.run_dir.clone(), access: "rw" }],
+        }
+    }
+}
+
+#[async_trait]
+impl Vmm for CloudHypervisor {
+    fn info(&self) -> VmmInfo {
+        self.info.clone()
+    }
+
+    async fn boot(&self, spec: &VmSpec) -> Result<Arc<dyn Machine>, VmmError> {
+        let (pod, run_dir) = (&spec.pod, &spec.run_dir);
+        let at = |name: &str| run_dir.join(name);
+        let mut files = Files::default();
+        let control = files.listen(spec, api::SOCKET)?;
+        let announcements = at(&vsock::announcements());
+        let link = Link::new(run_dir).map_err(host(pod, "listen on", announcements.clone()))?;
+        files.add(announcements);
+        // Made by the VMM.
+        files.add(at(vsock::SOCKET));
+        let (events, told) = Events::create(run_dir).map_err(host(pod, "make pipe", at(events::FILE)))?;
+        files.add(at(events::FILE));
+        let (console, stdout) = io::pipe().map_err(host(pod, "capture output in", run_dir.clone()))?;
+
+        let arguments = arguments(control.as_raw_fd(), told.as_raw_fd());
+        let (program, dir, background) = (self.program.clone(), run_dir.clone(), spec.background);
+        let spawned = tokio::task::spawn_blocking(move || {
+            process::spawn(&program, arguments, &dir, vec![control, told], Some(stdout.into()), background)
+        });
+        let (process, words) = spawned
+            .await
+            .unwrap_or_else(|panic| Err(io::Error::other(panic)))
+            .map_err(|source| VmmError::Spawn { pod: pod.clone(), program: self.program.clone(), source })?;
+        let captures = pipe::Receiver::from_owned_fd(console.into())
+            .and_then(|console| Captures::start(words, console, run_dir, spec.console_log_bytes))
+            .map_err(host(pod, "capture output in", run_dir.clone()))?;
+
+        let watched = Watched::new(pod, process.watched(), captures, events);
+        let api = Api::new(run_dir, self.boot_timeout);
+        watched.answered("vm.create", api.create(&self.description(spec))).await?;
+        watched.answered("vm.boot", api.boot()).await?;
+        let record = MachineRecord {
+            pod: pod.clone(),
+            run_dir: run_dir.clone(),
+            pid: process.pid(),
+            start_time: process.start_time(),
+            console_log_bytes: spec.console_log_bytes,
+            vmm: NAME.into(),
+        };
+        files.keep();
+        process.keep();
+        Ok(Arc::new(CloudHypervisorMachine {
+            api: Api::new(run_dir, self.call_timeout),
+            record,
+            watched,
+            link,
+            image_type: self.version.image_type(),
+            jailed: self.jailed,
+            call_timeout: self.call_timeout,
+        }))
+    }
+
+    fn template_inputs(&self, spec: &VmSpec) -> TemplateInputs {
+        TemplateInputs {
+            vmm: self.info.name.to_owned(),
+            version: self.info.version.clone(),
+            program: process::find(&self.program),
+            accelerator: self.info.accelerator.to_owned(),
+            machine: vec![spec.vcpus.to_string()],
+        }
+    }
+
+    async fn restore(&self, spec: &VmSpec, _frozen: &Frozen) -> Result<Arc<dyn Machine>, VmmError> {
+        Err(VmmError::Refused {
+            pod: spec.pod.clone(),
+            call: "loading a template".into(),
+            reason: "not known of Cloud Hypervisor here".into(),
+        })
+    }
+
+    async fn adopt(&self, record: &MachineRecord) -> Result<Option<Arc<dyn Machine>>, VmmError> {
+        adopt(record, self.call_timeout).await
+    }
+}
+
+/// As [`Vmm::adopt`], whatever program is installed by now. `limit` is for each call, from then on too.
+pub async fn adopt(record: &MachineRecord, limit: Duration) -> Result<Option<Arc<dyn Machine>>, VmmError> {
+    let MachineRecord { pod, run_dir, .. } = record;
+    jail::clear(run_dir).map_err(host(pod, "take disks out of", run_dir.clone()))?;
+    let proc = PathBuf::from(format!("/proc/{}", record.pid));
+    let found = process::adopt(record.pid, record.start_time).map_err(host(pod, "look at", proc))?;
+    let Some(process) = found.map(Arc::new) else { return Ok(None) };
+    match take_over(record, process.clone(), limit).await {
+        Ok(machine) => Ok(Some(Arc::new(machine))),
+        // Most likely because it ended meanwhile.
+        Err(error) => match tokio::time::timeout(limit, process.exited()).await {
+            Ok(_) => Ok(None),
+            Err(_) => Err(error),
+        },
+    }
+}
+
+/// Connects to what a running VMM has had from an earlier daemon.
+async fn take_over(
+    record: &MachineRecord,
+    process: Arc<process::Process>,
+    limit: Duration,
+) -> Result<CloudHypervisorMachine, VmmError> {
+    let MachineRecord { pod, run_dir, .. } = record;
+    let words = reopen(record, libc::STDERR_FILENO)?;
+    let console = reopen(record, libc::STDOUT_FILENO)?;
+    let captures = pipe::Receiver::from_owned_fd(console)
+        .and_then(|console| Captures::start(words, console, run_dir, record.console_log_bytes))
+        .map_err(host(pod, "capture output in", run_dir.clone()))?;
+    let events = Events::open(run_dir).map_err(host(pod, "read", run_dir.join(events::FILE)))?;
+    let link =
+        Link::of_running(run_dir).map_err(host(pod, "listen on", run_dir.join(vsock::announcements())))?;
+    let watched = Watched::new(pod, process, captures, events);
+    let api = Api::new(run_dir, limit);
+    let ping = watched.answered("vmm.ping", api.ping()).await?;
+    let version = Version::of_running(&ping.version).map_err(|error| VmmError::Malformed {
+        pod: pod.clone(),
+        call: "vmm.ping".into(),
+        reason: error.to_string(),
+    })?;
+    Ok(CloudHypervisorMachine {
+        record: record.clone(),
+        watched,
+        api,
+        link,
+        image_type: version.image_type(),
+        jailed: jail::usable().is_ok(),
+        call_timeout: limit,
+    })
+}
+
+/// The VMM's arguments: what it is given open. All else it learns over its API.
+fn arguments(control: RawFd, told: RawFd) -> Vec<OsString> {
+    ["--api-socket", &format!("fd={control}"), "--event-monitor", &format!("fd={told}"), "--seccomp", "true"]
+        .map(OsString::from)
+        .into()
+}
+
+/// The guest kernel's command line.
+fn kernel_line(boot: &BootParams) -> String {
+    // A panic resets the machine, which is its end: see `machine::follow`.
+    format!("console=ttyS0 quiet panic=-1 reboot=t random.trust_cpu=on {boot}")
+}

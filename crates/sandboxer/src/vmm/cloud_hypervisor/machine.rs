@@ -1,0 +1,302 @@
+//! A running Cloud Hypervisor.
+
+use std::{
+    fs,
+    future::Future,
+    path::{Path, PathBuf},
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use sandboxer_protocol::id::SandboxId;
+use tokio::sync::broadcast;
+use tokio_util::task::AbortOnDropHandle;
+
+use super::{
+    api::{self, Api, ApiError},
+    events::{self, Event, Events},
+    jail,
+    vsock::{self, Link},
+    wire,
+};
+use crate::{
+    error::chain,
+    vmm::{
+        AgentStream, DiskSpec, Machine, MachineExit, MachineRecord, VmmError,
+        process::Process,
+        run_dir::{Captures, Files, host},
+    },
+};
+
+/// Events that may wait for who looks at them.
+const EVENTS: usize = 16;
+/// A process whose sockets are closed is gone within this time, or lives on without them.
+const LAST_MOMENT: Duration = Duration::from_secs(1);
+
+/// A machine run by Cloud Hypervisor.
+#[derive(Debug)]
+pub(super) struct CloudHypervisorMachine {
+    pub(super) record: MachineRecord,
+    pub(super) watched: Watched,
+    pub(super) api: Api,
+    pub(super) link: Link,
+    pub(super) image_type: Option<&'static str>,
+    /// Whether the VMM opens only what is shown to it.
+    pub(super) jailed: bool,
+    pub(super) call_timeout: Duration,
+}
+
+#[async_trait]
+impl Machine for CloudHypervisorMachine {
+    fn record(&self) -> MachineRecord {
+        self.record.clone()
+    }
+
+    async fn agent_stream(&self) -> Result<Box<dyn AgentStream>, VmmError> {
+        let path = self.record.run_dir.join(vsock::SOCKET);
+        tokio::select! {
+            stream = self.link.stream() => match stream {
+                Ok(stream) => Ok(Box::new(stream)),
+                Err(source) => Err(host(&self.record.pod, "connect to", path)(source)),
+            },
+            _ = self.watched.process.exited() => Err(self.watched.died("a connection to the agent").await),
+        }
+    }
+
+    async fn attach_disk(&self, disk: &DiskSpec) -> Result<(), VmmError> {
+        let pod = &self.record.pod;
+        fs::metadata(&disk.path).map_err(host(pod, "attach", disk.path.clone()))?;
+        let call = format!("attaching {} as disk {}", disk.path.display(), disk.serial);
+        let mut device = self::disk(disk, self.image_type);
+        let shown = match self.jailed {
+            true => Some(jail::Shown::new(&self.record.run_dir, &disk.serial, &disk.path).map_err(host(
+                pod,
+                "show the VMM",
+                disk.path.clone(),
+            ))?),
+            false => None,
+        };
+        if let Some(shown) = &shown {
+            device.path = shown.path().to_owned();
+        }
+        self.watched.answered(&call, self.api.add_disk(&device)).await.map(drop)
+    }
+
+    async fn detach_disk(&self, serial: &str) -> Result<(), VmmError> {
+        let (id, call) = (device_id(serial), format!("detaching disk {serial}"));
+        // Subscribed before asking, or the event could come too early.
+        let events = self.watched.events.subscribe();
+        match self.watched.answered(&call, self.api.remove_device(&id)).await {
+            Err(VmmError::Refused { .. }) if !self.has(&id, &call).await? => return Ok(()),
+            asked => asked?,
+        }
+        let (pod, limit) = (self.record.pod.clone(), self.call_timeout);
+        match tokio::time::timeout(limit, self.let_go(&id, &call, events)).await {
+            Ok(gone) => gone,
+            Err(_) => Err(VmmError::Hung { pod, call, limit }),
+        }
+    }
+
+    async fn pause(&self) -> Result<(), VmmError> {
+        self.watched.answered("pausing the guest", self.api.pause()).await
+    }
+
+    async fn resume(&self) -> Result<(), VmmError> {
+        self.watched.answered("resuming the guest", self.api.resume()).await
+    }
+
+    async fn freeze(&self, _dir: &Path) -> Result<(), VmmError> {
+        Err(VmmError::Refused {
+            pod: self.record.pod.clone(),
+            call: "freezing the guest".into(),
+            reason: "not known of Cloud Hypervisor here".into(),
+        })
+    }
+
+    fn assign(&self, pod: &SandboxId, run_dir: &Path) -> Result<Arc<dyn Machine>, VmmError> {
+        let proc = PathBuf::from(format!("/proc/{}", self.record.pid));
+        let process = &self.watched.process;
+        process.to_foreground().map_err(host(pod, "raise the priority of", proc))?;
+        fs::rename(&self.record.run_dir, run_dir).map_err(host(
+            pod,
+            "move a machine's directory to",
+            run_dir.to_owned(),
+        ))?;
+        let record = MachineRecord { pod: pod.clone(), run_dir: run_dir.to_owned(), ..self.record.clone() };
+        Ok(Arc::new(Self {
+            record,
+            watched: Watched { pod: pod.clone(), ..self.watched.clone() },
+            api: Api::new(run_dir, self.call_timeout),
+            link: self.link.moved(run_dir),
+            ..*self
+        }))
+    }
+
+    async fn last_lines(&self) -> Vec<String> {
+        self.watched.captures.last_lines().await
+    }
+
+    async fn exited(&self) -> MachineExit {
+        let how = self.watched.end().await;
+        MachineExit { how, last_lines: self.watched.captures.last_lines().await }
+    }
+
+    async fn kill(&self) -> Result<(), VmmError> {
+        let pod = &self.record.pod;
+        let proc = PathBuf::from(format!("/proc/{}", self.record.pid));
+        self.watched.process.kill().map_err(host(pod, "kill", proc))?;
+        let limit = self.call_timeout;
+        tokio::time::timeout(limit, self.watched.process.exited()).await.map_err(|_| VmmError::Hung {
+            pod: pod.clone(),
+            call: "SIGKILL".into(),
+            limit,
+        })?;
+        let announcements = vsock::announcements();
+        let names = [api::SOCKET, vsock::SOCKET, &announcements, events::FILE];
+        drop(Files::of_ended(&self.record.run_dir, &names));
+        Ok(())
+    }
+}
+
+impl CloudHypervisorMachine {
+    /// Whether the guest has the device.
+    async fn has(&self, id: &str, call: &str) -> Result<bool, VmmError> {
+        let info = self.watched.answered(call, self.api.info()).await?;
+        Ok(info.device_tree.is_some_and(|devices| devices.contains_key(id)))
+    }
+
+    /// Waits until the guest has let go of a device.
+    async fn let_go(
+        &self,
+        id: &str,
+        call: &str,
+        mut events: broadcast::Receiver<Event>,
+    ) -> Result<(), VmmError> {
+        loop {
+            match events.recv().await {
+                Ok(event) if event.is("device-removed") && event.device() == Some(id) => return Ok(()),
+                Ok(_) => {}
+                // It may have been among those that were missed.
+                Err(broadcast::error::RecvError::Lagged(_)) if !self.has(id, call).await? => return Ok(()),
+                Err(broadcast::error::RecvError::Lagged(_)) => {}
+                Err(broadcast::error::RecvError::Closed) => return Err(self.watched.died(call).await),
+            }
+        }
+    }
+}
+
+/// Name of a disk's device.
+fn device_id(serial: &str) -> String {
+    format!("disk-{serial}")
+}
+
+/// A disk in the VMM's words.
+pub(super) fn disk(disk: &DiskSpec, image_type: Option<&'static str>) -> wire::Disk {
+    wire::Disk {
+        id: device_id(&disk.serial),
+        serial: disk.serial.clone(),
+        path: disk.path.clone(),
+        readonly: disk.read_only,
+        image_type,
+    }
+}
+
+/// A VMM's process with all that it tells. Its clones watch the same.
+#[derive(Debug, Clone)]
+pub(super) struct Watched {
+    pod: SandboxId,
+    process: Arc<Process>,
+    captures: Arc<Captures>,
+    events: broadcast::Sender<Event>,
+    /// Why the process was ended by us.
+    cause: Arc<OnceLock<&'static str>>,
+    /// Ends with this: who takes the machine up again reads the events.
+    _follow: Arc<AbortOnDropHandle<()>>,
+}
+
+impl Watched {
+    pub(super) fn new(pod: &SandboxId, process: Arc<Process>, captures: Captures, events: Events) -> Self {
+        let (told, _) = broadcast::channel(EVENTS);
+        let cause = Arc::default();
+        let follow = follow(events, process.clone(), Arc::clone(&cause), told.clone());
+        Self {
+            pod: pod.clone(),
+            process,
+            captures: Arc::new(captures),
+            events: told,
+            cause,
+            _follow: Arc::new(AbortOnDropHandle::new(tokio::spawn(follow))),
+        }
+    }
+
+    /// An answer to `call`, or one error for all the ways in which there is none.
+    pub(super) async fn answered<T>(
+        &self,
+        call: &str,
+        asked: impl Future<Output = Result<T, ApiError>>,
+    ) -> Result<T, VmmError> {
+        let answer = tokio::select! {
+            biased;
+            answer = asked => answer,
+            _ = self.process.exited() => return Err(self.died(call).await),
+        };
+        let (pod, call) = (self.pod.clone(), call.to_owned());
+        match answer {
+            Ok(answer) => Ok(answer),
+            Err(ApiError::Connect { .. } | ApiError::Closed(_)) if self.is_ending().await => {
+                Err(self.died(&call).await)
+            }
+            Err(ApiError::Connect { path, source }) => {
+                Err(VmmError::Host { pod, action: "connect to", path, source })
+            }
+            Err(ApiError::Timeout(limit)) => Err(VmmError::Hung { pod, call, limit }),
+            Err(ApiError::Refused { reason, .. }) => Err(VmmError::Refused { pod, call, reason }),
+            Err(error @ (ApiError::Malformed(_) | ApiError::Closed(_))) => {
+                Err(VmmError::Malformed { pod, call, reason: chain(&error) })
+            }
+        }
+    }
+
+    /// The sockets of a process that ends close before it is gone.
+    async fn is_ending(&self) -> bool {
+        tokio::time::timeout(LAST_MOMENT, self.process.exited()).await.is_ok()
+    }
+
+    /// Waits for the process's end; how it ended.
+    async fn end(&self) -> String {
+        let exit = self.process.exited().await;
+        self.captures.drained().await;
+        match self.cause.get() {
+            Some(cause) => format!("was ended after {cause}"),
+            None => exit.to_string(),
+        }
+    }
+
+    /// The error of a call that the process did not live to answer.
+    async fn died(&self, call: &str) -> VmmError {
+        let how = self.end().await;
+        let last_lines = self.captures.last_lines().await.join(" | ");
+        VmmError::Died { pod: self.pod.clone(), call: call.to_owned(), how, last_lines }
+    }
+}
+
+/// Passes events on; ends a machine whose guest resets itself, which the VMM would boot anew.
+async fn follow(
+    mut events: Events,
+    process: Arc<Process>,
+    cause: Arc<OnceLock<&'static str>>,
+    told: broadcast::Sender<Event>,
+) {
+    while let Some(event) = events.next().await {
+        tracing::debug!(pid = process.pid(), source = event.source, event = event.name, "the VMM tells");
+        if event.is("rebooting") {
+            let _ = cause.set("its guest had reset itself");
+            if let Err(error) = process.kill() {
+                tracing::error!(pid = process.pid(), %error, "cannot end a VMM whose guest resets itself");
+            }
+        }
+        // Nobody may be looking.
+        let _ = told.send(event);
+    }
+}

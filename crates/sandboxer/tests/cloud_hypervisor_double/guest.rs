@@ -1,0 +1,64 @@
+//! The guest of a double: answers on its vsock what `test_guest/init.sh` answers on its port, one line per
+//! line, and prints to the console.
+
+use std::{
+    io::{self, BufRead, BufReader, Write},
+    os::unix::net::{UnixListener, UnixStream},
+    path::Path,
+    sync::Arc,
+    thread,
+};
+
+use super::machine::Machine;
+
+/// Runs the guest, its vsock being at `socket`.
+pub fn start(socket: &Path, machine: Arc<Machine>) -> io::Result<()> {
+    let listener = UnixListener::bind(socket)?;
+    println!("guest boots");
+    let host = format!("{}_1024", socket.display());
+    thread::spawn(move || {
+        // Now it listens; the host may be away.
+        drop(UnixStream::connect(host));
+        for stream in listener.incoming() {
+            let (stream, machine) = (stream.unwrap(), machine.clone());
+            thread::spawn(move || converse(stream, &machine));
+        }
+    });
+    Ok(())
+}
+
+fn converse(mut stream: UnixStream, machine: &Machine) -> Option<()> {
+    let mut lines = BufReader::new(stream.try_clone().ok()?).lines().map_while(Result::ok);
+    if lines.next()? != "CONNECT 1024" {
+        return None;
+    }
+    stream.write_all(b"OK 1073741824\n").ok()?;
+    for line in lines {
+        let (command, argument) = line.split_once(' ').unwrap_or((&line, ""));
+        let answer = match command {
+            "hello" => "hello host".to_owned(),
+            "await" => machine.wait_for_disks(|disks| {
+                let disk = disks.values().find(|disk| disk.serial == argument)?;
+                let read_only = u8::from(disk.read_only);
+                Some(format!("disk {argument} ro={read_only} starts with {}", disk.first_line))
+            }),
+            "await-gone" => machine.wait_for_disks(|disks| {
+                let gone = disks.values().all(|disk| disk.serial != argument);
+                gone.then(|| format!("gone {argument}"))
+            }),
+            "power-off" => {
+                println!("guest says goodbye");
+                machine.power_off();
+                return None;
+            }
+            "panic" => {
+                println!("Kernel panic - not syncing");
+                machine.reset();
+                return None;
+            }
+            other => panic!("unknown command {other}"),
+        };
+        writeln!(stream, "{answer}").ok()?;
+    }
+    Some(())
+}

@@ -1,0 +1,459 @@
+//! The machine that a double pretends to run: which call is possible when, and what it does.
+//!
+//! ```text
+//!            create            boot              pause
+//!   nothing ───────▶ created ───────▶ running ◀───────▶ paused ◀─── restore ── nothing
+//!      ▲      delete    ▲   shutdown   │          resume    │
+//!      └────────────────┴─────◀────────┴────────────────────┘
+//! ```
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fs::{self, File},
+    io::{BufRead, BufReader, Write},
+    path::{Path, PathBuf},
+    process::ExitCode,
+    sync::{Arc, Condvar, Mutex, MutexGuard, Weak, mpsc},
+    thread,
+};
+
+use serde_json::{Value, json};
+
+use super::{
+    behaviour::Behaviour,
+    description::Description,
+    guest,
+    http::{Answer, Request},
+};
+
+/// A disk of the machine.
+pub struct Disk {
+    pub serial: String,
+    pub read_only: bool,
+    /// Read when it was opened, like the disk of a real one, whose path nobody needs afterwards.
+    pub first_line: String,
+}
+
+#[derive(Default)]
+struct State {
+    /// As created, with what was added.
+    config: Option<Value>,
+    running: Option<bool>,
+    devices: BTreeSet<String>,
+    /// Of these, those that the guest was asked to let go of.
+    leaving: BTreeSet<String>,
+    disks: BTreeMap<String, Disk>,
+}
+
+/// The machine, or the place for one.
+pub struct Machine {
+    pub behaviour: Behaviour,
+    description: Description,
+    state: Mutex<State>,
+    changed: Condvar,
+    events: Mutex<File>,
+    end: mpsc::Sender<ExitCode>,
+    me: Weak<Machine>,
+}
+
+/// A call that is not possible: its status, and why.
+type Refusal = (u16, String);
+
+impl Machine {
+    pub fn new(behaviour: Behaviour, events: File, end: mpsc::Sender<ExitCode>) -> Arc<Self> {
+        let mut description = Description::published();
+        if let Some((of, field, to)) = &behaviour.renamed {
+            description.rename(of, field, to);
+        }
+        let machine = Arc::new_cyclic(|me| Self {
+            behaviour,
+            description,
+            state: Mutex::default(),
+            changed: Condvar::new(),
+            events: Mutex::new(events),
+            end,
+            me: me.clone(),
+        });
+        machine.tell("vmm", "starting", Value::Null);
+        machine
+    }
+
+    /// Ends the VMM.
+    pub fn exit(&self, status: u8) {
+        let _ = self.end.send(ExitCode::from(status));
+    }
+
+    /// The guest switches itself off.
+    pub fn power_off(&self) {
+        self.tell("vm", "shutdown", Value::Null);
+        self.exit(0);
+    }
+
+    /// The guest resets itself. The real VMM would boot it again.
+    pub fn reset(&self) {
+        self.tell("vm", "rebooting", Value::Null);
+    }
+
+    /// Waits until the guest's disks are as wanted.
+    pub fn wait_for_disks<T>(&self, mut wanted: impl FnMut(&BTreeMap<String, Disk>) -> Option<T>) -> T {
+        let mut state = self.lock();
+        loop {
+            if let Some(found) = wanted(&state.disks) {
+                return found;
+            }
+            state = self.changed.wait(state).unwrap();
+        }
+    }
+
+    /// Another hold on this, for a thread.
+    fn share(&self) -> Arc<Self> {
+        self.me.upgrade().unwrap()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap()
+    }
+
+    fn tell(&self, source: &str, event: &str, properties: Value) {
+        let event = json!({
+            "timestamp": { "secs": 0, "nanos": 1 }, "source": source, "event": event, "properties": properties,
+        });
+        // Nobody may be reading.
+        let _ = write!(self.events.lock().unwrap(), "{event:#}\n\n");
+    }
+
+    /// A refusal as this version words it.
+    pub fn refusal(&self, status: u16, why: &str) -> Answer {
+        let body = match self.behaviour.major() {
+            53.. => json!(["Error from API", why]),
+            _ => json!(why),
+        };
+        Answer { status, body: Some(body) }
+    }
+
+    /// The answer to a request, which has to be as described.
+    pub fn answer(&self, call: &str, request: &Request) -> Answer {
+        let Some(described) = self.description.call(call) else {
+            return self.refusal(404, "Not Found");
+        };
+        if request.method != described.method {
+            return self.refusal(400, "Bad Request");
+        }
+        let body = match (&described.body, request.body.is_empty()) {
+            (None, true) => Value::Null,
+            (None, false) | (Some(_), true) => return self.refusal(400, "Bad Request"),
+            (Some(kind), false) => {
+                let body = serde_json::from_slice(&request.body).map_err(|error| error.to_string());
+                match body.and_then(|body| self.description.check(kind, &body).map(|()| body)) {
+                    Ok(body) => body,
+                    Err(why) => return self.refusal(400, &format!("Failed to deserialize JSON: {why}")),
+                }
+            }
+        };
+        let answer = match self.perform(call, &body, request.passed.len()) {
+            Ok(answer) => answer,
+            Err((status, why)) => return self.refusal(status, &why),
+        };
+        let fine = described.statuses.iter().copied().find(|status| match answer {
+            Value::Null => *status == 204,
+            _ => *status == 200,
+        });
+        let mut status = fine.expect("a status is described for what happened");
+        if call == "vmm.shutdown" {
+            // Another one than is described.
+            status = 200;
+        }
+        if let Some(kind) = &described.answer
+            && !answer.is_null()
+        {
+            self.description
+                .check(kind, &renamed(&self.behaviour, kind, &answer))
+                .expect("answers are as described");
+        }
+        let status = self.behaviour.statuses.get(call).copied().unwrap_or(status);
+        let answer = match &described.answer {
+            Some(kind) => renamed(&self.behaviour, kind, &answer),
+            None => answer,
+        };
+        Answer { status, body: Some(answer).filter(|answer| !answer.is_null()) }
+    }
+
+    fn perform(&self, call: &str, body: &Value, passed: usize) -> Result<Value, Refusal> {
+        match call {
+            "vmm.ping" => Ok(json!({
+                "build_version": self.behaviour.version,
+                "version": format!("{}.0", self.behaviour.version.trim_start_matches('v')),
+                "pid": std::process::id(),
+                "features": ["kvm"],
+            })),
+            "vmm.shutdown" => self.delete(),
+            "vm.info" => self.info(),
+            "vm.counters" => self.running().map(|_| json!({ "__rng": {} })),
+            "vm.create" => self.create(body),
+            "vm.delete" => self.delete(),
+            "vm.boot" => self.boot(),
+            "vm.shutdown" => self.shutdown(),
+            "vm.pause" => self.let_run(false),
+            "vm.resume" => self.let_run(true),
+            "vm.resize" => self.resize(body),
+            "vm.snapshot" => self.snapshot(body),
+            "vm.restore" => self.restore(body),
+            "vm.add-disk" => self.add_disk(body),
+            "vm.add-net" => self.add_net(body, passed),
+            "vm.add-fs" => self.add_fs(body),
+            "vm.remove-device" => self.remove(body),
+            other => panic!("{other} is described and not done"),
+        }
+    }
+
+    /// The state of a machine that has booted.
+    fn running(&self) -> Result<MutexGuard<'_, State>, Refusal> {
+        let state = self.created()?;
+        match state.running {
+            Some(_) => Ok(state),
+            None => Err((405, "VM is not running".into())),
+        }
+    }
+
+    fn created(&self) -> Result<MutexGuard<'_, State>, Refusal> {
+        let state = self.lock();
+        let missing = match self.behaviour.major() {
+            53.. => 404,
+            _ => 500,
+        };
+        match state.config {
+            Some(_) => Ok(state),
+            None => Err((missing, "VM is not created".into())),
+        }
+    }
+
+    fn create(&self, config: &Value) -> Result<Value, Refusal> {
+        let mut state = self.lock();
+        if state.config.is_some() {
+            return refused("VM is already created");
+        }
+        let vcpus = |name: &str| config["cpus"][name].as_u64().unwrap_or(1);
+        if vcpus("boot_vcpus") > vcpus("max_vcpus") {
+            return refused("Max CPUs lower than boot");
+        }
+        if config["serial"]["mode"] == "Tty" && config["console"]["mode"] == "Tty" {
+            return refused("Two consoles on one terminal");
+        }
+        state.config = Some(config.clone());
+        Ok(Value::Null)
+    }
+
+    fn boot(&self) -> Result<Value, Refusal> {
+        self.tell("vm", "booting", Value::Null);
+        let mut state = self.created()?;
+        if state.running.is_some() {
+            return refused("VM is already created");
+        }
+        let config = state.config.clone().unwrap();
+        for file in ["kernel", "initramfs"] {
+            if let Some(path) = config["payload"][file].as_str() {
+                File::open(path).map_err(|error| (500, format!("Cannot open {file} {path}: {error}")))?;
+            }
+        }
+        for disk in config["disks"].as_array().into_iter().flatten() {
+            let (id, disk) = open(disk)?;
+            state.devices.insert(id.clone());
+            state.disks.insert(id, disk);
+        }
+        self.run(&mut state, true)?;
+        self.tell("vm", "booted", Value::Null);
+        Ok(Value::Null)
+    }
+
+    /// The guest comes to life.
+    fn run(&self, state: &mut State, running: bool) -> Result<(), Refusal> {
+        if let Some(socket) = state.config.as_ref().unwrap()["vsock"]["socket"].as_str() {
+            state.devices.insert("_vsock0".into());
+            guest::start(Path::new(socket), self.share()).map_err(|error| (500, error.to_string()))?;
+        }
+        state.running = Some(running);
+        Ok(())
+    }
+
+    fn shutdown(&self) -> Result<Value, Refusal> {
+        let mut state = self.running()?;
+        if let Some(socket) = state.config.as_ref().unwrap()["vsock"]["socket"].as_str() {
+            fs::remove_file(socket).map_err(|error| (500, error.to_string()))?;
+        }
+        *state = State { config: state.config.take(), ..State::default() };
+        self.tell("vm", "shutdown", Value::Null);
+        Ok(Value::Null)
+    }
+
+    fn delete(&self) -> Result<Value, Refusal> {
+        if self.running().is_ok() {
+            self.shutdown()?;
+        }
+        *self.lock() = State::default();
+        Ok(Value::Null)
+    }
+
+    fn let_run(&self, run: bool) -> Result<Value, Refusal> {
+        let mut state = self.running()?;
+        if state.running == Some(run) {
+            return refused("Invalid transition");
+        }
+        state.running = Some(run);
+        Ok(Value::Null)
+    }
+
+    fn info(&self) -> Result<Value, Refusal> {
+        let state = self.created()?;
+        let nodes = state.devices.iter().map(|id| (id.clone(), json!({ "id": id }))).collect();
+        let mut info = json!({
+            "config": state.config,
+            "state": match state.running {
+                None => "Created",
+                Some(true) => "Running",
+                Some(false) => "Paused",
+            },
+            "memory_actual_size": state.config.as_ref().unwrap()["memory"]["size"],
+        });
+        if state.running.is_some() {
+            info["device_tree"] = Value::Object(nodes);
+        }
+        Ok(info)
+    }
+
+    fn resize(&self, wanted: &Value) -> Result<Value, Refusal> {
+        let state = self.created()?;
+        let most = state.config.as_ref().unwrap()["cpus"]["max_vcpus"].as_u64();
+        match wanted["desired_vcpus"].as_u64() > most {
+            true => refused("Requested vCPUs exceed maximum"),
+            false => Ok(Value::Null),
+        }
+    }
+
+    fn snapshot(&self, body: &Value) -> Result<Value, Refusal> {
+        let state = self.running()?;
+        if state.running == Some(true) {
+            return refused("Trying to snapshot while VM is running");
+        }
+        let dir = directory(&body["destination_url"])?;
+        for (file, content) in [
+            ("config.json", state.config.as_ref().unwrap().to_string()),
+            ("state.json", "{}".to_owned()),
+            ("memory-ranges", String::new()),
+        ] {
+            fs::write(dir.join(file), content).map_err(|error| (500, error.to_string()))?;
+        }
+        Ok(Value::Null)
+    }
+
+    fn restore(&self, body: &Value) -> Result<Value, Refusal> {
+        let mut state = self.lock();
+        if state.config.is_some() {
+            return Err((404, "VM is already created".into()));
+        }
+        let config = directory(&body["source_url"])?.join("config.json");
+        let config = fs::read(config).map_err(|error| (500, error.to_string()))?;
+        state.config = Some(serde_json::from_slice(&config).map_err(|error| (500, error.to_string()))?);
+        self.run(&mut state, false)?;
+        Ok(Value::Null)
+    }
+
+    fn add_disk(&self, body: &Value) -> Result<Value, Refusal> {
+        let mut state = self.running()?;
+        let (id, disk) = open(body)?;
+        let added = added(&mut state, &id)?;
+        state.disks.insert(id, disk);
+        self.changed.notify_all();
+        Ok(added)
+    }
+
+    fn add_net(&self, body: &Value, passed: usize) -> Result<Value, Refusal> {
+        let mut state = self.running()?;
+        if let Some(mac) = body["mac"].as_str() {
+            let bytes: Vec<_> = mac.split(':').map(|byte| u8::from_str_radix(byte, 16)).collect();
+            if bytes.len() != 6 || bytes.iter().any(Result::is_err) {
+                return Err((400, format!("parsing of {mac} into a MAC address failed")));
+            }
+        }
+        if body["num_queues"].as_u64().unwrap_or(2) != 2 * passed as u64 {
+            return refused("The number of taps is not half the number of queues");
+        }
+        added(&mut state, body["id"].as_str().unwrap_or("_net1"))
+    }
+
+    fn add_fs(&self, body: &Value) -> Result<Value, Refusal> {
+        let mut state = self.running()?;
+        if state.config.as_ref().unwrap()["memory"]["shared"] != true {
+            return refused("Using vhost-user requires using shared memory or huge pages");
+        }
+        added(&mut state, body["id"].as_str().unwrap_or("_fs1"))
+    }
+
+    fn remove(&self, body: &Value) -> Result<Value, Refusal> {
+        let id = body["id"].as_str().unwrap_or_default().to_owned();
+        let mut state = self.running()?;
+        if !state.devices.contains(&id) || !state.leaving.insert(id.clone()) {
+            return refused(&format!("Failed to find device corresponding to the given identifier: {id}"));
+        }
+        // The guest takes its time.
+        let machine = self.share();
+        thread::spawn(move || machine.let_go(&id));
+        Ok(Value::Null)
+    }
+
+    fn let_go(&self, id: &str) {
+        let mut state = self.lock();
+        state.devices.remove(id);
+        state.leaving.remove(id);
+        state.disks.remove(id);
+        self.changed.notify_all();
+        self.tell("vm", "device-removed", json!({ "id": id, "bdf": "0000:00:05.0" }));
+    }
+}
+
+fn refused<T>(why: &str) -> Result<T, Refusal> {
+    Err((500, why.to_owned()))
+}
+
+/// Opens a disk; its name and what is in it.
+fn open(disk: &Value) -> Result<(String, Disk), Refusal> {
+    let Some(path) = disk["path"].as_str() else {
+        return refused("No disk path was specified");
+    };
+    let file = File::open(path).map_err(|error| (500, format!("Cannot open disk path {path}: {error}")))?;
+    let mut first_line = String::new();
+    BufReader::new(file).read_line(&mut first_line).map_err(|error| (500, error.to_string()))?;
+    let text = |name: &str| disk[name].as_str().unwrap_or_default().to_owned();
+    Ok((
+        text("id"),
+        Disk {
+            serial: text("serial"),
+            read_only: disk["readonly"] == true,
+            first_line: first_line.trim_end().to_owned(),
+        },
+    ))
+}
+
+fn added(state: &mut State, id: &str) -> Result<Value, Refusal> {
+    if !state.devices.insert(id.to_owned()) {
+        return refused(&format!("Identifier {id} is not unique"));
+    }
+    Ok(json!({ "id": id, "bdf": format!("0000:00:{:02x}.0", state.devices.len()) }))
+}
+
+fn directory(url: &Value) -> Result<PathBuf, Refusal> {
+    let path = url.as_str().and_then(|url| url.strip_prefix("file://"));
+    let path = path.map(PathBuf::from).filter(|path| path.is_dir());
+    path.ok_or_else(|| (500, format!("{url} is no directory")))
+}
+
+/// `answer`, whose outermost field is called as this double calls it.
+fn renamed(behaviour: &Behaviour, kind: &str, answer: &Value) -> Value {
+    let mut answer = answer.clone();
+    if let Some((of, field, to)) = &behaviour.renamed
+        && of == kind
+        && let Some(value) = answer.as_object_mut().and_then(|fields| fields.remove(field))
+    {
+        answer[to] = value;
+    }
+    answer
+}

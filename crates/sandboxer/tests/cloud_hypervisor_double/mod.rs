@@ -1,0 +1,108 @@
+//! A double of Cloud Hypervisor: a process that speaks its API and runs nothing.
+//!
+//! It is this very test program under another name, so a driver starts it as it starts the real one. What
+//! it knows of the API is the published description (`description.rs`) and which call is possible in which
+//! state (`machine.rs`); its guest (`guest.rs`) is a few threads.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test helper fails its test")]
+
+pub mod behaviour;
+mod description;
+mod guest;
+mod http;
+mod machine;
+
+use std::{
+    env,
+    fs::{self, File},
+    os::{
+        fd::{FromRawFd, RawFd},
+        unix::{fs::symlink, net::UnixListener},
+    },
+    path::{Path, PathBuf},
+    process::ExitCode,
+    sync::mpsc,
+    thread,
+};
+
+use self::{behaviour::Behaviour, http::serve, machine::Machine};
+
+/// Under this name the program is the double.
+const NAME: &str = "cloud-hypervisor";
+
+/// Puts a double that behaves so into `dir`; answers its program.
+pub fn install(dir: &Path, behaviour: &Behaviour) -> PathBuf {
+    let program = dir.join(NAME);
+    if !program.exists() {
+        symlink(env::current_exe().unwrap(), &program).unwrap();
+    }
+    behaviour.store(dir);
+    program
+}
+
+/// The double, if this process was started as one. To be called first in `main`.
+pub fn run_if_asked() -> Option<ExitCode> {
+    let program = PathBuf::from(env::args_os().next()?);
+    if program.file_name()? != NAME {
+        return None;
+    }
+    let behaviour = Behaviour::load(program.parent()?);
+    let arguments: Vec<String> = env::args().skip(1).collect();
+    if arguments == ["--version"] {
+        println!("cloud-hypervisor {}", behaviour.version);
+        return Some(ExitCode::SUCCESS);
+    }
+    Some(match Given::parse(&arguments) {
+        Ok(given) => given.run(behaviour),
+        Err(why) => {
+            eprintln!("error: {why}");
+            ExitCode::from(2)
+        }
+    })
+}
+
+/// What the command line gives open.
+struct Given {
+    api: RawFd,
+    events: RawFd,
+}
+
+impl Given {
+    fn parse(arguments: &[String]) -> Result<Self, String> {
+        let (mut api, mut events) = (None, None);
+        let fd = |value: &str| value.strip_prefix("fd=")?.parse::<RawFd>().ok();
+        for option in arguments.chunks(2) {
+            match option {
+                [name, value] if name == "--api-socket" => api = fd(value),
+                [name, value] if name == "--event-monitor" => events = fd(value),
+                [name, value] if name == "--seccomp" && value == "true" => {}
+                other => return Err(format!("unexpected argument {other:?}")),
+            }
+        }
+        match (api, events) {
+            (Some(api), Some(events)) => Ok(Self { api, events }),
+            _ => Err("--api-socket fd=N and --event-monitor fd=N are needed".into()),
+        }
+    }
+
+    fn run(self, behaviour: Behaviour) -> ExitCode {
+        assert!(
+            fs::read_link(format!("/proc/self/fd/{}", self.api))
+                .unwrap()
+                .to_string_lossy()
+                .starts_with("socket:"),
+            "--api-socket is no socket"
+        );
+        // SAFETY: both were opened for this process, and nobody else in it knows them.
+        let (api, events) = unsafe { (UnixListener::from_raw_fd(self.api), File::from_raw_fd(self.events)) };
+        let (end, ended) = mpsc::channel();
+        let machine = Machine::new(behaviour, events, end);
+        thread::spawn(move || {
+            for connection in api.incoming() {
+                let (connection, machine) = (connection.unwrap(), machine.clone());
+                thread::spawn(move || serve(connection, &machine));
+            }
+        });
+        ended.recv().unwrap()
+    }
+}

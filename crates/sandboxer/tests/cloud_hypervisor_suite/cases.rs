@@ -1,0 +1,274 @@
+//! What holds of any Cloud Hypervisor, the double or the real one. No guest has to boot.
+
+use std::{fs, path::Path};
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use rustix::process::{Pid, Signal, kill_process};
+use sandboxer::vmm::{
+    Machine, VmSpec, Vmm, VmmError,
+    cloud_hypervisor::{
+        api::ApiError,
+        wire::{Disk, Fs, Net, PciDevice, Resize, VmState},
+    },
+};
+
+use super::{Case, LONG, Outcome, Running, Subject, kvm_unusable, refusal, skipped, tap, trial};
+use crate::{double::behaviour::Behaviour, listed};
+
+/// All of them.
+pub fn cases() -> impl IntoIterator<Item = Case> {
+    listed![
+        version_and_process_are_told,
+        a_machine_is_made_booted_ended_and_forgotten,
+        disks_are_added_and_removed,
+        a_network_card_is_added_by_its_open_tap,
+        a_shared_file_system_is_added,
+        the_cpus_stand_still_and_run_again,
+        a_snapshot_is_restored,
+        cpus_are_added_up_to_the_most,
+        the_vmm_ends_when_told_to,
+        a_killed_vmm_is_one_error_with_its_call_and_end,
+        a_vmm_without_its_socket_is_told_from_a_dead_one,
+        a_machine_outlives_its_daemon,
+        nothing_is_left_but_logs,
+    ]
+}
+
+/// Each case on each subject.
+pub fn trials() -> Vec<Trial> {
+    let double = |version| Subject::Double(Behaviour::of(version));
+    let mut trials = Vec::new();
+    for (group, subject) in [("double_v53", double("v53.0")), ("double_v44", double("v44.0"))] {
+        trials.extend(cases().into_iter().map(|case| trial(group, &subject, case)));
+    }
+    match Subject::real() {
+        Some(real) => trials.extend(cases().into_iter().map(|case| trial("real", &real, case))),
+        None => {
+            trials.extend(cases().into_iter().map(|(name, _)| {
+                skipped(&format!("real::{name}"), "CLOUD_HYPERVISOR names no binary".into())
+            }))
+        }
+    }
+    trials
+}
+
+async fn version_and_process_are_told(subject: Subject) -> Result<Outcome> {
+    let running = Running::of(&subject).await?;
+    let (info, ping) = (running.vmm.info(), running.api.ping().await?);
+    ensure!(info.name == "cloud-hypervisor" && info.accelerator == "kvm", "{info:?}");
+    ensure!(ping.version.starts_with(&info.version), "{ping:?} is not {info:?}");
+    ensure!(ping.pid == Some(running.machine.record().pid.into()), "{ping:?}");
+    running.end().await
+}
+
+async fn a_machine_is_made_booted_ended_and_forgotten(subject: Subject) -> Result<Outcome> {
+    let running = Running::of(&subject).await?;
+    let (api, description) = (&running.api, running.vmm.description(&running.spec));
+    let info = api.info().await?;
+    ensure!(info.state == VmState::Running, "{info:?}");
+    ensure!(info.device_tree.is_some_and(|devices| !devices.is_empty()), "a machine without devices");
+    api.counters().await?;
+    refusal(api.create(&description).await)?;
+    refusal(api.boot().await)?;
+
+    api.shutdown().await?;
+    let info = api.info().await?;
+    ensure!(info.state != VmState::Running, "{info:?}");
+    refusal(api.shutdown().await)?;
+    refusal(api.pause().await)?;
+    api.delete().await?;
+    refusal(api.info().await)?;
+    refusal(api.boot().await)?;
+    api.delete().await.context("forgetting what isn't there is no error")?;
+
+    api.create(&description).await.context("its place is free again")?;
+    let info = api.info().await?;
+    ensure!(info.state == VmState::Created, "{info:?}");
+    running.end().await
+}
+
+async fn disks_are_added_and_removed(subject: Subject) -> Result<Outcome> {
+    let running = Running::of(&subject).await?;
+    let (api, image) = (&running.api, running.pod.disk("first").path);
+    // Where a confined VMM may open it.
+    let path = running.spec.run_dir.join("image");
+    fs::rename(image, &path)?;
+    let disk = Disk { id: "disk-a".into(), serial: "a".into(), path, readonly: true, image_type: None };
+    let added = api.add_disk(&disk).await?;
+    ensure!(added.id == "disk-a" && is_address(&added), "{added:?}");
+    let devices = api.info().await?.device_tree.unwrap_or_default();
+    ensure!(devices.contains_key("disk-a"), "{:?}", devices.keys());
+    refusal(api.add_disk(&disk).await)?;
+    let missing = Disk { id: "disk-b".into(), path: running.spec.run_dir.join("missing"), ..disk };
+    let reason = refusal(api.add_disk(&missing).await)?;
+    ensure!(reason.contains("No such file"), "{reason}");
+
+    api.remove_device("disk-a").await?;
+    refusal(api.remove_device("disk-never").await)?;
+    running.machine.detach_disk("never").await.context("detaching what isn't there is no error")?;
+    running.end().await
+}
+
+async fn a_network_card_is_added_by_its_open_tap(subject: Subject) -> Result<Outcome> {
+    let tap = match tap::open() {
+        Ok(tap) => tap,
+        Err(error) => return Ok(Outcome::Skipped(format!("no tap can be made here: {error}"))),
+    };
+    let running = Running::of(&subject).await?;
+    let net = Net { id: "net-a".into(), mac: "02:00:00:00:00:01".into(), num_queues: 2 };
+    let added = running.api.add_net(&net, vec![tap]).await?;
+    ensure!(added.id == "net-a" && is_address(&added), "{added:?}");
+    let wrong = Net { id: "net-b".into(), mac: "02:00".into(), num_queues: 2 };
+    refusal(running.api.add_net(&wrong, Vec::new()).await)?;
+    running.end().await
+}
+
+async fn a_shared_file_system_is_added(subject: Subject) -> Result<Outcome> {
+    let running = Running::of(&subject).await?;
+    let socket = running.spec.run_dir.join("fs.sock");
+    let fs = Fs { id: "fs-a".into(), tag: "shared".into(), socket, num_queues: 1, queue_size: 1024 };
+    let reason = refusal(running.api.add_fs(&fs).await)?;
+    ensure!(reason.contains("shared memory"), "{reason}");
+    if let Subject::Real(_) = subject {
+        running.end().await?;
+        return Ok(Outcome::Skipped(
+            "refused on private memory; there is no vhost-user server for more".into(),
+        ));
+    }
+    let mut description = running.vmm.description(&running.spec);
+    description.memory.shared = true;
+    running.api.delete().await?;
+    running.api.create(&description).await?;
+    running.api.boot().await?;
+    let added = running.api.add_fs(&fs).await?;
+    ensure!(added.id == "fs-a" && is_address(&added), "{added:?}");
+    running.end().await
+}
+
+async fn the_cpus_stand_still_and_run_again(subject: Subject) -> Result<Outcome> {
+    let running = Running::of(&subject).await?;
+    let api = &running.api;
+    api.pause().await?;
+    ensure!(api.info().await?.state == VmState::Paused);
+    refusal(api.pause().await)?;
+    api.resume().await?;
+    ensure!(api.info().await?.state == VmState::Running);
+    refusal(api.resume().await)?;
+    running.end().await
+}
+
+async fn a_snapshot_is_restored(subject: Subject) -> Result<Outcome> {
+    let running = Running::of(&subject).await?;
+    let (api, dir) = (&running.api, running.spec.run_dir.join("snapshot"));
+    fs::create_dir(&dir)?;
+    refusal(api.snapshot(&dir).await).context("it still runs")?;
+    refusal(api.restore(&dir).await).context("there is a machine already")?;
+    api.pause().await?;
+    refusal(api.snapshot(Path::new("/nonexistent")).await)?;
+    match (api.snapshot(&dir).await, &subject, kvm_unusable()) {
+        // Reading a vCPU's state is one of the things that a KVM of this kind doesn't do.
+        (Err(ApiError::Refused { reason, .. }), Subject::Real(_), Some(why)) if reason.contains("vCPU") => {
+            running.end().await?;
+            return Ok(Outcome::Skipped(why.to_owned()));
+        }
+        (written, ..) => written?,
+    }
+    for file in ["config.json", "state.json", "memory-ranges"] {
+        ensure!(dir.join(file).exists(), "a snapshot without {file}");
+    }
+    api.delete().await?;
+    api.restore(&dir).await?;
+    ensure!(api.info().await?.state == VmState::Paused);
+    api.resume().await?;
+    ensure!(api.info().await?.state == VmState::Running);
+    running.end().await
+}
+
+async fn cpus_are_added_up_to_the_most(subject: Subject) -> Result<Outcome> {
+    let running = Running::of(&subject).await?;
+    let cpus = |count| Resize { desired_vcpus: Some(count), ..Resize::default() };
+    running.api.resize(&cpus(1)).await?;
+    refusal(running.api.resize(&cpus(2)).await)?;
+    running.end().await
+}
+
+async fn the_vmm_ends_when_told_to(subject: Subject) -> Result<Outcome> {
+    let running = Running::of(&subject).await?;
+    running.api.shutdown_vmm().await?;
+    let exit = tokio::time::timeout(LONG, running.machine.exited()).await.context("the VMM lives on")?;
+    ensure!(exit.how == "exited with status 0", "{exit:?}");
+    running.end().await
+}
+
+async fn a_killed_vmm_is_one_error_with_its_call_and_end(subject: Subject) -> Result<Outcome> {
+    let running = Running::of(&subject).await?;
+    let disk = running.pod.disk("late");
+    kill(running.machine.as_ref())?;
+    let error = running.machine.attach_disk(&disk).await.err().context("a dead machine took a disk")?;
+    ensure!(
+        matches!(&error, VmmError::Died { call, how, .. }
+            if call.contains("as disk late") && how == "was killed by signal 9"),
+        "{error:?}"
+    );
+    ensure!(running.machine.agent_stream().await.is_err(), "a dead machine has an agent");
+    running.end().await
+}
+
+async fn a_vmm_without_its_socket_is_told_from_a_dead_one(subject: Subject) -> Result<Outcome> {
+    let running = Running::of(&subject).await?;
+    let socket = running.spec.run_dir.join("control.sock");
+    fs::remove_file(&socket)?;
+    let error = running.machine.detach_disk("any").await.err().context("asked without a socket")?;
+    ensure!(
+        matches!(&error, VmmError::Host { action: "connect to", path, .. } if *path == socket),
+        "{error:?}"
+    );
+    running.end().await
+}
+
+async fn a_machine_outlives_its_daemon(subject: Subject) -> Result<Outcome> {
+    let Running { pod, spec, vmm, machine, api } = Running::of(&subject).await?;
+    let record = machine.record();
+    drop(machine);
+    let machine = vmm.adopt(&record).await?.context("the machine outlived its handle")?;
+    ensure!(machine.record() == record);
+    ensure!(api.info().await?.state == VmState::Running);
+    let again = vmm.adopt(&sandboxer::vmm::MachineRecord { start_time: 1, ..record.clone() }).await?;
+    ensure!(again.is_none(), "a pid alone was taken for the machine");
+    kill(machine.as_ref())?;
+    let exit = tokio::time::timeout(LONG, machine.exited()).await.context("the end is seen")?;
+    ensure!(exit.how == "is gone", "{exit:?}");
+    machine.kill().await?;
+    ensure!(vmm.adopt(&record).await?.is_none(), "a dead machine was adopted");
+    drop((pod, spec));
+    Ok(Outcome::Done)
+}
+
+async fn nothing_is_left_but_logs(subject: Subject) -> Result<Outcome> {
+    let running = Running::of(&subject).await?;
+    let disk = running.pod.disk("late");
+    running.machine.attach_disk(&disk).await?;
+    let twice = running.machine.attach_disk(&disk).await.err().context("a disk was plugged in twice")?;
+    ensure!(matches!(&twice, VmmError::Refused { .. }), "{twice:?}");
+    running.machine.kill().await?;
+    let left = left_in(&running.spec)?;
+    ensure!(left.iter().all(|name| name.ends_with(".log") || name == "disks"), "{left:?}");
+    fs::remove_dir_all(&running.spec.run_dir).context("nothing is mounted there")?;
+    Ok(Outcome::Done)
+}
+
+/// Names in a machine's directory.
+pub fn left_in(spec: &VmSpec) -> Result<Vec<String>> {
+    fs::read_dir(&spec.run_dir)?.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
+}
+
+/// Whether a device has a place on a PCI bus.
+fn is_address(device: &PciDevice) -> bool {
+    device.bdf.starts_with("0000:00:") && device.bdf.ends_with(".0") && device.bdf.len() == 12
+}
+
+fn kill(machine: &dyn Machine) -> Result<()> {
+    let pid = Pid::from_raw(machine.record().pid.try_into()?).context("a VMM has a pid")?;
+    Ok(kill_process(pid, Signal::KILL)?)
+}

@@ -1,0 +1,204 @@
+//! VMMs that fail: each in one way, each one error that names pod and call, and nothing is left.
+
+use std::{fs, path::Path, time::Duration};
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use sandboxer::{
+    config::{Accelerator, VmConfig, VmmChoice},
+    vmm::{Vmm, VmmError},
+};
+
+use super::{Case, LONG, Outcome, Running, Subject, cases::left_in, trial};
+use crate::{
+    double::behaviour::{Behaviour, Fault},
+    listed,
+    test_guest::{Guest, Pod, contract::keeps_the_contract, vm_config},
+};
+
+pub fn trials() -> Vec<Trial> {
+    let cases: [Case; _] = listed![
+        the_contract_of_all_vmms_is_kept,
+        a_guest_that_resets_itself_is_ended,
+        a_daemon_that_chose_another_vmm_takes_the_machine_up,
+        a_vmm_that_is_missing_is_named,
+        a_vmm_that_dies_while_it_starts_leaves_nothing,
+        a_start_that_is_refused_leaves_nothing,
+        a_start_that_is_never_answered_is_given_up,
+        a_vmm_that_dies_over_a_disk_is_one_error,
+        rubbish_is_told_from_a_refusal,
+        an_answer_that_never_comes_holds_up_nobody_else,
+        an_endless_answer_is_cut,
+    ];
+    // The double is chosen by each case itself.
+    let any = Subject::Double(Behaviour::of("v53.0"));
+    cases.into_iter().map(|case| trial("faults", &any, case)).collect()
+}
+
+fn double(call: &str, fault: Fault) -> Subject {
+    Subject::Double(Behaviour::of("v53.0").with_fault(call, fault))
+}
+
+async fn the_contract_of_all_vmms_is_kept(subject: Subject) -> Result<Outcome> {
+    let pod = Pod::new("program");
+    keeps_the_contract(&subject.vmm(&pod, vm_config()).await?, Pod::halting_spec).await;
+    Ok(Outcome::Done)
+}
+
+async fn a_guest_that_resets_itself_is_ended(subject: Subject) -> Result<Outcome> {
+    let running = Running::of(&subject).await?;
+    Guest::of(running.machine.as_ref()).await.tell("panic").await;
+    let exit = tokio::time::timeout(LONG, running.machine.exited()).await.context("it was booted again")?;
+    ensure!(exit.how == "was ended after its guest had reset itself", "{exit:?}");
+    ensure!(exit.last_lines.iter().any(|line| line.contains("Kernel panic")), "{exit:?}");
+    running.end().await
+}
+
+async fn a_daemon_that_chose_another_vmm_takes_the_machine_up(subject: Subject) -> Result<Outcome> {
+    let running = Running::of(&subject).await?;
+    let config = VmConfig { vmm: VmmChoice::Qemu, accelerator: Accelerator::Tcg, ..vm_config() };
+    let other = sandboxer::vmm::detect(&config).await?;
+    ensure!(other.info().name == "qemu");
+    let record = running.machine.record();
+    let machine = other.adopt(&record).await?.context("the machine runs")?;
+    machine.attach_disk(&running.pod.disk("late")).await?;
+    let mut guest = Guest::of(machine.as_ref()).await;
+    ensure!(guest.ask("await late").await == "disk late ro=0 starts with late");
+    running.end().await
+}
+
+async fn a_vmm_that_is_missing_is_named(subject: Subject) -> Result<Outcome> {
+    let pod = Pod::new("contract");
+    let vmm = subject.vmm(&pod, vm_config()).await?;
+    // After its version was asked.
+    fs::remove_file(pod.path("cloud-hypervisor"))?;
+    let error = vmm.boot(&pod.halting_spec()).await.err().context("booted")?;
+    ensure!(
+        matches!(&error, VmmError::Spawn { program, .. } if *program == pod.path("cloud-hypervisor")),
+        "{error:?}"
+    );
+    ensure!(left_in(&pod.halting_spec())?.is_empty());
+    Ok(Outcome::Done)
+}
+
+async fn a_vmm_that_dies_while_it_starts_leaves_nothing(_: Subject) -> Result<Outcome> {
+    for call in ["vm.create", "vm.boot"] {
+        let fault = Fault::Exits(3, "cannot allocate 3 bytes".into());
+        let error = failing_boot(double(call, fault), vm_config()).await?;
+        ensure!(
+            matches!(&error, VmmError::Died { pod, call: named, how, last_lines }
+                if pod.as_str() == "contract" && named == call && how == "exited with status 3"
+                    && last_lines.contains("cannot allocate 3 bytes")),
+            "{error:?}"
+        );
+    }
+    Ok(Outcome::Done)
+}
+
+async fn a_start_that_is_refused_leaves_nothing(_: Subject) -> Result<Outcome> {
+    for call in ["vm.create", "vm.boot"] {
+        let error = failing_boot(double(call, Fault::Refuses(500, "no".into())), vm_config()).await?;
+        ensure!(
+            matches!(&error, VmmError::Refused { call: named, reason, .. }
+                if named == call && reason == "Error from API: no"),
+            "{error:?}"
+        );
+    }
+    Ok(Outcome::Done)
+}
+
+async fn a_start_that_is_never_answered_is_given_up(_: Subject) -> Result<Outcome> {
+    let limit = Duration::from_millis(500);
+    let config = VmConfig { boot_timeout: limit, ..vm_config() };
+    let error = failing_boot(double("vm.create", Fault::Silent), config).await?;
+    ensure!(
+        matches!(&error, VmmError::Hung { call, limit: named, .. } if call == "vm.create" && *named == limit),
+        "{error:?}"
+    );
+    Ok(Outcome::Done)
+}
+
+/// The error of a start, after which nothing may be left but logs.
+async fn failing_boot(subject: Subject, config: VmConfig) -> Result<VmmError> {
+    let pod = Pod::new("contract");
+    let spec = pod.halting_spec();
+    let error = subject.vmm(&pod, config).await?.boot(&spec).await.err().context("booted")?;
+    let left = left_in(&spec)?;
+    ensure!(left.iter().all(|name| name.ends_with(".log")), "{left:?}");
+    no_process_works_in(&spec.run_dir).await?;
+    Ok(error)
+}
+
+/// A VMM works in the directory of its machine.
+async fn no_process_works_in(run_dir: &Path) -> Result<()> {
+    let at_work = || {
+        let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+        processes
+            .filter_map(|process| fs::read_link(process.path().join("cwd")).ok())
+            .any(|cwd| cwd == run_dir)
+    };
+    let gone = async {
+        while at_work() {
+            tokio::task::yield_now().await;
+        }
+    };
+    tokio::time::timeout(LONG, gone).await.context("a process is left")
+}
+
+async fn a_vmm_that_dies_over_a_disk_is_one_error(_: Subject) -> Result<Outcome> {
+    let fault = Fault::Exits(101, "thread 'vmm' panicked".into());
+    let running = Running::of(&double("vm.add-disk", fault)).await?;
+    let error = attach(&running).await?;
+    ensure!(
+        matches!(&error, VmmError::Died { call, how, last_lines, .. }
+            if call.contains("as disk late") && how == "exited with status 101"
+                && last_lines.contains("thread 'vmm' panicked")),
+        "{error:?}"
+    );
+    running.end().await
+}
+
+async fn rubbish_is_told_from_a_refusal(_: Subject) -> Result<Outcome> {
+    for fault in [
+        Fault::Says("what?\r\n\r\n".into()),
+        Fault::Says("HTTP/1.1 200 \r\nContent-Length: 2\r\n\r\n{".into()),
+        Fault::Says("HTTP/1.1 302 \r\nContent-Length: 0\r\n\r\n".into()),
+        Fault::Says(format!("HTTP/1.1 200 \r\nX: {}\r\n\r\n", "x".repeat(1 << 20))),
+        Fault::Body("not json".into()),
+        Fault::Body("{\"id\": \"disk-late\"}".into()),
+        Fault::Body("[]".into()),
+        Fault::Closes,
+    ] {
+        let running = Running::of(&double("vm.add-disk", fault.clone())).await?;
+        let error = attach(&running).await?;
+        ensure!(
+            matches!(&error, VmmError::Malformed { call, .. } if call.contains("as disk late")),
+            "{fault:?}: {error:?}"
+        );
+        running.end().await?;
+    }
+    Ok(Outcome::Done)
+}
+
+async fn an_answer_that_never_comes_holds_up_nobody_else(_: Subject) -> Result<Outcome> {
+    let config = VmConfig { call_timeout: Duration::from_secs(3), ..vm_config() };
+    let running = Running::with(&double("vm.add-disk", Fault::Silent), config).await?;
+    let (error, info) = tokio::join!(attach(&running), running.api.info());
+    info.context("another call was held up")?;
+    ensure!(matches!(&error, Ok(VmmError::Hung { call, .. }) if call.contains("as disk late")), "{error:?}");
+    running.end().await
+}
+
+async fn an_endless_answer_is_cut(_: Subject) -> Result<Outcome> {
+    let running = Running::of(&double("vm.add-disk", Fault::Huge(100 << 20))).await?;
+    let error = attach(&running).await?;
+    ensure!(
+        matches!(&error, VmmError::Malformed { reason, .. } if reason.contains("over 1048576 bytes")),
+        "{error:?}"
+    );
+    running.end().await
+}
+
+async fn attach(running: &Running) -> Result<VmmError> {
+    running.machine.attach_disk(&running.pod.disk("late")).await.err().context("a disk was plugged in")
+}

@@ -1,0 +1,156 @@
+//! Who is tested, and what a case has in hand.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test helper fails its test")]
+
+pub mod cases;
+pub mod faults;
+pub mod pods;
+pub mod proof;
+pub mod tap;
+
+use std::{
+    env,
+    path::{Path, PathBuf},
+    pin::Pin,
+    sync::{Arc, OnceLock},
+    time::Duration,
+};
+
+use anyhow::{Context, Result, bail};
+use libtest_mimic::{Completion, Failed, Trial};
+use sandboxer::{
+    config::VmConfig,
+    vmm::{
+        Machine, VmSpec, Vmm,
+        cloud_hypervisor::{
+            CloudHypervisor,
+            api::{Api, ApiError},
+        },
+        kvm,
+    },
+};
+
+use crate::{
+    double::{self, behaviour::Behaviour},
+    test_guest::{Pod, vm_config},
+};
+
+/// Where the real binary is, if there is one.
+const REAL: &str = "CLOUD_HYPERVISOR";
+/// Far beyond anything these tests wait for on a busy machine.
+const LONG: Duration = Duration::from_secs(90);
+
+/// Who is tested.
+#[derive(Debug, Clone)]
+pub enum Subject {
+    /// A double that behaves so.
+    Double(Behaviour),
+    /// The real one.
+    Real(PathBuf),
+}
+
+/// How a case ended that didn't fail.
+pub enum Outcome {
+    Done,
+    /// Not done, and why.
+    Skipped(String),
+}
+
+/// A case at work.
+pub type Work = Pin<Box<dyn Future<Output = Result<Outcome>>>>;
+/// A case as it is listed.
+pub type Case = (&'static str, fn(Subject) -> Work);
+
+/// `cases![first, second]` makes the list of a file's cases.
+#[macro_export]
+macro_rules! listed {
+    ($($name:ident),+ $(,)?) => {
+        [$((stringify!($name), |subject| -> $crate::cloud_hypervisor_suite::Work {
+            Box::pin($name(subject))
+        })),+] as [$crate::cloud_hypervisor_suite::Case; _]
+    };
+}
+
+impl Subject {
+    /// The real binary, if one is named.
+    pub fn real() -> Option<Self> {
+        env::var_os(REAL).map(|path| Self::Real(path.into()))
+    }
+
+    /// The driver, made for this one.
+    pub async fn vmm(&self, pod: &Pod, config: VmConfig) -> Result<CloudHypervisor> {
+        let program = match self {
+            Self::Double(behaviour) => double::install(&pod.path(""), behaviour),
+            Self::Real(program) => program.clone(),
+        };
+        let config = VmConfig { cloud_hypervisor: program, ..config };
+        Ok(CloudHypervisor::new(&config, "it is tested".into()).await?)
+    }
+}
+
+/// A machine that runs, and its VMM's API.
+pub struct Running {
+    pub pod: Pod,
+    pub spec: VmSpec,
+    pub vmm: CloudHypervisor,
+    pub machine: Arc<dyn Machine>,
+    pub api: Api,
+}
+
+impl Running {
+    /// Boots a machine whose guest does nothing.
+    pub async fn of(subject: &Subject) -> Result<Self> {
+        Self::with(subject, vm_config()).await
+    }
+
+    pub async fn with(subject: &Subject, config: VmConfig) -> Result<Self> {
+        let pod = Pod::new("contract");
+        let spec = pod.halting_spec();
+        let vmm = subject.vmm(&pod, config).await?;
+        let machine = vmm.boot(&spec).await?;
+        let api = Api::new(&spec.run_dir, LONG);
+        Ok(Self { pod, spec, vmm, machine, api })
+    }
+
+    /// Ends it all.
+    pub async fn end(self) -> Result<Outcome> {
+        self.machine.kill().await?;
+        Ok(Outcome::Done)
+    }
+}
+
+/// The reason of a call that was refused.
+pub fn refusal<T>(result: Result<T, ApiError>) -> Result<String> {
+    match result {
+        Err(ApiError::Refused { reason, .. }) => Ok(reason),
+        Err(other) => Err(other).context("refused in another way than the API does"),
+        Ok(_) => bail!("taken instead of refused"),
+    }
+}
+
+/// Why KVM is of no use here, if it isn't.
+pub fn kvm_unusable() -> Option<&'static str> {
+    static WHY: OnceLock<Option<String>> = OnceLock::new();
+    let measure = || kvm::measure(Path::new("/dev/kvm")).err().map(|why| why.to_string());
+    WHY.get_or_init(measure).as_deref()
+}
+
+/// Runs a case to its end.
+pub fn run(case: impl Future<Output = Result<Outcome>>) -> Result<Outcome> {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?.block_on(case)
+}
+
+/// A test of one case on one subject.
+pub fn trial(group: &str, subject: &Subject, (name, case): Case) -> Trial {
+    let subject = subject.clone();
+    Trial::ignorable_test(format!("{group}::{name}"), move || match run(case(subject)) {
+        Ok(Outcome::Done) => Ok(Completion::Completed),
+        Ok(Outcome::Skipped(why)) => Ok(Completion::ignored_with(why)),
+        Err(error) => Err(Failed::from(format!("{error:?}"))),
+    })
+}
+
+/// A test that can't be done here, counted as ignored.
+pub fn skipped(name: &str, why: String) -> Trial {
+    Trial::ignorable_test(name, move || Ok(Completion::ignored_with(why)))
+}

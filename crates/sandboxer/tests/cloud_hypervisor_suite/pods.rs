@@ -1,0 +1,99 @@
+//! Guests that really boot, with the agent of the guest image.
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use sandboxer::{
+    config::VmConfig,
+    guest,
+    vmm::{Machine, VmSpec, Vmm, cloud_hypervisor::CloudHypervisor},
+};
+use sandboxer_protocol::agent::ConfigurePodRequest;
+
+use super::{Case, LONG, Outcome, Subject, kvm_unusable, skipped, trial};
+use crate::{
+    listed,
+    test_guest::{Pod, guest_image, vm_config},
+};
+
+pub fn trials() -> Vec<Trial> {
+    let cases: [Case; _] = listed![
+        the_agent_is_ready_and_the_guest_powers_off,
+        the_agent_is_greeted_anew_by_the_next_daemon,
+        a_disk_is_let_go_of,
+    ];
+    let ready = match (Subject::real(), kvm_unusable()) {
+        (_, Some(why)) => Err(why.to_owned()),
+        (None, _) => Err("CLOUD_HYPERVISOR names no binary".into()),
+        _ if !guest_image("initramfs.cpio").exists() => {
+            Err("there is no guest: run `make guest-image`".into())
+        }
+        (Some(real), None) => Ok(real),
+    };
+    cases
+        .into_iter()
+        .map(|case| match &ready {
+            Ok(real) => trial("boots_a_pod", real, case),
+            Err(why) => skipped(&format!("boots_a_pod::{}", case.0), why.clone()),
+        })
+        .collect()
+}
+
+/// A pod's machine, not yet running.
+struct Guest {
+    config: VmConfig,
+    vmm: CloudHypervisor,
+    spec: VmSpec,
+    // Its files go with it.
+    pod: Pod,
+}
+
+impl Guest {
+    async fn of(subject: &Subject) -> Result<Self> {
+        let (pod, config) = (Pod::new("boots"), vm_config());
+        let spec = pod.spec_of(guest_image("vmlinux"), guest_image("initramfs.cpio"));
+        Ok(Self { vmm: subject.vmm(&pod, config.clone()).await?, config, spec, pod })
+    }
+
+    async fn greet(&self, machine: &dyn Machine) -> Result<guest::Agent> {
+        let greeting = guest::connect(&self.spec.pod, machine, &self.spec.boot.link_key, &self.config);
+        let (agent, ready) = tokio::time::timeout(LONG, greeting).await.context("the agent is silent")??;
+        ensure!(!ready.kernel_release.is_empty(), "{ready:?}");
+        Ok(agent)
+    }
+}
+
+async fn the_agent_is_ready_and_the_guest_powers_off(subject: Subject) -> Result<Outcome> {
+    let guest = Guest::of(&subject).await?;
+    let machine = guest.vmm.boot(&guest.spec).await?;
+    let agent = guest.greet(machine.as_ref()).await?;
+    agent.configure_pod(ConfigurePodRequest { hostname: "pod".into(), ..Default::default() }).await?;
+    agent.power_off().await;
+    let exit = tokio::time::timeout(LONG, machine.exited()).await.context("the guest is still on")?;
+    ensure!(exit.how == "exited with status 0", "{exit:?}");
+    machine.kill().await?;
+    Ok(Outcome::Done)
+}
+
+async fn the_agent_is_greeted_anew_by_the_next_daemon(subject: Subject) -> Result<Outcome> {
+    let guest = Guest::of(&subject).await?;
+    let machine = guest.vmm.boot(&guest.spec).await?;
+    guest.greet(machine.as_ref()).await?;
+    let record = machine.record();
+    drop(machine);
+    let machine = guest.vmm.adopt(&record).await?.context("the machine outlived its handle")?;
+    guest.greet(machine.as_ref()).await?;
+    machine.kill().await?;
+    Ok(Outcome::Done)
+}
+
+async fn a_disk_is_let_go_of(subject: Subject) -> Result<Outcome> {
+    let guest = Guest::of(&subject).await?;
+    let machine = guest.vmm.boot(&guest.spec).await?;
+    guest.greet(machine.as_ref()).await?;
+    let disk = guest.pod.disk("late");
+    machine.attach_disk(&disk).await?;
+    machine.detach_disk("late").await?;
+    machine.attach_disk(&disk).await.context("its serial is free again")?;
+    machine.kill().await?;
+    Ok(Outcome::Done)
+}

@@ -1,0 +1,171 @@
+//! What every VMM owes the daemon, whatever runs its guests.
+
+use std::{future::Future, time::Duration};
+
+use sandboxer::vmm::{AgentStream, DiskSpec, Frozen, MEMORY, Machine, MachineRecord, VmSpec, Vmm, VmmError};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    time::timeout,
+};
+
+use super::{Guest, Pod};
+
+/// Far beyond anything these tests wait for on a busy machine.
+const LONG: Duration = Duration::from_secs(90);
+
+/// Holds a VMM to its word. `spec` makes of a pod a machine whose guest answers as `init.sh` does.
+pub async fn keeps_the_contract(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec) {
+    let pod = Pod::new("contract");
+    let (first, second) = (pod.disk("first"), pod.disk("second"));
+    let machine = vmm.boot(&spec(&pod)).await.expect("the machine boots");
+    let mut guest = Guest::of(&*machine).await;
+    assert_eq!(guest.ask("hello").await, "hello host");
+
+    disks_come_and_go(&*machine, &mut guest, &first, &second).await;
+    the_last_stream_wins(&*machine, guest).await;
+
+    // As if the daemon died: all it has is the record.
+    let record = machine.record();
+    drop(machine);
+    let stored = serde_json::to_string(&record).unwrap();
+    let record: MachineRecord = serde_json::from_str(&stored).unwrap();
+    let machine = vmm.adopt(&record).await.unwrap().expect("the machine outlived its handle");
+    assert_eq!(machine.record(), record);
+    let mut guest = Guest::of(&*machine).await;
+    assert_eq!(guest.ask("hello").await, "hello host");
+    machine.attach_disk(&second).await.expect("an adopted machine takes disks");
+    assert_eq!(guest.ask("await second").await, "disk second ro=0 starts with second");
+
+    let somebody_else = MachineRecord { start_time: record.start_time + 1, ..record.clone() };
+    assert!(vmm.adopt(&somebody_else).await.unwrap().is_none(), "a pid alone was taken for the machine");
+
+    machine.kill().await.unwrap();
+    machine.kill().await.expect("killing the dead is no error");
+    let exit = timeout(LONG, machine.exited()).await.expect("the end is seen");
+    assert_eq!(timeout(LONG, machine.exited()).await.unwrap(), exit, "the end is told once only");
+    assert!(vmm.adopt(&record).await.unwrap().is_none(), "a dead machine was adopted");
+    assert!(machine.attach_disk(&first).await.is_err(), "a dead machine took a disk");
+    assert!(machine.agent_stream().await.is_err(), "a dead machine has an agent");
+
+    a_guest_that_powers_off_is_seen(vmm, spec, false).await;
+    a_guest_that_powers_off_is_seen(vmm, spec, true).await;
+}
+
+async fn disks_come_and_go(machine: &dyn Machine, guest: &mut Guest, first: &DiskSpec, second: &DiskSpec) {
+    let read_only = DiskSpec { read_only: true, ..first.clone() };
+    machine.attach_disk(&read_only).await.expect("a disk is plugged in");
+    machine.attach_disk(second).await.expect("so is another");
+    assert_eq!(guest.ask("await second").await, "disk second ro=0 starts with second");
+    assert_eq!(guest.ask("await first").await, "disk first ro=1 starts with first");
+
+    let twice = machine.attach_disk(&read_only).await.unwrap_err();
+    assert!(matches!(twice, VmmError::Refused { .. }), "{twice}");
+    assert_eq!(guest.ask("await first").await, "disk first ro=1 starts with first");
+
+    let missing = DiskSpec { serial: "third".into(), path: "/nonexistent/image".into(), read_only: true };
+    let missing = machine.attach_disk(&missing).await.unwrap_err();
+    assert!(missing.to_string().contains("/nonexistent/image"), "{missing}");
+
+    machine.detach_disk("never-there").await.expect("detaching what isn't there is no error");
+    machine.detach_disk("second").await.expect("a disk is unplugged");
+    assert_eq!(guest.ask("await-gone second").await, "gone second");
+    machine.attach_disk(second).await.expect("its serial is free again");
+    assert_eq!(guest.ask("await second").await, "disk second ro=0 starts with second");
+    machine.detach_disk("second").await.unwrap();
+    assert_eq!(guest.ask("await-gone second").await, "gone second");
+}
+
+async fn the_last_stream_wins(machine: &dyn Machine, guest: Guest) {
+    let mut old = guest.into_stream();
+    let mut new = Guest::of(machine).await;
+    assert_eq!(new.ask("hello").await, "hello host");
+    assert!(is_dead(&mut *old).await, "two streams to one agent");
+}
+
+async fn is_dead(stream: &mut dyn AgentStream) -> bool {
+    let read = timeout(LONG, stream.read_u8()).await.expect("a dead stream says so");
+    read.is_err() && stream.write_all(b"hello\n").await.is_err()
+}
+
+/// Holds a VMM that freezes and restores machines to its word, too.
+pub async fn copies_of_a_frozen_machine_are_machines(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec) {
+    let frozen = frozen(vmm, spec, |_| async {}).await;
+    let (one, two) = (Pod::new("one"), Pod::new("two"));
+    let (of_one, of_two) = (spec(&one), spec(&two));
+    let of_another_pod =
+        VmSpec { pod: of_two.pod, run_dir: of_two.run_dir, boot: of_two.boot, ..of_one.clone() };
+    assert_eq!(vmm.template_inputs(&of_one), vmm.template_inputs(&of_another_pod));
+    let mut machines = Vec::new();
+    for pod in [&one, &two] {
+        let machine = vmm.restore(&spec(pod), &frozen).await.expect("a machine is restored");
+        machine.resume().await.expect("and goes on");
+        let mut guest = Guest::of(&*machine).await;
+        assert_eq!(guest.ask("hello").await, "hello host");
+        machine.attach_disk(&pod.disk(pod.name())).await.expect("it takes disks");
+        let seen = format!("disk {0} ro=0 starts with {0}", pod.name());
+        assert_eq!(guest.ask(&format!("await {}", pod.name())).await, seen);
+        machines.push((machine, guest));
+    }
+    assert_eq!(machines[0].1.ask("await-gone two").await, "gone two", "one guest has the other's disk");
+
+    // A machine that was nobody's becomes a pod's.
+    let (nobodys, guest) = machines.remove(0);
+    nobodys.pause().await.unwrap();
+    let pod = Pod::new("somebody");
+    let machine = nobodys.assign(&"somebody".parse().unwrap(), &pod.path("run")).unwrap();
+    machine.resume().await.unwrap();
+    let record = machine.record();
+    assert_eq!((record.pod.as_str(), &record.run_dir), ("somebody", &pod.path("run")));
+    assert!(!one.path("run").exists(), "the machine's directory was not moved");
+    drop((nobodys, machine, guest));
+    let machine = vmm.adopt(&record).await.unwrap().expect("it is found where it was moved to");
+    let mut guest = Guest::of(&*machine).await;
+    assert_eq!(guest.ask("hello").await, "hello host");
+    for machine in [machine, machines.remove(0).0] {
+        machine.kill().await.unwrap();
+    }
+}
+
+/// A machine that was frozen after `before` had its way with the guest.
+pub async fn frozen<F: Future<Output = ()>>(
+    vmm: &dyn Vmm,
+    spec: fn(&Pod) -> VmSpec,
+    before: impl FnOnce(Guest) -> F,
+) -> Frozen {
+    let pod = Pod::new("template");
+    let dir = pod.path("frozen");
+    std::fs::create_dir(&dir).unwrap();
+    let machine = vmm
+        .boot(&VmSpec { memory_file: Some(dir.join(MEMORY)), ..spec(&pod) })
+        .await
+        .expect("a machine boots");
+    let mut guest = Guest::of(&*machine).await;
+    assert_eq!(guest.ask("hello").await, "hello host");
+    before(guest).await;
+    machine.freeze(&dir).await.expect("it is frozen");
+    machine.kill().await.unwrap();
+    let files = std::fs::read_dir(&dir).unwrap().map(|entry| {
+        let entry = entry.unwrap();
+        (entry.file_name().into_string().unwrap(), std::fs::File::open(entry.path()).unwrap())
+    });
+    let files = files.collect();
+    Frozen::new(dir, files)
+}
+
+async fn a_guest_that_powers_off_is_seen(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec, adopted: bool) {
+    let pod = Pod::new("powers-off");
+    let mut machine = vmm.boot(&spec(&pod)).await.unwrap();
+    let mut guest = Guest::of(&*machine).await;
+    assert_eq!(guest.ask("hello").await, "hello host");
+    if adopted {
+        let record = machine.record();
+        drop((machine, guest));
+        machine = vmm.adopt(&record).await.unwrap().expect("the machine runs");
+        guest = Guest::of(&*machine).await;
+    }
+    guest.tell("power-off").await;
+    let exit = timeout(LONG, machine.exited()).await.expect("the end is seen");
+    assert!(adopted || exit.how == "exited with status 0", "{exit:?}");
+    assert!(exit.last_lines.iter().any(|line| line.contains("guest says goodbye")), "{exit:?}");
+    machine.kill().await.unwrap();
+}

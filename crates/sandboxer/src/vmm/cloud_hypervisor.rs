@@ -6,6 +6,7 @@
 //! run_dir/vsock.sock_1024   on which the agent says that it listens
 //! run_dir/events            a pipe on which it tells what happens
 //! run_dir/disks/            a disk, while it is plugged in
+//! run_dir/template/         of what a copy of a frozen machine is made, while it is
 //! run_dir/console.log       the guest's serial port, which is its stdout; bounded, the older half in console.log.1
 //! run_dir/vmm.log           its stderr, bounded likewise
 //! ```
@@ -17,15 +18,16 @@ mod events;
 mod jail;
 mod machine;
 mod passing;
+mod template;
 pub mod version;
 mod vsock;
 pub mod wire;
 
 use std::{
     ffi::OsString,
-    io,
+    io, iter,
     os::fd::{AsRawFd, RawFd},
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
 };
@@ -38,6 +40,7 @@ use self::{
     api::Api,
     events::Events,
     machine::{CloudHypervisorMachine, Watched},
+    template::Source,
     version::{Version, VersionError},
     vsock::Link,
 };
@@ -89,9 +92,12 @@ impl CloudHypervisor {
     /// What `vm.create` is to make.
     pub fn description(&self, spec: &VmSpec) -> wire::VmConfig {
         let image_type = self.version.image_type();
+        // One that is to be frozen writes itself down beside its memory.
+        let frozen_into = spec.memory_file.as_ref().and_then(|file| file.parent());
+        let writable = iter::once(spec.run_dir.as_path()).chain(frozen_into).map(Path::to_owned);
         wire::VmConfig {
             cpus: wire::Cpus { boot_vcpus: spec.vcpus, max_vcpus: spec.vcpus },
-            memory: wire::Memory { size: spec.memory_mib << 20, shared: false },
+            memory: template::memory(spec),
             payload: wire::Payload {
                 kernel: spec.kernel.clone(),
                 initramfs: spec.initramfs.clone(),
@@ -104,24 +110,23 @@ impl CloudHypervisor {
             // Relative to the VMM's working directory, so never too long for a socket's address.
             vsock: wire::Vsock { cid: CID, socket: PathBuf::from("./").join(vsock::SOCKET) },
             landlock_enable: self.jailed,
-            landlock_rules: vec![wire::LandlockRule { path: spec.run_dir.clone(), access: "rw" }],
+            landlock_rules: writable.map(|path| wire::LandlockRule { path, access: "rw" }).collect(),
         }
     }
-}
 
-#[async_trait]
-impl Vmm for CloudHypervisor {
-    fn info(&self) -> VmmInfo {
-        self.info.clone()
-    }
-
-    async fn boot(&self, spec: &VmSpec) -> Result<Arc<dyn Machine>, VmmError> {
+    /// Starts Cloud Hypervisor and has it make the machine.
+    async fn start(&self, spec: &VmSpec, begin: Begin<'_>) -> Result<Arc<dyn Machine>, VmmError> {
         let (pod, run_dir) = (&spec.pod, &spec.run_dir);
         let at = |name: &str| run_dir.join(name);
         let mut files = Files::default();
         let control = files.listen(spec, api::SOCKET)?;
         let announcements = at(&vsock::announcements());
-        let link = Link::new(run_dir).map_err(host(pod, "listen on", announcements.clone()))?;
+        let link = match begin {
+            Begin::Boot => Link::new(run_dir),
+            // Its agent has announced itself long ago.
+            Begin::Restore { .. } => Link::of_running(run_dir),
+        };
+        let link = link.map_err(host(pod, "listen on", announcements.clone()))?;
         files.add(announcements);
         // Made by the VMM.
         files.add(at(vsock::SOCKET));
@@ -130,9 +135,23 @@ impl Vmm for CloudHypervisor {
         let (console, stdout) = io::pipe().map_err(host(pod, "capture output in", run_dir.clone()))?;
 
         let arguments = arguments(control.as_raw_fd(), told.as_raw_fd());
+        let mut inherited = vec![control, told];
+        let source = match begin {
+            Begin::Boot => None,
+            Begin::Restore { frozen } => {
+                let (source, sealed) = Source::new(spec, frozen)?;
+                inherited.extend(sealed);
+                Some(source)
+            }
+        };
+        let confined = match source {
+            Some(_) if self.jailed => jail::rules(&process::find(&self.program), spec)
+                .map_err(|error| host(pod, "confine the VMM to", run_dir.clone())(io::Error::other(error)))?,
+            _ => None,
+        };
         let (program, dir, background) = (self.program.clone(), run_dir.clone(), spec.background);
         let spawned = tokio::task::spawn_blocking(move || {
-            process::spawn(&program, arguments, &dir, vec![control, told], Some(stdout.into()), background)
+            process::spawn(&program, arguments, &dir, inherited, Some(stdout.into()), background, confined)
         });
         let (process, words) = spawned
             .await
@@ -144,8 +163,13 @@ impl Vmm for CloudHypervisor {
 
         let watched = Watched::new(pod, process.watched(), captures, events);
         let api = Api::new(run_dir, self.boot_timeout);
-        watched.answered("vm.create", api.create(&self.description(spec))).await?;
-        watched.answered("vm.boot", api.boot()).await?;
+        match source {
+            None => {
+                watched.answered("vm.create", api.create(&self.description(spec))).await?;
+                watched.answered("vm.boot", api.boot()).await?;
+            }
+            Some(source) => watched.answered(template::CALL, api.restore(source.path())).await?,
+        }
         let record = MachineRecord {
             pod: pod.clone(),
             run_dir: run_dir.clone(),
@@ -166,23 +190,41 @@ impl Vmm for CloudHypervisor {
             call_timeout: self.call_timeout,
         }))
     }
+}
+
+/// How a machine comes to be.
+#[derive(Debug, Clone, Copy)]
+enum Begin<'a> {
+    /// It boots.
+    Boot,
+    /// It is a copy of this one, standing still.
+    Restore { frozen: &'a Frozen },
+}
+
+#[async_trait]
+impl Vmm for CloudHypervisor {
+    fn info(&self) -> VmmInfo {
+        self.info.clone()
+    }
+
+    async fn boot(&self, spec: &VmSpec) -> Result<Arc<dyn Machine>, VmmError> {
+        template::make_memory(spec)?;
+        self.start(spec, Begin::Boot).await
+    }
 
     fn template_inputs(&self, spec: &VmSpec) -> TemplateInputs {
+        let description = serde_json::to_string(&self.description(&spec.of_no_pod()));
         TemplateInputs {
             vmm: self.info.name.to_owned(),
             version: self.info.version.clone(),
             program: process::find(&self.program),
             accelerator: self.info.accelerator.to_owned(),
-            machine: vec![spec.vcpus.to_string()],
+            machine: vec![description.unwrap_or_default()],
         }
     }
 
-    async fn restore(&self, spec: &VmSpec, _frozen: &Frozen) -> Result<Arc<dyn Machine>, VmmError> {
-        Err(VmmError::Refused {
-            pod: spec.pod.clone(),
-            call: "loading a template".into(),
-            reason: "not known of Cloud Hypervisor here".into(),
-        })
+    async fn restore(&self, spec: &VmSpec, frozen: &Frozen) -> Result<Arc<dyn Machine>, VmmError> {
+        self.start(spec, Begin::Restore { frozen }).await
     }
 
     async fn adopt(&self, record: &MachineRecord) -> Result<Option<Arc<dyn Machine>>, VmmError> {

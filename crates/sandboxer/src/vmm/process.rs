@@ -7,7 +7,7 @@ use std::{
     ffi::OsString,
     fs, io, ops,
     os::{
-        fd::{AsFd, OwnedFd},
+        fd::{AsFd, AsRawFd, OwnedFd},
         unix::process::CommandExt,
     },
     path::{Path, PathBuf},
@@ -21,6 +21,7 @@ use rustix::{
         Pid, PidfdFlags, Resource, Rlimit, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal,
         setpriority_pgrp, setpriority_process, setrlimit, setsid, waitid,
     },
+    thread::set_no_new_privs,
 };
 use tokio::{
     io::{Interest, unix::AsyncFd},
@@ -83,8 +84,9 @@ const BACKGROUND: i32 = 10;
 ///
 /// `inherited` are open in it under the numbers they have here. Its environment is `PATH` and
 /// [`strays::MARK`] with `run_dir`, which is also its working directory. Its stderr is the returned pipe,
-/// and so is its stdout unless `stdout` is given. Blocks for the time of a fork: call it where blocking is
-/// allowed, inside a runtime.
+/// and so is its stdout unless `stdout` is given. From its first moment it opens no more than what the
+/// Landlock rules `confined` allow, if there are any. Blocks for the time of a fork: call it where blocking
+/// is allowed, inside a runtime.
 pub fn spawn(
     program: &Path,
     arguments: Vec<OsString>,
@@ -92,6 +94,7 @@ pub fn spawn(
     inherited: Vec<OwnedFd>,
     stdout: Option<OwnedFd>,
     background: bool,
+    confined: Option<OwnedFd>,
 ) -> io::Result<(Starting, OwnedFd)> {
     let (words, their_words) = io::pipe()?;
     let stdout = match stdout {
@@ -118,6 +121,12 @@ pub fn spawn(
             }
             // A core would be the whole guest on the host's disk.
             setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?;
+            if let Some(rules) = &confined {
+                set_no_new_privs(true)?;
+                if libc::syscall(libc::SYS_landlock_restrict_self, rules.as_raw_fd(), 0) < 0 {
+                    return Err(io::Error::last_os_error());
+                }
+            }
             // Only in the child: another fork of this daemon must not inherit them.
             for fd in &inherited {
                 rustix::io::fcntl_setfd(fd, FdFlags::empty())?;

@@ -124,7 +124,7 @@ impl Qemu {
         let (program, run_dir) = (self.program.clone(), spec.run_dir.clone());
         let background = spec.background;
         let spawned = tokio::task::spawn_blocking(move || {
-            process::spawn(&program, arguments, &run_dir, inherited, None, background)
+            process::spawn(&program, arguments, &run_dir, inherited, None, background, None)
         });
         let (process, words) = spawned
             .await

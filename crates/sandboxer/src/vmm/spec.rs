@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use sandboxer_protocol::{boot::BootParams, id::SandboxId};
+use sandboxer_protocol::{boot::BootParams, id::SandboxId, link::LinkKey};
 use serde::{Deserialize, Serialize};
 
 /// A machine, complete: every host resource it names exists before a VMM sees it.
@@ -33,6 +33,19 @@ pub struct VmSpec {
     pub console_log_bytes: u64,
 }
 
+impl VmSpec {
+    /// The same machine with nothing in it that differs from pod to pod but `pod` itself; it is to be
+    /// frozen, in a file without a name.
+    pub fn of_no_pod(&self) -> Self {
+        Self {
+            run_dir: PathBuf::new(),
+            boot: BootParams { link_key: LinkKey::from_bytes([0; LinkKey::LEN]), log: self.boot.log.clone() },
+            memory_file: Some(PathBuf::new()),
+            ..self.clone()
+        }
+    }
+}
+
 /// A disk of a machine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskSpec {
@@ -42,4 +55,33 @@ pub struct DiskSpec {
     pub path: PathBuf,
     /// The guest can't write to it.
     pub read_only: bool,
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    /// A machine of no use.
+    pub fn spec() -> VmSpec {
+        VmSpec {
+            pod: "pod".parse().unwrap(),
+            run_dir: "/run".into(),
+            vcpus: 1,
+            memory_mib: 1,
+            kernel: "/new/kernel".into(),
+            initramfs: "/new/initramfs".into(),
+            boot: BootParams { link_key: LinkKey::random(), log: None },
+            memory_file: None,
+            disks: Vec::new(),
+            background: false,
+            console_log_bytes: 0,
+        }
+    }
+
+    #[test]
+    fn pods_of_one_kind_are_the_same_machine() {
+        let (one, other) = (spec(), VmSpec { run_dir: "/other".into(), ..spec() });
+        assert_ne!(one.boot.link_key.to_hex(), other.boot.link_key.to_hex());
+        assert_eq!(format!("{:?}", one.of_no_pod()), format!("{:?}", other.of_no_pod()));
+    }
 }

@@ -236,6 +236,9 @@ impl Machine {
         if vcpus("boot_vcpus") > vcpus("max_vcpus") {
             return refused("Max CPUs lower than boot");
         }
+        if !zones(config).is_empty() && config["memory"]["size"] != 0 {
+            return refused("Memory size and zones");
+        }
         if config["serial"]["mode"] == "Tty" && config["console"]["mode"] == "Tty" {
             return refused("Two consoles on one terminal");
         }
@@ -267,6 +270,15 @@ impl Machine {
 
     /// The guest comes to life.
     fn run(&self, state: &mut State, running: bool) -> Result<(), Refusal> {
+        for zone in zones(state.config.as_ref().unwrap()) {
+            let Some(path) = zone["file"].as_str() else { continue };
+            // Written to or not, it is opened for that by older versions.
+            let file = File::options().read(true).write(true).open(path);
+            let length = file.and_then(|file| file.metadata()).map(|meta| meta.len());
+            if length.map_err(|error| (500, error.to_string()))? < zone["size"].as_u64().unwrap() {
+                return refused("The file of a memory zone is too short");
+            }
+        }
         if let Some(socket) = state.config.as_ref().unwrap()["vsock"]["socket"].as_str() {
             state.devices.insert("_vsock0".into());
             guest::start(Path::new(socket), self.share()).map_err(|error| (500, error.to_string()))?;
@@ -335,11 +347,17 @@ impl Machine {
             return refused("Trying to snapshot while VM is running");
         }
         let dir = directory(&body["destination_url"])?;
-        for (file, content) in [
-            ("config.json", state.config.as_ref().unwrap().to_string()),
-            ("state.json", "{}".to_owned()),
-            ("memory-ranges", String::new()),
-        ] {
+        let config = state.config.as_ref().unwrap();
+        let in_files = |zone: &Value| zone["file"].is_string() && zone["shared"] == true;
+        let ranges = zones(config).is_empty() || !zones(config).iter().all(in_files);
+        let mut files = vec![
+            ("config.json", config.to_string()),
+            ("state.json", json!({ "memory_ranges": ranges }).to_string()),
+        ];
+        if ranges {
+            files.push(("memory-ranges", String::new()));
+        }
+        for (file, content) in files {
             fs::write(dir.join(file), content).map_err(|error| (500, error.to_string()))?;
         }
         Ok(Value::Null)
@@ -350,9 +368,16 @@ impl Machine {
         if state.config.is_some() {
             return Err((404, "VM is already created".into()));
         }
-        let config = directory(&body["source_url"])?.join("config.json");
-        let config = fs::read(config).map_err(|error| (500, error.to_string()))?;
-        state.config = Some(serde_json::from_slice(&config).map_err(|error| (500, error.to_string()))?);
+        let dir = directory(&body["source_url"])?;
+        let read = |file| -> Result<Value, Refusal> {
+            let text = fs::read(dir.join(file)).map_err(|error| (500, error.to_string()))?;
+            serde_json::from_slice(&text).map_err(|error| (500, error.to_string()))
+        };
+        let (config, frozen) = (read("config.json")?, read("state.json")?);
+        if frozen["memory_ranges"] == true {
+            File::open(dir.join("memory-ranges")).map_err(|error| (500, error.to_string()))?;
+        }
+        state.config = Some(config);
         self.run(&mut state, false)?;
         Ok(Value::Null)
     }
@@ -412,6 +437,11 @@ impl Machine {
 
 fn refused<T>(why: &str) -> Result<T, Refusal> {
     Err((500, why.to_owned()))
+}
+
+/// Parts of the memory.
+fn zones(config: &Value) -> &[Value] {
+    config["memory"]["zones"].as_array().map(Vec::as_slice).unwrap_or_default()
 }
 
 /// Opens a disk; its name and what is in it.

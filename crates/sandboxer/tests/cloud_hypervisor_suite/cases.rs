@@ -1,20 +1,28 @@
 //! What holds of any Cloud Hypervisor, the double or the real one. No guest has to boot.
 
-use std::{fs, path::Path};
+use std::{
+    collections::BTreeMap,
+    fs::{self, File},
+    path::Path,
+};
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use rustix::process::{Pid, Signal, kill_process};
 use sandboxer::vmm::{
-    Machine, VmSpec, Vmm, VmmError,
+    Frozen, MEMORY, Machine, VmSpec, Vmm, VmmError,
     cloud_hypervisor::{
-        api::ApiError,
+        api::{Api, ApiError},
         wire::{Disk, Fs, Net, PciDevice, Resize, VmState},
     },
 };
 
 use super::{Case, LONG, Outcome, Running, Subject, kvm_unusable, refusal, skipped, tap, trial};
-use crate::{double::behaviour::Behaviour, listed};
+use crate::{
+    double::behaviour::Behaviour,
+    listed,
+    test_guest::{Pod, contract::sealed, vm_config},
+};
 
 /// All of them.
 pub fn cases() -> impl IntoIterator<Item = Case> {
@@ -26,6 +34,8 @@ pub fn cases() -> impl IntoIterator<Item = Case> {
         a_shared_file_system_is_added,
         the_cpus_stand_still_and_run_again,
         a_snapshot_is_restored,
+        a_frozen_machine_goes_on_as_a_copy,
+        half_a_template_is_refused_and_leaves_nothing,
         cpus_are_added_up_to_the_most,
         the_vmm_ends_when_told_to,
         a_killed_vmm_is_one_error_with_its_call_and_end,
@@ -183,6 +193,110 @@ async fn a_snapshot_is_restored(subject: Subject) -> Result<Outcome> {
     api.resume().await?;
     ensure!(api.info().await?.state == VmState::Running);
     running.end().await
+}
+
+/// A machine, frozen; none, and why not, on a host whose KVM doesn't tell a vCPU's state.
+async fn frozen(subject: &Subject) -> Result<Result<(Pod, Frozen), String>> {
+    let pod = Pod::new("template");
+    let dir = pod.path("frozen");
+    fs::create_dir(&dir)?;
+    let spec = VmSpec { memory_file: Some(dir.join(MEMORY)), ..pod.halting_spec() };
+    let machine = subject.vmm(&pod, vm_config()).await?.boot(&spec).await?;
+    let frozen = machine.freeze(&dir).await;
+    machine.kill().await?;
+    match (frozen, subject, kvm_unusable()) {
+        (Err(VmmError::Refused { reason, .. }), Subject::Real(_), Some(why)) if reason.contains("vCPU") => {
+            return Ok(Err(why.to_owned()));
+        }
+        (frozen, ..) => frozen?,
+    }
+    let mut files: Vec<_> = fs::read_dir(&dir)?.map(|entry| Ok(entry?.file_name())).collect::<Result<_>>()?;
+    files.sort();
+    ensure!(files == ["config.json", MEMORY, "state.json"], "{files:?}");
+    Ok(Ok((pod, sealed(dir))))
+}
+
+async fn a_frozen_machine_goes_on_as_a_copy(subject: Subject) -> Result<Outcome> {
+    let (template, frozen) = match frozen(&subject).await? {
+        Ok(frozen) => frozen,
+        Err(why) => return Ok(Outcome::Skipped(why)),
+    };
+    // A copy needs nothing of where its template lay.
+    fs::remove_dir_all(frozen.dir())?;
+    let (pod, somebody) = (Pod::new("copy"), Pod::new("somebody"));
+    let spec = VmSpec { background: true, ..pod.halting_spec() };
+    let vmm = subject.vmm(&pod, vm_config()).await?;
+    let machine = vmm.restore(&spec, &frozen).await?;
+    let info = Api::new(&spec.run_dir, LONG).info().await?;
+    ensure!(info.state == VmState::Paused, "{info:?}");
+    ensure!(!spec.run_dir.join("template").exists(), "what it began with is left");
+    let pid = machine.record().pid;
+    ensure!(niceness(pid)? == 10, "its processes don't give way");
+    if let Subject::Real(_) = subject {
+        let maps = fs::read_to_string(format!("/proc/{pid}/maps"))?;
+        let private = |line: &str| line.contains("rw-p") && line.contains("/memfd:memory");
+        ensure!(maps.lines().any(private), "the memory isn't mapped privately: {maps}");
+    }
+
+    let run_dir = somebody.path("run");
+    let assigned = machine.assign(&"somebody".parse()?, &run_dir)?;
+    ensure!(niceness(pid)? == 0, "a pod's machine gives way");
+    assigned.resume().await?;
+    let record = assigned.record();
+    ensure!((record.pod.as_str(), &record.run_dir, record.pid) == ("somebody", &run_dir, pid), "{record:?}");
+    ensure!(!spec.run_dir.exists(), "the machine's directory was not moved");
+    drop((machine, assigned));
+    let machine = vmm.adopt(&record).await?.context("it is found where it was moved to")?;
+    let info = Api::new(&run_dir, LONG).info().await?;
+    ensure!(info.state == VmState::Running, "{info:?}");
+    machine.attach_disk(&pod.disk("late")).await?;
+    machine.kill().await?;
+    drop(template);
+    Ok(Outcome::Done)
+}
+
+async fn half_a_template_is_refused_and_leaves_nothing(subject: Subject) -> Result<Outcome> {
+    let (template, whole) = match frozen(&subject).await? {
+        Ok(frozen) => frozen,
+        Err(why) => return Ok(Outcome::Skipped(why)),
+    };
+    let pod = Pod::new("half");
+    let (spec, vmm) = (pod.halting_spec(), subject.vmm(&pod, vm_config()).await?);
+    for (damaged, content) in
+        [("state.json", Some("rubbish")), ("state.json", None), ("config.json", Some("{}")), (MEMORY, None)]
+    {
+        let mut files = BTreeMap::new();
+        for name in ["config.json", MEMORY, "state.json"] {
+            match content {
+                _ if name != damaged => files.insert(name.to_owned(), whole.file(name)?.into()),
+                None => continue,
+                Some(content) => {
+                    fs::write(pod.path(name), content)?;
+                    files.insert(name.to_owned(), File::open(pod.path(name))?)
+                }
+            };
+        }
+        let restored = vmm.restore(&spec, &Frozen::new(whole.dir().to_owned(), files)).await;
+        let error = restored.err().with_context(|| format!("restored with {damaged} {content:?}"))?;
+        let names_it = match (&error, damaged, content) {
+            (VmmError::Refused { call, .. }, "state.json", Some(_)) => call == "loading a template",
+            (VmmError::Malformed { reason, .. }, _, Some(_)) => reason.contains("config.json"),
+            (VmmError::Host { path, .. }, _, None) => path.ends_with(damaged),
+            _ => false,
+        };
+        ensure!(names_it, "{damaged} {content:?}: {error:?}");
+        let left = left_in(&spec)?;
+        ensure!(left.iter().all(|name| name.ends_with(".log")), "{left:?}");
+    }
+    drop(template);
+    Ok(Outcome::Done)
+}
+
+/// That of a process's main thread: field 19 of `/proc/PID/stat`.
+fn niceness(pid: u32) -> Result<i32> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
+    let fields = stat.rsplit_once(')').context("malformed")?.1;
+    Ok(fields.split_whitespace().nth(16).context("malformed")?.parse()?)
 }
 
 async fn cpus_are_added_up_to_the_most(subject: Subject) -> Result<Outcome> {

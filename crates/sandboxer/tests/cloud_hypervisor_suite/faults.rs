@@ -13,7 +13,11 @@ use super::{Case, LONG, Outcome, Running, Subject, cases::left_in, trial};
 use crate::{
     double::behaviour::{Behaviour, Fault},
     listed,
-    test_guest::{Guest, Pod, contract::keeps_the_contract, vm_config},
+    test_guest::{
+        Guest, Pod,
+        contract::{copies_of_a_frozen_machine_are_machines, keeps_the_contract},
+        vm_config,
+    },
 };
 
 pub fn trials() -> Vec<Trial> {
@@ -41,7 +45,9 @@ fn double(call: &str, fault: Fault) -> Subject {
 
 async fn the_contract_of_all_vmms_is_kept(subject: Subject) -> Result<Outcome> {
     let pod = Pod::new("program");
-    keeps_the_contract(&subject.vmm(&pod, vm_config()).await?, Pod::halting_spec).await;
+    let vmm = subject.vmm(&pod, vm_config()).await?;
+    keeps_the_contract(&vmm, Pod::halting_spec).await;
+    copies_of_a_frozen_machine_are_machines(&vmm, Pod::halting_spec).await;
     Ok(Outcome::Done)
 }
 

@@ -1,7 +1,14 @@
 //! What every VMM owes the daemon, whatever runs its guests.
 
-use std::{future::Future, time::Duration};
+use std::{
+    fs::{self, File},
+    future::Future,
+    io,
+    path::PathBuf,
+    time::Duration,
+};
 
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use sandboxer::vmm::{AgentStream, DiskSpec, Frozen, MEMORY, Machine, MachineRecord, VmSpec, Vmm, VmmError};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -134,7 +141,7 @@ pub async fn frozen<F: Future<Output = ()>>(
 ) -> Frozen {
     let pod = Pod::new("template");
     let dir = pod.path("frozen");
-    std::fs::create_dir(&dir).unwrap();
+    fs::create_dir(&dir).unwrap();
     let machine = vmm
         .boot(&VmSpec { memory_file: Some(dir.join(MEMORY)), ..spec(&pod) })
         .await
@@ -144,9 +151,18 @@ pub async fn frozen<F: Future<Output = ()>>(
     before(guest).await;
     machine.freeze(&dir).await.expect("it is frozen");
     machine.kill().await.unwrap();
-    let files = std::fs::read_dir(&dir).unwrap().map(|entry| {
-        let entry = entry.unwrap();
-        (entry.file_name().into_string().unwrap(), std::fs::File::open(entry.path()).unwrap())
+    sealed(dir)
+}
+
+/// What a machine was frozen into, in memory that nobody can change any more.
+pub fn sealed(dir: PathBuf) -> Frozen {
+    let files = fs::read_dir(&dir).unwrap().map(|entry| {
+        let (entry, name) = entry.map(|entry| (entry.path(), entry.file_name())).unwrap();
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let mut copy = File::from(memfd_create(&name, flags).unwrap());
+        io::copy(&mut File::open(entry).unwrap(), &mut copy).unwrap();
+        fcntl_add_seals(&copy, SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW).unwrap();
+        (name.into_string().unwrap(), copy)
     });
     let files = files.collect();
     Frozen::new(dir, files)

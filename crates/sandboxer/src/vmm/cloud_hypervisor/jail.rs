@@ -1,15 +1,25 @@
 //! What a VMM may open: by Landlock, its kernel and initramfs, and its machine's directory.
 //!
+//! It confines itself, once it knows its machine. The copy of a frozen one is confined from its start, by
+//! us: its memory is of a kind for which Landlock takes no rule, and needs none.
+//!
 //! A disk that is plugged in later lies anywhere. While the VMM opens it, it is bound into the
 //! machine's directory; afterwards the VMM has it open and the path is gone again.
 
 use std::{
     fs, io,
+    os::fd::OwnedFd,
     path::{Path, PathBuf},
 };
 
+use landlock::{
+    Access, AccessFs, CompatLevel, Compatible, Ruleset, RulesetAttr, RulesetCreatedAttr, RulesetError,
+    path_beneath_rules,
+};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use rustix::thread::{CapabilitySet, capabilities};
+
+use crate::vmm::VmSpec;
 
 /// Where disks are bound, in the machine's directory.
 const DIR: &str = "disks";
@@ -35,6 +45,25 @@ pub fn usable() -> Result<(), String> {
         true => Ok(()),
         false => Err("disks can't be bound into a machine's directory without CAP_SYS_ADMIN".to_owned()),
     }
+}
+
+/// What the VMM of a copy may open; `program` is to run confined by it.
+pub fn rules(program: &Path, spec: &VmSpec) -> Result<Option<OwnedFd>, RulesetError> {
+    const V: landlock::ABI = landlock::ABI::V3;
+    let (read, write) = (AccessFs::from_read(V), AccessFs::from_write(V));
+    // What isn't there, nobody opens.
+    let libraries =
+        [program, "/usr".as_ref(), "/lib".as_ref(), "/lib64".as_ref(), "/etc/ld.so.cache".as_ref()];
+    let rules = Ruleset::default()
+        .set_compatibility(CompatLevel::HardRequirement)
+        .handle_access(AccessFs::from_all(V))?
+        .create()?
+        .add_rules(path_beneath_rules(libraries, read))?
+        .add_rules(path_beneath_rules([&spec.kernel, &spec.initramfs], AccessFs::ReadFile))?
+        .add_rules(path_beneath_rules(["/dev/urandom"], AccessFs::ReadFile))?
+        .add_rules(path_beneath_rules(["/dev/kvm"], AccessFs::ReadFile | AccessFs::WriteFile))?
+        .add_rules(path_beneath_rules([&spec.run_dir], (read | write) & !AccessFs::Execute))?;
+    Ok(rules.into())
 }
 
 /// A disk that is in its machine's directory until this is dropped.
@@ -94,6 +123,7 @@ pub fn clear(run_dir: &Path) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::vmm::{process, spec::tests::spec};
 
     #[test]
     fn a_disk_is_shown_for_a_while_and_a_dead_daemons_is_cleared() {
@@ -114,5 +144,35 @@ mod tests {
         clear(&run_dir).unwrap();
         fs::remove_dir_all(&run_dir).expect("nothing is mounted any more");
         assert_eq!(fs::read_to_string(&disk).unwrap(), "content");
+    }
+
+    #[tokio::test]
+    async fn a_confined_process_opens_its_machines_files_only() {
+        if let Err(why) = usable() {
+            println!("not tested: {why}");
+            return;
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        fs::create_dir(at("run")).unwrap();
+        for file in ["run/own", "kernel", "initramfs", "foreign"] {
+            fs::write(at(file), "content").unwrap();
+        }
+        let spec = VmSpec { kernel: at("kernel"), initramfs: at("initramfs"), run_dir: at("run"), ..spec() };
+        let program = Path::new("/usr/bin/cp");
+        for (from, to, status) in [
+            ("run/own", "run/copy", 0),
+            ("kernel", "run/kernel", 0),
+            ("initramfs", "run/initramfs", 0),
+            ("foreign", "run/foreign", 1),
+            ("run/own", "copy", 1),
+        ] {
+            let rules = rules(program, &spec).unwrap();
+            let arguments = vec![at(from).into(), at(to).into()];
+            let (process, _words) =
+                process::spawn(program, arguments, &at("run"), Vec::new(), None, false, rules).unwrap();
+            assert_eq!(process.exited().await, process::Exit::Status(status), "{from} to {to}");
+            assert_eq!(at(to).exists(), status == 0, "{from} to {to}");
+        }
     }
 }

@@ -106,12 +106,9 @@ impl Machine for CloudHypervisorMachine {
         self.watched.answered("resuming the guest", self.api.resume()).await
     }
 
-    async fn freeze(&self, _dir: &Path) -> Result<(), VmmError> {
-        Err(VmmError::Refused {
-            pod: self.record.pod.clone(),
-            call: "freezing the guest".into(),
-            reason: "not known of Cloud Hypervisor here".into(),
-        })
+    async fn freeze(&self, dir: &Path) -> Result<(), VmmError> {
+        self.pause().await?;
+        self.watched.answered("freezing the guest", self.api.snapshot(dir)).await
     }
 
     fn assign(&self, pod: &SandboxId, run_dir: &Path) -> Result<Arc<dyn Machine>, VmmError> {

@@ -44,9 +44,25 @@ pub struct Cpus {
 /// Guest memory.
 #[derive(Debug, Clone, Serialize)]
 pub struct Memory {
-    /// Bytes.
+    /// Bytes; 0 where there are zones.
     pub size: u64,
     /// Other processes may map it; `vm.add-fs` needs that.
+    pub shared: bool,
+    /// Parts of it.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub zones: Vec<MemoryZone>,
+}
+
+/// A part of the memory.
+#[derive(Debug, Clone, Serialize)]
+pub struct MemoryZone {
+    /// Its name.
+    pub id: &'static str,
+    /// Bytes.
+    pub size: u64,
+    /// Existing file of that size.
+    pub file: PathBuf,
+    /// What is written goes into the file.
     pub shared: bool,
 }
 

@@ -7,13 +7,10 @@ use std::{
     ffi::OsString,
     fs,
     os::{fd::RawFd, unix::fs::FileTypeExt},
-    path::{Path, PathBuf},
+    path::Path,
 };
 
-use sandboxer_protocol::{
-    boot::{AGENT_PORT, BootParams},
-    link::LinkKey,
-};
+use sandboxer_protocol::boot::AGENT_PORT;
 use serde_json::{Value, json};
 
 use super::super::{
@@ -69,14 +66,7 @@ pub fn machine(spec: &VmSpec, execution: Execution) -> Vec<String> {
         Execution::Kvm => Execution::Kvm,
         Execution::Tcg { .. } => Execution::Tcg { tsc_khz: 0 },
     };
-    let of_no_pod = VmSpec {
-        pod: spec.pod.clone(),
-        run_dir: PathBuf::new(),
-        boot: BootParams { link_key: LinkKey::from_bytes([0; LinkKey::LEN]), log: spec.boot.log.clone() },
-        memory_file: Some(PathBuf::new()),
-        ..spec.clone()
-    };
-    let mut arguments = arguments(&of_no_pod, execution, Sockets::default(), Begin::Boot);
+    let mut arguments = arguments(&spec.of_no_pod(), execution, Sockets::default(), Begin::Boot);
     // The name comes first, and is the pod's.
     arguments.drain(..2);
     arguments.into_iter().map(|argument| argument.to_string_lossy().into_owned()).collect()

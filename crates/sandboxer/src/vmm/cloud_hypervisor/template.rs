@@ -1,0 +1,170 @@
+//! A frozen machine.
+//!
+//! ```text
+//! memory        the guest's, which was the machine's own from its first moment on
+//! config.json   as `vm.create` made it, with what the VMM added
+//! state.json    of its processors and devices
+//! ```
+//!
+//! The VMM takes the copy's from a directory. What is in it leads to the sealed files that the VMM inherits,
+//! but for the configuration, in which the memory is another file and private: what a copy doesn't write it
+//! shares with all others. A copy is confined by us, see `jail`.
+
+use std::{
+    fs::{self, File},
+    io::{self, Read},
+    os::{
+        fd::{AsRawFd, OwnedFd, RawFd},
+        unix::fs::{OpenOptionsExt, symlink},
+    },
+    path::{Path, PathBuf},
+};
+
+use serde_json::Value;
+
+use super::wire;
+use crate::vmm::{Frozen, MEMORY, VmSpec, VmmError, run_dir::host};
+
+const CONFIG: &str = "config.json";
+const STATE: &str = "state.json";
+/// From which the VMM takes a copy's beginnings, in the machine's directory.
+const DIR: &str = "template";
+/// The one zone of the memory of a machine that is to be frozen.
+const ZONE: &str = "memory";
+/// Largest configuration that is read, bytes.
+const MAX_CONFIG: u64 = 1 << 20;
+
+/// What is asked of a VMM that takes the place of a frozen one.
+pub const CALL: &str = "loading a template";
+
+/// The memory of a machine.
+pub fn memory(spec: &VmSpec) -> wire::Memory {
+    let size = spec.memory_mib << 20;
+    match &spec.memory_file {
+        None => wire::Memory { size, shared: false, zones: Vec::new() },
+        Some(file) => {
+            let zone = wire::MemoryZone { id: ZONE, size, file: file.clone(), shared: true };
+            wire::Memory { size: 0, shared: false, zones: vec![zone] }
+        }
+    }
+}
+
+/// Makes the file in which the memory of a machine lies that is to be frozen; the VMM wants it whole.
+pub fn make_memory(spec: &VmSpec) -> Result<(), VmmError> {
+    let Some(path) = &spec.memory_file else { return Ok(()) };
+    let make = || {
+        let file = File::options().write(true).create_new(true).mode(0o600).open(path)?;
+        file.set_len(spec.memory_mib << 20)
+    };
+    make().map_err(host(&spec.pod, "make", path.clone()))
+}
+
+/// The directory from which a VMM makes a copy; removed on drop.
+#[derive(Debug)]
+pub struct Source(PathBuf);
+
+impl Source {
+    /// Makes it, and what the VMM has to inherit.
+    pub fn new(spec: &VmSpec, frozen: &Frozen) -> Result<(Self, Vec<OwnedFd>), VmmError> {
+        let own = |name| {
+            frozen.file(name).map_err(host(&spec.pod, "open a template's file", frozen.dir().join(name)))
+        };
+        let (memory, state, config) = (own(MEMORY)?, own(STATE)?, own(CONFIG)?);
+        let malformed = |reason: String| VmmError::Malformed {
+            pod: spec.pod.clone(),
+            call: CALL.to_owned(),
+            reason: format!("{}: {reason}", frozen.dir().join(CONFIG).display()),
+        };
+        let config = read(config.into()).map_err(|error| malformed(error.to_string()))?;
+        let config = of_copy(config, spec, memory.as_raw_fd()).map_err(malformed)?;
+
+        let dir = spec.run_dir.join(DIR);
+        fs::create_dir(&dir).map_err(host(&spec.pod, "make", dir.clone()))?;
+        let source = Self(dir);
+        let write = || {
+            fs::write(source.0.join(CONFIG), config.to_string())?;
+            symlink(inherited(state.as_raw_fd()), source.0.join(STATE))
+        };
+        write().map_err(host(&spec.pod, "write into", source.0.clone()))?;
+        Ok((source, vec![memory, state]))
+    }
+
+    /// Where it is.
+    pub fn path(&self) -> &Path {
+        &self.0
+    }
+}
+
+impl Drop for Source {
+    fn drop(&mut self) {
+        if let Err(error) = fs::remove_dir_all(&self.0) {
+            tracing::warn!(path = %self.0.display(), %error, "cannot remove what a copy began with");
+        }
+    }
+}
+
+/// Path of a file that a process has inherited under this number, good in that process.
+fn inherited(fd: RawFd) -> PathBuf {
+    format!("/proc/self/fd/{fd}").into()
+}
+
+fn read(config: File) -> io::Result<Value> {
+    let mut text = Vec::new();
+    config.take(MAX_CONFIG).read_to_end(&mut text)?;
+    Ok(serde_json::from_slice(&text)?)
+}
+
+/// The configuration of a frozen machine as that of a copy with this memory, mapped privately.
+fn of_copy(mut config: Value, spec: &VmSpec, memory: RawFd) -> Result<Value, String> {
+    let zones = config.pointer_mut("/memory/zones").and_then(Value::as_array_mut);
+    let zone = match zones.map(Vec::as_mut_slice) {
+        Some([Value::Object(zone)]) if zone.get("id").is_some_and(|id| id == ZONE) => zone,
+        _ => return Err("it is not of a machine whose memory lies in one file".to_owned()),
+    };
+    zone.insert("file".to_owned(), path_text(&inherited(memory)));
+    zone.insert("shared".to_owned(), false.into());
+    // Opened once more, and not used.
+    for (file, path) in [("kernel", &spec.kernel), ("initramfs", &spec.initramfs)] {
+        config["payload"][file] = path_text(path);
+    }
+    // It would want a rule for its memory: see `jail`.
+    config["landlock_enable"] = false.into();
+    if let Some(config) = config.as_object_mut() {
+        config.remove("landlock_rules");
+    }
+    Ok(config)
+}
+
+fn path_text(path: &Path) -> Value {
+    path.to_string_lossy().into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::vmm::spec::tests::spec;
+    use serde_json::json;
+
+    #[test]
+    fn a_copy_has_its_memory_from_another_file_and_is_otherwise_the_same() {
+        let payload = |dir| json!({ "kernel": format!("{dir}/kernel"), "initramfs": format!("{dir}/initramfs"), "cmdline": "c" });
+        let zone =
+            |file, shared| json!({ "id": "memory", "size": 1, "file": file, "shared": shared, "thp": true });
+        let vsock = json!({ "id": "_vsock2" });
+        let template = |zones: Value| {
+            json!({ "memory": { "size": 0, "zones": zones }, "payload": payload("/old"), "vsock": vsock,
+                    "landlock_enable": true, "landlock_rules": [{ "path": "/t", "access": "rw" }] })
+        };
+        let copy = of_copy(template(json!([zone("/t/memory", true)])), &spec(), 7).unwrap();
+        let expected = json!({
+            "memory": { "size": 0, "zones": [zone("/proc/self/fd/7", false)] }, "payload": payload("/new"),
+            "vsock": vsock, "landlock_enable": false,
+        });
+        assert_eq!(copy, expected);
+
+        let two = json!([zone("/a", true), zone("/b", true)]);
+        for other in [template(two), template(json!([])), template(json!([{ "id": "other" }])), json!([])] {
+            of_copy(other, &spec(), 7).unwrap_err();
+        }
+    }
+}

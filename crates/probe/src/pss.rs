@@ -53,7 +53,8 @@ pub fn split(pid: i32) -> Result<Split, PssError> {
     let (mut own, mut guest, mut template) = (0, 0, 0);
     for map in maps {
         let pss = bytes(&map, "Pss");
-        let written = bytes(&map, "Pss_Anon").min(pss);
+        // Copies of its own, shared with nobody; the kernel tells their PSS in sums only.
+        let written = bytes(&map, "Anonymous").min(pss);
         let private_file =
             matches!(map.pathname, MMapPath::Path(_)) && map.perms.contains(MMPermissions::PRIVATE);
         // A guest has written to its memory by the time it runs; a kernel image that a monitor has mapped to

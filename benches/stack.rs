@@ -8,7 +8,7 @@ use sandboxer_probe::options::Network;
 use sandboxer_probe::timeline::Recipe;
 
 /// Handlers that are compared, where they are.
-pub const HANDLERS: [&str; 2] = ["sandboxer", "runc"];
+pub const HANDLERS: [&str; 4] = ["sandboxer", "sandboxer-template", "sandboxer-boot", "runc"];
 const IMAGE: &str = "docker.io/library/busybox:latest";
 
 /// A runtime to measure; a stack that was started for it ends with it.

@@ -251,6 +251,7 @@ fn pods(c: &mut Criterion) {
         group: count_from("SANDBOXER_BENCH_PARALLEL", 20),
         rounds: 1,
         warm_up: 1,
+        pause: Duration::from_secs(1),
         recipe: stack.recipe(),
         bare_boot: None,
     };

@@ -51,6 +51,8 @@ while (1) {
     if (defined $failure) {
         unlink $socket;
         print STDERR "start-ready: $command[0] $failure; the end of $log:\n";
+        # With the words above, whoever reads only one of the two.
+        open STDOUT, '>&', \*STDERR;
         system 'tail', '-n', '20', $log;
         exit 1;
     }

@@ -4,7 +4,8 @@
 //! 2. The parent belongs to the pod.
 //! 3. It is younger than the pod and holds a file of it open: a helper. If it is older and holds a file,
 //!    watches a process of the pod by pidfd or is the parent of one, it serves pods: resident.
-//! 4. It descends from the CRI runtime or a resident process and none of the above holds: not attributed.
+//! 4. It descends from the CRI runtime or a resident process and none of the above holds: a virtual machine
+//!    waits for a pod; anything else is not attributed.
 //!
 //! Names only tell roles apart among processes that a tie has found.
 
@@ -32,6 +33,8 @@ pub enum Role {
     GuestMemory,
     /// The pods' shares of template pages.
     Template,
+    /// A virtual machine that waits for a pod, its guest's memory included.
+    Pool,
     /// A container's own processes, where they are on the host.
     Workload,
     /// Started below the runtime, and of no pod.
@@ -40,7 +43,7 @@ pub enum Role {
 
 impl Role {
     /// Every role.
-    pub const ALL: [Role; 9] = [
+    pub const ALL: [Role; 10] = [
         Role::Daemon,
         Role::Shim,
         Role::Pause,
@@ -48,6 +51,7 @@ impl Role {
         Role::Helper,
         Role::GuestMemory,
         Role::Template,
+        Role::Pool,
         Role::Workload,
         Role::Unattributed,
     ];
@@ -62,6 +66,7 @@ impl Role {
             Role::Helper => "helper",
             Role::GuestMemory => "guest_memory",
             Role::Template => "template",
+            Role::Pool => "pool",
             Role::Workload => "workload",
             Role::Unattributed => "unattributed",
         }
@@ -254,11 +259,17 @@ fn name_roles(table: &Table, pods: &[PodIds], known: &Known, found: &mut BTreeMa
     let own_namespace = known.observers.iter().find_map(|pid| table.get(pid)?.pid_namespace);
     let parents: BTreeMap<i32, String> =
         found.iter().filter_map(|(pid, tie)| Some((table.get(pid)?.parent, tie.pod.clone()?))).collect();
-    for (pid, tie) in found.iter_mut().filter(|(_, tie)| tie.role == Role::Helper) {
+    for (pid, tie) in found.iter_mut() {
         let Some(process) = table.get(pid) else { continue };
+        let monitor = process.has_vm || MONITORS.iter().any(|name| process.name.starts_with(name));
+        if tie.role == Role::Unattributed && monitor {
+            tie.role = Role::Pool;
+        }
+        if tie.role != Role::Helper {
+            continue;
+        }
         let contained = process.pid_namespace.is_some() && process.pid_namespace != own_namespace;
         let is_pods = pods.iter().any(|pod| pod.pid == Some(*pid));
-        let monitor = process.has_vm || MONITORS.iter().any(|name| process.name.starts_with(name));
         tie.role = if monitor {
             Role::Vmm
         } else if is_pods && contained {

@@ -22,6 +22,9 @@ use tokio::process::Command;
 /// Name of the character device that carries the agent's link.
 const AGENT: &str = "agent";
 
+const NO_LINE: &str =
+    "it was given no kernel command line; a copy of a template has none: ask for a handler whose pods boot";
+
 /// Why a machine did not boot alone.
 #[derive(Debug, thiserror::Error)]
 pub enum BareBootError {
@@ -86,8 +89,7 @@ impl BareBoot {
 
     fn with(pid: i32, program: PathBuf, arguments: Vec<OsString>) -> Result<Self, BareBootError> {
         let append = arguments.iter().skip_while(|word| *word != "-append").nth(1);
-        let append =
-            append.ok_or(BareBootError::Unknown { pid, reason: "it was given no kernel command line" })?;
+        let append = append.ok_or(BareBootError::Unknown { pid, reason: NO_LINE })?;
         let key = BootParams::parse(&append.to_string_lossy())
             .map_err(|source| BareBootError::NoKey { pid, source })?
             .link_key;

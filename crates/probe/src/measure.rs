@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::Duration;
 
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
@@ -154,6 +155,7 @@ impl Bench {
             group: 0,
             rounds: 0,
             warm_up: 0,
+            pause: Duration::ZERO,
             recipe: sweep.recipe.clone(),
             bare_boot: None,
         };
@@ -232,6 +234,7 @@ fn startup_facts(plan: &Plan) -> Facts {
         ("group", json!(plan.group)),
         ("rounds", json!(plan.rounds)),
         ("warm_up", json!(plan.warm_up)),
+        ("pause_s", json!(plan.pause.as_secs_f64())),
     ];
     facts.map(|(name, fact)| (name.to_owned(), fact)).into()
 }

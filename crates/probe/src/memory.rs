@@ -65,9 +65,11 @@ pub struct Point {
 }
 
 impl Point {
-    /// What goes away when the pods go away, KiB: everything but the resident process as it is without pods.
+    /// What goes away when the pods go away, KiB: everything but the resident process as it is without pods,
+    /// and the machines that wait for others.
     pub fn goes_away_kib(&self) -> Option<u64> {
-        Some(self.ledger.total_kib().saturating_sub(self.idle_daemon_kib?))
+        let stays = self.idle_daemon_kib? + self.ledger.role(Role::Pool);
+        Some(self.ledger.total_kib().saturating_sub(stays))
     }
 }
 

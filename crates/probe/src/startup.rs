@@ -33,6 +33,8 @@ pub struct Plan {
     pub rounds: u32,
     /// Starts per handler before counting begins.
     pub warm_up: u32,
+    /// Before each start or group: time for what the last one left to be done, such as filling a pool.
+    pub pause: Duration,
     /// What each pod is.
     pub recipe: Recipe,
     /// A machine that is booted alone after each serial round, to compare with.
@@ -203,6 +205,7 @@ impl Runner {
                 for handler in &plan.runtimes {
                     let place =
                         Place { handler: handler.clone(), mode: Mode::Serial, round, index: 0, warm_up };
+                    self.rest(plan.pause).await;
                     self.one(place, sink).await?;
                 }
                 if let Some(machine) = &plan.bare_boot {
@@ -212,6 +215,7 @@ impl Runner {
         }
         for round in 0..if plan.group == 0 { 0 } else { plan.rounds } {
             for handler in &plan.runtimes {
+                self.rest(plan.pause).await;
                 self.group(handler, round, plan.group, sink).await?;
             }
         }
@@ -229,6 +233,14 @@ impl Runner {
             timeline::start(&self.runtime, &self.watch, &self.recipe, &place.handler, &name, &self.cancel)
                 .await;
         self.finish(place, &name, start, sink).await
+    }
+
+    /// Nothing is measured meanwhile.
+    async fn rest(&self, pause: Duration) {
+        tokio::select! {
+            () = self.cancel.cancelled() => {}
+            () = tokio::time::sleep(pause) => {}
+        }
     }
 
     async fn bare_boot(&mut self, machine: &BareBoot, warm_up: bool) {

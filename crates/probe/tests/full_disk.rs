@@ -46,6 +46,7 @@ async fn child() {
     let bench = Bench::open(&double.endpoint(), None).unwrap();
     let mut store = Store::create(dir).unwrap();
     let plan = Plan {
+        pause: Duration::ZERO,
         runtimes: vec!["a".into()],
         serial: 1000,
         group: 0,

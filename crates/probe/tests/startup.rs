@@ -21,6 +21,7 @@ use tokio_util::sync::CancellationToken;
 
 fn plan(runtimes: &[&str], serial: u32) -> Plan {
     Plan {
+        pause: Duration::ZERO,
         runtimes: runtimes.iter().map(|&name| name.to_owned()).collect(),
         serial,
         group: 0,

@@ -1,6 +1,6 @@
 //! Templates and the pool, with doubles for the VMM and the agent: what is on disk is real.
 
-#![allow(clippy::unwrap_used, reason = "a test that can't go on fails where it stands")]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that can't go on fails where it stands")]
 
 mod fake_agent;
 

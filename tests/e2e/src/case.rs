@@ -86,6 +86,11 @@ impl Case {
         Ok(Pod { id, config, cri: self.cri.clone() })
     }
 
+    /// A pod that was run with `config`.
+    pub fn pod_of(&self, id: &str, config: PodSandboxConfig) -> Pod {
+        Pod { id: id.to_owned(), config, cri: self.cri.clone() }
+    }
+
     /// Removes every pod of this case, whatever state it is in.
     pub async fn clean_up(&self) -> Result<()> {
         let pods = self.cri.pods((LABEL, &self.name)).await?;

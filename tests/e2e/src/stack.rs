@@ -12,6 +12,17 @@ use nix::unistd::Pid;
 
 use crate::eventually;
 
+/// Whether a VMM waits in the pool, or is to become a template. Its environment names the directory it was
+/// started for, which a pod that takes it moves away.
+fn is_of_no_pod(pid: Pid) -> bool {
+    let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+    let dir = environment
+        .split(|byte| *byte == 0)
+        .find_map(|variable| std::str::from_utf8(variable).ok()?.strip_prefix("SANDBOXER_RUN_DIR="));
+    dir.map(Path::new)
+        .is_some_and(|dir| !dir.parent().is_some_and(|dir| dir.ends_with("pods")) && dir.exists())
+}
+
 /// Directories of test runs: the pid says whether the run still goes on.
 const PREFIX: &str = "sandboxer-e2e-";
 
@@ -129,9 +140,18 @@ impl Stack {
         command
     }
 
-    /// Virtual machines of this stack that are alive.
+    /// Virtual machines of this stack's pods that are alive.
     pub fn vmms(&self) -> Result<Vec<Pid>> {
-        self.processes("qemu-system")
+        let mut vmms = self.processes("qemu-system")?;
+        vmms.retain(|&pid| !is_of_no_pod(pid));
+        Ok(vmms)
+    }
+
+    /// Virtual machines of this stack that wait for pods.
+    pub fn waiting(&self) -> Result<Vec<Pid>> {
+        let mut vmms = self.processes("qemu-system")?;
+        vmms.retain(|&pid| is_of_no_pod(pid));
+        Ok(vmms)
     }
 
     /// Processes of this stack whose command line begins with `…/<name>`.
@@ -190,7 +210,9 @@ fn scripts() -> PathBuf {
 }
 
 fn script(name: &str, args: &[&Path]) -> Result<String> {
-    let output = Command::new(scripts().join(name)).args(args).stdin(Stdio::null()).output()?;
+    // A small pool: cases that run at once leave it no time to be filled, and those that count need few.
+    let output =
+        Command::new(scripts().join(name)).args(args).env("POOL", "2").stdin(Stdio::null()).output()?;
     if !output.status.success() {
         bail!("scripts/{name}: {}", String::from_utf8_lossy(&output.stderr).trim());
     }

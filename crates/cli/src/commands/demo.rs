@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use futures::future::join_all;
@@ -166,22 +167,24 @@ async fn figures(args: &Args, bench: &Bench, cancel: &CancellationToken) -> Resu
         [&args.runtime, &args.baseline].into_iter().filter(|name| !name.is_empty()).cloned().collect();
 
     let recipe = args.target.recipe();
-    // Another runtime's pods are no machines that could be booted alone.
-    let bare_boot = match bench.bare_boot(&args.runtime, &recipe).await {
-        Ok(machine) => Some(machine),
-        Err(error) => {
-            eprintln!("no bare boot to compare with: {error}");
-            None
-        }
-    };
+    // Another runtime's pods are no machines that could be booted alone; nor are copies of a template.
+    let mut bare_boot = bench.bare_boot(&format!("{}-boot", args.runtime), &recipe).await;
+    if bare_boot.is_err() {
+        bare_boot = bench.bare_boot(&args.runtime, &recipe).await;
+    }
+    if let Err(error) = &bare_boot {
+        eprintln!("no bare boot to compare with: {error}");
+    }
     let plan = Plan {
         runtimes: runtimes.clone(),
         serial: args.serial,
         group: 0,
         rounds: 0,
         warm_up: 1,
+        // In which the pool is filled again.
+        pause: Duration::from_secs(1),
         recipe,
-        bare_boot,
+        bare_boot: bare_boot.ok(),
     };
     let mut store = output.map(|dir| Store::create(&dir.join("startup"))).transpose()?;
     let bar = startup::bar(plan.pods());

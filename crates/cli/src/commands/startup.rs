@@ -1,6 +1,7 @@
 //! `sandboxer-cli startup`: how fast pods start.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -37,6 +38,10 @@ pub struct Args {
     /// Starts per runtime before counting begins
     #[arg(long, default_value_t = 1)]
     warm_up: u32,
+    /// Seconds of rest before each start or group, for what the last one left to be done: a runtime that keeps
+    /// machines ready fills its pool then, and not in another one's turn
+    #[arg(long, default_value_t = 0.0, value_parser = clap::value_parser!(f64))]
+    pause: f64,
     /// Boot the first runtime's machine alone after each serial round, to compare with
     #[arg(long)]
     bare_boot: bool,
@@ -61,6 +66,7 @@ pub async fn run(args: Args, global: &Global) -> Result<()> {
         group: args.parallel,
         rounds: if args.parallel == 0 { 0 } else { args.rounds },
         warm_up: args.warm_up,
+        pause: Duration::try_from_secs_f64(args.pause).context("--pause takes seconds from 0 up")?,
         recipe,
         bare_boot,
     };

@@ -15,6 +15,7 @@ use sandboxer_protocol::{
     },
     link::LinkKey,
 };
+use serde_json::json;
 use tonic::{Request, Response, Status};
 
 use super::convert::{grpc, grpc_time, id, pod_spec};
@@ -156,8 +157,12 @@ impl Controller for SandboxService {
         let ready = status.state == PodState::Ready;
         let mut info = HashMap::new();
         if request.verbose {
-            let text = serde_json::to_string(&status).map_err(|error| Status::internal(error.to_string()))?;
-            info.insert("info".to_owned(), text);
+            // containerd takes of it what it knows from sandboxes of its own, by these names, and no more.
+            let told = json!({
+                "pid": status.vmm_pid,
+                "processStatus": if ready { "running" } else { "stopped" },
+            });
+            info.insert("info".to_owned(), told.to_string());
         }
         Ok(Response::new(ControllerStatusResponse {
             sandbox_id: request.sandbox_id,

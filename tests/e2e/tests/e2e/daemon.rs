@@ -64,6 +64,7 @@ async fn killed_while_a_pod_starts(case: Case) -> Result<()> {
         case.stack.run_up()?;
         // Either answer will do; what counts is that none is left half-started.
         let _ = tokio::time::timeout(PATIENCE, start).await.context("RunPodSandbox was never answered")??;
+        reached_again(&case).await?;
         case.clean_up().await?;
         eventually("end of the half-started VMM", PATIENCE, || async {
             Ok(case.stack.vmms()?.is_empty().then_some(()))
@@ -145,6 +146,11 @@ async fn reload(case: &Case) -> Result<()> {
     // It may not run: the configuration before was a bad one.
     let _ = case.stack.end("sandboxer", Signal::SIGTERM).await;
     case.stack.run_up()?;
+    reached_again(case).await
+}
+
+/// containerd connects again with a back-off of at most 3 s.
+async fn reached_again(case: &Case) -> Result<()> {
     eventually("daemon to be reached again", PATIENCE, || async {
         match case.cri.run_pod(&case.pod_config(), case.handler).await {
             Err(error) if error.message().contains("connection") => Ok(None),

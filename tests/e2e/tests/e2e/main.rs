@@ -12,6 +12,7 @@ mod probe;
 mod sandbox;
 mod snapshotters;
 mod streams;
+mod templates;
 
 use std::pin::Pin;
 use std::process::ExitCode;
@@ -25,8 +26,13 @@ use sandboxer_e2e::cri::Cri;
 use sandboxer_e2e::stack::Stack;
 use tokio::runtime::Runtime;
 
-/// A case is given up after this long.
+/// A case is given up after this long, unless SANDBOXER_E2E_LIMIT says otherwise, in seconds.
 const LIMIT: Duration = Duration::from_secs(180);
+
+fn limit() -> Duration {
+    let asked = std::env::var("SANDBOXER_E2E_LIMIT").ok().and_then(|seconds| seconds.parse().ok());
+    asked.map_or(LIMIT, Duration::from_secs)
+}
 
 type Outcome = Pin<Box<dyn Future<Output = Result<()>> + Send>>;
 
@@ -74,6 +80,7 @@ fn entries() -> Vec<Entry> {
         failure::cases,
         many::cases,
         probe::cases,
+        templates::cases,
         daemon::cases,
     ];
     files.iter().flat_map(|file| file()).collect()
@@ -118,10 +125,10 @@ impl Suite {
         };
         self.runtime.block_on(async {
             let run = tokio::spawn((entry.run)(case.clone()));
-            let outcome = match tokio::time::timeout(LIMIT, run).await {
+            let outcome = match tokio::time::timeout(limit(), run).await {
                 Ok(Ok(outcome)) => outcome,
                 Ok(Err(panic)) => Err(panic.into()),
-                Err(_) => Err(anyhow::anyhow!("not over after {LIMIT:?}")),
+                Err(_) => Err(anyhow::anyhow!("not over after {:?}", limit())),
             };
             let cleaned = match tokio::time::timeout(LIMIT, case.clean_up()).await {
                 Ok(cleaned) => cleaned.context("could not clean up"),

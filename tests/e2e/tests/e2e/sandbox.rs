@@ -1,7 +1,8 @@
 //! What makes a pod a microVM: its own kernel and machine, and no process per pod but the VMM.
 
 use anyhow::{Context, Result, ensure};
-use sandboxer_e2e::case::{Case, idle};
+use sandboxer_e2e::case::{Case, PATIENCE, idle};
+use sandboxer_e2e::eventually;
 
 crate::cases![
     Vm: own_kernel, machine_by_annotation, annotation_that_makes_no_sense, host_network_is_refused_or_said;
@@ -74,7 +75,11 @@ async fn host_network_is_refused_or_said(case: Case) -> Result<()> {
 
 /// Three pods with two containers each: three VMMs, no shim, no pause, nothing that was not there before.
 async fn one_vmm_and_nothing_else(case: Case) -> Result<()> {
-    let before = case.stack.processes("")?.len();
+    // Machines that wait come and go by themselves: both counts are taken while none does.
+    let filled = || async { Ok((case.stack.waiting()?.len() == 2).then_some(())) };
+    eventually("the pool's two machines", PATIENCE, filled).await?;
+    let processes = || Ok::<_, anyhow::Error>(case.stack.processes("")?.len() - case.stack.waiting()?.len());
+    let before = processes()?;
     for _ in 0..3 {
         let pod = case.pod().await?;
         pod.start(idle("first")).await?;
@@ -84,7 +89,8 @@ async fn one_vmm_and_nothing_else(case: Case) -> Result<()> {
     ensure!(vmms == 3, "{vmms} VMMs for three pods");
     ensure!(case.stack.processes("containerd-shim")?.is_empty(), "a shim is left running");
     ensure!(case.stack.processes("pause")?.is_empty(), "a pause process runs");
-    let all = case.stack.processes("")?.len();
+    eventually("the pool's two machines again", PATIENCE, filled).await?;
+    let all = processes()?;
     ensure!(all == before + 3, "{} processes more for three pods", all - before);
     case.clean_up().await?;
     let vmms = case.stack.vmms()?.len();

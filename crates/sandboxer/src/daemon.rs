@@ -86,9 +86,9 @@ pub async fn run(
     ready: impl FnOnce(recover::Recovered),
 ) -> Result<(), DaemonError> {
     let _locks = [lock(&config.run_dir, "run.lock")?, lock(&config.state_dir, "state.lock")?];
-    doctor::fit(&config).await?;
     let vmm: Arc<dyn Vmm> = vmm::detect(&config.vm).await?;
     let info = vmm.info();
+    doctor::fit(&config, &info).await?;
     tracing::info!(
         vmm = info.name,
         version = info.version,

@@ -7,7 +7,7 @@ use super::{
     verdict::{Check, Fix, Subject},
 };
 use crate::{
-    config::Accelerator,
+    config::{Accelerator, VmmChoice},
     error::chain,
     vmm::kvm::{self, KvmUnusable},
 };
@@ -42,7 +42,7 @@ pub async fn read(device: &Path) -> Reading {
 }
 
 /// Judges by what is configured.
-pub fn judge(configured: Accelerator, reading: &Reading) -> Check {
+pub fn judge(vmm: VmmChoice, configured: Accelerator, reading: &Reading) -> Check {
     let (seen, fix) = match reading {
         Reading::Usable(rate) => {
             return KVM.ok(format!("runs {:.0} million guest instructions per second", rate / 1e6));
@@ -50,13 +50,14 @@ pub fn judge(configured: Accelerator, reading: &Reading) -> Check {
         Reading::Unusable(unusable) => (chain(unusable), fix(unusable)),
         Reading::Silent => (format!("its test did not end within {LIMIT:?}"), nested()),
     };
+    let or_set = |fix: Fix, key: &str| Fix { what: format!("{}, or set {key} to \"auto\"", fix.what), ..fix };
+    if vmm == VmmChoice::CloudHypervisor {
+        return KVM.failure(format!("vm.vmm is \"cloud-hypervisor\"; {seen}"), or_set(fix, "vm.vmm"));
+    }
     match configured {
         Accelerator::Tcg => KVM.not_applicable(format!("vm.accelerator is \"tcg\"; {seen}")),
         Accelerator::Auto => KVM.warning(seen, fix),
-        Accelerator::Kvm => {
-            let what = format!("{}, or set vm.accelerator to \"auto\"", fix.what);
-            KVM.failure(seen, Fix { what, ..fix })
-        }
+        Accelerator::Kvm => KVM.failure(seen, or_set(fix, "vm.accelerator")),
     }
 }
 
@@ -93,22 +94,25 @@ mod tests {
             (Accelerator::Auto, Reading::Silent, Verdict::Warning),
             (Accelerator::Kvm, Reading::Silent, Verdict::Failure),
         ] {
-            let check = judge(configured, &reading);
+            let check = judge(VmmChoice::Auto, configured, &reading);
             assert_eq!(check.verdict, verdict, "{configured:?} {reading:?}");
         }
-        let slow = judge(Accelerator::Auto, &slow());
+        let slow = judge(VmmChoice::Auto, Accelerator::Auto, &slow());
         assert!(slow.seen.contains("0.5 million guest instructions"), "{slow}");
+        let silent = judge(VmmChoice::CloudHypervisor, Accelerator::Auto, &Reading::Silent);
+        assert_eq!(silent.verdict, Verdict::Failure);
+        assert!(silent.to_string().ends_with("or set vm.vmm to \"auto\""), "{silent}");
     }
 
     #[test]
     fn what_to_do_fits_what_is_wrong() {
         let open = |kind: io::ErrorKind| {
             let unusable = KvmUnusable::Open { path: "/dev/kvm".into(), source: kind.into() };
-            judge(Accelerator::Auto, &Reading::Unusable(unusable)).fix.unwrap()
+            judge(VmmChoice::Auto, Accelerator::Auto, &Reading::Unusable(unusable)).fix.unwrap()
         };
         assert!(open(io::ErrorKind::NotFound).commands[0].contains("modprobe"));
         assert_eq!(open(io::ErrorKind::PermissionDenied).what, "run this as root");
-        let asked_for = judge(Accelerator::Kvm, &Reading::Silent).fix.unwrap();
+        let asked_for = judge(VmmChoice::Auto, Accelerator::Kvm, &Reading::Silent).fix.unwrap();
         assert!(asked_for.what.ends_with("or set vm.accelerator to \"auto\""), "{asked_for:?}");
     }
 

@@ -72,7 +72,7 @@ pub async fn examine(question: &Question<'_>) -> Report {
     let (kvm, qemu, cloud_hypervisor, mkfs, kernel, initramfs, daemon, (cri, route, launcher)) = tokio::join!(
         kvm::read(Path::new("/dev/kvm")),
         vmm::read(&config.vm.qemu),
-        vmm::read(Path::new("cloud-hypervisor")),
+        vmm::read(&config.vm.cloud_hypervisor),
         filesystems::read_mkfs(&config.rootfs.mkfs_erofs),
         blocking(FILE_LIMIT, move || kernel::read(&guest_kernel)),
         blocking(FILE_LIMIT, move || initramfs::read(&guest_initramfs)),
@@ -92,9 +92,9 @@ pub async fn examine(question: &Question<'_>) -> Report {
         pods,
         vec![
             configuration,
-            kvm::judge(config.vm.accelerator, &kvm),
-            vmm::qemu(&qemu),
-            vmm::cloud_hypervisor(&cloud_hypervisor),
+            kvm::judge(config.vm.vmm, config.vm.accelerator, &kvm),
+            vmm::qemu(&qemu, vmm::in_cloud_hypervisor(&config.vm, &kvm, &cloud_hypervisor)),
+            vmm::cloud_hypervisor(config.vm.vmm, &cloud_hypervisor),
             kernel::judge(&kernel),
             initramfs::judge(&initramfs),
             containerd::containerd(&cri),

@@ -1,7 +1,10 @@
 //! The checks that the daemon depends on, before it promises anything.
 
 use super::{filesystems, host::Host, initramfs, kernel, verdict::Check, verdict::Verdict, vmm};
-use crate::config::Config;
+use crate::{
+    config::{Config, VmmChoice},
+    vmm::{VmmInfo, cloud_hypervisor},
+};
 
 /// What keeps pods from running here, one sentence each.
 #[derive(Debug, thiserror::Error)]
@@ -12,13 +15,22 @@ fn sentences(checks: &[Check]) -> String {
     checks.iter().map(Check::to_string).collect::<Vec<_>>().join(" | ")
 }
 
-/// Refuses in the words of `sandboxer-cli check`; what that only warns of goes to the log.
-pub async fn fit(config: &Config) -> Result<(), Unfit> {
+/// Refuses in the words of `sandboxer-cli check`; what that only warns of goes to the log. `chosen` is the
+/// VMM that pods are to run in.
+pub async fn fit(config: &Config, chosen: &VmmInfo) -> Result<(), Unfit> {
     let host = Host::default();
-    let (qemu, mkfs) =
-        tokio::join!(vmm::read(&config.vm.qemu), filesystems::read_mkfs(&config.rootfs.mkfs_erofs));
+    let vmm = async {
+        match chosen.name {
+            cloud_hypervisor::NAME => {
+                let reading = vmm::read(&config.vm.cloud_hypervisor).await;
+                vmm::cloud_hypervisor(VmmChoice::CloudHypervisor, &reading)
+            }
+            _ => vmm::qemu(&vmm::read(&config.vm.qemu).await, false),
+        }
+    };
+    let (vmm, mkfs) = tokio::join!(vmm, filesystems::read_mkfs(&config.rootfs.mkfs_erofs));
     let checks = [
-        vmm::qemu(&qemu),
+        vmm,
         kernel::judge(&kernel::read_headers(&config.vm.kernel)),
         initramfs::judge(&initramfs::read(&config.vm.initramfs)),
         filesystems::mkfs(&mkfs),
@@ -35,6 +47,24 @@ pub async fn fit(config: &Config) -> Result<(), Unfit> {
 mod tests {
     use super::*;
 
+    fn chosen(name: &'static str) -> VmmInfo {
+        VmmInfo { name, version: String::new(), accelerator: "kvm", accelerator_reason: String::new() }
+    }
+
+    #[tokio::test]
+    async fn only_the_vmm_that_was_chosen_has_to_be_there() {
+        let mut config = Config::default();
+        config.vm.qemu = "/nonexistent/qemu".into();
+        config.vm.cloud_hypervisor = "/nonexistent/ch".into();
+        for (name, named, other) in [
+            ("qemu", "qemu: there is no \"/nonexistent/qemu\"", "/nonexistent/ch"),
+            ("cloud-hypervisor", "cloud-hypervisor: there is no \"/nonexistent/ch\"", "/nonexistent/qemu"),
+        ] {
+            let refusal = fit(&config, &chosen(name)).await.unwrap_err().to_string();
+            assert!(refusal.contains(named) && !refusal.contains(other), "{refusal}");
+        }
+    }
+
     #[tokio::test]
     async fn everything_that_is_missing_is_named_at_once() {
         let mut config = Config::default();
@@ -42,7 +72,7 @@ mod tests {
         config.vm.kernel = "/nonexistent/vmlinux".into();
         config.vm.initramfs = "/nonexistent/initramfs".into();
         config.rootfs.mkfs_erofs = "/nonexistent/mkfs.erofs".into();
-        let refusal = fit(&config).await.unwrap_err().to_string();
+        let refusal = fit(&config, &chosen("qemu")).await.unwrap_err().to_string();
         for named in [
             "qemu: there is no \"/nonexistent/qemu\"; install it, or set vm.qemu",
             "guest kernel: cannot read \"/nonexistent/vmlinux\"",

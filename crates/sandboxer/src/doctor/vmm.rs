@@ -3,8 +3,13 @@
 use std::path::{Path, PathBuf};
 
 use super::{
+    kvm,
     program::{self, Answer},
     verdict::{Check, Fix, Subject},
+};
+use crate::{
+    config::{Accelerator, VmConfig, VmmChoice},
+    vmm::cloud_hypervisor::version::{self, Version},
 };
 
 /// The oldest QEMU whose machines were seen to run pods.
@@ -23,13 +28,50 @@ pub struct Reading {
     pub answer: Answer,
 }
 
+impl Reading {
+    /// Of Cloud Hypervisor; why it is none that can be used.
+    fn version(&self) -> Result<Version, String> {
+        let program = self.program.display();
+        match &self.answer {
+            Answer::Said(line) => {
+                Version::parse(line, program.to_string()).map_err(|error| error.to_string())
+            }
+            Answer::Missing => Err(format!("there is no {:?}", self.program)),
+            Answer::Broken(how) => Err(format!("{:?} {how}", self.program)),
+            Answer::Silent => {
+                Err(format!("{:?} did not tell its version within {:?}", self.program, program::LIMIT))
+            }
+        }
+    }
+}
+
 /// Asks for the version.
 pub async fn read(program: &Path) -> Reading {
     Reading { program: program.to_owned(), answer: program::ask(program, "--version").await }
 }
 
-/// QEMU, as configured.
-pub fn qemu(reading: &Reading) -> Check {
+/// Whether pods are to run in Cloud Hypervisor: as `vmm::detect` will find.
+pub fn in_cloud_hypervisor(config: &VmConfig, kvm: &kvm::Reading, reading: &Reading) -> bool {
+    match config.vmm {
+        VmmChoice::Qemu => false,
+        VmmChoice::CloudHypervisor => true,
+        VmmChoice::Auto => {
+            let usable = config.accelerator != Accelerator::Tcg && matches!(kvm, kvm::Reading::Usable(_));
+            usable && reading.version().is_ok()
+        }
+    }
+}
+
+/// QEMU, where pods run in it; elsewhere it may be as it likes.
+pub fn qemu(reading: &Reading, in_cloud_hypervisor: bool) -> Check {
+    let check = judge_qemu(reading);
+    match in_cloud_hypervisor {
+        false => check,
+        true => QEMU.not_applicable(format!("pods run in Cloud Hypervisor; {}", check.seen)),
+    }
+}
+
+fn judge_qemu(reading: &Reading) -> Check {
     let Reading { program, answer } = reading;
     let install = || {
         Fix::commands("install it, or set vm.qemu in the configuration", ["apt-get install qemu-system-x86"])
@@ -54,16 +96,28 @@ pub fn qemu(reading: &Reading) -> Check {
     }
 }
 
-/// Cloud Hypervisor, as found in `PATH`.
-pub fn cloud_hypervisor(reading: &Reading) -> Check {
-    match &reading.answer {
-        Answer::Said(line) => CLOUD_HYPERVISOR.ok(line),
-        Answer::Missing => CLOUD_HYPERVISOR.not_applicable("not installed"),
-        Answer::Broken(how) => CLOUD_HYPERVISOR
-            .warning(how, Fix::words("install a static binary of its releases, or remove this one")),
-        Answer::Silent => CLOUD_HYPERVISOR.warning(
-            format!("did not tell its version within {:?}", program::LIMIT),
-            Fix::words("see whether it is Cloud Hypervisor, and what keeps it"),
+/// Cloud Hypervisor; by what is configured it may be absent, or has to be there.
+pub fn cloud_hypervisor(configured: VmmChoice, reading: &Reading) -> Check {
+    let Reading { program, answer } = reading;
+    let seen = match reading.version() {
+        Ok(version) if configured != VmmChoice::Qemu => return CLOUD_HYPERVISOR.ok(version.to_string()),
+        Ok(version) => version.to_string(),
+        Err(why) => why,
+    };
+    let install = format!(
+        "install a static binary of its releases, v{} to v{}",
+        version::KNOWN.start(),
+        version::KNOWN.end()
+    );
+    match (configured, answer) {
+        (VmmChoice::Qemu, _) => CLOUD_HYPERVISOR.not_applicable(format!("vm.vmm is \"qemu\"; {seen}")),
+        (VmmChoice::Auto, Answer::Missing) => CLOUD_HYPERVISOR.not_applicable("not installed"),
+        (VmmChoice::Auto, _) => {
+            CLOUD_HYPERVISOR.warning(seen, Fix::words(format!("{install}, or remove {program:?}")))
+        }
+        (VmmChoice::CloudHypervisor, _) => CLOUD_HYPERVISOR.failure(
+            seen,
+            Fix::words(format!("{install}, or set vm.cloud_hypervisor, or vm.vmm to \"auto\"")),
         ),
     }
 }
@@ -88,20 +142,55 @@ mod tests {
             (Answer::Broken("ended with 3".into()), Verdict::Failure, "\"vmm\" ended with 3"),
             (Answer::Silent, Verdict::Warning, "\"vmm\" did not tell its version within 1.2s"),
         ] {
-            let check = qemu(&reading(answer));
+            let check = qemu(&reading(answer), false);
             assert_eq!((check.verdict, check.seen.as_str()), (verdict, seen));
         }
     }
 
     #[test]
-    fn cloud_hypervisor_may_be_absent() {
-        for (answer, verdict) in [
-            (Answer::Said("cloud-hypervisor v44.0".into()), Verdict::Ok),
-            (Answer::Missing, Verdict::NotApplicable),
-            (Answer::Broken("ended with 1".into()), Verdict::Warning),
-            (Answer::Silent, Verdict::Warning),
+    fn only_the_vmm_that_runs_pods_has_to_be_there() {
+        let check = qemu(&reading(Answer::Missing), true);
+        assert_eq!(check.verdict, Verdict::NotApplicable);
+        assert_eq!(check.seen, "pods run in Cloud Hypervisor; there is no \"vmm\"");
+
+        let said = |line: &str| Answer::Said(line.into());
+        let (na, ok) = (Verdict::NotApplicable, Verdict::Ok);
+        for (answer, with_auto, asked_for) in [
+            (said("cloud-hypervisor v44.0"), ok, ok),
+            (said("cloud-hypervisor v43.0"), Verdict::Warning, Verdict::Failure),
+            (said("hello"), Verdict::Warning, Verdict::Failure),
+            (Answer::Missing, na, Verdict::Failure),
+            (Answer::Broken("ended with 1".into()), Verdict::Warning, Verdict::Failure),
+            (Answer::Silent, Verdict::Warning, Verdict::Failure),
         ] {
-            assert_eq!(cloud_hypervisor(&reading(answer)).verdict, verdict);
+            let reading = reading(answer);
+            let verdict = |configured| cloud_hypervisor(configured, &reading).verdict;
+            let verdicts = [VmmChoice::Auto, VmmChoice::CloudHypervisor, VmmChoice::Qemu].map(verdict);
+            assert_eq!(verdicts, [with_auto, asked_for, na], "{reading:?}");
+        }
+        let missing = cloud_hypervisor(VmmChoice::CloudHypervisor, &reading(Answer::Missing));
+        assert!(
+            missing.to_string().contains("v44 to v53, or set vm.cloud_hypervisor, or vm.vmm to"),
+            "{missing}"
+        );
+    }
+
+    #[test]
+    fn left_the_choice_it_is_cloud_hypervisor_where_that_and_kvm_can_be_used() {
+        let auto = crate::config::Config::default().vm;
+        let with = |vmm, accelerator| VmConfig { vmm, accelerator, ..auto.clone() };
+        let known = reading(Answer::Said("cloud-hypervisor v53.0".into()));
+        let old = reading(Answer::Said("cloud-hypervisor v43.0".into()));
+        let (usable, silent) = (kvm::Reading::Usable(4e7), kvm::Reading::Silent);
+        for (config, kvm, reading, there) in [
+            (&auto, &usable, &known, true),
+            (&auto, &usable, &old, false),
+            (&auto, &silent, &known, false),
+            (&with(VmmChoice::Auto, Accelerator::Tcg), &usable, &known, false),
+            (&with(VmmChoice::Qemu, Accelerator::Auto), &usable, &known, false),
+            (&with(VmmChoice::CloudHypervisor, Accelerator::Auto), &silent, &old, true),
+        ] {
+            assert_eq!(in_cloud_hypervisor(config, kvm, reading), there, "{config:?} {kvm:?} {reading:?}");
         }
     }
 }

@@ -82,7 +82,7 @@ impl Version {
     }
 
     /// Reads `cloud-hypervisor v53.0`, where more may follow the number.
-    fn parse(line: &str, program: String) -> Result<Self, VersionError> {
+    pub fn parse(line: &str, program: String) -> Result<Self, VersionError> {
         let version = line.strip_prefix("cloud-hypervisor v");
         let major = version.and_then(|version| {
             version.split(|character: char| !character.is_ascii_digit()).next()?.parse().ok()
@@ -140,7 +140,7 @@ pub fn reason(answer: &[u8]) -> String {
 mod tests {
     use super::*;
 
-    fn parse(line: &str) -> Result<Version, String> {
+    pub fn parse(line: &str) -> Result<Version, String> {
         Version::parse(line, "ch".into()).map_err(|error| error.to_string())
     }
 

@@ -10,12 +10,11 @@
 //! What the pool or a template can't give comes the next slower way; whoever asked for the pod never
 //! sees it.
 
-use std::{future::Future, io, path::PathBuf, sync::Arc, time::Duration};
+use std::{convert::Infallible, future::Future, io, path::PathBuf, sync::Arc, time::Duration};
 
 use nix::fcntl::AT_FDCWD;
 use sandboxer_protocol::{
     agent::{ConfigurePodRequest, Ready},
-    boot::BootParams,
     link::{LinkError, LinkKey},
     stage::Stage,
 };
@@ -28,7 +27,7 @@ use crate::{
     container::start::Live,
     error::{Code, PodError, chain},
     guest::{self, GuestError},
-    pool::Warm,
+    pool::{self, Warm},
     template::{Missing, Template},
     vmm::{Machine, MachineExit, VmSpec},
 };
@@ -143,10 +142,11 @@ async fn phases(
     stages: &Stages,
     undo: &mut Undo,
 ) -> Result<Up, PodError> {
-    // Whatever fails from here on, a machine that waited is not left behind.
+    // Whatever fails from here on, nothing of a machine that waited is left behind: not its directory either,
+    // should it not have become the pod's.
     if let Source::Pool(warm) = &source {
         let doomed = warm.machine.clone();
-        undo.push("end the VMM", async move { doomed.kill().await });
+        undo.push("end the VMM", async move { Ok::<_, Infallible>(pool::end(doomed.as_ref()).await) });
     }
     let prepared = stages.run(Stage::Netns, Prepared::new(node, spec, undo)).await?;
     let turn = async { Ok::<_, PodError>(node.admission.enter(Work::Machine).await) };
@@ -229,20 +229,8 @@ impl<'a> Prepared<'a> {
     }
 
     fn vm_spec(&self, key: &LinkKey) -> VmSpec {
-        let config = &self.node.config.vm;
-        VmSpec {
-            pod: self.spec.id.clone(),
-            run_dir: self.run_dir.clone(),
-            vcpus: self.spec.vcpus,
-            memory_mib: self.spec.memory_mib,
-            kernel: config.kernel.clone(),
-            initramfs: config.initramfs.clone(),
-            boot: BootParams { link_key: key.clone(), log: config.agent_log.clone() },
-            memory_file: None,
-            disks: Vec::new(),
-            background: false,
-            console_log_bytes: config.console_log_bytes,
-        }
+        let (spec, run_dir) = (self.spec, self.run_dir.clone());
+        VmSpec::new(&self.node.config.vm, spec.id.clone(), run_dir, spec.shape(), key.clone())
     }
 
     fn running(self, machine: Arc<dyn Machine>, way: Way, undo: &mut Undo) -> Running<'a> {

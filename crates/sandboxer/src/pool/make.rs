@@ -2,7 +2,7 @@
 
 use std::{fs::DirBuilder, io, os::unix::fs::DirBuilderExt, sync::Arc};
 
-use sandboxer_protocol::{agent::ConfigurePodRequest, boot::BootParams, id::SandboxId};
+use sandboxer_protocol::{agent::ConfigurePodRequest, id::SandboxId};
 
 use super::{Rehearsal, Warm, run_dir};
 use crate::{
@@ -61,19 +61,8 @@ async fn try_warm(
     })?;
     let left = dir.clone();
     undo.push("remove the run directory", async move { std::fs::remove_dir_all(left) });
-    let spec = VmSpec {
-        pod: id.clone(),
-        run_dir: dir,
-        vcpus: template.shape.vcpus,
-        memory_mib: template.shape.memory_mib,
-        kernel: config.kernel.clone(),
-        initramfs: config.initramfs.clone(),
-        boot: BootParams { link_key: template.link_key.clone(), log: config.agent_log.clone() },
-        memory_file: None,
-        disks: Vec::new(),
-        background: true,
-        console_log_bytes: config.console_log_bytes,
-    };
+    let spec = VmSpec::new(config, id.clone(), dir, template.shape, template.link_key.clone());
+    let spec = VmSpec { background: true, ..spec };
     let machine = node.vmm.restore(&spec, &template.frozen).await?;
     let doomed = machine.clone();
     undo.push("end the VMM", async move { doomed.kill().await });

@@ -32,6 +32,7 @@ use crate::{
     vmm::Machine,
 };
 use demand::Demand;
+pub use make::end;
 pub use rehearsal::Rehearsal;
 
 /// How often is looked whether the pool should be smaller.
@@ -187,14 +188,14 @@ impl Pool {
             waiting.retain(|_, machines| !machines.is_empty());
         }
         for warm in doomed {
-            make::end(warm.machine.as_ref()).await;
+            end(warm.machine.as_ref()).await;
         }
     }
 
     /// Ends every machine that waits.
     pub async fn drain(&self) {
         let all: Vec<Warm> = self.lock().waiting.drain().flat_map(|(_, machines)| machines).collect();
-        futures::future::join_all(all.iter().map(|warm| make::end(warm.machine.as_ref()))).await;
+        futures::future::join_all(all.iter().map(|warm| end(warm.machine.as_ref()))).await;
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {

@@ -8,7 +8,7 @@ use std::{
     sync::Arc,
 };
 
-use sandboxer_protocol::{boot::BootParams, id::SandboxId, link::LinkKey};
+use sandboxer_protocol::{id::SandboxId, link::LinkKey};
 
 use super::{Shape, TemplateError, image, key::Inputs};
 use crate::{
@@ -49,19 +49,9 @@ pub struct Builder {
 impl Builder {
     /// The machine of which a template of this shape is made, its files to lie in `dir`.
     pub fn spec(&self, shape: Shape, dir: &Path) -> VmSpec {
-        VmSpec {
-            pod: template_id(),
-            run_dir: self.run_dir.clone(),
-            vcpus: shape.vcpus,
-            memory_mib: shape.memory_mib,
-            kernel: self.config.kernel.clone(),
-            initramfs: self.config.initramfs.clone(),
-            boot: BootParams { link_key: LinkKey::random(), log: self.config.agent_log.clone() },
-            memory_file: Some(dir.join(MEMORY)),
-            disks: Vec::new(),
-            background: true,
-            console_log_bytes: self.config.console_log_bytes,
-        }
+        let (run_dir, link_key) = (self.run_dir.clone(), LinkKey::random());
+        let spec = VmSpec::new(&self.config, template_id(), run_dir, shape, link_key);
+        VmSpec { memory_file: Some(dir.join(MEMORY)), background: true, ..spec }
     }
 
     /// Makes the template that `inputs` describe. One at a time; a failure leaves nothing behind.

@@ -20,7 +20,6 @@ mod pages;
 mod store;
 
 use sandboxer_protocol::link::LinkKey;
-use serde::{Deserialize, Serialize};
 
 pub use build::{BuildError, template_id};
 pub use image::{Manifest, TemplateError};
@@ -28,21 +27,7 @@ pub use key::TemplateKey;
 pub use store::{Missing, TemplateView, Templates, run_dir};
 
 use crate::vmm::Frozen;
-
-/// A size of machine; each has a template of its own.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-pub struct Shape {
-    /// Virtual CPUs.
-    pub vcpus: u32,
-    /// Memory, MiB.
-    pub memory_mib: u64,
-}
-
-impl std::fmt::Display for Shape {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} vCPU, {} MiB", self.vcpus, self.memory_mib)
-    }
-}
+pub use crate::vmm::Shape;
 
 /// A frozen machine, checked and in memory.
 #[derive(Debug)]

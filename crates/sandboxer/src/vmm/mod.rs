@@ -35,7 +35,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 
 pub use frozen::{Frozen, MEMORY};
 pub use setup::{SetupError, detect};
-pub use spec::{DiskSpec, VmSpec};
+pub use spec::{DiskSpec, Shape, VmSpec};
 
 /// A kind of VMM, ready to run machines.
 #[async_trait]

@@ -5,6 +5,23 @@ use std::path::PathBuf;
 use sandboxer_protocol::{boot::BootParams, id::SandboxId, link::LinkKey};
 use serde::{Deserialize, Serialize};
 
+use crate::config::VmConfig;
+
+/// A size of machine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct Shape {
+    /// Virtual CPUs.
+    pub vcpus: u32,
+    /// Memory, MiB.
+    pub memory_mib: u64,
+}
+
+impl std::fmt::Display for Shape {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} vCPU, {} MiB", self.vcpus, self.memory_mib)
+    }
+}
+
 /// A machine, complete: every host resource it names exists before a VMM sees it.
 #[derive(Debug, Clone)]
 pub struct VmSpec {
@@ -34,6 +51,23 @@ pub struct VmSpec {
 }
 
 impl VmSpec {
+    /// A machine as configured, that somebody waits for.
+    pub fn new(config: &VmConfig, pod: SandboxId, run_dir: PathBuf, shape: Shape, link_key: LinkKey) -> Self {
+        Self {
+            pod,
+            run_dir,
+            vcpus: shape.vcpus,
+            memory_mib: shape.memory_mib,
+            kernel: config.kernel.clone(),
+            initramfs: config.initramfs.clone(),
+            boot: BootParams { link_key, log: config.agent_log.clone() },
+            memory_file: None,
+            disks: Vec::new(),
+            background: false,
+            console_log_bytes: config.console_log_bytes,
+        }
+    }
+
     /// The same machine with nothing in it that differs from pod to pod but `pod` itself; it is to be
     /// frozen, in a file without a name.
     pub fn of_no_pod(&self) -> Self {

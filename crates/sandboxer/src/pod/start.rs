@@ -146,7 +146,10 @@ async fn phases(
     // should it not have become the pod's.
     if let Source::Pool(warm) = &source {
         let doomed = warm.machine.clone();
-        undo.push("end the VMM", async move { Ok::<_, Infallible>(pool::end(doomed.as_ref()).await) });
+        undo.push("end the VMM", async move {
+            pool::end(doomed.as_ref()).await;
+            Ok::<_, Infallible>(())
+        });
     }
     let prepared = stages.run(Stage::Netns, Prepared::new(node, spec, undo)).await?;
     let turn = async { Ok::<_, PodError>(node.admission.enter(Work::Machine).await) };

@@ -92,10 +92,11 @@ impl Pool {
         if self.config.max == 0 {
             return Err("off");
         }
+        let template = templates.get(shape);
         let mut state = self.lock();
         state.demand.entry(shape).or_default().add(Instant::now());
         self.changed.notify_one();
-        let template = templates.get(shape).map_err(Missing::as_str)?;
+        let template = template.map_err(Missing::as_str)?;
         let waiting = state.waiting.get_mut(&shape).ok_or("empty")?;
         let fresh = waiting.iter().position(|warm| warm.template == template.key).ok_or("empty")?;
         waiting.remove(fresh).ok_or("empty")
@@ -151,6 +152,7 @@ impl Pool {
             (there < self.target(shape, demand.recent(now))).then_some(shape)
         };
         let shape = state.demand.iter_mut().find_map(lacking)?;
+        drop(state);
         has_room(shape.memory_mib << 20).then_some(shape)
     }
 
@@ -162,6 +164,11 @@ impl Pool {
     /// Ends the machines that are too many, whose templates have changed, that have ended, and, while
     /// memory is short, one after the other.
     async fn prune(&self, node: &Arc<Node>) {
+        // Files are looked at before the lock is taken: a claim waits for it.
+        let shapes: Vec<Shape> = self.lock().waiting.keys().copied().collect();
+        let key = |&shape: &Shape| Some((shape, node.templates.get(shape).ok()?.key.clone()));
+        let current: HashMap<Shape, TemplateKey> = shapes.iter().filter_map(key).collect();
+        let short = !has_room(0);
         let mut doomed = Vec::new();
         {
             let mut state = self.lock();
@@ -169,10 +176,9 @@ impl Pool {
             let State { waiting, demand } = &mut *state;
             for (&shape, machines) in waiting.iter_mut() {
                 let target = self.target(shape, demand.entry(shape).or_default().recent(now));
-                let current = node.templates.get(shape).ok().map(|template| template.key.clone());
                 let mut kept = VecDeque::new();
                 for warm in machines.drain(..) {
-                    let stale = current.as_ref().is_some_and(|key| *key != warm.template);
+                    let stale = current.get(&shape).is_some_and(|key| *key != warm.template);
                     let ended = futures::FutureExt::now_or_never(warm.machine.exited()).is_some();
                     if stale || ended || kept.len() >= target {
                         doomed.push(warm)
@@ -182,7 +188,7 @@ impl Pool {
                 }
                 *machines = kept;
             }
-            if !has_room(0) {
+            if short {
                 doomed.extend(waiting.values_mut().find_map(VecDeque::pop_back));
             }
             waiting.retain(|_, machines| !machines.is_empty());

@@ -103,9 +103,11 @@ impl Templates {
         if !self.bounds.enabled {
             return Err(Missing::Off);
         }
+        if let Some(template) = self.ready(shape) {
+            return Ok(template);
+        }
         let mut slots = self.slots();
         let missing = match slots.get(&shape) {
-            Some(Slot::Ready(template)) if self.is_fresh(shape) => return Ok(template.clone()),
             Some(Slot::Preparing) => return Err(Missing::Preparing),
             Some(Slot::Failed(at)) if at.elapsed() < RETRY => return Err(Missing::Failed),
             Some(Slot::Failed(_)) => Missing::Failed,
@@ -124,10 +126,8 @@ impl Templates {
     /// The template for machines of this shape, read or made if there is none.
     pub async fn prepare(self: &Arc<Self>, shape: Shape) -> Result<Arc<Template>, BuildError> {
         let _one = self.preparing.lock().await;
-        if let Some(Slot::Ready(template)) = self.slots().get(&shape)
-            && self.is_fresh(shape)
-        {
-            return Ok(template.clone());
+        if let Some(template) = self.ready(shape) {
+            return Ok(template);
         }
         let prepared = self.load_or_build(shape).await;
         let slot = match &prepared {
@@ -224,6 +224,15 @@ impl Templates {
             bytes -= stored;
         }
         Ok(())
+    }
+
+    /// The template in use, if nothing that it depends on has changed. Files are looked at without the lock.
+    fn ready(&self, shape: Shape) -> Option<Arc<Template>> {
+        let template = match self.slots().get(&shape) {
+            Some(Slot::Ready(template)) => template.clone(),
+            _ => return None,
+        };
+        self.is_fresh(shape).then_some(template)
     }
 
     fn inputs(&self, shape: Shape) -> Result<Inputs, TemplateError> {

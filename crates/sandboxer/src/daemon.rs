@@ -208,12 +208,12 @@ async fn serve(
             served.map_err(|source| DaemonError::Serve { service: "metrics", source: source.into() })
         });
     }
-    let filling = node.clone();
+    let (filling, until) = (node.clone(), shutdown.clone());
     let filling = tokio::spawn(async move {
         let usual = usual_shape(&filling.config);
         // The first pod finds it made, or on its way.
         let _ = filling.templates.get(usual);
-        filling.pool.keep_filled(&filling).await;
+        filling.pool.keep_filled(&filling, &until).await;
     });
     ready(recovered);
 
@@ -223,12 +223,13 @@ async fn serve(
             Err(DaemonError::Serve { service: "gRPC", source: panic.into() })
         }),
     };
-    filling.abort();
     // Requests under way may end; those that wait for a pod's end would wait for ever.
     tracing::info!("draining; pods stay as they are");
     let drained = async {
         let _ = tasks.shutdown().await;
         while services.join_next().await.is_some() {}
+        // After it, nothing is added to the pool.
+        let _ = filling.await;
         node.pool.drain().await;
     };
     if tokio::time::timeout(node.config.drain_timeout, drained).await.is_err() {

@@ -22,6 +22,7 @@ use sandboxer::{
 };
 use sandboxer_protocol::link::LinkKey;
 use tempfile::TempDir;
+use tokio_util::sync::CancellationToken;
 
 const SHAPE: Shape = Shape { vcpus: 1, memory_mib: 128 };
 /// Longer than any test takes.
@@ -242,7 +243,9 @@ async fn a_pool_fills_gives_and_is_filled_again() {
     let host = Host { pool: 2, ..Host::new() };
     let node = host.node();
     let of = node.clone();
-    let filling = tokio::spawn(async move { of.pool.keep_filled(&of).await });
+    let shutdown = CancellationToken::new();
+    let until = shutdown.clone();
+    let filling = tokio::spawn(async move { of.pool.keep_filled(&of, &until).await });
     filled(&node, 2).await;
     let waiting = host.vmm.running();
     let pod = started(&node, "claims").await;
@@ -279,7 +282,10 @@ async fn a_pool_fills_gives_and_is_filled_again() {
     };
     tokio::time::timeout(LONG, all).await.expect("machines of the old template are replaced");
 
-    filling.abort();
+    // One more is asked for, and the end comes while it is made.
+    started(&node, "last").await;
+    shutdown.cancel();
+    filling.await.unwrap();
     node.pool.drain().await;
     assert!(host.vmm.running().iter().all(|id| !is_pooled(id)), "a machine still waits");
     let left: Vec<_> = fs::read_dir(host.path("run/pool")).unwrap().collect();

@@ -3,6 +3,7 @@
 use std::{fs::DirBuilder, io, os::unix::fs::DirBuilderExt, sync::Arc};
 
 use sandboxer_protocol::{agent::ConfigurePodRequest, id::SandboxId};
+use tokio_util::sync::CancellationToken;
 
 use super::{Rehearsal, Warm, run_dir};
 use crate::{
@@ -26,16 +27,24 @@ pub enum PoolError {
     Machine(#[from] PodError),
 }
 
-/// Makes a machine that waits. A failure leaves nothing behind.
-pub async fn warm(node: &Arc<Node>, rehearsal: &Rehearsal, shape: Shape) -> Result<Warm, PoolError> {
+/// Makes a machine that waits. Cancelled or failed, it leaves nothing behind.
+pub async fn warm(
+    node: &Arc<Node>,
+    rehearsal: &Rehearsal,
+    shape: Shape,
+    cancel: &CancellationToken,
+) -> Result<Warm, PoolError> {
     let template = node.templates.prepare(shape).await?;
     let mut undo = Undo::default();
     let limit = node.config.vm.boot_timeout;
     let id = new_id();
-    let made = tokio::time::timeout(limit, try_warm(node, rehearsal, &template, &id, &mut undo)).await;
-    let made = made.unwrap_or_else(|_| {
-        Err(PodError::NotReady { pod: id, limit, console: "it was restored for the pool".into() })
-    });
+    let made = tokio::select! {
+        () = cancel.cancelled() => Err(PodError::Cancelled(id.clone())),
+        made = try_warm(node, rehearsal, &template, &id, &mut undo) => made,
+        () = tokio::time::sleep(limit) => {
+            Err(PodError::NotReady { pod: id.clone(), limit, console: "it was restored for the pool".into() })
+        }
+    };
     if made.is_ok() {
         undo.forget();
     } else if let Err(left) = undo.run().await {

@@ -22,6 +22,7 @@ use std::{
 
 use sandboxer_protocol::agent::Ready;
 use tokio::{sync::Notify, time::Instant};
+use tokio_util::sync::CancellationToken;
 
 use crate::{
     config::PoolConfig,
@@ -109,8 +110,8 @@ impl Pool {
         state.waiting.iter().flat_map(|(&shape, all)| all.iter().map(move |warm| view(shape, warm))).collect()
     }
 
-    /// Keeps the pool at its size until dropped.
-    pub async fn keep_filled(&self, node: &Arc<Node>) {
+    /// Keeps the pool at its size until `shutdown`; what was being made by then is undone when it answers.
+    pub async fn keep_filled(&self, node: &Arc<Node>, shutdown: &CancellationToken) {
         if self.config.max == 0 {
             return;
         }
@@ -118,25 +119,32 @@ impl Pool {
             Ok(rehearsal) => rehearsal,
             Err(error) => return tracing::error!(%error, "no pool: its rehearsal can't be prepared"),
         };
-        loop {
+        while !shutdown.is_cancelled() {
             self.prune(node).await;
             let Some(shape) = self.lacking() else {
-                self.wait(PERIOD).await;
+                self.wait(PERIOD, shutdown).await;
                 continue;
             };
-            node.admission.quiet().await;
-            match make::warm(node, &rehearsal, shape).await {
+            tokio::select! {
+                () = shutdown.cancelled() => return,
+                () = node.admission.quiet() => {}
+            }
+            match make::warm(node, &rehearsal, shape, shutdown).await {
                 Ok(warm) => self.lock().waiting.entry(shape).or_default().push_back(warm),
+                Err(_) if shutdown.is_cancelled() => return,
                 Err(error) => {
                     tracing::warn!(%shape, error = chain(&error), "no machine for the pool");
-                    self.wait(RETRY).await;
+                    self.wait(RETRY, shutdown).await;
                 }
             }
         }
     }
 
-    async fn wait(&self, longest: Duration) {
-        let _ = tokio::time::timeout(longest, self.changed.notified()).await;
+    async fn wait(&self, longest: Duration, shutdown: &CancellationToken) {
+        tokio::select! {
+            () = shutdown.cancelled() => {}
+            _ = tokio::time::timeout(longest, self.changed.notified()) => {}
+        }
     }
 
     /// A size of which there are too few machines, if memory allows for one more.

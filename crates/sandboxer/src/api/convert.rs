@@ -17,6 +17,11 @@ const VCPUS: &str = "io.sandboxer.vcpus";
 /// Annotation that asks for memory: MiB, or a number with Ki, Mi or Gi.
 const MEMORY: &str = "io.sandboxer.memory";
 
+/// Longest hostname, bytes: `__NEW_UTS_LEN` of the kernel.
+const MAX_HOSTNAME: usize = 64;
+/// Longest part of a name in DNS, bytes (RFC 1035).
+const MAX_LABEL: usize = 63;
+
 /// Smallest memory a guest boots in, MiB.
 const LEAST_MEMORY_MIB: u64 = 64;
 
@@ -55,10 +60,7 @@ pub fn pod_spec(request: &ControllerCreateRequest, config: &Config) -> Result<Po
             "pod {id}: the host's IPC namespace is not available in a microVM pod"
         )));
     }
-    let hostname = [asked.hostname, metadata.name.clone(), id.to_string()]
-        .into_iter()
-        .find(|name| !name.is_empty())
-        .unwrap_or_default();
+    let hostname = hostname(asked.hostname, &metadata.name, &id).map_err(invalid)?;
     let annotations = &asked.annotations;
     let handler = handler(request).unwrap_or_default();
     Ok(PodSpec {
@@ -86,6 +88,24 @@ pub fn pod_spec(request: &ControllerCreateRequest, config: &Config) -> Result<Po
         sysctls: linux.sysctls.into_iter().collect::<BTreeMap<_, _>>(),
         id: id.clone(),
     })
+}
+
+/// The hostname that was asked for, or what of the pod's name, else of its id, can be one.
+fn hostname(asked: String, name: &str, id: &Id) -> Result<String, String> {
+    if asked.len() > MAX_HOSTNAME {
+        return Err(format!(
+            "its hostname {asked:?} is longer than the {MAX_HOSTNAME} bytes that Linux takes"
+        ));
+    }
+    if !asked.is_empty() {
+        return Ok(asked);
+    }
+    let fits = |text: &str| {
+        let label: String =
+            text.chars().filter(|c| c.is_ascii_alphanumeric() || "-.".contains(*c)).take(MAX_LABEL).collect();
+        label.trim_matches(['-', '.']).to_owned()
+    };
+    Ok([fits(name), fits(id.as_str())].into_iter().find(|name| !name.is_empty()).unwrap_or_default())
 }
 
 /// The runtime handler that the pod asked for, which containerd tells among what it keeps of a sandbox.
@@ -250,6 +270,23 @@ mod tests {
         for bad in ["0", "1.5", "4096"] {
             assert_eq!(annotated(VCPUS, bad).unwrap_err().code(), Code::InvalidArgument, "{bad:?}");
         }
+    }
+
+    #[test]
+    fn a_pod_without_hostname_is_called_by_what_of_its_name_is_one() {
+        let named = |hostname: &str, name: &str| {
+            let request = request(|config| {
+                config.hostname = hostname.into();
+                config.metadata.get_or_insert_default().name = name.into();
+            });
+            pod_spec(&request, &Config::default()).map(|spec| spec.hostname)
+        };
+        assert_eq!(named("asked", "web").unwrap(), "asked");
+        assert_eq!(named("", "web").unwrap(), "web");
+        assert_eq!(named("", &("x".repeat(62) + "-" + "cut")).unwrap(), "x".repeat(62));
+        assert_eq!(named("", "").unwrap(), "0123abcd");
+        let error = named(&"x".repeat(65), "web").unwrap_err();
+        assert_eq!(error.code(), Code::InvalidArgument);
     }
 
     #[test]

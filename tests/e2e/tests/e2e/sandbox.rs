@@ -93,9 +93,8 @@ async fn one_vmm_and_nothing_else(case: Case) -> Result<()> {
         others.retain(|pid| !before.contains(pid) && !vmms.contains(pid) && !waiting.contains(pid));
         Ok::<_, anyhow::Error>(others)
     };
-    let settled = eventually("no process but the VMMs", PATIENCE, || async {
-        Ok(others()?.is_empty().then_some(()))
-    });
+    let settled =
+        eventually("no process but the VMMs", PATIENCE, || async { Ok(others()?.is_empty().then_some(())) });
     settled.await.with_context(|| format!("{:?}", others()))?;
     case.clean_up().await?;
     let vmms = case.stack.vmms()?.len();

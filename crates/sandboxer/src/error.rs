@@ -4,7 +4,11 @@ use std::{error::Error, fmt::Write, path::PathBuf};
 
 use sandboxer_protocol::id::{ContainerId, ExecId, InvalidId, SandboxId};
 
-use crate::{guest::GuestError, host::rootfs::RootfsError, vmm::VmmError};
+use crate::{
+    guest::GuestError,
+    host::{rootfs::RootfsError, volume::VolumeError},
+    vmm::VmmError,
+};
 
 /// What containerd acts on: the gRPC codes this daemon answers with.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -132,6 +136,14 @@ pub enum PodError {
     /// A root file system can't be made.
     #[error(transparent)]
     Rootfs(#[from] RootfsError),
+    /// A volume can't be had.
+    #[error("container {container}")]
+    Volume {
+        /// The container.
+        container: ContainerId,
+        /// Which volume, and why.
+        source: VolumeError,
+    },
     /// A file or directory of the host is in the way.
     #[error("cannot {action} {path:?} for pod {pod}")]
     Host {
@@ -160,12 +172,14 @@ impl PodError {
             Self::Id { .. } | Self::Invalid { .. } => Code::InvalidArgument,
             Self::State { .. } => Code::FailedPrecondition,
             Self::Cancelled(_) => Code::Cancelled,
-            Self::Unsupported(_) => Code::Unimplemented,
+            Self::Unsupported(_) | Self::Volume { source: VolumeError::Unsupported { .. }, .. } => {
+                Code::Unimplemented
+            }
             Self::NotReady { .. } | Self::Vmm(VmmError::Hung { .. }) => Code::DeadlineExceeded,
             Self::MachineEnded { .. } | Self::Gone(_) => Code::Unavailable,
             Self::Guest(error) => error.code(),
             Self::Rootfs(error) => error.code(),
-            Self::Vmm(_) | Self::Host { .. } | Self::Failed { .. } => Code::Internal,
+            Self::Vmm(_) | Self::Host { .. } | Self::Volume { .. } | Self::Failed { .. } => Code::Internal,
         }
     }
 }

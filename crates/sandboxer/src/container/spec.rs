@@ -4,27 +4,24 @@
 //! host is translated where that keeps its meaning, dropped where a kernel per pod makes it void,
 //! and refused by name where neither is honest.
 
-use std::{
-    fs,
-    io::Read,
-    path::{Path, PathBuf},
-};
+use std::{fs, io::Read, path::Path};
 
 use oci_spec::runtime::{
     Linux, LinuxNamespace, LinuxNamespaceBuilder, LinuxNamespaceType, Mount, MountBuilder, Process, Spec,
 };
 use sandboxer_protocol::{agent::File, id::ContainerId};
 
-use crate::{error::PodError, pod::spec::PodSpec};
+use crate::{
+    error::PodError,
+    host::volume::{self, Kind, Volume},
+    pod::spec::PodSpec,
+};
 
 /// Largest `config.json` that is taken, bytes: the agent's largest message is 4 MiB.
 pub const MAX_SPEC: u64 = 3 << 20;
 
 /// Largest host file that is copied into a container, bytes.
 const MAX_FILE: u64 = 1 << 20;
-
-/// Files that CRI may bind-mount from the host and that mean the same inside: they are copied.
-const COPIED: [&str; 3] = ["/etc/hostname", "/etc/hosts", "/etc/resolv.conf"];
 
 /// File systems that a guest makes by itself.
 const GUEST_FILE_SYSTEMS: [&str; 7] = ["proc", "sysfs", "tmpfs", "devpts", "mqueue", "cgroup", "cgroup2"];
@@ -108,16 +105,29 @@ fn convert_mounts(
             // One for the whole pod, below.
         } else if GUEST_FILE_SYSTEMS.contains(&fstype) {
             kept.push(mount);
-        } else if COPIED.contains(&at.as_str()) {
-            files.retain(|file| file.path != at);
-            files.push(copy_in(pod, container, &mount, at)?);
+        } else if is_bind(&mount) {
+            let volume = volume::classify(&mount)
+                .map_err(|source| PodError::Volume { container: container.clone(), source })?;
+            match volume.kind {
+                Kind::File => {
+                    files.retain(|file| file.path != at);
+                    files.push(copy_in(pod, container, &volume)?);
+                }
+                Kind::TerminationMessage
+                | Kind::Projected
+                | Kind::ProjectedPart
+                | Kind::EmptyDir(_)
+                | Kind::Live => {
+                    return Err(unsupported(
+                        container,
+                        &format!("volume {at} (from {:?})", volume.source),
+                        "pods get no host directories yet",
+                    ));
+                }
+            }
         } else {
-            let source = mount.source().clone().unwrap_or_else(|| PathBuf::from(fstype));
-            return Err(unsupported(
-                container,
-                &format!("volume {at} (from {source:?})"),
-                "pods get no host directories yet",
-            ));
+            let what = format!("volume {at} (of type {fstype:?})");
+            return Err(unsupported(container, &what, "it is none that a guest can mount by itself"));
         }
     }
     let shm = MountBuilder::default()
@@ -171,19 +181,24 @@ fn drop_host_labels(process: &mut Process) {
     process.set_apparmor_profile(None).set_selinux_label(None);
 }
 
-fn copy_in(pod: &PodSpec, container: &ContainerId, mount: &Mount, at: String) -> Result<File, PodError> {
-    let source = mount.source().clone().unwrap_or_default();
-    let content = read_bounded(&source, MAX_FILE).map_err(|error| match error {
+fn is_bind(mount: &Mount) -> bool {
+    mount.typ().as_deref() == Some("bind")
+        || mount.options().iter().flatten().any(|option| option == "bind" || option == "rbind")
+}
+
+fn copy_in(pod: &PodSpec, container: &ContainerId, volume: &Volume) -> Result<File, PodError> {
+    let Volume { at, source, read_only, .. } = volume;
+    let path = at.to_string_lossy().into_owned();
+    let content = read_bounded(source, MAX_FILE).map_err(|error| match error {
         ReadError::TooLarge(length) => invalid(
             container,
-            format!("{source:?} for {at} has {length} bytes, at most {MAX_FILE} are taken"),
+            format!("{source:?} for {path} has {length} bytes, at most {MAX_FILE} are taken"),
         ),
         ReadError::Io(error) => {
             PodError::Host { pod: pod.id.clone(), action: "read", path: source.clone(), source: error }
         }
     })?;
-    let read_only = mount.options().iter().flatten().any(|option| option == "ro");
-    Ok(File { path: at, content, mode: 0o644, read_only, ..Default::default() })
+    Ok(File { path, content, mode: 0o644, read_only: *read_only, ..Default::default() })
 }
 
 fn file(path: &str, content: String) -> File {
@@ -269,15 +284,16 @@ mod tests {
 
     #[test]
     fn a_host_directory_is_refused_by_its_names() {
+        let dir = tempfile::tempdir().unwrap();
         let error = convert_json(|json| {
             json["mounts"] = serde_json::json!([
-                {"destination": "/data", "type": "bind", "source": "/srv/data", "options": ["rbind", "rw"]}
+                {"destination": "/data", "type": "bind", "source": dir.path(), "options": ["rbind", "rw"]}
             ]);
         })
         .unwrap_err();
         assert_eq!(error.code(), crate::error::Code::Unimplemented);
         let text = error.to_string();
-        assert!(text.contains("/data") && text.contains("/srv/data"), "{text}");
+        assert!(text.contains("/data") && text.contains(dir.path().to_str().unwrap()), "{text}");
     }
 
     #[test]

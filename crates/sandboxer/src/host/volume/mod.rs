@@ -1,0 +1,198 @@
+//! What stands behind a container's bind mounts, and so how its guest gets to see it.
+//!
+//! ```text
+//! bind mount ──kubelet──▶ a place in a kubelet's tree ──host──▶ what is there ──▶ Kind
+//! ```
+
+mod host;
+pub mod kubelet;
+
+use std::path::{Path, PathBuf};
+
+use oci_spec::runtime::Mount;
+
+use self::kubelet::{InVolume, Place, Plugin};
+
+/// Files that CRI may bind from the host and that mean the same inside.
+const COPIED: [&str; 3] = ["/etc/hostname", "/etc/hosts", "/etc/resolv.conf"];
+
+/// Options of a bind mount that are as good in a guest.
+const KEPT_OPTIONS: [&str; 17] = [
+    "bind",
+    "rbind",
+    "ro",
+    "rw",
+    "rro",
+    "nosuid",
+    "suid",
+    "nodev",
+    "dev",
+    "noexec",
+    "exec",
+    "noatime",
+    "relatime",
+    "rnosuid",
+    "rnodev",
+    "rnoexec",
+    "nosymfollow",
+];
+
+/// A bind mount of a container.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Volume {
+    /// Where the container finds it.
+    pub at: PathBuf,
+    /// Where it is on the host.
+    pub source: PathBuf,
+    /// What is there.
+    pub kind: Kind,
+    /// The container can't write to it.
+    pub read_only: bool,
+    /// Mounts that the host makes below it later should be seen (HostToContainer).
+    pub follows_host_mounts: bool,
+    /// Options for the guest's own bind mount, without any that names the host.
+    pub options: Vec<String>,
+}
+
+/// How a guest gets to see what a bind mount shows.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Kind {
+    /// A small file, copied when the container is made.
+    File,
+    /// A file that the container writes and kubelet reads when it has ended.
+    TerminationMessage,
+    /// A directory that kubelet writes: copied, and again whenever kubelet replaces its content.
+    Projected,
+    /// What a directory of that kind held when the container was made: a subPath is never updated.
+    ProjectedPart,
+    /// Space for the pod, in its guest.
+    EmptyDir(EmptyDir),
+    /// A file or directory that containers and the host have in common.
+    Live,
+}
+
+/// Space that a pod's containers share.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EmptyDir {
+    /// The volume's directory on the host.
+    pub root: PathBuf,
+    /// The part of it that is mounted; empty: all of it.
+    pub sub_path: PathBuf,
+    /// Where its content is.
+    pub medium: Medium,
+}
+
+/// Where an emptyDir's content is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Medium {
+    /// In memory, at most so many bytes.
+    Memory {
+        /// The bound.
+        bytes: u64,
+    },
+    /// On a disk.
+    Disk,
+}
+
+/// Why a bind mount can't be had.
+#[derive(Debug, thiserror::Error)]
+pub enum VolumeError {
+    /// A pod with a kernel of its own can't offer it.
+    #[error("volume {}: {what} is not available in a microVM pod{hint}", at.display())]
+    Unsupported {
+        /// Where the container would find it.
+        at: PathBuf,
+        /// What was asked for.
+        what: String,
+        /// What to do instead, after a colon; or nothing.
+        hint: &'static str,
+    },
+    /// Its source can't be looked at.
+    #[error("volume {}: cannot {action} {path:?}", at.display())]
+    Host {
+        /// Where the container would find it.
+        at: PathBuf,
+        /// What was attempted.
+        action: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+}
+
+/// Tells what a bind mount shows. Looks at its source on the host, changes nothing.
+pub fn classify(mount: &Mount) -> Result<Volume, VolumeError> {
+    let at = mount.destination().clone();
+    let source = mount.source().clone().unwrap_or_default();
+    let unsupported =
+        |what: &str, hint| VolumeError::Unsupported { at: at.clone(), what: what.to_owned(), hint };
+    let failed = |action, path: &Path| {
+        let (at, path) = (at.clone(), path.to_owned());
+        move |source| VolumeError::Host { at, action, path, source }
+    };
+
+    let (mut options, mut follows_host_mounts) = (Vec::new(), false);
+    for option in mount.options().iter().flatten() {
+        match option.as_str() {
+            kept if KEPT_OPTIONS.contains(&kept) => options.push(option.clone()),
+            "private" | "rprivate" => {}
+            "slave" | "rslave" => follows_host_mounts = true,
+            "shared" | "rshared" => {
+                let hint = ": what it mounts stays in its guest";
+                return Err(unsupported(&format!("mount propagation {option}"), hint));
+            }
+            other => return Err(unsupported(&format!("mount option {other:?}"), "")),
+        }
+    }
+    let read_only = options.iter().any(|option| option == "ro" || option == "rro");
+
+    let found = host::look(&source).map_err(failed("look at", &source))?;
+    let kind = match found {
+        host::Found::File if COPIED.iter().any(|copied| at == Path::new(copied)) => Kind::File,
+        host::Found::Device => {
+            return Err(unsupported(
+                &format!("the host's device {source:?} as a mount"),
+                ": ask for it as a device (a volume of mode Block)",
+            ));
+        }
+        host::Found::Other => {
+            return Err(unsupported(&format!("the host's socket or pipe {source:?}"), ""));
+        }
+        host::Found::File | host::Found::Directory => match kubelet::place(&source) {
+            Some(Place::ContainerFile) if found == host::Found::File => Kind::TerminationMessage,
+            Some(Place::Volume(place)) => in_volume(place, &at)?,
+            Some(Place::SubPath { volumes, name }) => {
+                match host::origin(&source, &volumes, &name).map_err(failed("find the origin of", &source))? {
+                    Some(place) => in_volume(place, &at)?,
+                    None => Kind::Live,
+                }
+            }
+            Some(Place::ContainerFile) | None => Kind::Live,
+        },
+    };
+    Ok(Volume { at, source, kind, read_only, follows_host_mounts, options })
+}
+
+fn in_volume(place: InVolume, at: &Path) -> Result<Kind, VolumeError> {
+    let InVolume { plugin, root, sub_path } = place;
+    match plugin {
+        Plugin::Other => Ok(Kind::Live),
+        Plugin::Projected if sub_path.as_os_str().is_empty() => Ok(Kind::Projected),
+        Plugin::Projected => Ok(Kind::ProjectedPart),
+        Plugin::EmptyDir => match host::medium(&root) {
+            Ok(Some(medium)) => Ok(Kind::EmptyDir(EmptyDir { root, sub_path, medium })),
+            Ok(None) => Err(VolumeError::Unsupported {
+                at: at.to_owned(),
+                what: "an emptyDir of huge pages".to_owned(),
+                hint: "",
+            }),
+            Err(source) => {
+                Err(VolumeError::Host { at: at.to_owned(), action: "look at", path: root, source })
+            }
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests;

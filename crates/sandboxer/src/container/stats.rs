@@ -1,6 +1,6 @@
 //! An agent's readings in the form containerd reads them.
 
-use containerd_shim_protos::cgroups_v2::metrics::{CPUStat, MemoryStat, Metrics, PidsStat};
+use containerd_shim_protos::cgroups_v2::metrics::{CPUStat, MemoryEvents, MemoryStat, Metrics, PidsStat};
 use protobuf::{Message, MessageField};
 use sandboxer_protocol::agent::StatsResponse;
 
@@ -35,6 +35,7 @@ pub fn encode(stats: &StatsResponse) -> Result<Vec<u8>, protobuf::Error> {
             swap_usage: stats.memory_swap,
             ..Default::default()
         }),
+        memory_events: MessageField::some(MemoryEvents { oom_kill: stats.oom_kills, ..Default::default() }),
         ..Default::default()
     };
     metrics.write_to_bytes()

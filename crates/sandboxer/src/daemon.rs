@@ -23,7 +23,10 @@ use crate::{
     config::Config,
     doctor,
     events::Events,
-    host::rootfs::{RootfsError, RootfsStore},
+    host::{
+        cgroup::Hierarchies,
+        rootfs::{RootfsError, RootfsStore},
+    },
     pod::{Node, admission::Admission, journal::Journal, recover, registry::Registry, ways::Ways},
     pool::{self, Pool},
     template::{self, Shape, Templates},
@@ -130,6 +133,11 @@ pub fn node(config: Config, vmm: Arc<dyn Vmm>) -> Result<Arc<Node>, DaemonError>
         path: config.state_dir.clone(),
         source,
     })?;
+    let cgroups = Hierarchies::detect().map_err(|source| DaemonError::Host {
+        action: "read",
+        path: "/proc/self/mountinfo".into(),
+        source,
+    })?;
     let usual = usual_shape(&config);
     Ok(Arc::new(Node {
         templates,
@@ -138,6 +146,7 @@ pub fn node(config: Config, vmm: Arc<dyn Vmm>) -> Result<Arc<Node>, DaemonError>
         rootfs: RootfsStore::open(&config.state_dir.join("rootfs"), &config.rootfs)?,
         admission: Admission::new(config.concurrent_starts, config.concurrent_containers),
         vmm,
+        cgroups,
         journal,
         registry: Registry::default(),
         events: Events::default(),

@@ -67,6 +67,8 @@ impl TestNode {
             hostname: id.into(),
             netns: None,
             resolv_conf: None,
+            shared_pids: false,
+            cgroup_parent: String::new(),
             sysctls: Default::default(),
             way: Default::default(),
             vcpus: 1,

@@ -84,6 +84,8 @@ async fn started_at_best(node: &Arc<Node>, id: &str, way: Way) -> PodHandle {
         hostname: id.into(),
         netns: None,
         resolv_conf: None,
+        shared_pids: false,
+        cgroup_parent: String::new(),
         sysctls: Default::default(),
         way,
         vcpus: SHAPE.vcpus,

@@ -7,23 +7,18 @@ use prost::Message;
 use sandboxer_protocol::{controller::ControllerCreateRequest, id::Id};
 
 use crate::{
-    config::{Config, VmConfig},
+    config::Config,
     error::{Code, PodError, chain},
     pod::spec::PodSpec,
+    vmm::Shape,
 };
 
-/// Annotation that asks for a number of vCPUs.
-const VCPUS: &str = "io.sandboxer.vcpus";
-/// Annotation that asks for memory: MiB, or a number with Ki, Mi or Gi.
-const MEMORY: &str = "io.sandboxer.memory";
+use super::size;
 
 /// Longest hostname, bytes: `__NEW_UTS_LEN` of the kernel.
 const MAX_HOSTNAME: usize = 64;
 /// Longest part of a name in DNS, bytes (RFC 1035).
 const MAX_LABEL: usize = 63;
-
-/// Smallest memory a guest boots in, MiB.
-const LEAST_MEMORY_MIB: u64 = 64;
 
 /// Reads an identifier from a request. `what` completes "… is refused".
 pub fn id(what: &'static str, text: &str) -> Result<Id, PodError> {
@@ -61,12 +56,16 @@ pub fn pod_spec(request: &ControllerCreateRequest, config: &Config) -> Result<Po
         )));
     }
     let hostname = hostname(asked.hostname, &metadata.name, &id).map_err(invalid)?;
-    let annotations = &asked.annotations;
+    let cpus = std::thread::available_parallelism()
+        .map_or(1, |count| u32::try_from(count.get()).unwrap_or(u32::MAX));
+    let limits = linux.resources.unwrap_or_default();
+    let Shape { vcpus, memory_mib } =
+        size::shape(&asked.annotations, &limits, defaults, cpus).map_err(invalid)?;
     let handler = handler(request).unwrap_or_default();
     Ok(PodSpec {
         way: config.handlers.get(&handler).copied().unwrap_or_default(),
-        vcpus: vcpus(annotations.get(VCPUS), defaults).map_err(invalid)?,
-        memory_mib: memory_mib(annotations.get(MEMORY), defaults).map_err(invalid)?,
+        vcpus,
+        memory_mib,
         name: metadata.name,
         namespace: metadata.namespace,
         uid: metadata.uid,
@@ -85,6 +84,8 @@ pub fn pod_spec(request: &ControllerCreateRequest, config: &Config) -> Result<Po
             }
             text
         }),
+        cgroup_parent: linux.cgroup_parent,
+        shared_pids: namespaces.pid == NamespaceMode::Pod as i32,
         sysctls: linux.sysctls.into_iter().collect::<BTreeMap<_, _>>(),
         id: id.clone(),
     })
@@ -123,38 +124,6 @@ fn handler(request: &ControllerCreateRequest) -> Option<String> {
     }
     let kept = request.sandbox.as_ref()?.extensions.get("metadata")?;
     serde_json::from_slice::<Versioned>(&kept.value).ok().map(|kept| kept.metadata.runtime_handler)
-}
-
-fn vcpus(asked: Option<&String>, defaults: &VmConfig) -> Result<u32, String> {
-    let Some(text) = asked else {
-        return Ok(defaults.default_vcpus);
-    };
-    let most = defaults.max_vcpus;
-    match text.parse() {
-        Ok(count) if (1..=most).contains(&count) => Ok(count),
-        _ => Err(format!("annotation {VCPUS} is {text:?}, it takes a whole number from 1 to {most}")),
-    }
-}
-
-fn memory_mib(asked: Option<&String>, defaults: &VmConfig) -> Result<u64, String> {
-    let Some(text) = asked else {
-        return Ok(defaults.default_memory_mib);
-    };
-    let (digits, kib_per_unit) = match text.as_bytes() {
-        [.., b'K', b'i'] => (&text[..text.len() - 2], 1),
-        [.., b'M', b'i'] => (&text[..text.len() - 2], 1 << 10),
-        [.., b'G', b'i'] => (&text[..text.len() - 2], 1 << 20),
-        _ => (text.as_str(), 1 << 10),
-    };
-    let most = defaults.max_memory_mib;
-    let mib = digits.parse::<u64>().ok().and_then(|n| n.checked_mul(kib_per_unit)).map(|kib| kib >> 10);
-    match mib {
-        Some(mib) if (LEAST_MEMORY_MIB..=most).contains(&mib) => Ok(mib),
-        _ => Err(format!(
-            "annotation {MEMORY} is {text:?}, it takes {LEAST_MEMORY_MIB}Mi to {most}Mi \
-             (a number of MiB, or with Ki, Mi or Gi)"
-        )),
-    }
 }
 
 /// Our error as gRPC tells it.
@@ -229,13 +198,6 @@ mod tests {
         }
     }
 
-    fn annotated(name: &str, value: &str) -> Result<PodSpec, PodError> {
-        let request = request(|config| {
-            config.annotations.insert(name.into(), value.into());
-        });
-        pod_spec(&request, &Config::default())
-    }
-
     #[test]
     fn the_way_to_a_machine_is_that_of_the_runtime_handler() {
         let mut config = Config::default();
@@ -254,22 +216,6 @@ mod tests {
             Way::Pool,
             "a containerd that tells none"
         );
-    }
-
-    #[test]
-    fn sizes_come_from_annotations_or_defaults_and_are_bounded() {
-        let plain = pod_spec(&request(|_| {}), &Config::default()).unwrap();
-        let defaults = Config::default().vm;
-        assert_eq!((plain.vcpus, plain.memory_mib), (defaults.default_vcpus, defaults.default_memory_mib));
-        assert_eq!(annotated(MEMORY, "1Gi").unwrap().memory_mib, 1024);
-        assert_eq!(annotated(MEMORY, "512").unwrap().memory_mib, 512);
-        for bad in ["", "-1", "1", "lots", "99999999999Gi", "1.5Gi"] {
-            let text = annotated(MEMORY, bad).unwrap_err().to_string();
-            assert!(text.contains(MEMORY) && text.contains("0123abcd"), "{bad:?}: {text}");
-        }
-        for bad in ["0", "1.5", "4096"] {
-            assert_eq!(annotated(VCPUS, bad).unwrap_err().code(), Code::InvalidArgument, "{bad:?}");
-        }
     }
 
     #[test]

@@ -5,5 +5,6 @@ mod convert;
 pub mod events;
 pub mod metrics;
 pub mod sandbox;
+mod size;
 pub mod task;
 mod templates;

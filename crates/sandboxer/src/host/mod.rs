@@ -1,4 +1,5 @@
 //! What a pod takes of the host.
 
+pub mod cgroup;
 pub mod rootfs;
 pub mod volume;

@@ -247,6 +247,8 @@ pub(crate) mod tests {
                 hostname: "web".into(),
                 netns: None,
                 resolv_conf: None,
+                shared_pids: false,
+                cgroup_parent: String::new(),
                 sysctls: Default::default(),
                 way: Default::default(),
                 vcpus: 1,

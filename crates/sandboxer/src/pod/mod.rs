@@ -27,7 +27,7 @@ use crate::{
     container::{Exit, NewContainer, Phase, StdioPaths},
     error::PodError,
     events::Events,
-    host::rootfs::RootfsStore,
+    host::{cgroup::Hierarchies, rootfs::RootfsStore},
     pool::Pool,
     template::Templates,
     vmm::Vmm,
@@ -54,6 +54,8 @@ pub struct Node {
     pub vmm: Arc<dyn Vmm>,
     /// Makes disks of snapshots.
     pub rootfs: Arc<RootfsStore>,
+    /// Where pods' control groups are made.
+    pub cgroups: Hierarchies,
     /// Keeps pods on disk.
     pub journal: Journal,
     /// Finds pods.

@@ -17,13 +17,14 @@ use std::{collections::HashMap, fs, io, path::Path, sync::Arc};
 use futures::future;
 use sandboxer_protocol::{
     agent::{self as wire, ProcessState},
-    id::{ContainerId, ExecId, SandboxId},
+    id::{ContainerId, ExecId},
 };
 
 use super::{
     Node, PodHandle,
     driver::Found,
     journal::{ContainerRecord, JournalError, PodRecord, ProcessRecord},
+    spec::PodSpec,
     stages::Stages,
     state::PodState,
 };
@@ -81,7 +82,7 @@ enum TakenUp {
 async fn take_up(node: &Arc<Node>, mut record: PodRecord) -> TakenUp {
     let id = record.spec.id.clone();
     let live = match reach(node, &record).await {
-        Ok(None) if record.status.state == PodState::Starting => match forget(node, &id).await {
+        Ok(None) if record.status.state == PodState::Starting => match forget(node, &record.spec).await {
             Ok(()) => return TakenUp::Forgotten,
             Err(error) => {
                 tracing::error!(pod = %id, error = chain(&*error), "a pod that never was ready can't be forgotten");
@@ -154,8 +155,9 @@ async fn take_up(node: &Arc<Node>, mut record: PodRecord) -> TakenUp {
 }
 
 /// Removes what is left on disk of a pod that nobody was told of.
-async fn forget(node: &Node, id: &SandboxId) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
-    pod::stop::clear(id, node.run_dir(id)).await?;
+async fn forget(node: &Node, spec: &PodSpec) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+    let id = &spec.id;
+    pod::stop::clear(node, spec).await?;
     node.journal.pod(id).remove().await?;
     tracing::info!(pod = %id, "a start that an earlier daemon did not finish is undone");
     Ok(())

@@ -24,6 +24,12 @@ pub struct PodSpec {
     pub netns: Option<PathBuf>,
     /// Content of `/etc/resolv.conf` inside, when the pod has a DNS configuration.
     pub resolv_conf: Option<String>,
+    /// Its containers see each other's processes.
+    #[serde(default)]
+    pub shared_pids: bool,
+    /// Control group on the host below which its VMM is counted; empty: nobody asked for that.
+    #[serde(default)]
+    pub cgroup_parent: String,
     /// Kernel parameters of the guest.
     pub sysctls: BTreeMap<String, String>,
     /// How it may get its machine at best.

@@ -20,7 +20,7 @@ use sandboxer_protocol::{
 };
 use tokio_util::sync::CancellationToken;
 
-use super::{Node, admission::Work, spec::PodSpec, stages::Stages, undo::Undo};
+use super::{Node, admission::Work, spec::PodSpec, stages::Stages, stop, undo::Undo};
 use crate::{
     clock::now_ns,
     config::Way,
@@ -193,6 +193,11 @@ impl<'a> Prepared<'a> {
             nix::sys::stat::fstatat(AT_FDCWD, netns, nix::fcntl::AtFlags::empty())
                 .map_err(|errno| host("find network namespace", netns.clone())(errno.into()))?;
         }
+        if let Some(cgroup) = node.cgroups.of(&spec.cgroup_parent, &spec.id) {
+            cgroup.make().map_err(|(path, error)| host("make control group", path)(error))?;
+            let of = spec.id.clone();
+            undo.push("remove the control group", async move { stop::leave(&of, &cgroup).await });
+        }
         let run_dir = node.run_dir(&spec.id);
         match make_private_dir(&run_dir) {
             // A start that failed before, or a daemon that died, may have left it.
@@ -283,9 +288,23 @@ impl Greeted<'_> {
             ..Default::default()
         };
         let configured = async { Ok(up.live.agent.configure_pod(identity).await?) };
-        watched(node, spec, up.live.machine.as_ref(), configured).await?;
+        let configured = watched(node, spec, up.live.machine.as_ref(), configured);
+        tokio::try_join!(configured, count(node, spec, up.live.machine.record().pid))?;
         Ok(up)
     }
+}
+
+/// Has the VMM, process `pid`, counted in its pod's control group.
+async fn count(node: &Node, spec: &PodSpec, pid: u32) -> Result<(), PodError> {
+    let Some(cgroup) = node.cgroups.of(&spec.cgroup_parent, &spec.id) else { return Ok(()) };
+    let entered = tokio::task::spawn_blocking(move || cgroup.enter(pid)).await;
+    let entered = entered.unwrap_or_else(|ended| Err((PathBuf::new(), io::Error::other(ended))));
+    entered.map_err(|(path, source)| PodError::Host {
+        pod: spec.id.clone(),
+        action: "move the VMM into control group",
+        path,
+        source,
+    })
 }
 
 /// Waits for the agent, in vain once the machine has ended or the time is up.

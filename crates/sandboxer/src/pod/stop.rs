@@ -1,15 +1,21 @@
 //! One pod's way down.
 
-use std::{io, path::PathBuf, time::Duration};
+use std::{io, time::Duration};
 
-use crate::{container::start::Live, error::PodError, vmm::VmmError};
+use super::{Node, spec::PodSpec};
+use crate::{
+    container::start::Live,
+    error::{PodError, chain},
+    host::cgroup::PodCgroup,
+    vmm::VmmError,
+};
 use sandboxer_protocol::id::SandboxId;
 
 /// How long a guest may take to sync its disks and power off before it is ended.
 const GRACE: Duration = Duration::from_secs(2);
 
 /// Asks the guest to power off, then ends the machine in any case.
-pub async fn stop(live: &Live) -> Result<(), VmmError> {
+pub async fn stop(node: &Node, pod: &PodSpec, live: &Live) -> Result<(), VmmError> {
     let gone = async {
         // The answer races with the power-off; only the machine's end counts.
         tokio::join!(live.agent.power_off(), live.machine.exited())
@@ -17,14 +23,35 @@ pub async fn stop(live: &Live) -> Result<(), VmmError> {
     if tokio::time::timeout(GRACE, gone).await.is_err() {
         tracing::debug!(machine = ?live.machine, "the guest did not power off by itself");
     }
-    live.machine.kill().await
+    live.machine.kill().await?;
+    // Now and not when the pod is removed: a manager removes the parent as soon as the pod has stopped.
+    if let Some(cgroup) = node.cgroups.of(&pod.cgroup_parent, &pod.id)
+        && let Err(error) = leave(&pod.id, &cgroup).await
+    {
+        tracing::warn!(pod = %pod.id, error = chain(&error), "the control group stays until the pod is removed");
+    }
+    Ok(())
 }
 
-/// Removes what a pod left in the run directory.
-pub async fn clear(pod: &SandboxId, run_dir: PathBuf) -> Result<(), PodError> {
-    match tokio::fs::remove_dir_all(&run_dir).await {
+/// Removes a pod's control group, when its VMM has ended.
+pub async fn leave(pod: &SandboxId, cgroup: &PodCgroup) -> Result<(), PodError> {
+    cgroup.remove().await.map_err(|(path, source)| PodError::Host {
+        pod: pod.clone(),
+        action: "remove control group",
+        path,
+        source,
+    })
+}
+
+/// Removes what a pod without a machine holds on the host.
+pub async fn clear(node: &Node, pod: &PodSpec) -> Result<(), PodError> {
+    if let Some(cgroup) = node.cgroups.of(&pod.cgroup_parent, &pod.id) {
+        leave(&pod.id, &cgroup).await?;
+    }
+    let path = node.run_dir(&pod.id);
+    match tokio::fs::remove_dir_all(&path).await {
         Err(source) if source.kind() != io::ErrorKind::NotFound => {
-            Err(PodError::Host { pod: pod.clone(), action: "remove run directory", path: run_dir, source })
+            Err(PodError::Host { pod: pod.id.clone(), action: "remove run directory", path, source })
         }
         _ => Ok(()),
     }

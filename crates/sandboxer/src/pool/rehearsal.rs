@@ -100,6 +100,8 @@ impl Rehearsal {
             hostname: id.to_string(),
             netns: None,
             resolv_conf: None,
+            shared_pids: false,
+            cgroup_parent: String::new(),
             sysctls: Default::default(),
             way: Way::Pool,
             vcpus: 0,

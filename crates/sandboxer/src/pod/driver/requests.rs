@@ -112,7 +112,8 @@ impl Driver {
 
     pub(super) fn end_machine(&mut self) {
         if let Some(live) = self.live.clone() {
-            self.work.spawn(async move { Done::PodStopped(stop::stop(&live).await) });
+            let (node, spec) = (self.node.clone(), self.spec.clone());
+            self.work.spawn(async move { Done::PodStopped(stop::stop(&node, &spec, &live).await) });
         }
     }
 
@@ -132,13 +133,13 @@ impl Driver {
     }
 
     pub(super) fn remove(&mut self) {
-        let (node, journal, id) = (self.node.clone(), self.journal.clone(), self.spec.id.clone());
+        let (node, journal, spec) = (self.node.clone(), self.journal.clone(), self.spec.clone());
         self.containers.clear();
         self.work.spawn(async move {
-            let cleared = stop::clear(&id, node.run_dir(&id)).await;
+            let cleared = stop::clear(&node, &spec).await;
             let forgotten = journal.remove().await;
             if let Err(error) = forgotten {
-                tracing::error!(pod = %id, error = chain(&error), "the pod's record stays on disk");
+                tracing::error!(pod = %spec.id, error = chain(&error), "the pod's record stays on disk");
             }
             Done::Removed(cleared)
         });

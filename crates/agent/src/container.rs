@@ -9,6 +9,7 @@
 use std::{
     collections::HashMap,
     hash::{DefaultHasher, Hash, Hasher as _},
+    path::Path,
     sync::{Arc, Mutex},
     time::Duration,
 };
@@ -26,6 +27,8 @@ use crate::{
     events::OomWatch,
     failure::{Failure, Kind, internal},
     io::{self, Wanted},
+    log,
+    pids::SharedPids,
     process::{Exit, Process, State, kill},
     reaper::Reaper,
     rootfs::{Dir, Plan},
@@ -54,6 +57,19 @@ pub struct Create {
     pub stdio: Wanted,
     /// Placed in the container.
     pub files: Vec<File>,
+    /// What it sees beside its own processes.
+    pub sees: Sees,
+}
+
+/// Whose processes a container sees beside its own.
+#[derive(Debug, PartialEq, Eq, Hash)]
+pub enum Sees {
+    /// Nobody's.
+    Own,
+    /// Those of every container of the pod that says so too.
+    Pod,
+    /// Those of this container.
+    Container(ContainerId),
 }
 
 /// What an exec shall be.
@@ -75,6 +91,8 @@ pub struct Shared {
     pub workers: Workers,
     /// Watches memory groups.
     pub oom: Arc<OomWatch>,
+    /// The pod's process namespace.
+    pub pids: SharedPids,
 }
 
 /// A container.
@@ -83,6 +101,8 @@ pub struct Container {
     cgroup: Cgroup,
     /// Tells a repeated request from another one for the same id.
     fingerprint: u64,
+    /// Its init is not PID 1: its end ends nothing else.
+    sees_others: bool,
     init: Arc<Process>,
     made: watch::Sender<Option<Result<i32, Failure>>>,
     // Held over awaits on purpose: start and removal exclude each other.
@@ -120,6 +140,7 @@ impl Container {
             id: request.id.clone(),
             cgroup: Cgroup::of(&request.id),
             fingerprint: fingerprint(request),
+            sees_others: request.sees != Sees::Own,
             init: Arc::new(Process::new(request.stdio)),
             made: watch::Sender::new(None),
             start: AsyncMutex::default(),
@@ -133,9 +154,9 @@ impl Container {
         self.fingerprint == fingerprint(request)
     }
 
-    /// Makes it; on failure nothing is left of it.
-    pub async fn make(&self, request: &Create) -> Result<i32, Failure> {
-        let made = self.try_make(request).await;
+    /// Makes it, in the process namespace `pids` unless it gets one of its own; on failure nothing is left of it.
+    pub async fn make(&self, request: &Create, pids: Option<&Path>) -> Result<i32, Failure> {
+        let made = self.try_make(request, pids).await;
         match made {
             Ok(pid) => Ok(pid),
             Err(failure) => Err(match self.discard().await {
@@ -157,11 +178,11 @@ impl Container {
         made.clone().unwrap_or_else(|| Err(Failure::precondition("container is being made")))
     }
 
-    async fn try_make(&self, request: &Create) -> Result<i32, Failure> {
+    async fn try_make(&self, request: &Create, pids: Option<&Path>) -> Result<i32, Failure> {
         let disks = request.rootfs.locate().await?;
         let done = self
             .launch(&self.init, |stdio| {
-                runtime::create(&request.id, &request.spec, &disks, &request.files, stdio)
+                runtime::create(&request.id, &request.spec, &disks, &request.files, pids, stdio)
             })
             .await?;
         let Done { result, since, causes } = done;
@@ -199,7 +220,14 @@ impl Container {
 
     fn watch(&self, process: &Arc<Process>, pid: i32, since: crate::reaper::Since) {
         let (oom, id) = (Arc::clone(&self.shared.oom), self.id.clone());
-        process.watch(self.shared.reaper.claim(pid, since), move || oom.look(&id));
+        // What a container leaves running ends with its init, as the kernel has it where that is PID 1.
+        let survivors = (self.sees_others && Arc::ptr_eq(process, &self.init)).then(|| Cgroup::of(&self.id));
+        process.watch(self.shared.reaper.claim(pid, since), move || {
+            if let Some(Err(error)) = survivors.as_ref().map(Cgroup::kill) {
+                log::say(&format!("failed to end what container {id} left running: {error}"));
+            }
+            oom.look(&id)
+        });
     }
 
     /// Starts the init.
@@ -276,7 +304,8 @@ impl Container {
         Ok(pid)
     }
 
-    fn running_pid(&self) -> Result<i32, Failure> {
+    /// Guest pid of its init, while that runs.
+    pub fn running_pid(&self) -> Result<i32, Failure> {
         match self.init.state() {
             State::Running { pid } => Ok(pid),
             State::Created { .. } => {

@@ -2,14 +2,16 @@
 
 use std::{
     collections::HashMap,
+    path::PathBuf,
     sync::{Arc, Mutex},
 };
 
 use sandboxer_protocol::id::ContainerId;
 
 use crate::{
-    container::{Container, Create, Shared},
+    container::{Container, Create, Sees, Shared},
     failure::{Failure, Kind},
+    pids,
     sync::{detached, lock},
 };
 
@@ -45,7 +47,10 @@ impl Containers {
         if is_new {
             let (all, container) = (Arc::clone(self), Arc::clone(&container));
             tokio::spawn(async move {
-                let made = container.make(&request).await;
+                let made = match all.pids(&request.sees).await {
+                    Ok(pids) => container.make(&request, pids.as_deref()).await,
+                    Err(failure) => Err(failure),
+                };
                 if made.is_err() {
                     all.forget(&request.id, &container);
                 }
@@ -53,6 +58,15 @@ impl Containers {
             });
         }
         container.is_made().await
+    }
+
+    /// The process namespace of a container that `sees` others, none for one of its own.
+    async fn pids(&self, sees: &Sees) -> Result<Option<PathBuf>, Failure> {
+        match sees {
+            Sees::Own => Ok(None),
+            Sees::Pod => self.shared.pids.namespace(&self.shared.workers).await.map(Some),
+            Sees::Container(id) => Ok(Some(pids::namespace_of(self.get(id)?.running_pid()?))),
+        }
     }
 
     fn enter(&self, request: &Create) -> Result<(Arc<Container>, bool), Failure> {

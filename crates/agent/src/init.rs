@@ -19,6 +19,9 @@ use crate::cgroup;
 /// The new root is mounted here in the initramfs, for a moment.
 const NEW_ROOT: &str = "/root.new";
 
+/// A directory with nothing in it.
+pub const EMPTY: &str = "/var/empty";
+
 /// Why the guest can't be made ready.
 #[derive(Debug, thiserror::Error)]
 pub enum InitError {
@@ -85,7 +88,7 @@ pub fn prepare() -> Result<(), InitError> {
         mount(Some(*fstype), *path, Some(*fstype), *flags, Some(*data))
             .map_err(|source| InitError::Mount { path, fstype, source })?;
     }
-    for dir in ["/run", "/tmp", "/etc", "/var"] {
+    for dir in ["/run", "/tmp", "/etc", EMPTY] {
         create_dir(dir)?;
     }
     open_console();

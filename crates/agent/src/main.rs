@@ -22,8 +22,8 @@ use tokio::sync::{mpsc, watch};
 use ttrpc::r#async::{Server, transport::Listener};
 
 use crate::{
-    container::Shared, containers::Containers, events::Events, events::OomWatch, reaper::Reaper,
-    service::Service, worker::Workers,
+    container::Shared, containers::Containers, events::Events, events::OomWatch, pids::SharedPids,
+    reaper::Reaper, service::Service, worker::Workers,
 };
 
 mod cgroup;
@@ -38,6 +38,7 @@ mod init;
 mod io;
 mod log;
 mod payload;
+mod pids;
 mod pod;
 mod port;
 mod process;
@@ -82,7 +83,8 @@ async fn serve(params: BootParams, entered_ns: u64) -> anyhow::Result<std::conve
     let events = Arc::<Events>::default();
     let oom = Arc::new(OomWatch::new(Arc::clone(&events)).context("failed to watch for the OOM killer")?);
     let workers = Workers::new(Arc::clone(&reaper));
-    let shared = Shared { reaper: Arc::clone(&reaper), workers, oom: Arc::clone(&oom) };
+    let pids = SharedPids::default();
+    let shared = Shared { reaper: Arc::clone(&reaper), workers, oom: Arc::clone(&oom), pids };
     let containers = Arc::new(Containers::new(Arc::new(shared)));
     let link_key = watch::Sender::new(params.link_key);
     let port_key = link_key.subscribe();

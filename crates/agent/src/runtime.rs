@@ -50,13 +50,14 @@ pub struct File {
     pub read_only: bool,
 }
 
-/// Makes container `id` up to where its init waits; answers the init's guest pid. Cleans nothing
-/// up on failure: see [`remove`].
+/// Makes container `id` up to where its init waits; answers the init's guest pid. `pids` is the process
+/// namespace it joins, none for one of its own. Cleans nothing up on failure: see [`remove`].
 pub fn create(
     id: &ContainerId,
     json: &[u8],
     plan: &Located,
     files: &[File],
+    pids: Option<&Path>,
     stdio: &Stdio<'_>,
 ) -> Result<i32, Failure> {
     let mut spec = spec::parse(json)?;
@@ -64,6 +65,9 @@ pub fn create(
     dir.assemble(plan)?;
     let bound = write_files(&dir, files)?;
     spec::fit(&mut spec, id, &dir.rootfs(), matches!(stdio, Stdio::Terminal(_)), &bound)?;
+    if let Some(pids) = pids {
+        spec::join_pids(&mut spec, pids);
+    }
     make_working_dir(&dir.rootfs(), &spec)?;
     let config = dir.path().join("config.json");
     spec.save(&config).map_err(internal(format!("failed to write {}", config.display())))?;

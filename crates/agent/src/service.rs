@@ -13,7 +13,7 @@ use tokio::sync::watch;
 use ttrpc::r#async::TtrpcContext;
 
 use crate::{
-    container::{Create, CreateExec},
+    container::{Create, CreateExec, Sees},
     containers::Containers,
     events::Events,
     failure::{Failure, Kind},
@@ -89,6 +89,7 @@ fn plan(rootfs: &wire::Rootfs) -> Result<Plan, Failure> {
 }
 
 fn create(request: wire::CreateContainerRequest) -> Result<Create, Failure> {
+    use wire::create_container_request::Processes;
     let rootfs = request.rootfs.as_ref().ok_or_else(|| Failure::invalid("request has no rootfs"))?;
     let file = |file: wire::File| File {
         path: file.path,
@@ -99,12 +100,19 @@ fn create(request: wire::CreateContainerRequest) -> Result<Create, Failure> {
     let rootfs = plan(rootfs)?;
     let files: Vec<File> = request.files.into_iter().map(file).collect();
     runtime::check_files(&files)?;
+    let sees = match &request.processes {
+        None | Some(Processes::OfPod(false)) => Sees::Own,
+        Some(Processes::OfPod(true)) => Sees::Pod,
+        Some(Processes::OfContainer(other)) => Sees::Container(id("of_container", other)?),
+        Some(_) => return Err(Failure::invalid("processes: unknown")),
+    };
     Ok(Create {
         id: container_id(&request.container_id)?,
         stdio: wanted(&request.stdio),
         rootfs,
         spec: request.spec_json,
         files,
+        sees,
     })
 }
 

@@ -3,7 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use libcontainer::oci_spec::runtime::{
-    Capability, Hooks, LinuxBuilder, LinuxSeccompAction, Mount, MountBuilder, Process, RootBuilder, Spec,
+    Capability, Hooks, LinuxBuilder, LinuxNamespaceType, LinuxSeccompAction, Mount, MountBuilder, Process,
+    RootBuilder, Spec,
 };
 use sandboxer_protocol::id::ContainerId;
 use serde_json::Value;
@@ -112,6 +113,16 @@ pub fn fit(
     }
     spec.set_mounts(Some(mounts));
     Ok(())
+}
+
+/// Has the container join the process namespace at `path` instead of getting one.
+pub fn join_pids(spec: &mut Spec, path: &Path) {
+    let namespaces = spec.linux_mut().as_mut().and_then(|linux| linux.namespaces_mut().as_mut());
+    for namespace in namespaces.into_iter().flatten() {
+        if namespace.typ() == LinuxNamespaceType::Pid {
+            namespace.set_path(Some(path.to_owned()));
+        }
+    }
 }
 
 /// Fits a process of a container.

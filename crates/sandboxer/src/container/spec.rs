@@ -9,7 +9,10 @@ use std::{fs, io::Read, path::Path};
 use oci_spec::runtime::{
     Linux, LinuxNamespace, LinuxNamespaceBuilder, LinuxNamespaceType, Mount, MountBuilder, Process, Spec,
 };
-use sandboxer_protocol::{agent::File, id::ContainerId};
+use sandboxer_protocol::{
+    agent::{File, create_container_request::Processes},
+    id::ContainerId,
+};
 
 use crate::{
     error::PodError,
@@ -33,6 +36,8 @@ pub struct GuestSpec {
     pub json: Vec<u8>,
     /// Files that are put over those of the image.
     pub files: Vec<File>,
+    /// Whose processes it sees beside its own.
+    pub processes: Option<Processes>,
 }
 
 /// Reads `bundle`'s config.json and makes it fit for the guest of `pod`.
@@ -83,12 +88,14 @@ fn convert(pod: &PodSpec, container: &ContainerId, mut spec: Spec) -> Result<Gue
     if let Some(process) = spec.process_mut() {
         drop_host_labels(process);
     }
+    let mut processes = None;
     if let Some(linux) = spec.linux_mut() {
+        processes = seen_processes(pod, container, linux)?;
         convert_linux(container, linux)?;
     }
     // The hostname is the guest's own; the other two say nothing to a guest.
     spec.set_hostname(None).set_domainname(None).set_annotations(None);
-    Ok(GuestSpec { json: serialise(container, &spec)?, files })
+    Ok(GuestSpec { json: serialise(container, &spec)?, files, processes })
 }
 
 fn convert_mounts(
@@ -139,6 +146,27 @@ fn convert_mounts(
         .map_err(|error| invalid(container, error.to_string()))?;
     kept.push(shm);
     Ok(kept)
+}
+
+/// Whose processes the container is to see. containerd names a process namespace by a process of the host,
+/// which by our answers is always the VMM: a path says that it is shared, not with which container.
+fn seen_processes(
+    pod: &PodSpec,
+    container: &ContainerId,
+    linux: &Linux,
+) -> Result<Option<Processes>, PodError> {
+    let namespaces = linux.namespaces().as_deref().unwrap_or_default();
+    let pids = namespaces.iter().find(|namespace| namespace.typ() == LinuxNamespaceType::Pid);
+    match pids.map(|pids| pids.path().is_some()) {
+        None => Err(unsupported(container, "the host's PID namespace", "a guest has a kernel of its own")),
+        Some(false) => Ok(None),
+        Some(true) if pod.shared_pids => Ok(Some(Processes::OfPod(true))),
+        Some(true) => Err(unsupported(
+            container,
+            "the PID namespace of one other container",
+            "set shareProcessNamespace in the pod to debug its containers",
+        )),
+    }
 }
 
 fn convert_linux(container: &ContainerId, linux: &mut Linux) -> Result<(), PodError> {
@@ -280,6 +308,22 @@ mod tests {
         assert_eq!(resources.cpu().as_ref().unwrap().cpus(), &None);
         assert_eq!(spec.process().as_ref().unwrap().apparmor_profile(), &None);
         assert!(files.iter().any(|f| f.path == "/etc/hostname" && f.content == b"web\n"));
+    }
+
+    #[test]
+    fn processes_are_shared_with_the_pod_and_never_with_the_host() {
+        let seen = |namespaces: serde_json::Value, shared_pids: bool| {
+            let linux: Linux = serde_json::from_value(serde_json::json!({"namespaces": namespaces})).unwrap();
+            let pod = PodSpec { shared_pids, ..record("p").spec };
+            seen_processes(&pod, &"c".parse().unwrap(), &linux)
+        };
+        let joined = serde_json::json!([{"type": "pid", "path": "/proc/1/ns/pid"}]);
+        assert_eq!(seen(serde_json::json!([{"type": "pid"}]), true).unwrap(), None);
+        assert_eq!(seen(joined.clone(), true).unwrap(), Some(Processes::OfPod(true)));
+        let target = seen(joined, false).unwrap_err().to_string();
+        assert!(target.contains("shareProcessNamespace"), "{target}");
+        let host = seen(serde_json::json!([{"type": "mount"}]), true).unwrap_err().to_string();
+        assert!(host.contains("host's PID namespace"), "{host}");
     }
 
     #[test]

@@ -101,6 +101,7 @@ async fn try_create(
                     rootfs: Some(rootfs).into(),
                     stdio: Some(stdio_message(&new.stdio)).into(),
                     files: guest_spec.files,
+                    processes: guest_spec.processes,
                     ..Default::default()
                 })
                 .await

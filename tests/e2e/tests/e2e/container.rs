@@ -10,8 +10,7 @@ use sandboxer_e2e::case::{Case, PATIENCE, idle, security, shell};
 crate::cases![
     Any: exit_codes, command_environment_and_directory, user_and_groups, user_by_name, capabilities, seccomp,
     no_new_privileges, masked_and_read_only_paths, read_only_rootfs, rootfs_is_private_and_whole,
-    shared_memory, hostname_and_resolver, namespaces, limits, out_of_memory, terminal;
-    NotYetInVm: shared_process_namespace
+    shared_memory, hostname_and_resolver, namespaces, shared_process_namespace, limits, out_of_memory, terminal
 ];
 
 async fn exit_codes(case: Case) -> Result<()> {
@@ -196,7 +195,7 @@ async fn namespaces(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// shareProcessNamespace.
+/// shareProcessNamespace: each sees the other and is PID 1 to nobody; what its init leaves running ends with it.
 async fn shared_process_namespace(case: Case) -> Result<()> {
     let shared = case
         .pod_with(|config| {
@@ -211,8 +210,17 @@ async fn shared_process_namespace(case: Case) -> Result<()> {
         config
     };
     shared.start(in_pod(idle("other"))).await?;
-    let seen = shared.run(in_pod(shell("looks", "ps -o args | grep -c '^[s]leep 1000'"))).await?.success()?;
-    ensure!(seen == "1", "shareProcessNamespace: sees {seen} of the other container's processes");
+    let script = "ps -o args | grep -c '^[s]leep 1000'; [ $$ -gt 1 ] && echo not first; sleep 2000 &";
+    let seen = shared.run(in_pod(shell("looks", script))).await?.success()?;
+    ensure!(seen == "1\nnot first", "shareProcessNamespace: {seen}");
+    let left = "! ps -o args | grep -q '^[s]leep 2000'";
+    shared.run(in_pod(shell("looks again", left))).await?.success()?;
+    let mut deaf = in_pod(shell("deaf", "sleep 3000"));
+    deaf.command = vec!["sleep".into(), "3000".into()];
+    let deaf = shared.start(deaf).await?;
+    case.cri.stop(&deaf.id, 60).await?;
+    let code = deaf.ended().await?.exit_code;
+    ensure!(code == 143, "a program without a handler ends with SIGTERM: {code}");
     Ok(())
 }
 

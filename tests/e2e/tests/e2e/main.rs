@@ -48,8 +48,6 @@ struct Entry {
 enum On {
     /// Any CRI runtime behaves so.
     Any,
-    /// Any other CRI runtime behaves so, ours not yet: counted as ignored, the reason in the output.
-    NotYetInVm,
     /// About microVMs.
     Vm,
     /// About microVMs, and disturbs other pods.
@@ -196,7 +194,7 @@ fn run() -> Result<ExitCode> {
     let names: Vec<(Entry, &'static str, String)> = wanted
         .iter()
         .flat_map(|&handler| entries().into_iter().map(move |entry| (entry, handler)))
-        .filter(|(entry, handler)| *handler == "sandboxer" || matches!(entry.on, On::Any | On::NotYetInVm))
+        .filter(|(entry, handler)| *handler == "sandboxer" || entry.on == On::Any)
         .map(|(entry, handler)| {
             let name = entry.name.trim_start_matches("e2e::");
             let name = format!("{handler}::{name}");
@@ -215,10 +213,7 @@ fn run() -> Result<ExitCode> {
         .into_iter()
         .map(|(entry, handler, name)| {
             let suite = Arc::clone(&suite);
-            let not_yet = entry.on == On::NotYetInVm && handler == "sandboxer";
             Trial::test(name.clone(), move || suite.run(&entry, handler, &name))
-                .with_kind(if not_yet { "not yet in a microVM" } else { "" })
-                .with_ignored_flag(not_yet)
         })
         .collect();
     // Two at a time: each guest keeps about one core busy while it boots.

@@ -154,6 +154,13 @@ impl Stack {
         Ok(vmms)
     }
 
+    /// Control groups called `name`, in every hierarchy.
+    pub fn cgroups(&self, name: &str) -> Result<Vec<PathBuf>> {
+        let found = Command::new("find").args(["/sys/fs/cgroup", "-type", "d", "-name", name]).output()?;
+        ensure!(found.status.success(), "find: {}", String::from_utf8_lossy(&found.stderr));
+        Ok(String::from_utf8(found.stdout)?.lines().map(PathBuf::from).collect())
+    }
+
     /// Processes of this stack whose command line begins with `…/<name>`.
     pub fn processes(&self, name: &str) -> Result<Vec<Pid>> {
         let owned = Command::new("bash")

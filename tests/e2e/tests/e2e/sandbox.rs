@@ -1,11 +1,12 @@
 //! What makes a pod a microVM: its own kernel and machine, and no process per pod but the VMM.
 
 use anyhow::{Context, Result, ensure};
-use sandboxer_e2e::case::{Case, PATIENCE, idle};
+use k8s_cri::v1::LinuxContainerResources;
+use sandboxer_e2e::case::{Case, PATIENCE, idle, shell};
 use sandboxer_e2e::eventually;
 
 crate::cases![
-    Vm: own_kernel, machine_by_annotation, annotation_that_makes_no_sense, host_network_is_refused_or_said;
+    Vm: own_kernel, machine_by_annotation, machine_by_limits, counted_in_the_named_cgroup, annotation_that_makes_no_sense, host_network_is_refused_or_said;
     VmAlone: one_vmm_and_nothing_else
 ];
 
@@ -33,6 +34,54 @@ async fn machine_by_annotation(case: Case) -> Result<()> {
     // The kernel keeps some of it for itself before it counts.
     let mib = kib.parse::<u64>()? >> 10;
     ensure!((300..=384).contains(&mib), "{mib} MiB of 384");
+    Ok(())
+}
+
+/// What the pod's containers may use together, and not less than every pod gets.
+async fn machine_by_limits(case: Case) -> Result<()> {
+    const LIMIT_MIB: i64 = 450;
+    let pod = case
+        .pod_with(|config| {
+            config.linux.get_or_insert_default().resources = Some(LinuxContainerResources {
+                cpu_quota: 150_000,
+                cpu_period: 100_000,
+                memory_limit_in_bytes: LIMIT_MIB << 20,
+                ..Default::default()
+            });
+        })
+        .await?;
+    // A process of that size lives: the guest keeps what it needs beside it.
+    let script = format!(
+        "grep -c ^processor /proc/cpuinfo; dd if=/dev/zero of=/dev/null bs={}M count=1 2>/dev/null && echo fits",
+        LIMIT_MIB - 10
+    );
+    let mut config = shell("all", &script);
+    config.linux.get_or_insert_default().resources =
+        Some(LinuxContainerResources { memory_limit_in_bytes: LIMIT_MIB << 20, ..Default::default() });
+    let out = pod.run(config).await?.success()?;
+    let cpus = std::thread::available_parallelism()?.get().min(2);
+    ensure!(out == format!("{cpus}\nfits"), "{out}");
+    Ok(())
+}
+
+/// The VMM is in the pod's own group below the parent, in each hierarchy; the group goes with the pod.
+async fn counted_in_the_named_cgroup(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    let parent = case.stack.env("SANDBOXER_CGROUP_PARENT").context("the stack's parent")?.to_owned();
+    let group = format!("{parent}/sandboxer-{}", pod.id);
+    let counted = || {
+        let vmms = case.stack.vmms()?.into_iter();
+        let groups = vmms.map(|vmm| std::fs::read_to_string(format!("/proc/{vmm}/cgroup")));
+        let groups: Vec<String> = groups.collect::<Result<_, _>>()?;
+        Ok::<_, anyhow::Error>(groups.into_iter().find(|groups| groups.contains(&group)))
+    };
+    let groups = counted()?.with_context(|| format!("no VMM is in {group}"))?;
+    let memory = groups.lines().find(|line| line.contains(":memory:") || line.starts_with("0::"));
+    ensure!(memory.is_some_and(|line| line.ends_with(&group)), "its memory is counted elsewhere: {groups}");
+    case.clean_up().await?;
+    ensure!(counted()?.is_none(), "a VMM is left in {group}");
+    let left = case.stack.cgroups(&format!("sandboxer-{}", pod.id))?;
+    ensure!(left.is_empty(), "{left:?} are left");
     Ok(())
 }
 

@@ -220,12 +220,29 @@ impl Container {
         Ok(Logs::parse(&text))
     }
 
+    /// Renames its log, as those who rotate logs do.
+    pub fn move_log_away(&self, suffix: &str) -> Result<Moved> {
+        let to = self.log.with_extension(suffix);
+        std::fs::rename(&self.log, &to)?;
+        Ok(Moved(to))
+    }
+
     /// Waits until it has logged `needle` on stdout.
     pub async fn logged(&self, needle: &str) -> Result<()> {
         eventually(&format!("'{needle}' in the log of container {}", self.id), PATIENCE, || async {
             Ok(self.logs().is_ok_and(|logs| logs.stdout.contains(needle)).then_some(()))
         })
         .await
+    }
+}
+
+/// A log that was moved away, into which its container may still write for a moment.
+pub struct Moved(PathBuf);
+
+impl Moved {
+    /// What it holds by now of stdout.
+    pub fn stdout(&self) -> Result<String> {
+        Ok(Logs::parse(&std::fs::read_to_string(&self.0)?).stdout)
     }
 }
 

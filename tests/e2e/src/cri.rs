@@ -10,10 +10,10 @@ use k8s_cri::v1::runtime_service_client::RuntimeServiceClient;
 use k8s_cri::v1::{
     AttachRequest, ContainerConfig, ContainerFilter, ContainerStats, ContainerStatsRequest, ContainerStatus,
     ContainerStatusRequest, CreateContainerRequest, ExecRequest, ExecSyncRequest, ExecSyncResponse,
-    ListContainersRequest, ListPodSandboxRequest, PodSandbox, PodSandboxConfig, PodSandboxFilter,
-    PodSandboxState, PodSandboxStatsRequest, PodSandboxStatus, PodSandboxStatusRequest,
-    RemoveContainerRequest, RemovePodSandboxRequest, RunPodSandboxRequest, StartContainerRequest,
-    StopContainerRequest, StopPodSandboxRequest,
+    LinuxContainerResources, ListContainersRequest, ListPodSandboxRequest, PodSandbox, PodSandboxConfig,
+    PodSandboxFilter, PodSandboxState, PodSandboxStatsRequest, PodSandboxStatus, PodSandboxStatusRequest,
+    RemoveContainerRequest, RemovePodSandboxRequest, ReopenContainerLogRequest, RunPodSandboxRequest,
+    StartContainerRequest, StopContainerRequest, StopPodSandboxRequest, UpdateContainerResourcesRequest,
 };
 use tonic::Status;
 use tonic::transport::{Channel, Endpoint, Uri};
@@ -124,6 +124,20 @@ impl Cri {
     pub async fn stop(&self, id: &str, grace: i64) -> Answer<()> {
         let request = StopContainerRequest { container_id: id.to_owned(), timeout: grace };
         self.client().stop_container(request).await.map(drop)
+    }
+
+    /// UpdateContainerResources.
+    pub async fn update(&self, id: &str, limits: LinuxContainerResources) -> Answer<()> {
+        let container_id = id.to_owned();
+        let request =
+            UpdateContainerResourcesRequest { container_id, linux: Some(limits), ..Default::default() };
+        self.client().update_container_resources(request).await.map(drop)
+    }
+
+    /// ReopenContainerLog.
+    pub async fn reopen_log(&self, id: &str) -> Answer<()> {
+        let request = ReopenContainerLogRequest { container_id: id.to_owned() };
+        self.client().reopen_container_log(request).await.map(drop)
     }
 
     /// RemoveContainer.

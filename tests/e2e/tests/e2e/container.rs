@@ -1,6 +1,6 @@
 //! What a container sees of itself: the same under any runtime.
 
-use anyhow::{Result, ensure};
+use anyhow::{Context, Result, ensure};
 use k8s_cri::v1::{
     Capability, Int64Value, KeyValue, LinuxContainerResources, NamespaceMode, NamespaceOption,
     SecurityProfile, security_profile::ProfileType,
@@ -10,7 +10,9 @@ use sandboxer_e2e::case::{Case, PATIENCE, idle, security, shell};
 crate::cases![
     Any: exit_codes, command_environment_and_directory, user_and_groups, user_by_name, capabilities, seccomp,
     no_new_privileges, masked_and_read_only_paths, read_only_rootfs, rootfs_is_private_and_whole,
-    shared_memory, hostname_and_resolver, namespaces, shared_process_namespace, limits, out_of_memory, terminal
+    shared_memory, hostname_and_resolver, namespaces, shared_process_namespace, limits, limits_change, out_of_memory,
+    oom_score, ambient_capabilities, sysctls, terminal;
+    Vm: privileged_is_all_of_the_guest
 ];
 
 async fn exit_codes(case: Case) -> Result<()> {
@@ -240,6 +242,92 @@ async fn limits(case: Case) -> Result<()> {
     });
     let out = pod.run(config).await?.success()?;
     ensure!(out == format!("{}\n50000 100000", 48 << 20), "{out}");
+    Ok(())
+}
+
+/// UpdateContainerResources, while it runs.
+async fn limits_change(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    let container = pod.start(idle("c")).await?;
+    let limits = |memory_mib: i64, cpu_quota| LinuxContainerResources {
+        memory_limit_in_bytes: memory_mib << 20,
+        cpu_quota,
+        cpu_period: 100_000,
+        cpu_shares: 512,
+        ..Default::default()
+    };
+    let read = "cd /sys/fs/cgroup; cat memory.max 2>/dev/null || cat memory/memory.limit_in_bytes; \
+                cat cpu.max 2>/dev/null || echo $(cat cpu/cpu.cfs_quota_us cpu/cpu.cfs_period_us)";
+    for (memory_mib, cpu_quota) in [(64, 40_000), (32, 20_000), (96, 80_000)] {
+        case.cri.update(&container.id, limits(memory_mib, cpu_quota)).await?;
+        let out = container.sh(read).await?;
+        ensure!(out == format!("{}\n{cpu_quota} 100000", memory_mib << 20), "{out}");
+    }
+    let refused = case.cri.update(&container.id, limits(64, 1)).await;
+    ensure!(refused.is_err(), "a quota of 1 µs was accepted");
+    ensure!(container.sh("echo alive").await? == "alive", "a refused update ended the container");
+    Ok(())
+}
+
+async fn oom_score(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    let mut config = shell("c", "cat /proc/self/oom_score_adj");
+    config.linux.get_or_insert_default().resources =
+        Some(LinuxContainerResources { oom_score_adj: 900, ..Default::default() });
+    let out = pod.run(config).await?.success()?;
+    ensure!(out == "900", "{out}");
+    Ok(())
+}
+
+async fn ambient_capabilities(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    let mut config = shell("c", "grep -E 'Cap(Eff|Amb)' /proc/self/status | cut -f2");
+    security(&mut config).run_as_user = Some(Int64Value { value: 1000 });
+    security(&mut config).capabilities = Some(Capability {
+        drop_capabilities: vec!["ALL".into()],
+        add_ambient_capabilities: vec!["NET_ADMIN".into()],
+        ..Default::default()
+    });
+    let out = pod.run(config).await?.success()?;
+    ensure!(
+        out == "0000000000001000\n0000000000001000",
+        "NET_ADMIN stays with a user that is not root: {out}"
+    );
+    Ok(())
+}
+
+async fn sysctls(case: Case) -> Result<()> {
+    let with = |name: &'static str, value: &'static str| {
+        case.pod_with(move |config| {
+            let linux = config.linux.get_or_insert_default();
+            linux.sysctls.insert(name.into(), value.into());
+        })
+    };
+    let pod = with("kernel.shm_rmid_forced", "1").await?;
+    ensure!(pod.output("cat /proc/sys/kernel/shm_rmid_forced").await? == "1", "it was not set");
+    let refused =
+        with("net.ipv4.no_such_thing", "1").await.err().context("a sysctl that is none was accepted")?;
+    ensure!(refused.message().contains("no_such_thing"), "{refused}");
+    Ok(())
+}
+
+/// Every capability, device and file of the guest; of the host, nothing.
+async fn privileged_is_all_of_the_guest(case: Case) -> Result<()> {
+    let pod = case
+        .pod_with(|config| {
+            let linux = config.linux.get_or_insert_default();
+            linux.security_context.get_or_insert_default().privileged = true;
+        })
+        .await?;
+    let script = "grep CapEff /proc/self/status | cut -f2; mount -t tmpfs none /mnt && echo mounted; \
+                  [ -e /dev/kmsg ] && echo devices; ls /dev | grep -c ^vd; mount | grep -c ' /sys .*[(,]rw'";
+    let mut config = shell("c", script);
+    security(&mut config).privileged = true;
+    let out = pod.run(config).await?.logs.stdout;
+    let mut lines = out.lines();
+    let capabilities = lines.next().context("capabilities")?;
+    ensure!(u64::from_str_radix(capabilities, 16)?.count_ones() >= 40, "{capabilities}");
+    ensure!(lines.eq(["mounted", "devices", "0", "1"]), "{out}");
     Ok(())
 }
 

@@ -3,6 +3,7 @@
 //!
 //! `SANDBOXER_E2E_HANDLERS=runc` proves the cases without the daemon; `SANDBOXER_E2E_KEEP=1` leaves the stack up.
 
+mod compatibility;
 mod container;
 mod daemon;
 mod failure;
@@ -70,6 +71,7 @@ macro_rules! cases {
 
 fn entries() -> Vec<Entry> {
     let files = [
+        compatibility::cases,
         container::cases,
         streams::cases,
         lifecycle::cases,

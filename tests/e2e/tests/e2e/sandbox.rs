@@ -1,12 +1,13 @@
 //! What makes a pod a microVM: its own kernel and machine, and no process per pod but the VMM.
 
 use anyhow::{Context, Result, ensure};
-use k8s_cri::v1::LinuxContainerResources;
-use sandboxer_e2e::case::{Case, PATIENCE, idle, shell};
+use k8s_cri::v1::{LinuxContainerResources, NamespaceMode, NamespaceOption, UserNamespace};
+use sandboxer_e2e::case::{Case, PATIENCE, idle, security, shell};
 use sandboxer_e2e::eventually;
 
 crate::cases![
-    Vm: own_kernel, machine_by_annotation, machine_by_limits, counted_in_the_named_cgroup, annotation_that_makes_no_sense, host_network_is_refused_or_said;
+    Vm: own_kernel, machine_by_annotation, machine_by_limits, counted_in_the_named_cgroup,
+        host_namespaces_are_refused, annotation_that_makes_no_sense, host_network_is_refused_or_said;
     VmAlone: one_vmm_and_nothing_else
 ];
 
@@ -34,6 +35,46 @@ async fn machine_by_annotation(case: Case) -> Result<()> {
     // The kernel keeps some of it for itself before it counts.
     let mib = kib.parse::<u64>()? >> 10;
     ensure!((300..=384).contains(&mib), "{mib} MiB of 384");
+    Ok(())
+}
+
+/// A guest has a kernel of its own: none of the host's namespaces is to be had, nor one by another's process.
+async fn host_namespaces_are_refused(case: Case) -> Result<()> {
+    let asks: [(&str, fn(&mut NamespaceOption)); 2] = [
+        ("PID", |options| options.pid = NamespaceMode::Node.into()),
+        ("IPC", |options| options.ipc = NamespaceMode::Node.into()),
+    ];
+    for (kind, ask) in asks {
+        let refused = case.pod_with(|config| {
+            let linux = config.linux.get_or_insert_default();
+            ask(linux.security_context.get_or_insert_default().namespace_options.get_or_insert_default());
+        });
+        let refused =
+            refused.await.err().with_context(|| format!("the host's {kind} namespace was given"))?;
+        ensure!(refused.message().contains(&format!("host's {kind} namespace")), "{refused}");
+    }
+    let pod = case.pod().await?;
+    let target = pod.start(idle("target")).await?;
+    let mut debugger = shell("debugger", "true");
+    let options = NamespaceOption {
+        pid: NamespaceMode::Target.into(),
+        target_id: target.id.clone(),
+        ..Default::default()
+    };
+    security(&mut debugger).namespace_options = Some(options);
+    let refused = pod.start(debugger).await.err().context("a container's processes were given to another")?;
+    ensure!(refused.message().contains("shareProcessNamespace"), "{refused}");
+    let mut mapped = shell("mapped", "true");
+    let userns = UserNamespace { mode: NamespaceMode::Pod.into(), ..Default::default() };
+    security(&mut mapped).namespace_options =
+        Some(NamespaceOption { userns_options: Some(userns.clone()), ..Default::default() });
+    let refused = case.pod_with(|config| {
+        let linux = config.linux.get_or_insert_default();
+        let options =
+            linux.security_context.get_or_insert_default().namespace_options.get_or_insert_default();
+        options.userns_options = Some(userns);
+    });
+    ensure!(refused.await.is_err(), "a user namespace was given");
     Ok(())
 }
 

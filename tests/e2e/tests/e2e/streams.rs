@@ -8,7 +8,8 @@ use sandboxer_e2e::case::{Case, PATIENCE, idle, shell};
 use sandboxer_e2e::stream::Session;
 
 crate::cases![
-    Any: logs_keep_streams_apart, long_lines_and_much_output, exec_sync, exec_many_at_once,
+    Any: logs_keep_streams_apart, long_lines_and_much_output, log_reopened, exec_sync,
+    exec_binary, exec_many_at_once,
     exec_of_what_is_not_there, exec_that_takes_too_long, exec_with_stdin, exec_stdin_ends, exec_with_terminal,
     attach_to_stdin
 ];
@@ -36,6 +37,21 @@ async fn long_lines_and_much_output(case: Case) -> Result<()> {
     Ok(())
 }
 
+/// A kubelet moves the log away and asks for a new one: no line is lost, none written twice.
+async fn log_reopened(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    let script = "i=0; while [ $i -lt 200 ]; do echo line $i; i=$((i + 1)); usleep 10000; done";
+    let container = pod.start(shell("c", script)).await?;
+    container.logged("line 20\n").await?;
+    let first = container.move_log_away("1")?;
+    case.cri.reopen_log(&container.id).await?;
+    container.ended().await?;
+    let both = first.stdout()? + &container.logs()?.stdout;
+    let expected: String = (0..200).map(|n| format!("line {n}\n")).collect();
+    ensure!(both == expected, "{both}");
+    Ok(())
+}
+
 async fn exec_sync(case: Case) -> Result<()> {
     let pod = case.pod().await?;
     let container = pod.start(idle("c")).await?;
@@ -57,10 +73,20 @@ async fn exec_sync(case: Case) -> Result<()> {
     Ok(())
 }
 
+/// Every value a byte can have, both ways.
+async fn exec_binary(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    let container = pod.start(idle("c")).await?;
+    let script = "for i in $(seq 0 255); do printf \\\\$(printf %03o $i); done";
+    let answer = case.cri.exec_sync(&container.id, &["sh", "-c", script], None).await?;
+    ensure!(answer.stdout.iter().copied().eq(0..=255), "{:?}", answer.stdout);
+    Ok(())
+}
+
 async fn exec_many_at_once(case: Case) -> Result<()> {
     let pod = case.pod().await?;
     let container = pod.start(idle("c")).await?;
-    let execs = (0..10).map(|n| {
+    let execs = (0..100).map(|n| {
         let container = container.clone();
         async move {
             let said = container.sh(&format!("echo {n}")).await?;

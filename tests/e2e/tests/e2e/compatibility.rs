@@ -18,7 +18,7 @@ async fn every_field_is_told(_: Case) -> Result<()> {
     let text = std::fs::read_to_string(&path).with_context(|| format!("{}", path.display()))?;
     let told = rows(&text)?;
     let known: BTreeSet<String> =
-        crate::entries().iter().map(|entry| entry.name.trim_start_matches("e2e::").to_owned()).collect();
+        crate::entries().iter().map(|entry| crate::case_name(entry).to_owned()).collect();
     for (message, fields) in messages() {
         let rows = told.get(message).with_context(|| format!("no section {message}"))?;
         let named: BTreeSet<&str> = rows.iter().map(|row| row.field.as_str()).collect();

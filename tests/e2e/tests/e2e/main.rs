@@ -15,9 +15,10 @@ mod snapshotters;
 mod streams;
 mod templates;
 
+use std::collections::BTreeMap;
 use std::pin::Pin;
 use std::process::ExitCode;
-use std::sync::{Arc, RwLock};
+use std::sync::{Arc, Mutex, RwLock};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail, ensure};
@@ -86,6 +87,11 @@ fn entries() -> Vec<Entry> {
     files.iter().flat_map(|file| file()).collect()
 }
 
+/// `file::case`.
+fn case_name(entry: &Entry) -> &'static str {
+    entry.name.trim_start_matches("e2e::")
+}
+
 /// What all cases share.
 struct Suite {
     runtime: Runtime,
@@ -94,6 +100,8 @@ struct Suite {
     // Held for reading by a case, for writing by one that must be alone. Held across a whole case, by threads
     // of libtest-mimic that do nothing else.
     alone: RwLock<()>,
+    /// What each case came to, and by which handler.
+    outcomes: Mutex<BTreeMap<&'static str, BTreeMap<&'static str, &'static str>>>,
 }
 
 impl Suite {
@@ -107,10 +115,29 @@ impl Suite {
             stack.dir().display(),
             started.elapsed().as_secs_f64()
         );
-        Ok(Self { runtime, stack: Arc::new(stack), cri, alone: RwLock::new(()) })
+        Ok(Self { runtime, stack: Arc::new(stack), cri, alone: RwLock::new(()), outcomes: Mutex::default() })
     }
 
     fn run(&self, entry: &Entry, handler: &'static str, name: &str) -> Result<(), Failed> {
+        let outcome = self.try_run(entry, handler, name);
+        let word = if outcome.is_ok() { "ok" } else { "FAILED" };
+        let mut outcomes = self.outcomes.lock().unwrap_or_else(|poison| poison.into_inner());
+        outcomes.entry(case_name(entry)).or_default().insert(handler, word);
+        outcome
+    }
+
+    /// One table: case, ours, runc.
+    fn print_outcomes(&self) {
+        let outcomes = self.outcomes.lock().unwrap_or_else(|poison| poison.into_inner());
+        let width = outcomes.keys().map(|case| case.len()).max().unwrap_or_default();
+        println!("\n{:width$}  sandboxer  runc", "case");
+        for (case, by) in outcomes.iter() {
+            let of = |handler| by.get(handler).copied().unwrap_or("-");
+            println!("{case:width$}  {:9}  {}", of("sandboxer"), of("runc"));
+        }
+    }
+
+    fn try_run(&self, entry: &Entry, handler: &'static str, name: &str) -> Result<(), Failed> {
         let (_alone, _together);
         if entry.on == On::VmAlone {
             _alone = self.alone.write().unwrap_or_else(|poison| poison.into_inner());
@@ -198,8 +225,7 @@ fn run() -> Result<ExitCode> {
         .flat_map(|&handler| entries().into_iter().map(move |entry| (entry, handler)))
         .filter(|(entry, handler)| *handler == "sandboxer" || entry.on == On::Any)
         .map(|(entry, handler)| {
-            let name = entry.name.trim_start_matches("e2e::");
-            let name = format!("{handler}::{name}");
+            let name = format!("{handler}::{}", case_name(&entry));
             (entry, handler, name)
         })
         .collect();
@@ -222,6 +248,7 @@ fn run() -> Result<ExitCode> {
     let arguments = Arguments { test_threads: arguments.test_threads.or(Some(2)), ..arguments };
     let conclusion = libtest_mimic::run(&arguments, trials);
 
+    suite.print_outcomes();
     let mut code = conclusion.exit_code();
     let Some(suite) = Arc::into_inner(suite) else { bail!("a case still holds the stack") };
     let empty = suite.check_empty();

@@ -40,14 +40,15 @@ async fn machine_by_annotation(case: Case) -> Result<()> {
 
 /// A guest has a kernel of its own: none of the host's namespaces is to be had, nor one by another's process.
 async fn host_namespaces_are_refused(case: Case) -> Result<()> {
-    let asks: [(&str, fn(&mut NamespaceOption)); 2] = [
-        ("PID", |options| options.pid = NamespaceMode::Node.into()),
-        ("IPC", |options| options.ipc = NamespaceMode::Node.into()),
+    let node = NamespaceMode::Node.into();
+    let asks = [
+        ("PID", NamespaceOption { pid: node, ..Default::default() }),
+        ("IPC", NamespaceOption { ipc: node, ..Default::default() }),
     ];
     for (kind, ask) in asks {
         let refused = case.pod_with(|config| {
             let linux = config.linux.get_or_insert_default();
-            ask(linux.security_context.get_or_insert_default().namespace_options.get_or_insert_default());
+            linux.security_context.get_or_insert_default().namespace_options = Some(ask);
         });
         let refused =
             refused.await.err().with_context(|| format!("the host's {kind} namespace was given"))?;
@@ -64,10 +65,7 @@ async fn host_namespaces_are_refused(case: Case) -> Result<()> {
     security(&mut debugger).namespace_options = Some(options);
     let refused = pod.start(debugger).await.err().context("a container's processes were given to another")?;
     ensure!(refused.message().contains("shareProcessNamespace"), "{refused}");
-    let mut mapped = shell("mapped", "true");
     let userns = UserNamespace { mode: NamespaceMode::Pod.into(), ..Default::default() };
-    security(&mut mapped).namespace_options =
-        Some(NamespaceOption { userns_options: Some(userns.clone()), ..Default::default() });
     let refused = case.pod_with(|config| {
         let linux = config.linux.get_or_insert_default();
         let options =

@@ -11,7 +11,7 @@ crate::cases![
     Any: exit_codes, command_environment_and_directory, user_and_groups, user_by_name, capabilities, seccomp,
     no_new_privileges, masked_and_read_only_paths, read_only_rootfs, rootfs_is_private_and_whole,
     shared_memory, hostname_and_resolver, namespaces, shared_process_namespace, limits, limits_change, out_of_memory,
-    oom_score, ambient_capabilities, sysctls, terminal;
+    oom_score, sysctls, terminal;
     Vm: privileged_is_all_of_the_guest
 ];
 
@@ -276,23 +276,6 @@ async fn oom_score(case: Case) -> Result<()> {
         Some(LinuxContainerResources { oom_score_adj: 900, ..Default::default() });
     let out = pod.run(config).await?.success()?;
     ensure!(out == "900", "{out}");
-    Ok(())
-}
-
-async fn ambient_capabilities(case: Case) -> Result<()> {
-    let pod = case.pod().await?;
-    let mut config = shell("c", "grep -E 'Cap(Eff|Amb)' /proc/self/status | cut -f2");
-    security(&mut config).run_as_user = Some(Int64Value { value: 1000 });
-    security(&mut config).capabilities = Some(Capability {
-        drop_capabilities: vec!["ALL".into()],
-        add_ambient_capabilities: vec!["NET_ADMIN".into()],
-        ..Default::default()
-    });
-    let out = pod.run(config).await?.success()?;
-    ensure!(
-        out == "0000000000001000\n0000000000001000",
-        "NET_ADMIN stays with a user that is not root: {out}"
-    );
     Ok(())
 }
 

@@ -134,10 +134,7 @@ impl Volumes {
     }
 
     fn find(&self, needed: &Needed) -> Arc<Volume> {
-        self.volumes()
-            .entry(needed.id.clone())
-            .or_insert_with(|| Volume::new(needed.clone(), false))
-            .clone()
+        self.volumes().entry(needed.id.clone()).or_insert_with(|| Volume::new(needed.clone(), false)).clone()
     }
 
     async fn make(&self, live: &Live, volume: &Arc<Volume>) -> Result<(), PodError> {
@@ -197,7 +194,7 @@ impl Volumes {
 async fn send(live: &Live, id: &Id, dir: &Path, sent: &mut Option<[u8; 32]>) -> Result<(), PodError> {
     let root = dir.to_owned();
     let read = tokio::task::spawn_blocking(move || tree::read(&root)).await;
-    let tree = read.map_err(|_| VolumeError::Stopped)??;
+    let tree = read.map_err(|_| VolumeError::Stopped)?.map_err(VolumeError::Files)?;
     let encoded = tree.write_to_bytes().map_err(VolumeError::Encode)?;
     let hash = Sha256::digest(&encoded).into();
     if *sent != Some(hash) {
@@ -208,9 +205,10 @@ async fn send(live: &Live, id: &Id, dir: &Path, sent: &mut Option<[u8; 32]>) -> 
 }
 
 async fn put(live: &Live, id: &Id, dir: &Path, content: WireContent) -> Result<(), PodError> {
+    let owner = tree::owner(dir).map_err(VolumeError::Files)?;
     let request = wire::PutVolumeRequest {
         volume_id: id.to_string(),
-        owner: Some(tree::owner(dir)?).into(),
+        owner: Some(owner).into(),
         content: Some(content),
         ..Default::default()
     };

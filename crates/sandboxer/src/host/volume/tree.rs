@@ -131,8 +131,7 @@ impl<'a> Reading<'a> {
             return Err(self.too_large(format!("{MAX_NAMES} bytes of names")));
         }
         let meta = fs::symlink_metadata(&at).map_err(failed)?;
-        let mut entry =
-            wire::Entry { path: text, owner: Some(owner_of(&meta)).into(), ..Default::default() };
+        let mut entry = wire::Entry { path: text, owner: Some(owner_of(&meta)).into(), ..Default::default() };
         if meta.is_dir() {
             entry.set_directory(wire::Directory::new());
             self.entries.push(entry);

@@ -12,7 +12,10 @@ use nix::{
     errno::Errno,
     sys::inotify::{AddWatchFlags, InitFlags, Inotify, WatchDescriptor},
 };
-use tokio::{io::unix::AsyncFd, sync::watch};
+use tokio::{
+    io::{Interest, unix::AsyncFd},
+    sync::watch,
+};
 
 /// Watches directories.
 #[derive(Debug)]
@@ -42,8 +45,11 @@ impl Watches {
     pub fn new() -> io::Result<Self> {
         let inotify = Arc::new(Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC)?);
         let watched: Arc<Mutex<HashMap<_, watch::Sender<u64>>>> = Arc::default();
-        let (descriptor, senders) = (AsyncFd::new(inotify.as_fd().try_clone_to_owned()?)?, watched.clone());
-        let reader = inotify.clone();
+        let (reader, senders) = (inotify.clone(), watched.clone());
+        let descriptor = inotify.as_fd().try_clone_to_owned()?;
+        // SAFETY: an OwnedFd is open and the same file as long as it lives, and the AsyncFd owns it.
+        let descriptor = unsafe { AsyncFd::register_with_interest(descriptor, Interest::READABLE) }
+            .map_err(io::Error::from)?;
         tokio::spawn(async move {
             loop {
                 let Ok(mut ready) = descriptor.readable().await else { return };

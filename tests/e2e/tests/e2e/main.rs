@@ -14,6 +14,7 @@ mod sandbox;
 mod snapshotters;
 mod streams;
 mod templates;
+mod volumes;
 
 use std::pin::Pin;
 use std::process::ExitCode;
@@ -81,6 +82,7 @@ fn entries() -> Vec<Entry> {
         many::cases,
         probe::cases,
         templates::cases,
+        volumes::cases,
         daemon::cases,
     ];
     files.iter().flat_map(|file| file()).collect()

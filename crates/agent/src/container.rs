@@ -8,8 +8,10 @@
 
 use std::{
     collections::HashMap,
+    fs::File as OpenFile,
     hash::{DefaultHasher, Hash, Hasher as _},
-    path::Path,
+    io::{Read as _, Seek as _, SeekFrom},
+    path::{Path, PathBuf},
     sync::{Arc, Mutex},
     time::Duration,
 };
@@ -24,6 +26,7 @@ use crate::{
     cgroup::Cgroup,
     clock,
     console::Console,
+    disk,
     events::OomWatch,
     failure::{Failure, Kind, internal},
     io::{self, Wanted},
@@ -32,7 +35,7 @@ use crate::{
     process::{Exit, Process, State, kill},
     reaper::Reaper,
     rootfs::{Dir, Plan},
-    runtime::{self, File, Stdio},
+    runtime::{self, BlockDevice, File, SeenDevice, Stdio},
     stats::{self, Stats},
     sync::lock,
     worker::{Causes, Done, Workers},
@@ -40,6 +43,9 @@ use crate::{
 
 /// How long killed processes may take to be gone, and frozen ones to stand still.
 const PROMPT: Duration = Duration::from_secs(10);
+
+/// Longest message of a container, bytes: kubelet reads as much, from the end.
+const MAX_MESSAGE: u64 = 4096;
 
 /// Exit code of a process that never ran, as shells have it.
 const NEVER_RAN: u32 = 255;
@@ -59,6 +65,8 @@ pub struct Create {
     pub files: Vec<File>,
     /// What it sees beside its own processes.
     pub sees: Sees,
+    /// Disks that it finds as devices.
+    pub devices: Vec<SeenDevice>,
 }
 
 /// Whose processes a container sees beside its own.
@@ -104,6 +112,8 @@ pub struct Container {
     /// Its init is not PID 1: its end ends nothing else.
     sees_others: bool,
     init: Arc<Process>,
+    /// The file in which it may leave a message.
+    message: Option<PathBuf>,
     made: watch::Sender<Option<Result<i32, Failure>>>,
     // Held over awaits on purpose: start and removal exclude each other.
     start: AsyncMutex<Start>,
@@ -142,6 +152,11 @@ impl Container {
             fingerprint: fingerprint(request),
             sees_others: request.sees != Sees::Own,
             init: Arc::new(Process::new(request.stdio)),
+            message: request
+                .files
+                .iter()
+                .position(|file| file.is_message)
+                .map(|n| Dir::of(&request.id).file(n)),
             made: watch::Sender::new(None),
             start: AsyncMutex::default(),
             execs: Mutex::default(),
@@ -180,9 +195,13 @@ impl Container {
 
     async fn try_make(&self, request: &Create, pids: Option<&Path>) -> Result<i32, Failure> {
         let disks = request.rootfs.locate().await?;
+        let mut devices = Vec::with_capacity(request.devices.len());
+        for seen in &request.devices {
+            devices.push(BlockDevice { node: disk::find(&seen.serial).await?, seen });
+        }
         let done = self
             .launch(&self.init, |stdio| {
-                runtime::create(&request.id, &request.spec, &disks, &request.files, pids, stdio)
+                runtime::create(&request.id, &request.spec, &disks, &request.files, &devices, pids, stdio)
             })
             .await?;
         let Done { result, since, causes } = done;
@@ -340,6 +359,11 @@ impl Container {
         }
     }
 
+    /// The end of the message that it has left, if it may leave one.
+    pub fn message(&self) -> Vec<u8> {
+        self.message.as_deref().and_then(|path| tail(path, MAX_MESSAGE).ok()).unwrap_or_default()
+    }
+
     /// Every process of it that the host knows; execs with their identifiers.
     pub fn processes(&self) -> Vec<(Option<ExecId>, Arc<Process>)> {
         let mut all = vec![(None, Arc::clone(&self.init))];
@@ -438,4 +462,14 @@ impl Container {
         let done = self.shared.workers.run(&[], || runtime::remove(&self.id)).await?;
         done.result.map_err(|failure| done.causes.explain(failure))
     }
+}
+
+/// At most the last `most` bytes of a file.
+fn tail(path: &Path, most: u64) -> std::io::Result<Vec<u8>> {
+    let mut file = OpenFile::open(path)?;
+    let length = file.metadata()?.len();
+    file.seek(SeekFrom::Start(length.saturating_sub(most)))?;
+    let mut text = Vec::new();
+    file.take(most).read_to_end(&mut text)?;
+    Ok(text)
 }

@@ -23,7 +23,7 @@ use ttrpc::r#async::{Server, transport::Listener};
 
 use crate::{
     container::Shared, containers::Containers, events::Events, events::OomWatch, pids::SharedPids,
-    reaper::Reaper, service::Service, worker::Workers,
+    reaper::Reaper, service::Service, volume::Volumes, worker::Workers,
 };
 
 mod cgroup;
@@ -49,7 +49,9 @@ mod service;
 mod spec;
 mod stats;
 mod sync;
+mod tree;
 mod uevent;
+mod volume;
 mod worker;
 
 fn main() -> anyhow::Result<()> {
@@ -84,11 +86,12 @@ async fn serve(params: BootParams, entered_ns: u64) -> anyhow::Result<std::conve
     let oom = Arc::new(OomWatch::new(Arc::clone(&events)).context("failed to watch for the OOM killer")?);
     let workers = Workers::new(Arc::clone(&reaper));
     let pids = SharedPids::default();
-    let shared = Shared { reaper: Arc::clone(&reaper), workers, oom: Arc::clone(&oom), pids };
-    let containers = Arc::new(Containers::new(Arc::new(shared)));
+    let shared = Arc::new(Shared { reaper: Arc::clone(&reaper), workers, oom: Arc::clone(&oom), pids });
+    let volumes = Arc::new(Volumes::new(Arc::clone(&shared)));
+    let containers = Arc::new(Containers::new(shared));
     let link_key = watch::Sender::new(params.link_key);
     let port_key = link_key.subscribe();
-    let service = Arc::new(Service { containers, events, reaper: Arc::clone(&reaper), link_key });
+    let service = Arc::new(Service { containers, volumes, events, reaper: Arc::clone(&reaper), link_key });
 
     let (sessions, accepted) = mpsc::channel(1);
     let accepted = stream::unfold(accepted, async |mut accepted| {

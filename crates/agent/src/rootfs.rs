@@ -6,6 +6,8 @@
 //!   l0, l1, …      read-only layers, uppermost first
 //!   w/             the writable file system: u/ (upper) and w/ (overlay's work directory)
 //!   f0, f1, …      files bound into the container
+//!   d0, d1, …      device nodes bound into the container
+//!   v0, v1, …      parts of volumes bound into the container
 //!   rootfs/        what the container sees
 //! ```
 //!
@@ -64,6 +66,22 @@ pub struct Plan {
     pub writable: Writable,
 }
 
+impl Disk {
+    /// Whether it can be looked for and mounted.
+    pub fn check(&self) -> Result<(), Failure> {
+        let Self { serial, fstype, .. } = self;
+        if !["erofs", "ext4"].contains(&fstype.as_str()) {
+            return Err(Failure::invalid(format!(
+                "disk {serial:?}: file system {fstype:?} is neither erofs nor ext4"
+            )));
+        }
+        if serial.is_empty() {
+            return Err(Failure::invalid("a disk has no serial"));
+        }
+        Ok(())
+    }
+}
+
 impl Plan {
     /// Whether the parts fit together.
     pub fn check(&self) -> Result<(), Failure> {
@@ -72,15 +90,7 @@ impl Plan {
             Writable::Overlay(disk) | Writable::Whole(disk) => Some(disk),
         });
         for disk in disks {
-            if !["erofs", "ext4"].contains(&disk.fstype.as_str()) {
-                let Disk { serial, fstype, .. } = disk;
-                return Err(Failure::invalid(format!(
-                    "disk {serial:?}: file system {fstype:?} is neither erofs nor ext4"
-                )));
-            }
-            if disk.serial.is_empty() {
-                return Err(Failure::invalid("rootfs: a disk has no serial"));
-            }
+            disk.check()?;
         }
         match (&self.writable, self.lower.len()) {
             (Writable::Whole(_), 1..) => {
@@ -162,6 +172,16 @@ impl Dir {
     /// The `n`th file bound into the container.
     pub fn file(&self, n: usize) -> PathBuf {
         self.path.join(format!("f{n}"))
+    }
+
+    /// The `n`th device node bound into the container.
+    pub fn device(&self, n: usize) -> PathBuf {
+        self.path.join(format!("d{n}"))
+    }
+
+    /// The part of a volume that the `n`th mount shows.
+    pub fn volume(&self, n: usize) -> PathBuf {
+        self.path.join(format!("v{n}"))
     }
 
     /// The file system that takes what the container writes.

@@ -2,9 +2,11 @@
 
 use std::{
     fs,
-    io::Write as _,
-    os::{fd::OwnedFd, unix::fs::PermissionsExt as _},
-    path::Path,
+    os::{
+        fd::OwnedFd,
+        unix::fs::{MetadataExt as _, PermissionsExt as _},
+    },
+    path::{Path, PathBuf},
 };
 
 use libcgroups::common::{CgroupManager as _, ControllerOpt};
@@ -14,6 +16,7 @@ use libcontainer::{
     oci_spec::runtime::{Capabilities, Capability, LinuxCapabilities, LinuxResources, Process, Spec},
     syscall::syscall::SyscallType,
 };
+use nix::sys::stat::{Mode, SFlag, mknod};
 use pathrs::Root;
 use sandboxer_protocol::id::ContainerId;
 
@@ -24,6 +27,8 @@ use crate::{
     payload::Payload,
     rootfs::{Dir, Located},
     spec::{self, BoundFile},
+    tree::Owner,
+    volume,
 };
 
 /// libcontainer's own state.
@@ -45,8 +50,32 @@ pub struct File {
     /// What it holds.
     pub content: Vec<u8>,
     /// Its permissions.
-    pub mode: u32,
+    pub owner: Owner,
     /// The container can't write it.
+    pub read_only: bool,
+    /// What it holds in the end is told with the init's exit.
+    pub is_message: bool,
+}
+
+/// A block device that a container finds at a path.
+#[derive(Debug)]
+pub struct BlockDevice<'a> {
+    /// The guest's own node of it.
+    pub node: PathBuf,
+    /// How the container shall see it.
+    pub seen: &'a SeenDevice,
+}
+
+/// A block device as a container sees it.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct SeenDevice {
+    /// Serial of its disk.
+    pub serial: String,
+    /// Where the container finds it.
+    pub path: String,
+    /// Permissions of its node.
+    pub owner: Owner,
+    /// The container can't write to it.
     pub read_only: bool,
 }
 
@@ -57,13 +86,16 @@ pub fn create(
     json: &[u8],
     plan: &Located,
     files: &[File],
+    devices: &[BlockDevice<'_>],
     pids: Option<&Path>,
     stdio: &Stdio<'_>,
 ) -> Result<i32, Failure> {
     let mut spec = spec::parse(json)?;
     let dir = Dir::of(id);
     dir.assemble(plan)?;
-    let bound = write_files(&dir, files)?;
+    volume::stage(&dir, spec.mounts_mut().get_or_insert_default())?;
+    let mut bound = write_files(&dir, files)?;
+    bound.extend(make_nodes(&dir, devices)?);
     spec::fit(&mut spec, id, &dir.rootfs(), matches!(stdio, Stdio::Terminal(_)), &bound)?;
     if let Some(pids) = pids {
         spec::join_pids(&mut spec, pids);
@@ -187,12 +219,24 @@ fn write_files(dir: &Dir, files: &[File]) -> Result<Vec<BoundFile>, Failure> {
     let mut bound = Vec::new();
     for (n, file) in files.iter().enumerate() {
         let source = dir.file(n);
-        let written = fs::File::create(&source).and_then(|mut target| {
-            target.write_all(&file.content)?;
-            target.set_permissions(fs::Permissions::from_mode(file.mode & 0o7777))
-        });
-        written.map_err(internal(format!("failed to write the file for {}", file.path)))?;
+        fs::write(&source, &file.content)
+            .map_err(internal(format!("failed to write the file for {}", file.path)))?;
+        file.owner.apply_to(&source)?;
         bound.push(BoundFile { path: file.path.clone(), source, read_only: file.read_only });
+    }
+    Ok(bound)
+}
+
+/// Nodes of the devices, with permissions of their own.
+fn make_nodes(dir: &Dir, devices: &[BlockDevice<'_>]) -> Result<Vec<BoundFile>, Failure> {
+    let mut bound = Vec::new();
+    for (n, BlockDevice { node, seen }) in devices.iter().enumerate() {
+        let source = dir.device(n);
+        let failed = || format!("failed to make {} for {}", source.display(), seen.path);
+        let device = fs::metadata(node).map_err(internal(failed()))?.rdev();
+        mknod(&source, SFlag::S_IFBLK, Mode::empty(), device).map_err(internal(failed()))?;
+        seen.owner.apply_to(&source)?;
+        bound.push(BoundFile { path: seen.path.clone(), source, read_only: seen.read_only });
     }
     Ok(bound)
 }
@@ -235,16 +279,13 @@ fn keep_until_filtered(process: &mut Process) -> Option<LinuxCapabilities> {
     Some(target)
 }
 
-/// What [`File`]s may ask for.
-pub fn check_files(files: &[File]) -> Result<(), Failure> {
-    for file in files {
-        let path = Path::new(&file.path);
+/// Where files and devices may be.
+pub fn check_paths<'a>(paths: impl IntoIterator<Item = &'a str>) -> Result<(), Failure> {
+    for text in paths {
+        let path = Path::new(text);
         let plain = path.components().all(|part| !matches!(part, std::path::Component::ParentDir));
         if !path.is_absolute() || !plain {
-            return Err(Failure::invalid(format!(
-                "files: {:?} is no absolute path without \"..\"",
-                file.path
-            )));
+            return Err(Failure::invalid(format!("{text:?} is no absolute path without \"..\"")));
         }
     }
     Ok(())

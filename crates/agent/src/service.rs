@@ -22,15 +22,19 @@ use crate::{
     process::{Exit, Process, State},
     reaper::Reaper,
     rootfs::{Disk, Plan, Writable},
-    runtime::{self, File},
+    runtime::{self, File, SeenDevice},
     stats::{self, Stats},
     sync::detached,
+    tree::{Entry, Kind as EntryKind, Owner},
+    volume::{Content, Put, Volumes},
 };
 
 /// The agent's service.
 pub struct Service {
     /// The containers.
     pub containers: Arc<Containers>,
+    /// The volumes.
+    pub volumes: Arc<Volumes>,
     /// The queue of events.
     pub events: Arc<Events>,
     /// Knows which processes live.
@@ -94,18 +98,27 @@ fn create(request: wire::CreateContainerRequest) -> Result<Create, Failure> {
     let file = |file: wire::File| File {
         path: file.path,
         content: file.content,
-        mode: file.mode,
+        owner: Owner { mode: file.mode, uid: file.uid, gid: file.gid },
         read_only: file.read_only,
+        is_message: file.is_message,
+    };
+    let device = |device: wire::BlockDevice| SeenDevice {
+        serial: device.serial,
+        path: device.path,
+        owner: owner(&device.owner),
+        read_only: device.read_only,
     };
     let rootfs = plan(rootfs)?;
     let files: Vec<File> = request.files.into_iter().map(file).collect();
-    runtime::check_files(&files)?;
     let sees = match &request.processes {
         None | Some(Processes::OfPod(false)) => Sees::Own,
         Some(Processes::OfPod(true)) => Sees::Pod,
         Some(Processes::OfContainer(other)) => Sees::Container(id("of_container", other)?),
         Some(_) => return Err(Failure::invalid("processes: unknown")),
     };
+    let devices: Vec<SeenDevice> = request.block_devices.into_iter().map(device).collect();
+    let paths = files.iter().map(|file| &file.path).chain(devices.iter().map(|device| &device.path));
+    runtime::check_paths(paths.map(String::as_str))?;
     Ok(Create {
         id: container_id(&request.container_id)?,
         stdio: wanted(&request.stdio),
@@ -113,7 +126,39 @@ fn create(request: wire::CreateContainerRequest) -> Result<Create, Failure> {
         spec: request.spec_json,
         files,
         sees,
+        devices,
     })
+}
+
+fn owner(owner: &wire::Owner) -> Owner {
+    Owner { mode: owner.mode, uid: owner.uid, gid: owner.gid }
+}
+
+fn entry(entry: wire::Entry) -> Result<Entry, Failure> {
+    use wire::entry::Kind as K;
+    let kind = match entry.kind {
+        Some(K::File(content)) => EntryKind::File(content),
+        Some(K::Link(target)) => EntryKind::Link(target.into()),
+        Some(K::Directory(_)) => EntryKind::Directory,
+        _ => return Err(Failure::invalid(format!("tree: {:?} is of no kind", entry.path))),
+    };
+    let entry = Entry { path: entry.path.into(), owner: owner(&entry.owner), kind };
+    entry.check().map(|()| entry)
+}
+
+fn put(request: wire::PutVolumeRequest) -> Result<Put, Failure> {
+    use wire::put_volume_request::Content as C;
+    let content = match request.content {
+        Some(C::Tree(tree)) => Content::Tree(tree.entries.into_iter().map(entry).collect::<Result<_, _>>()?),
+        Some(C::Memory(memory)) => Content::Memory { size_bytes: memory.size_bytes },
+        Some(C::Disk(wanted)) => {
+            let wanted = disk(&wanted);
+            wanted.check()?;
+            Content::Disk(wanted)
+        }
+        _ => return Err(Failure::invalid("volume: says nothing about its content")),
+    };
+    Ok(Put { id: id("volume_id", &request.volume_id)?, owner: owner(&request.owner), content })
 }
 
 fn guest_pid(pid: i32) -> u32 {
@@ -260,6 +305,25 @@ impl Agent for Service {
         Ok(wire::ConfigurePodResponse::default())
     }
 
+    async fn put_volume(
+        &self,
+        _: &TtrpcContext,
+        request: wire::PutVolumeRequest,
+    ) -> Answer<wire::PutVolumeResponse> {
+        let (volumes, put) = (Arc::clone(&self.volumes), put(request).map_err(refuse)?);
+        detached(async move { volumes.put(put).await }).await.map_err(refuse)?;
+        Ok(wire::PutVolumeResponse::default())
+    }
+
+    async fn list_volumes(
+        &self,
+        _: &TtrpcContext,
+        _: wire::ListVolumesRequest,
+    ) -> Answer<wire::ListVolumesResponse> {
+        let volume_ids = self.volumes.all().iter().map(ToString::to_string).collect();
+        Ok(wire::ListVolumesResponse { volume_ids, ..Default::default() })
+    }
+
     async fn create_container(
         &self,
         _: &TtrpcContext,
@@ -318,8 +382,13 @@ impl Agent for Service {
         request: wire::WaitProcessRequest,
     ) -> Answer<wire::WaitProcessResponse> {
         let process = self.process(&request.container_id, &request.exec_id).map_err(refuse)?;
-        let exit = process.wait().await.map_err(refuse)?;
-        Ok(wire::WaitProcessResponse { exit: MessageField::some(wire_exit(exit)), ..Default::default() })
+        let mut exit = wire_exit(process.wait().await.map_err(refuse)?);
+        if request.exec_id.is_empty()
+            && let Ok(container) = container_id(&request.container_id).and_then(|id| self.containers.get(&id))
+        {
+            exit.message = container.message();
+        }
+        Ok(wire::WaitProcessResponse { exit: MessageField::some(exit), ..Default::default() })
     }
 
     async fn signal_process(

@@ -22,3 +22,5 @@ mod refusals;
 mod streams;
 #[path = "guest/vm.rs"]
 mod vm;
+#[path = "guest/volumes.rs"]
+mod volumes;

@@ -26,6 +26,7 @@ use crate::{
     host::{
         cgroup::Hierarchies,
         rootfs::{RootfsError, RootfsStore},
+        volume::VolumeStore,
     },
     pod::{Node, admission::Admission, journal::Journal, recover, registry::Registry, ways::Ways},
     pool::{self, Pool},
@@ -138,12 +139,16 @@ pub fn node(config: Config, vmm: Arc<dyn Vmm>) -> Result<Arc<Node>, DaemonError>
         path: "/proc/self/mountinfo".into(),
         source,
     })?;
+    let dir = config.state_dir.join("volumes");
+    let volumes = VolumeStore::open(&dir, config.volumes.empty_dir_bytes)
+        .map_err(|source| DaemonError::Host { action: "open volumes in", path: dir, source })?;
     let usual = usual_shape(&config);
     Ok(Arc::new(Node {
         templates,
         pool: Pool::new(config.pool, usual),
         ways: Ways::default(),
         rootfs: RootfsStore::open(&config.state_dir.join("rootfs"), &config.rootfs)?,
+        volumes: Arc::new(volumes),
         admission: Admission::new(config.concurrent_starts, config.concurrent_containers),
         vmm,
         cgroups,

@@ -137,13 +137,8 @@ pub enum PodError {
     #[error(transparent)]
     Rootfs(#[from] RootfsError),
     /// A volume can't be had.
-    #[error("container {container}")]
-    Volume {
-        /// The container.
-        container: ContainerId,
-        /// Which volume, and why.
-        source: VolumeError,
-    },
+    #[error(transparent)]
+    Volume(#[from] VolumeError),
     /// A file or directory of the host is in the way.
     #[error("cannot {action} {path:?} for pod {pod}")]
     Host {
@@ -172,14 +167,13 @@ impl PodError {
             Self::Id { .. } | Self::Invalid { .. } => Code::InvalidArgument,
             Self::State { .. } => Code::FailedPrecondition,
             Self::Cancelled(_) => Code::Cancelled,
-            Self::Unsupported(_) | Self::Volume { source: VolumeError::Unsupported { .. }, .. } => {
-                Code::Unimplemented
-            }
+            Self::Unsupported(_) => Code::Unimplemented,
             Self::NotReady { .. } | Self::Vmm(VmmError::Hung { .. }) => Code::DeadlineExceeded,
             Self::MachineEnded { .. } | Self::Gone(_) => Code::Unavailable,
             Self::Guest(error) => error.code(),
             Self::Rootfs(error) => error.code(),
-            Self::Vmm(_) | Self::Host { .. } | Self::Volume { .. } | Self::Failed { .. } => Code::Internal,
+            Self::Volume(error) => error.code(),
+            Self::Vmm(_) | Self::Host { .. } | Self::Failed { .. } => Code::Internal,
         }
     }
 }

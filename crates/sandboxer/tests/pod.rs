@@ -73,6 +73,7 @@ impl TestNode {
             way: Default::default(),
             vcpus: 1,
             memory_mib: 128,
+            room: Default::default(),
         };
         let status = PodStatus::created(1);
         let node = self.node.clone();

@@ -90,6 +90,7 @@ async fn started_at_best(node: &Arc<Node>, id: &str, way: Way) -> PodHandle {
         way,
         vcpus: SHAPE.vcpus,
         memory_mib: SHAPE.memory_mib,
+        room: Default::default(),
     };
     let of = node.clone();
     let spawn = || pod::spawn(of, spec.clone(), LinkKey::random(), PodStatus::created(1), Default::default());

@@ -1,6 +1,6 @@
 //! From wire types to ours, and from our errors to theirs.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 use k8s_cri::v1::{NamespaceMode, PodSandboxConfig};
 use prost::Message;
@@ -8,8 +8,12 @@ use sandboxer_protocol::{controller::ControllerCreateRequest, id::Id};
 
 use crate::{
     config::Config,
+    container::spec::ROOTFS_SIZE,
     error::{Code, PodError, chain},
-    pod::spec::PodSpec,
+    pod::{
+        quantity,
+        spec::{PodSpec, Room},
+    },
     vmm::Shape,
 };
 
@@ -19,6 +23,9 @@ use super::size;
 const MAX_HOSTNAME: usize = 64;
 /// Longest part of a name in DNS, bytes (RFC 1035).
 const MAX_LABEL: usize = 63;
+
+/// Annotation that asks for a size of the disks of emptyDirs.
+const EMPTY_DIR_SIZE: &str = "io.sandboxer.emptydir-size";
 
 /// Reads an identifier from a request. `what` completes "… is refused".
 pub fn id(what: &'static str, text: &str) -> Result<Id, PodError> {
@@ -66,6 +73,10 @@ pub fn pod_spec(request: &ControllerCreateRequest, config: &Config) -> Result<Po
         way: config.handlers.get(&handler).copied().unwrap_or_default(),
         vcpus,
         memory_mib,
+        room: Room {
+            rootfs_bytes: space(&asked.annotations, ROOTFS_SIZE).map_err(invalid)?,
+            empty_dir_bytes: space(&asked.annotations, EMPTY_DIR_SIZE).map_err(invalid)?,
+        },
         name: metadata.name,
         namespace: metadata.namespace,
         uid: metadata.uid,
@@ -124,6 +135,10 @@ fn handler(request: &ControllerCreateRequest) -> Option<String> {
     }
     let kept = request.sandbox.as_ref()?.extensions.get("metadata")?;
     serde_json::from_slice::<Versioned>(&kept.value).ok().map(|kept| kept.metadata.runtime_handler)
+}
+
+fn space(annotations: &HashMap<String, String>, name: &'static str) -> Result<Option<u64>, String> {
+    annotations.get(name).map(|text| quantity::space(name, text)).transpose()
 }
 
 /// Our error as gRPC tells it.

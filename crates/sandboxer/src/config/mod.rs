@@ -4,4 +4,6 @@ pub mod raw;
 pub mod resolved;
 
 pub use raw::{ConfigError, DEFAULT, DEFAULT_PATH};
-pub use resolved::{Accelerator, Config, PoolConfig, RootfsConfig, TemplateConfig, VmConfig, VmmChoice, Way};
+pub use resolved::{
+    Accelerator, Config, PoolConfig, RootfsConfig, TemplateConfig, VmConfig, VmmChoice, VolumeConfig, Way,
+};

@@ -11,7 +11,9 @@ use std::{
 use serde::{Deserialize, Serialize};
 use toml::de::DeTable;
 
-use super::{Accelerator, Config, PoolConfig, RootfsConfig, TemplateConfig, VmConfig, VmmChoice, Way};
+use super::{
+    Accelerator, Config, PoolConfig, RootfsConfig, TemplateConfig, VmConfig, VmmChoice, VolumeConfig, Way,
+};
 
 /// The default configuration, every key explained.
 pub const DEFAULT: &str = include_str!("../../../../vmm-configs/sandboxer.toml");
@@ -93,6 +95,7 @@ struct Raw {
     pool: RawPool,
     handlers: BTreeMap<String, Way>,
     rootfs: RawRootfs,
+    volumes: RawVolumes,
     containerd: RawContainerd,
 }
 
@@ -137,6 +140,12 @@ struct RawRootfs {
     mkfs_erofs: Option<PathBuf>,
     cache_mib: Option<u64>,
     writable_mib: Option<u64>,
+}
+
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+struct RawVolumes {
+    empty_dir_mib: Option<u64>,
 }
 
 #[derive(Debug, Default, Deserialize, Serialize)]
@@ -291,6 +300,16 @@ fn resolve(
                 .writable_mib
                 .map_or(rootfs.writable_bytes, |mib| mib.saturating_mul(1 << 20)),
         },
+        volumes: VolumeConfig {
+            empty_dir_bytes: match raw.volumes.empty_dir_mib {
+                Some(mib) => {
+                    let fine = (16..=16 << 20).contains(&mib);
+                    check("volumes.empty_dir_mib", mib.to_string(), "16 to 16777216", fine)?;
+                    mib << 20
+                }
+                None => default.volumes.empty_dir_bytes,
+            },
+        },
     })
 }
 
@@ -358,8 +377,8 @@ mod tests {
     fn the_explained_default_has_every_key() {
         // With what is commented out taken in, too; the parser itself names all keys that it knows.
         let set = DEFAULT.replace("\n# ", "\n");
-        let tables = ["vm", "templates", "pool", "handlers", "rootfs", "containerd"];
-        for table in ["", "vm", "templates", "pool", "rootfs", "containerd"] {
+        let tables = ["vm", "templates", "pool", "handlers", "rootfs", "volumes", "containerd"];
+        for table in ["", "vm", "templates", "pool", "rootfs", "volumes", "containerd"] {
             let header = if table.is_empty() { String::new() } else { format!("[{table}]\n") };
             let error = toml::from_str::<Raw>(&format!("{header}zz = 1")).unwrap_err();
             let mut known = error.message().split('`').skip(3).step_by(2).peekable();
@@ -432,6 +451,7 @@ mod tests {
             ("[templates]\nmax = 0", "templates.max"),
             ("[pool]\nmax = 2\nmin = 3", "pool.min"),
             ("[rootfs]\ncache_mib = 0", "rootfs.cache_mib"),
+            ("[volumes]\nempty_dir_mib = 1", "volumes.empty_dir_mib"),
             ("[containerd]\nttrpc = \"ttrpc.sock\"", "containerd.ttrpc"),
         ] {
             let error = parse(text).unwrap_err().to_string();

@@ -20,6 +20,8 @@ pub struct Config {
     pub handlers: BTreeMap<String, Way>,
     /// Root file systems.
     pub rootfs: RootfsConfig,
+    /// Volumes.
+    pub volumes: VolumeConfig,
     /// containerd's ttrpc socket, for events; none: events go nowhere but the admin API.
     pub containerd_ttrpc: Option<PathBuf>,
     /// Machines that may boot or be restored at the same time; the others queue.
@@ -166,6 +168,13 @@ pub struct RootfsConfig {
     pub writable_bytes: u64,
 }
 
+/// How volumes become a guest's.
+#[derive(Debug, Clone)]
+pub struct VolumeConfig {
+    /// Size of an emptyDir's disk, bytes, unless its pod asks for another.
+    pub empty_dir_bytes: u64,
+}
+
 impl Default for Config {
     fn default() -> Self {
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
@@ -197,6 +206,7 @@ impl Default for Config {
                 cache_bytes: 10 << 30,
                 writable_bytes: 0,
             },
+            volumes: VolumeConfig { empty_dir_bytes: 10 << 30 },
             containerd_ttrpc: None,
             concurrent_starts: 2 * cpus,
             concurrent_containers: 2 * cpus,

@@ -1,6 +1,9 @@
 //! Containers of a pod: what the pod's task keeps of each, and the work it has done on them.
 
+mod devices;
 pub mod io;
+mod message;
+mod mounts;
 pub mod spec;
 pub mod start;
 pub mod stats;
@@ -163,6 +166,8 @@ pub struct Container {
     pub disks: Vec<DiskSpec>,
     /// Keeps the images of its disks from being evicted.
     pub leases: Vec<Lease>,
+    /// The host's file for its termination message.
+    pub message: Option<PathBuf>,
     /// Its init.
     pub init: Process,
     /// Its further processes.
@@ -196,6 +201,7 @@ impl Container {
             id: id.clone(),
             bundle: self.bundle.clone(),
             disks: self.disks.clone(),
+            message: self.message.clone(),
             init: self.init.record(),
             execs: self.execs.iter().map(|(id, exec)| (id.clone(), exec.record())).collect(),
         }

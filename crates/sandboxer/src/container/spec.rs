@@ -4,30 +4,33 @@
 //! host is translated where that keeps its meaning, dropped where a kernel per pod makes it void,
 //! and refused by name where neither is honest.
 
-use std::{fs, io::Read, path::Path};
-
-use oci_spec::runtime::{
-    Linux, LinuxNamespace, LinuxNamespaceBuilder, LinuxNamespaceType, Mount, MountBuilder, Process, Spec,
+use std::{
+    fs,
+    io::Read,
+    path::{Path, PathBuf},
 };
+
+use oci_spec::runtime::{Linux, LinuxNamespace, LinuxNamespaceBuilder, LinuxNamespaceType, Process, Spec};
 use sandboxer_protocol::{
-    agent::{File, create_container_request::Processes},
+    agent::{BlockDevice, File, create_container_request::Processes},
     id::ContainerId,
 };
 
+use super::{
+    devices,
+    mounts::{self, Mounts},
+};
 use crate::{
     error::PodError,
-    host::volume::{self, Kind, Volume},
-    pod::spec::PodSpec,
+    host::volume::Needed,
+    pod::{quantity, spec::PodSpec},
 };
 
 /// Largest `config.json` that is taken, bytes: the agent's largest message is 4 MiB.
 pub const MAX_SPEC: u64 = 3 << 20;
 
-/// Largest host file that is copied into a container, bytes.
-const MAX_FILE: u64 = 1 << 20;
-
-/// File systems that a guest makes by itself.
-const GUEST_FILE_SYSTEMS: [&str; 7] = ["proc", "sysfs", "tmpfs", "devpts", "mqueue", "cgroup", "cgroup2"];
+/// Annotation, of a pod or a container, that asks for a size of the writable layer.
+pub const ROOTFS_SIZE: &str = "io.sandboxer.rootfs-size";
 
 /// A container's spec as the guest shall see it.
 #[derive(Debug)]
@@ -38,6 +41,14 @@ pub struct GuestSpec {
     pub files: Vec<File>,
     /// Whose processes it sees beside its own.
     pub processes: Option<Processes>,
+    /// Disks that it sees as devices.
+    pub devices: Vec<BlockDevice>,
+    /// Volumes that the guest must have before.
+    pub needed: Vec<Needed>,
+    /// The host's file for its termination message.
+    pub message: Option<PathBuf>,
+    /// Most bytes it may write to its root file system, if somebody asked.
+    pub rootfs_bytes: Option<u64>,
 }
 
 /// Reads `bundle`'s config.json and makes it fit for the guest of `pod`.
@@ -79,73 +90,29 @@ fn convert(pod: &PodSpec, container: &ContainerId, mut spec: Spec) -> Result<Gue
     if spec.hooks().as_ref().is_some_and(|hooks| *hooks != Default::default()) {
         return Err(unsupported(container, "OCI hooks", "they are programs of the host"));
     }
-    let mut files =
-        vec![file("/etc/hostname", format!("{}\n", pod.hostname)), file("/etc/hosts", hosts(&pod.hostname))];
-    files.extend(pod.resolv_conf.clone().map(|content| file("/etc/resolv.conf", content)));
-
-    let mounts = spec.mounts().clone().unwrap_or_default();
-    spec.set_mounts(Some(convert_mounts(pod, container, mounts, &mut files)?));
+    let Mounts { kept, files, mut needed, message } =
+        mounts::convert(pod, container, spec.mounts().clone().unwrap_or_default())?;
+    spec.set_mounts(Some(kept));
     if let Some(process) = spec.process_mut() {
         drop_host_labels(process);
     }
-    let mut processes = None;
+    let (mut devices, mut processes) = (Vec::new(), None);
     if let Some(linux) = spec.linux_mut() {
         processes = seen_processes(pod, container, linux)?;
+        let (disks, seen) = devices::convert(container, linux)?;
+        needed.extend(disks);
+        devices = seen;
         convert_linux(container, linux)?;
     }
+    let asked = spec.annotations().as_ref().and_then(|annotations| annotations.get(ROOTFS_SIZE));
+    let rootfs_bytes = match asked {
+        Some(text) => Some(quantity::space(ROOTFS_SIZE, text).map_err(|reason| invalid(container, reason))?),
+        None => pod.room.rootfs_bytes,
+    };
     // The hostname is the guest's own; the other two say nothing to a guest.
     spec.set_hostname(None).set_domainname(None).set_annotations(None);
-    Ok(GuestSpec { json: serialise(container, &spec)?, files, processes })
-}
-
-fn convert_mounts(
-    pod: &PodSpec,
-    container: &ContainerId,
-    mounts: Vec<Mount>,
-    files: &mut Vec<File>,
-) -> Result<Vec<Mount>, PodError> {
-    let mut kept = Vec::with_capacity(mounts.len() + 1);
-    for mount in mounts {
-        let at = mount.destination().to_string_lossy().into_owned();
-        let fstype = mount.typ().as_deref().unwrap_or("");
-        if at == "/dev/shm" {
-            // One for the whole pod, below.
-        } else if GUEST_FILE_SYSTEMS.contains(&fstype) {
-            kept.push(mount);
-        } else if is_bind(&mount) {
-            let volume = volume::classify(&mount)
-                .map_err(|source| PodError::Volume { container: container.clone(), source })?;
-            match volume.kind {
-                Kind::File => {
-                    files.retain(|file| file.path != at);
-                    files.push(copy_in(pod, container, &volume)?);
-                }
-                Kind::TerminationMessage
-                | Kind::Projected
-                | Kind::ProjectedPart
-                | Kind::EmptyDir(_)
-                | Kind::Live => {
-                    return Err(unsupported(
-                        container,
-                        &format!("volume {at} (from {:?})", volume.source),
-                        "pods get no host directories yet",
-                    ));
-                }
-            }
-        } else {
-            let what = format!("volume {at} (of type {fstype:?})");
-            return Err(unsupported(container, &what, "it is none that a guest can mount by itself"));
-        }
-    }
-    let shm = MountBuilder::default()
-        .destination("/dev/shm")
-        .typ("bind")
-        .source("/dev/shm")
-        .options(["rbind", "rw", "nosuid", "nodev", "noexec"].map(str::to_owned).to_vec())
-        .build()
-        .map_err(|error| invalid(container, error.to_string()))?;
-    kept.push(shm);
-    Ok(kept)
+    let json = serialise(container, &spec)?;
+    Ok(GuestSpec { json, files, processes, devices, needed, message, rootfs_bytes })
 }
 
 /// Whose processes the container is to see. containerd names a process namespace by a process of the host,
@@ -173,10 +140,6 @@ fn convert_linux(container: &ContainerId, linux: &mut Linux) -> Result<(), PodEr
     let namespaces = linux.namespaces().clone().unwrap_or_default();
     if namespaces.iter().any(|ns| ns.typ() == LinuxNamespaceType::User) {
         return Err(unsupported(container, "a user namespace", "its ids would be the host's"));
-    }
-    if let Some(device) = linux.devices().iter().flatten().next() {
-        let what = format!("device {}", device.path().display());
-        return Err(unsupported(container, &what, "it is a device of the host"));
     }
     // Network, IPC and UTS are the pod's, and so the guest's own; what is left has no host path.
     linux.set_namespaces(Some(
@@ -209,34 +172,6 @@ fn drop_host_labels(process: &mut Process) {
     process.set_apparmor_profile(None).set_selinux_label(None);
 }
 
-fn is_bind(mount: &Mount) -> bool {
-    mount.typ().as_deref() == Some("bind")
-        || mount.options().iter().flatten().any(|option| option == "bind" || option == "rbind")
-}
-
-fn copy_in(pod: &PodSpec, container: &ContainerId, volume: &Volume) -> Result<File, PodError> {
-    let Volume { at, source, read_only, .. } = volume;
-    let path = at.to_string_lossy().into_owned();
-    let content = read_bounded(source, MAX_FILE).map_err(|error| match error {
-        ReadError::TooLarge(length) => invalid(
-            container,
-            format!("{source:?} for {path} has {length} bytes, at most {MAX_FILE} are taken"),
-        ),
-        ReadError::Io(error) => {
-            PodError::Host { pod: pod.id.clone(), action: "read", path: source.clone(), source: error }
-        }
-    })?;
-    Ok(File { path, content, mode: 0o644, read_only: *read_only, ..Default::default() })
-}
-
-fn file(path: &str, content: String) -> File {
-    File { path: path.to_owned(), content: content.into_bytes(), mode: 0o644, ..Default::default() }
-}
-
-fn hosts(hostname: &str) -> String {
-    format!("127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n127.0.1.1\t{hostname}\n")
-}
-
 enum ReadError {
     TooLarge(u64),
     Io(std::io::Error),
@@ -258,11 +193,11 @@ fn serialise(container: &ContainerId, value: &impl serde::Serialize) -> Result<V
     serde_json::to_vec(value).map_err(|error| invalid(container, error.to_string()))
 }
 
-fn invalid(container: &ContainerId, reason: String) -> PodError {
+pub(super) fn invalid(container: &ContainerId, reason: String) -> PodError {
     PodError::Invalid { subject: format!("container {container}"), reason }
 }
 
-fn unsupported(container: &ContainerId, what: &str, why: &str) -> PodError {
+pub(super) fn unsupported(container: &ContainerId, what: &str, why: &str) -> PodError {
     PodError::Unsupported(format!("container {container}: {what} is not available in a microVM pod: {why}"))
 }
 
@@ -324,36 +259,6 @@ mod tests {
         assert!(target.contains("shareProcessNamespace"), "{target}");
         let host = seen(serde_json::json!([{"type": "mount"}]), true).unwrap_err().to_string();
         assert!(host.contains("host's PID namespace"), "{host}");
-    }
-
-    #[test]
-    fn a_host_directory_is_refused_by_its_names() {
-        let dir = tempfile::tempdir().unwrap();
-        let error = convert_json(|json| {
-            json["mounts"] = serde_json::json!([
-                {"destination": "/data", "type": "bind", "source": dir.path(), "options": ["rbind", "rw"]}
-            ]);
-        })
-        .unwrap_err();
-        assert_eq!(error.code(), crate::error::Code::Unimplemented);
-        let text = error.to_string();
-        assert!(text.contains("/data") && text.contains(dir.path().to_str().unwrap()), "{text}");
-    }
-
-    #[test]
-    fn a_mounted_hosts_file_replaces_ours() {
-        let dir = tempfile::tempdir().unwrap();
-        let hosts = dir.path().join("hosts");
-        fs::write(&hosts, "192.0.2.1 peer\n").unwrap();
-        let (_, files) = convert_json(|json| {
-            json["mounts"] = serde_json::json!([
-                {"destination": "/etc/hosts", "type": "bind", "source": hosts, "options": ["rbind", "ro"]}
-            ]);
-        })
-        .unwrap();
-        let found: Vec<_> = files.iter().filter(|f| f.path == "/etc/hosts").collect();
-        assert_eq!(found.len(), 1);
-        assert!(found[0].content.starts_with(b"192.0.2.1") && found[0].read_only);
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //!
 //! None of this touches the pod's state: the pod's task has it done, and takes the results.
 
-use std::sync::Arc;
+use std::{path::PathBuf, sync::Arc};
 
 use futures::future;
 use sandboxer_protocol::{
@@ -14,14 +14,14 @@ use sandboxer_protocol::{
 use super::{
     Exit, KILLED, NewContainer, StdioPaths,
     io::{Io, RunningIo, Subject},
-    spec,
+    message, spec,
 };
 use crate::{
     clock::now_ns,
     error::PodError,
     guest::Agent,
     host::rootfs::{Lease, RootfsPlan, RootfsStore, Writable},
-    pod::{spec::PodSpec, stages::Stages, undo::Undo},
+    pod::{spec::PodSpec, stages::Stages, undo::Undo, volumes::Volumes},
     vmm::{DiskSpec, Machine},
 };
 
@@ -45,6 +45,8 @@ pub struct Created {
     pub disks: Vec<DiskSpec>,
     /// Keeps their images.
     pub leases: Vec<Lease>,
+    /// The host's file for its termination message.
+    pub message: Option<PathBuf>,
 }
 
 /// Makes a container up to the point where its init waits. A failure leaves nothing behind.
@@ -52,11 +54,12 @@ pub async fn create(
     pod: &PodSpec,
     live: &Live,
     store: &Arc<RootfsStore>,
+    volumes: &Volumes,
     stages: &Stages,
     new: &NewContainer,
 ) -> Result<Created, PodError> {
     let mut undo = Undo::default();
-    let created = try_create(pod, live, store, stages, new, &mut undo).await;
+    let created = try_create(pod, live, store, volumes, stages, new, &mut undo).await;
     if created.is_ok() {
         undo.forget();
     } else if let Err(left) = undo.run().await {
@@ -69,6 +72,7 @@ async fn try_create(
     pod: &PodSpec,
     live: &Live,
     store: &Arc<RootfsStore>,
+    volumes: &Volumes,
     stages: &Stages,
     new: &NewContainer,
     undo: &mut Undo,
@@ -78,7 +82,7 @@ async fn try_create(
 
     let plan =
         stages.run(Stage::Rootfs, async { store.prepare(&pod.id, &new.id, &new.mounts).await }).await?;
-    let (rootfs, disks) = rootfs_message(&plan);
+    let (rootfs, disks) = rootfs_message(&plan, guest_spec.rootfs_bytes);
 
     stages
         .run(Stage::Disks, async {
@@ -86,7 +90,10 @@ async fn try_create(
                 let (machine, serial) = (live.machine.clone(), disk.serial.clone());
                 undo.push("unplug a disk", async move { machine.detach_disk(&serial).await });
             }
-            future::try_join_all(disks.iter().map(|disk| live.machine.attach_disk(disk))).await
+            let rootfs = future::try_join_all(disks.iter().map(|disk| live.machine.attach_disk(disk)));
+            // Both to their end: volumes are the pod's, and none of them may be left half-made.
+            let (rootfs, volumes) = future::join(rootfs, volumes.provide(live, &guest_spec.needed)).await;
+            rootfs.map_err(PodError::from).and(volumes)
         })
         .await?;
 
@@ -102,12 +109,13 @@ async fn try_create(
                     stdio: Some(stdio_message(&new.stdio)).into(),
                     files: guest_spec.files,
                     processes: guest_spec.processes,
+                    block_devices: guest_spec.devices,
                     ..Default::default()
                 })
                 .await
         })
         .await?;
-    Ok(Created { pid, io, disks, leases: plan.leases })
+    Ok(Created { pid, io, disks, leases: plan.leases, message: guest_spec.message })
 }
 
 /// Removes what [`create`] made. Goes on past failures; the first is answered.
@@ -150,13 +158,19 @@ pub async fn create_exec(
 /// Reason of a process's end when the guest's OOM killer struck in its container.
 pub const OUT_OF_MEMORY: &str = "killed for using too much memory";
 
-/// Waits for a process's end and for the last of its output.
+/// Waits for a process's end and for the last of its output; leaves its message in the host's file, if it has
+/// one.
 ///
 /// Never answers if the guest falls silent: the machine's end is seen elsewhere.
-pub async fn follow(live: &Live, subject: &Subject, mut io: RunningIo) -> Exit {
+pub async fn follow(live: &Live, subject: &Subject, mut io: RunningIo, message: Option<PathBuf>) -> Exit {
     match live.agent.wait_process(&subject.container, subject.exec.as_ref()).await {
         Ok(exit) => {
             io.drained().await;
+            if let Some(path) = message
+                && let Err(error) = message::write(&path, &exit.message)
+            {
+                tracing::warn!(container = %subject.container, ?path, %error, "its message is lost");
+            }
             let reason = if exit.oom_killed { OUT_OF_MEMORY } else { "" };
             Exit { code: exit.code, at_ns: exit.at_ns, reason: reason.to_owned() }
         }
@@ -181,8 +195,8 @@ fn stdio_message(paths: &StdioPaths) -> wire::Stdio {
     }
 }
 
-/// The plan in the agent's words, and every disk it names.
-fn rootfs_message(plan: &RootfsPlan) -> (wire::Rootfs, Vec<DiskSpec>) {
+/// The plan in the agent's words, with `bytes` of memory to write to if somebody asked; and every disk it names.
+fn rootfs_message(plan: &RootfsPlan, bytes: Option<u64>) -> (wire::Rootfs, Vec<DiskSpec>) {
     let mut rootfs = wire::Rootfs::new();
     let mut disks = Vec::new();
     let mut message = |layer: &crate::host::rootfs::Layer| {
@@ -196,8 +210,9 @@ fn rootfs_message(plan: &RootfsPlan) -> (wire::Rootfs, Vec<DiskSpec>) {
     };
     rootfs.lower = plan.lower.iter().map(&mut message).collect();
     match &plan.writable {
-        Writable::Tmpfs { bytes } => {
-            rootfs.set_tmpfs(wire::TmpfsUpper { size_bytes: *bytes, ..Default::default() });
+        Writable::Tmpfs { bytes: usual } => {
+            let size_bytes = bytes.unwrap_or(*usual);
+            rootfs.set_tmpfs(wire::TmpfsUpper { size_bytes, ..Default::default() });
         }
         Writable::Overlay(layer) => rootfs.set_overlay(message(layer)),
         Writable::Whole(layer) => rootfs.set_whole(message(layer)),

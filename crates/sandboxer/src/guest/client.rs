@@ -98,6 +98,17 @@ impl Agent {
         call!(self, configure_pod, self.short(), request).map(drop)
     }
 
+    /// Makes a volume, or gives it other files.
+    pub async fn put_volume(&self, request: wire::PutVolumeRequest) -> Result<(), GuestError> {
+        call!(self, put_volume, self.long(), request).map(drop)
+    }
+
+    /// Every volume the agent knows.
+    pub async fn volumes(&self) -> Result<Vec<String>, GuestError> {
+        call!(self, list_volumes, self.short(), wire::ListVolumesRequest::new())
+            .map(|answer| answer.volume_ids)
+    }
+
     /// Makes a container; its init waits. Answers its guest pid.
     pub async fn create_container(&self, request: wire::CreateContainerRequest) -> Result<u32, GuestError> {
         call!(self, create_container, self.long(), request).map(|answer| answer.pid)

@@ -28,6 +28,7 @@ use super::{
     start::{self, Up},
     state::{PodState, PodStatus},
     stop,
+    volumes::Volumes,
 };
 use crate::{
     clock::now_ns,
@@ -38,6 +39,7 @@ use crate::{
     },
     error::{PodError, chain},
     events::Kind,
+    host::volume::Needed,
     vmm::{MachineExit, VmmError},
 };
 
@@ -51,6 +53,11 @@ pub fn spawn(
 ) -> PodHandle {
     let (requests, receiver) = mpsc::channel(QUEUED_REQUESTS);
     let status = watch::Sender::new(status);
+    let (store, disk_bytes) = (node.volumes.clone(), spec.room.empty_dir_bytes);
+    let volumes = match found.volumes {
+        Some((recorded, made)) => Volumes::found(store, disk_bytes, recorded, made),
+        None => Volumes::new(store, disk_bytes),
+    };
     let handle = PodHandle { id: spec.id.clone(), requests, status: status.subscribe() };
     let mut driver = Driver {
         journal: node.journal.pod(&spec.id),
@@ -61,6 +68,7 @@ pub fn spawn(
         status,
         live: None,
         containers: found.containers,
+        volumes: Arc::new(volumes),
         being_made: HashMap::new(),
         cancel: CancellationToken::new(),
         start_waiters: Vec::new(),
@@ -85,6 +93,8 @@ pub struct Found {
     pub live: Option<Live>,
     /// Its containers.
     pub containers: HashMap<ContainerId, Container>,
+    /// Its volumes as recorded, and those that its guest has.
+    pub volumes: Option<(Vec<Needed>, Vec<String>)>,
 }
 
 /// Work that has ended, and what it came to.
@@ -140,6 +150,7 @@ struct Driver {
     /// Some while the pod is ready.
     live: Option<Live>,
     containers: HashMap<ContainerId, Container>,
+    volumes: Arc<Volumes>,
     /// Containers whose making is under way.
     being_made: HashMap<ContainerId, Stages>,
     /// Ends a start under way.
@@ -266,6 +277,7 @@ impl Driver {
             link_key: self.link_key.clone(),
             machine: self.live.as_ref().map(|live| live.machine.record()),
             containers: self.containers.iter().map(|(id, container)| container.record(id)).collect(),
+            volumes: self.volumes.record(),
         };
         let (journal, number) = (self.journal.clone(), self.records);
         async move { journal.write(number, record).await }

@@ -19,6 +19,7 @@ use serde::{Deserialize, Serialize};
 use super::{spec::PodSpec, state::PodStatus};
 use crate::{
     container::{Exit, StdioPaths},
+    host::volume::Needed,
     vmm::{DiskSpec, MachineRecord},
 };
 
@@ -44,6 +45,9 @@ pub struct PodRecord {
     pub machine: Option<MachineRecord>,
     /// Its containers.
     pub containers: Vec<ContainerRecord>,
+    /// Volumes that its guest has.
+    #[serde(default)]
+    pub volumes: Vec<Needed>,
 }
 
 /// A container of a recorded pod.
@@ -56,6 +60,9 @@ pub struct ContainerRecord {
     pub bundle: PathBuf,
     /// Disks plugged in for it.
     pub disks: Vec<DiskSpec>,
+    /// The host's file for its termination message.
+    #[serde(default)]
+    pub message: Option<PathBuf>,
     /// Its init.
     pub init: ProcessRecord,
     /// Its execs.
@@ -253,11 +260,13 @@ pub(crate) mod tests {
                 way: Default::default(),
                 vcpus: 1,
                 memory_mib: 128,
+                room: Default::default(),
             },
             status: PodStatus::created(1),
             link_key: LinkKey::random(),
             machine: None,
             containers: Vec::new(),
+            volumes: Vec::new(),
         }
     }
 

@@ -3,6 +3,7 @@
 pub mod admission;
 mod driver;
 pub mod journal;
+pub mod quantity;
 pub mod recover;
 pub mod registry;
 pub mod spec;
@@ -12,6 +13,7 @@ mod start;
 pub mod state;
 mod stop;
 pub mod undo;
+pub mod volumes;
 pub mod ways;
 
 use std::{path::PathBuf, sync::Arc};
@@ -27,7 +29,7 @@ use crate::{
     container::{Exit, NewContainer, Phase, StdioPaths},
     error::PodError,
     events::Events,
-    host::{cgroup::Hierarchies, rootfs::RootfsStore},
+    host::{cgroup::Hierarchies, rootfs::RootfsStore, volume::VolumeStore},
     pool::Pool,
     template::Templates,
     vmm::Vmm,
@@ -56,6 +58,8 @@ pub struct Node {
     pub rootfs: Arc<RootfsStore>,
     /// Where pods' control groups are made.
     pub cgroups: Hierarchies,
+    /// Makes volumes.
+    pub volumes: Arc<VolumeStore>,
     /// Keeps pods on disk.
     pub journal: Journal,
     /// Finds pods.

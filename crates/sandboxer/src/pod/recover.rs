@@ -103,6 +103,16 @@ async fn take_up(node: &Arc<Node>, mut record: PodRecord) -> TakenUp {
         }),
         None => Vec::new(),
     };
+    let volumes = match &live {
+        Some(live) => match live.agent.volumes().await {
+            Ok(made) => Some((std::mem::take(&mut record.volumes), made)),
+            Err(error) => {
+                tracing::warn!(pod = %id, error = chain(&error), "the agent doesn't tell its volumes");
+                None
+            }
+        },
+        None => None,
+    };
     let alive = live.is_some();
     record.status.recovered = alive;
     if !alive && record.status.state != PodState::Created {
@@ -133,8 +143,9 @@ async fn take_up(node: &Arc<Node>, mut record: PodRecord) -> TakenUp {
     let (spec, key, status) = (record.spec, record.link_key, record.status);
     let ids: Vec<ContainerId> = containers.keys().cloned().collect();
     let shared = node.clone();
-    let inserted =
-        node.registry.insert(&id, || pod::spawn(shared, spec, key, status, Found { live, containers }));
+    let inserted = node
+        .registry
+        .insert(&id, || pod::spawn(shared, spec, key, status, Found { live, containers, volumes }));
     let handle = match inserted {
         Ok(handle) => handle,
         Err(error) => {
@@ -253,6 +264,7 @@ fn take_up_container(
             .map(|(exec, ended)| (exec.clone(), process(ended, Some(&exec), &record.id)))
             .collect(),
         leases: record.disks.iter().filter_map(|disk| node.rootfs.lease(&disk.path)).collect(),
+        message: record.message,
         bundle: record.bundle,
         disks: record.disks,
         paused: known.iter().any(|process| {

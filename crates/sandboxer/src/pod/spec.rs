@@ -39,6 +39,18 @@ pub struct PodSpec {
     pub vcpus: u32,
     /// Guest memory, MiB.
     pub memory_mib: u64,
+    /// Room for what its containers write.
+    #[serde(default)]
+    pub room: Room,
+}
+
+/// Room that a pod asked for; none: what is configured.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Room {
+    /// Most bytes each container may write to its root file system.
+    pub rootfs_bytes: Option<u64>,
+    /// Size of each emptyDir's disk, bytes.
+    pub empty_dir_bytes: Option<u64>,
 }
 
 impl PodSpec {

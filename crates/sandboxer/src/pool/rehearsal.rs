@@ -25,7 +25,7 @@ use crate::{
     },
     error::PodError,
     host::rootfs::Mount,
-    pod::{Node, spec::PodSpec, stages::Stages},
+    pod::{Node, spec::PodSpec, stages::Stages, volumes::Volumes},
 };
 
 const PROGRAM: &str = "rehearsal";
@@ -106,6 +106,7 @@ impl Rehearsal {
             way: Way::Pool,
             vcpus: 0,
             memory_mib: 0,
+            room: Default::default(),
         };
         let new = NewContainer {
             id: container.clone(),
@@ -115,11 +116,12 @@ impl Rehearsal {
         };
         // Not among the times of pods.
         let stages = Stages::new(id.clone(), Arc::default());
-        let created = start::create(&pod, live, &node.rootfs, &stages, &new).await?;
+        let volumes = Volumes::new(node.volumes.clone(), None);
+        let created = start::create(&pod, live, &node.rootfs, &volumes, &stages, &new).await?;
         let subject = Subject { container: container.clone(), exec: None };
         let (running, _) = created.io.run(&live.agent, &subject, false);
         start::release(live, &subject).await?;
-        let exit = start::follow(live, &subject, running).await;
+        let exit = start::follow(live, &subject, running, None).await;
         if exit.code != 0 {
             let reason = format!("it ended with code {} {}", exit.code, exit.reason);
             return Err(PodError::Failed { subject: format!("rehearsal in {id}"), reason });

@@ -14,6 +14,7 @@ mod sandbox;
 mod snapshotters;
 mod streams;
 mod templates;
+mod volumes;
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
@@ -82,6 +83,7 @@ fn entries() -> Vec<Entry> {
         many::cases,
         probe::cases,
         templates::cases,
+        volumes::cases,
         daemon::cases,
     ];
     files.iter().flat_map(|file| file()).collect()

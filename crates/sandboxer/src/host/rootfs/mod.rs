@@ -9,7 +9,7 @@
 mod build;
 mod cache;
 mod error;
-mod ext4;
+pub(super) mod ext4;
 mod mounts;
 mod superblock;
 

@@ -6,12 +6,31 @@
 
 mod host;
 pub mod kubelet;
+mod space;
+pub mod tree;
+mod watch;
 
-use std::path::{Path, PathBuf};
+use std::{
+    io,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
 
 use oci_spec::runtime::Mount;
+use sandboxer_protocol::{VOLUMES_DIR, id::Id};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
 
-use self::kubelet::{InVolume, Place, Plugin};
+use self::{
+    kubelet::{InVolume, Place, Plugin},
+    space::Spaces,
+    tree::TreeError,
+    watch::Watches,
+};
+use super::rootfs::{BuildError, hex};
+use crate::error::Code;
+
+pub use self::watch::Watch;
 
 /// Files that CRI may bind from the host and that mean the same inside.
 const COPIED: [&str; 3] = ["/etc/hostname", "/etc/hosts", "/etc/resolv.conf"];
@@ -94,7 +113,121 @@ pub enum Medium {
     Disk,
 }
 
-/// Why a bind mount can't be had.
+/// A volume that a guest must have before a container can use it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Needed {
+    /// Unique in the guest; the serial of its disk, too, if it has one.
+    pub id: Id,
+    /// What is in it.
+    pub content: Content,
+}
+
+/// What is in a volume.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "snake_case")]
+pub enum Content {
+    /// The files of a host directory.
+    Files {
+        /// The directory.
+        dir: PathBuf,
+        /// They are sent again when they change.
+        follow: bool,
+    },
+    /// Space in guest memory.
+    Memory {
+        /// The emptyDir's directory on the host.
+        dir: PathBuf,
+        /// Most bytes.
+        bytes: u64,
+    },
+    /// Space on a disk.
+    Disk {
+        /// The emptyDir's directory on the host.
+        dir: PathBuf,
+    },
+    /// A block device of the host, which containers see as a device.
+    Device {
+        /// The host's device.
+        path: PathBuf,
+        /// The guest can't write to it.
+        read_only: bool,
+    },
+}
+
+impl Needed {
+    /// A volume named after what is in it.
+    pub fn new(content: Content) -> Self {
+        let (path, kind) = match &content {
+            Content::Files { dir, .. } => (dir, "f"),
+            Content::Memory { dir, .. } | Content::Disk { dir } => (dir, "e"),
+            Content::Device { path, read_only: false } => (path, "w"),
+            Content::Device { path, read_only: true } => (path, "r"),
+        };
+        let hash = Sha256::digest(path.as_os_str().as_encoded_bytes());
+        // A letter and hexadecimal digits, so that nothing is refused; 20 of them are a disk's longest serial.
+        let text = format!("v{kind}{}", hex(&hash[..8]));
+        let id = text.parse().unwrap_or_else(|_| unreachable!("{text} is an identifier"));
+        Self { id, content }
+    }
+
+    /// Where the guest has it.
+    pub fn guest_path(&self) -> PathBuf {
+        Path::new(VOLUMES_DIR).join(&self.id)
+    }
+}
+
+impl Volume {
+    /// What the guest must have for it, and where in the guest it then is; none for what is not shared.
+    pub fn needed(&self) -> Option<(Needed, PathBuf)> {
+        let dir = self.source.clone();
+        match &self.kind {
+            Kind::Projected => Some((Content::Files { dir, follow: true }, Path::new(""))),
+            Kind::ProjectedPart => Some((Content::Files { dir, follow: false }, Path::new(""))),
+            Kind::EmptyDir(EmptyDir { root, sub_path, medium }) => {
+                let dir = root.clone();
+                let content = match medium {
+                    Medium::Memory { bytes } => Content::Memory { dir, bytes: *bytes },
+                    Medium::Disk => Content::Disk { dir },
+                };
+                Some((content, sub_path.as_path()))
+            }
+            Kind::File | Kind::TerminationMessage | Kind::Live => None,
+        }
+        .map(|(content, sub_path)| {
+            let needed = Needed::new(content);
+            let at = needed.guest_path().join(sub_path);
+            (needed, at)
+        })
+    }
+}
+
+/// What all pods' volumes share.
+#[derive(Debug)]
+pub struct VolumeStore {
+    watches: Watches,
+    spaces: Spaces,
+}
+
+impl VolumeStore {
+    /// Opens the store in `dir`, which is made. Needs a runtime.
+    pub fn open(dir: &Path, disk_bytes: u64) -> io::Result<Self> {
+        std::fs::create_dir_all(dir)?;
+        Ok(Self { watches: Watches::new()?, spaces: Spaces::new(dir.to_owned(), disk_bytes) })
+    }
+
+    /// Watches a directory of files.
+    pub fn watch(&self, dir: &Path) -> Result<Watch, VolumeError> {
+        self.watches.watch(dir).map_err(|source| VolumeError::Watch { dir: dir.to_owned(), source })
+    }
+
+    /// The disk of the emptyDir at `dir`; a new one has `bytes`, or the usual size.
+    pub async fn disk(&self, dir: &Path, bytes: Option<u64>) -> Result<PathBuf, VolumeError> {
+        Ok(self.spaces.disk(dir, bytes).await?)
+    }
+}
+
+/// Why a volume can't be had.
 #[derive(Debug, thiserror::Error)]
 pub enum VolumeError {
     /// A pod with a kernel of its own can't offer it.
@@ -119,6 +252,37 @@ pub enum VolumeError {
         /// What the system said.
         source: std::io::Error,
     },
+    /// Its files can't be copied.
+    #[error(transparent)]
+    Files(#[from] TreeError),
+    /// Its files can't be sent.
+    #[error("cannot encode files for a guest")]
+    Encode(#[source] protobuf::Error),
+    /// It can't be kept up to date.
+    #[error("cannot watch {dir:?} for changes: fs.inotify.max_user_watches may be too low")]
+    Watch {
+        /// Its directory on the host.
+        dir: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// It has no disk.
+    #[error("cannot make a disk for an emptyDir")]
+    Disk(#[from] Arc<BuildError>),
+    /// The daemon is ending.
+    #[error("the daemon is stopping")]
+    Stopped,
+}
+
+impl VolumeError {
+    /// The code to answer with.
+    pub fn code(&self) -> Code {
+        match self {
+            Self::Unsupported { .. } | Self::Files(TreeError::Kind { .. }) => Code::Unimplemented,
+            Self::Files(TreeError::TooLarge { .. }) => Code::InvalidArgument,
+            _ => Code::Internal,
+        }
+    }
 }
 
 /// Tells what a bind mount shows. Looks at its source on the host, changes nothing.

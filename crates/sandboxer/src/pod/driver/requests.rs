@@ -154,12 +154,12 @@ impl Driver {
         }
         let stages = Stages::new(self.spec.id.clone(), self.node.stage_times.clone());
         self.being_made.insert(new.id.clone(), stages.clone());
-        let (node, spec) = (self.node.clone(), self.spec.clone());
+        let (node, spec, volumes) = (self.node.clone(), self.spec.clone(), self.volumes.clone());
         self.work.spawn(async move {
             let _urgent = node.admission.urgent();
             let turn = async { Ok::<_, PodError>(node.admission.enter(Work::Container).await) };
             let result = match stages.run(Stage::Queue, turn).await {
-                Ok(_place) => work::create(&spec, &live, &node.rootfs, &stages, &new).await,
+                Ok(_place) => work::create(&spec, &live, &node.rootfs, &volumes, &stages, &new).await,
                 Err(error) => Err(error),
             };
             Done::ContainerCreated { new, stages, result, reply }

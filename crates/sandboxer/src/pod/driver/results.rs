@@ -108,6 +108,8 @@ impl Driver {
             return;
         }
         self.live = None;
+        // Those that the guest had, which nobody keeps up to date any more.
+        self.volumes = Arc::new(Volumes::new(self.node.volumes.clone(), None));
         let unasked = !reason.is_empty();
         let exit = Exit {
             code: KILLED,
@@ -165,6 +167,7 @@ impl Driver {
             bundle: new.bundle,
             disks: created.disks,
             leases: created.leases,
+            message: created.message,
             init: Process::created(created.pid, new.stdio, created.io),
             execs: HashMap::new(),
             paused: false,
@@ -206,8 +209,10 @@ impl Driver {
     }
 
     fn follow(&mut self, live: Live, subject: Subject, running: RunningIo) {
+        let container = self.containers.get(&subject.container).filter(|_| subject.exec.is_none());
+        let message = container.and_then(|container| container.message.clone());
         self.work.spawn(async move {
-            let exit = work::follow(&live, &subject, running).await;
+            let exit = work::follow(&live, &subject, running, message).await;
             Done::ProcessEnded { subject, exit }
         });
     }
@@ -283,6 +288,11 @@ impl Driver {
         for (subject, copies) in running {
             self.follow(live.clone(), subject, copies);
         }
+        let volumes = self.volumes.clone();
+        self.work.spawn(async move {
+            volumes.go_on(&live).await;
+            Done::Nothing
+        });
         self.node.events.pod(&self.spec.id, Kind::PodRecovered, "");
     }
 

@@ -1,0 +1,218 @@
+//! Volumes: directories of the pod that its containers have in common, each below its identifier.
+//!
+//! ```text
+//! /run/sandboxer/volumes/<id>/    files from the host, a tmpfs, or a disk's file system
+//! ```
+//!
+//! They live as long as the guest. Containers bind-mount them, or directories in them.
+
+use std::{
+    collections::HashMap,
+    fs,
+    os::{
+        fd::{AsFd as _, AsRawFd as _},
+        unix::fs::PermissionsExt as _,
+    },
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex},
+};
+
+use libcontainer::oci_spec::runtime::Mount;
+use nix::mount::{MsFlags, mount, umount};
+use pathrs::{Handle, Root, error::ErrorKind};
+use sandboxer_protocol::{VOLUMES_DIR, id::Id};
+use tokio::sync::Mutex as AsyncMutex;
+
+use crate::{
+    container::Shared,
+    disk,
+    failure::{Failure, internal},
+    rootfs::{Dir, Disk},
+    sync::lock,
+    tree::{self, Entry, Owner},
+};
+
+/// Most volumes of one guest.
+const MAX_VOLUMES: usize = 256;
+
+/// A volume as asked for.
+#[derive(Debug)]
+pub struct Put {
+    /// Chosen by the host.
+    pub id: Id,
+    /// Of its directory.
+    pub owner: Owner,
+    /// What is in it.
+    pub content: Content,
+}
+
+/// What is in a volume.
+#[derive(Debug)]
+pub enum Content {
+    /// These files and no others.
+    Tree(Vec<Entry>),
+    /// Space in memory.
+    Memory {
+        /// Most bytes; 0 means half of the guest's memory.
+        size_bytes: u64,
+    },
+    /// Space on a disk.
+    Disk(Disk),
+}
+
+/// The volumes of the guest.
+pub struct Volumes {
+    shared: Arc<Shared>,
+    // Never held across an await.
+    known: Mutex<HashMap<Id, Arc<Volume>>>,
+}
+
+/// Whether it is there. Held over awaits on purpose: a volume is made, or changed, by one at a time.
+type Volume = AsyncMutex<bool>;
+
+impl Volumes {
+    /// None yet.
+    pub fn new(shared: Arc<Shared>) -> Self {
+        Self { shared, known: Mutex::default() }
+    }
+
+    /// Makes a volume. One that is there stays as it is, but for its files, which become those asked for.
+    pub async fn put(&self, put: Put) -> Result<(), Failure> {
+        let volume = self.enter(&put.id)?;
+        let mut is_there = volume.lock().await;
+        let dir = Path::new(VOLUMES_DIR).join(&put.id);
+        match put.content {
+            Content::Tree(entries) => tree::mirror(&dir, put.owner, &entries)?,
+            Content::Memory { .. } | Content::Disk(_) if *is_there => {}
+            Content::Memory { size_bytes } => {
+                make_dir(&dir)?;
+                let size = if size_bytes == 0 { String::new() } else { format!("size={size_bytes}") };
+                mount(Some("tmpfs"), &dir, Some("tmpfs"), MsFlags::empty(), Some(size.as_str()))
+                    .map_err(internal(format!("failed to mount a tmpfs ({size}) on {}", dir.display())))?;
+                put.owner.apply_to(&dir)?;
+            }
+            Content::Disk(disk) => {
+                let node = disk::find(&disk.serial).await?;
+                let mounted =
+                    self.shared.workers.run(&[], || mount_disk(&node, &disk, &dir, put.owner)).await?;
+                mounted.result.map_err(|failure| mounted.causes.explain(failure))?;
+            }
+        }
+        *is_there = true;
+        Ok(())
+    }
+
+    /// Every volume that is there.
+    pub fn all(&self) -> Vec<Id> {
+        let known = lock(&self.known);
+        // One that is being made is not there yet.
+        let there = known.iter().filter(|(_, volume)| volume.try_lock().is_ok_and(|there| *there));
+        there.map(|(id, _)| id.clone()).collect()
+    }
+
+    fn enter(&self, id: &Id) -> Result<Arc<Volume>, Failure> {
+        let mut known = lock(&self.known);
+        if !known.contains_key(id) && known.len() >= MAX_VOLUMES {
+            return Err(Failure::precondition(format!("guest has {MAX_VOLUMES} volumes already")));
+        }
+        Ok(Arc::clone(known.entry(id.clone()).or_default()))
+    }
+}
+
+fn make_dir(dir: &Path) -> Result<(), Failure> {
+    fs::create_dir_all(dir).map_err(internal(format!("failed to create {}", dir.display())))
+}
+
+/// Blocks on the disk: for workers.
+fn mount_disk(node: &Path, disk: &Disk, dir: &Path, owner: Owner) -> Result<(), Failure> {
+    make_dir(dir)?;
+    let flags = if disk.read_only { MsFlags::MS_RDONLY } else { MsFlags::empty() };
+    // A fresh disk is sparse on the host: the kernel would fill its inode tables with zeros in the background.
+    let options = if disk.fstype == "ext4" { "noinit_itable" } else { "" };
+    mount(Some(node), dir, Some(disk.fstype.as_str()), flags, Some(options)).map_err(internal(format!(
+        "failed to mount {} as {} on {}",
+        node.display(),
+        disk.fstype,
+        dir.display()
+    )))?;
+    if disk.read_only {
+        return Ok(());
+    }
+    // Made with the file system, for repairs that nobody will make. It may hold something by now.
+    let _ = fs::remove_dir(dir.join("lost+found"));
+    let owned = owner.apply_to(dir);
+    if owned.is_err() {
+        // What failed is what is told.
+        let _ = umount(dir);
+    }
+    owned
+}
+
+/// Gives each mount from inside of a volume a source that no container can exchange.
+///
+/// Containers can write to volumes, links too: what lies below one's directory is looked up within it, and
+/// mounted in the container's own directory.
+pub fn stage(dir: &Dir, mounts: &mut [Mount]) -> Result<(), Failure> {
+    for (n, mount) in mounts.iter_mut().enumerate() {
+        let Some((volume, sub_path)) = mount.source().as_deref().and_then(in_volume) else { continue };
+        if sub_path.as_os_str().is_empty() {
+            continue;
+        }
+        let staged = dir.volume(n);
+        bind_inside(&volume, &sub_path, &staged)?;
+        mount.set_source(Some(staged));
+    }
+    Ok(())
+}
+
+/// The volume's directory and the path below it, of a path in a volume.
+fn in_volume(source: &Path) -> Option<(PathBuf, PathBuf)> {
+    let mut parts = source.strip_prefix(VOLUMES_DIR).ok()?.components();
+    let volume = Path::new(VOLUMES_DIR).join(parts.next()?);
+    Some((volume, parts.as_path().to_owned()))
+}
+
+fn bind_inside(volume: &Path, sub_path: &Path, target: &Path) -> Result<(), Failure> {
+    let failed = |action: &str| {
+        let text = format!("failed to {action} {} in volume {}", sub_path.display(), volume.display());
+        internal::<pathrs::error::Error>(text)
+    };
+    let root = Root::open(volume).map_err(failed("look for"))?;
+    let found = match root.resolve(sub_path) {
+        Err(error) if matches!(error.kind(), ErrorKind::OsError(Some(libc::ENOENT))) => {
+            let made =
+                root.mkdir_all(sub_path, &fs::Permissions::from_mode(0o755)).map_err(failed("make"))?;
+            // As kubelet makes it: with the volume's own permissions.
+            fs::metadata(volume)
+                .and_then(|volume| fs::set_permissions(path_of(&made), volume.permissions()))
+                .map_err(internal(format!("failed to set the permissions of {}", sub_path.display())))?;
+            made
+        }
+        found => found.map_err(failed("find"))?,
+    };
+    let source = path_of(&found);
+    let placed = if source.is_dir() { fs::create_dir(target) } else { fs::File::create(target).map(drop) };
+    placed.map_err(internal(format!("failed to create {}", target.display())))?;
+    mount(Some(&source), target, None::<&str>, MsFlags::MS_BIND | MsFlags::MS_REC, None::<&str>)
+        .map_err(internal(format!("failed to mount {} of {}", sub_path.display(), volume.display())))
+}
+
+/// A path to what is held open, wherever it is by now.
+fn path_of(handle: &Handle) -> PathBuf {
+    PathBuf::from(format!("/proc/self/fd/{}", handle.as_fd().as_raw_fd()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_source_is_in_a_volume_or_it_is_not() {
+        let parts = |path: &str| in_volume(Path::new(path));
+        let volume = PathBuf::from("/run/sandboxer/volumes/v1");
+        assert_eq!(parts("/run/sandboxer/volumes/v1"), Some((volume.clone(), "".into())));
+        assert_eq!(parts("/run/sandboxer/volumes/v1/a/b"), Some((volume, "a/b".into())));
+        assert_eq!(parts("/run/sandboxer/volumes"), None);
+        assert_eq!(parts("/dev/shm"), None);
+    }
+}

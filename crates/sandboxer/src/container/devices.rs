@@ -1,0 +1,197 @@
+//! A container's devices: block devices of the host become disks of its machine, at the path asked for.
+
+use std::{
+    fs, io,
+    os::unix::fs::{FileTypeExt, MetadataExt},
+    path::{Path, PathBuf},
+};
+
+use nix::libc::{major, minor};
+use oci_spec::runtime::{Linux, LinuxDevice, LinuxDeviceCgroup, LinuxDeviceType};
+use sandboxer_protocol::{
+    agent::{BlockDevice, Owner},
+    id::ContainerId,
+};
+
+use super::spec::unsupported;
+use crate::{
+    error::PodError,
+    host::volume::{Content, Needed},
+};
+
+/// Character devices that every kernel has under the same numbers, and what they are for a guest's.
+const IN_EVERY_KERNEL: [(i64, i64); 7] = [
+    // null, zero, full, random, urandom
+    (1, 3),
+    (1, 5),
+    (1, 7),
+    (1, 8),
+    (1, 9),
+    // tty
+    (5, 0),
+    // fuse
+    (10, 229),
+];
+
+/// Paths at which the guest's runtime puts such devices without being asked.
+const ALWAYS_THERE: [&str; 6] =
+    ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty"];
+
+/// Takes the devices out of a container's spec that its runtime can't make. Answers what the guest must have for
+/// them, and how the container shall see that.
+pub fn convert(
+    container: &ContainerId,
+    linux: &mut Linux,
+) -> Result<(Vec<Needed>, Vec<BlockDevice>), PodError> {
+    let rules = linux.resources().as_ref().and_then(|resources| resources.devices().clone());
+    let rules = rules.unwrap_or_default();
+    let (mut kept, mut needed, mut seen) = (Vec::new(), Vec::new(), Vec::new());
+    for device in linux.devices().clone().unwrap_or_default() {
+        let (path, number) = (device.path().clone(), (device.major(), device.minor()));
+        if rules.iter().any(allows_all) && is_the_hosts_own(&device) {
+            // A privileged container has all devices there are: those of its guest.
+            continue;
+        }
+        match device.typ() {
+            LinuxDeviceType::B => {
+                let read_only = !rules.iter().any(|rule| allows_writing(rule, number));
+                let host = node(number).map_err(|error| {
+                    let why =
+                        format!("the host has no node for block device {}:{}: {error}", number.0, number.1);
+                    unsupported(container, &format!("device {}", path.display()), &why)
+                })?;
+                let volume = Needed::new(Content::Device { path: host, read_only });
+                seen.push(BlockDevice {
+                    serial: volume.id.to_string(),
+                    path: path.to_string_lossy().into_owned(),
+                    owner: Some(owner(&device)).into(),
+                    read_only,
+                    ..Default::default()
+                });
+                needed.push(volume);
+            }
+            LinuxDeviceType::C | LinuxDeviceType::U if IN_EVERY_KERNEL.contains(&number) => {
+                if !ALWAYS_THERE.iter().any(|there| path == Path::new(there)) {
+                    kept.push(device);
+                }
+            }
+            kind => {
+                let what = format!("device {} ({kind:?} {}:{})", path.display(), number.0, number.1);
+                return Err(unsupported(container, &what, "it is a device of the host"));
+            }
+        }
+    }
+    linux.set_devices(Some(kept));
+    Ok((needed, seen))
+}
+
+fn owner(device: &LinuxDevice) -> Owner {
+    Owner {
+        mode: device.file_mode().unwrap_or(0o660) & 0o7777,
+        uid: device.uid().unwrap_or(0),
+        gid: device.gid().unwrap_or(0),
+        ..Default::default()
+    }
+}
+
+fn allows_all(rule: &LinuxDeviceCgroup) -> bool {
+    rule.allow() && rule.typ().is_none_or(|typ| typ == LinuxDeviceType::A) && rule.major().is_none()
+}
+
+fn allows_writing(rule: &LinuxDeviceCgroup, (major, minor): (i64, i64)) -> bool {
+    let applies = rule.typ().is_none_or(|typ| matches!(typ, LinuxDeviceType::A | LinuxDeviceType::B))
+        && rule.major().is_none_or(|of| of == major || of < 0)
+        && rule.minor().is_none_or(|of| of == minor || of < 0);
+    rule.allow() && applies && rule.access().as_deref().is_none_or(|access| access.contains('w'))
+}
+
+/// Whether a device has the path that it has on the host: nobody asked for it by name.
+fn is_the_hosts_own(device: &LinuxDevice) -> bool {
+    fs::metadata(device.path()).is_ok_and(|meta| number_of(&meta) == (device.major(), device.minor()))
+}
+
+fn number_of(meta: &fs::Metadata) -> (i64, i64) {
+    (major(meta.rdev()).into(), minor(meta.rdev()).into())
+}
+
+/// The host's node of a block device.
+fn node((major, minor): (i64, i64)) -> io::Result<PathBuf> {
+    let events = fs::read_to_string(format!("/sys/dev/block/{major}:{minor}/uevent"))?;
+    let name = events.lines().find_map(|line| line.strip_prefix("DEVNAME="));
+    let path = Path::new("/dev").join(name.unwrap_or_default());
+    let meta = fs::metadata(&path)?;
+    if meta.file_type().is_block_device() && number_of(&meta) == (major, minor) {
+        Ok(path)
+    } else {
+        Err(io::Error::other(format!("{path:?} is another one")))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn convert_json(
+        devices: serde_json::Value,
+        rules: serde_json::Value,
+    ) -> Result<(Linux, Vec<Needed>, Vec<BlockDevice>), PodError> {
+        let json = serde_json::json!({"devices": devices, "resources": {"devices": rules}});
+        let mut linux: Linux = serde_json::from_value(json).unwrap();
+        let (needed, seen) = convert(&"c".parse().unwrap(), &mut linux)?;
+        Ok((linux, needed, seen))
+    }
+
+    #[test]
+    fn devices_of_every_kernel_stay_and_the_hosts_others_are_refused_by_name() {
+        let (linux, needed, _) = convert_json(
+            serde_json::json!([
+                {"path": "/dev/null", "type": "c", "major": 1, "minor": 3},
+                {"path": "/dev/nothing", "type": "c", "major": 1, "minor": 3},
+                {"path": "/dev/fuse", "type": "c", "major": 10, "minor": 229},
+            ]),
+            serde_json::json!([]),
+        )
+        .unwrap();
+        let paths: Vec<_> = linux.devices().iter().flatten().map(|device| device.path().clone()).collect();
+        assert_eq!(paths, [Path::new("/dev/nothing"), Path::new("/dev/fuse")]);
+        assert!(needed.is_empty());
+        for (json, says) in [
+            (
+                serde_json::json!([{"path": "/dev/kvm", "type": "c", "major": 10, "minor": 232}]),
+                "/dev/kvm (C 10:232)",
+            ),
+            (
+                serde_json::json!([{"path": "/dev/x", "type": "b", "major": 4000, "minor": 1}]),
+                "block device 4000:1",
+            ),
+        ] {
+            let error = convert_json(json, serde_json::json!([])).unwrap_err().to_string();
+            assert!(error.contains(says) && error.contains("container c"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_privileged_container_gets_none_of_the_hosts_own() {
+        let all = serde_json::json!([{"allow": true, "access": "rwm"}]);
+        let own = fs::metadata("/dev/full").unwrap();
+        let (major, minor) = number_of(&own);
+        let devices = serde_json::json!([{"path": "/dev/full", "type": "c", "major": major, "minor": minor}]);
+        let (linux, needed, seen) = convert_json(devices, all).unwrap();
+        assert!(linux.devices().iter().flatten().next().is_none() && needed.is_empty() && seen.is_empty());
+    }
+
+    #[test]
+    fn writing_takes_a_rule_that_allows_it() {
+        let rule = |json: serde_json::Value| serde_json::from_value::<LinuxDeviceCgroup>(json).unwrap();
+        let of = |access: &str, minor: i64| {
+            rule(
+                serde_json::json!({"allow": true, "type": "b", "major": 7, "minor": minor, "access": access}),
+            )
+        };
+        assert!(allows_writing(&of("rwm", 1), (7, 1)));
+        assert!(!allows_writing(&of("r", 1), (7, 1)));
+        assert!(!allows_writing(&of("rwm", 2), (7, 1)));
+        assert!(allows_writing(&rule(serde_json::json!({"allow": true, "access": "rwm"})), (7, 1)));
+        assert!(!allows_writing(&rule(serde_json::json!({"allow": false, "access": "rwm"})), (7, 1)));
+    }
+}

@@ -1,0 +1,40 @@
+//! The message that a container leaves when it ends, in the file on the host that kubelet reads afterwards.
+
+use std::{fs::OpenOptions, io, io::Write, os::unix::fs::OpenOptionsExt, path::Path};
+
+/// Longest message, bytes: kubelet reads no more. The guest may send what it likes.
+const MOST: usize = 4096;
+
+/// Puts the end of `message` into the file at `path`, which is there; nothing leaves the file alone.
+pub fn write(path: &Path, message: &[u8]) -> io::Result<()> {
+    if message.is_empty() {
+        return Ok(());
+    }
+    let end = &message[message.len().saturating_sub(MOST)..];
+    let mut file =
+        OpenOptions::new().write(true).truncate(true).custom_flags(nix::libc::O_NOFOLLOW).open(path)?;
+    file.write_all(end)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use super::*;
+
+    #[test]
+    fn the_end_of_a_message_replaces_what_was_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("0a1b");
+        assert!(write(&path, b"never made").is_err() && !path.exists());
+        fs::write(&path, "before").unwrap();
+        write(&path, b"").unwrap();
+        assert_eq!(fs::read(&path).unwrap(), b"before");
+        write(&path, &[vec![b'x'; MOST], b"end".to_vec()].concat()).unwrap();
+        let written = fs::read(&path).unwrap();
+        assert!(written.len() == MOST && written.ends_with(b"xend"));
+        let link = dir.path().join("link");
+        std::os::unix::fs::symlink(&path, &link).unwrap();
+        assert!(write(&link, b"elsewhere").is_err());
+    }
+}

@@ -1,0 +1,144 @@
+//! Disks for emptyDirs: sparse files with an empty ext4 file system.
+//!
+//! A disk lies in the emptyDir's own directory, so that it is kubelet's in every respect: what the pod writes
+//! counts for its limits, outlives the pod's machine, and goes when the pod is removed from the node.
+//!
+//! A file system of the usual size is made once and copied, which needs no program: a few MiB of data in holes.
+
+use std::{
+    fs::{self, File},
+    io::{self, Read, Seek, SeekFrom, Write},
+    os::unix::fs::OpenOptionsExt,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use nix::{
+    errno::Errno,
+    unistd::{Whence, lseek},
+};
+
+use crate::host::rootfs::{BuildError, ext4};
+
+/// The disk's name in the emptyDir's directory.
+pub const DISK: &str = ".sandboxer.ext4";
+
+/// Makes disks.
+#[derive(Debug)]
+pub struct Spaces {
+    /// Holds the empty disk that is copied.
+    dir: PathBuf,
+    /// Size of a disk that nobody asked for another size.
+    usual_bytes: u64,
+    // Held while the disk that is copied is made, by whoever needs it first.
+    making: tokio::sync::Mutex<()>,
+}
+
+impl Spaces {
+    /// Keeps the empty disk in `dir`, which exists.
+    pub fn new(dir: PathBuf, usual_bytes: u64) -> Self {
+        Self { dir, usual_bytes, making: tokio::sync::Mutex::default() }
+    }
+
+    /// The disk of the emptyDir at `dir`: the one that is there, or a new one of `bytes`.
+    pub async fn disk(&self, dir: &Path, bytes: Option<u64>) -> Result<PathBuf, Arc<BuildError>> {
+        let disk = dir.join(DISK);
+        let is_usual = bytes.is_none_or(|bytes| bytes == self.usual_bytes);
+        if disk.symlink_metadata().is_ok_and(|there| there.is_file()) || !is_usual {
+            return ext4::ensure(disk, bytes.unwrap_or(self.usual_bytes)).await;
+        }
+        let empty = {
+            let _one_at_a_time = self.making.lock().await;
+            ext4::ensure(self.dir.join(format!("empty-{}.ext4", self.usual_bytes)), self.usual_bytes).await?
+        };
+        let copied = tokio::task::spawn_blocking(move || copy(&empty, &disk).map(|()| disk)).await;
+        copied.unwrap_or(Err(BuildError::Stopped)).map_err(Arc::new)
+    }
+}
+
+/// Copies a file with its holes; the copy gets its name when it is complete.
+fn copy(from: &Path, to: &Path) -> Result<(), BuildError> {
+    let unfinished = to.with_extension("unfinished");
+    let copied = fs::remove_file(&unfinished)
+        .or_else(|error| if error.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(error) })
+        .and_then(|()| copy_data(from, &unfinished))
+        .and_then(|()| fs::rename(&unfinished, to));
+    copied.map_err(|source| {
+        // What failed is what is told.
+        let _ = fs::remove_file(&unfinished);
+        BuildError::Host { action: "make disk", path: to.to_owned(), source }
+    })
+}
+
+fn copy_data(from: &Path, to: &Path) -> io::Result<()> {
+    let mut source = File::open(from)?;
+    let mut target = File::options().write(true).create_new(true).mode(0o600).open(to)?;
+    target.set_len(source.metadata()?.len())?;
+    let mut at = 0;
+    loop {
+        at = match lseek(&source, at, Whence::SeekData) {
+            Ok(data) => data,
+            // Nothing but a hole follows.
+            Err(Errno::ENXIO) => return Ok(()),
+            Err(errno) => return Err(errno.into()),
+        };
+        let end = lseek(&source, at, Whence::SeekHole)?;
+        let offset = SeekFrom::Start(at.unsigned_abs());
+        source.seek(offset)?;
+        target.seek(offset)?;
+        io::copy(&mut Read::by_ref(&mut source).take((end - at).unsigned_abs()), &mut target)?;
+        target.flush()?;
+        at = end;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::{FileExt, MetadataExt};
+
+    use super::*;
+
+    const SIZE: u64 = 256 << 20;
+
+    #[tokio::test]
+    async fn a_disk_is_made_once_and_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let [store, one, other] = ["store", "one", "other"].map(|name| dir.path().join(name));
+        for dir in [&store, &one, &other] {
+            fs::create_dir(dir).unwrap();
+        }
+        let spaces = Spaces::new(store.clone(), SIZE);
+        let disk = spaces.disk(&one, None).await.unwrap();
+        let meta = fs::metadata(&disk).unwrap();
+        assert_eq!((meta.len(), meta.mode() & 0o777), (SIZE, 0o600));
+        assert!(meta.blocks() * 512 < SIZE / 8, "{} blocks of 512 bytes are no holes", meta.blocks());
+        let empty = fs::read(store.join(format!("empty-{SIZE}.ext4"))).unwrap();
+        assert!(fs::read(&disk).unwrap() == empty, "a copy is the same");
+
+        let file = File::options().write(true).open(&disk).unwrap();
+        file.write_all_at(b"of the pod", SIZE - 10).unwrap();
+        assert_eq!(spaces.disk(&one, Some(2 * SIZE)).await.unwrap(), disk);
+        assert_eq!(fs::metadata(&disk).unwrap().len(), SIZE, "it stays as it was made");
+
+        let disk = spaces.disk(&other, Some(SIZE / 2)).await.unwrap();
+        assert_eq!(fs::metadata(&disk).unwrap().len(), SIZE / 2);
+        let left: Vec<_> = fs::read_dir(&other).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+        assert_eq!(left, [DISK]);
+    }
+
+    #[tokio::test]
+    async fn what_is_no_disk_is_refused_and_a_link_is_not_followed() {
+        let dir = tempfile::tempdir().unwrap();
+        let spaces = Spaces::new(dir.path().to_owned(), SIZE);
+        fs::write(dir.path().join(DISK), "text").unwrap();
+        let error = spaces.disk(dir.path(), None).await.unwrap_err();
+        assert!(error.to_string().contains(DISK), "{error}");
+
+        fs::remove_file(dir.path().join(DISK)).unwrap();
+        let elsewhere = dir.path().join("elsewhere");
+        fs::write(&elsewhere, "text").unwrap();
+        std::os::unix::fs::symlink(&elsewhere, dir.path().join(DISK)).unwrap();
+        spaces.disk(dir.path(), None).await.unwrap();
+        assert_eq!(fs::read_to_string(&elsewhere).unwrap(), "text");
+    }
+}

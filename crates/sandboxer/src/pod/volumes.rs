@@ -1,0 +1,237 @@
+//! The volumes of one pod, in its guest: each is made once, by the first container that needs it, and stays as
+//! long as the machine.
+//!
+//! ```text
+//! (nothing) ──provide──▶ made ──the host's files change──▶ made, with other files
+//! ```
+
+use std::{
+    collections::{BTreeMap, HashSet},
+    path::{Path, PathBuf},
+    sync::{
+        Arc, Mutex, PoisonError, Weak,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
+};
+
+use futures::future;
+use protobuf::Message;
+use sandboxer_protocol::{
+    agent::{self as wire, put_volume_request::Content as WireContent},
+    id::Id,
+};
+use sha2::{Digest, Sha256};
+use tokio_util::task::AbortOnDropHandle;
+
+use crate::{
+    container::start::Live,
+    error::{PodError, chain},
+    host::volume::{Content, Needed, VolumeError, VolumeStore, Watch, tree},
+    vmm::DiskSpec,
+};
+
+/// How long after a failure a guest is told again of files that have changed.
+const AGAIN: Duration = Duration::from_secs(10);
+
+/// The volumes of a pod.
+#[derive(Debug)]
+pub struct Volumes {
+    store: Arc<VolumeStore>,
+    /// Size of new disks, if the pod asked for one.
+    disk_bytes: Option<u64>,
+    /// What an earlier daemon may have left half-made.
+    earlier: Option<Earlier>,
+    // Held to find a volume, never across an await.
+    all: Mutex<BTreeMap<Id, Arc<Volume>>>,
+}
+
+/// What the guest has of an earlier daemon.
+#[derive(Debug)]
+struct Earlier {
+    /// Volumes that the agent knows.
+    made: HashSet<String>,
+}
+
+#[derive(Debug)]
+struct Volume {
+    needed: Needed,
+    /// The guest has it.
+    is_made: AtomicBool,
+    // Held over awaits on purpose: containers that start at once wait for the one that makes it.
+    files: tokio::sync::Mutex<Files>,
+}
+
+/// How the files of a volume of files get to the guest.
+#[derive(Debug, Default)]
+struct Files {
+    /// Hash of those that were sent last.
+    sent: Option<[u8; 32]>,
+    /// Sends them again when they change. Held for its drop.
+    follower: Option<AbortOnDropHandle<()>>,
+}
+
+impl Volume {
+    fn new(needed: Needed, is_made: bool) -> Arc<Self> {
+        Arc::new(Self { needed, is_made: AtomicBool::new(is_made), files: tokio::sync::Mutex::default() })
+    }
+}
+
+impl Volumes {
+    /// None yet.
+    pub fn new(store: Arc<VolumeStore>, disk_bytes: Option<u64>) -> Self {
+        Self { store, disk_bytes, earlier: None, all: Mutex::default() }
+    }
+
+    /// Those that an earlier daemon had made; the agent knows `made`. See [`Volumes::go_on`].
+    pub fn found(
+        store: Arc<VolumeStore>,
+        disk_bytes: Option<u64>,
+        recorded: Vec<Needed>,
+        made: Vec<String>,
+    ) -> Self {
+        let made: HashSet<String> = made.into_iter().collect();
+        let all = recorded.into_iter().map(|needed| {
+            // A disk that is a device is nothing that an agent knows.
+            let is_made =
+                made.contains(needed.id.as_str()) || matches!(needed.content, Content::Device { .. });
+            (needed.id.clone(), Volume::new(needed, is_made))
+        });
+        Self { all: Mutex::new(all.collect()), store, disk_bytes, earlier: Some(Earlier { made }) }
+    }
+
+    /// Keeps the files of an earlier daemon's volumes up to date again.
+    pub async fn go_on(&self, live: &Live) {
+        let volumes: Vec<_> = self.volumes().values().cloned().collect();
+        for volume in volumes {
+            if !matches!(volume.needed.content, Content::Files { follow: true, .. }) {
+                continue;
+            }
+            if let Err(error) = self.make(live, &volume).await {
+                let id = &volume.needed.id;
+                tracing::warn!(volume = %id, error = chain(&error), "a volume is no longer kept up to date");
+            }
+        }
+    }
+
+    /// What the journal keeps of them.
+    pub fn record(&self) -> Vec<Needed> {
+        let all = self.volumes();
+        let made = all.values().filter(|volume| volume.is_made.load(Ordering::Acquire));
+        made.map(|volume| volume.needed.clone()).collect()
+    }
+
+    /// Sees to it that the guest has what a container needs, all at once. Those that were made stay, whatever
+    /// becomes of the others: they are the pod's.
+    pub async fn provide(&self, live: &Live, needed: &[Needed]) -> Result<(), PodError> {
+        let volumes: Vec<_> = needed.iter().map(|needed| self.find(needed)).collect();
+        let made = future::join_all(volumes.iter().map(|volume| self.make(live, volume))).await;
+        made.into_iter().collect()
+    }
+
+    fn volumes(&self) -> std::sync::MutexGuard<'_, BTreeMap<Id, Arc<Volume>>> {
+        self.all.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn find(&self, needed: &Needed) -> Arc<Volume> {
+        self.volumes().entry(needed.id.clone()).or_insert_with(|| Volume::new(needed.clone(), false)).clone()
+    }
+
+    async fn make(&self, live: &Live, volume: &Arc<Volume>) -> Result<(), PodError> {
+        let Needed { id, content } = &volume.needed;
+        let mut files = volume.files.lock().await;
+        let is_made = volume.is_made.load(Ordering::Acquire) || self.was_made(id);
+        match content {
+            Content::Files { dir, follow } => {
+                if *follow && files.follower.is_none() {
+                    // Before the first reading: nothing is missed in between.
+                    let watch = self.store.watch(dir)?;
+                    let follower = follow_changes(live.clone(), Arc::downgrade(volume), watch);
+                    files.follower = Some(AbortOnDropHandle::new(tokio::spawn(follower)));
+                }
+                send(live, id, dir, &mut files.sent).await?;
+            }
+            _ if is_made => {}
+            Content::Memory { dir, bytes } => {
+                let memory = wire::TmpfsUpper { size_bytes: *bytes, ..Default::default() };
+                put(live, id, dir, WireContent::Memory(memory)).await?;
+            }
+            Content::Disk { dir } => {
+                let path = self.store.disk(dir, self.disk_bytes).await?;
+                self.attach(live, id, &path, false).await?;
+                let (serial, fstype) = (id.to_string(), "ext4".to_owned());
+                let disk = wire::Disk { serial, fstype, read_only: false, ..Default::default() };
+                let mounted = put(live, id, dir, WireContent::Disk(disk)).await;
+                if mounted.is_err()
+                    && let Err(error) = live.machine.detach_disk(id.as_str()).await
+                {
+                    tracing::error!(volume = %id, error = chain(&error), "a volume's disk stays plugged in");
+                }
+                mounted?;
+            }
+            Content::Device { path, read_only } => self.attach(live, id, path, *read_only).await?,
+        }
+        volume.is_made.store(true, Ordering::Release);
+        Ok(())
+    }
+
+    /// Whether an earlier daemon made it and had no time to note it.
+    fn was_made(&self, id: &Id) -> bool {
+        self.earlier.as_ref().is_some_and(|earlier| earlier.made.contains(id.as_str()))
+    }
+
+    async fn attach(&self, live: &Live, id: &Id, path: &Path, read_only: bool) -> Result<(), PodError> {
+        let disk = DiskSpec { serial: id.to_string(), path: PathBuf::from(path), read_only };
+        if self.earlier.is_some() {
+            // It may be there, and of no use, from a start that the earlier daemon did not finish.
+            live.machine.detach_disk(&disk.serial).await?;
+        }
+        Ok(live.machine.attach_disk(&disk).await?)
+    }
+}
+
+/// Reads a volume's files and sends them, unless they are those with the hash `sent`.
+async fn send(live: &Live, id: &Id, dir: &Path, sent: &mut Option<[u8; 32]>) -> Result<(), PodError> {
+    let root = dir.to_owned();
+    let read = tokio::task::spawn_blocking(move || tree::read(&root)).await;
+    let tree = read.map_err(|_| VolumeError::Stopped)?.map_err(VolumeError::Files)?;
+    let encoded = tree.write_to_bytes().map_err(VolumeError::Encode)?;
+    let hash = Sha256::digest(&encoded).into();
+    if *sent != Some(hash) {
+        put(live, id, dir, WireContent::Tree(tree)).await?;
+        *sent = Some(hash);
+    }
+    Ok(())
+}
+
+async fn put(live: &Live, id: &Id, dir: &Path, content: WireContent) -> Result<(), PodError> {
+    let owner = tree::owner(dir).map_err(VolumeError::Files)?;
+    let request = wire::PutVolumeRequest {
+        volume_id: id.to_string(),
+        owner: Some(owner).into(),
+        content: Some(content),
+        ..Default::default()
+    };
+    Ok(live.agent.put_volume(request).await?)
+}
+
+/// Sends a volume's files whenever they have changed, until they are gone.
+async fn follow_changes(live: Live, volume: Weak<Volume>, mut watch: Watch) {
+    loop {
+        watch.changed().await;
+        while let Err(error) = refresh(&live, &volume).await {
+            tracing::warn!(error = chain(&error), "the guest has a volume's old files");
+            tokio::time::sleep(AGAIN).await;
+        }
+    }
+}
+
+async fn refresh(live: &Live, volume: &Weak<Volume>) -> Result<(), PodError> {
+    let Some(volume) = volume.upgrade() else { return Ok(()) };
+    let Content::Files { dir, .. } = &volume.needed.content else { return Ok(()) };
+    if !dir.exists() {
+        // kubelet has begun to remove the pod; the last files stay in the guest.
+        return Ok(());
+    }
+    send(live, &volume.needed.id, dir, &mut volume.files.lock().await.sent).await
+}

@@ -1,0 +1,285 @@
+//! Volumes as a kubelet has them, devices, and room to write.
+
+use std::fs;
+use std::path::Path;
+
+use anyhow::{Context, Result, ensure};
+use k8s_cri::v1::{ContainerConfig, Device, Mount, MountPropagation};
+use nix::sys::signal::Signal;
+use sandboxer_e2e::case::{Case, Container, PATIENCE, idle, shell};
+use sandboxer_e2e::eventually;
+use sandboxer_e2e::kubelet::Kubelet;
+
+crate::cases![
+    Any: files_are_kept_up_to_date, a_sub_path_of_files_stays, empty_dirs_are_shared, empty_dirs_in_memory_are_bounded,
+    a_sub_path_of_an_empty_dir, shared_memory_of_another_size, termination_message, block_devices;
+    Vm: empty_dirs_on_disk_are_bounded, the_root_file_system_is_bounded, sizes_that_make_no_sense,
+    what_a_guest_cannot_have_is_refused_by_name;
+    VmAlone: volumes_outlive_the_daemon
+];
+
+fn mounted(mut config: ContainerConfig, at: &str, host: &Path, read_only: bool) -> ContainerConfig {
+    config.mounts.push(Mount {
+        container_path: at.into(),
+        host_path: host.display().to_string(),
+        readonly: read_only,
+        ..Default::default()
+    });
+    config
+}
+
+/// Waits until `script` prints `wanted` in the container.
+async fn prints(container: &Container, script: &str, wanted: &str) -> Result<()> {
+    eventually(&format!("'{wanted}' of '{script}'"), PATIENCE, || async {
+        Ok((container.sh(script).await? == wanted).then_some(()))
+    })
+    .await
+}
+
+async fn files_are_kept_up_to_date(case: Case) -> Result<()> {
+    let kubelet = Kubelet::of(&case)?;
+    let settings = kubelet.files("configmap", "settings", &[("color", "red"), ("old", "x")])?;
+    let token = kubelet.files("projected", "kube-api-access-x", &[("token", "t1")])?;
+    let pod = case.pod().await?;
+    let config = mounted(mounted(idle("c"), "/etc/settings", &settings, true), "/run/token", &token, true);
+    let c = pod.start(config).await?;
+    let read = "cd /etc/settings; cat color; echo; ls; cat /run/token/token";
+    ensure!(c.sh(read).await? == "red\ncolor\nold\nt1", "{}", c.sh(read).await?);
+    let write = c.sh("touch /etc/settings/mine 2>&1; true").await?;
+    ensure!(write.contains("Read-only"), "{write}");
+
+    kubelet.replace(&settings, &[("color", "green"), ("new", "y")])?;
+    kubelet.replace(&token, &[("token", "t2")])?;
+    prints(&c, read, "green\ncolor\nnew\nt2").await?;
+    kubelet.replace(&settings, &[("color", "blue")])?;
+    prints(&c, read, "blue\ncolor\nt2").await
+}
+
+async fn a_sub_path_of_files_stays(case: Case) -> Result<()> {
+    let mut kubelet = Kubelet::of(&case)?;
+    let settings = kubelet.files("configmap", "settings", &[("color", "red")])?;
+    let color = kubelet.sub_path(&settings, "color")?;
+    let pod = case.pod().await?;
+    let config = mounted(mounted(idle("c"), "/etc/color", &color, true), "/etc/settings", &settings, true);
+    let c = pod.start(config).await?;
+    kubelet.replace(&settings, &[("color", "green")])?;
+    prints(&c, "cat /etc/settings/color", "green").await?;
+    ensure!(c.sh("cat /etc/color").await? == "red");
+    Ok(())
+}
+
+async fn empty_dirs_are_shared(case: Case) -> Result<()> {
+    let mut kubelet = Kubelet::of(&case)?;
+    let (disk, memory) = (kubelet.empty_dir("disk")?, kubelet.memory("memory", "4m")?);
+    let pod = case.pod().await?;
+    let both = |config| mounted(mounted(config, "/disk", &disk, false), "/memory", &memory, false);
+    let writes =
+        "stat -c %a /disk /memory; ls -A /disk /memory; echo one >/disk/note; echo two >/memory/note";
+    let said = pod.run(both(shell("writes", writes))).await?.success()?;
+    ensure!(said == "777\n777\n/disk:\n\n/memory:", "{said}");
+    // Of two that are made at the same time neither is first.
+    let (one, other) =
+        futures::future::join(pod.start(both(idle("one"))), pod.start(both(idle("other")))).await;
+    let (one, other) = (one?, other?);
+    ensure!(one.sh("cat /disk/note /memory/note").await? == "one\ntwo");
+    one.sh("echo three >/disk/more; mkdir /memory/d").await?;
+    ensure!(other.sh("cat /disk/more; ls -d /memory/d").await? == "three\n/memory/d");
+    let read_only =
+        pod.run(mounted(shell("ro", "cat /disk/note; touch /disk/x 2>&1"), "/disk", &disk, true)).await?;
+    ensure!(
+        read_only.logs.stdout.starts_with("one\n") && read_only.logs.stdout.contains("Read-only"),
+        "{:?}",
+        read_only.logs
+    );
+    Ok(())
+}
+
+async fn empty_dirs_in_memory_are_bounded(case: Case) -> Result<()> {
+    let mut kubelet = Kubelet::of(&case)?;
+    let memory = kubelet.memory("memory", "4m")?;
+    let fills = "dd if=/dev/zero of=/memory/big bs=64k 2>&1 | grep -o 'No space left on device'; \
+                 df -k /memory | tail -1 | awk '{ print $2 }'; stat -c %s /memory/big";
+    let said =
+        case.pod().await?.run(mounted(shell("c", fills), "/memory", &memory, false)).await?.success()?;
+    ensure!(said == format!("No space left on device\n4096\n{}", 4 << 20), "{said}");
+    Ok(())
+}
+
+async fn a_sub_path_of_an_empty_dir(case: Case) -> Result<()> {
+    let mut kubelet = Kubelet::of(&case)?;
+    let (disk, memory) = (kubelet.empty_dir("disk")?, kubelet.memory("memory", "4m")?);
+    let parts = [kubelet.sub_path(&disk, "a/b")?, kubelet.sub_path(&memory, "m")?];
+    let pod = case.pod().await?;
+    let config = mounted(shell("parts", "echo of b >/b/note; echo of m >/m/note"), "/b", &parts[0], false);
+    pod.run(mounted(config, "/m", &parts[1], false)).await?.success()?;
+    let config = shell("wholes", "cat /disk/a/b/note /memory/m/note");
+    let config = mounted(mounted(config, "/disk", &disk, false), "/memory", &memory, false);
+    let said = pod.run(config).await?.success()?;
+    ensure!(said == "of b\nof m", "{said}");
+    Ok(())
+}
+
+/// The usual way to more shared memory: an emptyDir in memory at /dev/shm.
+async fn shared_memory_of_another_size(case: Case) -> Result<()> {
+    let mut kubelet = Kubelet::of(&case)?;
+    let memory = kubelet.memory("shm", "3m")?;
+    let size = "df -k /dev/shm | tail -1 | awk '{ print $2 }'";
+    let said =
+        case.pod().await?.run(mounted(shell("c", size), "/dev/shm", &memory, false)).await?.success()?;
+    ensure!(said == "3072", "{said}");
+    Ok(())
+}
+
+async fn termination_message(case: Case) -> Result<()> {
+    let kubelet = Kubelet::of(&case)?;
+    let log = kubelet.termination_log()?;
+    let pod = case.pod().await?;
+    let says = "echo why it ended >/dev/termination-log; exit 3";
+    let ended = pod.run(mounted(shell("c", says), "/dev/termination-log", &log, false)).await?;
+    ensure!(ended.status.exit_code == 3, "{:?}", ended.status);
+    let said = fs::read_to_string(&log)?;
+    ensure!(said == "why it ended\n", "{said:?}");
+    Ok(())
+}
+
+async fn block_devices(case: Case) -> Result<()> {
+    let mut kubelet = Kubelet::of(&case)?;
+    let [(first, file), (second, _)] = [kubelet.block_device(4 << 20)?, kubelet.block_device(2 << 20)?];
+    fs::write(&file, [b"from the host\n".to_vec(), vec![0; (4 << 20) - 14]].concat())?;
+    let device = |host: &Path, at: &str, permissions: &str| Device {
+        container_path: at.into(),
+        host_path: host.display().to_string(),
+        permissions: permissions.into(),
+    };
+    let script = "for at in /dev/xvda /dev/xvdb; do test -b $at && cat /sys/dev/block/$(stat -c '%Hr:%Lr' $at)/size; done; head -n 1 /dev/xvda; \
+                  printf 'from inside' | dd of=/dev/xvda bs=512 seek=2 conv=notrunc,fsync 2>/dev/null && echo written; \
+                  printf x | dd of=/dev/xvdb bs=512 conv=notrunc 2>/dev/null || echo refused; head -c 3 /dev/xvdb | od -An -tx1";
+    let mut config = shell("c", script);
+    config.devices = vec![device(&first, "/dev/xvda", "rwm"), device(&second, "/dev/xvdb", "r")];
+    let pod = case.pod().await?;
+    let ended = pod.run(config.clone()).await?;
+    let said = ended.logs.stdout;
+    ensure!(
+        said == "8192\n4096\nfrom the host\nwritten\nrefused\n 00 00 00\n",
+        "{said}{}",
+        ended.logs.stderr
+    );
+    let file = fs::read(&file)?;
+    ensure!(&file[1024..1035] == b"from inside", "{:?}", &file[1024..1035]);
+    // A further container of the pod has them, too.
+    config.command =
+        shell("d", "test -b /dev/xvda && dd if=/dev/xvda bs=512 skip=2 count=1 2>/dev/null | head -c 11")
+            .command;
+    config.metadata.get_or_insert_default().name = "d".into();
+    let said = pod.run(config).await?.success()?;
+    ensure!(said == "from inside", "{said}");
+    Ok(())
+}
+
+async fn empty_dirs_on_disk_are_bounded(case: Case) -> Result<()> {
+    let kubelet = Kubelet::of(&case)?;
+    let (disk, other) = (kubelet.empty_dir("disk")?, kubelet.empty_dir("other")?);
+    let pod = case
+        .pod_with(|config| {
+            drop(config.annotations.insert("io.sandboxer.emptydir-size".into(), "32Mi".into()))
+        })
+        .await?;
+    let fills = "dd if=/dev/zero of=/disk/big bs=64k 2>&1 | grep -o 'No space left on device'; \
+                 test $(stat -c %s /disk/big) -gt 20000000 && echo much; echo fits >/other/note && cat /other/note";
+    let config = mounted(mounted(shell("c", fills), "/disk", &disk, false), "/other", &other, false);
+    let said = pod.run(config).await?.success()?;
+    ensure!(said == "No space left on device\nmuch\nfits", "{said}");
+    // It is kubelet's from there on, as all that a pod leaves in an emptyDir.
+    let lengths: Vec<_> =
+        fs::read_dir(&disk)?.map(|entry| Ok(entry?.metadata()?.len())).collect::<Result<_>>()?;
+    ensure!(lengths == [32 << 20], "{lengths:?}");
+    case.clean_up().await?;
+    let next = case.pod().await?;
+    let said = next.run(mounted(shell("c", "ls /disk"), "/disk", &disk, false)).await?.success()?;
+    ensure!(said == "big", "what is in an emptyDir outlives the pod's machine: {said}");
+    Ok(())
+}
+
+async fn the_root_file_system_is_bounded(case: Case) -> Result<()> {
+    let pod = case
+        .pod_with(|config| drop(config.annotations.insert("io.sandboxer.rootfs-size".into(), "8Mi".into())))
+        .await?;
+    let fills = "dd if=/dev/zero of=/big bs=64k 2>&1 | grep -o 'No space left on device'; stat -c %s /big";
+    let said = pod.output(fills).await?;
+    let (words, size) = said.split_once('\n').context("two lines")?;
+    ensure!(words == "No space left on device" && size.parse::<u64>()? <= 8 << 20, "{said}");
+    ensure!(pod.output("echo room >/small; cat /small").await? == "room", "each container has its own");
+    Ok(())
+}
+
+async fn sizes_that_make_no_sense(case: Case) -> Result<()> {
+    for key in ["io.sandboxer.rootfs-size", "io.sandboxer.emptydir-size"] {
+        let refused =
+            case.pod_with(|config| drop(config.annotations.insert(key.into(), "plenty".into()))).await;
+        let error = refused.err().with_context(|| format!("{key}=plenty was accepted"))?;
+        ensure!(error.message().contains(key) && error.message().contains("plenty"), "{key}: {error}");
+    }
+    Ok(())
+}
+
+async fn what_a_guest_cannot_have_is_refused_by_name(case: Case) -> Result<()> {
+    let kubelet = Kubelet::of(&case)?;
+    let disk = kubelet.empty_dir("disk")?;
+    let pod = case.pod().await?;
+    let mut config = mounted(idle("shared"), "/shared", &disk, false);
+    config.mounts[0].propagation = MountPropagation::PropagationBidirectional.into();
+    let error = refusal(&pod, config).await?;
+    let says = "volume /shared: mount propagation rshared is not available in a microVM pod";
+    ensure!(error.contains(says), "{error}");
+    let mut config = idle("device");
+    config.devices = vec![Device {
+        container_path: "/dev/console-of-host".into(),
+        host_path: "/dev/console".into(),
+        permissions: "rw".into(),
+    }];
+    let error = refusal(&pod, config).await?;
+    ensure!(
+        error.contains("/dev/console-of-host") && error.contains("not available in a microVM pod"),
+        "{error}"
+    );
+    // Nothing of either attempt is in the way of the next.
+    let said =
+        pod.run(mounted(shell("fine", "echo fine >/d/x; cat /d/x"), "/d", &disk, false)).await?.success()?;
+    ensure!(said == "fine", "{said}");
+    Ok(())
+}
+
+/// Why a container can't be created or started.
+async fn refusal(pod: &sandboxer_e2e::case::Pod, config: ContainerConfig) -> Result<String> {
+    let name = config.metadata.clone().unwrap_or_default().name;
+    match pod.start(config).await {
+        Ok(_) => anyhow::bail!("container {name} runs"),
+        Err(error) => Ok(error.message().to_owned()),
+    }
+}
+
+async fn volumes_outlive_the_daemon(case: Case) -> Result<()> {
+    let mut kubelet = Kubelet::of(&case)?;
+    let settings = kubelet.files("configmap", "settings", &[("color", "red")])?;
+    let (disk, memory) = (kubelet.empty_dir("disk")?, kubelet.memory("memory", "4m")?);
+    let pod = case.pod().await?;
+    let all = |config| {
+        let config = mounted(mounted(config, "/disk", &disk, false), "/memory", &memory, false);
+        mounted(config, "/settings", &settings, true)
+    };
+    let before = pod.start(all(idle("before"))).await?;
+    before.sh("echo one >/disk/note; echo two >/memory/note").await?;
+    case.stack.end("sandboxer", Signal::SIGKILL).await?;
+    kubelet.replace(&settings, &[("color", "green")])?;
+    case.stack.run_up()?;
+    eventually("pod ready again", PATIENCE, || async {
+        Ok(case.cri.pod_ready(&pod.id).await.ok().filter(|ready| *ready))
+    })
+    .await?;
+    // containerd has given the container up with the daemon; the pod has what was written all the same.
+    let after = pod.start(all(idle("after"))).await?;
+    let read = "cat /disk/note /memory/note /settings/color";
+    ensure!(after.sh(read).await? == "one\ntwo\ngreen", "{}", after.sh(read).await?);
+    kubelet.replace(&settings, &[("color", "blue")])?;
+    prints(&after, read, "one\ntwo\nblue").await
+}

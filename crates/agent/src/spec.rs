@@ -10,7 +10,7 @@ use sandboxer_protocol::id::ContainerId;
 use serde_json::Value;
 
 use crate::{
-    cgroup,
+    cgroup, devices,
     failure::{Failure, Kind, internal},
 };
 
@@ -100,8 +100,16 @@ pub fn fit(
             return Err(Failure::invalid("linux.seccomp: SCMP_ACT_NOTIFY has no listener in a guest"));
         }
     }
-    if let Some(resources) = linux.resources() {
-        let mut resources = resources.clone();
+    if let Some(mut resources) = linux.resources().clone() {
+        if devices::allow_all(resources.devices().as_deref().unwrap_or_default()) {
+            let mut listed = linux.devices().clone().unwrap_or_default();
+            for device in devices::all().map_err(internal("failed to list the guest's devices"))? {
+                if !listed.iter().any(|known| known.path() == device.path()) {
+                    listed.push(device);
+                }
+            }
+            linux.set_devices(Some(listed));
+        }
         fit_resources(&mut resources);
         linux.set_resources(Some(resources));
     }

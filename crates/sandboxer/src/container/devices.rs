@@ -94,7 +94,8 @@ fn owner(device: &LinuxDevice) -> Owner {
     }
 }
 
-fn allows_all(rule: &LinuxDeviceCgroup) -> bool {
+/// Whether a rule lets a container use every device.
+pub fn allows_all(rule: &LinuxDeviceCgroup) -> bool {
     rule.allow() && rule.typ().is_none_or(|typ| typ == LinuxDeviceType::A) && rule.major().is_none()
 }
 

@@ -149,8 +149,15 @@ fn convert_linux(container: &ContainerId, linux: &mut Linux) -> Result<(), PodEr
             .collect::<Result<_, _>>()?,
     ));
     if let Some(resources) = linux.resources_mut() {
-        // Device rules and I/O limits name devices of the host, CPU sets its CPUs.
-        resources.set_devices(None).set_block_io(None).set_network(None).set_rdma(None);
+        // Device rules and I/O limits name devices of the host, CPU sets its CPUs. A rule that names none is kept:
+        // a privileged container has every device of its guest.
+        let rules = resources.devices().iter().flatten();
+        let unnamed: Vec<_> = rules.filter(|rule| devices::allows_all(rule)).cloned().collect();
+        resources
+            .set_devices((!unnamed.is_empty()).then_some(unnamed))
+            .set_block_io(None)
+            .set_network(None)
+            .set_rdma(None);
         if let Some(cpu) = resources.cpu_mut() {
             cpu.set_cpus(None).set_mems(None).set_realtime_period(None).set_realtime_runtime(None);
         }

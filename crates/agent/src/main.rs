@@ -37,6 +37,7 @@ mod failure;
 mod init;
 mod io;
 mod log;
+mod network;
 mod payload;
 mod pids;
 mod pod;

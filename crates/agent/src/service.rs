@@ -292,13 +292,14 @@ impl Agent for Service {
             entropy: request.entropy,
             shm_bytes: request.shm_bytes,
             sysctls: request.sysctls,
+            interfaces: request.interfaces,
         };
         let link_key = match <[u8; LinkKey::LEN]>::try_from(request.link_key.as_slice()) {
             Ok(bytes) => Some(LinkKey::from_bytes(bytes)),
             Err(_) if request.link_key.is_empty() => None,
             Err(_) => return Err(refuse(Failure::invalid("link_key: has not 32 bytes"))),
         };
-        pod::configure(&identity).map_err(refuse)?;
+        pod::configure(&identity).await.map_err(refuse)?;
         if let Some(key) = link_key {
             self.link_key.send_replace(key);
         }

@@ -57,10 +57,12 @@ impl Driver {
             return self.end_machine();
         }
         let (pid, release, way) = (up.live.machine.record().pid, up.ready.kernel_release, up.way);
+        let interfaces = up.interfaces;
         self.status.send_modify(|status| {
             status.vmm_pid = pid;
             status.kernel_release = release;
             status.way = Some(way);
+            status.interfaces = interfaces;
         });
         self.become_state(PodState::Ready);
         self.live = Some(up.live);

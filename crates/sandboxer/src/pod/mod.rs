@@ -2,6 +2,7 @@
 
 pub mod admission;
 mod driver;
+mod forward;
 pub mod journal;
 pub mod quantity;
 pub mod recover;

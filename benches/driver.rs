@@ -66,6 +66,8 @@ impl Host {
             run_dir,
             vcpus: 1,
             memory_mib: 128,
+            nics: 0,
+            taps: Vec::new(),
             kernel: "/dev/null".into(),
             initramfs: "/dev/null".into(),
             boot: BootParams { link_key: LinkKey::random(), log: None },

@@ -2,19 +2,15 @@
 
 use std::{
     fs, io,
-    os::fd::AsRawFd,
     path::{Path, PathBuf},
 };
 
 use nix::{
     mount::{MsFlags, mount},
-    sys::socket::{
-        AddressFamily, MsgFlags, NetlinkAddr, SockFlag, SockProtocol, SockType, recv, sendto, socket,
-    },
     unistd::{chdir, chroot},
 };
 
-use crate::cgroup;
+use crate::{cgroup, network};
 
 /// The new root is mounted here in the initramfs, for a moment.
 const NEW_ROOT: &str = "/root.new";
@@ -93,7 +89,7 @@ pub fn prepare() -> Result<(), InitError> {
     }
     open_console();
     cgroup::prepare().map_err(|(path, source)| InitError::File { attempt: "set up", path, source })?;
-    loopback_up().map_err(InitError::Loopback)
+    network::loopback_up().map_err(InitError::Loopback)
 }
 
 fn create_dir(path: impl AsRef<Path>) -> Result<(), InitError> {
@@ -126,36 +122,4 @@ fn open_console() {
     let _ = rustix::stdio::dup2_stdin(&console);
     let _ = rustix::stdio::dup2_stdout(&console);
     let _ = rustix::stdio::dup2_stderr(&console);
-}
-
-/// Index of the loopback interface: the first of each network namespace.
-const LOOPBACK: i32 = 1;
-
-/// Asks rtnetlink to set IFF_UP on loopback. See rtnetlink(7) for the layout.
-fn loopback_up() -> io::Result<()> {
-    const NLM_F_REQUEST_ACK: u16 = 0x1 | 0x4;
-    let up = libc::IFF_UP.unsigned_abs();
-    let mut message = Vec::with_capacity(32);
-    // nlmsghdr: length, type, flags, sequence, port.
-    message.extend(32_u32.to_ne_bytes());
-    message.extend(libc::RTM_NEWLINK.to_ne_bytes());
-    message.extend(NLM_F_REQUEST_ACK.to_ne_bytes());
-    message.extend([0; 8]);
-    // ifinfomsg: family, padding, type, index, flags, change mask.
-    message.extend([0; 4]);
-    message.extend(LOOPBACK.to_ne_bytes());
-    message.extend(up.to_ne_bytes());
-    message.extend(up.to_ne_bytes());
-
-    let route =
-        socket(AddressFamily::Netlink, SockType::Raw, SockFlag::SOCK_CLOEXEC, SockProtocol::NetlinkRoute)?;
-    sendto(route.as_raw_fd(), &message, &NetlinkAddr::new(0, 0), MsgFlags::empty())?;
-    let mut answer = [0; 256];
-    let length = recv(route.as_raw_fd(), &mut answer, MsgFlags::empty())?;
-    // The acknowledgement is a nlmsgerr whose first field is 0 or -errno.
-    match answer[..length].get(16..20).and_then(|bytes| bytes.try_into().ok()).map(i32::from_ne_bytes) {
-        Some(0) => Ok(()),
-        Some(errno) => Err(io::Error::from_raw_os_error(-errno)),
-        None => Err(io::ErrorKind::UnexpectedEof.into()),
-    }
 }

@@ -22,8 +22,8 @@ use tokio::sync::{mpsc, watch};
 use ttrpc::r#async::{Server, transport::Listener};
 
 use crate::{
-    container::Shared, containers::Containers, events::Events, events::OomWatch, pids::SharedPids,
-    reaper::Reaper, service::Service, volume::Volumes, worker::Workers,
+    container::Shared, containers::Containers, events::Events, events::OomWatch, forward::Connections,
+    pids::SharedPids, reaper::Reaper, service::Service, volume::Volumes, worker::Workers,
 };
 
 mod cgroup;
@@ -35,9 +35,11 @@ mod devices;
 mod disk;
 mod events;
 mod failure;
+mod forward;
 mod init;
 mod io;
 mod log;
+mod network;
 mod payload;
 mod pids;
 mod pod;
@@ -92,7 +94,14 @@ async fn serve(params: BootParams, entered_ns: u64) -> anyhow::Result<std::conve
     let containers = Arc::new(Containers::new(shared));
     let link_key = watch::Sender::new(params.link_key);
     let port_key = link_key.subscribe();
-    let service = Arc::new(Service { containers, volumes, events, reaper: Arc::clone(&reaper), link_key });
+    let service = Arc::new(Service {
+        containers,
+        volumes,
+        events,
+        reaper: Arc::clone(&reaper),
+        link_key,
+        connections: Connections::default(),
+    });
 
     let (sessions, accepted) = mpsc::channel(1);
     let accepted = stream::unfold(accepted, async |mut accepted| {

@@ -14,10 +14,13 @@ use nix::{
     unistd::{sethostname, sync},
 };
 
+use sandboxer_protocol::agent as wire;
+
 use crate::{
     cgroup::Cgroup,
     clock,
     failure::{Failure, internal},
+    network,
 };
 
 /// Size of `/dev/shm` if the host names none; the same as everywhere.
@@ -39,10 +42,12 @@ pub struct Identity {
     pub shm_bytes: u64,
     /// Names as in sysctl(8).
     pub sysctls: HashMap<String, String>,
+    /// Its network interfaces, all of them.
+    pub interfaces: Vec<wire::Interface>,
 }
 
 /// Gives the guest its identity.
-pub fn configure(identity: &Identity) -> Result<(), Failure> {
+pub async fn configure(identity: &Identity) -> Result<(), Failure> {
     if !identity.hostname.is_empty() {
         sethostname(&identity.hostname)
             .map_err(internal(format!("failed to set the hostname to {:?}", identity.hostname)))?;
@@ -57,6 +62,8 @@ pub fn configure(identity: &Identity) -> Result<(), Failure> {
     let flags = MsFlags::MS_REMOUNT | MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
     mount(None::<&str>, "/dev/shm", None::<&str>, flags, Some(format!("size={shm}").as_str()))
         .map_err(internal(format!("failed to size /dev/shm to {shm} bytes")))?;
+    network::configure(&identity.interfaces).await?;
+    // Some are of an interface.
     for (name, value) in &identity.sysctls {
         set_sysctl(name, value)?;
     }

@@ -17,6 +17,7 @@ use crate::{
     containers::Containers,
     events::Events,
     failure::{Failure, Kind},
+    forward::Connections,
     io::{CAPACITY, Output, Wanted},
     pod::{self, Identity},
     process::{Exit, Process, State},
@@ -41,6 +42,8 @@ pub struct Service {
     pub reaper: Arc<Reaper>,
     /// By what the host's next session is known.
     pub link_key: watch::Sender<LinkKey>,
+    /// Connections that the host has to ports of the pod.
+    pub connections: Connections,
 }
 
 type Answer<T> = ttrpc::Result<T>;
@@ -292,13 +295,14 @@ impl Agent for Service {
             entropy: request.entropy,
             shm_bytes: request.shm_bytes,
             sysctls: request.sysctls,
+            interfaces: request.interfaces,
         };
         let link_key = match <[u8; LinkKey::LEN]>::try_from(request.link_key.as_slice()) {
             Ok(bytes) => Some(LinkKey::from_bytes(bytes)),
             Err(_) if request.link_key.is_empty() => None,
             Err(_) => return Err(refuse(Failure::invalid("link_key: has not 32 bytes"))),
         };
-        pod::configure(&identity).map_err(refuse)?;
+        pod::configure(&identity).await.map_err(refuse)?;
         if let Some(key) = link_key {
             self.link_key.send_replace(key);
         }
@@ -501,6 +505,40 @@ impl Agent for Service {
         let container =
             container_id(&request.container_id).and_then(|id| self.containers.get(&id)).map_err(refuse)?;
         Ok(wire_stats(&container.stats()))
+    }
+
+    async fn dial(&self, _: &TtrpcContext, request: wire::DialRequest) -> Answer<wire::DialResponse> {
+        let port = u16::try_from(request.port)
+            .map_err(|_| refuse(Failure::invalid(format!("{} is no port", request.port))))?;
+        let connection = self.connections.dial(port, request.owner).await.map_err(refuse)?;
+        Ok(wire::DialResponse { connection, ..Default::default() })
+    }
+
+    async fn read_connection(
+        &self,
+        _: &TtrpcContext,
+        request: wire::ReadConnectionRequest,
+    ) -> Answer<wire::ReadConnectionResponse> {
+        let data = self.connections.read(request.connection).await.map_err(refuse)?;
+        Ok(wire::ReadConnectionResponse { end: data.is_empty(), data, ..Default::default() })
+    }
+
+    async fn write_connection(
+        &self,
+        _: &TtrpcContext,
+        request: wire::WriteConnectionRequest,
+    ) -> Answer<wire::WriteConnectionResponse> {
+        self.connections.write(request.connection, &request.data, request.end).await.map_err(refuse)?;
+        Ok(wire::WriteConnectionResponse::default())
+    }
+
+    async fn close_connection(
+        &self,
+        _: &TtrpcContext,
+        request: wire::CloseConnectionRequest,
+    ) -> Answer<wire::CloseConnectionResponse> {
+        self.connections.close(request.connection);
+        Ok(wire::CloseConnectionResponse::default())
     }
 
     async fn next_events(

@@ -9,8 +9,10 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Stage {
-    /// The pod's network namespace is looked at and its run directory made.
+    /// The pod's network namespace is looked at.
     Netns,
+    /// The run directory is made, and taps are joined to the pod's network interfaces.
+    Network,
     /// A machine or a container waits for its turn to be made.
     Queue,
     /// A machine that waited in the pool is made the pod's, and goes on.
@@ -35,8 +37,9 @@ pub enum Stage {
 
 impl Stage {
     /// Every stage, in order.
-    pub const ALL: [Stage; 11] = [
+    pub const ALL: [Stage; 12] = [
         Stage::Netns,
+        Stage::Network,
         Stage::Queue,
         Stage::Claim,
         Stage::Restore,
@@ -53,6 +56,7 @@ impl Stage {
     pub const fn as_str(self) -> &'static str {
         match self {
             Stage::Netns => "netns",
+            Stage::Network => "network",
             Stage::Queue => "queue",
             Stage::Claim => "claim",
             Stage::Restore => "restore",

@@ -25,6 +25,7 @@ use crate::{
     events::Events,
     host::{
         cgroup::Hierarchies,
+        network::Park,
         rootfs::{RootfsError, RootfsStore},
         volume::VolumeStore,
     },
@@ -116,7 +117,7 @@ pub async fn run(
 
 /// The size of a pod that doesn't ask for another.
 fn usual_shape(config: &Config) -> Shape {
-    Shape { vcpus: config.vm.default_vcpus, memory_mib: config.vm.default_memory_mib }
+    Shape { vcpus: config.vm.default_vcpus, memory_mib: config.vm.default_memory_mib, nics: 1 }
 }
 
 /// What all pods of a node share, its directories made and its files opened.
@@ -129,10 +130,9 @@ pub fn node(config: Config, vmm: Arc<dyn Vmm>) -> Result<Arc<Node>, DaemonError>
         path: config.state_dir.clone(),
         source,
     })?;
-    let templates = Templates::open(&config, vmm.clone()).map_err(|source| DaemonError::Host {
-        action: "open templates in",
-        path: config.state_dir.clone(),
-        source,
+    let park = Arc::<Park>::default();
+    let templates = Templates::open(&config, vmm.clone(), park.clone()).map_err(|source| {
+        DaemonError::Host { action: "open templates in", path: config.state_dir.clone(), source }
     })?;
     let cgroups = Hierarchies::detect().map_err(|source| DaemonError::Host {
         action: "read",
@@ -145,6 +145,7 @@ pub fn node(config: Config, vmm: Arc<dyn Vmm>) -> Result<Arc<Node>, DaemonError>
     let usual = usual_shape(&config);
     Ok(Arc::new(Node {
         templates,
+        park,
         pool: Pool::new(config.pool, usual),
         ways: Ways::default(),
         rootfs: RootfsStore::open(&config.state_dir.join("rootfs"), &config.rootfs)?,

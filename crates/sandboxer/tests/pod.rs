@@ -66,6 +66,7 @@ impl TestNode {
             uid: String::new(),
             hostname: id.into(),
             netns: None,
+            ips: Vec::new(),
             resolv_conf: None,
             shared_pids: false,
             cgroup_parent: String::new(),

@@ -24,7 +24,7 @@ use sandboxer_protocol::link::LinkKey;
 use tempfile::TempDir;
 use tokio_util::sync::CancellationToken;
 
-const SHAPE: Shape = Shape { vcpus: 1, memory_mib: 128 };
+const SHAPE: Shape = Shape { vcpus: 1, memory_mib: 128, nics: 0 };
 /// Longer than any test takes.
 const LONG: Duration = Duration::from_secs(60);
 
@@ -83,6 +83,7 @@ async fn started_at_best(node: &Arc<Node>, id: &str, way: Way) -> PodHandle {
         uid: "u".into(),
         hostname: id.into(),
         netns: None,
+        ips: Vec::new(),
         resolv_conf: None,
         shared_pids: false,
         cgroup_parent: String::new(),

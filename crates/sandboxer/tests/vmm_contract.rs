@@ -12,7 +12,10 @@ use tokio::time::timeout;
 
 use crate::test_guest::{
     Guest, Pod,
-    contract::{copies_of_a_frozen_machine_are_machines, frozen, keeps_the_contract},
+    contract::{
+        a_tap_is_held_as_long_as_the_machine_runs, copies_of_a_frozen_machine_are_machines, frozen,
+        keeps_the_contract,
+    },
     serve_in_memory,
 };
 
@@ -24,6 +27,7 @@ async fn the_double_keeps_the_contract() {
     let vmm = FakeVmm::new(serve_in_memory);
     keeps_the_contract(&vmm, Pod::spec).await;
     copies_of_a_frozen_machine_are_machines(&vmm, Pod::spec).await;
+    a_tap_is_held_as_long_as_the_machine_runs(&vmm, Pod::spec, async |_| ()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -31,6 +35,10 @@ async fn qemu_keeps_the_contract() {
     let vmm = test_guest::qemu().await;
     keeps_the_contract(&vmm, Pod::spec).await;
     copies_of_a_frozen_machine_are_machines(&vmm, Pod::spec).await;
+    a_tap_is_held_as_long_as_the_machine_runs(&vmm, Pod::spec, async |mut guest| {
+        assert_eq!(guest.ask("nic").await, "02:73:62:78:00:00");
+    })
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

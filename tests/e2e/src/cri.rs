@@ -12,8 +12,9 @@ use k8s_cri::v1::{
     ContainerStatusRequest, CreateContainerRequest, ExecRequest, ExecSyncRequest, ExecSyncResponse,
     LinuxContainerResources, ListContainersRequest, ListPodSandboxRequest, PodSandbox, PodSandboxConfig,
     PodSandboxFilter, PodSandboxState, PodSandboxStatsRequest, PodSandboxStatus, PodSandboxStatusRequest,
-    RemoveContainerRequest, RemovePodSandboxRequest, ReopenContainerLogRequest, RunPodSandboxRequest,
-    StartContainerRequest, StopContainerRequest, StopPodSandboxRequest, UpdateContainerResourcesRequest,
+    PortForwardRequest, RemoveContainerRequest, RemovePodSandboxRequest, ReopenContainerLogRequest,
+    RunPodSandboxRequest, StartContainerRequest, StopContainerRequest, StopPodSandboxRequest,
+    UpdateContainerResourcesRequest,
 };
 use tonic::Status;
 use tonic::transport::{Channel, Endpoint, Uri};
@@ -194,6 +195,12 @@ impl Cri {
             stderr: !tty,
         };
         Ok(self.client().exec(request).await?.into_inner().url)
+    }
+
+    /// PortForward; the URL at which the streams are.
+    pub async fn port_forward(&self, pod: &str, port: u16) -> Answer<String> {
+        let request = PortForwardRequest { pod_sandbox_id: pod.to_owned(), port: vec![port.into()] };
+        Ok(self.client().port_forward(request).await?.into_inner().url)
     }
 
     /// Attach; the URL at which the streams are.

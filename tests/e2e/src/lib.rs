@@ -6,6 +6,7 @@
 
 pub mod case;
 pub mod cri;
+pub mod forward;
 pub mod kubelet;
 pub mod stack;
 pub mod stream;

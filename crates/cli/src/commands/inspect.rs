@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use sandboxer_protocol::admin::{Container, InspectPodRequest, Pod, StageTime};
+use sandboxer_protocol::admin::{Container, InspectPodRequest, Interface, Pod, StageTime};
 
 use super::PodId;
 use crate::{Global, client, client::ClientError, render};
@@ -54,6 +54,10 @@ fn text(pod: &Pod) -> Result<String, std::fmt::Error> {
     line("Machine by", &pod.way)?;
     line("VMM pid", &if pod.vmm_pid == 0 { "-".into() } else { pod.vmm_pid.to_string() })?;
     line("Kernel", &pod.kernel_release)?;
+    for interface in &pod.interfaces {
+        let Interface { name, mac, mtu, addresses, host_device } = interface;
+        line("Interface", &format!("{name}: {}, {mac}, MTU {mtu}, by {host_device}", addresses.join(", ")))?;
+    }
     line("Console", &pod.console_log)?;
     if !pod.stages.is_empty() {
         write!(out, "\nStart of the pod\n{}\n", stages(&pod.stages))?;

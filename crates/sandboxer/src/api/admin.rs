@@ -19,6 +19,7 @@ use crate::{
     clock::now_ns,
     container::Phase,
     events,
+    host::network::Interface,
     pod::{ContainerView, Node, PodHandle, PodView, stage_times::StageSummary, stages::Step},
     vmm::console,
 };
@@ -177,6 +178,17 @@ fn pod_message(node: &Node, view: PodView) -> Pod {
         stages: steps.into_iter().map(stage_message).collect(),
         recovered: status.recovered,
         way: status.way.map(|way| way.to_string()).unwrap_or_default(),
+        interfaces: status.interfaces.iter().map(interface_message).collect(),
+    }
+}
+
+fn interface_message(interface: &Interface) -> sandboxer_protocol::admin::Interface {
+    sandboxer_protocol::admin::Interface {
+        name: interface.name.clone(),
+        mac: interface.mac.to_string(),
+        mtu: interface.mtu,
+        addresses: interface.addresses.iter().map(ToString::to_string).collect(),
+        host_device: interface.host_device(),
     }
 }
 

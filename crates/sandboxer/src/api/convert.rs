@@ -1,6 +1,9 @@
 //! From wire types to ours, and from our errors to theirs.
 
-use std::collections::{BTreeMap, HashMap};
+use std::{
+    collections::{BTreeMap, HashMap},
+    net::IpAddr,
+};
 
 use k8s_cri::v1::{NamespaceMode, PodSandboxConfig};
 use prost::Message;
@@ -66,11 +69,11 @@ pub fn pod_spec(request: &ControllerCreateRequest, config: &Config) -> Result<Po
     let cpus = std::thread::available_parallelism()
         .map_or(1, |count| u32::try_from(count.get()).unwrap_or(u32::MAX));
     let limits = linux.resources.unwrap_or_default();
-    let Shape { vcpus, memory_mib } =
+    let Shape { vcpus, memory_mib, .. } =
         size::shape(&asked.annotations, &limits, defaults, cpus).map_err(invalid)?;
-    let handler = handler(request).unwrap_or_default();
+    let kept = Kept::of(request).unwrap_or_default();
     Ok(PodSpec {
-        way: config.handlers.get(&handler).copied().unwrap_or_default(),
+        way: config.handlers.get(&kept.runtime_handler).copied().unwrap_or_default(),
         vcpus,
         memory_mib,
         room: Room {
@@ -82,6 +85,7 @@ pub fn pod_spec(request: &ControllerCreateRequest, config: &Config) -> Result<Po
         uid: metadata.uid,
         hostname,
         netns: (!request.netns_path.is_empty()).then(|| request.netns_path.clone().into()),
+        ips: kept.ips(),
         resolv_conf: asked.dns_config.map(|dns| {
             let mut text = String::new();
             for server in &dns.servers {
@@ -120,21 +124,35 @@ fn hostname(asked: String, name: &str, id: &Id) -> Result<String, String> {
     Ok([fits(name), fits(id.as_str())].into_iter().find(|name| !name.is_empty()).unwrap_or_default())
 }
 
-/// The runtime handler that the pod asked for, which containerd tells among what it keeps of a sandbox.
-fn handler(request: &ControllerCreateRequest) -> Option<String> {
-    /// What is read of it.
-    #[derive(serde::Deserialize)]
-    #[serde(rename_all = "PascalCase")]
-    struct Versioned {
-        metadata: Metadata,
+/// What is read of that which containerd keeps of a sandbox, and tells.
+#[derive(Debug, Default, serde::Deserialize)]
+#[serde(rename_all = "PascalCase")]
+struct Kept {
+    /// The runtime handler that the pod asked for.
+    runtime_handler: String,
+    /// Its address, as CNI said; empty for one in the host's network.
+    #[serde(default, rename = "IP")]
+    ip: String,
+    /// Its addresses of the other family.
+    #[serde(default, rename = "AdditionalIPs")]
+    additional_ips: Option<Vec<String>>,
+}
+
+impl Kept {
+    fn of(request: &ControllerCreateRequest) -> Option<Self> {
+        #[derive(serde::Deserialize)]
+        #[serde(rename_all = "PascalCase")]
+        struct Versioned {
+            metadata: Kept,
+        }
+        let kept = request.sandbox.as_ref()?.extensions.get("metadata")?;
+        serde_json::from_slice::<Versioned>(&kept.value).ok().map(|kept| kept.metadata)
     }
-    #[derive(serde::Deserialize)]
-    #[serde(rename_all = "PascalCase")]
-    struct Metadata {
-        runtime_handler: String,
+
+    fn ips(&self) -> Vec<IpAddr> {
+        let all = std::iter::once(&self.ip).chain(self.additional_ips.iter().flatten());
+        all.filter_map(|ip| ip.parse().ok()).collect()
     }
-    let kept = request.sandbox.as_ref()?.extensions.get("metadata")?;
-    serde_json::from_slice::<Versioned>(&kept.value).ok().map(|kept| kept.metadata.runtime_handler)
 }
 
 fn space(annotations: &HashMap<String, String>, name: &'static str) -> Result<Option<u64>, String> {
@@ -211,6 +229,20 @@ mod tests {
             }),
             ..Default::default()
         }
+    }
+
+    #[test]
+    fn addresses_are_those_that_containerd_tells_and_not_all_pods_have_any() {
+        let ips = |metadata: &str| {
+            let mut request = request(|_| {});
+            let kept = format!(r#"{{"Version":"v1","Metadata":{{"RuntimeHandler":"",{metadata}}}}}"#);
+            let value = prost_types::Any { type_url: String::new(), value: kept.into_bytes() };
+            request.sandbox.get_or_insert_default().extensions.insert("metadata".into(), value);
+            pod_spec(&request, &Config::default()).unwrap().ips
+        };
+        let both: [IpAddr; 2] = ["192.0.2.7".parse().unwrap(), "2001:db8::7".parse().unwrap()];
+        assert_eq!(ips(r#""IP":"192.0.2.7","AdditionalIPs":["2001:db8::7"]"#), both);
+        assert_eq!(ips(r#""IP":"","AdditionalIPs":null"#), [] as [IpAddr; 0]);
     }
 
     #[test]

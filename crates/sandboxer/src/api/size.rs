@@ -43,7 +43,7 @@ pub fn shape(
         None => limited_memory_mib(limits, config.default_memory_mib)
             .map_or(config.default_memory_mib, |mib| mib.min(config.max_memory_mib)),
     };
-    Ok(Shape { vcpus, memory_mib })
+    Ok(Shape { vcpus, memory_mib, nics: 1 })
 }
 
 fn asked_vcpus(text: &str, most: u32) -> Result<u32, String> {
@@ -125,14 +125,14 @@ mod tests {
     #[test]
     fn limits_make_room_for_themselves_in_sizes_that_pods_share() {
         let config = Config::default().vm;
-        let default = Shape { vcpus: config.default_vcpus, memory_mib: config.default_memory_mib };
+        let default = Shape { vcpus: config.default_vcpus, memory_mib: config.default_memory_mib, nics: 1 };
         assert_eq!(limited(0, 0), default);
         assert_eq!(limited(-1, -1), default, "no limit");
         assert_eq!(limited(50_000, 64), default, "the smallest is the default");
-        assert_eq!(limited(150_000, 256), Shape { vcpus: 2, memory_mib: 512 });
-        assert_eq!(limited(100_000, 3000), Shape { vcpus: 1, memory_mib: 4096 });
+        assert_eq!(limited(150_000, 256), Shape { vcpus: 2, memory_mib: 512, nics: 1 });
+        assert_eq!(limited(100_000, 3000), Shape { vcpus: 1, memory_mib: 4096, nics: 1 });
         assert_eq!(limited(100_000, 4090).memory_mib, 8192.min(config.max_memory_mib));
-        let most = Shape { vcpus: CPUS, memory_mib: config.max_memory_mib };
+        let most = Shape { vcpus: CPUS, memory_mib: config.max_memory_mib, nics: 1 };
         assert_eq!(limited(i64::MAX, i64::MAX >> 21), most, "a limit is no demand");
     }
 

@@ -72,7 +72,7 @@ fn shape(config: &Config, request: &BuildTemplateRequest) -> Result<Shape, Statu
     let most = (u64::from(vm.max_vcpus), vm.max_memory_mib);
     match u32::try_from(vcpus) {
         Ok(count) if vcpus <= most.0 && (64..=most.1).contains(&memory_mib) => {
-            Ok(Shape { vcpus: count, memory_mib })
+            Ok(Shape { vcpus: count, memory_mib, nics: 1 })
         }
         _ => Err(Status::invalid_argument(format!(
             "a machine has 1 to {} vCPUs and 64 to {} MiB, as vm.max_vcpus and vm.max_memory_mib say",

@@ -2,6 +2,7 @@
 
 use std::{
     io::Read,
+    net::IpAddr,
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
 };
@@ -126,13 +127,19 @@ fn files(pod: &PodSpec) -> Vec<File> {
         ..Default::default()
     };
     let mut files =
-        vec![file("/etc/hostname", format!("{}\n", pod.hostname)), file("/etc/hosts", hosts(&pod.hostname))];
+        vec![file("/etc/hostname", format!("{}\n", pod.hostname)), file("/etc/hosts", hosts(pod))];
     files.extend(pod.resolv_conf.clone().map(|content| file("/etc/resolv.conf", content)));
     files
 }
 
-fn hosts(hostname: &str) -> String {
-    format!("127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n127.0.1.1\t{hostname}\n")
+/// As kubelet writes it, which it does only for pods of its own.
+fn hosts(pod: &PodSpec) -> String {
+    let mut text = "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n".to_owned();
+    let alone = [IpAddr::from([127, 0, 1, 1])];
+    for ip in if pod.ips.is_empty() { &alone[..] } else { &pod.ips } {
+        text += &format!("{ip}\t{}\n", pod.hostname);
+    }
+    text
 }
 
 fn copy_in(pod: &PodSpec, container: &ContainerId, volume: &Volume) -> Result<File, PodError> {

@@ -7,12 +7,12 @@ use super::{
 };
 
 /// Bits of `CapEff` (Linux' `include/uapi/linux/capability.h`) that the daemon needs, and for what.
-const NEEDED: [(u32, &str); 2] = [(1, "CAP_DAC_OVERRIDE"), (21, "CAP_SYS_ADMIN")];
+const NEEDED: [(u32, &str); 3] = [(1, "CAP_DAC_OVERRIDE"), (12, "CAP_NET_ADMIN"), (21, "CAP_SYS_ADMIN")];
 const SYS_RESOURCE: u32 = 24;
 
 const DAEMON: Subject = Subject {
     name: "capabilities",
-    why: "the daemon mounts snapshots and reads files of any owner to make disks of them",
+    why: "the daemon mounts snapshots and reads files of any owner to make disks of them, and makes taps",
 };
 const OOM_SCORE: Subject = Subject {
     name: "oom score",

@@ -30,7 +30,7 @@ pub const TUN: Device = Device {
     subject: Subject { name: "tun", why: "a machine's network interface is a tap" },
     path: "/dev/net/tun",
     module: "tun",
-    without: "not needed yet: pods have loopback only",
+    without: "pods that have a network interface do not start",
 };
 
 /// Packets without a detour by the VMM.
@@ -38,7 +38,7 @@ pub const VHOST_NET: Device = Device {
     subject: Subject { name: "vhost-net", why: "packets of a machine then pass without its VMM" },
     path: "/dev/vhost-net",
     module: "vhost_net",
-    without: "not needed yet: pods have loopback only",
+    without: "not used yet: packets pass by the VMM",
 };
 
 /// Opens it.

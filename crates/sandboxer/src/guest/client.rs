@@ -261,6 +261,35 @@ impl Agent {
         call!(self, stats, self.short(), request)
     }
 
+    /// Connects to a port of the guest's loopback. Connections of another `owner` end.
+    pub async fn dial(&self, port: u16, owner: u64) -> Result<u64, GuestError> {
+        let request = wire::DialRequest { port: port.into(), owner, ..Default::default() };
+        call!(self, dial, self.short(), request).map(|answer| answer.connection)
+    }
+
+    /// What has come by a connection; waits while nothing has. Empty: nothing more will.
+    pub async fn read_connection(&self, connection: u64) -> Result<Vec<u8>, GuestError> {
+        let request = wire::ReadConnectionRequest { connection, ..Default::default() };
+        call!(self, read_connection, Context::default(), request).map(|answer| answer.data)
+    }
+
+    /// Passes on what goes by a connection; waits while it takes none. `end`: nothing follows.
+    pub async fn write_connection(
+        &self,
+        connection: u64,
+        data: Vec<u8>,
+        end: bool,
+    ) -> Result<(), GuestError> {
+        let request = wire::WriteConnectionRequest { connection, data, end, ..Default::default() };
+        call!(self, write_connection, Context::default(), request).map(drop)
+    }
+
+    /// Ends a connection, and what waits for it.
+    pub async fn close_connection(&self, connection: u64) -> Result<(), GuestError> {
+        let request = wire::CloseConnectionRequest { connection, ..Default::default() };
+        call!(self, close_connection, self.short(), request).map(drop)
+    }
+
     /// Asks the guest to power itself off. No answer is a fine answer: look at the machine.
     pub async fn power_off(&self) {
         let _ = self.client.power_off(self.short(), &wire::PowerOffRequest::new()).await;

@@ -1,5 +1,6 @@
 //! What a pod takes of the host.
 
 pub mod cgroup;
+pub mod network;
 pub mod rootfs;
 pub mod volume;

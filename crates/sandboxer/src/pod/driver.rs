@@ -18,10 +18,10 @@ use tokio::{
     sync::{mpsc, watch},
     task::JoinSet,
 };
-use tokio_util::sync::CancellationToken;
+use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 
 use super::{
-    ContainerView, Node, PodHandle, PodView, ProcessView, QUEUED_REQUESTS, Reply, Request,
+    ContainerView, Node, PodHandle, PodView, ProcessView, QUEUED_REQUESTS, Reply, Request, forward,
     journal::{JournalError, PodJournal, PodRecord, RECORD_VERSION},
     spec::PodSpec,
     stages::Stages,
@@ -67,6 +67,7 @@ pub fn spawn(
         link_key,
         status,
         live: None,
+        forwarding: None,
         containers: found.containers,
         volumes: Arc::new(volumes),
         being_made: HashMap::new(),
@@ -149,6 +150,8 @@ struct Driver {
     stages: Stages,
     /// Some while the pod is ready.
     live: Option<Live>,
+    /// Forwards ports while the pod is ready.
+    forwarding: Option<AbortOnDropHandle<()>>,
     containers: HashMap<ContainerId, Container>,
     volumes: Arc<Volumes>,
     /// Containers whose making is under way.

@@ -253,6 +253,7 @@ pub(crate) mod tests {
                 uid: "u".into(),
                 hostname: "web".into(),
                 netns: None,
+                ips: Vec::new(),
                 resolv_conf: None,
                 shared_pids: false,
                 cgroup_parent: String::new(),

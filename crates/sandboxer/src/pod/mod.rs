@@ -2,6 +2,7 @@
 
 pub mod admission;
 mod driver;
+mod forward;
 pub mod journal;
 pub mod quantity;
 pub mod recover;
@@ -29,7 +30,7 @@ use crate::{
     container::{Exit, NewContainer, Phase, StdioPaths},
     error::PodError,
     events::Events,
-    host::{cgroup::Hierarchies, rootfs::RootfsStore, volume::VolumeStore},
+    host::{cgroup::Hierarchies, network::Park, rootfs::RootfsStore, volume::VolumeStore},
     pool::Pool,
     template::Templates,
     vmm::Vmm,
@@ -68,6 +69,8 @@ pub struct Node {
     pub templates: Arc<Templates>,
     /// Machines that wait for pods.
     pub pool: Arc<Pool>,
+    /// Where the taps of machines lie that are no pod's yet.
+    pub park: Arc<Park>,
     /// Counts how pods got their machines.
     pub ways: Ways,
     /// Bounds the starts under way.

@@ -1,6 +1,6 @@
 //! What a pod is to be, in no wire format's words.
 
-use std::{collections::BTreeMap, path::PathBuf};
+use std::{collections::BTreeMap, net::IpAddr, path::PathBuf};
 
 use sandboxer_protocol::id::SandboxId;
 use serde::{Deserialize, Serialize};
@@ -22,6 +22,9 @@ pub struct PodSpec {
     pub hostname: String,
     /// The pod's network namespace; none when it asked for the host's.
     pub netns: Option<PathBuf>,
+    /// Addresses by which others reach it, as containerd tells them; none for a pod without a network.
+    #[serde(default)]
+    pub ips: Vec<IpAddr>,
     /// Content of `/etc/resolv.conf` inside, when the pod has a DNS configuration.
     pub resolv_conf: Option<String>,
     /// Its containers see each other's processes.
@@ -54,8 +57,10 @@ pub struct Room {
 }
 
 impl PodSpec {
-    /// The size of its machine.
-    pub fn shape(&self) -> Shape {
-        Shape { vcpus: self.vcpus, memory_mib: self.memory_mib }
+    /// The kind of machine it needs with so many network interfaces.
+    pub fn shape(&self, nics: usize) -> Shape {
+        // Never so many: a pod with more than a few is refused.
+        let nics = u8::try_from(nics).unwrap_or(u8::MAX);
+        Shape { vcpus: self.vcpus, memory_mib: self.memory_mib, nics }
     }
 }

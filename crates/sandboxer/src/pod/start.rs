@@ -10,9 +10,10 @@
 //! What the pool or a template can't give comes the next slower way; whoever asked for the pod never
 //! sees it.
 
-use std::{convert::Infallible, future::Future, io, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    convert::Infallible, future::Future, io, mem, os::fd::OwnedFd, path::PathBuf, sync::Arc, time::Duration,
+};
 
-use nix::fcntl::AT_FDCWD;
 use sandboxer_protocol::{
     agent::{ConfigurePodRequest, Ready},
     link::{LinkError, LinkKey},
@@ -27,9 +28,10 @@ use crate::{
     container::start::Live,
     error::{Code, PodError, chain},
     guest::{self, GuestError},
+    host::network::{self, Interface, Parked, interface},
     pool::{self, Warm},
     template::{Missing, Template},
-    vmm::{Machine, MachineExit, VmSpec},
+    vmm::{Machine, MachineExit, Shape, VmSpec},
 };
 
 /// Fresh randomness a guest gets, bytes.
@@ -47,6 +49,8 @@ pub struct Up {
     pub ready: Ready,
     /// How it got its machine.
     pub way: Way,
+    /// Its network interfaces.
+    pub interfaces: Vec<Interface>,
 }
 
 /// How often a pod boots at most. Each boot has an equal share of the time a pod may take.
@@ -57,17 +61,17 @@ const BOOTS: u32 = 2;
 
 /// Where a pod's machine comes from.
 enum Source {
-    Pool(Warm),
+    Pool(Box<Warm>),
     Template(Arc<Template>),
     Boot,
 }
 
 impl Source {
-    /// What there is for `spec` by this way, or why there is nothing.
-    fn take(node: &Node, spec: &PodSpec, way: Way) -> Result<Self, &'static str> {
+    /// What there is of this shape by this way, or why there is nothing.
+    fn take(node: &Node, shape: Shape, way: Way) -> Result<Self, &'static str> {
         match way {
-            Way::Pool => node.pool.claim(spec.shape(), &node.templates).map(Self::Pool),
-            Way::Template => node.templates.get(spec.shape()).map(Self::Template).map_err(Missing::as_str),
+            Way::Pool => node.pool.claim(shape, &node.templates).map(|warm| Self::Pool(Box::new(warm))),
+            Way::Template => node.templates.get(shape).map(Self::Template).map_err(Missing::as_str),
             Way::Boot => Ok(Self::Boot),
         }
     }
@@ -82,10 +86,12 @@ pub async fn start(
     cancel: &CancellationToken,
 ) -> Result<Up, PodError> {
     let _urgent = node.admission.urgent();
+    let interfaces = stages.run(Stage::Netns, interfaces(spec)).await?;
+    let shape = spec.shape(interfaces.len());
     let (mut way, mut boots) = (spec.way, BOOTS);
     loop {
-        let missed = match Source::take(node, spec, way) {
-            Ok(source) => match attempt(node, spec, source, key, stages, cancel).await {
+        let missed = match Source::take(node, shape, way) {
+            Ok(source) => match attempt(node, spec, &interfaces, source, key, stages, cancel).await {
                 Ok(up) => {
                     node.ways.taken(way);
                     return Ok(up);
@@ -112,9 +118,24 @@ pub async fn start(
     }
 }
 
+/// The pod's network interfaces.
+async fn interfaces(spec: &PodSpec) -> Result<Vec<Interface>, PodError> {
+    match &spec.netns {
+        Some(netns) => network::look(&spec.id, netns).await,
+        None => {
+            tracing::warn!(
+                pod = %spec.id,
+                "the pod asks for the host's network, which a machine can't be in: it has loopback alone"
+            );
+            Ok(Vec::new())
+        }
+    }
+}
+
 async fn attempt(
     node: &Node,
     spec: &PodSpec,
+    interfaces: &[Interface],
     source: Source,
     key: &LinkKey,
     stages: &Stages,
@@ -124,7 +145,7 @@ async fn attempt(
     let result = tokio::select! {
         biased;
         () = cancel.cancelled() => Err(PodError::Cancelled(spec.id.clone())),
-        result = phases(node, spec, source, key, stages, &mut undo) => result,
+        result = phases(node, spec, interfaces, source, key, stages, &mut undo) => result,
     };
     if result.is_ok() {
         undo.forget();
@@ -137,21 +158,24 @@ async fn attempt(
 async fn phases(
     node: &Node,
     spec: &PodSpec,
-    source: Source,
+    interfaces: &[Interface],
+    mut source: Source,
     key: &LinkKey,
     stages: &Stages,
     undo: &mut Undo,
 ) -> Result<Up, PodError> {
     // Whatever fails from here on, nothing of a machine that waited is left behind: not its directory either,
     // should it not have become the pod's.
-    if let Source::Pool(warm) = &source {
+    let mut parked = None;
+    if let Source::Pool(warm) = &mut source {
+        parked = Some(mem::take(&mut warm.taps));
         let doomed = warm.machine.clone();
         undo.push("end the VMM", async move {
             pool::end(doomed.as_ref()).await;
             Ok::<_, Infallible>(())
         });
     }
-    let prepared = stages.run(Stage::Netns, Prepared::new(node, spec, undo)).await?;
+    let prepared = stages.run(Stage::Network, Prepared::new(node, spec, interfaces, parked, undo)).await?;
     let turn = async { Ok::<_, PodError>(node.admission.enter(Work::Machine).await) };
     match source {
         Source::Pool(warm) => {
@@ -181,18 +205,22 @@ struct Prepared<'a> {
     node: &'a Node,
     spec: &'a PodSpec,
     run_dir: PathBuf,
+    interfaces: Vec<Interface>,
+    /// What is behind them, unless the machine has it already.
+    taps: Vec<Arc<OwnedFd>>,
 }
 
 impl<'a> Prepared<'a> {
-    async fn new(node: &'a Node, spec: &'a PodSpec, undo: &mut Undo) -> Result<Self, PodError> {
+    async fn new(
+        node: &'a Node,
+        spec: &'a PodSpec,
+        interfaces: &[Interface],
+        parked: Option<Vec<Parked>>,
+        undo: &mut Undo,
+    ) -> Result<Self, PodError> {
         let host = |action, path: PathBuf| {
             move |source: io::Error| PodError::Host { pod: spec.id.clone(), action, path, source }
         };
-        if let Some(netns) = &spec.netns {
-            // Its interfaces stay unused for now; that it is there is all that can be checked.
-            nix::sys::stat::fstatat(AT_FDCWD, netns, nix::fcntl::AtFlags::empty())
-                .map_err(|errno| host("find network namespace", netns.clone())(errno.into()))?;
-        }
         if let Some(cgroup) = node.cgroups.of(&spec.cgroup_parent, &spec.id) {
             cgroup.make().map_err(|(path, error)| host("make control group", path)(error))?;
             let of = spec.id.clone();
@@ -210,16 +238,24 @@ impl<'a> Prepared<'a> {
         }
         let dir = run_dir.clone();
         undo.push("remove the run directory", async move { std::fs::remove_dir_all(dir) });
-        Ok(Self { node, spec, run_dir })
+        let taps = match (&spec.netns, parked) {
+            (None, _) => Vec::new(),
+            (Some(netns), None) => network::taps(&spec.id, netns, interfaces).await?,
+            (Some(netns), Some(parked)) => {
+                network::plug(&spec.id, netns, interfaces, node.park.clone(), parked).await?;
+                Vec::new()
+            }
+        };
+        Ok(Self { node, spec, run_dir, interfaces: interfaces.to_vec(), taps })
     }
 
     /// Takes a machine that waited, which stands still, and lets it go on.
-    async fn claim(self, warm: Warm) -> Result<Greeted<'a>, PodError> {
-        let Self { node, spec, run_dir } = self;
+    async fn claim(self, warm: Box<Warm>) -> Result<Greeted<'a>, PodError> {
+        let Self { node, spec, run_dir, interfaces, .. } = self;
         let machine = warm.machine.assign(&spec.id, &run_dir)?;
         machine.resume().await?;
         let live = Live { machine, agent: warm.agent.of(&spec.id) };
-        let up = Up { live, ready: warm.ready, way: Way::Pool };
+        let up = Up { live, ready: warm.ready, way: Way::Pool, interfaces };
         Ok(Greeted { node, spec, up })
     }
 
@@ -238,13 +274,15 @@ impl<'a> Prepared<'a> {
 
     fn vm_spec(&self, key: &LinkKey) -> VmSpec {
         let (spec, run_dir) = (self.spec, self.run_dir.clone());
-        VmSpec::new(&self.node.config.vm, spec.id.clone(), run_dir, spec.shape(), key.clone())
+        let shape = spec.shape(self.taps.len());
+        let described = VmSpec::new(&self.node.config.vm, spec.id.clone(), run_dir, shape, key.clone());
+        VmSpec { taps: self.taps.clone(), ..described }
     }
 
     fn running(self, machine: Arc<dyn Machine>, way: Way, undo: &mut Undo) -> Running<'a> {
         let doomed = machine.clone();
         undo.push("end the VMM", async move { doomed.kill().await });
-        Running { node: self.node, spec: self.spec, machine, way }
+        Running { node: self.node, spec: self.spec, machine, way, interfaces: self.interfaces }
     }
 }
 
@@ -254,14 +292,15 @@ struct Running<'a> {
     spec: &'a PodSpec,
     machine: Arc<dyn Machine>,
     way: Way,
+    interfaces: Vec<Interface>,
 }
 
 impl<'a> Running<'a> {
     async fn greet(self, key: &LinkKey) -> Result<Greeted<'a>, PodError> {
-        let Self { node, spec, machine, way } = self;
+        let Self { node, spec, machine, way, interfaces } = self;
         let greeted = guest::connect(&spec.id, machine.as_ref(), key, &node.config.vm);
         let (agent, ready) = watched(node, spec, machine.as_ref(), greeted).await?;
-        Ok(Greeted { node, spec, up: Up { live: Live { machine, agent }, ready, way } })
+        Ok(Greeted { node, spec, up: Up { live: Live { machine, agent }, ready, way, interfaces } })
     }
 }
 
@@ -285,6 +324,7 @@ impl Greeted<'_> {
             entropy: entropy.to_vec(),
             sysctls: spec.sysctls.clone().into_iter().collect(),
             link_key,
+            interfaces: (0..).zip(&up.interfaces).map(|(nic, of)| interface::for_guest(nic, of)).collect(),
             ..Default::default()
         };
         let configured = async { Ok(up.live.agent.configure_pod(identity).await?) };

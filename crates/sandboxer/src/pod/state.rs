@@ -15,7 +15,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::config::Way;
+use crate::{config::Way, host::network::Interface};
 
 /// Where a pod stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -88,6 +88,9 @@ pub struct PodStatus {
     pub vmm_pid: u32,
     /// Kernel inside, once known.
     pub kernel_release: String,
+    /// Its network interfaces, once it is up.
+    #[serde(default)]
+    pub interfaces: Vec<Interface>,
     /// This daemon found the pod alive when it started.
     #[serde(skip)]
     pub recovered: bool,
@@ -105,6 +108,7 @@ impl PodStatus {
             way: None,
             vmm_pid: 0,
             kernel_release: String::new(),
+            interfaces: Vec::new(),
             recovered: false,
         }
     }

@@ -5,7 +5,7 @@ use std::{fs::DirBuilder, io, os::unix::fs::DirBuilderExt, sync::Arc};
 use sandboxer_protocol::{agent::ConfigurePodRequest, id::SandboxId};
 use tokio_util::sync::CancellationToken;
 
-use super::{Rehearsal, Warm, run_dir};
+use super::{Rehearsal, Warm, rehearsal, run_dir};
 use crate::{
     clock::now_ns,
     container::start::Live,
@@ -62,35 +62,39 @@ async fn try_warm(
 ) -> Result<Warm, PodError> {
     let config = &node.config.vm;
     let dir = run_dir(node).join(id);
-    DirBuilder::new().recursive(true).mode(0o700).create(&dir).map_err(|source| PodError::Host {
-        pod: id.clone(),
-        action: "make run directory",
-        path: dir.clone(),
-        source,
-    })?;
+    let host = |action| {
+        let (pod, path) = (id.clone(), dir.clone());
+        move |source| PodError::Host { pod, action, path, source }
+    };
+    DirBuilder::new().recursive(true).mode(0o700).create(&dir).map_err(host("make run directory"))?;
     let left = dir.clone();
     undo.push("remove the run directory", async move { std::fs::remove_dir_all(left) });
-    let spec = VmSpec::new(config, id.clone(), dir, template.shape, template.link_key.clone());
-    let spec = VmSpec { background: true, ..spec };
+    let spec = VmSpec::new(config, id.clone(), dir.clone(), template.shape, template.link_key.clone());
+    let (taps, parked) =
+        node.park.taps(spec.nics).map_err(host("make taps for"))?.into_iter().unzip::<_, _, Vec<_>, _>();
+    let taps = taps.into_iter().map(Arc::new).collect();
+    let spec = VmSpec { background: true, taps, ..spec };
     let machine = node.vmm.restore(&spec, &template.frozen).await?;
     let doomed = machine.clone();
     undo.push("end the VMM", async move { doomed.kill().await });
     machine.resume().await?;
     let (agent, ready) = guest::connect(id, machine.as_ref(), &template.link_key, config).await?;
     let entropy: [u8; 64] = rand::random();
+    let identity = ConfigurePodRequest {
+        hostname: id.to_string(),
+        realtime_ns: now_ns(),
+        entropy: entropy.to_vec(),
+        ..Default::default()
+    };
     // The same words that the pod will say again: what a guest does for the first time is slow.
-    agent
-        .configure_pod(ConfigurePodRequest {
-            hostname: id.to_string(),
-            realtime_ns: now_ns(),
-            entropy: entropy.to_vec(),
-            ..Default::default()
-        })
-        .await?;
+    let rehearsed = ConfigurePodRequest { interfaces: rehearsal::interfaces(spec.nics), ..identity.clone() };
+    agent.configure_pod(rehearsed).await?;
     let live = Live { machine: machine.clone(), agent: agent.clone() };
     rehearsal.run(node, id, &live).await?;
+    // Without an interface, so that the pod's finds nothing to clear.
+    agent.configure_pod(identity).await?;
     machine.pause().await?;
-    Ok(Warm { machine, agent, ready, template: template.key.clone() })
+    Ok(Warm { machine, agent, ready, taps: parked, template: template.key.clone() })
 }
 
 /// Ends a machine that waited, and removes its directory.

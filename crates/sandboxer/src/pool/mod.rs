@@ -28,6 +28,7 @@ use crate::{
     config::PoolConfig,
     error::chain,
     guest::Agent,
+    host::network::Parked,
     pod::Node,
     template::{Missing, Shape, TemplateKey, Templates},
     vmm::Machine,
@@ -52,6 +53,8 @@ pub struct Warm {
     pub agent: Agent,
     /// The agent's first words.
     pub ready: Ready,
+    /// What is behind its network interfaces.
+    pub taps: Vec<Parked>,
     template: TemplateKey,
 }
 

@@ -14,7 +14,10 @@ use std::{
 
 use nix::{errno::Errno, sys::stat::Mode, unistd::mkfifo};
 use oci_spec::runtime::Spec;
-use sandboxer_protocol::id::{ContainerId, SandboxId};
+use sandboxer_protocol::{
+    agent as wire,
+    id::{ContainerId, SandboxId},
+};
 
 use crate::{
     config::Way,
@@ -99,6 +102,7 @@ impl Rehearsal {
             uid: String::new(),
             hostname: id.to_string(),
             netns: None,
+            ips: Vec::new(),
             resolv_conf: None,
             shared_pids: false,
             cgroup_parent: String::new(),
@@ -128,6 +132,34 @@ impl Rehearsal {
         }
         start::delete(live, &container, &created.disks).await
     }
+}
+
+/// Interfaces such as pods have, for a machine with so many. Nobody is reached by them.
+pub fn interfaces(nics: u8) -> Vec<wire::Interface> {
+    // Of documentation's network, and its first address.
+    let (network, router) = (vec![192, 0, 2, 0], vec![192, 0, 2, 1]);
+    let interface = |nic: u8| wire::Interface {
+        nic: nic.into(),
+        name: format!("eth{nic}"),
+        mac: vec![0x02, 0, 0, 0, 0, nic],
+        mtu: 1400,
+        addresses: vec![wire::Address {
+            ip: vec![192, 0, 2, 2 + nic],
+            prefix_length: 24,
+            ..Default::default()
+        }],
+        routes: vec![
+            wire::Route {
+                destination: network.clone(),
+                prefix_length: 24,
+                scope: libc::RT_SCOPE_LINK.into(),
+                ..Default::default()
+            },
+            wire::Route { destination: vec![0; 4], gateway: router.clone(), ..Default::default() },
+        ],
+        ..Default::default()
+    };
+    (0..nics).map(interface).collect()
 }
 
 /// The smallest program there is: an ELF file of one segment that holds all of it.

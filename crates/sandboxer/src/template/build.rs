@@ -16,6 +16,7 @@ use crate::{
     config::VmConfig,
     error::PodError,
     guest,
+    host::network::Park,
     vmm::{MEMORY, Machine, VmSpec, Vmm, VmmError},
 };
 
@@ -44,6 +45,8 @@ pub struct Builder {
     pub run_dir: PathBuf,
     /// Where templates are kept.
     pub root: PathBuf,
+    /// Where the taps of machines lie that are to become templates.
+    pub park: Arc<Park>,
 }
 
 impl Builder {
@@ -61,7 +64,9 @@ impl Builder {
         for dir in [&dir, &self.run_dir] {
             clear(dir).and_then(|()| make(dir)).map_err(TemplateError::host("make", dir))?;
         }
-        let spec = self.spec(inputs.shape, &dir);
+        let mut spec = self.spec(inputs.shape, &dir);
+        let taps = self.park.taps(spec.nics).map_err(TemplateError::host("make taps for", &dir))?;
+        spec.taps = taps.into_iter().map(|(tap, _)| tap.into()).collect();
         let frozen = self.freeze(&spec, &dir).await;
         if let Err(error) = clear(&self.run_dir) {
             tracing::warn!(path = %self.run_dir.display(), %error, "cannot remove what a template's machine left");

@@ -27,7 +27,7 @@ use super::{
 use crate::{hash::hex, vmm::Frozen};
 
 /// Version of the format described above.
-pub const FORMAT: u32 = 1;
+pub const FORMAT: u32 = 2;
 
 const MANIFEST: &str = "template.json";
 /// Largest manifest that is read, bytes.

@@ -88,7 +88,7 @@ impl Surveyor {
         let cpuinfo = Path::new("/proc/cpuinfo");
         Ok(Inputs {
             format: FORMAT,
-            shape: Shape { vcpus: spec.vcpus, memory_mib: spec.memory_mib },
+            shape: spec.shape(),
             program: self.hash(&of_vmm.program)?,
             kernel: self.hash(&spec.kernel)?,
             initramfs: self.hash(&spec.initramfs)?,

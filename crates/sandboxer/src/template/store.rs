@@ -20,6 +20,7 @@ use super::{
 use crate::{
     config::{Config, TemplateConfig},
     error::chain,
+    host::network::Park,
     vmm::Vmm,
 };
 
@@ -80,7 +81,7 @@ enum Slot {
 
 impl Templates {
     /// Opens the directory of templates below the state directory, made if it isn't there.
-    pub fn open(config: &Config, vmm: Arc<dyn Vmm>) -> io::Result<Arc<Self>> {
+    pub fn open(config: &Config, vmm: Arc<dyn Vmm>, park: Arc<Park>) -> io::Result<Arc<Self>> {
         let root = config.state_dir.join("templates");
         fs::create_dir_all(&root)?;
         for entry in fs::read_dir(&root)?.flatten() {
@@ -91,7 +92,7 @@ impl Templates {
         }
         Ok(Arc::new(Self {
             bounds: config.templates.clone(),
-            builder: Builder { vmm, config: config.vm.clone(), run_dir: run_dir(config), root },
+            builder: Builder { vmm, config: config.vm.clone(), run_dir: run_dir(config), root, park },
             surveyor: Surveyor::default(),
             preparing: tokio::sync::Mutex::default(),
             slots: Mutex::default(),

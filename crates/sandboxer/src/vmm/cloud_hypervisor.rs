@@ -170,6 +170,13 @@ impl CloudHypervisor {
             }
             Some(source) => watched.answered(template::CALL, api.restore(source.path())).await?,
         }
+        // What is to be frozen gets none: a copy would want the taps that were its template's.
+        if spec.memory_file.is_none() {
+            let taps = spec.own_taps().map_err(host(pod, "pass on the taps of", run_dir.clone()))?;
+            for (nic, tap) in (0..).zip(taps) {
+                watched.answered("vm.add-net", api.add_net(&machine::nic(nic), vec![tap])).await?;
+            }
+        }
         let record = MachineRecord {
             pod: pod.clone(),
             run_dir: run_dir.clone(),

@@ -175,6 +175,7 @@ impl Vmm for FakeVmm {
             fault,
             disks: watch::Sender::new(spec.disks.clone()),
             exit: watch::Sender::new(None),
+            taps: Arc::new(Mutex::new(spec.taps.clone())),
             last_stream: Arc::default(),
             unheard: Arc::default(),
             machines: self.machines.clone(),
@@ -232,6 +233,8 @@ struct FakeMachine {
     fault: Fault,
     disks: watch::Sender<Vec<DiskSpec>>,
     exit: watch::Sender<Option<MachineExit>>,
+    /// Held while it runs.
+    taps: Arc<Mutex<Vec<Arc<OwnedFd>>>>,
     machines: Machines,
     last_stream: Arc<Mutex<Option<OwnedFd>>>,
     /// Ends of streams to a guest that never listens.
@@ -247,6 +250,7 @@ impl FakeMachine {
         let ended =
             end(&self.exit, MachineExit { how: how.to_owned(), last_lines: vec![last_line.to_owned()] });
         self.cut_stream();
+        lock(&self.taps).clear();
         ended
     }
 

@@ -112,11 +112,17 @@ impl Qemu {
         let control = files.listen(spec, CONTROL)?;
         let agent = files.listen(spec, AGENT)?;
         let console = files.listen(spec, CONSOLE)?;
-        let numbers =
-            Sockets { control: control.as_raw_fd(), agent: agent.as_raw_fd(), console: console.as_raw_fd() };
-        let arguments = command_line::arguments(spec, self.execution, numbers, begin);
+        let taps = spec.own_taps().map_err(host(pod, "pass on the taps of", spec.run_dir.clone()))?;
+        let numbers = Sockets {
+            control: control.as_raw_fd(),
+            agent: agent.as_raw_fd(),
+            console: console.as_raw_fd(),
+            taps: taps.iter().map(AsRawFd::as_raw_fd).collect(),
+        };
+        let arguments = command_line::arguments(spec, self.execution, &numbers, begin);
         let mut inherited = inherited_files;
         inherited.extend([control, agent, console]);
+        inherited.extend(taps);
         // Connected while the listeners are surely there: QEMU may be gone before its first word is read.
         let control = connect(pod, &spec.run_dir, CONTROL)?;
         let console = connect(pod, &spec.run_dir, CONSOLE)?;

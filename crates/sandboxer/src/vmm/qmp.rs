@@ -205,6 +205,8 @@ impl Qmp {
         let capabilities = ["x-ignore-shared", "events"]
             .map(|capability| json!({ "capability": capability, "state": true }));
         self.execute("migrate-set-capabilities", json!({ "capabilities": capabilities }), limit).await?;
+        // No packets in the name of a network interface that is not the pod's yet.
+        self.execute("migrate-set-parameters", json!({ "announce-rounds": 0 }), limit).await?;
         // Subscribed before asking, or the event could come too early.
         let events = self.events.subscribe();
         self.execute(command, json!({ "uri": uri }), limit).await?;

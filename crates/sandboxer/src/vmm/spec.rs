@@ -1,24 +1,34 @@
 //! What a virtual machine is to be, in no VMM's words.
 
-use std::path::PathBuf;
+use std::{io, os::fd::OwnedFd, path::PathBuf, sync::Arc};
 
-use sandboxer_protocol::{boot::BootParams, id::SandboxId, link::LinkKey};
+use sandboxer_protocol::{
+    boot::{BootParams, first_mac},
+    id::SandboxId,
+    link::LinkKey,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::config::VmConfig;
 
-/// A size of machine.
+/// A kind of machine: those of one shape are alike but for what pods make of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Shape {
     /// Virtual CPUs.
     pub vcpus: u32,
     /// Memory, MiB.
     pub memory_mib: u64,
+    /// Network interfaces.
+    pub nics: u8,
 }
 
 impl std::fmt::Display for Shape {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} vCPU, {} MiB", self.vcpus, self.memory_mib)
+        write!(f, "{} vCPU, {} MiB", self.vcpus, self.memory_mib)?;
+        match self.nics {
+            1 => Ok(()),
+            nics => write!(f, ", {nics} network interfaces"),
+        }
     }
 }
 
@@ -33,6 +43,10 @@ pub struct VmSpec {
     pub vcpus: u32,
     /// Guest memory, MiB.
     pub memory_mib: u64,
+    /// Network interfaces.
+    pub nics: u8,
+    /// What is behind each of them, in order; goes with the VMM. None while the machine is only described.
+    pub taps: Vec<Arc<OwnedFd>>,
     /// Uncompressed kernel (ELF with a PVH note).
     pub kernel: PathBuf,
     /// The initramfs that holds the agent.
@@ -58,6 +72,8 @@ impl VmSpec {
             run_dir,
             vcpus: shape.vcpus,
             memory_mib: shape.memory_mib,
+            nics: shape.nics,
+            taps: Vec::new(),
             kernel: config.kernel.clone(),
             initramfs: config.initramfs.clone(),
             boot: BootParams { link_key, log: config.agent_log.clone() },
@@ -68,16 +84,32 @@ impl VmSpec {
         }
     }
 
+    /// Its shape.
+    pub fn shape(&self) -> Shape {
+        Shape { vcpus: self.vcpus, memory_mib: self.memory_mib, nics: self.nics }
+    }
+
+    /// Another hold on each of [`VmSpec::taps`], for its VMM to inherit.
+    pub(super) fn own_taps(&self) -> io::Result<Vec<OwnedFd>> {
+        self.taps.iter().map(|tap| tap.try_clone()).collect()
+    }
+
     /// The same machine with nothing in it that differs from pod to pod but `pod` itself; it is to be
     /// frozen, in a file without a name.
     pub fn of_no_pod(&self) -> Self {
         Self {
             run_dir: PathBuf::new(),
+            taps: Vec::new(),
             boot: BootParams { link_key: LinkKey::from_bytes([0; LinkKey::LEN]), log: self.boot.log.clone() },
             memory_file: Some(PathBuf::new()),
             ..self.clone()
         }
     }
+}
+
+/// The [`first_mac`] of a network interface, as VMMs want it: `02:73:62:78:00:00`.
+pub(super) fn first_mac_text(nic: u8) -> String {
+    first_mac(nic).map(|byte| format!("{byte:02x}")).join(":")
 }
 
 /// A disk of a machine.
@@ -102,6 +134,8 @@ pub(super) mod tests {
             run_dir: "/run".into(),
             vcpus: 1,
             memory_mib: 1,
+            nics: 0,
+            taps: Vec::new(),
             kernel: "/new/kernel".into(),
             initramfs: "/new/initramfs".into(),
             boot: BootParams { link_key: LinkKey::random(), log: None },

@@ -5,10 +5,13 @@ use std::{
     future::Future,
     io,
     path::PathBuf,
+    sync::Arc,
     time::Duration,
 };
 
+use nix::net::if_::if_nametoindex;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+use sandboxer::host::network::{namespace, tap};
 use sandboxer::vmm::{AgentStream, DiskSpec, Frozen, MEMORY, Machine, MachineRecord, VmSpec, Vmm, VmmError};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -19,6 +22,24 @@ use super::{Guest, Pod};
 
 /// Far beyond anything these tests wait for on a busy machine.
 const LONG: Duration = Duration::from_secs(90);
+
+/// A machine's network interface is its tap, which goes with it.
+pub async fn a_tap_is_held_as_long_as_the_machine_runs(
+    vmm: &dyn Vmm,
+    spec: fn(&Pod) -> VmSpec,
+    look: impl AsyncFnOnce(Guest),
+) {
+    let pod = Pod::new("tap");
+    let network = namespace::fresh().expect("only root makes network namespaces");
+    let tap = namespace::within(&network, || tap::open(c"tap")).unwrap();
+    let is_there = || namespace::within(&network, || Ok(if_nametoindex("tap")?)).is_ok();
+    let machine =
+        vmm.boot(&VmSpec { nics: 1, taps: vec![Arc::new(tap)], ..spec(&pod) }).await.expect("it boots");
+    look(Guest::of(&*machine).await).await;
+    assert!(is_there(), "nobody holds the tap");
+    machine.kill().await.unwrap();
+    assert!(!is_there(), "the tap outlived its machine");
+}
 
 /// Holds a VMM to its word. `spec` makes of a pod a machine whose guest answers as `init.sh` does.
 pub async fn keeps_the_contract(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec) {

@@ -27,6 +27,7 @@ while :; do
     case $command in
         remember) memory=$argument; echo noted >&3 ;;
         recall) echo "$memory" >&3 ;;
+        nic) cat /sys/class/net/eth0/address >&3 ;;
         hello) echo "hello host" >&3 ;;
         await)
             until disk=$(find_disk "$argument") && [ -b "/dev/$disk" ]; do usleep 10000; done

@@ -126,6 +126,8 @@ impl Pod {
             memory_file: None,
             background: false,
             memory_mib: 128,
+            nics: 0,
+            taps: Vec::new(),
             kernel,
             initramfs,
             boot: BootParams { link_key: LinkKey::random(), log: None },

@@ -9,6 +9,7 @@ mod daemon;
 mod failure;
 mod lifecycle;
 mod many;
+mod network;
 mod probe;
 mod sandbox;
 mod snapshotters;
@@ -81,6 +82,7 @@ fn entries() -> Vec<Entry> {
         snapshotters::cases,
         failure::cases,
         many::cases,
+        network::cases,
         probe::cases,
         templates::cases,
         volumes::cases,

@@ -57,14 +57,17 @@ impl Driver {
             return self.end_machine();
         }
         let (pid, release, way) = (up.live.machine.record().pid, up.ready.kernel_release, up.way);
+        let interfaces = up.interfaces;
         self.status.send_modify(|status| {
             status.vmm_pid = pid;
             status.kernel_release = release;
             status.way = Some(way);
+            status.interfaces = interfaces;
         });
         self.become_state(PodState::Ready);
         self.live = Some(up.live);
         self.watch_machine();
+        self.forward_ports();
         self.node.events.pod(&self.spec.id, Kind::PodReady, format!("VMM is process {pid}"));
         let waiters: Vec<_> = self.start_waiters.drain(..).collect();
         let recorded = self.next_record();
@@ -110,6 +113,7 @@ impl Driver {
         self.live = None;
         // Those that the guest had, which nobody keeps up to date any more.
         self.volumes = Arc::new(Volumes::new(self.node.volumes.clone(), None));
+        self.forwarding = None;
         let unasked = !reason.is_empty();
         let exit = Exit {
             code: KILLED,
@@ -270,6 +274,7 @@ impl Driver {
     pub(super) fn take_up(&mut self, live: Live) {
         self.live = Some(live.clone());
         self.watch_machine();
+        self.forward_ports();
         let mut running = Vec::new();
         for (id, container) in &mut self.containers {
             let execs = container.execs.iter_mut().map(|(id, exec)| (Some(id.clone()), exec));
@@ -300,6 +305,15 @@ impl Driver {
         if let Some(live) = &self.live {
             let machine = live.machine.clone();
             self.work.spawn(async move { Done::MachineEnded(machine.exited().await) });
+        }
+    }
+
+    /// Set up beside the start, which need not wait for it.
+    fn forward_ports(&mut self) {
+        if let (Some(live), Some(netns)) = (&self.live, &self.spec.netns) {
+            let (pod, netns, agent) = (self.spec.id.clone(), netns.clone(), live.agent.clone());
+            let forwarding = async move { forward::serve(pod, &netns, agent).await };
+            self.forwarding = Some(AbortOnDropHandle::new(tokio::spawn(forwarding)));
         }
     }
 

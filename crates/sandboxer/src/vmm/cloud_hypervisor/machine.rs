@@ -26,6 +26,7 @@ use crate::{
         AgentStream, DiskSpec, Machine, MachineExit, MachineRecord, VmmError,
         process::Process,
         run_dir::{Captures, Files, host},
+        spec::first_mac_text,
     },
 };
 
@@ -197,6 +198,11 @@ pub(super) fn disk(disk: &DiskSpec, image_type: Option<&'static str>) -> wire::D
         readonly: disk.read_only,
         image_type,
     }
+}
+
+/// A network interface in the VMM's words.
+pub(super) fn nic(nic: u8) -> wire::Net {
+    wire::Net { id: format!("nic{nic}"), mac: first_mac_text(nic), num_queues: 2 }
 }
 
 /// A VMM's process with all that it tells. Its clones watch the same.

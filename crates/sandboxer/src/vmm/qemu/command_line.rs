@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use super::super::{
     VmSpec,
     qmp::{BlockFile, BlockNode},
-    spec::DiskSpec,
+    spec::{DiskSpec, first_mac_text},
 };
 
 /// Bus that disks hang on.
@@ -34,8 +34,8 @@ pub enum Execution {
     },
 }
 
-/// Numbers of the listening sockets that QEMU inherits.
-#[derive(Debug, Clone, Copy, Default)]
+/// Numbers of the listening sockets and of the taps that QEMU inherits.
+#[derive(Debug, Clone, Default)]
 pub struct Sockets {
     /// For QMP.
     pub control: RawFd,
@@ -43,6 +43,8 @@ pub struct Sockets {
     pub agent: RawFd,
     /// The serial console.
     pub console: RawFd,
+    /// One for each network interface.
+    pub taps: Vec<RawFd>,
 }
 
 /// What the guest does when QEMU starts.
@@ -66,14 +68,15 @@ pub fn machine(spec: &VmSpec, execution: Execution) -> Vec<String> {
         Execution::Kvm => Execution::Kvm,
         Execution::Tcg { .. } => Execution::Tcg { tsc_khz: 0 },
     };
-    let mut arguments = arguments(&spec.of_no_pod(), execution, Sockets::default(), Begin::Boot);
+    let sockets = Sockets { taps: vec![0; spec.nics.into()], ..Sockets::default() };
+    let mut arguments = arguments(&spec.of_no_pod(), execution, &sockets, Begin::Boot);
     // The name comes first, and is the pod's.
     arguments.drain(..2);
     arguments.into_iter().map(|argument| argument.to_string_lossy().into_owned()).collect()
 }
 
 /// QEMU's arguments for `spec`.
-pub fn arguments(spec: &VmSpec, execution: Execution, sockets: Sockets, begin: Begin) -> Vec<OsString> {
+pub fn arguments(spec: &VmSpec, execution: Execution, sockets: &Sockets, begin: Begin) -> Vec<OsString> {
     let socket = |id: &str, fd: RawFd| format!("socket,id={id},fd={fd},server=on,wait=off");
     let (accelerator, cpu) = match execution {
         Execution::Kvm => ("kvm", "host"),
@@ -124,6 +127,15 @@ pub fn arguments(spec: &VmSpec, execution: Execution, sockets: Sockets, begin: B
     add(&[&"-chardev", &socket("agent", sockets.agent)]);
     add(&[&"-device", &format!("virtserialport,bus=serial0.0,nr=1,chardev=agent,name={AGENT_PORT}")]);
     add(&[&"-device", &"virtio-scsi-device,id=scsi0"]);
+    for (nic, tap) in (0..).zip(&sockets.taps) {
+        let mac = first_mac_text(nic);
+        add(&[&"-netdev", &format!("tap,id=tap{nic},fd={tap}")]);
+        // A copy of a template would announce an address that is every copy's.
+        add(&[
+            &"-device",
+            &format!("virtio-net-device,id=nic{nic},netdev=tap{nic},mac={mac},guest_announce=off"),
+        ]);
+    }
     for disk in &spec.disks {
         let node = block_node(disk);
         add(&[&"-blockdev", &serde_json::to_string(&node).unwrap_or_default()]);

@@ -1,0 +1,330 @@
+//! The pod's network interfaces: the machine's network devices get their names, addresses and routes.
+//!
+//! What the host's namespace has is taken over as it is, with nothing added: prefix routes are among the routes
+//! told, an address is the pod's already and so not probed for, and no router is listened to.
+
+use std::{collections::BTreeMap, fs, io, net::IpAddr, time::Duration};
+
+use sandboxer_netlink::{
+    NLM_F_CREATE, NLM_F_REPLACE, Netlink,
+    packet::{
+        AddressFamily, RouteNetlinkMessage as Message,
+        address::{AddressAttribute, AddressFlags, AddressMessage},
+        link::{AfSpecInet6, AfSpecUnspec, In6AddrGenMode, LinkAttribute, LinkFlags, LinkMessage},
+        neighbour::{NeighbourAddress, NeighbourAttribute, NeighbourMessage, NeighbourState},
+        route::{
+            RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteMetric, RouteProtocol, RouteType,
+        },
+    },
+};
+use sandboxer_protocol::{agent as wire, boot::first_mac};
+
+use crate::{
+    failure::{Failure, Kind, internal},
+    uevent,
+};
+
+/// How long a network device may take to appear.
+const DEADLINE: Duration = Duration::from_secs(10);
+
+/// Length of an Ethernet address, bytes.
+const MAC_LEN: usize = 6;
+
+/// Index of the loopback interface: the first of each network namespace.
+const LOOPBACK: u32 = 1;
+
+/// A network device of the machine.
+#[derive(Debug, Clone)]
+struct Nic {
+    index: u32,
+    name: String,
+    up: bool,
+}
+
+/// Brings loopback up.
+pub fn loopback_up() -> io::Result<()> {
+    set_up(&mut Netlink::open()?, LOOPBACK, true)
+}
+
+/// Gives the machine's network devices the places of these interfaces, and no other.
+pub async fn configure(interfaces: &[wire::Interface]) -> Result<(), Failure> {
+    let mut netlink = Netlink::open().map_err(internal("failed to open a socket of rtnetlink"))?;
+    let mut nics = nics(&mut netlink).map_err(internal("failed to list network devices"))?;
+    if let Some(last) = interfaces.iter().map(|interface| interface.nic).max()
+        && !nics.contains_key(&last)
+    {
+        nics = appeared(&mut netlink, last).await?;
+    }
+    clear(&mut netlink, &nics).map_err(internal("failed to clear network devices"))?;
+    let wanted = interfaces
+        .iter()
+        .map(|interface| match nics.get(&interface.nic) {
+            Some(nic) => Ok((nic, interface)),
+            None => Err(Failure::invalid(format!("interface {:?}: there is no such device", interface.name))),
+        })
+        .collect::<Result<Vec<_>, _>>()?;
+    // Devices first: one's address may be the source in another's route, one's name have been another's.
+    let steps: [(&str, Step); 4] =
+        [("name", rename), ("set up", set_link), ("address", add_addresses), ("route by", add_routes)];
+    for (attempt, step) in steps {
+        for (nic, interface) in &wanted {
+            step(&mut netlink, nic.index, interface)
+                .map_err(internal(format!("failed to {attempt} network interface {:?}", interface.name)))?;
+        }
+    }
+    Ok(())
+}
+
+type Step = fn(&mut Netlink, u32, &wire::Interface) -> io::Result<()>;
+
+/// The machine's network devices by number.
+fn nics(netlink: &mut Netlink) -> io::Result<BTreeMap<u32, Nic>> {
+    let links = netlink.dump(Message::GetLink(LinkMessage::default()))?;
+    let links = links.into_iter().filter_map(|message| match message {
+        Message::NewLink(link) => Some(link),
+        _ => None,
+    });
+    Ok(links.filter_map(nic).collect())
+}
+
+/// A device by the address that the host gave it; which one it uses does not matter.
+fn nic(link: LinkMessage) -> Option<(u32, Nic)> {
+    let (mut number, mut name) = (None, String::new());
+    for attribute in link.attributes {
+        match attribute {
+            LinkAttribute::IfName(it) => name = it,
+            LinkAttribute::PermAddress(mac) => {
+                number = (0..=u8::MAX).find(|&number| mac == first_mac(number));
+            }
+            _ => {}
+        }
+    }
+    let up = link.header.flags.contains(LinkFlags::Up);
+    Some((number?.into(), Nic { index: link.header.index, name, up }))
+}
+
+async fn appeared(netlink: &mut Netlink, last: u32) -> Result<BTreeMap<u32, Nic>, Failure> {
+    let found = uevent::wait_for(Some(DEADLINE), || {
+        // What can't be listed now may be at the next announcement.
+        nics(netlink).ok().filter(|nics| nics.contains_key(&last))
+    });
+    found.await.map_err(internal("failed to listen for network devices"))?.ok_or_else(|| {
+        let seconds = DEADLINE.as_secs();
+        Failure::new(
+            Kind::DeadlineExceeded,
+            format!("network device {last} did not appear within {seconds} s"),
+        )
+    })
+}
+
+/// Takes from the devices what an earlier configuration gave them. Routes and neighbours go with what is up.
+fn clear(netlink: &mut Netlink, nics: &BTreeMap<u32, Nic>) -> io::Result<()> {
+    for (number, nic) in nics {
+        if !nic.up {
+            continue;
+        }
+        set_up(netlink, nic.index, false)?;
+        // Out of the way of one that is to be called so.
+        let spare = format!("nic{number}");
+        if nic.name != spare {
+            set(netlink, nic.index, [LinkAttribute::IfName(spare)])?;
+        }
+    }
+    for message in netlink.dump(Message::GetAddress(AddressMessage::default()))? {
+        let Message::NewAddress(address) = message else { continue };
+        if nics.values().any(|nic| nic.index == address.header.index) {
+            match netlink.request(Message::DelAddress(address), 0) {
+                // It went with another one.
+                Err(error) if error.raw_os_error() == Some(libc::EADDRNOTAVAIL) => {}
+                done => done?,
+            }
+        }
+    }
+    Ok(())
+}
+
+fn set(
+    netlink: &mut Netlink,
+    index: u32,
+    attributes: impl IntoIterator<Item = LinkAttribute>,
+) -> io::Result<()> {
+    let mut link = LinkMessage::default();
+    link.header.index = index;
+    link.attributes.extend(attributes);
+    netlink.request(Message::SetLink(link), 0)
+}
+
+fn set_up(netlink: &mut Netlink, index: u32, up: bool) -> io::Result<()> {
+    let mut link = LinkMessage::default();
+    link.header.index = index;
+    link.header.flags = if up { LinkFlags::Up } else { LinkFlags::empty() };
+    link.header.change_mask = LinkFlags::Up;
+    netlink.request(Message::SetLink(link), 0)
+}
+
+fn rename(netlink: &mut Netlink, index: u32, interface: &wire::Interface) -> io::Result<()> {
+    set(netlink, index, [LinkAttribute::IfName(interface.name.clone())])
+}
+
+fn set_link(netlink: &mut Netlink, index: u32, interface: &wire::Interface) -> io::Result<()> {
+    // No address of the kernel's own making: the pod's link-local one is among those told.
+    let no_own = AfSpecInet6::AddrGenMode(In6AddrGenMode::None);
+    let told = [
+        LinkAttribute::Address(mac(&interface.mac)?.to_vec()),
+        LinkAttribute::Mtu(interface.mtu),
+        LinkAttribute::AfSpecUnspec(vec![AfSpecUnspec::Inet6(vec![no_own])]),
+    ];
+    // Without IPv6, for which an MTU can be too small, the last of these is refused, and the others with it.
+    match set(netlink, index, told.clone()) {
+        Err(error) if error.raw_os_error() == Some(libc::EAFNOSUPPORT) => {
+            set(netlink, index, told.into_iter().take(2))?;
+        }
+        done => {
+            done?;
+            // The name has been the kernel's since it took it, so it leads nowhere else.
+            fs::write(format!("/proc/sys/net/ipv6/conf/{}/accept_ra", interface.name), "0")?;
+        }
+    }
+    set_up(netlink, index, true)
+}
+
+fn add_addresses(netlink: &mut Netlink, index: u32, interface: &wire::Interface) -> io::Result<()> {
+    for told in &interface.addresses {
+        let ip = ip(&told.ip)?;
+        let mut message = AddressMessage::default();
+        message.header.family = family(ip);
+        message.header.index = index;
+        message.header.prefix_len = small(told.prefix_length)?;
+        message.header.scope = small(told.scope)?.into();
+        let far = optional_ip(&told.peer)?.unwrap_or(ip);
+        message.attributes.extend([
+            AddressAttribute::Local(ip),
+            AddressAttribute::Address(far),
+            AddressAttribute::Flags(AddressFlags::Nodad | AddressFlags::Noprefixroute),
+        ]);
+        if let Some(IpAddr::V4(broadcast)) = optional_ip(&told.broadcast)? {
+            message.attributes.push(AddressAttribute::Broadcast(broadcast));
+        }
+        netlink.request(Message::NewAddress(message), NLM_F_CREATE | NLM_F_REPLACE)?;
+    }
+    Ok(())
+}
+
+fn add_routes(netlink: &mut Netlink, index: u32, interface: &wire::Interface) -> io::Result<()> {
+    // Ahead of the routes, so that the first packet to a gateway finds it.
+    for told in &interface.neighbours {
+        let ip = ip(&told.ip)?;
+        let mut message = NeighbourMessage::default();
+        message.header.family = family(ip);
+        message.header.ifindex = index;
+        message.header.state = NeighbourState::Permanent;
+        message.attributes.extend([
+            NeighbourAttribute::Destination(match ip {
+                IpAddr::V4(ip) => NeighbourAddress::Inet(ip),
+                IpAddr::V6(ip) => NeighbourAddress::Inet6(ip),
+            }),
+            NeighbourAttribute::LinkLayerAddress(mac(&told.mac)?.to_vec()),
+        ]);
+        netlink.request(Message::NewNeighbour(message), NLM_F_CREATE | NLM_F_REPLACE)?;
+    }
+    for told in &interface.routes {
+        let message = route(index, told)?;
+        netlink.request(Message::NewRoute(message), NLM_F_CREATE | NLM_F_REPLACE)?;
+    }
+    Ok(())
+}
+
+fn route(index: u32, told: &wire::Route) -> io::Result<RouteMessage> {
+    let destination = ip(&told.destination)?;
+    let mut message = RouteMessage::default();
+    message.header.address_family = family(destination);
+    message.header.destination_prefix_length = small(told.prefix_length)?;
+    message.header.table = RouteHeader::RT_TABLE_MAIN;
+    message.header.protocol = RouteProtocol::Static;
+    message.header.scope = small(told.scope)?.into();
+    message.header.kind = RouteType::Unicast;
+    if told.on_link {
+        message.header.flags = RouteFlags::Onlink;
+    }
+    message.attributes.push(RouteAttribute::Oif(index));
+    if told.prefix_length > 0 {
+        message.attributes.push(RouteAttribute::Destination(destination.into()));
+    }
+    if let Some(gateway) = optional_ip(&told.gateway)? {
+        message.attributes.push(RouteAttribute::Gateway(gateway.into()));
+    }
+    if let Some(source) = optional_ip(&told.source)? {
+        message.attributes.push(RouteAttribute::PrefSource(source.into()));
+    }
+    if told.metric > 0 {
+        message.attributes.push(RouteAttribute::Priority(told.metric));
+    }
+    if told.mtu > 0 {
+        message.attributes.push(RouteAttribute::Metrics(vec![RouteMetric::Mtu(told.mtu)]));
+    }
+    Ok(message)
+}
+
+fn family(ip: IpAddr) -> AddressFamily {
+    match ip {
+        IpAddr::V4(_) => AddressFamily::Inet,
+        IpAddr::V6(_) => AddressFamily::Inet6,
+    }
+}
+
+fn ip(bytes: &[u8]) -> io::Result<IpAddr> {
+    let v4 = || <[u8; 4]>::try_from(bytes).map(IpAddr::from);
+    v4().or_else(|_| <[u8; 16]>::try_from(bytes).map(IpAddr::from)).map_err(malformed)
+}
+
+fn optional_ip(bytes: &[u8]) -> io::Result<Option<IpAddr>> {
+    if bytes.is_empty() { Ok(None) } else { ip(bytes).map(Some) }
+}
+
+fn mac(bytes: &[u8]) -> io::Result<[u8; MAC_LEN]> {
+    bytes.try_into().map_err(malformed)
+}
+
+fn small(number: u32) -> io::Result<u8> {
+    number.try_into().map_err(malformed)
+}
+
+fn malformed(error: impl std::error::Error + Send + Sync + 'static) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_default_route_names_no_destination_and_others_do() {
+        let told = wire::Route {
+            destination: vec![0; 4],
+            gateway: vec![169, 254, 1, 1],
+            on_link: true,
+            ..Default::default()
+        };
+        let default = route(7, &told).unwrap();
+        assert_eq!(default.header.flags, RouteFlags::Onlink);
+        let expected =
+            [RouteAttribute::Oif(7), RouteAttribute::Gateway(IpAddr::from([169, 254, 1, 1]).into())];
+        assert_eq!(default.attributes, expected);
+
+        let told =
+            wire::Route { destination: vec![0; 16], prefix_length: 8, metric: 256, ..Default::default() };
+        let other = route(7, &told).unwrap();
+        assert!(other.attributes.contains(&RouteAttribute::Destination(IpAddr::from([0; 16]).into())));
+        assert!(other.attributes.contains(&RouteAttribute::Priority(256)));
+    }
+
+    #[test]
+    fn addresses_of_odd_length_are_refused() {
+        for bytes in [&[1, 2, 3][..], &[0; 17]] {
+            assert_eq!(ip(bytes).unwrap_err().kind(), io::ErrorKind::InvalidInput);
+            assert_eq!(mac(bytes).unwrap_err().kind(), io::ErrorKind::InvalidInput);
+        }
+        assert_eq!(optional_ip(&[]).unwrap(), None);
+        assert!(small(256).is_err());
+    }
+}

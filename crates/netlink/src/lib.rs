@@ -1,0 +1,121 @@
+//! A conversation with the kernel's rtnetlink: one request, its answer, the next.
+//!
+//! It blocks, on purpose: on the host it happens in a thread that has entered a pod's network namespace and
+//! ends with it, in a guest in the only thread there is. The kernel answers within the call that asks.
+
+use std::{io, num::NonZeroI32};
+
+use netlink_packet_core::{
+    NLM_F_ACK, NLM_F_DUMP, NLM_F_REQUEST, NetlinkHeader, NetlinkMessage, NetlinkPayload,
+};
+pub use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL, NLM_F_REPLACE};
+pub use netlink_packet_route as packet;
+use netlink_packet_route::RouteNetlinkMessage;
+use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_ROUTE};
+
+/// Most objects that are taken of one dump.
+const MOST: usize = 16 << 10;
+
+/// A socket in the network namespace in which it was opened.
+#[derive(Debug)]
+pub struct Netlink {
+    socket: Socket,
+    sequence: u32,
+}
+
+impl Netlink {
+    /// Opens one in the calling thread's network namespace.
+    pub fn open() -> io::Result<Self> {
+        let mut socket = Socket::new(NETLINK_ROUTE)?;
+        socket.bind_auto()?;
+        socket.connect(&SocketAddr::new(0, 0))?;
+        // A dump is of what was asked for, not of all there is.
+        socket.set_netlink_get_strict_chk(true)?;
+        Ok(Self { socket, sequence: 0 })
+    }
+
+    /// Has something done. `flags` are [`NLM_F_CREATE`] and its like.
+    pub fn request(&mut self, message: RouteNetlinkMessage, flags: u16) -> io::Result<()> {
+        self.converse(message, NLM_F_ACK | flags, |_| Ok(()))
+    }
+
+    /// All objects of the kind that `message`, a `Get…`, asks for.
+    pub fn dump(&mut self, message: RouteNetlinkMessage) -> io::Result<Vec<RouteNetlinkMessage>> {
+        let mut found = Vec::new();
+        self.converse(message, NLM_F_DUMP, |object| {
+            if found.len() == MOST {
+                return Err(io::Error::other(format!("there are more than {MOST} objects of a kind")));
+            }
+            found.push(object);
+            Ok(())
+        })?;
+        Ok(found)
+    }
+
+    fn converse(
+        &mut self,
+        message: RouteNetlinkMessage,
+        flags: u16,
+        mut take: impl FnMut(RouteNetlinkMessage) -> io::Result<()>,
+    ) -> io::Result<()> {
+        self.sequence += 1;
+        let mut header = NetlinkHeader::default();
+        header.flags = NLM_F_REQUEST | flags;
+        header.sequence_number = self.sequence;
+        let mut request = NetlinkMessage::new(header, NetlinkPayload::from(message));
+        request.finalize();
+        let mut bytes = vec![0; request.buffer_len()];
+        request.serialize(&mut bytes);
+        self.socket.send(&bytes, 0)?;
+        loop {
+            let (datagram, _) = self.socket.recv_from_full()?;
+            let mut rest = datagram.as_slice();
+            while !rest.is_empty() {
+                let answer =
+                    NetlinkMessage::<RouteNetlinkMessage>::deserialize(rest).map_err(io::Error::other)?;
+                // Padded to four bytes, but for the last.
+                let length = (answer.header.length as usize).next_multiple_of(4);
+                rest = rest.get(length.max(4)..).unwrap_or_default();
+                if answer.header.sequence_number != self.sequence {
+                    continue;
+                }
+                match answer.payload {
+                    NetlinkPayload::InnerMessage(object) => take(object)?,
+                    NetlinkPayload::Done(_) => return Ok(()),
+                    NetlinkPayload::Error(error) => return outcome(error.code),
+                    _ => {}
+                }
+            }
+        }
+    }
+}
+
+/// An acknowledgement is an error without a code.
+fn outcome(code: Option<NonZeroI32>) -> io::Result<()> {
+    match code {
+        None => Ok(()),
+        Some(code) => Err(io::Error::from_raw_os_error(code.get().saturating_abs())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use netlink_packet_route::link::{LinkAttribute, LinkMessage};
+
+    #[test]
+    fn loopback_is_among_the_links_and_what_is_not_there_is_an_error() {
+        let mut netlink = Netlink::open().unwrap();
+        let links = netlink.dump(RouteNetlinkMessage::GetLink(LinkMessage::default())).unwrap();
+        let is_loopback = |message: &RouteNetlinkMessage| {
+            let RouteNetlinkMessage::NewLink(link) = message else { return false };
+            link.attributes.contains(&LinkAttribute::IfName("lo".into()))
+        };
+        assert!(links.iter().any(is_loopback), "{links:?}");
+
+        let mut nowhere = LinkMessage::default();
+        nowhere.header.index = i32::MAX.unsigned_abs();
+        let error = netlink.request(RouteNetlinkMessage::SetLink(nowhere), 0).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(19), "no such device: {error}");
+    }
+}

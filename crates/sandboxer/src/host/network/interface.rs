@@ -1,0 +1,383 @@
+//! A pod's network interfaces as its network namespace has them.
+//!
+//! The result of CNI is what plugins said they did; what they did is in the namespace, so that is read.
+
+use std::{collections::BTreeMap, fmt, net::IpAddr};
+
+use sandboxer_netlink::packet::{
+    RouteNetlinkMessage,
+    address::{AddressAttribute, AddressMessage},
+    link::{LinkAttribute, LinkFlags, LinkLayerType, LinkMessage},
+    neighbour::{NeighbourAddress, NeighbourAttribute, NeighbourMessage, NeighbourState},
+    route::{RouteAddress, RouteAttribute, RouteFlags, RouteHeader, RouteMessage, RouteMetric, RouteType},
+};
+use sandboxer_protocol::agent as wire;
+use serde::{Deserialize, Serialize};
+
+/// Most interfaces a machine gets.
+const MOST_INTERFACES: usize = 8;
+/// Most addresses, routes and neighbours of an interface, each.
+const MOST_OF_EACH: usize = 256;
+/// What the names of our devices in a pod's namespace begin with.
+const OURS: &str = "sbx-";
+/// Length of an Ethernet address, bytes.
+const MAC_LEN: usize = 6;
+
+/// A network interface of a pod.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Interface {
+    /// Its index in the namespace.
+    pub index: u32,
+    /// Its name, there and in the guest.
+    pub name: String,
+    /// Its Ethernet address.
+    pub mac: Mac,
+    /// Largest packet, bytes.
+    pub mtu: u32,
+    /// Its addresses.
+    pub addresses: Vec<Address>,
+    /// Routes that leave by it.
+    pub routes: Vec<Route>,
+    /// Neighbours that somebody noted down for good.
+    pub neighbours: Vec<Neighbour>,
+}
+
+impl Interface {
+    /// Name of the device of ours beside it, by which it leads to the machine.
+    pub fn host_device(&self) -> String {
+        // By the index, for a name may be as long as a name can be.
+        format!("{OURS}{}", self.index)
+    }
+}
+
+/// An Ethernet address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Mac(pub [u8; MAC_LEN]);
+
+impl fmt::Display for Mac {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [a, b, c, d, e, g] = self.0;
+        write!(f, "{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{g:02x}")
+    }
+}
+
+/// An address of an interface.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Address {
+    /// Itself.
+    pub ip: IpAddr,
+    /// Bits that are common to its network.
+    pub prefix_length: u8,
+    /// rtnetlink's: 0 for the universe, 253 for the link.
+    pub scope: u8,
+    /// The other end of a link between two.
+    pub peer: Option<IpAddr>,
+    /// Its network's broadcast address.
+    pub broadcast: Option<IpAddr>,
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.ip, self.prefix_length)
+    }
+}
+
+/// A route.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Route {
+    /// Where it leads; all zeroes with length 0 for the default route.
+    pub destination: IpAddr,
+    /// Bits that are common to the destination.
+    pub prefix_length: u8,
+    /// By whom; none: it is on the link.
+    pub gateway: Option<IpAddr>,
+    /// Source address to use.
+    pub source: Option<IpAddr>,
+    /// The lowest wins.
+    pub metric: u32,
+    /// As of an [`Address`].
+    pub scope: u8,
+    /// The gateway is on the link, though no route says so.
+    pub on_link: bool,
+    /// Largest packet by this route; 0: the interface's.
+    pub mtu: u32,
+}
+
+/// A neighbour.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Neighbour {
+    /// Its address.
+    pub ip: IpAddr,
+    /// Where it is.
+    pub mac: Mac,
+}
+
+/// What is in a namespace that a machine can't be given; completes "the pod's network …".
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Unsuitable {
+    /// No Ethernet.
+    #[error("has interface {0:?}, which is not of Ethernet")]
+    NotEthernet(String),
+    /// More than a machine gets.
+    #[error("has more than {MOST_INTERFACES} interfaces")]
+    TooManyInterfaces,
+    /// More than is passed on.
+    #[error("has more than {MOST_OF_EACH} {what} on interface {interface:?}")]
+    TooMany {
+        /// "addresses", "routes", "neighbours".
+        what: &'static str,
+        /// Of this one.
+        interface: String,
+    },
+    /// A route that can't be had in the guest.
+    #[error("has a route to {to} by {how}, which is not carried into the guest")]
+    Route {
+        /// Its destination.
+        to: String,
+        /// What is special about it.
+        how: &'static str,
+    },
+}
+
+/// All interfaces but loopback, made of what rtnetlink dumps.
+pub fn interfaces(dumped: Vec<RouteNetlinkMessage>) -> Result<Vec<Interface>, Unsuitable> {
+    let mut found = BTreeMap::new();
+    let mut rest = Vec::new();
+    for message in dumped {
+        match message {
+            RouteNetlinkMessage::NewLink(link) => {
+                if let Some(interface) = interface(link)? {
+                    found.insert(interface.index, interface);
+                }
+            }
+            other => rest.push(other),
+        }
+    }
+    if found.len() > MOST_INTERFACES {
+        return Err(Unsuitable::TooManyInterfaces);
+    }
+    for message in rest {
+        match message {
+            RouteNetlinkMessage::NewAddress(message) => {
+                if let (Some(interface), Some(address)) =
+                    (found.get_mut(&message.header.index), address(&message))
+                {
+                    add(&mut interface.addresses, address, "addresses", &interface.name)?;
+                }
+            }
+            RouteNetlinkMessage::NewRoute(message) => {
+                if let Some((index, route)) = route(&message)?
+                    && let Some(interface) = found.get_mut(&index)
+                {
+                    add(&mut interface.routes, route, "routes", &interface.name)?;
+                }
+            }
+            RouteNetlinkMessage::NewNeighbour(message) => {
+                if let (Some(interface), Some(neighbour)) =
+                    (found.get_mut(&message.header.ifindex), neighbour(&message))
+                {
+                    add(&mut interface.neighbours, neighbour, "neighbours", &interface.name)?;
+                }
+            }
+            _ => {}
+        }
+    }
+    Ok(found.into_values().collect())
+}
+
+fn add<T>(all: &mut Vec<T>, one: T, what: &'static str, interface: &str) -> Result<(), Unsuitable> {
+    if all.len() == MOST_OF_EACH {
+        return Err(Unsuitable::TooMany { what, interface: interface.to_owned() });
+    }
+    all.push(one);
+    Ok(())
+}
+
+/// None: nothing that a plugin made for the pod.
+fn interface(link: LinkMessage) -> Result<Option<Interface>, Unsuitable> {
+    let (mut name, mut mac, mut mtu) = (String::new(), None, 0);
+    for attribute in link.attributes {
+        match attribute {
+            LinkAttribute::IfName(it) => name = it,
+            LinkAttribute::Address(bytes) => mac = bytes.try_into().ok().map(Mac),
+            LinkAttribute::Mtu(it) => mtu = it,
+            _ => {}
+        }
+    }
+    // One that is down carries nothing: the kernel makes such by itself in each namespace.
+    if link.header.flags.contains(LinkFlags::Loopback)
+        || !link.header.flags.contains(LinkFlags::Up)
+        || name.starts_with(OURS)
+    {
+        return Ok(None);
+    }
+    match mac {
+        Some(mac) if link.header.link_layer_type == LinkLayerType::Ether => Ok(Some(Interface {
+            index: link.header.index,
+            name,
+            mac,
+            mtu,
+            addresses: Vec::new(),
+            routes: Vec::new(),
+            neighbours: Vec::new(),
+        })),
+        _ => Err(Unsuitable::NotEthernet(name)),
+    }
+}
+
+fn address(message: &AddressMessage) -> Option<Address> {
+    let (mut local, mut address, mut broadcast) = (None, None, None);
+    for attribute in &message.attributes {
+        match attribute {
+            AddressAttribute::Local(ip) => local = Some(*ip),
+            AddressAttribute::Address(ip) => address = Some(*ip),
+            AddressAttribute::Broadcast(ip) => broadcast = Some(IpAddr::V4(*ip)),
+            _ => {}
+        }
+    }
+    // With a peer, `Local` is ours and `Address` the peer's; without, IPv6 has `Address` alone.
+    let ip = local.or(address)?;
+    Some(Address {
+        ip,
+        prefix_length: message.header.prefix_len,
+        scope: message.header.scope.into(),
+        peer: address.filter(|peer| *peer != ip),
+        broadcast,
+    })
+}
+
+/// A unicast route of the main table, and the interface by which it leaves.
+fn route(message: &RouteMessage) -> Result<Option<(u32, Route)>, Unsuitable> {
+    let header = &message.header;
+    let mut table = u32::from(header.table);
+    let unspecified = match u8::from(header.address_family) {
+        FAMILY_INET => IpAddr::from([0; 4]),
+        FAMILY_INET6 => IpAddr::from([0; 16]),
+        _ => return Ok(None),
+    };
+    let mut route = Route {
+        destination: unspecified,
+        prefix_length: header.destination_prefix_length,
+        gateway: None,
+        source: None,
+        metric: 0,
+        scope: header.scope.into(),
+        on_link: header.flags.contains(RouteFlags::Onlink),
+        mtu: 0,
+    };
+    let (mut out, mut special) = (None, None);
+    for attribute in &message.attributes {
+        match attribute {
+            RouteAttribute::Table(number) => table = *number,
+            RouteAttribute::Destination(to) => route.destination = ip(to).unwrap_or(unspecified),
+            RouteAttribute::Gateway(by) => route.gateway = ip(by),
+            RouteAttribute::PrefSource(from) => route.source = ip(from),
+            RouteAttribute::Priority(metric) => route.metric = *metric,
+            RouteAttribute::Oif(index) => out = Some(*index),
+            RouteAttribute::Metrics(metrics) => {
+                route.mtu = metrics.iter().find_map(mtu_of).unwrap_or_default();
+            }
+            RouteAttribute::MultiPath(_) => special = Some("several gateways"),
+            RouteAttribute::Via(_) => special = Some("a gateway of the other family"),
+            RouteAttribute::Encap(_) => special = Some("a tunnel"),
+            _ => {}
+        }
+    }
+    if table != u32::from(RouteHeader::RT_TABLE_MAIN)
+        || header.kind != RouteType::Unicast
+        || header.flags.contains(RouteFlags::Cloned)
+    {
+        return Ok(None);
+    }
+    if let Some(how) = special {
+        let to = format!("{}/{}", route.destination, route.prefix_length);
+        return Err(Unsuitable::Route { to, how });
+    }
+    Ok(out.map(|index| (index, route)))
+}
+
+const FAMILY_INET: u8 = libc::AF_INET as u8;
+const FAMILY_INET6: u8 = libc::AF_INET6 as u8;
+
+fn mtu_of(metric: &RouteMetric) -> Option<u32> {
+    match metric {
+        RouteMetric::Mtu(mtu) => Some(*mtu),
+        _ => None,
+    }
+}
+
+fn ip(address: &RouteAddress) -> Option<IpAddr> {
+    match address {
+        RouteAddress::Inet(ip) => Some(IpAddr::V4(*ip)),
+        RouteAddress::Inet6(ip) => Some(IpAddr::V6(*ip)),
+        _ => None,
+    }
+}
+
+/// What was learnt will be learnt again; what was noted down for good will not.
+fn neighbour(message: &NeighbourMessage) -> Option<Neighbour> {
+    if message.header.state != NeighbourState::Permanent {
+        return None;
+    }
+    let (mut ip, mut mac) = (None, None);
+    for attribute in &message.attributes {
+        match attribute {
+            NeighbourAttribute::Destination(NeighbourAddress::Inet(v4)) => ip = Some(IpAddr::V4(*v4)),
+            NeighbourAttribute::Destination(NeighbourAddress::Inet6(v6)) => ip = Some(IpAddr::V6(*v6)),
+            NeighbourAttribute::LinkLayerAddress(bytes) => mac = bytes.as_slice().try_into().ok().map(Mac),
+            _ => {}
+        }
+    }
+    Some(Neighbour { ip: ip?, mac: mac? })
+}
+
+/// What the guest is told, to give its network device number `nic` this interface's place.
+pub fn for_guest(nic: u32, interface: &Interface) -> wire::Interface {
+    let address = |address: &Address| wire::Address {
+        ip: octets(address.ip),
+        prefix_length: address.prefix_length.into(),
+        scope: address.scope.into(),
+        peer: address.peer.map(octets).unwrap_or_default(),
+        broadcast: address.broadcast.map(octets).unwrap_or_default(),
+        ..Default::default()
+    };
+    let route = |route: &Route| wire::Route {
+        destination: octets(route.destination),
+        prefix_length: route.prefix_length.into(),
+        gateway: route.gateway.map(octets).unwrap_or_default(),
+        source: route.source.map(octets).unwrap_or_default(),
+        metric: route.metric,
+        scope: route.scope.into(),
+        on_link: route.on_link,
+        mtu: route.mtu,
+        ..Default::default()
+    };
+    let neighbour = |neighbour: &Neighbour| wire::Neighbour {
+        ip: octets(neighbour.ip),
+        mac: neighbour.mac.0.to_vec(),
+        ..Default::default()
+    };
+    // What others are reached by has to be there before them.
+    let mut routes: Vec<&Route> = interface.routes.iter().collect();
+    routes.sort_by_key(|route| route.gateway.is_some());
+    wire::Interface {
+        nic,
+        name: interface.name.clone(),
+        mac: interface.mac.0.to_vec(),
+        mtu: interface.mtu,
+        addresses: interface.addresses.iter().map(address).collect(),
+        routes: routes.into_iter().map(route).collect(),
+        neighbours: interface.neighbours.iter().map(neighbour).collect(),
+        ..Default::default()
+    }
+}
+
+fn octets(ip: IpAddr) -> Vec<u8> {
+    match ip {
+        IpAddr::V4(ip) => ip.octets().to_vec(),
+        IpAddr::V6(ip) => ip.octets().to_vec(),
+    }
+}
+
+#[cfg(test)]
+mod tests;

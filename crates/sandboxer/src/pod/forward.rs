@@ -1,0 +1,150 @@
+//! Port-forward: containerd connects to localhost in the pod's network namespace, and gets to the same port of
+//! the guest's loopback, whoever listens there.
+
+use std::{io, path::Path, sync::Arc, time::Duration};
+
+use futures::FutureExt;
+use sandboxer_protocol::id::SandboxId;
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::{
+        TcpListener, TcpStream,
+        tcp::{OwnedReadHalf, OwnedWriteHalf},
+    },
+    sync::{Semaphore, oneshot},
+    task::JoinSet,
+};
+
+use crate::{
+    error::{PodError, chain},
+    guest::{Agent, GuestError},
+    host::network::{namespace, steer},
+};
+
+/// Most connections of a pod at once: half of what its agent takes.
+const MOST: usize = 128;
+/// Most bytes that are passed at once.
+const CHUNK: usize = 64 << 10;
+/// How long the guest may be silent once the other side has said all: nothing tells whether it still listens.
+const SILENCE: Duration = Duration::from_secs(60);
+
+/// Forwards whatever comes to the loopback of the pod's namespace, bound to `netns`, until it is dropped.
+pub async fn serve(pod: SandboxId, netns: &Path, agent: Agent) {
+    if let Err(error) = try_serve(&pod, netns, agent).await {
+        // The pod is none the worse for it.
+        tracing::warn!(%pod, error = chain(&error), "no ports of the pod can be forwarded");
+    }
+}
+
+async fn try_serve(pod: &SandboxId, netns: &Path, agent: Agent) -> Result<(), PodError> {
+    let failed = |source| PodError::Host {
+        pod: pod.clone(),
+        action: "listen for port-forward in",
+        path: netns.to_owned(),
+        source,
+    };
+    let path = netns.to_owned();
+    let steered = tokio::task::spawn_blocking(move || steer::listen(namespace::open(&path)?)).await;
+    let steered = steered.unwrap_or_else(|panic| Err(io::Error::other(panic))).map_err(failed)?;
+    let listener = TcpListener::from_std(steered.listener).map_err(failed)?;
+    // By this the agent tells us from a daemon that is no more.
+    let owner = rand::random();
+    let places = Arc::new(Semaphore::new(MOST));
+    let mut connections = JoinSet::new();
+    loop {
+        tokio::select! {
+            accepted = listener.accept() => {
+                let (stream, _) = accepted.map_err(failed)?;
+                let Ok(place) = places.clone().try_acquire_owned() else {
+                    tracing::warn!(%pod, "{MOST} connections are forwarded already: one more is refused");
+                    refuse(stream);
+                    continue;
+                };
+                let (pod, agent) = (pod.clone(), agent.clone());
+                connections.spawn(async move {
+                    if let Err(error) = forward(stream, &agent, owner).await {
+                        tracing::debug!(%pod, error = chain(&error), "a forwarded connection ended");
+                    }
+                    drop(place);
+                });
+            }
+            // Those that have ended are let go of.
+            Some(_) = connections.join_next() => {}
+        }
+    }
+}
+
+/// Why a forwarded connection ended before both sides had said all.
+#[derive(Debug, thiserror::Error)]
+enum Ended {
+    #[error(transparent)]
+    Guest(#[from] GuestError),
+    #[error("the connection on the host failed")]
+    Host(#[from] io::Error),
+    #[error("the guest was silent for {SILENCE:?} after the last word of the other side")]
+    Silent,
+}
+
+async fn forward(stream: TcpStream, agent: &Agent, owner: u64) -> Result<(), Ended> {
+    let port = stream.local_addr()?.port();
+    let connection = match agent.dial(port, owner).await {
+        Ok(connection) => connection,
+        Err(error) => {
+            refuse(stream);
+            return Err(error.into());
+        }
+    };
+    let (from, to) = stream.into_split();
+    let (said_all, heard_all) = oneshot::channel();
+    let copied = tokio::try_join!(
+        into_guest(from, agent, connection, said_all),
+        out_of_guest(to, agent, connection, heard_all)
+    );
+    agent.close_connection(connection).await?;
+    copied.map(drop)
+}
+
+async fn into_guest(
+    mut from: OwnedReadHalf,
+    agent: &Agent,
+    connection: u64,
+    said_all: oneshot::Sender<()>,
+) -> Result<(), Ended> {
+    let mut chunk = vec![0; CHUNK];
+    loop {
+        let count = from.read(&mut chunk).await?;
+        agent.write_connection(connection, chunk[..count].to_vec(), count == 0).await?;
+        if count == 0 {
+            // The other direction may have ended before.
+            let _ = said_all.send(());
+            return Ok(());
+        }
+    }
+}
+
+async fn out_of_guest(
+    mut to: OwnedWriteHalf,
+    agent: &Agent,
+    connection: u64,
+    said_all: oneshot::Receiver<()>,
+) -> Result<(), Ended> {
+    let said_all = said_all.shared();
+    loop {
+        let silence = said_all.clone().then(|_| tokio::time::sleep(SILENCE));
+        let data = tokio::select! {
+            data = agent.read_connection(connection) => data?,
+            () = silence => return Err(Ended::Silent),
+        };
+        if data.is_empty() {
+            to.shutdown().await?;
+            return Ok(());
+        }
+        to.write_all(&data).await?;
+    }
+}
+
+/// Ends a connection as one that nobody takes.
+fn refuse(stream: TcpStream) {
+    // Without it, the other side would believe it was heard and got an empty answer.
+    let _ = stream.set_zero_linger();
+}

@@ -1,0 +1,330 @@
+//! The pod's network: what CNI made is what the guest has, and everybody reaches everybody.
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::net::{IpAddr, SocketAddr, TcpStream, UdpSocket};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::thread;
+
+use anyhow::{Context, Result, ensure};
+use nix::sched::{CloneFlags, setns};
+use sandboxer_e2e::case::{Case, Container, PATIENCE, Pod, idle, shell};
+use sandboxer_e2e::eventually;
+use sandboxer_e2e::forward::Forward;
+
+crate::cases![
+    Any: as_the_namespace_has_it, pods_reach_one_another, pod_and_host_reach_one_another, large_payloads,
+        network_outlives_its_containers, forwarded_port, forwarded_port_nobody_listens_at;
+    Vm: pod_is_in_its_hosts_file;
+    VmAlone: forwarded_port_after_a_restart_of_the_daemon
+];
+
+/// Where the stack's bridge is, and by which address.
+const BRIDGE: [&str; 2] = ["192.0.2.1", "2001:db8::1"];
+
+/// The network namespace in which the stack's bridge is: to pods, the host.
+fn host(case: &Case) -> PathBuf {
+    case.stack.dir().join("cni/netns")
+}
+
+/// Does `work` in the namespace that is bound to `path`.
+fn within<T: Send>(path: PathBuf, work: impl FnOnce() -> io::Result<T> + Send) -> Result<T> {
+    let done = thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            setns(File::open(path)?, CloneFlags::CLONE_NEWNET)?;
+            work()
+        });
+        thread.join()
+    });
+    Ok(done.map_err(|_| anyhow::anyhow!("the thread in the namespace panicked"))??)
+}
+
+/// A program in the bridge's namespace, ended with this.
+struct Server(Child);
+
+impl Server {
+    fn start(case: &Case, arguments: &[&str]) -> Result<Self> {
+        let mut command = Command::new("nsenter");
+        command.arg(format!("--net={}", host(case).display())).args(arguments);
+        Ok(Self(command.stdin(Stdio::null()).stdout(Stdio::null()).spawn()?))
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// What a program in the bridge's namespace prints.
+async fn on_host(case: &Case, script: &str) -> Result<String> {
+    let net = format!("--net={}", host(case).display());
+    let output = tokio::process::Command::new("nsenter").args([&net, "sh", "-c", script]).output().await?;
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "on the host, '{script}' failed: {stderr}");
+    Ok(String::from_utf8(output.stdout)?.trim_end().to_owned())
+}
+
+/// What the pod's web server at port 80 says to the host about `path`.
+fn fetch(case: &Case, ip: IpAddr, path: &str) -> Result<Vec<u8>> {
+    let answer = within(host(case), || {
+        let mut stream = TcpStream::connect((ip, 80))?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        write!(stream, "GET {path} HTTP/1.0\r\n\r\n")?;
+        let mut answer = Vec::new();
+        stream.read_to_end(&mut answer)?;
+        Ok(answer)
+    })?;
+    let head = answer.windows(4).position(|bytes| bytes == b"\r\n\r\n").context("no answer of HTTP")?;
+    Ok(answer[head + 4..].to_vec())
+}
+
+/// The pod's addresses as CRI tells them, IPv4 first.
+async fn addresses(case: &Case, pod: &Pod) -> Result<[IpAddr; 2]> {
+    let network = case.cri.pod_status(&pod.id).await?.0.network.context("no network in the pod's status")?;
+    let second = network.additional_ips.first().context("no second address")?;
+    Ok([network.ip.parse()?, second.ip.parse()?])
+}
+
+/// As a URL has it.
+fn in_url(ip: IpAddr) -> String {
+    SocketAddr::new(ip, 0).to_string().trim_end_matches(":0").to_owned()
+}
+
+/// A container that serves its root directory at port 80.
+async fn web(pod: &Pod) -> Result<Container> {
+    let web = pod.start(shell("web", "httpd -f -p 80 -h / & echo serving; wait")).await?;
+    web.logged("serving").await?;
+    Ok(web)
+}
+
+/// Waits until `script` succeeds in the container: servers take a moment.
+async fn soon(container: &Container, script: &str) -> Result<String> {
+    let done =
+        eventually("a script that succeeds", PATIENCE, || async { Ok(container.sh(script).await.ok()) });
+    match done.await {
+        Ok(out) => Ok(out),
+        // Once more, for its error.
+        Err(_) => container.sh(script).await,
+    }
+}
+
+/// The namespace that has this address, as an argument of nsenter: CRI doesn't tell which is a pod's.
+fn namespace_with(case: &Case, ip: IpAddr) -> Result<String> {
+    let dir = case.stack.dir().join("containerd/state/io.containerd.grpc.v1.cri/netns");
+    for entry in std::fs::read_dir(dir)? {
+        let argument = format!("--net={}", entry?.path().display());
+        // One that goes away meanwhile is none of this pod's.
+        let shown = Command::new("nsenter").args([&argument, "ip", "-o", "-4", "address"]).output()?;
+        if String::from_utf8_lossy(&shown.stdout).contains(&format!(" {ip}/")) {
+            return Ok(argument);
+        }
+    }
+    anyhow::bail!("no namespace has address {ip}")
+}
+
+/// Name, address, MTU, addresses and routes are those that the pod's namespace on the host has.
+async fn as_the_namespace_has_it(case: Case) -> Result<()> {
+    // In it: what `ip` prints but for indexes and flags, which are each kernel's own.
+    const LOOK: &str =
+        "ip link show dev eth0 | sed -n 's/.*\\( mtu [0-9]*\\).*/\\1/p; s/.*ether \\([^ ]*\\).*/\\1/p'
+        ip -4 addr show dev eth0 | sed -n 's/^ *inet \\([^ ]*\\).*scope \\([^ ]*\\).*/\\1 \\2/p'
+        ip -6 addr show dev eth0 | sed -n 's/^ *inet6 \\([^ ]*\\) scope \\([^ ]*\\).*/\\1 \\2/p' | sort
+        ip -4 route | sed -n 's/^\\([^ ]*\\)\\( via [^ ]*\\)\\{0,1\\} dev \\([^ ]*\\).*/\\1\\2 \\3/p' | sort
+        ip -6 route | sed -n 's/^\\([^ ]*\\)\\( via [^ ]*\\)\\{0,1\\} dev \\([^ ]*\\).*/\\1\\2 \\3/p' | sort";
+    let pod = case.pod().await?;
+    let inside = pod.output(LOOK).await?;
+    let [ip, _] = addresses(&case, &pod).await?;
+    let netns = namespace_with(&case, ip)?;
+    let look = format!("ip() {{ busybox ip \"$@\"; }}; {LOOK}");
+    let outside = Command::new("nsenter").arg(netns).args(["sh", "-c", &look]).output()?;
+    ensure!(outside.status.success(), "{}", String::from_utf8_lossy(&outside.stderr));
+    let outside = String::from_utf8(outside.stdout)?;
+    ensure!(inside == outside.trim_end(), "inside:\n{inside}\noutside:\n{outside}");
+    ensure!(inside.contains(&format!("{ip}/24")), "{ip} is not in\n{inside}");
+    ensure!(inside.contains("2001:db8::") && inside.contains("default via 192.0.2.1 eth0"), "{inside}");
+    Ok(())
+}
+
+async fn pods_reach_one_another(case: Case) -> Result<()> {
+    let (one, other) = tokio::try_join!(case.pod(), case.pod())?;
+    let _web = web(&other).await?;
+    let client = one.start(idle("client")).await?;
+    let expected = client.sh("md5sum < /bin/busybox").await?;
+    for ip in addresses(&case, &other).await? {
+        let url = in_url(ip);
+        let fetched = soon(&client, &format!("wget -q -O - http://{url}/bin/busybox | md5sum")).await?;
+        ensure!(fetched == expected, "TCP from {ip}: {fetched}, not {expected}");
+        client.sh(&format!("ping -c 2 -w 20 {ip}")).await.with_context(|| format!("ICMP to {ip}"))?;
+        // Its datagrams go to a port where nobody listens, which is answered if their checksums are right.
+        let kind = if ip.is_ipv4() { "" } else { "6" };
+        let traced = client.sh(&format!("traceroute{kind} -n -q 1 -w 10 -m 2 {ip}")).await?;
+        ensure!(traced.lines().last().is_some_and(|hop| hop.contains(" ms")), "UDP to {ip}: {traced}");
+    }
+    Ok(())
+}
+
+async fn pod_and_host_reach_one_another(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    let container = web(&pod).await?;
+    for ip in addresses(&case, &pod).await? {
+        on_host(&case, &format!("busybox ping -c 2 -w 20 {ip}")).await?;
+        let fetched = eventually("the pod's web server", PATIENCE, || async {
+            Ok(fetch(&case, ip, "/etc/hostname").ok())
+        });
+        let fetched = fetched.await?;
+        ensure!(fetched == b"pod\n", "TCP to {ip}: {fetched:?}");
+        let refused = within(host(&case), move || {
+            let socket = UdpSocket::bind(if ip.is_ipv4() { "0.0.0.0:0" } else { "[::]:0" })?;
+            socket.set_read_timeout(Some(PATIENCE))?;
+            socket.connect((ip, 9))?;
+            socket.send(b"discarded")?;
+            Ok(socket.recv(&mut [0; 16]).map_err(|error| error.kind()))
+        })?;
+        ensure!(refused == Err(io::ErrorKind::ConnectionRefused), "UDP to {ip}: {refused:?}");
+    }
+    for gateway in BRIDGE {
+        container.sh(&format!("ping -c 2 -w 20 {gateway}")).await?;
+        let answer = resolve_at(&case, &container, gateway).await?;
+        ensure!(answer.contains("203.0.113.7"), "UDP to {gateway} and back: {answer}");
+    }
+    Ok(())
+}
+
+/// What nslookup says in the container, asking a server on the host that answers once, with 203.0.113.7.
+async fn resolve_at(case: &Case, container: &Container, server: &str) -> Result<String> {
+    let ip: IpAddr = server.parse()?;
+    // An address of IPv6 can be used a second after the bridge got it.
+    let socket = eventually("the bridge's address", PATIENCE, || async {
+        Ok(within(host(case), move || UdpSocket::bind((ip, 53))).ok())
+    });
+    let socket = socket.await?;
+    socket.set_read_timeout(Some(PATIENCE))?;
+    thread::spawn(move || -> io::Result<()> {
+        let mut query = [0; 512];
+        let (length, from) = socket.recv_from(&mut query)?;
+        // The query with its answer behind it: a name that points to the question's, type A, class IN, 60 s.
+        let mut answer = query[..length].to_vec();
+        answer[2..4].copy_from_slice(&[0x81, 0x80]);
+        answer[6..8].copy_from_slice(&[0, 1]);
+        answer.extend([0xc0, 12, 0, 1, 0, 1, 0, 0, 0, 60, 0, 4, 203, 0, 113, 7]);
+        socket.send_to(&answer, from).map(drop)
+    });
+    container.sh(&format!("nslookup -type=a pod.example {server}")).await
+}
+
+async fn large_payloads(case: Case) -> Result<()> {
+    const SIZE: usize = 24 << 20;
+    let pod = case.pod().await?;
+    let container = web(&pod).await?;
+    let dir = tempfile::tempdir()?;
+    let payload: Vec<u8> =
+        (0..SIZE / 8).flat_map(|i| (i as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_le_bytes()).collect();
+    std::fs::write(dir.path().join("payload"), &payload)?;
+    let root = dir.path().display().to_string();
+    let _server = Server::start(&case, &["busybox", "httpd", "-f", "-p", "8080", "-h", &root])?;
+    let expected = on_host(&case, &format!("md5sum < {root}/payload")).await?;
+    let [v4, v6] = addresses(&case, &pod).await?;
+    for (gateway, ip) in [(format!("{}:8080", BRIDGE[0]), v4), (format!("[{}]:8080", BRIDGE[1]), v6)] {
+        let script = format!("wget -q -O /tmp/payload http://{gateway}/payload && md5sum < /tmp/payload");
+        let fetched = soon(&container, &script).await?;
+        ensure!(fetched == expected, "into the pod from {gateway}: {fetched}, not {expected}");
+        let back = fetch(&case, ip, "/tmp/payload")?;
+        ensure!(back == payload, "out of the pod from {ip}: {} bytes", back.len());
+        // In fragments.
+        container
+            .sh(&format!("ping -c 1 -w 20 -s 9000 {}", if ip.is_ipv4() { BRIDGE[0] } else { BRIDGE[1] }))
+            .await?;
+        on_host(&case, &format!("busybox ping -c 1 -w 20 -s 9000 {ip}")).await?;
+    }
+    Ok(())
+}
+
+async fn network_outlives_its_containers(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    let before = addresses(&case, &pod).await?;
+    for name in ["first", "second"] {
+        let container =
+            pod.start(shell(name, "ping -c 1 -w 20 192.0.2.1 && ping -c 1 -w 20 2001:db8::1")).await?;
+        let ended = container.ended().await?;
+        ensure!(ended.exit_code == 0, "{name}: {}", container.logs()?.stdout);
+    }
+    ensure!(addresses(&case, &pod).await? == before);
+    Ok(())
+}
+
+async fn pod_is_in_its_hosts_file(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    let hosts = pod.output("cat /etc/hosts").await?;
+    for ip in addresses(&case, &pod).await? {
+        ensure!(hosts.lines().any(|line| line == format!("{ip}\tpod")), "{ip} is not in\n{hosts}");
+    }
+    Ok(())
+}
+
+/// What the pod's web server at `port` says to a request for `path`, through port-forward.
+async fn forwarded(case: &Case, pod: &Pod, port: u16, path: &str) -> Result<Vec<u8>> {
+    let mut forward = Forward::open(&case.cri.port_forward(&pod.id, port).await?).await?;
+    forward.write(format!("GET {path} HTTP/1.0\r\n\r\n").as_bytes()).await?;
+    // The server ends the connection behind its answer; whether that ends the stream is the runtime's matter.
+    let whole = |data: &[u8], _: &[u8]| {
+        let Some(head) = data.windows(4).position(|bytes| bytes == b"\r\n\r\n") else { return false };
+        let length = String::from_utf8_lossy(&data[..head])
+            .lines()
+            .find_map(|line| line.to_lowercase().strip_prefix("content-length: ")?.parse::<usize>().ok());
+        length.is_some_and(|length| data.len() >= head + 4 + length)
+    };
+    forward.until(whole, PATIENCE).await?;
+    let error = String::from_utf8_lossy(forward.error());
+    ensure!(whole(forward.data(), &[]), "half an answer of {} bytes; {error}", forward.data().len());
+    Ok(forward.data().to_vec())
+}
+
+async fn forwarded_port(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    let script = "httpd -f -p 127.0.0.1:8080 -h / & httpd -f -p [::1]:8081 -h / & httpd -f -p 80 -h / & wait";
+    let web = pod.start(shell("web", script)).await?;
+    let size: usize = web.sh("stat -c %s /bin/busybox").await?.parse()?;
+    // A containerd on a host that knows localhost by its IPv4 address alone reaches the second with us only,
+    // since the guest knows both.
+    let ports: &[u16] = if case.in_vm() { &[8080, 8081, 80] } else { &[8080, 80] };
+    for &port in ports {
+        soon(&web, &format!("netstat -ltn | grep -q :{port}")).await?;
+        let answer = forwarded(&case, &pod, port, "/etc/hostname").await?;
+        ensure!(answer.ends_with(b"\r\n\r\npod\n"), "port {port}: {:?}", String::from_utf8_lossy(&answer));
+    }
+    let large = forwarded(&case, &pod, 8080, "/bin/busybox").await?;
+    let file = std::fs::read("/bin/busybox").or_else(|_| std::fs::read("/usr/bin/busybox"))?;
+    ensure!(large.len() > size && large.ends_with(&file), "{} bytes of {size}", large.len());
+    Ok(())
+}
+
+async fn forwarded_port_nobody_listens_at(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    let mut forward = Forward::open(&case.cri.port_forward(&pod.id, 9).await?).await?;
+    // Tried by some when they are spoken to, not before.
+    let _ = forward.write(b"anybody?").await;
+    forward.until(|_, error| !error.is_empty(), PATIENCE).await?;
+    let error = String::from_utf8_lossy(forward.error()).into_owned();
+    ensure!(forward.data().is_empty() && !error.is_empty(), "an error was due: {error:?}");
+    Ok(())
+}
+
+async fn forwarded_port_after_a_restart_of_the_daemon(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    case.stack.end("sandboxer", nix::sys::signal::Signal::SIGKILL).await?;
+    case.stack.run_up()?;
+    eventually("pod ready again", PATIENCE, || async {
+        Ok(case.cri.pod_ready(&pod.id).await.ok().filter(|ready| *ready))
+    })
+    .await?;
+    let web = web(&pod).await?;
+    soon(&web, "netstat -ltn | grep -q :80").await?;
+    let answer = forwarded(&case, &pod, 80, "/etc/hostname").await?;
+    ensure!(answer.ends_with(b"pod\n"), "{:?}", String::from_utf8_lossy(&answer));
+    web.sh("ping -c 1 -w 20 192.0.2.1").await?;
+    Ok(())
+}

@@ -24,7 +24,7 @@ pub const MAX_DATA: usize = 128 << 10;
 /// Longest message: a file's bytes and what stands before them.
 pub const MAX_MESSAGE: usize = MAX_DATA + 4096;
 
-/// Where the guest has its shares mounted, each under its number.
+/// Where the guest has its shares mounted, each under its name.
 pub const GUEST_DIR: &str = "/run/sandboxer/shares";
 
 /// Length of a request's head, bytes.

@@ -14,7 +14,8 @@ use std::{
 
 use nix::sched::{CloneFlags, setns, unshare};
 use rustix::{
-    fs::{Mode, OFlags},
+    fs::{AtFlags, Mode, OFlags, StatxFlags},
+    io::Errno,
     mount::{MoveMountFlags, OpenTreeFlags},
 };
 
@@ -57,11 +58,12 @@ pub enum AttachError {
     },
 }
 
-/// Makes `source` share `number` of the program `process`, a pidfd. Blocks for some system calls.
-pub fn attach(process: BorrowedFd<'_>, number: u32, source: Source<'_>) -> Result<(), AttachError> {
+/// Makes `source` the share `name`, a plain file name, of the program `process`, a pidfd. One that is there
+/// already stays as it is. Blocks for some system calls.
+pub fn attach(process: BorrowedFd<'_>, name: &str, source: Source<'_>) -> Result<(), AttachError> {
     let tree = take(source)?;
     // A thread of its own, since it doesn't come back from where it goes.
-    thread::scope(|scope| match scope.spawn(|| put(process, number, &tree)).join() {
+    thread::scope(|scope| match scope.spawn(|| put(process, name, &tree)).join() {
         Ok(put) => put,
         Err(_) => Err(target("go on")(io::Error::other("the thread panicked"))),
     })
@@ -103,8 +105,7 @@ fn take(source: Source<'_>) -> Result<Tree, AttachError> {
     Ok(Tree { mount, is_dir: kind.is_dir() })
 }
 
-fn put(process: BorrowedFd<'_>, number: u32, tree: &Tree) -> Result<(), AttachError> {
-    let name = number.to_string();
+fn put(process: BorrowedFd<'_>, name: &str, tree: &Tree) -> Result<(), AttachError> {
     unshare(CloneFlags::CLONE_FS)
         .map_err(|errno| target("leave this process's directories")(errno.into()))?;
     setns(process, CloneFlags::CLONE_NEWNS).map_err(|errno| target("be")(errno.into()))?;
@@ -114,16 +115,30 @@ fn put(process: BorrowedFd<'_>, number: u32, tree: &Tree) -> Result<(), AttachEr
         .map_err(|errno| target("open the root")(errno.into()))?;
     set_attributes(root.as_fd(), 0, libc::MOUNT_ATTR_RDONLY, 0).map_err(target("write to the root"))?;
     let made = if tree.is_dir {
-        rustix::fs::mkdirat(&root, &name, Mode::from_raw_mode(0o755))
+        rustix::fs::mkdirat(&root, name, Mode::from_raw_mode(0o755))
     } else {
         let flags = OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC;
-        rustix::fs::openat(&root, &name, flags, Mode::from_raw_mode(0o644)).map(drop)
+        rustix::fs::openat(&root, name, flags, Mode::from_raw_mode(0o644)).map(drop)
     };
-    made.map_err(|errno| target("make a mount point")(errno.into()))?;
     let at = format!("{ROOT}/{name}");
+    match made {
+        // By an attempt that got no further, or by one that did.
+        Err(Errno::EXIST) if is_mounted(&at).map_err(target("look at a mount point"))? => return Ok(()),
+        Err(Errno::EXIST) => {}
+        made => made.map_err(|errno| target("make a mount point")(errno.into()))?,
+    }
     let flags = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
     rustix::mount::move_mount(tree.mount.as_fd(), "", rustix::fs::CWD, at, flags)
         .map_err(|errno| target("mount the share")(errno.into()))
+}
+
+/// Whether another mount begins at `path` than at [`ROOT`].
+fn is_mounted(path: &str) -> io::Result<bool> {
+    let mount_of = |path: &str| {
+        let flags = AtFlags::SYMLINK_NOFOLLOW;
+        rustix::fs::statx(rustix::fs::CWD, path, flags, StatxFlags::MNT_ID).map(|found| found.stx_mnt_id)
+    };
+    Ok(mount_of(path)? != mount_of(ROOT)?)
 }
 
 fn target(action: &'static str) -> impl FnOnce(io::Error) -> AttachError {

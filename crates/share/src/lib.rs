@@ -9,5 +9,5 @@
 
 pub mod attach;
 
-/// Where the program has its shares, each under its number.
+/// Where the program has its shares, each under its name.
 pub const ROOT: &str = "/shares";

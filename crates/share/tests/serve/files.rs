@@ -8,7 +8,7 @@ use std::{
 use libc::{EEXIST, ENOENT, ENOTEMPTY, EPERM, EROFS, O_APPEND, O_CREAT, O_EXCL, O_RDONLY, O_RDWR, O_WRONLY};
 
 use crate::{
-    kernel_double::{named, op, words},
+    kernel_double::{halves, named, op, words},
     server::{Server, source},
 };
 
@@ -105,6 +105,28 @@ fn files_belong_to_who_made_them_and_to_whom_they_are_given() {
 }
 
 #[test]
+fn a_file_that_is_written_to_or_cut_loses_what_made_it_another_users_program() {
+    const KILL_IN_SETATTR: u32 = 1 << 11;
+    const KILL_IN_WRITE: u32 = 1 << 2;
+    let (server, mut kernel, share) = Server::sharing(false);
+    for (n, name) in ["cut", "written"].into_iter().enumerate() {
+        let (file, handle) = kernel.create(share, name, O_CREAT | O_RDWR, 0o700).unwrap();
+        kernel.setattr(file.node, MODE, 0, 0o6711, (0, 0)).unwrap();
+        if n == 0 {
+            kernel.setattr(file.node, SIZE | KILL_IN_SETATTR, 10, 0, (0, 0)).unwrap();
+        } else {
+            let mut message = kernel.write_request(file.node, handle, 0, b"x", O_RDWR);
+            // `write_flags` in `fuse_write_in`.
+            message[40 + 20..40 + 24].copy_from_slice(&KILL_IN_WRITE.to_le_bytes());
+            kernel.send(0, &message);
+            let (_, answer) = kernel.receive().unwrap();
+            kernel.said(&answer).unwrap();
+        }
+        assert_eq!(fs::metadata(server.host().join(name)).unwrap().mode() & 0o7777, 0o711, "{name}");
+    }
+}
+
+#[test]
 fn links_fifos_attributes_and_space() {
     let (server, mut kernel, share) = Server::sharing(false);
     let (file, handle) = kernel.create(share, "file", O_CREAT | O_RDWR, 0o600).unwrap();
@@ -134,6 +156,36 @@ fn links_fifos_attributes_and_space() {
     assert_ne!(u64::from_le_bytes(space[..8].try_into().unwrap()), 0, "no blocks");
     kernel.ask(op::RELEASE, file.node, &words(&[h0, h1, 0, 0, 0, 0])).unwrap();
     assert!(kernel.read(file.node, handle, 0, 1).is_err(), "a handle that was given back");
+}
+
+/// The server may call few functions of its kernel: whatever else a guest's kernel asks for has to be among them.
+#[test]
+fn what_is_asked_for_beside_reading_and_writing_is_allowed() {
+    let (server, mut kernel, share) = Server::sharing(false);
+    let (file, handle) = kernel.create(share, "file", O_CREAT | O_RDWR, 0o600).unwrap();
+    let [h0, h1] = halves(handle);
+    kernel.ask(op::FLUSH, file.node, &words(&[h0, h1, 0, 0, 0, 0])).unwrap();
+    kernel.ask(op::ACCESS, file.node, &words(&[libc::R_OK as u32, 0])).unwrap();
+    let data = kernel.ask(op::LSEEK, file.node, &words(&[h0, h1, 0, 0, libc::SEEK_END as u32, 0])).unwrap();
+    assert_eq!(data, 0_u64.to_le_bytes());
+    kernel.setxattr(file.node, "user.note", b"value").unwrap();
+    let names = kernel.ask(op::LISTXATTR, file.node, &words(&[256, 0])).unwrap();
+    assert!(names.starts_with(b"user.note\0"), "{names:?}");
+    kernel.ask(op::REMOVEXATTR, file.node, &named(&[], &["user.note"])).unwrap();
+    let (times, by_handle) = (1 << 4 | 1 << 5, 1 << 6);
+    for valid in [MODE | by_handle, SIZE | by_handle, times, times | by_handle] {
+        // `valid`, then the handle.
+        let mut body = words(&[valid, 0, h0, h1]);
+        body.resize(88, 0);
+        kernel.ask(op::SETATTR, file.node, &body).unwrap();
+    }
+    assert_eq!(fs::metadata(server.host().join("file")).unwrap().mtime(), 0);
+    let directory = kernel.opendir(share).unwrap();
+    let listed = kernel.read_as(op::READDIRPLUS, share, directory, 0, 4096).unwrap();
+    assert!(listed.windows(4).any(|name| name == b"file"));
+    let [d0, d1] = halves(directory);
+    kernel.ask(op::FSYNCDIR, share, &words(&[d0, d1, 0, 0])).unwrap();
+    kernel.ask(op::RELEASEDIR, share, &words(&[d0, d1, 0, 0, 0, 0])).unwrap();
 }
 
 #[test]
@@ -185,4 +237,14 @@ fn what_is_no_directory_and_no_file_is_refused_by_its_path() {
     let link = server.outside().join("link");
     symlink(server.host(), &link).unwrap();
     server.attach(0, source(&link)).unwrap();
+}
+
+#[test]
+fn a_share_that_is_there_stays_as_it_is() {
+    let (server, mut kernel, share) = Server::sharing(false);
+    let other = server.outside().join("other");
+    fs::create_dir(&other).unwrap();
+    fs::write(server.host().join("first"), "").unwrap();
+    server.attach(0, source(&other)).unwrap();
+    assert_eq!(kernel.list(share), ["first"]);
 }

@@ -25,8 +25,14 @@ pub mod op {
     pub const RELEASE: u32 = 18;
     pub const FSYNC: u32 = 20;
     pub const SETXATTR: u32 = 21;
+    pub const REMOVEXATTR: u32 = 24;
+    pub const FLUSH: u32 = 25;
+    pub const RELEASEDIR: u32 = 29;
+    pub const FSYNCDIR: u32 = 30;
+    pub const ACCESS: u32 = 34;
     pub const FALLOCATE: u32 = 43;
     pub const RENAME2: u32 = 45;
+    pub const LSEEK: u32 = 46;
 }
 
 /// What a look-up finds.
@@ -95,7 +101,7 @@ pub fn named(fields: &[u32], names: &[&str]) -> Vec<u8> {
     body
 }
 
-fn halves(value: u64) -> [u32; 2] {
+pub fn halves(value: u64) -> [u32; 2] {
     [value as u32, (value >> 32) as u32]
 }
 
@@ -206,7 +212,14 @@ impl Kernel {
         self.read_as(op::READ, node, handle, offset, size)
     }
 
-    fn read_as(&mut self, opcode: u32, node: u64, handle: u64, offset: u64, size: u32) -> Answer<Vec<u8>> {
+    pub fn read_as(
+        &mut self,
+        opcode: u32,
+        node: u64,
+        handle: u64,
+        offset: u64,
+        size: u32,
+    ) -> Answer<Vec<u8>> {
         let [h0, h1] = halves(handle);
         let [o0, o1] = halves(offset);
         self.ask(opcode, node, &words(&[h0, h1, o0, o1, size, 0, 0, 0, 0, 0]))

@@ -76,7 +76,7 @@ impl Server {
 
     pub fn attach(&self, number: u32, source: Source<'_>) -> Result<(), AttachError> {
         use std::os::fd::AsFd;
-        attach(self.pidfd.as_fd(), number, source)
+        attach(self.pidfd.as_fd(), &number.to_string(), source)
     }
 
     /// A daemon's connection.

@@ -23,7 +23,7 @@ use ttrpc::r#async::{Server, transport::Listener};
 
 use crate::{
     container::Shared, containers::Containers, events::Events, events::OomWatch, pids::SharedPids,
-    reaper::Reaper, service::Service, volume::Volumes, worker::Workers,
+    reaper::Reaper, service::Service, shares::Shares, volume::Volumes, worker::Workers,
 };
 
 mod cgroup;
@@ -46,6 +46,7 @@ mod reaper;
 mod rootfs;
 mod runtime;
 mod service;
+mod shares;
 mod spec;
 mod stats;
 mod sync;
@@ -91,7 +92,14 @@ async fn serve(params: BootParams, entered_ns: u64) -> anyhow::Result<std::conve
     let containers = Arc::new(Containers::new(shared));
     let link_key = watch::Sender::new(params.link_key);
     let port_key = link_key.subscribe();
-    let service = Arc::new(Service { containers, volumes, events, reaper: Arc::clone(&reaper), link_key });
+    let service = Arc::new(Service {
+        containers,
+        volumes,
+        events,
+        reaper: Arc::clone(&reaper),
+        link_key,
+        shares: Arc::<Shares>::default(),
+    });
 
     let (sessions, accepted) = mpsc::channel(1);
     let accepted = stream::unfold(accepted, async |mut accepted| {

@@ -27,6 +27,8 @@ pub enum Stage {
     Rootfs,
     /// The container's disks are plugged into the machine.
     Disks,
+    /// The host's files that the container has live are shared with the guest.
+    Shares,
     /// The agent makes the container; its init waits.
     ContainerCreate,
     /// The container's init is let go.
@@ -35,7 +37,7 @@ pub enum Stage {
 
 impl Stage {
     /// Every stage, in order.
-    pub const ALL: [Stage; 11] = [
+    pub const ALL: [Stage; 12] = [
         Stage::Netns,
         Stage::Queue,
         Stage::Claim,
@@ -45,6 +47,7 @@ impl Stage {
         Stage::AgentReady,
         Stage::Rootfs,
         Stage::Disks,
+        Stage::Shares,
         Stage::ContainerCreate,
         Stage::ContainerStart,
     ];
@@ -61,6 +64,7 @@ impl Stage {
             Stage::AgentReady => "agent_ready",
             Stage::Rootfs => "rootfs",
             Stage::Disks => "disks",
+            Stage::Shares => "shares",
             Stage::ContainerCreate => "container_create",
             Stage::ContainerStart => "container_start",
         }

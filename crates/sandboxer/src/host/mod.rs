@@ -2,4 +2,5 @@
 
 pub mod cgroup;
 pub mod rootfs;
+pub mod share;
 pub mod volume;

@@ -11,7 +11,7 @@ use anyhow::{Context, bail};
 use nix::{
     mount::{MntFlags, MsFlags, mount, umount2},
     sched::{CloneFlags, unshare},
-    unistd::{ForkResult, Pid, chdir, fork, pivot_root},
+    unistd::{chdir, pivot_root},
 };
 use sandboxer_share::ROOT;
 
@@ -38,27 +38,37 @@ pub fn enter(run_dir: &Path) -> anyhow::Result<Option<Entered>> {
         | CloneFlags::CLONE_NEWCGROUP;
     unshare(namespaces).context("cannot make namespaces")?;
     let (serves, announced) = io::pipe().context("cannot make a pipe")?;
-    #[expect(clippy::disallowed_methods, reason = "a process gets into a new pid namespace by a fork only")]
-    // SAFETY: there is one thread yet.
-    match unsafe { fork() }.context("cannot fork")? {
-        ForkResult::Parent { child } => {
-            drop(announced);
-            introduce(child, serves).map(|()| None)
-        }
-        ForkResult::Child => {
+    match fork_sibling().context("cannot fork")? {
+        0 => {
             drop(serves);
             make_root(run_dir)?;
             Ok(Some(Entered(announced)))
         }
+        sibling => {
+            drop(announced);
+            introduce(sibling, serves).map(|()| None)
+        }
     }
 }
 
-fn introduce(child: Pid, mut serves: PipeReader) -> anyhow::Result<()> {
+/// A fork, by which alone a process gets into a new pid namespace, whose child is one of this process's parent:
+/// the daemon hears of its end. 0 in the child.
+fn fork_sibling() -> io::Result<i64> {
+    let flags = libc::CLONE_PARENT | libc::SIGCHLD;
+    // SAFETY: without a stack of its own and without shared memory this is fork(2), and there is one thread
+    // that could be in the middle of something, which is here.
+    match unsafe { libc::syscall(libc::SYS_clone, flags, 0, 0, 0, 0) } {
+        -1 => Err(io::Error::last_os_error()),
+        pid => Ok(pid),
+    }
+}
+
+fn introduce(sibling: i64, mut serves: PipeReader) -> anyhow::Result<()> {
     // Its own words, should it fail, have been said.
     if serves.read(&mut [0]).context("cannot hear from the server")? == 0 {
         bail!("the server did not start");
     }
-    writeln!(io::stdout(), "{child}").context("cannot tell the server's process id")
+    writeln!(io::stdout(), "{sibling}").context("cannot tell the server's process id")
 }
 
 fn make_root(run_dir: &Path) -> anyhow::Result<()> {

@@ -73,6 +73,8 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         let _ = rustix::process::pidfd_send_signal(&self.pidfd, rustix::process::Signal::KILL);
+        let ended = rustix::process::WaitIdOptions::EXITED;
+        let _ = rustix::process::waitid(rustix::process::WaitId::PidFd(self.pidfd.as_fd()), ended);
     }
 }
 

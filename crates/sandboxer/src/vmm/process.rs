@@ -171,10 +171,10 @@ pub fn adopt(pid: u32, start_time: u64) -> io::Result<Option<Process>> {
     }
 }
 
-/// The process that has this pid now. For one that is known to live.
-pub fn find_by_pid(pid: u32) -> io::Result<Process> {
+/// The child that has this pid now. For one that is known to live, made by another one that was started here.
+pub fn child(pid: u32) -> io::Result<Process> {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidInput)?;
-    Process::watched(pid, pidfd_open(pid, PidfdFlags::NONBLOCK)?, false)
+    Process::watched(pid, pidfd_open(pid, PidfdFlags::NONBLOCK)?, true)
 }
 
 impl Process {

@@ -4,7 +4,7 @@ use std::{
     fs,
     io::Read,
     os::{
-        fd::{AsRawFd, OwnedFd},
+        fd::{AsFd, AsRawFd, OwnedFd},
         unix::{
             net::{UnixListener, UnixStream},
             process::CommandExt,
@@ -14,7 +14,9 @@ use std::{
     process::{Command, Stdio},
 };
 
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use rustix::process::{
+    Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid,
+};
 use sandboxer_share::attach::{AttachError, Source, attach};
 use tempfile::TempDir;
 
@@ -75,7 +77,6 @@ impl Server {
     }
 
     pub fn attach(&self, number: u32, source: Source<'_>) -> Result<(), AttachError> {
-        use std::os::fd::AsFd;
         attach(self.pidfd.as_fd(), &number.to_string(), source)
     }
 
@@ -98,5 +99,6 @@ pub fn source(path: &Path) -> Source<'_> {
 impl Drop for Server {
     fn drop(&mut self) {
         let _ = pidfd_send_signal(&self.pidfd, Signal::KILL);
+        let _ = waitid(WaitId::PidFd(self.pidfd.as_fd()), WaitIdOptions::EXITED);
     }
 }

@@ -68,14 +68,14 @@ impl Server {
         let (starting, words) =
             process::spawn(&program, arguments, run_dir, vec![listener], None, false, None)
                 .map_err(failed("start", &program))?;
-        // It goes on as a child of what was started, which tells the child's process id and ends.
+        // It goes on as another process, whose id is told by the one that was started, which ends.
         let said = tokio::time::timeout(PATIENCE, said(words)).await;
         let said = said.map_err(io::Error::from).flatten().map_err(failed("hear from", &program))?;
         let Ok(pid) = said.trim().parse() else {
             return Err(ShareError::Refused { pod: pod.clone(), program, words: said.trim().to_owned() });
         };
         starting.keep();
-        let found = process::find_by_pid(pid).map_err(failed("watch", &program))?;
+        let found = process::child(pid).map_err(failed("watch", &program))?;
         let record = ShareRecord { pid, start_time: found.start_time() };
         Ok(Self { pod: pod.clone(), run_dir: run_dir.to_owned(), process: Some(found), record })
     }

@@ -11,6 +11,7 @@ mod lifecycle;
 mod many;
 mod probe;
 mod sandbox;
+mod shares;
 mod snapshotters;
 mod streams;
 mod templates;
@@ -78,6 +79,7 @@ fn entries() -> Vec<Entry> {
         streams::cases,
         lifecycle::cases,
         sandbox::cases,
+        shares::cases,
         snapshotters::cases,
         failure::cases,
         many::cases,
@@ -177,6 +179,9 @@ impl Suite {
         let mut left = Vec::new();
         for pid in self.stack.vmms()? {
             left.push(format!("VMM {pid}"));
+        }
+        for pid in self.stack.processes("sandboxer-share")? {
+            left.push(format!("shares' server {pid}"));
         }
         for pid in self.stack.processes("containerd-shim")? {
             left.push(format!("shim {pid}"));

@@ -10,7 +10,7 @@ MAKEFLAGS += --no-print-directory
 AGENT_TARGET := x86_64-unknown-linux-gnu
 AGENT := target/agent/$(AGENT_TARGET)/release/sandboxer-agent
 STACK ?= target/stack
-INSTALLED := sandboxer sandboxer-cli containerd-shim-sandboxer-v1
+INSTALLED := sandboxer sandboxer-cli sandboxer-share containerd-shim-sandboxer-v1
 
 DESTDIR ?=
 
@@ -33,8 +33,8 @@ agent: deps
 guest-image: agent ## guest kernel (cached, or SANDBOXER_KERNEL=…) and initramfs, into target/guest
 	@scripts/guest-image.sh all $(AGENT)
 
-build: deps ## daemon, CLI and launcher, into target/release
-	cargo build --release -p sandboxer -p sandboxer-cli -p containerd-shim-sandboxer-v1
+build: deps ## daemon, CLI, launcher and the shares' server, into target/release
+	cargo build --release -p sandboxer -p sandboxer-cli -p sandboxer-share -p containerd-shim-sandboxer-v1
 
 # Builds nothing, so that root needs no toolchain: `make build guest-image && sudo make install`.
 # /etc is the administrator's; the configuration there is optional and never touched.

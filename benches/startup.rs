@@ -46,11 +46,15 @@ fn pod_spec(id: &str) -> PodSpec {
         uid: "u".into(),
         hostname: id.into(),
         netns: None,
+        ips: Vec::new(),
         resolv_conf: None,
+        shared_pids: false,
+        cgroup_parent: String::new(),
         sysctls: Default::default(),
         way: Default::default(),
         vcpus: 1,
         memory_mib: 128,
+        room: Default::default(),
     }
 }
 
@@ -93,6 +97,8 @@ fn daemon(c: &mut Criterion) {
         link_key: LinkKey::random(),
         machine: None,
         containers: Vec::new(),
+        volumes: Vec::new(),
+        shares: None,
     };
     let of_pod = journal.pod(&record.spec.id);
     let mut number = 0;

@@ -23,7 +23,7 @@ use ttrpc::r#async::{Server, transport::Listener};
 
 use crate::{
     container::Shared, containers::Containers, events::Events, events::OomWatch, forward::Connections,
-    pids::SharedPids, reaper::Reaper, service::Service, volume::Volumes, worker::Workers,
+    pids::SharedPids, reaper::Reaper, service::Service, shares::Shares, volume::Volumes, worker::Workers,
 };
 
 mod cgroup;
@@ -49,6 +49,7 @@ mod reaper;
 mod rootfs;
 mod runtime;
 mod service;
+mod shares;
 mod spec;
 mod stats;
 mod sync;
@@ -101,6 +102,7 @@ async fn serve(params: BootParams, entered_ns: u64) -> anyhow::Result<std::conve
         reaper: Arc::clone(&reaper),
         link_key,
         connections: Connections::default(),
+        shares: Arc::<Shares>::default(),
     });
 
     let (sessions, accepted) = mpsc::channel(1);

@@ -21,6 +21,7 @@ use crate::{
     clock,
     failure::{Failure, internal},
     network,
+    shares::Shares,
 };
 
 /// Size of `/dev/shm` if the host names none; the same as everywhere.
@@ -112,11 +113,12 @@ pub fn kernel_release() -> String {
 }
 
 /// Ends every container, writes out the disks and powers the guest off.
-pub async fn power_off() -> Failure {
+pub async fn power_off(shares: &Shares) -> Failure {
     let all = Cgroup::of_all();
     if all.kill().is_ok() {
         all.is_emptied(LAST_GRACE).await;
     }
+    shares.end().await;
     power_off_now()
 }
 

@@ -24,6 +24,7 @@ use crate::{
     reaper::Reaper,
     rootfs::{Disk, Plan, Writable},
     runtime::{self, File, SeenDevice},
+    shares::{Shares, Slotted},
     stats::{self, Stats},
     sync::detached,
     tree::{Entry, Kind as EntryKind, Owner},
@@ -44,6 +45,8 @@ pub struct Service {
     pub link_key: watch::Sender<LinkKey>,
     /// Connections that the host has to ports of the pod.
     pub connections: Connections,
+    /// What the guest has of the host's files.
+    pub shares: Arc<Shares>,
 }
 
 type Answer<T> = ttrpc::Result<T>;
@@ -166,6 +169,15 @@ fn put(request: wire::PutVolumeRequest) -> Result<Put, Failure> {
 
 fn guest_pid(pid: i32) -> u32 {
     pid.unsigned_abs()
+}
+
+fn slotted(messages: Vec<wire::ShareMessage>) -> Vec<Slotted> {
+    messages.into_iter().map(|message| (message.slot, message.message)).collect()
+}
+
+fn wire_messages(messages: Vec<Slotted>) -> Vec<wire::ShareMessage> {
+    let message = |(slot, message)| wire::ShareMessage { slot, message, ..Default::default() };
+    messages.into_iter().map(message).collect()
 }
 
 fn wire_exit(exit: Exit) -> wire::Exit {
@@ -561,10 +573,29 @@ impl Agent for Service {
         })
     }
 
+    async fn mount_shares(
+        &self,
+        _: &TtrpcContext,
+        _: wire::MountSharesRequest,
+    ) -> Answer<wire::MountSharesResponse> {
+        self.shares.mount().map_err(refuse)?;
+        Ok(wire::MountSharesResponse::default())
+    }
+
+    async fn exchange_shares(
+        &self,
+        _: &TtrpcContext,
+        request: wire::ExchangeSharesRequest,
+    ) -> Answer<wire::ExchangeSharesResponse> {
+        let requests = self.shares.exchange(slotted(request.answers), request.resume).await;
+        Ok(wire::ExchangeSharesResponse { requests: wire_messages(requests), ..Default::default() })
+    }
+
     async fn power_off(&self, _: &TtrpcContext, _: wire::PowerOffRequest) -> Answer<wire::PowerOffResponse> {
+        let shares = Arc::clone(&self.shares);
         // Only a failure comes back.
         Err(refuse(
-            detached::<()>(async { Err(pod::power_off().await) })
+            detached::<()>(async move { Err(pod::power_off(&shares).await) })
                 .await
                 .err()
                 .unwrap_or_else(|| Failure::new(Kind::Internal, "guest is still on")),

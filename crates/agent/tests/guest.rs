@@ -18,6 +18,8 @@ mod limits;
 mod link;
 #[path = "guest/refusals.rs"]
 mod refusals;
+#[path = "guest/shares.rs"]
+mod shares;
 #[path = "guest/streams.rs"]
 mod streams;
 #[path = "guest/vm.rs"]

@@ -5,6 +5,7 @@
 //! | [`agent`] | daemon and the agent in a guest | ttrpc over a [`link`] |
 //! | [`boot`] | daemon and the agent, once | the guest kernel's command line |
 //! | [`mark`] | the doctor and an agent's file | a text in the file |
+//! | [`share`] | a guest's kernel and the process that serves its shares, agent and daemon between them | the agent's service, a unix socket |
 //! | [`stage`] | daemon, its traces, the probes and the benches | names |
 //! | `admin`, `controller` (feature `host`) | CLI and daemon, containerd and daemon | gRPC over unix sockets |
 
@@ -12,13 +13,14 @@ pub mod boot;
 pub mod id;
 pub mod link;
 pub mod mark;
+pub mod share;
 pub mod stage;
 
 /// Version of everything the daemon and an agent say to each other.
 ///
 /// Rises whenever either side would misunderstand the other; an agent refuses a host of
 /// another version and the other way round, naming both.
-pub const PROTOCOL_VERSION: u32 = 4;
+pub const PROTOCOL_VERSION: u32 = 5;
 
 /// Where a guest has its pod's volumes, each in a directory named by its identifier.
 pub const VOLUMES_DIR: &str = "/run/sandboxer/volumes";

@@ -448,7 +448,10 @@ mod tests {
         let mut payload = vec![0; length];
         host.read_exact(&mut payload).await.unwrap();
         let refusal = Ready::parse_from_bytes(&payload).unwrap().refusal;
-        assert!(refusal.contains("protocol 4,") && refusal.contains("speaks 99"), "{refusal}");
+        assert!(
+            refusal.contains(&format!("protocol {PROTOCOL_VERSION},")) && refusal.contains("speaks 99"),
+            "{refusal}"
+        );
         assert!(accepted.try_recv().is_err(), "a refused host got a session");
         guest.abort();
 

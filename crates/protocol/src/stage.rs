@@ -29,6 +29,8 @@ pub enum Stage {
     Rootfs,
     /// The container's disks are plugged into the machine.
     Disks,
+    /// The host's files that the container has live are shared with the guest.
+    Shares,
     /// The agent makes the container; its init waits.
     ContainerCreate,
     /// The container's init is let go.
@@ -37,7 +39,7 @@ pub enum Stage {
 
 impl Stage {
     /// Every stage, in order.
-    pub const ALL: [Stage; 12] = [
+    pub const ALL: [Stage; 13] = [
         Stage::Netns,
         Stage::Network,
         Stage::Queue,
@@ -48,6 +50,7 @@ impl Stage {
         Stage::AgentReady,
         Stage::Rootfs,
         Stage::Disks,
+        Stage::Shares,
         Stage::ContainerCreate,
         Stage::ContainerStart,
     ];
@@ -65,6 +68,7 @@ impl Stage {
             Stage::AgentReady => "agent_ready",
             Stage::Rootfs => "rootfs",
             Stage::Disks => "disks",
+            Stage::Shares => "shares",
             Stage::ContainerCreate => "container_create",
             Stage::ContainerStart => "container_start",
         }

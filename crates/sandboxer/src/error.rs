@@ -6,7 +6,7 @@ use sandboxer_protocol::id::{ContainerId, ExecId, InvalidId, SandboxId};
 
 use crate::{
     guest::GuestError,
-    host::{rootfs::RootfsError, volume::VolumeError},
+    host::{rootfs::RootfsError, share::ShareError, volume::VolumeError},
     vmm::VmmError,
 };
 
@@ -139,6 +139,9 @@ pub enum PodError {
     /// A volume can't be had.
     #[error(transparent)]
     Volume(#[from] VolumeError),
+    /// A live share can't be had.
+    #[error(transparent)]
+    Share(#[from] ShareError),
     /// A file or directory of the host is in the way.
     #[error("cannot {action} {path:?} for pod {pod}")]
     Host {
@@ -173,6 +176,7 @@ impl PodError {
             Self::Guest(error) => error.code(),
             Self::Rootfs(error) => error.code(),
             Self::Volume(error) => error.code(),
+            Self::Share(error) => error.code(),
             Self::Vmm(_) | Self::Host { .. } | Self::Failed { .. } => Code::Internal,
         }
     }

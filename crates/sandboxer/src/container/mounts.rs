@@ -13,7 +13,10 @@ use sandboxer_protocol::{agent::File, id::ContainerId};
 use super::spec::{invalid, unsupported};
 use crate::{
     error::PodError,
-    host::volume::{self, Kind, Needed, Volume},
+    host::{
+        share::Share,
+        volume::{self, Kind, Needed, Volume},
+    },
     pod::spec::PodSpec,
 };
 
@@ -35,6 +38,8 @@ pub struct Mounts {
     pub files: Vec<File>,
     /// What the guest must have before.
     pub needed: Vec<Needed>,
+    /// What the guest has of the host's own files.
+    pub shares: Vec<Share>,
     /// The host's file for the container's termination message.
     pub message: Option<PathBuf>,
 }
@@ -78,8 +83,12 @@ impl Mounts {
                 }
             }
             Kind::Live => {
-                let what = format!("volume {} (from {:?})", volume.at.display(), volume.source);
-                return Err(unsupported(container, &what, "pods get no host directories yet"));
+                let Volume { at, source, read_only, follows_host_mounts, options, .. } = volume;
+                let share = Share::of(&source, read_only, follows_host_mounts).map_err(|error| {
+                    PodError::Host { pod: pod.id.clone(), action: "look at", path: source, source: error }
+                })?;
+                self.kept.push(bind(container, &at, share.guest_path(), options)?);
+                self.shares.push(share);
             }
         }
         Ok(())
@@ -194,12 +203,13 @@ mod tests {
     }
 
     #[test]
-    fn a_host_directory_is_refused_by_its_names() {
+    fn a_host_directory_is_shared_and_mounted_from_where_the_guest_has_it() {
         let dir = tempfile::tempdir().unwrap();
-        let error = converted(vec![mount("/data", dir.path(), &["rbind", "rw"])]).unwrap_err();
-        assert_eq!(error.code(), crate::error::Code::Unimplemented);
-        let text = error.to_string();
-        assert!(text.contains("/data") && text.contains(dir.path().to_str().unwrap()), "{text}");
+        let all = converted(vec![mount("/data", dir.path(), &["rbind", "ro", "rslave"])]).unwrap();
+        assert_eq!(all.shares, [Share::of(dir.path(), true, true).unwrap()]);
+        let kept = all.kept.iter().find(|mount| mount.destination() == Path::new("/data")).unwrap();
+        assert_eq!(kept.source().clone(), Some(all.shares[0].guest_path()));
+        assert_eq!(kept.options().clone().unwrap(), ["rbind", "ro"]);
     }
 
     #[test]

@@ -22,7 +22,7 @@ use super::{
 };
 use crate::{
     error::PodError,
-    host::volume::Needed,
+    host::{share::Share, volume::Needed},
     pod::{quantity, spec::PodSpec},
 };
 
@@ -45,6 +45,8 @@ pub struct GuestSpec {
     pub devices: Vec<BlockDevice>,
     /// Volumes that the guest must have before.
     pub needed: Vec<Needed>,
+    /// What it has of the host's own files.
+    pub shares: Vec<Share>,
     /// The host's file for its termination message.
     pub message: Option<PathBuf>,
     /// Most bytes it may write to its root file system, if somebody asked.
@@ -90,7 +92,7 @@ fn convert(pod: &PodSpec, container: &ContainerId, mut spec: Spec) -> Result<Gue
     if spec.hooks().as_ref().is_some_and(|hooks| *hooks != Default::default()) {
         return Err(unsupported(container, "OCI hooks", "they are programs of the host"));
     }
-    let Mounts { kept, files, mut needed, message } =
+    let Mounts { kept, files, mut needed, shares, message } =
         mounts::convert(pod, container, spec.mounts().clone().unwrap_or_default())?;
     spec.set_mounts(Some(kept));
     if let Some(process) = spec.process_mut() {
@@ -112,7 +114,7 @@ fn convert(pod: &PodSpec, container: &ContainerId, mut spec: Spec) -> Result<Gue
     // The hostname is the guest's own; the other two say nothing to a guest.
     spec.set_hostname(None).set_domainname(None).set_annotations(None);
     let json = serialise(container, &spec)?;
-    Ok(GuestSpec { json, files, processes, devices, needed, message, rootfs_bytes })
+    Ok(GuestSpec { json, files, processes, devices, needed, shares, message, rootfs_bytes })
 }
 
 /// Whose processes the container is to see. containerd names a process namespace by a process of the host,

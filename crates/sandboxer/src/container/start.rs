@@ -97,6 +97,10 @@ async fn try_create(
         })
         .await?;
 
+    if !guest_spec.shares.is_empty() {
+        stages.run(Stage::Shares, volumes.shares.give(&live.agent, &guest_spec.shares)).await?;
+    }
+
     let pid = stages
         .run(Stage::ContainerCreate, async {
             let (agent, id) = (live.agent.clone(), new.id.clone());

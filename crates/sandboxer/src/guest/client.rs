@@ -290,6 +290,19 @@ impl Agent {
         call!(self, close_connection, self.short(), request).map(drop)
     }
 
+    /// Mounts the shares in the guest.
+    pub async fn mount_shares(&self) -> Result<(), GuestError> {
+        call!(self, mount_shares, self.short(), wire::MountSharesRequest::new()).map(drop)
+    }
+
+    /// Hands over answers to file requests, and waits for requests.
+    pub async fn exchange_shares(
+        &self,
+        request: wire::ExchangeSharesRequest,
+    ) -> Result<Vec<wire::ShareMessage>, GuestError> {
+        call!(self, exchange_shares, Context::default(), request).map(|answer| answer.requests)
+    }
+
     /// Asks the guest to power itself off. No answer is a fine answer: look at the machine.
     pub async fn power_off(&self) {
         let _ = self.client.power_off(self.short(), &wire::PowerOffRequest::new()).await;

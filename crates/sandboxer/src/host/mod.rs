@@ -3,4 +3,5 @@
 pub mod cgroup;
 pub mod network;
 pub mod rootfs;
+pub mod share;
 pub mod volume;

@@ -39,7 +39,7 @@ use crate::{
     },
     error::{PodError, chain},
     events::Kind,
-    host::volume::Needed,
+    host::{share::Shares, volume::Needed},
     vmm::{MachineExit, VmmError},
 };
 
@@ -54,9 +54,11 @@ pub fn spawn(
     let (requests, receiver) = mpsc::channel(QUEUED_REQUESTS);
     let status = watch::Sender::new(status);
     let (store, disk_bytes) = (node.volumes.clone(), spec.room.empty_dir_bytes);
+    let none = || Shares::new(spec.id.clone(), node.run_dir(&spec.id), spec.memory_mib);
+    let shares = found.shares.unwrap_or_else(none);
     let volumes = match found.volumes {
-        Some((recorded, made)) => Volumes::found(store, disk_bytes, recorded, made),
-        None => Volumes::new(store, disk_bytes),
+        Some((recorded, made)) => Volumes::found(store, shares, disk_bytes, recorded, made),
+        None => Volumes::new(store, shares, disk_bytes),
     };
     let handle = PodHandle { id: spec.id.clone(), requests, status: status.subscribe() };
     let mut driver = Driver {
@@ -96,6 +98,8 @@ pub struct Found {
     pub containers: HashMap<ContainerId, Container>,
     /// Its volumes as recorded, and those that its guest has.
     pub volumes: Option<(Vec<Needed>, Vec<String>)>,
+    /// Its live shares.
+    pub shares: Option<Shares>,
 }
 
 /// Work that has ended, and what it came to.
@@ -281,6 +285,7 @@ impl Driver {
             machine: self.live.as_ref().map(|live| live.machine.record()),
             containers: self.containers.iter().map(|(id, container)| container.record(id)).collect(),
             volumes: self.volumes.record(),
+            shares: self.volumes.shares.record(),
         };
         let (journal, number) = (self.journal.clone(), self.records);
         async move { journal.write(number, record).await }

@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 use super::{spec::PodSpec, state::PodStatus};
 use crate::{
     container::{Exit, StdioPaths},
-    host::volume::Needed,
+    host::{share::ShareRecord, volume::Needed},
     vmm::{DiskSpec, MachineRecord},
 };
 
@@ -48,6 +48,9 @@ pub struct PodRecord {
     /// Volumes that its guest has.
     #[serde(default)]
     pub volumes: Vec<Needed>,
+    /// The process that serves its live shares; none where it has none.
+    #[serde(default)]
+    pub shares: Option<ShareRecord>,
 }
 
 /// A container of a recorded pod.
@@ -268,6 +271,7 @@ pub(crate) mod tests {
             machine: None,
             containers: Vec::new(),
             volumes: Vec::new(),
+            shares: None,
         }
     }
 

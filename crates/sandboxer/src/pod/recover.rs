@@ -32,7 +32,9 @@ use crate::{
     clock::now_ns,
     container::{Container, Exit, KILLED, Phase, Process, io::Io, start::Live},
     error::{Code, PodError, chain},
-    guest, pod,
+    guest,
+    host::share::Shares,
+    pod,
     vmm::{self, Machine},
 };
 
@@ -96,6 +98,7 @@ async fn take_up(node: &Arc<Node>, mut record: PodRecord) -> TakenUp {
             None
         }
     };
+    let shares = take_up_shares(node, &record, live.as_ref()).await;
     let known = match &live {
         Some(live) => live.agent.processes().await.unwrap_or_else(|error| {
             tracing::warn!(pod = %id, error = chain(&error), "the agent doesn't tell its processes");
@@ -143,9 +146,9 @@ async fn take_up(node: &Arc<Node>, mut record: PodRecord) -> TakenUp {
     let (spec, key, status) = (record.spec, record.link_key, record.status);
     let ids: Vec<ContainerId> = containers.keys().cloned().collect();
     let shared = node.clone();
-    let inserted = node
-        .registry
-        .insert(&id, || pod::spawn(shared, spec, key, status, Found { live, containers, volumes }));
+    let inserted = node.registry.insert(&id, || {
+        pod::spawn(shared, spec, key, status, Found { live, containers, volumes, shares: Some(shares) })
+    });
     let handle = match inserted {
         Ok(handle) => handle,
         Err(error) => {
@@ -219,6 +222,18 @@ async fn reach(node: &Node, record: &PodRecord) -> Result<Option<Live>, PodError
             Err(error)
         }
     }
+}
+
+/// The shares of a pod, served again if it lives; else nothing is left of what served them.
+async fn take_up_shares(node: &Node, record: &PodRecord, live: Option<&Live>) -> Shares {
+    let id = &record.spec.id;
+    let shares = Shares::new(id.clone(), node.run_dir(id), record.spec.memory_mib);
+    let vmm = record.machine.as_ref().map_or(0, |machine| machine.pid);
+    let taken_up = shares.take_up(record.shares.as_ref(), live.map(|live| &live.agent), vmm).await;
+    if let Err(error) = taken_up {
+        tracing::error!(pod = %id, error = chain(&error), "the pod's shares can't be taken up");
+    }
+    shares
 }
 
 async fn greet(node: &Node, record: &PodRecord, machine: &Arc<dyn Machine>) -> Result<Live, PodError> {

@@ -6,7 +6,7 @@ use super::{Node, spec::PodSpec};
 use crate::{
     container::start::Live,
     error::{PodError, chain},
-    host::cgroup::PodCgroup,
+    host::{cgroup::PodCgroup, share::Shares},
     vmm::VmmError,
 };
 use sandboxer_protocol::id::SandboxId;
@@ -14,8 +14,9 @@ use sandboxer_protocol::id::SandboxId;
 /// How long a guest may take to sync its disks and power off before it is ended.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// Asks the guest to power off, then ends the machine in any case.
-pub async fn stop(node: &Node, pod: &PodSpec, live: &Live) -> Result<(), VmmError> {
+/// Asks the guest to power off, then ends the machine in any case, and what served its shares: until then its
+/// processes may wait for them.
+pub async fn stop(node: &Node, pod: &PodSpec, live: &Live, shares: &Shares) -> Result<(), VmmError> {
     let gone = async {
         // The answer races with the power-off; only the machine's end counts.
         tokio::join!(live.agent.power_off(), live.machine.exited())
@@ -24,6 +25,7 @@ pub async fn stop(node: &Node, pod: &PodSpec, live: &Live) -> Result<(), VmmErro
         tracing::debug!(machine = ?live.machine, "the guest did not power off by itself");
     }
     live.machine.kill().await?;
+    shares.end().await;
     // Now and not when the pod is removed: a manager removes the parent as soon as the pod has stopped.
     if let Some(cgroup) = node.cgroups.of(&pod.cgroup_parent, &pod.id)
         && let Err(error) = leave(&pod.id, &cgroup).await

@@ -27,7 +27,10 @@ use tokio_util::task::AbortOnDropHandle;
 use crate::{
     container::start::Live,
     error::{PodError, chain},
-    host::volume::{Content, Needed, VolumeError, VolumeStore, Watch, tree},
+    host::{
+        share::Shares,
+        volume::{Content, Needed, VolumeError, VolumeStore, Watch, tree},
+    },
     vmm::DiskSpec,
 };
 
@@ -38,6 +41,8 @@ const AGAIN: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub struct Volumes {
     store: Arc<VolumeStore>,
+    /// What the guest has of the host's own files.
+    pub shares: Shares,
     /// Size of new disks, if the pod asked for one.
     disk_bytes: Option<u64>,
     /// What an earlier daemon may have left half-made.
@@ -79,13 +84,14 @@ impl Volume {
 
 impl Volumes {
     /// None yet.
-    pub fn new(store: Arc<VolumeStore>, disk_bytes: Option<u64>) -> Self {
-        Self { store, disk_bytes, earlier: None, all: Mutex::default() }
+    pub fn new(store: Arc<VolumeStore>, shares: Shares, disk_bytes: Option<u64>) -> Self {
+        Self { store, shares, disk_bytes, earlier: None, all: Mutex::default() }
     }
 
     /// Those that an earlier daemon had made; the agent knows `made`. See [`Volumes::go_on`].
     pub fn found(
         store: Arc<VolumeStore>,
+        shares: Shares,
         disk_bytes: Option<u64>,
         recorded: Vec<Needed>,
         made: Vec<String>,
@@ -97,7 +103,7 @@ impl Volumes {
                 made.contains(needed.id.as_str()) || matches!(needed.content, Content::Device { .. });
             (needed.id.clone(), Volume::new(needed, is_made))
         });
-        Self { all: Mutex::new(all.collect()), store, disk_bytes, earlier: Some(Earlier { made }) }
+        Self { all: Mutex::new(all.collect()), store, shares, disk_bytes, earlier: Some(Earlier { made }) }
     }
 
     /// Keeps the files of an earlier daemon's volumes up to date again.

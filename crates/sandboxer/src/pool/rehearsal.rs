@@ -27,7 +27,7 @@ use crate::{
         start::{self, Live},
     },
     error::PodError,
-    host::rootfs::Mount,
+    host::{rootfs::Mount, share::Shares},
     pod::{Node, spec::PodSpec, stages::Stages, volumes::Volumes},
 };
 
@@ -120,7 +120,8 @@ impl Rehearsal {
         };
         // Not among the times of pods.
         let stages = Stages::new(id.clone(), Arc::default());
-        let volumes = Volumes::new(node.volumes.clone(), None);
+        let shares = Shares::new(id.clone(), self.bundle.clone(), 0);
+        let volumes = Volumes::new(node.volumes.clone(), shares, None);
         let created = start::create(&pod, live, &node.rootfs, &volumes, &stages, &new).await?;
         let subject = Subject { container: container.clone(), exec: None };
         let (running, _) = created.io.run(&live.agent, &subject, false);

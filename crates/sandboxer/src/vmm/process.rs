@@ -7,7 +7,7 @@ use std::{
     ffi::OsString,
     fs, io, ops,
     os::{
-        fd::{AsFd, AsRawFd, OwnedFd},
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
         unix::process::CommandExt,
     },
     path::{Path, PathBuf},
@@ -171,6 +171,12 @@ pub fn adopt(pid: u32, start_time: u64) -> io::Result<Option<Process>> {
     }
 }
 
+/// The child that has this pid now. For one that is known to live, made by another one that was started here.
+pub fn child(pid: u32) -> io::Result<Process> {
+    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidInput)?;
+    Process::watched(pid, pidfd_open(pid, PidfdFlags::NONBLOCK)?, true)
+}
+
 impl Process {
     fn watched(pid: Pid, pidfd: OwnedFd, child: bool) -> io::Result<Self> {
         let start_time = start_time_of(pid)?;
@@ -192,6 +198,16 @@ impl Process {
     /// Its start, clock ticks since boot.
     pub fn start_time(&self) -> u64 {
         self.start_time
+    }
+
+    /// What it is held by.
+    pub fn pidfd(&self) -> BorrowedFd<'_> {
+        self.pidfd.get_ref().as_fd()
+    }
+
+    /// Whether it is known to have ended.
+    pub fn has_ended(&self) -> bool {
+        self.exit.borrow().is_some()
     }
 
     /// Waits for its end. Cancel-safe; answers again when asked again.

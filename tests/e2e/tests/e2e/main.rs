@@ -12,6 +12,7 @@ mod many;
 mod network;
 mod probe;
 mod sandbox;
+mod shares;
 mod snapshotters;
 mod streams;
 mod templates;
@@ -79,6 +80,7 @@ fn entries() -> Vec<Entry> {
         streams::cases,
         lifecycle::cases,
         sandbox::cases,
+        shares::cases,
         snapshotters::cases,
         failure::cases,
         many::cases,
@@ -179,6 +181,9 @@ impl Suite {
         let mut left = Vec::new();
         for pid in self.stack.vmms()? {
             left.push(format!("VMM {pid}"));
+        }
+        for pid in self.stack.processes("sandboxer-share")? {
+            left.push(format!("shares' server {pid}"));
         }
         for pid in self.stack.processes("containerd-shim")? {
             left.push(format!("shim {pid}"));

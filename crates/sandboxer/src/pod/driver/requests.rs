@@ -112,8 +112,8 @@ impl Driver {
 
     pub(super) fn end_machine(&mut self) {
         if let Some(live) = self.live.clone() {
-            let (node, spec) = (self.node.clone(), self.spec.clone());
-            self.work.spawn(async move { Done::PodStopped(stop::stop(&node, &spec, &live).await) });
+            let (node, spec, shares) = (self.node.clone(), self.spec.clone(), self.volumes.shares.clone());
+            self.work.spawn(async move { Done::PodStopped(stop::stop(&node, &spec, &live, &shares).await) });
         }
     }
 
@@ -134,8 +134,10 @@ impl Driver {
 
     pub(super) fn remove(&mut self) {
         let (node, journal, spec) = (self.node.clone(), self.journal.clone(), self.spec.clone());
+        let shares = self.volumes.shares.clone();
         self.containers.clear();
         self.work.spawn(async move {
+            shares.end().await;
             let cleared = stop::clear(&node, &spec).await;
             let forgotten = journal.remove().await;
             if let Err(error) = forgotten {

@@ -101,6 +101,11 @@ impl Driver {
         if self.state() == PodState::Ready {
             let reason = start::machine_ended(&self.spec, exit).to_string();
             tracing::warn!(pod = %self.spec.id, reason, "the pod's VMM ended unasked");
+            let shares = self.volumes.shares.clone();
+            self.work.spawn(async move {
+                shares.end().await;
+                Done::Nothing
+            });
             self.stopped(reason, KILLED);
         }
     }
@@ -112,7 +117,7 @@ impl Driver {
         }
         self.live = None;
         // Those that the guest had, which nobody keeps up to date any more.
-        self.volumes = Arc::new(Volumes::new(self.node.volumes.clone(), None));
+        self.volumes = Arc::new(Volumes::new(self.node.volumes.clone(), self.volumes.shares.clone(), None));
         self.forwarding = None;
         let unasked = !reason.is_empty();
         let exit = Exit {

@@ -1,0 +1,277 @@
+//! Files and directories of the host that a pod has live: one process serves them, started with the first.
+//!
+//! ```text
+//! share ──▶ server (sandboxer-share, jailed) ◀──socket──▶ relay ◀──agent's link──▶ guest's kernel
+//! ```
+//!
+//! A share stays until its pod stops: its container may come again, and others may have it, too. The process
+//! outlives the daemon as a VMM does.
+
+mod relay;
+mod server;
+
+use std::{
+    io,
+    os::unix::{ffi::OsStrExt, fs::MetadataExt},
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use sandboxer_protocol::{id::SandboxId, share::GUEST_DIR};
+use sandboxer_share::attach::AttachError;
+use serde::{Deserialize, Serialize};
+use tokio::{net::UnixStream, task::JoinSet};
+
+use self::server::Server;
+use crate::{
+    error::{Code, chain},
+    guest::{Agent, GuestError},
+    hash,
+    vmm::{VmmError, strays},
+};
+
+/// Something of the host that a container shall have live.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Share {
+    /// A file or a directory.
+    pub source: PathBuf,
+    /// The pod can't write to it.
+    pub read_only: bool,
+    /// Mounts that the host makes below it later appear in it.
+    pub follows_mounts: bool,
+    /// Tells it from the pod's others; the same for those who may have it in common.
+    name: String,
+}
+
+impl Share {
+    /// Looks at what is to be shared. Who asks for the same thing again, while it is the same, gets the same
+    /// share.
+    pub fn of(source: &Path, read_only: bool, follows_mounts: bool) -> io::Result<Self> {
+        let found = std::fs::metadata(source)?;
+        let identity = format!("{} {} {read_only} {follows_mounts} ", found.dev(), found.ino());
+        let mut identity = [identity.as_bytes(), source.as_os_str().as_bytes()].concat();
+        // A share's name says nothing, and has room for all there may be.
+        identity = hash::of(&mut identity.as_slice())?.into_bytes();
+        identity.truncate(16);
+        let name = String::from_utf8_lossy(&identity).into_owned();
+        Ok(Self { source: source.to_owned(), read_only, follows_mounts, name })
+    }
+
+    /// Where the guest has it.
+    pub fn guest_path(&self) -> PathBuf {
+        Path::new(GUEST_DIR).join(&self.name)
+    }
+}
+
+/// What the next daemon needs to take up the process that serves a pod's shares.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ShareRecord {
+    /// Its process id.
+    pub pid: u32,
+    /// Its start, clock ticks since boot.
+    pub start_time: u64,
+}
+
+/// Why a share can't be had.
+#[derive(Debug, thiserror::Error)]
+pub enum ShareError {
+    /// The process that serves shares can't be started or reached.
+    #[error("cannot {action} {path:?} to serve shares of pod {pod}")]
+    Server {
+        /// The pod.
+        pod: SandboxId,
+        /// What was attempted.
+        action: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// It ended before it served.
+    #[error("{program:?} does not serve shares of pod {pod}: {words}")]
+    Refused {
+        /// The pod.
+        pod: SandboxId,
+        /// The program.
+        program: PathBuf,
+        /// Its last words.
+        words: String,
+    },
+    /// It has ended, and with it all shares that the pod had.
+    #[error("the process that serves shares of pod {0} has ended: start the pod anew")]
+    Ended(SandboxId),
+    /// It can't be given the share.
+    #[error("cannot share {path:?} with pod {pod}")]
+    Attach {
+        /// The pod.
+        pod: SandboxId,
+        /// What was to be shared.
+        path: PathBuf,
+        /// Why not.
+        source: AttachError,
+    },
+    /// The guest doesn't take shares.
+    #[error(transparent)]
+    Guest(#[from] GuestError),
+    /// What was left of it can't be ended.
+    #[error(transparent)]
+    Strays(#[from] VmmError),
+}
+
+impl ShareError {
+    /// The code to answer with.
+    pub fn code(&self) -> Code {
+        match self {
+            Self::Attach { source: AttachError::Kind(_), .. } => Code::Unimplemented,
+            Self::Ended(_) => Code::FailedPrecondition,
+            Self::Guest(error) => error.code(),
+            Self::Server { .. } | Self::Refused { .. } | Self::Attach { .. } | Self::Strays(_) => {
+                Code::Internal
+            }
+        }
+    }
+}
+
+/// The shares of one pod. Clones mean the same.
+#[derive(Debug, Clone)]
+pub struct Shares(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    pod: SandboxId,
+    run_dir: PathBuf,
+    memory_mib: u64,
+    // Held while the process is started or given a share: two containers made at once need one process. Only
+    // this pod's makers of containers wait for it.
+    serving: tokio::sync::Mutex<Option<Serving>>,
+    // Read by the pod's task, which never waits.
+    record: Mutex<Option<ShareRecord>>,
+}
+
+#[derive(Debug)]
+struct Serving {
+    server: Server,
+    // Held for its drop: it ends the relay.
+    _relay: JoinSet<()>,
+}
+
+impl Shares {
+    /// None yet, and no process.
+    pub fn new(pod: SandboxId, run_dir: PathBuf, memory_mib: u64) -> Self {
+        let (serving, record) = Default::default();
+        Self(Arc::new(Inner { pod, run_dir, memory_mib, serving, record }))
+    }
+
+    /// Gives the guest each of `shares`. Those it has already stay as they are.
+    pub async fn give(&self, agent: &Agent, shares: &[Share]) -> Result<(), ShareError> {
+        if shares.is_empty() {
+            return Ok(());
+        }
+        let Inner { pod, run_dir, memory_mib, .. } = &*self.0;
+        let mut serving = self.0.serving.lock().await;
+        let server = match &mut *serving {
+            Some(Serving { server, .. }) if server.has_ended() => return Err(ShareError::Ended(pod.clone())),
+            Some(Serving { server, .. }) => server,
+            none => {
+                let server = Server::start(pod, run_dir, *memory_mib).await?;
+                match open(agent, &server).await {
+                    Ok(stream) => {
+                        self.set_record(Some(server.record()));
+                        &mut none.insert(Serving { server, _relay: relay(agent, Some(stream)) }).server
+                    }
+                    Err(error) => {
+                        server.end().await;
+                        return Err(error);
+                    }
+                }
+            }
+        };
+        for share in shares {
+            let path = &share.source;
+            let failed = |source| ShareError::Attach { pod: pod.clone(), path: path.clone(), source };
+            server.attach(share).await.map_err(failed)?;
+        }
+        Ok(())
+    }
+
+    /// What the next daemon needs; nothing while there is no process.
+    pub fn record(&self) -> Option<ShareRecord> {
+        self.0.record.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn set_record(&self, record: Option<ShareRecord>) {
+        *self.0.record.lock().unwrap_or_else(PoisonError::into_inner) = record;
+    }
+
+    /// Takes up what an earlier daemon left. `agent`: that of the pod, if it lives; `vmm`: its process.
+    pub async fn take_up(
+        &self,
+        record: Option<&ShareRecord>,
+        agent: Option<&Agent>,
+        vmm: u32,
+    ) -> Result<(), ShareError> {
+        let Inner { pod, run_dir, .. } = &*self.0;
+        let (Some(record), Some(agent)) = (record, agent) else {
+            // A process that no record names, or whose pod is gone: its socket tells that there may be one.
+            if run_dir.join(server::SOCKET).exists() {
+                strays::end_below(pod, run_dir, &[vmm].into())?;
+            }
+            return Ok(());
+        };
+        let server = Server::adopt(pod, run_dir, record)?;
+        let stream = match server.connect() {
+            Ok(stream) => Some(stream),
+            Err(error) => {
+                // The guest is told, for each request that it waits with.
+                tracing::warn!(%pod, error = chain(&error), "the pod's shares are lost");
+                None
+            }
+        };
+        self.set_record(Some(record.clone()));
+        *self.0.serving.lock().await = Some(Serving { server, _relay: relay(agent, stream) });
+        Ok(())
+    }
+
+    /// Ends the process, if there is one, and waits until it is gone. The guest has ended before.
+    pub async fn end(&self) {
+        let serving = self.0.serving.lock().await.take();
+        if let Some(Serving { server, .. }) = serving {
+            server.end().await;
+        }
+        self.set_record(None);
+    }
+}
+
+/// Has the guest mount its shares; the connection over which they are served.
+async fn open(agent: &Agent, server: &Server) -> Result<UnixStream, ShareError> {
+    agent.mount_shares().await?;
+    server.connect()
+}
+
+fn relay(agent: &Agent, stream: Option<UnixStream>) -> JoinSet<()> {
+    let mut relay = JoinSet::new();
+    relay.spawn(relay::run(agent.clone(), stream));
+    relay
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_asks_for_the_same_has_it_in_common() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("volume");
+        std::fs::create_dir(&path).unwrap();
+        let share = |read_only, follows| Share::of(&path, read_only, follows).unwrap();
+        assert_eq!(share(false, false), share(false, false));
+        assert_ne!(share(false, false).guest_path(), share(true, false).guest_path());
+        assert_ne!(share(false, false).guest_path(), share(false, true).guest_path());
+        let before = share(false, false);
+        std::fs::rename(&path, dir.path().join("old")).unwrap();
+        std::fs::create_dir(&path).unwrap();
+        assert_ne!(before.guest_path(), share(false, false).guest_path(), "another directory of that name");
+        assert!(Share::of(&dir.path().join("nothing"), false, false).is_err());
+    }
+}

@@ -1,0 +1,151 @@
+//! The process that serves a pod's shares: started, found again, connected to, ended.
+
+use std::{
+    fs, io,
+    os::fd::{AsFd, AsRawFd, OwnedFd},
+    path::{Path, PathBuf},
+    time::Duration,
+};
+
+use sandboxer_protocol::id::SandboxId;
+use sandboxer_share::attach::{AttachError, Source, attach};
+use tokio::{io::AsyncReadExt, net::UnixStream, net::unix::pipe};
+
+use super::{Share, ShareError, ShareRecord};
+use crate::vmm::{process, socket};
+
+/// Its socket in the pod's run directory.
+pub const SOCKET: &str = "shares.sock";
+/// The directory there on which it mounts its root, seen by itself alone.
+const ROOT: &str = "shares";
+/// The program.
+const PROGRAM: &str = "sandboxer-share";
+/// How long it may take to serve.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Longest words of its that are read, bytes.
+const MAX_WORDS: u64 = 4096;
+/// Files a guest may know at a time, per MiB of its memory. Each takes its kernel about a KiB, so no guest
+/// that is honest gets there; one that isn't makes this host's kernel hold no more than that either.
+const FILES_PER_MIB: u64 = 1024;
+
+/// A running process, or one that has ended since.
+#[derive(Debug)]
+pub struct Server {
+    pod: SandboxId,
+    run_dir: PathBuf,
+    process: Option<process::Process>,
+    record: ShareRecord,
+}
+
+impl Server {
+    /// Starts it; answers when it serves.
+    pub async fn start(pod: &SandboxId, run_dir: &Path, memory_mib: u64) -> Result<Self, ShareError> {
+        let program = program();
+        let failed = |action, path: &Path| {
+            let (pod, path) = (pod.clone(), path.to_owned());
+            move |source| ShareError::Server { pod, action, path, source }
+        };
+        let root = run_dir.join(ROOT);
+        match fs::create_dir(&root) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+                return Err(failed("make", &root)(error));
+            }
+            _ => {}
+        }
+        let socket = run_dir.join(SOCKET);
+        match fs::remove_file(&socket) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(failed("replace", &socket)(error));
+            }
+            _ => {}
+        }
+        let listener: OwnedFd = socket::listen(run_dir, SOCKET).map_err(failed("listen on", &socket))?.into();
+        let arguments = vec![
+            listener.as_raw_fd().to_string().into(),
+            root.into(),
+            (memory_mib * FILES_PER_MIB).to_string().into(),
+        ];
+        let (starting, words) =
+            process::spawn(&program, arguments, run_dir, vec![listener], None, false, None)
+                .map_err(failed("start", &program))?;
+        // It goes on as another process, whose id is told by the one that was started, which ends.
+        let said = tokio::time::timeout(PATIENCE, said(words)).await;
+        let said = said.map_err(io::Error::from).flatten().map_err(failed("hear from", &program))?;
+        let Ok(pid) = said.trim().parse() else {
+            return Err(ShareError::Refused { pod: pod.clone(), program, words: said.trim().to_owned() });
+        };
+        starting.keep();
+        let found = process::child(pid).map_err(failed("watch", &program))?;
+        let record = ShareRecord { pid, start_time: found.start_time() };
+        Ok(Self { pod: pod.clone(), run_dir: run_dir.to_owned(), process: Some(found), record })
+    }
+
+    /// The process that an earlier daemon started, whether or not it still runs.
+    pub fn adopt(pod: &SandboxId, run_dir: &Path, record: &ShareRecord) -> Result<Self, ShareError> {
+        let process = process::adopt(record.pid, record.start_time).map_err(|source| ShareError::Server {
+            pod: pod.clone(),
+            action: "find",
+            path: program(),
+            source,
+        })?;
+        Ok(Self { pod: pod.clone(), run_dir: run_dir.to_owned(), process, record: record.clone() })
+    }
+
+    /// As the journal keeps it.
+    pub fn record(&self) -> ShareRecord {
+        self.record.clone()
+    }
+
+    /// Whether it is known to have ended.
+    pub fn has_ended(&self) -> bool {
+        self.process.as_ref().is_none_or(process::Process::has_ended)
+    }
+
+    /// A connection, which ends the one before it.
+    pub fn connect(&self) -> Result<UnixStream, ShareError> {
+        socket::connect(&self.run_dir, SOCKET).map_err(|source| ShareError::Server {
+            pod: self.pod.clone(),
+            action: "connect to",
+            path: self.run_dir.join(SOCKET),
+            source,
+        })
+    }
+
+    /// Gives it a share. Waits as long as the share's file system does.
+    pub async fn attach(&self, share: &Share) -> Result<(), AttachError> {
+        let gone = |source| AttachError::Target { action: "be", source };
+        let process = self.process.as_ref().ok_or_else(|| gone(io::ErrorKind::NotFound.into()))?;
+        let (pidfd, share) = (process.pidfd().try_clone_to_owned().map_err(gone)?, share.clone());
+        let attached = tokio::task::spawn_blocking(move || {
+            let Share { source, read_only, follows_mounts, name } = &share;
+            let source = Source { path: source, read_only: *read_only, follows_mounts: *follows_mounts };
+            attach(pidfd.as_fd(), name, source)
+        });
+        attached.await.map_err(|error| gone(io::Error::other(error)))?
+    }
+
+    /// Ends it and waits until it is gone.
+    pub async fn end(self) {
+        let Some(process) = self.process else { return };
+        match process.kill() {
+            Ok(()) => drop(process.exited().await),
+            Err(error) => {
+                tracing::error!(pod = %self.pod, %error, "cannot end the process that serves shares")
+            }
+        }
+    }
+}
+
+/// Beside the daemon's own program, else wherever programs are.
+fn program() -> PathBuf {
+    let beside = std::env::current_exe().ok().and_then(|own| Some(own.parent()?.join(PROGRAM)));
+    beside.filter(|path| path.is_file()).unwrap_or_else(|| process::find(Path::new(PROGRAM)))
+}
+
+/// All that is written to a pipe.
+async fn said(words: OwnedFd) -> io::Result<String> {
+    let mut text = String::new();
+    let words = pipe::Receiver::from_owned_fd(words)?;
+    words.take(MAX_WORDS).read_to_string(&mut text).await?;
+    Ok(text)
+}

@@ -1,0 +1,20 @@
+//! The program in its jail, asked as a guest's kernel asks, and as no kernel would.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "clippy knows only the test functions themselves"
+)]
+
+#[path = "serve/confinement.rs"]
+mod confinement;
+#[path = "serve/escapes.rs"]
+mod escapes;
+#[path = "serve/files.rs"]
+mod files;
+#[path = "serve/kernel_double.rs"]
+mod kernel_double;
+#[path = "serve/server.rs"]
+mod server;
+#[path = "serve/survival.rs"]
+mod survival;

@@ -1,0 +1,278 @@
+//! A double of a guest's kernel: speaks raw FUSE messages (Linux' `include/uapi/linux/fuse.h`), one at a time.
+
+use std::{
+    io::{Read, Write},
+    os::unix::net::UnixStream,
+    time::Duration,
+};
+
+use sandboxer_protocol::share::{FRAME_HEAD, frame_head, read_frame_head};
+
+/// Kinds of requests.
+pub mod op {
+    pub use sandboxer_protocol::share::opcode::*;
+    pub const GETATTR: u32 = 3;
+    pub const SETATTR: u32 = 4;
+    pub const READLINK: u32 = 5;
+    pub const SYMLINK: u32 = 6;
+    pub const MKNOD: u32 = 8;
+    pub const MKDIR: u32 = 9;
+    pub const UNLINK: u32 = 10;
+    pub const RMDIR: u32 = 11;
+    pub const LINK: u32 = 13;
+    pub const WRITE: u32 = 16;
+    pub const STATFS: u32 = 17;
+    pub const RELEASE: u32 = 18;
+    pub const FSYNC: u32 = 20;
+    pub const SETXATTR: u32 = 21;
+    pub const REMOVEXATTR: u32 = 24;
+    pub const FLUSH: u32 = 25;
+    pub const RELEASEDIR: u32 = 29;
+    pub const FSYNCDIR: u32 = 30;
+    pub const ACCESS: u32 = 34;
+    pub const FALLOCATE: u32 = 43;
+    pub const RENAME2: u32 = 45;
+    pub const LSEEK: u32 = 46;
+}
+
+/// What a look-up finds.
+#[derive(Debug, Clone, Copy)]
+pub struct Entry {
+    pub node: u64,
+    pub attributes: Attributes,
+}
+
+/// Some of a file's attributes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Attributes {
+    pub size: u64,
+    pub mode: u32,
+    pub links: u32,
+    pub uid: u32,
+    pub gid: u32,
+}
+
+type Answer<T> = Result<T, i32>;
+
+/// A kernel, over a connection to the server.
+pub struct Kernel {
+    stream: UnixStream,
+    pub unique: u64,
+    /// Who asks.
+    pub user: (u32, u32),
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap())
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap())
+}
+
+/// `struct fuse_attr`.
+fn attributes(bytes: &[u8]) -> Attributes {
+    Attributes {
+        size: u64_at(bytes, 8),
+        mode: u32_at(bytes, 60),
+        links: u32_at(bytes, 64),
+        uid: u32_at(bytes, 68),
+        gid: u32_at(bytes, 72),
+    }
+}
+
+/// `struct fuse_entry_out`.
+fn entry(bytes: &[u8]) -> Entry {
+    Entry { node: u64_at(bytes, 0), attributes: attributes(&bytes[40..]) }
+}
+
+/// Fields of 32 bits in a row.
+pub fn words(fields: &[u32]) -> Vec<u8> {
+    fields.iter().flat_map(|field| field.to_le_bytes()).collect()
+}
+
+/// `fields`, then names, each with its end.
+pub fn named(fields: &[u32], names: &[&str]) -> Vec<u8> {
+    let mut body = words(fields);
+    for name in names {
+        body.extend(name.as_bytes());
+        body.push(0);
+    }
+    body
+}
+
+pub fn halves(value: u64) -> [u32; 2] {
+    [value as u32, (value >> 32) as u32]
+}
+
+impl Kernel {
+    pub fn over(stream: UnixStream) -> Self {
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        Self { stream, unique: 2, user: (0, 0) }
+    }
+
+    /// A request as it stands in memory.
+    pub fn request(&mut self, opcode: u32, node: u64, body: &[u8]) -> Vec<u8> {
+        self.unique += 2;
+        let mut message = words(&[(40 + body.len()) as u32, opcode]);
+        message.extend(self.unique.to_le_bytes());
+        message.extend(node.to_le_bytes());
+        message.extend(words(&[self.user.0, self.user.1, 1, 0]));
+        message.extend(body);
+        message
+    }
+
+    pub fn send(&mut self, slot: u32, message: &[u8]) {
+        self.send_raw(&[&frame_head(slot, message)[..], message].concat());
+    }
+
+    pub fn send_raw(&mut self, bytes: &[u8]) {
+        self.stream.write_all(bytes).unwrap();
+    }
+
+    /// The next answer and its slot; none when the server has hung up.
+    pub fn receive(&mut self) -> Option<(u32, Vec<u8>)> {
+        let mut head = [0; FRAME_HEAD];
+        match self.stream.read_exact(&mut head) {
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => panic!("no answer"),
+            Err(_) => return None,
+            Ok(()) => {}
+        }
+        let (slot, length) = read_frame_head(head).unwrap();
+        let mut message = vec![0; length];
+        self.stream.read_exact(&mut message).unwrap();
+        Some((slot, message))
+    }
+
+    /// What an answer says.
+    pub fn said(&self, answer: &[u8]) -> Answer<Vec<u8>> {
+        assert_eq!((u32_at(answer, 0) as usize, u64_at(answer, 8)), (answer.len(), self.unique));
+        match u32_at(answer, 4).cast_signed() {
+            0 => Ok(answer[16..].to_vec()),
+            error => Err(-error),
+        }
+    }
+
+    /// Asks and waits for the answer.
+    pub fn ask(&mut self, opcode: u32, node: u64, body: &[u8]) -> Answer<Vec<u8>> {
+        let message = self.request(opcode, node, body);
+        self.send(0, &message);
+        let (slot, answer) = self.receive().expect("the server hung up");
+        assert_eq!(slot, 0);
+        self.said(&answer)
+    }
+
+    /// The kernel's first request; answers what was agreed upon: flags and the most bytes of a write.
+    pub fn init(&mut self) -> (u32, u32) {
+        // All that a kernel can do, and 64 KiB of reading ahead.
+        let mut body = words(&[7, 36, 65536, 0x7fff_ffff]);
+        body.resize(64, 0);
+        let agreed = self.ask(op::INIT, 0, &body).unwrap();
+        (u32_at(&agreed, 12), u32_at(&agreed, 20))
+    }
+
+    pub fn lookup(&mut self, parent: u64, name: &str) -> Answer<Entry> {
+        self.ask(op::LOOKUP, parent, &named(&[], &[name])).map(|answer| entry(&answer))
+    }
+
+    pub fn getattr(&mut self, node: u64) -> Answer<Attributes> {
+        self.ask(op::GETATTR, node, &words(&[0; 4])).map(|answer| attributes(&answer[16..]))
+    }
+
+    /// Makes and opens a file; its handle.
+    pub fn create(&mut self, parent: u64, name: &str, flags: i32, mode: u32) -> Answer<(Entry, u64)> {
+        let body = named(&[flags as u32, mode, 0, 0], &[name]);
+        self.ask(op::CREATE, parent, &body).map(|answer| (entry(&answer), u64_at(&answer, 128)))
+    }
+
+    pub fn open(&mut self, node: u64, flags: i32) -> Answer<u64> {
+        self.ask(op::OPEN, node, &words(&[flags as u32, 0])).map(|answer| u64_at(&answer, 0))
+    }
+
+    pub fn opendir(&mut self, node: u64) -> Answer<u64> {
+        self.ask(op::OPENDIR, node, &words(&[0, 0])).map(|answer| u64_at(&answer, 0))
+    }
+
+    pub fn write_request(&mut self, node: u64, handle: u64, offset: u64, data: &[u8], flags: i32) -> Vec<u8> {
+        let [h0, h1] = halves(handle);
+        let [o0, o1] = halves(offset);
+        let mut body = words(&[h0, h1, o0, o1, data.len() as u32, 0, 0, 0, flags as u32, 0]);
+        body.extend(data);
+        self.request(op::WRITE, node, &body)
+    }
+
+    pub fn write(&mut self, node: u64, handle: u64, offset: u64, data: &[u8]) -> Answer<u32> {
+        let message = self.write_request(node, handle, offset, data, libc::O_RDWR);
+        self.send(0, &message);
+        let (_, answer) = self.receive().expect("the server hung up");
+        self.said(&answer).map(|answer| u32_at(&answer, 0))
+    }
+
+    pub fn read(&mut self, node: u64, handle: u64, offset: u64, size: u32) -> Answer<Vec<u8>> {
+        self.read_as(op::READ, node, handle, offset, size)
+    }
+
+    pub fn read_as(
+        &mut self,
+        opcode: u32,
+        node: u64,
+        handle: u64,
+        offset: u64,
+        size: u32,
+    ) -> Answer<Vec<u8>> {
+        let [h0, h1] = halves(handle);
+        let [o0, o1] = halves(offset);
+        self.ask(opcode, node, &words(&[h0, h1, o0, o1, size, 0, 0, 0, 0, 0]))
+    }
+
+    /// Names in a directory.
+    pub fn list(&mut self, node: u64) -> Vec<String> {
+        let handle = self.opendir(node).unwrap();
+        let (mut names, mut offset) = (Vec::new(), 0);
+        loop {
+            let listed = self.read_as(op::READDIR, node, handle, offset, 4096).unwrap();
+            if listed.is_empty() {
+                names.sort();
+                return names;
+            }
+            let mut rest = &listed[..];
+            while !rest.is_empty() {
+                // `struct fuse_dirent`.
+                offset = u64_at(rest, 8);
+                let length = u32_at(rest, 16) as usize;
+                names.push(String::from_utf8(rest[24..24 + length].to_vec()).unwrap());
+                rest = &rest[(24 + length).next_multiple_of(8)..];
+            }
+        }
+    }
+
+    /// Sets what `valid` names (`FATTR_…`) to the mode, size, user and group given.
+    pub fn setattr(
+        &mut self,
+        node: u64,
+        valid: u32,
+        size: u64,
+        mode: u32,
+        user: (u32, u32),
+    ) -> Answer<Attributes> {
+        let [s0, s1] = halves(size);
+        let mut body = words(&[valid, 0, 0, 0, s0, s1]);
+        body.resize(68, 0);
+        body.extend(words(&[mode, 0, user.0, user.1, 0]));
+        self.ask(op::SETATTR, node, &body).map(|answer| attributes(&answer[16..]))
+    }
+
+    pub fn rename(&mut self, parent: u64, name: &str, to: u64, new: &str, flags: u32) -> Answer<()> {
+        let [t0, t1] = halves(to);
+        self.ask(op::RENAME2, parent, &named(&[t0, t1, flags, 0], &[name, new])).map(drop)
+    }
+
+    pub fn setxattr(&mut self, node: u64, name: &str, value: &[u8]) -> Answer<()> {
+        let body = [named(&[value.len() as u32, 0], &[name]), value.to_vec()].concat();
+        self.ask(op::SETXATTR, node, &body).map(drop)
+    }
+
+    pub fn getxattr(&mut self, node: u64, name: &str) -> Answer<Vec<u8>> {
+        self.ask(op::GETXATTR, node, &named(&[256, 0], &[name]))
+    }
+}

@@ -1,0 +1,104 @@
+//! A running program with shares of a temporary directory.
+
+use std::{
+    fs,
+    io::Read,
+    os::{
+        fd::{AsFd, AsRawFd, OwnedFd},
+        unix::{
+            net::{UnixListener, UnixStream},
+            process::CommandExt,
+        },
+    },
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+};
+
+use rustix::process::{
+    Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid,
+};
+use sandboxer_share::attach::{AttachError, Source, attach};
+use tempfile::TempDir;
+
+use crate::kernel_double::Kernel;
+
+/// The program. Dropping it ends it.
+pub struct Server {
+    pub pid: i32,
+    pidfd: OwnedFd,
+    dir: TempDir,
+}
+
+impl Server {
+    /// Starts it, without a share.
+    pub fn start() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir(dir.path().join("run")).unwrap();
+        fs::create_dir(dir.path().join("host")).unwrap();
+        let listener = UnixListener::bind(dir.path().join("socket")).unwrap();
+        let mut program = Command::new(env!("CARGO_BIN_EXE_sandboxer-share"));
+        program
+            .arg(listener.as_raw_fd().to_string())
+            .arg(dir.path().join("run"))
+            .arg("256")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped());
+        // SAFETY: between fork and exec one system call is made.
+        unsafe {
+            program.pre_exec(move || Ok(rustix::io::fcntl_setfd(&listener, rustix::io::FdFlags::empty())?))
+        };
+        let mut started = program.spawn().unwrap();
+        let mut words = String::new();
+        started.stdout.take().unwrap().read_to_string(&mut words).unwrap();
+        assert!(started.wait().unwrap().success(), "it did not start");
+        let pid = words.trim().parse().unwrap();
+        let pidfd = pidfd_open(Pid::from_raw(pid).unwrap(), PidfdFlags::empty()).unwrap();
+        Self { pid, pidfd, dir }
+    }
+
+    /// One that shares [`Server::host`] as number 0, and a kernel that has found it there.
+    pub fn sharing(read_only: bool) -> (Self, Kernel, u64) {
+        let server = Self::start();
+        server.attach(0, Source { read_only, ..source(&server.host()) }).unwrap();
+        let mut kernel = server.connect();
+        kernel.init();
+        let share = kernel.lookup(1, "0").unwrap().node;
+        (server, kernel, share)
+    }
+
+    /// The directory that is shared.
+    pub fn host(&self) -> PathBuf {
+        self.dir.path().join("host")
+    }
+
+    /// One that is not.
+    pub fn outside(&self) -> &Path {
+        self.dir.path()
+    }
+
+    pub fn attach(&self, number: u32, source: Source<'_>) -> Result<(), AttachError> {
+        attach(self.pidfd.as_fd(), &number.to_string(), source)
+    }
+
+    /// A daemon's connection.
+    pub fn connect(&self) -> Kernel {
+        Kernel::over(UnixStream::connect(self.dir.path().join("socket")).unwrap())
+    }
+
+    pub fn proc(&self, file: &str) -> String {
+        let path = format!("/proc/{}/{file}", self.pid);
+        fs::read_to_string(&path).unwrap_or_else(|error| panic!("{path}: {error}"))
+    }
+}
+
+/// A share of `path` as most are.
+pub fn source(path: &Path) -> Source<'_> {
+    Source { path, read_only: false, follows_mounts: false }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = pidfd_send_signal(&self.pidfd, Signal::KILL);
+        let _ = waitid(WaitId::PidFd(self.pidfd.as_fd()), WaitIdOptions::EXITED);
+    }
+}

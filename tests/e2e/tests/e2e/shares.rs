@@ -1,0 +1,295 @@
+//! Directories and files of the host that containers have live.
+
+use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use k8s_cri::v1::{ContainerConfig, Mount};
+use nix::sys::signal::{Signal, kill};
+use sandboxer_e2e::case::{Case, PATIENCE, idle, shell};
+use sandboxer_e2e::eventually;
+use tempfile::TempDir;
+
+crate::cases![
+    Any: live_both_ways, read_only_stays_as_it_is, single_file, owners_and_modes, renamed_and_removed_while_open,
+        large_file, many_small_files, link_leads_nowhere_else, program_is_run, two_containers_have_it_in_common,
+        what_is_not_there;
+    Vm: one_process_for_a_pod_and_none_without_shares,
+        a_server_that_ends_takes_the_shares_and_not_the_pod;
+    VmAlone: killed_during_io
+];
+
+/// `config` with `source` at `/data`.
+fn with(mut config: ContainerConfig, source: &Path, readonly: bool) -> ContainerConfig {
+    config.mounts.push(Mount {
+        container_path: "/data".into(),
+        host_path: source.display().to_string(),
+        readonly,
+        ..Default::default()
+    });
+    config
+}
+
+fn host() -> Result<TempDir> {
+    let dir = tempfile::tempdir()?;
+    // A container's user is not always root.
+    std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o777))?;
+    Ok(dir)
+}
+
+/// sha256sum of a file of the host.
+fn sum(path: &Path) -> Result<String> {
+    let output = Command::new("sha256sum").arg(path).output()?.stdout;
+    Ok(String::from_utf8(output)?.split(' ').next().unwrap_or_default().to_owned())
+}
+
+async fn live_both_ways(case: Case) -> Result<()> {
+    let host = host()?;
+    std::fs::write(host.path().join("early"), "from the host")?;
+    let container = case.pod().await?.start(with(idle("c"), host.path(), false)).await?;
+    ensure!(container.sh("cat /data/early").await? == "from the host");
+    container.sh("echo from inside >/data/new; mkdir /data/dir").await?;
+    ensure!(std::fs::read_to_string(host.path().join("new"))? == "from inside\n");
+    std::fs::write(host.path().join("dir/late"), "later")?;
+    ensure!(container.sh("cat /data/dir/late").await? == "later");
+    for content in ["a", "changed", "once more, and longer"] {
+        std::fs::write(host.path().join("early"), content)?;
+        eventually(&format!("{content:?} in the container"), PATIENCE, || async {
+            Ok((container.sh("cat /data/early").await? == content).then_some(()))
+        })
+        .await?;
+    }
+    std::fs::remove_file(host.path().join("early"))?;
+    eventually("end of a removed file", PATIENCE, || async {
+        Ok(container.sh("test ! -e /data/early").await.ok())
+    })
+    .await?;
+    Ok(())
+}
+
+async fn read_only_stays_as_it_is(case: Case) -> Result<()> {
+    let host = host()?;
+    std::fs::write(host.path().join("file"), "content")?;
+    let container = case.pod().await?.start(with(idle("c"), host.path(), true)).await?;
+    ensure!(container.sh("cat /data/file").await? == "content");
+    for script in
+        ["echo x >/data/new", "echo x >>/data/file", "rm /data/file", "chmod 777 /data/file", "mkdir /data/d"]
+    {
+        let refused = container.sh(script).await.err().with_context(|| format!("'{script}' was possible"))?;
+        ensure!(format!("{refused:#}").contains("Read-only file system"), "{refused:#}");
+    }
+    ensure!(std::fs::read_to_string(host.path().join("file"))? == "content");
+    ensure!(std::fs::read_dir(host.path())?.count() == 1);
+    Ok(())
+}
+
+async fn single_file(case: Case) -> Result<()> {
+    let host = host()?;
+    let file = host.path().join("file");
+    std::fs::write(&file, "content")?;
+    std::fs::write(host.path().join("neighbour"), "secret")?;
+    let container = case.pod().await?.start(with(idle("c"), &file, false)).await?;
+    ensure!(container.sh("cat /data; echo more >>/data").await? == "content");
+    ensure!(std::fs::read_to_string(&file)? == "contentmore\n");
+    Ok(())
+}
+
+async fn owners_and_modes(case: Case) -> Result<()> {
+    let host = host()?;
+    std::fs::write(host.path().join("mine"), "private")?;
+    std::fs::set_permissions(host.path().join("mine"), std::fs::Permissions::from_mode(0o600))?;
+    let container = case.pod().await?.start(with(idle("c"), host.path(), false)).await?;
+    container.sh("cd /data; echo x >given; chown 1234:5678 given; chmod 2750 given; chmod 600 mine").await?;
+    let given = std::fs::metadata(host.path().join("given"))?;
+    ensure!((given.uid(), given.gid(), given.mode() & 0o7777) == (1234, 5678, 0o2750), "{given:?}");
+    ensure!(container.sh("stat -c '%u:%g %a' /data/given").await? == "1234:5678 2750");
+
+    let mut config =
+        with(shell("u", "id -u; cat /data/mine || echo refused; echo x >/data/theirs"), host.path(), false);
+    let security = sandboxer_e2e::case::security(&mut config);
+    security.run_as_user = Some(k8s_cri::v1::Int64Value { value: 4321 });
+    let said = case.pod().await?.run(config).await?.success()?;
+    ensure!(said == "4321\nrefused", "{said}");
+    ensure!(std::fs::metadata(host.path().join("theirs"))?.uid() == 4321);
+    Ok(())
+}
+
+async fn renamed_and_removed_while_open(case: Case) -> Result<()> {
+    let host = host()?;
+    let script = "cd /data; exec 3<>open; echo one >&3; mv open moved; echo two >&3; cat moved; rm moved
+        echo three >&3; ls | wc -l; cat <&3; echo end; echo a >a; echo b >b; mv a b; cat b; ls";
+    let said = case.pod().await?.run(with(shell("c", script), host.path(), false)).await?.success()?;
+    ensure!(said == "one\ntwo\n0\nend\na\nb", "{said}");
+    Ok(())
+}
+
+async fn large_file(case: Case) -> Result<()> {
+    let host = host()?;
+    let made = Command::new("dd")
+        .args(["if=/dev/urandom", "bs=1M", "count=64", "status=none"])
+        .arg(format!("of={}", host.path().join("large").display()))
+        .status()?;
+    ensure!(made.success(), "{made}");
+    let expected = sum(&host.path().join("large"))?;
+    let container = case.pod().await?.start(with(idle("c"), host.path(), false)).await?;
+    let seen = container.sh("cp /data/large /data/copy && sha256sum </data/copy").await?;
+    ensure!(seen.starts_with(&expected), "{seen}");
+    ensure!(sum(&host.path().join("copy"))? == expected);
+    Ok(())
+}
+
+async fn many_small_files(case: Case) -> Result<()> {
+    let host = host()?;
+    let container = case.pod().await?.start(with(idle("c"), host.path(), false)).await?;
+    let made = "cd /data; for i in $(seq 300); do echo $i >$i; done; ls | wc -l; cat * | sort -n | tail -1";
+    ensure!(container.sh(made).await? == "300\n300");
+    ensure!(std::fs::read_dir(host.path())?.count() == 300);
+    ensure!(container.sh("rm /data/*; ls /data").await?.is_empty());
+    ensure!(std::fs::read_dir(host.path())?.count() == 0);
+    Ok(())
+}
+
+async fn link_leads_nowhere_else(case: Case) -> Result<()> {
+    let (host, outside) = (host()?, host()?);
+    std::fs::write(outside.path().join("secret"), "secret of the host")?;
+    symlink(outside.path(), host.path().join("dir"))?;
+    symlink(outside.path().join("secret"), host.path().join("file"))?;
+    symlink("/etc/hostname", host.path().join("own"))?;
+    let container = case.pod().await?.start(with(idle("c"), host.path(), false)).await?;
+    for path in ["dir/secret", "file", "../secret"] {
+        ensure!(container.sh(&format!("cat /data/{path}")).await.is_err(), "{path} was read");
+    }
+    ensure!(container.sh("echo x >/data/file").await.is_err(), "a link was written through");
+    ensure!(std::fs::read_to_string(outside.path().join("secret"))? == "secret of the host");
+    ensure!(container.sh("cat /data/own").await? == "pod", "a link leads where the container has it lead");
+    Ok(())
+}
+
+async fn program_is_run(case: Case) -> Result<()> {
+    let host = host()?;
+    std::fs::copy("/bin/busybox", host.path().join("busybox")).context("busybox-static is installed")?;
+    let container = case.pod().await?.start(with(idle("c"), host.path(), true)).await?;
+    ensure!(container.sh("/data/busybox echo it runs").await? == "it runs");
+    Ok(())
+}
+
+async fn two_containers_have_it_in_common(case: Case) -> Result<()> {
+    let (first, second) = (host()?, host()?);
+    let pod = case.pod().await?;
+    let a = pod.start(with(idle("a"), first.path(), false)).await?;
+    let b = pod.start(with(idle("b"), first.path(), false)).await?;
+    let c = pod.start(with(idle("c"), second.path(), false)).await?;
+    a.sh("echo hello >/data/file").await?;
+    ensure!(b.sh("cat /data/file").await? == "hello");
+    ensure!(c.sh("ls /data").await?.is_empty(), "another directory has the file, too");
+    // A lock is seen across containers of a pod.
+    a.sh("flock -x /data/file sleep 1000 >/dev/null 2>&1 & sleep 0.1").await?;
+    eventually("lock of the other container", PATIENCE, || async {
+        Ok(b.sh("flock -n -x /data/file true").await.is_err().then_some(()))
+    })
+    .await?;
+    Ok(())
+}
+
+async fn what_is_not_there(case: Case) -> Result<()> {
+    let host = host()?;
+    let pod = case.pod().await?;
+    let missing = host.path().join("missing");
+    // A kubelet wants it that way: CRI makes a directory.
+    let made = pod.start(with(idle("c"), &missing, false)).await?;
+    made.sh("echo x >/data/file").await?;
+    ensure!(missing.join("file").exists());
+    Ok(())
+}
+
+async fn one_process_for_a_pod_and_none_without_shares(case: Case) -> Result<()> {
+    let servers = || case.stack.processes("sandboxer-share");
+    let before = servers()?;
+    let (first, second) = (host()?, host()?);
+    let pod = case.pod().await?;
+    pod.start(idle("plain")).await?;
+    ensure!(servers()? == before, "a pod without shares has a process for them");
+    pod.start(with(idle("a"), first.path(), false)).await?;
+    pod.start(with(idle("b"), second.path(), true)).await?;
+    let mut of_pod = servers()?;
+    of_pod.retain(|pid| !before.contains(pid));
+    ensure!(of_pod.len() == 1, "{of_pod:?}");
+    let mounts = std::fs::read_to_string("/proc/self/mountinfo")?;
+    ensure!(!mounts.contains(&first.path().display().to_string()), "the host has a mount more");
+    case.cri.stop_pod(&pod.id).await?;
+    ensure!(!servers()?.contains(&of_pod[0]), "it outlived its pod");
+    case.cri.remove_pod(&pod.id).await?;
+    Ok(())
+}
+
+async fn a_server_that_ends_takes_the_shares_and_not_the_pod(case: Case) -> Result<()> {
+    let before = case.stack.processes("sandboxer-share")?;
+    let host = host()?;
+    let pod = case.pod().await?;
+    let container = pod.start(with(idle("c"), host.path(), false)).await?;
+    container.sh("echo x >/data/file").await?;
+    let mut servers = case.stack.processes("sandboxer-share")?;
+    servers.retain(|pid| !before.contains(pid));
+    for server in servers {
+        kill(server, Signal::SIGKILL)?;
+    }
+    let error = eventually("an error of the share", PATIENCE, || async {
+        Ok(container.sh("ls /data; echo x >/data/new").await.err())
+    })
+    .await?;
+    ensure!(format!("{error:#}").contains("Input/output error"), "{error:#}");
+    ensure!(container.sh("echo fine").await? == "fine");
+    ensure!(pod.output("echo fine").await? == "fine");
+    let refused = pod.start(with(idle("d"), host.path(), false)).await.err().context("it was taken")?;
+    ensure!(refused.message().contains("has ended"), "{refused}");
+    Ok(())
+}
+
+async fn killed_during_io(case: Case) -> Result<()> {
+    let host = host()?;
+    let log = host.path().join("log");
+    let pod = case.pod().await?;
+    // containerd declares the container dead with the daemon, since its connection doesn't redial; another one
+    // goes on where that one was ended.
+    let script = "i=$(ls /data | grep -c d); while :; do
+        i=$((i+1)); echo $i >>/data/log; mkdir /data/d$i || exit 1; done";
+    pod.start(with(shell("c0", script), host.path(), false)).await?;
+    let servers = case.stack.processes("sandboxer-share")?;
+    ensure!(servers.len() == 1, "{servers:?}");
+    let lines = || std::fs::read_to_string(&log).unwrap_or_default().lines().count();
+    for round in 1..=3 {
+        let before = lines();
+        eventually("some lines", PATIENCE, || async { Ok((lines() > before + 5).then_some(())) }).await?;
+        case.stack.end("sandboxer", Signal::SIGKILL).await?;
+        case.stack.run_up()?;
+        eventually("pod ready again", PATIENCE, || async {
+            Ok(case.cri.pod_ready(&pod.id).await.ok().filter(|ready| *ready))
+        })
+        .await?;
+        eventually("end of the container", PATIENCE, || async {
+            let at = lines();
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            Ok((lines() == at).then_some(()))
+        })
+        .await?;
+        // Ended between its two steps, a container leaves a line without a directory.
+        let made = std::fs::read_dir(host.path())?.count() - 1;
+        ensure!(lines() - made <= 1, "{} lines, {made} directories", lines());
+        if lines() > made {
+            std::fs::create_dir(host.path().join(format!("d{}", made + 1)))?;
+        }
+        pod.start(with(shell(&format!("c{round}"), script), host.path(), false)).await?;
+    }
+    ensure!(
+        case.stack.processes("sandboxer-share")? == servers,
+        "the shares' server did not outlive the daemon"
+    );
+    let written = std::fs::read_to_string(&log)?;
+    let numbers: Vec<usize> = written.lines().map(str::parse).collect::<Result<_, _>>()?;
+    ensure!(numbers == (1..=numbers.len()).collect::<Vec<_>>(), "lines are lost or doubled: {numbers:?}");
+    case.cri.stop_pod(&pod.id).await?;
+    ensure!(case.stack.processes("sandboxer-share")?.is_empty(), "it outlived its pod");
+    Ok(())
+}

@@ -16,9 +16,8 @@ crate::cases![
     Any: live_both_ways, read_only_stays_as_it_is, single_file, owners_and_modes, renamed_and_removed_while_open,
         large_file, many_small_files, link_leads_nowhere_else, program_is_run, two_containers_have_it_in_common,
         what_is_not_there;
-    Vm: one_process_for_a_pod_and_none_without_shares,
-        a_server_that_ends_takes_the_shares_and_not_the_pod;
-    VmAlone: killed_during_io
+    VmAlone: one_process_for_a_pod_and_none_without_shares, a_server_that_ends_takes_the_shares_and_not_the_pod,
+        killed_during_io
 ];
 
 /// `config` with `source` at `/data`.

@@ -171,6 +171,7 @@ async fn block_devices(case: Case) -> Result<()> {
         shell("d", "test -b /dev/xvda && dd if=/dev/xvda bs=512 skip=2 count=1 2>/dev/null | head -c 11")
             .command;
     config.metadata.get_or_insert_default().name = "d".into();
+    config.log_path = "d.log".into();
     let said = pod.run(config).await?.success()?;
     ensure!(said == "from inside", "{said}");
     Ok(())

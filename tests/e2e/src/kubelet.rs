@@ -83,6 +83,8 @@ impl Kubelet {
         let dir = self.volume("empty-dir", name)?;
         let options = format!("size={size},mode=0777");
         mount(Some("tmpfs"), &dir, Some("tmpfs"), MsFlags::empty(), Some(options.as_str()))?;
+        // As on a node whose init is systemd.
+        mount(None::<&str>, &dir, None::<&str>, MsFlags::MS_SHARED, None::<&str>)?;
         self.mounts.push(dir.clone());
         Ok(dir)
     }

@@ -101,10 +101,14 @@ impl Mounts {
     }
 }
 
-/// containerd gives a path to the shared memory of a pod on the host.
+/// Whether this is what containerd mounts at /dev/shm: a tmpfs, the host's own, or that which it made for the
+/// pod on the host, `…/sandboxes/<id>/shm`.
 fn is_the_pods_shared_memory(mount: &Mount) -> bool {
-    mount.destination() == Path::new(SHARED_MEMORY)
-        && (!is_bind(mount) || mount.source().as_ref().is_some_and(|source| source.ends_with("shm")))
+    let source = mount.source().as_deref().unwrap_or(Path::new(""));
+    let of_a_pod =
+        source.ends_with("shm") && source.iter().rev().nth(2).is_some_and(|dir| dir == "sandboxes");
+    let of_containerd = !is_bind(mount) || source == Path::new(SHARED_MEMORY) || of_a_pod;
+    mount.destination() == Path::new(SHARED_MEMORY) && of_containerd
 }
 
 fn is_bind(mount: &Mount) -> bool {
@@ -221,6 +225,25 @@ mod tests {
         let found: Vec<_> = files.iter().filter(|file| file.path == "/etc/hosts").collect();
         assert_eq!(found.len(), 1);
         assert!(found[0].content.starts_with(b"192.0.2.1") && found[0].read_only);
+    }
+
+    #[test]
+    fn shared_memory_is_the_pods_unless_a_volume_is_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let volume = dir.path().join("pods/u/volumes/kubernetes.io~empty-dir/shm");
+        fs::create_dir_all(&volume).unwrap();
+        let source = |mounts| {
+            let kept = converted(mounts).unwrap().kept;
+            let mut found = kept.iter().filter(|mount| mount.destination() == Path::new("/dev/shm"));
+            let source = found.next().unwrap().source().clone().unwrap();
+            assert_eq!(found.next(), None);
+            source
+        };
+        let pods = mount("/dev/shm", Path::new("/run/sandboxes/p/shm"), &["rbind"]);
+        assert_eq!(source(vec![pods]), Path::new("/dev/shm"));
+        assert_eq!(source(vec![]), Path::new("/dev/shm"));
+        let own = source(vec![mount("/dev/shm", &volume, &["rbind"])]);
+        assert!(own.starts_with(sandboxer_protocol::VOLUMES_DIR), "{own:?}");
     }
 
     #[test]

@@ -151,7 +151,7 @@ async fn block_devices(case: Case) -> Result<()> {
         host_path: host.display().to_string(),
         permissions: permissions.into(),
     };
-    let script = "for at in /dev/xvda /dev/xvdb; do test -b $at && cat /sys/dev/block/$(stat -c '%Hr:%Lr' $at)/size; done; head -n 1 /dev/xvda; \
+    let script = "for at in /dev/xvda /dev/xvdb; do test -b $at && wc -c <$at; done; head -n 1 /dev/xvda; \
                   printf 'from inside' | dd of=/dev/xvda bs=512 seek=2 conv=notrunc,fsync 2>/dev/null && echo written; \
                   printf x | dd of=/dev/xvdb bs=512 conv=notrunc 2>/dev/null || echo refused; head -c 3 /dev/xvdb | od -An -tx1";
     let mut config = shell("c", script);
@@ -160,7 +160,7 @@ async fn block_devices(case: Case) -> Result<()> {
     let ended = pod.run(config.clone()).await?;
     let said = ended.logs.stdout;
     ensure!(
-        said == "8192\n4096\nfrom the host\nwritten\nrefused\n 00 00 00\n",
+        said == "4194304\n2097152\nfrom the host\nwritten\nrefused\n 00 00 00\n",
         "{said}{}",
         ended.logs.stderr
     );
@@ -171,6 +171,7 @@ async fn block_devices(case: Case) -> Result<()> {
         shell("d", "test -b /dev/xvda && dd if=/dev/xvda bs=512 skip=2 count=1 2>/dev/null | head -c 11")
             .command;
     config.metadata.get_or_insert_default().name = "d".into();
+    config.log_path = "d.log".into();
     let said = pod.run(config).await?.success()?;
     ensure!(said == "from inside", "{said}");
     Ok(())
@@ -223,10 +224,10 @@ async fn sizes_that_make_no_sense(case: Case) -> Result<()> {
 }
 
 async fn what_a_guest_cannot_have_is_refused_by_name(case: Case) -> Result<()> {
-    let kubelet = Kubelet::of(&case)?;
-    let disk = kubelet.empty_dir("disk")?;
+    let mut kubelet = Kubelet::of(&case)?;
+    let (disk, memory) = (kubelet.empty_dir("disk")?, kubelet.memory("memory", "4m")?);
     let pod = case.pod().await?;
-    let mut config = mounted(idle("shared"), "/shared", &disk, false);
+    let mut config = mounted(idle("shared"), "/shared", &memory, false);
     config.mounts[0].propagation = MountPropagation::PropagationBidirectional.into();
     let error = refusal(&pod, config).await?;
     let says = "volume /shared: mount propagation rshared is not available in a microVM pod";

@@ -195,7 +195,8 @@ pub fn block_node(disk: &DiskSpec) -> BlockNode {
     }
 }
 
-/// A disk's device. Its LUN is 1, for a guest that scans by hand takes no notice of a LUN 0.
+/// A disk's device. Its LUN is 1, for a guest that scans by hand takes no notice of a LUN 0. What the host can't
+/// write, such as to a full file system, the guest is told; by default QEMU would stop it.
 pub fn disk_device(disk: &DiskSpec) -> Value {
     json!({
         "driver": "scsi-hd",
@@ -204,6 +205,8 @@ pub fn disk_device(disk: &DiskSpec) -> Value {
         "lun": 1,
         "drive": node_name(&disk.serial),
         "serial": disk.serial,
+        "werror": "report",
+        "rerror": "report",
     })
 }
 

@@ -103,6 +103,57 @@ async fn disks_of_the_first_moment_are_there() {
     machine.kill().await.unwrap();
 }
 
+/// As the kernel has it, seen from outside. Booted and restored machines alike.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vmm_is_jailed() {
+    let vmm = test_guest::qemu().await;
+    let frozen = frozen(&vmm, Pod::spec, |_| async {}).await;
+    let (booted, copied) = (Pod::new("booted"), Pod::new("copied"));
+    let machines =
+        [vmm.boot(&booted.spec()).await.unwrap(), vmm.restore(&copied.spec(), &frozen).await.unwrap()];
+    let mut users = Vec::new();
+    for machine in &machines {
+        let proc = Path::new("/proc").join(machine.record().pid.to_string());
+        let status = std::fs::read_to_string(proc.join("status")).unwrap();
+        let field = |name: &str| -> Vec<&str> {
+            let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default();
+            line.trim_start_matches(':').split_whitespace().collect()
+        };
+        let user: u32 = field("Uid")[0].parse().unwrap();
+        assert!(user >= 0x7000_0000 && field("Uid").iter().all(|id| *id == field("Uid")[0]), "{status}");
+        assert_eq!(field("Gid"), field("Uid"));
+        assert!(field("Groups").is_empty(), "{status}");
+        for set in ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"] {
+            assert_eq!(field(set), ["0000000000000000"], "{set}");
+        }
+        assert_eq!((field("NoNewPrivs"), field("Seccomp")), (vec!["1"], vec!["2"]));
+        assert_eq!(field("NSpid").last(), Some(&"1"), "{status}");
+        for namespace in ["mnt", "pid", "net", "ipc", "uts", "cgroup"] {
+            let of = |proc: &Path| std::fs::read_link(proc.join("ns").join(namespace)).unwrap();
+            assert_ne!(of(&proc), of(Path::new("/proc/self")), "{namespace} is the host's");
+        }
+        let root = proc.join("root");
+        let names = |dir: &str| {
+            let entries = std::fs::read_dir(root.join(dir)).unwrap().flatten();
+            let mut names: Vec<_> = entries.map(|entry| entry.file_name().into_string().unwrap()).collect();
+            names.sort();
+            names
+        };
+        assert_eq!(names("etc"), ["ld.so.cache"]);
+        assert_eq!(names("dev"), ["null", "urandom"]);
+        let mounts = std::fs::read_to_string(proc.join("mounts")).unwrap();
+        for mount in mounts.lines().filter(|mount| !mount.contains(" /dev/") && !mount.contains(" /proc ")) {
+            let options = mount.split(' ').nth(3).unwrap();
+            assert!(options.starts_with("ro"), "{mount} can be written");
+        }
+        users.push(user);
+    }
+    assert_ne!(users[0], users[1], "two machines are of one user");
+    for machine in machines {
+        machine.kill().await.unwrap();
+    }
+}
+
 #[tokio::test]
 async fn a_vmm_that_is_missing_exits_or_hangs_is_told_apart() {
     let pod = Pod::new("bad-vmm");

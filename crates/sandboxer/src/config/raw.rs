@@ -116,6 +116,7 @@ struct RawVm {
     call_timeout: Option<Seconds>,
     agent_timeout: Option<Seconds>,
     console_log_kib: Option<u64>,
+    jail: Option<bool>,
     agent_log: Option<String>,
 }
 
@@ -277,6 +278,7 @@ fn resolve(
                 Some(kib) => positive("vm.console_log_kib", kib)?.saturating_mul(1 << 10),
                 None => vm.console_log_bytes,
             },
+            jail: raw.vm.jail.unwrap_or(vm.jail),
             agent_log: raw.vm.agent_log,
         },
         templates: TemplateConfig {

@@ -65,6 +65,8 @@ pub struct VmConfig {
     pub agent_timeout: Duration,
     /// Guest console kept per pod, bytes.
     pub console_log_bytes: u64,
+    /// VMMs are jailed.
+    pub jail: bool,
     /// Filter of the agents' logs, as in `RUST_LOG`.
     pub agent_log: Option<String>,
 }
@@ -196,6 +198,7 @@ impl Default for Config {
                 call_timeout: Duration::from_secs(10),
                 agent_timeout: Duration::from_secs(10),
                 console_log_bytes: 1 << 20,
+                jail: true,
                 agent_log: None,
             },
             templates: TemplateConfig { enabled: true, most: 4, most_bytes: 2 << 30 },

@@ -151,7 +151,15 @@ impl CloudHypervisor {
         };
         let (program, dir, background) = (self.program.clone(), run_dir.clone(), spec.background);
         let spawned = tokio::task::spawn_blocking(move || {
-            process::spawn(&program, arguments, &dir, inherited, Some(stdout.into()), background, confined)
+            process::spawn(
+                &program,
+                arguments,
+                &dir,
+                inherited,
+                Some(stdout.into()),
+                background,
+                confined.map(process::Confined::Landlocked),
+            )
         });
         let (process, words) = spawned
             .await

@@ -10,6 +10,7 @@ pub mod cloud_hypervisor;
 pub mod console;
 pub mod fake;
 pub mod frozen;
+mod jail;
 pub mod kvm;
 pub(crate) mod process;
 pub mod qemu;

@@ -11,7 +11,7 @@ use std::{
         unix::process::CommandExt,
     },
     path::{Path, PathBuf},
-    process::{Command, Stdio},
+    process::{Child, Command, Stdio},
     sync::Arc,
 };
 
@@ -21,14 +21,14 @@ use rustix::{
         Pid, PidfdFlags, Resource, Rlimit, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal,
         setpriority_pgrp, setpriority_process, setrlimit, setsid, waitid,
     },
-    thread::set_no_new_privs,
+    thread::{UnshareFlags, set_no_new_privs, unshare_unsafe},
 };
 use tokio::{
     io::{Interest, unix::AsyncFd},
     sync::watch,
 };
 
-use super::strays;
+use super::{jail::Jail, strays};
 
 /// How a process ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,6 +60,15 @@ pub struct Process {
     exit: watch::Receiver<Option<Exit>>,
 }
 
+/// How a process is confined from its first moment.
+#[derive(Debug)]
+pub enum Confined {
+    /// It opens no more than these Landlock rules allow.
+    Landlocked(OwnedFd),
+    /// It is jailed.
+    Jailed(Jail),
+}
+
 /// A process that is killed when this is dropped, until [`Starting::keep`].
 #[derive(Debug)]
 pub struct Starting {
@@ -84,9 +93,8 @@ const BACKGROUND: i32 = 10;
 ///
 /// `inherited` are open in it under the numbers they have here. Its environment is `PATH` and
 /// [`strays::MARK`] with `run_dir`, which is also its working directory. Its stderr is the returned pipe,
-/// and so is its stdout unless `stdout` is given. From its first moment it opens no more than what the
-/// Landlock rules `confined` allow, if there are any. Blocks for the time of a fork: call it where blocking
-/// is allowed, inside a runtime.
+/// and so is its stdout unless `stdout` is given. From its first moment it is confined, if it is to be. Blocks for
+/// the time of a fork: call it where blocking is allowed, inside a runtime.
 pub fn spawn(
     program: &Path,
     arguments: Vec<OsString>,
@@ -94,8 +102,9 @@ pub fn spawn(
     inherited: Vec<OwnedFd>,
     stdout: Option<OwnedFd>,
     background: bool,
-    confined: Option<OwnedFd>,
+    confined: Option<Confined>,
 ) -> io::Result<(Starting, OwnedFd)> {
+    let jailed = matches!(confined, Some(Confined::Jailed(_)));
     let (words, their_words) = io::pipe()?;
     let stdout = match stdout {
         Some(stdout) => stdout,
@@ -121,11 +130,15 @@ pub fn spawn(
             }
             // A core would be the whole guest on the host's disk.
             setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?;
-            if let Some(rules) = &confined {
-                set_no_new_privs(true)?;
-                if libc::syscall(libc::SYS_landlock_restrict_self, rules.as_raw_fd(), 0) < 0 {
-                    return Err(io::Error::last_os_error());
+            match &confined {
+                Some(Confined::Landlocked(rules)) => {
+                    set_no_new_privs(true)?;
+                    if libc::syscall(libc::SYS_landlock_restrict_self, rules.as_raw_fd(), 0) < 0 {
+                        return Err(io::Error::last_os_error());
+                    }
                 }
+                Some(Confined::Jailed(jail)) => jail.enter()?,
+                None => {}
             }
             // Only in the child: another fork of this daemon must not inherit them.
             for fd in &inherited {
@@ -134,7 +147,7 @@ pub fn spawn(
             Ok(())
         })
     };
-    let mut child = command.spawn()?;
+    let mut child = if jailed { spawn_alone(command)? } else { command.spawn()? };
     // The child is not reaped before the pidfd says so, hence the pid is still its own.
     let watched = match i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
         Some(pid) => pidfd_open(pid, PidfdFlags::NONBLOCK)
@@ -150,6 +163,17 @@ pub fn spawn(
             Err(error)
         }
     }
+}
+
+/// Starts `command` as the first process of a namespace of its own. From a thread of its own, too, which lives no
+/// longer: every process that it forked would be of that namespace.
+fn spawn_alone(mut command: Command) -> io::Result<Child> {
+    let alone = std::thread::Builder::new().name("spawn".to_owned()).spawn(move || {
+        // SAFETY: no file descriptor is passed; what this changes is of this thread alone.
+        unsafe { unshare_unsafe(UnshareFlags::NEWPID) }?;
+        command.spawn()
+    })?;
+    alone.join().unwrap_or_else(|_| Err(io::Error::other("the thread that starts a process panicked")))
 }
 
 /// The process `pid`, if it is still the one that started at `start_time`.

@@ -16,9 +16,12 @@ mod machine;
 mod version;
 
 use std::{
-    io,
-    os::fd::{AsRawFd, OwnedFd},
-    path::PathBuf,
+    fs, io,
+    os::{
+        fd::{AsRawFd, OwnedFd},
+        unix::{self, fs::OpenOptionsExt},
+    },
+    path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
 };
@@ -34,7 +37,8 @@ use self::{
 use super::{
     Frozen, MEMORY, Machine, MachineRecord, TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo,
     accelerator::{self, AcceleratorError},
-    process::{self, Process, Starting},
+    jail::Jail,
+    process::{self, Confined, Process, Starting},
     qmp::Qmp,
     run_dir::{Captures, Files, connect, host, reopen},
     tsc,
@@ -57,6 +61,7 @@ pub struct Qemu {
     info: VmmInfo,
     boot_timeout: Duration,
     call_timeout: Duration,
+    jail: bool,
 }
 
 impl Qemu {
@@ -79,6 +84,7 @@ impl Qemu {
             info: VmmInfo { name: NAME, version, accelerator, accelerator_reason: reason },
             boot_timeout: config.boot_timeout,
             call_timeout: config.call_timeout,
+            jail: config.jail,
         }
     }
 
@@ -100,14 +106,29 @@ impl Qemu {
         }
     }
 
-    /// Starts QEMU and takes control of it. It inherits `files`, which `begin` may name.
+    /// The jail of `spec`'s machine, if there is to be one.
+    fn jail(&self, spec: &VmSpec) -> Result<Option<Jail>, VmmError> {
+        let program = process::find(&self.program);
+        let readable = [program.as_path(), &spec.kernel, &spec.initramfs];
+        let devices: &[&Path] = match self.execution {
+            Execution::Kvm => &[Path::new("/dev/kvm")],
+            Execution::Tcg { .. } => &[],
+        };
+        let jail = self.jail.then(|| Jail::new(&spec.run_dir, &readable, devices));
+        jail.transpose().map_err(host(&spec.pod, "prepare a jail in", spec.run_dir.clone()))
+    }
+
+    /// Starts QEMU and takes control of it. It inherits `inherited_files`, which `begin` may name, in `jail`.
     async fn start(
         &self,
         spec: &VmSpec,
         begin: Begin,
         inherited_files: Vec<OwnedFd>,
+        jail: Option<Jail>,
     ) -> Result<QemuMachine, VmmError> {
         let pod = &spec.pod;
+        let open = |disk| machine::open(disk).map_err(host(pod, "attach", disk.path.clone()));
+        let disks = spec.disks.iter().map(open).collect::<Result<Vec<_>, _>>()?;
         let mut files = Files::default();
         let control = files.listen(spec, CONTROL)?;
         let agent = files.listen(spec, AGENT)?;
@@ -118,11 +139,13 @@ impl Qemu {
             agent: agent.as_raw_fd(),
             console: console.as_raw_fd(),
             taps: taps.iter().map(AsRawFd::as_raw_fd).collect(),
+            disks: disks.iter().map(AsRawFd::as_raw_fd).collect(),
         };
         let arguments = command_line::arguments(spec, self.execution, &numbers, begin);
         let mut inherited = inherited_files;
         inherited.extend([control, agent, console]);
         inherited.extend(taps);
+        inherited.extend(disks);
         // Connected while the listeners are surely there: QEMU may be gone before its first word is read.
         let control = connect(pod, &spec.run_dir, CONTROL)?;
         let console = connect(pod, &spec.run_dir, CONSOLE)?;
@@ -130,7 +153,15 @@ impl Qemu {
         let (program, run_dir) = (self.program.clone(), spec.run_dir.clone());
         let background = spec.background;
         let spawned = tokio::task::spawn_blocking(move || {
-            process::spawn(&program, arguments, &run_dir, inherited, None, background, None)
+            process::spawn(
+                &program,
+                arguments,
+                &run_dir,
+                inherited,
+                None,
+                background,
+                jail.map(Confined::Jailed),
+            )
         });
         let (process, words) = spawned
             .await
@@ -160,7 +191,14 @@ impl Vmm for Qemu {
     }
 
     async fn boot(&self, spec: &VmSpec) -> Result<Arc<dyn Machine>, VmmError> {
-        Ok(Arc::new(self.start(spec, Begin::Boot, Vec::new()).await?))
+        let jail = self.jail(spec)?;
+        let owner = jail.as_ref().map(Jail::user);
+        let memory = match &spec.memory_file {
+            Some(path) => Some(own_file(path, owner).map_err(host(&spec.pod, "make", path.clone()))?),
+            None => None,
+        };
+        let begin = Begin::Boot { memory: memory.as_ref().map(AsRawFd::as_raw_fd) };
+        Ok(Arc::new(self.start(spec, begin, memory.into_iter().collect(), jail).await?))
     }
 
     fn template_inputs(&self, spec: &VmSpec) -> TemplateInputs {
@@ -179,7 +217,7 @@ impl Vmm for Qemu {
         };
         let (memory, state) = (own(MEMORY)?, own(STATE)?);
         let (begin, state_fd) = (Begin::Restore { memory: memory.as_raw_fd() }, state.as_raw_fd());
-        let machine = self.start(spec, begin, vec![memory, state]).await?;
+        let machine = self.start(spec, begin, vec![memory, state], self.jail(spec)?).await?;
         if let Err(error) = machine.load(state_fd).await {
             if let Err(left) = machine.kill().await {
                 tracing::error!(pod = %spec.pod, error = %left, "a machine that could not be restored stays");
@@ -206,6 +244,13 @@ impl Vmm for Qemu {
             },
         }
     }
+}
+
+/// A new file at `path` that `owner` can open.
+fn own_file(path: &Path, owner: Option<u32>) -> io::Result<OwnedFd> {
+    let file = fs::File::options().read(true).write(true).create_new(true).mode(0o600).open(path)?;
+    unix::fs::fchown(&file, owner, owner)?;
+    Ok(file.into())
 }
 
 impl Qemu {

@@ -244,8 +244,20 @@ impl Qmp {
         .await
     }
 
+    /// Hands an open file over; answers the number of the set of descriptors in which it is, alone.
+    pub async fn add_fd(&self, file: OwnedFd, limit: Duration) -> Result<u64, QmpError> {
+        let answer = self.command("add-fd", Value::Null, Some(file), limit).await?;
+        let set = answer.get("fdset-id").and_then(Value::as_u64);
+        set.ok_or_else(|| QmpError::Malformed("no fdset-id in the answer to add-fd".to_owned()))
+    }
+
+    /// Takes a file handed over back; what QEMU has opened by it stays open.
+    pub async fn remove_fd(&self, set: u64, limit: Duration) -> Result<(), QmpError> {
+        self.execute("remove-fd", json!({ "fdset-id": set }), limit).await
+    }
+
     async fn execute(&self, command: &str, arguments: Value, limit: Duration) -> Result<(), QmpError> {
-        self.command(command, arguments, None, limit).await
+        self.command(command, arguments, None, limit).await.map(drop)
     }
 
     async fn command(
@@ -254,7 +266,7 @@ impl Qmp {
         arguments: Value,
         fd: Option<OwnedFd>,
         limit: Duration,
-    ) -> Result<(), QmpError> {
+    ) -> Result<Value, QmpError> {
         let (answer, answered) = oneshot::channel();
         let command = match arguments {
             Value::Null => json!({ "execute": command }),
@@ -262,7 +274,7 @@ impl Qmp {
         };
         let exchange = async {
             self.requests.send(Request { command, fd, answer }).await.map_err(|_| QmpError::Closed)?;
-            answered.await.map_err(|_| QmpError::Closed)?.map(drop)
+            answered.await.map_err(|_| QmpError::Closed)?
         };
         timeout(limit, exchange).await.map_err(|_| QmpError::Timeout(limit))?
     }

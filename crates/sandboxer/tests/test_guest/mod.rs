@@ -215,6 +215,8 @@ pub async fn qemu_program(program: &Path) -> Qemu {
         qemu: program.into(),
         // A stand-in that hangs shall not hang the test for long.
         boot_timeout: if real { LONG } else { Duration::from_secs(2) },
+        // It tells its pid by a file.
+        jail: real,
         ..vm_config()
     })
     .await
@@ -224,6 +226,7 @@ pub async fn qemu_program(program: &Path) -> Qemu {
 /// How tests run machines.
 pub fn vm_config() -> VmConfig {
     VmConfig {
+        jail: true,
         vmm: VmmChoice::Auto,
         qemu: "qemu-system-x86_64".into(),
         cloud_hypervisor: "cloud-hypervisor".into(),

@@ -169,8 +169,16 @@ mod tests {
         ] {
             let rules = rules(program, &spec).unwrap();
             let arguments = vec![at(from).into(), at(to).into()];
-            let (process, _words) =
-                process::spawn(program, arguments, &at("run"), Vec::new(), None, false, rules).unwrap();
+            let (process, _words) = process::spawn(
+                program,
+                arguments,
+                &at("run"),
+                Vec::new(),
+                None,
+                false,
+                rules.map(process::Confined::Landlocked),
+            )
+            .unwrap();
             assert_eq!(process.exited().await, process::Exit::Status(status), "{from} to {to}");
             assert_eq!(at(to).exists(), status == 0, "{from} to {to}");
         }

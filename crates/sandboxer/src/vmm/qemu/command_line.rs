@@ -7,7 +7,6 @@ use std::{
     ffi::OsString,
     fs,
     os::{fd::RawFd, unix::fs::FileTypeExt},
-    path::Path,
 };
 
 use sandboxer_protocol::boot::AGENT_PORT;
@@ -34,7 +33,7 @@ pub enum Execution {
     },
 }
 
-/// Numbers of the listening sockets and of the taps that QEMU inherits.
+/// Numbers of the listening sockets, the taps and the disks that QEMU inherits.
 #[derive(Debug, Clone, Default)]
 pub struct Sockets {
     /// For QMP.
@@ -45,13 +44,21 @@ pub struct Sockets {
     pub console: RawFd,
     /// One for each network interface.
     pub taps: Vec<RawFd>,
+    /// One for each disk it has from the start.
+    pub disks: Vec<RawFd>,
 }
+
+/// Sets of descriptors in which QEMU finds the disks it has from the start; that of the first has this number.
+pub const FIRST_DISK_SET: u64 = 1000;
 
 /// What the guest does when QEMU starts.
 #[derive(Debug, Clone, Copy)]
 pub enum Begin {
     /// Boots.
-    Boot,
+    Boot {
+        /// Number of a file for its memory, which QEMU inherits; none: memory is of its own.
+        memory: Option<RawFd>,
+    },
     /// Waits for the state of a frozen machine.
     Restore {
         /// Number of the file of that machine's memory, which QEMU inherits.
@@ -68,8 +75,11 @@ pub fn machine(spec: &VmSpec, execution: Execution) -> Vec<String> {
         Execution::Kvm => Execution::Kvm,
         Execution::Tcg { .. } => Execution::Tcg { tsc_khz: 0 },
     };
-    let sockets = Sockets { taps: vec![0; spec.nics.into()], ..Sockets::default() };
-    let mut arguments = arguments(&spec.of_no_pod(), execution, &sockets, Begin::Boot);
+    let zeroes = |count: usize| vec![0; count];
+    let sockets =
+        Sockets { taps: zeroes(spec.nics.into()), disks: zeroes(spec.disks.len()), ..Sockets::default() };
+    let begin = Begin::Boot { memory: Some(0) };
+    let mut arguments = arguments(&spec.of_no_pod(), execution, &sockets, begin);
     // The name comes first, and is the pod's.
     arguments.drain(..2);
     arguments.into_iter().map(|argument| argument.to_string_lossy().into_owned()).collect()
@@ -96,14 +106,14 @@ pub fn arguments(spec: &VmSpec, execution: Execution, sockets: &Sockets, begin: 
     let mut machine =
         "microvm,acpi=on,pcie=off,usb=off,pit=off,pic=off,rtc=on,isa-serial=on,auto-kernel-cmdline=off"
             .to_owned();
-    let memory_in = |path: &Path, share: &str| {
-        let path = comma_escaped(path);
-        format!("memory-backend-file,id=memory0,size={}M,mem-path={path},share={share}", spec.memory_mib)
+    let memory_in = |file: RawFd, share: &str| {
+        let size = spec.memory_mib;
+        format!("memory-backend-file,id=memory0,size={size}M,mem-path=/proc/self/fd/{file},share={share}")
     };
     let memory = match begin {
-        Begin::Boot => spec.memory_file.as_ref().map(|file| memory_in(file, "on")),
+        Begin::Boot { memory } => memory.map(|file| memory_in(file, "on")),
         // Every write makes a copy of the page for this machine alone.
-        Begin::Restore { memory } => Some(memory_in(format!("/proc/self/fd/{memory}").as_ref(), "off")),
+        Begin::Restore { memory } => Some(memory_in(memory, "off")),
     };
     if let Some(memory) = &memory {
         add(&[&"-object", memory]);
@@ -113,7 +123,7 @@ pub fn arguments(spec: &VmSpec, execution: Execution, sockets: &Sockets, begin: 
     add(&[&"-accel", &accelerator, &"-cpu", &cpu]);
     add(&[&"-smp", &spec.vcpus.to_string(), &"-m", &format!("{}M", spec.memory_mib)]);
     match begin {
-        Begin::Boot => {
+        Begin::Boot { .. } => {
             let line = kernel_line(spec, execution);
             add(&[&"-kernel", &spec.kernel, &"-initrd", &spec.initramfs, &"-append", &line]);
         }
@@ -136,8 +146,9 @@ pub fn arguments(spec: &VmSpec, execution: Execution, sockets: &Sockets, begin: 
             &format!("virtio-net-device,id=nic{nic},netdev=tap{nic},mac={mac},guest_announce=off"),
         ]);
     }
-    for disk in &spec.disks {
-        let node = block_node(disk);
+    for ((disk, file), set) in spec.disks.iter().zip(&sockets.disks).zip(FIRST_DISK_SET..) {
+        add(&[&"-add-fd", &format!("fd={file},set={set}")]);
+        let node = block_node(disk, set);
         add(&[&"-blockdev", &serde_json::to_string(&node).unwrap_or_default()]);
         add(&[&"-device", &disk_device(disk).to_string()]);
     }
@@ -177,8 +188,8 @@ pub fn node_name(serial: &str) -> String {
     format!("node-{serial}")
 }
 
-/// A disk's image.
-pub fn block_node(disk: &DiskSpec) -> BlockNode {
+/// A disk's image, open in QEMU's set of descriptors `set`.
+pub fn block_node(disk: &DiskSpec, set: u64) -> BlockNode {
     let is_device = fs::metadata(&disk.path).is_ok_and(|meta| meta.file_type().is_block_device());
     let discard = if disk.read_only { "ignore" } else { "unmap" };
     BlockNode {
@@ -188,7 +199,7 @@ pub fn block_node(disk: &DiskSpec) -> BlockNode {
         discard,
         file: BlockFile {
             driver: if is_device { "host_device" } else { "file" },
-            filename: path_text(&disk.path),
+            filename: format!("/dev/fdset/{set}"),
             read_only: disk.read_only,
             discard,
         },
@@ -208,13 +219,4 @@ pub fn disk_device(disk: &DiskSpec) -> Value {
         "werror": "report",
         "rerror": "report",
     })
-}
-
-/// A path within an option: a comma would end it.
-fn comma_escaped(path: &Path) -> String {
-    path_text(path).replace(',', ",,")
-}
-
-fn path_text(path: &Path) -> String {
-    path.to_string_lossy().into_owned()
 }

@@ -4,7 +4,7 @@ use std::{
     fs, io,
     os::{
         fd::{AsFd, OwnedFd, RawFd},
-        unix::fs::OpenOptionsExt,
+        unix::{self, fs::OpenOptionsExt},
     },
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
@@ -17,7 +17,7 @@ use sandboxer_protocol::id::SandboxId;
 
 use super::command_line;
 use crate::vmm::{
-    AgentStream, DiskSpec, Machine, MachineExit, MachineRecord, VmmError,
+    AgentStream, DiskSpec, MEMORY, Machine, MachineExit, MachineRecord, VmmError,
     process::Process,
     qmp::{Qmp, QmpError},
     run_dir::{Captures, Files, host},
@@ -77,12 +77,16 @@ impl Machine for QemuMachine {
 
     async fn attach_disk(&self, disk: &DiskSpec) -> Result<(), VmmError> {
         let pod = &self.record.pod;
-        fs::metadata(&disk.path).map_err(host(pod, "attach", disk.path.clone()))?;
+        let file = open(disk).map_err(host(pod, "attach", disk.path.clone()))?;
         let call = format!("attaching {} as disk {}", disk.path.display(), disk.serial);
-        self.qmp
-            .blockdev_add(&command_line::block_node(disk), self.call_timeout)
-            .await
-            .map_err(answer(pod, &call))?;
+        let limit = self.call_timeout;
+        let added = async {
+            let set = self.qmp.add_fd(file, limit).await?;
+            let added = self.qmp.blockdev_add(&command_line::block_node(disk, set), limit).await;
+            // By now QEMU has it open a second time, or never will.
+            self.qmp.remove_fd(set, limit).await.and(added)
+        };
+        added.await.map_err(answer(pod, &call))?;
         let plugged = self.qmp.device_add(command_line::disk_device(disk), self.call_timeout).await;
         if plugged.is_err()
             && let Err(error) = self.detach_disk(&disk.serial).await
@@ -110,6 +114,9 @@ impl Machine for QemuMachine {
 
     async fn freeze(&self, dir: &Path) -> Result<(), VmmError> {
         self.pause().await?;
+        // What its user wrote is nobody's from now on.
+        let memory = dir.join(MEMORY);
+        unix::fs::chown(&memory, Some(0), Some(0)).map_err(host(&self.record.pod, "take back", memory))?;
         let path = dir.join(STATE);
         let state = fs::File::options().write(true).create_new(true).mode(0o600).open(&path);
         let state = state.map_err(host(&self.record.pod, "make", path))?;
@@ -151,6 +158,11 @@ impl Machine for QemuMachine {
         drop(Files::of_ended(&self.record.run_dir, &[CONTROL, AGENT, CONSOLE]));
         Ok(())
     }
+}
+
+/// Opens a disk the one way in which QEMU can use it: jailed, it opens nothing by itself.
+pub(super) fn open(disk: &DiskSpec) -> io::Result<OwnedFd> {
+    fs::File::options().read(true).write(!disk.read_only).open(&disk.path).map(OwnedFd::from)
 }
 
 /// Makes of QEMU's answer an error that names the pod and what was asked.

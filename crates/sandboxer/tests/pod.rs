@@ -173,7 +173,8 @@ async fn a_container_runs_prints_and_ends_and_the_pod_goes_without_a_trace() {
     assert_eq!(pod.delete(id("c1"), None).await.unwrap().code, 143);
 
     let stages: Vec<_> = pod.inspect().await.unwrap().steps.iter().map(|step| step.stage).collect();
-    assert_eq!(stages, [Stage::Netns, Stage::Queue, Stage::VmmSpawn, Stage::Boot, Stage::AgentReady]);
+    use Stage::{AgentReady, Boot, Netns, Network, Queue, VmmSpawn};
+    assert_eq!(stages, [Netns, Network, Queue, VmmSpawn, Boot, AgentReady]);
     pod.stop().await.unwrap();
     pod.stop().await.unwrap();
     assert_eq!((pod.status().state, pod.status().reason.as_str()), (PodState::Stopped, ""));

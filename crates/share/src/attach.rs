@@ -26,10 +26,21 @@ use crate::ROOT;
 pub struct Source<'a> {
     /// A directory or a regular file of the host.
     pub path: &'a Path,
-    /// The program can't write to it, whatever the guest asks.
-    pub read_only: bool,
+    /// Whether the program can write to it, whatever the guest asks.
+    pub access: Access,
     /// What is mounted below it on the host from now on appears in it, too.
     pub follows_mounts: bool,
+}
+
+/// What can be written of a share.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Access {
+    /// All of it.
+    ReadWrite,
+    /// Nothing but what is mounted below it, as a read-only bind mount has it.
+    ReadOnly,
+    /// Nothing.
+    RecursivelyReadOnly,
 }
 
 /// Why there is no share.
@@ -96,12 +107,19 @@ fn take(source: Source<'_>) -> Result<Tree, AttachError> {
         .map_err(|errno| failed("take a mount of")(errno.into()))?;
     // No device of the host, no program of it with another one's rights: the guest has its own opinion on
     // what it runs, this is about the program that serves it.
-    let mut wanted = libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV | libc::MOUNT_ATTR_NOEXEC;
-    if source.read_only {
-        wanted |= libc::MOUNT_ATTR_RDONLY;
-    }
+    let wanted = libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV | libc::MOUNT_ATTR_NOEXEC;
     let propagation = if source.follows_mounts { libc::MS_SLAVE } else { libc::MS_PRIVATE };
-    set_attributes(mount.as_fd(), wanted, 0, propagation).map_err(failed("restrict a mount of"))?;
+    let all = libc::AT_RECURSIVE;
+    set_attributes(mount.as_fd(), wanted, 0, propagation, all).map_err(failed("restrict a mount of"))?;
+    let depth = match source.access {
+        Access::ReadWrite => None,
+        Access::ReadOnly => Some(0),
+        Access::RecursivelyReadOnly => Some(all),
+    };
+    if let Some(depth) = depth {
+        let read_only = set_attributes(mount.as_fd(), libc::MOUNT_ATTR_RDONLY, 0, 0, depth);
+        read_only.map_err(failed("make read-only a mount of"))?;
+    }
     Ok(Tree { mount, is_dir: kind.is_dir() })
 }
 
@@ -113,7 +131,8 @@ fn put(process: BorrowedFd<'_>, name: &str, tree: &Tree) -> Result<(), AttachErr
     let clone = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
     let root = rustix::mount::open_tree(rustix::fs::CWD, ROOT, clone)
         .map_err(|errno| target("open the root")(errno.into()))?;
-    set_attributes(root.as_fd(), 0, libc::MOUNT_ATTR_RDONLY, 0).map_err(target("write to the root"))?;
+    set_attributes(root.as_fd(), 0, libc::MOUNT_ATTR_RDONLY, 0, libc::AT_RECURSIVE)
+        .map_err(target("write to the root"))?;
     let made = if tree.is_dir {
         rustix::fs::mkdirat(&root, name, Mode::from_raw_mode(0o755))
     } else {
@@ -145,8 +164,14 @@ fn target(action: &'static str) -> impl FnOnce(io::Error) -> AttachError {
     move |source| AttachError::Target { action, source }
 }
 
-/// mount_setattr(2) on a mount and all below it; of Linux 5.12.
-fn set_attributes(mount: BorrowedFd<'_>, set: u64, clear: u64, propagation: u64) -> io::Result<()> {
+/// mount_setattr(2) on a mount, and with a `depth` of `AT_RECURSIVE` on all below it; of Linux 5.12.
+fn set_attributes(
+    mount: BorrowedFd<'_>,
+    set: u64,
+    clear: u64,
+    propagation: u64,
+    depth: libc::c_int,
+) -> io::Result<()> {
     let attributes = libc::mount_attr { attr_set: set, attr_clr: clear, propagation, userns_fd: 0 };
     let path = CString::default();
     // SAFETY: the path is a C string and the attributes are a struct of the size told; both outlive the call.
@@ -155,7 +180,7 @@ fn set_attributes(mount: BorrowedFd<'_>, set: u64, clear: u64, propagation: u64)
             libc::SYS_mount_setattr,
             mount.as_raw_fd(),
             path.as_ptr(),
-            libc::AT_EMPTY_PATH | libc::AT_RECURSIVE,
+            libc::AT_EMPTY_PATH | depth,
             &raw const attributes,
             size_of::<libc::mount_attr>(),
         )

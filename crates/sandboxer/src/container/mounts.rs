@@ -11,6 +11,8 @@ use oci_spec::runtime::{Mount, MountBuilder};
 use sandboxer_protocol::{agent::File, id::ContainerId};
 
 use super::spec::{invalid, unsupported};
+use sandboxer_share::attach::Access;
+
 use crate::{
     error::PodError,
     host::{
@@ -83,8 +85,17 @@ impl Mounts {
                 }
             }
             Kind::Live => {
-                let Volume { at, source, read_only, follows_host_mounts, options, .. } = volume;
-                let share = Share::of(&source, read_only, follows_host_mounts).map_err(|error| {
+                let Volume { at, source, read_only, follows_host_mounts, mut options, .. } = volume;
+                let access = match read_only {
+                    false => Access::ReadWrite,
+                    true if options.iter().any(|option| option == "rro") => Access::RecursivelyReadOnly,
+                    true => {
+                        // The host holds it to that, and to no more; to the guest it is one mount with all below.
+                        options.retain(|option| option != "ro");
+                        Access::ReadOnly
+                    }
+                };
+                let share = Share::of(&source, access, follows_host_mounts).map_err(|error| {
                     PodError::Host { pod: pod.id.clone(), action: "look at", path: source, source: error }
                 })?;
                 self.kept.push(bind(container, &at, share.guest_path(), options)?);
@@ -210,7 +221,7 @@ mod tests {
     fn a_host_directory_is_shared_and_mounted_from_where_the_guest_has_it() {
         let dir = tempfile::tempdir().unwrap();
         let all = converted(vec![mount("/data", dir.path(), &["rbind", "ro", "rslave"])]).unwrap();
-        assert_eq!(all.shares, [Share::of(dir.path(), true, true).unwrap()]);
+        assert_eq!(all.shares, [Share::of(dir.path(), Access::ReadOnly, true).unwrap()]);
         let kept = all.kept.iter().find(|mount| mount.destination() == Path::new("/data")).unwrap();
         assert_eq!(kept.source().clone(), Some(all.shares[0].guest_path()));
         assert_eq!(kept.options().clone().unwrap(), ["rbind", "ro"]);

@@ -6,7 +6,7 @@ use nix::{
     mount::{MsFlags, mount},
     sched::{CloneFlags, unshare},
 };
-use sandboxer_share::attach::Source;
+use sandboxer_share::attach::{Access, Source};
 
 use crate::server::{Server, source};
 
@@ -90,7 +90,8 @@ fn mounts_below_a_share_are_in_it_and_later_ones_appear_where_asked_for() {
         fill("early");
         server.attach(0, source(&host)).unwrap();
         server.attach(1, Source { follows_mounts: true, ..source(&host) }).unwrap();
-        server.attach(2, Source { read_only: true, ..source(&host) }).unwrap();
+        server.attach(2, Source { access: Access::RecursivelyReadOnly, ..source(&host) }).unwrap();
+        server.attach(3, Source { access: Access::ReadOnly, ..source(&host) }).unwrap();
         fill("late");
         let mut kernel = server.connect();
         kernel.init();
@@ -108,7 +109,12 @@ fn mounts_below_a_share_are_in_it_and_later_ones_appear_where_asked_for() {
         let share = kernel.lookup(1, "2").unwrap().node;
         let early = kernel.lookup(share, "early").unwrap().node;
         let refused = kernel.create(early, "new", libc::O_CREAT | libc::O_RDWR, 0o600);
-        assert_eq!(refused.unwrap_err(), libc::EROFS, "a mount below a read-only share");
+        assert_eq!(refused.unwrap_err(), libc::EROFS, "a mount below a recursively read-only share");
+        let share = kernel.lookup(1, "3").unwrap().node;
+        let refused = kernel.create(share, "new", libc::O_CREAT | libc::O_RDWR, 0o600);
+        assert_eq!(refused.unwrap_err(), libc::EROFS, "a read-only share");
+        let early = kernel.lookup(share, "early").unwrap().node;
+        kernel.create(early, "new", libc::O_CREAT | libc::O_RDWR, 0o600).expect("a mount below is not meant");
         drop(server);
         // What the server gave up lies below no other mount.
         nix::mount::umount2(&host, nix::mount::MntFlags::MNT_DETACH).unwrap();

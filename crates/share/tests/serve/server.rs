@@ -17,7 +17,7 @@ use std::{
 use rustix::process::{
     Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid,
 };
-use sandboxer_share::attach::{AttachError, Source, attach};
+use sandboxer_share::attach::{Access, AttachError, Source, attach};
 use tempfile::TempDir;
 
 use crate::kernel_double::Kernel;
@@ -93,7 +93,7 @@ impl Server {
 
 /// A share of `path` as most are.
 pub fn source(path: &Path) -> Source<'_> {
-    Source { path, read_only: false, follows_mounts: false }
+    Source { path, access: Access::ReadWrite, follows_mounts: false }
 }
 
 impl Drop for Server {

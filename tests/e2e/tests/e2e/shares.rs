@@ -13,7 +13,8 @@ use sandboxer_e2e::eventually;
 use tempfile::TempDir;
 
 crate::cases![
-    Any: live_both_ways, read_only_stays_as_it_is, single_file, owners_and_modes, renamed_and_removed_while_open,
+    Any: live_both_ways, read_only_stays_as_it_is, read_only_as_deep_as_asked,
+        single_file, owners_and_modes, renamed_and_removed_while_open,
         large_file, many_small_files, link_leads_nowhere_else, program_is_run, two_containers_have_it_in_common,
         what_is_not_there;
     VmAlone: one_process_for_a_pod_and_none_without_shares, a_server_that_ends_takes_the_shares_and_not_the_pod,
@@ -81,6 +82,29 @@ async fn read_only_stays_as_it_is(case: Case) -> Result<()> {
     }
     ensure!(std::fs::read_to_string(host.path().join("file"))? == "content");
     ensure!(std::fs::read_dir(host.path())?.count() == 1);
+    Ok(())
+}
+
+/// A read-only volume is that, and what the host mounted below it only if it is asked for.
+async fn read_only_as_deep_as_asked(case: Case) -> Result<()> {
+    let host = host()?;
+    let below = host.path().join("below");
+    std::fs::create_dir(&below)?;
+    nix::mount::mount(Some("tmpfs"), &below, Some("tmpfs"), nix::mount::MsFlags::empty(), None::<&str>)?;
+    let tried = async {
+        let pod = case.pod().await?;
+        let script = "touch /data/a 2>&1; touch /data/below/b 2>&1 && echo written below";
+        let plain = pod.run(with(shell("plain", script), host.path(), true)).await?.logs.stdout;
+        let mut deep = with(shell("deep", script), host.path(), true);
+        deep.mounts[0].recursive_read_only = true;
+        let deep = pod.run(deep).await?.logs.stdout;
+        Ok::<_, anyhow::Error>((plain, deep))
+    };
+    let tried = tried.await;
+    nix::mount::umount2(&below, nix::mount::MntFlags::MNT_DETACH)?;
+    let (plain, deep) = tried?;
+    ensure!(plain.matches("Read-only").count() == 1 && plain.contains("written below"), "{plain}");
+    ensure!(deep.matches("Read-only").count() == 2 && !deep.contains("written below"), "{deep}");
     Ok(())
 }
 

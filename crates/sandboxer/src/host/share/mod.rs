@@ -18,7 +18,7 @@ use std::{
 };
 
 use sandboxer_protocol::{id::SandboxId, share::GUEST_DIR};
-use sandboxer_share::attach::AttachError;
+use sandboxer_share::attach::{Access, AttachError};
 use serde::{Deserialize, Serialize};
 use tokio::{net::UnixStream, task::JoinSet};
 
@@ -35,8 +35,8 @@ use crate::{
 pub struct Share {
     /// A file or a directory.
     pub source: PathBuf,
-    /// The pod can't write to it.
-    pub read_only: bool,
+    /// What of it the pod can write to.
+    pub access: Access,
     /// Mounts that the host makes below it later appear in it.
     pub follows_mounts: bool,
     /// Tells it from the pod's others; the same for those who may have it in common.
@@ -46,15 +46,15 @@ pub struct Share {
 impl Share {
     /// Looks at what is to be shared. Who asks for the same thing again, while it is the same, gets the same
     /// share.
-    pub fn of(source: &Path, read_only: bool, follows_mounts: bool) -> io::Result<Self> {
+    pub fn of(source: &Path, access: Access, follows_mounts: bool) -> io::Result<Self> {
         let found = std::fs::metadata(source)?;
-        let identity = format!("{} {} {read_only} {follows_mounts} ", found.dev(), found.ino());
+        let identity = format!("{} {} {access:?} {follows_mounts} ", found.dev(), found.ino());
         let mut identity = [identity.as_bytes(), source.as_os_str().as_bytes()].concat();
         // A share's name says nothing, and has room for all there may be.
         identity = hash::of(&mut identity.as_slice())?.into_bytes();
         identity.truncate(16);
         let name = String::from_utf8_lossy(&identity).into_owned();
-        Ok(Self { source: source.to_owned(), read_only, follows_mounts, name })
+        Ok(Self { source: source.to_owned(), access, follows_mounts, name })
     }
 
     /// Where the guest has it.
@@ -261,17 +261,22 @@ mod tests {
 
     #[test]
     fn who_asks_for_the_same_has_it_in_common() {
+        use Access::{ReadOnly, ReadWrite};
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("volume");
         std::fs::create_dir(&path).unwrap();
-        let share = |read_only, follows| Share::of(&path, read_only, follows).unwrap();
-        assert_eq!(share(false, false), share(false, false));
-        assert_ne!(share(false, false).guest_path(), share(true, false).guest_path());
-        assert_ne!(share(false, false).guest_path(), share(false, true).guest_path());
-        let before = share(false, false);
+        let share = |access, follows| Share::of(&path, access, follows).unwrap();
+        assert_eq!(share(ReadWrite, false), share(ReadWrite, false));
+        assert_ne!(share(ReadWrite, false).guest_path(), share(ReadOnly, false).guest_path());
+        assert_ne!(share(ReadWrite, false).guest_path(), share(ReadWrite, true).guest_path());
+        let before = share(ReadWrite, false);
         std::fs::rename(&path, dir.path().join("old")).unwrap();
         std::fs::create_dir(&path).unwrap();
-        assert_ne!(before.guest_path(), share(false, false).guest_path(), "another directory of that name");
-        assert!(Share::of(&dir.path().join("nothing"), false, false).is_err());
+        assert_ne!(
+            before.guest_path(),
+            share(ReadWrite, false).guest_path(),
+            "another directory of that name"
+        );
+        assert!(Share::of(&dir.path().join("nothing"), ReadWrite, false).is_err());
     }
 }

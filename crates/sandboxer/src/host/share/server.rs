@@ -117,8 +117,8 @@ impl Server {
         let process = self.process.as_ref().ok_or_else(|| gone(io::ErrorKind::NotFound.into()))?;
         let (pidfd, share) = (process.pidfd().try_clone_to_owned().map_err(gone)?, share.clone());
         let attached = tokio::task::spawn_blocking(move || {
-            let Share { source, read_only, follows_mounts, name } = &share;
-            let source = Source { path: source, read_only: *read_only, follows_mounts: *follows_mounts };
+            let Share { source, access, follows_mounts, name } = &share;
+            let source = Source { path: source, access: *access, follows_mounts: *follows_mounts };
             attach(pidfd.as_fd(), name, source)
         });
         attached.await.map_err(|error| gone(io::Error::other(error)))?

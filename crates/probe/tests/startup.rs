@@ -245,3 +245,11 @@ fn the_schema_refuses_what_is_no_report() {
         assert!(!validator.is_valid(&bad), "{pointer}");
     }
 }
+
+#[test]
+fn the_schema_knows_every_stage() {
+    let schema: serde_json::Value = serde_json::from_str(SCHEMA_TEXT).unwrap();
+    let stages = schema.pointer("/$defs/series/properties/stages/propertyNames/enum").unwrap();
+    let known: Vec<_> = stages.as_array().unwrap().iter().filter_map(|name| name.as_str()).collect();
+    assert_eq!(known, sandboxer_protocol::stage::Stage::ALL.map(sandboxer_protocol::stage::Stage::as_str));
+}

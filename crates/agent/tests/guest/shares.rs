@@ -22,7 +22,7 @@ use sandboxer_protocol::{
     agent::{AgentClient, CreateContainerRequest, ExchangeSharesRequest, MountSharesRequest, ShareMessage},
     share::{FRAME_HEAD, GUEST_DIR, frame_head, read_frame_head},
 };
-use sandboxer_share::attach::{Source, attach};
+use sandboxer_share::attach::{Access, Source, attach};
 use serde_json::json;
 use tempfile::TempDir;
 use tokio::task::JoinHandle;
@@ -56,7 +56,7 @@ impl Server {
         let pidfd = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).unwrap();
         let server = Self { dir, pidfd };
         let host = server.host();
-        let source = Source { path: &host, read_only: false, follows_mounts: false };
+        let source = Source { path: &host, access: Access::ReadWrite, follows_mounts: false };
         attach(server.pidfd.as_fd(), "0", source).unwrap();
         server
     }

@@ -17,7 +17,7 @@ fn field(status: &str, name: &str) -> String {
 
 #[test]
 fn every_thread_has_few_capabilities_and_a_filter() {
-    let (server, _kernel, _) = Server::sharing(false);
+    let (server, _kernel, _) = Server::sharing(Access::ReadWrite);
     // CHOWN, DAC_OVERRIDE, DAC_READ_SEARCH, FOWNER, FSETID, SETGID, SETUID, SETFCAP.
     let kept = format!("{:016x}", 0b1101_1111_u64 | 1 << 31);
     let mut threads = 0;
@@ -37,7 +37,7 @@ fn every_thread_has_few_capabilities_and_a_filter() {
 
 #[test]
 fn it_has_namespaces_of_its_own_and_sees_its_shares_only() {
-    let (server, _kernel, _) = Server::sharing(false);
+    let (server, _kernel, _) = Server::sharing(Access::ReadWrite);
     for namespace in ["mnt", "pid", "net", "ipc", "uts", "cgroup"] {
         let of = |pid: &str| fs::read_link(format!("/proc/{pid}/ns/{namespace}")).unwrap();
         assert_ne!(of(&server.pid.to_string()), of("self"), "{namespace}");
@@ -61,7 +61,7 @@ fn it_has_namespaces_of_its_own_and_sees_its_shares_only() {
 
 #[test]
 fn the_host_has_no_mount_more_and_a_dead_server_none_left() {
-    let (server, ..) = Server::sharing(true);
+    let (server, ..) = Server::sharing(Access::ReadOnly);
     let there = server.outside().to_str().unwrap().to_owned();
     let mounts = || fs::read_to_string("/proc/self/mountinfo").unwrap();
     assert!(!mounts().contains(&there));

@@ -4,6 +4,7 @@ use std::{fs, os::unix::fs::symlink};
 
 use libc::{EINVAL, O_CREAT, O_DIRECTORY, O_PATH, O_RDONLY, O_RDWR, O_TMPFILE};
 use sandboxer_protocol::share::MAX_MESSAGE;
+use sandboxer_share::attach::Access;
 
 use crate::{
     kernel_double::{named, op, words},
@@ -14,7 +15,7 @@ use crate::{
 const SECRET: &str = "secret";
 
 fn with_secret() -> (Server, crate::kernel_double::Kernel, u64) {
-    let (server, kernel, share) = Server::sharing(false);
+    let (server, kernel, share) = Server::sharing(Access::ReadWrite);
     fs::write(server.outside().join(SECRET), "secret").unwrap();
     symlink(server.outside(), server.host().join("up")).unwrap();
     symlink(server.outside().join(SECRET), server.host().join("link")).unwrap();
@@ -118,7 +119,7 @@ fn nodes_and_handles_that_were_never_given_are_none() {
 
 #[test]
 fn more_files_than_may_be_open_are_refused_and_forgotten_ones_make_room() {
-    let (server, mut kernel, share) = Server::sharing(false);
+    let (server, mut kernel, share) = Server::sharing(Access::ReadWrite);
     for n in 0..300 {
         fs::write(server.host().join(n.to_string()), "").unwrap();
     }
@@ -135,7 +136,7 @@ fn more_files_than_may_be_open_are_refused_and_forgotten_ones_make_room() {
 
 #[test]
 fn whoever_sends_no_requests_is_hung_up_on_and_the_next_one_is_served() {
-    let (server, mut kernel, share) = Server::sharing(false);
+    let (server, mut kernel, share) = Server::sharing(Access::ReadWrite);
     let whole = kernel.request(op::GETATTR, share, &words(&[0; 4]));
     let framed = |slot: u32, length: u32, message: &[u8]| [&words(&[slot, length])[..], message].concat();
     let length = whole.len() as u32;
@@ -160,7 +161,7 @@ fn whoever_sends_no_requests_is_hung_up_on_and_the_next_one_is_served() {
 
 #[test]
 fn requests_of_every_kind_with_every_kind_of_rubbish_are_answered() {
-    let (server, mut kernel, share) = Server::sharing(false);
+    let (server, mut kernel, share) = Server::sharing(Access::ReadWrite);
     fs::write(server.host().join("file"), "content").unwrap();
     fs::write(server.outside().join(SECRET), "secret").unwrap();
     // No random numbers: what fails once, fails again.

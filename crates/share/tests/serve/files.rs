@@ -6,6 +6,7 @@ use std::{
 };
 
 use libc::{EEXIST, ENOENT, ENOTEMPTY, EPERM, EROFS, O_APPEND, O_CREAT, O_EXCL, O_RDONLY, O_RDWR, O_WRONLY};
+use sandboxer_share::attach::Access;
 
 use crate::{
     kernel_double::{halves, named, op, words},
@@ -29,7 +30,7 @@ fn a_kernel_is_told_how_much_at_once() {
 
 #[test]
 fn files_are_made_written_read_renamed_and_removed() {
-    let (server, mut kernel, share) = Server::sharing(false);
+    let (server, mut kernel, share) = Server::sharing(Access::ReadWrite);
     let (file, handle) = kernel.create(share, "a", O_CREAT | O_EXCL | O_RDWR, 0o640).unwrap();
     assert_eq!(kernel.create(share, "a", O_CREAT | O_EXCL | O_RDWR, 0o640).unwrap_err(), EEXIST);
     let block = vec![b'x'; 128 << 10];
@@ -57,7 +58,7 @@ fn files_are_made_written_read_renamed_and_removed() {
 
 #[test]
 fn changes_on_the_host_are_seen_and_a_rename_swaps_or_refuses() {
-    let (server, mut kernel, share) = Server::sharing(false);
+    let (server, mut kernel, share) = Server::sharing(Access::ReadWrite);
     for name in ["one", "two"] {
         fs::write(server.host().join(name), name).unwrap();
     }
@@ -72,7 +73,7 @@ fn changes_on_the_host_are_seen_and_a_rename_swaps_or_refuses() {
 
 #[test]
 fn what_is_appended_lands_at_the_end_whatever_the_host_wrote() {
-    let (server, mut kernel, share) = Server::sharing(false);
+    let (server, mut kernel, share) = Server::sharing(Access::ReadWrite);
     let flags = O_CREAT | O_WRONLY | O_APPEND;
     let (log, handle) = kernel.create(share, "log", flags, 0o600).unwrap();
     fs::write(server.host().join("log"), "from the host\n").unwrap();
@@ -84,7 +85,7 @@ fn what_is_appended_lands_at_the_end_whatever_the_host_wrote() {
 
 #[test]
 fn files_belong_to_who_made_them_and_to_whom_they_are_given() {
-    let (server, mut kernel, share) = Server::sharing(false);
+    let (server, mut kernel, share) = Server::sharing(Access::ReadWrite);
     fs::set_permissions(server.host(), fs::Permissions::from_mode(0o700)).unwrap();
     kernel.user = (1000, 2000);
     // The guest's kernel has found that this user may: the host's opinion is not asked.
@@ -108,7 +109,7 @@ fn files_belong_to_who_made_them_and_to_whom_they_are_given() {
 fn a_file_that_is_written_to_or_cut_loses_what_made_it_another_users_program() {
     const KILL_IN_SETATTR: u32 = 1 << 11;
     const KILL_IN_WRITE: u32 = 1 << 2;
-    let (server, mut kernel, share) = Server::sharing(false);
+    let (server, mut kernel, share) = Server::sharing(Access::ReadWrite);
     for (n, name) in ["cut", "written"].into_iter().enumerate() {
         let (file, handle) = kernel.create(share, name, O_CREAT | O_RDWR, 0o700).unwrap();
         kernel.setattr(file.node, MODE, 0, 0o6711, (0, 0)).unwrap();
@@ -128,7 +129,7 @@ fn a_file_that_is_written_to_or_cut_loses_what_made_it_another_users_program() {
 
 #[test]
 fn links_fifos_attributes_and_space() {
-    let (server, mut kernel, share) = Server::sharing(false);
+    let (server, mut kernel, share) = Server::sharing(Access::ReadWrite);
     let (file, handle) = kernel.create(share, "file", O_CREAT | O_RDWR, 0o600).unwrap();
     let [low, high] = [file.node as u32, (file.node >> 32) as u32];
     kernel.ask(op::LINK, share, &named(&[low, high], &["hard"])).unwrap();
@@ -161,7 +162,7 @@ fn links_fifos_attributes_and_space() {
 /// The server may call few functions of its kernel: whatever else a guest's kernel asks for has to be among them.
 #[test]
 fn what_is_asked_for_beside_reading_and_writing_is_allowed() {
-    let (server, mut kernel, share) = Server::sharing(false);
+    let (server, mut kernel, share) = Server::sharing(Access::ReadWrite);
     let (file, handle) = kernel.create(share, "file", O_CREAT | O_RDWR, 0o600).unwrap();
     let [h0, h1] = halves(handle);
     kernel.ask(op::FLUSH, file.node, &words(&[h0, h1, 0, 0, 0, 0])).unwrap();
@@ -190,7 +191,7 @@ fn what_is_asked_for_beside_reading_and_writing_is_allowed() {
 
 #[test]
 fn nothing_is_written_to_a_share_that_is_read_only() {
-    let (server, mut kernel, share) = Server::sharing(true);
+    let (server, mut kernel, share) = Server::sharing(Access::ReadOnly);
     fs::write(server.host().join("file"), "content").unwrap();
     let file = kernel.lookup(share, "file").unwrap().node;
     let handle = kernel.open(file, O_RDONLY).unwrap();
@@ -241,7 +242,7 @@ fn what_is_no_directory_and_no_file_is_refused_by_its_path() {
 
 #[test]
 fn a_share_that_is_there_stays_as_it_is() {
-    let (server, mut kernel, share) = Server::sharing(false);
+    let (server, mut kernel, share) = Server::sharing(Access::ReadWrite);
     let other = server.outside().join("other");
     fs::create_dir(&other).unwrap();
     fs::write(server.host().join("first"), "").unwrap();

@@ -57,9 +57,9 @@ impl Server {
     }
 
     /// One that shares [`Server::host`] as number 0, and a kernel that has found it there.
-    pub fn sharing(read_only: bool) -> (Self, Kernel, u64) {
+    pub fn sharing(access: Access) -> (Self, Kernel, u64) {
         let server = Self::start();
-        server.attach(0, Source { read_only, ..source(&server.host()) }).unwrap();
+        server.attach(0, Source { access, ..source(&server.host()) }).unwrap();
         let mut kernel = server.connect();
         kernel.init();
         let share = kernel.lookup(1, "0").unwrap().node;

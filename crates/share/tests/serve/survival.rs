@@ -3,6 +3,7 @@
 use std::fs;
 
 use libc::{O_CREAT, O_RDWR, O_WRONLY};
+use sandboxer_share::attach::Access;
 
 use crate::{
     kernel_double::{named, op},
@@ -11,7 +12,7 @@ use crate::{
 
 #[test]
 fn what_was_done_for_a_daemon_that_died_is_not_done_again() {
-    let (server, mut kernel, share) = Server::sharing(false);
+    let (server, mut kernel, share) = Server::sharing(Access::ReadWrite);
     let making = kernel.request(op::MKDIR, share, &named(&[0o700, 0], &["dir"]));
     kernel.send(3, &making);
     // It is done, and the answer is lost with who asked for it.
@@ -33,7 +34,7 @@ fn what_was_done_for_a_daemon_that_died_is_not_done_again() {
 
 #[test]
 fn what_is_appended_is_appended_once_and_what_is_read_is_read_again() {
-    let (server, mut kernel, share) = Server::sharing(false);
+    let (server, mut kernel, share) = Server::sharing(Access::ReadWrite);
     let (log, handle) = kernel.create(share, "log", O_CREAT | O_WRONLY | libc::O_APPEND, 0o600).unwrap();
     let (file, reading) = kernel.create(share, "file", O_CREAT | O_RDWR, 0o600).unwrap();
     let block = vec![7; 128 << 10];
@@ -57,7 +58,7 @@ fn what_is_appended_is_appended_once_and_what_is_read_is_read_again() {
 
 #[test]
 fn a_daemon_that_dies_in_the_middle_of_a_message_is_followed_by_another() {
-    let (server, mut kernel, share) = Server::sharing(false);
+    let (server, mut kernel, share) = Server::sharing(Access::ReadWrite);
     let making = kernel.request(op::MKDIR, share, &named(&[0o700, 0], &["dir"]));
     for cut in [1, 7, 8, 20, making.len()] {
         let mut dying = server.connect();
@@ -76,7 +77,7 @@ fn a_daemon_that_dies_in_the_middle_of_a_message_is_followed_by_another() {
 
 #[test]
 fn many_requests_under_way_are_each_answered_in_their_slot() {
-    let (server, mut kernel, share) = Server::sharing(false);
+    let (server, mut kernel, share) = Server::sharing(Access::ReadWrite);
     let mut asked = Vec::new();
     for slot in 0..16 {
         let making = kernel.request(op::MKDIR, share, &named(&[0o700, 0], &[&format!("d{slot}")]));

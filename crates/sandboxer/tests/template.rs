@@ -17,6 +17,7 @@ use sandboxer::{
     config::{Config, PoolConfig, Way},
     daemon,
     pod::{self, Node, PodHandle, spec::PodSpec, state::PodStatus},
+    pool::Pool,
     template::{Shape, Template, TemplateError},
     vmm::fake::{FakeVmm, Fault},
 };
@@ -63,7 +64,9 @@ impl Host {
         config.vm.default_memory_mib = SHAPE.memory_mib;
         config.templates.most = self.most;
         config.pool = PoolConfig { min: self.pool, max: self.pool };
-        daemon::node(config, self.vmm.clone()).unwrap()
+        let node = Arc::into_inner(daemon::node(config, self.vmm.clone()).unwrap()).unwrap();
+        // These tests' pods have no network namespace, and so no interface.
+        Arc::new(Node { pool: Pool::new(node.config.pool, SHAPE), ..node })
     }
 
     fn templates(&self) -> Vec<PathBuf> {

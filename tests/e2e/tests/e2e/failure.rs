@@ -10,7 +10,7 @@ use sandboxer_e2e::case::{Case, idle, security, shell};
 crate::cases![
     Any: entrypoint_that_is_not_there, endless_environment, image_that_is_not_there,
     working_directory_that_is_a_file, truncated_image;
-    Vm: unknown_capability, start_given_up_half_way, shared_directory_is_refused_by_name;
+    Vm: unknown_capability, start_given_up_half_way ;
     VmAlone: vmm_killed, guest_that_panics
 ];
 
@@ -127,24 +127,6 @@ async fn start_given_up_half_way(case: Case) -> Result<()> {
         case.cri.remove_pod(&pod).await?;
     }
     Ok(())
-}
-
-/// There is no host file service: a bind mount from the host is refused, and the error says so.
-async fn shared_directory_is_refused_by_name(case: Case) -> Result<()> {
-    let pod = case.pod().await?;
-    let dir = tempfile::tempdir()?;
-    let mut config = shell("c", "ls /data");
-    config.mounts = vec![k8s_cri::v1::Mount {
-        container_path: "/data".into(),
-        host_path: dir.path().display().to_string(),
-        ..Default::default()
-    }];
-    let refused = match pod.create(config).await {
-        Err(error) => error,
-        Ok(container) => case.cri.start(&container.id).await.err().context("was started")?,
-    };
-    ensure!(refused.message().contains("/data"), "the error does not name the mount: {refused}");
-    still_works(&pod).await
 }
 
 async fn vmm_killed(case: Case) -> Result<()> {

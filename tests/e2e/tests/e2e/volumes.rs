@@ -4,7 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use anyhow::{Context, Result, ensure};
-use k8s_cri::v1::{CdiDevice, ContainerConfig, Device, IdMapping, Mount, MountPropagation};
+use k8s_cri::v1::{ContainerConfig, Device, Mount, MountPropagation};
 use nix::sys::signal::Signal;
 use sandboxer_e2e::case::{Case, Container, PATIENCE, idle, shell};
 use sandboxer_e2e::eventually;
@@ -14,7 +14,7 @@ crate::cases![
     Any: files_are_kept_up_to_date, a_sub_path_of_files_stays, empty_dirs_are_shared, empty_dirs_in_memory_are_bounded,
     a_sub_path_of_an_empty_dir, shared_memory_of_another_size, termination_message, block_devices;
     Vm: empty_dirs_on_disk_are_bounded, the_root_file_system_is_bounded, sizes_that_make_no_sense,
-    what_a_guest_cannot_have_is_refused_by_name, what_containerd_refuses;
+    what_a_guest_cannot_have_is_refused_by_name;
     VmAlone: volumes_outlive_the_daemon
 ];
 
@@ -247,24 +247,6 @@ async fn what_a_guest_cannot_have_is_refused_by_name(case: Case) -> Result<()> {
     let said =
         pod.run(mounted(shell("fine", "echo fine >/d/x; cat /d/x"), "/d", &disk, false)).await?.success()?;
     ensure!(said == "fine", "{said}");
-    Ok(())
-}
-
-/// What takes a runtime that says it can, and a registry of devices of the host: containerd refuses it for us.
-async fn what_containerd_refuses(case: Case) -> Result<()> {
-    let kubelet = Kubelet::of(&case)?;
-    let disk = kubelet.empty_dir("disk")?;
-    let pod = case.pod().await?;
-    let mut mapped = mounted(idle("mapped"), "/d", &disk, false);
-    let mapping = IdMapping { host_id: 100_000, container_id: 0, length: 1 };
-    mapped.mounts[0].uid_mappings = vec![mapping];
-    mapped.mounts[0].gid_mappings = vec![mapping];
-    let mut cdi = idle("cdi");
-    cdi.cdi_devices = vec![CdiDevice { name: "example.com/device=none".into() }];
-    for config in [mapped, cdi] {
-        let error = refusal(&pod, config).await?;
-        ensure!(error.contains("idmap") || error.contains("example.com/device=none"), "{error}");
-    }
     Ok(())
 }
 

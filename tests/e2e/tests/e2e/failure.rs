@@ -10,7 +10,7 @@ use sandboxer_e2e::case::{Case, idle, security, shell};
 crate::cases![
     Any: entrypoint_that_is_not_there, endless_environment, image_that_is_not_there,
     working_directory_that_is_a_file, truncated_image;
-    Vm: unknown_capability, start_given_up_half_way ;
+    Vm: unknown_capability, start_given_up_half_way;
     VmAlone: vmm_killed, guest_that_panics
 ];
 

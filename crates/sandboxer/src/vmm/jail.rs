@@ -28,8 +28,8 @@ const NAMESPACES: CloneFlags = CloneFlags::CLONE_NEWNS
     .union(CloneFlags::CLONE_NEWNET)
     .union(CloneFlags::CLONE_NEWCGROUP);
 
-/// What every program needs to start; what of it isn't there, isn't needed.
-const SYSTEM: [&str; 4] = ["/usr", "/lib", "/lib64", "/etc/ld.so.cache"];
+/// What every program needs to start, a wrapper with `#!/bin/sh` too; what of it isn't there, isn't needed.
+const SYSTEM: [&str; 5] = ["/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache"];
 /// Devices that are the same to everybody.
 const DEVICES: [&str; 2] = ["/dev/null", "/dev/urandom"];
 /// Highest capability that is given up; the kernel refuses those that it doesn't have.

@@ -9,10 +9,9 @@ use std::{
 
 use oci_spec::runtime::{Mount, MountBuilder};
 use sandboxer_protocol::{agent::File, id::ContainerId};
-
-use super::spec::{invalid, unsupported};
 use sandboxer_share::attach::Access;
 
+use super::spec::{invalid, unsupported};
 use crate::{
     error::PodError,
     host::{

@@ -32,7 +32,7 @@ const NAMESPACES: CloneFlags = CloneFlags::CLONE_NEWNS
 const SYSTEM: [&str; 5] = ["/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache"];
 /// Devices that are the same to everybody.
 const DEVICES: [&str; 2] = ["/dev/null", "/dev/urandom"];
-/// Highest capability that is given up; the kernel refuses those that it doesn't have.
+/// Highest capability that there can be; a kernel knows fewer.
 const LAST_CAPABILITY: libc::c_int = 63;
 
 /// A jail, ready to be entered.
@@ -145,8 +145,10 @@ impl Jail {
             done(libc::mount(nothing, c"/".as_ptr(), nothing, seal, std::ptr::null()))?;
             done(libc::chdir(c"/".as_ptr()))?;
             for capability in 0..=LAST_CAPABILITY {
-                if libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) < 0 {
-                    break;
+                match done(libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0)) {
+                    // Beyond the last one.
+                    Err(error) if error.raw_os_error() == Some(libc::EINVAL) => break,
+                    dropped => dropped?,
                 }
             }
             done(libc::setgroups(self.groups.len(), self.groups.as_ptr()))?;

@@ -1,0 +1,187 @@
+//! What front and worker say to each other, one packet a message, over a `SOCK_SEQPACKET` pair.
+//!
+//! ```text
+//! kind u8 │ length of key u16 │ key │ note          and up to MOST_FDS descriptors
+//! ```
+//!
+//! A packet that was sent is received even if its sender is killed the next moment: that makes an entry
+//! which a worker has handed over safe at once, without an answer.
+
+use std::{
+    io::{self, IoSlice, IoSliceMut},
+    os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
+};
+
+use nix::{
+    cmsg_space,
+    errno::Errno,
+    sys::socket::{
+        AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, recvmsg, sendmsg,
+        socketpair,
+    },
+};
+
+/// Longest message, bytes.
+pub const LONGEST: usize = 32 << 10;
+/// Most descriptors with one message.
+pub const MOST_FDS: usize = 8;
+
+/// Key of the entry whose descriptor the front accepts task connections at; a path may follow.
+pub const TASK_LISTENER: &str = "listen task ";
+
+/// One message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Worker: keep the descriptors and the note under the key, in place of what is there.
+    Keep = 1,
+    /// Worker: forget the key.
+    Forget = 2,
+    /// Worker: all earlier pods are taken up; requests may come.
+    Ready = 3,
+    /// Front: an entry that an earlier worker had kept.
+    Kept = 4,
+    /// Front: that was all of them. The note is what tells this front from others.
+    AllKept = 5,
+    /// Front: a task connection's link is the descriptor.
+    Connection = 6,
+}
+
+/// A message, with the descriptors that came along.
+#[derive(Debug)]
+pub struct Message {
+    /// What it says.
+    pub kind: Kind,
+    /// Of which entry; empty where there is none.
+    pub key: String,
+    /// Whatever the worker wants to know again.
+    pub note: Vec<u8>,
+    /// In the order in which they were sent.
+    pub fds: Vec<OwnedFd>,
+}
+
+/// A pair of ends: the front's, which never blocks, and the worker's. Both close when a program is executed.
+pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
+    let (front, worker) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
+    nix::fcntl::fcntl(&front, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::O_NONBLOCK))?;
+    Ok((front, worker))
+}
+
+/// Sends one message. With a socket that blocks, waits while the peer's queue is full.
+pub fn send(
+    socket: BorrowedFd<'_>,
+    kind: Kind,
+    key: &str,
+    note: &[u8],
+    fds: &[BorrowedFd<'_>],
+) -> io::Result<()> {
+    let length = u16::try_from(key.len()).map_err(|_| too_long())?;
+    if 3 + key.len() + note.len() > LONGEST || fds.len() > MOST_FDS {
+        return Err(too_long());
+    }
+    let head = [kind as u8, length.to_be_bytes()[0], length.to_be_bytes()[1]];
+    let parts = [IoSlice::new(&head), IoSlice::new(key.as_bytes()), IoSlice::new(note)];
+    let raw: Vec<RawFd> = fds.iter().map(AsRawFd::as_raw_fd).collect();
+    let rights = [ControlMessage::ScmRights(&raw)];
+    let rights = if raw.is_empty() { &rights[..0] } else { &rights[..] };
+    loop {
+        match sendmsg::<()>(socket.as_raw_fd(), &parts, rights, MsgFlags::MSG_NOSIGNAL, None) {
+            Err(Errno::EINTR) => {}
+            sent => return Ok(sent.map(drop)?),
+        }
+    }
+}
+
+/// Receives one message; none when the peer is gone. `flags`: `MSG_DONTWAIT` not to wait for one.
+pub fn receive(socket: BorrowedFd<'_>, flags: MsgFlags) -> io::Result<Option<Message>> {
+    let mut bytes = vec![0; LONGEST];
+    let mut rights = cmsg_space!([RawFd; MOST_FDS]);
+    let (count, truncated, fds) = loop {
+        let mut parts = [IoSliceMut::new(&mut bytes)];
+        let flags = flags | MsgFlags::MSG_CMSG_CLOEXEC;
+        match recvmsg::<()>(socket.as_raw_fd(), &mut parts, Some(&mut rights), flags) {
+            Err(Errno::EINTR) => {}
+            Err(error) => return Err(error.into()),
+            Ok(received) => {
+                let mut fds = Vec::new();
+                for message in received.cmsgs()? {
+                    if let ControlMessageOwned::ScmRights(raw) = message {
+                        // SAFETY: the kernel has just made these descriptors for us; nobody else has them.
+                        fds.extend(raw.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
+                    }
+                }
+                let cut = MsgFlags::MSG_TRUNC | MsgFlags::MSG_CTRUNC;
+                break (received.bytes, received.flags.intersects(cut), fds);
+            }
+        }
+    };
+    if count == 0 {
+        return Ok(None);
+    }
+    if truncated {
+        return Err(malformed("a message came without its end: is the limit of open files reached?"));
+    }
+    bytes.truncate(count);
+    parse(bytes, fds).map(Some)
+}
+
+fn parse(mut bytes: Vec<u8>, fds: Vec<OwnedFd>) -> io::Result<Message> {
+    let &[kind, high, low] = bytes.first_chunk().ok_or_else(|| malformed("a message has no head"))?;
+    let kind = [Kind::Keep, Kind::Forget, Kind::Ready, Kind::Kept, Kind::AllKept, Kind::Connection]
+        .into_iter()
+        .find(|known| *known as u8 == kind)
+        .ok_or_else(|| malformed("a message is of no known kind"))?;
+    let end = 3 + usize::from(u16::from_be_bytes([high, low]));
+    if end > bytes.len() {
+        return Err(malformed("a message is shorter than its key"));
+    }
+    let note = bytes.split_off(end);
+    let key = String::from_utf8(bytes.split_off(3)).map_err(|_| malformed("a key is no text"))?;
+    Ok(Message { kind, key, note, fds })
+}
+
+fn malformed(what: &'static str) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what)
+}
+
+fn too_long() -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidInput, "a message to or from the front is too long")
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        fs::File,
+        io::{Read as _, Write as _},
+        os::fd::AsFd,
+    };
+
+    use super::*;
+
+    #[test]
+    fn what_a_peer_sent_before_it_went_is_received_with_its_descriptors() {
+        let (front, worker) = pair().unwrap();
+        let (read, write) = std::io::pipe().unwrap();
+        send(worker.as_fd(), Kind::Keep, "a key", b"a note", &[write.as_fd()]).unwrap();
+        send(worker.as_fd(), Kind::Ready, "", &[], &[]).unwrap();
+        drop((worker, write));
+
+        let mut message = receive(front.as_fd(), MsgFlags::empty()).unwrap().unwrap();
+        assert_eq!((message.kind, message.key.as_str()), (Kind::Keep, "a key"));
+        assert_eq!(message.note, b"a note");
+        File::from(message.fds.remove(0)).write_all(b"through").unwrap();
+        let mut text = String::new();
+        { read }.read_to_string(&mut text).unwrap();
+        assert_eq!(text, "through");
+        assert_eq!(receive(front.as_fd(), MsgFlags::empty()).unwrap().unwrap().kind, Kind::Ready);
+        assert!(receive(front.as_fd(), MsgFlags::empty()).unwrap().is_none());
+    }
+
+    #[test]
+    fn what_is_no_message_is_an_error() {
+        for bytes in [&[1_u8][..], &[99, 0, 0], &[1, 0, 5, b'x'], &[1, 0, 1, 0xff]] {
+            assert!(parse(bytes.to_vec(), Vec::new()).is_err(), "{bytes:?}");
+        }
+        let (front, _worker) = pair().unwrap();
+        assert!(send(front.as_fd(), Kind::Keep, "", &vec![0; LONGEST], &[]).is_err());
+    }
+}

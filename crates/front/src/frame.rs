@@ -1,0 +1,180 @@
+//! ttrpc's frames, as far as the front looks at them: ten bytes of header, then bytes.
+//!
+//! ```text
+//! length u32 │ stream u32 │ kind u8 │ flags u8 │ length bytes        (big-endian)
+//! ```
+
+use std::mem;
+
+/// Bytes of a header.
+pub const HEADER: usize = 10;
+/// Most bytes that may follow a header: ttrpc's own limit.
+pub const LONGEST: usize = 4 << 20;
+
+/// Kind of a request.
+pub const REQUEST: u8 = 1;
+/// Kind of an answer.
+pub const RESPONSE: u8 = 2;
+
+/// Flag that the front alone sets: an earlier worker may have had this request, and may have done it.
+/// ttrpc knows the three lowest bits and lets the others pass.
+pub const REPEATED: u8 = 0x80;
+
+/// gRPC's RESOURCE_EXHAUSTED.
+const EXHAUSTED: u8 = 8;
+
+/// A whole frame, header included.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Frame(Vec<u8>);
+
+/// What came is no ttrpc.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error("a frame says it has {0} bytes, ttrpc allows {LONGEST}")]
+pub struct TooLong(usize);
+
+impl Frame {
+    /// An answer to the request on `stream` which says that there are too many.
+    pub fn too_many(stream: u32) -> Self {
+        const WORDS: &str = "too many requests are under way on this connection";
+        // Response { status: 1 = Status { code: 1 = varint, message: 2 = string } }, all lengths below 128.
+        let mut status = vec![0x08, EXHAUSTED, 0x12, WORDS.len() as u8];
+        status.extend_from_slice(WORDS.as_bytes());
+        let mut frame = vec![0; HEADER];
+        frame.extend_from_slice(&[0x0a, status.len() as u8]);
+        frame.extend_from_slice(&status);
+        let length = (frame.len() - HEADER) as u32;
+        frame[..4].copy_from_slice(&length.to_be_bytes());
+        frame[8] = RESPONSE;
+        let mut frame = Self(frame);
+        frame.set_stream(stream);
+        frame
+    }
+
+    /// What it is: [`REQUEST`], [`RESPONSE`] or something else.
+    pub fn kind(&self) -> u8 {
+        self.0[8]
+    }
+
+    /// Which request it belongs to.
+    pub fn stream(&self) -> u32 {
+        u32::from_be_bytes([self.0[4], self.0[5], self.0[6], self.0[7]])
+    }
+
+    /// Makes it belong to another request.
+    pub fn set_stream(&mut self, stream: u32) {
+        self.0[4..8].copy_from_slice(&stream.to_be_bytes());
+    }
+
+    /// Marks it as [`REPEATED`], or not.
+    pub fn set_repeated(&mut self, repeated: bool) {
+        self.0[9] = if repeated { self.0[9] | REPEATED } else { self.0[9] & !REPEATED };
+    }
+
+    /// As it goes over the wire.
+    pub fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+
+    /// As it goes over the wire.
+    pub fn into_bytes(self) -> Vec<u8> {
+        self.0
+    }
+}
+
+/// Puts frames together from what is read, however it is cut.
+#[derive(Debug, Default)]
+pub struct Assembler(Vec<u8>);
+
+impl Assembler {
+    /// Takes what was read; answers the frames that are whole now.
+    pub fn take(&mut self, mut bytes: &[u8]) -> Result<Vec<Frame>, TooLong> {
+        let mut frames = Vec::new();
+        while !bytes.is_empty() {
+            let missing = match self.body()? {
+                None => HEADER - self.0.len(),
+                Some(body) => HEADER + body - self.0.len(),
+            };
+            let (now, later) = bytes.split_at(missing.min(bytes.len()));
+            self.0.extend_from_slice(now);
+            bytes = later;
+            if self.body()?.is_some_and(|body| self.0.len() == HEADER + body) {
+                frames.push(Frame(mem::take(&mut self.0)));
+            }
+        }
+        Ok(frames)
+    }
+
+    /// Length of the body, once the header is there.
+    fn body(&self) -> Result<Option<usize>, TooLong> {
+        let Some(&length) = self.0.first_chunk::<4>().filter(|_| self.0.len() >= HEADER) else {
+            return Ok(None);
+        };
+        match u32::from_be_bytes(length) as usize {
+            body if body <= LONGEST => Ok(Some(body)),
+            body => Err(TooLong(body)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn wire(stream: u32, kind: u8, body: &[u8]) -> Vec<u8> {
+        let mut bytes = (body.len() as u32).to_be_bytes().to_vec();
+        bytes.extend_from_slice(&stream.to_be_bytes());
+        bytes.extend_from_slice(&[kind, 0]);
+        bytes.extend_from_slice(body);
+        bytes
+    }
+
+    proptest! {
+        #[test]
+        fn frames_are_found_however_the_bytes_are_cut(
+            bodies in proptest::collection::vec(proptest::collection::vec(any::<u8>(), 0..40), 1..8),
+            cuts in proptest::collection::vec(1_usize..30, 1..40),
+        ) {
+            let sent: Vec<_> = bodies.iter().zip(0..).map(|(body, n)| wire(n, REQUEST, body)).collect();
+            let all = sent.concat();
+            let (mut assembler, mut found, mut rest) = (Assembler::default(), Vec::new(), all.as_slice());
+            for cut in cuts.iter().cycle() {
+                if rest.is_empty() {
+                    break;
+                }
+                let (now, later) = rest.split_at((*cut).min(rest.len()));
+                found.extend(assembler.take(now).unwrap());
+                rest = later;
+            }
+            let found: Vec<_> = found.into_iter().map(Frame::into_bytes).collect();
+            prop_assert_eq!(found, sent);
+        }
+    }
+
+    #[test]
+    fn a_frame_that_is_too_long_is_refused_before_its_body_is_kept() {
+        let mut header = wire(1, REQUEST, &[]);
+        header[..4].copy_from_slice(&u32::MAX.to_be_bytes());
+        header.push(0);
+        assert_eq!(Assembler::default().take(&header), Err(TooLong(u32::MAX as usize)));
+    }
+
+    #[test]
+    fn marks_and_streams_are_changed_in_place_and_nothing_else() {
+        let mut frames = Assembler::default().take(&wire(7, REQUEST, b"body")).unwrap();
+        let mut frame = frames.remove(0);
+        frame.set_stream(0x0102_0304);
+        frame.set_repeated(true);
+        assert_eq!((frame.stream(), frame.kind(), frame.bytes()[9]), (0x0102_0304, REQUEST, REPEATED));
+        frame.set_repeated(false);
+        assert_eq!((frame.bytes()[9], &frame.bytes()[HEADER..]), (0, b"body".as_slice()));
+    }
+
+    #[test]
+    fn the_answer_to_one_too_many_is_a_whole_frame() {
+        let answer = Frame::too_many(9);
+        let frames = Assembler::default().take(answer.bytes()).unwrap();
+        assert_eq!((frames.len(), frames[0].stream(), frames[0].kind()), (1, 9, RESPONSE));
+    }
+}

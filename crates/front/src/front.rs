@@ -1,0 +1,441 @@
+//! The front's one loop.
+
+use std::{
+    collections::BTreeMap,
+    ffi::OsString,
+    io, mem,
+    os::{
+        fd::{BorrowedFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    path::{Path, PathBuf},
+    process::{ExitCode, ExitStatus},
+    rc::Rc,
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
+
+use nix::{
+    errno::Errno,
+    sys::{
+        epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout},
+        resource::{Resource, getrlimit, setrlimit},
+        signal::{SigSet, Signal},
+        signalfd::{SfdFlags, SignalFd},
+        socket::{MsgFlags, SockFlag, accept4},
+    },
+};
+use sd_notify::NotifyState;
+
+use crate::{
+    connection::{Connection, Numbers, Side},
+    control::{self, Kind, Message, TASK_LISTENER},
+    worker::{BackOff, Worker},
+};
+
+/// Read at once from a connection, bytes.
+const SCRATCH: usize = 16 << 10;
+/// Events taken from the kernel at once.
+const EVENTS: usize = 32;
+
+const SIGNALS: u64 = 0;
+const CONTROL: u64 = 1;
+const LISTENER: u64 = 2;
+/// From here on: twice a connection's number, and one more for its link.
+const CONNECTIONS: u64 = 16;
+
+/// Why there is no front.
+#[derive(Debug, thiserror::Error)]
+pub enum FrontError {
+    /// The system refuses something that it needs.
+    #[error("cannot {action}")]
+    System {
+        /// What was attempted.
+        action: &'static str,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// There is nothing to run.
+    #[error("cannot run the worker {program:?}")]
+    Worker {
+        /// The program.
+        program: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+}
+
+fn system<E: Into<io::Error>>(action: &'static str) -> impl FnOnce(E) -> FrontError {
+    move |source| FrontError::System { action, source: source.into() }
+}
+
+/// Runs `program` as the worker for as long as nobody asks for an end. The answer is the process's own exit code.
+///
+/// SIGTERM and SIGINT end the worker and then the front; SIGHUP has the worker end and started again, from
+/// what is at `program` by then. A first worker that refuses to run takes the front along.
+pub fn run(program: &Path, arguments: &[OsString]) -> Result<ExitCode, FrontError> {
+    Front::new(program, arguments)?.run()
+}
+
+struct Entry {
+    note: Vec<u8>,
+    fds: Vec<Rc<OwnedFd>>,
+}
+
+struct Front<'a> {
+    program: &'a Path,
+    arguments: &'a [OsString],
+    /// Tells this front from others, before and after it.
+    identity: String,
+    epoll: Epoll,
+    signals: SignalFd,
+    worker: Option<Worker>,
+    /// When the next one is due.
+    due: Option<Instant>,
+    back_off: BackOff,
+    was_ready: bool,
+    ending: bool,
+    replacing: bool,
+    kept: BTreeMap<String, Entry>,
+    listener: Option<Rc<OwnedFd>>,
+    connections: BTreeMap<u64, Linked>,
+    next_connection: u64,
+    numbers: Numbers,
+    scratch: Box<[u8]>,
+}
+
+/// A connection, and what the kernel watches of it.
+struct Linked {
+    connection: Connection,
+    watched: (EpollFlags, EpollFlags),
+}
+
+impl<'a> Front<'a> {
+    fn new(program: &'a Path, arguments: &'a [OsString]) -> Result<Self, FrontError> {
+        let mut mask = SigSet::empty();
+        for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGCHLD] {
+            mask.add(signal);
+        }
+        mask.thread_block().map_err(system("block signals"))?;
+        let signals = SignalFd::with_flags(&mask, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)
+            .map_err(system("watch signals"))?;
+        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).map_err(system("watch files"))?;
+        epoll
+            .add(&signals, EpollEvent::new(EpollFlags::EPOLLIN, SIGNALS))
+            .map_err(system("watch signals"))?;
+        // A container's streams are up to six files, a connection two.
+        if let Ok((_, most)) = getrlimit(Resource::RLIMIT_NOFILE) {
+            let _ = setrlimit(Resource::RLIMIT_NOFILE, most, most);
+        }
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Ok(Self {
+            program,
+            arguments,
+            identity: format!("{}-{}", std::process::id(), since.as_nanos()),
+            epoll,
+            signals,
+            worker: None,
+            due: None,
+            back_off: BackOff::default(),
+            was_ready: false,
+            ending: false,
+            replacing: false,
+            kept: BTreeMap::new(),
+            listener: None,
+            connections: BTreeMap::new(),
+            next_connection: CONNECTIONS / 2,
+            numbers: Numbers::default(),
+            scratch: vec![0; SCRATCH].into(),
+        })
+    }
+
+    fn run(&mut self) -> Result<ExitCode, FrontError> {
+        self.start_worker()
+            .map_err(|source| FrontError::Worker { program: self.program.to_owned(), source })?;
+        let mut events = [EpollEvent::empty(); EVENTS];
+        loop {
+            let count = match self.epoll.wait(&mut events, self.patience()) {
+                Ok(count) => count,
+                Err(Errno::EINTR) => 0,
+                Err(error) => return Err(system("wait for events")(error)),
+            };
+            let mut signalled = false;
+            for event in &events[..count] {
+                match event.data() {
+                    SIGNALS => {
+                        signalled = true;
+                        self.take_signals();
+                    }
+                    CONTROL => self.hear_worker(),
+                    LISTENER => self.accept(),
+                    connection => self.serve(connection / 2, connection % 2 == 1, event.events()),
+                }
+            }
+            if signalled
+                && let Some(status) = self.worker.as_mut().and_then(Worker::ended)
+                && let Some(code) = self.worker_ended(status)
+            {
+                return Ok(code);
+            }
+            if self.due.is_some_and(|due| due <= Instant::now()) {
+                self.due = None;
+                if let Err(error) = self.start_worker() {
+                    eprintln!("sandboxer-front: cannot run the worker {:?}: {error}", self.program);
+                    self.due =
+                        Some(Instant::now() + self.back_off.after(None).max(Duration::from_millis(100)));
+                }
+            }
+            if self.ending && self.worker.is_none() {
+                return Ok(ExitCode::SUCCESS);
+            }
+        }
+    }
+
+    fn patience(&self) -> EpollTimeout {
+        let Some(due) = self.due else { return EpollTimeout::NONE };
+        // Rounded up, or it would spin for the last millisecond.
+        let millis = due.saturating_duration_since(Instant::now()).as_millis() + 1;
+        u16::try_from(millis).unwrap_or(u16::MAX).into()
+    }
+
+    fn take_signals(&mut self) {
+        while let Ok(Some(signal)) = self.signals.read_signal() {
+            match i32::try_from(signal.ssi_signo).map(Signal::try_from) {
+                Ok(Ok(Signal::SIGTERM | Signal::SIGINT)) => {
+                    let _ = sd_notify::notify(&[NotifyState::Stopping]);
+                    self.ending = true;
+                }
+                Ok(Ok(Signal::SIGHUP)) => self.replacing = true,
+                _ => continue,
+            }
+            if let Some(worker) = &self.worker {
+                worker.signal(Signal::SIGTERM);
+            }
+        }
+    }
+
+    // ── the worker ──────────────────────────────────────────────────────────────────────────────
+
+    fn start_worker(&mut self) -> io::Result<()> {
+        let mut worker = Worker::start(self.program, self.arguments)?;
+        for (key, entry) in &self.kept {
+            worker.tell(Kind::Kept, key, &entry.note, entry.fds.clone());
+        }
+        worker.tell(Kind::AllKept, "", self.identity.as_bytes(), Vec::new());
+        self.epoll
+            .add(worker.control(), EpollEvent::new(EpollFlags::EPOLLIN | EpollFlags::EPOLLOUT, CONTROL))?;
+        self.worker = Some(worker);
+        Ok(())
+    }
+
+    fn hear_worker(&mut self) {
+        loop {
+            let Some(worker) = &mut self.worker else { return };
+            worker.flush();
+            match control::receive(worker.control(), MsgFlags::MSG_DONTWAIT) {
+                Ok(Some(message)) => self.heard(message),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return self.watch_worker(),
+                Ok(None) => {
+                    // It ends, or has lost its way: either way there will be another.
+                    let _ = self.epoll.delete(worker.control());
+                    return worker.signal(Signal::SIGKILL);
+                }
+                Err(error) => {
+                    eprintln!("sandboxer-front: the worker says what can't be understood: {error}");
+                }
+            }
+        }
+    }
+
+    fn watch_worker(&mut self) {
+        if let Some(worker) = &self.worker {
+            let mut flags = EpollFlags::EPOLLIN;
+            flags.set(EpollFlags::EPOLLOUT, worker.has_outgoing());
+            let _ = self.epoll.modify(worker.control(), &mut EpollEvent::new(flags, CONTROL));
+        }
+    }
+
+    fn heard(&mut self, Message { kind, key, note, fds }: Message) {
+        match kind {
+            Kind::Keep => {
+                let fds: Vec<_> = fds.into_iter().map(Rc::new).collect();
+                if let Some(listener) = fds.first().filter(|_| key.starts_with(TASK_LISTENER)) {
+                    self.listen(listener.clone());
+                }
+                self.kept.insert(key, Entry { note, fds });
+            }
+            Kind::Forget => drop(self.kept.remove(&key)),
+            Kind::Ready => {
+                if let Some(worker) = &mut self.worker {
+                    worker.ready = Some(Instant::now());
+                }
+                if !mem::replace(&mut self.was_ready, true) {
+                    let _ = sd_notify::notify(&[NotifyState::Ready]);
+                }
+                let all: Vec<_> = self.connections.keys().copied().collect();
+                all.into_iter().for_each(|number| self.link(number));
+            }
+            Kind::Kept | Kind::AllKept | Kind::Connection => {}
+        }
+    }
+
+    /// Takes leave of the worker. An exit code: of the front, too.
+    fn worker_ended(&mut self, status: ExitStatus) -> Option<ExitCode> {
+        // What it said last still counts.
+        loop {
+            let Some(worker) = &self.worker else { break };
+            match control::receive(worker.control(), MsgFlags::MSG_DONTWAIT) {
+                Ok(Some(message)) => self.heard(message),
+                Ok(None) => break,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                Err(_) => {}
+            }
+        }
+        let Some(worker) = self.worker.take() else { return None };
+        let numbers: Vec<_> = self.connections.keys().copied().collect();
+        for number in numbers {
+            if let Some(linked) = self.connections.get_mut(&number) {
+                linked.connection.worker_gone(&mut self.scratch);
+            }
+            self.settle(number, Side::Open);
+        }
+        if self.ending {
+            return Some(ExitCode::SUCCESS);
+        }
+        if let Some(code) = status.code().filter(|code| *code != 0 && !self.was_ready) {
+            return Some(ExitCode::from(u8::try_from(code).unwrap_or(1)));
+        }
+        let pause = match mem::take(&mut self.replacing) {
+            true => Duration::ZERO,
+            false => {
+                let pause = self.back_off.after(worker.ready.map(|since| since.elapsed()));
+                eprintln!("sandboxer-front: the worker ended ({status}); the next one starts in {pause:?}");
+                pause
+            }
+        };
+        self.due = Some(Instant::now() + pause);
+        None
+    }
+
+    // ── connections ─────────────────────────────────────────────────────────────────────────────
+
+    fn listen(&mut self, listener: Rc<OwnedFd>) {
+        if let Some(before) = self.listener.take() {
+            let _ = self.epoll.delete(&before);
+        }
+        if let Err(error) = self.epoll.add(&listener, EpollEvent::new(EpollFlags::EPOLLIN, LISTENER)) {
+            eprintln!("sandboxer-front: cannot watch the task socket: {error}");
+        }
+        self.listener = Some(listener);
+    }
+
+    fn accept(&mut self) {
+        use std::os::fd::{AsRawFd, FromRawFd};
+        let Some(listener) = &self.listener else { return };
+        let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+        let client = match accept4(listener.as_raw_fd(), flags) {
+            // SAFETY: the kernel has just made the descriptor for us; nobody else has it.
+            Ok(fd) => unsafe { UnixStream::from_raw_fd(fd) },
+            // Whoever knocked has gone again.
+            Err(_) => return,
+        };
+        let number = self.next_connection;
+        self.next_connection += 1;
+        let watched = (EpollFlags::empty(), EpollFlags::empty());
+        if let Err(error) = self.epoll.add(&client, EpollEvent::new(watched.0, number * 2)) {
+            return eprintln!("sandboxer-front: a task connection can't be watched: {error}");
+        }
+        self.connections.insert(number, Linked { connection: Connection::new(client), watched });
+        self.link(number);
+    }
+
+    /// Links a connection to the worker, if that takes requests.
+    fn link(&mut self, number: u64) {
+        let Some(worker) = self.worker.as_mut().filter(|worker| worker.ready.is_some()) else { return };
+        let Some(linked) = self.connections.get_mut(&number) else { return };
+        let mut linking = || -> io::Result<()> {
+            let (ours, theirs) = UnixStream::pair()?;
+            ours.set_nonblocking(true)?;
+            self.epoll.add(&ours, EpollEvent::new(EpollFlags::empty(), number * 2 + 1))?;
+            worker.tell(Kind::Connection, "", &[], vec![Rc::new(theirs.into())]);
+            worker.flush();
+            linked.connection.set_link(ours);
+            linked.watched.1 = EpollFlags::empty();
+            Ok(())
+        };
+        let side = match linking() {
+            Ok(()) => linked.connection.flush_link(),
+            Err(error) => {
+                eprintln!("sandboxer-front: a task connection can't be linked: {error}");
+                Side::Gone
+            }
+        };
+        self.watch_worker();
+        self.settle(number, side);
+    }
+
+    fn serve(&mut self, number: u64, link: bool, events: EpollFlags) {
+        let Some(Linked { connection, .. }) = self.connections.get_mut(&number) else { return };
+        let gone = EpollFlags::EPOLLERR | EpollFlags::EPOLLHUP;
+        let side = if link {
+            let mut side = Side::Open;
+            if events.intersects(EpollFlags::EPOLLIN | gone) {
+                side = connection.read_link(&mut self.scratch);
+            }
+            if side != Side::Gone {
+                side = connection.flush_link();
+            }
+            if side == Side::Gone {
+                return self.link_gone(number);
+            }
+            connection.flush_client()
+        } else {
+            let mut side = Side::Open;
+            if connection.link().is_none() && events.intersects(gone) {
+                side = Side::Gone;
+            } else if events.intersects(EpollFlags::EPOLLIN | gone) {
+                side = connection.read_client(&mut self.scratch, &mut self.numbers);
+            }
+            match side {
+                Side::Gone => side,
+                _ if connection.flush_link() == Side::Gone => return self.link_gone(number),
+                _ => connection.flush_client(),
+            }
+        };
+        self.settle(number, side);
+    }
+
+    /// The worker has closed a link: it has ended, most likely. If it has not, it gets another one.
+    fn link_gone(&mut self, number: u64) {
+        let Some(Linked { connection, .. }) = self.connections.get_mut(&number) else { return };
+        connection.cut_link();
+        let side = connection.flush_client();
+        let may_link = connection.may_link();
+        let ends = self.ending || self.replacing;
+        let lives = self.worker.as_mut().is_some_and(|worker| worker.ended().is_none());
+        match lives && !ends {
+            true if !may_link => self.settle(number, Side::Gone),
+            true => self.link(number),
+            false => self.settle(number, side),
+        }
+    }
+
+    /// Watches what a connection waits for now; one that is gone is closed, and its link with it.
+    fn settle(&mut self, number: u64, side: Side) {
+        let Some(Linked { connection, watched }) = self.connections.get_mut(&number) else { return };
+        if side == Side::Gone {
+            self.connections.remove(&number);
+            return;
+        }
+        let wanted = connection.interest();
+        let watch = |fd: BorrowedFd<'_>, wanted: EpollFlags, watched: &mut EpollFlags, token: u64| {
+            if wanted != *watched {
+                let _ = self.epoll.modify(fd, &mut EpollEvent::new(wanted, token));
+                *watched = wanted;
+            }
+        };
+        watch(connection.client(), wanted.0, &mut watched.0, number * 2);
+        if let Some(link) = connection.link() {
+            watch(link, wanted.1, &mut watched.1, number * 2 + 1);
+        }
+    }
+}

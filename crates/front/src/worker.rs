@@ -1,0 +1,149 @@
+//! The worker's process, and when there is to be another one.
+
+use std::{
+    collections::VecDeque,
+    ffi::OsString,
+    io,
+    os::{
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+        unix::process::ExitStatusExt,
+    },
+    path::Path,
+    process::{Child, Command, ExitStatus},
+    rc::Rc,
+    time::{Duration, Instant},
+};
+
+use nix::{
+    errno::Errno,
+    fcntl::{FcntlArg, FdFlag, fcntl},
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+
+use crate::control::{self, Kind};
+
+/// The worker's option that names its end of the control socket.
+pub const OPTION: &str = "--front-fd";
+
+/// A worker that was ready for so long died of something new.
+const LASTING: Duration = Duration::from_secs(1);
+/// So many that died sooner are replaced at once, later ones after a pause.
+const AT_ONCE: u32 = 3;
+/// The first pause; each is twice the one before it.
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+/// The longest pause.
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+
+/// A worker that runs.
+#[derive(Debug)]
+pub struct Worker {
+    child: Child,
+    control: OwnedFd,
+    outgoing: VecDeque<Outgoing>,
+    /// Since when it takes requests.
+    pub ready: Option<Instant>,
+}
+
+#[derive(Debug)]
+struct Outgoing {
+    kind: Kind,
+    key: String,
+    note: Vec<u8>,
+    fds: Vec<Rc<OwnedFd>>,
+}
+
+impl Worker {
+    /// Starts one. Its environment is ours, without the service manager's socket: it is us who talk to that.
+    pub fn start(program: &Path, arguments: &[OsString]) -> io::Result<Self> {
+        let (control, theirs) = control::pair()?;
+        // No other thread could start a program meanwhile, which would get it too.
+        fcntl(&theirs, FcntlArg::F_SETFD(FdFlag::empty()))?;
+        let child = Command::new(program)
+            .args(arguments)
+            .arg(OPTION)
+            .arg(theirs.as_raw_fd().to_string())
+            .env_remove("NOTIFY_SOCKET")
+            .spawn()?;
+        Ok(Self { child, control, outgoing: VecDeque::new(), ready: None })
+    }
+
+    /// Our end of the control socket.
+    pub fn control(&self) -> BorrowedFd<'_> {
+        self.control.as_fd()
+    }
+
+    /// How it ended, if it has.
+    pub fn ended(&mut self) -> Option<ExitStatus> {
+        self.child.try_wait().unwrap_or_else(|_| Some(ExitStatus::from_raw(0)))
+    }
+
+    /// Sends it a signal. It is our child and not reaped, so the pid is its own.
+    pub fn signal(&self, signal: Signal) {
+        if let Ok(pid) = i32::try_from(self.child.id()) {
+            let _ = kill(Pid::from_raw(pid), signal);
+        }
+    }
+
+    /// Has it told something, when it takes it.
+    pub fn tell(&mut self, kind: Kind, key: &str, note: &[u8], fds: Vec<Rc<OwnedFd>>) {
+        self.outgoing.push_back(Outgoing { kind, key: key.to_owned(), note: note.to_vec(), fds });
+    }
+
+    /// Whether something waits to be told.
+    pub fn has_outgoing(&self) -> bool {
+        !self.outgoing.is_empty()
+    }
+
+    /// Tells it as much as it takes now. An error is its end, which is seen elsewhere.
+    pub fn flush(&mut self) {
+        while let Some(Outgoing { kind, key, note, fds }) = self.outgoing.front() {
+            let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
+            match control::send(self.control.as_fd(), *kind, key, note, &fds) {
+                Err(error) if error.raw_os_error() == Some(Errno::EAGAIN as i32) => return,
+                Err(error) if error.raw_os_error() == Some(Errno::EPIPE as i32) => self.outgoing.clear(),
+                Err(error) => {
+                    eprintln!("sandboxer-front: the worker can't be told of {key:?}: {error}");
+                    self.outgoing.pop_front();
+                }
+                Ok(()) => drop(self.outgoing.pop_front()),
+            }
+        }
+    }
+}
+
+/// Says when the next worker is to be started.
+#[derive(Debug, Default)]
+pub struct BackOff {
+    /// Workers in a row that did not last.
+    short: u32,
+}
+
+impl BackOff {
+    /// The pause after a worker that was ready for so long, or never.
+    pub fn after(&mut self, ready: Option<Duration>) -> Duration {
+        if ready.is_some_and(|ready| ready >= LASTING) {
+            self.short = 0;
+            return Duration::ZERO;
+        }
+        self.short += 1;
+        match self.short.checked_sub(AT_ONCE + 1) {
+            None => Duration::ZERO,
+            Some(doublings) => (FIRST_PAUSE * 2_u32.pow(doublings.min(8))).min(LONGEST_PAUSE),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn workers_that_keep_dying_are_replaced_ever_later_and_one_that_lasted_ends_that() {
+        let mut back_off = BackOff::default();
+        let pauses: Vec<_> = (0..12).map(|_| back_off.after(None).as_millis()).collect();
+        assert_eq!(pauses, [0, 0, 0, 100, 200, 400, 800, 1600, 3200, 5000, 5000, 5000]);
+        assert_eq!(back_off.after(Some(LASTING)), Duration::ZERO);
+        assert_eq!(back_off.after(Some(Duration::ZERO)), Duration::ZERO);
+    }
+}

@@ -37,6 +37,9 @@ const SCRATCH: usize = 16 << 10;
 /// Events taken from the kernel at once.
 const EVENTS: usize = 32;
 
+/// A process that was killed is gone by then.
+const RELINK: Duration = Duration::from_millis(200);
+
 const SIGNALS: u64 = 0;
 const CONTROL: u64 = 1;
 const LISTENER: u64 = 2;
@@ -91,6 +94,8 @@ struct Front<'a> {
     worker: Option<Worker>,
     /// When the next one is due.
     due: Option<Instant>,
+    /// When connections that have lost their link get another one, should the worker be there still.
+    relink: Option<Instant>,
     back_off: BackOff,
     was_ready: bool,
     ending: bool,
@@ -135,6 +140,7 @@ impl<'a> Front<'a> {
             signals,
             worker: None,
             due: None,
+            relink: None,
             back_off: BackOff::default(),
             was_ready: false,
             ending: false,
@@ -184,6 +190,10 @@ impl<'a> Front<'a> {
                         Some(Instant::now() + self.back_off.after(None).max(Duration::from_millis(100)));
                 }
             }
+            if self.relink.is_some_and(|due| due <= Instant::now()) {
+                self.relink = None;
+                self.link_again();
+            }
             if self.ending && self.worker.is_none() {
                 return Ok(ExitCode::SUCCESS);
             }
@@ -191,7 +201,7 @@ impl<'a> Front<'a> {
     }
 
     fn patience(&self) -> EpollTimeout {
-        let Some(due) = self.due else { return EpollTimeout::NONE };
+        let Some(due) = self.due.into_iter().chain(self.relink).min() else { return EpollTimeout::NONE };
         // Rounded up, or it would spin for the last millisecond.
         let millis = due.saturating_duration_since(Instant::now()).as_millis() + 1;
         u16::try_from(millis).unwrap_or(u16::MAX).into()
@@ -239,6 +249,8 @@ impl<'a> Front<'a> {
                     let _ = self.epoll.delete(worker.control());
                     return worker.signal(Signal::SIGKILL);
                 }
+                // It has ended without hearing us out; what it said itself follows.
+                Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {}
                 Err(error) => {
                     eprintln!("sandboxer-front: the worker says what can't be understood: {error}");
                 }
@@ -291,6 +303,7 @@ impl<'a> Front<'a> {
             }
         }
         let Some(worker) = self.worker.take() else { return None };
+        self.relink = None;
         let numbers: Vec<_> = self.connections.keys().copied().collect();
         for number in numbers {
             if let Some(linked) = self.connections.get_mut(&number) {
@@ -363,7 +376,7 @@ impl<'a> Front<'a> {
             Ok(())
         };
         let side = match linking() {
-            Ok(()) => linked.connection.flush_link(),
+            Ok(()) => Side::Open,
             Err(error) => {
                 eprintln!("sandboxer-front: a task connection can't be linked: {error}");
                 Side::Gone
@@ -371,6 +384,17 @@ impl<'a> Front<'a> {
         };
         self.watch_worker();
         self.settle(number, side);
+    }
+
+    /// Links what has lost its link, though the worker lives; what keeps losing it is closed.
+    fn link_again(&mut self) {
+        let unlinked: Vec<_> = (self.connections.iter())
+            .filter(|(_, linked)| linked.connection.link().is_none())
+            .map(|(number, linked)| (*number, linked.connection.may_link()))
+            .collect();
+        for (number, may_link) in unlinked {
+            if may_link { self.link(number) } else { self.settle(number, Side::Gone) }
+        }
     }
 
     fn serve(&mut self, number: u64, link: bool, events: EpollFlags) {
@@ -404,18 +428,14 @@ impl<'a> Front<'a> {
         self.settle(number, side);
     }
 
-    /// The worker has closed a link: it has ended, most likely. If it has not, it gets another one.
+    /// The worker has closed a link: it has ended, most likely, which is about to be seen.
     fn link_gone(&mut self, number: u64) {
         let Some(Linked { connection, .. }) = self.connections.get_mut(&number) else { return };
         connection.cut_link();
         let side = connection.flush_client();
-        let may_link = connection.may_link();
-        let ends = self.ending || self.replacing;
-        let lives = self.worker.as_mut().is_some_and(|worker| worker.ended().is_none());
-        match lives && !ends {
-            true if !may_link => self.settle(number, Side::Gone),
-            true => self.link(number),
-            false => self.settle(number, side),
+        self.settle(number, side);
+        if !self.ending && !self.replacing {
+            self.relink.get_or_insert(Instant::now() + RELINK);
         }
     }
 

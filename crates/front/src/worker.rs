@@ -6,7 +6,7 @@ use std::{
     io,
     os::{
         fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
-        unix::process::ExitStatusExt,
+        unix::process::{CommandExt, ExitStatusExt},
     },
     path::Path,
     process::{Child, Command, ExitStatus},
@@ -17,7 +17,7 @@ use std::{
 use nix::{
     errno::Errno,
     fcntl::{FcntlArg, FdFlag, fcntl},
-    sys::signal::{Signal, kill},
+    sys::signal::{SigSet, SigmaskHow, Signal, kill, sigprocmask},
     unistd::Pid,
 };
 
@@ -59,12 +59,14 @@ impl Worker {
         let (control, theirs) = control::pair()?;
         // No other thread could start a program meanwhile, which would get it too.
         fcntl(&theirs, FcntlArg::F_SETFD(FdFlag::empty()))?;
-        let child = Command::new(program)
-            .args(arguments)
-            .arg(OPTION)
-            .arg(theirs.as_raw_fd().to_string())
-            .env_remove("NOTIFY_SOCKET")
-            .spawn()?;
+        let mut command = Command::new(program);
+        command.args(arguments).arg(OPTION).arg(theirs.as_raw_fd().to_string()).env_remove("NOTIFY_SOCKET");
+        // SAFETY: between fork and exec one system call is made, which is async-signal-safe.
+        unsafe {
+            // What is blocked here, to be read from a descriptor, would be blocked there and in all VMMs.
+            command.pre_exec(|| Ok(sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::empty()), None)?));
+        }
+        let child = command.spawn()?;
         Ok(Self { child, control, outgoing: VecDeque::new(), ready: None })
     }
 

@@ -1,0 +1,311 @@
+//! The front before a double of the worker, which dies when it is told to.
+//!
+//! Run with an argument, this is the front, or the double. A request to the double is a word; the double answers it
+//! with the number of its life, and whether the request was repeated:
+//!
+//! | word | the double |
+//! |---|---|
+//! | `hello` | answers |
+//! | `die` | dies; when it is asked again, answers |
+//! | `half` | answers half a frame, then dies; when it is asked again, answers |
+//! | `wait` | answers when it is asked again |
+//! | `forget` | has the front close the pipe that it keeps, then answers |
+
+#![allow(clippy::unwrap_used, reason = "a test that can't go on fails where it stands")]
+
+use std::{
+    fs::File,
+    io::{Read, Write},
+    os::{
+        fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd},
+        unix::{
+            fs::OpenOptionsExt,
+            net::{UnixListener, UnixStream},
+        },
+    },
+    path::{Path, PathBuf},
+    process::{Child, Command, ExitCode},
+    sync::Arc,
+    thread,
+    time::{Duration, Instant},
+};
+
+use libtest_mimic::{Arguments, Failed, Trial};
+use nix::sys::{
+    signal::{Signal, kill, raise},
+    socket::MsgFlags,
+};
+use sandboxer_front::{
+    control::{self, Kind, TASK_LISTENER},
+    frame::{Assembler, Frame, HEADER, REPEATED, REQUEST, RESPONSE},
+};
+
+/// Longer than anything here takes.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+fn main() -> ExitCode {
+    let args: Vec<_> = std::env::args_os().skip(1).collect();
+    match args.first().and_then(|role| role.to_str()) {
+        Some("front") => {
+            let program = std::env::current_exe().unwrap();
+            sandboxer_front::run(&program, &["worker".into(), args[1].clone()]).unwrap()
+        }
+        Some("worker") => double(Path::new(&args[1]), args[3].to_str().unwrap().parse().unwrap()),
+        _ => {
+            let trials = [
+                (
+                    "a_request_that_kills_the_worker_is_given_to_the_next_one",
+                    killed as fn() -> Result<(), Failed>,
+                ),
+                ("half_an_answer_is_never_seen", half),
+                ("requests_that_wait_are_given_again_and_others_are_not", waiting),
+                ("what_a_worker_keeps_outlives_it_until_it_is_forgotten", kept),
+                ("a_reload_changes_the_worker_and_an_end_ends_both", reload_and_end),
+                ("a_first_worker_that_refuses_takes_the_front_along", refused),
+                ("a_client_that_speaks_rubbish_loses_its_own_connection", rubbish),
+            ];
+            let trials = trials.map(|(name, test)| Trial::test(name, test));
+            libtest_mimic::run(&Arguments::from_args(), trials.into()).exit_code()
+        }
+    }
+}
+
+fn wire(stream: u32, kind: u8, body: &[u8]) -> Vec<u8> {
+    let mut bytes = u32::try_from(body.len()).unwrap().to_be_bytes().to_vec();
+    bytes.extend_from_slice(&stream.to_be_bytes());
+    bytes.extend_from_slice(&[kind, 0]);
+    bytes.extend_from_slice(body);
+    bytes
+}
+
+// ── the double ──────────────────────────────────────────────────────────────────────────────────────
+
+fn double(dir: &Path, control: i32) -> ExitCode {
+    if dir.join("refuse").exists() {
+        return ExitCode::from(3);
+    }
+    // SAFETY: the front gave the descriptor for this use.
+    let control = Arc::new(unsafe { OwnedFd::from_raw_fd(control) });
+    let (mut life, mut listens) = (1, false);
+    loop {
+        let message = control::receive(control.as_fd(), MsgFlags::empty()).unwrap().unwrap();
+        match (message.kind, message.key.as_str()) {
+            (Kind::AllKept, _) => break,
+            (_, "life") => life = u32::from(message.note[0]) + 1,
+            (_, key) => listens |= key.starts_with(TASK_LISTENER),
+        }
+    }
+    let keep = |key: &str, note: &[u8], fds: &[BorrowedFd<'_>]| {
+        control::send(control.as_fd(), Kind::Keep, key, note, fds).unwrap();
+    };
+    if !listens {
+        let listener = UnixListener::bind(dir.join("task.sock")).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        keep(TASK_LISTENER, &[], &[listener.as_fd()]);
+        let fifo = File::options().write(true).open(dir.join("fifo")).unwrap();
+        keep("fifo", &[], &[fifo.as_fd()]);
+    }
+    keep("life", &[u8::try_from(life).unwrap()], &[]);
+    control::send(control.as_fd(), Kind::Ready, "", &[], &[]).unwrap();
+    while let Ok(Some(mut message)) = control::receive(control.as_fd(), MsgFlags::empty()) {
+        let (link, control) = (UnixStream::from(message.fds.pop().unwrap()), control.clone());
+        thread::spawn(move || answer(link, life, &control));
+    }
+    ExitCode::SUCCESS
+}
+
+fn answer(mut link: UnixStream, life: u32, control: &OwnedFd) {
+    let (mut assembler, mut scratch) = (Assembler::default(), [0; 4096]);
+    loop {
+        let count = link.read(&mut scratch).unwrap();
+        if count == 0 {
+            return;
+        }
+        for frame in assembler.take(&scratch[..count]).unwrap() {
+            let repeated = frame.bytes()[9] & REPEATED != 0;
+            let told = format!("life {life}{}", if repeated { ", repeated" } else { "" });
+            let told = wire(frame.stream(), RESPONSE, told.as_bytes());
+            match &frame.bytes()[HEADER..] {
+                b"die" if !repeated => raise(Signal::SIGKILL).unwrap(),
+                b"half" if !repeated => {
+                    link.write_all(&told[..told.len() - 2]).unwrap();
+                    raise(Signal::SIGKILL).unwrap();
+                }
+                b"wait" if !repeated => continue,
+                b"forget" => control::send(control.as_fd(), Kind::Forget, "fifo", &[], &[]).unwrap(),
+                _ => {}
+            }
+            link.write_all(&told).unwrap();
+        }
+    }
+}
+
+// ── the tests ───────────────────────────────────────────────────────────────────────────────────────
+
+struct Front {
+    dir: tempfile::TempDir,
+    process: Child,
+    fifo: File,
+}
+
+impl Front {
+    fn start() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        nix::unistd::mkfifo(&dir.path().join("fifo"), nix::sys::stat::Mode::S_IRWXU).unwrap();
+        // A FIFO without a writer is opened at once.
+        let flags = nix::fcntl::OFlag::O_NONBLOCK.bits();
+        let fifo = File::options().read(true).custom_flags(flags).open(dir.path().join("fifo")).unwrap();
+        let process = command(dir.path()).spawn().unwrap();
+        let front = Self { dir, process, fifo };
+        until("the front's socket", || front.socket().exists());
+        front
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.dir.path().join("task.sock")
+    }
+
+    fn client(&self) -> Client {
+        let stream = UnixStream::connect(self.socket()).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        Client { stream, assembler: Assembler::default(), ready: Vec::new() }
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill(nix::unistd::Pid::from_raw(self.process.id().try_into().unwrap()), signal).unwrap();
+    }
+
+    fn ended(&mut self) -> std::process::ExitStatus {
+        until("the front's end", || self.process.try_wait().unwrap().is_some());
+        self.process.wait().unwrap()
+    }
+}
+
+impl Drop for Front {
+    fn drop(&mut self) {
+        if self.process.try_wait().is_ok_and(|ended| ended.is_none()) {
+            self.signal(Signal::SIGTERM);
+            let _ = self.process.wait();
+        }
+    }
+}
+
+fn command(dir: &Path) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.arg("front").arg(dir).env_remove("NOTIFY_SOCKET");
+    command
+}
+
+fn until(what: &str, mut there: impl FnMut() -> bool) {
+    let end = Instant::now() + PATIENCE;
+    while !there() {
+        assert!(Instant::now() < end, "{what} did not come");
+        thread::yield_now();
+    }
+}
+
+struct Client {
+    stream: UnixStream,
+    assembler: Assembler,
+    ready: Vec<Frame>,
+}
+
+impl Client {
+    fn ask(&mut self, stream: u32, word: &str) {
+        self.stream.write_all(&wire(stream, REQUEST, word.as_bytes())).unwrap();
+    }
+
+    /// The next answer: to which request, and its words.
+    fn answer(&mut self) -> (u32, String) {
+        while self.ready.is_empty() {
+            let mut scratch = [0; 4096];
+            let count = self.stream.read(&mut scratch).unwrap();
+            assert!(count > 0, "the connection was closed");
+            self.ready = self.assembler.take(&scratch[..count]).unwrap();
+        }
+        let frame = self.ready.remove(0);
+        (frame.stream(), String::from_utf8(frame.bytes()[HEADER..].to_vec()).unwrap())
+    }
+
+    fn told(&mut self, stream: u32, word: &str) -> String {
+        self.ask(stream, word);
+        let (answered, words) = self.answer();
+        assert_eq!(answered, stream);
+        words
+    }
+}
+
+fn killed() -> Result<(), Failed> {
+    let front = Front::start();
+    let mut client = front.client();
+    assert_eq!(client.told(1, "hello"), "life 1");
+    assert_eq!(client.told(3, "die"), "life 2, repeated");
+    assert_eq!(client.told(5, "hello"), "life 2");
+    assert_eq!(client.told(7, "die"), "life 3, repeated");
+    assert_eq!(front.client().told(1, "hello"), "life 3");
+    Ok(())
+}
+
+fn half() -> Result<(), Failed> {
+    let front = Front::start();
+    let mut client = front.client();
+    assert_eq!(client.told(1, "half"), "life 2, repeated");
+    assert_eq!(client.told(3, "hello"), "life 2");
+    Ok(())
+}
+
+fn waiting() -> Result<(), Failed> {
+    let front = Front::start();
+    let (mut one, mut other) = (front.client(), front.client());
+    one.ask(1, "wait");
+    assert_eq!(one.told(3, "hello"), "life 1");
+    other.ask(1, "wait");
+    other.ask(3, "die");
+    let mut answered = vec![one.answer(), other.answer(), other.answer()];
+    answered.sort();
+    let expected = [1, 1, 3].map(|stream| (stream, "life 2, repeated".to_owned()));
+    assert_eq!(answered, expected);
+    Ok(())
+}
+
+fn kept() -> Result<(), Failed> {
+    let mut front = Front::start();
+    let mut client = front.client();
+    let mut byte = [0];
+    assert_eq!(client.told(1, "die"), "life 2, repeated");
+    let still_open = front.fifo.read(&mut byte).unwrap_err();
+    assert_eq!(still_open.kind(), std::io::ErrorKind::WouldBlock, "{still_open}");
+    assert_eq!(client.told(3, "forget"), "life 2");
+    until("the pipe's end", || matches!(front.fifo.read(&mut byte), Ok(0)));
+    Ok(())
+}
+
+fn reload_and_end() -> Result<(), Failed> {
+    let mut front = Front::start();
+    let mut client = front.client();
+    assert_eq!(client.told(1, "hello"), "life 1");
+    client.ask(3, "wait");
+    front.signal(Signal::SIGHUP);
+    assert_eq!(client.answer(), (3, "life 2, repeated".to_owned()));
+    front.signal(Signal::SIGTERM);
+    assert!(front.ended().success());
+    assert_eq!(client.stream.read(&mut [0])?, 0, "the connection outlived the front");
+    Ok(())
+}
+
+fn refused() -> Result<(), Failed> {
+    let dir = tempfile::tempdir()?;
+    std::fs::write(dir.path().join("refuse"), "")?;
+    assert_eq!(command(dir.path()).status()?.code(), Some(3));
+    Ok(())
+}
+
+fn rubbish() -> Result<(), Failed> {
+    let front = Front::start();
+    let (mut good, mut bad) = (front.client(), front.client());
+    assert_eq!(good.told(1, "hello"), "life 1");
+    bad.stream.write_all(&[0xff; 64])?;
+    assert_eq!(bad.stream.read(&mut [0])?, 0, "the connection is still open");
+    assert_eq!(good.told(3, "hello"), "life 1");
+    Ok(())
+}

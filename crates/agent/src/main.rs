@@ -103,6 +103,7 @@ async fn serve(params: BootParams, entered_ns: u64) -> anyhow::Result<std::conve
         link_key,
         connections: Connections::default(),
         shares: Arc::<Shares>::default(),
+        delivered: Default::default(),
     });
 
     let (sessions, accepted) = mpsc::channel(1);

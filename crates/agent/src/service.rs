@@ -1,6 +1,10 @@
 //! The wire: requests in, typed requests to the rest of the agent, answers and codes out.
 
-use std::{str::FromStr, sync::Arc};
+use std::{
+    collections::VecDeque,
+    str::FromStr,
+    sync::{Arc, Mutex},
+};
 
 use async_trait::async_trait;
 use protobuf::MessageField;
@@ -26,7 +30,7 @@ use crate::{
     runtime::{self, File, SeenDevice},
     shares::{Shares, Slotted},
     stats::{self, Stats},
-    sync::detached,
+    sync::{detached, lock},
     tree::{Entry, Kind as EntryKind, Owner},
     volume::{Content, Put, Volumes},
 };
@@ -47,7 +51,14 @@ pub struct Service {
     pub connections: Connections,
     /// What the guest has of the host's files.
     pub shares: Arc<Shares>,
+    /// Signals that were delivered lately, by the request's name.
+    // Held while one is delivered: the same request doesn't pass twice. Never held across an await.
+    pub delivered: Mutex<VecDeque<String>>,
 }
+
+/// Most deliveries that are remembered, and the longest name of a request.
+const MOST_DELIVERED: usize = 256;
+const LONGEST_REQUEST: usize = 128;
 
 type Answer<T> = ttrpc::Result<T>;
 
@@ -252,10 +263,24 @@ impl Service {
         let signal =
             i32::try_from(request.signal).ok().filter(|signal| (1..=libc::SIGRTMAX()).contains(signal));
         let signal = signal.ok_or_else(|| Failure::invalid(format!("{} is no signal", request.signal)))?;
-        if request.all {
-            return self.containers.get(&container_id(&request.container_id)?)?.signal_all(signal);
+        if request.request.len() > LONGEST_REQUEST {
+            return Err(Failure::invalid("the request's name is too long"));
         }
-        self.process(&request.container_id, &request.exec_id)?.signal(&self.reaper, signal)
+        let mut delivered = lock(&self.delivered);
+        if !request.request.is_empty() && delivered.contains(&request.request) {
+            return Ok(());
+        }
+        match request.all {
+            true => self.containers.get(&container_id(&request.container_id)?)?.signal_all(signal)?,
+            false => self.process(&request.container_id, &request.exec_id)?.signal(&self.reaper, signal)?,
+        }
+        if !request.request.is_empty() {
+            delivered.push_back(request.request.clone());
+            if delivered.len() > MOST_DELIVERED {
+                delivered.pop_front();
+            }
+        }
+        Ok(())
     }
 
     fn output(&self, request: &wire::ReadOutputRequest) -> Result<Arc<Output>, Failure> {

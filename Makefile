@@ -10,7 +10,7 @@ MAKEFLAGS += --no-print-directory
 AGENT_TARGET := x86_64-unknown-linux-gnu
 AGENT := target/agent/$(AGENT_TARGET)/release/sandboxer-agent
 STACK ?= target/stack
-INSTALLED := sandboxer sandboxer-cli sandboxer-share containerd-shim-sandboxer-v1
+INSTALLED := sandboxer sandboxer-front sandboxer-cli sandboxer-share containerd-shim-sandboxer-v1
 
 DESTDIR ?=
 

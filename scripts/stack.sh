@@ -76,7 +76,7 @@ link_binaries() {
     done
     [[ $daemon == yes ]] || return 0
     from=${SANDBOXER_BIN_DIR:-$ROOT/target/release}
-    for file in sandboxer sandboxer-cli sandboxer-share containerd-shim-sandboxer-v1; do
+    for file in sandboxer sandboxer-front sandboxer-cli sandboxer-share containerd-shim-sandboxer-v1; do
         [[ -x $from/$file ]] || die "no $from/$file: run 'make build' first"
         ln -sfn "$(realpath "$from/$file")" "$DIR/bin/$file"
     done

@@ -3,18 +3,24 @@
 use std::{
     fs::{self, Permissions},
     io,
-    os::unix::fs::{DirBuilderExt, PermissionsExt},
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::fs::{DirBuilderExt, PermissionsExt},
+    },
     path::{Path, PathBuf},
     sync::Arc,
+    time::Duration,
 };
 
 use containerd_shim_protos::shim_async::create_task;
+use rustix::fs::FlockOperation;
+use sandboxer_front::control::TASK_LISTENER;
 use sandboxer_protocol::{admin::admin_server::AdminServer, controller::controller_server::ControllerServer};
 use tokio::{
     net::{TcpListener, UnixListener},
     task::JoinSet,
 };
-use tokio_stream::wrappers::UnixListenerStream;
+use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
 use tokio_util::sync::CancellationToken;
 use tonic::transport::Server;
 
@@ -23,6 +29,7 @@ use crate::{
     config::Config,
     doctor,
     events::Events,
+    front::{self, Front},
     host::{
         cgroup::Hierarchies,
         network::Park,
@@ -87,10 +94,14 @@ pub enum DaemonError {
 /// earlier pods are taken up and every socket answers.
 pub async fn run(
     config: Config,
+    front: Arc<Front>,
     shutdown: CancellationToken,
     ready: impl FnOnce(recover::Recovered),
 ) -> Result<(), DaemonError> {
-    let _locks = [lock(&config.run_dir, "run.lock")?, lock(&config.state_dir, "state.lock")?];
+    let _locks = [
+        lock(&front, &config.run_dir, "run.lock").await?,
+        lock(&front, &config.state_dir, "state.lock").await?,
+    ];
     let vmm: Arc<dyn Vmm> = vmm::detect(&config.vm).await?;
     let info = vmm.info();
     doctor::fit(&config, &info).await?;
@@ -101,10 +112,10 @@ pub async fn run(
         reason = info.accelerator_reason,
         "pods run in this VMM"
     );
-    let node = node(config, vmm)?;
+    let node = node(config, vmm, front)?;
 
     // Bound before recovery, so that early callers queue instead of failing; served after it.
-    let listeners = Listeners::bind(&node.config.run_dir)?;
+    let listeners = Listeners::bind(&node.front, &node.config.run_dir)?;
     let recovered = recover::recover(&node).await.map_err(|source| DaemonError::Host {
         action: "read journal in",
         path: node.config.state_dir.clone(),
@@ -121,7 +132,7 @@ fn usual_shape(config: &Config) -> Shape {
 }
 
 /// What all pods of a node share, its directories made and its files opened.
-pub fn node(config: Config, vmm: Arc<dyn Vmm>) -> Result<Arc<Node>, DaemonError> {
+pub fn node(config: Config, vmm: Arc<dyn Vmm>, front: Arc<Front>) -> Result<Arc<Node>, DaemonError> {
     for dir in [config.run_dir.clone(), config.run_dir.join("pods"), config.state_dir.clone()] {
         private_dir(&dir)?;
     }
@@ -157,6 +168,7 @@ pub fn node(config: Config, vmm: Arc<dyn Vmm>) -> Result<Arc<Node>, DaemonError>
         registry: Registry::default(),
         events: Events::default(),
         stage_times: Arc::default(),
+        front,
         config,
     }))
 }
@@ -192,11 +204,17 @@ async fn serve(
         })?),
     };
     let task_address = format!("ttrpc+unix://{}", listeners.task_path.display());
-    let controller = ControllerServer::new(SandboxService::new(node.clone(), task_address));
+    let controller = ControllerServer::new(SandboxService::new(node.clone(), task_address, shutdown.clone()));
     let admin = AdminServer::new(AdminService::new(node.clone(), recovered.alive));
 
+    // Its requests are the front's to give again: it needs no farewell.
+    let lost = CancellationToken::new();
+    let connections = node
+        .front
+        .connections(lost.clone())
+        .map_err(|source| DaemonError::Serve { service: "task", source: source.into() })?;
     let mut tasks = ttrpc::asynchronous::Server::new()
-        .add_listener(listeners.task)
+        .add_listener(ttrpc::asynchronous::transport::Listener::new(ReceiverStream::new(connections)))
         .register_service(create_task(Arc::new(TaskService::new(node.clone()))));
     tasks.start().await.map_err(|source| DaemonError::Serve { service: "task", source: source.into() })?;
 
@@ -231,17 +249,23 @@ async fn serve(
         filling.pool.keep_filled(&filling, &until).await;
     });
     ready(recovered);
+    let claimed = node.front.clone();
+    tokio::spawn(async move {
+        tokio::time::sleep(CLAIMED_WITHIN).await;
+        claimed.forget_rest(&[front::DELETED, api::sandbox::STARTING]);
+    });
 
     let ended = tokio::select! {
         () = shutdown.cancelled() => Ok(()),
+        // Whoever waited for an answer is gone, too.
+        () = lost.cancelled() => return Ok(()),
         Some(ended) = services.join_next() => ended.unwrap_or_else(|panic| {
             Err(DaemonError::Serve { service: "gRPC", source: panic.into() })
         }),
     };
-    // Requests under way may end; those that wait for a pod's end would wait for ever.
+    // Requests under way may end.
     tracing::info!("draining; pods stay as they are");
     let drained = async {
-        let _ = tasks.shutdown().await;
         while services.join_next().await.is_some() {}
         // After it, nothing is added to the pool.
         let _ = filling.await;
@@ -257,32 +281,45 @@ async fn serve(
 struct Listeners {
     controller: UnixListenerStream,
     admin: UnixListenerStream,
-    task: ttrpc::asynchronous::transport::Listener,
     task_path: PathBuf,
 }
 
 impl Listeners {
-    fn bind(run_dir: &Path) -> Result<Self, DaemonError> {
+    /// Those of earlier workers, or new ones, which the front keeps: while no worker is there, callers wait.
+    fn bind(front: &Arc<Front>, run_dir: &Path) -> Result<Self, DaemonError> {
         let task_path = run_dir.join(sockets::TASK);
-        Ok(Self {
-            controller: UnixListenerStream::new(bind(&run_dir.join(sockets::CONTROLLER))?),
-            admin: UnixListenerStream::new(bind(&run_dir.join(sockets::ADMIN))?),
-            task: ttrpc::asynchronous::transport::Listener::new(UnixListenerStream::new(bind(&task_path)?)),
-            task_path,
-        })
+        // It is the front that accepts there.
+        listener(front, TASK_LISTENER, &task_path)?;
+        let serve = |name: &str| -> Result<_, DaemonError> {
+            let path = run_dir.join(name);
+            let listener = UnixListener::from_std(listener(front, "listen ", &path)?);
+            let host = |source| DaemonError::Host { action: "listen at", path, source };
+            Ok(UnixListenerStream::new(listener.map_err(host)?))
+        };
+        Ok(Self { controller: serve(sockets::CONTROLLER)?, admin: serve(sockets::ADMIN)?, task_path })
     }
 }
 
 /// Binds a socket of mode 0600, over one that a dead daemon left. The run directory is locked and
 /// of mode 0700: nobody else can be at the path.
-fn bind(path: &Path) -> Result<UnixListener, DaemonError> {
+fn listener(
+    front: &Arc<Front>,
+    kind: &str,
+    path: &Path,
+) -> Result<std::os::unix::net::UnixListener, DaemonError> {
     let host = |action| move |source| DaemonError::Host { action, path: path.to_owned(), source };
+    let key = format!("{kind}{}", path.display());
+    if let Some(fd) = front.take(&key).and_then(|mut entry| entry.fds.pop()) {
+        return Ok(fd.into());
+    }
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(host("replace socket")(error)),
         _ => {}
     }
-    let listener = UnixListener::bind(path).map_err(host("bind socket"))?;
+    let listener = std::os::unix::net::UnixListener::bind(path).map_err(host("bind socket"))?;
     fs::set_permissions(path, Permissions::from_mode(0o600)).map_err(host("make private"))?;
+    listener.set_nonblocking(true).map_err(host("listen at"))?;
+    front.keep(&key, &(), &[listener.as_fd()]).map_err(host("hand over"))?;
     Ok(listener)
 }
 
@@ -294,15 +331,32 @@ fn private_dir(path: &Path) -> Result<(), DaemonError> {
     })
 }
 
-/// Held as long as the daemon runs: two on one directory would fight over its pods and images.
-fn lock(dir: &Path, name: &str) -> Result<nix::fcntl::Flock<fs::File>, DaemonError> {
+/// Requests that are given again claim what the front has kept for them at once. What nobody has claimed by then
+/// belonged to what is no more.
+const CLAIMED_WITHIN: Duration = Duration::from_secs(60);
+
+/// How long a worker that has lost its front may take to be gone.
+const ORPHANS_END: Duration = Duration::from_secs(3);
+
+/// Held as long as the front is there: two daemons on one directory would fight over its pods and images.
+async fn lock(front: &Arc<Front>, dir: &Path, name: &str) -> Result<OwnedFd, DaemonError> {
     private_dir(dir)?;
     let path = dir.join(name);
-    let file = fs::File::create(&path).map_err(|source| DaemonError::Host {
-        action: "make lock",
-        path: path.clone(),
-        source,
-    })?;
-    nix::fcntl::Flock::lock(file, nix::fcntl::FlockArg::LockExclusiveNonblock)
-        .map_err(|_| DaemonError::Running(dir.to_owned()))
+    let key = format!("lock {}", path.display());
+    if let Some(held) = front.take(&key).and_then(|mut entry| entry.fds.pop()) {
+        return Ok(held);
+    }
+    let host = |source| DaemonError::Host { action: "make lock", path: path.clone(), source };
+    let file = OwnedFd::from(fs::File::create(&path).map_err(host)?);
+    let locked = async {
+        // Nothing tells when a lock becomes free, save a thread that would wait for it for ever.
+        let mut again = tokio::time::interval(Duration::from_millis(20));
+        while rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
+            again.tick().await;
+        }
+    };
+    let locked = tokio::time::timeout(ORPHANS_END, locked).await;
+    locked.map_err(|_| DaemonError::Running(dir.to_owned()))?;
+    front.keep(&key, &(), &[file.as_fd()]).map_err(host)?;
+    Ok(file)
 }

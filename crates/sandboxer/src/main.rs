@@ -1,10 +1,17 @@
-//! Parse, build, bind, recover, announce ready, serve, drain.
+//! Parse, become the front's worker, build, bind, recover, announce ready, serve, drain.
 
-use std::{io::IsTerminal as _, path::PathBuf, process::ExitCode};
+use std::{
+    io::IsTerminal as _,
+    os::fd::{FromRawFd, OwnedFd, RawFd},
+    os::unix::process::CommandExt,
+    path::PathBuf,
+    process::{Command, ExitCode},
+    sync::Arc,
+};
 
 use anyhow::Context;
 use clap::Parser;
-use sandboxer::{config::Config, daemon};
+use sandboxer::{config::Config, daemon, front::Front};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 use tracing_subscriber::EnvFilter;
@@ -37,7 +44,13 @@ struct Options {
     /// Log JSON lines.
     #[arg(long)]
     log_json: bool,
+    /// This process is the worker of a front, which is at the other end of this descriptor.
+    #[arg(long, hide = true, value_name = "FD")]
+    front_fd: Option<RawFd>,
 }
+
+/// The program that containerd stays connected to, beside this one.
+const FRONT: &str = "sandboxer-front";
 
 fn main() -> ExitCode {
     let options = Options::parse();
@@ -56,6 +69,7 @@ fn start(options: &Options) -> anyhow::Result<()> {
         println!("the configuration is fine");
         return Ok(());
     }
+    let Some(front) = options.front_fd else { return become_front() };
     let filter = EnvFilter::try_new(&options.log).with_context(|| format!("--log {:?}", options.log))?;
     let log = tracing_subscriber::fmt()
         .with_env_filter(filter)
@@ -67,16 +81,29 @@ fn start(options: &Options) -> anyhow::Result<()> {
         log.init()
     }
 
+    // SAFETY: whoever gave this option, which is the front, gave the descriptor with it, for this use.
+    let front = unsafe { OwnedFd::from_raw_fd(front) };
+    rustix::io::fcntl_setfd(&front, rustix::io::FdFlags::CLOEXEC).context("--front-fd")?;
+    let front = Front::connect(front).context("cannot learn from the front what earlier workers left")?;
+
     tokio::runtime::Builder::new_multi_thread()
         .worker_threads(WORKERS)
         .max_blocking_threads(BLOCKING)
         .enable_all()
         .build()
         .context("cannot start the runtime")?
-        .block_on(serve(config))
+        .block_on(serve(config, front))
 }
 
-async fn serve(config: Config) -> anyhow::Result<()> {
+/// Goes on as the front, which starts this program again as its worker.
+fn become_front() -> anyhow::Result<()> {
+    let worker = std::env::current_exe().context("cannot find this program")?;
+    let front = worker.with_file_name(FRONT);
+    let error = Command::new(&front).arg(&worker).args(std::env::args_os().skip(1)).exec();
+    Err(error).with_context(|| format!("cannot run {front:?}, which belongs beside {worker:?}"))
+}
+
+async fn serve(config: Config, front: Arc<Front>) -> anyhow::Result<()> {
     let shutdown = CancellationToken::new();
     let mut terminate = signal(SignalKind::terminate()).context("cannot watch SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot watch SIGINT")?;
@@ -86,18 +113,17 @@ async fn serve(config: Config) -> anyhow::Result<()> {
             _ = terminate.recv() => {}
             _ = interrupt.recv() => {}
         }
-        let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
         asked.cancel();
     });
-    daemon::run(config, shutdown, |recovered| {
+    let ready = front.clone();
+    daemon::run(config, front, shutdown, |recovered| {
         tracing::info!(
             alive = recovered.alive,
             stopped = recovered.stopped,
             quarantined = recovered.quarantined,
             "ready"
         );
-        // Under no service manager this does nothing.
-        let _ = sd_notify::notify(&[sd_notify::NotifyState::Ready]);
+        ready.ready();
     })
     .await?;
     Ok(())

@@ -14,6 +14,7 @@ use sandboxer::{
     daemon,
     error::Code,
     events::Kind,
+    front::Front,
     host::rootfs::Mount,
     pod::{
         self, Node, PodHandle,
@@ -129,7 +130,7 @@ impl TestNode {
 fn node(dir: &Path, vmm: Arc<FakeVmm>, boot_timeout: Duration) -> Arc<Node> {
     let mut config = Config { run_dir: dir.join("run"), state_dir: dir.join("state"), ..Config::default() };
     config.vm.boot_timeout = boot_timeout;
-    daemon::node(config, vmm).unwrap()
+    daemon::node(config, vmm, Front::none()).unwrap()
 }
 
 /// A reader that keeps its end of a FIFO open, as containerd does.

@@ -16,6 +16,7 @@ use fake_agent::FakeAgent;
 use sandboxer::{
     config::{Config, PoolConfig, Way},
     daemon,
+    front::Front,
     pod::{self, Node, PodHandle, spec::PodSpec, state::PodStatus},
     pool::Pool,
     template::{Shape, Template, TemplateError},
@@ -64,7 +65,7 @@ impl Host {
         config.vm.default_memory_mib = SHAPE.memory_mib;
         config.templates.most = self.most;
         config.pool = PoolConfig { min: self.pool, max: self.pool };
-        let node = Arc::into_inner(daemon::node(config, self.vmm.clone()).unwrap()).unwrap();
+        let node = Arc::into_inner(daemon::node(config, self.vmm.clone(), Front::none()).unwrap()).unwrap();
         // These tests' pods have no network namespace, and so no interface.
         Arc::new(Node { pool: Pool::new(node.config.pool, SHAPE), ..node })
     }

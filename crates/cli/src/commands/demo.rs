@@ -85,7 +85,7 @@ async fn show(args: &Args, bench: &Bench, recipe: &Recipe, cancel: &Cancellation
         render::print(&format!(
             "sandboxer {}, pid {}: {} {} on {} ({})",
             daemon.version,
-            daemon.pid,
+            daemon.front_pid,
             daemon.vmm,
             daemon.vmm_version,
             daemon.accelerator,

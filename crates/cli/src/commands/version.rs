@@ -68,8 +68,9 @@ fn text(versions: &Versions) -> String {
     );
     if let Some(daemon) = &versions.daemon {
         out += &line("sandboxer", &format!(" {}", release(&daemon.version, daemon.protocol_version)));
-        let up = format!(" {}, up {}", daemon.pid, render::age(daemon.started_at_ns));
-        out += &line("  pid", &up);
+        out += &line("  front", &format!(" {}", daemon.front_pid));
+        out +=
+            &line("  worker", &format!(" {}, up {}", daemon.worker_pid, render::age(daemon.started_at_ns)));
         out += &line("  recovered", &format!(" {} pods", daemon.recovered_pods));
         out += &line("  vmm", &format!(" {} {}", daemon.vmm, daemon.vmm_version));
         out += &line("  accel", &format!(" {}: {}", daemon.accelerator, daemon.accelerator_reason));

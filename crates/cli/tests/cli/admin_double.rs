@@ -41,7 +41,8 @@ impl Admin for AdminDouble {
         Ok(Response::new(VersionResponse {
             version: "9.8.7".into(),
             protocol_version: 6,
-            pid: 4321,
+            worker_pid: 4321,
+            front_pid: 4320,
             vmm: "qemu".into(),
             vmm_version: "7.2.0".into(),
             accelerator: "tcg".into(),

@@ -231,7 +231,8 @@ fn version_names_both_sides() {
     assert!(out.contains("9.8.7 (protocol 6)") && out.contains("tcg: no /dev/kvm"), "{out}");
     let json: serde_json::Value = serde_json::from_str(&daemon.cli("version --json").ok()).unwrap();
     assert_eq!(json["client"]["version"], env!("CARGO_PKG_VERSION"));
-    assert_eq!((&json["daemon"]["pid"], &json["daemon"]["recovered_pods"]), (&4321.into(), &2.into()));
+    assert_eq!((&json["daemon"]["worker_pid"], &json["daemon"]["front_pid"]), (&4321.into(), &4320.into()));
+    assert_eq!(json["daemon"]["recovered_pods"], 2);
 
     let alone = cli_at(Path::new("/nowhere/admin.sock"), "version");
     assert_eq!(alone.code, Some(1));

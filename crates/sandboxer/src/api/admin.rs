@@ -58,7 +58,8 @@ impl Admin for AdminService {
         Ok(Response::new(VersionResponse {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             protocol_version: PROTOCOL_VERSION,
-            pid: std::process::id(),
+            worker_pid: std::process::id(),
+            front_pid: self.node.front.pid(),
             vmm: vmm.name.to_owned(),
             vmm_version: vmm.version,
             accelerator: vmm.accelerator.to_owned(),

@@ -1,6 +1,10 @@
 //! containerd's sandbox controller: pods come and go through here.
 
-use std::{collections::HashMap, sync::Arc};
+use std::{
+    collections::{HashMap, HashSet},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
 
 use sandboxer_protocol::{
     controller::{
@@ -13,9 +17,11 @@ use sandboxer_protocol::{
         controller_server::Controller,
         types::{Metric, Platform},
     },
+    id::SandboxId,
     link::LinkKey,
 };
 use serde_json::json;
+use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
 use super::convert::{grpc, grpc_time, id, pod_spec};
@@ -39,12 +45,36 @@ pub struct SandboxService {
     node: Arc<Node>,
     /// Where containerd finds the task service of every container.
     task_address: String,
+    /// This worker ends.
+    ending: CancellationToken,
+    /// Pods that were started, and of which containerd has not shown yet that it knows so.
+    // A plain lock: held for a look-up, never across an await.
+    untold: Arc<Mutex<HashSet<SandboxId>>>,
 }
 
+/// What the front calls such a pod.
+pub const STARTING: &str = "starting";
+
+/// containerd looks at a pod right after its start, and waits for each one it knows. It connects to a new worker
+/// with a back-off of at most 3 s.
+const SHOWN_WITHIN: Duration = Duration::from_secs(20);
+
 impl SandboxService {
-    /// `task_address` is what `Start` answers: `ttrpc+unix:///path`.
-    pub fn new(node: Arc<Node>, task_address: String) -> Self {
-        Self { node, task_address }
+    /// `task_address` is what `Start` answers: `ttrpc+unix:///path`. From `ending` on nobody is kept waiting.
+    pub fn new(node: Arc<Node>, task_address: String, ending: CancellationToken) -> Self {
+        let untold: HashSet<SandboxId> = (node.front.keys(&format!("{STARTING} ")).iter())
+            .filter_map(|key| key.split(' ').nth(1)?.parse().ok())
+            .collect();
+        let service = Self { node, task_address, ending, untold: Arc::new(Mutex::new(untold)) };
+        tokio::spawn(remove_forgotten(service.node.clone(), service.untold.clone()));
+        service
+    }
+
+    /// containerd knows that the pod was started.
+    fn shown(&self, pod: &SandboxId) {
+        if locked(&self.untold).remove(pod) {
+            self.node.front.forget(&format!("{STARTING} {pod}"));
+        }
     }
 
     fn pod(&self, sandbox: &str) -> Result<PodHandle, PodError> {
@@ -62,6 +92,29 @@ impl Drop for GivenUp {
             tokio::spawn(remove(pod));
         }
     }
+}
+
+/// Removes pods whose start an earlier worker could not answer any more: containerd has forgotten them, unless it
+/// asks for them.
+async fn remove_forgotten(node: Arc<Node>, untold: Arc<Mutex<HashSet<SandboxId>>>) {
+    let before: Vec<_> = locked(&untold).iter().cloned().collect();
+    if before.is_empty() {
+        return;
+    }
+    tokio::time::sleep(SHOWN_WITHIN).await;
+    for id in before {
+        if locked(&untold).remove(&id) {
+            node.front.forget(&format!("{STARTING} {id}"));
+            if let Ok(pod) = node.registry.pod(&id) {
+                tracing::info!(pod = %id, "removed: its start was never answered, and nobody asks for it");
+                remove(pod).await;
+            }
+        }
+    }
+}
+
+fn locked(untold: &Mutex<HashSet<SandboxId>>) -> MutexGuard<'_, HashSet<SandboxId>> {
+    untold.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 async fn remove(pod: PodHandle) {
@@ -97,10 +150,19 @@ impl Controller for SandboxService {
         request: Request<ControllerStartRequest>,
     ) -> Result<Response<ControllerStartResponse>, Status> {
         let pod = self.pod(&request.get_ref().sandbox_id).map_err(grpc)?;
-        let mut given_up = GivenUp((pod.status().state == PodState::Created).then(|| pod.clone()));
+        let first = pod.status().state == PodState::Created;
+        if first {
+            let key = format!("{STARTING} {}", pod.id());
+            if let Err(error) = self.node.front.keep(&key, &(), &[]) {
+                return Err(Status::unavailable(format!("the front can't note a pod's start: {error}")));
+            }
+            locked(&self.untold).insert(pod.id().clone());
+        }
+        let mut given_up = GivenUp(first.then(|| pod.clone()));
         if let Err(error) = pod.start().await {
             // Gone before the answer: whoever has it may use the id again.
             if let Some(pod) = given_up.0.take() {
+                self.shown(pod.id());
                 remove(pod).await;
             }
             return Err(grpc(error));
@@ -140,7 +202,12 @@ impl Controller for SandboxService {
         request: Request<ControllerWaitRequest>,
     ) -> Result<Response<ControllerWaitResponse>, Status> {
         let pod = self.pod(&request.get_ref().sandbox_id).map_err(grpc)?;
-        let status = pod.stopped().await;
+        self.shown(pod.id());
+        let status = tokio::select! {
+            status = pod.stopped() => status,
+            // containerd asks again.
+            () = self.ending.cancelled() => return Err(Status::unavailable("sandboxer is being restarted")),
+        };
         Ok(Response::new(ControllerWaitResponse {
             exit_status: status.exit_status,
             exited_at: grpc_time(status.exited_at_ns),
@@ -154,6 +221,9 @@ impl Controller for SandboxService {
         let request = request.into_inner();
         let pod = self.pod(&request.sandbox_id).map_err(grpc)?;
         let status = pod.status();
+        if status.state != PodState::Starting {
+            self.shown(pod.id());
+        }
         let ready = status.state == PodState::Ready;
         let mut info = HashMap::new();
         if request.verbose {

@@ -14,15 +14,17 @@ use containerd_shim_protos::{
     protobuf::well_known_types::any::Any,
     shim_async::Task,
 };
-use sandboxer_protocol::id::{ContainerId, SandboxId};
+use sandboxer_front::frame::REPEATED;
+use sandboxer_protocol::id::{ContainerId, ExecId, SandboxId};
 use ttrpc::{Result, asynchronous::TtrpcContext};
 
 use super::convert::{id, optional_id, ttrpc, ttrpc_time};
 use crate::{
     container::{Exit, NewContainer, Phase, StdioPaths, stats},
-    error::PodError,
+    error::{Code, PodError},
+    front,
     host::rootfs::Mount,
-    pod::{Node, PodHandle, ProcessView},
+    pod::{Node, PodHandle, ProcessView, Signal},
 };
 
 /// Serves [`Task`] for the containers of a node.
@@ -39,6 +41,22 @@ impl TaskService {
 
     fn pod_of(&self, container: &ContainerId) -> std::result::Result<PodHandle, PodError> {
         self.node.registry.pod_of(container)
+    }
+
+    /// Whether an earlier worker may have done what is asked.
+    fn again(context: &TtrpcContext) -> bool {
+        context.mh.flags & REPEATED != 0
+    }
+
+    /// The container that a repeated request to make it finds made.
+    async fn made(&self, request: &CreateTaskRequest) -> Option<PodHandle> {
+        let (pod, view) = self.process(&request.id, "").await.ok()?;
+        (view.bundle == Path::new(&request.bundle)).then_some(pod)
+    }
+
+    /// What a repeated deletion had answered.
+    fn deleted(&self, container: &ContainerId, exec: Option<&ExecId>) -> Option<Exit> {
+        self.node.front.peek(&front::key(front::DELETED, container, exec))
     }
 
     async fn process(
@@ -68,7 +86,12 @@ fn refused(error: PodError) -> ttrpc::Error {
 
 #[async_trait]
 impl Task for TaskService {
-    async fn create(&self, _: &TtrpcContext, request: CreateTaskRequest) -> Result<CreateTaskResponse> {
+    async fn create(&self, context: &TtrpcContext, request: CreateTaskRequest) -> Result<CreateTaskResponse> {
+        if Self::again(context)
+            && let Some(pod) = self.made(&request).await
+        {
+            return Ok(CreateTaskResponse { pid: pod.status().vmm_pid, ..Default::default() });
+        }
         let created = async {
             let container = id("container id", &request.id)?;
             let bundle = Path::new(&request.bundle);
@@ -106,18 +129,22 @@ impl Task for TaskService {
         Ok(CreateTaskResponse { pid: pod.status().vmm_pid, ..Default::default() })
     }
 
-    async fn start(&self, _: &TtrpcContext, request: StartRequest) -> Result<StartResponse> {
+    async fn start(&self, context: &TtrpcContext, request: StartRequest) -> Result<StartResponse> {
         let started = async {
             let of = id("container id", &request.id)?;
             let pod = self.pod_of(&of)?;
-            pod.start_process(of, optional_id("exec id", &request.exec_id)?).await?;
+            let exec = optional_id("exec id", &request.exec_id)?;
+            match Self::again(context) {
+                true => pod.start_process_again(of, exec).await?,
+                false => pod.start_process(of, exec).await?,
+            }
             Ok(pod)
         };
         let pod = started.await.map_err(ttrpc)?;
         Ok(StartResponse { pid: pod.status().vmm_pid, ..Default::default() })
     }
 
-    async fn exec(&self, _: &TtrpcContext, request: ExecProcessRequest) -> Result<Empty> {
+    async fn exec(&self, context: &TtrpcContext, request: ExecProcessRequest) -> Result<Empty> {
         let created = async {
             let of = id("container id", &request.id)?;
             let exec = id("exec id", &request.exec_id)?;
@@ -128,6 +155,9 @@ impl Task for TaskService {
                 stderr: request.stderr.into(),
                 terminal: request.terminal,
             };
+            if Self::again(context) && pod.process(of.clone(), Some(exec.clone())).await.is_ok() {
+                return Ok(());
+            }
             let process = request.spec.into_option().map(|any| any.value).unwrap_or_default();
             pod.create_exec(of, exec, process, stdio).await
         };
@@ -171,25 +201,40 @@ impl Task for TaskService {
         Ok(WaitResponse { exit_status: exit.code, exited_at: ttrpc_time(exit.at_ns), ..Default::default() })
     }
 
-    async fn kill(&self, _: &TtrpcContext, request: KillRequest) -> Result<Empty> {
+    async fn kill(&self, context: &TtrpcContext, request: KillRequest) -> Result<Empty> {
         let signalled = async {
             let of = id("container id", &request.id)?;
             let exec = optional_id("exec id", &request.exec_id)?;
-            self.pod_of(&of)?.signal(of, exec, request.signal, request.all).await
+            let signal = Signal {
+                number: request.signal,
+                all: request.all,
+                request: format!("{} {}", self.node.front.identity(), context.mh.stream_id),
+                again: Self::again(context),
+            };
+            self.pod_of(&of)?.deliver(of, exec, signal).await
         };
         signalled.await.map(|()| Empty::new()).map_err(ttrpc)
     }
 
-    async fn delete(&self, _: &TtrpcContext, request: DeleteRequest) -> Result<DeleteResponse> {
+    async fn delete(&self, context: &TtrpcContext, request: DeleteRequest) -> Result<DeleteResponse> {
         let deleted = async {
             let of = id("container id", &request.id)?;
-            let pod = self.pod_of(&of)?;
-            let exit: Exit = pod.delete(of, optional_id("exec id", &request.exec_id)?).await?;
-            Ok((pod, exit))
+            let exec = optional_id("exec id", &request.exec_id)?;
+            let asked = async {
+                let pod = self.pod_of(&of)?;
+                let exit = pod.delete(of.clone(), exec.clone()).await?;
+                Ok::<_, PodError>((pod.status().vmm_pid, exit))
+            };
+            match asked.await {
+                Err(error) if Self::again(context) && error.code() == Code::NotFound => {
+                    self.deleted(&of, exec.as_ref()).map(|exit| (0, exit)).ok_or(error)
+                }
+                answer => answer,
+            }
         };
-        let (pod, exit) = deleted.await.map_err(ttrpc)?;
+        let (pid, exit) = deleted.await.map_err(ttrpc)?;
         Ok(DeleteResponse {
-            pid: pod.status().vmm_pid,
+            pid,
             exit_status: exit.code,
             exited_at: ttrpc_time(exit.at_ns),
             ..Default::default()
@@ -257,7 +302,7 @@ impl Task for TaskService {
         let of = id("container id", &request.id).map_err(ttrpc)?;
         let pod = self.pod_of(&of).map_err(ttrpc)?;
         Ok(ConnectResponse {
-            shim_pid: std::process::id(),
+            shim_pid: self.node.front.pid(),
             task_pid: pod.status().vmm_pid,
             version: "3".to_owned(),
             ..Default::default()

@@ -1,51 +1,57 @@
 //! Between the FIFOs that containerd made and a process in the guest.
 //!
-//! Output is pulled from the agent by offset: asking for the next byte acknowledges those before
-//! it, so nothing is acknowledged before it is in the FIFO. Input is pushed by offset. Nothing here
-//! buffers more than one message per stream.
+//! The front keeps them open, so that containerd sees their end when it is one, and not when this process dies.
 
 use std::{
     io,
+    os::fd::OwnedFd,
     path::{Path, PathBuf},
     sync::Arc,
 };
 
 use sandboxer_protocol::{
-    agent::{OutputStream, ReadOutputRequest, WriteInputRequest},
+    agent::OutputStream,
     id::{ContainerId, ExecId, SandboxId},
 };
-use tokio::{
-    io::{AsyncReadExt, AsyncWriteExt},
-    net::unix::pipe::{OpenOptions, Receiver, Sender},
-    sync::Notify,
-    task::JoinSet,
+use tokio::{net::unix::pipe::OpenOptions, sync::Notify, task::JoinSet};
+
+use super::{
+    StdioPaths,
+    copy::{copy_input, copy_output, logged},
+    spool::{Inlet, Outlet},
+};
+use crate::{
+    error::{PodError, chain},
+    front::{self, Front, Kept},
+    guest::Agent,
 };
 
-use super::StdioPaths;
-use crate::{error::PodError, guest::Agent};
-
-/// Most bytes moved by one call to the agent.
-const CHUNK: usize = 64 << 10;
+/// What the front calls a process's streams: of stdin, stdout and stderr, those there are, FIFO and memfd.
+const STREAMS: &str = "streams";
 
 /// A process's FIFOs, open.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Io {
-    stdin: Option<Receiver>,
-    stdout: Option<Sender>,
-    stderr: Option<Sender>,
+    stdin: Option<Inlet>,
+    stdout: Option<Outlet>,
+    stderr: Option<Outlet>,
     voice: Option<Voice>,
+    /// Their hold at the front.
+    kept: Option<Kept>,
+    /// An earlier worker had copied some, and the streams themselves don't know how much.
+    forgotten: bool,
 }
 
 /// The daemon's own way to a container's error stream, for what the guest can't say any more.
 ///
 /// As long as it is there the FIFO has a writer, so containerd reads on until the process's end is known.
 #[derive(Debug)]
-pub struct Voice(Sender);
+pub struct Voice(OwnedFd);
 
 impl Voice {
     /// Writes one line, as far as the FIFO takes it.
     pub fn say(&self, words: &str) {
-        if let Err(error) = self.0.try_write(format!("sandboxer: {words}\n").as_bytes()) {
+        if let Err(error) = rustix::io::write(&self.0, format!("sandboxer: {words}\n").as_bytes()) {
             tracing::debug!(%error, "no room for a container's last words");
         }
     }
@@ -59,6 +65,11 @@ impl StdinCloser {
     /// Nothing more will be written to the FIFO.
     pub fn close(&self) {
         self.0.notify_one();
+    }
+
+    /// Waits until somebody has said so.
+    pub async fn closed(&self) {
+        self.0.notified().await;
     }
 }
 
@@ -93,43 +104,117 @@ pub struct Subject {
     pub exec: Option<ExecId>,
 }
 
+impl Subject {
+    /// Key of what the front keeps of it.
+    pub fn key(&self, kind: &str) -> String {
+        front::key(kind, &self.container, self.exec.as_ref())
+    }
+}
+
 impl Io {
-    /// Opens the FIFOs; containerd need not have its ends open.
+    /// Opens the FIFOs, and has them kept until [`Io::let_go`] or the process's end; containerd need not have
+    /// its ends open.
     ///
     /// Outputs are opened for reading, too: writing then never fails for want of a reader, so a
     /// containerd that restarts breaks no container. Input is not: it ends when its last writer has
     /// gone, which some clients say instead of asking for a close.
-    pub fn open(pod: &SandboxId, paths: &StdioPaths) -> Result<Self, PodError> {
-        let opened = |path: &Path, what: io::Result<()>| {
-            what.map_err(|source| PodError::Host {
-                pod: pod.clone(),
-                action: "open stdio FIFO",
-                path: path.to_owned(),
-                source,
-            })
+    pub fn open(
+        front: &Arc<Front>,
+        pod: &SandboxId,
+        subject: &Subject,
+        paths: &StdioPaths,
+    ) -> Result<Self, PodError> {
+        // Those that an earlier worker opened for the same request: containerd, which has them open, must not see
+        // their end in between.
+        if let Ok(Some(io)) = Self::inherit(front, subject, paths) {
+            return Ok(io);
+        }
+        let failed = |path: &Path| {
+            let (pod, path) = (pod.clone(), path.to_owned());
+            move |source| PodError::Host { pod, action: "open stdio FIFO", path, source }
         };
-        let mut io = Self::silent();
-        let mut options = OpenOptions::new();
-        options.read_write(true);
-        if let Some(path) = wanted(&paths.stdin) {
-            opened(path, OpenOptions::new().open_receiver(path).map(|fifo| io.stdin = Some(fifo)))?;
-        }
-        if let Some(path) = wanted(&paths.stdout) {
-            opened(path, options.open_sender(path).map(|fifo| io.stdout = Some(fifo)))?;
-        }
-        if let Some(path) = wanted(&paths.stderr).filter(|_| !paths.terminal) {
-            opened(path, options.open_sender(path).map(|fifo| io.stderr = Some(fifo)))?;
-        }
-        let voice = if paths.terminal { &paths.stdout } else { &paths.stderr };
-        if let Some(path) = wanted(voice) {
-            opened(path, options.open_sender(path).map(|fifo| io.voice = Some(Voice(fifo))))?;
-        }
+        let outlet = |path: &PathBuf| {
+            let opened = OpenOptions::new().read_write(true).open_sender(path);
+            let outlet = opened.and_then(|fifo| Outlet::new(fifo.into_nonblocking_fd()?));
+            outlet.map_err(failed(path))
+        };
+        let inlet = |path: &PathBuf| {
+            let opened = OpenOptions::new().open_receiver(path);
+            opened.and_then(|fifo| Inlet::new(fifo.into_nonblocking_fd()?)).map_err(failed(path))
+        };
+        let mut io = Self {
+            stdin: wanted(&paths.stdin).map(inlet).transpose()?,
+            stdout: wanted(&paths.stdout).map(outlet).transpose()?,
+            stderr: wanted(&paths.stderr).filter(|_| !paths.terminal).map(outlet).transpose()?,
+            ..Self::default()
+        };
+        let kept = io.find_voice(paths).and_then(|()| {
+            let fds: Vec<_> = (io.stdin.iter().flat_map(Inlet::fds))
+                .chain(io.stdout.iter().chain(&io.stderr).flat_map(Outlet::fds))
+                .collect();
+            front.keep(&subject.key(STREAMS), paths, &fds)
+        });
+        io.kept = Some(kept.map_err(|source| PodError::Host {
+            pod: pod.clone(),
+            action: "keep the streams of",
+            path: subject.key("process").into(),
+            source,
+        })?);
         Ok(io)
     }
 
-    /// For a process whose FIFOs are gone: what it prints goes nowhere, its end is seen all the same.
-    pub fn silent() -> Self {
-        Self { stdin: None, stdout: None, stderr: None, voice: None }
+    /// Takes up the streams of a process that an earlier worker started: those that the front has kept, or the
+    /// FIFOs opened anew. If there are none any more, what it prints goes nowhere; its end is seen all the same.
+    pub fn take_up(front: &Arc<Front>, pod: &SandboxId, subject: &Subject, paths: &StdioPaths) -> Self {
+        match Self::inherit(front, subject, paths) {
+            Ok(Some(io)) => return io,
+            Ok(None) if front.is_new() => {}
+            // It had ended, and they were let go of.
+            Ok(None) => return Self::default(),
+            Err(error) => {
+                tracing::warn!(container = %subject.container, %error, "its kept streams can't be used");
+                return Self::default();
+            }
+        }
+        match Self::open(front, pod, subject, paths) {
+            Ok(io) => Self { forgotten: true, ..io },
+            Err(error) => {
+                tracing::warn!(container = %subject.container, error = chain(&error), "its output is lost");
+                Self::default()
+            }
+        }
+    }
+
+    fn inherit(front: &Arc<Front>, subject: &Subject, paths: &StdioPaths) -> io::Result<Option<Self>> {
+        let Some((entry, kept)) = front.take_kept(&subject.key(STREAMS)) else { return Ok(None) };
+        if entry.note::<StdioPaths>().as_ref() != Some(paths) {
+            return Err(io::Error::other("they lead somewhere else"));
+        }
+        let mut fds = entry.fds.into_iter();
+        let mut pair = || fds.next().zip(fds.next()).ok_or(io::ErrorKind::UnexpectedEof);
+        let mut io = Self { kept: Some(kept), ..Self::default() };
+        if wanted(&paths.stdin).is_some() {
+            let (fifo, spool) = pair()?;
+            io.stdin = Some(Inlet::inherited(fifo, spool)?);
+        }
+        if wanted(&paths.stdout).is_some() {
+            let (fifo, spool) = pair()?;
+            io.stdout = Some(Outlet::inherited(fifo, spool)?);
+        }
+        if wanted(&paths.stderr).is_some() && !paths.terminal {
+            let (fifo, spool) = pair()?;
+            io.stderr = Some(Outlet::inherited(fifo, spool)?);
+        }
+        io.find_voice(paths)?;
+        Ok(Some(io))
+    }
+
+    fn find_voice(&mut self, paths: &StdioPaths) -> io::Result<()> {
+        let of = if paths.terminal { &self.stdout } else { &self.stderr };
+        if let Some([fifo, _]) = of.as_ref().map(Outlet::fds) {
+            self.voice = Some(Voice(fifo.try_clone_to_owned()?));
+        }
+        Ok(())
     }
 
     /// Takes the daemon's own way to the process's error stream; there is one.
@@ -137,23 +222,39 @@ impl Io {
         self.voice.take()
     }
 
-    /// Starts copying. `resume`: an earlier daemon began it.
+    /// Its hold at the front.
+    pub fn kept(&self) -> Option<Kept> {
+        self.kept.clone()
+    }
+
+    /// Ends it all: there will be no such process.
+    pub fn let_go(self) {
+        if let Some(kept) = &self.kept {
+            kept.release();
+        }
+    }
+
+    /// Starts copying. `resume`: the process was started by an earlier worker.
     pub fn run(self, agent: &Agent, subject: &Subject, resume: bool) -> (RunningIo, Option<StdinCloser>) {
+        let lost = resume && self.forgotten;
         let mut outputs = JoinSet::new();
-        for (stream, fifo) in [(OutputStream::STDOUT, self.stdout), (OutputStream::STDERR, self.stderr)] {
-            if let Some(fifo) = fifo {
-                outputs.spawn(copy_output(agent.clone(), subject.clone(), stream, fifo, resume));
+        for (stream, outlet) in [(OutputStream::STDOUT, self.stdout), (OutputStream::STDERR, self.stderr)] {
+            if let Some(outlet) = outlet {
+                outputs.spawn(logged(
+                    subject.clone(),
+                    copy_output(agent.clone(), subject.clone(), stream, outlet, lost),
+                ));
             }
         }
         let started = Arc::new(Notify::new());
         let mut stdin = JoinSet::new();
-        let closer = self.stdin.map(|fifo| {
+        let closer = self.stdin.map(|inlet| {
             let closer = StdinCloser(Arc::default());
-            let copy = copy_input(agent.clone(), subject.clone(), fifo, closer.clone(), resume);
-            let started = started.clone();
+            let copy = copy_input(agent.clone(), subject.clone(), inlet, closer.clone(), resume, lost);
+            let (started, of) = (started.clone(), subject.clone());
             stdin.spawn(async move {
                 started.notified().await;
-                copy.await;
+                logged(of, copy).await;
             });
             closer
         });
@@ -167,90 +268,4 @@ impl Io {
 
 fn wanted(path: &PathBuf) -> Option<&PathBuf> {
     Some(path).filter(|path| !path.as_os_str().is_empty())
-}
-
-async fn copy_output(agent: Agent, of: Subject, stream: OutputStream, mut fifo: Sender, resume: bool) {
-    let mut request = ReadOutputRequest {
-        container_id: of.container.to_string(),
-        exec_id: of.exec.as_ref().map(ToString::to_string).unwrap_or_default(),
-        stream: stream.into(),
-        max_bytes: CHUNK as u32,
-        resume,
-        ..Default::default()
-    };
-    loop {
-        let answer = match agent.read_output(request.clone()).await {
-            Ok(answer) if answer.data.len() <= CHUNK => answer,
-            Ok(_) => {
-                return tracing::warn!(container = %of.container, "agent sent more output than asked for");
-            }
-            // The machine is gone, or the container: whoever waits learns it elsewhere.
-            Err(error) => return tracing::debug!(container = %of.container, %error, "output ends"),
-        };
-        if let Err(error) = fifo.write_all(&answer.data).await {
-            return tracing::warn!(container = %of.container, %error, "cannot write to the output FIFO");
-        }
-        if answer.end {
-            return;
-        }
-        request.offset = answer.offset + answer.data.len() as u64;
-        request.resume = false;
-    }
-}
-
-async fn copy_input(agent: Agent, of: Subject, mut fifo: Receiver, closer: StdinCloser, resume: bool) {
-    let mut offset = 0;
-    let mut chunk = Vec::new();
-    let mut ending = false;
-    if resume {
-        // Nothing, at the beginning: the answer tells how far an earlier daemon got.
-        let nothing = WriteInputRequest {
-            container_id: of.container.to_string(),
-            exec_id: of.exec.as_ref().map(ToString::to_string).unwrap_or_default(),
-            ..Default::default()
-        };
-        match agent.write_input(nothing).await {
-            Ok(taken) => offset = taken,
-            Err(error) => return tracing::debug!(container = %of.container, %error, "stdin ends"),
-        }
-    }
-    loop {
-        if ending {
-            // What was written before the close is in the FIFO already. The kernel is asked, not tokio,
-            // which may not have heard of it yet.
-            chunk.resize(CHUNK, 0);
-            let count = rustix::io::read(&fifo, &mut chunk[..]).unwrap_or(0);
-            chunk.truncate(count);
-        } else {
-            chunk.reserve(CHUNK);
-            tokio::select! {
-                biased;
-                () = closer.0.notified() => { ending = true; continue }
-                read = fifo.read_buf(&mut chunk) => match read {
-                    Ok(0) => { ending = true; continue }
-                    Ok(_) => {}
-                    Err(error) => {
-                        return tracing::warn!(container = %of.container, %error, "cannot read the stdin FIFO");
-                    }
-                }
-            }
-        }
-        let end = ending && chunk.is_empty();
-        let count = chunk.len() as u64;
-        let request = WriteInputRequest {
-            container_id: of.container.to_string(),
-            exec_id: of.exec.as_ref().map(ToString::to_string).unwrap_or_default(),
-            offset,
-            data: std::mem::take(&mut chunk),
-            end,
-            ..Default::default()
-        };
-        if let Err(error) = agent.write_input(request).await {
-            return tracing::debug!(container = %of.container, %error, "stdin ends");
-        }
-        if end {
-            return;
-        }
-        offset += count;
-    }
 }

@@ -1,10 +1,12 @@
 //! Containers of a pod: what the pod's task keeps of each, and the work it has done on them.
 
+mod copy;
 mod devices;
 pub mod io;
 mod message;
 mod mounts;
 pub mod spec;
+pub mod spool;
 pub mod start;
 pub mod stats;
 
@@ -15,6 +17,7 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
 use crate::{
+    front::Kept,
     host::rootfs::{Lease, Mount},
     pod::{
         journal::{ContainerRecord, ProcessRecord},
@@ -116,6 +119,8 @@ pub struct Process {
     pub voice: Option<io::Voice>,
     /// Asks the running stdin copy to finish.
     pub stdin: Option<io::StdinCloser>,
+    /// What the front holds of its streams, until it has ended.
+    kept: Option<Kept>,
 }
 
 impl Process {
@@ -127,7 +132,8 @@ impl Process {
     /// A process that stands at `phase`.
     pub fn at(phase: Phase, pid: u32, stdio: StdioPaths, mut io: Option<io::Io>) -> Self {
         let voice = io.as_mut().and_then(io::Io::take_voice);
-        Self { pid, stdio, phase: watch::Sender::new(phase), io, voice, stdin: None }
+        let kept = io.as_ref().and_then(io::Io::kept);
+        Self { pid, stdio, phase: watch::Sender::new(phase), io, voice, stdin: None, kept }
     }
 
     /// Notes its end, unless that is known already, and lets go of its streams.
@@ -135,6 +141,9 @@ impl Process {
         self.io = None;
         self.voice = None;
         self.stdin = None;
+        if let Some(kept) = self.kept.take() {
+            kept.release();
+        }
         if !self.has_exited() {
             self.phase.send_replace(Phase::Exited(exit));
         }

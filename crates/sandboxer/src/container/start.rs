@@ -10,6 +10,7 @@ use sandboxer_protocol::{
     id::{ContainerId, ExecId, SandboxId},
     stage::Stage,
 };
+use serde::{Deserialize, Serialize};
 
 use super::{
     Exit, KILLED, NewContainer, StdioPaths,
@@ -19,6 +20,7 @@ use super::{
 use crate::{
     clock::now_ns,
     error::PodError,
+    front::{Front, Kept},
     guest::Agent,
     host::rootfs::{Lease, RootfsPlan, RootfsStore, Writable},
     pod::{spec::PodSpec, stages::Stages, undo::Undo, volumes::Volumes},
@@ -47,19 +49,34 @@ pub struct Created {
     pub leases: Vec<Lease>,
     /// The host's file for its termination message.
     pub message: Option<PathBuf>,
+    /// The intent that the front keeps, until the container is on record.
+    pub intent: Kept,
 }
+
+/// What is about to be made, for a worker that finds it half-made.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Intent {
+    /// In which pod.
+    pub pod: SandboxId,
+    /// Disks that may be plugged in for it, by serial.
+    pub disks: Vec<String>,
+}
+
+/// What the front calls an [`Intent`].
+pub const INTENT: &str = "intent";
 
 /// Makes a container up to the point where its init waits. A failure leaves nothing behind.
 pub async fn create(
     pod: &PodSpec,
     live: &Live,
+    front: &Arc<Front>,
     store: &Arc<RootfsStore>,
     volumes: &Volumes,
     stages: &Stages,
     new: &NewContainer,
 ) -> Result<Created, PodError> {
     let mut undo = Undo::default();
-    let created = try_create(pod, live, store, volumes, stages, new, &mut undo).await;
+    let created = try_create(pod, live, front, store, volumes, stages, new, &mut undo).await;
     if created.is_ok() {
         undo.forget();
     } else if let Err(left) = undo.run().await {
@@ -71,6 +88,7 @@ pub async fn create(
 async fn try_create(
     pod: &PodSpec,
     live: &Live,
+    front: &Arc<Front>,
     store: &Arc<RootfsStore>,
     volumes: &Volumes,
     stages: &Stages,
@@ -78,11 +96,26 @@ async fn try_create(
     undo: &mut Undo,
 ) -> Result<Created, PodError> {
     let guest_spec = spec::read(pod, &new.id, &new.bundle)?;
-    let io = Io::open(&pod.id, &new.stdio)?;
+    let subject = Subject { container: new.id.clone(), exec: None };
+    let io = Io::open(front, &pod.id, &subject, &new.stdio)?;
+    if let Some(kept) = io.kept() {
+        undo.push("let go of its streams", async move { released(kept) });
+    }
 
     let plan =
         stages.run(Stage::Rootfs, async { store.prepare(&pod.id, &new.id, &new.mounts).await }).await?;
     let (rootfs, disks) = rootfs_message(&plan, guest_spec.rootfs_bytes);
+
+    let serials = disks.iter().map(|disk| disk.serial.clone()).collect();
+    let intent = Intent { pod: pod.id.clone(), disks: serials };
+    let intent = front.keep(&subject.key(INTENT), &intent, &[]).map_err(|source| PodError::Host {
+        pod: pod.id.clone(),
+        action: "note the intent to make container",
+        path: new.id.as_str().into(),
+        source,
+    })?;
+    let noted = intent.clone();
+    undo.push("forget the intent", async move { released(noted) });
 
     stages
         .run(Stage::Disks, async {
@@ -119,7 +152,12 @@ async fn try_create(
                 .await
         })
         .await?;
-    Ok(Created { pid, io, disks, leases: plan.leases, message: guest_spec.message })
+    Ok(Created { pid, io, disks, leases: plan.leases, message: guest_spec.message, intent })
+}
+
+fn released(kept: Kept) -> Result<(), std::convert::Infallible> {
+    kept.release();
+    Ok(())
 }
 
 /// Removes what [`create`] made. Goes on past failures; the first is answered.
@@ -140,14 +178,17 @@ pub async fn release(live: &Live, subject: &Subject) -> Result<u32, PodError> {
 pub async fn create_exec(
     pod: &SandboxId,
     live: &Live,
+    front: &Arc<Front>,
     container: &ContainerId,
     exec: &ExecId,
     process: &[u8],
     stdio: &StdioPaths,
 ) -> Result<Io, PodError> {
     let process_json = spec::exec(container, process)?;
-    let io = Io::open(pod, stdio)?;
-    live.agent
+    let subject = Subject { container: container.clone(), exec: Some(exec.clone()) };
+    let io = Io::open(front, pod, &subject, stdio)?;
+    let registered = live
+        .agent
         .create_exec(wire::CreateExecRequest {
             container_id: container.to_string(),
             exec_id: exec.to_string(),
@@ -155,8 +196,14 @@ pub async fn create_exec(
             stdio: Some(stdio_message(stdio)).into(),
             ..Default::default()
         })
-        .await?;
-    Ok(io)
+        .await;
+    match registered {
+        Ok(()) => Ok(io),
+        Err(error) => {
+            io.let_go();
+            Err(error.into())
+        }
+    }
 }
 
 /// Reason of a process's end when the guest's OOM killer struck in its container.

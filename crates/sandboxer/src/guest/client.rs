@@ -9,7 +9,7 @@ use sandboxer_protocol::{
 };
 use ttrpc::context::{Context, with_duration};
 
-use crate::error::Code;
+use crate::{error::Code, pod::Signal};
 
 /// Making a container or an exec may take a slow guest a while: so many times the plain limit.
 const LONG_CALL: u32 = 6;
@@ -161,19 +161,19 @@ impl Agent {
             .map(|answer| answer.exit.into_option().unwrap_or_default())
     }
 
-    /// Sends a signal to a process, or to `all` of its container.
+    /// Sends a signal to a process, or to all of its container.
     pub async fn signal_process(
         &self,
         container: &ContainerId,
         exec: Option<&ExecId>,
-        signal: u32,
-        all: bool,
+        signal: &Signal,
     ) -> Result<(), GuestError> {
         let request = wire::SignalProcessRequest {
             container_id: container.to_string(),
             exec_id: text(exec),
-            signal,
-            all,
+            signal: signal.number,
+            all: signal.all,
+            request: signal.request.clone(),
             ..Default::default()
         };
         call!(self, signal_process, self.short(), request).map(drop)

@@ -14,6 +14,7 @@ use sandboxer_protocol::{
     id::{ContainerId, ExecId},
     link::LinkKey,
 };
+use serde::Serialize;
 use tokio::{
     sync::{mpsc, watch},
     task::JoinSet,
@@ -39,9 +40,14 @@ use crate::{
     },
     error::{PodError, chain},
     events::Kind,
+    front,
     host::{share::Shares, volume::Needed},
     vmm::{MachineExit, VmmError},
 };
+
+/// What the front calls an exec's FIFOs, and a stdin that was closed.
+pub(super) const EXEC: &str = "exec";
+pub(super) const CLOSED: &str = "closed";
 
 /// Starts the task of a pod. `found` is what an earlier daemon left running of it.
 pub fn spawn(
@@ -134,7 +140,7 @@ enum Done {
     Deleted {
         of: ContainerId,
         exec: Option<ExecId>,
-        result: Result<(), PodError>,
+        result: Result<Exit, PodError>,
         reply: Reply<Exit>,
     },
     Paused {
@@ -269,6 +275,34 @@ impl Driver {
             status: self.status.borrow().clone(),
             steps: self.stages.steps(),
             containers,
+        }
+    }
+
+    // ── what outlives this worker ───────────────────────────────────────────────────────────────
+
+    /// Has the front keep a note about a process.
+    fn note(
+        &self,
+        kind: &str,
+        of: &ContainerId,
+        exec: Option<&ExecId>,
+        note: &impl Serialize,
+    ) -> Result<(), PodError> {
+        let key = front::key(kind, of, exec);
+        self.node.front.keep(&key, note, &[]).map(drop).map_err(|source| PodError::Host {
+            pod: self.spec.id.clone(),
+            action: "keep a note at the front,",
+            path: key.into(),
+            source,
+        })
+    }
+
+    /// Has the front forget a process and, for a container's init, its execs.
+    fn forget_process(&self, of: &ContainerId, exec: Option<&ExecId>, execs: &[ExecId]) {
+        for exec in std::iter::once(exec).chain(execs.iter().map(Some)) {
+            for kind in [EXEC, CLOSED] {
+                self.node.front.forget(&front::key(kind, of, exec));
+            }
         }
     }
 

@@ -30,6 +30,7 @@ use crate::{
     container::{Exit, NewContainer, Phase, StdioPaths},
     error::PodError,
     events::Events,
+    front::Front,
     host::{cgroup::Hierarchies, network::Park, rootfs::RootfsStore, volume::VolumeStore},
     pool::Pool,
     template::Templates,
@@ -77,6 +78,8 @@ pub struct Node {
     pub admission: Admission,
     /// Tells what happens.
     pub events: Events,
+    /// Outlives this process.
+    pub front: Arc<Front>,
     /// How long the stages of all starts took.
     pub stage_times: Arc<StageTimes>,
 }
@@ -104,12 +107,12 @@ enum Request {
     CreateContainer { new: NewContainer, reply: Reply<()> },
     /// Register an exec.
     CreateExec { of: ContainerId, exec: ExecId, process: Vec<u8>, stdio: StdioPaths, reply: Reply<()> },
-    /// Let a container's init, or an exec, go.
-    StartProcess { of: ContainerId, exec: Option<ExecId>, reply: Reply<()> },
+    /// Let a container's init, or an exec, go. `again`: an earlier worker may have done it.
+    StartProcess { of: ContainerId, exec: Option<ExecId>, again: bool, reply: Reply<()> },
     /// Look at a process.
     Process { of: ContainerId, exec: Option<ExecId>, reply: Reply<ProcessView> },
     /// Signal a process, or all of a container.
-    Signal { of: ContainerId, exec: Option<ExecId>, signal: u32, all: bool, reply: Reply<()> },
+    Signal { of: ContainerId, exec: Option<ExecId>, signal: Signal, reply: Reply<()> },
     /// Remove a container or an exec that doesn't run. Answers how it ended.
     Delete { of: ContainerId, exec: Option<ExecId>, reply: Reply<Exit> },
     /// Nothing more will be written to a process's stdin FIFO.
@@ -126,6 +129,19 @@ enum Request {
     Stats { of: Option<ContainerId>, reply: Reply<StatsResponse> },
     /// Everything about the pod.
     Inspect { reply: Reply<PodView> },
+}
+
+/// A signal, and who asks for it.
+#[derive(Debug, Clone, Default)]
+pub struct Signal {
+    /// Its number.
+    pub number: u32,
+    /// To every process of the container.
+    pub all: bool,
+    /// Names the request, so that the agent delivers it once; empty: it is asked once.
+    pub request: String,
+    /// An earlier worker may have delivered it.
+    pub again: bool,
 }
 
 /// A process as it stands, and how to see it change.
@@ -235,7 +251,12 @@ impl PodHandle {
 
     /// Lets a process go.
     pub async fn start_process(&self, of: ContainerId, exec: Option<ExecId>) -> Result<(), PodError> {
-        self.ask(|reply| Request::StartProcess { of, exec, reply }).await
+        self.ask(|reply| Request::StartProcess { of, exec, again: false, reply }).await
+    }
+
+    /// Lets a process go, unless an earlier worker has: then this answers what came of it.
+    pub async fn start_process_again(&self, of: ContainerId, exec: Option<ExecId>) -> Result<(), PodError> {
+        self.ask(|reply| Request::StartProcess { of, exec, again: true, reply }).await
     }
 
     /// Looks at a process.
@@ -251,7 +272,17 @@ impl PodHandle {
         signal: u32,
         all: bool,
     ) -> Result<(), PodError> {
-        self.ask(|reply| Request::Signal { of, exec, signal, all, reply }).await
+        self.deliver(of, exec, Signal { number: signal, all, ..Signal::default() }).await
+    }
+
+    /// Signals as [`PodHandle::signal`] does, once however often this request is made.
+    pub async fn deliver(
+        &self,
+        of: ContainerId,
+        exec: Option<ExecId>,
+        signal: Signal,
+    ) -> Result<(), PodError> {
+        self.ask(|reply| Request::Signal { of, exec, signal, reply }).await
     }
 
     /// Removes a container or an exec. Answers how it ended.

@@ -9,8 +9,11 @@
 //! | created, stopped | none | as recorded |
 //! | can't be understood | left alone | moved to quarantine and reported |
 //!
-//! containerd declares a container dead when it loses the daemon, and removes the container's bundle. Such a
-//! container is ended here: in its place a new one is started, and both would run.
+//! A container that was half-made is undone, and so is an exec: whoever asked for it asks again, through the
+//! front. Those that were made are found again with their streams, which the front has kept.
+//!
+//! When the front dies, containerd declares all containers dead and removes their bundles. Such a container is
+//! ended here: in its place a new one is started, and both would run.
 
 use std::{collections::HashMap, fs, io, path::Path, sync::Arc};
 
@@ -22,7 +25,7 @@ use sandboxer_protocol::{
 
 use super::{
     Node, PodHandle,
-    driver::Found,
+    driver::{EXEC, Found},
     journal::{ContainerRecord, JournalError, PodRecord, ProcessRecord},
     spec::PodSpec,
     stages::Stages,
@@ -30,9 +33,13 @@ use super::{
 };
 use crate::{
     clock::now_ns,
-    container::{Container, Exit, KILLED, Phase, Process, io::Io, start::Live},
+    container::{
+        Container, Exit, KILLED, Phase, Process,
+        io::{Io, Subject},
+        start::{INTENT, Intent, Live},
+    },
     error::{Code, PodError, chain},
-    guest,
+    front, guest,
     host::share::Shares,
     pod,
     vmm::{self, Machine},
@@ -117,6 +124,9 @@ async fn take_up(node: &Arc<Node>, mut record: PodRecord) -> TakenUp {
         None => None,
     };
     let alive = live.is_some();
+    if let Some(live) = &live {
+        undo_half_made(node, live, &record, &known).await;
+    }
     record.status.recovered = alive;
     if !alive && record.status.state != PodState::Created {
         if record.status.state == PodState::Ready && record.status.reason.is_empty() {
@@ -264,19 +274,17 @@ fn take_up_container(
         let phase = phase_of(&record, found, alive);
         let running = matches!(phase, Phase::Created | Phase::Running);
         let io = running.then(|| {
-            Io::open(&spec.id, &record.stdio).unwrap_or_else(|error| {
-                tracing::warn!(%container, error = chain(&error), "its output is lost");
-                Io::silent()
-            })
+            let subject = Subject { container: container.clone(), exec: exec.cloned() };
+            Io::take_up(&node.front, &spec.id, &subject, &record.stdio)
         });
         Process::at(phase, record.pid, record.stdio, io)
     };
+    let execs = execs(node, &record, known);
     Container {
         init: process(record.init, None, &record.id),
-        execs: record
-            .execs
+        execs: execs
             .into_iter()
-            .map(|(exec, ended)| (exec.clone(), process(ended, Some(&exec), &record.id)))
+            .map(|(exec, record_of)| (exec.clone(), process(record_of, Some(&exec), &record.id)))
             .collect(),
         leases: record.disks.iter().filter_map(|disk| node.rootfs.lease(&disk.path)).collect(),
         message: record.message,
@@ -286,6 +294,71 @@ fn take_up_container(
             process.container_id == record.id.as_str() && process.state == ProcessState::PAUSED.into()
         }),
         stages: Stages::new(spec.id.clone(), node.stage_times.clone()),
+    }
+}
+
+/// Execs of a container: those on record, and those that the front has heard of, if the agent has them.
+fn execs(node: &Node, container: &ContainerRecord, known: &[wire::Process]) -> Vec<(ExecId, ProcessRecord)> {
+    let mut execs: HashMap<_, _> = container.execs.iter().cloned().collect();
+    for process in known.iter().filter(|process| process.container_id == container.id.as_str()) {
+        let Ok(exec) = process.exec_id.parse::<ExecId>() else { continue };
+        if let Some(entry) = node.front.take(&front::key(EXEC, &container.id, Some(&exec)))
+            && let Some(stdio) = entry.note()
+        {
+            execs.entry(exec).or_insert(ProcessRecord {
+                pid: process.pid,
+                started: false,
+                exit: None,
+                stdio,
+            });
+        }
+    }
+    execs.into_iter().collect()
+}
+
+/// Removes what an earlier worker was making when it died: containers that are not on record, with their disks,
+/// and execs that nobody was told of.
+async fn undo_half_made(node: &Node, live: &Live, record: &PodRecord, known: &[wire::Process]) {
+    let pod = &record.spec.id;
+    let mut unfinished: HashMap<ContainerId, Vec<String>> = HashMap::new();
+    for key in node.front.keys(&format!("{INTENT} ")) {
+        let intent = node.front.peek::<Intent>(&key).filter(|intent| intent.pod == *pod);
+        let container = key.split(' ').nth(1).and_then(|id| id.parse().ok());
+        if let (Some(intent), Some(container)) = (intent, container) {
+            unfinished.insert(container, intent.disks);
+            node.front.forget(&key);
+        }
+    }
+    for process in known {
+        let Ok(container) = process.container_id.parse::<ContainerId>() else { continue };
+        match process.exec_id.parse::<ExecId>() {
+            Err(_) => drop(unfinished.entry(container).or_default()),
+            Ok(exec) => {
+                let recorded = record.containers.iter().find(|recorded| recorded.id == container);
+                let recorded =
+                    recorded.is_some_and(|recorded| recorded.execs.iter().any(|(id, _)| *id == exec));
+                let noted = node.front.has(&front::key(EXEC, &container, Some(&exec)));
+                if !recorded
+                    && !noted
+                    && let Err(error) = live.agent.delete_exec(&container, &exec).await
+                {
+                    tracing::warn!(%pod, %container, %exec, %error, "an exec that is on no record stays");
+                }
+            }
+        }
+    }
+    unfinished.retain(|container, _| !record.containers.iter().any(|recorded| recorded.id == *container));
+    for (container, disks) in unfinished {
+        let mut undone = live.agent.delete_container(&container).await.map_err(PodError::from);
+        for serial in disks {
+            undone = undone.and(live.machine.detach_disk(&serial).await.map_err(PodError::from));
+        }
+        match undone {
+            Ok(()) => tracing::info!(%pod, %container, "what an earlier worker was making is undone"),
+            Err(error) => {
+                tracing::warn!(%pod, %container, error = chain(&error), "what an earlier worker was making stays");
+            }
+        }
     }
 }
 

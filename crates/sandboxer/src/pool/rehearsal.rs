@@ -27,6 +27,7 @@ use crate::{
         start::{self, Live},
     },
     error::PodError,
+    front::Front,
     host::{rootfs::Mount, share::Shares},
     pod::{Node, spec::PodSpec, stages::Stages, volumes::Volumes},
 };
@@ -122,7 +123,8 @@ impl Rehearsal {
         let stages = Stages::new(id.clone(), Arc::default());
         let shares = Shares::new(id.clone(), self.bundle.clone(), 0);
         let volumes = Volumes::new(node.volumes.clone(), shares, None);
-        let created = start::create(&pod, live, &node.rootfs, &volumes, &stages, &new).await?;
+        let created =
+            start::create(&pod, live, &Front::none(), &node.rootfs, &volumes, &stages, &new).await?;
         let subject = Subject { container: container.clone(), exec: None };
         let (running, _) = created.io.run(&live.agent, &subject, false);
         start::release(live, &subject).await?;

@@ -3,7 +3,7 @@
 use sandboxer_protocol::stage::Stage;
 
 use super::*;
-use crate::pod::admission::Work;
+use crate::{front, pod::admission::Work};
 
 impl Driver {
     pub(super) fn handle(&mut self, request: Request) {
@@ -15,12 +15,16 @@ impl Driver {
             Request::CreateExec { of, exec, process, stdio, reply } => {
                 self.on_create_exec(of, exec, process, stdio, reply);
             }
-            Request::StartProcess { of, exec, reply } => self.on_start_process(of, exec, reply),
+            Request::StartProcess { of, exec, again, reply } => self.on_start_process(of, exec, again, reply),
             Request::Process { of, exec, reply } => answer(reply, self.view_process(&of, exec.as_ref())),
-            Request::Signal { of, exec, signal, all, reply } => {
-                let checked = self.running(&of, exec.as_ref());
+            Request::Signal { of, exec, signal, reply } => {
+                // It may be what ended the process: the agent knows.
+                let checked = match signal.again {
+                    true => self.process(&of, exec.as_ref()).map(drop),
+                    false => self.running(&of, exec.as_ref()),
+                };
                 self.forward(checked, reply, move |live| async move {
-                    Ok(live.agent.signal_process(&of, exec.as_ref(), signal, all).await?)
+                    Ok(live.agent.signal_process(&of, exec.as_ref(), &signal).await?)
                 });
             }
             Request::Delete { of, exec, reply } => self.on_delete(of, exec, reply),
@@ -30,6 +34,7 @@ impl Driver {
                         stdin.close();
                     }
                 });
+                let closed = closed.and_then(|()| self.note(CLOSED, &of, exec.as_ref(), &()));
                 answer(reply, closed);
             }
             Request::Resize { of, exec, columns, rows, reply } => {
@@ -135,7 +140,10 @@ impl Driver {
     pub(super) fn remove(&mut self) {
         let (node, journal, spec) = (self.node.clone(), self.journal.clone(), self.spec.clone());
         let shares = self.volumes.shares.clone();
-        self.containers.clear();
+        for (of, container) in std::mem::take(&mut self.containers) {
+            let execs: Vec<_> = container.execs.into_keys().collect();
+            self.forget_process(&of, None, &execs);
+        }
         self.work.spawn(async move {
             shares.end().await;
             let cleared = stop::clear(&node, &spec).await;
@@ -161,7 +169,9 @@ impl Driver {
             let _urgent = node.admission.urgent();
             let turn = async { Ok::<_, PodError>(node.admission.enter(Work::Container).await) };
             let result = match stages.run(Stage::Queue, turn).await {
-                Ok(_place) => work::create(&spec, &live, &node.rootfs, &volumes, &stages, &new).await,
+                Ok(_place) => {
+                    work::create(&spec, &live, &node.front, &node.rootfs, &volumes, &stages, &new).await
+                }
                 Err(error) => Err(error),
             };
             Done::ContainerCreated { new, stages, result, reply }
@@ -185,14 +195,14 @@ impl Driver {
         let Some(live) = self.live.clone() else {
             return answer(reply, Err(self.wrong_state("create an exec", self.state())));
         };
-        let pod = self.spec.id.clone();
+        let (pod, front) = (self.spec.id.clone(), self.node.front.clone());
         self.work.spawn(async move {
-            let result = work::create_exec(&pod, &live, &of, &exec, &process, &stdio).await;
+            let result = work::create_exec(&pod, &live, &front, &of, &exec, &process, &stdio).await;
             Done::ExecCreated { of, exec, stdio, result, reply }
         });
     }
 
-    fn on_start_process(&mut self, of: ContainerId, exec: Option<ExecId>, reply: Reply<()>) {
+    fn on_start_process(&mut self, of: ContainerId, exec: Option<ExecId>, again: bool, reply: Reply<()>) {
         let Some(live) = self.live.clone() else {
             return answer(reply, Err(self.wrong_state("start a process", self.state())));
         };
@@ -202,6 +212,12 @@ impl Driver {
             Err(error) => return answer(reply, Err(error)),
         };
         let phase = process.phase.borrow().clone();
+        if again && matches!(phase, Phase::Running | Phase::Exited(_)) {
+            // The agent starts a process once, and remembers what came of it.
+            return self.forward(Ok(()), reply, move |live| async move {
+                Ok(live.agent.start_process(&of, exec.as_ref()).await.map(drop)?)
+            });
+        }
         let (Phase::Created, Some(io), Some(stages)) = (&phase, process.io.take(), stages) else {
             let subject = format!("process of container {of}");
             let state = phase.as_str().to_owned();
@@ -233,16 +249,28 @@ impl Driver {
             let state = phase.as_str().to_owned();
             return answer(reply, Err(PodError::State { action: "delete it", subject, state }));
         }
+        // A process that was never let go has no end of its own.
+        let exit = phase.exit().cloned().unwrap_or_else(|| Exit {
+            code: KILLED,
+            at_ns: now_ns(),
+            reason: "it was never started".to_owned(),
+        });
         let disks = self.containers.get(&of).map(|c| c.disks.clone()).unwrap_or_default();
-        let live = self.live.clone();
+        let (live, front, pod) = (self.live.clone(), self.node.front.clone(), self.spec.id.clone());
+        // How it ended is on record before the agent forgets it.
+        let recorded = exec.is_none().then(|| self.next_record());
         self.work.spawn(async move {
+            if let Some(Err(error)) = futures::future::OptionFuture::from(recorded).await {
+                tracing::error!(%pod, error = chain(&error), "the pod's record on disk is out of date");
+            }
+            front.remember_deleted(front::key(front::DELETED, &of, exec.as_ref()), &exit);
             let result = match (&live, &exec) {
                 // The guest is gone, and all that was in it.
                 (None, _) => Ok(()),
                 (Some(live), None) => work::delete(live, &of, &disks).await,
                 (Some(live), Some(exec)) => live.agent.delete_exec(&of, exec).await.map_err(PodError::from),
             };
-            Done::Deleted { of, exec, result, reply }
+            Done::Deleted { of, exec, result: result.map(|()| exit), reply }
         });
     }
 

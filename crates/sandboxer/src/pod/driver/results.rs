@@ -23,12 +23,7 @@ impl Driver {
                 self.container_created(new, stages, result, reply);
             }
             Done::ExecCreated { of, exec, stdio, result, reply } => {
-                let made = result.and_then(|io| {
-                    let container =
-                        self.containers.get_mut(&of).ok_or_else(|| PodError::NoContainer(of.clone()))?;
-                    container.execs.insert(exec, Process::created(0, stdio, io));
-                    Ok(())
-                });
+                let made = result.and_then(|io| self.exec_created(of, exec, stdio, io));
                 answer(reply, made);
             }
             Done::ProcessStarted { subject, result, reply } => self.process_started(subject, result, reply),
@@ -160,7 +155,11 @@ impl Driver {
         self.being_made.remove(&new.id);
         let made = match result {
             Ok(created) if self.live.is_some() => Ok(created),
-            Ok(_) => Err(self.wrong_state("create a container", self.state())),
+            Ok(created) => {
+                created.io.let_go();
+                created.intent.release();
+                Err(self.wrong_state("create a container", self.state()))
+            }
             Err(error) => Err(error),
         };
         let created = match made {
@@ -184,7 +183,37 @@ impl Driver {
         };
         self.containers.insert(new.id.clone(), container);
         self.node.events.container(&self.spec.id, &new.id, Kind::ContainerCreated, "");
-        self.save_then(reply, Ok(()));
+        let (written, pod) = (self.next_record(), self.spec.id.clone());
+        self.work.spawn(async move {
+            match written.await {
+                // From here on the record says so.
+                Ok(()) => created.intent.release(),
+                Err(error) => {
+                    tracing::error!(%pod, error = chain(&error), "the pod's record on disk is out of date");
+                }
+            }
+            answer(reply, Ok(()));
+            Done::Nothing
+        });
+    }
+
+    fn exec_created(
+        &mut self,
+        of: ContainerId,
+        exec: ExecId,
+        stdio: StdioPaths,
+        io: crate::container::io::Io,
+    ) -> Result<(), PodError> {
+        if !self.containers.contains_key(&of) {
+            io.let_go();
+            return Err(PodError::NoContainer(of));
+        }
+        // Before the answer: the next worker finds its streams by it.
+        self.note(EXEC, &of, Some(&exec), &stdio)?;
+        if let Some(container) = self.containers.get_mut(&of) {
+            container.execs.insert(exec, Process::created(0, stdio, io));
+        }
+        Ok(())
     }
 
     fn process_started(
@@ -213,7 +242,7 @@ impl Driver {
         self.node.events.container(&self.spec.id, &subject.container, kind, format!("guest process {pid}"));
         let exec = subject.exec.is_some();
         self.follow(live, subject, running);
-        // An exec's caller is gone with the daemon, so the next one need not know of it.
+        // Of an exec the agent knows.
         if exec { answer(reply, Ok(())) } else { self.save_then(reply, Ok(())) }
     }
 
@@ -247,32 +276,37 @@ impl Driver {
         &mut self,
         of: ContainerId,
         exec: Option<ExecId>,
-        result: Result<(), PodError>,
+        result: Result<Exit, PodError>,
         reply: Reply<Exit>,
     ) {
-        // A process that was never let go has no end of its own.
-        let unstarted = || Exit { code: KILLED, at_ns: now_ns(), reason: "it was never started".to_owned() };
-        let removed = result.and_then(|()| {
-            let process = self.process(&of, exec.as_ref())?;
-            let exit = process.phase.borrow().exit().cloned();
-            Ok(exit.unwrap_or_else(unstarted))
-        });
-        if removed.is_ok() {
+        let removed = result.and_then(|exit| self.process(&of, exec.as_ref()).map(|_| exit));
+        if let Ok(exit) = &removed {
             match &exec {
                 Some(exec) => {
-                    self.containers.get_mut(&of).and_then(|container| container.execs.remove(exec));
-                    return answer(reply, removed);
+                    let removed = self.containers.get_mut(&of).and_then(|of| of.execs.remove(exec));
+                    if let Some(mut process) = removed {
+                        process.end(exit.clone());
+                    }
+                    self.forget_process(&of, Some(exec), &[]);
                 }
                 None => {
                     if let Some(mut container) = self.containers.remove(&of) {
-                        container.init.end(unstarted());
+                        container.init.end(exit.clone());
+                        for process in container.execs.values_mut() {
+                            process.end(exit.clone());
+                        }
+                        let execs: Vec<_> = container.execs.into_keys().collect();
+                        self.forget_process(&of, None, &execs);
                     }
                     self.node.registry.remove_container(&of);
                     self.node.events.container(&self.spec.id, &of, Kind::ContainerDeleted, "");
                 }
             }
         }
-        self.save_then(reply, removed);
+        match exec {
+            Some(_) => answer(reply, removed),
+            None => self.save_then(reply, removed),
+        }
     }
 
     /// Goes on where an earlier daemon left off.
@@ -290,6 +324,10 @@ impl Driver {
                 let subject = Subject { container: id.clone(), exec };
                 if let Some(io) = process.io.take() {
                     let (copies, stdin): (_, Option<StdinCloser>) = io.run(&live.agent, &subject, true);
+                    let closed = self.node.front.take(&subject.key(CLOSED)).is_some();
+                    if let Some(stdin) = stdin.as_ref().filter(|_| closed) {
+                        stdin.close();
+                    }
                     process.stdin = stdin;
                     running.push((subject, copies));
                 }

@@ -1,0 +1,22 @@
+//! `sandboxer-front WORKER ARGUMENT…`: what `sandboxer` goes on as. See the crate of that name.
+
+use std::{env, path::PathBuf, process::ExitCode};
+
+fn main() -> ExitCode {
+    let mut arguments = env::args_os().skip(1);
+    let Some(worker) = arguments.next().map(PathBuf::from) else {
+        eprintln!("usage: sandboxer-front WORKER ARGUMENT…: run sandboxer, which runs this");
+        return ExitCode::from(2);
+    };
+    let arguments: Vec<_> = arguments.collect();
+    match sandboxer_front::run(&worker, &arguments) {
+        Ok(code) => code,
+        Err(error) => {
+            match std::error::Error::source(&error) {
+                Some(source) => eprintln!("sandboxer-front: {error}: {source}"),
+                None => eprintln!("sandboxer-front: {error}"),
+            }
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,131 @@
+//! Copying between a process in the guest and its FIFOs.
+//!
+//! Output is pulled from the agent by offset: asking for the next byte acknowledges those before
+//! it, so nothing is acknowledged before it is in the FIFO. Input is pushed by offset. Nothing here
+//! buffers more than one message per stream. How far each stream got is known to the next worker: see
+//! [`spool`](super::spool).
+
+use std::io;
+
+use sandboxer_protocol::agent::{OutputStream, ReadOutputRequest, WriteInputRequest};
+
+use super::{
+    io::{StdinCloser, Subject},
+    spool::{Inlet, Outlet},
+};
+use crate::{
+    error::chain,
+    guest::{Agent, GuestError},
+};
+
+/// Most bytes moved by one call to the agent.
+const CHUNK: usize = 64 << 10;
+
+/// Why a copy ended before its stream.
+#[derive(Debug, thiserror::Error)]
+pub enum CopyError {
+    /// The machine is gone, or the container: whoever waits learns it elsewhere.
+    #[error(transparent)]
+    Guest(#[from] GuestError),
+    /// The FIFO.
+    #[error("cannot move bytes through the FIFO")]
+    Fifo(#[from] io::Error),
+    /// The guest.
+    #[error("agent sent {0} bytes from offset {1}, which is not what was asked for")]
+    Misled(usize, u64),
+}
+
+/// Does a copy, and says why if it ends early.
+pub async fn logged(of: Subject, copy: impl Future<Output = Result<(), CopyError>>) {
+    match copy.await {
+        Ok(()) => {}
+        Err(CopyError::Guest(error)) => {
+            tracing::debug!(container = %of.container, %error, "a stream ends");
+        }
+        Err(error) => tracing::warn!(container = %of.container, error = chain(&error), "a stream ends"),
+    }
+}
+
+/// Copies an output until its end. `lost`: an earlier worker had copied some, nobody knows how much.
+pub async fn copy_output(
+    agent: Agent,
+    of: Subject,
+    stream: OutputStream,
+    mut outlet: Outlet,
+    lost: bool,
+) -> Result<(), CopyError> {
+    let mut request = ReadOutputRequest {
+        container_id: of.container.to_string(),
+        exec_id: of.exec.as_ref().map(ToString::to_string).unwrap_or_default(),
+        stream: stream.into(),
+        offset: outlet.delivered()?,
+        max_bytes: CHUNK as u32,
+        resume: lost,
+        ..Default::default()
+    };
+    loop {
+        let answer = agent.read_output(request.clone()).await?;
+        if request.resume {
+            outlet.begin_at(answer.offset)?;
+        } else if answer.offset != request.offset {
+            return Err(CopyError::Misled(answer.data.len(), answer.offset));
+        }
+        if answer.data.len() > CHUNK {
+            return Err(CopyError::Misled(answer.data.len(), answer.offset));
+        }
+        outlet.deliver(answer.offset, &answer.data).await?;
+        if answer.end {
+            return Ok(());
+        }
+        request.offset = answer.offset + answer.data.len() as u64;
+        request.resume = false;
+    }
+}
+
+/// Copies the input until its end, or until `closer` says so. `resume`: an earlier worker had begun; `lost`: and
+/// nobody knows how much it took from the FIFO.
+pub async fn copy_input(
+    agent: Agent,
+    of: Subject,
+    mut inlet: Inlet,
+    closer: StdinCloser,
+    resume: bool,
+    lost: bool,
+) -> Result<(), CopyError> {
+    let message = |offset: u64, data: Vec<u8>, end: bool| WriteInputRequest {
+        container_id: of.container.to_string(),
+        exec_id: of.exec.as_ref().map(ToString::to_string).unwrap_or_default(),
+        offset,
+        data,
+        end,
+        ..Default::default()
+    };
+    // Nothing, at the beginning: the answer tells how far an earlier worker got.
+    let mut offset = if resume { agent.write_input(message(0, Vec::new(), false)).await? } else { 0 };
+    if lost {
+        inlet.begin_at(offset)?;
+    }
+    let mut ending = false;
+    loop {
+        let chunk = inlet.read(offset, CHUNK)?;
+        if !chunk.is_empty() {
+            let count = chunk.len() as u64;
+            agent.write_input(message(offset, chunk, false)).await?;
+            offset += count;
+            inlet.passed(offset)?;
+        } else if ending {
+            // What was written before the close is in the FIFO already. The kernel is asked, not tokio,
+            // which may not have heard of it yet.
+            if inlet.take_now(CHUNK)? == 0 {
+                agent.write_input(message(offset, Vec::new(), true)).await?;
+                return Ok(());
+            }
+        } else {
+            tokio::select! {
+                biased;
+                () = closer.closed() => ending = true,
+                taken = inlet.take(CHUNK) => ending = taken? == 0,
+            }
+        }
+    }
+}

@@ -1,0 +1,188 @@
+//! Memory between the guest and a FIFO, in which the kernel counts what has passed, so that every byte passes
+//! once however often the daemon is killed.
+//!
+//! `splice` moves bytes and advances the count in one system call, which a kill doesn't divide: from a file it
+//! advances the file's position, into a file its length. Both belong to the open file, a memfd, of which the
+//! front holds a descriptor, too: the next worker asks the kernel how far this one got.
+//!
+//! Bytes lie at their offset in the stream. The pages before it are given back, but never written again: a pipe
+//! refers to the pages that were spliced into it until its reader has them.
+
+use std::{
+    fs::File,
+    io,
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::fs::FileExt,
+    },
+};
+
+use rustix::{
+    fs::{FallocateFlags, MemfdFlags, SeekFrom, fallocate, memfd_create, seek, tell},
+    io::Errno,
+    pipe::{SpliceFlags, splice},
+};
+use tokio::io::{Interest, unix::AsyncFd};
+
+const PAGE: u64 = 4096;
+
+fn watched(fifo: OwnedFd, interest: Interest) -> io::Result<AsyncFd<OwnedFd>> {
+    // SAFETY: an OwnedFd is open and the same file as long as it lives, and the AsyncFd owns it.
+    unsafe { AsyncFd::register_with_interest(fifo, interest) }.map_err(io::Error::from)
+}
+
+/// A memfd, its bytes at their offsets in a stream.
+#[derive(Debug)]
+struct Spool {
+    file: File,
+    /// All whole pages before this are given back.
+    emptied: u64,
+}
+
+impl Spool {
+    fn new() -> io::Result<Self> {
+        Ok(Self { file: memfd_create("sandboxer-stream", MemfdFlags::CLOEXEC)?.into(), emptied: 0 })
+    }
+
+    /// Gives the whole pages before `offset` back.
+    fn empty(&mut self, offset: u64) -> io::Result<()> {
+        let whole = offset - offset % PAGE;
+        if whole > self.emptied {
+            let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            fallocate(&self.file, flags, self.emptied, whole - self.emptied)?;
+            self.emptied = whole;
+        }
+        Ok(())
+    }
+}
+
+/// Output on its way into a FIFO. The memfd's position is what the FIFO has been given.
+#[derive(Debug)]
+pub struct Outlet {
+    fifo: AsyncFd<OwnedFd>,
+    spool: Spool,
+}
+
+impl Outlet {
+    /// Into a FIFO that was just opened and doesn't block.
+    pub fn new(fifo: OwnedFd) -> io::Result<Self> {
+        Ok(Self { fifo: watched(fifo, Interest::WRITABLE)?, spool: Spool::new()? })
+    }
+
+    /// As an earlier worker left it.
+    pub fn inherited(fifo: OwnedFd, spool: OwnedFd) -> io::Result<Self> {
+        let spool = Spool { file: spool.into(), emptied: 0 };
+        let mut outlet = Self { fifo: watched(fifo, Interest::WRITABLE)?, spool };
+        let delivered = outlet.delivered()?;
+        outlet.spool.empty(delivered)?;
+        Ok(outlet)
+    }
+
+    /// What the next worker needs: the FIFO and the memfd.
+    pub fn fds(&self) -> [BorrowedFd<'_>; 2] {
+        [self.fifo.as_fd(), self.spool.file.as_fd()]
+    }
+
+    /// Offset up to which the FIFO has been given the stream.
+    pub fn delivered(&self) -> io::Result<u64> {
+        Ok(tell(&self.spool.file)?)
+    }
+
+    /// The stream begins at `offset`: what was before it went another way.
+    pub fn begin_at(&mut self, offset: u64) -> io::Result<()> {
+        seek(&self.spool.file, SeekFrom::Start(offset))?;
+        Ok(())
+    }
+
+    /// Gives the FIFO the bytes at `offset`, as fast as it takes them. Cancel-safe: goes on where it was.
+    pub async fn deliver(&mut self, offset: u64, bytes: &[u8]) -> io::Result<()> {
+        let end = offset + bytes.len() as u64;
+        self.spool.file.write_all_at(bytes, offset)?;
+        loop {
+            let at = self.delivered()?;
+            if at >= end {
+                return self.spool.empty(at);
+            }
+            let mut ready = self.fifo.writable().await?;
+            let left = usize::try_from(end - at).unwrap_or(usize::MAX);
+            match splice(&self.spool.file, None, &self.fifo, None, left, SpliceFlags::NONBLOCK) {
+                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => ready.clear_ready(),
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+}
+
+/// Input on its way out of a FIFO. The memfd's length is what was taken from the FIFO.
+#[derive(Debug)]
+pub struct Inlet {
+    fifo: AsyncFd<OwnedFd>,
+    spool: Spool,
+}
+
+impl Inlet {
+    /// Out of a FIFO that was just opened and doesn't block.
+    pub fn new(fifo: OwnedFd) -> io::Result<Self> {
+        Ok(Self { fifo: watched(fifo, Interest::READABLE)?, spool: Spool::new()? })
+    }
+
+    /// As an earlier worker left it.
+    pub fn inherited(fifo: OwnedFd, spool: OwnedFd) -> io::Result<Self> {
+        Ok(Self { fifo: watched(fifo, Interest::READABLE)?, spool: Spool { file: spool.into(), emptied: 0 } })
+    }
+
+    /// What the next worker needs: the FIFO and the memfd.
+    pub fn fds(&self) -> [BorrowedFd<'_>; 2] {
+        [self.fifo.as_fd(), self.spool.file.as_fd()]
+    }
+
+    /// Offset up to which the stream was taken from the FIFO.
+    pub fn taken(&self) -> io::Result<u64> {
+        Ok(self.spool.file.metadata()?.len())
+    }
+
+    /// The stream begins at `offset`: what was before it went another way.
+    pub fn begin_at(&mut self, offset: u64) -> io::Result<()> {
+        self.spool.file.set_len(offset)
+    }
+
+    /// Waits until the FIFO has bytes and takes at most `most`; none when its last writer has gone. Cancel-safe.
+    pub async fn take(&self, most: usize) -> io::Result<usize> {
+        loop {
+            let mut ready = self.fifo.readable().await?;
+            match self.splice(most) {
+                Err(Errno::AGAIN) => ready.clear_ready(),
+                Err(Errno::INTR) => {}
+                done => return Ok(done?),
+            }
+        }
+    }
+
+    /// Takes what lies in the FIFO, at most `most`; none where there is nothing.
+    pub fn take_now(&self, most: usize) -> io::Result<usize> {
+        match self.splice(most) {
+            Err(Errno::AGAIN) => Ok(0),
+            done => Ok(done?),
+        }
+    }
+
+    fn splice(&self, most: usize) -> Result<usize, Errno> {
+        let mut end = rustix::fs::fstat(&self.spool.file)?.st_size.unsigned_abs();
+        splice(&self.fifo, None, &self.spool.file, Some(&mut end), most, SpliceFlags::NONBLOCK)
+    }
+
+    /// At most `most` bytes from `offset` on, of those that were taken.
+    pub fn read(&self, offset: u64, most: usize) -> io::Result<Vec<u8>> {
+        let there = self.taken()?.saturating_sub(offset);
+        let mut bytes = vec![0; usize::try_from(there).unwrap_or(most).min(most)];
+        self.spool.file.read_exact_at(&mut bytes, offset)?;
+        Ok(bytes)
+    }
+
+    /// Gives back what lies before `offset`: the guest has it.
+    pub fn passed(&mut self, offset: u64) -> io::Result<()> {
+        self.spool.empty(offset)
+    }
+}

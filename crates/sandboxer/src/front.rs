@@ -1,0 +1,271 @@
+//! What outlives this process: the front, to which containerd is connected, and what it keeps for the next worker.
+//!
+//! An entry that was handed over is safe the moment [`Front::keep`] returns, whatever happens to this process:
+//! no file is written, and nothing is waited for. It lasts as long as the front, and so as long as containerd's
+//! connections: what must outlive those is in the journal.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    io,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use nix::sys::socket::MsgFlags;
+use sandboxer_front::control::{self, Kind};
+use sandboxer_protocol::id::{ContainerId, ExecId};
+use serde::{Serialize, de::DeserializeOwned};
+use tokio::{
+    io::{Interest, unix::AsyncFd},
+    net::UnixStream,
+    sync::mpsc,
+};
+use tokio_util::sync::CancellationToken;
+
+/// Connections that may wait to be served.
+const QUEUED_CONNECTIONS: usize = 16;
+/// Answers to deletions that are remembered, for those who ask again.
+const MOST_DELETED: usize = 64;
+
+/// Kind of an entry that says what a deletion answered.
+pub const DELETED: &str = "deleted";
+
+/// What an earlier worker had kept under a key.
+#[derive(Debug)]
+pub struct Entry {
+    /// Its note.
+    note: Vec<u8>,
+    /// Its descriptors.
+    pub fds: Vec<OwnedFd>,
+}
+
+impl Entry {
+    /// The note, if it is one of these; a worker of another build may have written it.
+    pub fn note<T: DeserializeOwned>(&self) -> Option<T> {
+        serde_json::from_slice(&self.note).ok()
+    }
+}
+
+/// This worker's side of the front.
+#[derive(Debug)]
+pub struct Front {
+    /// None: nobody outlives this process.
+    socket: Option<OwnedFd>,
+    identity: String,
+    /// No worker before this one had this front.
+    new: bool,
+    // Plain locks: held for a look-up, never across an await.
+    inherited: Mutex<BTreeMap<String, Entry>>,
+    deleted: Mutex<VecDeque<String>>,
+}
+
+/// An entry of this worker's, to be let go of by whoever knows that it is over. Dropping it changes nothing: a
+/// worker that ends must not take along what the next one needs.
+#[derive(Debug, Clone)]
+pub struct Kept {
+    front: Arc<Front>,
+    key: String,
+}
+
+impl Kept {
+    /// The front forgets it.
+    pub fn release(&self) {
+        self.front.forget(&self.key);
+    }
+}
+
+impl Front {
+    /// Nobody: what this process holds ends with it.
+    pub fn none() -> Arc<Self> {
+        Arc::new(Self {
+            socket: None,
+            identity: String::new(),
+            new: true,
+            inherited: Mutex::default(),
+            deleted: Mutex::default(),
+        })
+    }
+
+    /// The front at the other end of `socket`, which blocks: receives all that earlier workers had kept.
+    pub fn connect(socket: OwnedFd) -> io::Result<Arc<Self>> {
+        let mut inherited = BTreeMap::new();
+        let identity = loop {
+            let message = control::receive(socket.as_fd(), MsgFlags::empty())?;
+            let message = message.ok_or(io::ErrorKind::UnexpectedEof)?;
+            match message.kind {
+                Kind::Kept => {
+                    inherited.insert(message.key, Entry { note: message.note, fds: message.fds });
+                }
+                Kind::AllKept => break String::from_utf8_lossy(&message.note).into_owned(),
+                _ => {}
+            }
+        };
+        let deleted = inherited.keys().filter(|key| key.starts_with(DELETED)).cloned().collect();
+        Ok(Arc::new(Self {
+            socket: Some(socket),
+            identity,
+            new: inherited.is_empty(),
+            inherited: Mutex::new(inherited),
+            deleted: Mutex::new(deleted),
+        }))
+    }
+
+    /// Tells this front from those before and after it; empty if there is none.
+    pub fn identity(&self) -> &str {
+        &self.identity
+    }
+
+    /// Whether no earlier worker could hand anything over.
+    pub fn is_new(&self) -> bool {
+        self.new
+    }
+
+    /// Has descriptors and a note kept under a key, in place of what was there.
+    pub fn keep(
+        self: &Arc<Self>,
+        key: &str,
+        note: &impl Serialize,
+        fds: &[BorrowedFd<'_>],
+    ) -> io::Result<Kept> {
+        let note = serde_json::to_vec(note).map_err(io::Error::other)?;
+        if let Some(socket) = &self.socket {
+            control::send(socket.as_fd(), Kind::Keep, key, &note, fds)?;
+        }
+        self.lock().remove(key);
+        Ok(Kept { front: self.clone(), key: key.to_owned() })
+    }
+
+    /// Has an entry forgotten, whoever kept it.
+    pub fn forget(&self, key: &str) {
+        self.lock().remove(key);
+        self.tell(Kind::Forget, key);
+    }
+
+    /// Takes over what an earlier worker had kept. It stays kept.
+    pub fn take(&self, key: &str) -> Option<Entry> {
+        self.lock().remove(key)
+    }
+
+    /// As [`Front::take`], with a hold on the entry.
+    pub fn take_kept(self: &Arc<Self>, key: &str) -> Option<(Entry, Kept)> {
+        let entry = self.take(key)?;
+        Some((entry, Kept { front: self.clone(), key: key.to_owned() }))
+    }
+
+    /// The note of what an earlier worker had kept, which stays there.
+    pub fn peek<T: DeserializeOwned>(&self, key: &str) -> Option<T> {
+        self.lock().get(key).and_then(Entry::note)
+    }
+
+    /// Whether an earlier worker had kept this, and nobody has taken it.
+    pub fn has(&self, key: &str) -> bool {
+        self.lock().contains_key(key)
+    }
+
+    /// The process that containerd is connected to.
+    pub fn pid(&self) -> u32 {
+        match self.socket {
+            Some(_) => std::os::unix::process::parent_id(),
+            None => std::process::id(),
+        }
+    }
+
+    /// Keys that begin so, of what an earlier worker had kept and nobody has taken.
+    pub fn keys(&self, prefix: &str) -> Vec<String> {
+        self.lock().keys().filter(|key| key.starts_with(prefix)).cloned().collect()
+    }
+
+    /// Forgets what nobody has taken: it belonged to what is no more. What begins with one of `but` stays.
+    pub fn forget_rest(&self, but: &[&str]) {
+        for key in self.keys("") {
+            if !but.iter().any(|kind| key.starts_with(kind)) {
+                self.forget(&key);
+            }
+        }
+    }
+
+    /// Remembers what a deletion answers, as the last thing before it.
+    pub fn remember_deleted(self: &Arc<Self>, key: String, answer: &impl Serialize) {
+        if self.socket.is_none() {
+            return;
+        }
+        if let Err(error) = self.keep(&key, answer, &[]) {
+            return tracing::debug!(%error, key, "the front can't keep a deletion's answer");
+        }
+        let mut deleted = self.deleted.lock().unwrap_or_else(PoisonError::into_inner);
+        deleted.push_back(key);
+        let oldest = if deleted.len() > MOST_DELETED { deleted.pop_front() } else { None };
+        drop(deleted);
+        if let Some(oldest) = oldest {
+            self.forget(&oldest);
+        }
+    }
+
+    /// Says that requests may come.
+    pub fn ready(&self) {
+        self.tell(Kind::Ready, "");
+    }
+
+    /// The task connections that the front hands over. `lost` is cancelled when there is no front any more.
+    pub fn connections(
+        self: &Arc<Self>,
+        lost: CancellationToken,
+    ) -> io::Result<mpsc::Receiver<io::Result<UnixStream>>> {
+        let (sender, connections) = mpsc::channel(QUEUED_CONNECTIONS);
+        let Some(socket) = &self.socket else { return Ok(connections) };
+        let socket = socket.try_clone()?;
+        // SAFETY: an OwnedFd is open and the same file as long as it lives, and the AsyncFd owns it.
+        let socket = unsafe { AsyncFd::register_with_interest(socket, Interest::READABLE) }
+            .map_err(io::Error::from)?;
+        tokio::spawn(async move {
+            while let Ok(Some(connection)) = next_connection(&socket).await {
+                if sender.send(Ok(connection)).await.is_err() {
+                    return;
+                }
+            }
+            tracing::warn!("the front is gone, and containerd's connections with it: ending, pods stay");
+            lost.cancel();
+        });
+        Ok(connections)
+    }
+
+    fn tell(&self, kind: Kind, key: &str) {
+        if let Some(socket) = &self.socket
+            && let Err(error) = control::send(socket.as_fd(), kind, key, &[], &[])
+        {
+            // It is gone, and that is acted on elsewhere.
+            tracing::debug!(%error, ?kind, key, "the front takes no word");
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Entry>> {
+        self.inherited.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+async fn next_connection(socket: &AsyncFd<OwnedFd>) -> io::Result<Option<UnixStream>> {
+    loop {
+        let mut guard = socket.readable().await?;
+        let received = match control::receive(socket.as_fd(), MsgFlags::MSG_DONTWAIT) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                guard.clear_ready();
+                continue;
+            }
+            received => received?,
+        };
+        let Some(mut message) = received else { return Ok(None) };
+        if let (Kind::Connection, Some(fd)) = (message.kind, message.fds.pop()) {
+            let stream = std::os::unix::net::UnixStream::from(fd);
+            stream.set_nonblocking(true)?;
+            return UnixStream::from_std(stream).map(Some);
+        }
+    }
+}
+
+/// Key of an entry about a process: a container's init, or an exec.
+pub fn key(kind: &str, container: &ContainerId, exec: Option<&ExecId>) -> String {
+    match exec {
+        None => format!("{kind} {container}"),
+        Some(exec) => format!("{kind} {container} {exec}"),
+    }
+}

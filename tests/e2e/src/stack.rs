@@ -130,6 +130,30 @@ impl Stack {
         .await
     }
 
+    /// The process behind the daemon's front; waits until it answers.
+    pub fn worker(&self) -> Result<Pid> {
+        let output = self.command("sandboxer-cli").args(["version", "--json"]).output()?;
+        ensure!(
+            output.status.success(),
+            "sandboxer-cli version: {}",
+            String::from_utf8_lossy(&output.stderr).trim()
+        );
+        let told: serde_json::Value = serde_json::from_slice(&output.stdout)?;
+        let pid = |name: &str| {
+            let pid = told["daemon"][name].as_i64().and_then(|pid| i32::try_from(pid).ok());
+            pid.map(Pid::from_raw).with_context(|| format!("no {name} in {told}"))
+        };
+        ensure!(pid("front_pid")? == self.pid("sandboxer")?, "the front is another process: {told}");
+        pid("worker_pid")
+    }
+
+    /// Kills the worker, and says which it was. The front starts the next one by itself.
+    pub fn kill_worker(&self) -> Result<Pid> {
+        let worker = self.worker()?;
+        kill(worker, Signal::SIGKILL).context("could not kill the worker")?;
+        Ok(worker)
+    }
+
     /// The stack's own `name` (ctr, sandboxer-cli …), in its environment.
     pub fn command(&self, name: &str) -> Command {
         let mut command = Command::new(self.dir.join("bin").join(name));

@@ -17,6 +17,7 @@ mod snapshotters;
 mod streams;
 mod templates;
 mod volumes;
+mod worker;
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
@@ -89,6 +90,7 @@ fn entries() -> Vec<Entry> {
         templates::cases,
         volumes::cases,
         daemon::cases,
+        worker::cases,
     ];
     files.iter().flat_map(|file| file()).collect()
 }

@@ -293,8 +293,7 @@ impl<'a> Front<'a> {
     /// Takes leave of the worker. An exit code: of the front, too.
     fn worker_ended(&mut self, status: ExitStatus) -> Option<ExitCode> {
         // What it said last still counts.
-        loop {
-            let Some(worker) = &self.worker else { break };
+        while let Some(worker) = &self.worker {
             match control::receive(worker.control(), MsgFlags::MSG_DONTWAIT) {
                 Ok(Some(message)) => self.heard(message),
                 Ok(None) => break,
@@ -302,7 +301,7 @@ impl<'a> Front<'a> {
                 Err(_) => {}
             }
         }
-        let Some(worker) = self.worker.take() else { return None };
+        let worker = self.worker.take()?;
         self.relink = None;
         let numbers: Vec<_> = self.connections.keys().copied().collect();
         for number in numbers {

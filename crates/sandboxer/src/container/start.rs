@@ -65,18 +65,28 @@ pub struct Intent {
 /// What the front calls an [`Intent`].
 pub const INTENT: &str = "intent";
 
+/// What the host makes a pod's containers of.
+#[derive(Debug)]
+pub struct Means<'a> {
+    /// Keeps what the next worker needs.
+    pub front: &'a Arc<Front>,
+    /// Images of snapshots.
+    pub rootfs: &'a Arc<RootfsStore>,
+    /// The pod's volumes.
+    pub volumes: &'a Volumes,
+    /// Takes the times.
+    pub stages: &'a Stages,
+}
+
 /// Makes a container up to the point where its init waits. A failure leaves nothing behind.
 pub async fn create(
     pod: &PodSpec,
     live: &Live,
-    front: &Arc<Front>,
-    store: &Arc<RootfsStore>,
-    volumes: &Volumes,
-    stages: &Stages,
+    means: Means<'_>,
     new: &NewContainer,
 ) -> Result<Created, PodError> {
     let mut undo = Undo::default();
-    let created = try_create(pod, live, front, store, volumes, stages, new, &mut undo).await;
+    let created = try_create(pod, live, means, new, &mut undo).await;
     if created.is_ok() {
         undo.forget();
     } else if let Err(left) = undo.run().await {
@@ -88,10 +98,7 @@ pub async fn create(
 async fn try_create(
     pod: &PodSpec,
     live: &Live,
-    front: &Arc<Front>,
-    store: &Arc<RootfsStore>,
-    volumes: &Volumes,
-    stages: &Stages,
+    Means { front, rootfs, volumes, stages }: Means<'_>,
     new: &NewContainer,
     undo: &mut Undo,
 ) -> Result<Created, PodError> {
@@ -103,7 +110,7 @@ async fn try_create(
     }
 
     let plan =
-        stages.run(Stage::Rootfs, async { store.prepare(&pod.id, &new.id, &new.mounts).await }).await?;
+        stages.run(Stage::Rootfs, async { rootfs.prepare(&pod.id, &new.id, &new.mounts).await }).await?;
     let (rootfs, disks) = rootfs_message(&plan, guest_spec.rootfs_bytes);
 
     let serials = disks.iter().map(|disk| disk.serial.clone()).collect();

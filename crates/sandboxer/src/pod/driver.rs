@@ -36,7 +36,7 @@ use crate::{
     container::{
         Container, Exit, KILLED, NewContainer, Phase, Process, StdioPaths,
         io::{RunningIo, StdinCloser, Subject},
-        start::{self as work, Created, Live},
+        start::{self as work, Created, Live, Means},
     },
     error::{PodError, chain},
     events::Kind,

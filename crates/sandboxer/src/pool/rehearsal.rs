@@ -24,7 +24,7 @@ use crate::{
     container::{
         NewContainer, StdioPaths,
         io::Subject,
-        start::{self, Live},
+        start::{self, Live, Means},
     },
     error::PodError,
     front::Front,
@@ -123,8 +123,8 @@ impl Rehearsal {
         let stages = Stages::new(id.clone(), Arc::default());
         let shares = Shares::new(id.clone(), self.bundle.clone(), 0);
         let volumes = Volumes::new(node.volumes.clone(), shares, None);
-        let created =
-            start::create(&pod, live, &Front::none(), &node.rootfs, &volumes, &stages, &new).await?;
+        let means = Means { front: &Front::none(), rootfs: &node.rootfs, volumes: &volumes, stages: &stages };
+        let created = start::create(&pod, live, means, &new).await?;
         let subject = Subject { container: container.clone(), exec: None };
         let (running, _) = created.io.run(&live.agent, &subject, false);
         start::release(live, &subject).await?;

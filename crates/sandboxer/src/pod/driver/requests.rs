@@ -170,7 +170,9 @@ impl Driver {
             let turn = async { Ok::<_, PodError>(node.admission.enter(Work::Container).await) };
             let result = match stages.run(Stage::Queue, turn).await {
                 Ok(_place) => {
-                    work::create(&spec, &live, &node.front, &node.rootfs, &volumes, &stages, &new).await
+                    let (front, rootfs) = (&node.front, &node.rootfs);
+                    let means = Means { front, rootfs, volumes: &volumes, stages: &stages };
+                    work::create(&spec, &live, means, &new).await
                 }
                 Err(error) => Err(error),
             };

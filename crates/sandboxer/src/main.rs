@@ -85,6 +85,9 @@ fn start(options: &Options) -> anyhow::Result<()> {
     let front = unsafe { OwnedFd::from_raw_fd(front) };
     rustix::io::fcntl_setfd(&front, rustix::io::FdFlags::CLOEXEC).context("--front-fd")?;
     let front = Front::connect(front).context("cannot learn from the front what earlier workers left")?;
+    // The front kills a worker that closes its socket, which one that ends with an error must not do before its
+    // exit code says so: it stays open to the process's end.
+    std::mem::forget(front.clone());
 
     tokio::runtime::Builder::new_multi_thread()
         .worker_threads(WORKERS)

@@ -111,6 +111,8 @@ async fn a_terminal_echoes_resizes_and_ends() {
     inner.write(0, b"stty size; sleep 1000\n", false).await.unwrap();
     let seen = inner.until("", "22 44").await;
     inner.write(22, b"\x03", false).await.unwrap();
+    // The shell throws away what is typed before it prompts again.
+    let seen = inner.until(&seen, "^C\r\n/ # ").await;
     inner.write(23, b"echo sur''vived; exit 4\n", false).await.unwrap();
     inner.until(&seen, "survived").await;
     assert_eq!(inner.wait().await.code, 4);

@@ -14,7 +14,7 @@ INSTALLED := sandboxer sandboxer-front sandboxer-cli sandboxer-share containerd-
 
 DESTDIR ?=
 
-.PHONY: help deps tools agent guest-image build install uninstall up down demo test bench lint fmt clean
+.PHONY: help deps tools agent guest-image build build-failing install uninstall up down demo test bench lint fmt clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -35,6 +35,9 @@ guest-image: agent ## guest kernel (cached, or SANDBOXER_KERNEL=…) and initram
 
 build: deps ## daemon, CLI, launcher and the shares' server, into target/release
 	cargo build --release -p sandboxer -p sandboxer-cli -p sandboxer-share -p containerd-shim-sandboxer-v1
+
+build-failing: build ## the daemon once more, with points at which tests have it killed
+	cargo build --release -p sandboxer --bin sandboxer-failing --features failpoints
 
 # Builds nothing, so that root needs no toolchain: `make build guest-image && sudo make install`.
 # /etc is the administrator's; the configuration there is optional and never touched.
@@ -58,7 +61,7 @@ down: ## end that stack and remove all of it
 demo: build guest-image tools ## five pods, each in its microVM, shown and measured; leaves nothing behind
 	@scripts/demo.sh
 
-test: build guest-image tools ## every test, also those on a real stack (needs root)
+test: build build-failing guest-image tools ## every test, also those on a real stack (needs root)
 	cargo test --workspace --no-fail-fast
 
 bench: build guest-image tools ## start-up and memory benches

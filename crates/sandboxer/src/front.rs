@@ -22,6 +22,8 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
+use crate::failpoint::pass;
+
 /// Connections that may wait to be served.
 const QUEUED_CONNECTIONS: usize = 16;
 /// Answers to deletions that are remembered, for those who ask again.
@@ -129,7 +131,9 @@ impl Front {
     ) -> io::Result<Kept> {
         let note = serde_json::to_vec(note).map_err(io::Error::other)?;
         if let Some(socket) = &self.socket {
+            pass(format_args!("before the front keeps {}", kind(key)));
             control::send(socket.as_fd(), Kind::Keep, key, &note, fds)?;
+            pass(format_args!("the front keeps {}", kind(key)));
         }
         self.lock().remove(key);
         Ok(Kept { front: self.clone(), key: key.to_owned() })
@@ -138,7 +142,9 @@ impl Front {
     /// Has an entry forgotten, whoever kept it.
     pub fn forget(&self, key: &str) {
         self.lock().remove(key);
+        pass(format_args!("before the front forgets {}", kind(key)));
         self.tell(Kind::Forget, key);
+        pass(format_args!("the front has forgotten {}", kind(key)));
     }
 
     /// Takes over what an earlier worker had kept. It stays kept.
@@ -260,6 +266,11 @@ async fn next_connection(socket: &AsyncFd<OwnedFd>) -> io::Result<Option<UnixStr
             return UnixStream::from_std(stream).map(Some);
         }
     }
+}
+
+/// What the entries under such keys are.
+fn kind(key: &str) -> &str {
+    key.split(' ').next().unwrap_or_default()
 }
 
 /// Key of an entry about a process: a container's init, or an exec.

@@ -11,6 +11,7 @@ pub mod daemon;
 pub mod doctor;
 pub mod error;
 pub mod events;
+pub mod failpoint;
 pub mod front;
 pub mod guest;
 mod hash;

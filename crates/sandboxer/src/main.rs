@@ -52,7 +52,8 @@ struct Options {
 /// The program that containerd stays connected to, beside this one.
 const FRONT: &str = "sandboxer-front";
 
-fn main() -> ExitCode {
+/// The whole program.
+pub fn main() -> ExitCode {
     let options = Options::parse();
     match start(&options) {
         Ok(()) => ExitCode::SUCCESS,

@@ -4,10 +4,12 @@
 //! The cases speak CRI, as a kubelet does. Those whose subject is a container's behaviour and not how it is
 //! isolated run on handler `runc` too: a case that fails there is wrong, whatever it says about us.
 
+pub mod bystander;
 pub mod case;
 pub mod cri;
 pub mod forward;
 pub mod kubelet;
+pub mod ledger;
 pub mod stack;
 pub mod stream;
 

@@ -65,11 +65,40 @@ impl Stack {
 
     /// As [`Stack::start`], for a stack that was up before: nothing but processes changes.
     pub fn run_up(&self) -> Result<()> {
+        self.run_up_with(&[])
+    }
+
+    /// As [`Stack::run_up`], with `variables` in what it starts.
+    pub fn run_up_with(&self, variables: &[(&str, &Path)]) -> Result<()> {
         let mut args = vec![Path::new("up"), &self.dir];
         if !self.daemon {
             args.push(Path::new("--no-daemon"));
         }
-        script("stack.sh", &args).map(drop)
+        script_with("stack.sh", &args, variables).map(drop)
+    }
+
+    /// What the running stack holds of pods. Nothing, when every pod is removed.
+    pub fn held(&self) -> Result<Vec<String>> {
+        let mut held = Vec::new();
+        for pid in self.vmms()? {
+            held.push(format!("VMM {pid}"));
+        }
+        for name in ["sandboxer-share", "containerd-shim"] {
+            held.extend(self.processes(name)?.iter().map(|pid| format!("{name} {pid}")));
+        }
+        for dir in self.daemon_dirs().map(|dir| dir.join("pods")) {
+            for entry in fs::read_dir(&dir).into_iter().flatten() {
+                held.push(entry?.path().display().to_string());
+            }
+        }
+        let mounts = fs::read_to_string("/proc/self/mountinfo")?;
+        let pods = [self.dir.join("sandboxer"), self.dir.join("containerd/state")];
+        for mount in mounts.lines().filter_map(|line| line.split(' ').nth(4)) {
+            if pods.iter().any(|dir| Path::new(mount).starts_with(dir)) {
+                held.push(format!("mount {mount}"));
+            }
+        }
+        Ok(held)
     }
 
     /// Ends the stack; an error names what it left on the host.
@@ -241,9 +270,14 @@ fn scripts() -> PathBuf {
 }
 
 fn script(name: &str, args: &[&Path]) -> Result<String> {
+    script_with(name, args, &[])
+}
+
+fn script_with(name: &str, args: &[&Path], variables: &[(&str, &Path)]) -> Result<String> {
+    let mut command = Command::new(scripts().join(name));
     // A small pool: cases that run at once leave it no time to be filled, and those that count need few.
-    let output =
-        Command::new(scripts().join(name)).args(args).env("POOL", "2").stdin(Stdio::null()).output()?;
+    command.args(args).env("POOL", "2").envs(variables.iter().copied()).stdin(Stdio::null());
+    let output = command.output()?;
     if !output.status.success() {
         bail!("scripts/{name}: {}", String::from_utf8_lossy(&output.stderr).trim());
     }

@@ -9,7 +9,7 @@ use sandboxer_protocol::{
 };
 use ttrpc::context::{Context, with_duration};
 
-use crate::{error::Code, pod::Signal};
+use crate::{error::Code, failpoint::pass, pod::Signal};
 
 /// Making a container or an exec may take a slow guest a while: so many times the plain limit.
 const LONG_CALL: u32 = 6;
@@ -78,9 +78,12 @@ impl std::fmt::Debug for Agent {
 
 /// One call, its error naming it.
 macro_rules! call {
-    ($self:ident, $rpc:ident, $deadline:expr, $request:expr) => {
-        $self.client.$rpc($deadline, &$request).await.map_err(|error| $self.error(stringify!($rpc), error))
-    };
+    ($self:ident, $rpc:ident, $deadline:expr, $request:expr) => {{
+        pass(format_args!("before the agent is asked to {}", stringify!($rpc)));
+        let answer = $self.client.$rpc($deadline, &$request).await;
+        pass(format_args!("the agent has answered {}", stringify!($rpc)));
+        answer.map_err(|error| $self.error(stringify!($rpc), error))
+    }};
 }
 
 impl Agent {

@@ -19,6 +19,7 @@ use serde::{Deserialize, Serialize};
 use super::{spec::PodSpec, state::PodStatus};
 use crate::{
     container::{Exit, StdioPaths},
+    failpoint::pass,
     host::{share::ShareRecord, volume::Needed},
     vmm::{DiskSpec, MachineRecord},
 };
@@ -206,11 +207,14 @@ impl PodJournal {
         let mut newest = self.newest.clone().lock_owned().await;
         *newest = u64::MAX;
         let path = self.path.clone();
+        pass(format_args!("before a record is removed"));
         blocking("remove", &self.path, move || match fs::remove_file(&path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
             _ => Ok(()),
         })
-        .await
+        .await?;
+        pass(format_args!("a record is removed"));
+        Ok(())
     }
 }
 
@@ -226,12 +230,15 @@ async fn blocking(
 fn replace(path: &Path, record: &PodRecord) -> io::Result<()> {
     use std::os::unix::fs::OpenOptionsExt;
     let new = path.with_extension("new");
+    pass(format_args!("before a record"));
     let text = serde_json::to_vec(record).map_err(io::Error::other)?;
     let written = (|| {
         let mut file =
             fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
         file.write_all(&text)?;
+        pass(format_args!("a record is written"));
         file.sync_all()?;
+        pass(format_args!("a record is on disk"));
         fs::rename(&new, path)
     })();
     if written.is_err() {
@@ -239,6 +246,7 @@ fn replace(path: &Path, record: &PodRecord) -> io::Result<()> {
         let _ = fs::remove_file(&new);
     }
     written?;
+    pass(format_args!("a record is in place"));
     File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
 }
 

@@ -10,6 +10,7 @@ use sandboxer_protocol::{id::SandboxId, stage::Stage};
 use tracing::Instrument;
 
 use super::stage_times::StageTimes;
+use crate::failpoint::pass;
 
 /// How a step ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -66,7 +67,9 @@ impl Stages {
     pub async fn run<T, E>(&self, stage: Stage, step: impl Future<Output = Result<T, E>>) -> Result<T, E> {
         let span = tracing::info_span!("stage", stage = stage.as_str(), pod = %self.pod);
         let mut record = Record { stages: self, stage, began: Instant::now(), outcome: Outcome::Cancelled };
+        pass(format_args!("before stage {stage}"));
         let result = step.instrument(span).await;
+        pass(format_args!("after stage {stage}"));
         record.outcome = if result.is_ok() { Outcome::Ok } else { Outcome::Failed };
         result
     }

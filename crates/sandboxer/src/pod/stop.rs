@@ -6,6 +6,7 @@ use super::{Node, spec::PodSpec};
 use crate::{
     container::start::Live,
     error::{PodError, chain},
+    failpoint::pass,
     host::{cgroup::PodCgroup, share::Shares},
     vmm::VmmError,
 };
@@ -24,7 +25,9 @@ pub async fn stop(node: &Node, pod: &PodSpec, live: &Live, shares: &Shares) -> R
     if tokio::time::timeout(GRACE, gone).await.is_err() {
         tracing::debug!(machine = ?live.machine, "the guest did not power off by itself");
     }
+    pass(format_args!("the guest was asked to power off"));
     live.machine.kill().await?;
+    pass(format_args!("the machine has ended"));
     shares.end().await;
     // Now and not when the pod is removed: a manager removes the parent as soon as the pod has stopped.
     if let Some(cgroup) = node.cgroups.of(&pod.cgroup_parent, &pod.id)
@@ -50,6 +53,7 @@ pub async fn clear(node: &Node, pod: &PodSpec) -> Result<(), PodError> {
     if let Some(cgroup) = node.cgroups.of(&pod.cgroup_parent, &pod.id) {
         leave(&pod.id, &cgroup).await?;
     }
+    pass(format_args!("before a run directory is removed"));
     let path = node.run_dir(&pod.id);
     match tokio::fs::remove_dir_all(&path).await {
         Err(source) if source.kind() != io::ErrorKind::NotFound => {

@@ -24,6 +24,8 @@ use tokio::{
 };
 use tokio_util::codec::{Framed, LinesCodec, LinesCodecError};
 
+use crate::failpoint::pass;
+
 /// Longest line accepted, bytes.
 const MAX_LINE: usize = 256 << 10;
 /// Longest explanation kept of a refusal, characters.
@@ -268,6 +270,8 @@ impl Qmp {
         limit: Duration,
     ) -> Result<Value, QmpError> {
         let (answer, answered) = oneshot::channel();
+        pass(format_args!("before the VMM is asked to {command}"));
+        let name = command;
         let command = match arguments {
             Value::Null => json!({ "execute": command }),
             arguments => json!({ "execute": command, "arguments": arguments }),
@@ -276,7 +280,9 @@ impl Qmp {
             self.requests.send(Request { command, fd, answer }).await.map_err(|_| QmpError::Closed)?;
             answered.await.map_err(|_| QmpError::Closed)?
         };
-        timeout(limit, exchange).await.map_err(|_| QmpError::Timeout(limit))?
+        let answered = timeout(limit, exchange).await.map_err(|_| QmpError::Timeout(limit));
+        pass(format_args!("the VMM has answered {name}"));
+        answered?
     }
 }
 

@@ -7,6 +7,7 @@ mod compatibility;
 mod container;
 mod daemon;
 mod failure;
+mod faults;
 mod lifecycle;
 mod many;
 mod network;
@@ -29,6 +30,7 @@ use anyhow::{Context, Result, bail, ensure};
 use libtest_mimic::{Arguments, Failed, Trial};
 use sandboxer_e2e::case::Case;
 use sandboxer_e2e::cri::Cri;
+use sandboxer_e2e::ledger;
 use sandboxer_e2e::stack::Stack;
 use tokio::runtime::Runtime;
 
@@ -91,6 +93,7 @@ fn entries() -> Vec<Entry> {
         volumes::cases,
         daemon::cases,
         worker::cases,
+        faults::cases,
     ];
     files.iter().flat_map(|file| file()).collect()
 }
@@ -180,28 +183,7 @@ impl Suite {
 
     /// With every pod removed, the running stack must hold nothing of them, before it is taken down.
     fn check_empty(&self) -> Result<()> {
-        let mut left = Vec::new();
-        for pid in self.stack.vmms()? {
-            left.push(format!("VMM {pid}"));
-        }
-        for pid in self.stack.processes("sandboxer-share")? {
-            left.push(format!("shares' server {pid}"));
-        }
-        for pid in self.stack.processes("containerd-shim")? {
-            left.push(format!("shim {pid}"));
-        }
-        for dir in self.stack.daemon_dirs().map(|dir| dir.join("pods")) {
-            for entry in std::fs::read_dir(&dir).into_iter().flatten() {
-                left.push(entry?.path().display().to_string());
-            }
-        }
-        let mounts = std::fs::read_to_string("/proc/self/mountinfo")?;
-        let pods = [self.stack.dir().join("sandboxer"), self.stack.dir().join("containerd/state")];
-        for mount in mounts.lines().filter_map(|line| line.split(' ').nth(4)) {
-            if pods.iter().any(|dir| std::path::Path::new(mount).starts_with(dir)) {
-                left.push(format!("mount {mount}"));
-            }
-        }
+        let left = self.stack.held()?;
         ensure!(left.is_empty(), "left after every pod was removed:\n{}", left.join("\n"));
         Ok(())
     }
@@ -260,6 +242,7 @@ fn run() -> Result<ExitCode> {
     let conclusion = libtest_mimic::run(&arguments, trials);
 
     suite.print_outcomes();
+    ledger::close()?;
     let mut code = conclusion.exit_code();
     let Some(suite) = Arc::into_inner(suite) else { bail!("a case still holds the stack") };
     let empty = suite.check_empty();

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
-use sandboxer_e2e::case::{Case, Container, PATIENCE, idle, shell};
+use sandboxer_e2e::bystander::Bystander;
+use sandboxer_e2e::case::{Case, PATIENCE, idle, shell};
 use sandboxer_e2e::eventually;
 use sandboxer_e2e::stream::Session;
 
@@ -25,31 +26,8 @@ async fn some_moment() {
     tokio::time::sleep(Duration::from_millis(millis)).await;
 }
 
-/// A container that counts, one line each, and ends with 7 when told to.
-async fn counting(case: &Case) -> Result<(sandboxer_e2e::case::Pod, Container)> {
-    let pod = case.pod().await?;
-    let script = "trap 'echo end; exit 7' TERM; n=0; while :; do echo line $n; n=$((n+1)); usleep 1000; done";
-    let container = pod.start(shell("counts", script)).await?;
-    Ok((pod, container))
-}
-
-/// Ends it: the exit code is its own, and every line is in its log once.
-async fn counted(case: &Case, container: &Container) -> Result<()> {
-    case.cri.stop(&container.id, 30).await?;
-    let status = container.status().await?;
-    ensure!(status.exit_code == 7, "{status:?}");
-    let logs = container.logs()?.stdout;
-    let mut lines: Vec<_> = logs.lines().collect();
-    ensure!(lines.pop() == Some("end"), "the log's last line is missing: {:?}", logs.lines().next_back());
-    for (n, line) in lines.iter().enumerate() {
-        ensure!(*line == format!("line {n}"), "line {n} of the log is {line:?}, of {}", lines.len());
-    }
-    ensure!(lines.len() > 10, "only {} lines", lines.len());
-    Ok(())
-}
-
 async fn killed_again_and_again(case: Case) -> Result<()> {
-    let (pod, container) = counting(&case).await?;
+    let Bystander { pod, container } = Bystander::start(&case, 1000).await?;
     let (vmms, front) = (case.stack.vmms()?, case.stack.pid("sandboxer")?);
     for _ in 0..kills() {
         some_moment().await;
@@ -59,9 +37,8 @@ async fn killed_again_and_again(case: Case) -> Result<()> {
         ensure!(case.stack.worker()? != killed, "the worker was not killed");
     }
     ensure!(case.stack.pid("sandboxer")? == front && case.stack.vmms()? == vmms);
-    counted(&case, &container).await?;
     ensure!(pod.output("echo new").await? == "new");
-    Ok(())
+    Bystander { pod, container }.end(&case).await.map(drop)
 }
 
 async fn killed_during_execs(case: Case) -> Result<()> {
@@ -130,7 +107,7 @@ async fn killed_during_a_session(case: Case) -> Result<()> {
 
 /// containerd reads the logs again where it left off, with the same containers.
 async fn killed_with_containerd(case: Case) -> Result<()> {
-    let (pod, container) = counting(&case).await?;
+    let Bystander { pod, container } = Bystander::start(&case, 1000).await?;
     container.logged("line 20\n").await?;
     let worker = case.stack.worker()?;
     kill(worker, Signal::SIGKILL)?;
@@ -149,7 +126,7 @@ async fn killed_with_containerd(case: Case) -> Result<()> {
 
 /// What `systemctl reload` does: the next worker may be another build.
 async fn replaced(case: Case) -> Result<()> {
-    let (pod, container) = counting(&case).await?;
+    let Bystander { pod, container } = Bystander::start(&case, 1000).await?;
     for _ in 0..kills() {
         let before = case.stack.worker()?;
         kill(case.stack.pid("sandboxer")?, Signal::SIGHUP)?;
@@ -161,7 +138,7 @@ async fn replaced(case: Case) -> Result<()> {
         ensure!(container.sh("echo here").await? == "here");
     }
     ensure!(case.cri.pod_ready(&pod.id).await?);
-    counted(&case, &container).await
+    Bystander { pod, container }.end(&case).await.map(drop)
 }
 
 async fn killed_while_containers_are_made(case: Case) -> Result<()> {

@@ -1,0 +1,47 @@
+//! A pod that has nothing to do with what goes wrong around it: it must not notice.
+
+use anyhow::{Result, ensure};
+
+use crate::case::{Case, Container, Pod, shell};
+
+/// A pod whose one container counts aloud, and ends with 7 when told to.
+pub struct Bystander {
+    /// The pod.
+    pub pod: Pod,
+    /// Its container.
+    pub container: Container,
+}
+
+impl Bystander {
+    /// Starts one that counts every `pause_us`, µs.
+    pub async fn start(case: &Case, pause_us: u32) -> Result<Self> {
+        let pod = case.pod().await?;
+        let script = format!(
+            "trap 'echo end; exit 7' TERM; n=0; while :; do echo line $n; n=$((n+1)); usleep {pause_us}; done"
+        );
+        let container = pod.start(shell("counts", &script)).await?;
+        Ok(Self { pod, container })
+    }
+
+    /// It is ready, and takes an exec.
+    pub async fn check(&self, case: &Case) -> Result<()> {
+        ensure!(self.container.sh("echo here").await? == "here");
+        ensure!(case.cri.pod_ready(&self.pod.id).await?, "the pod is not ready");
+        Ok(())
+    }
+
+    /// Ends it: the exit code is its own, and every line is in its log once. Answers how many lines there are.
+    pub async fn end(self, case: &Case) -> Result<usize> {
+        case.cri.stop(&self.container.id, 30).await?;
+        let status = self.container.status().await?;
+        ensure!(status.exit_code == 7, "{status:?}");
+        let logs = self.container.logs()?.stdout;
+        let mut lines: Vec<_> = logs.lines().collect();
+        ensure!(lines.pop() == Some("end"), "the log's last line is missing: {:?}", logs.lines().next_back());
+        for (n, line) in lines.iter().enumerate() {
+            ensure!(*line == format!("line {n}"), "line {n} of the log is {line:?}, of {}", lines.len());
+        }
+        ensure!(lines.len() > 10, "only {} lines", lines.len());
+        Ok(lines.len() + 1)
+    }
+}

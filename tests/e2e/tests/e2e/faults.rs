@@ -1,0 +1,528 @@
+//! Faults, and what became of the pods: each case adds its line to the ledger.
+//!
+//! In each, bystanders count aloud all the while: they stay ready, take execs, and no line of their logs is lost
+//! or doubled.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail, ensure};
+use k8s_cri::v1::{ContainerConfig, Mount};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sys::signal::{Signal, kill};
+use sandboxer_e2e::bystander::Bystander;
+use sandboxer_e2e::case::{Case, PATIENCE, idle, shell};
+use sandboxer_e2e::eventually;
+use sandboxer_e2e::kubelet::Kubelet;
+use sandboxer_e2e::ledger::{self, Line};
+use tonic::{Code, Status};
+
+crate::cases![
+    VmAlone: killed_at_every_point, killed_at_random, memory_runs_out, upgraded_under_pods, vmms_killed,
+    containerd_killed, containerd_and_worker_killed, front_killed, disk_full, disk_read_only
+];
+
+/// A number that the environment may make larger, for long runs.
+fn count(variable: &str, usual: usize) -> Result<usize> {
+    match std::env::var(variable) {
+        Ok(asked) => asked.parse().with_context(|| variable.to_owned()),
+        Err(_) => Ok(usual),
+    }
+}
+
+/// What a case has seen so far.
+struct Seen<'a> {
+    case: &'a Case,
+    fault: &'a str,
+    times: usize,
+    bystanders: Vec<Bystander>,
+    /// Pods that the case itself ended, or that were in the making.
+    others: usize,
+}
+
+impl<'a> Seen<'a> {
+    /// Starts `bystanders`.
+    async fn begin(case: &'a Case, fault: &'a str, bystanders: usize) -> Result<Self> {
+        let mut all = Vec::new();
+        for _ in 0..bystanders {
+            all.push(Bystander::start(case, 20_000).await?);
+        }
+        Ok(Self { case, fault, times: 0, bystanders: all, others: 0 })
+    }
+
+    /// The bystanders have not noticed.
+    async fn check(&self) -> Result<()> {
+        for (n, bystander) in self.bystanders.iter().enumerate() {
+            bystander
+                .check(self.case)
+                .await
+                .with_context(|| format!("bystander {n} after {} times: {}", self.times, self.fault))?;
+        }
+        Ok(())
+    }
+
+    /// Ends the bystanders, removes all pods, and notes what was seen.
+    async fn end(self) -> Result<()> {
+        let pods = self.bystanders.len() + self.others;
+        let mut lines = 0;
+        for bystander in self.bystanders {
+            lines += bystander.end(self.case).await?;
+        }
+        self.case.clean_up().await?;
+        let held = gone(self.case).await?;
+        ensure!(held.is_empty(), "left: {}", held.join(", "));
+        ledger::note(Line {
+            fault: self.fault.to_owned(),
+            times: self.times,
+            pods,
+            lost: 0,
+            lines,
+            lines_lost: 0,
+            left: held.len(),
+            case: format!(
+                "faults::{}",
+                self.case.name.rsplit("faults-").next().unwrap_or_default().replace('-', "_")
+            ),
+            day: jiff::Timestamp::now().strftime("%F").to_string(),
+        });
+        Ok(())
+    }
+}
+
+/// What is held of pods that were removed, once it is nothing or stays.
+async fn gone(case: &Case) -> Result<Vec<String>> {
+    let began = Instant::now();
+    loop {
+        let held = case.stack.held()?;
+        if held.is_empty() || began.elapsed() > Duration::from_secs(10) {
+            return Ok(held);
+        }
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+}
+
+/// Whether a kubelet would just ask again: nobody was there to answer.
+fn nobody_there(error: &Status) -> bool {
+    let words =
+        ["connection", "EOF", "error reading from server", "not available", "unavailable", "reserved"];
+    error.code() == Code::Unavailable || words.iter().any(|word| error.message().contains(word))
+}
+
+/// Asks until there is an answer. Only what a kubelet asks again by itself: pods' starts, stops and removals.
+async fn insist<T, F>(what: &str, mut ask: impl FnMut() -> F) -> Result<T>
+where
+    F: Future<Output = Result<T, Status>> + Send,
+{
+    let began = Instant::now();
+    loop {
+        match ask().await {
+            Ok(answer) => return Ok(answer),
+            Err(error) if nobody_there(&error) && began.elapsed() < PATIENCE => {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+            Err(error) => return Err(anyhow::Error::from(error).context(what.to_owned())),
+        }
+    }
+}
+
+/// A pod's whole life, with all that pods have. What a kubelet would not ask twice, it asks once.
+async fn life(case: &Case, kubelet: &Kubelet) -> Result<()> {
+    let settings = kubelet.files("configmap", "settings", &[("color", "red")])?;
+    let scratch = kubelet.empty_dir("scratch")?;
+    let host = case.stack.dir().join("hostpath");
+    fs::create_dir_all(&host)?;
+    fs::write(host.join("file"), "of the host")?;
+
+    let config = case.pod_config();
+    let pod = insist("start a pod", || case.cri.run_pod(&config, case.handler)).await?;
+    let pod = case.pod_of(&pod, config);
+    let mounted = [("/settings", &settings), ("/scratch", &scratch), ("/host", &host)];
+    let container = pod.start(with_mounts(shell("c", "echo begins; cat; exit 5"), &mounted)).await;
+    // Its input is none, so it ends by itself.
+    let container = container.context("start a container")?;
+    let waits = pod.start(with_mounts(idle("waits"), &mounted)).await.context("start a second container")?;
+    let read = waits.sh("cat /settings/color /host/file; echo x > /scratch/x; cat /scratch/x").await?;
+    ensure!(read == "redof the hostx", "{read}");
+    let ended = container.ended().await?;
+    ensure!(ended.exit_code == 5, "{ended:?}");
+    ensure!(container.logs()?.stdout == "begins\n", "{:?}", container.logs()?);
+    case.cri.stop(&waits.id, 30).await.context("stop a container")?;
+    ensure!(waits.status().await?.exit_code == 0, "{:?}", waits.status().await?);
+    case.cri.remove(&waits.id).await.context("remove a container")?;
+    insist("stop the pod", || case.cri.stop_pod(&pod.id)).await?;
+    insist("remove the pod", || case.cri.remove_pod(&pod.id)).await
+}
+
+fn with_mounts(mut config: ContainerConfig, mounts: &[(&str, &PathBuf)]) -> ContainerConfig {
+    for (at, host) in mounts {
+        config.mounts.push(Mount {
+            container_path: (*at).to_owned(),
+            host_path: host.display().to_string(),
+            ..Default::default()
+        });
+    }
+    config
+}
+
+// ── the worker ──────────────────────────────────────────────────────────────────────────────────
+
+/// The daemon of the build with failure points in the place of the stack's own, for as long as this is there.
+struct Failing<'a> {
+    case: &'a Case,
+    points: PathBuf,
+}
+
+impl<'a> Failing<'a> {
+    async fn start(case: &'a Case) -> Result<Self> {
+        let (programs, points) = (case.stack.dir().join("failing-bin"), case.stack.dir().join("failpoints"));
+        for dir in [&programs, &points] {
+            fs::create_dir_all(dir)?;
+        }
+        fs::write(points.join("armed"), "")?;
+        let built = fs::canonicalize(case.stack.dir().join("bin/sandboxer"))?;
+        let built = built.parent().context("where the programs are")?;
+        let failing = built.join("sandboxer-failing");
+        ensure!(failing.exists(), "{} is not there: run `make build-failing`", failing.display());
+        for name in [
+            "sandboxer",
+            "sandboxer-front",
+            "sandboxer-cli",
+            "sandboxer-share",
+            "containerd-shim-sandboxer-v1",
+        ] {
+            let from = if name == "sandboxer" { &failing } else { &built.join(name) };
+            let _ = fs::remove_file(programs.join(name));
+            symlink(from, programs.join(name))?;
+        }
+        case.stack.end("sandboxer", Signal::SIGTERM).await?;
+        case.stack.run_up_with(&[("SANDBOXER_BIN_DIR", &programs), ("SANDBOXER_FAILPOINTS", &points)])?;
+        reached(case).await?;
+        Ok(Self { case, points })
+    }
+
+    fn lines(&self, file: &str) -> Result<Vec<String>> {
+        let text = fs::read_to_string(self.points.join(file)).unwrap_or_default();
+        Ok(text.lines().map(str::to_owned).collect())
+    }
+
+    /// Workers from the next one on die at these points, one each.
+    fn arm(&self, points: &[String]) -> Result<()> {
+        Ok(fs::write(self.points.join("armed"), points.join("\n") + "\n")?)
+    }
+
+    async fn end(self) -> Result<()> {
+        self.case.stack.end("sandboxer", Signal::SIGTERM).await?;
+        self.case.stack.run_up()?;
+        reached(self.case).await
+    }
+}
+
+/// containerd connects to a new daemon with a back-off of at most 3 s.
+async fn reached(case: &Case) -> Result<()> {
+    let config = case.pod_config();
+    let pod = insist("reach the daemon", || case.cri.run_pod(&config, case.handler)).await?;
+    case.cri.stop_pod(&pod).await?;
+    Ok(case.cri.remove_pod(&pod).await?)
+}
+
+async fn killed_at_every_point(case: Case) -> Result<()> {
+    let failing = Failing::start(&case).await?;
+    let outcome = at_every_point(&case, &failing).await;
+    failing.end().await?;
+    outcome
+}
+
+async fn at_every_point(case: &Case, failing: &Failing<'_>) -> Result<()> {
+    let kubelet = Kubelet::of(case)?;
+    // The second starts with a machine that the first one's claim has had replaced.
+    life(case, &kubelet).await.context("with no fault")?;
+    life(case, &kubelet).await.context("with no fault")?;
+    let points = failing.lines("passed")?;
+    ensure!(points.len() > 40, "only {} points: {points:?}", points.len());
+
+    let mut seen = Seen::begin(case, "worker killed at each point of a pod's life", 1).await?;
+    failing.arm(&points)?;
+    case.stack.kill_worker()?;
+    let mut before = points.len();
+    loop {
+        life(case, &kubelet).await.with_context(|| {
+            let armed = failing.lines("armed").unwrap_or_default();
+            format!("killed at {:?}", points.get(points.len() - armed.len() - 1))
+        })?;
+        seen.others += 1;
+        let left = failing.lines("armed")?.len();
+        seen.times = points.len() - left;
+        seen.check().await?;
+        if left == 0 {
+            break;
+        }
+        if left == before {
+            // This point was the way of a life that went otherwise, as one with a full pool: on to the next.
+            println!("not reached: {:?}", points.get(points.len() - left - 1));
+            seen.times -= 1;
+            case.stack.kill_worker()?;
+        }
+        before = left;
+    }
+    seen.end().await
+}
+
+async fn killed_at_random(case: Case) -> Result<()> {
+    let kills = count("SANDBOXER_E2E_RANDOM_KILLS", 10)?;
+    let kubelet = Kubelet::of(&case)?;
+    let mut seen = Seen::begin(&case, "worker killed at random", 2).await?;
+    while seen.times < kills {
+        let killer = async {
+            let mut killed = 0;
+            loop {
+                // Longer than a second most of the time, or the front would pause before the next worker.
+                tokio::time::sleep(Duration::from_millis(500 + rand::random::<u64>() % 1500)).await;
+                // The one before may not be ready yet.
+                killed += usize::from(case.stack.kill_worker().is_ok());
+                if seen.times + killed >= kills {
+                    return std::future::pending().await;
+                }
+            }
+        };
+        let began = case.stack.worker().ok();
+        tokio::select! {
+            lived = life(&case, &kubelet) => lived.with_context(|| format!("after {} kills", seen.times))?,
+            () = killer => {}
+        }
+        seen.others += 1;
+        seen.times += usize::from(case.stack.worker().ok() != began);
+        seen.check().await?;
+    }
+    seen.end().await
+}
+
+/// The kernel gives the worker no more memory: it aborts, and the next one goes on.
+async fn memory_runs_out(case: Case) -> Result<()> {
+    let kubelet = Kubelet::of(&case)?;
+    let mut seen = Seen::begin(&case, "worker out of memory", 1).await?;
+    for _ in 0..3 {
+        let worker = case.stack.worker()?;
+        let statm = fs::read_to_string(format!("/proc/{worker}/statm"))?;
+        let pages: u64 = statm.split(' ').next().context("statm")?.parse()?;
+        let limit = (pages * 4096).to_string();
+        let limited = std::process::Command::new("prlimit")
+            .args(["--pid", &worker.to_string(), &format!("--as={limit}:{limit}")])
+            .status()?;
+        ensure!(limited.success(), "prlimit: {limited}");
+        let mut lives = 0;
+        while case.stack.worker().ok() == Some(worker) {
+            // It may fail in part, with an error, as whoever has no memory may.
+            let _ = life(&case, &kubelet).await;
+            case.clean_up().await.ok();
+            lives += 1;
+            if lives > 5 {
+                break;
+            }
+        }
+        if case.stack.worker()? == worker {
+            // It did with what it had; so be it.
+            case.stack.kill_worker()?;
+        }
+        seen.times += 1;
+        life(&case, &kubelet).await.context("after a worker without memory")?;
+        seen.others += 1;
+        seen.check().await?;
+    }
+    seen.end().await
+}
+
+/// What a package's upgrade does: other programs at the same paths, and SIGHUP.
+async fn upgraded_under_pods(case: Case) -> Result<()> {
+    let built = fs::canonicalize(case.stack.dir().join("bin/sandboxer"))?;
+    let built = built.parent().context("where the programs are")?.to_owned();
+    let programs = case.stack.dir().join("upgraded-bin");
+    fs::create_dir_all(&programs)?;
+    let names =
+        ["sandboxer", "sandboxer-front", "sandboxer-cli", "sandboxer-share", "containerd-shim-sandboxer-v1"];
+    for name in names {
+        fs::copy(built.join(name), programs.join(name))?;
+    }
+    case.stack.end("sandboxer", Signal::SIGTERM).await?;
+    case.stack.run_up_with(&[("SANDBOXER_BIN_DIR", &programs)])?;
+    reached(&case).await?;
+
+    let pods = count("SANDBOXER_E2E_UPGRADE_PODS", 4)?;
+    let mut seen = Seen::begin(&case, "worker upgraded to another build", pods).await?;
+    for build in ["sandboxer-failing", "sandboxer"] {
+        let before = case.stack.worker()?;
+        // As dpkg does: beside, and renamed over.
+        fs::copy(built.join(build), programs.join("sandboxer.new"))?;
+        fs::rename(programs.join("sandboxer.new"), programs.join("sandboxer"))?;
+        kill(case.stack.pid("sandboxer")?, Signal::SIGHUP)?;
+        eventually("another worker", PATIENCE, || async {
+            Ok(case.stack.worker().ok().filter(|worker| *worker != before))
+        })
+        .await?;
+        seen.times += 1;
+        seen.check().await?;
+    }
+    seen.end().await?;
+    case.stack.end("sandboxer", Signal::SIGTERM).await?;
+    case.stack.run_up()?;
+    reached(&case).await
+}
+
+// ── what is around it ───────────────────────────────────────────────────────────────────────────
+
+/// Each takes its own pod along, and no other.
+async fn vmms_killed(case: Case) -> Result<()> {
+    let mut seen = Seen::begin(&case, "VMM of another pod killed", 2).await?;
+    for _ in 0..3 {
+        let known = case.stack.vmms()?;
+        let pod = case.pod().await?;
+        let container = pod.start(idle("c")).await?;
+        let victim = case.stack.vmms()?.into_iter().find(|pid| !known.contains(pid)).context("the VMM")?;
+        kill(victim, Signal::SIGKILL)?;
+        pod.not_ready().await?;
+        container.ended().await?;
+        case.cri.stop_pod(&pod.id).await?;
+        case.cri.remove_pod(&pod.id).await?;
+        seen.times += 1;
+        seen.check().await?;
+    }
+    seen.end().await
+}
+
+async fn containerd_killed(case: Case) -> Result<()> {
+    let mut seen = Seen::begin(&case, "containerd killed", 0).await?;
+    kill_containerd(&mut seen, false).await?;
+    seen.end().await
+}
+
+async fn containerd_and_worker_killed(case: Case) -> Result<()> {
+    let mut seen = Seen::begin(&case, "containerd and worker killed at once", 0).await?;
+    kill_containerd(&mut seen, true).await?;
+    seen.end().await
+}
+
+/// containerd's own log files are its to continue, so that lines are not counted here.
+async fn kill_containerd(seen: &mut Seen<'_>, worker: bool) -> Result<()> {
+    let case = seen.case;
+    let pod = case.pod().await?;
+    let container = pod.start(shell("c", "trap 'exit 7' TERM; while :; do usleep 20000; done")).await?;
+    seen.others += 1;
+    for _ in 0..3 {
+        if worker {
+            case.stack.kill_worker()?;
+        }
+        case.stack.end("containerd", Signal::SIGKILL).await?;
+        case.stack.run_up()?;
+        eventually("pod ready again", PATIENCE, || async {
+            Ok(case.cri.pod_ready(&pod.id).await.ok().filter(|ready| *ready))
+        })
+        .await?;
+        ensure!(container.sh("echo still here").await? == "still here");
+        seen.times += 1;
+    }
+    case.cri.stop(&container.id, 30).await?;
+    ensure!(container.status().await?.exit_code == 7, "{:?}", container.status().await?);
+    Ok(())
+}
+
+/// containerd declares the containers dead, for its connections are gone; the pods take new ones.
+async fn front_killed(case: Case) -> Result<()> {
+    let mut seen =
+        Seen::begin(&case, "front killed (pods stay; containerd ends their containers)", 0).await?;
+    for _ in 0..2 {
+        let pod = case.pod().await?;
+        pod.start(idle("c")).await?;
+        let vmms = case.stack.vmms()?;
+        case.stack.end("sandboxer", Signal::SIGKILL).await?;
+        case.stack.run_up()?;
+        ensure!(case.stack.vmms()? == vmms, "a VMM was lost");
+        eventually("pod ready again", PATIENCE, || async {
+            Ok(case.cri.pod_ready(&pod.id).await.ok().filter(|ready| *ready))
+        })
+        .await?;
+        ensure!(pod.output("echo here").await? == "here");
+        seen.times += 1;
+        seen.others += 1;
+    }
+    seen.end().await
+}
+
+// ── the disk ────────────────────────────────────────────────────────────────────────────────────
+
+/// The daemon's records on a file system of their own, for as long as this is there.
+struct OwnDisk<'a> {
+    case: &'a Case,
+    records: PathBuf,
+}
+
+impl<'a> OwnDisk<'a> {
+    async fn mount(case: &'a Case) -> Result<Self> {
+        let records = case.stack.daemon_dirs()[1].join("pods");
+        case.stack.end("sandboxer", Signal::SIGTERM).await?;
+        mount(Some("tmpfs"), &records, Some("tmpfs"), MsFlags::empty(), Some("size=256k,mode=0700"))?;
+        case.stack.run_up()?;
+        reached(case).await?;
+        Ok(Self { case, records })
+    }
+
+    fn read_only(&self, yes: bool) -> Result<()> {
+        let mut flags = MsFlags::MS_REMOUNT;
+        flags.set(MsFlags::MS_RDONLY, yes);
+        Ok(mount(None::<&str>, &self.records, None::<&str>, flags, None::<&str>)?)
+    }
+
+    async fn unmount(self) -> Result<()> {
+        self.case.stack.end("sandboxer", Signal::SIGTERM).await?;
+        umount2(&self.records, MntFlags::empty())?;
+        self.case.stack.run_up()?;
+        reached(self.case).await
+    }
+}
+
+/// No pod starts, the error says why, and those that are there go on, also through a worker's death.
+async fn refused_for_the_disk(seen: &mut Seen<'_>, named: &str) -> Result<()> {
+    let case = seen.case;
+    for killed in [false, true] {
+        if killed {
+            case.stack.kill_worker()?;
+        }
+        let refused = loop {
+            match case.cri.run_pod(&case.pod_config(), case.handler).await {
+                Ok(_) => bail!("a pod was started without a record of it"),
+                Err(error) if nobody_there(&error) => tokio::time::sleep(Duration::from_millis(50)).await,
+                Err(error) => break error,
+            }
+        };
+        ensure!(refused.message().contains(named), "the error does not name the cause: {refused}");
+        seen.times += 1;
+        seen.check().await?;
+    }
+    Ok(())
+}
+
+async fn disk_full(case: Case) -> Result<()> {
+    let disk = OwnDisk::mount(&case).await?;
+    let mut seen = Seen::begin(&case, "disk of the records full", 1).await?;
+    let filler = disk.records.join("filler");
+    let written = fs::write(&filler, vec![0; 1 << 20]);
+    ensure!(written.is_err(), "the disk takes a MiB");
+    let outcome = refused_for_the_disk(&mut seen, "No space left").await;
+    fs::remove_file(&filler)?;
+    outcome?;
+    life(&case, &Kubelet::of(&case)?).await.context("with room again")?;
+    seen.end().await?;
+    disk.unmount().await
+}
+
+async fn disk_read_only(case: Case) -> Result<()> {
+    let disk = OwnDisk::mount(&case).await?;
+    let mut seen = Seen::begin(&case, "disk of the records read-only", 1).await?;
+    disk.read_only(true)?;
+    let outcome = refused_for_the_disk(&mut seen, "Read-only").await;
+    disk.read_only(false)?;
+    outcome?;
+    life(&case, &Kubelet::of(&case)?).await.context("with a disk that takes records again")?;
+    seen.end().await?;
+    disk.unmount().await
+}

@@ -1,0 +1,37 @@
+//! An instruction of the kernel's virtual machine, and what it can say.
+
+/// One instruction, as the kernel takes it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(C)]
+pub struct Instruction {
+    /// What is done: see [`code`].
+    pub code: u8,
+    /// Destination in the lower half, source in the upper.
+    pub registers: u8,
+    /// Of a jump, over so many instructions; of an access, so many bytes from the register.
+    pub offset: i16,
+    /// A constant.
+    pub immediate: i32,
+}
+
+/// An instruction; `to` and `from` are numbers of registers.
+pub const fn instruction(code: u8, to: u8, from: u8, offset: i16, immediate: i32) -> Instruction {
+    Instruction { code, registers: to | from << 4, offset, immediate }
+}
+
+/// Codes of instructions, from linux/bpf.h and linux/bpf_common.h. Constants are extended by their sign.
+#[expect(missing_docs, reason = "their names say it")]
+pub mod code {
+    pub const LOAD_WORD: u8 = 0x61;
+    pub const STORE_WORD: u8 = 0x62;
+    pub const LOAD_64: u8 = 0x18;
+    pub const SET: u8 = 0xb7;
+    pub const COPY: u8 = 0xbf;
+    pub const ADD: u8 = 0x07;
+    pub const AND: u8 = 0x57;
+    pub const SHIFT_RIGHT: u8 = 0x77;
+    pub const JUMP_IF_EQUAL: u8 = 0x15;
+    pub const JUMP_IF_NOT: u8 = 0x55;
+    pub const CALL: u8 = 0x85;
+    pub const EXIT: u8 = 0x95;
+}

@@ -1,0 +1,190 @@
+//! Small programs for the kernel's own virtual machine (bpf(2)): written by hand, loaded, attached.
+//!
+//! The daemon has one that finds who listens, the agent one that says which devices a container may use. Both are
+//! a few instructions, for which no compiler need be there and no object file read.
+
+use std::{
+    io,
+    os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd},
+};
+
+mod instruction;
+
+pub use instruction::{Instruction, code, instruction};
+
+// Numbers of bpf(2), from linux/bpf.h.
+const MAP_CREATE: libc::c_long = 0;
+const MAP_UPDATE_ELEM: libc::c_long = 2;
+const PROG_LOAD: libc::c_long = 5;
+const PROG_ATTACH: libc::c_long = 8;
+const LINK_CREATE: libc::c_long = 28;
+const MAP_TYPE_SOCKMAP: u32 = 15;
+/// Programs that others attach to groups below go on beside one that is attached so, none in place of it.
+const ALLOW_MULTI: u32 = 2;
+
+/// What a program is for: who runs it, and when.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// Whether a process of a control group may use a device (Linux 4.15).
+    CgroupDevice,
+    /// Which socket of a network namespace takes a connection (Linux 5.9).
+    SkLookup,
+}
+
+impl Kind {
+    const fn program_type(self) -> u32 {
+        match self {
+            Self::CgroupDevice => 15,
+            Self::SkLookup => 30,
+        }
+    }
+
+    const fn attach_type(self) -> u32 {
+        match self {
+            Self::CgroupDevice => 6,
+            Self::SkLookup => 36,
+        }
+    }
+}
+
+/// A program that the kernel has taken.
+#[derive(Debug)]
+pub struct Program {
+    fd: OwnedFd,
+    kind: Kind,
+}
+
+impl Program {
+    /// Has the kernel check a program and take it.
+    pub fn load(kind: Kind, instructions: &[Instruction]) -> io::Result<Self> {
+        #[repr(C)]
+        struct ProgramLoad {
+            program_type: u32,
+            instruction_count: u32,
+            instructions: *const Instruction,
+            license: *const libc::c_char,
+            log_level: u32,
+            log_size: u32,
+            log: u64,
+            kernel_version: u32,
+            flags: u32,
+            name: [u8; 16],
+            interface: u32,
+            expected_attach_type: u32,
+        }
+        let attributes = ProgramLoad {
+            program_type: kind.program_type(),
+            instruction_count: instructions.len().try_into().map_err(io::Error::other)?,
+            instructions: instructions.as_ptr(),
+            license: c"Apache-2.0".as_ptr(),
+            log_level: 0,
+            log_size: 0,
+            log: 0,
+            kernel_version: 0,
+            flags: 0,
+            name: *b"sandboxer\0\0\0\0\0\0\0",
+            interface: 0,
+            expected_attach_type: kind.attach_type(),
+        };
+        // SAFETY: these are the attributes of the command; so many instructions and a string are where they lead.
+        Ok(Self { fd: unsafe { bpf_fd(PROG_LOAD, &attributes) }?, kind })
+    }
+
+    /// Has it run for `target` (a network namespace) until what is answered is closed.
+    pub fn link(&self, target: impl AsFd) -> io::Result<OwnedFd> {
+        #[repr(C)]
+        struct LinkCreate {
+            program: u32,
+            target: u32,
+            attach_type: u32,
+            flags: u32,
+        }
+        let (program, target) = (number(&self.fd), number(&target.as_fd()));
+        let attributes = LinkCreate { program, target, attach_type: self.kind.attach_type(), flags: 0 };
+        // SAFETY: these are the attributes of the command, and hold no pointer.
+        unsafe { bpf_fd(LINK_CREATE, &attributes) }
+    }
+
+    /// Has it run for a control group, and those below it, for as long as the group is there.
+    pub fn attach(&self, cgroup: impl AsFd) -> io::Result<()> {
+        #[repr(C)]
+        struct ProgramAttach {
+            target: u32,
+            program: u32,
+            attach_type: u32,
+            flags: u32,
+        }
+        let (program, target) = (number(&self.fd), number(&cgroup.as_fd()));
+        let attributes =
+            ProgramAttach { target, program, attach_type: self.kind.attach_type(), flags: ALLOW_MULTI };
+        // SAFETY: these are the attributes of the command, and hold no pointer.
+        unsafe { bpf(PROG_ATTACH, &attributes) }.map(drop)
+    }
+}
+
+/// A place for one socket, which programs find there by key 0.
+#[derive(Debug)]
+pub struct SocketMap(OwnedFd);
+
+impl SocketMap {
+    /// With `socket` in it.
+    pub fn with(socket: impl AsFd) -> io::Result<Self> {
+        #[repr(C)]
+        struct MapCreate {
+            map_type: u32,
+            key_size: u32,
+            value_size: u32,
+            max_entries: u32,
+        }
+        #[repr(C)]
+        struct MapUpdate<'a> {
+            map: u32,
+            _pad: u32,
+            key: &'a u32,
+            value: &'a u64,
+            flags: u64,
+        }
+        let attributes = MapCreate { map_type: MAP_TYPE_SOCKMAP, key_size: 4, value_size: 8, max_entries: 1 };
+        // SAFETY: these are the attributes of the command, and hold no pointer.
+        let map = unsafe { bpf_fd(MAP_CREATE, &attributes) }?;
+        let (key, value) = (0, number(&socket.as_fd()).into());
+        let attributes = MapUpdate { map: number(&map), _pad: 0, key: &key, value: &value, flags: 0 };
+        // SAFETY: these are the attributes of the command; key and value have the sizes the map was made with.
+        unsafe { bpf(MAP_UPDATE_ELEM, &attributes) }?;
+        Ok(Self(map))
+    }
+}
+
+impl AsRawFd for SocketMap {
+    fn as_raw_fd(&self) -> i32 {
+        self.0.as_raw_fd()
+    }
+}
+
+fn number(fd: &impl AsRawFd) -> u32 {
+    fd.as_raw_fd().cast_unsigned()
+}
+
+/// Calls bpf(2) with a command's own part of its attributes; what is left out is zero to the kernel.
+///
+/// # Safety
+/// `attributes` are those of `command`, and every pointer in them leads to what the command takes there.
+unsafe fn bpf<T>(command: libc::c_long, attributes: &T) -> io::Result<libc::c_long> {
+    // SAFETY: as promised by the caller; the kernel reads no more than the size it is told.
+    match unsafe { libc::syscall(libc::SYS_bpf, command, attributes, size_of::<T>()) } {
+        -1 => Err(io::Error::last_os_error()),
+        answer => Ok(answer),
+    }
+}
+
+/// As [`bpf`], for commands that answer a descriptor.
+///
+/// # Safety
+/// As of [`bpf`].
+unsafe fn bpf_fd<T>(command: libc::c_long, attributes: &T) -> io::Result<OwnedFd> {
+    // SAFETY: as promised by the caller.
+    let fd = unsafe { bpf(command, attributes) }?;
+    let fd = fd.try_into().map_err(io::Error::other)?;
+    // SAFETY: the kernel has just opened it, for nobody else.
+    Ok(unsafe { OwnedFd::from_raw_fd(fd) })
+}

@@ -22,6 +22,8 @@ use sandboxer_protocol::id::ContainerId;
 
 use crate::{
     cgroup::{self, Cgroup},
+    device_rules::{self, Rule},
+    devices,
     failure::{Failure, Kind, internal},
     io::ChildEnds,
     payload::Payload,
@@ -95,7 +97,8 @@ pub fn create(
     dir.assemble(plan)?;
     volume::stage(&dir, spec.mounts_mut().get_or_insert_default())?;
     let mut bound = write_files(&dir, files)?;
-    bound.extend(make_nodes(&dir, devices)?);
+    let (nodes, disks) = make_nodes(&dir, devices)?;
+    bound.extend(nodes);
     spec::fit(&mut spec, id, &dir.rootfs(), matches!(stdio, Stdio::Terminal(_)), &bound)?;
     if let Some(pids) = pids {
         spec::join_pids(&mut spec, pids);
@@ -111,7 +114,19 @@ pub fn create(
         .with_detach(true)
         .build()
         .map_err(|error| Failure::caused(kind_of_create(&error), "failed to create the container", &error))?;
+    confine(id, &spec, disks)?;
     pid_of(&container)
+}
+
+/// Holds a container to its device rules, before it does anything of its own. One that may use all is left alone.
+fn confine(id: &ContainerId, spec: &Spec, disks: Vec<Rule>) -> Result<(), Failure> {
+    let resources = spec.linux().as_ref().and_then(|linux| linux.resources().as_ref());
+    let rules = resources.and_then(|resources| resources.devices().as_deref()).unwrap_or_default();
+    if devices::allow_all(rules) {
+        return Ok(());
+    }
+    device_rules::enforce(&Cgroup::of(id), &device_rules::all(rules, disks))
+        .map_err(internal("failed to hold the container to its device rules"))
 }
 
 /// Lets the init of a created container execute its program: one word on a socket, and a file in memory.
@@ -227,9 +242,9 @@ fn write_files(dir: &Dir, files: &[File]) -> Result<Vec<BoundFile>, Failure> {
     Ok(bound)
 }
 
-/// Nodes of the devices, with permissions of their own.
-fn make_nodes(dir: &Dir, devices: &[BlockDevice<'_>]) -> Result<Vec<BoundFile>, Failure> {
-    let mut bound = Vec::new();
+/// Nodes of the devices, with permissions of their own; and that the container may use them.
+fn make_nodes(dir: &Dir, devices: &[BlockDevice<'_>]) -> Result<(Vec<BoundFile>, Vec<Rule>), Failure> {
+    let (mut bound, mut rules) = (Vec::new(), Vec::new());
     for (n, BlockDevice { node, seen }) in devices.iter().enumerate() {
         let source = dir.device(n);
         let failed = || format!("failed to make {} for {}", source.display(), seen.path);
@@ -237,8 +252,9 @@ fn make_nodes(dir: &Dir, devices: &[BlockDevice<'_>]) -> Result<Vec<BoundFile>, 
         mknod(&source, SFlag::S_IFBLK, Mode::empty(), device).map_err(internal(failed()))?;
         seen.owner.apply_to(&source)?;
         bound.push(BoundFile { path: seen.path.clone(), source, read_only: seen.read_only });
+        rules.push(Rule::disk(device, seen.read_only));
     }
-    Ok(bound)
+    Ok((bound, rules))
 }
 
 /// Images name working directories that they do not contain; other runtimes create them too.

@@ -94,8 +94,16 @@ fn owner(device: &LinuxDevice) -> Owner {
     }
 }
 
+/// Whether a rule means in a guest what it means here: it allows all there is, as to the privileged, or speaks of a
+/// device that every kernel has. The guest adds what every container may, and the disks that this one was given.
+pub fn holds_in_a_guest(rule: &LinuxDeviceCgroup) -> bool {
+    let number = rule.major().zip(rule.minor());
+    let of_every_kernel = number.is_some_and(|number| IN_EVERY_KERNEL.contains(&number));
+    allows_all(rule) || rule.typ() == Some(LinuxDeviceType::C) && of_every_kernel
+}
+
 /// Whether a rule lets a container use every device.
-pub fn allows_all(rule: &LinuxDeviceCgroup) -> bool {
+fn allows_all(rule: &LinuxDeviceCgroup) -> bool {
     rule.allow() && rule.typ().is_none_or(|typ| typ == LinuxDeviceType::A) && rule.major().is_none()
 }
 
@@ -179,6 +187,20 @@ mod tests {
         let devices = serde_json::json!([{"path": "/dev/full", "type": "c", "major": major, "minor": minor}]);
         let (linux, needed, seen) = convert_json(devices, all).unwrap();
         assert!(linux.devices().iter().flatten().next().is_none() && needed.is_empty() && seen.is_empty());
+    }
+
+    #[test]
+    fn rules_of_the_hosts_numbers_stay_on_the_host() {
+        let rules: Vec<LinuxDeviceCgroup> = serde_json::from_value(serde_json::json!([
+            {"allow": false, "access": "rwm"},
+            {"allow": true, "type": "c", "major": 10, "minor": 229, "access": "rw"},
+            {"allow": true, "type": "c", "major": 226, "minor": 0, "access": "rw"},
+            {"allow": true, "type": "b", "major": 1, "minor": 3, "access": "rw"},
+            {"allow": true, "access": "rwm"},
+        ]))
+        .unwrap();
+        let kept: Vec<_> = rules.iter().map(holds_in_a_guest).collect();
+        assert_eq!(kept, [false, true, false, false, true]);
     }
 
     #[test]

@@ -151,12 +151,11 @@ fn convert_linux(container: &ContainerId, linux: &mut Linux) -> Result<(), PodEr
             .collect::<Result<_, _>>()?,
     ));
     if let Some(resources) = linux.resources_mut() {
-        // Device rules and I/O limits name devices of the host, CPU sets its CPUs. A rule that names none is kept:
-        // a privileged container has every device of its guest.
+        // Device rules and I/O limits name devices of the host, CPU sets its CPUs.
         let rules = resources.devices().iter().flatten();
-        let unnamed: Vec<_> = rules.filter(|rule| devices::allows_all(rule)).cloned().collect();
+        let kept: Vec<_> = rules.filter(|rule| devices::holds_in_a_guest(rule)).cloned().collect();
         resources
-            .set_devices((!unnamed.is_empty()).then_some(unnamed))
+            .set_devices((!kept.is_empty()).then_some(kept))
             .set_block_io(None)
             .set_network(None)
             .set_rdma(None);

@@ -11,7 +11,7 @@ crate::cases![
     Any: exit_codes, command_environment_and_directory, user_and_groups, user_by_name, capabilities, seccomp,
     no_new_privileges, masked_and_read_only_paths, read_only_rootfs, rootfs_is_private_and_whole,
     shared_memory, hostname_and_resolver, namespaces, shared_process_namespace, limits, limits_change, out_of_memory,
-    oom_score, sysctls, terminal;
+    oom_score, sysctls, device_rules, terminal;
     Vm: privileged_is_all_of_the_guest
 ];
 
@@ -311,6 +311,33 @@ async fn privileged_is_all_of_the_guest(case: Case) -> Result<()> {
     let capabilities = lines.next().context("capabilities")?;
     ensure!(u64::from_str_radix(capabilities, 16)?.count_ones() >= 40, "{capabilities}");
     ensure!(lines.eq(["mounted", "devices", "1", "1"]), "{out}");
+    Ok(())
+}
+
+/// A container that may make device nodes uses none but its own by them; a privileged one uses all.
+async fn device_rules(case: Case) -> Result<()> {
+    let privileged = |config: &mut k8s_cri::v1::PodSandboxConfig| {
+        let linux = config.linux.get_or_insert_default();
+        linux.security_context.get_or_insert_default().privileged = true;
+    };
+    let pod = case.pod_with(privileged).await?;
+    // Of a disk: in a guest, that of a root file system.
+    let script = "set -- $(awk '$3 > 1000 { print $1, $2; exit }' /proc/partitions); mknod /tmp/disk b $1 $2 && echo made; \
+                  dd if=/tmp/disk of=/dev/null bs=512 count=1 2>&1 | grep -o 'Operation not permitted\\|1+0 records in'; \
+                  mknod /tmp/null c 1 3 && echo x >/tmp/null && echo x >/dev/null && echo null; \
+                  mknod /tmp/loop c 10 237; dd if=/tmp/loop count=0 2>&1 | grep -o 'Operation not permitted'; \
+                  head -c 4 /dev/urandom | wc -c; (exec 3<>/dev/ptmx) && echo terminals";
+    let refused = pod.run(shell("c", script)).await?.logs.stdout;
+    let expected = "made\nOperation not permitted\nnull\nOperation not permitted\n4\nterminals\n";
+    ensure!(refused == expected, "{refused}");
+    let mut config = shell("all", script);
+    security(&mut config).privileged = true;
+    let allowed = pod.run(config).await?.logs.stdout;
+    ensure!(allowed.starts_with("made\n1+0 records in\nnull\n"), "{allowed}");
+    // Not before it runs alone: an exec is held to the same.
+    let container = pod.start(idle("execs")).await?;
+    let exec = "mknod /tmp/loop c 10 237; dd if=/tmp/loop count=0 2>&1 | grep -o 'Operation not permitted'";
+    ensure!(container.sh(exec).await? == "Operation not permitted");
     Ok(())
 }
 

@@ -59,6 +59,12 @@ impl Cgroup {
         Self { path: PathBuf::from(ROOT) }
     }
 
+    /// Any directory with such files.
+    #[cfg(test)]
+    pub fn at(path: PathBuf) -> Self {
+        Self { path }
+    }
+
     /// Where it is mounted.
     pub fn file(&self, name: &str) -> PathBuf {
         self.path.join(name)

@@ -39,6 +39,7 @@ mod failure;
 mod forward;
 mod init;
 mod io;
+mod limits;
 mod log;
 mod network;
 mod payload;

@@ -20,6 +20,7 @@ use crate::{
     cgroup::Cgroup,
     clock,
     failure::{Failure, internal},
+    limits::{Limits, Machine},
     network,
     shares::Shares,
 };
@@ -45,6 +46,8 @@ pub struct Identity {
     pub sysctls: HashMap<String, String>,
     /// Its network interfaces, all of them.
     pub interfaces: Vec<wire::Interface>,
+    /// What its containers may use together.
+    pub limits: Limits,
 }
 
 /// Gives the guest its identity.
@@ -68,7 +71,13 @@ pub async fn configure(identity: &Identity) -> Result<(), Failure> {
     for (name, value) in &identity.sysctls {
         set_sysctl(name, value)?;
     }
-    Ok(())
+    identity.limits.apply_to_all()
+}
+
+/// Changes what the pod's containers may use together.
+pub fn update(limits: &Limits) -> Result<(), Failure> {
+    limits.check(&Cgroup::of_all(), Machine::this())?;
+    limits.apply_to_all()
 }
 
 nix::ioctl_none!(reseed_crng, b'R', 0x07);

@@ -26,6 +26,7 @@ use crate::{
     devices,
     failure::{Failure, Kind, internal},
     io::ChildEnds,
+    limits::{Limits, Machine},
     payload::Payload,
     rootfs::{Dir, Located},
     spec::{self, BoundFile},
@@ -186,6 +187,9 @@ pub fn update(id: &ContainerId, resources: &[u8]) -> Result<(), Failure> {
         Failure::caused(Kind::InvalidArgument, "resources are no OCI linux.resources", &error)
     })?;
     spec::fit_resources(&mut resources);
+    Limits::of_container(&resources)
+        .check(&Cgroup::of(id), Machine::this())
+        .map_err(|failure| Failure::new(failure.kind, format!("container {id}: {failure}")))?;
     let manager = libcgroups::v2::manager::Manager::new("/sys/fs/cgroup".into(), cgroup::spec_path(id))
         .map_err(internal("failed to open the control group"))?;
     let changes = ControllerOpt {

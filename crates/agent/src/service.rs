@@ -23,6 +23,7 @@ use crate::{
     failure::{Failure, Kind},
     forward::Connections,
     io::{CAPACITY, Output, Wanted},
+    limits::Limits,
     pod::{self, Identity},
     process::{Exit, Process, State},
     reaper::Reaper,
@@ -333,6 +334,7 @@ impl Agent for Service {
             shm_bytes: request.shm_bytes,
             sysctls: request.sysctls,
             interfaces: request.interfaces,
+            limits: request.limits.as_ref().map(Limits::of_pod).unwrap_or_default(),
         };
         let link_key = match <[u8; LinkKey::LEN]>::try_from(request.link_key.as_slice()) {
             Ok(bytes) => Some(LinkKey::from_bytes(bytes)),
@@ -344,6 +346,16 @@ impl Agent for Service {
             self.link_key.send_replace(key);
         }
         Ok(wire::ConfigurePodResponse::default())
+    }
+
+    async fn update_pod(
+        &self,
+        _: &TtrpcContext,
+        request: wire::UpdatePodRequest,
+    ) -> Answer<wire::UpdatePodResponse> {
+        let limits = request.limits.as_ref().map(Limits::of_pod).unwrap_or_default();
+        pod::update(&limits).map_err(refuse)?;
+        Ok(wire::UpdatePodResponse::default())
     }
 
     async fn put_volume(

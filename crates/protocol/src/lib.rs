@@ -20,7 +20,7 @@ pub mod stage;
 ///
 /// Rises whenever either side would misunderstand the other; an agent refuses a host of
 /// another version and the other way round, naming both.
-pub const PROTOCOL_VERSION: u32 = 5;
+pub const PROTOCOL_VERSION: u32 = 6;
 
 /// Where a guest has its pod's volumes, each in a directory named by its identifier.
 pub const VOLUMES_DIR: &str = "/run/sandboxer/volumes";

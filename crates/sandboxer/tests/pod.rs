@@ -75,6 +75,7 @@ impl TestNode {
             way: Default::default(),
             vcpus: 1,
             memory_mib: 128,
+            limits: Default::default(),
             room: Default::default(),
         };
         let status = PodStatus::created(1);

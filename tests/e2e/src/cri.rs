@@ -17,12 +17,25 @@ use k8s_cri::v1::{
     UpdateContainerResourcesRequest,
 };
 use tonic::Status;
+use tonic::codegen::http::uri::PathAndQuery;
 use tonic::transport::{Channel, Endpoint, Uri};
 
 /// A client; clones share the connection.
 #[derive(Clone)]
 pub struct Cri {
+    channel: Channel,
     runtime: RuntimeServiceClient<Channel>,
+}
+
+/// Of CRI since Kubernetes 1.32, which the generated messages are older than.
+#[derive(Clone, PartialEq, prost::Message)]
+struct UpdatePodSandboxResourcesRequest {
+    #[prost(string, tag = "1")]
+    pod_sandbox_id: String,
+    #[prost(message, optional, tag = "2")]
+    overhead: Option<LinuxContainerResources>,
+    #[prost(message, optional, tag = "3")]
+    resources: Option<LinuxContainerResources>,
 }
 
 /// What the runtime answers: errors stay as gRPC gave them, since their text is what a user reads.
@@ -40,7 +53,8 @@ impl Cri {
                     }
                 },
             ));
-        Ok(Self { runtime: RuntimeServiceClient::new(channel).max_decoding_message_size(64 << 20) })
+        let runtime = RuntimeServiceClient::new(channel.clone()).max_decoding_message_size(64 << 20);
+        Ok(Self { channel, runtime })
     }
 
     fn client(&self) -> RuntimeServiceClient<Channel> {
@@ -133,6 +147,20 @@ impl Cri {
         let request =
             UpdateContainerResourcesRequest { container_id, linux: Some(limits), ..Default::default() };
         self.client().update_container_resources(request).await.map(drop)
+    }
+
+    /// UpdatePodSandboxResources.
+    pub async fn update_pod(&self, pod: &str, limits: LinuxContainerResources) -> Answer<()> {
+        let path = PathAndQuery::from_static("/runtime.v1.RuntimeService/UpdatePodSandboxResources");
+        let request = UpdatePodSandboxResourcesRequest {
+            pod_sandbox_id: pod.to_owned(),
+            overhead: None,
+            resources: Some(limits),
+        };
+        let mut connection = tonic::client::Grpc::new(self.channel.clone());
+        connection.ready().await.map_err(|error| Status::unavailable(error.to_string()))?;
+        let codec = tonic_prost::ProstCodec::<_, ()>::default();
+        connection.unary(tonic::Request::new(request), path, codec).await.map(drop)
     }
 
     /// ReopenContainerLog.

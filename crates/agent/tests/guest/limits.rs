@@ -1,8 +1,8 @@
 //! What a container may not do, and what it may use.
 
 use sandboxer_protocol::agent::{
-    NextEventsRequest, PauseContainerRequest, ResumeContainerRequest, StatsRequest, StatsResponse,
-    UpdateContainerRequest, event::Kind,
+    NextEventsRequest, PauseContainerRequest, PodLimits, ResumeContainerRequest, StatsRequest, StatsResponse,
+    UpdateContainerRequest, UpdatePodRequest, event::Kind,
 };
 use serde_json::{Value, json};
 
@@ -140,4 +140,36 @@ async fn limits_change_processes_stand_still_and_all_are_signalled() {
     let guest = stats(&agent, "").await;
     assert!(guest.memory_limit > 128 << 20 && guest.memory_usage < guest.memory_limit, "{guest}");
     delete(&agent, "web").await.unwrap();
+}
+
+#[tokio::test]
+async fn limits_of_the_pod_are_those_of_all_its_containers_together() {
+    let vm = Vm::boot();
+    let (agent, _) = vm.session().await;
+    let update = async |cpu_quota_us, cpu_period_us, memory_bytes| {
+        let limits = PodLimits { cpu_quota_us, cpu_period_us, memory_bytes, ..Default::default() };
+        let request = UpdatePodRequest { limits: Some(limits).into(), ..Default::default() };
+        patiently(agent.update_pod(ctx(), &request)).await
+    };
+    // Without a namespace of that kind it sees every control group.
+    let look = spec(shell("cd /sys/fs/cgroup/sandboxer; cat cpu.max memory.max"));
+    let look = with(look, "/linux/namespaces", json!([{"type": "pid"}, {"type": "mount"}]));
+    let limits = [
+        ((0, 0, 0), "max 100000\nmax\n"),
+        ((50_000, 0, 96 << 20), "50000 100000\n100663296\n"),
+        ((0, 0, 64 << 20), "50000 100000\n67108864\n"),
+        ((-1, 200_000, -1), "max 200000\nmax\n"),
+    ];
+    for (n, ((quota, period, memory), expected)) in limits.into_iter().enumerate() {
+        update(quota, period, memory).await.unwrap();
+        let name = format!("look-{n}");
+        let process = run(&agent, &container(&name, &look)).await;
+        assert_eq!(process.stdout().await, expected, "{}", process.stderr().await);
+        end(&agent, &name).await;
+    }
+    update(100_000, 100_000, 64 << 20).await.unwrap();
+    let (code, words) = refusal(update(9_000_000, 100_000, 0).await);
+    assert!(code == ttrpc::Code::FAILED_PRECONDITION && words.contains("90 CPUs"), "{words}");
+    let (_, words) = refusal(update(0, 0, 1 << 40).await);
+    assert!(words.contains("1048576 MiB of memory") && words.contains("start the pod anew"), "{words}");
 }

@@ -73,6 +73,7 @@ pub fn pod_spec(request: &ControllerCreateRequest, config: &Config) -> Result<Po
         size::shape(&asked.annotations, &limits, defaults, cpus).map_err(invalid)?;
     let kept = Kept::of(request).unwrap_or_default();
     Ok(PodSpec {
+        limits: size::limits(&limits),
         way: config.handlers.get(&kept.runtime_handler).copied().unwrap_or_default(),
         vcpus,
         memory_mib,

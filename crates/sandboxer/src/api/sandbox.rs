@@ -24,7 +24,10 @@ use serde_json::json;
 use tokio_util::sync::CancellationToken;
 use tonic::{Request, Response, Status};
 
-use super::convert::{grpc, grpc_time, id, pod_spec};
+use super::{
+    convert::{grpc, grpc_time, id, pod_spec},
+    size::updated_limits,
+};
 use crate::{
     clock::now_ns,
     container::stats,
@@ -277,8 +280,14 @@ impl Controller for SandboxService {
 
     async fn update(
         &self,
-        _: Request<ControllerUpdateRequest>,
+        request: Request<ControllerUpdateRequest>,
     ) -> Result<Response<ControllerUpdateResponse>, Status> {
-        Err(Status::unimplemented("Update: a running pod's size can't be changed yet"))
+        let request = request.into_inner();
+        let pod = self.pod(&request.sandbox_id).map_err(grpc)?;
+        // Of what containerd keeps of a sandbox, nothing else is ours.
+        if let Some(limits) = updated_limits(pod.id(), &request).map_err(grpc)? {
+            pod.update_pod(limits).await.map_err(grpc)?;
+        }
+        Ok(Response::new(ControllerUpdateResponse {}))
     }
 }

@@ -3,8 +3,9 @@
 use std::collections::HashMap;
 
 use k8s_cri::v1::LinuxContainerResources;
+use sandboxer_protocol::{controller::ControllerUpdateRequest, id::SandboxId};
 
-use crate::{config::VmConfig, vmm::Shape};
+use crate::{config::VmConfig, error::PodError, pod::spec::Limits, vmm::Shape};
 
 /// Annotation that asks for a number of vCPUs.
 const VCPUS: &str = "io.sandboxer.vcpus";
@@ -46,6 +47,55 @@ pub fn shape(
             .map_or(config.default_memory_mib, |mib| mib.min(config.max_memory_mib)),
     };
     Ok(Shape { vcpus, memory_mib, nics: 1 })
+}
+
+/// What the containers may use together, as CRI says it.
+pub fn limits(said: &LinuxContainerResources) -> Limits {
+    Limits {
+        cpu_quota_us: said.cpu_quota,
+        cpu_period_us: u64::try_from(said.cpu_period).unwrap_or_default(),
+        memory_bytes: said.memory_limit_in_bytes,
+    }
+}
+
+/// The same as containerd tells of UpdatePodSandboxResources, in an extension of the sandbox; none, if it tells of
+/// something else.
+pub fn updated_limits(
+    pod: &SandboxId,
+    request: &ControllerUpdateRequest,
+) -> Result<Option<Limits>, PodError> {
+    let told = request.sandbox.as_ref().and_then(|sandbox| sandbox.extensions.get(UPDATED));
+    let Some(told) = told else { return Ok(None) };
+    let updated: Updated = serde_json::from_slice(&told.value).map_err(|error| PodError::Invalid {
+        subject: format!("pod {pod}"),
+        reason: format!("its updated resources can't be read: {error}"),
+    })?;
+    Ok(updated.resources.map(|Resources { cpu_quota, cpu_period, memory_limit_in_bytes }| {
+        limits(&LinuxContainerResources {
+            cpu_quota,
+            cpu_period,
+            memory_limit_in_bytes,
+            ..Default::default()
+        })
+    }))
+}
+
+/// Name of that extension.
+const UPDATED: &str = "updated-resources";
+
+/// What is read of it: CRI's message as Go writes it in JSON, without what is 0.
+#[derive(Debug, serde::Deserialize)]
+struct Updated {
+    #[serde(rename = "Resources")]
+    resources: Option<Resources>,
+}
+
+#[derive(Debug, Default, serde::Deserialize)]
+#[serde(default)]
+struct Resources {
+    cpu_period: i64,
+    cpu_quota: i64,
+    memory_limit_in_bytes: i64,
 }
 
 fn asked_vcpus(text: &str, most: u32) -> Result<u32, String> {
@@ -137,6 +187,24 @@ mod tests {
         assert_eq!(limited(100_000, 4090).memory_mib, 8192.min(config.max_memory_mib));
         let most = Shape { vcpus: CPUS, memory_mib: config.max_memory_mib, nics: 1 };
         assert_eq!(limited(i64::MAX, i64::MAX >> 21), most, "a limit is no demand");
+    }
+
+    #[test]
+    fn updated_limits_are_read_as_containerd_writes_them() {
+        let told = |name: &str, value: &str| {
+            let mut request = ControllerUpdateRequest::default();
+            let value = prost_types::Any { type_url: String::new(), value: value.into() };
+            request.sandbox.get_or_insert_default().extensions.insert(name.into(), value);
+            updated_limits(&"p".parse().unwrap(), &request)
+        };
+        let json = r#"{"Overhead":null,"Resources":{"cpu_period":100000,"cpu_quota":150000,"cpu_shares":2,
+            "memory_limit_in_bytes":67108864}}"#;
+        let limits = Limits { cpu_quota_us: 150_000, cpu_period_us: 100_000, memory_bytes: 64 << 20 };
+        assert_eq!(told(UPDATED, json).unwrap(), Some(limits));
+        assert_eq!(told(UPDATED, r#"{"Overhead":{},"Resources":null}"#).unwrap(), None);
+        assert_eq!(told("metadata", json).unwrap(), None);
+        let error = told(UPDATED, "much").unwrap_err().to_string();
+        assert!(error.contains("pod p") && error.contains("updated resources"), "{error}");
     }
 
     #[test]

@@ -101,6 +101,12 @@ impl Agent {
         call!(self, configure_pod, self.short(), request).map(drop)
     }
 
+    /// Changes what the pod's containers may use together.
+    pub async fn update_pod(&self, limits: wire::PodLimits) -> Result<(), GuestError> {
+        let request = wire::UpdatePodRequest { limits: Some(limits).into(), ..Default::default() };
+        call!(self, update_pod, self.short(), request).map(drop)
+    }
+
     /// Makes a volume, or gives it other files.
     pub async fn put_volume(&self, request: wire::PutVolumeRequest) -> Result<(), GuestError> {
         call!(self, put_volume, self.long(), request).map(drop)

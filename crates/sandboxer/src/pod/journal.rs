@@ -272,6 +272,7 @@ pub(crate) mod tests {
                 way: Default::default(),
                 vcpus: 1,
                 memory_mib: 128,
+                limits: Default::default(),
                 room: Default::default(),
             },
             status: PodStatus::created(1),

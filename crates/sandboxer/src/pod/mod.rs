@@ -40,7 +40,7 @@ use admission::Admission;
 pub use driver::spawn;
 use journal::Journal;
 use registry::Registry;
-use spec::PodSpec;
+use spec::{Limits, PodSpec};
 use stage_times::StageTimes;
 use stages::Step;
 use state::PodStatus;
@@ -123,6 +123,8 @@ enum Request {
     SetPaused { of: ContainerId, paused: bool, reply: Reply<()> },
     /// Change a container's limits (OCI `linux.resources`, JSON).
     Update { of: ContainerId, resources: Vec<u8>, reply: Reply<()> },
+    /// Change what its containers may use together.
+    UpdatePod { limits: Limits, reply: Reply<()> },
     /// Guest pids of a container.
     Pids { of: ContainerId, reply: Reply<Vec<u32>> },
     /// Readings of a container, or of the guest.
@@ -314,6 +316,11 @@ impl PodHandle {
     /// Changes a container's limits (OCI `linux.resources`, JSON).
     pub async fn update(&self, of: ContainerId, resources: Vec<u8>) -> Result<(), PodError> {
         self.ask(|reply| Request::Update { of, resources, reply }).await
+    }
+
+    /// Changes what its containers may use together; refused if its machine doesn't have it.
+    pub async fn update_pod(&self, limits: Limits) -> Result<(), PodError> {
+        self.ask(|reply| Request::UpdatePod { limits, reply }).await
     }
 
     /// Guest pids of a container.

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, net::IpAddr, path::PathBuf};
 
-use sandboxer_protocol::id::SandboxId;
+use sandboxer_protocol::{agent as wire, id::SandboxId};
 use serde::{Deserialize, Serialize};
 
 use crate::{config::Way, template::Shape};
@@ -42,9 +42,31 @@ pub struct PodSpec {
     pub vcpus: u32,
     /// Guest memory, MiB.
     pub memory_mib: u64,
+    /// What its containers may use together.
+    #[serde(default)]
+    pub limits: Limits,
     /// Room for what its containers write.
     #[serde(default)]
     pub room: Room,
+}
+
+/// What a pod's containers may use together. 0: nothing is said of it; less: without a limit.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Limits {
+    /// CPU time in each period, µs.
+    pub cpu_quota_us: i64,
+    /// Length of a period, µs; 0: the kernel's own.
+    pub cpu_period_us: u64,
+    /// Memory, bytes.
+    pub memory_bytes: i64,
+}
+
+impl Limits {
+    /// In the agent's words.
+    pub fn for_guest(&self) -> wire::PodLimits {
+        let Self { cpu_quota_us, cpu_period_us, memory_bytes } = *self;
+        wire::PodLimits { cpu_quota_us, cpu_period_us, memory_bytes, ..Default::default() }
+    }
 }
 
 /// Room that a pod asked for; none: what is configured.

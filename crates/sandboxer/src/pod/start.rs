@@ -324,6 +324,7 @@ impl Greeted<'_> {
             entropy: entropy.to_vec(),
             sysctls: spec.sysctls.clone().into_iter().collect(),
             link_key,
+            limits: Some(spec.limits.for_guest()).into(),
             interfaces: (0..).zip(&up.interfaces).map(|(nic, of)| interface::for_guest(nic, of)).collect(),
             ..Default::default()
         };

@@ -111,6 +111,7 @@ impl Rehearsal {
             way: Way::Pool,
             vcpus: 0,
             memory_mib: 0,
+            limits: Default::default(),
             room: Default::default(),
         };
         let new = NewContainer {

@@ -7,7 +7,7 @@ use sandboxer_e2e::eventually;
 
 crate::cases![
     Vm: own_kernel, machine_by_annotation, machine_by_limits, counted_in_the_named_cgroup,
-        host_namespaces_are_refused, annotation_that_makes_no_sense, host_network_is_refused_or_said;
+        limits_of_the_pod, limits_beyond_the_machine, host_namespaces_are_refused, annotation_that_makes_no_sense, host_network_is_refused_or_said;
     VmAlone: one_vmm_and_nothing_else
 ];
 
@@ -100,6 +100,60 @@ async fn machine_by_limits(case: Case) -> Result<()> {
     let out = pod.run(config).await?.success()?;
     let cpus = std::thread::available_parallelism()?.get().min(2);
     ensure!(out == format!("{cpus}\nfits"), "{out}");
+    Ok(())
+}
+
+/// What the pod's containers may use together, from its start on and as UpdatePodSandboxResources changes it.
+async fn limits_of_the_pod(case: Case) -> Result<()> {
+    let memory =
+        |mib: i64| LinuxContainerResources { memory_limit_in_bytes: mib << 20, ..Default::default() };
+    let pod =
+        case.pod_with(|config| config.linux.get_or_insert_default().resources = Some(memory(48))).await?;
+    // None of them has a limit of its own.
+    let container = pod.start(idle("c")).await?;
+    let fits = |mib: i64| {
+        let script = format!("dd if=/dev/zero of=/dev/null bs={mib}M count=1 2>/dev/null");
+        let container = &container;
+        async move { container.sh(&script).await.is_ok() }
+    };
+    ensure!(fits(16).await && !fits(64).await, "the limit at the start");
+    case.cri.update_pod(&pod.id, memory(128)).await?;
+    ensure!(fits(64).await && !fits(160).await, "the raised limit");
+    case.cri.update_pod(&pod.id, memory(32)).await?;
+    ensure!(fits(8).await && !fits(64).await, "the lowered limit");
+    let cpu = LinuxContainerResources { cpu_quota: 50_000, cpu_period: 100_000, ..Default::default() };
+    case.cri.update_pod(&pod.id, cpu).await?;
+    ensure!(!fits(64).await, "a limit of CPU changed that of memory");
+    let held = "dd if=/dev/zero of=/dev/shm/file bs=1M count=12 2>/dev/null; echo held; sleep 1000";
+    let holder = pod.start(shell("holder", held)).await?;
+    holder.logged("held").await?;
+    let refused = case.cri.update_pod(&pod.id, memory(8)).await.err().context("less than is held")?;
+    ensure!(refused.message().contains("8 MiB is less than"), "{refused}");
+    ensure!(holder.sh("echo alive").await? == "alive", "what was refused ended a container");
+    Ok(())
+}
+
+/// A machine keeps its size: who asks for more is told so, of a pod and of a container.
+async fn limits_beyond_the_machine(case: Case) -> Result<()> {
+    let limits = |memory_mib: i64, cpus: i64| LinuxContainerResources {
+        memory_limit_in_bytes: memory_mib << 20,
+        cpu_quota: cpus * 100_000,
+        cpu_period: 100_000,
+        ..Default::default()
+    };
+    let pod =
+        case.pod_with(|config| config.linux.get_or_insert_default().resources = Some(limits(64, 1))).await?;
+    let mut config = idle("c");
+    config.linux.get_or_insert_default().resources = Some(limits(64, 1));
+    let container = pod.start(config).await?;
+    for (asked, says) in [(limits(64, 64), "64 CPUs"), (limits(1 << 20, 1), "1048576 MiB")] {
+        let of_pod = case.cri.update_pod(&pod.id, asked.clone()).await.err().context("of the pod")?;
+        let of_container = case.cri.update(&container.id, asked).await.err().context("of the container")?;
+        for refused in [of_pod.message(), of_container.message()] {
+            ensure!(refused.contains(says) && refused.contains("start the pod anew"), "{refused}");
+        }
+    }
+    ensure!(container.sh("cat /sys/fs/cgroup/memory.max").await? == (64 << 20).to_string());
     Ok(())
 }
 

@@ -50,6 +50,11 @@ impl Driver {
                     Ok(live.agent.update_container(&of, resources).await?)
                 });
             }
+            Request::UpdatePod { limits, reply } => {
+                self.forward(Ok(()), reply, move |live| async move {
+                    Ok(live.agent.update_pod(limits.for_guest()).await?)
+                });
+            }
             Request::Pids { of, reply } => {
                 let checked = self.running(&of, None);
                 self.forward(checked, reply, move |live| async move { Ok(live.agent.pids(&of).await?) });

@@ -1,0 +1,207 @@
+//! What containers may use at most, and whether their machine has it.
+
+use std::{fs, io};
+
+use libcontainer::oci_spec::runtime::LinuxResources;
+use sandboxer_protocol::agent::PodLimits;
+
+use crate::{
+    cgroup::Cgroup,
+    failure::{Failure, internal},
+    stats,
+};
+
+/// Period of a quota that comes without one, µs: the kernel's own.
+const PERIOD_US: u64 = 100_000;
+
+/// Limits of a container, or of all; none: nothing is said.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    cpu: Option<Cpu>,
+    memory: Option<Bytes>,
+}
+
+/// So much CPU time in each period; no quota: as much as there is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Cpu {
+    quota_us: Option<u64>,
+    period_us: u64,
+}
+
+/// So many bytes; none: as many as there are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Bytes(Option<u64>);
+
+/// What a machine has.
+#[derive(Debug, Clone, Copy)]
+pub struct Machine {
+    cpus: u64,
+    memory: u64,
+}
+
+impl Machine {
+    /// This one.
+    pub fn this() -> Self {
+        let cpus = std::thread::available_parallelism().map_or(1, |count| count.get() as u64);
+        Self { cpus, memory: stats::of_guest().memory_limit }
+    }
+}
+
+/// As CRI and OCI have numbers: 0 says nothing, less than 0 means no limit.
+fn said(number: i64) -> Option<Option<u64>> {
+    (number != 0).then(|| u64::try_from(number).ok())
+}
+
+impl Limits {
+    /// Those of a pod.
+    pub fn of_pod(limits: &PodLimits) -> Self {
+        let period_us = if limits.cpu_period_us == 0 { PERIOD_US } else { limits.cpu_period_us };
+        Self {
+            cpu: said(limits.cpu_quota_us).map(|quota_us| Cpu { quota_us, period_us }),
+            memory: said(limits.memory_bytes).map(Bytes),
+        }
+    }
+
+    /// Those that OCI's resources say.
+    pub fn of_container(resources: &LinuxResources) -> Self {
+        let cpu = resources.cpu().as_ref();
+        let quota = cpu.and_then(|cpu| cpu.quota()).and_then(said);
+        let period_us = cpu.and_then(|cpu| cpu.period()).unwrap_or(PERIOD_US);
+        let memory = resources.memory().and_then(|memory| memory.limit()).and_then(said);
+        Self { cpu: quota.map(|quota_us| Cpu { quota_us, period_us }), memory: memory.map(Bytes) }
+    }
+
+    /// Refuses to raise those of `group` beyond what the machine has: it keeps its size. One that was beyond
+    /// it before may stay, or come down.
+    pub fn check(&self, group: &Cgroup, machine: Machine) -> Result<(), Failure> {
+        if let Some(Bytes(Some(bytes))) = self.memory
+            && bytes > machine.memory
+            && group.read("memory.max").is_ok_and(|now| now.trim().parse().is_ok_and(|now: u64| bytes > now))
+        {
+            let (asked, has) = (bytes >> 20, machine.memory >> 20);
+            return Err(too_much(&format!("{asked} MiB of memory"), &format!("{has} MiB")));
+        }
+        if let Some(asked @ Cpu { quota_us: Some(_), .. }) = self.cpu
+            && asked.cpus() > machine.cpus as f64
+            && group
+                .read("cpu.max")
+                .is_ok_and(|now| Cpu::of(&now).is_some_and(|now| asked.cpus() > now.cpus()))
+        {
+            return Err(too_much(&format!("{} CPUs", asked.cpus()), &machine.cpus.to_string()));
+        }
+        Ok(())
+    }
+
+    /// Sets those of all containers together. Less memory than they hold is refused: the kernel would end them.
+    pub fn apply_to_all(&self) -> Result<(), Failure> {
+        let group = Cgroup::of_all();
+        if let Some(Bytes(Some(bytes))) = self.memory {
+            let held = held(&group).map_err(internal("failed to read what the containers use"))?;
+            if bytes < held {
+                let (asked, held) = (bytes >> 20, held >> 20);
+                let message = format!(
+                    "a limit of {asked} MiB is less than the {held} MiB that the pod's containers hold"
+                );
+                return Err(Failure::precondition(message));
+            }
+        }
+        for (file, value) in self.files() {
+            let failed = internal(format!("failed to set {file} of all containers to {value:?}"));
+            fs::write(group.file(file), value).map_err(failed)?;
+        }
+        Ok(())
+    }
+
+    /// Files of a control group, and what they shall hold.
+    fn files(&self) -> Vec<(&'static str, String)> {
+        let text = |limit: Option<u64>| limit.map_or("max".to_owned(), |limit| limit.to_string());
+        let cpu = self.cpu.map(|cpu| ("cpu.max", format!("{} {}", text(cpu.quota_us), cpu.period_us)));
+        let memory = self.memory.map(|Bytes(bytes)| ("memory.max", text(bytes)));
+        cpu.into_iter().chain(memory).collect()
+    }
+}
+
+impl Cpu {
+    /// As `cpu.max` has it.
+    fn of(text: &str) -> Option<Self> {
+        let (quota, period) = text.trim().split_once(' ')?;
+        Some(Self { quota_us: quota.parse().ok(), period_us: period.parse().ok()? })
+    }
+
+    /// As a number of them.
+    fn cpus(self) -> f64 {
+        // Exact enough: nobody has 2^52 µs of a quota.
+        self.quota_us.map_or(f64::INFINITY, |quota| quota as f64 / self.period_us.max(1) as f64)
+    }
+}
+
+/// Memory that the kernel can't take back from a group, bytes.
+fn held(group: &Cgroup) -> io::Result<u64> {
+    let current = group.read("memory.current")?.trim().parse().map_err(io::Error::other)?;
+    let file = |key| group.keyed("memory.stat", key).unwrap_or(0);
+    Ok(u64::saturating_sub(current, file("active_file") + file("inactive_file")))
+}
+
+fn too_much(asked: &str, has: &str) -> Failure {
+    Failure::precondition(format!(
+        "a limit of {asked} is more than the {has} of the pod's machine, which keeps its size: \
+         start the pod anew with limits of that size"
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MACHINE: Machine = Machine { cpus: 2, memory: 512 << 20 };
+
+    fn of_pod(cpu_quota_us: i64, cpu_period_us: u64, memory_bytes: i64) -> Limits {
+        Limits::of_pod(&PodLimits { cpu_quota_us, cpu_period_us, memory_bytes, ..Default::default() })
+    }
+
+    /// A control group with these limits.
+    fn group(dir: &tempfile::TempDir, cpu: &str, memory: &str) -> Cgroup {
+        fs::write(dir.path().join("cpu.max"), cpu).unwrap();
+        fs::write(dir.path().join("memory.max"), memory).unwrap();
+        Cgroup::at(dir.path().to_owned())
+    }
+
+    #[test]
+    fn nothing_is_said_by_zero_and_no_limit_by_less() {
+        assert_eq!(of_pod(0, 50_000, 0).files(), []);
+        let files = of_pod(-1, 0, -1).files();
+        assert_eq!(files, [("cpu.max", "max 100000".to_owned()), ("memory.max", "max".to_owned())]);
+        let files = of_pod(150_000, 50_000, 64 << 20).files();
+        assert_eq!(files, [("cpu.max", "150000 50000".to_owned()), ("memory.max", "67108864".to_owned())]);
+        let oci =
+            serde_json::json!({"cpu": {"quota": 150_000, "period": 50_000}, "memory": {"limit": 64 << 20}});
+        let oci: LinuxResources = serde_json::from_value(oci).unwrap();
+        assert_eq!(Limits::of_container(&oci), of_pod(150_000, 50_000, 64 << 20));
+    }
+
+    #[test]
+    fn what_the_machine_does_not_have_is_refused_with_what_it_has() {
+        let dir = tempfile::tempdir().unwrap();
+        let group = group(&dir, "100000 100000\n", "268435456\n");
+        of_pod(200_000, 100_000, 512 << 20).check(&group, MACHINE).unwrap();
+        of_pod(-1, 0, -1).check(&group, MACHINE).unwrap();
+        let memory = of_pod(0, 0, 513 << 20).check(&group, MACHINE).unwrap_err().message;
+        assert!(
+            memory.contains("513 MiB of memory") && memory.contains("512 MiB of the pod's machine"),
+            "{memory}"
+        );
+        let cpus = of_pod(150_000, 50_000, 0).check(&group, MACHINE).unwrap_err().message;
+        assert!(cpus.contains("3 CPUs") && cpus.contains("the 2 of"), "{cpus}");
+    }
+
+    #[test]
+    fn what_was_beyond_the_machine_before_may_stay_or_come_down() {
+        let dir = tempfile::tempdir().unwrap();
+        let wide = group(&dir, "400000 100000\n", "4294967296\n");
+        of_pod(400_000, 100_000, 4 << 30).check(&wide, MACHINE).unwrap();
+        of_pod(300_000, 100_000, 1 << 30).check(&wide, MACHINE).unwrap();
+        assert!(of_pod(500_000, 100_000, 0).check(&wide, MACHINE).is_err());
+        let unlimited = group(&dir, "max 100000\n", "max\n");
+        of_pod(500_000, 100_000, 4 << 30).check(&unlimited, MACHINE).unwrap();
+    }
+}

@@ -109,8 +109,17 @@ async fn try_create(
         undo.push("let go of its streams", async move { released(kept) });
     }
 
-    let plan =
-        stages.run(Stage::Rootfs, async { rootfs.prepare(&pod.id, &new.id, &new.mounts).await }).await?;
+    let prepared = stages.run(Stage::Rootfs, async { rootfs.prepare(&pod.id, &new.id, &new.mounts).await });
+    let shared = async {
+        match guest_spec.shares.as_slice() {
+            [] => Ok(()),
+            shares => stages.run(Stage::Shares, volumes.shares.give(&live.agent, shares)).await,
+        }
+    };
+    // Both to their end, as below.
+    let (prepared, shared) = future::join(prepared, shared).await;
+    let plan = prepared?;
+    shared?;
     let (rootfs, disks) = rootfs_message(&plan, guest_spec.rootfs_bytes);
 
     let serials = disks.iter().map(|disk| disk.serial.clone()).collect();
@@ -136,10 +145,6 @@ async fn try_create(
             rootfs.map_err(PodError::from).and(volumes)
         })
         .await?;
-
-    if !guest_spec.shares.is_empty() {
-        stages.run(Stage::Shares, volumes.shares.give(&live.agent, &guest_spec.shares)).await?;
-    }
 
     let pid = stages
         .run(Stage::ContainerCreate, async {

@@ -60,7 +60,8 @@ pub fn spawn(
     let (requests, receiver) = mpsc::channel(QUEUED_REQUESTS);
     let status = watch::Sender::new(status);
     let (store, disk_bytes) = (node.volumes.clone(), spec.room.empty_dir_bytes);
-    let none = || Shares::new(spec.id.clone(), node.run_dir(&spec.id), spec.memory_mib);
+    let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id);
+    let none = || Shares::new(spec.id.clone(), node.run_dir(&spec.id), spec.memory_mib, cgroup);
     let shares = found.shares.unwrap_or_else(none);
     let volumes = match found.volumes {
         Some((recorded, made)) => Volumes::found(store, shares, disk_bytes, recorded, made),

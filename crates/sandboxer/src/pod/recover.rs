@@ -237,7 +237,8 @@ async fn reach(node: &Node, record: &PodRecord) -> Result<Option<Live>, PodError
 /// The shares of a pod, served again if it lives; else nothing is left of what served them.
 async fn take_up_shares(node: &Node, record: &PodRecord, live: Option<&Live>) -> Shares {
     let id = &record.spec.id;
-    let shares = Shares::new(id.clone(), node.run_dir(id), record.spec.memory_mib);
+    let cgroup = node.cgroups.of(&record.spec.cgroup_parent, id);
+    let shares = Shares::new(id.clone(), node.run_dir(id), record.spec.memory_mib, cgroup);
     let vmm = record.machine.as_ref().map_or(0, |machine| machine.pid);
     let taken_up = shares.take_up(record.shares.as_ref(), live.map(|live| &live.agent), vmm).await;
     if let Err(error) = taken_up {

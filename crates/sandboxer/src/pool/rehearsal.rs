@@ -122,7 +122,7 @@ impl Rehearsal {
         };
         // Not among the times of pods.
         let stages = Stages::new(id.clone(), Arc::default());
-        let shares = Shares::new(id.clone(), self.bundle.clone(), 0);
+        let shares = Shares::new(id.clone(), self.bundle.clone(), 0, None);
         let volumes = Volumes::new(node.volumes.clone(), shares, None);
         let means = Means { front: &Front::none(), rootfs: &node.rootfs, volumes: &volumes, stages: &stages };
         let created = start::create(&pod, live, means, &new).await?;

@@ -239,6 +239,9 @@ async fn one_process_for_a_pod_and_none_without_shares(case: Case) -> Result<()>
     let mut of_pod = servers()?;
     of_pod.retain(|pid| !before.contains(pid));
     ensure!(of_pod.len() == 1, "{of_pod:?}");
+    let groups = std::fs::read_to_string(format!("/proc/{}/cgroup", of_pod[0]))?;
+    let counted = groups.lines().any(|line| line.ends_with(&format!("/sandboxer-{}", pod.id)));
+    ensure!(counted, "it is not counted with its pod: {groups}");
     let mounts = std::fs::read_to_string("/proc/self/mountinfo")?;
     ensure!(!mounts.contains(&first.path().display().to_string()), "the host has a mount more");
     case.cri.stop_pod(&pod.id).await?;

@@ -27,6 +27,7 @@ use crate::{
     error::{Code, chain},
     guest::{Agent, GuestError},
     hash,
+    host::cgroup::PodCgroup,
     vmm::{VmmError, strays},
 };
 
@@ -142,6 +143,8 @@ struct Inner {
     pod: SandboxId,
     run_dir: PathBuf,
     memory_mib: u64,
+    /// In which the process is counted.
+    cgroup: Option<PodCgroup>,
     // Held while the process is started or given a share: two containers made at once need one process. Only
     // this pod's makers of containers wait for it.
     serving: tokio::sync::Mutex<Option<Serving>>,
@@ -157,10 +160,10 @@ struct Serving {
 }
 
 impl Shares {
-    /// None yet, and no process.
-    pub fn new(pod: SandboxId, run_dir: PathBuf, memory_mib: u64) -> Self {
+    /// None yet, and no process, which will be counted in `cgroup`.
+    pub fn new(pod: SandboxId, run_dir: PathBuf, memory_mib: u64, cgroup: Option<PodCgroup>) -> Self {
         let (serving, record) = Default::default();
-        Self(Arc::new(Inner { pod, run_dir, memory_mib, serving, record }))
+        Self(Arc::new(Inner { pod, run_dir, memory_mib, cgroup, serving, record }))
     }
 
     /// Gives the guest each of `shares`. Those it has already stay as they are.
@@ -175,7 +178,7 @@ impl Shares {
             Some(Serving { server, .. }) => server,
             none => {
                 let server = Server::start(pod, run_dir, *memory_mib).await?;
-                match open(agent, &server).await {
+                match self.open(agent, &server).await {
                     Ok(stream) => {
                         self.set_record(Some(server.record()));
                         &mut none.insert(Serving { server, _relay: relay(agent, Some(stream)) }).server
@@ -193,6 +196,22 @@ impl Shares {
             server.attach(share).await.map_err(failed)?;
         }
         Ok(())
+    }
+
+    /// Has the guest mount its shares and the process counted; the connection over which they are served.
+    async fn open(&self, agent: &Agent, server: &Server) -> Result<UnixStream, ShareError> {
+        let mounted = async { Ok(agent.mount_shares().await?) };
+        tokio::try_join!(mounted, self.count(server.record().pid))?;
+        server.connect()
+    }
+
+    /// Has process `pid` counted in the pod's control group, which takes some ms.
+    async fn count(&self, pid: u32) -> Result<(), ShareError> {
+        let Some(cgroup) = self.0.cgroup.clone() else { return Ok(()) };
+        let entered = tokio::task::spawn_blocking(move || cgroup.enter(pid)).await;
+        let entered = entered.unwrap_or_else(|ended| Err((PathBuf::new(), io::Error::other(ended))));
+        let pod = self.0.pod.clone();
+        entered.map_err(|(path, source)| ShareError::Server { pod, action: "be counted in", path, source })
     }
 
     /// What the next daemon needs; nothing while there is no process.
@@ -241,12 +260,6 @@ impl Shares {
         }
         self.set_record(None);
     }
-}
-
-/// Has the guest mount its shares; the connection over which they are served.
-async fn open(agent: &Agent, server: &Server) -> Result<UnixStream, ShareError> {
-    agent.mount_shares().await?;
-    server.connect()
 }
 
 fn relay(agent: &Agent, stream: Option<UnixStream>) -> JoinSet<()> {

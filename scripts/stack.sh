@@ -89,7 +89,7 @@ pod_network() {
     local plugins=${CNI_BIN_DIR:-/usr/lib/cni}
     [[ -x $plugins/bridge && -x $plugins/host-local ]] ||
         die "no CNI plugins in $plugins: apt-get install containernetworking-plugins"
-    mkdir -p "$DIR"/cni/{bin,net.d}
+    mkdir -p "$DIR"/cni/{bin,net.d,two.d}
     if ! mountpoint -q "$DIR/cni/netns"; then
         : >"$DIR/cni/netns"
         unshare --net="$DIR/cni/netns" ip link set lo up
@@ -98,6 +98,9 @@ pod_network() {
     printf '#!/bin/sh\nexec nsenter --net="%s" "%s" "$@"\n' "$DIR/cni/netns" "$plugins/bridge" >"$DIR/cni/bin/bridge"
     chmod 0755 "$DIR/cni/bin/bridge"
     fill "$ROOT/vmm-configs/containerd/pod-network.conflist.in" >"$DIR/cni/net.d/10-$NETWORK.conflist"
+    # Pods of the handlers `…-two` have both networks.
+    cp "$DIR/cni/net.d/10-$NETWORK.conflist" "$DIR/cni/two.d/"
+    fill "$ROOT/vmm-configs/containerd/second-network.conflist.in" >"$DIR/cni/two.d/20-$NETWORK.conflist"
 }
 
 # What the blockfile snapshotter begins each image with.

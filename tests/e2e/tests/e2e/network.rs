@@ -15,13 +15,16 @@ use sandboxer_e2e::forward::Forward;
 
 crate::cases![
     Any: as_the_namespace_has_it, pods_reach_one_another, pod_and_host_reach_one_another, large_payloads,
-        network_outlives_its_containers, forwarded_port, forwarded_port_nobody_listens_at;
+        network_outlives_its_containers, two_interfaces, forwarded_port, forwarded_port_nobody_listens_at;
     Vm: pod_is_in_its_hosts_file;
     VmAlone: forwarded_port_after_a_restart_of_the_daemon
 ];
 
 /// Where the stack's bridge is, and by which address.
 const BRIDGE: [&str; 2] = ["192.0.2.1", "2001:db8::1"];
+
+/// The same of the second network, which pods of some handlers have beside it.
+const SECOND_BRIDGE: [&str; 2] = ["198.51.100.1", "2001:db8:1::1"];
 
 /// The network namespace in which the stack's bridge is: to pods, the host.
 fn host(case: &Case) -> PathBuf {
@@ -253,6 +256,32 @@ async fn network_outlives_its_containers(case: Case) -> Result<()> {
         ensure!(ended.exit_code == 0, "{name}: {}", container.logs()?.stdout);
     }
     ensure!(addresses(&case, &pod).await? == before);
+    Ok(())
+}
+
+/// A pod with two networks has an interface in each, and reaches both by it.
+async fn two_interfaces(case: Case) -> Result<()> {
+    let config = case.pod_config();
+    let id = case.cri.run_pod(&config, &format!("{}-two", case.handler)).await?;
+    let container = case.pod_of(&id, config).start(idle("c")).await?;
+    let names = container.sh("ls /sys/class/net").await?;
+    ensure!(names.split_whitespace().filter(|name| name.starts_with("eth")).eq(["eth0", "eth1"]), "{names}");
+    for (name, mtu, networks, bridges) in [
+        ("eth0", 1450, ["192.0.2.", "2001:db8::"], BRIDGE),
+        ("eth1", 1400, ["198.51.100.", "2001:db8:1::"], SECOND_BRIDGE),
+    ] {
+        let shown = container.sh(&format!("ip addr show dev {name}")).await?;
+        ensure!(shown.contains(&format!("mtu {mtu} ")), "{shown}");
+        for (network, bridge) in networks.into_iter().zip(bridges) {
+            let address = shown.split_whitespace().find(|word| word.starts_with(network));
+            let address = address.and_then(|word| word.split('/').next()).with_context(|| shown.clone())?;
+            container.sh(&format!("ping -c 1 -w 20 -I {name} {bridge}")).await?;
+            on_host(&case, &format!("busybox ping -c 1 -w 20 {address}")).await?;
+        }
+    }
+    let routes = container.sh("ip route").await?;
+    ensure!(routes.contains("default via 192.0.2.1 dev eth0"), "{routes}");
+    ensure!(routes.contains("203.0.113.0/24 via 198.51.100.1 dev eth1"), "{routes}");
     Ok(())
 }
 

@@ -75,6 +75,7 @@ impl TestNode {
             way: Default::default(),
             vcpus: 1,
             memory_mib: 128,
+            host_ports: Vec::new(),
             limits: Default::default(),
             room: Default::default(),
         };

@@ -95,6 +95,7 @@ async fn started_at_best(node: &Arc<Node>, id: &str, way: Way) -> PodHandle {
         way,
         vcpus: SHAPE.vcpus,
         memory_mib: SHAPE.memory_mib,
+        host_ports: Vec::new(),
         limits: Default::default(),
         room: Default::default(),
     };

@@ -30,6 +30,11 @@ const MAX_LABEL: usize = 63;
 /// Annotation that asks for a size of the disks of emptyDirs.
 const EMPTY_DIR_SIZE: &str = "io.sandboxer.emptydir-size";
 
+/// Annotation that names ports of the host which lead to a pod in the host's network.
+const HOST_PORTS: &str = "io.sandboxer.host-ports";
+/// Most of them.
+const MOST_HOST_PORTS: usize = 64;
+
 /// Reads an identifier from a request. `what` completes "… is refused".
 pub fn id(what: &'static str, text: &str) -> Result<Id, PodError> {
     text.parse().map_err(|source| PodError::Id { what, source })
@@ -71,9 +76,20 @@ pub fn pod_spec(request: &ControllerCreateRequest, config: &Config) -> Result<Po
     let limits = linux.resources.unwrap_or_default();
     let Shape { vcpus, memory_mib, .. } =
         size::shape(&asked.annotations, &limits, defaults, cpus).map_err(invalid)?;
+    let host_ports = match asked.annotations.get(HOST_PORTS) {
+        Some(_) if !request.netns_path.is_empty() => {
+            return Err(invalid(format!(
+                "annotation {HOST_PORTS} is for pods in the host's network (hostNetwork): others are reached at \
+                 their own address, or by a hostPort"
+            )));
+        }
+        Some(text) => host_ports(text).map_err(invalid)?,
+        None => Vec::new(),
+    };
     let kept = Kept::of(request).unwrap_or_default();
     Ok(PodSpec {
         limits: size::limits(&limits),
+        host_ports,
         way: config.handlers.get(&kept.runtime_handler).copied().unwrap_or_default(),
         vcpus,
         memory_mib,
@@ -123,6 +139,31 @@ fn hostname(asked: String, name: &str, id: &Id) -> Result<String, String> {
         label.trim_matches(['-', '.']).to_owned()
     };
     Ok([fits(name), fits(id.as_str())].into_iter().find(|name| !name.is_empty()).unwrap_or_default())
+}
+
+/// TCP ports, as in `8080, 9090/tcp`.
+fn host_ports(text: &str) -> Result<Vec<u16>, String> {
+    let wrong = |what: &str| {
+        format!(
+            "annotation {HOST_PORTS} is {text:?}, {what}: it takes TCP ports such as \"8080, 9090\", at most \
+             {MOST_HOST_PORTS}"
+        )
+    };
+    let mut ports = Vec::new();
+    for word in text.split(',').map(str::trim) {
+        let (number, protocol) = word.split_once('/').unwrap_or((word, "tcp"));
+        if !protocol.eq_ignore_ascii_case("tcp") {
+            return Err(wrong(&format!("and {protocol:?} is not carried")));
+        }
+        match number.parse() {
+            Ok(port) if port > 0 && !ports.contains(&port) => ports.push(port),
+            _ => return Err(wrong(&format!("and {word:?} is no port, or one named twice"))),
+        }
+    }
+    if ports.len() > MOST_HOST_PORTS {
+        return Err(wrong("which are too many"));
+    }
+    Ok(ports)
 }
 
 /// What is read of that which containerd keeps of a sandbox, and tells.
@@ -264,6 +305,22 @@ mod tests {
             Way::Pool,
             "a containerd that tells none"
         );
+    }
+
+    #[test]
+    fn ports_of_the_host_are_for_pods_in_its_network() {
+        assert_eq!(host_ports("8080, 9090/tcp").unwrap(), [8080, 9090]);
+        for bad in ["", "0", "80,80", "70000", "53/udp", "80;81", &vec!["1"; 65].join(",")] {
+            let text = host_ports(bad).unwrap_err();
+            assert!(text.contains(HOST_PORTS) && text.contains("TCP ports"), "{bad:?}: {text}");
+        }
+        let many = (1..=65).map(|port| port.to_string()).collect::<Vec<_>>().join(",");
+        assert!(host_ports(&many).is_err());
+        let mut own = request(|config| drop(config.annotations.insert(HOST_PORTS.into(), "80".into())));
+        assert_eq!(pod_spec(&own, &Config::default()).unwrap().host_ports, [80]);
+        own.netns_path = "/run/netns/x".into();
+        let error = pod_spec(&own, &Config::default()).unwrap_err().to_string();
+        assert!(error.contains("hostNetwork"), "{error}");
     }
 
     #[test]

@@ -1,9 +1,9 @@
 //! Port-forward: containerd connects to localhost in the pod's network namespace, and gets to the same port of
-//! the guest's loopback, whoever listens there.
+//! the guest's loopback, whoever listens there. Ports of the host that a pod in its network asked for go the same way.
 
-use std::{io, path::Path, sync::Arc, time::Duration};
+use std::{io, net, path::Path, sync::Arc, time::Duration};
 
-use futures::FutureExt;
+use futures::{FutureExt, future};
 use sandboxer_protocol::id::SandboxId;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -25,6 +25,8 @@ use crate::{
 const MOST: usize = 128;
 /// Most bytes that are passed at once.
 const CHUNK: usize = 64 << 10;
+/// How long no connection is taken after one that could not be.
+const RESPITE: Duration = Duration::from_millis(100);
 /// How long the guest may be silent once the other side has said all: nothing tells whether it still listens.
 const SILENCE: Duration = Duration::from_secs(60);
 
@@ -46,15 +48,41 @@ async fn try_serve(pod: &SandboxId, netns: &Path, agent: Agent) -> Result<(), Po
     let path = netns.to_owned();
     let steered = tokio::task::spawn_blocking(move || steer::listen(namespace::open(&path)?)).await;
     let steered = steered.unwrap_or_else(|panic| Err(io::Error::other(panic))).map_err(failed)?;
-    let listener = TcpListener::from_std(steered.listener).map_err(failed)?;
+    carry(pod, vec![steered.listener], agent).await.map_err(failed)
+}
+
+/// Carries what comes to `listeners`, ports of the host, to the same ports of the pod, until it is dropped.
+pub async fn serve_host(pod: SandboxId, listeners: Vec<net::TcpListener>, agent: Agent) {
+    if let Err(error) = carry(&pod, listeners, agent).await {
+        tracing::error!(%pod, error = chain(&error), "the host's ports don't lead to the pod");
+    }
+}
+
+/// Carries connections until it is dropped.
+async fn carry(pod: &SandboxId, listeners: Vec<net::TcpListener>, agent: Agent) -> io::Result<()> {
+    let listeners: Vec<_> = listeners.into_iter().map(TcpListener::from_std).collect::<Result<_, _>>()?;
     // By this the agent tells us from a daemon that is no more.
     let owner = rand::random();
     let places = Arc::new(Semaphore::new(MOST));
+    future::join_all(listeners.iter().map(|listener| accept(pod, listener, &agent, owner, &places))).await;
+    Ok(())
+}
+
+/// Takes connections at one listener, for ever.
+async fn accept(pod: &SandboxId, listener: &TcpListener, agent: &Agent, owner: u64, places: &Arc<Semaphore>) {
     let mut connections = JoinSet::new();
     loop {
         tokio::select! {
             accepted = listener.accept() => {
-                let (stream, _) = accepted.map_err(failed)?;
+                let stream = match accepted {
+                    Ok((stream, _)) => stream,
+                    Err(error) => {
+                        // Of one connection that broke at once, or of a host that has no descriptor left.
+                        tracing::warn!(%pod, %error, "a connection to the pod is not taken");
+                        tokio::time::sleep(RESPITE).await;
+                        continue;
+                    }
+                };
                 let Ok(place) = places.clone().try_acquire_owned() else {
                     tracing::warn!(%pod, "{MOST} connections are forwarded already: one more is refused");
                     refuse(stream);

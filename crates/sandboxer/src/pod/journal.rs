@@ -272,6 +272,7 @@ pub(crate) mod tests {
                 way: Default::default(),
                 vcpus: 1,
                 memory_mib: 128,
+                host_ports: Vec::new(),
                 limits: Default::default(),
                 room: Default::default(),
             },

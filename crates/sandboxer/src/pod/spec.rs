@@ -42,6 +42,9 @@ pub struct PodSpec {
     pub vcpus: u32,
     /// Guest memory, MiB.
     pub memory_mib: u64,
+    /// Ports of the host that lead to the same ports of its loopback; of a pod in the host's network.
+    #[serde(default)]
+    pub host_ports: Vec<u16>,
     /// What its containers may use together.
     #[serde(default)]
     pub limits: Limits,

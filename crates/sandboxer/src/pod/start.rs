@@ -11,7 +11,8 @@
 //! sees it.
 
 use std::{
-    convert::Infallible, future::Future, io, mem, os::fd::OwnedFd, path::PathBuf, sync::Arc, time::Duration,
+    convert::Infallible, future::Future, io, mem, net::TcpListener, os::fd::OwnedFd, path::PathBuf,
+    sync::Arc, time::Duration,
 };
 
 use sandboxer_protocol::{
@@ -28,7 +29,7 @@ use crate::{
     container::start::Live,
     error::{Code, PodError, chain},
     guest::{self, GuestError},
-    host::network::{self, Interface, Parked, interface},
+    host::network::{self, Interface, Parked, interface, ports},
     pool::{self, Warm},
     template::{Missing, Template},
     vmm::{Machine, MachineExit, Shape, VmSpec},
@@ -51,6 +52,8 @@ pub struct Up {
     pub way: Way,
     /// Its network interfaces.
     pub interfaces: Vec<Interface>,
+    /// Where connections come in that are for ports of the host.
+    pub host_ports: Vec<TcpListener>,
 }
 
 /// How often a pod boots at most. Each boot has an equal share of the time a pod may take.
@@ -87,6 +90,7 @@ pub async fn start(
 ) -> Result<Up, PodError> {
     let _urgent = node.admission.urgent();
     let interfaces = stages.run(Stage::Netns, interfaces(spec)).await?;
+    let host_ports = host_ports(spec)?;
     let shape = spec.shape(interfaces.len());
     let (mut way, mut boots) = (spec.way, BOOTS);
     loop {
@@ -94,7 +98,7 @@ pub async fn start(
             Ok(source) => match attempt(node, spec, &interfaces, source, key, stages, cancel).await {
                 Ok(up) => {
                     node.ways.taken(way);
-                    return Ok(up);
+                    return Ok(Up { host_ports, ..up });
                 }
                 // Another machine would not help.
                 Err(error) if matches!(error.code(), Code::Cancelled | Code::InvalidArgument) => {
@@ -116,6 +120,18 @@ pub async fn start(
         node.ways.missed(way, missed);
         way = way.slower();
     }
+}
+
+/// The ports of the host that the pod asks for, taken before anything is made for it.
+fn host_ports(spec: &PodSpec) -> Result<Vec<TcpListener>, PodError> {
+    let listen = |&port: &u16| {
+        ports::listen(port).map_err(|error| PodError::State {
+            action: "start the pod",
+            subject: format!("TCP port {port} of the host, which pod {} asks for,", spec.id),
+            state: format!("not to be had: {error}"),
+        })
+    };
+    spec.host_ports.iter().map(listen).collect()
 }
 
 /// The pod's network interfaces.
@@ -255,7 +271,7 @@ impl<'a> Prepared<'a> {
         let machine = warm.machine.assign(&spec.id, &run_dir)?;
         machine.resume().await?;
         let live = Live { machine, agent: warm.agent.of(&spec.id) };
-        let up = Up { live, ready: warm.ready, way: Way::Pool, interfaces };
+        let up = Up { live, ready: warm.ready, way: Way::Pool, interfaces, host_ports: Vec::new() };
         Ok(Greeted { node, spec, up })
     }
 
@@ -300,7 +316,8 @@ impl<'a> Running<'a> {
         let Self { node, spec, machine, way, interfaces } = self;
         let greeted = guest::connect(&spec.id, machine.as_ref(), key, &node.config.vm);
         let (agent, ready) = watched(node, spec, machine.as_ref(), greeted).await?;
-        Ok(Greeted { node, spec, up: Up { live: Live { machine, agent }, ready, way, interfaces } })
+        let live = Live { machine, agent };
+        Ok(Greeted { node, spec, up: Up { live, ready, way, interfaces, host_ports: Vec::new() } })
     }
 }
 

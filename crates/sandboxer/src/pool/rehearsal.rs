@@ -111,6 +111,7 @@ impl Rehearsal {
             way: Way::Pool,
             vcpus: 0,
             memory_mib: 0,
+            host_ports: Vec::new(),
             limits: Default::default(),
             room: Default::default(),
         };

@@ -2,22 +2,24 @@
 
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::net::{IpAddr, SocketAddr, TcpStream, UdpSocket};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::thread;
 
 use anyhow::{Context, Result, ensure};
+use k8s_cri::v1::NamespaceMode;
 use nix::sched::{CloneFlags, setns};
 use sandboxer_e2e::case::{Case, Container, PATIENCE, Pod, idle, shell};
+use sandboxer_e2e::cri::Answer;
 use sandboxer_e2e::eventually;
 use sandboxer_e2e::forward::Forward;
 
 crate::cases![
     Any: as_the_namespace_has_it, pods_reach_one_another, pod_and_host_reach_one_another, large_payloads,
         network_outlives_its_containers, two_interfaces, forwarded_port, forwarded_port_nobody_listens_at;
-    Vm: pod_is_in_its_hosts_file;
-    VmAlone: forwarded_port_after_a_restart_of_the_daemon
+    Vm: pod_is_in_its_hosts_file, host_ports;
+    VmAlone: host_ports_after_a_restart_of_the_daemon, forwarded_port_after_a_restart_of_the_daemon
 ];
 
 /// Where the stack's bridge is, and by which address.
@@ -355,5 +357,83 @@ async fn forwarded_port_after_a_restart_of_the_daemon(case: Case) -> Result<()> 
     let answer = forwarded(&case, &pod, 80, "/etc/hostname").await?;
     ensure!(answer.ends_with(b"pod\n"), "{:?}", String::from_utf8_lossy(&answer));
     web.sh("ping -c 1 -w 20 192.0.2.1").await?;
+    Ok(())
+}
+
+/// A port of the host at which nobody listens.
+fn free_port() -> Result<u16> {
+    Ok(TcpListener::bind("[::]:0")?.local_addr()?.port())
+}
+
+/// A pod in the host's network that asks for these ports of it.
+async fn with_host_ports(case: &Case, ports: &str) -> Answer<Pod> {
+    case.pod_with(|config| {
+        config.annotations.insert("io.sandboxer.host-ports".into(), ports.into());
+        let linux = config.linux.get_or_insert_default();
+        let security = linux.security_context.get_or_insert_default();
+        security.namespace_options.get_or_insert_default().network = NamespaceMode::Node.into();
+    })
+    .await
+}
+
+/// What the pod's web server says at this port of the host.
+async fn said_at(port: u16, ip: &str) -> Result<String> {
+    let address = SocketAddr::new(ip.parse()?, port);
+    let asked = || -> io::Result<String> {
+        let mut stream = TcpStream::connect(address)?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.write_all(b"GET /said HTTP/1.0\r\n\r\n")?;
+        let mut said = String::new();
+        stream.read_to_string(&mut said).map(|_| said)
+    };
+    // A server takes a moment; until then connections end without a word.
+    let said = eventually("the pod's server at the host's port", PATIENCE, || async {
+        Ok(tokio::task::block_in_place(asked).ok().filter(|said| !said.is_empty()))
+    });
+    Ok(said.await?.rsplit("\r\n\r\n").next().unwrap_or_default().trim_end().to_owned())
+}
+
+/// Connections to ports of the host that a pod in its network names are carried into the pod, and to no others.
+async fn host_ports(case: Case) -> Result<()> {
+    let (first, second) = (free_port()?, free_port()?);
+    let pod = with_host_ports(&case, &format!("{first}, {second}/tcp")).await?;
+    let serve = |port, at: &str| {
+        format!(
+            "mkdir /tmp/{port}; echo of {port} >/tmp/{port}/said; httpd -f -p {at}{port} -h /tmp/{port} &"
+        )
+    };
+    let script = format!("{} {} wait", serve(first, "127.0.0.1:"), serve(second, ""));
+    pod.start(shell("servers", &script)).await?;
+    for (port, ip) in [(first, "127.0.0.1"), (second, "127.0.0.1"), (first, "::1")] {
+        ensure!(said_at(port, ip).await? == format!("of {port}"), "port {port} at {ip}");
+    }
+    let taken = with_host_ports(&case, &first.to_string()).await.err().context("a port was given twice")?;
+    ensure!(taken.message().contains(&format!("TCP port {first} of the host")), "{taken}");
+    for bad in ["53/udp", "http"] {
+        let refused = with_host_ports(&case, bad).await.err().with_context(|| format!("{bad} was taken"))?;
+        ensure!(refused.message().contains("io.sandboxer.host-ports"), "{refused}");
+    }
+    let own = case.pod_with(|config| {
+        config.annotations.insert("io.sandboxer.host-ports".into(), second.to_string());
+    });
+    let refused = own.await.err().context("a pod with a network of its own got a port of the host")?;
+    ensure!(refused.message().contains("hostNetwork"), "{refused}");
+    case.cri.stop_pod(&pod.id).await?;
+    TcpListener::bind(("::", first)).context("the port is not free after the pod")?;
+    Ok(())
+}
+
+async fn host_ports_after_a_restart_of_the_daemon(case: Case) -> Result<()> {
+    let port = free_port()?;
+    let pod = with_host_ports(&case, &port.to_string()).await?;
+    case.stack.end("sandboxer", nix::sys::signal::Signal::SIGKILL).await?;
+    case.stack.run_up()?;
+    eventually("pod ready again", PATIENCE, || async {
+        Ok(case.cri.pod_ready(&pod.id).await.ok().filter(|ready| *ready))
+    })
+    .await?;
+    pod.start(shell("server", &format!("echo again >/tmp/said; httpd -f -p 127.0.0.1:{port} -h /tmp")))
+        .await?;
+    ensure!(said_at(port, "127.0.0.1").await? == "again");
     Ok(())
 }

@@ -19,6 +19,7 @@ pub mod interface;
 mod link;
 pub mod namespace;
 pub mod park;
+pub mod ports;
 pub mod steer;
 pub mod tap;
 

@@ -1,6 +1,9 @@
 //! What the pod's task does when work has ended: take the result into its state, tell who waits.
 
+use std::net::TcpListener;
+
 use super::*;
+use crate::host::network::ports;
 
 impl Driver {
     pub(super) fn apply(&mut self, done: Done) {
@@ -62,7 +65,7 @@ impl Driver {
         self.become_state(PodState::Ready);
         self.live = Some(up.live);
         self.watch_machine();
-        self.forward_ports();
+        self.forward_ports(up.host_ports);
         self.node.events.pod(&self.spec.id, Kind::PodReady, format!("VMM is process {pid}"));
         let waiters: Vec<_> = self.start_waiters.drain(..).collect();
         let recorded = self.next_record();
@@ -313,7 +316,8 @@ impl Driver {
     pub(super) fn take_up(&mut self, live: Live) {
         self.live = Some(live.clone());
         self.watch_machine();
-        self.forward_ports();
+        let host_ports = self.host_ports_again();
+        self.forward_ports(host_ports);
         let mut running = Vec::new();
         for (id, container) in &mut self.containers {
             let execs = container.execs.iter_mut().map(|(id, exec)| (Some(id.clone()), exec));
@@ -352,12 +356,28 @@ impl Driver {
     }
 
     /// Set up beside the start, which need not wait for it.
-    fn forward_ports(&mut self) {
-        if let (Some(live), Some(netns)) = (&self.live, &self.spec.netns) {
-            let (pod, netns, agent) = (self.spec.id.clone(), netns.clone(), live.agent.clone());
-            let forwarding = async move { forward::serve(pod, &netns, agent).await };
-            self.forwarding = Some(AbortOnDropHandle::new(tokio::spawn(forwarding)));
-        }
+    fn forward_ports(&mut self, host_ports: Vec<TcpListener>) {
+        let Some(live) = &self.live else { return };
+        let (pod, netns, agent) = (self.spec.id.clone(), self.spec.netns.clone(), live.agent.clone());
+        let forwarding = async move {
+            match netns {
+                Some(netns) => forward::serve(pod, &netns, agent).await,
+                None => forward::serve_host(pod, host_ports, agent).await,
+            }
+        };
+        self.forwarding = Some(AbortOnDropHandle::new(tokio::spawn(forwarding)));
+    }
+
+    /// The ports of the host that an earlier daemon listened at: others may have taken some since.
+    fn host_ports_again(&self) -> Vec<TcpListener> {
+        let listen = |&port: &u16| match ports::listen(port) {
+            Ok(listener) => Some(listener),
+            Err(error) => {
+                tracing::error!(pod = %self.spec.id, port, %error, "a port of the host is lost to the pod");
+                None
+            }
+        };
+        self.spec.host_ports.iter().filter_map(listen).collect()
     }
 
     pub(super) fn answer_removed(&mut self, result: Result<(), PodError>) {

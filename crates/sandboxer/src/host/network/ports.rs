@@ -1,0 +1,30 @@
+//! Ports of the host that lead into a pod which asked for the host's network: its machine can't be in that, but what
+//! connects to the host can be carried to it.
+
+use std::{io, net::TcpListener};
+
+/// Listens at a port of all the host's addresses, of both families unless the host has but one.
+pub fn listen(port: u16) -> io::Result<TcpListener> {
+    let listener = TcpListener::bind(("::", port)).or_else(|error| match error.raw_os_error() {
+        Some(libc::EAFNOSUPPORT | libc::EADDRNOTAVAIL) => TcpListener::bind(("0.0.0.0", port)),
+        _ => Err(error),
+    })?;
+    listener.set_nonblocking(true)?;
+    Ok(listener)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::net::TcpStream;
+
+    #[test]
+    fn a_port_has_one_listener_at_a_time_and_is_free_after_it() {
+        let listener = listen(0).unwrap();
+        let port = listener.local_addr().unwrap().port();
+        TcpStream::connect(("127.0.0.1", port)).unwrap();
+        assert_eq!(listen(port).unwrap_err().kind(), io::ErrorKind::AddrInUse);
+        drop(listener);
+        listen(port).unwrap();
+    }
+}

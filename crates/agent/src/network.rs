@@ -120,13 +120,12 @@ async fn appeared(netlink: &mut Netlink, last: u32) -> Result<BTreeMap<u32, Nic>
 /// Takes from the devices what an earlier configuration gave them. Routes and neighbours go with what is up.
 fn clear(netlink: &mut Netlink, nics: &BTreeMap<u32, Nic>) -> io::Result<()> {
     for (number, nic) in nics {
-        if !nic.up {
-            continue;
+        if nic.up {
+            set_up(netlink, nic.index, false)?;
         }
-        set_up(netlink, nic.index, false)?;
-        // Out of the way of one that is to be called so.
+        // Out of the way of one that is to be called so: the kernel finds devices in an order of its own.
         let spare = format!("nic{number}");
-        if nic.name != spare {
+        if nics.len() > 1 && nic.name != spare {
             set(netlink, nic.index, [LinkAttribute::IfName(spare)])?;
         }
     }

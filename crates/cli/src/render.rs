@@ -67,6 +67,16 @@ pub fn duration(ns: u64) -> String {
     }
 }
 
+/// Bytes in the largest unit of which there is one.
+pub fn bytes(count: u64) -> String {
+    const UNITS: [&str; 4] = ["KiB", "MiB", "GiB", "TiB"];
+    let size = |power: usize| count as f64 / 1024_f64.powi(power as i32);
+    match (1..=UNITS.len()).rfind(|power| size(*power) >= 1.0) {
+        None => format!("{count} B"),
+        Some(power) => format!("{:.1} {}", size(power), UNITS[power - 1]),
+    }
+}
+
 /// Memory of `mib` MiB: `256 MiB`, `1.50 GiB`.
 pub fn mib(mib: u64) -> String {
     if mib < 1024 { format!("{mib} MiB") } else { digits(mib as f64 / 1024.0, "GiB") }
@@ -142,6 +152,12 @@ impl Plain {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn bytes_are_in_the_largest_unit_of_which_there_is_one() {
+        assert_eq!([bytes(0), bytes(1023), bytes(1024)], ["0 B", "1023 B", "1.0 KiB"]);
+        assert_eq!([bytes(3 << 29), bytes(5 << 50)], ["1.5 GiB", "5120.0 TiB"]);
+    }
 
     #[test]
     fn durations_have_three_digits_also_where_units_meet() {

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use sandboxer_protocol::admin::{Container, InspectPodRequest, Interface, Pod, StageTime};
+use sandboxer_protocol::admin::{Container, InspectPodRequest, Interface, Pod, StageTime, Traffic};
 
 use super::PodId;
 use crate::{Global, client, client::ClientError, render};
@@ -55,8 +55,16 @@ fn text(pod: &Pod) -> Result<String, std::fmt::Error> {
     line("VMM pid", &if pod.vmm_pid == 0 { "-".into() } else { pod.vmm_pid.to_string() })?;
     line("Kernel", &pod.kernel_release)?;
     for interface in &pod.interfaces {
-        let Interface { name, mac, mtu, addresses, host_device } = interface;
+        let Interface { name, mac, mtu, addresses, host_device, received, sent, offloads } = interface;
         line("Interface", &format!("{name}: {}, {mac}, MTU {mtu}, by {host_device}", addresses.join(", ")))?;
+        for (way, traffic) in [("received", received), ("sent", sent)] {
+            if let Some(traffic) = traffic {
+                line("", &format!("{way} {}", carried(traffic)))?;
+            }
+        }
+        if !offloads.is_empty() {
+            line("", &format!("its card does {}", offloads.join(", ")))?;
+        }
     }
     line("Console", &pod.console_log)?;
     if !pod.stages.is_empty() {
@@ -66,6 +74,15 @@ fn text(pod: &Pod) -> Result<String, std::fmt::Error> {
         section(&mut out, container)?;
     }
     Ok(out.trim_end().to_owned())
+}
+
+fn carried(traffic: &Traffic) -> String {
+    let Traffic { bytes, packets, dropped, errors, bytes_per_second, packets_per_second } = traffic;
+    format!(
+        "{} in {packets} packets, {}/s in {packets_per_second}/s, {dropped} dropped, {errors} broken",
+        render::bytes(*bytes),
+        render::bytes(*bytes_per_second)
+    )
 }
 
 fn section(out: &mut String, container: &Container) -> std::fmt::Result {

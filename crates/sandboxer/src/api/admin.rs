@@ -14,7 +14,7 @@ use sandboxer_protocol::{
 };
 use tonic::{Request, Response, Status};
 
-use super::{convert::grpc, templates};
+use super::{convert::grpc, templates, traffic};
 use crate::{
     clock::now_ns,
     container::Phase,
@@ -85,7 +85,11 @@ impl Admin for AdminService {
 
     async fn inspect_pod(&self, request: Request<InspectPodRequest>) -> Result<Response<Pod>, Status> {
         let pod = self.node.registry.pod_by_prefix(&request.get_ref().id).map_err(grpc)?;
-        self.inspect(&pod).await.map(Response::new)
+        let view = pod.inspect().await.map_err(grpc)?;
+        let told = traffic::tell(&view).await;
+        let mut message = pod_message(&self.node, view);
+        told.add_to(&mut message.interfaces);
+        Ok(Response::new(message))
     }
 
     async fn stage_times(
@@ -190,6 +194,7 @@ fn interface_message(interface: &Interface) -> sandboxer_protocol::admin::Interf
         mtu: interface.mtu,
         addresses: interface.addresses.iter().map(ToString::to_string).collect(),
         host_device: interface.host_device(),
+        ..Default::default()
     }
 }
 

@@ -8,3 +8,4 @@ pub mod sandbox;
 mod size;
 pub mod task;
 mod templates;
+mod traffic;

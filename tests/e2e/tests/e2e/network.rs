@@ -18,7 +18,7 @@ use sandboxer_e2e::forward::Forward;
 crate::cases![
     Any: as_the_namespace_has_it, pods_reach_one_another, pod_and_host_reach_one_another, large_payloads,
         network_outlives_its_containers, two_interfaces, forwarded_port, forwarded_port_nobody_listens_at;
-    Vm: pod_is_in_its_hosts_file, host_ports;
+    Vm: pod_is_in_its_hosts_file, traffic_is_told, host_ports;
     VmAlone: host_ports_after_a_restart_of_the_daemon, forwarded_port_after_a_restart_of_the_daemon
 ];
 
@@ -357,6 +357,41 @@ async fn forwarded_port_after_a_restart_of_the_daemon(case: Case) -> Result<()> 
     let answer = forwarded(&case, &pod, 80, "/etc/hostname").await?;
     ensure!(answer.ends_with(b"pod\n"), "{:?}", String::from_utf8_lossy(&answer));
     web.sh("ping -c 1 -w 20 192.0.2.1").await?;
+    Ok(())
+}
+
+/// `inspect` tells what an interface has carried, at what rate it does, and what its card does.
+async fn traffic_is_told(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    let inspect = |json: bool| {
+        let mut command = case.stack.command("sandboxer-cli");
+        command.args(["inspect", &pod.id]).args(json.then_some("--json"));
+        let output = command.output()?;
+        ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        Ok(String::from_utf8(output.stdout)?)
+    };
+    let interface = || {
+        let told: serde_json::Value = serde_json::from_str(&inspect(true)?)?;
+        Ok::<_, anyhow::Error>(told["interfaces"][0].clone())
+    };
+    let bytes = |interface: &serde_json::Value, way: &str| interface[way]["bytes"].as_u64().unwrap_or(0);
+    let before = interface()?;
+    let ping = pod.start(shell("ping", "while :; do ping -c 1 -s 1400 192.0.2.1 >/dev/null; done")).await?;
+    let busy = eventually("traffic both ways", PATIENCE, || async {
+        let now = interface()?;
+        let rate = |way: &str| now[way]["bytes_per_second"].as_u64().unwrap_or(0);
+        Ok((rate("received") > 1400 && rate("sent") > 1400).then_some(now))
+    });
+    let busy = busy.await?;
+    for way in ["received", "sent"] {
+        ensure!(bytes(&busy, way) > bytes(&before, way) + 1400, "{way}: {before}, {busy}");
+        ensure!(busy[way]["dropped"] == 0 && busy[way]["errors"] == 0, "{busy}");
+    }
+    let offloads = busy["offloads"].as_array().context("offloads")?;
+    ensure!(offloads.iter().any(|offload| offload == "checksums"), "{busy}");
+    let text = inspect(false)?;
+    ensure!(text.contains("received ") && text.contains("its card does checksums"), "{text}");
+    case.cri.stop(&ping.id, 0).await?;
     Ok(())
 }
 

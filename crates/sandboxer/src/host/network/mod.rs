@@ -22,6 +22,7 @@ pub mod park;
 pub mod ports;
 pub mod steer;
 pub mod tap;
+pub mod traffic;
 
 use std::{
     ffi::CString,

@@ -1,0 +1,186 @@
+//! What goes through a pod's interfaces, and what is left undone to packets on the way into its machine.
+
+use std::{
+    ffi::CString,
+    fs, io,
+    os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd},
+    path::Path,
+};
+
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
+use sandboxer_netlink::{
+    Netlink,
+    packet::{
+        RouteNetlinkMessage,
+        link::{LinkAttribute, LinkMessage, Stats64},
+    },
+};
+use sandboxer_protocol::id::SandboxId;
+
+use super::{Interface, namespace, within};
+use crate::error::PodError;
+
+/// How much has gone one way since the interface was made.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Counters {
+    /// Bytes, headers of Ethernet included.
+    pub bytes: u64,
+    /// Packets; what the kernel holds together counts as one.
+    pub packets: u64,
+    /// Packets for which there was no room.
+    pub dropped: u64,
+    /// Packets that were broken.
+    pub errors: u64,
+}
+
+/// What an interface carries, as the pod sees it.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Traffic {
+    /// To the pod.
+    pub received: Counters,
+    /// From the pod.
+    pub sent: Counters,
+}
+
+impl From<&Stats64> for Traffic {
+    fn from(stats: &Stats64) -> Self {
+        let received = Counters {
+            bytes: stats.rx_bytes,
+            packets: stats.rx_packets,
+            dropped: stats.rx_dropped,
+            errors: stats.rx_errors,
+        };
+        let sent = Counters {
+            bytes: stats.tx_bytes,
+            packets: stats.tx_packets,
+            dropped: stats.tx_dropped,
+            errors: stats.tx_errors,
+        };
+        Self { received, sent }
+    }
+}
+
+/// What each of `interfaces` has carried so far.
+pub async fn read(pod: &SandboxId, netns: &Path, interfaces: &[Interface]) -> Result<Vec<Traffic>, PodError> {
+    let wanted: Vec<u32> = interfaces.iter().map(|interface| interface.index).collect();
+    within(pod, netns, "read counters in the network namespace", move || {
+        let links = Netlink::open()?.dump(RouteNetlinkMessage::GetLink(LinkMessage::default()))?;
+        let of = |index: u32| {
+            let link = links.iter().find_map(|message| match message {
+                RouteNetlinkMessage::NewLink(link) if link.header.index == index => Some(link),
+                _ => None,
+            });
+            let stats = link?.attributes.iter().find_map(|attribute| match attribute {
+                LinkAttribute::Stats64(stats) => Some(Traffic::from(stats)),
+                _ => None,
+            });
+            stats
+        };
+        Ok(wanted.into_iter().map(|index| of(index).unwrap_or_default()).collect())
+    })
+    .await
+}
+
+/// What is not done to packets on the host because the machine's network card, and so its guest, does it: of each
+/// tap that process `vmm` holds, in the order of the cards.
+///
+/// The taps are found where they are used and not where they were made: that may have been long before the pod, and
+/// by another daemon. Blocks.
+pub fn offloads(vmm: u32) -> io::Result<Vec<Vec<&'static str>>> {
+    let pid = i32::try_from(vmm).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidInput)?;
+    let process = pidfd_open(pid, PidfdFlags::empty())?;
+    let mut numbers = Vec::new();
+    for entry in fs::read_dir(format!("/proc/{vmm}/fd"))? {
+        let entry = entry?;
+        // One that is closed meanwhile is no tap of a card's.
+        if fs::read_link(entry.path()).is_ok_and(|to| to == Path::new(TUN)) {
+            numbers.extend(entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()));
+        }
+    }
+    numbers.sort_unstable();
+    let taps = numbers.into_iter().map(|number| {
+        let tap = pidfd_getfd(&process, number, PidfdGetfdFlags::empty())?;
+        let name = name_of(&tap)?;
+        namespace::within(namespace_of(&tap)?, || offloads_of(&name))
+    });
+    taps.collect()
+}
+
+const TUN: &str = "/dev/net/tun";
+/// `SIOCGSKNS` of linux/sockios.h: the network namespace of a socket, or a tap.
+const GET_NAMESPACE: libc::Ioctl = 0x894c;
+/// `SIOCETHTOOL` of linux/sockios.h.
+const ETHTOOL: libc::Ioctl = 0x8946;
+
+/// Questions of linux/ethtool.h whose answer is yes or no, asked of the host's side: what it sends goes to the guest.
+const QUESTIONS: [(u32, &str); 4] =
+    [(0x16, "checksums"), (0x18, "scatter-gather"), (0x1e, "tcp-segmentation"), (0x23, "segmentation")];
+
+fn name_of(tap: &OwnedFd) -> io::Result<CString> {
+    // SAFETY: all zeroes is a valid request.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    // SAFETY: the request is of the type that this call writes.
+    if unsafe { libc::ioctl(tap.as_raw_fd(), libc::TUNGETIFF, &mut request) } == -1 {
+        return Err(io::Error::last_os_error());
+    }
+    let name: Vec<u8> =
+        request.ifr_name.iter().map(|byte| byte.cast_unsigned()).take_while(|byte| *byte != 0).collect();
+    CString::new(name).map_err(io::Error::other)
+}
+
+fn namespace_of(tap: &impl AsFd) -> io::Result<OwnedFd> {
+    // SAFETY: the call takes no argument.
+    match unsafe { libc::ioctl(tap.as_fd().as_raw_fd(), GET_NAMESPACE) } {
+        -1 => Err(io::Error::last_os_error()),
+        // SAFETY: the kernel has just opened it, for nobody else.
+        fd => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
+    }
+}
+
+/// Of a device of the calling thread's network namespace.
+fn offloads_of(name: &CString) -> io::Result<Vec<&'static str>> {
+    #[repr(C)]
+    struct Question {
+        command: u32,
+        answer: u32,
+    }
+    let socket = std::net::UdpSocket::bind("0.0.0.0:0")?;
+    let mut done = Vec::new();
+    for (command, what) in QUESTIONS {
+        let mut question = Question { command, answer: 0 };
+        // SAFETY: all zeroes is a valid request without a name.
+        let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+        for (into, byte) in request.ifr_name.iter_mut().zip(name.to_bytes_with_nul()) {
+            *into = byte.cast_signed();
+        }
+        request.ifr_ifru.ifru_data = std::ptr::from_mut(&mut question).cast();
+        // SAFETY: the request leads to what such questions read and write, which outlives the call.
+        if unsafe { libc::ioctl(socket.as_raw_fd(), ETHTOOL, &mut request) } == -1 {
+            return Err(io::Error::last_os_error());
+        }
+        if question.answer != 0 {
+            done.push(what);
+        }
+    }
+    Ok(done)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::host::network::tap;
+
+    #[test]
+    fn a_tap_is_found_by_who_holds_it_with_what_its_card_does() {
+        const CHECKSUMS_AND_TCP4: libc::c_int = 1 | 2;
+        const SET_OFFLOAD: libc::Ioctl = 0x4004_54d0;
+        let before = offloads(std::process::id()).unwrap().len();
+        let namespace = namespace::fresh().expect("only root makes network namespaces");
+        let tap = namespace::within(&namespace, || tap::open(c"tap%d")).unwrap();
+        // SAFETY: the call takes a number.
+        assert_eq!(unsafe { libc::ioctl(tap.as_raw_fd(), SET_OFFLOAD, CHECKSUMS_AND_TCP4) }, 0);
+        let found = offloads(std::process::id()).unwrap();
+        let found = found.iter().find(|offloads| offloads.contains(&"tcp-segmentation"));
+        assert!(found.is_some_and(|offloads| offloads.contains(&"checksums")), "{found:?}, {before} before");
+    }
+}

@@ -115,6 +115,7 @@ impl TestNode {
                 stderr: fifo("stderr"),
                 terminal: false,
             },
+            beside: Vec::new(),
             mounts: vec![Mount {
                 fstype: "bind".into(),
                 source: rootfs.to_string_lossy().into_owned(),

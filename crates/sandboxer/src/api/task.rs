@@ -118,6 +118,7 @@ impl Task for TaskService {
                     stderr: request.stderr.into(),
                     terminal: request.terminal,
                 },
+                beside: Vec::new(),
             };
             let created = pod.create_container(new).await;
             if created.is_err() {

@@ -40,6 +40,8 @@ pub struct NewContainer {
     pub mounts: Vec<Mount>,
     /// Where its output goes.
     pub stdio: StdioPaths,
+    /// Containers that run in its pod: told by the pod's task.
+    pub beside: Vec<ContainerId>,
 }
 
 /// FIFOs of a process on the host; an empty path is a stream nobody wants.

@@ -17,7 +17,7 @@ use sandboxer_protocol::{
 };
 
 use super::{
-    devices,
+    NewContainer, devices,
     mounts::{self, Mounts},
 };
 use crate::{
@@ -53,9 +53,9 @@ pub struct GuestSpec {
     pub rootfs_bytes: Option<u64>,
 }
 
-/// Reads `bundle`'s config.json and makes it fit for the guest of `pod`.
-pub fn read(pod: &PodSpec, container: &ContainerId, bundle: &Path) -> Result<GuestSpec, PodError> {
-    let path = bundle.join("config.json");
+/// Reads the config.json in the bundle of `new` and makes it fit for the guest of `pod`.
+pub fn read(pod: &PodSpec, new: &NewContainer) -> Result<GuestSpec, PodError> {
+    let (container, path) = (&new.id, new.bundle.join("config.json"));
     let text = read_bounded(&path, MAX_SPEC).map_err(|error| match error {
         ReadError::TooLarge(length) => invalid(
             container,
@@ -70,7 +70,7 @@ pub fn read(pod: &PodSpec, container: &ContainerId, bundle: &Path) -> Result<Gue
     })?;
     let spec: Spec = serde_json::from_slice(&text)
         .map_err(|error| invalid(container, format!("its spec {path:?} can't be understood: {error}")))?;
-    convert(pod, container, spec)
+    convert(pod, new, spec)
 }
 
 /// Parses an exec's OCI process object and makes it fit for a guest.
@@ -88,7 +88,8 @@ pub fn exec(container: &ContainerId, json: &[u8]) -> Result<Vec<u8>, PodError> {
     serialise(container, &process)
 }
 
-fn convert(pod: &PodSpec, container: &ContainerId, mut spec: Spec) -> Result<GuestSpec, PodError> {
+fn convert(pod: &PodSpec, new: &NewContainer, mut spec: Spec) -> Result<GuestSpec, PodError> {
+    let container = &new.id;
     if spec.hooks().as_ref().is_some_and(|hooks| *hooks != Default::default()) {
         return Err(unsupported(container, "OCI hooks", "they are programs of the host"));
     }
@@ -100,7 +101,7 @@ fn convert(pod: &PodSpec, container: &ContainerId, mut spec: Spec) -> Result<Gue
     }
     let (mut devices, mut processes) = (Vec::new(), None);
     if let Some(linux) = spec.linux_mut() {
-        processes = seen_processes(pod, container, linux)?;
+        processes = seen_processes(pod, new, linux)?;
         let (disks, seen) = devices::convert(container, linux)?;
         needed.extend(disks);
         devices = seen;
@@ -118,23 +119,24 @@ fn convert(pod: &PodSpec, container: &ContainerId, mut spec: Spec) -> Result<Gue
 }
 
 /// Whose processes the container is to see. containerd names a process namespace by a process of the host,
-/// which by our answers is always the VMM: a path says that it is shared, not with which container.
-fn seen_processes(
-    pod: &PodSpec,
-    container: &ContainerId,
-    linux: &Linux,
-) -> Result<Option<Processes>, PodError> {
+/// which by our answers is always the VMM: a path says that it is shared, not with which container. That one runs,
+/// however: where only one does, it is meant.
+fn seen_processes(pod: &PodSpec, new: &NewContainer, linux: &Linux) -> Result<Option<Processes>, PodError> {
+    let container = &new.id;
     let namespaces = linux.namespaces().as_deref().unwrap_or_default();
     let pids = namespaces.iter().find(|namespace| namespace.typ() == LinuxNamespaceType::Pid);
     match pids.map(|pids| pids.path().is_some()) {
         None => Err(unsupported(container, "the host's PID namespace", "a guest has a kernel of its own")),
         Some(false) => Ok(None),
         Some(true) if pod.shared_pids => Ok(Some(Processes::OfPod(true))),
-        Some(true) => Err(unsupported(
-            container,
-            "the PID namespace of one other container",
-            "set shareProcessNamespace in the pod to debug its containers",
-        )),
+        Some(true) => match new.beside.as_slice() {
+            [only] => Ok(Some(Processes::OfContainer(only.to_string()))),
+            several => Err(unsupported(
+                container,
+                &format!("the PID namespace of one of {} running containers", several.len()),
+                "containerd does not tell which is meant; set shareProcessNamespace in the pod to debug them",
+            )),
+        },
     }
 }
 
@@ -214,6 +216,16 @@ mod tests {
     use super::*;
     use crate::pod::journal::tests::record;
 
+    fn new(bundle: &Path, beside: &[&str]) -> NewContainer {
+        NewContainer {
+            id: "c".parse().unwrap(),
+            bundle: bundle.to_owned(),
+            mounts: Vec::new(),
+            stdio: Default::default(),
+            beside: beside.iter().map(|id| id.parse().unwrap()).collect(),
+        }
+    }
+
     fn convert_json(edit: impl FnOnce(&mut serde_json::Value)) -> Result<(Spec, Vec<File>), PodError> {
         let mut json = serde_json::json!({
             "ociVersion": "1.1.0",
@@ -233,7 +245,7 @@ mod tests {
         edit(&mut json);
         let bundle = tempfile::tempdir().unwrap();
         fs::write(bundle.path().join("config.json"), json.to_string()).unwrap();
-        let guest = read(&record("p").spec, &"c".parse().unwrap(), bundle.path())?;
+        let guest = read(&record("p").spec, &new(bundle.path(), &[]))?;
         Ok((serde_json::from_slice(&guest.json).unwrap(), guest.files))
     }
 
@@ -255,17 +267,21 @@ mod tests {
 
     #[test]
     fn processes_are_shared_with_the_pod_and_never_with_the_host() {
-        let seen = |namespaces: serde_json::Value, shared_pids: bool| {
+        let seen = |namespaces: serde_json::Value, shared_pids: bool, beside: &[&str]| {
             let linux: Linux = serde_json::from_value(serde_json::json!({"namespaces": namespaces})).unwrap();
             let pod = PodSpec { shared_pids, ..record("p").spec };
-            seen_processes(&pod, &"c".parse().unwrap(), &linux)
+            seen_processes(&pod, &new(Path::new("/"), beside), &linux)
         };
         let joined = serde_json::json!([{"type": "pid", "path": "/proc/1/ns/pid"}]);
-        assert_eq!(seen(serde_json::json!([{"type": "pid"}]), true).unwrap(), None);
-        assert_eq!(seen(joined.clone(), true).unwrap(), Some(Processes::OfPod(true)));
-        let target = seen(joined, false).unwrap_err().to_string();
-        assert!(target.contains("shareProcessNamespace"), "{target}");
-        let host = seen(serde_json::json!([{"type": "mount"}]), true).unwrap_err().to_string();
+        assert_eq!(seen(serde_json::json!([{"type": "pid"}]), true, &[]).unwrap(), None);
+        assert_eq!(seen(joined.clone(), true, &["a", "b"]).unwrap(), Some(Processes::OfPod(true)));
+        let target = seen(joined.clone(), false, &["a"]).unwrap();
+        assert_eq!(target, Some(Processes::OfContainer("a".to_owned())));
+        for beside in [&[][..], &["a", "b"]] {
+            let target = seen(joined.clone(), false, beside).unwrap_err().to_string();
+            assert!(target.contains("shareProcessNamespace"), "{target}");
+        }
+        let host = seen(serde_json::json!([{"type": "mount"}]), true, &[]).unwrap_err().to_string();
         assert!(host.contains("host's PID namespace"), "{host}");
     }
 

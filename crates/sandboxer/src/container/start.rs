@@ -102,7 +102,7 @@ async fn try_create(
     new: &NewContainer,
     undo: &mut Undo,
 ) -> Result<Created, PodError> {
-    let guest_spec = spec::read(pod, &new.id, &new.bundle)?;
+    let guest_spec = spec::read(pod, new)?;
     let subject = Subject { container: new.id.clone(), exec: None };
     let io = Io::open(front, &pod.id, &subject, &new.stdio)?;
     if let Some(kept) = io.kept() {

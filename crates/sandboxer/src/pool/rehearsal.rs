@@ -120,6 +120,7 @@ impl Rehearsal {
             bundle: self.bundle.clone(),
             mounts: vec![self.image.clone()],
             stdio: StdioPaths { stdout: self.bundle.join(STDOUT), ..StdioPaths::default() },
+            beside: Vec::new(),
         };
         // Not among the times of pods.
         let stages = Stages::new(id.clone(), Arc::default());

@@ -10,7 +10,7 @@ use sandboxer_e2e::case::{Case, PATIENCE, idle, security, shell};
 crate::cases![
     Any: exit_codes, command_environment_and_directory, user_and_groups, user_by_name, capabilities, seccomp,
     no_new_privileges, masked_and_read_only_paths, read_only_rootfs, rootfs_is_private_and_whole,
-    shared_memory, hostname_and_resolver, namespaces, shared_process_namespace, limits, limits_change, out_of_memory,
+    shared_memory, hostname_and_resolver, namespaces, shared_process_namespace, processes_of_another, limits, limits_change, out_of_memory,
     oom_score, sysctls, device_rules, terminal;
     Vm: privileged_is_all_of_the_guest
 ];
@@ -198,6 +198,22 @@ async fn namespaces(case: Case) -> Result<()> {
 }
 
 /// shareProcessNamespace: each sees the other and is PID 1 to nobody; what its init leaves running ends with it.
+/// As `kubectl debug --target` asks: the debugger sees what runs in the container it is for.
+async fn processes_of_another(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    let target = pod.start(shell("target", "sleep 4321")).await?;
+    let mut debugger = shell("debugger", "ps -o args | grep '^[s]leep'");
+    security(&mut debugger).namespace_options = Some(NamespaceOption {
+        pid: NamespaceMode::Target.into(),
+        target_id: target.id.clone(),
+        ..Default::default()
+    });
+    let seen = pod.run(debugger).await?.logs.stdout;
+    ensure!(seen == "sleep 4321\n", "{seen}");
+    ensure!(target.sh("ps -o args | grep -c '^[s]leep'").await? == "1", "the debugger took its target along");
+    Ok(())
+}
+
 async fn shared_process_namespace(case: Case) -> Result<()> {
     let shared = case
         .pod_with(|config| {

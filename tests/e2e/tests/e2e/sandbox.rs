@@ -56,6 +56,7 @@ async fn host_namespaces_are_refused(case: Case) -> Result<()> {
     }
     let pod = case.pod().await?;
     let target = pod.start(idle("target")).await?;
+    pod.start(idle("other")).await?;
     let mut debugger = shell("debugger", "true");
     let options = NamespaceOption {
         pid: NamespaceMode::Target.into(),

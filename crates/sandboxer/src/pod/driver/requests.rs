@@ -160,13 +160,16 @@ impl Driver {
         });
     }
 
-    fn on_create_container(&mut self, new: NewContainer, reply: Reply<()>) {
+    fn on_create_container(&mut self, mut new: NewContainer, reply: Reply<()>) {
         let Some(live) = self.live.clone().filter(|_| self.state() == PodState::Ready) else {
             return answer(reply, Err(self.wrong_state("create a container", self.state())));
         };
         if self.containers.contains_key(&new.id) || self.being_made.contains_key(&new.id) {
             return answer(reply, Err(PodError::ContainerExists(new.id)));
         }
+        let runs = |container: &Container| *container.init.phase.borrow() == Phase::Running;
+        let running = self.containers.iter().filter(|(_, container)| runs(container));
+        new.beside = running.map(|(id, _)| id.clone()).collect();
         let stages = Stages::new(self.spec.id.clone(), self.node.stage_times.clone());
         self.being_made.insert(new.id.clone(), stages.clone());
         let (node, spec, volumes) = (self.node.clone(), self.spec.clone(), self.volumes.clone());

@@ -3,155 +3,39 @@
 #![allow(clippy::unwrap_used, reason = "a test that can't go on fails where it stands")]
 
 mod fake_agent;
+mod test_node;
 
-use std::{fs, path::Path, sync::Arc, time::Duration};
+use std::{fs, sync::Arc, time::Duration};
 
 use fake_agent::{FakeAgent, OUTPUT};
-use nix::{sys::stat::Mode, unistd::mkfifo};
 use sandboxer::{
-    config::Config,
-    container::{NewContainer, Phase, StdioPaths},
-    daemon,
+    container::Phase,
     error::Code,
     events::Kind,
-    front::Front,
-    host::rootfs::Mount,
     pod::{
-        self, Node, PodHandle,
         recover::{self, Recovered},
-        spec::PodSpec,
-        state::{PodState, PodStatus},
+        state::PodState,
     },
     vmm::fake::{FakeVmm, Fault},
 };
-use sandboxer_protocol::{
-    id::{ContainerId, Id},
-    link::LinkKey,
-    stage::Stage,
-};
-use tempfile::TempDir;
+use sandboxer_protocol::stage::Stage;
+use test_node::{TestNode, id, phase, reader};
 use tokio::io::AsyncReadExt;
 
-/// Longer than any test takes.
-const BOOT_TIMEOUT: Duration = Duration::from_secs(60);
-
-/// A node whose machines run nothing.
-struct TestNode {
-    node: Arc<Node>,
-    vmm: Arc<FakeVmm>,
-    dir: TempDir,
+/// A node whose agents are good.
+fn node() -> TestNode {
+    with_boot_timeout(Duration::from_secs(60))
 }
 
-impl TestNode {
-    fn new() -> Self {
-        Self::with_boot_timeout(BOOT_TIMEOUT)
-    }
-
-    fn with_boot_timeout(limit: Duration) -> Self {
-        let agent = FakeAgent::default();
-        let vmm = Arc::new(FakeVmm::new(move |guest| agent.serve(guest)));
-        let dir = tempfile::tempdir().unwrap();
-        Self { node: node(dir.path(), vmm.clone(), limit), vmm, dir }
-    }
-
-    /// What a daemon that was killed and started again has.
-    fn restarted(&self) -> Arc<Node> {
-        node(self.dir.path(), self.vmm.clone(), BOOT_TIMEOUT)
-    }
-
-    fn pod(&self, id: &str) -> PodHandle {
-        let spec = PodSpec {
-            id: id.parse().unwrap(),
-            name: id.into(),
-            namespace: "default".into(),
-            uid: String::new(),
-            hostname: id.into(),
-            netns: None,
-            ips: Vec::new(),
-            resolv_conf: None,
-            shared_pids: false,
-            cgroup_parent: String::new(),
-            sysctls: Default::default(),
-            way: Default::default(),
-            vcpus: 1,
-            memory_mib: 128,
-            host_ports: Vec::new(),
-            limits: Default::default(),
-            room: Default::default(),
-        };
-        let status = PodStatus::created(1);
-        let node = self.node.clone();
-        let key = LinkKey::random();
-        self.node
-            .registry
-            .insert(&spec.id.clone(), || pod::spawn(node, spec, key, status, Default::default()))
-            .unwrap()
-    }
-
-    /// A container whose bundle and FIFOs exist, as containerd would have made them.
-    fn container(&self, id: &str, program: &str) -> NewContainer {
-        let bundle = self.dir.path().join("bundles").join(id);
-        let rootfs = self.dir.path().join("rootfs");
-        fs::create_dir_all(&bundle).unwrap();
-        fs::create_dir_all(&rootfs).unwrap();
-        fs::write(rootfs.join("file"), "content").unwrap();
-        let spec = serde_json::json!({
-            "ociVersion": "1.1.0",
-            "root": {"path": "rootfs"},
-            "process": {"user": {"uid": 0, "gid": 0}, "args": [program], "cwd": "/"},
-            "linux": {"namespaces": [{"type": "pid"}, {"type": "mount"}]}
-        });
-        fs::write(bundle.join("config.json"), spec.to_string()).unwrap();
-        let fifo = |name: &str| {
-            let path = bundle.join(name);
-            let _ = mkfifo(&path, Mode::S_IRWXU);
-            path
-        };
-        NewContainer {
-            id: id.parse().unwrap(),
-            stdio: StdioPaths {
-                stdin: Default::default(),
-                stdout: fifo("stdout"),
-                stderr: fifo("stderr"),
-                terminal: false,
-            },
-            beside: Vec::new(),
-            mounts: vec![Mount {
-                fstype: "bind".into(),
-                source: rootfs.to_string_lossy().into_owned(),
-                options: vec!["rbind".into(), "rw".into()],
-            }],
-            bundle,
-        }
-    }
-
-    fn run_dir_of(&self, pod: &PodHandle) -> std::path::PathBuf {
-        self.node.run_dir(pod.id())
-    }
-}
-
-fn node(dir: &Path, vmm: Arc<FakeVmm>, boot_timeout: Duration) -> Arc<Node> {
-    let mut config = Config { run_dir: dir.join("run"), state_dir: dir.join("state"), ..Config::default() };
-    config.vm.boot_timeout = boot_timeout;
-    daemon::node(config, vmm, Front::none()).unwrap()
-}
-
-/// A reader that keeps its end of a FIFO open, as containerd does.
-fn reader(path: &Path) -> tokio::net::unix::pipe::Receiver {
-    tokio::net::unix::pipe::OpenOptions::new().open_receiver(path).unwrap()
-}
-
-fn id(text: &str) -> ContainerId {
-    text.parse::<Id>().unwrap()
-}
-
-async fn phase(pod: &PodHandle, container: &str) -> Phase {
-    pod.process(id(container), None).await.unwrap().phase.borrow().clone()
+fn with_boot_timeout(limit: Duration) -> TestNode {
+    let agent = FakeAgent::default();
+    let vmm = Arc::new(FakeVmm::new(move |guest| agent.serve(guest)));
+    TestNode::with(vmm, |config| config.vm.boot_timeout = limit)
 }
 
 #[tokio::test]
 async fn a_container_runs_prints_and_ends_and_the_pod_goes_without_a_trace() {
-    let test = TestNode::new();
+    let test = node();
     let pod = test.pod("web");
     pod.start().await.unwrap();
     pod.start().await.unwrap();
@@ -184,7 +68,7 @@ async fn a_container_runs_prints_and_ends_and_the_pod_goes_without_a_trace() {
     assert_eq!((pod.status().state, pod.status().reason.as_str()), (PodState::Stopped, ""));
     pod.remove().await.unwrap();
     assert!(test.node.registry.pods().is_empty());
-    assert!(!test.run_dir_of(&pod).exists());
+    assert!(!test.node.run_dir(pod.id()).exists());
     assert!(test.node.journal.records().unwrap().is_empty());
     assert!(test.vmm.running().is_empty());
 }
@@ -192,7 +76,7 @@ async fn a_container_runs_prints_and_ends_and_the_pod_goes_without_a_trace() {
 #[tokio::test]
 async fn a_stop_wins_over_a_start_that_would_take_for_ever() {
     for fault in [Fault::NeverReady, Fault::Hangs] {
-        let test = TestNode::new();
+        let test = node();
         test.vmm.inject(fault);
         let pod = test.pod("slow");
         let starting = tokio::spawn({
@@ -206,7 +90,7 @@ async fn a_stop_wins_over_a_start_that_would_take_for_ever() {
         let told = starting.await.unwrap().unwrap_err();
         assert_eq!(told.code(), Code::Cancelled, "{told}");
         assert_eq!(pod.status().state, PodState::Stopped);
-        assert!(!test.run_dir_of(&pod).exists(), "{fault:?} left its run directory");
+        assert!(!test.node.run_dir(pod.id()).exists(), "{fault:?} left its run directory");
         assert!(test.vmm.running().is_empty(), "{fault:?} left its VMM");
         let late = pod.start().await.unwrap_err();
         assert_eq!(late.code(), Code::FailedPrecondition, "{late}");
@@ -215,7 +99,7 @@ async fn a_stop_wins_over_a_start_that_would_take_for_ever() {
 
 #[tokio::test]
 async fn a_guest_that_never_gets_ready_is_given_up_for_a_new_one_once() {
-    let test = TestNode::with_boot_timeout(Duration::from_secs(2));
+    let test = with_boot_timeout(Duration::from_secs(2));
     test.vmm.inject(Fault::NeverReady);
     let pod = test.pod("slow");
     let starting = tokio::spawn({
@@ -237,12 +121,12 @@ async fn a_guest_that_never_gets_ready_is_given_up_for_a_new_one_once() {
     let error = never.start().await.unwrap_err();
     assert_eq!(error.code(), Code::DeadlineExceeded, "{error}");
     assert_eq!(test.vmm.running().len(), 1);
-    assert!(!test.run_dir_of(&never).exists());
+    assert!(!test.node.run_dir(never.id()).exists());
 }
 
 #[tokio::test]
 async fn a_vmm_that_dies_stops_its_pod_and_every_container_learns_why() {
-    let test = TestNode::new();
+    let test = node();
     let (pod, other) = (test.pod("doomed"), test.pod("other"));
     pod.start().await.unwrap();
     other.start().await.unwrap();
@@ -268,19 +152,19 @@ async fn a_vmm_that_dies_stops_its_pod_and_every_container_learns_why() {
 
 #[tokio::test]
 async fn a_start_that_fails_says_why_and_leaves_nothing() {
-    let test = TestNode::new();
+    let test = node();
     test.vmm.inject(Fault::FailsToBoot);
     let pod = test.pod("bad");
     let error = pod.start().await.unwrap_err().to_string();
     assert!(error.contains("injected failure") && error.contains("bad"), "{error}");
-    assert!(!test.run_dir_of(&pod).exists());
+    assert!(!test.node.run_dir(pod.id()).exists());
     assert!(pod.status().reason.contains("injected failure"));
     pod.remove().await.unwrap();
 }
 
 #[tokio::test]
 async fn a_container_that_can_not_be_made_leaves_its_id_free_and_no_disk() {
-    let test = TestNode::new();
+    let test = node();
     let pod = test.pod("web");
     pod.start().await.unwrap();
     test.node.registry.insert_container(&id("c1"), pod.id()).unwrap();
@@ -296,7 +180,7 @@ async fn a_container_that_can_not_be_made_leaves_its_id_free_and_no_disk() {
 
 #[tokio::test]
 async fn the_next_daemon_finds_pods_alive_their_containers_running_and_what_died_dead() {
-    let test = TestNode::new();
+    let test = node();
     let (alive, dead) = (test.pod("alive"), test.pod("dead"));
     for pod in [&alive, &dead] {
         pod.start().await.unwrap();
@@ -328,7 +212,7 @@ async fn the_next_daemon_finds_pods_alive_their_containers_running_and_what_died
 
 #[tokio::test]
 async fn the_next_daemon_ends_containers_that_containerd_has_forgotten_and_only_those() {
-    let test = TestNode::new();
+    let test = node();
     let pod = test.pod("web");
     pod.start().await.unwrap();
     let mut readers = Vec::new();
@@ -362,7 +246,7 @@ async fn the_next_daemon_ends_containers_that_containerd_has_forgotten_and_only_
 
 #[tokio::test]
 async fn a_record_nobody_understands_is_put_aside_not_deleted() {
-    let test = TestNode::new();
+    let test = node();
     let torn = test.dir.path().join("state/pods/torn.json");
     fs::write(&torn, "{\"version\":1,").unwrap();
     let recovered = recover::recover(&test.node).await.unwrap();

@@ -7,7 +7,7 @@
 
 use std::io;
 
-use sandboxer_protocol::agent::{OutputStream, ReadOutputRequest, WriteInputRequest};
+use sandboxer_protocol::agent::{OutputStream, ReadOutputRequest, ReadOutputResponse, WriteInputRequest};
 
 use super::{
     io::{StdinCloser, Subject},
@@ -15,7 +15,7 @@ use super::{
 };
 use crate::{
     error::chain,
-    guest::{Agent, GuestError},
+    guest::{Agent, GuestError, Pace},
 };
 
 /// Most bytes moved by one call to the agent.
@@ -63,15 +63,14 @@ pub async fn copy_output(
         resume: lost,
         ..Default::default()
     };
+    let mut pace = Pace::default();
     loop {
         let answer = agent.read_output(request.clone()).await?;
-        if request.resume {
-            outlet.begin_at(answer.offset)?;
-        } else if answer.offset != request.offset {
+        if !is_due(&request, &answer) {
             return Err(CopyError::Misled(answer.data.len(), answer.offset));
         }
-        if answer.data.len() > CHUNK {
-            return Err(CopyError::Misled(answer.data.len(), answer.offset));
+        if request.resume {
+            outlet.begin_at(answer.offset)?;
         }
         outlet.deliver(answer.offset, &answer.data).await?;
         if answer.end {
@@ -79,7 +78,18 @@ pub async fn copy_output(
         }
         request.offset = answer.offset + answer.data.len() as u64;
         request.resume = false;
+        pace.keep(answer.data.len()).await;
     }
+}
+
+/// Whether a guest may answer so: from where it was asked on, no more than it was asked for, and not nothing, since
+/// it waits for something.
+fn is_due(request: &ReadOutputRequest, answer: &ReadOutputResponse) -> bool {
+    let length = answer.data.len();
+    (request.resume || answer.offset == request.offset)
+        && i64::try_from(answer.offset).is_ok()
+        && length <= CHUNK
+        && (length > 0 || answer.end)
 }
 
 /// Copies the input until its end, or until `closer` says so. `resume`: an earlier worker had begun; `lost`: and
@@ -102,6 +112,9 @@ pub async fn copy_input(
     };
     // Nothing, at the beginning: the answer tells how far an earlier worker got.
     let mut offset = if resume { agent.write_input(message(0, Vec::new(), false)).await? } else { 0 };
+    if i64::try_from(offset).is_err() {
+        return Err(CopyError::Misled(0, offset));
+    }
     if lost {
         inlet.begin_at(offset)?;
     }

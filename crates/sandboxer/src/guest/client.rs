@@ -9,6 +9,7 @@ use sandboxer_protocol::{
 };
 use ttrpc::context::{Context, with_duration};
 
+use super::bounds::plain;
 use crate::{error::Code, failpoint::pass, pod::Signal};
 
 /// Making a container or an exec may take a slow guest a while: so many times the plain limit.
@@ -338,7 +339,7 @@ impl Agent {
                     ttrpc::Code::DEADLINE_EXCEEDED => Code::DeadlineExceeded,
                     _ => Code::Internal,
                 };
-                GuestError::Refused { pod, call, code, message: bounded(status.message) }
+                GuestError::Refused { pod, call, code, message: plain(&status.message) }
             }
             source => GuestError::Failed { pod, call, source },
         }
@@ -347,15 +348,4 @@ impl Agent {
 
 fn text(id: Option<&ExecId>) -> String {
     id.map(ToString::to_string).unwrap_or_default()
-}
-
-/// The agent's words, cut to what a person reads: the guest may say anything.
-fn bounded(mut message: String) -> String {
-    const MOST: usize = 2048;
-    if message.len() > MOST {
-        let cut = (0..=MOST).rev().find(|&at| message.is_char_boundary(at)).unwrap_or(0);
-        message.truncate(cut);
-        message.push('…');
-    }
-    message
 }

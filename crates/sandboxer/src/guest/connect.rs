@@ -3,11 +3,14 @@
 use sandboxer_protocol::{
     agent::{AgentClient, Ready},
     id::SandboxId,
-    link::{self, LinkKey},
+    link::{self, LinkError, LinkKey},
 };
 use ttrpc::asynchronous::{Client, transport::Socket};
 
-use super::{Agent, GuestError};
+use super::{
+    Agent, GuestError,
+    bounds::{Bounded, plain},
+};
 use crate::{config::VmConfig, error::PodError, vmm::Machine};
 
 /// Greets the agent and waits until it says ready, by event. The caller sets the deadline and
@@ -19,9 +22,14 @@ pub async fn connect(
     config: &VmConfig,
 ) -> Result<(Agent, Ready), PodError> {
     let mut stream = machine.agent_stream().await?;
-    let ready = link::greet(&mut stream, key)
-        .await
-        .map_err(|source| GuestError::Greeting { pod: pod.clone(), source })?;
-    let client = AgentClient::new(Client::new(Socket::new(stream)));
+    let mut ready = link::greet(&mut stream, key).await.map_err(|source| {
+        let source = match source {
+            LinkError::Refused(words) => LinkError::Refused(plain(&words)),
+            other => other,
+        };
+        GuestError::Greeting { pod: pod.clone(), source }
+    })?;
+    ready.kernel_release = plain(&ready.kernel_release);
+    let client = AgentClient::new(Client::new(Socket::new(Bounded::new(stream))));
     Ok((Agent::new(pod.clone(), client, config.agent_timeout), ready))
 }

@@ -1,7 +1,10 @@
 //! The guest, as far as the daemon talks to it: a greeting, then calls to its agent.
 
+pub mod bounds;
 mod client;
 mod connect;
+mod pace;
 
 pub use client::{Agent, GuestError};
 pub use connect::connect;
+pub use pace::Pace;

@@ -109,6 +109,8 @@ enum Ended {
     Guest(#[from] GuestError),
     #[error("the connection on the host failed")]
     Host(#[from] io::Error),
+    #[error("the guest sent {0} bytes at once, at most {CHUNK} are taken")]
+    TooMuch(usize),
     #[error("the guest was silent for {SILENCE:?} after the last word of the other side")]
     Silent,
 }
@@ -163,6 +165,9 @@ async fn out_of_guest(
             data = agent.read_connection(connection) => data?,
             () = silence => return Err(Ended::Silent),
         };
+        if data.len() > CHUNK {
+            return Err(Ended::TooMuch(data.len()));
+        }
         if data.is_empty() {
             to.shutdown().await?;
             return Ok(());

@@ -27,6 +27,10 @@ use crate::guest::{Agent, GuestError};
 /// exchange with the agent carries a request and the answer to the one before.
 const ANSWER_SOON: Duration = Duration::from_millis(2);
 
+/// Most calls to the agent under way at once. A later one ends the wait of those before, so there are more than a
+/// few only while a guest answers none.
+const EXCHANGES: usize = 4 * SLOTS;
+
 /// Carries until the agent is gone. Without a `server`, and from its end on, the guest gets errors.
 pub async fn run(agent: Agent, server: Option<UnixStream>) {
     let (answered, mut answers) = mpsc::channel(SLOTS);
@@ -73,6 +77,9 @@ pub async fn run(agent: Agent, server: Option<UnixStream>) {
                 exchanges.push(exchange(&agent, Vec::new(), false));
             }
             Some(exchanged) = exchanges.next() => {
+                if exchanges.len() > EXCHANGES {
+                    return tracing::warn!(?agent, "the guest takes answers and gives none; its shares end");
+                }
                 let requests = match exchanged {
                     Ok(requests) => requests,
                     Err(error) => return tracing::debug!(?agent, %error, "shares are carried no more"),

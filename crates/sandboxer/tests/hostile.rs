@@ -1,0 +1,212 @@
+//! What a hostile guest can do to its node: nothing. It loses its own pod at most; the daemon stays small, and
+//! other pods' requests are answered meanwhile.
+
+#![allow(clippy::unwrap_used, reason = "a test that can't go on fails where it stands")]
+
+mod fake_agent;
+mod hostile_agent;
+mod test_node;
+
+use std::{
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+use fake_agent::{FakeAgent, OUTPUT};
+use hostile_agent::Nature;
+use sandboxer::{
+    container::Phase,
+    error::{Code, PodError},
+    pod::{PodHandle, recover, state::PodState},
+    vmm::fake::FakeVmm,
+};
+use test_node::{TestNode, id, phase, reader};
+use tokio::io::AsyncReadExt;
+
+/// How long an agent may take to answer a call; what these tests wait for again and again.
+const AGENT_TIMEOUT: Duration = Duration::from_millis(500);
+/// How long a guest may take to get ready: long enough to drop 64 MiB of rubbish.
+const BOOT_TIMEOUT: Duration = Duration::from_secs(60);
+/// Pods beside the hostile one.
+const GOOD: usize = 10;
+/// What the daemon may grow by on account of one hostile guest, KiB. Measured together with the double, whose
+/// longest frame is 4 MiB and there twice.
+const GROWTH_KIB: u64 = 16 << 10;
+
+/// A node whose next machine's agent is of the nature that is set, then good ones again.
+struct HostileNode {
+    test: TestNode,
+    next: Arc<Mutex<Option<Nature>>>,
+}
+
+impl HostileNode {
+    fn new() -> Self {
+        let next: Arc<Mutex<Option<Nature>>> = Arc::default();
+        let (agent, chosen) = (FakeAgent::default(), next.clone());
+        let vmm = Arc::new(FakeVmm::new(move |guest| match *chosen.lock().unwrap() {
+            Some(nature) => hostile_agent::serve(guest, nature),
+            None => agent.serve(guest),
+        }));
+        let test = TestNode::with(vmm, |config| {
+            config.vm.boot_timeout = BOOT_TIMEOUT;
+            config.vm.agent_timeout = AGENT_TIMEOUT;
+        });
+        Self { test, next }
+    }
+
+    /// A pod with an agent of this nature, and what came of its start.
+    async fn start(&self, nature: Nature) -> (PodHandle, Result<(), PodError>) {
+        *self.next.lock().unwrap() = Some(nature);
+        let pod = self.test.pod("hostile");
+        let started = pod.start().await;
+        *self.next.lock().unwrap() = None;
+        (pod, started)
+    }
+}
+
+/// Most memory this process ever had since [`forget_peak`], KiB.
+fn peak_kib() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse().unwrap()
+}
+
+/// Peak is what there is now.
+fn forget_peak() -> u64 {
+    std::fs::write("/proc/self/clear_refs", "5").unwrap();
+    peak_kib()
+}
+
+/// All that is asked of a good pod, from a container's start to its end.
+async fn use_pod(test: &TestNode, pod: &PodHandle, container: &str) {
+    let new = test.container(container, "true");
+    let mut stdout = reader(&new.stdio.stdout);
+    pod.create_container(new).await.unwrap();
+    pod.start_process(id(container), None).await.unwrap();
+    let mut seen = vec![0; OUTPUT.len()];
+    stdout.read_exact(&mut seen).await.unwrap();
+    assert_eq!(seen, OUTPUT);
+    pod.signal(id(container), None, 15, false).await.unwrap();
+    let mut view = pod.process(id(container), None).await.unwrap();
+    view.phase.wait_for(|phase| phase.exit().is_some()).await.unwrap();
+    pod.delete(id(container), None).await.unwrap();
+}
+
+/// What is asked of a hostile pod, whatever it answers: a container's life, and an error at most.
+async fn provoke(test: &TestNode, pod: &PodHandle) {
+    let new = test.container("victim", "true");
+    let stdout = reader(&new.stdio.stdout);
+    let _ = pod.create_container(new).await;
+    let _ = pod.start_process(id("victim"), None).await;
+    let reading = tokio::spawn(async move {
+        let mut stdout = stdout;
+        let mut sink = vec![0; 64 << 10];
+        while stdout.read(&mut sink).await.is_ok_and(|count| count > 0) {}
+    });
+    for _ in 0..3 {
+        let _ = pod.signal(id("victim"), None, 15, false).await;
+        let _ = pod.pids(id("victim")).await;
+        let _ = pod.stats(None).await;
+    }
+    reading.abort();
+}
+
+// One after the other: memory is this process's as a whole.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whatever_a_guest_does_the_daemon_stays_small_and_other_pods_are_served() {
+    let node = HostileNode::new();
+    let mut good = Vec::new();
+    for n in 0..GOOD {
+        let pod = node.test.pod(&format!("good{n}"));
+        pod.start().await.unwrap();
+        good.push(pod);
+    }
+    for nature in Nature::ALL {
+        let before = forget_peak();
+        let (hostile, started) = node.start(nature).await;
+        match &started {
+            Ok(()) => assert!(nature.gets_ready(), "{nature:?} got ready"),
+            Err(error) => {
+                assert!(!nature.gets_ready(), "{nature:?}: {error}");
+                assert_eq!(hostile.status().state, PodState::Stopped, "{nature:?}");
+            }
+        }
+        assert!(!hostile.status().kernel_release.contains(char::is_control), "{nature:?}");
+
+        let provoked = provoke(&node.test, &hostile);
+        let served = futures::future::join_all(good.iter().enumerate().map(|(n, pod)| {
+            let (test, name) = (&node.test, format!("c{n}-{nature:?}"));
+            async move { use_pod(test, pod, &name).await }
+        }));
+        tokio::join!(provoked, served);
+        let growth = peak_kib().saturating_sub(before);
+        assert!(growth <= GROWTH_KIB, "{nature:?}: the daemon grew by {growth} KiB");
+
+        // Its own pod at most: the others are as they were, and it can be stopped and removed like any.
+        for pod in &good {
+            assert_eq!(pod.status().state, PodState::Ready, "{nature:?}");
+        }
+        hostile.stop().await.unwrap();
+        hostile.remove().await.unwrap();
+        assert_eq!(node.test.vmm.running().len(), GOOD, "{nature:?} left a machine");
+    }
+    for pod in good {
+        pod.remove().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_guest_of_another_version_is_told_and_given_up() {
+    let node = HostileNode::new();
+    let (_, started) = node.start(Nature::OtherVersion).await;
+    let error = started.unwrap_err();
+    assert_eq!(error.code(), Code::FailedPrecondition, "{error}");
+}
+
+#[tokio::test]
+async fn an_answer_too_many_ends_the_session_of_that_guest() {
+    for nature in [Nature::AnswersTwice, Nature::AnswersUnasked, Nature::Streams, Nature::AnswersAtLength] {
+        let node = HostileNode::new();
+        let (pod, started) = node.start(nature).await;
+        started.unwrap();
+        // The first may have been answered before the second answer came.
+        let _ = pod.stats(None).await;
+        let error = pod.stats(None).await.unwrap_err();
+        assert_eq!(error.code(), Code::Unavailable, "{nature:?}: {error}");
+        pod.remove().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn an_answer_that_comes_late_is_nobodys() {
+    let node = HostileNode::new();
+    let (pod, started) = node.start(Nature::AnswersLate).await;
+    started.unwrap();
+    let new = node.test.container("c1", "true");
+    let _stdout = reader(&new.stdio.stdout);
+    pod.create_container(new).await.unwrap();
+    pod.start_process(id("c1"), None).await.unwrap();
+    let error = pod.signal(id("c1"), None, 15, false).await.unwrap_err();
+    assert!(matches!(error.code(), Code::Unavailable | Code::DeadlineExceeded), "{error}");
+    tokio::time::sleep(2 * AGENT_TIMEOUT).await;
+    pod.stats(None).await.unwrap();
+    pod.remove().await.unwrap();
+}
+
+#[tokio::test]
+async fn the_next_daemon_takes_no_list_without_end() {
+    let node = HostileNode::new();
+    let (hostile, started) = node.start(Nature::ListsForEver).await;
+    started.unwrap();
+    let new = node.test.container("c1", "true");
+    let _stdout = reader(&new.stdio.stdout);
+    hostile.create_container(new).await.unwrap();
+    hostile.start_process(id("c1"), None).await.unwrap();
+
+    *node.next.lock().unwrap() = Some(Nature::ListsForEver);
+    let next = node.test.restarted();
+    recover::recover(&next).await.unwrap();
+    let taken_up = next.registry.pod(hostile.id()).unwrap();
+    assert!(matches!(phase(&taken_up, "c1").await, Phase::Exited(_)), "nobody told that it runs");
+    taken_up.remove().await.unwrap();
+}

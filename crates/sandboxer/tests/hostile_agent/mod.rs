@@ -1,0 +1,220 @@
+//! A double of an agent that means harm, or of whatever took its place in a guest that somebody broke into.
+//!
+//! It greets as any agent does and answers every call with an empty message, which is what success looks like,
+//! until its nature shows.
+
+use std::io;
+
+use protobuf::Message;
+use sandboxer::vmm::fake::FakeGuest;
+use sandboxer_protocol::{
+    PROTOCOL_VERSION,
+    agent::{self as wire, Ready},
+    link,
+};
+use tokio::{
+    io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
+    sync::mpsc,
+};
+use ttrpc::{
+    MessageHeader, Request, Response,
+    proto::{MESSAGE_HEADER_LENGTH, MESSAGE_TYPE_DATA, MESSAGE_TYPE_RESPONSE},
+};
+
+/// What it does to the daemon.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Nature {
+    /// Sends rubbish instead of a welcome, without end.
+    NeverGreets,
+    /// Welcomes the daemon in another version of the protocol.
+    OtherVersion,
+    /// Welcomes it with a release full of control characters, as long as a welcome may be.
+    SteersTerminals,
+    /// Sends answers that nobody asked for, as long as can be, without end.
+    AnswersUnasked,
+    /// Answers each call again and again.
+    AnswersTwice,
+    /// Answers a call by a stream of data without end.
+    Streams,
+    /// Announces an answer of 4 GiB, and sends it.
+    AnswersAtLength,
+    /// Answers with bytes that are no message.
+    AnswersRubbish,
+    /// Answers a call when nobody waits any more.
+    AnswersLate,
+    /// Takes nothing, says nothing.
+    NeverReads,
+    /// Takes every call and answers none.
+    NeverAnswers,
+    /// Has endless output, as much at once as it may send.
+    FloodsOutput,
+    /// Has endless output, a byte at a time.
+    TricklesOutput,
+    /// Says again and again that there is no output yet.
+    SpinsOutput,
+    /// Has output from offsets that nobody asked for.
+    SkipsOutput,
+    /// Knows more processes than there can be.
+    ListsForEver,
+}
+
+impl Nature {
+    pub const ALL: [Self; 16] = [
+        Self::NeverGreets,
+        Self::OtherVersion,
+        Self::SteersTerminals,
+        Self::AnswersUnasked,
+        Self::AnswersTwice,
+        Self::Streams,
+        Self::AnswersAtLength,
+        Self::AnswersRubbish,
+        Self::AnswersLate,
+        Self::NeverReads,
+        Self::NeverAnswers,
+        Self::FloodsOutput,
+        Self::TricklesOutput,
+        Self::SpinsOutput,
+        Self::SkipsOutput,
+        Self::ListsForEver,
+    ];
+
+    /// Whether a machine with such an agent becomes a pod at all.
+    pub fn gets_ready(self) -> bool {
+        !matches!(self, Self::NeverGreets | Self::OtherVersion)
+    }
+}
+
+/// What a guest of [`Nature::SteersTerminals`] calls its kernel.
+pub const RELEASE: &str = "6.1\x1b]0;root\x07";
+
+/// Longest message ttrpc takes.
+const LONGEST: u32 = 4 << 20;
+
+/// Serves one stream of a guest.
+pub fn serve(guest: FakeGuest, nature: Nature) {
+    tokio::spawn(async move {
+        // Whatever ends it, the daemon has had enough.
+        let _ = match nature {
+            Nature::NeverGreets => flood(guest.stream, &[0xa5; 16 << 10]).await,
+            Nature::OtherVersion => other_version(guest).await,
+            _ => greet_and_harm(guest, nature).await,
+        };
+    });
+}
+
+async fn flood(mut to: impl AsyncWrite + Unpin, with: &[u8]) -> io::Result<()> {
+    loop {
+        to.write_all(with).await?;
+    }
+}
+
+async fn other_version(guest: FakeGuest) -> io::Result<()> {
+    let mut stream = guest.stream;
+    let key = *guest.link_key.borrow().as_bytes();
+    let mut hello = [0; 32 + 8 + 4];
+    stream.read_exact(&mut hello).await?;
+    let other = (PROTOCOL_VERSION + 1).to_be_bytes();
+    stream.write_all(&[&key[..], &hello[32..40], &other, &0u16.to_be_bytes()].concat()).await?;
+    std::future::pending().await
+}
+
+async fn greet_and_harm(guest: FakeGuest, nature: Nature) -> io::Result<()> {
+    let key = guest.link_key.subscribe();
+    let (sessions, mut accepted) = mpsc::channel(1);
+    let release = match nature {
+        Nature::SteersTerminals => RELEASE.repeat(300),
+        _ => "hostile".to_owned(),
+    };
+    let ready = || Ready { kernel_release: release.clone(), ..Default::default() };
+    let harm = async {
+        while let Some(session) = accepted.recv().await {
+            // The daemon hung up: that is the end of a session, not of the guest.
+            let _ = harm(session, nature).await;
+        }
+        Ok(())
+    };
+    tokio::try_join!(link::serve(guest.stream, key, ready, sessions), harm).map(drop)
+}
+
+async fn harm(session: impl AsyncRead + AsyncWrite, nature: Nature) -> io::Result<()> {
+    use Nature::*;
+    let (mut from, mut to) = tokio::io::split(session);
+    loop {
+        let (stream, request) = read_call(&mut from).await?;
+        let good = |answer: &[u8]| response(stream, answer);
+        if request.method == "ConfigurePod" {
+            to.write_all(&good(b"")).await?;
+            continue;
+        }
+        match (nature, request.method.as_str()) {
+            (AnswersUnasked, _) => {
+                let frame = [head(stream + 1000, LONGEST, MESSAGE_TYPE_RESPONSE), vec![0; LONGEST as usize]];
+                return flood(&mut to, &frame.concat()).await;
+            }
+            (AnswersTwice, _) => return flood(&mut to, &good(b"")).await,
+            (Streams, _) => {
+                let frame = [head(stream, 64 << 10, MESSAGE_TYPE_DATA), vec![0; 64 << 10]].concat();
+                return flood(&mut to, &frame).await;
+            }
+            (AnswersAtLength, _) => {
+                to.write_all(&head(stream, u32::MAX, MESSAGE_TYPE_RESPONSE)).await?;
+                return flood(&mut to, &[0; 16 << 10]).await;
+            }
+            (AnswersRubbish, _) => {
+                let rubbish = [0xff; 64];
+                to.write_all(&head(stream, 64, MESSAGE_TYPE_RESPONSE)).await?;
+                to.write_all(&rubbish).await?;
+            }
+            (AnswersLate, "SignalProcess") => {
+                tokio::time::sleep(2 * super::AGENT_TIMEOUT).await;
+                to.write_all(&good(b"")).await?;
+            }
+            (NeverReads, _) => return std::future::pending().await,
+            (NeverAnswers, _) | (_, "WaitProcess") => {}
+            (_, "ReadOutput") => {
+                let asked = wire::ReadOutputRequest::parse_from_bytes(&request.payload)?;
+                if let Some(output) = output(nature, asked.offset) {
+                    to.write_all(&good(&output.write_to_bytes()?)).await?;
+                }
+            }
+            (ListsForEver, "ListContainers" | "ListVolumes" | "ListProcesses") => {
+                // Each an entry of two bytes.
+                to.write_all(&good(&[0x0a, 0].repeat(1 << 20))).await?;
+            }
+            _ => to.write_all(&good(b"")).await?,
+        }
+    }
+}
+
+/// What there is to be read from `offset` on; none: the call is left waiting.
+fn output(nature: Nature, offset: u64) -> Option<wire::ReadOutputResponse> {
+    let answer = |offset, data: &[u8]| {
+        Some(wire::ReadOutputResponse { offset, data: data.to_vec(), ..Default::default() })
+    };
+    match nature {
+        Nature::FloodsOutput => answer(offset, &[b'x'; 64 << 10]),
+        Nature::TricklesOutput => answer(offset, b"x"),
+        Nature::SpinsOutput => answer(offset, b""),
+        Nature::SkipsOutput => answer(u64::MAX - 3, b"xyz!"),
+        _ => None,
+    }
+}
+
+async fn read_call(from: &mut (impl AsyncRead + Unpin)) -> io::Result<(u32, Request)> {
+    let mut head = [0; MESSAGE_HEADER_LENGTH];
+    from.read_exact(&mut head).await?;
+    let head = MessageHeader::from(head);
+    let mut request = vec![0; head.length as usize];
+    from.read_exact(&mut request).await?;
+    Ok((head.stream_id, Request::parse_from_bytes(&request)?))
+}
+
+fn response(stream: u32, payload: &[u8]) -> Vec<u8> {
+    let response = Response { payload: payload.to_vec(), ..Default::default() };
+    let response = response.write_to_bytes().unwrap();
+    [head(stream, response.len() as u32, MESSAGE_TYPE_RESPONSE), response].concat()
+}
+
+fn head(stream_id: u32, length: u32, type_: u8) -> Vec<u8> {
+    MessageHeader { length, stream_id, type_, flags: 0 }.into()
+}

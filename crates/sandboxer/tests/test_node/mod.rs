@@ -1,0 +1,119 @@
+//! A node without a VMM, for tests of what pods' tasks do.
+
+use std::{fs, path::Path, sync::Arc};
+
+use nix::{sys::stat::Mode, unistd::mkfifo};
+use sandboxer::{
+    config::Config,
+    container::{NewContainer, Phase, StdioPaths},
+    daemon,
+    front::Front,
+    host::rootfs::Mount,
+    pod::{self, Node, PodHandle, spec::PodSpec, state::PodStatus},
+    vmm::fake::FakeVmm,
+};
+use sandboxer_protocol::{
+    id::{ContainerId, Id},
+    link::LinkKey,
+};
+use tempfile::TempDir;
+
+/// A node whose machines run nothing.
+pub struct TestNode {
+    pub node: Arc<Node>,
+    pub vmm: Arc<FakeVmm>,
+    pub dir: TempDir,
+    config: Config,
+}
+
+impl TestNode {
+    /// In a directory of its own, configured by default but for what `configure` changes.
+    pub fn with(vmm: Arc<FakeVmm>, configure: impl FnOnce(&mut Config)) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let (run_dir, state_dir) = (dir.path().join("run"), dir.path().join("state"));
+        let mut config = Config { run_dir, state_dir, ..Config::default() };
+        configure(&mut config);
+        Self { node: daemon::node(config.clone(), vmm.clone(), Front::none()).unwrap(), vmm, dir, config }
+    }
+
+    /// What a daemon that was killed and started again has.
+    pub fn restarted(&self) -> Arc<Node> {
+        daemon::node(self.config.clone(), self.vmm.clone(), Front::none()).unwrap()
+    }
+
+    pub fn pod(&self, id: &str) -> PodHandle {
+        let spec = PodSpec {
+            id: id.parse().unwrap(),
+            name: id.into(),
+            namespace: "default".into(),
+            uid: String::new(),
+            hostname: id.into(),
+            netns: None,
+            ips: Vec::new(),
+            resolv_conf: None,
+            shared_pids: false,
+            cgroup_parent: String::new(),
+            sysctls: Default::default(),
+            way: Default::default(),
+            vcpus: 1,
+            memory_mib: 128,
+            room: Default::default(),
+        };
+        let status = PodStatus::created(1);
+        let node = self.node.clone();
+        let key = LinkKey::random();
+        self.node
+            .registry
+            .insert(&spec.id.clone(), || pod::spawn(node, spec, key, status, Default::default()))
+            .unwrap()
+    }
+
+    /// A container whose bundle and FIFOs exist, as containerd would have made them.
+    pub fn container(&self, id: &str, program: &str) -> NewContainer {
+        let bundle = self.dir.path().join("bundles").join(id);
+        let rootfs = self.dir.path().join("rootfs");
+        fs::create_dir_all(&bundle).unwrap();
+        fs::create_dir_all(&rootfs).unwrap();
+        fs::write(rootfs.join("file"), "content").unwrap();
+        let spec = serde_json::json!({
+            "ociVersion": "1.1.0",
+            "root": {"path": "rootfs"},
+            "process": {"user": {"uid": 0, "gid": 0}, "args": [program], "cwd": "/"},
+            "linux": {"namespaces": [{"type": "pid"}, {"type": "mount"}]}
+        });
+        fs::write(bundle.join("config.json"), spec.to_string()).unwrap();
+        let fifo = |name: &str| {
+            let path = bundle.join(name);
+            let _ = mkfifo(&path, Mode::S_IRWXU);
+            path
+        };
+        NewContainer {
+            id: id.parse().unwrap(),
+            stdio: StdioPaths {
+                stdin: Default::default(),
+                stdout: fifo("stdout"),
+                stderr: fifo("stderr"),
+                terminal: false,
+            },
+            mounts: vec![Mount {
+                fstype: "bind".into(),
+                source: rootfs.to_string_lossy().into_owned(),
+                options: vec!["rbind".into(), "rw".into()],
+            }],
+            bundle,
+        }
+    }
+}
+
+/// A reader that keeps its end of a FIFO open, as containerd does.
+pub fn reader(path: &Path) -> tokio::net::unix::pipe::Receiver {
+    tokio::net::unix::pipe::OpenOptions::new().open_receiver(path).unwrap()
+}
+
+pub fn id(text: &str) -> ContainerId {
+    text.parse::<Id>().unwrap()
+}
+
+pub async fn phase(pod: &PodHandle, container: &str) -> Phase {
+    pod.process(id(container), None).await.unwrap().phase.borrow().clone()
+}

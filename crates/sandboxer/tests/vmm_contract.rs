@@ -7,7 +7,7 @@ mod test_guest;
 
 use std::{path::Path, time::Duration};
 
-use sandboxer::vmm::{Frozen, MEMORY, Vmm, VmmError, fake::FakeVmm};
+use sandboxer::vmm::{Frozen, MEMORY, Vmm, VmmError, confinement::Confinement, fake::FakeVmm};
 use tokio::time::timeout;
 
 use crate::test_guest::{
@@ -146,6 +146,15 @@ async fn a_vmm_is_jailed() {
             let options = mount.split(' ').nth(3).unwrap();
             assert!(options.starts_with("ro"), "{mount} can be written");
         }
+        // What people are shown is what is read here, from outside.
+        let seen = Confinement::of(machine.record().pid).unwrap();
+        assert_eq!((seen.uid, seen.gid, &seen.groups[..]), (user, user, &[][..]));
+        assert_eq!((seen.capabilities, seen.capability_bounds), (0, 0));
+        assert!(seen.no_new_privileges && seen.seccomp == "filter", "{seen:?}");
+        assert_eq!(seen.own_namespaces, ["cgroup", "ipc", "mnt", "net", "pid", "uts"]);
+        assert_eq!(seen.shared_namespaces, ["user"]);
+        assert!(seen.root.starts_with("tmpfs ro,"), "{seen:?}");
+        assert_eq!(seen.mounts as usize, mounts.lines().count());
         users.push(user);
     }
     assert_ne!(users[0], users[1], "two machines are of one user");

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use sandboxer_protocol::admin::{Container, InspectPodRequest, Interface, Pod, StageTime, Traffic};
+use sandboxer_protocol::admin::{Container, InspectPodRequest, Interface, Jail, Pod, StageTime, Traffic};
 
 use super::PodId;
 use crate::{Global, client, client::ClientError, render};
@@ -67,6 +67,9 @@ fn text(pod: &Pod) -> Result<String, std::fmt::Error> {
         }
     }
     line("Console", &pod.console_log)?;
+    if let Some(jail) = &pod.jail {
+        write!(out, "\nJail of its VMM, as the kernel has it\n{}\n", confinement(jail))?;
+    }
     if !pod.stages.is_empty() {
         write!(out, "\nStart of the pod\n{}\n", stages(&pod.stages))?;
     }
@@ -83,6 +86,38 @@ fn carried(traffic: &Traffic) -> String {
         render::bytes(*bytes),
         render::bytes(*bytes_per_second)
     )
+}
+
+fn confinement(jail: &Jail) -> String {
+    let listed = |names: &[String]| match names {
+        [] => "none".to_owned(),
+        names => render::plain(&names.join(", ")),
+    };
+    let capabilities = |set: u64| if set == 0 { "none".to_owned() } else { format!("{set:016x}") };
+    let groups: Vec<String> = jail.groups.iter().map(u32::to_string).collect();
+    let mut rows = vec![
+        ["  User".to_owned(), format!("{}, group {}, others: {}", jail.uid, jail.gid, listed(&groups))],
+        ["  Namespaces of its own".into(), listed(&jail.own_namespaces)],
+        ["  Shared with the daemon".into(), listed(&jail.shared_namespaces)],
+        [
+            "  Capabilities".into(),
+            format!(
+                "{}, and can get {}",
+                capabilities(jail.capabilities),
+                capabilities(jail.capability_bounds)
+            ),
+        ],
+        ["  New privileges".into(), if jail.no_new_privileges { "never" } else { "possible" }.into()],
+        ["  Seccomp".into(), format!("{}, {} installed", render::plain(&jail.seccomp), jail.seccomp_filters)],
+        ["  Root".into(), render::plain(&jail.root)],
+        ["  Mounts".into(), format!("{}, {} of them writable", jail.mounts, jail.writable_mounts)],
+        ["  Control group".into(), render::plain(&jail.cgroup)],
+    ];
+    let bound = |limit: u64| if limit == u64::MAX { "unlimited".to_owned() } else { limit.to_string() };
+    for limit in &jail.limits {
+        rows.push([format!("  {}", render::plain(&limit.name)), bound(limit.soft)]);
+    }
+    render::table(["  WHAT", "IS"], rows)
 }
 
 fn section(out: &mut String, container: &Container) -> std::fmt::Result {

@@ -15,7 +15,7 @@ use std::{
 };
 
 use admin_double::{AdminDouble, cli_at, command};
-use sandboxer_protocol::admin::{Container, Event, Exec, Pod, StageSummary, StageTime};
+use sandboxer_protocol::admin::{Container, Event, Exec, Jail, Limit, Pod, StageSummary, StageTime};
 
 const WEB: &str = "3f2a9c0d11223344556677889900aabbccddeeff";
 const JOB: &str = "3f77000000000000000000000000000000000000";
@@ -44,6 +44,22 @@ fn web() -> Pod {
         state: "ready".into(),
         created_at_ns: ago(2 * 3600 + 5 * 60 + 30),
         vmm_pid: 777,
+        jail: Some(Jail {
+            pid: 777,
+            uid: 1_879_048_200,
+            gid: 1_879_048_200,
+            own_namespaces: vec!["mnt".into(), "pid".into()],
+            shared_namespaces: vec!["user".into()],
+            no_new_privileges: true,
+            seccomp: "filter".into(),
+            seccomp_filters: 1,
+            root: "tmpfs ro,nosuid".into(),
+            mounts: 9,
+            writable_mounts: 2,
+            cgroup: "/kubepods/pod1".into(),
+            limits: vec![Limit { name: "Max open files".into(), soft: 1024, hard: u64::MAX }],
+            ..Default::default()
+        }),
         vcpus: 2,
         memory_mib: 1536,
         kernel_release: "6.1.0-sandboxer".into(),
@@ -154,6 +170,18 @@ fn inspect_tells_where_the_time_went_and_obeys_no_guest() {
         assert!(out.contains(expected), "{expected:?} is not in\n{out}");
     }
     assert!(cells(&out).contains(&vec!["boot", "250 ms", "734 ms", "ok"]), "{out}");
+    let cells = cells(&out);
+    for [what, is] in [
+        ["User", "1879048200, group 1879048200, others: none"],
+        ["Namespaces of its own", "mnt, pid"],
+        ["Capabilities", "none, and can get none"],
+        ["New privileges", "never"],
+        ["Seccomp", "filter, 1 installed"],
+        ["Mounts", "9, 2 of them writable"],
+        ["Max open files", "1024"],
+    ] {
+        assert!(cells.contains(&vec![what, is]), "{what} {is} is not in\n{out}");
+    }
     assert!(!out.contains('\x1b'), "{out:?}");
 }
 

@@ -7,9 +7,9 @@ use sandboxer_protocol::{
     PROTOCOL_VERSION,
     admin::{
         BuildTemplateRequest, ConsoleLogChunk, ConsoleLogRequest, Container, Event, EventsRequest, Exec,
-        InspectPodRequest, ListPodsRequest, ListPodsResponse, ListTemplatesRequest, ListTemplatesResponse,
-        Pod, RemoveTemplateRequest, StageTime, StageTimesRequest, StageTimesResponse, Template,
-        VerifyTemplateRequest, VersionRequest, VersionResponse, admin_server::Admin,
+        InspectPodRequest, Jail, Limit, ListPodsRequest, ListPodsResponse, ListTemplatesRequest,
+        ListTemplatesResponse, Pod, RemoveTemplateRequest, StageTime, StageTimesRequest, StageTimesResponse,
+        Template, VerifyTemplateRequest, VersionRequest, VersionResponse, admin_server::Admin,
     },
 };
 use tonic::{Request, Response, Status};
@@ -21,7 +21,7 @@ use crate::{
     events,
     host::network::Interface,
     pod::{ContainerView, Node, PodHandle, PodView, stage_times::StageSummary, stages::Step},
-    vmm::console,
+    vmm::{confinement::Confinement, console},
 };
 
 /// Serves [`Admin`] for a node.
@@ -89,6 +89,13 @@ impl Admin for AdminService {
         let told = traffic::tell(&view).await;
         let mut message = pod_message(&self.node, view);
         told.add_to(&mut message.interfaces);
+        if message.vmm_pid != 0 {
+            // One that ends at this moment has none.
+            let seen = Confinement::of(message.vmm_pid).inspect_err(|error| {
+                tracing::debug!(pod = message.id, %error, "cannot look at the VMM");
+            });
+            message.jail = seen.ok().map(jail_message);
+        }
         Ok(Response::new(message))
     }
 
@@ -184,6 +191,28 @@ fn pod_message(node: &Node, view: PodView) -> Pod {
         recovered: status.recovered,
         way: status.way.map(|way| way.to_string()).unwrap_or_default(),
         interfaces: status.interfaces.iter().map(interface_message).collect(),
+        jail: None,
+    }
+}
+
+fn jail_message(seen: Confinement) -> Jail {
+    Jail {
+        pid: seen.pid,
+        uid: seen.uid,
+        gid: seen.gid,
+        groups: seen.groups,
+        own_namespaces: seen.own_namespaces,
+        shared_namespaces: seen.shared_namespaces,
+        capabilities: seen.capabilities,
+        capability_bounds: seen.capability_bounds,
+        no_new_privileges: seen.no_new_privileges,
+        seccomp: seen.seccomp.to_owned(),
+        seccomp_filters: seen.seccomp_filters,
+        root: seen.root,
+        mounts: seen.mounts,
+        writable_mounts: seen.writable_mounts,
+        cgroup: seen.cgroup,
+        limits: seen.limits.into_iter().map(|(name, soft, hard)| Limit { name, soft, hard }).collect(),
     }
 }
 

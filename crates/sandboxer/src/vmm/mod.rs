@@ -7,6 +7,7 @@
 mod accelerator;
 mod capture;
 pub mod cloud_hypervisor;
+pub mod confinement;
 pub mod console;
 pub mod fake;
 pub mod frozen;
@@ -14,7 +15,7 @@ mod jail;
 pub mod kvm;
 pub(crate) mod process;
 pub mod qemu;
-mod qmp;
+pub(crate) mod qmp;
 mod run_dir;
 mod setup;
 pub(crate) mod socket;

@@ -57,6 +57,8 @@ impl TestNode {
             way: Default::default(),
             vcpus: 1,
             memory_mib: 128,
+            host_ports: Vec::new(),
+            limits: Default::default(),
             room: Default::default(),
         };
         let status = PodStatus::created(1);
@@ -95,6 +97,7 @@ impl TestNode {
                 stderr: fifo("stderr"),
                 terminal: false,
             },
+            beside: Vec::new(),
             mounts: vec![Mount {
                 fstype: "bind".into(),
                 source: rootfs.to_string_lossy().into_owned(),

@@ -1,0 +1,174 @@
+//! What a process can see and do, as the kernel has it at this moment: nothing here is remembered, nothing is
+//! believed of whoever made the jail.
+
+use std::{fs, io, path::Path};
+
+/// Of all kinds a process is in one.
+const NAMESPACES: [&str; 7] = ["cgroup", "ipc", "mnt", "net", "pid", "user", "uts"];
+/// Limits worth showing, as the kernel calls them.
+const LIMITS: [&str; 4] = ["Max core file size", "Max processes", "Max open files", "Max locked memory"];
+/// Sets of capabilities by which a process may do something, or come to.
+const SETS: [&str; 4] = ["CapInh", "CapPrm", "CapEff", "CapAmb"];
+
+/// The process's `/proc`, read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Confinement {
+    /// Who.
+    pub pid: u32,
+    /// Its effective user.
+    pub uid: u32,
+    /// Its effective group.
+    pub gid: u32,
+    /// Its other groups.
+    pub groups: Vec<u32>,
+    /// Namespaces that are not this process's.
+    pub own_namespaces: Vec<String>,
+    /// Namespaces that are.
+    pub shared_namespaces: Vec<String>,
+    /// All that is in one of its sets of capabilities, but for the bounding set.
+    pub capabilities: u64,
+    /// Its bounding set.
+    pub capability_bounds: u64,
+    /// No program that it executes gives it more.
+    pub no_new_privileges: bool,
+    /// "none", "strict", "filter".
+    pub seccomp: &'static str,
+    /// How many filters.
+    pub seccomp_filters: u32,
+    /// File system and options of its root.
+    pub root: String,
+    /// Mounts that it sees.
+    pub mounts: u32,
+    /// Those that may be written to.
+    pub writable_mounts: u32,
+    /// Its control group, in version 2 of the interface or the first that is named.
+    pub cgroup: String,
+    /// Limits: name, soft, hard.
+    pub limits: Vec<(String, u64, u64)>,
+}
+
+impl Confinement {
+    /// Of the process `pid`, as it is seen from here.
+    pub fn of(pid: u32) -> io::Result<Self> {
+        let proc = Path::new("/proc").join(pid.to_string());
+        let read = |name: &str| fs::read_to_string(proc.join(name));
+        let status = read("status")?;
+        let mounts = read("mountinfo")?;
+        let (mut own_namespaces, mut shared_namespaces) = (Vec::new(), Vec::new());
+        for name in NAMESPACES {
+            let file = Path::new("ns").join(name);
+            let ours = fs::read_link(Path::new("/proc/self").join(&file))?;
+            let list = if fs::read_link(proc.join(file))? == ours {
+                &mut shared_namespaces
+            } else {
+                &mut own_namespaces
+            };
+            list.push(name.to_owned());
+        }
+        let ids = |field: &str| -> Vec<u32> {
+            let words = value(&status, field).split_ascii_whitespace();
+            words.filter_map(|word| word.parse().ok()).collect()
+        };
+        let set = |field: &str| u64::from_str_radix(value(&status, field), 16).map_err(malformed);
+        let number = |field: &str| value(&status, field).parse::<u32>().map_err(malformed);
+        // Real, effective, saved, of the file system.
+        let effective = |field: &str| ids(field).get(1).copied().ok_or_else(|| malformed(field));
+        let (root, writable_mounts) = mounted(&mounts);
+        Ok(Self {
+            pid,
+            uid: effective("Uid")?,
+            gid: effective("Gid")?,
+            groups: ids("Groups"),
+            own_namespaces,
+            shared_namespaces,
+            capabilities: SETS.iter().try_fold(0, |all, name| set(name).map(|set| all | set))?,
+            capability_bounds: set("CapBnd")?,
+            no_new_privileges: number("NoNewPrivs")? == 1,
+            seccomp: match number("Seccomp")? {
+                0 => "none",
+                1 => "strict",
+                _ => "filter",
+            },
+            // Kernels before 5.9 don't count.
+            seccomp_filters: number("Seccomp_filters").unwrap_or_default(),
+            root,
+            mounts: u32::try_from(mounts.lines().count()).unwrap_or(u32::MAX),
+            writable_mounts,
+            cgroup: cgroup(&read("cgroup")?),
+            limits: LIMITS.iter().filter_map(|name| limit(&read("limits").ok()?, name)).collect(),
+        })
+    }
+}
+
+fn malformed(what: impl ToString) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, format!("malformed /proc/PID/status: {}", what.to_string()))
+}
+
+/// What stands behind `field:` in `/proc/PID/status`.
+fn value<'a>(status: &'a str, field: &str) -> &'a str {
+    let line = |line: &'a str| line.strip_prefix(field)?.strip_prefix(':');
+    status.lines().find_map(line).unwrap_or_default().trim()
+}
+
+/// The root's file system with its options, and how many of all mounts can be written to, in a mountinfo.
+fn mounted(mountinfo: &str) -> (String, u32) {
+    let (mut root, mut writable) = (String::new(), 0);
+    for line in mountinfo.lines() {
+        let (mount, source) = line.split_once(" - ").unwrap_or((line, ""));
+        let mut fields = mount.split(' ').skip(4);
+        let (at, options) = (fields.next().unwrap_or_default(), fields.next().unwrap_or_default());
+        if at == "/" {
+            root = format!("{} {options}", source.split(' ').next().unwrap_or_default());
+        }
+        writable += u32::from(options.split(',').any(|option| option == "rw"));
+    }
+    (root, writable)
+}
+
+/// The path in the unified hierarchy, else in the one named first.
+fn cgroup(text: &str) -> String {
+    let path = |line: &str| line.splitn(3, ':').nth(2).map(str::to_owned);
+    let unified = text.lines().find(|line| line.starts_with("0::")).and_then(path);
+    let named = || text.lines().next().and_then(path).unwrap_or_default();
+    // Where version 1 is in use, the unified hierarchy is there and empty.
+    unified.filter(|path| path != "/").unwrap_or_else(named)
+}
+
+/// A limit in `/proc/PID/limits`.
+fn limit(limits: &str, name: &str) -> Option<(String, u64, u64)> {
+    let mut values = limits.lines().find_map(|line| line.strip_prefix(name))?.split_ascii_whitespace();
+    let mut value = || match values.next()? {
+        "unlimited" => Some(u64::MAX),
+        number => number.parse().ok(),
+    };
+    Some((name.to_owned(), value()?, value()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn this_process_shares_everything_with_itself() {
+        let seen = Confinement::of(std::process::id()).unwrap();
+        assert_eq!(seen.uid, rustix::process::geteuid().as_raw());
+        assert!(seen.own_namespaces.is_empty() && seen.shared_namespaces.len() == NAMESPACES.len());
+        assert!(seen.mounts > 0 && seen.limits.len() == LIMITS.len(), "{seen:?}");
+        let files = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+        assert!(seen.limits.contains(&(
+            "Max open files".into(),
+            files.current.unwrap_or(u64::MAX),
+            files.maximum.unwrap_or(u64::MAX)
+        )));
+    }
+
+    #[test]
+    fn a_root_and_what_can_be_written_are_told() {
+        let mountinfo = "600 599 0:50 / / ro,nosuid,nodev,noexec - tmpfs jail rw,size=1m\n\
+            601 600 8:1 /usr /usr ro,nosuid,nodev - ext4 /dev/root rw\n\
+            602 600 0:5 /null /dev/null rw,nosuid,noexec shared:2 - devtmpfs udev rw\n";
+        assert_eq!(mounted(mountinfo), ("tmpfs ro,nosuid,nodev,noexec".into(), 1));
+        assert_eq!(cgroup("4:memory:/pod/x\n0::/\n"), "/pod/x");
+        assert_eq!(cgroup("0::/kubepods/y\n"), "/kubepods/y");
+    }
+}

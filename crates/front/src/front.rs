@@ -21,8 +21,9 @@ use nix::{
         resource::{Resource, getrlimit, setrlimit},
         signal::{SigSet, Signal},
         signalfd::{SfdFlags, SignalFd},
-        socket::{MsgFlags, SockFlag, accept4},
+        socket::{MsgFlags, SockFlag, accept4, getsockopt, sockopt::PeerCredentials},
     },
+    unistd::geteuid,
 };
 use sd_notify::NotifyState;
 
@@ -350,6 +351,11 @@ impl<'a> Front<'a> {
             // Whoever knocked has gone again.
             Err(_) => return,
         };
+        // The socket is 0600 in a directory of 0700; this holds where somebody loosened that.
+        let trusted = |uid: u32| uid == 0 || uid == geteuid().as_raw();
+        if !getsockopt(&client, PeerCredentials).is_ok_and(|peer| trusted(peer.uid())) {
+            return eprintln!("sandboxer-front: a task connection of a user other than root is refused");
+        }
         let number = self.next_connection;
         self.next_connection += 1;
         let watched = (EpollFlags::empty(), EpollFlags::empty());

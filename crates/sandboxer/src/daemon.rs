@@ -13,11 +13,12 @@ use std::{
 };
 
 use containerd_shim_protos::shim_async::create_task;
+use futures::{StreamExt, stream::BoxStream};
 use rustix::fs::FlockOperation;
 use sandboxer_front::control::TASK_LISTENER;
 use sandboxer_protocol::{admin::admin_server::AdminServer, controller::controller_server::ControllerServer};
 use tokio::{
-    net::{TcpListener, UnixListener},
+    net::{TcpListener, UnixListener, UnixStream},
     task::JoinSet,
 };
 use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
@@ -25,7 +26,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::transport::Server;
 
 use crate::{
-    api::{self, admin::AdminService, sandbox::SandboxService, task::TaskService},
+    api::{self, admin::AdminService, peers, sandbox::SandboxService, task::TaskService},
     config::Config,
     doctor,
     events::Events,
@@ -279,8 +280,8 @@ async fn serve(
 
 /// The daemon's sockets, bound and private.
 struct Listeners {
-    controller: UnixListenerStream,
-    admin: UnixListenerStream,
+    controller: BoxStream<'static, io::Result<UnixStream>>,
+    admin: BoxStream<'static, io::Result<UnixStream>>,
     task_path: PathBuf,
 }
 
@@ -294,7 +295,7 @@ impl Listeners {
             let path = run_dir.join(name);
             let listener = UnixListener::from_std(listener(front, "listen ", &path)?);
             let host = |source| DaemonError::Host { action: "listen at", path, source };
-            Ok(UnixListenerStream::new(listener.map_err(host)?))
+            Ok(peers::trusted(UnixListenerStream::new(listener.map_err(host)?)).boxed())
         };
         Ok(Self { controller: serve(sockets::CONTROLLER)?, admin: serve(sockets::ADMIN)?, task_path })
     }

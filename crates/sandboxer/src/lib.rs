@@ -13,10 +13,13 @@ pub mod error;
 pub mod events;
 pub mod failpoint;
 pub mod front;
+#[cfg(fuzzing)]
+pub mod fuzzing;
 pub mod guest;
 mod hash;
 pub mod host;
 pub mod pod;
 pub mod pool;
+pub mod privileges;
 pub mod template;
 pub mod vmm;

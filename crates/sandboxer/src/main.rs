@@ -11,7 +11,7 @@ use std::{
 
 use anyhow::Context;
 use clap::Parser;
-use sandboxer::{config::Config, daemon, front::Front};
+use sandboxer::{config::Config, daemon, front::Front, privileges};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 use tracing_subscriber::EnvFilter;
@@ -70,6 +70,8 @@ fn start(options: &Options) -> anyhow::Result<()> {
         println!("the configuration is fine");
         return Ok(());
     }
+    // Threads have sets of capabilities of their own: before there are any.
+    privileges::give_up()?;
     let Some(front) = options.front_fd else { return become_front() };
     let filter = EnvFilter::try_new(&options.log).with_context(|| format!("--log {:?}", options.log))?;
     let log = tracing_subscriber::fmt()

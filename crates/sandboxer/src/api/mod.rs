@@ -1,9 +1,10 @@
 //! The edge: wire types come in, typed requests go on; errors leave with the code that counts.
 
 pub mod admin;
-mod convert;
+pub(crate) mod convert;
 pub mod events;
 pub mod metrics;
+pub mod peers;
 pub mod sandbox;
 mod size;
 pub mod task;

@@ -68,8 +68,13 @@ pub fn read(pod: &PodSpec, new: &NewContainer) -> Result<GuestSpec, PodError> {
             PodError::Host { pod: pod.id.clone(), action: "read container spec", path: path.clone(), source }
         }
     })?;
-    let spec: Spec = serde_json::from_slice(&text)
-        .map_err(|error| invalid(container, format!("its spec {path:?} can't be understood: {error}")))?;
+    parse(pod, new, &text)
+}
+
+/// Reads a container's spec and makes it fit for the guest of `pod`.
+pub(crate) fn parse(pod: &PodSpec, new: &NewContainer, text: &[u8]) -> Result<GuestSpec, PodError> {
+    let spec: Spec = serde_json::from_slice(text)
+        .map_err(|error| invalid(&new.id, format!("its config.json can't be understood: {error}")))?;
     convert(pod, new, spec)
 }
 

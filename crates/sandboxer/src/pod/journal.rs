@@ -162,22 +162,26 @@ impl Journal {
 
 fn read(path: &Path) -> Result<PodRecord, JournalError> {
     let failed = |source| JournalError::Io { action: "read", path: path.to_owned(), source };
-    let malformed = |source| JournalError::Malformed { path: path.to_owned(), source };
     let length = fs::metadata(path).map_err(failed)?.len();
     if length > MAX_RECORD {
         return Err(failed(io::Error::other(format!("{length} bytes are more than a record has"))));
     }
-    let text = fs::read(path).map_err(failed)?;
+    parse(&fs::read(path).map_err(failed)?, path)
+}
+
+/// Reads a record; `path` names it in errors.
+pub(crate) fn parse(text: &[u8], path: &Path) -> Result<PodRecord, JournalError> {
+    let malformed = |source| JournalError::Malformed { path: path.to_owned(), source };
     // The version first: a later record may hold what this daemon can't parse.
     #[derive(Deserialize)]
     struct Version {
         version: u32,
     }
-    let Version { version: found } = serde_json::from_slice(&text).map_err(malformed)?;
+    let Version { version: found } = serde_json::from_slice(text).map_err(malformed)?;
     if found != RECORD_VERSION {
         return Err(JournalError::Version { path: path.to_owned(), found });
     }
-    serde_json::from_slice(&text).map_err(malformed)
+    serde_json::from_slice(text).map_err(malformed)
 }
 
 /// The record of one pod. Clones write the same one.

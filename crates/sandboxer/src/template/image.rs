@@ -15,7 +15,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use sandboxer_protocol::link::LinkKey;
+use sandboxer_protocol::{id::Id, link::LinkKey};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
@@ -119,17 +119,25 @@ pub fn write(dir: &Path, inputs: Inputs, link_key: LinkKey, made_at_ns: u64) -> 
 /// Reads what a template says of itself; whether its files agree is seen when they are read.
 pub fn manifest(dir: &Path) -> Result<Manifest, TemplateError> {
     let path = dir.join(MANIFEST);
-    let damaged = |reason: String| TemplateError::Damaged { path: path.clone(), reason };
     let mut text = Vec::new();
     let file = File::open(&path).map_err(TemplateError::host("open", &path))?;
     file.take(MAX_MANIFEST).read_to_end(&mut text).map_err(TemplateError::host("read", &path))?;
-    let sealed: Sealed = serde_json::from_slice(&text).map_err(|error| damaged(error.to_string()))?;
+    parse(&text, dir)
+}
+
+/// Reads the manifest of the template in `dir`.
+pub(crate) fn parse(text: &[u8], dir: &Path) -> Result<Manifest, TemplateError> {
+    let damaged = |reason: String| TemplateError::Damaged { path: dir.join(MANIFEST), reason };
+    let sealed: Sealed = serde_json::from_slice(text).map_err(|error| damaged(error.to_string()))?;
     if sha256(&sealed.manifest) != sealed.sha256 {
         return Err(damaged("its checksum is another".into()));
     }
     let key = sealed.manifest.inputs.key();
     if dir.file_name().is_none_or(|name| name != key.as_ref().as_os_str()) {
         return Err(TemplateError::Foreign { dir: dir.to_owned(), key });
+    }
+    if let Some(name) = sealed.manifest.files.keys().find(|name| name.parse::<Id>().is_err()) {
+        return Err(damaged(format!("it names {name:?}, which is no file beside it")));
     }
     Ok(sealed.manifest)
 }

@@ -14,7 +14,7 @@
 //! was checked, and neither a fault of the disk nor a VMM that was broken into can change it.
 
 mod build;
-mod image;
+pub(crate) mod image;
 mod key;
 mod pages;
 mod store;

@@ -14,7 +14,7 @@
 //! Its seccomp filters are on, and so is Landlock where this kernel has it.
 
 pub mod api;
-mod events;
+pub(crate) mod events;
 mod jail;
 mod machine;
 mod passing;

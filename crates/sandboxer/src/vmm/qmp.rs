@@ -387,13 +387,22 @@ fn deliver(
 /// The next message.
 async fn next(wire: &mut Wire) -> Result<Message, QmpError> {
     match wire.next().await {
-        Some(Ok(line)) => serde_json::from_str(&line)
-            .map_err(|error| QmpError::Malformed(format!("not a QMP message: {error}"))),
+        Some(Ok(line)) => parse(&line),
         Some(Err(LinesCodecError::MaxLineLengthExceeded)) => {
             Err(QmpError::Malformed(format!("a line is over {MAX_LINE} bytes")))
         }
         Some(Err(LinesCodecError::Io(_))) | None => Err(QmpError::Closed),
     }
+}
+
+fn parse(line: &str) -> Result<Message, QmpError> {
+    serde_json::from_str(line).map_err(|error| QmpError::Malformed(format!("not a QMP message: {error}")))
+}
+
+/// Whether a line is one that QEMU may send.
+#[cfg(fuzzing)]
+pub(crate) fn is_message(line: &str) -> bool {
+    parse(line).is_ok()
 }
 
 #[cfg(test)]

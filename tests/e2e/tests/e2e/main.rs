@@ -13,6 +13,7 @@ mod many;
 mod network;
 mod probe;
 mod sandbox;
+mod security;
 mod shares;
 mod snapshotters;
 mod streams;
@@ -83,6 +84,7 @@ fn entries() -> Vec<Entry> {
         streams::cases,
         lifecycle::cases,
         sandbox::cases,
+        security::cases,
         shares::cases,
         snapshotters::cases,
         failure::cases,

@@ -10,7 +10,7 @@ mod build;
 mod cache;
 mod error;
 pub(super) mod ext4;
-mod mounts;
+pub(crate) mod mounts;
 mod superblock;
 
 use std::{

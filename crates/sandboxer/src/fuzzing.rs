@@ -1,0 +1,47 @@
+//! What the targets in `fuzz/` reach of what is nobody else's. Compiled for them alone.
+
+#![allow(missing_docs, reason = "each is documented where it is")]
+
+use std::path::Path;
+
+use sandboxer_protocol::id::ContainerId;
+
+pub use crate::{
+    api::convert::pod_spec,
+    container::spec::GuestSpec,
+    host::rootfs::mounts::{Lower, Wanted, WantedWritable, read as rootfs_mounts},
+    pod::journal::PodRecord,
+};
+use crate::{
+    container::NewContainer,
+    error::PodError,
+    pod::{journal::JournalError, spec::PodSpec},
+    template::TemplateError,
+};
+
+pub fn guest_spec(pod: &PodSpec, container: &ContainerId, text: &[u8]) -> Result<GuestSpec, PodError> {
+    let new = NewContainer {
+        id: container.clone(),
+        bundle: Default::default(),
+        mounts: Vec::new(),
+        stdio: Default::default(),
+        beside: Vec::new(),
+    };
+    crate::container::spec::parse(pod, &new, text)
+}
+
+pub fn record(text: &[u8]) -> Result<PodRecord, JournalError> {
+    crate::pod::journal::parse(text, Path::new("record.json"))
+}
+
+pub fn template(text: &[u8], dir: &Path) -> Result<Vec<String>, TemplateError> {
+    crate::template::image::parse(text, dir).map(|manifest| manifest.files.into_keys().collect())
+}
+
+pub fn qmp_message(line: &str) -> bool {
+    crate::vmm::qmp::is_message(line)
+}
+
+pub fn vmm_event(text: &str) -> bool {
+    serde_json::from_str::<crate::vmm::cloud_hypervisor::events::Event>(text).is_ok()
+}

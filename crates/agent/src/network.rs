@@ -6,7 +6,7 @@
 use std::{collections::BTreeMap, fs, io, net::IpAddr, time::Duration};
 
 use sandboxer_netlink::{
-    NLM_F_CREATE, NLM_F_REPLACE, Netlink,
+    Link, NLM_F_CREATE, NLM_F_REPLACE, Netlink,
     packet::{
         AddressFamily, RouteNetlinkMessage as Message,
         address::{AddressAttribute, AddressFlags, AddressMessage},
@@ -33,14 +33,6 @@ const MAC_LEN: usize = 6;
 /// Index of the loopback interface: the first of each network namespace.
 const LOOPBACK: u32 = 1;
 
-/// A network device of the machine.
-#[derive(Debug, Clone)]
-struct Nic {
-    index: u32,
-    name: String,
-    up: bool,
-}
-
 /// Brings loopback up.
 pub fn loopback_up() -> io::Result<()> {
     set_up(&mut Netlink::open()?, LOOPBACK, true)
@@ -56,6 +48,7 @@ pub async fn configure(interfaces: &[wire::Interface]) -> Result<(), Failure> {
         nics = appeared(&mut netlink, last).await?;
     }
     clear(&mut netlink, &nics).map_err(internal("failed to clear network devices"))?;
+    make_way(&mut netlink, &nics, interfaces).map_err(internal("failed to rename network devices"))?;
     let wanted = interfaces
         .iter()
         .map(|interface| match nics.get(&interface.nic) {
@@ -68,42 +61,26 @@ pub async fn configure(interfaces: &[wire::Interface]) -> Result<(), Failure> {
         [("name", rename), ("set up", set_link), ("address", add_addresses), ("route by", add_routes)];
     for (attempt, step) in steps {
         for (nic, interface) in &wanted {
-            step(&mut netlink, nic.index, interface)
+            step(&mut netlink, nic, interface)
                 .map_err(internal(format!("failed to {attempt} network interface {:?}", interface.name)))?;
         }
     }
     Ok(())
 }
 
-type Step = fn(&mut Netlink, u32, &wire::Interface) -> io::Result<()>;
+type Step = fn(&mut Netlink, &Link, &wire::Interface) -> io::Result<()>;
 
-/// The machine's network devices by number.
-fn nics(netlink: &mut Netlink) -> io::Result<BTreeMap<u32, Nic>> {
-    let links = netlink.dump(Message::GetLink(LinkMessage::default()))?;
-    let links = links.into_iter().filter_map(|message| match message {
-        Message::NewLink(link) => Some(link),
-        _ => None,
-    });
-    Ok(links.filter_map(nic).collect())
+/// The machine's network devices by number, which the address that the host gave them tells; which one they use does
+/// not matter.
+fn nics(netlink: &mut Netlink) -> io::Result<BTreeMap<u32, Link>> {
+    let numbered = |link: Link| {
+        let number = (0..=u8::MAX).find(|&number| link.permanent_address == first_mac(number))?;
+        Some((number.into(), link))
+    };
+    Ok(netlink.links()?.into_iter().filter_map(numbered).collect())
 }
 
-/// A device by the address that the host gave it; which one it uses does not matter.
-fn nic(link: LinkMessage) -> Option<(u32, Nic)> {
-    let (mut number, mut name) = (None, String::new());
-    for attribute in link.attributes {
-        match attribute {
-            LinkAttribute::IfName(it) => name = it,
-            LinkAttribute::PermAddress(mac) => {
-                number = (0..=u8::MAX).find(|&number| mac == first_mac(number));
-            }
-            _ => {}
-        }
-    }
-    let up = link.header.flags.contains(LinkFlags::Up);
-    Some((number?.into(), Nic { index: link.header.index, name, up }))
-}
-
-async fn appeared(netlink: &mut Netlink, last: u32) -> Result<BTreeMap<u32, Nic>, Failure> {
+async fn appeared(netlink: &mut Netlink, last: u32) -> Result<BTreeMap<u32, Link>, Failure> {
     let found = uevent::wait_for(Some(DEADLINE), || {
         // What can't be listed now may be at the next announcement.
         nics(netlink).ok().filter(|nics| nics.contains_key(&last))
@@ -117,26 +94,36 @@ async fn appeared(netlink: &mut Netlink, last: u32) -> Result<BTreeMap<u32, Nic>
     })
 }
 
-/// Takes from the devices what an earlier configuration gave them. Routes and neighbours go with what is up.
-fn clear(netlink: &mut Netlink, nics: &BTreeMap<u32, Nic>) -> io::Result<()> {
-    for (number, nic) in nics {
-        if nic.up {
-            set_up(netlink, nic.index, false)?;
-        }
-        // Out of the way of one that is to be called so: the kernel finds devices in an order of its own.
-        let spare = format!("nic{number}");
-        if nics.len() > 1 && nic.name != spare {
-            set(netlink, nic.index, [LinkAttribute::IfName(spare)])?;
-        }
+/// Takes from the devices what an earlier configuration gave them. Routes and neighbours go with what is up; what
+/// is down has nothing, since it is set down last.
+fn clear(netlink: &mut Netlink, nics: &BTreeMap<u32, Link>) -> io::Result<()> {
+    let up: Vec<u32> = nics.values().filter(|nic| nic.up).map(|nic| nic.index).collect();
+    if up.is_empty() {
+        return Ok(());
     }
     for message in netlink.dump(Message::GetAddress(AddressMessage::default()))? {
         let Message::NewAddress(address) = message else { continue };
-        if nics.values().any(|nic| nic.index == address.header.index) {
+        if up.contains(&address.header.index) {
             match netlink.request(Message::DelAddress(address), 0) {
                 // It went with another one.
                 Err(error) if error.raw_os_error() == Some(libc::EADDRNOTAVAIL) => {}
                 done => done?,
             }
+        }
+    }
+    up.into_iter().try_for_each(|index| set_up(netlink, index, false))
+}
+
+/// Takes their names from devices that stand in the way of others. One that has its name already keeps it: with a
+/// device's name its sysctls are made anew.
+fn make_way(
+    netlink: &mut Netlink,
+    nics: &BTreeMap<u32, Link>,
+    interfaces: &[wire::Interface],
+) -> io::Result<()> {
+    for (number, nic) in nics {
+        if interfaces.iter().any(|interface| interface.name == nic.name && interface.nic != *number) {
+            set(netlink, nic.index, [LinkAttribute::IfName(format!("nic{number}"))])?;
         }
     }
     Ok(())
@@ -161,11 +148,14 @@ fn set_up(netlink: &mut Netlink, index: u32, up: bool) -> io::Result<()> {
     netlink.request(Message::SetLink(link), 0)
 }
 
-fn rename(netlink: &mut Netlink, index: u32, interface: &wire::Interface) -> io::Result<()> {
-    set(netlink, index, [LinkAttribute::IfName(interface.name.clone())])
+fn rename(netlink: &mut Netlink, nic: &Link, interface: &wire::Interface) -> io::Result<()> {
+    if nic.name == interface.name {
+        return Ok(());
+    }
+    set(netlink, nic.index, [LinkAttribute::IfName(interface.name.clone())])
 }
 
-fn set_link(netlink: &mut Netlink, index: u32, interface: &wire::Interface) -> io::Result<()> {
+fn set_link(netlink: &mut Netlink, nic: &Link, interface: &wire::Interface) -> io::Result<()> {
     // No address of the kernel's own making: the pod's link-local one is among those told.
     let no_own = AfSpecInet6::AddrGenMode(In6AddrGenMode::None);
     let told = [
@@ -174,9 +164,9 @@ fn set_link(netlink: &mut Netlink, index: u32, interface: &wire::Interface) -> i
         LinkAttribute::AfSpecUnspec(vec![AfSpecUnspec::Inet6(vec![no_own])]),
     ];
     // Without IPv6, for which an MTU can be too small, the last of these is refused, and the others with it.
-    match set(netlink, index, told.clone()) {
+    match set(netlink, nic.index, told.clone()) {
         Err(error) if error.raw_os_error() == Some(libc::EAFNOSUPPORT) => {
-            set(netlink, index, told.into_iter().take(2))?;
+            set(netlink, nic.index, told.into_iter().take(2))?;
         }
         done => {
             done?;
@@ -184,15 +174,15 @@ fn set_link(netlink: &mut Netlink, index: u32, interface: &wire::Interface) -> i
             fs::write(format!("/proc/sys/net/ipv6/conf/{}/accept_ra", interface.name), "0")?;
         }
     }
-    set_up(netlink, index, true)
+    set_up(netlink, nic.index, true)
 }
 
-fn add_addresses(netlink: &mut Netlink, index: u32, interface: &wire::Interface) -> io::Result<()> {
+fn add_addresses(netlink: &mut Netlink, nic: &Link, interface: &wire::Interface) -> io::Result<()> {
     for told in &interface.addresses {
         let ip = ip(&told.ip)?;
         let mut message = AddressMessage::default();
         message.header.family = family(ip);
-        message.header.index = index;
+        message.header.index = nic.index;
         message.header.prefix_len = small(told.prefix_length)?;
         message.header.scope = small(told.scope)?.into();
         let far = optional_ip(&told.peer)?.unwrap_or(ip);
@@ -209,13 +199,13 @@ fn add_addresses(netlink: &mut Netlink, index: u32, interface: &wire::Interface)
     Ok(())
 }
 
-fn add_routes(netlink: &mut Netlink, index: u32, interface: &wire::Interface) -> io::Result<()> {
+fn add_routes(netlink: &mut Netlink, nic: &Link, interface: &wire::Interface) -> io::Result<()> {
     // Ahead of the routes, so that the first packet to a gateway finds it.
     for told in &interface.neighbours {
         let ip = ip(&told.ip)?;
         let mut message = NeighbourMessage::default();
         message.header.family = family(ip);
-        message.header.ifindex = index;
+        message.header.ifindex = nic.index;
         message.header.state = NeighbourState::Permanent;
         message.attributes.extend([
             NeighbourAttribute::Destination(match ip {
@@ -227,7 +217,7 @@ fn add_routes(netlink: &mut Netlink, index: u32, interface: &wire::Interface) ->
         netlink.request(Message::NewNeighbour(message), NLM_F_CREATE | NLM_F_REPLACE)?;
     }
     for told in &interface.routes {
-        let message = route(index, told)?;
+        let message = route(nic.index, told)?;
         netlink.request(Message::NewRoute(message), NLM_F_CREATE | NLM_F_REPLACE)?;
     }
     Ok(())

@@ -49,6 +49,11 @@ impl Cgroup {
         Self { path: Path::new(ROOT).join(PARENT).join(id) }
     }
 
+    /// Makes it, with the controllers that [`prepare`] handed down. One that is there is fine.
+    pub fn make(&self) -> io::Result<()> {
+        fs::create_dir_all(&self.path)
+    }
+
     /// The group that holds all containers.
     pub fn of_all() -> Self {
         Self { path: Path::new(ROOT).join(PARENT) }

@@ -108,6 +108,9 @@ pub fn create(
     let config = dir.path().join("config.json");
     spec.save(&config).map_err(internal(format!("failed to write {}", config.display())))?;
     fs::create_dir_all(STATE).map_err(internal(format!("failed to create {STATE}")))?;
+    // Into a group that is there libcontainer just moves the process. Otherwise it hands down every controller
+    // from the root on, which has been done.
+    Cgroup::of(id).make().map_err(internal("failed to make the control group"))?;
 
     let container = builder(id, stdio, Payload::default())?
         .as_init(dir.path())

@@ -27,24 +27,22 @@ pub struct BoundFile {
 
 /// Reads a container's spec as the host sent it.
 pub fn parse(json: &[u8]) -> Result<Spec, Failure> {
-    let value = parse_value(json, "spec")?;
-    check_capabilities(value.get("process").unwrap_or(&Value::Null))?;
-    // From the text and not from the value: that would copy every string once more.
-    serde_json::from_slice(json).map_err(|error| malformed("spec", &error))
+    serde_json::from_slice(json).map_err(|error| refusal(json, "spec", "/process", &error))
 }
 
 /// Reads an exec's process as the host sent it.
 pub fn parse_process(json: &[u8]) -> Result<Process, Failure> {
-    check_capabilities(&parse_value(json, "process")?)?;
-    serde_json::from_slice(json).map_err(|error| malformed("process", &error))
+    serde_json::from_slice(json).map_err(|error| refusal(json, "process", "", &error))
 }
 
-fn parse_value(json: &[u8], what: &str) -> Result<Value, Failure> {
-    serde_json::from_slice(json).map_err(|error| malformed(what, &error))
-}
-
-fn malformed(what: &str, error: &serde_json::Error) -> Failure {
-    Failure::caused(Kind::InvalidArgument, format!("{what} is no OCI runtime {what}"), error)
+/// Why `json` can't be read, in better words than the parser's where it is a capability of the process, which is at
+/// the JSON pointer `process`. Looked for only now: to read each text twice would be slow in an emulated guest.
+fn refusal(json: &[u8], what: &str, process: &str, error: &serde_json::Error) -> Failure {
+    let value = serde_json::from_slice::<Value>(json).unwrap_or_default();
+    match value.pointer(process).map(check_capabilities) {
+        Some(Err(failure)) => failure,
+        _ => Failure::caused(Kind::InvalidArgument, format!("{what} is no OCI runtime {what}"), error),
+    }
 }
 
 /// The parser's own complaint names neither the set nor what it expected.

@@ -20,6 +20,7 @@ use sandboxer_protocol::{
     link::{LinkError, LinkKey},
     stage::Stage,
 };
+use tokio::{sync::oneshot, task::JoinHandle};
 use tokio_util::sync::CancellationToken;
 
 use super::{Node, admission::Work, spec::PodSpec, stages::Stages, stop, undo::Undo};
@@ -182,16 +183,16 @@ async fn phases(
 ) -> Result<Up, PodError> {
     // Whatever fails from here on, nothing of a machine that waited is left behind: not its directory either,
     // should it not have become the pod's.
-    let mut parked = None;
+    let mut waited = None;
     if let Source::Pool(warm) = &mut source {
-        parked = Some(mem::take(&mut warm.taps));
+        waited = Some(Waited { taps: mem::take(&mut warm.taps), pid: warm.machine.record().pid });
         let doomed = warm.machine.clone();
         undo.push("end the VMM", async move {
             pool::end(doomed.as_ref()).await;
             Ok::<_, Infallible>(())
         });
     }
-    let prepared = stages.run(Stage::Network, Prepared::new(node, spec, interfaces, parked, undo)).await?;
+    let prepared = stages.run(Stage::Network, Prepared::new(node, spec, interfaces, waited, undo)).await?;
     let turn = async { Ok::<_, PodError>(node.admission.enter(Work::Machine).await) };
     match source {
         Source::Pool(warm) => {
@@ -216,6 +217,12 @@ async fn phases(
     }
 }
 
+/// What the host has of a machine that waited.
+struct Waited {
+    taps: Vec<Parked>,
+    pid: u32,
+}
+
 /// The host holds what the machine needs.
 struct Prepared<'a> {
     node: &'a Node,
@@ -224,6 +231,8 @@ struct Prepared<'a> {
     interfaces: Vec<Interface>,
     /// What is behind them, unless the machine has it already.
     taps: Vec<Arc<OwnedFd>>,
+    /// Of a machine that is there already.
+    counting: Option<Counting>,
 }
 
 impl<'a> Prepared<'a> {
@@ -231,7 +240,7 @@ impl<'a> Prepared<'a> {
         node: &'a Node,
         spec: &'a PodSpec,
         interfaces: &[Interface],
-        parked: Option<Vec<Parked>>,
+        waited: Option<Waited>,
         undo: &mut Undo,
     ) -> Result<Self, PodError> {
         let host = |action, path: PathBuf| {
@@ -242,6 +251,7 @@ impl<'a> Prepared<'a> {
             let of = spec.id.clone();
             undo.push("remove the control group", async move { stop::leave(&of, &cgroup).await });
         }
+        let counting = waited.as_ref().and_then(|waited| Counting::begin(node, spec, waited.pid, undo));
         let run_dir = node.run_dir(&spec.id);
         match make_private_dir(&run_dir) {
             // A start that failed before, or a daemon that died, may have left it.
@@ -254,25 +264,25 @@ impl<'a> Prepared<'a> {
         }
         let dir = run_dir.clone();
         undo.push("remove the run directory", async move { std::fs::remove_dir_all(dir) });
-        let taps = match (&spec.netns, parked) {
+        let taps = match (&spec.netns, waited) {
             (None, _) => Vec::new(),
             (Some(netns), None) => network::taps(&spec.id, netns, interfaces).await?,
-            (Some(netns), Some(parked)) => {
-                network::plug(&spec.id, netns, interfaces, node.park.clone(), parked).await?;
+            (Some(netns), Some(waited)) => {
+                network::plug(&spec.id, netns, interfaces, node.park.clone(), waited.taps).await?;
                 Vec::new()
             }
         };
-        Ok(Self { node, spec, run_dir, interfaces: interfaces.to_vec(), taps })
+        Ok(Self { node, spec, run_dir, interfaces: interfaces.to_vec(), taps, counting })
     }
 
     /// Takes a machine that waited, which stands still, and lets it go on.
     async fn claim(self, warm: Box<Warm>) -> Result<Greeted<'a>, PodError> {
-        let Self { node, spec, run_dir, interfaces, .. } = self;
+        let Self { node, spec, run_dir, interfaces, counting, .. } = self;
         let machine = warm.machine.assign(&spec.id, &run_dir)?;
         machine.resume().await?;
         let live = Live { machine, agent: warm.agent.of(&spec.id) };
         let up = Up { live, ready: warm.ready, way: Way::Pool, interfaces, host_ports: Vec::new() };
-        Ok(Greeted { node, spec, up })
+        Ok(Greeted { node, spec, up, counting })
     }
 
     async fn restore(self, template: &Template, undo: &mut Undo) -> Result<Running<'a>, PodError> {
@@ -298,7 +308,8 @@ impl<'a> Prepared<'a> {
     fn running(self, machine: Arc<dyn Machine>, way: Way, undo: &mut Undo) -> Running<'a> {
         let doomed = machine.clone();
         undo.push("end the VMM", async move { doomed.kill().await });
-        Running { node: self.node, spec: self.spec, machine, way, interfaces: self.interfaces }
+        let counting = Counting::begin(self.node, self.spec, machine.record().pid, undo);
+        Running { node: self.node, spec: self.spec, machine, way, interfaces: self.interfaces, counting }
     }
 }
 
@@ -309,15 +320,16 @@ struct Running<'a> {
     machine: Arc<dyn Machine>,
     way: Way,
     interfaces: Vec<Interface>,
+    counting: Option<Counting>,
 }
 
 impl<'a> Running<'a> {
     async fn greet(self, key: &LinkKey) -> Result<Greeted<'a>, PodError> {
-        let Self { node, spec, machine, way, interfaces } = self;
+        let Self { node, spec, machine, way, interfaces, counting } = self;
         let greeted = guest::connect(&spec.id, machine.as_ref(), key, &node.config.vm);
         let (agent, ready) = watched(node, spec, machine.as_ref(), greeted).await?;
-        let live = Live { machine, agent };
-        Ok(Greeted { node, spec, up: Up { live, ready, way, interfaces, host_ports: Vec::new() } })
+        let up = Up { live: Live { machine, agent }, ready, way, interfaces, host_ports: Vec::new() };
+        Ok(Greeted { node, spec, up, counting })
     }
 }
 
@@ -326,12 +338,13 @@ struct Greeted<'a> {
     node: &'a Node,
     spec: &'a PodSpec,
     up: Up,
+    counting: Option<Counting>,
 }
 
 impl Greeted<'_> {
     /// Gives the guest what makes it this pod's and nobody else's.
     async fn configure(self, key: &LinkKey) -> Result<Up, PodError> {
-        let Self { node, spec, up } = self;
+        let Self { node, spec, up, counting } = self;
         let entropy: [u8; ENTROPY] = rand::random();
         // What is marked by its key already must not be told it: the message would pass for a greeting.
         let link_key = if up.way == Way::Boot { Vec::new() } else { key.as_bytes().to_vec() };
@@ -347,22 +360,48 @@ impl Greeted<'_> {
         };
         let configured = async { Ok(up.live.agent.configure_pod(identity).await?) };
         let configured = watched(node, spec, up.live.machine.as_ref(), configured);
-        tokio::try_join!(configured, count(node, spec, up.live.machine.record().pid))?;
+        let counted = async {
+            match counting {
+                Some(counting) => counting.done(spec).await,
+                None => Ok(()),
+            }
+        };
+        tokio::try_join!(configured, counted)?;
         Ok(up)
     }
 }
 
-/// Has the VMM, process `pid`, counted in its pod's control group.
-async fn count(node: &Node, spec: &PodSpec, pid: u32) -> Result<(), PodError> {
-    let Some(cgroup) = node.cgroups.of(&spec.cgroup_parent, &spec.id) else { return Ok(()) };
-    let entered = tokio::task::spawn_blocking(move || cgroup.enter(pid)).await;
-    let entered = entered.unwrap_or_else(|ended| Err((PathBuf::new(), io::Error::other(ended))));
-    entered.map_err(|(path, source)| PodError::Host {
-        pod: spec.id.clone(),
-        action: "move the VMM into control group",
-        path,
-        source,
-    })
+/// A VMM's way into its pod's control group. The kernel lets all its processors pass by before it moves a process, 5
+/// to 17 ms on two cores: that goes on beside the steps that follow, and is waited for before the pod is ready.
+struct Counting(JoinHandle<Result<(), (PathBuf, io::Error)>>);
+
+impl Counting {
+    /// Begins to move process `pid`; none where the pod has no group.
+    fn begin(node: &Node, spec: &PodSpec, pid: u32, undo: &mut Undo) -> Option<Self> {
+        let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id)?;
+        let (over, ended) = oneshot::channel::<Infallible>();
+        let moved = tokio::task::spawn_blocking(move || {
+            let _over = over;
+            cgroup.enter(pid)
+        });
+        // Before the process is ended: its number may be another's from then on.
+        undo.push("wait for the control group", async move {
+            let _ = ended.await;
+            Ok::<_, Infallible>(())
+        });
+        Some(Self(moved))
+    }
+
+    /// Waits until it is counted.
+    async fn done(self, spec: &PodSpec) -> Result<(), PodError> {
+        let moved = self.0.await.unwrap_or_else(|ended| Err((PathBuf::new(), io::Error::other(ended))));
+        moved.map_err(|(path, source)| PodError::Host {
+            pod: spec.id.clone(),
+            action: "move the VMM into control group",
+            path,
+            source,
+        })
+    }
 }
 
 /// Waits for the agent, in vain once the machine has ended or the time is up.

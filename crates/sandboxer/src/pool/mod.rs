@@ -11,6 +11,7 @@
 
 mod demand;
 mod make;
+mod program;
 mod rehearsal;
 
 use std::{

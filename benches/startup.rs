@@ -17,8 +17,10 @@ use std::time::Duration;
 use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
 use fake_agent::FakeAgent;
 use sandboxer::config::Config;
-use sandboxer::container::spec;
+
+use sandboxer::container::{NewContainer, spec};
 use sandboxer::daemon;
+use sandboxer::front::Front;
 use sandboxer::host::rootfs::Mount;
 use sandboxer::pod::admission::{Admission, Work};
 use sandboxer::pod::journal::{Journal, PodRecord, RECORD_VERSION};
@@ -54,6 +56,8 @@ fn pod_spec(id: &str) -> PodSpec {
         way: Default::default(),
         vcpus: 1,
         memory_mib: 128,
+        host_ports: Vec::new(),
+        limits: Default::default(),
         room: Default::default(),
     }
 }
@@ -61,7 +65,7 @@ fn pod_spec(id: &str) -> PodSpec {
 fn node(dir: &std::path::Path) -> Arc<Node> {
     let config = Config { run_dir: dir.join("run"), state_dir: dir.join("state"), ..Config::default() };
     let agent = FakeAgent::default();
-    daemon::node(config, Arc::new(FakeVmm::new(move |guest| agent.serve(guest)))).unwrap()
+    daemon::node(config, Arc::new(FakeVmm::new(move |guest| agent.serve(guest))), Front::none()).unwrap()
 }
 
 fn new_pod(node: &Arc<Node>, id: &str) -> PodHandle {
@@ -119,8 +123,15 @@ fn daemon(c: &mut Criterion) {
         "linux": { "namespaces": [{ "type": "pid" }, { "type": "mount" }, { "type": "ipc" }] }
     });
     fs::write(bundle.join("config.json"), oci.to_string()).unwrap();
-    let (pod, container) = (pod_spec("p"), "c".parse().unwrap());
-    group.bench_function("spec conversion", |b| b.iter(|| spec::read(&pod, &container, &bundle).unwrap()));
+    let pod = pod_spec("p");
+    let new = NewContainer {
+        id: "c".parse().unwrap(),
+        bundle,
+        mounts: Vec::new(),
+        stdio: Default::default(),
+        beside: Vec::new(),
+    };
+    group.bench_function("spec conversion", |b| b.iter(|| spec::read(&pod, &new).unwrap()));
 
     let of_daemon = node(dir.path());
     let lower = dir.path().join("lower");
@@ -139,7 +150,7 @@ fn daemon(c: &mut Criterion) {
         ],
     };
     let prepare =
-        || runtime.block_on(of_daemon.rootfs.prepare(&pod.id, &container, std::slice::from_ref(&overlay)));
+        || runtime.block_on(of_daemon.rootfs.prepare(&pod.id, &new.id, std::slice::from_ref(&overlay)));
     match prepare() {
         Ok(_) => drop(group.bench_function("rootfs cache hit", |b| b.iter(|| prepare().unwrap()))),
         Err(error) => println!("rootfs cache hit: not measured: {}", sandboxer_probe::measure::chain(&error)),

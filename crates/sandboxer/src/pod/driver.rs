@@ -119,7 +119,7 @@ enum Done {
     ContainerCreated {
         new: NewContainer,
         stages: Stages,
-        result: Result<Created, PodError>,
+        result: Result<Box<Created>, PodError>,
         reply: Reply<()>,
     },
     ExecCreated {
@@ -320,7 +320,7 @@ impl Driver {
             machine: self.live.as_ref().map(|live| live.machine.record()),
             containers: self.containers.iter().map(|(id, container)| container.record(id)).collect(),
             volumes: self.volumes.record(),
-            shares: self.volumes.shares.record(),
+            shares: None,
         };
         let (journal, number) = (self.journal.clone(), self.records);
         async move { journal.write(number, record).await }

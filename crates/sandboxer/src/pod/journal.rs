@@ -25,7 +25,9 @@ use crate::{
 };
 
 /// Version of the records this daemon writes.
-pub const RECORD_VERSION: u32 = 1;
+pub const RECORD_VERSION: u32 = 2;
+/// The oldest version that is still understood.
+const OLDEST_VERSION: u32 = 1;
 
 /// Largest record that is read back, bytes.
 const MAX_RECORD: u64 = 4 << 20;
@@ -49,8 +51,8 @@ pub struct PodRecord {
     /// Volumes that its guest has.
     #[serde(default)]
     pub volumes: Vec<Needed>,
-    /// The process that serves its live shares; none where it has none.
-    #[serde(default)]
+    /// The process that serves its live shares, in records of version 1. The run directory tells it since.
+    #[serde(default, skip_serializing)]
     pub shares: Option<ShareRecord>,
 }
 
@@ -178,7 +180,7 @@ pub(crate) fn parse(text: &[u8], path: &Path) -> Result<PodRecord, JournalError>
         version: u32,
     }
     let Version { version: found } = serde_json::from_slice(text).map_err(malformed)?;
-    if found != RECORD_VERSION {
+    if !(OLDEST_VERSION..=RECORD_VERSION).contains(&found) {
         return Err(JournalError::Version { path: path.to_owned(), found });
     }
     serde_json::from_slice(text).map_err(malformed)
@@ -304,6 +306,22 @@ pub(crate) mod tests {
         pod.remove().await.unwrap();
         pod.write(3, record("a")).await.unwrap();
         assert!(journal.records().unwrap().is_empty());
+    }
+
+    #[test]
+    fn a_record_of_version_1_is_understood_with_the_process_of_its_shares() {
+        let mut old = serde_json::to_value(record("old")).unwrap();
+        old["version"] = 1.into();
+        old["shares"] = serde_json::json!({ "pid": 7, "start_time": 9 });
+        for later in ["host_ports", "limits"] {
+            assert!(old["spec"].as_object_mut().unwrap().remove(later).is_some());
+        }
+        let text = serde_json::to_vec(&old).unwrap();
+        let read = parse(&text, Path::new("old.json")).unwrap();
+        assert_eq!(read.shares, Some(ShareRecord { pid: 7, start_time: 9 }));
+        // What is written is of this version, and says no more than that.
+        let written = serde_json::to_value(&PodRecord { version: RECORD_VERSION, ..read }).unwrap();
+        assert!(written.get("shares").is_none());
     }
 
     #[test]

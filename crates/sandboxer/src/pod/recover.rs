@@ -240,7 +240,7 @@ async fn take_up_shares(node: &Node, record: &PodRecord, live: Option<&Live>) ->
     let cgroup = node.cgroups.of(&record.spec.cgroup_parent, id);
     let shares = Shares::new(id.clone(), node.run_dir(id), record.spec.memory_mib, cgroup);
     let vmm = record.machine.as_ref().map_or(0, |machine| machine.pid);
-    let taken_up = shares.take_up(record.shares.as_ref(), live.map(|live| &live.agent), vmm).await;
+    let taken_up = shares.take_up(record.shares.clone(), live.map(|live| &live.agent), vmm).await;
     if let Err(error) = taken_up {
         tracing::error!(pod = %id, error = chain(&error), "the pod's shares can't be taken up");
     }
@@ -327,7 +327,6 @@ async fn undo_half_made(node: &Node, live: &Live, record: &PodRecord, known: &[w
         let container = key.split(' ').nth(1).and_then(|id| id.parse().ok());
         if let (Some(intent), Some(container)) = (intent, container) {
             unfinished.insert(container, intent.disks);
-            node.front.forget(&key);
         }
     }
     for process in known {
@@ -348,14 +347,22 @@ async fn undo_half_made(node: &Node, live: &Live, record: &PodRecord, known: &[w
             }
         }
     }
-    unfinished.retain(|container, _| !record.containers.iter().any(|recorded| recorded.id == *container));
     for (container, disks) in unfinished {
+        // Forgotten when nothing is left to undo and not before: this worker may die, too.
+        let intent = front::key(INTENT, &container, None);
+        if record.containers.iter().any(|recorded| recorded.id == container) {
+            node.front.forget(&intent);
+            continue;
+        }
         let mut undone = live.agent.delete_container(&container).await.map_err(PodError::from);
         for serial in disks {
             undone = undone.and(live.machine.detach_disk(&serial).await.map_err(PodError::from));
         }
         match undone {
-            Ok(()) => tracing::info!(%pod, %container, "what an earlier worker was making is undone"),
+            Ok(()) => {
+                node.front.forget(&intent);
+                tracing::info!(%pod, %container, "what an earlier worker was making is undone");
+            }
             Err(error) => {
                 tracing::warn!(%pod, %container, error = chain(&error), "what an earlier worker was making stays");
             }

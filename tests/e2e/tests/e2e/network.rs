@@ -414,7 +414,7 @@ async fn with_host_ports(case: &Case, ports: &str) -> Answer<Pod> {
 /// What the pod's web server says at this port of the host.
 async fn said_at(port: u16, ip: &str) -> Result<String> {
     let address = SocketAddr::new(ip.parse()?, port);
-    let asked = || -> io::Result<String> {
+    let asked = move || -> io::Result<String> {
         let mut stream = TcpStream::connect(address)?;
         stream.set_read_timeout(Some(PATIENCE))?;
         stream.write_all(b"GET /said HTTP/1.0\r\n\r\n")?;
@@ -423,7 +423,7 @@ async fn said_at(port: u16, ip: &str) -> Result<String> {
     };
     // A server takes a moment; until then connections end without a word.
     let said = eventually("the pod's server at the host's port", PATIENCE, || async {
-        Ok(tokio::task::block_in_place(asked).ok().filter(|said| !said.is_empty()))
+        Ok(tokio::task::spawn_blocking(asked).await?.ok().filter(|said| !said.is_empty()))
     });
     Ok(said.await?.rsplit("\r\n\r\n").next().unwrap_or_default().trim_end().to_owned())
 }

@@ -70,11 +70,10 @@ pub async fn read(pod: &SandboxId, netns: &Path, interfaces: &[Interface]) -> Re
                 RouteNetlinkMessage::NewLink(link) if link.header.index == index => Some(link),
                 _ => None,
             });
-            let stats = link?.attributes.iter().find_map(|attribute| match attribute {
+            link?.attributes.iter().find_map(|attribute| match attribute {
                 LinkAttribute::Stats64(stats) => Some(Traffic::from(stats)),
                 _ => None,
-            });
-            stats
+            })
         };
         Ok(wanted.into_iter().map(|index| of(index).unwrap_or_default()).collect())
     })

@@ -14,7 +14,7 @@ use std::{
     io,
     os::unix::{ffi::OsStrExt, fs::MetadataExt},
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError},
+    sync::Arc,
 };
 
 use sandboxer_protocol::{id::SandboxId, share::GUEST_DIR};
@@ -148,8 +148,6 @@ struct Inner {
     // Held while the process is started or given a share: two containers made at once need one process. Only
     // this pod's makers of containers wait for it.
     serving: tokio::sync::Mutex<Option<Serving>>,
-    // Read by the pod's task, which never waits.
-    record: Mutex<Option<ShareRecord>>,
 }
 
 #[derive(Debug)]
@@ -162,8 +160,7 @@ struct Serving {
 impl Shares {
     /// None yet, and no process, which will be counted in `cgroup`.
     pub fn new(pod: SandboxId, run_dir: PathBuf, memory_mib: u64, cgroup: Option<PodCgroup>) -> Self {
-        let (serving, record) = Default::default();
-        Self(Arc::new(Inner { pod, run_dir, memory_mib, cgroup, serving, record }))
+        Self(Arc::new(Inner { pod, run_dir, memory_mib, cgroup, serving: Default::default() }))
     }
 
     /// Gives the guest each of `shares`. Those it has already stay as they are.
@@ -177,10 +174,10 @@ impl Shares {
             Some(Serving { server, .. }) if server.has_ended() => return Err(ShareError::Ended(pod.clone())),
             Some(Serving { server, .. }) => server,
             none => {
+                // On record before the guest mounts anything: a guest that has mounts must have who serves them.
                 let server = Server::start(pod, run_dir, *memory_mib).await?;
                 match self.open(agent, &server).await {
                     Ok(stream) => {
-                        self.set_record(Some(server.record()));
                         &mut none.insert(Serving { server, _relay: relay(agent, Some(stream)) }).server
                     }
                     Err(error) => {
@@ -201,7 +198,7 @@ impl Shares {
     /// Has the guest mount its shares and the process counted; the connection over which they are served.
     async fn open(&self, agent: &Agent, server: &Server) -> Result<UnixStream, ShareError> {
         let mounted = async { Ok(agent.mount_shares().await?) };
-        tokio::try_join!(mounted, self.count(server.record().pid))?;
+        tokio::try_join!(mounted, self.count(server.pid()))?;
         server.connect()
     }
 
@@ -214,31 +211,28 @@ impl Shares {
         entered.map_err(|(path, source)| ShareError::Server { pod, action: "be counted in", path, source })
     }
 
-    /// What the next daemon needs; nothing while there is no process.
-    pub fn record(&self) -> Option<ShareRecord> {
-        self.0.record.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    fn set_record(&self, record: Option<ShareRecord>) {
-        *self.0.record.lock().unwrap_or_else(PoisonError::into_inner) = record;
-    }
-
-    /// Takes up what an earlier daemon left. `agent`: that of the pod, if it lives; `vmm`: its process.
+    /// Takes up what an earlier daemon left: `earlier` says which process, if the run directory doesn't. `agent`: that
+    /// of the pod, if it lives; `vmm`: its process.
     pub async fn take_up(
         &self,
-        record: Option<&ShareRecord>,
+        earlier: Option<ShareRecord>,
         agent: Option<&Agent>,
         vmm: u32,
     ) -> Result<(), ShareError> {
         let Inner { pod, run_dir, .. } = &*self.0;
-        let (Some(record), Some(agent)) = (record, agent) else {
+        let (Some(record), Some(agent)) = (server::recorded(run_dir).or(earlier), agent) else {
             // A process that no record names, or whose pod is gone: its socket tells that there may be one.
             if run_dir.join(server::SOCKET).exists() {
                 strays::end_below(pod, run_dir, &[vmm].into())?;
             }
             return Ok(());
         };
-        let server = Server::adopt(pod, run_dir, record)?;
+        let server = Server::adopt(pod, run_dir, &record)?;
+        // It may have been started, and no more.
+        agent.mount_shares().await?;
+        if !server.has_ended() {
+            self.count(record.pid).await?;
+        }
         let stream = match server.connect() {
             Ok(stream) => Some(stream),
             Err(error) => {
@@ -247,7 +241,6 @@ impl Shares {
                 None
             }
         };
-        self.set_record(Some(record.clone()));
         *self.0.serving.lock().await = Some(Serving { server, _relay: relay(agent, stream) });
         Ok(())
     }
@@ -258,7 +251,6 @@ impl Shares {
         if let Some(Serving { server, .. }) = serving {
             server.end().await;
         }
-        self.set_record(None);
     }
 }
 

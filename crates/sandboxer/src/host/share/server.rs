@@ -18,6 +18,8 @@ use crate::vmm::{process, socket};
 pub const SOCKET: &str = "shares.sock";
 /// The directory there on which it mounts its root, seen by itself alone.
 const ROOT: &str = "shares";
+/// Which process it is, in the same directory.
+const RECORD: &str = "shares.json";
 /// The program.
 const PROGRAM: &str = "sandboxer-share";
 /// How long it may take to serve.
@@ -77,6 +79,7 @@ impl Server {
         starting.keep();
         let found = process::child(pid).map_err(failed("watch", &program))?;
         let record = ShareRecord { pid, start_time: found.start_time() };
+        note(run_dir, &record).map_err(failed("note", &run_dir.join(RECORD)))?;
         Ok(Self { pod: pod.clone(), run_dir: run_dir.to_owned(), process: Some(found), record })
     }
 
@@ -91,9 +94,9 @@ impl Server {
         Ok(Self { pod: pod.clone(), run_dir: run_dir.to_owned(), process, record: record.clone() })
     }
 
-    /// As the journal keeps it.
-    pub fn record(&self) -> ShareRecord {
-        self.record.clone()
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.record.pid
     }
 
     /// Whether it is known to have ended.
@@ -126,6 +129,8 @@ impl Server {
 
     /// Ends it and waits until it is gone.
     pub async fn end(self) {
+        // With the directory it goes in any case; but the pod may go on without it.
+        let _ = fs::remove_file(self.run_dir.join(RECORD));
         let Some(process) = self.process else { return };
         match process.kill() {
             Ok(()) => drop(process.exited().await),
@@ -134,6 +139,18 @@ impl Server {
             }
         }
     }
+}
+
+/// Which process serves the shares of the pod with this run directory, as an earlier daemon noted it.
+pub fn recorded(run_dir: &Path) -> Option<ShareRecord> {
+    serde_json::from_slice(&fs::read(run_dir.join(RECORD)).ok()?).ok()
+}
+
+/// Whole or not at all. Never synced: with the machine, the process ends, too.
+fn note(run_dir: &Path, record: &ShareRecord) -> io::Result<()> {
+    let new = run_dir.join("shares.new");
+    fs::write(&new, serde_json::to_vec(record)?)?;
+    fs::rename(new, run_dir.join(RECORD))
 }
 
 /// Beside the daemon's own program, else wherever programs are.

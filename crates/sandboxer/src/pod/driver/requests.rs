@@ -180,7 +180,7 @@ impl Driver {
                 Ok(_place) => {
                     let (front, rootfs) = (&node.front, &node.rootfs);
                     let means = Means { front, rootfs, volumes: &volumes, stages: &stages };
-                    work::create(&spec, &live, means, &new).await
+                    work::create(&spec, &live, means, &new).await.map(Box::new)
                 }
                 Err(error) => Err(error),
             };

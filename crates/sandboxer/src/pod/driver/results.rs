@@ -152,7 +152,7 @@ impl Driver {
         &mut self,
         new: NewContainer,
         stages: Stages,
-        result: Result<Created, PodError>,
+        result: Result<Box<Created>, PodError>,
         reply: Reply<()>,
     ) {
         self.being_made.remove(&new.id);
@@ -174,12 +174,13 @@ impl Driver {
                 return answer(reply, Err(error));
             }
         };
+        let Created { pid, io, disks, leases, message, intent } = *created;
         let container = Container {
             bundle: new.bundle,
-            disks: created.disks,
-            leases: created.leases,
-            message: created.message,
-            init: Process::created(created.pid, new.stdio, created.io),
+            disks,
+            leases,
+            message,
+            init: Process::created(pid, new.stdio, io),
             execs: HashMap::new(),
             paused: false,
             stages,
@@ -190,7 +191,7 @@ impl Driver {
         self.work.spawn(async move {
             match written.await {
                 // From here on the record says so.
-                Ok(()) => created.intent.release(),
+                Ok(()) => intent.release(),
                 Err(error) => {
                     tracing::error!(%pod, error = chain(&error), "the pod's record on disk is out of date");
                 }

@@ -136,7 +136,7 @@ async fn a_vmm_that_dies_stops_its_pod_and_every_container_learns_why() {
     pod.start_process(id("c1"), None).await.unwrap();
 
     assert!(test.vmm.crash(pod.id()));
-    let status = pod.stopped().await;
+    let status = pod.stopped().await.unwrap();
     assert!(status.reason.contains("signal 11") && status.reason.contains("injected crash"), "{status:?}");
     let Phase::Exited(exit) = phase(&pod, "c1").await else { panic!("c1 has not ended") };
     assert_eq!(exit.code, 137);

@@ -207,7 +207,7 @@ impl Controller for SandboxService {
         let pod = self.pod(&request.get_ref().sandbox_id).map_err(grpc)?;
         self.shown(pod.id());
         let status = tokio::select! {
-            status = pod.stopped() => status,
+            status = pod.stopped() => status.map_err(grpc)?,
             // containerd asks again.
             () = self.ending.cancelled() => return Err(Status::unavailable("sandboxer is being restarted")),
         };

@@ -3,6 +3,7 @@
 pub mod admission;
 mod driver;
 mod forward;
+mod host_ports;
 pub mod journal;
 pub mod quantity;
 pub mod recover;
@@ -211,13 +212,11 @@ impl PodHandle {
     }
 
     /// Waits until the pod has stopped.
-    pub async fn stopped(&self) -> PodStatus {
+    pub async fn stopped(&self) -> Result<PodStatus, PodError> {
         let mut status = self.status.clone();
-        match status.wait_for(|status| status.state == state::PodState::Stopped).await {
-            Ok(stopped) => stopped.clone(),
-            // The pod's task is gone, and so is the pod.
-            Err(_) => self.status(),
-        }
+        // Its task may end before the pod does: with this process.
+        let stopped = status.wait_for(|status| status.state == state::PodState::Stopped).await;
+        stopped.map(|status| status.clone()).map_err(|_| PodError::Gone(self.id.clone()))
     }
 
     /// Boots the pod; answers when its agent is ready.

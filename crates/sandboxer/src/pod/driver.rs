@@ -117,7 +117,7 @@ enum Done {
     PodStopped(Result<(), VmmError>),
     MachineEnded(MachineExit),
     ContainerCreated {
-        new: NewContainer,
+        new: Box<NewContainer>,
         stages: Stages,
         result: Result<Box<Created>, PodError>,
         reply: Reply<()>,

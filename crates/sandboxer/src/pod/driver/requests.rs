@@ -184,7 +184,7 @@ impl Driver {
                 }
                 Err(error) => Err(error),
             };
-            Done::ContainerCreated { new, stages, result, reply }
+            Done::ContainerCreated { new: Box::new(new), stages, result, reply }
         });
     }
 

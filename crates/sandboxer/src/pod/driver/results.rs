@@ -23,7 +23,7 @@ impl Driver {
             }
             Done::MachineEnded(exit) => self.machine_ended(exit),
             Done::ContainerCreated { new, stages, result, reply } => {
-                self.container_created(new, stages, result, reply);
+                self.container_created(*new, stages, result, reply);
             }
             Done::ExecCreated { of, exec, stdio, result, reply } => {
                 let made = result.and_then(|io| self.exec_created(of, exec, stdio, io));

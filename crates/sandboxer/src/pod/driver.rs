@@ -7,7 +7,7 @@
 mod requests;
 mod results;
 
-use std::{collections::HashMap, future::Future, sync::Arc};
+use std::{collections::HashMap, future::Future, net::TcpListener, sync::Arc};
 
 use futures::FutureExt;
 use sandboxer_protocol::{
@@ -23,6 +23,7 @@ use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 
 use super::{
     ContainerView, Node, PodHandle, PodView, ProcessView, QUEUED_REQUESTS, Reply, Request, forward,
+    host_ports,
     journal::{JournalError, PodJournal, PodRecord, RECORD_VERSION},
     spec::PodSpec,
     stages::Stages,
@@ -77,6 +78,7 @@ pub fn spawn(
         status,
         live: None,
         forwarding: None,
+        host_ports: Vec::new(),
         containers: found.containers,
         volumes: Arc::new(volumes),
         being_made: HashMap::new(),
@@ -89,7 +91,7 @@ pub fn spawn(
     };
     tokio::spawn(async move {
         if let Some(live) = found.live {
-            driver.take_up(live);
+            driver.take_up(live, found.host_ports);
         }
         driver.run(receiver).await;
     });
@@ -107,6 +109,8 @@ pub struct Found {
     pub volumes: Option<(Vec<Needed>, Vec<String>)>,
     /// Its live shares.
     pub shares: Option<Shares>,
+    /// Where connections come in that are for ports of the host.
+    pub host_ports: Vec<TcpListener>,
 }
 
 /// Work that has ended, and what it came to.
@@ -163,6 +167,8 @@ struct Driver {
     live: Option<Live>,
     /// Forwards ports while the pod is ready.
     forwarding: Option<AbortOnDropHandle<()>>,
+    /// Where it listens on the host.
+    host_ports: Vec<TcpListener>,
     containers: HashMap<ContainerId, Container>,
     volumes: Arc<Volumes>,
     /// Containers whose making is under way.

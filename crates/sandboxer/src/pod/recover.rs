@@ -26,6 +26,7 @@ use sandboxer_protocol::{
 use super::{
     Node, PodHandle,
     driver::{EXEC, Found},
+    host_ports,
     journal::{ContainerRecord, JournalError, PodRecord, ProcessRecord},
     spec::PodSpec,
     stages::Stages,
@@ -154,10 +155,20 @@ async fn take_up(node: &Arc<Node>, mut record: PodRecord) -> TakenUp {
         })
         .collect::<HashMap<_, _>>();
     let (spec, key, status) = (record.spec, record.link_key, record.status);
+    let host_ports = match &live {
+        Some(_) => host_ports::listen_again(&node.front, &spec),
+        None => Vec::new(),
+    };
     let ids: Vec<ContainerId> = containers.keys().cloned().collect();
     let shared = node.clone();
     let inserted = node.registry.insert(&id, || {
-        pod::spawn(shared, spec, key, status, Found { live, containers, volumes, shares: Some(shares) })
+        pod::spawn(
+            shared,
+            spec,
+            key,
+            status,
+            Found { live, containers, volumes, shares: Some(shares), host_ports },
+        )
     });
     let handle = match inserted {
         Ok(handle) => handle,

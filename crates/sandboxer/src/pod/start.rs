@@ -23,14 +23,14 @@ use sandboxer_protocol::{
 use tokio::{sync::oneshot, task::JoinHandle};
 use tokio_util::sync::CancellationToken;
 
-use super::{Node, admission::Work, spec::PodSpec, stages::Stages, stop, undo::Undo};
+use super::{Node, admission::Work, host_ports, spec::PodSpec, stages::Stages, stop, undo::Undo};
 use crate::{
     clock::now_ns,
     config::Way,
     container::start::Live,
     error::{Code, PodError, chain},
     guest::{self, GuestError},
-    host::network::{self, Interface, Parked, interface, ports},
+    host::network::{self, Interface, Parked, interface},
     pool::{self, Warm},
     template::{Missing, Template},
     vmm::{Machine, MachineExit, Shape, VmSpec},
@@ -91,7 +91,8 @@ pub async fn start(
 ) -> Result<Up, PodError> {
     let _urgent = node.admission.urgent();
     let interfaces = stages.run(Stage::Netns, interfaces(spec)).await?;
-    let host_ports = host_ports(spec)?;
+    // Before anything is made for it.
+    let host_ports = host_ports::listen(&node.front, spec)?;
     let shape = spec.shape(interfaces.len());
     let (mut way, mut boots) = (spec.way, BOOTS);
     loop {
@@ -121,18 +122,6 @@ pub async fn start(
         node.ways.missed(way, missed);
         way = way.slower();
     }
-}
-
-/// The ports of the host that the pod asks for, taken before anything is made for it.
-fn host_ports(spec: &PodSpec) -> Result<Vec<TcpListener>, PodError> {
-    let listen = |&port: &u16| {
-        ports::listen(port).map_err(|error| PodError::State {
-            action: "start the pod",
-            subject: format!("TCP port {port} of the host, which pod {} asks for,", spec.id),
-            state: format!("not to be had: {error}"),
-        })
-    };
-    spec.host_ports.iter().map(listen).collect()
 }
 
 /// The pod's network interfaces.

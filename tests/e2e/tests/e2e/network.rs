@@ -414,7 +414,7 @@ async fn with_host_ports(case: &Case, ports: &str) -> Answer<Pod> {
 /// What the pod's web server says at this port of the host.
 async fn said_at(port: u16, ip: &str) -> Result<String> {
     let address = SocketAddr::new(ip.parse()?, port);
-    let asked = move || -> io::Result<String> {
+    let ask = move || -> io::Result<String> {
         let mut stream = TcpStream::connect(address)?;
         stream.set_read_timeout(Some(PATIENCE))?;
         stream.write_all(b"GET /said HTTP/1.0\r\n\r\n")?;
@@ -423,7 +423,7 @@ async fn said_at(port: u16, ip: &str) -> Result<String> {
     };
     // A server takes a moment; until then connections end without a word.
     let said = eventually("the pod's server at the host's port", PATIENCE, || async {
-        Ok(tokio::task::spawn_blocking(asked).await?.ok().filter(|said| !said.is_empty()))
+        Ok(tokio::task::spawn_blocking(ask).await?.ok().filter(|said| !said.is_empty()))
     });
     Ok(said.await?.rsplit("\r\n\r\n").next().unwrap_or_default().trim_end().to_owned())
 }
@@ -467,8 +467,13 @@ async fn host_ports_after_a_restart_of_the_daemon(case: Case) -> Result<()> {
         Ok(case.cri.pod_ready(&pod.id).await.ok().filter(|ready| *ready))
     })
     .await?;
-    pod.start(shell("server", &format!("echo again >/tmp/said; httpd -f -p 127.0.0.1:{port} -h /tmp")))
-        .await?;
+    let script = format!("echo again >/tmp/said; httpd -f -p 127.0.0.1:{port} -h /tmp & echo serving; wait");
+    let server = pod.start(shell("server", &script)).await?;
+    server.logged("serving").await?;
+    ensure!(said_at(port, "127.0.0.1").await? == "again");
+    // While there is no worker, who connects waits for the next one.
+    case.stack.kill_worker()?;
+    TcpStream::connect(("127.0.0.1", port)).context("the port was let go of")?;
     ensure!(said_at(port, "127.0.0.1").await? == "again");
     Ok(())
 }

@@ -1,9 +1,6 @@
 //! What the pod's task does when work has ended: take the result into its state, tell who waits.
 
-use std::net::TcpListener;
-
 use super::*;
-use crate::host::network::ports;
 
 impl Driver {
     pub(super) fn apply(&mut self, done: Done) {
@@ -117,6 +114,7 @@ impl Driver {
         // Those that the guest had, which nobody keeps up to date any more.
         self.volumes = Arc::new(Volumes::new(self.node.volumes.clone(), self.volumes.shares.clone(), None));
         self.forwarding = None;
+        host_ports::let_go(&self.node.front, &self.spec, &std::mem::take(&mut self.host_ports));
         let unasked = !reason.is_empty();
         let exit = Exit {
             code: KILLED,
@@ -314,10 +312,9 @@ impl Driver {
     }
 
     /// Goes on where an earlier daemon left off.
-    pub(super) fn take_up(&mut self, live: Live) {
+    pub(super) fn take_up(&mut self, live: Live, host_ports: Vec<TcpListener>) {
         self.live = Some(live.clone());
         self.watch_machine();
-        let host_ports = self.host_ports_again();
         self.forward_ports(host_ports);
         let mut running = Vec::new();
         for (id, container) in &mut self.containers {
@@ -360,6 +357,7 @@ impl Driver {
     fn forward_ports(&mut self, host_ports: Vec<TcpListener>) {
         let Some(live) = &self.live else { return };
         let (pod, netns, agent) = (self.spec.id.clone(), self.spec.netns.clone(), live.agent.clone());
+        self.host_ports = host_ports.iter().filter_map(|listener| listener.try_clone().ok()).collect();
         let forwarding = async move {
             match netns {
                 Some(netns) => forward::serve(pod, &netns, agent).await,
@@ -367,18 +365,6 @@ impl Driver {
             }
         };
         self.forwarding = Some(AbortOnDropHandle::new(tokio::spawn(forwarding)));
-    }
-
-    /// The ports of the host that an earlier daemon listened at: others may have taken some since.
-    fn host_ports_again(&self) -> Vec<TcpListener> {
-        let listen = |&port: &u16| match ports::listen(port) {
-            Ok(listener) => Some(listener),
-            Err(error) => {
-                tracing::error!(pod = %self.spec.id, port, %error, "a port of the host is lost to the pod");
-                None
-            }
-        };
-        self.spec.host_ports.iter().filter_map(listen).collect()
     }
 
     pub(super) fn answer_removed(&mut self, result: Result<(), PodError>) {

@@ -1,0 +1,74 @@
+//! Ports of the host that lead into a pod in the host's network. A worker listens at them, the front keeps them for the
+//! next one: while there is none, callers wait.
+
+use std::{
+    net::TcpListener,
+    os::fd::{AsFd, AsRawFd},
+    sync::Arc,
+};
+
+use nix::sys::socket::{Shutdown, shutdown};
+
+use super::spec::PodSpec;
+use crate::{error::PodError, front::Front, host::network::ports};
+
+fn key(pod: &PodSpec, port: u16) -> String {
+    format!("host-port {} {port}", pod.id)
+}
+
+/// Listens at those that a new pod asks for; none is, if one is not to be had.
+pub fn listen(front: &Arc<Front>, pod: &PodSpec) -> Result<Vec<TcpListener>, PodError> {
+    let listen = |&port: &u16| {
+        let listener = ports::listen(port).map_err(|error| PodError::State {
+            action: "start the pod",
+            subject: format!("TCP port {port} of the host, which pod {} asks for,", pod.id),
+            state: format!("not to be had: {error}"),
+        })?;
+        keep(front, pod, port, &listener);
+        Ok(listener)
+    };
+    let listeners: Result<Vec<_>, PodError> = pod.host_ports.iter().map(listen).collect();
+    if listeners.is_err() {
+        let_go(front, pod, &[]);
+    }
+    listeners
+}
+
+/// Those of a pod that lives. Without a front they were let go of meanwhile, and others may have taken some.
+pub fn listen_again(front: &Arc<Front>, pod: &PodSpec) -> Vec<TcpListener> {
+    let listen = |&port: &u16| {
+        if let Some(kept) = front.take(&key(pod, port)).and_then(|mut entry| entry.fds.pop()) {
+            return Some(kept.into());
+        }
+        match ports::listen(port) {
+            Ok(listener) => {
+                keep(front, pod, port, &listener);
+                Some(listener)
+            }
+            Err(error) => {
+                tracing::error!(pod = %pod.id, port, %error, "a port of the host is lost to the pod");
+                None
+            }
+        }
+    };
+    pod.host_ports.iter().filter_map(listen).collect()
+}
+
+/// Lets go of them. They are free when it returns, whoever still has `listeners` or the front's own open.
+pub fn let_go(front: &Front, pod: &PodSpec, listeners: &[TcpListener]) {
+    for listener in listeners {
+        if let Err(error) = shutdown(listener.as_raw_fd(), Shutdown::Both) {
+            tracing::warn!(pod = %pod.id, %error, "a port of the host is let go of late");
+        }
+    }
+    for port in &pod.host_ports {
+        front.forget(&key(pod, *port));
+    }
+}
+
+fn keep(front: &Arc<Front>, pod: &PodSpec, port: u16, listener: &TcpListener) {
+    if let Err(error) = front.keep(&key(pod, port), &(), &[listener.as_fd()]) {
+        // The next worker listens anew.
+        tracing::warn!(pod = %pod.id, port, %error, "the front can't keep a port of the host");
+    }
+}

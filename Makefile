@@ -13,8 +13,9 @@ STACK ?= target/stack
 INSTALLED := sandboxer sandboxer-front sandboxer-cli sandboxer-share containerd-shim-sandboxer-v1
 
 DESTDIR ?=
+FUZZ_SECONDS ?= 60
 
-.PHONY: help deps tools agent guest-image build build-failing install uninstall up down demo test bench lint fmt clean
+.PHONY: help deps tools agent guest-image build build-failing install uninstall up down demo test bench lint fuzz fmt clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -71,6 +72,9 @@ lint: deps ## formatting, clippy, dependencies' licences and sources; warnings a
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	@scripts/lint.sh
+
+fuzz: deps ## every fuzz target for FUZZ_SECONDS (60); TARGETS='…' for some of them
+	@scripts/fuzz.sh $(FUZZ_SECONDS) $(TARGETS)
 
 fmt: ## format the code
 	cargo fmt --all

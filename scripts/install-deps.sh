@@ -8,6 +8,8 @@ set -euo pipefail
 packages=(
     # the workspace: C linker, protobuf compiler with its well-known types, libseccomp for the guest agent
     gcc libc6-dev make pkg-config protobuf-compiler libprotobuf-dev libseccomp-dev git ca-certificates
+    # libFuzzer, for make fuzz
+    g++
     # the guest kernel
     linux-source-6.1 bc bison flex libelf-dev perl xz-utils cpio
     # a pod: its VMM, its root filesystem

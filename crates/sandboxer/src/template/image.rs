@@ -129,7 +129,8 @@ pub fn manifest(dir: &Path) -> Result<Manifest, TemplateError> {
 pub(crate) fn parse(text: &[u8], dir: &Path) -> Result<Manifest, TemplateError> {
     let damaged = |reason: String| TemplateError::Damaged { path: dir.join(MANIFEST), reason };
     let sealed: Sealed = serde_json::from_slice(text).map_err(|error| damaged(error.to_string()))?;
-    if sha256(&sealed.manifest) != sealed.sha256 {
+    // No fuzzer finds a checksum.
+    if !cfg!(fuzzing) && sha256(&sealed.manifest) != sealed.sha256 {
         return Err(damaged("its checksum is another".into()));
     }
     let key = sealed.manifest.inputs.key();

@@ -1,0 +1,39 @@
+//! Answers of an agent and requests of its kernel. What is read and written again reads the same.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use protobuf::Message;
+use sandboxer::container::stats;
+use sandboxer_protocol::{
+    agent::{
+        ExchangeSharesResponse, ListContainersResponse, ListProcessesResponse, ListVolumesResponse,
+        ReadConnectionResponse, ReadOutputResponse, StatsResponse, WaitProcessResponse, WriteInputResponse,
+    },
+    share::Head,
+};
+
+fn again<M: Message + PartialEq + std::fmt::Debug>(bytes: &[u8]) -> Option<M> {
+    let message = M::parse_from_bytes(bytes).ok()?;
+    let written = message.write_to_bytes().expect("what was read can be written");
+    assert_eq!(M::parse_from_bytes(&written).ok().as_ref(), Some(&message));
+    Some(message)
+}
+
+fuzz_target!(|bytes: &[u8]| {
+    again::<ReadOutputResponse>(bytes);
+    again::<ReadConnectionResponse>(bytes);
+    again::<WaitProcessResponse>(bytes);
+    again::<WriteInputResponse>(bytes);
+    again::<ListContainersResponse>(bytes);
+    again::<ListProcessesResponse>(bytes);
+    again::<ListVolumesResponse>(bytes);
+    if let Some(readings) = again::<StatsResponse>(bytes) {
+        stats::encode(&readings).expect("any numbers are metrics");
+    }
+    for request in again::<ExchangeSharesResponse>(bytes).unwrap_or_default().requests {
+        if let Some(head) = Head::of(&request.message) {
+            assert!(head.is_answered_by(&head.failed(5)));
+        }
+    }
+    sandboxer::guest::bounds::plain(&String::from_utf8_lossy(bytes));
+});

@@ -1,0 +1,23 @@
+//! What VMMs say: QEMU's lines, Cloud Hypervisor's events and answers.
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+use sandboxer::{
+    fuzzing::{qmp_message, vmm_event},
+    vmm::cloud_hypervisor::{
+        version,
+        wire::{Counters, PciDevice, Ping, VmInfo},
+    },
+};
+
+fuzz_target!(|bytes: &[u8]| {
+    let reason = version::reason(bytes);
+    assert!(!reason.contains(char::is_control) && reason.chars().count() < 1000);
+    let _ = serde_json::from_slice::<Ping>(bytes);
+    let _ = serde_json::from_slice::<VmInfo>(bytes);
+    let _ = serde_json::from_slice::<PciDevice>(bytes);
+    let _ = serde_json::from_slice::<Counters>(bytes);
+    let Ok(text) = std::str::from_utf8(bytes) else { return };
+    qmp_message(text);
+    vmm_event(text);
+});

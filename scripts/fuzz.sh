@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Runs every target of fuzz/, or those named, for so long each. What is found new is kept in target/fuzz/corpus,
+# what breaks in fuzz/artifacts, which names the command that shows it again.
+# usage: fuzz.sh SECONDS [TARGET…]
+set -euo pipefail
+# shellcheck source=scripts/lib.sh
+. "$(dirname "$0")/lib.sh"
+cd "$ROOT"
+
+FUZZ=${CARGO_FUZZ_VERSION:-0.13.1}
+fuzz=$CACHE/tools/cargo-fuzz-$FUZZ/bin/cargo-fuzz
+
+install_fuzz() {
+    [[ ! -x $fuzz ]] || return 0
+    say "building cargo-fuzz $FUZZ into the cache (about two minutes on two cores, once)"
+    local build
+    build=$(mktemp -d)
+    cargo install --quiet --locked --version "$FUZZ" --root "${fuzz%/bin/*}" --target-dir "$build" cargo-fuzz
+    rm -rf "$build"
+}
+
+seconds=${1:?usage: fuzz.sh SECONDS [TARGET…]}
+shift
+targets=("$@")
+((${#targets[@]})) || mapfile -t targets < <(basename -s .rs -a fuzz/fuzz_targets/*.rs)
+
+with_lock "$CACHE/tools/.lock" install_fuzz
+# Without a sanitizer, and so with the toolchain that builds the rest: there is hardly any unsafe code to watch in
+# what is fuzzed; panics, overflows, sizes and times are told all the same.
+build=(--sanitizer none --target-dir target/fuzz/build)
+"$fuzz" fuzz build "${build[@]}"
+
+failed=()
+for target in "${targets[@]}"; do
+    corpus=target/fuzz/corpus/$target
+    mkdir -p "$corpus"
+    log=target/fuzz/$target.log
+    if "$fuzz" fuzz run "${build[@]}" "$target" "$corpus" "fuzz/seeds/$target" -- \
+        -max_total_time="$seconds" -max_len=65536 -timeout=10 -rss_limit_mb=1024 -print_final_stats=1 \
+        >"$log" 2>&1; then
+        runs=$(sed -n 's/^stat::number_of_executed_units: *//p' "$log")
+        say "$target: ${runs:-?} inputs in $seconds s, $(find "$corpus" -type f | wc -l) kept"
+    else
+        failed+=("$target")
+        tail -n 40 "$log" >&2
+    fi
+done
+((${#failed[@]} == 0)) || die "broken by an input: ${failed[*]}"

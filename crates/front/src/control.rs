@@ -29,6 +29,9 @@ pub const MOST_FDS: usize = 8;
 /// Key of the entry whose descriptor the front accepts task connections at; a path may follow.
 pub const TASK_LISTENER: &str = "listen task ";
 
+/// Note of a [`Kind::Open`] that asks for reading alone.
+pub const FOR_READING: &[u8] = b"r";
+
 /// One message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
@@ -44,6 +47,13 @@ pub enum Kind {
     AllKept = 5,
     /// Front: a task connection's link is the descriptor.
     Connection = 6,
+    /// Worker: open the FIFO that the first descriptor names, for reading if the note is [`FOR_READING`], else for
+    /// both; keep it under the key; answer with [`Kind::Kept`] over the second descriptor, a socket as these are. An
+    /// answer without a descriptor has the system's error number for its note.
+    ///
+    /// A FIFO that a worker opened itself would be closed again if it died before it had handed it over, which is
+    /// the end of it for whoever is at its other end.
+    Open = 7,
 }
 
 /// A message, with the descriptors that came along.
@@ -57,6 +67,11 @@ pub struct Message {
     pub note: Vec<u8>,
     /// In the order in which they were sent.
     pub fds: Vec<OwnedFd>,
+}
+
+/// A pair of ends that block, for one answer.
+pub fn answering() -> io::Result<(OwnedFd, OwnedFd)> {
+    Ok(socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?)
 }
 
 /// A pair of ends: the front's, which never blocks, and the worker's. Both close when a program is executed.
@@ -126,7 +141,8 @@ pub fn receive(socket: BorrowedFd<'_>, flags: MsgFlags) -> io::Result<Option<Mes
 
 fn parse(mut bytes: Vec<u8>, fds: Vec<OwnedFd>) -> io::Result<Message> {
     let &[kind, high, low] = bytes.first_chunk().ok_or_else(|| malformed("a message has no head"))?;
-    let kind = [Kind::Keep, Kind::Forget, Kind::Ready, Kind::Kept, Kind::AllKept, Kind::Connection]
+    use Kind::{AllKept, Connection, Forget, Keep, Kept, Open, Ready};
+    let kind = [Keep, Forget, Ready, Kept, AllKept, Connection, Open]
         .into_iter()
         .find(|known| *known as u8 == kind)
         .ok_or_else(|| malformed("a message is of no known kind"))?;

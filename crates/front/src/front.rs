@@ -5,7 +5,7 @@ use std::{
     ffi::OsString,
     io, mem,
     os::{
-        fd::{BorrowedFd, OwnedFd},
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
         unix::net::UnixStream,
     },
     path::{Path, PathBuf},
@@ -16,12 +16,14 @@ use std::{
 
 use nix::{
     errno::Errno,
+    fcntl::{OFlag, open},
     sys::{
         epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout},
         resource::{Resource, getrlimit, setrlimit},
         signal::{SigSet, Signal},
         signalfd::{SfdFlags, SignalFd},
         socket::{MsgFlags, SockFlag, accept4, getsockopt, sockopt::PeerCredentials},
+        stat::Mode,
     },
     unistd::geteuid,
 };
@@ -29,7 +31,7 @@ use sd_notify::NotifyState;
 
 use crate::{
     connection::{Connection, Numbers, Side},
-    control::{self, Kind, Message, TASK_LISTENER},
+    control::{self, FOR_READING, Kind, Message, TASK_LISTENER},
     worker::{BackOff, Worker},
 };
 
@@ -277,6 +279,7 @@ impl<'a> Front<'a> {
                 self.kept.insert(key, Entry { note, fds });
             }
             Kind::Forget => drop(self.kept.remove(&key)),
+            Kind::Open => self.open(key, note, fds),
             Kind::Ready => {
                 if let Some(worker) = &mut self.worker {
                     worker.ready = Some(Instant::now());
@@ -288,6 +291,27 @@ impl<'a> Front<'a> {
                 all.into_iter().for_each(|number| self.link(number));
             }
             Kind::Kept | Kind::AllKept | Kind::Connection => {}
+        }
+    }
+
+    /// Opens a FIFO, keeps it, and answers with it.
+    fn open(&mut self, key: String, note: Vec<u8>, fds: Vec<OwnedFd>) {
+        let Ok([named, answer]) = <[OwnedFd; 2]>::try_from(fds) else { return };
+        let mut flags = OFlag::O_NONBLOCK | OFlag::O_CLOEXEC;
+        flags.insert(if note == FOR_READING { OFlag::O_RDONLY } else { OFlag::O_RDWR });
+        let told = match open(format!("/proc/self/fd/{}", named.as_raw_fd()).as_str(), flags, Mode::empty()) {
+            Ok(opened) => {
+                let opened = Rc::new(opened);
+                self.kept.insert(key, Entry { note, fds: vec![opened.clone()] });
+                control::send(answer.as_fd(), Kind::Kept, "", &[], &[opened.as_fd()])
+            }
+            Err(error) => {
+                let number = (error as i32).to_string();
+                control::send(answer.as_fd(), Kind::Kept, "", number.as_bytes(), &[])
+            }
+        };
+        if let Err(error) = told {
+            eprintln!("sandboxer-front: the worker can't be answered: {error}");
         }
     }
 

@@ -102,8 +102,12 @@ fn double(dir: &Path, control: i32) -> ExitCode {
         let listener = UnixListener::bind(dir.join("task.sock")).unwrap();
         listener.set_nonblocking(true).unwrap();
         keep(TASK_LISTENER, &[], &[listener.as_fd()]);
-        let fifo = File::options().write(true).open(dir.join("fifo")).unwrap();
-        keep("fifo", &[], &[fifo.as_fd()]);
+        let flags = nix::fcntl::OFlag::O_PATH.bits();
+        let named = File::options().read(true).custom_flags(flags).open(dir.join("fifo")).unwrap();
+        let (answer, theirs) = control::answering().unwrap();
+        control::send(control.as_fd(), Kind::Open, "fifo", &[], &[named.as_fd(), theirs.as_fd()]).unwrap();
+        let opened = control::receive(answer.as_fd(), MsgFlags::empty()).unwrap().unwrap();
+        assert_eq!((opened.kind, opened.fds.len()), (Kind::Kept, 1));
     }
     keep("life", &[u8::try_from(life).unwrap()], &[]);
     control::send(control.as_fd(), Kind::Ready, "", &[], &[]).unwrap();

@@ -8,11 +8,12 @@ use std::{
     collections::{BTreeMap, VecDeque},
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::Path,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use nix::sys::socket::MsgFlags;
-use sandboxer_front::control::{self, Kind};
+use sandboxer_front::control::{self, FOR_READING, Kind};
 use sandboxer_protocol::id::{ContainerId, ExecId};
 use serde::{Serialize, de::DeserializeOwned};
 use tokio::{
@@ -137,6 +138,34 @@ impl Front {
         }
         self.lock().remove(key);
         Ok(Kept { front: self.clone(), key: key.to_owned() })
+    }
+
+    /// Opens the FIFO at `path`, for reading alone or for both, in such a way that it stays open whatever happens to
+    /// this process. It is kept under the key.
+    pub fn open(&self, key: &str, path: &Path, reading: bool) -> io::Result<OwnedFd> {
+        use rustix::fs::{FileType, Mode, OFlags, fstat, open};
+        let named = open(path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
+        if FileType::from_raw_mode(fstat(&named)?.st_mode) != FileType::Fifo {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no FIFO"));
+        }
+        let Some(socket) = &self.socket else {
+            let access = if reading { OFlags::RDONLY } else { OFlags::RDWR };
+            return Ok(open(path, access | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty())?);
+        };
+        let (answer, theirs) = control::answering()?;
+        let note = if reading { FOR_READING } else { &[] };
+        pass(format_args!("before the front opens {}", kind(key)));
+        control::send(socket.as_fd(), Kind::Open, key, note, &[named.as_fd(), theirs.as_fd()])?;
+        // It has it alone: its end is then seen here.
+        drop(theirs);
+        let message =
+            control::receive(answer.as_fd(), MsgFlags::empty())?.ok_or(io::ErrorKind::UnexpectedEof)?;
+        pass(format_args!("the front has opened {}", kind(key)));
+        let refused = || {
+            let number = String::from_utf8_lossy(&message.note).parse().ok();
+            number.map_or_else(|| io::ErrorKind::InvalidData.into(), io::Error::from_raw_os_error)
+        };
+        message.fds.into_iter().next().ok_or_else(refused)
     }
 
     /// Has an entry forgotten, whoever kept it.

@@ -128,7 +128,7 @@ async fn whatever_a_guest_does_the_daemon_stays_small_and_other_pods_are_served(
             Ok(()) => assert!(nature.gets_ready(), "{nature:?} got ready"),
             Err(error) => {
                 assert!(!nature.gets_ready(), "{nature:?}: {error}");
-                assert!(!hostile.stopped().await.reason.is_empty(), "{nature:?}");
+                assert!(!hostile.stopped().await.unwrap().reason.is_empty(), "{nature:?}");
             }
         }
         assert!(!hostile.status().kernel_release.contains(char::is_control), "{nature:?}");

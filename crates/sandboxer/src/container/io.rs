@@ -13,7 +13,7 @@ use sandboxer_protocol::{
     agent::OutputStream,
     id::{ContainerId, ExecId, SandboxId},
 };
-use tokio::{net::unix::pipe::OpenOptions, sync::Notify, task::JoinSet};
+use tokio::{sync::Notify, task::JoinSet};
 
 use super::{
     StdioPaths,
@@ -129,23 +129,35 @@ impl Io {
         if let Ok(Some(io)) = Self::inherit(front, subject, paths) {
             return Ok(io);
         }
+        let opened = Self::open_anew(front, pod, subject, paths);
+        // Kept as one by now, or closed.
+        for stream in ["stdin", "stdout", "stderr"] {
+            front.forget(&opening(subject, stream));
+        }
+        opened
+    }
+
+    fn open_anew(
+        front: &Arc<Front>,
+        pod: &SandboxId,
+        subject: &Subject,
+        paths: &StdioPaths,
+    ) -> Result<Self, PodError> {
         let failed = |path: &Path| {
             let (pod, path) = (pod.clone(), path.to_owned());
             move |source| PodError::Host { pod, action: "open stdio FIFO", path, source }
         };
-        let outlet = |path: &PathBuf| {
-            let opened = OpenOptions::new().read_write(true).open_sender(path);
-            let outlet = opened.and_then(|fifo| Outlet::new(fifo.into_nonblocking_fd()?));
-            outlet.map_err(failed(path))
-        };
         let inlet = |path: &PathBuf| {
-            let opened = OpenOptions::new().open_receiver(path);
-            opened.and_then(|fifo| Inlet::new(fifo.into_nonblocking_fd()?)).map_err(failed(path))
+            front.open(&opening(subject, "stdin"), path, true).and_then(Inlet::new).map_err(failed(path))
         };
+        let outlet = |stream: &str, path: &PathBuf| {
+            front.open(&opening(subject, stream), path, false).and_then(Outlet::new).map_err(failed(path))
+        };
+        let (stdout, stderr) = (wanted(&paths.stdout), wanted(&paths.stderr).filter(|_| !paths.terminal));
         let mut io = Self {
             stdin: wanted(&paths.stdin).map(inlet).transpose()?,
-            stdout: wanted(&paths.stdout).map(outlet).transpose()?,
-            stderr: wanted(&paths.stderr).filter(|_| !paths.terminal).map(outlet).transpose()?,
+            stdout: stdout.map(|path| outlet("stdout", path)).transpose()?,
+            stderr: stderr.map(|path| outlet("stderr", path)).transpose()?,
             ..Self::default()
         };
         let kept = io.find_voice(paths).and_then(|()| {
@@ -264,6 +276,11 @@ impl Io {
         }
         (running, closer)
     }
+}
+
+/// What the front calls a FIFO that it has opened for a process, until all of them are kept as one.
+fn opening(subject: &Subject, stream: &str) -> String {
+    subject.key(&format!("opening-{stream}"))
 }
 
 fn wanted(path: &PathBuf) -> Option<&PathBuf> {

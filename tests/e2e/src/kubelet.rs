@@ -24,7 +24,12 @@ pub struct Kubelet {
 impl Kubelet {
     /// For a pod of `case`.
     pub fn of(case: &Case) -> Result<Self> {
-        let pod = case.stack.dir().join("kubelet/pods").join(format!("uid-{}", case.name));
+        Self::of_another(case, "")
+    }
+
+    /// For one of several pods of `case`, told apart by `name`.
+    pub fn of_another(case: &Case, name: &str) -> Result<Self> {
+        let pod = case.stack.dir().join("kubelet/pods").join(format!("uid-{}{name}", case.name));
         fs::create_dir_all(&pod).with_context(|| format!("could not make {}", pod.display()))?;
         Ok(Self { pod, mounts: Vec::new(), loops: Vec::new() })
     }

@@ -33,27 +33,30 @@ fn count(variable: &str, usual: usize) -> Result<usize> {
 }
 
 /// What a case has seen so far.
-struct Seen<'a> {
+pub struct Seen<'a> {
     case: &'a Case,
     fault: &'a str,
-    times: usize,
+    /// So often by now.
+    pub times: usize,
     bystanders: Vec<Bystander>,
     /// Pods that the case itself ended, or that were in the making.
-    others: usize,
+    pub others: usize,
+    /// Lines of logs, each there once.
+    lines: usize,
 }
 
 impl<'a> Seen<'a> {
     /// Starts `bystanders`.
-    async fn begin(case: &'a Case, fault: &'a str, bystanders: usize) -> Result<Self> {
+    pub async fn begin(case: &'a Case, fault: &'a str, bystanders: usize) -> Result<Self> {
         let mut all = Vec::new();
         for _ in 0..bystanders {
             all.push(Bystander::start(case, 20_000).await?);
         }
-        Ok(Self { case, fault, times: 0, bystanders: all, others: 0 })
+        Ok(Self { case, fault, times: 0, bystanders: all, others: 0, lines: 0 })
     }
 
     /// The bystanders have not noticed.
-    async fn check(&self) -> Result<()> {
+    pub async fn check(&self) -> Result<()> {
         for (n, bystander) in self.bystanders.iter().enumerate() {
             bystander
                 .check(self.case)
@@ -64,31 +67,48 @@ impl<'a> Seen<'a> {
     }
 
     /// Ends the bystanders, removes all pods, and notes what was seen.
-    async fn end(self) -> Result<()> {
-        let pods = self.bystanders.len() + self.others;
-        let mut lines = 0;
-        for bystander in self.bystanders {
-            lines += bystander.end(self.case).await?;
+    pub async fn end(mut self) -> Result<()> {
+        self.end_pods().await?;
+        self.close().await
+    }
+
+    /// Ends the bystanders and removes all pods.
+    pub async fn end_pods(&mut self) -> Result<()> {
+        for bystander in std::mem::take(&mut self.bystanders) {
+            self.lines += bystander.end(self.case).await?;
+            self.others += 1;
         }
-        self.case.clean_up().await?;
+        self.case.clean_up().await
+    }
+
+    /// Looks what is left, and notes what was seen.
+    pub async fn close(self) -> Result<()> {
         let held = gone(self.case).await?;
         ensure!(held.is_empty(), "left: {}", held.join(", "));
         ledger::note(Line {
             fault: self.fault.to_owned(),
             times: self.times,
-            pods,
+            pods: self.others,
             lost: 0,
-            lines,
+            lines: self.lines,
             lines_lost: 0,
             left: held.len(),
-            case: format!(
-                "faults::{}",
-                self.case.name.rsplit("faults-").next().unwrap_or_default().replace('-', "_")
-            ),
+            // `sandboxer-faults-the-case`.
+            case: self.case.name.replace('-', "_").replacen('_', "::", 2),
             day: jiff::Timestamp::now().strftime("%F").to_string(),
         });
         Ok(())
     }
+}
+
+/// Waits until the pool is as full as it gets, so that what the daemon holds can be compared.
+pub async fn settled(case: &Case) -> Result<()> {
+    eventually("the pool to be full", PATIENCE, || async {
+        Ok((case.stack.waiting()?.len() >= 2).then_some(()))
+    })
+    .await?;
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    Ok(())
 }
 
 /// What is held of pods that were removed, once it is nothing or stays.
@@ -128,7 +148,7 @@ where
 }
 
 /// A pod's whole life, with all that pods have. What a kubelet would not ask twice, it asks once.
-async fn life(case: &Case, kubelet: &Kubelet) -> Result<()> {
+pub async fn life(case: &Case, kubelet: &Kubelet) -> Result<()> {
     let settings = kubelet.files("configmap", "settings", &[("color", "red")])?;
     let scratch = kubelet.empty_dir("scratch")?;
     let host = case.stack.dir().join("hostpath");
@@ -212,7 +232,7 @@ impl<'a> Failing<'a> {
         Ok(fs::write(self.points.join("armed"), points.join("\n") + "\n")?)
     }
 
-    async fn end(self) -> Result<()> {
+    pub async fn end(self) -> Result<()> {
         self.case.stack.end("sandboxer", Signal::SIGTERM).await?;
         self.case.stack.run_up()?;
         reached(self.case).await
@@ -317,7 +337,6 @@ async fn memory_runs_out(case: Case) -> Result<()> {
         while case.stack.worker().ok() == Some(worker) {
             // It may fail in part, with an error, as whoever has no memory may.
             let _ = life(&case, &kubelet).await;
-            case.clean_up().await.ok();
             lives += 1;
             if lives > 5 {
                 break;
@@ -444,6 +463,13 @@ async fn front_killed(case: Case) -> Result<()> {
         })
         .await?;
         ensure!(pod.output("echo here").await? == "here");
+        // containerd finds the end of its containers in an attempt of its own, and until then doesn't remove them.
+        eventually("pod to be removed", PATIENCE, || async {
+            let stopped = case.cri.stop_pod(&pod.id).await;
+            let removed = case.cri.remove_pod(&pod.id).await;
+            Ok((stopped.is_ok() && removed.is_ok()).then_some(()))
+        })
+        .await?;
         seen.times += 1;
         seen.others += 1;
     }
@@ -507,24 +533,37 @@ async fn disk_full(case: Case) -> Result<()> {
     let disk = OwnDisk::mount(&case).await?;
     let mut seen = Seen::begin(&case, "disk of the records full", 1).await?;
     let filler = disk.records.join("filler");
-    let written = fs::write(&filler, vec![0; 1 << 20]);
-    ensure!(written.is_err(), "the disk takes a MiB");
-    let outcome = refused_for_the_disk(&mut seen, "No space left").await;
-    fs::remove_file(&filler)?;
+    let full = || {
+        ensure!(fs::write(&filler, vec![0; 1 << 20]).is_err(), "the disk takes a MiB");
+        Ok(())
+    };
+    let outcome = without_room(&mut seen, "No space left", full, || Ok(fs::remove_file(&filler)?)).await;
+    disk.unmount().await?;
     outcome?;
-    life(&case, &Kubelet::of(&case)?).await.context("with room again")?;
-    seen.end().await?;
-    disk.unmount().await
+    seen.close().await
 }
 
 async fn disk_read_only(case: Case) -> Result<()> {
     let disk = OwnDisk::mount(&case).await?;
     let mut seen = Seen::begin(&case, "disk of the records read-only", 1).await?;
-    disk.read_only(true)?;
-    let outcome = refused_for_the_disk(&mut seen, "Read-only").await;
-    disk.read_only(false)?;
+    let outcome =
+        without_room(&mut seen, "Read-only", || disk.read_only(true), || disk.read_only(false)).await;
+    disk.unmount().await?;
     outcome?;
-    life(&case, &Kubelet::of(&case)?).await.context("with a disk that takes records again")?;
-    seen.end().await?;
-    disk.unmount().await
+    seen.close().await
+}
+
+/// Has the disk take nothing for a while, and then again.
+async fn without_room(
+    seen: &mut Seen<'_>,
+    named: &str,
+    take_nothing: impl FnOnce() -> Result<()>,
+    take_again: impl FnOnce() -> Result<()>,
+) -> Result<()> {
+    take_nothing()?;
+    let outcome = refused_for_the_disk(seen, named).await;
+    take_again()?;
+    outcome?;
+    life(seen.case, &Kubelet::of(seen.case)?).await.context("with a disk that takes records again")?;
+    seen.end_pods().await
 }

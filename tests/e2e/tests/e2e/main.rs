@@ -16,6 +16,7 @@ mod sandbox;
 mod security;
 mod shares;
 mod snapshotters;
+mod soak;
 mod streams;
 mod templates;
 mod volumes;
@@ -96,6 +97,7 @@ fn entries() -> Vec<Entry> {
         daemon::cases,
         worker::cases,
         faults::cases,
+        soak::cases,
     ];
     files.iter().flat_map(|file| file()).collect()
 }

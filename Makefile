@@ -15,10 +15,10 @@ INSTALLED := sandboxer sandboxer-front sandboxer-cli sandboxer-share containerd-
 DESTDIR ?=
 FUZZ_SECONDS ?= 60
 
-.PHONY: help deps tools agent guest-image build build-failing install uninstall up down demo test bench lint fuzz fmt clean
+.PHONY: help deps tools agent guest-image build build-failing install uninstall up down demo test soak reliability bench lint fuzz fmt clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
 deps: ## install the Debian packages that are missing
 	@scripts/install-deps.sh
@@ -64,6 +64,20 @@ demo: build guest-image tools ## five pods, each in its microVM, shown and measu
 
 test: build build-failing guest-image tools ## every test, also those on a real stack (needs root)
 	cargo test --workspace --no-fail-fast
+
+SOAK_SECONDS ?= 180
+soak: build build-failing guest-image tools ## churn for SOAK_SECONDS (180), half of them with kills; looks for leaks (needs root)
+	SANDBOXER_E2E_SOAK=$(SOAK_SECONDS) SANDBOXER_E2E_LIMIT=$$(($(SOAK_SECONDS) * 2 + 120)) \
+	cargo test -p sandboxer-e2e --test e2e -- sandboxer::soak --nocapture
+
+# Long: about half an hour on two cores without KVM.
+reliability: build build-failing guest-image tools ## every fault, often, and a soak; into docs/reliability.md (needs root)
+	SANDBOXER_E2E_RANDOM_KILLS=500 SANDBOXER_E2E_UPGRADE_PODS=20 SANDBOXER_E2E_LIMIT=3600 \
+	SANDBOXER_E2E_REPORT=$(CURDIR)/docs/reliability.md \
+	cargo test -p sandboxer-e2e --test e2e -- sandboxer::faults
+	SANDBOXER_E2E_SOAK=$(SOAK_SECONDS) SANDBOXER_E2E_LIMIT=$$(($(SOAK_SECONDS) * 2 + 120)) \
+	SANDBOXER_E2E_REPORT=$(CURDIR)/docs/reliability.md \
+	cargo test -p sandboxer-e2e --test e2e -- sandboxer::soak --nocapture
 
 bench: build guest-image tools ## start-up and memory benches
 	cargo bench --workspace

@@ -1,6 +1,7 @@
 //! The daemon's own life: build everything, bind, recover, announce ready, serve, drain.
 
 use std::{
+    collections::HashSet,
     fs::{self, Permissions},
     io,
     os::{
@@ -37,7 +38,15 @@ use crate::{
         rootfs::{RootfsError, RootfsStore},
         volume::VolumeStore,
     },
-    pod::{Node, admission::Admission, journal::Journal, recover, registry::Registry, ways::Ways},
+    pod::{
+        Node,
+        admission::Admission,
+        journal::Journal,
+        quarantine::{self, Quarantine},
+        recover,
+        registry::Registry,
+        ways::Ways,
+    },
     pool::{self, Pool},
     template::{self, Shape, Templates},
     vmm::{self, Vmm, VmmError},
@@ -176,7 +185,13 @@ pub fn node(config: Config, vmm: Arc<dyn Vmm>, front: Arc<Front>) -> Result<Arc<
 
 /// Ends what an earlier daemon had waiting or was about to freeze.
 fn clear_machines_of_no_pod(node: &Node) -> Result<(), DaemonError> {
-    let pods = node.registry.pods().iter().map(|pod| pod.status().vmm_pid).collect();
+    let mut pods: HashSet<u32> = node.registry.pods().iter().map(|pod| pod.status().vmm_pid).collect();
+    // Those of pods whose records can't be understood were in the pool, too.
+    pods.extend(Quarantine::of(&node.config).pids().map_err(|source| DaemonError::Host {
+        action: "look for machines of",
+        path: node.config.state_dir.join(quarantine::DIR),
+        source,
+    })?);
     for dir in [pool::run_dir(node), template::run_dir(&node.config)] {
         vmm::strays::end_below(&template::template_id(), &dir, &pods)?;
         match fs::remove_dir_all(&dir) {

@@ -11,6 +11,7 @@ mod interrupt;
 mod logs;
 mod mem_report;
 mod pods;
+mod quarantine;
 mod report;
 mod stages;
 mod startup;
@@ -38,6 +39,7 @@ pub enum Command {
     Demo(demo::Args),
     Stages(stages::Args),
     Template(template::Args),
+    Quarantine(quarantine::Args),
     Startup(startup::Args),
     MemReport(mem_report::Args),
     Report(report::Args),
@@ -60,6 +62,7 @@ impl Command {
             Command::Demo(args) => demo::run(args, global).await,
             Command::Stages(args) => stages::run(args, global).await,
             Command::Template(args) => template::run(args, global).await,
+            Command::Quarantine(args) => quarantine::run(args, global).await,
             Command::Startup(args) => startup::run(args, global).await,
             Command::MemReport(args) => mem_report::run(args, global).await,
             Command::Report(args) => report::run(args, global),

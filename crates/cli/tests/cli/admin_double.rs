@@ -4,13 +4,16 @@ use std::{
     path::{Path, PathBuf},
     pin::Pin,
     process::{Command, Output, Stdio},
+    sync::{Arc, Mutex},
 };
 
 use sandboxer_protocol::admin::{
-    BuildTemplateRequest, ConsoleLogChunk, ConsoleLogRequest, Event, EventsRequest, InspectPodRequest,
-    ListPodsRequest, ListPodsResponse, ListTemplatesRequest, ListTemplatesResponse, Pod,
-    RemoveTemplateRequest, StageSummary, StageTimesRequest, StageTimesResponse, Template,
-    VerifyTemplateRequest, VersionRequest, VersionResponse,
+    BuildTemplateRequest, ConsoleLogChunk, ConsoleLogRequest, DestroyQuarantinedRequest, Event,
+    EventsRequest, InspectPodRequest, ListPodsRequest, ListPodsResponse, ListQuarantineRequest,
+    ListQuarantineResponse, ListTemplatesRequest, ListTemplatesResponse, Pod, Quarantined,
+    ReleaseQuarantinedRequest, RemoveTemplateRequest, ShowQuarantinedRequest, ShowQuarantinedResponse,
+    StageSummary, StageTimesRequest, StageTimesResponse, Template, VerifyTemplateRequest, VersionRequest,
+    VersionResponse,
     admin_server::{Admin, AdminServer},
 };
 use tokio::{net::UnixListener, runtime::Runtime};
@@ -24,6 +27,9 @@ pub struct AdminDouble {
     pub events: Vec<Event>,
     pub stages: Vec<StageSummary>,
     pub templates: ListTemplatesResponse,
+    pub quarantine: ListQuarantineResponse,
+    /// Names of entries that were asked to be destroyed.
+    pub destroyed: Arc<Mutex<Vec<String>>>,
     pub console: Vec<&'static [u8]>,
     /// Console chunks come again and again, as of a guest that never ends.
     pub chatty: bool,
@@ -114,9 +120,47 @@ impl Admin for AdminDouble {
     ) -> Result<Response<Template>, Status> {
         self.template(&request.get_ref().key)
     }
+
+    async fn list_quarantine(
+        &self,
+        _: Request<ListQuarantineRequest>,
+    ) -> Result<Response<ListQuarantineResponse>, Status> {
+        Ok(Response::new(self.quarantine.clone()))
+    }
+
+    async fn show_quarantined(
+        &self,
+        request: Request<ShowQuarantinedRequest>,
+    ) -> Result<Response<ShowQuarantinedResponse>, Status> {
+        let entry = Some(self.quarantined(&request.get_ref().name)?);
+        let (report, record) = ("{\"at_ns\": 1}".to_owned(), "{\"version\":1,\x1b[2J".to_owned());
+        Ok(Response::new(ShowQuarantinedResponse { entry, report, record }))
+    }
+
+    async fn release_quarantined(
+        &self,
+        request: Request<ReleaseQuarantinedRequest>,
+    ) -> Result<Response<Quarantined>, Status> {
+        self.quarantined(&request.get_ref().name).map(Response::new)
+    }
+
+    async fn destroy_quarantined(
+        &self,
+        request: Request<DestroyQuarantinedRequest>,
+    ) -> Result<Response<Quarantined>, Status> {
+        let name = request.into_inner().name;
+        let entry = self.quarantined(&name)?;
+        self.destroyed.lock().unwrap().push(name);
+        Ok(Response::new(entry))
+    }
 }
 
 impl AdminDouble {
+    fn quarantined(&self, name: &str) -> Result<Quarantined, Status> {
+        let found = self.quarantine.entries.iter().find(|entry| entry.name == name);
+        found.cloned().ok_or_else(|| Status::not_found(format!("nothing in quarantine is called {name}")))
+    }
+
     fn template(&self, prefix: &str) -> Result<Response<Template>, Status> {
         let found = self.templates.templates.iter().find(|template| template.key.starts_with(prefix));
         found.cloned().map(Response::new).ok_or_else(|| Status::not_found(format!("no template {prefix:?}")))

@@ -4,6 +4,7 @@
 
 mod admin_double;
 mod check;
+mod quarantine;
 mod results;
 
 use std::{

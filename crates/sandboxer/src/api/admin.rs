@@ -6,15 +6,17 @@ use futures::{Stream, StreamExt, stream};
 use sandboxer_protocol::{
     PROTOCOL_VERSION,
     admin::{
-        BuildTemplateRequest, ConsoleLogChunk, ConsoleLogRequest, Container, Event, EventsRequest, Exec,
-        InspectPodRequest, Jail, Limit, ListPodsRequest, ListPodsResponse, ListTemplatesRequest,
-        ListTemplatesResponse, Pod, RemoveTemplateRequest, StageTime, StageTimesRequest, StageTimesResponse,
-        Template, VerifyTemplateRequest, VersionRequest, VersionResponse, admin_server::Admin,
+        BuildTemplateRequest, ConsoleLogChunk, ConsoleLogRequest, Container, DestroyQuarantinedRequest,
+        Event, EventsRequest, Exec, InspectPodRequest, Jail, Limit, ListPodsRequest, ListPodsResponse,
+        ListQuarantineRequest, ListQuarantineResponse, ListTemplatesRequest, ListTemplatesResponse, Pod,
+        Quarantined, ReleaseQuarantinedRequest, RemoveTemplateRequest, ShowQuarantinedRequest,
+        ShowQuarantinedResponse, StageTime, StageTimesRequest, StageTimesResponse, Template,
+        VerifyTemplateRequest, VersionRequest, VersionResponse, admin_server::Admin,
     },
 };
 use tonic::{Request, Response, Status};
 
-use super::{convert::grpc, templates, traffic};
+use super::{convert::grpc, quarantine, templates, traffic};
 use crate::{
     clock::now_ns,
     container::Phase,
@@ -168,6 +170,34 @@ impl Admin for AdminService {
         request: Request<RemoveTemplateRequest>,
     ) -> Result<Response<Template>, Status> {
         templates::remove(&self.node, &request.get_ref().key).await.map(Response::new)
+    }
+
+    async fn list_quarantine(
+        &self,
+        _: Request<ListQuarantineRequest>,
+    ) -> Result<Response<ListQuarantineResponse>, Status> {
+        quarantine::list(&self.node).await.map(Response::new)
+    }
+
+    async fn show_quarantined(
+        &self,
+        request: Request<ShowQuarantinedRequest>,
+    ) -> Result<Response<ShowQuarantinedResponse>, Status> {
+        quarantine::show(&self.node, request.into_inner().name).await.map(Response::new)
+    }
+
+    async fn release_quarantined(
+        &self,
+        request: Request<ReleaseQuarantinedRequest>,
+    ) -> Result<Response<Quarantined>, Status> {
+        quarantine::release(&self.node, request.into_inner().name).await.map(Response::new)
+    }
+
+    async fn destroy_quarantined(
+        &self,
+        request: Request<DestroyQuarantinedRequest>,
+    ) -> Result<Response<Quarantined>, Status> {
+        quarantine::destroy(&self.node, request.into_inner().name).await.map(Response::new)
     }
 }
 

@@ -5,6 +5,7 @@ pub(crate) mod convert;
 pub mod events;
 pub mod metrics;
 pub mod peers;
+mod quarantine;
 pub mod sandbox;
 mod size;
 pub mod task;

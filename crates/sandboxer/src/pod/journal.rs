@@ -89,6 +89,11 @@ pub struct ProcessRecord {
     pub stdio: StdioPaths,
 }
 
+/// Where a state directory has its records.
+pub fn dir(state_dir: &Path) -> PathBuf {
+    state_dir.join("pods")
+}
+
 /// Why a record can't be used.
 #[derive(Debug, thiserror::Error)]
 pub enum JournalError {
@@ -122,6 +127,15 @@ pub enum JournalError {
     },
 }
 
+impl JournalError {
+    /// The record.
+    pub fn path(&self) -> &Path {
+        match self {
+            Self::Io { path, .. } | Self::Malformed { path, .. } | Self::Version { path, .. } => path,
+        }
+    }
+}
+
 /// The directory of all records.
 #[derive(Debug, Clone)]
 pub struct Journal {
@@ -133,7 +147,7 @@ impl Journal {
     /// died left half-written.
     pub fn open(state_dir: &Path) -> io::Result<Self> {
         use std::os::unix::fs::DirBuilderExt;
-        let dir = state_dir.join("pods");
+        let dir = dir(state_dir);
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&dir)?;
         for entry in fs::read_dir(&dir)? {
             let path = entry?.path();

@@ -6,6 +6,7 @@ mod forward;
 mod host_ports;
 pub mod journal;
 pub mod quantity;
+pub mod quarantine;
 pub mod recover;
 pub mod registry;
 pub mod spec;

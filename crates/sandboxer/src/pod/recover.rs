@@ -15,7 +15,7 @@
 //! When the front dies, containerd declares all containers dead and removes their bundles. Such a container is
 //! ended here: in its place a new one is started, and both would run.
 
-use std::{collections::HashMap, fs, io, path::Path, sync::Arc};
+use std::{collections::HashMap, io, sync::Arc};
 
 use futures::future;
 use sandboxer_protocol::{
@@ -27,7 +27,8 @@ use super::{
     Node, PodHandle,
     driver::{EXEC, Found},
     host_ports,
-    journal::{ContainerRecord, JournalError, PodRecord, ProcessRecord},
+    journal::{ContainerRecord, PodRecord, ProcessRecord},
+    quarantine::Quarantine,
     spec::PodSpec,
     stages::Stages,
     state::PodState,
@@ -67,7 +68,7 @@ pub async fn recover(node: &Arc<Node>) -> io::Result<Recovered> {
         match record {
             Ok(record) => records.push(record),
             Err(error) => {
-                quarantine(&node.config.state_dir, &error)?;
+                Quarantine::of(&node.config).put_aside(&error)?;
                 recovered.quarantined += 1;
             }
         }
@@ -397,17 +398,4 @@ fn phase_of(record: &ProcessRecord, found: Option<&wire::Process>, alive: bool) 
             reason: "it ended while the daemon was away".to_owned(),
         }),
     }
-}
-
-/// Puts a record that can't be understood aside: it may be somebody's pod, so it is never deleted.
-fn quarantine(state_dir: &Path, error: &JournalError) -> io::Result<()> {
-    let (JournalError::Io { path, .. }
-    | JournalError::Malformed { path, .. }
-    | JournalError::Version { path, .. }) = error;
-    let dir = state_dir.join("quarantine");
-    fs::create_dir_all(&dir)?;
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let target = dir.join(format!("{}-{name}", now_ns()));
-    tracing::error!(error = chain(error), kept = ?target, "a pod's record is put aside; its VMM, if any, is left alone");
-    fs::rename(path, target)
 }

@@ -16,7 +16,7 @@ mod rehearsal;
 
 use std::{
     collections::{HashMap, VecDeque},
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
@@ -223,7 +223,12 @@ impl Pool {
 
 /// Where machines that wait keep their sockets, below the run directory.
 pub fn run_dir(node: &Node) -> PathBuf {
-    node.config.run_dir.join("pool")
+    dir(&node.config.run_dir)
+}
+
+/// The same, of the daemon whose run directory this is.
+pub fn dir(run_dir: &Path) -> PathBuf {
+    run_dir.join("pool")
 }
 
 /// Whether `bytes` more leave pods their reserve. A host that doesn't tell has room.

@@ -54,12 +54,16 @@ enum Step {
     Bind { from: CString, at: CString, flags: libc::c_ulong },
 }
 
+/// The user of the machine whose directory this is. The directory is the machine's as long as that lives, wherever it
+/// is moved, and its number that of no other on its file system.
+pub fn user_of(run_dir: &fs::Metadata) -> u32 {
+    FIRST_USER + u32::try_from(run_dir.ino() % USERS).unwrap_or_default()
+}
+
 impl Jail {
     /// A jail for the machine whose directory is `run_dir`, in which `readable` can be read and `devices` used.
     pub fn new(run_dir: &Path, readable: &[&Path], devices: &[&Path]) -> io::Result<Self> {
-        // The directory is the machine's as long as that lives, and its number that of no other on its file system.
-        let inode = fs::metadata(run_dir)?.ino();
-        let user = FIRST_USER + u32::try_from(inode % USERS).unwrap_or_default();
+        let user = user_of(&fs::metadata(run_dir)?);
         let mut jail = Self { root: text(run_dir)?, steps: Vec::new(), user, groups: Vec::new() };
         let read_only = libc::MS_RDONLY | libc::MS_NOSUID | libc::MS_NODEV;
         for path in SYSTEM.iter().map(Path::new).chain(readable.iter().copied()) {

@@ -1,57 +1,141 @@
-//! VMMs that no record names: left by a daemon that died between starting one and noting it.
+//! VMMs that no record names: left by a daemon that died between starting one and noting it, or whose record can't
+//! be understood.
 
-use std::{collections::HashSet, ffi::OsStr, fs, os::unix::ffi::OsStrExt, path::Path};
+use std::{
+    collections::HashSet,
+    ffi::OsStr,
+    fs, io,
+    os::{
+        fd::OwnedFd,
+        unix::{ffi::OsStrExt, fs::MetadataExt},
+    },
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
 
-use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    io::Errno,
+    process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
+};
 use sandboxer_protocol::id::SandboxId;
 
-use super::VmmError;
+use super::{VmmError, jail};
 
 /// Environment variable by which every VMM process can be told from all others.
 pub const MARK: &str = "SANDBOXER_RUN_DIR";
 
 /// Ends whatever VMM was started for `run_dir`. Answers when told to end, not when gone.
 pub fn end(pod: &SandboxId, run_dir: &Path) -> Result<(), VmmError> {
-    end_those(pod, |marked, _| marked == run_dir)
+    end_those(pod, |stray| stray.marked == run_dir)
 }
 
 /// Ends whatever VMMs were started for directories below `dir`, all but those whose pids are in `keep`.
 pub fn end_below(owner: &SandboxId, dir: &Path, keep: &HashSet<u32>) -> Result<(), VmmError> {
-    end_those(owner, |marked, pid| marked.starts_with(dir) && !keep.contains(&pid))
+    end_those(owner, |stray| stray.marked.starts_with(dir) && !keep.contains(&stray.pid))
 }
 
-fn end_those(pod: &SandboxId, doomed: impl Fn(&Path, u32) -> bool) -> Result<(), VmmError> {
-    let host = |action, path: &Path| {
-        let (pod, path) = (pod.clone(), path.to_owned());
+fn end_those(pod: &SandboxId, doomed: impl Fn(&Stray) -> bool) -> Result<(), VmmError> {
+    let host = |action, path: PathBuf| {
+        let pod = pod.clone();
         move |source| VmmError::Host { pod, action, path, source }
     };
-    let proc = Path::new("/proc");
+    for stray in all().map_err(host("read", PROC.into()))?.iter().filter(|stray| doomed(stray)) {
+        tracing::warn!(%pod, pid = stray.pid, "ending a VMM that no record names");
+        stray.end().map_err(host("end the process of", stray.proc()))?;
+    }
+    Ok(())
+}
+
+const PROC: &str = "/proc";
+
+/// A process that a daemon started for a machine. Its pid may change hands, what is held of it may not.
+#[derive(Debug)]
+pub struct Stray {
+    /// Its pid when it was found.
+    pub pid: u32,
+    /// Directory of the machine when it was started.
+    marked: PathBuf,
+    held: OwnedFd,
+}
+
+/// Every process that bears [`MARK`].
+pub fn all() -> io::Result<Vec<Stray>> {
     let mark = format!("{MARK}=");
     let marked = |variable: &[u8]| {
         variable.strip_prefix(mark.as_bytes()).map(|dir| Path::new(OsStr::from_bytes(dir)).to_owned())
     };
-    for entry in fs::read_dir(proc).map_err(host("read", proc))?.flatten() {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(PROC)?.flatten() {
         let name = entry.file_name();
         let Some(pid) = name.to_str().and_then(|name| name.parse().ok()).and_then(Pid::from_raw) else {
             continue;
         };
         // Held before it is looked at: the pid may change hands meanwhile, the pidfd may not.
-        let Ok(process) = pidfd_open(pid, PidfdFlags::empty()) else {
+        let Ok(held) = pidfd_open(pid, PidfdFlags::empty()) else {
             continue;
         };
         let Ok(environment) = fs::read(entry.path().join("environ")) else {
             continue;
         };
-        let dir = environment.split(|&byte| byte == 0).find_map(marked);
-        if dir.is_some_and(|dir| doomed(&dir, pid.as_raw_nonzero().get().unsigned_abs())) {
-            tracing::warn!(%pod, pid = pid.as_raw_nonzero(), "ending a VMM that no record names");
-            match pidfd_send_signal(&process, Signal::KILL) {
-                Ok(()) | Err(rustix::io::Errno::SRCH) => {}
-                Err(errno) => return Err(host("end the process of", &entry.path())(errno.into())),
+        if let Some(marked) = environment.split(|&byte| byte == 0).find_map(marked) {
+            found.push(Stray { pid: pid.as_raw_nonzero().get().unsigned_abs(), marked, held });
+        }
+    }
+    Ok(found)
+}
+
+impl Stray {
+    /// Whether it is of the machine whose directory is `run_dir` now, having been made there or below `pool`.
+    pub fn is_of(&self, run_dir: &Path, pool: &Path) -> bool {
+        if self.marked.starts_with(run_dir) {
+            return true;
+        }
+        // Its machine was in the pool: the directory was moved, what the process was told of it stays as it was.
+        if !self.marked.starts_with(pool) || self.marked.exists() {
+            return false;
+        }
+        let Ok(dir) = fs::metadata(run_dir) else { return false };
+        let stands_in = fs::metadata(self.proc().join("cwd"))
+            .is_ok_and(|cwd| (cwd.dev(), cwd.ino()) == (dir.dev(), dir.ino()));
+        // A jailed one stands in its jail, but its user is that directory's.
+        let user = || {
+            let process = procfs::process::Process::new(i32::try_from(self.pid).ok()?).ok()?;
+            Some(process.status().ok()?.ruid)
+        };
+        stands_in || user() == Some(jail::user_of(&dir))
+    }
+
+    /// Its program's name as the kernel has it; empty when it is gone.
+    pub fn command(&self) -> String {
+        let name = fs::read(self.proc().join("comm")).unwrap_or_default();
+        String::from_utf8_lossy(&name).trim_end().to_owned()
+    }
+
+    /// Tells it to end at once. That it has ended is no error.
+    pub fn end(&self) -> io::Result<()> {
+        match pidfd_send_signal(&self.held, Signal::KILL) {
+            Ok(()) | Err(Errno::SRCH) => Ok(()),
+            Err(errno) => Err(errno.into()),
+        }
+    }
+
+    /// Waits for its end. False: it had not ended by `deadline`. Blocks.
+    pub fn wait(&self, deadline: Instant) -> io::Result<bool> {
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now()).min(Duration::from_secs(60));
+            let left = Timespec::try_from(left).map_err(io::Error::other)?;
+            match poll(&mut [PollFd::new(&self.held, PollFlags::IN)], Some(&left)) {
+                Ok(ready) => return Ok(ready > 0),
+                Err(Errno::INTR) => {}
+                Err(errno) => return Err(errno.into()),
             }
         }
     }
-    Ok(())
+
+    fn proc(&self) -> PathBuf {
+        Path::new(PROC).join(self.pid.to_string())
+    }
 }
 
 #[cfg(test)]
@@ -73,5 +157,30 @@ mod tests {
         assert!(other.try_wait().unwrap().is_none(), "one that was to be kept was ended");
         end_below(&"p".parse().unwrap(), dir.path(), &HashSet::new()).unwrap();
         assert_eq!(other.wait().unwrap().signal(), Some(9));
+    }
+
+    #[test]
+    fn a_machine_of_the_pool_is_found_by_the_directory_that_was_moved() {
+        let dir = tempfile::tempdir().unwrap();
+        let [pool, pods] = ["pool", "pods"].map(|name| dir.path().join(name));
+        let [born, run_dir, other] = [pool.join("w1"), pods.join("p"), pods.join("q")];
+        for made in [&born, &other] {
+            fs::create_dir_all(made).unwrap();
+        }
+        let mut sleeper = std::process::Command::new("sleep");
+        let mut child = sleeper.arg("60").env(MARK, &born).current_dir(&born).spawn().unwrap();
+        let found = || all().unwrap().into_iter().find(|stray| stray.pid == child.id()).unwrap();
+        // It waits: nobody's yet.
+        assert!(!found().is_of(&run_dir, &pool));
+        fs::rename(&born, &run_dir).unwrap();
+        let stray = found();
+        assert!(stray.is_of(&run_dir, &pool) && !stray.is_of(&other, &pool));
+        assert!(!stray.is_of(&run_dir, &dir.path().join("another")), "of another daemon");
+        assert_eq!(stray.command(), "sleep");
+        assert!(!stray.wait(Instant::now()).unwrap());
+        stray.end().unwrap();
+        assert!(stray.wait(Instant::now() + Duration::from_secs(20)).unwrap());
+        child.wait().unwrap();
+        stray.end().expect("what has ended is ended");
     }
 }

@@ -1,0 +1,84 @@
+//! What people ask about records that were put aside, as the admin service answers it.
+
+use sandboxer_protocol::admin::{
+    ListQuarantineResponse, Quarantined, QuarantinedProcess, ShowQuarantinedResponse,
+};
+use tonic::Status;
+
+use crate::{
+    error::chain,
+    pod::{
+        Node,
+        quarantine::{Entry, Quarantine, QuarantineError},
+    },
+};
+
+/// What is in quarantine.
+pub async fn list(node: &Node) -> Result<ListQuarantineResponse, Status> {
+    let listed = blocking(node, |quarantine| quarantine.list()).await?;
+    Ok(ListQuarantineResponse {
+        entries: listed.entries.into_iter().map(message).collect(),
+        left_off: listed.left_off,
+        bytes: listed.bytes,
+    })
+}
+
+/// All about one entry.
+pub async fn show(node: &Node, name: String) -> Result<ShowQuarantinedResponse, Status> {
+    let (entry, report, record) = blocking(node, move |quarantine| quarantine.show(&name)).await?;
+    Ok(ShowQuarantinedResponse { entry: Some(message(entry)), report, record })
+}
+
+/// Puts a record back for the next daemon.
+pub async fn release(node: &Node, name: String) -> Result<Quarantined, Status> {
+    blocking(node, move |quarantine| quarantine.release(&name)).await.map(message)
+}
+
+/// Ends a pod in quarantine and removes what is left of it.
+pub async fn destroy(node: &Node, name: String) -> Result<Quarantined, Status> {
+    // A record of the same id may have been brought back by hand since: then the pod is in use.
+    let known = node.registry.pods().iter().map(|pod| pod.id().clone()).collect();
+    blocking(node, move |quarantine| quarantine.destroy(&name, &known)).await.map(message)
+}
+
+async fn blocking<T: Send + 'static>(
+    node: &Node,
+    work: impl FnOnce(Quarantine) -> Result<T, QuarantineError> + Send + 'static,
+) -> Result<T, Status> {
+    let quarantine = Quarantine::of(&node.config);
+    let done = tokio::task::spawn_blocking(move || work(quarantine)).await;
+    done.map_err(|panic| Status::internal(panic.to_string()))?.map_err(status)
+}
+
+fn status(error: QuarantineError) -> Status {
+    let text = chain(&error);
+    match error {
+        QuarantineError::Name(_) => Status::invalid_argument(text),
+        QuarantineError::Unknown(_) => Status::not_found(text),
+        QuarantineError::NoPod(_) | QuarantineError::Recorded { .. } | QuarantineError::InUse { .. } => {
+            Status::failed_precondition(text)
+        }
+        QuarantineError::Lingering { .. } | QuarantineError::Host { .. } => Status::internal(text),
+    }
+}
+
+fn message(entry: Entry) -> Quarantined {
+    let (path, problem) = entry
+        .report
+        .map(|report| (report.path.to_string_lossy().into_owned(), report.problem))
+        .unwrap_or_default();
+    let processes = entry.left.processes.into_iter();
+    Quarantined {
+        name: entry.name.to_string(),
+        put_aside_at_ns: entry.at_ns,
+        pod: entry.pod.map(|pod| pod.to_string()).unwrap_or_default(),
+        bytes: entry.bytes,
+        path,
+        problem,
+        run_dir: entry.left.run_dir.to_string_lossy().into_owned(),
+        run_dir_exists: entry.left.run_dir_exists,
+        processes: processes
+            .map(|seen| QuarantinedProcess { pid: seen.pid, command: seen.command })
+            .collect(),
+    }
+}

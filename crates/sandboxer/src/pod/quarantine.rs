@@ -1,0 +1,360 @@
+//! Records that can't be understood, put aside: each may be somebody's pod, so none is deleted unasked.
+//!
+//! ```text
+//! state_dir/quarantine/<ns since 1970>-<pod>.json     the record as it was
+//! state_dir/quarantine/<ns since 1970>-<pod>.report   what was found then, JSON
+//! ```
+//!
+//! What comes before the dot is the entry's name. `-<pod>` is not there if the record's file name is no pod's.
+
+mod entry;
+
+use std::{
+    collections::HashSet,
+    fs::{self, File},
+    io::{self, ErrorKind, Read},
+    os::unix::fs::{DirBuilderExt, OpenOptionsExt},
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use nix::mount::{MntFlags, umount2};
+use procfs::process::Process;
+use rustix::fs::{CWD, RenameFlags, renameat_with};
+use sandboxer_protocol::id::{Id, InvalidId, SandboxId};
+
+use super::journal::{self, JournalError};
+use crate::{
+    clock::now_ns,
+    config::Config,
+    error::chain,
+    pool,
+    vmm::strays::{self, Stray},
+};
+pub use entry::{Entry, Left, Listed, Report, Seen};
+
+/// Its directory in the state directory.
+pub const DIR: &str = "quarantine";
+
+/// Most entries that one list tells.
+const MAX_LISTED: usize = 500;
+/// As much of a record is shown, bytes.
+const MAX_SHOWN: u64 = 64 << 10;
+/// Longest report that is read back, bytes.
+const MAX_REPORT: u64 = 64 << 10;
+/// As much is kept of why a record can't be understood, characters: it may quote the record.
+const MAX_PROBLEM: usize = 2 << 10;
+/// How long the processes of a pod may take to be gone once they are killed.
+const GONE_WITHIN: Duration = Duration::from_secs(5);
+
+/// Why an entry was not dealt with as asked.
+#[derive(Debug, thiserror::Error)]
+pub enum QuarantineError {
+    /// The name can't be one.
+    #[error("the name of an entry is refused")]
+    Name(#[from] InvalidId),
+    /// No such entry.
+    #[error("nothing in quarantine is called {0}: `list` tells the names, which are to be given whole")]
+    Unknown(Id),
+    /// Nobody would look for it there.
+    #[error(
+        "entry {0} is no pod's by its name: move its record by hand, from where `show` tells to where it belongs"
+    )]
+    NoPod(Id),
+    /// Another record of the pod is in use.
+    #[error(
+        "there is a journal record of pod {pod} already, {path:?}: remove the pod, or destroy entry {entry}"
+    )]
+    Recorded {
+        /// What was to be released.
+        entry: Id,
+        /// Its pod.
+        pod: SandboxId,
+        /// The other record.
+        path: PathBuf,
+    },
+    /// It is no leftover.
+    #[error("pod {pod} of entry {entry} is one of this daemon's: remove the pod first")]
+    InUse {
+        /// What was to be destroyed.
+        entry: Id,
+        /// Its pod.
+        pod: SandboxId,
+    },
+    /// They were killed, yet are there.
+    #[error(
+        "processes {pids:?} of pod {pod} were killed and are not gone after {GONE_WITHIN:?}: the pod stays in quarantine"
+    )]
+    Lingering {
+        /// The pod.
+        pod: SandboxId,
+        /// Those that are left.
+        pids: Vec<u32>,
+    },
+    /// The system said no.
+    #[error("cannot {action} {path:?} of quarantined entry {entry}")]
+    Host {
+        /// The entry.
+        entry: String,
+        /// Such as "remove run directory".
+        action: &'static str,
+        /// Of what.
+        path: PathBuf,
+        /// What the system said.
+        source: io::Error,
+    },
+}
+
+/// The directory of all entries. All it does blocks.
+#[derive(Debug, Clone)]
+pub struct Quarantine {
+    dir: PathBuf,
+    journal: PathBuf,
+    pods: PathBuf,
+    pool: PathBuf,
+}
+
+impl Quarantine {
+    /// That of a daemon.
+    pub fn of(config: &Config) -> Self {
+        Self {
+            dir: config.state_dir.join(DIR),
+            journal: journal::dir(&config.state_dir),
+            pods: config.run_dir.join("pods"),
+            pool: pool::dir(&config.run_dir),
+        }
+    }
+
+    /// Puts a record aside, with a report. Its pod's VMM, if any, is left alone.
+    pub fn put_aside(&self, error: &JournalError) -> io::Result<()> {
+        let path = error.path();
+        fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.dir)?;
+        let pod: Option<SandboxId> = path.file_stem().and_then(|stem| stem.to_str()?.parse().ok());
+        let (name, at_ns) = self.unused_name(pod.as_ref())?;
+        let kept = self.record(&name);
+        tracing::error!(
+            error = chain(error),
+            ?kept,
+            "a pod's record is put aside; its VMM, if any, is left alone"
+        );
+        fs::rename(path, &kept)?;
+        // Lost, the report is missed; the record must not be.
+        let reported = (|| {
+            let left = self.left(pod.as_ref(), &strays::all()?);
+            let problem = chain(error).chars().take(MAX_PROBLEM).collect();
+            let report = Report { at_ns, path: path.to_owned(), pod, problem, left };
+            let mut file =
+                File::options().write(true).create_new(true).mode(0o600).open(self.report_path(&name))?;
+            serde_json::to_writer_pretty(&mut file, &report).map_err(io::Error::other)
+        })();
+        if let Err(error) = reported {
+            tracing::error!(%error, ?kept, "nothing is reported beside a record that was put aside");
+        }
+        File::open(&self.dir)?.sync_all()
+    }
+
+    /// All entries, the oldest first, as many as one answer holds.
+    pub fn list(&self) -> Result<Listed, QuarantineError> {
+        let mut listed = Listed::default();
+        let mut names = self.names().map_err(self.host("", "read", &self.dir))?;
+        names.sort();
+        let strays = strays::all().map_err(self.host("", "read", Path::new("/proc")))?;
+        for (index, name) in names.iter().enumerate() {
+            // One that is released or destroyed meanwhile is no error of a list.
+            let Ok(meta) = fs::symlink_metadata(self.record(name)) else { continue };
+            listed.bytes += meta.len();
+            if index < MAX_LISTED {
+                listed.entries.push(self.entry(name, meta.len(), &strays));
+            } else {
+                listed.left_off += 1;
+            }
+        }
+        Ok(listed)
+    }
+
+    /// An entry, its report as it was written, and the start of its record.
+    pub fn show(&self, name: &str) -> Result<(Entry, String, String), QuarantineError> {
+        let (entry, _) = self.find(name)?;
+        let (record, report) = (self.record(&entry.name), self.report_path(&entry.name));
+        let text = start_of(&record, MAX_SHOWN).map_err(self.host(name, "read record", &record))?;
+        let report = start_of(&report, MAX_REPORT).unwrap_or_default();
+        Ok((entry, report, text))
+    }
+
+    /// Puts a record back among those of the journal, for the daemon that starts next.
+    pub fn release(&self, name: &str) -> Result<Entry, QuarantineError> {
+        let (entry, _) = self.find(name)?;
+        let Some(pod) = entry.pod.clone() else { return Err(QuarantineError::NoPod(entry.name)) };
+        let (from, to) = (self.record(&entry.name), self.journal.join(format!("{pod}.json")));
+        match renameat_with(CWD, &from, CWD, &to, RenameFlags::NOREPLACE) {
+            Ok(()) => {}
+            Err(rustix::io::Errno::EXIST) => {
+                return Err(QuarantineError::Recorded { entry: entry.name, pod, path: to });
+            }
+            Err(errno) => return Err(self.host(name, "put back record", &to)(errno.into())),
+        }
+        for dir in [&self.journal, &self.dir] {
+            let synced = File::open(dir).and_then(|dir| dir.sync_all());
+            synced.map_err(self.host(name, "sync", dir))?;
+        }
+        self.remove(name, "remove report", &self.report_path(&entry.name))?;
+        tracing::info!(%pod, entry = name, "a record is put back; the next daemon takes it up");
+        Ok(entry)
+    }
+
+    /// Ends an entry's pod and removes what is known of it: processes, then run directory, then record. Answers what
+    /// it was. Refused for those of `known`, the daemon's pods.
+    pub fn destroy(&self, name: &str, known: &HashSet<SandboxId>) -> Result<Entry, QuarantineError> {
+        let (entry, strays) = self.find(name)?;
+        if let Some(pod) = &entry.pod {
+            if known.contains(pod) {
+                return Err(QuarantineError::InUse { entry: entry.name, pod: pod.clone() });
+            }
+            self.end(name, pod, &strays)?;
+            let run_dir = &entry.left.run_dir;
+            unmount_below(run_dir).map_err(self.host(name, "unmount what is below", run_dir))?;
+            match fs::remove_dir_all(run_dir) {
+                Err(error) if error.kind() != ErrorKind::NotFound => {
+                    return Err(self.host(name, "remove run directory", run_dir)(error));
+                }
+                _ => {}
+            }
+        }
+        // The record last: as long as it is there, what failed can be asked for again.
+        self.remove(name, "remove report", &self.report_path(&entry.name))?;
+        self.remove(name, "remove record", &self.record(&entry.name))?;
+        tracing::info!(
+            entry = name,
+            "a record that could not be understood is destroyed with what was left of its pod"
+        );
+        Ok(entry)
+    }
+
+    /// Processes of all entries' pods.
+    pub fn pids(&self) -> io::Result<Vec<u32>> {
+        let pods: Vec<_> = self.names()?.iter().filter_map(|name| parts(name).1).collect();
+        let strays = if pods.is_empty() { Vec::new() } else { strays::all()? };
+        let of = |stray: &&Stray| pods.iter().any(|pod| stray.is_of(&self.pods.join(pod), &self.pool));
+        Ok(strays.iter().filter(of).map(|stray| stray.pid).collect())
+    }
+
+    fn end(&self, name: &str, pod: &SandboxId, strays: &[Stray]) -> Result<(), QuarantineError> {
+        let run_dir = self.pods.join(pod);
+        let theirs: Vec<_> = strays.iter().filter(|stray| stray.is_of(&run_dir, &self.pool)).collect();
+        for stray in &theirs {
+            tracing::warn!(%pod, pid = stray.pid, "ending a process of a pod in quarantine");
+            stray.end().map_err(self.host(name, "end the processes of", &run_dir))?;
+        }
+        let deadline = Instant::now() + GONE_WITHIN;
+        let mut pids = Vec::new();
+        for stray in theirs {
+            if !stray.wait(deadline).map_err(self.host(name, "wait for the processes of", &run_dir))? {
+                pids.push(stray.pid);
+            }
+        }
+        if pids.is_empty() { Ok(()) } else { Err(QuarantineError::Lingering { pod: pod.clone(), pids }) }
+    }
+
+    /// The entry of that whole name, and every process among which its pod's are.
+    fn find(&self, name: &str) -> Result<(Entry, Vec<Stray>), QuarantineError> {
+        let id: Id = name.parse()?;
+        let meta = match fs::symlink_metadata(self.record(&id)) {
+            Ok(meta) if meta.is_file() => meta,
+            Err(error) if error.kind() != ErrorKind::NotFound => {
+                return Err(self.host(name, "look at record", &self.record(&id))(error));
+            }
+            _ => return Err(QuarantineError::Unknown(id)),
+        };
+        let strays = strays::all().map_err(self.host(name, "read", Path::new("/proc")))?;
+        Ok((self.entry(&id, meta.len(), &strays), strays))
+    }
+
+    fn entry(&self, name: &Id, bytes: u64, strays: &[Stray]) -> Entry {
+        let (at_ns, pod) = parts(name);
+        let report = start_of(&self.report_path(name), MAX_REPORT).ok();
+        let report = report.and_then(|text| serde_json::from_str(&text).ok());
+        Entry { name: name.clone(), at_ns, left: self.left(pod.as_ref(), strays), pod, bytes, report }
+    }
+
+    fn left(&self, pod: Option<&SandboxId>, strays: &[Stray]) -> Left {
+        let Some(run_dir) = pod.map(|pod| self.pods.join(pod)) else { return Left::default() };
+        let theirs = strays.iter().filter(|stray| stray.is_of(&run_dir, &self.pool));
+        let processes = theirs.map(|stray| Seen { pid: stray.pid, command: stray.command() }).collect();
+        Left { run_dir_exists: run_dir.exists(), run_dir, processes }
+    }
+
+    fn names(&self) -> io::Result<Vec<Id>> {
+        let entries = match fs::read_dir(&self.dir) {
+            Err(error) if error.kind() == ErrorKind::NotFound => return Ok(Vec::new()),
+            entries => entries?,
+        };
+        let name = |entry: fs::DirEntry| entry.file_name().to_str()?.strip_suffix(".json")?.parse().ok();
+        Ok(entries.flatten().filter_map(name).collect())
+    }
+
+    /// A name for a pod's record that no entry has, and the time in it.
+    fn unused_name(&self, pod: Option<&SandboxId>) -> io::Result<(Id, u64)> {
+        let mut at_ns = now_ns();
+        loop {
+            let named = pod.and_then(|pod| format!("{at_ns}-{pod}").parse::<Id>().ok());
+            // Without its pod's id if both together are too long.
+            let name = named.map_or_else(|| at_ns.to_string().parse().map_err(io::Error::other), Ok)?;
+            if !self.record(&name).try_exists()? {
+                return Ok((name, at_ns));
+            }
+            at_ns += 1;
+        }
+    }
+
+    fn record(&self, name: &Id) -> PathBuf {
+        self.dir.join(format!("{name}.json"))
+    }
+
+    fn report_path(&self, name: &Id) -> PathBuf {
+        self.dir.join(format!("{name}.report"))
+    }
+
+    fn remove(&self, name: &str, action: &'static str, path: &Path) -> Result<(), QuarantineError> {
+        match fs::remove_file(path) {
+            Err(error) if error.kind() != ErrorKind::NotFound => Err(self.host(name, action, path)(error)),
+            _ => Ok(()),
+        }
+    }
+
+    fn host(
+        &self,
+        entry: &str,
+        action: &'static str,
+        path: &Path,
+    ) -> impl FnOnce(io::Error) -> QuarantineError + use<> {
+        let (entry, path) = (entry.to_owned(), path.to_owned());
+        move |source| QuarantineError::Host { entry, action, path, source }
+    }
+}
+
+/// When an entry was put aside, and whose it is.
+fn parts(name: &Id) -> (u64, Option<SandboxId>) {
+    let (at, pod) = name.as_str().split_once('-').unwrap_or((name.as_str(), ""));
+    (at.parse().unwrap_or(0), pod.parse().ok())
+}
+
+/// The first bytes of a file, what of them isn't text replaced.
+fn start_of(path: &Path, most: u64) -> io::Result<String> {
+    let mut start = Vec::new();
+    File::open(path)?.take(most).read_to_end(&mut start)?;
+    Ok(String::from_utf8_lossy(&start).into_owned())
+}
+
+/// Detaches what is mounted below a run directory, so that its removal reaches nothing else.
+fn unmount_below(run_dir: &Path) -> io::Result<()> {
+    let table = Process::myself().and_then(|myself| myself.mountinfo());
+    let mounts = table.map_err(io::Error::other)?.0;
+    // The last one lies on top.
+    for mount in mounts.iter().rev().filter(|mount| mount.mount_point.starts_with(run_dir)) {
+        umount2(&mount.mount_point, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

@@ -20,6 +20,7 @@ Examples:
 
 At its start the daemon puts a record aside that it can't understand: torn, or a later version's. The
 pod's machine is left alone; nobody manages it. `release` is for the daemon that wrote the record;
+containerd may have taken the pod for stopped meanwhile, and stops and removes it as any other then.
 `destroy` is for a pod that nobody needs. Names are given whole.";
 
 /// Records of pods that can't be understood

@@ -120,7 +120,7 @@ fn inspected(case: &Case, id: &str) -> Result<serde_json::Value> {
     told(case, &["inspect", id])
 }
 
-fn told(case: &Case, words: &[&str]) -> Result<serde_json::Value> {
+pub fn told(case: &Case, words: &[&str]) -> Result<serde_json::Value> {
     let output = case.stack.command("sandboxer-cli").args(words).arg("--json").output()?;
     ensure!(output.status.success(), "{words:?}: {}", String::from_utf8_lossy(&output.stderr));
     Ok(serde_json::from_slice(&output.stdout)?)
@@ -132,7 +132,7 @@ async fn template_is_there(case: &Case) -> Result<()> {
     Ok(())
 }
 
-async fn pool_is_filled(case: &Case) -> Result<()> {
+pub async fn pool_is_filled(case: &Case) -> Result<()> {
     eventually("a machine in the pool", PATIENCE, || async {
         let pool = told(case, &["template", "list"])?;
         Ok(pool["pool"].as_array().is_some_and(|pool| !pool.is_empty()).then_some(()))

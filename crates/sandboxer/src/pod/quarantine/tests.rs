@@ -171,3 +171,22 @@ fn what_is_told_is_bounded() {
     let listed = place.quarantine.list().unwrap();
     assert_eq!((listed.entries.len(), listed.left_off, listed.bytes), (MAX_LISTED, 1, 101_000));
 }
+
+#[test]
+fn what_is_mounted_in_a_run_directory_is_not_removed_with_it() {
+    let place = place();
+    let run_dir = place.run_dir("web");
+    let elsewhere = place.dir.path().join("elsewhere");
+    let shown = run_dir.join("shown");
+    for dir in [&elsewhere, &shown] {
+        fs::create_dir(dir).unwrap();
+    }
+    fs::write(elsewhere.join("file"), "mine").unwrap();
+    nix::mount::mount(Some(&elsewhere), &shown, None::<&str>, nix::mount::MsFlags::MS_BIND, None::<&str>)
+        .unwrap();
+    assert!(shown.join("file").exists());
+    let (_, name) = place.put_aside("web.json", b"{");
+    place.quarantine.destroy(&name, &HashSet::new()).unwrap();
+    assert!(!run_dir.exists());
+    assert_eq!(fs::read_to_string(elsewhere.join("file")).unwrap(), "mine");
+}

@@ -43,7 +43,7 @@ use crate::{
         admission::Admission,
         journal::Journal,
         quarantine::{self, Quarantine},
-        recover,
+        recover::{self, Records},
         registry::Registry,
         ways::Ways,
     },
@@ -126,13 +126,15 @@ pub async fn run(
 
     // Bound before recovery, so that early callers queue instead of failing; served after it.
     let listeners = Listeners::bind(&node.front, &node.config.run_dir)?;
-    let recovered = recover::recover(&node).await.map_err(|source| DaemonError::Host {
+    let records = Records::read(&node).map_err(|source| DaemonError::Host {
         action: "read journal in",
         path: node.config.state_dir.clone(),
         source,
     })?;
+    // Ahead of the pods: one that a pod was about to take is in the pod's control group, which goes with it.
+    clear_machines_of_no_pod(&node, &records)?;
+    let recovered = recover::recover(&node, records).await;
     node.rootfs.settle();
-    clear_machines_of_no_pod(&node)?;
     serve(node, listeners, recovered, shutdown, ready).await
 }
 
@@ -184,8 +186,8 @@ pub fn node(config: Config, vmm: Arc<dyn Vmm>, front: Arc<Front>) -> Result<Arc<
 }
 
 /// Ends what an earlier daemon had waiting or was about to freeze.
-fn clear_machines_of_no_pod(node: &Node) -> Result<(), DaemonError> {
-    let mut pods: HashSet<u32> = node.registry.pods().iter().map(|pod| pod.status().vmm_pid).collect();
+fn clear_machines_of_no_pod(node: &Node, records: &Records) -> Result<(), DaemonError> {
+    let mut pods: HashSet<u32> = records.vmms().collect();
     // Those of pods whose records can't be understood were in the pool, too.
     pods.extend(Quarantine::of(&node.config).pids().map_err(|source| DaemonError::Host {
         action: "look for machines of",

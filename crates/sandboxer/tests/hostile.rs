@@ -205,7 +205,7 @@ async fn the_next_daemon_takes_no_list_without_end() {
 
     *node.next.lock().unwrap() = Some(Nature::ListsForEver);
     let next = node.test.restarted();
-    recover::recover(&next).await.unwrap();
+    recover::recover(&next, recover::Records::read(&next).unwrap()).await;
     let taken_up = next.registry.pod(hostile.id()).unwrap();
     assert!(matches!(phase(&taken_up, "c1").await, Phase::Exited(_)), "nobody told that it runs");
     taken_up.remove().await.unwrap();

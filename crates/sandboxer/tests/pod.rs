@@ -192,7 +192,7 @@ async fn the_next_daemon_finds_pods_alive_their_containers_running_and_what_died
 
     let next = test.restarted();
     assert!(test.vmm.crash(dead.id()));
-    let recovered = recover::recover(&next).await.unwrap();
+    let recovered = recover::recover(&next, recover::Records::read(&next).unwrap()).await;
     assert_eq!(recovered, Recovered { alive: 1, stopped: 1, quarantined: 0 });
     let (alive, dead) = (next.registry.pod(alive.id()).unwrap(), next.registry.pod(dead.id()).unwrap());
     assert_eq!((alive.status().state, alive.status().recovered), (PodState::Ready, true));
@@ -226,7 +226,7 @@ async fn the_next_daemon_ends_containers_that_containerd_has_forgotten_and_only_
     // What containerd does with a container whose connection is lost.
     fs::remove_dir_all(test.dir.path().join("bundles/forgotten")).unwrap();
     let mut events = next.events.listen();
-    recover::recover(&next).await.unwrap();
+    recover::recover(&next, recover::Records::read(&next).unwrap()).await;
 
     let deleted = async {
         loop {
@@ -249,7 +249,7 @@ async fn a_record_nobody_understands_is_put_aside_not_deleted() {
     let test = node();
     let torn = test.dir.path().join("state/pods/torn.json");
     fs::write(&torn, "{\"version\":1,").unwrap();
-    let recovered = recover::recover(&test.node).await.unwrap();
+    let recovered = recover::recover(&test.node, recover::Records::read(&test.node).unwrap()).await;
     assert_eq!(recovered.quarantined, 1);
     assert!(!torn.exists());
     let kept: Vec<_> = fs::read_dir(test.dir.path().join("state/quarantine")).unwrap().collect();

@@ -139,7 +139,7 @@ async fn the_first_pod_boots_and_the_next_is_a_copy_with_a_key_of_its_own() {
     let second = records.into_iter().find(|record| record.spec.id.as_str() == "second").unwrap();
     assert_ne!(second.link_key, template.link_key);
     let later = host.node();
-    assert_eq!(pod::recover::recover(&later).await.unwrap().alive, 3);
+    assert_eq!(pod::recover::recover(&later, pod::recover::Records::read(&later).unwrap()).await.alive, 3);
     assert!(host.path("run/pods/second").exists());
 }
 

@@ -60,27 +60,46 @@ pub struct Recovered {
     pub quarantined: u32,
 }
 
-/// Takes up every recorded pod. Answers when each is in the registry.
-pub async fn recover(node: &Arc<Node>) -> io::Result<Recovered> {
-    let mut recovered = Recovered::default();
-    let mut records = Vec::new();
-    for record in node.journal.records()? {
-        match record {
-            Ok(record) => records.push(record),
-            Err(error) => {
-                Quarantine::of(&node.config).put_aside(&error)?;
-                recovered.quarantined += 1;
+/// What earlier daemons have recorded.
+#[derive(Debug, Default)]
+pub struct Records {
+    pods: Vec<PodRecord>,
+    quarantined: u32,
+}
+
+impl Records {
+    /// Reads all there are. One that can't be understood is put aside.
+    pub fn read(node: &Node) -> io::Result<Self> {
+        let mut records = Self::default();
+        for record in node.journal.records()? {
+            match record {
+                Ok(record) => records.pods.push(record),
+                Err(error) => {
+                    Quarantine::of(&node.config).put_aside(&error)?;
+                    records.quarantined += 1;
+                }
             }
         }
+        Ok(records)
     }
-    for taken_up in future::join_all(records.into_iter().map(|record| take_up(node, record))).await {
+
+    /// Processes of their machines.
+    pub fn vmms(&self) -> impl Iterator<Item = u32> {
+        self.pods.iter().filter_map(|record| Some(record.machine.as_ref()?.pid))
+    }
+}
+
+/// Takes up every recorded pod. Answers when each is in the registry.
+pub async fn recover(node: &Arc<Node>, records: Records) -> Recovered {
+    let mut recovered = Recovered { quarantined: records.quarantined, ..Recovered::default() };
+    for taken_up in future::join_all(records.pods.into_iter().map(|record| take_up(node, record))).await {
         match taken_up {
             TakenUp::Alive => recovered.alive += 1,
             TakenUp::Stopped => recovered.stopped += 1,
             TakenUp::Forgotten => {}
         }
     }
-    Ok(recovered)
+    recovered
 }
 
 enum TakenUp {

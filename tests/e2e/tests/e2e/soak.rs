@@ -72,6 +72,8 @@ async fn churn(case: Case) -> Result<()> {
     ensure!(case.stack.worker()? == worker, "the worker has ended by itself");
     let after = Holds::of(worker)?;
     ensure!(after.files <= before.files, "{} files are open, {} were", after.files, before.files);
+    // In the first half what has a bound fills up to it: the last 1,024 events take some ninety pods.
+    let memory = memory.split_off(memory.len() / 2);
     if memory.len() > 3 {
         let (slope, error) = slope(&memory);
         println!(

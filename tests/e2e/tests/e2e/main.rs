@@ -38,10 +38,12 @@ use tokio::runtime::Runtime;
 
 /// A case is given up after this long, unless SANDBOXER_E2E_LIMIT says otherwise, in seconds.
 const LIMIT: Duration = Duration::from_secs(180);
+/// One that has the stack to itself may be a long story of faults.
+const LIMIT_ALONE: Duration = Duration::from_secs(900);
 
-fn limit() -> Duration {
+fn limit(on: On) -> Duration {
     let asked = std::env::var("SANDBOXER_E2E_LIMIT").ok().and_then(|seconds| seconds.parse().ok());
-    asked.map_or(LIMIT, Duration::from_secs)
+    asked.map_or(if on == On::VmAlone { LIMIT_ALONE } else { LIMIT }, Duration::from_secs)
 }
 
 type Outcome = Pin<Box<dyn Future<Output = Result<()>> + Send>>;
@@ -167,10 +169,10 @@ impl Suite {
         };
         self.runtime.block_on(async {
             let run = tokio::spawn((entry.run)(case.clone()));
-            let outcome = match tokio::time::timeout(limit(), run).await {
+            let outcome = match tokio::time::timeout(limit(entry.on), run).await {
                 Ok(Ok(outcome)) => outcome,
                 Ok(Err(panic)) => Err(panic.into()),
-                Err(_) => Err(anyhow::anyhow!("not over after {:?}", limit())),
+                Err(_) => Err(anyhow::anyhow!("not over after {:?}", limit(entry.on))),
             };
             let cleaned = match tokio::time::timeout(LIMIT, case.clean_up()).await {
                 Ok(cleaned) => cleaned.context("could not clean up"),

@@ -140,7 +140,7 @@ where
     loop {
         match ask().await {
             Ok(answer) => return Ok(answer),
-            Err(error) if nobody_there(&error) && began.elapsed() < PATIENCE => {
+            Err(error) if nobody_there(&error) && began.elapsed() < 5 * PATIENCE => {
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
             Err(error) => return Err(anyhow::Error::from(error).context(what.to_owned())),

@@ -14,7 +14,7 @@ use k8s_cri::v1::{ContainerConfig, Mount};
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
 use nix::sys::signal::{Signal, kill};
 use sandboxer_e2e::bystander::Bystander;
-use sandboxer_e2e::case::{Case, PATIENCE, idle, shell};
+use sandboxer_e2e::case::{Case, Container, PATIENCE, Pod, idle, shell};
 use sandboxer_e2e::eventually;
 use sandboxer_e2e::kubelet::Kubelet;
 use sandboxer_e2e::ledger::{self, Line};
@@ -160,10 +160,9 @@ pub async fn life(case: &Case, kubelet: &Kubelet) -> Result<()> {
     let pod = insist("start a pod", || case.cri.run_pod(&config, case.handler)).await?;
     let pod = case.pod_of(&pod, config);
     let mounted = [("/settings", &settings), ("/scratch", &scratch), ("/host", &host)];
-    let container = pod.start(with_mounts(shell("c", "echo begins; cat; exit 5"), &mounted)).await;
     // Its input is none, so it ends by itself.
-    let container = container.context("start a container")?;
-    let waits = pod.start(with_mounts(idle("waits"), &mounted)).await.context("start a second container")?;
+    let container = start(case, &pod, with_mounts(shell("c", "echo begins; cat; exit 5"), &mounted)).await?;
+    let waits = start(case, &pod, with_mounts(idle("waits"), &mounted)).await?;
     let read = waits.sh("cat /settings/color /host/file; echo x > /scratch/x; cat /scratch/x").await?;
     ensure!(read == "redof the hostx", "{read}");
     let ended = container.ended().await?;
@@ -174,6 +173,14 @@ pub async fn life(case: &Case, kubelet: &Kubelet) -> Result<()> {
     case.cri.remove(&waits.id).await.context("remove a container")?;
     insist("stop the pod", || case.cri.stop_pod(&pod.id)).await?;
     insist("remove the pod", || case.cri.remove_pod(&pod.id)).await
+}
+
+/// Starts a container. That it is made may be asked again: containerd looks at its pod first, and that is a call on the
+/// controller.
+async fn start(case: &Case, pod: &Pod, config: ContainerConfig) -> Result<Container> {
+    let container = insist("create a container", || pod.create(config.clone())).await?;
+    case.cri.start(&container.id).await.context("start a container")?;
+    Ok(container)
 }
 
 fn with_mounts(mut config: ContainerConfig, mounts: &[(&str, &PathBuf)]) -> ContainerConfig {

@@ -280,7 +280,7 @@ async fn at_every_point(case: &Case, failing: &Failing<'_>) -> Result<()> {
         println!("left out, as docs/reliability.md says: {UNEXPLAINED:?}");
         points.retain(|point| point != UNEXPLAINED);
     }
-    ensure!(points.len() > 40, "only {} points: {points:?}", points.len());
+    ensure!(points.len() > 20, "only {} points: {points:?}", points.len());
 
     let mut seen = Seen::begin(case, "worker killed at each point of a pod's life", 1).await?;
     failing.arm(&points)?;

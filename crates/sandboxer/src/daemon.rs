@@ -222,7 +222,10 @@ async fn serve(
         })?),
     };
     let task_address = format!("ttrpc+unix://{}", listeners.task_path.display());
-    let controller = ControllerServer::new(SandboxService::new(node.clone(), task_address, shutdown.clone()));
+    let controller = SandboxService::new(node.clone(), task_address, shutdown.clone()).map_err(|source| {
+        DaemonError::Host { action: "note starts in", path: node.config.run_dir.clone(), source }
+    })?;
+    let controller = ControllerServer::new(controller);
     let admin = AdminServer::new(AdminService::new(node.clone(), recovered.alive));
 
     // Its requests are the front's to give again: it needs no farewell.
@@ -270,7 +273,7 @@ async fn serve(
     let claimed = node.front.clone();
     tokio::spawn(async move {
         tokio::time::sleep(CLAIMED_WITHIN).await;
-        claimed.forget_rest(&[front::DELETED, api::sandbox::STARTING]);
+        claimed.forget_rest(front::DELETED);
     });
 
     let ended = tokio::select! {
@@ -351,7 +354,7 @@ fn private_dir(path: &Path) -> Result<(), DaemonError> {
 
 /// Requests that are given again claim what the front has kept for them at once. What nobody has claimed by then
 /// belonged to what is no more.
-const CLAIMED_WITHIN: Duration = Duration::from_secs(60);
+const CLAIMED_WITHIN: Duration = Duration::from_secs(300);
 
 /// How long a worker that has lost its front may take to be gone.
 const ORPHANS_END: Duration = Duration::from_secs(3);

@@ -210,12 +210,10 @@ impl Front {
         self.lock().keys().filter(|key| key.starts_with(prefix)).cloned().collect()
     }
 
-    /// Forgets what nobody has taken: it belonged to what is no more. What begins with one of `but` stays.
-    pub fn forget_rest(&self, but: &[&str]) {
-        for key in self.keys("") {
-            if !but.iter().any(|kind| key.starts_with(kind)) {
-                self.forget(&key);
-            }
+    /// Forgets what nobody has taken: it belonged to what is no more. What begins with `but` stays.
+    pub fn forget_rest(&self, but: &str) {
+        for key in self.keys("").iter().filter(|key| !key.starts_with(but)) {
+            self.forget(key);
         }
     }
 

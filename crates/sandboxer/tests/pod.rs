@@ -5,10 +5,11 @@
 mod fake_agent;
 mod test_node;
 
-use std::{fs, sync::Arc, time::Duration};
+use std::{collections::HashSet, fs, sync::Arc, time::Duration};
 
 use fake_agent::{FakeAgent, OUTPUT};
 use sandboxer::{
+    api::starts::Starts,
     container::Phase,
     error::Code,
     events::Kind,
@@ -242,6 +243,54 @@ async fn the_next_daemon_ends_containers_that_containerd_has_forgotten_and_only_
     let pod = next.registry.pod(pod.id()).unwrap();
     assert_eq!(phase(&pod, "kept").await, Phase::Running);
     pod.remove().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_pod_whose_start_was_never_answered_goes_with_its_network_and_no_other() {
+    let test = node();
+    let netns = test.dir.path().join("netns");
+    fs::write(&netns, "").unwrap();
+    let starts = Starts::of(test.node.clone()).unwrap();
+    for name in ["forgotten", "of-the-host", "known", "with-network"] {
+        let pod = test.pod(name);
+        starts.begins(pod.id()).unwrap();
+        pod.start().await.unwrap();
+        if name == "of-the-host" {
+            continue;
+        }
+        // Made without one, since there is nothing to connect here.
+        let record = test.dir.path().join(format!("state/pods/{name}.json"));
+        let mut fields: serde_json::Value = serde_json::from_slice(&fs::read(&record).unwrap()).unwrap();
+        let path = if name == "with-network" { &netns } else { &test.dir.path().join("taken-away") };
+        fields["spec"]["netns"] = path.to_str().unwrap().into();
+        fs::write(&record, fields.to_string()).unwrap();
+    }
+    let next = test.restarted();
+    recover::recover(&next, recover::Records::read(&next).unwrap()).await;
+    let starts = Starts::of(next.clone()).unwrap();
+    starts.shown(&"known".parse().unwrap());
+
+    let mut events = next.events.listen();
+    tokio::task::yield_now().await;
+    tokio::time::pause();
+    tokio::time::advance(Duration::from_secs(30)).await;
+    tokio::time::resume();
+    let mut removed = HashSet::new();
+    let all = async {
+        while removed.len() < 2 {
+            let event = events.recv().await.unwrap();
+            if event.kind == Kind::PodRemoved {
+                removed.insert(event.pod.to_string());
+            }
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(20), all).await.expect("too few were removed");
+    assert_eq!(removed, ["forgotten", "of-the-host"].map(String::from).into());
+    assert_eq!(next.registry.pods().len(), 2);
+    assert_eq!(test.vmm.running().len(), 2);
+    for pod in next.registry.pods() {
+        pod.remove().await.unwrap();
+    }
 }
 
 #[tokio::test]

@@ -8,6 +8,7 @@ pub mod bystander;
 pub mod case;
 pub mod cri;
 pub mod forward;
+pub mod insist;
 pub mod kubelet;
 pub mod ledger;
 pub mod stack;

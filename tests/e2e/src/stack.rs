@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use nix::sys::signal::{Signal, kill};
@@ -25,6 +25,9 @@ fn is_of_no_pod(pid: Pid) -> bool {
 
 /// Directories of test runs: the pid says whether the run still goes on.
 const PREFIX: &str = "sandboxer-e2e-";
+
+/// So long what a removed pod held may take to go: nobody waits for the kernel's last steps.
+const GONE_WITHIN: Duration = Duration::from_secs(30);
 
 /// A running containerd, with the daemon beside it unless it was asked for without.
 pub struct Stack {
@@ -101,14 +104,41 @@ impl Stack {
         Ok(held)
     }
 
+    /// What is held of pods that were removed, once it is nothing or stays.
+    pub async fn left(&self) -> Result<Vec<String>> {
+        let began = Instant::now();
+        loop {
+            let held = self.held()?;
+            if held.is_empty() || began.elapsed() > GONE_WITHIN {
+                return Ok(held);
+            }
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
+    }
+
     /// Ends the stack; an error names what it left on the host.
     pub fn down(mut self) -> Result<()> {
         self.down = true;
         self.take_down()
     }
 
+    /// Takes the stack down and starts it in the same place again, without what was in it.
+    pub fn renew(&self) -> Result<()> {
+        if self.kept() {
+            bail!("it is kept as it is, as SANDBOXER_E2E_KEEP asks");
+        }
+        let down = self.take_down();
+        self.run_up()?;
+        down
+    }
+
+    /// Whether people want to look at it afterwards.
+    fn kept(&self) -> bool {
+        std::env::var_os("SANDBOXER_E2E_KEEP").is_some()
+    }
+
     fn take_down(&self) -> Result<()> {
-        if std::env::var_os("SANDBOXER_E2E_KEEP").is_some() {
+        if self.kept() {
             eprintln!(
                 "kept, as SANDBOXER_E2E_KEEP asks: {0}; end it with scripts/stack.sh down {0}",
                 self.dir.display()

@@ -1,10 +1,6 @@
 //! containerd's sandbox controller: pods come and go through here.
 
-use std::{
-    collections::{HashMap, HashSet},
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::Duration,
-};
+use std::{collections::HashMap, io, sync::Arc};
 
 use sandboxer_protocol::{
     controller::{
@@ -17,7 +13,6 @@ use sandboxer_protocol::{
         controller_server::Controller,
         types::{Metric, Platform},
     },
-    id::SandboxId,
     link::LinkKey,
 };
 use serde_json::json;
@@ -27,11 +22,12 @@ use tonic::{Request, Response, Status};
 use super::{
     convert::{grpc, grpc_time, id, pod_spec},
     size::updated_limits,
+    starts::{self, Starts},
 };
 use crate::{
     clock::now_ns,
     container::stats,
-    error::{PodError, chain},
+    error::PodError,
     events::Kind,
     pod::{
         self, Node, PodHandle,
@@ -50,34 +46,13 @@ pub struct SandboxService {
     task_address: String,
     /// This worker ends.
     ending: CancellationToken,
-    /// Pods that were started, and of which containerd has not shown yet that it knows so.
-    // A plain lock: held for a look-up, never across an await.
-    untold: Arc<Mutex<HashSet<SandboxId>>>,
+    starts: Arc<Starts>,
 }
-
-/// What the front calls such a pod.
-pub const STARTING: &str = "starting";
-
-/// containerd looks at a pod right after its start, and waits for each one it knows. It connects to a new worker
-/// with a back-off of at most 3 s.
-const SHOWN_WITHIN: Duration = Duration::from_secs(20);
 
 impl SandboxService {
     /// `task_address` is what `Start` answers: `ttrpc+unix:///path`. From `ending` on nobody is kept waiting.
-    pub fn new(node: Arc<Node>, task_address: String, ending: CancellationToken) -> Self {
-        let untold: HashSet<SandboxId> = (node.front.keys(&format!("{STARTING} ")).iter())
-            .filter_map(|key| key.split(' ').nth(1)?.parse().ok())
-            .collect();
-        let service = Self { node, task_address, ending, untold: Arc::new(Mutex::new(untold)) };
-        tokio::spawn(remove_forgotten(service.node.clone(), service.untold.clone()));
-        service
-    }
-
-    /// containerd knows that the pod was started.
-    fn shown(&self, pod: &SandboxId) {
-        if locked(&self.untold).remove(pod) {
-            self.node.front.forget(&format!("{STARTING} {pod}"));
-        }
+    pub fn new(node: Arc<Node>, task_address: String, ending: CancellationToken) -> io::Result<Self> {
+        Ok(Self { starts: Starts::of(node.clone())?, node, task_address, ending })
     }
 
     fn pod(&self, sandbox: &str) -> Result<PodHandle, PodError> {
@@ -92,39 +67,7 @@ struct GivenUp(Option<PodHandle>);
 impl Drop for GivenUp {
     fn drop(&mut self) {
         if let Some(pod) = self.0.take() {
-            tokio::spawn(remove(pod));
-        }
-    }
-}
-
-/// Removes pods whose start an earlier worker could not answer any more: containerd has forgotten them, unless it
-/// asks for them.
-async fn remove_forgotten(node: Arc<Node>, untold: Arc<Mutex<HashSet<SandboxId>>>) {
-    let before: Vec<_> = locked(&untold).iter().cloned().collect();
-    if before.is_empty() {
-        return;
-    }
-    tokio::time::sleep(SHOWN_WITHIN).await;
-    for id in before {
-        if locked(&untold).remove(&id) {
-            node.front.forget(&format!("{STARTING} {id}"));
-            if let Ok(pod) = node.registry.pod(&id) {
-                tracing::info!(pod = %id, "removed: its start was never answered, and nobody asks for it");
-                remove(pod).await;
-            }
-        }
-    }
-}
-
-fn locked(untold: &Mutex<HashSet<SandboxId>>) -> MutexGuard<'_, HashSet<SandboxId>> {
-    untold.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-async fn remove(pod: PodHandle) {
-    match pod.remove().await {
-        Ok(()) | Err(PodError::Gone(_)) => {}
-        Err(error) => {
-            tracing::error!(pod = %pod.id(), error = chain(&error), "a pod that did not start can't be removed");
+            tokio::spawn(starts::remove(pod));
         }
     }
 }
@@ -154,19 +97,18 @@ impl Controller for SandboxService {
     ) -> Result<Response<ControllerStartResponse>, Status> {
         let pod = self.pod(&request.get_ref().sandbox_id).map_err(grpc)?;
         let first = pod.status().state == PodState::Created;
-        if first {
-            let key = format!("{STARTING} {}", pod.id());
-            if let Err(error) = self.node.front.keep(&key, &(), &[]) {
-                return Err(Status::unavailable(format!("the front can't note a pod's start: {error}")));
-            }
-            locked(&self.untold).insert(pod.id().clone());
+        if first && let Err(error) = self.starts.begins(pod.id()) {
+            return Err(Status::unavailable(format!(
+                "the start of pod {} can't be noted: {error}",
+                pod.id()
+            )));
         }
         let mut given_up = GivenUp(first.then(|| pod.clone()));
         if let Err(error) = pod.start().await {
             // Gone before the answer: whoever has it may use the id again.
             if let Some(pod) = given_up.0.take() {
-                self.shown(pod.id());
-                remove(pod).await;
+                self.starts.shown(pod.id());
+                starts::remove(pod).await;
             }
             return Err(grpc(error));
         }
@@ -205,7 +147,7 @@ impl Controller for SandboxService {
         request: Request<ControllerWaitRequest>,
     ) -> Result<Response<ControllerWaitResponse>, Status> {
         let pod = self.pod(&request.get_ref().sandbox_id).map_err(grpc)?;
-        self.shown(pod.id());
+        self.starts.shown(pod.id());
         let status = tokio::select! {
             status = pod.stopped() => status.map_err(grpc)?,
             // containerd asks again.
@@ -225,7 +167,7 @@ impl Controller for SandboxService {
         let pod = self.pod(&request.sandbox_id).map_err(grpc)?;
         let status = pod.status();
         if status.state != PodState::Starting {
-            self.shown(pod.id());
+            self.starts.shown(pod.id());
         }
         let ready = status.state == PodState::Ready;
         let mut info = HashMap::new();

@@ -29,6 +29,9 @@ use crate::{
 /// What the front calls a process's streams: of stdin, stdout and stderr, those there are, FIFO and memfd.
 const STREAMS: &str = "streams";
 
+/// Names of a process's streams.
+const STDIO: [&str; 3] = ["stdin", "stdout", "stderr"];
+
 /// A process's FIFOs, open.
 #[derive(Debug, Default)]
 pub struct Io {
@@ -131,9 +134,7 @@ impl Io {
         }
         let opened = Self::open_anew(front, pod, subject, paths);
         // Kept as one by now, or closed.
-        for stream in ["stdin", "stdout", "stderr"] {
-            front.forget(&opening(subject, stream));
-        }
+        STDIO.iter().for_each(|stream| front.forget(&opening(subject, stream)));
         opened
     }
 
@@ -199,6 +200,10 @@ impl Io {
 
     fn inherit(front: &Arc<Front>, subject: &Subject, paths: &StdioPaths) -> io::Result<Option<Self>> {
         let Some((entry, kept)) = front.take_kept(&subject.key(STREAMS)) else { return Ok(None) };
+        // Killed before it could say so, the earlier worker leaves them open one by one as well: containerd would not
+        // see their end.
+        let opened = STDIO.map(|stream| opening(subject, stream));
+        opened.iter().filter(|key| front.has(key)).for_each(|key| front.forget(key));
         if entry.note::<StdioPaths>().as_ref() != Some(paths) {
             return Err(io::Error::other("they lead somewhere else"));
         }

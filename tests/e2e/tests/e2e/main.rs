@@ -18,33 +18,20 @@ mod shares;
 mod snapshotters;
 mod soak;
 mod streams;
+mod suite;
 mod templates;
 mod volumes;
 mod worker;
 
-use std::collections::BTreeMap;
 use std::pin::Pin;
 use std::process::ExitCode;
-use std::sync::{Arc, Mutex, RwLock};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
 
-use anyhow::{Context, Result, bail, ensure};
-use libtest_mimic::{Arguments, Failed, Trial};
+use anyhow::{Context, Result, bail};
+use libtest_mimic::{Arguments, Trial};
 use sandboxer_e2e::case::Case;
-use sandboxer_e2e::cri::Cri;
 use sandboxer_e2e::ledger;
-use sandboxer_e2e::stack::Stack;
-use tokio::runtime::Runtime;
-
-/// A case is given up after this long, unless SANDBOXER_E2E_LIMIT says otherwise, in seconds.
-const LIMIT: Duration = Duration::from_secs(180);
-/// One that has the stack to itself may be a long story of faults.
-const LIMIT_ALONE: Duration = Duration::from_secs(900);
-
-fn limit(on: On) -> Duration {
-    let asked = std::env::var("SANDBOXER_E2E_LIMIT").ok().and_then(|seconds| seconds.parse().ok());
-    asked.map_or(if on == On::VmAlone { LIMIT_ALONE } else { LIMIT }, Duration::from_secs)
-}
+use suite::Suite;
 
 type Outcome = Pin<Box<dyn Future<Output = Result<()>> + Send>>;
 
@@ -109,92 +96,6 @@ fn case_name(entry: &Entry) -> &'static str {
     entry.name.trim_start_matches("e2e::")
 }
 
-/// What all cases share.
-struct Suite {
-    runtime: Runtime,
-    stack: Arc<Stack>,
-    cri: Cri,
-    // Held for reading by a case, for writing by one that must be alone. Held across a whole case, by threads
-    // of libtest-mimic that do nothing else.
-    alone: RwLock<()>,
-    /// What each case came to, and by which handler.
-    outcomes: Mutex<BTreeMap<&'static str, BTreeMap<&'static str, &'static str>>>,
-}
-
-impl Suite {
-    fn up(daemon: bool) -> Result<Self> {
-        let started = Instant::now();
-        let stack = Stack::up(daemon).context("could not start the stack")?;
-        let runtime = Runtime::new()?;
-        let cri = runtime.block_on(async { Cri::connect(stack.containerd_socket()?) })?;
-        println!(
-            "stack of this run: {}, up in {:.1} s",
-            stack.dir().display(),
-            started.elapsed().as_secs_f64()
-        );
-        Ok(Self { runtime, stack: Arc::new(stack), cri, alone: RwLock::new(()), outcomes: Mutex::default() })
-    }
-
-    fn run(&self, entry: &Entry, handler: &'static str, name: &str) -> Result<(), Failed> {
-        let outcome = self.try_run(entry, handler, name);
-        let word = if outcome.is_ok() { "ok" } else { "FAILED" };
-        let mut outcomes = self.outcomes.lock().unwrap_or_else(|poison| poison.into_inner());
-        outcomes.entry(case_name(entry)).or_default().insert(handler, word);
-        outcome
-    }
-
-    /// One table: case, ours, runc.
-    fn print_outcomes(&self) {
-        let outcomes = self.outcomes.lock().unwrap_or_else(|poison| poison.into_inner());
-        let width = outcomes.keys().map(|case| case.len()).max().unwrap_or_default();
-        println!("\n{:width$}  sandboxer  runc", "case");
-        for (case, by) in outcomes.iter() {
-            let of = |handler| by.get(handler).copied().unwrap_or("-");
-            println!("{case:width$}  {:9}  {}", of("sandboxer"), of("runc"));
-        }
-    }
-
-    fn try_run(&self, entry: &Entry, handler: &'static str, name: &str) -> Result<(), Failed> {
-        let (_alone, _together);
-        if entry.on == On::VmAlone {
-            _alone = self.alone.write().unwrap_or_else(|poison| poison.into_inner());
-        } else {
-            _together = self.alone.read().unwrap_or_else(|poison| poison.into_inner());
-        }
-        let case = Case {
-            stack: Arc::clone(&self.stack),
-            cri: self.cri.clone(),
-            handler,
-            name: name.replace("::", "-").replace('_', "-"),
-        };
-        self.runtime.block_on(async {
-            let run = tokio::spawn((entry.run)(case.clone()));
-            let outcome = match tokio::time::timeout(limit(entry.on), run).await {
-                Ok(Ok(outcome)) => outcome,
-                Ok(Err(panic)) => Err(panic.into()),
-                Err(_) => Err(anyhow::anyhow!("not over after {:?}", limit(entry.on))),
-            };
-            let cleaned = match tokio::time::timeout(LIMIT, case.clean_up()).await {
-                Ok(cleaned) => cleaned.context("could not clean up"),
-                Err(_) => Err(anyhow::anyhow!("clean-up not over after {LIMIT:?}")),
-            };
-            match (outcome, cleaned) {
-                (Ok(()), Ok(())) => Ok(()),
-                (Ok(()), Err(error)) | (Err(error), Ok(())) => Err(format!("{error:#}")),
-                (Err(error), Err(other)) => Err(format!("{error:#}\nand {other:#}")),
-            }
-        })?;
-        Ok(())
-    }
-
-    /// With every pod removed, the running stack must hold nothing of them, before it is taken down.
-    fn check_empty(&self) -> Result<()> {
-        let left = self.stack.held()?;
-        ensure!(left.is_empty(), "left after every pod was removed:\n{}", left.join("\n"));
-        Ok(())
-    }
-}
-
 fn main() -> ExitCode {
     match run() {
         Ok(code) => code,
@@ -249,25 +150,7 @@ fn run() -> Result<ExitCode> {
 
     suite.print_outcomes();
     ledger::close()?;
-    let mut code = conclusion.exit_code();
-    let Some(suite) = Arc::into_inner(suite) else { bail!("a case still holds the stack") };
-    let empty = suite.check_empty();
-    if conclusion.has_failed() || empty.is_err() {
-        eprintln!("{}", suite.stack.log_tails(15));
-    }
-    let Suite { runtime, stack, cri, .. } = suite;
-    drop((cri, runtime));
-    let Some(stack) = Arc::into_inner(stack) else { bail!("a case still holds the stack") };
-    let down = stack.down();
-    let checks = [("stack with every pod removed", empty), ("host with the stack taken down", down)];
-    for (what, result) in checks {
-        match result {
-            Ok(()) => println!("{what}: nothing left behind"),
-            Err(error) => {
-                eprintln!("error: {what}: {error:#}");
-                code = ExitCode::FAILURE;
-            }
-        }
-    }
-    Ok(code)
+    let suite = Arc::into_inner(suite).context("a case still holds the stack")?;
+    let clean = suite.down()?;
+    Ok(if clean { conclusion.exit_code() } else { ExitCode::FAILURE })
 }

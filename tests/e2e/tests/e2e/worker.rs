@@ -75,7 +75,7 @@ async fn killed_while_a_container_ends(case: Case) -> Result<()> {
     let pod = case.pod().await?;
     for code in 0..kills() {
         let script = format!("echo begins; sleep 0.{}; echo ends; exit {}", code % 10, code + 1);
-        let container = pod.start(shell(&format!("c{code}"), &script)).await?;
+        let container = pod.start_at_last(shell(&format!("c{code}"), &script)).await?;
         some_moment().await;
         case.stack.kill_worker()?;
         let status = container.ended().await?;
@@ -147,8 +147,8 @@ async fn killed_while_containers_are_made(case: Case) -> Result<()> {
         let made = (0..2).map(|n| {
             let (pod, cri) = (pod.clone(), case.cri.clone());
             tokio::spawn(async move {
-                let container =
-                    pod.start(shell(&format!("c{round}-{n}"), "echo made; exec sleep 1000")).await?;
+                let config = shell(&format!("c{round}-{n}"), "echo made; exec sleep 1000");
+                let container = pod.start_at_last(config).await?;
                 container.logged("made").await?;
                 ensure!(container.sh("echo in").await? == "in");
                 cri.stop(&container.id, 0).await?;

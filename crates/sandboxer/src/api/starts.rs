@@ -1,0 +1,114 @@
+//! Starts that containerd may not have heard the end of.
+//!
+//! It forgets a sandbox whose start failed, or whose answer was lost, without another word to the controller. So the
+//! pod has to go by itself: with the request if that is cancelled, or here if this process or the front died before
+//! the answer was out. A file for each start tells that containerd has not shown yet that it knows how it ended.
+
+use std::{
+    collections::HashSet,
+    fs, io, mem,
+    path::PathBuf,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    time::Duration,
+};
+
+use sandboxer_protocol::id::SandboxId;
+
+use crate::{
+    error::{PodError, chain},
+    pod::{Node, PodHandle},
+};
+
+/// Where the files are, in the run directory.
+const DIR: &str = "starts";
+
+/// containerd looks at a pod right after its start, and waits for each one it knows. It connects to a new worker
+/// with a back-off of at most 3 s.
+const SHOWN_WITHIN: Duration = Duration::from_secs(20);
+
+/// Pods that were started, and of which containerd has not shown yet that it knows so.
+#[derive(Debug)]
+pub struct Starts {
+    node: Arc<Node>,
+    dir: PathBuf,
+    // A plain lock: held for a look-up, never across an await.
+    untold: Mutex<HashSet<SandboxId>>,
+}
+
+impl Starts {
+    /// With those that an earlier worker left. The pods of which containerd doesn't show anything go after a while.
+    pub fn of(node: Arc<Node>) -> io::Result<Arc<Self>> {
+        let dir = node.config.run_dir.join(DIR);
+        fs::create_dir_all(&dir)?;
+        let mut untold = HashSet::new();
+        for entry in fs::read_dir(&dir)? {
+            untold.extend(entry?.file_name().to_str().and_then(|name| name.parse().ok()));
+        }
+        let earlier: Vec<_> = untold.iter().cloned().collect();
+        let starts = Arc::new(Self { node, dir, untold: Mutex::new(untold) });
+        if !earlier.is_empty() {
+            tokio::spawn(remove_forgotten(starts.clone(), earlier));
+        }
+        Ok(starts)
+    }
+
+    /// A pod's first start begins.
+    pub fn begins(&self, pod: &SandboxId) -> io::Result<()> {
+        fs::File::create(self.dir.join(pod))?;
+        self.untold().insert(pod.clone());
+        Ok(())
+    }
+
+    /// containerd knows how the pod's start ended.
+    pub fn shown(&self, pod: &SandboxId) {
+        if self.untold().remove(pod)
+            && let Err(error) = fs::remove_file(self.dir.join(pod))
+        {
+            tracing::warn!(%pod, %error, "the note of its start stays");
+        }
+    }
+
+    fn untold(&self) -> MutexGuard<'_, HashSet<SandboxId>> {
+        self.untold.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Removes those of an earlier worker's pods that containerd has forgotten.
+async fn remove_forgotten(starts: Arc<Starts>, mut earlier: Vec<SandboxId>) {
+    while !earlier.is_empty() {
+        tokio::time::sleep(SHOWN_WITHIN).await;
+        for id in mem::take(&mut earlier) {
+            if !starts.untold().contains(&id) {
+                continue;
+            }
+            if let Ok(pod) = starts.node.registry.pod(&id) {
+                if has_network(&pod).await {
+                    // containerd may be taking it away, or may yet come.
+                    earlier.push(id);
+                    continue;
+                }
+                tracing::info!(pod = %id, "removed: its start was never answered, and nobody asks for it");
+                remove(pod).await;
+            }
+            starts.shown(&id);
+        }
+    }
+}
+
+/// Whether the pod's network namespace is still where it was when the pod was asked for.
+async fn has_network(pod: &PodHandle) -> bool {
+    match pod.inspect().await.map(|view| view.spec.netns) {
+        Ok(Some(netns)) => !matches!(tokio::fs::try_exists(netns).await, Ok(false)),
+        _ => false,
+    }
+}
+
+/// Removes a pod that containerd does not know.
+pub async fn remove(pod: PodHandle) {
+    match pod.remove().await {
+        Ok(()) | Err(PodError::Gone(_)) => {}
+        Err(error) => {
+            tracing::error!(pod = %pod.id(), error = chain(&error), "a pod that did not start can't be removed");
+        }
+    }
+}

@@ -1,0 +1,32 @@
+//! Asking again, as a kubelet does when nobody was there to answer.
+
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+use tonic::{Code, Status};
+
+use crate::case::PATIENCE;
+
+/// Whether a kubelet would just ask again: nobody was there to answer.
+pub fn nobody_there(error: &Status) -> bool {
+    let words =
+        ["connection", "EOF", "error reading from server", "not available", "unavailable", "reserved"];
+    error.code() == Code::Unavailable || words.iter().any(|word| error.message().contains(word))
+}
+
+/// Asks until there is an answer. Only what a kubelet asks again by itself: pods' starts, stops and removals.
+pub async fn insist<T, F>(what: &str, mut ask: impl FnMut() -> F) -> Result<T>
+where
+    F: Future<Output = Result<T, Status>> + Send,
+{
+    let began = Instant::now();
+    loop {
+        match ask().await {
+            Ok(answer) => return Ok(answer),
+            Err(error) if nobody_there(&error) && began.elapsed() < 5 * PATIENCE => {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+            Err(error) => return Err(anyhow::Error::from(error).context(what.to_owned())),
+        }
+    }
+}

@@ -259,7 +259,7 @@ pub enum VolumeError {
     #[error("cannot encode files for a guest")]
     Encode(#[source] protobuf::Error),
     /// It can't be kept up to date.
-    #[error("cannot watch {dir:?} for changes: fs.inotify.max_user_watches may be too low")]
+    #[error("cannot watch {dir:?} for changes{}", too_many(source))]
     Watch {
         /// Its directory on the host.
         dir: PathBuf,
@@ -282,6 +282,14 @@ impl VolumeError {
             Self::Files(TreeError::TooLarge { .. }) => Code::InvalidArgument,
             _ => Code::Internal,
         }
+    }
+}
+
+/// What to do if watching failed for want of watches.
+fn too_many(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::StorageFull => " (fs.inotify.max_user_watches is too low)",
+        _ => "",
     }
 }
 

@@ -15,7 +15,7 @@ INSTALLED := sandboxer sandboxer-front sandboxer-cli sandboxer-share containerd-
 DESTDIR ?=
 FUZZ_SECONDS ?= 60
 
-.PHONY: help deps tools agent guest-image build build-failing install uninstall up down demo test soak reliability bench lint fuzz fmt clean
+.PHONY: help deps tools agent guest-image build build-failing install uninstall up down demo test test-units test-stack soak reliability bench lint fuzz fmt clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -62,8 +62,13 @@ down: ## end that stack and remove all of it
 demo: build guest-image tools ## five pods, each in its microVM, shown and measured; leaves nothing behind
 	@scripts/demo.sh
 
-test: build build-failing guest-image tools ## every test, also those on a real stack (needs root)
-	cargo test --workspace --no-fail-fast
+test: test-units test-stack ## every test
+
+test-units: build guest-image ## those that need no containerd; some start a guest
+	cargo test --workspace --exclude sandboxer-e2e --no-fail-fast
+
+test-stack: build build-failing guest-image tools ## those on a real stack of their own (needs root)
+	cargo test -p sandboxer-e2e
 
 SOAK_SECONDS ?= 180
 soak: build build-failing guest-image tools ## churn for SOAK_SECONDS (180), half of them with kills; looks for leaks (needs root)

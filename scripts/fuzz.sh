@@ -7,24 +7,12 @@ set -euo pipefail
 . "$(dirname "$0")/lib.sh"
 cd "$ROOT"
 
-FUZZ=${CARGO_FUZZ_VERSION:-0.13.1}
-fuzz=$CACHE/tools/cargo-fuzz-$FUZZ/bin/cargo-fuzz
-
-install_fuzz() {
-    [[ ! -x $fuzz ]] || return 0
-    say "building cargo-fuzz $FUZZ into the cache (about two minutes on two cores, once)"
-    local build
-    build=$(mktemp -d)
-    cargo install --quiet --locked --version "$FUZZ" --root "${fuzz%/bin/*}" --target-dir "$build" cargo-fuzz
-    rm -rf "$build"
-}
-
 seconds=${1:?usage: fuzz.sh SECONDS [TARGET…]}
 shift
 targets=("$@")
 ((${#targets[@]})) || mapfile -t targets < <(basename -s .rs -a fuzz/fuzz_targets/*.rs)
 
-with_lock "$CACHE/tools/.lock" install_fuzz
+fuzz=$(cargo_tool cargo-fuzz "${CARGO_FUZZ_VERSION:-0.13.1}")
 # Without a sanitizer, and so with the toolchain that builds the rest: there is hardly any unsafe code to watch in
 # what is fuzzed; panics, overflows, sizes and times are told all the same.
 build=(--sanitizer none --target-dir target/fuzz/build)

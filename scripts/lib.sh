@@ -67,3 +67,19 @@ owned_pids() {
         fi
     done
 }
+
+# cargo_tool NAME VERSION: puts it into the cache, once, and prints its path.
+cargo_tool() {
+    local program=$CACHE/tools/$1-$2/bin/$1
+    with_lock "$CACHE/tools/.lock" install_cargo_tool "$1" "$2" "$program" >&2 || return
+    printf '%s' "$program"
+}
+
+install_cargo_tool() {
+    [[ ! -x $3 ]] || return 0
+    say "building $1 $2 into the cache (some minutes on two cores, once)"
+    local build
+    build=$(mktemp -d)
+    cargo install --quiet --locked --version "$2" --root "${3%/bin/*}" --target-dir "$build" "$1"
+    rm -rf "$build"
+}

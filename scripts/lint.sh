@@ -5,18 +5,6 @@ set -euo pipefail
 . "$(dirname "$0")/lib.sh"
 cd "$ROOT"
 
-DENY=${CARGO_DENY_VERSION:-0.20.2}
-deny=$CACHE/tools/cargo-deny-$DENY/bin/cargo-deny
-
-install_deny() {
-    [[ ! -x $deny ]] || return 0
-    say "building cargo-deny $DENY into the cache (about three minutes on two cores, once)"
-    local build
-    build=$(mktemp -d)
-    cargo install --quiet --locked --version "$DENY" --root "${deny%/bin/*}" --target-dir "$build" cargo-deny
-    rm -rf "$build"
-}
-
 for script in scripts/*.sh .ci/run; do bash -n "$script"; done
 if command -v shellcheck >/dev/null; then
     shellcheck -x -S warning scripts/*.sh .ci/run
@@ -24,7 +12,7 @@ else
     say "skipped: shellcheck of scripts/*.sh (not installed)"
 fi
 
-with_lock "$CACHE/tools/.lock" install_deny
+deny=$(cargo_tool cargo-deny "${CARGO_DENY_VERSION:-0.20.2}")
 "$deny" --locked check --hide-inclusion-graph bans licenses sources
 # Advisories come from a repository that not every builder can reach.
 if "$deny" --locked fetch db 2>/dev/null; then

@@ -78,8 +78,9 @@ cargo_tool() {
 install_cargo_tool() {
     [[ ! -x $3 ]] || return 0
     say "building $1 $2 into the cache (some minutes on two cores, once)"
-    local build
+    local build status=0
     build=$(mktemp -d)
-    cargo install --quiet --locked --version "$2" --root "${3%/bin/*}" --target-dir "$build" "$1"
+    cargo install --quiet --locked --version "$2" --root "${3%/bin/*}" --target-dir "$build" "$1" || status=$?
     rm -rf "$build"
+    return $status
 }

@@ -40,28 +40,6 @@ use sandboxer_protocol::stage::Stage;
 use tokio::runtime::Runtime;
 use tokio_util::sync::CancellationToken;
 
-fn pod_spec(id: &str) -> PodSpec {
-    PodSpec {
-        id: id.parse().unwrap(),
-        name: id.into(),
-        namespace: "bench".into(),
-        uid: "u".into(),
-        hostname: id.into(),
-        netns: None,
-        ips: Vec::new(),
-        resolv_conf: None,
-        shared_pids: false,
-        cgroup_parent: String::new(),
-        sysctls: Default::default(),
-        way: Default::default(),
-        vcpus: 1,
-        memory_mib: 128,
-        host_ports: Vec::new(),
-        limits: Default::default(),
-        room: Default::default(),
-    }
-}
-
 fn node(dir: &std::path::Path) -> Arc<Node> {
     let config = Config { run_dir: dir.join("run"), state_dir: dir.join("state"), ..Config::default() };
     let agent = FakeAgent::default();
@@ -69,7 +47,7 @@ fn node(dir: &std::path::Path) -> Arc<Node> {
 }
 
 fn new_pod(node: &Arc<Node>, id: &str) -> PodHandle {
-    let (of, spec) = (node.clone(), pod_spec(id));
+    let (of, spec) = (node.clone(), PodSpec::plain(id.parse().unwrap(), 1, 128));
     let spawn = || pod::spawn(of, spec.clone(), LinkKey::random(), PodStatus::created(1), Default::default());
     node.registry.insert(&spec.id.clone(), spawn).unwrap()
 }
@@ -96,7 +74,7 @@ fn daemon(c: &mut Criterion) {
     let journal = Journal::open(&dir.path().join("journal")).unwrap();
     let record = PodRecord {
         version: RECORD_VERSION,
-        spec: pod_spec("journalled"),
+        spec: PodSpec::plain("journalled".parse().unwrap(), 1, 128),
         status: PodStatus::created(1),
         link_key: LinkKey::random(),
         machine: None,
@@ -123,7 +101,7 @@ fn daemon(c: &mut Criterion) {
         "linux": { "namespaces": [{ "type": "pid" }, { "type": "mount" }, { "type": "ipc" }] }
     });
     fs::write(bundle.join("config.json"), oci.to_string()).unwrap();
-    let pod = pod_spec("p");
+    let pod = PodSpec::plain("p".parse().unwrap(), 1, 128);
     let new = NewContainer {
         id: "c".parse().unwrap(),
         bundle,

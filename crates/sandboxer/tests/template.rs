@@ -80,25 +80,7 @@ async fn started(node: &Arc<Node>, id: &str) -> PodHandle {
 }
 
 async fn started_at_best(node: &Arc<Node>, id: &str, way: Way) -> PodHandle {
-    let spec = PodSpec {
-        id: id.parse().unwrap(),
-        name: id.into(),
-        namespace: "test".into(),
-        uid: "u".into(),
-        hostname: id.into(),
-        netns: None,
-        ips: Vec::new(),
-        resolv_conf: None,
-        shared_pids: false,
-        cgroup_parent: String::new(),
-        sysctls: Default::default(),
-        way,
-        vcpus: SHAPE.vcpus,
-        memory_mib: SHAPE.memory_mib,
-        host_ports: Vec::new(),
-        limits: Default::default(),
-        room: Default::default(),
-    };
+    let spec = PodSpec { way, ..PodSpec::plain(id.parse().unwrap(), SHAPE.vcpus, SHAPE.memory_mib) };
     let of = node.clone();
     let spawn = || pod::spawn(of, spec.clone(), LinkKey::random(), PodStatus::created(1), Default::default());
     let pod = node.registry.insert(&spec.id.clone(), spawn).unwrap();

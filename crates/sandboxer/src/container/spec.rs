@@ -250,7 +250,7 @@ mod tests {
         edit(&mut json);
         let bundle = tempfile::tempdir().unwrap();
         fs::write(bundle.path().join("config.json"), json.to_string()).unwrap();
-        let guest = read(&record("p").spec, &new(bundle.path(), &[]))?;
+        let guest = read(&record("web").spec, &new(bundle.path(), &[]))?;
         Ok((serde_json::from_slice(&guest.json).unwrap(), guest.files))
     }
 

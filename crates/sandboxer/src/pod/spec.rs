@@ -82,6 +82,29 @@ pub struct Room {
 }
 
 impl PodSpec {
+    /// A pod of which nothing is asked but a machine of that size; its id is its name.
+    pub fn plain(id: SandboxId, vcpus: u32, memory_mib: u64) -> Self {
+        Self {
+            name: id.to_string(),
+            namespace: String::new(),
+            uid: String::new(),
+            hostname: id.to_string(),
+            id,
+            netns: None,
+            ips: Vec::new(),
+            resolv_conf: None,
+            shared_pids: false,
+            cgroup_parent: String::new(),
+            sysctls: BTreeMap::new(),
+            way: Way::default(),
+            vcpus,
+            memory_mib,
+            host_ports: Vec::new(),
+            limits: Limits::default(),
+            room: Room::default(),
+        }
+    }
+
     /// The kind of machine it needs with so many network interfaces.
     pub fn shape(&self, nics: usize) -> Shape {
         // Never so many: a pod with more than a few is refused.

@@ -22,7 +22,6 @@ use serde_json::json;
 
 use super::program;
 use crate::{
-    config::Way,
     container::{
         NewContainer, StdioPaths,
         io::Subject,
@@ -81,25 +80,7 @@ impl Rehearsal {
     /// Makes the container in a machine, lets it run and removes it.
     pub async fn run(&self, node: &Arc<Node>, id: &SandboxId, live: &Live) -> Result<(), PodError> {
         let container: ContainerId = id.clone();
-        let pod = PodSpec {
-            id: id.clone(),
-            name: id.to_string(),
-            namespace: String::new(),
-            uid: String::new(),
-            hostname: id.to_string(),
-            netns: None,
-            ips: Vec::new(),
-            resolv_conf: None,
-            shared_pids: false,
-            cgroup_parent: String::new(),
-            sysctls: Default::default(),
-            way: Way::Pool,
-            vcpus: 0,
-            memory_mib: 0,
-            host_ports: Vec::new(),
-            limits: Default::default(),
-            room: Default::default(),
-        };
+        let pod = PodSpec::plain(id.clone(), 0, 0);
         let new = NewContainer {
             id: container.clone(),
             bundle: self.bundle.clone(),

@@ -42,25 +42,7 @@ impl TestNode {
     }
 
     pub fn pod(&self, id: &str) -> PodHandle {
-        let spec = PodSpec {
-            id: id.parse().unwrap(),
-            name: id.into(),
-            namespace: "default".into(),
-            uid: String::new(),
-            hostname: id.into(),
-            netns: None,
-            ips: Vec::new(),
-            resolv_conf: None,
-            shared_pids: false,
-            cgroup_parent: String::new(),
-            sysctls: Default::default(),
-            way: Default::default(),
-            vcpus: 1,
-            memory_mib: 128,
-            host_ports: Vec::new(),
-            limits: Default::default(),
-            room: Default::default(),
-        };
+        let spec = PodSpec::plain(id.parse().unwrap(), 1, 128);
         let status = PodStatus::created(1);
         let node = self.node.clone();
         let key = LinkKey::random();

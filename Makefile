@@ -6,7 +6,8 @@ SHELL := /bin/bash
 MAKEFLAGS += --no-print-directory
 
 # The agent is PID 1 of a guest that holds nothing else: one static binary, in a target directory of its own
-# so that its flags don't rebuild the host's crates.
+# so that its flags don't rebuild the host's crates. It lies in memory as one segment that begins with a huge page:
+# see `settle` in crates/agent/src/init.rs.
 AGENT_TARGET := x86_64-unknown-linux-gnu
 AGENT := target/agent/$(AGENT_TARGET)/release/sandboxer-agent
 STACK ?= target/stack
@@ -28,7 +29,7 @@ tools: deps ## containerd and runc, unpatched, into the cache
 
 agent: deps
 	LIBSECCOMP_LINK_TYPE=static LIBSECCOMP_LIB_PATH=$$(dirname "$$(gcc -print-file-name=libseccomp.a)") \
-	RUSTFLAGS='-C target-feature=+crt-static' \
+	RUSTFLAGS='-C target-feature=+crt-static -C link-args=-Wl,-z,max-page-size=0x200000,--no-rosegment' \
 	cargo build --release -p sandboxer-agent --target $(AGENT_TARGET) --target-dir target/agent
 
 guest-image: agent ## guest kernel (cached, or SANDBOXER_KERNEL=…) and initramfs, into target/guest

@@ -116,7 +116,8 @@ const WAYS: u8 = 6;
 const ANSWER: u8 = 0;
 
 /// Goes through the rules from the last to the first: one that allows takes its ways from those asked for, one that
-/// does not and speaks of one that is left ends it.
+/// does not and speaks of one that is left ends it. One that speaks of every way ends it in any case; what would follow
+/// one that speaks of every device, too, is left out, since the kernel refuses what is never reached.
 fn program(rules: &[Rule]) -> Vec<Instruction> {
     let mut program = vec![
         instruction(LOAD_WORD, KIND, CONTEXT, ACCESS, 0),
@@ -128,6 +129,9 @@ fn program(rules: &[Rule]) -> Vec<Instruction> {
     ];
     for rule in rules.iter().rev() {
         program.extend(consider(rule));
+        if rule.ways == EVERY_WAY && (rule.kind, rule.major, rule.minor) == (None, None, None) {
+            return program;
+        }
     }
     program.extend(answer(false));
     program
@@ -135,26 +139,22 @@ fn program(rules: &[Rule]) -> Vec<Instruction> {
 
 fn consider(rule: &Rule) -> Vec<Instruction> {
     let ways = i32::from(rule.ways);
-    let verdict = if rule.allow {
-        [
-            vec![
-                instruction(AND, WAYS, 0, 0, !ways),
-                // Over the answer.
-                instruction(JUMP_IF_NOT, WAYS, 0, 2, 0),
-            ],
-            answer(true).into(),
-        ]
-    } else {
-        [
-            vec![
-                instruction(COPY, COPY_OF_WAYS, WAYS, 0, 0),
-                instruction(AND, COPY_OF_WAYS, 0, 0, ways),
-                instruction(JUMP_IF_EQUAL, COPY_OF_WAYS, 0, 2, 0),
-            ],
-            answer(false).into(),
-        ]
-    }
-    .concat();
+    let condition = match (rule.ways, rule.allow) {
+        // Some way is left, or the answer would have been given. Not asked, since the kernel follows each branch of a
+        // program before it takes it: see `enforce`.
+        (EVERY_WAY, _) => vec![],
+        (_, true) => vec![
+            instruction(AND, WAYS, 0, 0, !ways),
+            // Over the answer.
+            instruction(JUMP_IF_NOT, WAYS, 0, 2, 0),
+        ],
+        (_, false) => vec![
+            instruction(COPY, COPY_OF_WAYS, WAYS, 0, 0),
+            instruction(AND, COPY_OF_WAYS, 0, 0, ways),
+            instruction(JUMP_IF_EQUAL, COPY_OF_WAYS, 0, 2, 0),
+        ],
+    };
+    let verdict = [condition, answer(rule.allow).into()].concat();
     let conditions = [(KIND, rule.kind), (MAJOR_ASKED, rule.major), (MINOR_ASKED, rule.minor)];
     let asked: Vec<_> = conditions.into_iter().filter_map(|(of, is)| Some((of, is?))).collect();
     let mut considered = Vec::with_capacity(asked.len() + verdict.len());

@@ -1,19 +1,26 @@
-//! What PID 1 does before anything else can work: file systems, control groups, loopback.
+//! What PID 1 does before anything else can work: a root of its own, file systems, control groups, loopback.
 
 use std::{
+    env,
+    ffi::{CStr, OsStr},
     fs, io,
+    os::unix::{ffi::OsStrExt as _, fs::OpenOptionsExt as _},
     path::{Path, PathBuf},
 };
 
 use nix::{
     mount::{MsFlags, mount},
-    unistd::{chdir, chroot},
+    unistd::{chdir, chroot, execv},
 };
 
 use crate::{cgroup, network};
 
 /// The new root is mounted here in the initramfs, for a moment.
 const NEW_ROOT: &str = "/root.new";
+
+/// The agent in the initramfs, and in the new root.
+const FIRST_PROGRAM: &str = "/init";
+const PROGRAM: &CStr = c"/agent";
 
 /// A directory with nothing in it.
 pub const EMPTY: &str = "/var/empty";
@@ -41,6 +48,9 @@ pub enum InitError {
         /// Why.
         source: io::Error,
     },
+    /// The agent could not go on from the new root.
+    #[error("failed to move the agent out of the initramfs")]
+    Program(#[source] io::Error),
     /// The initramfs could not be left.
     #[error("failed to leave the initramfs")]
     NewRoot(#[source] nix::Error),
@@ -76,9 +86,38 @@ const fn nodev_noexec() -> MsFlags {
     MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV).union(MsFlags::MS_NOEXEC)
 }
 
+/// Moves from the initramfs to a tmpfs, and answers only there, in a new program of this process.
+///
+/// The initramfs root has no parent mount, so `pivot_root` inside a container made below it fails with EINVAL. And a
+/// tmpfs can hold the program in huge pages, which each of the processes that a container's making forks maps in three
+/// faults, where it took dozens and unmapped each small page at its end.
+pub fn settle() -> Result<(), InitError> {
+    let program = OsStr::from_bytes(PROGRAM.to_bytes());
+    if env::args_os().next().is_some_and(|name| name == program) {
+        return Ok(());
+    }
+    create_dir(NEW_ROOT)?;
+    mount(Some("tmpfs"), NEW_ROOT, Some("tmpfs"), MsFlags::empty(), Some("mode=0755,huge=within_size"))
+        .map_err(|source| InitError::Mount { path: NEW_ROOT, fstype: "tmpfs", source })?;
+    chdir(NEW_ROOT).map_err(InitError::NewRoot)?;
+    move_program(Path::new("agent")).map_err(InitError::Program)?;
+    mount(Some("."), "/", None::<&str>, MsFlags::MS_MOVE, None::<&str>).map_err(InitError::NewRoot)?;
+    chroot(".").map_err(InitError::NewRoot)?;
+    let Err(error) = execv(PROGRAM, &[PROGRAM]);
+    Err(InitError::Program(error.into()))
+}
+
+fn move_program(to: &Path) -> io::Result<()> {
+    let mut from = fs::File::open(FIRST_PROGRAM)?;
+    let mut program = fs::File::options().write(true).create_new(true).mode(0o700).open(to)?;
+    // Ahead of its content: what lies within a file's size is put into huge pages.
+    program.set_len(from.metadata()?.len())?;
+    io::copy(&mut from, &mut program)?;
+    fs::remove_file(FIRST_PROGRAM)
+}
+
 /// Makes the guest ready to run containers.
 pub fn prepare() -> Result<(), InitError> {
-    leave_initramfs()?;
     for Mount { path, fstype, flags, data } in MOUNTS {
         create_dir(path)?;
         mount(Some(*fstype), *path, Some(*fstype), *flags, Some(*data))
@@ -99,18 +138,6 @@ fn create_dir(path: impl AsRef<Path>) -> Result<(), InitError> {
         path: path.to_owned(),
         source,
     })
-}
-
-/// Moves to a tmpfs: the initramfs root has no parent mount, so `pivot_root` inside a container
-/// made below it fails with EINVAL.
-fn leave_initramfs() -> Result<(), InitError> {
-    create_dir(NEW_ROOT)?;
-    mount(Some("tmpfs"), NEW_ROOT, Some("tmpfs"), MsFlags::empty(), Some("mode=0755"))
-        .map_err(|source| InitError::Mount { path: NEW_ROOT, fstype: "tmpfs", source })?;
-    chdir(NEW_ROOT).map_err(InitError::NewRoot)?;
-    mount(Some("."), "/", None::<&str>, MsFlags::MS_MOVE, None::<&str>).map_err(InitError::NewRoot)?;
-    chroot(".").map_err(InitError::NewRoot)?;
-    chdir("/").map_err(InitError::NewRoot)
 }
 
 /// The kernel opens no console for init when the initramfs holds no `/dev/console`.

@@ -74,6 +74,7 @@ fn main() -> anyhow::Result<()> {
 }
 
 fn run(entered_ns: u64) -> anyhow::Result<std::convert::Infallible> {
+    init::settle()?;
     init::prepare()?;
     let cmdline =
         std::fs::read_to_string("/proc/cmdline").context("failed to read the kernel command line")?;

@@ -54,6 +54,18 @@ async fn a_container_runs_and_leaves_nothing_behind() {
 }
 
 #[tokio::test]
+async fn the_agents_program_is_in_huge_pages() {
+    let vm = Vm::boot();
+    let (agent, _) = vm.session().await;
+    // Nothing else in a guest maps shared memory so.
+    let script = r"sed -n 's/^ShmemPmdMapped: *\([0-9]*\) kB$/\1/p' /proc/meminfo";
+    let looks = run(&agent, &container("looks", &spec(shell(script)))).await;
+    let kib: u32 = looks.stdout().await.trim().parse().unwrap();
+    assert!(kib >= 4 << 10, "{kib} KiB, of a program of more than 6 MiB");
+    end(&agent, "looks").await;
+}
+
+#[tokio::test]
 async fn a_created_container_can_be_listed_killed_and_deleted_unstarted() {
     let vm = Vm::boot();
     let (agent, _) = vm.session().await;

@@ -19,6 +19,7 @@ impl Driver {
                 }
             }
             Done::MachineEnded(exit) => self.machine_ended(exit),
+            Done::SessionViolated(error) => self.session_violated(error),
             Done::ContainerCreated { new, stages, result, reply } => {
                 self.container_created(*new, stages, result, reply);
             }
@@ -94,8 +95,11 @@ impl Driver {
     fn machine_ended(&mut self, exit: MachineExit) {
         // While the pod is being stopped this is what was wanted; `PodStopped` follows.
         if self.state() == PodState::Ready {
-            let reason = start::machine_ended(&self.spec, exit).to_string();
-            tracing::warn!(pod = %self.spec.id, reason, "the pod's VMM ended unasked");
+            let reason = match self.violated.take() {
+                Some(error) => chain(&error),
+                None => start::machine_ended(&self.spec, exit).to_string(),
+            };
+            tracing::warn!(pod = %self.spec.id, reason, "the pod ended unasked");
             let shares = self.volumes.shares.clone();
             self.work.spawn(async move {
                 shares.end().await;
@@ -103,6 +107,20 @@ impl Driver {
             });
             self.stopped(reason, KILLED);
         }
+    }
+
+    /// Nobody can use a guest any more that broke its session: its machine ends, and with that the pod.
+    fn session_violated(&mut self, error: GuestError) {
+        // A pod that is being stopped loses its machine anyway.
+        let Some(live) = self.live.clone().filter(|_| self.state() == PodState::Ready) else { return };
+        self.violated = Some(error);
+        let pod = self.spec.id.clone();
+        self.work.spawn(async move {
+            if let Err(error) = live.machine.kill().await {
+                tracing::error!(%pod, error = chain(&error), "cannot end the VMM of a guest that broke its session");
+            }
+            Done::Nothing
+        });
     }
 
     /// The pod holds nothing any more: everything that ran in it has ended.
@@ -348,8 +366,10 @@ impl Driver {
 
     fn watch_machine(&mut self) {
         if let Some(live) = &self.live {
-            let machine = live.machine.clone();
+            let Live { machine, agent } = live.clone();
             self.work.spawn(async move { Done::MachineEnded(machine.exited().await) });
+            self.work
+                .spawn(async move { agent.violated().await.map_or(Done::Nothing, Done::SessionViolated) });
         }
     }
 

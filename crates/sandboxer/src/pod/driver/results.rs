@@ -261,16 +261,17 @@ impl Driver {
         }
         self.node.events.container(&self.spec.id, &subject.container, kind, format!("guest process {pid}"));
         let exec = subject.exec.is_some();
-        self.follow(live, subject, running);
+        self.follow(live, subject, now_ns(), running);
         // Of an exec the agent knows.
         if exec { answer(reply, Ok(())) } else { self.save_then(reply, Ok(())) }
     }
 
-    fn follow(&mut self, live: Live, subject: Subject, running: RunningIo) {
+    /// Waits for the end of a process that ran at `since` or later.
+    fn follow(&mut self, live: Live, subject: Subject, since: u64, running: RunningIo) {
         let container = self.containers.get(&subject.container).filter(|_| subject.exec.is_none());
         let message = container.and_then(|container| container.message.clone());
         self.work.spawn(async move {
-            let exit = work::follow(&live, &subject, running, message).await;
+            let exit = work::follow(&live, &subject, since, running, message).await;
             Done::ProcessEnded { subject, exit }
         });
     }
@@ -353,8 +354,9 @@ impl Driver {
                 }
             }
         }
+        let created = self.status.borrow().created_at_ns;
         for (subject, copies) in running {
-            self.follow(live.clone(), subject, copies);
+            self.follow(live.clone(), subject, created, copies);
         }
         let volumes = self.volumes.clone();
         self.work.spawn(async move {

@@ -3,9 +3,10 @@
 //!
 //! The directory that `SANDBOXER_FAILPOINTS` names holds two files. `armed` has one point a line: each worker takes
 //! the first line away and dies when it comes by that point. `passed` gets the name of every point that workers
-//! come by, in the order in which they first do.
+//! come by, in the order in which they first do. A third, `clock`, has the seconds by which the wall clock is wrong, if it
+//! is there.
 
-use std::fmt;
+use std::{fmt, time::SystemTime};
 
 /// Comes by a point. What is named is what has happened, or is about to.
 #[cfg(not(feature = "failpoints"))]
@@ -20,6 +21,19 @@ pub fn pass(point: fmt::Arguments<'_>) {
     }
 }
 
+/// What the wall clock shows.
+#[cfg(not(feature = "failpoints"))]
+#[inline(always)]
+pub fn shifted(now: SystemTime) -> SystemTime {
+    now
+}
+
+/// What the wall clock shows.
+#[cfg(feature = "failpoints")]
+pub fn shifted(now: SystemTime) -> SystemTime {
+    armed::POINTS.as_ref().map_or(now, |points| points.shifted(now))
+}
+
 #[cfg(feature = "failpoints")]
 mod armed {
     use std::{
@@ -28,7 +42,7 @@ mod armed {
         io::{self, Write},
         path::PathBuf,
         sync::{LazyLock, Mutex, PoisonError},
-        time::{Duration, Instant},
+        time::{Duration, Instant, SystemTime},
     };
 
     /// The front takes a worker that lives for a second for a sound one, and starts the next without a pause.
@@ -58,6 +72,13 @@ mod armed {
             let known = fs::read_to_string(dir.join("passed")).unwrap_or_default();
             let passed = Mutex::new(known.lines().map(str::to_owned).collect());
             Ok(Self { dir, since: Instant::now(), armed, passed })
+        }
+
+        pub fn shifted(&self, now: SystemTime) -> SystemTime {
+            let text = fs::read_to_string(self.dir.join("clock")).unwrap_or_default();
+            let seconds: i64 = text.trim().parse().unwrap_or_default();
+            let by = Duration::from_secs(seconds.unsigned_abs());
+            if seconds < 0 { now - by } else { now + by }
         }
 
         pub fn pass(&self, point: String) {

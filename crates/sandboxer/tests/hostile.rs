@@ -15,7 +15,7 @@ use std::{
 use fake_agent::{FakeAgent, OUTPUT};
 use hostile_agent::Nature;
 use sandboxer::{
-    container::Phase,
+    container::{KILLED, Phase},
     error::{Code, PodError},
     pod::{PodHandle, recover, state::PodState},
     vmm::fake::FakeVmm,
@@ -164,17 +164,63 @@ async fn a_guest_of_another_version_is_told_and_given_up() {
 }
 
 #[tokio::test]
-async fn an_answer_too_many_ends_the_session_of_that_guest() {
-    for nature in [Nature::AnswersTwice, Nature::AnswersUnasked, Nature::Streams, Nature::AnswersAtLength] {
+async fn a_guest_that_breaks_its_session_loses_its_pod() {
+    let natures = [
+        (Nature::AnswersTwice, "which waits for no answer"),
+        (Nature::AnswersUnasked, "which waits for no answer"),
+        (Nature::Streams, "only answers are taken"),
+        (Nature::AnswersAtLength, "with 4294967295 bytes"),
+    ];
+    for (nature, deed) in natures {
         let node = HostileNode::new();
         let (pod, started) = node.start(nature).await;
         started.unwrap();
-        // The first may have been answered before the second answer came.
+        // It may be answered before the answer too many comes.
         let _ = pod.stats(None).await;
+        let stopped = tokio::time::timeout(BOOT_TIMEOUT, pod.stopped()).await.unwrap().unwrap();
+        assert!(stopped.reason.contains("hostile") && stopped.reason.contains(deed), "{}", stopped.reason);
+        assert_eq!((stopped.exit_status, stopped.vmm_pid), (KILLED, 0), "{nature:?}");
+        assert!(node.test.vmm.running().is_empty(), "{nature:?} left a machine");
         let error = pod.stats(None).await.unwrap_err();
-        assert_eq!(error.code(), Code::Unavailable, "{nature:?}: {error}");
+        assert_eq!(error.code(), Code::FailedPrecondition, "{nature:?}: {error}");
         pod.remove().await.unwrap();
     }
+}
+
+#[tokio::test]
+async fn containers_of_a_guest_that_breaks_its_session_have_been_killed() {
+    let node = HostileNode::new();
+    let (pod, started) = node.start(Nature::BreaksOnSignal).await;
+    started.unwrap();
+    let new = node.test.container("c1", "true");
+    let mut stderr = reader(&new.stdio.stderr);
+    pod.create_container(new).await.unwrap();
+    pod.start_process(id("c1"), None).await.unwrap();
+    let mut view = pod.process(id("c1"), None).await.unwrap();
+
+    pod.signal(id("c1"), None, 15, false).await.unwrap_err();
+    let phase = view.phase.wait_for(|phase| phase.exit().is_some()).await.unwrap().clone();
+    let reason = pod.stopped().await.unwrap().reason;
+    assert_eq!(phase.exit().map(|exit| (exit.code, &exit.reason)), Some((KILLED, &reason)));
+    let mut said = String::new();
+    stderr.read_to_string(&mut said).await.unwrap();
+    assert_eq!(said, format!("sandboxer: {reason}\n"));
+    pod.delete(id("c1"), None).await.unwrap();
+    pod.remove().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_session_that_ends_by_itself_ends_no_pod() {
+    let node = HostileNode::new();
+    let pod = node.test.pod("good");
+    pod.start().await.unwrap();
+    // The next daemon's session takes the place of this one's.
+    let next = node.test.restarted();
+    recover::recover(&next, recover::Records::read(&next).unwrap()).await;
+    pod.stats(None).await.unwrap_err();
+    assert_eq!(pod.status().state, PodState::Ready);
+    assert_eq!(next.registry.pod(pod.id()).unwrap().status().state, PodState::Ready);
+    next.registry.pod(pod.id()).unwrap().remove().await.unwrap();
 }
 
 #[tokio::test]

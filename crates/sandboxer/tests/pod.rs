@@ -14,6 +14,7 @@ use sandboxer::{
     error::Code,
     events::Kind,
     pod::{
+        quarantine::Quarantine,
         recover::{self, Recovered},
         state::PodState,
     },
@@ -246,6 +247,7 @@ async fn the_next_daemon_ends_containers_that_containerd_has_forgotten_and_only_
 }
 
 #[tokio::test]
+<<<<<<< HEAD
 async fn a_pod_whose_start_was_never_answered_goes_with_its_network_and_no_other() {
     let test = node();
     let netns = test.dir.path().join("netns");
@@ -291,6 +293,37 @@ async fn a_pod_whose_start_was_never_answered_goes_with_its_network_and_no_other
     for pod in next.registry.pods() {
         pod.remove().await.unwrap();
     }
+=======
+async fn a_pod_whose_record_is_torn_is_taken_up_by_the_one_before_and_its_guest() {
+    let test = node();
+    let pod = test.pod("web");
+    pod.start().await.unwrap();
+    let (older, younger) = (test.container("older", "sleep"), test.container("younger", "sleep"));
+    let _readers = [reader(&older.stdio.stdout), reader(&younger.stdio.stdout)];
+    pod.create_container(older).await.unwrap();
+    pod.start_process(id("older"), None).await.unwrap();
+    pod.create_container(younger).await.unwrap();
+    let record = test.dir.path().join("state/pods/web.json");
+    let whole = fs::read(&record).unwrap();
+    fs::write(&record, &whole[..whole.len() / 2]).unwrap();
+
+    let next = test.restarted();
+    let recovered = recover::recover(&next, recover::Records::read(&next).unwrap()).await;
+    assert_eq!(recovered, Recovered { alive: 1, stopped: 0, quarantined: 0 });
+    let pod = next.registry.pod(pod.id()).unwrap();
+    assert_eq!(phase(&pod, "older").await, Phase::Running);
+    assert!(next.registry.pod_of(&id("younger")).is_err(), "it is on no record");
+    // Which is told, and the name can be had again.
+    let aside = Quarantine::of(&next.config).list().unwrap().entries;
+    let problem = &aside[0].report.as_ref().unwrap().problem;
+    assert!(problem.contains("taken up as of the record before"), "{problem}");
+    let again = test.container("younger", "sleep");
+    let _reader = reader(&again.stdio.stdout);
+    pod.create_container(again).await.unwrap();
+    assert_eq!(phase(&pod, "younger").await, Phase::Created);
+    pod.remove().await.unwrap();
+    assert_eq!(fs::read_dir(record.parent().unwrap()).unwrap().count(), 0);
+>>>>>>> guard
 }
 
 #[tokio::test]

@@ -18,7 +18,7 @@ use super::{
     message, spec,
 };
 use crate::{
-    clock::now_ns,
+    clock::{now_ns, plausible},
     error::PodError,
     front::{Front, Kept},
     guest::Agent,
@@ -224,8 +224,15 @@ pub const OUT_OF_MEMORY: &str = "killed for using too much memory";
 /// Waits for a process's end and for the last of its output; leaves its message in the host's file, if it has
 /// one.
 ///
-/// Never answers if the guest falls silent: the machine's end is seen elsewhere.
-pub async fn follow(live: &Live, subject: &Subject, mut io: RunningIo, message: Option<PathBuf>) -> Exit {
+/// It ran at `since`, ns since 1970, or later. Never answers if the guest falls silent: the machine's end is seen
+/// elsewhere.
+pub async fn follow(
+    live: &Live,
+    subject: &Subject,
+    since: u64,
+    mut io: RunningIo,
+    message: Option<PathBuf>,
+) -> Exit {
     match live.agent.wait_process(&subject.container, subject.exec.as_ref()).await {
         Ok(exit) => {
             io.drained().await;
@@ -235,7 +242,7 @@ pub async fn follow(live: &Live, subject: &Subject, mut io: RunningIo, message: 
                 tracing::warn!(container = %subject.container, ?path, %error, "its message is lost");
             }
             let reason = if exit.oom_killed { OUT_OF_MEMORY } else { "" };
-            Exit { code: exit.code, at_ns: exit.at_ns, reason: reason.to_owned() }
+            Exit { code: exit.code, at_ns: plausible(exit.at_ns, since), reason: reason.to_owned() }
         }
         // A process that the agent doesn't know any more has ended unseen.
         Err(error) if error.code() == crate::error::Code::NotFound => {

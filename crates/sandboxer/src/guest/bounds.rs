@@ -10,7 +10,7 @@
 //! ```
 //!
 //! Only heads and methods are looked at. A guest then costs the daemon at most what its own calls may be
-//! answered with; what it loses is its own pod's session.
+//! answered with; what it loses is its own pod, which ends when the session does so.
 
 use std::{
     collections::HashMap,
@@ -20,7 +20,10 @@ use std::{
 };
 
 use protobuf::CodedInputStream;
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    sync::watch,
+};
 use ttrpc::proto::{MESSAGE_HEADER_LENGTH, MESSAGE_TYPE_REQUEST, MESSAGE_TYPE_RESPONSE, MessageHeader};
 
 /// Most answers that an agent may owe: each process waits for one and reads two streams, as does each connection
@@ -84,6 +87,11 @@ impl<S> Bounded<S> {
     pub fn new(stream: S) -> Self {
         Self { stream, follow: Follow::default() }
     }
+
+    /// Where the first violation will be seen.
+    pub fn violation(&self) -> watch::Receiver<Option<Violation>> {
+        self.follow.violated.subscribe()
+    }
 }
 
 impl<S: AsyncRead + Unpin> AsyncRead for Bounded<S> {
@@ -125,7 +133,7 @@ pub struct Follow {
     saying: Frames<0>,
     /// Most bytes of the answer that each call waits for, by its stream.
     owed: HashMap<u32, usize>,
-    violated: Option<Violation>,
+    violated: watch::Sender<Option<Violation>>,
 }
 
 impl Follow {
@@ -144,7 +152,7 @@ impl Follow {
 
     /// Takes what came from the guest.
     pub fn said(&mut self, mut bytes: &[u8]) -> Result<(), Violation> {
-        if let Some(violation) = &self.violated {
+        if let Some(violation) = &*self.violated.borrow() {
             return Err(violation.clone());
         }
         while let Some((MessageHeader { length, stream_id: stream, type_, .. }, _)) =
@@ -165,7 +173,7 @@ impl Follow {
 
     fn violate(&mut self, violation: Violation) -> Result<(), Violation> {
         tracing::warn!(%violation, "a session with a guest ends");
-        self.violated = Some(violation.clone());
+        self.violated.send_replace(Some(violation.clone()));
         Err(violation)
     }
 }

@@ -7,9 +7,10 @@ use sandboxer_protocol::{
     id::{ContainerId, ExecId, SandboxId},
     link::LinkError,
 };
+use tokio::sync::watch;
 use ttrpc::context::{Context, with_duration};
 
-use super::bounds::plain;
+use super::bounds::{Violation, plain};
 use crate::{error::Code, failpoint::pass, pod::Signal};
 
 /// Making a container or an exec may take a slow guest a while: so many times the plain limit.
@@ -48,6 +49,14 @@ pub enum GuestError {
         /// What the transport said.
         source: ttrpc::Error,
     },
+    /// It said what no agent says.
+    #[error("the session with the guest of pod {pod} is over, and its VMM is ended")]
+    Violated {
+        /// The pod.
+        pod: SandboxId,
+        /// What the guest did.
+        source: Violation,
+    },
 }
 
 impl GuestError {
@@ -58,7 +67,7 @@ impl GuestError {
             Self::Greeting { source: LinkError::Version { .. } | LinkError::Refused(_), .. } => {
                 Code::FailedPrecondition
             }
-            Self::Greeting { .. } | Self::Failed { .. } => Code::Unavailable,
+            Self::Greeting { .. } | Self::Failed { .. } | Self::Violated { .. } => Code::Unavailable,
         }
     }
 }
@@ -68,6 +77,7 @@ impl GuestError {
 pub struct Agent {
     pod: SandboxId,
     client: AgentClient,
+    violation: watch::Receiver<Option<Violation>>,
     timeout: Duration,
 }
 
@@ -88,8 +98,21 @@ macro_rules! call {
 }
 
 impl Agent {
-    pub(super) fn new(pod: SandboxId, client: AgentClient, timeout: Duration) -> Self {
-        Self { pod, client, timeout }
+    pub(super) fn new(
+        pod: SandboxId,
+        client: AgentClient,
+        violation: watch::Receiver<Option<Violation>>,
+        timeout: Duration,
+    ) -> Self {
+        Self { pod, client, violation, timeout }
+    }
+
+    /// Waits for the session's end, and tells what the guest did if it was that. A session that ends otherwise does
+    /// so with its machine, or with this daemon, whose successor greets the agent anew.
+    pub async fn violated(&self) -> Option<GuestError> {
+        let mut violation = self.violation.clone();
+        let source = violation.wait_for(Option::is_some).await.ok()?.clone()?;
+        Some(GuestError::Violated { pod: self.pod.clone(), source })
     }
 
     /// The same session, its errors naming another pod.

@@ -30,6 +30,8 @@ pub async fn connect(
         GuestError::Greeting { pod: pod.clone(), source }
     })?;
     ready.kernel_release = plain(&ready.kernel_release);
-    let client = AgentClient::new(Client::new(Socket::new(Bounded::new(stream))));
-    Ok((Agent::new(pod.clone(), client, config.agent_timeout), ready))
+    let stream = Bounded::new(stream);
+    let violation = stream.violation();
+    let client = AgentClient::new(Client::new(Socket::new(stream)));
+    Ok((Agent::new(pod.clone(), client, violation, config.agent_timeout), ready))
 }

@@ -42,6 +42,7 @@ use crate::{
     error::{PodError, chain},
     events::Kind,
     front,
+    guest::GuestError,
     host::{share::Shares, volume::Needed},
     vmm::{MachineExit, VmmError},
 };
@@ -77,6 +78,7 @@ pub fn spawn(
         link_key,
         status,
         live: None,
+        violated: None,
         forwarding: None,
         host_ports: Vec::new(),
         containers: found.containers,
@@ -120,6 +122,7 @@ enum Done {
     PodStarted(Result<Up, PodError>),
     PodStopped(Result<(), VmmError>),
     MachineEnded(MachineExit),
+    SessionViolated(GuestError),
     ContainerCreated {
         new: Box<NewContainer>,
         stages: Stages,
@@ -165,6 +168,8 @@ struct Driver {
     stages: Stages,
     /// Some while the pod is ready.
     live: Option<Live>,
+    /// What the guest did for which its machine is being ended.
+    violated: Option<GuestError>,
     /// Forwards ports while the pod is ready.
     forwarding: Option<AbortOnDropHandle<()>>,
     /// Where it listens on the host.

@@ -1,7 +1,14 @@
 //! What is on disk of a pod, so that the daemon may die at any instant.
 //!
 //! One JSON file a pod, replaced whole: written beside, synced, renamed over. A reader sees the
-//! old record or the new one, never half of either.
+//! old record or the new one, never half of either. The old one keeps a name of its own, for the day on which a disk
+//! gives back something else than it was given:
+//!
+//! ```text
+//! state_dir/pods/<pod>.json     the record
+//! state_dir/pods/<pod>.before   the one before it, if there was one
+//! state_dir/pods/<pod>.new      while it is written
+//! ```
 
 use std::{
     fs::{self, File},
@@ -16,7 +23,10 @@ use sandboxer_protocol::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::{spec::PodSpec, state::PodStatus};
+use super::{
+    spec::PodSpec,
+    state::{PodState, PodStatus},
+};
 use crate::{
     container::{Exit, StdioPaths},
     failpoint::pass,
@@ -28,6 +38,9 @@ use crate::{
 pub const RECORD_VERSION: u32 = 2;
 /// The oldest version that is still understood.
 const OLDEST_VERSION: u32 = 1;
+
+/// What the record before another is called instead of `json`.
+const BEFORE: &str = "before";
 
 /// Largest record that is read back, bytes.
 const MAX_RECORD: u64 = 4 << 20;
@@ -94,6 +107,11 @@ pub fn dir(state_dir: &Path) -> PathBuf {
     state_dir.join("pods")
 }
 
+/// Where the record before the one at `path` is.
+pub fn before(path: &Path) -> PathBuf {
+    path.with_extension(BEFORE)
+}
+
 /// Why a record can't be used.
 #[derive(Debug, thiserror::Error)]
 pub enum JournalError {
@@ -144,15 +162,18 @@ pub struct Journal {
 
 impl Journal {
     /// Opens the directory, making it (mode 0700) if it isn't there; removes what a writer that
-    /// died left half-written.
+    /// died left half-written, and ends what one that died had begun in [`Journal::go_back`].
     pub fn open(state_dir: &Path) -> io::Result<Self> {
         use std::os::unix::fs::DirBuilderExt;
         let dir = dir(state_dir);
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&dir)?;
         for entry in fs::read_dir(&dir)? {
             let path = entry?.path();
-            if path.extension().is_some_and(|ext| ext == "new") {
-                fs::remove_file(path)?;
+            let record = path.with_extension("json");
+            match path.extension().and_then(|ext| ext.to_str()) {
+                Some("new") => fs::remove_file(path)?,
+                Some(BEFORE) if !record.try_exists()? => fs::rename(path, record)?,
+                _ => {}
             }
         }
         Ok(Self { dir })
@@ -173,6 +194,24 @@ impl Journal {
             }
         }
         Ok(records)
+    }
+
+    /// What a pod can be taken up by whose record can't be read: the one before it. None if that isn't better, or the
+    /// record is a later daemon's, which is whole. None if it is from before the pod was ready: it doesn't tell which
+    /// machine is the pod's, and by it the pod would be undone.
+    pub fn instead_of(&self, unreadable: &JournalError) -> Option<PodRecord> {
+        if matches!(unreadable, JournalError::Version { .. }) {
+            return None;
+        }
+        let record = read(&before(unreadable.path())).ok()?;
+        let was_ready = !matches!(record.status.state, PodState::Created | PodState::Starting);
+        was_ready.then_some(record)
+    }
+
+    /// Puts the record before the one at `path` in its place, which is free.
+    pub fn go_back(&self, path: &Path) -> io::Result<()> {
+        fs::rename(before(path), path)?;
+        File::open(&self.dir)?.sync_all()
     }
 }
 
@@ -228,11 +267,8 @@ impl PodJournal {
         *newest = u64::MAX;
         let path = self.path.clone();
         pass(format_args!("before a record is removed"));
-        blocking("remove", &self.path, move || match fs::remove_file(&path) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-            _ => Ok(()),
-        })
-        .await?;
+        // The one before it first: alone, it would be taken for the pod's record.
+        blocking("remove", &self.path, move || remove(&before(&path)).and_then(|()| remove(&path))).await?;
         pass(format_args!("a record is removed"));
         Ok(())
     }
@@ -247,6 +283,23 @@ async fn blocking(
     done.map_err(|source| JournalError::Io { action, path: path.to_owned(), source })
 }
 
+/// Removes a file that may not be there.
+fn remove(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
+/// Keeps the record at `path`, if there is one, as the one before the next.
+fn keep(path: &Path) -> io::Result<()> {
+    remove(&before(path))?;
+    match fs::hard_link(path, before(path)) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}
+
 fn replace(path: &Path, record: &PodRecord) -> io::Result<()> {
     use std::os::unix::fs::OpenOptionsExt;
     let new = path.with_extension("new");
@@ -259,6 +312,11 @@ fn replace(path: &Path, record: &PodRecord) -> io::Result<()> {
         pass(format_args!("a record is written"));
         file.sync_all()?;
         pass(format_args!("a record is on disk"));
+        // No sync of its own: it was synced when it was new, and the name is with the directory below.
+        if let Err(error) = keep(path) {
+            tracing::warn!(?path, %error, "the record before the next one is not kept");
+        }
+        pass(format_args!("the record before is kept"));
         fs::rename(&new, path)
     })();
     if written.is_err() {
@@ -302,6 +360,51 @@ pub(crate) mod tests {
         pod.remove().await.unwrap();
         pod.write(3, record("a")).await.unwrap();
         assert!(journal.records().unwrap().is_empty());
+    }
+
+    #[tokio::test]
+    async fn the_record_before_is_there_for_a_torn_one_and_goes_with_the_pod() {
+        let dir = tempfile::tempdir().unwrap();
+        let journal = Journal::open(dir.path()).unwrap();
+        let (pod, path) = (journal.pod(&"a".parse().unwrap()), dir.path().join("pods/a.json"));
+        let as_of = |number: u32, state| {
+            let mut record = record("a");
+            (record.spec.vcpus, record.status.state) = (number, state);
+            record
+        };
+        let tear = |path: &Path| {
+            let whole = fs::read(path).unwrap();
+            fs::write(path, &whole[..whole.len() / 2]).unwrap();
+        };
+        let found = || journal.records().unwrap().remove(0);
+
+        pod.write(1, as_of(1, PodState::Starting)).await.unwrap();
+        assert!(!before(&path).exists());
+        pod.write(2, as_of(2, PodState::Ready)).await.unwrap();
+        tear(&path);
+        assert!(journal.instead_of(&found().unwrap_err()).is_none(), "it wasn't ready then");
+
+        pod.write(3, as_of(3, PodState::Ready)).await.unwrap();
+        pod.write(4, as_of(4, PodState::Ready)).await.unwrap();
+        tear(&path);
+        let torn = found().unwrap_err();
+        assert_eq!(journal.instead_of(&torn).unwrap().spec.vcpus, 3);
+        // A later daemon's is whole, and not to be gone back behind.
+        let later = JournalError::Version { path: path.clone(), found: 99 };
+        assert!(journal.instead_of(&later).is_none());
+        // Died after the torn one was put aside, or not.
+        fs::remove_file(&path).unwrap();
+        Journal::open(dir.path()).unwrap();
+        assert_eq!(found().unwrap().spec.vcpus, 3);
+        assert!(!before(&path).exists());
+
+        pod.write(5, as_of(5, PodState::Ready)).await.unwrap();
+        tear(&path);
+        tear(&before(&path));
+        assert!(journal.instead_of(&found().unwrap_err()).is_none());
+        pod.write(6, as_of(6, PodState::Ready)).await.unwrap();
+        pod.remove().await.unwrap();
+        assert_eq!(fs::read_dir(dir.path().join("pods")).unwrap().count(), 0);
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! state_dir/quarantine/<ns since 1970>-<pod>.json     the record as it was
+//! state_dir/quarantine/<ns since 1970>-<pod>.before   the record before it, unless its pod is taken up by that
 //! state_dir/quarantine/<ns since 1970>-<pod>.report   what was found then, JSON
 //! ```
 //!
@@ -44,6 +45,9 @@ const MAX_SHOWN: u64 = 64 << 10;
 const MAX_REPORT: u64 = 64 << 10;
 /// As much is kept of why a record can't be understood, characters: it may quote the record.
 const MAX_PROBLEM: usize = 2 << 10;
+/// What a report says of a pod that is taken up all the same.
+const TAKEN_UP: &str = "its pod is taken up as of the record before: a container or an exec that was made since is \
+                        undone, one that was removed since has ended";
 /// How long the processes of a pod may take to be gone once they are killed.
 const GONE_WITHIN: Duration = Duration::from_secs(5);
 
@@ -125,23 +129,28 @@ impl Quarantine {
         }
     }
 
-    /// Puts a record aside, with a report. Its pod's VMM, if any, is left alone.
-    pub fn put_aside(&self, error: &JournalError) -> io::Result<()> {
+    /// Puts a record aside, with a report. Its pod's VMM, if any, is left alone. So is the record before it if the pod
+    /// is `taken_up` by that; else it is put aside, too.
+    pub fn put_aside(&self, error: &JournalError, taken_up: bool) -> io::Result<()> {
         let path = error.path();
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.dir)?;
         let pod: Option<SandboxId> = path.file_stem().and_then(|stem| stem.to_str()?.parse().ok());
         let (name, at_ns) = self.unused_name(pod.as_ref())?;
         let kept = self.record(&name);
-        tracing::error!(
-            error = chain(error),
-            ?kept,
-            "a pod's record is put aside; its VMM, if any, is left alone"
-        );
+        let then = if taken_up { TAKEN_UP } else { "its VMM, if any, is left alone" };
+        tracing::error!(error = chain(error), ?kept, "a pod's record is put aside; {then}");
+        if !taken_up {
+            // First: left there alone, it would be the pod's record for the next daemon.
+            rename_if_there(&journal::before(path), &journal::before(&kept))?;
+        }
         fs::rename(path, &kept)?;
         // Lost, the report is missed; the record must not be.
         let reported = (|| {
             let left = self.left(pod.as_ref(), &strays::all()?);
-            let problem = chain(error).chars().take(MAX_PROBLEM).collect();
+            let mut problem: String = chain(error).chars().take(MAX_PROBLEM).collect();
+            if taken_up {
+                problem = format!("{problem}; {TAKEN_UP}");
+            }
             let report = Report { at_ns, path: path.to_owned(), pod, problem, left };
             let mut file =
                 File::options().write(true).create_new(true).mode(0o600).open(self.report_path(&name))?;
@@ -193,6 +202,8 @@ impl Quarantine {
             }
             Err(errno) => return Err(self.host(name, "put back record", &to)(errno.into())),
         }
+        let (kept, before) = (journal::before(&from), journal::before(&to));
+        rename_if_there(&kept, &before).map_err(self.host(name, "put back the record before", &before))?;
         for dir in [&self.journal, &self.dir] {
             let synced = File::open(dir).and_then(|dir| dir.sync_all());
             synced.map_err(self.host(name, "sync", dir))?;
@@ -222,7 +233,9 @@ impl Quarantine {
         }
         // The record last: as long as it is there, what failed can be asked for again.
         self.remove(name, "remove report", &self.report_path(&entry.name))?;
-        self.remove(name, "remove record", &self.record(&entry.name))?;
+        let record = self.record(&entry.name);
+        self.remove(name, "remove the record before", &journal::before(&record))?;
+        self.remove(name, "remove record", &record)?;
         tracing::info!(
             entry = name,
             "a record that could not be understood is destroyed with what was left of its pod"
@@ -329,6 +342,13 @@ impl Quarantine {
     ) -> impl FnOnce(io::Error) -> QuarantineError + use<> {
         let (entry, path) = (entry.to_owned(), path.to_owned());
         move |source| QuarantineError::Host { entry, action, path, source }
+    }
+}
+
+fn rename_if_there(from: &Path, to: &Path) -> io::Result<()> {
+    match fs::rename(from, to) {
+        Err(error) if error.kind() != ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
     }
 }
 

@@ -7,7 +7,7 @@
 //! | starting | whatever is left of it is ended | forgotten: containerd heard of its failed start and forgot it, too |
 //! | stopping | whatever is left of it is ended | the pod has stopped |
 //! | created, stopped | none | as recorded |
-//! | can't be understood | left alone | moved to quarantine and reported |
+//! | can't be understood | left alone | moved to quarantine and reported; the record before it is used, if it can be |
 //!
 //! A container that was half-made is undone, and so is an exec: whoever asked for it asks again, through the
 //! front. Those that were made are found again with their streams, which the front has kept.
@@ -42,7 +42,7 @@ use crate::{
     },
     error::{Code, PodError, chain},
     front, guest,
-    host::share::Shares,
+    host::{rootfs, share::Shares},
     pod,
     vmm::{self, Machine},
 };
@@ -68,15 +68,23 @@ pub struct Records {
 }
 
 impl Records {
-    /// Reads all there are. One that can't be understood is put aside.
+    /// Reads all there are. One that can't be understood is put aside, and its pod taken up by the one before it. What
+    /// was made of the pod in between is then mended as after a worker's death: by what its agent and its VMM say.
     pub fn read(node: &Node) -> io::Result<Self> {
         let mut records = Self::default();
         for record in node.journal.records()? {
             match record {
                 Ok(record) => records.pods.push(record),
                 Err(error) => {
-                    Quarantine::of(&node.config).put_aside(&error)?;
-                    records.quarantined += 1;
+                    let before = node.journal.instead_of(&error);
+                    Quarantine::of(&node.config).put_aside(&error, before.is_some())?;
+                    match before {
+                        Some(record) => {
+                            node.journal.go_back(error.path())?;
+                            records.pods.push(record);
+                        }
+                        None => records.quarantined += 1,
+                    }
                 }
             }
         }
@@ -386,6 +394,8 @@ async fn undo_half_made(node: &Node, live: &Live, record: &PodRecord, known: &[w
             continue;
         }
         let mut undone = live.agent.delete_container(&container).await.map_err(PodError::from);
+        // Of a container that was on a record which is lost, nothing says which disks it has.
+        let disks = if disks.is_empty() { rootfs::serials(&container) } else { disks };
         for serial in disks {
             undone = undone.and(live.machine.detach_disk(&serial).await.map_err(PodError::from));
         }

@@ -4,7 +4,7 @@
 //!            start             agent ready
 //!  Created ────────▶ Starting ─────────────▶ Ready
 //!     │                 │                      │ ╲
-//!     │ stop            │ stop, or failure     │  ╲ the VMM dies
+//!     │ stop            │ stop, or failure     │  ╲ the VMM dies, or is killed for what its guest did
 //!     │                 ▼                stop  ▼   ╲
 //!     │              Stopping ◀────────────────┘    │
 //!     │                 │ all undone                │

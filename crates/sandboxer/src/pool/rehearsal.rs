@@ -101,7 +101,7 @@ impl Rehearsal {
         let subject = Subject { container: container.clone(), exec: None };
         let (running, _) = created.io.run(&live.agent, &subject, false);
         start::release(live, &subject).await?;
-        let exit = start::follow(live, &subject, running, None).await;
+        let exit = start::follow(live, &subject, 0, running, None).await;
         if exit.code != 0 {
             let reason = format!("it ended with code {} {}", exit.code, exit.reason);
             return Err(PodError::Failed { subject: format!("rehearsal in {id}"), reason });

@@ -18,6 +18,7 @@ use super::{
     key::{Inputs, Surveyor},
 };
 use crate::{
+    clock,
     config::{Config, TemplateConfig},
     error::chain,
     host::network::Park,
@@ -265,7 +266,7 @@ pub fn run_dir(config: &Config) -> PathBuf {
 async fn load(dir: PathBuf) -> Result<Arc<Template>, TemplateError> {
     let path = dir.clone();
     let loaded = tokio::task::spawn_blocking(move || {
-        let touched = File::open(&dir).and_then(|dir| dir.set_modified(SystemTime::now()));
+        let touched = File::open(&dir).and_then(|dir| dir.set_modified(clock::now()));
         if let Err(error) = touched {
             tracing::warn!(path = %dir.display(), %error, "cannot note that a template is used");
         }

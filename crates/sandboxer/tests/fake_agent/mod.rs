@@ -19,13 +19,14 @@ use ttrpc::{
     get_status,
 };
 
-/// What every process of a [`FakeAgent`] prints before it goes on running.
+/// What every process of a [`FakeAgent`] prints. A container's then goes on running, an exec has ended.
 pub const OUTPUT: &[u8] = b"hello from nowhere\n";
 
-/// Containers of one fake guest; lives as long as its machine, across sessions.
+/// Containers and execs of one fake guest; lives as long as its machine, across sessions.
 #[derive(Clone, Default)]
 pub struct FakeAgent {
-    processes: Arc<Mutex<HashMap<String, Process>>>,
+    /// By container and exec; the container's own has an empty one.
+    processes: Arc<Mutex<HashMap<(String, String), Process>>>,
     power: Option<Power>,
     link_key: Option<watch::Sender<LinkKey>>,
 }
@@ -52,8 +53,13 @@ impl FakeAgent {
         });
     }
 
-    fn process(&self, container: &str) -> Result<Process> {
-        self.processes.lock().unwrap().get(container).cloned().ok_or_else(|| status(Code::NOT_FOUND))
+    fn process(&self, container: String, exec: String) -> Result<Process> {
+        self.processes.lock().unwrap().get(&(container, exec)).cloned().ok_or_else(|| status(Code::NOT_FOUND))
+    }
+
+    fn add(&self, container: String, exec: String) {
+        let process = Process { started: false, exit: watch::Sender::new(None) };
+        self.processes.lock().unwrap().insert((container, exec), process);
     }
 }
 
@@ -83,9 +89,27 @@ impl Agent for FakeAgent {
         if String::from_utf8_lossy(&request.spec_json).contains("nosuch") {
             return Err(status(Code::INVALID_ARGUMENT));
         }
-        let process = Process { started: false, exit: watch::Sender::new(None) };
-        self.processes.lock().unwrap().insert(request.container_id, process);
+        self.add(request.container_id, String::new());
         Ok(wire::CreateContainerResponse { pid: 7, ..Default::default() })
+    }
+
+    async fn create_exec(
+        &self,
+        _: &TtrpcContext,
+        request: wire::CreateExecRequest,
+    ) -> Result<wire::CreateExecResponse> {
+        self.process(request.container_id.clone(), String::new())?;
+        self.add(request.container_id, request.exec_id);
+        Ok(Default::default())
+    }
+
+    async fn delete_exec(
+        &self,
+        _: &TtrpcContext,
+        request: wire::DeleteExecRequest,
+    ) -> Result<wire::DeleteExecResponse> {
+        self.processes.lock().unwrap().remove(&(request.container_id, request.exec_id));
+        Ok(Default::default())
     }
 
     async fn delete_container(
@@ -93,7 +117,7 @@ impl Agent for FakeAgent {
         _: &TtrpcContext,
         request: wire::DeleteContainerRequest,
     ) -> Result<wire::DeleteContainerResponse> {
-        self.processes.lock().unwrap().remove(&request.container_id);
+        self.processes.lock().unwrap().retain(|(container, _), _| *container != request.container_id);
         Ok(Default::default())
     }
 
@@ -103,8 +127,9 @@ impl Agent for FakeAgent {
         _: wire::ListContainersRequest,
     ) -> Result<wire::ListContainersResponse> {
         let processes = self.processes.lock().unwrap();
-        let message = |(id, process): (&String, &Process)| wire::Process {
-            container_id: id.clone(),
+        let message = |((container, exec), process): (&(String, String), &Process)| wire::Process {
+            container_id: container.clone(),
+            exec_id: exec.clone(),
             pid: 7,
             state: match (process.started, *process.exit.borrow()) {
                 (_, Some(_)) => wire::ProcessState::EXITED,
@@ -123,11 +148,12 @@ impl Agent for FakeAgent {
         _: &TtrpcContext,
         request: wire::StartProcessRequest,
     ) -> Result<wire::StartProcessResponse> {
+        let key = (request.container_id, request.exec_id);
         let mut processes = self.processes.lock().unwrap();
-        let process = processes.get_mut(&request.container_id).ok_or_else(|| status(Code::NOT_FOUND))?;
+        let process = processes.get_mut(&key).ok_or_else(|| status(Code::NOT_FOUND))?;
         process.started = true;
-        if request.container_id.starts_with("pool-") {
-            // The container of a rehearsal ends by itself.
+        if key.0.starts_with("pool-") || !key.1.is_empty() {
+            // The container of a rehearsal ends by itself, as does an exec.
             process.exit.send_replace(Some(0));
         }
         Ok(wire::StartProcessResponse { pid: 7, ..Default::default() })
@@ -138,7 +164,7 @@ impl Agent for FakeAgent {
         _: &TtrpcContext,
         request: wire::WaitProcessRequest,
     ) -> Result<wire::WaitProcessResponse> {
-        let process = self.process(&request.container_id)?;
+        let process = self.process(request.container_id, request.exec_id)?;
         let code = process.exit.subscribe().wait_for(Option::is_some).await.map(|code| code.unwrap_or(0));
         let code = code.map_err(|_| status(Code::NOT_FOUND))?;
         let exit = wire::Exit { code, at_ns: 1, ..Default::default() };
@@ -150,7 +176,7 @@ impl Agent for FakeAgent {
         _: &TtrpcContext,
         request: wire::SignalProcessRequest,
     ) -> Result<wire::SignalProcessResponse> {
-        self.process(&request.container_id)?.exit.send_replace(Some(128 + request.signal));
+        self.process(request.container_id, request.exec_id)?.exit.send_replace(Some(128 + request.signal));
         Ok(Default::default())
     }
 
@@ -159,7 +185,7 @@ impl Agent for FakeAgent {
         _: &TtrpcContext,
         request: wire::ReadOutputRequest,
     ) -> Result<wire::ReadOutputResponse> {
-        let process = self.process(&request.container_id)?;
+        let process = self.process(request.container_id, request.exec_id)?;
         let from = if request.resume { 0 } else { request.offset };
         let rest = OUTPUT.get(from as usize..).unwrap_or_default();
         if rest.is_empty() {

@@ -38,6 +38,8 @@ pub enum Nature {
     Streams,
     /// Announces an answer of 4 GiB, and sends it.
     AnswersAtLength,
+    /// Does as it should, until it is told to end a process: then it answers nobody's call.
+    BreaksOnSignal,
     /// Answers with bytes that are no message.
     AnswersRubbish,
     /// Answers a call when nobody waits any more.
@@ -59,7 +61,7 @@ pub enum Nature {
 }
 
 impl Nature {
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::NeverGreets,
         Self::OtherVersion,
         Self::SteersTerminals,
@@ -67,6 +69,7 @@ impl Nature {
         Self::AnswersTwice,
         Self::Streams,
         Self::AnswersAtLength,
+        Self::BreaksOnSignal,
         Self::AnswersRubbish,
         Self::AnswersLate,
         Self::NeverReads,
@@ -165,6 +168,7 @@ async fn harm(session: impl AsyncRead + AsyncWrite, nature: Nature) -> io::Resul
                 to.write_all(&head(stream, 64, MESSAGE_TYPE_RESPONSE)).await?;
                 to.write_all(&rubbish).await?;
             }
+            (BreaksOnSignal, "SignalProcess") => to.write_all(&response(stream + 1000, b"")).await?,
             (AnswersLate, "SignalProcess") => {
                 tokio::time::sleep(2 * super::AGENT_TIMEOUT).await;
                 to.write_all(&good(b"")).await?;

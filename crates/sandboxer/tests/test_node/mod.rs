@@ -57,8 +57,11 @@ impl TestNode {
         let bundle = self.dir.path().join("bundles").join(id);
         let rootfs = self.dir.path().join("rootfs");
         fs::create_dir_all(&bundle).unwrap();
-        fs::create_dir_all(&rootfs).unwrap();
-        fs::write(rootfs.join("file"), "content").unwrap();
+        // Once: another container's disk may be built of it at this moment.
+        if !rootfs.exists() {
+            fs::create_dir_all(&rootfs).unwrap();
+            fs::write(rootfs.join("file"), "content").unwrap();
+        }
         let spec = serde_json::json!({
             "ociVersion": "1.1.0",
             "root": {"path": "rootfs"},

@@ -154,6 +154,30 @@ async fn record_that_is_not_understood(case: Case) -> Result<()> {
     let [run, state] = case.stack.daemon_dirs();
     let (record, run_dir) =
         (state.join("pods").join(&pod.id).with_extension("json"), run.join("pods").join(&pod.id));
+    let before = record.with_extension("before");
+
+    // A disk lost what it was given, once: the record before is there.
+    pod.start(idle("c")).await?;
+    case.stack.end("sandboxer", Signal::SIGTERM).await?;
+    let newest = std::fs::read(&record)?;
+    std::fs::write(&record, &newest[..newest.len() / 2])?;
+    case.stack.run_up()?;
+    let taken_up = told(&case, &["inspect", &pod.id])?;
+    ensure!(taken_up["state"] == "ready" && taken_up["vmm_pid"] == vmms[0].as_raw(), "{taken_up}");
+    eventually("pod ready again", PATIENCE, || async {
+        Ok(case.cri.pod_ready(&pod.id).await.ok().filter(|ready| *ready))
+    })
+    .await?;
+    ensure!(pod.output("echo here").await? == "here");
+    let entry = only_quarantined(&case)?;
+    ensure!(entry["problem"].as_str().is_some_and(|problem| problem.contains("taken up")), "{entry}");
+    let name = entry["name"].as_str().context("no name")?;
+    let refused = told(&case, &["quarantine", "destroy", "--yes", name]);
+    ensure!(
+        refused.is_err() && case.stack.vmms()? == vmms,
+        "a pod that is ready was destroyed as a leftover"
+    );
+    std::fs::remove_dir_all(state.join("quarantine"))?;
 
     // As after a later daemon was replaced by this one.
     case.stack.end("sandboxer", Signal::SIGTERM).await?;
@@ -179,8 +203,10 @@ async fn record_that_is_not_understood(case: Case) -> Result<()> {
     let released = told(&case, &["inspect", &pod.id])?;
     ensure!(released["state"] == "ready" && released["vmm_pid"] == vmms[0].as_raw(), "{released}");
 
+    // A disk lost what it was given, twice.
     case.stack.end("sandboxer", Signal::SIGTERM).await?;
     std::fs::write(&record, &sound[..sound.len() / 2])?;
+    std::fs::write(&before, "{")?;
     case.stack.run_up()?;
     let entry = only_quarantined(&case)?;
     let name = entry["name"].as_str().context("no name")?;
@@ -189,6 +215,7 @@ async fn record_that_is_not_understood(case: Case) -> Result<()> {
     told(&case, &["quarantine", "destroy", "--yes", name])?;
     ensure!(!case.stack.vmms()?.contains(&vmms[0]), "the VMM of a destroyed entry lives");
     ensure!(!run_dir.exists() && !record.exists(), "files of a destroyed entry are left");
+    ensure!(!before.exists(), "the record before that of a destroyed entry is left");
     let left = told(&case, &["quarantine", "list"])?;
     ensure!(left["entries"] == serde_json::json!([]), "{left}");
     reached_again(&case).await?;

@@ -21,7 +21,7 @@ use sandboxer_e2e::kubelet::Kubelet;
 use sandboxer_e2e::ledger::{self, Line};
 
 crate::cases![
-    VmAlone: killed_at_every_point, killed_at_random, memory_runs_out, upgraded_under_pods, vmms_killed,
+    VmAlone: killed_at_every_point, killed_at_random, memory_runs_out, clock_jumps, upgraded_under_pods, vmms_killed,
     containerd_killed, containerd_and_worker_killed, front_killed, disk_full, disk_read_only
 ];
 
@@ -200,6 +200,14 @@ impl<'a> Failing<'a> {
         Ok(fs::write(self.points.join("armed"), points.join("\n") + "\n")?)
     }
 
+    /// The worker's wall clock is so many seconds ahead from now on.
+    fn set_clock(&self, ahead: i64) -> Result<()> {
+        let new = self.points.join("clock.new");
+        fs::write(&new, ahead.to_string())?;
+        // Whole at once: it is read at any time.
+        Ok(fs::rename(new, self.points.join("clock"))?)
+    }
+
     pub async fn end(self) -> Result<()> {
         self.case.stack.end("sandboxer", Signal::SIGTERM).await?;
         self.case.stack.run_up()?;
@@ -318,6 +326,50 @@ async fn memory_runs_out(case: Case) -> Result<()> {
         life(&case, &kubelet).await.context("after a worker without memory")?;
         seen.others += 1;
         seen.check().await?;
+    }
+    seen.end().await
+}
+
+/// Where the daemon's clock is set to, one after the other: so many seconds ahead of what it is.
+const CLOCKS: [i64; 3] = [-3600, 86_400, 0];
+
+async fn clock_jumps(case: Case) -> Result<()> {
+    let failing = Failing::start(&case).await?;
+    let outcome = with_jumping_clock(&case, &failing).await;
+    failing.end().await?;
+    outcome
+}
+
+async fn with_jumping_clock(case: &Case, failing: &Failing<'_>) -> Result<()> {
+    let kubelet = Kubelet::of(case)?;
+    let mut seen = Seen::begin(case, "wall clock jumps", 1).await?;
+    for ahead in CLOCKS {
+        let clock = || jiff::Timestamp::now().as_second() + ahead;
+        let pod = case.pod().await?;
+        let older = pod.start(shell("older", "trap 'exit 7' TERM; while :; do usleep 20000; done")).await?;
+        failing.set_clock(ahead)?;
+        seen.times += 1;
+        life(case, &kubelet).await.with_context(|| format!("with the clock {ahead} s ahead"))?;
+        let began = clock();
+        let younger = case.pod().await?;
+        let guest: i64 = younger.output("date +%s").await?.trim().parse()?;
+        // To the minute: guests' clocks are their own, and those of an emulated machine are none too good.
+        ensure!((began - 60..=clock() + 60).contains(&guest), "the guest says {guest}, the daemon {began}");
+        seen.check().await?;
+
+        case.stack.kill_worker()?;
+        life(case, &kubelet).await.with_context(|| format!("taken up with the clock {ahead} s ahead"))?;
+        seen.check().await?;
+        // Its guest keeps the clock of its start; its end is told by the daemon's all the same.
+        case.cri.stop(&older.id, 30).await?;
+        let status = older.status().await?;
+        ensure!(status.exit_code == 7, "{status:?}");
+        ensure!((1..=clock()).contains(&(status.finished_at / 1_000_000_000)), "not over yet: {status:?}");
+        for pod in [pod, younger] {
+            case.cri.stop_pod(&pod.id).await?;
+            case.cri.remove_pod(&pod.id).await?;
+        }
+        seen.others += 4;
     }
     seen.end().await
 }

@@ -32,7 +32,7 @@ use super::{
     mounts::Chain,
     superblock,
 };
-use crate::config::RootfsConfig;
+use crate::{clock, config::RootfsConfig};
 
 /// Rises when images are made otherwise than before; older ones are then no longer found, and go as unused.
 const FORMAT: &[u8] = b"sandboxer erofs 1";
@@ -206,7 +206,7 @@ impl Cache {
         let whole = blocking(move || {
             superblock::check(&path, FsType::Erofs)?;
             // Tells the next daemon how lately it was used.
-            let touched = File::open(&path).and_then(|file| file.set_modified(SystemTime::now()));
+            let touched = File::open(&path).and_then(|file| file.set_modified(clock::now()));
             touched.map_err(|source| BuildError::Host { action: "touch", path, source })
         });
         match whole.await {
@@ -276,14 +276,14 @@ impl Cache {
         if let Some(key) = &key {
             state.by_key.insert(key.clone(), name.clone());
         }
-        state.images.insert(name.clone(), Image { bytes, used: SystemTime::now(), leases: 1, key });
+        state.images.insert(name.clone(), Image { bytes, used: clock::now(), leases: 1, key });
         Ok(Lease { cache: self.clone(), name })
     }
 
     fn lease_by_name(&self, state: &mut State, name: &str) -> Option<Lease> {
         let image = state.images.get_mut(name)?;
         image.leases += 1;
-        image.used = SystemTime::now();
+        image.used = clock::now();
         Some(Lease { cache: self.clone(), name: name.to_owned() })
     }
 

@@ -180,6 +180,15 @@ impl RootfsStore {
     }
 }
 
+/// As many disks as a container may well have: a snapshot chain is one.
+const LIKELY_DISKS: usize = 16;
+
+/// Serials that a container's disks may have of which nothing is known but the container.
+pub fn serials(container: &ContainerId) -> Vec<String> {
+    let mut disks = Disks::new(container);
+    (0..LIKELY_DISKS).map(|_| disks.next_serial()).collect()
+}
+
 /// Names the disks of one container: `c`, 48 bits of the id's hash, the disk's number.
 #[derive(Debug)]
 struct Disks {
@@ -194,9 +203,13 @@ impl Disks {
     }
 
     fn next(&mut self, path: PathBuf, fstype: FsType, read_only: bool) -> Layer {
+        Layer { disk: DiskSpec { serial: self.next_serial(), path, read_only }, fstype }
+    }
+
+    fn next_serial(&mut self) -> String {
         let serial = format!("{}-{}", self.prefix, self.count);
         self.count += 1;
-        Layer { disk: DiskSpec { serial, path, read_only }, fstype }
+        serial
     }
 }
 

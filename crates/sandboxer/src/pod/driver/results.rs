@@ -19,6 +19,7 @@ impl Driver {
                 }
             }
             Done::MachineEnded(exit) => self.machine_ended(exit),
+            Done::SessionViolated(error) => self.session_violated(error),
             Done::ContainerCreated { new, stages, result, reply } => {
                 self.container_created(*new, stages, result, reply);
             }
@@ -94,8 +95,11 @@ impl Driver {
     fn machine_ended(&mut self, exit: MachineExit) {
         // While the pod is being stopped this is what was wanted; `PodStopped` follows.
         if self.state() == PodState::Ready {
-            let reason = start::machine_ended(&self.spec, exit).to_string();
-            tracing::warn!(pod = %self.spec.id, reason, "the pod's VMM ended unasked");
+            let reason = match self.violated.take() {
+                Some(error) => chain(&error),
+                None => start::machine_ended(&self.spec, exit).to_string(),
+            };
+            tracing::warn!(pod = %self.spec.id, reason, "the pod ended unasked");
             let shares = self.volumes.shares.clone();
             self.work.spawn(async move {
                 shares.end().await;
@@ -103,6 +107,20 @@ impl Driver {
             });
             self.stopped(reason, KILLED);
         }
+    }
+
+    /// Nobody can use a guest any more that broke its session: its machine ends, and with that the pod.
+    fn session_violated(&mut self, error: GuestError) {
+        // A pod that is being stopped loses its machine anyway.
+        let Some(live) = self.live.clone().filter(|_| self.state() == PodState::Ready) else { return };
+        self.violated = Some(error);
+        let pod = self.spec.id.clone();
+        self.work.spawn(async move {
+            if let Err(error) = live.machine.kill().await {
+                tracing::error!(%pod, error = chain(&error), "cannot end the VMM of a guest that broke its session");
+            }
+            Done::Nothing
+        });
     }
 
     /// The pod holds nothing any more: everything that ran in it has ended.
@@ -243,16 +261,17 @@ impl Driver {
         }
         self.node.events.container(&self.spec.id, &subject.container, kind, format!("guest process {pid}"));
         let exec = subject.exec.is_some();
-        self.follow(live, subject, running);
+        self.follow(live, subject, now_ns(), running);
         // Of an exec the agent knows.
         if exec { answer(reply, Ok(())) } else { self.save_then(reply, Ok(())) }
     }
 
-    fn follow(&mut self, live: Live, subject: Subject, running: RunningIo) {
+    /// Waits for the end of a process that ran at `since` or later.
+    fn follow(&mut self, live: Live, subject: Subject, since: u64, running: RunningIo) {
         let container = self.containers.get(&subject.container).filter(|_| subject.exec.is_none());
         let message = container.and_then(|container| container.message.clone());
         self.work.spawn(async move {
-            let exit = work::follow(&live, &subject, running, message).await;
+            let exit = work::follow(&live, &subject, since, running, message).await;
             Done::ProcessEnded { subject, exit }
         });
     }
@@ -335,8 +354,9 @@ impl Driver {
                 }
             }
         }
+        let created = self.status.borrow().created_at_ns;
         for (subject, copies) in running {
-            self.follow(live.clone(), subject, copies);
+            self.follow(live.clone(), subject, created, copies);
         }
         let volumes = self.volumes.clone();
         self.work.spawn(async move {
@@ -348,8 +368,10 @@ impl Driver {
 
     fn watch_machine(&mut self) {
         if let Some(live) = &self.live {
-            let machine = live.machine.clone();
+            let Live { machine, agent } = live.clone();
             self.work.spawn(async move { Done::MachineEnded(machine.exited().await) });
+            self.work
+                .spawn(async move { agent.violated().await.map_or(Done::Nothing, Done::SessionViolated) });
         }
     }
 

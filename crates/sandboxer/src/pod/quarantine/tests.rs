@@ -28,7 +28,7 @@ impl Place {
         let path = journal::dir(&self.config.state_dir).join(file);
         fs::write(&path, text).unwrap();
         let before = self.names();
-        self.quarantine.put_aside(&journal::parse(text, &path).unwrap_err()).unwrap();
+        self.quarantine.put_aside(&journal::parse(text, &path).unwrap_err(), false).unwrap();
         assert!(!path.exists());
         let name = self.names().into_iter().find(|name| !before.contains(name)).unwrap();
         (path, name)
@@ -87,7 +87,10 @@ fn a_record_is_kept_as_it_was_and_what_is_known_of_its_pod_is_reported() {
 fn a_released_record_is_where_it_was_and_replaces_none() {
     let place = place();
     let text = br#"{"version":99,"later":true}"#;
+    let before = journal::dir(&place.config.state_dir).join("later.before");
+    fs::write(&before, "an older one").unwrap();
     let (path, name) = place.put_aside("later.json", text);
+    assert!(!before.exists(), "the next daemon would take it for the pod's record");
     fs::write(&path, "another").unwrap();
     let refused = place.quarantine.release(&name).unwrap_err();
     assert!(matches!(refused, QuarantineError::Recorded { .. }), "{refused}");
@@ -95,6 +98,7 @@ fn a_released_record_is_where_it_was_and_replaces_none() {
     fs::remove_file(&path).unwrap();
     place.quarantine.release(&name).unwrap();
     assert_eq!(fs::read(&path).unwrap(), text);
+    assert_eq!(fs::read(&before).unwrap(), b"an older one");
     let left: Vec<_> = fs::read_dir(place.config.state_dir.join(DIR)).unwrap().collect();
     assert!(left.is_empty(), "{left:?}");
     let gone = place.quarantine.release(&name).unwrap_err();
@@ -106,6 +110,7 @@ fn destroying_ends_that_pod_alone_and_leaves_nothing_of_it() {
     let place = place();
     let (run_dir, others) = (place.run_dir("web"), place.run_dir("web-2"));
     let (mut vmm, mut other) = (sleeper(&run_dir), sleeper(&others));
+    fs::write(journal::dir(&place.config.state_dir).join("web.before"), "{").unwrap();
     let (_, name) = place.put_aside("web.json", b"{");
     let known = HashSet::from(["web".parse().unwrap()]);
     let refused = place.quarantine.destroy(&name, &known).unwrap_err();

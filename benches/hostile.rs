@@ -1,0 +1,247 @@
+//! How long other pods wait beside a hostile guest: `cargo bench --bench hostile`.
+//!
+//! Ten good pods are asked for an exec each, at a steady rate, by themselves and beside one guest of each hostile
+//! nature. Agents are the doubles of the daemon's tests, in threads of their own: what is measured is the daemon's, and
+//! what the two of them take of the machine's processors. To tell these apart, there are neighbours that do no harm, too:
+//! one that only computes, and one that is a good pod started and removed over and over.
+
+#![allow(clippy::unwrap_used, reason = "a bench that cannot go on stops where it stands")]
+#![allow(dead_code, reason = "the daemon's tests use all of their doubles")]
+
+#[path = "../crates/sandboxer/tests/fake_agent/mod.rs"]
+mod fake_agent;
+#[path = "../crates/sandboxer/tests/hostile_agent/mod.rs"]
+mod hostile_agent;
+#[path = "../crates/sandboxer/tests/test_node/mod.rs"]
+mod test_node;
+
+use std::{
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+    time::Duration,
+};
+
+use fake_agent::{FakeAgent, OUTPUT};
+use futures::future;
+use hdrhistogram::Histogram;
+use hostile_agent::Nature;
+use sandboxer::{
+    pod::PodHandle,
+    vmm::fake::{FakeGuest, FakeVmm},
+};
+use sandboxer_protocol::id::ExecId;
+use test_node::{TestNode, id, reader};
+use tokio::{
+    io::AsyncReadExt,
+    net::UnixStream,
+    runtime::{Builder, Handle, Runtime},
+    time::{Instant, MissedTickBehavior, interval_at, sleep, timeout},
+};
+
+/// How long an agent may take to answer a call.
+const AGENT_TIMEOUT: Duration = Duration::from_millis(500);
+/// Good pods.
+const GOOD: usize = 10;
+/// Each of them is asked for an exec as often.
+const EVERY: Duration = Duration::from_millis(40);
+/// Execs of each good pod alone, and then beside each neighbour.
+const EXECS: u32 = 100;
+/// A pod that has ended is started again after so long. A kubelet takes longer.
+const AGAIN: Duration = Duration::from_millis(100);
+/// As many threads as the daemon has.
+const WORKERS: usize = 2;
+
+/// What runs beside the good pods.
+#[derive(Debug, Clone, Copy)]
+enum Neighbour {
+    Computes,
+    ComesAndGoes,
+    Hostile(Nature),
+}
+
+fn main() {
+    let outside = Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    let daemon =
+        Builder::new_multi_thread().worker_threads(WORKERS).max_blocking_threads(8).enable_all().build();
+    daemon.unwrap().block_on(measure(&outside));
+    outside.shutdown_background();
+}
+
+async fn measure(outside: &Runtime) {
+    let place = Place::new(outside.handle().clone());
+    let mut good = Vec::new();
+    for n in 0..GOOD {
+        let pod = place.test.pod(&format!("good{n}"));
+        pod.start().await.unwrap();
+        place.run(&pod, &format!("good{n}")).await;
+        good.push(pod);
+    }
+    // What is done for the first time is slow.
+    place.execs(&good).await;
+
+    let n = GOOD as u32 * EXECS;
+    println!(
+        "an exec of a pod, ms, n = {n} each; its ratio is to the execs right before, without the neighbour"
+    );
+    println!(
+        "{:<24} {:>9} {:>9} {:>9} {:>9} {:>9}",
+        "beside", "p50 alone", "p50", "p99 alone", "p99", "ratio"
+    );
+    let harmless = [Neighbour::Computes, Neighbour::ComesAndGoes];
+    for neighbour in harmless.into_iter().chain(Nature::ALL.map(Neighbour::Hostile)) {
+        let alone = place.execs(&good).await;
+        let beside = place.beside(neighbour, place.execs(&good)).await;
+        let ms = |times: &Histogram<u64>, quantile| times.value_at_quantile(quantile) as f64 / 1e3;
+        let name = match neighbour {
+            Neighbour::Hostile(nature) => format!("{nature:?}"),
+            harmless => format!("({harmless:?})"),
+        };
+        println!(
+            "{name:<24} {:>9.2} {:>9.2} {:>9.2} {:>9.2} {:>9.2}",
+            ms(&alone, 0.5),
+            ms(&beside, 0.5),
+            ms(&alone, 0.99),
+            ms(&beside, 0.99),
+            ms(&beside, 0.99) / ms(&alone, 0.99),
+        );
+    }
+    for pod in good {
+        pod.remove().await.unwrap();
+    }
+}
+
+/// A node, and what is outside of its daemon: agents, and who reads containers' output.
+struct Place {
+    test: TestNode,
+    outside: Handle,
+    /// What the next machines' agents are like.
+    next: Arc<Mutex<Option<Nature>>>,
+}
+
+impl Place {
+    fn new(outside: Handle) -> Self {
+        let next: Arc<Mutex<Option<Nature>>> = Arc::default();
+        let (agent, chosen, threads) = (FakeAgent::default(), next.clone(), outside.clone());
+        let vmm = Arc::new(FakeVmm::new(move |guest| {
+            let _outside = threads.enter();
+            let stream = UnixStream::from_std(guest.stream.into_std().unwrap()).unwrap();
+            let guest = FakeGuest { stream, ..guest };
+            match *chosen.lock().unwrap() {
+                Some(nature) => hostile_agent::serve(guest, nature),
+                None => agent.serve(guest),
+            }
+        }));
+        let test = TestNode::with(vmm, |config| config.vm.agent_timeout = AGENT_TIMEOUT);
+        Self { test, outside, next }
+    }
+
+    /// Makes a container, and lets it go; what it prints is read.
+    async fn run(&self, pod: &PodHandle, container: &str) {
+        let new = self.test.container(container, "true");
+        let stdout = {
+            let _outside = self.outside.enter();
+            reader(&new.stdio.stdout)
+        };
+        self.outside.spawn(async move {
+            let (mut stdout, mut sink) = (stdout, vec![0; 64 << 10]);
+            while stdout.read(&mut sink).await.is_ok_and(|count| count > 0) {}
+        });
+        // A hostile pod may refuse.
+        let _ = pod.create_container(new).await;
+        let _ = pod.start_process(id(container), None).await;
+    }
+
+    /// Each pod's execs, from when each was due until it was deleted again, in µs.
+    async fn execs(&self, good: &[PodHandle]) -> Histogram<u64> {
+        let begin = Instant::now() + EVERY;
+        let pods = good.iter().enumerate().map(|(n, pod)| async move {
+            let mut times = Histogram::<u64>::new(3).unwrap();
+            let mut due = interval_at(begin + EVERY / GOOD as u32 * n as u32, EVERY);
+            due.set_missed_tick_behavior(MissedTickBehavior::Burst);
+            for _ in 0..EXECS {
+                let due = due.tick().await;
+                self.exec(pod, &format!("good{n}")).await;
+                times.record(due.elapsed().as_micros() as u64).unwrap();
+            }
+            times
+        });
+        let mut all = Histogram::new(3).unwrap();
+        for times in future::join_all(pods).await {
+            all.add(times).unwrap();
+        }
+        all
+    }
+
+    async fn exec(&self, pod: &PodHandle, container: &str) {
+        // FIFOs of its own.
+        let stdio = self.test.container(&format!("{container}-exec"), "true").stdio;
+        let mut stdout = reader(&stdio.stdout);
+        let (of, exec) = (id(container), "exec".parse::<ExecId>().unwrap());
+        let process = br#"{"user": {"uid": 0, "gid": 0}, "args": ["true"], "cwd": "/"}"#;
+        pod.create_exec(of.clone(), exec.clone(), process.to_vec(), stdio).await.unwrap();
+        pod.start_process(of.clone(), Some(exec.clone())).await.unwrap();
+        let mut seen = vec![0; OUTPUT.len()];
+        stdout.read_exact(&mut seen).await.unwrap();
+        let mut view = pod.process(of.clone(), Some(exec.clone())).await.unwrap();
+        view.phase.wait_for(|phase| phase.exit().is_some()).await.unwrap();
+        pod.delete(of, Some(exec)).await.unwrap();
+    }
+
+    /// Does this while the neighbour does what it does.
+    async fn beside<T>(&self, neighbour: Neighbour, work: impl Future<Output = T>) -> T {
+        let over = AtomicBool::new(false);
+        let live = async {
+            match neighbour {
+                Neighbour::Computes => self.compute(&over).await,
+                Neighbour::ComesAndGoes => self.come_and_go(&over).await,
+                Neighbour::Hostile(nature) => {
+                    *self.next.lock().unwrap() = Some(nature);
+                    self.come_and_go(&over).await;
+                    *self.next.lock().unwrap() = None;
+                }
+            }
+        };
+        let work = async {
+            let done = work.await;
+            over.store(true, Ordering::Relaxed);
+            done
+        };
+        tokio::join!(live, work).1
+    }
+
+    async fn compute(&self, over: &AtomicBool) {
+        let stop = Arc::new(AtomicBool::new(false));
+        let asked = stop.clone();
+        let computing = thread::spawn(move || while !asked.load(Ordering::Relaxed) {});
+        while !over.load(Ordering::Relaxed) {
+            sleep(AGAIN).await;
+        }
+        stop.store(true, Ordering::Relaxed);
+        computing.join().unwrap();
+    }
+
+    /// A pod that is used as long as it lets itself be used, and started again then.
+    async fn come_and_go(&self, over: &AtomicBool) {
+        for n in 0.. {
+            let pod = self.test.pod(&format!("neighbour{n}"));
+            let started = timeout(2 * AGENT_TIMEOUT, pod.start()).await.is_ok_and(|started| started.is_ok());
+            if started {
+                let container = format!("neighbour{n}");
+                self.run(&pod, &container).await;
+                for _ in 0..3 {
+                    let _ = pod.stats(None).await;
+                    let _ = pod.pids(id(&container)).await;
+                }
+                let _ = timeout(4 * AGENT_TIMEOUT, pod.stopped()).await;
+            }
+            pod.remove().await.unwrap();
+            if over.load(Ordering::Relaxed) {
+                return;
+            }
+            sleep(AGAIN).await;
+        }
+    }
+}

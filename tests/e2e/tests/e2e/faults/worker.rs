@@ -1,0 +1,273 @@
+//! The worker dies, at any point, or is replaced; or its world is not what it was.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use anyhow::{Context, Result, ensure};
+use nix::sys::signal::{Signal, kill};
+use sandboxer_e2e::case::{Case, PATIENCE, shell};
+use sandboxer_e2e::eventually;
+use sandboxer_e2e::kubelet::Kubelet;
+
+use super::{Seen, life, reached};
+
+/// A number that the environment may make larger, for long runs.
+fn count(variable: &str, usual: usize) -> Result<usize> {
+    match std::env::var(variable) {
+        Ok(asked) => asked.parse().with_context(|| variable.to_owned()),
+        Err(_) => Ok(usual),
+    }
+}
+
+/// The daemon of the build with failure points in the place of the stack's own, for as long as this is there.
+struct Failing<'a> {
+    case: &'a Case,
+    points: PathBuf,
+    /// Points that a worker came by before there was a pod: some of them only the first one does.
+    of_start: Vec<String>,
+}
+
+impl<'a> Failing<'a> {
+    async fn start(case: &'a Case) -> Result<Self> {
+        let (programs, points) = (case.stack.dir().join("failing-bin"), case.stack.dir().join("failpoints"));
+        for dir in [&programs, &points] {
+            fs::create_dir_all(dir)?;
+        }
+        fs::write(points.join("armed"), "")?;
+        let built = fs::canonicalize(case.stack.dir().join("bin/sandboxer"))?;
+        let built = built.parent().context("where the programs are")?;
+        let failing = built.join("sandboxer-failing");
+        ensure!(failing.exists(), "{} is not there: run `make build-failing`", failing.display());
+        for name in [
+            "sandboxer",
+            "sandboxer-front",
+            "sandboxer-cli",
+            "sandboxer-share",
+            "containerd-shim-sandboxer-v1",
+        ] {
+            let from = if name == "sandboxer" { &failing } else { &built.join(name) };
+            let _ = fs::remove_file(programs.join(name));
+            symlink(from, programs.join(name))?;
+        }
+        case.stack.end("sandboxer", Signal::SIGTERM).await?;
+        case.stack.run_up_with(&[("SANDBOXER_BIN_DIR", &programs), ("SANDBOXER_FAILPOINTS", &points)])?;
+        let mut failing = Self { case, points, of_start: Vec::new() };
+        failing.of_start = failing.lines("passed")?;
+        reached(case).await?;
+        Ok(failing)
+    }
+
+    fn lines(&self, file: &str) -> Result<Vec<String>> {
+        let text = fs::read_to_string(self.points.join(file)).unwrap_or_default();
+        Ok(text.lines().map(str::to_owned).collect())
+    }
+
+    /// Workers from the next one on die at these points, one each.
+    fn arm(&self, points: &[String]) -> Result<()> {
+        Ok(fs::write(self.points.join("armed"), points.join("\n") + "\n")?)
+    }
+
+    /// The worker's wall clock is so many seconds ahead from now on.
+    fn set_clock(&self, ahead: i64) -> Result<()> {
+        let new = self.points.join("clock.new");
+        fs::write(&new, ahead.to_string())?;
+        // Whole at once: it is read at any time.
+        Ok(fs::rename(new, self.points.join("clock"))?)
+    }
+
+    pub async fn end(self) -> Result<()> {
+        self.case.stack.end("sandboxer", Signal::SIGTERM).await?;
+        self.case.stack.run_up()?;
+        reached(self.case).await
+    }
+}
+
+pub async fn killed_at_every_point(case: Case) -> Result<()> {
+    let failing = Failing::start(&case).await?;
+    let outcome = at_every_point(&case, &failing).await;
+    failing.end().await?;
+    outcome
+}
+
+async fn at_every_point(case: &Case, failing: &Failing<'_>) -> Result<()> {
+    let kubelet = Kubelet::of(case)?;
+    // The second starts with a machine that the first one's claim has had replaced.
+    life(case, &kubelet).await.context("with no fault")?;
+    life(case, &kubelet).await.context("with no fault")?;
+    let mut points = failing.lines("passed")?;
+    points.retain(|point| !failing.of_start.contains(point));
+    ensure!(points.len() > 80, "only {} points: {points:?}", points.len());
+
+    let mut seen = Seen::begin(case, "worker killed at each point of a pod's life", 1).await?;
+    failing.arm(&points)?;
+    case.stack.kill_worker()?;
+    let mut before = points.len();
+    loop {
+        life(case, &kubelet).await.with_context(|| {
+            let armed = failing.lines("armed").unwrap_or_default();
+            format!("killed at {:?}", points.get(points.len() - armed.len() - 1))
+        })?;
+        seen.others += 1;
+        let left = failing.lines("armed")?.len();
+        seen.times = points.len() - left;
+        seen.check().await?;
+        if left == 0 {
+            break;
+        }
+        if left == before {
+            // This point was the way of a life that went otherwise, as one with a full pool: on to the next.
+            println!("not reached: {:?}", points.get(points.len() - left - 1));
+            seen.times -= 1;
+            case.stack.kill_worker()?;
+        }
+        before = left;
+    }
+    seen.end().await
+}
+
+/// So often the worker is killed at most while a pod lives.
+const KILLS_IN_A_LIFE: usize = 4;
+
+pub async fn killed_at_random(case: Case) -> Result<()> {
+    let kills = count("SANDBOXER_E2E_RANDOM_KILLS", 10)?;
+    let kubelet = Kubelet::of(&case)?;
+    let mut seen = Seen::begin(&case, "worker killed at random", 2).await?;
+    while seen.times < kills {
+        let killed = AtomicUsize::new(0);
+        let killer = async {
+            // No more than these in one life: on a slow machine no pod's start would get through for ever.
+            for _ in 0..KILLS_IN_A_LIFE.min(kills - seen.times) {
+                // Longer than a second most of the time, or the front would pause before the next worker.
+                tokio::time::sleep(Duration::from_millis(500 + rand::random::<u64>() % 1500)).await;
+                // The one before may not be ready yet.
+                killed.fetch_add(usize::from(case.stack.kill_worker().is_ok()), Ordering::Relaxed);
+            }
+            std::future::pending::<()>().await;
+        };
+        tokio::select! {
+            lived = life(&case, &kubelet) => lived.with_context(|| format!("after {} kills", seen.times))?,
+            () = killer => {}
+        }
+        seen.others += 1;
+        seen.times += killed.into_inner();
+        seen.check().await?;
+    }
+    seen.end().await
+}
+
+/// The kernel gives the worker no more memory: it aborts, and the next one goes on.
+pub async fn memory_runs_out(case: Case) -> Result<()> {
+    let kubelet = Kubelet::of(&case)?;
+    let mut seen = Seen::begin(&case, "worker out of memory", 1).await?;
+    for _ in 0..3 {
+        let worker = case.stack.worker()?;
+        let statm = fs::read_to_string(format!("/proc/{worker}/statm"))?;
+        let pages: u64 = statm.split(' ').next().context("statm")?.parse()?;
+        let limit = (pages * 4096).to_string();
+        let limited = std::process::Command::new("prlimit")
+            .args(["--pid", &worker.to_string(), &format!("--as={limit}:{limit}")])
+            .status()?;
+        ensure!(limited.success(), "prlimit: {limited}");
+        let mut lives = 0;
+        while case.stack.worker().ok() == Some(worker) {
+            // It may fail in part, with an error, as whoever has no memory may.
+            let _ = life(&case, &kubelet).await;
+            lives += 1;
+            if lives > 5 {
+                break;
+            }
+        }
+        if case.stack.worker()? == worker {
+            // It did with what it had; so be it.
+            case.stack.kill_worker()?;
+        }
+        seen.times += 1;
+        life(&case, &kubelet).await.context("after a worker without memory")?;
+        seen.others += 1;
+        seen.check().await?;
+    }
+    seen.end().await
+}
+
+/// Where the daemon's clock is set to, one after the other: so many seconds ahead of what it is.
+const CLOCKS: [i64; 3] = [-3600, 86_400, 0];
+
+pub async fn clock_jumps(case: Case) -> Result<()> {
+    let failing = Failing::start(&case).await?;
+    let outcome = with_jumping_clock(&case, &failing).await;
+    failing.end().await?;
+    outcome
+}
+
+async fn with_jumping_clock(case: &Case, failing: &Failing<'_>) -> Result<()> {
+    let kubelet = Kubelet::of(case)?;
+    let mut seen = Seen::begin(case, "wall clock jumps", 1).await?;
+    for ahead in CLOCKS {
+        let clock = || jiff::Timestamp::now().as_second() + ahead;
+        let pod = case.pod().await?;
+        let older = pod.start(shell("older", "trap 'exit 7' TERM; while :; do usleep 20000; done")).await?;
+        failing.set_clock(ahead)?;
+        seen.times += 1;
+        life(case, &kubelet).await.with_context(|| format!("with the clock {ahead} s ahead"))?;
+        let began = clock();
+        let younger = case.pod().await?;
+        let guest: i64 = younger.output("date +%s").await?.trim().parse()?;
+        // To the minute: guests' clocks are their own, and those of an emulated machine are none too good.
+        ensure!((began - 60..=clock() + 60).contains(&guest), "the guest says {guest}, the daemon {began}");
+        seen.check().await?;
+
+        case.stack.kill_worker()?;
+        life(case, &kubelet).await.with_context(|| format!("taken up with the clock {ahead} s ahead"))?;
+        seen.check().await?;
+        // Its guest keeps the clock of its start; its end is told by the daemon's all the same.
+        case.cri.stop(&older.id, 30).await?;
+        let status = older.status().await?;
+        ensure!(status.exit_code == 7, "{status:?}");
+        ensure!((1..=clock()).contains(&(status.finished_at / 1_000_000_000)), "not over yet: {status:?}");
+        for pod in [pod, younger] {
+            case.cri.stop_pod(&pod.id).await?;
+            case.cri.remove_pod(&pod.id).await?;
+        }
+        seen.others += 4;
+    }
+    seen.end().await
+}
+
+/// What a package's upgrade does: other programs at the same paths, and SIGHUP.
+pub async fn upgraded_under_pods(case: Case) -> Result<()> {
+    let built = fs::canonicalize(case.stack.dir().join("bin/sandboxer"))?;
+    let built = built.parent().context("where the programs are")?.to_owned();
+    let programs = case.stack.dir().join("upgraded-bin");
+    fs::create_dir_all(&programs)?;
+    let names =
+        ["sandboxer", "sandboxer-front", "sandboxer-cli", "sandboxer-share", "containerd-shim-sandboxer-v1"];
+    for name in names {
+        fs::copy(built.join(name), programs.join(name))?;
+    }
+    case.stack.end("sandboxer", Signal::SIGTERM).await?;
+    case.stack.run_up_with(&[("SANDBOXER_BIN_DIR", &programs)])?;
+    reached(&case).await?;
+
+    let pods = count("SANDBOXER_E2E_UPGRADE_PODS", 4)?;
+    let mut seen = Seen::begin(&case, "worker upgraded to another build", pods).await?;
+    for build in ["sandboxer-failing", "sandboxer"] {
+        let before = case.stack.worker()?;
+        // As dpkg does: beside, and renamed over.
+        fs::copy(built.join(build), programs.join("sandboxer.new"))?;
+        fs::rename(programs.join("sandboxer.new"), programs.join("sandboxer"))?;
+        kill(case.stack.pid("sandboxer")?, Signal::SIGHUP)?;
+        eventually("another worker", PATIENCE, || async {
+            Ok(case.stack.worker().ok().filter(|worker| *worker != before))
+        })
+        .await?;
+        seen.times += 1;
+        seen.check().await?;
+    }
+    seen.end().await?;
+    case.stack.end("sandboxer", Signal::SIGTERM).await?;
+    case.stack.run_up()?;
+    reached(&case).await
+}

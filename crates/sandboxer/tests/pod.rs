@@ -247,7 +247,6 @@ async fn the_next_daemon_ends_containers_that_containerd_has_forgotten_and_only_
 }
 
 #[tokio::test]
-<<<<<<< HEAD
 async fn a_pod_whose_start_was_never_answered_goes_with_its_network_and_no_other() {
     let test = node();
     let netns = test.dir.path().join("netns");
@@ -293,7 +292,9 @@ async fn a_pod_whose_start_was_never_answered_goes_with_its_network_and_no_other
     for pod in next.registry.pods() {
         pod.remove().await.unwrap();
     }
-=======
+}
+
+#[tokio::test]
 async fn a_pod_whose_record_is_torn_is_taken_up_by_the_one_before_and_its_guest() {
     let test = node();
     let pod = test.pod("web");
@@ -323,7 +324,6 @@ async fn a_pod_whose_record_is_torn_is_taken_up_by_the_one_before_and_its_guest(
     assert_eq!(phase(&pod, "younger").await, Phase::Created);
     pod.remove().await.unwrap();
     assert_eq!(fs::read_dir(record.parent().unwrap()).unwrap().count(), 0);
->>>>>>> guard
 }
 
 #[tokio::test]

@@ -22,6 +22,7 @@ use tokio::{
 };
 
 use crate::{
+    deputy,
     failure::{Failure, internal},
     sync::{lock, watched},
 };
@@ -219,18 +220,20 @@ pub async fn capture(from: Stream, terminal: bool, output: Arc<Output>, mut exit
         let mut room = output.room().await;
         let gone = *exited.borrow_and_update();
         if gone && !terminal {
-            let left = left.get_or_insert_with(|| waiting_bytes(&from));
-            room = room.min(*left);
+            let left = match left {
+                Some(left) => left,
+                None => *left.insert(deputy::waiting(&from).await),
+            };
+            room = room.min(left);
             if room == 0 {
                 break;
             }
         }
-        let mut bytes = vec![0; room.min(16 << 10)];
-        match nix::unistd::read(from.get_ref(), &mut bytes) {
-            Ok(0) => break,
-            Ok(count) => {
-                output.append(&bytes[..count]);
-                left = left.map(|left: usize| left.saturating_sub(count));
+        match deputy::read(&from, room).await {
+            Ok(bytes) if bytes.is_empty() => break,
+            Ok(bytes) => {
+                output.append(&bytes);
+                left = left.map(|left: usize| left.saturating_sub(bytes.len()));
             }
             Err(Errno::EINTR) => {}
             Err(Errno::EAGAIN) if gone && !terminal => break,
@@ -250,11 +253,6 @@ pub async fn capture(from: Stream, terminal: bool, output: Arc<Output>, mut exit
         }
     }
     output.finish();
-}
-
-/// Bytes that lie in the pipe.
-fn waiting_bytes(pipe: &Stream) -> usize {
-    rustix::io::ioctl_fionread(pipe.get_ref()).ok().and_then(|count| count.try_into().ok()).unwrap_or(0)
 }
 
 /// Waits for the next readiness after a read that would have blocked.

@@ -31,6 +31,7 @@ mod clock;
 mod console;
 mod container;
 mod containers;
+mod deputy;
 mod device_rules;
 mod devices;
 mod disk;

@@ -7,7 +7,8 @@
 //! ```
 //!
 //! While no slot is free nothing is read, and whoever wants a file waits. This is the thread by which the
-//! kernel gets its answers: nothing on it may touch a path below [`GUEST_DIR`], or both wait for ever.
+//! kernel gets its answers: nothing on it may touch a path below [`GUEST_DIR`], or a pipe into which somebody may copy
+//! from there (see [`deputy`]), or both wait for ever.
 
 use std::{
     collections::VecDeque,
@@ -31,6 +32,7 @@ use tokio::{
 };
 
 use crate::{
+    deputy,
     failure::{Failure, internal},
     sync::{lock, watched},
 };
@@ -63,6 +65,7 @@ impl Shares {
         if mounted.is_some() {
             return Ok(());
         }
+        deputy::start().map_err(internal("failed to start the process that reads pipes"))?;
         let device = OpenOptions::new()
             .read(true)
             .write(true)

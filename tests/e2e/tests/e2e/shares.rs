@@ -15,7 +15,7 @@ use tempfile::TempDir;
 crate::cases![
     Any: live_both_ways, read_only_stays_as_it_is, read_only_as_deep_as_asked,
         single_file, owners_and_modes, renamed_and_removed_while_open,
-        large_file, many_small_files, link_leads_nowhere_else, program_is_run, two_containers_have_it_in_common,
+        large_file, copied_to_the_log, many_small_files, link_leads_nowhere_else, program_is_run, two_containers_have_it_in_common,
         what_is_not_there;
     VmAlone: one_process_for_a_pod_and_none_without_shares, a_server_that_ends_takes_the_shares_and_not_the_pod,
         killed_during_io
@@ -160,6 +160,20 @@ async fn large_file(case: Case) -> Result<()> {
     let seen = container.sh("cp /data/large /data/copy && sha256sum </data/copy").await?;
     ensure!(seen.starts_with(&expected), "{seen}");
     ensure!(sum(&host.path().join("copy"))? == expected);
+    Ok(())
+}
+
+/// `cat` has the kernel copy from the share into the pipe of its output, which is locked meanwhile.
+async fn copied_to_the_log(case: Case) -> Result<()> {
+    let host = host()?;
+    let lines: String = (0..60_000).map(|n| format!("line {n}\n")).collect();
+    std::fs::write(host.path().join("lines"), &lines)?;
+    let pod = case.pod().await?;
+    let ended = pod.run(with(shell("c", "echo begins; cat /data/lines"), host.path(), false)).await?;
+    ensure!(ended.status.exit_code == 0, "{:?}", ended.status);
+    ensure!(ended.logs.stdout == format!("begins\n{lines}"), "{} bytes", ended.logs.stdout.len());
+    let container = pod.start(with(idle("other"), host.path(), false)).await?;
+    ensure!(container.sh("cat /data/lines").await? == lines.trim_end());
     Ok(())
 }
 

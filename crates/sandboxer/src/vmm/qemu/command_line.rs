@@ -98,8 +98,7 @@ pub fn arguments(spec: &VmSpec, execution: Execution, sockets: &Sockets, begin: 
         //
         // Up to version 8.0 QEMU leaves a guest's memory barriers out where there can be one processor only, though
         // devices look at the guest's queues meanwhile (mended by 8.1's "Do not elide memory barriers for !CF_PARALLEL
-        // in system mode"). On a busy host the agent's port then stood still for ever once in some 40 reconnections.
-        // So there is always room for one more, which the kernel is told not to prepare for.
+        // in system mode"). So there is always room for one more, which the kernel is told not to prepare for.
         Execution::Tcg { .. } => {
             ("tcg", "max,-erms,-fsrm", format!("{},maxcpus={}", spec.vcpus, spec.vcpus.max(2)))
         }

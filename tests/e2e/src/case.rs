@@ -95,13 +95,30 @@ impl Case {
     /// Removes every pod of this case, whatever state it is in.
     pub async fn clean_up(&self) -> Result<()> {
         let pods = self.cri.pods((LABEL, &self.name)).await?;
-        let removals = pods.iter().map(|pod| async {
-            self.cri.stop_pod(&pod.id).await.with_context(|| format!("could not stop pod {}", pod.id))?;
-            self.cri.remove_pod(&pod.id).await.with_context(|| format!("could not remove pod {}", pod.id))
-        });
+        let removals = pods.iter().map(|pod| self.remove(&pod.id));
         join_all(removals).await.into_iter().collect()
     }
+
+    /// Stops and removes a pod as a kubelet does. containerd finds the end of a container whose connection has gone
+    /// in an attempt of its own, a second or more later, and refuses both until then: asked again.
+    pub async fn remove(&self, pod: &str) -> Result<()> {
+        eventually(&format!("removal of pod {pod}"), PATIENCE, || async {
+            let mut answer = self.cri.stop_pod(pod).await;
+            if answer.is_ok() {
+                answer = self.cri.remove_pod(pod).await;
+            }
+            match answer {
+                Ok(()) => Ok(Some(())),
+                Err(error) if UNNOTICED.iter().any(|words| error.message().contains(words)) => Ok(None),
+                Err(error) => Err(error).with_context(|| format!("could not remove pod {pod}")),
+            }
+        })
+        .await
+    }
 }
+
+/// What containerd says as long as it has not noticed a container's end.
+const UNNOTICED: [&str; 2] = ["container is still running", "ttrpc: closed"];
 
 /// A pod of a case.
 #[derive(Clone)]

@@ -36,8 +36,7 @@ async fn restart(case: &Case, signal: Signal) -> Result<()> {
     ensure!(said == "here", "{said}");
     let next = case.pod().await.context("a new pod after the restart")?;
     ensure!(next.output("echo new").await? == "new");
-    case.cri.stop_pod(&pod.id).await?;
-    case.cri.remove_pod(&pod.id).await?;
+    case.remove(&pod.id).await?;
     case.clean_up().await?;
     ensure!(case.stack.vmms()?.is_empty(), "VMMs are left after every pod was removed");
     Ok(())

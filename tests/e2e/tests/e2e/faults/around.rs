@@ -78,13 +78,7 @@ pub async fn front_killed(case: Case) -> Result<()> {
         })
         .await?;
         ensure!(pod.output("echo here").await? == "here");
-        // containerd finds the end of its containers in an attempt of its own, and until then doesn't remove them.
-        eventually("pod to be removed", PATIENCE, || async {
-            let stopped = case.cri.stop_pod(&pod.id).await;
-            let removed = case.cri.remove_pod(&pod.id).await;
-            Ok((stopped.is_ok() && removed.is_ok()).then_some(()))
-        })
-        .await?;
+        case.remove(&pod.id).await?;
         seen.times += 1;
         seen.others += 1;
     }

@@ -210,6 +210,30 @@ async fn containers_of_a_guest_that_breaks_its_session_have_been_killed() {
 }
 
 #[tokio::test]
+async fn a_guest_that_does_not_end_what_is_killed_loses_its_pod() {
+    let natures = [
+        (Nature::AnswersLate, "did not answer signal_process"),
+        (Nature::SpinsOutput, "did not end container c1"),
+    ];
+    for (nature, deed) in natures {
+        let node = HostileNode::new();
+        let (pod, started) = node.start(nature).await;
+        started.unwrap();
+        let new = node.test.container("c1", "true");
+        let _stdout = reader(&new.stdio.stdout);
+        pod.create_container(new).await.unwrap();
+        pod.start_process(id("c1"), None).await.unwrap();
+
+        pod.signal(id("c1"), None, 9, false).await.unwrap();
+        let stopped = tokio::time::timeout(BOOT_TIMEOUT, pod.stopped()).await.unwrap().unwrap();
+        assert!(stopped.reason.contains(deed), "{nature:?}: {}", stopped.reason);
+        assert!(matches!(phase(&pod, "c1").await, Phase::Exited(exit) if exit.code == KILLED), "{nature:?}");
+        assert!(node.test.vmm.running().is_empty(), "{nature:?} left a machine");
+        pod.remove().await.unwrap();
+    }
+}
+
+#[tokio::test]
 async fn a_session_that_ends_by_itself_ends_no_pod() {
     let node = HostileNode::new();
     let pod = node.test.pod("good");

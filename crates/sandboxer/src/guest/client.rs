@@ -49,6 +49,18 @@ pub enum GuestError {
         /// What the transport said.
         source: ttrpc::Error,
     },
+    /// It keeps what was killed.
+    #[error(
+        "guest of pod {pod} did not end container {container} within {limit:?} of being told to kill it, and its VMM is ended"
+    )]
+    KeptAlive {
+        /// The pod.
+        pod: SandboxId,
+        /// The container.
+        container: ContainerId,
+        /// How long it had.
+        limit: Duration,
+    },
     /// It said what no agent says.
     #[error("the session with the guest of pod {pod} is over, and its VMM is ended")]
     Violated {
@@ -67,7 +79,9 @@ impl GuestError {
             Self::Greeting { source: LinkError::Version { .. } | LinkError::Refused(_), .. } => {
                 Code::FailedPrecondition
             }
-            Self::Greeting { .. } | Self::Failed { .. } | Self::Violated { .. } => Code::Unavailable,
+            Self::Greeting { .. } | Self::Failed { .. } | Self::KeptAlive { .. } | Self::Violated { .. } => {
+                Code::Unavailable
+            }
         }
     }
 }
@@ -113,6 +127,16 @@ impl Agent {
         let mut violation = self.violation.clone();
         let source = violation.wait_for(Option::is_some).await.ok()?.clone()?;
         Some(GuestError::Violated { pod: self.pod.clone(), source })
+    }
+
+    /// How long a process may take to end that was killed.
+    pub fn patience(&self) -> Duration {
+        self.timeout * LONG_CALL
+    }
+
+    /// That `container` has not ended within `limit`.
+    pub fn kept_alive(&self, container: ContainerId, limit: Duration) -> GuestError {
+        GuestError::KeptAlive { pod: self.pod.clone(), container, limit }
     }
 
     /// The same session, its errors naming another pod.

@@ -78,7 +78,7 @@ pub fn spawn(
         link_key,
         status,
         live: None,
-        violated: None,
+        lost: None,
         forwarding: None,
         host_ports: Vec::new(),
         containers: found.containers,
@@ -122,7 +122,7 @@ enum Done {
     PodStarted(Result<Up, PodError>),
     PodStopped(Result<(), VmmError>),
     MachineEnded(MachineExit),
-    SessionViolated(GuestError),
+    GuestLost(GuestError),
     ContainerCreated {
         new: Box<NewContainer>,
         stages: Stages,
@@ -168,8 +168,8 @@ struct Driver {
     stages: Stages,
     /// Some while the pod is ready.
     live: Option<Live>,
-    /// What the guest did for which its machine is being ended.
-    violated: Option<GuestError>,
+    /// What the guest did, or did not do, for which its machine is being ended.
+    lost: Option<GuestError>,
     /// Forwards ports while the pod is ready.
     forwarding: Option<AbortOnDropHandle<()>>,
     /// Where it listens on the host.

@@ -148,6 +148,11 @@ pub struct Signal {
     pub again: bool,
 }
 
+impl Signal {
+    /// SIGKILL, a container's end whatever its guest does about it.
+    pub const KILL: u32 = 9;
+}
+
 /// A process as it stands, and how to see it change.
 #[derive(Debug)]
 pub struct ProcessView {

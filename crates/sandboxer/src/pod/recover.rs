@@ -24,7 +24,7 @@ use sandboxer_protocol::{
 };
 
 use super::{
-    Node, PodHandle,
+    Node, PodHandle, Signal,
     driver::{EXEC, Found},
     host_ports,
     journal::{ContainerRecord, PodRecord, ProcessRecord},
@@ -46,8 +46,6 @@ use crate::{
     pod,
     vmm::{self, Machine},
 };
-
-const SIGKILL: u32 = 9;
 
 /// What recovery came to.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
@@ -229,7 +227,7 @@ async fn forget(node: &Node, spec: &PodSpec) -> Result<(), Box<dyn std::error::E
 /// Kills a container that containerd no longer knows, and forgets it.
 async fn end_forgotten(pod: PodHandle, container: ContainerId) {
     let ended = async {
-        match pod.signal(container.clone(), None, SIGKILL, true).await {
+        match pod.signal(container.clone(), None, Signal::KILL, true).await {
             // It ended by itself meanwhile.
             Err(error) if error.code() == Code::NotFound => {}
             signalled => signalled?,

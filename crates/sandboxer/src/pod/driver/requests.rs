@@ -3,7 +3,10 @@
 use sandboxer_protocol::stage::Stage;
 
 use super::*;
-use crate::{front, pod::admission::Work};
+use crate::{
+    front,
+    pod::{Signal, admission::Work},
+};
 
 impl Driver {
     pub(super) fn handle(&mut self, request: Request) {
@@ -17,16 +20,7 @@ impl Driver {
             }
             Request::StartProcess { of, exec, again, reply } => self.on_start_process(of, exec, again, reply),
             Request::Process { of, exec, reply } => answer(reply, self.view_process(&of, exec.as_ref())),
-            Request::Signal { of, exec, signal, reply } => {
-                // It may be what ended the process: the agent knows.
-                let checked = match signal.again {
-                    true => self.process(&of, exec.as_ref()).map(drop),
-                    false => self.running(&of, exec.as_ref()),
-                };
-                self.forward(checked, reply, move |live| async move {
-                    Ok(live.agent.signal_process(&of, exec.as_ref(), &signal).await?)
-                });
-            }
+            Request::Signal { of, exec, signal, reply } => self.on_signal(of, exec, signal, reply),
             Request::Delete { of, exec, reply } => self.on_delete(of, exec, reply),
             Request::CloseStdin { of, exec, reply } => {
                 let closed = self.process(&of, exec.as_ref()).map(|process| {
@@ -245,6 +239,38 @@ impl Driver {
             };
             running.let_in();
             Done::ProcessStarted { subject, result: result.map(|pid| (pid, running)), reply }
+        });
+    }
+
+    fn on_signal(&mut self, of: ContainerId, exec: Option<ExecId>, signal: Signal, reply: Reply<()>) {
+        // It may be what ended the process: the agent knows.
+        let checked = match signal.again {
+            true => self.process(&of, exec.as_ref()).map(drop),
+            false => self.running(&of, exec.as_ref()),
+        };
+        let phase = self.process(&of, exec.as_ref()).map(|process| process.phase.subscribe());
+        let (mut phase, live) = match (checked.and(phase), self.live.clone()) {
+            (Err(error), _) => return answer(reply, Err(error)),
+            (Ok(_), None) => return answer(reply, Err(self.wrong_state("ask the guest", self.state()))),
+            (Ok(phase), Some(live)) => (phase, live),
+        };
+        self.work.spawn(async move {
+            let asked = live.agent.signal_process(&of, exec.as_ref(), &signal).await;
+            // Whoever kills a container gets it killed, whatever the guest makes of it.
+            if exec.is_some() || signal.number != Signal::KILL {
+                answer(reply, asked.map_err(PodError::from));
+                return Done::Nothing;
+            }
+            if let Err(error @ GuestError::Failed { .. }) = asked {
+                answer(reply, Ok(()));
+                return Done::GuestLost(error);
+            }
+            answer(reply, asked.map_err(PodError::from));
+            let limit = live.agent.patience();
+            match tokio::time::timeout(limit, phase.wait_for(|phase| phase.exit().is_some())).await {
+                Ok(_) => Done::Nothing,
+                Err(_) => Done::GuestLost(live.agent.kept_alive(of, limit)),
+            }
         });
     }
 

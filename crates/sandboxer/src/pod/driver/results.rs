@@ -19,7 +19,7 @@ impl Driver {
                 }
             }
             Done::MachineEnded(exit) => self.machine_ended(exit),
-            Done::SessionViolated(error) => self.session_violated(error),
+            Done::GuestLost(error) => self.guest_lost(error),
             Done::ContainerCreated { new, stages, result, reply } => {
                 self.container_created(*new, stages, result, reply);
             }
@@ -95,7 +95,7 @@ impl Driver {
     fn machine_ended(&mut self, exit: MachineExit) {
         // While the pod is being stopped this is what was wanted; `PodStopped` follows.
         if self.state() == PodState::Ready {
-            let reason = match self.violated.take() {
+            let reason = match self.lost.take() {
                 Some(error) => chain(&error),
                 None => start::machine_ended(&self.spec, exit).to_string(),
             };
@@ -109,15 +109,16 @@ impl Driver {
         }
     }
 
-    /// Nobody can use a guest any more that broke its session: its machine ends, and with that the pod.
-    fn session_violated(&mut self, error: GuestError) {
+    /// Nobody can use a guest any more that broke its session, or whose processes can't be ended: its machine ends,
+    /// and with that the pod.
+    fn guest_lost(&mut self, error: GuestError) {
         // A pod that is being stopped loses its machine anyway.
         let Some(live) = self.live.clone().filter(|_| self.state() == PodState::Ready) else { return };
-        self.violated = Some(error);
+        self.lost = Some(error);
         let pod = self.spec.id.clone();
         self.work.spawn(async move {
             if let Err(error) = live.machine.kill().await {
-                tracing::error!(%pod, error = chain(&error), "cannot end the VMM of a guest that broke its session");
+                tracing::error!(%pod, error = chain(&error), "cannot end the VMM of a guest that was given up");
             }
             Done::Nothing
         });
@@ -370,8 +371,7 @@ impl Driver {
         if let Some(live) = &self.live {
             let Live { machine, agent } = live.clone();
             self.work.spawn(async move { Done::MachineEnded(machine.exited().await) });
-            self.work
-                .spawn(async move { agent.violated().await.map_or(Done::Nothing, Done::SessionViolated) });
+            self.work.spawn(async move { agent.violated().await.map_or(Done::Nothing, Done::GuestLost) });
         }
     }
 

@@ -6,7 +6,8 @@
 use std::{
     collections::VecDeque,
     io,
-    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    ops::Deref,
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
     sync::{Arc, Mutex},
     time::Duration,
 };
@@ -17,14 +18,14 @@ use nix::{
 };
 use tokio::{
     io::{Interest, unix::AsyncFd},
-    sync::{Notify, watch},
+    sync::{Notify, OwnedMutexGuard, watch},
     time::timeout,
 };
 
 use crate::{
     deputy,
     failure::{Failure, internal},
-    sync::{lock, watched},
+    sync::{detached, lock, watched},
 };
 
 /// Most output kept per stream, bytes.
@@ -47,13 +48,36 @@ pub struct Wanted {
     pub terminal: bool,
 }
 
-/// A descriptor of the agent's side.
-pub type Stream = Arc<AsyncFd<OwnedFd>>;
+/// The agent's end of a pipe or a terminal.
+pub type Stream = Arc<End>;
+
+/// See [`Stream`].
+pub struct End(AsyncFd<OwnedFd>);
+
+impl Deref for End {
+    type Target = AsyncFd<OwnedFd>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.0
+    }
+}
+
+impl AsRawFd for End {
+    fn as_raw_fd(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+}
+
+impl Drop for End {
+    fn drop(&mut self) {
+        deputy::close_after(self.0.get_ref());
+    }
+}
 
 /// Makes `fd` usable with await.
 pub fn stream(fd: OwnedFd, interest: Interest) -> io::Result<Stream> {
     fcntl(&fd, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
-    Ok(Arc::new(watched(fd, interest)?))
+    Ok(Arc::new(End(watched(fd, interest)?)))
 }
 
 /// The child's ends of its pipes; a stream that is not wanted is `/dev/null`.
@@ -275,7 +299,7 @@ async fn becomes_readable(from: &Stream) {
 /// The input of one process.
 pub struct Input {
     // Held while bytes are written: input has one order.
-    state: tokio::sync::Mutex<Taken>,
+    state: Arc<tokio::sync::Mutex<Taken>>,
     terminal: bool,
 }
 
@@ -288,34 +312,35 @@ impl Input {
     /// Input that goes to `to`. A terminal's is not closed at the end: its output is the same
     /// descriptor.
     pub fn new(to: Stream, terminal: bool) -> Self {
-        Self { state: tokio::sync::Mutex::new(Taken { to: Some(to), bytes: 0 }), terminal }
+        let taken = Taken { to: Some(to), bytes: 0 };
+        Self { state: Arc::new(tokio::sync::Mutex::new(taken)), terminal }
     }
 
     /// Takes `bytes` at `offset`, skipping those it already has; answers the offset up to which
     /// input has been taken. A process that no longer reads takes everything.
     pub async fn write(&self, offset: u64, bytes: &[u8], end: bool) -> Result<u64, Failure> {
-        let mut taken = self.state.lock().await;
+        let mut taken = Arc::clone(&self.state).lock_owned().await;
         let Some(skip) = taken.bytes.checked_sub(offset) else {
             return Err(Failure::invalid(format!(
                 "input has been taken up to offset {}, the next bytes start at {offset}",
                 taken.bytes
             )));
         };
+        let all = offset + bytes.len() as u64;
         let mut rest = usize::try_from(skip).ok().and_then(|skip| bytes.get(skip..)).unwrap_or_default();
-        while !rest.is_empty() {
-            let Some(to) = taken.to.clone() else {
-                taken.bytes += rest.len() as u64;
-                break;
-            };
-            match write_some(&to, rest).await {
-                Ok(count) => {
-                    // Counted at once: this call may be dropped at the next await.
-                    taken.bytes += count as u64;
-                    rest = &rest[count..];
-                }
+        while let Some(to) = taken.to.clone().filter(|_| !rest.is_empty()) {
+            let Ok(mut writable) = to.writable().await else { break };
+            let had = taken.bytes;
+            let wrote;
+            (taken, wrote) = write_some(taken, Arc::clone(&to), rest.to_vec()).await?;
+            match wrote {
+                Ok(()) => rest = &rest[(taken.bytes - had) as usize..],
+                Err(Errno::EAGAIN) => writable.clear_ready(),
+                Err(Errno::EINTR) => {}
                 Err(_) => taken.to = None,
             }
         }
+        taken.bytes = taken.bytes.max(all);
         if end && !self.terminal {
             taken.to = None;
         }
@@ -323,13 +348,16 @@ impl Input {
     }
 }
 
-async fn write_some(to: &Stream, bytes: &[u8]) -> io::Result<usize> {
-    loop {
-        let mut guard = to.writable().await?;
-        match guard.try_io(|fd| Ok(nix::unistd::write(fd.get_ref(), bytes)?)) {
-            Ok(Err(error)) if error.kind() == io::ErrorKind::Interrupted => {}
-            Ok(result) => return result,
-            Err(_would_block) => {}
-        }
-    }
+/// One attempt, counted though whoever asks for it is gone meanwhile.
+async fn write_some(
+    mut taken: OwnedMutexGuard<Taken>,
+    to: Stream,
+    bytes: Vec<u8>,
+) -> Result<(OwnedMutexGuard<Taken>, Result<(), Errno>), Failure> {
+    detached(async move {
+        let wrote = deputy::write(&to, &bytes).await;
+        taken.bytes += wrote.unwrap_or(0) as u64;
+        Ok((taken, wrote.map(drop)))
+    })
+    .await
 }

@@ -143,7 +143,7 @@ fn work<T: Serialize>(
 }
 
 /// Closes every descriptor but standard input, output, error and `kept`.
-fn close_all_but(mut kept: Vec<RawFd>) {
+pub fn close_all_but(mut kept: Vec<RawFd>) {
     kept.sort_unstable();
     let mut next: libc::c_uint = 3;
     for fd in kept.into_iter().filter_map(|fd| libc::c_uint::try_from(fd).ok()).chain([libc::c_uint::MAX]) {

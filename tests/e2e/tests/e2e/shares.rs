@@ -10,6 +10,7 @@ use k8s_cri::v1::{ContainerConfig, Mount};
 use nix::sys::signal::{Signal, kill};
 use sandboxer_e2e::case::{Case, PATIENCE, idle, shell};
 use sandboxer_e2e::eventually;
+use sandboxer_e2e::stream::Session;
 use tempfile::TempDir;
 
 crate::cases![
@@ -17,6 +18,7 @@ crate::cases![
         single_file, owners_and_modes, renamed_and_removed_while_open,
         large_file, copied_to_the_log, many_small_files, link_leads_nowhere_else, program_is_run, two_containers_have_it_in_common,
         what_is_not_there;
+    Vm: copied_from_the_input;
     VmAlone: one_process_for_a_pod_and_none_without_shares, a_server_that_ends_takes_the_shares_and_not_the_pod,
         killed_during_io
 ];
@@ -174,6 +176,41 @@ async fn copied_to_the_log(case: Case) -> Result<()> {
     ensure!(ended.logs.stdout == format!("begins\n{lines}"), "{} bytes", ended.logs.stdout.len());
     let container = pod.start(with(idle("other"), host.path(), false)).await?;
     ensure!(container.sh("cat /data/lines").await? == lines.trim_end());
+    Ok(())
+}
+
+/// Copies as many bytes of its input into its output as it is told to, within the kernel.
+const SPLICE: &str = r#"
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+int main(int argc, char **argv) {
+    for (long left = atol(argv[1]), some; left > 0; left -= some) {
+        some = splice(0, NULL, 1, NULL, left, 0);
+        if (some <= 0) { fprintf(stderr, "splice: %ld with %ld left: %m\n", some, left); return 1; }
+    }
+    return 0;
+}
+"#;
+
+/// Not with runc: behind containerd 2.4.2 such a program sees its input end after the first bytes.
+async fn copied_from_the_input(case: Case) -> Result<()> {
+    let host = host()?;
+    let source = host.path().join("splice.c");
+    std::fs::write(&source, SPLICE)?;
+    let built =
+        Command::new("gcc").arg("-static").arg("-o").args([host.path().join("splice"), source]).status()?;
+    ensure!(built.success(), "gcc: {built}");
+    let container = case.pod().await?.start(with(idle("c"), host.path(), false)).await?;
+    let lines: String = (0..30_000).map(|n| format!("line {n}\n")).collect();
+    let script = format!("exec /data/splice {} >/data/copy", lines.len());
+    let url = case.cri.exec(&container.id, &["sh", "-c", &script], false).await?;
+    let mut session = Session::open(&url).await?;
+    session.write(&lines).await?;
+    let (_, stderr, result) = session.end(PATIENCE).await?;
+    ensure!(result.contains("Success"), "{result} {stderr}");
+    ensure!(std::fs::read_to_string(host.path().join("copy"))? == lines);
     Ok(())
 }
 

@@ -92,6 +92,19 @@ impl Case {
         Pod { id: id.to_owned(), config, cri: self.cri.clone() }
     }
 
+    /// Waits until a VMM is counted in the control group of a pod; answers the VMM's groups.
+    pub async fn counted(&self, pod: &str) -> Result<String> {
+        let parent = self.stack.env("SANDBOXER_CGROUP_PARENT").context("the stack's parent")?;
+        let group = format!("{parent}/sandboxer-{pod}");
+        eventually(&format!("a VMM in {group}"), PATIENCE, || async {
+            let vmms = self.stack.vmms()?.into_iter();
+            let mut groups =
+                vmms.filter_map(|vmm| std::fs::read_to_string(format!("/proc/{vmm}/cgroup")).ok());
+            Ok(groups.find(|groups| groups.contains(&group)))
+        })
+        .await
+    }
+
     /// Removes every pod of this case, whatever state it is in.
     pub async fn clean_up(&self) -> Result<()> {
         let pods = self.cri.pods((LABEL, &self.name)).await?;

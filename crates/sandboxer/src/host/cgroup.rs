@@ -96,6 +96,15 @@ impl PodCgroup {
         })
     }
 
+    /// Whether process `pid` is in it.
+    pub fn holds(&self, pid: u32) -> bool {
+        let pid = pid.to_string();
+        self.dirs.iter().all(|dir| {
+            let processes = fs::read_to_string(dir.join("cgroup.procs"));
+            processes.is_ok_and(|processes| processes.lines().any(|line| line == pid))
+        })
+    }
+
     /// Removes it, once its last process has ended.
     pub async fn remove(&self) -> Result<(), (PathBuf, io::Error)> {
         for dir in &self.dirs {

@@ -27,7 +27,7 @@ use super::{
     journal::{JournalError, PodJournal, PodRecord, RECORD_VERSION},
     spec::PodSpec,
     stages::Stages,
-    start::{self, Up},
+    start::{self, Counting, Up},
     state::{PodState, PodStatus},
     stop,
     volumes::Volumes,
@@ -79,6 +79,7 @@ pub fn spawn(
         status,
         live: None,
         lost: None,
+        counted: watch::channel(true).1,
         forwarding: None,
         host_ports: Vec::new(),
         containers: found.containers,
@@ -122,7 +123,7 @@ enum Done {
     PodStarted(Result<Up, PodError>),
     PodStopped(Result<(), VmmError>),
     MachineEnded(MachineExit),
-    GuestLost(GuestError),
+    GuestLost(PodError),
     ContainerCreated {
         new: Box<NewContainer>,
         stages: Stages,
@@ -169,7 +170,9 @@ struct Driver {
     /// Some while the pod is ready.
     live: Option<Live>,
     /// What the guest did, or did not do, for which its machine is being ended.
-    lost: Option<GuestError>,
+    lost: Option<PodError>,
+    /// Whether its VMM is counted in the pod's control group; ends without that if it can't be.
+    counted: watch::Receiver<bool>,
     /// Forwards ports while the pod is ready.
     forwarding: Option<AbortOnDropHandle<()>>,
     /// Where it listens on the host.

@@ -29,6 +29,7 @@ use crate::{
     config::Way,
     container::start::Live,
     error::{Code, PodError, chain},
+    failpoint::pass,
     guest::{self, GuestError},
     host::network::{self, Interface, Parked, interface},
     pool::{self, Warm},
@@ -55,6 +56,8 @@ pub struct Up {
     pub interfaces: Vec<Interface>,
     /// Where connections come in that are for ports of the host.
     pub host_ports: Vec<TcpListener>,
+    /// Its VMM's way into the pod's control group.
+    pub counting: Option<Counting>,
 }
 
 /// How often a pod boots at most. Each boot has an equal share of the time a pod may take.
@@ -240,7 +243,7 @@ impl<'a> Prepared<'a> {
             let of = spec.id.clone();
             undo.push("remove the control group", async move { stop::leave(&of, &cgroup).await });
         }
-        let counting = waited.as_ref().and_then(|waited| Counting::begin(node, spec, waited.pid, undo));
+        let counting = waited.as_ref().and_then(|waited| counted(node, spec, waited.pid, undo));
         let run_dir = node.run_dir(&spec.id);
         match make_private_dir(&run_dir) {
             // A start that failed before, or a daemon that died, may have left it.
@@ -270,8 +273,8 @@ impl<'a> Prepared<'a> {
         let machine = warm.machine.assign(&spec.id, &run_dir)?;
         machine.resume().await?;
         let live = Live { machine, agent: warm.agent.of(&spec.id) };
-        let up = Up { live, ready: warm.ready, way: Way::Pool, interfaces, host_ports: Vec::new() };
-        Ok(Greeted { node, spec, up, counting })
+        let up = Up { live, ready: warm.ready, way: Way::Pool, interfaces, host_ports: Vec::new(), counting };
+        Ok(Greeted { node, spec, up })
     }
 
     async fn restore(self, template: &Template, undo: &mut Undo) -> Result<Running<'a>, PodError> {
@@ -297,7 +300,7 @@ impl<'a> Prepared<'a> {
     fn running(self, machine: Arc<dyn Machine>, way: Way, undo: &mut Undo) -> Running<'a> {
         let doomed = machine.clone();
         undo.push("end the VMM", async move { doomed.kill().await });
-        let counting = Counting::begin(self.node, self.spec, machine.record().pid, undo);
+        let counting = counted(self.node, self.spec, machine.record().pid, undo);
         Running { node: self.node, spec: self.spec, machine, way, interfaces: self.interfaces, counting }
     }
 }
@@ -317,8 +320,9 @@ impl<'a> Running<'a> {
         let Self { node, spec, machine, way, interfaces, counting } = self;
         let greeted = guest::connect(&spec.id, machine.as_ref(), key, &node.config.vm);
         let (agent, ready) = watched(node, spec, machine.as_ref(), greeted).await?;
-        let up = Up { live: Live { machine, agent }, ready, way, interfaces, host_ports: Vec::new() };
-        Ok(Greeted { node, spec, up, counting })
+        let live = Live { machine, agent };
+        let up = Up { live, ready, way, interfaces, host_ports: Vec::new(), counting };
+        Ok(Greeted { node, spec, up })
     }
 }
 
@@ -327,13 +331,12 @@ struct Greeted<'a> {
     node: &'a Node,
     spec: &'a PodSpec,
     up: Up,
-    counting: Option<Counting>,
 }
 
 impl Greeted<'_> {
     /// Gives the guest what makes it this pod's and nobody else's.
     async fn configure(self, key: &LinkKey) -> Result<Up, PodError> {
-        let Self { node, spec, up, counting } = self;
+        let Self { node, spec, up } = self;
         let entropy: [u8; ENTROPY] = rand::random();
         // What is marked by its key already must not be told it: the message would pass for a greeting.
         let link_key = if up.way == Way::Boot { Vec::new() } else { key.as_bytes().to_vec() };
@@ -348,41 +351,37 @@ impl Greeted<'_> {
             ..Default::default()
         };
         let configured = async { Ok(up.live.agent.configure_pod(identity).await?) };
-        let configured = watched(node, spec, up.live.machine.as_ref(), configured);
-        let counted = async {
-            match counting {
-                Some(counting) => counting.done(spec).await,
-                None => Ok(()),
-            }
-        };
-        tokio::try_join!(configured, counted)?;
+        watched(node, spec, up.live.machine.as_ref(), configured).await?;
         Ok(up)
     }
 }
 
 /// A VMM's way into its pod's control group. The kernel lets all its processors pass by before it moves a process, 5
-/// to 17 ms on two cores: that goes on beside the steps that follow, and is waited for before the pod is ready.
-struct Counting(JoinHandle<Result<(), (PathBuf, io::Error)>>);
+/// to 17 ms on two cores: that goes on beside what follows. A container waits for it, and so does the VMM's end, after
+/// which its number may be another's.
+#[derive(Debug)]
+pub struct Counting(JoinHandle<Result<(), (PathBuf, io::Error)>>);
 
 impl Counting {
-    /// Begins to move process `pid`; none where the pod has no group.
-    fn begin(node: &Node, spec: &PodSpec, pid: u32, undo: &mut Undo) -> Option<Self> {
+    /// As [`Counting::begin`], of a VMM that an earlier daemon may have moved, or not.
+    pub fn go_on(node: &Node, spec: &PodSpec, pid: u32) -> Option<Self> {
         let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id)?;
-        let (over, ended) = oneshot::channel::<Infallible>();
+        if cgroup.holds(pid) { None } else { Self::begin(node, spec, pid, oneshot::channel().0) }
+    }
+
+    /// Begins to move process `pid`; none where the pod has no group. Lets go of `over` when that is over.
+    fn begin(node: &Node, spec: &PodSpec, pid: u32, over: oneshot::Sender<Infallible>) -> Option<Self> {
+        let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id)?;
         let moved = tokio::task::spawn_blocking(move || {
             let _over = over;
+            pass(format_args!("before the VMM is counted"));
             cgroup.enter(pid)
-        });
-        // Before the process is ended: its number may be another's from then on.
-        undo.push("wait for the control group", async move {
-            let _ = ended.await;
-            Ok::<_, Infallible>(())
         });
         Some(Self(moved))
     }
 
     /// Waits until it is counted.
-    async fn done(self, spec: &PodSpec) -> Result<(), PodError> {
+    pub async fn done(self, spec: &PodSpec) -> Result<(), PodError> {
         let moved = self.0.await.unwrap_or_else(|ended| Err((PathBuf::new(), io::Error::other(ended))));
         moved.map_err(|(path, source)| PodError::Host {
             pod: spec.id.clone(),
@@ -391,6 +390,17 @@ impl Counting {
             source,
         })
     }
+}
+
+/// Begins to count a start's VMM.
+fn counted(node: &Node, spec: &PodSpec, pid: u32, undo: &mut Undo) -> Option<Counting> {
+    let (over, ended) = oneshot::channel();
+    let counting = Counting::begin(node, spec, pid, over);
+    undo.push("wait for the control group", async move {
+        let _ = ended.await;
+        Ok::<_, Infallible>(())
+    });
+    counting
 }
 
 /// Waits for the agent, in vain once the machine has ended or the time is up.

@@ -125,6 +125,7 @@ pub async fn life(case: &Case, kubelet: &Kubelet) -> Result<()> {
     let waits = pod.start_at_last(with_mounts(idle("waits"), &mounted)).await?;
     let read = waits.sh("cat /settings/color /host/file; echo x > /scratch/x; cat /scratch/x").await?;
     ensure!(read == "redof the hostx", "{read}");
+    case.counted(&pod.id).await?;
     let ended = container.ended().await?;
     ensure!(ended.exit_code == 5, "{ended:?}");
     ensure!(container.logs()?.stdout == "begins\n", "{:?}", container.logs()?);

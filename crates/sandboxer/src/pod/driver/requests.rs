@@ -117,7 +117,11 @@ impl Driver {
     pub(super) fn end_machine(&mut self) {
         if let Some(live) = self.live.clone() {
             let (node, spec, shares) = (self.node.clone(), self.spec.clone(), self.volumes.shares.clone());
-            self.work.spawn(async move { Done::PodStopped(stop::stop(&node, &spec, &live, &shares).await) });
+            let mut counted = self.counted.clone();
+            self.work.spawn(async move {
+                let _ = counted.wait_for(|counted| *counted).await;
+                Done::PodStopped(stop::stop(&node, &spec, &live, &shares).await)
+            });
         }
     }
 
@@ -167,9 +171,14 @@ impl Driver {
         let stages = Stages::new(self.spec.id.clone(), self.node.stage_times.clone());
         self.being_made.insert(new.id.clone(), stages.clone());
         let (node, spec, volumes) = (self.node.clone(), self.spec.clone(), self.volumes.clone());
+        let mut counted = self.counted.clone();
         self.work.spawn(async move {
             let _urgent = node.admission.urgent();
-            let turn = async { Ok::<_, PodError>(node.admission.enter(Work::Container).await) };
+            let turn = async {
+                // One that can't be counted has been given up.
+                let _ = counted.wait_for(|counted| *counted).await;
+                Ok::<_, PodError>(node.admission.enter(Work::Container).await)
+            };
             let result = match stages.run(Stage::Queue, turn).await {
                 Ok(_place) => {
                     let (front, rootfs) = (&node.front, &node.rootfs);
@@ -263,13 +272,13 @@ impl Driver {
             }
             if let Err(error @ GuestError::Failed { .. }) = asked {
                 answer(reply, Ok(()));
-                return Done::GuestLost(error);
+                return Done::GuestLost(error.into());
             }
             answer(reply, asked.map_err(PodError::from));
             let limit = live.agent.patience();
             match tokio::time::timeout(limit, phase.wait_for(|phase| phase.exit().is_some())).await {
                 Ok(_) => Done::Nothing,
-                Err(_) => Done::GuestLost(live.agent.kept_alive(of, limit)),
+                Err(_) => Done::GuestLost(live.agent.kept_alive(of, limit).into()),
             }
         });
     }

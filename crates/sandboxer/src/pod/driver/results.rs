@@ -47,6 +47,7 @@ impl Driver {
     }
 
     fn pod_started(&mut self, up: Up) {
+        self.wait_until_counted(up.counting);
         if self.state() == PodState::Stopping {
             // The stop came when the start was done already.
             self.live = Some(up.live);
@@ -75,6 +76,22 @@ impl Driver {
                 answer(reply, again(&error, &spec));
             }
             Done::Nothing
+        });
+    }
+
+    fn wait_until_counted(&mut self, counting: Option<Counting>) {
+        let Some(counting) = counting else { return };
+        let (counted, is_counted) = watch::channel(false);
+        self.counted = is_counted;
+        let spec = self.spec.clone();
+        self.work.spawn(async move {
+            match counting.done(&spec).await {
+                Ok(()) => {
+                    counted.send_replace(true);
+                    Done::Nothing
+                }
+                Err(error) => Done::GuestLost(error),
+            }
         });
     }
 
@@ -109,9 +126,9 @@ impl Driver {
         }
     }
 
-    /// Nobody can use a guest any more that broke its session, or whose processes can't be ended: its machine ends,
-    /// and with that the pod.
-    fn guest_lost(&mut self, error: GuestError) {
+    /// A guest that broke its session, whose processes can't be ended or that can't be counted: its machine ends, and
+    /// with that the pod.
+    fn guest_lost(&mut self, error: PodError) {
         // A pod that is being stopped loses its machine anyway.
         let Some(live) = self.live.clone().filter(|_| self.state() == PodState::Ready) else { return };
         self.lost = Some(error);
@@ -335,6 +352,7 @@ impl Driver {
     pub(super) fn take_up(&mut self, live: Live, host_ports: Vec<TcpListener>) {
         self.live = Some(live.clone());
         self.watch_machine();
+        self.wait_until_counted(Counting::go_on(&self.node, &self.spec, live.machine.record().pid));
         self.forward_ports(host_ports);
         let mut running = Vec::new();
         for (id, container) in &mut self.containers {
@@ -371,7 +389,9 @@ impl Driver {
         if let Some(live) = &self.live {
             let Live { machine, agent } = live.clone();
             self.work.spawn(async move { Done::MachineEnded(machine.exited().await) });
-            self.work.spawn(async move { agent.violated().await.map_or(Done::Nothing, Done::GuestLost) });
+            self.work.spawn(async move {
+                agent.violated().await.map_or(Done::Nothing, |error| Done::GuestLost(error.into()))
+            });
         }
     }
 

@@ -150,6 +150,8 @@ impl Jail {
             let size = c"size=1m,mode=0755".as_ptr().cast();
             done(libc::mount(c"jail".as_ptr(), self.root.as_ptr(), c"tmpfs".as_ptr(), root_flags, size))?;
             done(libc::chdir(self.root.as_ptr()))?;
+            // The daemon may have been started with a narrow one; what is made here is for another user.
+            libc::umask(0o022);
             for step in &self.steps {
                 step.take()?;
             }
@@ -305,10 +307,11 @@ mod tests {
         let jail = Jail::new(dir.path(), &[], &[]).unwrap();
         let refusal = refusal();
         let mut command = Command::new("/bin/sh");
-        command.args(["-c", "readlink /proc/self/ns/user; cat /proc/self/status"]);
+        command.args(["-c", "readlink /proc/self/ns/user; cat /proc/self/status /dev/null && echo whole"]);
         // SAFETY: only system calls are made.
         unsafe {
             command.pre_exec(move || {
+                libc::umask(0o077);
                 if refused {
                     apply_filter(&refusal).map_err(|_| io::Error::from(io::ErrorKind::Other))?;
                 }
@@ -328,6 +331,7 @@ mod tests {
                 assert!(read.contains(&format!("{set}:\t0000000000000000\n")), "{read}");
             }
             assert!(read.contains("\nNoNewPrivs:\t1\n") && read.contains("\nGroups:\t \n"), "{read}");
+            assert!(read.ends_with("\nwhole\n"), "what was made for it can't be reached: {read}");
             let user = read.lines().find_map(|line| line.strip_prefix("Uid:\t")).unwrap();
             assert!(user.split('\t').all(|id| id.parse::<u32>().unwrap() >= FIRST_USER), "{read}");
         }

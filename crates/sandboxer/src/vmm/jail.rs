@@ -281,7 +281,13 @@ fn text(path: &Path) -> io::Result<CString> {
 
 #[cfg(test)]
 mod tests {
-    use std::{os::unix::process::CommandExt, process::Command};
+    use std::{
+        os::unix::{
+            fs::{PermissionsExt, chown},
+            process::CommandExt,
+        },
+        process::Command,
+    };
 
     use seccompiler::{
         BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
@@ -301,13 +307,13 @@ mod tests {
         filter.try_into().unwrap()
     }
 
-    /// What a program in a jail reads of itself.
-    fn jailed(refused: bool) -> String {
+    /// What `script` says in a jail with `devices`; in `refused` ones no user namespace is made.
+    fn jailed(script: &str, devices: &[&Path], refused: bool) -> String {
         let dir = tempfile::tempdir().unwrap();
-        let jail = Jail::new(dir.path(), &[], &[]).unwrap();
+        let jail = Jail::new(dir.path(), &[], devices).unwrap();
         let refusal = refusal();
         let mut command = Command::new("/bin/sh");
-        command.args(["-c", "readlink /proc/self/ns/user; cat /proc/self/status /dev/null && echo whole"]);
+        command.args(["-c", script]);
         // SAFETY: only system calls are made.
         unsafe {
             command.pre_exec(move || {
@@ -324,8 +330,9 @@ mod tests {
     #[test]
     fn where_no_user_namespace_is_made_all_else_holds() {
         let hosts = fs::read_link("/proc/self/ns/user").unwrap();
+        let script = "readlink /proc/self/ns/user; cat /proc/self/status /dev/null && echo whole";
         for refused in [false, true] {
-            let read = jailed(refused);
+            let read = jailed(script, &[], refused);
             assert_eq!(read.lines().next() == hosts.to_str(), refused, "{read}");
             for set in ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"] {
                 assert!(read.contains(&format!("{set}:\t0000000000000000\n")), "{read}");
@@ -335,5 +342,24 @@ mod tests {
             let user = read.lines().find_map(|line| line.strip_prefix("Uid:\t")).unwrap();
             assert!(user.split('\t').all(|id| id.parse::<u32>().unwrap() >= FIRST_USER), "{read}");
         }
+    }
+
+    /// By a group that the jail's user namespace doesn't know, as /dev/kvm is; files stand in for devices.
+    #[test]
+    fn what_a_group_may_open_is_opened_in_a_jail() {
+        let dir = tempfile::tempdir().unwrap();
+        let [groups, roots] = ["groups", "roots"].map(|name| dir.path().join(name));
+        for (path, mode) in [(&groups, 0o660), (&roots, 0o600)] {
+            fs::write(path, "").unwrap();
+            chown(path, None, Some(4321)).unwrap();
+            fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+        }
+        let script = format!(
+            "for file in {} {}; do echo x >>$file && echo opened; done",
+            groups.display(),
+            roots.display()
+        );
+        assert_eq!(jailed(&script, &[&groups, &roots], false), "opened\n");
+        assert_eq!(fs::read(groups).unwrap(), b"x\n");
     }
 }

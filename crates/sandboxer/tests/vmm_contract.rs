@@ -7,7 +7,10 @@ mod test_guest;
 
 use std::{path::Path, time::Duration};
 
-use sandboxer::vmm::{Frozen, MEMORY, Vmm, VmmError, confinement::Confinement, fake::FakeVmm};
+use sandboxer::{
+    config::VmConfig,
+    vmm::{Frozen, MEMORY, Vmm, VmmError, confinement::Confinement, fake::FakeVmm, qemu::Qemu},
+};
 use tokio::time::timeout;
 
 use crate::test_guest::{
@@ -128,10 +131,17 @@ async fn a_vmm_is_jailed() {
         }
         assert_eq!((field("NoNewPrivs"), field("Seccomp")), (vec!["1"], vec!["2"]));
         assert_eq!(field("NSpid").last(), Some(&"1"), "{status}");
-        for namespace in ["mnt", "pid", "net", "ipc", "uts", "cgroup"] {
+        for namespace in ["mnt", "pid", "net", "ipc", "uts", "cgroup", "user"] {
             let of = |proc: &Path| std::fs::read_link(proc.join("ns").join(namespace)).unwrap();
             assert_ne!(of(&proc), of(Path::new("/proc/self")), "{namespace} is the host's");
         }
+        // Its own user namespace knows itself and nobody else.
+        for map in ["uid_map", "gid_map"] {
+            let text = std::fs::read_to_string(proc.join(map)).unwrap();
+            let ids: Vec<u32> = text.split_whitespace().map(|id| id.parse().unwrap()).collect();
+            assert_eq!(ids, [user, user, 1], "{map}");
+        }
+        assert_eq!(std::fs::read_to_string(proc.join("setgroups")).unwrap().trim(), "deny");
         let root = proc.join("root");
         let names = |dir: &str| {
             let entries = std::fs::read_dir(root.join(dir)).unwrap().flatten();
@@ -151,8 +161,8 @@ async fn a_vmm_is_jailed() {
         assert_eq!((seen.uid, seen.gid, &seen.groups[..]), (user, user, &[][..]));
         assert_eq!((seen.capabilities, seen.capability_bounds), (0, 0));
         assert!(seen.no_new_privileges && seen.seccomp == "filter", "{seen:?}");
-        assert_eq!(seen.own_namespaces, ["cgroup", "ipc", "mnt", "net", "pid", "uts"]);
-        assert_eq!(seen.shared_namespaces, ["user"]);
+        assert_eq!(seen.own_namespaces, ["cgroup", "ipc", "mnt", "net", "pid", "user", "uts"]);
+        assert!(seen.shared_namespaces.is_empty(), "{seen:?}");
         assert!(seen.root.starts_with("tmpfs ro,"), "{seen:?}");
         assert_eq!(seen.mounts as usize, mounts.lines().count());
         users.push(user);
@@ -161,6 +171,18 @@ async fn a_vmm_is_jailed() {
     for machine in machines {
         machine.kill().await.unwrap();
     }
+}
+
+/// By a script in QEMU's place, which has no filter of calls between it and the kernel.
+#[tokio::test(flavor = "multi_thread")]
+async fn no_user_namespace_is_made_from_a_jail() {
+    let pod = Pod::new("nested");
+    let tries = pod.script("tries", "unshare --user true && echo made one; exit 3");
+    let config = VmConfig { qemu: tries, jail: true, ..test_guest::vm_config() };
+    let error = Qemu::on(&config, "tcg", String::new()).await.boot(&pod.spec()).await.unwrap_err();
+    let VmmError::Died { last_lines, .. } = &error else { panic!("{error}") };
+    assert!(last_lines.contains("unshare failed: No space left on device"), "{last_lines}");
+    assert!(!last_lines.contains("made one"), "{last_lines}");
 }
 
 #[tokio::test]

@@ -67,8 +67,10 @@ fn text(pod: &Pod) -> Result<String, std::fmt::Error> {
         }
     }
     line("Console", &pod.console_log)?;
-    if let Some(jail) = &pod.jail {
-        write!(out, "\nJail of its VMM, as the kernel has it\n{}\n", confinement(jail))?;
+    for (whose, jail) in [("its VMM", &pod.jail), ("what serves its shares", &pod.shares_jail)] {
+        if let Some(jail) = jail {
+            write!(out, "\nJail of {whose}, as the kernel has it\n{}\n", confinement(jail))?;
+        }
     }
     if !pod.stages.is_empty() {
         write!(out, "\nStart of the pod\n{}\n", stages(&pod.stages))?;

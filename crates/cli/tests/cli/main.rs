@@ -61,6 +61,7 @@ fn web() -> Pod {
             limits: vec![Limit { name: "Max open files".into(), soft: 1024, hard: u64::MAX }],
             ..Default::default()
         }),
+        shares_jail: Some(Jail { pid: 778, cgroup: "/shares".into(), ..Default::default() }),
         vcpus: 2,
         memory_mib: 1536,
         kernel_release: "6.1.0-sandboxer".into(),
@@ -180,6 +181,7 @@ fn inspect_tells_where_the_time_went_and_obeys_no_guest() {
         ["Seccomp", "filter, 1 installed"],
         ["Mounts", "9, 2 of them writable"],
         ["Max open files", "1024"],
+        ["Control group", "/shares"],
     ] {
         assert!(cells.contains(&vec![what, is]), "{what} {is} is not in\n{out}");
     }

@@ -21,7 +21,7 @@ use crate::{
     clock::now_ns,
     container::Phase,
     events,
-    host::network::Interface,
+    host::{network::Interface, share},
     pod::{ContainerView, Node, PodHandle, PodView, stage_times::StageSummary, stages::Step},
     vmm::{confinement::Confinement, console},
 };
@@ -91,13 +91,16 @@ impl Admin for AdminService {
         let told = traffic::tell(&view).await;
         let mut message = pod_message(&self.node, view);
         told.add_to(&mut message.interfaces);
-        if message.vmm_pid != 0 {
+        let jail_of = |pid| {
             // One that ends at this moment has none.
-            let seen = Confinement::of(message.vmm_pid).inspect_err(|error| {
-                tracing::debug!(pod = message.id, %error, "cannot look at the VMM");
+            let seen = Confinement::of(pid).inspect_err(|error| {
+                tracing::debug!(pod = message.id, pid, %error, "cannot look at a jail");
             });
-            message.jail = seen.ok().map(jail_message);
-        }
+            seen.ok().map(jail_message)
+        };
+        let jail = Some(message.vmm_pid).filter(|pid| *pid != 0).and_then(jail_of);
+        let shares_jail = share::server_of(&self.node.run_dir(pod.id())).and_then(jail_of);
+        (message.jail, message.shares_jail) = (jail, shares_jail);
         Ok(Response::new(message))
     }
 
@@ -222,6 +225,7 @@ fn pod_message(node: &Node, view: PodView) -> Pod {
         way: status.way.map(|way| way.to_string()).unwrap_or_default(),
         interfaces: status.interfaces.iter().map(interface_message).collect(),
         jail: None,
+        shares_jail: None,
     }
 }
 

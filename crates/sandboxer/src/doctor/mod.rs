@@ -23,6 +23,7 @@ mod kvm;
 mod launcher;
 mod limits;
 mod memory;
+mod namespaces;
 mod program;
 mod start;
 mod topology;
@@ -102,6 +103,7 @@ pub async fn examine(question: &Question<'_>) -> Report {
             launcher::judge(&launcher),
             capabilities::daemon(&capabilities),
             capabilities::oom_score(&capabilities, told),
+            namespaces::judge(namespaces::read().as_ref(), config.vm.jail),
             cni::judge(&cni::read(&host, told)),
             device(&devices::TUN),
             device(&devices::VHOST_NET),

@@ -1,6 +1,6 @@
 //! The checks that the daemon depends on, before it promises anything.
 
-use super::{filesystems, host::Host, initramfs, kernel, verdict::Check, verdict::Verdict, vmm};
+use super::{filesystems, host::Host, initramfs, kernel, namespaces, verdict::Check, verdict::Verdict, vmm};
 use crate::{
     config::{Config, VmmChoice},
     vmm::{VmmInfo, cloud_hypervisor},
@@ -35,6 +35,10 @@ pub async fn fit(config: &Config, chosen: &VmmInfo) -> Result<(), Unfit> {
         initramfs::judge(&initramfs::read(&config.vm.initramfs)),
         filesystems::mkfs(&mkfs),
         filesystems::overlay(filesystems::filesystem(&host, "overlay")),
+        namespaces::judge(
+            namespaces::read().as_ref(),
+            config.vm.jail && chosen.name != cloud_hypervisor::NAME,
+        ),
     ];
     for check in checks.iter().filter(|check| check.verdict == Verdict::Warning) {
         tracing::warn!("{check}");

@@ -407,6 +407,25 @@ pub(crate) mod tests {
         assert_eq!(fs::read_dir(dir.path().join("pods")).unwrap().count(), 0);
     }
 
+    /// As on a file system without links: what can't be kept keeps nothing from being written.
+    #[tokio::test]
+    async fn a_record_is_written_whose_predecessor_cannot_be_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let journal = Journal::open(dir.path()).unwrap();
+        let (pod, path) = (journal.pod(&"a".parse().unwrap()), dir.path().join("pods/a.json"));
+        pod.write(1, record("a")).await.unwrap();
+        fs::create_dir(before(&path)).unwrap();
+        keep(&path).unwrap_err();
+        let mut next = record("a");
+        next.spec.name = "next".into();
+        pod.write(2, next).await.unwrap();
+        assert_eq!(journal.records().unwrap().remove(0).unwrap().spec.name, "next");
+        let unreadable =
+            JournalError::Io { action: "read", path: path.clone(), source: io::ErrorKind::Other.into() };
+        assert!(journal.instead_of(&unreadable).is_none());
+        assert!(!path.with_extension("new").exists(), "half a record is left");
+    }
+
     #[test]
     fn a_record_of_version_1_is_understood_with_the_process_of_its_shares() {
         let mut old = serde_json::to_value(record("old")).unwrap();

@@ -5,16 +5,27 @@
 //! nobody to talk to; a root of read-only programs, its kernel and its initramfs. All else that it uses, sockets,
 //! taps, disks and memory, is opened for it.
 //!
+//! ```text
+//! namespaces ─▶ root ─▶ user ─▶ user namespace ─▶ no capability ─▶ exec
+//! └────── of the host's user namespace ──────┘
+//! ```
+//!
+//! The user namespace comes last: the others stay the host's, so that no capability in it would be one over them.
+//!
 //! Entered between fork and exec, so all that allocates is done before, by [`Jail::new`].
 
 use std::{
-    ffi::CString,
+    ffi::{CStr, CString},
     fs, io,
     os::unix::{ffi::OsStrExt, fs::MetadataExt},
     path::{Path, PathBuf},
 };
 
-use nix::sched::CloneFlags;
+use nix::{
+    sched::CloneFlags,
+    sys::wait::{WaitStatus, waitpid},
+    unistd::Pid,
+};
 
 /// Users that VMMs run as begin here: above all that systemd.io's list of UIDs gives to anyone, and below 2^31.
 const FIRST_USER: u32 = 0x7000_0000;
@@ -32,6 +43,10 @@ const NAMESPACES: CloneFlags = CloneFlags::CLONE_NEWNS
 const SYSTEM: [&str; 5] = ["/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache"];
 /// Devices that are the same to everybody.
 const DEVICES: [&str; 2] = ["/dev/null", "/dev/urandom"];
+/// Securebit: capabilities stay where the user changes (`SECBIT_NO_SETUID_FIXUP`).
+const STAY: libc::c_ulong = 1 << 2;
+/// Layout of capability sets, two words each (`_LINUX_CAPABILITY_VERSION_3`).
+const CAPABILITY_VERSION: u32 = 0x2008_0522;
 /// Highest capability that there can be; a kernel knows fewer.
 const LAST_CAPABILITY: libc::c_int = 63;
 
@@ -43,6 +58,8 @@ pub struct Jail {
     steps: Vec<Step>,
     user: u32,
     groups: Vec<libc::gid_t>,
+    /// What its user namespace knows of users and of groups: the one, by its own number.
+    ids: String,
 }
 
 /// A step of making the root, from within it.
@@ -64,7 +81,8 @@ impl Jail {
     /// A jail for the machine whose directory is `run_dir`, in which `readable` can be read and `devices` used.
     pub fn new(run_dir: &Path, readable: &[&Path], devices: &[&Path]) -> io::Result<Self> {
         let user = user_of(&fs::metadata(run_dir)?);
-        let mut jail = Self { root: text(run_dir)?, steps: Vec::new(), user, groups: Vec::new() };
+        let ids = format!("{user} {user} 1");
+        let mut jail = Self { root: text(run_dir)?, steps: Vec::new(), user, groups: Vec::new(), ids };
         let read_only = libc::MS_RDONLY | libc::MS_NOSUID | libc::MS_NODEV;
         for path in SYSTEM.iter().map(Path::new).chain(readable.iter().copied()) {
             jail.show(path, read_only)?;
@@ -132,6 +150,8 @@ impl Jail {
             let size = c"size=1m,mode=0755".as_ptr().cast();
             done(libc::mount(c"jail".as_ptr(), self.root.as_ptr(), c"tmpfs".as_ptr(), root_flags, size))?;
             done(libc::chdir(self.root.as_ptr()))?;
+            // The daemon may have been started with a narrow one; what is made here is for another user.
+            libc::umask(0o022);
             for step in &self.steps {
                 step.take()?;
             }
@@ -148,6 +168,17 @@ impl Jail {
             let seal = libc::MS_REMOUNT | libc::MS_BIND | libc::MS_RDONLY | root_flags;
             done(libc::mount(nothing, c"/".as_ptr(), nothing, seal, std::ptr::null()))?;
             done(libc::chdir(c"/".as_ptr()))?;
+            done(libc::setgroups(self.groups.len(), self.groups.as_ptr()))?;
+            // No kernel lets a plain user do what follows that doesn't let root, and some let root alone.
+            done(libc::prctl(libc::PR_SET_SECUREBITS, STAY, 0, 0, 0))?;
+            done(libc::setresgid(self.user, self.user, self.user))?;
+            done(libc::setresuid(self.user, self.user, self.user))?;
+            match done(libc::unshare(libc::CLONE_NEWUSER)) {
+                Ok(()) => self.map_ids()?,
+                // It is jailed without one, too: `doctor` tells people.
+                Err(error) if refuses_user_namespaces(&error) => {}
+                Err(error) => return Err(error),
+            }
             for capability in 0..=LAST_CAPABILITY {
                 match done(libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0)) {
                     // Beyond the last one.
@@ -155,12 +186,47 @@ impl Jail {
                     dropped => dropped?,
                 }
             }
-            done(libc::setgroups(self.groups.len(), self.groups.as_ptr()))?;
-            done(libc::setresgid(self.user, self.user, self.user))?;
-            // With the user go all capabilities.
-            done(libc::setresuid(self.user, self.user, self.user))?;
+            done(libc::prctl(libc::PR_SET_SECUREBITS, 0, 0, 0, 0))?;
+            let (header, none) = ([CAPABILITY_VERSION, 0], [0_u32; 6]);
+            done(libc::syscall(libc::SYS_capset, header.as_ptr(), none.as_ptr()) as libc::c_int)?;
             done(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
         }
+    }
+
+    /// In a new user namespace: there is one user and one group in it, and no other one will be made from it.
+    fn map_ids(&self) -> io::Result<()> {
+        // SAFETY: it changes this process alone. Whoever changed its user owns its files in /proc again by it.
+        done(unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 1, 0, 0, 0) })?;
+        write(c"/proc/self/setgroups", b"deny")?;
+        write(c"/proc/self/uid_map", self.ids.as_bytes())?;
+        write(c"/proc/self/gid_map", self.ids.as_bytes())?;
+        write(c"/proc/sys/user/max_user_namespaces", b"0")
+    }
+}
+
+/// Whether this is how a kernel says that it makes none: it can't, it is told not to, a security module objects.
+fn refuses_user_namespaces(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOSPC | libc::EPERM | libc::EACCES))
+}
+
+/// Whether a process of the daemon's can have a user namespace of its own; the kernel's words if not. Tried out, in
+/// a process that ends by it.
+pub fn try_user_namespace() -> io::Result<()> {
+    // SAFETY: the child makes two system calls and is gone; it allocates nothing and takes no lock.
+    let child = unsafe {
+        match libc::fork() {
+            0 => {
+                let failed = done(libc::unshare(libc::CLONE_NEWUSER)).err();
+                libc::_exit(failed.and_then(|error| error.raw_os_error()).unwrap_or_default())
+            }
+            child => child,
+        }
+    };
+    done(child)?;
+    match waitpid(Pid::from_raw(child), None)? {
+        WaitStatus::Exited(_, 0) => Ok(()),
+        WaitStatus::Exited(_, errno) => Err(io::Error::from_raw_os_error(errno)),
+        other => Err(io::Error::other(format!("the process that tried ended as {other:?}"))),
     }
 }
 
@@ -196,6 +262,104 @@ fn done(result: libc::c_int) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
+/// Writes all of `words` at once, as files of /proc want it.
+fn write(path: &CStr, words: &[u8]) -> io::Result<()> {
+    // SAFETY: path and words outlive the calls, and the descriptor is closed once.
+    unsafe {
+        let file = libc::open(path.as_ptr(), libc::O_WRONLY | libc::O_CLOEXEC);
+        done(file)?;
+        let written = libc::write(file, words.as_ptr().cast(), words.len());
+        let outcome = if written < 0 { Err(io::Error::last_os_error()) } else { Ok(()) };
+        done(libc::close(file))?;
+        outcome
+    }
+}
+
 fn text(path: &Path) -> io::Result<CString> {
     CString::new(path.as_os_str().as_bytes()).map_err(io::Error::other)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        os::unix::{
+            fs::{PermissionsExt, chown},
+            process::CommandExt,
+        },
+        process::Command,
+    };
+
+    use seccompiler::{
+        BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
+        SeccompRule, TargetArch, apply_filter,
+    };
+
+    use super::*;
+
+    /// A filter under which the kernel makes no user namespace, as a security module's refusal.
+    fn refusal() -> BpfProgram {
+        let flag = u64::from(libc::CLONE_NEWUSER.unsigned_abs());
+        let asked =
+            SeccompCondition::new(0, SeccompCmpArgLen::Qword, SeccompCmpOp::MaskedEq(flag), flag).unwrap();
+        let rules = [(libc::SYS_unshare, vec![SeccompRule::new(vec![asked]).unwrap()])].into();
+        let refused = SeccompAction::Errno(libc::EPERM.unsigned_abs());
+        let filter = SeccompFilter::new(rules, SeccompAction::Allow, refused, TargetArch::x86_64).unwrap();
+        filter.try_into().unwrap()
+    }
+
+    /// What `script` says in a jail with `devices`; in `refused` ones no user namespace is made.
+    fn jailed(script: &str, devices: &[&Path], refused: bool) -> String {
+        let dir = tempfile::tempdir().unwrap();
+        let jail = Jail::new(dir.path(), &[], devices).unwrap();
+        let refusal = refusal();
+        let mut command = Command::new("/bin/sh");
+        command.args(["-c", script]);
+        // SAFETY: only system calls are made.
+        unsafe {
+            command.pre_exec(move || {
+                libc::umask(0o077);
+                if refused {
+                    apply_filter(&refusal).map_err(|_| io::Error::from(io::ErrorKind::Other))?;
+                }
+                jail.enter()
+            });
+        }
+        String::from_utf8(command.output().unwrap().stdout).unwrap()
+    }
+
+    #[test]
+    fn where_no_user_namespace_is_made_all_else_holds() {
+        let hosts = fs::read_link("/proc/self/ns/user").unwrap();
+        let script = "readlink /proc/self/ns/user; cat /proc/self/status /dev/null && echo whole";
+        for refused in [false, true] {
+            let read = jailed(script, &[], refused);
+            assert_eq!(read.lines().next() == hosts.to_str(), refused, "{read}");
+            for set in ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"] {
+                assert!(read.contains(&format!("{set}:\t0000000000000000\n")), "{read}");
+            }
+            assert!(read.contains("\nNoNewPrivs:\t1\n") && read.contains("\nGroups:\t \n"), "{read}");
+            assert!(read.ends_with("\nwhole\n"), "what was made for it can't be reached: {read}");
+            let user = read.lines().find_map(|line| line.strip_prefix("Uid:\t")).unwrap();
+            assert!(user.split('\t').all(|id| id.parse::<u32>().unwrap() >= FIRST_USER), "{read}");
+        }
+    }
+
+    /// By a group that the jail's user namespace doesn't know, as /dev/kvm is; files stand in for devices.
+    #[test]
+    fn what_a_group_may_open_is_opened_in_a_jail() {
+        let dir = tempfile::tempdir().unwrap();
+        let [groups, roots] = ["groups", "roots"].map(|name| dir.path().join(name));
+        for (path, mode) in [(&groups, 0o660), (&roots, 0o600)] {
+            fs::write(path, "").unwrap();
+            chown(path, None, Some(4321)).unwrap();
+            fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+        }
+        let script = format!(
+            "for file in {} {}; do echo x >>$file && echo opened; done",
+            groups.display(),
+            roots.display()
+        );
+        assert_eq!(jailed(&script, &[&groups, &roots], false), "opened\n");
+        assert_eq!(fs::read(groups).unwrap(), b"x\n");
+    }
 }

@@ -11,7 +11,7 @@ pub mod confinement;
 pub mod console;
 pub mod fake;
 pub mod frozen;
-mod jail;
+pub(crate) mod jail;
 pub mod kvm;
 pub(crate) mod process;
 pub mod qemu;

@@ -310,6 +310,12 @@ fn reap(pidfd: &AsyncFd<OwnedFd>) -> Exit {
     }
 }
 
+/// Whether `pid` is still the process that started at `start_time`.
+pub fn is_running(pid: u32, start_time: u64) -> bool {
+    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
+    pid.is_some_and(|pid| start_time_of(pid).is_ok_and(|found| found == start_time))
+}
+
 /// Field 22 of `/proc/PID/stat`; the second field is in parentheses and may hold anything.
 fn start_time_of(pid: Pid) -> io::Result<u64> {
     let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()))?;

@@ -3,11 +3,20 @@
 use std::fs;
 
 use anyhow::{Context, Result, ensure};
-use sandboxer_e2e::case::{Case, idle};
+use k8s_cri::v1::Mount;
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use sandboxer_e2e::{
+    case::{Case, PATIENCE, Pod, idle},
+    eventually,
+};
 use serde_json::Value;
 
 crate::cases![
-    Vm: the_jail_is_shown_as_the_kernel_has_it, the_daemon_keeps_the_capabilities_that_are_told
+    Vm: the_jail_is_shown_as_the_kernel_has_it, the_jail_of_what_serves_shares_is_shown,
+        the_daemon_keeps_the_capabilities_that_are_told
 ];
 
 /// What stands behind `field:` in a process's status.
@@ -21,38 +30,76 @@ fn namespace(pid: u64, kind: &str) -> Result<String> {
     Ok(fs::read_link(format!("/proc/{pid}/ns/{kind}"))?.to_string_lossy().into_owned())
 }
 
-async fn the_jail_is_shown_as_the_kernel_has_it(case: Case) -> Result<()> {
-    let pod = case.pod().await?;
-    pod.start(idle("c")).await?;
+/// What `inspect` tells of a pod.
+fn inspected(case: &Case, pod: &Pod) -> Result<Value> {
     let shown = case.stack.command("sandboxer-cli").args(["--json", "inspect", &pod.id]).output()?;
     ensure!(shown.status.success(), "{}", String::from_utf8_lossy(&shown.stderr));
-    let shown: Value = serde_json::from_slice(&shown.stdout)?;
-    let vmm = shown["vmm_pid"].as_u64().context("no vmm_pid")?;
-    let jail = &shown["jail"];
-    let daemon = u64::try_from(case.stack.pid("sandboxer")?.as_raw())?;
+    Ok(serde_json::from_slice(&shown.stdout)?)
+}
 
+/// Whether `jail` is what the kernel tells of `pid`.
+fn agrees(case: &Case, jail: &Value, pid: u64) -> Result<()> {
+    let daemon = u64::try_from(case.stack.pid("sandboxer")?.as_raw())?;
     for (key, field) in [("uid", "Uid"), ("gid", "Gid")] {
-        let ids = status(vmm, field)?;
+        let ids = status(pid, field)?;
         let effective = ids.split_whitespace().nth(1).context("no effective id")?;
         ensure!(jail[key] == effective.parse::<u64>()?, "{key}: {jail} and {ids}");
     }
     for kind in ["cgroup", "ipc", "mnt", "net", "pid", "user", "uts"] {
-        let own = namespace(vmm, kind)? != namespace(daemon, kind)?;
+        let own = namespace(pid, kind)? != namespace(daemon, kind)?;
         let list = jail[if own { "own_namespaces" } else { "shared_namespaces" }].as_array();
         ensure!(list.is_some_and(|list| list.contains(&kind.into())), "{kind}: own is {own}, {jail}");
     }
-    let bounds = u64::from_str_radix(&status(vmm, "CapBnd")?, 16)?;
-    ensure!(jail["capability_bounds"] == bounds && bounds == 0, "{jail}");
-    ensure!(jail["capabilities"] == 0 && status(vmm, "CapEff")? == "0000000000000000", "{jail}");
-    ensure!(jail["no_new_privileges"] == true && status(vmm, "NoNewPrivs")? == "1", "{jail}");
-    ensure!(jail["seccomp"] == "filter" && status(vmm, "Seccomp")? == "2", "{jail}");
-    let mounts = fs::read_to_string(format!("/proc/{vmm}/mountinfo"))?;
+    for (key, field) in [("capability_bounds", "CapBnd"), ("capabilities", "CapEff")] {
+        ensure!(jail[key] == u64::from_str_radix(&status(pid, field)?, 16)?, "{key}: {jail}");
+    }
+    ensure!(jail["no_new_privileges"] == true && status(pid, "NoNewPrivs")? == "1", "{jail}");
+    ensure!(jail["seccomp"] == "filter" && status(pid, "Seccomp")? == "2", "{jail}");
+    let mounts = fs::read_to_string(format!("/proc/{pid}/mountinfo"))?;
     ensure!(jail["mounts"] == mounts.lines().count(), "{jail}");
+    Ok(())
+}
+
+async fn the_jail_is_shown_as_the_kernel_has_it(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    pod.start(idle("c")).await?;
+    let shown = inspected(&case, &pod)?;
+    let jail = &shown["jail"];
+    agrees(&case, jail, shown["vmm_pid"].as_u64().context("no vmm_pid")?)?;
+    ensure!(jail["capability_bounds"] == 0 && jail["capabilities"] == 0, "{jail}");
 
     let people = case.stack.command("sandboxer-cli").args(["inspect", &pod.id]).output()?;
     let people = String::from_utf8(people.stdout)?;
     ensure!(people.contains("Jail of its VMM") && people.contains("none, and can get none"), "{people}");
     Ok(())
+}
+
+async fn the_jail_of_what_serves_shares_is_shown(case: Case) -> Result<()> {
+    let host = tempfile::tempdir()?;
+    let pod = case.pod().await?;
+    pod.start(idle("plain")).await?;
+    let shown = inspected(&case, &pod)?;
+    ensure!(shown["shares_jail"].is_null(), "a pod without shares: {shown}");
+    let mut sharing = idle("sharing");
+    sharing.mounts.push(Mount {
+        container_path: "/data".into(),
+        host_path: host.path().display().to_string(),
+        ..Default::default()
+    });
+    pod.start(sharing).await?;
+    let shown = inspected(&case, &pod)?;
+    let jail = &shown["shares_jail"];
+    let pid = jail["pid"].as_u64().context("no process serves shares")?;
+    ensure!(fs::read_to_string(format!("/proc/{pid}/comm"))?.trim() == "sandboxer-share", "{jail}");
+    agrees(&case, jail, pid)?;
+    // It acts as whoever owns a file of the host's.
+    ensure!(jail["shared_namespaces"] == serde_json::json!(["user"]), "{jail}");
+
+    kill(Pid::from_raw(i32::try_from(pid)?), Signal::SIGKILL)?;
+    eventually("the jail is gone with its process", PATIENCE, || async {
+        Ok(inspected(&case, &pod)?["shares_jail"].is_null().then_some(()))
+    })
+    .await
 }
 
 /// docs/security.md tells them; the kernel has the last word.

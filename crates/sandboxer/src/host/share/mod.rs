@@ -28,7 +28,7 @@ use crate::{
     guest::{Agent, GuestError},
     hash,
     host::cgroup::PodCgroup,
-    vmm::{VmmError, strays},
+    vmm::{VmmError, process, strays},
 };
 
 /// Something of the host that a container shall have live.
@@ -72,6 +72,12 @@ pub struct ShareRecord {
     pub pid: u32,
     /// Its start, clock ticks since boot.
     pub start_time: u64,
+}
+
+/// The process that serves the shares of the pod with this run directory, if one runs.
+pub fn server_of(run_dir: &Path) -> Option<u32> {
+    let ShareRecord { pid, start_time } = server::recorded(run_dir)?;
+    process::is_running(pid, start_time).then_some(pid)
 }
 
 /// Why a share can't be had.

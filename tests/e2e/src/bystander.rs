@@ -3,6 +3,7 @@
 use anyhow::{Result, ensure};
 
 use crate::case::{Case, Container, Pod, shell};
+use crate::insist::once_seen;
 
 /// A pod whose one container counts aloud, and ends with 7 when told to.
 pub struct Bystander {
@@ -32,7 +33,7 @@ impl Bystander {
 
     /// Ends it: the exit code is its own, and every line is in its log once. Answers how many lines there are.
     pub async fn end(self, case: &Case) -> Result<usize> {
-        case.cri.stop(&self.container.id, 30).await?;
+        once_seen(|| case.cri.stop(&self.container.id, 30)).await?;
         let status = self.container.status().await?;
         ensure!(status.exit_code == 7, "{status:?}");
         let logs = self.container.logs()?.stdout;

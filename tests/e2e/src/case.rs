@@ -15,7 +15,7 @@ use k8s_cri::v1::{
 
 use crate::cri::{Answer, Cri};
 use crate::eventually;
-use crate::insist::insist;
+use crate::insist::{insist, once_seen};
 use crate::stack::Stack;
 
 /// The image every stack has.
@@ -246,7 +246,8 @@ impl Container {
 
     /// ExecSync of `script` in its shell: what it printed to stdout; an error if it failed.
     pub async fn sh(&self, script: &str) -> Result<String> {
-        let answer = self.cri.exec_sync(&self.id, &["sh", "-c", script], None).await?;
+        let command = ["sh", "-c", script];
+        let answer = once_seen(|| self.cri.exec_sync(&self.id, &command, None)).await?;
         let stderr = String::from_utf8_lossy(&answer.stderr);
         ensure!(answer.exit_code == 0, "'{script}' exited with {}: {stderr}", answer.exit_code);
         Ok(String::from_utf8(answer.stdout)?.trim_end().to_owned())

@@ -14,6 +14,27 @@ pub fn nobody_there(error: &Status) -> bool {
     error.code() == Code::Unavailable || words.iter().any(|word| error.message().contains(word))
 }
 
+/// Asks until containerd has seen the container's task. It looks at it first and gives up after 2 s
+/// (`io.containerd.timeout.task.state`), within which a busy machine may not have replaced a worker that was killed:
+/// nothing of what was asked has been done then.
+pub async fn once_seen<T, F>(mut ask: impl FnMut() -> F) -> Result<T, Status>
+where
+    F: Future<Output = Result<T, Status>> + Send,
+{
+    let began = Instant::now();
+    let unseen = |error: &Status| {
+        let words = error.message();
+        words.contains("deadline exceeded")
+            && ["failed to get task", "failed to load task"].iter().any(|looked| words.contains(looked))
+    };
+    loop {
+        match ask().await {
+            Err(error) if unseen(&error) && began.elapsed() < PATIENCE => {}
+            answer => return answer,
+        }
+    }
+}
+
 /// Asks until there is an answer. Only what a kubelet asks again by itself: pods' starts, stops and removals.
 pub async fn insist<T, F>(what: &str, mut ask: impl FnMut() -> F) -> Result<T>
 where

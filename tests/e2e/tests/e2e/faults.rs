@@ -16,7 +16,7 @@ use k8s_cri::v1::{ContainerConfig, Mount};
 use sandboxer_e2e::bystander::Bystander;
 use sandboxer_e2e::case::{Case, PATIENCE, idle, shell};
 use sandboxer_e2e::eventually;
-use sandboxer_e2e::insist::insist;
+use sandboxer_e2e::insist::{insist, once_seen};
 use sandboxer_e2e::kubelet::Kubelet;
 use sandboxer_e2e::ledger::{self, Line};
 
@@ -129,7 +129,7 @@ pub async fn life(case: &Case, kubelet: &Kubelet) -> Result<()> {
     let ended = container.ended().await?;
     ensure!(ended.exit_code == 5, "{ended:?}");
     ensure!(container.logs()?.stdout == "begins\n", "{:?}", container.logs()?);
-    case.cri.stop(&waits.id, 30).await.context("stop a container")?;
+    once_seen(|| case.cri.stop(&waits.id, 30)).await.context("stop a container")?;
     ensure!(waits.status().await?.exit_code == 0, "{:?}", waits.status().await?);
     case.cri.remove(&waits.id).await.context("remove a container")?;
     insist("stop the pod", || case.cri.stop_pod(&pod.id)).await?;

@@ -42,6 +42,7 @@ mod init;
 mod io;
 mod limits;
 mod log;
+mod messages;
 mod network;
 mod payload;
 mod pids;

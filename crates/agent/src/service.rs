@@ -2,7 +2,6 @@
 
 use std::{
     collections::VecDeque,
-    str::FromStr,
     sync::{Arc, Mutex},
 };
 
@@ -10,30 +9,27 @@ use async_trait::async_trait;
 use protobuf::MessageField;
 use sandboxer_protocol::{
     agent::{self as wire, Agent},
-    id::{ContainerId, ExecId, Id},
     link::LinkKey,
 };
 use tokio::sync::watch;
 use ttrpc::r#async::TtrpcContext;
 
 use crate::{
-    container::{Create, CreateExec, Sees},
+    container::{Container, CreateExec},
     containers::Containers,
     events::Events,
     failure::{Failure, Kind},
     forward::Connections,
-    io::{CAPACITY, Output, Wanted},
+    io::{CAPACITY, Output},
     limits::Limits,
+    messages::{self, container_id, exec_id, guest_pid, id},
     pod::{self, Identity},
-    process::{Exit, Process, State},
+    process::Process,
     reaper::Reaper,
-    rootfs::{Disk, Plan, Writable},
-    runtime::{self, File, SeenDevice},
-    shares::{Shares, Slotted},
-    stats::{self, Stats},
+    shares::Shares,
+    stats,
     sync::{detached, lock},
-    tree::{Entry, Kind as EntryKind, Owner},
-    volume::{Content, Put, Volumes},
+    volume::Volumes,
 };
 
 /// The agent's service.
@@ -76,180 +72,17 @@ fn refuse(failure: Failure) -> ttrpc::Error {
     ttrpc::Error::RpcStatus(ttrpc::get_status(code, failure.message))
 }
 
-fn id(what: &str, text: &str) -> Result<Id, Failure> {
-    Id::from_str(text).map_err(|error| Failure::caused(Kind::InvalidArgument, what, &error))
-}
-
-fn container_id(text: &str) -> Result<ContainerId, Failure> {
-    id("container_id", text)
-}
-
-/// Empty means the container's init.
-fn exec_id(text: &str) -> Result<Option<ExecId>, Failure> {
-    if text.is_empty() { Ok(None) } else { id("exec_id", text).map(Some) }
-}
-
-fn wanted(stdio: &wire::Stdio) -> Wanted {
-    Wanted { stdin: stdio.stdin, stdout: stdio.stdout, stderr: stdio.stderr, terminal: stdio.terminal }
-}
-
-fn disk(disk: &wire::Disk) -> Disk {
-    Disk { serial: disk.serial.clone(), fstype: disk.fstype.clone(), read_only: disk.read_only }
-}
-
-fn plan(rootfs: &wire::Rootfs) -> Result<Plan, Failure> {
-    use wire::rootfs::Writable as W;
-    let writable = match &rootfs.writable {
-        Some(W::Tmpfs(upper)) => Writable::Tmpfs { size_bytes: upper.size_bytes },
-        Some(W::Overlay(upper)) => Writable::Overlay(disk(upper)),
-        Some(W::Whole(root)) => Writable::Whole(disk(root)),
-        _ => return Err(Failure::invalid("rootfs: says nothing about what is writable")),
-    };
-    let plan = Plan { lower: rootfs.lower.iter().map(disk).collect(), writable };
-    plan.check()?;
-    Ok(plan)
-}
-
-fn create(request: wire::CreateContainerRequest) -> Result<Create, Failure> {
-    use wire::create_container_request::Processes;
-    let rootfs = request.rootfs.as_ref().ok_or_else(|| Failure::invalid("request has no rootfs"))?;
-    let file = |file: wire::File| File {
-        path: file.path,
-        content: file.content,
-        owner: Owner { mode: file.mode, uid: file.uid, gid: file.gid },
-        read_only: file.read_only,
-        is_message: file.is_message,
-    };
-    let device = |device: wire::BlockDevice| SeenDevice {
-        serial: device.serial,
-        path: device.path,
-        owner: owner(&device.owner),
-        read_only: device.read_only,
-    };
-    let rootfs = plan(rootfs)?;
-    let files: Vec<File> = request.files.into_iter().map(file).collect();
-    let sees = match &request.processes {
-        None | Some(Processes::OfPod(false)) => Sees::Own,
-        Some(Processes::OfPod(true)) => Sees::Pod,
-        Some(Processes::OfContainer(other)) => Sees::Container(id("of_container", other)?),
-        Some(_) => return Err(Failure::invalid("processes: unknown")),
-    };
-    let devices: Vec<SeenDevice> = request.block_devices.into_iter().map(device).collect();
-    let paths = files.iter().map(|file| &file.path).chain(devices.iter().map(|device| &device.path));
-    runtime::check_paths(paths.map(String::as_str))?;
-    Ok(Create {
-        id: container_id(&request.container_id)?,
-        stdio: wanted(&request.stdio),
-        rootfs,
-        spec: request.spec_json,
-        files,
-        sees,
-        devices,
-    })
-}
-
-fn owner(owner: &wire::Owner) -> Owner {
-    Owner { mode: owner.mode, uid: owner.uid, gid: owner.gid }
-}
-
-fn entry(entry: wire::Entry) -> Result<Entry, Failure> {
-    use wire::entry::Kind as K;
-    let kind = match entry.kind {
-        Some(K::File(content)) => EntryKind::File(content),
-        Some(K::Link(target)) => EntryKind::Link(target.into()),
-        Some(K::Directory(_)) => EntryKind::Directory,
-        _ => return Err(Failure::invalid(format!("tree: {:?} is of no kind", entry.path))),
-    };
-    let entry = Entry { path: entry.path.into(), owner: owner(&entry.owner), kind };
-    entry.check().map(|()| entry)
-}
-
-fn put(request: wire::PutVolumeRequest) -> Result<Put, Failure> {
-    use wire::put_volume_request::Content as C;
-    let content = match request.content {
-        Some(C::Tree(tree)) => Content::Tree(tree.entries.into_iter().map(entry).collect::<Result<_, _>>()?),
-        Some(C::Memory(memory)) => Content::Memory { size_bytes: memory.size_bytes },
-        Some(C::Disk(wanted)) => {
-            let wanted = disk(&wanted);
-            wanted.check()?;
-            Content::Disk(wanted)
-        }
-        _ => return Err(Failure::invalid("volume: says nothing about its content")),
-    };
-    Ok(Put { id: id("volume_id", &request.volume_id)?, owner: owner(&request.owner), content })
-}
-
-fn guest_pid(pid: i32) -> u32 {
-    pid.unsigned_abs()
-}
-
-fn slotted(messages: Vec<wire::ShareMessage>) -> Vec<Slotted> {
-    messages.into_iter().map(|message| (message.slot, message.message)).collect()
-}
-
-fn wire_messages(messages: Vec<Slotted>) -> Vec<wire::ShareMessage> {
-    let message = |(slot, message)| wire::ShareMessage { slot, message, ..Default::default() };
-    messages.into_iter().map(message).collect()
-}
-
-fn wire_exit(exit: Exit) -> wire::Exit {
-    wire::Exit { code: exit.code, at_ns: exit.at_ns, oom_killed: exit.oom_killed, ..Default::default() }
-}
-
-fn wire_process(
-    container: &ContainerId,
-    exec: Option<&ExecId>,
-    process: &Process,
-    paused: bool,
-) -> wire::Process {
-    let (state, pid, exit) = match process.state() {
-        State::Created { pid } => (wire::ProcessState::CREATED, pid, None),
-        State::Running { pid } if paused => (wire::ProcessState::PAUSED, Some(pid), None),
-        State::Running { pid } => (wire::ProcessState::RUNNING, Some(pid), None),
-        State::Exited { pid, exit } => (wire::ProcessState::EXITED, pid, Some(exit)),
-    };
-    wire::Process {
-        container_id: container.to_string(),
-        exec_id: exec.map(ToString::to_string).unwrap_or_default(),
-        pid: pid.map_or(0, guest_pid),
-        state: state.into(),
-        exit: exit.map(wire_exit).map_or_else(MessageField::none, MessageField::some),
-        ..Default::default()
-    }
-}
-
-fn wire_stats(stats: &Stats) -> wire::StatsResponse {
-    wire::StatsResponse {
-        cpu_usage_us: stats.cpu_usage_us,
-        cpu_user_us: stats.cpu_user_us,
-        cpu_system_us: stats.cpu_system_us,
-        cpu_periods: stats.cpu_periods,
-        cpu_throttled_periods: stats.cpu_throttled_periods,
-        cpu_throttled_us: stats.cpu_throttled_us,
-        memory_usage: stats.memory_usage,
-        memory_limit: stats.memory_limit,
-        memory_anon: stats.memory_anon,
-        memory_file: stats.memory_file,
-        memory_inactive_file: stats.memory_inactive_file,
-        memory_page_faults: stats.memory_page_faults,
-        memory_major_page_faults: stats.memory_major_page_faults,
-        memory_swap: stats.memory_swap,
-        pids: stats.pids,
-        pids_limit: stats.pids_limit,
-        oom_kills: stats.oom_kills,
-        fs_used: stats.fs_used,
-        fs_inodes: stats.fs_inodes,
-        ..Default::default()
-    }
-}
-
 impl Service {
+    fn container(&self, id: &str) -> Result<Arc<Container>, Failure> {
+        self.containers.get(&container_id(id)?)
+    }
+
     fn process(&self, container: &str, exec: &str) -> Result<Arc<Process>, Failure> {
-        self.containers.get(&container_id(container)?)?.process(exec_id(exec)?.as_ref())
+        self.container(container)?.process(exec_id(exec)?.as_ref())
     }
 
     async fn start(&self, request: &wire::StartProcessRequest) -> Result<i32, Failure> {
-        let container = self.containers.get(&container_id(&request.container_id)?)?;
+        let container = self.container(&request.container_id)?;
         let exec = exec_id(&request.exec_id)?;
         detached(async move {
             match exec {
@@ -272,7 +105,7 @@ impl Service {
             return Ok(());
         }
         match request.all {
-            true => self.containers.get(&container_id(&request.container_id)?)?.signal_all(signal)?,
+            true => self.container(&request.container_id)?.signal_all(signal)?,
             false => self.process(&request.container_id, &request.exec_id)?.signal(&self.reaper, signal)?,
         }
         if !request.request.is_empty() {
@@ -313,7 +146,9 @@ impl Service {
             let paused = container.is_paused();
             let processes = container.processes();
             listed.extend(
-                processes.iter().map(|(exec, process)| wire_process(&id, exec.as_ref(), process, paused)),
+                processes
+                    .iter()
+                    .map(|(exec, process)| messages::process(&id, exec.as_ref(), process, paused)),
             );
         }
         listed
@@ -363,7 +198,7 @@ impl Agent for Service {
         _: &TtrpcContext,
         request: wire::PutVolumeRequest,
     ) -> Answer<wire::PutVolumeResponse> {
-        let (volumes, put) = (Arc::clone(&self.volumes), put(request).map_err(refuse)?);
+        let (volumes, put) = (Arc::clone(&self.volumes), messages::put(request).map_err(refuse)?);
         detached(async move { volumes.put(put).await }).await.map_err(refuse)?;
         Ok(wire::PutVolumeResponse::default())
     }
@@ -382,7 +217,7 @@ impl Agent for Service {
         _: &TtrpcContext,
         request: wire::CreateContainerRequest,
     ) -> Answer<wire::CreateContainerResponse> {
-        let request = create(request).map_err(refuse)?;
+        let request = messages::create(request).map_err(refuse)?;
         let pid = self.containers.create(request).await.map_err(refuse)?;
         Ok(wire::CreateContainerResponse { pid: guest_pid(pid), ..Default::default() })
     }
@@ -411,9 +246,9 @@ impl Agent for Service {
         request: wire::CreateExecRequest,
     ) -> Answer<wire::CreateExecResponse> {
         let create = || {
-            let container = self.containers.get(&container_id(&request.container_id)?)?;
+            let container = self.container(&request.container_id)?;
             let id = id("exec_id", &request.exec_id)?;
-            let stdio = wanted(&request.stdio);
+            let stdio = messages::wanted(&request.stdio);
             container.create_exec(CreateExec { id, process: request.process_json, stdio })
         };
         create().map_err(refuse)?;
@@ -435,9 +270,9 @@ impl Agent for Service {
         request: wire::WaitProcessRequest,
     ) -> Answer<wire::WaitProcessResponse> {
         let process = self.process(&request.container_id, &request.exec_id).map_err(refuse)?;
-        let mut exit = wire_exit(process.wait().await.map_err(refuse)?);
+        let mut exit = messages::exited(process.wait().await.map_err(refuse)?);
         if request.exec_id.is_empty()
-            && let Ok(container) = container_id(&request.container_id).and_then(|id| self.containers.get(&id))
+            && let Ok(container) = self.container(&request.container_id)
         {
             exit.message = container.message();
         }
@@ -460,7 +295,7 @@ impl Agent for Service {
     ) -> Answer<wire::DeleteExecResponse> {
         let delete = || {
             let id = id("exec_id", &request.exec_id)?;
-            match self.containers.get(&container_id(&request.container_id)?) {
+            match self.container(&request.container_id) {
                 Ok(container) => container.delete_exec(&id),
                 // Gone with its container.
                 Err(_) => Ok(()),
@@ -508,8 +343,7 @@ impl Agent for Service {
         _: &TtrpcContext,
         request: wire::UpdateContainerRequest,
     ) -> Answer<wire::UpdateContainerResponse> {
-        let container =
-            container_id(&request.container_id).and_then(|id| self.containers.get(&id)).map_err(refuse)?;
+        let container = self.container(&request.container_id).map_err(refuse)?;
         let update = detached(async move { container.update(&request.resources_json).await });
         update.await.map_err(refuse)?;
         Ok(wire::UpdateContainerResponse::default())
@@ -520,8 +354,7 @@ impl Agent for Service {
         _: &TtrpcContext,
         request: wire::PauseContainerRequest,
     ) -> Answer<wire::PauseContainerResponse> {
-        let container =
-            container_id(&request.container_id).and_then(|id| self.containers.get(&id)).map_err(refuse)?;
+        let container = self.container(&request.container_id).map_err(refuse)?;
         container.freeze(true).await.map_err(refuse)?;
         Ok(wire::PauseContainerResponse::default())
     }
@@ -531,8 +364,7 @@ impl Agent for Service {
         _: &TtrpcContext,
         request: wire::ResumeContainerRequest,
     ) -> Answer<wire::ResumeContainerResponse> {
-        let container =
-            container_id(&request.container_id).and_then(|id| self.containers.get(&id)).map_err(refuse)?;
+        let container = self.container(&request.container_id).map_err(refuse)?;
         container.freeze(false).await.map_err(refuse)?;
         Ok(wire::ResumeContainerResponse::default())
     }
@@ -542,18 +374,16 @@ impl Agent for Service {
         _: &TtrpcContext,
         request: wire::ListProcessesRequest,
     ) -> Answer<wire::ListProcessesResponse> {
-        let container =
-            container_id(&request.container_id).and_then(|id| self.containers.get(&id)).map_err(refuse)?;
+        let container = self.container(&request.container_id).map_err(refuse)?;
         Ok(wire::ListProcessesResponse { pids: container.pids().map_err(refuse)?, ..Default::default() })
     }
 
     async fn stats(&self, _: &TtrpcContext, request: wire::StatsRequest) -> Answer<wire::StatsResponse> {
         if request.container_id.is_empty() {
-            return Ok(wire_stats(&stats::of_guest()));
+            return Ok(messages::stats(&stats::of_guest()));
         }
-        let container =
-            container_id(&request.container_id).and_then(|id| self.containers.get(&id)).map_err(refuse)?;
-        Ok(wire_stats(&container.stats()))
+        let container = self.container(&request.container_id).map_err(refuse)?;
+        Ok(messages::stats(&container.stats()))
     }
 
     async fn dial(&self, _: &TtrpcContext, request: wire::DialRequest) -> Answer<wire::DialResponse> {
@@ -624,8 +454,8 @@ impl Agent for Service {
         _: &TtrpcContext,
         request: wire::ExchangeSharesRequest,
     ) -> Answer<wire::ExchangeSharesResponse> {
-        let requests = self.shares.exchange(slotted(request.answers), request.resume).await;
-        Ok(wire::ExchangeSharesResponse { requests: wire_messages(requests), ..Default::default() })
+        let requests = self.shares.exchange(messages::slotted(request.answers), request.resume).await;
+        Ok(wire::ExchangeSharesResponse { requests: messages::sharing(requests), ..Default::default() })
     }
 
     async fn power_off(&self, _: &TtrpcContext, _: wire::PowerOffRequest) -> Answer<wire::PowerOffResponse> {

@@ -18,19 +18,27 @@ fuzz=$(cargo_tool cargo-fuzz "${CARGO_FUZZ_VERSION:-0.13.1}")
 build=(--sanitizer none --target-dir target/fuzz/build)
 "$fuzz" fuzz build "${build[@]}"
 
-failed=()
-for target in "${targets[@]}"; do
-    corpus=target/fuzz/corpus/$target
+# run TARGET: for so long, or until an input breaks it.
+run() {
+    local corpus=target/fuzz/corpus/$1 log=target/fuzz/$1.log
     mkdir -p "$corpus"
-    log=target/fuzz/$target.log
-    if "$fuzz" fuzz run "${build[@]}" "$target" "$corpus" "fuzz/seeds/$target" -- \
+    if ! "$fuzz" fuzz run "${build[@]}" "$1" "$corpus" "fuzz/seeds/$1" -- \
         -max_total_time="$seconds" -max_len=65536 -timeout=10 -rss_limit_mb=1024 -print_final_stats=1 \
         >"$log" 2>&1; then
-        runs=$(sed -n 's/^stat::number_of_executed_units: *//p' "$log")
-        say "$target: ${runs:-?} inputs in $seconds s, $(find "$corpus" -type f | wc -l) kept"
-    else
-        failed+=("$target")
         tail -n 40 "$log" >&2
+        say "$1: broken by an input"
+        return 1
     fi
+    local runs
+    runs=$(sed -n 's/^stat::number_of_executed_units: *//p' "$log")
+    say "$1: ${runs:-?} inputs in $seconds s, $(find "$corpus" -type f | wc -l) kept"
+}
+
+# As many at a time as there are processors.
+broken=0
+for target in "${targets[@]}"; do
+    if (($(jobs -rp | wc -l) >= $(nproc))); then wait -n || broken=$((broken + 1)); fi
+    run "$target" &
 done
-((${#failed[@]} == 0)) || die "broken by an input: ${failed[*]}"
+while (($(jobs -p | wc -l))); do wait -n || broken=$((broken + 1)); done
+((broken == 0)) || die "$broken of ${#targets[@]} targets were broken by an input"

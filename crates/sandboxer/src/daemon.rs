@@ -32,6 +32,7 @@ use crate::{
     doctor,
     events::Events,
     front::{self, Front},
+    heap,
     host::{
         cgroup::Hierarchies,
         network::Park,
@@ -269,6 +270,7 @@ async fn serve(
         let _ = filling.templates.get(usual);
         filling.pool.keep_filled(&filling, &until).await;
     });
+    tokio::spawn(heap::give_back_at_rest(node.events.listen()));
     ready(recovered);
     let claimed = node.front.clone();
     tokio::spawn(async move {

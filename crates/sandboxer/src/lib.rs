@@ -17,6 +17,7 @@ pub mod front;
 pub mod fuzzing;
 pub mod guest;
 mod hash;
+mod heap;
 pub mod host;
 pub mod pod;
 pub mod pool;

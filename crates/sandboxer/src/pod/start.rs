@@ -382,13 +382,16 @@ impl Counting {
 
     /// Waits until it is counted.
     pub async fn done(self, spec: &PodSpec) -> Result<(), PodError> {
-        let moved = self.0.await.unwrap_or_else(|ended| Err((PathBuf::new(), io::Error::other(ended))));
-        moved.map_err(|(path, source)| PodError::Host {
-            pod: spec.id.clone(),
-            action: "move the VMM into control group",
-            path,
-            source,
-        })
+        match self.0.await.unwrap_or_else(|ended| Err((PathBuf::new(), io::Error::other(ended)))) {
+            // It has ended, and that is told by whoever watches it.
+            Err((_, error)) if error.raw_os_error() == Some(libc::ESRCH) => Ok(()),
+            moved => moved.map_err(|(path, source)| PodError::Host {
+                pod: spec.id.clone(),
+                action: "move the VMM into control group",
+                path,
+                source,
+            }),
+        }
     }
 }
 

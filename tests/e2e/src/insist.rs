@@ -11,7 +11,10 @@ use crate::case::PATIENCE;
 pub fn nobody_there(error: &Status) -> bool {
     let words =
         ["connection", "EOF", "error reading from server", "not available", "unavailable", "reserved"];
-    error.code() == Code::Unavailable || words.iter().any(|word| error.message().contains(word))
+    let said = error.message();
+    // A worker without memory says that a resource is: it was there.
+    error.code() == Code::Unavailable
+        || !said.contains("temporarily unavailable") && words.iter().any(|word| said.contains(word))
 }
 
 /// Asks until containerd has seen the container's task. It looks at it first and gives up after 2 s

@@ -16,11 +16,15 @@ use std::time::{Duration, Instant};
 use rustix::io::FdFlags;
 use sandboxer_protocol::boot::{BootParams, InvalidBootParams};
 use sandboxer_protocol::link::{self, LinkError, LinkKey};
+use tokio::io::AsyncReadExt;
 use tokio::net::UnixStream;
-use tokio::process::Command;
+use tokio::process::{ChildStderr, Command};
 
 /// Name of the character device that carries the agent's link.
 const AGENT: &str = "agent";
+
+/// Most of a VMM's words that an error tells, bytes.
+const MOST_SAID: u64 = 1024;
 
 const NO_LINE: &str =
     "it was given no kernel command line; a copy of a template has none: ask for a handler whose pods boot";
@@ -61,8 +65,13 @@ pub enum BareBootError {
         source: io::Error,
     },
     /// The agent did not say that it is ready.
-    #[error("no ready message of the agent in a bare boot")]
-    Link(#[from] LinkError),
+    #[error("no ready message of the agent in a bare boot{said}")]
+    Link {
+        /// What the VMM said, after a colon; empty if it said nothing.
+        said: String,
+        /// How the link broke.
+        source: LinkError,
+    },
     /// Too late.
     #[error("no ready message of the agent in a bare boot within {0:?}")]
     Timeout(Duration),
@@ -96,6 +105,7 @@ impl BareBoot {
         if !arguments.iter().any(|word| socket(word).is_some_and(|(id, _)| id == AGENT)) {
             return Err(BareBootError::Unknown { pid, reason: "it has no socket for an agent" });
         }
+        let arguments = arguments.into_iter().map(alone).collect();
         Ok(Self { program, arguments, key })
     }
 
@@ -122,7 +132,7 @@ impl BareBoot {
             .args(&arguments)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
-            .stderr(Stdio::null())
+            .stderr(Stdio::piped())
             .kill_on_drop(true)
             .spawn()
             .map_err(host("start a VMM"))?;
@@ -130,12 +140,43 @@ impl BareBoot {
         let ready = async {
             let mut stream =
                 UnixStream::connect(dir.path().join(AGENT)).await.map_err(host("connect to the agent"))?;
-            link::greet(&mut stream, &self.key).await?;
-            Ok(begun.elapsed())
+            let greeted = link::greet(&mut stream, &self.key).await;
+            Ok(greeted.map(|_| begun.elapsed()))
         };
         let outcome = tokio::time::timeout(limit, ready).await.unwrap_or(Err(BareBootError::Timeout(limit)));
         machine.kill().await.map_err(host("end a VMM"))?;
-        outcome
+        match outcome? {
+            Ok(took) => Ok(took),
+            Err(source) => Err(BareBootError::Link { said: said(machine.stderr.take()).await, source }),
+        }
+    }
+}
+
+/// Of a machine that has nothing but itself: its memory is a file of its own, and its network cards' cables end nowhere.
+fn alone(word: OsString) -> OsString {
+    let Some(text) = word.to_str() else { return word };
+    let without = |field: &str| {
+        let parts = text.split(',').filter(|part| !part.starts_with(field));
+        parts.collect::<Vec<_>>().join(",")
+    };
+    match text.split(',').next() {
+        Some("memory-backend-file") => {
+            without("mem-path=").replacen("memory-backend-file", "memory-backend-memfd", 1).into()
+        }
+        Some("tap") => format!("{},hubid=0", without("fd=").replacen("tap", "hubport", 1)).into(),
+        _ => word,
+    }
+}
+
+/// The first words of a VMM that has ended, for an error.
+async fn said(stderr: Option<ChildStderr>) -> String {
+    let mut words = String::new();
+    if let Some(stderr) = stderr {
+        let _ = stderr.take(MOST_SAID).read_to_string(&mut words).await;
+    }
+    match words.trim() {
+        "" => String::new(),
+        words => format!(": {}", words.replace('\n', " | ")),
     }
 }
 
@@ -164,11 +205,27 @@ mod tests {
         }
     }
 
+    #[test]
+    fn what_belongs_to_another_process_is_not_asked_for() {
+        let memory = "memory-backend-file,id=memory0,size=256M,mem-path=/proc/self/fd/865,share=on";
+        assert_eq!(alone(memory.into()), "memory-backend-memfd,id=memory0,size=256M,share=on");
+        assert_eq!(alone("tap,id=tap0,fd=869".into()), "hubport,id=tap0,hubid=0");
+        assert_eq!(
+            alone("virtio-net-device,id=nic0,netdev=tap0".into()),
+            "virtio-net-device,id=nic0,netdev=tap0"
+        );
+    }
+
     #[tokio::test]
-    async fn a_machine_that_ends_at_once_is_no_time() {
+    async fn a_machine_that_ends_at_once_is_no_time_and_its_words_are_told() {
+        let dir = tempfile::tempdir().unwrap();
+        let program = dir.path().join("vmm");
+        fs::write(&program, "#!/bin/sh\necho no such card >&2\n").unwrap();
+        fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
         let key = LinkKey::random().to_hex();
         let line = format!("-append|sandboxer.link={key}|-chardev|socket,id=agent,fd=9,server=on");
-        let boot = BareBoot::with(1, "/bin/true".into(), words(&line)).unwrap();
-        assert!(boot.run(Duration::from_secs(20)).await.is_err());
+        let boot = BareBoot::with(1, program, words(&line)).unwrap();
+        let error = boot.run(Duration::from_secs(20)).await.unwrap_err();
+        assert!(error.to_string().ends_with(": no such card"), "{error}");
     }
 }

@@ -8,12 +8,14 @@ mod test_node;
 use std::{collections::HashSet, fs, sync::Arc, time::Duration};
 
 use fake_agent::{FakeAgent, OUTPUT};
+use futures::FutureExt;
 use sandboxer::{
     api::starts::Starts,
     container::Phase,
     error::Code,
     events::Kind,
     pod::{
+        admission::Work,
         quarantine::Quarantine,
         recover::{self, Recovered},
         state::PodState,
@@ -97,6 +99,31 @@ async fn a_stop_wins_over_a_start_that_would_take_for_ever() {
         let late = pod.start().await.unwrap_err();
         assert_eq!(late.code(), Code::FailedPrecondition, "{late}");
     }
+}
+
+#[tokio::test]
+async fn a_container_that_waits_for_its_turn_gives_up_when_its_pod_is_stopped_or_ends() {
+    let test = node();
+    let mut places = Vec::new();
+    while let Some(Some(place)) = test.node.admission.enter(Work::Container).now_or_never() {
+        places.push(place);
+    }
+    for ends in [false, true] {
+        let pod = test.pod(if ends { "ends" } else { "stopped" });
+        pod.start().await.unwrap();
+        let mut making = std::pin::pin!(pod.create_container(test.container("c1", "true")));
+        assert!(making.as_mut().now_or_never().is_none(), "there was a place left");
+        pod.inspect().await.unwrap();
+        if ends {
+            assert!(test.vmm.crash(pod.id()))
+        } else {
+            pod.stop().await.unwrap()
+        }
+        let told = making.await.unwrap_err();
+        assert_eq!(told.code(), Code::Cancelled, "{told}");
+        pod.remove().await.unwrap();
+    }
+    drop(places);
 }
 
 #[tokio::test]

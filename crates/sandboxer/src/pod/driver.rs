@@ -181,7 +181,7 @@ struct Driver {
     volumes: Arc<Volumes>,
     /// Containers whose making is under way.
     being_made: HashMap<ContainerId, Stages>,
-    /// Ends a start under way.
+    /// Ends a start under way, and that of a container that waits for its turn.
     cancel: CancellationToken,
     start_waiters: Vec<Reply<()>>,
     stop_waiters: Vec<Reply<()>>,
@@ -344,18 +344,18 @@ impl Driver {
         let (written, pod) = (self.next_record(), self.spec.id.clone());
         self.work.spawn(written.map(move |result| {
             if let Err(error) = result {
-                tracing::error!(%pod, error = chain(&error), "the pod's record on disk is out of date");
+                tracing::error!(%pod, error = chain(&error), "the record of the pod is out of date");
             }
             Done::Nothing
         }));
     }
 
-    /// Answers once what the answer says is on disk.
+    /// Answers once what the answer says is on record.
     fn save_then<T: Send + 'static>(&mut self, reply: Reply<T>, result: Result<T, PodError>) {
         let (written, pod) = (self.next_record(), self.spec.id.clone());
         self.work.spawn(written.map(move |recorded| {
             if let Err(error) = recorded {
-                tracing::error!(%pod, error = chain(&error), "the pod's record on disk is out of date");
+                tracing::error!(%pod, error = chain(&error), "the record of the pod is out of date");
             }
             answer(reply, result);
             Done::Nothing

@@ -78,7 +78,7 @@ impl Driver {
                 let (stages, cancel) = (self.stages.clone(), self.cancel.clone());
                 let intent = self.next_record();
                 self.work.spawn(async move {
-                    // On disk before the first process: a daemon that dies from here on leaves a
+                    // On record before the first process: a daemon that dies from here on leaves a
                     // trace that the next one finds.
                     if let Err(error) = intent.await {
                         return Done::PodStarted(Err(journal_failed(&spec, error)));
@@ -105,6 +105,7 @@ impl Driver {
             }
             PodState::Ready => {
                 self.become_state(PodState::Stopping);
+                self.cancel.cancel();
                 self.end_machine();
             }
             // Nobody waits: an attempt before this one has failed, and been answered.
@@ -171,14 +172,16 @@ impl Driver {
         let stages = Stages::new(self.spec.id.clone(), self.node.stage_times.clone());
         self.being_made.insert(new.id.clone(), stages.clone());
         let (node, spec, volumes) = (self.node.clone(), self.spec.clone(), self.volumes.clone());
-        let mut counted = self.counted.clone();
+        let (mut counted, cancel) = (self.counted.clone(), self.cancel.clone());
         self.work.spawn(async move {
             let _urgent = node.admission.urgent();
             let turn = async {
                 // One that can't be counted has been given up.
                 let _ = counted.wait_for(|counted| *counted).await;
-                Ok::<_, PodError>(node.admission.enter(Work::Container).await)
+                node.admission.enter(Work::Container).await
             };
+            let turn = cancel.run_until_cancelled(turn);
+            let turn = async { turn.await.ok_or_else(|| PodError::Cancelled(spec.id.clone())) };
             let result = match stages.run(Stage::Queue, turn).await {
                 Ok(_place) => {
                     let (front, rootfs) = (&node.front, &node.rootfs);
@@ -306,7 +309,7 @@ impl Driver {
         let recorded = exec.is_none().then(|| self.next_record());
         self.work.spawn(async move {
             if let Some(Err(error)) = futures::future::OptionFuture::from(recorded).await {
-                tracing::error!(%pod, error = chain(&error), "the pod's record on disk is out of date");
+                tracing::error!(%pod, error = chain(&error), "the record of the pod is out of date");
             }
             front.remember_deleted(front::key(front::DELETED, &of, exec.as_ref()), &exit);
             let result = match (&live, &exec) {

@@ -70,7 +70,7 @@ impl Driver {
         let recorded = self.next_record();
         let spec = self.spec.clone();
         self.work.spawn(async move {
-            // On disk before containerd is told: what it believes in, the next daemon finds.
+            // On record before containerd is told: what it believes in, the next daemon finds.
             let error = recorded.await.err().map(|error| chain(&error));
             for reply in waiters {
                 answer(reply, again(&error, &spec));
@@ -147,6 +147,7 @@ impl Driver {
             return;
         }
         self.live = None;
+        self.cancel.cancel();
         // Those that the guest had, which nobody keeps up to date any more.
         self.volumes = Arc::new(Volumes::new(self.node.volumes.clone(), self.volumes.shares.clone(), None));
         self.forwarding = None;
@@ -227,7 +228,7 @@ impl Driver {
                 // From here on the record says so.
                 Ok(()) => intent.release(),
                 Err(error) => {
-                    tracing::error!(%pod, error = chain(&error), "the pod's record on disk is out of date");
+                    tracing::error!(%pod, error = chain(&error), "the record of the pod is out of date");
                 }
             }
             answer(reply, Ok(()));

@@ -1,6 +1,6 @@
 //! What is on disk of a pod, so that the daemon may die at any instant.
 //!
-//! One JSON file a pod, replaced whole: written beside, synced, renamed over. A reader sees the
+//! One JSON file a pod, replaced whole: written beside, renamed over. A reader sees the
 //! old record or the new one, never half of either. The old one keeps a name of its own, for the day on which a disk
 //! gives back something else than it was given:
 //!
@@ -9,6 +9,12 @@
 //! state_dir/pods/<pod>.before   the one before it, if there was one
 //! state_dir/pods/<pod>.new      while it is written
 //! ```
+//!
+//! A record is in the kernel's hands before anybody is told of what it says, which is enough for the next daemon, and
+//! nobody waits for the disk: what ends before the disk has a record is the host, and with it every machine. The disk
+//! gets it right after, by [`sync`], for the daemon of the next boot, which tells containerd what has ended.
+
+mod sync;
 
 use std::{
     fs::{self, File},
@@ -23,6 +29,7 @@ use sandboxer_protocol::{
 };
 use serde::{Deserialize, Serialize};
 
+use self::sync::Syncer;
 use super::{
     spec::PodSpec,
     state::{PodState, PodStatus},
@@ -158,6 +165,7 @@ impl JournalError {
 #[derive(Debug, Clone)]
 pub struct Journal {
     dir: PathBuf,
+    syncer: Arc<Syncer>,
 }
 
 impl Journal {
@@ -176,12 +184,13 @@ impl Journal {
                 _ => {}
             }
         }
-        Ok(Self { dir })
+        Ok(Self { syncer: Arc::new(Syncer::new(dir.clone())), dir })
     }
 
     /// The record of one pod.
     pub fn pod(&self, id: &SandboxId) -> PodJournal {
-        PodJournal { path: self.dir.join(format!("{id}.json")), newest: Arc::default() }
+        let path = self.dir.join(format!("{id}.json"));
+        PodJournal { path, newest: Arc::default(), syncer: self.syncer.clone() }
     }
 
     /// Every record there is, each readable or not.
@@ -243,13 +252,14 @@ pub(crate) fn parse(text: &[u8], path: &Path) -> Result<PodRecord, JournalError>
 #[derive(Debug, Clone)]
 pub struct PodJournal {
     path: PathBuf,
-    // Number of the newest record on disk. Held across the write, so that of two writes under way
+    // Number of the newest record in place. Held across the write, so that of two writes under way
     // the older never lands last; only this pod's writers wait for it.
     newest: Arc<tokio::sync::Mutex<u64>>,
+    syncer: Arc<Syncer>,
 }
 
 impl PodJournal {
-    /// Puts `record` on disk unless a newer one is there; `number` rises with each record.
+    /// Puts `record` in place unless a newer one is there; `number` rises with each record.
     pub async fn write(&self, number: u64, record: PodRecord) -> Result<(), JournalError> {
         let mut newest = self.newest.clone().lock_owned().await;
         if number <= *newest {
@@ -258,6 +268,7 @@ impl PodJournal {
         let path = self.path.clone();
         blocking("write", &self.path, move || replace(&path, &record)).await?;
         *newest = number;
+        self.syncer.soon(&self.path);
         Ok(())
     }
 
@@ -310,9 +321,6 @@ fn replace(path: &Path, record: &PodRecord) -> io::Result<()> {
             fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&new)?;
         file.write_all(&text)?;
         pass(format_args!("a record is written"));
-        file.sync_all()?;
-        pass(format_args!("a record is on disk"));
-        // No sync of its own: it was synced when it was new, and the name is with the directory below.
         if let Err(error) = keep(path) {
             tracing::warn!(?path, %error, "the record before the next one is not kept");
         }
@@ -325,7 +333,7 @@ fn replace(path: &Path, record: &PodRecord) -> io::Result<()> {
     }
     written?;
     pass(format_args!("a record is in place"));
-    File::open(path.parent().unwrap_or(Path::new("/")))?.sync_all()
+    Ok(())
 }
 
 #[cfg(test)]

@@ -1,0 +1,91 @@
+//! Records go to the disk together: all that came while others were on their way.
+//!
+//! A pod and its container are recorded four times in their start. The system calls of a record take 0.17 ms with nobody
+//! waiting for the disk and 0.46 ms with two syncs (medians of 200, on a virtual disk that is quick to say that it is
+//! done).
+
+use std::{
+    collections::BTreeSet,
+    fs::File,
+    io, mem,
+    path::{Path, PathBuf},
+    sync::{Arc, Mutex, PoisonError},
+};
+
+/// What has been written and may not be on the disk yet.
+#[derive(Debug)]
+pub struct Syncer {
+    dir: PathBuf,
+    // A plain lock: held for moments, never across a sync.
+    waiting: Mutex<Waiting>,
+}
+
+#[derive(Debug, Default)]
+struct Waiting {
+    records: BTreeSet<PathBuf>,
+    /// Somebody takes them from here until none are left.
+    at_work: bool,
+}
+
+impl Syncer {
+    /// For records in `dir`.
+    pub fn new(dir: PathBuf) -> Self {
+        Self { dir, waiting: Mutex::default() }
+    }
+
+    /// Has the record at `path` brought to the disk, by a thread that does so for all.
+    pub fn soon(self: &Arc<Self>, path: &Path) {
+        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        waiting.records.insert(path.to_owned());
+        if !mem::replace(&mut waiting.at_work, true) {
+            let of = self.clone();
+            tokio::task::spawn_blocking(move || while of.sync_some() {});
+        }
+    }
+
+    /// Brings those to the disk that wait now; false if there were none.
+    fn sync_some(&self) -> bool {
+        let records = {
+            let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+            waiting.at_work = !waiting.records.is_empty();
+            mem::take(&mut waiting.records)
+        };
+        for path in &records {
+            match File::open(path).and_then(|record| record.sync_data()) {
+                // Its pod has been removed since.
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => tracing::error!(?path, %error, "a journal record may not be on the disk"),
+                Ok(()) => {}
+            }
+        }
+        if !records.is_empty()
+            && let Err(error) = File::open(&self.dir).and_then(|dir| dir.sync_all())
+        {
+            tracing::error!(path = ?self.dir, %error, "names of journal records may not be on the disk");
+        }
+        !records.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_came_meanwhile_goes_at_once_and_what_is_gone_is_no_reason_to_stop() {
+        let dir = tempfile::tempdir().unwrap();
+        let syncer = Arc::new(Syncer::new(dir.path().to_owned()));
+        let waiting = || syncer.waiting.lock().unwrap();
+        // As if the disk were slow: nobody else takes them.
+        waiting().at_work = true;
+        for name in ["a", "gone", "a"] {
+            syncer.soon(&dir.path().join(name));
+        }
+        std::fs::write(dir.path().join("a"), "x").unwrap();
+        assert_eq!(waiting().records.len(), 2);
+        assert!(syncer.sync_some());
+        assert!(waiting().records.is_empty() && waiting().at_work);
+        assert!(!syncer.sync_some());
+        assert!(!waiting().at_work, "nobody would take the next one");
+    }
+}

@@ -34,7 +34,7 @@ use sandboxer_probe::report::Report;
 use sandboxer_probe::sample::{Mode, Outcome, Sample};
 use sandboxer_probe::startup::Plan;
 use sandboxer_probe::store::{self, Loaded, Store};
-use sandboxer_probe::{html, timeline};
+use sandboxer_probe::{html, markdown, timeline};
 use sandboxer_protocol::link::LinkKey;
 use sandboxer_protocol::stage::Stage;
 use tokio::runtime::Runtime;
@@ -260,7 +260,7 @@ fn pods(c: &mut Criterion) {
         let name = store::file_name(&series.runtime);
         println!("distribution: {}", dir.join(format!("cdf-{name}-{}.txt", series.mode)).display());
     }
-    println!("report: {}", dir.join("report.html").display());
+    println!("report: {}\n\n{}", dir.join("report.html").display(), markdown::tables(&loaded));
 }
 
 /// How many, unless the environment says otherwise.

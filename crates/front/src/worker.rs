@@ -2,6 +2,7 @@
 
 use std::{
     collections::VecDeque,
+    env,
     ffi::OsString,
     io,
     os::{
@@ -25,6 +26,12 @@ use crate::control::{self, Kind};
 
 /// The worker's option that names its end of the control socket.
 pub const OPTION: &str = "--front-fd";
+
+/// What the worker's allocator is told where nobody has told it something else: two heaps for all threads, each of which
+/// would have one that keeps what its busiest moment took, and no small pieces kept by each thread, which hold pages that
+/// could be given back. Measured after a burst of 50 pods, the worker at rest: 10.3 MB of PSS with such pieces, 8.2
+/// without (n = 1).
+const HEAP: (&str, &str) = ("GLIBC_TUNABLES", "glibc.malloc.arena_max=2:glibc.malloc.tcache_count=0");
 
 /// A worker that was ready for so long died of something new.
 const LASTING: Duration = Duration::from_secs(1);
@@ -54,13 +61,18 @@ struct Outgoing {
 }
 
 impl Worker {
-    /// Starts one. Its environment is ours, without the service manager's socket: it is us who talk to that.
+    /// Starts one. Its environment is ours, with [`HEAP`] and without the service manager's socket: it is us who talk to
+    /// that.
     pub fn start(program: &Path, arguments: &[OsString]) -> io::Result<Self> {
         let (control, theirs) = control::pair()?;
         // No other thread could start a program meanwhile, which would get it too.
         fcntl(&theirs, FcntlArg::F_SETFD(FdFlag::empty()))?;
         let mut command = Command::new(program);
         command.args(arguments).arg(OPTION).arg(theirs.as_raw_fd().to_string()).env_remove("NOTIFY_SOCKET");
+        let (variable, value) = HEAP;
+        if env::var_os(variable).is_none() {
+            command.env(variable, value);
+        }
         // SAFETY: between fork and exec one system call is made, which is async-signal-safe.
         unsafe {
             // What is blocked here, to be read from a descriptor, would be blocked there and in all VMMs.

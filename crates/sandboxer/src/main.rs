@@ -14,17 +14,13 @@ use clap::Parser;
 use sandboxer::{config::Config, daemon, front::Front, privileges};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::{Layer, filter::Targets, layer::SubscriberExt, util::SubscriberInitExt};
 
 /// Threads that serve requests. All work is waiting for VMMs, guests and disks; a third thread
 /// would only cost its stack.
 const WORKERS: usize = 2;
 /// Threads for blocking file operations.
 const BLOCKING: usize = 8;
-
-/// Heaps that threads share. glibc would make up to eight per processor, each of which keeps what its busiest moment
-/// took.
-const HEAPS: libc::c_int = 2;
 
 /// Runs every pod of this node in a microVM of its own, for containerd.
 #[derive(Debug, Parser)]
@@ -58,8 +54,6 @@ const FRONT: &str = "sandboxer-front";
 
 /// The whole program.
 pub fn main() -> ExitCode {
-    // SAFETY: changes glibc's allocator alone, and no other thread exists yet. Refused, it changes nothing.
-    unsafe { libc::mallopt(libc::M_ARENA_MAX, HEAPS) };
     let options = Options::parse();
     match start(&options) {
         Ok(()) => ExitCode::SUCCESS,
@@ -79,16 +73,12 @@ fn start(options: &Options) -> anyhow::Result<()> {
     // Threads have sets of capabilities of their own: before there are any.
     privileges::give_up()?;
     let Some(front) = options.front_fd else { return become_front() };
-    let filter = EnvFilter::try_new(&options.log).with_context(|| format!("--log {:?}", options.log))?;
-    let log = tracing_subscriber::fmt()
-        .with_env_filter(filter)
+    let filter: Targets = options.log.parse().with_context(|| format!("--log {:?}", options.log))?;
+    let lines = tracing_subscriber::fmt::layer()
         .with_ansi(std::io::stderr().is_terminal())
         .with_writer(std::io::stderr);
-    if options.log_json {
-        log.json().init()
-    } else {
-        log.init()
-    }
+    let lines = if options.log_json { lines.json().boxed() } else { lines.boxed() };
+    tracing_subscriber::registry().with(lines.with_filter(filter)).init();
 
     // SAFETY: whoever gave this option, which is the front, gave the descriptor with it, for this use.
     let front = unsafe { OwnedFd::from_raw_fd(front) };

@@ -28,6 +28,8 @@ use crate::failpoint::pass;
 
 /// Longest line accepted, bytes.
 const MAX_LINE: usize = 256 << 10;
+/// Room for what is read and written at first, bytes, of each VMM; the codec's own would be 8 KiB each.
+const BUFFER: usize = 1 << 10;
 /// Longest explanation kept of a refusal, characters.
 const MAX_REASON: usize = 400;
 /// Commands that may wait for the socket.
@@ -150,7 +152,7 @@ type Wire = Framed<UnixStream, LinesCodec>;
 impl Qmp {
     /// Waits for QEMU's greeting and enters command mode, all within `limit`.
     pub async fn handshake(socket: UnixStream, limit: Duration) -> Result<Self, QmpError> {
-        let mut wire = Framed::new(socket, LinesCodec::new_with_max_length(MAX_LINE));
+        let mut wire = Framed::with_capacity(socket, LinesCodec::new_with_max_length(MAX_LINE), BUFFER);
         let greeting = async {
             match next(&mut wire).await? {
                 Message::Greeting { .. } => Ok(()),

@@ -368,6 +368,32 @@ mod tests {
     }
 
     #[test]
+    fn a_monitor_of_no_pod_below_a_resident_process_waits_for_one() {
+        let pods = [pod("pod-a", "ctr-a", 0)];
+        let known = Known { cri: Some(5), observers: [3].into(), ..Known::default() };
+        let table = vec![
+            process(3, 1, "observer", ""),
+            process(5, 1, "containerd", ""),
+            Process { watches: [50].into(), ..process(6, 1, "any-name", "") },
+            process(50, 6, "qemu-system-x86_64", "-name pod-a"),
+            process(60, 6, "qemu-system-x86_64", "-name pool-1"),
+            Process { has_vm: true, ..process(61, 6, "monitor", "") },
+            process(62, 6, "mkfs.erofs", ""),
+            process(70, 1, "qemu-system-x86_64", "-name somebodys"),
+        ];
+        assert_eq!(
+            roles(table, &pods, &known),
+            [
+                (6, Role::Daemon, None),
+                (50, Role::Vmm, Some("pod-a".into())),
+                (60, Role::Pool, None),
+                (61, Role::Pool, None),
+                (62, Role::Unattributed, None),
+            ]
+        );
+    }
+
+    #[test]
     fn a_guests_pid_is_not_a_hosts() {
         // A VM runtime reports pid 20 of the guest; on the host that is somebody else, of another pod even.
         let pods = [pod("pod-a", "ctr-a", 0)];

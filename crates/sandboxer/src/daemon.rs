@@ -48,7 +48,7 @@ use crate::{
         registry::Registry,
         ways::Ways,
     },
-    pool::{self, Pool},
+    pool::{self, Meminfo, Pool},
     template::{self, Shape, Templates},
     vmm::{self, Vmm, VmmError},
 };
@@ -170,7 +170,7 @@ pub fn node(config: Config, vmm: Arc<dyn Vmm>, front: Arc<Front>) -> Result<Arc<
     Ok(Arc::new(Node {
         templates,
         park,
-        pool: Pool::new(config.pool, usual),
+        pool: Pool::new(config.pool, usual, Meminfo::of_host()),
         ways: Ways::default(),
         rootfs: RootfsStore::open(&config.state_dir.join("rootfs"), &config.rootfs)?,
         volumes: Arc::new(volumes),

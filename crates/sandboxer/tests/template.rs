@@ -18,7 +18,7 @@ use sandboxer::{
     daemon,
     front::Front,
     pod::{self, Node, PodHandle, spec::PodSpec, state::PodStatus},
-    pool::Pool,
+    pool::{Meminfo, Pool},
     template::{Shape, Template, TemplateError},
     vmm::fake::{FakeVmm, Fault},
 };
@@ -67,7 +67,7 @@ impl Host {
         config.pool = PoolConfig { min: self.pool, max: self.pool };
         let node = Arc::into_inner(daemon::node(config, self.vmm.clone(), Front::none()).unwrap()).unwrap();
         // These tests' pods have no network namespace, and so no interface.
-        Arc::new(Node { pool: Pool::new(node.config.pool, SHAPE), ..node })
+        Arc::new(Node { pool: Pool::new(node.config.pool, SHAPE, Meminfo::of_host()), ..node })
     }
 
     fn templates(&self) -> Vec<PathBuf> {

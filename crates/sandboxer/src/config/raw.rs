@@ -244,6 +244,9 @@ fn resolve(
     let max = raw.pool.max.unwrap_or(default.pool.max.max(min));
     check("pool.min", min.to_string(), "0 to pool.max", min <= max)?;
     check("pool.max", max.to_string(), "0 to 1000", max <= 1000)?;
+    // Its machines are copies of templates, and would be made for nobody.
+    let enabled = raw.templates.enabled.unwrap_or(templates.enabled);
+    check("pool.max", max.to_string(), "0 while templates.enabled is false", enabled || max == 0)?;
 
     Ok(Config {
         run_dir: absolute("run_dir", raw.run_dir, default.run_dir)?,
@@ -282,7 +285,7 @@ fn resolve(
             agent_log: raw.vm.agent_log,
         },
         templates: TemplateConfig {
-            enabled: raw.templates.enabled.unwrap_or(templates.enabled),
+            enabled,
             most: at_once("templates.max", raw.templates.max, templates.most)?,
             most_bytes: match raw.templates.max_mib {
                 Some(mib) => positive("templates.max_mib", mib)?.saturating_mul(1 << 20),
@@ -442,6 +445,16 @@ mod tests {
     }
 
     #[test]
+    fn there_is_no_pool_without_templates() {
+        assert!(
+            !parse("[templates]\nenabled = false").unwrap().templates.enabled,
+            "there is no pool by default"
+        );
+        let error = parse("[templates]\nenabled = false\n[pool]\nmin = 1").unwrap_err().to_string();
+        assert!(error.contains("pool.max is 1, it takes 0 while templates.enabled is false"), "{error}");
+    }
+
+    #[test]
     fn values_out_of_bounds_name_their_key_and_what_it_takes() {
         for (text, key) in [
             ("run_dir = \"run\"", "run_dir"),
@@ -452,6 +465,7 @@ mod tests {
             ("[vm]\nboot_timeout = nan", "vm.boot_timeout"),
             ("[templates]\nmax = 0", "templates.max"),
             ("[pool]\nmax = 2\nmin = 3", "pool.min"),
+            ("[templates]\nenabled = false\n[pool]\nmax = 8", "pool.max"),
             ("[rootfs]\ncache_mib = 0", "rootfs.cache_mib"),
             ("[volumes]\nempty_dir_mib = 1", "volumes.empty_dir_mib"),
             ("[containerd]\nttrpc = \"ttrpc.sock\"", "containerd.ttrpc"),

@@ -152,9 +152,9 @@ pub struct TemplateConfig {
 /// How many machines wait for pods.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolConfig {
-    /// Always at least so many, unless memory is short.
+    /// Always at least so many of the default size, unless memory is short.
     pub min: usize,
-    /// Never more; 0: there is no pool.
+    /// Never more, of all sizes together; 0: there is no pool.
     pub max: usize,
 }
 

@@ -3,6 +3,11 @@
 //! Two gates, for two kinds of work that compete for processors in their own ways: machines that boot
 //! or are restored, and containers that are made in machines that run. A pod that takes a machine from
 //! the pool passes neither.
+//!
+//! Disks and handshakes have no gate of their own because each happens within one of these: disks are made and
+//! plugged in under the container's place, and a machine's place is kept until its agent has answered. Network
+//! namespaces need none: containerd has made them before the pod comes here, and the few calls that join taps to them
+//! take turns at the kernel's own lock (by the code; not measured).
 
 use tokio::sync::{Semaphore, SemaphorePermit, watch};
 

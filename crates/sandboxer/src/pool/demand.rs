@@ -1,6 +1,10 @@
-//! How many machines of a size should wait: pure, from how many were lately asked for.
+//! How many machines of each size should wait: pure, from how many were lately asked for.
 
-use std::{collections::VecDeque, time::Duration};
+use std::{
+    cmp::Reverse,
+    collections::{BTreeMap, VecDeque},
+    time::Duration,
+};
 
 use tokio::time::Instant;
 
@@ -31,9 +35,37 @@ impl Demand {
     }
 }
 
-/// How many machines should wait.
-pub fn target(least: usize, most: usize, recent: usize) -> usize {
-    recent.clamp(least.min(most), most)
+/// How many machines of one size should wait, were there no others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Wanted {
+    /// At least so many.
+    pub least: usize,
+    /// And so many as were lately asked for.
+    pub recent: usize,
+}
+
+/// How many machines of each size should wait, `most` in all. If these are too few for all that is wanted, the
+/// least of each size come first, in the order of sizes; then the size that has fewest gets one more, of several
+/// the one in greater demand, until none are left.
+pub fn share_out<Size: Ord + Copy>(most: usize, wanted: &BTreeMap<Size, Wanted>) -> BTreeMap<Size, usize> {
+    let mut left = most;
+    let least = |(&size, wanted): (&Size, &Wanted)| {
+        let given = wanted.least.min(left);
+        left -= given;
+        (size, given)
+    };
+    let mut shares: BTreeMap<Size, usize> = wanted.iter().map(least).collect();
+    for _ in 0..left {
+        let unmet =
+            shares.iter_mut().zip(wanted.values()).filter(|((_, share), wanted)| **share < wanted.recent);
+        let Some(((_, share), _)) =
+            unmet.min_by_key(|((_, share), wanted)| (**share, Reverse(wanted.recent)))
+        else {
+            break;
+        };
+        *share += 1;
+    }
+    shares
 }
 
 #[cfg(test)]
@@ -54,16 +86,39 @@ mod tests {
         assert_eq!(demand.recent(Instant::now()), 1);
     }
 
+    fn wanted() -> impl Strategy<Value = BTreeMap<u8, Wanted>> {
+        let one = (0_usize..4, 0_usize..40).prop_map(|(least, recent)| Wanted { least, recent });
+        prop::collection::btree_map(any::<u8>(), one, 0..6)
+    }
+
     proptest! {
         #[test]
-        fn the_target_keeps_its_bounds_and_follows_demand(
-            least in 0_usize..20, more in 0_usize..20, recent in 0_usize..100,
-        ) {
-            let most = least + more;
-            let wanted = target(least, most, recent);
-            prop_assert!((least..=most).contains(&wanted));
-            prop_assert!(target(least, most, recent + 1) >= wanted);
-            prop_assert!(wanted == recent || wanted == least || wanted == most);
+        fn all_sizes_together_keep_the_bound_and_each_gets_what_it_may(most in 0_usize..60, wanted in wanted()) {
+            let shares = share_out(most, &wanted);
+            let full = shares.values().sum::<usize>() == most;
+            prop_assert!(shares.keys().eq(wanted.keys()));
+            prop_assert!(shares.values().sum::<usize>() <= most);
+            let enough = wanted.values().map(|wanted| wanted.least).sum::<usize>() <= most;
+            for (size, &share) in &shares {
+                let Wanted { least, recent } = wanted[size];
+                prop_assert!(share <= least.max(recent), "{size} has more than is wanted");
+                prop_assert!(share >= least || !enough, "{size} has less than its least");
+                prop_assert!(share >= recent || full, "{size} lacks what nobody else has");
+                // Fair: who still wants has not two fewer than another got beyond its least.
+                for (other, &its) in &shares {
+                    let beyond = its > wanted[other].least;
+                    prop_assert!(!(share < recent && beyond && its > share + 1), "{other} got {size}'s");
+                }
+            }
+        }
+
+        #[test]
+        fn more_demand_never_means_less(most in 0_usize..60, wanted in wanted(), which in any::<prop::sample::Index>()) {
+            prop_assume!(!wanted.is_empty());
+            let size = *which.get(&wanted.keys().copied().collect::<Vec<_>>());
+            let mut more = wanted.clone();
+            more.entry(size).and_modify(|wanted| wanted.recent += 1);
+            prop_assert!(share_out(most, &more)[&size] >= share_out(most, &wanted)[&size]);
         }
     }
 }

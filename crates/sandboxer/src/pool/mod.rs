@@ -1,28 +1,36 @@
 //! Machines that wait for pods: restored, rehearsed, standing still.
 //!
 //! ```text
-//!  keep_filled ─▶ make: restore ─▶ greet ─▶ rehearse ─▶ pause ─▶ Warm ─▶ claim ─▶ a pod
-//!       ▲                                                          │
-//!       └── a claim, or the time: too few? too many? stale? ◀──────┘
+//!  fill: too few? ─▶ make: restore ─▶ greet ─▶ rehearse ─▶ pause ─▶ Warm ─▶ claim ─▶ a pod
+//!                                                                    │
+//!  trim: too many? ended? of an old template? memory short? ─▶ end ◀─┘
 //! ```
 //!
-//! A machine is made only while nobody waits for a pod, and its processes give way to all others. It is no
-//! pod's: no record names it, and the next daemon ends what this one leaves.
+//! Both look at each claim, and every [`PERIOD`]; neither waits for the other. One machine is made at a time,
+//! whenever nobody waits for a pod; where pods start without a pause, one after each [`PERIOD`] all the same. Its
+//! processes give way to all others. It is no pod's: no record names it, and the next daemon ends what this one
+//! leaves.
 
 mod demand;
 mod make;
+mod memory;
 mod program;
 mod rehearsal;
 
 use std::{
-    collections::{HashMap, VecDeque},
+    collections::{BTreeMap, VecDeque},
+    mem,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::Duration,
 };
 
+use futures::FutureExt;
 use sandboxer_protocol::agent::Ready;
-use tokio::{sync::Notify, time::Instant};
+use tokio::{
+    sync::watch,
+    time::{Instant, timeout},
+};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
@@ -34,16 +42,16 @@ use crate::{
     template::{Missing, Shape, TemplateKey, Templates},
     vmm::Machine,
 };
-use demand::Demand;
+use demand::{Demand, Wanted, share_out};
 pub use make::end;
+pub use memory::Meminfo;
 pub use rehearsal::Rehearsal;
 
-/// How often is looked whether the pool should be smaller.
+/// How often is looked whether the pool should be larger or smaller, and how long pods that start can keep it from
+/// growing by one.
 const PERIOD: Duration = Duration::from_secs(5);
-/// How long after a failure the next machine is tried.
+/// How long after a failure the next machine of that size is tried.
 const RETRY: Duration = Duration::from_secs(30);
-/// Memory that is left to pods, as a part of all there is: with less, the pool gives way.
-const RESERVE: u64 = 8;
 
 /// A machine that waits for a pod. Its guest stands still.
 #[derive(Debug)]
@@ -65,15 +73,17 @@ pub struct Pool {
     config: PoolConfig,
     /// The size of which there are always [`PoolConfig::min`].
     usual: Shape,
+    meminfo: Meminfo,
     // A plain lock: held for a push or a pop, never across an await.
     state: Mutex<State>,
-    changed: Notify,
+    /// Told of each claim, and of machines that were too many or of no use.
+    taken: watch::Sender<()>,
 }
 
 #[derive(Debug, Default)]
 struct State {
-    waiting: HashMap<Shape, VecDeque<Warm>>,
-    demand: HashMap<Shape, Demand>,
+    waiting: BTreeMap<Shape, VecDeque<Warm>>,
+    demand: BTreeMap<Shape, Demand>,
 }
 
 /// A machine that waits, for people.
@@ -87,8 +97,8 @@ pub struct WarmView {
 
 impl Pool {
     /// A pool without machines.
-    pub fn new(config: PoolConfig, usual: Shape) -> Arc<Self> {
-        Arc::new(Self { config, usual, state: Mutex::default(), changed: Notify::new() })
+    pub fn new(config: PoolConfig, usual: Shape, meminfo: Meminfo) -> Arc<Self> {
+        Arc::new(Self { config, usual, meminfo, state: Mutex::default(), taken: watch::Sender::default() })
     }
 
     /// Takes a machine of this size, if one waits that is a copy of what its template is now. The error
@@ -100,7 +110,7 @@ impl Pool {
         let template = templates.get(shape);
         let mut state = self.lock();
         state.demand.entry(shape).or_default().add(Instant::now());
-        self.changed.notify_one();
+        self.taken.send_replace(());
         let template = template.map_err(Missing::as_str)?;
         let waiting = state.waiting.get_mut(&shape).ok_or("empty")?;
         let fresh = waiting.iter().position(|warm| warm.template == template.key).ok_or("empty")?;
@@ -123,96 +133,118 @@ impl Pool {
             Ok(rehearsal) => rehearsal,
             Err(error) => return tracing::error!(%error, "no pool: its rehearsal can't be prepared"),
         };
+        tokio::join!(self.keep_trimmed(node, shutdown), self.fill(node, &rehearsal, shutdown));
+    }
+
+    async fn keep_trimmed(&self, node: &Node, shutdown: &CancellationToken) {
+        let mut taken = self.taken.subscribe();
         while !shutdown.is_cancelled() {
-            self.prune(node).await;
-            let Some(shape) = self.lacking() else {
-                self.wait(PERIOD, shutdown).await;
+            self.trim(node).await;
+            shutdown.run_until_cancelled(timeout(PERIOD, taken.changed())).await;
+        }
+    }
+
+    async fn fill(&self, node: &Arc<Node>, rehearsal: &Rehearsal, shutdown: &CancellationToken) {
+        let mut taken = self.taken.subscribe();
+        let mut failed = BTreeMap::new();
+        while !shutdown.is_cancelled() {
+            if shutdown.run_until_cancelled(timeout(PERIOD, node.admission.quiet())).await.is_none() {
+                return;
+            }
+            failed.retain(|_, at: &mut Instant| at.elapsed() < RETRY);
+            let Some(shape) = self.lacking(|shape| !failed.contains_key(shape)) else {
+                shutdown.run_until_cancelled(timeout(PERIOD, taken.changed())).await;
                 continue;
             };
-            tokio::select! {
-                () = shutdown.cancelled() => return,
-                () = node.admission.quiet() => {}
-            }
-            match make::warm(node, &rehearsal, shape, shutdown).await {
+            match make::warm(node, rehearsal, shape, shutdown).await {
                 Ok(warm) => self.lock().waiting.entry(shape).or_default().push_back(warm),
                 Err(_) if shutdown.is_cancelled() => return,
                 Err(error) => {
                     tracing::warn!(%shape, error = chain(&error), "no machine for the pool");
-                    self.wait(RETRY, shutdown).await;
+                    failed.insert(shape, Instant::now());
                 }
             }
         }
     }
 
-    async fn wait(&self, longest: Duration, shutdown: &CancellationToken) {
-        tokio::select! {
-            () = shutdown.cancelled() => {}
-            _ = tokio::time::timeout(longest, self.changed.notified()) => {}
+    /// The size that lacks most machines, of those that may be made and that there is memory for.
+    fn lacking(&self, may: impl Fn(&Shape) -> bool) -> Option<Shape> {
+        let spare = self.meminfo.spare()?;
+        let mut state = self.lock();
+        let targets = self.targets(&mut state);
+        let there = |shape| state.waiting.get(shape).map_or(0, VecDeque::len);
+        // Those of another size that are too many have not been ended yet.
+        if state.waiting.keys().map(there).sum::<usize>() >= self.config.max {
+            return None;
         }
+        let short = targets.iter().filter(|&(shape, &target)| there(shape) < target);
+        let fits = short.filter(|(shape, _)| may(shape) && shape.memory_mib << 20 <= spare);
+        fits.max_by_key(|&(shape, target)| target - there(shape)).map(|(&shape, _)| shape)
     }
 
-    /// A size of which there are too few machines, if memory allows for one more.
-    fn lacking(&self) -> Option<Shape> {
-        let mut state = self.lock();
+    /// How many machines of each size should wait; none of sizes that are not named.
+    fn targets(&self, state: &mut State) -> BTreeMap<Shape, usize> {
         let now = Instant::now();
-        let waiting: HashMap<Shape, usize> =
-            state.waiting.iter().map(|(&shape, all)| (shape, all.len())).collect();
         state.demand.entry(self.usual).or_default();
         state.demand.retain(|&shape, demand| demand.recent(now) > 0 || shape == self.usual);
-        let lacking = |(&shape, demand): (&Shape, &mut Demand)| {
-            let there = waiting.get(&shape).copied().unwrap_or(0);
-            (there < self.target(shape, demand.recent(now))).then_some(shape)
-        };
-        let shape = state.demand.iter_mut().find_map(lacking)?;
-        drop(state);
-        has_room(shape.memory_mib << 20).then_some(shape)
+        let wanted = state.demand.iter_mut().map(|(&shape, demand)| {
+            let least = if shape == self.usual { self.config.min } else { 0 };
+            (shape, Wanted { least, recent: demand.recent(now) })
+        });
+        share_out(self.config.max, &wanted.collect())
     }
 
-    fn target(&self, shape: Shape, recent: usize) -> usize {
-        let least = if shape == self.usual { self.config.min } else { 0 };
-        demand::target(least, self.config.max, recent)
-    }
-
-    /// Ends the machines that are too many, whose templates have changed, that have ended, and, while
-    /// memory is short, one after the other.
-    async fn prune(&self, node: &Arc<Node>) {
+    /// Ends the machines that are too many, whose templates have changed or that have ended; and, as long as memory
+    /// is short, one after the other, the largest first.
+    async fn trim(&self, node: &Node) {
         // Files are looked at before the lock is taken: a claim waits for it.
         let shapes: Vec<Shape> = self.lock().waiting.keys().copied().collect();
         let key = |&shape: &Shape| Some((shape, node.templates.get(shape).ok()?.key.clone()));
-        let current: HashMap<Shape, TemplateKey> = shapes.iter().filter_map(key).collect();
-        let short = !has_room(0);
-        let mut doomed = Vec::new();
-        {
-            let mut state = self.lock();
-            let now = Instant::now();
-            let State { waiting, demand } = &mut *state;
-            for (&shape, machines) in waiting.iter_mut() {
-                let target = self.target(shape, demand.entry(shape).or_default().recent(now));
-                let mut kept = VecDeque::new();
-                for warm in machines.drain(..) {
-                    let stale = current.get(&shape).is_some_and(|key| *key != warm.template);
-                    let ended = futures::FutureExt::now_or_never(warm.machine.exited()).is_some();
-                    if stale || ended || kept.len() >= target {
-                        doomed.push(warm)
-                    } else {
-                        kept.push_back(warm)
-                    }
-                }
-                *machines = kept;
-            }
-            if short {
-                doomed.extend(waiting.values_mut().find_map(VecDeque::pop_back));
-            }
-            waiting.retain(|_, machines| !machines.is_empty());
+        let current: BTreeMap<Shape, TemplateKey> = shapes.iter().filter_map(key).collect();
+        let surplus = self.surplus(&current);
+        if !surplus.is_empty() {
+            self.taken.send_replace(());
         }
-        for warm in doomed {
+        for warm in surplus {
+            end(warm.machine.as_ref()).await;
+        }
+        while self.meminfo.spare().is_none() {
+            let Some(warm) = self.largest() else { break };
+            let pid = warm.machine.record().pid;
+            tracing::info!(pid, "memory is short: the pool has one machine less");
             end(warm.machine.as_ref()).await;
         }
     }
 
+    /// Takes out the machines that are too many, that are of other templates than the `current` ones, or ended.
+    fn surplus(&self, current: &BTreeMap<Shape, TemplateKey>) -> Vec<Warm> {
+        let mut state = self.lock();
+        let targets = self.targets(&mut state);
+        let mut surplus = Vec::new();
+        for (shape, machines) in &mut state.waiting {
+            let target = targets.get(shape).copied().unwrap_or(0);
+            let stale = |warm: &Warm| current.get(shape).is_some_and(|key| *key != warm.template);
+            let ended = |warm: &Warm| warm.machine.exited().now_or_never().is_some();
+            let (good, bad) =
+                machines.drain(..).partition::<VecDeque<_>, _>(|warm| !stale(warm) && !ended(warm));
+            *machines = good;
+            surplus.extend(bad);
+            surplus.extend(machines.drain(target.min(machines.len())..));
+        }
+        state.waiting.retain(|_, machines| !machines.is_empty());
+        surplus
+    }
+
+    /// Takes out one of the machines that have most memory.
+    fn largest(&self) -> Option<Warm> {
+        let mut state = self.lock();
+        let waiting = state.waiting.iter_mut().filter(|(_, machines)| !machines.is_empty());
+        waiting.max_by_key(|(shape, _)| shape.memory_mib)?.1.pop_back()
+    }
+
     /// Ends every machine that waits.
     pub async fn drain(&self) {
-        let all: Vec<Warm> = self.lock().waiting.drain().flat_map(|(_, machines)| machines).collect();
+        let all: Vec<Warm> = mem::take(&mut self.lock().waiting).into_values().flatten().collect();
         futures::future::join_all(all.iter().map(|warm| end(warm.machine.as_ref()))).await;
     }
 
@@ -229,17 +261,4 @@ pub fn run_dir(node: &Node) -> PathBuf {
 /// The same, of the daemon whose run directory this is.
 pub fn dir(run_dir: &Path) -> PathBuf {
     run_dir.join("pool")
-}
-
-/// Whether `bytes` more leave pods their reserve. A host that doesn't tell has room.
-fn has_room(bytes: u64) -> bool {
-    let Ok(info) = std::fs::read_to_string("/proc/meminfo") else { return true };
-    let kib = |name: &str| {
-        let line = info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
-        line.and_then(|line| line.split_ascii_whitespace().next()?.parse::<u64>().ok())
-    };
-    match (kib("MemAvailable"), kib("MemTotal")) {
-        (Some(available), Some(total)) => (available << 10) >= bytes + ((total << 10) / RESERVE),
-        _ => true,
-    }
 }

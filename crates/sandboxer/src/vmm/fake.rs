@@ -68,6 +68,8 @@ pub enum Fault {
     RefusesDisks,
     /// The VMM restores no template.
     RefusesTemplates,
+    /// The VMM exits while it starts a machine with more memory, MiB.
+    FailsToBootOver(u64),
 }
 
 /// File of a frozen fake machine: the key of its link, hex.
@@ -145,7 +147,8 @@ impl Vmm for FakeVmm {
         let fault = *lock(&self.fault);
         match fault {
             Fault::Hangs => std::future::pending().await,
-            Fault::FailsToBoot => {
+            Fault::FailsToBootOver(mib) if spec.memory_mib <= mib => {}
+            Fault::FailsToBoot | Fault::FailsToBootOver(_) => {
                 return Err(VmmError::Died {
                     pod: spec.pod.clone(),
                     call: "boot".into(),

@@ -11,6 +11,7 @@ mod faults;
 mod lifecycle;
 mod many;
 mod network;
+mod pool;
 mod probe;
 mod sandbox;
 mod security;
@@ -80,6 +81,7 @@ fn entries() -> Vec<Entry> {
         failure::cases,
         many::cases,
         network::cases,
+        pool::cases,
         probe::cases,
         templates::cases,
         volumes::cases,

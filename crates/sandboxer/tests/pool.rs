@@ -1,0 +1,229 @@
+//! How many machines wait in the pool, with doubles for the VMM, the agent and the host's memory.
+//!
+//! Machines are made while the clock runs, since a program of the host's is part of it; what is a matter of time comes
+//! about by a jump of the clock.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that can't go on fails where it stands")]
+
+mod fake_agent;
+
+use std::{fs, path::PathBuf, sync::Arc, time::Duration};
+
+use fake_agent::FakeAgent;
+use sandboxer::{
+    config::{Config, PoolConfig},
+    daemon,
+    front::Front,
+    pod::Node,
+    pool::{self, Meminfo, Pool},
+    template::Shape,
+    vmm::fake::{FakeVmm, Fault},
+};
+use tempfile::TempDir;
+use tokio_util::sync::CancellationToken;
+
+const USUAL: Shape = Shape { vcpus: 1, memory_mib: 128, nics: 0 };
+const LARGE: Shape = Shape { vcpus: 1, memory_mib: 512, nics: 0 };
+/// Between two looks of the pool's at the time.
+const ROUND: Duration = Duration::from_secs(5);
+/// Longer than any test takes.
+const LONG: Duration = Duration::from_secs(3600);
+
+/// A daemon's pool that is kept filled.
+struct Kept {
+    node: Arc<Node>,
+    vmm: Arc<FakeVmm>,
+    meminfo: PathBuf,
+    shutdown: CancellationToken,
+    filling: tokio::task::JoinHandle<()>,
+    dir: TempDir,
+}
+
+impl Kept {
+    fn new(min: usize, max: usize) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name);
+        fs::write(path("kernel"), "a kernel").unwrap();
+        fs::write(path("initramfs"), "an initramfs").unwrap();
+        let mut config = Config { run_dir: path("run"), state_dir: path("state"), ..Config::default() };
+        config.vm.kernel = path("kernel");
+        config.vm.initramfs = path("initramfs");
+        // The clock may jump while a machine is made.
+        [config.vm.boot_timeout, config.vm.call_timeout, config.vm.agent_timeout] = [LONG; 3];
+        config.pool = PoolConfig { min, max };
+        let meminfo = path("meminfo");
+        let agent = FakeAgent::default();
+        let vmm = Arc::new(FakeVmm::new(move |guest| agent.serve(guest)));
+        let node = Arc::into_inner(daemon::node(config, vmm.clone(), Front::none()).unwrap()).unwrap();
+        let pool = Pool::new(node.config.pool, USUAL, Meminfo::at(&meminfo));
+        let node = Arc::new(Node { pool, ..node });
+        let shutdown = CancellationToken::new();
+        let (of, until) = (node.clone(), shutdown.clone());
+        let filling = tokio::spawn(async move { of.pool.keep_filled(&of, &until).await });
+        let kept = Self { node, vmm, meminfo, shutdown, filling, dir };
+        kept.has_memory(1 << 20);
+        kept
+    }
+
+    /// The host has so many MiB besides the reserve, of which it has none with `None`.
+    fn has_memory(&self, spare_mib: impl Into<Option<u64>>) {
+        let available = spare_mib.into().map_or((1 << 20) - 1, |mib: u64| (1 << 20) + (mib << 10));
+        let text = format!("MemTotal: {} kB\nMemAvailable: {available} kB\n", 8 << 20);
+        // The pool may look at this moment.
+        fs::write(self.meminfo.with_extension("new"), text).unwrap();
+        fs::rename(self.meminfo.with_extension("new"), &self.meminfo).unwrap();
+    }
+
+    /// Pods of a size come, so many, and are gone; answers how many machines they took.
+    async fn arrive(&self, shape: Shape, times: usize) -> usize {
+        let claim = |_| self.node.pool.claim(shape, &self.node.templates).ok();
+        let claimed: Vec<_> = (0..times).filter_map(claim).collect();
+        for warm in &claimed {
+            pool::end(warm.machine.as_ref()).await;
+        }
+        claimed.len()
+    }
+
+    fn waiting(&self, shape: Shape) -> usize {
+        self.node.pool.list().iter().filter(|view| view.shape == shape).count()
+    }
+
+    /// Waits until so many machines of each size wait. Never are there more than the pool may have.
+    async fn has(&self, usual: usize, large: usize) {
+        let there = async {
+            while (self.waiting(USUAL), self.waiting(LARGE)) != (usual, large) {
+                assert!(self.node.pool.list().len() <= self.node.config.pool.max, "more than the bound");
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        let found = tokio::time::timeout(Duration::from_secs(60), there).await;
+        found.unwrap_or_else(|_| {
+            let found = (self.waiting(USUAL), self.waiting(LARGE));
+            panic!("{found:?} instead of {usual} and {large}")
+        });
+    }
+
+    /// The clock jumps, round by round; the pool has the time to act after each.
+    async fn rounds(&self, rounds: u32) {
+        for _ in 0..rounds {
+            tokio::time::pause();
+            tokio::time::advance(ROUND).await;
+            tokio::time::resume();
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    /// As [`Kept::has`], after as many rounds as it takes.
+    async fn comes_to_have(&self, usual: usize, large: usize) {
+        for _ in 0..200 {
+            if (self.waiting(USUAL), self.waiting(LARGE)) == (usual, large) {
+                break;
+            }
+            self.rounds(1).await;
+        }
+        self.has(usual, large).await;
+    }
+
+    /// The end: nothing is left behind.
+    async fn ends(mut self) {
+        self.shutdown.cancel();
+        (&mut self.filling).await.unwrap();
+        self.node.pool.drain().await;
+        assert_eq!(self.waiting(USUAL) + self.waiting(LARGE), 0);
+        let left: Vec<_> = fs::read_dir(self.dir.path().join("run/pool")).unwrap().collect();
+        assert!(left.is_empty(), "left behind: {left:?}");
+    }
+}
+
+#[tokio::test]
+async fn arrivals_grow_the_pool_and_quiet_shrinks_it() {
+    let kept = Kept::new(1, 3);
+    kept.has(1, 0).await;
+    assert_eq!(kept.arrive(USUAL, 2).await, 1, "one waited");
+    kept.has(2, 0).await;
+    assert_eq!(kept.arrive(USUAL, 4).await, 2, "two waited");
+    kept.has(3, 0).await;
+    // Most of a minute, and then the rest.
+    kept.rounds(10).await;
+    kept.has(3, 0).await;
+    kept.rounds(4).await;
+    kept.has(1, 0).await;
+    kept.ends().await;
+}
+
+#[tokio::test]
+async fn sizes_share_one_bound() {
+    let kept = Kept::new(0, 4);
+    kept.rounds(2).await;
+    kept.has(0, 0).await;
+    kept.arrive(LARGE, 9).await;
+    kept.has(0, 4).await;
+    kept.arrive(USUAL, 1).await;
+    kept.comes_to_have(1, 3).await;
+    kept.arrive(USUAL, 8).await;
+    kept.comes_to_have(2, 2).await;
+    kept.rounds(13).await;
+    kept.has(0, 0).await;
+    kept.ends().await;
+}
+
+#[tokio::test]
+async fn starts_without_a_pause_hold_up_neither_filling_nor_trimming() {
+    let kept = Kept::new(2, 2);
+    kept.has(2, 0).await;
+    let node = kept.node.clone();
+    let _start = node.admission.urgent();
+    kept.vmm.running().iter().for_each(|machine| assert!(kept.vmm.crash(machine)));
+    kept.rounds(1).await;
+    assert!(kept.waiting(USUAL) < 2, "dead machines wait, or more than one was made in a round");
+    kept.comes_to_have(2, 0).await;
+    kept.arrive(USUAL, 2).await;
+    kept.comes_to_have(2, 0).await;
+    kept.ends().await;
+}
+
+#[tokio::test]
+async fn a_size_that_fails_holds_up_no_other_and_is_tried_again_in_time() {
+    let kept = Kept::new(0, 4);
+    kept.vmm.inject(Fault::FailsToBootOver(USUAL.memory_mib));
+    kept.arrive(LARGE, 3).await;
+    for demand in 1..=2 {
+        kept.arrive(USUAL, 1).await;
+        kept.has(demand, 0).await;
+    }
+    // A claim is no reason to try again.
+    kept.vmm.inject(Fault::None);
+    kept.arrive(LARGE, 1).await;
+    assert_eq!(kept.arrive(USUAL, 2).await, 2);
+    kept.has(2, 0).await;
+    kept.rounds(5).await;
+    kept.has(2, 0).await;
+    kept.rounds(3).await;
+    kept.has(2, 2).await;
+    kept.ends().await;
+}
+
+#[tokio::test]
+async fn the_pool_gives_way_while_memory_is_short_and_stays_small_until_there_is_enough() {
+    let kept = Kept::new(3, 4);
+    kept.has(3, 0).await;
+    // One more would fit by no means, but none is short either.
+    kept.has_memory(USUAL.memory_mib - 1);
+    assert_eq!(kept.arrive(USUAL, 1).await, 1);
+    kept.rounds(2).await;
+    kept.has(2, 0).await;
+    kept.has_memory(None);
+    kept.rounds(1).await;
+    assert_eq!(kept.waiting(USUAL), 0, "one look is enough to end all that is too many");
+    assert_eq!(kept.arrive(USUAL, 1).await, 0);
+    kept.rounds(3).await;
+    kept.has(0, 0).await;
+    kept.has_memory(LARGE.memory_mib - 1);
+    kept.arrive(LARGE, 9).await;
+    kept.comes_to_have(3, 0).await;
+    // A pod's start is when memory is about to be short: the pool doesn't wait for a round.
+    kept.has_memory(None);
+    assert_eq!(kept.arrive(USUAL, 1).await, 1);
+    kept.has(0, 0).await;
+    kept.ends().await;
+}

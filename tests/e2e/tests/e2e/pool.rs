@@ -1,0 +1,184 @@
+//! Pods that take a machine that waited: which do, what they see of it, and where such machines are told.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use anyhow::{Context, Result, ensure};
+use k8s_cri::v1::Mount;
+use sandboxer_e2e::case::{Case, Pod, idle};
+
+use crate::templates::{pool_is_filled, told};
+
+crate::cases![
+    VmAlone: a_container_sees_what_it_sees_after_a_boot, a_pod_takes_the_pools_machine_if_it_fits,
+        machines_that_wait_are_told_by_name
+];
+
+/// What a container can find out of where it runs, in sections.
+const LOOK: &str = r#"
+    say() { echo "== $1"; }
+    say own; ip -o addr show eth0 | awk '{ print $4 }' | cut -d/ -f1; cat /sys/class/net/eth0/address
+    say mounts; cat /proc/mounts
+    say pids; echo "this is $$"; ls /proc | grep '^[0-9]*$' | sort -n | head -n 1
+    say cgroups; cat /proc/self/cgroup; find /sys/fs/cgroup
+    cd /sys/fs/cgroup; grep "" *.max *.weight cgroup.controllers cgroup.type cpuset.* 2>/dev/null
+    say log; dmesg
+    say sysctl; grep -r "" /proc/sys 2>/dev/null
+    say environment; env; umask; id; hostname; uname -a; cat /proc/self/limits
+    say status; cat /proc/self/status
+    say namespaces; for ns in /proc/self/ns/*; do readlink $ns; done
+    say devices; ls /dev /sys/block /sys/class/*; cat /proc/partitions /proc/filesystems /proc/modules
+    say network; ip addr; ip route; ip -6 route; cat /etc/resolv.conf /etc/hosts /etc/hostname
+    cat /proc/net/tcp /proc/net/udp /proc/net/unix | wc -l
+    grep "" /sys/class/net/*/* 2>/dev/null
+    true"#;
+
+/// Lines in which a pod of the pool may differ from one that booted: section, what the line has, and why.
+const MAY_DIFFER: [(&str, &str, &str); 17] = [
+    ("log", "ommand line: ", "the key of its link is a machine's own"),
+    ("log", "sched_clock: ", "measured at boot"),
+    ("log", "clocksource: ", "measured at boot"),
+    ("log", "tsc: ", "measured at boot"),
+    ("log", "hrtimer: interrupt took", "measured whenever the host is busy"),
+    ("log", "sd 0:0:0:", "the rehearsal had a disk, and the log keeps all that there ever was"),
+    ("log", "scsi 0:0:0:", "the same"),
+    ("log", "sda", "the same"),
+    ("log", "link becomes ready", "told only where the interface was up before its link"),
+    ("sysctl", "/proc/sys/fs/dentry-state:", "counts what was ever opened"),
+    ("sysctl", "/proc/sys/fs/inode-", "counts what was ever opened"),
+    ("sysctl", "/proc/sys/fs/file-nr:", "counts what is open at the moment"),
+    ("sysctl", "/proc/sys/kernel/random/", "each draws its own"),
+    ("sysctl", "/proc/sys/kernel/ns_last_pid:", "counts processes, those of this script among them"),
+    ("status", "ctxt_switches:", "its own course"),
+    ("status", "Vm", "its own course"),
+    ("status", "Rss", "its own course"),
+];
+
+type Seen = BTreeMap<String, BTreeSet<String>>;
+
+/// The lines of each section, in any order; the pod's own addresses are called so.
+async fn seen(pod: &Pod) -> Result<Seen> {
+    let mut seen = Seen::new();
+    let mut section = "";
+    let text = pod.output(LOOK).await?;
+    for line in text.lines() {
+        match line.strip_prefix("== ") {
+            Some(name) => section = name,
+            None => _ = seen.entry(section.into()).or_default().insert(line.to_owned()),
+        }
+    }
+    let own = seen.remove("own").context("no addresses")?;
+    // Whole words: another address may begin as this one does.
+    let anonymous = |line: String| {
+        let words = line.split_inclusive([' ', '\t', '/']).map(|word| {
+            let bare = word.trim_end_matches([' ', '\t', '/']);
+            let bare = bare.strip_prefix("address:").unwrap_or(bare);
+            if own.contains(bare) { word.replace(bare, "OWN") } else { word.to_owned() }
+        });
+        words.collect::<String>()
+    };
+    let rename = |lines: BTreeSet<String>| lines.into_iter().map(anonymous).collect();
+    Ok(seen.into_iter().map(|(section, lines)| (section, rename(lines))).collect())
+}
+
+async fn a_container_sees_what_it_sees_after_a_boot(case: Case) -> Result<()> {
+    pool_is_filled(&case).await?;
+    let pooled = case.pod().await?;
+    ensure!(way(&case, &pooled)? == "pool");
+    let config = case.pod_config();
+    let booted = case.pod_of(&case.cri.run_pod(&config, "sandboxer-boot").await?, config);
+    ensure!(way(&case, &booted)? == "boot");
+    let (pooled, booted) = (seen(&pooled).await?, seen(&booted).await?);
+    let names = "cgroups devices environment log mounts namespaces network pids status sysctl";
+    for seen in [&pooled, &booted] {
+        ensure!(seen.keys().map(String::as_str).eq(names.split(' ')), "sections {:?}", seen.keys());
+    }
+    let mut unlike = Vec::new();
+    let mut boot_ids = 0;
+    for (section, lines) in &pooled {
+        for line in lines.symmetric_difference(&booted[section]) {
+            boot_ids += usize::from(line.contains("random/boot_id"));
+            let may = |(of, has, _): &(&str, &str, &str)| of == section && line.contains(has);
+            if !MAY_DIFFER.iter().any(may) {
+                let whose = if lines.contains(line) { "pool" } else { "boot" };
+                unlike.push(format!("{section}, after {whose}: {line}"));
+            }
+        }
+    }
+    ensure!(boot_ids == 2, "the look doesn't see that two machines are two");
+    ensure!(unlike.is_empty(), "{}", unlike.join("\n"));
+    Ok(())
+}
+
+async fn a_pod_takes_the_pools_machine_if_it_fits(case: Case) -> Result<()> {
+    pool_is_filled(&case).await?;
+    let missed = misses(&case)?;
+    let plain = case.pod().await?;
+    ensure!(way(&case, &plain)? == "pool");
+    ensure!(misses(&case)? == missed, "a pod that got a machine of the pool counts as one that didn't");
+
+    // The pool has room for the default size alone.
+    let other = case
+        .pod_with(|config| _ = config.annotations.insert("io.sandboxer.vcpus".into(), "2".into()))
+        .await?;
+    let by = way(&case, &other)?;
+    ensure!(by == "template" || by == "boot", "a machine of 2 vCPUs by way of {by}");
+    ensure!(misses(&case)? == missed + 1, "why it came slower is not counted");
+    ensure!(other.output("grep -c ^processor /proc/cpuinfo").await? == "2");
+
+    // A share is the container's, which comes once the pod has its machine: any machine will do.
+    pool_is_filled(&case).await?;
+    let host = tempfile::tempdir()?;
+    std::fs::write(host.path().join("file"), "live")?;
+    let sharing = case.pod().await?;
+    ensure!(way(&case, &sharing)? == "pool");
+    let mut config = idle("c");
+    config.mounts.push(Mount {
+        container_path: "/data".into(),
+        host_path: host.path().display().to_string(),
+        ..Default::default()
+    });
+    let container = sharing.start(config).await?;
+    ensure!(container.sh("cat /data/file").await? == "live");
+    Ok(())
+}
+
+/// In the memory report, as the pool's, each by its process.
+async fn machines_that_wait_are_told_by_name(case: Case) -> Result<()> {
+    let _pod = case.pod().await?;
+    pool_is_filled(&case).await?;
+    let waiting: Vec<u64> = told(&case, &["template", "list"])?["pool"]
+        .as_array()
+        .context("no pool")?
+        .iter()
+        .filter_map(|machine| machine["vmm_pid"].as_u64())
+        .collect();
+    ensure!(!waiting.is_empty());
+    let report =
+        case.stack.command("sandboxer-cli").args(["mem-report", "--runtime", "sandboxer"]).output()?;
+    ensure!(report.status.success(), "{}", String::from_utf8_lossy(&report.stderr));
+    let report = String::from_utf8(report.stdout)?;
+    for pid in waiting {
+        let mut lines = report.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+        let named =
+            |words: &[&str]| words.first() == Some(&"pool") && words.contains(&pid.to_string().as_str());
+        ensure!(lines.any(|words| named(&words)), "machine {pid} waits and is not told:\n{report}");
+    }
+    let report = told(&case, &["mem-report", "--runtime", "sandboxer"])?;
+    let kib = report["memory"][0]["by_role"]["pool"].as_f64();
+    ensure!(kib.is_some_and(|kib| kib > 0.0), "{}", report["memory"]);
+    Ok(())
+}
+
+/// How a pod got its machine.
+fn way(case: &Case, pod: &Pod) -> Result<String> {
+    let way = &told(case, &["inspect", &pod.id])?["way"];
+    Ok(way.as_str().context("no way")?.to_owned())
+}
+
+/// How many pods could not have a machine of the pool.
+fn misses(case: &Case) -> Result<u64> {
+    let listed = told(case, &["template", "list"])?;
+    let ways = listed["ways"].as_array().context("no ways")?;
+    let missed = ways.iter().filter(|way| way["way"] == "pool" && way["reason"] != "");
+    Ok(missed.filter_map(|way| way["pods"].as_u64()).sum())
+}

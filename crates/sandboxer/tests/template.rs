@@ -5,7 +5,7 @@
 mod fake_agent;
 
 use std::{
-    fs,
+    fs, io,
     os::unix::fs::{FileExt, MetadataExt},
     path::{Path, PathBuf},
     sync::{Arc, Mutex},
@@ -16,6 +16,7 @@ use fake_agent::FakeAgent;
 use sandboxer::{
     config::{Config, PoolConfig, Way},
     daemon,
+    error::{Code, PodError},
     front::Front,
     pod::{self, Node, PodHandle, spec::PodSpec, state::PodStatus},
     pool::Pool,
@@ -24,6 +25,7 @@ use sandboxer::{
 };
 use sandboxer_protocol::link::LinkKey;
 use tempfile::TempDir;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 const SHAPE: Shape = Shape { vcpus: 1, memory_mib: 128, nics: 0 };
@@ -113,6 +115,27 @@ impl Host {
     }
 }
 
+/// What is logged.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Log {
+    /// How many lines contain `words`.
+    fn lines(&self, words: &str) -> usize {
+        let log = self.0.lock().unwrap();
+        String::from_utf8_lossy(&log).lines().filter(|line| line.contains(words)).count()
+    }
+}
+
+impl io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().write(bytes)
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
 /// Lets time pass, for templates and nobody else.
 async fn later(by: Duration) {
     tokio::time::pause();
@@ -128,6 +151,10 @@ async fn started_at_best(node: &Arc<Node>, id: &str, way: Way) -> PodHandle {
     let pod = spawned(node, id, way);
     pod.start().await.unwrap();
     pod
+}
+
+async fn try_started(node: &Arc<Node>, id: &str) -> Result<(), PodError> {
+    spawned(node, id, Way::Pool).start().await.map(drop)
 }
 
 fn spawned(node: &Arc<Node>, id: &str, way: Way) -> PodHandle {
@@ -254,9 +281,59 @@ async fn a_vmm_that_refuses_templates_costs_time_and_no_pod() {
     host.vmm.inject(Fault::RefusesTemplates);
     let pod = started(&node, "pod").await;
     assert_eq!(pod.status().way, Some(Way::Boot));
-    assert_eq!(missed(&node, Way::Template, "failed"), 1);
+    assert_eq!(missed(&node, Way::Template, "restore-failed"), 1);
     pod.remove().await.unwrap();
     assert!(!host.path("run/pods/pod").exists());
+}
+
+#[tokio::test]
+async fn why_pods_start_in_a_slower_way_is_counted_always_and_told_once() {
+    let host = Host::new();
+    let node = host.node();
+    node.templates.prepare(SHAPE).await.unwrap();
+    host.vmm.inject(Fault::RefusesTemplates);
+    let log = Log::default();
+    let writer = log.clone();
+    let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
+    let _logged = tracing::subscriber::set_default(subscriber);
+    for id in ["one", "two", "three"] {
+        started(&node, id).await;
+    }
+    assert_eq!(missed(&node, Way::Template, "restore-failed"), 3);
+    assert_eq!(log.lines("injected refusal"), 1);
+
+    // A template that can't be made is no news either, however often it is tried.
+    host.vmm.inject(Fault::FailsToBoot);
+    for _ in 0..3 {
+        node.templates.prepare(LARGER).await.unwrap_err();
+    }
+    assert_eq!(log.lines("no template"), 1);
+    assert_eq!(node.templates.get(LARGER).unwrap_err(), Missing::NotMade);
+    fs::remove_file(host.path("kernel")).unwrap();
+    node.templates.prepare(LARGER).await.unwrap_err();
+    assert_eq!(log.lines("no template"), 2, "it fails in something else");
+}
+
+#[tokio::test]
+async fn all_ways_together_take_no_longer_than_a_pod_may() {
+    let host = Host::new();
+    let node = host.node();
+    let limit = node.config.vm.boot_timeout;
+    node.templates.prepare(SHAPE).await.unwrap();
+    host.vmm.inject(Fault::HangsOnRestore);
+    tokio::time::pause();
+    let began = Instant::now();
+    assert_eq!(started(&node, "hangs-on-restore").await.status().way, Some(Way::Boot));
+    assert_eq!(missed(&node, Way::Template, "silent"), 1);
+    assert!(began.elapsed() < limit, "{:?}", began.elapsed());
+
+    // By each way there is a machine, and none of them says a word.
+    host.vmm.inject(Fault::NeverReady);
+    let began = Instant::now();
+    let error = try_started(&node, "never-ready").await.unwrap_err();
+    assert_eq!(error.code(), Code::DeadlineExceeded, "{error}");
+    assert_eq!((missed(&node, Way::Template, "silent"), missed(&node, Way::Boot, "silent")), (2, 1));
+    assert!(began.elapsed() <= limit + Duration::from_millis(10), "{:?}", began.elapsed());
 }
 
 #[tokio::test(flavor = "multi_thread")]

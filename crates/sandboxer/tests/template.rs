@@ -378,6 +378,22 @@ async fn a_template_that_is_there_waits_for_none_that_is_made() {
     foreign.abort();
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_template_that_its_vmm_refuses_is_made_anew_once() {
+    let host = Host::new();
+    let found = host.node().templates.prepare(SHAPE).await.unwrap().link_key.clone();
+    let node = host.node();
+    node.templates.prepare(SHAPE).await.unwrap();
+    host.vmm.inject(Fault::RefusesTemplates);
+    assert_eq!(started(&node, "one").await.status().way, Some(Way::Boot));
+    let made = node.templates.prepare(SHAPE).await.unwrap().link_key.clone();
+    assert_ne!(made, found, "what is refused is used still");
+    assert_eq!(started(&node, "two").await.status().way, Some(Way::Boot));
+    let kept = node.templates.prepare(SHAPE).await.unwrap().link_key.clone();
+    assert_eq!(kept, made, "it is made again and again");
+    assert_eq!(missed(&node, Way::Template, "restore-failed"), 2);
+}
+
 #[tokio::test]
 async fn the_least_recently_used_template_goes_first_and_none_that_is_in_use() {
     let mut host = Host { most: 2, ..Host::new() };

@@ -312,7 +312,12 @@ impl<'a> Prepared<'a> {
     ) -> Result<Running<'a>, PodError> {
         let described = self.vm_spec(&template.link_key);
         let restored = self.node.vmm.restore(&described, &template.frozen);
-        let machine = answered(self.spec, until, "the restore", restored).await?;
+        let machine = answered(self.spec, until, "the restore", restored).await.inspect_err(|error| {
+            // Whatever else fails is not of the template.
+            if matches!(error, VmmError::Refused { .. } | VmmError::Died { .. }) {
+                self.node.templates.refused(template);
+            }
+        })?;
         let running = self.running(machine, Way::Template, until, undo);
         answered(running.spec, until, "the resumption", running.machine.resume()).await?;
         Ok(running)

@@ -83,7 +83,7 @@ impl Ways {
 pub fn reason(way: Way, error: &PodError) -> &'static str {
     match (error, way) {
         (PodError::NotReady { .. } | PodError::Vmm(VmmError::Hung { .. }), _) => "silent",
-        (PodError::MachineEnded { .. } | PodError::Vmm(VmmError::Died { .. }), _) => "ended",
+        (PodError::MachineEnded { .. }, _) => "ended",
         (PodError::Vmm(_), Way::Pool) => "claim-failed",
         (PodError::Vmm(_), Way::Template) => "restore-failed",
         _ => "failed",

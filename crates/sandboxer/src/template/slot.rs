@@ -4,7 +4,7 @@ use std::{mem, sync::Arc, time::Duration};
 
 use tokio::time::Instant;
 
-use super::{Template, build::BuildError, key::Survey};
+use super::{Template, TemplateKey, build::BuildError, key::Survey};
 
 /// How long after a failure the next attempt is made by itself.
 const RETRY: Duration = Duration::from_secs(60);
@@ -22,6 +22,8 @@ pub enum Missing {
     Stale,
     /// What is on disk is not what was written; another is being made.
     Damaged,
+    /// The VMM would not restore it; another is being made.
+    Refused,
     /// Those that are in use leave no room for it.
     NoRoom,
     /// It could not be made; the log says why.
@@ -36,6 +38,7 @@ impl Missing {
             Missing::Preparing => "preparing",
             Missing::Stale => "stale",
             Missing::Damaged => "damaged",
+            Missing::Refused => "refused",
             Missing::NoRoom => "no-room",
             Missing::NotMade => "not-made",
         }
@@ -72,6 +75,8 @@ pub struct Ready {
     pub template: Arc<Template>,
     /// Of what it was made.
     pub survey: Arc<Survey>,
+    /// By this daemon: made again, it would be the same.
+    made: bool,
     pub used: Instant,
     /// When that was last written down.
     noted: Instant,
@@ -100,11 +105,25 @@ impl Slot {
         Ok(missing)
     }
 
-    /// It is there from now on.
-    pub fn settle(&mut self, template: Arc<Template>, survey: Arc<Survey>) {
+    /// It is there from now on, `made` or found.
+    pub fn settle(&mut self, template: Arc<Template>, survey: Arc<Survey>, made: bool) {
         let now = Instant::now();
-        self.state = State::Ready(Ready { template, survey, used: now, noted: now });
+        self.state = State::Ready(Ready { template, survey, made, used: now, noted: now });
         self.told = None;
+    }
+
+    /// The template of this name could not be restored. Answers whether another is to be made.
+    pub fn refuse(&mut self, key: &TemplateKey) -> bool {
+        let refused = self.ready().is_some_and(|ready| ready.template.key == *key && !ready.made);
+        if refused {
+            self.state = State::Preparing(Missing::Refused);
+        }
+        refused
+    }
+
+    /// What is on disk was refused.
+    pub fn is_refused(&self) -> bool {
+        matches!(self.state, State::Preparing(Missing::Refused))
     }
 
     /// It could not be had. Answers whether that is news.

@@ -32,6 +32,15 @@ use crate::{
 /// templates, each would be made for the next one to remove it.
 const SPARED: Duration = Duration::from_secs(60);
 
+/// A template, to be used.
+struct Prepared {
+    template: Arc<Template>,
+    /// Of what it was made.
+    survey: Arc<Survey>,
+    /// By this daemon.
+    made: bool,
+}
+
 /// A template on disk, for people.
 #[derive(Debug)]
 pub struct TemplateView {
@@ -86,12 +95,17 @@ impl Templates {
             return Ok(template);
         }
         let missing = self.slots().entry(shape).or_default().ask()?;
+        self.see_to(shape);
+        Err(missing)
+    }
+
+    /// Prepares a template while nobody waits for it.
+    fn see_to(self: &Arc<Self>, shape: Shape) {
         let templates = self.clone();
         tokio::spawn(async move {
             // Told in the log already.
             let _ = templates.prepare(shape).await;
         });
-        Err(missing)
     }
 
     /// The template for machines of this shape, read or made if there is none.
@@ -108,8 +122,8 @@ impl Templates {
         let mut slots = self.slots();
         let slot = slots.entry(shape).or_default();
         match prepared {
-            Ok((template, survey)) => {
-                slot.settle(template.clone(), survey);
+            Ok(Prepared { template, survey, made }) => {
+                slot.settle(template.clone(), survey, made);
                 Ok(template)
             }
             Err(error) => {
@@ -122,15 +136,12 @@ impl Templates {
         }
     }
 
-    async fn load_or_build(
-        self: &Arc<Self>,
-        shape: Shape,
-    ) -> Result<(Arc<Template>, Arc<Survey>), BuildError> {
+    async fn load_or_build(self: &Arc<Self>, shape: Shape) -> Result<Prepared, BuildError> {
         let survey = Arc::new(self.blocking(move |all| all.survey(shape)).await?);
         let key = survey.inputs.key();
-        let template = match self.load(shape, &key).await? {
-            Some(template) => template,
-            None => self.build(shape, &survey).await?,
+        let (template, made) = match self.load(shape, &key).await? {
+            Some(template) => (template, false),
+            None => (self.build(shape, &survey).await?, true),
         };
         let (dir, kept) = (self.builder.root.join(&key), key.clone());
         let (fits, bytes) = self
@@ -144,10 +155,10 @@ impl Templates {
             self.discard(key).await?;
             return Err(self.no_room(shape));
         }
-        Ok((template, survey))
+        Ok(Prepared { template, survey, made })
     }
 
-    /// The template of this name, if it is on disk; removed, if it is damaged.
+    /// The template of this name, if it is on disk; removed, if it is damaged or refused.
     async fn load(
         self: &Arc<Self>,
         shape: Shape,
@@ -156,6 +167,9 @@ impl Templates {
         let dir = self.builder.root.join(key);
         if !dir.exists() {
             return Ok(None);
+        }
+        if self.slots().get(&shape).is_some_and(Slot::is_refused) {
+            return self.discard(key.clone()).await.map(|()| None);
         }
         match self.blocking(move |_| load(&dir)).await {
             Ok(template) => Ok(Some(template)),
@@ -209,6 +223,17 @@ impl Templates {
         tokio::task::spawn_blocking(move || work(&templates)).await.unwrap_or_else(|panic| {
             Err(TemplateError::host("work in", &self.builder.root)(io::Error::other(panic)))
         })
+    }
+
+    /// The VMM would not restore this template, though all that is known of it is right. One that an earlier daemon
+    /// made is made anew, once.
+    pub fn refused(self: &Arc<Self>, template: &Template) {
+        let (shape, key) = (template.shape, template.key.clone());
+        if !self.slots().entry(shape).or_default().refuse(&key) {
+            return;
+        }
+        tracing::warn!(%shape, %key, "the VMM refuses a template, which is made anew");
+        self.see_to(shape);
     }
 
     /// Every template on disk.

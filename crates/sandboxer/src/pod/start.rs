@@ -313,8 +313,8 @@ impl<'a> Prepared<'a> {
         let described = self.vm_spec(&template.link_key);
         let restored = self.node.vmm.restore(&described, &template.frozen);
         let machine = answered(self.spec, until, "the restore", restored).await.inspect_err(|error| {
-            // Whatever else fails is not of the template.
-            if matches!(error, VmmError::Refused { .. } | VmmError::Died { .. }) {
+            // QEMU ends where it refuses. What the host has failed in is not of the template.
+            if !matches!(error, VmmError::Hung { .. } | VmmError::Host { .. } | VmmError::Spawn { .. }) {
                 self.node.templates.refused(template);
             }
         })?;

@@ -52,15 +52,16 @@ pub struct Identity {
 
 /// Gives the guest its identity.
 pub async fn configure(identity: &Identity) -> Result<(), Failure> {
+    // First, for whatever else may draw from it.
+    if !identity.entropy.is_empty() {
+        reseed(&identity.entropy).map_err(internal("failed to reseed the random number generator"))?;
+    }
     if !identity.hostname.is_empty() {
         sethostname(&identity.hostname)
             .map_err(internal(format!("failed to set the hostname to {:?}", identity.hostname)))?;
     }
     if identity.realtime_ns > 0 {
         clock::set_realtime(identity.realtime_ns).map_err(internal("failed to set the clock"))?;
-    }
-    if !identity.entropy.is_empty() {
-        reseed(&identity.entropy).map_err(internal("failed to reseed the random number generator"))?;
     }
     let shm = if identity.shm_bytes == 0 { DEFAULT_SHM } else { identity.shm_bytes };
     let flags = MsFlags::MS_REMOUNT | MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;

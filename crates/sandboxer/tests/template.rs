@@ -5,10 +5,10 @@
 mod fake_agent;
 
 use std::{
-    fs,
-    os::unix::fs::FileExt,
+    fs, io,
+    os::unix::fs::{FileExt, MetadataExt},
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
@@ -16,17 +16,22 @@ use fake_agent::FakeAgent;
 use sandboxer::{
     config::{Config, PoolConfig, Way},
     daemon,
+    error::{Code, PodError},
     front::Front,
     pod::{self, Node, PodHandle, spec::PodSpec, state::PodStatus},
     pool::{Meminfo, Pool},
-    template::{Shape, Template, TemplateError},
+    template::{BuildError, Missing, Shape, Template, TemplateError, TemplateKey},
     vmm::fake::{FakeVmm, Fault},
 };
 use sandboxer_protocol::link::LinkKey;
 use tempfile::TempDir;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 const SHAPE: Shape = Shape { vcpus: 1, memory_mib: 128, nics: 0 };
+/// Two more.
+const LARGER: Shape = Shape { memory_mib: 256, ..SHAPE };
+const LARGEST: Shape = Shape { memory_mib: 512, ..SHAPE };
 /// Longer than any test takes.
 const LONG: Duration = Duration::from_secs(60);
 
@@ -35,17 +40,30 @@ struct Host {
     dir: TempDir,
     vmm: Arc<FakeVmm>,
     most: usize,
+    most_bytes: u64,
     pool: usize,
+    /// Written to by the next machine whose agent is connected to.
+    meddles_with: Arc<Mutex<Option<PathBuf>>>,
 }
 
 impl Host {
     fn new() -> Self {
         let agent = FakeAgent::default();
+        let meddles_with = Arc::<Mutex<Option<PathBuf>>>::default();
+        let meddles = meddles_with.clone();
+        let boot = move |guest| {
+            if let Some(path) = meddles.lock().unwrap().take() {
+                fs::write(path, "was replaced meanwhile").unwrap();
+            }
+            agent.serve(guest);
+        };
         let host = Self {
             dir: tempfile::tempdir().unwrap(),
-            vmm: Arc::new(FakeVmm::new(move |guest| agent.serve(guest))),
+            vmm: Arc::new(FakeVmm::new(boot)),
             most: 4,
+            most_bytes: u64::MAX,
             pool: 0,
+            meddles_with,
         };
         fs::write(host.path("kernel"), "a kernel").unwrap();
         fs::write(host.path("initramfs"), "an initramfs").unwrap();
@@ -64,6 +82,7 @@ impl Host {
         config.vm.initramfs = self.path("initramfs");
         config.vm.default_memory_mib = SHAPE.memory_mib;
         config.templates.most = self.most;
+        config.templates.most_bytes = self.most_bytes;
         config.pool = PoolConfig { min: self.pool, max: self.pool };
         let node = Arc::into_inner(daemon::node(config, self.vmm.clone(), Front::none()).unwrap()).unwrap();
         // These tests' pods have no network namespace, and so no interface.
@@ -73,6 +92,55 @@ impl Host {
     fn templates(&self) -> Vec<PathBuf> {
         fs::read_dir(self.path("state/templates")).unwrap().map(|entry| entry.unwrap().path()).collect()
     }
+
+    fn template(&self, key: &TemplateKey) -> PathBuf {
+        self.path("state/templates").join(key.to_string())
+    }
+
+    /// Those on disk are these and no others.
+    fn kept(&self, keys: &[&TemplateKey]) {
+        let (mut left, mut expected) =
+            (self.templates(), keys.iter().map(|key| self.template(key)).collect::<Vec<_>>());
+        left.sort();
+        expected.sort();
+        assert_eq!(left, expected);
+    }
+
+    /// What a template's files take on disk, bytes.
+    fn taken(&self, key: &TemplateKey) -> u64 {
+        fs::read_dir(self.template(key))
+            .unwrap()
+            .map(|file| file.unwrap().metadata().unwrap().blocks() * 512)
+            .sum()
+    }
+}
+
+/// What is logged.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Log {
+    /// How many lines contain `words`.
+    fn lines(&self, words: &str) -> usize {
+        let log = self.0.lock().unwrap();
+        String::from_utf8_lossy(&log).lines().filter(|line| line.contains(words)).count()
+    }
+}
+
+impl io::Write for Log {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.lock().unwrap().write(bytes)
+    }
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Lets time pass, for templates and nobody else.
+async fn later(by: Duration) {
+    tokio::time::pause();
+    tokio::time::advance(by).await;
+    tokio::time::resume();
 }
 
 async fn started(node: &Arc<Node>, id: &str) -> PodHandle {
@@ -80,12 +148,20 @@ async fn started(node: &Arc<Node>, id: &str) -> PodHandle {
 }
 
 async fn started_at_best(node: &Arc<Node>, id: &str, way: Way) -> PodHandle {
+    let pod = spawned(node, id, way);
+    pod.start().await.unwrap();
+    pod
+}
+
+async fn try_started(node: &Arc<Node>, id: &str) -> Result<(), PodError> {
+    spawned(node, id, Way::Pool).start().await.map(drop)
+}
+
+fn spawned(node: &Arc<Node>, id: &str, way: Way) -> PodHandle {
     let spec = PodSpec { way, ..PodSpec::plain(id.parse().unwrap(), SHAPE.vcpus, SHAPE.memory_mib) };
     let of = node.clone();
     let spawn = || pod::spawn(of, spec.clone(), LinkKey::random(), PodStatus::created(1), Default::default());
-    let pod = node.registry.insert(&spec.id.clone(), spawn).unwrap();
-    pod.start().await.unwrap();
-    pod
+    node.registry.insert(&spec.id.clone(), spawn).unwrap()
 }
 
 fn missed(node: &Node, way: Way, reason: &'static str) -> u64 {
@@ -205,29 +281,169 @@ async fn a_vmm_that_refuses_templates_costs_time_and_no_pod() {
     host.vmm.inject(Fault::RefusesTemplates);
     let pod = started(&node, "pod").await;
     assert_eq!(pod.status().way, Some(Way::Boot));
-    assert_eq!(missed(&node, Way::Template, "failed"), 1);
+    assert_eq!(missed(&node, Way::Template, "restore-failed"), 1);
     pod.remove().await.unwrap();
     assert!(!host.path("run/pods/pod").exists());
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn the_least_recently_used_template_goes_first() {
-    let host = Host { most: 2, ..Host::new() };
+#[tokio::test]
+async fn why_pods_start_in_a_slower_way_is_counted_always_and_told_once() {
+    let host = Host::new();
     let node = host.node();
-    let mut keys = Vec::new();
-    for memory_mib in [128, 256, 512] {
-        let shape = Shape { memory_mib, ..SHAPE };
-        keys.push(node.templates.prepare(shape).await.unwrap().key.clone());
-        if memory_mib == 256 {
-            // Read again, by another daemon: from now on the second is the older one.
-            host.node().templates.prepare(SHAPE).await.unwrap();
-        }
+    node.templates.prepare(SHAPE).await.unwrap();
+    host.vmm.inject(Fault::RefusesTemplates);
+    let log = Log::default();
+    let writer = log.clone();
+    let subscriber = tracing_subscriber::fmt().with_ansi(false).with_writer(move || writer.clone()).finish();
+    let _logged = tracing::subscriber::set_default(subscriber);
+    for id in ["one", "two", "three"] {
+        started(&node, id).await;
     }
-    let mut left: Vec<_> = node.templates.list().unwrap().into_iter().map(|view| view.key).collect();
-    left.sort();
-    let mut expected = [keys[0].clone(), keys[2].clone()];
-    expected.sort();
-    assert_eq!(left, expected);
+    assert_eq!(missed(&node, Way::Template, "restore-failed"), 3);
+    assert_eq!(log.lines("injected refusal"), 1);
+
+    // A template that can't be made is no news either, however often it is tried.
+    host.vmm.inject(Fault::FailsToBoot);
+    for _ in 0..3 {
+        node.templates.prepare(LARGER).await.unwrap_err();
+    }
+    assert_eq!(log.lines("no template"), 1);
+    assert_eq!(node.templates.get(LARGER).unwrap_err(), Missing::NotMade);
+    fs::remove_file(host.path("kernel")).unwrap();
+    node.templates.prepare(LARGER).await.unwrap_err();
+    assert_eq!(log.lines("no template"), 2, "it fails in something else");
+}
+
+#[tokio::test]
+async fn all_ways_together_take_no_longer_than_a_pod_may() {
+    let host = Host::new();
+    let node = host.node();
+    let limit = node.config.vm.boot_timeout;
+    node.templates.prepare(SHAPE).await.unwrap();
+    host.vmm.inject(Fault::HangsOnRestore);
+    tokio::time::pause();
+    let began = Instant::now();
+    assert_eq!(started(&node, "hangs-on-restore").await.status().way, Some(Way::Boot));
+    assert_eq!(missed(&node, Way::Template, "silent"), 1);
+    assert!(began.elapsed() < limit, "{:?}", began.elapsed());
+
+    // By each way there is a machine, and none of them says a word.
+    host.vmm.inject(Fault::NeverReady);
+    let began = Instant::now();
+    let error = try_started(&node, "never-ready").await.unwrap_err();
+    assert_eq!(error.code(), Code::DeadlineExceeded, "{error}");
+    assert_eq!((missed(&node, Way::Template, "silent"), missed(&node, Way::Boot, "silent")), (2, 1));
+    assert!(began.elapsed() <= limit + Duration::from_millis(10), "{:?}", began.elapsed());
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn each_size_is_compared_with_what_its_own_template_was_made_of() {
+    let host = Host::new();
+    let node = host.node();
+    let old = [node.templates.prepare(SHAPE).await.unwrap(), node.templates.prepare(LARGER).await.unwrap()];
+    fs::write(host.path("initramfs"), "an upgraded initramfs").unwrap();
+    // By this the files are looked at again, for one of the sizes.
+    let new = node.templates.prepare(SHAPE).await.unwrap();
+    assert_ne!(new.key, old[0].key);
+    assert_eq!(node.templates.get(LARGER).unwrap_err(), Missing::Stale, "an old agent runs");
+    assert_ne!(node.templates.prepare(LARGER).await.unwrap().key, old[1].key);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_replaced_while_a_template_is_made_makes_no_template() {
+    let host = Host::new();
+    let node = host.node();
+    *host.meddles_with.lock().unwrap() = Some(host.path("kernel"));
+    let error = node.templates.prepare(SHAPE).await.unwrap_err();
+    assert!(matches!(error, BuildError::Changed), "{error}");
+    host.kept(&[]);
+    node.templates.prepare(SHAPE).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_template_that_is_there_waits_for_none_that_is_made() {
+    let host = Host::new();
+    let node = host.node();
+    node.templates.prepare(SHAPE).await.unwrap();
+    host.vmm.inject(Fault::Hangs);
+    let of = node.clone();
+    let foreign = tokio::spawn(async move { of.templates.prepare(LARGER).await });
+    let begun = async {
+        while !host.path("run/template").exists() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(LONG, begun).await.expect("another template is being made");
+    tokio::time::timeout(LONG, node.templates.prepare(SHAPE)).await.expect("it is there").unwrap();
+    foreign.abort();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_template_that_its_vmm_refuses_is_made_anew_once() {
+    let host = Host::new();
+    let found = host.node().templates.prepare(SHAPE).await.unwrap().link_key.clone();
+    let node = host.node();
+    node.templates.prepare(SHAPE).await.unwrap();
+    host.vmm.inject(Fault::RefusesTemplates);
+    assert_eq!(started(&node, "one").await.status().way, Some(Way::Boot));
+    let made = node.templates.prepare(SHAPE).await.unwrap().link_key.clone();
+    assert_ne!(made, found, "what is refused is used still");
+    assert_eq!(started(&node, "two").await.status().way, Some(Way::Boot));
+    let kept = node.templates.prepare(SHAPE).await.unwrap().link_key.clone();
+    assert_eq!(kept, made, "it is made again and again");
+    assert_eq!(missed(&node, Way::Template, "restore-failed"), 2);
+}
+
+#[tokio::test]
+async fn the_least_recently_used_template_goes_first_and_none_that_is_in_use() {
+    let mut host = Host { most: 2, ..Host::new() };
+    let node = host.node();
+    let first = node.templates.prepare(SHAPE).await.unwrap().key.clone();
+    let second = node.templates.prepare(LARGER).await.unwrap().key.clone();
+    let error = node.templates.prepare(LARGEST).await.unwrap_err();
+    assert!(matches!(error, BuildError::NoRoom { .. }), "{error}");
+    assert_eq!(node.templates.get(LARGEST).unwrap_err(), Missing::NoRoom);
+    host.kept(&[&first, &second]);
+
+    // That it is used is written down, but nobody waits for that.
+    later(Duration::from_secs(61)).await;
+    let used = |key| host.template(key).metadata().unwrap().modified().unwrap();
+    node.templates.get(SHAPE).unwrap();
+    let written = async {
+        while used(&first) <= used(&second) {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    tokio::time::timeout(LONG, written).await.expect("its use is written down");
+    later(Duration::from_secs(61)).await;
+    let third = node.templates.prepare(LARGEST).await.unwrap().key.clone();
+    host.kept(&[&first, &third]);
+
+    host.most = 1;
+    host.node();
+    host.kept(&[&third]);
+}
+
+#[tokio::test]
+async fn templates_keep_within_their_bytes_whatever_is_in_them() {
+    let mut host = Host::new();
+    let first = host.node().templates.prepare(SHAPE).await.unwrap().key.clone();
+    host.most_bytes = host.taken(&first) * 5 / 2;
+    let node = host.node();
+    let second = node.templates.prepare(LARGER).await.unwrap().key.clone();
+    node.templates.prepare(SHAPE).await.unwrap();
+    let error = node.templates.prepare(LARGEST).await.unwrap_err();
+    assert!(matches!(error, BuildError::NoRoom { .. }), "{error}");
+    host.kept(&[&first, &second]);
+    later(Duration::from_secs(61)).await;
+    let third = node.templates.prepare(LARGEST).await.unwrap().key.clone();
+    host.kept(&[&first, &third]);
+
+    // What can't be read takes place all the same.
+    truncate(&host.template(&first).join("template.json"), 40);
+    host.most_bytes = host.taken(&third) * 3 / 2;
+    host.node();
+    host.kept(&[&third]);
 }
 
 #[tokio::test(flavor = "multi_thread")]

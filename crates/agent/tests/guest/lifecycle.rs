@@ -96,6 +96,38 @@ async fn a_created_container_can_be_listed_killed_and_deleted_unstarted() {
 }
 
 #[tokio::test]
+async fn a_guest_is_reseeded_before_it_is_anybodys() {
+    let vm = Vm::boot();
+    let (agent, _) = vm.session().await;
+    // In the place of the generator, in the guest's own /dev, a container that may mount puts a plain file: it keeps
+    // what is written to it, and knows no request to reseed.
+    let script = "mkdir /d && mount -t devtmpfs dev /d && rm /d/urandom && : >/d/urandom && hostname first && echo ready
+        read go; hostname; od -An -v -tx1 /d/urandom | tr -d ' \\n'; rm /d/urandom; mknod /d/urandom c 1 9; echo
+        read go; hostname";
+    let mut process = shell(script);
+    for set in ["bounding", "effective", "permitted"] {
+        process["capabilities"][set] = serde_json::json!(["CAP_SYS_ADMIN", "CAP_MKNOD", "CAP_DAC_OVERRIDE"]);
+    }
+    let mut double = spec(process);
+    double["linux"]["resources"]["devices"] = serde_json::json!([{"allow": true, "access": "rwm"}]);
+    let double = run(&agent, &container("double", &double)).await;
+    let seen = double.until("", "ready\n").await;
+
+    let identity =
+        ConfigurePodRequest { hostname: "second".into(), entropy: vec![0xa5; 64], ..Default::default() };
+    let (_, words) = refusal(patiently(agent.configure_pod(ctx(), &identity)).await);
+    assert!(words.contains("reseed the random number generator: Inappropriate ioctl"), "{words}");
+    double.write(0, b"\n", false).await.unwrap();
+    let written = format!("first\n{}\n", "a5".repeat(64));
+    let seen = double.until(&seen, &format!("ready\n{written}")).await;
+
+    patiently(agent.configure_pod(ctx(), &identity)).await.unwrap();
+    double.write(1, b"\n", true).await.unwrap();
+    double.until(&seen, &format!("{written}second\n")).await;
+    end(&agent, "double").await;
+}
+
+#[tokio::test]
 async fn containers_of_one_pod_share_a_layer_and_the_hostname_but_not_what_they_write() {
     let vm = Vm::boot();
     let (agent, _) = vm.session().await;

@@ -57,7 +57,7 @@ pub struct VmConfig {
     pub max_vcpus: u32,
     /// Most memory a pod may ask for, MiB.
     pub max_memory_mib: u64,
-    /// From spawn to the agent's ready message.
+    /// Until a machine's agent is ready; for a pod, in whatever ways it gets one, the wait for its turn left out.
     pub boot_timeout: Duration,
     /// For one call to a VMM.
     pub call_timeout: Duration,

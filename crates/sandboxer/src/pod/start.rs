@@ -20,10 +20,14 @@ use sandboxer_protocol::{
     link::{LinkError, LinkKey},
     stage::Stage,
 };
-use tokio::{sync::oneshot, task::JoinHandle};
+use tokio::{
+    sync::{SemaphorePermit, oneshot},
+    task::JoinHandle,
+    time::Instant,
+};
 use tokio_util::sync::CancellationToken;
 
-use super::{Node, admission::Work, host_ports, spec::PodSpec, stages::Stages, stop, undo::Undo};
+use super::{Node, admission::Work, host_ports, spec::PodSpec, stages::Stages, stop, undo::Undo, ways};
 use crate::{
     clock::now_ns,
     config::Way,
@@ -34,7 +38,7 @@ use crate::{
     host::network::{self, Interface, Parked, interface},
     pool::{self, Warm},
     template::{Missing, Template},
-    vmm::{Machine, MachineExit, Shape, VmSpec},
+    vmm::{Machine, MachineExit, Shape, VmSpec, VmmError},
 };
 
 /// Fresh randomness a guest gets, bytes.
@@ -60,11 +64,14 @@ pub struct Up {
     pub counting: Option<Counting>,
 }
 
-/// How often a pod boots at most. Each boot has an equal share of the time a pod may take.
+/// How often a pod boots at most. Each boot has an equal share of the time that is left.
 ///
 /// Observed with emulated guests on a host with several times more work than processors: about one
 /// boot in 130 stops for good before its agent runs. Another one then nearly always succeeds.
 const BOOTS: u32 = 2;
+
+/// A faster way than a boot may take this part of the time that is left: one that hangs leaves enough for the others.
+const FASTER: u32 = 4;
 
 /// Where a pod's machine comes from.
 enum Source {
@@ -97,32 +104,34 @@ pub async fn start(
     // Before anything is made for it.
     let host_ports = host_ports::listen(&node.front, spec)?;
     let shape = spec.shape(interfaces.len());
-    let (mut way, mut boots) = (spec.way, BOOTS);
+    let deadline = Instant::now() + node.config.vm.boot_timeout;
+    let mut start = Start { node, spec, interfaces: &interfaces, key, stages, deadline, boots: BOOTS };
+    let mut way = spec.way;
     loop {
-        let missed = match Source::take(node, shape, way) {
-            Ok(source) => match attempt(node, spec, &interfaces, source, key, stages, cancel).await {
+        let failed = match Source::take(node, shape, way) {
+            Ok(source) => match start.attempt(source, cancel).await {
                 Ok(up) => {
                     node.ways.taken(way);
                     return Ok(Up { host_ports, ..up });
                 }
-                // Another machine would not help.
-                Err(error) if matches!(error.code(), Code::Cancelled | Code::InvalidArgument) => {
-                    return Err(error);
-                }
-                Err(error) if way != Way::Boot => {
-                    tracing::warn!(pod = %spec.id, %way, error = chain(&error), "the pod starts in a slower way");
-                    "failed"
-                }
-                Err(error @ PodError::NotReady { .. }) if boots > 1 => {
-                    tracing::warn!(pod = %spec.id, error = chain(&error), "the pod gets another machine");
-                    boots -= 1;
-                    "silent"
-                }
-                Err(error) => return Err(error),
+                Err(error) => error,
             },
-            Err(reason) => reason,
+            Err(reason) => {
+                node.ways.missed(way, reason, None);
+                way = way.slower();
+                continue;
+            }
         };
-        node.ways.missed(way, missed);
+        let is_silent = matches!(failed, PodError::NotReady { .. } | PodError::Vmm(VmmError::Hung { .. }));
+        match failed.code() {
+            // Another machine would not help.
+            Code::Cancelled | Code::InvalidArgument => return Err(failed),
+            _ if way != Way::Boot => {}
+            _ if is_silent && start.boots > 1 => start.boots -= 1,
+            _ => return Err(failed),
+        }
+        tracing::debug!(pod = %spec.id, %way, error = chain(&failed), "the pod gets another machine");
+        node.ways.missed(way, ways::reason(way, &failed), Some(&failed));
         way = way.slower();
     }
 }
@@ -141,71 +150,89 @@ async fn interfaces(spec: &PodSpec) -> Result<Vec<Interface>, PodError> {
     }
 }
 
-async fn attempt(
-    node: &Node,
-    spec: &PodSpec,
-    interfaces: &[Interface],
-    source: Source,
-    key: &LinkKey,
-    stages: &Stages,
-    cancel: &CancellationToken,
-) -> Result<Up, PodError> {
-    let mut undo = Undo::default();
-    let result = tokio::select! {
-        biased;
-        () = cancel.cancelled() => Err(PodError::Cancelled(spec.id.clone())),
-        result = phases(node, spec, interfaces, source, key, stages, &mut undo) => result,
-    };
-    if result.is_ok() {
-        undo.forget();
-    } else if let Err(left) = undo.run().await {
-        tracing::error!(pod = %spec.id, left, "a pod's failed start left something behind");
-    }
-    result
+/// What all attempts at one pod have in common.
+struct Start<'a> {
+    node: &'a Node,
+    spec: &'a PodSpec,
+    interfaces: &'a [Interface],
+    key: &'a LinkKey,
+    stages: &'a Stages,
+    /// When its time is up, in whatever way it is tried then. What it waits for its turn is not counted.
+    deadline: Instant,
+    /// How often it may still boot.
+    boots: u32,
 }
 
-async fn phases(
-    node: &Node,
-    spec: &PodSpec,
-    interfaces: &[Interface],
-    mut source: Source,
-    key: &LinkKey,
-    stages: &Stages,
-    undo: &mut Undo,
-) -> Result<Up, PodError> {
-    // Whatever fails from here on, nothing of a machine that waited is left behind: not its directory either,
-    // should it not have become the pod's.
-    let mut waited = None;
-    if let Source::Pool(warm) = &mut source {
-        waited = Some(Waited { taps: mem::take(&mut warm.taps), pid: warm.machine.record().pid });
-        let doomed = warm.machine.clone();
-        undo.push("end the VMM", async move {
-            pool::end(doomed.as_ref()).await;
-            Ok::<_, Infallible>(())
-        });
+impl<'a> Start<'a> {
+    async fn attempt(&mut self, source: Source, cancel: &CancellationToken) -> Result<Up, PodError> {
+        let spec = self.spec;
+        let mut undo = Undo::default();
+        let result = tokio::select! {
+            biased;
+            () = cancel.cancelled() => Err(PodError::Cancelled(spec.id.clone())),
+            result = self.phases(source, &mut undo) => result,
+        };
+        if result.is_ok() {
+            undo.forget();
+        } else if let Err(left) = undo.run().await {
+            tracing::error!(pod = %spec.id, left, "a pod's failed start left something behind");
+        }
+        result
     }
-    let prepared = stages.run(Stage::Network, Prepared::new(node, spec, interfaces, waited, undo)).await?;
-    let turn = async { Ok::<_, PodError>(node.admission.enter(Work::Machine).await) };
-    match source {
-        Source::Pool(warm) => {
-            let greeted = stages.run(Stage::Claim, prepared.claim(warm)).await?;
-            stages.run(Stage::AgentReady, greeted.configure(key)).await
+
+    async fn phases(&mut self, mut source: Source, undo: &mut Undo) -> Result<Up, PodError> {
+        let Self { node, spec, interfaces, key, stages, .. } = *self;
+        // Whatever fails from here on, nothing of a machine that waited is left behind: not its directory either,
+        // should it not have become the pod's.
+        let mut waited = None;
+        if let Source::Pool(warm) = &mut source {
+            waited = Some(Waited { taps: mem::take(&mut warm.taps), pid: warm.machine.record().pid });
+            let doomed = warm.machine.clone();
+            undo.push("end the VMM", async move {
+                pool::end(doomed.as_ref()).await;
+                Ok::<_, Infallible>(())
+            });
         }
-        Source::Template(template) => {
-            let _place = stages.run(Stage::Queue, turn).await?;
-            let running = stages.run(Stage::Restore, prepared.restore(&template, undo)).await?;
-            stages
-                .run(Stage::AgentReady, async {
-                    running.greet(&template.link_key).await?.configure(key).await
-                })
-                .await
+        let prepared =
+            stages.run(Stage::Network, Prepared::new(node, spec, interfaces, waited, undo)).await?;
+        match source {
+            Source::Pool(warm) => {
+                let until = self.until(FASTER);
+                let greeted = stages.run(Stage::Claim, prepared.claim(warm, until)).await?;
+                stages.run(Stage::AgentReady, greeted.configure(key)).await
+            }
+            Source::Template(template) => {
+                let _place = stages.run(Stage::Queue, self.turn()).await?;
+                let until = self.until(FASTER);
+                let running = stages.run(Stage::Restore, prepared.restore(&template, until, undo)).await?;
+                stages
+                    .run(Stage::AgentReady, async {
+                        running.greet(&template.link_key).await?.configure(key).await
+                    })
+                    .await
+            }
+            Source::Boot => {
+                let _place = stages.run(Stage::Queue, self.turn()).await?;
+                let until = self.until(self.boots);
+                let running = stages.run(Stage::VmmSpawn, prepared.boot(key, until, undo)).await?;
+                let greeted = stages.run(Stage::Boot, running.greet(key)).await?;
+                stages.run(Stage::AgentReady, greeted.configure(key)).await
+            }
         }
-        Source::Boot => {
-            let _place = stages.run(Stage::Queue, turn).await?;
-            let running = stages.run(Stage::VmmSpawn, prepared.boot(key, undo)).await?;
-            let greeted = stages.run(Stage::Boot, running.greet(key)).await?;
-            stages.run(Stage::AgentReady, greeted.configure(key)).await
-        }
+    }
+
+    /// Waits until a machine may be made; the deadline waits with it.
+    async fn turn(&mut self) -> Result<Option<SemaphorePermit<'a>>, PodError> {
+        let asked = Instant::now();
+        let place = self.node.admission.enter(Work::Machine).await;
+        self.deadline += asked.elapsed();
+        Ok(place)
+    }
+
+    /// When the time is up for something that may take one of `parts` parts of what is left.
+    fn until(&self, parts: u32) -> Instant {
+        let now = Instant::now();
+        now + self.deadline.saturating_duration_since(now) / parts
     }
 }
 
@@ -268,26 +295,38 @@ impl<'a> Prepared<'a> {
     }
 
     /// Takes a machine that waited, which stands still, and lets it go on.
-    async fn claim(self, warm: Box<Warm>) -> Result<Greeted<'a>, PodError> {
-        let Self { node, spec, run_dir, interfaces, counting, .. } = self;
+    async fn claim(self, warm: Box<Warm>, until: Instant) -> Result<Greeted<'a>, PodError> {
+        let Self { spec, run_dir, interfaces, counting, .. } = self;
         let machine = warm.machine.assign(&spec.id, &run_dir)?;
-        machine.resume().await?;
+        answered(spec, until, "the resumption", machine.resume()).await?;
         let live = Live { machine, agent: warm.agent.of(&spec.id) };
         let up = Up { live, ready: warm.ready, way: Way::Pool, interfaces, host_ports: Vec::new(), counting };
-        Ok(Greeted { node, spec, up })
+        Ok(Greeted { spec, until, up })
     }
 
-    async fn restore(self, template: &Template, undo: &mut Undo) -> Result<Running<'a>, PodError> {
-        let spec = self.vm_spec(&template.link_key);
-        let machine = self.node.vmm.restore(&spec, &template.frozen).await?;
-        let running = self.running(machine, Way::Template, undo);
-        running.machine.resume().await?;
+    async fn restore(
+        self,
+        template: &Template,
+        until: Instant,
+        undo: &mut Undo,
+    ) -> Result<Running<'a>, PodError> {
+        let described = self.vm_spec(&template.link_key);
+        let restored = self.node.vmm.restore(&described, &template.frozen);
+        let machine = answered(self.spec, until, "the restore", restored).await.inspect_err(|error| {
+            // QEMU ends where it refuses. What the host has failed in is not of the template.
+            if !matches!(error, VmmError::Hung { .. } | VmmError::Host { .. } | VmmError::Spawn { .. }) {
+                self.node.templates.refused(template);
+            }
+        })?;
+        let running = self.running(machine, Way::Template, until, undo);
+        answered(running.spec, until, "the resumption", running.machine.resume()).await?;
         Ok(running)
     }
 
-    async fn boot(self, key: &LinkKey, undo: &mut Undo) -> Result<Running<'a>, PodError> {
-        let machine = self.node.vmm.boot(&self.vm_spec(key)).await?;
-        Ok(self.running(machine, Way::Boot, undo))
+    async fn boot(self, key: &LinkKey, until: Instant, undo: &mut Undo) -> Result<Running<'a>, PodError> {
+        let described = self.vm_spec(key);
+        let machine = answered(self.spec, until, "the boot", self.node.vmm.boot(&described)).await?;
+        Ok(self.running(machine, Way::Boot, until, undo))
     }
 
     fn vm_spec(&self, key: &LinkKey) -> VmSpec {
@@ -297,11 +336,12 @@ impl<'a> Prepared<'a> {
         VmSpec { taps: self.taps.clone(), ..described }
     }
 
-    fn running(self, machine: Arc<dyn Machine>, way: Way, undo: &mut Undo) -> Running<'a> {
+    fn running(self, machine: Arc<dyn Machine>, way: Way, until: Instant, undo: &mut Undo) -> Running<'a> {
         let doomed = machine.clone();
         undo.push("end the VMM", async move { doomed.kill().await });
         let counting = counted(self.node, self.spec, machine.record().pid, undo);
-        Running { node: self.node, spec: self.spec, machine, way, interfaces: self.interfaces, counting }
+        let Self { node, spec, interfaces, .. } = self;
+        Running { node, spec, until, machine, way, interfaces, counting }
     }
 }
 
@@ -309,6 +349,8 @@ impl<'a> Prepared<'a> {
 struct Running<'a> {
     node: &'a Node,
     spec: &'a PodSpec,
+    /// When the time for this machine is up.
+    until: Instant,
     machine: Arc<dyn Machine>,
     way: Way,
     interfaces: Vec<Interface>,
@@ -317,26 +359,27 @@ struct Running<'a> {
 
 impl<'a> Running<'a> {
     async fn greet(self, key: &LinkKey) -> Result<Greeted<'a>, PodError> {
-        let Self { node, spec, machine, way, interfaces, counting } = self;
+        let Self { node, spec, until, machine, way, interfaces, counting } = self;
         let greeted = guest::connect(&spec.id, machine.as_ref(), key, &node.config.vm);
-        let (agent, ready) = watched(node, spec, machine.as_ref(), greeted).await?;
+        let (agent, ready) = watched(spec, until, machine.as_ref(), greeted).await?;
         let live = Live { machine, agent };
         let up = Up { live, ready, way, interfaces, host_ports: Vec::new(), counting };
-        Ok(Greeted { node, spec, up })
+        Ok(Greeted { spec, until, up })
     }
 }
 
 /// The agent answers.
 struct Greeted<'a> {
-    node: &'a Node,
     spec: &'a PodSpec,
+    /// As in [`Running::until`].
+    until: Instant,
     up: Up,
 }
 
 impl Greeted<'_> {
     /// Gives the guest what makes it this pod's and nobody else's.
     async fn configure(self, key: &LinkKey) -> Result<Up, PodError> {
-        let Self { node, spec, up } = self;
+        let Self { spec, until, up } = self;
         let entropy: [u8; ENTROPY] = rand::random();
         // What is marked by its key already must not be told it: the message would pass for a greeting.
         let link_key = if up.way == Way::Boot { Vec::new() } else { key.as_bytes().to_vec() };
@@ -351,7 +394,7 @@ impl Greeted<'_> {
             ..Default::default()
         };
         let configured = async { Ok(up.live.agent.configure_pod(identity).await?) };
-        watched(node, spec, up.live.machine.as_ref(), configured).await?;
+        watched(spec, until, up.live.machine.as_ref(), configured).await?;
         Ok(up)
     }
 }
@@ -406,14 +449,26 @@ fn counted(node: &Node, spec: &PodSpec, pid: u32, undo: &mut Undo) -> Option<Cou
     counting
 }
 
+/// Waits for the VMM, in vain once the time is up.
+async fn answered<T>(
+    spec: &PodSpec,
+    until: Instant,
+    call: &str,
+    answer: impl Future<Output = Result<T, VmmError>>,
+) -> Result<T, VmmError> {
+    let limit = until.saturating_duration_since(Instant::now());
+    let late = |_| Err(VmmError::Hung { pod: spec.id.clone(), call: call.to_owned(), limit });
+    tokio::time::timeout_at(until, answer).await.unwrap_or_else(late)
+}
+
 /// Waits for the agent, in vain once the machine has ended or the time is up.
 async fn watched<T>(
-    node: &Node,
     spec: &PodSpec,
+    until: Instant,
     machine: &dyn Machine,
     answer: impl Future<Output = Result<T, PodError>>,
 ) -> Result<T, PodError> {
-    let limit = node.config.vm.boot_timeout / BOOTS;
+    let limit = until.saturating_duration_since(Instant::now());
     tokio::select! {
         answer = answer => match answer {
             Err(PodError::Guest(GuestError::Greeting { source: LinkError::Io(error), pod })) => {
@@ -426,7 +481,7 @@ async fn watched<T>(
             answer => answer,
         },
         exit = machine.exited() => Err(machine_ended(spec, exit)),
-        () = tokio::time::sleep(limit) => {
+        () = tokio::time::sleep_until(until) => {
             Err(PodError::NotReady { pod: spec.id.clone(), limit, console: machine.last_lines().await.join(" | ") })
         }
     }

@@ -6,11 +6,15 @@ use std::{
     os::unix::fs::DirBuilderExt,
     path::{Path, PathBuf},
     sync::Arc,
+    time::Duration,
 };
 
 use sandboxer_protocol::{id::SandboxId, link::LinkKey};
 
-use super::{Shape, TemplateError, image, key::Inputs};
+use super::{
+    Shape, TemplateError, image,
+    key::{Inputs, Survey},
+};
 use crate::{
     clock::now_ns,
     config::VmConfig,
@@ -32,6 +36,24 @@ pub enum BuildError {
     /// It could not be written.
     #[error(transparent)]
     Image(#[from] TemplateError),
+    /// The VMM, the kernel or the initramfs was replaced meanwhile: nobody knows of what it was made.
+    #[error("what the template depends on changed while it was made")]
+    Changed,
+    /// It would be one too many.
+    #[error(
+        "no room for a template of {shape}: those used in the last {spared:?} reach templates.max ({most}) or \
+         templates.max_mib ({most_mib})"
+    )]
+    NoRoom {
+        /// The size of its machines.
+        shape: Shape,
+        /// For so long after their last use the others stay.
+        spared: Duration,
+        /// Most templates.
+        most: usize,
+        /// Most MiB.
+        most_mib: u64,
+    },
 }
 
 /// What makes templates.
@@ -57,8 +79,9 @@ impl Builder {
         VmSpec { memory_file: Some(dir.join(MEMORY)), background: true, ..spec }
     }
 
-    /// Makes the template that `inputs` describe. One at a time; a failure leaves nothing behind.
-    pub async fn build(&self, inputs: Inputs) -> Result<(), BuildError> {
+    /// Makes the template of what was found by `survey`. One at a time; a failure leaves nothing behind.
+    pub async fn build(&self, survey: &Survey) -> Result<(), BuildError> {
+        let inputs = survey.inputs.clone();
         let key = inputs.key();
         let dir = self.root.join(format!(".{key}"));
         for dir in [&dir, &self.run_dir] {
@@ -71,9 +94,11 @@ impl Builder {
         if let Err(error) = clear(&self.run_dir) {
             tracing::warn!(path = %self.run_dir.display(), %error, "cannot remove what a template's machine left");
         }
+        let is_current = survey.is_current(self.vmm.as_ref(), &spec);
         let (target, link_key) = (self.root.join(&key), spec.boot.link_key);
         let from = dir.clone();
         let built = match frozen {
+            Ok(()) if !is_current => Err(BuildError::Changed),
             Ok(()) => {
                 let kept = tokio::task::spawn_blocking(move || keep(&from, &target, inputs, link_key)).await;
                 kept.unwrap_or_else(|panic| Err(TemplateError::host("write", &dir)(io::Error::other(panic))))

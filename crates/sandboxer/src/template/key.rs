@@ -74,6 +74,26 @@ impl Inputs {
     }
 }
 
+/// What a template depends on, and when that was so.
+#[derive(Debug, Clone)]
+pub struct Survey {
+    /// As the template keeps it.
+    pub inputs: Inputs,
+    /// Of the program and the guest's files, as their hashes were taken.
+    stamps: Vec<(PathBuf, Stamp)>,
+}
+
+impl Survey {
+    /// Nothing has changed since, as far as can be told without reading a file. The host's processor is not looked at
+    /// again: it changes with a boot, or where microcode is loaded into a running kernel, after which the daemon is to
+    /// be started anew.
+    pub fn is_current(&self, vmm: &dyn Vmm, spec: &VmSpec) -> bool {
+        let now = |path: &Path| File::open(path).and_then(|file| Stamp::of(&file));
+        vmm.template_inputs(spec) == self.inputs.vmm
+            && self.stamps.iter().all(|(path, then)| now(path).is_ok_and(|now| now == *then))
+    }
+}
+
 /// Takes inputs; a file that has not changed is not read again.
 #[derive(Debug, Default)]
 pub struct Surveyor {
@@ -83,31 +103,28 @@ pub struct Surveyor {
 
 impl Surveyor {
     /// What a template of `spec` depends on now. Blocks while files are read.
-    pub fn inputs(&self, vmm: &dyn Vmm, spec: &VmSpec) -> Result<Inputs, (PathBuf, io::Error)> {
+    pub fn survey(&self, vmm: &dyn Vmm, spec: &VmSpec) -> Result<Survey, (PathBuf, io::Error)> {
         let of_vmm = vmm.template_inputs(spec);
         let cpuinfo = Path::new("/proc/cpuinfo");
-        Ok(Inputs {
+        let mut stamps = Vec::new();
+        let mut hash = |path: &Path| {
+            let (stamp, hash) = self.hash(path)?;
+            stamps.push((path.to_owned(), stamp));
+            Ok(hash)
+        };
+        let inputs = Inputs {
             format: FORMAT,
             shape: spec.shape(),
-            program: self.hash(&of_vmm.program)?,
-            kernel: self.hash(&spec.kernel)?,
-            initramfs: self.hash(&spec.initramfs)?,
+            program: hash(&of_vmm.program)?,
+            kernel: hash(&spec.kernel)?,
+            initramfs: hash(&spec.initramfs)?,
             cpu: cpu(&fs::read_to_string(cpuinfo).map_err(|error| (cpuinfo.to_owned(), error))?),
             vmm: of_vmm,
-        })
+        };
+        Ok(Survey { inputs, stamps })
     }
 
-    /// Every file is what it was when it was last read.
-    pub fn unchanged(&self, vmm: &dyn Vmm, spec: &VmSpec) -> bool {
-        let of_vmm = vmm.template_inputs(spec);
-        let hashes = self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
-        [&of_vmm.program, &spec.kernel, &spec.initramfs].into_iter().all(|path| {
-            let now = File::open(path).and_then(|file| Stamp::of(&file));
-            now.is_ok_and(|now| hashes.get(path).is_some_and(|(then, _)| *then == now))
-        })
-    }
-
-    fn hash(&self, path: &Path) -> Result<String, (PathBuf, io::Error)> {
+    fn hash(&self, path: &Path) -> Result<(Stamp, String), (PathBuf, io::Error)> {
         let failed = |error| (path.to_owned(), error);
         let hashes = || self.hashes.lock().unwrap_or_else(PoisonError::into_inner);
         let mut file = File::open(path).map_err(failed)?;
@@ -115,11 +132,11 @@ impl Surveyor {
         if let Some((known, hash)) = hashes().get(path)
             && *known == stamp
         {
-            return Ok(hash.clone());
+            return Ok((stamp, hash.clone()));
         }
         let hash = hash::of(&mut file).map_err(failed)?;
         hashes().insert(path.to_owned(), (stamp, hash.clone()));
-        Ok(hash)
+        Ok((stamp, hash))
     }
 }
 

@@ -13,10 +13,12 @@
 //! is read into sealed memory, its checksum being taken on the way: what pods are copies of is what
 //! was checked, and neither a fault of the disk nor a VMM that was broken into can change it.
 
+mod bounds;
 mod build;
 pub(crate) mod image;
 mod key;
 mod pages;
+mod slot;
 mod store;
 
 use sandboxer_protocol::link::LinkKey;
@@ -24,7 +26,8 @@ use sandboxer_protocol::link::LinkKey;
 pub use build::{BuildError, template_id};
 pub use image::{Manifest, TemplateError};
 pub use key::TemplateKey;
-pub use store::{Missing, TemplateView, Templates, run_dir};
+pub use slot::Missing;
+pub use store::{TemplateView, Templates, run_dir};
 
 use crate::vmm::Frozen;
 pub use crate::vmm::Shape;

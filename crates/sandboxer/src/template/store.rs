@@ -4,6 +4,7 @@ use std::{
     collections::HashMap,
     fs::{self, File},
     io,
+    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     time::{Duration, SystemTime},
@@ -12,10 +13,12 @@ use std::{
 use tokio::time::Instant;
 
 use super::{
-    Shape, Template, TemplateError, TemplateKey,
+    Missing, Shape, Template, TemplateError, TemplateKey,
+    bounds::{self, Kept},
     build::{BuildError, Builder, clear},
     image::{self, Manifest},
-    key::{Inputs, Surveyor},
+    key::{Survey, Surveyor},
+    slot::{Slot, State},
 };
 use crate::{
     clock,
@@ -25,29 +28,17 @@ use crate::{
     vmm::Vmm,
 };
 
-/// How long after a failure the next attempt is made by itself.
-const RETRY: Duration = Duration::from_secs(60);
+/// For so long after its last use no template goes to make room for another: with more sizes in use than there may be
+/// templates, each would be made for the next one to remove it.
+const SPARED: Duration = Duration::from_secs(60);
 
-/// Why there is no template at the moment.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Missing {
-    /// Templates are turned off.
-    Off,
-    /// It is being made, or read.
-    Preparing,
-    /// It could not be made; the log says why.
-    Failed,
-}
-
-impl Missing {
-    /// The reason as it is counted.
-    pub const fn as_str(self) -> &'static str {
-        match self {
-            Missing::Off => "off",
-            Missing::Preparing => "preparing",
-            Missing::Failed => "failed",
-        }
-    }
+/// A template, to be used.
+struct Prepared {
+    template: Arc<Template>,
+    /// Of what it was made.
+    survey: Arc<Survey>,
+    /// By this daemon.
+    made: bool,
 }
 
 /// A template on disk, for people.
@@ -73,15 +64,8 @@ pub struct Templates {
     slots: Mutex<HashMap<Shape, Slot>>,
 }
 
-#[derive(Debug)]
-enum Slot {
-    Preparing,
-    Ready(Arc<Template>),
-    Failed(Instant),
-}
-
 impl Templates {
-    /// Opens the directory of templates below the state directory, made if it isn't there.
+    /// Opens the directory of templates below the state directory, made if it isn't there. Those that are too many go.
     pub fn open(config: &Config, vmm: Arc<dyn Vmm>, park: Arc<Park>) -> io::Result<Arc<Self>> {
         let root = config.state_dir.join("templates");
         fs::create_dir_all(&root)?;
@@ -91,13 +75,15 @@ impl Templates {
                 clear(&entry.path())?;
             }
         }
-        Ok(Arc::new(Self {
+        let templates = Self {
             bounds: config.templates.clone(),
             builder: Builder { vmm, config: config.vm.clone(), run_dir: run_dir(config), root, park },
             surveyor: Surveyor::default(),
             preparing: tokio::sync::Mutex::default(),
             slots: Mutex::default(),
-        }))
+        };
+        templates.keep_within_bounds(None)?;
+        Ok(Arc::new(templates))
     }
 
     /// The template for machines of this shape, at once; if there is none, it is prepared meanwhile.
@@ -108,76 +94,152 @@ impl Templates {
         if let Some(template) = self.ready(shape) {
             return Ok(template);
         }
-        let mut slots = self.slots();
-        let missing = match slots.get(&shape) {
-            Some(Slot::Preparing) => return Err(Missing::Preparing),
-            Some(Slot::Failed(at)) if at.elapsed() < RETRY => return Err(Missing::Failed),
-            Some(Slot::Failed(_)) => Missing::Failed,
-            Some(Slot::Ready(_)) | None => Missing::Preparing,
-        };
-        slots.insert(shape, Slot::Preparing);
-        drop(slots);
+        let missing = self.slots().entry(shape).or_default().ask()?;
+        self.see_to(shape);
+        Err(missing)
+    }
+
+    /// Prepares a template while nobody waits for it.
+    fn see_to(self: &Arc<Self>, shape: Shape) {
         let templates = self.clone();
         tokio::spawn(async move {
             // Told in the log already.
             let _ = templates.prepare(shape).await;
         });
-        Err(missing)
     }
 
     /// The template for machines of this shape, read or made if there is none.
     pub async fn prepare(self: &Arc<Self>, shape: Shape) -> Result<Arc<Template>, BuildError> {
+        // Whoever finds what it wants doesn't wait for what others want.
+        if let Some(template) = self.ready(shape) {
+            return Ok(template);
+        }
         let _one = self.preparing.lock().await;
         if let Some(template) = self.ready(shape) {
             return Ok(template);
         }
         let prepared = self.load_or_build(shape).await;
-        let slot = match &prepared {
-            Ok(template) => Slot::Ready(template.clone()),
-            Err(error) => {
-                tracing::warn!(%shape, error = chain(error), "no template: pods of this size boot");
-                Slot::Failed(Instant::now())
+        let mut slots = self.slots();
+        let slot = slots.entry(shape).or_default();
+        match prepared {
+            Ok(Prepared { template, survey, made }) => {
+                slot.settle(template.clone(), survey, made);
+                Ok(template)
             }
-        };
-        self.slots().insert(shape, slot);
-        prepared
+            Err(error) => {
+                if slot.fail(&error) {
+                    let error = chain(&error);
+                    tracing::warn!(%shape, error, "no template: pods of this size boot; tried again, told once");
+                }
+                Err(error)
+            }
+        }
     }
 
-    async fn load_or_build(self: &Arc<Self>, shape: Shape) -> Result<Arc<Template>, BuildError> {
-        let templates = self.clone();
-        let inputs = tokio::task::spawn_blocking(move || templates.inputs(shape)).await;
-        let inputs = inputs.map_err(|panic| {
-            TemplateError::host("take the hash of inputs", &self.builder.root)(io::Error::other(panic))
-        })??;
-        let dir = self.builder.root.join(inputs.key());
-        if dir.exists() {
-            match load(dir.clone()).await {
-                Ok(template) => return Ok(template),
-                Err(error) => {
-                    tracing::warn!(%shape, error = chain(&error), "a template can't be used and is made anew");
-                }
+    async fn load_or_build(self: &Arc<Self>, shape: Shape) -> Result<Prepared, BuildError> {
+        let survey = Arc::new(self.blocking(move |all| all.survey(shape)).await?);
+        let key = survey.inputs.key();
+        let (template, made) = match self.load(shape, &key).await? {
+            Some(template) => (template, false),
+            None => (self.build(shape, &survey).await?, true),
+        };
+        let (dir, kept) = (self.builder.root.join(&key), key.clone());
+        let (fits, bytes) = self
+            .blocking(move |all| {
+                let bounded = all.keep_within_bounds(Some(&kept));
+                Ok((bounded.map_err(TemplateError::host("keep bounds beside", &dir))?, taken(&dir)))
+            })
+            .await?;
+        self.slots().entry(shape).or_default().bytes = bytes;
+        if !fits {
+            self.discard(key).await?;
+            return Err(self.no_room(shape));
+        }
+        Ok(Prepared { template, survey, made })
+    }
+
+    /// The template of this name, if it is on disk; removed, if it is damaged or refused.
+    async fn load(
+        self: &Arc<Self>,
+        shape: Shape,
+        key: &TemplateKey,
+    ) -> Result<Option<Arc<Template>>, TemplateError> {
+        let dir = self.builder.root.join(key);
+        if !dir.exists() {
+            return Ok(None);
+        }
+        if self.slots().get(&shape).is_some_and(Slot::is_refused) {
+            return self.discard(key.clone()).await.map(|()| None);
+        }
+        match self.blocking(move |_| load(&dir)).await {
+            Ok(template) => Ok(Some(template)),
+            Err(error) => {
+                tracing::warn!(%shape, error = chain(&error), "a template can't be used and is made anew");
+                self.slots().entry(shape).or_default().state = State::Preparing(Missing::Damaged);
+                self.discard(key.clone()).await.map(|()| None)
             }
         }
-        let began = Instant::now();
-        self.builder.build(inputs).await?;
-        let template = load(dir).await?;
-        tracing::info!(%shape, key = %template.key, took = ?began.elapsed(), "made a template");
-        if let Err(error) = self.bound(&template.key) {
-            tracing::warn!(%error, "cannot look for templates to remove");
+    }
+
+    async fn build(
+        self: &Arc<Self>,
+        shape: Shape,
+        survey: &Arc<Survey>,
+    ) -> Result<Arc<Template>, BuildError> {
+        // What it took the last time, it will take again.
+        let bytes = self.slots().entry(shape).or_default().bytes;
+        let room = self.blocking(move |all| {
+            let kept = all.kept(None).map_err(TemplateError::host("look at", &all.builder.root))?;
+            Ok(bounds::doomed(kept, Some(bytes), &all.bounds).is_some())
+        });
+        if !room.await? {
+            return Err(self.no_room(shape));
         }
+        let began = Instant::now();
+        self.builder.build(survey).await?;
+        let dir = self.builder.root.join(survey.inputs.key());
+        let template = self.blocking(move |_| load(&dir)).await?;
+        tracing::info!(%shape, key = %template.key, took = ?began.elapsed(), "made a template");
         Ok(template)
+    }
+
+    fn no_room(&self, shape: Shape) -> BuildError {
+        let TemplateConfig { most, most_bytes, .. } = self.bounds;
+        BuildError::NoRoom { shape, spared: SPARED, most, most_mib: most_bytes >> 20 }
+    }
+
+    async fn discard(self: &Arc<Self>, key: TemplateKey) -> Result<(), TemplateError> {
+        let dir = self.builder.root.join(&key);
+        self.blocking(move |all| all.remove(&key).map(drop).map_err(TemplateError::host("remove", &dir)))
+            .await
+    }
+
+    /// Does what reads or writes files.
+    async fn blocking<T: Send + 'static>(
+        self: &Arc<Self>,
+        work: impl FnOnce(&Self) -> Result<T, TemplateError> + Send + 'static,
+    ) -> Result<T, TemplateError> {
+        let templates = self.clone();
+        tokio::task::spawn_blocking(move || work(&templates)).await.unwrap_or_else(|panic| {
+            Err(TemplateError::host("work in", &self.builder.root)(io::Error::other(panic)))
+        })
+    }
+
+    /// The VMM would not restore this template, though all that is known of it is right. One that an earlier daemon
+    /// made is made anew, once.
+    pub fn refused(self: &Arc<Self>, template: &Template) {
+        let (shape, key) = (template.shape, template.key.clone());
+        if !self.slots().entry(shape).or_default().refuse(&key) {
+            return;
+        }
+        tracing::warn!(%shape, %key, "the VMM refuses a template, which is made anew");
+        self.see_to(shape);
     }
 
     /// Every template on disk.
     pub fn list(&self) -> io::Result<Vec<TemplateView>> {
-        let in_use: Vec<TemplateKey> = self
-            .slots()
-            .values()
-            .filter_map(|slot| match slot {
-                Slot::Ready(template) => Some(template.key.clone()),
-                Slot::Preparing | Slot::Failed(_) => None,
-            })
-            .collect();
+        let in_use: Vec<TemplateKey> =
+            self.slots().values().filter_map(Slot::ready).map(|ready| ready.template.key.clone()).collect();
         let mut views = Vec::new();
         for entry in fs::read_dir(&self.builder.root)? {
             let entry = entry?;
@@ -199,57 +261,68 @@ impl Templates {
         let dir = self.builder.root.join(key);
         let there = dir.exists();
         clear(&dir)?;
-        self.slots().retain(|_, slot| !matches!(slot, Slot::Ready(template) if template.key == *key));
+        self.slots().retain(|_, slot| slot.ready().is_none_or(|ready| ready.template.key != *key));
         Ok(there)
     }
 
-    /// Removes the least recently used until what is left keeps within the bounds; never `keep`.
-    fn bound(&self, keep: &TemplateKey) -> io::Result<()> {
-        let mut by_age: Vec<_> = self
-            .list()?
-            .into_iter()
-            .map(|view| {
-                let used = fs::metadata(self.builder.root.join(&view.key)).and_then(|meta| meta.modified());
-                let stored: u64 = view.manifest.iter().flat_map(|m| m.files.values()).map(|f| f.stored).sum();
-                (used.unwrap_or(SystemTime::UNIX_EPOCH), view.key, stored)
-            })
-            .collect();
-        by_age.sort();
-        let (mut count, mut bytes) = (by_age.len(), by_age.iter().map(|(_, _, stored)| stored).sum::<u64>());
-        for (_, key, stored) in by_age.iter().filter(|(_, key, _)| key != keep) {
-            if count <= self.bounds.most && bytes <= self.bounds.most_bytes {
-                break;
-            }
+    /// Removes the least recently used until what is left keeps within the bounds. Never `keep`, nor, to keep that
+    /// one, any that was used just now: with these it may not fit, which is the answer.
+    fn keep_within_bounds(&self, keep: Option<&TemplateKey>) -> io::Result<bool> {
+        let Some(doomed) = bounds::doomed(self.kept(keep)?, None, &self.bounds) else { return Ok(false) };
+        for key in doomed {
             tracing::info!(%key, "removing a template that was not used for long");
-            self.remove(key)?;
-            count -= 1;
-            bytes -= stored;
+            self.remove(&key)?;
         }
-        Ok(())
+        Ok(true)
+    }
+
+    /// What is on disk, whatever is in it.
+    fn kept(&self, keep: Option<&TemplateKey>) -> io::Result<Vec<Kept>> {
+        let spared: Vec<TemplateKey> = self
+            .slots()
+            .values()
+            .filter_map(Slot::ready)
+            .filter(|ready| ready.used.elapsed() < SPARED)
+            .map(|ready| ready.template.key.clone())
+            .collect();
+        let mut kept = Vec::new();
+        for entry in fs::read_dir(&self.builder.root)? {
+            let path = entry?.path();
+            let Some(key) = path.file_name().and_then(|name| TemplateKey::parse(name.to_str()?)) else {
+                continue;
+            };
+            let used = fs::metadata(&path).and_then(|meta| meta.modified()).unwrap_or(SystemTime::UNIX_EPOCH);
+            let spared = keep == Some(&key) || spared.contains(&key);
+            kept.push(Kept { used, bytes: taken(&path), spared, key });
+        }
+        Ok(kept)
     }
 
     /// The template in use, if nothing that it depends on has changed. Files are looked at without the lock.
-    fn ready(&self, shape: Shape) -> Option<Arc<Template>> {
-        let template = match self.slots().get(&shape) {
-            Some(Slot::Ready(template)) => template.clone(),
-            _ => return None,
-        };
-        self.is_fresh(shape).then_some(template)
+    fn ready(self: &Arc<Self>, shape: Shape) -> Option<Arc<Template>> {
+        let survey = self.slots().get(&shape)?.ready()?.survey.clone();
+        let spec = self.builder.spec(shape, Path::new(""));
+        if !survey.is_current(self.builder.vmm.as_ref(), &spec) {
+            return None;
+        }
+        let mut slots = self.slots();
+        let State::Ready(ready) = &mut slots.get_mut(&shape)?.state else { return None };
+        // Another that has taken its place meanwhile is newer still.
+        let template = ready.template.clone();
+        if ready.touch() {
+            let dir = self.builder.root.join(&template.key);
+            tokio::task::spawn_blocking(move || note_use(&dir));
+        }
+        Some(template)
     }
 
-    fn inputs(&self, shape: Shape) -> Result<Inputs, TemplateError> {
+    fn survey(&self, shape: Shape) -> Result<Survey, TemplateError> {
         let spec = self.builder.spec(shape, Path::new(""));
-        self.surveyor.inputs(self.builder.vmm.as_ref(), &spec).map_err(|(path, source)| TemplateError::Host {
+        self.surveyor.survey(self.builder.vmm.as_ref(), &spec).map_err(|(path, source)| TemplateError::Host {
             action: "take the hash of an input",
             path,
             source,
         })
-    }
-
-    /// Nothing that the shape's template depends on has changed since it was last looked at.
-    fn is_fresh(&self, shape: Shape) -> bool {
-        let spec = self.builder.spec(shape, Path::new(""));
-        self.surveyor.unchanged(self.builder.vmm.as_ref(), &spec)
     }
 
     fn slots(&self) -> MutexGuard<'_, HashMap<Shape, Slot>> {
@@ -262,18 +335,25 @@ pub fn run_dir(config: &Config) -> PathBuf {
     config.run_dir.join("template")
 }
 
-/// Reads a template; by its directory's time it is known when it was last used.
-async fn load(dir: PathBuf) -> Result<Arc<Template>, TemplateError> {
-    let path = dir.clone();
-    let loaded = tokio::task::spawn_blocking(move || {
-        let touched = File::open(&dir).and_then(|dir| dir.set_modified(clock::now()));
-        if let Err(error) = touched {
+/// Reads a template.
+fn load(dir: &Path) -> Result<Arc<Template>, TemplateError> {
+    note_use(dir);
+    image::load(dir).map(Arc::new)
+}
+
+/// By its directory's time it is known when a template was last used.
+fn note_use(dir: &Path) {
+    match File::open(dir).and_then(|dir| dir.set_modified(clock::now())) {
+        // It was removed meanwhile.
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
             tracing::warn!(path = %dir.display(), %error, "cannot note that a template is used");
         }
-        image::load(&dir)
-    });
-    match loaded.await {
-        Ok(loaded) => loaded.map(Arc::new),
-        Err(panic) => Err(TemplateError::host("read", &path)(io::Error::other(panic))),
+        _ => {}
     }
+}
+
+/// What a template's files take on disk, bytes, as far as it can be told.
+fn taken(dir: &Path) -> u64 {
+    let files = fs::read_dir(dir).into_iter().flatten().flatten();
+    files.filter_map(|file| file.metadata().ok()).map(|file| file.blocks() * 512).sum()
 }

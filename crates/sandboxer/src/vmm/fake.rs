@@ -70,6 +70,8 @@ pub enum Fault {
     RefusesTemplates,
     /// The VMM exits while it starts a machine with more memory, MiB.
     FailsToBootOver(u64),
+    /// The VMM never answers when it is to restore a template.
+    HangsOnRestore,
 }
 
 /// File of a frozen fake machine: the key of its link, hex.
@@ -156,7 +158,11 @@ impl Vmm for FakeVmm {
                     last_lines: "injected failure".into(),
                 });
             }
-            Fault::None | Fault::NeverReady | Fault::RefusesDisks | Fault::RefusesTemplates => {}
+            Fault::None
+            | Fault::NeverReady
+            | Fault::RefusesDisks
+            | Fault::RefusesTemplates
+            | Fault::HangsOnRestore => {}
         }
         if let Some(memory) = &spec.memory_file {
             let pod = spec.pod.clone();
@@ -198,12 +204,17 @@ impl Vmm for FakeVmm {
     }
 
     async fn restore(&self, spec: &VmSpec, frozen: &Frozen) -> Result<Arc<dyn Machine>, VmmError> {
-        if *lock(&self.fault) == Fault::RefusesTemplates {
-            return Err(VmmError::Refused {
-                pod: spec.pod.clone(),
-                call: "loading a template".into(),
-                reason: "injected refusal".into(),
-            });
+        let fault = *lock(&self.fault);
+        match fault {
+            Fault::RefusesTemplates => {
+                return Err(VmmError::Refused {
+                    pod: spec.pod.clone(),
+                    call: "loading a template".into(),
+                    reason: "injected refusal".into(),
+                });
+            }
+            Fault::HangsOnRestore => std::future::pending().await,
+            _ => {}
         }
         let host = |name: &str| {
             let (pod, path) = (spec.pod.clone(), frozen.dir().join(name));

@@ -1,0 +1,94 @@
+//! Which templates go, so that what is left keeps within its bounds: pure.
+
+use std::time::SystemTime;
+
+use super::TemplateKey;
+use crate::config::TemplateConfig;
+
+/// A template on disk, as far as its place counts.
+#[derive(Debug, Clone)]
+pub struct Kept {
+    /// Its name.
+    pub key: TemplateKey,
+    /// When it was last used.
+    pub used: SystemTime,
+    /// What its files take on disk.
+    pub bytes: u64,
+    /// It must stay.
+    pub spared: bool,
+}
+
+/// Which go, the least recently used first, so that the others and one more of `further` bytes, if one is to be made,
+/// keep within `bounds`. None: those that must stay leave no room.
+pub fn doomed(mut all: Vec<Kept>, further: Option<u64>, bounds: &TemplateConfig) -> Option<Vec<TemplateKey>> {
+    all.sort_by(|a, b| (a.used, &a.key).cmp(&(b.used, &b.key)));
+    let mut count = all.len() + usize::from(further.is_some());
+    let mut bytes = all.iter().map(|kept| kept.bytes).chain(further).fold(0, u64::saturating_add);
+    let mut doomed = Vec::new();
+    let mut spare = all.into_iter().filter(|kept| !kept.spared);
+    while count > bounds.most || bytes > bounds.most_bytes {
+        let next = spare.next()?;
+        count -= 1;
+        bytes = bytes.saturating_sub(next.bytes);
+        doomed.push(next.key);
+    }
+    Some(doomed)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use proptest::prelude::*;
+
+    fn key(n: usize) -> TemplateKey {
+        TemplateKey::parse(&format!("{n:032x}")).unwrap()
+    }
+
+    fn bounds(most: usize, most_bytes: u64) -> TemplateConfig {
+        TemplateConfig { enabled: true, most, most_bytes }
+    }
+
+    /// The last is the one that was used last.
+    fn kept(of: &[(u64, bool)]) -> Vec<Kept> {
+        let at = |n: usize| SystemTime::UNIX_EPOCH + Duration::from_secs(n as u64);
+        let kept =
+            |(n, &(bytes, spared)): (usize, &(u64, bool))| Kept { key: key(n), used: at(n), bytes, spared };
+        of.iter().enumerate().map(kept).collect()
+    }
+
+    #[test]
+    fn the_least_recently_used_go_and_those_in_use_stay() {
+        let all = kept(&[(10, false), (10, true), (10, false), (10, true)]);
+        assert_eq!(doomed(all.clone(), None, &bounds(4, 40)), Some(vec![]));
+        assert_eq!(doomed(all.clone(), Some(0), &bounds(4, 40)), Some(vec![key(0)]));
+        assert_eq!(doomed(all.clone(), None, &bounds(4, 25)), Some(vec![key(0), key(2)]));
+        assert_eq!(doomed(all.clone(), Some(1), &bounds(4, 20)), None);
+        assert_eq!(doomed(all, Some(0), &bounds(2, 40)), None);
+    }
+
+    proptest! {
+        #[test]
+        fn what_is_left_keeps_within_the_bounds_and_nothing_goes_in_vain(
+            all in prop::collection::vec((0_u64..100, any::<bool>()), 0..8),
+            further in prop::option::of(0_u64..100), most in 1_usize..8, most_bytes in 1_u64..400,
+        ) {
+            let fits = |gone: &[TemplateKey]| {
+                let left: Vec<Kept> = kept(&all).into_iter().filter(|kept| !gone.contains(&kept.key)).collect();
+                left.len() + usize::from(further.is_some()) <= most
+                    && left.iter().map(|kept| kept.bytes).chain(further).sum::<u64>() <= most_bytes
+            };
+            let spare: Vec<TemplateKey> =
+                kept(&all).into_iter().filter(|kept| !kept.spared).map(|kept| kept.key).collect();
+            match doomed(kept(&all), further, &bounds(most, most_bytes)) {
+                Some(gone) => {
+                    prop_assert!(fits(&gone));
+                    prop_assert!(spare.starts_with(&gone));
+                    prop_assert!(gone.split_last().is_none_or(|(_, fewer)| !fits(fewer)));
+                }
+                None => prop_assert!(!fits(&spare)),
+            }
+        }
+    }
+}

@@ -312,12 +312,9 @@ impl<'a> Prepared<'a> {
     ) -> Result<Running<'a>, PodError> {
         let described = self.vm_spec(&template.link_key);
         let restored = self.node.vmm.restore(&described, &template.frozen);
-        let machine = answered(self.spec, until, "the restore", restored).await.inspect_err(|error| {
-            // QEMU ends where it refuses. What the host has failed in is not of the template.
-            if !matches!(error, VmmError::Hung { .. } | VmmError::Host { .. } | VmmError::Spawn { .. }) {
-                self.node.templates.refused(template);
-            }
-        })?;
+        let machine = answered(self.spec, until, "the restore", restored)
+            .await
+            .inspect_err(|error| self.node.templates.not_restored(template, error))?;
         let running = self.running(machine, Way::Template, until, undo);
         answered(running.spec, until, "the resumption", running.machine.resume()).await?;
         Ok(running)

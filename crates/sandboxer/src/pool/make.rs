@@ -74,7 +74,8 @@ async fn try_warm(
         node.park.taps(spec.nics).map_err(host("make taps for"))?.into_iter().unzip::<_, _, Vec<_>, _>();
     let taps = taps.into_iter().map(Arc::new).collect();
     let spec = VmSpec { background: true, taps, ..spec };
-    let machine = node.vmm.restore(&spec, &template.frozen).await?;
+    let restored = node.vmm.restore(&spec, &template.frozen).await;
+    let machine = restored.inspect_err(|error| node.templates.not_restored(template, error))?;
     let doomed = machine.clone();
     undo.push("end the VMM", async move { doomed.kill().await });
     machine.resume().await?;

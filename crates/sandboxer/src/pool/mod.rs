@@ -146,22 +146,28 @@ impl Pool {
 
     async fn fill(&self, node: &Arc<Node>, rehearsal: &Rehearsal, shutdown: &CancellationToken) {
         let mut taken = self.taken.subscribe();
-        let mut failed = BTreeMap::new();
+        // Sizes of which the last could not be made, and when.
+        let mut failed: BTreeMap<Shape, Instant> = BTreeMap::new();
         while !shutdown.is_cancelled() {
             if shutdown.run_until_cancelled(timeout(PERIOD, node.admission.quiet())).await.is_none() {
                 return;
             }
-            failed.retain(|_, at: &mut Instant| at.elapsed() < RETRY);
-            let Some(shape) = self.lacking(|shape| !failed.contains_key(shape)) else {
+            let may = |shape: &Shape| failed.get(shape).is_none_or(|at| at.elapsed() >= RETRY);
+            let Some(shape) = self.lacking(may) else {
                 shutdown.run_until_cancelled(timeout(PERIOD, taken.changed())).await;
                 continue;
             };
             match make::warm(node, rehearsal, shape, shutdown).await {
-                Ok(warm) => self.lock().waiting.entry(shape).or_default().push_back(warm),
+                Ok(warm) => {
+                    failed.remove(&shape);
+                    self.lock().waiting.entry(shape).or_default().push_back(warm);
+                }
                 Err(_) if shutdown.is_cancelled() => return,
                 Err(error) => {
-                    tracing::warn!(%shape, error = chain(&error), "no machine for the pool");
-                    failed.insert(shape, Instant::now());
+                    if failed.insert(shape, Instant::now()).is_none() {
+                        let error = chain(&error);
+                        tracing::warn!(%shape, error, "no machine for the pool; tried again, told once");
+                    }
                 }
             }
         }

@@ -25,7 +25,7 @@ use crate::{
     config::{Config, TemplateConfig},
     error::chain,
     host::network::Park,
-    vmm::Vmm,
+    vmm::{Vmm, VmmError},
 };
 
 /// For so long after its last use no template goes to make room for another: with more sizes in use than there may be
@@ -225,9 +225,13 @@ impl Templates {
         })
     }
 
-    /// The VMM would not restore this template, though all that is known of it is right. One that an earlier daemon
-    /// made is made anew, once.
-    pub fn refused(self: &Arc<Self>, template: &Template) {
+    /// A machine could not be restored from this template. Where it is the VMM that refuses it, though all that is
+    /// known of it is right, one that an earlier daemon made is made anew, once.
+    pub fn not_restored(self: &Arc<Self>, template: &Template, error: &VmmError) {
+        // QEMU ends where it refuses. What the host has failed in is not of the template.
+        if matches!(error, VmmError::Hung { .. } | VmmError::Host { .. } | VmmError::Spawn { .. }) {
+            return;
+        }
         let (shape, key) = (template.shape, template.key.clone());
         if !self.slots().entry(shape).or_default().refuse(&key) {
             return;

@@ -20,7 +20,7 @@ use tokio::{
 use super::socket;
 
 /// Bytes read at once. Two such buffers a pod live as long as it does.
-const CHUNK: usize = 4 << 10;
+const CHUNK: usize = 1 << 10;
 /// Bytes of a file's end that [`Capture::last_lines`] looks at.
 const TAIL: u64 = 4 << 10;
 /// Characters shown of one line.

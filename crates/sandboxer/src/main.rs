@@ -9,7 +9,7 @@ use std::{
     sync::Arc,
 };
 
-use anyhow::Context;
+use anyhow::{Context, anyhow};
 use clap::Parser;
 use sandboxer::{config::Config, daemon, front::Front, privileges};
 use tokio::signal::unix::{SignalKind, signal};
@@ -73,7 +73,8 @@ fn start(options: &Options) -> anyhow::Result<()> {
     // Threads have sets of capabilities of their own: before there are any.
     privileges::give_up()?;
     let Some(front) = options.front_fd else { return become_front() };
-    let filter: Targets = options.log.parse().with_context(|| format!("--log {:?}", options.log))?;
+    // Its text quotes its source already.
+    let filter: Targets = options.log.parse().map_err(|error| anyhow!("--log {:?}: {error}", options.log))?;
     let lines = tracing_subscriber::fmt::layer()
         .with_ansi(std::io::stderr().is_terminal())
         .with_writer(std::io::stderr);

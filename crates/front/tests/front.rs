@@ -161,7 +161,8 @@ impl Front {
         let fifo = File::options().read(true).custom_flags(flags).open(dir.path().join("fifo")).unwrap();
         let process = command(dir.path()).spawn().unwrap();
         let front = Self { dir, process, fifo };
-        until("the front's socket", || front.socket().exists());
+        // The file is there before anybody listens.
+        until("the front's socket", || UnixStream::connect(front.socket()).is_ok());
         front
     }
 

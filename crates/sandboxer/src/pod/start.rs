@@ -453,9 +453,14 @@ async fn answered<T>(
     call: &str,
     answer: impl Future<Output = Result<T, VmmError>>,
 ) -> Result<T, VmmError> {
-    let limit = until.saturating_duration_since(Instant::now());
+    let limit = whole_ms(until.saturating_duration_since(Instant::now()));
     let late = |_| Err(VmmError::Hung { pod: spec.id.clone(), call: call.to_owned(), limit });
     tokio::time::timeout_at(until, answer).await.unwrap_or_else(late)
+}
+
+/// A time limit as people are told it.
+fn whole_ms(limit: Duration) -> Duration {
+    Duration::from_millis(limit.as_millis().try_into().unwrap_or(u64::MAX))
 }
 
 /// Waits for the agent, in vain once the machine has ended or the time is up.
@@ -465,7 +470,7 @@ async fn watched<T>(
     machine: &dyn Machine,
     answer: impl Future<Output = Result<T, PodError>>,
 ) -> Result<T, PodError> {
-    let limit = until.saturating_duration_since(Instant::now());
+    let limit = whole_ms(until.saturating_duration_since(Instant::now()));
     tokio::select! {
         answer = answer => match answer {
             Err(PodError::Guest(GuestError::Greeting { source: LinkError::Io(error), pod })) => {

@@ -1,6 +1,6 @@
 //! What the allocator keeps of a busy moment goes back to the kernel when that is over.
 //!
-//! Measured once, after a burst of 50 pods: 14.9 MB of the worker's PSS before, 12.5 after.
+//! Measured once, after a burst of 50 pods: 11.5 MB of the worker's PSS before, 8.2 after.
 
 use std::time::Duration;
 

@@ -22,6 +22,9 @@ const NEW_ROOT: &str = "/root.new";
 const FIRST_PROGRAM: &str = "/init";
 const PROGRAM: &CStr = c"/agent";
 
+/// Whether reading the kernel's log takes CAP_SYSLOG.
+const DMESG_RESTRICT: &str = "/proc/sys/kernel/dmesg_restrict";
+
 /// A directory with nothing in it.
 pub const EMPTY: &str = "/var/empty";
 
@@ -127,6 +130,7 @@ pub fn prepare() -> Result<(), InitError> {
         create_dir(dir)?;
     }
     open_console();
+    hide_kernel_log()?;
     cgroup::prepare().map_err(|(path, source)| InitError::File { attempt: "set up", path, source })?;
     network::loopback_up().map_err(InitError::Loopback)
 }
@@ -136,6 +140,16 @@ fn create_dir(path: impl AsRef<Path>) -> Result<(), InitError> {
     fs::create_dir_all(path).map_err(|source| InitError::File {
         attempt: "create",
         path: path.to_owned(),
+        source,
+    })
+}
+
+/// Keeps the kernel's log from containers without CAP_SYSLOG: it tells of the other containers, and in a VM of the pool
+/// of what was done before the pod.
+fn hide_kernel_log() -> Result<(), InitError> {
+    fs::write(DMESG_RESTRICT, "1").map_err(|source| InitError::File {
+        attempt: "write",
+        path: DMESG_RESTRICT.into(),
         source,
     })
 }

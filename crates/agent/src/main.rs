@@ -57,6 +57,7 @@ mod shares;
 mod spec;
 mod stats;
 mod sync;
+mod timekeeper;
 mod tree;
 mod uevent;
 mod volume;
@@ -120,6 +121,7 @@ async fn serve(params: BootParams, entered_ns: u64) -> anyhow::Result<std::conve
         Server::new().add_listener(Listener::new(accepted)).register_service(create_agent(service));
     server.start().await.context("failed to serve the agent's protocol")?;
 
+    tokio::spawn(timekeeper::run());
     let kernel_release = pod::kernel_release();
     let ready = move || Ready {
         agent_version: env!("CARGO_PKG_VERSION").to_owned(),

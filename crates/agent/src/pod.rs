@@ -23,6 +23,7 @@ use crate::{
     limits::{Limits, Machine},
     network,
     shares::Shares,
+    timekeeper,
 };
 
 /// Size of `/dev/shm` if the host names none; the same as everywhere.
@@ -38,7 +39,7 @@ pub struct Identity {
     pub hostname: String,
     /// ns since 1970; 0: stays as it is.
     pub realtime_ns: u64,
-    /// Mixed into the kernel's pool, which is then reseeded.
+    /// Mixed into the kernel's pool and credited to it, which is then reseeded.
     pub entropy: Vec<u8>,
     /// 0 means 64 MiB.
     pub shm_bytes: u64,
@@ -62,6 +63,8 @@ pub async fn configure(identity: &Identity) -> Result<(), Failure> {
     }
     if identity.realtime_ns > 0 {
         clock::set_realtime(identity.realtime_ns).map_err(internal("failed to set the clock"))?;
+        // The host's words are as old as their way here was long.
+        timekeeper::set_by_device().map_err(internal("failed to set the clock by the VMM's"))?;
     }
     let shm = if identity.shm_bytes == 0 { DEFAULT_SHM } else { identity.shm_bytes };
     let flags = MsFlags::MS_REMOUNT | MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
@@ -81,13 +84,22 @@ pub fn update(limits: &Limits) -> Result<(), Failure> {
     limits.apply_to_all()
 }
 
+nix::ioctl_write_ptr!(credit_entropy, b'R', 0x01, libc::c_int);
 nix::ioctl_none!(reseed_crng, b'R', 0x07);
 
+/// Mixes the host's randomness into the kernel's generator, credits it and makes the generator use it at once.
+///
+/// The credit is what a processor without RDRAND needs: until the kernel has counted 256 bits, it refuses to reseed
+/// (ENODATA), and whoever asks for randomness waits. The host is trusted with it, as with everything in the guest.
 fn reseed(entropy: &[u8]) -> io::Result<()> {
     let mut random = OpenOptions::new().write(true).open("/dev/urandom")?;
     random.write_all(entropy)?;
+    let bits = libc::c_int::try_from(entropy.len().saturating_mul(8)).unwrap_or(libc::c_int::MAX);
+    let random = std::os::fd::AsRawFd::as_raw_fd(&random);
+    // SAFETY: RNDADDTOENTCNT reads one int, which outlives the call.
+    unsafe { credit_entropy(random, &raw const bits) }?;
     // SAFETY: RNDRESEEDCRNG takes no argument.
-    unsafe { reseed_crng(std::os::fd::AsRawFd::as_raw_fd(&random)) }?;
+    unsafe { reseed_crng(random) }?;
     Ok(())
 }
 

@@ -15,10 +15,11 @@ use tokio::sync::watch;
 use ttrpc::r#async::TtrpcContext;
 
 use crate::{
+    clock,
     container::{Container, CreateExec},
     containers::Containers,
     events::Events,
-    failure::{Failure, Kind},
+    failure::{Failure, Kind, internal},
     forward::Connections,
     io::{CAPACITY, Output},
     limits::Limits,
@@ -29,6 +30,7 @@ use crate::{
     shares::Shares,
     stats,
     sync::{detached, lock},
+    timekeeper,
     volume::Volumes,
 };
 
@@ -191,6 +193,23 @@ impl Agent for Service {
         let limits = request.limits.as_ref().map(Limits::of_pod).unwrap_or_default();
         pod::update(&limits).map_err(refuse)?;
         Ok(wire::UpdatePodResponse::default())
+    }
+
+    async fn sync_clock(
+        &self,
+        _: &TtrpcContext,
+        request: wire::SyncClockRequest,
+    ) -> Answer<wire::SyncClockResponse> {
+        if request.realtime_ns > 0 {
+            let set = timekeeper::set_by(request.at_boottime_ns, request.realtime_ns);
+            set.map_err(|error| refuse(internal("failed to set the clock")(error)))?;
+        }
+        Ok(wire::SyncClockResponse {
+            boottime_ns: clock::boottime_ns(),
+            realtime_ns: clock::realtime_ns(),
+            kept: timekeeper::is_kept(),
+            ..Default::default()
+        })
     }
 
     async fn put_volume(

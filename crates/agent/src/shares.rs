@@ -24,7 +24,7 @@ use nix::{
     errno::Errno,
     mount::{MsFlags, mount},
 };
-use sandboxer_protocol::share::{GUEST_DIR, Head, MAX_DATA, MAX_MESSAGE, SLOTS, opcode};
+use sandboxer_protocol::share::{GUEST_DIR, Head, MAX_BATCH, MAX_DATA, MAX_MESSAGE, SLOTS, opcode};
 use tokio::{
     io::{Interest, unix::AsyncFd},
     sync::Notify,
@@ -36,9 +36,6 @@ use crate::{
     failure::{Failure, internal},
     sync::{lock, watched},
 };
-
-/// Most bytes handed out at once, and a message more: a quarter of what the link takes.
-const BATCH: usize = 1 << 20;
 
 /// A message and its slot.
 pub type Slotted = (u32, Vec<u8>);
@@ -236,15 +233,16 @@ impl Table {
 }
 
 impl Inner {
+    /// As many requests as the host takes at once, oldest first.
     fn hand_out(&mut self) -> Vec<Slotted> {
-        let (mut handed_out, mut bytes) = (Vec::new(), 0);
-        while bytes < BATCH
-            && let Some(slot) = self.queue.pop_front()
-        {
+        let (mut handed_out, mut room) = (Vec::new(), MAX_BATCH);
+        while let Some(&slot) = self.queue.front() {
             if let Some(of) = &self.slots[slot as usize] {
-                bytes += of.request.len();
+                let Some(left) = room.checked_sub(of.request.len()) else { break };
+                room = left;
                 handed_out.push((slot, of.request.clone()));
             }
+            self.queue.pop_front();
         }
         handed_out
     }
@@ -312,6 +310,22 @@ mod tests {
         assert_eq!(waiting.await.unwrap(), []);
         table.enter(&request(10));
         assert_eq!(slots(&later.await.unwrap()), [0]);
+    }
+
+    #[tokio::test]
+    async fn what_is_handed_out_at_once_is_what_the_host_takes_at_once() {
+        let table = Table::default();
+        let mut long = request(10);
+        long.resize(MAX_MESSAGE, 0);
+        long[..4].copy_from_slice(&(MAX_MESSAGE as u32).to_le_bytes());
+        for (unique, message) in [(10, &long), (12, &long), (14, &request(14)), (16, &request(16))] {
+            let mut message = message.clone();
+            message[8] = unique;
+            table.enter(&message);
+        }
+        assert_eq!(slots(&table.next(false).await), [0]);
+        assert_eq!(slots(&table.next(false).await), [1]);
+        assert_eq!(slots(&table.next(false).await), [2, 3]);
     }
 
     #[tokio::test]

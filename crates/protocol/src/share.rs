@@ -24,6 +24,13 @@ pub const MAX_DATA: usize = 128 << 10;
 /// Longest message: a file's bytes and what stands before them.
 pub const MAX_MESSAGE: usize = MAX_DATA + 4096;
 
+/// Most bytes of messages that daemon and agent hand each other at once, beside what is around them: the
+/// longest message always fits.
+pub const MAX_BATCH: usize = MAX_MESSAGE;
+
+/// Most bytes in which a message is wrapped when it is handed over.
+pub const AROUND_MESSAGE: usize = 64;
+
 /// Where the guest has its shares mounted, each under its name.
 pub const GUEST_DIR: &str = "/run/sandboxer/shares";
 
@@ -42,20 +49,48 @@ pub mod opcode {
     pub const LOOKUP: u32 = 1;
     /// The kernel has dropped an inode. Never answered.
     pub const FORGET: u32 = 2;
+    /// A file's attributes.
+    pub const GETATTR: u32 = 3;
+    /// Changes a file's attributes.
+    pub const SETATTR: u32 = 4;
+    /// Where a link leads.
+    pub const READLINK: u32 = 5;
+    /// Makes a link.
+    pub const SYMLINK: u32 = 6;
+    /// Makes a file, or a pipe or a socket.
+    pub const MKNOD: u32 = 8;
+    /// Makes a directory.
+    pub const MKDIR: u32 = 9;
+    /// Removes a name.
+    pub const UNLINK: u32 = 10;
+    /// Removes a directory.
+    pub const RMDIR: u32 = 11;
+    /// Moves a name.
+    pub const RENAME: u32 = 12;
+    /// Gives a file another name.
+    pub const LINK: u32 = 13;
     /// Opens a file.
     pub const OPEN: u32 = 14;
     /// Reads from a file.
     pub const READ: u32 = 15;
+    /// How much room there is.
+    pub const STATFS: u32 = 17;
+    /// Sets an extended attribute.
+    pub const SETXATTR: u32 = 21;
     /// An extended attribute.
     pub const GETXATTR: u32 = 22;
     /// Names of extended attributes.
     pub const LISTXATTR: u32 = 23;
+    /// Removes an extended attribute.
+    pub const REMOVEXATTR: u32 = 24;
     /// The first request.
     pub const INIT: u32 = 26;
     /// Opens a directory.
     pub const OPENDIR: u32 = 27;
     /// Names in a directory.
     pub const READDIR: u32 = 28;
+    /// Whether somebody may do something.
+    pub const ACCESS: u32 = 34;
     /// Makes a file and opens it.
     pub const CREATE: u32 = 35;
     /// Whoever made a request would rather not wait. Never answered.
@@ -64,8 +99,12 @@ pub mod opcode {
     pub const DESTROY: u32 = 38;
     /// The kernel has dropped inodes. Never answered.
     pub const BATCH_FORGET: u32 = 42;
+    /// Reserves room for a file.
+    pub const FALLOCATE: u32 = 43;
     /// Names in a directory, and what they name.
     pub const READDIRPLUS: u32 = 44;
+    /// Moves a name, or two.
+    pub const RENAME2: u32 = 45;
 }
 
 /// A request's head.

@@ -1,14 +1,16 @@
 //! A container's life, and what is left of it.
 
+use std::time::Duration;
+
 use sandboxer_protocol::agent::{
-    ConfigurePodRequest, ListContainersRequest, ProcessState, Rootfs, StatsRequest, TmpfsUpper,
-    rootfs::Writable,
+    AgentClient, ConfigurePodRequest, ListContainersRequest, ProcessState, Rootfs, StatsRequest,
+    SyncClockRequest, TmpfsUpper, rootfs::Writable,
 };
 use ttrpc::Code;
 
 use crate::{
     container::*,
-    vm::{BUSYBOX, SCRATCH, Vm},
+    vm::{BUSYBOX, PATIENCE, SCRATCH, Vm},
 };
 
 #[tokio::test]
@@ -125,6 +127,100 @@ async fn a_guest_is_reseeded_before_it_is_anybodys() {
     double.write(1, b"\n", true).await.unwrap();
     double.until(&seen, &format!("{written}second\n")).await;
     end(&agent, "double").await;
+}
+
+#[tokio::test]
+async fn a_guest_without_a_random_number_instruction_is_seeded_by_its_host() {
+    let vm = Vm::boot_on("max,-rdrand,-rdseed");
+    let (agent, _) = vm.session().await;
+    let identity = ConfigurePodRequest { entropy: vec![0xa5; 64], ..Default::default() };
+    patiently(agent.configure_pod(ctx(), &identity)).await.unwrap();
+    // The file is read with getrandom's own readiness: /dev/random waits until the generator is seeded.
+    let script = "grep -c rdrand /proc/cpuinfo; head -c 8 /dev/random | wc -c";
+    let draws = run(&agent, &container("draws", &spec(shell(script)))).await;
+    assert_eq!(draws.stdout().await, "0\n8\n");
+    end(&agent, "draws").await;
+}
+
+/// By how much the guest's clock is behind this machine's, ns, and how the guest is told.
+async fn behind(agent: &AgentClient) -> (i64, SyncClockRequest) {
+    let mut best: Option<(i64, i64, SyncClockRequest)> = None;
+    for _ in 0..8 {
+        let now = || i64::try_from(std::time::UNIX_EPOCH.elapsed().unwrap().as_nanos()).unwrap();
+        let before = now();
+        let said = patiently(agent.sync_clock(ctx(), &SyncClockRequest::new())).await.unwrap();
+        let took = now() - before;
+        let host = before + took / 2;
+        assert!(!said.kept, "an emulated guest has no clock of its VMM's");
+        let told = SyncClockRequest {
+            at_boottime_ns: said.boottime_ns,
+            realtime_ns: host.unsigned_abs(),
+            ..Default::default()
+        };
+        if best.as_ref().is_none_or(|(quickest, ..)| took < *quickest) {
+            best = Some((took, host - i64::try_from(said.realtime_ns).unwrap(), told));
+        }
+    }
+    let (_, behind, told) = best.unwrap();
+    (behind, told)
+}
+
+#[tokio::test]
+async fn a_clock_that_is_wrong_comes_back() {
+    const MS: i64 = 1_000_000;
+    let vm = Vm::boot();
+    let (agent, _) = vm.session().await;
+    let mut process = shell("date -s @1000000000 >/dev/null; echo set");
+    for set in ["bounding", "effective", "permitted"] {
+        process["capabilities"][set] = serde_json::json!(["CAP_SYS_TIME"]);
+    }
+    let sets = run(&agent, &container("sets", &spec(process))).await;
+    assert_eq!(sets.stdout().await, "set\n");
+    end(&agent, "sets").await;
+    let (far, told) = behind(&agent).await;
+    assert!(far > 86_400_000 * MS, "{far}");
+    // However late it comes, and however often.
+    for _ in 0..2 {
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        patiently(agent.sync_clock(ctx(), &told)).await.unwrap();
+    }
+    let (left, _) = behind(&agent).await;
+    assert!(left.abs() < 10 * MS, "{left} ns are left of a step");
+
+    // Near the right time the clock doesn't jump: it runs faster until it is right.
+    let near = SyncClockRequest { realtime_ns: told.realtime_ns - 1_000_000_000, ..told.clone() };
+    patiently(agent.sync_clock(ctx(), &near)).await.unwrap();
+    let near = SyncClockRequest { realtime_ns: told.realtime_ns - 700_000_000, ..told.clone() };
+    patiently(agent.sync_clock(ctx(), &near)).await.unwrap();
+    let (before, _) = behind(&agent).await;
+    assert!(before > 900 * MS, "{before}: it jumped");
+    let began = std::time::Instant::now();
+    loop {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        let (left, _) = behind(&agent).await;
+        if left < 900 * MS {
+            break;
+        }
+        assert!(began.elapsed() < PATIENCE, "{left} ns are left");
+    }
+}
+
+#[tokio::test]
+async fn the_kernels_log_is_for_containers_that_may_read_it() {
+    let vm = Vm::boot();
+    let (agent, _) = vm.session().await;
+    let plain = run(&agent, &container("plain", &spec(shell("dmesg 2>&1; echo $?")))).await;
+    let seen = plain.stdout().await;
+    assert!(seen.contains("Operation not permitted") && seen.ends_with("1\n"), "{seen}");
+    end(&agent, "plain").await;
+
+    let mut process = shell("dmesg | grep -c 'Linux version'");
+    for set in ["bounding", "effective", "permitted"] {
+        process["capabilities"][set] = serde_json::json!(["CAP_SYSLOG"]);
+    }
+    let privileged = run(&agent, &container("privileged", &spec(process))).await;
+    assert_eq!(privileged.stdout().await, "1\n");
+    end(&agent, "privileged").await;
 }
 
 #[tokio::test]

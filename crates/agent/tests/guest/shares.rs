@@ -15,6 +15,7 @@ use std::{
     },
     path::{Path, PathBuf},
     process::{Command, Stdio},
+    sync::Arc,
     time::Duration,
 };
 
@@ -25,7 +26,7 @@ use sandboxer_protocol::{
 use sandboxer_share::attach::{Access, Source, attach};
 use serde_json::json;
 use tempfile::TempDir;
-use tokio::task::JoinHandle;
+use tokio::{sync::Notify, task::JoinHandle};
 
 use crate::{container::*, vm::Vm};
 
@@ -79,7 +80,17 @@ impl Drop for Server {
 }
 
 /// Carries requests and answers until it is aborted. `lose`: how many answers it keeps to itself first.
-fn relay(agent: AgentClient, mut server: UnixStream, mut lose: usize) -> JoinHandle<()> {
+fn relay(agent: AgentClient, server: UnixStream, lose: usize) -> JoinHandle<()> {
+    telling_relay(agent, server, lose, Arc::default())
+}
+
+/// The same; `lost` is notified with each answer that is kept.
+fn telling_relay(
+    agent: AgentClient,
+    mut server: UnixStream,
+    mut lose: usize,
+    lost: Arc<Notify>,
+) -> JoinHandle<()> {
     tokio::spawn(async move {
         let (mut answers, mut resume) = (Vec::new(), true);
         loop {
@@ -101,6 +112,7 @@ fn relay(agent: AgentClient, mut server: UnixStream, mut lose: usize) -> JoinHan
                 server.read_exact(&mut message).unwrap();
                 if lose > 0 {
                     lose -= 1;
+                    lost.notify_one();
                 } else {
                     answers.push(ShareMessage { slot, message, ..Default::default() });
                 }
@@ -173,9 +185,12 @@ async fn what_a_daemon_lost_is_asked_again_and_done_once() {
     drop((agent, writer));
     for lost in 1..=4 {
         let (agent, _) = vm.session().await;
-        let losing = relay(agent, server.connect(), lost);
-        // It keeps answers to itself, and in the end waits for a request that doesn't come.
-        tokio::time::sleep(Duration::from_millis(300)).await;
+        let kept = Arc::new(Notify::new());
+        let losing = telling_relay(agent, server.connect(), lost, kept.clone());
+        // The server has done what was asked, and nobody has told the guest, which asks for nothing else before.
+        tokio::time::timeout(Duration::from_secs(60), kept.notified())
+            .await
+            .expect("nothing was asked again");
         losing.abort();
         let _ = losing.await;
     }

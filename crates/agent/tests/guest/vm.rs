@@ -36,6 +36,11 @@ pub struct Vm {
 impl Vm {
     /// Boots a guest with the busybox disk and an empty ext4 disk.
     pub fn boot() -> Self {
+        Self::boot_on("max")
+    }
+
+    /// As [`Vm::boot`], on a processor of this QEMU model.
+    pub fn boot_on(cpu: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let key = LinkKey::random();
         let image = |name: &str| {
@@ -66,18 +71,7 @@ impl Vm {
                 "-machine",
                 "microvm,acpi=on,pcie=off,pit=off,pic=off,rtc=on,isa-serial=on,auto-kernel-cmdline=off",
             ])
-            .args([
-                "-accel",
-                "tcg,tb-size=64",
-                "-cpu",
-                "max",
-                "-smp",
-                "1",
-                "-m",
-                "256M",
-                "-bios",
-                "qboot.rom",
-            ])
+            .args(["-accel", "tcg,tb-size=64", "-cpu", cpu, "-smp", "1", "-m", "256M", "-bios", "qboot.rom"])
             .arg("-kernel")
             .arg(image("vmlinux"))
             .arg("-initrd")

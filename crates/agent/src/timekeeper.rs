@@ -1,0 +1,171 @@
+//! Keeps the guest's clock at the host's.
+//!
+//! Where the VMM gives a clock device (KVM does on a host whose own clock is its time stamp counter), the agent reads it
+//! now and then. Where there is none, the daemon measures the guest's clock over the link and says how the host's
+//! stands; see `SyncClock`. In either case the kernel's own phase-locked loop takes the difference and learns how fast
+//! the guest's clock runs, as it does for NTP daemons; a large difference is stepped over.
+
+use std::{
+    fs::{self, File},
+    io,
+    os::fd::AsFd as _,
+    sync::atomic::{AtomicBool, Ordering},
+    time::Duration,
+};
+
+use rustix::time::{ClockId, DynamicClockId, clock_gettime, clock_gettime_dynamic};
+
+use crate::{clock, log};
+
+/// What the kernel calls KVM's clock.
+const KVM_CLOCK: &str = "KVM virtual PTP";
+const DEVICE: &str = "/dev/ptp0";
+const DEVICE_NAME: &str = "/sys/class/ptp/ptp0/clock_name";
+
+/// How often the device is read.
+const INTERVAL: Duration = Duration::from_secs(64);
+/// Binary logarithm of [`INTERVAL`] in seconds less four: the loop's time constant, as systemd-timesyncd chooses it.
+/// A difference is gone to a fiftieth when the next reading comes.
+const TIME_CONSTANT: libc::c_long = 2;
+/// Larger differences are stepped over. The kernel's loop takes 0.5 s at most.
+const MAX_SLEW_NS: i64 = 400_000_000;
+/// Readings of which the quickest counts.
+const READINGS: usize = 5;
+
+/// Whether the agent keeps the time by itself.
+static KEPT: AtomicBool = AtomicBool::new(false);
+
+/// Whether the agent keeps the time by itself.
+pub fn is_kept() -> bool {
+    KEPT.load(Ordering::Relaxed)
+}
+
+/// How a difference is made good.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Correction {
+    /// The clock runs faster or slower for a while, ns.
+    Slew(i64),
+    /// The clock jumps, ns.
+    Step(i64),
+}
+
+fn correction(offset_ns: i64) -> Correction {
+    match offset_ns.unsigned_abs() <= MAX_SLEW_NS.unsigned_abs() {
+        true => Correction::Slew(offset_ns),
+        false => Correction::Step(offset_ns),
+    }
+}
+
+/// By how much the guest's clock is behind, ns, if the host's was `realtime_ns` when the guest's [`clock::boottime_ns`]
+/// was `at_boottime_ns`.
+fn behind(at_boottime_ns: u64, realtime_ns: u64, boottime_now: u64, realtime_now: u64) -> i64 {
+    let host_now = i128::from(realtime_ns) + i128::from(boottime_now) - i128::from(at_boottime_ns);
+    let behind = host_now - i128::from(realtime_now);
+    i64::try_from(behind).unwrap_or(if behind < 0 { i64::MIN } else { i64::MAX })
+}
+
+/// Sets the guest's clock by what the host's was at a moment of the guest's.
+pub fn set_by(at_boottime_ns: u64, realtime_ns: u64) -> io::Result<()> {
+    apply(behind(at_boottime_ns, realtime_ns, clock::boottime_ns(), clock::realtime_ns()))
+}
+
+/// Sets the guest's clock by the VMM's clock, if there is one. For a guest whose time has stood still.
+pub fn set_by_device() -> io::Result<()> {
+    let Some(device) = open() else { return Ok(()) };
+    let offset = offset(&device)?;
+    adjust(libc::ADJ_SETOFFSET, offset)
+}
+
+/// Keeps the clock by the VMM's, if there is one, for as long as that can be read.
+pub async fn run() {
+    let Some(device) = open() else { return };
+    KEPT.store(true, Ordering::Relaxed);
+    loop {
+        tokio::time::sleep(INTERVAL).await;
+        if let Err(error) = offset(&device).and_then(apply) {
+            // The host is told at its next question, and takes over.
+            log::say(&format!("failed to keep the clock by {DEVICE}: {error}"));
+            KEPT.store(false, Ordering::Relaxed);
+            return;
+        }
+    }
+}
+
+fn open() -> Option<File> {
+    let name = fs::read_to_string(DEVICE_NAME).ok()?;
+    if name.trim() == KVM_CLOCK { File::open(DEVICE).ok() } else { None }
+}
+
+/// By how much the guest's clock is behind the device's, ns.
+fn offset(device: &File) -> io::Result<i64> {
+    let mut best: Option<(u64, i64)> = None;
+    for _ in 0..READINGS {
+        let before = clock::nanoseconds(clock_gettime(ClockId::Realtime));
+        let host = clock::nanoseconds(clock_gettime_dynamic(DynamicClockId::Dynamic(device.as_fd()))?);
+        let after = clock::nanoseconds(clock_gettime(ClockId::Realtime));
+        let took = after.saturating_sub(before);
+        let offset = behind(0, host, 0, before + took / 2);
+        if best.is_none_or(|(quickest, _)| took < quickest) {
+            best = Some((took, offset));
+        }
+    }
+    best.map(|(_, offset)| offset).ok_or_else(|| io::Error::other("no reading"))
+}
+
+fn apply(offset_ns: i64) -> io::Result<()> {
+    match correction(offset_ns) {
+        Correction::Slew(ns) => adjust(libc::ADJ_OFFSET, ns),
+        Correction::Step(ns) => adjust(libc::ADJ_SETOFFSET, ns),
+    }
+}
+
+/// Has the kernel make up for `ns`, in one of its two ways. In both, its loop is on and the clock counts as set.
+fn adjust(way: libc::c_uint, ns: i64) -> io::Result<()> {
+    // SAFETY: all zeroes is a valid request, of nothing.
+    let mut request: libc::timex = unsafe { std::mem::zeroed() };
+    request.modes = way
+        | libc::ADJ_NANO
+        | libc::ADJ_STATUS
+        | libc::ADJ_TIMECONST
+        | libc::ADJ_MAXERROR
+        | libc::ADJ_ESTERROR;
+    request.status = libc::STA_PLL;
+    request.constant = TIME_CONSTANT;
+    if way == libc::ADJ_SETOFFSET {
+        request.time.tv_sec = ns.div_euclid(1_000_000_000);
+        // With ADJ_NANO it is ns, and never negative.
+        request.time.tv_usec = ns.rem_euclid(1_000_000_000);
+    } else {
+        request.offset = ns;
+    }
+    // SAFETY: the request is of the type that this call reads and writes.
+    match unsafe { libc::adjtimex(&mut request) } {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const S: u64 = 1_000_000_000;
+
+    #[test]
+    fn a_small_difference_is_slewed_and_a_large_one_stepped_over() {
+        assert_eq!(correction(0), Correction::Slew(0));
+        assert_eq!(correction(-MAX_SLEW_NS), Correction::Slew(-MAX_SLEW_NS));
+        assert_eq!(correction(MAX_SLEW_NS + 1), Correction::Step(MAX_SLEW_NS + 1));
+        assert_eq!(correction(i64::MIN), Correction::Step(i64::MIN));
+    }
+
+    #[test]
+    fn what_the_host_said_a_while_ago_is_of_use_now() {
+        // Said at 5 s, applied at 9 s of the guest's: the host's clock has gone on by 4 s.
+        assert_eq!(behind(5 * S, 100 * S, 9 * S, 104 * S), 0);
+        assert_eq!(behind(5 * S, 100 * S, 9 * S, 103 * S), 1_000_000_000);
+        assert_eq!(behind(5 * S, 100 * S, 9 * S, 106 * S), -2_000_000_000);
+        assert_eq!(behind(0, u64::MAX, u64::MAX, 0), i64::MAX);
+        assert_eq!(behind(u64::MAX, 0, 0, u64::MAX), i64::MIN);
+    }
+}

@@ -72,21 +72,29 @@ pub enum AttachError {
 /// Makes `source` the share `name`, a plain file name, of the program `process`, a pidfd. One that is there
 /// already stays as it is. Blocks for some system calls.
 pub fn attach(process: BorrowedFd<'_>, name: &str, source: Source<'_>) -> Result<(), AttachError> {
-    let tree = take(source)?;
+    put(process, name, &take(source)?)
+}
+
+/// A mount of a source and all that is mounted below it, attached nowhere.
+#[derive(Debug)]
+pub struct Tree {
+    /// The mount.
+    pub mount: OwnedFd,
+    /// It is one of a directory, not of a file.
+    pub is_dir: bool,
+}
+
+/// Puts `tree` where [`attach`] does. Touches nothing of the source's file system.
+pub fn put(process: BorrowedFd<'_>, name: &str, tree: &Tree) -> Result<(), AttachError> {
     // A thread of its own, since it doesn't come back from where it goes.
-    thread::scope(|scope| match scope.spawn(|| put(process, name, &tree)).join() {
+    thread::scope(|scope| match scope.spawn(|| enter_and_put(process, name, tree)).join() {
         Ok(put) => put,
         Err(_) => Err(target("go on")(io::Error::other("the thread panicked"))),
     })
 }
 
-/// A mount of the source and all that is mounted below it, attached nowhere.
-struct Tree {
-    mount: OwnedFd,
-    is_dir: bool,
-}
-
-fn take(source: Source<'_>) -> Result<Tree, AttachError> {
+/// Takes a mount of a source. Waits as long as the source's file system does.
+pub fn take(source: Source<'_>) -> Result<Tree, AttachError> {
     let failed = |action| {
         let path = source.path.to_owned();
         move |source| AttachError::Source { action, path, source }
@@ -123,7 +131,7 @@ fn take(source: Source<'_>) -> Result<Tree, AttachError> {
     Ok(Tree { mount, is_dir: kind.is_dir() })
 }
 
-fn put(process: BorrowedFd<'_>, name: &str, tree: &Tree) -> Result<(), AttachError> {
+fn enter_and_put(process: BorrowedFd<'_>, name: &str, tree: &Tree) -> Result<(), AttachError> {
     unshare(CloneFlags::CLONE_FS)
         .map_err(|errno| target("leave this process's directories")(errno.into()))?;
     setns(process, CloneFlags::CLONE_NEWNS).map_err(|errno| target("be")(errno.into()))?;

@@ -6,7 +6,7 @@ use anyhow::Context;
 use caps::{CapSet, Capability, CapsHashSet};
 use rustix::{
     process::{Resource, Rlimit, getrlimit, setrlimit},
-    thread::{CapabilitiesSecureBits, set_capabilities_secure_bits, set_no_new_privs},
+    thread::{CapabilitiesSecureBits, set_capabilities_secure_bits, set_no_new_privs, set_thread_groups},
 };
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 
@@ -19,7 +19,7 @@ const MEMORY_PER_FILE: u64 = 1 << 10;
 ///
 /// Not among them is `MKNOD`: a device made by a guest would be one of the host. `DAC_READ_SEARCH` is there
 /// for linkat(2) with a descriptor alone; what makes it dangerous, open_by_handle_at(2), can't be called.
-const KEPT: [Capability; 8] = [
+pub const KEPT: [Capability; 8] = [
     Capability::CAP_CHOWN,
     Capability::CAP_DAC_OVERRIDE,
     Capability::CAP_DAC_READ_SEARCH,
@@ -41,6 +41,8 @@ pub fn limit(files: u64) -> anyhow::Result<()> {
 /// Gives up all rights but those that files of any owner take. They stay when a thread acts as another user
 /// for a moment, to make a file that is that user's.
 pub fn drop_rights() -> anyhow::Result<()> {
+    // Those of whoever started the daemon: as another user, a thread would still be in them.
+    set_thread_groups(&[]).context("cannot leave supplementary groups")?;
     let kept: CapsHashSet = KEPT.into_iter().collect();
     let bits = CapabilitiesSecureBits::NO_SETUID_FIXUP
         | CapabilitiesSecureBits::NO_SETUID_FIXUP_LOCKED
@@ -60,7 +62,7 @@ pub fn drop_rights() -> anyhow::Result<()> {
 }
 
 /// What a thread that serves may call. Anything else fails with EPERM: the guest is told so, and goes on.
-const CALLS: [libc::c_long; 72] = [
+const CALLS: [libc::c_long; 74] = [
     // files, as the guest asks
     libc::SYS_openat,
     libc::SYS_close,
@@ -109,6 +111,8 @@ const CALLS: [libc::c_long; 72] = [
     // whose they become
     libc::SYS_setresuid,
     libc::SYS_setresgid,
+    libc::SYS_setfsuid,
+    libc::SYS_setfsgid,
     libc::SYS_capget,
     libc::SYS_capset,
     // the daemon

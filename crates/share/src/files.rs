@@ -19,6 +19,8 @@ use fuse_backend_rs::{
 use sandboxer_protocol::share::{Head, MAX_DATA, MAX_MESSAGE, REQUEST_HEAD, opcode, u32_at};
 use sandboxer_share::ROOT;
 
+use crate::caller::{Caller, Rights};
+
 /// How long the guest's kernel may take a name and a file's attributes for what they were: the time by which
 /// it may miss a change on the host. Contents are looked at anew whenever a file is opened or its attributes
 /// have changed.
@@ -57,7 +59,7 @@ impl Files {
     pub fn answer<'a>(&self, head: Head, request: &mut [u8], room: &'a mut [u8]) -> &'a [u8] {
         let length = match refused(head, request) {
             Some(errno) => Err(errno),
-            None => self.carry_out(request, room),
+            None => self.carry_out(head, request, room),
         };
         let length = match length {
             Ok(length) if room.get(..length).is_some_and(|answer| head.is_answered_by(answer)) => length,
@@ -75,7 +77,26 @@ impl Files {
     }
 
     /// The length of the answer, or an error number.
-    fn carry_out(&self, request: &mut [u8], room: &mut [u8]) -> Result<usize, i32> {
+    fn carry_out(&self, head: Head, request: &mut [u8], room: &mut [u8]) -> Result<usize, i32> {
+        if head.opcode == opcode::ACCESS {
+            // The one request whose answer is computed from who asks.
+            return self.handle(request, room);
+        }
+        let caller = Caller::take(request).ok_or(libc::EIO)?;
+        if let opcode::MKDIR | opcode::MKNOD | opcode::SYMLINK | opcode::CREATE = head.opcode {
+            // What is made belongs to who makes it, who then looks at what was made.
+            return caller.act(Rights::All, || self.handle(request, room)).map_err(|_| libc::EPERM)?;
+        }
+        let length = self.handle(request, room)?;
+        match as_caller(head) {
+            Some(rights) if caller.is_another() && is_denied(&room[..length]) => {
+                caller.act(rights, || self.handle(request, room)).map_err(|_| libc::EPERM)?
+            }
+            _ => Ok(length),
+        }
+    }
+
+    fn handle(&self, request: &mut [u8], room: &mut [u8]) -> Result<usize, i32> {
         let reader = Reader::<()>::from_fuse_buffer(FuseBuf::new(request)).map_err(|_| libc::EIO)?;
         // A part of a writer collects what it is given in the buffer, and writes it to the descriptor only at
         // the end: so the answer is left in `room`.
@@ -83,6 +104,39 @@ impl Files {
         let part = whole.split_at(0).map_err(|_| libc::EIO)?;
         self.server.handle_message(reader, Writer::FuseDev(part), None, None).map_err(|_| libc::EIO)
     }
+}
+
+/// With which rights a request that was denied is made again as who made it; none: it is not. Each of these
+/// comes to the same when it is made twice.
+fn as_caller(head: Head) -> Option<Rights> {
+    match head.opcode {
+        opcode::LOOKUP
+        | opcode::GETATTR
+        | opcode::SETATTR
+        | opcode::READLINK
+        | opcode::UNLINK
+        | opcode::RMDIR
+        | opcode::RENAME
+        | opcode::RENAME2
+        | opcode::OPEN
+        | opcode::OPENDIR
+        | opcode::READDIR
+        | opcode::READDIRPLUS
+        | opcode::STATFS
+        | opcode::SETXATTR
+        | opcode::GETXATTR
+        | opcode::LISTXATTR
+        | opcode::REMOVEXATTR
+        | opcode::FALLOCATE => Some(Rights::OwnOnly),
+        opcode::LINK => Some(Rights::OwnAndLink),
+        _ => None,
+    }
+}
+
+/// Whether `answer` says that whoever acted may not.
+fn is_denied(answer: &[u8]) -> bool {
+    let error = u32_at(answer, 4).and_then(|error| error.cast_signed().checked_neg());
+    matches!(error, Some(libc::EACCES | libc::EPERM))
 }
 
 /// An error number for what no guest's kernel asks for.

@@ -20,6 +20,7 @@ use std::{
 
 use anyhow::{Context, ensure};
 
+mod caller;
 mod confine;
 mod files;
 mod jail;

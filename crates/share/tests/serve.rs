@@ -16,5 +16,7 @@ mod files;
 mod kernel_double;
 #[path = "serve/server.rs"]
 mod server;
+#[path = "serve/squash.rs"]
+mod squash;
 #[path = "serve/survival.rs"]
 mod survival;

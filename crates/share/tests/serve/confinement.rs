@@ -29,6 +29,7 @@ fn every_thread_has_few_capabilities_and_a_filter() {
         for set in ["CapInh", "CapAmb"] {
             assert_eq!(field(&status, set), "0000000000000000", "{set}");
         }
+        assert_eq!(field(&status, "Groups"), "", "as another user it would be in them, too");
         assert_eq!((field(&status, "NoNewPrivs"), field(&status, "Seccomp")), ("1".into(), "2".into()));
         threads += 1;
     }

@@ -11,27 +11,12 @@ use sandboxer_protocol::share::{FRAME_HEAD, frame_head, read_frame_head};
 /// Kinds of requests.
 pub mod op {
     pub use sandboxer_protocol::share::opcode::*;
-    pub const GETATTR: u32 = 3;
-    pub const SETATTR: u32 = 4;
-    pub const READLINK: u32 = 5;
-    pub const SYMLINK: u32 = 6;
-    pub const MKNOD: u32 = 8;
-    pub const MKDIR: u32 = 9;
-    pub const UNLINK: u32 = 10;
-    pub const RMDIR: u32 = 11;
-    pub const LINK: u32 = 13;
     pub const WRITE: u32 = 16;
-    pub const STATFS: u32 = 17;
     pub const RELEASE: u32 = 18;
     pub const FSYNC: u32 = 20;
-    pub const SETXATTR: u32 = 21;
-    pub const REMOVEXATTR: u32 = 24;
     pub const FLUSH: u32 = 25;
     pub const RELEASEDIR: u32 = 29;
     pub const FSYNCDIR: u32 = 30;
-    pub const ACCESS: u32 = 34;
-    pub const FALLOCATE: u32 = 43;
-    pub const RENAME2: u32 = 45;
     pub const LSEEK: u32 = 46;
 }
 

@@ -13,8 +13,9 @@ use std::{
 use nix::sys::epoll::EpollFlags;
 
 use crate::{
-    frame::{Assembler, Frame, REQUEST, RESPONSE},
+    frame::{Assembler, EXHAUSTED, Frame, INTERNAL, REQUEST, RESPONSE},
     outbox::Outbox,
+    say::say,
 };
 
 /// Most requests of one connection under way, and most bytes of them. containerd has one connection for each
@@ -25,6 +26,14 @@ const MOST_UNANSWERED_BYTES: usize = 8 << 20;
 const ENOUGH: usize = 1 << 20;
 /// So many times a worker that lives may lose one connection's link.
 const MOST_LINKS: u32 = 3;
+/// A request that so many workers ended under is a suspect: it is given alone, so that it is known which of several ends
+/// the next one.
+const SUSPECT_DEATHS: u8 = 2;
+/// A request that so many workers ended under is answered with an error.
+const MAX_DEATHS: u8 = 3;
+/// The method whose requests wait for a process's end and do nothing else. They are under way through every worker's
+/// end, whatever that was caused by, and containerd takes an error for the process's end.
+const WAIT: &str = "Wait";
 
 /// Names requests. A number is not used again for two thousand million requests.
 #[derive(Debug)]
@@ -82,6 +91,28 @@ struct Unanswered {
     /// containerd's number for it.
     stream: u32,
     frame: Frame,
+    /// The present worker has it.
+    given: bool,
+    /// Workers that ended while they had it.
+    deaths: u8,
+}
+
+impl Unanswered {
+    fn is_suspect(&self) -> bool {
+        self.deaths >= SUSPECT_DEATHS
+    }
+
+    /// Answers with the error that it gets instead of another worker.
+    fn refusal(&self) -> String {
+        let of = |id: &str| format!(" of container {}", id.escape_debug());
+        format!(
+            "{}{} was given to {} workers of sandboxer, and each of them ended before it had an answer: it is not given to \
+             another one; sandboxer's log says how they ended",
+            self.frame.method().unwrap_or("a request").escape_debug(),
+            self.frame.container().map(of).unwrap_or_default(),
+            self.deaths,
+        )
+    }
 }
 
 impl Connection {
@@ -108,16 +139,35 @@ impl Connection {
         self.link.as_ref().map(|link| link.stream.as_fd())
     }
 
-    /// Links it to a worker, which gets all that has no answer yet, marked.
+    /// Links it to a worker, which gets all that has no answer yet, marked; suspects only if it has them already.
     pub fn set_link(&mut self, stream: UnixStream) {
-        let mut to_worker = Outbox::default();
-        for Unanswered { frame, .. } in self.unanswered.values() {
-            let mut again = frame.clone();
-            again.set_repeated(true);
-            to_worker.push(again.into_bytes());
-        }
         self.links += 1;
-        self.link = Some(Link { stream, from_worker: Assembler::default(), to_worker });
+        self.link = Some(Link { stream, from_worker: Assembler::default(), to_worker: Outbox::default() });
+        let due = self.unanswered.iter().filter(|(_, request)| request.given || !request.is_suspect());
+        let due: Vec<_> = due.map(|(number, _)| *number).collect();
+        due.into_iter().for_each(|number| self.give(number));
+    }
+
+    /// Gives the worker a request that another one may have had.
+    pub fn give(&mut self, number: u32) {
+        let (Some(link), Some(request)) = (&mut self.link, self.unanswered.get_mut(&number)) else { return };
+        request.given = true;
+        let mut again = request.frame.clone();
+        again.set_repeated(true);
+        link.to_worker.push(again.into_bytes());
+    }
+
+    /// Returns the oldest suspect that the worker could be given.
+    pub fn suspect(&self) -> Option<u32> {
+        self.link.as_ref()?;
+        let mut suspects =
+            self.unanswered.iter().filter(|(_, request)| request.is_suspect() && !request.given);
+        suspects.next().map(|(number, _)| *number)
+    }
+
+    /// Whether a request has no answer yet.
+    pub fn awaits(&self, number: u32) -> bool {
+        self.unanswered.contains_key(&number)
     }
 
     /// Whether the worker, which lives, may have another link for it.
@@ -125,11 +175,24 @@ impl Connection {
         self.links < MOST_LINKS
     }
 
-    /// The worker is gone: what it still has answered passes, then the link is no more.
-    pub fn worker_gone(&mut self, scratch: &mut [u8]) {
+    /// The worker is gone: what it still has answered passes, then the link is no more. `died`: nobody asked it to end,
+    /// and what it had and did not answer may be why.
+    pub fn worker_gone(&mut self, scratch: &mut [u8], died: bool) {
         while self.read_link(scratch) == Side::Open {}
         self.link = None;
         self.links = 0;
+        for request in self.unanswered.values_mut() {
+            let counts = mem::take(&mut request.given) && died && request.frame.method() != Some(WAIT);
+            request.deaths += u8::from(counts);
+        }
+        let deadly = self.unanswered.iter().filter(|(_, request)| request.deaths >= MAX_DEATHS);
+        let deadly: Vec<_> = deadly.map(|(number, _)| *number).collect();
+        for request in deadly.iter().filter_map(|number| self.unanswered.remove(number)) {
+            self.unanswered_bytes -= request.frame.bytes().len();
+            let words = request.refusal();
+            say!("{words}");
+            self.to_client.push(Frame::error(request.stream, INTERNAL, &words).into_bytes());
+        }
     }
 
     /// What to wait for on the connection and on its link.
@@ -164,14 +227,15 @@ impl Connection {
             let (stream, number) = (frame.stream(), numbers.next());
             let bytes = self.unanswered_bytes + frame.bytes().len();
             if self.unanswered.len() >= MOST_UNANSWERED || bytes > MOST_UNANSWERED_BYTES {
-                self.to_client.push(Frame::too_many(stream).into_bytes());
+                const WORDS: &str = "too many requests are under way on this connection";
+                self.to_client.push(Frame::error(stream, EXHAUSTED, WORDS).into_bytes());
                 continue;
             }
             frame.set_repeated(false);
             frame.set_stream(number);
             link.to_worker.push(frame.bytes().to_vec());
             self.unanswered_bytes = bytes;
-            self.unanswered.insert(number, Unanswered { stream, frame });
+            self.unanswered.insert(number, Unanswered { stream, frame, given: true, deaths: 0 });
         }
         Side::Open
     }
@@ -229,6 +293,6 @@ fn side(done: io::Result<()>) -> Side {
 }
 
 fn refuse(why: &dyn std::fmt::Display) -> Side {
-    eprintln!("sandboxer-front: a task connection is closed: {why}");
+    say!("a task connection is closed: {why}");
     Side::Gone
 }

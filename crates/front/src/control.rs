@@ -29,6 +29,10 @@ pub const MOST_FDS: usize = 8;
 /// Key of the entry whose descriptor the front accepts task connections at; a path may follow.
 pub const TASK_LISTENER: &str = "listen task ";
 
+/// Note of a [`Kind::Ready`] by a worker that may be asked whether it is there. One of an earlier build may not: it takes
+/// a question that it doesn't know for the front's end.
+pub const ANSWERS_PINGS: &[u8] = b"answers pings";
+
 /// Note of a [`Kind::Open`] that asks for reading alone.
 pub const FOR_READING: &[u8] = b"r";
 
@@ -39,7 +43,8 @@ pub enum Kind {
     Keep = 1,
     /// Worker: forget the key.
     Forget = 2,
-    /// Worker: all earlier pods are taken up; requests may come.
+    /// Worker: all earlier pods are taken up; requests may come. With the note [`ANSWERS_PINGS`] it answers
+    /// [`Kind::Ping`].
     Ready = 3,
     /// Front: an entry that an earlier worker had kept.
     Kept = 4,
@@ -54,6 +59,10 @@ pub enum Kind {
     /// A FIFO that a worker opened itself would be closed again if it died before it had handed it over, which is
     /// the end of it for whoever is at its other end.
     Open = 7,
+    /// Front: are you there?
+    Ping = 8,
+    /// Worker: yes. Said by the threads that do its work.
+    Pong = 9,
 }
 
 /// A message, with the descriptors that came along.
@@ -89,6 +98,18 @@ pub fn send(
     note: &[u8],
     fds: &[BorrowedFd<'_>],
 ) -> io::Result<()> {
+    send_with(socket, kind, key, note, fds, MsgFlags::empty())
+}
+
+/// Sends one message. `flags`: `MSG_DONTWAIT` not to wait while the peer's queue is full.
+pub fn send_with(
+    socket: BorrowedFd<'_>,
+    kind: Kind,
+    key: &str,
+    note: &[u8],
+    fds: &[BorrowedFd<'_>],
+    flags: MsgFlags,
+) -> io::Result<()> {
     let length = u16::try_from(key.len()).map_err(|_| too_long())?;
     if 3 + key.len() + note.len() > LONGEST || fds.len() > MOST_FDS {
         return Err(too_long());
@@ -99,7 +120,7 @@ pub fn send(
     let rights = [ControlMessage::ScmRights(&raw)];
     let rights = if raw.is_empty() { &rights[..0] } else { &rights[..] };
     loop {
-        match sendmsg::<()>(socket.as_raw_fd(), &parts, rights, MsgFlags::MSG_NOSIGNAL, None) {
+        match sendmsg::<()>(socket.as_raw_fd(), &parts, rights, flags | MsgFlags::MSG_NOSIGNAL, None) {
             Err(Errno::EINTR) => {}
             sent => return Ok(sent.map(drop)?),
         }
@@ -141,8 +162,8 @@ pub fn receive(socket: BorrowedFd<'_>, flags: MsgFlags) -> io::Result<Option<Mes
 
 fn parse(mut bytes: Vec<u8>, fds: Vec<OwnedFd>) -> io::Result<Message> {
     let &[kind, high, low] = bytes.first_chunk().ok_or_else(|| malformed("a message has no head"))?;
-    use Kind::{AllKept, Connection, Forget, Keep, Kept, Open, Ready};
-    let kind = [Keep, Forget, Ready, Kept, AllKept, Connection, Open]
+    use Kind::{AllKept, Connection, Forget, Keep, Kept, Open, Ping, Pong, Ready};
+    let kind = [Keep, Forget, Ready, Kept, AllKept, Connection, Open, Ping, Pong]
         .into_iter()
         .find(|known| *known as u8 == kind)
         .ok_or_else(|| malformed("a message is of no known kind"))?;

@@ -21,7 +21,9 @@ pub const RESPONSE: u8 = 2;
 pub const REPEATED: u8 = 0x80;
 
 /// gRPC's RESOURCE_EXHAUSTED.
-const EXHAUSTED: u8 = 8;
+pub const EXHAUSTED: u8 = 8;
+/// gRPC's INTERNAL: nobody who gets it asks again by itself.
+pub const INTERNAL: u8 = 13;
 
 /// A whole frame, header included.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -33,14 +35,15 @@ pub struct Frame(Vec<u8>);
 pub struct TooLong(usize);
 
 impl Frame {
-    /// An answer to the request on `stream` which says that there are too many.
-    pub fn too_many(stream: u32) -> Self {
-        const WORDS: &str = "too many requests are under way on this connection";
-        // Response { status: 1 = Status { code: 1 = varint, message: 2 = string } }, all lengths below 128.
-        let mut status = vec![0x08, EXHAUSTED, 0x12, WORDS.len() as u8];
-        status.extend_from_slice(WORDS.as_bytes());
+    /// Returns an answer to the request on `stream`: an error with one of gRPC's codes.
+    pub fn error(stream: u32, code: u8, words: &str) -> Self {
+        // Response { status: 1 = Status { code: 1 = varint, message: 2 = string } }
+        let mut status = vec![0x08, code, 0x12];
+        status.extend(varint(words.len()));
+        status.extend_from_slice(words.as_bytes());
         let mut frame = vec![0; HEADER];
-        frame.extend_from_slice(&[0x0a, status.len() as u8]);
+        frame.push(0x0a);
+        frame.extend(varint(status.len()));
         frame.extend_from_slice(&status);
         let length = (frame.len() - HEADER) as u32;
         frame[..4].copy_from_slice(&length.to_be_bytes());
@@ -48,6 +51,17 @@ impl Frame {
         let mut frame = Self(frame);
         frame.set_stream(stream);
         frame
+    }
+
+    /// Returns the method that a request names, if it is a request.
+    pub fn method(&self) -> Option<&str> {
+        // Request { service: 1 = string, method: 2 = string, payload: 3 = bytes, … }
+        str::from_utf8(field(self.0.get(HEADER..)?, 2)?).ok()
+    }
+
+    /// Returns the container that a request names: every request of the task service has its id in field 1.
+    pub fn container(&self) -> Option<&str> {
+        str::from_utf8(field(field(self.0.get(HEADER..)?, 3)?, 1)?).ok()
     }
 
     /// What it is: [`REQUEST`], [`RESPONSE`] or something else.
@@ -79,6 +93,52 @@ impl Frame {
     pub fn into_bytes(self) -> Vec<u8> {
         self.0
     }
+}
+
+/// Returns the first field `number` of a protobuf message that has a length.
+fn field(mut message: &[u8], number: u64) -> Option<&[u8]> {
+    const VARINT: u64 = 0;
+    const FIXED64: u64 = 1;
+    const LENGTH: u64 = 2;
+    const FIXED32: u64 = 5;
+    loop {
+        let tag = take_varint(&mut message)?;
+        let length = match tag & 7 {
+            VARINT => take_varint(&mut message).map(|_| 0)?,
+            FIXED64 => 8,
+            LENGTH => usize::try_from(take_varint(&mut message)?).ok()?,
+            FIXED32 => 4,
+            _ => return None,
+        };
+        let (value, rest) = message.split_at_checked(length)?;
+        if tag == number << 3 | LENGTH {
+            return Some(value);
+        }
+        message = rest;
+    }
+}
+
+fn take_varint(bytes: &mut &[u8]) -> Option<u64> {
+    let mut value = 0;
+    for shift in (0..64).step_by(7) {
+        let (&byte, rest) = bytes.split_first()?;
+        *bytes = rest;
+        value |= u64::from(byte & 0x7f) << shift;
+        if byte & 0x80 == 0 {
+            return Some(value);
+        }
+    }
+    None
+}
+
+fn varint(mut value: usize) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    while value >= 0x80 {
+        bytes.push(value as u8 | 0x80);
+        value >>= 7;
+    }
+    bytes.push(value as u8);
+    bytes
 }
 
 /// Puts frames together from what is read, however it is cut.
@@ -172,9 +232,30 @@ mod tests {
     }
 
     #[test]
-    fn the_answer_to_one_too_many_is_a_whole_frame() {
-        let answer = Frame::too_many(9);
+    fn an_error_is_a_whole_frame_with_its_code_and_words() {
+        let words = "long ".repeat(100);
+        let answer = Frame::error(9, INTERNAL, &words);
         let frames = Assembler::default().take(answer.bytes()).unwrap();
         assert_eq!((frames.len(), frames[0].stream(), frames[0].kind()), (1, 9, RESPONSE));
+        let status = field(&answer.bytes()[HEADER..], 1).unwrap();
+        assert_eq!((&status[..2], field(status, 2).unwrap()), (&[0x08, INTERNAL][..], words.as_bytes()));
+    }
+
+    #[test]
+    fn a_request_says_what_it_asks_and_of_which_container() {
+        // As ttrpc's Go client writes it: service, method, payload with the id "c1" and a bundle, a deadline.
+        let body = b"\x0a\x04Task\x12\x06Create\x1a\x07\x0a\x02c1\x12\x01/\x20\x80\x94\xeb\xdc\x03";
+        let frame = Assembler::default().take(&wire(1, REQUEST, body)).unwrap().remove(0);
+        assert_eq!((frame.method(), frame.container()), (Some("Create"), Some("c1")));
+    }
+
+    proptest! {
+        #[test]
+        fn whatever_a_request_holds_it_can_be_asked_for_its_method(
+            body in proptest::collection::vec(any::<u8>(), 0..60),
+        ) {
+            let frame = Assembler::default().take(&wire(1, REQUEST, &body)).unwrap().remove(0);
+            let _ = (frame.method(), frame.container());
+        }
     }
 }

@@ -31,8 +31,9 @@ use sd_notify::NotifyState;
 
 use crate::{
     connection::{Connection, Numbers, Side},
-    control::{self, FOR_READING, Kind, Message, TASK_LISTENER},
-    worker::{BackOff, Worker},
+    control::{self, ANSWERS_PINGS, FOR_READING, Kind, Message, TASK_LISTENER},
+    say::say,
+    worker::{BackOff, Pulse, Worker},
 };
 
 /// Read at once from a connection, bytes.
@@ -42,6 +43,14 @@ const EVENTS: usize = 32;
 
 /// A process that was killed is gone by then.
 const RELINK: Duration = Duration::from_millis(200);
+/// After so long it is seen whether there is a descriptor for one more connection.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(250);
+/// A worker that lives for so long with a request that others ended under has not ended by it, most likely.
+const TRIAL: Duration = Duration::from_secs(5);
+
+/// A worker that answers nothing for so long is replaced. Generous: on a host with far more work than processors each of
+/// its threads may wait for seconds.
+pub const MAX_SILENCE: Duration = Duration::from_secs(30);
 
 const SIGNALS: u64 = 0;
 const CONTROL: u64 = 1;
@@ -77,9 +86,10 @@ fn system<E: Into<io::Error>>(action: &'static str) -> impl FnOnce(E) -> FrontEr
 /// Runs `program` as the worker for as long as nobody asks for an end. The answer is the process's own exit code.
 ///
 /// SIGTERM and SIGINT end the worker and then the front; SIGHUP has the worker end and started again, from
-/// what is at `program` by then. A first worker that refuses to run takes the front along.
-pub fn run(program: &Path, arguments: &[OsString]) -> Result<ExitCode, FrontError> {
-    Front::new(program, arguments)?.run()
+/// what is at `program` by then. A first worker that refuses to run takes the front along. One that answers nothing for
+/// about `silence` once it was ready is killed.
+pub fn run(program: &Path, arguments: &[OsString], silence: Duration) -> Result<ExitCode, FrontError> {
+    Front::new(program, arguments, silence)?.run()
 }
 
 struct Entry {
@@ -90,6 +100,7 @@ struct Entry {
 struct Front<'a> {
     program: &'a Path,
     arguments: &'a [OsString],
+    silence: Duration,
     /// Tells this front from others, before and after it.
     identity: String,
     epoll: Epoll,
@@ -105,10 +116,24 @@ struct Front<'a> {
     replacing: bool,
     kept: BTreeMap<String, Entry>,
     listener: Option<Rc<OwnedFd>>,
+    /// When connections are accepted again, for want of descriptors until then.
+    accept_again: Option<Instant>,
+    /// That there are no descriptors was said.
+    starved: bool,
+    /// Some requests are suspects: they are given one by one.
+    suspects: bool,
+    trial: Option<Trial>,
     connections: BTreeMap<u64, Linked>,
     next_connection: u64,
     numbers: Numbers,
     scratch: Box<[u8]>,
+}
+
+/// A suspect that the worker has.
+struct Trial {
+    connection: u64,
+    request: u32,
+    until: Instant,
 }
 
 /// A connection, and what the kernel watches of it.
@@ -118,7 +143,7 @@ struct Linked {
 }
 
 impl<'a> Front<'a> {
-    fn new(program: &'a Path, arguments: &'a [OsString]) -> Result<Self, FrontError> {
+    fn new(program: &'a Path, arguments: &'a [OsString], silence: Duration) -> Result<Self, FrontError> {
         let mut mask = SigSet::empty();
         for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGCHLD] {
             mask.add(signal);
@@ -138,6 +163,7 @@ impl<'a> Front<'a> {
         Ok(Self {
             program,
             arguments,
+            silence,
             identity: format!("{}-{}", std::process::id(), since.as_nanos()),
             epoll,
             signals,
@@ -150,6 +176,10 @@ impl<'a> Front<'a> {
             replacing: false,
             kept: BTreeMap::new(),
             listener: None,
+            accept_again: None,
+            starved: false,
+            suspects: false,
+            trial: None,
             connections: BTreeMap::new(),
             next_connection: CONNECTIONS / 2,
             numbers: Numbers::default(),
@@ -185,17 +215,29 @@ impl<'a> Front<'a> {
             {
                 return Ok(code);
             }
-            if self.due.is_some_and(|due| due <= Instant::now()) {
+            let now = Instant::now();
+            if self.due.is_some_and(|due| due <= now) {
                 self.due = None;
                 if let Err(error) = self.start_worker() {
-                    eprintln!("sandboxer-front: cannot run the worker {:?}: {error}", self.program);
+                    say!("cannot run the worker {:?}: {error}", self.program);
                     self.due =
                         Some(Instant::now() + self.back_off.after(None).max(Duration::from_millis(100)));
                 }
             }
-            if self.relink.is_some_and(|due| due <= Instant::now()) {
+            if self.relink.is_some_and(|due| due <= now) {
                 self.relink = None;
                 self.link_again();
+            }
+            if self.accept_again.is_some_and(|due| due <= now) {
+                self.accept_again = None;
+                self.watch_listener(EpollFlags::EPOLLIN);
+            }
+            // What the worker has said so far is heard: whoever answered is not silent.
+            if self.pulse().is_some_and(|pulse| pulse.due <= now) {
+                self.ask_worker();
+            }
+            if self.suspects {
+                self.give_suspect();
             }
             if self.ending && self.worker.is_none() {
                 return Ok(ExitCode::SUCCESS);
@@ -204,7 +246,10 @@ impl<'a> Front<'a> {
     }
 
     fn patience(&self) -> EpollTimeout {
-        let Some(due) = self.due.into_iter().chain(self.relink).min() else { return EpollTimeout::NONE };
+        let pulse = self.worker.as_ref().and_then(|worker| worker.pulse.as_ref()).map(|pulse| pulse.due);
+        let trial = self.trial.as_ref().map(|trial| trial.until);
+        let dues = [self.due, self.relink, self.accept_again, pulse, trial];
+        let Some(due) = dues.into_iter().flatten().min() else { return EpollTimeout::NONE };
         // Rounded up, or it would spin for the last millisecond.
         let millis = due.saturating_duration_since(Instant::now()).as_millis() + 1;
         u16::try_from(millis).unwrap_or(u16::MAX).into()
@@ -240,6 +285,26 @@ impl<'a> Front<'a> {
         Ok(())
     }
 
+    fn pulse(&mut self) -> Option<&mut Pulse> {
+        self.worker.as_mut()?.pulse.as_mut()
+    }
+
+    /// Asks the worker whether it is there; one that has not answered for long enough is killed, and replaced as any
+    /// other that ended.
+    fn ask_worker(&mut self) {
+        let silence = self.silence;
+        let Some(worker) = &mut self.worker else { return };
+        let Some(pulse) = &mut worker.pulse else { return };
+        if pulse.asks() {
+            worker.tell(Kind::Ping, "", &[], Vec::new());
+            worker.flush();
+            return self.watch_worker();
+        }
+        say!("the worker has not answered for {silence:?}: it is killed, and another one started");
+        worker.pulse = None;
+        worker.signal(Signal::SIGKILL);
+    }
+
     fn hear_worker(&mut self) {
         loop {
             let Some(worker) = &mut self.worker else { return };
@@ -255,7 +320,7 @@ impl<'a> Front<'a> {
                 // It has ended without hearing us out; what it said itself follows.
                 Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {}
                 Err(error) => {
-                    eprintln!("sandboxer-front: the worker says what can't be understood: {error}");
+                    say!("the worker says what can't be understood: {error}");
                 }
             }
         }
@@ -283,6 +348,7 @@ impl<'a> Front<'a> {
             Kind::Ready => {
                 if let Some(worker) = &mut self.worker {
                     worker.ready = Some(Instant::now());
+                    worker.pulse = (note == ANSWERS_PINGS).then(|| Pulse::new(self.silence));
                 }
                 if !mem::replace(&mut self.was_ready, true) {
                     let _ = sd_notify::notify(&[NotifyState::Ready]);
@@ -290,7 +356,12 @@ impl<'a> Front<'a> {
                 let all: Vec<_> = self.connections.keys().copied().collect();
                 all.into_iter().for_each(|number| self.link(number));
             }
-            Kind::Kept | Kind::AllKept | Kind::Connection => {}
+            Kind::Pong => {
+                if let Some(pulse) = self.pulse() {
+                    pulse.answered();
+                }
+            }
+            Kind::Kept | Kind::AllKept | Kind::Connection | Kind::Ping => {}
         }
     }
 
@@ -311,7 +382,7 @@ impl<'a> Front<'a> {
             }
         };
         if let Err(error) = told {
-            eprintln!("sandboxer-front: the worker can't be answered: {error}");
+            say!("the worker can't be answered: {error}");
         }
     }
 
@@ -328,10 +399,13 @@ impl<'a> Front<'a> {
         }
         let worker = self.worker.take()?;
         self.relink = None;
+        self.trial = None;
+        self.suspects = true;
+        let died = !self.ending && !self.replacing;
         let numbers: Vec<_> = self.connections.keys().copied().collect();
         for number in numbers {
             if let Some(linked) = self.connections.get_mut(&number) {
-                linked.connection.worker_gone(&mut self.scratch);
+                linked.connection.worker_gone(&mut self.scratch, died);
             }
             self.settle(number, Side::Open);
         }
@@ -345,7 +419,7 @@ impl<'a> Front<'a> {
             true => Duration::ZERO,
             false => {
                 let pause = self.back_off.after(worker.ready.map(|since| since.elapsed()));
-                eprintln!("sandboxer-front: the worker ended ({status}); the next one starts in {pause:?}");
+                say!("the worker ended ({status}); the next one starts in {pause:?}");
                 pause
             }
         };
@@ -360,9 +434,20 @@ impl<'a> Front<'a> {
             let _ = self.epoll.delete(&before);
         }
         if let Err(error) = self.epoll.add(&listener, EpollEvent::new(EpollFlags::EPOLLIN, LISTENER)) {
-            eprintln!("sandboxer-front: cannot watch the task socket: {error}");
+            say!("cannot watch the task socket: {error}");
         }
         self.listener = Some(listener);
+    }
+
+    fn watch_listener(&self, events: EpollFlags) {
+        if let Some(listener) = &self.listener {
+            let _ = self.epoll.modify(listener, &mut EpollEvent::new(events, LISTENER));
+        }
+    }
+
+    fn pause_accepting(&mut self) {
+        self.watch_listener(EpollFlags::empty());
+        self.accept_again = Some(Instant::now() + ACCEPT_PAUSE);
     }
 
     fn accept(&mut self) {
@@ -372,19 +457,31 @@ impl<'a> Front<'a> {
         let client = match accept4(listener.as_raw_fd(), flags) {
             // SAFETY: the kernel has just made the descriptor for us; nobody else has it.
             Ok(fd) => unsafe { UnixStream::from_raw_fd(fd) },
+            Err(error @ (Errno::EMFILE | Errno::ENFILE | Errno::ENOBUFS | Errno::ENOMEM)) => {
+                // Whoever knocks is still there, and the kernel would say so without end.
+                self.pause_accepting();
+                if !mem::replace(&mut self.starved, true) {
+                    say!(
+                        "task connections have to wait: {error}; raise the limit of open files \
+                         (LimitNOFILE= of the service)"
+                    );
+                }
+                return;
+            }
             // Whoever knocked has gone again.
             Err(_) => return,
         };
+        self.starved = false;
         // The socket is 0600 in a directory of 0700; this holds where somebody loosened that.
         let trusted = |uid: u32| uid == 0 || uid == geteuid().as_raw();
         if !getsockopt(&client, PeerCredentials).is_ok_and(|peer| trusted(peer.uid())) {
-            return eprintln!("sandboxer-front: a task connection of a user other than root is refused");
+            return say!("a task connection of a user other than root is refused");
         }
         let number = self.next_connection;
         self.next_connection += 1;
         let watched = (EpollFlags::empty(), EpollFlags::empty());
         if let Err(error) = self.epoll.add(&client, EpollEvent::new(watched.0, number * 2)) {
-            return eprintln!("sandboxer-front: a task connection can't be watched: {error}");
+            return say!("a task connection can't be watched: {error}");
         }
         self.connections.insert(number, Linked { connection: Connection::new(client), watched });
         self.link(number);
@@ -404,15 +501,48 @@ impl<'a> Front<'a> {
             linked.watched.1 = EpollFlags::empty();
             Ok(())
         };
-        let side = match linking() {
-            Ok(()) => Side::Open,
-            Err(error) => {
-                eprintln!("sandboxer-front: a task connection can't be linked: {error}");
-                Side::Gone
+        if let Err(error) = linking() {
+            // It keeps what it has been asked until it can be linked: closed, its container would be taken for dead.
+            if !mem::replace(&mut self.starved, true) {
+                say!("task connections have to wait for their link to the worker: {error}");
             }
-        };
+            self.relink = Some(Instant::now() + RELINK);
+            // Others that come in would take what it needs.
+            self.pause_accepting();
+        }
         self.watch_worker();
-        self.settle(number, side);
+        self.settle(number, Side::Open);
+    }
+
+    /// Gives the worker one of the requests that too many workers have ended under, if it has none: should this one end,
+    /// too, it is known by which.
+    fn give_suspect(&mut self) {
+        if self.worker.as_ref().is_none_or(|worker| worker.ready.is_none()) {
+            return;
+        }
+        let open = |trial: &Trial| {
+            let linked = self.connections.get(&trial.connection);
+            trial.until > Instant::now()
+                && linked.is_some_and(|linked| linked.connection.awaits(trial.request))
+        };
+        if self.trial.as_ref().is_some_and(open) {
+            return;
+        }
+        let suspects = self.connections.iter();
+        let suspects = suspects.filter_map(|(number, linked)| Some((linked.connection.suspect()?, *number)));
+        let Some((request, connection)) = suspects.min() else {
+            self.trial = None;
+            // One without a link for now shows up again with it.
+            self.suspects = self.relink.is_some();
+            return;
+        };
+        self.trial = Some(Trial { connection, request, until: Instant::now() + TRIAL });
+        if let Some(linked) = self.connections.get_mut(&connection) {
+            linked.connection.give(request);
+            // The socket may be full, or gone, which its next event says.
+            let _ = linked.connection.flush_link();
+        }
+        self.settle(connection, Side::Open);
     }
 
     /// Links what has lost its link, though the worker lives; what keeps losing it is closed.

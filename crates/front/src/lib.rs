@@ -10,7 +10,10 @@
 //! has passed, and keeps what the worker hands it ([`control`]): listeners, FIFOs, notes. The next worker
 //! gets all of it back, then the requests that have no answer yet, marked as repeated.
 //!
-//! One thread, no locks, no timers but the back-off of a worker that keeps dying.
+//! A worker that does not answer is replaced as one that died is. A request that three workers ended under is answered
+//! with an error instead of being given to a fourth.
+//!
+//! One thread, no locks; timers for the back-off of a worker that keeps dying, and to ask one whether it is there.
 
 pub mod control;
 pub mod frame;
@@ -18,6 +21,7 @@ pub mod frame;
 mod connection;
 mod front;
 mod outbox;
+mod say;
 mod worker;
 
-pub use front::{FrontError, run};
+pub use front::{FrontError, MAX_SILENCE, run};

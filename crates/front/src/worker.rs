@@ -22,7 +22,10 @@ use nix::{
     unistd::Pid,
 };
 
-use crate::control::{self, Kind};
+use crate::{
+    control::{self, Kind},
+    say::say,
+};
 
 /// The worker's option that names its end of the control socket.
 pub const OPTION: &str = "--front-fd";
@@ -50,6 +53,44 @@ pub struct Worker {
     outgoing: VecDeque<Outgoing>,
     /// Since when it takes requests.
     pub ready: Option<Instant>,
+    /// Asks it whether it is there, if it answers to that.
+    pub pulse: Option<Pulse>,
+}
+
+/// Finds a worker that has stopped to answer.
+///
+/// Silence is counted in questions, not read off the clock: when the whole machine has stood still, the worker gets as
+/// many as ever.
+#[derive(Debug)]
+pub struct Pulse {
+    every: Duration,
+    /// When to ask next.
+    pub due: Instant,
+    /// Questions without an answer.
+    asked: u32,
+}
+
+/// So many questions go without an answer before a worker is given up.
+const QUESTIONS: u32 = 6;
+
+impl Pulse {
+    /// Gives up a worker that is silent for `limit`, about.
+    pub fn new(limit: Duration) -> Self {
+        let every = limit / QUESTIONS;
+        Self { every, due: Instant::now() + every, asked: 0 }
+    }
+
+    /// Takes note of an answer.
+    pub fn answered(&mut self) {
+        self.asked = 0;
+    }
+
+    /// Whether to ask once more, now that it is due; else the worker is to be given up.
+    pub fn asks(&mut self) -> bool {
+        self.due = Instant::now() + self.every;
+        self.asked += 1;
+        self.asked <= QUESTIONS
+    }
 }
 
 #[derive(Debug)]
@@ -79,7 +120,7 @@ impl Worker {
             command.pre_exec(|| Ok(sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::empty()), None)?));
         }
         let child = command.spawn()?;
-        Ok(Self { child, control, outgoing: VecDeque::new(), ready: None })
+        Ok(Self { child, control, outgoing: VecDeque::new(), ready: None, pulse: None })
     }
 
     /// Our end of the control socket.
@@ -117,7 +158,7 @@ impl Worker {
                 Err(error) if error.raw_os_error() == Some(Errno::EAGAIN as i32) => return,
                 Err(error) if error.raw_os_error() == Some(Errno::EPIPE as i32) => self.outgoing.clear(),
                 Err(error) => {
-                    eprintln!("sandboxer-front: the worker can't be told of {key:?}: {error}");
+                    say!("the worker can't be told of {key:?}: {error}");
                     self.outgoing.pop_front();
                 }
                 Ok(()) => drop(self.outgoing.pop_front()),
@@ -151,6 +192,16 @@ impl BackOff {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_a_worker_that_leaves_every_question_open_is_given_up() {
+        let mut pulse = Pulse::new(Duration::from_secs(60));
+        assert!(pulse.due > Instant::now(), "it is asked as soon as it is there");
+        assert!((0..QUESTIONS).all(|_| pulse.asks()));
+        pulse.answered();
+        assert!((0..QUESTIONS).all(|_| pulse.asks()));
+        assert!(!pulse.asks());
+    }
 
     #[test]
     fn workers_that_keep_dying_are_replaced_ever_later_and_one_that_lasted_ends_that() {

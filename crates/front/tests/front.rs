@@ -10,6 +10,12 @@
 //! | `half` | answers half a frame, then dies; when it is asked again, answers |
 //! | `wait` | answers when it is asked again |
 //! | `forget` | has the front close the pipe that it keeps, then answers |
+//! | `deadly` | dies, each time that it is asked |
+//! | `slow` | answers after a moment |
+//! | `stop` | stops, as if its threads were stuck; when it is asked again, answers |
+//! | `Wait`, `Hold` | never answers |
+//!
+//! A word with a capital letter is the method of a request that is a whole one.
 
 #![allow(clippy::unwrap_used, reason = "a test that can't go on fails where it stands")]
 
@@ -21,10 +27,11 @@ use std::{
         unix::{
             fs::OpenOptionsExt,
             net::{UnixListener, UnixStream},
+            process::CommandExt,
         },
     },
     path::{Path, PathBuf},
-    process::{Child, Command, ExitCode},
+    process::{Child, Command, ExitCode, Stdio},
     sync::Arc,
     thread,
     time::{Duration, Instant},
@@ -32,14 +39,17 @@ use std::{
 
 use libtest_mimic::{Arguments, Failed, Trial};
 use nix::sys::{
+    resource::{Resource, setrlimit},
     signal::{Signal, kill, raise},
     socket::MsgFlags,
 };
 use sandboxer_front::{
-    control::{self, Kind, TASK_LISTENER},
+    control::{self, ANSWERS_PINGS, Kind, TASK_LISTENER},
     frame::{Assembler, Frame, HEADER, REPEATED, REQUEST, RESPONSE},
 };
 
+/// A worker that is silent for so long is replaced.
+const SILENCE: Duration = Duration::from_secs(3);
 /// Longer than anything here takes.
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -48,7 +58,7 @@ fn main() -> ExitCode {
     match args.first().and_then(|role| role.to_str()) {
         Some("front") => {
             let program = std::env::current_exe().unwrap();
-            sandboxer_front::run(&program, &["worker".into(), args[1].clone()]).unwrap()
+            sandboxer_front::run(&program, &["worker".into(), args[1].clone()], SILENCE).unwrap()
         }
         Some("worker") => double(Path::new(&args[1]), args[3].to_str().unwrap().parse().unwrap()),
         _ => {
@@ -62,6 +72,13 @@ fn main() -> ExitCode {
                 ("what_a_worker_keeps_outlives_it_until_it_is_forgotten", kept),
                 ("a_reload_changes_the_worker_and_an_end_ends_both", reload_and_end),
                 ("a_first_worker_that_refuses_takes_the_front_along", refused),
+                ("a_request_that_ends_three_workers_is_answered_and_others_go_on", poisoned),
+                ("a_wait_is_no_request_that_ends_workers", waits),
+                ("requests_that_are_under_way_at_a_reload_are_no_suspects", reloads),
+                ("a_worker_that_answers_nothing_is_replaced", stopped),
+                ("a_log_that_is_gone_costs_its_lines", log_gone),
+                ("a_log_that_nobody_reads_costs_its_lines", log_full),
+                ("without_descriptors_connections_wait_and_the_front_rests", starved),
                 ("a_client_that_speaks_rubbish_loses_its_own_connection", rubbish),
             ];
             let trials = trials.map(|(name, test)| Trial::test(name, test));
@@ -110,8 +127,12 @@ fn double(dir: &Path, control: i32) -> ExitCode {
         assert_eq!((opened.kind, opened.fds.len()), (Kind::Kept, 1));
     }
     keep("life", &[u8::try_from(life).unwrap()], &[]);
-    control::send(control.as_fd(), Kind::Ready, "", &[], &[]).unwrap();
+    control::send(control.as_fd(), Kind::Ready, "", ANSWERS_PINGS, &[]).unwrap();
     while let Ok(Some(mut message)) = control::receive(control.as_fd(), MsgFlags::empty()) {
+        if message.kind == Kind::Ping {
+            control::send(control.as_fd(), Kind::Pong, "", &[], &[]).unwrap();
+            continue;
+        }
         let (link, control) = (UnixStream::from(message.fds.pop().unwrap()), control.clone());
         thread::spawn(move || answer(link, life, &control));
     }
@@ -136,6 +157,11 @@ fn answer(mut link: UnixStream, life: u32, control: &OwnedFd) {
                     raise(Signal::SIGKILL).unwrap();
                 }
                 b"wait" if !repeated => continue,
+                b"deadly" => raise(Signal::SIGKILL).unwrap(),
+                b"slow" => pass(Duration::from_millis(200)),
+                b"stop" if !repeated => raise(Signal::SIGSTOP).unwrap(),
+                _ if frame.method() == Some("Deadly") => raise(Signal::SIGKILL).unwrap(),
+                _ if matches!(frame.method(), Some("Wait" | "Hold")) => continue,
                 b"forget" => control::send(control.as_fd(), Kind::Forget, "fifo", &[], &[]).unwrap(),
                 _ => {}
             }
@@ -154,12 +180,18 @@ struct Front {
 
 impl Front {
     fn start() -> Self {
+        Self::with(|_| {})
+    }
+
+    fn with(change: impl FnOnce(&mut Command)) -> Self {
         let dir = tempfile::tempdir().unwrap();
         nix::unistd::mkfifo(&dir.path().join("fifo"), nix::sys::stat::Mode::S_IRWXU).unwrap();
         // A FIFO without a writer is opened at once.
         let flags = nix::fcntl::OFlag::O_NONBLOCK.bits();
         let fifo = File::options().read(true).custom_flags(flags).open(dir.path().join("fifo")).unwrap();
-        let process = command(dir.path()).spawn().unwrap();
+        let mut command = command(dir.path());
+        change(&mut command);
+        let process = command.spawn().unwrap();
         let front = Self { dir, process, fifo };
         // The file is there before anybody listens.
         until("the front's socket", || UnixStream::connect(front.socket()).is_ok());
@@ -220,6 +252,14 @@ impl Client {
         self.stream.write_all(&wire(stream, REQUEST, word.as_bytes())).unwrap();
     }
 
+    /// Asks as containerd does, of a container.
+    fn ask_method(&mut self, stream: u32, method: &str) {
+        let mut body = vec![0x12, u8::try_from(method.len()).unwrap()];
+        body.extend_from_slice(method.as_bytes());
+        body.extend_from_slice(b"\x1a\x04\x0a\x02c1");
+        self.stream.write_all(&wire(stream, REQUEST, &body)).unwrap();
+    }
+
     /// The next answer: to which request, and its words.
     fn answer(&mut self) -> (u32, String) {
         while self.ready.is_empty() {
@@ -229,7 +269,7 @@ impl Client {
             self.ready = self.assembler.take(&scratch[..count]).unwrap();
         }
         let frame = self.ready.remove(0);
-        (frame.stream(), String::from_utf8(frame.bytes()[HEADER..].to_vec()).unwrap())
+        (frame.stream(), String::from_utf8_lossy(&frame.bytes()[HEADER..]).into_owned())
     }
 
     fn told(&mut self, stream: u32, word: &str) -> String {
@@ -312,5 +352,131 @@ fn rubbish() -> Result<(), Failed> {
     bad.stream.write_all(&[0xff; 64])?;
     assert_eq!(bad.stream.read(&mut [0])?, 0, "the connection is still open");
     assert_eq!(good.told(3, "hello"), "life 1");
+    Ok(())
+}
+
+/// Each connection has one of the requests that are under way at each death; only one of them is why.
+fn poisoned() -> Result<(), Failed> {
+    let front = Front::start();
+    let (mut poison, mut one, mut other) = (front.client(), front.client(), front.client());
+    assert_eq!(one.told(1, "hello"), "life 1");
+    one.ask(3, "slow");
+    other.ask(1, "slow");
+    poison.ask_method(1, "Deadly");
+    let (answered, words) = poison.answer();
+    assert_eq!(answered, 1);
+    assert!(words.starts_with("\n") && words.contains("\x08\x0d\x12"), "no status INTERNAL: {words:?}");
+    assert!(words.contains("Deadly of container c1 was given to 3 workers"), "{words:?}");
+    // They ended with two workers, too; the third had them one by one.
+    assert_eq!(one.answer(), (3, "life 3, repeated".to_owned()));
+    assert_eq!(other.answer(), (1, "life 3, repeated".to_owned()));
+    assert_eq!(poison.told(3, "hello"), "life 4");
+    // A second time, without a method that could be told.
+    poison.ask(5, "deadly");
+    let (_, words) = poison.answer();
+    assert!(words.contains("a request was given to 3 workers"), "{words:?}");
+    assert_eq!(one.told(5, "hello"), "life 7");
+    Ok(())
+}
+
+fn waits() -> Result<(), Failed> {
+    let front = Front::start();
+    let mut client = front.client();
+    client.ask_method(1, "Wait");
+    for life in 2..7 {
+        assert_eq!(client.told(2 * life + 1, "die"), format!("life {life}, repeated"));
+    }
+    assert_eq!(client.told(101, "hello"), "life 6");
+    Ok(())
+}
+
+/// Lets time pass in which something must not happen, or as much of it as a slow request takes.
+#[expect(clippy::disallowed_methods, reason = "there is no event to wait for where nothing is to happen")]
+fn pass(time: Duration) {
+    std::thread::sleep(time);
+}
+
+fn reloads() -> Result<(), Failed> {
+    let front = Front::start();
+    let (mut client, mut waiting) = (front.client(), front.client());
+    waiting.ask_method(1, "Hold");
+    for (life, stream) in (1..).zip((1..11).step_by(2)) {
+        assert_eq!(client.told(stream, "hello"), format!("life {life}"));
+        front.signal(Signal::SIGHUP);
+        let next = format!("life {}", life + 1);
+        until("another worker", || client.told(100 + stream, "hello").starts_with(&next));
+    }
+    waiting.stream.set_nonblocking(true)?;
+    let nothing = waiting.stream.read(&mut [0]).unwrap_err();
+    assert_eq!(nothing.kind(), std::io::ErrorKind::WouldBlock, "{nothing}");
+    Ok(())
+}
+
+fn stopped() -> Result<(), Failed> {
+    let front = Front::start();
+    let mut client = front.client();
+    client.stream.set_read_timeout(Some(SILENCE + PATIENCE))?;
+    // One that answers is left alone.
+    pass(SILENCE + SILENCE / 2);
+    assert_eq!(client.told(1, "hello"), "life 1");
+    assert_eq!(client.told(3, "stop"), "life 2, repeated");
+    assert_eq!(front.client().told(1, "hello"), "life 2");
+    Ok(())
+}
+
+fn log_gone() -> Result<(), Failed> {
+    let (read, log) = std::io::pipe()?;
+    drop(read);
+    let front = Front::with(|command| {
+        command.stderr(Stdio::from(log));
+    });
+    let mut client = front.client();
+    assert_eq!(client.told(1, "die"), "life 2, repeated");
+    assert_eq!(client.told(3, "hello"), "life 2");
+    Ok(())
+}
+
+fn log_full() -> Result<(), Failed> {
+    let (_unread, mut log) = std::io::pipe()?;
+    nix::fcntl::fcntl(&log, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::O_NONBLOCK))?;
+    while log.write(&[b'x'; 4096]).is_ok() {}
+    nix::fcntl::fcntl(&log, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::empty()))?;
+    let front = Front::with(|command| {
+        command.stderr(Stdio::from(log));
+    });
+    let mut client = front.client();
+    assert_eq!(client.told(1, "die"), "life 2, repeated");
+    assert_eq!(client.told(3, "hello"), "life 2");
+    Ok(())
+}
+
+fn starved() -> Result<(), Failed> {
+    const DESCRIPTORS: u64 = 24;
+    let front = Front::with(|command| {
+        // SAFETY: one system call is made before the program is executed, which is async-signal-safe.
+        unsafe {
+            command.pre_exec(|| Ok(setrlimit(Resource::RLIMIT_NOFILE, DESCRIPTORS, DESCRIPTORS)?));
+        }
+    });
+    let mut first = front.client();
+    assert_eq!(first.told(1, "hello"), "life 1");
+    let mut many: Vec<_> = (0..DESCRIPTORS).map(|_| front.client()).collect();
+    many.iter_mut().for_each(|client| client.ask(1, "hello"));
+    let ticks = || {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", front.process.id())).unwrap();
+        let fields: Vec<_> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
+        fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
+    };
+    // Those that fit in are served; then the front has nothing to do but to wait.
+    pass(Duration::from_secs(1));
+    let before = ticks();
+    pass(Duration::from_secs(2));
+    let used = ticks() - before;
+    assert!(used < 20, "the front was busy for {used} of 200 ticks");
+    assert_eq!(first.told(3, "hello"), "life 1");
+    // Whoever waits comes in as others go.
+    while !many.is_empty() {
+        assert_eq!(many.remove(0).answer(), (1, "life 1".to_owned()));
+    }
     Ok(())
 }

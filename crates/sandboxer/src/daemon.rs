@@ -35,6 +35,7 @@ use crate::{
     heap,
     host::{
         cgroup::Hierarchies,
+        helper::Helpers,
         network::Park,
         rootfs::{RootfsError, RootfsStore},
         volume::VolumeStore,
@@ -42,6 +43,7 @@ use crate::{
     pod::{
         Node,
         admission::Admission,
+        clocks,
         journal::Journal,
         quarantine::{self, Quarantine},
         recover::{self, Records},
@@ -164,7 +166,8 @@ pub fn node(config: Config, vmm: Arc<dyn Vmm>, front: Arc<Front>) -> Result<Arc<
         source,
     })?;
     let dir = config.state_dir.join("volumes");
-    let volumes = VolumeStore::open(&dir, config.volumes.empty_dir_bytes)
+    let helpers = Helpers::new(config.helper_program.clone(), config.volumes.timeout);
+    let volumes = VolumeStore::open(&dir, config.volumes.empty_dir_bytes, helpers.clone())
         .map_err(|source| DaemonError::Host { action: "open volumes in", path: dir, source })?;
     let usual = usual_shape(&config);
     Ok(Arc::new(Node {
@@ -172,7 +175,7 @@ pub fn node(config: Config, vmm: Arc<dyn Vmm>, front: Arc<Front>) -> Result<Arc<
         park,
         pool: Pool::new(config.pool, usual, Meminfo::of_host()),
         ways: Ways::default(),
-        rootfs: RootfsStore::open(&config.state_dir.join("rootfs"), &config.rootfs)?,
+        rootfs: RootfsStore::open(&config.state_dir.join("rootfs"), &config.rootfs, helpers)?,
         volumes: Arc::new(volumes),
         admission: Admission::new(config.concurrent_starts, config.concurrent_containers),
         vmm,
@@ -181,6 +184,7 @@ pub fn node(config: Config, vmm: Arc<dyn Vmm>, front: Arc<Front>) -> Result<Arc<
         registry: Registry::default(),
         events: Events::default(),
         stage_times: Arc::default(),
+        old_readings: Arc::default(),
         front,
         config,
     }))
@@ -270,6 +274,7 @@ async fn serve(
         let _ = filling.templates.get(usual);
         filling.pool.keep_filled(&filling, &until).await;
     });
+    tokio::spawn(clocks::keep(node.clone()));
     tokio::spawn(heap::give_back_at_rest(node.events.listen()));
     ready(recovered);
     let claimed = node.front.clone();

@@ -7,11 +7,12 @@ use sandboxer_protocol::id::{ContainerId, ExecId, InvalidId, SandboxId};
 use crate::{
     guest::GuestError,
     host::{rootfs::RootfsError, share::ShareError, volume::VolumeError},
+    pod::state::PodState,
     vmm::VmmError,
 };
 
 /// What containerd acts on: the gRPC codes this daemon answers with.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Code {
     /// There is no such pod, container or process.
     NotFound,
@@ -85,6 +86,31 @@ pub enum PodError {
         /// Which is.
         state: String,
     },
+    /// An earlier daemon's pod, whose VMM or agent has not answered this one yet.
+    #[error(
+        "cannot {action}: {subject} has not answered since sandboxer was started: {reason}; this is tried again"
+    )]
+    Unreached {
+        /// What was asked.
+        action: &'static str,
+        /// Of what.
+        subject: String,
+        /// What came of the last attempt.
+        reason: String,
+    },
+    /// The pod's own task would have broken the order of its states: a bug.
+    #[error("pod {pod} is {from} and can't become {to}: this is a fault of sandboxer, please report it")]
+    Transition {
+        /// The pod.
+        pod: SandboxId,
+        /// Its state.
+        from: PodState,
+        /// The one that was next.
+        to: PodState,
+    },
+    /// What several wait for has failed for all of them.
+    #[error(transparent)]
+    Shared(std::sync::Arc<PodError>),
     /// The pod was stopped while it started.
     #[error("start of pod {0} was cancelled: the pod was stopped")]
     Cancelled(SandboxId),
@@ -103,6 +129,16 @@ pub enum PodError {
         subject: String,
         /// What happened.
         reason: String,
+    },
+    /// The guest tells nothing of itself, and has not before.
+    #[error(
+        "guest of pod {pod} did not answer within {limit:?} how much it uses, and has not told it before"
+    )]
+    NoReadings {
+        /// The pod.
+        pod: SandboxId,
+        /// How long it had.
+        limit: std::time::Duration,
     },
     /// Something that a pod with a kernel of its own doesn't offer.
     #[error("{0}")]
@@ -171,13 +207,18 @@ impl PodError {
             Self::State { .. } => Code::FailedPrecondition,
             Self::Cancelled(_) => Code::Cancelled,
             Self::Unsupported(_) => Code::Unimplemented,
-            Self::NotReady { .. } | Self::Vmm(VmmError::Hung { .. }) => Code::DeadlineExceeded,
-            Self::MachineEnded { .. } | Self::Gone(_) => Code::Unavailable,
+            Self::NotReady { .. } | Self::NoReadings { .. } | Self::Vmm(VmmError::Hung { .. }) => {
+                Code::DeadlineExceeded
+            }
+            Self::MachineEnded { .. } | Self::Gone(_) | Self::Unreached { .. } => Code::Unavailable,
+            Self::Shared(error) => error.code(),
             Self::Guest(error) => error.code(),
             Self::Rootfs(error) => error.code(),
             Self::Volume(error) => error.code(),
             Self::Share(error) => error.code(),
-            Self::Vmm(_) | Self::Host { .. } | Self::Failed { .. } => Code::Internal,
+            Self::Vmm(_) | Self::Host { .. } | Self::Failed { .. } | Self::Transition { .. } => {
+                Code::Internal
+            }
         }
     }
 }

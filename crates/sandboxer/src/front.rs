@@ -13,12 +13,13 @@ use std::{
 };
 
 use nix::sys::socket::MsgFlags;
-use sandboxer_front::control::{self, FOR_READING, Kind};
+use sandboxer_front::control::{self, ANSWERS_PINGS, FOR_READING, Kind};
 use sandboxer_protocol::id::{ContainerId, ExecId};
 use serde::{Serialize, de::DeserializeOwned};
 use tokio::{
     io::{Interest, unix::AsyncFd},
     net::UnixStream,
+    runtime::{Handle, RuntimeFlavor},
     sync::mpsc,
 };
 use tokio_util::sync::CancellationToken;
@@ -133,7 +134,7 @@ impl Front {
         let note = serde_json::to_vec(note).map_err(io::Error::other)?;
         if let Some(socket) = &self.socket {
             pass(format_args!("before the front keeps {}", kind(key)));
-            control::send(socket.as_fd(), Kind::Keep, key, &note, fds)?;
+            send(socket, Kind::Keep, key, &note, fds)?;
             pass(format_args!("the front keeps {}", kind(key)));
         }
         self.lock().remove(key);
@@ -155,11 +156,11 @@ impl Front {
         let (answer, theirs) = control::answering()?;
         let note = if reading { FOR_READING } else { &[] };
         pass(format_args!("before the front opens {}", kind(key)));
-        control::send(socket.as_fd(), Kind::Open, key, note, &[named.as_fd(), theirs.as_fd()])?;
+        send(socket, Kind::Open, key, note, &[named.as_fd(), theirs.as_fd()])?;
         // It has it alone: its end is then seen here.
         drop(theirs);
-        let message =
-            control::receive(answer.as_fd(), MsgFlags::empty())?.ok_or(io::ErrorKind::UnexpectedEof)?;
+        let message = waiting(|| control::receive(answer.as_fd(), MsgFlags::empty()))?;
+        let message = message.ok_or(io::ErrorKind::UnexpectedEof)?;
         pass(format_args!("the front has opened {}", kind(key)));
         let refused = || {
             let number = String::from_utf8_lossy(&message.note).parse().ok();
@@ -172,7 +173,7 @@ impl Front {
     pub fn forget(&self, key: &str) {
         self.lock().remove(key);
         pass(format_args!("before the front forgets {}", kind(key)));
-        self.tell(Kind::Forget, key);
+        self.tell(Kind::Forget, key, &[]);
         pass(format_args!("the front has forgotten {}", kind(key)));
     }
 
@@ -236,10 +237,11 @@ impl Front {
 
     /// Says that requests may come.
     pub fn ready(&self) {
-        self.tell(Kind::Ready, "");
+        self.tell(Kind::Ready, "", ANSWERS_PINGS);
     }
 
-    /// The task connections that the front hands over. `lost` is cancelled when there is no front any more.
+    /// The task connections that the front hands over. `lost` is cancelled when there is no front any more. Answers the
+    /// front's pings, too, here and not in a thread: that shows that the runtime's threads get on.
     pub fn connections(
         self: &Arc<Self>,
         lost: CancellationToken,
@@ -262,9 +264,9 @@ impl Front {
         Ok(connections)
     }
 
-    fn tell(&self, kind: Kind, key: &str) {
+    fn tell(&self, kind: Kind, key: &str, note: &[u8]) {
         if let Some(socket) = &self.socket
-            && let Err(error) = control::send(socket.as_fd(), kind, key, &[], &[])
+            && let Err(error) = send(socket, kind, key, note, &[])
         {
             // It is gone, and that is acted on elsewhere.
             tracing::debug!(%error, ?kind, key, "the front takes no word");
@@ -273,6 +275,28 @@ impl Front {
 
     fn lock(&self) -> MutexGuard<'_, BTreeMap<String, Entry>> {
         self.inherited.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Sends one message to the front. Waits while its queue is full, which it is when the front gets no processor or is stopped.
+fn send(socket: &OwnedFd, kind: Kind, key: &str, note: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
+    match control::send_with(socket.as_fd(), kind, key, note, fds, MsgFlags::MSG_DONTWAIT) {
+        Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+            waiting(|| control::send(socket.as_fd(), kind, key, note, fds))
+        }
+        sent => sent,
+    }
+}
+
+/// Does what may wait for the front. Other tasks get another thread meanwhile, where there are several.
+#[expect(
+    clippy::disallowed_methods,
+    reason = "it borrows what is sent, waits once in a long while, and must be over when it returns"
+)]
+fn waiting<T>(work: impl FnOnce() -> T) -> T {
+    match Handle::try_current().map(|runtime| runtime.runtime_flavor()) {
+        Ok(RuntimeFlavor::MultiThread) => tokio::task::block_in_place(work),
+        _ => work(),
     }
 }
 
@@ -287,6 +311,10 @@ async fn next_connection(socket: &AsyncFd<OwnedFd>) -> io::Result<Option<UnixStr
             received => received?,
         };
         let Some(mut message) = received else { return Ok(None) };
+        if message.kind == Kind::Ping {
+            // Without waiting: a front that does not read has other troubles, and asks again.
+            let _ = control::send_with(socket.as_fd(), Kind::Pong, "", &[], &[], MsgFlags::MSG_DONTWAIT);
+        }
         if let (Kind::Connection, Some(fd)) = (message.kind, message.fds.pop()) {
             let stream = std::os::unix::net::UnixStream::from(fd);
             stream.set_nonblocking(true)?;
@@ -305,5 +333,46 @@ pub fn key(kind: &str, container: &ContainerId, exec: Option<&ExecId>) -> String
     match exec {
         None => format!("{kind} {container}"),
         Some(exec) => format!("{kind} {container} {exec}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use tokio::{sync::oneshot, time::timeout};
+
+    use super::*;
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 1)]
+    async fn a_front_that_takes_nothing_stops_no_other_task() {
+        const ENTRIES: usize = 100;
+        let (theirs, ours) = control::pair().unwrap();
+        control::send(theirs.as_fd(), Kind::AllKept, "", b"front", &[]).unwrap();
+        let front = Front::connect(ours).unwrap();
+        let (full, is_full) = oneshot::channel();
+        // More than the kernel queues.
+        let keeping = tokio::spawn(async move {
+            let note = "n".repeat(30_000);
+            full.send(()).unwrap();
+            for _ in 0..ENTRIES {
+                front.keep("key", &note, &[]).unwrap();
+            }
+        });
+        is_full.await.unwrap();
+        let other = tokio::spawn(tokio::time::sleep(Duration::from_millis(100)));
+        timeout(Duration::from_secs(30), other).await.expect("nothing else is done").unwrap();
+        assert!(!keeping.is_finished(), "the queue takes everything");
+        let read = tokio::task::spawn_blocking(move || {
+            let mut read = 0;
+            while read < ENTRIES {
+                match control::receive(theirs.as_fd(), MsgFlags::empty()) {
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => std::thread::yield_now(),
+                    received => read += usize::from(received.unwrap().is_some_and(|m| m.kind == Kind::Keep)),
+                }
+            }
+        });
+        keeping.await.unwrap();
+        read.await.unwrap();
     }
 }

@@ -2,7 +2,7 @@
 
 use std::{
     io::IsTerminal as _,
-    os::fd::{FromRawFd, OwnedFd, RawFd},
+    os::fd::{AsFd, FromRawFd, OwnedFd, RawFd},
     os::unix::process::CommandExt,
     path::PathBuf,
     process::{Command, ExitCode},
@@ -11,7 +11,8 @@ use std::{
 
 use anyhow::{Context, anyhow};
 use clap::Parser;
-use sandboxer::{config::Config, daemon, front::Front, privileges};
+use rustix::process::{Resource, Rlimit, setrlimit};
+use sandboxer::{config::Config, daemon, front::Front, host::helper, privileges};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 use tracing_subscriber::{Layer, filter::Targets, layer::SubscriberExt, util::SubscriberInitExt};
@@ -21,6 +22,8 @@ use tracing_subscriber::{Layer, filter::Targets, layer::SubscriberExt, util::Sub
 const WORKERS: usize = 2;
 /// Threads for blocking file operations.
 const BLOCKING: usize = 8;
+/// Most memory of a helper, bytes; what it reads of a volume has a bound far below.
+const HELPER_MEMORY: u64 = 1 << 30;
 
 /// Runs every pod of this node in a microVM of its own, for containerd.
 #[derive(Debug, Parser)]
@@ -47,6 +50,9 @@ struct Options {
     /// This process is the worker of a front, which is at the other end of this descriptor.
     #[arg(long, hide = true, value_name = "FD")]
     front_fd: Option<RawFd>,
+    /// This process touches volumes in the place of a daemon, whose socket is its standard input.
+    #[arg(long = helper::OPTION, hide = true)]
+    path_helper: bool,
 }
 
 /// The program that containerd stays connected to, beside this one.
@@ -65,17 +71,24 @@ pub fn main() -> ExitCode {
 }
 
 fn start(options: &Options) -> anyhow::Result<()> {
-    let config = Config::load_or_default(options.config.as_deref())?;
+    if options.path_helper {
+        return help();
+    }
+    let mut config = Config::load_or_default(options.config.as_deref())?;
     if options.check_config {
         println!("the configuration is fine");
         return Ok(());
     }
+    // The file may have been replaced by another version's: helpers are of this one.
+    config.helper_program = Some("/proc/self/exe".into());
     // Threads have sets of capabilities of their own: before there are any.
     privileges::give_up()?;
     let Some(front) = options.front_fd else { return become_front() };
     // Its text quotes its source already.
     let filter: Targets = options.log.parse().map_err(|error| anyhow!("--log {:?}: {error}", options.log))?;
     let lines = tracing_subscriber::fmt::layer()
+        // It would tell of a log that can't be written by `eprintln!`, which panics then.
+        .log_internal_errors(false)
         .with_ansi(std::io::stderr().is_terminal())
         .with_writer(std::io::stderr);
     let lines = if options.log_json { lines.json().boxed() } else { lines.boxed() };
@@ -96,6 +109,16 @@ fn start(options: &Options) -> anyhow::Result<()> {
         .build()
         .context("cannot start the runtime")?
         .block_on(serve(config, front))
+}
+
+/// Goes on as a helper.
+fn help() -> anyhow::Result<()> {
+    rustix::thread::set_name(c"sandboxer-path").context("cannot name this process")?;
+    let most = |most| Rlimit { current: Some(most), maximum: Some(most) };
+    setrlimit(Resource::Core, most(0)).context("cannot limit core files")?;
+    setrlimit(Resource::As, most(HELPER_MEMORY)).context("cannot limit memory")?;
+    let stream = std::io::stdin().as_fd().try_clone_to_owned().context("standard input")?;
+    helper::serve(stream.into()).context("cannot serve the daemon")
 }
 
 /// Goes on as the front, which starts this program again as its worker.
@@ -122,6 +145,7 @@ async fn serve(config: Config, front: Arc<Front>) -> anyhow::Result<()> {
     daemon::run(config, front, shutdown, |recovered| {
         tracing::info!(
             alive = recovered.alive,
+            unknown = recovered.unknown,
             stopped = recovered.stopped,
             quarantined = recovered.quarantined,
             "ready"

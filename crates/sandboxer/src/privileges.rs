@@ -15,12 +15,15 @@ use Capability::{
 pub const KEPT: [(Capability, &str); 15] = [
     (CAP_SYS_ADMIN, "namespaces and roots of jails, mounts of snapshots, control groups"),
     (CAP_NET_ADMIN, "taps, and what leads from a pod's interfaces to them"),
-    (CAP_SYS_CHROOT, "enters a mount namespace, to hand a share to the process that serves it"),
+    (
+        CAP_SYS_CHROOT,
+        "enters a mount namespace, to hand a share to the process that serves it, or a disk to a VMM",
+    ),
     (CAP_SETUID, "gives each VMM a user of its own"),
     (CAP_SETGID, "and a group"),
     (CAP_SETPCAP, "takes the capabilities below from jails for good"),
     (CAP_CHOWN, "gives files of a machine to its VMM's user"),
-    (CAP_FOWNER, "sets modes and times of files that are a VMM user's"),
+    (CAP_FOWNER, "sets modes and times of files that are a VMM user's, and access control lists of disks"),
     (CAP_DAC_OVERRIDE, "makes disks of files and directories of any owner"),
     (CAP_DAC_READ_SEARCH, "opens such files by handle, as what serves a share does"),
     (CAP_KILL, "ends VMMs, which are other users' processes"),

@@ -13,14 +13,15 @@ use std::{
 };
 
 use fake_agent::{FakeAgent, OUTPUT};
-use hostile_agent::Nature;
+use futures::FutureExt;
+use hostile_agent::{FILE, Nature};
 use sandboxer::{
     container::{KILLED, Phase},
     error::{Code, PodError},
     pod::{PodHandle, recover, state::PodState},
     vmm::fake::FakeVmm,
 };
-use test_node::{TestNode, id, phase, reader};
+use test_node::{TestNode, id, phase, reader, with_share};
 use tokio::io::AsyncReadExt;
 
 /// How long an agent may take to answer a call; what these tests wait for again and again.
@@ -93,10 +94,17 @@ async fn use_pod(test: &TestNode, pod: &PodHandle, container: &str) {
 }
 
 /// What is asked of a hostile pod, whatever it answers: a container's life, and an error at most.
-async fn provoke(test: &TestNode, pod: &PodHandle) {
-    let new = test.container("victim", "true");
+async fn provoke(test: &TestNode, pod: &PodHandle, nature: Nature) {
+    let mut new = test.container("victim", "true");
+    if nature.wants_a_share() {
+        let dir = test.dir.path().join("shared");
+        std::fs::create_dir_all(&dir).unwrap();
+        std::fs::write(dir.join(FILE), vec![7; 1 << 20]).unwrap();
+        new = with_share(new, &dir);
+    }
     let stdout = reader(&new.stdio.stdout);
-    let _ = pod.create_container(new).await;
+    let created = pod.create_container(new).await;
+    assert!(created.is_ok() || !nature.wants_a_share(), "{nature:?}: {created:?}");
     let _ = pod.start_process(id("victim"), None).await;
     let reading = tokio::spawn(async move {
         let mut stdout = stdout;
@@ -107,6 +115,10 @@ async fn provoke(test: &TestNode, pod: &PodHandle) {
         let _ = pod.signal(id("victim"), None, 15, false).await;
         let _ = pod.pids(id("victim")).await;
         let _ = pod.stats(None).await;
+    }
+    if nature.wants_a_share() {
+        // As long as the natures above take.
+        tokio::time::sleep(2 * AGENT_TIMEOUT).await;
     }
     reading.abort();
 }
@@ -133,7 +145,7 @@ async fn whatever_a_guest_does_the_daemon_stays_small_and_other_pods_are_served(
         }
         assert!(!hostile.status().kernel_release.contains(char::is_control), "{nature:?}");
 
-        let provoked = provoke(&node.test, &hostile);
+        let provoked = provoke(&node.test, &hostile, nature);
         let served = futures::future::join_all(good.iter().enumerate().map(|(n, pod)| {
             let (test, name) = (&node.test, format!("c{n}-{nature:?}"));
             async move { use_pod(test, pod, &name).await }
@@ -238,10 +250,10 @@ async fn a_session_that_ends_by_itself_ends_no_pod() {
     let node = HostileNode::new();
     let pod = node.test.pod("good");
     pod.start().await.unwrap();
-    // The next daemon's session takes the place of this one's.
+    // The next daemon's session takes the place of this one's, which takes it back: both have one again and again.
     let next = node.test.restarted();
     recover::recover(&next, recover::Records::read(&next).unwrap()).await;
-    pod.stats(None).await.unwrap_err();
+    let _ = pod.stats(None).await;
     assert_eq!(pod.status().state, PodState::Ready);
     assert_eq!(next.registry.pod(pod.id()).unwrap().status().state, PodState::Ready);
     next.registry.pod(pod.id()).unwrap().remove().await.unwrap();
@@ -258,9 +270,67 @@ async fn an_answer_that_comes_late_is_nobodys() {
     pod.start_process(id("c1"), None).await.unwrap();
     let error = pod.signal(id("c1"), None, 15, false).await.unwrap_err();
     assert!(matches!(error.code(), Code::Unavailable | Code::DeadlineExceeded), "{error}");
-    tokio::time::sleep(2 * AGENT_TIMEOUT).await;
-    pod.stats(None).await.unwrap();
+    // The agent answers one call after the other: when this one has its answer, the late one has come.
+    let came = async { while pod.stats(None).await.is_err() {} };
+    tokio::time::timeout(BOOT_TIMEOUT, came).await.expect("its session is over");
+    assert_eq!(pod.status().state, PodState::Ready);
     pod.remove().await.unwrap();
+}
+
+/// Whatever the next daemon is told by the agent, and whether it is told anything: no container is said to have ended
+/// that may run.
+#[tokio::test]
+async fn an_agent_that_answers_the_next_daemon_late_wrongly_or_not_at_all_leaves_no_ghost() {
+    for nature in Nature::ALL {
+        // These take a container for gone as soon as they are told to remove it, like any agent that has lost it.
+        let removes = [
+            Nature::SteersTerminals,
+            Nature::BreaksOnSignal,
+            Nature::AnswersLate,
+            Nature::LateAgent,
+            Nature::SlowCreate,
+            Nature::FloodsOutput,
+            Nature::TricklesOutput,
+            Nature::SpinsOutput,
+            Nature::SkipsOutput,
+            Nature::FloodsRequests,
+            Nature::AsksHugeReads,
+            Nature::NeverTakesAnswers,
+        ];
+        let node = HostileNode::new();
+        let pod = node.test.pod("hostile");
+        pod.start().await.unwrap();
+        let new = node.test.container("c1", "sleep");
+        let _stdout = reader(&new.stdio.stdout);
+        pod.create_container(new).await.unwrap();
+        pod.start_process(id("c1"), None).await.unwrap();
+
+        *node.next.lock().unwrap() = Some(nature);
+        let next = node.test.killed([pod]);
+        recover::recover(&next, recover::Records::read(&next).unwrap()).await;
+        let pod = next.registry.pod(&id("hostile")).unwrap();
+        let is_said_to_have_ended = matches!(phase(&pod, "c1").await, Phase::Exited(_));
+        if removes.contains(&nature) {
+            assert!(is_said_to_have_ended, "{nature:?}");
+        } else {
+            let runs = !node.test.vmm.running().is_empty();
+            assert_ne!(is_said_to_have_ended, runs, "{nature:?}: runs: {runs}");
+            let state = pod.status().state;
+            assert_eq!(state, if runs { PodState::Unknown } else { PodState::Stopped }, "{nature:?}");
+            let mut view = pod.process(id("c1"), None).await.unwrap();
+            let ended = view.phase.wait_for(|phase| phase.exit().is_some()).now_or_never();
+            assert_eq!(ended.is_some(), !runs, "{nature:?}: a wait for it is over");
+        }
+        // Good again, it is as before; told to go, it goes.
+        *node.next.lock().unwrap() = None;
+        if nature == Nature::NeverAnswers {
+            tokio::time::timeout(BOOT_TIMEOUT, pod.resolved()).await.expect("nobody asks it again");
+            assert_eq!(pod.status().state, PodState::Ready);
+            assert_eq!(phase(&pod, "c1").await, Phase::Running);
+        }
+        pod.remove().await.unwrap();
+        assert!(node.test.vmm.running().is_empty(), "{nature:?} left a machine");
+    }
 }
 
 #[tokio::test]
@@ -274,9 +344,10 @@ async fn the_next_daemon_takes_no_list_without_end() {
     hostile.start_process(id("c1"), None).await.unwrap();
 
     *node.next.lock().unwrap() = Some(Nature::ListsForEver);
-    let next = node.test.restarted();
+    let of = hostile.id().clone();
+    let next = node.test.killed([hostile]);
     recover::recover(&next, recover::Records::read(&next).unwrap()).await;
-    let taken_up = next.registry.pod(hostile.id()).unwrap();
+    let taken_up = next.registry.pod(&of).unwrap();
     assert!(matches!(phase(&taken_up, "c1").await, Phase::Exited(_)), "nobody told that it runs");
     taken_up.remove().await.unwrap();
 }

@@ -7,7 +7,7 @@ mod test_node;
 
 use std::{collections::HashSet, fs, sync::Arc, time::Duration};
 
-use fake_agent::{FakeAgent, OUTPUT};
+use fake_agent::{FakeAgent, HANGS, OUTPUT};
 use futures::FutureExt;
 use sandboxer::{
     api::starts::Starts,
@@ -35,6 +35,36 @@ fn with_boot_timeout(limit: Duration) -> TestNode {
     let agent = FakeAgent::default();
     let vmm = Arc::new(FakeVmm::new(move |guest| agent.serve(guest)));
     TestNode::with(vmm, |config| config.vm.boot_timeout = limit)
+}
+
+#[tokio::test]
+async fn a_guests_clock_that_is_wrong_is_set_by_the_hosts() {
+    let agent = FakeAgent::default();
+    let (behind, guest) = (agent.behind_ns.clone(), agent.clone());
+    let test = TestNode::with(Arc::new(FakeVmm::new(move |stream| guest.serve(stream))), |_| {});
+    let pod = test.pod("web");
+    pod.start().await.unwrap();
+    for wrong_ns in [3_600_000_000_000, -3_600_000_000_000, 5_000_000_000] {
+        *behind.lock().unwrap() = wrong_ns;
+        assert!(pod.sync_clock().await.unwrap(), "it is to be asked again");
+        // By how long the answer took, at most.
+        let left = behind.lock().unwrap().abs();
+        assert!(left < 1_000_000_000, "{wrong_ns}: {left} ns are left");
+    }
+    pod.stop().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_guest_with_a_clock_of_its_vmms_is_left_alone() {
+    let agent = FakeAgent::default().with_a_clock();
+    let behind = agent.behind_ns.clone();
+    *behind.lock().unwrap() = 5_000_000_000;
+    let test = TestNode::with(Arc::new(FakeVmm::new(move |stream| agent.serve(stream))), |_| {});
+    let pod = test.pod("web");
+    pod.start().await.unwrap();
+    assert!(!pod.sync_clock().await.unwrap(), "it need not be asked again");
+    assert_eq!(*behind.lock().unwrap(), 5_000_000_000);
+    pod.stop().await.unwrap();
 }
 
 #[tokio::test]
@@ -101,6 +131,30 @@ async fn a_stop_wins_over_a_start_that_would_take_for_ever() {
     }
 }
 
+/// Those that hang do so for as long as this runs: no time has to pass for the good one's turn.
+#[tokio::test]
+async fn guests_that_make_no_container_keep_no_place_from_others() {
+    const HOSTILE: usize = 10;
+    let agent = FakeAgent::default();
+    let mut hanging = agent.hanging.subscribe();
+    let vmm = Arc::new(FakeVmm::new(move |guest| agent.serve(guest)));
+    let test = TestNode::with(vmm, |config| {
+        config.concurrent_containers = 2;
+        config.vm.agent_timeout = Duration::from_secs(3600);
+    });
+    for n in 0..HOSTILE {
+        let pod = test.pod(&format!("hostile{n}"));
+        pod.start().await.unwrap();
+        let new = test.container(&format!("{HANGS}{n}"), "true");
+        tokio::spawn(async move { pod.create_container(new).await });
+    }
+    let good = test.pod("good");
+    good.start().await.unwrap();
+    let (all, made) = (hanging.wait_for(|hanging| *hanging == HOSTILE), test.container("c1", "true"));
+    tokio::time::timeout(Duration::from_secs(60), all).await.expect("some wait for a place").unwrap();
+    tokio::time::timeout(Duration::from_secs(60), good.create_container(made)).await.unwrap().unwrap();
+}
+
 #[tokio::test]
 async fn a_container_that_waits_for_its_turn_gives_up_when_its_pod_is_stopped_or_ends() {
     let test = node();
@@ -119,7 +173,8 @@ async fn a_container_that_waits_for_its_turn_gives_up_when_its_pod_is_stopped_or
         } else {
             pod.stop().await.unwrap()
         }
-        let told = making.await.unwrap_err();
+        let told =
+            tokio::time::timeout(Duration::from_secs(30), making).await.expect("it waits on").unwrap_err();
         assert_eq!(told.code(), Code::Cancelled, "{told}");
         pod.remove().await.unwrap();
     }
@@ -192,6 +247,19 @@ async fn a_start_that_fails_says_why_and_leaves_nothing() {
 }
 
 #[tokio::test]
+async fn all_who_wait_for_a_start_that_fails_hear_why() {
+    let test = node();
+    test.vmm.inject(Fault::FailsToBoot);
+    let pod = test.pod("bad");
+    let waiting = futures::future::join_all((0..3).map(|_| pod.start())).await;
+    for told in waiting {
+        let error = told.unwrap_err();
+        assert_eq!(error.code(), Code::Internal, "{error}");
+        assert!(error.to_string().contains("injected failure"), "{error}");
+    }
+}
+
+#[tokio::test]
 async fn a_container_that_can_not_be_made_leaves_its_id_free_and_no_disk() {
     let test = node();
     let pod = test.pod("web");
@@ -219,11 +287,11 @@ async fn the_next_daemon_finds_pods_alive_their_containers_running_and_what_died
     alive.create_container(new).await.unwrap();
     alive.start_process(id("c1"), None).await.unwrap();
 
-    let next = test.restarted();
-    assert!(test.vmm.crash(dead.id()));
+    let next = test.killed([alive, dead]);
+    assert!(test.vmm.crash(&id("dead")));
     let recovered = recover::recover(&next, recover::Records::read(&next).unwrap()).await;
-    assert_eq!(recovered, Recovered { alive: 1, stopped: 1, quarantined: 0 });
-    let (alive, dead) = (next.registry.pod(alive.id()).unwrap(), next.registry.pod(dead.id()).unwrap());
+    assert_eq!(recovered, Recovered { alive: 1, stopped: 1, ..Default::default() });
+    let (alive, dead) = (next.registry.pod(&id("alive")).unwrap(), next.registry.pod(&id("dead")).unwrap());
     assert_eq!((alive.status().state, alive.status().recovered), (PodState::Ready, true));
     assert_eq!(dead.status().state, PodState::Stopped);
     assert!(!dead.status().reason.is_empty());
@@ -251,7 +319,8 @@ async fn the_next_daemon_ends_containers_that_containerd_has_forgotten_and_only_
         pod.create_container(new).await.unwrap();
         pod.start_process(id(name), None).await.unwrap();
     }
-    let next = test.restarted();
+    let of = pod.id().clone();
+    let next = test.killed([pod]);
     // What containerd does with a container whose connection is lost.
     fs::remove_dir_all(test.dir.path().join("bundles/forgotten")).unwrap();
     let mut events = next.events.listen();
@@ -268,7 +337,7 @@ async fn the_next_daemon_ends_containers_that_containerd_has_forgotten_and_only_
     let deleted = tokio::time::timeout(Duration::from_secs(20), deleted).await.expect("nothing was ended");
     assert_eq!(deleted, id("forgotten"));
     assert!(next.registry.pod_of(&id("forgotten")).is_err());
-    let pod = next.registry.pod(pod.id()).unwrap();
+    let pod = next.registry.pod(&of).unwrap();
     assert_eq!(phase(&pod, "kept").await, Phase::Running);
     pod.remove().await.unwrap();
 }
@@ -279,10 +348,12 @@ async fn a_pod_whose_start_was_never_answered_goes_with_its_network_and_no_other
     let netns = test.dir.path().join("netns");
     fs::write(&netns, "").unwrap();
     let starts = Starts::of(test.node.clone()).unwrap();
+    let mut pods = Vec::new();
     for name in ["forgotten", "of-the-host", "known", "with-network"] {
         let pod = test.pod(name);
         starts.begins(pod.id()).unwrap();
         pod.start().await.unwrap();
+        pods.push(pod);
         if name == "of-the-host" {
             continue;
         }
@@ -293,7 +364,9 @@ async fn a_pod_whose_start_was_never_answered_goes_with_its_network_and_no_other
         fields["spec"]["netns"] = path.to_str().unwrap().into();
         fs::write(&record, fields.to_string()).unwrap();
     }
-    let next = test.restarted();
+    // The daemon before would take its sessions back.
+    drop(starts);
+    let next = test.killed(pods);
     recover::recover(&next, recover::Records::read(&next).unwrap()).await;
     let starts = Starts::of(next.clone()).unwrap();
     starts.shown(&"known".parse().unwrap());
@@ -335,10 +408,10 @@ async fn a_pod_whose_record_is_torn_is_taken_up_by_the_one_before_and_its_guest(
     let whole = fs::read(&record).unwrap();
     fs::write(&record, &whole[..whole.len() / 2]).unwrap();
 
-    let next = test.restarted();
+    let next = test.killed([pod]);
     let recovered = recover::recover(&next, recover::Records::read(&next).unwrap()).await;
-    assert_eq!(recovered, Recovered { alive: 1, stopped: 0, quarantined: 0 });
-    let pod = next.registry.pod(pod.id()).unwrap();
+    assert_eq!(recovered, Recovered { alive: 1, ..Default::default() });
+    let pod = next.registry.pod(&id("web")).unwrap();
     assert_eq!(phase(&pod, "older").await, Phase::Running);
     assert!(next.registry.pod_of(&id("younger")).is_err(), "it is on no record");
     // Which is told, and the name can be had again.

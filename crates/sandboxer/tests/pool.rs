@@ -103,6 +103,25 @@ impl Kept {
         });
     }
 
+    /// So many machines of each size wait, and this stays so when the pool has had the time to act on its last look.
+    async fn stays(&self, usual: usize, large: usize, why: &str) {
+        for _ in 0..60 {
+            assert_eq!((self.waiting(USUAL), self.waiting(LARGE)), (usual, large), "{why}");
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    }
+
+    /// Waits for what one look of the pool's brings about: not until its next one.
+    async fn soon(&self, what: &str, is_so: impl Fn(&Self) -> bool) {
+        let there = async {
+            while !is_so(self) {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        };
+        let found = tokio::time::timeout(ROUND - Duration::from_secs(1), there).await;
+        found.unwrap_or_else(|_| panic!("{what}: {} wait", self.waiting(USUAL)));
+    }
+
     /// The clock jumps, round by round; the pool has the time to act after each.
     async fn rounds(&self, rounds: u32) {
         for _ in 0..rounds {
@@ -145,7 +164,7 @@ async fn arrivals_grow_the_pool_and_quiet_shrinks_it() {
     kept.has(3, 0).await;
     // Most of a minute, and then the rest.
     kept.rounds(10).await;
-    kept.has(3, 0).await;
+    kept.stays(3, 0, "it shrank too early").await;
     kept.rounds(4).await;
     kept.has(1, 0).await;
     kept.ends().await;
@@ -155,7 +174,7 @@ async fn arrivals_grow_the_pool_and_quiet_shrinks_it() {
 async fn sizes_share_one_bound() {
     let kept = Kept::new(0, 4);
     kept.rounds(2).await;
-    kept.has(0, 0).await;
+    kept.stays(0, 0, "nobody has asked for any").await;
     kept.arrive(LARGE, 9).await;
     kept.has(0, 4).await;
     kept.arrive(USUAL, 1).await;
@@ -175,7 +194,7 @@ async fn starts_without_a_pause_hold_up_neither_filling_nor_trimming() {
     let _start = node.admission.urgent();
     kept.vmm.running().iter().for_each(|machine| assert!(kept.vmm.crash(machine)));
     kept.rounds(1).await;
-    assert!(kept.waiting(USUAL) < 2, "dead machines wait, or more than one was made in a round");
+    kept.soon("dead machines go", |kept| kept.waiting(USUAL) < 2).await;
     kept.comes_to_have(2, 0).await;
     kept.arrive(USUAL, 2).await;
     kept.comes_to_have(2, 0).await;
@@ -197,7 +216,7 @@ async fn a_size_that_fails_holds_up_no_other_and_is_tried_again_in_time() {
     assert_eq!(kept.arrive(USUAL, 2).await, 2);
     kept.has(2, 0).await;
     kept.rounds(5).await;
-    kept.has(2, 0).await;
+    kept.stays(2, 0, "it was tried again too early").await;
     kept.rounds(3).await;
     kept.has(2, 2).await;
     kept.ends().await;
@@ -211,13 +230,13 @@ async fn the_pool_gives_way_while_memory_is_short_and_stays_small_until_there_is
     kept.has_memory(USUAL.memory_mib - 1);
     assert_eq!(kept.arrive(USUAL, 1).await, 1);
     kept.rounds(2).await;
-    kept.has(2, 0).await;
+    kept.stays(2, 0, "there was no room for more, and no reason to have fewer").await;
     kept.has_memory(None);
     kept.rounds(1).await;
-    assert_eq!(kept.waiting(USUAL), 0, "one look is enough to end all that is too many");
+    kept.soon("one look is enough to end all that is too many", |kept| kept.waiting(USUAL) == 0).await;
     assert_eq!(kept.arrive(USUAL, 1).await, 0);
     kept.rounds(3).await;
-    kept.has(0, 0).await;
+    kept.stays(0, 0, "memory is short").await;
     kept.has_memory(LARGE.memory_mib - 1);
     kept.arrive(LARGE, 9).await;
     kept.comes_to_have(3, 0).await;

@@ -80,6 +80,7 @@ impl Host {
             Config { run_dir: self.path("run"), state_dir: self.path("state"), ..Config::default() };
         config.vm.kernel = self.path("kernel");
         config.vm.initramfs = self.path("initramfs");
+        config.vm.default_vcpus = SHAPE.vcpus;
         config.vm.default_memory_mib = SHAPE.memory_mib;
         config.templates.most = self.most;
         config.templates.most_bytes = self.most_bytes;

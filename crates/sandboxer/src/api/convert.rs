@@ -13,6 +13,7 @@ use crate::{
     config::Config,
     container::spec::ROOTFS_SIZE,
     error::{Code, PodError, chain},
+    host::cgroup::Hierarchies,
     pod::{
         quantity,
         spec::{PodSpec, Room},
@@ -46,7 +47,11 @@ pub fn optional_id(what: &'static str, text: &str) -> Result<Option<Id>, PodErro
 }
 
 /// The pod that a sandbox request describes, defaults filled in.
-pub fn pod_spec(request: &ControllerCreateRequest, config: &Config) -> Result<PodSpec, PodError> {
+pub fn pod_spec(
+    request: &ControllerCreateRequest,
+    config: &Config,
+    cgroups: &Hierarchies,
+) -> Result<PodSpec, PodError> {
     let defaults = &config.vm;
     let id = id("sandbox id", &request.sandbox_id)?;
     let invalid = |reason: String| PodError::Invalid { subject: format!("pod {id}"), reason };
@@ -73,7 +78,7 @@ pub fn pod_spec(request: &ControllerCreateRequest, config: &Config) -> Result<Po
     let hostname = hostname(asked.hostname, &metadata.name, &id).map_err(invalid)?;
     let cpus = std::thread::available_parallelism()
         .map_or(1, |count| u32::try_from(count.get()).unwrap_or(u32::MAX));
-    let limits = linux.resources.unwrap_or_default();
+    let limits = size::without(linux.resources.unwrap_or_default(), cgroups.unlimited(&linux.cgroup_parent));
     let Shape { vcpus, memory_mib, .. } =
         size::shape(&asked.annotations, &limits, defaults, cpus).map_err(invalid)?;
     let host_ports = match asked.annotations.get(HOST_PORTS) {
@@ -280,7 +285,7 @@ mod tests {
             let kept = format!(r#"{{"Version":"v1","Metadata":{{"RuntimeHandler":"",{metadata}}}}}"#);
             let value = prost_types::Any { type_url: String::new(), value: kept.into_bytes() };
             request.sandbox.get_or_insert_default().extensions.insert("metadata".into(), value);
-            pod_spec(&request, &Config::default()).unwrap().ips
+            pod_spec(&request, &Config::default(), &Hierarchies::default()).unwrap().ips
         };
         let both: [IpAddr; 2] = ["192.0.2.7".parse().unwrap(), "2001:db8::7".parse().unwrap()];
         assert_eq!(ips(r#""IP":"192.0.2.7","AdditionalIPs":["2001:db8::7"]"#), both);
@@ -297,11 +302,11 @@ mod tests {
             let extensions = &mut request.sandbox.get_or_insert_default().extensions;
             let value = prost_types::Any { type_url: String::new(), value: kept.into_bytes() };
             extensions.insert("metadata".into(), value);
-            pod_spec(&request, &config).unwrap().way
+            pod_spec(&request, &config, &Hierarchies::default()).unwrap().way
         };
         assert_eq!([way("cold"), way("other"), way("")], [Way::Boot, Way::Pool, Way::Pool]);
         assert_eq!(
-            pod_spec(&request(|_| {}), &config).unwrap().way,
+            pod_spec(&request(|_| {}), &config, &Hierarchies::default()).unwrap().way,
             Way::Pool,
             "a containerd that tells none"
         );
@@ -317,9 +322,9 @@ mod tests {
         let many = (1..=65).map(|port| port.to_string()).collect::<Vec<_>>().join(",");
         assert!(host_ports(&many).is_err());
         let mut own = request(|config| drop(config.annotations.insert(HOST_PORTS.into(), "80".into())));
-        assert_eq!(pod_spec(&own, &Config::default()).unwrap().host_ports, [80]);
+        assert_eq!(pod_spec(&own, &Config::default(), &Hierarchies::default()).unwrap().host_ports, [80]);
         own.netns_path = "/run/netns/x".into();
-        let error = pod_spec(&own, &Config::default()).unwrap_err().to_string();
+        let error = pod_spec(&own, &Config::default(), &Hierarchies::default()).unwrap_err().to_string();
         assert!(error.contains("hostNetwork"), "{error}");
     }
 
@@ -330,7 +335,7 @@ mod tests {
                 config.hostname = hostname.into();
                 config.metadata.get_or_insert_default().name = name.into();
             });
-            pod_spec(&request, &Config::default()).map(|spec| spec.hostname)
+            pod_spec(&request, &Config::default(), &Hierarchies::default()).map(|spec| spec.hostname)
         };
         assert_eq!(named("asked", "web").unwrap(), "asked");
         assert_eq!(named("", "web").unwrap(), "web");
@@ -344,7 +349,7 @@ mod tests {
     fn an_id_that_leaves_its_directory_and_a_host_namespace_are_refused() {
         let mut escape = request(|_| {});
         escape.sandbox_id = "../x".into();
-        let error = pod_spec(&escape, &Config::default()).unwrap_err();
+        let error = pod_spec(&escape, &Config::default(), &Hierarchies::default()).unwrap_err();
         assert_eq!(error.code(), Code::InvalidArgument);
         let host_pid = request(|config| {
             let options =
@@ -357,7 +362,7 @@ mod tests {
                 ..Default::default()
             });
         });
-        let error = pod_spec(&host_pid, &Config::default()).unwrap_err();
+        let error = pod_spec(&host_pid, &Config::default(), &Hierarchies::default()).unwrap_err();
         assert!(error.to_string().contains("PID namespace"), "{error}");
     }
 }

@@ -1,6 +1,11 @@
 //! Metrics as Prometheus reads them, on a TCP listener if one is configured: `GET /metrics`.
 
-use std::{convert::Infallible, fmt::Write, sync::Arc, time::Duration};
+use std::{
+    convert::Infallible,
+    fmt::Write,
+    sync::{Arc, atomic::Ordering},
+    time::Duration,
+};
 
 use http_body_util::Full;
 use hyper::{Method, Request, Response, StatusCode, body::Bytes, service::service_fn};
@@ -85,6 +90,9 @@ fn text(node: &Node) -> String {
     out += "# HELP sandboxer_pool_machines Machines that wait for pods.\n\
             # TYPE sandboxer_pool_machines gauge\n";
     let _ = writeln!(out, "sandboxer_pool_machines {}", node.pool.list().len());
+    out += "# HELP sandboxer_stale_statistics_total Requests for statistics answered with earlier ones, since the guest did not answer.\n\
+            # TYPE sandboxer_stale_statistics_total counter\n";
+    let _ = writeln!(out, "sandboxer_stale_statistics_total {}", node.old_readings.load(Ordering::Relaxed));
     out += "# HELP sandboxer_stage_seconds Time that a stage of a start took.\n\
             # TYPE sandboxer_stage_seconds histogram\n";
     for summary in node.stage_times.summaries() {

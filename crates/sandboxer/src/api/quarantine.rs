@@ -1,7 +1,8 @@
 //! What people ask about records that were put aside, as the admin service answers it.
 
-use sandboxer_protocol::admin::{
-    ListQuarantineResponse, Quarantined, QuarantinedProcess, ShowQuarantinedResponse,
+use sandboxer_protocol::{
+    admin::{ListQuarantineResponse, Quarantined, QuarantinedProcess, ShowQuarantinedResponse},
+    id::SandboxId,
 };
 use tonic::Status;
 
@@ -39,6 +40,25 @@ pub async fn destroy(node: &Node, name: String) -> Result<Quarantined, Status> {
     // A record of the same id may have been brought back by hand since: then the pod is in use.
     let known = node.registry.pods().iter().map(|pod| pod.id().clone()).collect();
     blocking(node, move |quarantine| quarantine.destroy(&name, &known)).await.map(message)
+}
+
+/// Returns what a request about a pod that is not known is answered with, if its record is in quarantine and its VMM runs:
+/// not that there is no such pod. That would be the permission to start it anew, and both would write to the same volumes.
+pub async fn held(node: &Node, pod: &SandboxId) -> Result<Option<Status>, Status> {
+    let of = pod.clone();
+    let running = blocking(node, move |quarantine| quarantine.running(&of)).await?;
+    Ok(running.map(|(entry, pids)| {
+        Status::unavailable(format!(
+            "pod {pod} runs as processes {pids:?}, and its record can't be used: see `sandboxer-cli quarantine show {entry}`, start \
+             the sandboxer that wrote it, or stop the pod, which kills these processes"
+        ))
+    }))
+}
+
+/// Kills the VMM of a pod that is not known, if its record is in quarantine. False: there is none.
+pub async fn kill(node: &Node, pod: &SandboxId) -> Result<bool, Status> {
+    let of = pod.clone();
+    blocking(node, move |quarantine| quarantine.kill(&of)).await
 }
 
 async fn blocking<T: Send + 'static>(

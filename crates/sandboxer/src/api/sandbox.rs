@@ -21,6 +21,7 @@ use tonic::{Request, Response, Status};
 
 use super::{
     convert::{grpc, grpc_time, id, pod_spec},
+    quarantine,
     size::updated_limits,
     starts::{self, Starts},
 };
@@ -37,6 +38,13 @@ use crate::{
 
 /// Version of the task API behind the address that `Start` answers.
 const TASK_API_VERSION: u32 = 3;
+
+/// The id of a pod that there never is. A verbose `Status` of it says who answers: so whoever checks a node learns whether
+/// containerd's questions about pods come here.
+pub const CHECKED_POD: &str = "sandboxer-check";
+
+/// What that answer's information has this daemon's version under.
+pub const ANSWERED_BY: &str = "io.sandboxer.version";
 
 /// Serves [`Controller`] for the pods of a node.
 #[derive(Debug)]
@@ -57,6 +65,28 @@ impl SandboxService {
 
     fn pod(&self, sandbox: &str) -> Result<PodHandle, PodError> {
         self.node.registry.pod(&id("sandbox id", sandbox)?)
+    }
+
+    /// As [`SandboxService::pod`]; of a pod that is not known, and whose VMM may run, not that there is none.
+    async fn pod_or_held(&self, sandbox: &str) -> Result<PodHandle, Status> {
+        match self.pod(sandbox) {
+            Err(PodError::NoPod(id)) => {
+                let held = quarantine::held(&self.node, &id).await?;
+                Err(held.unwrap_or_else(|| grpc(PodError::NoPod(id))))
+            }
+            found => found.map_err(grpc),
+        }
+    }
+
+    /// As [`SandboxService::pod`]. `None`: it was not known, and its VMM has been killed.
+    async fn pod_or_killed(&self, sandbox: &str) -> Result<Option<PodHandle>, Status> {
+        match self.pod(sandbox) {
+            Err(PodError::NoPod(id)) => match quarantine::kill(&self.node, &id).await? {
+                true => Ok(None),
+                false => Err(grpc(PodError::NoPod(id))),
+            },
+            found => found.map(Some).map_err(grpc),
+        }
     }
 }
 
@@ -79,7 +109,7 @@ impl Controller for SandboxService {
         request: Request<ControllerCreateRequest>,
     ) -> Result<Response<ControllerCreateResponse>, Status> {
         let request = request.into_inner();
-        let spec = pod_spec(&request, &self.node.config).map_err(grpc)?;
+        let spec = pod_spec(&request, &self.node.config, &self.node.cgroups).map_err(grpc)?;
         let sandbox = spec.id.clone();
         let status = PodStatus::created(now_ns());
         let node = self.node.clone();
@@ -137,8 +167,9 @@ impl Controller for SandboxService {
         &self,
         request: Request<ControllerStopRequest>,
     ) -> Result<Response<ControllerStopResponse>, Status> {
-        let pod = self.pod(&request.get_ref().sandbox_id).map_err(grpc)?;
-        pod.stop().await.map_err(grpc)?;
+        if let Some(pod) = self.pod_or_killed(&request.get_ref().sandbox_id).await? {
+            pod.stop().await.map_err(grpc)?;
+        }
         Ok(Response::new(ControllerStopResponse {}))
     }
 
@@ -146,7 +177,7 @@ impl Controller for SandboxService {
         &self,
         request: Request<ControllerWaitRequest>,
     ) -> Result<Response<ControllerWaitResponse>, Status> {
-        let pod = self.pod(&request.get_ref().sandbox_id).map_err(grpc)?;
+        let pod = self.pod_or_held(&request.get_ref().sandbox_id).await?;
         self.starts.shown(pod.id());
         let status = tokio::select! {
             status = pod.stopped() => status.map_err(grpc)?,
@@ -164,10 +195,24 @@ impl Controller for SandboxService {
         request: Request<ControllerStatusRequest>,
     ) -> Result<Response<ControllerStatusResponse>, Status> {
         let request = request.into_inner();
-        let pod = self.pod(&request.sandbox_id).map_err(grpc)?;
+        if request.verbose && request.sandbox_id == CHECKED_POD {
+            let version = env!("CARGO_PKG_VERSION").to_owned();
+            return Ok(Response::new(ControllerStatusResponse {
+                sandbox_id: request.sandbox_id,
+                state: "SANDBOX_NOTREADY".to_owned(),
+                info: HashMap::from([(ANSWERED_BY.to_owned(), version)]),
+                ..Default::default()
+            }));
+        }
+        let pod = self.pod_or_held(&request.sandbox_id).await?;
         let status = pod.status();
         if status.state != PodState::Starting {
             self.starts.shown(pod.id());
+        }
+        if status.state == PodState::Unknown && !status.overdue {
+            // Neither ready nor stopped: whoever asks keeps what it knows, and asks again.
+            let (action, subject) = ("tell the state", format!("pod {}", pod.id()));
+            return Err(grpc(PodError::Unreached { action, subject, reason: status.reason }));
         }
         let ready = status.state == PodState::Ready;
         let mut info = HashMap::new();
@@ -196,7 +241,9 @@ impl Controller for SandboxService {
         &self,
         request: Request<ControllerShutdownRequest>,
     ) -> Result<Response<ControllerShutdownResponse>, Status> {
-        let pod = self.pod(&request.get_ref().sandbox_id).map_err(grpc)?;
+        let Some(pod) = self.pod_or_killed(&request.get_ref().sandbox_id).await? else {
+            return Ok(Response::new(ControllerShutdownResponse {}));
+        };
         match pod.remove().await {
             // Somebody else's removal was quicker.
             Ok(()) | Err(PodError::Gone(_)) => Ok(Response::new(ControllerShutdownResponse {})),

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use k8s_cri::v1::LinuxContainerResources;
 use sandboxer_protocol::{controller::ControllerUpdateRequest, id::SandboxId};
 
-use crate::{config::VmConfig, error::PodError, pod::spec::Limits, vmm::Shape};
+use crate::{config::VmConfig, error::PodError, host::cgroup::Unlimited, pod::spec::Limits, vmm::Shape};
 
 /// Annotation that asks for a number of vCPUs.
 const VCPUS: &str = "io.sandboxer.vcpus";
@@ -21,14 +21,23 @@ const LEAST_MEMORY_MIB: u64 = 64;
 const GUEST_OVERHEAD_MIB: u64 = 48;
 const GUEST_SHARE: u64 = 16;
 
-/// Up to here sizes by limits are powers of two, beyond multiples of it, MiB: pods of different limits are copies
-/// of one template. Memory that a guest doesn't touch costs its host nothing.
-const ROUND_MIB: u64 = 4096;
+/// The smallest VM of a pod with limits, MiB: pods of small limits share its template, and their limits can be raised
+/// within it.
+const SMALLEST_LIMITED_MIB: u64 = 256;
 
-/// The machine for a pod with these `annotations`, whose containers have these `limits` together.
+/// Of sizes there are so many between a power of two and the next: pods of different sizes are then copies of one
+/// template, and a VM is larger than it has to be by an eighth at most. Whatever a guest once touched its VMM keeps, so
+/// that more would outgrow the pod's limit and overhead.
+const SIZES_PER_DOUBLING: u64 = 8;
+
+/// What CRI calls a whole CPU's share.
+const SHARES_PER_CPU: u64 = 1024;
+
+/// The VM for a pod with these `annotations`, whose containers have these `limits` together.
 ///
 /// An annotation is a demand, and one that can't be had is an error. Limits are bounds: beyond the largest
-/// machine, or the host's `cpus`, they don't bind, and that is what the pod gets.
+/// VM, or the host's `cpus`, they don't bind, and that is what the pod gets. A pod without a limit gets the default, and
+/// as many vCPUs as it requests.
 pub fn shape(
     annotations: &HashMap<String, String>,
     limits: &LinuxContainerResources,
@@ -38,13 +47,16 @@ pub fn shape(
     let vcpus = match annotations.get(VCPUS) {
         Some(text) => asked_vcpus(text, config.max_vcpus)?,
         None => {
-            limited_vcpus(limits).map_or(config.default_vcpus, |count| count.min(cpus).min(config.max_vcpus))
+            let requested = requested_vcpus(limits).min(cpus);
+            let most = limited_vcpus(limits).map_or(config.default_vcpus, |count| count.min(cpus));
+            most.max(requested).min(config.max_vcpus)
         }
     };
     let memory_mib = match annotations.get(MEMORY) {
-        Some(text) => asked_memory_mib(text, config.max_memory_mib)?,
-        None => limited_memory_mib(limits, config.default_memory_mib)
-            .map_or(config.default_memory_mib, |mib| mib.min(config.max_memory_mib)),
+        Some(text) => rounded(asked_memory_mib(text, config.max_memory_mib)?).min(config.max_memory_mib),
+        None => {
+            limited_memory_mib(limits).map_or(config.default_memory_mib, |mib| mib.min(config.max_memory_mib))
+        }
     };
     Ok(Shape { vcpus, memory_mib, nics: 1 })
 }
@@ -129,14 +141,34 @@ fn limited_vcpus(limits: &LinuxContainerResources) -> Option<u32> {
     Some(u32::try_from(quota.div_ceil(period)).unwrap_or(u32::MAX))
 }
 
-/// What the containers may use and what the guest needs beside it, in sizes that pods share; never less than
-/// `default`. None without a limit.
-fn limited_memory_mib(limits: &LinuxContainerResources, default: u64) -> Option<u64> {
+/// As many as the containers request together.
+fn requested_vcpus(limits: &LinuxContainerResources) -> u32 {
+    let shares = u64::try_from(limits.cpu_shares).unwrap_or_default();
+    u32::try_from(shares.div_ceil(SHARES_PER_CPU)).unwrap_or(u32::MAX)
+}
+
+/// What the containers may use and what the guest needs beside it, in sizes that pods share. None without a limit.
+fn limited_memory_mib(limits: &LinuxContainerResources) -> Option<u64> {
     let bytes = u64::try_from(limits.memory_limit_in_bytes).ok().filter(|bytes| *bytes > 0)?;
     let limit = bytes.div_ceil(1 << 20);
     let mib = limit + limit / GUEST_SHARE + GUEST_OVERHEAD_MIB;
-    let rounded = if mib <= ROUND_MIB { mib.next_power_of_two() } else { mib.next_multiple_of(ROUND_MIB) };
-    Some(rounded.max(default))
+    Some(rounded(mib.max(SMALLEST_LIMITED_MIB)))
+}
+
+/// The next size that there is, MiB.
+fn rounded(mib: u64) -> u64 {
+    let power = 1 << mib.max(1).ilog2();
+    mib.checked_next_multiple_of((power / SIZES_PER_DOUBLING).max(1)).unwrap_or(mib)
+}
+
+/// What `limits` leaves of them for a pod of which the host knows that some container has no limit: kubelet adds up the
+/// limits of those that have one.
+pub fn without(limits: LinuxContainerResources, unlimited: Unlimited) -> LinuxContainerResources {
+    LinuxContainerResources {
+        cpu_quota: if unlimited.cpu { 0 } else { limits.cpu_quota },
+        memory_limit_in_bytes: if unlimited.memory { 0 } else { limits.memory_limit_in_bytes },
+        ..limits
+    }
 }
 
 #[cfg(test)]
@@ -146,9 +178,21 @@ mod tests {
 
     const CPUS: u32 = 8;
 
+    /// That of a node of 8 CPUs and 1 TiB.
+    fn config() -> VmConfig {
+        let node = Config::default().vm;
+        VmConfig {
+            default_vcpus: 2,
+            default_memory_mib: 2048,
+            max_vcpus: CPUS,
+            max_memory_mib: 1 << 20,
+            ..node
+        }
+    }
+
     fn annotated(name: &str, value: &str) -> Result<Shape, String> {
         let annotations = [(name.to_owned(), value.to_owned())].into();
-        shape(&annotations, &LinuxContainerResources::default(), &Config::default().vm, CPUS)
+        shape(&annotations, &LinuxContainerResources::default(), &config(), CPUS)
     }
 
     fn limited(cpu_quota: i64, memory_mib: i64) -> Shape {
@@ -158,13 +202,15 @@ mod tests {
             memory_limit_in_bytes: memory_mib << 20,
             ..Default::default()
         };
-        shape(&HashMap::new(), &limits, &Config::default().vm, CPUS).unwrap()
+        shape(&HashMap::new(), &limits, &config(), CPUS).unwrap()
     }
 
     #[test]
     fn annotations_are_taken_as_they_are_or_refused() {
         assert_eq!(annotated(MEMORY, "1Gi").unwrap().memory_mib, 1024);
         assert_eq!(annotated(MEMORY, "512").unwrap().memory_mib, 512);
+        assert_eq!(annotated(MEMORY, "513").unwrap().memory_mib, 576, "a size that others may have, too");
+        assert_eq!(annotated(MEMORY, "1023").unwrap().memory_mib, 1024);
         assert_eq!(annotated(VCPUS, "2").unwrap().vcpus, 2);
         for bad in ["", "-1", "1", "lots", "99999999999Gi", "1.5Gi"] {
             let text = annotated(MEMORY, bad).unwrap_err();
@@ -177,16 +223,59 @@ mod tests {
 
     #[test]
     fn limits_make_room_for_themselves_in_sizes_that_pods_share() {
-        let config = Config::default().vm;
+        let config = config();
         let default = Shape { vcpus: config.default_vcpus, memory_mib: config.default_memory_mib, nics: 1 };
         assert_eq!(limited(0, 0), default);
         assert_eq!(limited(-1, -1), default, "no limit");
-        assert_eq!(limited(50_000, 64), default, "the smallest is the default");
-        assert_eq!(limited(150_000, 256), Shape { vcpus: 2, memory_mib: 512, nics: 1 });
-        assert_eq!(limited(100_000, 3000), Shape { vcpus: 1, memory_mib: 4096, nics: 1 });
-        assert_eq!(limited(100_000, 4090).memory_mib, 8192.min(config.max_memory_mib));
+        assert_eq!(limited(50_000, 64), Shape { vcpus: 1, memory_mib: 256, nics: 1 }, "the smallest");
+        assert_eq!(limited(150_000, 256), Shape { vcpus: 2, memory_mib: 320, nics: 1 });
+        assert_eq!(limited(100_000, 600).memory_mib, 704, "not 1024");
+        assert_eq!(limited(100_000, 3000), Shape { vcpus: 1, memory_mib: 3328, nics: 1 });
+        assert_eq!(limited(100_000, 4090).memory_mib, 4608);
         let most = Shape { vcpus: CPUS, memory_mib: config.max_memory_mib, nics: 1 };
         assert_eq!(limited(i64::MAX, i64::MAX >> 21), most, "a limit is no demand");
+    }
+
+    #[test]
+    fn no_size_is_larger_than_needed_by_more_than_an_eighth() {
+        for mib in 64..20_000 {
+            let size = rounded(mib);
+            assert!(size >= mib && size - mib <= mib / 8, "{mib}: {size}");
+            assert_eq!(rounded(size), size);
+        }
+        assert_eq!(rounded(u64::MAX), u64::MAX);
+    }
+
+    #[test]
+    fn requests_count_beside_limits() {
+        let with = |cpu_shares, cpu_quota| {
+            let limits =
+                LinuxContainerResources { cpu_shares, cpu_quota, cpu_period: 100_000, ..Default::default() };
+            shape(&HashMap::new(), &limits, &config(), CPUS).unwrap().vcpus
+        };
+        assert_eq!(with(2, 0), config().default_vcpus, "no request, no limit");
+        assert_eq!(with(3 << 10, 0), 3, "a request alone");
+        assert_eq!(with((3 << 10) + 1, 0), 4);
+        assert_eq!(with(2 << 10, 250_000), 3, "the larger of both");
+        assert_eq!(with(512, 50_000), 1, "a limit goes before the default");
+        assert_eq!(with(i64::MAX, 0), CPUS);
+    }
+
+    #[test]
+    fn one_container_without_a_limit_makes_its_pod_one_without() {
+        let limits = LinuxContainerResources {
+            cpu_quota: 50_000,
+            cpu_period: 100_000,
+            cpu_shares: 512,
+            memory_limit_in_bytes: 4 << 30,
+            ..Default::default()
+        };
+        let left = without(limits.clone(), Unlimited { cpu: false, memory: true });
+        assert_eq!((left.cpu_quota, left.memory_limit_in_bytes, left.cpu_shares), (50_000, 0, 512));
+        let left = without(limits.clone(), Unlimited { cpu: true, memory: true });
+        let all = shape(&HashMap::new(), &left, &config(), CPUS).unwrap();
+        assert_eq!(all, limited(0, 0));
+        assert_eq!(without(limits.clone(), Unlimited::default()), limits);
     }
 
     #[test]
@@ -211,6 +300,6 @@ mod tests {
     fn an_annotation_goes_before_a_limit() {
         let annotations = [(MEMORY.to_owned(), "1Gi".to_owned())].into();
         let limits = LinuxContainerResources { memory_limit_in_bytes: 4 << 30, ..Default::default() };
-        assert_eq!(shape(&annotations, &limits, &Config::default().vm, CPUS).unwrap().memory_mib, 1024);
+        assert_eq!(shape(&annotations, &limits, &config(), CPUS).unwrap().memory_mib, 1024);
     }
 }

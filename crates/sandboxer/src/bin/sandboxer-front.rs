@@ -1,6 +1,11 @@
 //! `sandboxer-front WORKER ARGUMENT…`: what `sandboxer` goes on as. See the crate of that name.
 
-use std::{env, path::PathBuf, process::ExitCode};
+use std::{
+    env,
+    io::{Write, stderr},
+    path::PathBuf,
+    process::ExitCode,
+};
 
 fn main() -> ExitCode {
     let mut arguments = env::args_os().skip(1);
@@ -9,13 +14,14 @@ fn main() -> ExitCode {
         return ExitCode::from(2);
     };
     let arguments: Vec<_> = arguments.collect();
-    match sandboxer_front::run(&worker, &arguments) {
+    match sandboxer_front::run(&worker, &arguments, sandboxer_front::MAX_SILENCE) {
         Ok(code) => code,
         Err(error) => {
-            match std::error::Error::source(&error) {
-                Some(source) => eprintln!("sandboxer-front: {error}: {source}"),
-                None => eprintln!("sandboxer-front: {error}"),
-            }
+            // A log that is gone is no reason to end in another way.
+            let _ = match std::error::Error::source(&error) {
+                Some(source) => writeln!(stderr(), "sandboxer-front: {error}: {source}"),
+                None => writeln!(stderr(), "sandboxer-front: {error}"),
+            };
             ExitCode::FAILURE
         }
     }

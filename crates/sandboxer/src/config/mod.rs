@@ -5,5 +5,6 @@ pub mod resolved;
 
 pub use raw::{ConfigError, DEFAULT, DEFAULT_PATH};
 pub use resolved::{
-    Accelerator, Config, PoolConfig, RootfsConfig, TemplateConfig, VmConfig, VmmChoice, VolumeConfig, Way,
+    Accelerator, Config, ForeignRules, NetworkConfig, PoolConfig, RootfsConfig, TemplateConfig, VmConfig,
+    VmmChoice, VolumeConfig, Way,
 };

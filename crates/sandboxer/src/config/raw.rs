@@ -12,7 +12,8 @@ use serde::{Deserialize, Serialize};
 use toml::de::DeTable;
 
 use super::{
-    Accelerator, Config, PoolConfig, RootfsConfig, TemplateConfig, VmConfig, VmmChoice, VolumeConfig, Way,
+    Accelerator, Config, ForeignRules, NetworkConfig, PoolConfig, RootfsConfig, TemplateConfig, VmConfig,
+    VmmChoice, VolumeConfig, Way,
 };
 
 /// The default configuration, every key explained.
@@ -96,6 +97,7 @@ struct Raw {
     handlers: BTreeMap<String, Way>,
     rootfs: RawRootfs,
     volumes: RawVolumes,
+    network: RawNetwork,
     containerd: RawContainerd,
 }
 
@@ -115,6 +117,7 @@ struct RawVm {
     boot_timeout: Option<Seconds>,
     call_timeout: Option<Seconds>,
     agent_timeout: Option<Seconds>,
+    stop_timeout: Option<Seconds>,
     console_log_kib: Option<u64>,
     jail: Option<bool>,
     agent_log: Option<String>,
@@ -145,8 +148,15 @@ struct RawRootfs {
 
 #[derive(Debug, Default, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
+struct RawNetwork {
+    foreign_rules: Option<ForeignRules>,
+}
+
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
 struct RawVolumes {
     empty_dir_mib: Option<u64>,
+    timeout: Option<Seconds>,
 }
 
 #[derive(Debug, Default, Deserialize, Serialize)]
@@ -226,12 +236,14 @@ fn resolve(
         check(key, value.to_string(), "a whole number from 1 up", value > 0).map(|()| value)
     };
 
-    let max_vcpus = raw.vm.max_vcpus.unwrap_or(vm.max_vcpus);
-    let default_vcpus = raw.vm.default_vcpus.unwrap_or(vm.default_vcpus);
+    // What is said of one makes room for itself in the other, which follows from the node.
+    let max_vcpus = raw.vm.max_vcpus.unwrap_or(vm.max_vcpus.max(raw.vm.default_vcpus.unwrap_or(0)));
+    let default_vcpus = raw.vm.default_vcpus.unwrap_or(vm.default_vcpus.min(max_vcpus));
     let fine = (1..=max_vcpus).contains(&default_vcpus);
     check("vm.default_vcpus", default_vcpus.to_string(), "1 to vm.max_vcpus", fine)?;
-    let max_memory_mib = raw.vm.max_memory_mib.unwrap_or(vm.max_memory_mib);
-    let default_memory_mib = raw.vm.default_memory_mib.unwrap_or(vm.default_memory_mib);
+    let max_memory_mib =
+        raw.vm.max_memory_mib.unwrap_or(vm.max_memory_mib.max(raw.vm.default_memory_mib.unwrap_or(0)));
+    let default_memory_mib = raw.vm.default_memory_mib.unwrap_or(vm.default_memory_mib.min(max_memory_mib));
     let fine = (64..=max_memory_mib).contains(&default_memory_mib);
     check("vm.default_memory_mib", default_memory_mib.to_string(), "64 to vm.max_memory_mib", fine)?;
     let at_once = |key, value: Option<usize>, default: usize| {
@@ -239,6 +251,8 @@ fn resolve(
         check(key, value.to_string(), "a whole number from 1 up", value > 0).map(|()| value)
     };
 
+    // It was a switch once.
+    check("vm.jail", "false".to_owned(), "true alone: every VMM is jailed", raw.vm.jail != Some(false))?;
     // Either key alone sets both ends of the range that would not fit otherwise.
     let min = raw.pool.min.unwrap_or(default.pool.min);
     let max = raw.pool.max.unwrap_or(default.pool.max.max(min));
@@ -277,11 +291,12 @@ fn resolve(
             boot_timeout: seconds("vm.boot_timeout", raw.vm.boot_timeout, vm.boot_timeout)?,
             call_timeout: seconds("vm.call_timeout", raw.vm.call_timeout, vm.call_timeout)?,
             agent_timeout: seconds("vm.agent_timeout", raw.vm.agent_timeout, vm.agent_timeout)?,
+            stop_timeout: seconds("vm.stop_timeout", raw.vm.stop_timeout, vm.stop_timeout)?,
             console_log_bytes: match raw.vm.console_log_kib {
                 Some(kib) => positive("vm.console_log_kib", kib)?.saturating_mul(1 << 10),
                 None => vm.console_log_bytes,
             },
-            jail: raw.vm.jail.unwrap_or(vm.jail),
+            jail: true,
             agent_log: raw.vm.agent_log,
         },
         templates: TemplateConfig {
@@ -305,6 +320,9 @@ fn resolve(
                 .writable_mib
                 .map_or(rootfs.writable_bytes, |mib| mib.saturating_mul(1 << 20)),
         },
+        network: NetworkConfig {
+            foreign_rules: raw.network.foreign_rules.unwrap_or(default.network.foreign_rules),
+        },
         volumes: VolumeConfig {
             empty_dir_bytes: match raw.volumes.empty_dir_mib {
                 Some(mib) => {
@@ -314,7 +332,9 @@ fn resolve(
                 }
                 None => default.volumes.empty_dir_bytes,
             },
+            timeout: seconds("volumes.timeout", raw.volumes.timeout, default.volumes.timeout)?,
         },
+        helper_program: default.helper_program,
     })
 }
 
@@ -382,8 +402,8 @@ mod tests {
     fn the_explained_default_has_every_key() {
         // With what is commented out taken in, too; the parser itself names all keys that it knows.
         let set = DEFAULT.replace("\n# ", "\n");
-        let tables = ["vm", "templates", "pool", "handlers", "rootfs", "volumes", "containerd"];
-        for table in ["", "vm", "templates", "pool", "rootfs", "volumes", "containerd"] {
+        let tables = ["vm", "templates", "pool", "handlers", "rootfs", "volumes", "network", "containerd"];
+        for table in ["", "vm", "templates", "pool", "rootfs", "volumes", "network", "containerd"] {
             let header = if table.is_empty() { String::new() } else { format!("[{table}]\n") };
             let error = toml::from_str::<Raw>(&format!("{header}zz = 1")).unwrap_err();
             let mut known = error.message().split('`').skip(3).step_by(2).peekable();
@@ -414,6 +434,15 @@ mod tests {
                 assert!(explained, "{vmm:?}: `{}` is not explained", pair[1]);
             }
         }
+    }
+
+    #[test]
+    fn a_default_beyond_the_node_and_a_bound_below_it_go_together() {
+        let vm = parse("[vm]\ndefault_vcpus = 4000\ndefault_memory_mib = 100000000").unwrap().vm;
+        assert_eq!((vm.default_vcpus, vm.max_vcpus), (4000, 4000));
+        assert_eq!((vm.default_memory_mib, vm.max_memory_mib), (100_000_000, 100_000_000));
+        let vm = parse("[vm]\nmax_vcpus = 1\nmax_memory_mib = 128").unwrap().vm;
+        assert_eq!((vm.default_vcpus, vm.default_memory_mib), (1, 128));
     }
 
     #[test]
@@ -452,6 +481,9 @@ mod tests {
         );
         let error = parse("[templates]\nenabled = false\n[pool]\nmin = 1").unwrap_err().to_string();
         assert!(error.contains("pool.max is 1, it takes 0 while templates.enabled is false"), "{error}");
+        assert!(parse("[vm]\njail = true").unwrap().vm.jail);
+        let error = parse("[vm]\njail = false").unwrap_err().to_string();
+        assert!(error.contains("vm.jail is false, it takes true alone: every VMM is jailed"), "{error}");
     }
 
     #[test]

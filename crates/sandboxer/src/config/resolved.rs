@@ -22,6 +22,8 @@ pub struct Config {
     pub rootfs: RootfsConfig,
     /// Volumes.
     pub volumes: VolumeConfig,
+    /// Pods' networks.
+    pub network: NetworkConfig,
     /// containerd's ttrpc socket, for events; none: events go nowhere but the admin API.
     pub containerd_ttrpc: Option<PathBuf>,
     /// Machines that may boot or be restored at the same time; the others queue.
@@ -32,6 +34,8 @@ pub struct Config {
     pub drain_timeout: Duration,
     /// Where Prometheus may read metrics; none: nowhere.
     pub metrics_listen: Option<SocketAddr>,
+    /// The program whose processes touch volumes in the daemon's place: its own, which no file says. None: its threads do.
+    pub helper_program: Option<PathBuf>,
 }
 
 /// How machines are made.
@@ -49,9 +53,9 @@ pub struct VmConfig {
     pub kernel: PathBuf,
     /// Initramfs with the agent.
     pub initramfs: PathBuf,
-    /// vCPUs of a pod that doesn't ask.
+    /// vCPUs of a pod that has no limit and doesn't ask.
     pub default_vcpus: u32,
-    /// Memory of a pod that doesn't ask, MiB.
+    /// Memory of a pod that has no limit and doesn't ask, MiB.
     pub default_memory_mib: u64,
     /// Most vCPUs a pod may ask for.
     pub max_vcpus: u32,
@@ -63,9 +67,11 @@ pub struct VmConfig {
     pub call_timeout: Duration,
     /// For one short call to an agent.
     pub agent_timeout: Duration,
+    /// How long a guest that is to power off may write its data to disks.
+    pub stop_timeout: Duration,
     /// Guest console kept per pod, bytes.
     pub console_log_bytes: u64,
-    /// VMMs are jailed.
+    /// VMMs are jailed. Always: only tests whose VMM is a script that writes files say otherwise.
     pub jail: bool,
     /// Filter of the agents' logs, as in `RUST_LOG`.
     pub agent_log: Option<String>,
@@ -158,6 +164,23 @@ pub struct PoolConfig {
     pub max: usize,
 }
 
+/// What is made of pods' network namespaces.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NetworkConfig {
+    /// What rules of netfilter's there mean.
+    pub foreign_rules: ForeignRules,
+}
+
+/// What is done about netfilter's rules in a pod's network namespace, which a guest's packets don't pass.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum ForeignRules {
+    /// The pod is refused.
+    Refuse,
+    /// The pod runs without them.
+    Ignore,
+}
+
 /// How root file systems become disks.
 #[derive(Debug, Clone)]
 pub struct RootfsConfig {
@@ -175,11 +198,38 @@ pub struct RootfsConfig {
 pub struct VolumeConfig {
     /// Size of an emptyDir's disk, bytes, unless its pod asks for another.
     pub empty_dir_bytes: u64,
+    /// How long a volume's server may take to answer one look at a path.
+    pub timeout: Duration,
+}
+
+/// Most vCPUs of a pod without a limit, unless the configuration says so: each costs a boot time and memory.
+const DEFAULT_VCPUS: u32 = 4;
+/// Most memory of such a pod, MiB, and the part of the node's that it is at most. What a guest doesn't touch costs its
+/// host nothing but the guest's notes on it, a 64th, which copies of a template share.
+const DEFAULT_MEMORY_MIB: u64 = 2048;
+const DEFAULT_MEMORY_PART: u64 = 4;
+/// The least that it is, MiB, and of what it is a multiple.
+const LEAST_DEFAULT_MEMORY_MIB: u64 = 256;
+const DEFAULT_MEMORY_STEP_MIB: u64 = 64;
+
+/// Memory of a pod without a limit on a node that has `node_mib`.
+fn default_memory_mib(node_mib: u64) -> u64 {
+    let part = node_mib / DEFAULT_MEMORY_PART / DEFAULT_MEMORY_STEP_MIB * DEFAULT_MEMORY_STEP_MIB;
+    part.clamp(LEAST_DEFAULT_MEMORY_MIB, DEFAULT_MEMORY_MIB)
+}
+
+/// Memory of this node, MiB.
+fn node_memory_mib() -> u64 {
+    let info = rustix::system::sysinfo();
+    let bytes = info.totalram.saturating_mul(u64::from(info.mem_unit));
+    (bytes >> 20).max(LEAST_DEFAULT_MEMORY_MIB)
 }
 
 impl Default for Config {
     fn default() -> Self {
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+        let node_vcpus = u32::try_from(cpus).unwrap_or(u32::MAX);
+        let node_memory_mib = node_memory_mib();
         Self {
             run_dir: "/run/sandboxer".into(),
             state_dir: "/var/lib/sandboxer".into(),
@@ -190,13 +240,14 @@ impl Default for Config {
                 accelerator: Accelerator::Auto,
                 kernel: "/usr/lib/sandboxer/vmlinux".into(),
                 initramfs: "/usr/lib/sandboxer/initramfs.cpio".into(),
-                default_vcpus: 1,
-                default_memory_mib: 256,
-                max_vcpus: 64,
-                max_memory_mib: 1 << 20,
+                default_vcpus: node_vcpus.min(DEFAULT_VCPUS),
+                default_memory_mib: default_memory_mib(node_memory_mib),
+                max_vcpus: node_vcpus,
+                max_memory_mib: node_memory_mib,
                 boot_timeout: Duration::from_secs(30),
                 call_timeout: Duration::from_secs(10),
                 agent_timeout: Duration::from_secs(10),
+                stop_timeout: Duration::from_secs(60),
                 console_log_bytes: 1 << 20,
                 jail: true,
                 agent_log: None,
@@ -209,12 +260,31 @@ impl Default for Config {
                 cache_bytes: 10 << 30,
                 writable_bytes: 0,
             },
-            volumes: VolumeConfig { empty_dir_bytes: 10 << 30 },
+            volumes: VolumeConfig { empty_dir_bytes: 10 << 30, timeout: Duration::from_secs(10) },
+            network: NetworkConfig { foreign_rules: ForeignRules::Refuse },
             containerd_ttrpc: None,
             concurrent_starts: 2 * cpus,
             concurrent_containers: 2 * cpus,
             drain_timeout: Duration::from_secs(10),
             metrics_listen: None,
+            helper_program: None,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pod_without_a_limit_gets_a_part_of_its_node() {
+        for (node_mib, mib) in
+            [(0, 256), (512, 256), (2000, 448), (4096, 1024), (8192, 2048), (1 << 20, 2048)]
+        {
+            assert_eq!(default_memory_mib(node_mib), mib, "{node_mib}");
+        }
+        let vm = Config::default().vm;
+        assert!((1..=4).contains(&vm.default_vcpus) && vm.default_vcpus <= vm.max_vcpus, "{vm:?}");
+        assert!(vm.default_memory_mib <= vm.max_memory_mib, "{vm:?}");
     }
 }

@@ -3,7 +3,7 @@
 use std::{
     fs, io,
     os::unix::fs::{FileTypeExt, MetadataExt},
-    path::{Path, PathBuf},
+    path::{Component, Path, PathBuf},
 };
 
 use nix::libc::{major, minor};
@@ -114,9 +114,13 @@ fn allows_writing(rule: &LinuxDeviceCgroup, (major, minor): (i64, i64)) -> bool 
     rule.allow() && applies && rule.access().as_deref().is_none_or(|access| access.contains('w'))
 }
 
-/// Whether a device has the path that it has on the host: nobody asked for it by name.
+/// Whether a device has the path that it has on the host: nobody asked for it by name. Below /dev alone: anywhere else
+/// a container's path may be on this host a volume's that hangs.
 fn is_the_hosts_own(device: &LinuxDevice) -> bool {
-    fs::metadata(device.path()).is_ok_and(|meta| number_of(&meta) == (device.major(), device.minor()))
+    let plain = device.path().components().all(|part| part != Component::ParentDir);
+    plain
+        && device.path().starts_with("/dev")
+        && fs::metadata(device.path()).is_ok_and(|meta| number_of(&meta) == (device.major(), device.minor()))
 }
 
 fn number_of(meta: &fs::Metadata) -> (i64, i64) {

@@ -3,7 +3,7 @@
 mod copy;
 mod devices;
 pub mod io;
-mod message;
+pub(crate) mod message;
 mod mounts;
 pub mod spec;
 pub mod spool;
@@ -179,6 +179,8 @@ pub struct Container {
     pub leases: Vec<Lease>,
     /// The host's file for its termination message.
     pub message: Option<PathBuf>,
+    /// CPUs of the host that it may use, a list; none: all.
+    pub cpus: Option<String>,
     /// Its init.
     pub init: Process,
     /// Its further processes.
@@ -213,6 +215,7 @@ impl Container {
             bundle: self.bundle.clone(),
             disks: self.disks.clone(),
             message: self.message.clone(),
+            cpus: self.cpus.clone(),
             init: self.init.record(),
             execs: self.execs.iter().map(|(id, exec)| (id.clone(), exec.record())).collect(),
         }

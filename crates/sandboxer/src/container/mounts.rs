@@ -1,9 +1,8 @@
 //! A container's mounts as its guest can make them.
 
 use std::{
-    io::Read,
+    collections::HashMap,
     net::IpAddr,
-    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
 };
 
@@ -15,14 +14,12 @@ use super::spec::{invalid, unsupported};
 use crate::{
     error::PodError,
     host::{
+        helper::Helpers,
         share::Share,
-        volume::{self, Kind, Needed, Volume},
+        volume::{Bound, Kind, Needed, Volume, VolumeError},
     },
     pod::spec::PodSpec,
 };
-
-/// Largest host file that is copied into a container, bytes.
-const MAX_FILE: u64 = 1 << 20;
 
 /// File systems that a guest makes by itself.
 const GUEST_FILE_SYSTEMS: [&str; 7] = ["proc", "sysfs", "tmpfs", "devpts", "mqueue", "cgroup", "cgroup2"];
@@ -45,17 +42,52 @@ pub struct Mounts {
     pub message: Option<PathBuf>,
 }
 
-/// Sorts the mounts of `container`; what can't be had is refused by name.
-pub fn convert(pod: &PodSpec, container: &ContainerId, mounts: Vec<Mount>) -> Result<Mounts, PodError> {
+/// What bind mounts show, by where they are in a container's list of mounts, with the content of files.
+pub type Looked = HashMap<usize, (Bound, Vec<u8>)>;
+
+/// Has helpers look at what a container's bind mounts show.
+pub async fn look(helpers: &Helpers, pod: &PodSpec, mounts: &[Mount]) -> Result<Looked, PodError> {
+    let mut looked = Looked::new();
+    for (at, mount) in mounts.iter().enumerate().filter(|(_, mount)| is_looked_at(mount)) {
+        looked.insert(at, helpers.look(&pod.id, mount).await.map_err(VolumeError::from)?);
+    }
+    Ok(looked)
+}
+
+/// Looks at what bind mounts show in this thread, where nothing can hang.
+#[cfg(any(test, fuzzing))]
+pub fn looked_at(mounts: &[Mount]) -> Result<Looked, PodError> {
+    let binds = mounts.iter().enumerate().filter(|(_, mount)| is_looked_at(mount));
+    Ok(binds.map(|(at, mount)| Ok((at, Bound::look(mount)?))).collect::<Result<_, VolumeError>>()?)
+}
+
+/// Whether a mount's source is somebody's path.
+fn is_looked_at(mount: &Mount) -> bool {
+    let fstype = mount.typ().as_deref().unwrap_or("");
+    is_bind(mount) && !is_the_pods_shared_memory(mount) && !GUEST_FILE_SYSTEMS.contains(&fstype)
+}
+
+/// Sorts the mounts of `container`, of which the bind mounts were `looked` at; what can't be had is refused by name.
+pub fn convert(
+    pod: &PodSpec,
+    container: &ContainerId,
+    mounts: Vec<Mount>,
+    mut looked: Looked,
+) -> Result<Mounts, PodError> {
     let mut all = Mounts { files: files(pod), ..Default::default() };
-    for mount in mounts {
+    for (at, mount) in mounts.into_iter().enumerate() {
         let fstype = mount.typ().as_deref().unwrap_or("");
+        let mapped = |ids: &Option<Vec<_>>| ids.as_ref().is_some_and(|ids| !ids.is_empty());
+        if mapped(mount.uid_mappings()) || mapped(mount.gid_mappings()) {
+            let what = format!("volume {} with mapped ids", mount.destination().display());
+            return Err(unsupported(container, &what, "a guest has the host's ids"));
+        }
         if is_the_pods_shared_memory(&mount) {
             // Below, in the guest.
         } else if GUEST_FILE_SYSTEMS.contains(&fstype) {
             all.kept.push(mount);
-        } else if is_bind(&mount) {
-            all.bind(pod, container, volume::classify(&mount)?)?;
+        } else if let Some((bound, content)) = looked.remove(&at) {
+            all.bind(pod, container, bound, content)?;
         } else {
             let what = format!("volume {} (of type {fstype:?})", mount.destination().display());
             return Err(unsupported(container, &what, "it is none that a guest can mount by itself"));
@@ -69,14 +101,33 @@ pub fn convert(pod: &PodSpec, container: &ContainerId, mounts: Vec<Mount>) -> Re
 }
 
 impl Mounts {
-    fn bind(&mut self, pod: &PodSpec, container: &ContainerId, volume: Volume) -> Result<(), PodError> {
-        match &volume.kind {
-            Kind::File => self.copy(copy_in(pod, container, &volume)?),
-            Kind::ProjectedPart if volume.source.is_file() => self.copy(copy_in(pod, container, &volume)?),
-            Kind::TerminationMessage => {
-                self.copy(File { is_message: true, ..copy_in(pod, container, &volume)? });
+    fn bind(
+        &mut self,
+        pod: &PodSpec,
+        container: &ContainerId,
+        Bound { volume, file, inode }: Bound,
+        content: Vec<u8>,
+    ) -> Result<(), PodError> {
+        if let Some(meta) = file {
+            let is_message = volume.kind == Kind::TerminationMessage;
+            self.copy(File {
+                path: volume.at.to_string_lossy().into_owned(),
+                content,
+                mode: meta.mode,
+                uid: meta.uid,
+                gid: meta.gid,
+                read_only: volume.read_only,
+                is_message,
+                ..Default::default()
+            });
+            if is_message {
                 self.message = Some(volume.source);
             }
+            return Ok(());
+        }
+        match &volume.kind {
+            // These are copied.
+            Kind::File | Kind::TerminationMessage => {}
             Kind::Projected | Kind::ProjectedPart | Kind::EmptyDir(_) => {
                 if let Some((needed, at)) = volume.needed() {
                     self.kept.push(bind(container, &volume.at, at, volume.options)?);
@@ -94,7 +145,7 @@ impl Mounts {
                         Access::ReadOnly
                     }
                 };
-                let share = Share::of(&source, access, follows_host_mounts).map_err(|error| {
+                let share = Share::of(&source, inode, access, follows_host_mounts).map_err(|error| {
                     PodError::Host { pod: pod.id.clone(), action: "look at", path: source, source: error }
                 })?;
                 self.kept.push(bind(container, &at, share.guest_path(), options)?);
@@ -165,44 +216,9 @@ fn hosts(pod: &PodSpec) -> String {
     text
 }
 
-fn copy_in(pod: &PodSpec, container: &ContainerId, volume: &Volume) -> Result<File, PodError> {
-    let Volume { at, source, read_only, .. } = volume;
-    let path = at.to_string_lossy().into_owned();
-    let read = || {
-        let file = std::fs::File::open(source)?;
-        let meta = file.metadata()?;
-        let mut content = Vec::new();
-        // The file may grow: the bound holds all the same, and one byte more tells.
-        file.take(MAX_FILE + 1).read_to_end(&mut content)?;
-        Ok((meta, content))
-    };
-    let (meta, content) = read().map_err(|error| PodError::Host {
-        pod: pod.id.clone(),
-        action: "read",
-        path: source.clone(),
-        source: error,
-    })?;
-    if content.len() as u64 > MAX_FILE {
-        let length = meta.len();
-        return Err(invalid(
-            container,
-            format!("{source:?} for {path} has {length} bytes, at most {MAX_FILE} are taken"),
-        ));
-    }
-    Ok(File {
-        path,
-        content,
-        mode: meta.mode() & 0o7777,
-        uid: meta.uid(),
-        gid: meta.gid(),
-        read_only: *read_only,
-        ..Default::default()
-    })
-}
-
 #[cfg(test)]
 mod tests {
-    use std::fs;
+    use std::{fs, os::unix::fs::MetadataExt};
 
     use super::*;
     use crate::pod::journal::tests::record;
@@ -213,14 +229,25 @@ mod tests {
     }
 
     fn converted(mounts: Vec<Mount>) -> Result<Mounts, PodError> {
-        convert(&record("p").spec, &"c".parse().unwrap(), mounts)
+        let looked = looked_at(&mounts)?;
+        convert(&record("p").spec, &"c".parse().unwrap(), mounts, looked)
+    }
+
+    #[test]
+    fn a_mount_with_mapped_ids_is_refused_by_name() {
+        let mut mapped = mount("/data", Path::new("/srv"), &["rbind"]);
+        mapped.set_uid_mappings(Some(vec![oci_spec::runtime::LinuxIdMapping::default()]));
+        let error = converted(vec![mapped]).unwrap_err().to_string();
+        assert!(error.contains("volume /data with mapped ids"), "{error}");
     }
 
     #[test]
     fn a_host_directory_is_shared_and_mounted_from_where_the_guest_has_it() {
         let dir = tempfile::tempdir().unwrap();
         let all = converted(vec![mount("/data", dir.path(), &["rbind", "ro", "rslave"])]).unwrap();
-        assert_eq!(all.shares, [Share::of(dir.path(), Access::ReadOnly, true).unwrap()]);
+        let found = fs::metadata(dir.path()).unwrap();
+        let inode = (found.dev(), found.ino());
+        assert_eq!(all.shares, [Share::of(dir.path(), inode, Access::ReadOnly, true).unwrap()]);
         let kept = all.kept.iter().find(|mount| mount.destination() == Path::new("/data")).unwrap();
         assert_eq!(kept.source().clone(), Some(all.shares[0].guest_path()));
         assert_eq!(kept.options().clone().unwrap(), ["rbind"], "the host holds it to that");

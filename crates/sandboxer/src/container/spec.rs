@@ -18,11 +18,11 @@ use sandboxer_protocol::{
 
 use super::{
     NewContainer, devices,
-    mounts::{self, Mounts},
+    mounts::{self, Looked, Mounts},
 };
 use crate::{
     error::PodError,
-    host::{share::Share, volume::Needed},
+    host::{cpus::Cpus, helper::Helpers, share::Share, volume::Needed},
     pod::{quantity, spec::PodSpec},
 };
 
@@ -49,12 +49,15 @@ pub struct GuestSpec {
     pub shares: Vec<Share>,
     /// The host's file for its termination message.
     pub message: Option<PathBuf>,
+    /// CPUs of the host that it may use, a list; none: all. The VMM is held to them, not the guest.
+    pub cpus: Option<String>,
     /// Most bytes it may write to its root file system, if somebody asked.
     pub rootfs_bytes: Option<u64>,
 }
 
-/// Reads the config.json in the bundle of `new` and makes it fit for the guest of `pod`.
-pub fn read(pod: &PodSpec, new: &NewContainer) -> Result<GuestSpec, PodError> {
+/// Reads the config.json in the bundle of `new`, has `helpers` look at what it names of the host, and makes it fit for
+/// the guest of `pod`.
+pub async fn read(pod: &PodSpec, new: &NewContainer, helpers: &Helpers) -> Result<GuestSpec, PodError> {
     let (container, path) = (&new.id, new.bundle.join("config.json"));
     let text = read_bounded(&path, MAX_SPEC).map_err(|error| match error {
         ReadError::TooLarge(length) => invalid(
@@ -68,14 +71,22 @@ pub fn read(pod: &PodSpec, new: &NewContainer) -> Result<GuestSpec, PodError> {
             PodError::Host { pod: pod.id.clone(), action: "read container spec", path: path.clone(), source }
         }
     })?;
-    parse(pod, new, &text)
+    let spec = parse_json(new, &text)?;
+    let looked = mounts::look(helpers, pod, spec.mounts().as_deref().unwrap_or_default()).await?;
+    convert(pod, new, spec, looked)
 }
 
 /// Reads a container's spec and makes it fit for the guest of `pod`.
+#[cfg(fuzzing)]
 pub(crate) fn parse(pod: &PodSpec, new: &NewContainer, text: &[u8]) -> Result<GuestSpec, PodError> {
-    let spec: Spec = serde_json::from_slice(text)
-        .map_err(|error| invalid(&new.id, format!("its config.json can't be understood: {error}")))?;
-    convert(pod, new, spec)
+    let spec = parse_json(new, text)?;
+    let looked = mounts::looked_at(spec.mounts().as_deref().unwrap_or_default())?;
+    convert(pod, new, spec, looked)
+}
+
+fn parse_json(new: &NewContainer, text: &[u8]) -> Result<Spec, PodError> {
+    serde_json::from_slice(text)
+        .map_err(|error| invalid(&new.id, format!("its config.json can't be understood: {error}")))
 }
 
 /// Parses an exec's OCI process object and makes it fit for a guest.
@@ -93,19 +104,20 @@ pub fn exec(container: &ContainerId, json: &[u8]) -> Result<Vec<u8>, PodError> {
     serialise(container, &process)
 }
 
-fn convert(pod: &PodSpec, new: &NewContainer, mut spec: Spec) -> Result<GuestSpec, PodError> {
+fn convert(pod: &PodSpec, new: &NewContainer, mut spec: Spec, looked: Looked) -> Result<GuestSpec, PodError> {
     let container = &new.id;
     if spec.hooks().as_ref().is_some_and(|hooks| *hooks != Default::default()) {
         return Err(unsupported(container, "OCI hooks", "they are programs of the host"));
     }
     let Mounts { kept, files, mut needed, shares, message } =
-        mounts::convert(pod, container, spec.mounts().clone().unwrap_or_default())?;
+        mounts::convert(pod, container, spec.mounts().clone().unwrap_or_default(), looked)?;
     spec.set_mounts(Some(kept));
     if let Some(process) = spec.process_mut() {
         drop_host_labels(process);
     }
-    let (mut devices, mut processes) = (Vec::new(), None);
+    let (mut devices, mut processes, mut cpus) = (Vec::new(), None, None);
     if let Some(linux) = spec.linux_mut() {
+        cpus = cpus_of(container, linux)?;
         processes = seen_processes(pod, new, linux)?;
         let (disks, seen) = devices::convert(container, linux)?;
         needed.extend(disks);
@@ -120,7 +132,19 @@ fn convert(pod: &PodSpec, new: &NewContainer, mut spec: Spec) -> Result<GuestSpe
     // The hostname is the guest's own; the other two say nothing to a guest.
     spec.set_hostname(None).set_domainname(None).set_annotations(None);
     let json = serialise(container, &spec)?;
-    Ok(GuestSpec { json, files, processes, devices, needed, shares, message, rootfs_bytes })
+    Ok(GuestSpec { json, files, processes, devices, needed, shares, message, cpus, rootfs_bytes })
+}
+
+/// The host's CPUs that the container is given.
+fn cpus_of(container: &ContainerId, linux: &Linux) -> Result<Option<String>, PodError> {
+    let cpu = linux.resources().as_ref().and_then(|resources| resources.cpu().as_ref());
+    let Some(list) = cpu.and_then(|cpu| cpu.cpus().as_ref()).filter(|list| !list.is_empty()) else {
+        return Ok(None);
+    };
+    match Cpus::parse(list) {
+        Some(cpus) => Ok(Some(cpus.to_string())),
+        None => Err(invalid(container, format!("{list:?} is no list of CPUs"))),
+    }
 }
 
 /// Whose processes the container is to see. containerd names a process namespace by a process of the host,
@@ -250,7 +274,10 @@ mod tests {
         edit(&mut json);
         let bundle = tempfile::tempdir().unwrap();
         fs::write(bundle.path().join("config.json"), json.to_string()).unwrap();
-        let guest = read(&record("web").spec, &new(bundle.path(), &[]))?;
+        // Nothing of the host is named that a helper would look at.
+        let helpers = Helpers::new(None, std::time::Duration::ZERO);
+        let (pod, new) = (record("web").spec, new(bundle.path(), &[]));
+        let guest = futures::executor::block_on(read(&pod, &new, &helpers))?;
         Ok((serde_json::from_slice(&guest.json).unwrap(), guest.files))
     }
 

@@ -11,18 +11,22 @@ use sandboxer_protocol::{
     stage::Stage,
 };
 use serde::{Deserialize, Serialize};
+use tokio::sync::SemaphorePermit;
 
 use super::{
     Exit, KILLED, NewContainer, StdioPaths,
     io::{Io, RunningIo, Subject},
-    message, spec,
+    spec::{self, GuestSpec},
 };
 use crate::{
     clock::{now_ns, plausible},
-    error::PodError,
+    error::{PodError, chain},
     front::{Front, Kept},
     guest::Agent,
-    host::rootfs::{Lease, RootfsPlan, RootfsStore, Writable},
+    host::{
+        helper::Helpers,
+        rootfs::{Lease, RootfsPlan, RootfsStore, Writable},
+    },
     pod::{spec::PodSpec, stages::Stages, undo::Undo, volumes::Volumes},
     vmm::{DiskSpec, Machine},
 };
@@ -49,6 +53,8 @@ pub struct Created {
     pub leases: Vec<Lease>,
     /// The host's file for its termination message.
     pub message: Option<PathBuf>,
+    /// CPUs of the host that it may use, a list; none: all.
+    pub cpus: Option<String>,
     /// The intent that the front keeps, until the container is on record.
     pub intent: Kept,
 }
@@ -76,17 +82,21 @@ pub struct Means<'a> {
     pub volumes: &'a Volumes,
     /// Takes the times.
     pub stages: &'a Stages,
+    /// Its place among the containers whose disks are being made.
+    pub place: Option<SemaphorePermit<'a>>,
 }
 
-/// Makes a container up to the point where its init waits. A failure leaves nothing behind.
+/// Makes a container with the spec `guest_spec`, see [`spec::read`], up to the point where its init waits. A failure
+/// leaves nothing behind.
 pub async fn create(
     pod: &PodSpec,
     live: &Live,
     means: Means<'_>,
     new: &NewContainer,
+    guest_spec: GuestSpec,
 ) -> Result<Created, PodError> {
     let mut undo = Undo::default();
-    let created = try_create(pod, live, means, new, &mut undo).await;
+    let created = try_create(pod, live, means, new, guest_spec, &mut undo).await;
     if created.is_ok() {
         undo.forget();
     } else if let Err(left) = undo.run().await {
@@ -98,18 +108,23 @@ pub async fn create(
 async fn try_create(
     pod: &PodSpec,
     live: &Live,
-    Means { front, rootfs, volumes, stages }: Means<'_>,
+    Means { front, rootfs, volumes, stages, place }: Means<'_>,
     new: &NewContainer,
+    guest_spec: GuestSpec,
     undo: &mut Undo,
 ) -> Result<Created, PodError> {
-    let guest_spec = spec::read(pod, new)?;
     let subject = Subject { container: new.id.clone(), exec: None };
     let io = Io::open(front, &pod.id, &subject, &new.stdio)?;
     if let Some(kept) = io.kept() {
         undo.push("let go of its streams", async move { released(kept) });
     }
 
-    let prepared = stages.run(Stage::Rootfs, async { rootfs.prepare(&pod.id, &new.id, &new.mounts).await });
+    let prepared = stages.run(Stage::Rootfs, async {
+        let prepared = rootfs.prepare(&pod.id, &new.id, &new.mounts).await;
+        // What follows goes at this guest's pace, which no other pod may have to wait for.
+        drop(place);
+        prepared
+    });
     let shared = async {
         match guest_spec.shares.as_slice() {
             [] => Ok(()),
@@ -164,7 +179,15 @@ async fn try_create(
                 .await
         })
         .await?;
-    Ok(Created { pid, io, disks, leases: plan.leases, message: guest_spec.message, intent })
+    Ok(Created {
+        pid,
+        io,
+        disks,
+        leases: plan.leases,
+        message: guest_spec.message,
+        cpus: guest_spec.cpus,
+        intent,
+    })
 }
 
 fn released(kept: Kept) -> Result<(), std::convert::Infallible> {
@@ -232,14 +255,16 @@ pub async fn follow(
     since: u64,
     mut io: RunningIo,
     message: Option<PathBuf>,
+    helpers: &Helpers,
 ) -> Exit {
     match live.agent.wait_process(&subject.container, subject.exec.as_ref()).await {
         Ok(exit) => {
             io.drained().await;
-            if let Some(path) = message
-                && let Err(error) = message::write(&path, &exit.message)
-            {
-                tracing::warn!(container = %subject.container, ?path, %error, "its message is lost");
+            if let Some(path) = message {
+                let pod = live.machine.record().pod;
+                if let Err(error) = helpers.write_message(&pod, &path, exit.message).await {
+                    tracing::warn!(container = %subject.container, ?path, error = chain(&error), "its message is lost");
+                }
             }
             let reason = if exit.oom_killed { OUT_OF_MEMORY } else { "" };
             Exit { code: exit.code, at_ns: plausible(exit.at_ns, since), reason: reason.to_owned() }

@@ -153,9 +153,9 @@ mod tests {
             let told = Told { name: name.into(), version: version.into(), ..sound() };
             assert_eq!(containerd(&reading(Ok(told))).verdict, verdict, "{name} {version}");
         }
-        let silent = containerd(&reading(Err("no answer within 1.2s".into())));
+        let silent = containerd(&reading(Err("no answer within 5s".into())));
         assert_eq!(silent.verdict, Verdict::Failure);
-        assert_eq!(silent.seen, "unix:///c.sock: no answer within 1.2s");
+        assert_eq!(silent.seen, "unix:///c.sock: no answer within 5s");
     }
 
     #[test]

@@ -1,28 +1,26 @@
 //! What containerd tells of itself when it is asked over its socket.
 
-use std::{path::Path, time::Duration};
+use std::path::Path;
 
 use k8s_cri::v1::{StatusRequest, VersionRequest, runtime_service_client::RuntimeServiceClient};
 use sandboxer_protocol::{
     controller::{ControllerStatusRequest, controller_client::ControllerClient},
-    id::SandboxId,
     introspection::{PluginsRequest, introspection_client::IntrospectionClient},
 };
 use serde_json::Value;
 use tokio::net::UnixStream;
 use tonic::transport::{Channel, Endpoint};
 
-use crate::error::{PodError, chain};
+use super::PATIENCE;
+use crate::{
+    api::sandbox::{ANSWERED_BY, CHECKED_POD},
+    error::chain,
+};
 
-/// Longest wait for an account, and for what is asked after it. containerd itself gives up reaching a daemon
-/// after a second.
-const LIMIT: Duration = Duration::from_millis(1200);
 /// Largest answer that is read, bytes.
 const MOST: usize = 4 << 20;
 /// containerd's name for plugins that make sandboxes.
 const CONTROLLER: &str = "io.containerd.sandbox.controller.v1";
-/// A pod that nobody has.
-const NOBODY: &str = "sandboxer-check";
 
 /// The runtime handler by which pods ask for us.
 pub const HANDLER: &str = "sandboxer";
@@ -85,18 +83,18 @@ impl Told {
 
 /// Asks whoever listens at `endpoint`, a `unix://` address or a path.
 pub async fn read(endpoint: &str) -> Reading {
-    let told = tokio::time::timeout(LIMIT, ask(socket(endpoint))).await;
+    let told = tokio::time::timeout(PATIENCE, ask(socket(endpoint))).await;
     Reading { endpoint: endpoint.to_owned(), told: told.unwrap_or_else(|_| Err(silent())) }
 }
 
 /// Follows the way of a question about a pod of [`HANDLER`]; none where nobody answered, or has that handler.
 pub async fn route(reading: &Reading) -> Option<Route> {
     let sandboxer = reading.told()?.handler()?.get("sandboxer")?.as_str()?;
-    // Connects with the first question, within its limit.
+    // Connects with the first question, within its own time.
     let channel = grpc(socket(&reading.endpoint)).ok()?.connect_lazy();
     let (controller, routed) = tokio::join!(
-        tokio::time::timeout(LIMIT, controller(channel.clone(), sandboxer)),
-        tokio::time::timeout(LIMIT, routed(channel, sandboxer)),
+        tokio::time::timeout(PATIENCE, controller(channel.clone(), sandboxer)),
+        tokio::time::timeout(PATIENCE, routed(channel, sandboxer)),
     );
     Some(Route {
         controller: controller.unwrap_or_else(|_| Err(silent())),
@@ -109,12 +107,12 @@ fn socket(endpoint: &str) -> &Path {
 }
 
 fn silent() -> String {
-    format!("no answer within {LIMIT:?}")
+    format!("no answer within {PATIENCE:?}: it is slow, or hangs")
 }
 
 /// The process that listens at a socket; none if nobody does within the limit.
 pub async fn listener(socket: &Path) -> Option<u32> {
-    let stream = tokio::time::timeout(LIMIT, UnixStream::connect(socket)).await.ok()?.ok()?;
+    let stream = tokio::time::timeout(PATIENCE, UnixStream::connect(socket)).await.ok()?.ok()?;
     u32::try_from(stream.peer_cred().ok()?.pid()?).ok().filter(|pid| *pid > 0)
 }
 
@@ -156,14 +154,52 @@ async fn controller(channel: Channel, name: &str) -> Result<Option<Controller>, 
     }))
 }
 
-/// Has containerd ask its controller about a pod that nobody has: only a daemon of ours says so in our words.
+/// Has containerd ask its controller about a pod that nobody has: only a daemon of ours says who it is.
 async fn routed(channel: Channel, sandboxer: &str) -> Result<(), String> {
-    let nobody: SandboxId = NOBODY.parse().map_err(|error| format!("{error}"))?;
-    let request =
-        ControllerStatusRequest { sandbox_id: NOBODY.into(), sandboxer: sandboxer.into(), verbose: false };
+    let request = ControllerStatusRequest {
+        sandbox_id: CHECKED_POD.into(),
+        sandboxer: sandboxer.into(),
+        verbose: true,
+    };
     match ControllerClient::new(channel).status(request).await {
-        Err(status) if status.message().contains(&PodError::NoPod(nobody).to_string()) => Ok(()),
+        Ok(answer) if answer.get_ref().info.contains_key(ANSWERED_BY) => Ok(()),
+        Ok(_) => Err(format!("somebody else has a pod {CHECKED_POD}")),
         Err(status) => Err(status.message().to_owned()),
-        Ok(_) => Err(format!("somebody has a pod {NOBODY}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use sandboxer_protocol::controller::controller_server::ControllerServer;
+    use tokio::net::UnixListener;
+    use tokio_stream::wrappers::UnixListenerStream;
+    use tokio_util::sync::CancellationToken;
+    use tonic::{service::Routes, transport::Server};
+
+    use super::*;
+    use crate::{api::sandbox::SandboxService, config::Config, daemon, front::Front, vmm::fake::FakeVmm};
+
+    /// What is found at a socket where `services` are served.
+    async fn found(dir: &Path, services: Routes) -> Result<(), String> {
+        let socket = dir.join("socket");
+        let incoming = UnixListenerStream::new(UnixListener::bind(&socket).unwrap());
+        let serving = tokio::spawn(Server::builder().add_routes(services).serve_with_incoming(incoming));
+        let found = routed(grpc(&socket).unwrap().connect_lazy(), "sandboxer").await;
+        serving.abort();
+        std::fs::remove_file(socket).unwrap();
+        found
+    }
+
+    #[tokio::test]
+    async fn the_daemon_is_known_by_what_it_tells_of_itself() {
+        let dir = tempfile::tempdir().unwrap();
+        let (run_dir, state_dir) = (dir.path().join("run"), dir.path().join("state"));
+        let config = Config { run_dir, state_dir, ..Config::default() };
+        let node = daemon::node(config, Arc::new(FakeVmm::new(|_| ())), Front::none()).unwrap();
+        let ours = SandboxService::new(node, "nowhere".into(), CancellationToken::new()).unwrap();
+        assert_eq!(found(dir.path(), Routes::new(ControllerServer::new(ours))).await, Ok(()));
+        found(dir.path(), Routes::default()).await.unwrap_err();
     }
 }

@@ -120,8 +120,8 @@ pub fn mkfs(reading: &Mkfs) -> Check {
         Answer::Missing => MKFS.failure(format!("there is no {program:?}"), install()),
         Answer::Broken(how) => MKFS.failure(format!("{program:?} {how}"), install()),
         Answer::Silent => MKFS.warning(
-            format!("{program:?} did not tell its version within {:?}", program::LIMIT),
-            Fix::words("see whether it is mkfs.erofs, and what keeps it"),
+            program::too_slow(program),
+            Fix::words("try again when the host is less busy; if it stays so, see whether it is mkfs.erofs"),
         ),
     }
 }

@@ -25,6 +25,8 @@ const INITRAMFS: Subject = Subject {
 pub enum Content {
     /// The file cannot be read.
     Unreadable(String),
+    /// It was not read to its end within [`PATIENCE`](super::PATIENCE).
+    Slow,
     /// No archive of the format "newc"; it may be a compressed one.
     NoArchive,
     /// Nothing in it can be run as `/init`.
@@ -49,7 +51,7 @@ pub struct Reading {
 impl Reading {
     /// Of a file that could not be read in time.
     pub fn silent(path: &Path) -> Self {
-        Self { path: path.to_owned(), size: 0, content: Content::Unreadable("it takes too long".into()) }
+        Self { path: path.to_owned(), size: 0, content: Content::Slow }
     }
 }
 
@@ -136,6 +138,7 @@ pub fn judge(reading: &Reading) -> Check {
         Content::NoArchive => {
             INITRAMFS.failure(format!("{path:?} is no cpio archive (newc, uncompressed)"), build())
         }
+        Content::Slow => INITRAMFS.warning(super::slow_file(path), super::ask_again()),
         Content::Unreadable(why) => INITRAMFS.failure(format!("cannot read {path:?}: {why}"), build()),
     }
 }

@@ -53,6 +53,8 @@ pub struct Reading {
     pub path: PathBuf,
     /// Why nothing else is known of it.
     pub unreadable: Option<String>,
+    /// It was not read to its end within [`PATIENCE`](super::PATIENCE).
+    pub slow: bool,
     /// Bytes.
     pub size: u64,
     /// An ELF file for x86-64.
@@ -77,7 +79,7 @@ pub struct Content {
 impl Reading {
     /// Of a file that could not be read in time.
     pub fn silent(path: &Path) -> Self {
-        Self { path: path.to_owned(), unreadable: Some("it takes too long".into()), ..Self::default() }
+        Self { path: path.to_owned(), slow: true, ..Self::default() }
     }
 }
 
@@ -169,6 +171,9 @@ pub fn judge(reading: &Reading) -> Check {
     let build = |what: &str| {
         Fix::words(format!("{what}, or set vm.kernel; `make guest-image` in the source tree builds one"))
     };
+    if reading.slow {
+        return KERNEL.warning(super::slow_file(path), super::ask_again());
+    }
     if let Some(why) = &reading.unreadable {
         return KERNEL
             .failure(format!("cannot read {path:?}: {why}"), build("install the guest kernel there"));
@@ -282,6 +287,13 @@ mod tests {
             let quick = judge(&read_headers(file.path()));
             assert!(quick.verdict == verdict || seen.contains("CONFIG_"), "{quick}");
         }
+    }
+
+    #[test]
+    fn a_kernel_on_a_slow_disk_is_slow_and_not_broken() {
+        let check = judge(&Reading::silent("/boot/vmlinux".as_ref()));
+        assert_eq!(check.verdict, Verdict::Warning);
+        assert!(check.seen.starts_with("\"/boot/vmlinux\" is slow to read"), "{check}");
     }
 
     #[test]

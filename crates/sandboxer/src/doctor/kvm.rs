@@ -1,9 +1,9 @@
 //! KVM, measured by running a guest on it.
 
-use std::{io, path::Path, time::Duration};
+use std::{io, path::Path};
 
 use super::{
-    blocking,
+    PATIENCE, blocking,
     verdict::{Check, Fix, Subject},
 };
 use crate::{
@@ -11,9 +11,6 @@ use crate::{
     error::chain,
     vmm::kvm::{self, KvmUnusable},
 };
-
-/// Longest wait for the measurement, which takes 0.15 s where KVM works at all.
-const LIMIT: Duration = Duration::from_secs(2);
 
 const KVM: Subject = Subject {
     name: "kvm",
@@ -31,10 +28,21 @@ pub enum Reading {
     Silent,
 }
 
+impl Reading {
+    /// Whether pods get KVM: it is fast, or asked for and right.
+    pub fn is_used(&self, configured: Accelerator) -> bool {
+        match self {
+            Reading::Usable(_) => configured != Accelerator::Tcg,
+            Reading::Unusable(KvmUnusable::Slow { .. }) => configured == Accelerator::Kvm,
+            Reading::Unusable(_) | Reading::Silent => false,
+        }
+    }
+}
+
 /// Runs the guest.
 pub async fn read(device: &Path) -> Reading {
     let device = device.to_owned();
-    match blocking(LIMIT, move || kvm::measure(&device)).await {
+    match blocking(PATIENCE, move || kvm::measure(&device)).await {
         Some(Ok(rate)) => Reading::Usable(rate),
         Some(Err(unusable)) => Reading::Unusable(unusable),
         None => Reading::Silent,
@@ -48,8 +56,12 @@ pub fn judge(vmm: VmmChoice, configured: Accelerator, reading: &Reading) -> Chec
             return KVM.ok(format!("runs {:.0} million guest instructions per second", rate / 1e6));
         }
         Reading::Unusable(unusable) => (chain(unusable), fix(unusable)),
-        Reading::Silent => (format!("its test did not end within {LIMIT:?}"), nested()),
+        Reading::Silent => (format!("its test did not end within {PATIENCE:?}"), nested()),
     };
+    let asked_for = vmm == VmmChoice::CloudHypervisor || configured == Accelerator::Kvm;
+    if let (true, Reading::Unusable(KvmUnusable::Slow { .. })) = (asked_for, reading) {
+        return KVM.warning(format!("{seen}; it is used because the configuration asks for it"), fix);
+    }
     let or_set = |fix: Fix, key: &str| Fix { what: format!("{}, or set {key} to \"auto\"", fix.what), ..fix };
     if vmm == VmmChoice::CloudHypervisor {
         return KVM.failure(format!("vm.vmm is \"cloud-hypervisor\"; {seen}"), or_set(fix, "vm.vmm"));
@@ -62,6 +74,12 @@ pub fn judge(vmm: VmmChoice, configured: Accelerator, reading: &Reading) -> Chec
 }
 
 fn fix(unusable: &KvmUnusable) -> Fix {
+    if let KvmUnusable::Closed { .. } = unusable {
+        return Fix::commands(
+            "let a group open it, as udev does where it runs",
+            ["groupadd --force --system kvm", "chgrp kvm /dev/kvm", "chmod 0660 /dev/kvm"],
+        );
+    }
     let KvmUnusable::Open { source, .. } = unusable else { return nested() };
     match source.kind() {
         io::ErrorKind::PermissionDenied => Fix::words("run this as root"),
@@ -84,12 +102,15 @@ mod tests {
     #[test]
     fn the_configuration_decides_how_bad_a_useless_kvm_is() {
         let slow = || Reading::Unusable(KvmUnusable::Slow { rate: 0.5e6 });
+        let faulty = || Reading::Unusable(KvmUnusable::Fault { rate: 0.5e6, exit: "InternalError".into() });
         for (configured, reading, verdict) in [
             (Accelerator::Auto, Reading::Usable(4e7), Verdict::Ok),
             (Accelerator::Kvm, Reading::Usable(4e7), Verdict::Ok),
             (Accelerator::Tcg, Reading::Usable(4e7), Verdict::Ok),
             (Accelerator::Auto, slow(), Verdict::Warning),
-            (Accelerator::Kvm, slow(), Verdict::Failure),
+            (Accelerator::Kvm, slow(), Verdict::Warning),
+            (Accelerator::Kvm, faulty(), Verdict::Failure),
+            (Accelerator::Auto, faulty(), Verdict::Warning),
             (Accelerator::Tcg, slow(), Verdict::NotApplicable),
             (Accelerator::Auto, Reading::Silent, Verdict::Warning),
             (Accelerator::Kvm, Reading::Silent, Verdict::Failure),
@@ -99,6 +120,11 @@ mod tests {
         }
         let slow = judge(VmmChoice::Auto, Accelerator::Auto, &slow());
         assert!(slow.seen.contains("0.5 million guest instructions"), "{slow}");
+        assert!(!slow.seen.contains("interprets"), "{slow}");
+        let named = Reading::Unusable(KvmUnusable::Slow { rate: 0.5e6 });
+        let named = judge(VmmChoice::CloudHypervisor, Accelerator::Auto, &named);
+        assert_eq!(named.verdict, Verdict::Warning);
+        assert!(named.seen.ends_with("it is used because the configuration asks for it"), "{named}");
         let silent = judge(VmmChoice::CloudHypervisor, Accelerator::Auto, &Reading::Silent);
         assert_eq!(silent.verdict, Verdict::Failure);
         assert!(silent.to_string().ends_with("or set vm.vmm to \"auto\""), "{silent}");
@@ -112,6 +138,10 @@ mod tests {
         };
         assert!(open(io::ErrorKind::NotFound).commands[0].contains("modprobe"));
         assert_eq!(open(io::ErrorKind::PermissionDenied).what, "run this as root");
+        let closed = KvmUnusable::Closed { path: "/dev/kvm".into(), mode: 0o600, group: 0 };
+        let closed = judge(VmmChoice::Auto, Accelerator::Kvm, &Reading::Unusable(closed));
+        assert_eq!(closed.verdict, Verdict::Failure);
+        assert!(closed.fix.unwrap().commands.contains(&"chgrp kvm /dev/kvm".to_owned()));
         let asked_for = judge(VmmChoice::Auto, Accelerator::Kvm, &Reading::Silent).fix.unwrap();
         assert!(asked_for.what.ends_with("or set vm.accelerator to \"auto\""), "{asked_for:?}");
     }

@@ -72,10 +72,11 @@ pub fn judge(reading: &Reading) -> Check {
             ["install -D -t /usr/bin containerd-shim-sandboxer-v1"],
         )
     };
-    let (program, answer) = match reading {
-        Reading { program: Some(program), answer: Some(answer), .. } => (program.display(), answer),
+    let (path, answer) = match reading {
+        Reading { program: Some(program), answer: Some(answer), .. } => (program, answer),
         Reading { looked, .. } => return LAUNCHER.failure(format!("no {NAME} in {looked}"), install()),
     };
+    let program = path.display();
     let ours = concat!(" ", env!("CARGO_PKG_VERSION"));
     match answer {
         Answer::Said(line) if line.starts_with(NAME) && line.ends_with(ours) => {
@@ -88,8 +89,8 @@ pub fn judge(reading: &Reading) -> Check {
         Answer::Missing => LAUNCHER.failure(format!("{program} cannot be run: no such file"), install()),
         Answer::Broken(how) => LAUNCHER.failure(format!("{program} {how}"), install()),
         Answer::Silent => LAUNCHER.warning(
-            format!("{program} did not tell its version within {:?}", program::LIMIT),
-            Fix::words("see what keeps it"),
+            program::too_slow(path),
+            Fix::words("try again when the host is less busy; if it stays so, see what keeps it"),
         ),
     }
 }

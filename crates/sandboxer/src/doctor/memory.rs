@@ -34,6 +34,9 @@ pub fn read(host: &Host) -> Reading {
     }
 }
 
+/// The smallest guest that anything runs in, MiB.
+const SMALL_GUEST_MIB: u64 = 256;
+
 /// Whether `pods` more pods of `memory_mib` find place, all of them using all of theirs.
 pub fn free(reading: &Reading, pods: u32, memory_mib: u64) -> Check {
     let Some(available) = field(&reading.meminfo, "MemAvailable").map(|kib| kib / 1024) else {
@@ -41,11 +44,13 @@ pub fn free(reading: &Reading, pods: u32, memory_mib: u64) -> Check {
     };
     let each = memory_mib.saturating_add(BESIDE_GUEST_MIB);
     let fit = available / each;
-    let seen =
-        format!("{available} MiB free, enough for {fit} pods of {memory_mib} + {BESIDE_GUEST_MIB} MiB");
+    let seen = format!(
+        "{available} MiB free, enough for {fit} pods of {memory_mib} + {BESIDE_GUEST_MIB} MiB if they use all of it"
+    );
     let fix = || Fix::words("give the machine more memory, pods less (vm.default_memory_mib), or run fewer");
     match fit {
-        0 => MEMORY.failure(seen, fix()),
+        // What a guest doesn't touch it doesn't take.
+        _ if available < SMALL_GUEST_MIB.min(memory_mib) + BESIDE_GUEST_MIB => MEMORY.failure(seen, fix()),
         fit if fit < u64::from(pods) => MEMORY.warning(format!("{seen}, not for {pods}"), fix()),
         _ => MEMORY.ok(seen),
     }
@@ -88,12 +93,16 @@ mod tests {
             (3559, 10, Verdict::Warning, "for 9 pods"),
             (3559, 9, Verdict::Ok, "for 9 pods"),
             (300, 1, Verdict::Failure, "for 0 pods"),
+            (356, 1, Verdict::Ok, "for 1 pods"),
         ] {
             let meminfo = format!("MemFree: 1 kB\nMemAvailable:  {} kB\n", available_mib * 1024);
             let check = free(&Reading { meminfo, ..Reading::default() }, pods, 256);
             assert_eq!(check.verdict, verdict, "{check}");
             assert!(check.seen.contains(fit), "{check}");
         }
+        let meminfo = format!("MemAvailable:  {} kB\n", 1000 * 1024);
+        let check = free(&Reading { meminfo, ..Reading::default() }, 1, 2048);
+        assert_eq!(check.verdict, Verdict::Warning, "it may use less: {check}");
         assert_eq!(free(&Reading::default(), 1, 256).verdict, Verdict::Warning);
     }
 

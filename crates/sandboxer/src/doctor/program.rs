@@ -1,14 +1,14 @@
 //! Programs, asked for their version.
 
-use std::{io, path::Path, process::Stdio, time::Duration};
+use std::{io, path::Path, process::Stdio};
 
 use tokio::{
     io::{AsyncRead, AsyncReadExt},
     process::Command,
 };
 
-/// Longest wait for an answer.
-pub(super) const LIMIT: Duration = Duration::from_millis(1200);
+use super::PATIENCE;
+
 /// Most bytes of an answer that are read.
 const MOST: u64 = 4096;
 /// Most characters of an answer that are shown.
@@ -23,13 +23,18 @@ pub enum Answer {
     Missing,
     /// It is there and doesn't work: how it was left, its last words.
     Broken(String),
-    /// Nothing within the limit.
+    /// Nothing within [`PATIENCE`].
     Silent,
 }
 
-/// Runs `program` with `argument`, at most until [`LIMIT`]. Nothing of it stays.
+/// Runs `program` with `argument`, at most for [`PATIENCE`]. Nothing of it stays.
 pub(super) async fn ask(program: &Path, argument: &str) -> Answer {
-    tokio::time::timeout(LIMIT, run(program, argument)).await.unwrap_or(Answer::Silent)
+    tokio::time::timeout(PATIENCE, run(program, argument)).await.unwrap_or(Answer::Silent)
+}
+
+/// That a program is there and has not answered, which may be the host's fault.
+pub(super) fn too_slow(program: &Path) -> String {
+    format!("{program:?} is slow: it did not tell its version within {PATIENCE:?}")
 }
 
 async fn run(program: &Path, argument: &str) -> Answer {

@@ -8,7 +8,7 @@ use super::{
     verdict::{Check, Fix, Subject},
 };
 use crate::{
-    config::{Accelerator, VmConfig, VmmChoice},
+    config::{VmConfig, VmmChoice},
     vmm::cloud_hypervisor::version::{self, Version},
 };
 
@@ -38,9 +38,7 @@ impl Reading {
             }
             Answer::Missing => Err(format!("there is no {:?}", self.program)),
             Answer::Broken(how) => Err(format!("{:?} {how}", self.program)),
-            Answer::Silent => {
-                Err(format!("{:?} did not tell its version within {:?}", self.program, program::LIMIT))
-            }
+            Answer::Silent => Err(program::too_slow(&self.program)),
         }
     }
 }
@@ -55,10 +53,7 @@ pub fn in_cloud_hypervisor(config: &VmConfig, kvm: &kvm::Reading, reading: &Read
     match config.vmm {
         VmmChoice::Qemu => false,
         VmmChoice::CloudHypervisor => true,
-        VmmChoice::Auto => {
-            let usable = config.accelerator != Accelerator::Tcg && matches!(kvm, kvm::Reading::Usable(_));
-            usable && reading.version().is_ok()
-        }
+        VmmChoice::Auto => kvm.is_used(config.accelerator) && reading.version().is_ok(),
     }
 }
 
@@ -90,8 +85,8 @@ fn judge_qemu(reading: &Reading) -> Check {
         Answer::Missing => QEMU.failure(format!("there is no {program:?}"), install()),
         Answer::Broken(how) => QEMU.failure(format!("{program:?} {how}"), install()),
         Answer::Silent => QEMU.warning(
-            format!("{program:?} did not tell its version within {:?}", program::LIMIT),
-            Fix::words("see whether it is QEMU, and what keeps it"),
+            program::too_slow(program),
+            Fix::words("try again when the host is less busy; if it stays so, see whether it is QEMU"),
         ),
     }
 }
@@ -125,6 +120,7 @@ pub fn cloud_hypervisor(configured: VmmChoice, reading: &Reading) -> Check {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::Accelerator;
     use crate::doctor::Verdict;
 
     fn reading(answer: Answer) -> Reading {
@@ -140,7 +136,7 @@ mod tests {
             (Answer::Said("hello".into()), Verdict::Failure, "\"vmm\" says \"hello\", which is no QEMU"),
             (Answer::Missing, Verdict::Failure, "there is no \"vmm\""),
             (Answer::Broken("ended with 3".into()), Verdict::Failure, "\"vmm\" ended with 3"),
-            (Answer::Silent, Verdict::Warning, "\"vmm\" did not tell its version within 1.2s"),
+            (Answer::Silent, Verdict::Warning, "\"vmm\" is slow: it did not tell its version within 5s"),
         ] {
             let check = qemu(&reading(answer), false);
             assert_eq!((check.verdict, check.seen.as_str()), (verdict, seen));
@@ -156,8 +152,8 @@ mod tests {
         let said = |line: &str| Answer::Said(line.into());
         let (na, ok) = (Verdict::NotApplicable, Verdict::Ok);
         for (answer, with_auto, asked_for) in [
-            (said("cloud-hypervisor v44.0"), ok, ok),
-            (said("cloud-hypervisor v43.0"), Verdict::Warning, Verdict::Failure),
+            (said("cloud-hypervisor v52.0"), ok, ok),
+            (said("cloud-hypervisor v51.0"), Verdict::Warning, Verdict::Failure),
             (said("hello"), Verdict::Warning, Verdict::Failure),
             (Answer::Missing, na, Verdict::Failure),
             (Answer::Broken("ended with 1".into()), Verdict::Warning, Verdict::Failure),
@@ -170,7 +166,7 @@ mod tests {
         }
         let missing = cloud_hypervisor(VmmChoice::CloudHypervisor, &reading(Answer::Missing));
         assert!(
-            missing.to_string().contains("v44 to v53, or set vm.cloud_hypervisor, or vm.vmm to"),
+            missing.to_string().contains("v52 to v53, or set vm.cloud_hypervisor, or vm.vmm to"),
             "{missing}"
         );
     }
@@ -180,12 +176,15 @@ mod tests {
         let auto = crate::config::Config::default().vm;
         let with = |vmm, accelerator| VmConfig { vmm, accelerator, ..auto.clone() };
         let known = reading(Answer::Said("cloud-hypervisor v53.0".into()));
-        let old = reading(Answer::Said("cloud-hypervisor v43.0".into()));
+        let old = reading(Answer::Said("cloud-hypervisor v51.0".into()));
         let (usable, silent) = (kvm::Reading::Usable(4e7), kvm::Reading::Silent);
+        let slow = kvm::Reading::Unusable(crate::vmm::kvm::KvmUnusable::Slow { rate: 1e6 });
         for (config, kvm, reading, there) in [
             (&auto, &usable, &known, true),
             (&auto, &usable, &old, false),
             (&auto, &silent, &known, false),
+            (&auto, &slow, &known, false),
+            (&with(VmmChoice::Auto, Accelerator::Kvm), &slow, &known, true),
             (&with(VmmChoice::Auto, Accelerator::Tcg), &usable, &known, false),
             (&with(VmmChoice::Qemu, Accelerator::Auto), &usable, &known, false),
             (&with(VmmChoice::CloudHypervisor, Accelerator::Auto), &silent, &old, true),

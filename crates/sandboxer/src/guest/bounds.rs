@@ -20,6 +20,7 @@ use std::{
 };
 
 use protobuf::CodedInputStream;
+use sandboxer_protocol::share;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     sync::watch,
@@ -41,8 +42,8 @@ fn most(method: &str) -> usize {
     match method {
         // What `container/io.rs` and `pod/forward.rs` ask for at once.
         "ReadOutput" | "ReadConnection" => (64 << 10) + AROUND,
-        // As many requests as the guest's kernel may have under way.
-        "ExchangeShares" => sandboxer_protocol::share::SLOTS * (sandboxer_protocol::share::MAX_MESSAGE + 64),
+        // What an agent hands over at once.
+        "ExchangeShares" => share::MAX_BATCH + share::SLOTS * share::AROUND_MESSAGE + AROUND,
         // Some thousand processes, and the messages of a hundred that have ended. An entry of two bytes becomes
         // one of eighty here.
         "ListContainers" => 512 << 10,

@@ -1,6 +1,9 @@
 //! Calls to an agent: typed, timed, and each error naming the pod and the call.
 
-use std::time::Duration;
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use sandboxer_protocol::{
     agent::{self as wire, AgentClient},
@@ -10,11 +13,19 @@ use sandboxer_protocol::{
 use tokio::sync::watch;
 use ttrpc::context::{Context, with_duration};
 
-use super::bounds::{Violation, plain};
-use crate::{error::Code, failpoint::pass, pod::Signal};
+use super::{
+    bounds::{Violation, plain},
+    outbox::Room,
+    timing::Reading,
+};
+use crate::{clock::now_ns, error::Code, failpoint::pass, pod::Signal};
 
 /// Making a container or an exec may take a slow guest a while: so many times the plain limit.
 const LONG_CALL: u32 = 6;
+
+/// How often at most a guest's clock is read for one comparison, and how soon an answer must come to be good enough.
+const CLOCK_READINGS: usize = 4;
+const QUICK_READING: Duration = Duration::from_millis(2);
 
 /// Why an agent gave no answer, or a bad one.
 #[derive(Debug, thiserror::Error)]
@@ -86,13 +97,24 @@ impl GuestError {
     }
 }
 
-/// A session with one guest's agent. Cheap to clone; all clones share the session.
+/// A session with one guest's agent, and those that follow it. Cheap to clone; all clones share them.
 #[derive(Clone)]
 pub struct Agent {
     pod: SandboxId,
-    client: AgentClient,
-    violation: watch::Receiver<Option<Violation>>,
+    session: Arc<watch::Sender<Session>>,
     timeout: Duration,
+}
+
+/// What was greeted once.
+#[derive(Clone)]
+struct Session {
+    /// How many there were before it.
+    number: u64,
+    client: AgentClient,
+    room: Room,
+    violation: watch::Receiver<Option<Violation>>,
+    /// Somebody makes another one should it end.
+    followed: bool,
 }
 
 impl std::fmt::Debug for Agent {
@@ -104,28 +126,92 @@ impl std::fmt::Debug for Agent {
 /// One call, its error naming it.
 macro_rules! call {
     ($self:ident, $rpc:ident, $deadline:expr, $request:expr) => {{
-        pass(format_args!("before the agent is asked to {}", stringify!($rpc)));
-        let answer = $self.client.$rpc($deadline, &$request).await;
-        pass(format_args!("the agent has answered {}", stringify!($rpc)));
-        answer.map_err(|error| $self.error(stringify!($rpc), error))
+        let session = $self.session.borrow().clone();
+        call!($self, session, $rpc, $deadline, $request).map_err(|error| $self.error(stringify!($rpc), error))
     }};
+    ($self:ident, $session:ident, $rpc:ident, $deadline:expr, $request:expr) => {{
+        pass(format_args!("before the agent is asked to {}", stringify!($rpc)));
+        let deadline = $deadline;
+        let answer = match $session.room(&deadline).await {
+            Ok(()) => $session.client.$rpc(deadline, &$request).await,
+            Err(error) => Err(error),
+        };
+        pass(format_args!("the agent has answered {}", stringify!($rpc)));
+        answer
+    }};
+}
+
+/// One call that may be made twice: in the next session, if the one that it is made in ends. Waits `limit` for that.
+macro_rules! call_again {
+    ($self:ident, $rpc:ident, $deadline:expr, $limit:expr, $request:expr) => {{
+        loop {
+            let session = $self.session.borrow().clone();
+            match call!($self, session, $rpc, $deadline, $request) {
+                Err(error) if is_end(&error) && $self.next_session(session.number, $limit).await => {}
+                answer => break answer.map_err(|error| $self.error(stringify!($rpc), error)),
+            }
+        }
+    }};
+}
+
+/// Whether a call failed because its session is over.
+fn is_end(error: &ttrpc::Error) -> bool {
+    use ttrpc::Error::{Eof, LocalClosed, RemoteClosed, Socket};
+    matches!(error, Eof | LocalClosed | RemoteClosed | Socket(_))
 }
 
 impl Agent {
     pub(super) fn new(
         pod: SandboxId,
         client: AgentClient,
+        room: Room,
         violation: watch::Receiver<Option<Violation>>,
         timeout: Duration,
     ) -> Self {
-        Self { pod, client, violation, timeout }
+        let session = Session { number: 0, client, room, violation, followed: false };
+        Self { pod, session: Arc::new(watch::Sender::new(session)), timeout }
+    }
+
+    /// Has calls that may be made twice wait for the next session, should this one end: the caller makes it.
+    pub fn follow(&self) {
+        self.session.send_modify(|session| session.followed = true);
+    }
+
+    /// Makes no other session any more: whoever waits for one is told.
+    pub fn give_up(&self) {
+        self.session.send_modify(|session| session.followed = false);
+    }
+
+    /// Goes on with the session of `next`, which was greeted anew.
+    pub fn resume(&self, next: &Self) {
+        let next = next.session.borrow().clone();
+        self.session.send_modify(|session| {
+            *session = Session { number: session.number + 1, followed: session.followed, ..next };
+        });
+    }
+
+    /// Waits until there is a session after the one with that number; false if nobody makes one, or not within `limit`.
+    async fn next_session(&self, number: u64, limit: Duration) -> bool {
+        let mut session = self.session.subscribe();
+        let next = session.wait_for(|session| session.number > number || !session.followed);
+        match tokio::time::timeout(limit, next).await {
+            Ok(Ok(session)) => session.number > number,
+            Ok(Err(_)) | Err(_) => false,
+        }
     }
 
     /// Waits for the session's end, and tells what the guest did if it was that. A session that ends otherwise does
     /// so with its machine, or with this daemon, whose successor greets the agent anew.
     pub async fn violated(&self) -> Option<GuestError> {
-        let mut violation = self.violation.clone();
+        let mut violation = self.session.borrow().violation.clone();
         let source = violation.wait_for(Option::is_some).await.ok()?.clone()?;
+        Some(GuestError::Violated { pod: self.pod.clone(), source })
+    }
+
+    /// Returns what the guest did, if it has broken the session.
+    pub fn violation(&self) -> Option<GuestError> {
+        let session = self.session.borrow();
+        let source = session.violation.borrow().clone()?;
         Some(GuestError::Violated { pod: self.pod.clone(), source })
     }
 
@@ -153,6 +239,34 @@ impl Agent {
     pub async fn update_pod(&self, limits: wire::PodLimits) -> Result<(), GuestError> {
         let request = wire::UpdatePodRequest { limits: Some(limits).into(), ..Default::default() };
         call!(self, update_pod, self.short(), request).map(drop)
+    }
+
+    /// Sets the guest's clock by the host's, if it is off by more than can be doubted. Returns whether that is to be done
+    /// again later: a guest that has a clock of its VMM's does it by itself.
+    pub async fn sync_clock(&self) -> Result<bool, GuestError> {
+        let mut best: Option<Reading> = None;
+        for _ in 0..CLOCK_READINGS {
+            let (asked_ns, asked) = (now_ns(), Instant::now());
+            let said = match call!(self, sync_clock, self.short(), wire::SyncClockRequest::new()) {
+                // An agent of an earlier version.
+                Err(GuestError::Refused { .. }) => return Ok(false),
+                said => said?,
+            };
+            if said.kept {
+                return Ok(false);
+            }
+            let reading = Reading::of(asked_ns, asked.elapsed(), &said);
+            if best.is_none_or(|best| reading.took < best.took) {
+                best = Some(reading);
+            }
+            if reading.took < QUICK_READING {
+                break;
+            }
+        }
+        match best.and_then(|reading| reading.correction()) {
+            Some(correction) => call!(self, sync_clock, self.short(), correction).map(|_| true),
+            None => Ok(true),
+        }
     }
 
     /// Makes a volume, or gives it other files.
@@ -214,7 +328,7 @@ impl Agent {
             exec_id: text(exec),
             ..Default::default()
         };
-        call!(self, wait_process, Context::default(), request)
+        call_again!(self, wait_process, Context::default(), Duration::MAX, request)
             .map(|answer| answer.exit.into_option().unwrap_or_default())
     }
 
@@ -233,7 +347,11 @@ impl Agent {
             request: signal.request.clone(),
             ..Default::default()
         };
-        call!(self, signal_process, self.short(), request).map(drop)
+        // With a name it is delivered once, however often it is asked for. To be killed twice is no more than once.
+        match !signal.request.is_empty() || signal.number == Signal::KILL {
+            true => call_again!(self, signal_process, self.short(), self.timeout, request).map(drop),
+            false => call!(self, signal_process, self.short(), request).map(drop),
+        }
     }
 
     /// Forgets an exec.
@@ -269,12 +387,12 @@ impl Agent {
         &self,
         request: wire::ReadOutputRequest,
     ) -> Result<wire::ReadOutputResponse, GuestError> {
-        call!(self, read_output, Context::default(), request)
+        call_again!(self, read_output, Context::default(), Duration::MAX, request)
     }
 
     /// Input for a process; waits while it takes none. Answers up to where input is taken.
     pub async fn write_input(&self, request: wire::WriteInputRequest) -> Result<u64, GuestError> {
-        call!(self, write_input, Context::default(), request).map(|answer| answer.taken)
+        call_again!(self, write_input, Context::default(), Duration::MAX, request).map(|answer| answer.taken)
     }
 
     /// Changes a container's limits. `resources` is an OCI `linux.resources` object.
@@ -315,7 +433,7 @@ impl Agent {
     /// Readings of a container, or of the whole guest.
     pub async fn stats(&self, container: Option<&ContainerId>) -> Result<wire::StatsResponse, GuestError> {
         let request = wire::StatsRequest { container_id: text(container), ..Default::default() };
-        call!(self, stats, self.short(), request)
+        call_again!(self, stats, self.short(), self.timeout, request)
     }
 
     /// Connects to a port of the guest's loopback. Connections of another `owner` end.
@@ -362,7 +480,8 @@ impl Agent {
 
     /// Asks the guest to power itself off. No answer is a fine answer: look at the machine.
     pub async fn power_off(&self) {
-        let _ = self.client.power_off(self.short(), &wire::PowerOffRequest::new()).await;
+        let client = self.session.borrow().client.clone();
+        let _ = client.power_off(self.short(), &wire::PowerOffRequest::new()).await;
     }
 
     fn short(&self) -> Context {
@@ -390,6 +509,19 @@ impl Agent {
             }
             source => GuestError::Failed { pod, call, source },
         }
+    }
+}
+
+impl Session {
+    /// Waits until the guest has taken most of what it was asked before, for as long as the call may take.
+    async fn room(&self, deadline: &Context) -> Result<(), ttrpc::Error> {
+        let limit = match u64::try_from(deadline.timeout_nano) {
+            Ok(nanos) if nanos > 0 => Duration::from_nanos(nanos),
+            // None: it waits for as long as it takes.
+            _ => Duration::MAX,
+        };
+        let room = tokio::time::timeout(limit, self.room.wait()).await;
+        room.map_err(|_| ttrpc::Error::Others("the guest takes no calls".to_owned()))
     }
 }
 

@@ -1,15 +1,19 @@
 //! From a machine to an agent that answers.
 
+use std::time::Duration;
+
 use sandboxer_protocol::{
     agent::{AgentClient, Ready},
     id::SandboxId,
     link::{self, LinkError, LinkKey},
 };
+use tokio::io::{AsyncRead, AsyncWrite};
 use ttrpc::asynchronous::{Client, transport::Socket};
 
 use super::{
     Agent, GuestError,
     bounds::{Bounded, plain},
+    outbox::Outbox,
 };
 use crate::{config::VmConfig, error::PodError, vmm::Machine};
 
@@ -30,8 +34,19 @@ pub async fn connect(
         GuestError::Greeting { pod: pod.clone(), source }
     })?;
     ready.kernel_release = plain(&ready.kernel_release);
+    Ok((speak_over(pod, stream, config.agent_timeout), ready))
+}
+
+/// A session over `stream`, on which both have greeted.
+pub(crate) fn speak_over(
+    pod: &SandboxId,
+    stream: impl AsyncRead + AsyncWrite + Send + Sync + Unpin + 'static,
+    timeout: Duration,
+) -> Agent {
+    let stream = Outbox::new(stream);
+    let room = stream.room();
     let stream = Bounded::new(stream);
     let violation = stream.violation();
     let client = AgentClient::new(Client::new(Socket::new(stream)));
-    Ok((Agent::new(pod.clone(), client, violation, config.agent_timeout), ready))
+    Agent::new(pod.clone(), client, room, violation, timeout)
 }

@@ -3,8 +3,12 @@
 pub mod bounds;
 mod client;
 mod connect;
+mod outbox;
 mod pace;
+mod timing;
 
 pub use client::{Agent, GuestError};
 pub use connect::connect;
+#[cfg(test)]
+pub(crate) use connect::speak_over;
 pub use pace::Pace;

@@ -16,6 +16,9 @@ use sandboxer_protocol::id::SandboxId;
 /// CPUs, which is the manager's business.
 const V1_CONTROLLERS: [&str; 6] = ["cpu", "cpuacct", "memory", "pids", "blkio", "freezer"];
 
+/// In the path of each group that kubelet makes for a pod some of whose containers may lack a limit.
+const BURSTABLE: &str = "burstable";
+
 /// How often, and how many times, a group is tried to be removed: the kernel lets a group go a moment after its
 /// last process.
 const RETRY: Duration = Duration::from_millis(10);
@@ -25,12 +28,33 @@ const TRIES: u32 = 100;
 #[derive(Debug, Default, Clone)]
 pub struct Hierarchies {
     roots: Vec<PathBuf>,
+    /// Where CPUs are given.
+    cpuset: Option<Cpuset>,
+}
+
+/// A hierarchy that gives CPUs, or a group in it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Cpuset {
+    /// Of version 1: a hierarchy of its own, which a process enters once its group has CPUs and memory nodes.
+    Own(PathBuf),
+    /// Of version 2: the one that all is counted in.
+    Unified(PathBuf),
+}
+
+/// Of what a pod may use as much as it likes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Unlimited {
+    /// CPU time.
+    pub cpu: bool,
+    /// Memory.
+    pub memory: bool,
 }
 
 /// A pod's control group. It may not exist yet, or any more.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PodCgroup {
     dirs: Vec<PathBuf>,
+    cpuset: Option<Cpuset>,
 }
 
 impl Hierarchies {
@@ -38,7 +62,16 @@ impl Hierarchies {
     pub fn detect() -> io::Result<Self> {
         let mounts = Process::myself().and_then(|myself| myself.mountinfo()).map_err(io::Error::other)?;
         let mut roots: Vec<PathBuf> = Vec::new();
+        let mut cpuset = None;
         for mount in mounts {
+            if mount.fs_type == "cgroup" && mount.super_options.contains_key("cpuset") {
+                cpuset = Some(Cpuset::Own(mount.mount_point.clone()));
+            } else if mount.fs_type == "cgroup2"
+                && fs::read_to_string(mount.mount_point.join("cgroup.controllers"))
+                    .is_ok_and(|controllers| controllers.split_whitespace().any(|name| name == "cpuset"))
+            {
+                cpuset = Some(Cpuset::Unified(mount.mount_point.clone()));
+            }
             let counts = match mount.fs_type.as_str() {
                 "cgroup" => V1_CONTROLLERS.iter().any(|name| mount.super_options.contains_key(*name)),
                 // In a hybrid set-up it is there, and controls nothing.
@@ -50,14 +83,40 @@ impl Hierarchies {
                 roots.push(mount.mount_point);
             }
         }
-        Ok(Self { roots })
+        Ok(Self { roots, cpuset })
+    }
+
+    /// Of what the containers of a pod may use as much as they like, as its `parent` says, which the manager made.
+    ///
+    /// To CRI kubelet tells the sum of the limits of those containers that have one, and nothing of the others. But only
+    /// a pod whose containers all have one gets a limit of its own. Other managers' groups mean nothing of the kind.
+    pub fn unlimited(&self, parent: &str) -> Unlimited {
+        let Some(parent) = relative(parent).filter(|path| path.to_string_lossy().contains(BURSTABLE)) else {
+            return Unlimited::default();
+        };
+        let says = |file: &str, unlimited: fn(&str) -> bool| {
+            self.roots.iter().any(|root| {
+                fs::read_to_string(root.join(&parent).join(file)).is_ok_and(|text| unlimited(text.trim()))
+            })
+        };
+        // Version 1 rounds what stands for no limit down to a whole page.
+        let vast = |text: &str| text.parse().is_ok_and(|bytes: u64| bytes >= 1 << 62);
+        Unlimited {
+            cpu: says("cpu.max", |text| text.starts_with("max"))
+                || says("cpu.cfs_quota_us", |text| text == "-1"),
+            memory: says("memory.max", |text| text == "max") || says("memory.limit_in_bytes", vast),
+        }
     }
 
     /// The group of `pod` below `parent`; none when no parent was named.
     pub fn of(&self, parent: &str, pod: &SandboxId) -> Option<PodCgroup> {
         let parent = relative(parent)?;
-        let dirs = self.roots.iter().map(|root| root.join(&parent).join(format!("sandboxer-{pod}")));
-        Some(PodCgroup { dirs: dirs.collect() })
+        let of = |root: &PathBuf| root.join(&parent).join(format!("sandboxer-{pod}"));
+        let cpuset = self.cpuset.as_ref().map(|cpuset| match cpuset {
+            Cpuset::Own(root) => Cpuset::Own(of(root)),
+            Cpuset::Unified(root) => Cpuset::Unified(of(root)),
+        });
+        Some(PodCgroup { dirs: self.roots.iter().map(of).collect(), cpuset })
     }
 }
 
@@ -96,6 +155,34 @@ impl PodCgroup {
         })
     }
 
+    /// Lets process `pid`, with all its threads, run on these CPUs of the host alone; none: on all of the parent's. Blocks
+    /// as [`PodCgroup::enter`] does.
+    pub fn confine(&self, pid: u32, cpus: Option<&str>) -> Result<(), (PathBuf, io::Error)> {
+        const CPUS: &str = "cpuset.cpus";
+        const NODES: &str = "cpuset.mems";
+        let write = |path: PathBuf, text: &str| fs::write(&path, text).map_err(|error| (path, error));
+        match &self.cpuset {
+            None => {
+                let error = io::Error::new(io::ErrorKind::Unsupported, "no cpuset controller is mounted");
+                Err((PathBuf::from("/sys/fs/cgroup"), error))
+            }
+            Some(Cpuset::Unified(dir)) => {
+                let file = dir.join(CPUS);
+                if let Some(parent) = dir.parent().filter(|_| !file.exists()) {
+                    write(parent.join("cgroup.subtree_control"), "+cpuset")?;
+                }
+                write(file, cpus.unwrap_or_default())
+            }
+            Some(Cpuset::Own(dir)) => {
+                fs::create_dir_all(dir).map_err(|error| (dir.clone(), error))?;
+                inherited(dir, NODES)?;
+                let all = inherited(dir.parent().unwrap_or(dir), CPUS)?;
+                write(dir.join(CPUS), cpus.unwrap_or(&all))?;
+                write(dir.join("cgroup.procs"), &pid.to_string())
+            }
+        }
+    }
+
     /// Whether process `pid` is in it.
     pub fn holds(&self, pid: u32) -> bool {
         let pid = pid.to_string();
@@ -107,7 +194,11 @@ impl PodCgroup {
 
     /// Removes it, once its last process has ended.
     pub async fn remove(&self) -> Result<(), (PathBuf, io::Error)> {
-        for dir in &self.dirs {
+        let own = match &self.cpuset {
+            Some(Cpuset::Own(dir)) => Some(dir),
+            _ => None,
+        };
+        for dir in self.dirs.iter().chain(own) {
             let mut tries = TRIES;
             loop {
                 match fs::remove_dir(dir) {
@@ -124,12 +215,31 @@ impl PodCgroup {
     }
 }
 
+/// What the group at `dir` has in the file `name` of v1's `cpuset`. A group that was just made has nothing there, and takes
+/// no process: it is given what the one above has.
+fn inherited(dir: &Path, name: &str) -> Result<String, (PathBuf, io::Error)> {
+    let path = dir.join(name);
+    // A file that holds nothing, as a group in a test's directory is made with, is one that is not there.
+    let own = match fs::read_to_string(&path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound || dir.parent().is_none() => {
+            return Err((path, error));
+        }
+        own => own.unwrap_or_default(),
+    };
+    if !own.trim().is_empty() {
+        return Ok(own.trim().to_owned());
+    }
+    let above = inherited(dir.parent().unwrap_or(dir), name)?;
+    fs::write(&path, &above).map_err(|error| (path, error))?;
+    Ok(above)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     fn hierarchies(dir: &Path) -> Hierarchies {
-        Hierarchies { roots: vec![dir.join("cpu"), dir.join("memory")] }
+        Hierarchies { roots: vec![dir.join("cpu"), dir.join("memory")], cpuset: None }
     }
 
     #[test]
@@ -144,6 +254,68 @@ mod tests {
         ] {
             assert_eq!(relative(parent), path.map(PathBuf::from), "{parent:?}");
         }
+    }
+
+    #[test]
+    fn a_burstable_pod_without_a_limit_of_its_own_has_containers_without() {
+        let root = tempfile::tempdir().unwrap();
+        let groups = hierarchies(root.path());
+        let write = |parent: &str, file: &str, text: &str| {
+            let (hierarchy, _) = file.split_once('.').unwrap();
+            let dir = root.path().join(hierarchy).join(parent);
+            fs::create_dir_all(&dir).unwrap();
+            fs::write(dir.join(file), text).unwrap();
+        };
+        let (none, all) = (Unlimited::default(), Unlimited { cpu: true, memory: true });
+        assert_eq!(groups.unlimited("kubepods/burstable/pod1"), none, "it is not there");
+        write("kubepods/burstable/pod1", "memory.max", "max\n");
+        write("kubepods/burstable/pod1", "cpu.max", "max 100000\n");
+        assert_eq!(groups.unlimited("kubepods/burstable/pod1"), all);
+        write("kubepods/burstable/pod1", "memory.max", "67108864\n");
+        assert_eq!(groups.unlimited("kubepods/burstable/pod1"), Unlimited { cpu: true, memory: false });
+        write("kubepods/burstable/pod2", "memory.limit_in_bytes", "9223372036854771712\n");
+        write("kubepods/burstable/pod2", "cpu.cfs_quota_us", "-1\n");
+        assert_eq!(groups.unlimited("/kubepods/burstable/pod2"), all);
+        write("kubepods/burstable/pod2", "memory.limit_in_bytes", "67108864\n");
+        write("kubepods/burstable/pod2", "cpu.cfs_quota_us", "50000\n");
+        assert_eq!(groups.unlimited("kubepods/burstable/pod2"), none);
+        write("kubepods/pod3", "memory.max", "max\n");
+        write("elsewhere", "memory.max", "max\n");
+        assert_eq!((groups.unlimited("kubepods/pod3"), groups.unlimited("elsewhere")), (none, none));
+    }
+
+    #[tokio::test]
+    async fn a_vmm_is_confined_in_either_version() {
+        let root = tempfile::tempdir().unwrap();
+        let read = |path: &str| fs::read_to_string(root.path().join(path)).unwrap();
+        let pod = "p".parse().unwrap();
+
+        // Version 1: a group takes a process once it has CPUs and nodes, its parent's where nothing else is said.
+        let groups =
+            Hierarchies { cpuset: Some(Cpuset::Own(root.path().join("v1"))), ..Hierarchies::default() };
+        fs::create_dir_all(root.path().join("v1/pods")).unwrap();
+        fs::write(root.path().join("v1/pods/cpuset.cpus"), "0-7\n").unwrap();
+        fs::write(root.path().join("v1/pods/cpuset.mems"), "0\n").unwrap();
+        let group = groups.of("/pods", &pod).unwrap();
+        group.confine(42, Some("2-3")).unwrap();
+        let seen =
+            ["cpuset.cpus", "cpuset.mems", "cgroup.procs"].map(|f| read(&format!("v1/pods/sandboxer-p/{f}")));
+        assert_eq!(seen, ["2-3", "0", "42"]);
+        group.confine(42, None).unwrap();
+        assert_eq!(read("v1/pods/sandboxer-p/cpuset.cpus"), "0-7");
+
+        // Version 2: the parent gives the controller on.
+        let unified = root.path().join("v2");
+        let groups = Hierarchies { roots: vec![unified.clone()], cpuset: Some(Cpuset::Unified(unified)) };
+        let group = groups.of("/pods", &pod).unwrap();
+        group.make().unwrap();
+        group.confine(42, Some("2-3")).unwrap();
+        assert_eq!(read("v2/pods/cgroup.subtree_control"), "+cpuset");
+        assert_eq!(read("v2/pods/sandboxer-p/cpuset.cpus"), "2-3");
+
+        let none = Hierarchies::default().of("/pods", &pod).unwrap();
+        let (_, error) = none.confine(42, Some("0")).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::Unsupported);
     }
 
     #[tokio::test]

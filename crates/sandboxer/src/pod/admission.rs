@@ -1,13 +1,15 @@
 //! How much is started at once; what comes later waits in the order in which it came.
 //!
 //! Two gates, for two kinds of work that compete for processors in their own ways: machines that boot
-//! or are restored, and containers that are made in machines that run. A pod that takes a machine from
-//! the pool passes neither.
+//! or are restored, and disks that are made of containers' images. A pod that takes a machine from
+//! the pool does not pass the first.
 //!
-//! Disks and handshakes have no gate of their own because each happens within one of these: disks are made and
-//! plugged in under the container's place, and a machine's place is kept until its agent has answered. Network
-//! namespaces need none: containerd has made them before the pod comes here, and the few calls that join taps to them
-//! take turns at the kernel's own lock (by the code; not measured).
+//! No place is kept while a guest is asked for something once a container has run in it: a guest answers as slowly as it
+//! likes, and what it makes of a container takes its own processors. So a container's place is given back when its disks
+//! are made, before they are plugged in. A machine's place is kept until its agent has answered: up to then all that
+//! runs in it is ours, and `vm.boot_timeout` bounds it. Network namespaces need no gate: containerd has made them
+//! before the pod comes here, and the few calls that join taps to them take turns at the kernel's own lock (by the code;
+//! not measured).
 
 use tokio::sync::{Semaphore, SemaphorePermit, watch};
 
@@ -16,7 +18,7 @@ use tokio::sync::{Semaphore, SemaphorePermit, watch};
 pub enum Work {
     /// A machine boots or is restored.
     Machine,
-    /// A container is made.
+    /// The disks of a container are made.
     Container,
 }
 

@@ -4,10 +4,11 @@
 //! whatever takes time runs beside it and comes back as [`Done`]. So status and stop are answered
 //! while a start is under way, and nothing needs a lock.
 
+mod placement;
 mod requests;
 mod results;
 
-use std::{collections::HashMap, future::Future, net::TcpListener, sync::Arc};
+use std::{collections::HashMap, convert::Infallible, future::Future, net::TcpListener, sync::Arc};
 
 use futures::FutureExt;
 use sandboxer_protocol::{
@@ -16,7 +17,7 @@ use sandboxer_protocol::{
 };
 use serde::Serialize;
 use tokio::{
-    sync::{mpsc, watch},
+    sync::{mpsc, oneshot, watch},
     task::JoinSet,
 };
 use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
@@ -25,6 +26,9 @@ use super::{
     ContainerView, Node, PodHandle, PodView, ProcessView, QUEUED_REQUESTS, Reply, Request, forward,
     host_ports,
     journal::{JournalError, PodJournal, PodRecord, RECORD_VERSION},
+    readings::Readings,
+    recover::{Reached, Resolved, Unreached, settle},
+    session,
     spec::PodSpec,
     stages::Stages,
     start::{self, Counting, Up},
@@ -43,8 +47,8 @@ use crate::{
     events::Kind,
     front,
     guest::GuestError,
-    host::{share::Shares, volume::Needed},
-    vmm::{MachineExit, VmmError},
+    host::{cpus::Cpus, share::Shares},
+    vmm::{MachineExit, MachineRecord, VmmError},
 };
 
 /// What the front calls an exec's FIFOs, and a stdin that was closed.
@@ -57,29 +61,54 @@ pub fn spawn(
     spec: PodSpec,
     link_key: LinkKey,
     status: PodStatus,
-    found: Found,
+    mut found: Found,
 ) -> PodHandle {
+    let (reached, unreached) = (found.reached.take(), found.unreached.take());
+    let (mut driver, requests, handle) = driver(node, spec, link_key, status, found);
+    tokio::spawn(async move {
+        if let Some(reached) = reached {
+            driver.take_up(reached);
+        }
+        if let Some(unreached) = unreached {
+            driver.wait_for_answer(unreached);
+        }
+        driver.run(requests).await;
+    });
+    handle
+}
+
+/// What a pod's task runs, what it takes requests from, and what others hold of it.
+fn driver(
+    node: Arc<Node>,
+    spec: PodSpec,
+    link_key: LinkKey,
+    status: PodStatus,
+    found: Found,
+) -> (Driver, mpsc::Receiver<Request>, PodHandle) {
     let (requests, receiver) = mpsc::channel(QUEUED_REQUESTS);
     let status = watch::Sender::new(status);
     let (store, disk_bytes) = (node.volumes.clone(), spec.room.empty_dir_bytes);
     let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id);
-    let none = || Shares::new(spec.id.clone(), node.run_dir(&spec.id), spec.memory_mib, cgroup);
+    let helpers = node.volumes.helpers.clone();
+    let none = || Shares::new(spec.id.clone(), node.run_dir(&spec.id), spec.memory_mib, cgroup, helpers);
     let shares = found.shares.unwrap_or_else(none);
-    let volumes = match found.volumes {
-        Some((recorded, made)) => Volumes::found(store, shares, disk_bytes, recorded, made),
-        None => Volumes::new(store, shares, disk_bytes),
-    };
+    let volumes = Volumes::new(store, shares, disk_bytes);
     let handle = PodHandle { id: spec.id.clone(), requests, status: status.subscribe() };
-    let mut driver = Driver {
+    let driver = Driver {
         journal: node.journal.pod(&spec.id),
+        readings: Arc::new(Readings::new(spec.id.clone(), node.old_readings.clone())),
         stages: Stages::new(spec.id.clone(), node.stage_times.clone()),
         node,
         spec,
         link_key,
         status,
         live: None,
+        unreached: None,
+        ending: false,
         lost: None,
         counted: watch::channel(true).1,
+        placed: None,
+        placing: None,
         forwarding: None,
         host_ports: Vec::new(),
         containers: found.containers,
@@ -92,28 +121,20 @@ pub fn spawn(
         work: JoinSet::new(),
         records: 0,
     };
-    tokio::spawn(async move {
-        if let Some(live) = found.live {
-            driver.take_up(live, found.host_ports);
-        }
-        driver.run(receiver).await;
-    });
-    handle
+    (driver, receiver, handle)
 }
 
 /// What an earlier daemon left of a pod; nothing, for a new one.
 #[derive(Debug, Default)]
 pub struct Found {
-    /// Its machine and agent, if they are alive.
-    pub live: Option<Live>,
+    /// Its machine and agent, if they answer.
+    pub reached: Option<Reached>,
+    /// Its VMM, if that runs and they don't.
+    pub unreached: Option<Arc<Unreached>>,
     /// Its containers.
     pub containers: HashMap<ContainerId, Container>,
-    /// Its volumes as recorded, and those that its guest has.
-    pub volumes: Option<(Vec<Needed>, Vec<String>)>,
     /// Its live shares.
     pub shares: Option<Shares>,
-    /// Where connections come in that are for ports of the host.
-    pub host_ports: Vec<TcpListener>,
 }
 
 /// Work that has ended, and what it came to.
@@ -122,6 +143,7 @@ enum Done {
     Nothing,
     PodStarted(Result<Up, PodError>),
     PodStopped(Result<(), VmmError>),
+    Resolved(Resolved),
     MachineEnded(MachineExit),
     GuestLost(PodError),
     ContainerCreated {
@@ -169,8 +191,16 @@ struct Driver {
     stages: Stages,
     /// Some while the pod is ready.
     live: Option<Live>,
+    /// Some while an earlier daemon's pod is unknown, and until its VMM has ended.
+    unreached: Option<Arc<Unreached>>,
+    /// The machine is being ended.
+    ending: bool,
     /// What the guest did, or did not do, for which its machine is being ended.
     lost: Option<PodError>,
+    /// The CPUs that its VMM was last confined to; none: all.
+    placed: Option<Cpus>,
+    /// Ends when that is done.
+    placing: Option<oneshot::Receiver<Infallible>>,
     /// Whether its VMM is counted in the pod's control group; ends without that if it can't be.
     counted: watch::Receiver<bool>,
     /// Forwards ports while the pod is ready.
@@ -179,6 +209,8 @@ struct Driver {
     host_ports: Vec<TcpListener>,
     containers: HashMap<ContainerId, Container>,
     volumes: Arc<Volumes>,
+    /// What its guest has told of itself.
+    readings: Arc<Readings>,
     /// Containers whose making is under way.
     being_made: HashMap<ContainerId, Stages>,
     /// Ends a start under way, and that of a container that waits for its turn.
@@ -222,14 +254,29 @@ impl Driver {
         self.status.borrow().state
     }
 
-    fn become_state(&self, next: PodState) {
-        let now = self.state();
-        debug_assert!(now.may_become(next), "{now} may not become {next}");
+    /// Whether the pod may be in that state next.
+    fn may_become(&self, to: PodState) -> Result<(), PodError> {
+        let from = self.state();
+        if from.may_become(to) {
+            return Ok(());
+        }
+        let error = PodError::Transition { pod: self.spec.id.clone(), from, to };
+        tracing::error!(pod = %self.spec.id, %from, %to, "illegal change of a pod's state refused");
+        Err(error)
+    }
+
+    fn become_state(&self, next: PodState) -> Result<(), PodError> {
+        self.may_become(next)?;
         self.status.send_modify(|status| status.state = next);
+        Ok(())
     }
 
     fn wrong_state(&self, action: &'static str, state: PodState) -> PodError {
         let status = self.status.borrow();
+        if state == PodState::Unknown {
+            let (subject, reason) = (format!("pod {}", self.spec.id), status.reason.clone());
+            return PodError::Unreached { action, subject, reason };
+        }
         let state = match status.reason.as_str() {
             "" => state.to_string(),
             reason => format!("{state} ({reason})"),
@@ -321,6 +368,15 @@ impl Driver {
         }
     }
 
+    /// The machine as the journal keeps it.
+    fn machine(&self) -> Option<MachineRecord> {
+        match (&self.live, &self.unreached) {
+            (Some(live), _) => Some(live.machine.record()),
+            (None, Some(unreached)) => unreached.record.machine.clone(),
+            (None, None) => None,
+        }
+    }
+
     // ── the journal ─────────────────────────────────────────────────────────────────────────────
 
     /// Writes the pod as it stands now, when the answer is awaited.
@@ -328,10 +384,11 @@ impl Driver {
         self.records += 1;
         let record = PodRecord {
             version: RECORD_VERSION,
+            readable_from: None,
             spec: self.spec.clone(),
-            status: self.status.borrow().clone(),
+            status: self.status.borrow().recorded(),
             link_key: self.link_key.clone(),
-            machine: self.live.as_ref().map(|live| live.machine.record()),
+            machine: self.machine(),
             containers: self.containers.iter().map(|(id, container)| container.record(id)).collect(),
             volumes: self.volumes.record(),
             shares: None,
@@ -374,15 +431,48 @@ fn journal_failed(spec: &PodSpec, error: JournalError) -> PodError {
     PodError::Failed { subject: format!("pod {}", spec.id), reason: chain(&error) }
 }
 
-/// The same failure, for each of several that wait.
-fn again(error: &Option<String>, spec: &PodSpec) -> Result<(), PodError> {
-    match error {
-        None => Ok(()),
-        Some(text) => Err(PodError::Failed { subject: format!("pod {}", spec.id), reason: text.clone() }),
+/// Tells all that wait how it ended: each the same.
+fn answer_all(waiters: impl IntoIterator<Item = Reply<()>>, result: Result<(), PodError>) {
+    let result = result.map_err(Arc::new);
+    for reply in waiters {
+        answer(reply, result.clone().map_err(PodError::Shared));
     }
 }
 
 /// Whoever asked may have given up: that is no error.
 fn answer<T>(reply: Reply<T>, result: Result<T, PodError>) {
     let _ = reply.send(result);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{config::Config, daemon, front::Front, vmm::fake::FakeVmm};
+
+    #[tokio::test]
+    async fn an_illegal_change_of_state_is_an_error_and_changes_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let (run_dir, state_dir) = (dir.path().join("run"), dir.path().join("state"));
+        let config = Config { run_dir, state_dir, ..Config::default() };
+        let node = daemon::node(config, Arc::new(FakeVmm::new(|_| ())), Front::none()).unwrap();
+        let spec = PodSpec::plain("web".parse().unwrap(), 1, 128);
+        let status = PodStatus::created(1);
+        let (mut driver, _requests, pod) = driver(node, spec, LinkKey::random(), status, Found::default());
+
+        let error = driver.become_state(PodState::Ready).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "pod web is created and can't become ready: this is a fault of sandboxer, please report it"
+        );
+        assert_eq!(pod.status().state, PodState::Created);
+        driver.become_state(PodState::Starting).unwrap();
+        // Whoever waits for what can't be is told.
+        let (reply, told) = tokio::sync::oneshot::channel();
+        driver.stop_waiters.push(reply);
+        driver.stopped("because".to_owned(), 1);
+        assert!(
+            matches!(told.await.unwrap().unwrap_err(), PodError::Shared(error) if matches!(*error, PodError::Transition { .. }))
+        );
+        assert_eq!((pod.status().state, pod.status().reason.as_str()), (PodState::Starting, ""));
+    }
 }

@@ -42,6 +42,11 @@ use crate::{
 };
 
 /// Version of the records this daemon writes.
+///
+/// Who rolls a release back must find his pods: a record is for the daemon of the release before, too. So a new field is
+/// not written while it has nothing to say, and has a default for who doesn't find it. The release before doesn't know
+/// [`PodRecord::readable_from`] yet and refuses what it doesn't know; from this one on a daemon reads the record of a later
+/// version that says that it can, and passes over what it doesn't know.
 pub const RECORD_VERSION: u32 = 2;
 /// The oldest version that is still understood.
 const OLDEST_VERSION: u32 = 1;
@@ -54,10 +59,12 @@ const MAX_RECORD: u64 = 4 << 20;
 
 /// All that the next daemon needs to take a pod up.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct PodRecord {
     /// [`RECORD_VERSION`] of the writer.
     pub version: u32,
+    /// The oldest version whose daemons read it right, where that is not its own.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub readable_from: Option<u32>,
     /// The pod as asked for.
     pub spec: PodSpec,
     /// Where it stood.
@@ -78,7 +85,6 @@ pub struct PodRecord {
 
 /// A container of a recorded pod.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct ContainerRecord {
     /// Its id.
     pub id: ContainerId,
@@ -89,6 +95,9 @@ pub struct ContainerRecord {
     /// The host's file for its termination message.
     #[serde(default)]
     pub message: Option<PathBuf>,
+    /// CPUs of the host that it may use, a list; none: all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpus: Option<String>,
     /// Its init.
     pub init: ProcessRecord,
     /// Its execs.
@@ -97,7 +106,6 @@ pub struct ContainerRecord {
 
 /// A process of a recorded container.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct ProcessRecord {
     /// Guest pid; 0 before it was created.
     pub pid: u32,
@@ -240,9 +248,12 @@ pub(crate) fn parse(text: &[u8], path: &Path) -> Result<PodRecord, JournalError>
     #[derive(Deserialize)]
     struct Version {
         version: u32,
+        #[serde(default)]
+        readable_from: Option<u32>,
     }
-    let Version { version: found } = serde_json::from_slice(text).map_err(malformed)?;
-    if !(OLDEST_VERSION..=RECORD_VERSION).contains(&found) {
+    let Version { version: found, readable_from } = serde_json::from_slice(text).map_err(malformed)?;
+    let is_readable = readable_from.is_some_and(|from| from <= RECORD_VERSION);
+    if found < OLDEST_VERSION || found > RECORD_VERSION && !is_readable {
         return Err(JournalError::Version { path: path.to_owned(), found });
     }
     serde_json::from_slice(text).map_err(malformed)
@@ -343,6 +354,7 @@ pub(crate) mod tests {
     pub fn record(id: &str) -> PodRecord {
         PodRecord {
             version: RECORD_VERSION,
+            readable_from: None,
             spec: PodSpec::plain(id.parse().unwrap(), 1, 128),
             status: PodStatus::created(1),
             link_key: LinkKey::random(),
@@ -448,6 +460,37 @@ pub(crate) mod tests {
         // What is written is of this version, and says no more than that.
         let written = serde_json::to_value(&PodRecord { version: RECORD_VERSION, ..read }).unwrap();
         assert!(written.get("shares").is_none());
+    }
+
+    /// Written by the release before. Whoever changes it has to do with those who roll this release back.
+    const OF_THE_RELEASE_BEFORE: &str = include_str!("journal/record-2.json");
+
+    #[test]
+    fn a_record_is_for_the_release_before_too() {
+        let read = parse(OF_THE_RELEASE_BEFORE.as_bytes(), Path::new("web.json")).unwrap();
+        assert_eq!((read.containers.len(), read.volumes.len()), (1, 4));
+        // That release refuses fields that it doesn't know: none is written for what it knew of.
+        let written = serde_json::to_value(PodRecord { version: RECORD_VERSION, ..read }).unwrap();
+        let before: serde_json::Value = serde_json::from_str(OF_THE_RELEASE_BEFORE).unwrap();
+        assert_eq!(written, before);
+    }
+
+    #[test]
+    fn a_later_record_is_read_if_it_says_that_it_can_be() {
+        let mut later: serde_json::Value = serde_json::from_str(OF_THE_RELEASE_BEFORE).unwrap();
+        later["version"] = (RECORD_VERSION + 1).into();
+        for at in ["", "/spec", "/status", "/machine", "/containers/0", "/containers/0/init", "/volumes/0"] {
+            later.pointer_mut(at).unwrap()["new"] = "of a later release".into();
+        }
+        let read = |record: &serde_json::Value| parse(record.to_string().as_bytes(), Path::new("web.json"));
+        let refused = read(&later).unwrap_err();
+        assert!(matches!(refused, JournalError::Version { found: 3, .. }), "{refused}");
+        later["readable_from"] = (RECORD_VERSION + 1).into();
+        let refused = read(&later).unwrap_err();
+        assert!(matches!(refused, JournalError::Version { found: 3, .. }), "{refused}");
+        later["readable_from"] = RECORD_VERSION.into();
+        let read = read(&later).unwrap();
+        assert_eq!((read.machine.unwrap().pid, read.containers.len(), read.volumes.len()), (4711, 1, 4));
     }
 
     #[test]

@@ -1,14 +1,17 @@
 //! Pods: each owned by one task; everybody else holds a [`PodHandle`] and sends it requests.
 
 pub mod admission;
+pub mod clocks;
 mod driver;
 mod forward;
 mod host_ports;
 pub mod journal;
 pub mod quantity;
 pub mod quarantine;
+mod readings;
 pub mod recover;
 pub mod registry;
+mod session;
 pub mod spec;
 pub mod stage_times;
 pub mod stages;
@@ -19,7 +22,10 @@ pub mod undo;
 pub mod volumes;
 pub mod ways;
 
-use std::{path::PathBuf, sync::Arc};
+use std::{
+    path::PathBuf,
+    sync::{Arc, atomic::AtomicU64},
+};
 
 use sandboxer_protocol::{
     agent::StatsResponse,
@@ -84,6 +90,8 @@ pub struct Node {
     pub front: Arc<Front>,
     /// How long the stages of all starts took.
     pub stage_times: Arc<StageTimes>,
+    /// Statistics that were answered with earlier ones.
+    pub old_readings: Arc<AtomicU64>,
 }
 
 impl Node {
@@ -131,6 +139,8 @@ enum Request {
     Pids { of: ContainerId, reply: Reply<Vec<u32>> },
     /// Readings of a container, or of the guest.
     Stats { of: Option<ContainerId>, reply: Reply<StatsResponse> },
+    /// Compares the guest's clock with the host's.
+    SyncClock { reply: Reply<bool> },
     /// Everything about the pod.
     Inspect { reply: Reply<PodView> },
 }
@@ -223,6 +233,12 @@ impl PodHandle {
         // Its task may end before the pod does: with this process.
         let stopped = status.wait_for(|status| status.state == state::PodState::Stopped).await;
         stopped.map(|status| status.clone()).map_err(|_| PodError::Gone(self.id.clone()))
+    }
+
+    /// Waits until it is known how the pod stands.
+    pub async fn resolved(&self) {
+        // Its task may end before: with this process.
+        let _ = self.status.clone().wait_for(|status| status.state != state::PodState::Unknown).await;
     }
 
     /// Boots the pod; answers when its agent is ready.
@@ -336,6 +352,11 @@ impl PodHandle {
     /// Readings of a container, or of the whole guest.
     pub async fn stats(&self, of: Option<ContainerId>) -> Result<StatsResponse, PodError> {
         self.ask(|reply| Request::Stats { of, reply }).await
+    }
+
+    /// Sets the guest's clock by the host's. Returns whether that is to be done again later.
+    pub async fn sync_clock(&self) -> Result<bool, PodError> {
+        self.ask(|reply| Request::SyncClock { reply }).await
     }
 
     /// Everything about the pod.

@@ -243,6 +243,31 @@ impl Quarantine {
         Ok(entry)
     }
 
+    /// The processes of a pod whose record is here, and its entry. None: no record of it is, or nothing of it runs.
+    pub fn running(&self, pod: &SandboxId) -> Result<Option<(Id, Vec<u32>)>, QuarantineError> {
+        let found = self.running_strays(pod)?;
+        Ok(found.map(|(name, strays)| (name, strays.iter().map(|stray| stray.pid).collect())))
+    }
+
+    /// Kills the processes of a pod whose record is here, and waits until they are gone; the record stays. False: there
+    /// was none.
+    pub fn kill(&self, pod: &SandboxId) -> Result<bool, QuarantineError> {
+        let Some((name, strays)) = self.running_strays(pod)? else { return Ok(false) };
+        self.end(name.as_str(), pod, &strays)?;
+        Ok(true)
+    }
+
+    fn running_strays(&self, pod: &SandboxId) -> Result<Option<(Id, Vec<Stray>)>, QuarantineError> {
+        let names = self.names().map_err(self.host("", "read", &self.dir))?;
+        let Some(name) = names.into_iter().find(|name| parts(name).1.as_ref() == Some(pod)) else {
+            return Ok(None);
+        };
+        let run_dir = self.pods.join(pod);
+        let mut strays = strays::all().map_err(self.host("", "read", Path::new("/proc")))?;
+        strays.retain(|stray| stray.is_of(&run_dir, &self.pool));
+        Ok((!strays.is_empty()).then_some((name, strays)))
+    }
+
     /// Processes of all entries' pods.
     pub fn pids(&self) -> io::Result<Vec<u32>> {
         let pods: Vec<_> = self.names()?.iter().filter_map(|name| parts(name).1).collect();

@@ -3,11 +3,15 @@
 //! | record | machine | then |
 //! |---|---|---|
 //! | ready | alive, agent answers | the pod is ready again, its containers' output goes on |
-//! | ready | gone, or its agent is silent | the pod has stopped; containerd is told when it asks |
+//! | ready | alive; VMM or agent gives no answer, or a wrong one | the pod is unknown, and its containers are as recorded; this is tried again for as long as the VMM lives |
+//! | ready | gone | the pod has stopped; containerd is told when it asks |
 //! | starting | whatever is left of it is ended | forgotten: containerd heard of its failed start and forgot it, too |
 //! | stopping | whatever is left of it is ended | the pod has stopped |
 //! | created, stopped | none | as recorded |
 //! | can't be understood | left alone | moved to quarantine and reported; the record before it is used, if it can be |
+//!
+//! That a machine is gone, or ended, is what the kernel says of its process. What nobody else can: a pod that were told
+//! stopped while its VMM runs would be started anew, and both would write to the same volumes.
 //!
 //! A container that was half-made is undone, and so is an exec: whoever asked for it asks again, through the
 //! front. Those that were made are found again with their streams, which the front has kept.
@@ -15,36 +19,38 @@
 //! When the front dies, containerd declares all containers dead and removes their bundles. Such a container is
 //! ended here: in its place a new one is started, and both would run.
 
-use std::{collections::HashMap, io, sync::Arc};
+use std::{collections::HashMap, io, sync::Arc, time::Duration};
 
+use async_trait::async_trait;
 use futures::future;
 use sandboxer_protocol::{
     agent::{self as wire, ProcessState},
     id::{ContainerId, ExecId},
 };
+use tokio::sync::watch;
 
 use super::{
     Node, PodHandle, Signal,
     driver::{EXEC, Found},
-    host_ports,
     journal::{ContainerRecord, PodRecord, ProcessRecord},
     quarantine::Quarantine,
     spec::PodSpec,
     stages::Stages,
-    state::PodState,
+    state::{PodState, PodStatus},
 };
 use crate::{
     clock::now_ns,
     container::{
-        Container, Exit, KILLED, Phase, Process,
+        Container, Exit, KILLED, Phase, Process, StdioPaths,
         io::{Io, Subject},
         start::{INTENT, Intent, Live},
     },
     error::{Code, PodError, chain},
-    front, guest,
-    host::{rootfs, share::Shares},
+    front,
+    guest::{self, GuestError},
+    host::{rootfs, share::Shares, volume::Needed},
     pod,
-    vmm::{self, Machine},
+    vmm::{Held, HeldProcesses, Machine, MachineExit, VmmError, Written},
 };
 
 /// What recovery came to.
@@ -52,6 +58,8 @@ use crate::{
 pub struct Recovered {
     /// Pods that are ready again.
     pub alive: u32,
+    /// Pods whose VMMs run and that have not answered yet.
+    pub unknown: u32,
     /// Pods that had stopped, or have now.
     pub stopped: u32,
     /// Records that could not be understood.
@@ -101,6 +109,7 @@ pub async fn recover(node: &Arc<Node>, records: Records) -> Recovered {
     for taken_up in future::join_all(records.pods.into_iter().map(|record| take_up(node, record))).await {
         match taken_up {
             TakenUp::Alive => recovered.alive += 1,
+            TakenUp::Unknown => recovered.unknown += 1,
             TakenUp::Stopped => recovered.stopped += 1,
             TakenUp::Forgotten => {}
         }
@@ -110,91 +119,74 @@ pub async fn recover(node: &Arc<Node>, records: Records) -> Recovered {
 
 enum TakenUp {
     Alive,
+    Unknown,
     Stopped,
     Forgotten,
 }
 
+/// What is left of a pod's machine.
+enum Left {
+    /// No process. Why, if that is known.
+    Nothing(Option<PodError>),
+    /// It answers.
+    Answering(Box<Reached>),
+    /// Its VMM runs, and this is wrong with it.
+    Running(Arc<Unreached>),
+}
+
 /// Takes up one pod.
-async fn take_up(node: &Arc<Node>, mut record: PodRecord) -> TakenUp {
+async fn take_up(node: &Arc<Node>, record: PodRecord) -> TakenUp {
     let id = record.spec.id.clone();
-    let live = match reach(node, &record).await {
-        Ok(None) if record.status.state == PodState::Starting => match forget(node, &record.spec).await {
+    let shares = shares_of(node, &record.spec);
+    let left = look(node, &record, &shares).await;
+    if let (Left::Nothing(_), PodState::Starting) = (&left, record.status.state) {
+        clear_shares(&shares, &record).await;
+        match forget(node, &record.spec).await {
             Ok(()) => return TakenUp::Forgotten,
             Err(error) => {
                 tracing::error!(pod = %id, error = chain(&*error), "a pod that never was ready can't be forgotten");
-                None
             }
-        },
-        Ok(live) => live,
-        Err(error) => {
-            tracing::error!(pod = %id, error = chain(&error), "the pod can't be taken up");
-            record.status.reason = format!("lost while the daemon was away: {}", chain(&error));
-            None
-        }
-    };
-    let shares = take_up_shares(node, &record, live.as_ref()).await;
-    let known = match &live {
-        Some(live) => live.agent.processes().await.unwrap_or_else(|error| {
-            tracing::warn!(pod = %id, error = chain(&error), "the agent doesn't tell its processes");
-            Vec::new()
-        }),
-        None => Vec::new(),
-    };
-    let volumes = match &live {
-        Some(live) => match live.agent.volumes().await {
-            Ok(made) => Some((std::mem::take(&mut record.volumes), made)),
-            Err(error) => {
-                tracing::warn!(pod = %id, error = chain(&error), "the agent doesn't tell its volumes");
-                None
-            }
-        },
-        None => None,
-    };
-    let alive = live.is_some();
-    if let Some(live) = &live {
-        undo_half_made(node, live, &record, &known).await;
-    }
-    record.status.recovered = alive;
-    if !alive && record.status.state != PodState::Created {
-        if record.status.state == PodState::Ready && record.status.reason.is_empty() {
-            record.status.reason = "its VMM ended while the daemon was away".to_owned();
-        }
-        let was_asked = record.status.reason.is_empty();
-        record.status.state = PodState::Stopped;
-        record.status.exit_status = if was_asked { 0 } else { KILLED };
-        record.status.vmm_pid = 0;
-        if record.status.exited_at_ns == 0 {
-            record.status.exited_at_ns = now_ns();
         }
     }
+    let mut status = record.status.clone();
+    let (outcome, reached, unreached) = match left {
+        Left::Answering(reached) => {
+            status.recovered = true;
+            (TakenUp::Alive, Some(*reached), None)
+        }
+        Left::Running(unreached) => {
+            // Of one that was not ready nothing is left to be had but its VMM's end.
+            let was_ready = status.state == PodState::Ready;
+            status.state = if was_ready { PodState::Unknown } else { PodState::Stopping };
+            status.reason = unreached.first_error.clone();
+            (TakenUp::Unknown, None, Some(unreached))
+        }
+        Left::Nothing(why) => {
+            clear_shares(&shares, &record).await;
+            if status.state != PodState::Created {
+                stopped(&mut status, why);
+            }
+            (TakenUp::Stopped, None, None)
+        }
+    };
+    let alive = !matches!(outcome, TakenUp::Stopped);
+    let forgotten_start = !matches!(outcome, TakenUp::Alive) && record.status.state == PodState::Starting;
+    let PodRecord { spec, link_key, containers: recorded, .. } = record;
     let mut forgotten = Vec::new();
-    for container in record.containers.iter().filter(|_| alive) {
+    for container in recorded.iter().filter(|_| alive) {
         if let Ok(false) = tokio::fs::try_exists(&container.bundle).await {
             forgotten.push(container.id.clone());
         }
     }
-    let containers = record
-        .containers
+    let containers = recorded
         .into_iter()
-        .map(|container| {
-            (container.id.clone(), take_up_container(node, container, &known, alive, &record.spec))
-        })
+        .map(|container| (container.id.clone(), take_up_container(node, container, alive, &spec)))
         .collect::<HashMap<_, _>>();
-    let (spec, key, status) = (record.spec, record.link_key, record.status);
-    let host_ports = match &live {
-        Some(_) => host_ports::listen_again(&node.front, &spec),
-        None => Vec::new(),
-    };
     let ids: Vec<ContainerId> = containers.keys().cloned().collect();
     let shared = node.clone();
     let inserted = node.registry.insert(&id, || {
-        pod::spawn(
-            shared,
-            spec,
-            key,
-            status,
-            Found { live, containers, volumes, shares: Some(shares), host_ports },
-        )
+        let found = Found { reached, unreached, containers, shares: Some(shares) };
+        pod::spawn(shared, spec, link_key, status, found)
     });
     let handle = match inserted {
         Ok(handle) => handle,
@@ -212,7 +204,135 @@ async fn take_up(node: &Arc<Node>, mut record: PodRecord) -> TakenUp {
         // Not waited for: ready pods must not wait for one container's end.
         tokio::spawn(end_forgotten(handle.clone(), container));
     }
-    if alive { TakenUp::Alive } else { TakenUp::Stopped }
+    if forgotten_start {
+        // containerd has forgotten it; so must this daemon, once it can.
+        tokio::spawn(async move {
+            let _ = handle.stopped().await;
+            if let Err(error) = handle.remove().await {
+                tracing::error!(pod = %handle.id(), error = chain(&error), "a pod that never was ready can't be removed");
+            }
+        });
+    }
+    outcome
+}
+
+/// Notes that a pod has stopped while no daemon was there.
+fn stopped(status: &mut PodStatus, why: Option<PodError>) {
+    let was_ready = status.state == PodState::Ready;
+    if let Some(error) = why {
+        status.reason = format!("lost while the daemon was away: {}", chain(&error));
+    } else if was_ready && status.reason.is_empty() {
+        status.reason = "its VMM ended while the daemon was away".to_owned();
+    }
+    let was_asked = status.reason.is_empty();
+    status.state = PodState::Stopped;
+    status.exit_status = if was_asked { 0 } else { KILLED };
+    status.vmm_pid = 0;
+    if status.exited_at_ns == 0 {
+        status.exited_at_ns = now_ns();
+    }
+}
+
+/// Looks for what is left of a pod's machine. One of a pod that was not ready is ended.
+async fn look(node: &Arc<Node>, record: &PodRecord, shares: &Shares) -> Left {
+    let running = |vmm: Arc<dyn Held>, error: &PodError| {
+        let first_error = chain(error);
+        tracing::error!(pod = %record.spec.id, error = first_error, "the pod's VMM runs and can't be reached; this is tried again");
+        Left::Running(Arc::new(Unreached {
+            record: record.clone(),
+            shares: shares.clone(),
+            vmm,
+            first_error,
+        }))
+    };
+    let vmm = match hold(node, record) {
+        Ok(Some(vmm)) => vmm,
+        Ok(None) => return Left::Nothing(None),
+        Err(error) => {
+            let later = Later { node: node.clone(), record: record.clone() };
+            return running(Arc::new(later), &error.into());
+        }
+    };
+    if record.status.state != PodState::Ready || record.machine.is_none() {
+        return match vmm.end().await {
+            Ok(()) => Left::Nothing(None),
+            Err(error) => running(vmm, &error.into()),
+        };
+    }
+    let reached = tokio::select! {
+        reached = tokio::time::timeout(FIRST_ATTEMPT, reach(node, record, shares)) => reached,
+        _ = vmm.ended() => return Left::Nothing(None),
+    };
+    let late = |_| {
+        let (subject, reason) =
+            (format!("pod {}", record.spec.id), format!("no answer within {FIRST_ATTEMPT:?}"));
+        Err(PodError::Failed { subject, reason })
+    };
+    let reached = reached.unwrap_or_else(late);
+    match reached {
+        Ok(reached) => Left::Answering(Box::new(reached)),
+        Err(error) if is_broken(&error) => match vmm.end().await {
+            Ok(()) => Left::Nothing(Some(error)),
+            Err(left) => running(vmm, &left.into()),
+        },
+        Err(error) => running(vmm, &error),
+    }
+}
+
+/// The VMM of a pod: that on record, or, since a daemon may have died between starting and noting one, that which was
+/// started for the pod's directory.
+fn hold(node: &Node, record: &PodRecord) -> Result<Option<Arc<dyn Held>>, VmmError> {
+    if let Some(machine) = &record.machine {
+        return node.vmm.hold(machine);
+    }
+    let strays = HeldProcesses::strays(&record.spec.id, &node.run_dir(&record.spec.id))?;
+    Ok(strays.map(|strays| {
+        tracing::warn!(pod = %record.spec.id, pids = ?strays.pids(), "ending a VMM that no record names");
+        Arc::new(strays) as Arc<dyn Held>
+    }))
+}
+
+/// The VMM of a pod that could not be looked for: it may run.
+#[derive(Debug)]
+struct Later {
+    node: Arc<Node>,
+    record: PodRecord,
+}
+
+impl Later {
+    /// Holds it as soon as that works. None: there is none.
+    async fn hold(&self) -> Option<Arc<dyn Held>> {
+        loop {
+            match hold(&self.node, &self.record) {
+                Ok(held) => return held,
+                Err(error) => {
+                    tracing::warn!(pod = %self.record.spec.id, error = chain(&error), "cannot look for the pod's VMM");
+                    tokio::time::sleep(FIRST_PAUSE).await;
+                }
+            }
+        }
+    }
+}
+
+#[async_trait]
+impl Held for Later {
+    async fn ended(&self) -> MachineExit {
+        match self.hold().await {
+            Some(held) => held.ended().await,
+            None => MachineExit { how: "is gone".to_owned(), last_lines: Vec::new() },
+        }
+    }
+
+    async fn end(&self) -> Result<(), VmmError> {
+        match hold(&self.node, &self.record)? {
+            Some(held) => held.end().await,
+            None => Ok(()),
+        }
+    }
+
+    fn written(&self) -> Option<Written> {
+        None
+    }
 }
 
 /// Removes what is left on disk of a pod that nobody was told of.
@@ -227,6 +347,7 @@ async fn forget(node: &Node, spec: &PodSpec) -> Result<(), Box<dyn std::error::E
 /// Kills a container that containerd no longer knows, and forgets it.
 async fn end_forgotten(pod: PodHandle, container: ContainerId) {
     let ended = async {
+        pod.resolved().await;
         match pod.signal(container.clone(), None, Signal::KILL, true).await {
             // It ended by itself meanwhile.
             Err(error) if error.code() == Code::NotFound => {}
@@ -245,43 +366,158 @@ async fn end_forgotten(pod: PodHandle, container: ContainerId) {
     }
 }
 
-/// The machine and agent of a pod that was ready; whatever else is left of a pod is ended.
-async fn reach(node: &Node, record: &PodRecord) -> Result<Option<Live>, PodError> {
-    let id = &record.spec.id;
-    let run_dir = node.run_dir(id);
-    let Some(machine) = &record.machine else {
-        // Killed between spawn and record, a daemon leaves a VMM that only its directory names.
-        vmm::strays::end(id, &run_dir)?;
-        return Ok(None);
-    };
-    let Some(machine) = node.vmm.adopt(machine).await? else {
-        return Ok(None);
-    };
-    if record.status.state != PodState::Ready {
-        machine.kill().await?;
-        return Ok(None);
+/// A pod whose guest answers.
+#[derive(Debug)]
+pub struct Reached {
+    /// Its machine and agent.
+    pub live: Live,
+    /// Processes that the agent knows.
+    pub known: Vec<wire::Process>,
+    /// Its volumes as recorded.
+    pub volumes: Vec<Needed>,
+    /// Volumes that the agent knows.
+    pub made: Vec<String>,
+}
+
+/// How long other pods wait for one that does not answer, before the daemon says ready.
+const FIRST_ATTEMPT: Duration = Duration::from_secs(20);
+/// The pause before the first further attempt; each is twice as long as the one before.
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+/// The longest pause between two attempts.
+const MAX_PAUSE: Duration = Duration::from_secs(30);
+/// How long a pod is waited for before whoever wants it is told to have it stopped.
+const OVERDUE_AFTER: Duration = Duration::from_secs(120);
+
+/// A pod that an earlier daemon left, whose VMM runs and which has not answered this daemon.
+#[derive(Debug)]
+pub struct Unreached {
+    /// What is on record of it.
+    pub record: PodRecord,
+    /// Its VMM.
+    pub vmm: Arc<dyn Held>,
+    shares: Shares,
+    first_error: String,
+}
+
+/// What became of an unknown pod.
+#[derive(Debug)]
+pub enum Resolved {
+    /// It answers.
+    Reached(Box<Reached>),
+    /// Its VMM has ended.
+    Ended(String),
+}
+
+impl Unreached {
+    /// Tries again until the pod answers or its VMM has ended. `told` learns how it goes.
+    pub async fn resolve(&self, node: &Arc<Node>, told: &watch::Sender<PodStatus>) -> Resolved {
+        let overdue = async {
+            tokio::time::sleep(OVERDUE_AFTER).await;
+            tracing::error!(
+                pod = %self.record.spec.id,
+                "the pod has not answered for {OVERDUE_AFTER:?}; containerd is told that it is not ready. Stop the pod: its VMM is killed then"
+            );
+            told.send_modify(|status| status.overdue = true);
+            future::pending().await
+        };
+        let ended = tokio::select! {
+            resolved = self.reached(node, told) => match resolved {
+                Ok(reached) => return Resolved::Reached(reached),
+                Err(reason) => reason,
+            },
+            exit = self.vmm.ended() => format!("its VMM {} before it had answered: {}", exit.how, told.borrow().reason),
+            () = overdue => String::new(),
+        };
+        self.end_shares().await;
+        Resolved::Ended(ended)
     }
-    match greet(node, record, &machine).await {
-        Ok(live) => Ok(Some(live)),
-        Err(error) => {
-            // Nobody can use it any more, and containerd is told that it has stopped.
-            machine.kill().await?;
-            Err(error)
+
+    /// Tries until the pod answers. An error: its guest has broken the session, and its VMM has been ended for it.
+    async fn reached(
+        &self,
+        node: &Arc<Node>,
+        told: &watch::Sender<PodStatus>,
+    ) -> Result<Box<Reached>, String> {
+        let mut pause = FIRST_PAUSE;
+        loop {
+            tokio::time::sleep(pause).await;
+            pause = (pause * 2).min(MAX_PAUSE);
+            let error = match reach(node, &self.record, &self.shares).await {
+                Ok(reached) => return Ok(Box::new(reached)),
+                Err(error) if is_broken(&error) => match self.vmm.end().await {
+                    Ok(()) => return Err(chain(&error)),
+                    Err(left) => left.into(),
+                },
+                Err(error) => error,
+            };
+            let reason = chain(&error);
+            if told.borrow().reason != reason {
+                tracing::warn!(pod = %self.record.spec.id, error = reason, "the pod can't be reached yet");
+                told.send_modify(|status| status.reason = reason);
+            }
         }
+    }
+
+    /// Ends what served the pod's shares. Its VMM has ended before.
+    pub async fn end_shares(&self) {
+        clear_shares(&self.shares, &self.record).await;
     }
 }
 
-/// The shares of a pod, served again if it lives; else nothing is left of what served them.
-async fn take_up_shares(node: &Node, record: &PodRecord, live: Option<&Live>) -> Shares {
+/// Whether the guest did what no guest does: it is not asked again.
+fn is_broken(error: &PodError) -> bool {
+    matches!(error, PodError::Guest(GuestError::Violated { .. }))
+}
+
+/// Reaches the guest of a pod that was ready, and has it undo what nobody waits for any more.
+async fn reach(node: &Arc<Node>, record: &PodRecord, shares: &Shares) -> Result<Reached, PodError> {
     let id = &record.spec.id;
-    let cgroup = node.cgroups.of(&record.spec.cgroup_parent, id);
-    let shares = Shares::new(id.clone(), node.run_dir(id), record.spec.memory_mib, cgroup);
-    let vmm = record.machine.as_ref().map_or(0, |machine| machine.pid);
-    let taken_up = shares.take_up(record.shares.clone(), live.map(|live| &live.agent), vmm).await;
-    if let Err(error) = taken_up {
-        tracing::error!(pod = %id, error = chain(&error), "the pod's shares can't be taken up");
+    let gone =
+        || PodError::Failed { subject: format!("VMM of pod {id}"), reason: "it is about to end".to_owned() };
+    let recorded = record.machine.as_ref().ok_or_else(gone)?;
+    let machine = node.vmm.adopt(recorded).await?.ok_or_else(gone)?;
+    let live = greet(node, record, &machine).await?;
+    let asked = async {
+        let known = live.agent.processes().await?;
+        let made = live.agent.volumes().await?;
+        if let Err(error) = shares.take_up(record.shares.clone(), Some(&live.agent), recorded.pid).await {
+            tracing::error!(pod = %id, error = chain(&error), "the pod's shares can't be taken up");
+        }
+        undo_half_made(node, &live, record, &known).await;
+        end_denied(&live, record, &known).await?;
+        Ok((known, made))
+    };
+    match asked.await {
+        Ok((known, made)) => Ok(Reached { live, known, made, volumes: record.volumes.clone() }),
+        Err(error) => Err(live.agent.violation().map_or(error, PodError::from)),
     }
-    shares
+}
+
+/// Ends the containers that ran by the record and that the agent doesn't know: what is told as ended must not run.
+async fn end_denied(live: &Live, record: &PodRecord, known: &[wire::Process]) -> Result<(), PodError> {
+    for container in record.containers.iter().filter(|container| container.init.exit.is_none()) {
+        if !known.iter().any(|process| process.container_id == container.id.as_str()) {
+            tracing::warn!(pod = %record.spec.id, container = %container.id, "the agent doesn't know a container that is on record; it is ended");
+            live.agent.delete_container(&container.id).await?;
+        }
+    }
+    Ok(())
+}
+
+/// The shares of a pod.
+fn shares_of(node: &Node, spec: &PodSpec) -> Shares {
+    let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id);
+    let helpers = node.volumes.helpers.clone();
+    Shares::new(spec.id.clone(), node.run_dir(&spec.id), spec.memory_mib, cgroup, helpers)
+}
+
+/// Ends what served the shares of a pod that lives no more.
+async fn clear_shares(shares: &Shares, record: &PodRecord) {
+    shares.end().await;
+    let vmm = record.machine.as_ref().map_or(0, |machine| machine.pid);
+    if let Err(error) = shares.take_up(record.shares.clone(), None, vmm).await {
+        tracing::error!(pod = %record.spec.id, error = chain(&error), "what served the pod's shares can't be ended");
+    }
 }
 
 async fn greet(node: &Node, record: &PodRecord, machine: &Arc<dyn Machine>) -> Result<Live, PodError> {
@@ -297,61 +533,84 @@ async fn greet(node: &Node, record: &PodRecord, machine: &Arc<dyn Machine>) -> R
     }
 }
 
-fn take_up_container(
-    node: &Node,
-    record: ContainerRecord,
-    known: &[wire::Process],
-    alive: bool,
-    spec: &pod::spec::PodSpec,
-) -> Container {
+/// A container as recorded; of a pod that is not `alive`, ended.
+fn take_up_container(node: &Node, record: ContainerRecord, alive: bool, spec: &PodSpec) -> Container {
     let process = |record: ProcessRecord, exec: Option<&ExecId>, container: &ContainerId| {
-        let name = exec.map(ToString::to_string).unwrap_or_default();
-        let found = known
-            .iter()
-            .find(|process| process.container_id == container.as_str() && process.exec_id == name);
-        let phase = phase_of(&record, found, alive);
-        let running = matches!(phase, Phase::Created | Phase::Running);
-        let io = running.then(|| {
-            let subject = Subject { container: container.clone(), exec: exec.cloned() };
-            Io::take_up(&node.front, &spec.id, &subject, &record.stdio)
-        });
+        let phase = phase_of(&record, alive);
+        let io = phase.exit().is_none().then(|| take_up_io(node, spec, container, exec, &record.stdio));
         Process::at(phase, record.pid, record.stdio, io)
     };
-    let execs = execs(node, &record, known);
     Container {
         init: process(record.init, None, &record.id),
-        execs: execs
+        execs: record
+            .execs
             .into_iter()
-            .map(|(exec, record_of)| (exec.clone(), process(record_of, Some(&exec), &record.id)))
+            .map(|(exec, recorded)| (exec.clone(), process(recorded, Some(&exec), &record.id)))
             .collect(),
         leases: record.disks.iter().filter_map(|disk| node.rootfs.lease(&disk.path)).collect(),
         message: record.message,
+        cpus: record.cpus,
         bundle: record.bundle,
         disks: record.disks,
-        paused: known.iter().any(|process| {
-            process.container_id == record.id.as_str() && process.state == ProcessState::PAUSED.into()
-        }),
+        paused: false,
         stages: Stages::new(spec.id.clone(), node.stage_times.clone()),
     }
 }
 
-/// Execs of a container: those on record, and those that the front has heard of, if the agent has them.
-fn execs(node: &Node, container: &ContainerRecord, known: &[wire::Process]) -> Vec<(ExecId, ProcessRecord)> {
-    let mut execs: HashMap<_, _> = container.execs.iter().cloned().collect();
-    for process in known.iter().filter(|process| process.container_id == container.id.as_str()) {
+fn take_up_io(
+    node: &Node,
+    spec: &PodSpec,
+    container: &ContainerId,
+    exec: Option<&ExecId>,
+    stdio: &StdioPaths,
+) -> Io {
+    let subject = Subject { container: container.clone(), exec: exec.cloned() };
+    Io::take_up(&node.front, &spec.id, &subject, stdio)
+}
+
+/// Brings a container to where its agent says that it stands; `known`: the processes that the agent has.
+pub fn settle(
+    node: &Node,
+    spec: &PodSpec,
+    id: &ContainerId,
+    container: &mut Container,
+    known: &[wire::Process],
+) {
+    let known: Vec<_> = known.iter().filter(|process| process.container_id == id.as_str()).collect();
+    container.paused = known.iter().any(|process| process.state == ProcessState::PAUSED.into());
+    // Those that no record has, and of which the front has heard.
+    for process in &known {
         let Ok(exec) = process.exec_id.parse::<ExecId>() else { continue };
-        if let Some(entry) = node.front.take(&front::key(EXEC, &container.id, Some(&exec)))
-            && let Some(stdio) = entry.note()
+        let Some(entry) = node.front.take(&front::key(EXEC, id, Some(&exec))) else { continue };
+        if let Some(stdio) = entry.note::<StdioPaths>()
+            && !container.execs.contains_key(&exec)
         {
-            execs.entry(exec).or_insert(ProcessRecord {
-                pid: process.pid,
-                started: false,
-                exit: None,
-                stdio,
-            });
+            let io = take_up_io(node, spec, id, Some(&exec), &stdio);
+            container.execs.insert(exec, Process::at(Phase::Created, process.pid, stdio, Some(io)));
         }
     }
-    execs.into_iter().collect()
+    let named = |name: &str| known.iter().find(|process| process.exec_id == name).copied();
+    settle_process(&mut container.init, named(""));
+    for (exec, process) in &mut container.execs {
+        settle_process(process, named(exec.as_str()));
+    }
+}
+
+/// An ended process is followed like a running one: its last output may still be to come.
+fn settle_process(process: &mut Process, found: Option<&wire::Process>) {
+    let phase = process.phase.borrow().clone();
+    match (phase, found) {
+        (Phase::Exited(_), _) => {}
+        (Phase::Created, Some(found)) if found.state != ProcessState::CREATED.into() => {
+            process.phase.send_replace(Phase::Running);
+        }
+        (_, Some(_)) => {}
+        (_, None) => process.end(ended_unseen()),
+    }
+}
+
+fn ended_unseen() -> Exit {
+    Exit { code: KILLED, at_ns: now_ns(), reason: "it ended while the daemon was away".to_owned() }
 }
 
 /// Removes what an earlier worker was making when it died: containers that are not on record, with their disks,
@@ -409,20 +668,12 @@ async fn undo_half_made(node: &Node, live: &Live, record: &PodRecord, known: &[w
     }
 }
 
-/// Where a process stands: as recorded if it had ended, else as the agent says.
-fn phase_of(record: &ProcessRecord, found: Option<&wire::Process>, alive: bool) -> Phase {
-    if let Some(exit) = &record.exit {
-        return Phase::Exited(exit.clone());
-    }
-    match found.filter(|_| alive) {
-        // An ended process is followed like a running one: its last output may still be to come.
-        Some(_) if record.started => Phase::Running,
-        Some(process) if process.state == ProcessState::CREATED.into() => Phase::Created,
-        Some(_) => Phase::Running,
-        None => Phase::Exited(Exit {
-            code: KILLED,
-            at_ns: now_ns(),
-            reason: "it ended while the daemon was away".to_owned(),
-        }),
+/// Where a process stands by its record.
+fn phase_of(record: &ProcessRecord, alive: bool) -> Phase {
+    match &record.exit {
+        Some(exit) => Phase::Exited(exit.clone()),
+        None if !alive => Phase::Exited(ended_unseen()),
+        None if record.started => Phase::Running,
+        None => Phase::Created,
     }
 }

@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, net::IpAddr, path::PathBuf};
 use sandboxer_protocol::{agent as wire, id::SandboxId};
 use serde::{Deserialize, Serialize};
 
-use crate::{config::Way, template::Shape};
+use crate::{config::Way, host::cgroup::Unlimited, template::Shape};
 
 /// A pod as asked for, all defaults filled in.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -65,6 +65,15 @@ pub struct Limits {
 }
 
 impl Limits {
+    /// The same, of what is unlimited taken away.
+    pub fn without(self, unlimited: Unlimited) -> Self {
+        Self {
+            cpu_quota_us: if unlimited.cpu { -1 } else { self.cpu_quota_us },
+            memory_bytes: if unlimited.memory { -1 } else { self.memory_bytes },
+            ..self
+        }
+    }
+
     /// In the agent's words.
     pub fn for_guest(&self) -> wire::PodLimits {
         let Self { cpu_quota_us, cpu_period_us, memory_bytes } = *self;

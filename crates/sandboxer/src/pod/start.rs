@@ -17,6 +17,7 @@ use std::{
 
 use sandboxer_protocol::{
     agent::{ConfigurePodRequest, Ready},
+    id::SandboxId,
     link::{LinkError, LinkKey},
     stage::Stage,
 };
@@ -100,7 +101,7 @@ pub async fn start(
     cancel: &CancellationToken,
 ) -> Result<Up, PodError> {
     let _urgent = node.admission.urgent();
-    let interfaces = stages.run(Stage::Netns, interfaces(spec)).await?;
+    let interfaces = stages.run(Stage::Netns, interfaces(node, spec)).await?;
     // Before anything is made for it.
     let host_ports = host_ports::listen(&node.front, spec)?;
     let shape = spec.shape(interfaces.len());
@@ -137,9 +138,9 @@ pub async fn start(
 }
 
 /// The pod's network interfaces.
-async fn interfaces(spec: &PodSpec) -> Result<Vec<Interface>, PodError> {
+async fn interfaces(node: &Node, spec: &PodSpec) -> Result<Vec<Interface>, PodError> {
     match &spec.netns {
-        Some(netns) => network::look(&spec.id, netns).await,
+        Some(netns) => network::look(&spec.id, netns, node.config.network.foreign_rules).await,
         None => {
             tracing::warn!(
                 pod = %spec.id,
@@ -188,7 +189,9 @@ impl<'a> Start<'a> {
         if let Source::Pool(warm) = &mut source {
             waited = Some(Waited { taps: mem::take(&mut warm.taps), pid: warm.machine.record().pid });
             let doomed = warm.machine.clone();
+            let pod = spec.id.clone();
             undo.push("end the VMM", async move {
+                gone(&pod, doomed.as_ref()).await;
                 pool::end(doomed.as_ref()).await;
                 Ok::<_, Infallible>(())
             });
@@ -335,7 +338,11 @@ impl<'a> Prepared<'a> {
 
     fn running(self, machine: Arc<dyn Machine>, way: Way, until: Instant, undo: &mut Undo) -> Running<'a> {
         let doomed = machine.clone();
-        undo.push("end the VMM", async move { doomed.kill().await });
+        let pod = self.spec.id.clone();
+        undo.push("end the VMM", async move {
+            gone(&pod, doomed.as_ref()).await;
+            Ok::<_, Infallible>(())
+        });
         let counting = counted(self.node, self.spec, machine.record().pid, undo);
         let Self { node, spec, interfaces, .. } = self;
         Running { node, spec, until, machine, way, interfaces, counting }
@@ -486,6 +493,14 @@ async fn watched<T>(
         () = tokio::time::sleep_until(until) => {
             Err(PodError::NotReady { pod: spec.id.clone(), limit, console: machine.last_lines().await.join(" | ") })
         }
+    }
+}
+
+/// Ends a machine, and is not over before it is gone: another one follows, or the pod is told stopped.
+async fn gone(pod: &SandboxId, machine: &dyn Machine) {
+    while let Err(error) = machine.kill().await {
+        let error = chain(&error);
+        tracing::error!(%pod, error, "the VMM of a start that failed does not end; the pod waits for that");
     }
 }
 

@@ -9,7 +9,13 @@
 //!     │              Stopping ◀────────────────┘    │
 //!     │                 │ all undone                │
 //!     ╰────────────▶ Stopped ◀──────────────────────╯
+//!                        ▲
+//!                        │ the VMM has ended
+//!  (an earlier daemon's) Unknown ── VMM and agent answer ──▶ Ready
+//!                        ╰───────── stop ──────────────────▶ Stopping
 //! ```
+//!
+//! Stopped is told when the kernel says that the VMM's process is gone, and not before.
 //!
 //! A removed pod has no state: it is unknown.
 
@@ -31,22 +37,32 @@ pub enum PodState {
     Stopping,
     /// Holds nothing any more but its record.
     Stopped,
+    /// Was ready under an earlier daemon. Its VMM runs; that or the agent has not answered this daemon yet. Never
+    /// written to a record.
+    Unknown,
 }
 
 impl PodState {
     /// Every state.
-    pub const ALL: [PodState; 5] =
-        [PodState::Created, PodState::Starting, PodState::Ready, PodState::Stopping, PodState::Stopped];
+    pub const ALL: [PodState; 6] = [
+        PodState::Created,
+        PodState::Starting,
+        PodState::Ready,
+        PodState::Stopping,
+        PodState::Stopped,
+        PodState::Unknown,
+    ];
 
     /// Whether the diagram has an arrow from here to `next`.
     pub const fn may_become(self, next: PodState) -> bool {
-        use PodState::{Created, Ready, Starting, Stopped, Stopping};
+        use PodState::{Created, Ready, Starting, Stopped, Stopping, Unknown};
         match (self, next) {
             (Created, Starting | Stopped)
             | (Starting, Ready | Stopping)
             | (Ready, Stopping | Stopped)
-            | (Stopping, Stopped) => true,
-            (Created | Starting | Ready | Stopping | Stopped, _) => false,
+            | (Stopping, Stopped)
+            | (Unknown, Ready | Stopping | Stopped) => true,
+            (Created | Starting | Ready | Stopping | Stopped | Unknown, _) => false,
         }
     }
 
@@ -58,6 +74,7 @@ impl PodState {
             PodState::Ready => "ready",
             PodState::Stopping => "stopping",
             PodState::Stopped => "stopped",
+            PodState::Unknown => "unknown",
         }
     }
 }
@@ -79,7 +96,7 @@ pub struct PodStatus {
     pub exited_at_ns: u64,
     /// 0 for a pod that stopped because it was asked to.
     pub exit_status: u32,
-    /// Why it stopped, when nobody asked it to; else empty.
+    /// Why it stopped, when nobody asked it to, or why it is unknown; else empty.
     pub reason: String,
     /// How it got its machine; none before.
     #[serde(default)]
@@ -94,6 +111,9 @@ pub struct PodStatus {
     /// This daemon found the pod alive when it started.
     #[serde(skip)]
     pub recovered: bool,
+    /// It has been unknown for so long that whoever wants the pod had better have it stopped.
+    #[serde(skip)]
+    pub overdue: bool,
 }
 
 impl PodStatus {
@@ -110,6 +130,15 @@ impl PodStatus {
             kernel_release: String::new(),
             interfaces: Vec::new(),
             recovered: false,
+            overdue: false,
+        }
+    }
+
+    /// Returns it as it is written to a record: of an unknown pod, as it was found there.
+    pub fn recorded(&self) -> Self {
+        match self.state {
+            PodState::Unknown => Self { state: PodState::Ready, reason: String::new(), ..self.clone() },
+            _ => self.clone(),
         }
     }
 }
@@ -122,7 +151,7 @@ mod tests {
     fn a_stopped_pod_stays_stopped_and_every_pod_can_get_there() {
         for state in PodState::ALL {
             assert!(!PodState::Stopped.may_become(state));
-            assert!(!state.may_become(PodState::Created));
+            assert!(!state.may_become(PodState::Created) && !state.may_become(PodState::Unknown));
             let mut reached = vec![state];
             for _ in 0..PodState::ALL.len() {
                 let next: Vec<_> =

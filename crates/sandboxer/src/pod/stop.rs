@@ -1,41 +1,93 @@
 //! One pod's way down.
 
-use std::{io, time::Duration};
+use std::{future::Future, io, time::Duration};
 
-use super::{Node, spec::PodSpec};
+use tokio::time::Instant;
+
+use super::{Node, recover::Unreached, spec::PodSpec};
 use crate::{
     container::start::Live,
     error::{PodError, chain},
     failpoint::pass,
     host::{cgroup::PodCgroup, share::Shares},
-    vmm::VmmError,
+    vmm::{VmmError, Written},
 };
 use sandboxer_protocol::id::SandboxId;
 
-/// How long a guest may take to sync its disks and power off before it is ended.
-const GRACE: Duration = Duration::from_secs(2);
+/// How long a guest that is to power off may write nothing, unless agents have less time than that for an answer.
+const STALLED: Duration = Duration::from_secs(10);
+/// Between two looks at what a VMM has written.
+const LOOK: Duration = Duration::from_millis(100);
 
 /// Asks the guest to power off, then ends the machine in any case, and what served its shares: until then its
-/// processes may wait for them.
+/// processes may wait for them. What the pod has written gets to its disks before, as far as that makes progress.
 pub async fn stop(node: &Node, pod: &PodSpec, live: &Live, shares: &Shares) -> Result<(), VmmError> {
     let gone = async {
         // The answer races with the power-off; only the machine's end counts.
-        tokio::join!(live.agent.power_off(), live.machine.exited())
+        tokio::join!(live.agent.power_off(), live.machine.exited());
     };
-    if tokio::time::timeout(GRACE, gone).await.is_err() {
-        tracing::debug!(machine = ?live.machine, "the guest did not power off by itself");
-    }
+    wait_for_data(node, &pod.id, gone, || live.machine.written()).await;
     pass(format_args!("the guest was asked to power off"));
     live.machine.kill().await?;
     pass(format_args!("the machine has ended"));
     shares.end().await;
-    // Now and not when the pod is removed: a manager removes the parent as soon as the pod has stopped.
+    leave_now(node, pod).await;
+    Ok(())
+}
+
+/// Ends a VMM that can't be asked. An earlier daemon may have asked its guest to power off: so this waits for its data,
+/// too.
+pub async fn stop_held(node: &Node, pod: &PodSpec, unreached: &Unreached) -> Result<(), VmmError> {
+    let vmm = &unreached.vmm;
+    let gone = async { drop(vmm.ended().await) };
+    wait_for_data(node, &pod.id, gone, || vmm.written()).await;
+    vmm.end().await?;
+    unreached.end_shares().await;
+    leave_now(node, pod).await;
+    Ok(())
+}
+
+/// Waits until the machine is `gone`, as long as its VMM writes data: not longer than the limit for that, and for a moment
+/// only once it writes none.
+async fn wait_for_data(
+    node: &Node,
+    pod: &SandboxId,
+    gone: impl Future<Output = ()>,
+    written: impl Fn() -> Option<Written>,
+) {
+    let (stalled, limit) = (STALLED.min(node.config.vm.agent_timeout), node.config.vm.stop_timeout);
+    let given_up = async {
+        let begun = Instant::now();
+        let (mut moved, mut before) = (begun, written());
+        loop {
+            tokio::time::sleep(LOOK).await;
+            let now = written();
+            if let (Some(now), Some(earlier)) = (now, before)
+                && now.data_since(earlier)
+            {
+                (moved, before) = (Instant::now(), Some(now));
+            }
+            if begun.elapsed() >= limit {
+                return "vm.stop_timeout is over, and it still writes data, some of which are lost";
+            }
+            if moved.elapsed() >= stalled {
+                return "it has written nothing for too long";
+            }
+        }
+    };
+    tokio::select! {
+        () = gone => {}
+        why = given_up => tracing::warn!(%pod, "killing the VMM of a guest that did not power off: {why}"),
+    }
+}
+
+/// Now and not when the pod is removed: a manager removes the parent as soon as the pod has stopped.
+async fn leave_now(node: &Node, pod: &PodSpec) {
     if let Some(cgroup) = node.cgroups.of(&pod.cgroup_parent, &pod.id)
         && let Err(error) = leave(&pod.id, &cgroup).await
     {
         tracing::warn!(pod = %pod.id, error = chain(&error), "the control group stays until the pod is removed");
     }
-    Ok(())
 }
 
 /// Removes a pod's control group, when its VMM has ended.

@@ -28,8 +28,9 @@ use crate::{
     container::start::Live,
     error::{PodError, chain},
     host::{
+        helper::{Helpers, Request},
         share::Shares,
-        volume::{Content, Needed, VolumeError, VolumeStore, Watch, tree},
+        volume::{Content, Needed, VolumeError, VolumeStore, Watch},
     },
     vmm::DiskSpec,
 };
@@ -151,23 +152,24 @@ impl Volumes {
             Content::Files { dir, follow } => {
                 if *follow && files.follower.is_none() {
                     // Before the first reading: nothing is missed in between.
-                    let watch = self.store.watch(dir)?;
-                    let follower = follow_changes(live.clone(), Arc::downgrade(volume), watch);
+                    let watch = self.store.watch(self.shares.pod(), dir).await?;
+                    let (store, volume) = (self.store.clone(), Arc::downgrade(volume));
+                    let follower = follow_changes(store, live.clone(), volume, watch);
                     files.follower = Some(AbortOnDropHandle::new(tokio::spawn(follower)));
                 }
-                send(live, id, dir, &mut files.sent).await?;
+                send(&self.store.helpers, live, id, dir, &mut files.sent).await?;
             }
             _ if is_made => {}
             Content::Memory { dir, bytes } => {
                 let memory = wire::TmpfsUpper { size_bytes: *bytes, ..Default::default() };
-                put(live, id, dir, WireContent::Memory(memory)).await?;
+                put(&self.store.helpers, live, id, dir, WireContent::Memory(memory)).await?;
             }
             Content::Disk { dir } => {
-                let path = self.store.disk(dir, self.disk_bytes).await?;
+                let path = self.store.disk(self.shares.pod(), dir, self.disk_bytes).await?;
                 self.attach(live, id, &path, false).await?;
                 let (serial, fstype) = (id.to_string(), "ext4".to_owned());
                 let disk = wire::Disk { serial, fstype, read_only: false, ..Default::default() };
-                let mounted = put(live, id, dir, WireContent::Disk(disk)).await;
+                let mounted = put(&self.store.helpers, live, id, dir, WireContent::Disk(disk)).await;
                 if mounted.is_err()
                     && let Err(error) = live.machine.detach_disk(id.as_str()).await
                 {
@@ -175,7 +177,12 @@ impl Volumes {
                 }
                 mounted?;
             }
-            Content::Device { path, read_only } => self.attach(live, id, path, *read_only).await?,
+            Content::Device { path, read_only } => {
+                let request = Request::TryDevice { path: path.clone(), read_only: *read_only };
+                let tried = self.store.helpers.ask(self.shares.pod(), request).await;
+                let ((), _) = tried.map_err(VolumeError::from)?;
+                self.attach(live, id, path, *read_only).await?;
+            }
         }
         volume.is_made.store(true, Ordering::Release);
         Ok(())
@@ -196,22 +203,34 @@ impl Volumes {
     }
 }
 
-/// Reads a volume's files and sends them, unless they are those with the hash `sent`.
-async fn send(live: &Live, id: &Id, dir: &Path, sent: &mut Option<[u8; 32]>) -> Result<(), PodError> {
-    let root = dir.to_owned();
-    let read = tokio::task::spawn_blocking(move || tree::read(&root)).await;
-    let tree = read.map_err(|_| VolumeError::Stopped)?.map_err(VolumeError::Files)?;
+/// Reads a volume's files and sends them, unless they are those with the hash `sent`, or are gone: kubelet has begun to
+/// remove the pod, and the last files stay in the guest.
+async fn send(
+    helpers: &Helpers,
+    live: &Live,
+    id: &Id,
+    dir: &Path,
+    sent: &mut Option<[u8; 32]>,
+) -> Result<(), PodError> {
+    let pod = live.machine.record().pod;
+    let Some(tree) = helpers.read_tree(&pod, dir).await.map_err(VolumeError::from)? else { return Ok(()) };
     let encoded = tree.write_to_bytes().map_err(VolumeError::Encode)?;
     let hash = Sha256::digest(&encoded).into();
     if *sent != Some(hash) {
-        put(live, id, dir, WireContent::Tree(tree)).await?;
+        put(helpers, live, id, dir, WireContent::Tree(tree)).await?;
         *sent = Some(hash);
     }
     Ok(())
 }
 
-async fn put(live: &Live, id: &Id, dir: &Path, content: WireContent) -> Result<(), PodError> {
-    let owner = tree::owner(dir).map_err(VolumeError::Files)?;
+async fn put(
+    helpers: &Helpers,
+    live: &Live,
+    id: &Id,
+    dir: &Path,
+    content: WireContent,
+) -> Result<(), PodError> {
+    let owner = helpers.owner(&live.machine.record().pod, dir).await.map_err(VolumeError::from)?;
     let request = wire::PutVolumeRequest {
         volume_id: id.to_string(),
         owner: Some(owner).into(),
@@ -222,22 +241,18 @@ async fn put(live: &Live, id: &Id, dir: &Path, content: WireContent) -> Result<(
 }
 
 /// Sends a volume's files whenever they have changed, until they are gone.
-async fn follow_changes(live: Live, volume: Weak<Volume>, mut watch: Watch) {
+async fn follow_changes(store: Arc<VolumeStore>, live: Live, volume: Weak<Volume>, mut watch: Watch) {
     loop {
         watch.changed().await;
-        while let Err(error) = refresh(&live, &volume).await {
+        while let Err(error) = refresh(&store.helpers, &live, &volume).await {
             tracing::warn!(error = chain(&error), "the guest has a volume's old files");
             tokio::time::sleep(AGAIN).await;
         }
     }
 }
 
-async fn refresh(live: &Live, volume: &Weak<Volume>) -> Result<(), PodError> {
+async fn refresh(helpers: &Helpers, live: &Live, volume: &Weak<Volume>) -> Result<(), PodError> {
     let Some(volume) = volume.upgrade() else { return Ok(()) };
     let Content::Files { dir, .. } = &volume.needed.content else { return Ok(()) };
-    if !dir.exists() {
-        // kubelet has begun to remove the pod; the last files stay in the guest.
-        return Ok(());
-    }
-    send(live, &volume.needed.id, dir, &mut volume.files.lock().await.sent).await
+    send(helpers, live, &volume.needed.id, dir, &mut volume.files.lock().await.sent).await
 }

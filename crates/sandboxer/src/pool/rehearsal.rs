@@ -25,6 +25,7 @@ use crate::{
     container::{
         NewContainer, StdioPaths,
         io::Subject,
+        spec as container_spec,
         start::{self, Live, Means},
     },
     error::PodError,
@@ -94,14 +95,17 @@ impl Rehearsal {
         };
         // Not among the times of pods.
         let stages = Stages::new(id.clone(), Arc::default());
-        let shares = Shares::new(id.clone(), self.bundle.clone(), 0, None);
+        let shares = Shares::new(id.clone(), self.bundle.clone(), 0, None, node.volumes.helpers.clone());
         let volumes = Volumes::new(node.volumes.clone(), shares, None);
-        let means = Means { front: &Front::none(), rootfs: &node.rootfs, volumes: &volumes, stages: &stages };
-        let created = start::create(&pod, live, means, &new).await?;
+        let front = Front::none();
+        let means =
+            Means { front: &front, rootfs: &node.rootfs, volumes: &volumes, stages: &stages, place: None };
+        let guest_spec = container_spec::read(&pod, &new, &node.volumes.helpers).await?;
+        let created = start::create(&pod, live, means, &new, guest_spec).await?;
         let subject = Subject { container: container.clone(), exec: None };
         let (running, _) = created.io.run(&live.agent, &subject, false);
         start::release(live, &subject).await?;
-        let exit = start::follow(live, &subject, 0, running, None).await;
+        let exit = start::follow(live, &subject, 0, running, None, &node.volumes.helpers).await;
         if exit.code != 0 {
             let reason = format!("it ended with code {} {}", exit.code, exit.reason);
             return Err(PodError::Failed { subject: format!("rehearsal in {id}"), reason });

@@ -5,7 +5,8 @@ use std::{path::Path, time::Duration};
 use super::kvm::{self, KvmUnusable};
 use crate::config::Accelerator;
 
-/// A KVM that takes longer over its test than this is not usable; the test itself takes 0.15 s at most.
+/// A KVM that takes longer over its test than this is not usable; the test itself takes 0.15 s on a host that is not
+/// busy.
 const KVM_TEST_LIMIT: Duration = Duration::from_secs(5);
 
 /// Why guests can't run as configured.
@@ -35,11 +36,45 @@ pub async fn choose(configured: Accelerator) -> Result<(&'static str, String), A
         Ok(Ok(Err(unusable))) => AcceleratorError::NoKvm(unusable),
         Ok(Err(_)) | Err(_) => AcceleratorError::KvmHung(KVM_TEST_LIMIT),
     };
+    decide(configured, unusable)
+}
+
+/// What to do with a KVM that failed its test: one that is right and slow is used where it is asked for by name.
+fn decide(
+    configured: Accelerator,
+    unusable: AcceleratorError,
+) -> Result<(&'static str, String), AcceleratorError> {
     match (configured, unusable) {
+        (Accelerator::Kvm, AcceleratorError::NoKvm(slow @ KvmUnusable::Slow { .. })) => {
+            tracing::warn!("{slow}; it is used because the configuration asks for it");
+            Ok(("kvm", format!("configured; {slow}")))
+        }
         (Accelerator::Kvm, unusable) => Err(unusable),
         (_, AcceleratorError::NoKvm(unusable)) => Ok(("tcg", unusable.to_string())),
         (_, AcceleratorError::KvmHung(limit)) => {
             Ok(("tcg", format!("the test of KVM did not end within {limit:?}")))
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kvm_that_is_slow_and_right_is_used_by_whoever_asks_for_it() {
+        let slow = || AcceleratorError::NoKvm(KvmUnusable::Slow { rate: 1.6e6 });
+        let (accelerator, reason) = decide(Accelerator::Kvm, slow()).unwrap();
+        assert_eq!(accelerator, "kvm");
+        assert!(reason.contains("1.6 million") && !reason.contains("interprets"), "{reason}");
+        assert_eq!(decide(Accelerator::Auto, slow()).unwrap().0, "tcg");
+
+        let wrong =
+            || AcceleratorError::NoKvm(KvmUnusable::Fault { rate: 3e5, exit: "InternalError".into() });
+        assert!(matches!(decide(Accelerator::Kvm, wrong()), Err(AcceleratorError::NoKvm(_))));
+        assert_eq!(decide(Accelerator::Auto, wrong()).unwrap().0, "tcg");
+        let hung = || AcceleratorError::KvmHung(KVM_TEST_LIMIT);
+        assert!(matches!(decide(Accelerator::Kvm, hung()), Err(AcceleratorError::KvmHung(_))));
+        assert_eq!(decide(Accelerator::Auto, hung()).unwrap().0, "tcg");
     }
 }

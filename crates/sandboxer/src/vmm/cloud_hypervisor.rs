@@ -2,22 +2,27 @@
 //!
 //! ```text
 //! run_dir/control.sock      its API, listened on by us and inherited by it
-//! run_dir/vsock.sock        the way to the agent
-//! run_dir/vsock.sock_1024   on which the agent says that it listens
 //! run_dir/events            a pipe on which it tells what happens
-//! run_dir/disks/            a disk, while it is plugged in
-//! run_dir/template/         of what a copy of a frozen machine is made, while it is
 //! run_dir/console.log       the guest's serial port, which is its stdout; bounded, the older half in console.log.1
 //! run_dir/vmm.log           its stderr, bounded likewise
+//!
+//! and in its jail
+//!
+//! /run/vsock.sock           the way to the agent
+//! /run/vsock.sock_1024      on which the agent says that it listens
+//! /run/disks/               a disk, while it is plugged in
+//! /run/frozen/              what it writes down of a machine that is frozen
+//! /template/                links to what a copy of a frozen machine is made of, which it inherits
 //! ```
 //!
 //! Its seccomp filters are on, and so is Landlock where this kernel has it.
 
 pub mod api;
 pub(crate) mod events;
-mod jail;
+mod landlock;
 mod machine;
 mod passing;
+mod shown;
 mod template;
 pub mod version;
 mod vsock;
@@ -25,8 +30,8 @@ pub mod wire;
 
 use std::{
     ffi::OsString,
-    io, iter,
-    os::fd::{AsRawFd, RawFd},
+    fs, io,
+    os::fd::{AsRawFd, OwnedFd, RawFd},
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -40,12 +45,13 @@ use self::{
     api::Api,
     events::Events,
     machine::{CloudHypervisorMachine, Watched},
-    template::Source,
     version::{Version, VersionError},
     vsock::Link,
 };
 use super::{
-    Frozen, Machine, MachineRecord, TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo, process,
+    Frozen, Machine, MachineRecord, TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo,
+    jail::{self, Jail, ROOM},
+    process,
     run_dir::{Captures, Files, host, reopen},
 };
 use crate::config::VmConfig;
@@ -59,8 +65,7 @@ const CID: u32 = 3;
 #[derive(Debug)]
 pub struct CloudHypervisor {
     program: PathBuf,
-    version: Version,
-    jailed: bool,
+    landlock: bool,
     info: VmmInfo,
     boot_timeout: Duration,
     call_timeout: Duration,
@@ -70,9 +75,9 @@ impl CloudHypervisor {
     /// Asks the configured program for its version. `reason` is why it is used, for people.
     pub async fn new(config: &VmConfig, reason: String) -> Result<Self, VersionError> {
         let version = Version::of(&config.cloud_hypervisor).await?;
-        let jail = jail::usable();
-        if let Err(why) = &jail {
-            tracing::warn!(why, "VMMs are not confined by Landlock");
+        let landlock = landlock::usable();
+        if let Err(why) = &landlock {
+            tracing::warn!(why, "VMMs are jailed, and not confined by Landlock beside that");
         }
         Ok(Self {
             program: config.cloud_hypervisor.clone(),
@@ -82,8 +87,7 @@ impl CloudHypervisor {
                 accelerator: "kvm",
                 accelerator_reason: reason,
             },
-            version,
-            jailed: jail.is_ok(),
+            landlock: landlock.is_ok(),
             boot_timeout: config.boot_timeout,
             call_timeout: config.call_timeout,
         })
@@ -91,10 +95,6 @@ impl CloudHypervisor {
 
     /// What `vm.create` is to make.
     pub fn description(&self, spec: &VmSpec) -> wire::VmConfig {
-        let image_type = self.version.image_type();
-        // One that is to be frozen writes itself down beside its memory.
-        let frozen_into = spec.memory_file.as_ref().and_then(|file| file.parent());
-        let writable = iter::once(spec.run_dir.as_path()).chain(frozen_into).map(Path::to_owned);
         wire::VmConfig {
             cpus: wire::Cpus { boot_vcpus: spec.vcpus, max_vcpus: spec.vcpus },
             memory: template::memory(spec),
@@ -103,63 +103,54 @@ impl CloudHypervisor {
                 initramfs: spec.initramfs.clone(),
                 cmdline: kernel_line(&spec.boot),
             },
-            disks: spec.disks.iter().map(|disk| machine::disk(disk, image_type)).collect(),
+            disks: spec.disks.iter().map(machine::disk).collect(),
             rng: wire::Rng { src: "/dev/urandom" },
             serial: wire::Console { mode: wire::ConsoleMode::Tty },
             console: wire::Console { mode: wire::ConsoleMode::Off },
-            // Relative to the VMM's working directory, so never too long for a socket's address.
-            vsock: wire::Vsock { cid: CID, socket: PathBuf::from("./").join(vsock::SOCKET) },
-            landlock_enable: self.jailed,
-            landlock_rules: writable.map(|path| wire::LandlockRule { path, access: "rw" }).collect(),
+            vsock: wire::Vsock { cid: CID, socket: Path::new(ROOM).join(vsock::SOCKET) },
+            landlock_enable: self.landlock,
+            landlock_rules: vec![wire::LandlockRule { path: ROOM.into(), access: "rw" }],
         }
     }
 
-    /// Starts Cloud Hypervisor and has it make the machine.
-    async fn start(&self, spec: &VmSpec, begin: Begin<'_>) -> Result<Arc<dyn Machine>, VmmError> {
+    /// The jail of `spec`'s machine.
+    fn jail(&self, spec: &VmSpec) -> Result<Jail, VmmError> {
+        let program = process::find(&self.program);
+        let readable = [program.as_path(), &spec.kernel, &spec.initramfs];
+        let jail = Jail::new(&spec.run_dir, &readable, &[Path::new("/dev/kvm")]);
+        jail.map(Jail::with_room).map_err(host(&spec.pod, "prepare a jail in", spec.run_dir.clone()))
+    }
+
+    /// Starts Cloud Hypervisor in `jail` and has it make the machine.
+    async fn start(&self, spec: &VmSpec, jail: Jail, begin: Begin) -> Result<Arc<dyn Machine>, VmmError> {
         let (pod, run_dir) = (&spec.pod, &spec.run_dir);
-        let at = |name: &str| run_dir.join(name);
         let mut files = Files::default();
         let control = files.listen(spec, api::SOCKET)?;
-        let announcements = at(&vsock::announcements());
-        let link = match begin {
-            Begin::Boot => Link::new(run_dir),
-            // Its agent has announced itself long ago.
-            Begin::Restore { .. } => Link::of_running(run_dir),
-        };
-        let link = link.map_err(host(pod, "listen on", announcements.clone()))?;
-        files.add(announcements);
-        // Made by the VMM.
-        files.add(at(vsock::SOCKET));
-        let (events, told) = Events::create(run_dir).map_err(host(pod, "make pipe", at(events::FILE)))?;
-        files.add(at(events::FILE));
+        let (events, told) =
+            Events::create(run_dir).map_err(host(pod, "make pipe", run_dir.join(events::FILE)))?;
+        files.add(run_dir.join(events::FILE));
         let (console, stdout) = io::pipe().map_err(host(pod, "capture output in", run_dir.clone()))?;
 
-        let arguments = arguments(control.as_raw_fd(), told.as_raw_fd());
+        let arguments = arguments(control.as_raw_fd(), told.as_raw_fd(), self.landlock);
         let mut inherited = vec![control, told];
-        let source = match begin {
-            Begin::Boot => None,
-            Begin::Restore { frozen } => {
-                let (source, sealed) = Source::new(spec, frozen)?;
-                inherited.extend(sealed);
-                Some(source)
+        let user = jail.user();
+        let boots = match begin {
+            Begin::Boot { memory } => {
+                let mut description = self.description(spec);
+                if let (Some(file), [zone]) = (&memory, &mut description.memory.zones[..]) {
+                    zone.file = template::inherited(file.as_raw_fd());
+                }
+                inherited.extend(memory);
+                Some(description)
             }
-        };
-        let confined = match source {
-            Some(_) if self.jailed => jail::rules(&process::find(&self.program), spec)
-                .map_err(|error| host(pod, "confine the VMM to", run_dir.clone())(io::Error::other(error)))?,
-            _ => None,
+            Begin::Restore(source) => {
+                inherited.extend(source);
+                None
+            }
         };
         let (program, dir, background) = (self.program.clone(), run_dir.clone(), spec.background);
         let spawned = tokio::task::spawn_blocking(move || {
-            process::spawn(
-                &program,
-                arguments,
-                &dir,
-                inherited,
-                Some(stdout.into()),
-                background,
-                confined.map(process::Confined::Landlocked),
-            )
+            process::spawn(&program, arguments, &dir, inherited, Some(stdout.into()), background, Some(jail))
         });
         let (process, words) = spawned
             .await
@@ -170,13 +161,22 @@ impl CloudHypervisor {
             .map_err(host(pod, "capture output in", run_dir.clone()))?;
 
         let watched = Watched::new(pod, process.watched(), captures, events);
+        let room = watched.room().await?;
+        let listen = match boots {
+            Some(_) => Link::new,
+            // Its agent has announced itself long ago.
+            None => Link::of_running,
+        };
+        let link = listen(room.clone()).map_err(host(pod, "listen on", vsock::announcements().into()))?;
         let api = Api::new(run_dir, self.boot_timeout);
-        match source {
-            None => {
-                watched.answered("vm.create", api.create(&self.description(spec))).await?;
+        match boots {
+            Some(description) => {
+                let shown = watched.show("vm.create", user, &spec.disks).await?;
+                watched.answered("vm.create", api.create(&description)).await?;
                 watched.answered("vm.boot", api.boot()).await?;
+                drop(shown);
             }
-            Some(source) => watched.answered(template::CALL, api.restore(source.path())).await?,
+            None => watched.answered(template::CALL, api.restore(Path::new(template::DIR))).await?,
         }
         // What is to be frozen gets none: a copy would want the taps that were its template's.
         if spec.memory_file.is_none() {
@@ -199,21 +199,24 @@ impl CloudHypervisor {
             api: Api::new(run_dir, self.call_timeout),
             record,
             watched,
+            room,
             link,
-            image_type: self.version.image_type(),
-            jailed: self.jailed,
+            user,
             call_timeout: self.call_timeout,
         }))
     }
 }
 
 /// How a machine comes to be.
-#[derive(Debug, Clone, Copy)]
-enum Begin<'a> {
+#[derive(Debug)]
+enum Begin {
     /// It boots.
-    Boot,
-    /// It is a copy of this one, standing still.
-    Restore { frozen: &'a Frozen },
+    Boot {
+        /// File for its memory; none: memory is of its own.
+        memory: Option<OwnedFd>,
+    },
+    /// It is a copy, standing still, made of these, to which links in the jail lead.
+    Restore([OwnedFd; 3]),
 }
 
 #[async_trait]
@@ -223,8 +226,9 @@ impl Vmm for CloudHypervisor {
     }
 
     async fn boot(&self, spec: &VmSpec) -> Result<Arc<dyn Machine>, VmmError> {
-        template::make_memory(spec)?;
-        self.start(spec, Begin::Boot).await
+        let jail = self.jail(spec)?;
+        let memory = template::make_memory(spec, jail.user())?;
+        self.start(spec, jail, Begin::Boot { memory }).await
     }
 
     fn template_inputs(&self, spec: &VmSpec) -> TemplateInputs {
@@ -239,7 +243,9 @@ impl Vmm for CloudHypervisor {
     }
 
     async fn restore(&self, spec: &VmSpec, frozen: &Frozen) -> Result<Arc<dyn Machine>, VmmError> {
-        self.start(spec, Begin::Restore { frozen }).await
+        let mut jail = self.jail(spec)?;
+        let source = template::source(spec, frozen, &mut jail)?;
+        self.start(spec, jail, Begin::Restore(source)).await
     }
 
     async fn adopt(&self, record: &MachineRecord) -> Result<Option<Arc<dyn Machine>>, VmmError> {
@@ -249,8 +255,7 @@ impl Vmm for CloudHypervisor {
 
 /// As [`Vmm::adopt`], whatever program is installed by now. `limit` is for each call, from then on too.
 pub async fn adopt(record: &MachineRecord, limit: Duration) -> Result<Option<Arc<dyn Machine>>, VmmError> {
-    let MachineRecord { pod, run_dir, .. } = record;
-    jail::clear(run_dir).map_err(host(pod, "take disks out of", run_dir.clone()))?;
+    let pod = &record.pod;
     let proc = PathBuf::from(format!("/proc/{}", record.pid));
     let found = process::adopt(record.pid, record.start_time).map_err(host(pod, "look at", proc))?;
     let Some(process) = found.map(Arc::new) else { return Ok(None) };
@@ -277,32 +282,35 @@ async fn take_over(
         .and_then(|console| Captures::start(words, console, run_dir, record.console_log_bytes))
         .map_err(host(pod, "capture output in", run_dir.clone()))?;
     let events = Events::open(run_dir).map_err(host(pod, "read", run_dir.join(events::FILE)))?;
-    let link =
-        Link::of_running(run_dir).map_err(host(pod, "listen on", run_dir.join(vsock::announcements())))?;
+    let user = fs::metadata(run_dir).map(|dir| jail::user_of(&dir)).map_err(host(
+        pod,
+        "look at",
+        run_dir.clone(),
+    ))?;
     let watched = Watched::new(pod, process, captures, events);
+    let room = watched.room().await?;
+    watched.clear().await?;
+    let link =
+        Link::of_running(room.clone()).map_err(host(pod, "listen on", vsock::announcements().into()))?;
     let api = Api::new(run_dir, limit);
     let ping = watched.answered("vmm.ping", api.ping()).await?;
-    let version = Version::of_running(&ping.version).map_err(|error| VmmError::Malformed {
+    Version::of_running(&ping.version).map_err(|error| VmmError::Malformed {
         pod: pod.clone(),
         call: "vmm.ping".into(),
         reason: error.to_string(),
     })?;
-    Ok(CloudHypervisorMachine {
-        record: record.clone(),
-        watched,
-        api,
-        link,
-        image_type: version.image_type(),
-        jailed: jail::usable().is_ok(),
-        call_timeout: limit,
-    })
+    Ok(CloudHypervisorMachine { record: record.clone(), watched, api, room, link, user, call_timeout: limit })
 }
 
-/// The VMM's arguments: what it is given open. All else it learns over its API.
-fn arguments(control: RawFd, told: RawFd) -> Vec<OsString> {
-    ["--api-socket", &format!("fd={control}"), "--event-monitor", &format!("fd={told}"), "--seccomp", "true"]
-        .map(OsString::from)
-        .into()
+/// The VMM's arguments: what it is given open, and that it confines itself. All else it learns over its API.
+fn arguments(control: RawFd, told: RawFd, landlock: bool) -> Vec<OsString> {
+    let (control, told) = (format!("fd={control}"), format!("fd={told}"));
+    let mut arguments = vec!["--api-socket", &control, "--event-monitor", &told, "--seccomp", "true"];
+    if landlock {
+        // For the threads that don't wait for a machine's description.
+        arguments.push("--landlock");
+    }
+    arguments.into_iter().map(OsString::from).collect()
 }
 
 /// The guest kernel's command line.

@@ -13,6 +13,7 @@ use std::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
+    time::Duration,
 };
 
 use async_trait::async_trait;
@@ -21,8 +22,8 @@ use sandboxer_protocol::{boot::BootParams, id::SandboxId, link::LinkKey};
 use tokio::{net::UnixStream, sync::watch};
 
 use super::{
-    AgentStream, DiskSpec, Frozen, MEMORY, Machine, MachineExit, MachineRecord, TemplateInputs, VmSpec, Vmm,
-    VmmError, VmmInfo,
+    AgentStream, DiskSpec, Frozen, Held, MEMORY, Machine, MachineExit, MachineRecord, TemplateInputs, VmSpec,
+    Vmm, VmmError, VmmInfo, Written,
 };
 
 /// What a guest is called with, once for each stream that the host opens.
@@ -74,6 +75,18 @@ pub enum Fault {
     HangsOnRestore,
 }
 
+/// What ails a machine that runs.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Ailment {
+    /// Nothing.
+    #[default]
+    None,
+    /// Its VMM answers no later daemon.
+    Silent,
+    /// Neither does it end when it is killed, as a process that waits for a disk.
+    Undying,
+}
+
 /// File of a frozen fake machine: the key of its link, hex.
 const STATE: &str = "state";
 
@@ -115,6 +128,26 @@ impl FakeVmm {
     pub fn crash(&self, pod: &SandboxId) -> bool {
         let machine = lock(&self.machines).get(pod).cloned();
         machine.is_some_and(|machine| machine.end("was killed by signal 11", "injected crash"))
+    }
+
+    /// From now on, this ails the machine of `pod`, if it has one.
+    pub fn ail(&self, pod: &SandboxId, ailment: Ailment) {
+        if let Some(machine) = lock(&self.machines).get(pod) {
+            *lock(&machine.ailment) = ailment;
+        }
+    }
+
+    /// The VMM of `pod` writes so many bytes to its disks.
+    pub fn write(&self, pod: &SandboxId, bytes: u64) {
+        if let Some(machine) = lock(&self.machines).get(pod) {
+            machine.written.fetch_add(bytes, Ordering::Relaxed);
+        }
+    }
+
+    /// The machine that is recorded so, if it runs.
+    fn recorded(&self, record: &MachineRecord) -> Option<Arc<FakeMachine>> {
+        let machine = lock(&self.machines).get(&record.pod).cloned();
+        machine.filter(|machine| machine.record == *record && machine.is_running())
     }
 
     /// Pods whose machines run.
@@ -187,6 +220,8 @@ impl Vmm for FakeVmm {
             taps: Arc::new(Mutex::new(spec.taps.clone())),
             last_stream: Arc::default(),
             unheard: Arc::default(),
+            ailment: Arc::default(),
+            written: Arc::default(),
             machines: self.machines.clone(),
         });
         lock(&self.machines).insert(spec.pod.clone(), machine.clone());
@@ -232,9 +267,30 @@ impl Vmm for FakeVmm {
     }
 
     async fn adopt(&self, record: &MachineRecord) -> Result<Option<Arc<dyn Machine>>, VmmError> {
-        let machine = lock(&self.machines).get(&record.pod).cloned();
-        let same = machine.filter(|machine| machine.record == *record && machine.is_running());
-        Ok(same.map(|machine| machine as Arc<dyn Machine>))
+        let Some(machine) = self.recorded(record) else { return Ok(None) };
+        if *lock(&machine.ailment) == Ailment::None {
+            return Ok(Some(machine));
+        }
+        Err(machine.hung("the greeting"))
+    }
+
+    fn hold(&self, record: &MachineRecord) -> Result<Option<Arc<dyn Held>>, VmmError> {
+        Ok(self.recorded(record).map(|machine| machine as Arc<dyn Held>))
+    }
+}
+
+#[async_trait]
+impl Held for FakeMachine {
+    async fn ended(&self) -> MachineExit {
+        self.exited().await
+    }
+
+    async fn end(&self) -> Result<(), VmmError> {
+        self.kill().await
+    }
+
+    fn written(&self) -> Option<Written> {
+        Machine::written(self)
     }
 }
 
@@ -253,6 +309,9 @@ struct FakeMachine {
     last_stream: Arc<Mutex<Option<OwnedFd>>>,
     /// Ends of streams to a guest that never listens.
     unheard: Arc<Mutex<Vec<UnixStream>>>,
+    ailment: Arc<Mutex<Ailment>>,
+    /// Bytes that its VMM has written.
+    written: Arc<AtomicU64>,
 }
 
 impl FakeMachine {
@@ -273,6 +332,10 @@ impl FakeMachine {
             // One that is dead already is what is wanted.
             let _ = rustix::net::shutdown(&stream, Shutdown::Both);
         }
+    }
+
+    fn hung(&self, call: &str) -> VmmError {
+        VmmError::Hung { pod: self.record.pod.clone(), call: call.to_owned(), limit: Duration::ZERO }
     }
 
     fn reachable(&self, call: &str) -> Result<(), VmmError> {
@@ -396,8 +459,17 @@ impl Machine for FakeMachine {
     }
 
     async fn kill(&self) -> Result<(), VmmError> {
+        if self.is_running() && *lock(&self.ailment) == Ailment::Undying {
+            // As long as a caller of a real one waits.
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            return Err(self.hung("SIGKILL"));
+        }
         self.end("was killed by signal 9", "");
         Ok(())
+    }
+
+    fn written(&self) -> Option<Written> {
+        Some(Written { stored: self.written.load(Ordering::Relaxed), called: 0 })
     }
 }
 

@@ -3,10 +3,11 @@
 //! A machine that its guest broke out of is a process without a name's worth: a user of its own that owns nothing,
 //! no capability and no way to gain one; namespaces of its own, with no network in them, no process but itself and
 //! nobody to talk to; a root of read-only programs, its kernel and its initramfs. All else that it uses, sockets,
-//! taps, disks and memory, is opened for it.
+//! taps, disks and memory, is opened for it. A VMM that makes sockets and files itself gets a small directory for
+//! them, which is in memory and its own; see [`super::room`].
 //!
 //! ```text
-//! namespaces ─▶ root ─▶ user ─▶ user namespace ─▶ no capability ─▶ exec
+//! namespaces ─▶ root ─▶ user ─▶ user namespace ─▶ no capability ─▶ filter of system calls ─▶ exec
 //! └────── of the host's user namespace ──────┘
 //! ```
 //!
@@ -26,6 +27,9 @@ use nix::{
     sys::wait::{WaitStatus, waitpid},
     unistd::Pid,
 };
+use seccompiler::{BpfProgram, apply_filter};
+
+use super::seccomp;
 
 /// Users that VMMs run as begin here: above all that systemd.io's list of UIDs gives to anyone, and below 2^31.
 const FIRST_USER: u32 = 0x7000_0000;
@@ -43,6 +47,12 @@ const NAMESPACES: CloneFlags = CloneFlags::CLONE_NEWNS
 const SYSTEM: [&str; 5] = ["/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache"];
 /// Devices that are the same to everybody.
 const DEVICES: [&str; 2] = ["/dev/null", "/dev/urandom"];
+/// The directory in a jail that its VMM can write to, if it has one.
+pub const ROOM: &str = "/run";
+/// The directory in that one in which the VMM finds what it is shown while it runs. It can't write to it.
+pub const SHOWN: &str = "disks";
+/// Most that a VMM can write into its room: a frozen machine of many processors is described in a few MB.
+const ROOM_OPTIONS: &CStr = c"size=16m,nr_inodes=64,mode=1777";
 /// Securebit: capabilities stay where the user changes (`SECBIT_NO_SETUID_FIXUP`).
 const STAY: libc::c_ulong = 1 << 2;
 /// Layout of capability sets, two words each (`_LINUX_CAPABILITY_VERSION_3`).
@@ -60,6 +70,9 @@ pub struct Jail {
     groups: Vec<libc::gid_t>,
     /// What its user namespace knows of users and of groups: the one, by its own number.
     ids: String,
+    /// There is a [`ROOM`] in it.
+    room: bool,
+    filter: BpfProgram,
 }
 
 /// A step of making the root, from within it.
@@ -82,7 +95,15 @@ impl Jail {
     pub fn new(run_dir: &Path, readable: &[&Path], devices: &[&Path]) -> io::Result<Self> {
         let user = user_of(&fs::metadata(run_dir)?);
         let ids = format!("{user} {user} 1");
-        let mut jail = Self { root: text(run_dir)?, steps: Vec::new(), user, groups: Vec::new(), ids };
+        let mut jail = Self {
+            root: text(run_dir)?,
+            steps: Vec::new(),
+            user,
+            groups: Vec::new(),
+            ids,
+            room: false,
+            filter: seccomp::filter()?,
+        };
         let read_only = libc::MS_RDONLY | libc::MS_NOSUID | libc::MS_NODEV;
         for path in SYSTEM.iter().map(Path::new).chain(readable.iter().copied()) {
             jail.show(path, read_only)?;
@@ -97,6 +118,19 @@ impl Jail {
             }
         }
         Ok(jail)
+    }
+
+    /// The same jail with a [`ROOM`] in it.
+    pub fn with_room(mut self) -> Self {
+        self.room = true;
+        self
+    }
+
+    /// Puts a symbolic link into it: `at` is the name of a directory in its root, and the link's name there.
+    pub fn link(&mut self, to: &Path, (dir, name): (&str, &str)) -> io::Result<()> {
+        self.steps.push(Step::Dir(text(Path::new(dir))?));
+        self.steps.push(Step::Link { to: text(to)?, at: text(&Path::new(dir).join(name))? });
+        Ok(())
     }
 
     /// Its user, and its group likewise.
@@ -155,6 +189,9 @@ impl Jail {
             for step in &self.steps {
                 step.take()?;
             }
+            if self.room {
+                make_room()?;
+            }
             done(libc::mkdir(c"proc".as_ptr(), 0o555))?;
             done(libc::mount(
                 c"proc".as_ptr(),
@@ -189,8 +226,10 @@ impl Jail {
             done(libc::prctl(libc::PR_SET_SECUREBITS, 0, 0, 0, 0))?;
             let (header, none) = ([CAPABILITY_VERSION, 0], [0_u32; 6]);
             done(libc::syscall(libc::SYS_capset, header.as_ptr(), none.as_ptr()) as libc::c_int)?;
-            done(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+            done(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))?;
         }
+        // What comes back of a failure is a number: nothing is allocated on the way.
+        apply_filter(&self.filter).map_err(|_| io::Error::last_os_error())
     }
 
     /// In a new user namespace: there is one user and one group in it, and no other one will be made from it.
@@ -201,6 +240,18 @@ impl Jail {
         write(c"/proc/self/uid_map", self.ids.as_bytes())?;
         write(c"/proc/self/gid_map", self.ids.as_bytes())?;
         write(c"/proc/sys/user/max_user_namespaces", b"0")
+    }
+}
+
+/// Makes [`ROOM`] in the working directory. What others put there the VMM can neither remove nor replace.
+fn make_room() -> io::Result<()> {
+    let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
+    // SAFETY: as in `Jail::enter`.
+    unsafe {
+        done(libc::mkdir(c"run".as_ptr(), 0o755))?;
+        let options = ROOM_OPTIONS.as_ptr().cast();
+        done(libc::mount(c"room".as_ptr(), c"run".as_ptr(), c"tmpfs".as_ptr(), flags, options))?;
+        done(libc::mkdir(c"run/disks".as_ptr(), 0o755))
     }
 }
 
@@ -290,8 +341,8 @@ mod tests {
     };
 
     use seccompiler::{
-        BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
-        SeccompRule, TargetArch, apply_filter,
+        SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
+        TargetArch,
     };
 
     use super::*;
@@ -342,6 +393,45 @@ mod tests {
             let user = read.lines().find_map(|line| line.strip_prefix("Uid:\t")).unwrap();
             assert!(user.split('\t').all(|id| id.parse::<u32>().unwrap() >= FIRST_USER), "{read}");
         }
+    }
+
+    /// Each of these does something else than refuse where there is no filter, or is refused for want of a capability.
+    #[test]
+    fn calls_that_no_vmm_makes_are_refused() {
+        let calls = [
+            ("io_uring_setup", libc::SYS_io_uring_setup),
+            ("io_uring_enter", libc::SYS_io_uring_enter),
+            ("userfaultfd", libc::SYS_userfaultfd),
+            ("bpf", libc::SYS_bpf),
+            ("perf_event_open", libc::SYS_perf_event_open),
+            ("kexec_load", libc::SYS_kexec_load),
+            ("mount", libc::SYS_mount),
+            ("open_tree", libc::SYS_open_tree),
+            ("fsopen", libc::SYS_fsopen),
+            ("unshare", libc::SYS_unshare),
+            ("ptrace", libc::SYS_ptrace),
+            ("process_vm_readv", libc::SYS_process_vm_readv),
+            ("keyctl", libc::SYS_keyctl),
+            ("name_to_handle_at", libc::SYS_name_to_handle_at),
+            ("open_by_handle_at", libc::SYS_open_by_handle_at),
+            ("modify_ldt", libc::SYS_modify_ldt),
+            ("shmget", libc::SYS_shmget),
+        ];
+        let numbers = calls.map(|(_, number)| number.to_string()).join(" ");
+        // Of Debian's base, as is the shell.
+        let script = format!(
+            "exec perl -e 'print syscall($_, 0, 0, 0, 0, 0, 0) == -1 ? $!+0 : \"done\", \"\\n\" for @ARGV; \
+             print socket(S, $_, 1, 0) ? \"done\" : $!+0, \"\\n\" for 1, 17, 38, 40' {numbers}"
+        );
+        let said = jailed(&script, &[], false);
+        let said: Vec<&str> = said.lines().collect();
+        let refused = libc::EPERM.to_string();
+        assert_eq!(said.len(), calls.len() + 4, "{said:?}");
+        for ((name, _), said) in calls.iter().zip(&said) {
+            assert_eq!(*said, refused, "{name}");
+        }
+        // Of Unix, packets, the kernel's cryptography, the host's vsock.
+        assert_eq!(said[calls.len()..], ["done", &refused, &refused, &refused]);
     }
 
     /// By a group that the jail's user namespace doesn't know, as /dev/kvm is; files stand in for devices.

@@ -7,8 +7,8 @@
 
 use std::{
     ffi::{CStr, CString},
-    io,
-    os::unix::ffi::OsStrExt,
+    fs, io,
+    os::unix::{ffi::OsStrExt, fs::MetadataExt},
     path::{Path, PathBuf},
     time::{Duration, Instant},
 };
@@ -16,7 +16,7 @@ use std::{
 use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_regs, kvm_userspace_memory_region};
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd};
 
-/// Guest instructions per second below which KVM is worse than no KVM. A KVM that interprets was
+/// Guest instructions per second below which KVM is taken only where it is asked for by name. A KVM that interprets was
 /// measured at 0.2 to 1 million of these; on hardware, eight of them should take a few hundred cycles,
 /// which makes tens of millions (estimated: no such host was at hand).
 pub const ENOUGH: f64 = 5e6;
@@ -94,6 +94,19 @@ pub enum KvmUnusable {
         /// What the system said.
         source: io::Error,
     },
+    /// It opens for root alone.
+    #[error(
+        "{path:?} has mode {mode:03o} and group {group}: no group but root's may open it, and VMMs run as users of \
+         their own"
+    )]
+    Closed {
+        /// The device.
+        path: PathBuf,
+        /// Its permissions.
+        mode: u32,
+        /// Number of its group.
+        group: u32,
+    },
     /// It opens and makes no machine.
     #[error("KVM cannot {action}")]
     Setup {
@@ -113,10 +126,11 @@ pub enum KvmUnusable {
         /// How the guest was left.
         exit: String,
     },
-    /// A guest would crawl on it.
+    /// It is right and slow: of use to whoever asks for it by name. The cause is not known: KVM may interpret, or be
+    /// emulated itself.
     #[error(
-        "KVM runs {:.1} million guest instructions per second, under {:.0} million: this host \
-         interprets them, having no nested virtualization", rate / 1e6, ENOUGH / 1e6
+        "KVM runs {:.1} million guest instructions per second, under {:.0} million: too slow to be chosen by itself",
+        rate / 1e6, ENOUGH / 1e6
     )]
     Slow {
         /// Instructions per second.
@@ -154,7 +168,20 @@ pub fn measure(device: &Path) -> Result<f64, KvmUnusable> {
     vcpu.set_sregs(&segments).map_err(setup("set registers"))?;
     enter_at(&vcpu, CODE_AT).map_err(setup("set registers"))?;
 
-    judge(&mut vcpu)
+    let rate = judge(&mut vcpu)?;
+    opens_in_a_jail(device).map(|()| rate)
+}
+
+/// Whether a jailed VMM, which is made a member of the device's group, can open it.
+fn opens_in_a_jail(device: &Path) -> Result<(), KvmUnusable> {
+    let meta = fs::metadata(device).map_err(|source| KvmUnusable::Open { path: device.into(), source })?;
+    let mode = meta.mode() & 0o777;
+    let others = mode & 0o006 == 0o006;
+    let group = meta.gid() != 0 && mode & 0o060 == 0o060;
+    match others || group {
+        true => Ok(()),
+        false => Err(KvmUnusable::Closed { path: device.into(), mode, group: meta.gid() }),
+    }
 }
 
 fn open(device: &Path) -> Result<Kvm, KvmUnusable> {
@@ -221,6 +248,8 @@ fn run(vcpu: &mut VcpuFd, rate: f64) -> Result<(), KvmUnusable> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
 
     #[test]
@@ -228,6 +257,25 @@ mod tests {
         let error = measure(Path::new("/nonexistent/kvm")).unwrap_err();
         assert!(error.to_string().contains("/nonexistent/kvm"), "{error}");
         assert!(matches!(measure(Path::new("/dev/null")), Err(KvmUnusable::Setup { .. })));
+    }
+
+    #[test]
+    fn a_device_that_is_roots_alone_is_closed_to_jails() {
+        let device = tempfile::NamedTempFile::new().unwrap();
+        for (group, mode, opens) in [
+            (0, 0o600, false),
+            (0, 0o660, false),
+            (4321, 0o600, false),
+            (4321, 0o640, false),
+            (4321, 0o660, true),
+            (0, 0o666, true),
+        ] {
+            std::os::unix::fs::chown(device.path(), None, Some(group)).unwrap();
+            fs::set_permissions(device.path(), fs::Permissions::from_mode(mode)).unwrap();
+            assert_eq!(opens_in_a_jail(device.path()).is_ok(), opens, "{mode:o} of group {group}");
+        }
+        let error = KvmUnusable::Closed { path: "/dev/kvm".into(), mode: 0o600, group: 0 };
+        assert!(error.to_string().starts_with("\"/dev/kvm\" has mode 600 and group 0"), "{error}");
     }
 
     /// Whatever this machine's KVM is worth, the verdict must rest on a measurement.
@@ -239,6 +287,7 @@ mod tests {
             Err(KvmUnusable::Fault { rate, exit }) => {
                 assert!(rate > 0.0, "the loop of plain instructions ended in {exit}");
             }
+            Err(KvmUnusable::Closed { mode, .. }) => assert_eq!(mode & 0o006, 0),
             Err(KvmUnusable::Open { .. }) => assert!(Kvm::new().is_err(), "/dev/kvm opens after all"),
             Err(error @ KvmUnusable::Setup { .. }) => panic!("{error}"),
         }

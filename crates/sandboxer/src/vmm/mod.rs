@@ -11,12 +11,16 @@ pub mod confinement;
 pub mod console;
 pub mod fake;
 pub mod frozen;
+mod held;
 pub(crate) mod jail;
 pub mod kvm;
+mod permit;
 pub(crate) mod process;
 pub mod qemu;
 pub(crate) mod qmp;
+mod room;
 mod run_dir;
+mod seccomp;
 mod setup;
 pub(crate) mod socket;
 pub mod spec;
@@ -36,6 +40,8 @@ use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncWrite};
 
 pub use frozen::{Frozen, MEMORY};
+pub use held::{Held, HeldProcesses};
+pub use process::Written;
 pub use setup::{SetupError, detect};
 pub use spec::{DiskSpec, Shape, VmSpec};
 
@@ -61,8 +67,16 @@ pub trait Vmm: Send + Sync + fmt::Debug {
     /// the future ends what it began.
     async fn restore(&self, spec: &VmSpec, frozen: &Frozen) -> Result<Arc<dyn Machine>, VmmError>;
 
-    /// Takes up a machine that an earlier daemon started. `Ok(None)`: it has ended since.
+    /// Takes up a machine that an earlier daemon started. `Ok(None)`: it has ended since. An error says nothing about
+    /// its end: [`Vmm::hold`] does.
     async fn adopt(&self, record: &MachineRecord) -> Result<Option<Arc<dyn Machine>>, VmmError>;
+
+    /// Holds on to the VMM of a machine that an earlier daemon started, whether it answers or not. `Ok(None)`: it has
+    /// ended since.
+    fn hold(&self, record: &MachineRecord) -> Result<Option<Arc<dyn Held>>, VmmError> {
+        let held = HeldProcesses::of(record)?;
+        Ok(held.map(|held| Arc::new(held) as Arc<dyn Held>))
+    }
 }
 
 /// A running machine. All methods can be called at any time and from several tasks.
@@ -103,6 +117,11 @@ pub trait Machine: Send + Sync + fmt::Debug {
     /// Ends the machine at once and waits until its process is gone. The guest has been told
     /// before, where it matters. Ending a machine that has ended is no error.
     async fn kill(&self) -> Result<(), VmmError>;
+
+    /// Returns what its VMM has written so far; none if the system doesn't say.
+    fn written(&self) -> Option<Written> {
+        process::written(self.record().pid)
+    }
 }
 
 /// A byte stream to a guest.

@@ -5,9 +5,9 @@
 
 use std::{
     ffi::OsString,
-    fs, io, ops,
+    fs, future, io, ops,
     os::{
-        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
+        fd::{AsFd, BorrowedFd, OwnedFd},
         unix::process::CommandExt,
     },
     path::{Path, PathBuf},
@@ -16,12 +16,13 @@ use std::{
 };
 
 use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
     io::FdFlags,
     process::{
         Pid, PidfdFlags, Resource, Rlimit, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal,
         setpriority_pgrp, setpriority_process, setrlimit, setsid, waitid,
     },
-    thread::{UnshareFlags, set_no_new_privs, unshare_unsafe},
+    thread::{UnshareFlags, unshare_unsafe},
 };
 use tokio::{
     io::{Interest, unix::AsyncFd},
@@ -60,15 +61,6 @@ pub struct Process {
     exit: watch::Receiver<Option<Exit>>,
 }
 
-/// How a process is confined from its first moment.
-#[derive(Debug)]
-pub enum Confined {
-    /// It opens no more than these Landlock rules allow.
-    Landlocked(OwnedFd),
-    /// It is jailed.
-    Jailed(Jail),
-}
-
 /// A process that is killed when this is dropped, until [`Starting::keep`].
 #[derive(Debug)]
 pub struct Starting {
@@ -93,7 +85,7 @@ const BACKGROUND: i32 = 10;
 ///
 /// `inherited` are open in it under the numbers they have here. Its environment is `PATH` and
 /// [`strays::MARK`] with `run_dir`, which is also its working directory. Its stderr is the returned pipe,
-/// and so is its stdout unless `stdout` is given. From its first moment it is confined, if it is to be. Blocks for
+/// and so is its stdout unless `stdout` is given. From its first moment it is in `jail`, if there is one. Blocks for
 /// the time of a fork: call it where blocking is allowed, inside a runtime.
 pub fn spawn(
     program: &Path,
@@ -102,9 +94,9 @@ pub fn spawn(
     inherited: Vec<OwnedFd>,
     stdout: Option<OwnedFd>,
     background: bool,
-    confined: Option<Confined>,
+    jail: Option<Jail>,
 ) -> io::Result<(Starting, OwnedFd)> {
-    let jailed = matches!(confined, Some(Confined::Jailed(_)));
+    let jailed = jail.is_some();
     let (words, their_words) = io::pipe()?;
     let stdout = match stdout {
         Some(stdout) => stdout,
@@ -130,15 +122,8 @@ pub fn spawn(
             }
             // A core would be the whole guest on the host's disk.
             setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?;
-            match &confined {
-                Some(Confined::Landlocked(rules)) => {
-                    set_no_new_privs(true)?;
-                    if libc::syscall(libc::SYS_landlock_restrict_self, rules.as_raw_fd(), 0) < 0 {
-                        return Err(io::Error::last_os_error());
-                    }
-                }
-                Some(Confined::Jailed(jail)) => jail.enter()?,
-                None => {}
+            if let Some(jail) = &jail {
+                jail.enter()?;
             }
             // Only in the child: another fork of this daemon must not inherit them.
             for fd in &inherited {
@@ -178,21 +163,51 @@ fn spawn_alone(mut command: Command) -> io::Result<Child> {
 
 /// The process `pid`, if it is still the one that started at `start_time`.
 pub fn adopt(pid: u32, start_time: u64) -> io::Result<Option<Process>> {
-    let Some(pid) = i32::try_from(pid).ok().and_then(Pid::from_raw) else {
+    let Some(raw) = i32::try_from(pid).ok().and_then(Pid::from_raw) else {
         return Ok(None);
     };
-    let pidfd = match pidfd_open(pid, PidfdFlags::NONBLOCK) {
+    let pidfd = match pidfd_open(raw, PidfdFlags::NONBLOCK) {
         Ok(pidfd) => pidfd,
         Err(rustix::io::Errno::SRCH) => return Ok(None),
         Err(error) => return Err(error.into()),
     };
-    // Read after opening: were the pid somebody else's by then, the start time would be too.
-    match start_time_of(pid) {
-        Ok(found) if found == start_time => Process::watched(pid, pidfd, false).map(Some),
-        Ok(_) => Ok(None),
+    // Held first and looked at then: were the pid somebody else's by then, the start time would be too.
+    let found = held(pid, pidfd)?;
+    Ok(found.filter(|found| found.start_time == start_time))
+}
+
+/// The process `pid` that a pidfd is of; none if it is gone.
+pub fn held(pid: u32, pidfd: OwnedFd) -> io::Result<Option<Process>> {
+    let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidInput)?;
+    match Process::watched(pid, pidfd, false) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(error),
+        found => found.map(Some),
     }
+}
+
+/// What a process has written so far.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Written {
+    /// Bytes that are on their way to storage.
+    pub stored: u64,
+    /// Bytes of all its calls; notes to its own threads are among them.
+    pub called: u64,
+}
+
+impl Written {
+    /// Calls that write less are notes of an idle process, bytes.
+    const IDLE: u64 = 1 << 20;
+
+    /// Whether data were written since `before`. File systems in memory count as calls alone.
+    pub fn data_since(self, before: Self) -> bool {
+        self.stored > before.stored || self.called.saturating_sub(before.called) >= Self::IDLE
+    }
+}
+
+/// What the process `pid` has written so far; none if the system doesn't say.
+pub fn written(pid: u32) -> Option<Written> {
+    let io = procfs::process::Process::new(i32::try_from(pid).ok()?).ok()?.io().ok()?;
+    Some(Written { stored: io.write_bytes, called: io.wchar })
 }
 
 /// The child that has this pid now. For one that is known to live, made by another one that was started here.
@@ -229,6 +244,12 @@ impl Process {
         self.pidfd.get_ref().as_fd()
     }
 
+    /// Whether it runs at this moment, as the kernel has it.
+    pub fn is_alive(&self) -> bool {
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        poll(&mut [PollFd::new(self.pidfd.get_ref(), PollFlags::IN)], Some(&now)) == Ok(0)
+    }
+
     /// Whether it is known to have ended.
     pub fn has_ended(&self) -> bool {
         self.exit.borrow().is_some()
@@ -236,9 +257,12 @@ impl Process {
 
     /// Waits for its end. Cancel-safe; answers again when asked again.
     pub async fn exited(&self) -> Exit {
-        match self.exit.clone().wait_for(Option::is_some).await {
-            Ok(exit) => exit.unwrap_or(Exit::Unknown),
-            Err(_) => Exit::Unknown,
+        let mut exit = self.exit.clone();
+        let exit = exit.wait_for(Option::is_some).await.map(|exit| exit.unwrap_or(Exit::Unknown));
+        match exit {
+            Ok(exit) => exit,
+            // Nobody watches any more, for this daemon ends: that says nothing about the process.
+            Err(_) => future::pending().await,
         }
     }
 
@@ -289,10 +313,15 @@ impl Drop for Starting {
 }
 
 async fn watch_exit(pidfd: Arc<AsyncFd<OwnedFd>>, child: bool, ended: watch::Sender<Option<Exit>>) {
-    // A pidfd is readable from its process's end on.
-    let exit = match pidfd.readable().await {
-        Ok(_) if child => reap(&pidfd),
-        _ => Exit::Unknown,
+    // A pidfd is readable from its process's end on. An error is none: it says that this daemon ends.
+    let exit = tokio::select! {
+        readable = pidfd.readable() => match readable {
+            Ok(_) if child => reap(&pidfd),
+            Ok(_) => Exit::Unknown,
+            Err(_) => return,
+        },
+        // Nobody asks any more; a child has to be reaped all the same.
+        () = ended.closed(), if !child => return,
     };
     ended.send_replace(Some(exit));
 }

@@ -38,7 +38,7 @@ use super::{
     Frozen, MEMORY, Machine, MachineRecord, TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo,
     accelerator::{self, AcceleratorError},
     jail::Jail,
-    process::{self, Confined, Process, Starting},
+    process::{self, Process, Starting},
     qmp::Qmp,
     run_dir::{Captures, Files, connect, host, reopen},
     tsc,
@@ -153,15 +153,7 @@ impl Qemu {
         let (program, run_dir) = (self.program.clone(), spec.run_dir.clone());
         let background = spec.background;
         let spawned = tokio::task::spawn_blocking(move || {
-            process::spawn(
-                &program,
-                arguments,
-                &run_dir,
-                inherited,
-                None,
-                background,
-                jail.map(Confined::Jailed),
-            )
+            process::spawn(&program, arguments, &run_dir, inherited, None, background, jail)
         });
         let (process, words) = spawned
             .await

@@ -127,10 +127,10 @@ mod tests {
         assert_eq!((info.name, info.version.as_str(), info.accelerator), ("cloud-hypervisor", "53.0", "kvm"));
         assert_eq!(info.accelerator_reason, "measured");
 
-        let info = chosen(VmmChoice::Auto, "kvm", "cloud-hypervisor v43.0").await.unwrap();
+        let info = chosen(VmmChoice::Auto, "kvm", "cloud-hypervisor v51.1").await.unwrap();
         assert_eq!((info.name, info.accelerator), ("qemu", "kvm"));
         let why = &info.accelerator_reason;
-        assert!(why.starts_with("measured; ") && why.contains("v43.0, and v44 to v53 are known"), "{why}");
+        assert!(why.starts_with("measured; ") && why.contains("v51.1, and v52 to v53 are known"), "{why}");
 
         let info = chosen(VmmChoice::Auto, "tcg", "cloud-hypervisor v53.0").await.unwrap();
         assert_eq!((info.name, info.accelerator), ("qemu", "tcg"));

@@ -17,6 +17,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use rustix::fs::{Mode, OFlags};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use tokio::net::UnixStream;
 
@@ -31,10 +32,17 @@ pub fn listen(dir: &Path, name: &str) -> io::Result<UnixListener> {
 
 /// Connects to `dir/name`. Never waits: the listener's queue takes it or it fails.
 pub fn connect(dir: &Path, name: &str) -> io::Result<UnixStream> {
-    let handle = open(dir)?;
+    connect_within(&open(dir)?, name)
+}
+
+/// As [`connect`]. Whoever can write to the directory can't lead elsewhere by a link: none is followed.
+pub fn connect_within(dir: &File, name: &str) -> io::Result<UnixStream> {
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let file = rustix::fs::openat(dir, name, flags, Mode::empty())?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
-    rustix::net::connect(&socket, &SocketAddrUnix::new(within(&handle, name))?)?;
+    let path = format!("/proc/self/fd/{}", file.as_raw_fd());
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
     UnixStream::from_std(socket.into())
 }
 

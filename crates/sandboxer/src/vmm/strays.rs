@@ -25,9 +25,9 @@ use super::{VmmError, jail};
 /// Environment variable by which every VMM process can be told from all others.
 pub const MARK: &str = "SANDBOXER_RUN_DIR";
 
-/// Ends whatever VMM was started for `run_dir`. Answers when told to end, not when gone.
-pub fn end(pod: &SandboxId, run_dir: &Path) -> Result<(), VmmError> {
-    end_those(pod, |stray| stray.marked == run_dir)
+/// Every process that was started for `run_dir` itself.
+pub fn of(run_dir: &Path) -> io::Result<Vec<Stray>> {
+    Ok(all()?.into_iter().filter(|stray| stray.marked == run_dir).collect())
 }
 
 /// Ends whatever VMMs were started for directories below `dir`, all but those whose pids are in `keep`.
@@ -133,6 +133,11 @@ impl Stray {
         }
     }
 
+    /// What it is held by.
+    pub fn into_pidfd(self) -> OwnedFd {
+        self.held
+    }
+
     fn proc(&self) -> PathBuf {
         Path::new(PROC).join(self.pid.to_string())
     }
@@ -150,7 +155,8 @@ mod tests {
             |dir: &Path| std::process::Command::new("sleep").arg("60").env(MARK, dir).spawn().unwrap();
         let mut stray = sleeper(&dir.path().join("a"));
         let mut other = sleeper(&dir.path().join("ab"));
-        end(&"p".parse().unwrap(), &dir.path().join("a")).unwrap();
+        let [of] = <[Stray; 1]>::try_from(of(&dir.path().join("a")).unwrap()).unwrap();
+        of.end().unwrap();
         assert_eq!(stray.wait().unwrap().signal(), Some(9));
         assert!(other.try_wait().unwrap().is_none(), "another pod's VMM was ended");
         end_below(&"p".parse().unwrap(), dir.path(), &HashSet::from([other.id()])).unwrap();

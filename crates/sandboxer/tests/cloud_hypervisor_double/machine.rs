@@ -263,13 +263,13 @@ impl Machine {
             state.devices.insert(id.clone());
             state.disks.insert(id, disk);
         }
-        self.run(&mut state, true)?;
+        self.run(&mut state, true, 0)?;
         self.tell("vm", "booted", Value::Null);
         Ok(Value::Null)
     }
 
     /// The guest comes to life.
-    fn run(&self, state: &mut State, running: bool) -> Result<(), Refusal> {
+    fn run(&self, state: &mut State, running: bool, connections: u64) -> Result<(), Refusal> {
         for zone in zones(state.config.as_ref().unwrap()) {
             let Some(path) = zone["file"].as_str() else { continue };
             // Written to or not, it is opened for that by older versions.
@@ -281,7 +281,8 @@ impl Machine {
         }
         if let Some(socket) = state.config.as_ref().unwrap()["vsock"]["socket"].as_str() {
             state.devices.insert("_vsock0".into());
-            guest::start(Path::new(socket), self.share()).map_err(|error| (500, error.to_string()))?;
+            guest::start(Path::new(socket), self.share(), connections)
+                .map_err(|error| (500, error.to_string()))?;
         }
         state.running = Some(running);
         Ok(())
@@ -352,7 +353,10 @@ impl Machine {
         let ranges = zones(config).is_empty() || !zones(config).iter().all(in_files);
         let mut files = vec![
             ("config.json", config.to_string()),
-            ("state.json", json!({ "memory_ranges": ranges }).to_string()),
+            (
+                "state.json",
+                json!({ "memory_ranges": ranges, "connections": guest::connections() }).to_string(),
+            ),
         ];
         if ranges {
             files.push(("memory-ranges", String::new()));
@@ -378,7 +382,7 @@ impl Machine {
             File::open(dir.join("memory-ranges")).map_err(|error| (500, error.to_string()))?;
         }
         state.config = Some(config);
-        self.run(&mut state, false)?;
+        self.run(&mut state, false, frozen["connections"].as_u64().unwrap_or_default())?;
         Ok(Value::Null)
     }
 

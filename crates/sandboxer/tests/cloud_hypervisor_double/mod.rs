@@ -71,11 +71,13 @@ impl Given {
     fn parse(arguments: &[String]) -> Result<Self, String> {
         let (mut api, mut events) = (None, None);
         let fd = |value: &str| value.strip_prefix("fd=")?.parse::<RawFd>().ok();
-        for option in arguments.chunks(2) {
-            match option {
-                [name, value] if name == "--api-socket" => api = fd(value),
-                [name, value] if name == "--event-monitor" => events = fd(value),
-                [name, value] if name == "--seccomp" && value == "true" => {}
+        let mut left = arguments.iter().map(String::as_str);
+        while let Some(name) = left.next() {
+            match name {
+                "--landlock" => {}
+                "--seccomp" if left.next() == Some("true") => {}
+                "--api-socket" => api = left.next().and_then(fd),
+                "--event-monitor" => events = left.next().and_then(fd),
                 other => return Err(format!("unexpected argument {other:?}")),
             }
         }

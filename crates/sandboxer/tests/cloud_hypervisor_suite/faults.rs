@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use sandboxer::{
     config::{Accelerator, VmConfig, VmmChoice},
-    vmm::{Vmm, VmmError},
+    vmm::{Vmm, VmmError, strays},
 };
 
 use super::{Case, LONG, Outcome, Running, Subject, cases::left_in, trial};
@@ -135,13 +135,12 @@ async fn failing_boot(subject: Subject, config: VmConfig) -> Result<VmmError> {
     Ok(error)
 }
 
-/// A VMM works in the directory of its machine.
+/// A VMM is marked with the directory of its machine.
 async fn no_process_works_in(run_dir: &Path) -> Result<()> {
+    let nowhere = Path::new("/nonexistent");
     let at_work = || {
-        let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
-        processes
-            .filter_map(|process| fs::read_link(process.path().join("cwd")).ok())
-            .any(|cwd| cwd == run_dir)
+        let strays = strays::all().unwrap_or_default();
+        strays.iter().any(|stray| stray.is_of(run_dir, nowhere))
     };
     let gone = async {
         while at_work() {

@@ -1,18 +1,20 @@
 //! Guests that really boot, with the agent of the guest image.
 
+use std::fs;
+
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use sandboxer::{
     config::VmConfig,
     guest,
-    vmm::{Machine, VmSpec, Vmm, cloud_hypervisor::CloudHypervisor},
+    vmm::{MEMORY, Machine, VmSpec, Vmm, cloud_hypervisor::CloudHypervisor},
 };
 use sandboxer_protocol::agent::ConfigurePodRequest;
 
 use super::{Case, LONG, Outcome, Subject, kvm_unusable, skipped, trial};
 use crate::{
     listed,
-    test_guest::{Pod, guest_image, vm_config},
+    test_guest::{Pod, contract::sealed, guest_image, vm_config},
 };
 
 pub fn trials() -> Vec<Trial> {
@@ -20,6 +22,7 @@ pub fn trials() -> Vec<Trial> {
         the_agent_is_ready_and_the_guest_powers_off,
         the_agent_is_greeted_anew_by_the_next_daemon,
         a_disk_is_let_go_of,
+        a_copy_of_a_frozen_machine_answers_its_agent,
     ];
     let ready = match (Subject::real(), kvm_unusable()) {
         (_, Some(why)) => Err(why.to_owned()),
@@ -83,6 +86,31 @@ async fn the_agent_is_greeted_anew_by_the_next_daemon(subject: Subject) -> Resul
     let machine = guest.vmm.adopt(&record).await?.context("the machine outlived its handle")?;
     guest.greet(machine.as_ref()).await?;
     machine.kill().await?;
+    Ok(Outcome::Done)
+}
+
+/// As a template is made and used: a session is open at the freeze, and each copy is greeted.
+async fn a_copy_of_a_frozen_machine_answers_its_agent(subject: Subject) -> Result<Outcome> {
+    let guest = Guest::of(&subject).await?;
+    let dir = guest.pod.path("frozen");
+    fs::create_dir(&dir)?;
+    let spec = VmSpec { memory_file: Some(dir.join(MEMORY)), ..guest.spec.clone() };
+    let machine = guest.vmm.boot(&spec).await?;
+    let session = guest.greet(machine.as_ref()).await?;
+    drop(session);
+    machine.freeze(&dir).await?;
+    machine.kill().await?;
+    let frozen = sealed(dir);
+    for name in ["one", "two"] {
+        let pod = Pod::new(name);
+        let spec = VmSpec { run_dir: pod.path("run"), ..guest.spec.clone() };
+        let copy = guest.vmm.restore(&spec, &frozen).await?;
+        copy.resume().await?;
+        let agent = guest.greet(copy.as_ref()).await.with_context(|| format!("copy {name}"))?;
+        agent.configure_pod(ConfigurePodRequest { hostname: name.into(), ..Default::default() }).await?;
+        copy.attach_disk(&pod.disk("late")).await?;
+        copy.kill().await?;
+    }
     Ok(Outcome::Done)
 }
 

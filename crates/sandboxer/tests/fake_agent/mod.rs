@@ -2,7 +2,10 @@
 
 use std::{
     collections::HashMap,
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
 };
 
 use async_trait::async_trait;
@@ -22,13 +25,40 @@ use ttrpc::{
 /// What every process of a [`FakeAgent`] prints. A container's then goes on running, an exec has ended.
 pub const OUTPUT: &[u8] = b"hello from nowhere\n";
 
+/// Most bytes of an [output](FakeAgent::output) that are told at once.
+const PIECE: usize = 5000;
+
+/// A container whose id begins so is never made.
+pub const HANGS: &str = "hangs";
+
 /// Containers and execs of one fake guest; lives as long as its machine, across sessions.
 #[derive(Clone, Default)]
 pub struct FakeAgent {
     /// By container and exec; the container's own has an empty one.
     processes: Arc<Mutex<HashMap<(String, String), Process>>>,
+    /// Asked to power off, it goes on.
+    pub lingers: Arc<AtomicBool>,
     power: Option<Power>,
     link_key: Option<watch::Sender<LinkKey>>,
+    /// What a process prints instead of [`OUTPUT`], in pieces.
+    pub output: Option<Arc<[u8]>>,
+    /// Containers that are not made.
+    pub hanging: watch::Sender<usize>,
+    /// By how much its clock is behind the host's.
+    pub behind_ns: Arc<Mutex<i64>>,
+    /// It has a clock of its VMM's.
+    keeps_time: bool,
+    began: Began,
+}
+
+/// When the guest started.
+#[derive(Clone, Copy)]
+struct Began(std::time::Instant);
+
+impl Default for Began {
+    fn default() -> Self {
+        Self(std::time::Instant::now())
+    }
 }
 
 #[derive(Clone)]
@@ -38,6 +68,12 @@ struct Process {
 }
 
 impl FakeAgent {
+    /// One whose VMM gives it a clock.
+    #[allow(dead_code, reason = "not every test has one")]
+    pub fn with_a_clock(self) -> Self {
+        Self { keeps_time: true, ..self }
+    }
+
     /// Serves one stream of a guest, with the processes that earlier streams left.
     pub fn serve(&self, guest: FakeGuest) {
         let key = guest.link_key.subscribe();
@@ -81,6 +117,27 @@ impl Agent for FakeAgent {
         Ok(Default::default())
     }
 
+    async fn sync_clock(
+        &self,
+        _: &TtrpcContext,
+        request: wire::SyncClockRequest,
+    ) -> Result<wire::SyncClockResponse> {
+        let mut behind = self.behind_ns.lock().unwrap();
+        let boottime_ns = self.began.0.elapsed().as_nanos() as u64;
+        let host = std::time::UNIX_EPOCH.elapsed().unwrap().as_nanos() as i64;
+        if request.realtime_ns > 0 {
+            // What the host's clock is by now, by what it was then.
+            let now = request.realtime_ns as i64 + (boottime_ns - request.at_boottime_ns) as i64;
+            *behind = host - now;
+        }
+        Ok(wire::SyncClockResponse {
+            boottime_ns,
+            realtime_ns: (host - *behind) as u64,
+            kept: self.keeps_time,
+            ..Default::default()
+        })
+    }
+
     async fn create_container(
         &self,
         _: &TtrpcContext,
@@ -88,6 +145,10 @@ impl Agent for FakeAgent {
     ) -> Result<wire::CreateContainerResponse> {
         if String::from_utf8_lossy(&request.spec_json).contains("nosuch") {
             return Err(status(Code::INVALID_ARGUMENT));
+        }
+        if request.container_id.starts_with(HANGS) {
+            self.hanging.send_modify(|hanging| *hanging += 1);
+            std::future::pending::<()>().await;
         }
         self.add(request.container_id, String::new());
         Ok(wire::CreateContainerResponse { pid: 7, ..Default::default() })
@@ -143,6 +204,14 @@ impl Agent for FakeAgent {
         Ok(wire::ListContainersResponse { processes, ..Default::default() })
     }
 
+    async fn list_volumes(
+        &self,
+        _: &TtrpcContext,
+        _: wire::ListVolumesRequest,
+    ) -> Result<wire::ListVolumesResponse> {
+        Ok(Default::default())
+    }
+
     async fn start_process(
         &self,
         _: &TtrpcContext,
@@ -187,7 +256,13 @@ impl Agent for FakeAgent {
     ) -> Result<wire::ReadOutputResponse> {
         let process = self.process(request.container_id, request.exec_id)?;
         let from = if request.resume { 0 } else { request.offset };
-        let rest = OUTPUT.get(from as usize..).unwrap_or_default();
+        let rest = match &self.output {
+            None => OUTPUT.get(from as usize..).unwrap_or_default(),
+            Some(output) => {
+                let rest = output.get(from as usize..).unwrap_or_default();
+                rest.get(..PIECE).unwrap_or(rest)
+            }
+        };
         if rest.is_empty() {
             let _ = process.exit.subscribe().wait_for(Option::is_some).await;
         }
@@ -200,8 +275,9 @@ impl Agent for FakeAgent {
     }
 
     async fn power_off(&self, _: &TtrpcContext, _: wire::PowerOffRequest) -> Result<wire::PowerOffResponse> {
-        if let Some(power) = &self.power {
-            power.off(&[]);
+        match &self.power {
+            Some(power) if !self.lingers.load(Ordering::Relaxed) => power.off(&[]),
+            _ => std::future::pending().await,
         }
         Ok(Default::default())
     }

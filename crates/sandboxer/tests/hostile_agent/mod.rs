@@ -3,8 +3,12 @@
 //! It greets as any agent does and answers every call with an empty message, which is what success looks like,
 //! until its nature shows.
 
+mod asker;
+
 use std::io;
 
+use asker::Asker;
+pub use asker::FILE;
 use protobuf::Message;
 use sandboxer::vmm::fake::FakeGuest;
 use sandboxer_protocol::{
@@ -44,6 +48,10 @@ pub enum Nature {
     AnswersRubbish,
     /// Answers a call when nobody waits any more.
     AnswersLate,
+    /// Answers each call when its time is almost up.
+    LateAgent,
+    /// Makes no container and no volume, and never says so.
+    SlowCreate,
     /// Takes nothing, says nothing.
     NeverReads,
     /// Takes every call and answers none.
@@ -58,10 +66,18 @@ pub enum Nature {
     SkipsOutput,
     /// Knows more processes than there can be.
     ListsForEver,
+    /// Knows no process, and doesn't say that it has ended any.
+    DeniesContainers,
+    /// Has as many requests for files of a share under way as there may be, without end.
+    FloodsRequests,
+    /// The same, each for as many bytes as an answer holds.
+    AsksHugeReads,
+    /// Asks for as much, and takes none of it.
+    NeverTakesAnswers,
 }
 
 impl Nature {
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 23] = [
         Self::NeverGreets,
         Self::OtherVersion,
         Self::SteersTerminals,
@@ -72,6 +88,8 @@ impl Nature {
         Self::BreaksOnSignal,
         Self::AnswersRubbish,
         Self::AnswersLate,
+        Self::LateAgent,
+        Self::SlowCreate,
         Self::NeverReads,
         Self::NeverAnswers,
         Self::FloodsOutput,
@@ -79,11 +97,20 @@ impl Nature {
         Self::SpinsOutput,
         Self::SkipsOutput,
         Self::ListsForEver,
+        Self::DeniesContainers,
+        Self::FloodsRequests,
+        Self::AsksHugeReads,
+        Self::NeverTakesAnswers,
     ];
 
     /// Whether a machine with such an agent becomes a pod at all.
     pub fn gets_ready(self) -> bool {
         !matches!(self, Self::NeverGreets | Self::OtherVersion)
+    }
+
+    /// Whether it shows only if the pod has a share.
+    pub fn wants_a_share(self) -> bool {
+        matches!(self, Self::FloodsRequests | Self::AsksHugeReads | Self::NeverTakesAnswers)
     }
 }
 
@@ -142,6 +169,7 @@ async fn greet_and_harm(guest: FakeGuest, nature: Nature) -> io::Result<()> {
 async fn harm(session: impl AsyncRead + AsyncWrite, nature: Nature) -> io::Result<()> {
     use Nature::*;
     let (mut from, mut to) = tokio::io::split(session);
+    let mut asker = Asker::new(nature);
     loop {
         let (stream, request) = read_call(&mut from).await?;
         let good = |answer: &[u8]| response(stream, answer);
@@ -173,8 +201,21 @@ async fn harm(session: impl AsyncRead + AsyncWrite, nature: Nature) -> io::Resul
                 tokio::time::sleep(2 * super::AGENT_TIMEOUT).await;
                 to.write_all(&good(b"")).await?;
             }
+            (LateAgent, _) => {
+                tokio::time::sleep(super::AGENT_TIMEOUT * 4 / 5).await;
+                to.write_all(&good(b"")).await?;
+            }
+            (SlowCreate, "CreateContainer" | "PutVolume") => {}
             (NeverReads, _) => return std::future::pending().await,
-            (NeverAnswers, _) | (_, "WaitProcess") => {}
+            (NeverAnswers, _) | (_, "WaitProcess") | (DeniesContainers, "DeleteContainer") => {}
+            (_, "ExchangeShares") => {
+                for (stream, answer) in asker.called(stream, &request.payload) {
+                    to.write_all(&response(stream, &answer)).await?;
+                }
+                if asker.is_done() {
+                    return std::future::pending().await;
+                }
+            }
             (_, "ReadOutput") => {
                 let asked = wire::ReadOutputRequest::parse_from_bytes(&request.payload)?;
                 if let Some(output) = output(nature, asked.offset) {

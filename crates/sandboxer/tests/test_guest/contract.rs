@@ -4,7 +4,8 @@ use std::{
     fs::{self, File},
     future::Future,
     io,
-    path::PathBuf,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
 };
@@ -12,7 +13,10 @@ use std::{
 use nix::net::if_::if_nametoindex;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use sandboxer::host::network::{namespace, tap};
-use sandboxer::vmm::{AgentStream, DiskSpec, Frozen, MEMORY, Machine, MachineRecord, VmSpec, Vmm, VmmError};
+use sandboxer::vmm::{
+    AgentStream, DiskSpec, Frozen, MEMORY, Machine, MachineRecord, VmSpec, Vmm, VmmError,
+    confinement::Confinement,
+};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     time::timeout,
@@ -113,6 +117,66 @@ async fn the_last_stream_wins(machine: &dyn Machine, guest: Guest) {
 async fn is_dead(stream: &mut dyn AgentStream) -> bool {
     let read = timeout(LONG, stream.read_u8()).await.expect("a dead stream says so");
     read.is_err() && stream.write_all(b"hello\n").await.is_err()
+}
+
+/// Looks at a machine's process as the kernel has it, from outside; its user. `kvm`: it needs the device; `has_room`: it
+/// has a directory that it can write to.
+pub fn is_jailed(machine: &dyn Machine, kvm: bool, has_room: bool) -> u32 {
+    let proc = Path::new("/proc").join(machine.record().pid.to_string());
+    let status = fs::read_to_string(proc.join("status")).unwrap();
+    let field = |name: &str| -> Vec<&str> {
+        let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default();
+        line.trim_start_matches(':').split_whitespace().collect()
+    };
+    let user: u32 = field("Uid")[0].parse().unwrap();
+    assert!(user >= 0x7000_0000 && field("Uid").iter().all(|id| *id == field("Uid")[0]), "{status}");
+    assert_eq!(field("Gid"), field("Uid"));
+    // Of the host's it is in the group that may open /dev/kvm, where it may.
+    let kvm = fs::metadata("/dev/kvm").ok().filter(|_| kvm);
+    let groups: Vec<u32> = kvm.iter().map(MetadataExt::gid).filter(|group| *group != 0).collect();
+    assert_eq!(field("Groups"), groups.iter().map(u32::to_string).collect::<Vec<_>>(), "{status}");
+    for set in ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"] {
+        assert_eq!(field(set), ["0000000000000000"], "{set}");
+    }
+    assert_eq!((field("NoNewPrivs"), field("Seccomp")), (vec!["1"], vec!["2"]));
+    assert_eq!(field("NSpid").last(), Some(&"1"), "{status}");
+    for namespace in ["mnt", "pid", "net", "ipc", "uts", "cgroup", "user"] {
+        let of = |proc: &Path| fs::read_link(proc.join("ns").join(namespace)).unwrap();
+        assert_ne!(of(&proc), of(Path::new("/proc/self")), "{namespace} is the host's");
+    }
+    // Its own user namespace knows itself and nobody else.
+    for map in ["uid_map", "gid_map"] {
+        let text = fs::read_to_string(proc.join(map)).unwrap();
+        let ids: Vec<u32> = text.split_whitespace().map(|id| id.parse().unwrap()).collect();
+        assert_eq!(ids, [user, user, 1], "{map}");
+    }
+    assert_eq!(fs::read_to_string(proc.join("setgroups")).unwrap().trim(), "deny");
+    let root = proc.join("root");
+    let names = |dir: &str| {
+        let entries = fs::read_dir(root.join(dir)).unwrap().flatten();
+        let mut names: Vec<_> = entries.map(|entry| entry.file_name().into_string().unwrap()).collect();
+        names.sort();
+        names
+    };
+    assert_eq!(names("etc"), ["ld.so.cache"]);
+    let devices = if kvm.is_some() { vec!["kvm", "null", "urandom"] } else { vec!["null", "urandom"] };
+    assert_eq!(names("dev"), devices);
+    let mounts = fs::read_to_string(proc.join("mounts")).unwrap();
+    for mount in mounts.lines().filter(|mount| !mount.contains(" /dev/") && !mount.contains(" /proc ")) {
+        let options = mount.split(' ').nth(3).unwrap();
+        let is_room = has_room && mount.starts_with("room /run tmpfs rw,nosuid,nodev,noexec,");
+        assert!(options.starts_with("ro") || is_room, "{mount} can be written");
+    }
+    // What people are shown is what is read here, from outside.
+    let seen = Confinement::of(machine.record().pid).unwrap();
+    assert_eq!((seen.uid, seen.gid, &seen.groups), (user, user, &groups));
+    assert_eq!((seen.capabilities, seen.capability_bounds), (0, 0));
+    assert!(seen.no_new_privileges && seen.seccomp == "filter", "{seen:?}");
+    assert_eq!(seen.own_namespaces, ["cgroup", "ipc", "mnt", "net", "pid", "user", "uts"]);
+    assert!(seen.shared_namespaces.is_empty(), "{seen:?}");
+    assert!(seen.root.starts_with("tmpfs ro,"), "{seen:?}");
+    assert_eq!(seen.mounts as usize, mounts.lines().count());
+    user
 }
 
 /// Holds a VMM that freezes and restores machines to its word, too.

@@ -1,5 +1,7 @@
 //! A node without a VMM, for tests of what pods' tasks do.
 
+#![allow(dead_code, reason = "several test programs use different parts of it")]
+
 use std::{fs, path::Path, sync::Arc};
 
 use nix::{sys::stat::Mode, unistd::mkfifo};
@@ -39,6 +41,13 @@ impl TestNode {
     /// What a daemon that was killed and started again has.
     pub fn restarted(&self) -> Arc<Node> {
         daemon::node(self.config.clone(), self.vmm.clone(), Front::none()).unwrap()
+    }
+
+    /// The same, where nothing of the daemon before goes on either: these are its pods, of which nobody else has a
+    /// handle, and their tasks end.
+    pub fn killed(&self, pods: impl IntoIterator<Item = PodHandle>) -> Arc<Node> {
+        pods.into_iter().for_each(|pod| self.node.registry.remove(pod.id()));
+        self.restarted()
     }
 
     pub fn pod(&self, id: &str) -> PodHandle {
@@ -91,6 +100,33 @@ impl TestNode {
             bundle,
         }
     }
+}
+
+/// Has the container find `dir` of the host at `/host`, live.
+pub fn with_share(container: NewContainer, dir: &Path) -> NewContainer {
+    find_share_server();
+    let path = container.bundle.join("config.json");
+    let mut spec: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    spec["mounts"] = serde_json::json!([
+        {"destination": "/host", "type": "bind", "source": dir, "options": ["rbind", "rw"]}
+    ]);
+    fs::write(&path, spec.to_string()).unwrap();
+    container
+}
+
+/// The daemon starts what serves shares from beside its own program: here, from beside this test's.
+fn find_share_server() {
+    const PROGRAM: &str = "sandboxer-share";
+    let own = std::env::current_exe().unwrap();
+    let beside = own.with_file_name(PROGRAM);
+    if beside.is_file() {
+        return;
+    }
+    let target = own.parent().and_then(Path::parent).and_then(Path::parent).unwrap();
+    let built = ["debug", "release"].map(|profile| target.join(profile).join(PROGRAM));
+    let built = built.iter().find(|path| path.is_file());
+    let built = built.unwrap_or_else(|| panic!("{PROGRAM} is missing: run `make build`"));
+    let _ = std::os::unix::fs::symlink(built, beside);
 }
 
 /// A reader that keeps its end of a FIFO open, as containerd does.

@@ -24,6 +24,13 @@ use sandboxer_netlink::{
 /// `ETH_P_ALL` in network byte order, as a filter's header has it.
 const ALL_PROTOCOLS: u16 = (libc::ETH_P_ALL as u16).to_be();
 
+/// Priority of our filters, by which a later attempt knows them. The kernel gives those that ask for none 0xc000 and
+/// less.
+const PRIORITY: u16 = 0xdb0f;
+
+/// Loads what [`join`] needs of the kernel, where nothing loads its modules by itself.
+pub const MODPROBE: &str = "modprobe -a sch_ingress cls_u32 act_mirred";
+
 /// Everything that comes in at either of two devices goes out at the other one.
 pub fn join(netlink: &mut Netlink, one: u32, other: u32) -> io::Result<()> {
     for (from, to) in [(one, other), (other, one)] {
@@ -45,13 +52,21 @@ fn redirect(netlink: &mut Netlink, from: u32, to: u32) -> io::Result<()> {
         netlink.request(RouteNetlinkMessage::NewQueueDiscipline(qdisc.clone()), NLM_F_CREATE | NLM_F_EXCL);
     match added {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
-            // Of a machine that did not become the pod's: its filter leads nowhere.
+            if !is_ours(netlink, from)? {
+                return Err(not_ours(from));
+            }
+            // Of a VM that did not become the pod's: its filter leads nowhere.
             netlink.request(RouteNetlinkMessage::DelQueueDiscipline(qdisc.clone()), 0)?;
             netlink.request(RouteNetlinkMessage::NewQueueDiscipline(qdisc), NLM_F_CREATE | NLM_F_EXCL)?;
         }
-        added => added?,
+        added => added.map_err(|error| unknown("the ingress queueing discipline (sch_ingress)", error))?,
     }
 
+    redirect_with(netlink, from, to, PRIORITY)
+}
+
+/// Adds the filter, of this priority.
+fn redirect_with(netlink: &mut Netlink, from: u32, to: u32, priority: u16) -> io::Result<()> {
     let mut everything = TcU32Selector::default();
     everything.flags = TcU32SelectorFlags::Terminal;
     everything.nkeys = 1;
@@ -67,15 +82,64 @@ fn redirect(netlink: &mut Netlink, from: u32, to: u32) -> io::Result<()> {
     ];
     let mut filter = TcMessage::with_index(from.cast_signed());
     filter.header.parent = TcHandle { major: 0xffff, minor: 0 };
-    // Priority 0: the kernel chooses one.
-    filter.header.info = TcHandle { major: 0, minor: ALL_PROTOCOLS }.into();
+    filter.header.info = TcHandle { major: priority, minor: ALL_PROTOCOLS }.into();
     filter.attributes.push(TcAttribute::Kind(TcFilterU32::KIND.to_owned()));
     filter.attributes.push(TcAttribute::Options(
         [TcFilterU32Option::Selector(everything), TcFilterU32Option::Action(vec![action])]
             .map(TcOption::U32)
             .into(),
     ));
-    netlink.request(RouteNetlinkMessage::NewTrafficFilter(filter), NLM_F_CREATE | NLM_F_EXCL)
+    netlink
+        .request(RouteNetlinkMessage::NewTrafficFilter(filter), NLM_F_CREATE | NLM_F_EXCL)
+        .map_err(|error| unknown("the u32 filter (cls_u32) or the redirect action (act_mirred)", error))
+}
+
+/// Names what the kernel lacks: it says ENOENT for a kind of which it has neither code nor module.
+fn unknown(what: &str, error: io::Error) -> io::Error {
+    match error.kind() {
+        io::ErrorKind::NotFound => io::Error::new(
+            error.kind(),
+            format!("the kernel does not have {what}: load it with `{MODPROBE}`"),
+        ),
+        _ => error,
+    }
+}
+
+/// Whether what takes packets at device `index` before the namespace's own stack is an earlier [`join`]'s alone.
+fn is_ours(netlink: &mut Netlink, index: u32) -> io::Result<bool> {
+    let of_device = TcMessage::with_index(index.cast_signed());
+    let qdiscs = netlink.dump(RouteNetlinkMessage::GetQueueDiscipline(of_device.clone()))?;
+    let ingress = qdiscs.into_iter().all(|message| match message {
+        RouteNetlinkMessage::NewQueueDiscipline(qdisc) => {
+            qdisc.header.index != of_device.header.index
+                || qdisc.header.parent != TcHandle::INGRESS
+                // `clsact` has the same place, and filters for what goes out, too.
+                || qdisc.attributes.contains(&TcAttribute::Kind("ingress".to_owned()))
+        }
+        _ => true,
+    });
+    let mut filters = of_device;
+    filters.header.parent = TcHandle { major: 0xffff, minor: 0 };
+    let filters = netlink.dump(RouteNetlinkMessage::GetTrafficFilter(filters))?;
+    Ok(ingress
+        && filters.into_iter().all(|message| match message {
+            RouteNetlinkMessage::NewTrafficFilter(filter) => {
+                TcHandle::from(filter.header.info).major == PRIORITY
+            }
+            _ => true,
+        }))
+}
+
+fn not_ours(index: u32) -> io::Error {
+    let name = nix::net::if_::if_indextoname(index)
+        .map_or_else(|_| index.to_string(), |name| name.to_string_lossy().into_owned());
+    io::Error::new(
+        io::ErrorKind::AlreadyExists,
+        format!(
+            "interface {name:?} has an ingress or clsact qdisc that somebody else made: the guest's packets would pass \
+             by its filters; take it away, or run the pod with another runtime"
+        ),
+    )
 }
 
 /// Index of a device that was just made, which comes up with this MTU.
@@ -136,4 +200,82 @@ pub fn remove(netlink: &mut Netlink, name: &str) -> io::Result<()> {
     let mut old = LinkMessage::default();
     old.header.index = index;
     netlink.request(RouteNetlinkMessage::DelLink(old), 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{ffi::CStr, os::fd::OwnedFd};
+
+    use super::super::{namespace, tap};
+    use super::*;
+
+    const ONE: &CStr = c"one";
+    const TWO: &CStr = c"two";
+
+    /// Does `work` in a new network namespace with two taps in it, whose indices it gets.
+    fn with_taps<T: Send>(
+        work: impl FnOnce(&mut Netlink, u32, u32) -> io::Result<T> + Send,
+    ) -> io::Result<T> {
+        namespace::within(namespace::fresh()?, || {
+            let _taps: Vec<OwnedFd> = [ONE, TWO].into_iter().map(tap::open).collect::<io::Result<_>>()?;
+            let mut netlink = Netlink::open()?;
+            let one = bring_up(&mut netlink, "one", 1500)?;
+            let two = bring_up(&mut netlink, "two", 1500)?;
+            work(&mut netlink, one, two)
+        })
+    }
+
+    /// Adds an ingress qdisc of this kind, as a CNI plugin may.
+    fn add_qdisc(netlink: &mut Netlink, index: u32, kind: &str) -> io::Result<()> {
+        let mut qdisc = TcMessage::with_index(index.cast_signed());
+        qdisc.header.parent = TcHandle::INGRESS;
+        qdisc.header.handle = TcHandle { major: 0xffff, minor: 0 };
+        qdisc.attributes.push(TcAttribute::Kind(kind.to_owned()));
+        netlink.request(RouteNetlinkMessage::NewQueueDiscipline(qdisc), NLM_F_CREATE | NLM_F_EXCL)
+    }
+
+    #[test]
+    fn an_earlier_join_is_replaced() {
+        with_taps(|netlink, one, two| {
+            join(netlink, one, two)?;
+            join(netlink, one, two)?;
+            assert!(is_ours(netlink, one)?);
+            let filters = {
+                let mut of = TcMessage::with_index(one.cast_signed());
+                of.header.parent = TcHandle { major: 0xffff, minor: 0 };
+                netlink.dump(RouteNetlinkMessage::GetTrafficFilter(of))?
+            };
+            assert!(!filters.is_empty(), "the redirect is there");
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn a_qdisc_of_somebody_elses_is_kept_and_named() {
+        with_taps(|netlink, one, two| {
+            add_qdisc(netlink, one, "ingress")?;
+            // The same filter as ours, of another priority.
+            redirect_with(netlink, one, two, 7)?;
+            let error = join(netlink, one, two).unwrap_err();
+            assert!(error.to_string().contains("\"one\" has an ingress or clsact qdisc"), "{error}");
+            assert!(!is_ours(netlink, one)?, "its filter is still there");
+            Ok(())
+        })
+        .unwrap();
+    }
+
+    #[test]
+    fn what_a_kernel_lacks_is_named_with_the_command_that_loads_it() {
+        let error = unknown("the ingress queueing discipline (sch_ingress)", io::ErrorKind::NotFound.into());
+        let text = error.to_string();
+        assert!(
+            text.contains("sch_ingress") && text.contains("modprobe -a sch_ingress cls_u32 act_mirred"),
+            "{text}"
+        );
+        assert_eq!(
+            unknown("x", io::ErrorKind::PermissionDenied.into()).kind(),
+            io::ErrorKind::PermissionDenied
+        );
+    }
 }

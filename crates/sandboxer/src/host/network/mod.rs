@@ -15,6 +15,7 @@
 //! Nothing of this is undone: a tap goes with its VMM, the rest with the pod's namespace, which is containerd's.
 //! What a machine left that did not become the pod's, the next one replaces.
 
+mod filters;
 pub mod interface;
 mod link;
 pub mod namespace;
@@ -45,11 +46,18 @@ pub use self::{
     interface::Interface,
     park::{Park, Parked},
 };
-use crate::error::PodError;
+pub use link::MODPROBE;
 
-/// The interfaces of the pod, whose namespace is bound to `netns`.
-pub async fn look(pod: &SandboxId, netns: &Path) -> Result<Vec<Interface>, PodError> {
-    let dumped = within(pod, netns, "read the network namespace", || {
+use crate::{config::ForeignRules, error::PodError};
+
+/// The interfaces of the pod, whose namespace is bound to `netns`. Rules of netfilter's there would not hold for the guest:
+/// they are refused, unless they are to be ignored.
+pub async fn look(pod: &SandboxId, netns: &Path, rules: ForeignRules) -> Result<Vec<Interface>, PodError> {
+    let (dumped, filters) = within(pod, netns, "read the network namespace", move || {
+        let filters = match rules {
+            ForeignRules::Refuse => filters::found()?,
+            ForeignRules::Ignore => None,
+        };
         let mut netlink = Netlink::open()?;
         let kinds = [
             RouteNetlinkMessage::GetLink(LinkMessage::default()),
@@ -61,11 +69,33 @@ pub async fn look(pod: &SandboxId, netns: &Path) -> Result<Vec<Interface>, PodEr
         for kind in kinds {
             all.append(&mut netlink.dump(kind)?);
         }
-        Ok(all)
-    });
-    interface::interfaces(dumped.await?)
+        Ok((all, filters))
+    })
+    .await?;
+    if let Some(filters) = filters {
+        return Err(PodError::Unsupported(format!(
+            "pod {pod}: its network namespace {netns:?} has {filters}, by which the guest's packets would pass: put them \
+             into the guest (a mesh's init container does), or set network.foreign_rules to \"ignore\""
+        )));
+    }
+    interface::interfaces(dumped)
         .map_err(|error| PodError::Unsupported(format!("pod {pod}: its network namespace {error}")))
 }
+
+/// Makes two taps and joins them as a pod's are joined, in a network namespace that goes with them.
+pub fn trial() -> io::Result<()> {
+    namespace::within(namespace::fresh()?, || {
+        let taps = [tap::open(c"one")?, tap::open(c"two")?];
+        let mut netlink = Netlink::open()?;
+        let one = link::bring_up(&mut netlink, "one", TRIAL_MTU)?;
+        let two = link::bring_up(&mut netlink, "two", TRIAL_MTU)?;
+        link::join(&mut netlink, one, two)?;
+        drop(taps);
+        Ok(())
+    })
+}
+
+const TRIAL_MTU: u32 = 1500;
 
 /// Makes a tap for each of the pod's interfaces, joined to it, for a VMM that is about to start.
 pub async fn taps(

@@ -38,6 +38,11 @@ const CHUNK: &str = "--chunksize=65536";
 /// Most bytes that all files of a tree may seem to have; an image of petabytes of holes is an attack.
 const MOST_BYTES: u64 = 256 << 30;
 
+/// Most directories that lie in one another. The walk keeps one open for each, with a buffer of 32 KiB.
+const MAX_DEPTH: usize = 256;
+/// Most bytes of the [ghosts](Tree::ghosts)' paths: each becomes an argument of mkfs.erofs, which the kernel takes 2 MiB of.
+const MAX_GHOST_BYTES: usize = 1 << 20;
+
 /// Every extended attribute beside its file. Sharing equal ones takes a walk of its own, in which mkfs.erofs 1.5
 /// stumbles over [ghosts](Tree::ghosts) even if they are excluded.
 const XATTRS_INLINE: &str = "-x2147483647";
@@ -197,32 +202,51 @@ struct Tree {
 }
 
 impl Tree {
+    /// Walks the tree below `root`, with what that takes bounded by [`MAX_DEPTH`], however many entries there are:
+    /// whoever made the image chose them.
     fn of(root: &Path) -> Result<Self, BuildError> {
         let mut tree = Self::default();
-        let mut dirs = vec![root.to_owned()];
-        while let Some(dir) = dirs.pop() {
-            let host = |source| BuildError::Host { action: "read", path: dir.clone(), source };
-            for entry in fs::read_dir(&dir).map_err(host)? {
-                let entry = entry.map_err(host)?;
-                let kind = entry.file_type().map_err(host)?;
-                if kind.is_dir() {
-                    dirs.push(entry.path());
-                } else if kind.is_char_device() {
-                    let path = entry.path();
-                    if matches!(path.symlink_metadata(), Err(error) if error.kind() == io::ErrorKind::NotFound)
-                    {
-                        tree.ghosts.push(path.strip_prefix(root).unwrap_or(&path).to_owned());
-                    }
-                } else if kind.is_file() {
-                    let file = entry.metadata().map_err(host)?;
-                    let data = file.len().min(file.blocks().saturating_mul(512));
-                    tree.data = tree.data.saturating_add(data);
-                    tree.holes = tree.holes.saturating_add(file.len() - data);
+        let mut ghost_bytes = 0;
+        let open = |path: &Path| fs::read_dir(path).map_err(|error| unreadable(path, error));
+        let mut dir = root.to_owned();
+        let mut walk = vec![open(root)?];
+        while let Some(entries) = walk.last_mut() {
+            let Some(entry) = entries.next() else {
+                walk.pop();
+                dir.pop();
+                continue;
+            };
+            let entry = entry.map_err(|error| unreadable(&dir, error))?;
+            let kind = entry.file_type().map_err(|error| unreadable(&dir, error))?;
+            if kind.is_dir() {
+                dir.push(entry.file_name());
+                if walk.len() >= MAX_DEPTH {
+                    return Err(BuildError::TooDeep { path: dir, most: MAX_DEPTH });
                 }
+                walk.push(open(&dir)?);
+            } else if kind.is_char_device() {
+                let path = entry.path();
+                if matches!(path.symlink_metadata(), Err(error) if error.kind() == io::ErrorKind::NotFound) {
+                    let ghost = path.strip_prefix(root).unwrap_or(&path);
+                    ghost_bytes += ghost.as_os_str().len();
+                    if ghost_bytes > MAX_GHOST_BYTES {
+                        return Err(BuildError::TooManyGhosts { path, most: MAX_GHOST_BYTES });
+                    }
+                    tree.ghosts.push(ghost.to_owned());
+                }
+            } else if kind.is_file() {
+                let file = entry.metadata().map_err(|error| unreadable(&dir, error))?;
+                let data = file.len().min(file.blocks().saturating_mul(512));
+                tree.data = tree.data.saturating_add(data);
+                tree.holes = tree.holes.saturating_add(file.len() - data);
             }
         }
         Ok(tree)
     }
+}
+
+fn unreadable(path: &Path, source: io::Error) -> BuildError {
+    BuildError::Host { action: "read", path: path.to_owned(), source }
 }
 
 /// Free bytes where `dir` is, if the file system tells.
@@ -279,6 +303,31 @@ fn tail(mut stream: impl Read) -> io::Result<Vec<u8>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_tree_is_counted_in_all_its_directories() {
+        let dir = tempfile::tempdir().unwrap();
+        for path in ["a/b/c/one", "a/two", "d/three", "four"] {
+            let path = dir.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, [7; 5000]).unwrap();
+        }
+        File::create(dir.path().join("a/hole")).unwrap().set_len(1 << 30).unwrap();
+        let tree = Tree::of(dir.path()).unwrap();
+        assert_eq!((tree.data, tree.holes), (4 * 5000, 1 << 30));
+        assert!(tree.ghosts.is_empty());
+    }
+
+    #[test]
+    fn directories_that_lie_too_deep_are_refused_by_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let deepest = |depth: usize| dir.path().join(["d"; MAX_DEPTH + 1][..depth].join("/"));
+        fs::create_dir_all(deepest(MAX_DEPTH - 1)).unwrap();
+        assert!(Tree::of(dir.path()).is_ok());
+        fs::create_dir_all(deepest(MAX_DEPTH)).unwrap();
+        let text = Tree::of(dir.path()).unwrap_err().to_string();
+        assert!(text.contains("/d/d/d") && text.contains("256"), "{text}");
+    }
 
     #[test]
     fn a_program_that_fails_says_why_in_few_words() {

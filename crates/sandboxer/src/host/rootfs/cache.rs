@@ -46,7 +46,7 @@ const UNFINISHED: &str = "unfinished-";
 const WORK: &str = "work";
 
 /// Hash over a chain's identity, in hex.
-type Key = String;
+pub type Key = String;
 type Building = Shared<BoxFuture<'static, Result<Lease, Arc<BuildError>>>>;
 
 /// The directory and what is in it. Cheap to clone.
@@ -161,11 +161,9 @@ impl Cache {
         self.lease_by_name(&mut self.state(), name)
     }
 
-    /// The image of a chain's merged view; made once, however many ask.
-    pub async fn shared_image(&self, chain: Chain) -> Result<Lease, Arc<BuildError>> {
-        let asked = chain.clone();
-        let key = blocking(move || key_of(&asked)).await?;
-        if let Some(lease) = self.kept(&key).await? {
+    /// The image of a chain's merged view; made once, however many ask. `key` is the chain's, see [`key_of`].
+    pub async fn shared_image(&self, key: Key, chain: Chain) -> Result<Lease, Arc<BuildError>> {
+        if let Some(lease) = self.kept(&key).await.map_err(Arc::new)? {
             return Ok(lease);
         }
         let building = {
@@ -195,7 +193,7 @@ impl Cache {
     }
 
     /// An image that is there already and still whole.
-    async fn kept(&self, key: &Key) -> Result<Option<Lease>, Arc<BuildError>> {
+    async fn kept(&self, key: &Key) -> Result<Option<Lease>, BuildError> {
         let lease = {
             let mut state = self.state();
             let Some(name) = state.by_key.get(key).cloned() else { return Ok(None) };
@@ -367,7 +365,7 @@ impl State {
 
 /// What makes a chain itself: committed layers never change, and a directory made anew has another inode or
 /// another time of change.
-fn key_of(chain: &Chain) -> Result<Key, BuildError> {
+pub fn key_of(chain: &Chain) -> Result<Key, BuildError> {
     let mut hash = Sha256::new();
     let mut add = |field: &[u8]| {
         hash.update((field.len() as u64).to_le_bytes());

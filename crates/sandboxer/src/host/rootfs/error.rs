@@ -5,7 +5,7 @@ use std::{io, path::PathBuf, sync::Arc};
 use sandboxer_protocol::id::{ContainerId, SandboxId};
 
 use super::{FsType, mounts::Refusal};
-use crate::error::Code;
+use crate::{error::Code, host::helper::HelperError};
 
 /// Why a container has no root file system.
 #[derive(Debug, thiserror::Error)]
@@ -41,11 +41,22 @@ impl RootfsError {
     pub fn code(&self) -> Code {
         match self {
             Self::Mount { .. } => Code::Unimplemented,
-            Self::Build { source, .. } => match source.as_ref() {
-                BuildError::Image { .. } => Code::FailedPrecondition,
-                _ => Code::Internal,
-            },
+            Self::Build { source, .. } => source.code(),
             Self::Open(_) => Code::Internal,
+        }
+    }
+}
+
+impl BuildError {
+    /// The code to answer with.
+    pub fn code(&self) -> Code {
+        match self {
+            Self::Image { .. }
+            | Self::TooLarge { .. }
+            | Self::TooDeep { .. }
+            | Self::TooManyGhosts { .. } => Code::FailedPrecondition,
+            Self::Helper(error) => error.code(),
+            _ => Code::Internal,
         }
     }
 }
@@ -111,6 +122,27 @@ pub enum BuildError {
         /// Sum of the files' sizes.
         bytes: u64,
     },
+    /// Directories lie in one another too deep.
+    #[error(
+        "the directory {path:?} of a snapshot lies too deep: an image may have {most} directories in one another"
+    )]
+    TooDeep {
+        /// The first that is too deep.
+        path: PathBuf,
+        /// How deep they may lie.
+        most: usize,
+    },
+    /// Too many whiteouts hide nothing.
+    #[error(
+        "the snapshot has more whiteouts of files that no lower layer has than {most} bytes of paths can name; \
+         the last one is {path:?}"
+    )]
+    TooManyGhosts {
+        /// The first that is too many.
+        path: PathBuf,
+        /// Bytes that all their paths may have.
+        most: usize,
+    },
     /// An image isn't what it is said to be.
     #[error("{path:?} is no usable {fstype} image: {reason}; pull the container's image again")]
     Image {
@@ -121,6 +153,9 @@ pub enum BuildError {
         /// What is wrong with it.
         reason: String,
     },
+    /// Whoever touched a path for the daemon failed, or did not answer.
+    #[error(transparent)]
+    Helper(#[from] HelperError),
     /// The daemon is ending.
     #[error("the daemon is stopping")]
     Stopped,

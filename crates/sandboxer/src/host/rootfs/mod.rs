@@ -9,7 +9,7 @@
 mod build;
 mod cache;
 mod error;
-pub(super) mod ext4;
+pub(crate) mod ext4;
 pub(crate) mod mounts;
 mod superblock;
 
@@ -26,11 +26,14 @@ use self::{
     cache::Cache,
     mounts::{Lower, Wanted, WantedWritable},
 };
+use super::helper::{Helpers, Request};
 use crate::{config::RootfsConfig, vmm::DiskSpec};
 
 pub use self::{
-    cache::Lease,
+    cache::{Lease, key_of},
     error::{BuildError, RootfsError},
+    mounts::Chain,
+    superblock::check as check_image,
 };
 
 /// A mount as containerd asks for it.
@@ -45,7 +48,7 @@ pub struct Mount {
 }
 
 /// A file system that a guest mounts from a disk.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum FsType {
     /// Read-only, made by us or by the erofs snapshotter.
     Erofs,
@@ -101,13 +104,14 @@ pub struct RootfsPlan {
 pub struct RootfsStore {
     cache: Cache,
     config: RootfsConfig,
+    helpers: Helpers,
 }
 
 impl RootfsStore {
     /// Opens the store in `dir`; what an earlier daemon left half-made there is removed.
-    pub fn open(dir: &Path, config: &RootfsConfig) -> Result<Arc<Self>, RootfsError> {
+    pub fn open(dir: &Path, config: &RootfsConfig, helpers: Helpers) -> Result<Arc<Self>, RootfsError> {
         let cache = Cache::open(dir, config)?;
-        Ok(Arc::new(Self { cache, config: config.clone() }))
+        Ok(Arc::new(Self { cache, config: config.clone(), helpers }))
     }
 
     /// Makes the disks for a container of which `mounts` are the snapshot.
@@ -125,7 +129,7 @@ impl RootfsStore {
             container: container.clone(),
             refusal,
         })?;
-        self.plan(container, wanted).await.map_err(|source| RootfsError::Build {
+        self.plan(pod, container, wanted).await.map_err(|source| RootfsError::Build {
             pod: pod.clone(),
             container: container.clone(),
             source,
@@ -142,20 +146,34 @@ impl RootfsStore {
         self.cache.settle();
     }
 
-    async fn plan(&self, container: &ContainerId, wanted: Wanted) -> Result<RootfsPlan, Arc<BuildError>> {
+    async fn plan(
+        &self,
+        pod: &SandboxId,
+        container: &ContainerId,
+        wanted: Wanted,
+    ) -> Result<RootfsPlan, Arc<BuildError>> {
+        let helpers = &self.helpers;
         let mut disks = Disks::new(container);
         let mut lower = Vec::with_capacity(wanted.lower.len());
         let mut leases = Vec::new();
         for layer in wanted.lower {
             let (path, fstype) = match layer {
-                Lower::Image { path, fstype } => (checked(path, fstype).await?, fstype),
+                Lower::Image { path, fstype } => {
+                    helpers.check_image(pod, path.clone(), fstype).await.map_err(BuildError::from)?;
+                    (path, fstype)
+                }
                 Lower::Chain(tree) => {
-                    let lease = self.cache.shared_image(tree).await?;
+                    let key = helpers.layers_key(pod, tree.clone()).await.map_err(BuildError::from)?;
+                    let lease = self.cache.shared_image(key, tree).await?;
                     let path = lease.path();
                     leases.push(lease);
                     (path, FsType::Erofs)
                 }
-                Lower::Upper(dir) if is_empty(dir.clone()).await? => continue,
+                Lower::Upper(dir)
+                    if helpers.is_layer_empty(pod, dir.clone()).await.map_err(BuildError::from)? =>
+                {
+                    continue;
+                }
                 Lower::Upper(dir) | Lower::Directory(dir) => {
                     let lease = self.cache.private_image(dir).await?;
                     let path = lease.path();
@@ -168,11 +186,12 @@ impl RootfsStore {
         let writable = match wanted.writable {
             WantedWritable::Memory => Writable::Tmpfs { bytes: self.config.writable_bytes },
             WantedWritable::Scratch { path, size } => {
-                let path = ext4::ensure(path, size).await?;
+                let request = Request::Scratch { path: path.clone(), bytes: size };
+                let ((), _) = helpers.ask(pod, request).await.map_err(BuildError::from)?;
                 Writable::Overlay(disks.next(path, FsType::Ext4, false))
             }
             WantedWritable::Whole { path } => {
-                let path = checked(path, FsType::Ext4).await?;
+                helpers.check_image(pod, path.clone(), FsType::Ext4).await.map_err(BuildError::from)?;
                 Writable::Whole(disks.next(path, FsType::Ext4, false))
             }
         };
@@ -213,31 +232,11 @@ impl Disks {
     }
 }
 
-/// Looks at the superblock of an image that somebody else made.
-async fn checked(path: PathBuf, fstype: FsType) -> Result<PathBuf, Arc<BuildError>> {
-    blocking(move || superblock::check(&path, fstype).map(|()| path)).await
-}
-
-async fn is_empty(dir: PathBuf) -> Result<bool, Arc<BuildError>> {
-    blocking(move || {
-        let mut entries = dir.read_dir().map_err(|source| BuildError::Host {
-            action: "read",
-            path: dir.clone(),
-            source,
-        })?;
-        Ok(entries.next().is_none())
-    })
-    .await
-}
-
-/// Runs file operations where they hold up nobody.
-async fn blocking<T: Send + 'static>(
+/// Runs operations on the daemon's own files where they hold up nobody.
+pub(super) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, BuildError> + Send + 'static,
-) -> Result<T, Arc<BuildError>> {
-    match tokio::task::spawn_blocking(work).await {
-        Ok(result) => result.map_err(Arc::new),
-        Err(_) => Err(Arc::new(BuildError::Stopped)),
-    }
+) -> Result<T, BuildError> {
+    tokio::task::spawn_blocking(work).await.unwrap_or(Err(BuildError::Stopped))
 }
 
 /// Lower-case hex digits.

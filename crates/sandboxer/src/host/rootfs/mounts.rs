@@ -55,7 +55,7 @@ pub enum Lower {
 }
 
 /// Layers that overlayfs merges.
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub struct Chain {
     /// Uppermost first; at least one.
     pub dirs: Vec<PathBuf>,

@@ -12,6 +12,7 @@ use std::{
     },
     process::Command,
     thread,
+    time::Duration,
 };
 
 use nix::{
@@ -44,7 +45,7 @@ impl Fixture {
     }
 
     fn store(&self) -> Arc<RootfsStore> {
-        let store = RootfsStore::open(&self.path("store"), &self.config).unwrap();
+        let store = RootfsStore::open(&self.path("store"), &self.config, helpers()).unwrap();
         store.settle();
         store
     }
@@ -92,6 +93,11 @@ impl Fixture {
         names.sort();
         names
     }
+}
+
+/// Of threads: these tests look at what is local.
+fn helpers() -> Helpers {
+    Helpers::new(None, Duration::from_secs(60))
 }
 
 fn plain(fstype: &str, source: &Path, options: &[&str]) -> Vec<Mount> {
@@ -421,7 +427,7 @@ async fn a_store_opened_again_knows_its_images() {
     std::mem::forget(own);
     fs::write(fixture.path("store/unfinished-1"), "half").unwrap();
 
-    let store = RootfsStore::open(&fixture.path("store"), &fixture.config).unwrap();
+    let store = RootfsStore::open(&fixture.path("store"), &fixture.config, helpers()).unwrap();
     assert!(!fixture.path("store/unfinished-1").exists());
     let lease = store.lease(&private).unwrap();
     for other in ["store/none.erofs", "store/work", "base/name"] {
@@ -488,7 +494,7 @@ fn a_full_disk_is_told_and_room_is_made_by_what_is_unused() {
         };
         let (first, second, huge) = (big("first", 600 << 10), big("second", 600 << 10), big("huge", 2 << 20));
         // All of the runtime's threads begin in this thread's namespace.
-        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let store = fixture.store();
             prepare(&store, &fixture.overlay(&[&first])).await.unwrap();

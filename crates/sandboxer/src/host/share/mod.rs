@@ -12,7 +12,7 @@ mod server;
 
 use std::{
     io,
-    os::unix::{ffi::OsStrExt, fs::MetadataExt},
+    os::unix::ffi::OsStrExt,
     path::{Path, PathBuf},
     sync::Arc,
 };
@@ -27,7 +27,10 @@ use crate::{
     error::{Code, chain},
     guest::{Agent, GuestError},
     hash,
-    host::cgroup::PodCgroup,
+    host::{
+        cgroup::PodCgroup,
+        helper::{HelperError, Helpers},
+    },
     vmm::{VmmError, process, strays},
 };
 
@@ -45,11 +48,11 @@ pub struct Share {
 }
 
 impl Share {
-    /// Looks at what is to be shared. Who asks for the same thing again, while it is the same, gets the same
-    /// share.
-    pub fn of(source: &Path, access: Access, follows_mounts: bool) -> io::Result<Self> {
-        let found = std::fs::metadata(source)?;
-        let identity = format!("{} {} {access:?} {follows_mounts} ", found.dev(), found.ino());
+    /// A share of `source`, of which `inode` is the device and the inode. Who asks for the same thing again, while it is
+    /// the same, gets the same share.
+    pub fn of(source: &Path, inode: (u64, u64), access: Access, follows_mounts: bool) -> io::Result<Self> {
+        let (device, inode) = inode;
+        let identity = format!("{device} {inode} {access:?} {follows_mounts} ");
         let mut identity = [identity.as_bytes(), source.as_os_str().as_bytes()].concat();
         // A share's name says nothing, and has room for all there may be.
         identity = hash::of(&mut identity.as_slice())?.into_bytes();
@@ -118,6 +121,9 @@ pub enum ShareError {
         /// Why not.
         source: AttachError,
     },
+    /// Whoever looked at it for the daemon failed, or did not answer.
+    #[error(transparent)]
+    Helper(#[from] HelperError),
     /// The guest doesn't take shares.
     #[error(transparent)]
     Guest(#[from] GuestError),
@@ -130,7 +136,7 @@ impl ShareError {
     /// The code to answer with.
     pub fn code(&self) -> Code {
         match self {
-            Self::Attach { source: AttachError::Kind(_), .. } => Code::Unimplemented,
+            Self::Helper(error) => error.code(),
             Self::Ended(_) => Code::FailedPrecondition,
             Self::Guest(error) => error.code(),
             Self::Server { .. } | Self::Refused { .. } | Self::Attach { .. } | Self::Strays(_) => {
@@ -149,6 +155,7 @@ struct Inner {
     pod: SandboxId,
     run_dir: PathBuf,
     memory_mib: u64,
+    helpers: Helpers,
     /// In which the process is counted.
     cgroup: Option<PodCgroup>,
     // Held while the process is started or given a share: two containers made at once need one process. Only
@@ -160,13 +167,24 @@ struct Inner {
 struct Serving {
     server: Server,
     // Held for its drop: it ends the relay.
-    _relay: JoinSet<()>,
+    relay: JoinSet<()>,
 }
 
 impl Shares {
     /// None yet, and no process, which will be counted in `cgroup`.
-    pub fn new(pod: SandboxId, run_dir: PathBuf, memory_mib: u64, cgroup: Option<PodCgroup>) -> Self {
-        Self(Arc::new(Inner { pod, run_dir, memory_mib, cgroup, serving: Default::default() }))
+    pub fn new(
+        pod: SandboxId,
+        run_dir: PathBuf,
+        memory_mib: u64,
+        cgroup: Option<PodCgroup>,
+        helpers: Helpers,
+    ) -> Self {
+        Self(Arc::new(Inner { pod, run_dir, memory_mib, helpers, cgroup, serving: Default::default() }))
+    }
+
+    /// Whose they are.
+    pub fn pod(&self) -> &SandboxId {
+        &self.0.pod
     }
 
     /// Gives the guest each of `shares`. Those it has already stay as they are.
@@ -174,7 +192,13 @@ impl Shares {
         if shares.is_empty() {
             return Ok(());
         }
-        let Inner { pod, run_dir, memory_mib, .. } = &*self.0;
+        let Inner { pod, run_dir, memory_mib, helpers, .. } = &*self.0;
+        let mut trees = Vec::with_capacity(shares.len());
+        for share in shares {
+            // Before anything waits for it: a share whose server hangs is no other container's affair.
+            let Share { source, access, follows_mounts, .. } = share;
+            trees.push(helpers.take_share(pod, source, *access, *follows_mounts).await?);
+        }
         let mut serving = self.0.serving.lock().await;
         let server = match &mut *serving {
             Some(Serving { server, .. }) if server.has_ended() => return Err(ShareError::Ended(pod.clone())),
@@ -184,7 +208,7 @@ impl Shares {
                 let server = Server::start(pod, run_dir, *memory_mib).await?;
                 match self.open(agent, &server).await {
                     Ok(stream) => {
-                        &mut none.insert(Serving { server, _relay: relay(agent, Some(stream)) }).server
+                        &mut none.insert(Serving { server, relay: relay(agent, Some(stream)) }).server
                     }
                     Err(error) => {
                         server.end().await;
@@ -193,10 +217,10 @@ impl Shares {
                 }
             }
         };
-        for share in shares {
+        for (share, tree) in shares.iter().zip(trees) {
             let path = &share.source;
             let failed = |source| ShareError::Attach { pod: pod.clone(), path: path.clone(), source };
-            server.attach(share).await.map_err(failed)?;
+            server.attach(share, tree).await.map_err(failed)?;
         }
         Ok(())
     }
@@ -247,7 +271,18 @@ impl Shares {
                 None
             }
         };
-        *self.0.serving.lock().await = Some(Serving { server, _relay: relay(agent, stream) });
+        *self.0.serving.lock().await = Some(Serving { server, relay: relay(agent, stream) });
+        Ok(())
+    }
+
+    /// Goes on over a session with the agent that was made anew: what it has no answer to is asked again.
+    pub async fn resume(&self, agent: &Agent) -> Result<(), ShareError> {
+        let mut serving = self.0.serving.lock().await;
+        let Some(Serving { server, relay: before }) = &mut *serving else { return Ok(()) };
+        // Not two at once.
+        before.shutdown().await;
+        agent.mount_shares().await?;
+        *before = relay(agent, Some(server.connect()?));
         Ok(())
     }
 
@@ -268,6 +303,8 @@ fn relay(agent: &Agent, stream: Option<UnixStream>) -> JoinSet<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::MetadataExt;
+
     use super::*;
 
     #[test]
@@ -276,7 +313,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("volume");
         std::fs::create_dir(&path).unwrap();
-        let share = |access, follows| Share::of(&path, access, follows).unwrap();
+        let inode = || {
+            let found = std::fs::metadata(&path).unwrap();
+            (found.dev(), found.ino())
+        };
+        let share = |access, follows| Share::of(&path, inode(), access, follows).unwrap();
         assert_eq!(share(ReadWrite, false), share(ReadWrite, false));
         assert_ne!(share(ReadWrite, false).guest_path(), share(ReadOnly, false).guest_path());
         assert_ne!(share(ReadWrite, false).guest_path(), share(ReadWrite, true).guest_path());
@@ -288,6 +329,5 @@ mod tests {
             share(ReadWrite, false).guest_path(),
             "another directory of that name"
         );
-        assert!(Share::of(&dir.path().join("nothing"), ReadWrite, false).is_err());
     }
 }

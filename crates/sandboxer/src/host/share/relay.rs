@@ -2,13 +2,16 @@
 //!
 //! Neither is trusted with more than its own: of a message only the head is read, there are no more of them
 //! than slots, and nothing here waits for another pod. What a daemon loses by its death the agent asks again.
+//!
+//! What a pod can have lie here is bounded: [`SLOTS`] answers of the server's that wait, [`EXCHANGES`] batches on
+//! their way to the agent, and as many of its requests.
 
 use std::{collections::HashMap, io, time::Duration};
 
 use futures::{StreamExt, stream::FuturesUnordered};
 use sandboxer_protocol::{
     agent::{ExchangeSharesRequest, ShareMessage},
-    share::{FRAME_HEAD, Head, SLOTS, frame_head, read_frame_head},
+    share::{FRAME_HEAD, Head, MAX_BATCH, SLOTS, frame_head, read_frame_head},
 };
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -27,9 +30,9 @@ use crate::guest::{Agent, GuestError};
 /// exchange with the agent carries a request and the answer to the one before.
 const ANSWER_SOON: Duration = Duration::from_millis(2);
 
-/// Most calls to the agent under way at once. A later one ends the wait of those before, so there are more than a
-/// few only while a guest answers none.
-const EXCHANGES: usize = 4 * SLOTS;
+/// Most calls to the agent under way at once: one that waits for requests, and one with answers, which ends that
+/// wait. To a guest that answers neither no more answers go, and nothing of its is carried.
+const EXCHANGES: usize = 2;
 
 /// Carries until the agent is gone. Without a `server`, and from its end on, the guest gets errors.
 pub async fn run(agent: Agent, server: Option<UnixStream>) {
@@ -44,42 +47,45 @@ pub async fn run(agent: Agent, server: Option<UnixStream>) {
     let mut exchanges = FuturesUnordered::new();
     exchanges.push(exchange(&agent, Vec::new(), true));
     let mut ask_at = None;
+    // The answer that did not fit into the batch before.
+    let mut held: Option<ShareMessage> = None;
     loop {
+        let may_ask = exchanges.len() < EXCHANGES;
         let ask = async move {
             match ask_at {
                 Some(at) => sleep_until(at).await,
                 None => std::future::pending().await,
             }
         };
+        let answer = async {
+            match held.take() {
+                Some(answer) => Some(answer),
+                None => answers.recv().await,
+            }
+        };
         tokio::select! {
             biased;
-            answer = answers.recv(), if server.is_some() => {
-                let mut batch = Vec::new();
-                match answer {
+            answer = answer, if may_ask && server.is_some() => {
+                let batch = match answer {
                     Some(first) => {
-                        batch.push(first);
-                        while let Ok(next) = answers.try_recv() {
-                            batch.push(next);
-                        }
-                        batch.retain(|answer| under_way.end(answer));
+                        let batch;
+                        (batch, held) = batch_of(first, || answers.try_recv().ok());
+                        batch.into_iter().filter(|answer| under_way.end(answer)).collect()
                     }
                     None => {
                         tracing::warn!(?agent, "the process that serves the pod's shares is gone");
                         server = None;
-                        batch = under_way.fail_all();
+                        under_way.fail_all()
                     }
-                }
+                };
                 exchanges.push(exchange(&agent, batch, false));
                 ask_at = None;
             }
-            () = ask => {
+            () = ask, if may_ask => {
                 ask_at = None;
                 exchanges.push(exchange(&agent, Vec::new(), false));
             }
             Some(exchanged) = exchanges.next() => {
-                if exchanges.len() > EXCHANGES {
-                    return tracing::warn!(?agent, "the guest takes answers and gives none; its shares end");
-                }
                 let requests = match exchanged {
                     Ok(requests) => requests,
                     Err(error) => return tracing::debug!(?agent, %error, "shares are carried no more"),
@@ -101,6 +107,23 @@ pub async fn run(agent: Agent, server: Option<UnixStream>) {
             }
         }
     }
+}
+
+/// As many answers as are handed over at once, and the one that came too many.
+fn batch_of(
+    first: ShareMessage,
+    mut next: impl FnMut() -> Option<ShareMessage>,
+) -> (Vec<ShareMessage>, Option<ShareMessage>) {
+    let mut room = MAX_BATCH.saturating_sub(first.message.len());
+    let mut batch = vec![first];
+    while let Some(answer) = next() {
+        match room.checked_sub(answer.message.len()) {
+            Some(left) => room = left,
+            None => return (batch, Some(answer)),
+        }
+        batch.push(answer);
+    }
+    (batch, None)
 }
 
 async fn exchange(
@@ -150,9 +173,8 @@ impl UnderWay {
     fn begin(&mut self, requests: &[ShareMessage]) -> Option<()> {
         for request in requests {
             let head = Head::of(&request.message)?;
-            let known = self.0.insert(request.slot, head);
-            // Of one that is under way the slot can't be another's.
-            if request.slot as usize >= SLOTS || known.is_some_and(|known| known != head) {
+            // An agent hands a request out once, and its slot is no other one's before the answer.
+            if request.slot as usize >= SLOTS || self.0.insert(request.slot, head).is_some() {
                 return None;
             }
         }
@@ -180,9 +202,18 @@ impl UnderWay {
 
 #[cfg(test)]
 mod tests {
-    use sandboxer_protocol::share::{REQUEST_HEAD, opcode};
+    use protobuf::Message;
+    use sandboxer_protocol::{
+        agent::ExchangeSharesResponse,
+        share::{AROUND_MESSAGE, MAX_MESSAGE, REQUEST_HEAD, opcode},
+    };
+    use ttrpc::{
+        Response,
+        proto::{MESSAGE_HEADER_LENGTH, MESSAGE_TYPE_RESPONSE, MessageHeader},
+    };
 
     use super::*;
+    use crate::guest::speak_over;
 
     fn request(slot: u32, unique: u64) -> ShareMessage {
         let mut message = vec![0; REQUEST_HEAD];
@@ -213,9 +244,54 @@ mod tests {
     fn what_no_kernel_asks_is_told() {
         let mut under_way = UnderWay::default();
         assert!(under_way.begin(&[request(SLOTS as u32, 10)]).is_none());
-        under_way.begin(&[request(1, 10), request(1, 10)]).unwrap();
+        under_way.begin(&[request(1, 10)]).unwrap();
+        assert!(under_way.begin(&[request(1, 10)]).is_none(), "twice");
         assert!(under_way.begin(&[request(1, 12)]).is_none(), "its slot is taken");
         let cut = ShareMessage { message: vec![1; REQUEST_HEAD - 1], ..Default::default() };
         assert!(under_way.begin(&[cut]).is_none());
+    }
+
+    /// The stream of the next call to the agent, and its length.
+    async fn call(guest: &mut tokio::io::DuplexStream) -> (u32, usize) {
+        let mut head = [0; MESSAGE_HEADER_LENGTH];
+        guest.read_exact(&mut head).await.unwrap();
+        let head = MessageHeader::from(head);
+        let mut call = vec![0; head.length as usize];
+        guest.read_exact(&mut call).await.unwrap();
+        (head.stream_id, call.len())
+    }
+
+    #[tokio::test]
+    async fn of_what_a_guest_does_not_take_little_is_kept() {
+        let (ours, mut guest) = tokio::io::duplex(64 << 20);
+        let agent = speak_over(&"pod".parse().unwrap(), ours, Duration::from_secs(60));
+        let (server, serving) = UnixStream::pair().unwrap();
+        let _relay = tokio::spawn(run(agent, Some(server)));
+
+        let (stream_id, _) = call(&mut guest).await;
+        let requests = (0..SLOTS as u32).map(|slot| request(slot, slot.into())).collect();
+        let requests = ExchangeSharesResponse { requests, ..Default::default() };
+        let payload = requests.write_to_bytes().unwrap();
+        let answer = Response { payload, ..Default::default() }.write_to_bytes().unwrap();
+        let length = answer.len() as u32;
+        let head = MessageHeader { length, stream_id, type_: MESSAGE_TYPE_RESPONSE, flags: 0 };
+        guest.write_all(&[Vec::from(head), answer].concat()).await.unwrap();
+
+        // The server answers each in turn, as long as can be; the guest none of the calls that bring them.
+        let (mut asked, mut answers) = serving.into_split();
+        tokio::spawn(async move {
+            while let Ok(mut answer) = read_answer(&mut asked).await {
+                answer.message.resize(MAX_MESSAGE, 0);
+                answer.message[..4].copy_from_slice(&(MAX_MESSAGE as u32).to_le_bytes());
+                answers.write_all(&frame_head(answer.slot, &answer.message)).await.unwrap();
+                answers.write_all(&answer.message).await.unwrap();
+            }
+        });
+        let (mut calls, mut longest) = (0, 0);
+        while let Ok((_, length)) = tokio::time::timeout(Duration::from_millis(500), call(&mut guest)).await {
+            (calls, longest) = (calls + 1, longest.max(length));
+        }
+        assert_eq!(calls, EXCHANGES, "the guest has answered none");
+        assert!(longest <= MAX_BATCH + SLOTS * AROUND_MESSAGE, "{longest} bytes in one call");
     }
 }

@@ -8,7 +8,7 @@ use std::{
 };
 
 use sandboxer_protocol::id::SandboxId;
-use sandboxer_share::attach::{AttachError, Source, attach};
+use sandboxer_share::attach::{AttachError, Tree, put};
 use tokio::{io::AsyncReadExt, net::UnixStream, net::unix::pipe};
 
 use super::{Share, ShareError, ShareRecord};
@@ -114,16 +114,12 @@ impl Server {
         })
     }
 
-    /// Gives it a share. Waits as long as the share's file system does.
-    pub async fn attach(&self, share: &Share) -> Result<(), AttachError> {
+    /// Gives it a share, of which `tree` is a mount.
+    pub async fn attach(&self, share: &Share, tree: Tree) -> Result<(), AttachError> {
         let gone = |source| AttachError::Target { action: "be", source };
         let process = self.process.as_ref().ok_or_else(|| gone(io::ErrorKind::NotFound.into()))?;
-        let (pidfd, share) = (process.pidfd().try_clone_to_owned().map_err(gone)?, share.clone());
-        let attached = tokio::task::spawn_blocking(move || {
-            let Share { source, access, follows_mounts, name } = &share;
-            let source = Source { path: source, access: *access, follows_mounts: *follows_mounts };
-            attach(pidfd.as_fd(), name, source)
-        });
+        let (pidfd, name) = (process.pidfd().try_clone_to_owned().map_err(gone)?, share.name.clone());
+        let attached = tokio::task::spawn_blocking(move || put(pidfd.as_fd(), &name, &tree));
         attached.await.map_err(|error| gone(io::Error::other(error)))?
     }
 
@@ -133,7 +129,13 @@ impl Server {
         let _ = fs::remove_file(self.run_dir.join(RECORD));
         let Some(process) = self.process else { return };
         match process.kill() {
-            Ok(()) => drop(process.exited().await),
+            Ok(()) => {
+                let pid = process.pid();
+                if tokio::time::timeout(PATIENCE, process.exited()).await.is_err() {
+                    let pod = &self.pod;
+                    tracing::warn!(%pod, pid, "the process that serves shares waits for a volume whose server does not answer: it ends when that does");
+                }
+            }
             Err(error) => {
                 tracing::error!(pod = %self.pod, %error, "cannot end the process that serves shares")
             }

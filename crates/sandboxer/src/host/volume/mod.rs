@@ -4,6 +4,7 @@
 //! bind mount ──kubelet──▶ a place in a kubelet's tree ──host──▶ what is there ──▶ Kind
 //! ```
 
+mod bound;
 mod host;
 pub mod kubelet;
 mod space;
@@ -13,11 +14,13 @@ mod watch;
 use std::{
     io,
     path::{Path, PathBuf},
-    sync::Arc,
 };
 
 use oci_spec::runtime::Mount;
-use sandboxer_protocol::{VOLUMES_DIR, id::Id};
+use sandboxer_protocol::{
+    VOLUMES_DIR,
+    id::{Id, SandboxId},
+};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
@@ -27,10 +30,17 @@ use self::{
     tree::TreeError,
     watch::Watches,
 };
-use super::rootfs::{BuildError, hex};
+use super::{
+    helper::{HelperError, Helpers},
+    rootfs::{BuildError, hex},
+};
 use crate::error::Code;
 
-pub use self::watch::Watch;
+pub use self::{
+    bound::{Bound, FileMeta},
+    space::make_disk,
+    watch::Watch,
+};
 
 /// Files that CRI may bind from the host and that mean the same inside.
 const COPIED: [&str; 3] = ["/etc/hostname", "/etc/hosts", "/etc/resolv.conf"];
@@ -57,7 +67,7 @@ const KEPT_OPTIONS: [&str; 17] = [
 ];
 
 /// A bind mount of a container.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Volume {
     /// Where the container finds it.
     pub at: PathBuf,
@@ -74,7 +84,7 @@ pub struct Volume {
 }
 
 /// How a guest gets to see what a bind mount shows.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Kind {
     /// A small file, copied when the container is made.
     File,
@@ -91,7 +101,7 @@ pub enum Kind {
 }
 
 /// Space that a pod's containers share.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EmptyDir {
     /// The volume's directory on the host.
     pub root: PathBuf,
@@ -102,7 +112,7 @@ pub struct EmptyDir {
 }
 
 /// Where an emptyDir's content is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Medium {
     /// In memory, at most so many bytes.
     Memory {
@@ -115,7 +125,6 @@ pub enum Medium {
 
 /// A volume that a guest must have before a container can use it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct Needed {
     /// Unique in the guest; the serial of its disk, too, if it has one.
     pub id: Id,
@@ -125,7 +134,7 @@ pub struct Needed {
 
 /// What is in a volume.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "snake_case")]
+#[serde(rename_all = "snake_case")]
 pub enum Content {
     /// The files of a host directory.
     Files {
@@ -205,25 +214,33 @@ impl Volume {
 /// What all pods' volumes share.
 #[derive(Debug)]
 pub struct VolumeStore {
+    /// Touch what is the pods' in the daemon's place.
+    pub helpers: Helpers,
     watches: Watches,
     spaces: Spaces,
 }
 
 impl VolumeStore {
     /// Opens the store in `dir`, which is made. Needs a runtime.
-    pub fn open(dir: &Path, disk_bytes: u64) -> io::Result<Self> {
+    pub fn open(dir: &Path, disk_bytes: u64, helpers: Helpers) -> io::Result<Self> {
         std::fs::create_dir_all(dir)?;
-        Ok(Self { watches: Watches::new()?, spaces: Spaces::new(dir.to_owned(), disk_bytes) })
+        let spaces = Spaces::new(dir.to_owned(), disk_bytes);
+        Ok(Self { watches: Watches::new(helpers.clone())?, spaces, helpers })
     }
 
-    /// Watches a directory of files.
-    pub fn watch(&self, dir: &Path) -> Result<Watch, VolumeError> {
-        self.watches.watch(dir).map_err(|source| VolumeError::Watch { dir: dir.to_owned(), source })
+    /// Watches a directory of files of `pod`.
+    pub async fn watch(&self, pod: &SandboxId, dir: &Path) -> Result<Watch, VolumeError> {
+        self.watches.watch(pod, dir).await
     }
 
-    /// The disk of the emptyDir at `dir`; a new one has `bytes`, or the usual size.
-    pub async fn disk(&self, dir: &Path, bytes: Option<u64>) -> Result<PathBuf, VolumeError> {
-        Ok(self.spaces.disk(dir, bytes).await?)
+    /// The disk of the emptyDir of `pod` at `dir`; a new one has `bytes`, or the usual size.
+    pub async fn disk(
+        &self,
+        pod: &SandboxId,
+        dir: &Path,
+        bytes: Option<u64>,
+    ) -> Result<PathBuf, VolumeError> {
+        self.spaces.disk(&self.helpers, pod, dir, bytes).await
     }
 }
 
@@ -252,9 +269,22 @@ pub enum VolumeError {
         /// What the system said.
         source: std::io::Error,
     },
+    /// It is a file that is too large to be copied.
+    #[error("volume {}: {path:?} has more than {most} bytes, which is the most that is copied", at.display())]
+    FileTooLarge {
+        /// Where the container would find it.
+        at: PathBuf,
+        /// On the host.
+        path: PathBuf,
+        /// The bound.
+        most: u64,
+    },
     /// Its files can't be copied.
     #[error(transparent)]
     Files(#[from] TreeError),
+    /// Whoever looked at it for the daemon failed, or did not answer.
+    #[error(transparent)]
+    Helper(#[from] HelperError),
     /// Its files can't be sent.
     #[error("cannot encode files for a guest")]
     Encode(#[source] protobuf::Error),
@@ -268,10 +298,16 @@ pub enum VolumeError {
     },
     /// It has no disk.
     #[error("cannot make a disk for an emptyDir")]
-    Disk(#[from] Arc<BuildError>),
-    /// The daemon is ending.
-    #[error("the daemon is stopping")]
-    Stopped,
+    Disk(#[from] BuildError),
+    /// Its directory is where no disk of a machine can be.
+    #[error(
+        "cannot make a disk for an emptyDir in {dir:?}: it is on a network or FUSE file system; \
+         keep kubelet's root directory on a local disk"
+    )]
+    NotLocal {
+        /// The directory.
+        dir: PathBuf,
+    },
 }
 
 impl VolumeError {
@@ -279,7 +315,9 @@ impl VolumeError {
     pub fn code(&self) -> Code {
         match self {
             Self::Unsupported { .. } | Self::Files(TreeError::Kind { .. }) => Code::Unimplemented,
-            Self::Files(TreeError::TooLarge { .. }) => Code::InvalidArgument,
+            Self::Files(TreeError::TooLarge { .. }) | Self::FileTooLarge { .. } => Code::InvalidArgument,
+            Self::NotLocal { .. } => Code::FailedPrecondition,
+            Self::Helper(error) => error.code(),
             _ => Code::Internal,
         }
     }

@@ -10,18 +10,34 @@ use std::{
     io::{self, Read, Seek, SeekFrom, Write},
     os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
-    sync::Arc,
 };
 
 use nix::{
     errno::Errno,
+    sys::statfs::{FUSE_SUPER_MAGIC, FsType, NFS_SUPER_MAGIC, SMB_SUPER_MAGIC, statfs},
     unistd::{Whence, lseek},
 };
+use sandboxer_protocol::id::SandboxId;
 
-use crate::host::rootfs::{BuildError, ext4};
+use super::VolumeError;
+use crate::host::{
+    helper::{Helpers, Request},
+    rootfs::{self, BuildError, ext4},
+};
 
 /// The disk's name in the emptyDir's directory.
 pub const DISK: &str = ".sandboxer.ext4";
+
+/// File systems on which a VMM that reads its disk may hang for good: FUSE, NFS, SMB 1 to 3, Ceph, 9P.
+const NOT_LOCAL: [FsType; 7] = [
+    FUSE_SUPER_MAGIC,
+    NFS_SUPER_MAGIC,
+    SMB_SUPER_MAGIC,
+    FsType(0xff53_4d42),
+    FsType(0xfe53_4d42),
+    FsType(0x00c3_6400),
+    FsType(0x0102_1997),
+];
 
 /// Makes disks.
 #[derive(Debug)]
@@ -40,34 +56,68 @@ impl Spaces {
         Self { dir, usual_bytes, making: tokio::sync::Mutex::default() }
     }
 
-    /// The disk of the emptyDir at `dir`: the one that is there, or a new one of `bytes`.
-    pub async fn disk(&self, dir: &Path, bytes: Option<u64>) -> Result<PathBuf, Arc<BuildError>> {
-        let disk = dir.join(DISK);
-        let is_usual = bytes.is_none_or(|bytes| bytes == self.usual_bytes);
-        if disk.symlink_metadata().is_ok_and(|there| there.is_file()) || !is_usual {
-            return ext4::ensure(disk, bytes.unwrap_or(self.usual_bytes)).await;
-        }
-        let empty = {
-            let _one_at_a_time = self.making.lock().await;
-            ext4::ensure(self.dir.join(format!("empty-{}.ext4", self.usual_bytes)), self.usual_bytes).await?
-        };
-        let copied = tokio::task::spawn_blocking(move || copy(&empty, &disk).map(|()| disk)).await;
-        copied.unwrap_or(Err(BuildError::Stopped)).map_err(Arc::new)
+    /// The disk of the emptyDir of `pod` at `dir`: the one that is there, or a new one of `bytes`.
+    pub async fn disk(
+        &self,
+        helpers: &Helpers,
+        pod: &SandboxId,
+        dir: &Path,
+        bytes: Option<u64>,
+    ) -> Result<PathBuf, VolumeError> {
+        let bytes = bytes.unwrap_or(self.usual_bytes);
+        let empty = if bytes == self.usual_bytes { Some(self.empty().await?) } else { None };
+        let request = Request::Disk { dir: dir.to_owned(), bytes, empty };
+        let ((), _) = helpers.ask(pod, request).await?;
+        Ok(dir.join(DISK))
+    }
+
+    /// The empty disk of the usual size.
+    async fn empty(&self) -> Result<PathBuf, VolumeError> {
+        let _one_at_a_time = self.making.lock().await;
+        let (path, bytes) = (self.dir.join(format!("empty-{}.ext4", self.usual_bytes)), self.usual_bytes);
+        Ok(rootfs::blocking(move || ext4::ensure(&path, bytes).map(|()| path)).await?)
     }
 }
 
-/// Copies a file with its holes; the copy gets its name when it is complete.
+/// Makes the disk of the emptyDir at `dir` unless it is there: a copy of `empty`, or a new one of `bytes`. Waits as long
+/// as the directory's file system does: for helpers.
+pub fn make_disk(dir: &Path, bytes: u64, empty: Option<&Path>) -> Result<(), VolumeError> {
+    let host = |source: io::Error| BuildError::Host { action: "look at", path: dir.to_owned(), source };
+    let found = statfs(dir).map_err(|errno| host(errno.into()))?;
+    if NOT_LOCAL.contains(&found.filesystem_type()) {
+        return Err(VolumeError::NotLocal { dir: dir.to_owned() });
+    }
+    let disk = dir.join(DISK);
+    match empty {
+        Some(empty) if !disk.symlink_metadata().is_ok_and(|there| there.is_file()) => copy(empty, &disk)?,
+        _ => ext4::ensure(&disk, bytes)?,
+    }
+    Ok(())
+}
+
+/// Copies a file with its holes; the copy gets its name when it is complete, unless another one has it by then. What is
+/// no file gives way.
 fn copy(from: &Path, to: &Path) -> Result<(), BuildError> {
-    let unfinished = to.with_extension("unfinished");
-    let copied = fs::remove_file(&unfinished)
-        .or_else(|error| if error.kind() == io::ErrorKind::NotFound { Ok(()) } else { Err(error) })
+    let unfinished = ext4::unfinished(to);
+    let link = if to.symlink_metadata().is_ok_and(|there| !there.is_file()) { Some(to) } else { None };
+    let copied = [Some(unfinished.as_path()), link]
+        .into_iter()
+        .flatten()
+        .try_for_each(remove_if_there)
         .and_then(|()| copy_data(from, &unfinished))
-        .and_then(|()| fs::rename(&unfinished, to));
+        .and_then(|()| ext4::name(&unfinished, to));
     copied.map_err(|source| {
         // What failed is what is told.
         let _ = fs::remove_file(&unfinished);
         BuildError::Host { action: "make disk", path: to.to_owned(), source }
     })
+}
+
+fn remove_if_there(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        removed => removed,
+    }
 }
 
 fn copy_data(from: &Path, to: &Path) -> io::Result<()> {
@@ -94,7 +144,10 @@ fn copy_data(from: &Path, to: &Path) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::fs::{FileExt, MetadataExt};
+    use std::{
+        os::unix::fs::{FileExt, MetadataExt},
+        time::Duration,
+    };
 
     use super::*;
 
@@ -108,7 +161,8 @@ mod tests {
             fs::create_dir(dir).unwrap();
         }
         let spaces = Spaces::new(store.clone(), SIZE);
-        let disk = spaces.disk(&one, None).await.unwrap();
+        let (helpers, pod) = (Helpers::new(None, Duration::from_secs(60)), "pod".parse().unwrap());
+        let disk = spaces.disk(&helpers, &pod, &one, None).await.unwrap();
         let meta = fs::metadata(&disk).unwrap();
         assert_eq!((meta.len(), meta.mode() & 0o777), (SIZE, 0o600));
         assert!(meta.blocks() * 512 < SIZE / 8, "{} blocks of 512 bytes are no holes", meta.blocks());
@@ -117,10 +171,10 @@ mod tests {
 
         let file = File::options().write(true).open(&disk).unwrap();
         file.write_all_at(b"of the pod", SIZE - 10).unwrap();
-        assert_eq!(spaces.disk(&one, Some(2 * SIZE)).await.unwrap(), disk);
+        assert_eq!(spaces.disk(&helpers, &pod, &one, Some(2 * SIZE)).await.unwrap(), disk);
         assert_eq!(fs::metadata(&disk).unwrap().len(), SIZE, "it stays as it was made");
 
-        let disk = spaces.disk(&other, Some(SIZE / 2)).await.unwrap();
+        let disk = spaces.disk(&helpers, &pod, &other, Some(SIZE / 2)).await.unwrap();
         assert_eq!(fs::metadata(&disk).unwrap().len(), SIZE / 2);
         let left: Vec<_> = fs::read_dir(&other).unwrap().map(|entry| entry.unwrap().file_name()).collect();
         assert_eq!(left, [DISK]);
@@ -130,15 +184,16 @@ mod tests {
     async fn what_is_no_disk_is_refused_and_a_link_is_not_followed() {
         let dir = tempfile::tempdir().unwrap();
         let spaces = Spaces::new(dir.path().to_owned(), SIZE);
+        let (helpers, pod) = (Helpers::new(None, Duration::from_secs(60)), "pod".parse().unwrap());
         fs::write(dir.path().join(DISK), "text").unwrap();
-        let error = spaces.disk(dir.path(), None).await.unwrap_err();
+        let error = spaces.disk(&helpers, &pod, dir.path(), None).await.unwrap_err();
         assert!(error.to_string().contains(DISK), "{error}");
 
         fs::remove_file(dir.path().join(DISK)).unwrap();
         let elsewhere = dir.path().join("elsewhere");
         fs::write(&elsewhere, "text").unwrap();
         std::os::unix::fs::symlink(&elsewhere, dir.path().join(DISK)).unwrap();
-        spaces.disk(dir.path(), None).await.unwrap();
+        spaces.disk(&helpers, &pod, dir.path(), None).await.unwrap();
         assert_eq!(fs::read_to_string(&elsewhere).unwrap(), "text");
     }
 }

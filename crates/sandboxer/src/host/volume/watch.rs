@@ -5,24 +5,36 @@ use std::{
     io,
     os::fd::AsFd,
     path::Path,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
 use nix::{
     errno::Errno,
-    sys::inotify::{AddWatchFlags, InitFlags, Inotify, WatchDescriptor},
+    sys::inotify::{AddWatchFlags, InitFlags, Inotify},
 };
+use sandboxer_protocol::id::SandboxId;
 use tokio::{
     io::{Interest, unix::AsyncFd},
     sync::watch,
 };
 
+use super::VolumeError;
+use crate::host::helper::Helpers;
+
 /// Watches directories.
 #[derive(Debug)]
 pub struct Watches {
     inotify: Arc<Inotify>,
+    helpers: Helpers,
     // Held for a look-up or a change, never across an await.
-    watched: Arc<Mutex<HashMap<WatchDescriptor, watch::Sender<u64>>>>,
+    watched: Arc<Mutex<Watched>>,
+}
+
+#[derive(Debug, Default)]
+struct Watched {
+    senders: HashMap<i32, watch::Sender<u64>>,
+    /// Watches that helpers are adding: one of theirs may have the number of one that nobody holds any more.
+    being_added: usize,
 }
 
 /// A directory that is watched. Two of one directory are told alike.
@@ -40,12 +52,21 @@ impl Watch {
     }
 }
 
+/// Counts a watch that is being added until dropped.
+struct Adding<'a>(&'a Watches);
+
+impl Drop for Adding<'_> {
+    fn drop(&mut self) {
+        self.0.watched().being_added -= 1;
+    }
+}
+
 impl Watches {
     /// None yet. Needs a runtime.
-    pub fn new() -> io::Result<Self> {
+    pub fn new(helpers: Helpers) -> io::Result<Self> {
         let inotify = Arc::new(Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC)?);
-        let watched: Arc<Mutex<HashMap<_, watch::Sender<u64>>>> = Arc::default();
-        let (reader, senders) = (inotify.clone(), watched.clone());
+        let watched: Arc<Mutex<Watched>> = Arc::default();
+        let (reader, shared) = (inotify.clone(), watched.clone());
         let descriptor = inotify.as_fd().try_clone_to_owned()?;
         // SAFETY: an OwnedFd is open and the same file as long as it lives, and the AsyncFd owns it.
         let descriptor = unsafe { AsyncFd::register_with_interest(descriptor, Interest::READABLE) }
@@ -55,9 +76,9 @@ impl Watches {
                 let Ok(mut ready) = descriptor.readable().await else { return };
                 match reader.read_events() {
                     Ok(events) => {
-                        let mut senders = senders.lock().unwrap_or_else(PoisonError::into_inner);
+                        let mut watched = shared.lock().unwrap_or_else(PoisonError::into_inner);
                         for event in events {
-                            tell(&mut senders, event.wd, event.mask);
+                            tell(&mut watched.senders, event.wd.as_raw(), event.mask);
                         }
                     }
                     Err(Errno::EAGAIN) => ready.clear_ready(),
@@ -66,35 +87,42 @@ impl Watches {
                 }
             }
         });
-        Ok(Self { inotify, watched })
+        Ok(Self { inotify, helpers, watched })
     }
 
-    /// Watches `dir` from now on: names in it that come, go or are replaced.
-    pub fn watch(&self, dir: &Path) -> io::Result<Watch> {
-        let mut watched = self.watched.lock().unwrap_or_else(PoisonError::into_inner);
-        let ended: Vec<_> =
-            watched.iter().filter(|(_, sender)| sender.receiver_count() == 0).map(|(wd, _)| *wd).collect();
-        for wd in ended {
-            watched.remove(&wd);
-            // Its directory may be gone, and the watch with it.
-            let _ = self.inotify.rm_watch(wd);
-        }
-        let flags = AddWatchFlags::IN_CREATE
-            | AddWatchFlags::IN_DELETE
-            | AddWatchFlags::IN_MOVED_TO
-            | AddWatchFlags::IN_CLOSE_WRITE
-            | AddWatchFlags::IN_ONLYDIR;
-        let wd = self.inotify.add_watch(dir, flags)?;
-        let changes = watched.entry(wd).or_default().subscribe();
+    /// Watches `dir` of `pod` from now on: names in it that come, go or are replaced.
+    pub async fn watch(&self, pod: &SandboxId, dir: &Path) -> Result<Watch, VolumeError> {
+        let failed = |source| VolumeError::Watch { dir: dir.to_owned(), source };
+        let instance = self.inotify.as_fd().try_clone_to_owned().map_err(failed)?;
+        self.watched().being_added += 1;
+        let adding = Adding(self);
+        let wd = self.helpers.watch(pod, dir, instance).await?;
+        // What changed until now is seen by whoever reads the directory after this.
+        let changes = self.watched().senders.entry(wd).or_default().subscribe();
+        drop(adding);
+        self.clear();
         Ok(Watch { changes })
+    }
+
+    /// Ends watches that nobody holds.
+    fn clear(&self) {
+        let mut watched = self.watched();
+        if watched.being_added > 0 {
+            return;
+        }
+        let ended = watched.senders.extract_if(|_, sender| sender.receiver_count() == 0);
+        for (wd, _) in ended {
+            // Its directory may be gone, and the watch with it.
+            let _ = rustix::fs::inotify::remove_watch(&self.inotify, wd);
+        }
+    }
+
+    fn watched(&self) -> MutexGuard<'_, Watched> {
+        self.watched.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-fn tell(
-    senders: &mut HashMap<WatchDescriptor, watch::Sender<u64>>,
-    wd: WatchDescriptor,
-    mask: AddWatchFlags,
-) {
+fn tell(senders: &mut HashMap<i32, watch::Sender<u64>>, wd: i32, mask: AddWatchFlags) {
     if mask.contains(AddWatchFlags::IN_Q_OVERFLOW) {
         // What was lost is not known.
         senders.values().for_each(|sender| sender.send_modify(|changes| *changes += 1));
@@ -112,6 +140,14 @@ mod tests {
 
     use super::*;
 
+    fn watches() -> Watches {
+        Watches::new(Helpers::new(None, Duration::from_secs(60))).unwrap()
+    }
+
+    fn pod() -> SandboxId {
+        "pod".parse().unwrap()
+    }
+
     async fn soon(watch: &mut Watch) {
         tokio::time::timeout(Duration::from_secs(60), watch.changed()).await.unwrap();
     }
@@ -119,25 +155,25 @@ mod tests {
     #[tokio::test]
     async fn whoever_watches_a_directory_is_told_of_its_changes_and_of_no_others() {
         let (one, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-        let watches = Watches::new().unwrap();
-        let mut first = watches.watch(one.path()).unwrap();
-        let mut second = watches.watch(one.path()).unwrap();
-        let mut elsewhere = watches.watch(other.path()).unwrap();
+        let watches = watches();
+        let mut first = watches.watch(&pod(), one.path()).await.unwrap();
+        let mut second = watches.watch(&pod(), one.path()).await.unwrap();
+        let mut elsewhere = watches.watch(&pod(), other.path()).await.unwrap();
         symlink("x", one.path().join("..data_tmp")).unwrap();
         fs::rename(one.path().join("..data_tmp"), one.path().join("..data")).unwrap();
         soon(&mut first).await;
         soon(&mut second).await;
         fs::write(other.path().join("f"), "").unwrap();
         soon(&mut elsewhere).await;
-        assert!(watches.watch(&one.path().join("..data")).is_err(), "it leads nowhere");
+        assert!(watches.watch(&pod(), &one.path().join("..data")).await.is_err(), "it leads nowhere");
 
         // A directory that goes ends its watch, and a new one in its place has its own.
         let dir = other.path().join("d");
         fs::create_dir(&dir).unwrap();
-        let before = watches.watch(&dir).unwrap();
+        let before = watches.watch(&pod(), &dir).await.unwrap();
         fs::remove_dir(&dir).unwrap();
         fs::create_dir(&dir).unwrap();
-        let mut after = watches.watch(&dir).unwrap();
+        let mut after = watches.watch(&pod(), &dir).await.unwrap();
         fs::write(dir.join("f"), "").unwrap();
         soon(&mut after).await;
         drop(before);
@@ -146,11 +182,11 @@ mod tests {
     #[tokio::test]
     async fn watches_that_nobody_holds_are_given_back() {
         let dirs: Vec<_> = (0..3).map(|_| tempfile::tempdir().unwrap()).collect();
-        let watches = Watches::new().unwrap();
+        let watches = watches();
         for dir in &dirs {
-            drop(watches.watch(dir.path()).unwrap());
+            drop(watches.watch(&pod(), dir.path()).await.unwrap());
         }
-        let _held = watches.watch(dirs[0].path()).unwrap();
-        assert_eq!(watches.watched.lock().unwrap().len(), 1);
+        let _held = watches.watch(&pod(), dirs[0].path()).await.unwrap();
+        assert_eq!(watches.watched().senders.len(), 1);
     }
 }

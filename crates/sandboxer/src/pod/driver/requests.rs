@@ -4,7 +4,7 @@ use sandboxer_protocol::stage::Stage;
 
 use super::*;
 use crate::{
-    front,
+    container, front,
     pod::{Signal, admission::Work},
 };
 
@@ -40,11 +40,15 @@ impl Driver {
             Request::SetPaused { of, paused, reply } => self.on_set_paused(of, paused, reply),
             Request::Update { of, resources, reply } => {
                 let checked = self.running(&of, None);
+                if checked.is_ok() {
+                    self.update_cpus(&of, &resources);
+                }
                 self.forward(checked, reply, move |live| async move {
                     Ok(live.agent.update_container(&of, resources).await?)
                 });
             }
             Request::UpdatePod { limits, reply } => {
+                let limits = limits.without(self.node.cgroups.unlimited(&self.spec.cgroup_parent));
                 self.forward(Ok(()), reply, move |live| async move {
                     Ok(live.agent.update_pod(limits.for_guest()).await?)
                 });
@@ -55,11 +59,15 @@ impl Driver {
             }
             Request::Stats { of, reply } => {
                 let checked = of.as_ref().map_or(Ok(()), |of| self.process(of, None).map(drop));
-                self.forward(
-                    checked,
-                    reply,
-                    move |live| async move { Ok(live.agent.stats(of.as_ref()).await?) },
-                );
+                let readings = self.readings.clone();
+                self.forward(checked, reply, move |live| async move {
+                    let asked = of.clone();
+                    let read = async move { Ok(live.agent.stats(asked.as_ref()).await?) };
+                    readings.read(of, read).await
+                });
+            }
+            Request::SyncClock { reply } => {
+                self.forward(Ok(()), reply, move |live| async move { Ok(live.agent.sync_clock().await?) });
             }
             Request::Inspect { reply } => answer(reply, Ok(self.view())),
         }
@@ -70,8 +78,10 @@ impl Driver {
             PodState::Ready => answer(reply, Ok(())),
             PodState::Starting => self.start_waiters.push(reply),
             PodState::Created => {
+                if let Err(error) = self.become_state(PodState::Starting) {
+                    return answer(reply, Err(error));
+                }
                 self.start_waiters.push(reply);
-                self.become_state(PodState::Starting);
                 self.node.events.pod(&self.spec.id, Kind::PodStarting, "");
                 self.stages = Stages::new(self.spec.id.clone(), self.node.stage_times.clone());
                 let (node, spec, key) = (self.node.clone(), self.spec.clone(), self.link_key.clone());
@@ -86,7 +96,7 @@ impl Driver {
                     Done::PodStarted(start::start(&node, &spec, &key, &stages, &cancel).await)
                 });
             }
-            state @ (PodState::Stopping | PodState::Stopped) => {
+            state @ (PodState::Stopping | PodState::Stopped | PodState::Unknown) => {
                 answer(reply, Err(self.wrong_state("start", state)));
             }
         }
@@ -99,30 +109,35 @@ impl Driver {
                 self.stopped(String::new(), 0);
                 return answer(reply, Ok(()));
             }
-            PodState::Starting => {
-                self.become_state(PodState::Stopping);
+            state @ (PodState::Starting | PodState::Ready | PodState::Unknown) => {
+                if let Err(error) = self.become_state(PodState::Stopping) {
+                    return answer(reply, Err(error));
+                }
                 self.cancel.cancel();
-            }
-            PodState::Ready => {
-                self.become_state(PodState::Stopping);
-                self.cancel.cancel();
-                self.end_machine();
+                // What a start has made, it undoes.
+                if state != PodState::Starting {
+                    self.end_machine();
+                }
             }
             // Nobody waits: an attempt before this one has failed, and been answered.
-            PodState::Stopping if self.stop_waiters.is_empty() => self.end_machine(),
+            PodState::Stopping if !self.ending => self.end_machine(),
             PodState::Stopping => {}
         }
         self.stop_waiters.push(reply);
     }
 
     pub(super) fn end_machine(&mut self) {
+        let (node, spec, shares) = (self.node.clone(), self.spec.clone(), self.volumes.shares.clone());
         if let Some(live) = self.live.clone() {
-            let (node, spec, shares) = (self.node.clone(), self.spec.clone(), self.volumes.shares.clone());
+            self.ending = true;
             let mut counted = self.counted.clone();
             self.work.spawn(async move {
                 let _ = counted.wait_for(|counted| *counted).await;
                 Done::PodStopped(stop::stop(&node, &spec, &live, &shares).await)
             });
+        } else if let Some(unreached) = self.unreached.clone() {
+            self.ending = true;
+            self.work.spawn(async move { Done::PodStopped(stop::stop_held(&node, &spec, &unreached).await) });
         }
     }
 
@@ -180,16 +195,18 @@ impl Driver {
                 let _ = counted.wait_for(|counted| *counted).await;
                 node.admission.enter(Work::Container).await
             };
-            let turn = cancel.run_until_cancelled(turn);
-            let turn = async { turn.await.ok_or_else(|| PodError::Cancelled(spec.id.clone())) };
-            let result = match stages.run(Stage::Queue, turn).await {
-                Ok(_place) => {
-                    let (front, rootfs) = (&node.front, &node.rootfs);
-                    let means = Means { front, rootfs, volumes: &volumes, stages: &stages };
-                    work::create(&spec, &live, means, &new).await.map(Box::new)
-                }
-                Err(error) => Err(error),
+            let cancelled = || PodError::Cancelled(spec.id.clone());
+            let made = async {
+                // Ahead of its turn: nobody waits for a place while somebody's volume is looked at.
+                let look = container::spec::read(&spec, &new, &node.volumes.helpers);
+                let guest_spec = cancel.run_until_cancelled(look).await.ok_or_else(cancelled)??;
+                let turn = async { cancel.run_until_cancelled(turn).await.ok_or_else(cancelled) };
+                let place = stages.run(Stage::Queue, turn).await?;
+                let (front, rootfs) = (&node.front, &node.rootfs);
+                let means = Means { front, rootfs, volumes: &volumes, stages: &stages, place };
+                work::create(&spec, &live, means, &new, guest_spec).await
             };
+            let result = made.await.map(Box::new);
             Done::ContainerCreated { new: Box::new(new), stages, result, reply }
         });
     }
@@ -263,7 +280,7 @@ impl Driver {
         let phase = self.process(&of, exec.as_ref()).map(|process| process.phase.subscribe());
         let (mut phase, live) = match (checked.and(phase), self.live.clone()) {
             (Err(error), _) => return answer(reply, Err(error)),
-            (Ok(_), None) => return answer(reply, Err(self.wrong_state("ask the guest", self.state()))),
+            (Ok(_), None) => return self.on_signal_unreached(of, exec, &signal, reply),
             (Ok(phase), Some(live)) => (phase, live),
         };
         self.work.spawn(async move {
@@ -286,11 +303,42 @@ impl Driver {
         });
     }
 
+    /// A guest that can't be reached gets no signal. Whoever kills a container gets it killed all the same, with its VMM
+    /// if need be: containerd does that before it stops a pod.
+    fn on_signal_unreached(
+        &mut self,
+        of: ContainerId,
+        exec: Option<ExecId>,
+        signal: &Signal,
+        reply: Reply<()>,
+    ) {
+        let refused = self.wrong_state("signal a process", self.state());
+        if self.state() != PodState::Unknown || exec.is_some() || signal.number != Signal::KILL {
+            return answer(reply, Err(refused));
+        }
+        let (mut status, limit) = (self.status.subscribe(), self.node.config.vm.agent_timeout);
+        self.work.spawn(async move {
+            let resolved = status.wait_for(|status| status.state != PodState::Unknown);
+            if tokio::time::timeout(limit, resolved).await.is_ok() {
+                // Whoever asked asks again, and the guest answers, or everything has ended.
+                answer(reply, Err(refused));
+                return Done::Nothing;
+            }
+            tracing::warn!(container = %of, "killing the VMM of a pod that can't be reached: its container is to be killed");
+            answer(reply, Ok(()));
+            Done::GuestLost(refused)
+        });
+    }
+
     fn on_delete(&mut self, of: ContainerId, exec: Option<ExecId>, reply: Reply<Exit>) {
         let process = match self.process(&of, exec.as_ref()) {
             Ok(process) => process,
             Err(error) => return answer(reply, Err(error)),
         };
+        // Its guest may have it.
+        if self.live.is_none() && self.unreached.is_some() {
+            return answer(reply, Err(self.wrong_state("delete a process", self.state())));
+        }
         let phase = process.phase.borrow().clone();
         if matches!(phase, Phase::Running | Phase::Starting) {
             let subject = format!("container {of}");

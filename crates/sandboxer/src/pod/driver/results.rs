@@ -8,16 +8,12 @@ impl Driver {
             Done::Nothing | Done::Removed(_) => {}
             Done::PodStarted(Ok(up)) => self.pod_started(up),
             Done::PodStarted(Err(error)) => self.start_failed(error),
-            Done::PodStopped(Ok(())) => self.stopped(String::new(), 0),
-            Done::PodStopped(Err(error)) => {
-                // The machine's end, should it come, still stops the pod.
-                let text = chain(&error);
-                tracing::error!(pod = %self.spec.id, error = text, "cannot end the pod's VMM");
-                let error = Some(text);
-                for reply in self.stop_waiters.drain(..).chain(self.remove_waiters.drain(..)) {
-                    answer(reply, again(&error, &self.spec));
-                }
+            Done::PodStopped(Ok(())) => {
+                self.ending = false;
+                self.stopped(String::new(), 0);
             }
+            Done::PodStopped(Err(error)) => self.stop_failed(error),
+            Done::Resolved(resolved) => self.resolved(resolved),
             Done::MachineEnded(exit) => self.machine_ended(exit),
             Done::GuestLost(error) => self.guest_lost(error),
             Done::ContainerCreated { new, stages, result, reply } => {
@@ -53,6 +49,12 @@ impl Driver {
             self.live = Some(up.live);
             return self.end_machine();
         }
+        if let Err(error) = self.may_become(PodState::Ready) {
+            // Nobody knows what it is for.
+            self.live = Some(up.live);
+            self.end_machine();
+            return answer_all(self.start_waiters.drain(..), Err(error));
+        }
         let (pid, release, way) = (up.live.machine.record().pid, up.ready.kernel_release, up.way);
         let interfaces = up.interfaces;
         self.status.send_modify(|status| {
@@ -60,8 +62,8 @@ impl Driver {
             status.kernel_release = release;
             status.way = Some(way);
             status.interfaces = interfaces;
+            status.state = PodState::Ready;
         });
-        self.become_state(PodState::Ready);
         self.live = Some(up.live);
         self.watch_machine();
         self.forward_ports(up.host_ports);
@@ -71,10 +73,8 @@ impl Driver {
         let spec = self.spec.clone();
         self.work.spawn(async move {
             // On record before containerd is told: what it believes in, the next daemon finds.
-            let error = recorded.await.err().map(|error| chain(&error));
-            for reply in waiters {
-                answer(reply, again(&error, &spec));
-            }
+            let recorded = recorded.await.map_err(|error| journal_failed(&spec, error));
+            answer_all(waiters, recorded);
             Done::Nothing
         });
     }
@@ -98,19 +98,19 @@ impl Driver {
     fn start_failed(&mut self, error: PodError) {
         let cancelled = matches!(error, PodError::Cancelled(_));
         let reason = chain(&error);
-        let mut error = Some(error);
-        for reply in self.start_waiters.drain(..) {
-            let told = error.take().unwrap_or_else(|| PodError::Cancelled(self.spec.id.clone()));
-            answer(reply, Err(told));
-        }
+        answer_all(self.start_waiters.drain(..), Err(error));
         if self.state() == PodState::Starting {
-            self.become_state(PodState::Stopping);
+            // It can, by the diagram; and what keeps it from that has been told.
+            let _ = self.become_state(PodState::Stopping);
         }
         if cancelled { self.stopped(String::new(), 0) } else { self.stopped(reason, 1) }
     }
 
     fn machine_ended(&mut self, exit: MachineExit) {
-        // While the pod is being stopped this is what was wanted; `PodStopped` follows.
+        // While the machine is being ended this is what was wanted, and `PodStopped` follows. That has failed otherwise.
+        if self.state() == PodState::Stopping && !self.ending {
+            return self.stopped(String::new(), 0);
+        }
         if self.state() == PodState::Ready {
             let reason = match self.lost.take() {
                 Some(error) => chain(&error),
@@ -129,6 +129,18 @@ impl Driver {
     /// A guest that broke its session, whose processes can't be ended or that can't be counted: its machine ends, and
     /// with that the pod.
     fn guest_lost(&mut self, error: PodError) {
+        if let (PodState::Unknown, Some(unreached)) = (self.state(), self.unreached.clone()) {
+            let pod = self.spec.id.clone();
+            self.status.send_modify(|status| status.reason = chain(&error));
+            self.work.spawn(async move {
+                // Its end is seen by who waits for its answer.
+                if let Err(error) = unreached.vmm.end().await {
+                    tracing::error!(%pod, error = chain(&error), "cannot end the VMM of a guest that was given up");
+                }
+                Done::Nothing
+            });
+            return;
+        }
         // A pod that is being stopped loses its machine anyway.
         let Some(live) = self.live.clone().filter(|_| self.state() == PodState::Ready) else { return };
         self.lost = Some(error);
@@ -146,7 +158,11 @@ impl Driver {
         if self.state() == PodState::Stopped {
             return;
         }
+        if let Err(error) = self.may_become(PodState::Stopped) {
+            return answer_all(self.stop_waiters.drain(..).chain(self.remove_waiters.drain(..)), Err(error));
+        }
         self.live = None;
+        self.unreached = None;
         self.cancel.cancel();
         // Those that the guest had, which nobody keeps up to date any more.
         self.volumes = Arc::new(Volumes::new(self.node.volumes.clone(), self.volumes.shares.clone(), None));
@@ -171,8 +187,8 @@ impl Driver {
             status.exit_status = exit_status;
             status.vmm_pid = 0;
             status.reason = reason.clone();
+            status.state = PodState::Stopped;
         });
-        self.become_state(PodState::Stopped);
         self.node.events.pod(&self.spec.id, Kind::PodStopped, reason);
         self.save();
         for reply in self.stop_waiters.drain(..) {
@@ -209,18 +225,20 @@ impl Driver {
                 return answer(reply, Err(error));
             }
         };
-        let Created { pid, io, disks, leases, message, intent } = *created;
+        let Created { pid, io, disks, leases, message, cpus, intent } = *created;
         let container = Container {
             bundle: new.bundle,
             disks,
             leases,
             message,
+            cpus,
             init: Process::created(pid, new.stdio, io),
             execs: HashMap::new(),
             paused: false,
             stages,
         };
         self.containers.insert(new.id.clone(), container);
+        self.place();
         self.node.events.container(&self.spec.id, &new.id, Kind::ContainerCreated, "");
         let (written, pod) = (self.next_record(), self.spec.id.clone());
         self.work.spawn(async move {
@@ -289,8 +307,9 @@ impl Driver {
     fn follow(&mut self, live: Live, subject: Subject, since: u64, running: RunningIo) {
         let container = self.containers.get(&subject.container).filter(|_| subject.exec.is_none());
         let message = container.and_then(|container| container.message.clone());
+        let helpers = self.node.volumes.helpers.clone();
         self.work.spawn(async move {
-            let exit = work::follow(&live, &subject, since, running, message).await;
+            let exit = work::follow(&live, &subject, since, running, message, &helpers).await;
             Done::ProcessEnded { subject, exit }
         });
     }
@@ -331,6 +350,7 @@ impl Driver {
                 }
                 None => {
                     if let Some(mut container) = self.containers.remove(&of) {
+                        self.place();
                         container.init.end(exit.clone());
                         for process in container.execs.values_mut() {
                             process.end(exit.clone());
@@ -338,6 +358,7 @@ impl Driver {
                         let execs: Vec<_> = container.execs.into_keys().collect();
                         self.forget_process(&of, None, &execs);
                     }
+                    self.readings.forget(&of);
                     self.node.registry.remove_container(&of);
                     self.node.events.container(&self.spec.id, &of, Kind::ContainerDeleted, "");
                 }
@@ -349,12 +370,68 @@ impl Driver {
         }
     }
 
+    /// The VMM could not be ended. Its end, should it come, still stops the pod.
+    fn stop_failed(&mut self, error: VmmError) {
+        self.ending = false;
+        tracing::error!(pod = %self.spec.id, error = chain(&error), "cannot end the pod's VMM; the pod is stopped when it has ended");
+        answer_all(self.stop_waiters.drain(..).chain(self.remove_waiters.drain(..)), Err(error.into()));
+        if let Some(unreached) = self.unreached.clone() {
+            self.work.spawn(async move { Done::MachineEnded(unreached.vmm.ended().await) });
+        }
+    }
+
+    /// Waits for an earlier daemon's pod to answer, or for its VMM's end.
+    pub(super) fn wait_for_answer(&mut self, unreached: Arc<Unreached>) {
+        self.unreached = Some(unreached.clone());
+        if self.state() == PodState::Stopping {
+            return self.end_machine();
+        }
+        let (node, told, cancel) = (self.node.clone(), self.status.clone(), self.cancel.clone());
+        self.work.spawn(async move {
+            let resolved = cancel.run_until_cancelled(unreached.resolve(&node, &told)).await;
+            resolved.map_or(Done::Nothing, Done::Resolved)
+        });
+    }
+
+    fn resolved(&mut self, resolved: Resolved) {
+        // A stop came first, and ends what was reached.
+        if self.state() != PodState::Unknown {
+            return;
+        }
+        match resolved {
+            Resolved::Reached(reached) => {
+                tracing::info!(pod = %self.spec.id, "the pod answers again");
+                self.status.send_modify(|status| {
+                    status.reason = String::new();
+                    status.recovered = true;
+                    status.overdue = false;
+                    status.state = PodState::Ready;
+                });
+                self.unreached = None;
+                self.take_up(*reached);
+                self.save();
+            }
+            Resolved::Ended(reason) => {
+                tracing::warn!(pod = %self.spec.id, reason, "the pod ended unasked");
+                self.stopped(reason, KILLED);
+            }
+        }
+    }
+
     /// Goes on where an earlier daemon left off.
-    pub(super) fn take_up(&mut self, live: Live, host_ports: Vec<TcpListener>) {
+    pub(super) fn take_up(&mut self, reached: Reached) {
+        let Reached { live, known, volumes, made } = reached;
+        let (store, shares) = (self.node.volumes.clone(), self.volumes.shares.clone());
+        self.volumes = Arc::new(Volumes::found(store, shares, self.spec.room.empty_dir_bytes, volumes, made));
+        for (id, container) in &mut self.containers {
+            settle(&self.node, &self.spec, id, container, &known);
+        }
+        let host_ports = host_ports::listen_again(&self.node.front, &self.spec);
         self.live = Some(live.clone());
         self.watch_machine();
         self.wait_until_counted(Counting::go_on(&self.node, &self.spec, live.machine.record().pid));
         self.forward_ports(host_ports);
+        self.place();
         let mut running = Vec::new();
         for (id, container) in &mut self.containers {
             let execs = container.execs.iter_mut().map(|(id, exec)| (Some(id.clone()), exec));
@@ -388,10 +465,17 @@ impl Driver {
 
     fn watch_machine(&mut self) {
         if let Some(live) = &self.live {
-            let Live { machine, agent } = live.clone();
+            let (machine, live) = (live.machine.clone(), live.clone());
             self.work.spawn(async move { Done::MachineEnded(machine.exited().await) });
+            let (node, spec, key) = (self.node.clone(), self.spec.clone(), self.link_key.clone());
+            let (shares, cancel) = (self.volumes.shares.clone(), self.cancel.clone());
+            live.agent.follow();
             self.work.spawn(async move {
-                agent.violated().await.map_or(Done::Nothing, |error| Done::GuestLost(error.into()))
+                let kept = session::keep(node, spec, key, live.clone(), shares);
+                let broken = cancel.run_until_cancelled(kept).await;
+                // There will be no other one, for whoever waits for it.
+                live.agent.give_up();
+                broken.map_or(Done::Nothing, Done::GuestLost)
             });
         }
     }
@@ -416,9 +500,6 @@ impl Driver {
             self.node.registry.remove(&self.spec.id);
             self.node.events.pod(&self.spec.id, Kind::PodRemoved, "");
         }
-        let error = result.err().map(|error| chain(&error));
-        for reply in self.remove_waiters.drain(..) {
-            answer(reply, again(&error, &self.spec));
-        }
+        answer_all(self.remove_waiters.drain(..), result);
     }
 }

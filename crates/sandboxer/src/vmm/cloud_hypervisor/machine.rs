@@ -16,7 +16,8 @@ use tokio_util::task::AbortOnDropHandle;
 use super::{
     api::{self, Api, ApiError},
     events::{self, Event, Events},
-    jail,
+    shown::{self, Shown},
+    template,
     vsock::{self, Link},
     wire,
 };
@@ -25,6 +26,7 @@ use crate::{
     vmm::{
         AgentStream, DiskSpec, Machine, MachineExit, MachineRecord, VmmError,
         process::Process,
+        room::{Room, shown as path_of},
         run_dir::{Captures, Files, host},
         spec::first_mac_text,
     },
@@ -41,10 +43,10 @@ pub(super) struct CloudHypervisorMachine {
     pub(super) record: MachineRecord,
     pub(super) watched: Watched,
     pub(super) api: Api,
+    pub(super) room: Arc<Room>,
     pub(super) link: Link,
-    pub(super) image_type: Option<&'static str>,
-    /// Whether the VMM opens only what is shown to it.
-    pub(super) jailed: bool,
+    /// As which the VMM runs.
+    pub(super) user: u32,
     pub(super) call_timeout: Duration,
 }
 
@@ -55,7 +57,7 @@ impl Machine for CloudHypervisorMachine {
     }
 
     async fn agent_stream(&self) -> Result<Box<dyn AgentStream>, VmmError> {
-        let path = self.record.run_dir.join(vsock::SOCKET);
+        let path = PathBuf::from(vsock::SOCKET);
         tokio::select! {
             stream = self.link.stream() => match stream {
                 Ok(stream) => Ok(Box::new(stream)),
@@ -69,19 +71,9 @@ impl Machine for CloudHypervisorMachine {
         let pod = &self.record.pod;
         fs::metadata(&disk.path).map_err(host(pod, "attach", disk.path.clone()))?;
         let call = format!("attaching {} as disk {}", disk.path.display(), disk.serial);
-        let mut device = self::disk(disk, self.image_type);
-        let shown = match self.jailed {
-            true => Some(jail::Shown::new(&self.record.run_dir, &disk.serial, &disk.path).map_err(host(
-                pod,
-                "show the VMM",
-                disk.path.clone(),
-            ))?),
-            false => None,
-        };
-        if let Some(shown) = &shown {
-            device.path = shown.path().to_owned();
-        }
-        self.watched.answered(&call, self.api.add_disk(&device)).await.map(drop)
+        // In the jail until it has answered.
+        let _shown = self.watched.show(&call, self.user, std::slice::from_ref(disk)).await?;
+        self.watched.answered(&call, self.api.add_disk(&self::disk(disk))).await.map(drop)
     }
 
     async fn detach_disk(&self, serial: &str) -> Result<(), VmmError> {
@@ -108,8 +100,19 @@ impl Machine for CloudHypervisorMachine {
     }
 
     async fn freeze(&self, dir: &Path) -> Result<(), VmmError> {
+        let pod = &self.record.pod;
+        // A connection that lives on in the copy would be in the way of its next ones.
+        let closed = tokio::time::timeout(self.call_timeout, self.link.close()).await;
+        closed.unwrap_or_else(|_| Err(std::io::ErrorKind::TimedOut.into())).map_err(host(
+            pod,
+            "close the agent's connection on",
+            vsock::SOCKET.into(),
+        ))?;
         self.pause().await?;
-        self.watched.answered("freezing the guest", self.api.snapshot(dir)).await
+        let written =
+            self.room.make_dir(template::FROZEN).map_err(host(pod, "make", template::FROZEN.into()))?;
+        self.watched.answered("freezing the guest", self.api.snapshot(&written)).await?;
+        template::take(&self.room, dir).map_err(host(pod, "keep a frozen machine in", dir.to_owned()))
     }
 
     fn assign(&self, pod: &SandboxId, run_dir: &Path) -> Result<Arc<dyn Machine>, VmmError> {
@@ -126,7 +129,8 @@ impl Machine for CloudHypervisorMachine {
             record,
             watched: Watched { pod: pod.clone(), ..self.watched.clone() },
             api: Api::new(run_dir, self.call_timeout),
-            link: self.link.moved(run_dir),
+            room: self.room.clone(),
+            link: self.link.clone(),
             ..*self
         }))
     }
@@ -150,9 +154,7 @@ impl Machine for CloudHypervisorMachine {
             call: "SIGKILL".into(),
             limit,
         })?;
-        let announcements = vsock::announcements();
-        let names = [api::SOCKET, vsock::SOCKET, &announcements, events::FILE];
-        drop(Files::of_ended(&self.record.run_dir, &names));
+        drop(Files::of_ended(&self.record.run_dir, &[api::SOCKET, events::FILE]));
         Ok(())
     }
 }
@@ -189,14 +191,14 @@ fn device_id(serial: &str) -> String {
     format!("disk-{serial}")
 }
 
-/// A disk in the VMM's words.
-pub(super) fn disk(disk: &DiskSpec, image_type: Option<&'static str>) -> wire::Disk {
+/// A disk in the VMM's words, as it is shown to it.
+pub(super) fn disk(disk: &DiskSpec) -> wire::Disk {
     wire::Disk {
         id: device_id(&disk.serial),
         serial: disk.serial.clone(),
-        path: disk.path.clone(),
+        path: path_of(&disk.serial),
         readonly: disk.read_only,
-        image_type,
+        image_type: wire::ImageType::Raw,
     }
 }
 
@@ -259,6 +261,51 @@ impl Watched {
                 Err(VmmError::Malformed { pod, call, reason: chain(&error) })
             }
         }
+    }
+
+    /// What the VMM can write to.
+    pub(super) async fn room(&self) -> Result<Arc<Room>, VmmError> {
+        match Room::of(&self.process) {
+            Ok(room) => Ok(Arc::new(room)),
+            Err(_) if self.is_ending().await => Err(self.died("its start").await),
+            Err(error) => {
+                let path = PathBuf::from(format!("/proc/{}/root", self.process.pid()));
+                Err(host(&self.pod, "look into the jail", path)(error))
+            }
+        }
+    }
+
+    /// Shows the VMM, which runs as `user`, these disks for `call`.
+    pub(super) async fn show(
+        &self,
+        call: &str,
+        user: u32,
+        disks: &[DiskSpec],
+    ) -> Result<Vec<Shown>, VmmError> {
+        let (process, disks, pod) = (self.process.clone(), disks.to_vec(), self.pod.clone());
+        let show = move || -> Result<Vec<Shown>, VmmError> {
+            let show = |disk: &DiskSpec| {
+                let shown = Shown::new(process.clone(), user, disk);
+                shown.map_err(host(&pod, "show the VMM", disk.path.clone()))
+            };
+            disks.iter().map(show).collect()
+        };
+        match tokio::task::spawn_blocking(show).await {
+            Ok(Err(_)) if self.is_ending().await => Err(self.died(call).await),
+            Ok(shown) => shown,
+            Err(ended) => Err(host(&self.pod, "show the VMM", "a disk".into())(std::io::Error::other(ended))),
+        }
+    }
+
+    /// Takes out of the jail what an earlier daemon showed and did not take out.
+    pub(super) async fn clear(&self) -> Result<(), VmmError> {
+        let process = self.process.clone();
+        let cleared = tokio::task::spawn_blocking(move || shown::clear(&process)).await;
+        cleared.unwrap_or_else(|ended| Err(std::io::Error::other(ended))).map_err(host(
+            &self.pod,
+            "take disks out of",
+            path_of(""),
+        ))
     }
 
     /// The sockets of a process that ends close before it is gone.

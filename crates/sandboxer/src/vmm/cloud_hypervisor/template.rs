@@ -8,31 +8,36 @@
 //!
 //! The VMM takes the copy's from a directory. What is in it leads to the sealed files that the VMM inherits,
 //! but for the configuration, in which the memory is another file and private: what a copy doesn't write it
-//! shares with all others. A copy is confined by us, see `jail`.
+//! shares with all others.
 
 use std::{
-    fs::{self, File},
-    io::{self, Read},
+    fs::File,
+    io::{self, Read, Write},
     os::{
         fd::{AsRawFd, OwnedFd, RawFd},
-        unix::fs::{OpenOptionsExt, symlink},
+        unix::fs::{OpenOptionsExt, chown, fchown},
     },
     path::{Path, PathBuf},
 };
 
+use rustix::fs::{MemfdFlags, memfd_create};
 use serde_json::Value;
 
 use super::wire;
-use crate::vmm::{Frozen, MEMORY, VmSpec, VmmError, run_dir::host};
+use crate::vmm::{Frozen, MEMORY, VmSpec, VmmError, jail::Jail, room::Room, run_dir::host};
 
 const CONFIG: &str = "config.json";
 const STATE: &str = "state.json";
-/// From which the VMM takes a copy's beginnings, in the machine's directory.
-const DIR: &str = "template";
+/// From which the VMM takes a copy's beginnings, in its jail.
+pub const DIR: &str = "/template";
+/// In which the VMM writes itself down, in its room.
+pub const FROZEN: &str = "frozen";
 /// The one zone of the memory of a machine that is to be frozen.
 const ZONE: &str = "memory";
 /// Largest configuration that is read, bytes.
 const MAX_CONFIG: u64 = 1 << 20;
+/// Largest state that is kept, bytes.
+const MAX_STATE: u64 = 16 << 20;
 
 /// What is asked of a VMM that takes the place of a frozen one.
 pub const CALL: &str = "loading a template";
@@ -49,62 +54,54 @@ pub fn memory(spec: &VmSpec) -> wire::Memory {
     }
 }
 
-/// Makes the file in which the memory of a machine lies that is to be frozen; the VMM wants it whole.
-pub fn make_memory(spec: &VmSpec) -> Result<(), VmmError> {
-    let Some(path) = &spec.memory_file else { return Ok(()) };
+/// Makes the file in which the memory of a machine lies that is to be frozen, `user`'s; the VMM wants it whole.
+pub fn make_memory(spec: &VmSpec, user: u32) -> Result<Option<OwnedFd>, VmmError> {
+    let Some(path) = &spec.memory_file else { return Ok(None) };
     let make = || {
-        let file = File::options().write(true).create_new(true).mode(0o600).open(path)?;
-        file.set_len(spec.memory_mib << 20)
+        let file = File::options().read(true).write(true).create_new(true).mode(0o600).open(path)?;
+        file.set_len(spec.memory_mib << 20)?;
+        fchown(&file, Some(user), Some(user))?;
+        Ok(file.into())
     };
-    make().map_err(host(&spec.pod, "make", path.clone()))
+    make().map(Some).map_err(host(&spec.pod, "make", path.clone()))
 }
 
-/// The directory from which a VMM makes a copy; removed on drop.
-#[derive(Debug)]
-pub struct Source(PathBuf);
-
-impl Source {
-    /// Makes it, and what the VMM has to inherit.
-    pub fn new(spec: &VmSpec, frozen: &Frozen) -> Result<(Self, Vec<OwnedFd>), VmmError> {
-        let own = |name| {
-            frozen.file(name).map_err(host(&spec.pod, "open a template's file", frozen.dir().join(name)))
-        };
-        let (memory, state, config) = (own(MEMORY)?, own(STATE)?, own(CONFIG)?);
-        let malformed = |reason: String| VmmError::Malformed {
-            pod: spec.pod.clone(),
-            call: CALL.to_owned(),
-            reason: format!("{}: {reason}", frozen.dir().join(CONFIG).display()),
-        };
-        let config = read(config.into()).map_err(|error| malformed(error.to_string()))?;
-        let config = of_copy(config, spec, memory.as_raw_fd()).map_err(malformed)?;
-
-        let dir = spec.run_dir.join(DIR);
-        fs::create_dir(&dir).map_err(host(&spec.pod, "make", dir.clone()))?;
-        let source = Self(dir);
-        let write = || {
-            fs::write(source.0.join(CONFIG), config.to_string())?;
-            symlink(inherited(state.as_raw_fd()), source.0.join(STATE))
-        };
-        write().map_err(host(&spec.pod, "write into", source.0.clone()))?;
-        Ok((source, vec![memory, state]))
-    }
-
-    /// Where it is.
-    pub fn path(&self) -> &Path {
-        &self.0
-    }
+/// What a VMM has to inherit to make a copy of `frozen`; links in `jail` lead to it.
+pub fn source(spec: &VmSpec, frozen: &Frozen, jail: &mut Jail) -> Result<[OwnedFd; 3], VmmError> {
+    let own =
+        |name| frozen.file(name).map_err(host(&spec.pod, "open a template's file", frozen.dir().join(name)));
+    let (memory, state, config) = (own(MEMORY)?, own(STATE)?, own(CONFIG)?);
+    let malformed = |reason: String| VmmError::Malformed {
+        pod: spec.pod.clone(),
+        call: CALL.to_owned(),
+        reason: format!("{}: {reason}", frozen.dir().join(CONFIG).display()),
+    };
+    let config = read(config.into()).map_err(|error| malformed(error.to_string()))?;
+    let config = of_copy(config, spec, memory.as_raw_fd()).map_err(malformed)?;
+    let mut link = || -> io::Result<OwnedFd> {
+        let mut file = File::from(memfd_create(CONFIG, MemfdFlags::CLOEXEC)?);
+        file.write_all(config.to_string().as_bytes())?;
+        let dir = DIR.trim_start_matches('/');
+        jail.link(&inherited(file.as_raw_fd()), (dir, CONFIG))?;
+        jail.link(&inherited(state.as_raw_fd()), (dir, STATE))?;
+        Ok(file.into())
+    };
+    let config = link().map_err(host(&spec.pod, "prepare", DIR.into()))?;
+    Ok([memory, state, config])
 }
 
-impl Drop for Source {
-    fn drop(&mut self) {
-        if let Err(error) = fs::remove_dir_all(&self.0) {
-            tracing::warn!(path = %self.0.display(), %error, "cannot remove what a copy began with");
-        }
+/// Takes what the VMM wrote down of its frozen machine out of its `room` into `dir`; the memory, there already, is
+/// nobody's from now on.
+pub fn take(room: &Room, dir: &Path) -> io::Result<()> {
+    for (name, max) in [(CONFIG, MAX_CONFIG), (STATE, MAX_STATE)] {
+        let content = room.read(FROZEN, name, max)?;
+        File::options().write(true).create_new(true).mode(0o600).open(dir.join(name))?.write_all(&content)?;
     }
+    chown(dir.join(MEMORY), Some(0), Some(0))
 }
 
 /// Path of a file that a process has inherited under this number, good in that process.
-fn inherited(fd: RawFd) -> PathBuf {
+pub fn inherited(fd: RawFd) -> PathBuf {
     format!("/proc/self/fd/{fd}").into()
 }
 
@@ -127,7 +124,7 @@ fn of_copy(mut config: Value, spec: &VmSpec, memory: RawFd) -> Result<Value, Str
     for (file, path) in [("kernel", &spec.kernel), ("initramfs", &spec.initramfs)] {
         config["payload"][file] = path_text(path);
     }
-    // It would want a rule for its memory: see `jail`.
+    // It would want a rule for its memory: see `landlock`.
     config["landlock_enable"] = false.into();
     if let Some(config) = config.as_object_mut() {
         config.remove("landlock_rules");

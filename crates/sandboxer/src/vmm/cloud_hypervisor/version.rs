@@ -3,7 +3,7 @@
 //! | since | what |
 //! |---|---|
 //! | v51 | a disk says its image type; one that doesn't is looked at, and since v52 a raw one loses writes to its first sector |
-//! | v52 | a tap that is passed may belong to another network namespace than the VMM's |
+//! | v52 | a tap that is passed may belong to another network namespace than the VMM's: before, it was looked up by its name, and no pod with a network could start |
 //! | v53 | a refusal is a JSON array of causes, before it was plain text; what isn't created is status 404, before 500 |
 
 use std::{fmt, io, path::Path, process::Stdio, time::Duration};
@@ -11,9 +11,7 @@ use std::{fmt, io, path::Path, process::Stdio, time::Duration};
 use tokio::{io::AsyncReadExt, process::Command};
 
 /// The oldest and the newest major version that are known.
-pub const KNOWN: std::ops::RangeInclusive<u32> = 44..=53;
-/// The first that knows the type of a disk's image.
-const IMAGE_TYPE: u32 = 51;
+pub const KNOWN: std::ops::RangeInclusive<u32> = 52..=53;
 
 /// Longest wait for `--version`.
 const LIMIT: Duration = Duration::from_secs(5);
@@ -26,7 +24,6 @@ const REASON: usize = 400;
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Version {
     text: String,
-    major: u32,
 }
 
 /// Why a program can't be used as Cloud Hypervisor.
@@ -89,18 +86,13 @@ impl Version {
         });
         match (version, major) {
             (Some(version), Some(major)) if KNOWN.contains(&major) => {
-                Ok(Self { text: version.trim().to_owned(), major })
+                Ok(Self { text: version.trim().to_owned() })
             }
             (Some(version), Some(_)) => {
                 Err(VersionError::Unknown { program, found: format!("v{}", version.trim()) })
             }
             _ => Err(VersionError::Foreign { program, said: line.to_owned() }),
         }
-    }
-
-    /// What a disk has to say of its image.
-    pub fn image_type(&self) -> Option<&'static str> {
-        (self.major >= IMAGE_TYPE).then_some("Raw")
     }
 }
 
@@ -147,18 +139,14 @@ mod tests {
     #[test]
     fn known_versions_are_taken_and_others_refused_by_name() {
         assert_eq!(parse("cloud-hypervisor v53.0").unwrap().to_string(), "53.0");
-        assert_eq!(parse("cloud-hypervisor v44.0-12-gdeadbee-dirty").unwrap().major, 44);
-        let old = parse("cloud-hypervisor v43.0").unwrap_err();
-        assert_eq!(old, "ch is Cloud Hypervisor v43.0, and v44 to v53 are known here");
+        let built = parse("cloud-hypervisor v52.0-12-gdeadbee-dirty").unwrap();
+        assert_eq!(built.to_string(), "52.0-12-gdeadbee-dirty");
+        // In these no pod with a network starts.
+        let old = parse("cloud-hypervisor v51.2").unwrap_err();
+        assert_eq!(old, "ch is Cloud Hypervisor v51.2, and v52 to v53 are known here");
         assert!(parse("cloud-hypervisor v54.1.2").unwrap_err().contains("v54.1.2"));
         assert!(parse("QEMU emulator version 7.2").unwrap_err().contains("is no Cloud Hypervisor"));
         assert!(parse("cloud-hypervisor v99999999999999.0").unwrap_err().contains("is no Cloud Hypervisor"));
-    }
-
-    #[test]
-    fn an_image_type_is_said_where_it_is_known() {
-        assert_eq!(parse("cloud-hypervisor v50.2").unwrap().image_type(), None);
-        assert_eq!(parse("cloud-hypervisor v51.0").unwrap().image_type(), Some("Raw"));
     }
 
     #[tokio::test]

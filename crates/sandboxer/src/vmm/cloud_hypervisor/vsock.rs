@@ -9,13 +9,13 @@
 //! So the agent, once it listens, connects to its host and hangs up: that is waited for.
 
 use std::{
-    fs, io,
+    io,
     os::fd::{AsFd, OwnedFd},
-    path::{Path, PathBuf},
     sync::{
         Arc, Mutex, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
+    time::Duration,
 };
 
 use rustix::net::Shutdown;
@@ -25,22 +25,25 @@ use tokio::{
     net::{UnixListener, UnixStream},
 };
 
-use crate::vmm::socket;
+use crate::vmm::room::Room;
 
-/// The VMM's socket, in the machine's directory.
+/// The VMM's socket, in its room.
 pub const SOCKET: &str = "vsock.sock";
 /// Longest answer to `CONNECT`: "OK ", a port of up to ten digits, the end of the line.
 const MAX_ANSWER: usize = 14;
+/// Waits for an answer, seconds, each followed by another attempt. A guest that was restored may be asked before it listens
+/// to its vsock again, and then that attempt is never answered, a later one is.
+const ANSWER_SECONDS: [u64; 6] = [1, 1, 2, 4, 8, 16];
 
 /// Name of our socket.
 pub fn announcements() -> String {
     format!("{SOCKET}_{AGENT_VSOCK_PORT}")
 }
 
-/// The way to one guest's agent.
-#[derive(Debug)]
+/// The way to one guest's agent. Clones are the same way.
+#[derive(Debug, Clone)]
 pub struct Link {
-    run_dir: PathBuf,
+    room: Arc<Room>,
     heard: Arc<Heard>,
 }
 
@@ -56,35 +59,26 @@ struct Heard {
 
 impl Link {
     /// To a guest that is about to start.
-    pub fn new(run_dir: &Path) -> io::Result<Self> {
-        Self::listening(run_dir, false)
+    pub fn new(room: Arc<Room>) -> io::Result<Self> {
+        Self::listening(room, false)
     }
 
     /// To a guest that has been running.
-    pub fn of_running(run_dir: &Path) -> io::Result<Self> {
-        // An earlier daemon's.
-        match fs::remove_file(run_dir.join(announcements())) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
-            _ => Self::listening(run_dir, true),
-        }
+    pub fn of_running(room: Arc<Room>) -> io::Result<Self> {
+        Self::listening(room, true)
     }
 
-    fn listening(run_dir: &Path, listens: bool) -> io::Result<Self> {
-        let announced = socket::listen(run_dir, &announcements())?;
+    fn listening(room: Arc<Room>, listens: bool) -> io::Result<Self> {
+        let announced = room.listen(&announcements())?;
         announced.set_nonblocking(true)?;
         Ok(Self {
-            run_dir: run_dir.to_owned(),
+            room,
             heard: Arc::new(Heard {
                 announced: UnixListener::from_std(announced)?,
                 listens: AtomicBool::new(listens),
                 last: Mutex::default(),
             }),
         })
-    }
-
-    /// The same way, the machine's directory having been moved.
-    pub fn moved(&self, run_dir: &Path) -> Self {
-        Self { run_dir: run_dir.to_owned(), heard: self.heard.clone() }
     }
 
     /// A stream to the agent, as soon as it listens; the one before is dead.
@@ -95,7 +89,7 @@ impl Link {
                 self.heard.announced.accept().await?;
                 self.heard.listens.store(true, Ordering::Relaxed);
             }
-            if let Some(stream) = self.connect().await? {
+            if let Some(stream) = self.attempts().await? {
                 *self.heard.last.lock().unwrap_or_else(PoisonError::into_inner) =
                     Some(stream.as_fd().try_clone_to_owned()?);
                 return Ok(stream);
@@ -104,21 +98,53 @@ impl Link {
         }
     }
 
+    /// Ends the stream given out last, and waits until the guest has let go of it, too.
+    pub async fn close(&self) -> io::Result<()> {
+        let Some(last) = self.last() else { return Ok(()) };
+        match rustix::net::shutdown(&last, Shutdown::Write) {
+            // The guest was first.
+            Ok(()) | Err(rustix::io::Errno::NOTCONN) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+        let mut last = UnixStream::from_std(last.into())?;
+        let mut rest = [0; 4096];
+        loop {
+            match last.read(&mut rest).await {
+                Ok(0) => return Ok(()),
+                Err(error) if is_gone(&error) => return Ok(()),
+                read => read?,
+            };
+        }
+    }
+
+    fn last(&self) -> Option<OwnedFd> {
+        self.heard.last.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
     fn cut(&self) {
-        if let Some(last) = self.heard.last.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        if let Some(last) = self.last() {
             // One that is dead already is what is wanted.
             let _ = rustix::net::shutdown(&last, Shutdown::Both);
         }
     }
 
+    /// As [`Link::connect`]; an attempt that isn't answered is followed by others, up to a bound.
+    async fn attempts(&self) -> io::Result<Option<UnixStream>> {
+        for limit in ANSWER_SECONDS.map(Duration::from_secs) {
+            match tokio::time::timeout(limit, self.connect()).await {
+                Ok(connected) => return connected,
+                Err(_) => tracing::debug!(?limit, "a CONNECT to an agent was not answered; trying again"),
+            }
+        }
+        let (times, words) = (ANSWER_SECONDS.len(), "the VMM did not answer CONNECT");
+        Err(io::Error::new(io::ErrorKind::TimedOut, format!("{words}, asked {times} times")))
+    }
+
     /// A connection to the agent; none: nobody listens in the guest.
     async fn connect(&self) -> io::Result<Option<UnixStream>> {
-        let mut stream = socket::connect(&self.run_dir, SOCKET)?;
-        let gone = |error: &io::Error| {
-            matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
-        };
+        let mut stream = self.room.connect(SOCKET)?;
         match stream.write_all(format!("CONNECT {AGENT_VSOCK_PORT}\n").as_bytes()).await {
-            Err(error) if gone(&error) => return Ok(None),
+            Err(error) if is_gone(&error) => return Ok(None),
             written => written?,
         }
         // Byte by byte: what follows the line is the agent's.
@@ -127,7 +153,7 @@ impl Link {
             let mut byte = [0];
             match stream.read(&mut byte).await {
                 Ok(0) => return Ok(None),
-                Err(error) if gone(&error) => return Ok(None),
+                Err(error) if is_gone(&error) => return Ok(None),
                 read => read?,
             };
             answer.extend(byte);
@@ -142,9 +168,16 @@ impl Link {
     }
 }
 
+fn is_gone(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
+}
+
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use super::*;
+    use crate::vmm::socket;
     use tokio::io::{AsyncBufReadExt, BufReader};
 
     /// A VMM that answers one connection after the other with these, and then ends each.
@@ -170,7 +203,7 @@ mod tests {
     #[tokio::test]
     async fn the_agent_is_connected_to_once_it_has_announced_itself() {
         let dir = tempfile::tempdir().unwrap();
-        let link = Link::new(dir.path()).unwrap();
+        let link = Link::new(Room::at(dir.path())).unwrap();
         vmm(dir.path(), &["OK 1073741824\nhello", "OK 1073741825\n"]);
         {
             let early = link.stream();
@@ -188,8 +221,8 @@ mod tests {
     #[tokio::test]
     async fn an_agent_that_doesnt_listen_yet_is_waited_for() {
         let dir = tempfile::tempdir().unwrap();
-        drop(Link::new(dir.path()).unwrap());
-        let link = Link::of_running(dir.path()).unwrap();
+        drop(Link::new(Room::at(dir.path())).unwrap());
+        let link = Link::of_running(Room::at(dir.path())).unwrap();
         vmm(dir.path(), &["", "OK 1\n"]);
         announce(dir.path());
         link.stream().await.unwrap();
@@ -199,7 +232,7 @@ mod tests {
     async fn rubbish_is_an_error() {
         for rubbish in ["no", "OK 1073741824073741824\n", "HTTP/1.1 200 \n"] {
             let dir = tempfile::tempdir().unwrap();
-            let link = Link::of_running(dir.path()).unwrap();
+            let link = Link::of_running(Room::at(dir.path())).unwrap();
             vmm(dir.path(), Vec::leak(vec![rubbish]));
             match link.stream() {
                 // Two bytes and the end: like nobody there, hence waited for.
@@ -210,5 +243,54 @@ mod tests {
                 stream => assert_eq!(stream.await.unwrap_err().kind(), io::ErrorKind::InvalidData),
             }
         }
+    }
+
+    /// As right after a restore: who connects while the guest's vsock is being reset is never answered.
+    #[tokio::test(start_paused = true)]
+    async fn a_connect_that_is_never_answered_is_made_again_a_bounded_number_of_times() {
+        let dir = tempfile::tempdir().unwrap();
+        let link = Link::of_running(Room::at(dir.path())).unwrap();
+        let listener = socket::listen(dir.path(), SOCKET).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let listener = UnixListener::from_std(listener).unwrap();
+        let guest = tokio::spawn(async move {
+            let silent = listener.accept().await.unwrap().0;
+            let mut answered = listener.accept().await.unwrap().0;
+            answered.write_all(b"OK 7\n").await.unwrap();
+            drop((silent, answered));
+            let mut all = Vec::new();
+            while let Ok((stream, _)) = listener.accept().await {
+                all.push(stream);
+            }
+        });
+        link.stream().await.expect("the second attempt is answered");
+        let error = link.stream().await.unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut, "{error}");
+        guest.abort();
+    }
+
+    #[tokio::test]
+    async fn a_closed_stream_is_one_that_the_guest_has_let_go_of() {
+        let dir = tempfile::tempdir().unwrap();
+        let link = Link::of_running(Room::at(dir.path())).unwrap();
+        link.close().await.expect("no stream is none to close");
+        let listener = socket::listen(dir.path(), SOCKET).unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let listener = UnixListener::from_std(listener).unwrap();
+        let (stream, accepted) = tokio::join!(link.stream(), async {
+            let mut stream = listener.accept().await.unwrap().0;
+            stream.write_all(b"OK 7\nlast words").await.unwrap();
+            stream
+        });
+        let mut guest = BufReader::new(accepted);
+        drop(stream.unwrap());
+        let closing = link.close();
+        tokio::pin!(closing);
+        assert!(futures::poll!(&mut closing).is_pending(), "the guest still has it");
+        let mut line = String::new();
+        guest.read_line(&mut line).await.unwrap();
+        assert_eq!(guest.read_line(&mut line).await.unwrap(), 0, "the guest is told that it ends");
+        drop(guest);
+        closing.await.unwrap();
     }
 }

@@ -88,9 +88,15 @@ pub struct Disk {
     pub path: PathBuf,
     /// The guest can't write to it.
     pub readonly: bool,
-    /// "Raw"; see [`super::version::Version::image_type`].
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub image_type: Option<&'static str>,
+    /// What is in the file. Left to look for itself, the VMM would take a guest's word for it.
+    pub image_type: ImageType,
+}
+
+/// What is in the file of a disk.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub enum ImageType {
+    /// The disk, byte by byte.
+    Raw,
 }
 
 /// Where randomness comes from.

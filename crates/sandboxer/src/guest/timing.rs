@@ -1,0 +1,72 @@
+//! How a guest's clock stands, seen from here: what it says lies between two moments of ours.
+
+use std::time::Duration;
+
+use sandboxer_protocol::agent::{SyncClockRequest, SyncClockResponse};
+
+/// What a guest said of its clocks, and when it was asked.
+#[derive(Debug, Clone, Copy)]
+pub struct Reading {
+    /// CLOCK_REALTIME of the host before the question, ns.
+    pub asked_ns: u64,
+    /// From the question to the answer.
+    pub took: Duration,
+    /// CLOCK_BOOTTIME of the guest, ns.
+    pub boottime_ns: u64,
+    /// CLOCK_REALTIME of the guest, ns.
+    pub realtime_ns: u64,
+}
+
+impl Reading {
+    /// What an answer tells.
+    pub fn of(asked_ns: u64, took: Duration, said: &SyncClockResponse) -> Self {
+        Self { asked_ns, took, boottime_ns: said.boottime_ns, realtime_ns: said.realtime_ns }
+    }
+
+    /// The host's clock when the guest read its own: in the middle, give or take half of the time it took.
+    fn host_ns(&self) -> u64 {
+        self.asked_ns.saturating_add(self.error_ns())
+    }
+
+    fn error_ns(&self) -> u64 {
+        u64::try_from(self.took.as_nanos() / 2).unwrap_or(u64::MAX)
+    }
+
+    /// What the guest is to be told; none where its clock may be right, as far as can be seen.
+    pub fn correction(&self) -> Option<SyncClockRequest> {
+        let off = self.host_ns().abs_diff(self.realtime_ns);
+        (off > self.error_ns()).then(|| SyncClockRequest {
+            at_boottime_ns: self.boottime_ns,
+            realtime_ns: self.host_ns(),
+            ..Default::default()
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reading(took_ms: u64, guest_ms: u64) -> Reading {
+        let took = Duration::from_millis(took_ms);
+        Reading { asked_ns: 1_000_000_000, took, boottime_ns: 7, realtime_ns: guest_ms * 1_000_000 }
+    }
+
+    #[test]
+    fn a_guest_is_told_the_middle_of_the_time_that_its_answer_took() {
+        let told = reading(10, 900).correction().unwrap();
+        assert_eq!((told.at_boottime_ns, told.realtime_ns), (7, 1_005_000_000));
+        let told = reading(10, 2000).correction().unwrap();
+        assert_eq!(told.realtime_ns, 1_005_000_000);
+    }
+
+    #[test]
+    fn a_clock_that_may_be_right_is_left_alone() {
+        for guest_ms in [1000, 1003, 1010] {
+            assert!(reading(10, guest_ms).correction().is_none(), "{guest_ms}");
+        }
+        for guest_ms in [999, 1011] {
+            assert!(reading(10, guest_ms).correction().is_some(), "{guest_ms}");
+        }
+    }
+}

@@ -1,0 +1,179 @@
+//! Netfilter's rules that somebody put into a pod's network namespace, such as a service mesh's CNI plugin. The guest's
+//! packets never pass that namespace's own stack, and so none of these rules.
+
+use std::{
+    fs, io,
+    os::fd::{AsRawFd, OwnedFd},
+    path::Path,
+    sync::atomic::{AtomicBool, Ordering},
+};
+
+use nix::{
+    errno::Errno,
+    sys::socket::{AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, recv, send, socket},
+};
+
+/// Linux' `nfnetlink.h` and `nf_tables.h`: messages of nftables, and the one that asks for its rules.
+const NFNL_SUBSYS_NFTABLES: u16 = 10;
+const NFT_MSG_GETRULE: u16 = 7;
+/// Length of a netlink message's head and of nfnetlink's own.
+const HEADS: u8 = 20;
+
+/// `IPT_SO_GET_INFO` and `IP6T_SO_GET_INFO` (`ip_tables.h`, `ip6_tables.h`).
+const GET_INFO: libc::c_int = 64;
+/// Longest name of a table, with its end.
+const TABLE_NAME: usize = 32;
+
+/// Whoever asks a kernel without nftables has it look for a module each time.
+static NO_NFTABLES: AtomicBool = AtomicBool::new(false);
+const NFTABLES: &str = "/sys/module/nf_tables";
+
+/// Names what holds rules in the calling thread's network namespace; none, if nothing does.
+pub fn found() -> io::Result<Option<String>> {
+    for (family, tables, level) in [
+        (AddressFamily::Inet, "/proc/thread-self/net/ip_tables_names", libc::SOL_IP),
+        (AddressFamily::Inet6, "/proc/thread-self/net/ip6_tables_names", libc::SOL_IPV6),
+    ] {
+        if let Some(table) = legacy(family, tables, level)? {
+            let program = if family == AddressFamily::Inet { "iptables" } else { "ip6tables" };
+            return Ok(Some(format!("rules of {program}, table {table}")));
+        }
+    }
+    if NO_NFTABLES.load(Ordering::Relaxed) && !Path::new(NFTABLES).exists() {
+        return Ok(None);
+    }
+    match nftables() {
+        Ok(there) => Ok(there.then(|| "rules of nftables".to_owned())),
+        // The kernel has none.
+        Err(Errno::EINVAL | Errno::EPROTONOSUPPORT | Errno::EOPNOTSUPP) => {
+            NO_NFTABLES.store(true, Ordering::Relaxed);
+            Ok(None)
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// What `getsockopt` tells of a table.
+#[repr(C)]
+struct Info {
+    name: [u8; TABLE_NAME],
+    valid_hooks: u32,
+    hook_entry: [u32; 5],
+    underflow: [u32; 5],
+    num_entries: u32,
+    size: u32,
+}
+
+/// The first table of the older interface that has a rule, or a chain of somebody's.
+fn legacy(family: AddressFamily, names: &str, level: libc::c_int) -> io::Result<Option<String>> {
+    // Most kernels have a namespace's tables from their first use on.
+    let names = match fs::read_to_string(names) {
+        Ok(names) if !names.trim().is_empty() => names,
+        _ => return Ok(None),
+    };
+    // SAFETY: it makes a descriptor that nobody else has.
+    let fd = unsafe {
+        libc::socket(family as libc::c_int, libc::SOCK_RAW | libc::SOCK_CLOEXEC, libc::IPPROTO_RAW)
+    };
+    if fd == -1 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: just made.
+    let fd = unsafe { <OwnedFd as std::os::fd::FromRawFd>::from_raw_fd(fd) };
+    for table in names.lines() {
+        // SAFETY: all zeroes is a valid value: numbers.
+        let mut info: Info = unsafe { std::mem::zeroed() };
+        let room = info.name.len() - 1;
+        for (into, byte) in info.name.iter_mut().zip(table.bytes().take(room)) {
+            *into = byte;
+        }
+        let mut length = size_of::<Info>() as libc::socklen_t;
+        // SAFETY: the kernel reads the name and writes no more than `length` bytes of `info`, which outlives the call.
+        let told = unsafe {
+            libc::getsockopt(fd.as_raw_fd(), level, GET_INFO, (&raw mut info).cast(), &raw mut length)
+        };
+        if told == -1 {
+            return Err(io::Error::last_os_error());
+        }
+        // One for each hook's policy, and the mark at the end.
+        if info.num_entries > info.valid_hooks.count_ones() + 1 {
+            return Ok(Some(table.to_owned()));
+        }
+    }
+    Ok(None)
+}
+
+/// Whether nftables has a rule.
+fn nftables() -> Result<bool, Errno> {
+    let netlink = socket(
+        AddressFamily::Netlink,
+        SockType::Raw,
+        SockFlag::SOCK_CLOEXEC,
+        SockProtocol::NetlinkNetFilter,
+    )?;
+    let mut ask = Vec::with_capacity(HEADS.into());
+    ask.extend(u32::from(HEADS).to_ne_bytes());
+    ask.extend((NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETRULE).to_ne_bytes());
+    ask.extend(((libc::NLM_F_REQUEST | libc::NLM_F_DUMP) as u16).to_ne_bytes());
+    // Number, sender; then any family, version 0, no resource.
+    ask.resize(HEADS.into(), 0);
+    send(netlink.as_raw_fd(), &ask, MsgFlags::empty())?;
+    // The first message says it: a rule, the end, or an error.
+    let mut answer = [0; 4096];
+    let length = recv(netlink.as_raw_fd(), &mut answer, MsgFlags::empty())?;
+    let answer = answer.get(..length).unwrap_or_default();
+    let kind = answer.get(4..6).and_then(|kind| kind.try_into().ok()).map(u16::from_ne_bytes);
+    let code = answer.get(16..20).and_then(|code| code.try_into().ok()).map(i32::from_ne_bytes);
+    match kind.map(libc::c_int::from) {
+        Some(libc::NLMSG_DONE) | None => Ok(false),
+        Some(libc::NLMSG_ERROR) => match code {
+            Some(0) | None => Ok(false),
+            Some(code) => Err(Errno::from_raw(code.saturating_neg())),
+        },
+        Some(_) => Ok(true),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::super::namespace;
+    use super::*;
+
+    /// Runs `program` in a new network namespace, then looks. None: this machine doesn't have the program, or its kernel
+    /// not what that is for.
+    fn after(program: &str, arguments: &[&str]) -> Option<Option<String>> {
+        namespace::within(namespace::fresh().unwrap(), || {
+            assert_eq!(found()?, None, "in an empty one");
+            let ran = Command::new(program).args(arguments).output();
+            match ran.is_ok_and(|output| output.status.success()) {
+                true => found().map(Some),
+                false => Ok(None),
+            }
+        })
+        .unwrap()
+    }
+
+    #[test]
+    fn rules_in_a_namespace_are_found_and_named() {
+        let rule = ["-t", "nat", "-A", "OUTPUT", "-p", "tcp", "-j", "REDIRECT", "--to-ports", "15001"];
+        for (program, named) in [
+            ("iptables-legacy", "rules of iptables, table nat"),
+            ("ip6tables-legacy", "rules of ip6tables, table nat"),
+            ("iptables-nft", "rules of nftables"),
+        ] {
+            match after(program, &rule) {
+                Some(found) => assert_eq!(found.as_deref(), Some(named), "{program}"),
+                None => eprintln!("skipped: {program} does not work here"),
+            }
+        }
+    }
+
+    #[test]
+    fn tables_without_rules_are_nothing() {
+        if let Some(found) = after("iptables-legacy", &["-t", "filter", "-L"]) {
+            assert_eq!(found, None);
+        }
+    }
+}

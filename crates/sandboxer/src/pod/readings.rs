@@ -1,0 +1,180 @@
+//! What a guest uses, told in time.
+//!
+//! containerd asks for all containers of a node one after the other: a guest that does not answer would hold up the
+//! statistics of all pods. So nobody waits longer than [`LIMIT`], and of a guest that is known to be late nobody waits at all:
+//! what it told last is answered.
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use sandboxer_protocol::{
+    agent::StatsResponse,
+    id::{ContainerId, SandboxId},
+};
+use tokio::time::{Instant, timeout};
+
+use crate::error::{Code, PodError};
+
+/// How long a guest is waited for. containerd itself gives a kubelet's request for a whole node some seconds.
+const LIMIT: Duration = Duration::from_millis(800);
+
+/// What one guest told of itself.
+#[derive(Debug)]
+pub struct Readings {
+    pod: SandboxId,
+    /// Counts answers that were old, of all pods.
+    old: Arc<AtomicU64>,
+    // A plain lock: held for a look-up, never across an await.
+    known: Mutex<Known>,
+}
+
+#[derive(Debug, Default)]
+struct Known {
+    /// The last of each container, and of the guest, and when it came.
+    last: HashMap<Option<ContainerId>, (Instant, StatsResponse)>,
+    /// Calls that the guest has not answered.
+    under_way: usize,
+    /// It did not answer one of them in time.
+    late: bool,
+}
+
+impl Readings {
+    /// Knows nothing yet. `old` counts what is answered that is not new.
+    pub fn new(pod: SandboxId, old: Arc<AtomicU64>) -> Self {
+        Self { pod, old, known: Mutex::default() }
+    }
+
+    /// Returns what `ask` has the guest tell of a container, or of itself, or what it told last if it takes too long.
+    pub async fn read(
+        self: Arc<Self>,
+        of: Option<ContainerId>,
+        ask: impl Future<Output = Result<StatsResponse, PodError>> + Send + 'static,
+    ) -> Result<StatsResponse, PodError> {
+        {
+            let mut known = self.known();
+            if known.late {
+                return self.last(&mut known, &of);
+            }
+            known.under_way += 1;
+        }
+        // Goes on when nobody waits any more: its end says that the guest answers again.
+        let asking = tokio::spawn({
+            let (this, of) = (self.clone(), of.clone());
+            async move { this.told(of, ask.await) }
+        });
+        match timeout(LIMIT, asking).await {
+            Ok(Ok(Err(error))) if matches!(error.code(), Code::Unavailable | Code::DeadlineExceeded) => {
+                self.last(&mut self.known(), &of).map_err(|_| error)
+            }
+            Ok(Ok(told)) => told,
+            Ok(Err(_)) | Err(_) => {
+                let mut known = self.known();
+                if known.under_way > 0 && !known.late {
+                    known.late = true;
+                    tracing::warn!(pod = %self.pod, limit = ?LIMIT, "guest does not answer how much it uses; statistics are old");
+                }
+                self.last(&mut known, &of)
+            }
+        }
+    }
+
+    /// Forgets a container.
+    pub fn forget(&self, of: &ContainerId) {
+        self.known().last.remove(&Some(of.clone()));
+    }
+
+    fn told(
+        &self,
+        of: Option<ContainerId>,
+        told: Result<StatsResponse, PodError>,
+    ) -> Result<StatsResponse, PodError> {
+        let mut known = self.known();
+        known.under_way -= 1;
+        // One that fails gives the next one its try.
+        if known.under_way == 0 || told.is_ok() {
+            known.late = false;
+        }
+        if let Ok(readings) = &told {
+            known.last.insert(of, (Instant::now(), readings.clone()));
+        }
+        told
+    }
+
+    fn last(&self, known: &mut Known, of: &Option<ContainerId>) -> Result<StatsResponse, PodError> {
+        let no_readings = || PodError::NoReadings { pod: self.pod.clone(), limit: LIMIT };
+        let (at, readings) = known.last.get(of).ok_or_else(no_readings)?;
+        self.old.fetch_add(1, Ordering::Relaxed);
+        tracing::debug!(pod = %self.pod, container = ?of, age = ?at.elapsed(), "old statistics are answered");
+        Ok(readings.clone())
+    }
+
+    fn known(&self) -> MutexGuard<'_, Known> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::{pending, ready};
+
+    use super::*;
+
+    fn of(container: &str) -> Option<ContainerId> {
+        Some(container.parse().unwrap())
+    }
+
+    fn readings() -> Arc<Readings> {
+        Arc::new(Readings::new("slow".parse().unwrap(), Arc::default()))
+    }
+
+    fn using(pids: u64) -> Result<StatsResponse, PodError> {
+        Ok(StatsResponse { pids, ..Default::default() })
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_guest_that_does_not_answer_is_waited_for_once_and_its_last_readings_are_told() {
+        let readings = readings();
+        for container in ["a", "b"] {
+            assert_eq!(readings.clone().read(of(container), ready(using(7))).await.unwrap().pids, 7);
+        }
+        let begin = Instant::now();
+        for container in ["a", "b", "a", "b"] {
+            assert_eq!(readings.clone().read(of(container), pending()).await.unwrap().pids, 7);
+        }
+        assert!(begin.elapsed() <= Duration::from_secs(1), "{:?}", begin.elapsed());
+        let error = readings.clone().read(of("new"), pending()).await.unwrap_err();
+        assert_eq!(error.code(), Code::DeadlineExceeded, "{error}");
+        assert!(begin.elapsed() <= Duration::from_secs(1), "{:?}", begin.elapsed());
+        assert_eq!(readings.old.load(Ordering::Relaxed), 4);
+        readings.forget(&"a".parse().unwrap());
+        assert!(readings.clone().read(of("a"), pending()).await.is_err());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_guest_that_answers_again_tells_what_is_new() {
+        let readings = readings();
+        readings.clone().read(None, ready(using(1))).await.unwrap();
+        let late = async {
+            tokio::time::sleep(Duration::from_secs(5)).await;
+            using(2)
+        };
+        assert_eq!(readings.clone().read(None, late).await.unwrap().pids, 1);
+        assert_eq!(readings.clone().read(None, ready(using(3))).await.unwrap().pids, 1);
+        tokio::time::sleep(Duration::from_secs(5)).await;
+        assert_eq!(readings.clone().read(None, ready(using(4))).await.unwrap().pids, 4);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_guest_that_says_no_is_believed() {
+        let readings = readings();
+        readings.clone().read(of("a"), ready(using(1))).await.unwrap();
+        let gone = ready(Err(PodError::NoContainer("a".parse().unwrap())));
+        assert_eq!(readings.clone().read(of("a"), gone).await.unwrap_err().code(), Code::NotFound);
+    }
+}

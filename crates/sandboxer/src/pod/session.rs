@@ -1,0 +1,64 @@
+//! Keeps a session with the agent of a pod that is ready.
+//!
+//! A session may end while both sides live on: a VMM loses its socket, a frame can't be read. Then the agent is greeted anew,
+//! as by a daemon that takes a pod up, and what waited for it goes on where it was: output by its offset, ends of
+//! processes, signals by their request's name ([`Agent::resume`](crate::guest::Agent::resume)).
+
+use std::{sync::Arc, time::Duration};
+
+use sandboxer_protocol::link::LinkKey;
+use tokio::time::{Instant, sleep, timeout};
+
+use super::{Node, spec::PodSpec};
+use crate::{
+    container::start::Live,
+    error::{PodError, chain},
+    guest,
+    host::share::Shares,
+};
+
+/// How long is waited before the first greeting: a machine that has ended is seen to have by then.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+/// Each further one is twice as long as the one before, up to this: a guest may end every session at once.
+const MAX_PAUSE: Duration = Duration::from_secs(5);
+/// A session that lasted so long ended for a new reason.
+const LASTING: Duration = Duration::from_secs(10);
+
+/// Makes a session anew whenever one ends, until it is dropped. Returns what the guest did if it broke one.
+pub async fn keep(node: Arc<Node>, spec: PodSpec, key: LinkKey, live: Live, shares: Shares) -> PodError {
+    let pod = &spec.id;
+    let mut pause = FIRST_PAUSE;
+    loop {
+        let since = Instant::now();
+        if let Some(broken) = live.agent.violated().await {
+            return broken.into();
+        }
+        if since.elapsed() >= LASTING {
+            pause = FIRST_PAUSE;
+        }
+        loop {
+            sleep(pause).await;
+            pause = (2 * pause).min(MAX_PAUSE);
+            match resume(&node, &spec, &key, &live).await {
+                Ok(()) => break,
+                Err(error) => {
+                    tracing::debug!(%pod, error = chain(&error), "cannot greet the agent again");
+                }
+            }
+        }
+        tracing::warn!(%pod, "session with the agent ended and was made again");
+        if let Err(error) = shares.resume(&live.agent).await {
+            tracing::error!(%pod, error = chain(&error), "cannot serve the pod's shares again");
+        }
+    }
+}
+
+async fn resume(node: &Node, spec: &PodSpec, key: &LinkKey, live: &Live) -> Result<(), PodError> {
+    let limit = node.config.vm.agent_timeout;
+    let greeting = guest::connect(&spec.id, live.machine.as_ref(), key, &node.config.vm);
+    let greeted = timeout(limit, greeting).await;
+    let late = |_| PodError::NotReady { pod: spec.id.clone(), limit, console: String::new() };
+    let (next, _) = greeted.map_err(late)??;
+    live.agent.resume(&next);
+    Ok(())
+}

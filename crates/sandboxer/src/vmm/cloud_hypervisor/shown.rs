@@ -1,0 +1,97 @@
+//! A disk that a VMM is to open.
+//!
+//! The VMM opens disks by path, and sees nothing of the host. So while it opens one, that one file is mounted in its
+//! jail, and its user may open it. Afterwards the VMM has it open, and path and permission are gone again. The host's
+//! own namespace never has a mount more.
+
+use std::{
+    fs::{self, File},
+    io,
+    os::fd::OwnedFd,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use rustix::{
+    fs::{CWD, Mode, OFlags},
+    mount::{MoveMountFlags, OpenTreeFlags, move_mount, open_tree},
+};
+
+use crate::vmm::{
+    DiskSpec,
+    permit::Permit,
+    process::Process,
+    room::{self, shown, within},
+};
+
+/// A disk that is in its machine's jail until this is dropped.
+#[derive(Debug)]
+pub struct Shown {
+    process: Arc<Process>,
+    path: PathBuf,
+    // Held for its drop.
+    _permit: Option<Permit>,
+}
+
+impl Shown {
+    /// Mounts `disk` in the jail of `process` and lets `user` open it. Blocks for some system calls.
+    pub fn new(process: Arc<Process>, user: u32, disk: &DiskSpec) -> io::Result<Self> {
+        let found = rustix::fs::open(&disk.path, OFlags::PATH | OFlags::CLOEXEC, Mode::empty())?;
+        let flags =
+            OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC | OpenTreeFlags::AT_EMPTY_PATH;
+        let tree = open_tree(&found, "", flags)?;
+        let path = shown(&disk.serial);
+        within(&process, || put(&tree, &path, disk.read_only))?;
+        // From here on it is taken out again, whatever happens.
+        let mut shown = Self { process, path, _permit: None };
+        shown._permit = Permit::grant(&disk.path, user, !disk.read_only)?;
+        Ok(shown)
+    }
+}
+
+impl Drop for Shown {
+    fn drop(&mut self) {
+        match within(&self.process, || hide(&self.path)) {
+            // The jail is gone, and all that was in it.
+            Err(error) if !self.process.is_alive() => tracing::debug!(%error, "the jail is gone"),
+            Err(error) => {
+                tracing::error!(pid = self.process.pid(), path = %self.path.display(), %error,
+                    "a disk stays in its machine's jail");
+            }
+            Ok(()) => {}
+        }
+    }
+}
+
+/// Mounts `tree` at `path`, in the jail.
+fn put(tree: &OwnedFd, path: &Path, read_only: bool) -> io::Result<()> {
+    File::create_new(path)?;
+    let mounted = move_mount(tree, "", CWD, path, MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH)
+        .map_err(io::Error::from)
+        .and_then(|()| {
+            let mut flags = MsFlags::MS_REMOUNT | MsFlags::MS_BIND | MsFlags::MS_NOSUID | MsFlags::MS_NOEXEC;
+            flags.set(MsFlags::MS_RDONLY, read_only);
+            Ok(mount(None::<&str>, path, None::<&str>, flags, None::<&str>)?)
+        });
+    if mounted.is_err() {
+        hide(path)?;
+    }
+    mounted
+}
+
+/// Takes out what is at `path`, in the jail.
+fn hide(path: &Path) -> io::Result<()> {
+    match umount2(path, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW) {
+        // Nothing is mounted there: the daemon died just before, or it failed.
+        Ok(()) | Err(nix::errno::Errno::EINVAL) => {}
+        Err(errno) => return Err(errno.into()),
+    }
+    fs::remove_file(path)
+}
+
+/// Takes out what a daemon that died in the middle left in the jail of `process`. Blocks for some system calls.
+pub fn clear(process: &Process) -> io::Result<()> {
+    let dir = room::shown("");
+    within(process, || fs::read_dir(dir)?.try_for_each(|entry| hide(&entry?.path())))
+}

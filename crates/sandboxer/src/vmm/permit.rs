@@ -1,0 +1,235 @@
+//! Lets the user of one jail open one file of the host's, such as a disk, which is another user's.
+//!
+//! By an entry in the file's access control list (acl(5)), as a seat's user is given devices: it says nothing about
+//! others, and is there only while the VMM opens the file. Which file it can reach at all is the jail's business.
+
+use std::{
+    fs::File,
+    io,
+    os::{fd::AsRawFd, unix::fs::MetadataExt},
+    path::{Path, PathBuf},
+    sync::{Mutex, PoisonError},
+};
+
+use rustix::{
+    fs::{Mode, OFlags, XattrFlags, getxattr, open, setxattr},
+    io::Errno,
+};
+
+/// Name of the attribute that is the list.
+const ATTRIBUTE: &str = "system.posix_acl_access";
+/// `POSIX_ACL_XATTR_VERSION` of `linux/posix_acl_xattr.h`; little-endian, as all of it.
+const VERSION: u32 = 2;
+/// Tags of entries, in the order in which they have to be: `linux/posix_acl.h`.
+const OWNER: u16 = 0x01;
+const USER: u16 = 0x02;
+const OWNING_GROUP: u16 = 0x04;
+const MASK: u16 = 0x10;
+const OTHERS: u16 = 0x20;
+/// Of whom an entry is that names nobody.
+const NOBODY: u32 = u32::MAX;
+const READ: u16 = 4;
+const WRITE: u16 = 2;
+/// Largest list that is read, bytes.
+const MAX_LIST: usize = 4 + 8 * 512;
+
+/// Held while a list is read and written, or a change of another thread's could be lost: two system calls on a file that
+/// was just opened. A lock of the file's own would do, too, but a VMM that has it open could hold that for ever.
+static CHANGES: Mutex<()> = Mutex::new(());
+
+/// One entry: whose, what for, of whom.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Entry {
+    tag: u16,
+    permissions: u16,
+    id: u32,
+}
+
+/// A file that a user may open until this is dropped.
+#[derive(Debug)]
+pub struct Permit {
+    path: PathBuf,
+    file: File,
+    user: u32,
+}
+
+impl Permit {
+    /// Lets `user` open the file at `path`; none: everybody may already.
+    pub fn grant(path: &Path, user: u32, write: bool) -> io::Result<Option<Self>> {
+        let file =
+            File::from(open(path, OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty())?);
+        let wanted = if write { READ | WRITE } else { READ };
+        let mode = file.metadata()?.mode();
+        if mode & u32::from(wanted) == u32::from(wanted) {
+            return Ok(None);
+        }
+        let permit = Self { path: path.to_owned(), file, user };
+        permit.change(|entries| with(entries, user, wanted))?;
+        Ok(Some(permit))
+    }
+
+    /// Changes the list.
+    fn change(&self, change: impl FnOnce(Vec<Entry>) -> io::Result<Vec<Entry>>) -> io::Result<()> {
+        // By the open file: whatever is at the path by now, this is what is shown.
+        let at = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+        let _alone = CHANGES.lock().unwrap_or_else(PoisonError::into_inner);
+        let entries = change(self.read(&at)?)?;
+        Ok(setxattr(&at, ATTRIBUTE, &encode(&entries), XattrFlags::empty())?)
+    }
+
+    /// The list; where there is none, what the file's mode says.
+    fn read(&self, at: &str) -> io::Result<Vec<Entry>> {
+        let mut bytes = vec![0; MAX_LIST];
+        match getxattr(at, ATTRIBUTE, &mut bytes[..]) {
+            Ok(length) => decode(&bytes[..length]),
+            Err(Errno::NODATA) => {
+                let mode = self.file.metadata()?.mode();
+                let entry = |tag, shift: u32| Entry {
+                    tag,
+                    permissions: u16::try_from(mode >> shift & 7).unwrap_or_default(),
+                    id: NOBODY,
+                };
+                Ok(vec![entry(OWNER, 6), entry(OWNING_GROUP, 3), entry(OTHERS, 0)])
+            }
+            Err(errno) => Err(errno.into()),
+        }
+    }
+}
+
+impl Drop for Permit {
+    fn drop(&mut self) {
+        if let Err(error) = self.change(|entries| Ok(without(entries, self.user))) {
+            tracing::warn!(path = %self.path.display(), user = self.user, %error,
+                "cannot remove a VMM's entry from a disk's access control list");
+        }
+    }
+}
+
+/// The list with an entry for `user`, whose permission counts.
+fn with(mut entries: Vec<Entry>, user: u32, permissions: u16) -> io::Result<Vec<Entry>> {
+    entries.retain(|entry| (entry.tag, entry.id) != (USER, user));
+    let of = |tag| entries.iter().position(|entry| entry.tag == tag);
+    let (Some(owner), Some(group)) = (of(OWNER), of(OWNING_GROUP)) else {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "a malformed access control list"));
+    };
+    match of(MASK) {
+        // To widen it would give others more, too.
+        Some(mask) if entries[mask].permissions & permissions != permissions => {
+            return Err(io::Error::new(
+                io::ErrorKind::PermissionDenied,
+                "the mask of its access control list keeps users from it: remove the list, or widen the mask",
+            ));
+        }
+        Some(_) => {}
+        None => {
+            let permissions = permissions | entries[group].permissions;
+            let others = of(OTHERS).unwrap_or(entries.len());
+            entries.insert(others, Entry { tag: MASK, permissions, id: NOBODY });
+        }
+    }
+    entries.insert(owner + 1, Entry { tag: USER, permissions, id: user });
+    Ok(entries)
+}
+
+/// The list without entries for `user`, and without a mask if it names nobody any more.
+fn without(mut entries: Vec<Entry>, user: u32) -> Vec<Entry> {
+    entries.retain(|entry| (entry.tag, entry.id) != (USER, user));
+    if entries.iter().all(|entry| matches!(entry.tag, OWNER | OWNING_GROUP | OTHERS | MASK)) {
+        entries.retain(|entry| entry.tag != MASK);
+    }
+    entries
+}
+
+fn encode(entries: &[Entry]) -> Vec<u8> {
+    let mut bytes = VERSION.to_le_bytes().to_vec();
+    for entry in entries {
+        bytes.extend(entry.tag.to_le_bytes());
+        bytes.extend(entry.permissions.to_le_bytes());
+        bytes.extend(entry.id.to_le_bytes());
+    }
+    bytes
+}
+
+fn decode(bytes: &[u8]) -> io::Result<Vec<Entry>> {
+    let malformed = || io::Error::new(io::ErrorKind::InvalidData, "a malformed access control list");
+    let (version, entries) = bytes.split_first_chunk::<4>().ok_or_else(malformed)?;
+    let (entries, rest) = entries.as_chunks::<8>();
+    if u32::from_le_bytes(*version) != VERSION || !rest.is_empty() {
+        return Err(malformed());
+    }
+    Ok(entries
+        .iter()
+        .map(|&[t0, t1, p0, p1, i0, i1, i2, i3]| Entry {
+            tag: u16::from_le_bytes([t0, t1]),
+            permissions: u16::from_le_bytes([p0, p1]),
+            id: u32::from_le_bytes([i0, i1, i2, i3]),
+        })
+        .collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        fs,
+        os::unix::{fs::PermissionsExt, process::CommandExt},
+        process::Command,
+    };
+
+    use super::*;
+
+    const SOMEBODY: u32 = 0x7000_1234;
+
+    /// Whether a process of `user` can open `path` for writing, too.
+    fn opens(path: &Path, user: u32) -> bool {
+        let script = format!("exec 3<>{}", path.display());
+        let mut shell = Command::new("/bin/sh");
+        // The test's own directory is root's alone: what is looked at is the file.
+        let opened =
+            shell.args(["-c", &script]).uid(user).gid(user).stderr(std::process::Stdio::null()).status();
+        opened.unwrap().success()
+    }
+
+    #[test]
+    fn one_user_may_open_the_file_for_a_while_and_nothing_is_left_of_it() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::set_permissions(dir.path(), fs::Permissions::from_mode(0o755)).unwrap();
+        let path = dir.path().join("disk");
+        fs::write(&path, "content").unwrap();
+        for mode in [0o600, 0o640] {
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+            let permit = match Permit::grant(&path, SOMEBODY, true) {
+                Err(error) if error.kind() == io::ErrorKind::Unsupported => {
+                    return println!("not tested: no access control lists here");
+                }
+                permit => permit.unwrap().expect("not everybody may"),
+            };
+            assert!(opens(&path, SOMEBODY) && !opens(&path, SOMEBODY + 1));
+            let second = Permit::grant(&path, SOMEBODY + 1, true).unwrap().unwrap();
+            assert!(opens(&path, SOMEBODY) && opens(&path, SOMEBODY + 1));
+            drop(permit);
+            assert!(!opens(&path, SOMEBODY) && opens(&path, SOMEBODY + 1));
+            drop(second);
+            assert!(!opens(&path, SOMEBODY + 1));
+            assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, mode);
+        }
+        fs::set_permissions(&path, fs::Permissions::from_mode(0o644)).unwrap();
+        assert!(Permit::grant(&path, SOMEBODY, false).unwrap().is_none(), "everybody may read");
+    }
+
+    #[test]
+    fn lists_are_read_as_they_are_written_and_rubbish_is_refused() {
+        let entry = |tag, permissions, id| Entry { tag, permissions, id };
+        let list = vec![entry(OWNER, 6, NOBODY), entry(OWNING_GROUP, 4, NOBODY), entry(OTHERS, 0, NOBODY)];
+        let granted = with(list.clone(), 7, 6).unwrap();
+        assert_eq!(granted[1], entry(USER, 6, 7));
+        assert_eq!(granted[3], entry(MASK, 6, NOBODY));
+        assert_eq!(decode(&encode(&granted)).unwrap(), granted);
+        assert_eq!(without(granted.clone(), 7), list);
+        assert_eq!(without(with(granted.clone(), 8, 4).unwrap(), 8), granted);
+        let narrow = vec![list[0], list[1], entry(MASK, 4, NOBODY), list[2]];
+        assert_eq!(with(narrow, 7, 6).unwrap_err().kind(), io::ErrorKind::PermissionDenied);
+        for rubbish in [&b""[..], &[2, 0, 0, 0, 1], &[3, 0, 0, 0]] {
+            decode(rubbish).unwrap_err();
+        }
+    }
+}

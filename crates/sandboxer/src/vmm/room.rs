@@ -1,0 +1,152 @@
+//! The directory that a jailed VMM can write to, as the daemon reaches it.
+//!
+//! It is a file system in memory, which nobody else sees, and goes with its VMM. What the daemon finds there may be a
+//! hostile VMM's: no link is followed, no file read beyond a bound. What the daemon puts there the VMM can neither
+//! remove nor replace, since the directory is root's and sticky.
+
+use std::{
+    fs::{self, File, Permissions},
+    io::{self, Read},
+    os::{
+        fd::AsFd,
+        unix::{
+            fs::{MetadataExt, PermissionsExt},
+            net::UnixListener,
+        },
+    },
+    path::{Path, PathBuf},
+    thread,
+};
+
+use nix::sched::{CloneFlags, setns, unshare};
+use rustix::fs::{AtFlags, Mode, OFlags, openat, unlinkat};
+use tokio::net::UnixStream;
+
+use super::{
+    jail::{ROOM, SHOWN},
+    process::Process,
+    socket,
+};
+
+/// The room of one VMM.
+#[derive(Debug)]
+pub struct Room(File);
+
+impl Room {
+    /// Opens that of `process`, which is jailed.
+    pub fn of(process: &Process) -> io::Result<Self> {
+        let proc = PathBuf::from(format!("/proc/{}", process.pid()));
+        let theirs = fs::metadata(proc.join("ns/mnt"))?;
+        let room = socket::open(&proc.join("root").join(ROOM.trim_start_matches('/')))?;
+        if theirs.ino() == fs::metadata("/proc/self/ns/mnt")?.ino() {
+            return Err(io::Error::other(
+                "the VMM is in the host's mount namespace: it was started without a jail",
+            ));
+        }
+        // Looked at last: as long as it lives, nobody else has its number.
+        match process.is_alive() {
+            true => Ok(Self(room)),
+            false => Err(io::Error::from_raw_os_error(libc::ESRCH)),
+        }
+    }
+
+    /// A directory that stands for one.
+    #[cfg(test)]
+    pub fn at(dir: &Path) -> std::sync::Arc<Self> {
+        std::sync::Arc::new(Self(socket::open(dir).unwrap()))
+    }
+
+    /// Listens on the socket `name`, to which the VMM can connect. One that an earlier daemon left is replaced.
+    pub fn listen(&self, name: &str) -> io::Result<UnixListener> {
+        match unlinkat(&self.0, name, AtFlags::empty()) {
+            Ok(()) | Err(rustix::io::Errno::NOENT) => {}
+            Err(errno) => return Err(errno.into()),
+        }
+        let path = socket::within(&self.0, name);
+        let listener = UnixListener::bind(&path)?;
+        fs::set_permissions(&path, Permissions::from_mode(0o666))?;
+        Ok(listener)
+    }
+
+    /// Connects to the socket `name`.
+    pub fn connect(&self, name: &str) -> io::Result<UnixStream> {
+        socket::connect_within(&self.0, name)
+    }
+
+    /// Makes a directory that the VMM can write to; its path in the jail.
+    pub fn make_dir(&self, name: &str) -> io::Result<PathBuf> {
+        let path = socket::within(&self.0, name);
+        fs::create_dir(&path)?;
+        fs::set_permissions(&path, Permissions::from_mode(0o1777))?;
+        Ok(Path::new(ROOM).join(name))
+    }
+
+    /// Reads the regular file `name` in the directory `dir`, which was made by [`Room::make_dir`].
+    pub fn read(&self, dir: &str, name: &str, max: u64) -> io::Result<Vec<u8>> {
+        let flags = OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let dir = openat(&self.0, dir, flags | OFlags::PATH | OFlags::DIRECTORY, Mode::empty())?;
+        let flags = flags | OFlags::RDONLY | OFlags::NONBLOCK;
+        let file = File::from(openat(&dir, name, flags, Mode::empty())?);
+        let meta = file.metadata()?;
+        if !meta.is_file() || meta.len() > max {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, format!("no file of up to {max} bytes")));
+        }
+        let mut content = Vec::new();
+        file.take(max).read_to_end(&mut content)?;
+        Ok(content)
+    }
+}
+
+/// Path in a jail of what is shown there as `name`.
+pub fn shown(name: &str) -> PathBuf {
+    Path::new(ROOM).join(SHOWN).join(name)
+}
+
+/// Does `work` in the mount namespace of `process`: its root is the jail's then. By a thread that doesn't come back.
+pub fn within<T: Send>(process: &Process, work: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
+    let pidfd = process.pidfd();
+    let there = move || {
+        unshare(CloneFlags::CLONE_FS)?;
+        setns(pidfd.as_fd(), CloneFlags::CLONE_NEWNS)?;
+        work()
+    };
+    thread::scope(|scope| {
+        scope.spawn(there).join().unwrap_or_else(|_| Err(io::Error::other("the thread in a jail panicked")))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn nothing_in_a_room_leads_out_of_it() {
+        let (outside, inside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let room = Room::at(inside.path());
+        let foreign = socket::listen(outside.path(), "foreign.sock").unwrap();
+        fs::write(outside.path().join("file"), "foreign").unwrap();
+        let links = [("foreign.sock", "way"), ("file", "read")];
+        for (to, name) in links {
+            symlink(outside.path().join(to), inside.path().join(name)).unwrap();
+        }
+        room.connect("way").unwrap_err();
+        room.listen("way").expect("a link is replaced, not followed");
+        drop(foreign);
+
+        let frozen = room.make_dir("frozen").unwrap();
+        assert_eq!(frozen, Path::new("/run/frozen"));
+        room.make_dir("frozen").unwrap_err();
+        let at = |name: &str| inside.path().join("frozen").join(name);
+        symlink(outside.path().join("file"), at("link")).unwrap();
+        fs::write(at("large"), [0; 11]).unwrap();
+        fs::write(at("own"), "content").unwrap();
+        for name in ["link", "large", "missing", "."] {
+            room.read("frozen", name, 10).unwrap_err();
+        }
+        assert_eq!(room.read("frozen", "own", 10).unwrap(), b"content");
+        symlink(outside.path(), inside.path().join("dir")).unwrap();
+        room.read("dir", "file", 10).unwrap_err();
+    }
+}

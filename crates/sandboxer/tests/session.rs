@@ -1,0 +1,106 @@
+//! A session with an agent that ends while both sides live is made anew, and what waited for it goes on.
+
+#![allow(clippy::unwrap_used, reason = "a test that can't go on fails where it stands")]
+#![allow(dead_code, reason = "other tests use all of the doubles")]
+
+mod fake_agent;
+mod test_node;
+
+use std::{
+    sync::{Arc, Mutex},
+    time::Duration,
+};
+
+use fake_agent::FakeAgent;
+use sandboxer::{
+    container::Phase,
+    pod::state::PodState,
+    vmm::fake::{FakeGuest, FakeVmm},
+};
+use test_node::{TestNode, id, phase, reader};
+use tokio::{
+    io::{AsyncReadExt, copy_bidirectional},
+    net::UnixStream,
+    task::AbortHandle,
+    time::timeout,
+};
+
+/// Longer than anything here takes.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The links to all agents, which can be cut.
+#[derive(Clone, Default)]
+struct Links(Arc<Mutex<Vec<AbortHandle>>>);
+
+impl Links {
+    /// A node whose agents are reached over these.
+    fn node(&self, agent: FakeAgent) -> TestNode {
+        let links = self.clone();
+        let vmm = FakeVmm::new(move |guest| {
+            let (mut near, far) = UnixStream::pair().unwrap();
+            let mut stream = guest.stream;
+            let carried = tokio::spawn(async move { drop(copy_bidirectional(&mut stream, &mut near).await) });
+            links.0.lock().unwrap().push(carried.abort_handle());
+            agent.serve(FakeGuest { stream: far, ..guest });
+        });
+        TestNode::with(Arc::new(vmm), |_| {})
+    }
+
+    /// Cuts all there are, in the middle of whatever they carry.
+    fn cut(&self) {
+        self.0.lock().unwrap().drain(..).for_each(|link| link.abort());
+    }
+}
+
+#[tokio::test]
+async fn a_session_that_is_cut_costs_no_line_and_doubles_none() {
+    let printed: String = (1..=100_000).map(|n| format!("line {n}\n")).collect();
+    let mut agent = FakeAgent::default();
+    agent.output = Some(printed.clone().into_bytes().into());
+    let links = Links::default();
+    let test = links.node(agent);
+    let pod = test.pod("web");
+    pod.start().await.unwrap();
+    let mut new = test.container("c1", "true");
+    // The double would print the same there.
+    new.stdio.stderr = Default::default();
+    let mut stdout = reader(&new.stdio.stdout);
+    pod.create_container(new).await.unwrap();
+    pod.start_process(id("c1"), None).await.unwrap();
+
+    let mut seen = vec![0; printed.len()];
+    for part in seen.chunks_mut(printed.len() / 5) {
+        // What is not in the FIFO yet comes by the next session.
+        links.cut();
+        timeout(PATIENCE, stdout.read_exact(part)).await.expect("the output has ended").unwrap();
+    }
+    assert!(seen == printed.as_bytes(), "a line is lost, or doubled");
+    assert_eq!(pod.status().state, PodState::Ready);
+
+    // Its end is still waited for, and a signal gets there.
+    links.cut();
+    pod.signal(id("c1"), None, 9, false).await.unwrap();
+    let mut view = pod.process(id("c1"), None).await.unwrap();
+    let ended = timeout(PATIENCE, view.phase.wait_for(|phase| phase.exit().is_some())).await;
+    assert_eq!(ended.expect("its end is not seen").unwrap().exit().unwrap().code, 137);
+    assert!(matches!(phase(&pod, "c1").await, Phase::Exited(exit) if exit.reason.is_empty()));
+    pod.delete(id("c1"), None).await.unwrap();
+    assert_eq!(pod.status().state, PodState::Ready);
+    pod.remove().await.unwrap();
+}
+
+/// Nobody makes a session of a pod that is over.
+#[tokio::test]
+async fn a_pod_whose_session_is_cut_can_be_stopped_at_once() {
+    let links = Links::default();
+    let test = links.node(FakeAgent::default());
+    let pod = test.pod("web");
+    pod.start().await.unwrap();
+    pod.create_container(test.container("c1", "true")).await.unwrap();
+    pod.start_process(id("c1"), None).await.unwrap();
+    links.cut();
+    timeout(PATIENCE, pod.stop()).await.unwrap().unwrap();
+    assert_eq!(pod.status().state, PodState::Stopped);
+    timeout(PATIENCE, pod.remove()).await.unwrap().unwrap();
+    assert!(test.vmm.running().is_empty());
+}

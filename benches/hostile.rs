@@ -4,6 +4,9 @@
 //! nature. Agents are the doubles of the daemon's tests, in threads of their own: what is measured is the daemon's, and
 //! what the two of them take of the machine's processors. To tell these apart, there are neighbours that do no harm, too:
 //! one that only computes, and one that is a good pod started and removed over and over.
+//!
+//! Then good pods are started, by themselves and beside ten hostile ones, each of which is asked for containers without end:
+//! a guest that is slow to make one must not take the places of others.
 
 #![allow(clippy::unwrap_used, reason = "a bench that cannot go on stops where it stands")]
 #![allow(dead_code, reason = "the daemon's tests use all of their doubles")]
@@ -12,10 +15,13 @@
 mod fake_agent;
 #[path = "../crates/sandboxer/tests/hostile_agent/mod.rs"]
 mod hostile_agent;
+#[path = "../crates/sandboxer/tests/hung_volume/mod.rs"]
+mod hung_volume;
 #[path = "../crates/sandboxer/tests/test_node/mod.rs"]
 mod test_node;
 
 use std::{
+    fs,
     sync::{
         Arc, Mutex,
         atomic::{AtomicBool, Ordering},
@@ -27,13 +33,14 @@ use std::{
 use fake_agent::{FakeAgent, OUTPUT};
 use futures::future;
 use hdrhistogram::Histogram;
-use hostile_agent::Nature;
+use hostile_agent::{FILE, Nature};
+use hung_volume::HungVolume;
 use sandboxer::{
     pod::PodHandle,
     vmm::fake::{FakeGuest, FakeVmm},
 };
 use sandboxer_protocol::id::ExecId;
-use test_node::{TestNode, id, reader};
+use test_node::{TestNode, id, reader, with_share};
 use tokio::{
     io::AsyncReadExt,
     net::UnixStream,
@@ -49,6 +56,10 @@ const GOOD: usize = 10;
 const EVERY: Duration = Duration::from_millis(40);
 /// Execs of each good pod alone, and then beside each neighbour.
 const EXECS: u32 = 100;
+/// Starts of a good pod alone, and then beside hostile ones.
+const STARTS: usize = 30;
+/// So many hostile ones.
+const HOSTILE: usize = 10;
 /// A pod that has ended is started again after so long. A kubelet takes longer.
 const AGAIN: Duration = Duration::from_millis(100);
 /// As many threads as the daemon has.
@@ -59,6 +70,8 @@ const WORKERS: usize = 2;
 enum Neighbour {
     Computes,
     ComesAndGoes,
+    /// A pod with two volumes whose servers don't answer asks for containers over and over. Needs root.
+    HungVolumes,
     Hostile(Nature),
 }
 
@@ -90,14 +103,14 @@ async fn measure(outside: &Runtime) {
         "{:<24} {:>9} {:>9} {:>9} {:>9} {:>9}",
         "beside", "p50 alone", "p50", "p99 alone", "p99", "ratio"
     );
-    let harmless = [Neighbour::Computes, Neighbour::ComesAndGoes];
-    for neighbour in harmless.into_iter().chain(Nature::ALL.map(Neighbour::Hostile)) {
+    let others = [Neighbour::Computes, Neighbour::ComesAndGoes, Neighbour::HungVolumes];
+    for neighbour in others.into_iter().chain(Nature::ALL.map(Neighbour::Hostile)) {
         let alone = place.execs(&good).await;
         let beside = place.beside(neighbour, place.execs(&good)).await;
         let ms = |times: &Histogram<u64>, quantile| times.value_at_quantile(quantile) as f64 / 1e3;
         let name = match neighbour {
             Neighbour::Hostile(nature) => format!("{nature:?}"),
-            harmless => format!("({harmless:?})"),
+            other => format!("({other:?})"),
         };
         println!(
             "{name:<24} {:>9.2} {:>9.2} {:>9.2} {:>9.2} {:>9.2}",
@@ -110,6 +123,22 @@ async fn measure(outside: &Runtime) {
     }
     for pod in good {
         pod.remove().await.unwrap();
+    }
+
+    println!("\na start of a pod and its container, ms, n = {STARTS} each; beside {HOSTILE} pods at once");
+    println!("{:<24} {:>9} {:>9} {:>9} {:>9}", "beside", "p50 alone", "p50", "p99", "ratio p50");
+    for nature in [Nature::LateAgent, Nature::SlowCreate, Nature::NeverAnswers, Nature::NeverReads] {
+        let alone = place.starts().await;
+        let beside = place.beside_many(nature, place.starts()).await;
+        let ms = |times: &Histogram<u64>, quantile| times.value_at_quantile(quantile) as f64 / 1e3;
+        println!(
+            "{:<24} {:>9.2} {:>9.2} {:>9.2} {:>9.2}",
+            format!("{nature:?}"),
+            ms(&alone, 0.5),
+            ms(&beside, 0.5),
+            ms(&beside, 0.99),
+            ms(&beside, 0.5) / ms(&alone, 0.5),
+        );
     }
 }
 
@@ -134,13 +163,23 @@ impl Place {
                 None => agent.serve(guest),
             }
         }));
-        let test = TestNode::with(vmm, |config| config.vm.agent_timeout = AGENT_TIMEOUT);
+        let test = TestNode::with(vmm, |config| {
+            config.vm.agent_timeout = AGENT_TIMEOUT;
+            config.volumes.timeout = AGENT_TIMEOUT;
+        });
         Self { test, outside, next }
     }
 
     /// Makes a container, and lets it go; what it prints is read.
     async fn run(&self, pod: &PodHandle, container: &str) {
-        let new = self.test.container(container, "true");
+        let mut new = self.test.container(container, "true");
+        let nature = *self.next.lock().unwrap();
+        if nature.is_some_and(Nature::wants_a_share) {
+            let dir = self.test.dir.path().join("shared");
+            fs::create_dir_all(&dir).unwrap();
+            fs::write(dir.join(FILE), vec![7; 1 << 20]).unwrap();
+            new = with_share(new, &dir);
+        }
         let stdout = {
             let _outside = self.outside.enter();
             reader(&new.stdio.stdout)
@@ -190,6 +229,60 @@ impl Place {
         pod.delete(of, Some(exec)).await.unwrap();
     }
 
+    /// Starts of good pods with a container each, one after the other, in µs.
+    async fn starts(&self) -> Histogram<u64> {
+        let mut times = Histogram::<u64>::new(3).unwrap();
+        for n in 0..STARTS {
+            let (pod, container) = (self.test.pod(&format!("start{n}")), format!("start{n}"));
+            let new = self.test.container(&container, "true");
+            let begin = Instant::now();
+            pod.start().await.unwrap();
+            pod.create_container(new).await.unwrap();
+            pod.start_process(id(&container), None).await.unwrap();
+            times.record(begin.elapsed().as_micros() as u64).unwrap();
+            pod.remove().await.unwrap();
+        }
+        times
+    }
+
+    /// Does this while many hostile pods are asked for containers, each for one after the other.
+    async fn beside_many<T>(&self, nature: Nature, work: impl Future<Output = T>) -> T {
+        *self.next.lock().unwrap() = Some(nature);
+        let mut hostile = Vec::new();
+        for n in 0..HOSTILE {
+            let pod = self.test.pod(&format!("hostile{n}"));
+            pod.start().await.unwrap();
+            hostile.push(pod);
+        }
+        *self.next.lock().unwrap() = None;
+        let over = AtomicBool::new(false);
+        let ask = |n: usize, pod: PodHandle| {
+            let over = &over;
+            async move {
+                for container in (0..).map(|round| format!("hostile{n}-{round}")) {
+                    if over.load(Ordering::Relaxed) {
+                        return;
+                    }
+                    let _ = pod.create_container(self.test.container(&container, "true")).await;
+                    sleep(AGAIN).await;
+                }
+            }
+        };
+        let asked = future::join_all(hostile.iter().cloned().enumerate().map(|(n, pod)| ask(n, pod)));
+        let work = async {
+            // All of them are at it.
+            sleep(AGENT_TIMEOUT).await;
+            let done = work.await;
+            over.store(true, Ordering::Relaxed);
+            done
+        };
+        let (done, _) = tokio::join!(work, asked);
+        for pod in hostile {
+            pod.remove().await.unwrap();
+        }
+        done
+    }
+
     /// Does this while the neighbour does what it does.
     async fn beside<T>(&self, neighbour: Neighbour, work: impl Future<Output = T>) -> T {
         let over = AtomicBool::new(false);
@@ -197,6 +290,7 @@ impl Place {
             match neighbour {
                 Neighbour::Computes => self.compute(&over).await,
                 Neighbour::ComesAndGoes => self.come_and_go(&over).await,
+                Neighbour::HungVolumes => self.hang(&over).await,
                 Neighbour::Hostile(nature) => {
                     *self.next.lock().unwrap() = Some(nature);
                     self.come_and_go(&over).await;
@@ -221,6 +315,38 @@ impl Place {
         }
         stop.store(true, Ordering::Relaxed);
         computing.join().unwrap();
+    }
+
+    /// A pod that wants two containers at a time, each with a volume that hangs. Each time the volumes are others, as
+    /// their paths are known to hang.
+    async fn hang(&self, over: &AtomicBool) {
+        let pod = self.test.pod("hung");
+        pod.start().await.unwrap();
+        for n in 0.. {
+            let at = ["a", "b"].map(|name| self.test.dir.path().join(format!("volume-{n}{name}")));
+            let mount = move || {
+                at.map(|at| {
+                    fs::create_dir(&at).unwrap();
+                    let volume = HungVolume::mount(&at).unwrap();
+                    volume.set_silent(true);
+                    volume
+                })
+            };
+            let volumes = self.outside.spawn_blocking(mount).await.unwrap();
+            let asked = volumes.iter().enumerate().map(|(at, volume)| {
+                pod.create_container(with_share(
+                    self.test.container(&format!("hung{n}-{at}"), "true"),
+                    volume.path(),
+                ))
+            });
+            let answers = future::join_all(asked).await;
+            assert!(answers.iter().all(Result::is_err), "a volume that hangs was given");
+            self.outside.spawn_blocking(move || drop(volumes)).await.unwrap();
+            if over.load(Ordering::Relaxed) {
+                break;
+            }
+        }
+        pod.remove().await.unwrap();
     }
 
     /// A pod that is used as long as it lets itself be used, and started again then.

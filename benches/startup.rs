@@ -74,6 +74,7 @@ fn daemon(c: &mut Criterion) {
     let journal = Journal::open(&dir.path().join("journal")).unwrap();
     let record = PodRecord {
         version: RECORD_VERSION,
+        readable_from: None,
         spec: PodSpec::plain("journalled".parse().unwrap(), 1, 128),
         status: PodStatus::created(1),
         link_key: LinkKey::random(),
@@ -109,9 +110,12 @@ fn daemon(c: &mut Criterion) {
         stdio: Default::default(),
         beside: Vec::new(),
     };
-    group.bench_function("spec conversion", |b| b.iter(|| spec::read(&pod, &new).unwrap()));
-
     let of_daemon = node(dir.path());
+    let helpers = &of_daemon.volumes.helpers;
+    group.bench_function("spec conversion", |b| {
+        b.iter(|| runtime.block_on(spec::read(&pod, &new, helpers)).unwrap());
+    });
+
     let lower = dir.path().join("lower");
     let upper = dir.path().join("upper");
     fs::create_dir_all(&lower).unwrap();
@@ -185,6 +189,7 @@ fn page(c: &mut Criterion) {
             .filter(|_| number.is_multiple_of(2))
             .map(|stage| (stage, 9.0))
             .collect(),
+        kvm_exits: None,
     };
     let samples: Vec<Sample> = (0..10_000).map(sample).collect();
     let runtimes = ["a".to_owned(), "b".to_owned()];

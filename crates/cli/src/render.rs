@@ -9,17 +9,27 @@ use serde::Serialize;
 /// Characters of an id that a table shows; containerd's ids differ long before that.
 const SHORT_ID: usize = 13;
 
+/// Columns below which wrapping makes a table unreadable.
+const MIN_WIDTH: u16 = 40;
+
 /// A table without lines. On a terminal long cells wrap so that it fits; elsewhere every row is
 /// one line, for `grep` and `awk`.
 pub fn table<R: Into<Row>>(header: impl Into<Row>, rows: impl IntoIterator<Item = R>) -> String {
     let mut table = Table::new();
-    let arrangement =
-        if io::stdout().is_terminal() { ContentArrangement::Dynamic } else { ContentArrangement::Disabled };
-    table.load_style(presets::NOTHING).set_content_arrangement(arrangement).set_header(header).add_rows(rows);
+    table.load_style(presets::NOTHING).set_header(header).add_rows(rows);
+    let terminal = if io::stdout().is_terminal() { table.width() } else { None };
+    if let Some(width) = usable_width(terminal) {
+        table.set_content_arrangement(ContentArrangement::Dynamic).set_width(width);
+    }
     for column in table.column_iter_mut() {
         column.set_padding((0, 2));
     }
     table.trim_fmt()
+}
+
+/// The columns that a terminal says it has, if text can be laid out in them. A serial console says 0.
+fn usable_width(columns: Option<u16>) -> Option<u16> {
+    columns.filter(|columns| *columns >= MIN_WIDTH)
 }
 
 /// Writes text and a line's end to stdout.
@@ -152,6 +162,15 @@ impl Plain {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_terminal_that_does_not_know_its_width_has_none() {
+        assert_eq!([None, Some(0), Some(1), Some(39)].map(usable_width), [None; 4]);
+        assert_eq!(
+            [Some(40), Some(80), Some(u16::MAX)].map(usable_width),
+            [Some(40), Some(80), Some(u16::MAX)]
+        );
+    }
 
     #[test]
     fn bytes_are_in_the_largest_unit_of_which_there_is_one() {

@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use serde::Serialize;
 use serde_json::Value;
 
+use crate::clock::Clock;
 use crate::manifest::{Facts, shown};
 use crate::ratio::Ratio;
 use crate::report::times;
@@ -12,9 +13,9 @@ use crate::sample::Mode;
 use crate::store::Loaded;
 
 /// Facts of the pod that must be the same: with another one it is another measurement.
-const SAME_POD: [&str; 4] = ["image_digest", "command", "network_asked_for", "annotations"];
+pub(crate) const SAME_POD: [&str; 4] = ["image_digest", "command", "network_asked_for", "annotations"];
 /// Facts of the host whose difference has to stand beside each figure.
-const SAME_HOST: [&str; 8] =
+pub(crate) const SAME_HOST: [&str; 8] =
     ["cpu", "cpus", "smt", "numa_nodes", "memory_kib", "kernel", "governor", "virtual_machine"];
 const SAME_VMM: [&str; 5] = ["vmm", "vmm_version", "accelerator", "kernel_sha256", "initramfs_sha256"];
 
@@ -23,6 +24,8 @@ const SAME_VMM: [&str; 5] = ["vmm", "vmm_version", "accelerator", "kernel_sha256
 pub struct Comparison {
     /// Names of the two.
     pub of: [String; 2],
+    /// By which the times of both were taken.
+    pub clock: Clock,
     /// Why figures of the two say nothing about each other; empty when they do.
     pub not_comparable: Vec<Difference>,
     /// What else is different: to be read beside every ratio.
@@ -68,16 +71,39 @@ pub struct Memory {
     pub total_kib: [f64; 2],
 }
 
-/// Why there is nothing to compare.
+/// Why two results can't be compared.
 #[derive(Debug, thiserror::Error)]
-#[error("{a} and {b} have no runtime, mode and number of pods in common: there is nothing to compare")]
-pub struct NothingInCommon {
-    a: String,
-    b: String,
+pub enum CompareError {
+    /// No series of one has its like in the other.
+    #[error("{a} and {b} have no runtime, mode and number of pods in common: there is nothing to compare")]
+    NothingInCommon {
+        /// Its name.
+        a: String,
+        /// Its name.
+        b: String,
+    },
+    /// Their times are of two kinds.
+    #[error(
+        "times of {a} are {} and those of {b} are {}: no ratio of the two means anything. Compare runs of one clock; ratios \
+         of one run, such as those to runc, can be read beside each other",
+        of[0].ms(), of[1].ms()
+    )]
+    Clocks {
+        /// Its name.
+        a: String,
+        /// Its name.
+        b: String,
+        /// Their clocks.
+        of: [Clock; 2],
+    },
 }
 
 /// Compares. Two runs were not taken in turns: a difference of theirs may be the machine's.
-pub fn compare(a: &Loaded, b: &Loaded) -> Result<Comparison, NothingInCommon> {
+pub fn compare(a: &Loaded, b: &Loaded) -> Result<Comparison, CompareError> {
+    let clocks = [a.report.clock, b.report.clock];
+    if clocks[0] != clocks[1] && !a.report.series.is_empty() && !b.report.series.is_empty() {
+        return Err(CompareError::Clocks { a: a.name.clone(), b: b.name.clone(), of: clocks });
+    }
     let startup: Vec<StartUp> = a
         .report
         .series
@@ -114,7 +140,7 @@ pub fn compare(a: &Loaded, b: &Loaded) -> Result<Comparison, NothingInCommon> {
         })
         .collect();
     if startup.is_empty() && memory.is_empty() {
-        return Err(NothingInCommon { a: a.name.clone(), b: b.name.clone() });
+        return Err(CompareError::NothingInCommon { a: a.name.clone(), b: b.name.clone() });
     }
     let (of_a, of_b) = (&a.report.manifest, &b.report.manifest);
     let mut differences = facts("host", &SAME_HOST, &of_a.host, &of_b.host);
@@ -140,6 +166,7 @@ pub fn compare(a: &Loaded, b: &Loaded) -> Result<Comparison, NothingInCommon> {
     }
     Ok(Comparison {
         of: [a.name.clone(), b.name.clone()],
+        clock: clocks[0],
         not_comparable: facts("pod", &SAME_POD, &of_a.pod, &of_b.pod),
         differences,
         startup,
@@ -147,7 +174,8 @@ pub fn compare(a: &Loaded, b: &Loaded) -> Result<Comparison, NothingInCommon> {
     })
 }
 
-fn facts(group: &str, names: &[&str], a: &Facts, b: &Facts) -> Vec<Difference> {
+/// Returns the facts of a group that two results do not share.
+pub(crate) fn facts(group: &str, names: &[&str], a: &Facts, b: &Facts) -> Vec<Difference> {
     let absent = Value::String("not stated".into());
     names
         .iter()
@@ -189,6 +217,7 @@ mod tests {
                 failed_at: String::new(),
                 error: String::new(),
                 stages: Default::default(),
+                kvm_exits: None,
             })
             .collect();
         let mut report = Report::new(manifest);
@@ -211,6 +240,16 @@ mod tests {
         for what in ["host: kernel", "runc: vcpus"] {
             assert!(comparison.differences.iter().any(|difference| difference.what == what), "{what}");
         }
+    }
+
+    #[test]
+    fn times_of_two_clocks_are_refused_by_name() {
+        let a = result("a", "runc", 100.0, "pod", "6.1");
+        let mut b = result("b", "runc", 200.0, "pod", "6.1");
+        b.report.clock = Clock::Virtual;
+        let why = compare(&a, &b).unwrap_err().to_string();
+        assert!(why.contains("times of a are ms and those of b are virtual ms"), "{why}");
+        assert_eq!(compare(&b, &b).unwrap().clock, Clock::Virtual);
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The plots of a result: on the page, and as files beside it.
 
 use crate::anchors::{self, Anchor, Figure as Published};
+use crate::clock::Clock;
 use crate::plot::bars::{Bar, waterfall};
 use crate::plot::curves::{Curve, distributions, growth};
 use crate::plot::{Ink, Scene};
@@ -50,17 +51,23 @@ pub fn figures(result: &Loaded, palette: &Palette) -> Vec<Figure> {
     figures.extend(startup(result, Mode::Serial, palette));
     figures.extend(startup(result, Mode::Parallel, palette));
     figures.extend(batches(&result.report, palette));
-    figures.extend(result.report.series.iter().filter_map(|series| stages(series, palette)));
+    figures.extend(
+        result.report.series.iter().filter_map(|series| stages(series, result.report.clock, palette)),
+    );
     figures.extend(memory(&result.report, palette));
     figures
 }
 
 fn startup(result: &Loaded, mode: Mode, palette: &Palette) -> Option<Figure> {
-    let series = result.report.series.iter().filter(|series| series.mode == mode);
+    let (series, clock) = (&result.report.series, result.report.clock);
+    let series = series.iter().filter(|series| series.mode == mode);
     let mut curves: Vec<Curve> = series
         .map(|series| {
             let times = times(&result.samples, &series.runtime, mode);
-            let p50 = series.summary.p50_ms.map_or_else(|| "no times".into(), |ms| format!("p50 {ms:.0} ms"));
+            let p50 = series
+                .summary
+                .p50_ms
+                .map_or_else(|| "no times".into(), |ms| format!("p50 {ms:.0} {}", clock.ms()));
             let name = format!("{}, n = {}, {p50}", series.runtime, series.summary.n);
             Curve { name, points: cdf(&times), ink: palette.ink(&series.runtime), dots: false }
         })
@@ -71,7 +78,7 @@ fn startup(result: &Loaded, mode: Mode, palette: &Palette) -> Option<Figure> {
     }
     let (name, caption) = match mode {
         Mode::Serial => {
-            curves.extend(published("serial"));
+            curves.extend(published("serial", clock));
             (
                 "startup-serial",
                 "Start-up one after the other, from the pod's release to its container's first byte. ",
@@ -84,8 +91,8 @@ fn startup(result: &Loaded, mode: Mode, palette: &Palette) -> Option<Figure> {
     };
     Some(Figure {
         name: name.into(),
-        caption: format!("{caption}{}", dashed(&curves)),
-        scene: distributions(&format!("Start-up, {mode}"), &curves),
+        caption: format!("{caption}{}{}", virtually(clock), dashed(&curves)),
+        scene: distributions(&format!("Start-up, {mode}, {}", clock.ms()), clock.ms(), &curves),
     })
 }
 
@@ -103,12 +110,20 @@ fn batches(report: &Report, palette: &Palette) -> Option<Figure> {
         return None;
     }
     if report.series.iter().any(|series| series.group == 50) {
-        curves.extend(published("parallel-batch"));
+        curves.extend(published("parallel-batch", report.clock));
     }
     Some(Figure {
         name: "startup-batch".into(),
-        caption: format!("Wall time of whole groups: first release to last first byte. {}", dashed(&curves)),
-        scene: distributions("Start-up, whole groups", &curves),
+        caption: format!(
+            "Time of whole groups: first release to last first byte. {}{}",
+            virtually(report.clock),
+            dashed(&curves)
+        ),
+        scene: distributions(
+            &format!("Start-up, whole groups, {}", report.clock.ms()),
+            report.clock.ms(),
+            &curves,
+        ),
     })
 }
 
@@ -120,7 +135,18 @@ fn dashed(curves: &[Curve]) -> &'static str {
     }
 }
 
-fn published(mode: &str) -> Vec<Curve> {
+fn virtually(clock: Clock) -> &'static str {
+    match clock {
+        Clock::Wall => "",
+        Clock::Virtual => "Virtual time: one instruction is one nanosecond. ",
+    }
+}
+
+/// None beside virtual times: those were taken by a wall's clock.
+fn published(mode: &str, clock: Clock) -> Vec<Curve> {
+    if clock == Clock::Virtual {
+        return Vec::new();
+    }
     let anchors: Vec<Anchor> = anchors::all().into_iter().filter(|anchor| anchor.is_startup(mode)).collect();
     let curves = anchors.iter().filter_map(|anchor| match &anchor.figure {
         Published::StartUp { cdf, n: Some(n), .. } if !cdf.is_empty() => {
@@ -134,7 +160,7 @@ fn published(mode: &str) -> Vec<Curve> {
         .collect()
 }
 
-fn stages(series: &Series, palette: &Palette) -> Option<Figure> {
+fn stages(series: &Series, clock: Clock, palette: &Palette) -> Option<Figure> {
     if series.stages.is_empty() {
         return None;
     }
@@ -147,13 +173,14 @@ fn stages(series: &Series, palette: &Palette) -> Option<Figure> {
         .collect();
     let rest = series.unexplained.as_ref().and_then(|rest| rest.mean_ms).unwrap_or_default();
     bars.push(Bar { name: "unexplained".into(), length: rest, ink: Ink::Muted });
-    let title = format!("Stages of {} {}: means, ms", series.runtime, series.mode);
+    let title = format!("Stages of {} {}: means, {}", series.runtime, series.mode, clock.ms());
     Some(Figure {
         name: format!("stages-{}-{}", file_name(&series.runtime), series.mode),
-        caption:
-            "The daemon's own stages, which add up with the rest to the mean start. The rest is containerd, \
-                  CNI, and the way of the first byte to the log."
-                .into(),
+        caption: format!(
+            "The daemon's own stages, which add up with the rest to the mean start. The rest is containerd, CNI, and \
+             the way of the first byte to the log. {}",
+            virtually(clock)
+        ),
         scene: waterfall(&title, &bars),
     })
 }

@@ -4,10 +4,13 @@ use std::fmt::Write;
 
 use crate::anchors::{self, Figure as Published};
 use crate::attribution::Role;
+use crate::clock::Clock;
 use crate::figures::{Figure, Palette, figures};
 use crate::manifest::{Facts, shown};
 use crate::plot::{STYLE, escape, svg};
-use crate::report::Report;
+use crate::ratio::Ratio;
+use crate::report::{Report, Series};
+use crate::sample::Mode;
 use crate::store::Loaded;
 use crate::summary::Summary;
 use crate::warnings::warnings;
@@ -59,8 +62,9 @@ fn section(out: &mut String, result: &Loaded, palette: &Palette) {
     };
     let _ = write!(
         out,
-        "<h2>{}{}{}</h2>",
+        "<h2>{}{}{}{}</h2>",
         escape(&result.name),
+        badge(report.clock == Clock::Virtual, "virtual time"),
         badge(report.partial, "partial"),
         badge(report.quick, "quick")
     );
@@ -147,37 +151,50 @@ fn startup(out: &mut String, report: &Report) {
         return;
     }
     let mut rows = Vec::new();
-    let mut row = |name: &str, what: String, summary: &Summary| {
-        rows.push([vec![name.to_owned(), what], figures_of(summary)].concat());
+    let mut row = |name: &str, what: String, summary: &Summary, more: [String; 2]| {
+        rows.push([vec![name.to_owned(), what], figures_of(summary), more.to_vec()].concat());
+    };
+    let over = |series: &Series, mode: Mode, groups: bool| {
+        report.over_reference(&series.runtime, mode, groups).map_or_else(|| "–".into(), Ratio::short)
     };
     for series in &report.series {
         let mode =
             if series.group > 1 { format!("{} × {}", series.mode, series.group) } else { "serial".into() };
-        row(&series.runtime, mode, &series.summary);
+        let ratio = over(series, series.mode, false);
+        row(&series.runtime, mode, &series.summary, [ratio, series.shown_exits()]);
         if !series.batch_ms.is_empty() {
             row(
                 &series.runtime,
                 format!("whole groups of {}", series.group),
                 &Summary::of(&series.batch_ms, 0),
+                [over(series, Mode::Parallel, true), "–".into()],
             );
         }
     }
     if let Some(bare) = &report.bare_boot {
-        row("bare boot", "the same machine alone".into(), &bare.summary);
+        row("bare boot", "the same machine alone".into(), &bare.summary, ["–".into(), "–".into()]);
     }
-    out.push_str("<h3>Start-up, ms</h3>");
-    let heading = ["runtime", "mode", "n", "failed", "min", "p50", "p90", "p95", "p99", "max", "mean", "sd"];
+    let _ = write!(out, "<h3>Start-up, {}</h3>", report.clock.ms());
+    let heading = [
+        "runtime",
+        "mode",
+        "n",
+        "failed",
+        "min",
+        "p50",
+        "p90",
+        "p95",
+        "p99",
+        "max",
+        "mean",
+        "sd",
+        "over runc",
+        "KVM exits a pod",
+    ];
     table(out, &heading, &rows, 2, "");
     out.push_str("<ul>");
     for ratio in &report.ratios {
-        let _ = write!(
-            out,
-            "<li>{} over {}, {}: medians {}</li>",
-            escape(&ratio.a),
-            escape(&ratio.b),
-            ratio.mode,
-            ratio.ratio
-        );
+        let _ = write!(out, "<li>{}</li>", escape(&ratio.to_string()));
     }
     if let Some((bare, over)) = report.bare_boot.as_ref().and_then(|bare| Some((bare, bare.over?))) {
         let _ =
@@ -211,14 +228,15 @@ fn memory(out: &mut String, report: &Report) {
     let mb = |kib: f64| format!("{:.1}", kib / 1024.0);
     let used = |role: &Role| report.memory.iter().any(|row| row.by_role.contains_key(role));
     let roles: Vec<Role> = Role::ALL.into_iter().filter(used).collect();
-    let mut heading = vec!["runtime", "pods"];
+    let mut heading = vec!["runtime", "pods", "each VMM"];
     heading.extend(roles.iter().map(|role| role.as_str()));
     heading.extend(["management", "total", "goes away", "MemAvailable fell"]);
     let rows: Vec<Vec<String>> = report
         .memory
         .iter()
         .map(|row| {
-            let mut cells = vec![row.runtime.clone(), row.pods.to_string()];
+            let each = row.each_vmm_kib().map_or_else(|| "–".into(), mb);
+            let mut cells = vec![row.runtime.clone(), row.pods.to_string(), each];
             cells.extend(
                 roles.iter().map(|role| row.by_role.get(role).map_or_else(|| "–".into(), |kib| mb(*kib))),
             );
@@ -369,6 +387,7 @@ mod tests {
             failed_at: if round % 100 == 99 { "RunPodSandbox".into() } else { String::new() },
             error: String::new(),
             stages: Default::default(),
+            kvm_exits: None,
         };
         let samples: Vec<Sample> = (0..count).map(sample).collect();
         let mut report = Report::new(Manifest::default());
@@ -385,6 +404,24 @@ mod tests {
             assert!(!found, "the page refers to something outside: {word}");
         }
         assert!(page.contains("100 of 10000 starts failed (100 at RunPodSandbox)"));
+    }
+
+    #[test]
+    fn virtual_time_is_said_on_every_table_and_plot_and_no_published_time_stands_beside_it() {
+        let mut run = result("sandboxer", 50);
+        run.report.clock = Clock::Virtual;
+        let text = page(&[run.clone()]);
+        assert!(
+            text.contains("Start-up, virtual ms</h3>") && text.contains(">virtual time</span>"),
+            "{text}"
+        );
+        assert!(text.contains("Times are virtual"), "{text}");
+        let figures = figures(&run, &Palette::of([&run]));
+        assert!(!figures.is_empty());
+        for figure in figures {
+            let drawn = svg(&figure.scene);
+            assert!(drawn.contains("virtual ms") && !drawn.contains("published"), "{drawn}");
+        }
     }
 
     #[test]

@@ -6,23 +6,29 @@
 //! | [`timeline`], [`first_byte`] | one start, stamped; the whole measuring path |
 //! | [`startup`], [`sample`] | many starts in a fair order; the raw rows |
 //! | [`summary`], [`ratio`] | percentiles and distributions; how sure a difference is |
-//! | [`trace`] | the daemon's own account of a start |
+//! | [`trace`], [`exits`] | the daemon's own account of a start, and KVM's |
+//! | [`clock`] | by which clock |
 //! | [`overhead`] | what the observer costs |
 //! | [`memory`], [`ledger`], [`attribution`], [`pss`] | what pods cost, by role, over their number |
-//! | [`report`], [`store`], [`html`], [`markdown`], [`compare`] | a result: its shape, its files, what is made of it |
+//! | [`report`], [`store`], [`html`], [`markdown`], [`compare`], [`merge`] | a result: its shape, its files, what is made of it |
+//! | [`gate`] | what was recorded of earlier versions, and whether this one is slower |
 
 pub mod anchors;
 pub mod attribution;
 pub mod bare_boot;
+pub mod clock;
 pub mod compare;
+pub mod exits;
 pub mod figures;
 pub mod first_byte;
+pub mod gate;
 pub mod html;
 pub mod ledger;
 pub mod manifest;
 pub mod markdown;
 pub mod measure;
 pub mod memory;
+pub mod merge;
 pub mod options;
 pub mod overhead;
 pub mod plot;

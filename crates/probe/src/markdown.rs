@@ -3,8 +3,11 @@
 use std::fmt::Write;
 
 use crate::anchors::{self, Anchor, Figure};
+use crate::clock::Clock;
 use crate::manifest::{Facts, shown};
+use crate::ratio::Ratio;
 use crate::report::Report;
+use crate::sample::Mode;
 use crate::store::Loaded;
 use crate::summary::Summary;
 
@@ -18,7 +21,11 @@ pub fn tables(results: &[Loaded]) -> String {
         }
     }
     let reports: Vec<&Report> = results.iter().map(|result| &result.report).collect();
-    startup(&mut out, &reports);
+    // Times of two clocks never stand in one table.
+    for clock in Clock::ALL {
+        let of_clock: Vec<&Report> = reports.iter().copied().filter(|report| report.clock == clock).collect();
+        startup(&mut out, clock, &of_clock);
+    }
     memory(&mut out, &reports);
     out.trim_end().to_owned() + "\n"
 }
@@ -48,29 +55,45 @@ fn conditions(result: &Loaded) -> String {
     part("network: ", fact(&manifest.pod, "network_asked_for"));
     part("load per CPU before: ", manifest.load_per_cpu().map(|load| format!("{load:.2}")));
     part("", Some(manifest.at.clone()).filter(|at| !at.is_empty()));
+    part("", (result.report.clock == Clock::Virtual).then(|| "virtual time".into()));
     part("", result.report.partial.then(|| "**partial**".into()));
     part("", result.report.quick.then(|| "quick run".into()));
     format!("{}: {}.", cell(&result.name), cell(&parts.join("; ")))
 }
 
-fn startup(out: &mut String, reports: &[&Report]) {
+fn startup(out: &mut String, clock: Clock, reports: &[&Report]) {
     if reports.iter().all(|report| report.series.is_empty()) {
         return;
     }
-    out.push_str("| start-up, ms | n | failed | p50 | p90 | p99 | max |\n|---|--:|--:|--:|--:|--:|--:|\n");
+    let _ = writeln!(
+        out,
+        "| start-up, {} | n | failed | p50 | p90 | p99 | max | over runc (95 % interval) | KVM exits a pod |\n\
+         |---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        clock.ms()
+    );
     let mut batches = false;
     for report in reports {
         for series in &report.series {
             let name = cell(&series.runtime);
+            let over = |groups| {
+                let mode = if groups { Mode::Parallel } else { series.mode };
+                report.over_reference(&series.runtime, mode, groups).map_or_else(|| "–".into(), Ratio::short)
+            };
+            let more = [over(false), series.shown_exits()];
             if series.group > 1 {
-                row(out, &format!("{name}, each of {} at once", series.group), &series.summary);
+                row(out, &format!("{name}, each of {} at once", series.group), &series.summary, more);
             } else {
-                row(out, &format!("{name}, one after the other"), &series.summary);
+                row(out, &format!("{name}, one after the other"), &series.summary, more);
             }
             if !series.batch_ms.is_empty() {
                 batches = true;
                 let wall = Summary::of(&series.batch_ms, 0);
-                row(out, &format!("{name}, {} at once, whole group", series.group), &wall);
+                row(
+                    out,
+                    &format!("{name}, {} at once, whole group", series.group),
+                    &wall,
+                    [over(true), "–".into()],
+                );
             }
         }
         if let Some(bare) = &report.bare_boot {
@@ -78,10 +101,12 @@ fn startup(out: &mut String, reports: &[&Report]) {
                 out,
                 &format!("the machine of {} alone, to its agent's ready message", cell(&bare.like)),
                 &bare.summary,
+                ["–".into(), "–".into()],
             );
         }
     }
-    for anchor in anchors::all() {
+    // Published times are the wall's.
+    for anchor in anchors::all().into_iter().filter(|_| clock == Clock::Wall) {
         let what = match &anchor.figure {
             Figure::StartUp { mode, .. } if mode == "serial" => "one after the other".to_owned(),
             Figure::StartUp { mode, group, .. } if mode == "parallel-batch" && batches => {
@@ -92,16 +117,26 @@ fn startup(out: &mut String, reports: &[&Report]) {
         // Those with raw data behind them; a single number of a paper is no row of this table.
         let Figure::StartUp { n: Some(n), p50_ms, p99_ms, .. } = anchor.figure else { continue };
         let p99 = p99_ms.map_or_else(|| "–".into(), |ms| format!("{ms:.0}"));
-        let _ = writeln!(out, "| {} | {n} | – | {p50_ms:.0} | – | {p99} | – |", elsewhere(&anchor, &what));
+        let _ = writeln!(
+            out,
+            "| {} | {n} | – | {p50_ms:.0} | – | {p99} | – | – | – |",
+            elsewhere(&anchor, &what)
+        );
     }
     out.push('\n');
     for report in reports {
         for ratio in &report.ratios {
-            let (a, b) = (cell(&ratio.a), cell(&ratio.b));
-            let _ = writeln!(out, "- {a} over {b}, {}: medians {}", ratio.mode, ratio.ratio);
+            let _ = writeln!(out, "- {}", cell(&ratio.to_string()));
         }
         if let Some((bare, over)) = report.bare_boot.as_ref().and_then(|bare| Some((bare, bare.over?))) {
             let _ = writeln!(out, "- {} over its machine alone: medians {over}", cell(&bare.like));
+        }
+        for (why, what) in report.absent() {
+            let of: Vec<&str> = what.iter().filter_map(|name| name.strip_suffix(".kvm_exits")).collect();
+            if !of.is_empty() {
+                let of = of.join(", ").replace("series.", "");
+                let _ = writeln!(out, "- KVM exits not measured, since {}: {}", cell(why), cell(&of));
+            }
         }
         if let Some(share) = report.overhead.as_ref().and_then(|overhead| overhead.per_pod_ms) {
             let _ = writeln!(out, "- the probe's own share: at most {share:.2} ms per pod");
@@ -110,28 +145,32 @@ fn startup(out: &mut String, reports: &[&Report]) {
     out.push('\n');
 }
 
-fn row(out: &mut String, name: &str, summary: &Summary) {
+fn row(out: &mut String, name: &str, summary: &Summary, [over, exits]: [String; 2]) {
     let ms = |time: Option<f64>| time.map_or_else(|| "–".into(), |ms| format!("{ms:.0}"));
     let figures = [summary.p50_ms, summary.p90_ms, summary.p99_ms, summary.max_ms].map(ms).join(" | ");
-    let _ = writeln!(out, "| {name} | {} | {} | {figures} |", summary.n, summary.failures);
+    let _ = writeln!(out, "| {name} | {} | {} | {figures} | {over} | {exits} |", summary.n, summary.failures);
 }
 
 fn memory(out: &mut String, reports: &[&Report]) {
     if reports.iter().all(|report| report.memory.is_empty()) {
         return;
     }
-    out.push_str("| PSS, MB (1024 KiB) | pods | management | everything | goes away with the pods |\n");
-    out.push_str("|---|--:|--:|--:|--:|\n");
+    out.push_str(
+        "| PSS, MB (1024 KiB) | pods | management | each VMM | everything | goes away with the pods |\n",
+    );
+    out.push_str("|---|--:|--:|--:|--:|--:|\n");
     let mb = |kib: f64| format!("{:.1}", kib / 1024.0);
     for row in reports.iter().flat_map(|report| &report.memory) {
         let (management, total) = (mb(row.management_pss_kib), mb(row.total_pss_kib));
         let gone = row.goes_away_kib.map_or_else(|| "–".into(), mb);
-        let _ = writeln!(out, "| {} | {} | {management} | {total} | {gone} |", cell(&row.runtime), row.pods);
+        let (name, each) = (cell(&row.runtime), row.each_vmm_kib().map_or_else(|| "–".into(), mb));
+        let _ = writeln!(out, "| {name} | {} | {management} | {each} | {total} | {gone} |", row.pods);
     }
     for anchor in anchors::all() {
         let Figure::Memory { pods, definition, pss_mb } = &anchor.figure else { continue };
         if definition == "management" {
-            let _ = writeln!(out, "| {} | {pods} | {pss_mb:.0} | – | – |", elsewhere(&anchor, "management"));
+            let _ =
+                writeln!(out, "| {} | {pods} | {pss_mb:.0} | – | – | – |", elsewhere(&anchor, "management"));
         }
     }
     out.push('\n');
@@ -191,6 +230,7 @@ mod tests {
             failed_at: String::new(),
             error: String::new(),
             stages: Default::default(),
+            kvm_exits: None,
         };
         let samples: Vec<Sample> = modes
             .iter()
@@ -208,7 +248,12 @@ mod tests {
     fn figures_stand_beside_published_ones_that_are_marked() {
         let text = tables(&[result("own", &[Mode::Serial, Mode::Parallel])]);
         assert!(text.starts_with("a\\_run: CPUs: 2; quick run.\n"), "{text}");
-        assert!(text.contains("\n| own, one after the other | 10 | 1 | 104 | 108 | 108 | 108 |\n"), "{text}");
+        assert!(
+            text.contains(
+                "\n| own, one after the other | 10 | 1 | 104 | 108 | 108 | 108 | – | not measured |\n"
+            ),
+            "{text}"
+        );
         assert!(text.contains("\n| own, each of 10 at once | 10 | 1 |"), "{text}");
         let published: Vec<&str> =
             text.lines().filter(|line| line.contains("Kuasar") || line.contains("Kata")).collect();
@@ -218,6 +263,40 @@ mod tests {
         );
         // Nothing was measured of memory: no table of it, and no published row for one.
         assert!(!text.contains("PSS"), "{text}");
+    }
+
+    #[test]
+    fn times_of_two_clocks_stand_in_two_tables_and_published_ones_only_in_the_walls() {
+        let mut in_node = result("in-node", &[Mode::Serial]);
+        in_node.report.clock = Clock::Virtual;
+        let text = tables(&[in_node.clone(), result("of-host", &[Mode::Serial])]);
+        let (wall, virtual_time) = text.split_once("| start-up, virtual ms |").unwrap();
+        assert!(
+            wall.contains("| start-up, ms |") && wall.contains("of-host, one") && !wall.contains("node, one")
+        );
+        assert!(
+            virtual_time.contains("node, one") && !virtual_time.contains("of-host, one"),
+            "{virtual_time}"
+        );
+        assert!(wall.contains("virtual time; quick run.\n"), "{wall}");
+        let text = tables(&[in_node]);
+        assert!(!text.contains("published") && !text.contains("start-up, ms"), "{text}");
+    }
+
+    #[test]
+    fn ratios_to_runc_and_exits_stand_in_the_row() {
+        let mut of = result("own", &[Mode::Serial]);
+        let other = result("runc", &[Mode::Serial]);
+        of.samples.iter_mut().for_each(|sample| sample.kvm_exits = Some(700));
+        of.samples.extend(other.samples);
+        let mut report = Report::new(Manifest::default());
+        report.add_startup(&["own".to_owned(), "runc".to_owned()], &of.samples, &[]);
+        let text = tables(&[Loaded { report, ..of }]);
+        assert!(text.contains("| 108 | 1.00 (0.96–1.04) | 700 |\n"), "{text}");
+        assert!(
+            text.contains("- KVM exits not measured, since no row tells KVM's exits: runc.serial\n"),
+            "{text}"
+        );
     }
 
     #[test]

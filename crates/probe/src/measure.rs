@@ -10,6 +10,7 @@ use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
 use crate::bare_boot::{BareBoot, BareBootError};
+use crate::clock::Clock;
 use crate::first_byte::{LogWatch, WatchError};
 use crate::ledger::Ledger;
 use crate::manifest::{Facts, Manifest};
@@ -71,6 +72,8 @@ pub struct Bench {
     pub trace: Option<Trace>,
     /// Watches the logs of the pods.
     pub watch: Arc<LogWatch>,
+    /// By which its times are.
+    pub clock: Clock,
     // Removed last.
     _logs: tempfile::TempDir,
 }
@@ -85,7 +88,8 @@ impl Bench {
             .tempdir_in(&parent)
             .map_err(|source| MeasureError::Logs { path: parent, source })?;
         let watch = Arc::new(LogWatch::new(logs.path())?);
-        Ok(Self { runtime, trace: admin.map(Trace::connect), watch, _logs: logs })
+        let (trace, clock) = (admin.map(Trace::connect), Clock::of_host());
+        Ok(Self { runtime, trace, watch, clock, _logs: logs })
     }
 
     /// The machine of this handler's pods, to be booted alone: one pod is started to see how it is made.
@@ -119,7 +123,10 @@ impl Bench {
         progress: &mut (dyn FnMut(&Sample) + Send),
     ) -> Result<(Report, Vec<Sample>), MeasureError> {
         startup::check(&self.runtime, plan).await?;
-        let mut report = Report::new(self.manifest(&plan.runtimes, &plan.recipe, startup_facts(plan)).await);
+        let mut report = self.report(&plan.runtimes, &plan.recipe, startup_facts(plan)).await;
+        if let Some(store) = &mut store {
+            store.clock = self.clock;
+        }
         report.overhead = Some(overhead::measure(&self.runtime, &self.watch).await);
         let mut keep = |sample: &Sample| {
             progress(sample);
@@ -130,6 +137,7 @@ impl Bench {
                 .await;
         report.manifest.add_machines(run.machines);
         report.add_startup(&plan.runtimes, &run.samples, &run.batches);
+        report.explain_exits(&run.no_exits);
         report.add_bare_boots(&plan.runtimes[0], &run.samples, &run.bare_boots, &run.bare_failures);
         report.notes.extend(run.notes);
         if plan.warm_up > 0 {
@@ -161,7 +169,7 @@ impl Bench {
         };
         startup::check(&self.runtime, &plan).await?;
         let facts = [("sweep".to_owned(), json!(sweep.counts)), ("repeat".to_owned(), json!(sweep.repeat))];
-        let mut report = Report::new(self.manifest(&sweep.runtimes, &sweep.recipe, facts.into()).await);
+        let mut report = self.report(&sweep.runtimes, &sweep.recipe, facts.into()).await;
         let taken =
             memory::sweep(&self.runtime, &self.watch, self.trace.as_ref(), sweep, cancel, progress).await;
         report.manifest.add_machines(taken.machines);
@@ -180,7 +188,7 @@ impl Bench {
     /// What ledgers of running pods come to, by handler.
     pub async fn ledgers(&self, ledgers: &BTreeMap<String, Ledger>, recipe: &Recipe) -> Report {
         let handlers: Vec<String> = ledgers.keys().cloned().collect();
-        let mut report = Report::new(self.manifest(&handlers, recipe, Facts::new()).await);
+        let mut report = self.report(&handlers, recipe, Facts::new()).await;
         let points: Vec<Point> = ledgers
             .iter()
             .map(|(runtime, ledger)| Point {
@@ -204,8 +212,10 @@ impl Bench {
         report
     }
 
-    async fn manifest(&self, handlers: &[String], recipe: &Recipe, plan: Facts) -> Manifest {
-        Manifest::take(&self.runtime, self.trace.as_ref(), handlers, recipe, plan).await
+    /// With conditions and clock, and no figure yet.
+    async fn report(&self, handlers: &[String], recipe: &Recipe, plan: Facts) -> Report {
+        let manifest = Manifest::take(&self.runtime, self.trace.as_ref(), handlers, recipe, plan).await;
+        Report { clock: self.clock, ..Report::new(manifest) }
     }
 }
 

@@ -43,6 +43,11 @@ impl Ratio {
         Some(Self { p50, ci_low: end(tail)?, ci_high: end(1.0 - tail).or(ratios.last().copied())? })
     }
 
+    /// For a cell of a table: "0.52 (0.46–0.67)".
+    pub fn short(&self) -> String {
+        format!("{:.2} ({:.2}–{:.2})", self.p50, self.ci_low, self.ci_high)
+    }
+
     /// True when the interval spans 1: the data show no difference.
     pub fn shows_no_difference(&self) -> bool {
         self.ci_low <= 1.0 && self.ci_high >= 1.0

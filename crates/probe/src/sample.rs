@@ -8,6 +8,8 @@ use std::path::Path;
 use sandboxer_protocol::stage::Stage;
 use serde::{Deserialize, Serialize};
 
+use crate::clock::Clock;
+
 /// How pods were released.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -70,6 +72,9 @@ pub struct Sample {
     pub error: String,
     /// Durations of the daemon's own stages, ms, where it has a trace.
     pub stages: BTreeMap<Stage, f64>,
+    /// How often the pod's guest left to the host, by KVM's statistics: from the release until after the first byte, of a
+    /// group until all of it was there.
+    pub kvm_exits: Option<u64>,
 }
 
 impl Sample {
@@ -123,19 +128,24 @@ const COLUMNS: [&str; 13] = [
     "error",
 ];
 
+/// After the stages.
+const LAST_COLUMNS: [&str; 2] = ["kvm_exits", "clock"];
+
 /// Writes samples as CSV, each row at once and whole: a run that dies, or fills the disk, keeps those before.
 pub struct SampleWriter {
     file: File,
+    clock: Clock,
     /// Bytes of whole rows.
     kept: u64,
 }
 
 impl SampleWriter {
     /// Writes the heading to an empty file that is open for appending.
-    pub fn new(file: File) -> io::Result<Self> {
-        let mut writer = Self { file, kept: 0 };
+    pub fn new(file: File, clock: Clock) -> io::Result<Self> {
+        let mut writer = Self { file, clock, kept: 0 };
         let stages = Stage::ALL.iter().map(|stage| format!("{stage}_ms"));
-        writer.row(COLUMNS.iter().map(|&name| name.to_owned()).chain(stages))?;
+        let more = LAST_COLUMNS.iter().map(|&name| name.to_owned());
+        writer.row(COLUMNS.iter().map(|&name| name.to_owned()).chain(stages).chain(more))?;
         Ok(writer)
     }
 
@@ -162,7 +172,8 @@ impl SampleWriter {
             sample.error.clone(),
         ];
         let stages = Stage::ALL.iter().map(|stage| ms(sample.stages.get(stage).copied()));
-        self.row(row.into_iter().chain(stages))
+        let exits = sample.kvm_exits.map(|count| count.to_string()).unwrap_or_default();
+        self.row(row.into_iter().chain(stages).chain([exits, self.clock.to_string()]))
     }
 
     fn row(&mut self, fields: impl Iterator<Item = String>) -> io::Result<()> {
@@ -184,14 +195,23 @@ fn ms(time: Option<f64>) -> String {
     time.map(|time| format!("{time:.3}")).unwrap_or_default()
 }
 
+/// What a file of samples holds.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Rows {
+    /// Of all its times; files of older probes don't say it, and are the wall's.
+    pub clock: Clock,
+    /// In the order of the file.
+    pub samples: Vec<Sample>,
+}
+
 /// Reads what [`SampleWriter`] wrote. Columns are found by name; a stage that has none is not known.
-pub fn read_samples(from: impl Read, path: &Path) -> Result<Vec<Sample>, SamplesError> {
+pub fn read_samples(from: impl Read, path: &Path) -> Result<Rows, SamplesError> {
     let name = path.display().to_string();
     let read = |source| SamplesError::Read { path: name.clone(), source };
     let mut rows = csv::Reader::from_reader(from);
     let heading = rows.headers().map_err(read)?.clone();
     let column = |name: &str| heading.iter().position(|heading| heading == name);
-    let mut samples = Vec::new();
+    let (mut samples, mut clock) = (Vec::new(), None);
     for (index, row) in rows.records().enumerate() {
         let row = row.map_err(read)?;
         let bad = |reason: String| SamplesError::Value { path: name.clone(), row: index + 1, reason };
@@ -223,6 +243,21 @@ pub fn read_samples(from: impl Read, path: &Path) -> Result<Vec<Sample>, Samples
                 stages.insert(stage, time);
             }
         }
+        let kvm_exits = match column("kvm_exits").and_then(|at| row.get(at)) {
+            None | Some("") => None,
+            Some(digits) => Some(
+                digits
+                    .parse()
+                    .map_err(|_| bad(format!("no whole number in column 'kvm_exits': '{digits}'")))?,
+            ),
+        };
+        let of_row = match column("clock").and_then(|at| row.get(at)) {
+            None => Clock::default(),
+            Some(name) => name.parse().map_err(bad)?,
+        };
+        if *clock.get_or_insert(of_row) != of_row {
+            return Err(bad("its time is of another clock than those before it".into()));
+        }
         samples.push(Sample {
             runtime: text("runtime")?.to_owned(),
             mode: match text("mode")? {
@@ -247,9 +282,10 @@ pub fn read_samples(from: impl Read, path: &Path) -> Result<Vec<Sample>, Samples
             failed_at: text("failed_at")?.to_owned(),
             error: text("error")?.to_owned(),
             stages,
+            kvm_exits,
         });
     }
-    Ok(samples)
+    Ok(Rows { clock: clock.unwrap_or_default(), samples })
 }
 
 #[cfg(test)]
@@ -273,6 +309,7 @@ mod tests {
             failed_at: String::new(),
             error: String::new(),
             stages: [(Stage::Boot, 700.5)].into(),
+            kvm_exits: Some(4321),
         };
         let failed = Sample {
             outcome: Outcome::Failed,
@@ -280,14 +317,29 @@ mod tests {
             failed_at: "StartContainer".into(),
             error: "it said \"no\",\nand, again, no".into(),
             stages: BTreeMap::new(),
+            kvm_exits: None,
             ..ok.clone()
         };
         let file = tempfile::NamedTempFile::new().unwrap();
-        let mut writer = SampleWriter::new(file.reopen().unwrap()).unwrap();
+        let mut writer = SampleWriter::new(file.reopen().unwrap(), Clock::Virtual).unwrap();
         writer.write(&ok).unwrap();
         writer.write(&failed).unwrap();
         let read = read_samples(file.reopen().unwrap(), Path::new("samples.csv")).unwrap();
-        assert_eq!(read, [ok, failed]);
+        assert_eq!(read, Rows { clock: Clock::Virtual, samples: vec![ok, failed] });
+    }
+
+    const HEADING: &str = "runtime,mode,round,index,warm_up,released_ms,pod_ms,created_ms,started_ms,first_byte_ms,\
+                           outcome,failed_at,error";
+
+    #[test]
+    fn rows_that_say_nothing_of_a_clock_are_the_walls_and_two_clocks_never_stand_in_one_file() {
+        let row = "runc,serial,0,0,false,0,1,2,3,4,ok,,";
+        let read = |text: String| read_samples(text.as_bytes(), Path::new("s.csv"));
+        let old = read(format!("{HEADING}\n{row}\n")).unwrap();
+        assert_eq!((old.clock, old.samples[0].kvm_exits), (Clock::Wall, None));
+        let mixed = format!("{HEADING},clock\n{row},virtual\n{row},wall\n");
+        let error = read(mixed).unwrap_err().to_string();
+        assert!(error.contains("row 2") && error.contains("another clock"), "{error}");
     }
 
     #[test]

@@ -10,6 +10,7 @@ use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
 use crate::bare_boot::BareBoot;
+use crate::exits::{Counts, Exits};
 use crate::first_byte::LogWatch;
 use crate::manifest::Facts;
 use crate::runtime::{Runtime, RuntimeError, Version};
@@ -100,6 +101,8 @@ pub struct Run {
     pub bare_failures: Vec<String>,
     /// By handler: the machine of its first pod, where a daemon tells it.
     pub machines: BTreeMap<String, Facts>,
+    /// By handler: why the exits of its guests are not known.
+    pub no_exits: BTreeMap<String, String>,
     /// Why it ended before its time, if it did.
     pub partial: Option<String>,
     /// What a reader must know: pods that could not be removed, modes that were not honoured.
@@ -159,6 +162,7 @@ pub async fn run(
         cancel: cancel.clone(),
         begun: Instant::now(),
         run: Run::default(),
+        exits: Exits::default(),
         serial: 0,
     };
     let ended = runner.all(plan, sink).await;
@@ -184,6 +188,7 @@ struct Runner {
     cancel: CancellationToken,
     begun: Instant,
     run: Run,
+    exits: Exits,
     serial: u64,
 }
 
@@ -229,10 +234,11 @@ impl Runner {
 
     async fn one(&mut self, place: Place, sink: Sink<'_>) -> Result<(), String> {
         let name = self.name();
+        let before = self.exits.look();
         let start =
             timeline::start(&self.runtime, &self.watch, &self.recipe, &place.handler, &name, &self.cancel)
                 .await;
-        self.finish(place, &name, start, sink).await
+        self.finish(place, &name, start, &before, sink).await
     }
 
     /// Nothing is measured meanwhile.
@@ -255,6 +261,7 @@ impl Runner {
     /// Every pod of the group waits at the barrier; nothing of the removals is inside anybody's time.
     async fn group(&mut self, handler: &str, round: u32, size: u32, sink: Sink<'_>) -> Result<(), String> {
         let barrier = Arc::new(Barrier::new(size as usize));
+        let before = self.exits.look();
         let mut starts = JoinSet::new();
         for index in 0..size {
             let name = self.name();
@@ -277,15 +284,22 @@ impl Runner {
             let place =
                 Place { handler: handler.to_owned(), mode: Mode::Parallel, round, index, warm_up: false };
             // The first reason to end counts; the other pods are removed and kept all the same.
-            let finished = self.finish(place, &name, start, sink).await;
+            let finished = self.finish(place, &name, start, &before, sink).await;
             ended = ended.and(finished);
         }
         ended
     }
 
     /// Records a start and removes its pod.
-    async fn finish(&mut self, place: Place, name: &str, start: Start, sink: Sink<'_>) -> Result<(), String> {
-        let sample = self.sample(&place, &start).await;
+    async fn finish(
+        &mut self,
+        place: Place,
+        name: &str,
+        start: Start,
+        before: &Result<Counts, String>,
+        sink: Sink<'_>,
+    ) -> Result<(), String> {
+        let sample = self.sample(&place, &start, before).await;
         let gone = matches!(start.end, Err(StartError::Runtime(RuntimeError::Unreachable { .. })));
         let removed =
             timeline::remove(&self.runtime, &self.watch, &self.recipe, name, start.pod_id.as_deref()).await;
@@ -305,7 +319,7 @@ impl Runner {
         Ok(())
     }
 
-    async fn sample(&mut self, place: &Place, start: &Start) -> Sample {
+    async fn sample(&mut self, place: &Place, start: &Start, before: &Result<Counts, String>) -> Sample {
         // A pod of another runtime is not known there.
         let told = match (&self.trace, &start.pod_id) {
             (Some(trace), Some(id)) => trace.pod(id).await.ok(),
@@ -314,6 +328,11 @@ impl Runner {
         if let Some(pod) = &told {
             self.run.machines.entry(place.handler.clone()).or_insert_with(|| trace::machine(pod));
         }
+        let exits = match &told {
+            Some(pod) => before.clone().and_then(|before| self.exits.since(&before, pod.vmm_pid as i32)),
+            None => Err("its pods run no VM that a daemon tells of".into()),
+        };
+        let kvm_exits = exits.map_err(|why| self.run.no_exits.insert(place.handler.clone(), why)).ok();
         let stages = told.as_ref().map(trace::stages).unwrap_or_default();
         let ms = |time: Option<Duration>| time.map(|time| time.as_secs_f64() * 1e3);
         let (outcome, failed_at, error) = match &start.end {
@@ -336,6 +355,7 @@ impl Runner {
             failed_at: failed_at.to_owned(),
             error: error.split_whitespace().collect::<Vec<_>>().join(" "),
             stages,
+            kvm_exits,
         }
     }
 }

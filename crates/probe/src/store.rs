@@ -4,12 +4,13 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 
+use crate::clock::Clock;
 use crate::figures::{Palette, figures};
 use crate::manifest::Manifest;
 use crate::memory::Point;
 use crate::plot::{png, standalone};
 use crate::report::{self, Report, ReportError};
-use crate::sample::{Sample, SampleWriter, SamplesError, read_samples};
+use crate::sample::{Rows, Sample, SampleWriter, SamplesError, read_samples};
 use crate::summarise::{self, TextError};
 use crate::summary::cdf;
 
@@ -61,6 +62,8 @@ fn io<'a>(action: &'static str, path: &'a Path) -> impl FnOnce(std::io::Error) -
 pub struct Store {
     dir: PathBuf,
     samples: Option<SampleWriter>,
+    /// By which clock its times are; stands in each row, so that a run that is killed tells it too.
+    pub clock: Clock,
 }
 
 impl Store {
@@ -72,7 +75,7 @@ impl Store {
                 return Err(StoreError::Taken(dir.to_owned()));
             }
         }
-        Ok(Self { dir: dir.to_owned(), samples: None })
+        Ok(Self { dir: dir.to_owned(), samples: None, clock: Clock::default() })
     }
 
     /// Where it is.
@@ -87,7 +90,8 @@ impl Store {
             Some(samples) => samples,
             none => {
                 let file = OpenOptions::new().append(true).create(true).open(&path);
-                none.insert(file.and_then(SampleWriter::new).map_err(io("write", &path))?)
+                let writer = file.and_then(|file| SampleWriter::new(file, self.clock));
+                none.insert(writer.map_err(io("write", &path))?)
             }
         };
         samples.write(sample).map_err(io("write", &path))
@@ -107,10 +111,11 @@ impl Store {
         for series in &report.series {
             let times = report::times(samples, &series.runtime, series.mode);
             let head = format!(
-                "# {} {}, {} times: ms, part of starts that took no longer\n",
+                "# {} {}, {} times: {}, part of starts that took no longer\n",
                 series.runtime,
                 series.mode,
-                times.len()
+                times.len(),
+                report.clock.ms()
             );
             let lines = cdf(&times).into_iter().map(|(time, part)| format!("{time:.3} {part:.6}\n"));
             let text: String = std::iter::once(head).chain(lines).collect();
@@ -221,9 +226,9 @@ fn load_text(path: &Path) -> Result<Loaded, StoreError> {
 
 fn load_dir(dir: &Path) -> Result<Loaded, StoreError> {
     let path = dir.join("samples.csv");
-    let samples = match File::open(&path) {
+    let Rows { clock, samples } = match File::open(&path) {
         Ok(file) => read_samples(file, &path)?,
-        Err(error) if error.kind() == ErrorKind::NotFound => Vec::new(),
+        Err(error) if error.kind() == ErrorKind::NotFound => Rows::default(),
         Err(error) => return Err(io("read", &path)(error)),
     };
     let path = dir.join("report.json");
@@ -232,7 +237,7 @@ fn load_dir(dir: &Path) -> Result<Loaded, StoreError> {
         Err(error) if error.kind() == ErrorKind::NotFound && samples.is_empty() => {
             return Err(StoreError::None(dir.to_owned()));
         }
-        Err(error) if error.kind() == ErrorKind::NotFound => of_rows_alone(&samples),
+        Err(error) if error.kind() == ErrorKind::NotFound => of_rows_alone(clock, &samples),
         Err(error) => return Err(io("read", &path)(error)),
     };
     let name =
@@ -241,14 +246,14 @@ fn load_dir(dir: &Path) -> Result<Loaded, StoreError> {
 }
 
 /// What is left of a run that was killed, or that filled the disk.
-fn of_rows_alone(samples: &[Sample]) -> Report {
+fn of_rows_alone(clock: Clock, samples: &[Sample]) -> Report {
     let mut runtimes: Vec<String> = Vec::new();
     for sample in samples {
         if !runtimes.contains(&sample.runtime) {
             runtimes.push(sample.runtime.clone());
         }
     }
-    let mut report = Report::new(Manifest::default());
+    let mut report = Report { clock, ..Report::new(Manifest::default()) };
     report.add_startup(&runtimes, samples, &[]);
     report.partial = true;
     report.partial_reason =

@@ -57,6 +57,7 @@ impl Times {
                 failed_at: if time.is_some() { String::new() } else { "not stated".into() },
                 error: String::new(),
                 stages: Default::default(),
+                kvm_exits: None,
             })
             .collect()
     }

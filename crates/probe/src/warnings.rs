@@ -1,5 +1,6 @@
 //! What a careful reader would object to, said by the report itself: what was seen, and what to do about it.
 
+use crate::clock::Clock;
 use crate::manifest::shown;
 use crate::report::{Report, Series, times};
 use crate::sample::{Mode, Sample};
@@ -38,7 +39,16 @@ pub fn warnings(report: &Report, samples: &[Sample]) -> Vec<Warning> {
             "Its figures stand on fewer samples than were asked for.",
         );
     }
-    if let Some(load) = report.manifest.load_per_cpu().filter(|load| *load > BUSY) {
+    // In virtual time nothing that others do has a part.
+    let wall = report.clock == Clock::Wall;
+    if !wall {
+        warn(
+            "Times are virtual: one instruction of an emulated host is one nanosecond.".into(),
+            "A model, not hardware: no cache misses, and a VM exit costs only its instructions. Ratios of one run are the \
+             claim; milliseconds are not. See docs/measuring.md.",
+        );
+    }
+    if let Some(load) = report.manifest.load_per_cpu().filter(|load| wall && *load > BUSY) {
         warn(
             format!("The machine was busy before the run: load {load:.2} per CPU."),
             "Times are longer and wider than on an idle machine; ratios suffer less, since runtimes alternate.",
@@ -51,7 +61,7 @@ pub fn warnings(report: &Report, samples: &[Sample]) -> Vec<Warning> {
              that was taken on KVM.",
         );
     }
-    if report.manifest.host.get("virtual_machine").is_some_and(|flag| flag == true) {
+    if wall && report.manifest.host.get("virtual_machine").is_some_and(|flag| flag == true) {
         warn(
             "The host is itself a virtual machine.".into(),
             "Its neighbours are part of the measurement; repeat it at another time before believing small differences.",

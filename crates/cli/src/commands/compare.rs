@@ -50,7 +50,8 @@ fn text(comparison: &Comparison) -> String {
         for row in &comparison.startup {
             let ratio =
                 row.ratio.map_or_else(|| "not measured: one side has no times".into(), |r| r.to_string());
-            let [of_a, of_b] = row.p50_ms.map(|time| format!("{} ms", tables::ms(time)));
+            let [of_a, of_b] =
+                row.p50_ms.map(|time| format!("{} {}", tables::ms(time), comparison.clock.ms()));
             rows.add_row([row.runtime.clone(), row.mode.to_string(), of_a, of_b, ratio]);
         }
         text += &format!("\n{rows}\n");

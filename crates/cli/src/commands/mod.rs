@@ -6,10 +6,12 @@ mod completion;
 mod config;
 mod demo;
 mod events;
+mod gate;
 mod inspect;
 mod interrupt;
 mod logs;
 mod mem_report;
+mod merge;
 mod pods;
 mod quarantine;
 mod report;
@@ -44,6 +46,8 @@ pub enum Command {
     MemReport(mem_report::Args),
     Report(report::Args),
     Compare(compare::Args),
+    Merge(merge::Args),
+    Gate(gate::Args),
     Summarise(summarise::Args),
     Config(config::Args),
     Completion(completion::Args),
@@ -67,6 +71,8 @@ impl Command {
             Command::MemReport(args) => mem_report::run(args, global).await,
             Command::Report(args) => report::run(args, global),
             Command::Compare(args) => compare::run(args, global),
+            Command::Merge(args) => merge::run(args, global),
+            Command::Gate(args) => gate::run(args, global),
             Command::Summarise(args) => summarise::run(args, global),
             Command::Config(args) => config::run(args),
             Command::Completion(args) => completion::run(args),

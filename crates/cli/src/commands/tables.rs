@@ -3,7 +3,9 @@
 use comfy_table::{CellAlignment, Table, presets};
 use sandboxer_probe::attribution::Role;
 use sandboxer_probe::ledger::Ledger;
+use sandboxer_probe::ratio::Ratio;
 use sandboxer_probe::report::{Memory, Report};
+use sandboxer_probe::sample::Mode;
 use sandboxer_probe::summary::Summary;
 
 /// A table whose first `texts` columns are text and whose others are numbers.
@@ -36,17 +38,37 @@ pub fn mb(kib: f64) -> String {
 
 /// Start-up: one line per runtime and mode, then ratios and what the observer cost.
 pub fn startup(report: &Report) -> String {
-    let mut rows =
-        table(&["runtime", "mode", "n", "failed", "min", "p50", "p90", "p95", "p99", "max", "mean", "sd"], 2);
+    let heading = [
+        "runtime",
+        "mode",
+        "n",
+        "failed",
+        "min",
+        "p50",
+        "p90",
+        "p95",
+        "p99",
+        "max",
+        "mean",
+        "sd",
+        "over runc",
+        "KVM exits",
+    ];
+    let mut rows = table(&heading, 2);
     for series in &report.series {
         let mode =
             if series.group > 1 { format!("{} × {}", series.mode, series.group) } else { "serial".into() };
         let mut row = vec![series.runtime.clone(), mode];
+        let over = |mode, groups| {
+            report.over_reference(&series.runtime, mode, groups).map_or_else(|| "–".into(), Ratio::short)
+        };
         row.extend(figures(&series.summary));
+        row.extend([over(series.mode, false), series.shown_exits()]);
         rows.add_row(row);
         if !series.batch_ms.is_empty() {
             let mut row = vec![series.runtime.clone(), format!("batch of {}", series.group)];
             row.extend(figures(&Summary::of(&series.batch_ms, 0)));
+            row.push(over(Mode::Parallel, true));
             rows.add_row(row);
         }
     }
@@ -55,10 +77,12 @@ pub fn startup(report: &Report) -> String {
         row.extend(figures(&bare.summary));
         rows.add_row(row);
     }
-    let mut text =
-        format!("start-up, ms from the pod's release to its container's first byte on stdout\n\n{rows}\n");
+    let unit = report.clock.ms();
+    let mut text = format!(
+        "start-up, {unit} from the pod's release to its container's first byte on stdout\n\n{rows}\n"
+    );
     for ratio in &report.ratios {
-        text += &format!("\n{} over {}, {}: {}", ratio.a, ratio.b, ratio.mode, ratio.ratio);
+        text += &format!("\n{ratio}");
     }
     if let Some((bare, over)) = report.bare_boot.as_ref().and_then(|bare| Some((bare, bare.over?))) {
         text += &format!(
@@ -75,7 +99,7 @@ pub fn startup(report: &Report) -> String {
         );
     }
     for series in report.series.iter().filter(|series| !series.stages.is_empty()) {
-        text += &format!("\n\nstages of {} {}, ms\n\n{}", series.runtime, series.mode, stages(series));
+        text += &format!("\n\nstages of {} {}, {unit}\n\n{}", series.runtime, series.mode, stages(series));
     }
     text + "\n"
 }
@@ -110,7 +134,7 @@ pub fn memory(report: &Report) -> String {
         .into_iter()
         .filter(|role| report.memory.iter().any(|row| row.by_role.contains_key(role)))
         .collect();
-    let mut heading = vec!["runtime", "pods"];
+    let mut heading = vec!["runtime", "pods", "each VMM"];
     heading.extend(roles.iter().map(|role| role.as_str()));
     heading.extend(["management", "total", "goes away", "MemAvailable fell"]);
     let mut rows = table(&heading, 1);
@@ -137,7 +161,8 @@ pub fn memory(report: &Report) -> String {
 }
 
 fn memory_row(row: &Memory, roles: &[Role]) -> Vec<String> {
-    let mut cells = vec![row.runtime.clone(), row.pods.to_string()];
+    let each = row.each_vmm_kib().map_or_else(|| "–".into(), mb);
+    let mut cells = vec![row.runtime.clone(), row.pods.to_string(), each];
     cells.extend(roles.iter().map(|role| row.by_role.get(role).map_or_else(|| "–".into(), |kib| mb(*kib))));
     let sums =
         [Some(row.management_pss_kib), Some(row.total_pss_kib), row.goes_away_kib, row.available_fall_kib];

@@ -4,6 +4,7 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use anyhow::Result;
+use sandboxer_probe::clock::Clock;
 use sandboxer_probe::measure::{self, Bench};
 use sandboxer_probe::options::Network;
 use sandboxer_probe::timeline::Recipe;
@@ -38,6 +39,9 @@ pub struct Target {
     /// Seconds after which a start counts as failed
     #[arg(long, default_value_t = 60.0, value_parser = seconds)]
     pub timeout: f64,
+    /// Clock of this host's times: wall or virtual [default: as the kernel's command line tells, else wall]
+    #[arg(long, env = "SANDBOXER_CLOCK")]
+    pub clock: Option<Clock>,
 }
 
 impl Target {
@@ -45,7 +49,9 @@ impl Target {
     /// inside a start.
     pub fn open(&self, global: &Global) -> Result<Bench> {
         let admin = global.socket.exists().then_some(global.socket.as_path());
-        Ok(Bench::open(&self.endpoint, admin)?)
+        let mut bench = Bench::open(&self.endpoint, admin)?;
+        bench.clock = self.clock.unwrap_or(bench.clock);
+        Ok(bench)
     }
 
     /// What each pod is.

@@ -2,6 +2,12 @@
 
 use std::{fs, path::Path};
 
+use sandboxer_probe::clock::Clock;
+use sandboxer_probe::manifest::Manifest;
+use sandboxer_probe::report::Report;
+use sandboxer_probe::sample::{Mode, Sample};
+use sandboxer_probe::store::Store;
+use sandboxer_protocol::stage::Stage;
 use serde_json::{Value, json};
 
 use crate::admin_double::{Outcome, cli_at};
@@ -81,4 +87,94 @@ fn what_cannot_be_compared_is_refused_or_labelled() {
     fs::write(format!("{dir}/newer/report.json"), r#"{"schema": 2}"#).unwrap();
     let why = cli(&format!("compare {dir}/a.txt {dir}/newer")).failed(1);
     assert!(why.contains("schema 2") && why.contains("newer probe"), "{why}");
+}
+
+/// A run in virtual time: five starts of a handler, whose containers take so long to be created, and of runc.
+fn virtual_run(dir: &Path, handler: &str, create_ms: f64) {
+    let start = |runtime: &str, ms: f64, stages: &[(Stage, f64)], round: u32| Sample {
+        runtime: runtime.into(),
+        mode: Mode::Serial,
+        round,
+        index: 0,
+        warm_up: false,
+        released_ms: 0.0,
+        pod_ms: None,
+        created_ms: None,
+        started_ms: None,
+        first_byte_ms: Some(ms),
+        outcome: sandboxer_probe::sample::Outcome::Ok,
+        failed_at: String::new(),
+        error: String::new(),
+        stages: stages.iter().copied().collect(),
+        kvm_exits: None,
+    };
+    let stages = [(Stage::AgentReady, 6.0), (Stage::ContainerCreate, create_ms)];
+    let samples: Vec<Sample> = (0..5)
+        .flat_map(|round| {
+            [start(handler, 126.0 + create_ms, &stages, round), start("runc", 270.0, &[], round)]
+        })
+        .collect();
+    let mut report = Report { clock: Clock::Virtual, ..Report::new(Manifest::default()) };
+    report.manifest.vmm.insert("vmm".into(), json!("qemu"));
+    report.add_startup(&[handler.to_owned(), "runc".to_owned()], &samples, &[]);
+    let mut store = Store::create(dir).unwrap();
+    store.clock = report.clock;
+    samples.iter().for_each(|sample| store.sample(sample).unwrap());
+    store.report(&report, &samples).unwrap();
+}
+
+#[test]
+fn the_gate_fails_by_the_name_of_the_stage_that_grew() {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, create_ms) in [("before", 15.0), ("same", 15.0), ("slow", 15.9)] {
+        virtual_run(&dir.path().join(name), "sandboxer", create_ms);
+    }
+    let dir = dir.path().display();
+    let gate = |run: &str| cli(&format!("gate {dir}/{run} --history {dir}/history.csv"));
+    let why = gate("same").failed(1);
+    assert!(why.contains("nothing is recorded in"), "{why}");
+    cli(&format!("gate {dir}/before --history {dir}/history.csv --record --commit abc")).ok();
+    let text = gate("same").ok();
+    assert!(text.contains("abc") && text.contains("+0.0 %"), "{text}");
+    let slow = gate("slow");
+    assert_eq!(slow.code, Some(1), "{}", slow.out);
+    assert!(slow.err.contains("sandboxer: container_create 15.00 → 15.90 (+6.0 %)"), "{}", slow.err);
+    assert!(slow.out.contains("container_create"), "the table is printed all the same: {}", slow.out);
+    cli(&format!("gate {dir}/slow --history {dir}/history.csv --allow 7")).ok();
+}
+
+#[test]
+fn runs_of_two_clocks_are_neither_compared_nor_merged() {
+    let dir = times();
+    let run = dir.path().join("virtual");
+    virtual_run(&run, "a", 15.0);
+    let dir = dir.path().display();
+    let why = cli(&format!("compare {dir}/a.txt {dir}/virtual")).failed(1);
+    assert!(why.contains("times of a are ms and those of virtual are virtual ms"), "{why}");
+    let why = cli(&format!("merge {dir}/virtual {dir}/b.txt --output {dir}/all")).failed(1);
+    assert!(why.contains("two clocks"), "{why}");
+    // Also of a run that was killed before its report was written.
+    fs::remove_file(run.join("report.json")).unwrap();
+    let why = cli(&format!("compare {dir}/a.txt {dir}/virtual")).failed(1);
+    assert!(why.contains("virtual ms"), "{why}");
+}
+
+#[test]
+fn runs_are_merged_with_the_ratios_of_each() {
+    let dir = tempfile::tempdir().unwrap();
+    virtual_run(&dir.path().join("one"), "sandboxer", 15.0);
+    virtual_run(&dir.path().join("two"), "sandboxer-ch", 144.0);
+    let dir = dir.path().display();
+    cli(&format!("merge {dir}/one {dir}/two --output {dir}/all")).ok();
+    let text = cli(&format!("report --markdown {dir}/all")).ok();
+    assert!(text.contains("| start-up, virtual ms |"), "{text}");
+    for row in [
+        "| sandboxer, one after the other | 5 | 0 | 141 | 141 | 141 | 141 | 0.52 (0.52–0.52) |",
+        "| sandboxer-ch, one after the other | 5 | 0 | 270 | 270 | 270 | 270 | 1.00 (1.00–1.00) |",
+        "| runc, one after the other | 10 | 0 | 270 |",
+    ] {
+        assert!(text.contains(row), "{row}\n{text}");
+    }
+    let why = cli(&format!("merge {dir}/one {dir}/all --output {dir}/again")).failed(1);
+    assert!(why.contains("sandboxer serial") && why.contains("leave one of the two out"), "{why}");
 }

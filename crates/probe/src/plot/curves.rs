@@ -25,8 +25,8 @@ pub struct Curve {
     pub dots: bool,
 }
 
-/// Distributions: ms, and the part of starts that took no longer.
-pub fn distributions(title: &str, curves: &[Curve]) -> Scene {
+/// Distributions: times in `unit`, and the part of starts that took no longer.
+pub fn distributions(title: &str, unit: &str, curves: &[Curve]) -> Scene {
     let ends = |curve: &Curve| Some((curve.points.first()?.0, curve.points.last()?.0));
     let ends: Vec<(f64, f64)> = curves.iter().filter_map(ends).collect();
     let least = ends.iter().map(|end| end.0).fold(f64::INFINITY, f64::min);
@@ -35,8 +35,8 @@ pub fn distributions(title: &str, curves: &[Curve]) -> Scene {
     let x = Axis::spanning(least, most, MARGIN[0], WIDTH - MARGIN[2]);
     let y = Axis::linear(1.0, HEIGHT - MARGIN[3], MARGIN[1]);
     let steps: Vec<Curve> = curves.iter().map(stepped).collect();
-    let name = if x.is_logarithmic() { "ms, logarithmic" } else { "ms" };
-    draw(scene, &steps, &x, &y, (name, "part of starts that took no longer"), true, legend)
+    let name = if x.is_logarithmic() { format!("{unit}, logarithmic") } else { unit.to_owned() };
+    draw(scene, &steps, &x, &y, (&name, "part of starts that took no longer"), true, legend)
 }
 
 /// Amounts over counts, from zero.

@@ -1,0 +1,90 @@
+//! `sandboxer-cli gate`: whether starts are slower than those that were recorded last.
+
+use std::path::PathBuf;
+
+use anyhow::{Result, bail};
+use sandboxer_probe::gate::{self, Growth, Verdict};
+use sandboxer_probe::store;
+
+use super::tables;
+use crate::{Global, render};
+
+const EXAMPLES: &str = "\
+Examples:
+  sandboxer-cli gate target/bench-gate/qemu
+  sandboxer-cli gate target/bench-gate/qemu --record --commit \"$(git rev-parse --short HEAD)\"";
+
+/// Fail if a result is slower than the last recorded one, and name the stage that grew
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub struct Args {
+    /// A directory that `startup` wrote, with serial starts of runc among others
+    result: PathBuf,
+    /// File of recordings
+    #[arg(long, default_value = "docs/results/history.csv")]
+    history: PathBuf,
+    /// Per cent by which a ratio or a stage may grow
+    #[arg(long, default_value_t = 5.0)]
+    allow: f64,
+    /// Append this result to the recordings instead of comparing it with them
+    #[arg(long, requires = "commit")]
+    record: bool,
+    /// Version that the result is of
+    #[arg(long, default_value = "this one")]
+    commit: String,
+}
+
+/// An error when a figure is beyond what is allowed, and when nothing could be compared.
+pub fn run(args: Args, global: &Global) -> Result<()> {
+    let loaded = store::load(&args.result)?;
+    let now = gate::recording(&loaded.report, &args.commit)?;
+    if args.record {
+        gate::append(&args.history, &now)?;
+        return Ok(render::print(&format!("recorded in {}: {} rows", args.history.display(), now.len()))?);
+    }
+    let verdicts = gate::judge(&now, &gate::read(&args.history)?, args.allow);
+    if verdicts.iter().all(|verdict| verdict.commit.is_none()) {
+        bail!("nothing is recorded in {} that this result could be compared with", args.history.display());
+    }
+    if global.json {
+        render::print_json(&verdicts)?;
+    } else {
+        render::print(&text(&verdicts, loaded.report.clock.ms()))?;
+    }
+    let slow: Vec<String> = verdicts.iter().filter(|verdict| !verdict.passes()).map(why).collect();
+    if !slow.is_empty() {
+        bail!("slower than recorded by more than {} %: {}", args.allow, slow.join("; "));
+    }
+    Ok(())
+}
+
+fn why(verdict: &Verdict) -> String {
+    let ratio =
+        verdict.over_runc.as_ref().filter(|_| verdict.slower).map(|growth| change("over runc", growth));
+    let stages = verdict.grown.iter().map(|growth| change(&growth.what, growth));
+    let all: Vec<String> = ratio.into_iter().chain(stages).collect();
+    format!("{}: {}", verdict.runtime, all.join(", "))
+}
+
+fn change(what: &str, growth: &Growth) -> String {
+    format!("{what} {:.2} → {:.2} ({:+.1} %)", growth.before, growth.now, growth.percent())
+}
+
+fn text(verdicts: &[Verdict], unit: &str) -> String {
+    let mut rows = tables::table(&["runtime", "compared with", "over runc", "now", "change", "grown"], 2);
+    for verdict in verdicts {
+        let grown: Vec<String> =
+            verdict.grown.iter().map(|growth| format!("{} {unit}", change(&growth.what, growth))).collect();
+        let ratio =
+            |of: &dyn Fn(&Growth) -> String| verdict.over_runc.as_ref().map_or_else(|| "–".into(), of);
+        rows.add_row([
+            verdict.runtime.clone(),
+            verdict.commit.clone().unwrap_or_else(|| "nothing recorded".into()),
+            ratio(&|growth| format!("{:.3}", growth.before)),
+            ratio(&|growth| format!("{:.3}", growth.now)),
+            ratio(&|growth| format!("{:+.1} %", growth.percent())),
+            if grown.is_empty() { "–".into() } else { grown.join(", ") },
+        ]);
+    }
+    rows.to_string()
+}

@@ -1,0 +1,87 @@
+//! Which clock times were taken by: the wall's, or that of a host whose time is the instructions that it executes.
+
+use std::fs;
+
+use serde::{Deserialize, Serialize};
+
+/// Word on the kernel's command line by which a host says that its time is virtual.
+const MARK: &str = "node.clock=virtual";
+
+/// A clock. Times of two clocks are never in one ratio, table or plot.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Clock {
+    /// Time as it passes for everybody. Results that say nothing were taken by it.
+    #[default]
+    Wall,
+    /// Time of an emulated host: one instruction is one nanosecond, and waiting costs nothing.
+    Virtual,
+}
+
+impl Clock {
+    /// Both.
+    pub const ALL: [Self; 2] = [Clock::Wall, Clock::Virtual];
+
+    /// Returns the clock of this host, as its kernel's command line tells.
+    pub fn of_host() -> Self {
+        Self::told(&fs::read_to_string("/proc/cmdline").unwrap_or_default())
+    }
+
+    fn told(command_line: &str) -> Self {
+        if command_line.split_whitespace().any(|word| word == MARK) { Clock::Virtual } else { Clock::Wall }
+    }
+
+    /// Returns its name, as results and the command line have it.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Clock::Wall => "wall",
+            Clock::Virtual => "virtual",
+        }
+    }
+
+    /// Returns the unit of its times, as tables and plots show it.
+    pub const fn ms(self) -> &'static str {
+        match self {
+            Clock::Wall => "ms",
+            Clock::Virtual => "virtual ms",
+        }
+    }
+}
+
+impl std::fmt::Display for Clock {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+impl std::str::FromStr for Clock {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        Self::ALL
+            .into_iter()
+            .find(|clock| clock.as_str() == text)
+            .ok_or_else(|| format!("no such clock '{text}': wall or virtual"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_host_says_by_its_command_line_that_its_time_is_virtual() {
+        assert_eq!(Clock::told("console=ttyS0 node.clock=virtual quiet\n"), Clock::Virtual);
+        for other in ["", "console=ttyS0 quiet", "node.clock=virtually", "xnode.clock=virtual"] {
+            assert_eq!(Clock::told(other), Clock::Wall, "{other}");
+        }
+    }
+
+    #[test]
+    fn names_come_back_as_clocks() {
+        for clock in Clock::ALL {
+            assert_eq!(clock.as_str().parse(), Ok(clock));
+        }
+        assert!("sundial".parse::<Clock>().unwrap_err().contains("wall or virtual"));
+    }
+}

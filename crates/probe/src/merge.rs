@@ -1,0 +1,276 @@
+//! Several runs as one result: what one run can't hold, such as two VMMs or groups that take an hour each. Ratios stay those
+//! of the runs: none is ever of two of them.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde_json::json;
+
+use crate::clock::Clock;
+use crate::compare::{SAME_HOST, SAME_POD, facts};
+use crate::manifest::{Manifest, shown};
+use crate::report::{REFERENCE, Report};
+use crate::sample::{Mode, Sample};
+use crate::startup::Batch;
+use crate::store::Loaded;
+
+/// Why results can't be one.
+#[derive(Debug, thiserror::Error)]
+pub enum MergeError {
+    /// Their times are of two kinds.
+    #[error("{a} has {} and {b} has {}: times of two clocks are never in one result", of[0].ms(), of[1].ms())]
+    Clocks {
+        /// Its name.
+        a: String,
+        /// Its name.
+        b: String,
+        /// Their clocks.
+        of: [Clock; 2],
+    },
+    /// One figure would be of two runs.
+    #[error(
+        "{what} was measured in {a} and in {b}: leave one of the two out, or a ratio would be of two runs"
+    )]
+    Twice {
+        /// Which figures.
+        what: String,
+        /// Its name.
+        a: String,
+        /// Its name.
+        b: String,
+    },
+    /// Their pods were not alike.
+    #[error("pods of {a} and {b} were not alike ({what}: {} and {}): they are no one result", values[0], values[1])]
+    Pods {
+        /// Its name.
+        a: String,
+        /// Its name.
+        b: String,
+        /// Which fact.
+        what: String,
+        /// In each.
+        values: [String; 2],
+    },
+    /// Nothing to merge.
+    #[error("there is no result to merge")]
+    None,
+}
+
+/// Makes one result of several. Starts of the reference count together; of other handlers each series is of one run.
+pub fn merge(results: &[Loaded]) -> Result<(Report, Vec<Sample>), MergeError> {
+    let (first, others) = results.split_first().ok_or(MergeError::None)?;
+    for other in others {
+        alike(first, other)?;
+    }
+    no_figure_twice(results)?;
+    let (mut samples, mut batches) = (Vec::new(), Vec::new());
+    let mut runtimes: Vec<String> = Vec::new();
+    for result in results {
+        for series in &result.report.series {
+            if !runtimes.contains(&series.runtime) {
+                runtimes.push(series.runtime.clone());
+            }
+            let spreads = series.release_spread_ms.iter().enumerate();
+            batches.extend(spreads.map(|(round, &release_spread_ms)| Batch {
+                runtime: series.runtime.clone(),
+                round: round as u32,
+                wall_ms: series.batch_ms.get(round).copied(),
+                release_spread_ms,
+            }));
+        }
+        add_samples(&mut samples, &result.samples);
+    }
+    let mut report = Report { clock: first.report.clock, ..Report::new(manifest(results)) };
+    report.add_startup(&runtimes, &samples, &batches);
+    report.ratios.clear();
+    for result in results {
+        add(&mut report, result);
+    }
+    report.notes.push(format!("merged of {} runs; each ratio is of one of them", results.len()));
+    Ok((report, samples))
+}
+
+fn alike(a: &Loaded, b: &Loaded) -> Result<(), MergeError> {
+    let names = || (a.name.clone(), b.name.clone());
+    let clocks = [a.report.clock, b.report.clock];
+    let (name_a, name_b) = names();
+    if clocks[0] != clocks[1] {
+        return Err(MergeError::Clocks { a: name_a, b: name_b, of: clocks });
+    }
+    // Memory is measured with other annotations than start-up where that is asked for.
+    let other = facts("pod", &SAME_POD, &a.report.manifest.pod, &b.report.manifest.pod);
+    match other.into_iter().next() {
+        Some(other) => Err(MergeError::Pods { a: name_a, b: name_b, what: other.what, values: other.values }),
+        None => Ok(()),
+    }
+}
+
+/// Of a handler, a mode's starts are of one run; groups of two sizes are no one series, whoever's they are.
+fn no_figure_twice(results: &[Loaded]) -> Result<(), MergeError> {
+    let mut seen: BTreeMap<(String, String), (&str, u32)> = BTreeMap::new();
+    let mut sizes: BTreeMap<String, &str> = BTreeMap::new();
+    for result in results {
+        let name = &*result.name;
+        for series in &result.report.series {
+            let what = format!("{} {}", series.runtime, series.mode);
+            let twice =
+                |a: &str, what: String| MergeError::Twice { what, a: a.to_owned(), b: name.to_owned() };
+            let key = (what.clone(), String::new());
+            if let Some((a, group)) = seen.insert(key, (name, series.group))
+                && (series.runtime != REFERENCE || group != series.group)
+            {
+                return Err(twice(a, format!("{what} (groups of {group} and {})", series.group)));
+            }
+        }
+        for row in &result.report.memory {
+            let what = format!("memory of {} with {} pods", row.runtime, row.pods);
+            if let Some(a) = sizes.insert(what.clone(), name) {
+                return Err(MergeError::Twice { what, a: a.to_owned(), b: name.to_owned() });
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Rounds go on where those of the runs before end, so that no two rows are of the same start.
+fn add_samples(all: &mut Vec<Sample>, more: &[Sample]) {
+    let mut next: BTreeMap<(String, Mode, bool), u32> = BTreeMap::new();
+    for sample in all.iter() {
+        let next = next.entry((sample.runtime.clone(), sample.mode, sample.warm_up)).or_default();
+        *next = (*next).max(sample.round + 1);
+    }
+    all.extend(more.iter().cloned().map(|mut sample| {
+        let key = (sample.runtime.clone(), sample.mode, sample.warm_up);
+        sample.round += next.get(&key).copied().unwrap_or_default();
+        sample
+    }));
+}
+
+/// The first run's conditions, with what the others have that is their own.
+fn manifest(results: &[Loaded]) -> Manifest {
+    let mut all = results[0].report.manifest.clone();
+    all.plan = Default::default();
+    for result in results {
+        let of = &result.report.manifest;
+        all.plan.insert(result.name.clone(), json!(of.plan));
+        for (handler, facts) in &of.runtimes {
+            let all = all.runtimes.entry(handler.clone()).or_default();
+            all.extend(facts.clone());
+            // Only pods that a daemon tells of have a number of virtual processors.
+            if facts.contains_key("vcpus") {
+                let vmm = ["vmm", "vmm_version", "accelerator"].map(|name| of.vmm.get(name).map(shown));
+                let vmm: Vec<String> = vmm.into_iter().flatten().collect();
+                all.insert("vmm".into(), vmm.join(" ").into());
+            }
+        }
+    }
+    all
+}
+
+fn add(report: &mut Report, result: &Loaded) {
+    let of = &result.report;
+    report.ratios.extend(of.ratios.iter().cloned());
+    report.memory.extend(of.memory.iter().cloned());
+    report.marginal_kib_per_pod.extend(of.marginal_kib_per_pod.clone());
+    report.overhead = report.overhead.take().or_else(|| of.overhead.clone());
+    report.bare_boot = report.bare_boot.take().or_else(|| of.bare_boot.clone());
+    // Why a figure is absent is known better where it was to be measured, and here only if it is absent still.
+    let absent: BTreeSet<String> = report.not_measured.keys().cloned().collect();
+    let here = |name: &String| absent.contains(name) || !name.starts_with("series.");
+    report.not_measured.extend(of.not_measured.clone().into_iter().filter(|(name, _)| here(name)));
+    report.partial |= of.partial;
+    if let Some(why) = &of.partial_reason {
+        let why = format!("{}: {why}", result.name);
+        report.partial_reason = Some(match report.partial_reason.take() {
+            Some(before) => format!("{before}; {why}"),
+            None => why,
+        });
+    }
+    report.quick |= of.quick;
+    for note in &of.notes {
+        if !report.notes.contains(note) {
+            report.notes.push(note.clone());
+        }
+    }
+    let different = facts("host", &SAME_HOST, &report.manifest.host, &of.manifest.host);
+    for other in different {
+        report
+            .notes
+            .push(format!("{}: {}: {} | {}", result.name, other.what, other.values[0], other.values[1]));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::manifest::Facts;
+    use crate::sample::Outcome;
+
+    fn run(name: &str, vmm: &str, starts: &[(&str, f64)]) -> Loaded {
+        let samples: Vec<Sample> = (0..20)
+            .flat_map(|round| starts.iter().map(move |(runtime, ms)| (round, *runtime, *ms)))
+            .map(|(round, runtime, ms)| Sample {
+                runtime: runtime.into(),
+                mode: Mode::Serial,
+                round,
+                index: 0,
+                warm_up: false,
+                released_ms: 0.0,
+                pod_ms: None,
+                created_ms: None,
+                started_ms: None,
+                first_byte_ms: Some(ms + f64::from(round) / 10.0),
+                outcome: Outcome::Ok,
+                failed_at: String::new(),
+                error: String::new(),
+                stages: Default::default(),
+                kvm_exits: None,
+            })
+            .collect();
+        let mut manifest = Manifest::default();
+        manifest.vmm.insert("vmm".into(), json!(vmm));
+        for (runtime, _) in starts {
+            let vcpus = (*runtime != REFERENCE).then(|| ("vcpus".to_owned(), json!(1)));
+            manifest.runtimes.insert((*runtime).to_owned(), vcpus.into_iter().collect::<Facts>());
+        }
+        let mut report = Report { clock: Clock::Virtual, ..Report::new(manifest) };
+        let runtimes: Vec<String> = starts.iter().map(|(runtime, _)| (*runtime).to_owned()).collect();
+        report.add_startup(&runtimes, &samples, &[]);
+        Loaded { name: name.into(), report, samples }
+    }
+
+    #[test]
+    fn ratios_stay_those_of_their_runs() {
+        // The second run's host was twice as slow.
+        let runs = [
+            run("one", "qemu", &[("own", 50.0), ("runc", 100.0)]),
+            run("two", "ch", &[("own-ch", 160.0), ("runc", 200.0)]),
+        ];
+        let (report, samples) = merge(&runs).unwrap();
+        let over = |name: &str| report.over_reference(name, Mode::Serial, false).unwrap().p50;
+        assert!((over("own") - 0.5).abs() < 0.02 && (over("own-ch") - 0.8).abs() < 0.02);
+        assert_eq!(report.clock, Clock::Virtual);
+        let n: Vec<(&str, usize)> = report.series.iter().map(|s| (&*s.runtime, s.summary.n)).collect();
+        assert_eq!(n, [("own", 20), ("runc", 40), ("own-ch", 20)]);
+        let mut rounds: Vec<u32> = samples.iter().filter(|s| s.runtime == "runc").map(|s| s.round).collect();
+        rounds.dedup();
+        assert_eq!(rounds, (0..40).collect::<Vec<u32>>());
+        assert_eq!(report.manifest.runtimes["own-ch"]["vmm"], "ch");
+        assert_eq!(report.manifest.runtimes["own"]["vmm"], "qemu");
+    }
+
+    #[test]
+    fn what_would_mix_is_refused_by_name() {
+        let a = run("one", "qemu", &[("own", 50.0), ("runc", 100.0)]);
+        let why = merge(&[a.clone(), run("two", "qemu", &[("own", 50.0)])]).unwrap_err().to_string();
+        assert!(why.contains("own serial") && why.contains("one") && why.contains("two"), "{why}");
+        let mut wall = run("two", "ch", &[("own-ch", 160.0)]);
+        wall.report.clock = Clock::Wall;
+        let why = merge(&[a.clone(), wall]).unwrap_err().to_string();
+        assert!(why.contains("two clocks"), "{why}");
+        let mut other = run("two", "ch", &[("own-ch", 160.0)]);
+        other.report.manifest.pod.insert("image_digest".into(), json!("another"));
+        let why = merge(&[a, other]).unwrap_err().to_string();
+        assert!(why.contains("image digest") && why.contains("another"), "{why}");
+        assert!(matches!(merge(&[]), Err(MergeError::None)));
+    }
+}

@@ -16,7 +16,7 @@ INSTALLED := sandboxer sandboxer-front sandboxer-cli sandboxer-share containerd-
 DESTDIR ?=
 FUZZ_SECONDS ?= 60
 
-.PHONY: help deps tools agent guest-image build build-failing install uninstall up down demo test test-units test-stack soak reliability bench lint fuzz fmt clean
+.PHONY: help deps tools agent guest-image build build-failing node test-kvm install uninstall up down demo test test-units test-stack soak reliability bench bench-kvm bench-gate bench-record lint fuzz fmt clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -41,6 +41,9 @@ build: deps ## daemon, CLI, launcher and the shares' server, into target/release
 build-failing: build ## the daemon once more, with points at which tests have it killed
 	cargo build --release -p sandboxer --bin sandboxer-failing --features failpoints
 
+node: build build-failing guest-image tools ## a node VM with a usable KVM, for scripts/node.sh run and shell
+	@scripts/node.sh build
+
 # Builds nothing, so that root needs no toolchain: `make build guest-image && sudo make install`.
 # /etc is the administrator's; the configuration there is optional and never touched.
 install: ## what `build` and `guest-image` made, and the service, for this machine (DESTDIR=… for a package)
@@ -63,7 +66,7 @@ down: ## end that stack and remove all of it
 demo: build guest-image tools ## five pods, each in its microVM, shown and measured; leaves nothing behind
 	@scripts/demo.sh
 
-test: test-units test-stack ## every test
+test: test-units test-stack test-kvm ## every test
 
 test-units: build guest-image ## those that need no containerd; some start a guest
 	cargo test --workspace --exclude sandboxer-e2e --no-fail-fast
@@ -87,6 +90,19 @@ reliability: build build-failing guest-image tools ## every fault, often, and a 
 
 bench: build guest-image tools ## start-up and memory benches
 	cargo bench --workspace
+
+# Hours on two cores: see the head of the script for parts of it.
+bench-kvm: node ## start-up and memory on KVM, in a node VM and virtual time; into target/bench-kvm
+	@scripts/bench-kvm.sh
+
+test-kvm: node ## those that want a usable KVM, in a node VM; CLOUD_HYPERVISOR=… adds that VMM (PHASES='e2e landlock' for more)
+	@scripts/test-kvm.sh $(PHASES)
+
+bench-gate: node ## a few starts on KVM, in virtual time, against what was recorded last; fails beyond 5 %
+	@scripts/bench-gate.sh
+
+bench-record: node ## measure a few starts and append them to docs/results/history.csv, which CI compares with
+	@scripts/bench-gate.sh record
 
 lint: deps ## formatting, clippy, dependencies' licences and sources; warnings are errors
 	cargo fmt --all --check

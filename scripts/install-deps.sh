@@ -14,6 +14,8 @@ packages=(
     linux-source-6.1 bc bison flex libelf-dev perl xz-utils cpio
     # a pod: its VMM, its root filesystem
     qemu-system-x86 erofs-utils e2fsprogs
+    # the node VM: its root and its initrd
+    mmdebstrap kmod
     # the stack to play with: an image, a pod network
     busybox-static containernetworking-plugins iproute2 util-linux mount procps
 )

@@ -5,11 +5,12 @@ set -euo pipefail
 . "$(dirname "$0")/lib.sh"
 cd "$ROOT"
 
-for script in scripts/*.sh .ci/run; do bash -n "$script"; done
+scripts=(scripts/*.sh scripts/node/* .ci/run)
+for script in "${scripts[@]}"; do bash -n "$script"; done
 if command -v shellcheck >/dev/null; then
-    shellcheck -x -S warning scripts/*.sh .ci/run
+    shellcheck -x -S warning "${scripts[@]}"
 else
-    say "skipped: shellcheck of scripts/*.sh (not installed)"
+    say "skipped: shellcheck of the scripts (not installed)"
 fi
 
 deny=$(cargo_tool cargo-deny "${CARGO_DENY_VERSION:-0.20.2}")

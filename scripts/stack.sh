@@ -5,6 +5,8 @@
 #   stack.sh status DIR             says what runs; exit 1 unless all of it does
 # Binaries of ours are taken from SANDBOXER_BIN_DIR (default target/release), the guest image from
 # SANDBOXER_GUEST_DIR (default target/guest). POOL machines (default 8) wait for pods; 0: none.
+# STACK_VMM and STACK_ACCELERATOR are [vm] vmm and accelerator of the daemon (default auto).
+# STACK_SUFFIX ends the names of the handlers that start pods in several ways, so that results of two VMMs can be one.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
@@ -60,7 +62,8 @@ fill() {
     # CAP_SYS_RESOURCE is bit 24.
     (($(awk '/^CapEff/ { print "0x" $2 }' /proc/self/status) >> 24 & 1)) || restrict=true
     sed -e "s|@DIR@|$DIR|g; s|@RUN@|$RUN|g; s|@PAUSE@|$PAUSE|g; s|@RESTRICT_OOM@|$restrict|g; s|@CGROUP@|$CGROUP|g" \
-        -e "s|@NETWORK@|$NETWORK|g; s|@POOL@|${POOL:-8}|g; s|@GUEST@|${SANDBOXER_GUEST_DIR:-$ROOT/target/guest}|g" "$1"
+        -e "s|@NETWORK@|$NETWORK|g; s|@POOL@|${POOL:-8}|g; s|@GUEST@|${SANDBOXER_GUEST_DIR:-$ROOT/target/guest}|g" \
+        -e "s|@VMM@|${STACK_VMM:-auto}|g; s|@ACCELERATOR@|${STACK_ACCELERATOR:-auto}|g; s|@SUFFIX@|${STACK_SUFFIX:-}|g" "$1"
 }
 
 # configure TEMPLATE FILE: once; what was edited since is kept.
@@ -113,14 +116,19 @@ scratch_file() {
 }
 
 import_images() {
-    local have kind name said ctr=("$DIR/bin/ctr" -a "$RUN/containerd.sock" -n k8s.io)
+    local have kind name said image ctr=("$DIR/bin/ctr" -a "$RUN/containerd.sock" -n k8s.io)
     have=$("${ctr[@]}" images ls -q 2>/dev/null)
     for kind in busybox pause; do
         [[ $kind == busybox ]] && name=$BUSYBOX || name=$PAUSE
         ! grep -qxF "$name" <<<"$have" || continue
-        "$ROOT/scripts/oci-image.sh" "$kind" "$name" "$DIR/images/$kind.tar"
+        # A node VM brings them along, since nothing is compiled in it.
+        image=$CACHE/images/$kind.tar
+        if [[ ! -f $image ]]; then
+            image=$DIR/images/$kind.tar
+            "$ROOT/scripts/oci-image.sh" "$kind" "$name" "$image"
+        fi
         # Kept back unless it fails: ctr repeats containerd's deprecation warnings at each call.
-        said=$("${ctr[@]}" images import "$DIR/images/$kind.tar" 2>&1) || die "could not import $name: $said"
+        said=$("${ctr[@]}" images import "$image" 2>&1) || die "could not import $name: $said"
     done
 }
 

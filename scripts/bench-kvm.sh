@@ -1,0 +1,110 @@
+#!/usr/bin/env bash
+# Start-up and memory on a KVM that means it, in node VMs: figures of virtual time, which repeat. What they are and are not
+# is in docs/measuring.md. Each VMM is measured beside runc in runs of their own; ratios are of one run.
+# usage: bench-kvm.sh [PART…]
+#   serial   one start after the other: boot, template, pool and runc
+#   again    the same once more, to see how far two runs agree
+#   groups   whole groups at once, of each handler beside runc
+#   memory   PSS at 1, 10 and 50 pods
+# (default: serial groups memory). Runs that are in target/bench-kvm/runs already are kept; `--fresh` removes them first.
+# CLOUD_HYPERVISOR names a VMM that Debian lacks. BENCH_SERIAL (20), BENCH_GROUP (50), BENCH_ROUNDS (2), BENCH_COUNTS
+# (1,10,50), BENCH_POOL (2; 8 for groups), BENCH_VMMS and BENCH_LIMIT (seconds for each run, default 2400) change the plan.
+set -euo pipefail
+# shellcheck source=scripts/lib.sh
+. "$(dirname "$0")/lib.sh"
+cd "$ROOT"
+OUT=$ROOT/target/bench-kvm
+RUNS=$OUT/runs
+CLI=$ROOT/target/release/sandboxer-cli
+failed=()
+
+# in_node NAME POOL ARGUMENT…: one run of scripts/node/bench.sh. Nested paging is off in the node, since QEMU's emulation of
+# it loses its way when many guests start at once. A run that fails is named at the end and is not in the figures.
+in_node() {
+    local name=$1 pool=$2 began=$SECONDS status=0
+    shift 2
+    if [[ -e $RUNS/$name/report.json ]]; then
+        say "$name: is there already"
+        return
+    fi
+    rm -rf "${RUNS:?}/$name"
+    scripts/node.sh run --virtual-time --memory "${BENCH_MEMORY:-8192}" --limit "${BENCH_LIMIT:-2400}" --append kvm_amd.npt=0 \
+        --out "$RUNS" --env STACK_VMM="$vmm" --env STACK_SUFFIX="$suffix" --env POOL="$pool" -- \
+        scripts/node/bench.sh "$1" "$name" "${@:2}" >"$RUNS/$name.log" 2>&1 </dev/null || status=$?
+    say "$name: exit code $status after $((SECONDS - began)) s"
+    if ((status)); then
+        tail -n 5 "$RUNS/$name.log" >&2
+        failed+=("$name")
+    fi
+}
+
+serial() { in_node "$vmm-serial" "${BENCH_POOL:-2}" startup "${BENCH_SERIAL:-20}" 0 0 "${handlers[@]}" runc; }
+again() { in_node "$vmm-again" "${BENCH_POOL:-2}" startup "${BENCH_SERIAL:-20}" 0 0 "${handlers[@]}" runc; }
+groups() {
+    local handler
+    for handler in "${handlers[@]}"; do
+        in_node "$vmm-groups-${handler#sandboxer}" "${BENCH_POOL:-8}" startup 0 "${BENCH_GROUP:-50}" "${BENCH_ROUNDS:-2}" "$handler" runc
+    done
+}
+memory() {
+    local measured=("sandboxer$suffix")
+    # Once is enough: memory is no ratio of one run.
+    [[ $vmm != qemu ]] || measured+=(runc)
+    in_node "$vmm-memory" "${BENCH_POOL:-8}" memory "${BENCH_COUNTS:-1,10,50}" "${measured[@]}"
+}
+
+# result NAME DIR…: several runs as one result.
+result() {
+    local name=$1
+    shift
+    (($#)) || return 0
+    rm -rf "${OUT:?}/$name"
+    "$CLI" merge "$@" --output "$OUT/$name" >/dev/null
+    cp "$OUT/$name/report.json" "$OUT/$([[ $name == memory ]] && echo memory || echo report).json"
+}
+
+if [[ ${1:-} == --fresh ]]; then
+    rm -rf "$OUT"
+    shift
+fi
+parts=("$@")
+((${#parts[@]})) || parts=(serial groups memory)
+for part in "${parts[@]}"; do [[ $part == serial || $part == again || $part == groups || $part == memory ]] || die "no such part '$part'"; done
+mkdir -p "$RUNS"
+vmms=${BENCH_VMMS:-qemu${CLOUD_HYPERVISOR:+ cloud-hypervisor}}
+[[ $vmms == *cloud-hypervisor* ]] || say "not measured: Cloud Hypervisor, since CLOUD_HYPERVISOR names no program, and Debian has none"
+for part in "${parts[@]}"; do
+    for vmm in $vmms; do
+        case $vmm in
+        qemu) suffix='' ;;
+        cloud-hypervisor) suffix=-ch ;;
+        *) die "no such VMM '$vmm'" ;;
+        esac
+        handlers=("sandboxer$suffix" "sandboxer-template$suffix" "sandboxer-boot$suffix")
+        "$part"
+    done
+done
+
+shopt -s nullglob
+startups=() memories=()
+for run in "$RUNS"/*/; do
+    [[ -e $run/report.json ]] || continue
+    case $(basename "$run") in
+    *-memory) memories+=("$run") ;;
+    *-again) ;;
+    *) startups+=("$run") ;;
+    esac
+done
+result startup "${startups[@]}"
+result memory "${memories[@]}"
+pages=()
+for page in startup memory; do [[ ! -e $OUT/$page/report.json ]] || pages+=("$OUT/$page"); done
+if ((${#pages[@]})); then
+    "$CLI" report "${pages[@]}" --output "$OUT/report.html"
+    "$CLI" report --markdown "${pages[@]}" | tee "$OUT/tables.md"
+fi
+for vmm in $vmms; do
+    [[ -e $RUNS/$vmm-serial/report.json && -e $RUNS/$vmm-again/report.json ]] || continue
+    COLUMNS=160 "$CLI" compare "$RUNS/$vmm-serial" "$RUNS/$vmm-again" | tee "$OUT/agreement-$vmm.txt"
+done
+((${#failed[@]} == 0)) || die "not in the figures, since they failed: ${failed[*]}; their output is in $RUNS"

@@ -1,0 +1,209 @@
+#!/usr/bin/env bash
+# A node with a usable KVM, on a machine that has none: a Debian VM that QEMU emulates, AMD's SVM included, so that guests
+# run in it by KVM. `--help` tells the rest.
+set -euo pipefail
+# shellcheck source=scripts/lib.sh
+. "$(dirname "$0")/lib.sh"
+
+usage() {
+    cat <<'HELP'
+usage: scripts/node.sh build [FILE…]
+       scripts/node.sh run [OPTIONS] -- COMMAND [ARGUMENT…]
+       scripts/node.sh shell [OPTIONS]
+
+build makes what a node needs: a Debian root and kernels (into the cache, some minutes, once), and the payload: this
+clone as it is built now, with the FILEs of it that are named (such as test programs).
+run boots a node, runs COMMAND in it, in the clone's directory at the same path as here, prints what it prints, and
+exits with its exit code. Each node begins afresh, and nothing stays of it but what COMMAND wrote to $NODE_OUT.
+shell does the same with a shell for people.
+
+options:
+  --cpus N            processors (default 2; 1 in virtual time)
+  --memory MIB        memory (default 4096; 6144 in virtual time)
+  --numa N            so many NUMA nodes, processors and memory in equal shares
+  --virtual-time      one instruction takes one nanosecond and idle time none: figures that repeat. One processor
+  --kernel NAME       stable (Debian's, the default) or backports (newer, with a newer Landlock)
+  --append WORDS      further words on the kernel's command line, such as kvm_amd.npt=0
+  --disk MIB          a disk of the node's own, mounted at /disk
+  --out DIR           where $NODE_OUT is on this host (default target/node/out)
+  --env NAME[=VALUE]  a variable for COMMAND; without a value, as it is here
+  --program FILE      puts this program into the node's /usr/local/bin; may be repeated
+  --limit SECONDS     the node is ended after this time (default 900)
+
+CLOUD_HYPERVISOR and FIRECRACKER, where set, name VMMs that the node gets too.
+
+exit codes: COMMAND's own; 124 when the limit was reached; 125 when the node could not run it.
+
+examples:
+  scripts/node.sh run -- sandboxer-cli check
+  scripts/node.sh run --virtual-time --limit 1800 -- scripts/node/bench.sh
+HELP
+}
+
+QEMU=${SANDBOXER_NODE_QEMU:-qemu-system-x86_64}
+PAYLOAD=$ROOT/target/node/payload.erofs
+
+cpus='' memory='' numa=0 virtual=no kernel=stable append='' disk=0 out=$ROOT/target/node/out limit=900
+variables=() programs=()
+
+# refuse WHY: the node could not run the command.
+refuse() {
+    say "$*"
+    exit 125
+}
+
+options() {
+    while (($#)); do
+        case $1 in
+        --) shift && break ;;
+        --virtual-time) virtual=yes && shift && continue ;;
+        --cpus | --memory | --numa | --kernel | --append | --disk | --out | --env | --program | --limit)
+            (($# > 1)) || refuse "$1 needs a value (see --help)"
+            ;;
+        *) refuse "unknown option '$1' (see --help; COMMAND comes after --)" ;;
+        esac
+        case $1 in
+        --cpus | --memory | --numa | --disk | --limit)
+            [[ $2 =~ ^[0-9]{1,7}$ ]] || refuse "$1 '$2' is no number"
+            declare -g "${1#--}=$2"
+            ;;
+        --kernel) [[ $2 == stable || $2 == backports ]] || refuse "--kernel '$2': stable or backports" && kernel=$2 ;;
+        --append) append+=" $2" ;;
+        --out) out=$(realpath -m "$2") ;;
+        --env) variables+=("$2") ;;
+        --program) programs+=("$2") ;;
+        esac
+        shift 2
+    done
+    command=("$@")
+    [[ -n $cpus ]] || { [[ $virtual == yes ]] && cpus=1 || cpus=2; }
+    [[ -n $memory ]] || { [[ $virtual == yes ]] && memory=6144 || memory=4096; }
+    [[ $virtual == no || $cpus == 1 ]] || refuse "virtual time has one processor: leave --cpus out"
+    ((numa == 0 || (numa <= cpus && cpus % numa == 0))) || refuse "--numa $numa: --cpus must be a multiple of it"
+}
+
+check_host() {
+    local available
+    command -v "$QEMU" >/dev/null || refuse "no $QEMU: apt-get install qemu-system-x86"
+    [[ -f $PAYLOAD ]] || refuse "no $PAYLOAD: run 'make node' first"
+    available=$(awk '/^MemAvailable/ { print int($2 / 1024) }' /proc/meminfo)
+    ((available >= memory + 512)) ||
+        refuse "$available MiB of memory are available and the node needs $memory + 512: end something or give a smaller --memory"
+}
+
+# The control directory: what the node is to do, and what came of it.
+control() {
+    local variable name vmm
+    mkdir -p "$work/ctl/bin" "$out"
+    printf '%s' "$ROOT" >"$work/ctl/root"
+    : >"$work/ctl/env"
+    for vmm in CLOUD_HYPERVISOR FIRECRACKER; do
+        [[ -n ${!vmm:-} ]] || continue
+        [[ -x ${!vmm} ]] || refuse "$vmm=${!vmm} is no program"
+        name=$(tr '[:upper:]_' '[:lower:]-' <<<"$vmm")
+        cp -L "${!vmm}" "$work/ctl/bin/$name"
+        printf '%s=/usr/local/bin/%s\n' "$vmm" "$name" >>"$work/ctl/env"
+    done
+    for variable in "${programs[@]}"; do cp -L "$variable" "$work/ctl/bin/" || refuse "cannot copy $variable"; done
+    for variable in "${variables[@]}"; do
+        name=${variable%%=*}
+        [[ $variable == *=* ]] || variable="$name=${!name:-}"
+        printf '%s=%q\n' "$name" "${variable#*=}" >>"$work/ctl/env"
+    done
+    printf '%s %s' "$(tput lines 2>/dev/null || echo 24)" "$(tput cols 2>/dev/null || echo 80)" >"$work/ctl/size"
+    printf '%q ' "${command[@]}" >"$work/ctl/command"
+}
+
+# share TAG DIR: a directory of this host's.
+share() {
+    arguments+=(-fsdev "local,id=$1,path=$2,security_model=none,multidevs=remap" -device "virtio-9p-pci,fsdev=$1,mount_tag=$1")
+}
+
+# machine MODE CHARDEV: QEMU's arguments.
+# shellcheck disable=SC2054 # the commas are QEMU's
+machine() {
+    local words="console=ttyS0 quiet panic=-1 no_timer_check tsc=reliable mitigations=off random.trust_cpu=on node.mode=$1$append"
+    local model=max,la57=off n
+    arguments=(-name "sandboxer-node" -machine q35,vmport=off,i8042=off -nodefaults -no-user-config -no-reboot -display none
+        -smp "$cpus" -m "$memory" -serial "file:$work/console" -monitor "unix:$work/monitor,server=on,wait=off"
+        -device virtio-rng-pci -device virtio-serial-pci -chardev "$2" -device virtconsole,chardev=io
+        -drive "file=$image/root.erofs,format=raw,if=none,id=root,readonly=on" -device virtio-blk-pci,drive=root
+        -drive "file=$PAYLOAD,format=raw,if=none,id=payload,readonly=on" -device virtio-blk-pci,drive=payload)
+    share ctl "$work/ctl"
+    share out "$out"
+    if ((disk)); then
+        truncate -s "${disk}M" "$work/disk"
+        arguments+=(-drive "file=$work/disk,format=raw,if=none,id=disk,cache=unsafe,discard=unmap" -device virtio-blk-pci,drive=disk)
+    fi
+    for ((n = 0; n < numa; n++)); do
+        arguments+=(-object "memory-backend-ram,id=numa$n,size=$((memory / numa))M"
+            -numa "node,memdev=numa$n,cpus=$((n * cpus / numa))-$(((n + 1) * cpus / numa - 1))")
+    done
+    if [[ $virtual == yes ]]; then
+        # Instructions that repeat cost one per byte with erms; see docs/measuring.md for what else is fixed, and why.
+        model+=,-erms,-fsrm
+        words+=" node.clock=virtual nokaslr norandmaps"
+        arguments+=(-accel tcg,thread=single,tb-size=2048 -icount shift=0,sleep=off -rtc base=2026-01-01T00:00:00,clock=vm -seed 1)
+    else
+        arguments+=(-accel tcg,thread=multi,tb-size=1024)
+    fi
+    arguments+=(-cpu "$model" -kernel "$image/vmlinuz-$kernel" -initrd "$image/initrd-$kernel" -append "$words")
+}
+
+finish() {
+    local status=$?
+    trap - EXIT INT TERM HUP
+    if [[ -n ${pid:-} ]] && kill -0 "$pid" 2>/dev/null; then
+        kill -TERM "$pid" 2>/dev/null || true
+        wait "$pid" 2>/dev/null || true
+    fi
+    rm -rf --one-file-system "$work"
+    exit "$status"
+}
+
+# boot: runs QEMU to its end, at most so long; then says what came of the command.
+boot() {
+    local status=0
+    if [[ $mode == shell ]]; then
+        timeout --foreground -k 5 "$limit" "$QEMU" "${arguments[@]}" || status=$?
+    else
+        timeout -k 5 "$limit" "$QEMU" "${arguments[@]}" </dev/null &
+        pid=$!
+        wait "$pid" || status=$?
+    fi
+    ((status != 124 && status != 137)) || { say "the node was ended after its limit of $limit s"; tail -n 5 "$work/console" >&2; exit 124; }
+    [[ ! -f $work/ctl/error ]] || refuse "the node could not run the command: $(<"$work/ctl/error")"
+    [[ -f $work/ctl/status ]] || { tail -n 15 "$work/console" >&2; refuse "the node ended before the command did (QEMU's exit code is $status); the end of its console is above"; }
+    exit "$(<"$work/ctl/status")"
+}
+
+node() {
+    mode=$1
+    shift
+    options "$@"
+    [[ $mode == shell ]] || ((${#command[@]})) || refuse "no COMMAND (see --help)"
+    image=$("$ROOT/scripts/node/image.sh")
+    check_host
+    work=$(mktemp -d "${TMPDIR:-/tmp}/sandboxer-node.XXXXXX")
+    pid=''
+    trap finish EXIT
+    trap 'exit 130' INT
+    trap 'exit 143' TERM HUP
+    control
+    machine "$mode" "stdio,id=io,signal=off"
+    boot
+}
+
+case ${1:-} in
+build)
+    shift
+    "$ROOT/scripts/node/image.sh" >/dev/null
+    "$ROOT/scripts/node/payload.sh" "$@" >/dev/null
+    ;;
+run | shell) node "$@" ;;
+-h | --help) usage ;;
+*)
+    usage >&2
+    exit 2
+    ;;
+esac

@@ -1,0 +1,61 @@
+#!/usr/bin/env bash
+# Packs what a node VM runs of this clone into target/node/payload.erofs and prints its path: scripts, configurations,
+# programs, guest image and, as far as they were built, the tests named; containerd, runc and the stack's images of the cache.
+# usage: payload.sh [FILE…]       FILE: further files of the clone, such as test programs
+set -euo pipefail
+# shellcheck source=scripts/lib.sh
+. "$(dirname "$0")/../lib.sh"
+
+OUT=$ROOT/target/node
+PROGRAMS=(sandboxer sandboxer-front sandboxer-cli sandboxer-share containerd-shim-sandboxer-v1 sandboxer-failing)
+
+# lay FILE…: files of the clone, at their places below DIR/clone. Programs lose their debug information.
+lay() {
+    local file at
+    for file in "$@"; do
+        [[ -e $file ]] || die "no $file: run 'make build guest-image' first"
+        at=$work/clone/${file#"$ROOT"/}
+        mkdir -p "${at%/*}"
+        if [[ $(head -c 4 "$file" | tr -d '\0') == $'\x7fELF' && ${file##*/} != vmlinux ]]; then
+            strip --strip-debug -o "$at" "$file"
+            chmod 0755 "$at"
+        else
+            cp -a "$file" "$at"
+        fi
+    done
+}
+
+images() {
+    mkdir -p "$work/cache/images"
+    "$ROOT/scripts/oci-image.sh" busybox docker.io/library/busybox:latest "$work/cache/images/busybox.tar"
+    "$ROOT/scripts/oci-image.sh" pause registry.k8s.io/pause:3.10.2 "$work/cache/images/pause.tar"
+}
+
+pack() {
+    local program tool
+    # The tree as git knows it, also what is not committed yet.
+    (cd "$ROOT" && git ls-files -z --cached --others --exclude-standard) |
+        (cd "$ROOT" && xargs -0 -r ls -d 2>/dev/null | cpio --quiet -pdm "$work/clone")
+    for program in "${PROGRAMS[@]}"; do
+        [[ ! -f $ROOT/target/release/$program ]] || lay "$ROOT/target/release/$program"
+    done
+    lay "$ROOT"/target/guest/{vmlinux,initramfs.cpio} "$@"
+    for tool in $("$ROOT/scripts/tools.sh"); do
+        mkdir -p "$work/cache/tools/$(basename "${tool%/bin}")"
+        cp -a "$tool" "$work/cache/tools/$(basename "${tool%/bin}")/"
+    done
+    images
+    install -m 0755 "$ROOT/scripts/node/init" "$work/init"
+    rm -f "$OUT/payload.erofs"
+    mkfs.erofs -Enoinline_data "$OUT/payload.erofs.new" "$work" >"$work.log" 2>&1 || die "mkfs.erofs failed on the payload: $(tail -n 3 "$work.log")"
+    rm -f "$work.log"
+    mv "$OUT/payload.erofs.new" "$OUT/payload.erofs"
+}
+
+mkdir -p "$OUT"
+work=$(mktemp -d "$OUT/payload.XXXXXX")
+trap 'rm -rf "$work" "$work.log"' EXIT
+mkdir "$work/clone" "$work/payload-links" && rmdir "$work/payload-links"
+pack "$@"
+say "payload: $(du -h "$OUT/payload.erofs" | cut -f1)"
+printf '%s\n' "$OUT/payload.erofs"

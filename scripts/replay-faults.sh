@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Kills the worker at every point of a pod's life in a node VM, in virtual time, and does it again: the same points have to
+# come in the same order. What the node executes is decided by its seed, so a fault that was seen once can be seen again.
+# usage: replay-faults.sh [RUNS]          default: 2; EVERY=N takes each Nth point only, LIMIT bounds each run (2400 s)
+set -euo pipefail
+# shellcheck source=scripts/lib.sh
+. "$(dirname "$0")/lib.sh"
+cd "$ROOT"
+OUT=$ROOT/target/replay-faults
+runs=${1:-2}
+[[ $runs =~ ^[1-9]$ ]] || die "usage: replay-faults.sh [RUNS]"
+e2e=$(cargo test --quiet --no-run --message-format=json -p sandboxer-e2e --test e2e |
+    sed -n 's|.*"executable":"\([^"]*/deps/e2e-[0-9a-f]*\)".*|\1|p')
+[[ -n $e2e ]] || die "cargo named no test program"
+rm -rf "$OUT"
+scripts/node.sh build "$e2e"
+for ((run = 1; run <= runs; run++)); do
+    began=$SECONDS status=0
+    mkdir -p "$OUT/$run"
+    scripts/node.sh run --virtual-time --append kvm_amd.npt=0 --limit "${LIMIT:-2400}" --out "$OUT/$run" \
+        --env SANDBOXER_E2E_STORY=/node/out/story --env SANDBOXER_E2E_EVERY_NTH_POINT="${EVERY:-1}" \
+        --env SANDBOXER_E2E_LIMIT=7200 --env STACK_ACCELERATOR=kvm --env STACK_VMM=qemu --env SANDBOXER_E2E_HANDLERS=sandboxer -- \
+        "$e2e" sandboxer::faults::killed_at_every_point --nocapture >"$OUT/$run/log" 2>&1 </dev/null || status=$?
+    say "run $run: exit code $status, $(wc -l <"$OUT/$run/story" 2>/dev/null || echo 0) points, $((SECONDS - began)) s"
+    ((status == 0)) || { tail -n 15 "$OUT/$run/log" >&2; die "run $run failed; its output is $OUT/$run/log"; }
+    [[ -s $OUT/$run/story ]] || die "run $run told of no point; its output is $OUT/$run/log"
+    cmp -s "$OUT/1/story" "$OUT/$run/story" || {
+        diff "$OUT/1/story" "$OUT/$run/story" | head -n 20 >&2
+        die "run $run is not run 1: the first differences are above"
+    }
+done
+say "$runs runs came by the same $(wc -l <"$OUT/1/story") points in the same order: $OUT/1/story"

@@ -12,6 +12,7 @@ use k8s_cri::v1::{
     LinuxContainerSecurityContext, LinuxPodSandboxConfig, LinuxSandboxSecurityContext, NamespaceMode,
     NamespaceOption, PodSandboxConfig, PodSandboxMetadata,
 };
+use nix::unistd::Pid;
 
 use crate::cri::{Answer, Cri};
 use crate::eventually;
@@ -94,13 +95,20 @@ impl Case {
 
     /// Waits until a VMM is counted in the control group of a pod; answers the VMM's groups.
     pub async fn counted(&self, pod: &str) -> Result<String> {
+        let vmm = self.vmm_of(pod).await?;
+        Ok(std::fs::read_to_string(format!("/proc/{vmm}/cgroup"))?)
+    }
+
+    /// The VMM that is counted in the control group of a pod; waits until there is one.
+    pub async fn vmm_of(&self, pod: &str) -> Result<Pid> {
         let parent = self.stack.env("SANDBOXER_CGROUP_PARENT").context("the stack's parent")?;
         let group = format!("{parent}/sandboxer-{pod}");
         eventually(&format!("a VMM in {group}"), PATIENCE, || async {
-            let vmms = self.stack.vmms()?.into_iter();
-            let mut groups =
-                vmms.filter_map(|vmm| std::fs::read_to_string(format!("/proc/{vmm}/cgroup")).ok());
-            Ok(groups.find(|groups| groups.contains(&group)))
+            let is_counted = |vmm: &Pid| {
+                let groups = std::fs::read_to_string(format!("/proc/{vmm}/cgroup"));
+                groups.is_ok_and(|groups| groups.contains(&group))
+            };
+            Ok(self.stack.vmms()?.into_iter().find(is_counted))
         })
         .await
     }
@@ -176,6 +184,11 @@ pub fn security(config: &mut ContainerConfig) -> &mut LinuxContainerSecurityCont
     config.linux.get_or_insert_default().security_context.get_or_insert_default()
 }
 
+/// Lets a pod have privileged containers.
+pub fn privileged(config: &mut PodSandboxConfig) {
+    config.linux.get_or_insert_default().security_context.get_or_insert_default().privileged = true;
+}
+
 impl Pod {
     /// Creates a container.
     pub async fn create(&self, config: ContainerConfig) -> Answer<Container> {
@@ -193,10 +206,21 @@ impl Pod {
 
     /// As [`Pod::start`]. That it is made is asked again: containerd looks at its pod first, which is a call on
     /// the controller, and those fail while there is none.
-    pub async fn start_at_last(&self, config: ContainerConfig) -> Result<Container> {
-        let container = insist("create a container", || self.create(config.clone())).await?;
-        self.cri.start(&container.id).await.context("start a container")?;
-        Ok(container)
+    pub async fn start_at_last(&self, mut config: ContainerConfig) -> Result<Container> {
+        loop {
+            let container = insist("create a container", || self.create(config.clone())).await?;
+            let metadata = config.metadata.get_or_insert_default();
+            match self.cri.start(&container.id).await {
+                // Three workers died under it, one after the other: a kubelet removes it then and makes another one.
+                Err(error) if error.message().contains("workers of sandboxer") && metadata.attempt < 20 => {
+                    metadata.attempt += 1;
+                    // Each attempt has a log of its own, as a kubelet's has.
+                    config.log_path = format!("{}.{}", config.log_path, metadata.attempt);
+                    self.cri.remove(&container.id).await.context("remove a container that did not start")?;
+                }
+                started => return started.map(|()| container).context("start a container"),
+            }
+        }
     }
 
     /// Runs a container to its end.

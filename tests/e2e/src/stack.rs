@@ -225,16 +225,21 @@ impl Stack {
 
     /// Virtual machines of this stack's pods that are alive.
     pub fn vmms(&self) -> Result<Vec<Pid>> {
-        let mut vmms = self.processes("qemu-system")?;
-        vmms.retain(|&pid| !is_of_no_pod(pid));
-        Ok(vmms)
+        let (_, of_pods) = self.all_vmms()?;
+        Ok(of_pods)
     }
 
     /// Virtual machines of this stack that wait for pods.
     pub fn waiting(&self) -> Result<Vec<Pid>> {
+        let (waiting, _) = self.all_vmms()?;
+        Ok(waiting)
+    }
+
+    /// All virtual machines of this stack: those that wait for pods, and those of pods.
+    fn all_vmms(&self) -> Result<(Vec<Pid>, Vec<Pid>)> {
         let mut vmms = self.processes("qemu-system")?;
-        vmms.retain(|&pid| is_of_no_pod(pid));
-        Ok(vmms)
+        vmms.extend(self.processes("cloud-hypervisor")?);
+        Ok(vmms.into_iter().partition(|&pid| is_of_no_pod(pid)))
     }
 
     /// Control groups called `name`, in every hierarchy.

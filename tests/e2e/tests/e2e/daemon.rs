@@ -124,8 +124,10 @@ async fn with_broken_vmms(case: &Case, path: &Path, sound: &str) -> Result<()> {
     ];
     for (program, named) in broken {
         // In TOML a table's keys end where the next table begins.
-        let vm = format!("[vm]\nqemu = \"{program}\"\naccelerator = \"tcg\"");
-        let impatient = sound.replace("boot_timeout = 120", "boot_timeout = 2");
+        let vm = format!("[vm]\nqemu = \"{program}\"");
+        let impatient = sound
+            .replace("boot_timeout = 120", "boot_timeout = 2")
+            .replace("accelerator = \"auto\"", "accelerator = \"tcg\"");
         std::fs::write(path, impatient.replacen("[vm]", &vm, 1))?;
         let error = match reload(case).await {
             // A daemon that looks at its VMM first may refuse to start; then that is the error.

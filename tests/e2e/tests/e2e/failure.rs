@@ -1,17 +1,17 @@
 //! What goes wrong: a clear error that names the cause, nothing left behind, other pods untouched.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use k8s_cri::v1::{Capability, ContainerState, KeyValue};
 use nix::sys::signal::{Signal, kill};
-use sandboxer_e2e::case::{Case, idle, security, shell};
+use sandboxer_e2e::case::{Case, idle, privileged, security, shell};
 
 crate::cases![
     Any: entrypoint_that_is_not_there, endless_environment, image_that_is_not_there,
     working_directory_that_is_a_file, truncated_image;
     Vm: unknown_capability, start_given_up_half_way;
-    VmAlone: vmm_killed, guest_that_panics
+    VmAlone: vmm_killed, guest_that_panics, guest_that_stands_still
 ];
 
 /// The pod still works: what failed in it has disturbed nobody.
@@ -129,6 +129,27 @@ async fn start_given_up_half_way(case: Case) -> Result<()> {
     Ok(())
 }
 
+/// Its statistics are the last ones and come in time, and it goes on where it was.
+async fn guest_that_stands_still(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    let container = pod.start(idle("c")).await?;
+    case.cri.stats(&container.id).await?;
+    let vmms = case.stack.vmms()?;
+    vmms.iter().try_for_each(|vmm| kill(*vmm, Signal::SIGSTOP))?;
+    let begin = Instant::now();
+    let mut told = Ok(());
+    for _ in 0..5 {
+        told = told.and(case.cri.stats(&container.id).await.map(drop));
+    }
+    let took = begin.elapsed();
+    vmms.iter().try_for_each(|vmm| kill(*vmm, Signal::SIGCONT))?;
+    told?;
+    // Five times the agent's own limit without.
+    ensure!(took < Duration::from_secs(10), "statistics took {took:?}");
+    ensure!(container.sh("echo here").await? == "here");
+    still_works(&pod).await
+}
+
 async fn vmm_killed(case: Case) -> Result<()> {
     let other = case.pod().await?;
     let known = case.stack.vmms()?;
@@ -150,25 +171,20 @@ async fn vmm_killed(case: Case) -> Result<()> {
 }
 
 async fn guest_that_panics(case: Case) -> Result<()> {
-    let pod = case.pod().await?;
+    let pod = case.pod_with(privileged).await?;
     let mut config = idle("c");
     security(&mut config).privileged = true;
-    let container = match pod.start(config).await {
-        Ok(container) => container,
-        // A privileged container may be refused; then there is no way to panic from inside.
-        Err(error) => {
-            ensure!(error.message().contains("privileged"), "{error}");
-            return Ok(());
-        }
-    };
-    // The exec never answers: its kernel is gone.
+    let container = pod.start(config).await?;
+    // The exec ends with its kernel.
     let panic = case.cri.exec_sync(
         &container.id,
-        &["sh", "-c", "echo c >/proc/sysrq-trigger"],
+        &["sh", "-c", "echo 2 >/proc/sys/vm/panic_on_oom && tail /dev/zero"],
         Some(Duration::from_secs(20)),
     );
-    ensure!(panic.await.is_err() || container.ended().await.is_ok());
+    ensure!(!panic.await.is_ok_and(|answer| answer.exit_code == 0), "the guest went on after a panic");
     pod.not_ready().await?;
+    let logs = container.logs()?;
+    ensure!(logs.stderr.contains("Kernel panic"), "not told to have panicked: {logs:?}");
     container.ended().await?;
     case.cri.stop_pod(&pod.id).await?;
     Ok(case.cri.remove_pod(&pod.id).await?)

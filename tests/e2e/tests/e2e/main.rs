@@ -1,13 +1,16 @@
 //! The end-to-end cases. Every one gets the same stack and leaves nothing in it; those that restart the daemon
 //! have it to themselves. Names are `handler::file::case`, so `-- sandboxer::streams` selects.
 //!
-//! `SANDBOXER_E2E_HANDLERS=runc` proves the cases without the daemon; `SANDBOXER_E2E_KEEP=1` leaves the stack up.
+//! `SANDBOXER_E2E_HANDLERS=runc` proves the cases without the daemon; `SANDBOXER_E2E_KEEP=1` leaves the stack up;
+//! `SANDBOXER_E2E_ONLY=pool,shares::a_share` runs these files and those cases whose names begin so.
 
 mod compatibility;
 mod container;
 mod daemon;
 mod failure;
 mod faults;
+#[path = "../../../../crates/sandboxer/tests/hung_volume/mod.rs"]
+mod hung_volume;
 mod lifecycle;
 mod many;
 mod network;
@@ -98,6 +101,17 @@ fn case_name(entry: &Entry) -> &'static str {
     entry.name.trim_start_matches("e2e::")
 }
 
+/// Whether `SANDBOXER_E2E_ONLY`, if it is set, names this case or its file.
+fn is_selected(name: &str) -> bool {
+    match std::env::var("SANDBOXER_E2E_ONLY") {
+        Ok(only) => only.split(',').any(|part| match part.contains("::") {
+            true => name.starts_with(part),
+            false => name.split("::").any(|segment| segment == part),
+        }),
+        Err(_) => true,
+    }
+}
+
 fn main() -> ExitCode {
     match run() {
         Ok(code) => code,
@@ -126,6 +140,7 @@ fn run() -> Result<ExitCode> {
         .iter()
         .flat_map(|&handler| entries().into_iter().map(move |entry| (entry, handler)))
         .filter(|(entry, handler)| *handler == "sandboxer" || entry.on == On::Any)
+        .filter(|(entry, _)| is_selected(case_name(entry)))
         .map(|(entry, handler)| {
             let name = format!("{handler}::{}", case_name(&entry));
             (entry, handler, name)

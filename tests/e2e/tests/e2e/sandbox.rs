@@ -7,7 +7,7 @@ use sandboxer_e2e::eventually;
 
 crate::cases![
     Vm: own_kernel, machine_by_annotation, machine_by_limits, counted_in_the_named_cgroup,
-        limits_of_the_pod, limits_beyond_the_machine, host_namespaces_are_refused, annotation_that_makes_no_sense, host_network_is_refused_or_said;
+        limits_of_the_pod, limits_beyond_the_machine, held_to_the_cpus_of_its_containers, host_namespaces_are_refused, annotation_that_makes_no_sense, host_network_is_refused_or_said;
     VmAlone: one_vmm_and_nothing_else
 ];
 
@@ -169,6 +169,26 @@ async fn counted_in_the_named_cgroup(case: Case) -> Result<()> {
     let left = case.stack.cgroups(&format!("sandboxer-{}", pod.id))?;
     ensure!(left.is_empty(), "{left:?} are left");
     Ok(())
+}
+
+/// The VMM runs where the containers may; in the guest they have all vCPUs.
+async fn held_to_the_cpus_of_its_containers(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    let mut config = idle("c");
+    config.linux.get_or_insert_default().resources =
+        Some(LinuxContainerResources { cpuset_cpus: "0".into(), ..Default::default() });
+    pod.start(config).await?;
+    let vmm = case.vmm_of(&pod.id).await?;
+    eventually("the VMM on CPU 0", PATIENCE, || async {
+        for thread in std::fs::read_dir(format!("/proc/{vmm}/task"))? {
+            let status = std::fs::read_to_string(thread?.path().join("status"))?;
+            if !status.contains("\nCpus_allowed_list:\t0\n") {
+                return Ok(None);
+            }
+        }
+        Ok(Some(()))
+    })
+    .await
 }
 
 async fn annotation_that_makes_no_sense(case: Case) -> Result<()> {

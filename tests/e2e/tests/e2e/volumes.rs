@@ -2,20 +2,23 @@
 
 use std::fs;
 use std::path::Path;
+use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use k8s_cri::v1::{ContainerConfig, Device, Mount, MountPropagation};
-use nix::sys::signal::Signal;
-use sandboxer_e2e::case::{Case, Container, PATIENCE, idle, shell};
+use nix::sys::signal::{Signal, kill};
+use sandboxer_e2e::case::{Case, Container, PATIENCE, idle, privileged, security, shell};
 use sandboxer_e2e::eventually;
 use sandboxer_e2e::kubelet::Kubelet;
+
+use crate::hung_volume::HungVolume;
 
 crate::cases![
     Any: files_are_kept_up_to_date, a_sub_path_of_files_stays, empty_dirs_are_shared, empty_dirs_in_memory_are_bounded,
     a_sub_path_of_an_empty_dir, shared_memory_of_another_size, termination_message, block_devices;
     Vm: empty_dirs_on_disk_are_bounded, the_root_file_system_is_bounded, sizes_that_make_no_sense,
     what_a_guest_cannot_have_is_refused_by_name;
-    VmAlone: volumes_outlive_the_daemon
+    VmAlone: volumes_outlive_the_daemon, a_stop_loses_no_data, volumes_that_hang_cost_their_pod_alone
 ];
 
 fn mounted(mut config: ContainerConfig, at: &str, host: &Path, read_only: bool) -> ContainerConfig {
@@ -34,6 +37,63 @@ async fn prints(container: &Container, script: &str, wanted: &str) -> Result<()>
         Ok((container.sh(script).await? == wanted).then_some(()))
     })
     .await
+}
+
+/// Helper processes of the daemon that are there, whether they hang or wait for work.
+fn helpers() -> Result<usize> {
+    let mut count = 0;
+    for process in fs::read_dir("/proc")?.flatten() {
+        let name = fs::read_to_string(process.path().join("comm")).unwrap_or_default();
+        count += usize::from(name.trim_end() == "sandboxer-path");
+    }
+    Ok(count)
+}
+
+/// Servers that answer containerd and then the daemon no more: what asks for their volumes fails in time and by name,
+/// and nobody else waits.
+async fn volumes_that_hang_cost_their_pod_alone(case: Case) -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let mut hung = Vec::new();
+    for name in ["one", "two"] {
+        let at = dir.path().join(name);
+        fs::create_dir(&at)?;
+        hung.push(HungVolume::mount(&at)?);
+    }
+    let good = case.pod().await?;
+    let counts = good.start(shell("counts", "n=0; while :; do echo $n; n=$((n+1)); sleep 0.1; done")).await?;
+    let bad = case.pod().await?;
+    hung.iter().for_each(|volume| volume.set_silent(true));
+
+    let asked = hung.iter().enumerate().map(|(n, volume)| {
+        let (bad, config) = (bad.clone(), mounted(idle(&format!("c{n}")), "/data", volume.path(), false));
+        async move { bad.start(config).await.err().map(|error| error.message().to_owned()) }
+    });
+    let asked = tokio::spawn(futures::future::join_all(asked.collect::<Vec<_>>()));
+    let reached = || hung.iter().all(|volume| volume.left_waiting() > 0);
+    eventually("both volumes to hang", PATIENCE, || async { Ok(reached().then_some(())) }).await?;
+    let lines = counts.logs()?.lines;
+    let mut execs = 0;
+    while !asked.is_finished() {
+        ensure!(counts.sh("echo here").await? == "here");
+        case.cri.pods(("e2e.case", &case.name)).await?;
+        execs += 1;
+    }
+    ensure!(execs > 2, "other pods waited: {execs} execs in all the time");
+    ensure!(counts.logs()?.lines > lines, "another pod's log stood still");
+    for (answer, volume) in asked.await?.into_iter().zip(&hung) {
+        let text = answer.context("a volume that hangs was given")?;
+        let path = volume.path().display().to_string();
+        ensure!(text.contains("the server of this volume does not answer") && text.contains(&path), "{text}");
+    }
+    let again = bad.start(mounted(idle("again"), "/data", hung[0].path(), false)).await.err();
+    let again = again.context("a volume that hangs was given")?;
+    ensure!(again.message().contains("does not answer"), "{again}");
+    ensure!(hung[0].left_waiting() == 1, "a path that is known to hang was tried again");
+    let fine = bad.start(idle("fine")).await?;
+    ensure!(fine.sh("echo here").await? == "here", "the pod itself goes on");
+    case.remove(&bad.id).await?;
+    drop(hung);
+    eventually("end of the helpers", PATIENCE, || async { Ok((helpers()? == 0).then_some(())) }).await
 }
 
 async fn files_are_kept_up_to_date(case: Case) -> Result<()> {
@@ -283,4 +343,56 @@ async fn volumes_outlive_the_daemon(case: Case) -> Result<()> {
     ensure!(after.sh(read).await? == "one\ntwo\ngreen", "{}", after.sh(read).await?);
     kubelet.replace(&settings, &[("color", "blue")])?;
     prints(&after, read, "one\ntwo\nblue").await
+}
+
+/// What a pod has written is in its guest's memory when it is told to stop, and getting it to a slow disk takes longer than
+/// a power-off: here the VMM stands still meanwhile.
+async fn a_stop_loses_no_data(case: Case) -> Result<()> {
+    let mut kubelet = Kubelet::of(&case)?;
+    let disk = kubelet.empty_dir("disk")?;
+    let (device, _) = kubelet.block_device(64 << 20)?;
+    run("mkfs.ext4", &["-q".as_ref(), device.as_ref()])?;
+    let known = case.stack.vmms()?;
+    let pod = case.pod_with(privileged).await?;
+    let mut config = mounted(idle("c"), "/disk", &disk, false);
+    config.devices = vec![Device {
+        container_path: "/dev/xvda".into(),
+        host_path: device.display().to_string(),
+        permissions: "rwm".into(),
+    }];
+    security(&mut config).privileged = true;
+    let container = pod.start(config).await?;
+    let writes = "mkdir /block && mount -t ext4 /dev/xvda /block && for at in /disk /block; do \
+                  dd if=/dev/urandom of=$at/big bs=64k count=128 2>/dev/null; sha256sum <$at/big; done";
+    let written = container.sh(writes).await?;
+    case.cri.stop(&container.id, 5).await?;
+
+    let vmm = case.stack.vmms()?.into_iter().find(|pid| !known.contains(pid)).context("the pod's VMM")?;
+    kill(vmm, Signal::SIGSTOP)?;
+    let stopping = tokio::spawn({
+        let (case, pod) = (case.clone(), pod.id.clone());
+        async move { case.cri.stop_pod(&pod).await }
+    });
+    tokio::time::sleep(Duration::from_secs(4)).await;
+    // It may have been killed for taking so long.
+    let _ = kill(vmm, Signal::SIGCONT);
+    stopping.await??;
+
+    let image = fs::read_dir(&disk)?.next().context("the emptyDir has no disk")??.path();
+    let mut found = String::new();
+    for (source, options) in [(image, "loop"), (device, "rw")] {
+        found += &run("bash", &["-c".as_ref(), CHECKSUM.as_ref(), source.as_ref(), options.as_ref()])?;
+    }
+    ensure!(found.trim() == written, "written: {written}, on the host: {found}");
+    Ok(())
+}
+
+/// The sum of the file `big` on a disk ($0), which is mounted with options ($1) for that.
+const CHECKSUM: &str = "set -e; at=$(mktemp -d); mount -t ext4 -o \"$1\" \"$0\" \"$at\"; \
+                        trap 'umount \"$at\"; rmdir \"$at\"' EXIT; sha256sum <\"$at/big\"";
+
+fn run(program: &str, arguments: &[&std::ffi::OsStr]) -> Result<String> {
+    let output = std::process::Command::new(program).args(arguments).output()?;
+    ensure!(output.status.success(), "{program}: {}", String::from_utf8_lossy(&output.stderr));
+    Ok(String::from_utf8(output.stdout)?)
 }

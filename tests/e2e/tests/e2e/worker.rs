@@ -11,7 +11,8 @@ use sandboxer_e2e::stream::Session;
 
 crate::cases![
     VmAlone: killed_again_and_again, killed_during_execs, killed_while_a_container_ends, killed_during_a_session,
-    killed_with_containerd, replaced, killed_while_containers_are_made
+    killed_with_containerd, replaced, killed_while_containers_are_made, stopped,
+    killed_while_a_vmm_stands_still
 ];
 
 /// So often the worker is killed in each case; more by SANDBOXER_E2E_KILLS.
@@ -141,6 +142,19 @@ async fn replaced(case: Case) -> Result<()> {
     Bystander { pod, container }.end(&case).await.map(drop)
 }
 
+/// A worker whose threads are all stuck looks like this from outside.
+async fn stopped(case: Case) -> Result<()> {
+    let Bystander { pod, container } = Bystander::start(&case, 1000).await?;
+    let worker = case.stack.worker()?;
+    kill(worker, Signal::SIGSTOP)?;
+    eventually("another worker", 2 * PATIENCE, || async {
+        Ok(case.stack.worker().ok().filter(|now| *now != worker))
+    })
+    .await?;
+    ensure!(container.sh("echo here").await? == "here");
+    Bystander { pod, container }.end(&case).await.map(drop)
+}
+
 async fn killed_while_containers_are_made(case: Case) -> Result<()> {
     let pod = case.pod().await?;
     for round in 0..kills() {
@@ -164,4 +178,32 @@ async fn killed_while_containers_are_made(case: Case) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// The next worker does not take a VMM for dead that gives no answer: nobody is told of an end, and all goes on once it
+/// answers.
+async fn killed_while_a_vmm_stands_still(case: Case) -> Result<()> {
+    let Bystander { pod, container } = Bystander::start(&case, 1000).await?;
+    let vmms = case.stack.vmms()?;
+    let [vmm] = vmms[..] else { anyhow::bail!("not one VMM: {vmms:?}") };
+    kill(vmm, Signal::SIGSTOP)?;
+    case.stack.kill_worker()?;
+    let unknown = eventually("the pod is unknown", PATIENCE, || async {
+        let output = case.stack.command("sandboxer-cli").args(["inspect", "--json", &pod.id]).output()?;
+        Ok(serde_json::from_slice::<serde_json::Value>(&output.stdout)
+            .ok()
+            .filter(|told| told["state"] != "ready"))
+    });
+    let (unknown, status) = (unknown.await, container.status().await);
+    kill(vmm, Signal::SIGCONT)?;
+    let unknown = unknown?;
+    ensure!(unknown["state"] == "unknown" && unknown["vmm_pid"] == vmm.as_raw(), "{unknown}");
+    let status = status?;
+    ensure!(status.state() == k8s_cri::v1::ContainerState::ContainerRunning, "{status:?}");
+    eventually("pod ready again", PATIENCE, || async {
+        Ok(case.cri.pod_ready(&pod.id).await.ok().filter(|ready| *ready))
+    })
+    .await?;
+    ensure!(case.stack.vmms()? == vmms && container.sh("echo here").await? == "here");
+    Bystander { pod, container }.end(&case).await.map(drop)
 }

@@ -100,6 +100,9 @@ async fn at_every_point(case: &Case, failing: &Failing<'_>) -> Result<()> {
     let mut points = failing.lines("passed")?;
     points.retain(|point| !failing.of_start.contains(point));
     ensure!(points.len() > 80, "only {} points: {points:?}", points.len());
+    let every = count("SANDBOXER_E2E_EVERY_NTH_POINT", 1)?.max(1);
+    let points: Vec<String> = points.into_iter().step_by(every).collect();
+    let (story, mut told) = (Story::begin()?, 0);
 
     let mut seen = Seen::begin(case, "worker killed at each point of a pod's life", 1).await?;
     failing.arm(&points)?;
@@ -114,10 +117,16 @@ async fn at_every_point(case: &Case, failing: &Failing<'_>) -> Result<()> {
         let left = failing.lines("armed")?.len();
         seen.times = points.len() - left;
         seen.check().await?;
+        // The worker that lives now has taken a point, too, and has not died at it yet.
+        let died = told.max((points.len() - left).saturating_sub(1));
+        points[told..died].iter().try_for_each(|point| story.tell("killed at", point))?;
+        told = died;
         if left == 0 {
             break;
         }
         if left == before {
+            story.tell("not reached", &points[died])?;
+            told += 1;
             // This point was the way of a life that went otherwise, as one with a full pool: on to the next.
             println!("not reached: {:?}", points.get(points.len() - left - 1));
             seen.times -= 1;
@@ -126,6 +135,24 @@ async fn at_every_point(case: &Case, failing: &Failing<'_>) -> Result<()> {
         before = left;
     }
     seen.end().await
+}
+
+/// What became of each point, in its order, in the file that `SANDBOXER_E2E_STORY` names: so that two runs can be compared.
+struct Story(Option<PathBuf>);
+
+impl Story {
+    fn begin() -> Result<Self> {
+        let file = std::env::var_os("SANDBOXER_E2E_STORY").map(PathBuf::from);
+        file.iter().try_for_each(|file| fs::write(file, ""))?;
+        Ok(Self(file))
+    }
+
+    fn tell(&self, what: &str, point: &str) -> Result<()> {
+        use std::io::Write;
+        let Some(file) = &self.0 else { return Ok(()) };
+        let mut file = fs::OpenOptions::new().append(true).open(file)?;
+        Ok(writeln!(file, "{what} {point}")?)
+    }
 }
 
 /// So often the worker is killed at most while a pod lives.

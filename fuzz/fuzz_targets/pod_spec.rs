@@ -5,10 +5,12 @@ use std::sync::LazyLock;
 
 use libfuzzer_sys::fuzz_target;
 use prost::Message;
-use sandboxer::{config::Config, fuzzing::pod_spec};
+use sandboxer::{config::Config, fuzzing::pod_spec, host::cgroup::Hierarchies};
 use sandboxer_protocol::controller::{ControllerCreateRequest, types::Sandbox};
 
 static CONFIG: LazyLock<Config> = LazyLock::new(Config::default);
+/// None: what the host says of a pod's group is not of the input.
+static GROUPS: LazyLock<Hierarchies> = LazyLock::new(Hierarchies::default);
 
 fuzz_target!(|input: (String, Vec<u8>, Vec<u8>)| {
     let (sandbox_id, options, kept) = input;
@@ -20,7 +22,7 @@ fuzz_target!(|input: (String, Vec<u8>, Vec<u8>)| {
         sandbox: Some(Sandbox { extensions, ..Default::default() }),
         ..Default::default()
     };
-    let Ok(pod) = pod_spec(&request, &CONFIG) else { return };
+    let Ok(pod) = pod_spec(&request, &CONFIG, &GROUPS) else { return };
     assert_eq!(pod.id.as_str(), request.sandbox_id);
     assert!((1..=CONFIG.vm.max_vcpus).contains(&pod.vcpus));
     assert!((64..=CONFIG.vm.max_memory_mib).contains(&pod.memory_mib));

@@ -102,13 +102,17 @@ fn start(options: &Options) -> anyhow::Result<()> {
     // exit code says so: it stays open to the process's end.
     std::mem::forget(front.clone());
 
-    tokio::runtime::Builder::new_multi_thread()
+    let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(WORKERS)
         .max_blocking_threads(BLOCKING)
         .enable_all()
         .build()
-        .context("cannot start the runtime")?
-        .block_on(serve(config, front))
+        .context("cannot start the runtime")?;
+    let served = runtime.block_on(serve(config, front));
+    // Dropped, it would cancel the calls under way one by one, and containerd takes a Wait that was cancelled for the end
+    // of the pod. Connections that end with the process make it ask again.
+    std::mem::forget(runtime);
+    served
 }
 
 /// Goes on as a helper.

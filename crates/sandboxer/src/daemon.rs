@@ -34,7 +34,7 @@ use crate::{
     front::{self, Front},
     heap,
     host::{
-        cgroup::Hierarchies,
+        cgroup::{Cgroup, Hierarchies},
         helper::Helpers,
         network::Park,
         rootfs::{RootfsError, RootfsStore},
@@ -146,6 +146,16 @@ fn usual_shape(config: &Config) -> Shape {
     Shape { vcpus: config.vm.default_vcpus, memory_mib: config.vm.default_memory_mib, nics: 1 }
 }
 
+/// Makes a control group. Without it all goes on, only counted elsewhere.
+fn is_made(cgroup: &Cgroup) -> bool {
+    let made = cgroup.make();
+    if let Err((path, error)) = &made {
+        tracing::warn!(path = %path.display(), %error,
+            "cannot make the control group of VMs without a pod (vm.idle_cgroup): they are counted with the daemon");
+    }
+    made.is_ok()
+}
+
 /// What all pods of a node share, its directories made and its files opened.
 pub fn node(config: Config, vmm: Arc<dyn Vmm>, front: Arc<Front>) -> Result<Arc<Node>, DaemonError> {
     for dir in [config.run_dir.clone(), config.run_dir.join("pods"), config.state_dir.clone()] {
@@ -157,12 +167,16 @@ pub fn node(config: Config, vmm: Arc<dyn Vmm>, front: Arc<Front>) -> Result<Arc<
         source,
     })?;
     let park = Arc::<Park>::default();
-    let templates = Templates::open(&config, vmm.clone(), park.clone()).map_err(|source| {
-        DaemonError::Host { action: "open templates in", path: config.state_dir.clone(), source }
-    })?;
     let cgroups = Hierarchies::detect().map_err(|source| DaemonError::Host {
         action: "read",
         path: "/proc/self/mountinfo".into(),
+        source,
+    })?;
+    let idle_cgroup = cgroups.named(&config.vm.idle_cgroup).filter(is_made);
+    let templates = Templates::open(&config, vmm.clone(), park.clone(), idle_cgroup.clone());
+    let templates = templates.map_err(|source| DaemonError::Host {
+        action: "open templates in",
+        path: config.state_dir.clone(),
         source,
     })?;
     let dir = config.state_dir.join("volumes");
@@ -180,6 +194,7 @@ pub fn node(config: Config, vmm: Arc<dyn Vmm>, front: Arc<Front>) -> Result<Arc<
         admission: Admission::new(config.concurrent_starts, config.concurrent_containers),
         vmm,
         cgroups,
+        idle_cgroup,
         journal,
         registry: Registry::default(),
         events: Events::default(),

@@ -50,6 +50,7 @@ impl Kept {
         config.vm.initramfs = path("initramfs");
         // The clock may jump while a machine is made.
         [config.vm.boot_timeout, config.vm.call_timeout, config.vm.agent_timeout] = [LONG; 3];
+        config.vm.idle_cgroup.clear();
         config.pool = PoolConfig { min, max };
         let meminfo = path("meminfo");
         let agent = FakeAgent::default();

@@ -84,6 +84,7 @@ impl Host {
         config.vm.default_memory_mib = SHAPE.memory_mib;
         config.templates.most = self.most;
         config.templates.most_bytes = self.most_bytes;
+        config.vm.idle_cgroup.clear();
         config.pool = PoolConfig { min: self.pool, max: self.pool };
         let node = Arc::into_inner(daemon::node(config, self.vmm.clone(), Front::none()).unwrap()).unwrap();
         // These tests' pods have no network namespace, and so no interface.

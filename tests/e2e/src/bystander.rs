@@ -31,7 +31,9 @@ impl Bystander {
     pub async fn check(&self, case: &Case) -> Result<()> {
         let said = match self.container.sh("echo here").await {
             // Workers that die in quick succession take an exec along that has nothing to do with it: probes ask again.
-            Err(error) if format!("{error:#}").contains(TAKEN_ALONG) => self.container.sh("echo here").await?,
+            Err(error) if format!("{error:#}").contains(TAKEN_ALONG) => {
+                self.container.sh("echo here").await?
+            }
             said => said?,
         };
         ensure!(said == "here", "{said}");

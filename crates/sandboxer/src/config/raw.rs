@@ -121,6 +121,7 @@ struct RawVm {
     console_log_kib: Option<u64>,
     jail: Option<bool>,
     agent_log: Option<String>,
+    idle_cgroup: Option<String>,
 }
 
 #[derive(Debug, Default, Deserialize, Serialize)]
@@ -298,6 +299,7 @@ fn resolve(
             },
             jail: true,
             agent_log: raw.vm.agent_log,
+            idle_cgroup: raw.vm.idle_cgroup.unwrap_or(vm.idle_cgroup),
         },
         templates: TemplateConfig {
             enabled,

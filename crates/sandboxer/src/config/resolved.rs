@@ -75,6 +75,8 @@ pub struct VmConfig {
     pub jail: bool,
     /// Filter of the agents' logs, as in `RUST_LOG`.
     pub agent_log: Option<String>,
+    /// Control group of VMs that have no pod yet, as a path below the hierarchy's root; empty: the daemon's own.
+    pub idle_cgroup: String,
 }
 
 /// Who runs the machines.
@@ -251,6 +253,7 @@ impl Default for Config {
                 console_log_bytes: 1 << 20,
                 jail: true,
                 agent_log: None,
+                idle_cgroup: "/sandboxer-idle".to_owned(),
             },
             templates: TemplateConfig { enabled: true, most: 4, most_bytes: 2 << 30 },
             pool: PoolConfig { min: 0, max: 0 },

@@ -4,7 +4,8 @@
 //! hierarchy that counts something, v1 and v2 alike. systemd's slices are directories by another name.
 
 use std::{
-    fs, io,
+    fs::{self, File, OpenOptions},
+    io,
     path::{Component, Path, PathBuf},
     time::Duration,
 };
@@ -18,6 +19,9 @@ const V1_CONTROLLERS: [&str; 6] = ["cpu", "cpuacct", "memory", "pids", "blkio", 
 
 /// In the path of each group that kubelet makes for a pod some of whose containers may lack a limit.
 const BURSTABLE: &str = "burstable";
+
+/// The file of a group that names its processes, and takes new ones.
+const PROCESSES: &str = "cgroup.procs";
 
 /// How often, and how many times, a group is tried to be removed: the kernel lets a group go a moment after its
 /// last process.
@@ -50,9 +54,9 @@ pub struct Unlimited {
     pub memory: bool,
 }
 
-/// A pod's control group. It may not exist yet, or any more.
+/// A control group in every hierarchy. It may not exist yet, or any more.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct PodCgroup {
+pub struct Cgroup {
     dirs: Vec<PathBuf>,
     cpuset: Option<Cpuset>,
 }
@@ -109,14 +113,22 @@ impl Hierarchies {
     }
 
     /// The group of `pod` below `parent`; none when no parent was named.
-    pub fn of(&self, parent: &str, pod: &SandboxId) -> Option<PodCgroup> {
-        let parent = relative(parent)?;
-        let of = |root: &PathBuf| root.join(&parent).join(format!("sandboxer-{pod}"));
+    pub fn of(&self, parent: &str, pod: &SandboxId) -> Option<Cgroup> {
+        Some(self.at(&relative(parent)?.join(format!("sandboxer-{pod}"))))
+    }
+
+    /// The group of this name; none when it is empty.
+    pub fn named(&self, name: &str) -> Option<Cgroup> {
+        Some(self.at(&relative(name)?))
+    }
+
+    fn at(&self, path: &Path) -> Cgroup {
+        let of = |root: &PathBuf| root.join(path);
         let cpuset = self.cpuset.as_ref().map(|cpuset| match cpuset {
             Cpuset::Own(root) => Cpuset::Own(of(root)),
             Cpuset::Unified(root) => Cpuset::Unified(of(root)),
         });
-        Some(PodCgroup { dirs: self.roots.iter().map(of).collect(), cpuset })
+        Cgroup { dirs: self.roots.iter().map(of).collect(), cpuset }
     }
 }
 
@@ -140,7 +152,16 @@ fn relative(parent: &str) -> Option<PathBuf> {
     (!path.as_os_str().is_empty()).then_some(path)
 }
 
-impl PodCgroup {
+impl Cgroup {
+    /// Opens the file of each hierarchy by which a process enters it.
+    pub fn entrances(&self) -> Result<Vec<File>, (PathBuf, io::Error)> {
+        let open = |dir: &PathBuf| {
+            let processes = dir.join(PROCESSES);
+            OpenOptions::new().write(true).open(&processes).map_err(|error| (processes, error))
+        };
+        self.dirs.iter().map(open).collect()
+    }
+
     /// Makes it.
     pub fn make(&self) -> Result<(), (PathBuf, io::Error)> {
         self.dirs.iter().try_for_each(|dir| fs::create_dir_all(dir).map_err(|error| (dir.clone(), error)))
@@ -150,13 +171,13 @@ impl PodCgroup {
     /// processors pass by, some ms.
     pub fn enter(&self, pid: u32) -> Result<(), (PathBuf, io::Error)> {
         self.dirs.iter().try_for_each(|dir| {
-            let processes = dir.join("cgroup.procs");
+            let processes = dir.join(PROCESSES);
             fs::write(&processes, pid.to_string()).map_err(|error| (processes, error))
         })
     }
 
     /// Lets process `pid`, with all its threads, run on these CPUs of the host alone; none: on all of the parent's. Blocks
-    /// as [`PodCgroup::enter`] does.
+    /// as [`Cgroup::enter`] does.
     pub fn confine(&self, pid: u32, cpus: Option<&str>) -> Result<(), (PathBuf, io::Error)> {
         const CPUS: &str = "cpuset.cpus";
         const NODES: &str = "cpuset.mems";
@@ -178,7 +199,7 @@ impl PodCgroup {
                 inherited(dir, NODES)?;
                 let all = inherited(dir.parent().unwrap_or(dir), CPUS)?;
                 write(dir.join(CPUS), cpus.unwrap_or(&all))?;
-                write(dir.join("cgroup.procs"), &pid.to_string())
+                write(dir.join(PROCESSES), &pid.to_string())
             }
         }
     }
@@ -187,7 +208,7 @@ impl PodCgroup {
     pub fn holds(&self, pid: u32) -> bool {
         let pid = pid.to_string();
         self.dirs.iter().all(|dir| {
-            let processes = fs::read_to_string(dir.join("cgroup.procs"));
+            let processes = fs::read_to_string(dir.join(PROCESSES));
             processes.is_ok_and(|processes| processes.lines().any(|line| line == pid))
         })
     }

@@ -39,7 +39,12 @@ use crate::{
     error::PodError,
     events::Events,
     front::Front,
-    host::{cgroup::Hierarchies, network::Park, rootfs::RootfsStore, volume::VolumeStore},
+    host::{
+        cgroup::{Cgroup, Hierarchies},
+        network::Park,
+        rootfs::RootfsStore,
+        volume::VolumeStore,
+    },
     pool::Pool,
     template::Templates,
     vmm::Vmm,
@@ -68,6 +73,8 @@ pub struct Node {
     pub rootfs: Arc<RootfsStore>,
     /// Where pods' control groups are made.
     pub cgroups: Hierarchies,
+    /// The control group of machines that have no pod yet, which exists.
+    pub idle_cgroup: Option<Cgroup>,
     /// Makes volumes.
     pub volumes: Arc<VolumeStore>,
     /// Keeps pods on disk.

@@ -333,7 +333,8 @@ impl<'a> Prepared<'a> {
         let (spec, run_dir) = (self.spec, self.run_dir.clone());
         let shape = spec.shape(self.taps.len());
         let described = VmSpec::new(&self.node.config.vm, spec.id.clone(), run_dir, shape, key.clone());
-        VmSpec { taps: self.taps.clone(), ..described }
+        let cgroup = self.node.cgroups.of(&spec.cgroup_parent, &spec.id);
+        VmSpec { taps: self.taps.clone(), cgroup, ..described }
     }
 
     fn running(self, machine: Arc<dyn Machine>, way: Way, until: Instant, undo: &mut Undo) -> Running<'a> {
@@ -343,9 +344,8 @@ impl<'a> Prepared<'a> {
             gone(&pod, doomed.as_ref()).await;
             Ok::<_, Infallible>(())
         });
-        let counting = counted(self.node, self.spec, machine.record().pid, undo);
         let Self { node, spec, interfaces, .. } = self;
-        Running { node, spec, until, machine, way, interfaces, counting }
+        Running { node, spec, until, machine, way, interfaces }
     }
 }
 
@@ -358,16 +358,15 @@ struct Running<'a> {
     machine: Arc<dyn Machine>,
     way: Way,
     interfaces: Vec<Interface>,
-    counting: Option<Counting>,
 }
 
 impl<'a> Running<'a> {
     async fn greet(self, key: &LinkKey) -> Result<Greeted<'a>, PodError> {
-        let Self { node, spec, until, machine, way, interfaces, counting } = self;
+        let Self { node, spec, until, machine, way, interfaces } = self;
         let greeted = guest::connect(&spec.id, machine.as_ref(), key, &node.config.vm);
         let (agent, ready) = watched(spec, until, machine.as_ref(), greeted).await?;
         let live = Live { machine, agent };
-        let up = Up { live, ready, way, interfaces, host_ports: Vec::new(), counting };
+        let up = Up { live, ready, way, interfaces, host_ports: Vec::new(), counting: None };
         Ok(Greeted { spec, until, up })
     }
 }
@@ -403,7 +402,7 @@ impl Greeted<'_> {
     }
 }
 
-/// A VMM's way into its pod's control group. The kernel lets all its processors pass by before it moves a process, 5
+/// The way of a VMM of the pool's into its pod's control group; others are born there. The kernel lets all its processors pass by before it moves a process, 5
 /// to 17 ms on two cores: that goes on beside what follows. A container waits for it, and so does the VMM's end, after
 /// which its number may be another's.
 #[derive(Debug)]

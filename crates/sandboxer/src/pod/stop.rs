@@ -9,7 +9,7 @@ use crate::{
     container::start::Live,
     error::{PodError, chain},
     failpoint::pass,
-    host::{cgroup::PodCgroup, share::Shares},
+    host::{cgroup::Cgroup, share::Shares},
     vmm::{VmmError, Written},
 };
 use sandboxer_protocol::id::SandboxId;
@@ -91,7 +91,7 @@ async fn leave_now(node: &Node, pod: &PodSpec) {
 }
 
 /// Removes a pod's control group, when its VMM has ended.
-pub async fn leave(pod: &SandboxId, cgroup: &PodCgroup) -> Result<(), PodError> {
+pub async fn leave(pod: &SandboxId, cgroup: &Cgroup) -> Result<(), PodError> {
     cgroup.remove().await.map_err(|(path, source)| PodError::Host {
         pod: pod.clone(),
         action: "remove control group",

@@ -73,7 +73,7 @@ async fn try_warm(
     let (taps, parked) =
         node.park.taps(spec.nics).map_err(host("make taps for"))?.into_iter().unzip::<_, _, Vec<_>, _>();
     let taps = taps.into_iter().map(Arc::new).collect();
-    let spec = VmSpec { background: true, taps, ..spec };
+    let spec = VmSpec { background: true, taps, cgroup: node.idle_cgroup.clone(), ..spec };
     let restored = node.vmm.restore(&spec, &template.frozen).await;
     let machine = restored.inspect_err(|error| node.templates.not_restored(template, error))?;
     let doomed = machine.clone();

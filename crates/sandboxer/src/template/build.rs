@@ -20,7 +20,7 @@ use crate::{
     config::VmConfig,
     error::PodError,
     guest,
-    host::network::Park,
+    host::{cgroup::Cgroup, network::Park},
     vmm::{MEMORY, Machine, VmSpec, Vmm, VmmError},
 };
 
@@ -69,6 +69,8 @@ pub struct Builder {
     pub root: PathBuf,
     /// Where the taps of machines lie that are to become templates.
     pub park: Arc<Park>,
+    /// Where the memory of those machines is counted.
+    pub cgroup: Option<Cgroup>,
 }
 
 impl Builder {
@@ -76,7 +78,8 @@ impl Builder {
     pub fn spec(&self, shape: Shape, dir: &Path) -> VmSpec {
         let (run_dir, link_key) = (self.run_dir.clone(), LinkKey::random());
         let spec = VmSpec::new(&self.config, template_id(), run_dir, shape, link_key);
-        VmSpec { memory_file: Some(dir.join(MEMORY)), background: true, ..spec }
+        let (memory_file, cgroup) = (Some(dir.join(MEMORY)), self.cgroup.clone());
+        VmSpec { memory_file, background: true, cgroup, ..spec }
     }
 
     /// Makes the template of what was found by `survey`. One at a time; a failure leaves nothing behind.

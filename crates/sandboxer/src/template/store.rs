@@ -24,7 +24,7 @@ use crate::{
     clock,
     config::{Config, TemplateConfig},
     error::chain,
-    host::network::Park,
+    host::{cgroup::Cgroup, network::Park},
     vmm::{Vmm, VmmError},
 };
 
@@ -66,7 +66,13 @@ pub struct Templates {
 
 impl Templates {
     /// Opens the directory of templates below the state directory, made if it isn't there. Those that are too many go.
-    pub fn open(config: &Config, vmm: Arc<dyn Vmm>, park: Arc<Park>) -> io::Result<Arc<Self>> {
+    /// Machines that become templates are born in `cgroup`.
+    pub fn open(
+        config: &Config,
+        vmm: Arc<dyn Vmm>,
+        park: Arc<Park>,
+        cgroup: Option<Cgroup>,
+    ) -> io::Result<Arc<Self>> {
         let root = config.state_dir.join("templates");
         fs::create_dir_all(&root)?;
         for entry in fs::read_dir(&root)?.flatten() {
@@ -77,7 +83,7 @@ impl Templates {
         }
         let templates = Self {
             bounds: config.templates.clone(),
-            builder: Builder { vmm, config: config.vm.clone(), run_dir: run_dir(config), root, park },
+            builder: Builder { vmm, config: config.vm.clone(), run_dir: run_dir(config), root, park, cgroup },
             surveyor: Surveyor::default(),
             preparing: tokio::sync::Mutex::default(),
             slots: Mutex::default(),

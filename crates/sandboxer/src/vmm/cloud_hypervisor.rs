@@ -51,7 +51,7 @@ use self::{
 use super::{
     Frozen, Machine, MachineRecord, TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo,
     jail::{self, Jail, ROOM},
-    process,
+    process::{self, Equipment},
     run_dir::{Captures, Files, host, reopen},
 };
 use crate::config::VmConfig;
@@ -148,10 +148,16 @@ impl CloudHypervisor {
                 None
             }
         };
-        let (program, dir, background) = (self.program.clone(), run_dir.clone(), spec.background);
-        let spawned = tokio::task::spawn_blocking(move || {
-            process::spawn(&program, arguments, &dir, inherited, Some(stdout.into()), background, Some(jail))
-        });
+        let equipment = Equipment {
+            inherited,
+            stdout: Some(stdout.into()),
+            background: spec.background,
+            jail: Some(jail),
+            groups: spec.entrances()?,
+        };
+        let (program, dir) = (self.program.clone(), run_dir.clone());
+        let spawned =
+            tokio::task::spawn_blocking(move || process::spawn(&program, arguments, &dir, equipment));
         let (process, words) = spawned
             .await
             .unwrap_or_else(|panic| Err(io::Error::other(panic)))

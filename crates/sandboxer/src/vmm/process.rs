@@ -5,7 +5,8 @@
 
 use std::{
     ffi::OsString,
-    fs, future, io, ops,
+    fs::{self, File},
+    future, io, ops,
     os::{
         fd::{AsFd, BorrowedFd, OwnedFd},
         unix::process::CommandExt,
@@ -81,21 +82,33 @@ pub fn find(program: &Path) -> PathBuf {
 /// Niceness of a process that nobody waits for.
 const BACKGROUND: i32 = 10;
 
+/// What a process gets at its start.
+#[derive(Debug, Default)]
+pub struct Equipment {
+    /// Files that are open in it under the numbers they have here.
+    pub inherited: Vec<OwnedFd>,
+    /// Its stdout; none: the pipe that its stderr is.
+    pub stdout: Option<OwnedFd>,
+    /// It gives way to all others.
+    pub background: bool,
+    /// It is in this jail from its first moment.
+    pub jail: Option<Jail>,
+    /// It is in the control groups of these `cgroup.procs` before it is `program`: so all memory it ever takes is theirs.
+    pub groups: Vec<File>,
+}
+
 /// Starts `program` in a session of its own, so that no signal to the daemon's reaches it.
 ///
-/// `inherited` are open in it under the numbers they have here. Its environment is `PATH` and
-/// [`strays::MARK`] with `run_dir`, which is also its working directory. Its stderr is the returned pipe,
-/// and so is its stdout unless `stdout` is given. From its first moment it is in `jail`, if there is one. Blocks for
-/// the time of a fork: call it where blocking is allowed, inside a runtime.
+/// Its environment is `PATH` and [`strays::MARK`] with `run_dir`, which is also its working directory. Its stderr is the
+/// returned pipe. Blocks for the time of a fork and, with [`Equipment::groups`], some ms more: call it where blocking is
+/// allowed, inside a runtime.
 pub fn spawn(
     program: &Path,
     arguments: Vec<OsString>,
     run_dir: &Path,
-    inherited: Vec<OwnedFd>,
-    stdout: Option<OwnedFd>,
-    background: bool,
-    jail: Option<Jail>,
+    equipment: Equipment,
 ) -> io::Result<(Starting, OwnedFd)> {
+    let Equipment { inherited, stdout, background, jail, groups } = equipment;
     let jailed = jail.is_some();
     let (words, their_words) = io::pipe()?;
     let stdout = match stdout {
@@ -117,6 +130,10 @@ pub fn spawn(
     unsafe {
         command.pre_exec(move || {
             setsid()?;
+            for group in &groups {
+                // "0" is whoever writes it.
+                rustix::io::write(group, b"0")?;
+            }
             if background {
                 setpriority_process(None, BACKGROUND)?;
             }
@@ -351,4 +368,31 @@ fn start_time_of(pid: Pid) -> io::Result<u64> {
     stat.rsplit_once(')')
         .and_then(|(_, fields)| fields.split_ascii_whitespace().nth(19)?.parse().ok())
         .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "malformed /proc/PID/stat"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_process_is_born_in_its_control_groups() {
+        let dir = tempfile::tempdir().unwrap();
+        let paths = ["cpu", "memory"].map(|name| dir.path().join(name));
+        let groups = paths.iter().map(|path| File::create(path).unwrap()).collect();
+        // It sees what was written before it began.
+        let look = ["-c", "cat cpu memory >&2"].map(OsString::from).to_vec();
+        let equipment = Equipment { groups, ..Equipment::default() };
+        let (process, words) = spawn(Path::new("/bin/sh"), look, dir.path(), equipment).unwrap();
+        assert_eq!(process.exited().await, Exit::Status(0));
+        assert_eq!(io::read_to_string(File::from(words)).unwrap(), "00");
+    }
+
+    #[tokio::test]
+    async fn a_process_that_cannot_enter_its_control_group_does_not_start() {
+        let dir = tempfile::tempdir().unwrap();
+        let groups = vec![File::open("/dev/null").unwrap()];
+        let equipment = Equipment { groups, ..Equipment::default() };
+        let error = spawn(Path::new("/bin/true"), Vec::new(), dir.path(), equipment).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EBADF), "{error}");
+    }
 }

@@ -38,7 +38,7 @@ use super::{
     Frozen, MEMORY, Machine, MachineRecord, TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo,
     accelerator::{self, AcceleratorError},
     jail::Jail,
-    process::{self, Process, Starting},
+    process::{self, Equipment, Process, Starting},
     qmp::Qmp,
     run_dir::{Captures, Files, connect, host, reopen},
     tsc,
@@ -151,10 +151,10 @@ impl Qemu {
         let console = connect(pod, &spec.run_dir, CONSOLE)?;
 
         let (program, run_dir) = (self.program.clone(), spec.run_dir.clone());
-        let background = spec.background;
-        let spawned = tokio::task::spawn_blocking(move || {
-            process::spawn(&program, arguments, &run_dir, inherited, None, background, jail)
-        });
+        let (background, groups) = (spec.background, spec.entrances()?);
+        let equipment = Equipment { inherited, stdout: None, background, jail, groups };
+        let spawned =
+            tokio::task::spawn_blocking(move || process::spawn(&program, arguments, &run_dir, equipment));
         let (process, words) = spawned
             .await
             .unwrap_or_else(|panic| Err(io::Error::other(panic)))

@@ -1,6 +1,6 @@
 //! What a virtual machine is to be, in no VMM's words.
 
-use std::{io, os::fd::OwnedFd, path::PathBuf, sync::Arc};
+use std::{fs::File, io, os::fd::OwnedFd, path::PathBuf, sync::Arc};
 
 use sandboxer_protocol::{
     boot::{BootParams, first_mac},
@@ -9,7 +9,8 @@ use sandboxer_protocol::{
 };
 use serde::{Deserialize, Serialize};
 
-use crate::config::VmConfig;
+use super::VmmError;
+use crate::{config::VmConfig, host::cgroup::Cgroup};
 
 /// A kind of machine: those of one shape are alike but for what pods make of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -62,6 +63,8 @@ pub struct VmSpec {
     pub background: bool,
     /// Most bytes of guest console that are kept.
     pub console_log_bytes: u64,
+    /// The control group that its VMM is born in, which exists; none: the daemon's.
+    pub cgroup: Option<Cgroup>,
 }
 
 impl VmSpec {
@@ -81,6 +84,7 @@ impl VmSpec {
             disks: Vec::new(),
             background: false,
             console_log_bytes: config.console_log_bytes,
+            cgroup: None,
         }
     }
 
@@ -94,12 +98,25 @@ impl VmSpec {
         self.taps.iter().map(|tap| tap.try_clone()).collect()
     }
 
+    /// Opens what its VMM enters [`VmSpec::cgroup`] by.
+    pub(super) fn entrances(&self) -> Result<Vec<File>, VmmError> {
+        let opened = self.cgroup.as_ref().map(Cgroup::entrances).transpose();
+        let opened = opened.map_err(|(path, source)| VmmError::Host {
+            pod: self.pod.clone(),
+            action: "open control group",
+            path,
+            source,
+        });
+        Ok(opened?.unwrap_or_default())
+    }
+
     /// The same machine with nothing in it that differs from pod to pod but `pod` itself; it is to be
     /// frozen, in a file without a name.
     pub fn of_no_pod(&self) -> Self {
         Self {
             run_dir: PathBuf::new(),
             taps: Vec::new(),
+            cgroup: None,
             boot: BootParams { link_key: LinkKey::from_bytes([0; LinkKey::LEN]), log: self.boot.log.clone() },
             memory_file: Some(PathBuf::new()),
             ..self.clone()
@@ -143,6 +160,7 @@ pub(super) mod tests {
             disks: Vec::new(),
             background: false,
             console_log_bytes: 0,
+            cgroup: None,
         }
     }
 

@@ -136,6 +136,7 @@ impl Pod {
             boot: BootParams { link_key: LinkKey::random(), log: None },
             disks: Vec::new(),
             console_log_bytes: 64 << 10,
+            cgroup: None,
         }
     }
 
@@ -241,6 +242,7 @@ fn accelerator() -> Accelerator {
 /// How tests run machines.
 pub fn vm_config() -> VmConfig {
     VmConfig {
+        idle_cgroup: String::new(),
         jail: true,
         vmm: VmmChoice::Auto,
         qemu: "qemu-system-x86_64".into(),

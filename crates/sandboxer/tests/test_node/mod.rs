@@ -34,6 +34,7 @@ impl TestNode {
         let dir = tempfile::tempdir().unwrap();
         let (run_dir, state_dir) = (dir.path().join("run"), dir.path().join("state"));
         let mut config = Config { run_dir, state_dir, ..Config::default() };
+        config.vm.idle_cgroup.clear();
         configure(&mut config);
         Self { node: daemon::node(config.clone(), vmm.clone(), Front::none()).unwrap(), vmm, dir, config }
     }

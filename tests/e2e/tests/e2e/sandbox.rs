@@ -1,12 +1,16 @@
 //! What makes a pod a microVM: its own kernel and machine, and no process per pod but the VMM.
 
+use std::path::Path;
+
 use anyhow::{Context, Result, ensure};
 use k8s_cri::v1::{LinuxContainerResources, NamespaceMode, NamespaceOption, UserNamespace};
+use nix::unistd::Pid;
 use sandboxer_e2e::case::{Case, PATIENCE, idle, security, shell};
 use sandboxer_e2e::eventually;
 
 crate::cases![
     Vm: own_kernel, machine_by_annotation, machine_by_limits, counted_in_the_named_cgroup,
+    memory_is_counted_from_the_first_page_on,
         limits_of_the_pod, limits_beyond_the_machine, held_to_the_cpus_of_its_containers, host_namespaces_are_refused, annotation_that_makes_no_sense, host_network_is_refused_or_said;
     VmAlone: one_vmm_and_nothing_else
 ];
@@ -169,6 +173,41 @@ async fn counted_in_the_named_cgroup(case: Case) -> Result<()> {
     let left = case.stack.cgroups(&format!("sandboxer-{}", pod.id))?;
     ensure!(left.is_empty(), "{left:?} are left");
     Ok(())
+}
+
+/// A VMM is born in its pod's group: a move would leave what it has taken before where it was counted. One of the pool's was
+/// counted in the pool's group.
+async fn memory_is_counted_from_the_first_page_on(case: Case) -> Result<()> {
+    const LEAST: u64 = 16 << 20;
+    for handler in ["sandboxer-boot", "sandboxer-template"] {
+        let config = case.pod_config();
+        let pod = case.cri.run_pod(&config, handler).await?;
+        let counted = memory_of(&case, &format!("sandboxer-{pod}"))?;
+        ensure!(counted >= LEAST, "{handler}: only {counted} bytes are counted in the pod's group");
+    }
+    eventually("a VM of the pool, counted in the pool's group", PATIENCE, || async {
+        // Another case's pod may take it at any moment.
+        let is_counted = |vmm: &Pid| {
+            let groups = std::fs::read_to_string(format!("/proc/{vmm}/cgroup"));
+            groups.is_ok_and(|groups| groups.lines().any(|line| line.ends_with("/idle")))
+        };
+        Ok(case.stack.waiting()?.iter().any(is_counted).then_some(()))
+    })
+    .await?;
+    let counted = memory_of(&case, "idle")?;
+    ensure!(counted >= LEAST, "only {counted} bytes are counted in the pool's group");
+    Ok(())
+}
+
+/// What is counted in the stack's control group of this name, bytes.
+fn memory_of(case: &Case, group: &str) -> Result<u64> {
+    let parent = case.stack.env("SANDBOXER_CGROUP_PARENT")?;
+    let below = Path::new(parent.trim_start_matches('/')).join(group);
+    let files = ["/sys/fs/cgroup/memory", "/sys/fs/cgroup"].into_iter().flat_map(|root| {
+        ["memory.usage_in_bytes", "memory.current"].map(|file| Path::new(root).join(&below).join(file))
+    });
+    let text = files.map(std::fs::read_to_string).find_map(Result::ok);
+    Ok(text.with_context(|| format!("no memory is counted in {}", below.display()))?.trim().parse()?)
 }
 
 /// The VMM runs where the containers may; in the guest they have all vCPUs.

@@ -28,7 +28,7 @@ use crate::{
     guest::{Agent, GuestError},
     hash,
     host::{
-        cgroup::PodCgroup,
+        cgroup::Cgroup,
         helper::{HelperError, Helpers},
     },
     vmm::{VmmError, process, strays},
@@ -157,7 +157,7 @@ struct Inner {
     memory_mib: u64,
     helpers: Helpers,
     /// In which the process is counted.
-    cgroup: Option<PodCgroup>,
+    cgroup: Option<Cgroup>,
     // Held while the process is started or given a share: two containers made at once need one process. Only
     // this pod's makers of containers wait for it.
     serving: tokio::sync::Mutex<Option<Serving>>,
@@ -176,7 +176,7 @@ impl Shares {
         pod: SandboxId,
         run_dir: PathBuf,
         memory_mib: u64,
-        cgroup: Option<PodCgroup>,
+        cgroup: Option<Cgroup>,
         helpers: Helpers,
     ) -> Self {
         Self(Arc::new(Inner { pod, run_dir, memory_mib, helpers, cgroup, serving: Default::default() }))

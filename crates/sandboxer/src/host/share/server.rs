@@ -12,7 +12,10 @@ use sandboxer_share::attach::{AttachError, Tree, put};
 use tokio::{io::AsyncReadExt, net::UnixStream, net::unix::pipe};
 
 use super::{Share, ShareError, ShareRecord};
-use crate::vmm::{process, socket};
+use crate::vmm::{
+    process::{self, Equipment},
+    socket,
+};
 
 /// Its socket in the pod's run directory.
 pub const SOCKET: &str = "shares.sock";
@@ -67,9 +70,13 @@ impl Server {
             root.into(),
             (memory_mib * FILES_PER_MIB).to_string().into(),
         ];
-        let (starting, words) =
-            process::spawn(&program, arguments, run_dir, vec![listener], None, false, None)
-                .map_err(failed("start", &program))?;
+        let (starting, words) = process::spawn(
+            &program,
+            arguments,
+            run_dir,
+            Equipment { inherited: vec![listener], ..Equipment::default() },
+        )
+        .map_err(failed("start", &program))?;
         // It goes on as another process, whose id is told by the one that was started, which ends.
         let said = tokio::time::timeout(PATIENCE, said(words)).await;
         let said = said.map_err(io::Error::from).flatten().map_err(failed("hear from", &program))?;

@@ -12,7 +12,7 @@ SUITE=bookworm
 # kmod and busybox-static make the initrd; the rest is what a node has installed before sandboxer comes to it.
 PACKAGES=(
     qemu-system-x86 containernetworking-plugins erofs-utils e2fsprogs iproute2 iptables kmod busybox-static procps
-    util-linux mount cpio socat strace libseccomp2 ca-certificates perl-base netbase
+    systemd util-linux mount cpio socat strace libseccomp2 ca-certificates perl-base netbase
 )
 # What Debian's kernels have as modules and a node, its disks or this project use. A kernel that has one built in, or has
 # it no more, is fine.

@@ -24,6 +24,7 @@ mod soak;
 mod streams;
 mod suite;
 mod templates;
+mod unit;
 mod volumes;
 mod worker;
 
@@ -55,6 +56,18 @@ enum On {
     Vm,
     /// About microVMs, and disturbs other pods.
     VmAlone,
+    /// As that, about the service under systemd; passed over, and counted, where process 1 is none.
+    Systemd,
+}
+
+impl On {
+    fn is_alone(self) -> bool {
+        matches!(self, Self::VmAlone | Self::Systemd)
+    }
+
+    fn is_possible(self) -> bool {
+        self != Self::Systemd || std::env::var_os("SANDBOXER_E2E_SYSTEMD").is_some()
+    }
 }
 
 /// `cases![Any: first, second; Vm: third]` makes the list of a file's cases.
@@ -92,6 +105,7 @@ fn entries() -> Vec<Entry> {
         worker::cases,
         faults::cases,
         soak::cases,
+        unit::cases,
     ];
     files.iter().flat_map(|file| file()).collect()
 }
@@ -158,7 +172,8 @@ fn run() -> Result<ExitCode> {
         .into_iter()
         .map(|(entry, handler, name)| {
             let suite = Arc::clone(&suite);
-            Trial::test(name.clone(), move || suite.run(&entry, handler, &name))
+            let ignored = !entry.on.is_possible();
+            Trial::test(name.clone(), move || suite.run(&entry, handler, &name)).with_ignored_flag(ignored)
         })
         .collect();
     // Two at a time: each guest keeps about one core busy while it boots.

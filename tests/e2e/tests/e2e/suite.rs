@@ -20,7 +20,7 @@ const LIMIT_ALONE: Duration = Duration::from_secs(900);
 
 fn limit(on: On) -> Duration {
     let asked = std::env::var("SANDBOXER_E2E_LIMIT").ok().and_then(|seconds| seconds.parse().ok());
-    asked.map_or(if on == On::VmAlone { LIMIT_ALONE } else { LIMIT }, Duration::from_secs)
+    asked.map_or(if on.is_alone() { LIMIT_ALONE } else { LIMIT }, Duration::from_secs)
 }
 
 /// One stack, in which cases run.
@@ -55,7 +55,7 @@ impl Suite {
     /// Runs a case, and notes what it came to.
     pub fn run(&self, entry: &Entry, handler: &'static str, name: &str) -> Result<(), Failed> {
         let (_alone, _together);
-        let outcome = if entry.on == On::VmAlone {
+        let outcome = if entry.on.is_alone() {
             _alone = self.alone.write().unwrap_or_else(PoisonError::into_inner);
             self.run_alone(entry, handler, name)
         } else {

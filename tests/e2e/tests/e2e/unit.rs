@@ -1,0 +1,165 @@
+//! The unit as it is installed, under a systemd: only where that is process 1, which `scripts/node/systemd.sh` sees to.
+
+use std::fs;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use sandboxer_e2e::bystander::Bystander;
+use sandboxer_e2e::case::{Case, PATIENCE};
+use sandboxer_e2e::eventually;
+use sandboxer_e2e::insist::insist;
+
+crate::cases![Systemd: reloads_crashes_upgrades_and_restarts];
+
+const UNIT: &str = "sandboxer.service";
+const PROGRAMS: [&str; 4] = ["sandboxer", "sandboxer-front", "sandboxer-cli", "sandboxer-share"];
+
+/// The service, in the place of the stack's own daemon for as long as this is there.
+struct Service<'a> {
+    case: &'a Case,
+    built: PathBuf,
+}
+
+impl<'a> Service<'a> {
+    async fn start(case: &'a Case) -> Result<Self> {
+        let daemon = fs::canonicalize(case.stack.dir().join("bin/sandboxer"))?;
+        let built = daemon.parent().context("where the programs are")?.to_owned();
+        for program in PROGRAMS {
+            link(&built.join(program), &Path::new("/usr/bin").join(program))?;
+        }
+        let clone = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+        fs::create_dir_all("/etc/sandboxer")?;
+        fs::copy(case.stack.dir().join("sandboxer/config.toml"), "/etc/sandboxer/config.toml")?;
+        fs::copy(
+            clone.join("vmm-configs/systemd").join(UNIT),
+            Path::new("/usr/lib/systemd/system").join(UNIT),
+        )?;
+        case.stack.end("sandboxer", Signal::SIGTERM).await?;
+        systemctl(&["daemon-reload"])?;
+        systemctl(&["start", UNIT])?;
+        let service = Self { case, built };
+        service.answers().await?;
+        Ok(service)
+    }
+
+    /// Process of the front, which systemd has for the service.
+    fn front(&self) -> Result<Pid> {
+        Ok(Pid::from_raw(systemctl(&["show", "-P", "MainPID", UNIT])?.trim().parse()?))
+    }
+
+    /// Process of the worker behind it; waits until that answers.
+    fn worker(&self) -> Result<Pid> {
+        let output = self.case.stack.command("sandboxer-cli").args(["version", "--json"]).output()?;
+        ensure!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let told: serde_json::Value = serde_json::from_slice(&output.stdout)?;
+        let pid = told["daemon"]["worker_pid"].as_i64().context("no worker_pid")?;
+        Ok(Pid::from_raw(pid.try_into()?))
+    }
+
+    /// Waits until containerd can start a pod with it, and removes that.
+    async fn answers(&self) -> Result<()> {
+        let config = self.case.pod_config();
+        let pod = insist("reach the service", || self.case.cri.run_pod(&config, self.case.handler)).await?;
+        self.case.remove(&pod).await
+    }
+
+    /// Waits for another worker than this one.
+    async fn replaced(&self, worker: Pid) -> Result<Pid> {
+        eventually("another worker", PATIENCE, || async {
+            Ok(self.worker().ok().filter(|now| *now != worker))
+        })
+        .await
+    }
+
+    async fn end(self) -> Result<()> {
+        systemctl(&["stop", UNIT])?;
+        self.case.stack.run_up()?;
+        self.answers().await
+    }
+}
+
+async fn reloads_crashes_upgrades_and_restarts(case: Case) -> Result<()> {
+    let service = Service::start(&case).await?;
+    let outcome = story(&case, &service).await;
+    if outcome.is_err() {
+        eprintln!("{}", run("journalctl", &["--no-pager", "-n", "40", "-u", UNIT]).unwrap_or_default());
+    }
+    service.end().await?;
+    outcome
+}
+
+async fn story(case: &Case, service: &Service<'_>) -> Result<()> {
+    let front = service.front()?;
+    held_to_its_capabilities(front)?;
+    let bystander = Bystander::start(case, 20_000).await?;
+
+    // A worker that dies, one that is reloaded, and one of another build: no container notices.
+    let mut worker = service.worker()?;
+    kill(worker, Signal::SIGKILL)?;
+    worker = service.replaced(worker).await?;
+    bystander.check(case).await.context("after the worker's death")?;
+    systemctl(&["reload", UNIT])?;
+    worker = service.replaced(worker).await?;
+    bystander.check(case).await.context("after a reload")?;
+    link(&service.built.join("sandboxer-failing"), Path::new("/usr/bin/sandboxer"))?;
+    systemctl(&["reload", UNIT])?;
+    worker = service.replaced(worker).await?;
+    let program = fs::read_link(format!("/proc/{worker}/exe"))?;
+    ensure!(program.ends_with("sandboxer-failing"), "the worker is still {}", program.display());
+    bystander.check(case).await.context("after an upgrade")?;
+    ensure!(service.front()? == front, "the front was replaced");
+    bystander.end(case).await?;
+
+    // A front that dies or is restarted: pods go on.
+    let pod = case.pod().await?;
+    let vmms = case.stack.vmms()?;
+    kill(front, Signal::SIGKILL)?;
+    eventually("a service that systemd has started again", PATIENCE, || async {
+        Ok(service.front().ok().filter(|now| now.as_raw() != 0 && *now != front))
+    })
+    .await?;
+    service.answers().await.context("after the front's death")?;
+    systemctl(&["restart", UNIT])?;
+    service.answers().await.context("after a restart")?;
+    systemctl(&["stop", UNIT])?;
+    ensure!(case.stack.vmms()? == vmms, "a VMM ended with the service");
+    systemctl(&["start", UNIT])?;
+    service.answers().await.context("after a stop and a start")?;
+    ensure!(case.stack.vmms()? == vmms, "a VMM was lost");
+    ensure!(case.cri.pod_ready(&pod.id).await?, "the pod is not ready");
+    let restarts = systemctl(&["show", "-P", "NRestarts", UNIT])?;
+    ensure!(restarts.trim().parse::<u32>()? <= 1, "systemd has started it again {} times", restarts.trim());
+    Ok(())
+}
+
+/// The unit's bound is what the process can ever have.
+fn held_to_its_capabilities(front: Pid) -> Result<()> {
+    let words = systemctl(&["show", "-P", "CapabilityBoundingSet", UNIT])?.split_whitespace().count();
+    let status = fs::read_to_string(format!("/proc/{front}/status"))?;
+    let bound = status.lines().find_map(|line| line.strip_prefix("CapBnd:")).context("no CapBnd")?;
+    let bound = u64::from_str_radix(bound.trim(), 16)?;
+    ensure!(bound.count_ones() as usize == words, "{bound:x} are not the unit's {words} capabilities");
+    Ok(())
+}
+
+fn link(program: &Path, at: &Path) -> Result<()> {
+    let new = at.with_extension("new");
+    let _ = fs::remove_file(&new);
+    symlink(program, &new).with_context(|| format!("could not link {}", at.display()))?;
+    Ok(fs::rename(&new, at)?)
+}
+
+fn systemctl(arguments: &[&str]) -> Result<String> {
+    run("systemctl", arguments)
+}
+
+fn run(program: &str, arguments: &[&str]) -> Result<String> {
+    let output = Command::new(program).args(arguments).output().with_context(|| program.to_owned())?;
+    let words = String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "{program} {}: {}", arguments.join(" "), words.trim());
+    Ok(String::from_utf8(output.stdout)?)
+}

@@ -22,6 +22,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use caps::Capability;
 use nix::{
     sched::CloneFlags,
     sys::wait::{WaitStatus, waitpid},
@@ -67,6 +68,9 @@ pub struct Jail {
     root: CString,
     steps: Vec<Step>,
     user: u32,
+    /// What it may do for all that, as bits by number: a tool of the daemon's that reads files of many owners stays root,
+    /// with these. None: a VMM.
+    keeps: Option<u64>,
     groups: Vec<libc::gid_t>,
     /// What its user namespace knows of users and of groups: the one, by its own number.
     ids: String,
@@ -99,6 +103,7 @@ impl Jail {
             root: text(run_dir)?,
             steps: Vec::new(),
             user,
+            keeps: None,
             groups: Vec::new(),
             ids,
             room: false,
@@ -118,6 +123,26 @@ impl Jail {
             }
         }
         Ok(jail)
+    }
+
+    /// A jail for a tool of the daemon's that reads what a tenant made: root, with these capabilities and no others. In it are
+    /// the system's programs, `program` and what is put there by [`Jail::bind`]. `root` is any directory.
+    pub fn of_tool(root: &Path, program: &Path, keeps: &[Capability]) -> io::Result<Self> {
+        let mut jail = Self::new(root, &[program], &[])?;
+        jail.user = 0;
+        jail.keeps = Some(keeps.iter().fold(0, |bits, capability| bits | capability.bitmask()));
+        Ok(jail)
+    }
+
+    /// Shows `from` in it as `at`, a name in its root.
+    pub fn bind(&mut self, from: &Path, at: &str, writable: bool) -> io::Result<()> {
+        let is_dir = fs::metadata(from)?.is_dir();
+        let (from, at) = (text(from)?, text(Path::new(at))?);
+        self.steps.push(if is_dir { Step::Dir(at.clone()) } else { Step::File(at.clone()) });
+        let read_only = if writable { 0 } else { libc::MS_RDONLY };
+        let flags = read_only | libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
+        self.steps.push(Step::Bind { from, at, flags });
+        Ok(())
     }
 
     /// The same jail with a [`ROOM`] in it.
@@ -206,6 +231,12 @@ impl Jail {
             done(libc::mount(nothing, c"/".as_ptr(), nothing, seal, std::ptr::null()))?;
             done(libc::chdir(c"/".as_ptr()))?;
             done(libc::setgroups(self.groups.len(), self.groups.as_ptr()))?;
+            if let Some(keeps) = self.keeps {
+                drop_from_bound(!keeps)?;
+                // What root executes has what the bound leaves.
+                done(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))?;
+                return self.apply_filter();
+            }
             // No kernel lets a plain user do what follows that doesn't let root, and some let root alone.
             done(libc::prctl(libc::PR_SET_SECUREBITS, STAY, 0, 0, 0))?;
             done(libc::setresgid(self.user, self.user, self.user))?;
@@ -216,18 +247,16 @@ impl Jail {
                 Err(error) if refuses_user_namespaces(&error) => {}
                 Err(error) => return Err(error),
             }
-            for capability in 0..=LAST_CAPABILITY {
-                match done(libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0)) {
-                    // Beyond the last one.
-                    Err(error) if error.raw_os_error() == Some(libc::EINVAL) => break,
-                    dropped => dropped?,
-                }
-            }
+            drop_from_bound(u64::MAX)?;
             done(libc::prctl(libc::PR_SET_SECUREBITS, 0, 0, 0, 0))?;
             let (header, none) = ([CAPABILITY_VERSION, 0], [0_u32; 6]);
             done(libc::syscall(libc::SYS_capset, header.as_ptr(), none.as_ptr()) as libc::c_int)?;
             done(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))?;
         }
+        self.apply_filter()
+    }
+
+    fn apply_filter(&self) -> io::Result<()> {
         // What comes back of a failure is a number: nothing is allocated on the way.
         apply_filter(&self.filter).map_err(|_| io::Error::last_os_error())
     }
@@ -241,6 +270,19 @@ impl Jail {
         write(c"/proc/self/gid_map", self.ids.as_bytes())?;
         write(c"/proc/sys/user/max_user_namespaces", b"0")
     }
+}
+
+/// Takes these capabilities, bits by number, from all that this process will ever execute.
+fn drop_from_bound(capabilities: u64) -> io::Result<()> {
+    for capability in (0..=LAST_CAPABILITY).filter(|capability| capabilities >> capability & 1 == 1) {
+        // SAFETY: it changes this thread alone.
+        match done(unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) }) {
+            // Beyond the last one.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => break,
+            dropped => dropped?,
+        }
+    }
+    Ok(())
 }
 
 /// Makes [`ROOM`] in the working directory. What others put there the VMM can neither remove nor replace.

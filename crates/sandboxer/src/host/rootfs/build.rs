@@ -9,13 +9,20 @@ use std::{
     fmt::Write as _,
     fs::{self, File},
     io::{self, Read},
+    os::fd::OwnedFd,
     os::unix::{
         fs::{FileTypeExt, MetadataExt},
-        process::ExitStatusExt,
+        process::{CommandExt, ExitStatusExt},
     },
     path::{Path, PathBuf},
-    process::{Command, Stdio},
+    process::{Child, Command, Stdio},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+        mpsc::{self, RecvTimeoutError},
+    },
     thread,
+    time::Duration,
 };
 
 use nix::{
@@ -24,9 +31,16 @@ use nix::{
     sched::{CloneFlags, unshare},
     sys::statvfs::statvfs,
 };
+use rustix::process::{Pid, PidfdFlags, Resource, Rlimit, Signal, pidfd_open, pidfd_send_signal, setrlimit};
 use tokio::sync::oneshot;
 
-use super::{BuildError, FsType, mounts::Chain, superblock};
+use super::{
+    BuildError, FsType,
+    cell::{self, Cell},
+    mounts::Chain,
+    superblock,
+};
+use crate::vmm::jail::Jail;
 
 /// Most bytes of a program's stderr that get into an error.
 const STDERR_LEN: usize = 1024;
@@ -35,6 +49,10 @@ const STDERR_LEN: usize = 1024;
 const HOLES_WORTH_KEEPING: u64 = 64 << 20;
 /// Chunk size then, bytes: small beside the data, large beside its 4-byte entry in the chunk map.
 const CHUNK: &str = "--chunksize=65536";
+/// Bytes a second that a disk or a processor of no use any more still gets through.
+const SLOWEST: u64 = 4 << 20;
+/// Most memory of mkfs.erofs, bytes: it takes some 300 for each file.
+const MOST_MEMORY: u64 = 4 << 30;
 /// Most bytes that all files of a tree may seem to have; an image of petabytes of holes is an attack.
 const MOST_BYTES: u64 = 256 << 30;
 
@@ -131,8 +149,11 @@ fn make(job: &Job) -> Result<(), BuildError> {
         arg.push(ghost);
         arg
     }));
-    args.extend([job.image.clone().into(), root.into()]);
-    run(&job.mkfs, args, &job.image, " or set rootfs.mkfs_erofs").map_err(|error| match error {
+    let cell = Cell::new(job, &root)?;
+    args.extend([cell::IMAGE.into(), cell::TREE.into()]);
+    let setting = " or set rootfs.mkfs_erofs";
+    let confined = Confined { jail: Some(cell.jail()?), limit: time_for(bytes) };
+    run(&job.mkfs, args, &job.image, setting, confined).map_err(|error| match error {
         BuildError::Failed { stderr, .. } if stderr.contains("No space left") => full(),
         // mkfs.erofs doesn't always say why it could not write.
         BuildError::Failed { .. } if free_bytes(dir).is_some_and(|free| free < 64 << 10) => full(),
@@ -144,6 +165,11 @@ fn make(job: &Job) -> Result<(), BuildError> {
         _ => BuildError::Host { action: "write", path: job.image.clone(), source },
     })?;
     superblock::check(&job.image, FsType::Erofs)
+}
+
+/// How long mkfs.erofs may take for files of so many bytes: some minutes, and what a slow disk needs.
+fn time_for(bytes: u64) -> Duration {
+    Duration::from_secs(300 + bytes / SLOWEST)
 }
 
 /// Leaves the host's mount namespace with this thread and mounts the chain's merged view; answers where.
@@ -255,25 +281,51 @@ fn free_bytes(dir: &Path) -> Option<u64> {
     stat.blocks_available().checked_mul(stat.fragment_size())
 }
 
+/// How a program is held.
+#[derive(Debug)]
+pub struct Confined {
+    /// Where it runs; none: as the daemon. Only for the one program that the calling thread starts: whatever else that
+    /// would start were of the jail's namespace of processes.
+    pub jail: Option<Jail>,
+    /// It is killed after so long.
+    pub limit: Duration,
+}
+
 /// Runs a program that makes `path`. `setting` says where else the program can be set.
 pub fn run(
     program: &Path,
     args: impl IntoIterator<Item = impl AsRef<OsStr>>,
     path: &Path,
     setting: &'static str,
+    Confined { jail, limit }: Confined,
 ) -> Result<(), BuildError> {
     let failed = |source| BuildError::Program { program: program.to_owned(), setting, source };
     let args: Vec<OsString> = args.into_iter().map(|arg| arg.as_ref().to_owned()).collect();
-    let mut child = Command::new(program)
-        .args(args)
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::piped())
-        .spawn()
-        .map_err(failed)?;
+    #[cfg(test)]
+    tests::count_run(program);
+    // Begun before the namespace is left, in which no thread can be.
+    let watch = Watch::begin(limit).map_err(failed)?;
+    if jail.is_some() {
+        unshare(CloneFlags::CLONE_NEWPID).map_err(|errno| failed(errno.into()))?;
+    }
+    let mut command = Command::new(program);
+    command.args(args).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
+    // SAFETY: between fork and exec only system calls are made; nothing is allocated, no lock is taken.
+    unsafe {
+        command.pre_exec(move || {
+            setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?;
+            setrlimit(Resource::As, Rlimit { current: Some(MOST_MEMORY), maximum: Some(MOST_MEMORY) })?;
+            jail.as_ref().map_or(Ok(()), Jail::enter)
+        })
+    };
+    let mut child = command.spawn().map_err(failed)?;
+    watch.over(&child).map_err(failed)?;
     let said = child.stderr.take().map(tail).transpose();
     // Reaped in any case.
     let status = child.wait().map_err(failed)?;
+    if watch.has_killed() {
+        return Err(BuildError::TooSlow { program: program.to_owned(), path: path.to_owned(), limit });
+    }
     if status.success() {
         return Ok(());
     }
@@ -284,6 +336,40 @@ pub fn run(
     let said = said.map_err(failed)?.unwrap_or_default();
     let stderr = String::from_utf8_lossy(&said).trim().replace('\n', " ");
     Err(BuildError::Failed { program: program.to_owned(), how, path: path.to_owned(), stderr })
+}
+
+/// A thread that kills a child which takes too long.
+struct Watch {
+    killed: Arc<AtomicBool>,
+    /// Dropped, it ends the thread.
+    child: mpsc::Sender<OwnedFd>,
+}
+
+impl Watch {
+    fn begin(limit: Duration) -> io::Result<Self> {
+        let (child, told) = mpsc::channel::<OwnedFd>();
+        let killed = Arc::<AtomicBool>::default();
+        let flag = killed.clone();
+        thread::Builder::new().name("mkfs-limit".into()).spawn(move || {
+            let Ok(pidfd) = told.recv() else { return };
+            if told.recv_timeout(limit).err() == Some(RecvTimeoutError::Timeout) {
+                flag.store(true, Ordering::Release);
+                // One that has ended just now is waited for as well.
+                let _ = pidfd_send_signal(&pidfd, Signal::KILL);
+            }
+        })?;
+        Ok(Self { killed, child })
+    }
+
+    fn over(&self, child: &Child) -> io::Result<()> {
+        let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidData)?;
+        let pidfd = pidfd_open(pid, PidfdFlags::empty())?;
+        self.child.send(pidfd).map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))
+    }
+
+    fn has_killed(&self) -> bool {
+        self.killed.load(Ordering::Acquire)
+    }
 }
 
 /// The last bytes of a stream that is read to its end.
@@ -301,8 +387,35 @@ fn tail(mut stream: impl Read) -> io::Result<Vec<u8>> {
 }
 
 #[cfg(test)]
-mod tests {
+pub mod tests {
+    use std::{
+        collections::BTreeMap,
+        sync::{Mutex, PoisonError},
+    };
+
     use super::*;
+
+    /// How often each program was run: a jailed one can't tell itself.
+    static RUNS: Mutex<BTreeMap<PathBuf, usize>> = Mutex::new(BTreeMap::new());
+
+    pub fn count_run(program: &Path) {
+        let mut runs = RUNS.lock().unwrap_or_else(PoisonError::into_inner);
+        *runs.entry(program.to_owned()).or_default() += 1;
+    }
+
+    pub fn runs(program: &Path) -> usize {
+        RUNS.lock().unwrap_or_else(PoisonError::into_inner).get(program).copied().unwrap_or_default()
+    }
+
+    const FREE: Confined = Confined { jail: None, limit: Duration::from_secs(60) };
+
+    #[test]
+    fn a_program_that_hangs_is_ended_and_named() {
+        let limit = Duration::from_millis(50);
+        let confined = Confined { jail: None, limit };
+        let error = run(Path::new("sleep"), ["100"], Path::new("/out"), "", confined).unwrap_err();
+        assert_eq!(error.to_string(), "\"sleep\" was not done with \"/out\" within 50ms and was killed");
+    }
 
     #[test]
     fn a_tree_is_counted_in_all_its_directories() {
@@ -332,7 +445,8 @@ mod tests {
     #[test]
     fn a_program_that_fails_says_why_in_few_words() {
         let said = |script: &str| {
-            run(Path::new("sh"), ["-c", script], Path::new("/out"), "").map_err(|error| error.to_string())
+            run(Path::new("sh"), ["-c", script], Path::new("/out"), "", FREE)
+                .map_err(|error| error.to_string())
         };
         assert_eq!(said("exit 0"), Ok(()));
         let text =
@@ -340,8 +454,8 @@ mod tests {
         assert!(text.contains("exited with status 3") && text.ends_with("the end"), "{text}");
         assert!(text.len() < STDERR_LEN + 200 && !text.contains("begin"), "{text}");
         assert!(said("kill -9 $$").unwrap_err().contains("killed by signal 9"));
-        let text =
-            run(Path::new("/no/mkfs"), ["x"], Path::new("/out"), " or set rootfs.mkfs_erofs").unwrap_err();
+        let text = run(Path::new("/no/mkfs"), ["x"], Path::new("/out"), " or set rootfs.mkfs_erofs", FREE)
+            .unwrap_err();
         assert!(text.to_string().contains("install it or set rootfs.mkfs_erofs"), "{text}");
     }
 }

@@ -313,7 +313,11 @@ impl State {
             let entry = entry?;
             let Ok(name) = entry.file_name().into_string() else { continue };
             if name.starts_with(UNFINISHED) {
-                fs::remove_file(entry.path())?;
+                // An image, or what mkfs.erofs kept beside it.
+                match entry.file_type()?.is_dir() {
+                    true => fs::remove_dir_all(entry.path())?,
+                    false => fs::remove_file(entry.path())?,
+                }
                 continue;
             }
             let key = name

@@ -1,6 +1,6 @@
 //! Why a root file system can't be made.
 
-use std::{io, path::PathBuf, sync::Arc};
+use std::{io, path::PathBuf, sync::Arc, time::Duration};
 
 use sandboxer_protocol::id::{ContainerId, SandboxId};
 
@@ -105,6 +105,16 @@ pub enum BuildError {
         path: PathBuf,
         /// The last it said.
         stderr: String,
+    },
+    /// A program did not come to an end.
+    #[error("{program:?} was not done with {path:?} within {limit:?} and was killed")]
+    TooSlow {
+        /// The program.
+        program: PathBuf,
+        /// What it was to make.
+        path: PathBuf,
+        /// How long it had.
+        limit: Duration,
     },
     /// The file system that holds the images is full.
     #[error("no space left in {dir:?} for an image of {layers:?}: free some, or lower rootfs.cache_mib")]

@@ -6,12 +6,20 @@ use std::{
     io,
     os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
+    time::Duration,
 };
 
-use super::{BuildError, FsType, build::run, superblock};
+use super::{
+    BuildError, FsType,
+    build::{Confined, run},
+    superblock,
+};
 
 /// Program that makes the file system.
 const MKFS: &str = "mkfs.ext4";
+/// More than an empty file system takes on any disk.
+const LIMIT: Duration = Duration::from_secs(120);
+
 /// Makes an ext4 file system of `size` bytes at `path`, sparse, unless one is there.
 ///
 /// A machine sees the file only once it is complete: it gets its name last. Waits for the file system and the program.
@@ -46,7 +54,8 @@ fn try_make(path: &Path, unfinished: &Path, size: u64) -> Result<(), BuildError>
     // Inode tables are zeros in a fresh sparse file; a container's layer needs no reserve for root.
     let options = ["-q", "-F", "-m", "0", "-E", "lazy_itable_init=1,lazy_journal_init=1,nodiscard", "--"];
     let args = options.iter().map(OsString::from).chain([unfinished.into()]);
-    run(Path::new(MKFS), args, path, "")?;
+    // It reads nothing of a tenant's.
+    run(Path::new(MKFS), args, path, "", Confined { jail: None, limit: LIMIT })?;
     file.sync_all().map_err(host("write"))?;
     name(unfinished, path).map_err(host("name"))
 }

@@ -8,6 +8,7 @@
 
 mod build;
 mod cache;
+mod cell;
 mod error;
 pub(crate) mod ext4;
 pub(crate) mod mounts;

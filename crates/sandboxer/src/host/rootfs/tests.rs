@@ -23,7 +23,7 @@ use nix::{
 };
 use tempfile::TempDir;
 
-use super::*;
+use super::{build::tests::runs, *};
 use crate::error::chain;
 
 /// Snapshots as containerd's overlayfs snapshotter lays them out, and a store.
@@ -50,14 +50,13 @@ impl Fixture {
         store
     }
 
-    /// An mkfs that counts its runs, and then is `program`.
+    /// An mkfs of this fixture alone, whose [runs] are counted: it is `program`.
     fn counted_mkfs(&mut self, program: &str) -> PathBuf {
-        let (script, count) = (self.path("mkfs"), self.path("count"));
-        fs::write(&script, format!("#!/bin/sh\necho run >> {}\nexec {program} \"$@\"\n", count.display()))
-            .unwrap();
+        let script = self.path("mkfs");
+        fs::write(&script, format!("#!/bin/sh\nexec {program} \"$@\"\n")).unwrap();
         fs::set_permissions(&script, Permissions::from_mode(0o755)).unwrap();
-        self.config.mkfs_erofs = script;
-        count
+        self.config.mkfs_erofs = script.clone();
+        script
     }
 
     /// A committed layer that holds one file.
@@ -107,10 +106,6 @@ fn plain(fstype: &str, source: &Path, options: &[&str]) -> Vec<Mount> {
 
 async fn prepare(store: &RootfsStore, mounts: &[Mount]) -> Result<RootfsPlan, RootfsError> {
     store.prepare(&"pod".parse().unwrap(), &"container".parse().unwrap(), mounts).await
-}
-
-fn runs(count: &Path) -> usize {
-    fs::read_to_string(count).unwrap_or_default().lines().count()
 }
 
 fn no_view_is_mounted(fixture: &Fixture) {
@@ -452,6 +447,28 @@ async fn a_damaged_image_of_the_cache_is_made_again() {
     assert_ne!(again.lower[0].disk.path, image);
     assert!(see_image(&again.lower[0].disk.path).contains_key(Path::new("name")));
     assert_eq!(fixture.images().len(), 1);
+}
+
+/// What an image is made of is a tenant's, and so may be whoever reads it.
+#[tokio::test]
+async fn mkfs_sees_the_tree_and_the_image_and_little_else() {
+    let mut fixture = Fixture::new();
+    let secret = fixture.path("secret");
+    fs::write(&secret, "of the host").unwrap();
+    let script = format!(
+        "sh -c 'for path in {} /etc/passwd /root /var /run /sys; do test -e $path && echo it sees $path; done
+        cat /tree/name; echo x 2>/dev/null > /tree/new && echo it writes; touch /usr/new 2>/dev/null && echo and there
+        ls /proc/2 >/dev/null 2>&1 && echo it sees others; grep -E \"CapEff|NoNewPrivs|Seccomp:\" /proc/self/status
+        wc -l < /proc/net/dev; echo scratch > /tmp/x && cat /tmp/x; exit 4' >&2",
+        secret.display()
+    );
+    fixture.counted_mkfs(&script);
+    let store = fixture.store();
+    let layer = fixture.layer("base", "the tree;");
+    let text = chain(&prepare(&store, &fixture.overlay(&[&layer])).await.unwrap_err());
+    // Of capabilities CAP_DAC_READ_SEARCH, of network devices the loopback below two lines of headings.
+    let seen = "the tree;CapEff:\t0000000000000004 NoNewPrivs:\t1 Seccomp:\t2 3 scratch";
+    assert!(text.ends_with(seen), "{text}");
 }
 
 #[tokio::test]

@@ -1,0 +1,79 @@
+//! Where mkfs.erofs runs: what it reads was made by a tenant, so it sees that, the file it makes, and nothing else.
+
+use std::{
+    fs::{self, File},
+    io,
+    os::unix::fs::DirBuilderExt,
+    path::{Path, PathBuf},
+};
+
+use caps::Capability;
+
+use super::{
+    BuildError,
+    build::{Content, Job},
+};
+use crate::vmm::{jail::Jail, process};
+
+/// The image in it.
+pub const IMAGE: &str = "/image";
+/// The tree that the image is made of.
+pub const TREE: &str = "/tree";
+
+/// Files beside an image while it is made, gone with this.
+#[derive(Debug)]
+pub struct Cell<'a> {
+    job: &'a Job,
+    tree: &'a Path,
+    /// What mkfs.erofs keeps for itself, as large as the image where that is made of chunks: so it is on a disk.
+    scratch: PathBuf,
+}
+
+impl<'a> Cell<'a> {
+    /// Prepares one in which `job` finds its tree.
+    pub fn new(job: &'a Job, tree: &'a Path) -> Result<Self, BuildError> {
+        let scratch = job.image.with_extension("scratch");
+        let host = |path: &Path| {
+            let path = path.to_owned();
+            move |source| BuildError::Host { action: "make", path, source }
+        };
+        fs::DirBuilder::new().mode(0o700).create(&scratch).map_err(host(&scratch))?;
+        let cell = Self { job, tree, scratch };
+        File::create(&job.image).map_err(host(&job.image))?;
+        Ok(cell)
+    }
+
+    /// The jail.
+    pub fn jail(&self) -> Result<Jail, BuildError> {
+        self.try_jail().map_err(|source| BuildError::Host {
+            action: "prepare a jail for mkfs in",
+            path: self.job.work.clone(),
+            source,
+        })
+    }
+
+    fn try_jail(&self) -> io::Result<Jail> {
+        // Overlay's own marks, which a directory is copied with, are shown to nobody else.
+        let marks = matches!(self.job.content, Content::Directory(_)).then_some(Capability::CAP_SYS_ADMIN);
+        let keeps: Vec<_> = [Capability::CAP_DAC_READ_SEARCH].into_iter().chain(marks).collect();
+        // Of a chain, the view is mounted below the work directory, over which nothing may be mounted.
+        let root = match self.job.content {
+            Content::Directory(_) => self.job.work.clone(),
+            Content::Chain(_) => self.job.work.join("jail"),
+        };
+        fs::create_dir_all(&root)?;
+        let mut jail = Jail::of_tool(&root, &process::find(&self.job.mkfs), &keeps)?;
+        jail.bind(self.tree, TREE.trim_start_matches('/'), false)?;
+        jail.bind(&self.job.image, IMAGE.trim_start_matches('/'), true)?;
+        jail.bind(&self.scratch, "tmp", true)?;
+        Ok(jail)
+    }
+}
+
+impl Drop for Cell<'_> {
+    fn drop(&mut self) {
+        if let Err(error) = fs::remove_dir_all(&self.scratch) {
+            tracing::warn!(path = %self.scratch.display(), %error, "cannot remove what mkfs left");
+        }
+    }
+}

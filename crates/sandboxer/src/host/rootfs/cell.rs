@@ -20,6 +20,9 @@ pub const IMAGE: &str = "/image";
 /// The tree that the image is made of.
 pub const TREE: &str = "/tree";
 
+/// What it may do as no plain user may: read files of all owners, and see attributes `trusted.*`, such as overlay's marks.
+const KEEPS: [Capability; 2] = [Capability::CAP_DAC_READ_SEARCH, Capability::CAP_SYS_ADMIN];
+
 /// Files beside an image while it is made, gone with this.
 #[derive(Debug)]
 pub struct Cell<'a> {
@@ -53,16 +56,13 @@ impl<'a> Cell<'a> {
     }
 
     fn try_jail(&self) -> io::Result<Jail> {
-        // Overlay's own marks, which a directory is copied with, are shown to nobody else.
-        let marks = matches!(self.job.content, Content::Directory(_)).then_some(Capability::CAP_SYS_ADMIN);
-        let keeps: Vec<_> = [Capability::CAP_DAC_READ_SEARCH].into_iter().chain(marks).collect();
         // Of a chain, the view is mounted below the work directory, over which nothing may be mounted.
         let root = match self.job.content {
             Content::Directory(_) => self.job.work.clone(),
             Content::Chain(_) => self.job.work.join("jail"),
         };
         fs::create_dir_all(&root)?;
-        let mut jail = Jail::of_tool(&root, &process::find(&self.job.mkfs), &keeps)?;
+        let mut jail = Jail::of_tool(&root, &process::find(&self.job.mkfs), &KEEPS)?;
         jail.bind(self.tree, TREE.trim_start_matches('/'), false)?;
         jail.bind(&self.job.image, IMAGE.trim_start_matches('/'), true)?;
         jail.bind(&self.scratch, "tmp", true)?;

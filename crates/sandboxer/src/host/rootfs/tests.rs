@@ -29,15 +29,18 @@ use crate::error::chain;
 /// Snapshots as containerd's overlayfs snapshotter lays them out, and a store.
 struct Fixture {
     dir: TempDir,
+    /// Not below /tmp, which mkfs.erofs has of its own.
+    programs: TempDir,
     config: RootfsConfig,
 }
 
 impl Fixture {
     fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
+        let programs = tempfile::tempdir_in("/var/tmp").unwrap();
         let config =
             RootfsConfig { mkfs_erofs: "mkfs.erofs".into(), cache_bytes: 1 << 30, writable_bytes: 7 };
-        Self { dir, config }
+        Self { dir, programs, config }
     }
 
     fn path(&self, name: &str) -> PathBuf {
@@ -52,7 +55,7 @@ impl Fixture {
 
     /// An mkfs of this fixture alone, whose [runs] are counted: it is `program`.
     fn counted_mkfs(&mut self, program: &str) -> PathBuf {
-        let script = self.path("mkfs");
+        let script = self.programs.path().join("mkfs");
         fs::write(&script, format!("#!/bin/sh\nexec {program} \"$@\"\n")).unwrap();
         fs::set_permissions(&script, Permissions::from_mode(0o755)).unwrap();
         self.config.mkfs_erofs = script.clone();
@@ -456,7 +459,7 @@ async fn mkfs_sees_the_tree_and_the_image_and_little_else() {
     let secret = fixture.path("secret");
     fs::write(&secret, "of the host").unwrap();
     let script = format!(
-        "sh -c 'for path in {} /etc/passwd /root /var /run /sys; do test -e $path && echo it sees $path; done
+        "sh -c 'for path in {} /etc/passwd /root /var/lib /run /sys; do test -e $path && echo it sees $path; done
         cat /tree/name; echo x 2>/dev/null > /tree/new && echo it writes; touch /usr/new 2>/dev/null && echo and there
         ls /proc/2 >/dev/null 2>&1 && echo it sees others; grep -E \"CapEff|NoNewPrivs|Seccomp:\" /proc/self/status
         wc -l < /proc/net/dev; echo scratch > /tmp/x && cat /tmp/x; exit 4' >&2",
@@ -466,8 +469,8 @@ async fn mkfs_sees_the_tree_and_the_image_and_little_else() {
     let store = fixture.store();
     let layer = fixture.layer("base", "the tree;");
     let text = chain(&prepare(&store, &fixture.overlay(&[&layer])).await.unwrap_err());
-    // Of capabilities CAP_DAC_READ_SEARCH, of network devices the loopback below two lines of headings.
-    let seen = "the tree;CapEff:\t0000000000000004 NoNewPrivs:\t1 Seccomp:\t2 3 scratch";
+    // Of capabilities CAP_DAC_READ_SEARCH and CAP_SYS_ADMIN, of network devices the loopback below two lines of headings.
+    let seen = "the tree;CapEff:\t0000000000200004 NoNewPrivs:\t1 Seccomp:\t2 3 scratch";
     assert!(text.ends_with(seen), "{text}");
 }
 

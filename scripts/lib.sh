@@ -22,6 +22,19 @@ with_lock() {
     ) 9>"$lock"
 }
 
+# attended COMMAND…: runs it with no input, so that it ends when this script is told to: bash alone would wait for its end, and
+# after an interrupt that it survived go on as if nothing were.
+attended() {
+    local pid status=0
+    "$@" </dev/null &
+    pid=$!
+    # shellcheck disable=SC2064 # its number is known now
+    trap "kill -TERM $pid 2>/dev/null; wait $pid; exit 130" INT TERM HUP
+    wait "$pid" || status=$?
+    trap - INT TERM HUP
+    return $status
+}
+
 # stack_names DIR: sets DIR (absolute), HASH, RUN, CGROUP and NETWORK. Everything of a stack that must have a
 # name outside DIR carries HASH. Sockets live in RUN, since DIR may be too long for the path of a unix socket:
 # its limit is 107 bytes, and with a pod's 64 digits in it 19 are left for a name below RUN/sandboxer/pods/ID.

@@ -29,10 +29,11 @@ options:
   --env NAME[=VALUE]  a variable for COMMAND; without a value, as it is here
   --program FILE      puts this program into the node's /usr/local/bin; may be repeated
   --limit SECONDS     the node is ended after this time (default 900)
+  --stall SECONDS     and after so much processor time in which COMMAND printed nothing
 
 CLOUD_HYPERVISOR and FIRECRACKER, where set, name VMMs that the node gets too.
 
-exit codes: COMMAND's own; 124 when the limit was reached; 125 when the node could not run it.
+exit codes: COMMAND's own; 124 when the limit was reached; 125 when the node could not run it; 123 when it stalled.
 
 examples:
   scripts/node.sh run -- sandboxer-cli check
@@ -43,7 +44,7 @@ HELP
 QEMU=${SANDBOXER_NODE_QEMU:-qemu-system-x86_64}
 PAYLOAD=$ROOT/target/node/payload.erofs
 
-cpus='' memory='' numa=0 virtual=no kernel=stable append='' disk=0 out=$ROOT/target/node/out limit=900
+cpus='' memory='' numa=0 virtual=no kernel=stable append='' disk=0 out=$ROOT/target/node/out limit=900 stall=0
 variables=() programs=()
 
 # refuse WHY: the node could not run the command.
@@ -57,15 +58,17 @@ options() {
         case $1 in
         --) shift && break ;;
         --virtual-time) virtual=yes && shift && continue ;;
-        --cpus | --memory | --numa | --kernel | --append | --disk | --out | --env | --program | --limit)
+        --cpus | --memory | --numa | --kernel | --append | --disk | --out | --env | --program | --limit | --stall)
             (($# > 1)) || refuse "$1 needs a value (see --help)"
             ;;
         *) refuse "unknown option '$1' (see --help; COMMAND comes after --)" ;;
         esac
         case $1 in
-        --cpus | --memory | --numa | --disk | --limit)
+        --cpus | --memory | --numa | --disk | --limit | --stall)
             [[ $2 =~ ^[0-9]{1,7}$ ]] || refuse "$1 '$2' is no number"
-            declare -g "${1#--}=$2"
+            # Not octal.
+            declare -g "${1#--}=$((10#$2))"
+            [[ $1 == --numa || $1 == --disk || $1 == --stall ]] || ((10#$2)) || refuse "$1 0: a node has to have some"
             ;;
         --kernel) [[ $2 == stable || $2 == backports ]] || refuse "--kernel '$2': stable or backports" && kernel=$2 ;;
         --append) append+=" $2" ;;
@@ -150,6 +153,29 @@ machine() {
     arguments+=(-cpu "$model" -kernel "$image/vmlinuz-$kernel" -initrd "$image/initrd-$kernel" -append "$words")
 }
 
+# spent PID: its processor time, s; nothing when it is gone.
+spent() {
+    local user system
+    user=$(stat_field "$1" 14) && system=$(stat_field "$1" 15) && echo $(((user + system) / $(getconf CLK_TCK)))
+}
+
+# A guest that the emulator has lost spins for ever, and its node with it. Processor time, unlike time, is the same
+# beside whatever else this machine does.
+watch_stall() {
+    local emulator now before=none since=0 used
+    while sleep 5; do
+        emulator=$(pgrep -P "$1" | head -n 1) && used=$(spent "$emulator") || return 0
+        now=$(stat -c %s "$work/said" 2>/dev/null || true)
+        if [[ $now != "$before" ]]; then
+            before=$now since=$used
+        elif ((used - since >= stall)); then
+            : >"$work/stalled"
+            kill -TERM "$1" 2>/dev/null || true
+            return 0
+        fi
+    done
+}
+
 finish() {
     local status=$?
     trap - EXIT INT TERM HUP
@@ -157,9 +183,13 @@ finish() {
         kill -TERM "$pid" 2>/dev/null || true
         wait "$pid" 2>/dev/null || true
     fi
+    [[ -z ${watcher:-} ]] || { pkill -P "$watcher"; kill "$watcher" 2>/dev/null; } || true
     rm -rf --one-file-system "$work"
     exit "$status"
 }
+
+# console LINES: the last ones of the node's console; of a QEMU that did not begin there is none.
+console() { tail -n "$1" "$work/console" >&2 2>/dev/null || true; }
 
 # boot: runs QEMU to its end, at most so long; then says what came of the command.
 boot() {
@@ -169,11 +199,16 @@ boot() {
     else
         timeout -k 5 "$limit" "$QEMU" "${arguments[@]}" </dev/null &
         pid=$!
+        ((stall == 0)) || { watch_stall "$pid" & watcher=$!; }
         wait "$pid" || status=$?
     fi
-    ((status != 124 && status != 137)) || { say "the node was ended after its limit of $limit s"; tail -n 5 "$work/console" >&2; exit 124; }
+    if [[ -e $work/stalled ]]; then
+        say "the command printed nothing in $stall s of processor time: ended, since a guest seems to spin"
+        exit 123
+    fi
+    ((status != 124 && status != 137)) || { say "the node was ended after its limit of $limit s"; console 5; exit 124; }
     [[ ! -f $work/ctl/error ]] || refuse "the node could not run the command: $(<"$work/ctl/error")"
-    [[ -f $work/ctl/status ]] || { tail -n 15 "$work/console" >&2; refuse "the node ended before the command did (QEMU's exit code is $status); the end of its console is above"; }
+    [[ -f $work/ctl/status ]] || { console 15; refuse "the node ended before the command did (QEMU's exit code is $status); the end of its console is above"; }
     exit "$(<"$work/ctl/status")"
 }
 
@@ -190,7 +225,7 @@ node() {
     trap 'exit 130' INT
     trap 'exit 143' TERM HUP
     control
-    machine "$mode" "stdio,id=io,signal=off"
+    machine "$mode" "stdio,id=io,signal=off,logfile=$work/said"
     boot
 }
 

@@ -5,7 +5,7 @@
 #   stack.sh status DIR             says what runs; exit 1 unless all of it does
 # Binaries of ours are taken from SANDBOXER_BIN_DIR (default target/release), the guest image from
 # SANDBOXER_GUEST_DIR (default target/guest). POOL machines (default 8) wait for pods; 0: none.
-# STACK_VMM and STACK_ACCELERATOR are [vm] vmm and accelerator of the daemon (default auto).
+# STACK_VMM and STACK_ACCELERATOR are [vm] vmm and accelerator of the daemon (default auto), STACK_MEMORY is a pod's (256 MiB).
 # STACK_SUFFIX ends the names of the handlers that start pods in several ways, so that results of two VMMs can be one.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
@@ -63,7 +63,8 @@ fill() {
     (($(awk '/^CapEff/ { print "0x" $2 }' /proc/self/status) >> 24 & 1)) || restrict=true
     sed -e "s|@DIR@|$DIR|g; s|@RUN@|$RUN|g; s|@PAUSE@|$PAUSE|g; s|@RESTRICT_OOM@|$restrict|g; s|@CGROUP@|$CGROUP|g" \
         -e "s|@NETWORK@|$NETWORK|g; s|@POOL@|${POOL:-8}|g; s|@GUEST@|${SANDBOXER_GUEST_DIR:-$ROOT/target/guest}|g" \
-        -e "s|@VMM@|${STACK_VMM:-auto}|g; s|@ACCELERATOR@|${STACK_ACCELERATOR:-auto}|g; s|@SUFFIX@|${STACK_SUFFIX:-}|g" "$1"
+        -e "s|@VMM@|${STACK_VMM:-auto}|g; s|@ACCELERATOR@|${STACK_ACCELERATOR:-auto}|g; s|@SUFFIX@|${STACK_SUFFIX:-}|g" \
+        -e "s|@MEMORY@|${STACK_MEMORY:-256}|g" "$1"
 }
 
 # configure TEMPLATE FILE: once; what was edited since is kept.
@@ -121,10 +122,11 @@ import_images() {
     for kind in busybox pause; do
         [[ $kind == busybox ]] && name=$BUSYBOX || name=$PAUSE
         ! grep -qxF "$name" <<<"$have" || continue
+        image=$DIR/images/$kind.tar
         # A node VM brings them along, since nothing is compiled in it.
-        image=$CACHE/images/$kind.tar
-        if [[ ! -f $image ]]; then
-            image=$DIR/images/$kind.tar
+        if [[ -f $CACHE/images/$kind.tar ]]; then
+            ln -sfn "$CACHE/images/$kind.tar" "$image"
+        else
             "$ROOT/scripts/oci-image.sh" "$kind" "$name" "$image"
         fi
         # Kept back unless it fails: ctr repeats containerd's deprecation warnings at each call.

@@ -7,7 +7,18 @@ set -euo pipefail
 . "$(dirname "$0")/../lib.sh"
 
 OUT=$ROOT/target/node
+# Room for the tree and the image while both are there, with test programs.
+NEEDED_MIB=1536
 PROGRAMS=(sandboxer sandboxer-front sandboxer-cli sandboxer-share containerd-shim-sandboxer-v1 sandboxer-failing)
+
+check_host() {
+    local tool free
+    for tool in mkfs.erofs:erofs-utils cpio:cpio strip:binutils git:git; do
+        command -v "${tool%:*}" >/dev/null || die "no ${tool%:*}: apt-get install ${tool#*:}"
+    done
+    free=$(($(df --output=avail -m "$OUT" | tail -n 1)))
+    ((free >= NEEDED_MIB)) || die "$OUT has $free MiB free, the node's payload needs $NEEDED_MIB while it is made: free some"
+}
 
 # lay FILE…: files of the clone, at their places below DIR/clone. Programs lose their debug information.
 lay() {
@@ -47,15 +58,16 @@ pack() {
     images
     install -m 0755 "$ROOT/scripts/node/init" "$work/init"
     rm -f "$OUT/payload.erofs"
-    mkfs.erofs -Enoinline_data "$OUT/payload.erofs.new" "$work" >"$work.log" 2>&1 || die "mkfs.erofs failed on the payload: $(tail -n 3 "$work.log")"
-    rm -f "$work.log"
-    mv "$OUT/payload.erofs.new" "$OUT/payload.erofs"
+    mkfs.erofs -Enoinline_data "$work.erofs" "$work" >"$work.log" 2>&1 || die "mkfs.erofs failed on the payload: $(tail -n 3 "$work.log")"
+    mv "$work.erofs" "$OUT/payload.erofs"
 }
 
 mkdir -p "$OUT"
-work=$(mktemp -d "$OUT/payload.XXXXXX")
-trap 'rm -rf "$work" "$work.log"' EXIT
-mkdir "$work/clone" "$work/payload-links" && rmdir "$work/payload-links"
+check_host
+work=$(mktemp -d "$OUT/.payload.XXXXXX")
+trap 'rm -rf "$work" "$work.log" "$work.erofs"' EXIT
+trap 'exit 130' INT TERM HUP
+mkdir "$work/clone"
 pack "$@"
 say "payload: $(du -h "$OUT/payload.erofs" | cut -f1)"
 printf '%s\n' "$OUT/payload.erofs"

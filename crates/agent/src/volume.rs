@@ -127,8 +127,9 @@ fn make_dir(dir: &Path) -> Result<(), Failure> {
 fn mount_disk(node: &Path, disk: &Disk, dir: &Path, owner: Owner) -> Result<(), Failure> {
     make_dir(dir)?;
     let flags = if disk.read_only { MsFlags::MS_RDONLY } else { MsFlags::empty() };
-    // A fresh disk is sparse on the host: the kernel would fill its inode tables with zeros in the background.
-    let options = if disk.fstype == "ext4" { "noinit_itable" } else { "" };
+    // It is sparse on the host: the kernel would fill a fresh one's inode tables with zeros in the background, and what
+    // is deleted would keep its room there.
+    let options = if disk.fstype == "ext4" { "noinit_itable,discard" } else { "" };
     mount(Some(node), dir, Some(disk.fstype.as_str()), flags, Some(options)).map_err(internal(format!(
         "failed to mount {} as {} on {}",
         node.display(),

@@ -1,6 +1,7 @@
 //! Volumes as a kubelet has them, devices, and room to write.
 
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::Duration;
 
@@ -16,7 +17,7 @@ use crate::hung_volume::HungVolume;
 crate::cases![
     Any: files_are_kept_up_to_date, a_sub_path_of_files_stays, empty_dirs_are_shared, empty_dirs_in_memory_are_bounded,
     a_sub_path_of_an_empty_dir, shared_memory_of_another_size, termination_message, block_devices;
-    Vm: empty_dirs_on_disk_are_bounded, the_root_file_system_is_bounded, sizes_that_make_no_sense,
+    Vm: empty_dirs_on_disk_are_bounded, what_is_deleted_from_an_empty_dir_is_the_hosts_again, the_root_file_system_is_bounded, sizes_that_make_no_sense,
     what_a_guest_cannot_have_is_refused_by_name;
     VmAlone: volumes_outlive_the_daemon, a_stop_loses_no_data, volumes_that_hang_cost_their_pod_alone
 ];
@@ -259,6 +260,21 @@ async fn empty_dirs_on_disk_are_bounded(case: Case) -> Result<()> {
     let said = next.run(mounted(shell("c", "ls /disk"), "/disk", &disk, false)).await?.success()?;
     ensure!(said == "big", "what is in an emptyDir outlives the pod's machine: {said}");
     Ok(())
+}
+
+async fn what_is_deleted_from_an_empty_dir_is_the_hosts_again(case: Case) -> Result<()> {
+    let kubelet = Kubelet::of(&case)?;
+    let disk = kubelet.empty_dir("disk")?;
+    let pod = case.pod().await?;
+    let container = pod.start(mounted(idle("c"), "/disk", &disk, false)).await?;
+    let image = fs::read_dir(&disk)?.next().context("the emptyDir has no disk")??.path();
+    let room = || Ok::<_, anyhow::Error>(fs::metadata(&image)?.blocks() * 512);
+    container.sh("dd if=/dev/zero of=/disk/big bs=1M count=64 2>/dev/null; sync").await?;
+    let full = room()?;
+    ensure!(full >= 64 << 20, "{full} bytes");
+    container.sh("rm /disk/big; sync").await?;
+    eventually("room on the host", PATIENCE, || async { Ok((room()? < full - (60 << 20)).then_some(())) })
+        .await
 }
 
 async fn the_root_file_system_is_bounded(case: Case) -> Result<()> {

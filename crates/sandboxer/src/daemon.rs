@@ -146,9 +146,9 @@ fn usual_shape(config: &Config) -> Shape {
     Shape { vcpus: config.vm.default_vcpus, memory_mib: config.vm.default_memory_mib, nics: 1 }
 }
 
-/// Makes a control group. Without it all goes on, only counted elsewhere.
+/// Makes the control group of machines without a pod, which give way to pods. Without it all goes on, only counted elsewhere.
 fn is_made(cgroup: &Cgroup) -> bool {
-    let made = cgroup.make();
+    let made = cgroup.make().and_then(|()| cgroup.yield_to_others());
     if let Err((path, error)) = &made {
         tracing::warn!(path = %path.display(), %error,
             "cannot make the control group of VMs without a pod (vm.idle_cgroup): they are counted with the daemon");

@@ -12,6 +12,8 @@ use crate::{
     container::{Container, Create, Sees, Shared},
     failure::{Failure, Kind},
     pids,
+    rootfs::Disk,
+    scratch,
     sync::{detached, lock},
 };
 
@@ -39,6 +41,13 @@ impl Containers {
     /// All of them.
     pub fn all(&self) -> Vec<(ContainerId, Arc<Container>)> {
         lock(&self.known).iter().map(|(id, container)| (id.clone(), Arc::clone(container))).collect()
+    }
+
+    /// Mounts a scratch disk for the container that will name it.
+    pub async fn prepare(&self, disk: &Disk) -> Result<(), Failure> {
+        let located = scratch::locate(disk).await?;
+        let done = self.shared.workers.run(&[], || located.prepare()).await?;
+        done.result.map_err(|failure| done.causes.explain(failure))
     }
 
     /// Makes a container; the same request again answers the same.

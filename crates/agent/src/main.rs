@@ -52,6 +52,7 @@ mod process;
 mod reaper;
 mod rootfs;
 mod runtime;
+mod scratch;
 mod service;
 mod shares;
 mod spec;

@@ -42,7 +42,12 @@ pub fn wanted(stdio: &wire::Stdio) -> Wanted {
 }
 
 fn disk(disk: &wire::Disk) -> Disk {
-    Disk { serial: disk.serial.clone(), fstype: disk.fstype.clone(), read_only: disk.read_only }
+    Disk {
+        serial: disk.serial.clone(),
+        fstype: disk.fstype.clone(),
+        read_only: disk.read_only,
+        scratch: disk.scratch,
+    }
 }
 
 fn plan(rootfs: &wire::Rootfs) -> Result<Plan, Failure> {
@@ -127,6 +132,17 @@ pub fn put(request: wire::PutVolumeRequest) -> Result<Put, Failure> {
         _ => return Err(Failure::invalid("volume: says nothing about its content")),
     };
     Ok(Put { id: id("volume_id", &request.volume_id)?, owner: owner(&request.owner), content })
+}
+
+/// A scratch disk to be prepared.
+pub fn scratch(request: &wire::PrepareDiskRequest) -> Result<Disk, Failure> {
+    let wanted = request.disk.as_ref().ok_or_else(|| Failure::invalid("request has no disk"))?;
+    let wanted = disk(wanted);
+    wanted.check()?;
+    if !wanted.scratch || wanted.read_only {
+        return Err(Failure::invalid(format!("disk {:?} is no scratch disk to write to", wanted.serial)));
+    }
+    Ok(wanted)
 }
 
 /// A process's number.

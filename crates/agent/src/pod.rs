@@ -21,7 +21,7 @@ use crate::{
     clock,
     failure::{Failure, internal},
     limits::{Limits, Machine},
-    network,
+    network, scratch,
     shares::Shares,
     timekeeper,
 };
@@ -141,6 +141,8 @@ pub async fn power_off(shares: &Shares) -> Failure {
         all.is_emptied(LAST_GRACE).await;
     }
     shares.end().await;
+    // The host throws them away: what is written out of them would only take time.
+    scratch::shut_down(scratch::all());
     power_off_now()
 }
 

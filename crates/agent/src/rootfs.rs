@@ -5,6 +5,7 @@
 //!   config.json    the bundle's spec
 //!   l0, l1, …      read-only layers, uppermost first
 //!   w/             the writable file system: u/ (upper) and w/ (overlay's work directory)
+//!   s/             in its place, one that goes with the container: see `scratch`
 //!   f0, f1, …      files bound into the container
 //!   d0, d1, …      device nodes bound into the container
 //!   v0, v1, …      parts of volumes bound into the container
@@ -20,11 +21,12 @@ use std::{
 };
 
 use nix::mount::{MntFlags, MsFlags, mount, umount2};
-use sandboxer_protocol::id::ContainerId;
+use sandboxer_protocol::id::{ContainerId, Id};
 
 use crate::{
     disk,
     failure::{Failure, internal},
+    scratch,
 };
 
 const CONTAINERS: &str = "/run/sandboxer/containers";
@@ -41,6 +43,8 @@ pub struct Disk {
     pub fstype: String,
     /// Mounted so.
     pub read_only: bool,
+    /// What is written to it goes with its container.
+    pub scratch: bool,
 }
 
 /// Where what the container writes goes.
@@ -69,11 +73,15 @@ pub struct Plan {
 impl Disk {
     /// Whether it can be looked for and mounted.
     pub fn check(&self) -> Result<(), Failure> {
-        let Self { serial, fstype, .. } = self;
+        let Self { serial, fstype, scratch, .. } = self;
         if !["erofs", "ext4"].contains(&fstype.as_str()) {
             return Err(Failure::invalid(format!(
                 "disk {serial:?}: file system {fstype:?} is neither erofs nor ext4"
             )));
+        }
+        // Its name is a directory's, too.
+        if *scratch && serial.parse::<Id>().is_err() {
+            return Err(Failure::invalid(format!("scratch disk {serial:?}: its serial is no identifier")));
         }
         if serial.is_empty() {
             return Err(Failure::invalid("a disk has no serial"));
@@ -122,6 +130,7 @@ impl Plan {
         };
         let writable = match &self.writable {
             Writable::Tmpfs { size_bytes } => LocatedWritable::Tmpfs { size_bytes: *size_bytes },
+            Writable::Overlay(disk) if disk.scratch => LocatedWritable::Scratch(scratch::locate(disk).await?),
             Writable::Overlay(disk) => LocatedWritable::Overlay(device(disk).await?),
             Writable::Whole(disk) => LocatedWritable::Whole(device(disk).await?),
         };
@@ -143,9 +152,15 @@ struct Device {
 
 enum LocatedWritable {
     Tmpfs { size_bytes: u64 },
+    Scratch(scratch::Located),
     Overlay(Device),
     Whole(Device),
 }
+
+/// The directories that a writable file system may be mounted on, that of scratch disks last.
+const WRITABLES: [&str; 2] = ["w", SCRATCH];
+/// Where a scratch disk is mounted.
+const SCRATCH: &str = "s";
 
 /// One container's directory.
 #[derive(Debug, Clone)]
@@ -186,8 +201,20 @@ impl Dir {
 
     /// The file system that takes what the container writes.
     pub fn writable(&self) -> PathBuf {
-        let upper = self.path.join("w");
-        if upper.exists() { upper } else { self.rootfs() }
+        let mounted = WRITABLES.map(|name| self.path.join(name)).into_iter().find(|path| path.exists());
+        mounted.unwrap_or_else(|| self.rootfs())
+    }
+
+    /// The scratch disk's file system, if there is one.
+    fn scratch(&self) -> Option<PathBuf> {
+        let path = self.path.join(SCRATCH);
+        path.exists().then_some(path)
+    }
+
+    /// The scratch disks' file systems of all containers.
+    pub fn scratches() -> Vec<PathBuf> {
+        let all = fs::read_dir(CONTAINERS).into_iter().flatten().flatten();
+        all.filter_map(|entry| Self { path: entry.path() }.scratch()).collect()
     }
 
     /// Creates the directory and mounts the root file system. Blocks on disks: for workers.
@@ -204,13 +231,15 @@ impl Dir {
             // Relative: a page must hold the options of all layers.
             lowerdir.push_str(&format!("{}l{n}", if n > 0 { ":" } else { "" }));
         }
-        let writable = self.path.join("w");
+        let name = if let LocatedWritable::Scratch(_) = &plan.writable { SCRATCH } else { "w" };
+        let writable = self.path.join(name);
         create_dir(&writable)?;
         match &plan.writable {
             LocatedWritable::Tmpfs { size_bytes: 0 } => mount_tmpfs(&writable, "mode=0755")?,
             LocatedWritable::Tmpfs { size_bytes } => {
                 mount_tmpfs(&writable, &format!("mode=0755,size={size_bytes}"))?
             }
+            LocatedWritable::Scratch(disk) => disk.place(&writable)?,
             LocatedWritable::Overlay(device) => device.mount(&writable)?,
             // Handled above.
             LocatedWritable::Whole(_) => {}
@@ -227,7 +256,7 @@ impl Dir {
 
         nix::unistd::chdir(&self.path)
             .map_err(internal(format!("failed to enter {}", self.path.display())))?;
-        let options = format!("{lowerdir},upperdir=w/u,workdir=w/w");
+        let options = format!("{lowerdir},upperdir={name}/u,workdir={name}/w");
         let mounted =
             mount(Some("overlay"), "rootfs", Some("overlay"), MsFlags::empty(), Some(options.as_str()));
         let back = nix::unistd::chdir("/");
@@ -239,6 +268,9 @@ impl Dir {
     /// Unmounts all that is mounted in the directory and removes it. A directory that is gone is
     /// fine. Blocks on disks: for workers.
     pub fn dismantle(&self) -> Result<(), Failure> {
+        if let Some(path) = self.scratch() {
+            scratch::shut_down([path]);
+        }
         for path in mounts_below(&self.path)?.iter().rev() {
             // Another container's set-up may hold a copy of the mount for a moment.
             umount2(path, MntFlags::empty())
@@ -293,7 +325,7 @@ mod tests {
     use super::*;
 
     fn disk(serial: &str, fstype: &str) -> Disk {
-        Disk { serial: serial.into(), fstype: fstype.into(), read_only: true }
+        Disk { serial: serial.into(), fstype: fstype.into(), read_only: true, scratch: false }
     }
 
     #[test]
@@ -306,6 +338,8 @@ mod tests {
             refused(vec![disk("a", "erofs")], Writable::Whole(disk("b", "ext4"))).contains("takes no layers")
         );
         assert!(refused(vec![disk("", "erofs")], tmpfs()).contains("no serial"));
+        let astray = Disk { scratch: true, read_only: false, ..disk("../s", "ext4") };
+        assert!(refused(vec![disk("a", "erofs")], Writable::Overlay(astray)).contains("no identifier"));
         assert!(Plan { lower: vec![], writable: Writable::Whole(disk("b", "ext4")) }.check().is_ok());
     }
 

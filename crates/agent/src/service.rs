@@ -231,6 +231,16 @@ impl Agent for Service {
         Ok(wire::ListVolumesResponse { volume_ids, ..Default::default() })
     }
 
+    async fn prepare_disk(
+        &self,
+        _: &TtrpcContext,
+        request: wire::PrepareDiskRequest,
+    ) -> Answer<wire::PrepareDiskResponse> {
+        let (containers, disk) = (Arc::clone(&self.containers), messages::scratch(&request).map_err(refuse)?);
+        detached(async move { containers.prepare(&disk).await }).await.map_err(refuse)?;
+        Ok(wire::PrepareDiskResponse::default())
+    }
+
     async fn create_container(
         &self,
         _: &TtrpcContext,

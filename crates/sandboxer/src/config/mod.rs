@@ -6,5 +6,5 @@ pub mod resolved;
 pub use raw::{ConfigError, DEFAULT, DEFAULT_PATH};
 pub use resolved::{
     Accelerator, Config, ForeignRules, NetworkConfig, PoolConfig, RootfsConfig, TemplateConfig, VmConfig,
-    VmmChoice, VolumeConfig, Way,
+    VmmChoice, VolumeConfig, Way, WritableTo,
 };

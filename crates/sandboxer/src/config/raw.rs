@@ -13,7 +13,7 @@ use toml::de::DeTable;
 
 use super::{
     Accelerator, Config, ForeignRules, NetworkConfig, PoolConfig, RootfsConfig, TemplateConfig, VmConfig,
-    VmmChoice, VolumeConfig, Way,
+    VmmChoice, VolumeConfig, Way, WritableTo, resolved::DEFAULT_SCRATCH,
 };
 
 /// The default configuration, every key explained.
@@ -144,6 +144,7 @@ struct RawPool {
 struct RawRootfs {
     mkfs_erofs: Option<PathBuf>,
     cache_mib: Option<u64>,
+    writable: Option<WritableTo>,
     writable_mib: Option<u64>,
 }
 
@@ -211,6 +212,7 @@ fn resolve(
 ) -> Result<Config, ConfigError> {
     let default = Config::default();
     let (vm, templates, rootfs) = (default.vm, default.templates, default.rootfs);
+    let writable = raw.rootfs.writable.unwrap_or(rootfs.writable);
     let check = |key, found: String, takes, fine: bool| match fine {
         true => Ok(()),
         false => Err(refused(key, found, takes)),
@@ -317,10 +319,16 @@ fn resolve(
                 Some(mib) => positive("rootfs.cache_mib", mib)?.saturating_mul(1 << 20),
                 None => rootfs.cache_bytes,
             },
-            writable_bytes: raw
-                .rootfs
-                .writable_mib
-                .map_or(rootfs.writable_bytes, |mib| mib.saturating_mul(1 << 20)),
+            writable,
+            writable_bytes: match (writable, raw.rootfs.writable_mib.unwrap_or(0)) {
+                (WritableTo::Disk, 0) => DEFAULT_SCRATCH,
+                (WritableTo::Memory, mib) => mib.saturating_mul(1 << 20),
+                (WritableTo::Disk, mib) => {
+                    let fine = (16..=16 << 20).contains(&mib);
+                    check("rootfs.writable_mib", mib.to_string(), "0 and 16 to 16777216", fine)?;
+                    mib << 20
+                }
+            },
         },
         network: NetworkConfig {
             foreign_rules: raw.network.foreign_rules.unwrap_or(default.network.foreign_rules),
@@ -501,6 +509,7 @@ mod tests {
             ("[pool]\nmax = 2\nmin = 3", "pool.min"),
             ("[templates]\nenabled = false\n[pool]\nmax = 8", "pool.max"),
             ("[rootfs]\ncache_mib = 0", "rootfs.cache_mib"),
+            ("[rootfs]\nwritable_mib = 1", "rootfs.writable_mib"),
             ("[volumes]\nempty_dir_mib = 1", "volumes.empty_dir_mib"),
             ("[containerd]\nttrpc = \"ttrpc.sock\"", "containerd.ttrpc"),
         ] {

@@ -190,10 +190,24 @@ pub struct RootfsConfig {
     pub mkfs_erofs: PathBuf,
     /// Most bytes the cache of images may take.
     pub cache_bytes: u64,
-    /// Most bytes a container may write to its root file system (guest memory);
-    /// 0: half of the guest's memory.
+    /// Where what a container writes to its root file system goes.
+    pub writable: WritableTo,
+    /// Most bytes of it. In memory, 0 is half of the guest's.
     pub writable_bytes: u64,
 }
+
+/// Where what containers write to their root file systems goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum WritableTo {
+    /// To a disk of the container's own, which goes with it.
+    Disk,
+    /// To the guest's memory.
+    Memory,
+}
+
+/// Most bytes a container may write to its root file system on a disk, unless the configuration says so.
+pub const DEFAULT_SCRATCH: u64 = 10 << 30;
 
 /// How volumes become a guest's.
 #[derive(Debug, Clone)]
@@ -261,7 +275,8 @@ impl Default for Config {
             rootfs: RootfsConfig {
                 mkfs_erofs: "mkfs.erofs".into(),
                 cache_bytes: 10 << 30,
-                writable_bytes: 0,
+                writable: WritableTo::Disk,
+                writable_bytes: DEFAULT_SCRATCH,
             },
             volumes: VolumeConfig { empty_dir_bytes: 10 << 30, timeout: Duration::from_secs(10) },
             network: NetworkConfig { foreign_rules: ForeignRules::Refuse },

@@ -53,6 +53,8 @@ pub struct GuestSpec {
     pub cpus: Option<String>,
     /// Most bytes it may write to its root file system, if somebody asked.
     pub rootfs_bytes: Option<u64>,
+    /// It can't write there.
+    pub is_read_only: bool,
 }
 
 /// Reads the config.json in the bundle of `new`, has `helpers` look at what it names of the host, and makes it fit for
@@ -129,10 +131,22 @@ fn convert(pod: &PodSpec, new: &NewContainer, mut spec: Spec, looked: Looked) ->
         Some(text) => Some(quantity::space(ROOTFS_SIZE, text).map_err(|reason| invalid(container, reason))?),
         None => pod.room.rootfs_bytes,
     };
+    let is_read_only = spec.root().as_ref().and_then(oci_spec::runtime::Root::readonly).unwrap_or_default();
     // The hostname is the guest's own; the other two say nothing to a guest.
     spec.set_hostname(None).set_domainname(None).set_annotations(None);
     let json = serialise(container, &spec)?;
-    Ok(GuestSpec { json, files, processes, devices, needed, shares, message, cpus, rootfs_bytes })
+    Ok(GuestSpec {
+        json,
+        files,
+        processes,
+        devices,
+        needed,
+        shares,
+        message,
+        cpus,
+        rootfs_bytes,
+        is_read_only,
+    })
 }
 
 /// The host's CPUs that the container is given.

@@ -25,9 +25,9 @@ use crate::{
     guest::Agent,
     host::{
         helper::Helpers,
-        rootfs::{Lease, RootfsPlan, RootfsStore, Writable},
+        rootfs::{Lease, RootfsPlan, RootfsStore, Scratch, Writable},
     },
-    pod::{spec::PodSpec, stages::Stages, undo::Undo, volumes::Volumes},
+    pod::{spare, spec::PodSpec, stages::Stages, undo::Undo, volumes::Volumes},
     vmm::{DiskSpec, Machine},
 };
 
@@ -120,10 +120,11 @@ async fn try_create(
     }
 
     let prepared = stages.run(Stage::Rootfs, async {
-        let prepared = rootfs.prepare(&pod.id, &new.id, &new.mounts).await;
+        let mut plan = rootfs.prepare(&pod.id, &new.id, &new.mounts).await?;
+        let scratch = make_room(pod, rootfs, volumes, new, &guest_spec, &mut plan).await?;
         // What follows goes at this guest's pace, which no other pod may have to wait for.
         drop(place);
-        prepared
+        Ok::<_, PodError>((plan, scratch))
     });
     let shared = async {
         match guest_spec.shares.as_slice() {
@@ -133,7 +134,7 @@ async fn try_create(
     };
     // Both to their end, as below.
     let (prepared, shared) = future::join(prepared, shared).await;
-    let plan = prepared?;
+    let (plan, scratch) = prepared?;
     shared?;
     let (rootfs, disks) = rootfs_message(&plan, guest_spec.rootfs_bytes);
 
@@ -154,12 +155,15 @@ async fn try_create(
                 let (machine, serial) = (live.machine.clone(), disk.serial.clone());
                 undo.push("unplug a disk", async move { machine.detach_disk(&serial).await });
             }
-            let rootfs = future::try_join_all(disks.iter().map(|disk| live.machine.attach_disk(disk)));
+            let new = disks.iter().filter(|disk| disk.serial != spare::SERIAL);
+            let rootfs = future::try_join_all(new.map(|disk| live.machine.attach_disk(disk)));
             // Both to their end: volumes are the pod's, and none of them may be left half-made.
             let (rootfs, volumes) = future::join(rootfs, volumes.provide(live, &guest_spec.needed)).await;
             rootfs.map_err(PodError::from).and(volumes)
         })
         .await?;
+    // The VMM has it open: its name goes.
+    drop(scratch);
 
     let pid = stages
         .run(Stage::ContainerCreate, async {
@@ -188,6 +192,33 @@ async fn try_create(
         cpus: guest_spec.cpus,
         intent,
     })
+}
+
+/// Finds a disk for what the container writes, where that is not in its snapshot: the one that the guest has to spare, or
+/// a new one, whose file is answered. What can't be written to needs none.
+async fn make_room(
+    pod: &PodSpec,
+    rootfs: &RootfsStore,
+    volumes: &Volumes,
+    new: &NewContainer,
+    guest_spec: &GuestSpec,
+    plan: &mut RootfsPlan,
+) -> Result<Option<Scratch>, PodError> {
+    if !matches!(plan.writable, Writable::Tmpfs { .. }) || guest_spec.is_read_only {
+        return Ok(None);
+    }
+    let asked = guest_spec.rootfs_bytes;
+    let spare = if asked.is_none() { volumes.spare.take() } else { None };
+    if let Some(spare) = spare {
+        plan.writable = Writable::Scratch(spare);
+        return Ok(None);
+    }
+    let scratch = rootfs.scratch(&pod.id, &new.id, asked).await?;
+    if let Some(scratch) = &scratch {
+        let (serial, path) = (plan.next_serial.clone(), scratch.path().to_owned());
+        plan.writable = Writable::Scratch(DiskSpec { serial, path, read_only: false });
+    }
+    Ok(scratch)
 }
 
 fn released(kept: Kept) -> Result<(), std::convert::Infallible> {
@@ -308,6 +339,10 @@ fn rootfs_message(plan: &RootfsPlan, bytes: Option<u64>) -> (wire::Rootfs, Vec<D
         Writable::Tmpfs { bytes: usual } => {
             let size_bytes = bytes.unwrap_or(*usual);
             rootfs.set_tmpfs(wire::TmpfsUpper { size_bytes, ..Default::default() });
+        }
+        Writable::Scratch(disk) => {
+            disks.push(disk.clone());
+            rootfs.set_overlay(spare::message(disk));
         }
         Writable::Overlay(layer) => rootfs.set_overlay(message(layer)),
         Writable::Whole(layer) => rootfs.set_whole(message(layer)),

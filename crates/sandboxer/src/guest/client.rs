@@ -280,6 +280,12 @@ impl Agent {
             .map(|answer| answer.volume_ids)
     }
 
+    /// Has a scratch disk mounted ahead of its container.
+    pub async fn prepare_disk(&self, disk: wire::Disk) -> Result<(), GuestError> {
+        let request = wire::PrepareDiskRequest { disk: Some(disk).into(), ..Default::default() };
+        call!(self, prepare_disk, self.long(), request).map(drop)
+    }
+
     /// Makes a container; its init waits. Answers its guest pid.
     pub async fn create_container(&self, request: wire::CreateContainerRequest) -> Result<u32, GuestError> {
         call!(self, create_container, self.long(), request).map(|answer| answer.pid)

@@ -12,6 +12,7 @@ mod readings;
 pub mod recover;
 pub mod registry;
 mod session;
+pub mod spare;
 pub mod spec;
 pub mod stage_times;
 pub mod stages;

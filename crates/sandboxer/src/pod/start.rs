@@ -39,7 +39,7 @@ use crate::{
     host::network::{self, Interface, Parked, interface},
     pool::{self, Warm},
     template::{Missing, Template},
-    vmm::{Machine, MachineExit, Shape, VmSpec, VmmError},
+    vmm::{DiskSpec, Machine, MachineExit, Shape, VmSpec, VmmError},
 };
 
 /// Fresh randomness a guest gets, bytes.
@@ -63,6 +63,8 @@ pub struct Up {
     pub host_ports: Vec<TcpListener>,
     /// Its VMM's way into the pod's control group.
     pub counting: Option<Counting>,
+    /// A scratch disk that its guest has mounted.
+    pub spare: Option<DiskSpec>,
 }
 
 /// How often a pod boots at most. Each boot has an equal share of the time that is left.
@@ -303,7 +305,8 @@ impl<'a> Prepared<'a> {
         let machine = warm.machine.assign(&spec.id, &run_dir)?;
         answered(spec, until, "the resumption", machine.resume()).await?;
         let live = Live { machine, agent: warm.agent.of(&spec.id) };
-        let up = Up { live, ready: warm.ready, way: Way::Pool, interfaces, host_ports: Vec::new(), counting };
+        let (ready, spare, host_ports) = (warm.ready, warm.spare, Vec::new());
+        let up = Up { live, ready, way: Way::Pool, interfaces, host_ports, counting, spare };
         Ok(Greeted { spec, until, up })
     }
 
@@ -366,7 +369,8 @@ impl<'a> Running<'a> {
         let greeted = guest::connect(&spec.id, machine.as_ref(), key, &node.config.vm);
         let (agent, ready) = watched(spec, until, machine.as_ref(), greeted).await?;
         let live = Live { machine, agent };
-        let up = Up { live, ready, way, interfaces, host_ports: Vec::new(), counting: None };
+        let (host_ports, counting, spare) = (Vec::new(), None, None);
+        let up = Up { live, ready, way, interfaces, host_ports, counting, spare };
         Ok(Greeted { spec, until, up })
     }
 }

@@ -24,6 +24,7 @@ use sandboxer_protocol::{
 use sha2::{Digest, Sha256};
 use tokio_util::task::AbortOnDropHandle;
 
+use super::spare::Spare;
 use crate::{
     container::start::Live,
     error::{PodError, chain},
@@ -44,6 +45,8 @@ pub struct Volumes {
     store: Arc<VolumeStore>,
     /// What the guest has of the host's own files.
     pub shares: Shares,
+    /// A scratch disk that no container has yet.
+    pub spare: Spare,
     /// Size of new disks, if the pod asked for one.
     disk_bytes: Option<u64>,
     /// What an earlier daemon may have left half-made.
@@ -86,7 +89,7 @@ impl Volume {
 impl Volumes {
     /// None yet.
     pub fn new(store: Arc<VolumeStore>, shares: Shares, disk_bytes: Option<u64>) -> Self {
-        Self { store, shares, disk_bytes, earlier: None, all: Mutex::default() }
+        Self { store, shares, spare: Spare::default(), disk_bytes, earlier: None, all: Mutex::default() }
     }
 
     /// Those that an earlier daemon had made; the agent knows `made`. See [`Volumes::go_on`].
@@ -104,7 +107,9 @@ impl Volumes {
                 made.contains(needed.id.as_str()) || matches!(needed.content, Content::Device { .. });
             (needed.id.clone(), Volume::new(needed, is_made))
         });
-        Self { all: Mutex::new(all.collect()), store, shares, disk_bytes, earlier: Some(Earlier { made }) }
+        let (all, earlier) = (Mutex::new(all.collect()), Some(Earlier { made }));
+        // One that there may have been is forgotten.
+        Self { all, store, shares, spare: Spare::default(), disk_bytes, earlier }
     }
 
     /// Keeps the files of an earlier daemon's volumes up to date again.

@@ -11,7 +11,7 @@ use crate::{
     container::start::Live,
     error::{PodError, chain},
     guest,
-    pod::{Node, undo::Undo},
+    pod::{Node, spare, undo::Undo},
     template::{BuildError, Shape, Template},
     vmm::{Machine, VmSpec},
 };
@@ -92,10 +92,11 @@ async fn try_warm(
     agent.configure_pod(rehearsed).await?;
     let live = Live { machine: machine.clone(), agent: agent.clone() };
     rehearsal.run(node, id, &live).await?;
+    let spare = spare::plug(&node.rootfs, id, &live).await?;
     // Without an interface, so that the pod's finds nothing to clear.
     agent.configure_pod(identity).await?;
     machine.pause().await?;
-    Ok(Warm { machine, agent, ready, taps: parked, template: template.key.clone() })
+    Ok(Warm { machine, agent, ready, taps: parked, spare, template: template.key.clone() })
 }
 
 /// Ends a machine that waited, and removes its directory.

@@ -40,7 +40,7 @@ use crate::{
     host::network::Parked,
     pod::Node,
     template::{Missing, Shape, TemplateKey, Templates},
-    vmm::Machine,
+    vmm::{DiskSpec, Machine},
 };
 use demand::{Demand, Wanted, share_out};
 pub use make::end;
@@ -64,6 +64,8 @@ pub struct Warm {
     pub ready: Ready,
     /// What is behind its network interfaces.
     pub taps: Vec<Parked>,
+    /// A scratch disk that it has mounted.
+    pub spare: Option<DiskSpec>,
     template: TemplateKey,
 }
 

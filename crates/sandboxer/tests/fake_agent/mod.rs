@@ -138,6 +138,15 @@ impl Agent for FakeAgent {
         })
     }
 
+    async fn prepare_disk(
+        &self,
+        _: &TtrpcContext,
+        request: wire::PrepareDiskRequest,
+    ) -> Result<wire::PrepareDiskResponse> {
+        assert!(request.disk.scratch && !request.disk.serial.is_empty());
+        Ok(Default::default())
+    }
+
     async fn create_container(
         &self,
         _: &TtrpcContext,

@@ -17,6 +17,7 @@ mod network;
 mod pool;
 mod probe;
 mod sandbox;
+mod scratch;
 mod security;
 mod shares;
 mod snapshotters;
@@ -91,6 +92,7 @@ fn entries() -> Vec<Entry> {
         streams::cases,
         lifecycle::cases,
         sandbox::cases,
+        scratch::cases,
         security::cases,
         shares::cases,
         snapshotters::cases,

@@ -288,7 +288,7 @@ fn run(request: Request, bytes: Vec<u8>, descriptor: Option<OwnedFd>) -> Result<
             done(&())
         }
         Request::Scratch { path, bytes } => {
-            rootfs::ext4::ensure(&path, bytes)?;
+            rootfs::ext4::ensure(&path, bytes, rootfs::ext4::Use::Kept)?;
             done(&())
         }
     }

@@ -396,7 +396,8 @@ pub fn key_of(chain: &Chain) -> Result<Key, BuildError> {
     Ok(hex(&hash.finalize()))
 }
 
-fn nonce() -> String {
+/// What tells a file from others of the same name.
+pub fn nonce() -> String {
     hex(&rand::random::<u64>().to_be_bytes())
 }
 

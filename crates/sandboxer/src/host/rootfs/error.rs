@@ -31,6 +31,19 @@ pub enum RootfsError {
         /// Why; shared with the others that waited for the same image.
         source: Arc<BuildError>,
     },
+    /// It has no disk to write to.
+    #[error(
+        "cannot make a disk for what container {container} in pod {pod} writes: make room below state_dir, or set \
+         rootfs.writable to \"memory\""
+    )]
+    Scratch {
+        /// The pod.
+        pod: SandboxId,
+        /// The container.
+        container: ContainerId,
+        /// Why.
+        source: BuildError,
+    },
     /// The store's own directory fails.
     #[error("cannot open the root file systems' store")]
     Open(#[from] BuildError),
@@ -42,6 +55,7 @@ impl RootfsError {
         match self {
             Self::Mount { .. } => Code::Unimplemented,
             Self::Build { source, .. } => source.code(),
+            Self::Scratch { source, .. } => source.code(),
             Self::Open(_) => Code::Internal,
         }
     }

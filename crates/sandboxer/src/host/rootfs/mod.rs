@@ -4,6 +4,7 @@
 //! mounts of Task.Create ──mounts──▶ Wanted ─┬─ image: attached as it is, once its superblock is looked at
 //!                                           ├─ tree:  ──cache──▶ build ──▶ EROFS image, one per chain of layers
 //!                                           └─ scratch: ──ext4──▶ file system made if it isn't there
+//! no scratch among them, the rest is read-only ──scratch──▶ a disk that goes with the container
 //! ```
 
 mod build;
@@ -12,6 +13,7 @@ mod cell;
 mod error;
 pub(crate) mod ext4;
 pub(crate) mod mounts;
+mod scratch;
 mod superblock;
 
 use std::{
@@ -26,14 +28,19 @@ use sha2::{Digest, Sha256};
 use self::{
     cache::Cache,
     mounts::{Lower, Wanted, WantedWritable},
+    scratch::Scratches,
 };
 use super::helper::{Helpers, Request};
-use crate::{config::RootfsConfig, vmm::DiskSpec};
+use crate::{
+    config::{RootfsConfig, WritableTo},
+    vmm::DiskSpec,
+};
 
 pub use self::{
     cache::{Lease, key_of},
     error::{BuildError, RootfsError},
     mounts::Chain,
+    scratch::Scratch,
     superblock::check as check_image,
 };
 
@@ -83,7 +90,9 @@ pub enum Writable {
         /// The bound.
         bytes: u64,
     },
-    /// Onto a disk, over the layers.
+    /// Onto a disk that goes with the container, over the layers.
+    Scratch(DiskSpec),
+    /// Onto a disk of the snapshotter's, over the layers.
     Overlay(Layer),
     /// Into the disk that is the whole root file system; there are no layers.
     Whole(Layer),
@@ -96,6 +105,8 @@ pub struct RootfsPlan {
     pub lower: Vec<Layer>,
     /// Where what is written goes.
     pub writable: Writable,
+    /// Serial of a further disk.
+    pub next_serial: String,
     /// Keeps the images of the cache among them.
     pub leases: Vec<Lease>,
 }
@@ -104,6 +115,7 @@ pub struct RootfsPlan {
 #[derive(Debug)]
 pub struct RootfsStore {
     cache: Cache,
+    scratches: Scratches,
     config: RootfsConfig,
     helpers: Helpers,
 }
@@ -112,7 +124,30 @@ impl RootfsStore {
     /// Opens the store in `dir`; what an earlier daemon left half-made there is removed.
     pub fn open(dir: &Path, config: &RootfsConfig, helpers: Helpers) -> Result<Arc<Self>, RootfsError> {
         let cache = Cache::open(dir, config)?;
-        Ok(Arc::new(Self { cache, config: config.clone(), helpers }))
+        let usual_bytes = match config.writable {
+            WritableTo::Disk => config.writable_bytes,
+            WritableTo::Memory => 0,
+        };
+        let scratches = Scratches::open(dir.join("scratch"), usual_bytes)?;
+        Ok(Arc::new(Self { cache, scratches, config: config.clone(), helpers }))
+    }
+
+    /// Makes a scratch disk for a container, of `bytes` or the usual size; none where containers write to memory.
+    pub async fn scratch(
+        &self,
+        pod: &SandboxId,
+        container: &ContainerId,
+        bytes: Option<u64>,
+    ) -> Result<Option<Scratch>, RootfsError> {
+        if self.config.writable == WritableTo::Memory {
+            return Ok(None);
+        }
+        let made = self.scratches.make(container.as_str(), bytes).await;
+        made.map(Some).map_err(|source| RootfsError::Scratch {
+            pod: pod.clone(),
+            container: container.clone(),
+            source,
+        })
     }
 
     /// Makes the disks for a container of which `mounts` are the snapshot.
@@ -185,7 +220,7 @@ impl RootfsStore {
             lower.push(disks.next(path, fstype, true));
         }
         let writable = match wanted.writable {
-            WantedWritable::Memory => Writable::Tmpfs { bytes: self.config.writable_bytes },
+            WantedWritable::Memory => Writable::Tmpfs { bytes: self.memory_bytes() },
             WantedWritable::Scratch { path, size } => {
                 let request = Request::Scratch { path: path.clone(), bytes: size };
                 let ((), _) = helpers.ask(pod, request).await.map_err(BuildError::from)?;
@@ -196,7 +231,15 @@ impl RootfsStore {
                 Writable::Whole(disks.next(path, FsType::Ext4, false))
             }
         };
-        Ok(RootfsPlan { lower, writable, leases })
+        Ok(RootfsPlan { lower, writable, next_serial: disks.next_serial(), leases })
+    }
+
+    /// Most bytes that a container may write to memory; 0: half of its guest's.
+    fn memory_bytes(&self) -> u64 {
+        match self.config.writable {
+            WritableTo::Memory => self.config.writable_bytes,
+            WritableTo::Disk => 0,
+        }
     }
 }
 

@@ -38,8 +38,12 @@ impl Fixture {
     fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         let programs = tempfile::tempdir_in("/var/tmp").unwrap();
-        let config =
-            RootfsConfig { mkfs_erofs: "mkfs.erofs".into(), cache_bytes: 1 << 30, writable_bytes: 7 };
+        let config = RootfsConfig {
+            mkfs_erofs: "mkfs.erofs".into(),
+            cache_bytes: 1 << 30,
+            writable: WritableTo::Memory,
+            writable_bytes: 7,
+        };
         Self { dir, programs, config }
     }
 
@@ -86,12 +90,12 @@ impl Fixture {
         }]
     }
 
-    /// What is in the store's directory, but for the directory for views.
+    /// What is in the store's directory, but for the directories for views and scratch disks.
     fn images(&self) -> Vec<String> {
         let entries = fs::read_dir(self.path("store")).unwrap();
         let mut names: Vec<_> =
             entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
-        names.retain(|name| name != "work");
+        names.retain(|name| !["work", "scratch"].contains(&name.as_str()));
         names.sort();
         names
     }

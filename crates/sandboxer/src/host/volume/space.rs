@@ -6,23 +6,20 @@
 //! A file system of the usual size is made once and copied, which needs no program: a few MiB of data in holes.
 
 use std::{
-    fs::{self, File},
-    io::{self, Read, Seek, SeekFrom, Write},
-    os::unix::fs::OpenOptionsExt,
+    io,
     path::{Path, PathBuf},
 };
 
-use nix::{
-    errno::Errno,
-    sys::statfs::{FUSE_SUPER_MAGIC, FsType, NFS_SUPER_MAGIC, SMB_SUPER_MAGIC, statfs},
-    unistd::{Whence, lseek},
-};
+use nix::sys::statfs::{FUSE_SUPER_MAGIC, FsType, NFS_SUPER_MAGIC, SMB_SUPER_MAGIC, statfs};
 use sandboxer_protocol::id::SandboxId;
 
 use super::VolumeError;
 use crate::host::{
     helper::{Helpers, Request},
-    rootfs::{self, BuildError, ext4},
+    rootfs::{
+        self, BuildError,
+        ext4::{self, Use},
+    },
 };
 
 /// The disk's name in the emptyDir's directory.
@@ -75,7 +72,7 @@ impl Spaces {
     async fn empty(&self) -> Result<PathBuf, VolumeError> {
         let _one_at_a_time = self.making.lock().await;
         let (path, bytes) = (self.dir.join(format!("empty-{}.ext4", self.usual_bytes)), self.usual_bytes);
-        Ok(rootfs::blocking(move || ext4::ensure(&path, bytes).map(|()| path)).await?)
+        Ok(rootfs::blocking(move || ext4::ensure(&path, bytes, Use::Kept).map(|()| path)).await?)
     }
 }
 
@@ -89,62 +86,18 @@ pub fn make_disk(dir: &Path, bytes: u64, empty: Option<&Path>) -> Result<(), Vol
     }
     let disk = dir.join(DISK);
     match empty {
-        Some(empty) if !disk.symlink_metadata().is_ok_and(|there| there.is_file()) => copy(empty, &disk)?,
-        _ => ext4::ensure(&disk, bytes)?,
+        Some(empty) if !disk.symlink_metadata().is_ok_and(|there| there.is_file()) => {
+            ext4::copy(empty, &disk)?
+        }
+        _ => ext4::ensure(&disk, bytes, Use::Kept)?,
     }
     Ok(())
-}
-
-/// Copies a file with its holes; the copy gets its name when it is complete, unless another one has it by then. What is
-/// no file gives way.
-fn copy(from: &Path, to: &Path) -> Result<(), BuildError> {
-    let unfinished = ext4::unfinished(to);
-    let link = if to.symlink_metadata().is_ok_and(|there| !there.is_file()) { Some(to) } else { None };
-    let copied = [Some(unfinished.as_path()), link]
-        .into_iter()
-        .flatten()
-        .try_for_each(remove_if_there)
-        .and_then(|()| copy_data(from, &unfinished))
-        .and_then(|()| ext4::name(&unfinished, to));
-    copied.map_err(|source| {
-        // What failed is what is told.
-        let _ = fs::remove_file(&unfinished);
-        BuildError::Host { action: "make disk", path: to.to_owned(), source }
-    })
-}
-
-fn remove_if_there(path: &Path) -> io::Result<()> {
-    match fs::remove_file(path) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        removed => removed,
-    }
-}
-
-fn copy_data(from: &Path, to: &Path) -> io::Result<()> {
-    let mut source = File::open(from)?;
-    let mut target = File::options().write(true).create_new(true).mode(0o600).open(to)?;
-    target.set_len(source.metadata()?.len())?;
-    let mut at = 0;
-    loop {
-        at = match lseek(&source, at, Whence::SeekData) {
-            Ok(data) => data,
-            // Nothing but a hole follows.
-            Err(Errno::ENXIO) => return Ok(()),
-            Err(errno) => return Err(errno.into()),
-        };
-        let end = lseek(&source, at, Whence::SeekHole)?;
-        let offset = SeekFrom::Start(at.unsigned_abs());
-        source.seek(offset)?;
-        target.seek(offset)?;
-        io::copy(&mut Read::by_ref(&mut source).take((end - at).unsigned_abs()), &mut target)?;
-        target.flush()?;
-        at = end;
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use std::{
+        fs::{self, File},
         os::unix::fs::{FileExt, MetadataExt},
         time::Duration,
     };

@@ -64,6 +64,7 @@ impl Driver {
             status.interfaces = interfaces;
             status.state = PodState::Ready;
         });
+        self.volumes.spare.put(up.spare);
         self.live = Some(up.live);
         self.watch_machine();
         self.forward_ports(up.host_ports);

@@ -1,0 +1,66 @@
+//! A scratch disk that a guest has mounted before there is a container that writes to it.
+//!
+//! The first container of a pod that writes to its root file system takes it. Those after it, and those that ask for
+//! another size, get a disk of their own when they are made. Made in a machine that waits in the pool, it costs a start
+//! nothing.
+
+use std::sync::{Mutex, PoisonError};
+
+use sandboxer_protocol::{agent as wire, id::SandboxId};
+
+use crate::{
+    container::start::Live,
+    error::{PodError, chain},
+    host::rootfs::{FsType, RootfsStore},
+    vmm::DiskSpec,
+};
+
+/// Its serial. Those of containers' disks and volumes begin otherwise.
+pub const SERIAL: &str = "spare-0";
+
+/// The scratch disk that no container of a pod has yet, if there is one.
+#[derive(Debug, Default)]
+pub struct Spare(
+    // Held for a look, never across an await.
+    Mutex<Option<DiskSpec>>,
+);
+
+impl Spare {
+    /// Notes that the guest has one.
+    pub fn put(&self, disk: Option<DiskSpec>) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = disk;
+    }
+
+    /// Gives it to a container.
+    pub fn take(&self) -> Option<DiskSpec> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+/// Plugs one into a machine and has it mounted; none where containers write to memory.
+pub async fn plug(rootfs: &RootfsStore, pod: &SandboxId, live: &Live) -> Result<Option<DiskSpec>, PodError> {
+    let Some(scratch) = rootfs.scratch(pod, pod, None).await? else { return Ok(None) };
+    let disk = DiskSpec { serial: SERIAL.to_owned(), path: scratch.path().to_owned(), read_only: false };
+    live.machine.attach_disk(&disk).await?;
+    // The VMM has it open: its name goes.
+    drop(scratch);
+    let prepared = live.agent.prepare_disk(message(&disk)).await;
+    if prepared.is_err()
+        && let Err(error) = live.machine.detach_disk(SERIAL).await
+    {
+        tracing::warn!(%pod, error = chain(&error), "a scratch disk stays plugged in");
+    }
+    prepared?;
+    Ok(Some(disk))
+}
+
+/// A scratch disk in the agent's words.
+pub fn message(disk: &DiskSpec) -> wire::Disk {
+    wire::Disk {
+        serial: disk.serial.clone(),
+        fstype: FsType::Ext4.to_string(),
+        read_only: false,
+        scratch: true,
+        ..Default::default()
+    }
+}

@@ -1,0 +1,170 @@
+//! What containers write to their root file systems: on a disk of the host that goes with them.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::process::Command;
+
+use anyhow::{Context, Result, ensure};
+use k8s_cri::v1::{ContainerConfig, LinuxContainerResources};
+use nix::mount::{MntFlags, MsFlags, mount, umount2};
+use nix::sys::signal::Signal;
+use nix::unistd::Pid;
+use sandboxer_e2e::case::{Case, PATIENCE, idle, security, shell};
+use sandboxer_e2e::eventually;
+
+crate::cases![
+    Vm: more_than_its_memory, each_container_begins_anew, what_is_deleted_is_the_hosts_again,
+    a_root_that_is_read_only_has_no_disk;
+    VmAlone: written_on_after_the_workers_death, a_full_disk_costs_no_other_pod
+];
+
+const MIB: u64 = 1 << 20;
+
+/// The scratch disks that a VMM has open, by the room that each takes on the host. None of them has a name.
+fn disks_of(vmm: Pid) -> Result<Vec<u64>> {
+    let mut rooms = Vec::new();
+    for entry in fs::read_dir(format!("/proc/{vmm}/fd"))? {
+        let path = entry?.path();
+        let target = fs::read_link(&path).unwrap_or_default().display().to_string();
+        if target.contains("/rootfs/scratch/") {
+            ensure!(target.ends_with(" (deleted)"), "{target} has a name");
+            rooms.push(fs::metadata(&path)?.blocks() * 512);
+        }
+    }
+    Ok(rooms)
+}
+
+fn room_of(vmm: Pid) -> Result<u64> {
+    Ok(disks_of(vmm)?.iter().sum())
+}
+
+fn limited(mut config: ContainerConfig, memory_bytes: u64) -> Result<ContainerConfig> {
+    config.linux.get_or_insert_default().resources =
+        Some(LinuxContainerResources { memory_limit_in_bytes: memory_bytes.try_into()?, ..Default::default() });
+    Ok(config)
+}
+
+/// In memory it would be killed for it.
+async fn more_than_its_memory(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    let container = pod.start(limited(idle("c"), 128 * MIB)?).await?;
+    let vmm = case.vmm_of(&pod.id).await?;
+    // In pieces: each exec has a time limit of its own.
+    let writes = format!("yes 'what a container writes' | head -c {}", 300 * MIB);
+    container.sh(&format!("{writes} >/big; sync")).await?;
+    let said = container.sh("sha256sum </big; cat /sys/fs/cgroup/memory.max; df -k / | tail -1 | awk '{ print $2 }'").await?;
+    let same = Command::new("sh").args(["-c", &format!("{writes} | sha256sum")]).output()?.stdout;
+    let [found, limit, size] = said.lines().collect::<Vec<_>>()[..] else { anyhow::bail!("{said}") };
+    ensure!(found.as_bytes() == same.trim_ascii() && limit == (128 * MIB).to_string(), "{said}");
+    ensure!(size.parse::<u64>()? * 1024 > 9 << 30, "the disk has {size} KiB");
+    ensure!(room_of(vmm)? >= 300 * MIB, "{:?}", disks_of(vmm)?);
+
+    case.cri.stop(&container.id, 5).await?;
+    case.cri.remove(&container.id).await?;
+    ensure!(room_of(vmm)? < MIB, "what it wrote takes room still: {:?}", disks_of(vmm)?);
+    ensure!(pod.output("echo goes on").await? == "goes on");
+    Ok(())
+}
+
+async fn each_container_begins_anew(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    let begins = "ls /mine 2>/dev/null; rm -r /etc; echo mine >/mine; cat /mine; ls -d /etc 2>/dev/null";
+    for attempt in 0..3 {
+        // The first has the disk that was there before it; those at the same time and after it have their own.
+        let beside = pod.start(idle(&format!("beside{attempt}"))).await?;
+        let said = pod.run(shell(&format!("c{attempt}"), begins)).await?.logs.stdout;
+        ensure!(said == "mine\n", "attempt {attempt}: {said}");
+        ensure!(beside.sh("ls -d /etc; ls /mine 2>/dev/null; true").await? == "/etc", "they have one in common");
+    }
+    Ok(())
+}
+
+async fn what_is_deleted_is_the_hosts_again(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    let container = pod.start(idle("c")).await?;
+    let vmm = case.vmm_of(&pod.id).await?;
+    container.sh("dd if=/dev/zero of=/big bs=1M count=64 2>/dev/null; sync").await?;
+    let full = room_of(vmm)?;
+    ensure!(full >= 64 * MIB, "{full} bytes");
+    container.sh("rm /big; sync").await?;
+    eventually("room on the host", PATIENCE, || async {
+        Ok((room_of(vmm)? < 8 * MIB).then_some(()))
+    })
+    .await
+}
+
+async fn a_root_that_is_read_only_has_no_disk(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    pod.start(idle("takes-the-spare-one")).await?;
+    let vmm = case.vmm_of(&pod.id).await?;
+    let before = disks_of(vmm)?.len();
+    let mut config = shell("c", "touch /x 2>&1; sleep 1000");
+    security(&mut config).readonly_rootfs = true;
+    let container = pod.start(config).await?;
+    container.logged("Read-only").await?;
+    ensure!(disks_of(vmm)?.len() == before, "it has a disk to write to");
+    pod.start(idle("can-write")).await?;
+    ensure!(disks_of(vmm)?.len() == before + 1, "{:?}", disks_of(vmm)?);
+    Ok(())
+}
+
+/// Neither the file of a container's disk nor its room on the host depends on a worker.
+async fn written_on_after_the_workers_death(case: Case) -> Result<()> {
+    let pod = case.pod().await?;
+    let container = pod.start(idle("c")).await?;
+    let vmm = case.vmm_of(&pod.id).await?;
+    container.sh("dd if=/dev/zero of=/before bs=1M count=16 2>/dev/null; sync").await?;
+    case.stack.kill_worker()?;
+    container.sh("dd if=/dev/zero of=/after bs=1M count=16 2>/dev/null; sync; cmp /before /after").await?;
+    ensure!(room_of(vmm)? >= 32 * MIB, "{:?}", disks_of(vmm)?);
+    let second = pod.start(idle("second")).await?;
+    second.sh("test ! -e /before").await?;
+    case.cri.stop(&container.id, 5).await?;
+    case.cri.remove(&container.id).await?;
+    ensure!(room_of(vmm)? < MIB, "{:?}", disks_of(vmm)?);
+    // Made once, copied for each.
+    let scratch = case.stack.daemon_dirs()[1].join("rootfs/scratch");
+    let names = || -> Result<Vec<String>> {
+        let names = fs::read_dir(&scratch)?.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()));
+        names.collect()
+    };
+    // One that is being made for the pool has a name for a moment.
+    eventually("no name of a disk", PATIENCE, || async {
+        Ok(names()?.iter().all(|name| name.starts_with("empty-")).then_some(()))
+    })
+    .await
+}
+
+async fn a_full_disk_costs_no_other_pod(case: Case) -> Result<()> {
+    let scratch = case.stack.daemon_dirs()[1].join("rootfs/scratch");
+    case.stack.end("sandboxer", Signal::SIGTERM).await?;
+    mount(Some("tmpfs"), &scratch, Some("tmpfs"), MsFlags::empty(), Some("size=48m,mode=0700"))?;
+    case.stack.run_up()?;
+    let outcome = full_disk(&case).await;
+    case.clean_up().await?;
+    case.stack.end("sandboxer", Signal::SIGTERM).await?;
+    umount2(&scratch, MntFlags::MNT_DETACH)?;
+    case.stack.run_up()?;
+    outcome
+}
+
+async fn full_disk(case: &Case) -> Result<()> {
+    let (greedy, other) = (case.pod().await?, case.pod().await?);
+    let counts = other.start(shell("counts", "n=0; while :; do echo $n; n=$((n+1)); sleep 0.1; done")).await?;
+    let greedy_one = greedy.start(idle("greedy")).await?;
+    let fills = "dd if=/dev/zero of=/big bs=1M count=100 conv=fsync 2>&1 || true; echo lives";
+    let said = greedy_one.sh(fills).await?;
+    ensure!(said.contains("No space left") || said.contains("I/O error"), "{said}");
+    ensure!(said.ends_with("lives"), "{said}");
+    let lines = counts.logs()?.lines;
+    ensure!(counts.sh("cat /etc/passwd >/dev/null; echo here").await? == "here");
+    eventually("another pod's log", PATIENCE, || async { Ok((counts.logs()?.lines > lines).then_some(())) }).await?;
+    let refused = case.pod().await?.start(idle("too-late")).await;
+    if let Err(error) = refused {
+        let text = error.message();
+        ensure!(text.contains("make room below state_dir") && text.contains("No space left"), "{text}");
+    }
+    case.remove(&greedy.id).await.context("a pod whose disk is full")?;
+    counts.sh("dd if=/dev/zero of=/big bs=1M count=20 conv=fsync 2>/dev/null && echo room").await?;
+    Ok(())
+}

@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use sandboxer_protocol::agent::{
-    AgentClient, ConfigurePodRequest, ListContainersRequest, ProcessState, Rootfs, StatsRequest,
-    SyncClockRequest, TmpfsUpper, rootfs::Writable,
+    AgentClient, ConfigurePodRequest, Disk, ListContainersRequest, PrepareDiskRequest, ProcessState, Rootfs,
+    StatsRequest, SyncClockRequest, TmpfsUpper, rootfs::Writable,
 };
 use ttrpc::Code;
 
@@ -291,6 +291,38 @@ async fn a_writable_disk_keeps_what_was_written_as_overlay_and_as_whole() {
     let process = run(&agent, &whole).await;
     assert_eq!(process.stdout().await, "0\n1\n", "{}", process.stderr().await);
     end(&agent, "whole").await;
+}
+
+#[tokio::test]
+async fn what_goes_with_a_container_is_not_written_out() {
+    let vm = Vm::boot();
+    let (agent, _) = vm.session().await;
+    let prepare = async |disk: &Disk| {
+        let request = PrepareDiskRequest { disk: Some(disk.clone()).into(), ..Default::default() };
+        patiently(agent.prepare_disk(ctx(), &request)).await
+    };
+    let (code, words) = refusal(prepare(&disk(SCRATCH, "ext4", false)).await);
+    assert!(code == Code::INVALID_ARGUMENT && words.contains("no scratch disk"), "{words}");
+    let scratch = Disk { scratch: true, ..disk(SCRATCH, "ext4", false) };
+    for _ in 0..2 {
+        prepare(&scratch).await.unwrap();
+    }
+    let before = vm.written();
+    let script = "dd if=/dev/zero of=/big bs=1M count=24 2>/dev/null; stat -c %s /big";
+    let mut request = container("c", &spec(shell(script)));
+    let writable = Some(Writable::Overlay(scratch));
+    request.rootfs =
+        Some(Rootfs { lower: vec![disk(BUSYBOX, "erofs", true)], writable, ..Default::default() }).into();
+    let process = run(&agent, &request).await;
+    let said = process.stdout().await;
+    assert!(said.ends_with(&format!("{}\n", 24 << 20)), "{said}{}", process.stderr().await);
+    let asked = StatsRequest { container_id: "c".into(), ..Default::default() };
+    let stats = patiently(agent.stats(ctx(), &asked)).await.unwrap();
+    assert!(stats.fs_used > 24 << 20 && stats.fs_used < 64 << 20, "{stats}");
+    end(&agent, "c").await;
+    let written = vm.written() - before;
+    assert!(written < 8 << 20, "{written} bytes were written out to be thrown away");
+    assert!(!vm.console().contains("shut down"), "{}", vm.console());
 }
 
 #[tokio::test]

@@ -120,6 +120,12 @@ impl Vm {
         (AgentClient::new(Client::new(Socket::new(port))), ready)
     }
 
+    /// Bytes of the ext4 disk that are no holes.
+    pub fn written(&self) -> u64 {
+        use std::os::unix::fs::MetadataExt as _;
+        fs::metadata(self.dir.path().join("scratch.ext4")).unwrap().blocks() * 512
+    }
+
     /// What the guest printed.
     pub fn console(&self) -> String {
         String::from_utf8_lossy(&fs::read(self.dir.path().join("console")).unwrap_or_default()).into_owned()

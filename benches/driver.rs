@@ -62,6 +62,7 @@ impl Host {
         let _ = fs::remove_dir_all(&run_dir);
         fs::create_dir(&run_dir).unwrap();
         VmSpec {
+            cgroup: None,
             pod: "bench".parse().unwrap(),
             run_dir,
             vcpus: 1,

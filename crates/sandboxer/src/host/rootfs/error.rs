@@ -42,7 +42,7 @@ pub enum RootfsError {
         /// The container.
         container: ContainerId,
         /// Why.
-        source: BuildError,
+        source: Box<BuildError>,
     },
     /// The store's own directory fails.
     #[error("cannot open the root file systems' store")]

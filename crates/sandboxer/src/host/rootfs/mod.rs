@@ -146,7 +146,7 @@ impl RootfsStore {
         made.map(Some).map_err(|source| RootfsError::Scratch {
             pod: pod.clone(),
             container: container.clone(),
-            source,
+            source: Box::new(source),
         })
     }
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The tests that want a usable KVM, in node VMs: every VMM that is there against the same cases. Ends with a table, VMM by case.
 # In virtual time: a time-out is then one of instructions, and what else this machine does makes none.
-# usage: test-kvm.sh [PHASE…]      PHASE: host, contract, e2e, landlock (default: host and contract)
+# usage: test-kvm.sh [PHASE…]      PHASE: host, contract, e2e, unit, landlock (default: host and contract)
 # CLOUD_HYPERVISOR and FIRECRACKER name VMMs that Debian lacks; without them their columns are skipped, and counted.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
@@ -65,6 +65,12 @@ e2e() {
     done
 }
 
+# The installed unit under a systemd that is process 1 of its own.
+unit() {
+    in_node unit 600 --memory 4096 --env STACK_ACCELERATOR=kvm --env SANDBOXER_E2E_HANDLERS=sandboxer \
+        --env SANDBOXER_E2E_ONLY=unit -- scripts/node/systemd.sh "$e2e"
+}
+
 # Debian 12's own kernel has Landlock's second version; what needs the third is seen with the one of its backports.
 landlock() {
     in_node landlock-qemu 300 --kernel backports --env SANDBOXER_TEST_ACCELERATOR=kvm -- "$vmm_contract" a_vmm_is_jailed
@@ -111,8 +117,8 @@ scripts/node.sh build "${programs[@]}"
 [[ -n ${FIRECRACKER:-} ]] || skip "Firecracker: FIRECRACKER names no program, and Debian has none"
 for phase in "${phases[@]}"; do
     case $phase in
-    host | contract | e2e | landlock) "$phase" ;;
-    *) die "no phase '$phase': host, contract, e2e, landlock" ;;
+    host | contract | e2e | unit | landlock) "$phase" ;;
+    *) die "no phase '$phase': host, contract, e2e, unit, landlock" ;;
     esac
 done
 table

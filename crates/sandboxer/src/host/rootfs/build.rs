@@ -314,8 +314,10 @@ pub fn run(
     unsafe {
         command.pre_exec(move || {
             setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?;
+            // What isn't jailed may have a smaller bound already, as in a helper.
+            let Some(jail) = &jail else { return Ok(()) };
             setrlimit(Resource::As, Rlimit { current: Some(MOST_MEMORY), maximum: Some(MOST_MEMORY) })?;
-            jail.as_ref().map_or(Ok(()), Jail::enter)
+            jail.enter()
         })
     };
     let mut child = command.spawn().map_err(failed)?;

@@ -67,7 +67,7 @@ e2e() {
 
 # The installed unit under a systemd that is process 1 of its own.
 unit() {
-    in_node unit 600 --memory 4096 --env STACK_ACCELERATOR=kvm --env SANDBOXER_E2E_HANDLERS=sandboxer \
+    in_node unit 600 --memory 4096 --append kvm_amd.npt=0 --env STACK_VMM=qemu --env STACK_ACCELERATOR=kvm --env SANDBOXER_E2E_HANDLERS=sandboxer \
         --env SANDBOXER_E2E_ONLY=unit -- scripts/node/systemd.sh "$e2e"
 }
 

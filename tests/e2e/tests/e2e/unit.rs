@@ -1,7 +1,6 @@
 //! The unit as it is installed, under a systemd: only where that is process 1, which `scripts/node/systemd.sh` sees to.
 
 use std::fs;
-use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -29,7 +28,7 @@ impl<'a> Service<'a> {
         let daemon = fs::canonicalize(case.stack.dir().join("bin/sandboxer"))?;
         let built = daemon.parent().context("where the programs are")?.to_owned();
         for program in PROGRAMS {
-            link(&built.join(program), &Path::new("/usr/bin").join(program))?;
+            install(&built.join(program), &Path::new("/usr/bin").join(program))?;
         }
         let clone = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
         fs::create_dir_all("/etc/sandboxer")?;
@@ -77,6 +76,8 @@ impl<'a> Service<'a> {
 
     async fn end(self) -> Result<()> {
         systemctl(&["stop", UNIT])?;
+        // The unit keeps it for pods; there are none.
+        fs::remove_dir_all("/run/sandboxer")?;
         self.case.stack.run_up()?;
         self.answers().await
     }
@@ -105,11 +106,12 @@ async fn story(case: &Case, service: &Service<'_>) -> Result<()> {
     systemctl(&["reload", UNIT])?;
     worker = service.replaced(worker).await?;
     bystander.check(case).await.context("after a reload")?;
-    link(&service.built.join("sandboxer-failing"), Path::new("/usr/bin/sandboxer"))?;
+    let other = service.built.join("sandboxer-failing");
+    install(&other, Path::new("/usr/bin/sandboxer"))?;
     systemctl(&["reload", UNIT])?;
     worker = service.replaced(worker).await?;
-    let program = fs::read_link(format!("/proc/{worker}/exe"))?;
-    ensure!(program.ends_with("sandboxer-failing"), "the worker is still {}", program.display());
+    let length = fs::metadata(format!("/proc/{worker}/exe"))?.len();
+    ensure!(length == fs::metadata(&other)?.len(), "the worker is still the one that was replaced");
     bystander.check(case).await.context("after an upgrade")?;
     ensure!(service.front()? == front, "the front was replaced");
     bystander.end(case).await?;
@@ -146,10 +148,10 @@ fn held_to_its_capabilities(front: Pid) -> Result<()> {
     Ok(())
 }
 
-fn link(program: &Path, at: &Path) -> Result<()> {
+/// As a package's installation does it: the file that runs stays whole.
+fn install(program: &Path, at: &Path) -> Result<()> {
     let new = at.with_extension("new");
-    let _ = fs::remove_file(&new);
-    symlink(program, &new).with_context(|| format!("could not link {}", at.display()))?;
+    fs::copy(program, &new).with_context(|| format!("could not install {}", at.display()))?;
     Ok(fs::rename(&new, at)?)
 }
 

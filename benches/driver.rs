@@ -19,11 +19,9 @@ use std::time::{Duration, Instant};
 
 use criterion::{Criterion, Throughput};
 use double::behaviour::Behaviour;
-use sandboxer::config::{Config, VmConfig};
-use sandboxer::vmm::cloud_hypervisor::CloudHypervisor;
-use sandboxer::vmm::{VmSpec, Vmm};
-use sandboxer_protocol::boot::BootParams;
-use sandboxer_protocol::link::LinkKey;
+use sandboxer::vmm::{VmSpec, Vmm, cloud_hypervisor::CloudHypervisor};
+use sandboxer_config::{Config, VmConfig};
+use sandboxer_protocol::{boot::BootParams, link::LinkKey};
 use tempfile::TempDir;
 use tokio::runtime::Runtime;
 

@@ -16,27 +16,34 @@ use std::time::Duration;
 
 use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
 use fake_agent::FakeAgent;
-use sandboxer::config::Config;
-
-use sandboxer::container::{NewContainer, spec};
-use sandboxer::daemon;
-use sandboxer::front::Front;
-use sandboxer::host::rootfs::Mount;
-use sandboxer::pod::admission::{Admission, Work};
-use sandboxer::pod::journal::{Journal, PodRecord, RECORD_VERSION};
-use sandboxer::pod::spec::PodSpec;
-use sandboxer::pod::stage_times::StageTimes;
-use sandboxer::pod::state::PodStatus;
-use sandboxer::pod::{self, Node, PodHandle, stages};
-use sandboxer::vmm::fake::FakeVmm;
-use sandboxer_probe::manifest::Manifest;
-use sandboxer_probe::report::Report;
-use sandboxer_probe::sample::{Mode, Outcome, Sample};
-use sandboxer_probe::startup::Plan;
-use sandboxer_probe::store::{self, Loaded, Store};
-use sandboxer_probe::{html, markdown, timeline};
-use sandboxer_protocol::link::LinkKey;
-use sandboxer_protocol::stage::Stage;
+use sandboxer::{
+    container::{NewContainer, spec},
+    daemon,
+    front::Front,
+    host::rootfs::Mount,
+    pod::{
+        self, Node, PodHandle,
+        admission::{Admission, Work},
+        journal::{Journal, PodRecord, RECORD_VERSION},
+        spec::PodSpec,
+        stage_times::StageTimes,
+        stages,
+        state::PodStatus,
+    },
+    vmm::fake::FakeVmm,
+};
+use sandboxer_config::Config;
+use sandboxer_probe::{
+    html,
+    manifest::Manifest,
+    markdown,
+    report::Report,
+    sample::{Mode, Outcome, Sample},
+    startup::Plan,
+    store::{self, Loaded, Store},
+    timeline,
+};
+use sandboxer_protocol::{link::LinkKey, stage::Stage};
 use tokio::runtime::Runtime;
 use tokio_util::sync::CancellationToken;
 

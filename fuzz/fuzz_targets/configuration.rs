@@ -4,7 +4,7 @@
 use std::path::Path;
 
 use libfuzzer_sys::fuzz_target;
-use sandboxer::config::Config;
+use sandboxer_config::Config;
 
 fuzz_target!(|text: &str| {
     match Config::parse(text, Path::new("fuzzed.toml")) {

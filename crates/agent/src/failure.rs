@@ -1,7 +1,8 @@
 //! Why a request failed: typed inside the agent, across its worker processes and towards the host.
 
-use std::{error::Error, fmt::Write as _};
+use std::error::Error;
 
+use sandboxer_base::chain;
 use serde::{Deserialize, Serialize};
 
 /// Longest message a failure carries, bytes. Texts of a container's making end up in here.
@@ -72,37 +73,9 @@ pub fn internal<E: Error>(attempt: impl Into<String>) -> impl FnOnce(E) -> Failu
     move |error| Failure::caused(Kind::Internal, attempt, &error)
 }
 
-/// `error` and its sources as one line. A source that its parent has already quoted is left out.
-pub fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut next = error.source();
-    while let Some(cause) = next {
-        let words = cause.to_string();
-        if !text.ends_with(&words) {
-            let _ = write!(text, ": {words}");
-        }
-        next = cause.source();
-    }
-    text
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[derive(Debug, thiserror::Error)]
-    #[error("failed to prepare the root: {0}")]
-    struct Quoting(#[source] std::io::Error);
-
-    #[derive(Debug, thiserror::Error)]
-    #[error("create failed")]
-    struct Outer(#[source] Quoting);
-
-    #[test]
-    fn the_chain_names_each_cause_once() {
-        let error = Outer(Quoting(std::io::Error::other("disk on fire")));
-        assert_eq!(chain(&error), "create failed: failed to prepare the root: disk on fire");
-    }
 
     #[test]
     fn a_long_message_is_cut_between_characters() {

@@ -23,7 +23,9 @@ use nix::{
     unistd::{AccessFlags, execve, faccessat},
 };
 
-use crate::{failure::chain, log};
+use sandboxer_base::chain;
+
+use crate::log;
 
 /// Where a program is looked for when its environment names no PATH.
 const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
@@ -174,8 +176,9 @@ fn drop_to(target: &LinuxCapabilities) -> Result<(), caps::errors::CapsError> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use libcontainer::oci_spec::runtime::ProcessBuilder;
+
+    use super::*;
 
     fn found(args: &[&str], env: &[&str]) -> Result<PathBuf, String> {
         let strings = |list: &[&str]| list.iter().map(|&text| text.to_owned()).collect::<Vec<_>>();

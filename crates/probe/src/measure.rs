@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use sandboxer_base::chain;
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
@@ -263,13 +264,4 @@ fn or_partial(report: &mut Report, kept: Result<(), StoreError>) {
         Some(before) => format!("{before}; {why}"),
         None => why,
     });
-}
-
-/// An error and what is behind it, in one line.
-pub fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    for source in std::iter::successors(error.source(), |error| error.source()) {
-        text = format!("{text}: {source}");
-    }
-    text
 }

@@ -254,7 +254,7 @@ impl Runner {
         match booted {
             _ if warm_up => {}
             Ok(time) => self.run.bare_boots.push(time.as_secs_f64() * 1e3),
-            Err(error) => self.run.bare_failures.push(crate::measure::chain(&error)),
+            Err(error) => self.run.bare_failures.push(sandboxer_base::chain(&error)),
         }
     }
 

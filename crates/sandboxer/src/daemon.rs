@@ -16,6 +16,7 @@ use std::{
 use containerd_shim_protos::shim_async::create_task;
 use futures::{StreamExt, stream::BoxStream};
 use rustix::fs::FlockOperation;
+use sandboxer_config::Config;
 use sandboxer_front::control::TASK_LISTENER;
 use sandboxer_protocol::{admin::admin_server::AdminServer, controller::controller_server::ControllerServer};
 use tokio::{
@@ -28,7 +29,6 @@ use tonic::transport::Server;
 
 use crate::{
     api::{self, admin::AdminService, peers, sandbox::SandboxService, task::TaskService},
-    config::Config,
     doctor,
     events::Events,
     front::{self, Front},
@@ -54,16 +54,6 @@ use crate::{
     template::{self, Shape, Templates},
     vmm::{self, Vmm, VmmError},
 };
-
-/// File names of the daemon's sockets in its run directory.
-pub mod sockets {
-    /// containerd's sandbox controller, gRPC.
-    pub const CONTROLLER: &str = "controller.sock";
-    /// containerd's task service, ttrpc.
-    pub const TASK: &str = "task.sock";
-    /// The admin service, gRPC.
-    pub const ADMIN: &str = "admin.sock";
-}
 
 /// Why the daemon can't run.
 #[derive(Debug, thiserror::Error)]

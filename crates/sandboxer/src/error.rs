@@ -1,7 +1,8 @@
 //! What a request about a pod can end in.
 
-use std::{error::Error, fmt::Write, path::PathBuf};
+use std::path::PathBuf;
 
+use sandboxer_base::Code;
 use sandboxer_protocol::id::{ContainerId, ExecId, InvalidId, SandboxId};
 
 use crate::{
@@ -10,29 +11,6 @@ use crate::{
     pod::state::PodState,
     vmm::VmmError,
 };
-
-/// What containerd acts on: the gRPC codes this daemon answers with.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub enum Code {
-    /// There is no such pod, container or process.
-    NotFound,
-    /// It is there already.
-    AlreadyExists,
-    /// The request can't be right, whatever the state.
-    InvalidArgument,
-    /// The request can't be served in this state.
-    FailedPrecondition,
-    /// Another request won.
-    Cancelled,
-    /// It took too long.
-    DeadlineExceeded,
-    /// The peer is not there; worth trying again.
-    Unavailable,
-    /// Known, and not offered.
-    Unimplemented,
-    /// Our or the host's fault.
-    Internal,
-}
 
 /// Why a request about a pod failed.
 #[derive(Debug, thiserror::Error)]
@@ -221,16 +199,4 @@ impl PodError {
             }
         }
     }
-}
-
-/// An error and all that caused it, on one line.
-pub fn chain(error: &dyn Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        // Writing to a String can't fail.
-        let _ = write!(text, ": {cause}");
-        source = cause.source();
-    }
-    text
 }

@@ -3,7 +3,7 @@
 use sandboxer_protocol::id::{ContainerId, SandboxId};
 use tokio::sync::broadcast;
 
-use crate::clock::now_ns;
+use sandboxer_base::clock::now_ns;
 
 /// Events a slow listener may lag behind before it loses the oldest.
 const KEPT: usize = 1024;

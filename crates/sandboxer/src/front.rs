@@ -24,7 +24,7 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-use crate::failpoint::pass;
+use sandboxer_base::failpoint::pass;
 
 /// Connections that may wait to be served.
 const QUEUED_CONNECTIONS: usize = 16;

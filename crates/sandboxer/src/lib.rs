@@ -4,19 +4,15 @@
 //! [`api`] → [`pod`] → [`host`] → [`vmm`] → [`guest`] → [`container`].
 
 pub mod api;
-pub mod clock;
-pub mod config;
 pub mod container;
 pub mod daemon;
 pub mod doctor;
 pub mod error;
 pub mod events;
-pub mod failpoint;
 pub mod front;
 #[cfg(fuzzing)]
 pub mod fuzzing;
 pub mod guest;
-mod hash;
 mod heap;
 pub mod host;
 pub mod pod;

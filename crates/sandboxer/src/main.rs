@@ -12,7 +12,8 @@ use std::{
 use anyhow::{Context, anyhow};
 use clap::Parser;
 use rustix::process::{Resource, Rlimit, setrlimit};
-use sandboxer::{config::Config, daemon, front::Front, host::helper, privileges};
+use sandboxer::{daemon, front::Front, host::helper, privileges};
+use sandboxer_config::Config;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 use tracing_subscriber::{Layer, filter::Targets, layer::SubscriberExt, util::SubscriberInitExt};

@@ -17,10 +17,11 @@ use futures::FutureExt;
 use hostile_agent::{FILE, Nature};
 use sandboxer::{
     container::{KILLED, Phase},
-    error::{Code, PodError},
+    error::PodError,
     pod::{PodHandle, recover, state::PodState},
     vmm::fake::FakeVmm,
 };
+use sandboxer_base::Code;
 use test_node::{TestNode, id, phase, reader, with_share};
 use tokio::io::AsyncReadExt;
 

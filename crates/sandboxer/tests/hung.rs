@@ -23,10 +23,10 @@ use nix::{
 };
 use oci_spec::runtime::{Mount, MountBuilder};
 use sandboxer::{
-    error::Code,
     host::helper::{HelperError, Helpers},
     vmm::fake::FakeVmm,
 };
+use sandboxer_base::Code;
 use tempfile::TempDir;
 use test_node::{TestNode, id, reader, with_share};
 use tokio::{io::AsyncReadExt, runtime::Builder, time::timeout};

@@ -12,7 +12,6 @@ use futures::FutureExt;
 use sandboxer::{
     api::starts::Starts,
     container::Phase,
-    error::Code,
     events::Kind,
     pod::{
         admission::Work,
@@ -22,6 +21,7 @@ use sandboxer::{
     },
     vmm::fake::{FakeVmm, Fault},
 };
+use sandboxer_base::Code;
 use sandboxer_protocol::stage::Stage;
 use test_node::{TestNode, id, phase, reader};
 use tokio::io::AsyncReadExt;

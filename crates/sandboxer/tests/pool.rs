@@ -11,7 +11,6 @@ use std::{fs, path::PathBuf, sync::Arc, time::Duration};
 
 use fake_agent::FakeAgent;
 use sandboxer::{
-    config::{Config, PoolConfig},
     daemon,
     front::Front,
     pod::Node,
@@ -19,6 +18,7 @@ use sandboxer::{
     template::Shape,
     vmm::fake::{FakeVmm, Fault},
 };
+use sandboxer_config::{Config, PoolConfig};
 use tempfile::TempDir;
 use tokio_util::sync::CancellationToken;
 

@@ -16,10 +16,14 @@ use futures::FutureExt;
 use sandboxer::{
     api::sandbox::SandboxService,
     container::Phase,
-    error::Code,
-    pod::{Node, PodHandle, recover, recover::Recovered, state::PodState},
+    pod::{
+        Node, PodHandle,
+        recover::{self, Recovered},
+        state::PodState,
+    },
     vmm::fake::{Ailment, FakeVmm},
 };
+use sandboxer_base::Code;
 use sandboxer_protocol::controller::{
     ControllerStatusRequest, ControllerStopRequest, ControllerWaitRequest, controller_server::Controller,
 };

@@ -14,15 +14,16 @@ use std::{
 
 use fake_agent::FakeAgent;
 use sandboxer::{
-    config::{Config, PoolConfig, Way},
     daemon,
-    error::{Code, PodError},
+    error::PodError,
     front::Front,
     pod::{self, Node, PodHandle, spec::PodSpec, state::PodStatus},
     pool::{Meminfo, Pool},
     template::{BuildError, Missing, Shape, Template, TemplateError, TemplateKey},
     vmm::fake::{FakeVmm, Fault},
 };
+use sandboxer_base::Code;
+use sandboxer_config::{Config, PoolConfig, Way};
 use sandboxer_protocol::link::LinkKey;
 use tempfile::TempDir;
 use tokio::time::Instant;

@@ -7,10 +7,8 @@ mod test_guest;
 
 use std::{path::Path, time::Duration};
 
-use sandboxer::{
-    config::VmConfig,
-    vmm::{Frozen, MEMORY, Vmm, VmmError, fake::FakeVmm, qemu::Qemu},
-};
+use sandboxer::vmm::{Frozen, MEMORY, Vmm, VmmError, fake::FakeVmm, qemu::Qemu};
+use sandboxer_config::VmConfig;
 use tokio::time::timeout;
 
 use crate::test_guest::{

@@ -3,6 +3,7 @@
 use std::{pin::Pin, sync::Arc};
 
 use futures::{Stream, StreamExt, stream};
+use sandboxer_base::clock::now_ns;
 use sandboxer_protocol::{
     PROTOCOL_VERSION,
     admin::{
@@ -18,7 +19,6 @@ use tonic::{Request, Response, Status};
 
 use super::{convert::grpc, quarantine, templates, traffic};
 use crate::{
-    clock::now_ns,
     container::Phase,
     events,
     host::{network::Interface, share},

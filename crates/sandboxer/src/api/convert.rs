@@ -7,12 +7,14 @@ use std::{
 
 use k8s_cri::v1::{NamespaceMode, PodSandboxConfig};
 use prost::Message;
+use sandboxer_base::{Code, chain};
+use sandboxer_config::Config;
 use sandboxer_protocol::{controller::ControllerCreateRequest, id::Id};
 
+use super::size;
 use crate::{
-    config::Config,
     container::spec::ROOTFS_SIZE,
-    error::{Code, PodError, chain},
+    error::PodError,
     host::cgroup::Hierarchies,
     pod::{
         quantity,
@@ -20,8 +22,6 @@ use crate::{
     },
     vmm::Shape,
 };
-
-use super::size;
 
 /// Longest hostname, bytes: `__NEW_UTS_LEN` of the kernel.
 const MAX_HOSTNAME: usize = 64;
@@ -258,9 +258,9 @@ pub fn ttrpc_time(ns: u64) -> protobuf::MessageField<protobuf::well_known_types:
 
 #[cfg(test)]
 mod tests {
+    use sandboxer_config::{Config, Way};
+
     use super::*;
-    use crate::config::Config;
-    use crate::config::Way;
 
     fn request(edit: impl FnOnce(&mut PodSandboxConfig)) -> ControllerCreateRequest {
         let mut config = PodSandboxConfig {

@@ -10,10 +10,11 @@ use std::{
 use http_body_util::Full;
 use hyper::{Method, Request, Response, StatusCode, body::Bytes, service::service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
+use sandboxer_config::Way;
 use tokio::{net::TcpListener, sync::Semaphore};
 use tokio_util::sync::CancellationToken;
 
-use crate::{config::Way, pod::Node};
+use crate::pod::Node;
 
 /// Upper ends of the buckets, µs: from a cached rootfs to a boot that is given up.
 const BUCKETS: [u64; 14] = [

@@ -1,17 +1,15 @@
 //! What people ask about records that were put aside, as the admin service answers it.
 
+use sandboxer_base::chain;
 use sandboxer_protocol::{
     admin::{ListQuarantineResponse, Quarantined, QuarantinedProcess, ShowQuarantinedResponse},
     id::SandboxId,
 };
 use tonic::Status;
 
-use crate::{
-    error::chain,
-    pod::{
-        Node,
-        quarantine::{Entry, Quarantine, QuarantineError},
-    },
+use crate::pod::{
+    Node,
+    quarantine::{Entry, Quarantine, QuarantineError},
 };
 
 /// What is in quarantine.

@@ -2,6 +2,7 @@
 
 use std::{collections::HashMap, io, sync::Arc};
 
+use sandboxer_base::clock::now_ns;
 use sandboxer_protocol::{
     controller::{
         ControllerCreateRequest, ControllerCreateResponse, ControllerMetricsRequest,
@@ -26,7 +27,6 @@ use super::{
     starts::{self, Starts},
 };
 use crate::{
-    clock::now_ns,
     container::stats,
     error::PodError,
     events::Kind,

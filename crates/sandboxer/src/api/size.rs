@@ -3,9 +3,10 @@
 use std::collections::HashMap;
 
 use k8s_cri::v1::LinuxContainerResources;
+use sandboxer_config::VmConfig;
 use sandboxer_protocol::{controller::ControllerUpdateRequest, id::SandboxId};
 
-use crate::{config::VmConfig, error::PodError, host::cgroup::Unlimited, pod::spec::Limits, vmm::Shape};
+use crate::{error::PodError, host::cgroup::Unlimited, pod::spec::Limits, vmm::Shape};
 
 /// Annotation that asks for a number of vCPUs.
 const VCPUS: &str = "io.sandboxer.vcpus";
@@ -173,8 +174,9 @@ pub fn without(limits: LinuxContainerResources, unlimited: Unlimited) -> LinuxCo
 
 #[cfg(test)]
 mod tests {
+    use sandboxer_config::Config;
+
     use super::*;
-    use crate::config::Config;
 
     const CPUS: u32 = 8;
 

@@ -12,10 +12,11 @@ use std::{
     time::Duration,
 };
 
+use sandboxer_base::chain;
 use sandboxer_protocol::id::SandboxId;
 
 use crate::{
-    error::{PodError, chain},
+    error::PodError,
     pod::{Node, PodHandle},
 };
 

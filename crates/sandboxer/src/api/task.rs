@@ -14,6 +14,7 @@ use containerd_shim_protos::{
     protobuf::well_known_types::any::Any,
     shim_async::Task,
 };
+use sandboxer_base::Code;
 use sandboxer_front::frame::REPEATED;
 use sandboxer_protocol::id::{ContainerId, ExecId, SandboxId};
 use ttrpc::{Result, asynchronous::TtrpcContext};
@@ -21,7 +22,7 @@ use ttrpc::{Result, asynchronous::TtrpcContext};
 use super::convert::{id, optional_id, ttrpc, ttrpc_time};
 use crate::{
     container::{Exit, NewContainer, Phase, StdioPaths, stats},
-    error::{Code, PodError},
+    error::PodError,
     front,
     host::rootfs::Mount,
     pod::{Node, PodHandle, ProcessView, Signal},

@@ -2,14 +2,14 @@
 
 use std::{future::Future, sync::Arc};
 
+use sandboxer_base::chain;
+use sandboxer_config::Config;
 use sandboxer_protocol::admin::{
     BuildTemplateRequest, ListTemplatesResponse, PooledMachine, Template, WayCount,
 };
 use tonic::Status;
 
 use crate::{
-    config::Config,
-    error::chain,
     pod::Node,
     template::{Shape, TemplateView},
 };

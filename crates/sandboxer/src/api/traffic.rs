@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
+use sandboxer_base::chain;
 use sandboxer_protocol::admin::{Interface, Traffic as Message};
 use tokio::time::Instant;
 
 use crate::{
-    error::chain,
     host::network::traffic::{self, Counters, Traffic},
     pod::PodView,
 };

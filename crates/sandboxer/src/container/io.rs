@@ -9,6 +9,7 @@ use std::{
     sync::Arc,
 };
 
+use sandboxer_base::chain;
 use sandboxer_protocol::{
     agent::OutputStream,
     id::{ContainerId, ExecId, SandboxId},
@@ -21,7 +22,7 @@ use super::{
     spool::{Inlet, Outlet},
 };
 use crate::{
-    error::{PodError, chain},
+    error::PodError,
     front::{self, Front, Kept},
     guest::Agent,
 };

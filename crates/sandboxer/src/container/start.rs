@@ -5,6 +5,10 @@
 use std::{path::PathBuf, sync::Arc};
 
 use futures::future;
+use sandboxer_base::{
+    chain,
+    clock::{now_ns, plausible},
+};
 use sandboxer_protocol::{
     agent::{self as wire, CreateContainerRequest},
     id::{ContainerId, ExecId, SandboxId},
@@ -19,8 +23,7 @@ use super::{
     spec::{self, GuestSpec},
 };
 use crate::{
-    clock::{now_ns, plausible},
-    error::{PodError, chain},
+    error::PodError,
     front::{Front, Kept},
     guest::Agent,
     host::{
@@ -301,7 +304,7 @@ pub async fn follow(
             Exit { code: exit.code, at_ns: plausible(exit.at_ns, since), reason: reason.to_owned() }
         }
         // A process that the agent doesn't know any more has ended unseen.
-        Err(error) if error.code() == crate::error::Code::NotFound => {
+        Err(error) if error.code() == sandboxer_base::Code::NotFound => {
             Exit { code: KILLED, at_ns: now_ns(), reason: "its end was not seen".to_owned() }
         }
         Err(error) => {

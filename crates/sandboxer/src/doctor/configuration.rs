@@ -2,11 +2,10 @@
 
 use std::path::Path;
 
+use sandboxer_base::chain;
+use sandboxer_config::{Config, ConfigError, DEFAULT_PATH};
+
 use super::verdict::{Check, Fix, Subject};
-use crate::{
-    config::{Config, ConfigError, DEFAULT_PATH},
-    error::chain,
-};
 
 const CONFIGURATION: Subject =
     Subject { name: "configuration", why: "a daemon does not start with one that it does not understand" };

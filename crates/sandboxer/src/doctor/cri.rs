@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use k8s_cri::v1::{StatusRequest, VersionRequest, runtime_service_client::RuntimeServiceClient};
+use sandboxer_base::chain;
 use sandboxer_protocol::{
     controller::{ControllerStatusRequest, controller_client::ControllerClient},
     introspection::{PluginsRequest, introspection_client::IntrospectionClient},
@@ -12,10 +13,7 @@ use tokio::net::UnixStream;
 use tonic::transport::{Channel, Endpoint};
 
 use super::PATIENCE;
-use crate::{
-    api::sandbox::{ANSWERED_BY, CHECKED_POD},
-    error::chain,
-};
+use crate::api::sandbox::{ANSWERED_BY, CHECKED_POD};
 
 /// Largest answer that is read, bytes.
 const MOST: usize = 4 << 20;
@@ -172,6 +170,7 @@ async fn routed(channel: Channel, sandboxer: &str) -> Result<(), String> {
 mod tests {
     use std::sync::Arc;
 
+    use sandboxer_config::Config;
     use sandboxer_protocol::controller::controller_server::ControllerServer;
     use tokio::net::UnixListener;
     use tokio_stream::wrappers::UnixListenerStream;
@@ -179,7 +178,7 @@ mod tests {
     use tonic::{service::Routes, transport::Server};
 
     use super::*;
-    use crate::{api::sandbox::SandboxService, config::Config, daemon, front::Front, vmm::fake::FakeVmm};
+    use crate::{api::sandbox::SandboxService, daemon, front::Front, vmm::fake::FakeVmm};
 
     /// What is found at a socket where `services` are served.
     async fn found(dir: &Path, services: Routes) -> Result<(), String> {

@@ -3,12 +3,12 @@
 use std::path::{Path, PathBuf};
 
 use nix::sys::statvfs::statvfs;
+use sandboxer_config::Config;
 
 use super::{
     host::Host,
     verdict::{Check, Fix, Subject},
 };
-use crate::config::Config;
 
 /// Logs per pod: the guest's console and the VMM's words, each with its older half.
 const LOGS: u64 = 4;

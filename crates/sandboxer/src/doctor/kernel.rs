@@ -15,10 +15,10 @@ use object::{
         elf::{FileHeader, ProgramHeader},
     },
 };
+use sandboxer_base::digest::hex;
 use sha2::{Digest, Sha256};
 
 use super::verdict::{Check, Fix, Subject};
-use crate::host::rootfs::hex;
 
 /// Larger files are no kernels.
 const MOST: u64 = 512 << 20;

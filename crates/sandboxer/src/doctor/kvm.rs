@@ -2,15 +2,14 @@
 
 use std::{io, path::Path};
 
+use sandboxer_base::chain;
+use sandboxer_config::{Accelerator, VmmChoice};
+
 use super::{
     PATIENCE, blocking,
     verdict::{Check, Fix, Subject},
 };
-use crate::{
-    config::{Accelerator, VmmChoice},
-    error::chain,
-    vmm::kvm::{self, KvmUnusable},
-};
+use crate::vmm::kvm::{self, KvmUnusable};
 
 const KVM: Subject = Subject {
     name: "kvm",

@@ -42,7 +42,8 @@ pub use self::{
     start::{Unfit, fit},
     verdict::{Check, Fix, Report, SCHEMA, Verdict},
 };
-use crate::{config::Config, daemon::sockets};
+use sandboxer_base::sockets;
+use sandboxer_config::Config;
 
 /// Longest wait for one program, file or socket, each of which may hang. Long enough for a host that is slow: one that
 /// is emulated takes 3 s for `qemu-system-x86_64 --version`.

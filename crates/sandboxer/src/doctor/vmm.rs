@@ -2,15 +2,14 @@
 
 use std::path::{Path, PathBuf};
 
+use sandboxer_config::{VmConfig, VmmChoice};
+
 use super::{
     kvm,
     program::{self, Answer},
     verdict::{Check, Fix, Subject},
 };
-use crate::{
-    config::{VmConfig, VmmChoice},
-    vmm::cloud_hypervisor::version::{self, Version},
-};
+use crate::vmm::cloud_hypervisor::version::{self, Version};
 
 /// The oldest QEMU whose machines were seen to run pods.
 const QEMU_SEEN: (u32, u32) = (7, 2);
@@ -119,8 +118,9 @@ pub fn cloud_hypervisor(configured: VmmChoice, reading: &Reading) -> Check {
 
 #[cfg(test)]
 mod tests {
+    use sandboxer_config::Accelerator;
+
     use super::*;
-    use crate::config::Accelerator;
     use crate::doctor::Verdict;
 
     fn reading(answer: Answer) -> Reading {
@@ -173,7 +173,7 @@ mod tests {
 
     #[test]
     fn left_the_choice_it_is_cloud_hypervisor_where_that_and_kvm_can_be_used() {
-        let auto = crate::config::Config::default().vm;
+        let auto = sandboxer_config::Config::default().vm;
         let with = |vmm, accelerator| VmConfig { vmm, accelerator, ..auto.clone() };
         let known = reading(Answer::Said("cloud-hypervisor v53.0".into()));
         let old = reading(Answer::Said("cloud-hypervisor v51.0".into()));

@@ -5,6 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use sandboxer_base::{Code, clock::now_ns, failpoint::pass};
 use sandboxer_protocol::{
     agent::{self as wire, AgentClient},
     id::{ContainerId, ExecId, SandboxId},
@@ -18,7 +19,7 @@ use super::{
     outbox::Room,
     timing::Reading,
 };
-use crate::{clock::now_ns, error::Code, failpoint::pass, pod::Signal};
+use crate::pod::Signal;
 
 /// Making a container or an exec may take a slow guest a while: so many times the plain limit.
 const LONG_CALL: u32 = 6;

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use sandboxer_config::VmConfig;
 use sandboxer_protocol::{
     agent::{AgentClient, Ready},
     id::SandboxId,
@@ -15,7 +16,7 @@ use super::{
     bounds::{Bounded, plain},
     outbox::Outbox,
 };
-use crate::{config::VmConfig, error::PodError, vmm::Machine};
+use crate::{error::PodError, vmm::Machine};
 
 /// Greets the agent and waits until it says ready, by event. The caller sets the deadline and
 /// watches the machine meanwhile.

@@ -6,10 +6,10 @@
 use std::{collections::HashSet, sync::Arc, time::Duration};
 
 use futures::StreamExt;
+use sandboxer_base::chain;
 use sandboxer_protocol::id::SandboxId;
 
 use super::{Node, PodHandle, state::PodState};
-use crate::error::chain;
 
 /// How often clocks are compared: the agent's time constant is made for it (`timekeeper.rs` there).
 const INTERVAL: Duration = Duration::from_secs(64);

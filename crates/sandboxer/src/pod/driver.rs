@@ -11,6 +11,7 @@ mod results;
 use std::{collections::HashMap, convert::Infallible, future::Future, net::TcpListener, sync::Arc};
 
 use futures::FutureExt;
+use sandboxer_base::{chain, clock::now_ns};
 use sandboxer_protocol::{
     id::{ContainerId, ExecId},
     link::LinkKey,
@@ -37,13 +38,12 @@ use super::{
     volumes::Volumes,
 };
 use crate::{
-    clock::now_ns,
     container::{
         Container, Exit, KILLED, NewContainer, Phase, Process, StdioPaths,
         io::{RunningIo, StdinCloser, Subject},
         start::{self as work, Created, Live, Means},
     },
-    error::{PodError, chain},
+    error::PodError,
     events::Kind,
     front,
     guest::GuestError,
@@ -446,8 +446,10 @@ fn answer<T>(reply: Reply<T>, result: Result<T, PodError>) {
 
 #[cfg(test)]
 mod tests {
+    use sandboxer_config::Config;
+
     use super::*;
-    use crate::{config::Config, daemon, front::Front, vmm::fake::FakeVmm};
+    use crate::{daemon, front::Front, vmm::fake::FakeVmm};
 
     #[tokio::test]
     async fn an_illegal_change_of_state_is_an_error_and_changes_nothing() {

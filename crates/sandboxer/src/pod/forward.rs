@@ -4,6 +4,7 @@
 use std::{io, net, path::Path, sync::Arc, time::Duration};
 
 use futures::{FutureExt, future};
+use sandboxer_base::chain;
 use sandboxer_protocol::id::SandboxId;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -16,7 +17,7 @@ use tokio::{
 };
 
 use crate::{
-    error::{PodError, chain},
+    error::PodError,
     guest::{Agent, GuestError},
     host::network::{namespace, steer},
 };

@@ -23,6 +23,7 @@ use std::{
     sync::Arc,
 };
 
+use sandboxer_base::failpoint::pass;
 use sandboxer_protocol::{
     id::{ContainerId, ExecId, SandboxId},
     link::LinkKey,
@@ -36,7 +37,6 @@ use super::{
 };
 use crate::{
     container::{Exit, StdioPaths},
-    failpoint::pass,
     host::{share::ShareRecord, volume::Needed},
     vmm::{DiskSpec, MachineRecord},
 };

@@ -35,7 +35,6 @@ use sandboxer_protocol::{
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::{
-    config::Config,
     container::{Exit, NewContainer, Phase, StdioPaths},
     error::PodError,
     events::Events,
@@ -54,6 +53,7 @@ use admission::Admission;
 pub use driver::spawn;
 use journal::Journal;
 use registry::Registry;
+use sandboxer_config::Config;
 use spec::{Limits, PodSpec};
 use stage_times::StageTimes;
 use stages::Step;

@@ -26,13 +26,12 @@ use sandboxer_protocol::id::{Id, InvalidId, SandboxId};
 
 use super::journal::{self, JournalError};
 use crate::{
-    clock::now_ns,
-    config::Config,
-    error::chain,
     pool,
     vmm::strays::{self, Stray},
 };
 pub use entry::{Entry, Left, Listed, Report, Seen};
+use sandboxer_base::{chain, clock::now_ns};
+use sandboxer_config::Config;
 
 /// Its directory in the state directory.
 pub const DIR: &str = "quarantine";

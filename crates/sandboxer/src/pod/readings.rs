@@ -13,13 +13,14 @@ use std::{
     time::Duration,
 };
 
+use sandboxer_base::Code;
 use sandboxer_protocol::{
     agent::StatsResponse,
     id::{ContainerId, SandboxId},
 };
 use tokio::time::{Instant, timeout};
 
-use crate::error::{Code, PodError};
+use crate::error::PodError;
 
 /// How long a guest is waited for. containerd itself gives a kubelet's request for a whole node some seconds.
 const LIMIT: Duration = Duration::from_millis(800);

@@ -23,6 +23,7 @@ use std::{collections::HashMap, io, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use futures::future;
+use sandboxer_base::{Code, chain, clock::now_ns};
 use sandboxer_protocol::{
     agent::{self as wire, ProcessState},
     id::{ContainerId, ExecId},
@@ -39,13 +40,12 @@ use super::{
     state::{PodState, PodStatus},
 };
 use crate::{
-    clock::now_ns,
     container::{
         Container, Exit, KILLED, Phase, Process, StdioPaths,
         io::{Io, Subject},
         start::{INTENT, Intent, Live},
     },
-    error::{Code, PodError, chain},
+    error::PodError,
     front,
     guest::{self, GuestError},
     host::{rootfs, share::Shares, volume::Needed},

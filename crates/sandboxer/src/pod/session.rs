@@ -6,16 +6,12 @@
 
 use std::{sync::Arc, time::Duration};
 
+use sandboxer_base::chain;
 use sandboxer_protocol::link::LinkKey;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::{Node, spec::PodSpec};
-use crate::{
-    container::start::Live,
-    error::{PodError, chain},
-    guest,
-    host::share::Shares,
-};
+use crate::{container::start::Live, error::PodError, guest, host::share::Shares};
 
 /// How long is waited before the first greeting: a machine that has ended is seen to have by then.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);

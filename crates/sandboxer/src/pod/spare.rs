@@ -6,11 +6,12 @@
 
 use std::sync::{Mutex, PoisonError};
 
+use sandboxer_base::chain;
 use sandboxer_protocol::{agent as wire, id::SandboxId};
 
 use crate::{
     container::start::Live,
-    error::{PodError, chain},
+    error::PodError,
     host::rootfs::{FsType, RootfsStore},
     vmm::DiskSpec,
 };

@@ -2,10 +2,11 @@
 
 use std::{collections::BTreeMap, net::IpAddr, path::PathBuf};
 
+use sandboxer_config::Way;
 use sandboxer_protocol::{agent as wire, id::SandboxId};
 use serde::{Deserialize, Serialize};
 
-use crate::{config::Way, host::cgroup::Unlimited, template::Shape};
+use crate::{host::cgroup::Unlimited, template::Shape};
 
 /// A pod as asked for, all defaults filled in.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

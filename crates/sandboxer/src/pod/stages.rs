@@ -6,11 +6,11 @@ use std::{
     time::Instant,
 };
 
+use sandboxer_base::failpoint::pass;
 use sandboxer_protocol::{id::SandboxId, stage::Stage};
 use tracing::Instrument;
 
 use super::stage_times::StageTimes;
-use crate::failpoint::pass;
 
 /// How a step ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -15,6 +15,8 @@ use std::{
     sync::Arc, time::Duration,
 };
 
+use sandboxer_base::{Code, chain, clock::now_ns, failpoint::pass};
+use sandboxer_config::Way;
 use sandboxer_protocol::{
     agent::{ConfigurePodRequest, Ready},
     id::SandboxId,
@@ -30,11 +32,8 @@ use tokio_util::sync::CancellationToken;
 
 use super::{Node, admission::Work, host_ports, spec::PodSpec, stages::Stages, stop, undo::Undo, ways};
 use crate::{
-    clock::now_ns,
-    config::Way,
     container::start::Live,
-    error::{Code, PodError, chain},
-    failpoint::pass,
+    error::PodError,
     guest::{self, GuestError},
     host::network::{self, Interface, Parked, interface},
     pool::{self, Warm},

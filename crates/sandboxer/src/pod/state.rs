@@ -19,9 +19,10 @@
 //!
 //! A removed pod has no state: it is unknown.
 
+use sandboxer_config::Way;
 use serde::{Deserialize, Serialize};
 
-use crate::{config::Way, host::network::Interface};
+use crate::host::network::Interface;
 
 /// Where a pod stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]

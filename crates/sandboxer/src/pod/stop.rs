@@ -2,17 +2,17 @@
 
 use std::{future::Future, io, time::Duration};
 
+use sandboxer_base::{chain, failpoint::pass};
+use sandboxer_protocol::id::SandboxId;
 use tokio::time::Instant;
 
 use super::{Node, recover::Unreached, spec::PodSpec};
 use crate::{
     container::start::Live,
-    error::{PodError, chain},
-    failpoint::pass,
+    error::PodError,
     host::{cgroup::Cgroup, share::Shares},
     vmm::{VmmError, Written},
 };
-use sandboxer_protocol::id::SandboxId;
 
 /// How long a guest that is to power off may write nothing, unless agents have less time than that for an answer.
 const STALLED: Duration = Duration::from_secs(10);

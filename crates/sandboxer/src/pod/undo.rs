@@ -17,7 +17,7 @@ impl Undo {
         what: &'static str,
         step: impl Future<Output = Result<(), E>> + Send + 'static,
     ) {
-        self.steps.push((what, step.map(|done| done.map_err(|e| crate::error::chain(&e))).boxed()));
+        self.steps.push((what, step.map(|done| done.map_err(|e| sandboxer_base::chain(&e))).boxed()));
     }
 
     /// Undoes everything. A step that fails is reported and doesn't keep the others from running;
@@ -38,8 +38,9 @@ impl Undo {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use std::sync::{Arc, Mutex};
+
+    use super::*;
 
     #[tokio::test]
     async fn steps_are_undone_last_first_and_a_failure_stops_none() {

@@ -17,6 +17,7 @@ use std::{
 
 use futures::future;
 use protobuf::Message;
+use sandboxer_base::chain;
 use sandboxer_protocol::{
     agent::{self as wire, put_volume_request::Content as WireContent},
     id::Id,
@@ -27,7 +28,7 @@ use tokio_util::task::AbortOnDropHandle;
 use super::spare::Spare;
 use crate::{
     container::start::Live,
-    error::{PodError, chain},
+    error::PodError,
     host::{
         helper::{Helpers, Request},
         share::Shares,

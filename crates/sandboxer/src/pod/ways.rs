@@ -6,13 +6,11 @@ use std::{
     time::Duration,
 };
 
+use sandboxer_base::chain;
+use sandboxer_config::Way;
 use tokio::time::Instant;
 
-use crate::{
-    config::Way,
-    error::{PodError, chain},
-    vmm::VmmError,
-};
+use crate::{error::PodError, vmm::VmmError};
 
 /// How long a reason is not told again that comes and goes.
 const TOLD: Duration = Duration::from_secs(600);

@@ -2,14 +2,14 @@
 
 use std::{fs::DirBuilder, io, os::unix::fs::DirBuilderExt, sync::Arc};
 
+use sandboxer_base::{chain, clock::now_ns};
 use sandboxer_protocol::{agent::ConfigurePodRequest, id::SandboxId};
 use tokio_util::sync::CancellationToken;
 
 use super::{Rehearsal, Warm, rehearsal, run_dir};
 use crate::{
-    clock::now_ns,
     container::start::Live,
-    error::{PodError, chain},
+    error::PodError,
     guest,
     pod::{Node, spare, undo::Undo},
     template::{BuildError, Shape, Template},

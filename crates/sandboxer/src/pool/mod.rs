@@ -34,8 +34,6 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    config::PoolConfig,
-    error::chain,
     guest::Agent,
     host::network::Parked,
     pod::Node,
@@ -46,6 +44,8 @@ use demand::{Demand, Wanted, share_out};
 pub use make::end;
 pub use memory::Meminfo;
 pub use rehearsal::Rehearsal;
+use sandboxer_base::chain;
+use sandboxer_config::PoolConfig;
 
 /// How often is looked whether the pool should be larger or smaller, and how long pods that start can keep it from
 /// growing by one.

@@ -2,8 +2,9 @@
 
 use std::time::SystemTime;
 
+use sandboxer_config::TemplateConfig;
+
 use super::TemplateKey;
-use crate::config::TemplateConfig;
 
 /// A template on disk, as far as its place counts.
 #[derive(Debug, Clone)]
@@ -39,8 +40,9 @@ pub fn doomed(mut all: Vec<Kept>, further: Option<u64>, bounds: &TemplateConfig)
 mod tests {
     use std::time::Duration;
 
-    use super::*;
     use proptest::prelude::*;
+
+    use super::*;
 
     fn key(n: usize) -> TemplateKey {
         TemplateKey::parse(&format!("{n:032x}")).unwrap()

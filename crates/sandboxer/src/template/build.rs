@@ -9,6 +9,8 @@ use std::{
     time::Duration,
 };
 
+use sandboxer_base::clock::now_ns;
+use sandboxer_config::VmConfig;
 use sandboxer_protocol::{id::SandboxId, link::LinkKey};
 
 use super::{
@@ -16,8 +18,6 @@ use super::{
     key::{Inputs, Survey},
 };
 use crate::{
-    clock::now_ns,
-    config::VmConfig,
     error::PodError,
     guest,
     host::{cgroup::Cgroup, network::Park},

@@ -15,6 +15,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use sandboxer_base::digest::hex;
 use sandboxer_protocol::{id::Id, link::LinkKey};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -24,7 +25,7 @@ use super::{
     key::Inputs,
     pages::{self, Checksum},
 };
-use crate::{hash::hex, vmm::Frozen};
+use crate::vmm::Frozen;
 
 /// Version of the format described above.
 pub const FORMAT: u32 = 2;

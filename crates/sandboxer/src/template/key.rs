@@ -10,14 +10,12 @@ use std::{
     sync::{Mutex, PoisonError},
 };
 
+use sandboxer_base::digest::{self, hex};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::{Shape, image::FORMAT};
-use crate::{
-    hash::{self, hex},
-    vmm::{TemplateInputs, VmSpec, Vmm},
-};
+use crate::vmm::{TemplateInputs, VmSpec, Vmm};
 
 /// Name of a template: the hash of its [`Inputs`], hex.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -134,7 +132,7 @@ impl Surveyor {
         {
             return Ok((stamp, hash.clone()));
         }
-        let hash = hash::of(&mut file).map_err(failed)?;
+        let hash = digest::of(&mut file).map_err(failed)?;
         hashes().insert(path.to_owned(), (stamp, hash.clone()));
         Ok((stamp, hash))
     }

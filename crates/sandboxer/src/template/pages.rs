@@ -5,7 +5,7 @@ use std::{fs::File, io, os::unix::fs::FileExt};
 use rustix::fs::{MemfdFlags, SealFlags, SeekFrom, fcntl_add_seals, memfd_create, seek};
 use sha2::{Digest, Sha256};
 
-use crate::hash::hex;
+use sandboxer_base::digest::hex;
 
 /// Unit of what is left out or not, bytes.
 const PAGE: usize = 4096;
@@ -84,8 +84,9 @@ fn fill(file: &File, chunk: &mut [u8], at: u64) -> io::Result<usize> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use std::io::Write;
+
+    use super::*;
 
     fn sparse() -> File {
         let mut file = tempfile::tempfile().unwrap();

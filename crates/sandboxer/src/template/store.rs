@@ -10,6 +10,8 @@ use std::{
     time::{Duration, SystemTime},
 };
 
+use sandboxer_base::{chain, clock};
+use sandboxer_config::{Config, TemplateConfig};
 use tokio::time::Instant;
 
 use super::{
@@ -21,9 +23,6 @@ use super::{
     slot::{Slot, State},
 };
 use crate::{
-    clock,
-    config::{Config, TemplateConfig},
-    error::chain,
     host::{cgroup::Cgroup, network::Park},
     vmm::{Vmm, VmmError},
 };

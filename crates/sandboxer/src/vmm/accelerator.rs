@@ -2,8 +2,9 @@
 
 use std::{path::Path, time::Duration};
 
+use sandboxer_config::Accelerator;
+
 use super::kvm::{self, KvmUnusable};
-use crate::config::Accelerator;
 
 /// A KVM that takes longer over its test than this is not usable; the test itself takes 0.15 s on a host that is not
 /// busy.

@@ -38,6 +38,7 @@ use std::{
 };
 
 use async_trait::async_trait;
+use sandboxer_config::VmConfig;
 use sandboxer_protocol::boot::BootParams;
 use tokio::net::unix::pipe;
 
@@ -54,7 +55,6 @@ use super::{
     process::{self, Equipment},
     run_dir::{Captures, Files, host, reopen},
 };
-use crate::config::VmConfig;
 
 /// As in [`VmmInfo::name`].
 pub const NAME: &str = "cloud-hypervisor";

@@ -27,6 +27,7 @@ use std::{
 };
 
 use async_trait::async_trait;
+use sandboxer_config::VmConfig;
 use sandboxer_protocol::id::SandboxId;
 use tokio::net::UnixStream;
 
@@ -43,7 +44,6 @@ use super::{
     run_dir::{Captures, Files, connect, host, reopen},
     tsc,
 };
-use crate::config::VmConfig;
 
 /// As in [`VmmInfo::name`].
 const NAME: &str = "qemu";

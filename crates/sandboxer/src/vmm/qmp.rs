@@ -24,7 +24,7 @@ use tokio::{
 };
 use tokio_util::codec::{Framed, LinesCodec, LinesCodecError};
 
-use crate::failpoint::pass;
+use sandboxer_base::failpoint::pass;
 
 /// Longest line accepted, bytes.
 const MAX_LINE: usize = 256 << 10;
@@ -409,8 +409,9 @@ pub(crate) fn is_message(line: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
+
+    use super::*;
 
     const LIMIT: Duration = Duration::from_secs(5);
 

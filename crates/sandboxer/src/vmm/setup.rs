@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use sandboxer_config::{Accelerator, VmConfig, VmmChoice};
 
 use super::{
     Frozen, Machine, MachineRecord, TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo,
@@ -10,7 +11,6 @@ use super::{
     cloud_hypervisor::{self, CloudHypervisor, version::VersionError},
     qemu::Qemu,
 };
-use crate::config::{Accelerator, VmConfig, VmmChoice};
 
 /// Why no VMM can be used.
 #[derive(Debug, thiserror::Error)]
@@ -100,9 +100,11 @@ impl Vmm for Chosen {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use crate::config::Config;
     use std::process::Command;
+
+    use sandboxer_config::Config;
+
+    use super::*;
 
     /// A configuration whose Cloud Hypervisor is a script that says so.
     fn config(dir: &tempfile::TempDir, vmm: VmmChoice, says: &str) -> VmConfig {

@@ -4,10 +4,8 @@ use std::{fs, path::Path, time::Duration};
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
-use sandboxer::{
-    config::{Accelerator, VmConfig, VmmChoice},
-    vmm::{Vmm, VmmError, strays},
-};
+use sandboxer::vmm::{Vmm, VmmError, strays};
+use sandboxer_config::{Accelerator, VmConfig, VmmChoice};
 
 use super::{Case, LONG, Outcome, Running, Subject, cases::left_in, trial};
 use crate::{

@@ -18,17 +18,15 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use libtest_mimic::{Completion, Failed, Trial};
-use sandboxer::{
-    config::VmConfig,
-    vmm::{
-        Machine, VmSpec, Vmm,
-        cloud_hypervisor::{
-            CloudHypervisor,
-            api::{Api, ApiError},
-        },
-        kvm::{self, KvmUnusable},
+use sandboxer::vmm::{
+    Machine, VmSpec, Vmm,
+    cloud_hypervisor::{
+        CloudHypervisor,
+        api::{Api, ApiError},
     },
+    kvm::{self, KvmUnusable},
 };
+use sandboxer_config::VmConfig;
 
 use crate::{
     double::{self, behaviour::Behaviour},

@@ -5,10 +5,10 @@ use std::fs;
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use sandboxer::{
-    config::VmConfig,
     guest,
     vmm::{MEMORY, Machine, VmSpec, Vmm, cloud_hypervisor::CloudHypervisor},
 };
+use sandboxer_config::VmConfig;
 use sandboxer_protocol::agent::ConfigurePodRequest;
 
 use super::{Case, LONG, Outcome, Subject, kvm_unusable, skipped, trial};

@@ -14,10 +14,8 @@ use std::{
     time::Duration,
 };
 
-use sandboxer::{
-    config::{Accelerator, VmConfig, VmmChoice},
-    vmm::{AgentStream, DiskSpec, Machine, VmSpec, fake::FakeGuest, qemu::Qemu, strays},
-};
+use sandboxer::vmm::{AgentStream, DiskSpec, Machine, VmSpec, fake::FakeGuest, qemu::Qemu, strays};
+use sandboxer_config::{Accelerator, VmConfig, VmmChoice};
 use sandboxer_protocol::{boot::BootParams, link::LinkKey};
 use tempfile::TempDir;
 use tokio::{

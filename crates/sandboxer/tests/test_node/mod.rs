@@ -6,7 +6,6 @@ use std::{fs, path::Path, sync::Arc};
 
 use nix::{sys::stat::Mode, unistd::mkfifo};
 use sandboxer::{
-    config::Config,
     container::{NewContainer, Phase, StdioPaths},
     daemon,
     front::Front,
@@ -14,6 +13,7 @@ use sandboxer::{
     pod::{self, Node, PodHandle, spec::PodSpec, state::PodStatus},
     vmm::fake::FakeVmm,
 };
+use sandboxer_config::Config;
 use sandboxer_protocol::{
     id::{ContainerId, Id},
     link::LinkKey,

@@ -7,15 +7,13 @@ use std::{
 };
 
 use anyhow::Context;
-use sandboxer::{
-    config::Config,
-    daemon::sockets,
-    doctor::{
-        self,
-        containerd::{OLDEST, RUNTIME_TYPE, SEEN},
-        cri::{self, HANDLER, Reading},
-    },
+use sandboxer::doctor::{
+    self,
+    containerd::{OLDEST, RUNTIME_TYPE, SEEN},
+    cri::{self, HANDLER, Reading},
 };
+use sandboxer_base::sockets;
+use sandboxer_config::Config;
 use similar::TextDiff;
 use toml_edit::{DocumentMut, Item, Table, TableLike};
 

@@ -48,7 +48,8 @@ use super::{
     rootfs::{Chain, FsType},
     volume::Bound,
 };
-use crate::{error::Code, vmm::process};
+use crate::vmm::process;
+use sandboxer_base::Code;
 
 pub use self::work::{Request, serve};
 

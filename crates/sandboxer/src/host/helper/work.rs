@@ -12,13 +12,13 @@ use std::{
 use oci_spec::runtime::Mount;
 use protobuf::Message;
 use rustix::fs::inotify::{self, WatchFlags};
+use sandboxer_base::{Code, chain};
 use sandboxer_share::attach::{self, Access, AttachError};
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::wire::Frame;
 use crate::{
     container::message,
-    error::{Code, chain},
     host::{
         rootfs::{self, BuildError, Chain, FsType},
         volume::{self, Bound, VolumeError, tree},

@@ -48,7 +48,8 @@ pub use self::{
 };
 pub use link::MODPROBE;
 
-use crate::{config::ForeignRules, error::PodError};
+use crate::error::PodError;
+use sandboxer_config::ForeignRules;
 
 /// The interfaces of the pod, whose namespace is bound to `netns`. Rules of netfilter's there would not hold for the guest:
 /// they are refused, unless they are to be ignored.

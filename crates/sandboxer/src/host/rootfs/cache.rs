@@ -22,6 +22,8 @@ use futures::{
     FutureExt,
     future::{BoxFuture, Shared},
 };
+use sandboxer_base::clock;
+use sandboxer_config::RootfsConfig;
 use sha2::{Digest, Sha256};
 use tokio::sync::Semaphore;
 
@@ -32,7 +34,6 @@ use super::{
     mounts::Chain,
     superblock,
 };
-use crate::{clock, config::RootfsConfig};
 
 /// Rises when images are made otherwise than before; older ones are then no longer found, and go as unused.
 const FORMAT: &[u8] = b"sandboxer erofs 1";
@@ -211,7 +212,7 @@ impl Cache {
             Ok(()) => Ok(Some(lease)),
             Err(error) => {
                 tracing::warn!(
-                    error = crate::error::chain(&error),
+                    error = sandboxer_base::chain(&error),
                     "a cached image is damaged: it is made again"
                 );
                 let mut state = self.state();

@@ -2,10 +2,11 @@
 
 use std::{io, path::PathBuf, sync::Arc, time::Duration};
 
+use sandboxer_base::Code;
 use sandboxer_protocol::id::{ContainerId, SandboxId};
 
 use super::{FsType, mounts::Refusal};
-use crate::{error::Code, host::helper::HelperError};
+use crate::host::helper::HelperError;
 
 /// Why a container has no root file system.
 #[derive(Debug, thiserror::Error)]

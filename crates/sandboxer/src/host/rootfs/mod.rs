@@ -31,10 +31,8 @@ use self::{
     scratch::Scratches,
 };
 use super::helper::{Helpers, Request};
-use crate::{
-    config::{RootfsConfig, WritableTo},
-    vmm::DiskSpec,
-};
+use crate::vmm::DiskSpec;
+use sandboxer_config::{RootfsConfig, WritableTo};
 
 pub use self::{
     cache::{Lease, key_of},
@@ -281,15 +279,6 @@ pub(super) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, BuildError> + Send + 'static,
 ) -> Result<T, BuildError> {
     tokio::task::spawn_blocking(work).await.unwrap_or(Err(BuildError::Stopped))
-}
-
-/// Lower-case hex digits.
-pub(crate) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().fold(String::with_capacity(2 * bytes.len()), |mut text, byte| {
-        // Writing to a String can't fail.
-        let _ = fmt::Write::write_fmt(&mut text, format_args!("{byte:02x}"));
-        text
-    })
 }
 
 #[cfg(test)]

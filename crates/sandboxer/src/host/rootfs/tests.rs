@@ -21,10 +21,10 @@ use nix::{
     sys::stat::{Mode, SFlag, makedev, mknod},
     unistd::mkfifo,
 };
+use sandboxer_base::chain;
 use tempfile::TempDir;
 
 use super::{build::tests::runs, *};
-use crate::error::chain;
 
 /// Snapshots as containerd's overlayfs snapshotter lays them out, and a store.
 struct Fixture {

@@ -17,6 +17,7 @@ use std::{
     sync::Arc,
 };
 
+use sandboxer_base::{Code, chain, digest};
 use sandboxer_protocol::{id::SandboxId, share::GUEST_DIR};
 use sandboxer_share::attach::{Access, AttachError};
 use serde::{Deserialize, Serialize};
@@ -24,9 +25,7 @@ use tokio::{net::UnixStream, task::JoinSet};
 
 use self::server::Server;
 use crate::{
-    error::{Code, chain},
     guest::{Agent, GuestError},
-    hash,
     host::{
         cgroup::Cgroup,
         helper::{HelperError, Helpers},
@@ -55,7 +54,7 @@ impl Share {
         let identity = format!("{device} {inode} {access:?} {follows_mounts} ");
         let mut identity = [identity.as_bytes(), source.as_os_str().as_bytes()].concat();
         // A share's name says nothing, and has room for all there may be.
-        identity = hash::of(&mut identity.as_slice())?.into_bytes();
+        identity = digest::of(&mut identity.as_slice())?.into_bytes();
         identity.truncate(16);
         let name = String::from_utf8_lossy(&identity).into_owned();
         Ok(Self { source: source.to_owned(), access, follows_mounts, name })

@@ -34,7 +34,7 @@ use super::{
     helper::{HelperError, Helpers},
     rootfs::{BuildError, hex},
 };
-use crate::error::Code;
+use sandboxer_base::Code;
 
 pub use self::{
     bound::{Bound, FileMeta},

@@ -5,11 +5,12 @@
 
 use std::convert::Infallible;
 
+use sandboxer_base::chain;
 use sandboxer_protocol::id::ContainerId;
 use tokio::sync::oneshot;
 
 use super::{Done, Driver};
-use crate::{container::Container, error::chain, host::cpus::Cpus};
+use crate::{container::Container, host::cpus::Cpus};
 
 impl Driver {
     /// Takes the CPUs that an update of a container's resources names, if it does.

@@ -9,6 +9,7 @@ use std::{
 };
 
 use async_trait::async_trait;
+use sandboxer_base::chain;
 use sandboxer_protocol::id::SandboxId;
 use tokio::sync::broadcast;
 use tokio_util::task::AbortOnDropHandle;
@@ -21,15 +22,12 @@ use super::{
     vsock::{self, Link},
     wire,
 };
-use crate::{
-    error::chain,
-    vmm::{
-        AgentStream, DiskSpec, Machine, MachineExit, MachineRecord, VmmError,
-        process::Process,
-        room::{Room, shown as path_of},
-        run_dir::{Captures, Files, host},
-        spec::first_mac_text,
-    },
+use crate::vmm::{
+    AgentStream, DiskSpec, Machine, MachineExit, MachineRecord, VmmError,
+    process::Process,
+    room::{Room, shown as path_of},
+    run_dir::{Captures, Files, host},
+    spec::first_mac_text,
 };
 
 /// Events that may wait for who looks at them.

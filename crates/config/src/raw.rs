@@ -11,13 +11,13 @@ use std::{
 use serde::{Deserialize, Serialize};
 use toml::de::DeTable;
 
-use super::{
+use crate::{
     Accelerator, Config, ForeignRules, NetworkConfig, PoolConfig, RootfsConfig, TemplateConfig, VmConfig,
     VmmChoice, VolumeConfig, Way, WritableTo, resolved::DEFAULT_SCRATCH,
 };
 
 /// The default configuration, every key explained.
-pub const DEFAULT: &str = include_str!("../../../../vmm-configs/sandboxer.toml");
+pub const DEFAULT: &str = include_str!("../../../vmm-configs/sandboxer.toml");
 
 /// Why a configuration can't be used.
 #[derive(Debug, thiserror::Error)]
@@ -430,8 +430,8 @@ mod tests {
     #[test]
     fn the_configurations_of_one_vmm_are_right_and_explain_each_line() {
         for (text, vmm) in [
-            (include_str!("../../../../vmm-configs/cloud-hypervisor.toml"), VmmChoice::CloudHypervisor),
-            (include_str!("../../../../vmm-configs/qemu.toml"), VmmChoice::Qemu),
+            (include_str!("../../../vmm-configs/cloud-hypervisor.toml"), VmmChoice::CloudHypervisor),
+            (include_str!("../../../vmm-configs/qemu.toml"), VmmChoice::Qemu),
         ] {
             let config = parse(text).unwrap();
             assert_eq!(config.vm.vmm, vmm);

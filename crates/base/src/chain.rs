@@ -1,0 +1,53 @@
+//! An error and its causes as text.
+
+use std::{error::Error, fmt::Write, iter::successors};
+
+/// Returns an error and everything that caused it, on one line. A cause that its parent quotes already is left out.
+pub fn chain(error: &dyn Error) -> String {
+    let mut text = error.to_string();
+    for cause in successors(error.source(), |error| error.source()) {
+        let words = cause.to_string();
+        if !text.ends_with(&words) {
+            // Writing to a String can't fail.
+            let _ = write!(text, ": {words}");
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::chain;
+
+    /// Says what was attempted; `quotes` its source, too.
+    #[derive(Debug)]
+    struct Attempt {
+        quotes: bool,
+        source: io::Error,
+    }
+
+    impl std::fmt::Display for Attempt {
+        fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+            match self.quotes {
+                true => write!(f, "cannot read \"a\": {}", self.source),
+                false => f.write_str("cannot read \"a\""),
+            }
+        }
+    }
+
+    impl std::error::Error for Attempt {
+        fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+            Some(&self.source)
+        }
+    }
+
+    #[test]
+    fn each_cause_is_named_once() {
+        for quotes in [false, true] {
+            let error = Attempt { quotes, source: io::Error::other("disk on fire") };
+            assert_eq!(chain(&error), "cannot read \"a\": disk on fire");
+        }
+    }
+}

@@ -1,0 +1,11 @@
+//! What every crate may use, and what uses none of them.
+
+mod chain;
+pub mod clock;
+mod code;
+pub mod digest;
+pub mod failpoint;
+pub mod sockets;
+
+pub use chain::chain;
+pub use code::Code;

@@ -1,16 +1,18 @@
 //! An error and its causes as text.
 
-use std::{error::Error, fmt::Write, iter::successors};
+use std::{error::Error, fmt::Write};
 
 /// Returns an error and everything that caused it, on one line. A cause that its parent quotes already is left out.
 pub fn chain(error: &dyn Error) -> String {
     let mut text = error.to_string();
-    for cause in successors(error.source(), |error| error.source()) {
+    let mut next = error.source();
+    while let Some(cause) = next {
         let words = cause.to_string();
         if !text.ends_with(&words) {
             // Writing to a String can't fail.
             let _ = write!(text, ": {words}");
         }
+        next = cause.source();
     }
     text
 }

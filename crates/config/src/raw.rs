@@ -12,8 +12,8 @@ use serde::{Deserialize, Serialize};
 use toml::de::DeTable;
 
 use crate::{
-    Accelerator, Config, ForeignRules, NetworkConfig, PoolConfig, RootfsConfig, TemplateConfig, VmConfig,
-    VmmChoice, VolumeConfig, Way, WritableTo, resolved::DEFAULT_SCRATCH,
+    Accelerator, Config, ForeignRules, NetworkConfig, PoolConfig, RootfsConfig, StartPath, TemplateConfig,
+    VmConfig, VmmChoice, VolumeConfig, WritableTo, resolved::DEFAULT_SCRATCH,
 };
 
 /// The default configuration, every key explained.
@@ -94,7 +94,7 @@ struct Raw {
     vm: RawVm,
     templates: RawTemplates,
     pool: RawPool,
-    handlers: BTreeMap<String, Way>,
+    handlers: BTreeMap<String, StartPath>,
     rootfs: RawRootfs,
     volumes: RawVolumes,
     network: RawNetwork,

@@ -16,8 +16,8 @@ pub struct Config {
     /// Machines that wait for pods.
     pub pool: PoolConfig,
     /// The fastest way in which pods of a runtime handler may get their machine, by the handler's
-    /// name; [`Way::Pool`] for handlers that aren't named.
-    pub handlers: BTreeMap<String, Way>,
+    /// name; [`StartPath::Pool`] for handlers that aren't named.
+    pub handlers: BTreeMap<String, StartPath>,
     /// Root file systems.
     pub rootfs: RootfsConfig,
     /// Volumes.
@@ -103,44 +103,44 @@ pub enum Accelerator {
     Tcg,
 }
 
-/// How a pod gets its machine, slowest first. What isn't to be had is replaced by the next slower one.
+/// How a pod gets its VM, slowest first. A path that is not available is replaced by the next slower one.
 #[derive(
     Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize,
 )]
 #[serde(rename_all = "lowercase")]
-pub enum Way {
-    /// It boots.
+pub enum StartPath {
+    /// The VM boots.
     Boot,
-    /// It is made as a copy of a frozen one.
+    /// The VM is a new copy of a template.
     Template,
-    /// It was made so before, and waits.
+    /// The VM is a copy that was made before and waits.
     #[default]
     Pool,
 }
 
-impl Way {
-    /// Every way, slowest first.
-    pub const ALL: [Way; 3] = [Way::Boot, Way::Template, Way::Pool];
+impl StartPath {
+    /// Every path, slowest first.
+    pub const ALL: [StartPath; 3] = [StartPath::Boot, StartPath::Template, StartPath::Pool];
 
-    /// The name under which the way appears everywhere.
+    /// Returns its name in configuration, logs, metrics and answers.
     pub const fn as_str(self) -> &'static str {
         match self {
-            Way::Boot => "boot",
-            Way::Template => "template",
-            Way::Pool => "pool",
+            StartPath::Boot => "boot",
+            StartPath::Template => "template",
+            StartPath::Pool => "pool",
         }
     }
 
-    /// The next slower one; the slowest stays.
+    /// Returns the next slower one; the slowest stays.
     pub const fn slower(self) -> Self {
         match self {
-            Way::Pool => Way::Template,
-            Way::Template | Way::Boot => Way::Boot,
+            StartPath::Pool => StartPath::Template,
+            StartPath::Template | StartPath::Boot => StartPath::Boot,
         }
     }
 }
 
-impl std::fmt::Display for Way {
+impl std::fmt::Display for StartPath {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(self.as_str())
     }

@@ -16,6 +16,7 @@ use std::{
 use containerd_shim_protos::shim_async::create_task;
 use futures::{StreamExt, stream::BoxStream};
 use rustix::fs::FlockOperation;
+use sandboxer_base::sockets;
 use sandboxer_config::Config;
 use sandboxer_front::control::TASK_LISTENER;
 use sandboxer_protocol::{admin::admin_server::AdminServer, controller::controller_server::ControllerServer};
@@ -48,7 +49,7 @@ use crate::{
         quarantine::{self, Quarantine},
         recover::{self, Records},
         registry::Registry,
-        ways::Ways,
+        start_paths::StartPaths,
     },
     pool::{self, Meminfo, Pool},
     template::{self, Shape, Templates},
@@ -178,7 +179,7 @@ pub fn node(config: Config, vmm: Arc<dyn Vmm>, front: Arc<Front>) -> Result<Arc<
         templates,
         park,
         pool: Pool::new(config.pool, usual, Meminfo::of_host()),
-        ways: Ways::default(),
+        start_paths: StartPaths::default(),
         rootfs: RootfsStore::open(&config.state_dir.join("rootfs"), &config.rootfs, helpers)?,
         volumes: Arc::new(volumes),
         admission: Admission::new(config.concurrent_starts, config.concurrent_containers),

@@ -23,7 +23,7 @@ use sandboxer::{
     vmm::fake::{FakeVmm, Fault},
 };
 use sandboxer_base::Code;
-use sandboxer_config::{Config, PoolConfig, Way};
+use sandboxer_config::{Config, PoolConfig, StartPath};
 use sandboxer_protocol::link::LinkKey;
 use tempfile::TempDir;
 use tokio::time::Instant;
@@ -147,28 +147,28 @@ async fn later(by: Duration) {
 }
 
 async fn started(node: &Arc<Node>, id: &str) -> PodHandle {
-    started_at_best(node, id, Way::Pool).await
+    started_at_best(node, id, StartPath::Pool).await
 }
 
-async fn started_at_best(node: &Arc<Node>, id: &str, way: Way) -> PodHandle {
-    let pod = spawned(node, id, way);
+async fn started_at_best(node: &Arc<Node>, id: &str, start_path: StartPath) -> PodHandle {
+    let pod = spawned(node, id, start_path);
     pod.start().await.unwrap();
     pod
 }
 
 async fn try_started(node: &Arc<Node>, id: &str) -> Result<(), PodError> {
-    spawned(node, id, Way::Pool).start().await.map(drop)
+    spawned(node, id, StartPath::Pool).start().await.map(drop)
 }
 
-fn spawned(node: &Arc<Node>, id: &str, way: Way) -> PodHandle {
-    let spec = PodSpec { way, ..PodSpec::plain(id.parse().unwrap(), SHAPE.vcpus, SHAPE.memory_mib) };
+fn spawned(node: &Arc<Node>, id: &str, start_path: StartPath) -> PodHandle {
+    let spec = PodSpec { start_path, ..PodSpec::plain(id.parse().unwrap(), SHAPE.vcpus, SHAPE.memory_mib) };
     let of = node.clone();
     let spawn = || pod::spawn(of, spec.clone(), LinkKey::random(), PodStatus::created(1), Default::default());
     node.registry.insert(&spec.id.clone(), spawn).unwrap()
 }
 
-fn missed(node: &Node, way: Way, reason: &'static str) -> u64 {
-    node.ways.counts().missed.get(&(way, reason)).copied().unwrap_or(0)
+fn missed(node: &Node, start_path: StartPath, reason: &'static str) -> u64 {
+    node.start_paths.counts().missed.get(&(start_path, reason)).copied().unwrap_or(0)
 }
 
 /// Waits until the pool has so many machines.
@@ -186,14 +186,17 @@ async fn the_first_pod_boots_and_the_next_is_a_copy_with_a_key_of_its_own() {
     let host = Host::new();
     let node = host.node();
     let first = started(&node, "first").await;
-    assert_eq!(first.status().way, Some(Way::Boot));
-    assert_eq!((missed(&node, Way::Pool, "off"), missed(&node, Way::Template, "preparing")), (1, 1));
+    assert_eq!(first.status().start_path, Some(StartPath::Boot));
+    assert_eq!(
+        (missed(&node, StartPath::Pool, "off"), missed(&node, StartPath::Template, "preparing")),
+        (1, 1)
+    );
 
     let template = node.templates.prepare(SHAPE).await.unwrap();
     let second = started(&node, "second").await;
-    assert_eq!(second.status().way, Some(Way::Template));
-    let cold = started_at_best(&node, "cold", Way::Boot).await;
-    assert_eq!(cold.status().way, Some(Way::Boot));
+    assert_eq!(second.status().start_path, Some(StartPath::Template));
+    let cold = started_at_best(&node, "cold", StartPath::Boot).await;
+    assert_eq!(cold.status().start_path, Some(StartPath::Boot));
 
     // The copy answers to its own key after a restart, as only it does.
     let records: Vec<_> = node.journal.records().unwrap().into_iter().map(Result::unwrap).collect();
@@ -264,12 +267,16 @@ async fn what_a_template_depends_on_is_looked_at_before_each_start() {
     let host = Host::new();
     let node = host.node();
     let old = node.templates.prepare(SHAPE).await.unwrap();
-    assert_eq!(started(&node, "copy").await.status().way, Some(Way::Template));
+    assert_eq!(started(&node, "copy").await.status().start_path, Some(StartPath::Template));
     fs::write(host.path("initramfs"), "an upgraded initramfs").unwrap();
-    assert_eq!(started(&node, "after-upgrade").await.status().way, Some(Way::Boot), "an old agent runs");
+    assert_eq!(
+        started(&node, "after-upgrade").await.status().start_path,
+        Some(StartPath::Boot),
+        "an old agent runs"
+    );
     let new = node.templates.prepare(SHAPE).await.unwrap();
     assert_ne!(new.key, old.key);
-    assert_eq!(started(&node, "copy-of-new").await.status().way, Some(Way::Template));
+    assert_eq!(started(&node, "copy-of-new").await.status().start_path, Some(StartPath::Template));
 
     host.vmm.upgrade("1");
     let node = host.node();
@@ -283,8 +290,8 @@ async fn a_vmm_that_refuses_templates_costs_time_and_no_pod() {
     node.templates.prepare(SHAPE).await.unwrap();
     host.vmm.inject(Fault::RefusesTemplates);
     let pod = started(&node, "pod").await;
-    assert_eq!(pod.status().way, Some(Way::Boot));
-    assert_eq!(missed(&node, Way::Template, "restore-failed"), 1);
+    assert_eq!(pod.status().start_path, Some(StartPath::Boot));
+    assert_eq!(missed(&node, StartPath::Template, "restore-failed"), 1);
     pod.remove().await.unwrap();
     assert!(!host.path("run/pods/pod").exists());
 }
@@ -302,7 +309,7 @@ async fn why_pods_start_in_a_slower_way_is_counted_always_and_told_once() {
     for id in ["one", "two", "three"] {
         started(&node, id).await;
     }
-    assert_eq!(missed(&node, Way::Template, "restore-failed"), 3);
+    assert_eq!(missed(&node, StartPath::Template, "restore-failed"), 3);
     assert_eq!(log.lines("injected refusal"), 1);
 
     // A template that can't be made is no news either, however often it is tried.
@@ -326,8 +333,8 @@ async fn all_ways_together_take_no_longer_than_a_pod_may() {
     host.vmm.inject(Fault::HangsOnRestore);
     tokio::time::pause();
     let began = Instant::now();
-    assert_eq!(started(&node, "hangs-on-restore").await.status().way, Some(Way::Boot));
-    assert_eq!(missed(&node, Way::Template, "silent"), 1);
+    assert_eq!(started(&node, "hangs-on-restore").await.status().start_path, Some(StartPath::Boot));
+    assert_eq!(missed(&node, StartPath::Template, "silent"), 1);
     assert!(began.elapsed() < limit, "{:?}", began.elapsed());
 
     // By each way there is a machine, and none of them says a word.
@@ -335,7 +342,10 @@ async fn all_ways_together_take_no_longer_than_a_pod_may() {
     let began = Instant::now();
     let error = try_started(&node, "never-ready").await.unwrap_err();
     assert_eq!(error.code(), Code::DeadlineExceeded, "{error}");
-    assert_eq!((missed(&node, Way::Template, "silent"), missed(&node, Way::Boot, "silent")), (2, 1));
+    assert_eq!(
+        (missed(&node, StartPath::Template, "silent"), missed(&node, StartPath::Boot, "silent")),
+        (2, 1)
+    );
     assert!(began.elapsed() <= limit + Duration::from_millis(10), "{:?}", began.elapsed());
 }
 
@@ -388,13 +398,13 @@ async fn a_template_that_its_vmm_refuses_is_made_anew_once() {
     let node = host.node();
     node.templates.prepare(SHAPE).await.unwrap();
     host.vmm.inject(Fault::RefusesTemplates);
-    assert_eq!(started(&node, "one").await.status().way, Some(Way::Boot));
+    assert_eq!(started(&node, "one").await.status().start_path, Some(StartPath::Boot));
     let made = node.templates.prepare(SHAPE).await.unwrap().link_key.clone();
     assert_ne!(made, found, "what is refused is used still");
-    assert_eq!(started(&node, "two").await.status().way, Some(Way::Boot));
+    assert_eq!(started(&node, "two").await.status().start_path, Some(StartPath::Boot));
     let kept = node.templates.prepare(SHAPE).await.unwrap().link_key.clone();
     assert_eq!(kept, made, "it is made again and again");
-    assert_eq!(missed(&node, Way::Template, "restore-failed"), 2);
+    assert_eq!(missed(&node, StartPath::Template, "restore-failed"), 2);
 }
 
 #[tokio::test]
@@ -460,7 +470,7 @@ async fn a_pool_fills_gives_and_is_filled_again() {
     filled(&node, 2).await;
     let waiting = host.vmm.running();
     let pod = started(&node, "claims").await;
-    assert_eq!(pod.status().way, Some(Way::Pool));
+    assert_eq!(pod.status().start_path, Some(StartPath::Pool));
     assert_eq!(
         host.vmm.running().iter().filter(|id| waiting.contains(id)).count(),
         1,
@@ -480,7 +490,11 @@ async fn a_pool_fills_gives_and_is_filled_again() {
     // What a stale template was made of waits no longer.
     let before = host.vmm.running();
     fs::write(host.path("initramfs"), "an upgraded initramfs").unwrap();
-    assert_ne!(started(&node, "after-upgrade").await.status().way, Some(Way::Pool), "an old agent runs");
+    assert_ne!(
+        started(&node, "after-upgrade").await.status().start_path,
+        Some(StartPath::Pool),
+        "an old agent runs"
+    );
     filled(&node, 2).await;
     let renewed = || {
         node.pool.list().len() == 2

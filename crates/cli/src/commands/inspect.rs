@@ -51,7 +51,7 @@ fn text(pod: &Pod) -> Result<String, std::fmt::Error> {
     )?;
     line("Recovered", if pod.recovered { "yes: older than this daemon" } else { "no" })?;
     line("Size", &format!("{} vCPU, {}", pod.vcpus, render::mib(pod.memory_mib)))?;
-    line("Machine by", &pod.way)?;
+    line("Start path", &pod.start_path)?;
     line("VMM pid", &if pod.vmm_pid == 0 { "-".into() } else { pod.vmm_pid.to_string() })?;
     line("Kernel", &pod.kernel_release)?;
     for interface in &pod.interfaces {

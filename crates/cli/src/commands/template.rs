@@ -116,15 +116,15 @@ fn show(templates: &[Template], global: &Global) -> anyhow::Result<()> {
 fn text(answer: &ListTemplatesResponse) -> String {
     let mut out =
         if answer.templates.is_empty() { "no templates".to_owned() } else { table(&answer.templates) };
-    out += &format!("\n\n{} machines wait in the pool", answer.pool.len());
-    if !answer.ways.is_empty() {
-        let mut rows = tables::table(&["WAY", "PODS", "NOT TO BE HAD"], 1);
-        for count in &answer.ways {
+    out += &format!("\n\n{} VMs wait in the pool", answer.pool.len());
+    if !answer.start_paths.is_empty() {
+        let mut rows = tables::table(&["START PATH", "PODS", "FELL BACK"], 1);
+        for count in &answer.start_paths {
             let (taken, missed) = match count.reason.as_str() {
                 "" => (count.pods.to_string(), String::new()),
                 reason => (String::new(), format!("{} × {}", count.pods, render::plain(reason))),
             };
-            rows.add_row([render::plain(&count.way), taken, missed]);
+            rows.add_row([render::plain(&count.start_path), taken, missed]);
         }
         out += &format!("\n\n{rows}");
     }

@@ -222,7 +222,7 @@ fn pod_message(node: &Node, view: PodView) -> Pod {
         containers: containers.into_iter().map(container_message).collect(),
         stages: steps.into_iter().map(stage_message).collect(),
         recovered: status.recovered,
-        way: status.way.map(|way| way.to_string()).unwrap_or_default(),
+        start_path: status.start_path.map(|start_path| start_path.to_string()).unwrap_or_default(),
         interfaces: status.interfaces.iter().map(interface_message).collect(),
         jail: None,
         shares_jail: None,

@@ -95,7 +95,7 @@ pub fn pod_spec(
     Ok(PodSpec {
         limits: size::limits(&limits),
         host_ports,
-        way: config.handlers.get(&kept.runtime_handler).copied().unwrap_or_default(),
+        start_path: config.handlers.get(&kept.runtime_handler).copied().unwrap_or_default(),
         vcpus,
         memory_mib,
         room: Room {
@@ -258,7 +258,7 @@ pub fn ttrpc_time(ns: u64) -> protobuf::MessageField<protobuf::well_known_types:
 
 #[cfg(test)]
 mod tests {
-    use sandboxer_config::{Config, Way};
+    use sandboxer_config::{Config, StartPath};
 
     use super::*;
 
@@ -295,19 +295,22 @@ mod tests {
     #[test]
     fn the_way_to_a_machine_is_that_of_the_runtime_handler() {
         let mut config = Config::default();
-        config.handlers.insert("cold".into(), Way::Boot);
-        let way = |handler: &str| {
+        config.handlers.insert("cold".into(), StartPath::Boot);
+        let start_path = |handler: &str| {
             let mut request = request(|_| {});
             let kept = format!(r#"{{"Version":"v1","Metadata":{{"ID":"p","RuntimeHandler":"{handler}"}}}}"#);
             let extensions = &mut request.sandbox.get_or_insert_default().extensions;
             let value = prost_types::Any { type_url: String::new(), value: kept.into_bytes() };
             extensions.insert("metadata".into(), value);
-            pod_spec(&request, &config, &Hierarchies::default()).unwrap().way
+            pod_spec(&request, &config, &Hierarchies::default()).unwrap().start_path
         };
-        assert_eq!([way("cold"), way("other"), way("")], [Way::Boot, Way::Pool, Way::Pool]);
         assert_eq!(
-            pod_spec(&request(|_| {}), &config, &Hierarchies::default()).unwrap().way,
-            Way::Pool,
+            [start_path("cold"), start_path("other"), start_path("")],
+            [StartPath::Boot, StartPath::Pool, StartPath::Pool]
+        );
+        assert_eq!(
+            pod_spec(&request(|_| {}), &config, &Hierarchies::default()).unwrap().start_path,
+            StartPath::Pool,
             "a containerd that tells none"
         );
     }

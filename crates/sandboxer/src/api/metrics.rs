@@ -2,7 +2,7 @@
 
 use std::{
     convert::Infallible,
-    fmt::Write,
+    fmt,
     sync::{Arc, atomic::Ordering},
     time::Duration,
 };
@@ -10,14 +10,20 @@ use std::{
 use http_body_util::Full;
 use hyper::{Method, Request, Response, StatusCode, body::Bytes, service::service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use sandboxer_config::Way;
+use prometheus_client::{
+    collector::Collector,
+    encoding::{DescriptorEncoder, EncodeMetric, NoLabelSet, text::encode},
+    metrics::{MetricType, counter::ConstCounter, gauge::ConstGauge},
+    registry::{Registry, Unit},
+};
+use sandboxer_config::StartPath;
 use tokio::{net::TcpListener, sync::Semaphore};
 use tokio_util::sync::CancellationToken;
 
-use crate::pod::Node;
+use crate::pod::{Node, stage_times::StageSummary};
 
 /// Upper ends of the buckets, µs: from a cached rootfs to a boot that is given up.
-const BUCKETS: [u64; 14] = [
+const BUCKETS_US: [u64; 14] = [
     100, 500, 1_000, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000, 2_500_000,
     10_000_000, 60_000_000,
 ];
@@ -32,6 +38,9 @@ pub async fn serve(
     node: Arc<Node>,
     shutdown: CancellationToken,
 ) -> std::io::Result<()> {
+    let mut registry = Registry::with_prefix("sandboxer");
+    registry.register_collector(Box::new(Scrape(node)));
+    let registry = Arc::new(registry);
     let places = Arc::new(Semaphore::new(CONNECTIONS));
     loop {
         let Ok(place) = places.clone().acquire_owned().await else { return Ok(()) };
@@ -39,10 +48,10 @@ pub async fn serve(
             () = shutdown.cancelled() => return Ok(()),
             accepted = listener.accept() => accepted?.0,
         };
-        let node = node.clone();
+        let registry = registry.clone();
         tokio::spawn(async move {
             let answer = service_fn(|request| {
-                let response = answer(&node, &request);
+                let response = answer(&registry, &request);
                 async { Ok::<_, Infallible>(response) }
             });
             let connection = hyper::server::conn::http1::Builder::new()
@@ -57,58 +66,101 @@ pub async fn serve(
     }
 }
 
-fn answer<B>(node: &Node, request: &Request<B>) -> Response<Full<Bytes>> {
+fn answer<B>(registry: &Registry, request: &Request<B>) -> Response<Full<Bytes>> {
     let (status, text) = match (request.method(), request.uri().path()) {
-        (&Method::GET, "/metrics") => (StatusCode::OK, text(node)),
+        (&Method::GET, "/metrics") => (StatusCode::OK, text(registry)),
         (_, "/metrics") => (StatusCode::METHOD_NOT_ALLOWED, "only GET\n".into()),
         _ => (StatusCode::NOT_FOUND, "there is only /metrics\n".into()),
     };
     let mut response = Response::new(Full::new(Bytes::from(text)));
     *response.status_mut() = status;
-    let kind = hyper::header::HeaderValue::from_static("text/plain; version=0.0.4");
+    let kind =
+        hyper::header::HeaderValue::from_static("application/openmetrics-text; version=1.0.0; charset=utf-8");
     response.headers_mut().insert(hyper::header::CONTENT_TYPE, kind);
     response
 }
 
-/// All metrics.
-fn text(node: &Node) -> String {
-    let mut out =
-        String::from("# HELP sandboxer_pods Pods that this daemon knows.\n# TYPE sandboxer_pods gauge\n");
-    // Writing to a String cannot fail.
-    let _ = writeln!(out, "sandboxer_pods {}", node.registry.pods().len());
-    let counts = node.ways.counts();
-    out += "# HELP sandboxer_starts_total Pods by how they got their machine.\n\
-            # TYPE sandboxer_starts_total counter\n";
-    for way in Way::ALL {
-        let pods = counts.taken.get(&way).copied().unwrap_or(0);
-        let _ = writeln!(out, "sandboxer_starts_total{{way=\"{way}\"}} {pods}");
+/// Returns all metrics as text.
+fn text(registry: &Registry) -> String {
+    let mut text = String::new();
+    // Writing to a String can't fail.
+    let _ = encode(&mut text, registry);
+    text
+}
+
+/// Reads the daemon's counts when a scrape asks for them.
+#[derive(Debug)]
+struct Scrape(Arc<Node>);
+
+impl Collector for Scrape {
+    fn encode(&self, mut to: DescriptorEncoder<'_>) -> fmt::Result {
+        let Self(node) = self;
+        let paths = node.start_paths.counts();
+        gauge(&mut to, "pods", "Pods that this daemon knows", node.registry.pods().len())?;
+        gauge(&mut to, "pool_vms", "VMs that wait for pods", node.pool.list().len())?;
+        let starts = StartPath::ALL.map(|path| (path, paths.taken.get(&path).copied().unwrap_or(0)));
+        counters(
+            &mut to,
+            "starts",
+            "Pods by how they got their VM",
+            starts.map(|(path, pods)| ([("path", path.as_str())], pods)),
+        )?;
+        counters(
+            &mut to,
+            "start_fallbacks",
+            "Start paths that a pod could not take, by reason",
+            paths
+                .missed
+                .iter()
+                .map(|((path, reason), pods)| ([("path", path.as_str()), ("reason", *reason)], *pods)),
+        )?;
+        let stale = ConstCounter::new(node.old_readings.load(Ordering::Relaxed));
+        let help =
+            "Requests for statistics answered with earlier ones, because the guest did not answer in time";
+        stale.encode(to.encode_descriptor("stale_stats", help, None, stale.metric_type())?)?;
+        stages(&mut to, &node.stage_times.summaries())
     }
-    out += "# HELP sandboxer_starts_missed_total Ways that a pod could not take, by the reason.\n\
-            # TYPE sandboxer_starts_missed_total counter\n";
-    for ((way, reason), pods) in &counts.missed {
-        let _ = writeln!(out, "sandboxer_starts_missed_total{{way=\"{way}\",reason=\"{reason}\"}} {pods}");
+}
+
+fn gauge(to: &mut DescriptorEncoder<'_>, name: &str, help: &str, value: usize) -> fmt::Result {
+    let gauge = ConstGauge::new(i64::try_from(value).unwrap_or(i64::MAX));
+    gauge.encode(to.encode_descriptor(name, help, None, gauge.metric_type())?)
+}
+
+/// Writes a counter for each set of labels.
+fn counters<const LABELS: usize>(
+    to: &mut DescriptorEncoder<'_>,
+    name: &str,
+    help: &str,
+    counts: impl IntoIterator<Item = ([(&'static str, &'static str); LABELS], u64)>,
+) -> fmt::Result {
+    let mut family = to.encode_descriptor(name, help, None, MetricType::Counter)?;
+    for (labels, count) in counts {
+        ConstCounter::new(count).encode(family.encode_family(&labels)?)?;
     }
-    out += "# HELP sandboxer_pool_machines Machines that wait for pods.\n\
-            # TYPE sandboxer_pool_machines gauge\n";
-    let _ = writeln!(out, "sandboxer_pool_machines {}", node.pool.list().len());
-    out += "# HELP sandboxer_stale_statistics_total Requests for statistics answered with earlier ones, since the guest did not answer.\n\
-            # TYPE sandboxer_stale_statistics_total counter\n";
-    let _ = writeln!(out, "sandboxer_stale_statistics_total {}", node.old_readings.load(Ordering::Relaxed));
-    out += "# HELP sandboxer_stage_seconds Time that a stage of a start took.\n\
-            # TYPE sandboxer_stage_seconds histogram\n";
-    for summary in node.stage_times.summaries() {
-        let labels = format!("stage=\"{}\",outcome=\"{}\"", summary.stage, summary.outcome.as_str());
-        for bucket in BUCKETS {
-            let count = summary.count_up_to(bucket);
-            let _ = writeln!(
-                out,
-                "sandboxer_stage_seconds_bucket{{{labels},le=\"{}\"}} {count}",
-                bucket as f64 / 1e6
-            );
-        }
-        let _ = writeln!(out, "sandboxer_stage_seconds_bucket{{{labels},le=\"+Inf\"}} {}", summary.count());
-        let _ = writeln!(out, "sandboxer_stage_seconds_sum{{{labels}}} {}", summary.sum_ns as f64 / 1e9);
-        let _ = writeln!(out, "sandboxer_stage_seconds_count{{{labels}}} {}", summary.count());
+    Ok(())
+}
+
+fn stages(to: &mut DescriptorEncoder<'_>, summaries: &[StageSummary]) -> fmt::Result {
+    let help = "Time that a stage of a start took";
+    let mut family = to.encode_descriptor("stage", help, Some(&Unit::Seconds), MetricType::Histogram)?;
+    for summary in summaries {
+        let labels = [("stage", summary.stage.as_str()), ("outcome", summary.outcome.as_str())];
+        let mut below = 0;
+        let mut buckets: Vec<(f64, u64)> = BUCKETS_US
+            .iter()
+            .map(|&end| {
+                let up_to = summary.count_up_to(end);
+                (end as f64 / 1e6, up_to.saturating_sub(std::mem::replace(&mut below, up_to)))
+            })
+            .collect();
+        buckets.push((f64::INFINITY, summary.count().saturating_sub(below)));
+        family.encode_family(&labels)?.encode_histogram::<NoLabelSet>(
+            summary.sum_ns as f64 / 1e9,
+            summary.count(),
+            &buckets,
+            None,
+        )?;
     }
-    out
+    Ok(())
 }

@@ -5,7 +5,7 @@ use std::{future::Future, sync::Arc};
 use sandboxer_base::chain;
 use sandboxer_config::Config;
 use sandboxer_protocol::admin::{
-    BuildTemplateRequest, ListTemplatesResponse, PooledMachine, Template, WayCount,
+    BuildTemplateRequest, ListTemplatesResponse, PooledMachine, StartPathCount, Template,
 };
 use tonic::Status;
 
@@ -22,15 +22,15 @@ pub async fn list(node: &Arc<Node>) -> Result<ListTemplatesResponse, Status> {
         memory_mib: warm.shape.memory_mib,
         vmm_pid: warm.pid,
     });
-    let counts = node.ways.counts();
-    let count = |way: &dyn ToString, reason: &str, pods| WayCount {
-        way: way.to_string(),
+    let counts = node.start_paths.counts();
+    let count = |start_path: &dyn ToString, reason: &str, pods| StartPathCount {
+        start_path: start_path.to_string(),
         reason: reason.to_owned(),
         pods,
     };
-    let taken = counts.taken.iter().map(|(way, pods)| count(way, "", *pods));
-    let missed = counts.missed.iter().map(|((way, reason), pods)| count(way, reason, *pods));
-    Ok(ListTemplatesResponse { templates, pool: pool.collect(), ways: taken.chain(missed).collect() })
+    let taken = counts.taken.iter().map(|(start_path, pods)| count(start_path, "", *pods));
+    let missed = counts.missed.iter().map(|((start_path, reason), pods)| count(start_path, reason, *pods));
+    Ok(ListTemplatesResponse { templates, pool: pool.collect(), start_paths: taken.chain(missed).collect() })
 }
 
 /// Makes a template; the size is checked at once.

@@ -17,11 +17,11 @@ pub mod spec;
 pub mod stage_times;
 pub mod stages;
 mod start;
+pub mod start_paths;
 pub mod state;
 mod stop;
 pub mod undo;
 pub mod volumes;
-pub mod ways;
 
 use std::{
     path::PathBuf,
@@ -57,8 +57,8 @@ use sandboxer_config::Config;
 use spec::{Limits, PodSpec};
 use stage_times::StageTimes;
 use stages::Step;
+use start_paths::StartPaths;
 use state::PodStatus;
-use ways::Ways;
 
 /// Requests that may wait for a pod's task before senders wait too.
 const QUEUED_REQUESTS: usize = 64;
@@ -89,7 +89,7 @@ pub struct Node {
     /// Where the taps of machines lie that are no pod's yet.
     pub park: Arc<Park>,
     /// Counts how pods got their machines.
-    pub ways: Ways,
+    pub start_paths: StartPaths,
     /// Bounds the starts under way.
     pub admission: Admission,
     /// Tells what happens.

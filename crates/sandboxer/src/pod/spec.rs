@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, net::IpAddr, path::PathBuf};
 
-use sandboxer_config::Way;
+use sandboxer_config::StartPath;
 use sandboxer_protocol::{agent as wire, id::SandboxId};
 use serde::{Deserialize, Serialize};
 
@@ -37,8 +37,9 @@ pub struct PodSpec {
     /// Kernel parameters of the guest.
     pub sysctls: BTreeMap<String, String>,
     /// How it may get its machine at best.
-    #[serde(default)]
-    pub way: Way,
+    // Its name in records of all releases.
+    #[serde(default, rename = "way")]
+    pub start_path: StartPath,
     /// Virtual CPUs.
     pub vcpus: u32,
     /// Guest memory, MiB.
@@ -106,7 +107,7 @@ impl PodSpec {
             shared_pids: false,
             cgroup_parent: String::new(),
             sysctls: BTreeMap::new(),
-            way: Way::default(),
+            start_path: StartPath::default(),
             vcpus,
             memory_mib,
             host_ports: Vec::new(),

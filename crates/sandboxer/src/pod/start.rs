@@ -16,7 +16,7 @@ use std::{
 };
 
 use sandboxer_base::{Code, chain, clock::now_ns, failpoint::pass};
-use sandboxer_config::Way;
+use sandboxer_config::StartPath;
 use sandboxer_protocol::{
     agent::{ConfigurePodRequest, Ready},
     id::SandboxId,
@@ -30,7 +30,9 @@ use tokio::{
 };
 use tokio_util::sync::CancellationToken;
 
-use super::{Node, admission::Work, host_ports, spec::PodSpec, stages::Stages, stop, undo::Undo, ways};
+use super::{
+    Node, admission::Work, host_ports, spec::PodSpec, stages::Stages, start_paths, stop, undo::Undo,
+};
 use crate::{
     container::start::Live,
     error::PodError,
@@ -55,7 +57,7 @@ pub struct Up {
     /// The agent's first words.
     pub ready: Ready,
     /// How it got its machine.
-    pub way: Way,
+    pub start_path: StartPath,
     /// Its network interfaces.
     pub interfaces: Vec<Interface>,
     /// Where connections come in that are for ports of the host.
@@ -84,11 +86,11 @@ enum Source {
 
 impl Source {
     /// What there is of this shape by this way, or why there is nothing.
-    fn take(node: &Node, shape: Shape, way: Way) -> Result<Self, &'static str> {
-        match way {
-            Way::Pool => node.pool.claim(shape, &node.templates).map(|warm| Self::Pool(Box::new(warm))),
-            Way::Template => node.templates.get(shape).map(Self::Template).map_err(Missing::as_str),
-            Way::Boot => Ok(Self::Boot),
+    fn take(node: &Node, shape: Shape, start_path: StartPath) -> Result<Self, &'static str> {
+        match start_path {
+            StartPath::Pool => node.pool.claim(shape, &node.templates).map(|warm| Self::Pool(Box::new(warm))),
+            StartPath::Template => node.templates.get(shape).map(Self::Template).map_err(Missing::as_str),
+            StartPath::Boot => Ok(Self::Boot),
         }
     }
 }
@@ -108,19 +110,19 @@ pub async fn start(
     let shape = spec.shape(interfaces.len());
     let deadline = Instant::now() + node.config.vm.boot_timeout;
     let mut start = Start { node, spec, interfaces: &interfaces, key, stages, deadline, boots: BOOTS };
-    let mut way = spec.way;
+    let mut start_path = spec.start_path;
     loop {
-        let failed = match Source::take(node, shape, way) {
+        let failed = match Source::take(node, shape, start_path) {
             Ok(source) => match start.attempt(source, cancel).await {
                 Ok(up) => {
-                    node.ways.taken(way);
+                    node.start_paths.taken(start_path);
                     return Ok(Up { host_ports, ..up });
                 }
                 Err(error) => error,
             },
             Err(reason) => {
-                node.ways.missed(way, reason, None);
-                way = way.slower();
+                node.start_paths.missed(start_path, reason, None);
+                start_path = start_path.slower();
                 continue;
             }
         };
@@ -128,13 +130,13 @@ pub async fn start(
         match failed.code() {
             // Another machine would not help.
             Code::Cancelled | Code::InvalidArgument => return Err(failed),
-            _ if way != Way::Boot => {}
+            _ if start_path != StartPath::Boot => {}
             _ if is_silent && start.boots > 1 => start.boots -= 1,
             _ => return Err(failed),
         }
-        tracing::debug!(pod = %spec.id, %way, error = chain(&failed), "the pod gets another machine");
-        node.ways.missed(way, ways::reason(way, &failed), Some(&failed));
-        way = way.slower();
+        tracing::debug!(pod = %spec.id, %start_path, error = chain(&failed), "the pod gets another machine");
+        node.start_paths.missed(start_path, start_paths::reason(start_path, &failed), Some(&failed));
+        start_path = start_path.slower();
     }
 }
 
@@ -305,7 +307,7 @@ impl<'a> Prepared<'a> {
         answered(spec, until, "the resumption", machine.resume()).await?;
         let live = Live { machine, agent: warm.agent.of(&spec.id) };
         let (ready, spare, host_ports) = (warm.ready, warm.spare, Vec::new());
-        let up = Up { live, ready, way: Way::Pool, interfaces, host_ports, counting, spare };
+        let up = Up { live, ready, start_path: StartPath::Pool, interfaces, host_ports, counting, spare };
         Ok(Greeted { spec, until, up })
     }
 
@@ -320,7 +322,7 @@ impl<'a> Prepared<'a> {
         let machine = answered(self.spec, until, "the restore", restored)
             .await
             .inspect_err(|error| self.node.templates.not_restored(template, error))?;
-        let running = self.running(machine, Way::Template, until, undo);
+        let running = self.running(machine, StartPath::Template, until, undo);
         answered(running.spec, until, "the resumption", running.machine.resume()).await?;
         Ok(running)
     }
@@ -328,7 +330,7 @@ impl<'a> Prepared<'a> {
     async fn boot(self, key: &LinkKey, until: Instant, undo: &mut Undo) -> Result<Running<'a>, PodError> {
         let described = self.vm_spec(key);
         let machine = answered(self.spec, until, "the boot", self.node.vmm.boot(&described)).await?;
-        Ok(self.running(machine, Way::Boot, until, undo))
+        Ok(self.running(machine, StartPath::Boot, until, undo))
     }
 
     fn vm_spec(&self, key: &LinkKey) -> VmSpec {
@@ -339,7 +341,13 @@ impl<'a> Prepared<'a> {
         VmSpec { taps: self.taps.clone(), cgroup, ..described }
     }
 
-    fn running(self, machine: Arc<dyn Machine>, way: Way, until: Instant, undo: &mut Undo) -> Running<'a> {
+    fn running(
+        self,
+        machine: Arc<dyn Machine>,
+        start_path: StartPath,
+        until: Instant,
+        undo: &mut Undo,
+    ) -> Running<'a> {
         let doomed = machine.clone();
         let pod = self.spec.id.clone();
         undo.push("end the VMM", async move {
@@ -347,7 +355,7 @@ impl<'a> Prepared<'a> {
             Ok::<_, Infallible>(())
         });
         let Self { node, spec, interfaces, .. } = self;
-        Running { node, spec, until, machine, way, interfaces }
+        Running { node, spec, until, machine, start_path, interfaces }
     }
 }
 
@@ -358,18 +366,18 @@ struct Running<'a> {
     /// When the time for this machine is up.
     until: Instant,
     machine: Arc<dyn Machine>,
-    way: Way,
+    start_path: StartPath,
     interfaces: Vec<Interface>,
 }
 
 impl<'a> Running<'a> {
     async fn greet(self, key: &LinkKey) -> Result<Greeted<'a>, PodError> {
-        let Self { node, spec, until, machine, way, interfaces } = self;
+        let Self { node, spec, until, machine, start_path, interfaces } = self;
         let greeted = guest::connect(&spec.id, machine.as_ref(), key, &node.config.vm);
         let (agent, ready) = watched(spec, until, machine.as_ref(), greeted).await?;
         let live = Live { machine, agent };
         let (host_ports, counting, spare) = (Vec::new(), None, None);
-        let up = Up { live, ready, way, interfaces, host_ports, counting, spare };
+        let up = Up { live, ready, start_path, interfaces, host_ports, counting, spare };
         Ok(Greeted { spec, until, up })
     }
 }
@@ -388,7 +396,7 @@ impl Greeted<'_> {
         let Self { spec, until, up } = self;
         let entropy: [u8; ENTROPY] = rand::random();
         // What is marked by its key already must not be told it: the message would pass for a greeting.
-        let link_key = if up.way == Way::Boot { Vec::new() } else { key.as_bytes().to_vec() };
+        let link_key = if up.start_path == StartPath::Boot { Vec::new() } else { key.as_bytes().to_vec() };
         let identity = ConfigurePodRequest {
             hostname: spec.hostname.clone(),
             realtime_ns: now_ns(),

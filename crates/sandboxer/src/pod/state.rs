@@ -19,7 +19,7 @@
 //!
 //! A removed pod has no state: it is unknown.
 
-use sandboxer_config::Way;
+use sandboxer_config::StartPath;
 use serde::{Deserialize, Serialize};
 
 use crate::host::network::Interface;
@@ -100,8 +100,9 @@ pub struct PodStatus {
     /// Why it stopped, when nobody asked it to, or why it is unknown; else empty.
     pub reason: String,
     /// How it got its machine; none before.
-    #[serde(default)]
-    pub way: Option<Way>,
+    // Its name in records of all releases.
+    #[serde(default, rename = "way")]
+    pub start_path: Option<StartPath>,
     /// Process of its VMM; 0 when there is none.
     pub vmm_pid: u32,
     /// Kernel inside, once known.
@@ -126,7 +127,7 @@ impl PodStatus {
             exited_at_ns: 0,
             exit_status: 0,
             reason: String::new(),
-            way: None,
+            start_path: None,
             vmm_pid: 0,
             kernel_release: String::new(),
             interfaces: Vec::new(),

@@ -75,10 +75,10 @@ async fn seen(pod: &Pod) -> Result<Seen> {
 async fn a_container_sees_what_it_sees_after_a_boot(case: Case) -> Result<()> {
     pool_is_filled(&case).await?;
     let pooled = case.pod().await?;
-    ensure!(way(&case, &pooled)? == "pool");
+    ensure!(start_path(&case, &pooled)? == "pool");
     let config = case.pod_config();
     let booted = case.pod_of(&case.cri.run_pod(&config, "sandboxer-boot").await?, config);
-    ensure!(way(&case, &booted)? == "boot");
+    ensure!(start_path(&case, &booted)? == "boot");
     let (pooled, booted) = (seen(&pooled).await?, seen(&booted).await?);
     // The kernel's log, which shows what the machine did in the pool, is hidden from containers like this one.
     let names = "cgroups devices environment mounts namespaces network pids status sysctl";
@@ -106,15 +106,15 @@ async fn a_pod_takes_the_pools_machine_if_it_fits(case: Case) -> Result<()> {
     pool_is_filled(&case).await?;
     let missed = misses(&case)?;
     let plain = case.pod().await?;
-    ensure!(way(&case, &plain)? == "pool");
+    ensure!(start_path(&case, &plain)? == "pool");
     ensure!(misses(&case)? == missed, "a pod that got a machine of the pool counts as one that didn't");
 
     // The pool has room for the default size alone.
     let other = case
         .pod_with(|config| _ = config.annotations.insert("io.sandboxer.vcpus".into(), "2".into()))
         .await?;
-    let by = way(&case, &other)?;
-    ensure!(by == "template" || by == "boot", "a machine of 2 vCPUs by way of {by}");
+    let by = start_path(&case, &other)?;
+    ensure!(by == "template" || by == "boot", "a VM of 2 vCPUs got by {by}");
     ensure!(misses(&case)? == missed + 1, "why it came slower is not counted");
     ensure!(other.output("grep -c ^processor /proc/cpuinfo").await? == "2");
 
@@ -123,7 +123,7 @@ async fn a_pod_takes_the_pools_machine_if_it_fits(case: Case) -> Result<()> {
     let host = tempfile::tempdir()?;
     std::fs::write(host.path().join("file"), "live")?;
     let sharing = case.pod().await?;
-    ensure!(way(&case, &sharing)? == "pool");
+    ensure!(start_path(&case, &sharing)? == "pool");
     let mut config = idle("c");
     config.mounts.push(Mount {
         container_path: "/data".into(),
@@ -163,15 +163,17 @@ async fn machines_that_wait_are_told_by_name(case: Case) -> Result<()> {
 }
 
 /// How a pod got its machine.
-fn way(case: &Case, pod: &Pod) -> Result<String> {
-    let way = &told(case, &["inspect", &pod.id])?["way"];
-    Ok(way.as_str().context("no way")?.to_owned())
+fn start_path(case: &Case, pod: &Pod) -> Result<String> {
+    let start_path = &told(case, &["inspect", &pod.id])?["start_path"];
+    Ok(start_path.as_str().context("no start_path")?.to_owned())
 }
 
 /// How many pods could not have a machine of the pool.
 fn misses(case: &Case) -> Result<u64> {
     let listed = told(case, &["template", "list"])?;
-    let ways = listed["ways"].as_array().context("no ways")?;
-    let missed = ways.iter().filter(|way| way["way"] == "pool" && way["reason"] != "");
-    Ok(missed.filter_map(|way| way["pods"].as_u64()).sum())
+    let start_paths = listed["start_paths"].as_array().context("no start_paths")?;
+    let missed = start_paths
+        .iter()
+        .filter(|start_path| start_path["start_path"] == "pool" && start_path["reason"] != "");
+    Ok(missed.filter_map(|start_path| start_path["pods"].as_u64()).sum())
 }

@@ -38,14 +38,14 @@ async fn nothing_random_is_the_same_in_two_copies(case: Case) -> Result<()> {
     };
     template_is_there(&case).await?;
     let mut seen = HashMap::new();
-    for (handler, way) in [("sandboxer-template", "template"), ("sandboxer", "pool")] {
+    for (handler, start_path) in [("sandboxer-template", "template"), ("sandboxer", "pool")] {
         let copies: Vec<Result<Vec<String>>> = stream::iter(0..count)
-            .map(|_| drawn(&case, handler, way))
+            .map(|_| drawn(&case, handler, start_path))
             .buffer_unordered(AT_ONCE)
             .collect()
             .await;
         for (n, drawn) in copies.into_iter().enumerate() {
-            let copy = format!("copy {n} by {way}");
+            let copy = format!("copy {n} by {start_path}");
             let drawn = drawn.with_context(|| copy.clone())?;
             ensure!(drawn.len() == DRAWS, "{copy} drew {drawn:?}");
             for word in drawn {
@@ -62,15 +62,16 @@ async fn nothing_random_is_the_same_in_two_copies(case: Case) -> Result<()> {
 
 /// What a pod draws that got its machine in this way, be it at a later attempt: another pod may be the one that takes
 /// the machine that waited.
-async fn drawn(case: &Case, handler: &str, way: &str) -> Result<Vec<String>> {
-    eventually(&format!("a pod whose machine came by {way}"), PATIENCE * 10, || async {
-        if way == "pool" {
+async fn drawn(case: &Case, handler: &str, start_path: &str) -> Result<Vec<String>> {
+    eventually(&format!("a pod whose machine came by {start_path}"), PATIENCE * 10, || async {
+        if start_path == "pool" {
             pool_is_filled(case).await?;
         }
         let config = case.pod_config();
         let id = case.cri.run_pod(&config, handler).await?;
-        let came = inspected(case, &id)?["way"].clone();
-        let drawn = if came == way { Some(case.pod_of(&id, config).output(CHANCE).await?) } else { None };
+        let came = inspected(case, &id)?["start_path"].clone();
+        let drawn =
+            if came == start_path { Some(case.pod_of(&id, config).output(CHANCE).await?) } else { None };
         case.cri.stop_pod(&id).await?;
         case.cri.remove_pod(&id).await?;
         Ok(drawn.map(|drawn| drawn.lines().map(str::to_owned).collect()))
@@ -85,14 +86,14 @@ async fn a_damaged_template_is_named_made_anew_and_can_be_removed(case: Case) ->
             config.annotations.insert("io.sandboxer.memory".into(), "320".into());
         };
         let pod = case.pod_with(adjust).await?;
-        anyhow::Ok((inspected(&case, &pod.id)?["way"].clone(), pod))
+        anyhow::Ok((inspected(&case, &pod.id)?["start_path"].clone(), pod))
     };
     let built = told(&case, &["template", "build", "--memory", "320"])?;
     let key = built[0]["key"].as_str().with_context(|| format!("no key in {built}"))?.to_owned();
     ensure!(listed(&case, &key)?.is_some_and(|template| template["in_use"] == true), "it is not in use");
     ensure!(told(&case, &["template", "verify", &key])?[0]["problem"] == "");
-    let (way, copy) = sized().await?;
-    ensure!(way != "boot", "the template was not used");
+    let (start_path, copy) = sized().await?;
+    ensure!(start_path != "boot", "the template was not used");
 
     let memory = case.stack.daemon_dirs()[1].join("templates").join(&key).join("memory");
     let file = File::options().read(true).write(true).open(&memory)?;
@@ -140,7 +141,7 @@ async fn a_handler_may_ask_for_a_boot(case: Case) -> Result<()> {
     template_is_there(&case).await?;
     let config = case.pod_config();
     let id = case.cri.run_pod(&config, "sandboxer-boot").await?;
-    ensure!(inspected(&case, &id)?["way"] == "boot");
+    ensure!(inspected(&case, &id)?["start_path"] == "boot");
     ensure!(case.pod_of(&id, config).output("hostname").await? == "pod");
     Ok(())
 }
@@ -149,7 +150,7 @@ async fn a_machine_that_waited_is_a_pod_like_others(case: Case) -> Result<()> {
     pool_is_filled(&case).await?;
     let waiting = case.stack.waiting()?;
     let pod = case.pod().await?;
-    ensure!(inspected(&case, &pod.id)?["way"] == "pool");
+    ensure!(inspected(&case, &pod.id)?["start_path"] == "pool");
     let [vmm] = case.stack.vmms()?[..] else { anyhow::bail!("{:?} for one pod", case.stack.vmms()?) };
     ensure!(waiting.contains(&vmm), "VMM {vmm} did not wait");
     // The name is the pod's, the clock the host's, and nothing is left of the rehearsal.

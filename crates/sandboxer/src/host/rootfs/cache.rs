@@ -22,7 +22,7 @@ use futures::{
     FutureExt,
     future::{BoxFuture, Shared},
 };
-use sandboxer_base::clock;
+use sandboxer_base::{clock, digest::hex};
 use sandboxer_config::RootfsConfig;
 use sha2::{Digest, Sha256};
 use tokio::sync::Semaphore;
@@ -30,7 +30,6 @@ use tokio::sync::Semaphore;
 use super::{
     BuildError, FsType, blocking,
     build::{self, Content, Job},
-    hex,
     mounts::Chain,
     superblock,
 };

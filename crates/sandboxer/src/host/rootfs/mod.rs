@@ -22,6 +22,8 @@ use std::{
     sync::Arc,
 };
 
+use sandboxer_base::digest::hex;
+use sandboxer_config::{RootfsConfig, WritableTo};
 use sandboxer_protocol::id::{ContainerId, SandboxId};
 use sha2::{Digest, Sha256};
 
@@ -32,7 +34,6 @@ use self::{
 };
 use super::helper::{Helpers, Request};
 use crate::vmm::DiskSpec;
-use sandboxer_config::{RootfsConfig, WritableTo};
 
 pub use self::{
     cache::{Lease, key_of},

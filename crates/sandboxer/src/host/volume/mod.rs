@@ -32,9 +32,9 @@ use self::{
 };
 use super::{
     helper::{HelperError, Helpers},
-    rootfs::{BuildError, hex},
+    rootfs::BuildError,
 };
-use sandboxer_base::Code;
+use sandboxer_base::{Code, digest::hex};
 
 pub use self::{
     bound::{Bound, FileMeta},

@@ -55,12 +55,13 @@ impl Driver {
             self.end_machine();
             return answer_all(self.start_waiters.drain(..), Err(error));
         }
-        let (pid, release, way) = (up.live.machine.record().pid, up.ready.kernel_release, up.way);
+        let (pid, release, start_path) =
+            (up.live.machine.record().pid, up.ready.kernel_release, up.start_path);
         let interfaces = up.interfaces;
         self.status.send_modify(|status| {
             status.vmm_pid = pid;
             status.kernel_release = release;
-            status.way = Some(way);
+            status.start_path = Some(start_path);
             status.interfaces = interfaces;
             status.state = PodState::Ready;
         });

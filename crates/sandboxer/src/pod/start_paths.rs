@@ -1,4 +1,4 @@
-//! How pods got their machines, and why not in a faster way.
+//! Counts which path pods took to their VM, and why not a faster one.
 
 use std::{
     collections::BTreeMap,
@@ -7,17 +7,19 @@ use std::{
 };
 
 use sandboxer_base::chain;
-use sandboxer_config::Way;
+use sandboxer_config::StartPath;
 use tokio::time::Instant;
 
 use crate::{error::PodError, vmm::VmmError};
 
-/// How long a reason is not told again that comes and goes.
-const TOLD: Duration = Duration::from_secs(600);
+/// How long a reason that comes and goes is not logged again.
+const QUIET: Duration = Duration::from_secs(600);
+
+const FALLBACK: &str = "falling back to a slower start path; repeats are only counted";
 
 /// Counts since the daemon's start.
 #[derive(Debug, Default)]
-pub struct Ways {
+pub struct StartPaths {
     // A plain lock: held for a count or a copy, never across an await.
     state: Mutex<State>,
 }
@@ -25,49 +27,45 @@ pub struct Ways {
 #[derive(Debug, Default)]
 struct State {
     counts: Counts,
-    /// Why each way was last not taken.
-    last: BTreeMap<Way, &'static str>,
-    /// When a reason was last told.
-    told: BTreeMap<(Way, &'static str), Instant>,
+    /// Why each path was last not taken.
+    last: BTreeMap<StartPath, &'static str>,
+    /// When a reason was last logged.
+    logged_at: BTreeMap<(StartPath, &'static str), Instant>,
 }
 
 /// What was counted.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Counts {
-    /// Pods by the way in which they got their machine.
-    pub taken: BTreeMap<Way, u64>,
-    /// Ways that could not be taken, by the reason.
-    pub missed: BTreeMap<(Way, &'static str), u64>,
+    /// Pods by the path on which they got their VM.
+    pub taken: BTreeMap<StartPath, u64>,
+    /// Paths that could not be taken, by the reason.
+    pub missed: BTreeMap<(StartPath, &'static str), u64>,
 }
 
-impl Ways {
-    /// A pod got its machine so.
-    pub fn taken(&self, way: Way) {
-        *self.lock().counts.taken.entry(way).or_default() += 1;
+impl StartPaths {
+    /// Counts a pod that got its VM on this path.
+    pub fn taken(&self, start_path: StartPath) {
+        *self.lock().counts.taken.entry(start_path).or_default() += 1;
     }
 
-    /// A pod could not get its machine so, for `error` if something failed. Counted always; told when it is another
-    /// reason than that of the pod before, and not for a while then.
-    pub fn missed(&self, way: Way, reason: &'static str, error: Option<&PodError>) {
+    /// Counts a pod that could not take this path, for `error` if something failed. Logs it when the reason is another
+    /// one than that of the pod before, and not for a while then.
+    pub fn missed(&self, start_path: StartPath, reason: &'static str, error: Option<&PodError>) {
         let mut state = self.lock();
-        *state.counts.missed.entry((way, reason)).or_default() += 1;
-        let is_new = state.last.insert(way, reason) != Some(reason);
-        if !is_new || state.told.get(&(way, reason)).is_some_and(|told| told.elapsed() < TOLD) {
+        *state.counts.missed.entry((start_path, reason)).or_default() += 1;
+        let is_new = state.last.insert(start_path, reason) != Some(reason);
+        if !is_new || state.logged_at.get(&(start_path, reason)).is_some_and(|at| at.elapsed() < QUIET) {
             return;
         }
-        state.told.insert((way, reason), Instant::now());
+        state.logged_at.insert((start_path, reason), Instant::now());
         drop(state);
         match error.map(|error| chain(error)) {
-            None => {
-                tracing::info!(%way, reason, "a pod could not start in this way; told once, counted always")
-            }
-            Some(error) => {
-                tracing::warn!(%way, reason, error, "a pod could not start in this way; told once, counted always");
-            }
+            None => tracing::info!(%start_path, reason, "{FALLBACK}"),
+            Some(error) => tracing::warn!(%start_path, reason, error, "{FALLBACK}"),
         }
     }
 
-    /// The counts so far.
+    /// Returns the counts so far.
     pub fn counts(&self) -> Counts {
         self.lock().counts.clone()
     }
@@ -77,13 +75,13 @@ impl Ways {
     }
 }
 
-/// Why a way failed, in one of few words.
-pub fn reason(way: Way, error: &PodError) -> &'static str {
-    match (error, way) {
+/// Returns why a path failed, as one of a few words.
+pub fn reason(start_path: StartPath, error: &PodError) -> &'static str {
+    match (error, start_path) {
         (PodError::NotReady { .. } | PodError::Vmm(VmmError::Hung { .. }), _) => "silent",
         (PodError::MachineEnded { .. }, _) => "ended",
-        (PodError::Vmm(_), Way::Pool) => "claim-failed",
-        (PodError::Vmm(_), Way::Template) => "restore-failed",
+        (PodError::Vmm(_), StartPath::Pool) => "claim-failed",
+        (PodError::Vmm(_), StartPath::Template) => "restore-failed",
         _ => "failed",
     }
 }
@@ -125,21 +123,21 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_reason_is_counted_always_and_told_once_and_again_when_it_has_changed() {
-        let ways = Ways::default();
+    async fn a_reason_is_always_counted_and_logged_when_it_has_changed() {
+        let start_paths = StartPaths::default();
         let error = PodError::Cancelled("pod".parse().unwrap());
         let often = |reason, error| {
-            let text = logged(|| (0..3).for_each(|_| ways.missed(Way::Template, reason, error)));
+            let text = logged(|| (0..3).for_each(|_| start_paths.missed(StartPath::Template, reason, error)));
             text.lines().filter(|line| line.contains(&format!("reason=\"{reason}\""))).count()
         };
         assert_eq!((often("stale", None), often("stale", None)), (1, 0));
         assert_eq!((often("failed", Some(&error)), often("failed", Some(&error))), (1, 0));
         assert_eq!((often("stale", None), often("failed", Some(&error))), (0, 0), "they come and go");
-        tokio::time::advance(TOLD).await;
+        tokio::time::advance(QUIET).await;
         assert_eq!((often("failed", Some(&error)), often("stale", None)), (0, 1));
-        assert_eq!(ways.counts().missed.values().sum::<u64>(), 24);
+        assert_eq!(start_paths.counts().missed.values().sum::<u64>(), 24);
         assert!(
-            logged(|| ways.missed(Way::Pool, "failed", Some(&error)))
+            logged(|| start_paths.missed(StartPath::Pool, "failed", Some(&error)))
                 .contains("start of pod pod was cancelled")
         );
     }

@@ -28,6 +28,7 @@ use std::{
     sync::{Arc, atomic::AtomicU64},
 };
 
+use sandboxer_config::Config;
 use sandboxer_protocol::{
     agent::StatsResponse,
     id::{ContainerId, ExecId, SandboxId},
@@ -53,7 +54,6 @@ use admission::Admission;
 pub use driver::spawn;
 use journal::Journal;
 use registry::Registry;
-use sandboxer_config::Config;
 use spec::{Limits, PodSpec};
 use stage_times::StageTimes;
 use stages::Step;

@@ -22,6 +22,8 @@ use std::{
 use nix::mount::{MntFlags, umount2};
 use procfs::process::Process;
 use rustix::fs::{CWD, RenameFlags, renameat_with};
+use sandboxer_base::{chain, clock::now_ns};
+use sandboxer_config::Config;
 use sandboxer_protocol::id::{Id, InvalidId, SandboxId};
 
 use super::journal::{self, JournalError};
@@ -30,8 +32,6 @@ use crate::{
     vmm::strays::{self, Stray},
 };
 pub use entry::{Entry, Left, Listed, Report, Seen};
-use sandboxer_base::{chain, clock::now_ns};
-use sandboxer_config::Config;
 
 /// Its directory in the state directory.
 pub const DIR: &str = "quarantine";

@@ -26,6 +26,8 @@ use std::{
 };
 
 use futures::FutureExt;
+use sandboxer_base::chain;
+use sandboxer_config::PoolConfig;
 use sandboxer_protocol::agent::Ready;
 use tokio::{
     sync::watch,
@@ -44,8 +46,6 @@ use demand::{Demand, Wanted, share_out};
 pub use make::end;
 pub use memory::Meminfo;
 pub use rehearsal::Rehearsal;
-use sandboxer_base::chain;
-use sandboxer_config::PoolConfig;
 
 /// How often is looked whether the pool should be larger or smaller, and how long pods that start can keep it from
 /// growing by one.

@@ -31,6 +31,7 @@ use std::{
 
 use protobuf::Message;
 use rustix::process::{Pid, Signal, kill_process_group};
+use sandboxer_base::Code;
 use sandboxer_protocol::{agent as wire_agent, id::SandboxId};
 use sandboxer_share::attach::{Access, Tree};
 use serde::de::DeserializeOwned;
@@ -49,7 +50,6 @@ use super::{
     volume::Bound,
 };
 use crate::vmm::process;
-use sandboxer_base::Code;
 
 pub use self::work::{Request, serve};
 

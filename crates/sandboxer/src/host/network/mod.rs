@@ -33,6 +33,7 @@ use std::{
     sync::Arc,
 };
 
+use sandboxer_config::ForeignRules;
 use sandboxer_netlink::{
     Netlink,
     packet::{
@@ -49,7 +50,6 @@ pub use self::{
 pub use link::MODPROBE;
 
 use crate::error::PodError;
-use sandboxer_config::ForeignRules;
 
 /// The interfaces of the pod, whose namespace is bound to `netns`. Rules of netfilter's there would not hold for the guest:
 /// they are refused, unless they are to be ignored.

@@ -17,6 +17,7 @@ use std::{
 };
 
 use oci_spec::runtime::Mount;
+use sandboxer_base::{Code, digest::hex};
 use sandboxer_protocol::{
     VOLUMES_DIR,
     id::{Id, SandboxId},
@@ -34,7 +35,6 @@ use super::{
     helper::{HelperError, Helpers},
     rootfs::BuildError,
 };
-use sandboxer_base::{Code, digest::hex};
 
 pub use self::{
     bound::{Bound, FileMeta},

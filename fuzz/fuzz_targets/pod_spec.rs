@@ -5,7 +5,8 @@ use std::sync::LazyLock;
 
 use libfuzzer_sys::fuzz_target;
 use prost::Message;
-use sandboxer::{fuzzing::pod_spec, host::cgroup::Hierarchies};
+use sandboxer::fuzzing::pod_spec;
+use sandboxer_process::cgroup::Hierarchies;
 use sandboxer_config::Config;
 use sandboxer_protocol::controller::{ControllerCreateRequest, types::Sandbox};
 

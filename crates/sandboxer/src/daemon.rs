@@ -19,6 +19,10 @@ use rustix::fs::FlockOperation;
 use sandboxer_base::sockets;
 use sandboxer_config::Config;
 use sandboxer_front::control::TASK_LISTENER;
+use sandboxer_process::{
+    cgroup::{Cgroup, Hierarchies},
+    strays,
+};
 use sandboxer_protocol::{admin::admin_server::AdminServer, controller::controller_server::ControllerServer};
 use tokio::{
     net::{TcpListener, UnixListener, UnixStream},
@@ -35,7 +39,6 @@ use crate::{
     front::{self, Front},
     heap,
     host::{
-        cgroup::{Cgroup, Hierarchies},
         helper::Helpers,
         network::Park,
         rootfs::{RootfsError, RootfsStore},
@@ -61,7 +64,7 @@ use crate::{
 pub enum DaemonError {
     /// A VMM that an earlier daemon left can't be ended.
     #[error("cannot clear away what an earlier daemon left")]
-    Strays(#[from] VmmError),
+    Strays(#[from] strays::StrayError),
     /// Something of the host is in the way.
     #[error("cannot {action} {path:?}")]
     Host {
@@ -206,7 +209,7 @@ fn clear_machines_of_no_pod(node: &Node, records: &Records) -> Result<(), Daemon
         source,
     })?);
     for dir in [pool::run_dir(node), template::run_dir(&node.config)] {
-        vmm::strays::end_below(&template::template_id(), &dir, &pods)?;
+        strays::end_below(&template::template_id(), &dir, &pods)?;
         match fs::remove_dir_all(&dir) {
             Err(source) if source.kind() != io::ErrorKind::NotFound => {
                 return Err(DaemonError::Host { action: "clear", path: dir, source });

@@ -4,6 +4,7 @@ use std::{pin::Pin, sync::Arc};
 
 use futures::{Stream, StreamExt, stream};
 use sandboxer_base::clock::now_ns;
+use sandboxer_process::confinement::Confinement;
 use sandboxer_protocol::{
     PROTOCOL_VERSION,
     admin::{
@@ -23,7 +24,7 @@ use crate::{
     events,
     host::{network::Interface, share},
     pod::{ContainerView, Node, PodHandle, PodView, stage_times::StageSummary, stages::Step},
-    vmm::{confinement::Confinement, console},
+    vmm::console,
 };
 
 /// Serves [`Admin`] for a node.

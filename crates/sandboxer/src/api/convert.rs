@@ -9,13 +9,13 @@ use k8s_cri::v1::{NamespaceMode, PodSandboxConfig};
 use prost::Message;
 use sandboxer_base::{Code, chain};
 use sandboxer_config::Config;
+use sandboxer_process::cgroup::Hierarchies;
 use sandboxer_protocol::{controller::ControllerCreateRequest, id::Id};
 
 use super::size;
 use crate::{
     container::spec::ROOTFS_SIZE,
     error::PodError,
-    host::cgroup::Hierarchies,
     pod::{
         quantity,
         spec::{PodSpec, Room},

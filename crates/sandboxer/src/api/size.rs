@@ -4,9 +4,10 @@ use std::collections::HashMap;
 
 use k8s_cri::v1::LinuxContainerResources;
 use sandboxer_config::VmConfig;
+use sandboxer_process::cgroup::Unlimited;
 use sandboxer_protocol::{controller::ControllerUpdateRequest, id::SandboxId};
 
-use crate::{error::PodError, host::cgroup::Unlimited, pod::spec::Limits, vmm::Shape};
+use crate::{error::PodError, pod::spec::Limits, vmm::Shape};
 
 /// Annotation that asks for a number of vCPUs.
 const VCPUS: &str = "io.sandboxer.vcpus";

@@ -11,6 +11,7 @@ use std::{
 };
 
 use oci_spec::runtime::{Linux, LinuxNamespace, LinuxNamespaceBuilder, LinuxNamespaceType, Process, Spec};
+use sandboxer_process::cpus::Cpus;
 use sandboxer_protocol::{
     agent::{BlockDevice, File, create_container_request::Processes},
     id::ContainerId,
@@ -22,7 +23,7 @@ use super::{
 };
 use crate::{
     error::PodError,
-    host::{cpus::Cpus, helper::Helpers, share::Share, volume::Needed},
+    host::{helper::Helpers, share::Share, volume::Needed},
     pod::{quantity, spec::PodSpec},
 };
 

@@ -2,8 +2,9 @@
 
 use std::io;
 
+use sandboxer_process::jail;
+
 use super::verdict::{Check, Fix, Subject};
-use crate::vmm::jail;
 
 const USERS: Subject = Subject {
     name: "user namespaces",

@@ -12,6 +12,7 @@ use std::{collections::HashMap, convert::Infallible, future::Future, net::TcpLis
 
 use futures::FutureExt;
 use sandboxer_base::{chain, clock::now_ns};
+use sandboxer_process::cpus::Cpus;
 use sandboxer_protocol::{
     id::{ContainerId, ExecId},
     link::LinkKey,
@@ -47,7 +48,7 @@ use crate::{
     events::Kind,
     front,
     guest::GuestError,
-    host::{cpus::Cpus, share::Shares},
+    host::share::Shares,
     vmm::{MachineExit, MachineRecord, VmmError},
 };
 

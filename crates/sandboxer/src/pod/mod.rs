@@ -40,12 +40,7 @@ use crate::{
     error::PodError,
     events::Events,
     front::Front,
-    host::{
-        cgroup::{Cgroup, Hierarchies},
-        network::Park,
-        rootfs::RootfsStore,
-        volume::VolumeStore,
-    },
+    host::{network::Park, rootfs::RootfsStore, volume::VolumeStore},
     pool::Pool,
     template::Templates,
     vmm::Vmm,
@@ -54,6 +49,7 @@ use admission::Admission;
 pub use driver::spawn;
 use journal::Journal;
 use registry::Registry;
+use sandboxer_process::cgroup::{Cgroup, Hierarchies};
 use spec::{Limits, PodSpec};
 use stage_times::StageTimes;
 use stages::Step;

@@ -27,11 +27,9 @@ use sandboxer_config::Config;
 use sandboxer_protocol::id::{Id, InvalidId, SandboxId};
 
 use super::journal::{self, JournalError};
-use crate::{
-    pool,
-    vmm::strays::{self, Stray},
-};
+use crate::pool;
 pub use entry::{Entry, Left, Listed, Report, Seen};
+use sandboxer_process::strays::{self, Stray};
 
 /// Its directory in the state directory.
 pub const DIR: &str = "quarantine";

@@ -3,10 +3,11 @@
 use std::{collections::BTreeMap, net::IpAddr, path::PathBuf};
 
 use sandboxer_config::StartPath;
+use sandboxer_process::cgroup::Unlimited;
 use sandboxer_protocol::{agent as wire, id::SandboxId};
 use serde::{Deserialize, Serialize};
 
-use crate::{host::cgroup::Unlimited, template::Shape};
+use crate::template::Shape;
 
 /// A pod as asked for, all defaults filled in.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -3,6 +3,7 @@
 use std::{future::Future, io, time::Duration};
 
 use sandboxer_base::{chain, failpoint::pass};
+use sandboxer_process::cgroup::Cgroup;
 use sandboxer_protocol::id::SandboxId;
 use tokio::time::Instant;
 
@@ -10,7 +11,7 @@ use super::{Node, recover::Unreached, spec::PodSpec};
 use crate::{
     container::start::Live,
     error::PodError,
-    host::{cgroup::Cgroup, share::Shares},
+    host::share::Shares,
     vmm::{VmmError, Written},
 };
 

@@ -11,6 +11,7 @@ use std::{
 
 use sandboxer_base::clock::now_ns;
 use sandboxer_config::VmConfig;
+use sandboxer_process::cgroup::Cgroup;
 use sandboxer_protocol::{id::SandboxId, link::LinkKey};
 
 use super::{
@@ -20,7 +21,7 @@ use super::{
 use crate::{
     error::PodError,
     guest,
-    host::{cgroup::Cgroup, network::Park},
+    host::network::Park,
     vmm::{MEMORY, Machine, VmSpec, Vmm, VmmError},
 };
 

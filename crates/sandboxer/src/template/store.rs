@@ -12,6 +12,7 @@ use std::{
 
 use sandboxer_base::{chain, clock};
 use sandboxer_config::{Config, TemplateConfig};
+use sandboxer_process::cgroup::Cgroup;
 use tokio::time::Instant;
 
 use super::{
@@ -23,7 +24,7 @@ use super::{
     slot::{Slot, State},
 };
 use crate::{
-    host::{cgroup::Cgroup, network::Park},
+    host::network::Park,
     vmm::{Vmm, VmmError},
 };
 

@@ -17,7 +17,7 @@ use tokio::{
     task::AbortHandle,
 };
 
-use super::socket;
+use sandboxer_process::socket;
 
 /// Bytes read at once. Two such buffers a pod live as long as it does.
 const CHUNK: usize = 1 << 10;

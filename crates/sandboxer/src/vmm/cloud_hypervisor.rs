@@ -39,6 +39,10 @@ use std::{
 
 use async_trait::async_trait;
 use sandboxer_config::VmConfig;
+use sandboxer_process::{
+    Equipment,
+    jail::{self, Jail, ROOM},
+};
 use sandboxer_protocol::boot::BootParams;
 use tokio::net::unix::pipe;
 
@@ -51,8 +55,6 @@ use self::{
 };
 use super::{
     Frozen, Machine, MachineRecord, TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo,
-    jail::{self, Jail, ROOM},
-    process::{self, Equipment},
     run_dir::{Captures, Files, host, reopen},
 };
 
@@ -115,7 +117,7 @@ impl CloudHypervisor {
 
     /// The jail of `spec`'s machine.
     fn jail(&self, spec: &VmSpec) -> Result<Jail, VmmError> {
-        let program = process::find(&self.program);
+        let program = sandboxer_process::find(&self.program);
         let readable = [program.as_path(), &spec.kernel, &spec.initramfs];
         let jail = Jail::new(&spec.run_dir, &readable, &[Path::new("/dev/kvm")]);
         jail.map(Jail::with_room).map_err(host(&spec.pod, "prepare a jail in", spec.run_dir.clone()))
@@ -156,8 +158,9 @@ impl CloudHypervisor {
             groups: spec.entrances()?,
         };
         let (program, dir) = (self.program.clone(), run_dir.clone());
-        let spawned =
-            tokio::task::spawn_blocking(move || process::spawn(&program, arguments, &dir, equipment));
+        let spawned = tokio::task::spawn_blocking(move || {
+            sandboxer_process::spawn(&program, arguments, &dir, equipment)
+        });
         let (process, words) = spawned
             .await
             .unwrap_or_else(|panic| Err(io::Error::other(panic)))
@@ -242,7 +245,7 @@ impl Vmm for CloudHypervisor {
         TemplateInputs {
             vmm: self.info.name.to_owned(),
             version: self.info.version.clone(),
-            program: process::find(&self.program),
+            program: sandboxer_process::find(&self.program),
             accelerator: self.info.accelerator.to_owned(),
             machine: vec![description.unwrap_or_default()],
         }
@@ -263,7 +266,8 @@ impl Vmm for CloudHypervisor {
 pub async fn adopt(record: &MachineRecord, limit: Duration) -> Result<Option<Arc<dyn Machine>>, VmmError> {
     let pod = &record.pod;
     let proc = PathBuf::from(format!("/proc/{}", record.pid));
-    let found = process::adopt(record.pid, record.start_time).map_err(host(pod, "look at", proc))?;
+    let found =
+        sandboxer_process::adopt(record.pid, record.start_time).map_err(host(pod, "look at", proc))?;
     let Some(process) = found.map(Arc::new) else { return Ok(None) };
     match take_over(record, process.clone(), limit).await {
         Ok(machine) => Ok(Some(Arc::new(machine))),
@@ -278,7 +282,7 @@ pub async fn adopt(record: &MachineRecord, limit: Duration) -> Result<Option<Arc
 /// Connects to what a running VMM has had from an earlier daemon.
 async fn take_over(
     record: &MachineRecord,
-    process: Arc<process::Process>,
+    process: Arc<sandboxer_process::Process>,
     limit: Duration,
 ) -> Result<CloudHypervisorMachine, VmmError> {
     let MachineRecord { pod, run_dir, .. } = record;

@@ -5,14 +5,10 @@ use std::{fmt, path::PathBuf, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use futures::future;
+use sandboxer_process::{Process, Written, strays};
 use sandboxer_protocol::id::SandboxId;
 
-use super::{
-    MachineExit, MachineRecord, VmmError,
-    process::{self, Process, Written},
-    run_dir::host,
-    strays,
-};
+use super::{MachineExit, MachineRecord, VmmError, run_dir::host};
 
 /// How long a process that was killed may take to be gone before this is told as an error.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
@@ -41,7 +37,7 @@ impl HeldProcesses {
     /// Holds the process of a recorded machine. `None`: it has ended.
     pub fn of(record: &MachineRecord) -> Result<Option<Self>, VmmError> {
         let proc = PathBuf::from(format!("/proc/{}", record.pid));
-        let found = process::adopt(record.pid, record.start_time);
+        let found = sandboxer_process::adopt(record.pid, record.start_time);
         let found = found.map_err(host(&record.pod, "look at", proc))?;
         Ok(found.map(|process| Self { pod: record.pod.clone(), processes: vec![Arc::new(process)] }))
     }
@@ -54,7 +50,8 @@ impl HeldProcesses {
         for stray in strays {
             let pid = stray.pid;
             let proc = PathBuf::from(format!("/proc/{pid}"));
-            let held = process::held(pid, stray.into_pidfd()).map_err(host(pod, "look at", proc))?;
+            let held =
+                sandboxer_process::held(pid, stray.into_pidfd()).map_err(host(pod, "look at", proc))?;
             processes.extend(held.map(Arc::new));
         }
         Ok((!processes.is_empty()).then(|| Self { pod: pod.clone(), processes }))
@@ -88,7 +85,7 @@ impl Held for HeldProcesses {
     }
 
     fn written(&self) -> Option<Written> {
-        let all = self.processes.iter().filter_map(|process| process::written(process.pid()));
+        let all = self.processes.iter().filter_map(|process| sandboxer_process::written(process.pid()));
         all.reduce(|a, b| Written { stored: a.stored + b.stored, called: a.called + b.called })
     }
 }

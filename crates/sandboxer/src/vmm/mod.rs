@@ -7,24 +7,18 @@
 mod accelerator;
 mod capture;
 pub mod cloud_hypervisor;
-pub mod confinement;
 pub mod console;
 pub mod fake;
 pub mod frozen;
 mod held;
-pub(crate) mod jail;
 pub mod kvm;
 mod permit;
-pub(crate) mod process;
 pub mod qemu;
 pub(crate) mod qmp;
 mod room;
 mod run_dir;
-mod seccomp;
 mod setup;
-pub(crate) mod socket;
 pub mod spec;
-pub mod strays;
 mod tsc;
 
 use std::{
@@ -41,7 +35,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 
 pub use frozen::{Frozen, MEMORY};
 pub use held::{Held, HeldProcesses};
-pub use process::Written;
+pub use sandboxer_process::Written;
 pub use setup::{SetupError, detect};
 pub use spec::{DiskSpec, Shape, VmSpec};
 
@@ -120,7 +114,7 @@ pub trait Machine: Send + Sync + fmt::Debug {
 
     /// Returns what its VMM has written so far; none if the system doesn't say.
     fn written(&self) -> Option<Written> {
-        process::written(self.record().pid)
+        sandboxer_process::written(self.record().pid)
     }
 }
 

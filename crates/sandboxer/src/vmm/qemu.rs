@@ -28,6 +28,7 @@ use std::{
 
 use async_trait::async_trait;
 use sandboxer_config::VmConfig;
+use sandboxer_process::{Equipment, Process, Starting, jail::Jail};
 use sandboxer_protocol::id::SandboxId;
 use tokio::net::UnixStream;
 
@@ -38,8 +39,6 @@ use self::{
 use super::{
     Frozen, MEMORY, Machine, MachineRecord, TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo,
     accelerator::{self, AcceleratorError},
-    jail::Jail,
-    process::{self, Equipment, Process, Starting},
     qmp::Qmp,
     run_dir::{Captures, Files, connect, host, reopen},
     tsc,
@@ -108,7 +107,7 @@ impl Qemu {
 
     /// The jail of `spec`'s machine, if there is to be one.
     fn jail(&self, spec: &VmSpec) -> Result<Option<Jail>, VmmError> {
-        let program = process::find(&self.program);
+        let program = sandboxer_process::find(&self.program);
         let readable = [program.as_path(), &spec.kernel, &spec.initramfs];
         let devices: &[&Path] = match self.execution {
             Execution::Kvm => &[Path::new("/dev/kvm")],
@@ -153,8 +152,9 @@ impl Qemu {
         let (program, run_dir) = (self.program.clone(), spec.run_dir.clone());
         let (background, groups) = (spec.background, spec.entrances()?);
         let equipment = Equipment { inherited, stdout: None, background, jail, groups };
-        let spawned =
-            tokio::task::spawn_blocking(move || process::spawn(&program, arguments, &run_dir, equipment));
+        let spawned = tokio::task::spawn_blocking(move || {
+            sandboxer_process::spawn(&program, arguments, &run_dir, equipment)
+        });
         let (process, words) = spawned
             .await
             .unwrap_or_else(|panic| Err(io::Error::other(panic)))
@@ -197,7 +197,7 @@ impl Vmm for Qemu {
         TemplateInputs {
             vmm: self.info.name.to_owned(),
             version: self.info.version.clone(),
-            program: process::find(&self.program),
+            program: sandboxer_process::find(&self.program),
             accelerator: self.info.accelerator.to_owned(),
             machine: command_line::machine(spec, self.execution),
         }
@@ -222,8 +222,11 @@ impl Vmm for Qemu {
     async fn adopt(&self, record: &MachineRecord) -> Result<Option<Arc<dyn Machine>>, VmmError> {
         let pod = &record.pod;
         let proc = PathBuf::from(format!("/proc/{}", record.pid));
-        let found =
-            process::adopt(record.pid, record.start_time).map_err(host(pod, "look at", proc.clone()))?;
+        let found = sandboxer_process::adopt(record.pid, record.start_time).map_err(host(
+            pod,
+            "look at",
+            proc.clone(),
+        ))?;
         let Some(process) = found else { return Ok(None) };
         match self.take_over(record).await {
             Ok((qmp, captures)) => {

@@ -22,9 +22,9 @@ use nix::sched::{CloneFlags, setns, unshare};
 use rustix::fs::{AtFlags, Mode, OFlags, openat, unlinkat};
 use tokio::net::UnixStream;
 
-use super::{
+use sandboxer_process::{
+    Process,
     jail::{ROOM, SHOWN},
-    process::Process,
     socket,
 };
 

@@ -7,13 +7,14 @@ use std::{
     sync::Arc,
 };
 
+use sandboxer_process::socket;
 use sandboxer_protocol::id::SandboxId;
 use tokio::{
     io::AsyncRead,
     net::{UnixStream, unix::pipe},
 };
 
-use super::{MachineRecord, VmSpec, VmmError, capture::Capture, console, socket};
+use super::{MachineRecord, VmSpec, VmmError, capture::Capture, console};
 
 /// Most bytes of a VMM's own words that are kept.
 const VMM_LOG_BYTES: u64 = 64 << 10;

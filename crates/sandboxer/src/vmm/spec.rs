@@ -3,6 +3,7 @@
 use std::{fs::File, io, os::fd::OwnedFd, path::PathBuf, sync::Arc};
 
 use sandboxer_config::VmConfig;
+use sandboxer_process::cgroup::Cgroup;
 use sandboxer_protocol::{
     boot::{BootParams, first_mac},
     id::SandboxId,
@@ -11,7 +12,6 @@ use sandboxer_protocol::{
 use serde::{Deserialize, Serialize};
 
 use super::VmmError;
-use crate::host::cgroup::Cgroup;
 
 /// A kind of machine: those of one shape are alike but for what pods make of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]

@@ -12,11 +12,11 @@ use std::{
 
 use nix::net::if_::if_nametoindex;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
-use sandboxer::host::network::{namespace, tap};
-use sandboxer::vmm::{
-    AgentStream, DiskSpec, Frozen, MEMORY, Machine, MachineRecord, VmSpec, Vmm, VmmError,
-    confinement::Confinement,
+use sandboxer::{
+    host::network::{namespace, tap},
+    vmm::{AgentStream, DiskSpec, Frozen, MEMORY, Machine, MachineRecord, VmSpec, Vmm, VmmError},
 };
+use sandboxer_process::confinement::Confinement;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     time::timeout,

@@ -49,7 +49,6 @@ use super::{
     rootfs::{Chain, FsType},
     volume::Bound,
 };
-use crate::vmm::process;
 
 pub use self::work::{Request, serve};
 
@@ -180,7 +179,7 @@ struct Line {
 /// How a helper is ended, and its end seen.
 #[derive(Debug)]
 enum End {
-    Process(process::Process),
+    Process(sandboxer_process::Process),
     Thread(oneshot::Receiver<()>),
 }
 
@@ -507,7 +506,7 @@ fn start(program: &Path) -> io::Result<Line> {
         // Leads a group, so that what it runs can be ended with it.
         .process_group(0)
         .spawn()?;
-    let end = End::Process(process::child(child.id())?);
+    let end = End::Process(sandboxer_process::child(child.id())?);
     Ok(Line { stream: UnixStream::from_std(ours)?, end, used: false })
 }
 

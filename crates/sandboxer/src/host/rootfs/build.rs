@@ -32,6 +32,7 @@ use nix::{
     sys::statvfs::statvfs,
 };
 use rustix::process::{Pid, PidfdFlags, Resource, Rlimit, Signal, pidfd_open, pidfd_send_signal, setrlimit};
+use sandboxer_process::jail::Jail;
 use tokio::sync::oneshot;
 
 use super::{
@@ -40,7 +41,6 @@ use super::{
     mounts::Chain,
     superblock,
 };
-use crate::vmm::jail::Jail;
 
 /// Most bytes of a program's stderr that get into an error.
 const STDERR_LEN: usize = 1024;

@@ -8,12 +8,12 @@ use std::{
 };
 
 use caps::Capability;
+use sandboxer_process::jail::Jail;
 
 use super::{
     BuildError,
     build::{Content, Job},
 };
-use crate::vmm::{jail::Jail, process};
 
 /// The image in it.
 pub const IMAGE: &str = "/image";
@@ -62,7 +62,7 @@ impl<'a> Cell<'a> {
             Content::Chain(_) => self.job.work.join("jail"),
         };
         fs::create_dir_all(&root)?;
-        let mut jail = Jail::of_tool(&root, &process::find(&self.job.mkfs), &KEEPS)?;
+        let mut jail = Jail::of_tool(&root, &sandboxer_process::find(&self.job.mkfs), &KEEPS)?;
         jail.bind(self.tree, TREE.trim_start_matches('/'), false)?;
         jail.bind(&self.job.image, IMAGE.trim_start_matches('/'), true)?;
         jail.bind(&self.scratch, "tmp", true)?;

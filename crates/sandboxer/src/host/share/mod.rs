@@ -18,6 +18,7 @@ use std::{
 };
 
 use sandboxer_base::{Code, chain, digest};
+use sandboxer_process::{cgroup::Cgroup, strays};
 use sandboxer_protocol::{id::SandboxId, share::GUEST_DIR};
 use sandboxer_share::attach::{Access, AttachError};
 use serde::{Deserialize, Serialize};
@@ -26,11 +27,8 @@ use tokio::{net::UnixStream, task::JoinSet};
 use self::server::Server;
 use crate::{
     guest::{Agent, GuestError},
-    host::{
-        cgroup::Cgroup,
-        helper::{HelperError, Helpers},
-    },
-    vmm::{VmmError, process, strays},
+    host::helper::{HelperError, Helpers},
+    vmm::VmmError,
 };
 
 /// Something of the host that a container shall have live.
@@ -79,7 +77,7 @@ pub struct ShareRecord {
 /// The process that serves the shares of the pod with this run directory, if one runs.
 pub fn server_of(run_dir: &Path) -> Option<u32> {
     let ShareRecord { pid, start_time } = server::recorded(run_dir)?;
-    process::is_running(pid, start_time).then_some(pid)
+    sandboxer_process::is_running(pid, start_time).then_some(pid)
 }
 
 /// Why a share can't be had.
@@ -128,7 +126,7 @@ pub enum ShareError {
     Guest(#[from] GuestError),
     /// What was left of it can't be ended.
     #[error(transparent)]
-    Strays(#[from] VmmError),
+    Strays(#[from] strays::StrayError),
 }
 
 impl ShareError {

@@ -7,15 +7,12 @@ use std::{
     time::Duration,
 };
 
+use sandboxer_process::{Equipment, socket};
 use sandboxer_protocol::id::SandboxId;
 use sandboxer_share::attach::{AttachError, Tree, put};
 use tokio::{io::AsyncReadExt, net::UnixStream, net::unix::pipe};
 
 use super::{Share, ShareError, ShareRecord};
-use crate::vmm::{
-    process::{self, Equipment},
-    socket,
-};
 
 /// Its socket in the pod's run directory.
 pub const SOCKET: &str = "shares.sock";
@@ -38,7 +35,7 @@ const FILES_PER_MIB: u64 = 1024;
 pub struct Server {
     pod: SandboxId,
     run_dir: PathBuf,
-    process: Option<process::Process>,
+    process: Option<sandboxer_process::Process>,
     record: ShareRecord,
 }
 
@@ -70,7 +67,7 @@ impl Server {
             root.into(),
             (memory_mib * FILES_PER_MIB).to_string().into(),
         ];
-        let (starting, words) = process::spawn(
+        let (starting, words) = sandboxer_process::spawn(
             &program,
             arguments,
             run_dir,
@@ -84,7 +81,7 @@ impl Server {
             return Err(ShareError::Refused { pod: pod.clone(), program, words: said.trim().to_owned() });
         };
         starting.keep();
-        let found = process::child(pid).map_err(failed("watch", &program))?;
+        let found = sandboxer_process::child(pid).map_err(failed("watch", &program))?;
         let record = ShareRecord { pid, start_time: found.start_time() };
         note(run_dir, &record).map_err(failed("note", &run_dir.join(RECORD)))?;
         Ok(Self { pod: pod.clone(), run_dir: run_dir.to_owned(), process: Some(found), record })
@@ -92,11 +89,8 @@ impl Server {
 
     /// The process that an earlier daemon started, whether or not it still runs.
     pub fn adopt(pod: &SandboxId, run_dir: &Path, record: &ShareRecord) -> Result<Self, ShareError> {
-        let process = process::adopt(record.pid, record.start_time).map_err(|source| ShareError::Server {
-            pod: pod.clone(),
-            action: "find",
-            path: program(),
-            source,
+        let process = sandboxer_process::adopt(record.pid, record.start_time).map_err(|source| {
+            ShareError::Server { pod: pod.clone(), action: "find", path: program(), source }
         })?;
         Ok(Self { pod: pod.clone(), run_dir: run_dir.to_owned(), process, record: record.clone() })
     }
@@ -108,7 +102,7 @@ impl Server {
 
     /// Whether it is known to have ended.
     pub fn has_ended(&self) -> bool {
-        self.process.as_ref().is_none_or(process::Process::has_ended)
+        self.process.as_ref().is_none_or(sandboxer_process::Process::has_ended)
     }
 
     /// A connection, which ends the one before it.
@@ -165,7 +159,7 @@ fn note(run_dir: &Path, record: &ShareRecord) -> io::Result<()> {
 /// Beside the daemon's own program, else wherever programs are.
 fn program() -> PathBuf {
     let beside = std::env::current_exe().ok().and_then(|own| Some(own.parent()?.join(PROGRAM)));
-    beside.filter(|path| path.is_file()).unwrap_or_else(|| process::find(Path::new(PROGRAM)))
+    beside.filter(|path| path.is_file()).unwrap_or_else(|| sandboxer_process::find(Path::new(PROGRAM)))
 }
 
 /// All that is written to a pipe.

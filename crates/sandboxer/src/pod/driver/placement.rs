@@ -6,11 +6,12 @@
 use std::convert::Infallible;
 
 use sandboxer_base::chain;
+use sandboxer_process::cpus::Cpus;
 use sandboxer_protocol::id::ContainerId;
 use tokio::sync::oneshot;
 
 use super::{Done, Driver};
-use crate::{container::Container, host::cpus::Cpus};
+use crate::container::Container;
 
 impl Driver {
     /// Takes the CPUs that an update of a container's resources names, if it does.

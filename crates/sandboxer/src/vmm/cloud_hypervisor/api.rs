@@ -18,6 +18,7 @@ use hyper::{
     header::{CONTENT_TYPE, HOST},
 };
 use hyper_util::rt::TokioIo;
+use sandboxer_process::socket;
 use serde::{Serialize, de::DeserializeOwned};
 use tokio_util::task::AbortOnDropHandle;
 use tracing::Instrument;
@@ -27,7 +28,6 @@ use super::{
     version,
     wire::{Counters, Device, Disk, Fs, Net, PciDevice, Ping, Resize, Restore, Snapshot, VmConfig, VmInfo},
 };
-use crate::vmm::socket;
 
 /// The API's socket, in the machine's directory.
 pub const SOCKET: &str = "control.sock";

@@ -10,6 +10,7 @@ use std::{
 
 use async_trait::async_trait;
 use sandboxer_base::chain;
+use sandboxer_process::Process;
 use sandboxer_protocol::id::SandboxId;
 use tokio::sync::broadcast;
 use tokio_util::task::AbortOnDropHandle;
@@ -24,7 +25,6 @@ use super::{
 };
 use crate::vmm::{
     AgentStream, DiskSpec, Machine, MachineExit, MachineRecord, VmmError,
-    process::Process,
     room::{Room, shown as path_of},
     run_dir::{Captures, Files, host},
     spec::first_mac_text,

@@ -17,11 +17,11 @@ use rustix::{
     fs::{CWD, Mode, OFlags},
     mount::{MoveMountFlags, OpenTreeFlags, move_mount, open_tree},
 };
+use sandboxer_process::Process;
 
 use crate::vmm::{
     DiskSpec,
     permit::Permit,
-    process::Process,
     room::{self, shown, within},
 };
 

@@ -21,10 +21,11 @@ use std::{
 };
 
 use rustix::fs::{MemfdFlags, memfd_create};
+use sandboxer_process::jail::Jail;
 use serde_json::Value;
 
 use super::wire;
-use crate::vmm::{Frozen, MEMORY, VmSpec, VmmError, jail::Jail, room::Room, run_dir::host};
+use crate::vmm::{Frozen, MEMORY, VmSpec, VmmError, room::Room, run_dir::host};
 
 const CONFIG: &str = "config.json";
 const STATE: &str = "state.json";
@@ -138,9 +139,10 @@ fn path_text(path: &Path) -> Value {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
     use crate::vmm::spec::tests::spec;
-    use serde_json::json;
 
     #[test]
     fn a_copy_has_its_memory_from_another_file_and_is_otherwise_the_same() {

@@ -176,9 +176,10 @@ fn is_gone(error: &io::Error) -> bool {
 mod tests {
     use std::path::Path;
 
-    use super::*;
-    use crate::vmm::socket;
+    use sandboxer_process::socket;
     use tokio::io::{AsyncBufReadExt, BufReader};
+
+    use super::*;
 
     /// A VMM that answers one connection after the other with these, and then ends each.
     fn vmm(run_dir: &Path, answers: &'static [&'static str]) {

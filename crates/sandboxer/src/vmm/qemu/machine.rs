@@ -13,15 +13,14 @@ use std::{
 
 use async_trait::async_trait;
 use rustix::net::Shutdown;
+use sandboxer_process::{Process, socket};
 use sandboxer_protocol::id::SandboxId;
 
 use super::command_line;
 use crate::vmm::{
     AgentStream, DiskSpec, MEMORY, Machine, MachineExit, MachineRecord, VmmError,
-    process::Process,
     qmp::{Qmp, QmpError},
     run_dir::{Captures, Files, host},
-    socket,
 };
 
 pub(super) const CONTROL: &str = "control.sock";

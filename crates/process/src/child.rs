@@ -30,7 +30,7 @@ use tokio::{
     sync::watch,
 };
 
-use super::{jail::Jail, strays};
+use crate::{jail::Jail, strays};
 
 /// How a process ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -20,7 +20,7 @@ use rustix::{
 };
 use sandboxer_protocol::id::SandboxId;
 
-use super::{VmmError, jail};
+use crate::jail;
 
 /// Environment variable by which every VMM process can be told from all others.
 pub const MARK: &str = "SANDBOXER_RUN_DIR";
@@ -30,19 +30,33 @@ pub fn of(run_dir: &Path) -> io::Result<Vec<Stray>> {
     Ok(all()?.into_iter().filter(|stray| stray.marked == run_dir).collect())
 }
 
+/// Why a process that no record names could not be ended.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot {action} {path:?} to end a process that was left behind for pod {pod}")]
+pub struct StrayError {
+    /// The pod.
+    pub pod: SandboxId,
+    /// What was attempted.
+    pub action: &'static str,
+    /// On what.
+    pub path: PathBuf,
+    /// What the system said.
+    pub source: io::Error,
+}
+
 /// Ends whatever VMMs were started for directories below `dir`, all but those whose pids are in `keep`.
-pub fn end_below(owner: &SandboxId, dir: &Path, keep: &HashSet<u32>) -> Result<(), VmmError> {
+pub fn end_below(owner: &SandboxId, dir: &Path, keep: &HashSet<u32>) -> Result<(), StrayError> {
     end_those(owner, |stray| stray.marked.starts_with(dir) && !keep.contains(&stray.pid))
 }
 
-fn end_those(pod: &SandboxId, doomed: impl Fn(&Stray) -> bool) -> Result<(), VmmError> {
+fn end_those(pod: &SandboxId, doomed: impl Fn(&Stray) -> bool) -> Result<(), StrayError> {
     let host = |action, path: PathBuf| {
         let pod = pod.clone();
-        move |source| VmmError::Host { pod, action, path, source }
+        move |source| StrayError { pod, action, path, source }
     };
     for stray in all().map_err(host("read", PROC.into()))?.iter().filter(|stray| doomed(stray)) {
         tracing::warn!(%pod, pid = stray.pid, "ending a VMM that no record names");
-        stray.end().map_err(host("end the process of", stray.proc()))?;
+        stray.end().map_err(host("signal", stray.proc()))?;
     }
     Ok(())
 }
@@ -145,8 +159,9 @@ impl Stray {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use std::os::unix::process::ExitStatusExt;
+
+    use super::*;
 
     #[test]
     fn only_the_process_of_that_directory_is_ended() {

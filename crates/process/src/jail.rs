@@ -4,7 +4,7 @@
 //! no capability and no way to gain one; namespaces of its own, with no network in them, no process but itself and
 //! nobody to talk to; a root of read-only programs, its kernel and its initramfs. All else that it uses, sockets,
 //! taps, disks and memory, is opened for it. A VMM that makes sockets and files itself gets a small directory for
-//! them, which is in memory and its own; see [`super::room`].
+//! them, which is in memory and its own; see [`Jail::with_room`].
 //!
 //! ```text
 //! namespaces ─▶ root ─▶ user ─▶ user namespace ─▶ no capability ─▶ filter of system calls ─▶ exec
@@ -30,7 +30,7 @@ use nix::{
 };
 use seccompiler::{BpfProgram, apply_filter};
 
-use super::seccomp;
+use crate::seccomp;
 
 /// Users that VMMs run as begin here: above all that systemd.io's list of UIDs gives to anyone, and below 2^31.
 const FIRST_USER: u32 = 0x7000_0000;

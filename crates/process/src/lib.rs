@@ -1,0 +1,17 @@
+//! Processes of the host that run confined: VMMs, servers of shares, helpers, tools.
+//!
+//! [`spawn`] starts one in a [`jail`] and a [`cgroup`]; [`Process`] holds it by pidfd; [`strays`] finds those that no
+//! record names; [`confinement`] shows what the kernel says of one.
+
+pub mod cgroup;
+mod child;
+pub mod confinement;
+pub mod cpus;
+pub mod jail;
+mod seccomp;
+pub mod socket;
+pub mod strays;
+
+pub use child::{
+    Equipment, Exit, Process, Starting, Written, adopt, child, find, held, is_running, spawn, written,
+};

@@ -19,9 +19,9 @@ use std::time::{Duration, Instant};
 
 use criterion::{Criterion, Throughput};
 use double::behaviour::Behaviour;
-use sandboxer::vmm::{VmSpec, Vmm, cloud_hypervisor::CloudHypervisor};
 use sandboxer_config::{Config, VmConfig};
 use sandboxer_protocol::{boot::BootParams, link::LinkKey};
+use sandboxer_vmm::{VmSpec, Vmm, cloud_hypervisor::CloudHypervisor};
 use tempfile::TempDir;
 use tokio::runtime::Runtime;
 

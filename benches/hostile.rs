@@ -35,11 +35,9 @@ use futures::future;
 use hdrhistogram::Histogram;
 use hostile_agent::{FILE, Nature};
 use hung_volume::HungVolume;
-use sandboxer::{
-    pod::PodHandle,
-    vmm::fake::{FakeGuest, FakeVmm},
-};
+use sandboxer::pod::PodHandle;
 use sandboxer_protocol::id::ExecId;
+use sandboxer_vmm_fake::{FakeGuest, FakeVmm};
 use test_node::{TestNode, id, reader, with_share};
 use tokio::{
     io::AsyncReadExt,

@@ -30,7 +30,6 @@ use sandboxer::{
         stages,
         state::PodStatus,
     },
-    vmm::fake::FakeVmm,
 };
 use sandboxer_config::Config;
 use sandboxer_probe::{
@@ -44,6 +43,7 @@ use sandboxer_probe::{
     timeline,
 };
 use sandboxer_protocol::{link::LinkKey, stage::Stage};
+use sandboxer_vmm_fake::FakeVmm;
 use tokio::runtime::Runtime;
 use tokio_util::sync::CancellationToken;
 

@@ -2,13 +2,8 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use sandboxer::{
-    fuzzing::{qmp_message, vmm_event},
-    vmm::cloud_hypervisor::{
-        version,
-        wire::{Counters, PciDevice, Ping, VmInfo},
-    },
-};
+use sandboxer_vmm::fuzzing::{qmp_message, vmm_event};
+use sandboxer_vmm::cloud_hypervisor::{version, wire::{Counters, PciDevice, Ping, VmInfo}};
 
 fuzz_target!(|bytes: &[u8]| {
     let reason = version::reason(bytes);

@@ -24,6 +24,7 @@ use sandboxer_process::{
     strays,
 };
 use sandboxer_protocol::{admin::admin_server::AdminServer, controller::controller_server::ControllerServer};
+use sandboxer_vmm::Vmm;
 use tokio::{
     net::{TcpListener, UnixListener, UnixStream},
     task::JoinSet,
@@ -56,7 +57,6 @@ use crate::{
     },
     pool::{self, Meminfo, Pool},
     template::{self, Shape, Templates},
-    vmm::{self, Vmm, VmmError},
 };
 
 /// Why the daemon can't run.
@@ -86,7 +86,7 @@ pub enum DaemonError {
     Unfit(#[from] doctor::Unfit),
     /// No VMM can be used.
     #[error(transparent)]
-    Vmm(#[from] vmm::SetupError),
+    Vmm(#[from] sandboxer_vmm::SetupError),
     /// A service ended.
     #[error("the {service} service failed")]
     Serve {
@@ -109,7 +109,7 @@ pub async fn run(
         lock(&front, &config.run_dir, "run.lock").await?,
         lock(&front, &config.state_dir, "state.lock").await?,
     ];
-    let vmm: Arc<dyn Vmm> = vmm::detect(&config.vm).await?;
+    let vmm: Arc<dyn Vmm> = sandboxer_vmm::detect(&config.vm).await?;
     let info = vmm.info();
     doctor::fit(&config, &info).await?;
     tracing::info!(

@@ -4,12 +4,12 @@ use std::path::PathBuf;
 
 use sandboxer_base::Code;
 use sandboxer_protocol::id::{ContainerId, ExecId, InvalidId, SandboxId};
+use sandboxer_vmm::VmmError;
 
 use crate::{
     guest::GuestError,
     host::{rootfs::RootfsError, share::ShareError, volume::VolumeError},
     pod::state::PodState,
-    vmm::VmmError,
 };
 
 /// Why a request about a pod failed.

@@ -37,11 +37,3 @@ pub fn record(text: &[u8]) -> Result<PodRecord, JournalError> {
 pub fn template(text: &[u8], dir: &Path) -> Result<Vec<String>, TemplateError> {
     crate::template::image::parse(text, dir).map(|manifest| manifest.files.into_keys().collect())
 }
-
-pub fn qmp_message(line: &str) -> bool {
-    crate::vmm::qmp::is_message(line)
-}
-
-pub fn vmm_event(text: &str) -> bool {
-    serde_json::from_str::<crate::vmm::cloud_hypervisor::events::Event>(text).is_ok()
-}

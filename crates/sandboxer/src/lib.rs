@@ -19,4 +19,3 @@ pub mod pod;
 pub mod pool;
 pub mod privileges;
 pub mod template;
-pub mod vmm;

@@ -19,9 +19,9 @@ use sandboxer::{
     container::{KILLED, Phase},
     error::PodError,
     pod::{PodHandle, recover, state::PodState},
-    vmm::fake::FakeVmm,
 };
 use sandboxer_base::Code;
+use sandboxer_vmm_fake::FakeVmm;
 use test_node::{TestNode, id, phase, reader, with_share};
 use tokio::io::AsyncReadExt;
 

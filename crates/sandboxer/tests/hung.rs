@@ -22,11 +22,9 @@ use nix::{
     sched::{CloneFlags, unshare},
 };
 use oci_spec::runtime::{Mount, MountBuilder};
-use sandboxer::{
-    host::helper::{HelperError, Helpers},
-    vmm::fake::FakeVmm,
-};
+use sandboxer::host::helper::{HelperError, Helpers};
 use sandboxer_base::Code;
+use sandboxer_vmm_fake::FakeVmm;
 use tempfile::TempDir;
 use test_node::{TestNode, id, reader, with_share};
 use tokio::{io::AsyncReadExt, runtime::Builder, time::timeout};

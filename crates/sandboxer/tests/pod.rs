@@ -19,10 +19,10 @@ use sandboxer::{
         recover::{self, Recovered},
         state::PodState,
     },
-    vmm::fake::{FakeVmm, Fault},
 };
 use sandboxer_base::Code;
 use sandboxer_protocol::stage::Stage;
+use sandboxer_vmm_fake::{FakeVmm, Fault};
 use test_node::{TestNode, id, phase, reader};
 use tokio::io::AsyncReadExt;
 

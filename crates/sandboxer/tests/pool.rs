@@ -16,9 +16,9 @@ use sandboxer::{
     pod::Node,
     pool::{self, Meminfo, Pool},
     template::Shape,
-    vmm::fake::{FakeVmm, Fault},
 };
 use sandboxer_config::{Config, PoolConfig};
+use sandboxer_vmm_fake::{FakeVmm, Fault};
 use tempfile::TempDir;
 use tokio_util::sync::CancellationToken;
 

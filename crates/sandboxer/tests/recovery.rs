@@ -21,12 +21,12 @@ use sandboxer::{
         recover::{self, Recovered},
         state::PodState,
     },
-    vmm::fake::{Ailment, FakeVmm},
 };
 use sandboxer_base::Code;
 use sandboxer_protocol::controller::{
     ControllerStatusRequest, ControllerStopRequest, ControllerWaitRequest, controller_server::Controller,
 };
+use sandboxer_vmm_fake::{Ailment, FakeVmm};
 use test_node::{TestNode, id, phase, reader};
 use tokio_util::sync::CancellationToken;
 

@@ -12,11 +12,8 @@ use std::{
 };
 
 use fake_agent::FakeAgent;
-use sandboxer::{
-    container::Phase,
-    pod::state::PodState,
-    vmm::fake::{FakeGuest, FakeVmm},
-};
+use sandboxer::{container::Phase, pod::state::PodState};
+use sandboxer_vmm_fake::{FakeGuest, FakeVmm};
 use test_node::{TestNode, id, phase, reader};
 use tokio::{
     io::{AsyncReadExt, copy_bidirectional},

@@ -20,11 +20,11 @@ use sandboxer::{
     pod::{self, Node, PodHandle, spec::PodSpec, state::PodStatus},
     pool::{Meminfo, Pool},
     template::{BuildError, Missing, Shape, Template, TemplateError, TemplateKey},
-    vmm::fake::{FakeVmm, Fault},
 };
 use sandboxer_base::Code;
 use sandboxer_config::{Config, PoolConfig, StartPath};
 use sandboxer_protocol::link::LinkKey;
+use sandboxer_vmm_fake::{FakeVmm, Fault};
 use tempfile::TempDir;
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;

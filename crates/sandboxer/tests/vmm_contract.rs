@@ -7,8 +7,9 @@ mod test_guest;
 
 use std::{path::Path, time::Duration};
 
-use sandboxer::vmm::{Frozen, MEMORY, Vmm, VmmError, fake::FakeVmm, qemu::Qemu};
 use sandboxer_config::VmConfig;
+use sandboxer_vmm::{Frozen, MEMORY, Vmm, VmmError, qemu::Qemu};
+use sandboxer_vmm_fake::FakeVmm;
 use tokio::time::timeout;
 
 use crate::test_guest::{
@@ -95,7 +96,7 @@ async fn a_guest_that_panics_leaves_its_last_words() {
 #[tokio::test(flavor = "multi_thread")]
 async fn disks_of_the_first_moment_are_there() {
     let pod = Pod::new("boot-disk");
-    let spec = sandboxer::vmm::VmSpec { disks: vec![pod.disk("early")], ..pod.spec() };
+    let spec = sandboxer_vmm::VmSpec { disks: vec![pod.disk("early")], ..pod.spec() };
     let machine = test_guest::qemu().await.boot(&spec).await.unwrap();
     let mut guest = Guest::of(&*machine).await;
     assert_eq!(guest.ask("await early").await, "disk early ro=0 starts with early");

@@ -2,7 +2,7 @@
 
 use std::{fs, path::Path};
 
-use sandboxer::vmm::kvm;
+use sandboxer_vmm::kvm;
 use serde_json::Value;
 
 use crate::admin_double::{Outcome, command};

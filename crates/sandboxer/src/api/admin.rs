@@ -16,6 +16,7 @@ use sandboxer_protocol::{
         VerifyTemplateRequest, VersionRequest, VersionResponse, admin_server::Admin,
     },
 };
+use sandboxer_vmm::console;
 use tonic::{Request, Response, Status};
 
 use super::{convert::grpc, quarantine, templates, traffic};
@@ -24,7 +25,6 @@ use crate::{
     events,
     host::{network::Interface, share},
     pod::{ContainerView, Node, PodHandle, PodView, stage_times::StageSummary, stages::Step},
-    vmm::console,
 };
 
 /// Serves [`Admin`] for a node.

@@ -11,6 +11,7 @@ use sandboxer_base::{Code, chain};
 use sandboxer_config::Config;
 use sandboxer_process::cgroup::Hierarchies;
 use sandboxer_protocol::{controller::ControllerCreateRequest, id::Id};
+use sandboxer_vmm::Shape;
 
 use super::size;
 use crate::{
@@ -20,7 +21,6 @@ use crate::{
         quantity,
         spec::{PodSpec, Room},
     },
-    vmm::Shape,
 };
 
 /// Longest hostname, bytes: `__NEW_UTS_LEN` of the kernel.

@@ -6,8 +6,9 @@ use k8s_cri::v1::LinuxContainerResources;
 use sandboxer_config::VmConfig;
 use sandboxer_process::cgroup::Unlimited;
 use sandboxer_protocol::{controller::ControllerUpdateRequest, id::SandboxId};
+use sandboxer_vmm::Shape;
 
-use crate::{error::PodError, pod::spec::Limits, vmm::Shape};
+use crate::{error::PodError, pod::spec::Limits};
 
 /// Annotation that asks for a number of vCPUs.
 const VCPUS: &str = "io.sandboxer.vcpus";

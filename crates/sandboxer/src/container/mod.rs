@@ -13,6 +13,7 @@ pub mod stats;
 use std::{collections::HashMap, path::PathBuf};
 
 use sandboxer_protocol::id::{ContainerId, ExecId};
+use sandboxer_vmm::DiskSpec;
 use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
@@ -23,7 +24,6 @@ use crate::{
         journal::{ContainerRecord, ProcessRecord},
         stages::Stages,
     },
-    vmm::DiskSpec,
 };
 
 /// Exit code of a process that ended with its machine: as if killed by SIGKILL.

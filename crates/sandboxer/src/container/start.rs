@@ -14,6 +14,7 @@ use sandboxer_protocol::{
     id::{ContainerId, ExecId, SandboxId},
     stage::Stage,
 };
+use sandboxer_vmm::{DiskSpec, Machine};
 use serde::{Deserialize, Serialize};
 use tokio::sync::SemaphorePermit;
 
@@ -31,7 +32,6 @@ use crate::{
         rootfs::{Lease, RootfsPlan, RootfsStore, Scratch, Writable},
     },
     pod::{spare, spec::PodSpec, stages::Stages, undo::Undo, volumes::Volumes},
-    vmm::{DiskSpec, Machine},
 };
 
 /// A pod that is up: its machine and the agent in it.

@@ -172,13 +172,14 @@ mod tests {
 
     use sandboxer_config::Config;
     use sandboxer_protocol::controller::controller_server::ControllerServer;
+    use sandboxer_vmm_fake::FakeVmm;
     use tokio::net::UnixListener;
     use tokio_stream::wrappers::UnixListenerStream;
     use tokio_util::sync::CancellationToken;
     use tonic::{service::Routes, transport::Server};
 
     use super::*;
-    use crate::{api::sandbox::SandboxService, daemon, front::Front, vmm::fake::FakeVmm};
+    use crate::{api::sandbox::SandboxService, daemon, front::Front};
 
     /// What is found at a socket where `services` are served.
     async fn found(dir: &Path, services: Routes) -> Result<(), String> {

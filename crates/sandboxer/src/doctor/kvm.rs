@@ -4,12 +4,12 @@ use std::{io, path::Path};
 
 use sandboxer_base::chain;
 use sandboxer_config::{Accelerator, VmmChoice};
+use sandboxer_vmm::kvm::{self, KvmUnusable};
 
 use super::{
     PATIENCE, blocking,
     verdict::{Check, Fix, Subject},
 };
-use crate::vmm::kvm::{self, KvmUnusable};
 
 const KVM: Subject = Subject {
     name: "kvm",

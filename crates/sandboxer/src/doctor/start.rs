@@ -1,9 +1,9 @@
 //! The checks that the daemon depends on, before it promises anything.
 
 use sandboxer_config::{Config, VmmChoice};
+use sandboxer_vmm::{VmmInfo, cloud_hypervisor};
 
 use super::{filesystems, host::Host, initramfs, kernel, namespaces, verdict::Check, verdict::Verdict, vmm};
-use crate::vmm::{VmmInfo, cloud_hypervisor};
 
 /// What keeps pods from running here, one sentence each.
 #[derive(Debug, thiserror::Error)]

@@ -3,13 +3,13 @@
 use std::path::{Path, PathBuf};
 
 use sandboxer_config::{VmConfig, VmmChoice};
+use sandboxer_vmm::cloud_hypervisor::version::{self, Version};
 
 use super::{
     kvm,
     program::{self, Answer},
     verdict::{Check, Fix, Subject},
 };
-use crate::vmm::cloud_hypervisor::version::{self, Version};
 
 /// The oldest QEMU whose machines were seen to run pods.
 const QEMU_SEEN: (u32, u32) = (7, 2);
@@ -178,7 +178,7 @@ mod tests {
         let known = reading(Answer::Said("cloud-hypervisor v53.0".into()));
         let old = reading(Answer::Said("cloud-hypervisor v51.0".into()));
         let (usable, silent) = (kvm::Reading::Usable(4e7), kvm::Reading::Silent);
-        let slow = kvm::Reading::Unusable(crate::vmm::kvm::KvmUnusable::Slow { rate: 1e6 });
+        let slow = kvm::Reading::Unusable(sandboxer_vmm::kvm::KvmUnusable::Slow { rate: 1e6 });
         for (config, kvm, reading, there) in [
             (&auto, &usable, &known, true),
             (&auto, &usable, &old, false),

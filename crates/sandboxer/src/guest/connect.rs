@@ -8,6 +8,7 @@ use sandboxer_protocol::{
     id::SandboxId,
     link::{self, LinkError, LinkKey},
 };
+use sandboxer_vmm::Machine;
 use tokio::io::{AsyncRead, AsyncWrite};
 use ttrpc::asynchronous::{Client, transport::Socket};
 
@@ -16,7 +17,7 @@ use super::{
     bounds::{Bounded, plain},
     outbox::Outbox,
 };
-use crate::{error::PodError, vmm::Machine};
+use crate::error::PodError;
 
 /// Greets the agent and waits until it says ready, by event. The caller sets the deadline and
 /// watches the machine meanwhile.

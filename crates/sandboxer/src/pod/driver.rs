@@ -17,6 +17,7 @@ use sandboxer_protocol::{
     id::{ContainerId, ExecId},
     link::LinkKey,
 };
+use sandboxer_vmm::{MachineExit, MachineRecord, VmmError};
 use serde::Serialize;
 use tokio::{
     sync::{mpsc, oneshot, watch},
@@ -49,7 +50,6 @@ use crate::{
     front,
     guest::GuestError,
     host::share::Shares,
-    vmm::{MachineExit, MachineRecord, VmmError},
 };
 
 /// What the front calls an exec's FIFOs, and a stdin that was closed.
@@ -448,9 +448,10 @@ fn answer<T>(reply: Reply<T>, result: Result<T, PodError>) {
 #[cfg(test)]
 mod tests {
     use sandboxer_config::Config;
+    use sandboxer_vmm_fake::FakeVmm;
 
     use super::*;
-    use crate::{daemon, front::Front, vmm::fake::FakeVmm};
+    use crate::{daemon, front::Front};
 
     #[tokio::test]
     async fn an_illegal_change_of_state_is_an_error_and_changes_nothing() {

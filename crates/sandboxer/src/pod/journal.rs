@@ -28,6 +28,7 @@ use sandboxer_protocol::{
     id::{ContainerId, ExecId, SandboxId},
     link::LinkKey,
 };
+use sandboxer_vmm::{DiskSpec, MachineRecord};
 use serde::{Deserialize, Serialize};
 
 use self::sync::Syncer;
@@ -38,7 +39,6 @@ use super::{
 use crate::{
     container::{Exit, StdioPaths},
     host::{share::ShareRecord, volume::Needed},
-    vmm::{DiskSpec, MachineRecord},
 };
 
 /// Version of the records this daemon writes.

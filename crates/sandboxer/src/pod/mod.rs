@@ -43,13 +43,13 @@ use crate::{
     host::{network::Park, rootfs::RootfsStore, volume::VolumeStore},
     pool::Pool,
     template::Templates,
-    vmm::Vmm,
 };
 use admission::Admission;
 pub use driver::spawn;
 use journal::Journal;
 use registry::Registry;
 use sandboxer_process::cgroup::{Cgroup, Hierarchies};
+use sandboxer_vmm::Vmm;
 use spec::{Limits, PodSpec};
 use stage_times::StageTimes;
 use stages::Step;

@@ -24,10 +24,12 @@ use std::{collections::HashMap, io, sync::Arc, time::Duration};
 use async_trait::async_trait;
 use futures::future;
 use sandboxer_base::{Code, chain, clock::now_ns};
+use sandboxer_process::Written;
 use sandboxer_protocol::{
     agent::{self as wire, ProcessState},
     id::{ContainerId, ExecId},
 };
+use sandboxer_vmm::{Held, HeldProcesses, Machine, MachineExit, VmmError};
 use tokio::sync::watch;
 
 use super::{
@@ -50,7 +52,6 @@ use crate::{
     guest::{self, GuestError},
     host::{rootfs, share::Shares, volume::Needed},
     pod,
-    vmm::{Held, HeldProcesses, Machine, MachineExit, VmmError, Written},
 };
 
 /// What recovery came to.

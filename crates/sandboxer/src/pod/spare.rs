@@ -8,12 +8,12 @@ use std::sync::{Mutex, PoisonError};
 
 use sandboxer_base::chain;
 use sandboxer_protocol::{agent as wire, id::SandboxId};
+use sandboxer_vmm::DiskSpec;
 
 use crate::{
     container::start::Live,
     error::PodError,
     host::rootfs::{FsType, RootfsStore},
-    vmm::DiskSpec,
 };
 
 /// Its serial. Those of containers' disks and volumes begin otherwise.

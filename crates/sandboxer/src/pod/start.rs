@@ -23,6 +23,7 @@ use sandboxer_protocol::{
     link::{LinkError, LinkKey},
     stage::Stage,
 };
+use sandboxer_vmm::{DiskSpec, Machine, MachineExit, Shape, VmSpec, VmmError};
 use tokio::{
     sync::{SemaphorePermit, oneshot},
     task::JoinHandle,
@@ -40,7 +41,6 @@ use crate::{
     host::network::{self, Interface, Parked, interface},
     pool::{self, Warm},
     template::{Missing, Template},
-    vmm::{DiskSpec, Machine, MachineExit, Shape, VmSpec, VmmError},
 };
 
 /// Fresh randomness a guest gets, bytes.

@@ -8,9 +8,10 @@ use std::{
 
 use sandboxer_base::chain;
 use sandboxer_config::StartPath;
+use sandboxer_vmm::VmmError;
 use tokio::time::Instant;
 
-use crate::{error::PodError, vmm::VmmError};
+use crate::error::PodError;
 
 /// How long a reason that comes and goes is not logged again.
 const QUIET: Duration = Duration::from_secs(600);

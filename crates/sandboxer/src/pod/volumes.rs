@@ -22,6 +22,7 @@ use sandboxer_protocol::{
     agent::{self as wire, put_volume_request::Content as WireContent},
     id::Id,
 };
+use sandboxer_vmm::DiskSpec;
 use sha2::{Digest, Sha256};
 use tokio_util::task::AbortOnDropHandle;
 
@@ -34,7 +35,6 @@ use crate::{
         share::Shares,
         volume::{Content, Needed, VolumeError, VolumeStore, Watch},
     },
-    vmm::DiskSpec,
 };
 
 /// How long after a failure a guest is told again of files that have changed.

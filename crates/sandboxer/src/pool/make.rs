@@ -4,6 +4,7 @@ use std::{fs::DirBuilder, io, os::unix::fs::DirBuilderExt, sync::Arc};
 
 use sandboxer_base::{chain, clock::now_ns};
 use sandboxer_protocol::{agent::ConfigurePodRequest, id::SandboxId};
+use sandboxer_vmm::{Machine, VmSpec};
 use tokio_util::sync::CancellationToken;
 
 use super::{Rehearsal, Warm, rehearsal, run_dir};
@@ -13,7 +14,6 @@ use crate::{
     guest,
     pod::{Node, spare, undo::Undo},
     template::{BuildError, Shape, Template},
-    vmm::{Machine, VmSpec},
 };
 
 /// Why there is no machine.

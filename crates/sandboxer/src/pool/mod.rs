@@ -40,12 +40,12 @@ use crate::{
     host::network::Parked,
     pod::Node,
     template::{Missing, Shape, TemplateKey, Templates},
-    vmm::{DiskSpec, Machine},
 };
 use demand::{Demand, Wanted, share_out};
 pub use make::end;
 pub use memory::Meminfo;
 pub use rehearsal::Rehearsal;
+use sandboxer_vmm::{DiskSpec, Machine};
 
 /// How often is looked whether the pool should be larger or smaller, and how long pods that start can keep it from
 /// growing by one.

@@ -13,17 +13,13 @@ use sandboxer_base::clock::now_ns;
 use sandboxer_config::VmConfig;
 use sandboxer_process::cgroup::Cgroup;
 use sandboxer_protocol::{id::SandboxId, link::LinkKey};
+use sandboxer_vmm::{MEMORY, Machine, VmSpec, Vmm, VmmError};
 
 use super::{
     Shape, TemplateError, image,
     key::{Inputs, Survey},
 };
-use crate::{
-    error::PodError,
-    guest,
-    host::network::Park,
-    vmm::{MEMORY, Machine, VmSpec, Vmm, VmmError},
-};
+use crate::{error::PodError, guest, host::network::Park};
 
 /// Why a template could not be made.
 #[derive(Debug, thiserror::Error)]

@@ -17,6 +17,7 @@ use std::{
 
 use sandboxer_base::digest::hex;
 use sandboxer_protocol::{id::Id, link::LinkKey};
+use sandboxer_vmm::Frozen;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
@@ -25,7 +26,6 @@ use super::{
     key::Inputs,
     pages::{self, Checksum},
 };
-use crate::vmm::Frozen;
 
 /// Version of the format described above.
 pub const FORMAT: u32 = 2;

@@ -11,11 +11,11 @@ use std::{
 };
 
 use sandboxer_base::digest::{self, hex};
+use sandboxer_vmm::{TemplateInputs, VmSpec, Vmm};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::{Shape, image::FORMAT};
-use crate::vmm::{TemplateInputs, VmSpec, Vmm};
 
 /// Name of a template: the hash of its [`Inputs`], hex.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]

@@ -29,8 +29,8 @@ pub use key::TemplateKey;
 pub use slot::Missing;
 pub use store::{TemplateView, Templates, run_dir};
 
-use crate::vmm::Frozen;
-pub use crate::vmm::Shape;
+use sandboxer_vmm::Frozen;
+pub use sandboxer_vmm::Shape;
 
 /// A frozen machine, checked and in memory.
 #[derive(Debug)]

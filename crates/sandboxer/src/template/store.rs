@@ -13,6 +13,7 @@ use std::{
 use sandboxer_base::{chain, clock};
 use sandboxer_config::{Config, TemplateConfig};
 use sandboxer_process::cgroup::Cgroup;
+use sandboxer_vmm::{Vmm, VmmError};
 use tokio::time::Instant;
 
 use super::{
@@ -23,10 +24,7 @@ use super::{
     key::{Survey, Surveyor},
     slot::{Slot, State},
 };
-use crate::{
-    host::network::Park,
-    vmm::{Vmm, VmmError},
-};
+use crate::host::network::Park;
 
 /// For so long after its last use no template goes to make room for another: with more sizes in use than there may be
 /// templates, each would be made for the next one to remove it.

@@ -10,7 +10,7 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use rustix::process::{Pid, Signal, kill_process};
-use sandboxer::vmm::{
+use sandboxer_vmm::{
     DiskSpec, Frozen, MEMORY, Machine, VmSpec, Vmm, VmmError,
     cloud_hypervisor::{
         api::{Api, ApiError},
@@ -394,7 +394,7 @@ async fn a_machine_outlives_its_daemon(subject: Subject) -> Result<Outcome> {
     let machine = vmm.adopt(&record).await?.context("the machine outlived its handle")?;
     ensure!(machine.record() == record);
     ensure!(api.info().await?.state == VmState::Running);
-    let again = vmm.adopt(&sandboxer::vmm::MachineRecord { start_time: 1, ..record.clone() }).await?;
+    let again = vmm.adopt(&sandboxer_vmm::MachineRecord { start_time: 1, ..record.clone() }).await?;
     ensure!(again.is_none(), "a pid alone was taken for the machine");
     kill(machine.as_ref())?;
     let exit = tokio::time::timeout(LONG, machine.exited()).await.context("the end is seen")?;

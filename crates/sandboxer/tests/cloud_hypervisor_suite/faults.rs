@@ -4,8 +4,9 @@ use std::{fs, path::Path, time::Duration};
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
-use sandboxer::vmm::{Vmm, VmmError, strays};
 use sandboxer_config::{Accelerator, VmConfig, VmmChoice};
+use sandboxer_process::strays;
+use sandboxer_vmm::{Vmm, VmmError};
 
 use super::{Case, LONG, Outcome, Running, Subject, cases::left_in, trial};
 use crate::{
@@ -61,7 +62,7 @@ async fn a_guest_that_resets_itself_is_ended(subject: Subject) -> Result<Outcome
 async fn a_daemon_that_chose_another_vmm_takes_the_machine_up(subject: Subject) -> Result<Outcome> {
     let running = Running::of(&subject).await?;
     let config = VmConfig { vmm: VmmChoice::Qemu, accelerator: Accelerator::Tcg, ..vm_config() };
-    let other = sandboxer::vmm::detect(&config).await?;
+    let other = sandboxer_vmm::detect(&config).await?;
     ensure!(other.info().name == "qemu");
     let record = running.machine.record();
     let machine = other.adopt(&record).await?.context("the machine runs")?;

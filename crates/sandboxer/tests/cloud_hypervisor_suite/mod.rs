@@ -18,7 +18,8 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 use libtest_mimic::{Completion, Failed, Trial};
-use sandboxer::vmm::{
+use sandboxer_config::VmConfig;
+use sandboxer_vmm::{
     Machine, VmSpec, Vmm,
     cloud_hypervisor::{
         CloudHypervisor,
@@ -26,7 +27,6 @@ use sandboxer::vmm::{
     },
     kvm::{self, KvmUnusable},
 };
-use sandboxer_config::VmConfig;
 
 use crate::{
     double::{self, behaviour::Behaviour},

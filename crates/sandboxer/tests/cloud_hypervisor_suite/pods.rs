@@ -4,12 +4,10 @@ use std::fs;
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
-use sandboxer::{
-    guest,
-    vmm::{MEMORY, Machine, VmSpec, Vmm, cloud_hypervisor::CloudHypervisor},
-};
+use sandboxer::guest;
 use sandboxer_config::VmConfig;
 use sandboxer_protocol::agent::ConfigurePodRequest;
+use sandboxer_vmm::{MEMORY, Machine, VmSpec, Vmm, cloud_hypervisor::CloudHypervisor};
 
 use super::{Case, LONG, Outcome, Subject, kvm_unusable, skipped, trial};
 use crate::{

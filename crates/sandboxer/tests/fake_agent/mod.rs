@@ -9,11 +9,11 @@ use std::{
 };
 
 use async_trait::async_trait;
-use sandboxer::vmm::fake::{FakeGuest, Power};
 use sandboxer_protocol::{
     agent::{self as wire, Agent, Ready, create_agent},
     link::{self, LinkKey},
 };
+use sandboxer_vmm_fake::{FakeGuest, Power};
 use tokio::sync::{mpsc, watch};
 use tokio_stream::{StreamExt, wrappers::ReceiverStream};
 use ttrpc::{

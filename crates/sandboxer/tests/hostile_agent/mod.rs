@@ -10,12 +10,12 @@ use std::io;
 use asker::Asker;
 pub use asker::FILE;
 use protobuf::Message;
-use sandboxer::vmm::fake::FakeGuest;
 use sandboxer_protocol::{
     PROTOCOL_VERSION,
     agent::{self as wire, Ready},
     link,
 };
+use sandboxer_vmm_fake::FakeGuest;
 use tokio::{
     io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt},
     sync::mpsc,

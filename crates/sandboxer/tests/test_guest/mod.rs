@@ -14,9 +14,11 @@ use std::{
     time::Duration,
 };
 
-use sandboxer::vmm::{AgentStream, DiskSpec, Machine, VmSpec, fake::FakeGuest, qemu::Qemu, strays};
 use sandboxer_config::{Accelerator, VmConfig, VmmChoice};
+use sandboxer_process::strays;
 use sandboxer_protocol::{boot::BootParams, link::LinkKey};
+use sandboxer_vmm::{AgentStream, DiskSpec, Machine, VmSpec, qemu::Qemu};
+use sandboxer_vmm_fake::FakeGuest;
 use tempfile::TempDir;
 use tokio::{
     io::{AsyncBufReadExt, AsyncWriteExt, BufReader},

@@ -11,13 +11,13 @@ use sandboxer::{
     front::Front,
     host::rootfs::Mount,
     pod::{self, Node, PodHandle, spec::PodSpec, state::PodStatus},
-    vmm::fake::FakeVmm,
 };
 use sandboxer_config::Config;
 use sandboxer_protocol::{
     id::{ContainerId, Id},
     link::LinkKey,
 };
+use sandboxer_vmm_fake::FakeVmm;
 use tempfile::TempDir;
 
 /// A node whose machines run nothing.

@@ -33,7 +33,7 @@ use self::{
     scratch::Scratches,
 };
 use super::helper::{Helpers, Request};
-use crate::vmm::DiskSpec;
+use sandboxer_vmm::DiskSpec;
 
 pub use self::{
     cache::{Lease, key_of},

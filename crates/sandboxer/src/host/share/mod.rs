@@ -28,7 +28,6 @@ use self::server::Server;
 use crate::{
     guest::{Agent, GuestError},
     host::helper::{HelperError, Helpers},
-    vmm::VmmError,
 };
 
 /// Something of the host that a container shall have live.

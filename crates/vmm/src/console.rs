@@ -101,9 +101,11 @@ impl Reader {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use futures::StreamExt;
     use std::{fs, io::Write};
+
+    use futures::StreamExt;
+
+    use super::*;
 
     #[tokio::test]
     async fn a_log_is_read_in_order_across_a_rotation_and_to_its_removal() {

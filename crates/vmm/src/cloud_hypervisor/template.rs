@@ -25,7 +25,7 @@ use sandboxer_process::jail::Jail;
 use serde_json::Value;
 
 use super::wire;
-use crate::vmm::{Frozen, MEMORY, VmSpec, VmmError, room::Room, run_dir::host};
+use crate::{Frozen, MEMORY, VmSpec, VmmError, room::Room, run_dir::host};
 
 const CONFIG: &str = "config.json";
 const STATE: &str = "state.json";
@@ -142,7 +142,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::vmm::spec::tests::spec;
+    use crate::spec::tests::spec;
 
     #[test]
     fn a_copy_has_its_memory_from_another_file_and_is_otherwise_the_same() {

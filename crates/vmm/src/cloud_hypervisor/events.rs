@@ -93,8 +93,9 @@ impl Events {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use std::io::Write;
+
+    use super::*;
 
     fn told(told: &[u8]) -> (tempfile::TempDir, Events) {
         let dir = tempfile::tempdir().unwrap();

@@ -17,7 +17,7 @@ use sandboxer_process::{Process, socket};
 use sandboxer_protocol::id::SandboxId;
 
 use super::command_line;
-use crate::vmm::{
+use crate::{
     AgentStream, DiskSpec, MEMORY, Machine, MachineExit, MachineRecord, VmmError,
     qmp::{Qmp, QmpError},
     run_dir::{Captures, Files, host},

@@ -23,7 +23,7 @@ use super::{
     vsock::{self, Link},
     wire,
 };
-use crate::vmm::{
+use crate::{
     AgentStream, DiskSpec, Machine, MachineExit, MachineRecord, VmmError,
     room::{Room, shown as path_of},
     run_dir::{Captures, Files, host},

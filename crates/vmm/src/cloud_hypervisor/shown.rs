@@ -19,7 +19,7 @@ use rustix::{
 };
 use sandboxer_process::Process;
 
-use crate::vmm::{
+use crate::{
     DiskSpec,
     permit::Permit,
     room::{self, shown, within},

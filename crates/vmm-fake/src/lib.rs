@@ -18,13 +18,13 @@ use std::{
 
 use async_trait::async_trait;
 use rustix::net::Shutdown;
+use sandboxer_process::Written;
 use sandboxer_protocol::{boot::BootParams, id::SandboxId, link::LinkKey};
-use tokio::{net::UnixStream, sync::watch};
-
-use super::{
+use sandboxer_vmm::{
     AgentStream, DiskSpec, Frozen, Held, MEMORY, Machine, MachineExit, MachineRecord, TemplateInputs, VmSpec,
-    Vmm, VmmError, VmmInfo, Written,
+    Vmm, VmmError, VmmInfo,
 };
+use tokio::{net::UnixStream, sync::watch};
 
 /// What a guest is called with, once for each stream that the host opens.
 #[derive(Debug)]

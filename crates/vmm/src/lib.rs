@@ -8,13 +8,14 @@ mod accelerator;
 mod capture;
 pub mod cloud_hypervisor;
 pub mod console;
-pub mod fake;
 pub mod frozen;
+#[cfg(fuzzing)]
+pub mod fuzzing;
 mod held;
 pub mod kvm;
 mod permit;
 pub mod qemu;
-pub(crate) mod qmp;
+mod qmp;
 mod room;
 mod run_dir;
 mod setup;
@@ -35,7 +36,6 @@ use tokio::io::{AsyncRead, AsyncWrite};
 
 pub use frozen::{Frozen, MEMORY};
 pub use held::{Held, HeldProcesses};
-pub use sandboxer_process::Written;
 pub use setup::{SetupError, detect};
 pub use spec::{DiskSpec, Shape, VmSpec};
 
@@ -113,7 +113,7 @@ pub trait Machine: Send + Sync + fmt::Debug {
     async fn kill(&self) -> Result<(), VmmError>;
 
     /// Returns what its VMM has written so far; none if the system doesn't say.
-    fn written(&self) -> Option<Written> {
+    fn written(&self) -> Option<sandboxer_process::Written> {
         sandboxer_process::written(self.record().pid)
     }
 }

@@ -25,7 +25,7 @@ use tokio::{
     net::{UnixListener, UnixStream},
 };
 
-use crate::vmm::room::Room;
+use crate::room::Room;
 
 /// The VMM's socket, in its room.
 pub const SOCKET: &str = "vsock.sock";

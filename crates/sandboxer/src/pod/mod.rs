@@ -33,6 +33,8 @@ use sandboxer_protocol::{
     agent::StatsResponse,
     id::{ContainerId, ExecId, SandboxId},
 };
+use sandboxer_process::cgroup::{Cgroup, Hierarchies};
+use sandboxer_vmm::Vmm;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::{
@@ -48,8 +50,6 @@ use admission::Admission;
 pub use driver::spawn;
 use journal::Journal;
 use registry::Registry;
-use sandboxer_process::cgroup::{Cgroup, Hierarchies};
-use sandboxer_vmm::Vmm;
 use spec::{Limits, PodSpec};
 use stage_times::StageTimes;
 use stages::Step;

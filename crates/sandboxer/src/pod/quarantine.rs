@@ -24,12 +24,12 @@ use procfs::process::Process;
 use rustix::fs::{CWD, RenameFlags, renameat_with};
 use sandboxer_base::{chain, clock::now_ns};
 use sandboxer_config::Config;
+use sandboxer_process::strays::{self, Stray};
 use sandboxer_protocol::id::{Id, InvalidId, SandboxId};
 
 use super::journal::{self, JournalError};
 use crate::pool;
 pub use entry::{Entry, Left, Listed, Report, Seen};
-use sandboxer_process::strays::{self, Stray};
 
 /// Its directory in the state directory.
 pub const DIR: &str = "quarantine";

@@ -33,6 +33,7 @@ use tokio::{
     sync::watch,
     time::{Instant, timeout},
 };
+use sandboxer_vmm::{DiskSpec, Machine};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
@@ -45,7 +46,6 @@ use demand::{Demand, Wanted, share_out};
 pub use make::end;
 pub use memory::Meminfo;
 pub use rehearsal::Rehearsal;
-use sandboxer_vmm::{DiskSpec, Machine};
 
 /// How often is looked whether the pool should be larger or smaller, and how long pods that start can keep it from
 /// growing by one.

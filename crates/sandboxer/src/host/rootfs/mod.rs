@@ -25,6 +25,7 @@ use std::{
 use sandboxer_base::digest::hex;
 use sandboxer_config::{RootfsConfig, WritableTo};
 use sandboxer_protocol::id::{ContainerId, SandboxId};
+use sandboxer_vmm::DiskSpec;
 use sha2::{Digest, Sha256};
 
 use self::{
@@ -33,7 +34,6 @@ use self::{
     scratch::Scratches,
 };
 use super::helper::{Helpers, Request};
-use sandboxer_vmm::DiskSpec;
 
 pub use self::{
     cache::{Lease, key_of},

@@ -41,7 +41,7 @@ use crate::{
     heap,
     host::{
         helper::Helpers,
-        network::Park,
+        network::TapPool,
         rootfs::{RootfsError, RootfsStore},
         volume::VolumeStore,
     },
@@ -160,14 +160,14 @@ pub fn node(config: Config, vmm: Arc<dyn Vmm>, front: Arc<Front>) -> Result<Arc<
         path: config.state_dir.clone(),
         source,
     })?;
-    let park = Arc::<Park>::default();
+    let tap_pool = Arc::<TapPool>::default();
     let cgroups = Hierarchies::detect().map_err(|source| DaemonError::Host {
         action: "read",
         path: "/proc/self/mountinfo".into(),
         source,
     })?;
     let idle_cgroup = cgroups.named(&config.vm.idle_cgroup).filter(is_made);
-    let templates = Templates::open(&config, vmm.clone(), park.clone(), idle_cgroup.clone());
+    let templates = Templates::open(&config, vmm.clone(), tap_pool.clone(), idle_cgroup.clone());
     let templates = templates.map_err(|source| DaemonError::Host {
         action: "open templates in",
         path: config.state_dir.clone(),
@@ -180,7 +180,7 @@ pub fn node(config: Config, vmm: Arc<dyn Vmm>, front: Arc<Front>) -> Result<Arc<
     let usual = usual_shape(&config);
     Ok(Arc::new(Node {
         templates,
-        park,
+        tap_pool,
         pool: Pool::new(config.pool, usual, Meminfo::of_host()),
         start_paths: StartPaths::default(),
         rootfs: RootfsStore::open(&config.state_dir.join("rootfs"), &config.rootfs, helpers)?,

@@ -8,7 +8,7 @@ use sandboxer_vmm::VmmError;
 
 use crate::{
     guest::GuestError,
-    host::{rootfs::RootfsError, share::ShareError, volume::VolumeError},
+    host::{network::NetworkError, rootfs::RootfsError, share::ShareError, volume::VolumeError},
     pod::state::PodState,
 };
 
@@ -153,6 +153,9 @@ pub enum PodError {
     /// A volume can't be had.
     #[error(transparent)]
     Volume(#[from] VolumeError),
+    /// The pod's network can't be had.
+    #[error(transparent)]
+    Network(#[from] NetworkError),
     /// A live share can't be had.
     #[error(transparent)]
     Share(#[from] ShareError),
@@ -193,6 +196,7 @@ impl PodError {
             Self::Guest(error) => error.code(),
             Self::Rootfs(error) => error.code(),
             Self::Volume(error) => error.code(),
+            Self::Network(error) => error.code(),
             Self::Share(error) => error.code(),
             Self::Vmm(_) | Self::Host { .. } | Self::Failed { .. } | Self::Transition { .. } => {
                 Code::Internal

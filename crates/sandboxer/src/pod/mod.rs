@@ -29,11 +29,11 @@ use std::{
 };
 
 use sandboxer_config::Config;
+use sandboxer_process::cgroup::{Cgroup, Hierarchies};
 use sandboxer_protocol::{
     agent::StatsResponse,
     id::{ContainerId, ExecId, SandboxId},
 };
-use sandboxer_process::cgroup::{Cgroup, Hierarchies};
 use sandboxer_vmm::Vmm;
 use tokio::sync::{mpsc, oneshot, watch};
 
@@ -42,7 +42,7 @@ use crate::{
     error::PodError,
     events::Events,
     front::Front,
-    host::{network::Park, rootfs::RootfsStore, volume::VolumeStore},
+    host::{network::TapPool, rootfs::RootfsStore, volume::VolumeStore},
     pool::Pool,
     template::Templates,
 };
@@ -83,7 +83,7 @@ pub struct Node {
     /// Machines that wait for pods.
     pub pool: Arc<Pool>,
     /// Where the taps of machines lie that are no pod's yet.
-    pub park: Arc<Park>,
+    pub tap_pool: Arc<TapPool>,
     /// Counts how pods got their machines.
     pub start_paths: StartPaths,
     /// Bounds the starts under way.

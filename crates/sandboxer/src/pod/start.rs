@@ -38,7 +38,7 @@ use crate::{
     container::start::Live,
     error::PodError,
     guest::{self, GuestError},
-    host::network::{self, Interface, Parked, interface},
+    host::network::{self, Interface, PooledTap, interface},
     pool::{self, Warm},
     template::{Missing, Template},
 };
@@ -143,7 +143,7 @@ pub async fn start(
 /// The pod's network interfaces.
 async fn interfaces(node: &Node, spec: &PodSpec) -> Result<Vec<Interface>, PodError> {
     match &spec.netns {
-        Some(netns) => network::look(&spec.id, netns, node.config.network.foreign_rules).await,
+        Some(netns) => Ok(network::look(&spec.id, netns, node.config.network.foreign_rules).await?),
         None => {
             tracing::warn!(
                 pod = %spec.id,
@@ -244,7 +244,7 @@ impl<'a> Start<'a> {
 
 /// What the host has of a machine that waited.
 struct Waited {
-    taps: Vec<Parked>,
+    taps: Vec<PooledTap>,
     pid: u32,
 }
 
@@ -293,7 +293,7 @@ impl<'a> Prepared<'a> {
             (None, _) => Vec::new(),
             (Some(netns), None) => network::taps(&spec.id, netns, interfaces).await?,
             (Some(netns), Some(waited)) => {
-                network::plug(&spec.id, netns, interfaces, node.park.clone(), waited.taps).await?;
+                network::plug(&spec.id, netns, interfaces, node.tap_pool.clone(), waited.taps).await?;
                 Vec::new()
             }
         };

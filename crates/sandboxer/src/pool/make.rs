@@ -70,9 +70,9 @@ async fn try_warm(
     let left = dir.clone();
     undo.push("remove the run directory", async move { std::fs::remove_dir_all(left) });
     let spec = VmSpec::new(config, id.clone(), dir.clone(), template.shape, template.link_key.clone());
-    let (taps, parked) =
-        node.park.taps(spec.nics).map_err(host("make taps for"))?.into_iter().unzip::<_, _, Vec<_>, _>();
-    let taps = taps.into_iter().map(Arc::new).collect();
+    let (tap_files, pooled_taps) =
+        node.tap_pool.taps(spec.nics).map_err(host("make taps for"))?.into_iter().unzip::<_, _, Vec<_>, _>();
+    let taps = tap_files.into_iter().map(Arc::new).collect();
     let spec = VmSpec { background: true, taps, cgroup: node.idle_cgroup.clone(), ..spec };
     let restored = node.vmm.restore(&spec, &template.frozen).await;
     let machine = restored.inspect_err(|error| node.templates.not_restored(template, error))?;
@@ -96,7 +96,7 @@ async fn try_warm(
     // Without an interface, so that the pod's finds nothing to clear.
     agent.configure_pod(identity).await?;
     machine.pause().await?;
-    Ok(Warm { machine, agent, ready, taps: parked, spare, template: template.key.clone() })
+    Ok(Warm { machine, agent, ready, taps: pooled_taps, spare, template: template.key.clone() })
 }
 
 /// Ends a machine that waited, and removes its directory.

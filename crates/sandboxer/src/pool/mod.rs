@@ -29,16 +29,16 @@ use futures::FutureExt;
 use sandboxer_base::chain;
 use sandboxer_config::PoolConfig;
 use sandboxer_protocol::agent::Ready;
+use sandboxer_vmm::{DiskSpec, Machine};
 use tokio::{
     sync::watch,
     time::{Instant, timeout},
 };
-use sandboxer_vmm::{DiskSpec, Machine};
 use tokio_util::sync::CancellationToken;
 
 use crate::{
     guest::Agent,
-    host::network::Parked,
+    host::network::PooledTap,
     pod::Node,
     template::{Missing, Shape, TemplateKey, Templates},
 };
@@ -63,7 +63,7 @@ pub struct Warm {
     /// The agent's first words.
     pub ready: Ready,
     /// What is behind its network interfaces.
-    pub taps: Vec<Parked>,
+    pub taps: Vec<PooledTap>,
     /// A scratch disk that it has mounted.
     pub spare: Option<DiskSpec>,
     template: TemplateKey,

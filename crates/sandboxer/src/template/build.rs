@@ -19,7 +19,7 @@ use super::{
     Shape, TemplateError, image,
     key::{Inputs, Survey},
 };
-use crate::{error::PodError, guest, host::network::Park};
+use crate::{error::PodError, guest, host::network::TapPool};
 
 /// Why a template could not be made.
 #[derive(Debug, thiserror::Error)]
@@ -65,7 +65,7 @@ pub struct Builder {
     /// Where templates are kept.
     pub root: PathBuf,
     /// Where the taps of machines lie that are to become templates.
-    pub park: Arc<Park>,
+    pub tap_pool: Arc<TapPool>,
     /// Where the memory of those machines is counted.
     pub cgroup: Option<Cgroup>,
 }
@@ -88,7 +88,7 @@ impl Builder {
             clear(dir).and_then(|()| make(dir)).map_err(TemplateError::host("make", dir))?;
         }
         let mut spec = self.spec(inputs.shape, &dir);
-        let taps = self.park.taps(spec.nics).map_err(TemplateError::host("make taps for", &dir))?;
+        let taps = self.tap_pool.taps(spec.nics).map_err(TemplateError::host("make taps for", &dir))?;
         spec.taps = taps.into_iter().map(|(tap, _)| tap.into()).collect();
         let frozen = self.freeze(&spec, &dir).await;
         if let Err(error) = clear(&self.run_dir) {

@@ -24,7 +24,7 @@ use super::{
     key::{Survey, Surveyor},
     slot::{Slot, State},
 };
-use crate::host::network::Park;
+use crate::host::network::TapPool;
 
 /// For so long after its last use no template goes to make room for another: with more sizes in use than there may be
 /// templates, each would be made for the next one to remove it.
@@ -68,7 +68,7 @@ impl Templates {
     pub fn open(
         config: &Config,
         vmm: Arc<dyn Vmm>,
-        park: Arc<Park>,
+        tap_pool: Arc<TapPool>,
         cgroup: Option<Cgroup>,
     ) -> io::Result<Arc<Self>> {
         let root = config.state_dir.join("templates");
@@ -81,7 +81,14 @@ impl Templates {
         }
         let templates = Self {
             bounds: config.templates.clone(),
-            builder: Builder { vmm, config: config.vm.clone(), run_dir: run_dir(config), root, park, cgroup },
+            builder: Builder {
+                vmm,
+                config: config.vm.clone(),
+                run_dir: run_dir(config),
+                root,
+                tap_pool,
+                cgroup,
+            },
             surveyor: Surveyor::default(),
             preparing: tokio::sync::Mutex::default(),
             slots: Mutex::default(),

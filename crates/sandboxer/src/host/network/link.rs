@@ -173,8 +173,8 @@ fn be_mute(netlink: &mut Netlink, index: u32) -> io::Result<()> {
     }
 }
 
-/// Makes a cable from a new device `here` to a new device `there` in another namespace.
-pub fn cable(netlink: &mut Netlink, here: &str, there: (&str, BorrowedFd<'_>), mtu: u32) -> io::Result<()> {
+/// Makes a veth pair: a new device `here`, and a new device `there` in another namespace.
+pub fn veth(netlink: &mut Netlink, here: &str, there: (&str, BorrowedFd<'_>), mtu: u32) -> io::Result<()> {
     let mut peer = LinkMessage::default();
     let (name, namespace) = there;
     peer.attributes.extend([
@@ -182,8 +182,8 @@ pub fn cable(netlink: &mut Netlink, here: &str, there: (&str, BorrowedFd<'_>), m
         LinkAttribute::NetNsFd(namespace.as_raw_fd()),
         LinkAttribute::Mtu(mtu),
     ]);
-    let mut cable = LinkMessage::default();
-    cable.attributes.extend([
+    let mut veth = LinkMessage::default();
+    veth.attributes.extend([
         LinkAttribute::IfName(here.to_owned()),
         LinkAttribute::Mtu(mtu),
         LinkAttribute::LinkInfo(vec![
@@ -191,7 +191,7 @@ pub fn cable(netlink: &mut Netlink, here: &str, there: (&str, BorrowedFd<'_>), m
             LinkInfo::Data(InfoData::Veth(InfoVeth::Peer(peer))),
         ]),
     ]);
-    netlink.request(RouteNetlinkMessage::NewLink(cable), NLM_F_CREATE | NLM_F_EXCL)
+    netlink.request(RouteNetlinkMessage::NewLink(veth), NLM_F_CREATE | NLM_F_EXCL)
 }
 
 /// Removes a device, if there is one of this name.

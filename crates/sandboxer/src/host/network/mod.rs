@@ -1,11 +1,11 @@
-//! A pod's network: its interfaces become those of its machine.
+//! A pod's network: its interfaces become those of its VM.
 //!
 //! ```text
 //!   pod's namespace                                            guest
 //!   eth0 ◀──redirect──▶ sbx-2, a tap ◀── file ──▶ VMM ◀──▶ NIC 0, called eth0
 //!
-//!   a machine that waited has its tap already, in a namespace of nobody's:
-//!   eth0 ◀──redirect──▶ sbx-2 ◀──cable──▶ c7 ◀──redirect──▶ t7, a tap ◀── file ──▶ VMM
+//!   a VM of the pool has its tap already, in a namespace that no pod has:
+//!   eth0 ◀──redirect──▶ sbx-2 ◀──veth──▶ c7 ◀──redirect──▶ t7, a tap ◀── file ──▶ VMM
 //! ```
 //!
 //! All that comes in at an interface goes to the tap before the namespace's own stack sees it, so the guest
@@ -13,16 +13,17 @@
 //! containerd counts there.
 //!
 //! Nothing of this is undone: a tap goes with its VMM, the rest with the pod's namespace, which is containerd's.
-//! What a machine left that did not become the pod's, the next one replaces.
+//! What a VM left that did not become the pod's, the next one replaces.
 
+mod error;
 mod filters;
 pub mod interface;
 mod link;
 pub mod namespace;
-pub mod park;
 pub mod ports;
 pub mod steer;
 pub mod tap;
+pub mod tap_pool;
 pub mod traffic;
 
 use std::{
@@ -43,49 +44,57 @@ use sandboxer_netlink::{
 };
 use sandboxer_protocol::id::SandboxId;
 
+use self::error::{At, Failed};
 pub use self::{
+    error::{NetworkError, Step},
     interface::Interface,
-    park::{Park, Parked},
+    link::MODPROBE,
+    tap_pool::{PooledTap, TapPool},
 };
-pub use link::MODPROBE;
 
-use crate::error::PodError;
-
-/// The interfaces of the pod, whose namespace is bound to `netns`. Rules of netfilter's there would not hold for the guest:
-/// they are refused, unless they are to be ignored.
-pub async fn look(pod: &SandboxId, netns: &Path, rules: ForeignRules) -> Result<Vec<Interface>, PodError> {
-    let (dumped, filters) = within(pod, netns, "read the network namespace", move || {
+/// Returns the interfaces of the pod, whose namespace is bound to `netns`. Packet filters there, which would not hold for
+/// the guest, are refused, unless `rules` says otherwise.
+pub async fn look(
+    pod: &SandboxId,
+    netns: &Path,
+    rules: ForeignRules,
+) -> Result<Vec<Interface>, NetworkError> {
+    let (dumped, filters) = within(pod, netns, move || {
         let filters = match rules {
-            ForeignRules::Refuse => filters::found()?,
+            ForeignRules::Refuse => filters::found().at_step("look for packet filters")?,
             ForeignRules::Ignore => None,
         };
-        let mut netlink = Netlink::open()?;
+        let mut netlink = Netlink::open().at_step(RTNETLINK)?;
         let kinds = [
-            RouteNetlinkMessage::GetLink(LinkMessage::default()),
-            RouteNetlinkMessage::GetAddress(AddressMessage::default()),
-            RouteNetlinkMessage::GetRoute(RouteMessage::default()),
-            RouteNetlinkMessage::GetNeighbour(NeighbourMessage::default()),
+            (RouteNetlinkMessage::GetLink(LinkMessage::default()), "list interfaces"),
+            (RouteNetlinkMessage::GetAddress(AddressMessage::default()), "list addresses"),
+            (RouteNetlinkMessage::GetRoute(RouteMessage::default()), "list routes"),
+            (RouteNetlinkMessage::GetNeighbour(NeighbourMessage::default()), "list neighbours"),
         ];
         let mut all = Vec::new();
-        for kind in kinds {
-            all.append(&mut netlink.dump(kind)?);
+        for (kind, step) in kinds {
+            all.append(&mut netlink.dump(kind).at_step(step)?);
         }
         Ok((all, filters))
     })
     .await?;
-    if let Some(filters) = filters {
-        return Err(PodError::Unsupported(format!(
-            "pod {pod}: its network namespace {netns:?} has {filters}, by which the guest's packets would pass: put them \
-             into the guest (a mesh's init container does), or set network.foreign_rules to \"ignore\""
-        )));
+    let of = || (pod.clone(), netns.to_owned());
+    if let Some(rules) = filters {
+        let (pod, netns) = of();
+        return Err(NetworkError::ForeignRules { pod, netns, rules });
     }
-    interface::interfaces(dumped)
-        .map_err(|error| PodError::Unsupported(format!("pod {pod}: its network namespace {error}")))
+    interface::interfaces(dumped).map_err(|source| {
+        let (pod, netns) = of();
+        NetworkError::Unsuitable { pod, netns, source }
+    })
 }
+
+/// A step of all.
+const RTNETLINK: &str = "open an rtnetlink socket";
 
 /// Makes two taps and joins them as a pod's are joined, in a network namespace that goes with them.
 pub fn trial() -> io::Result<()> {
-    namespace::within(namespace::fresh()?, || {
+    namespace::within(namespace::fresh()?, || -> io::Result<()> {
         let taps = [tap::open(c"one")?, tap::open(c"two")?];
         let mut netlink = Netlink::open()?;
         let one = link::bring_up(&mut netlink, "one", TRIAL_MTU)?;
@@ -103,33 +112,32 @@ pub async fn taps(
     pod: &SandboxId,
     netns: &Path,
     interfaces: &[Interface],
-) -> Result<Vec<Arc<OwnedFd>>, PodError> {
+) -> Result<Vec<Arc<OwnedFd>>, NetworkError> {
     let wanted = devices(interfaces);
-    within(pod, netns, "make taps in the network namespace", move || {
-        let mut netlink = Netlink::open()?;
+    within(pod, netns, move || {
+        let mut netlink = Netlink::open().at_step(RTNETLINK)?;
         wanted.into_iter().map(|device| device.tap(&mut netlink).map(Arc::new)).collect()
     })
     .await
 }
 
-/// Joins the pod's interfaces to taps that a machine has already, one each.
+/// Joins the pod's interfaces to taps that a VM has already, one each.
 pub async fn plug(
     pod: &SandboxId,
     netns: &Path,
     interfaces: &[Interface],
-    park: Arc<Park>,
-    taps: Vec<Parked>,
-) -> Result<(), PodError> {
+    tap_pool: Arc<TapPool>,
+    taps: Vec<PooledTap>,
+) -> Result<(), NetworkError> {
     let wanted = devices(interfaces);
-    within(pod, netns, "plug taps into the network namespace", move || {
-        let mut netlink = Netlink::open()?;
+    within(pod, netns, move || {
+        let mut netlink = Netlink::open().at_step(RTNETLINK)?;
         for (device, tap) in wanted.iter().zip(&taps) {
-            link::remove(&mut netlink, &device.name)?;
-            park.cable(&mut netlink, tap, &device.name, device.mtu)?;
-            let ours = link::bring_up(&mut netlink, &device.name, device.mtu)?;
-            link::join(&mut netlink, device.interface, ours)?;
+            device.remove_old(&mut netlink)?;
+            tap_pool.veth(&mut netlink, tap, &device.name, device.mtu).at("make veth", &device.name)?;
+            device.join(&mut netlink)?;
         }
-        park.connect(wanted.iter().map(|device| device.mtu).zip(&taps))
+        tap_pool.join(wanted.iter().map(|device| device.mtu).zip(&taps))
     })
     .await
 }
@@ -142,12 +150,23 @@ struct Device {
 }
 
 impl Device {
-    fn tap(self, netlink: &mut Netlink) -> io::Result<OwnedFd> {
-        link::remove(netlink, &self.name)?;
-        let tap = tap::open(&CString::new(self.name.as_str())?)?;
-        let index = link::bring_up(netlink, &self.name, self.mtu)?;
-        link::join(netlink, self.interface, index)?;
+    fn tap(self, netlink: &mut Netlink) -> Result<OwnedFd, Failed> {
+        self.remove_old(netlink)?;
+        let name = CString::new(self.name.as_str()).map_err(io::Error::from)?;
+        let tap = tap::open(&name).at("make tap", &self.name)?;
+        self.join(netlink)?;
         Ok(tap)
+    }
+
+    /// Removes what a VM left that did not become the pod's.
+    fn remove_old(&self, netlink: &mut Netlink) -> Result<(), Failed> {
+        link::remove(netlink, &self.name).at("remove", &self.name)
+    }
+
+    fn join(&self, netlink: &mut Netlink) -> Result<(), Failed> {
+        let index = link::bring_up(netlink, &self.name, self.mtu).at("bring up", &self.name)?;
+        link::join(netlink, self.interface, index)
+            .at("redirect packets of the pod's interface to", &self.name)
     }
 }
 
@@ -163,15 +182,19 @@ fn devices(interfaces: &[Interface]) -> Vec<Device> {
 async fn within<T: Send + 'static>(
     pod: &SandboxId,
     netns: &Path,
-    action: &'static str,
-    work: impl FnOnce() -> io::Result<T> + Send + 'static,
-) -> Result<T, PodError> {
+    work: impl FnOnce() -> Result<T, Failed> + Send + 'static,
+) -> Result<T, NetworkError> {
     let path: PathBuf = netns.to_owned();
-    let done = tokio::task::spawn_blocking(move || namespace::within(namespace::open(&path)?, work));
-    done.await.unwrap_or_else(|panic| Err(io::Error::other(panic))).map_err(|source| PodError::Host {
-        pod: pod.clone(),
-        action,
-        path: netns.to_owned(),
-        source,
+    let done = tokio::task::spawn_blocking(move || {
+        let namespace = namespace::open(&path).at_step("open it")?;
+        namespace::within(namespace, work)
+    });
+    done.await.unwrap_or_else(|panic| Err(io::Error::other(panic).into())).map_err(|failed| {
+        NetworkError::Step {
+            pod: pod.clone(),
+            netns: netns.to_owned(),
+            step: failed.step,
+            source: failed.source,
+        }
     })
 }

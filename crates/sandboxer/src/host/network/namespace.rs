@@ -10,14 +10,14 @@ use std::{
 
 use nix::sched::{CloneFlags, setns, unshare};
 
-/// The network namespace that is bound to `path`.
+/// Opens the network namespace that is bound to `path`.
 pub fn open(path: &Path) -> io::Result<OwnedFd> {
     Ok(File::open(path)?.into())
 }
 
-/// One of nobody's, with nothing in it. It lives as long as the descriptor, or anything opened in it.
+/// Makes an empty one. It lives as long as the descriptor, or anything opened in it.
 pub fn fresh() -> io::Result<OwnedFd> {
-    in_a_thread(|| {
+    in_a_thread(|| -> io::Result<_> {
         unshare(CloneFlags::CLONE_NEWNET)?;
         open(Path::new("/proc/thread-self/ns/net"))
     })
@@ -27,21 +27,23 @@ pub fn fresh() -> io::Result<OwnedFd> {
 ///
 /// A thread is entered into the namespace and ends with the work: one of the runtime's would take other tasks
 /// there.
-pub fn within<T: Send>(
+pub fn within<T: Send, E: From<io::Error> + Send>(
     namespace: impl AsFd + Sync,
-    work: impl FnOnce() -> io::Result<T> + Send,
-) -> io::Result<T> {
+    work: impl FnOnce() -> Result<T, E> + Send,
+) -> Result<T, E> {
     in_a_thread(|| {
-        setns(namespace.as_fd(), CloneFlags::CLONE_NEWNET)?;
+        setns(namespace.as_fd(), CloneFlags::CLONE_NEWNET).map_err(io::Error::from)?;
         work()
     })
 }
 
-fn in_a_thread<T: Send>(work: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
+fn in_a_thread<T: Send, E: From<io::Error> + Send>(
+    work: impl FnOnce() -> Result<T, E> + Send,
+) -> Result<T, E> {
     thread::scope(|scope| {
         let thread = thread::Builder::new().name("netns".to_owned()).spawn_scoped(scope, work)?;
         thread
             .join()
-            .unwrap_or_else(|_| Err(io::Error::other("the thread in the network namespace panicked")))
+            .unwrap_or_else(|_| Err(io::Error::other("the thread in the network namespace panicked").into()))
     })
 }

@@ -17,8 +17,7 @@ use sandboxer_netlink::{
 };
 use sandboxer_protocol::id::SandboxId;
 
-use super::{Interface, namespace, within};
-use crate::error::PodError;
+use super::{Interface, NetworkError, RTNETLINK, error::At, namespace, within};
 
 /// How much has gone one way since the interface was made.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
@@ -61,10 +60,15 @@ impl From<&Stats64> for Traffic {
 }
 
 /// What each of `interfaces` has carried so far.
-pub async fn read(pod: &SandboxId, netns: &Path, interfaces: &[Interface]) -> Result<Vec<Traffic>, PodError> {
+pub async fn read(
+    pod: &SandboxId,
+    netns: &Path,
+    interfaces: &[Interface],
+) -> Result<Vec<Traffic>, NetworkError> {
     let wanted: Vec<u32> = interfaces.iter().map(|interface| interface.index).collect();
-    within(pod, netns, "read counters in the network namespace", move || {
-        let links = Netlink::open()?.dump(RouteNetlinkMessage::GetLink(LinkMessage::default()))?;
+    within(pod, netns, move || {
+        let links = RouteNetlinkMessage::GetLink(LinkMessage::default());
+        let links = Netlink::open().at_step(RTNETLINK)?.dump(links).at_step("read counters of interfaces")?;
         let of = |index: u32| {
             let link = links.iter().find_map(|message| match message {
                 RouteNetlinkMessage::NewLink(link) if link.header.index == index => Some(link),

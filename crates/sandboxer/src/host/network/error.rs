@@ -1,0 +1,131 @@
+//! What can fail in a pod's network namespace.
+
+use std::{fmt, io, path::PathBuf};
+
+use sandboxer_base::Code;
+use sandboxer_protocol::id::SandboxId;
+
+use super::interface::Unsuitable;
+
+/// Why a pod's network can't be had.
+#[derive(Debug, thiserror::Error)]
+pub enum NetworkError {
+    /// The kernel refused a step.
+    #[error("network namespace {netns:?} of pod {pod}: cannot {step}")]
+    Step {
+        /// The pod.
+        pod: SandboxId,
+        /// Where its network namespace is bound.
+        netns: PathBuf,
+        /// What was attempted, and on which device.
+        step: Step,
+        /// What the system said.
+        source: io::Error,
+    },
+    /// Packet filters there would not hold for the guest.
+    #[error(
+        "network namespace {netns:?} of pod {pod} has {rules}, which the guest's packets would bypass: put them into the \
+         guest (a mesh's init container does), or set network.foreign_rules to \"ignore\""
+    )]
+    ForeignRules {
+        /// The pod.
+        pod: SandboxId,
+        /// Where its network namespace is bound.
+        netns: PathBuf,
+        /// Such as "rules of iptables, table nat".
+        rules: String,
+    },
+    /// It has what a VM can't be given.
+    #[error("network namespace {netns:?} of pod {pod} {source}")]
+    Unsuitable {
+        /// The pod.
+        pod: SandboxId,
+        /// Where its network namespace is bound.
+        netns: PathBuf,
+        /// What.
+        source: Unsuitable,
+    },
+}
+
+impl NetworkError {
+    /// Returns the code to answer with.
+    pub fn code(&self) -> Code {
+        match self {
+            Self::Step { .. } => Code::Internal,
+            Self::ForeignRules { .. } | Self::Unsuitable { .. } => Code::Unimplemented,
+        }
+    }
+}
+
+/// A step of setting up a pod's network; completes "cannot …".
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Step {
+    /// Such as "make tap", "list routes".
+    pub action: &'static str,
+    /// The device it was about, if it was about one.
+    pub device: Option<String>,
+}
+
+impl fmt::Display for Step {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.device {
+            Some(device) => write!(f, "{} {device:?}", self.action),
+            None => f.write_str(self.action),
+        }
+    }
+}
+
+/// A step that failed, for a pod that whoever attempts it doesn't know.
+#[derive(Debug)]
+pub(super) struct Failed {
+    pub step: Step,
+    pub source: io::Error,
+}
+
+/// What is given no step is about the namespace itself.
+impl From<io::Error> for Failed {
+    fn from(source: io::Error) -> Self {
+        Self { step: Step { action: "enter it", device: None }, source }
+    }
+}
+
+/// Says at which step an error occurred.
+pub(super) trait At<T> {
+    /// The step is about a device.
+    fn at(self, action: &'static str, device: &str) -> Result<T, Failed>;
+    /// It is about no single device.
+    fn at_step(self, action: &'static str) -> Result<T, Failed>;
+}
+
+impl<T> At<T> for io::Result<T> {
+    fn at(self, action: &'static str, device: &str) -> Result<T, Failed> {
+        self.map_err(|source| Failed { step: Step { action, device: Some(device.to_owned()) }, source })
+    }
+
+    fn at_step(self, action: &'static str) -> Result<T, Failed> {
+        self.map_err(|source| Failed { step: Step { action, device: None }, source })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use sandboxer_base::chain;
+
+    use super::*;
+
+    #[test]
+    fn an_error_names_step_device_namespace_and_pod() {
+        let failed =
+            Err::<(), _>(io::Error::from_raw_os_error(libc::EBUSY)).at("bring up", "sbx-2").unwrap_err();
+        let error = NetworkError::Step {
+            pod: "p1".parse().unwrap(),
+            netns: "/run/netns/n1".into(),
+            step: failed.step,
+            source: failed.source,
+        };
+        assert_eq!(
+            chain(&error),
+            "network namespace \"/run/netns/n1\" of pod p1: cannot bring up \"sbx-2\": Device or resource busy (os error 16)"
+        );
+    }
+}

@@ -34,7 +34,7 @@ pub async fn a_tap_is_held_as_long_as_the_machine_runs(
     let pod = Pod::new("tap");
     let network = namespace::fresh().expect("only root makes network namespaces");
     let tap = namespace::within(&network, || tap::open(c"tap")).unwrap();
-    let is_there = || namespace::within(&network, || Ok(if_nametoindex("tap")?)).is_ok();
+    let is_there = || namespace::within(&network, || Ok::<_, std::io::Error>(if_nametoindex("tap")?)).is_ok();
     let machine =
         vmm.boot(&VmSpec { nics: 1, taps: vec![Arc::new(tap)], ..spec(&pod) }).await.expect("it boots");
     look(Guest::of(&*machine).await).await;

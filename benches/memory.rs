@@ -10,9 +10,12 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use criterion::{Criterion, criterion_group, criterion_main};
-use sandboxer_probe::memory::Sweep;
-use sandboxer_probe::store::{self, Store};
-use sandboxer_probe::{html, ledger, process, pss};
+use sandboxer_probe::{
+    html, ledger,
+    memory::Sweep,
+    process, pss,
+    store::{self, Store},
+};
 use tokio::runtime::Runtime;
 use tokio_util::sync::CancellationToken;
 

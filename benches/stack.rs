@@ -3,9 +3,11 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use sandboxer_probe::measure::{self, Bench};
-use sandboxer_probe::options::Network;
-use sandboxer_probe::timeline::Recipe;
+use sandboxer_probe::{
+    measure::{self, Bench},
+    options::Network,
+    timeline::Recipe,
+};
 
 /// Handlers that are compared, where they are.
 pub const HANDLERS: [&str; 4] = ["sandboxer", "sandboxer-template", "sandboxer-boot", "runc"];

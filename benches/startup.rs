@@ -20,7 +20,6 @@ use sandboxer::{
     container::{NewContainer, spec},
     daemon,
     front::Front,
-    host::rootfs::Mount,
     pod::{
         self, Node, PodHandle,
         admission::{Admission, Work},
@@ -32,6 +31,7 @@ use sandboxer::{
     },
 };
 use sandboxer_config::Config;
+use sandboxer_host::rootfs::Mount;
 use sandboxer_probe::{
     html,
     manifest::Manifest,

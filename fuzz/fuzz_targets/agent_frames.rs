@@ -3,7 +3,7 @@
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;
-use sandboxer::guest::bounds::Follow;
+use sandboxer_guest::bounds::Follow;
 
 fuzz_target!(|input: (Vec<u8>, Vec<u8>, u8)| {
     let (asked, said, piece) = input;

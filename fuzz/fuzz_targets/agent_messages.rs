@@ -35,5 +35,5 @@ fuzz_target!(|bytes: &[u8]| {
             assert!(head.is_answered_by(&head.failed(5)));
         }
     }
-    sandboxer::guest::bounds::plain(&String::from_utf8_lossy(bytes));
+    sandboxer_guest::bounds::plain(&String::from_utf8_lossy(bytes));
 });

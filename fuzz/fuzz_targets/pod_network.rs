@@ -11,7 +11,7 @@ use netlink_packet_route::{
     link::{LinkAttribute, LinkFlags, LinkLayerType, LinkMessage},
     route::{RouteAddress, RouteAttribute, RouteMessage, RouteType},
 };
-use sandboxer::host::network::interface::{for_guest, interfaces};
+use sandboxer_host::network::interface::{for_guest, interfaces};
 
 fn link(index: u32, name: String, mac: Vec<u8>, flags: u32) -> RouteNetlinkMessage {
     let mut link = LinkMessage::default();

@@ -5,10 +5,8 @@
 use std::path::{Component, Path};
 
 use libfuzzer_sys::fuzz_target;
-use sandboxer::{
-    fuzzing::{Lower, WantedWritable, rootfs_mounts},
-    host::rootfs::Mount,
-};
+use sandboxer::fuzzing::{rootfs_mounts, Lower, WantedWritable};
+use sandboxer_host::rootfs::Mount;
 
 fn is_plain(path: &Path) -> bool {
     path.is_absolute() && path.components().all(|part| part != Component::ParentDir)

@@ -173,8 +173,9 @@ fn answer(allowed: bool) -> [Instruction; 2] {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use proptest::prelude::*;
+
+    use super::*;
 
     /// What OCI says, each way of use by itself.
     fn allowed(rules: &[Rule], kind: i32, major: i32, minor: i32, ways: u8) -> bool {

@@ -1,5 +1,6 @@
 //! Connections that the host has to ports of the pod's loopback.
 
+use std::os::fd::{AsRawFd, RawFd};
 use std::{
     collections::HashMap,
     io,
@@ -9,7 +10,6 @@ use std::{
 };
 
 use nix::sys::socket::{Shutdown, shutdown};
-use std::os::fd::{AsRawFd, RawFd};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{
@@ -143,8 +143,9 @@ async fn connect(port: u16) -> io::Result<TcpStream> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use tokio::net::TcpListener;
+
+    use super::*;
 
     /// A service that answers what it heard, once all was said.
     async fn echo(ip: &str) -> u16 {

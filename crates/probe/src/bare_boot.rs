@@ -14,8 +14,10 @@ use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use rustix::io::FdFlags;
-use sandboxer_protocol::boot::{BootParams, InvalidBootParams};
-use sandboxer_protocol::link::{self, LinkError, LinkKey};
+use sandboxer_protocol::{
+    boot::{BootParams, InvalidBootParams},
+    link::{self, LinkError, LinkKey},
+};
 use tokio::io::AsyncReadExt;
 use tokio::net::UnixStream;
 use tokio::process::{ChildStderr, Command};

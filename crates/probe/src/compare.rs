@@ -190,12 +190,16 @@ pub(crate) fn facts(group: &str, names: &[&str], a: &Facts, b: &Facts) -> Vec<Di
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use crate::manifest::Manifest;
-    use crate::report::Report;
-    use crate::sample::{Outcome, Sample};
-    use serde_json::json;
     use std::collections::BTreeMap;
+
+    use serde_json::json;
+
+    use super::*;
+    use crate::{
+        manifest::Manifest,
+        report::Report,
+        sample::{Outcome, Sample},
+    };
 
     fn result(name: &str, runtime: &str, ms: f64, network: &str, kernel: &str) -> Loaded {
         let mut manifest = Manifest::default();

@@ -3,13 +3,13 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use sandboxer_protocol::admin::admin_client::AdminClient;
-use sandboxer_protocol::admin::{InspectPodRequest, Pod, StageTime, VersionRequest, VersionResponse};
-use sandboxer_protocol::stage::Stage;
+use sandboxer_protocol::{
+    admin::{InspectPodRequest, Pod, StageTime, VersionRequest, VersionResponse, admin_client::AdminClient},
+    stage::Stage,
+};
 use tonic::transport::Channel;
 
-use crate::manifest::Facts;
-use crate::runtime::channel;
+use crate::{manifest::Facts, runtime::channel};
 
 /// A daemon's admin socket.
 #[derive(Debug, Clone)]

@@ -10,11 +10,13 @@ use std::process::Command;
 use std::time::Duration;
 
 use double::{Behaviour, Double, IMAGE};
-use sandboxer_probe::measure::{self, Bench};
-use sandboxer_probe::options::Network;
-use sandboxer_probe::sample::Sample;
-use sandboxer_probe::startup::Plan;
-use sandboxer_probe::store::{self, Store};
+use sandboxer_probe::{
+    measure::{self, Bench},
+    options::Network,
+    sample::Sample,
+    startup::Plan,
+    store::{self, Store},
+};
 use tokio_util::sync::CancellationToken;
 
 const DISK: &str = "FULL_DISK_TEST_DIR";

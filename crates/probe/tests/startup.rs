@@ -7,16 +7,18 @@ mod double;
 use std::time::Duration;
 
 use double::{Behaviour, Double, IMAGE};
-use sandboxer_probe::attribution::Role;
-use sandboxer_probe::ledger::Ledger;
-use sandboxer_probe::measure::{self, Bench, MeasureError};
-use sandboxer_probe::memory::Point;
-use sandboxer_probe::options::Network;
-use sandboxer_probe::report::{Report, SCHEMA_TEXT, render};
-use sandboxer_probe::sample::{Mode, Outcome, Sample};
-use sandboxer_probe::startup::{Plan, PlanError};
-use sandboxer_probe::store::{self, Store};
-use sandboxer_probe::summary::median;
+use sandboxer_probe::{
+    attribution::Role,
+    ledger::Ledger,
+    measure::{self, Bench, MeasureError},
+    memory::Point,
+    options::Network,
+    report::{Report, SCHEMA_TEXT, render},
+    sample::{Mode, Outcome, Sample},
+    startup::{Plan, PlanError},
+    store::{self, Store},
+    summary::median,
+};
 use tokio_util::sync::CancellationToken;
 
 fn plan(runtimes: &[&str], serial: u32) -> Plan {

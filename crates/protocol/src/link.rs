@@ -345,9 +345,11 @@ const _: () = assert!(VERSION_LEN == size_of::<u32>());
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use proptest::prelude::*;
     use std::time::Duration;
+
+    use proptest::prelude::*;
+
+    use super::*;
 
     fn ready() -> Ready {
         Ready { agent_version: "test".into(), ..Ready::default() }

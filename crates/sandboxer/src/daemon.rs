@@ -19,6 +19,12 @@ use rustix::fs::FlockOperation;
 use sandboxer_base::sockets;
 use sandboxer_config::Config;
 use sandboxer_front::control::TASK_LISTENER;
+use sandboxer_host::{
+    helper::Helpers,
+    network::TapPool,
+    rootfs::{RootfsError, RootfsStore},
+    volume::VolumeStore,
+};
 use sandboxer_process::{
     cgroup::{Cgroup, Hierarchies},
     strays,
@@ -39,12 +45,6 @@ use crate::{
     events::Events,
     front::{self, Front},
     heap,
-    host::{
-        helper::Helpers,
-        network::TapPool,
-        rootfs::{RootfsError, RootfsStore},
-        volume::VolumeStore,
-    },
     pod::{
         Node,
         admission::Admission,

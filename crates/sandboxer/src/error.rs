@@ -3,14 +3,12 @@
 use std::path::PathBuf;
 
 use sandboxer_base::Code;
+use sandboxer_guest::{ConnectError, GuestError};
+use sandboxer_host::{network::NetworkError, rootfs::RootfsError, volume::VolumeError};
 use sandboxer_protocol::id::{ContainerId, ExecId, InvalidId, SandboxId};
 use sandboxer_vmm::VmmError;
 
-use crate::{
-    guest::GuestError,
-    host::{network::NetworkError, rootfs::RootfsError, share::ShareError, volume::VolumeError},
-    pod::state::PodState,
-};
+use crate::{pod::state::PodState, share::ShareError};
 
 /// Why a request about a pod failed.
 #[derive(Debug, thiserror::Error)]
@@ -201,6 +199,15 @@ impl PodError {
             Self::Vmm(_) | Self::Host { .. } | Self::Failed { .. } | Self::Transition { .. } => {
                 Code::Internal
             }
+        }
+    }
+}
+
+impl From<ConnectError> for PodError {
+    fn from(error: ConnectError) -> Self {
+        match error {
+            ConnectError::Vmm(error) => error.into(),
+            ConnectError::Guest(error) => error.into(),
         }
     }
 }

@@ -6,18 +6,14 @@ use std::path::Path;
 
 use sandboxer_protocol::id::ContainerId;
 
-pub use crate::{
-    api::convert::pod_spec,
-    container::spec::GuestSpec,
-    host::rootfs::mounts::{Lower, Wanted, WantedWritable, read as rootfs_mounts},
-    pod::journal::PodRecord,
-};
+pub use crate::{api::convert::pod_spec, container::spec::GuestSpec, pod::journal::PodRecord};
 use crate::{
     container::NewContainer,
     error::PodError,
     pod::{journal::JournalError, spec::PodSpec},
     template::TemplateError,
 };
+pub use sandboxer_host::rootfs::mounts::{Lower, Wanted, WantedWritable, read as rootfs_mounts};
 
 pub fn guest_spec(pod: &PodSpec, container: &ContainerId, text: &[u8]) -> Result<GuestSpec, PodError> {
     let new = NewContainer {

@@ -12,8 +12,9 @@ use std::{
 use anyhow::{Context, anyhow};
 use clap::Parser;
 use rustix::process::{Resource, Rlimit, setrlimit};
-use sandboxer::{daemon, front::Front, host::helper, privileges};
+use sandboxer::{daemon, front::Front, privileges};
 use sandboxer_config::Config;
+use sandboxer_host::helper;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 use tracing_subscriber::{Layer, filter::Targets, layer::SubscriberExt, util::SubscriberInitExt};

@@ -22,8 +22,8 @@ use nix::{
     sched::{CloneFlags, unshare},
 };
 use oci_spec::runtime::{Mount, MountBuilder};
-use sandboxer::host::helper::{HelperError, Helpers};
 use sandboxer_base::Code;
+use sandboxer_host::helper::{HelperError, Helpers};
 use sandboxer_vmm_fake::FakeVmm;
 use tempfile::TempDir;
 use test_node::{TestNode, id, reader, with_share};

@@ -3,8 +3,10 @@
 use std::path::PathBuf;
 
 use anyhow::Result;
-use sandboxer_probe::compare::{Comparison, Difference, compare};
-use sandboxer_probe::store;
+use sandboxer_probe::{
+    compare::{Comparison, Difference, compare},
+    store,
+};
 
 use super::tables;
 use crate::{Global, render};

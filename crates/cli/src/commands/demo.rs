@@ -6,14 +6,16 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use futures::future::join_all;
-use sandboxer_probe::attribution::Role;
-use sandboxer_probe::ledger::{self, Ledger};
-use sandboxer_probe::measure::Bench;
-use sandboxer_probe::memory::Sweep;
-use sandboxer_probe::runtime::Listed;
-use sandboxer_probe::startup::Plan;
-use sandboxer_probe::store::Store;
-use sandboxer_probe::timeline::{self, RUN_LABEL, Recipe};
+use sandboxer_probe::{
+    attribution::Role,
+    ledger::{self, Ledger},
+    measure::Bench,
+    memory::Sweep,
+    runtime::Listed,
+    startup::Plan,
+    store::Store,
+    timeline::{self, RUN_LABEL, Recipe},
+};
 use tokio_util::sync::CancellationToken;
 
 use super::target::Target;

@@ -3,8 +3,10 @@
 use std::path::PathBuf;
 
 use anyhow::{Result, bail};
-use sandboxer_probe::gate::{self, Growth, Verdict};
-use sandboxer_probe::store;
+use sandboxer_probe::{
+    gate::{self, Growth, Verdict},
+    store,
+};
 
 use super::tables;
 use crate::{Global, render};

@@ -4,9 +4,12 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
-use sandboxer_probe::memory::{FULL_REPEAT, Sweep};
-use sandboxer_probe::store::Store;
-use sandboxer_probe::{ledger, report, runtime_class};
+use sandboxer_probe::{
+    ledger,
+    memory::{FULL_REPEAT, Sweep},
+    report, runtime_class,
+    store::Store,
+};
 
 use super::target::Target;
 use super::{interrupt, startup, tables};

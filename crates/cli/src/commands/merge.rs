@@ -5,8 +5,10 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use sandboxer_probe::merge::merge;
-use sandboxer_probe::store::{self, Loaded, Store};
+use sandboxer_probe::{
+    merge::merge,
+    store::{self, Loaded, Store},
+};
 
 use crate::{Global, render};
 

@@ -3,8 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use sandboxer_probe::store::{self, Loaded};
-use sandboxer_probe::{html, markdown};
+use sandboxer_probe::{
+    html, markdown,
+    store::{self, Loaded},
+};
 
 use crate::{Global, render};
 

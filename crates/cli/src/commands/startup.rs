@@ -5,9 +5,11 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, bail};
 use indicatif::{ProgressBar, ProgressStyle};
-use sandboxer_probe::report;
-use sandboxer_probe::startup::{FULL_SERIAL, Plan};
-use sandboxer_probe::store::Store;
+use sandboxer_probe::{
+    report,
+    startup::{FULL_SERIAL, Plan},
+    store::Store,
+};
 
 use super::target::Target;
 use super::{interrupt, tables};

@@ -1,12 +1,14 @@
 //! Results as tables for a terminal.
 
 use comfy_table::{CellAlignment, Table, presets};
-use sandboxer_probe::attribution::Role;
-use sandboxer_probe::ledger::Ledger;
-use sandboxer_probe::ratio::Ratio;
-use sandboxer_probe::report::{Memory, Report};
-use sandboxer_probe::sample::Mode;
-use sandboxer_probe::summary::Summary;
+use sandboxer_probe::{
+    attribution::Role,
+    ledger::Ledger,
+    ratio::Ratio,
+    report::{Memory, Report},
+    sample::Mode,
+    summary::Summary,
+};
 
 /// A table whose first `texts` columns are text and whose others are numbers.
 pub fn table(heading: &[&str], texts: usize) -> Table {

@@ -4,10 +4,12 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use anyhow::Result;
-use sandboxer_probe::clock::Clock;
-use sandboxer_probe::measure::{self, Bench};
-use sandboxer_probe::options::Network;
-use sandboxer_probe::timeline::Recipe;
+use sandboxer_probe::{
+    clock::Clock,
+    measure::{self, Bench},
+    options::Network,
+    timeline::Recipe,
+};
 
 use crate::Global;
 

@@ -2,11 +2,13 @@
 
 use std::{fs, path::Path};
 
-use sandboxer_probe::clock::Clock;
-use sandboxer_probe::manifest::Manifest;
-use sandboxer_probe::report::Report;
-use sandboxer_probe::sample::{Mode, Sample};
-use sandboxer_probe::store::Store;
+use sandboxer_probe::{
+    clock::Clock,
+    manifest::Manifest,
+    report::Report,
+    sample::{Mode, Sample},
+    store::Store,
+};
 use sandboxer_protocol::stage::Stage;
 use serde_json::{Value, json};
 

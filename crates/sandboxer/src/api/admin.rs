@@ -4,6 +4,7 @@ use std::{pin::Pin, sync::Arc};
 
 use futures::{Stream, StreamExt, stream};
 use sandboxer_base::clock::now_ns;
+use sandboxer_host::network::Interface;
 use sandboxer_process::confinement::Confinement;
 use sandboxer_protocol::{
     PROTOCOL_VERSION,
@@ -23,8 +24,8 @@ use super::{convert::grpc, quarantine, templates, traffic};
 use crate::{
     container::Phase,
     events,
-    host::{network::Interface, share},
     pod::{ContainerView, Node, PodHandle, PodView, stage_times::StageSummary, stages::Step},
+    share,
 };
 
 /// Serves [`Admin`] for a node.

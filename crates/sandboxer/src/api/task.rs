@@ -16,6 +16,8 @@ use containerd_shim_protos::{
 };
 use sandboxer_base::Code;
 use sandboxer_front::frame::REPEATED;
+use sandboxer_guest::Signal;
+use sandboxer_host::rootfs::Mount;
 use sandboxer_protocol::id::{ContainerId, ExecId, SandboxId};
 use ttrpc::{Result, asynchronous::TtrpcContext};
 
@@ -24,8 +26,7 @@ use crate::{
     container::{Exit, NewContainer, Phase, StdioPaths, stats},
     error::PodError,
     front,
-    host::rootfs::Mount,
-    pod::{Node, PodHandle, ProcessView, Signal},
+    pod::{Node, PodHandle, ProcessView},
 };
 
 /// Serves [`Task`] for the containers of a node.

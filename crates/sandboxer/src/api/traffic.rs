@@ -3,13 +3,11 @@
 use std::time::Duration;
 
 use sandboxer_base::chain;
+use sandboxer_host::network::traffic::{self, Counters, Traffic};
 use sandboxer_protocol::admin::{Interface, Traffic as Message};
 use tokio::time::Instant;
 
-use crate::{
-    host::network::traffic::{self, Counters, Traffic},
-    pod::PodView,
-};
+use crate::pod::PodView;
 
 /// Rates are of so much time.
 const OVER: Duration = Duration::from_millis(200);

@@ -8,13 +8,13 @@
 use std::io;
 
 use sandboxer_base::chain;
+use sandboxer_guest::{Agent, GuestError, Pace};
 use sandboxer_protocol::agent::{OutputStream, ReadOutputRequest, ReadOutputResponse, WriteInputRequest};
 
 use super::{
     io::{StdinCloser, Subject},
     spool::{Inlet, Outlet},
 };
-use crate::guest::{Agent, GuestError, Pace};
 
 /// Most bytes moved by one call to the agent.
 const CHUNK: usize = 64 << 10;

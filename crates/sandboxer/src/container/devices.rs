@@ -8,16 +8,14 @@ use std::{
 
 use nix::libc::{major, minor};
 use oci_spec::runtime::{Linux, LinuxDevice, LinuxDeviceCgroup, LinuxDeviceType};
+use sandboxer_host::volume::{Content, Needed};
 use sandboxer_protocol::{
     agent::{BlockDevice, Owner},
     id::ContainerId,
 };
 
 use super::spec::unsupported;
-use crate::{
-    error::PodError,
-    host::volume::{Content, Needed},
-};
+use crate::error::PodError;
 
 /// Character devices that every kernel has under the same numbers, and what they are for a guest's.
 const IN_EVERY_KERNEL: [(i64, i64); 7] = [

@@ -10,6 +10,7 @@ use std::{
 };
 
 use sandboxer_base::chain;
+use sandboxer_guest::Agent;
 use sandboxer_protocol::{
     agent::OutputStream,
     id::{ContainerId, ExecId, SandboxId},
@@ -24,7 +25,6 @@ use super::{
 use crate::{
     error::PodError,
     front::{self, Front, Kept},
-    guest::Agent,
 };
 
 /// What the front calls a process's streams: of stdin, stdout and stderr, those there are, FIFO and memfd.

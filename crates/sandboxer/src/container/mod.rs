@@ -3,7 +3,6 @@
 mod copy;
 mod devices;
 pub mod io;
-pub(crate) mod message;
 mod mounts;
 pub mod spec;
 pub mod spool;
@@ -12,6 +11,7 @@ pub mod stats;
 
 use std::{collections::HashMap, path::PathBuf};
 
+use sandboxer_host::rootfs::{Lease, Mount};
 use sandboxer_protocol::id::{ContainerId, ExecId};
 use sandboxer_vmm::DiskSpec;
 use serde::{Deserialize, Serialize};
@@ -19,7 +19,6 @@ use tokio::sync::watch;
 
 use crate::{
     front::Kept,
-    host::rootfs::{Lease, Mount},
     pod::{
         journal::{ContainerRecord, ProcessRecord},
         stages::Stages,

@@ -7,19 +7,15 @@ use std::{
 };
 
 use oci_spec::runtime::{Mount, MountBuilder};
+use sandboxer_host::{
+    helper::Helpers,
+    volume::{Bound, Kind, Needed, Volume, VolumeError},
+};
 use sandboxer_protocol::{agent::File, id::ContainerId};
 use sandboxer_share::attach::Access;
 
 use super::spec::{invalid, unsupported};
-use crate::{
-    error::PodError,
-    host::{
-        helper::Helpers,
-        share::Share,
-        volume::{Bound, Kind, Needed, Volume, VolumeError},
-    },
-    pod::spec::PodSpec,
-};
+use crate::{error::PodError, pod::spec::PodSpec, share::Share};
 
 /// File systems that a guest makes by itself.
 const GUEST_FILE_SYSTEMS: [&str; 7] = ["proc", "sysfs", "tmpfs", "devpts", "mqueue", "cgroup", "cgroup2"];

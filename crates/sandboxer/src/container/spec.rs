@@ -11,6 +11,7 @@ use std::{
 };
 
 use oci_spec::runtime::{Linux, LinuxNamespace, LinuxNamespaceBuilder, LinuxNamespaceType, Process, Spec};
+use sandboxer_host::{helper::Helpers, volume::Needed};
 use sandboxer_process::cpus::Cpus;
 use sandboxer_protocol::{
     agent::{BlockDevice, File, create_container_request::Processes},
@@ -23,8 +24,8 @@ use super::{
 };
 use crate::{
     error::PodError,
-    host::{helper::Helpers, share::Share, volume::Needed},
     pod::{quantity, spec::PodSpec},
+    share::Share,
 };
 
 /// Largest `config.json` that is taken, bytes: the agent's largest message is 4 MiB.

@@ -9,6 +9,11 @@ use sandboxer_base::{
     chain,
     clock::{now_ns, plausible},
 };
+use sandboxer_guest::Agent;
+use sandboxer_host::{
+    helper::Helpers,
+    rootfs::{Lease, RootfsPlan, RootfsStore, Scratch, Writable},
+};
 use sandboxer_protocol::{
     agent::{self as wire, CreateContainerRequest},
     id::{ContainerId, ExecId, SandboxId},
@@ -26,11 +31,6 @@ use super::{
 use crate::{
     error::PodError,
     front::{Front, Kept},
-    guest::Agent,
-    host::{
-        helper::Helpers,
-        rootfs::{Lease, RootfsPlan, RootfsStore, Scratch, Writable},
-    },
     pod::{spare, spec::PodSpec, stages::Stages, undo::Undo, volumes::Volumes},
 };
 
@@ -328,7 +328,7 @@ fn stdio_message(paths: &StdioPaths) -> wire::Stdio {
 fn rootfs_message(plan: &RootfsPlan, bytes: Option<u64>) -> (wire::Rootfs, Vec<DiskSpec>) {
     let mut rootfs = wire::Rootfs::new();
     let mut disks = Vec::new();
-    let mut message = |layer: &crate::host::rootfs::Layer| {
+    let mut message = |layer: &sandboxer_host::rootfs::Layer| {
         disks.push(layer.disk.clone());
         wire::Disk {
             serial: layer.disk.serial.clone(),

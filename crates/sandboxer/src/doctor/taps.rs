@@ -2,11 +2,12 @@
 
 use std::io;
 
+use sandboxer_host::network;
+
 use super::{
     PATIENCE, blocking,
     verdict::{Check, Fix, Subject},
 };
-use crate::host::network;
 
 const TAPS: Subject = Subject {
     name: "taps",

@@ -76,9 +76,10 @@ impl Admission {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use futures::FutureExt;
     use proptest::prelude::*;
+
+    use super::*;
 
     #[test]
     fn a_start_that_gives_up_frees_its_place_in_the_queue() {

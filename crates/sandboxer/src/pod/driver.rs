@@ -12,6 +12,7 @@ use std::{collections::HashMap, convert::Infallible, future::Future, net::TcpLis
 
 use futures::FutureExt;
 use sandboxer_base::{chain, clock::now_ns};
+use sandboxer_guest::GuestError;
 use sandboxer_process::cpus::Cpus;
 use sandboxer_protocol::{
     id::{ContainerId, ExecId},
@@ -48,8 +49,7 @@ use crate::{
     error::PodError,
     events::Kind,
     front,
-    guest::GuestError,
-    host::share::Shares,
+    share::Shares,
 };
 
 /// What the front calls an exec's FIFOs, and a stdin that was closed.

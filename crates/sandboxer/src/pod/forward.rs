@@ -5,6 +5,8 @@ use std::{io, net, path::Path, sync::Arc, time::Duration};
 
 use futures::{FutureExt, future};
 use sandboxer_base::chain;
+use sandboxer_guest::{Agent, GuestError};
+use sandboxer_host::network::{namespace, steer};
 use sandboxer_protocol::id::SandboxId;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -16,11 +18,7 @@ use tokio::{
     task::JoinSet,
 };
 
-use crate::{
-    error::PodError,
-    guest::{Agent, GuestError},
-    host::network::{namespace, steer},
-};
+use crate::error::PodError;
 
 /// Most connections of a pod at once: half of what its agent takes.
 const MOST: usize = 128;

@@ -8,9 +8,10 @@ use std::{
 };
 
 use nix::sys::socket::{Shutdown, shutdown};
+use sandboxer_host::network::ports;
 
 use super::spec::PodSpec;
-use crate::{error::PodError, front::Front, host::network::ports};
+use crate::{error::PodError, front::Front};
 
 fn key(pod: &PodSpec, port: u16) -> String {
     format!("host-port {} {port}", pod.id)

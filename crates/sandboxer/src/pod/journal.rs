@@ -24,6 +24,7 @@ use std::{
 };
 
 use sandboxer_base::failpoint::pass;
+use sandboxer_host::volume::Needed;
 use sandboxer_protocol::{
     id::{ContainerId, ExecId, SandboxId},
     link::LinkKey,
@@ -38,7 +39,7 @@ use super::{
 };
 use crate::{
     container::{Exit, StdioPaths},
-    host::{share::ShareRecord, volume::Needed},
+    share::ShareRecord,
 };
 
 /// Version of the records this daemon writes.

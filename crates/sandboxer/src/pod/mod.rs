@@ -29,6 +29,8 @@ use std::{
 };
 
 use sandboxer_config::Config;
+use sandboxer_guest::Signal;
+use sandboxer_host::{network::TapPool, rootfs::RootfsStore, volume::VolumeStore};
 use sandboxer_process::cgroup::{Cgroup, Hierarchies};
 use sandboxer_protocol::{
     agent::StatsResponse,
@@ -42,7 +44,6 @@ use crate::{
     error::PodError,
     events::Events,
     front::Front,
-    host::{network::TapPool, rootfs::RootfsStore, volume::VolumeStore},
     pool::Pool,
     template::Templates,
 };
@@ -147,24 +148,6 @@ enum Request {
     SyncClock { reply: Reply<bool> },
     /// Everything about the pod.
     Inspect { reply: Reply<PodView> },
-}
-
-/// A signal, and who asks for it.
-#[derive(Debug, Clone, Default)]
-pub struct Signal {
-    /// Its number.
-    pub number: u32,
-    /// To every process of the container.
-    pub all: bool,
-    /// Names the request, so that the agent delivers it once; empty: it is asked once.
-    pub request: String,
-    /// An earlier worker may have delivered it.
-    pub again: bool,
-}
-
-impl Signal {
-    /// SIGKILL, a container's end whatever its guest does about it.
-    pub const KILL: u32 = 9;
 }
 
 /// A process as it stands, and how to see it change.

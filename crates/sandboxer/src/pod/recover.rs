@@ -24,6 +24,8 @@ use std::{collections::HashMap, io, sync::Arc, time::Duration};
 use async_trait::async_trait;
 use futures::future;
 use sandboxer_base::{Code, chain, clock::now_ns};
+use sandboxer_guest::{GuestError, Signal};
+use sandboxer_host::{rootfs, volume::Needed};
 use sandboxer_process::Written;
 use sandboxer_protocol::{
     agent::{self as wire, ProcessState},
@@ -33,7 +35,7 @@ use sandboxer_vmm::{Held, HeldProcesses, Machine, MachineExit, VmmError};
 use tokio::sync::watch;
 
 use super::{
-    Node, PodHandle, Signal,
+    Node, PodHandle,
     driver::{EXEC, Found},
     journal::{ContainerRecord, PodRecord, ProcessRecord},
     quarantine::Quarantine,
@@ -48,10 +50,8 @@ use crate::{
         start::{INTENT, Intent, Live},
     },
     error::PodError,
-    front,
-    guest::{self, GuestError},
-    host::{rootfs, share::Shares, volume::Needed},
-    pod,
+    front, pod,
+    share::Shares,
 };
 
 /// What recovery came to.
@@ -524,9 +524,13 @@ async fn clear_shares(shares: &Shares, record: &PodRecord) {
 async fn greet(node: &Node, record: &PodRecord, machine: &Arc<dyn Machine>) -> Result<Live, PodError> {
     let limit = node.config.vm.agent_timeout;
     let id = &record.spec.id;
-    let greeting = guest::connect(id, machine.as_ref(), &record.link_key, &node.config.vm);
+    let greeting =
+        sandboxer_guest::connect(id, machine.as_ref(), &record.link_key, node.config.vm.agent_timeout);
     match tokio::time::timeout(limit, greeting).await {
-        Ok(greeted) => greeted.map(|(agent, _)| Live { machine: machine.clone(), agent }),
+        Ok(greeted) => {
+            let (agent, _) = greeted?;
+            Ok(Live { machine: machine.clone(), agent })
+        }
         Err(_) => {
             let console = machine.last_lines().await.join(" | ");
             Err(PodError::NotReady { pod: id.clone(), limit, console })

@@ -2,7 +2,7 @@
 //!
 //! A session may end while both sides live on: a VMM loses its socket, a frame can't be read. Then the agent is greeted anew,
 //! as by a daemon that takes a pod up, and what waited for it goes on where it was: output by its offset, ends of
-//! processes, signals by their request's name ([`Agent::resume`](crate::guest::Agent::resume)).
+//! processes, signals by their request's name ([`Agent::resume`](sandboxer_guest::Agent::resume)).
 
 use std::{sync::Arc, time::Duration};
 
@@ -11,7 +11,7 @@ use sandboxer_protocol::link::LinkKey;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::{Node, spec::PodSpec};
-use crate::{container::start::Live, error::PodError, guest, host::share::Shares};
+use crate::{container::start::Live, error::PodError, share::Shares};
 
 /// How long is waited before the first greeting: a machine that has ended is seen to have by then.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
@@ -51,7 +51,8 @@ pub async fn keep(node: Arc<Node>, spec: PodSpec, key: LinkKey, live: Live, shar
 
 async fn resume(node: &Node, spec: &PodSpec, key: &LinkKey, live: &Live) -> Result<(), PodError> {
     let limit = node.config.vm.agent_timeout;
-    let greeting = guest::connect(&spec.id, live.machine.as_ref(), key, &node.config.vm);
+    let greeting =
+        sandboxer_guest::connect(&spec.id, live.machine.as_ref(), key, node.config.vm.agent_timeout);
     let greeted = timeout(limit, greeting).await;
     let late = |_| PodError::NotReady { pod: spec.id.clone(), limit, console: String::new() };
     let (next, _) = greeted.map_err(late)??;

@@ -7,14 +7,11 @@
 use std::sync::{Mutex, PoisonError};
 
 use sandboxer_base::chain;
+use sandboxer_host::rootfs::{FsType, RootfsStore};
 use sandboxer_protocol::{agent as wire, id::SandboxId};
 use sandboxer_vmm::DiskSpec;
 
-use crate::{
-    container::start::Live,
-    error::PodError,
-    host::rootfs::{FsType, RootfsStore},
-};
+use crate::{container::start::Live, error::PodError};
 
 /// Its serial. Those of containers' disks and volumes begin otherwise.
 pub const SERIAL: &str = "spare-0";

@@ -17,6 +17,8 @@ use std::{
 
 use sandboxer_base::{Code, chain, clock::now_ns, failpoint::pass};
 use sandboxer_config::StartPath;
+use sandboxer_guest::GuestError;
+use sandboxer_host::network::{self, Interface, PooledTap, interface};
 use sandboxer_protocol::{
     agent::{ConfigurePodRequest, Ready},
     id::SandboxId,
@@ -37,8 +39,6 @@ use super::{
 use crate::{
     container::start::Live,
     error::PodError,
-    guest::{self, GuestError},
-    host::network::{self, Interface, PooledTap, interface},
     pool::{self, Warm},
     template::{Missing, Template},
 };
@@ -373,7 +373,7 @@ struct Running<'a> {
 impl<'a> Running<'a> {
     async fn greet(self, key: &LinkKey) -> Result<Greeted<'a>, PodError> {
         let Self { node, spec, until, machine, start_path, interfaces } = self;
-        let greeted = guest::connect(&spec.id, machine.as_ref(), key, &node.config.vm);
+        let greeted = sandboxer_guest::connect(&spec.id, machine.as_ref(), key, node.config.vm.agent_timeout);
         let (agent, ready) = watched(spec, until, machine.as_ref(), greeted).await?;
         let live = Live { machine, agent };
         let (host_ports, counting, spare) = (Vec::new(), None, None);
@@ -407,7 +407,7 @@ impl Greeted<'_> {
             interfaces: (0..).zip(&up.interfaces).map(|(nic, of)| interface::for_guest(nic, of)).collect(),
             ..Default::default()
         };
-        let configured = async { Ok(up.live.agent.configure_pod(identity).await?) };
+        let configured = up.live.agent.configure_pod(identity);
         watched(spec, until, up.live.machine.as_ref(), configured).await?;
         Ok(up)
     }
@@ -481,15 +481,15 @@ fn whole_ms(limit: Duration) -> Duration {
 }
 
 /// Waits for the agent, in vain once the machine has ended or the time is up.
-async fn watched<T>(
+async fn watched<T, E: Into<PodError>>(
     spec: &PodSpec,
     until: Instant,
     machine: &dyn Machine,
-    answer: impl Future<Output = Result<T, PodError>>,
+    answer: impl Future<Output = Result<T, E>>,
 ) -> Result<T, PodError> {
     let limit = whole_ms(until.saturating_duration_since(Instant::now()));
     tokio::select! {
-        answer = answer => match answer {
+        answer = answer => match answer.map_err(E::into) {
             Err(PodError::Guest(GuestError::Greeting { source: LinkError::Io(error), pod })) => {
                 // The link breaks a moment before its machine is gone, whose end tells why.
                 match tokio::time::timeout(LAST_MOMENT, machine.exited()).await {

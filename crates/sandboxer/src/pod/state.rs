@@ -22,7 +22,7 @@
 use sandboxer_config::StartPath;
 use serde::{Deserialize, Serialize};
 
-use crate::host::network::Interface;
+use sandboxer_host::network::Interface;
 
 /// Where a pod stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]

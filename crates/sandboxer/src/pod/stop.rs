@@ -3,14 +3,13 @@
 use std::{future::Future, io, time::Duration};
 
 use sandboxer_base::{chain, failpoint::pass};
-use sandboxer_process::Written;
-use sandboxer_process::cgroup::Cgroup;
+use sandboxer_process::{Written, cgroup::Cgroup};
 use sandboxer_protocol::id::SandboxId;
 use sandboxer_vmm::VmmError;
 use tokio::time::Instant;
 
 use super::{Node, recover::Unreached, spec::PodSpec};
-use crate::{container::start::Live, error::PodError, host::share::Shares};
+use crate::{container::start::Live, error::PodError, share::Shares};
 
 /// How long a guest that is to power off may write nothing, unless agents have less time than that for an answer.
 const STALLED: Duration = Duration::from_secs(10);

@@ -18,6 +18,10 @@ use std::{
 use futures::future;
 use protobuf::Message;
 use sandboxer_base::chain;
+use sandboxer_host::{
+    helper::{Helpers, Request},
+    volume::{Content, Needed, VolumeError, VolumeStore, Watch},
+};
 use sandboxer_protocol::{
     agent::{self as wire, put_volume_request::Content as WireContent},
     id::Id,
@@ -27,15 +31,7 @@ use sha2::{Digest, Sha256};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::spare::Spare;
-use crate::{
-    container::start::Live,
-    error::PodError,
-    host::{
-        helper::{Helpers, Request},
-        share::Shares,
-        volume::{Content, Needed, VolumeError, VolumeStore, Watch},
-    },
-};
+use crate::{container::start::Live, error::PodError, share::Shares};
 
 /// How long after a failure a guest is told again of files that have changed.
 const AGAIN: Duration = Duration::from_secs(10);

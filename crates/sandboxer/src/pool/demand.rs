@@ -70,8 +70,9 @@ pub fn share_out<Size: Ord + Copy>(most: usize, wanted: &BTreeMap<Size, Wanted>)
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use proptest::prelude::*;
+
+    use super::*;
 
     #[tokio::test(start_paused = true)]
     async fn what_was_asked_for_a_minute_ago_counts_no_more() {

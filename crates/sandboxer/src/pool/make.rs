@@ -11,7 +11,6 @@ use super::{Rehearsal, Warm, rehearsal, run_dir};
 use crate::{
     container::start::Live,
     error::PodError,
-    guest,
     pod::{Node, spare, undo::Undo},
     template::{BuildError, Shape, Template},
 };
@@ -79,7 +78,8 @@ async fn try_warm(
     let doomed = machine.clone();
     undo.push("end the VMM", async move { doomed.kill().await });
     machine.resume().await?;
-    let (agent, ready) = guest::connect(id, machine.as_ref(), &template.link_key, config).await?;
+    let (agent, ready) =
+        sandboxer_guest::connect(id, machine.as_ref(), &template.link_key, config.agent_timeout).await?;
     let entropy: [u8; 64] = rand::random();
     let identity = ConfigurePodRequest {
         hostname: id.to_string(),

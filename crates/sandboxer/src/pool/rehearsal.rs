@@ -14,6 +14,7 @@ use std::{
 };
 
 use nix::{errno::Errno, sys::stat::Mode, unistd::mkfifo};
+use sandboxer_host::rootfs::Mount;
 use sandboxer_protocol::{
     agent as wire,
     id::{ContainerId, SandboxId},
@@ -30,8 +31,8 @@ use crate::{
     },
     error::PodError,
     front::Front,
-    host::{rootfs::Mount, share::Shares},
     pod::{Node, spec::PodSpec, stages::Stages, volumes::Volumes},
+    share::Shares,
 };
 
 const PROGRAM: &str = "rehearsal";

@@ -11,6 +11,7 @@ use std::{
 
 use sandboxer_base::clock::now_ns;
 use sandboxer_config::VmConfig;
+use sandboxer_host::network::TapPool;
 use sandboxer_process::cgroup::Cgroup;
 use sandboxer_protocol::{id::SandboxId, link::LinkKey};
 use sandboxer_vmm::{MEMORY, Machine, VmSpec, Vmm, VmmError};
@@ -19,7 +20,7 @@ use super::{
     Shape, TemplateError, image,
     key::{Inputs, Survey},
 };
-use crate::{error::PodError, guest, host::network::TapPool};
+use crate::error::PodError;
 
 /// Why a template could not be made.
 #[derive(Debug, thiserror::Error)]
@@ -131,9 +132,10 @@ impl Builder {
 
     async fn freeze_ready(&self, spec: &VmSpec, machine: &dyn Machine, dir: &Path) -> Result<(), BuildError> {
         let limit = self.config.boot_timeout;
-        let greeted = guest::connect(&spec.pod, machine, &spec.boot.link_key, &self.config);
+        let greeted =
+            sandboxer_guest::connect(&spec.pod, machine, &spec.boot.link_key, self.config.agent_timeout);
         let session = match tokio::time::timeout(limit, greeted).await {
-            Ok(greeted) => greeted?,
+            Ok(greeted) => greeted.map_err(PodError::from)?,
             Err(_) => {
                 let console = machine.last_lines().await.join(" | ");
                 return Err(PodError::NotReady { pod: spec.pod.clone(), limit, console }.into());

@@ -12,6 +12,7 @@ use std::{
 
 use sandboxer_base::{chain, clock};
 use sandboxer_config::{Config, TemplateConfig};
+use sandboxer_host::network::TapPool;
 use sandboxer_process::cgroup::Cgroup;
 use sandboxer_vmm::{Vmm, VmmError};
 use tokio::time::Instant;
@@ -24,7 +25,6 @@ use super::{
     key::{Survey, Surveyor},
     slot::{Slot, State},
 };
-use crate::host::network::TapPool;
 
 /// For so long after its last use no template goes to make room for another: with more sizes in use than there may be
 /// templates, each would be made for the next one to remove it.

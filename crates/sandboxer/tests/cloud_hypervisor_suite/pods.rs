@@ -4,7 +4,6 @@ use std::fs;
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
-use sandboxer::guest;
 use sandboxer_config::VmConfig;
 use sandboxer_protocol::agent::ConfigurePodRequest;
 use sandboxer_vmm::{MEMORY, Machine, VmSpec, Vmm, cloud_hypervisor::CloudHypervisor};
@@ -55,8 +54,13 @@ impl Guest {
         Ok(Self { vmm: subject.vmm(&pod, config.clone()).await?, config, spec, pod })
     }
 
-    async fn greet(&self, machine: &dyn Machine) -> Result<guest::Agent> {
-        let greeting = guest::connect(&self.spec.pod, machine, &self.spec.boot.link_key, &self.config);
+    async fn greet(&self, machine: &dyn Machine) -> Result<sandboxer_guest::Agent> {
+        let greeting = sandboxer_guest::connect(
+            &self.spec.pod,
+            machine,
+            &self.spec.boot.link_key,
+            self.config.agent_timeout,
+        );
         let (agent, ready) = tokio::time::timeout(LONG, greeting).await.context("the agent is silent")??;
         ensure!(!ready.kernel_release.is_empty(), "{ready:?}");
         Ok(agent)

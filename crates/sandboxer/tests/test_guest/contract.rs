@@ -12,7 +12,7 @@ use std::{
 
 use nix::net::if_::if_nametoindex;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
-use sandboxer::host::network::{namespace, tap};
+use sandboxer_host::network::{namespace, tap};
 use sandboxer_process::confinement::Confinement;
 use sandboxer_vmm::{AgentStream, DiskSpec, Frozen, MEMORY, Machine, MachineRecord, VmSpec, Vmm, VmmError};
 use tokio::{

@@ -9,10 +9,10 @@ use sandboxer::{
     container::{NewContainer, Phase, StdioPaths},
     daemon,
     front::Front,
-    host::rootfs::Mount,
     pod::{self, Node, PodHandle, spec::PodSpec, state::PodStatus},
 };
 use sandboxer_config::Config;
+use sandboxer_host::rootfs::Mount;
 use sandboxer_protocol::{
     id::{ContainerId, Id},
     link::LinkKey,

@@ -1,12 +1,10 @@
 //! What the pod's task does when asked: change its state, have work begun, never wait.
 
+use sandboxer_guest::Signal;
 use sandboxer_protocol::stage::Stage;
 
 use super::*;
-use crate::{
-    container, front,
-    pod::{Signal, admission::Work},
-};
+use crate::{container, front, pod::admission::Work};
 
 impl Driver {
     pub(super) fn handle(&mut self, request: Request) {

@@ -1,10 +1,11 @@
 //! Putting aside, looking, putting back, destroying; in directories of the test's own.
 
-use super::*;
 use std::{
     os::unix::process::ExitStatusExt,
     process::{Child, Command},
 };
+
+use super::*;
 
 /// A daemon's directories, with a torn record in the journal.
 struct Place {

@@ -19,7 +19,7 @@ use tokio::{
 };
 
 use super::VolumeError;
-use crate::host::helper::Helpers;
+use crate::helper::Helpers;
 
 /// Watches directories.
 #[derive(Debug)]

@@ -104,7 +104,7 @@ fn position<'a>(table: &'a [MountInfo], path: &Path) -> Option<(&'a MountInfo, P
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::volume::kubelet::Plugin;
+    use crate::volume::kubelet::Plugin;
 
     fn table(lines: &str) -> Vec<MountInfo> {
         use procfs::FromBufRead;

@@ -303,7 +303,7 @@ mod tests {
     /// A method that is renamed, or longer than what is peeked at, would get the bound of any other.
     #[test]
     fn every_method_with_a_bound_of_its_own_is_one_of_the_agents() {
-        let proto = include_str!("../../../protocol/proto/agent.proto");
+        let proto = include_str!("../../protocol/proto/agent.proto");
         for method in ["ReadOutput", "ReadConnection", "ExchangeShares", "ListContainers", "ListProcesses"] {
             assert!(proto.contains(&format!("rpc {method}(")), "{method}");
             let mut frames = Frames::<NAMES>::default();

@@ -18,6 +18,8 @@ use std::{
 };
 
 use sandboxer_base::{Code, chain, digest};
+use sandboxer_guest::{Agent, GuestError};
+use sandboxer_host::helper::{HelperError, Helpers};
 use sandboxer_process::{cgroup::Cgroup, strays};
 use sandboxer_protocol::{id::SandboxId, share::GUEST_DIR};
 use sandboxer_share::attach::{Access, AttachError};
@@ -25,10 +27,6 @@ use serde::{Deserialize, Serialize};
 use tokio::{net::UnixStream, task::JoinSet};
 
 use self::server::Server;
-use crate::{
-    guest::{Agent, GuestError},
-    host::helper::{HelperError, Helpers},
-};
 
 /// Something of the host that a container shall have live.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -301,7 +299,7 @@ fn relay(agent: &Agent, stream: Option<UnixStream>) -> JoinSet<()> {
 mod tests {
     use std::os::unix::fs::MetadataExt;
 
-    use super::*;
+    use crate::share::*;
 
     #[test]
     fn who_asks_for_the_same_has_it_in_common() {

@@ -14,7 +14,7 @@ use nix::sys::statfs::{FUSE_SUPER_MAGIC, FsType, NFS_SUPER_MAGIC, SMB_SUPER_MAGI
 use sandboxer_protocol::id::SandboxId;
 
 use super::VolumeError;
-use crate::host::{
+use crate::{
     helper::{Helpers, Request},
     rootfs::{
         self, BuildError,

@@ -3,5 +3,4 @@
 pub mod helper;
 pub mod network;
 pub mod rootfs;
-pub mod share;
 pub mod volume;

@@ -5,10 +5,10 @@ mod client;
 mod connect;
 mod outbox;
 mod pace;
+mod signal;
 mod timing;
 
 pub use client::{Agent, GuestError};
-pub use connect::connect;
-#[cfg(test)]
-pub(crate) use connect::speak_over;
+pub use connect::{ConnectError, connect, speak_over};
 pub use pace::Pace;
+pub use signal::Signal;

@@ -6,7 +6,7 @@ use sandboxer_base::Code;
 use sandboxer_protocol::id::{ContainerId, SandboxId};
 
 use super::{FsType, mounts::Refusal};
-use crate::host::helper::HelperError;
+use crate::helper::HelperError;
 
 /// Why a container has no root file system.
 #[derive(Debug, thiserror::Error)]

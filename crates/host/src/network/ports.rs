@@ -15,8 +15,9 @@ pub fn listen(port: u16) -> io::Result<TcpListener> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use std::{net::TcpStream, os::fd::AsRawFd};
+
+    use super::*;
 
     #[test]
     fn a_port_has_one_listener_at_a_time_and_is_free_after_it() {

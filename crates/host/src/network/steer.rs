@@ -82,13 +82,15 @@ fn program(map: &SocketMap) -> [Instruction; 21] {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use crate::host::network::link;
-    use sandboxer_netlink::Netlink;
     use std::{
         io::{Read, Write},
         net::TcpStream,
     };
+
+    use sandboxer_netlink::Netlink;
+
+    use super::*;
+    use crate::network::link;
 
     #[test]
     fn every_port_of_a_loopback_leads_to_one_listener_until_it_is_gone() {

@@ -2,13 +2,12 @@
 
 use std::time::Duration;
 
-use sandboxer_config::VmConfig;
 use sandboxer_protocol::{
     agent::{AgentClient, Ready},
     id::SandboxId,
     link::{self, LinkError, LinkKey},
 };
-use sandboxer_vmm::Machine;
+use sandboxer_vmm::{Machine, VmmError};
 use tokio::io::{AsyncRead, AsyncWrite};
 use ttrpc::asynchronous::{Client, transport::Socket};
 
@@ -17,30 +16,40 @@ use super::{
     bounds::{Bounded, plain},
     outbox::Outbox,
 };
-use crate::error::PodError;
+
+/// Why no session with an agent came about.
+#[derive(Debug, thiserror::Error)]
+pub enum ConnectError {
+    /// The VMM gives no stream to it.
+    #[error(transparent)]
+    Vmm(#[from] VmmError),
+    /// It is not there, or is not the one that was expected.
+    #[error(transparent)]
+    Guest(#[from] GuestError),
+}
 
 /// Greets the agent and waits until it says ready, by event. The caller sets the deadline and
-/// watches the machine meanwhile.
+/// watches the VM meanwhile. `timeout` is for each short call to the agent afterwards.
 pub async fn connect(
     pod: &SandboxId,
     machine: &dyn Machine,
     key: &LinkKey,
-    config: &VmConfig,
-) -> Result<(Agent, Ready), PodError> {
+    timeout: Duration,
+) -> Result<(Agent, Ready), ConnectError> {
     let mut stream = machine.agent_stream().await?;
     let mut ready = link::greet(&mut stream, key).await.map_err(|source| {
         let source = match source {
             LinkError::Refused(words) => LinkError::Refused(plain(&words)),
             other => other,
         };
-        GuestError::Greeting { pod: pod.clone(), source }
+        ConnectError::Guest(GuestError::Greeting { pod: pod.clone(), source })
     })?;
     ready.kernel_release = plain(&ready.kernel_release);
-    Ok((speak_over(pod, stream, config.agent_timeout), ready))
+    Ok((speak_over(pod, stream, timeout), ready))
 }
 
 /// A session over `stream`, on which both have greeted.
-pub(crate) fn speak_over(
+pub fn speak_over(
     pod: &SandboxId,
     stream: impl AsyncRead + AsyncWrite + Send + Sync + Unpin + 'static,
     timeout: Duration,

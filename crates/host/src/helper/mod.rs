@@ -12,6 +12,7 @@
 //! Bounds: of one pod so many helpers run or hang at a time, of the node so many. A path at which a helper still hangs
 //! is refused at once, so that trying again costs nothing.
 
+mod message;
 mod wire;
 mod work;
 

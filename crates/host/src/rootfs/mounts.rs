@@ -360,8 +360,9 @@ fn template(text: &str) -> Result<(Vec<usize>, &str), String> {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use proptest::prelude::*;
+
+    use super::*;
 
     fn mount(fstype: &str, source: &str, options: &[&str]) -> Mount {
         Mount {

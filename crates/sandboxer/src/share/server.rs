@@ -12,7 +12,7 @@ use sandboxer_protocol::id::SandboxId;
 use sandboxer_share::attach::{AttachError, Tree, put};
 use tokio::{io::AsyncReadExt, net::UnixStream, net::unix::pipe};
 
-use super::{Share, ShareError, ShareRecord};
+use crate::share::{Share, ShareError, ShareRecord};
 
 /// Its socket in the pod's run directory.
 pub const SOCKET: &str = "shares.sock";

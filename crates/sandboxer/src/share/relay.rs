@@ -24,7 +24,7 @@ use tokio::{
     time::{Instant, sleep_until},
 };
 
-use crate::guest::{Agent, GuestError};
+use sandboxer_guest::{Agent, GuestError};
 
 /// How long an answer is waited for before requests are asked for without one. Most come sooner, and then one
 /// exchange with the agent carries a request and the answer to the one before.
@@ -203,6 +203,7 @@ impl UnderWay {
 #[cfg(test)]
 mod tests {
     use protobuf::Message;
+    use sandboxer_guest::speak_over;
     use sandboxer_protocol::{
         agent::ExchangeSharesResponse,
         share::{AROUND_MESSAGE, MAX_MESSAGE, REQUEST_HEAD, opcode},
@@ -212,8 +213,7 @@ mod tests {
         proto::{MESSAGE_HEADER_LENGTH, MESSAGE_TYPE_RESPONSE, MessageHeader},
     };
 
-    use super::*;
-    use crate::guest::speak_over;
+    use crate::share::relay::*;
 
     fn request(slot: u32, unique: u64) -> ShareMessage {
         let mut message = vec![0; REQUEST_HEAD];

@@ -18,11 +18,9 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 use super::wire::Frame;
 use crate::{
-    container::message,
-    host::{
-        rootfs::{self, BuildError, Chain, FsType},
-        volume::{self, Bound, VolumeError, tree},
-    },
+    helper::message,
+    rootfs::{self, BuildError, Chain, FsType},
+    volume::{self, Bound, VolumeError, tree},
 };
 
 /// What a helper can be asked.

@@ -20,7 +20,7 @@ pub fn write(path: &Path, message: &[u8]) -> io::Result<()> {
 mod tests {
     use std::fs;
 
-    use super::*;
+    use crate::helper::message::*;
 
     #[test]
     fn the_end_of_a_message_replaces_what_was_there() {

@@ -171,7 +171,7 @@ fn offloads_of(name: &CString) -> io::Result<Vec<&'static str>> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::host::network::tap;
+    use crate::network::tap;
 
     #[test]
     fn a_tap_is_found_by_who_holds_it_with_what_its_card_does() {

@@ -19,7 +19,7 @@ use super::{
     outbox::Room,
     timing::Reading,
 };
-use crate::pod::Signal;
+use crate::Signal;
 
 /// Making a container or an exec may take a slow guest a while: so many times the plain limit.
 const LONG_CALL: u32 = 6;

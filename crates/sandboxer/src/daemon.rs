@@ -41,7 +41,6 @@ use tonic::transport::Server;
 
 use crate::{
     api::{self, admin::AdminService, peers, sandbox::SandboxService, task::TaskService},
-    doctor,
     events::Events,
     front::{self, Front},
     heap,
@@ -83,7 +82,7 @@ pub enum DaemonError {
     Rootfs(#[from] RootfsError),
     /// Pods would not start.
     #[error(transparent)]
-    Unfit(#[from] doctor::Unfit),
+    Unfit(#[from] sandboxer_doctor::Unfit),
     /// No VMM can be used.
     #[error(transparent)]
     Vmm(#[from] sandboxer_vmm::SetupError),
@@ -111,7 +110,7 @@ pub async fn run(
     ];
     let vmm: Arc<dyn Vmm> = sandboxer_vmm::detect(&config.vm).await?;
     let info = vmm.info();
-    doctor::fit(&config, &info).await?;
+    sandboxer_doctor::fit(&config, &info).await?;
     tracing::info!(
         vmm = info.name,
         version = info.version,

@@ -3,7 +3,6 @@
 pub mod api;
 pub mod container;
 pub mod daemon;
-pub mod doctor;
 pub mod error;
 pub mod events;
 pub mod front;

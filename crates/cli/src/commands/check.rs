@@ -5,7 +5,7 @@ mod containerd_config;
 use std::{path::PathBuf, process::ExitCode};
 
 use comfy_table::{ContentArrangement, presets};
-use sandboxer::doctor::{self, Check, Question, Report, Verdict};
+use sandboxer_doctor::{Check, Question, Report, Verdict};
 
 use crate::{Global, render};
 
@@ -64,7 +64,7 @@ pub async fn run(args: Args, global: &Global) -> anyhow::Result<ExitCode> {
     }
     let question =
         Question { config_path: args.config.as_deref(), endpoint: &args.endpoint, pods: args.pods };
-    let report = doctor::examine(&question).await;
+    let report = sandboxer_doctor::examine(&question).await;
     if global.json {
         render::print_json(&report)?;
     } else {
@@ -119,7 +119,7 @@ fn hint(check: &Check) -> String {
 
 #[cfg(test)]
 mod tests {
-    use sandboxer::doctor::Fix;
+    use sandboxer_doctor::Fix;
 
     use super::*;
 

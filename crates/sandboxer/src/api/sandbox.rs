@@ -4,6 +4,7 @@ use std::{collections::HashMap, io, sync::Arc};
 
 use sandboxer_base::clock::now_ns;
 use sandboxer_protocol::{
+    check::{ANSWERED_BY, CHECKED_POD},
     controller::{
         ControllerCreateRequest, ControllerCreateResponse, ControllerMetricsRequest,
         ControllerMetricsResponse, ControllerPlatformRequest, ControllerPlatformResponse,
@@ -38,13 +39,6 @@ use crate::{
 
 /// Version of the task API behind the address that `Start` answers.
 const TASK_API_VERSION: u32 = 3;
-
-/// The id of a pod that there never is. A verbose `Status` of it says who answers: so whoever checks a node learns whether
-/// containerd's questions about pods come here.
-pub const CHECKED_POD: &str = "sandboxer-check";
-
-/// What that answer's information has this daemon's version under.
-pub const ANSWERED_BY: &str = "io.sandboxer.version";
 
 /// Serves [`Controller`] for the pods of a node.
 #[derive(Debug)]

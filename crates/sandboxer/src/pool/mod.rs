@@ -28,6 +28,7 @@ use std::{
 use futures::FutureExt;
 use sandboxer_base::chain;
 use sandboxer_config::PoolConfig;
+use sandboxer_guest::Agent;
 use sandboxer_host::network::PooledTap;
 use sandboxer_protocol::agent::Ready;
 use sandboxer_vmm::{DiskSpec, Machine};
@@ -45,7 +46,6 @@ use demand::{Demand, Wanted, share_out};
 pub use make::end;
 pub use memory::Meminfo;
 pub use rehearsal::Rehearsal;
-use sandboxer_guest::Agent;
 
 /// How often is looked whether the pool should be larger or smaller, and how long pods that start can keep it from
 /// growing by one.

@@ -7,13 +7,12 @@ use std::{
 };
 
 use anyhow::Context;
-use sandboxer::doctor::{
-    self,
+use sandboxer_base::sockets;
+use sandboxer_config::Config;
+use sandboxer_doctor::{
     containerd::{OLDEST, RUNTIME_TYPE, SEEN},
     cri::{self, HANDLER, Reading},
 };
-use sandboxer_base::sockets;
-use sandboxer_config::Config;
 use similar::TextDiff;
 use toml_edit::{DocumentMut, Item, Table, TableLike};
 
@@ -92,7 +91,7 @@ impl Settings {
             );
         });
         let version = match told {
-            Ok(told) => doctor::version(&told.version)
+            Ok(told) => sandboxer_doctor::version(&told.version)
                 .with_context(|| format!("containerd's version {:?} is not understood", told.version))?,
             Err(()) => SEEN,
         };
@@ -102,7 +101,7 @@ impl Settings {
             version.0,
             version.1
         );
-        let lacking = told.ok().and_then(|told| told.pid).map(doctor::lacks_sys_resource);
+        let lacking = told.ok().and_then(|told| told.pid).map(sandboxer_doctor::lacks_sys_resource);
         Ok(Self {
             version,
             controller: config.run_dir.join(sockets::CONTROLLER),

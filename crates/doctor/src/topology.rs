@@ -68,7 +68,7 @@ mod tests {
     use std::fs;
 
     use super::*;
-    use crate::doctor::Verdict;
+    use crate::Verdict;
 
     #[test]
     fn the_kernel_is_read_and_judged() {

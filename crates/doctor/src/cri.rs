@@ -5,6 +5,7 @@ use std::path::Path;
 use k8s_cri::v1::{StatusRequest, VersionRequest, runtime_service_client::RuntimeServiceClient};
 use sandboxer_base::chain;
 use sandboxer_protocol::{
+    check::{ANSWERED_BY, CHECKED_POD},
     controller::{ControllerStatusRequest, controller_client::ControllerClient},
     introspection::{PluginsRequest, introspection_client::IntrospectionClient},
 };
@@ -13,7 +14,6 @@ use tokio::net::UnixStream;
 use tonic::transport::{Channel, Endpoint};
 
 use super::PATIENCE;
-use crate::api::sandbox::{ANSWERED_BY, CHECKED_POD};
 
 /// Largest answer that is read, bytes.
 const MOST: usize = 4 << 20;
@@ -152,6 +152,11 @@ async fn controller(channel: Channel, name: &str) -> Result<Option<Controller>, 
     }))
 }
 
+/// Asks at `socket`, of containerd or of a daemon, whether pods of the sandboxer of this name come to a daemon of ours.
+pub async fn reaches_us(socket: &Path, sandboxer: &str) -> Result<(), String> {
+    routed(grpc(socket)?.connect_lazy(), sandboxer).await
+}
+
 /// Has containerd ask its controller about a pod that nobody has: only a daemon of ours says who it is.
 async fn routed(channel: Channel, sandboxer: &str) -> Result<(), String> {
     let request = ControllerStatusRequest {
@@ -163,43 +168,5 @@ async fn routed(channel: Channel, sandboxer: &str) -> Result<(), String> {
         Ok(answer) if answer.get_ref().info.contains_key(ANSWERED_BY) => Ok(()),
         Ok(_) => Err(format!("somebody else has a pod {CHECKED_POD}")),
         Err(status) => Err(status.message().to_owned()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::sync::Arc;
-
-    use sandboxer_config::Config;
-    use sandboxer_protocol::controller::controller_server::ControllerServer;
-    use sandboxer_vmm_fake::FakeVmm;
-    use tokio::net::UnixListener;
-    use tokio_stream::wrappers::UnixListenerStream;
-    use tokio_util::sync::CancellationToken;
-    use tonic::{service::Routes, transport::Server};
-
-    use super::*;
-    use crate::{api::sandbox::SandboxService, daemon, front::Front};
-
-    /// What is found at a socket where `services` are served.
-    async fn found(dir: &Path, services: Routes) -> Result<(), String> {
-        let socket = dir.join("socket");
-        let incoming = UnixListenerStream::new(UnixListener::bind(&socket).unwrap());
-        let serving = tokio::spawn(Server::builder().add_routes(services).serve_with_incoming(incoming));
-        let found = routed(grpc(&socket).unwrap().connect_lazy(), "sandboxer").await;
-        serving.abort();
-        std::fs::remove_file(socket).unwrap();
-        found
-    }
-
-    #[tokio::test]
-    async fn the_daemon_is_known_by_what_it_tells_of_itself() {
-        let dir = tempfile::tempdir().unwrap();
-        let (run_dir, state_dir) = (dir.path().join("run"), dir.path().join("state"));
-        let config = Config { run_dir, state_dir, ..Config::default() };
-        let node = daemon::node(config, Arc::new(FakeVmm::new(|_| ())), Front::none()).unwrap();
-        let ours = SandboxService::new(node, "nowhere".into(), CancellationToken::new()).unwrap();
-        assert_eq!(found(dir.path(), Routes::new(ControllerServer::new(ours))).await, Ok(()));
-        found(dir.path(), Routes::default()).await.unwrap_err();
     }
 }

@@ -101,7 +101,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::doctor::Verdict;
+    use crate::Verdict;
 
     const ALL: u64 = 0x1ff_ffff_ffff;
 

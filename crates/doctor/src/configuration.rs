@@ -31,7 +31,7 @@ pub fn judge(path: Option<&Path>, read: &Result<Config, ConfigError>) -> Check {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::doctor::Verdict;
+    use crate::Verdict;
 
     #[test]
     fn a_broken_configuration_is_told_in_the_daemons_words() {

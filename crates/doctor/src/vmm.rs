@@ -121,7 +121,7 @@ mod tests {
     use sandboxer_config::Accelerator;
 
     use super::*;
-    use crate::doctor::Verdict;
+    use crate::Verdict;
 
     fn reading(answer: Answer) -> Reading {
         Reading { program: "vmm".into(), answer }

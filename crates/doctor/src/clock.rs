@@ -54,7 +54,7 @@ pub fn judge(reading: &Reading) -> Check {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::doctor::Verdict;
+    use crate::Verdict;
 
     #[test]
     fn slow_clocks_are_warned_of() {

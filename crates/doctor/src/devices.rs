@@ -64,7 +64,7 @@ pub fn judge(device: &Device, reading: &io::Result<()>) -> Check {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::doctor::Verdict;
+    use crate::Verdict;
 
     #[test]
     fn a_device_that_is_there_must_open() {

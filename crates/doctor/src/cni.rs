@@ -128,7 +128,7 @@ mod tests {
     use std::os::unix::fs::PermissionsExt;
 
     use super::*;
-    use crate::doctor::Verdict;
+    use crate::Verdict;
 
     const BRIDGE: &str = r#"{ "plugins": [{ "type": "bridge", "ipam": { "type": "host-local" } }] }"#;
 

@@ -96,7 +96,7 @@ fn nested() -> Fix {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::doctor::Verdict;
+    use crate::Verdict;
 
     #[test]
     fn the_configuration_decides_how_bad_a_useless_kvm_is() {

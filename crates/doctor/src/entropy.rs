@@ -45,7 +45,7 @@ pub fn judge(reading: &Reading) -> Check {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::doctor::Verdict;
+    use crate::Verdict;
 
     #[test]
     fn a_generator_without_a_seed_is_warned_of() {

@@ -42,7 +42,7 @@ pub fn judge(trial: Option<&io::Result<()>>) -> Check {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::doctor::Verdict;
+    use crate::Verdict;
 
     #[test]
     fn what_is_missing_comes_with_the_command_that_loads_it() {

@@ -113,7 +113,7 @@ mod tests {
     use serde_json::json;
 
     use super::{super::cri::Controller, *};
-    use crate::doctor::Verdict;
+    use crate::Verdict;
 
     const SOCKET: &str = "/run/sandboxer/controller.sock";
 

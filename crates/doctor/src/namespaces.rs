@@ -36,7 +36,7 @@ mod tests {
     use std::process::Command;
 
     use super::*;
-    use crate::doctor::Verdict;
+    use crate::Verdict;
 
     #[test]
     fn a_kernel_that_makes_none_is_warned_of() {

@@ -131,7 +131,7 @@ mod tests {
     use std::fs;
 
     use super::*;
-    use crate::doctor::Verdict;
+    use crate::Verdict;
 
     #[test]
     fn a_file_system_is_there_a_module_or_absent() {

@@ -100,7 +100,7 @@ mod tests {
     use std::{fs, os::unix::fs::PermissionsExt};
 
     use super::*;
-    use crate::doctor::Verdict;
+    use crate::Verdict;
 
     #[test]
     fn it_must_be_there_and_ours() {

@@ -161,7 +161,7 @@ mod tests {
     use std::fs;
 
     use super::*;
-    use crate::doctor::Verdict;
+    use crate::Verdict;
 
     fn roomy() -> Reading {
         Reading {

@@ -62,7 +62,7 @@ pub fn judge(state: &Space, run: &Space, config: &Config, pods: u32) -> Check {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::doctor::Verdict;
+    use crate::Verdict;
 
     #[test]
     fn images_and_logs_must_find_place() {

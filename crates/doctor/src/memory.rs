@@ -84,7 +84,7 @@ pub fn ksm(reading: &Reading) -> Check {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::doctor::Verdict;
+    use crate::Verdict;
 
     #[test]
     fn memory_must_do_for_the_pods_asked_about() {

@@ -146,7 +146,7 @@ pub fn judge(reading: &Reading) -> Check {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::doctor::Verdict;
+    use crate::Verdict;
 
     fn entry(name: &str, mode: u32, content: &[u8]) -> Vec<u8> {
         let mut entry = b"070701".to_vec();

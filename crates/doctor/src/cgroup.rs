@@ -98,7 +98,7 @@ mod tests {
     use std::fs;
 
     use super::*;
-    use crate::doctor::Verdict;
+    use crate::Verdict;
 
     #[test]
     fn mounts_tell_kind_and_controllers() {

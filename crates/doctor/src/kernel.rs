@@ -216,7 +216,7 @@ mod tests {
     use flate2::{Compression, write::GzEncoder};
 
     use super::*;
-    use crate::doctor::Verdict;
+    use crate::Verdict;
 
     /// A vmlinux with one note, of this owner and type.
     fn vmlinux(owner: &[u8; 4], kind: u32, rest: &[u8]) -> Vec<u8> {

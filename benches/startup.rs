@@ -17,12 +17,12 @@ use std::time::Duration;
 use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
 use fake_agent::FakeAgent;
 use sandboxer::{
-    container::{NewContainer, spec},
     daemon,
     front::Front,
     pod::{
-        self, Node, PodHandle,
+        self, DaemonState, PodHandle,
         admission::{Admission, Work},
+        container::{NewContainer, spec},
         journal::{Journal, PodRecord, RECORD_VERSION},
         spec::PodSpec,
         stage_times::StageTimes,
@@ -47,13 +47,13 @@ use sandboxer_vmm_fake::FakeVmm;
 use tokio::runtime::Runtime;
 use tokio_util::sync::CancellationToken;
 
-fn node(dir: &std::path::Path) -> Arc<Node> {
+fn node(dir: &std::path::Path) -> Arc<DaemonState> {
     let config = Config { run_dir: dir.join("run"), state_dir: dir.join("state"), ..Config::default() };
     let agent = FakeAgent::default();
     daemon::node(config, Arc::new(FakeVmm::new(move |guest| agent.serve(guest))), Front::none()).unwrap()
 }
 
-fn new_pod(node: &Arc<Node>, id: &str) -> PodHandle {
+fn new_pod(node: &Arc<DaemonState>, id: &str) -> PodHandle {
     let (of, spec) = (node.clone(), PodSpec::plain(id.parse().unwrap(), 1, 128));
     let spawn = || pod::spawn(of, spec.clone(), LinkKey::random(), PodStatus::created(1), Default::default());
     node.registry.insert(&spec.id.clone(), spawn).unwrap()

@@ -3,7 +3,7 @@
 
 use libfuzzer_sys::fuzz_target;
 use protobuf::Message;
-use sandboxer::container::stats;
+use sandboxer::pod::container::stats;
 use sandboxer_protocol::{
     agent::{
         ExchangeSharesResponse, ListContainersResponse, ListProcessesResponse, ListVolumesResponse,

@@ -64,14 +64,14 @@ pub struct Create {
     /// Placed in the container.
     pub files: Vec<File>,
     /// What it sees beside its own processes.
-    pub sees: Sees,
+    pub sees: PidMode,
     /// Disks that it finds as devices.
     pub devices: Vec<SeenDevice>,
 }
 
 /// Whose processes a container sees beside its own.
 #[derive(Debug, PartialEq, Eq, Hash)]
-pub enum Sees {
+pub enum PidMode {
     /// Nobody's.
     Own,
     /// Those of every container of the pod that says so too.
@@ -150,7 +150,7 @@ impl Container {
             id: request.id.clone(),
             cgroup: Cgroup::of(&request.id),
             fingerprint: fingerprint(request),
-            sees_others: request.sees != Sees::Own,
+            sees_others: request.sees != PidMode::Own,
             init: Arc::new(Process::new(request.stdio)),
             message: request
                 .files

@@ -9,9 +9,9 @@ use std::{
 use sandboxer_protocol::id::ContainerId;
 
 use crate::{
-    container::{Container, Create, Sees, Shared},
     failure::{Failure, Kind},
     pids,
+    pod::container::{Container, Create, PidMode, Shared},
     rootfs::Disk,
     scratch,
     sync::{detached, lock},
@@ -70,11 +70,11 @@ impl Containers {
     }
 
     /// The process namespace of a container that `sees` others, none for one of its own.
-    async fn pids(&self, sees: &Sees) -> Result<Option<PathBuf>, Failure> {
+    async fn pids(&self, sees: &PidMode) -> Result<Option<PathBuf>, Failure> {
         match sees {
-            Sees::Own => Ok(None),
-            Sees::Pod => self.shared.pids.namespace(&self.shared.workers).await.map(Some),
-            Sees::Container(id) => Ok(Some(pids::namespace_of(self.get(id)?.running_pid()?))),
+            PidMode::Own => Ok(None),
+            PidMode::Pod => self.shared.pids.namespace(&self.shared.workers).await.map(Some),
+            PidMode::Container(id) => Ok(Some(pids::namespace_of(self.get(id)?.running_pid()?))),
         }
     }
 

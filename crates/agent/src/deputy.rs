@@ -42,7 +42,7 @@ use crate::{
 };
 
 /// Most bytes moved at once.
-const MOST: usize = 16 << 10;
+const MAX_MOVED_BYTES: usize = 16 << 10;
 /// What comes ahead of a request's bytes: what is to be done, and how many bytes are to be read at most.
 const REQUEST: usize = 8;
 /// What comes ahead of the bytes that were read: a number, or an error if it is negative.
@@ -82,7 +82,7 @@ pub fn start() -> io::Result<()> {
 
 /// As read(2): at most `max` bytes, none at the end.
 pub async fn read(from: &Stream, max: usize) -> Result<Vec<u8>, Errno> {
-    let max = max.min(MOST);
+    let max = max.min(MAX_MOVED_BYTES);
     let Some(deputies) = DEPUTIES.get() else {
         let mut bytes = vec![0; max];
         let count = nix::unistd::read(from.get_ref(), &mut bytes)?;
@@ -97,7 +97,7 @@ pub async fn write(to: &Stream, bytes: &[u8]) -> Result<usize, Errno> {
     let Some(deputies) = DEPUTIES.get() else {
         return nix::unistd::write(to.get_ref(), bytes);
     };
-    let bytes = bytes[..bytes.len().min(MOST)].to_vec();
+    let bytes = bytes[..bytes.len().min(MAX_MOVED_BYTES)].to_vec();
     Ok(deputies.ask(Stream::clone(to), What::Write, 0, bytes).await?.0)
 }
 
@@ -193,7 +193,7 @@ fn request(line: &Line, of: &impl AsRawFd, what: What, max: usize, bytes: &[u8])
 
 /// Waits for it; an error of its own if there will be none.
 async fn answer(line: &Line) -> Result<Result<(usize, Vec<u8>), Errno>, Errno> {
-    let mut answer = vec![0; ANSWER + MOST];
+    let mut answer = vec![0; ANSWER + MAX_MOVED_BYTES];
     loop {
         let mut guard = line.readable().await.map_err(|_| Errno::EIO)?;
         let length = match recv(line.as_raw_fd(), &mut answer, MsgFlags::empty()) {
@@ -219,12 +219,12 @@ async fn answer(line: &Line) -> Result<Result<(usize, Vec<u8>), Errno>, Errno> {
 fn serve(line: &OwnedFd) -> ! {
     let _ = sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::all()), None);
     close_all_but(vec![line.as_raw_fd()]);
-    let (mut request, mut answer) = ([0; REQUEST + MOST], [0; ANSWER + MOST]);
+    let (mut request, mut answer) = ([0; REQUEST + MAX_MOVED_BYTES], [0; ANSWER + MAX_MOVED_BYTES]);
     let mut attached = cmsg_space!(std::os::fd::RawFd);
     while let Some((pipe, length)) = receive(line, &mut request, &mut attached) {
         let word =
             |at: usize| u32::from_ne_bytes([request[at], request[at + 1], request[at + 2], request[at + 3]]);
-        let max = usize::try_from(word(4)).unwrap_or(0).min(MOST);
+        let max = usize::try_from(word(4)).unwrap_or(0).min(MAX_MOVED_BYTES);
         let mut read = 0;
         let done = match word(0) {
             what if what == What::Read as u32 => {

@@ -22,7 +22,7 @@ use tokio::{
 use crate::failure::{Failure, Kind, internal};
 
 /// Most connections at once.
-const MOST: usize = 256;
+const MAX_CONNECTIONS: usize = 256;
 /// Most bytes that are read at once.
 const CHUNK: usize = 64 << 10;
 /// How long a service may take to accept: on loopback it is there or it is not.
@@ -78,8 +78,8 @@ impl Connections {
             open.owner = owner;
             open.by_number.drain().for_each(|(_, connection)| connection.end());
         }
-        if open.by_number.len() >= MOST {
-            let message = format!("{MOST} connections are forwarded already");
+        if open.by_number.len() >= MAX_CONNECTIONS {
+            let message = format!("{MAX_CONNECTIONS} connections are forwarded already");
             return Err(Failure::precondition(message));
         }
         Ok(())
@@ -207,7 +207,7 @@ mod tests {
         let error = connections.dial(free, 1).await.unwrap_err();
         assert_eq!(error.kind, Kind::FailedPrecondition);
         let port = echo("127.0.0.1").await;
-        for _ in 0..MOST {
+        for _ in 0..MAX_CONNECTIONS {
             connections.dial(port, 1).await.unwrap();
         }
         assert!(connections.dial(port, 1).await.unwrap_err().message.contains("256"));

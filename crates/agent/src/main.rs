@@ -22,8 +22,16 @@ use tokio::sync::{mpsc, watch};
 use ttrpc::r#async::{Server, transport::Listener};
 
 use crate::{
-    container::Shared, containers::Containers, events::Events, events::OomWatch, forward::Connections,
-    pids::SharedPids, reaper::Reaper, service::Service, shares::Shares, volume::Volumes, worker::Workers,
+    containers::Containers,
+    events::{Events, OomWatch},
+    forward::Connections,
+    pids::SharedPids,
+    pod::container::Shared,
+    reaper::Reaper,
+    service::Service,
+    shares::Shares,
+    volume::Volumes,
+    worker::Workers,
 };
 
 mod cgroup;

@@ -9,9 +9,9 @@ use sandboxer_protocol::{
 };
 
 use crate::{
-    container::{Create, Sees},
     failure::{Failure, Kind},
     io::Wanted,
+    pod::container::{Create, PidMode},
     process::{Exit, Process, State},
     rootfs::{Disk, Plan, Writable},
     runtime::{self, File, SeenDevice},
@@ -83,9 +83,9 @@ pub fn create(request: wire::CreateContainerRequest) -> Result<Create, Failure> 
     let rootfs = plan(rootfs)?;
     let files: Vec<File> = request.files.into_iter().map(file).collect();
     let sees = match &request.processes {
-        None | Some(Processes::OfPod(false)) => Sees::Own,
-        Some(Processes::OfPod(true)) => Sees::Pod,
-        Some(Processes::OfContainer(other)) => Sees::Container(id("of_container", other)?),
+        None | Some(Processes::OfPod(false)) => PidMode::Own,
+        Some(Processes::OfPod(true)) => PidMode::Pod,
+        Some(Processes::OfContainer(other)) => PidMode::Container(id("of_container", other)?),
         Some(_) => return Err(Failure::invalid("processes: unknown")),
     };
     let devices: Vec<SeenDevice> = request.block_devices.into_iter().map(device).collect();

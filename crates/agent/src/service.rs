@@ -16,7 +16,6 @@ use ttrpc::r#async::TtrpcContext;
 
 use crate::{
     clock,
-    container::{Container, CreateExec},
     containers::Containers,
     events::Events,
     failure::{Failure, Kind, internal},
@@ -24,7 +23,10 @@ use crate::{
     io::{CAPACITY, Output},
     limits::Limits,
     messages::{self, container_id, exec_id, guest_pid, id},
-    pod::{self, Identity},
+    pod::{
+        self, Identity,
+        container::{Container, CreateExec},
+    },
     process::Process,
     reaper::Reaper,
     shares::Shares,
@@ -56,8 +58,8 @@ pub struct Service {
 }
 
 /// Most deliveries that are remembered, and the longest name of a request.
-const MOST_DELIVERED: usize = 256;
-const LONGEST_REQUEST: usize = 128;
+const MAX_DELIVERED: usize = 256;
+const MAX_REQUEST_ID_LEN: usize = 128;
 
 type Answer<T> = ttrpc::Result<T>;
 
@@ -99,7 +101,7 @@ impl Service {
         let signal =
             i32::try_from(request.signal).ok().filter(|signal| (1..=libc::SIGRTMAX()).contains(signal));
         let signal = signal.ok_or_else(|| Failure::invalid(format!("{} is no signal", request.signal)))?;
-        if request.request.len() > LONGEST_REQUEST {
+        if request.request.len() > MAX_REQUEST_ID_LEN {
             return Err(Failure::invalid("the request's name is too long"));
         }
         let mut delivered = lock(&self.delivered);
@@ -112,7 +114,7 @@ impl Service {
         }
         if !request.request.is_empty() {
             delivered.push_back(request.request.clone());
-            if delivered.len() > MOST_DELIVERED {
+            if delivered.len() > MAX_DELIVERED {
                 delivered.pop_front();
             }
         }

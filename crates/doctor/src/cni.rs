@@ -17,7 +17,7 @@ use super::{
 const CONF_DIR: &str = "/etc/cni/net.d";
 const BIN_DIRS: [&str; 2] = ["/opt/cni/bin", "/usr/lib/cni"];
 /// Configurations looked at.
-const MOST_FILES: usize = 64;
+const MAX_FILES: usize = 64;
 
 const CNI: Subject = Subject {
     name: "cni",
@@ -67,7 +67,7 @@ pub fn read(host: &Host, told: Option<&Told>) -> Reading {
 }
 
 fn first_network(host: &Host, dir: &Path) -> Option<(String, Result<Vec<String>, String>)> {
-    let names = host.names(dir).into_iter().take(MOST_FILES);
+    let names = host.names(dir).into_iter().take(MAX_FILES);
     let name = names.into_iter().find(|name| {
         [".conf", ".conflist", ".json"].iter().any(|end| name.ends_with(end))
             && fs::metadata(host.path(dir.join(name))).is_ok_and(|it| it.is_file())

@@ -16,7 +16,7 @@ use tonic::transport::{Channel, Endpoint};
 use super::PATIENCE;
 
 /// Largest answer that is read, bytes.
-const MOST: usize = 4 << 20;
+const MAX_ANSWER_BYTES: usize = 4 << 20;
 /// containerd's name for plugins that make sandboxes.
 const CONTROLLER: &str = "io.containerd.sandbox.controller.v1";
 
@@ -122,7 +122,7 @@ async fn ask(socket: &Path) -> Result<Told, String> {
     // Tried first, for gRPC's own error would not tell a missing socket from one that nobody serves.
     UnixStream::connect(socket).await.map_err(|error| error.to_string())?;
     let channel = grpc(socket)?.connect_lazy();
-    let mut cri = RuntimeServiceClient::new(channel).max_decoding_message_size(MOST);
+    let mut cri = RuntimeServiceClient::new(channel).max_decoding_message_size(MAX_ANSWER_BYTES);
     let words = |status: tonic::Status| status.message().to_owned();
     let version = cri.version(VersionRequest { version: "v1".into() }).await.map_err(words)?.into_inner();
     let status = cri.status(StatusRequest { verbose: true }).await.map_err(words)?.into_inner();
@@ -142,7 +142,7 @@ async fn ask(socket: &Path) -> Result<Told, String> {
 }
 
 async fn controller(channel: Channel, name: &str) -> Result<Option<Controller>, String> {
-    let mut client = IntrospectionClient::new(channel).max_decoding_message_size(MOST);
+    let mut client = IntrospectionClient::new(channel).max_decoding_message_size(MAX_ANSWER_BYTES);
     let answer = client.plugins(PluginsRequest { filters: Vec::new() }).await;
     let plugins = answer.map_err(|status| status.message().to_owned())?.into_inner().plugins;
     let found = plugins.into_iter().find(|plugin| plugin.r#type == CONTROLLER && plugin.id == name);

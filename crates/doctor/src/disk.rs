@@ -13,7 +13,7 @@ use super::{
 /// Logs per pod: the guest's console and the VMM's words, each with its older half.
 const LOGS: u64 = 4;
 /// Less than this for images, and large ones can't be made.
-const LEAST_MIB: u64 = 512;
+const MIN_MIB: u64 = 512;
 
 const DISK: Subject = Subject {
     name: "disk",
@@ -47,7 +47,7 @@ pub fn judge(state: &Space, run: &Space, config: &Config, pods: u32) -> Check {
     };
     let seen = format!("{images} MiB free in {}, {logs} MiB in {}", state.dir.display(), run.dir.display());
     let fix = || Fix::words("free some, or set state_dir, run_dir, rootfs.cache_mib or templates.max_mib");
-    if images < LEAST_MIB {
+    if images < MIN_MIB {
         return DISK.failure(seen, fix());
     }
     if images < kept_mib {

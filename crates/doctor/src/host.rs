@@ -9,7 +9,7 @@ use std::{
 };
 
 /// Most bytes read of a file of the kernel's or of a configuration.
-const MOST: u64 = 1 << 20;
+const MAX_FILE_BYTES: u64 = 1 << 20;
 
 /// `/proc`, `/sys`, `/dev` and `/etc` below a root: this machine's, or one that a test made up.
 #[derive(Debug, Clone)]
@@ -38,7 +38,7 @@ impl Host {
     /// A file's text without white space at its ends; at most 1 MiB of it.
     pub fn text(&self, path: impl AsRef<Path>) -> io::Result<String> {
         let mut bytes = Vec::new();
-        fs::File::open(self.path(path))?.take(MOST).read_to_end(&mut bytes)?;
+        fs::File::open(self.path(path))?.take(MAX_FILE_BYTES).read_to_end(&mut bytes)?;
         Ok(String::from_utf8_lossy(&bytes).trim().to_owned())
     }
 
@@ -104,7 +104,7 @@ mod tests {
 
     #[test]
     fn a_file_without_end_is_read_to_the_bound() {
-        assert_eq!(Host::default().text("/dev/zero").unwrap().len() as u64, MOST);
+        assert_eq!(Host::default().text("/dev/zero").unwrap().len() as u64, MAX_FILE_BYTES);
     }
 
     #[test]

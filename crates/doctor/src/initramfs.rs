@@ -11,9 +11,9 @@ use sandboxer_protocol::{PROTOCOL_VERSION, mark};
 use super::verdict::{Check, Fix, Subject};
 
 /// Larger files are no initramfs with one agent.
-const MOST: u64 = 256 << 20;
+const MAX_BYTES: u64 = 256 << 20;
 /// Entries looked at for `init`.
-const MOST_ENTRIES: usize = 4096;
+const MAX_ENTRIES: usize = 4096;
 
 const INITRAMFS: Subject = Subject {
     name: "initramfs",
@@ -59,11 +59,11 @@ impl Reading {
 pub fn read(path: &Path) -> Reading {
     let read = File::open(path).and_then(|file| {
         let size = file.metadata()?.len();
-        if size > MOST {
+        if size > MAX_BYTES {
             return Err(io::Error::other(format!("it has {size} bytes, too many for an agent alone")));
         }
         let mut bytes = Vec::with_capacity(usize::try_from(size).unwrap_or_default());
-        file.take(MOST).read_to_end(&mut bytes).map(|_| bytes)
+        file.take(MAX_BYTES).read_to_end(&mut bytes).map(|_| bytes)
     });
     let (size, content) = match read {
         Err(error) => (0, Content::Unreadable(error.to_string())),
@@ -87,7 +87,7 @@ fn find_init(archive: &[u8]) -> Option<Option<&[u8]>> {
     const REGULAR: usize = 0o10_0000;
     const EXECUTABLE: usize = 0o100;
     let mut rest = archive;
-    for _ in 0..MOST_ENTRIES {
+    for _ in 0..MAX_ENTRIES {
         let header = rest.get(..HEADER)?;
         if !header.starts_with(b"070701") && !header.starts_with(b"070702") {
             return None;
@@ -207,7 +207,7 @@ mod tests {
         for length in 0..whole.len() {
             let _ = find_init(&whole[..length]);
         }
-        let endless = entry("file", RUN, b"").repeat(MOST_ENTRIES + 1);
+        let endless = entry("file", RUN, b"").repeat(MAX_ENTRIES + 1);
         assert_eq!(find_init(&endless), Some(None));
     }
 }

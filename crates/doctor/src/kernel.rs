@@ -21,9 +21,9 @@ use sha2::{Digest, Sha256};
 use super::verdict::{Check, Fix, Subject};
 
 /// Larger files are no kernels.
-const MOST: u64 = 512 << 20;
+const MAX_BYTES: u64 = 512 << 20;
 /// Most bytes of a kernel's configuration, unpacked; a distribution's has a third of a MiB.
-const MOST_CONFIG: u64 = 4 << 20;
+const MAX_CONFIG_BYTES: u64 = 4 << 20;
 /// Most characters of a release that are shown.
 const RELEASE: usize = 64;
 /// Type of the note that holds the entry for PVH, owner "Xen" (`XEN_ELFNOTE_PHYS32_ENTRY`, Linux'
@@ -103,7 +103,7 @@ pub fn read(path: &Path) -> Reading {
     }
     let bytes = open(path).and_then(|(file, size)| {
         let mut bytes = Vec::with_capacity(usize::try_from(size).unwrap_or_default());
-        file.take(MOST).read_to_end(&mut bytes).map(|_| bytes)
+        file.take(MAX_BYTES).read_to_end(&mut bytes).map(|_| bytes)
     });
     match bytes {
         Err(error) => Reading { unreadable: Some(error.to_string()), ..reading },
@@ -121,7 +121,7 @@ pub fn read(path: &Path) -> Reading {
 fn open(path: &Path) -> io::Result<(File, u64)> {
     let file = File::open(path)?;
     let size = file.metadata()?.len();
-    if size > MOST {
+    if size > MAX_BYTES {
         return Err(io::Error::other(format!("it has {size} bytes, more than any kernel")));
     }
     Ok((file, size))
@@ -160,7 +160,7 @@ fn config(kernel: &[u8]) -> Option<String> {
     memmem::find_iter(kernel, BEGIN).find_map(|at| {
         let mut text = String::new();
         let packed = kernel.get(at + BEGIN.len()..)?;
-        GzDecoder::new(packed).take(MOST_CONFIG).read_to_string(&mut text).ok()?;
+        GzDecoder::new(packed).take(MAX_CONFIG_BYTES).read_to_string(&mut text).ok()?;
         text.contains("CONFIG_").then_some(text)
     })
 }
@@ -314,6 +314,6 @@ mod tests {
     #[test]
     fn a_configuration_that_unpacks_without_end_is_cut() {
         let bomb = ikconfig(&"# CONFIG_X is not set\n".repeat(1 << 19));
-        assert_eq!(config(&bomb).unwrap().len() as u64, MOST_CONFIG);
+        assert_eq!(config(&bomb).unwrap().len() as u64, MAX_CONFIG_BYTES);
     }
 }

@@ -10,7 +10,7 @@ use tokio::{
 use super::PATIENCE;
 
 /// Most bytes of an answer that are read.
-const MOST: u64 = 4096;
+const MAX_OUTPUT_BYTES: u64 = 4096;
 /// Most characters of an answer that are shown.
 const SHOWN: usize = 100;
 
@@ -64,7 +64,7 @@ async fn first_line(pipe: Option<impl AsyncRead + Unpin>) -> String {
     let mut bytes = Vec::new();
     if let Some(pipe) = pipe {
         // What was read before an error is an answer as well.
-        let _ = pipe.take(MOST).read_to_end(&mut bytes).await;
+        let _ = pipe.take(MAX_OUTPUT_BYTES).read_to_end(&mut bytes).await;
     }
     let text = String::from_utf8_lossy(&bytes);
     let line = text.lines().map(str::trim).find(|line| !line.is_empty()).unwrap_or_default();

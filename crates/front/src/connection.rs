@@ -20,12 +20,12 @@ use crate::{
 
 /// Most requests of one connection under way, and most bytes of them. containerd has one connection for each
 /// container, on which it waits for each process once.
-const MOST_UNANSWERED: usize = 4096;
-const MOST_UNANSWERED_BYTES: usize = 8 << 20;
+const MAX_UNANSWERED: usize = 4096;
+const MAX_UNANSWERED_BYTES: usize = 8 << 20;
 /// With so many bytes waiting for one side, the other isn't read.
-const ENOUGH: usize = 1 << 20;
+const MAX_BUFFERED_BYTES: usize = 1 << 20;
 /// So many times a worker that lives may lose one connection's link.
-const MOST_LINKS: u32 = 3;
+const MAX_LINKS: u32 = 3;
 /// A request that so many workers ended under is a suspect: it is given alone, so that it is known which of several ends
 /// the next one.
 const SUSPECT_DEATHS: u8 = 2;
@@ -172,7 +172,7 @@ impl Connection {
 
     /// Whether the worker, which lives, may have another link for it.
     pub fn may_link(&self) -> bool {
-        self.links < MOST_LINKS
+        self.links < MAX_LINKS
     }
 
     /// The worker is gone: what it still has answered passes, then the link is no more. `died`: nobody asked it to end,
@@ -207,8 +207,8 @@ impl Connection {
             return (flags(false, &self.to_client), EpollFlags::empty());
         };
         (
-            flags(link.to_worker.bytes() < ENOUGH, &self.to_client),
-            flags(self.to_client.bytes() < ENOUGH, &link.to_worker),
+            flags(link.to_worker.bytes() < MAX_BUFFERED_BYTES, &self.to_client),
+            flags(self.to_client.bytes() < MAX_BUFFERED_BYTES, &link.to_worker),
         )
     }
 
@@ -226,7 +226,7 @@ impl Connection {
             }
             let (stream, number) = (frame.stream(), numbers.next());
             let bytes = self.unanswered_bytes + frame.bytes().len();
-            if self.unanswered.len() >= MOST_UNANSWERED || bytes > MOST_UNANSWERED_BYTES {
+            if self.unanswered.len() >= MAX_UNANSWERED || bytes > MAX_UNANSWERED_BYTES {
                 const WORDS: &str = "too many requests are under way on this connection";
                 self.to_client.push(Frame::error(stream, EXHAUSTED, WORDS).into_bytes());
                 continue;

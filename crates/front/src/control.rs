@@ -1,7 +1,7 @@
 //! What front and worker say to each other, one packet a message, over a `SOCK_SEQPACKET` pair.
 //!
 //! ```text
-//! kind u8 │ length of key u16 │ key │ note          and up to MOST_FDS descriptors
+//! kind u8 │ length of key u16 │ key │ note          and up to MAX_FDS descriptors
 //! ```
 //!
 //! A packet that was sent is received even if its sender is killed the next moment: that makes an entry
@@ -22,9 +22,9 @@ use nix::{
 };
 
 /// Longest message, bytes.
-pub const LONGEST: usize = 32 << 10;
+pub const MAX_MESSAGE_BYTES: usize = 32 << 10;
 /// Most descriptors with one message.
-pub const MOST_FDS: usize = 8;
+pub const MAX_FDS: usize = 8;
 
 /// Key of the entry whose descriptor the front accepts task connections at; a path may follow.
 pub const TASK_LISTENER: &str = "listen task ";
@@ -111,7 +111,7 @@ pub fn send_with(
     flags: MsgFlags,
 ) -> io::Result<()> {
     let length = u16::try_from(key.len()).map_err(|_| too_long())?;
-    if 3 + key.len() + note.len() > LONGEST || fds.len() > MOST_FDS {
+    if 3 + key.len() + note.len() > MAX_MESSAGE_BYTES || fds.len() > MAX_FDS {
         return Err(too_long());
     }
     let head = [kind as u8, length.to_be_bytes()[0], length.to_be_bytes()[1]];
@@ -129,8 +129,8 @@ pub fn send_with(
 
 /// Receives one message; none when the peer is gone. `flags`: `MSG_DONTWAIT` not to wait for one.
 pub fn receive(socket: BorrowedFd<'_>, flags: MsgFlags) -> io::Result<Option<Message>> {
-    let mut bytes = vec![0; LONGEST];
-    let mut rights = cmsg_space!([RawFd; MOST_FDS]);
+    let mut bytes = vec![0; MAX_MESSAGE_BYTES];
+    let mut rights = cmsg_space!([RawFd; MAX_FDS]);
     let (count, truncated, fds) = loop {
         let mut parts = [IoSliceMut::new(&mut bytes)];
         let flags = flags | MsgFlags::MSG_CMSG_CLOEXEC;
@@ -219,6 +219,6 @@ mod tests {
             assert!(parse(bytes.to_vec(), Vec::new()).is_err(), "{bytes:?}");
         }
         let (front, _worker) = pair().unwrap();
-        assert!(send(front.as_fd(), Kind::Keep, "", &vec![0; LONGEST], &[]).is_err());
+        assert!(send(front.as_fd(), Kind::Keep, "", &vec![0; MAX_MESSAGE_BYTES], &[]).is_err());
     }
 }

@@ -9,7 +9,7 @@ use std::mem;
 /// Bytes of a header.
 pub const HEADER: usize = 10;
 /// Most bytes that may follow a header: ttrpc's own limit.
-pub const LONGEST: usize = 4 << 20;
+pub const MAX_FRAME_BYTES: usize = 4 << 20;
 
 /// Kind of a request.
 pub const REQUEST: u8 = 1;
@@ -31,7 +31,7 @@ pub struct Frame(Vec<u8>);
 
 /// What came is no ttrpc.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-#[error("a frame says it has {0} bytes, ttrpc allows {LONGEST}")]
+#[error("a frame says it has {0} bytes, ttrpc allows {MAX_FRAME_BYTES}")]
 pub struct TooLong(usize);
 
 impl Frame {
@@ -170,7 +170,7 @@ impl Assembler {
             return Ok(None);
         };
         match u32::from_be_bytes(length) as usize {
-            body if body <= LONGEST => Ok(Some(body)),
+            body if body <= MAX_FRAME_BYTES => Ok(Some(body)),
             body => Err(TooLong(body)),
         }
     }

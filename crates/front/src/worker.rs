@@ -43,7 +43,7 @@ const AT_ONCE: u32 = 3;
 /// The first pause; each is twice the one before it.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 /// The longest pause.
-const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+const MAX_PAUSE: Duration = Duration::from_secs(5);
 
 /// A worker that runs.
 #[derive(Debug)]
@@ -184,7 +184,7 @@ impl BackOff {
         self.short += 1;
         match self.short.checked_sub(AT_ONCE + 1) {
             None => Duration::ZERO,
-            Some(doublings) => (FIRST_PAUSE * 2_u32.pow(doublings.min(8))).min(LONGEST_PAUSE),
+            Some(doublings) => (FIRST_PAUSE * 2_u32.pow(doublings.min(8))).min(MAX_PAUSE),
         }
     }
 }

@@ -21,7 +21,7 @@ use netlink_packet_route::{
 use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_ROUTE};
 
 /// Most objects that are taken of one dump.
-const MOST: usize = 16 << 10;
+const MAX_OBJECTS: usize = 16 << 10;
 
 /// Longest datagram, bytes. The kernel fills none of more than 32 KiB, but for an object that alone is larger.
 const DATAGRAM: usize = 64 << 10;
@@ -65,8 +65,8 @@ impl Netlink {
     fn all<T: NetlinkDeserializable>(&mut self, message: RouteNetlinkMessage) -> io::Result<Vec<T>> {
         let mut found = Vec::new();
         self.converse(message, NLM_F_DUMP, |object| {
-            if found.len() == MOST {
-                return Err(io::Error::other(format!("there are more than {MOST} objects of a kind")));
+            if found.len() == MAX_OBJECTS {
+                return Err(io::Error::other(format!("there are more than {MAX_OBJECTS} objects of a kind")));
             }
             found.push(object);
             Ok(())

@@ -26,7 +26,7 @@ use tokio::process::{ChildStderr, Command};
 const AGENT: &str = "agent";
 
 /// Most of a VMM's words that an error tells, bytes.
-const MOST_SAID: u64 = 1024;
+const MAX_OUTPUT_BYTES: u64 = 1024;
 
 const NO_LINE: &str =
     "it was given no kernel command line; a copy of a template has none: ask for a handler whose pods boot";
@@ -174,7 +174,7 @@ fn alone(word: OsString) -> OsString {
 async fn said(stderr: Option<ChildStderr>) -> String {
     let mut words = String::new();
     if let Some(stderr) = stderr {
-        let _ = stderr.take(MOST_SAID).read_to_string(&mut words).await;
+        let _ = stderr.take(MAX_OUTPUT_BYTES).read_to_string(&mut words).await;
     }
     match words.trim() {
         "" => String::new(),

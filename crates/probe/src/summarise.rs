@@ -18,7 +18,7 @@ use crate::summary::Summary;
 /// Words that stand for a start that gave no time.
 const FAILURES: [&str; 8] = ["fail", "failed", "failure", "timeout", "nan", "na", "-", "inf"];
 /// Most samples that a distribution is taken apart into.
-const MOST: usize = 1_000_000;
+const MAX_SAMPLES: usize = 1_000_000;
 
 /// What a file holds.
 #[derive(Debug, Clone, Default, PartialEq)]
@@ -78,7 +78,7 @@ pub enum TextError {
     #[error("there are no samples in it")]
     Empty,
     /// The parts of a distribution fit no number of samples.
-    #[error("its second column looks like a distribution and fits no number of samples up to {MOST}")]
+    #[error("its second column looks like a distribution and fits no number of samples up to {MAX_SAMPLES}")]
     Distribution,
 }
 
@@ -169,7 +169,7 @@ fn take_apart(values: &[f64], parts: &[f64]) -> Option<Vec<f64>> {
         })
     };
     // With more samples than the decimals can tell apart any number would fit.
-    let n = (1..=MOST.min((0.25 / tolerance) as usize)).find(|&n| whole(n))?;
+    let n = (1..=MAX_SAMPLES.min((0.25 / tolerance) as usize)).find(|&n| whole(n))?;
     let mut times = Vec::with_capacity(n);
     for (value, part) in values.iter().zip(parts) {
         let upto = (part * n as f64).round() as usize;

@@ -45,7 +45,7 @@ use crate::{
     front::{self, Front},
     heap,
     pod::{
-        Node,
+        DaemonState,
         admission::Admission,
         clocks,
         journal::Journal,
@@ -150,7 +150,7 @@ fn is_made(cgroup: &Cgroup) -> bool {
 }
 
 /// What all pods of a node share, its directories made and its files opened.
-pub fn node(config: Config, vmm: Arc<dyn Vmm>, front: Arc<Front>) -> Result<Arc<Node>, DaemonError> {
+pub fn node(config: Config, vmm: Arc<dyn Vmm>, front: Arc<Front>) -> Result<Arc<DaemonState>, DaemonError> {
     for dir in [config.run_dir.clone(), config.run_dir.join("pods"), config.state_dir.clone()] {
         private_dir(&dir)?;
     }
@@ -177,7 +177,7 @@ pub fn node(config: Config, vmm: Arc<dyn Vmm>, front: Arc<Front>) -> Result<Arc<
     let volumes = VolumeStore::open(&dir, config.volumes.empty_dir_bytes, helpers.clone())
         .map_err(|source| DaemonError::Host { action: "open volumes in", path: dir, source })?;
     let usual = usual_shape(&config);
-    Ok(Arc::new(Node {
+    Ok(Arc::new(DaemonState {
         templates,
         tap_pool,
         pool: Pool::new(config.pool, usual, Meminfo::of_host()),
@@ -199,7 +199,7 @@ pub fn node(config: Config, vmm: Arc<dyn Vmm>, front: Arc<Front>) -> Result<Arc<
 }
 
 /// Ends what an earlier daemon had waiting or was about to freeze.
-fn clear_machines_of_no_pod(node: &Node, records: &Records) -> Result<(), DaemonError> {
+fn clear_machines_of_no_pod(node: &DaemonState, records: &Records) -> Result<(), DaemonError> {
     let mut pods: HashSet<u32> = records.vmms().collect();
     // Those of pods whose records can't be understood were in the pool, too.
     pods.extend(Quarantine::of(&node.config).pids().map_err(|source| DaemonError::Host {
@@ -220,7 +220,7 @@ fn clear_machines_of_no_pod(node: &Node, records: &Records) -> Result<(), Daemon
 }
 
 async fn serve(
-    node: Arc<Node>,
+    node: Arc<DaemonState>,
     listeners: Listeners,
     recovered: recover::Recovered,
     shutdown: CancellationToken,

@@ -29,7 +29,7 @@ use sandboxer_base::failpoint::pass;
 /// Connections that may wait to be served.
 const QUEUED_CONNECTIONS: usize = 16;
 /// Answers to deletions that are remembered, for those who ask again.
-const MOST_DELETED: usize = 64;
+const MAX_DELETED: usize = 64;
 
 /// Kind of an entry that says what a deletion answered.
 pub const DELETED: &str = "deleted";
@@ -228,7 +228,7 @@ impl Front {
         }
         let mut deleted = self.deleted.lock().unwrap_or_else(PoisonError::into_inner);
         deleted.push_back(key);
-        let oldest = if deleted.len() > MOST_DELETED { deleted.pop_front() } else { None };
+        let oldest = if deleted.len() > MAX_DELETED { deleted.pop_front() } else { None };
         drop(deleted);
         if let Some(oldest) = oldest {
             self.forget(&oldest);

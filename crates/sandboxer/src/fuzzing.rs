@@ -6,11 +6,13 @@ use std::path::Path;
 
 use sandboxer_protocol::id::ContainerId;
 
-pub use crate::{api::convert::pod_spec, container::spec::GuestSpec, pod::journal::PodRecord};
+pub use crate::{
+    api::convert::pod_spec,
+    pod::{container::spec::GuestSpec, journal::PodRecord},
+};
 use crate::{
-    container::NewContainer,
     error::PodError,
-    pod::{journal::JournalError, spec::PodSpec},
+    pod::{container::NewContainer, journal::JournalError, spec::PodSpec},
     template::TemplateError,
 };
 pub use sandboxer_host::rootfs::mounts::{Lower, Wanted, WantedWritable, read as rootfs_mounts};
@@ -23,7 +25,7 @@ pub fn guest_spec(pod: &PodSpec, container: &ContainerId, text: &[u8]) -> Result
         stdio: Default::default(),
         beside: Vec::new(),
     };
-    crate::container::spec::parse(pod, &new, text)
+    crate::pod::container::spec::parse(pod, &new, text)
 }
 
 pub fn record(text: &[u8]) -> Result<PodRecord, JournalError> {

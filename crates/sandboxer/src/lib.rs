@@ -1,7 +1,6 @@
 //! One resident daemon per node that runs every pod in a microVM of its own.
 
 pub mod api;
-pub mod container;
 pub mod daemon;
 pub mod error;
 pub mod events;

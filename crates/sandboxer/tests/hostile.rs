@@ -16,9 +16,13 @@ use fake_agent::{FakeAgent, OUTPUT};
 use futures::FutureExt;
 use hostile_agent::{FILE, Nature};
 use sandboxer::{
-    container::{KILLED, Phase},
     error::PodError,
-    pod::{PodHandle, recover, state::PodState},
+    pod::{
+        PodHandle,
+        container::{KILLED, Phase},
+        recover,
+        state::PodState,
+    },
 };
 use sandboxer_base::Code;
 use sandboxer_vmm_fake::FakeVmm;

@@ -10,13 +10,13 @@ use std::{collections::HashSet, fs, sync::Arc, time::Duration};
 use fake_agent::{FakeAgent, HANGS, OUTPUT};
 use futures::FutureExt;
 use sandboxer::{
-    api::starts::Starts,
-    container::Phase,
     events::Kind,
     pod::{
         admission::Work,
+        container::Phase,
         quarantine::Quarantine,
         recover::{self, Recovered},
+        starts::Starts,
         state::PodState,
     },
 };

@@ -13,7 +13,7 @@ use fake_agent::FakeAgent;
 use sandboxer::{
     daemon,
     front::Front,
-    pod::Node,
+    pod::DaemonState,
     pool::{self, Meminfo, Pool},
     template::Shape,
 };
@@ -31,7 +31,7 @@ const LONG: Duration = Duration::from_secs(3600);
 
 /// A daemon's pool that is kept filled.
 struct Kept {
-    node: Arc<Node>,
+    node: Arc<DaemonState>,
     vmm: Arc<FakeVmm>,
     meminfo: PathBuf,
     shutdown: CancellationToken,
@@ -57,7 +57,7 @@ impl Kept {
         let vmm = Arc::new(FakeVmm::new(move |guest| agent.serve(guest)));
         let node = Arc::into_inner(daemon::node(config, vmm.clone(), Front::none()).unwrap()).unwrap();
         let pool = Pool::new(node.config.pool, USUAL, Meminfo::at(&meminfo));
-        let node = Arc::new(Node { pool, ..node });
+        let node = Arc::new(DaemonState { pool, ..node });
         let shutdown = CancellationToken::new();
         let (of, until) = (node.clone(), shutdown.clone());
         let filling = tokio::spawn(async move { of.pool.keep_filled(&of, &until).await });

@@ -15,9 +15,9 @@ use fake_agent::FakeAgent;
 use futures::FutureExt;
 use sandboxer::{
     api::sandbox::SandboxService,
-    container::Phase,
     pod::{
-        Node, PodHandle,
+        DaemonState, PodHandle,
+        container::Phase,
         recover::{self, Recovered},
         state::PodState,
     },
@@ -40,7 +40,7 @@ fn node(agent: FakeAgent) -> TestNode {
 
 /// A pod with a container that runs, of a daemon that was killed then, and what ails its VMM since. The next daemon's
 /// node, what it recovered, and the pod.
-async fn recovered(test: &TestNode, ailment: Ailment) -> (Arc<Node>, Recovered, PodHandle) {
+async fn recovered(test: &TestNode, ailment: Ailment) -> (Arc<DaemonState>, Recovered, PodHandle) {
     let pod = test.pod("web");
     pod.start().await.unwrap();
     let new = test.container("c1", "sleep");

@@ -18,7 +18,7 @@ use std::{
 };
 
 use libtest_mimic::{Arguments, Failed, Trial};
-use sandboxer::container::spool::{Inlet, Outlet};
+use sandboxer::pod::container::spool::{Inlet, Outlet};
 
 /// Bytes of the stream.
 const LENGTH: u64 = 4 << 20;

@@ -17,7 +17,7 @@ use sandboxer::{
     daemon,
     error::PodError,
     front::Front,
-    pod::{self, Node, PodHandle, spec::PodSpec, state::PodStatus},
+    pod::{self, DaemonState, PodHandle, spec::PodSpec, state::PodStatus},
     pool::{Meminfo, Pool},
     template::{BuildError, Missing, Shape, Template, TemplateError, TemplateKey},
 };
@@ -76,7 +76,7 @@ impl Host {
     }
 
     /// What a daemon has that starts now.
-    fn node(&self) -> Arc<Node> {
+    fn node(&self) -> Arc<DaemonState> {
         let mut config =
             Config { run_dir: self.path("run"), state_dir: self.path("state"), ..Config::default() };
         config.vm.kernel = self.path("kernel");
@@ -89,7 +89,7 @@ impl Host {
         config.pool = PoolConfig { min: self.pool, max: self.pool };
         let node = Arc::into_inner(daemon::node(config, self.vmm.clone(), Front::none()).unwrap()).unwrap();
         // These tests' pods have no network namespace, and so no interface.
-        Arc::new(Node { pool: Pool::new(node.config.pool, SHAPE, Meminfo::of_host()), ..node })
+        Arc::new(DaemonState { pool: Pool::new(node.config.pool, SHAPE, Meminfo::of_host()), ..node })
     }
 
     fn templates(&self) -> Vec<PathBuf> {
@@ -146,33 +146,33 @@ async fn later(by: Duration) {
     tokio::time::resume();
 }
 
-async fn started(node: &Arc<Node>, id: &str) -> PodHandle {
+async fn started(node: &Arc<DaemonState>, id: &str) -> PodHandle {
     started_at_best(node, id, StartPath::Pool).await
 }
 
-async fn started_at_best(node: &Arc<Node>, id: &str, start_path: StartPath) -> PodHandle {
+async fn started_at_best(node: &Arc<DaemonState>, id: &str, start_path: StartPath) -> PodHandle {
     let pod = spawned(node, id, start_path);
     pod.start().await.unwrap();
     pod
 }
 
-async fn try_started(node: &Arc<Node>, id: &str) -> Result<(), PodError> {
+async fn try_started(node: &Arc<DaemonState>, id: &str) -> Result<(), PodError> {
     spawned(node, id, StartPath::Pool).start().await.map(drop)
 }
 
-fn spawned(node: &Arc<Node>, id: &str, start_path: StartPath) -> PodHandle {
+fn spawned(node: &Arc<DaemonState>, id: &str, start_path: StartPath) -> PodHandle {
     let spec = PodSpec { start_path, ..PodSpec::plain(id.parse().unwrap(), SHAPE.vcpus, SHAPE.memory_mib) };
     let of = node.clone();
     let spawn = || pod::spawn(of, spec.clone(), LinkKey::random(), PodStatus::created(1), Default::default());
     node.registry.insert(&spec.id.clone(), spawn).unwrap()
 }
 
-fn missed(node: &Node, start_path: StartPath, reason: &'static str) -> u64 {
+fn missed(node: &DaemonState, start_path: StartPath, reason: &'static str) -> u64 {
     node.start_paths.counts().missed.get(&(start_path, reason)).copied().unwrap_or(0)
 }
 
 /// Waits until the pool has so many machines.
-async fn filled(node: &Node, count: usize) {
+async fn filled(node: &DaemonState, count: usize) {
     let full = async {
         while node.pool.list().len() != count {
             tokio::time::sleep(Duration::from_millis(5)).await;
@@ -521,7 +521,7 @@ fn is_pooled(id: &sandboxer_protocol::id::SandboxId) -> bool {
     id.as_str().starts_with("pool-")
 }
 
-fn verify(node: &Node, template: &Template) -> Result<(), TemplateError> {
+fn verify(node: &DaemonState, template: &Template) -> Result<(), TemplateError> {
     node.templates.verify(&template.key)
 }
 

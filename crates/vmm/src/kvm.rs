@@ -3,7 +3,7 @@
 //! That `/dev/kvm` opens and makes machines says little: inside a virtual machine without nested
 //! virtualization it may interpret each privileged guest instruction, and give up on some that
 //! every Linux guest executes. So a small guest is run from real mode to long mode through
-//! instructions of an ordinary kernel, and its speed is compared with [`ENOUGH`].
+//! instructions of an ordinary kernel, and its speed is compared with [`MIN_EXITS_PER_SECOND`].
 
 use std::{
     ffi::{CStr, CString},
@@ -19,7 +19,7 @@ use kvm_ioctls::{Kvm, VcpuExit, VcpuFd};
 /// Guest instructions per second below which KVM is taken only where it is asked for by name. A KVM that interprets was
 /// measured at 0.2 to 1 million of these; on hardware, eight of them should take a few hundred cycles,
 /// which makes tens of millions (estimated: no such host was at hand).
-pub const ENOUGH: f64 = 5e6;
+pub const MIN_EXITS_PER_SECOND: f64 = 5e6;
 
 /// Rounds timed at most; the fastest counts, for the others may have shared their CPU.
 const ROUNDS: usize = 16;
@@ -130,7 +130,7 @@ pub enum KvmUnusable {
     /// emulated itself.
     #[error(
         "KVM runs {:.1} million guest instructions per second, under {:.0} million: too slow to be chosen by itself",
-        rate / 1e6, ENOUGH / 1e6
+        rate / 1e6, MIN_EXITS_PER_SECOND / 1e6
     )]
     Slow {
         /// Instructions per second.
@@ -230,7 +230,7 @@ fn judge(vcpu: &mut VcpuFd) -> Result<f64, KvmUnusable> {
     enter_at(vcpu, NEEDS_AT)
         .map_err(|error| KvmUnusable::Setup { action: "set registers", source: error.into() })?;
     run(vcpu, rate)?;
-    if rate < ENOUGH { Err(KvmUnusable::Slow { rate }) } else { Ok(rate) }
+    if rate < MIN_EXITS_PER_SECOND { Err(KvmUnusable::Slow { rate }) } else { Ok(rate) }
 }
 
 /// Runs the guest to its next halt.
@@ -282,8 +282,8 @@ mod tests {
     #[test]
     fn a_kvm_that_opens_is_judged_by_what_its_guest_did() {
         match measure(Path::new("/dev/kvm")) {
-            Ok(rate) => assert!(rate >= ENOUGH, "{rate}"),
-            Err(KvmUnusable::Slow { rate }) => assert!(rate > 0.0 && rate < ENOUGH, "{rate}"),
+            Ok(rate) => assert!(rate >= MIN_EXITS_PER_SECOND, "{rate}"),
+            Err(KvmUnusable::Slow { rate }) => assert!(rate > 0.0 && rate < MIN_EXITS_PER_SECOND, "{rate}"),
             Err(KvmUnusable::Fault { rate, exit }) => {
                 assert!(rate > 0.0, "the loop of plain instructions ended in {exit}");
             }

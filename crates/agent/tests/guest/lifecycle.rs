@@ -9,7 +9,7 @@ use sandboxer_protocol::agent::{
 use ttrpc::Code;
 
 use crate::{
-    container::*,
+    pod::container::*,
     vm::{BUSYBOX, PATIENCE, SCRATCH, Vm},
 };
 

@@ -5,7 +5,7 @@ use serde_json::json;
 use ttrpc::Code;
 
 use crate::{
-    container::*,
+    pod::container::*,
     vm::{BUSYBOX, SCRATCH, Vm},
 };
 

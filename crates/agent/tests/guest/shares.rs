@@ -28,7 +28,7 @@ use serde_json::json;
 use tempfile::TempDir;
 use tokio::{sync::Notify, task::JoinHandle};
 
-use crate::{container::*, vm::Vm};
+use crate::{pod::container::*, vm::Vm};
 
 /// A server with one share, which is `dir/host`.
 struct Server {

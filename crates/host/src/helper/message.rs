@@ -3,14 +3,14 @@
 use std::{fs::OpenOptions, io, io::Write, os::unix::fs::OpenOptionsExt, path::Path};
 
 /// Longest message, bytes: kubelet reads no more. The guest may send what it likes.
-const MOST: usize = 4096;
+const MAX_BYTES: usize = 4096;
 
 /// Puts the end of `message` into the file at `path`, which is there; nothing leaves the file alone.
 pub fn write(path: &Path, message: &[u8]) -> io::Result<()> {
     if message.is_empty() {
         return Ok(());
     }
-    let end = &message[message.len().saturating_sub(MOST)..];
+    let end = &message[message.len().saturating_sub(MAX_BYTES)..];
     let mut file =
         OpenOptions::new().write(true).truncate(true).custom_flags(nix::libc::O_NOFOLLOW).open(path)?;
     file.write_all(end)
@@ -30,9 +30,9 @@ mod tests {
         fs::write(&path, "before").unwrap();
         write(&path, b"").unwrap();
         assert_eq!(fs::read(&path).unwrap(), b"before");
-        write(&path, &[vec![b'x'; MOST], b"end".to_vec()].concat()).unwrap();
+        write(&path, &[vec![b'x'; MAX_BYTES], b"end".to_vec()].concat()).unwrap();
         let written = fs::read(&path).unwrap();
-        assert!(written.len() == MOST && written.ends_with(b"xend"));
+        assert!(written.len() == MAX_BYTES && written.ends_with(b"xend"));
         let link = dir.path().join("link");
         std::os::unix::fs::symlink(&path, &link).unwrap();
         assert!(write(&link, b"elsewhere").is_err());

@@ -15,9 +15,9 @@ use sandboxer_protocol::agent as wire;
 use serde::{Deserialize, Serialize};
 
 /// Most interfaces a machine gets.
-const MOST_INTERFACES: usize = 8;
+const MAX_INTERFACES: usize = 8;
 /// Most addresses, routes and neighbours of an interface, each.
-const MOST_OF_EACH: usize = 256;
+const MAX_OF_EACH: usize = 256;
 /// What the names of our devices in a pod's namespace begin with.
 const OURS: &str = "sbx-";
 /// Length of an Ethernet address, bytes.
@@ -119,10 +119,10 @@ pub enum Unsuitable {
     #[error("has interface {0:?}, which is not of Ethernet")]
     NotEthernet(String),
     /// More than a machine gets.
-    #[error("has more than {MOST_INTERFACES} interfaces")]
+    #[error("has more than {MAX_INTERFACES} interfaces")]
     TooManyInterfaces,
     /// More than is passed on.
-    #[error("has more than {MOST_OF_EACH} {what} on interface {interface:?}")]
+    #[error("has more than {MAX_OF_EACH} {what} on interface {interface:?}")]
     TooMany {
         /// "addresses", "routes", "neighbours".
         what: &'static str,
@@ -153,7 +153,7 @@ pub fn interfaces(dumped: Vec<RouteNetlinkMessage>) -> Result<Vec<Interface>, Un
             other => rest.push(other),
         }
     }
-    if found.len() > MOST_INTERFACES {
+    if found.len() > MAX_INTERFACES {
         return Err(Unsuitable::TooManyInterfaces);
     }
     for message in rest {
@@ -186,7 +186,7 @@ pub fn interfaces(dumped: Vec<RouteNetlinkMessage>) -> Result<Vec<Interface>, Un
 }
 
 fn add<T>(all: &mut Vec<T>, one: T, what: &'static str, interface: &str) -> Result<(), Unsuitable> {
-    if all.len() == MOST_OF_EACH {
+    if all.len() == MAX_OF_EACH {
         return Err(Unsuitable::TooMany { what, interface: interface.to_owned() });
     }
     all.push(one);

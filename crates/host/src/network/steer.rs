@@ -17,7 +17,7 @@ use super::namespace;
 
 /// A listener at every port of a loopback.
 #[derive(Debug)]
-pub struct Steered {
+pub struct SkLookupListener {
     /// Where connections come in; the port that was meant is their local one.
     pub listener: TcpListener,
     /// Keeps them coming.
@@ -25,7 +25,7 @@ pub struct Steered {
 }
 
 /// Listens in `namespace`. Blocks while it is set up, some 2 ms.
-pub fn listen(namespace: impl AsFd + Sync) -> io::Result<Steered> {
+pub fn listen(namespace: impl AsFd + Sync) -> io::Result<SkLookupListener> {
     let namespace = namespace.as_fd();
     let listener = namespace::within(namespace, || {
         // Of both families, unless the host has but one.
@@ -34,7 +34,7 @@ pub fn listen(namespace: impl AsFd + Sync) -> io::Result<Steered> {
     listener.set_nonblocking(true)?;
     let map = SocketMap::with(&listener)?;
     let link = Program::load(Kind::SkLookup, &program(&map))?.link(namespace)?;
-    Ok(Steered { listener, link })
+    Ok(SkLookupListener { listener, link })
 }
 
 /// Says of a [`LOAD_64`] that it loads a map, by its descriptor.

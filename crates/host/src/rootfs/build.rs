@@ -52,9 +52,9 @@ const CHUNK: &str = "--chunksize=65536";
 /// Bytes a second that a disk or a processor of no use any more still gets through.
 const SLOWEST: u64 = 4 << 20;
 /// Most memory of mkfs.erofs, bytes: it takes some 300 for each file.
-const MOST_MEMORY: u64 = 4 << 30;
+const MAX_MEMORY_BYTES: u64 = 4 << 30;
 /// Most bytes that all files of a tree may seem to have; an image of petabytes of holes is an attack.
-const MOST_BYTES: u64 = 256 << 30;
+const MAX_IMAGE_BYTES: u64 = 256 << 30;
 
 /// Most directories that lie in one another. The walk keeps one open for each, with a buffer of 32 KiB.
 const MAX_DEPTH: usize = 256;
@@ -131,7 +131,7 @@ fn make(job: &Job) -> Result<(), BuildError> {
     let full = || BuildError::Full { dir: dir.to_owned(), layers: job.content.dirs() };
     let tree = Tree::of(&root)?;
     let bytes = tree.data.saturating_add(tree.holes);
-    if bytes > MOST_BYTES {
+    if bytes > MAX_IMAGE_BYTES {
         return Err(BuildError::TooLarge { layers: job.content.dirs(), bytes });
     }
     let keep_holes = tree.holes > HOLES_WORTH_KEEPING;
@@ -316,7 +316,10 @@ pub fn run(
             setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?;
             // What isn't jailed may have a smaller bound already, as in a helper.
             let Some(jail) = &jail else { return Ok(()) };
-            setrlimit(Resource::As, Rlimit { current: Some(MOST_MEMORY), maximum: Some(MOST_MEMORY) })?;
+            setrlimit(
+                Resource::As,
+                Rlimit { current: Some(MAX_MEMORY_BYTES), maximum: Some(MAX_MEMORY_BYTES) },
+            )?;
             jail.enter()
         })
     };

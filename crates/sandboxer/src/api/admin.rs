@@ -22,23 +22,25 @@ use tonic::{Request, Response, Status};
 
 use super::{convert::grpc, quarantine, templates, traffic};
 use crate::{
-    container::Phase,
     events,
-    pod::{ContainerView, Node, PodHandle, PodView, stage_times::StageSummary, stages::Step},
+    pod::{
+        ContainerView, DaemonState, PodHandle, PodView, container::Phase, stage_times::StageSummary,
+        stages::Step,
+    },
     share,
 };
 
 /// Serves [`Admin`] for a node.
 #[derive(Debug)]
 pub struct AdminService {
-    node: Arc<Node>,
+    node: Arc<DaemonState>,
     started_at_ns: u64,
     recovered_pods: u32,
 }
 
 impl AdminService {
     /// For `node`, of whose pods `recovered_pods` were found alive.
-    pub fn new(node: Arc<Node>, recovered_pods: u32) -> Self {
+    pub fn new(node: Arc<DaemonState>, recovered_pods: u32) -> Self {
         Self { node, started_at_ns: now_ns(), recovered_pods }
     }
 
@@ -206,7 +208,7 @@ impl Admin for AdminService {
     }
 }
 
-fn pod_message(node: &Node, view: PodView) -> Pod {
+fn pod_message(node: &DaemonState, view: PodView) -> Pod {
     let PodView { spec, status, steps, containers } = view;
     Pod {
         console_log: node.run_dir(&spec.id).join(console::FILE).to_string_lossy().into_owned(),

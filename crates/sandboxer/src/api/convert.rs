@@ -15,9 +15,9 @@ use sandboxer_vmm::Shape;
 
 use super::size;
 use crate::{
-    container::spec::ROOTFS_SIZE,
     error::PodError,
     pod::{
+        container::spec::ROOTFS_SIZE,
         quantity,
         spec::{PodSpec, Room},
     },
@@ -34,7 +34,7 @@ const EMPTY_DIR_SIZE: &str = "io.sandboxer.emptydir-size";
 /// Annotation that names ports of the host which lead to a pod in the host's network.
 const HOST_PORTS: &str = "io.sandboxer.host-ports";
 /// Most of them.
-const MOST_HOST_PORTS: usize = 64;
+const MAX_HOST_PORTS: usize = 64;
 
 /// Reads an identifier from a request. `what` completes "… is refused".
 pub fn id(what: &'static str, text: &str) -> Result<Id, PodError> {
@@ -151,7 +151,7 @@ fn host_ports(text: &str) -> Result<Vec<u16>, String> {
     let wrong = |what: &str| {
         format!(
             "annotation {HOST_PORTS} is {text:?}, {what}: it takes TCP ports such as \"8080, 9090\", at most \
-             {MOST_HOST_PORTS}"
+             {MAX_HOST_PORTS}"
         )
     };
     let mut ports = Vec::new();
@@ -165,7 +165,7 @@ fn host_ports(text: &str) -> Result<Vec<u16>, String> {
             _ => return Err(wrong(&format!("and {word:?} is no port, or one named twice"))),
         }
     }
-    if ports.len() > MOST_HOST_PORTS {
+    if ports.len() > MAX_HOST_PORTS {
         return Err(wrong("which are too many"));
     }
     Ok(ports)

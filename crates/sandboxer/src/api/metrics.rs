@@ -20,7 +20,7 @@ use sandboxer_config::StartPath;
 use tokio::{net::TcpListener, sync::Semaphore};
 use tokio_util::sync::CancellationToken;
 
-use crate::pod::{Node, stage_times::StageSummary};
+use crate::pod::{DaemonState, stage_times::StageSummary};
 
 /// Upper ends of the buckets, µs: from a cached rootfs to a boot that is given up.
 const BUCKETS_US: [u64; 14] = [
@@ -35,7 +35,7 @@ const HEAD_LIMIT: Duration = Duration::from_secs(5);
 /// Serves until `shutdown`. What a client does wrong ends its connection and nothing else.
 pub async fn serve(
     listener: TcpListener,
-    node: Arc<Node>,
+    node: Arc<DaemonState>,
     shutdown: CancellationToken,
 ) -> std::io::Result<()> {
     let mut registry = Registry::with_prefix("sandboxer");
@@ -90,7 +90,7 @@ fn text(registry: &Registry) -> String {
 
 /// Reads the daemon's counts when a scrape asks for them.
 #[derive(Debug)]
-struct Scrape(Arc<Node>);
+struct Scrape(Arc<DaemonState>);
 
 impl Collector for Scrape {
     fn encode(&self, mut to: DescriptorEncoder<'_>) -> fmt::Result {

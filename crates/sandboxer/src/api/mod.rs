@@ -8,7 +8,6 @@ pub mod peers;
 mod quarantine;
 pub mod sandbox;
 mod size;
-pub mod starts;
 pub mod task;
 mod templates;
 mod traffic;

@@ -8,12 +8,12 @@ use sandboxer_protocol::{
 use tonic::Status;
 
 use crate::pod::{
-    Node,
+    DaemonState,
     quarantine::{Entry, Quarantine, QuarantineError},
 };
 
 /// What is in quarantine.
-pub async fn list(node: &Node) -> Result<ListQuarantineResponse, Status> {
+pub async fn list(node: &DaemonState) -> Result<ListQuarantineResponse, Status> {
     let listed = blocking(node, |quarantine| quarantine.list()).await?;
     Ok(ListQuarantineResponse {
         entries: listed.entries.into_iter().map(message).collect(),
@@ -23,18 +23,18 @@ pub async fn list(node: &Node) -> Result<ListQuarantineResponse, Status> {
 }
 
 /// All about one entry.
-pub async fn show(node: &Node, name: String) -> Result<ShowQuarantinedResponse, Status> {
+pub async fn show(node: &DaemonState, name: String) -> Result<ShowQuarantinedResponse, Status> {
     let (entry, report, record) = blocking(node, move |quarantine| quarantine.show(&name)).await?;
     Ok(ShowQuarantinedResponse { entry: Some(message(entry)), report, record })
 }
 
 /// Puts a record back for the next daemon.
-pub async fn release(node: &Node, name: String) -> Result<Quarantined, Status> {
+pub async fn release(node: &DaemonState, name: String) -> Result<Quarantined, Status> {
     blocking(node, move |quarantine| quarantine.release(&name)).await.map(message)
 }
 
 /// Ends a pod in quarantine and removes what is left of it.
-pub async fn destroy(node: &Node, name: String) -> Result<Quarantined, Status> {
+pub async fn destroy(node: &DaemonState, name: String) -> Result<Quarantined, Status> {
     // A record of the same id may have been brought back by hand since: then the pod is in use.
     let known = node.registry.pods().iter().map(|pod| pod.id().clone()).collect();
     blocking(node, move |quarantine| quarantine.destroy(&name, &known)).await.map(message)
@@ -42,7 +42,7 @@ pub async fn destroy(node: &Node, name: String) -> Result<Quarantined, Status> {
 
 /// Returns what a request about a pod that is not known is answered with, if its record is in quarantine and its VMM runs:
 /// not that there is no such pod. That would be the permission to start it anew, and both would write to the same volumes.
-pub async fn held(node: &Node, pod: &SandboxId) -> Result<Option<Status>, Status> {
+pub async fn held(node: &DaemonState, pod: &SandboxId) -> Result<Option<Status>, Status> {
     let of = pod.clone();
     let running = blocking(node, move |quarantine| quarantine.running(&of)).await?;
     Ok(running.map(|(entry, pids)| {
@@ -54,13 +54,13 @@ pub async fn held(node: &Node, pod: &SandboxId) -> Result<Option<Status>, Status
 }
 
 /// Kills the VMM of a pod that is not known, if its record is in quarantine. False: there is none.
-pub async fn kill(node: &Node, pod: &SandboxId) -> Result<bool, Status> {
+pub async fn kill(node: &DaemonState, pod: &SandboxId) -> Result<bool, Status> {
     let of = pod.clone();
     blocking(node, move |quarantine| quarantine.kill(&of)).await
 }
 
 async fn blocking<T: Send + 'static>(
-    node: &Node,
+    node: &DaemonState,
     work: impl FnOnce(Quarantine) -> Result<T, QuarantineError> + Send + 'static,
 ) -> Result<T, Status> {
     let quarantine = Quarantine::of(&node.config);

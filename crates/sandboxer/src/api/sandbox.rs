@@ -25,14 +25,14 @@ use super::{
     convert::{grpc, grpc_time, id, pod_spec},
     quarantine,
     size::updated_limits,
-    starts::{self, Starts},
 };
+use crate::pod::starts::{self, Starts};
 use crate::{
-    container::stats,
     error::PodError,
     events::Kind,
     pod::{
-        self, Node, PodHandle,
+        self, DaemonState, PodHandle,
+        container::stats,
         state::{PodState, PodStatus},
     },
 };
@@ -43,7 +43,7 @@ const TASK_API_VERSION: u32 = 3;
 /// Serves [`Controller`] for the pods of a node.
 #[derive(Debug)]
 pub struct SandboxService {
-    node: Arc<Node>,
+    node: Arc<DaemonState>,
     /// Where containerd finds the task service of every container.
     task_address: String,
     /// This worker ends.
@@ -53,7 +53,7 @@ pub struct SandboxService {
 
 impl SandboxService {
     /// `task_address` is what `Start` answers: `ttrpc+unix:///path`. From `ending` on nobody is kept waiting.
-    pub fn new(node: Arc<Node>, task_address: String, ending: CancellationToken) -> io::Result<Self> {
+    pub fn new(node: Arc<DaemonState>, task_address: String, ending: CancellationToken) -> io::Result<Self> {
         Ok(Self { starts: Starts::of(node.clone())?, node, task_address, ending })
     }
 

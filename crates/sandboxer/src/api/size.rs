@@ -16,7 +16,7 @@ const VCPUS: &str = "io.sandboxer.vcpus";
 const MEMORY: &str = "io.sandboxer.memory";
 
 /// Smallest memory a guest boots in, MiB.
-const LEAST_MEMORY_MIB: u64 = 64;
+const MIN_MEMORY_MIB: u64 = 64;
 
 /// What a guest keeps of its memory, so that a container may use its limit up to the last byte: so many MiB, and of
 /// the rest one part in so many, for the kernel's notes and reserves. Measured by `MemAvailable` beside an idle
@@ -129,9 +129,9 @@ fn asked_memory_mib(text: &str, most: u64) -> Result<u64, String> {
     };
     let mib = digits.parse::<u64>().ok().and_then(|n| n.checked_mul(kib_per_unit)).map(|kib| kib >> 10);
     match mib {
-        Some(mib) if (LEAST_MEMORY_MIB..=most).contains(&mib) => Ok(mib),
+        Some(mib) if (MIN_MEMORY_MIB..=most).contains(&mib) => Ok(mib),
         _ => Err(format!(
-            "annotation {MEMORY} is {text:?}, it takes {LEAST_MEMORY_MIB}Mi to {most}Mi \
+            "annotation {MEMORY} is {text:?}, it takes {MIN_MEMORY_MIB}Mi to {most}Mi \
              (a number of MiB, or with Ki, Mi or Gi)"
         )),
     }

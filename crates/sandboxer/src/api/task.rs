@@ -23,21 +23,23 @@ use ttrpc::{Result, asynchronous::TtrpcContext};
 
 use super::convert::{id, optional_id, ttrpc, ttrpc_time};
 use crate::{
-    container::{Exit, NewContainer, Phase, StdioPaths, stats},
     error::PodError,
     front,
-    pod::{Node, PodHandle, ProcessView},
+    pod::{
+        DaemonState, PodHandle, ProcessView,
+        container::{Exit, NewContainer, Phase, StdioPaths, stats},
+    },
 };
 
 /// Serves [`Task`] for the containers of a node.
 #[derive(Debug)]
 pub struct TaskService {
-    node: Arc<Node>,
+    node: Arc<DaemonState>,
 }
 
 impl TaskService {
     /// For the pods of `node`.
-    pub fn new(node: Arc<Node>) -> Self {
+    pub fn new(node: Arc<DaemonState>) -> Self {
         Self { node }
     }
 

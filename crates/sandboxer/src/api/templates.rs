@@ -10,12 +10,12 @@ use sandboxer_protocol::admin::{
 use tonic::Status;
 
 use crate::{
-    pod::Node,
+    pod::DaemonState,
     template::{Shape, TemplateView},
 };
 
 /// The templates, the pool, and how pods got their machines.
-pub async fn list(node: &Arc<Node>) -> Result<ListTemplatesResponse, Status> {
+pub async fn list(node: &Arc<DaemonState>) -> Result<ListTemplatesResponse, Status> {
     let templates = views(node).await?.into_iter().map(message).collect();
     let pool = node.pool.list().into_iter().map(|warm| PooledMachine {
         vcpus: warm.shape.vcpus,
@@ -35,7 +35,7 @@ pub async fn list(node: &Arc<Node>) -> Result<ListTemplatesResponse, Status> {
 
 /// Makes a template; the size is checked at once.
 pub fn build(
-    node: Arc<Node>,
+    node: Arc<DaemonState>,
     request: BuildTemplateRequest,
 ) -> Result<impl Future<Output = Result<Template, Status>>, Status> {
     let shape = shape(&node.config, &request)?;
@@ -47,7 +47,7 @@ pub fn build(
 }
 
 /// Reads a whole template; what is wrong with it is told in the answer.
-pub async fn verify(node: &Arc<Node>, prefix: &str) -> Result<Template, Status> {
+pub async fn verify(node: &Arc<DaemonState>, prefix: &str) -> Result<Template, Status> {
     let view = one(node, prefix).await?;
     let (templates, key) = (node.templates.clone(), view.key.clone());
     let verified = blocking(move || templates.verify(&key)).await?;
@@ -56,7 +56,7 @@ pub async fn verify(node: &Arc<Node>, prefix: &str) -> Result<Template, Status> 
 }
 
 /// Removes a template; answers what it was.
-pub async fn remove(node: &Arc<Node>, prefix: &str) -> Result<Template, Status> {
+pub async fn remove(node: &Arc<DaemonState>, prefix: &str) -> Result<Template, Status> {
     let view = one(node, prefix).await?;
     let (templates, key) = (node.templates.clone(), view.key.clone());
     let removed = blocking(move || templates.remove(&key)).await?;
@@ -81,14 +81,14 @@ fn shape(config: &Config, request: &BuildTemplateRequest) -> Result<Shape, Statu
     }
 }
 
-async fn views(node: &Arc<Node>) -> Result<Vec<TemplateView>, Status> {
+async fn views(node: &Arc<DaemonState>) -> Result<Vec<TemplateView>, Status> {
     let templates = node.templates.clone();
     let listed = blocking(move || templates.list()).await?;
     listed.map_err(|error| Status::internal(format!("cannot read the directory of templates: {error}")))
 }
 
 /// The one template whose key starts so.
-async fn one(node: &Arc<Node>, prefix: &str) -> Result<TemplateView, Status> {
+async fn one(node: &Arc<DaemonState>, prefix: &str) -> Result<TemplateView, Status> {
     let mut matching = views(node).await?;
     matching.retain(|view| view.key.to_string().starts_with(prefix));
     match matching.len() {

@@ -9,7 +9,7 @@ use futures::StreamExt;
 use sandboxer_base::chain;
 use sandboxer_protocol::id::SandboxId;
 
-use super::{Node, PodHandle, state::PodState};
+use super::{DaemonState, PodHandle, state::PodState};
 
 /// How often clocks are compared: the agent's time constant is made for it (`timekeeper.rs` there).
 const INTERVAL: Duration = Duration::from_secs(64);
@@ -19,7 +19,7 @@ const AT_ONCE: usize = 4;
 const LIMIT: Duration = Duration::from_secs(2);
 
 /// Compares clocks for ever.
-pub async fn keep(node: Arc<Node>) {
+pub async fn keep(node: Arc<DaemonState>) {
     let mut done = HashSet::new();
     loop {
         tokio::time::sleep(INTERVAL).await;

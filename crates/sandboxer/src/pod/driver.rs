@@ -27,7 +27,7 @@ use tokio::{
 use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 
 use super::{
-    ContainerView, Node, PodHandle, PodView, ProcessView, QUEUED_REQUESTS, Reply, Request, forward,
+    ContainerView, DaemonState, PodHandle, PodView, ProcessView, QUEUED_REQUESTS, Reply, Request, forward,
     host_ports,
     journal::{JournalError, PodJournal, PodRecord, RECORD_VERSION},
     readings::Readings,
@@ -35,20 +35,20 @@ use super::{
     session,
     spec::PodSpec,
     stages::Stages,
-    start::{self, Counting, Up},
+    start::{self, CgroupAttach, Up},
     state::{PodState, PodStatus},
     stop,
     volumes::Volumes,
 };
 use crate::{
-    container::{
-        Container, Exit, KILLED, NewContainer, Phase, Process, StdioPaths,
-        io::{RunningIo, StdinCloser, Subject},
-        start::{self as work, Created, Live, Means},
-    },
     error::PodError,
     events::Kind,
     front,
+    pod::container::{
+        Container, Exit, KILLED, NewContainer, Phase, Process, StdioPaths,
+        io::{RunningIo, StdinCloser, Subject},
+        start::{self as work, CreateContext, Created, RunningVm},
+    },
     share::Shares,
 };
 
@@ -58,7 +58,7 @@ pub(super) const CLOSED: &str = "closed";
 
 /// Starts the task of a pod. `found` is what an earlier daemon left running of it.
 pub fn spawn(
-    node: Arc<Node>,
+    node: Arc<DaemonState>,
     spec: PodSpec,
     link_key: LinkKey,
     status: PodStatus,
@@ -80,7 +80,7 @@ pub fn spawn(
 
 /// What a pod's task runs, what it takes requests from, and what others hold of it.
 fn driver(
-    node: Arc<Node>,
+    node: Arc<DaemonState>,
     spec: PodSpec,
     link_key: LinkKey,
     status: PodStatus,
@@ -157,7 +157,7 @@ enum Done {
         of: ContainerId,
         exec: ExecId,
         stdio: StdioPaths,
-        result: Result<crate::container::io::Io, PodError>,
+        result: Result<crate::pod::container::io::Io, PodError>,
         reply: Reply<()>,
     },
     ProcessStarted {
@@ -185,13 +185,13 @@ enum Done {
 }
 
 struct Driver {
-    node: Arc<Node>,
+    node: Arc<DaemonState>,
     spec: PodSpec,
     link_key: LinkKey,
     status: watch::Sender<PodStatus>,
     stages: Stages,
     /// Some while the pod is ready.
-    live: Option<Live>,
+    live: Option<RunningVm>,
     /// Some while an earlier daemon's pod is unknown, and until its VMM has ended.
     unreached: Option<Arc<Unreached>>,
     /// The machine is being ended.

@@ -21,7 +21,7 @@ use tokio::{
 use crate::error::PodError;
 
 /// Most connections of a pod at once: half of what its agent takes.
-const MOST: usize = 128;
+const MAX_CONNECTIONS: usize = 128;
 /// Most bytes that are passed at once.
 const CHUNK: usize = 64 << 10;
 /// How long no connection is taken after one that could not be.
@@ -62,7 +62,7 @@ async fn carry(pod: &SandboxId, listeners: Vec<net::TcpListener>, agent: Agent) 
     let listeners: Vec<_> = listeners.into_iter().map(TcpListener::from_std).collect::<Result<_, _>>()?;
     // By this the agent tells us from a daemon that is no more.
     let owner = rand::random();
-    let places = Arc::new(Semaphore::new(MOST));
+    let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     future::join_all(listeners.iter().map(|listener| accept(pod, listener, &agent, owner, &places))).await;
     Ok(())
 }
@@ -83,7 +83,7 @@ async fn accept(pod: &SandboxId, listener: &TcpListener, agent: &Agent, owner: u
                     }
                 };
                 let Ok(place) = places.clone().try_acquire_owned() else {
-                    tracing::warn!(%pod, "{MOST} connections are forwarded already: one more is refused");
+                    tracing::warn!(%pod, "{MAX_CONNECTIONS} connections are forwarded already: one more is refused");
                     refuse(stream);
                     continue;
                 };

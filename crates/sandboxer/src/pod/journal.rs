@@ -38,7 +38,7 @@ use super::{
     state::{PodState, PodStatus},
 };
 use crate::{
-    container::{Exit, StdioPaths},
+    pod::container::{Exit, StdioPaths},
     share::ShareRecord,
 };
 

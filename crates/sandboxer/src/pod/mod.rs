@@ -2,6 +2,7 @@
 
 pub mod admission;
 pub mod clocks;
+pub mod container;
 mod driver;
 mod forward;
 mod host_ports;
@@ -18,6 +19,7 @@ pub mod stage_times;
 pub mod stages;
 mod start;
 pub mod start_paths;
+pub mod starts;
 pub mod state;
 mod stop;
 pub mod undo;
@@ -40,10 +42,10 @@ use sandboxer_vmm::Vmm;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::{
-    container::{Exit, NewContainer, Phase, StdioPaths},
     error::PodError,
     events::Events,
     front::Front,
+    pod::container::{Exit, NewContainer, Phase, StdioPaths},
     pool::Pool,
     template::Templates,
 };
@@ -62,7 +64,7 @@ const QUEUED_REQUESTS: usize = 64;
 
 /// What all pods of this node share.
 #[derive(Debug)]
-pub struct Node {
+pub struct DaemonState {
     /// The configuration.
     pub config: Config,
     /// Makes machines.
@@ -99,7 +101,7 @@ pub struct Node {
     pub old_readings: Arc<AtomicU64>,
 }
 
-impl Node {
+impl DaemonState {
     /// A pod's directory for sockets and logs.
     pub fn run_dir(&self, pod: &SandboxId) -> PathBuf {
         self.config.run_dir.join("pods").join(pod)

@@ -35,7 +35,7 @@ use sandboxer_vmm::{Held, HeldProcesses, Machine, MachineExit, VmmError};
 use tokio::sync::watch;
 
 use super::{
-    Node, PodHandle,
+    DaemonState, PodHandle,
     driver::{EXEC, Found},
     journal::{ContainerRecord, PodRecord, ProcessRecord},
     quarantine::Quarantine,
@@ -44,13 +44,16 @@ use super::{
     state::{PodState, PodStatus},
 };
 use crate::{
-    container::{
-        Container, Exit, KILLED, Phase, Process, StdioPaths,
-        io::{Io, Subject},
-        start::{INTENT, Intent, Live},
-    },
     error::PodError,
-    front, pod,
+    front,
+    pod::{
+        self,
+        container::{
+            Container, Exit, KILLED, Phase, Process, StdioPaths,
+            io::{Io, Subject},
+            start::{INTENT, Intent, RunningVm},
+        },
+    },
     share::Shares,
 };
 
@@ -77,7 +80,7 @@ pub struct Records {
 impl Records {
     /// Reads all there are. One that can't be understood is put aside, and its pod taken up by the one before it. What
     /// was made of the pod in between is then mended as after a worker's death: by what its agent and its VMM say.
-    pub fn read(node: &Node) -> io::Result<Self> {
+    pub fn read(node: &DaemonState) -> io::Result<Self> {
         let mut records = Self::default();
         for record in node.journal.records()? {
             match record {
@@ -105,7 +108,7 @@ impl Records {
 }
 
 /// Takes up every recorded pod. Answers when each is in the registry.
-pub async fn recover(node: &Arc<Node>, records: Records) -> Recovered {
+pub async fn recover(node: &Arc<DaemonState>, records: Records) -> Recovered {
     let mut recovered = Recovered { quarantined: records.quarantined, ..Recovered::default() };
     for taken_up in future::join_all(records.pods.into_iter().map(|record| take_up(node, record))).await {
         match taken_up {
@@ -136,7 +139,7 @@ enum Left {
 }
 
 /// Takes up one pod.
-async fn take_up(node: &Arc<Node>, record: PodRecord) -> TakenUp {
+async fn take_up(node: &Arc<DaemonState>, record: PodRecord) -> TakenUp {
     let id = record.spec.id.clone();
     let shares = shares_of(node, &record.spec);
     let left = look(node, &record, &shares).await;
@@ -235,7 +238,7 @@ fn stopped(status: &mut PodStatus, why: Option<PodError>) {
 }
 
 /// Looks for what is left of a pod's machine. One of a pod that was not ready is ended.
-async fn look(node: &Arc<Node>, record: &PodRecord, shares: &Shares) -> Left {
+async fn look(node: &Arc<DaemonState>, record: &PodRecord, shares: &Shares) -> Left {
     let running = |vmm: Arc<dyn Held>, error: &PodError| {
         let first_error = chain(error);
         tracing::error!(pod = %record.spec.id, error = first_error, "the pod's VMM runs and can't be reached; this is tried again");
@@ -282,7 +285,7 @@ async fn look(node: &Arc<Node>, record: &PodRecord, shares: &Shares) -> Left {
 
 /// The VMM of a pod: that on record, or, since a daemon may have died between starting and noting one, that which was
 /// started for the pod's directory.
-fn hold(node: &Node, record: &PodRecord) -> Result<Option<Arc<dyn Held>>, VmmError> {
+fn hold(node: &DaemonState, record: &PodRecord) -> Result<Option<Arc<dyn Held>>, VmmError> {
     if let Some(machine) = &record.machine {
         return node.vmm.hold(machine);
     }
@@ -296,7 +299,7 @@ fn hold(node: &Node, record: &PodRecord) -> Result<Option<Arc<dyn Held>>, VmmErr
 /// The VMM of a pod that could not be looked for: it may run.
 #[derive(Debug)]
 struct Later {
-    node: Arc<Node>,
+    node: Arc<DaemonState>,
     record: PodRecord,
 }
 
@@ -337,7 +340,7 @@ impl Held for Later {
 }
 
 /// Removes what is left on disk of a pod that nobody was told of.
-async fn forget(node: &Node, spec: &PodSpec) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+async fn forget(node: &DaemonState, spec: &PodSpec) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     let id = &spec.id;
     pod::stop::clear(node, spec).await?;
     node.journal.pod(id).remove().await?;
@@ -371,7 +374,7 @@ async fn end_forgotten(pod: PodHandle, container: ContainerId) {
 #[derive(Debug)]
 pub struct Reached {
     /// Its machine and agent.
-    pub live: Live,
+    pub live: RunningVm,
     /// Processes that the agent knows.
     pub known: Vec<wire::Process>,
     /// Its volumes as recorded.
@@ -411,7 +414,7 @@ pub enum Resolved {
 
 impl Unreached {
     /// Tries again until the pod answers or its VMM has ended. `told` learns how it goes.
-    pub async fn resolve(&self, node: &Arc<Node>, told: &watch::Sender<PodStatus>) -> Resolved {
+    pub async fn resolve(&self, node: &Arc<DaemonState>, told: &watch::Sender<PodStatus>) -> Resolved {
         let overdue = async {
             tokio::time::sleep(OVERDUE_AFTER).await;
             tracing::error!(
@@ -436,7 +439,7 @@ impl Unreached {
     /// Tries until the pod answers. An error: its guest has broken the session, and its VMM has been ended for it.
     async fn reached(
         &self,
-        node: &Arc<Node>,
+        node: &Arc<DaemonState>,
         told: &watch::Sender<PodStatus>,
     ) -> Result<Box<Reached>, String> {
         let mut pause = FIRST_PAUSE;
@@ -471,7 +474,7 @@ fn is_broken(error: &PodError) -> bool {
 }
 
 /// Reaches the guest of a pod that was ready, and has it undo what nobody waits for any more.
-async fn reach(node: &Arc<Node>, record: &PodRecord, shares: &Shares) -> Result<Reached, PodError> {
+async fn reach(node: &Arc<DaemonState>, record: &PodRecord, shares: &Shares) -> Result<Reached, PodError> {
     let id = &record.spec.id;
     let gone =
         || PodError::Failed { subject: format!("VMM of pod {id}"), reason: "it is about to end".to_owned() };
@@ -495,7 +498,7 @@ async fn reach(node: &Arc<Node>, record: &PodRecord, shares: &Shares) -> Result<
 }
 
 /// Ends the containers that ran by the record and that the agent doesn't know: what is told as ended must not run.
-async fn end_denied(live: &Live, record: &PodRecord, known: &[wire::Process]) -> Result<(), PodError> {
+async fn end_denied(live: &RunningVm, record: &PodRecord, known: &[wire::Process]) -> Result<(), PodError> {
     for container in record.containers.iter().filter(|container| container.init.exit.is_none()) {
         if !known.iter().any(|process| process.container_id == container.id.as_str()) {
             tracing::warn!(pod = %record.spec.id, container = %container.id, "the agent doesn't know a container that is on record; it is ended");
@@ -506,7 +509,7 @@ async fn end_denied(live: &Live, record: &PodRecord, known: &[wire::Process]) ->
 }
 
 /// The shares of a pod.
-fn shares_of(node: &Node, spec: &PodSpec) -> Shares {
+fn shares_of(node: &DaemonState, spec: &PodSpec) -> Shares {
     let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id);
     let helpers = node.volumes.helpers.clone();
     Shares::new(spec.id.clone(), node.run_dir(&spec.id), spec.memory_mib, cgroup, helpers)
@@ -521,7 +524,11 @@ async fn clear_shares(shares: &Shares, record: &PodRecord) {
     }
 }
 
-async fn greet(node: &Node, record: &PodRecord, machine: &Arc<dyn Machine>) -> Result<Live, PodError> {
+async fn greet(
+    node: &DaemonState,
+    record: &PodRecord,
+    machine: &Arc<dyn Machine>,
+) -> Result<RunningVm, PodError> {
     let limit = node.config.vm.agent_timeout;
     let id = &record.spec.id;
     let greeting =
@@ -529,7 +536,7 @@ async fn greet(node: &Node, record: &PodRecord, machine: &Arc<dyn Machine>) -> R
     match tokio::time::timeout(limit, greeting).await {
         Ok(greeted) => {
             let (agent, _) = greeted?;
-            Ok(Live { machine: machine.clone(), agent })
+            Ok(RunningVm { machine: machine.clone(), agent })
         }
         Err(_) => {
             let console = machine.last_lines().await.join(" | ");
@@ -539,7 +546,7 @@ async fn greet(node: &Node, record: &PodRecord, machine: &Arc<dyn Machine>) -> R
 }
 
 /// A container as recorded; of a pod that is not `alive`, ended.
-fn take_up_container(node: &Node, record: ContainerRecord, alive: bool, spec: &PodSpec) -> Container {
+fn take_up_container(node: &DaemonState, record: ContainerRecord, alive: bool, spec: &PodSpec) -> Container {
     let process = |record: ProcessRecord, exec: Option<&ExecId>, container: &ContainerId| {
         let phase = phase_of(&record, alive);
         let io = phase.exit().is_none().then(|| take_up_io(node, spec, container, exec, &record.stdio));
@@ -563,7 +570,7 @@ fn take_up_container(node: &Node, record: ContainerRecord, alive: bool, spec: &P
 }
 
 fn take_up_io(
-    node: &Node,
+    node: &DaemonState,
     spec: &PodSpec,
     container: &ContainerId,
     exec: Option<&ExecId>,
@@ -575,7 +582,7 @@ fn take_up_io(
 
 /// Brings a container to where its agent says that it stands; `known`: the processes that the agent has.
 pub fn settle(
-    node: &Node,
+    node: &DaemonState,
     spec: &PodSpec,
     id: &ContainerId,
     container: &mut Container,
@@ -620,7 +627,7 @@ fn ended_unseen() -> Exit {
 
 /// Removes what an earlier worker was making when it died: containers that are not on record, with their disks,
 /// and execs that nobody was told of.
-async fn undo_half_made(node: &Node, live: &Live, record: &PodRecord, known: &[wire::Process]) {
+async fn undo_half_made(node: &DaemonState, live: &RunningVm, record: &PodRecord, known: &[wire::Process]) {
     let pod = &record.spec.id;
     let mut unfinished: HashMap<ContainerId, Vec<String>> = HashMap::new();
     for key in node.front.keys(&format!("{INTENT} ")) {

@@ -10,8 +10,8 @@ use sandboxer_base::chain;
 use sandboxer_protocol::link::LinkKey;
 use tokio::time::{Instant, sleep, timeout};
 
-use super::{Node, spec::PodSpec};
-use crate::{container::start::Live, error::PodError, share::Shares};
+use super::{DaemonState, spec::PodSpec};
+use crate::{error::PodError, pod::container::start::RunningVm, share::Shares};
 
 /// How long is waited before the first greeting: a machine that has ended is seen to have by then.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
@@ -21,7 +21,13 @@ const MAX_PAUSE: Duration = Duration::from_secs(5);
 const LASTING: Duration = Duration::from_secs(10);
 
 /// Makes a session anew whenever one ends, until it is dropped. Returns what the guest did if it broke one.
-pub async fn keep(node: Arc<Node>, spec: PodSpec, key: LinkKey, live: Live, shares: Shares) -> PodError {
+pub async fn keep(
+    node: Arc<DaemonState>,
+    spec: PodSpec,
+    key: LinkKey,
+    live: RunningVm,
+    shares: Shares,
+) -> PodError {
     let pod = &spec.id;
     let mut pause = FIRST_PAUSE;
     loop {
@@ -49,7 +55,7 @@ pub async fn keep(node: Arc<Node>, spec: PodSpec, key: LinkKey, live: Live, shar
     }
 }
 
-async fn resume(node: &Node, spec: &PodSpec, key: &LinkKey, live: &Live) -> Result<(), PodError> {
+async fn resume(node: &DaemonState, spec: &PodSpec, key: &LinkKey, live: &RunningVm) -> Result<(), PodError> {
     let limit = node.config.vm.agent_timeout;
     let greeting =
         sandboxer_guest::connect(&spec.id, live.machine.as_ref(), key, node.config.vm.agent_timeout);

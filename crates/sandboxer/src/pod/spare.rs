@@ -11,7 +11,7 @@ use sandboxer_host::rootfs::{FsType, RootfsStore};
 use sandboxer_protocol::{agent as wire, id::SandboxId};
 use sandboxer_vmm::DiskSpec;
 
-use crate::{container::start::Live, error::PodError};
+use crate::{error::PodError, pod::container::start::RunningVm};
 
 /// Its serial. Those of containers' disks and volumes begin otherwise.
 pub const SERIAL: &str = "spare-0";
@@ -36,7 +36,11 @@ impl Spare {
 }
 
 /// Plugs one into a machine and has it mounted; none where containers write to memory.
-pub async fn plug(rootfs: &RootfsStore, pod: &SandboxId, live: &Live) -> Result<Option<DiskSpec>, PodError> {
+pub async fn plug(
+    rootfs: &RootfsStore,
+    pod: &SandboxId,
+    live: &RunningVm,
+) -> Result<Option<DiskSpec>, PodError> {
     let Some(scratch) = rootfs.scratch(pod, pod, None).await? else { return Ok(None) };
     let disk = DiskSpec { serial: SERIAL.to_owned(), path: scratch.path().to_owned(), read_only: false };
     live.machine.attach_disk(&disk).await?;

@@ -34,11 +34,11 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    Node, admission::Work, host_ports, spec::PodSpec, stages::Stages, start_paths, stop, undo::Undo,
+    DaemonState, admission::Work, host_ports, spec::PodSpec, stages::Stages, start_paths, stop, undo::Undo,
 };
 use crate::{
-    container::start::Live,
     error::PodError,
+    pod::container::start::RunningVm,
     pool::{self, Warm},
     template::{Missing, Template},
 };
@@ -47,13 +47,13 @@ use crate::{
 const ENTROPY: usize = 64;
 
 /// How long a machine whose link broke is given to be seen to end.
-const LAST_MOMENT: Duration = Duration::from_secs(1);
+const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A pod that is up.
 #[derive(Debug)]
 pub struct Up {
     /// Its machine and agent.
-    pub live: Live,
+    pub live: RunningVm,
     /// The agent's first words.
     pub ready: Ready,
     /// How it got its machine.
@@ -63,7 +63,7 @@ pub struct Up {
     /// Where connections come in that are for ports of the host.
     pub host_ports: Vec<TcpListener>,
     /// Its VMM's way into the pod's control group.
-    pub counting: Option<Counting>,
+    pub counting: Option<CgroupAttach>,
     /// A scratch disk that its guest has mounted.
     pub spare: Option<DiskSpec>,
 }
@@ -86,7 +86,7 @@ enum Source {
 
 impl Source {
     /// What there is of this shape by this way, or why there is nothing.
-    fn take(node: &Node, shape: Shape, start_path: StartPath) -> Result<Self, &'static str> {
+    fn take(node: &DaemonState, shape: Shape, start_path: StartPath) -> Result<Self, &'static str> {
         match start_path {
             StartPath::Pool => node.pool.claim(shape, &node.templates).map(|warm| Self::Pool(Box::new(warm))),
             StartPath::Template => node.templates.get(shape).map(Self::Template).map_err(Missing::as_str),
@@ -97,7 +97,7 @@ impl Source {
 
 /// Brings a pod up. Cancelled or failed, it has undone all it did when it answers.
 pub async fn start(
-    node: &Node,
+    node: &DaemonState,
     spec: &PodSpec,
     key: &LinkKey,
     stages: &Stages,
@@ -141,7 +141,7 @@ pub async fn start(
 }
 
 /// The pod's network interfaces.
-async fn interfaces(node: &Node, spec: &PodSpec) -> Result<Vec<Interface>, PodError> {
+async fn interfaces(node: &DaemonState, spec: &PodSpec) -> Result<Vec<Interface>, PodError> {
     match &spec.netns {
         Some(netns) => Ok(network::look(&spec.id, netns, node.config.network.foreign_rules).await?),
         None => {
@@ -156,7 +156,7 @@ async fn interfaces(node: &Node, spec: &PodSpec) -> Result<Vec<Interface>, PodEr
 
 /// What all attempts at one pod have in common.
 struct Start<'a> {
-    node: &'a Node,
+    node: &'a DaemonState,
     spec: &'a PodSpec,
     interfaces: &'a [Interface],
     key: &'a LinkKey,
@@ -250,19 +250,19 @@ struct Waited {
 
 /// The host holds what the machine needs.
 struct Prepared<'a> {
-    node: &'a Node,
+    node: &'a DaemonState,
     spec: &'a PodSpec,
     run_dir: PathBuf,
     interfaces: Vec<Interface>,
     /// What is behind them, unless the machine has it already.
     taps: Vec<Arc<OwnedFd>>,
     /// Of a machine that is there already.
-    counting: Option<Counting>,
+    counting: Option<CgroupAttach>,
 }
 
 impl<'a> Prepared<'a> {
     async fn new(
-        node: &'a Node,
+        node: &'a DaemonState,
         spec: &'a PodSpec,
         interfaces: &[Interface],
         waited: Option<Waited>,
@@ -305,7 +305,7 @@ impl<'a> Prepared<'a> {
         let Self { spec, run_dir, interfaces, counting, .. } = self;
         let machine = warm.machine.assign(&spec.id, &run_dir)?;
         answered(spec, until, "the resumption", machine.resume()).await?;
-        let live = Live { machine, agent: warm.agent.of(&spec.id) };
+        let live = RunningVm { machine, agent: warm.agent.of(&spec.id) };
         let (ready, spare, host_ports) = (warm.ready, warm.spare, Vec::new());
         let up = Up { live, ready, start_path: StartPath::Pool, interfaces, host_ports, counting, spare };
         Ok(Greeted { spec, until, up })
@@ -361,7 +361,7 @@ impl<'a> Prepared<'a> {
 
 /// The machine runs.
 struct Running<'a> {
-    node: &'a Node,
+    node: &'a DaemonState,
     spec: &'a PodSpec,
     /// When the time for this machine is up.
     until: Instant,
@@ -375,7 +375,7 @@ impl<'a> Running<'a> {
         let Self { node, spec, until, machine, start_path, interfaces } = self;
         let greeted = sandboxer_guest::connect(&spec.id, machine.as_ref(), key, node.config.vm.agent_timeout);
         let (agent, ready) = watched(spec, until, machine.as_ref(), greeted).await?;
-        let live = Live { machine, agent };
+        let live = RunningVm { machine, agent };
         let (host_ports, counting, spare) = (Vec::new(), None, None);
         let up = Up { live, ready, start_path, interfaces, host_ports, counting, spare };
         Ok(Greeted { spec, until, up })
@@ -417,17 +417,22 @@ impl Greeted<'_> {
 /// to 17 ms on two cores: that goes on beside what follows. A container waits for it, and so does the VMM's end, after
 /// which its number may be another's.
 #[derive(Debug)]
-pub struct Counting(JoinHandle<Result<(), (PathBuf, io::Error)>>);
+pub struct CgroupAttach(JoinHandle<Result<(), (PathBuf, io::Error)>>);
 
-impl Counting {
-    /// As [`Counting::begin`], of a VMM that an earlier daemon may have moved, or not.
-    pub fn go_on(node: &Node, spec: &PodSpec, pid: u32) -> Option<Self> {
+impl CgroupAttach {
+    /// As [`CgroupAttach::begin`], of a VMM that an earlier daemon may have moved, or not.
+    pub fn go_on(node: &DaemonState, spec: &PodSpec, pid: u32) -> Option<Self> {
         let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id)?;
         if cgroup.holds(pid) { None } else { Self::begin(node, spec, pid, oneshot::channel().0) }
     }
 
     /// Begins to move process `pid`; none where the pod has no group. Lets go of `over` when that is over.
-    fn begin(node: &Node, spec: &PodSpec, pid: u32, over: oneshot::Sender<Infallible>) -> Option<Self> {
+    fn begin(
+        node: &DaemonState,
+        spec: &PodSpec,
+        pid: u32,
+        over: oneshot::Sender<Infallible>,
+    ) -> Option<Self> {
         let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id)?;
         let moved = tokio::task::spawn_blocking(move || {
             let _over = over;
@@ -453,9 +458,9 @@ impl Counting {
 }
 
 /// Begins to count a start's VMM.
-fn counted(node: &Node, spec: &PodSpec, pid: u32, undo: &mut Undo) -> Option<Counting> {
+fn counted(node: &DaemonState, spec: &PodSpec, pid: u32, undo: &mut Undo) -> Option<CgroupAttach> {
     let (over, ended) = oneshot::channel();
-    let counting = Counting::begin(node, spec, pid, over);
+    let counting = CgroupAttach::begin(node, spec, pid, over);
     undo.push("wait for the control group", async move {
         let _ = ended.await;
         Ok::<_, Infallible>(())
@@ -492,7 +497,7 @@ async fn watched<T, E: Into<PodError>>(
         answer = answer => match answer.map_err(E::into) {
             Err(PodError::Guest(GuestError::Greeting { source: LinkError::Io(error), pod })) => {
                 // The link breaks a moment before its machine is gone, whose end tells why.
-                match tokio::time::timeout(LAST_MOMENT, machine.exited()).await {
+                match tokio::time::timeout(EXIT_TIMEOUT, machine.exited()).await {
                     Ok(exit) => Err(machine_ended(spec, exit)),
                     Err(_) => Err(GuestError::Greeting { pod, source: LinkError::Io(error) }.into()),
                 }

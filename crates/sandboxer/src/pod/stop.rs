@@ -8,8 +8,8 @@ use sandboxer_protocol::id::SandboxId;
 use sandboxer_vmm::VmmError;
 use tokio::time::Instant;
 
-use super::{Node, recover::Unreached, spec::PodSpec};
-use crate::{container::start::Live, error::PodError, share::Shares};
+use super::{DaemonState, recover::Unreached, spec::PodSpec};
+use crate::{error::PodError, pod::container::start::RunningVm, share::Shares};
 
 /// How long a guest that is to power off may write nothing, unless agents have less time than that for an answer.
 const STALLED: Duration = Duration::from_secs(10);
@@ -18,7 +18,12 @@ const LOOK: Duration = Duration::from_millis(100);
 
 /// Asks the guest to power off, then ends the machine in any case, and what served its shares: until then its
 /// processes may wait for them. What the pod has written gets to its disks before, as far as that makes progress.
-pub async fn stop(node: &Node, pod: &PodSpec, live: &Live, shares: &Shares) -> Result<(), VmmError> {
+pub async fn stop(
+    node: &DaemonState,
+    pod: &PodSpec,
+    live: &RunningVm,
+    shares: &Shares,
+) -> Result<(), VmmError> {
     let gone = async {
         // The answer races with the power-off; only the machine's end counts.
         tokio::join!(live.agent.power_off(), live.machine.exited());
@@ -34,7 +39,7 @@ pub async fn stop(node: &Node, pod: &PodSpec, live: &Live, shares: &Shares) -> R
 
 /// Ends a VMM that can't be asked. An earlier daemon may have asked its guest to power off: so this waits for its data,
 /// too.
-pub async fn stop_held(node: &Node, pod: &PodSpec, unreached: &Unreached) -> Result<(), VmmError> {
+pub async fn stop_held(node: &DaemonState, pod: &PodSpec, unreached: &Unreached) -> Result<(), VmmError> {
     let vmm = &unreached.vmm;
     let gone = async { drop(vmm.ended().await) };
     wait_for_data(node, &pod.id, gone, || vmm.written()).await;
@@ -47,7 +52,7 @@ pub async fn stop_held(node: &Node, pod: &PodSpec, unreached: &Unreached) -> Res
 /// Waits until the machine is `gone`, as long as its VMM writes data: not longer than the limit for that, and for a moment
 /// only once it writes none.
 async fn wait_for_data(
-    node: &Node,
+    node: &DaemonState,
     pod: &SandboxId,
     gone: impl Future<Output = ()>,
     written: impl Fn() -> Option<Written>,
@@ -79,7 +84,7 @@ async fn wait_for_data(
 }
 
 /// Now and not when the pod is removed: a manager removes the parent as soon as the pod has stopped.
-async fn leave_now(node: &Node, pod: &PodSpec) {
+async fn leave_now(node: &DaemonState, pod: &PodSpec) {
     if let Some(cgroup) = node.cgroups.of(&pod.cgroup_parent, &pod.id)
         && let Err(error) = leave(&pod.id, &cgroup).await
     {
@@ -98,7 +103,7 @@ pub async fn leave(pod: &SandboxId, cgroup: &Cgroup) -> Result<(), PodError> {
 }
 
 /// Removes what a pod without a machine holds on the host.
-pub async fn clear(node: &Node, pod: &PodSpec) -> Result<(), PodError> {
+pub async fn clear(node: &DaemonState, pod: &PodSpec) -> Result<(), PodError> {
     if let Some(cgroup) = node.cgroups.of(&pod.cgroup_parent, &pod.id) {
         leave(&pod.id, &cgroup).await?;
     }

@@ -31,7 +31,7 @@ use sha2::{Digest, Sha256};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::spare::Spare;
-use crate::{container::start::Live, error::PodError, share::Shares};
+use crate::{error::PodError, pod::container::start::RunningVm, share::Shares};
 
 /// How long after a failure a guest is told again of files that have changed.
 const AGAIN: Duration = Duration::from_secs(10);
@@ -110,7 +110,7 @@ impl Volumes {
     }
 
     /// Keeps the files of an earlier daemon's volumes up to date again.
-    pub async fn go_on(&self, live: &Live) {
+    pub async fn go_on(&self, live: &RunningVm) {
         let volumes: Vec<_> = self.volumes().values().cloned().collect();
         for volume in volumes {
             if !matches!(volume.needed.content, Content::Files { follow: true, .. }) {
@@ -132,7 +132,7 @@ impl Volumes {
 
     /// Sees to it that the guest has what a container needs, all at once. Those that were made stay, whatever
     /// becomes of the others: they are the pod's.
-    pub async fn provide(&self, live: &Live, needed: &[Needed]) -> Result<(), PodError> {
+    pub async fn provide(&self, live: &RunningVm, needed: &[Needed]) -> Result<(), PodError> {
         let volumes: Vec<_> = needed.iter().map(|needed| self.find(needed)).collect();
         let made = future::join_all(volumes.iter().map(|volume| self.make(live, volume))).await;
         made.into_iter().collect()
@@ -146,7 +146,7 @@ impl Volumes {
         self.volumes().entry(needed.id.clone()).or_insert_with(|| Volume::new(needed.clone(), false)).clone()
     }
 
-    async fn make(&self, live: &Live, volume: &Arc<Volume>) -> Result<(), PodError> {
+    async fn make(&self, live: &RunningVm, volume: &Arc<Volume>) -> Result<(), PodError> {
         let Needed { id, content } = &volume.needed;
         let mut files = volume.files.lock().await;
         let is_made = volume.is_made.load(Ordering::Acquire) || self.was_made(id);
@@ -195,7 +195,7 @@ impl Volumes {
         self.earlier.as_ref().is_some_and(|earlier| earlier.made.contains(id.as_str()))
     }
 
-    async fn attach(&self, live: &Live, id: &Id, path: &Path, read_only: bool) -> Result<(), PodError> {
+    async fn attach(&self, live: &RunningVm, id: &Id, path: &Path, read_only: bool) -> Result<(), PodError> {
         let disk = DiskSpec { serial: id.to_string(), path: PathBuf::from(path), read_only };
         if self.earlier.is_some() {
             // It may be there, and of no use, from a start that the earlier daemon did not finish.
@@ -209,7 +209,7 @@ impl Volumes {
 /// remove the pod, and the last files stay in the guest.
 async fn send(
     helpers: &Helpers,
-    live: &Live,
+    live: &RunningVm,
     id: &Id,
     dir: &Path,
     sent: &mut Option<[u8; 32]>,
@@ -227,7 +227,7 @@ async fn send(
 
 async fn put(
     helpers: &Helpers,
-    live: &Live,
+    live: &RunningVm,
     id: &Id,
     dir: &Path,
     content: WireContent,
@@ -243,7 +243,7 @@ async fn put(
 }
 
 /// Sends a volume's files whenever they have changed, until they are gone.
-async fn follow_changes(store: Arc<VolumeStore>, live: Live, volume: Weak<Volume>, mut watch: Watch) {
+async fn follow_changes(store: Arc<VolumeStore>, live: RunningVm, volume: Weak<Volume>, mut watch: Watch) {
     loop {
         watch.changed().await;
         while let Err(error) = refresh(&store.helpers, &live, &volume).await {
@@ -253,7 +253,7 @@ async fn follow_changes(store: Arc<VolumeStore>, live: Live, volume: Weak<Volume
     }
 }
 
-async fn refresh(helpers: &Helpers, live: &Live, volume: &Weak<Volume>) -> Result<(), PodError> {
+async fn refresh(helpers: &Helpers, live: &RunningVm, volume: &Weak<Volume>) -> Result<(), PodError> {
     let Some(volume) = volume.upgrade() else { return Ok(()) };
     let Content::Files { dir, .. } = &volume.needed.content else { return Ok(()) };
     send(helpers, live, &volume.needed.id, dir, &mut volume.files.lock().await.sent).await

@@ -11,7 +11,7 @@ use tokio::time::Instant;
 /// What counts as lately.
 pub const WINDOW: Duration = Duration::from_secs(60);
 /// Most arrivals that are remembered: no pool is larger.
-const MOST: usize = 1000;
+const MAX_ARRIVALS: usize = 1000;
 
 /// When machines of one size were asked for.
 #[derive(Debug, Default)]
@@ -21,7 +21,7 @@ impl Demand {
     /// One was asked for.
     pub fn add(&mut self, now: Instant) {
         self.0.push_back(now);
-        if self.0.len() > MOST {
+        if self.0.len() > MAX_ARRIVALS {
             self.0.pop_front();
         }
     }

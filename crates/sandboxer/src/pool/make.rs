@@ -9,9 +9,8 @@ use tokio_util::sync::CancellationToken;
 
 use super::{Rehearsal, Warm, rehearsal, run_dir};
 use crate::{
-    container::start::Live,
     error::PodError,
-    pod::{Node, spare, undo::Undo},
+    pod::{DaemonState, container::start::RunningVm, spare, undo::Undo},
     template::{BuildError, Shape, Template},
 };
 
@@ -28,7 +27,7 @@ pub enum PoolError {
 
 /// Makes a machine that waits. Cancelled or failed, it leaves nothing behind.
 pub async fn warm(
-    node: &Arc<Node>,
+    node: &Arc<DaemonState>,
     rehearsal: &Rehearsal,
     shape: Shape,
     cancel: &CancellationToken,
@@ -53,7 +52,7 @@ pub async fn warm(
 }
 
 async fn try_warm(
-    node: &Arc<Node>,
+    node: &Arc<DaemonState>,
     rehearsal: &Rehearsal,
     template: &Template,
     id: &SandboxId,
@@ -90,7 +89,7 @@ async fn try_warm(
     // The same words that the pod will say again: what a guest does for the first time is slow.
     let rehearsed = ConfigurePodRequest { interfaces: rehearsal::interfaces(spec.nics), ..identity.clone() };
     agent.configure_pod(rehearsed).await?;
-    let live = Live { machine: machine.clone(), agent: agent.clone() };
+    let live = RunningVm { machine: machine.clone(), agent: agent.clone() };
     rehearsal.run(node, id, &live).await?;
     let spare = spare::plug(&node.rootfs, id, &live).await?;
     // Without an interface, so that the pod's finds nothing to clear.

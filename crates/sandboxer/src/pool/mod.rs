@@ -39,7 +39,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    pod::Node,
+    pod::DaemonState,
     template::{Missing, Shape, TemplateKey, Templates},
 };
 use demand::{Demand, Wanted, share_out};
@@ -127,7 +127,7 @@ impl Pool {
     }
 
     /// Keeps the pool at its size until `shutdown`; what was being made by then is undone when it answers.
-    pub async fn keep_filled(&self, node: &Arc<Node>, shutdown: &CancellationToken) {
+    pub async fn keep_filled(&self, node: &Arc<DaemonState>, shutdown: &CancellationToken) {
         if self.config.max == 0 {
             return;
         }
@@ -138,7 +138,7 @@ impl Pool {
         tokio::join!(self.keep_trimmed(node, shutdown), self.fill(node, &rehearsal, shutdown));
     }
 
-    async fn keep_trimmed(&self, node: &Node, shutdown: &CancellationToken) {
+    async fn keep_trimmed(&self, node: &DaemonState, shutdown: &CancellationToken) {
         let mut taken = self.taken.subscribe();
         while !shutdown.is_cancelled() {
             self.trim(node).await;
@@ -146,7 +146,7 @@ impl Pool {
         }
     }
 
-    async fn fill(&self, node: &Arc<Node>, rehearsal: &Rehearsal, shutdown: &CancellationToken) {
+    async fn fill(&self, node: &Arc<DaemonState>, rehearsal: &Rehearsal, shutdown: &CancellationToken) {
         let mut taken = self.taken.subscribe();
         // Sizes of which the last could not be made, and when.
         let mut failed: BTreeMap<Shape, Instant> = BTreeMap::new();
@@ -204,7 +204,7 @@ impl Pool {
 
     /// Ends the machines that are too many, whose templates have changed or that have ended; and, as long as memory
     /// is short, one after the other, the largest first.
-    async fn trim(&self, node: &Node) {
+    async fn trim(&self, node: &DaemonState) {
         // Files are looked at before the lock is taken: a claim waits for it.
         let shapes: Vec<Shape> = self.lock().waiting.keys().copied().collect();
         let key = |&shape: &Shape| Some((shape, node.templates.get(shape).ok()?.key.clone()));
@@ -262,7 +262,7 @@ impl Pool {
 }
 
 /// Where machines that wait keep their sockets, below the run directory.
-pub fn run_dir(node: &Node) -> PathBuf {
+pub fn run_dir(node: &DaemonState) -> PathBuf {
     dir(&node.config.run_dir)
 }
 

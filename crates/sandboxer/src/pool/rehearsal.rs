@@ -23,15 +23,20 @@ use serde_json::json;
 
 use super::program;
 use crate::{
-    container::{
-        NewContainer, StdioPaths,
-        io::Subject,
-        spec as container_spec,
-        start::{self, Live, Means},
-    },
     error::PodError,
     front::Front,
-    pod::{Node, spec::PodSpec, stages::Stages, volumes::Volumes},
+    pod::{
+        DaemonState,
+        container::{
+            NewContainer, StdioPaths,
+            io::Subject,
+            spec as container_spec,
+            start::{self, CreateContext, RunningVm},
+        },
+        spec::PodSpec,
+        stages::Stages,
+        volumes::Volumes,
+    },
     share::Shares,
 };
 
@@ -80,7 +85,12 @@ impl Rehearsal {
     }
 
     /// Makes the container in a machine, lets it run and removes it.
-    pub async fn run(&self, node: &Arc<Node>, id: &SandboxId, live: &Live) -> Result<(), PodError> {
+    pub async fn run(
+        &self,
+        node: &Arc<DaemonState>,
+        id: &SandboxId,
+        live: &RunningVm,
+    ) -> Result<(), PodError> {
         let container: ContainerId = id.clone();
         let pod = PodSpec::plain(id.clone(), 0, 0);
         let new = NewContainer {
@@ -99,8 +109,13 @@ impl Rehearsal {
         let shares = Shares::new(id.clone(), self.bundle.clone(), 0, None, node.volumes.helpers.clone());
         let volumes = Volumes::new(node.volumes.clone(), shares, None);
         let front = Front::none();
-        let means =
-            Means { front: &front, rootfs: &node.rootfs, volumes: &volumes, stages: &stages, place: None };
+        let means = CreateContext {
+            front: &front,
+            rootfs: &node.rootfs,
+            volumes: &volumes,
+            stages: &stages,
+            place: None,
+        };
         let guest_spec = container_spec::read(&pod, &new, &node.volumes.helpers).await?;
         let created = start::create(&pod, live, means, &new, guest_spec).await?;
         let subject = Subject { container: container.clone(), exec: None };

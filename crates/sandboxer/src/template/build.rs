@@ -18,7 +18,7 @@ use sandboxer_vmm::{MEMORY, Machine, VmSpec, Vmm, VmmError};
 
 use super::{
     Shape, TemplateError, image,
-    key::{Inputs, Survey},
+    key::{InputDigest, Inputs},
 };
 use crate::error::PodError;
 
@@ -81,7 +81,7 @@ impl Builder {
     }
 
     /// Makes the template of what was found by `survey`. One at a time; a failure leaves nothing behind.
-    pub async fn build(&self, survey: &Survey) -> Result<(), BuildError> {
+    pub async fn build(&self, survey: &InputDigest) -> Result<(), BuildError> {
         let inputs = survey.inputs.clone();
         let key = inputs.key();
         let dir = self.root.join(format!(".{key}"));

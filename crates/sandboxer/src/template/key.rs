@@ -74,14 +74,14 @@ impl Inputs {
 
 /// What a template depends on, and when that was so.
 #[derive(Debug, Clone)]
-pub struct Survey {
+pub struct InputDigest {
     /// As the template keeps it.
     pub inputs: Inputs,
     /// Of the program and the guest's files, as their hashes were taken.
     stamps: Vec<(PathBuf, Stamp)>,
 }
 
-impl Survey {
+impl InputDigest {
     /// Nothing has changed since, as far as can be told without reading a file. The host's processor is not looked at
     /// again: it changes with a boot, or where microcode is loaded into a running kernel, after which the daemon is to
     /// be started anew.
@@ -94,14 +94,14 @@ impl Survey {
 
 /// Takes inputs; a file that has not changed is not read again.
 #[derive(Debug, Default)]
-pub struct Surveyor {
+pub struct InputHasher {
     // A plain lock: held for a look or a note, not while a file is read.
     hashes: Mutex<HashMap<PathBuf, (Stamp, String)>>,
 }
 
-impl Surveyor {
+impl InputHasher {
     /// What a template of `spec` depends on now. Blocks while files are read.
-    pub fn survey(&self, vmm: &dyn Vmm, spec: &VmSpec) -> Result<Survey, (PathBuf, io::Error)> {
+    pub fn survey(&self, vmm: &dyn Vmm, spec: &VmSpec) -> Result<InputDigest, (PathBuf, io::Error)> {
         let of_vmm = vmm.template_inputs(spec);
         let cpuinfo = Path::new("/proc/cpuinfo");
         let mut stamps = Vec::new();
@@ -119,7 +119,7 @@ impl Surveyor {
             cpu: cpu(&fs::read_to_string(cpuinfo).map_err(|error| (cpuinfo.to_owned(), error))?),
             vmm: of_vmm,
         };
-        Ok(Survey { inputs, stamps })
+        Ok(InputDigest { inputs, stamps })
     }
 
     fn hash(&self, path: &Path) -> Result<(Stamp, String), (PathBuf, io::Error)> {
@@ -183,7 +183,7 @@ mod tests {
     fn a_file_replaced_by_one_of_the_same_length_is_read_again() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("vmm");
-        let surveyor = Surveyor::default();
+        let surveyor = InputHasher::default();
         fs::write(&path, "one").unwrap();
         let first = surveyor.hash(&path).unwrap();
         assert_eq!(surveyor.hash(&path).unwrap(), first);

@@ -4,7 +4,7 @@ use std::{mem, sync::Arc, time::Duration};
 
 use tokio::time::Instant;
 
-use super::{Template, TemplateKey, build::BuildError, key::Survey};
+use super::{Template, TemplateKey, build::BuildError, key::InputDigest};
 
 /// How long after a failure the next attempt is made by itself.
 const RETRY: Duration = Duration::from_secs(60);
@@ -74,7 +74,7 @@ pub enum State {
 pub struct Ready {
     pub template: Arc<Template>,
     /// Of what it was made.
-    pub survey: Arc<Survey>,
+    pub survey: Arc<InputDigest>,
     /// By this daemon: made again, it would be the same.
     made: bool,
     pub used: Instant,
@@ -106,7 +106,7 @@ impl Slot {
     }
 
     /// It is there from now on, `made` or found.
-    pub fn settle(&mut self, template: Arc<Template>, survey: Arc<Survey>, made: bool) {
+    pub fn settle(&mut self, template: Arc<Template>, survey: Arc<InputDigest>, made: bool) {
         let now = Instant::now();
         self.state = State::Ready(Ready { template, survey, made, used: now, noted: now });
         self.told = None;

@@ -22,7 +22,7 @@ use super::{
     bounds::{self, Kept},
     build::{BuildError, Builder, clear},
     image::{self, Manifest},
-    key::{Survey, Surveyor},
+    key::{InputDigest, InputHasher},
     slot::{Slot, State},
 };
 
@@ -34,7 +34,7 @@ const SPARED: Duration = Duration::from_secs(60);
 struct Prepared {
     template: Arc<Template>,
     /// Of what it was made.
-    survey: Arc<Survey>,
+    survey: Arc<InputDigest>,
     /// By this daemon.
     made: bool,
 }
@@ -55,7 +55,7 @@ pub struct TemplateView {
 pub struct Templates {
     bounds: TemplateConfig,
     builder: Builder,
-    surveyor: Surveyor,
+    surveyor: InputHasher,
     /// Held while one is read or made, for either takes a processor.
     preparing: tokio::sync::Mutex<()>,
     // A plain lock: never held across an await.
@@ -89,7 +89,7 @@ impl Templates {
                 tap_pool,
                 cgroup,
             },
-            surveyor: Surveyor::default(),
+            surveyor: InputHasher::default(),
             preparing: tokio::sync::Mutex::default(),
             slots: Mutex::default(),
         };
@@ -106,12 +106,12 @@ impl Templates {
             return Ok(template);
         }
         let missing = self.slots().entry(shape).or_default().ask()?;
-        self.see_to(shape);
+        self.spawn_prepare(shape);
         Err(missing)
     }
 
     /// Prepares a template while nobody waits for it.
-    fn see_to(self: &Arc<Self>, shape: Shape) {
+    fn spawn_prepare(self: &Arc<Self>, shape: Shape) {
         let templates = self.clone();
         tokio::spawn(async move {
             // Told in the log already.
@@ -195,7 +195,7 @@ impl Templates {
     async fn build(
         self: &Arc<Self>,
         shape: Shape,
-        survey: &Arc<Survey>,
+        survey: &Arc<InputDigest>,
     ) -> Result<Arc<Template>, BuildError> {
         // What it took the last time, it will take again.
         let bytes = self.slots().entry(shape).or_default().bytes;
@@ -248,7 +248,7 @@ impl Templates {
             return;
         }
         tracing::warn!(%shape, %key, "the VMM refuses a template, which is made anew");
-        self.see_to(shape);
+        self.spawn_prepare(shape);
     }
 
     /// Every template on disk.
@@ -331,7 +331,7 @@ impl Templates {
         Some(template)
     }
 
-    fn survey(&self, shape: Shape) -> Result<Survey, TemplateError> {
+    fn survey(&self, shape: Shape) -> Result<InputDigest, TemplateError> {
         let spec = self.builder.spec(shape, Path::new(""));
         self.surveyor.survey(self.builder.vmm.as_ref(), &spec).map_err(|(path, source)| TemplateError::Host {
             action: "take the hash of an input",

@@ -118,7 +118,7 @@ impl Nature {
 pub const RELEASE: &str = "6.1\x1b]0;root\x07";
 
 /// Longest message ttrpc takes.
-const LONGEST: u32 = 4 << 20;
+const MAX_MESSAGE_BYTES: u32 = 4 << 20;
 
 /// Serves one stream of a guest.
 pub fn serve(guest: FakeGuest, nature: Nature) {
@@ -179,7 +179,10 @@ async fn harm(session: impl AsyncRead + AsyncWrite, nature: Nature) -> io::Resul
         }
         match (nature, request.method.as_str()) {
             (AnswersUnasked, _) => {
-                let frame = [head(stream + 1000, LONGEST, MESSAGE_TYPE_RESPONSE), vec![0; LONGEST as usize]];
+                let frame = [
+                    head(stream + 1000, MAX_MESSAGE_BYTES, MESSAGE_TYPE_RESPONSE),
+                    vec![0; MAX_MESSAGE_BYTES as usize],
+                ];
                 return flood(&mut to, &frame.concat()).await;
             }
             (AnswersTwice, _) => return flood(&mut to, &good(b"")).await,

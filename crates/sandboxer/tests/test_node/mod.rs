@@ -6,10 +6,14 @@ use std::{fs, path::Path, sync::Arc};
 
 use nix::{sys::stat::Mode, unistd::mkfifo};
 use sandboxer::{
-    container::{NewContainer, Phase, StdioPaths},
     daemon,
     front::Front,
-    pod::{self, Node, PodHandle, spec::PodSpec, state::PodStatus},
+    pod::{
+        self, DaemonState, PodHandle,
+        container::{NewContainer, Phase, StdioPaths},
+        spec::PodSpec,
+        state::PodStatus,
+    },
 };
 use sandboxer_config::Config;
 use sandboxer_host::rootfs::Mount;
@@ -22,7 +26,7 @@ use tempfile::TempDir;
 
 /// A node whose machines run nothing.
 pub struct TestNode {
-    pub node: Arc<Node>,
+    pub node: Arc<DaemonState>,
     pub vmm: Arc<FakeVmm>,
     pub dir: TempDir,
     config: Config,
@@ -40,13 +44,13 @@ impl TestNode {
     }
 
     /// What a daemon that was killed and started again has.
-    pub fn restarted(&self) -> Arc<Node> {
+    pub fn restarted(&self) -> Arc<DaemonState> {
         daemon::node(self.config.clone(), self.vmm.clone(), Front::none()).unwrap()
     }
 
     /// The same, where nothing of the daemon before goes on either: these are its pods, of which nobody else has a
     /// handle, and their tasks end.
-    pub fn killed(&self, pods: impl IntoIterator<Item = PodHandle>) -> Arc<Node> {
+    pub fn killed(&self, pods: impl IntoIterator<Item = PodHandle>) -> Arc<DaemonState> {
         pods.into_iter().for_each(|pod| self.node.registry.remove(pod.id()));
         self.restarted()
     }

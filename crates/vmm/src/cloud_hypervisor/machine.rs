@@ -33,7 +33,7 @@ use crate::{
 /// Events that may wait for who looks at them.
 const EVENTS: usize = 16;
 /// A process whose sockets are closed is gone within this time, or lives on without them.
-const LAST_MOMENT: Duration = Duration::from_secs(1);
+const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A machine run by Cloud Hypervisor.
 #[derive(Debug)]
@@ -308,7 +308,7 @@ impl Watched {
 
     /// The sockets of a process that ends close before it is gone.
     async fn is_ending(&self) -> bool {
-        tokio::time::timeout(LAST_MOMENT, self.process.exited()).await.is_ok()
+        tokio::time::timeout(EXIT_TIMEOUT, self.process.exited()).await.is_ok()
     }
 
     /// Waits for the process's end; how it ended.

@@ -15,7 +15,7 @@ use tokio::{
 };
 
 /// Most files passed at once.
-const MOST: usize = 16;
+const MAX_FILES: usize = 16;
 
 /// The stream, and what is still to be passed.
 pub struct Passing {
@@ -24,13 +24,13 @@ pub struct Passing {
 }
 
 impl Passing {
-    /// Passes up to [`MOST`] `files`; more fail the first write.
+    /// Passes up to [`MAX_FILES`] `files`; more fail the first write.
     pub fn new(stream: UnixStream, files: Vec<OwnedFd>) -> Self {
         Self { stream, files }
     }
 
     fn send(&self, bytes: &[u8]) -> io::Result<usize> {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MOST))];
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FILES))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         let files: Vec<_> = self.files.iter().map(AsFd::as_fd).collect();
         if !control.push(SendAncillaryMessage::ScmRights(&files)) {

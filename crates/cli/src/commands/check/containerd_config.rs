@@ -28,7 +28,7 @@ const PULLS_PAUSE: (u32, u32) = (2, 3);
 /// Versions of the file's format that have the tables that are set here.
 const FORMATS: std::ops::RangeInclusive<i64> = 3..=4;
 /// A larger file is no configuration.
-const MOST: u64 = 4 << 20;
+const MAX_FILE_BYTES: u64 = 4 << 20;
 
 /// Why a file is left as it is.
 #[derive(Debug, thiserror::Error)]
@@ -223,7 +223,7 @@ fn read(path: &Path) -> anyhow::Result<String> {
     let size = size.with_context(|| {
         format!("cannot read {path:?}; where there is none, --containerd-config without --apply prints one")
     })?;
-    anyhow::ensure!(size <= MOST, "{path:?} has {size} bytes, which is no configuration");
+    anyhow::ensure!(size <= MAX_FILE_BYTES, "{path:?} has {size} bytes, which is no configuration");
     fs::read_to_string(path).with_context(|| format!("cannot read {path:?}"))
 }
 

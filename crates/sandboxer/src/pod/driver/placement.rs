@@ -11,7 +11,7 @@ use sandboxer_protocol::id::ContainerId;
 use tokio::sync::oneshot;
 
 use super::{Done, Driver};
-use crate::container::Container;
+use crate::pod::container::Container;
 
 impl Driver {
     /// Takes the CPUs that an update of a container's resources names, if it does.

@@ -4,7 +4,10 @@ use sandboxer_guest::Signal;
 use sandboxer_protocol::stage::Stage;
 
 use super::*;
-use crate::{container, front, pod::admission::Work};
+use crate::{
+    front,
+    pod::{admission::Work, container},
+};
 
 impl Driver {
     pub(super) fn handle(&mut self, request: Request) {
@@ -201,7 +204,7 @@ impl Driver {
                 let turn = async { cancel.run_until_cancelled(turn).await.ok_or_else(cancelled) };
                 let place = stages.run(Stage::Queue, turn).await?;
                 let (front, rootfs) = (&node.front, &node.rootfs);
-                let means = Means { front, rootfs, volumes: &volumes, stages: &stages, place };
+                let means = CreateContext { front, rootfs, volumes: &volumes, stages: &stages, place };
                 work::create(&spec, &live, means, &new, guest_spec).await
             };
             let result = made.await.map(Box::new);
@@ -389,7 +392,7 @@ impl Driver {
         &mut self,
         checked: Result<(), PodError>,
         reply: Reply<T>,
-        ask: impl FnOnce(Live) -> F + Send + 'static,
+        ask: impl FnOnce(RunningVm) -> F + Send + 'static,
     ) where
         T: Send + 'static,
         F: Future<Output = Result<T, PodError>> + Send,

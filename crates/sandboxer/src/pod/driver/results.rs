@@ -81,7 +81,7 @@ impl Driver {
         });
     }
 
-    fn wait_until_counted(&mut self, counting: Option<Counting>) {
+    fn wait_until_counted(&mut self, counting: Option<CgroupAttach>) {
         let Some(counting) = counting else { return };
         let (counted, is_counted) = watch::channel(false);
         self.counted = is_counted;
@@ -178,8 +178,8 @@ impl Driver {
         };
         for container in self.containers.values_mut() {
             for process in std::iter::once(&mut container.init).chain(container.execs.values_mut()) {
-                if let Some(voice) = process.voice.as_ref().filter(|_| unasked) {
-                    voice.say(&reason);
+                if let Some(stderr_writer) = process.stderr_writer.as_ref().filter(|_| unasked) {
+                    stderr_writer.write_line(&reason);
                 }
                 process.end(exit.clone());
             }
@@ -261,7 +261,7 @@ impl Driver {
         of: ContainerId,
         exec: ExecId,
         stdio: StdioPaths,
-        io: crate::container::io::Io,
+        io: crate::pod::container::io::Io,
     ) -> Result<(), PodError> {
         if !self.containers.contains_key(&of) {
             io.let_go();
@@ -306,7 +306,7 @@ impl Driver {
     }
 
     /// Waits for the end of a process that ran at `since` or later.
-    fn follow(&mut self, live: Live, subject: Subject, since: u64, running: RunningIo) {
+    fn follow(&mut self, live: RunningVm, subject: Subject, since: u64, running: RunningIo) {
         let container = self.containers.get(&subject.container).filter(|_| subject.exec.is_none());
         let message = container.and_then(|container| container.message.clone());
         let helpers = self.node.volumes.helpers.clone();
@@ -431,7 +431,7 @@ impl Driver {
         let host_ports = host_ports::listen_again(&self.node.front, &self.spec);
         self.live = Some(live.clone());
         self.watch_machine();
-        self.wait_until_counted(Counting::go_on(&self.node, &self.spec, live.machine.record().pid));
+        self.wait_until_counted(CgroupAttach::go_on(&self.node, &self.spec, live.machine.record().pid));
         self.forward_ports(host_ports);
         self.place();
         let mut running = Vec::new();

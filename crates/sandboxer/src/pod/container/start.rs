@@ -36,7 +36,7 @@ use crate::{
 
 /// A pod that is up: its machine and the agent in it.
 #[derive(Debug, Clone)]
-pub struct Live {
+pub struct RunningVm {
     /// The machine.
     pub machine: Arc<dyn Machine>,
     /// The agent.
@@ -76,7 +76,7 @@ pub const INTENT: &str = "intent";
 
 /// What the host makes a pod's containers of.
 #[derive(Debug)]
-pub struct Means<'a> {
+pub struct CreateContext<'a> {
     /// Keeps what the next worker needs.
     pub front: &'a Arc<Front>,
     /// Images of snapshots.
@@ -93,8 +93,8 @@ pub struct Means<'a> {
 /// leaves nothing behind.
 pub async fn create(
     pod: &PodSpec,
-    live: &Live,
-    means: Means<'_>,
+    live: &RunningVm,
+    means: CreateContext<'_>,
     new: &NewContainer,
     guest_spec: GuestSpec,
 ) -> Result<Created, PodError> {
@@ -110,8 +110,8 @@ pub async fn create(
 
 async fn try_create(
     pod: &PodSpec,
-    live: &Live,
-    Means { front, rootfs, volumes, stages, place }: Means<'_>,
+    live: &RunningVm,
+    CreateContext { front, rootfs, volumes, stages, place }: CreateContext<'_>,
     new: &NewContainer,
     guest_spec: GuestSpec,
     undo: &mut Undo,
@@ -230,7 +230,7 @@ fn released(kept: Kept) -> Result<(), std::convert::Infallible> {
 }
 
 /// Removes what [`create`] made. Goes on past failures; the first is answered.
-pub async fn delete(live: &Live, container: &ContainerId, disks: &[DiskSpec]) -> Result<(), PodError> {
+pub async fn delete(live: &RunningVm, container: &ContainerId, disks: &[DiskSpec]) -> Result<(), PodError> {
     let deleted = live.agent.delete_container(container).await;
     let unplugged = future::join_all(disks.iter().map(|disk| live.machine.detach_disk(&disk.serial))).await;
     deleted?;
@@ -239,14 +239,14 @@ pub async fn delete(live: &Live, container: &ContainerId, disks: &[DiskSpec]) ->
 }
 
 /// Lets a process go. Answers its guest pid.
-pub async fn release(live: &Live, subject: &Subject) -> Result<u32, PodError> {
+pub async fn release(live: &RunningVm, subject: &Subject) -> Result<u32, PodError> {
     Ok(live.agent.start_process(&subject.container, subject.exec.as_ref()).await?)
 }
 
 /// Registers an exec; it runs when [`release`]d.
 pub async fn create_exec(
     pod: &SandboxId,
-    live: &Live,
+    live: &RunningVm,
     front: &Arc<Front>,
     container: &ContainerId,
     exec: &ExecId,
@@ -284,7 +284,7 @@ pub const OUT_OF_MEMORY: &str = "killed for using too much memory";
 /// It ran at `since`, ns since 1970, or later. Never answers if the guest falls silent: the machine's end is seen
 /// elsewhere.
 pub async fn follow(
-    live: &Live,
+    live: &RunningVm,
     subject: &Subject,
     since: u64,
     mut io: RunningIo,

@@ -17,7 +17,7 @@ use sandboxer_protocol::id::SandboxId;
 
 use crate::{
     error::PodError,
-    pod::{Node, PodHandle},
+    pod::{DaemonState, PodHandle},
 };
 
 /// Where the files are, in the run directory.
@@ -30,7 +30,7 @@ const SHOWN_WITHIN: Duration = Duration::from_secs(20);
 /// Pods that were started, and of which containerd has not shown yet that it knows so.
 #[derive(Debug)]
 pub struct Starts {
-    node: Arc<Node>,
+    node: Arc<DaemonState>,
     dir: PathBuf,
     // A plain lock: held for a look-up, never across an await.
     untold: Mutex<HashSet<SandboxId>>,
@@ -38,7 +38,7 @@ pub struct Starts {
 
 impl Starts {
     /// With those that an earlier worker left. The pods of which containerd doesn't show anything go after a while.
-    pub fn of(node: Arc<Node>) -> io::Result<Arc<Self>> {
+    pub fn of(node: Arc<DaemonState>) -> io::Result<Arc<Self>> {
         let dir = node.config.run_dir.join(DIR);
         fs::create_dir_all(&dir)?;
         let mut untold = HashSet::new();

@@ -39,7 +39,7 @@ pub struct Io {
     stdin: Option<Inlet>,
     stdout: Option<Outlet>,
     stderr: Option<Outlet>,
-    voice: Option<Voice>,
+    stderr_writer: Option<StderrWriter>,
     /// Their hold at the front.
     kept: Option<Kept>,
     /// An earlier worker had copied some, and the streams themselves don't know how much.
@@ -50,13 +50,13 @@ pub struct Io {
 ///
 /// As long as it is there the FIFO has a writer, so containerd reads on until the process's end is known.
 #[derive(Debug)]
-pub struct Voice(OwnedFd);
+pub struct StderrWriter(OwnedFd);
 
-impl Voice {
+impl StderrWriter {
     /// Writes one line, as far as the FIFO takes it.
-    pub fn say(&self, words: &str) {
+    pub fn write_line(&self, words: &str) {
         if let Err(error) = rustix::io::write(&self.0, format!("sandboxer: {words}\n").as_bytes()) {
-            tracing::debug!(%error, "no room for a container's last words");
+            tracing::debug!(%error, "failed to write to the container's standard error");
         }
     }
 }
@@ -230,14 +230,14 @@ impl Io {
     fn find_voice(&mut self, paths: &StdioPaths) -> io::Result<()> {
         let of = if paths.terminal { &self.stdout } else { &self.stderr };
         if let Some([fifo, _]) = of.as_ref().map(Outlet::fds) {
-            self.voice = Some(Voice(fifo.try_clone_to_owned()?));
+            self.stderr_writer = Some(StderrWriter(fifo.try_clone_to_owned()?));
         }
         Ok(())
     }
 
     /// Takes the daemon's own way to the process's error stream; there is one.
-    pub fn take_voice(&mut self) -> Option<Voice> {
-        self.voice.take()
+    pub fn take_stderr_writer(&mut self) -> Option<StderrWriter> {
+        self.stderr_writer.take()
     }
 
     /// Its hold at the front.

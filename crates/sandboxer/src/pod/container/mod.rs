@@ -117,7 +117,7 @@ pub struct Process {
     /// Its streams, until they are running.
     pub io: Option<io::Io>,
     /// Speaks for it when its guest can't; until it has ended.
-    pub voice: Option<io::Voice>,
+    pub stderr_writer: Option<io::StderrWriter>,
     /// Asks the running stdin copy to finish.
     pub stdin: Option<io::StdinCloser>,
     /// What the front holds of its streams, until it has ended.
@@ -132,15 +132,15 @@ impl Process {
 
     /// A process that stands at `phase`.
     pub fn at(phase: Phase, pid: u32, stdio: StdioPaths, mut io: Option<io::Io>) -> Self {
-        let voice = io.as_mut().and_then(io::Io::take_voice);
+        let stderr_writer = io.as_mut().and_then(io::Io::take_stderr_writer);
         let kept = io.as_ref().and_then(io::Io::kept);
-        Self { pid, stdio, phase: watch::Sender::new(phase), io, voice, stdin: None, kept }
+        Self { pid, stdio, phase: watch::Sender::new(phase), io, stderr_writer, stdin: None, kept }
     }
 
     /// Notes its end, unless that is known already, and lets go of its streams.
     pub fn end(&mut self, exit: Exit) {
         self.io = None;
-        self.voice = None;
+        self.stderr_writer = None;
         self.stdin = None;
         if let Some(kept) = self.kept.take() {
             kept.release();

@@ -18,7 +18,8 @@ use sandboxer_protocol::{id::SandboxId, share::DISK_SERIAL};
 use super::command_line;
 use crate::vmm::{
     AgentStream, DiskSpec, MEMORY, Machine, MachineExit, MachineRecord, ShareListener, ShareWay, VmmError,
-    jail, process::Process,
+    jail,
+    process::Process,
     qmp::{Qmp, QmpError},
     run_dir::{Captures, Files, host},
     socket,

@@ -9,6 +9,6 @@ mod signal;
 mod timing;
 
 pub use client::{Agent, GuestError};
-pub use connect::{ConnectError, connect, speak_over};
+pub use connect::{ConnectError, connect};
 pub use pace::Pace;
 pub use signal::Signal;

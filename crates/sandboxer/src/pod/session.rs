@@ -11,7 +11,7 @@ use sandboxer_protocol::link::LinkKey;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::{DaemonState, spec::PodSpec};
-use crate::{error::PodError, pod::container::start::RunningVm, share::Shares};
+use crate::{error::PodError, pod::container::start::RunningVm};
 
 /// How long is waited before the first greeting: a machine that has ended is seen to have by then.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
@@ -21,13 +21,7 @@ const MAX_PAUSE: Duration = Duration::from_secs(5);
 const LASTING: Duration = Duration::from_secs(10);
 
 /// Makes a session anew whenever one ends, until it is dropped. Returns what the guest did if it broke one.
-pub async fn keep(
-    node: Arc<DaemonState>,
-    spec: PodSpec,
-    key: LinkKey,
-    live: RunningVm,
-    shares: Shares,
-) -> PodError {
+pub async fn keep(node: Arc<DaemonState>, spec: PodSpec, key: LinkKey, live: RunningVm) -> PodError {
     let pod = &spec.id;
     let mut pause = FIRST_PAUSE;
     loop {
@@ -49,9 +43,6 @@ pub async fn keep(
             }
         }
         tracing::warn!(%pod, "session with the agent ended and was made again");
-        if let Err(error) = shares.resume(&live.agent).await {
-            tracing::error!(%pod, error = chain(&error), "cannot serve the pod's shares again");
-        }
     }
 }
 

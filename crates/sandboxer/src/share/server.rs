@@ -1,4 +1,4 @@
-//! The process that serves a pod's shares: started, found again, connected to, ended.
+//! The process that serves a pod's shares: started, found again, given shares, ended.
 
 use std::{
     fs, io,
@@ -7,17 +7,16 @@ use std::{
     time::Duration,
 };
 
-use sandboxer_process::{Equipment, socket};
-use sandboxer_protocol::id::SandboxId;
+use sandboxer_process::Equipment;
+use sandboxer_protocol::{id::SandboxId, link::LinkKey};
 use sandboxer_share::attach::{AttachError, Tree, put};
-use tokio::{io::AsyncReadExt, net::UnixStream, net::unix::pipe};
+use sandboxer_vmm::{ShareListener, ShareWay};
+use tokio::{io::AsyncReadExt, net::unix::pipe};
 
-use crate::share::{Share, ShareError, ShareRecord};
+use super::{Share, ShareError, ShareRecord};
 
-/// Its socket in the pod's run directory.
-pub const SOCKET: &str = "shares.sock";
-/// The directory there on which it mounts its root, seen by itself alone.
-const ROOT: &str = "shares";
+/// The directory in the pod's run directory on which it mounts its root, seen by itself alone.
+pub const ROOT: &str = "shares";
 /// Which process it is, in the same directory.
 const RECORD: &str = "shares.json";
 /// The program.
@@ -40,8 +39,13 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts it; answers when it serves.
-    pub async fn start(pod: &SandboxId, run_dir: &Path, memory_mib: u64) -> Result<Self, ShareError> {
+    /// Starts it; answers when it serves whoever connects to `listener`.
+    pub async fn start(
+        pod: &SandboxId,
+        run_dir: &Path,
+        memory_mib: u64,
+        listener: ShareListener,
+    ) -> Result<Self, ShareError> {
         let program = program();
         let failed = |action, path: &Path| {
             let (pod, path) = (pod.clone(), path.to_owned());
@@ -54,24 +58,22 @@ impl Server {
             }
             _ => {}
         }
-        let socket = run_dir.join(SOCKET);
-        match fs::remove_file(&socket) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                return Err(failed("replace", &socket)(error));
-            }
-            _ => {}
-        }
-        let listener: OwnedFd = socket::listen(run_dir, SOCKET).map_err(failed("listen on", &socket))?.into();
+        let ShareListener { socket, way } = listener;
+        let key = (way == ShareWay::Streams).then(LinkKey::random);
         let arguments = vec![
-            listener.as_raw_fd().to_string().into(),
+            socket.as_raw_fd().to_string().into(),
             root.into(),
             (memory_mib * FILES_PER_MIB).to_string().into(),
+            match &key {
+                None => "disk".into(),
+                Some(key) => format!("streams:{}", key.to_hex()).into(),
+            },
         ];
         let (starting, words) = sandboxer_process::spawn(
             &program,
             arguments,
             run_dir,
-            Equipment { inherited: vec![listener], ..Equipment::default() },
+            Equipment { inherited: vec![socket], ..Equipment::default() },
         )
         .map_err(failed("start", &program))?;
         // It goes on as another process, whose id is told by the one that was started, which ends.
@@ -82,7 +84,7 @@ impl Server {
         };
         starting.keep();
         let found = sandboxer_process::child(pid).map_err(failed("watch", &program))?;
-        let record = ShareRecord { pid, start_time: found.start_time() };
+        let record = ShareRecord { pid, start_time: found.start_time(), way: Some(way), key };
         note(run_dir, &record).map_err(failed("note", &run_dir.join(RECORD)))?;
         Ok(Self { pod: pod.clone(), run_dir: run_dir.to_owned(), process: Some(found), record })
     }
@@ -105,14 +107,15 @@ impl Server {
         self.process.as_ref().is_none_or(sandboxer_process::Process::has_ended)
     }
 
-    /// A connection, which ends the one before it.
-    pub fn connect(&self) -> Result<UnixStream, ShareError> {
-        socket::connect(&self.run_dir, SOCKET).map_err(|source| ShareError::Server {
-            pod: self.pod.clone(),
-            action: "connect to",
-            path: self.run_dir.join(SOCKET),
-            source,
-        })
+    /// By which way the guest's requests come to it.
+    pub fn way(&self) -> ShareWay {
+        // An earlier daemon's knew neither: the agent says so then.
+        self.record.way.unwrap_or(ShareWay::Disk)
+    }
+
+    /// With what each of the guest's streams begins.
+    pub fn key(&self) -> Option<&LinkKey> {
+        self.record.key.as_ref()
     }
 
     /// Gives it a share, of which `tree` is a mount.

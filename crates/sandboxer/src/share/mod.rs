@@ -151,7 +151,11 @@ impl ShareError {
             Self::Helper(error) => error.code(),
             Self::Ended(_) | Self::EarlierAgent(_) => Code::FailedPrecondition,
             Self::Guest(error) => error.code(),
-            Self::Server { .. } | Self::Refused { .. } | Self::Attach { .. } | Self::Vmm(_) => Code::Internal,
+            Self::Server { .. }
+            | Self::Refused { .. }
+            | Self::Attach { .. }
+            | Self::Vmm(_)
+            | Self::Strays(_) => Code::Internal,
         }
     }
 }

@@ -13,7 +13,7 @@ use std::{
 
 use async_trait::async_trait;
 use rustix::net::Shutdown;
-use sandboxer_process::{Process, jail};
+use sandboxer_process::{Process, jail, socket};
 use sandboxer_protocol::{id::SandboxId, share::DISK_SERIAL};
 
 use super::command_line;

@@ -43,7 +43,7 @@ pub struct RunningVm {
     pub agent: Agent,
 }
 
-impl Live {
+impl RunningVm {
     /// The guest, by its machine and by its agent.
     pub fn guest(&self) -> (&dyn Machine, &Agent) {
         (self.machine.as_ref(), &self.agent)

@@ -5,6 +5,7 @@
 //! it up again from its [`MachineRecord`].
 
 mod accelerator;
+mod birth;
 mod capture;
 pub mod cloud_hypervisor;
 pub mod confinement;

@@ -1,6 +1,6 @@
 //! What a virtual machine is to be, in no VMM's words.
 
-use std::{fs::File, io, os::fd::OwnedFd, path::PathBuf, sync::Arc};
+use std::{io, os::fd::OwnedFd, path::PathBuf, sync::Arc};
 
 use sandboxer_protocol::{
     boot::{BootParams, first_mac},
@@ -10,7 +10,10 @@ use sandboxer_protocol::{
 use serde::{Deserialize, Serialize};
 
 use super::VmmError;
-use crate::{config::VmConfig, host::cgroup::Cgroup};
+use crate::{
+    config::VmConfig,
+    host::cgroup::{Cgroup, Entrances},
+};
 
 /// A kind of machine: those of one shape are alike but for what pods make of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -99,7 +102,7 @@ impl VmSpec {
     }
 
     /// Opens what its VMM enters [`VmSpec::cgroup`] by.
-    pub(super) fn entrances(&self) -> Result<Vec<File>, VmmError> {
+    pub(super) fn entrances(&self) -> Result<Entrances, VmmError> {
         let opened = self.cgroup.as_ref().map(Cgroup::entrances).transpose();
         let opened = opened.map_err(|(path, source)| VmmError::Host {
             pod: self.pod.clone(),

@@ -40,7 +40,7 @@ use sandboxer_protocol::id::SandboxId;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncWrite};
 
-pub use frozen::{Frozen, MEMORY};
+pub use frozen::{FREEZABLE, Frozen, MEMORY};
 pub use held::{Held, HeldProcesses};
 pub use process::Written;
 pub use setup::{SetupError, detect};

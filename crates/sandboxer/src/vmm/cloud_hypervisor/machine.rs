@@ -10,7 +10,7 @@ use std::{
 
 use async_trait::async_trait;
 use sandboxer_protocol::id::SandboxId;
-use tokio::sync::broadcast;
+use tokio::{sync::broadcast, time::Instant};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::{
@@ -36,7 +36,6 @@ use crate::{
 const EVENTS: usize = 16;
 /// A process whose sockets are closed is gone within this time, or lives on without them.
 const LAST_MOMENT: Duration = Duration::from_secs(1);
-
 /// A machine run by Cloud Hypervisor.
 #[derive(Debug)]
 pub(super) struct CloudHypervisorMachine {
@@ -48,6 +47,8 @@ pub(super) struct CloudHypervisorMachine {
     /// As which the VMM runs.
     pub(super) user: u32,
     pub(super) call_timeout: Duration,
+    /// When it is [`FREEZABLE`].
+    pub(super) freezable: Instant,
 }
 
 #[async_trait]
@@ -108,6 +109,7 @@ impl Machine for CloudHypervisorMachine {
             "close the agent's connection on",
             vsock::SOCKET.into(),
         ))?;
+        tokio::time::sleep_until(self.freezable).await;
         self.pause().await?;
         let written =
             self.room.make_dir(template::FROZEN).map_err(host(pod, "make", template::FROZEN.into()))?;

@@ -10,7 +10,8 @@ in_parts() {
     shift 5
     while (($#)) && [[ $1 != -- ]]; do handlers+=("$1") && shift; done
     [[ ${1:-} != -- ]] || shift
-    rm -rf "${dir:?}/$name"
+    # Parts of an earlier measurement may be of another version.
+    rm -rf "${dir:?}/$name" "$dir/parts/$name".*
     mkdir -p "$dir/parts"
     while ((there < parts && tries < ${BENCH_TRIES:-20})); do
         tries=$((tries + 1)) status=0

@@ -8,11 +8,13 @@
 #   memory   PSS at 1, 10 and 50 pods
 # (default: serial groups memory). Runs that are in target/bench-kvm/runs already are kept; `--fresh` removes them first.
 # CLOUD_HYPERVISOR names a VMM that Debian lacks. BENCH_SERIAL (20), BENCH_GROUP (50), BENCH_ROUNDS (2), BENCH_COUNTS
-# (1,10,50), BENCH_POOL (2; 8 for groups), BENCH_HANDLERS (pool template boot), BENCH_GROUP_MIB (128), BENCH_TRIES (4),
-# BENCH_VMMS and BENCH_LIMIT (seconds for each run, default 2400) change the plan.
+# (1,10,50), BENCH_POOL (2; 8 for groups), BENCH_HANDLERS (pool template boot), BENCH_GROUP_MIB (128), BENCH_TRIES (20),
+# BENCH_VMMS and BENCH_LIMIT (seconds for each node, default 3600) change the plan.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
+# shellcheck source=scripts/node/parts.sh
+. "$(dirname "$0")/node/parts.sh"
 cd "$ROOT"
 OUT=$ROOT/target/bench-kvm
 RUNS=$OUT/runs
@@ -45,13 +47,28 @@ in_node() {
     fi
 }
 
-serial() { in_node "$vmm-serial" "${BENCH_POOL:-2}" startup "${BENCH_SERIAL:-20}" 0 0 "${handlers[@]}" runc; }
-again() { in_node "$vmm-again" "${BENCH_POOL:-2}" startup "${BENCH_SERIAL:-20}" 0 0 "${handlers[@]}" runc; }
+# measured NAME POOL PARTS SERIAL GROUP HANDLER…: one run, in parts.
+measured() {
+    local name=$1 pool=$2 began=$SECONDS status=0
+    shift 2
+    if [[ -e $RUNS/$name/report.json ]]; then
+        say "$name: is there already"
+        return
+    fi
+    in_parts "$RUNS" "$name" "$@" -- --memory "${BENCH_MEMORY:-8192}" --limit "${BENCH_LIMIT:-3600}" --env STACK_VMM="$vmm" \
+        --env STACK_SUFFIX="$suffix" --env STACK_MEMORY="$mib" --env POOL="$pool" || status=$?
+    say "$name: exit code $status after $((SECONDS - began)) s"
+    ((status == 0)) || failed+=("$name")
+}
+
+starts() { measured "$vmm-$1" "${BENCH_POOL:-2}" "$(((${BENCH_SERIAL:-20} + 1) / 2))" 2 0 "${handlers[@]}" runc; }
+serial() { starts serial; }
+again() { starts again; }
 # Pods of half the size: fifty of them, and a page cache, have to fit into a node.
 groups() {
-    local handler mib=${BENCH_GROUP_MIB:-128} stall=900
+    local handler mib=${BENCH_GROUP_MIB:-128}
     for handler in "${handlers[@]}"; do
-        in_node "$vmm-groups-${handler#sandboxer}" "${BENCH_POOL:-8}" startup 0 "${BENCH_GROUP:-50}" "${BENCH_ROUNDS:-2}" "$handler" runc
+        measured "$vmm-groups-${handler#sandboxer}" "${BENCH_POOL:-8}" "${BENCH_ROUNDS:-2}" 0 "${BENCH_GROUP:-50}" "$handler" runc
     done
 }
 memory() {
@@ -89,7 +106,7 @@ for part in "${parts[@]}"; do
         cloud-hypervisor) suffix=-ch ;;
         *) die "no such VMM '$vmm'" ;;
         esac
-        mib=256 stall=120
+        mib=256
         handlers=()
         for way in ${BENCH_HANDLERS:-pool template boot}; do
             [[ $way == pool ]] && handlers+=("sandboxer$suffix") || handlers+=("sandboxer-$way$suffix")
@@ -103,6 +120,7 @@ startups=() memories=()
 for run in "$RUNS"/*/; do
     [[ -e $run/report.json ]] || continue
     case $(basename "$run") in
+    parts) ;;
     *-memory) memories+=("$run") ;;
     *-again) ;;
     *) startups+=("$run") ;;

@@ -1,7 +1,15 @@
 #!/usr/bin/env bash
 # The tests that want a usable KVM, in node VMs: every VMM that is there against the same cases. Ends with a table, VMM by case.
-# In virtual time: a time-out is then one of instructions, and what else this machine does makes none.
-# usage: test-kvm.sh [PHASE…]      PHASE: host, contract, e2e, unit, landlock (default: host and contract)
+# Pods in real time (docs/decisions/0009-node-vm.md says why), the rest in virtual time: a time-out is then one of instructions,
+# and what else this machine does makes none.
+# usage: test-kvm.sh [PHASE…]
+#   host       `check`, the daemon's choice, and one pod
+#   contract   what the daemon asks of a VMM, asked of each
+#   pods       pods through containerd on each VMM: of all that e2e does a case of each kind
+#   unit       the installed unit under a systemd that is process 1 of its own
+#   landlock   jails on a kernel with a newer Landlock
+#   e2e        pods through containerd on each VMM: what touches VMM, template, pool, network, volumes, shares, kill -9, recovery
+# (default: all but e2e.) Two nodes at a time, where there are processors and memory for them.
 # CLOUD_HYPERVISOR and FIRECRACKER name VMMs that Debian lacks; without them their columns are skipped, and counted.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
@@ -11,7 +19,13 @@ cd "$ROOT"
 LOGS=$ROOT/target/test-kvm
 # Files of end-to-end cases that touch VMM, template, pool, network, volumes, shares, kill -9 and recovery.
 CASES=lifecycle,container::a_container,pool,templates,network,volumes,shares,failure,worker,security
-failed=0 skipped=0
+# Of these, what takes a few minutes together: each way to a machine, network, volume, share, kill -9 and recovery.
+FEW=templates::a_handler_may_ask_for_a_boot,pool::a_pod_takes_the_pools_machine_if_it_fits,network::pods_reach_one_another
+FEW+=,volumes::files_are_kept_up_to_date,volumes::block_devices,shares::live_both_ways,security::the_jail_is_shown
+FEW+=,worker::killed_again_and_again,templates::the_next_daemon,failure::vmm_killed
+skipped=0
+# In which time nodes run.
+clock=(--virtual-time)
 
 # test_programs: builds them; sets vmm_contract, cloud_hypervisor and e2e to their paths.
 test_programs() {
@@ -24,14 +38,28 @@ test_programs() {
     [[ -n ${vmm_contract:-} && -n ${cloud_hypervisor:-} && -n ${e2e:-} ]] || die "cargo named no test programs"
 }
 
-# in_node LOG LIMIT OPTIONS… -- COMMAND…: runs it, keeps and shows its output.
+# in_node LOG LIMIT OPTIONS… -- COMMAND…: runs it beside what runs already, as soon as there is room; keeps its output.
 in_node() {
-    local log=$LOGS/$1.log limit=$2 status=0 began=$SECONDS
+    while (($(jobs -rp | wc -l) >= at_once)); do wait -n || true; done
+    run_node "$@" &
+    # The next one looks at the memory that is free.
+    ((at_once == 1)) || sleep 10
+}
+
+run_node() {
+    local name=$1 log=$LOGS/$1.log limit=$2 status=0 began=$SECONDS
     shift 2
-    say "${log##*/}: $(printf '%s ' "${@: -3}")"
-    scripts/node.sh run --virtual-time --limit "$limit" --out "$LOGS/out" "$@" 2>&1 | tee "$log" || status=$?
-    say "${log##*/}: exit code $status after $((SECONDS - began)) s"
-    ((status == 0)) || failed=$((failed + 1))
+    say "$name begins; its output is $log"
+    attended scripts/node.sh run "${clock[@]}" --limit "$limit" --out "$LOGS/out-$name" "$@" >"$log" 2>&1 || status=$?
+    say "$name: exit code $status after $((SECONDS - began)) s"
+    ((status == 0)) || { printf '%s\n' "$name" >>"$LOGS/failed"; tail -n 40 "$log" >&2; }
+}
+
+# Two at once need two processors and memory for two of the larger ones.
+nodes_at_once() {
+    local available
+    available=$(awk '/^MemAvailable/ { print int($2 / 1024) }' /proc/meminfo)
+    if (($(nproc) >= 2 && available >= 2 * 8192 + 2048)); then echo 2; else echo 1; fi
 }
 
 # vmms: those that are there.
@@ -45,7 +73,6 @@ skip() {
     skipped=$((skipped + 1))
 }
 
-# `check`, the daemon's choice, and one pod.
 host() { in_node host 400 -- scripts/node/kvm-is-usable.sh; }
 
 contract() {
@@ -56,18 +83,25 @@ contract() {
     fi
 }
 
-e2e() {
-    local vmm
-    for vmm in $(vmms); do
-        # Without nested paging: with it, the emulator sometimes delivers an interrupt twice when many guests start.
-        in_node "e2e-$vmm" 900 --memory 8192 --append kvm_amd.npt=0 --env STACK_VMM="$vmm" --env STACK_ACCELERATOR=kvm \
-            --env SANDBOXER_E2E_HANDLERS=sandboxer --env SANDBOXER_E2E_ONLY="$CASES" -- "$e2e"
-    done
+# pods_on VMM NAME LIMIT CASES
+pods_on() {
+    local clock=()
+    in_node "$2" "$3" --memory 8192 --env STACK_VMM="$1" --env STACK_ACCELERATOR=kvm \
+        --env SANDBOXER_E2E_HANDLERS=sandboxer --env SANDBOXER_E2E_ONLY="$4" -- "$e2e"
 }
 
-# The installed unit under a systemd that is process 1 of its own.
+pods() {
+    local vmm
+    for vmm in $(vmms); do pods_on "$vmm" "pods-$vmm" 1200 "$FEW"; done
+}
+
+e2e() {
+    local vmm
+    for vmm in $(vmms); do pods_on "$vmm" "e2e-$vmm" 5400 "$CASES"; done
+}
+
 unit() {
-    in_node unit 600 --memory 4096 --append kvm_amd.npt=0 --env STACK_VMM=qemu --env STACK_ACCELERATOR=kvm --env SANDBOXER_E2E_HANDLERS=sandboxer \
+    in_node unit-qemu 600 --memory 4096 --append kvm_amd.npt=0 --env STACK_VMM=qemu --env STACK_ACCELERATOR=kvm --env SANDBOXER_E2E_HANDLERS=sandboxer \
         --env SANDBOXER_E2E_ONLY=unit -- scripts/node/systemd.sh "$e2e"
 }
 
@@ -82,10 +116,14 @@ landlock() {
 # table: what each log says of each case, VMM by case.
 table() {
     local logs
-    mapfile -t logs < <(find "$LOGS" -name 'contract-*.log' -o -name 'e2e-*.log' | sort)
+    mapfile -t logs < <(find "$LOGS" -name 'contract-*.log' -o -name 'pods-*.log' -o -name 'e2e-*.log' -o -name 'unit-*.log' -o -name 'landlock-*.log' | sort)
     ((${#logs[@]})) || return 0
     awk '
-        FNR == 1 { column = FILENAME; sub(".*/", "", column); sub("[.]log$", "", column); sub("^[a-z0-9]*-", "", column); columns[column] = 1 }
+        FNR == 1 {
+            column = FILENAME; sub(".*/", "", column); sub("[.]log$", "", column); newer = column ~ /^landlock/
+            sub("^[a-z0-9]*-", "", column); if (newer) column = column "/backports"
+            columns[column] = 1; if (length(column) > wide) wide = length(column)
+        }
         { gsub("\033[[][0-9;]*m", ""); sub("\r$", "") }
         # What a double does, the units show.
         /^test (double_|suite::|faults::)/ { next }
@@ -97,17 +135,20 @@ table() {
         END {
             for (name in names) order[++n] = name
             for (i = 2; i <= n; i++) for (j = i; j > 1 && order[j] < order[j - 1]; j--) { t = order[j]; order[j] = order[j - 1]; order[j - 1] = t }
-            printf "%-*s", width, "case"; for (c in columns) printf "  %-16s", c; print ""
+            printf "%-*s", width, "case"; for (c in columns) printf "  %-*s", wide, c; print ""
             for (i = 1; i <= n; i++) {
                 printf "%-*s", width, order[i]
-                for (c in columns) printf "  %-16s", ((order[i], c) in outcome) ? outcome[order[i], c] : "-"
+                for (c in columns) printf "  %-*s", wide, ((order[i], c) in outcome) ? outcome[order[i], c] : "-"
                 print ""
             }
         }' "${logs[@]}"
 }
 
 phases=("$@")
-((${#phases[@]})) || phases=(host contract)
+((${#phases[@]})) || phases=(pods host contract unit landlock)
+for phase in "${phases[@]}"; do
+    [[ $phase =~ ^(host|contract|pods|unit|landlock|e2e)$ ]] || die "no phase '$phase': host, contract, pods, unit, landlock, e2e"
+done
 programs=()
 rm -rf "$LOGS"
 mkdir -p "$LOGS"
@@ -115,12 +156,13 @@ test_programs
 scripts/node.sh build "${programs[@]}"
 [[ -n ${CLOUD_HYPERVISOR:-} ]] || skip "Cloud Hypervisor: CLOUD_HYPERVISOR names no program, and Debian has none"
 [[ -n ${FIRECRACKER:-} ]] || skip "Firecracker: FIRECRACKER names no program, and Debian has none"
-for phase in "${phases[@]}"; do
-    case $phase in
-    host | contract | e2e | unit | landlock) "$phase" ;;
-    *) die "no phase '$phase': host, contract, e2e, unit, landlock" ;;
-    esac
-done
+at_once=$(nodes_at_once)
+# What runs beside this ignores the terminal's interrupt, so it is passed on.
+trap 'trap - EXIT; jobs -rp | xargs -r kill 2>/dev/null; wait' EXIT
+trap 'exit 130' INT TERM HUP
+for phase in "${phases[@]}"; do "$phase"; done
+while [[ -n $(jobs -rp) ]]; do wait -n || true; done
 table
-say "with KVM: $failed of the runs failed, $skipped VMMs skipped; the logs are in $LOGS"
-((failed == 0))
+failed=$(cat "$LOGS/failed" 2>/dev/null || true)
+say "with KVM: ${failed:+failed: ${failed//$'\n'/, }; }$skipped VMMs skipped; the logs are in $LOGS"
+[[ -z $failed ]]

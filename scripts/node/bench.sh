@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# In a node VM: measures pods on a stack of its own and leaves the result in $NODE_OUT/NAME.
-# usage: bench.sh startup NAME SERIAL GROUP ROUNDS HANDLER…     SERIAL starts each, ROUNDS groups of GROUP at once (0: none)
-#        bench.sh memory NAME COUNTS HANDLER…                   COUNTS of pods, such as 1,10,50
+# In a node VM: measures pods on a stack of its own.
+# usage: bench.sh startup NAME FIRST PARTS SERIAL GROUP HANDLER…  PARTS parts, $NODE_OUT/NAME.FIRST and following: SERIAL starts of each
+#                                                                 and a group of GROUP (0: none). Exit code 75: a guest was lost
+#        bench.sh memory NAME COUNTS HANDLER…                     COUNTS of pods, such as 1,10,50, into $NODE_OUT/NAME
 # STACK_VMM, STACK_SUFFIX and POOL are the stack's; PAUSE rests between starts (virtual seconds, default 4: the pool fills).
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
@@ -30,6 +31,36 @@ settle() {
     say "the stack is up at $(cut -d' ' -f1 /proc/uptime) s, after $try looks"
 }
 
+# ticks: of each VMM, its processor time so far.
+ticks() {
+    local pid
+    for pid in $(pgrep -f 'qemu-system|cloud-hypervisor' || true); do
+        printf '%s %s\n' "$pid" "$(($(stat_field "$pid" 14 || echo 0) + $(stat_field "$pid" 15 || echo 0)))"
+    done
+}
+
+# A guest that the emulator lost takes all the time that nobody else wants; one that waits takes next to none.
+lost() {
+    local before after
+    sleep 4
+    before=$(ticks)
+    sleep 2
+    after=$(ticks)
+    awk 'NR == FNR { before[$1] = $2; next } ($1 in before) && $2 - before[$1] > 120 { found = 1; print "bench.sh: lost: VMM " $1 } END { exit !found }' \
+        <(printf '%s\n' "$before") <(printf '%s\n' "$after")
+}
+
+# part N WARM_UP: measures one.
+part() {
+    local at=$NODE_OUT/$name.$1 status=0
+    rm -rf "$at.new"
+    COLUMNS=180 sandboxer-cli startup "${runtimes[@]}" --serial "$serial" --parallel "$group" --rounds 1 --warm-up "$2" \
+        --pause "${PAUSE:-4}" --timeout 60 --output "$at.new" || status=$?
+    ! lost || return 75
+    mv "$at.new" "$at"
+    return $status
+}
+
 finish() {
     local status=$?
     cp "$dir/sandboxer/log" "$NODE_OUT/$name.sandboxer.log" 2>/dev/null || true
@@ -46,12 +77,11 @@ settle
 runtimes=()
 case $verb in
 startup)
-    (($# >= 4)) || die "usage: see the head of $0"
-    serial=$1 group=$2 rounds=$3
-    shift 3
+    (($# >= 5)) || die "usage: see the head of $0"
+    first=$1 parts=$2 serial=$3 group=$4
+    shift 4
     for handler in "$@"; do runtimes+=(--runtime "$handler"); done
-    COLUMNS=180 sandboxer-cli startup "${runtimes[@]}" --serial "$serial" --parallel "$group" --rounds "$rounds" \
-        --pause "${PAUSE:-4}" --timeout 300 --output "$NODE_OUT/$name"
+    for ((n = first; n < first + parts; n++)); do part "$n" "$((n == first))"; done
     ;;
 memory)
     counts=$1

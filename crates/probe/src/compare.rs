@@ -17,7 +17,8 @@ pub(crate) const SAME_POD: [&str; 4] = ["image_digest", "command", "network_aske
 /// Facts of the host whose difference has to stand beside each figure.
 pub(crate) const SAME_HOST: [&str; 8] =
     ["cpu", "cpus", "smt", "numa_nodes", "memory_kib", "kernel", "governor", "virtual_machine"];
-const SAME_VMM: [&str; 5] = ["vmm", "vmm_version", "accelerator", "kernel_sha256", "initramfs_sha256"];
+pub(crate) const SAME_VMM: [&str; 5] =
+    ["vmm", "vmm_version", "accelerator", "kernel_sha256", "initramfs_sha256"];
 
 /// What came out.
 #[derive(Debug, Clone, PartialEq, Serialize)]

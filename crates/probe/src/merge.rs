@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde_json::json;
 
 use crate::clock::Clock;
-use crate::compare::{SAME_HOST, SAME_POD, facts};
+use crate::compare::{SAME_HOST, SAME_POD, SAME_VMM, facts};
 use crate::manifest::{Manifest, shown};
 use crate::report::{REFERENCE, Report};
 use crate::sample::{Mode, Sample};
@@ -50,6 +50,16 @@ pub enum MergeError {
         /// In each.
         values: [String; 2],
     },
+    /// Parts of one run differ in what they were to measure.
+    #[error("{a} and {b} are no parts of one run: {what}")]
+    Parts {
+        /// Its name.
+        a: String,
+        /// Its name.
+        b: String,
+        /// What differs.
+        what: String,
+    },
     /// Nothing to merge.
     #[error("there is no result to merge")]
     None,
@@ -62,6 +72,66 @@ pub fn merge(results: &[Loaded]) -> Result<(Report, Vec<Sample>), MergeError> {
         alike(first, other)?;
     }
     no_figure_twice(results)?;
+    let (runtimes, samples, batches) = all_of(results);
+    let mut report = Report { clock: first.report.clock, ..Report::new(manifest(results)) };
+    report.add_startup(&runtimes, &samples, &batches);
+    report.ratios.clear();
+    for result in results {
+        add(&mut report, result);
+    }
+    report.notes.push(format!("merged of {} runs; each ratio is of one of them", results.len()));
+    Ok((report, samples))
+}
+
+/// Makes one run of parts of it: the same handlers in the same turns, on machines of one kind and one make. Each part has as many
+/// starts of the one handler as of the other, so that a ratio of all is no ratio of two machines.
+pub fn join(parts: &[Loaded]) -> Result<(Report, Vec<Sample>), MergeError> {
+    let (first, others) = parts.split_first().ok_or(MergeError::None)?;
+    for other in others {
+        alike(first, other)?;
+        one_run(first, other)?;
+    }
+    let (runtimes, samples, batches) = all_of(parts);
+    let mut report = Report { clock: first.report.clock, ..Report::new(manifest(parts)) };
+    report.add_startup(&runtimes, &samples, &batches);
+    report.overhead = first.report.overhead.clone();
+    let absent = first.report.not_measured.clone().into_iter();
+    report.not_measured.extend(absent.filter(|(name, _)| !name.starts_with("series.")));
+    report.notes.push(format!("joined of {} parts", parts.len()));
+    Ok((report, samples))
+}
+
+fn one_run(a: &Loaded, b: &Loaded) -> Result<(), MergeError> {
+    let parts = |what: String| MergeError::Parts { a: a.name.clone(), b: b.name.clone(), what };
+    if let Some(why) = [a, b].iter().find_map(|part| part.report.partial_reason.as_deref()) {
+        return Err(parts(format!("one of them is partial: {why}")));
+    }
+    let starts = |of: &Loaded| -> BTreeSet<(String, String, u32)> {
+        let series = of.report.series.iter();
+        series.map(|series| (series.runtime.clone(), series.mode.to_string(), series.group)).collect()
+    };
+    if starts(a) != starts(b) {
+        return Err(parts("their handlers or groups are others".into()));
+    }
+    let even = |of: &Loaded| {
+        let n: BTreeSet<_> = of.report.series.iter().map(|s| (s.mode.to_string(), s.summary.n)).collect();
+        let modes: BTreeSet<_> = n.iter().map(|(mode, _)| mode).collect();
+        n.len() == modes.len()
+    };
+    if let Some(uneven) = [a, b].into_iter().find(|part| !even(part)) {
+        return Err(parts(format!("{} has more starts of one handler than of another", uneven.name)));
+    }
+    let (of_a, of_b) = (&a.report.manifest, &b.report.manifest);
+    let mut other = facts("host", &SAME_HOST, &of_a.host, &of_b.host);
+    other.extend(facts("VMM", &SAME_VMM, &of_a.vmm, &of_b.vmm));
+    match other.into_iter().next() {
+        Some(other) => Err(parts(format!("{}: {} and {}", other.what, other.values[0], other.values[1]))),
+        None => Ok(()),
+    }
+}
+
+/// Handlers, starts and groups of all results, in turn.
+fn all_of(results: &[Loaded]) -> (Vec<String>, Vec<Sample>, Vec<Batch>) {
     let (mut samples, mut batches) = (Vec::new(), Vec::new());
     let mut runtimes: Vec<String> = Vec::new();
     for result in results {
@@ -79,14 +149,7 @@ pub fn merge(results: &[Loaded]) -> Result<(Report, Vec<Sample>), MergeError> {
         }
         add_samples(&mut samples, &result.samples);
     }
-    let mut report = Report { clock: first.report.clock, ..Report::new(manifest(results)) };
-    report.add_startup(&runtimes, &samples, &batches);
-    report.ratios.clear();
-    for result in results {
-        add(&mut report, result);
-    }
-    report.notes.push(format!("merged of {} runs; each ratio is of one of them", results.len()));
-    Ok((report, samples))
+    (runtimes, samples, batches)
 }
 
 fn alike(a: &Loaded, b: &Loaded) -> Result<(), MergeError> {
@@ -256,6 +319,37 @@ mod tests {
         assert_eq!(rounds, (0..40).collect::<Vec<u32>>());
         assert_eq!(report.manifest.runtimes["own-ch"]["vmm"], "ch");
         assert_eq!(report.manifest.runtimes["own"]["vmm"], "qemu");
+    }
+
+    #[test]
+    fn parts_of_one_run_are_one_run() {
+        let both = [("own", 50.0), ("runc", 100.0)];
+        let (report, samples) = join(&[run("a", "qemu", &both), run("b", "qemu", &both)]).unwrap();
+        assert_eq!(report.series.iter().map(|s| s.summary.n).collect::<Vec<_>>(), [40, 40]);
+        let ratio = report.over_reference("own", Mode::Serial, false).unwrap();
+        assert!((ratio.p50 - 0.5).abs() < 0.02 && !report.partial, "{ratio:?}");
+        assert_eq!(samples.iter().filter(|s| s.runtime == "own").map(|s| s.round).max(), Some(39));
+    }
+
+    #[test]
+    fn what_is_no_part_of_the_same_run_is_refused_by_name() {
+        let both = [("own", 50.0), ("runc", 100.0)];
+        let a = run("a", "qemu", &both);
+        let refused = |other: Loaded, words: &str| {
+            let why = join(&[a.clone(), other]).unwrap_err().to_string();
+            assert!(why.contains(words), "{why}");
+        };
+        refused(run("b", "qemu", &both[..1]), "handlers");
+        refused(run("b", "cloud-hypervisor", &both), "cloud-hypervisor");
+        let mut partial = run("b", "qemu", &both);
+        partial.report.partial_reason = Some("interrupted".into());
+        refused(partial, "interrupted");
+        let mut uneven = run("b", "qemu", &both);
+        uneven.report.series[0].summary.n -= 1;
+        refused(uneven, "b has more starts of one handler");
+        let mut wall = run("b", "qemu", &both);
+        wall.report.clock = Clock::Wall;
+        refused(wall, "two clocks");
     }
 
     #[test]

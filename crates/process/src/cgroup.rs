@@ -23,6 +23,9 @@ const BURSTABLE: &str = "burstable";
 /// The file of a group that names its processes, and takes new ones.
 const PROCESSES: &str = "cgroup.procs";
 
+/// A file that groups of version 2 have, and others do not.
+const CONTROLLERS: &str = "cgroup.controllers";
+
 /// How often, and how many times, a group is tried to be removed: the kernel lets a group go a moment after its
 /// last process.
 const RETRY: Duration = Duration::from_millis(10);
@@ -152,14 +155,29 @@ fn relative(parent: &str) -> Option<PathBuf> {
     (!path.as_os_str().is_empty()).then_some(path)
 }
 
+/// What a process gets into a group by.
+#[derive(Debug, Default)]
+pub struct Entrances {
+    /// The group's directory, if there is but one hierarchy and that of version 2: a child can be born in it.
+    pub birthplace: Option<File>,
+    /// In each hierarchy, the file that a process enters by who lives already.
+    pub doors: Vec<File>,
+}
+
 impl Cgroup {
-    /// Opens the file of each hierarchy by which a process enters it.
-    pub fn entrances(&self) -> Result<Vec<File>, (PathBuf, io::Error)> {
+    /// Opens what processes get into it by.
+    pub fn entrances(&self) -> Result<Entrances, (PathBuf, io::Error)> {
         let open = |dir: &PathBuf| {
             let processes = dir.join(PROCESSES);
             OpenOptions::new().write(true).open(&processes).map_err(|error| (processes, error))
         };
-        self.dirs.iter().map(open).collect()
+        let birthplace = match &self.dirs[..] {
+            [dir] if dir.join(CONTROLLERS).exists() => {
+                Some(File::open(dir).map_err(|error| (dir.clone(), error))?)
+            }
+            _ => None,
+        };
+        Ok(Entrances { birthplace, doors: self.dirs.iter().map(open).collect::<Result<_, _>>()? })
     }
 
     /// Makes it.

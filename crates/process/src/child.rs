@@ -20,8 +20,9 @@ use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::FdFlags,
     process::{
-        Pid, PidfdFlags, Resource, Rlimit, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal,
-        setpriority_pgrp, setpriority_process, setrlimit, setsid, waitid,
+        Pid, PidfdFlags, Resource, Rlimit, Signal, WaitId, WaitIdOptions, WaitOptions, kill_process,
+        pidfd_open, pidfd_send_signal, setpriority_pgrp, setpriority_process, setrlimit, setsid, waitid,
+        waitpid,
     },
     thread::{UnshareFlags, unshare_unsafe},
 };
@@ -30,7 +31,12 @@ use tokio::{
     sync::watch,
 };
 
-use crate::{jail::Jail, strays};
+use crate::{
+    birth::{self, Unborn},
+    cgroup::Entrances,
+    jail::Jail,
+    strays,
+};
 
 /// How a process ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -93,15 +99,15 @@ pub struct Equipment {
     pub background: bool,
     /// It is in this jail from its first moment.
     pub jail: Option<Jail>,
-    /// It is in the control groups of these `cgroup.procs` before it is `program`: so all memory it ever takes is theirs.
-    pub groups: Vec<File>,
+    /// It is in these control groups before it is `program`: so all memory it ever takes is theirs.
+    pub groups: Entrances,
 }
 
 /// Starts `program` in a session of its own, so that no signal to the daemon's reaches it.
 ///
 /// Its environment is `PATH` and [`strays::MARK`] with `run_dir`, which is also its working directory. Its stderr is the
-/// returned pipe. Blocks for the time of a fork and, with [`Equipment::groups`], some ms more: call it where blocking is
-/// allowed, inside a runtime.
+/// returned pipe. Blocks for the time of a fork and, where it can't be born in [`Equipment::groups`], some ms more: call it where
+/// blocking is allowed, inside a runtime.
 pub fn spawn(
     program: &Path,
     arguments: Vec<OsString>,
@@ -109,49 +115,56 @@ pub fn spawn(
     equipment: Equipment,
 ) -> io::Result<(Starting, OwnedFd)> {
     let Equipment { inherited, stdout, background, jail, groups } = equipment;
-    let jailed = jail.is_some();
+    let alone = jail.is_some();
     let (words, their_words) = io::pipe()?;
-    let stdout = match stdout {
+    let stdout: OwnedFd = match stdout {
         Some(stdout) => stdout,
         None => their_words.try_clone()?.into(),
     };
-    let mut command = Command::new(program);
-    command
-        .args(arguments)
-        .current_dir(run_dir)
-        .env_clear()
-        .envs(std::env::var_os("PATH").map(|path| ("PATH", path)))
-        .env(strays::MARK, run_dir)
-        .stdin(Stdio::null())
-        .stdout(stdout)
-        .stderr(their_words);
-    // SAFETY: between fork and exec only system calls are made, which are async-signal-safe; nothing
-    // is allocated, no lock is taken.
-    unsafe {
-        command.pre_exec(move || {
-            setsid()?;
-            for group in &groups {
-                // "0" is whoever writes it.
-                rustix::io::write(group, b"0")?;
-            }
-            if background {
-                setpriority_process(None, BACKGROUND)?;
-            }
-            // A core would be the whole guest on the host's disk.
-            setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?;
-            if let Some(jail) = &jail {
-                jail.enter()?;
-            }
-            // Only in the child: another fork of this daemon must not inherit them.
-            for fd in &inherited {
-                rustix::io::fcntl_setfd(fd, FdFlags::empty())?;
-            }
-            Ok(())
-        })
+    // Between fork and exec only system calls are made, which are async-signal-safe; nothing is allocated, no lock is taken.
+    let prepare = move || {
+        setsid()?;
+        if background {
+            setpriority_process(None, BACKGROUND)?;
+        }
+        // A core would be the whole guest on the host's disk.
+        setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?;
+        if let Some(jail) = &jail {
+            jail.enter()?;
+        }
+        // Only in the child: another fork of this daemon must not inherit them.
+        for fd in &inherited {
+            rustix::io::fcntl_setfd(fd, FdFlags::empty())?;
+        }
+        Ok(())
     };
-    let mut child = if jailed { spawn_alone(command)? } else { command.spawn()? };
+    let path = std::env::var_os("PATH").map(|path| ("PATH", path));
+    let environment: Vec<_> = path.into_iter().chain([(strays::MARK, run_dir.into())]).collect();
+    let born = match &groups.birthplace {
+        Some(group) => {
+            let stdio = [birth::nothing()?, stdout.try_clone()?, their_words.try_clone()?.into()];
+            let unborn = Unborn::new(&find(program), &arguments, &environment, run_dir, stdio)?;
+            unborn.born(group.as_fd(), alone, &prepare)?
+        }
+        None => None,
+    };
+    let pid = match born {
+        Some(pid) => pid,
+        None => {
+            let mut command = Command::new(program);
+            command
+                .args(arguments)
+                .current_dir(run_dir)
+                .env_clear()
+                .envs(environment)
+                .stdin(Stdio::null())
+                .stdout(stdout)
+                .stderr(their_words);
+            entered(command, groups.doors, alone, prepare)?
+        }
+    };
     // The child is not reaped before the pidfd says so, hence the pid is still its own.
-    let watched = match i32::try_from(child.id()).ok().and_then(Pid::from_raw) {
+    let watched = match Pid::from_raw(pid) {
         Some(pid) => pidfd_open(pid, PidfdFlags::NONBLOCK)
             .map_err(io::Error::from)
             .and_then(|pidfd| Process::watched(pid, pidfd, true)),
@@ -160,11 +173,34 @@ pub fn spawn(
     match watched {
         Ok(process) => Ok((Starting { process: Arc::new(process), abandoned: true }, words.into())),
         Err(error) => {
-            child.kill()?;
-            child.wait()?;
+            if let Some(pid) = Pid::from_raw(pid) {
+                kill_process(pid, Signal::KILL)?;
+                waitpid(Some(pid), WaitOptions::empty())?;
+            }
             Err(error)
         }
     }
+}
+
+/// Starts `command`, which enters control groups by these `doors` and prepares itself; answers its number.
+fn entered(
+    mut command: Command,
+    doors: Vec<File>,
+    alone: bool,
+    prepare: impl Fn() -> io::Result<()> + Send + Sync + 'static,
+) -> io::Result<i32> {
+    // SAFETY: what runs between fork and exec makes system calls alone, as `prepare` does.
+    unsafe {
+        command.pre_exec(move || {
+            for door in &doors {
+                // "0" is whoever writes it.
+                rustix::io::write(door, b"0")?;
+            }
+            prepare()
+        })
+    };
+    let child = if alone { spawn_alone(command)? } else { command.spawn()? };
+    i32::try_from(child.id()).map_err(io::Error::other)
 }
 
 /// Starts `command` as the first process of a namespace of its own. From a thread of its own, too, which lives no
@@ -378,7 +414,8 @@ mod tests {
     async fn a_process_is_born_in_its_control_groups() {
         let dir = tempfile::tempdir().unwrap();
         let paths = ["cpu", "memory"].map(|name| dir.path().join(name));
-        let groups = paths.iter().map(|path| File::create(path).unwrap()).collect();
+        let doors = paths.iter().map(|path| File::create(path).unwrap()).collect();
+        let groups = Entrances { doors, birthplace: None };
         // It sees what was written before it began.
         let look = ["-c", "cat cpu memory >&2"].map(OsString::from).to_vec();
         let equipment = Equipment { groups, ..Equipment::default() };
@@ -390,7 +427,7 @@ mod tests {
     #[tokio::test]
     async fn a_process_that_cannot_enter_its_control_group_does_not_start() {
         let dir = tempfile::tempdir().unwrap();
-        let groups = vec![File::open("/dev/null").unwrap()];
+        let groups = Entrances { doors: vec![File::open("/dev/null").unwrap()], birthplace: None };
         let equipment = Equipment { groups, ..Equipment::default() };
         let error = spawn(Path::new("/bin/true"), Vec::new(), dir.path(), equipment).unwrap_err();
         assert_eq!(error.raw_os_error(), Some(libc::EBADF), "{error}");

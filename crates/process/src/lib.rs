@@ -4,6 +4,7 @@
 //! record names; [`confinement`] shows what the kernel says of one.
 
 pub mod cgroup;
+mod birth;
 mod child;
 pub mod confinement;
 pub mod cpus;

@@ -45,7 +45,7 @@ use sandboxer_process::{
     jail::{self, Jail, ROOM},
 };
 use sandboxer_protocol::boot::BootParams;
-use tokio::net::unix::pipe;
+use tokio::{net::unix::pipe, time::Instant};
 
 use self::{
     api::Api,
@@ -55,7 +55,7 @@ use self::{
     vsock::Link,
 };
 use super::{
-    Frozen, Machine, MachineRecord, TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo,
+    FREEZABLE, Frozen, Machine, MachineRecord, TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo,
     run_dir::{Captures, Files, host, reopen},
 };
 
@@ -213,6 +213,7 @@ impl CloudHypervisor {
             link,
             user,
             call_timeout: self.call_timeout,
+            freezable: Instant::now() + FREEZABLE,
         }))
     }
 }
@@ -310,7 +311,8 @@ async fn take_over(
         call: "vmm.ping".into(),
         reason: error.to_string(),
     })?;
-    Ok(CloudHypervisorMachine { record: record.clone(), watched, api, room, link, user, call_timeout: limit })
+    let (record, freezable) = (record.clone(), Instant::now() + FREEZABLE);
+    Ok(CloudHypervisorMachine { record, watched, api, room, link, user, call_timeout: limit, freezable })
 }
 
 /// The VMM's arguments: what it is given open, and that it confines itself. All else it learns over its API.

@@ -6,11 +6,20 @@ use std::{
     io,
     os::fd::{AsRawFd, OwnedFd},
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 /// Name of the guest's memory among the files of a frozen machine, for a VMM that keeps it in
 /// [`VmSpec::memory_file`](super::VmSpec::memory_file).
 pub const MEMORY: &str = "memory";
+
+/// How old a machine on KVM is when it is frozen, at least.
+///
+/// A copy's processor is made with a time stamp counter of 0 and then given the template's. KVM before Linux 6.7 takes a counter that is
+/// written with less than a second's difference for one that is to be the same as the other processors', and leaves it as it is. Then
+/// time stands still in the copy, or only its timers do, until its counter has come to where the template's was. The
+/// rest is what a copy may take until its counter is written.
+pub const FREEZABLE: Duration = Duration::from_secs(3);
 
 /// The files of a frozen machine, checked, and sealed: nobody can change them any more.
 #[derive(Debug)]

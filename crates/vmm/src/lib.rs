@@ -35,7 +35,7 @@ use sandboxer_protocol::id::SandboxId;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncWrite};
 
-pub use frozen::{Frozen, MEMORY};
+pub use frozen::{FREEZABLE, Frozen, MEMORY};
 pub use held::{Held, HeldProcesses};
 pub use setup::{SetupError, detect};
 pub use spec::{DiskSpec, Shape, VmSpec};

@@ -31,14 +31,14 @@ use async_trait::async_trait;
 use sandboxer_config::VmConfig;
 use sandboxer_process::{Equipment, Process, Starting, jail::Jail};
 use sandboxer_protocol::id::SandboxId;
-use tokio::net::UnixStream;
+use tokio::{net::UnixStream, time::Instant};
 
 use self::{
     command_line::{Begin, Execution, Sockets},
     machine::{AGENT, CONSOLE, CONTROL, QemuMachine, STATE, answer},
 };
 use super::{
-    Frozen, MEMORY, Machine, MachineRecord, TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo,
+    FREEZABLE, Frozen, MEMORY, Machine, MachineRecord, TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo,
     accelerator::{self, AcceleratorError},
     qmp::Qmp,
     run_dir::{Captures, Files, connect, host, reopen},
@@ -103,6 +103,7 @@ impl Qemu {
             captures: Arc::new(captures),
             call_timeout: self.call_timeout,
             agent: Arc::default(),
+            freezable: matches!(self.execution, Execution::Kvm).then(|| Instant::now() + FREEZABLE),
         }
     }
 

@@ -1,9 +1,9 @@
 //! What a virtual machine is to be, in no VMM's words.
 
-use std::{fs::File, io, os::fd::OwnedFd, path::PathBuf, sync::Arc};
+use std::{io, os::fd::OwnedFd, path::PathBuf, sync::Arc};
 
 use sandboxer_config::VmConfig;
-use sandboxer_process::cgroup::Cgroup;
+use sandboxer_process::cgroup::{Cgroup, Entrances};
 use sandboxer_protocol::{
     boot::{BootParams, first_mac},
     id::SandboxId,
@@ -100,7 +100,7 @@ impl VmSpec {
     }
 
     /// Opens what its VMM enters [`VmSpec::cgroup`] by.
-    pub(super) fn entrances(&self) -> Result<Vec<File>, VmmError> {
+    pub(super) fn entrances(&self) -> Result<Entrances, VmmError> {
         let opened = self.cgroup.as_ref().map(Cgroup::entrances).transpose();
         let opened = opened.map_err(|(path, source)| VmmError::Host {
             pod: self.pod.clone(),

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use sandboxer_probe::{
-    merge::merge,
+    merge::{join, merge},
     store::{self, Loaded, Store},
 };
 
@@ -14,7 +14,8 @@ use crate::{Global, render};
 
 const EXAMPLES: &str = "\
 Examples:
-  sandboxer-cli merge runs/qemu runs/cloud-hypervisor runs/groups --output results/startup";
+  sandboxer-cli merge runs/qemu runs/cloud-hypervisor runs/groups --output results/startup
+  sandboxer-cli merge --parts runs/qemu.1 runs/qemu.2 --output runs/qemu";
 
 /// Make one result of several runs; each ratio stays that of its run
 #[derive(Debug, clap::Args)]
@@ -26,12 +27,15 @@ pub struct Args {
     /// Where to write the result; it must not hold one already
     #[arg(long)]
     output: PathBuf,
+    /// They are parts of one run: the same handlers in the same turns, on machines of one kind
+    #[arg(long)]
+    parts: bool,
 }
 
 /// An error when the runs do not belong together.
 pub fn run(args: Args, global: &Global) -> Result<()> {
     let loaded: Vec<Loaded> = args.results.iter().map(|path| store::load(path)).collect::<Result<_, _>>()?;
-    let (report, samples) = merge(&loaded)?;
+    let (report, samples) = if args.parts { join(&loaded) } else { merge(&loaded) }?;
     let mut store = Store::create(&args.output)?;
     store.clock = report.clock;
     for sample in &samples {

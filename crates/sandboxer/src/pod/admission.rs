@@ -11,7 +11,12 @@
 //! before the pod comes here, and the few calls that join taps to them take turns at the kernel's own lock (by the code;
 //! not measured).
 
-use tokio::sync::{Semaphore, SemaphorePermit, watch};
+use std::time::Duration;
+
+use tokio::{
+    sync::{Semaphore, SemaphorePermit, watch},
+    time::timeout,
+};
 
 /// What there are gates for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,10 +72,17 @@ impl Admission {
         Urgent(&self.under_way)
     }
 
-    /// Waits until nobody waits for anything.
-    pub async fn quiet(&self) {
-        // An error would say that this is gone, and with it all work.
-        let _ = self.under_way.subscribe().wait_for(|&count| count == 0).await;
+    /// Waits until nobody has waited for anything for as long as `lull`. A start is several calls, between which nobody waits for a
+    /// moment: what begins then has all of the next call to compete with.
+    pub async fn quiet(&self, lull: Duration) {
+        let mut under_way = self.under_way.subscribe();
+        loop {
+            // An error would say that this is gone, and with it all work.
+            let _ = under_way.wait_for(|&count| count == 0).await;
+            if timeout(lull, under_way.wait_for(|&count| count > 0)).await.is_err() {
+                return;
+            }
+        }
     }
 }
 
@@ -96,15 +108,31 @@ mod tests {
         assert!(third.now_or_never().is_some(), "the place went to a start that had left");
     }
 
-    #[test]
-    fn quiet_is_when_nobody_waits() {
+    #[tokio::test(start_paused = true)]
+    async fn quiet_is_when_nobody_has_waited_for_a_while() {
+        const LULL: Duration = Duration::from_millis(50);
         let gates = Admission::new(1, 1);
         let (one, two) = (gates.urgent(), gates.urgent());
-        let mut quiet = Box::pin(gates.quiet());
+        let mut quiet = Box::pin(gates.quiet(LULL));
+        let pass = |ms| tokio::time::sleep(Duration::from_millis(ms));
+        pass(100).await;
         assert!(quiet.as_mut().now_or_never().is_none());
         drop(one);
+        pass(100).await;
         assert!(quiet.as_mut().now_or_never().is_none());
         drop(two);
+        assert!(quiet.as_mut().now_or_never().is_none());
+        pass(30).await;
+        // The next call of the same start.
+        let three = gates.urgent();
+        assert!(quiet.as_mut().now_or_never().is_none());
+        pass(100).await;
+        drop(three);
+        pass(30).await;
+        assert!(quiet.as_mut().now_or_never().is_none(), "it was quiet for 30 ms alone");
+        pass(30).await;
+        assert!(quiet.as_mut().now_or_never().is_none(), "the lull begins when it is noticed");
+        pass(51).await;
         assert!(quiet.now_or_never().is_some());
     }
 

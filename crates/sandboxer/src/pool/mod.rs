@@ -50,6 +50,8 @@ pub use rehearsal::Rehearsal;
 /// How often is looked whether the pool should be larger or smaller, and how long pods that start can keep it from
 /// growing by one.
 const PERIOD: Duration = Duration::from_secs(5);
+/// So long nobody has to have waited for a pod before a machine is made: longer than what passes between two calls of one start.
+const LULL: Duration = Duration::from_millis(100);
 /// How long after a failure the next machine of that size is tried.
 const RETRY: Duration = Duration::from_secs(30);
 
@@ -151,7 +153,7 @@ impl Pool {
         // Sizes of which the last could not be made, and when.
         let mut failed: BTreeMap<Shape, Instant> = BTreeMap::new();
         while !shutdown.is_cancelled() {
-            if shutdown.run_until_cancelled(timeout(PERIOD, node.admission.quiet())).await.is_none() {
+            if shutdown.run_until_cancelled(timeout(PERIOD, node.admission.quiet(LULL))).await.is_none() {
                 return;
             }
             let may = |shape: &Shape| failed.get(shape).is_none_or(|at| at.elapsed() >= RETRY);

@@ -73,7 +73,9 @@ async fn version_and_process_are_told(subject: Subject) -> Result<Outcome> {
     let running = Running::of(&subject).await?;
     let (info, ping) = (running.vmm.info(), running.api.ping().await?);
     ensure!(info.name == "cloud-hypervisor" && info.accelerator == "kvm", "{info:?}");
-    ensure!(ping.version.starts_with(&info.version), "{ping:?} is not {info:?}");
+    // A build of one's own is `v53.0-dirty` to whom asks the program, and `53.0.0` to whom asks the process.
+    let number = info.version.split('-').next().unwrap_or_default();
+    ensure!(!number.is_empty() && ping.version.starts_with(number), "{ping:?} is not {info:?}");
     ensure!(ping.pid == Some(1), "it is alone in its namespace: {ping:?}");
     running.end().await
 }

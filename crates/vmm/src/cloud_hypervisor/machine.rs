@@ -12,7 +12,7 @@ use async_trait::async_trait;
 use sandboxer_base::chain;
 use sandboxer_process::Process;
 use sandboxer_protocol::id::SandboxId;
-use tokio::sync::broadcast;
+use tokio::{sync::broadcast, time::Instant};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::{
@@ -34,7 +34,6 @@ use crate::{
 const EVENTS: usize = 16;
 /// A process whose sockets are closed is gone within this time, or lives on without them.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
-
 /// A machine run by Cloud Hypervisor.
 #[derive(Debug)]
 pub(super) struct CloudHypervisorMachine {
@@ -46,6 +45,8 @@ pub(super) struct CloudHypervisorMachine {
     /// As which the VMM runs.
     pub(super) user: u32,
     pub(super) call_timeout: Duration,
+    /// When it is [`FREEZABLE`].
+    pub(super) freezable: Instant,
 }
 
 #[async_trait]
@@ -117,6 +118,7 @@ impl Machine for CloudHypervisorMachine {
             "close the agent's connection on",
             vsock::SOCKET.into(),
         ))?;
+        tokio::time::sleep_until(self.freezable).await;
         self.pause().await?;
         let written =
             self.room.make_dir(template::FROZEN).map_err(host(pod, "make", template::FROZEN.into()))?;

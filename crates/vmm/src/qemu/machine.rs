@@ -15,6 +15,7 @@ use async_trait::async_trait;
 use rustix::net::Shutdown;
 use sandboxer_process::{Process, jail, socket};
 use sandboxer_protocol::{id::SandboxId, share::DISK_SERIAL};
+use tokio::time::Instant;
 
 use super::command_line;
 use crate::{
@@ -41,6 +42,8 @@ pub(super) struct QemuMachine {
     pub(super) call_timeout: Duration,
     /// Another hold on the stream given out last: QEMU takes the next one only when this is dead.
     pub(super) agent: Arc<Mutex<Option<OwnedFd>>>,
+    /// When it is [`FREEZABLE`](crate::FREEZABLE); none: at any time.
+    pub(super) freezable: Option<Instant>,
 }
 
 impl QemuMachine {
@@ -141,6 +144,9 @@ impl Machine for QemuMachine {
     }
 
     async fn freeze(&self, dir: &Path) -> Result<(), VmmError> {
+        if let Some(freezable) = self.freezable {
+            tokio::time::sleep_until(freezable).await;
+        }
         self.pause().await?;
         // What its user wrote is nobody's from now on.
         let memory = dir.join(MEMORY);

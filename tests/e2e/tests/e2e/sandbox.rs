@@ -1,6 +1,6 @@
 //! What makes a pod a microVM: its own kernel and machine, and no process per pod but the VMM.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use k8s_cri::v1::{LinuxContainerResources, NamespaceMode, NamespaceOption, UserNamespace};
@@ -182,27 +182,27 @@ async fn memory_is_counted_from_the_first_page_on(case: Case) -> Result<()> {
     for handler in ["sandboxer-boot", "sandboxer-template"] {
         let config = case.pod_config();
         let pod = case.cri.run_pod(&config, handler).await?;
-        let counted = memory_of(&case, &format!("sandboxer-{pod}"))?;
+        let counted = memory_of(&case, &format!("/sandboxer-{pod}"))?;
         ensure!(counted >= LEAST, "{handler}: only {counted} bytes are counted in the pod's group");
     }
     eventually("a VM of the pool, counted in the pool's group", PATIENCE, || async {
         // Another case's pod may take it at any moment.
         let is_counted = |vmm: &Pid| {
             let groups = std::fs::read_to_string(format!("/proc/{vmm}/cgroup"));
-            groups.is_ok_and(|groups| groups.lines().any(|line| line.ends_with("/idle")))
+            groups.is_ok_and(|groups| groups.lines().any(|line| line.ends_with("-idle")))
         };
         Ok(case.stack.waiting()?.iter().any(is_counted).then_some(()))
     })
     .await?;
-    let counted = memory_of(&case, "idle")?;
+    let counted = memory_of(&case, "-idle")?;
     ensure!(counted >= LEAST, "only {counted} bytes are counted in the pool's group");
     Ok(())
 }
 
-/// What is counted in the stack's control group of this name, bytes.
-fn memory_of(case: &Case, group: &str) -> Result<u64> {
+/// What is counted in the control group whose path is the stack's with this end, bytes.
+fn memory_of(case: &Case, end: &str) -> Result<u64> {
     let parent = case.stack.env("SANDBOXER_CGROUP_PARENT")?;
-    let below = Path::new(parent.trim_start_matches('/')).join(group);
+    let below = PathBuf::from(format!("{}{end}", parent.trim_start_matches('/')));
     let files = ["/sys/fs/cgroup/memory", "/sys/fs/cgroup"].into_iter().flat_map(|root| {
         ["memory.usage_in_bytes", "memory.current"].map(|file| Path::new(root).join(&below).join(file))
     });

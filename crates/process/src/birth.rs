@@ -1,0 +1,218 @@
+//! A child that is born in a control group, by one system call.
+//!
+//! A process that enters a group of version 2 makes its kernel wait until all processors have passed by, some 15 ms; one that is born
+//! there waits for nothing. The standard library's `Command` has no such call.
+
+use std::{
+    ffi::{CString, OsStr, OsString},
+    fs::File,
+    io::{self, Read},
+    os::{
+        fd::{AsRawFd, BorrowedFd, OwnedFd},
+        unix::ffi::OsStrExt,
+    },
+    path::Path,
+    ptr,
+};
+
+/// As in `linux/sched.h`: the number is too large for the constant that `libc` has.
+const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
+/// How a kernel before 5.7 says that it has no such call, and a filter of system calls that it allows none.
+const UNKNOWN: [i32; 4] = [libc::ENOSYS, libc::EINVAL, libc::E2BIG, libc::EPERM];
+
+/// All that a child needs of its parent's memory: between its birth and its program it makes system calls alone.
+pub struct Unborn {
+    program: CString,
+    arguments: Vec<CString>,
+    environment: Vec<CString>,
+    dir: CString,
+    /// Its stdin, stdout and stderr.
+    stdio: [OwnedFd; 3],
+}
+
+impl Unborn {
+    /// A child that will execute `program`, a path, in `dir`.
+    pub fn new(
+        program: &Path,
+        arguments: &[OsString],
+        environment: &[(&str, OsString)],
+        dir: &Path,
+        stdio: [OwnedFd; 3],
+    ) -> io::Result<Self> {
+        let text = |text: &OsStr| CString::new(text.as_bytes()).map_err(io::Error::from);
+        let variable = |(name, value): &(&str, OsString)| {
+            let mut pair = OsString::from(name);
+            pair.push("=");
+            pair.push(value);
+            text(&pair)
+        };
+        let all = [program.as_os_str()].into_iter().chain(arguments.iter().map(OsString::as_os_str));
+        Ok(Self {
+            program: text(program.as_os_str())?,
+            arguments: all.map(text).collect::<io::Result<_>>()?,
+            environment: environment.iter().map(variable).collect::<io::Result<_>>()?,
+            dir: text(dir.as_os_str())?,
+            stdio,
+        })
+    }
+
+    /// Gives birth to it in the group whose directory this is, if `alone` as the first process of a namespace of its own; answers its
+    /// number. `prepare` is what it does before it executes its program, and makes system calls alone. None: there is no such
+    /// call here.
+    pub fn born(
+        &self,
+        group: BorrowedFd<'_>,
+        alone: bool,
+        prepare: impl Fn() -> io::Result<()>,
+    ) -> io::Result<Option<i32>> {
+        let pointers = |texts: &[CString]| -> Vec<*const libc::c_char> {
+            texts.iter().map(|text| text.as_ptr()).chain([ptr::null()]).collect()
+        };
+        let (arguments, environment) = (pointers(&self.arguments), pointers(&self.environment));
+        // Its end in the child is closed by the program's execution.
+        let (mut failure, told) = io::pipe()?;
+        // SAFETY: all zeroes asks for a plain copy of this process.
+        let mut how: libc::clone_args = unsafe { std::mem::zeroed() };
+        how.flags = CLONE_INTO_CGROUP | if alone { libc::CLONE_NEWPID as u64 } else { 0 };
+        how.exit_signal = libc::SIGCHLD as u64;
+        how.cgroup = group.as_raw_fd() as u64;
+        // SAFETY: the child has memory of its own, a copy of this one, in which other threads may have held locks: until
+        // its program it makes system calls alone, with what was made before, and it never returns from here.
+        let child = unsafe { libc::syscall(libc::SYS_clone3, &raw const how, std::mem::size_of_val(&how)) };
+        if child == 0 {
+            let failed = self.become_program(&arguments, &environment, prepare);
+            let errno = failed.raw_os_error().unwrap_or(libc::EIO).to_ne_bytes();
+            // SAFETY: the bytes outlive the call, and the process ends.
+            unsafe {
+                libc::write(told.as_raw_fd(), errno.as_ptr().cast(), errno.len());
+                libc::_exit(1)
+            }
+        }
+        if child < 0 {
+            let error = io::Error::last_os_error();
+            return if error.raw_os_error().is_some_and(|errno| UNKNOWN.contains(&errno)) {
+                Ok(None)
+            } else {
+                Err(error)
+            };
+        }
+        drop(told);
+        let child = child as i32;
+        let mut errno = [0; 4];
+        match failure.read_exact(&mut errno) {
+            // Executed.
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(Some(child)),
+            said => {
+                reap(child);
+                said?;
+                Err(io::Error::from_raw_os_error(i32::from_ne_bytes(errno)))
+            }
+        }
+    }
+
+    /// In the child: executes the program, or returns why not.
+    fn become_program(
+        &self,
+        arguments: &[*const libc::c_char],
+        environment: &[*const libc::c_char],
+        prepare: impl Fn() -> io::Result<()>,
+    ) -> io::Error {
+        // SAFETY: every pointer is to what this child has a copy of, and lists of pointers end with none. What is changed is this
+        // process's alone.
+        unsafe {
+            for (number, file) in (0..).zip(&self.stdio) {
+                if libc::dup2(file.as_raw_fd(), number) < 0 {
+                    return io::Error::last_os_error();
+                }
+            }
+            if libc::chdir(self.dir.as_ptr()) < 0 {
+                return io::Error::last_os_error();
+            }
+            // A program expects signals to be as they are for a shell's.
+            let mut none: libc::sigset_t = std::mem::zeroed();
+            libc::sigemptyset(&raw mut none);
+            libc::sigprocmask(libc::SIG_SETMASK, &raw const none, ptr::null_mut());
+            libc::signal(libc::SIGPIPE, libc::SIG_DFL);
+            if let Err(error) = prepare() {
+                return error;
+            }
+            libc::execve(self.program.as_ptr(), arguments.as_ptr(), environment.as_ptr());
+        }
+        io::Error::last_os_error()
+    }
+}
+
+/// Takes note of the end of a child that became no program.
+fn reap(child: i32) {
+    // SAFETY: it is a child of this process that nobody else knows, and its status is not wanted.
+    unsafe { libc::waitpid(child, ptr::null_mut(), 0) };
+}
+
+/// A file to read nothing from.
+pub fn nothing() -> io::Result<OwnedFd> {
+    Ok(File::open("/dev/null")?.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        fs,
+        os::fd::AsFd,
+        sync::atomic::{AtomicBool, Ordering},
+    };
+
+    use super::*;
+
+    /// The group of version 2 that this process is in: hosts of these tests have one, alone or beside those of version 1.
+    fn own_group() -> File {
+        let groups = fs::read_to_string("/proc/self/cgroup").unwrap();
+        let own = groups.lines().find_map(|line| line.strip_prefix("0::/")).expect("a group of version 2");
+        let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
+        let mount = mounts.lines().find(|line| line.contains(" - cgroup2 ")).expect("version 2 is mounted");
+        File::open(Path::new(mount.split(' ').nth(4).unwrap()).join(own)).unwrap()
+    }
+
+    fn unborn(program: &str, arguments: &[&str], out: io::PipeWriter) -> Unborn {
+        let arguments: Vec<OsString> = arguments.iter().map(OsString::from).collect();
+        let stdio = [nothing().unwrap(), out.into(), nothing().unwrap()];
+        Unborn::new(Path::new(program), &arguments, &[("A", "b".into())], Path::new("/"), stdio).unwrap()
+    }
+
+    #[test]
+    fn a_child_has_its_directory_words_and_environment() {
+        let (mut said, out) = io::pipe().unwrap();
+        let prepared = AtomicBool::new(false);
+        let child = unborn("/bin/sh", &["-c", "pwd; echo $A; cat /proc/self/cgroup"], out);
+        let born = child.born(own_group().as_fd(), false, || {
+            prepared.store(true, Ordering::Relaxed);
+            Ok(())
+        });
+        drop(child);
+        let pid = born.unwrap().expect("a kernel of 5.7 or later");
+        let mut words = String::new();
+        said.read_to_string(&mut words).unwrap();
+        reap(pid);
+        assert!(words.starts_with("/\nb\n"), "{words}");
+        assert!(words.contains("0::/"), "{words}");
+        assert!(!prepared.load(Ordering::Relaxed), "the child's memory is its own");
+    }
+
+    #[test]
+    fn a_child_that_becomes_no_program_says_why() {
+        let (_, out) = io::pipe().unwrap();
+        let fail = || Err(io::Error::from_raw_os_error(libc::EXDEV));
+        let failed = unborn("/bin/true", &[], out).born(own_group().as_fd(), false, fail).unwrap_err();
+        assert_eq!(failed.raw_os_error(), Some(libc::EXDEV));
+        let (_, out) = io::pipe().unwrap();
+        let missing = unborn("/bin/none", &[], out).born(own_group().as_fd(), false, || Ok(()));
+        assert_eq!(missing.unwrap_err().raw_os_error(), Some(libc::ENOENT));
+    }
+
+    #[test]
+    fn a_group_that_is_none_is_an_error_or_no_such_call() {
+        let (_, out) = io::pipe().unwrap();
+        let nowhere = File::open("/dev/null").unwrap();
+        let failed = unborn("/bin/true", &[], out).born(nowhere.as_fd(), false, || Ok(())).unwrap_err();
+        assert_eq!(failed.raw_os_error(), Some(libc::EBADF));
+    }
+}

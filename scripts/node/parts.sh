@@ -1,0 +1,36 @@
+# Measures start-up in node VMs, in parts, for the scripts that source it after lib.sh.
+# shellcheck shell=bash
+
+# in_parts DIR NAME PARTS SERIAL GROUP HANDLER… [-- OPTION…]: has PARTS parts measured, of SERIAL starts and, unless it is 0, a group of GROUP of
+# each handler, and makes DIR/NAME of them; OPTIONs are node.sh's. The emulator may lose a guest (docs/decisions/0009-node-vm.md),
+# which then spins for ever: the part in which that is seen counts nothing, its node is ended, and another one measures what is left.
+in_parts() {
+    local dir=$1 name=$2 parts=$3 status=75 tries=0 there=0 at handlers=()
+    local part_of=("$4" "$5")
+    shift 5
+    while (($#)) && [[ $1 != -- ]]; do handlers+=("$1") && shift; done
+    [[ ${1:-} != -- ]] || shift
+    # Parts of an earlier measurement may be of another version.
+    rm -rf "${dir:?}/$name" "$dir/parts/$name".*
+    mkdir -p "$dir/parts"
+    while ((there < parts && tries < ${BENCH_TRIES:-20})); do
+        tries=$((tries + 1)) status=0
+        attended "$ROOT/scripts/node.sh" run --virtual-time --append kvm_amd.npt=0 --stall 60 --out "$dir/parts" "$@" -- \
+            scripts/node/bench.sh startup "$name" "$((there + 1))" "$((parts - there))" "${part_of[@]}" "${handlers[@]}" \
+            >"$dir/$name.$tries.log" 2>&1 || status=$?
+        there=0
+        while [[ -d $dir/parts/$name.$((there + 1)) ]]; do there=$((there + 1)); done
+        # A start that failed is in the figures: it is no reason to ask another node.
+        case $status in
+        0 | 75 | 123) say "$name: $there of $parts parts, in $tries nodes" ;;
+        *)
+            tail -n 15 "$dir/$name.$tries.log" >&2
+            return "$status"
+            ;;
+        esac
+    done
+    ((there >= parts)) || { say "$name: not measured in $tries nodes"; return 1; }
+    at=()
+    for ((part = 1; part <= parts; part++)); do at+=("$dir/parts/$name.$part"); done
+    "$ROOT/target/release/sandboxer-cli" merge --parts "${at[@]}" --output "$dir/$name" >/dev/null
+}

@@ -5,8 +5,9 @@
 use std::{collections::BTreeMap, process::Command};
 
 /// Each crate of the workspace with those it may use, lowest first. Tests and benches may use all.
-const MAY_USE: [(&str, &[&str]); 18] = [
+const MAY_USE: [(&str, &[&str]); 19] = [
     ("sandboxer-base", &[]),
+    ("sandboxer-bench-helper", &[]),
     ("sandboxer-bpf", &[]),
     ("sandboxer-config", &[]),
     ("sandboxer-netlink", &[]),

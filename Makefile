@@ -16,7 +16,7 @@ INSTALLED := sandboxer sandboxer-front sandboxer-cli sandboxer-share containerd-
 DESTDIR ?=
 FUZZ_SECONDS ?= 60
 
-.PHONY: help deps tools agent guest-image build build-failing node test-kvm install uninstall up down demo test test-units test-stack soak reliability bench bench-kvm bench-gate bench-record lint fuzz fmt clean
+.PHONY: help deps tools agent bench-helper bench-image guest-image build build-failing node test-kvm install uninstall up down demo test test-units test-stack soak reliability bench bench-kvm bench-gate bench-record lint fuzz fmt clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -31,6 +31,16 @@ agent: deps
 	LIBSECCOMP_LINK_TYPE=static LIBSECCOMP_LIB_PATH=$$(dirname "$$(gcc -print-file-name=libseccomp.a)") \
 	RUSTFLAGS='-C target-feature=+crt-static -C link-args=-Wl,-z,max-page-size=0x200000,--no-rosegment' \
 	cargo build --release -p sandboxer-agent --target $(AGENT_TARGET) --target-dir target/agent
+
+# Static, so that it runs in any image and under any runtime. In a target directory of its own, as the agent's is.
+BENCH_IMAGES ?= bench-small
+bench-helper: deps
+	RUSTFLAGS='-C target-feature=+crt-static' \
+	cargo build --release -p sandboxer-bench-helper --target $(AGENT_TARGET) --target-dir target/bench-helper
+
+bench-image: bench-helper ## images of the workloads' tools (BENCH_IMAGES='bench-small bench-build'); into STACK, if it is up
+	@for image in $(BENCH_IMAGES); do scripts/bench-image.sh $$image; done
+	@if [[ -e $(STACK)/.stack ]]; then scripts/stack.sh load $(STACK) $(BENCH_IMAGES); fi
 
 guest-image: agent ## guest kernel (cached, or SANDBOXER_KERNEL=…) and initramfs, into target/guest
 	@scripts/guest-image.sh all $(AGENT)

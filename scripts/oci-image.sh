@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# Makes the two images of the stack as OCI archives, from what Debian has: no registry is asked.
+# Makes images as OCI archives, from what Debian has: no registry is asked. The stack's own two, or one of a directory.
 # usage: oci-image.sh busybox|pause NAME OUT.tar
+#        oci-image.sh tree NAME OUT.tar DIRECTORY
 # The same input gives the same bytes: times, owners and order are fixed.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
-[[ $# == 3 ]] || die "usage: oci-image.sh busybox|pause NAME OUT.tar"
-kind=$1 name=$2 out=$(realpath -m "$3")
+[[ $# == 3 || ($1 == tree && $# == 4) ]] || die "usage: oci-image.sh busybox|pause NAME OUT.tar, or tree NAME OUT.tar DIRECTORY"
+kind=$1 name=$2 out=$(realpath -m "$3") rootfs=
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-mkdir -p "$work/rootfs" "$work/layout/blobs/sha256" "$(dirname "$out")"
+mkdir -p "$work/layout/blobs/sha256" "$(dirname "$out")"
 
 archive() { tar -C "$1" --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner --format=posix \
     --pax-option=exthdr.name=%d/PaxHeaders/%f,delete=atime,delete=ctime -cf "$2" .; }
@@ -47,11 +48,19 @@ pause_rootfs() {
 }
 
 case $kind in
-busybox | pause) "${kind}_rootfs" "$work/rootfs" ;;
-*) die "no image of kind '$kind': busybox or pause" ;;
+busybox | pause)
+    rootfs=$work/rootfs
+    mkdir "$rootfs"
+    "${kind}_rootfs" "$rootfs"
+    ;;
+tree)
+    rootfs=$4
+    config='"Env":["PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"]'
+    ;;
+*) die "no image of kind '$kind': busybox, pause or tree" ;;
 esac
 
-archive "$work/rootfs" "$work/layer"
+archive "$rootfs" "$work/layer"
 layer_size=$(size "$work/layer")
 layer=$(blob "$work/layer")
 printf '{"architecture":"amd64","os":"linux","config":{%s},"rootfs":{"type":"layers","diff_ids":["sha256:%s"]},"history":[{"created_by":"scripts/oci-image.sh %s"}]}' \

@@ -2,6 +2,7 @@
 # A containerd and a sandboxer daemon of their own, all in DIR, beside whatever else the host runs.
 #   stack.sh up DIR [--no-daemon]   starts what is not running; writes DIR/env (to `source`)
 #   stack.sh down DIR               ends and removes all of it, however it was left; also when there is nothing
+#   stack.sh load DIR IMAGE…        gives it images of workloads (bench-small, bench-build): see bench-image.sh
 #   stack.sh status DIR             says what runs; exit 1 unless all of it does
 # Binaries of ours are taken from SANDBOXER_BIN_DIR (default target/release), the guest image from
 # SANDBOXER_GUEST_DIR (default target/guest). POOL machines (default 8) wait for pods; 0: none.
@@ -11,14 +12,16 @@ set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
 
-usage() { sed -n '3,5s/^# *//p' "$0" >&2; exit 2; }
+usage() { sed -n '3,6s/^# *//p' "$0" >&2; exit 2; }
 [[ $# -ge 2 ]] || usage
 verb=$1
 stack_names "$2"
 daemon=yes
-case ${3:-} in
-'') ;;
---no-daemon) daemon=no ;;
+case $verb:${3:-} in
+load:?*) ;;
+load:) usage ;;
+up:--no-daemon) daemon=no ;;
+*:) ;;
 *) usage ;;
 esac
 
@@ -131,6 +134,18 @@ import_images() {
         fi
         # Kept back unless it fails: ctr repeats containerd's deprecation warnings at each call.
         said=$("${ctr[@]}" images import "$image" 2>&1) || die "could not import $name: $said"
+    done
+}
+
+# load IMAGE…: also one that is there, since its helper may be another.
+load() {
+    local kind archive said
+    running containerd >/dev/null || die "no containerd runs in $DIR: 'stack.sh up $DIR' starts one"
+    for kind in "$@"; do
+        archive=$("$ROOT/scripts/bench-image.sh" "$kind")
+        said=$("$DIR/bin/ctr" -a "$RUN/containerd.sock" -n k8s.io images import "$archive" 2>&1) ||
+            die "could not import $kind: $said"
+        say "loaded localhost/sandboxer/$kind:latest"
     done
 }
 
@@ -292,6 +307,7 @@ status() {
 
 case $verb in
 up) up ;;
+load) load "${@:3}" ;;
 down) down ;;
 status) status ;;
 *) usage ;;

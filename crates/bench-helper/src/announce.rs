@@ -1,0 +1,65 @@
+//! Tells when somebody listens on a port, without a connection: some servers take one for a client, and stumble.
+
+use std::fs;
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+use rustix::thread::{ClockId, clock_nanosleep_relative};
+use rustix::time::Timespec;
+
+/// Between two looks: the kernel tells nobody who begins to listen.
+const LOOK_NS: i64 = 20_000_000;
+/// So many looks are five minutes.
+const LOOKS: u32 = 15_000;
+/// The kernel's number of the state LISTEN.
+const LISTEN: &str = "0A";
+
+/// Prints a line of JSON on stderr when somebody in this network namespace listens on a TCP port
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The port
+    port: u16,
+}
+
+/// Ends when the line is printed, or after five minutes.
+pub fn run(args: &Args) -> Result<()> {
+    for _ in 0..LOOKS {
+        let tables = ["/proc/net/tcp", "/proc/net/tcp6"].map(fs::read_to_string);
+        let [Ok(v4), v6] = tables else { bail!("cannot read /proc/net/tcp") };
+        if listens(&v4, args.port) || v6.is_ok_and(|v6| listens(&v6, args.port)) {
+            eprintln!("{}", serde_json::json!({ "bench_listening": args.port }));
+            return Ok(());
+        }
+        let pause = Timespec { tv_sec: 0, tv_nsec: LOOK_NS };
+        // One that is interrupted looks earlier, no more.
+        let _ = clock_nanosleep_relative(ClockId::Monotonic, &pause);
+    }
+    let waited = Duration::from_nanos(LOOK_NS as u64) * LOOKS;
+    bail!("nobody listens on port {} after {waited:?}", args.port)
+}
+
+/// Of lines "N: ADDRESS:PORT ADDRESS:PORT STATE …", numbers in hex.
+fn listens(table: &str, port: u16) -> bool {
+    table.lines().skip(1).any(|line| {
+        let mut words = line.split_whitespace().skip(1);
+        let local = words.next().and_then(|local| u16::from_str_radix(local.rsplit_once(':')?.1, 16).ok());
+        local == Some(port) && words.nth(1) == Some(LISTEN)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_listener_is_seen_and_a_connection_is_none() {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = listener.local_addr().unwrap().port();
+        run(&Args { port }).unwrap();
+        let client = std::net::TcpStream::connect(("127.0.0.1", port)).unwrap();
+        let of_client = client.local_addr().unwrap().port();
+        let table = fs::read_to_string("/proc/net/tcp").unwrap();
+        assert!(listens(&table, port) && !listens(&table, of_client));
+        assert!(!listens("", port) && !listens("heading\n  0: rubbish\n", port));
+    }
+}

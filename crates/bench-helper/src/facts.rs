@@ -1,0 +1,129 @@
+//! What a container has, read from inside it: the same files under every runtime.
+
+use std::fs;
+use std::io::Write;
+use std::path::Path;
+
+use anyhow::{Context, Result};
+use serde::Serialize;
+
+/// A limit above this is none: cgroup v1 says "unlimited" as a number.
+const UNLIMITED: u64 = 1 << 60;
+
+/// Processors and memory of a container; a limit that is not set, or that the runtime does not show, is `None`.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Facts {
+    /// Processors that its processes may run on.
+    pub cpus: usize,
+    /// CPU time per second of time, by its quota.
+    pub quota_cpus: Option<f64>,
+    /// Limit of its memory, bytes.
+    pub memory_limit: Option<u64>,
+    /// Memory of the kernel that it runs on, bytes.
+    pub memory_total: Option<u64>,
+    /// Release of the kernel that it runs on.
+    pub kernel: Option<String>,
+}
+
+impl Facts {
+    /// Reads them.
+    pub fn of_container() -> Self {
+        Self::read(Path::new("/"))
+    }
+
+    /// Reads them below `root`; processors are always those of this process.
+    fn read(root: &Path) -> Self {
+        let text = |path: &str| fs::read_to_string(root.join(path)).ok().map(|text| text.trim().to_owned());
+        let v2 = text("sys/fs/cgroup/cpu.max").and_then(|max| quota_of_v2(&max));
+        let v1 = || {
+            let number = |path: &str| text(path)?.parse::<f64>().ok().filter(|number| *number > 0.0);
+            Some(
+                number("sys/fs/cgroup/cpu/cpu.cfs_quota_us")?
+                    / number("sys/fs/cgroup/cpu/cpu.cfs_period_us")?,
+            )
+        };
+        let limit = text("sys/fs/cgroup/memory.max")
+            .or_else(|| text("sys/fs/cgroup/memory/memory.limit_in_bytes"))
+            .and_then(|limit| limit.parse().ok())
+            .filter(|limit| *limit < UNLIMITED);
+        Self {
+            cpus: cpus(),
+            quota_cpus: v2.or_else(v1),
+            memory_limit: limit,
+            memory_total: text("proc/meminfo").and_then(|memory| total_of(&memory)),
+            kernel: text("proc/sys/kernel/osrelease"),
+        }
+    }
+
+    /// Prints them as `{"bench_facts":{…}}`, on stdout.
+    pub fn print(&self) -> Result<()> {
+        writeln!(std::io::stdout(), "{}", self.line()?).context("cannot print the facts")
+    }
+
+    /// Returns the line of JSON that tells them.
+    pub fn line(&self) -> Result<String> {
+        Ok(serde_json::to_string(&serde_json::json!({ "bench_facts": self }))?)
+    }
+}
+
+/// By affinity, which a quota has no part in.
+fn cpus() -> usize {
+    rustix::thread::sched_getaffinity(None).map_or(1, |set| set.count() as usize)
+}
+
+/// Of "200000 100000", µs; "max 100000" is none.
+fn quota_of_v2(text: &str) -> Option<f64> {
+    let (quota, period) = text.split_once(' ')?;
+    let (quota, period) = (quota.parse::<f64>().ok()?, period.parse::<f64>().ok()?);
+    (period > 0.0).then(|| quota / period)
+}
+
+/// Bytes, of the kernel's `MemTotal: N kB`.
+fn total_of(memory: &str) -> Option<u64> {
+    let line = memory.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn with(files: &[(&str, &str)]) -> Facts {
+        let root = tempfile::tempdir().unwrap();
+        for (path, text) in files {
+            let path = root.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+        Facts::read(root.path())
+    }
+
+    #[test]
+    fn limits_of_both_kinds_of_cgroups() {
+        let facts = with(&[
+            ("sys/fs/cgroup/cpu.max", "150000 100000\n"),
+            ("sys/fs/cgroup/memory.max", "268435456\n"),
+            ("proc/meminfo", "MemTotal:         524288 kB\nMemFree: 1 kB\n"),
+        ]);
+        assert_eq!(facts.quota_cpus, Some(1.5));
+        assert_eq!((facts.memory_limit, facts.memory_total), (Some(256 << 20), Some(512 << 20)));
+        let facts = with(&[
+            ("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "100000\n"),
+            ("sys/fs/cgroup/cpu/cpu.cfs_period_us", "50000\n"),
+            ("sys/fs/cgroup/memory/memory.limit_in_bytes", "1073741824\n"),
+        ]);
+        assert_eq!((facts.quota_cpus, facts.memory_limit), (Some(2.0), Some(1 << 30)));
+    }
+
+    #[test]
+    fn no_limit_is_none() {
+        let facts = with(&[("sys/fs/cgroup/cpu.max", "max 100000\n"), ("sys/fs/cgroup/memory.max", "max\n")]);
+        assert_eq!((facts.quota_cpus, facts.memory_limit), (None, None));
+        let facts = with(&[
+            ("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "-1\n"),
+            ("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n"),
+        ]);
+        assert_eq!((facts.quota_cpus, facts.memory_limit), (None, None));
+        assert!(facts.cpus > 0);
+    }
+}

@@ -1,0 +1,67 @@
+//! What no tool of a distribution measures, from inside a container, under any runtime: prints one line of JSON.
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`facts`] | processors, quota and memory as a container has them |
+//! | [`run`], [`announce`] | a tool, after its facts were printed; when it listens |
+//! | [`calls`] | cost of a system call, of an allocation, of an opened file |
+//! | [`frames`], [`spin`] | late frames, stolen time |
+//! | [`stream`] | TCP by message size, both ways |
+//! | [`transactions`] | open-loop load over a working set |
+//! | [`result`] | the line |
+
+mod announce;
+mod calls;
+mod facts;
+mod frames;
+mod result;
+mod run;
+mod spin;
+mod stream;
+mod transactions;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+/// Measures from inside a container; prints one line of JSON
+#[derive(Debug, Parser)]
+enum Command {
+    /// Prints the processors, quota and memory of this container
+    Facts,
+    Run(run::Args),
+    Announce(announce::Args),
+    Syscalls(calls::Args),
+    Alloc(calls::AllocArgs),
+    Open(calls::OpenArgs),
+    Frames(frames::Args),
+    Spin(spin::Args),
+    StreamServe(stream::ServeArgs),
+    StreamSend(stream::SendArgs),
+    StreamReceive(stream::ReceiveArgs),
+    Transactions(transactions::Args),
+}
+
+fn main() -> ExitCode {
+    let done = match Command::parse() {
+        Command::Facts => facts::Facts::of_container().print(),
+        Command::Run(args) => run::run(&args),
+        Command::Announce(args) => announce::run(&args),
+        Command::Syscalls(args) => calls::syscalls(&args),
+        Command::Alloc(args) => calls::alloc(&args),
+        Command::Open(args) => calls::open(&args),
+        Command::Frames(args) => frames::run(&args),
+        Command::Spin(args) => spin::run(&args),
+        Command::StreamServe(args) => stream::serve(&args),
+        Command::StreamSend(args) => stream::send(&args),
+        Command::StreamReceive(args) => stream::receive(&args),
+        Command::Transactions(args) => transactions::run(&args),
+    };
+    match done {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("bench-helper: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,185 @@
+//! TCP by message size, both ways. What counts is what the other side received.
+//!
+//! A client begins with the number of bytes that it wants, 8 bytes, little-endian. The server sends so many and closes. If it
+//! is zero the client sends until it closes its side, and the server answers with how many bytes it received.
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+
+use crate::result::Line;
+
+/// Read and sent at once where no message size is asked for, bytes.
+const BLOCK: usize = 128 << 10;
+/// A peer that is silent for so long is gone.
+const SILENCE: Duration = Duration::from_secs(30);
+
+/// Serves clients one after the other, for ever
+#[derive(Debug, clap::Args)]
+pub struct ServeArgs {
+    /// Port to listen on
+    #[arg(long, default_value_t = 7000)]
+    port: u16,
+}
+
+/// Sends messages of one size for so long
+#[derive(Debug, clap::Args)]
+pub struct SendArgs {
+    /// The server
+    #[arg(long)]
+    to: SocketAddr,
+    /// Bytes of a message, each one written by a call of its own
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    size: u32,
+    /// How long
+    #[arg(long, default_value_t = 10.0)]
+    seconds: f64,
+    /// Sends each message at once, instead of waiting for a full segment
+    #[arg(long)]
+    nodelay: bool,
+}
+
+/// Receives so many bytes
+#[derive(Debug, clap::Args)]
+pub struct ReceiveArgs {
+    /// The server
+    #[arg(long)]
+    from: SocketAddr,
+    /// How many
+    #[arg(long, default_value_t = 1 << 30)]
+    bytes: u64,
+}
+
+/// Ends with the container only.
+pub fn serve(args: &ServeArgs) -> Result<()> {
+    let address = SocketAddr::from((IpAddr::from(Ipv4Addr::UNSPECIFIED), args.port));
+    let listener = TcpListener::bind(address).with_context(|| format!("cannot listen on {address}"))?;
+    for client in listener.incoming() {
+        // One that breaks off is its own loss.
+        if let Err(error) = client.map_err(anyhow::Error::from).and_then(answer) {
+            eprintln!("bench-helper: a client failed: {error:#}");
+        }
+    }
+    Ok(())
+}
+
+fn answer(mut client: TcpStream) -> Result<()> {
+    client.set_read_timeout(Some(SILENCE))?;
+    client.set_write_timeout(Some(SILENCE))?;
+    let mut wanted = [0; 8];
+    match client.read_exact(&mut wanted) {
+        // Somebody who only looked whether the server is there.
+        Err(error) if error.kind() == ErrorKind::UnexpectedEof => return Ok(()),
+        read => read?,
+    }
+    let mut block = vec![0; BLOCK];
+    let mut left = u64::from_le_bytes(wanted);
+    if left > 0 {
+        while left > 0 {
+            let part = block.len().min(usize::try_from(left).unwrap_or(BLOCK));
+            client.write_all(&block[..part])?;
+            left -= part as u64;
+        }
+        return Ok(());
+    }
+    let mut received = 0u64;
+    loop {
+        match client.read(&mut block)? {
+            0 => break,
+            count => received += count as u64,
+        }
+    }
+    Ok(client.write_all(&received.to_le_bytes())?)
+}
+
+fn connect(server: SocketAddr, wanted: u64) -> Result<TcpStream> {
+    let mut stream = TcpStream::connect_timeout(&server, SILENCE)
+        .with_context(|| format!("cannot connect to {server}"))?;
+    stream.set_read_timeout(Some(SILENCE))?;
+    stream.set_write_timeout(Some(SILENCE))?;
+    stream.write_all(&wanted.to_le_bytes())?;
+    Ok(stream)
+}
+
+/// The time ends when the server has said how much arrived.
+pub fn send(args: &SendArgs) -> Result<()> {
+    let limit = Duration::try_from_secs_f64(args.seconds).context("--seconds takes seconds from 0 up")?;
+    let mut stream = connect(args.to, 0)?;
+    stream.set_nodelay(args.nodelay)?;
+    let message = vec![0; args.size as usize];
+    let (begun, mut messages) = (Instant::now(), 0u64);
+    while begun.elapsed() < limit {
+        // A look at the clock per message would be a part of what small ones cost.
+        for _ in 0..16 {
+            stream.write_all(&message).with_context(|| format!("cannot send to {}", args.to))?;
+        }
+        messages += 16;
+    }
+    stream.shutdown(Shutdown::Write)?;
+    let mut received = [0; 8];
+    stream.read_exact(&mut received).with_context(|| format!("{} did not say what it received", args.to))?;
+    let (seconds, received) = (begun.elapsed().as_secs_f64(), u64::from_le_bytes(received));
+    let sent = messages * u64::from(args.size);
+    ensure!(received == sent, "{} received {received} of {sent} bytes", args.to);
+    Line::new("stream-send")
+        .with("mbit_per_s", received as f64 * 8.0 / seconds / 1e6)
+        .with("messages_per_s", messages as f64 / seconds)
+        .print()
+}
+
+/// The time begins with the connection.
+pub fn receive(args: &ReceiveArgs) -> Result<()> {
+    ensure!(args.bytes > 0, "--bytes takes a number from 1 up");
+    let begun = Instant::now();
+    let mut stream = connect(args.from, args.bytes)?;
+    let (mut block, mut received) = (vec![0; BLOCK], 0u64);
+    loop {
+        match stream.read(&mut block).with_context(|| format!("cannot receive from {}", args.from))? {
+            0 => break,
+            count => received += count as u64,
+        }
+    }
+    ensure!(received == args.bytes, "received {received} of {} bytes from {}", args.bytes, args.from);
+    let seconds = begun.elapsed().as_secs_f64();
+    Line::new("stream-receive").with("mib_per_s", received as f64 / seconds / f64::from(1 << 20)).print()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A server for so many clients.
+    fn server(clients: usize) -> (SocketAddr, std::thread::JoinHandle<()>) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let serving = std::thread::spawn(move || {
+            listener.incoming().take(clients).for_each(|client| answer(client.unwrap()).unwrap());
+        });
+        (address, serving)
+    }
+
+    #[test]
+    fn both_ways_and_one_who_only_looks() {
+        let (address, serving) = server(3);
+        drop(TcpStream::connect(address).unwrap());
+        send(&SendArgs { to: address, size: 1000, seconds: 0.05, nodelay: true }).unwrap();
+        receive(&ReceiveArgs { from: address, bytes: 300_001 }).unwrap();
+        serving.join().unwrap();
+    }
+
+    #[test]
+    fn a_server_that_keeps_bytes_back_is_a_failure() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        let serving = std::thread::spawn(move || {
+            let (mut client, _) = listener.accept().unwrap();
+            client.read_exact(&mut [0; 8]).unwrap();
+            client.write_all(b"few").unwrap();
+        });
+        let error = receive(&ReceiveArgs { from: address, bytes: 10 }).unwrap_err().to_string();
+        assert!(error.contains("3 of 10"), "{error}");
+        serving.join().unwrap();
+    }
+}

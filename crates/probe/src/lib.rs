@@ -11,6 +11,7 @@
 //! | [`overhead`] | what the observer costs |
 //! | [`memory`], [`ledger`], [`attribution`], [`pss`] | what pods cost, by role, over their number |
 //! | [`report`], [`store`], [`html`], [`markdown`], [`compare`], [`merge`] | a result: its shape, its files, what is made of it |
+//! | [`workload`] | tools of the field's studies in a container of any runtime |
 //! | [`gate`] | what was recorded of earlier versions, and whether this one is slower |
 
 pub mod anchors;
@@ -46,3 +47,4 @@ pub mod summary;
 pub mod timeline;
 pub mod trace;
 pub mod warnings;
+pub mod workload;

@@ -35,6 +35,9 @@ pub struct Behaviour {
     pub on_stderr: bool,
     /// RunPodSandbox answers nobody until so many have asked at once; 0 for at once.
     pub together: usize,
+    /// What a container does with its command: exit code, stdout and stderr; `None` if it never ends. Without it a container
+    /// prints a line and stays.
+    pub tool: Option<fn(&[String]) -> Option<(i32, String, String)>>,
 }
 
 /// What really happened.
@@ -62,6 +65,8 @@ struct Shared {
     truth: Mutex<Truth>,
     pods: Mutex<HashMap<String, Pod>>,
     logs: Mutex<HashMap<String, PathBuf>>,
+    commands: Mutex<HashMap<String, Vec<String>>>,
+    ended: Mutex<HashMap<String, i32>>,
     random: Mutex<SmallRng>,
     starts: Mutex<usize>,
 }
@@ -91,6 +96,8 @@ impl Double {
             truth: Mutex::default(),
             pods: Mutex::default(),
             logs: Mutex::default(),
+            commands: Mutex::default(),
+            ended: Mutex::default(),
             random: Mutex::new(SmallRng::seed_from_u64(11)),
             starts: Mutex::default(),
         });
@@ -149,6 +156,21 @@ impl Service {
     }
 }
 
+impl Service {
+    /// Writes what a tool prints into its log, all at once, and keeps how it ended.
+    fn run_tool(&self, pod: &str, tool: fn(&[String]) -> Option<(i32, String, String)>) {
+        let command = self.0.commands.lock().unwrap()[pod].clone();
+        let Some((code, stdout, stderr)) = tool(&command) else { return };
+        let mut file = std::fs::File::create(&self.0.logs.lock().unwrap()[pod]).unwrap();
+        for (stream, text) in [("stderr", stderr), ("stdout", stdout)] {
+            for line in text.lines() {
+                writeln!(file, "2024-01-01T00:00:00.000000000Z {stream} F {line}").unwrap();
+            }
+        }
+        self.0.ended.lock().unwrap().insert(pod.to_owned(), code);
+    }
+}
+
 type Answer<T> = Result<Response<T>, Status>;
 
 #[tonic::async_trait]
@@ -198,6 +220,7 @@ impl RuntimeService for Service {
         let (pod, config) = (request.pod_sandbox_id, request.config.unwrap());
         let directory = request.sandbox_config.unwrap().log_directory;
         self.0.logs.lock().unwrap().insert(pod.clone(), Path::new(&directory).join(config.log_path));
+        self.0.commands.lock().unwrap().insert(pod.clone(), config.command);
         self.spend(&pod).await;
         Ok(Response::new(CreateContainerResponse { container_id: pod }))
     }
@@ -216,6 +239,10 @@ impl RuntimeService for Service {
         if behaviour.fails_each > 0 && count.is_multiple_of(behaviour.fails_each) {
             self.0.truth.lock().unwrap().failed += 1;
             return Err(Status::unknown("the double was told to fail"));
+        }
+        if let Some(tool) = behaviour.tool {
+            self.run_tool(&pod, tool);
+            return Ok(Response::new(StartContainerResponse {}));
         }
         let line_ms = self.draw(behaviour.first_byte_ms);
         let spent = self.0.pods.lock().unwrap()[&pod].spent_ms;
@@ -284,7 +311,9 @@ impl RuntimeService for Service {
         &self,
         _: Request<PodSandboxStatusRequest>,
     ) -> Answer<PodSandboxStatusResponse> {
-        Err(Status::unimplemented("not a part of the double"))
+        let network = PodSandboxNetworkStatus { ip: "192.0.2.1".into(), ..Default::default() };
+        let status = PodSandboxStatus { network: Some(network), ..Default::default() };
+        Ok(Response::new(PodSandboxStatusResponse { status: Some(status), ..Default::default() }))
     }
     async fn stop_container(&self, _: Request<StopContainerRequest>) -> Answer<StopContainerResponse> {
         Err(Status::unimplemented("not a part of the double"))
@@ -292,8 +321,23 @@ impl RuntimeService for Service {
     async fn remove_container(&self, _: Request<RemoveContainerRequest>) -> Answer<RemoveContainerResponse> {
         Err(Status::unimplemented("not a part of the double"))
     }
-    async fn container_status(&self, _: Request<ContainerStatusRequest>) -> Answer<ContainerStatusResponse> {
-        Err(Status::unimplemented("not a part of the double"))
+    async fn container_status(
+        &self,
+        request: Request<ContainerStatusRequest>,
+    ) -> Answer<ContainerStatusResponse> {
+        let id = request.into_inner().container_id;
+        let ended = self.0.ended.lock().unwrap().get(&id).copied();
+        let state = match ended {
+            Some(_) => k8s_cri::v1::ContainerState::ContainerExited,
+            None => k8s_cri::v1::ContainerState::ContainerRunning,
+        };
+        let status = ContainerStatus {
+            id,
+            state: state as i32,
+            exit_code: ended.unwrap_or_default(),
+            ..Default::default()
+        };
+        Ok(Response::new(ContainerStatusResponse { status: Some(status), ..Default::default() }))
     }
     async fn update_container_resources(
         &self,

@@ -1,0 +1,213 @@
+//! A pod with one container, from its start to its end. The same calls for every runtime, and no exec: what the container
+//! prints is its CRI log.
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use tokio_util::sync::CancellationToken;
+
+use super::facts;
+use super::log::{self, Printed};
+use crate::options::{ContainerOptions, PodOptions, Resources};
+use crate::runtime::{Phase, Runtime, RuntimeError};
+use crate::timeline::{RUN_LABEL, Recipe};
+
+/// Between two looks at a container that may have ended: its tool has taken its times itself.
+const LOOK: Duration = Duration::from_millis(200);
+
+/// A pod to be.
+#[derive(Debug, Clone)]
+pub struct Spec<'a> {
+    /// Its name; its log is named like it.
+    pub name: String,
+    /// Handler.
+    pub handler: &'a str,
+    /// What the container runs.
+    pub command: Vec<String>,
+    /// Limits of pod and container; none for clients.
+    pub resources: Option<Resources>,
+}
+
+/// Why a container did not come to its end, or ended badly.
+#[derive(Debug, thiserror::Error)]
+pub enum ContainerError {
+    /// The runtime refused.
+    #[error(transparent)]
+    Runtime(#[from] RuntimeError),
+    /// Too late.
+    #[error("{step} was not over after {limit:?}; it said: {said}")]
+    Timeout {
+        /// What was waited for.
+        step: &'static str,
+        /// The time-out.
+        limit: Duration,
+        /// Its last words.
+        said: String,
+    },
+    /// The measurement was ended.
+    #[error("interrupted")]
+    Interrupted,
+    /// It ended, and not well.
+    #[error("the tool ended with exit code {code}{reason}; it said: {said}")]
+    Exit {
+        /// Its exit code.
+        code: i32,
+        /// The runtime's word for it, in brackets; or empty.
+        reason: String,
+        /// Its last words.
+        said: String,
+    },
+    /// Its log can't be read.
+    #[error("cannot read what it printed: {0}")]
+    Log(std::io::Error),
+    /// A server's pod has no address.
+    #[error("its pod has no address: a server and its clients need the pod network")]
+    NoAddress,
+}
+
+impl ContainerError {
+    /// Returns the CRI call, or the step, at which it came to an end.
+    pub fn step(&self) -> &'static str {
+        match self {
+            ContainerError::Runtime(
+                RuntimeError::Refused { call, .. } | RuntimeError::Incomplete { call, .. },
+            ) => call,
+            ContainerError::Runtime(_) => "connect",
+            ContainerError::Timeout { step, .. } => step,
+            ContainerError::Interrupted => "interrupted",
+            ContainerError::Exit { .. } => "tool",
+            ContainerError::Log(_) => "log",
+            ContainerError::NoAddress => "address",
+        }
+    }
+}
+
+/// Starts pods and containers of a run.
+#[derive(Debug, Clone)]
+pub struct Starter {
+    /// The CRI runtime.
+    pub runtime: Runtime,
+    /// What all pods have in common.
+    pub recipe: Recipe,
+    /// Where logs are written.
+    pub logs: PathBuf,
+    /// Ends the measurement.
+    pub cancel: CancellationToken,
+}
+
+/// A container that was started.
+#[derive(Debug)]
+pub struct Started {
+    pod: String,
+    container: String,
+    log: PathBuf,
+}
+
+impl Starter {
+    /// Starts a pod and its container. What failed half-way goes with the run's other pods.
+    pub async fn start(&self, spec: &Spec<'_>) -> Result<Started, ContainerError> {
+        let pod = PodOptions {
+            namespace: "sandboxer-workload".into(),
+            uid: format!("{}-{}", self.recipe.run, spec.name),
+            network: self.recipe.network,
+            cgroup_parent: self.recipe.cgroup_parent.clone(),
+            log_directory: Some(self.logs.clone()),
+            labels: [(RUN_LABEL.to_owned(), self.recipe.run.clone())].into(),
+            annotations: self.recipe.annotations.clone(),
+            resources: spec.resources,
+            ..PodOptions::new(&spec.name, spec.handler)
+        };
+        let mut container = ContainerOptions::new("main", &self.recipe.image, spec.command.clone());
+        container.log_path = format!("{}.log", spec.name);
+        container.resources = spec.resources;
+        let log = self.logs.join(container.log_name());
+        let mut step = "RunPodSandbox";
+        let attempt = async {
+            let pod_id = self.runtime.run_pod(&pod).await?;
+            step = "CreateContainer";
+            let id = self.runtime.create_container(&pod_id, &pod, &container).await?;
+            step = "StartContainer";
+            self.runtime.start_container(&id).await?;
+            Ok(Started { pod: pod_id, container: id, log })
+        };
+        let limit = self.recipe.timeout;
+        tokio::select! {
+            biased;
+            () = self.cancel.cancelled() => Err(ContainerError::Interrupted),
+            started = tokio::time::timeout(limit, attempt) => started.unwrap_or_else(|_| {
+                Err(ContainerError::Timeout { step, limit, said: "nothing yet".into() })
+            }),
+        }
+    }
+
+    /// Waits for a container's end and returns what it printed. It is not looked at before `takes` is over, so that nobody
+    /// disturbs what is measured.
+    pub async fn finish(
+        &self,
+        started: &Started,
+        takes: Duration,
+        limit: Duration,
+    ) -> Result<Printed, ContainerError> {
+        let end = Instant::now() + limit;
+        let mut pause = takes.min(limit);
+        loop {
+            tokio::select! {
+                biased;
+                () = self.cancel.cancelled() => return Err(ContainerError::Interrupted),
+                () = tokio::time::sleep(pause) => {}
+            }
+            pause = LOOK;
+            // A runtime that hangs is not waited for any longer than the tool.
+            let left = end.saturating_duration_since(Instant::now());
+            let look =
+                tokio::time::timeout(left.max(LOOK), self.runtime.container(&started.container, false));
+            let late =
+                || ContainerError::Timeout { step: "tool", limit, said: self.printed(started).last_words() };
+            let state = look.await.map_err(|_| late())??;
+            if state.phase == Phase::Exited {
+                return self.ended(started, state.exit_code, &state.reason);
+            }
+            if Instant::now() >= end {
+                return Err(late());
+            }
+        }
+    }
+
+    fn ended(&self, started: &Started, code: i32, reason: &str) -> Result<Printed, ContainerError> {
+        let printed = log::read(&started.log).map_err(ContainerError::Log)?;
+        if code == 0 {
+            return Ok(printed);
+        }
+        let reason =
+            if reason.is_empty() || reason == "Error" { String::new() } else { format!(" ({reason})") };
+        Err(ContainerError::Exit { code, reason, said: printed.last_words() })
+    }
+
+    /// Returns what a container has printed so far; nothing, if its log is not there.
+    pub fn printed(&self, started: &Started) -> Printed {
+        log::read(&started.log).unwrap_or_default()
+    }
+
+    /// Waits until a server says that it listens, and returns its pod's address.
+    pub async fn serving(&self, started: &Started) -> Result<String, ContainerError> {
+        let (limit, begun) = (self.recipe.timeout, Instant::now());
+        while !facts::listens(&self.printed(started).stderr) {
+            tokio::select! {
+                biased;
+                () = self.cancel.cancelled() => return Err(ContainerError::Interrupted),
+                () = tokio::time::sleep(LOOK) => {}
+            }
+            if begun.elapsed() >= limit {
+                let said = self.printed(started).last_words();
+                return Err(ContainerError::Timeout { step: "server", limit, said });
+            }
+        }
+        self.address(started).await
+    }
+
+    /// Returns the first address of a container's pod.
+    async fn address(&self, started: &Started) -> Result<String, ContainerError> {
+        let state = self.runtime.pod(&started.pod, false).await?;
+        state.addresses.into_iter().next().ok_or(ContainerError::NoAddress)
+    }
+}

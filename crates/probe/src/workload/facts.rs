@@ -1,0 +1,127 @@
+//! What a container has, as it was read inside it; and whether two runtimes gave their containers the same.
+
+use serde::{Deserialize, Serialize};
+
+/// Parts by which memory may differ: a guest's kernel keeps some of what its VM has.
+const MEMORY_TOLERANCE: f64 = 0.2;
+/// Quotas are exact but for rounding.
+const CPU_TOLERANCE: f64 = 0.01;
+
+/// Processors and memory of a container, as `bench-helper` prints them.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Facts {
+    /// Processors that its processes may run on.
+    pub cpus: u32,
+    /// CPU time per second of time, by its quota; `None` where there is none.
+    pub quota_cpus: Option<f64>,
+    /// Limit of its memory, bytes; `None` where there is none.
+    pub memory_limit: Option<u64>,
+    /// Memory of the kernel that it runs on, bytes.
+    pub memory_total: Option<u64>,
+    /// Release of the kernel that it runs on.
+    pub kernel: Option<String>,
+}
+
+#[derive(Deserialize)]
+struct Line {
+    bench_facts: Facts,
+}
+
+impl Facts {
+    /// Returns the facts in a container's stderr: the first line that tells them.
+    pub fn find(stderr: &str) -> Option<Self> {
+        let mut lines = stderr.lines().filter(|line| line.starts_with("{\"bench_facts\""));
+        serde_json::from_str::<Line>(lines.next()?).ok().map(|line| line.bench_facts)
+    }
+
+    /// Returns the processors that can be busy at once: the smaller one of those that are there and the quota.
+    pub fn effective_cpus(&self) -> f64 {
+        f64::from(self.cpus).min(self.quota_cpus.unwrap_or(f64::INFINITY))
+    }
+
+    /// Returns the memory that can be used, bytes: the smaller one of the limit and the kernel's.
+    pub fn effective_memory(&self) -> Option<u64> {
+        self.memory_limit.into_iter().chain(self.memory_total).min()
+    }
+
+    /// Returns what makes two containers incomparable; `None` if nothing does.
+    pub fn differs(&self, other: &Self) -> Option<String> {
+        let (a, b) = (self.effective_cpus(), other.effective_cpus());
+        if apart(a, b) > CPU_TOLERANCE {
+            return Some(format!("{a} effective CPUs against {b}"));
+        }
+        match (self.effective_memory(), other.effective_memory()) {
+            (Some(a), Some(b)) if apart(a as f64, b as f64) > MEMORY_TOLERANCE => {
+                Some(format!("{} MiB of memory against {}", a >> 20, b >> 20))
+            }
+            _ => None,
+        }
+    }
+}
+
+/// Returns whether a server's stderr tells that it listens.
+pub fn listens(stderr: &str) -> bool {
+    stderr.lines().any(|line| line.starts_with("{\"bench_listening\":"))
+}
+
+/// By which part of the larger one two numbers differ.
+fn apart(a: f64, b: f64) -> f64 {
+    let larger = a.max(b);
+    if larger > 0.0 { (a - b).abs() / larger } else { 0.0 }
+}
+
+/// Returns how many threads a tool runs: the smallest number of effective CPUs, at least one.
+pub fn threads<'a>(sides: impl IntoIterator<Item = &'a Facts>) -> u32 {
+    let smallest = sides.into_iter().map(Facts::effective_cpus).fold(f64::INFINITY, f64::min);
+    if smallest.is_finite() { (smallest as u32).max(1) } else { 1 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn facts(cpus: u32, quota: Option<f64>, limit: Option<u64>, total: u64) -> Facts {
+        Facts { cpus, quota_cpus: quota, memory_limit: limit, memory_total: Some(total), kernel: None }
+    }
+
+    #[test]
+    fn facts_stand_in_a_line_among_others() {
+        let text = "warning: something\n{\"bench_facts\":{\"cpus\":2,\"quota_cpus\":1.5,\"memory_limit\":268435456,\
+                    \"memory_total\":1073741824,\"kernel\":\"6.1.0\"}}\nmore\n";
+        let facts = Facts::find(text).unwrap();
+        assert_eq!((facts.cpus, facts.quota_cpus), (2, Some(1.5)));
+        assert_eq!(facts.effective_memory(), Some(256 << 20));
+        assert_eq!(Facts::find("{\"bench_facts\":{}}"), None);
+        assert_eq!(Facts::find(""), None);
+    }
+
+    #[test]
+    fn a_server_tells_that_it_listens() {
+        assert!(listens("banner\n{\"bench_listening\":5201}\n"));
+        assert!(!listens("{\"bench_facts\":{}}\nit says {\"bench_listening\":5201}\n"));
+    }
+
+    #[test]
+    fn a_container_of_a_large_host_and_a_small_guest_are_alike() {
+        let on_host = facts(64, Some(2.0), Some(512 << 20), 64 << 30);
+        let guest = facts(2, None, None, 480 << 20);
+        assert_eq!(on_host.differs(&guest), None);
+        assert_eq!(threads([&on_host, &guest]), 2);
+    }
+
+    #[test]
+    fn sixteen_against_fifteen_is_a_difference() {
+        let difference = facts(16, None, None, 1 << 30).differs(&facts(15, None, None, 1 << 30)).unwrap();
+        assert!(difference.contains("16") && difference.contains("15"), "{difference}");
+        let memory = facts(2, None, None, 1 << 30).differs(&facts(2, None, None, 2 << 30)).unwrap();
+        assert!(memory.contains("1024 MiB") && memory.contains("2048"), "{memory}");
+    }
+
+    #[test]
+    fn threads_are_never_more_than_the_smallest_side_has() {
+        assert_eq!(threads([&facts(16, None, None, 1), &facts(15, None, None, 1)]), 15);
+        assert_eq!(threads([&facts(4, Some(1.5), None, 1)]), 1);
+        assert_eq!(threads([&facts(4, Some(0.5), None, 1)]), 1);
+        assert_eq!(threads([]), 1);
+    }
+}

@@ -1,0 +1,128 @@
+//! What the host's processors did during a run, and at which clock. What the kernel does not tell is `None`.
+
+use std::fs;
+
+use procfs::{CpuTime, CurrentSI, KernelStats};
+use serde::{Deserialize, Serialize};
+
+/// CPU time of all processors between two looks, s. Time of guests is in no other figure; guests without KVM are `user_s`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct CpuUse {
+    /// In programs.
+    pub user_s: f64,
+    /// In the kernel.
+    pub system_s: f64,
+    /// In interrupts and what they left to be done.
+    pub softirq_s: f64,
+    /// In guests on KVM.
+    pub guest_s: Option<f64>,
+    /// Taken by the host's own host.
+    pub steal_s: Option<f64>,
+    /// Doing nothing.
+    pub idle_s: f64,
+}
+
+/// The host during a run.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct HostUse {
+    /// Its processors' time; everybody on the host is in it.
+    pub cpu: Option<CpuUse>,
+    /// Mean clock of its processors before, MHz.
+    pub mhz_before: Option<f64>,
+    /// The same after.
+    pub mhz_after: Option<f64>,
+    /// Pages that wait to be written at the end, KiB.
+    pub dirty_kib: Option<u64>,
+}
+
+/// A look at the host.
+#[derive(Debug, Clone)]
+pub struct Look {
+    cpu: Option<CpuTime>,
+    mhz: Option<f64>,
+}
+
+impl Look {
+    /// Looks.
+    pub fn now() -> Self {
+        let mhz = fs::read_to_string("/proc/cpuinfo").ok().and_then(|text| mean_mhz(&text));
+        Self { cpu: KernelStats::current().ok().map(|stats| stats.total), mhz }
+    }
+
+    /// Returns what was done since.
+    pub fn since(&self) -> HostUse {
+        let now = Self::now();
+        HostUse {
+            cpu: self.cpu.as_ref().zip(now.cpu.as_ref()).map(|(before, after)| cpu_use(before, after)),
+            mhz_before: self.mhz,
+            mhz_after: now.mhz,
+            dirty_kib: fs::read_to_string("/proc/meminfo").ok().and_then(|text| dirty(&text)),
+        }
+    }
+}
+
+fn cpu_use(before: &CpuTime, after: &CpuTime) -> CpuUse {
+    let hertz = procfs::ticks_per_second() as f64;
+    let seconds = |of: fn(&CpuTime) -> u64| of(after).saturating_sub(of(before)) as f64 / hertz;
+    let maybe = |of: fn(&CpuTime) -> Option<u64>| Some(of(after)?.saturating_sub(of(before)?) as f64 / hertz);
+    let guest = maybe(|time| Some(time.guest? + time.guest_nice.unwrap_or_default()));
+    CpuUse {
+        // The kernel counts guests as programs, too.
+        user_s: (seconds(|time| time.user + time.nice) - guest.unwrap_or_default()).max(0.0),
+        system_s: seconds(|time| time.system),
+        softirq_s: seconds(|time| time.irq.unwrap_or_default() + time.softirq.unwrap_or_default()),
+        guest_s: guest,
+        steal_s: maybe(|time| time.steal),
+        idle_s: seconds(|time| time.idle + time.iowait.unwrap_or_default()),
+    }
+}
+
+fn mean_mhz(cpuinfo: &str) -> Option<f64> {
+    let clocks: Vec<f64> = cpuinfo
+        .lines()
+        .filter(|line| line.starts_with("cpu MHz"))
+        .filter_map(|line| line.split_once(':')?.1.trim().parse().ok())
+        .collect();
+    (!clocks.is_empty()).then(|| clocks.iter().sum::<f64>() / clocks.len() as f64)
+}
+
+fn dirty(meminfo: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("Dirty:"))?;
+    line.trim().strip_suffix("kB")?.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn work_is_seen() {
+        let before = Look::now();
+        let begun = std::time::Instant::now();
+        while begun.elapsed() < std::time::Duration::from_millis(120) {
+            std::hint::black_box(begun);
+        }
+        let cpu = before.since().cpu.unwrap();
+        assert!(cpu.user_s + cpu.system_s + cpu.softirq_s >= 0.05, "{cpu:?}");
+    }
+
+    #[test]
+    fn guests_are_not_counted_twice() {
+        let mut before = KernelStats::current().unwrap().total;
+        before.guest = Some(0);
+        before.guest_nice = Some(0);
+        let mut after = before.clone();
+        after.user += 300;
+        after.guest = Some(200);
+        let cpu = cpu_use(&before, &after);
+        let hertz = procfs::ticks_per_second() as f64;
+        assert_eq!((cpu.user_s * hertz, cpu.guest_s.map(|s| s * hertz)), (100.0, Some(200.0)));
+    }
+
+    #[test]
+    fn clocks_are_averaged_and_may_be_unknown() {
+        assert_eq!(mean_mhz("cpu MHz\t\t: 2000.0\nx\ncpu MHz\t\t: 3000.0\n"), Some(2500.0));
+        assert_eq!(mean_mhz("model name: x\n"), None);
+        assert_eq!(dirty("MemFree: 1 kB\nDirty:     12 kB\n"), Some(12));
+    }
+}

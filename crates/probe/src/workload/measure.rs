@@ -1,0 +1,133 @@
+//! A whole measurement, from the check of what was asked for to the finished result.
+
+use serde_json::json;
+use tokio_util::sync::CancellationToken;
+
+use super::container::Starter;
+use super::log::Printed;
+use super::plan::Plan;
+use super::report::Report;
+use super::run::Run;
+use super::runner::Runner;
+use super::store::Store;
+use crate::manifest::{Facts, Manifest};
+use crate::measure::{Bench, chain};
+use crate::options::Network;
+use crate::runtime::RuntimeError;
+use crate::startup::{PlanError, check_handlers};
+
+/// Why nothing was measured at all. What ends a measurement half-way is in its result instead.
+#[derive(Debug, thiserror::Error)]
+pub enum WorkloadError {
+    /// What was asked for is not there.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// The image with the tools is not on the node.
+    #[error("image {0} is not on the node: make and load it with `make bench-image`")]
+    NoImage(String),
+    /// Servers can't be reached.
+    #[error("probe {0} has a server and clients in pods of their own: it needs the pod network")]
+    HostNetwork(String),
+    /// No container of any runtime told what it has.
+    #[error("nothing can be measured: {0}")]
+    NoSide(String),
+    /// The runtimes gave their containers different things.
+    #[error("the runtimes give their containers different things, so nothing of them can be compared: {0}")]
+    Unequal(String),
+}
+
+impl From<RuntimeError> for WorkloadError {
+    fn from(error: RuntimeError) -> Self {
+        WorkloadError::Plan(error.into())
+    }
+}
+
+/// Checks that what the plan names is there. Nothing is started.
+pub async fn check(bench: &Bench, plan: &Plan) -> Result<(), WorkloadError> {
+    if plan.runtimes.is_empty() {
+        return Err(PlanError::Empty("name at least one runtime handler").into());
+    }
+    if plan.repeat == 0 || plan.probes.is_empty() {
+        return Err(PlanError::Empty("neither rounds nor probes were asked for").into());
+    }
+    let serving = plan.probes.iter().find(|probe| !probe.server.is_empty());
+    if let (Some(probe), Network::Host) = (serving, plan.recipe.network) {
+        return Err(WorkloadError::HostNetwork(probe.name.clone()));
+    }
+    bench.runtime.version().await?;
+    let mut handlers = plan.runtimes.clone();
+    if serving.is_some() {
+        handlers.push(plan.client_runtime.clone());
+    }
+    check_handlers(&bench.runtime, &handlers).await?;
+    match bench.runtime.image(&plan.recipe.image).await? {
+        Some(_) => Ok(()),
+        None => Err(WorkloadError::NoImage(plan.recipe.image.clone())),
+    }
+}
+
+/// Measures. Runs are kept as they come; the result is written at the end, also of a partial measurement.
+pub async fn measure(
+    bench: &Bench,
+    plan: &Plan,
+    mut store: Option<&mut Store>,
+    cancel: &CancellationToken,
+    progress: &mut (dyn FnMut(&Run) + Send),
+) -> Result<(Report, Vec<Run>), WorkloadError> {
+    check(bench, plan).await?;
+    let facts = plan_facts(plan);
+    let manifest =
+        Manifest::take(&bench.runtime, bench.trace.as_ref(), &plan.runtimes, &plan.recipe, facts).await;
+    let starter = Starter {
+        runtime: bench.runtime.clone(),
+        recipe: plan.recipe.clone(),
+        logs: bench.watch.dir().to_owned(),
+        cancel: cancel.clone(),
+    };
+    let mut runner = Runner::new(plan, starter);
+    runner.look_inside().await;
+    if runner.sides.is_empty() && !cancel.is_cancelled() {
+        return Err(WorkloadError::NoSide(runner.notes.join("; ")));
+    }
+    if let Some(difference) = runner.unequal() {
+        return Err(WorkloadError::Unequal(difference));
+    }
+    let mut keep = |run: &Run, printed: &Printed| {
+        progress(run);
+        store.as_mut().map_or(Ok(()), |store| store.run(run, printed).map_err(|error| chain(&error)))
+    };
+    let ended = runner.run(&mut keep).await;
+    let mut report = Report::of(plan, manifest, bench.clock, runner.sides, &runner.runs);
+    report.notes.extend(runner.notes);
+    end(&mut report, ended.err());
+    if let Some(Err(error)) = store.map(|store| store.report(&report)) {
+        let why = format!("not all of the result is on disk: {}", chain(&error));
+        end(&mut report, Some(why));
+    }
+    Ok((report, runner.runs))
+}
+
+/// The first reason stays the first.
+fn end(report: &mut Report, why: Option<String>) {
+    let Some(why) = why else { return };
+    report.partial = true;
+    report.partial_reason = Some(match report.partial_reason.take() {
+        Some(before) => format!("{before}; {why}"),
+        None => why,
+    });
+}
+
+fn plan_facts(plan: &Plan) -> Facts {
+    let probes: Vec<&str> = plan.probes.iter().map(|probe| &*probe.name).collect();
+    let facts = [
+        ("runtimes", json!(plan.runtimes)),
+        ("client_runtime", json!(plan.client_runtime)),
+        ("probes", json!(probes)),
+        ("profile", json!(plan.profile)),
+        ("repeat", json!(plan.repeat)),
+        ("warm_up", json!(plan.warm_up)),
+        ("cpus", json!(plan.cpus)),
+        ("memory_bytes", json!(plan.memory)),
+    ];
+    facts.map(|(name, fact)| (name.to_owned(), fact)).into()
+}

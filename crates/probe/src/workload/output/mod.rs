@@ -1,0 +1,175 @@
+//! Figures out of what tools print. A tool that prints something else has failed, and the error says what was missing.
+
+mod ab;
+mod fio;
+mod hackbench;
+mod helper;
+mod iperf3;
+mod redis;
+mod sockperf;
+mod sysbench;
+mod text;
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+/// Figures by the name of their metric.
+pub type Figures = BTreeMap<String, f64>;
+
+/// Why an output has no figures.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum OutputError {
+    /// What must stand there does not.
+    #[error("the output has no {0}")]
+    Missing(&'static str),
+    /// Where a number must stand is something else.
+    #[error("{what} is '{found}', which is no number from 0 up")]
+    Number {
+        /// What was looked for.
+        what: &'static str,
+        /// What stands there.
+        found: String,
+    },
+    /// It is no JSON of the expected shape.
+    #[error("the output is no JSON as {tool} prints it: {reason}")]
+    Json {
+        /// The tool.
+        tool: &'static str,
+        /// What is wrong.
+        reason: String,
+    },
+    /// It is no table of the expected shape.
+    #[error("the output is no table as {tool} prints it: {reason}")]
+    Table {
+        /// The tool.
+        tool: &'static str,
+        /// What is wrong.
+        reason: String,
+    },
+    /// The tool says itself that its work failed.
+    #[error("{tool} says: {said}")]
+    Failed {
+        /// The tool.
+        tool: &'static str,
+        /// In its words.
+        said: String,
+    },
+    /// Two figures of one output contradict each other.
+    #[error("the output contradicts itself: {0}")]
+    Contradiction(String),
+}
+
+/// What a tool prints.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Format {
+    /// `sysbench cpu`.
+    SysbenchCpu,
+    /// `sysbench memory`.
+    SysbenchMemory,
+    /// `hackbench`.
+    Hackbench,
+    /// Our own helper.
+    Helper,
+    /// `redis-benchmark --csv`.
+    RedisBenchmark,
+    /// `ab`.
+    Ab,
+    /// `iperf3 -J`, TCP.
+    Iperf3Tcp,
+    /// `iperf3 -u -J`.
+    Iperf3Udp,
+    /// `sockperf ping-pong`.
+    Sockperf,
+    /// `fio --output-format=json`, one job.
+    Fio,
+}
+
+impl Format {
+    /// All of them.
+    pub const ALL: [Self; 10] = [
+        Format::SysbenchCpu,
+        Format::SysbenchMemory,
+        Format::Hackbench,
+        Format::Helper,
+        Format::RedisBenchmark,
+        Format::Ab,
+        Format::Iperf3Tcp,
+        Format::Iperf3Udp,
+        Format::Sockperf,
+        Format::Fio,
+    ];
+
+    /// Returns the figures of an output. Each one is finite and not negative.
+    pub fn parse(self, text: &str) -> Result<Figures, OutputError> {
+        let figures = match self {
+            Format::SysbenchCpu => sysbench::cpu(text),
+            Format::SysbenchMemory => sysbench::memory(text),
+            Format::Hackbench => hackbench::parse(text),
+            Format::Helper => helper::parse(text),
+            Format::RedisBenchmark => redis::parse(text),
+            Format::Ab => ab::parse(text),
+            Format::Iperf3Tcp => iperf3::tcp(text),
+            Format::Iperf3Udp => iperf3::udp(text),
+            Format::Sockperf => sockperf::parse(text),
+            Format::Fio => fio::parse(text),
+        }?;
+        match figures.iter().find(|(_, value)| !value.is_finite() || **value < 0.0) {
+            Some((name, value)) => {
+                Err(OutputError::Contradiction(format!("{name} is {value}, which no tool measures")))
+            }
+            None => Ok(figures),
+        }
+    }
+
+    /// Returns an output as the real tool printed it once.
+    pub const fn example(self) -> &'static str {
+        match self {
+            Format::SysbenchCpu => include_str!("../../../tests/outputs/sysbench-cpu.txt"),
+            Format::SysbenchMemory => include_str!("../../../tests/outputs/sysbench-memory.txt"),
+            Format::Hackbench => include_str!("../../../tests/outputs/hackbench.txt"),
+            Format::Helper => include_str!("../../../tests/outputs/helper.json"),
+            Format::RedisBenchmark => include_str!("../../../tests/outputs/redis-benchmark.csv"),
+            Format::Ab => include_str!("../../../tests/outputs/ab.txt"),
+            Format::Iperf3Tcp => include_str!("../../../tests/outputs/iperf3-tcp.json"),
+            Format::Iperf3Udp => include_str!("../../../tests/outputs/iperf3-udp.json"),
+            Format::Sockperf => include_str!("../../../tests/outputs/sockperf.txt"),
+            Format::Fio => include_str!("../../../tests/outputs/fio-randwrite.json"),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_recorded_output_has_figures() {
+        for format in Format::ALL {
+            assert!(!format.parse(format.example()).unwrap().is_empty(), "{format:?}");
+        }
+    }
+
+    #[test]
+    fn an_output_of_another_tool_or_none_is_an_error_and_no_figure() {
+        for format in Format::ALL {
+            for other in ["", "\n\n", "Killed", "{}", "{\"error\":\"x\"}", "a,b\n1,2\n", "\u{0}\u{1}"] {
+                assert!(format.parse(other).is_err(), "{format:?} of {other:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn an_output_that_breaks_off_never_gives_other_figures() {
+        for format in Format::ALL {
+            let whole = format.parse(format.example()).unwrap();
+            let text = format.example();
+            for end in (0..text.len()).filter(|end| text.is_char_boundary(*end)) {
+                if let Ok(figures) = format.parse(&text[..end]) {
+                    assert_eq!(figures, whole, "{format:?} of the first {end} bytes");
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,41 @@
+//! Numbers in lines for people.
+
+use super::OutputError;
+use crate::workload::log::plain;
+
+/// Returns what follows `label` in the first line that begins with it, without leading white space. A last line without an
+/// end counts as none: it may be a part.
+pub fn after<'a>(text: &'a str, label: &'static str) -> Result<&'a str, OutputError> {
+    whole_lines(text)
+        .find_map(|line| line.trim_start().strip_prefix(label))
+        .map(str::trim)
+        .ok_or(OutputError::Missing(label))
+}
+
+/// Returns the lines that have an end.
+pub fn whole_lines(text: &str) -> impl Iterator<Item = &str> {
+    text.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n'))
+}
+
+/// Returns the number that begins a text, up to white space.
+pub fn number(what: &'static str, text: &str) -> Result<f64, OutputError> {
+    let word = text.split_whitespace().next().unwrap_or_default();
+    word.parse()
+        .ok()
+        .filter(|number: &f64| number.is_finite() && *number >= 0.0)
+        .ok_or_else(|| OutputError::Number { what, found: plain(word) })
+}
+
+/// Returns the number after `label`.
+pub fn number_after(text: &str, label: &'static str) -> Result<f64, OutputError> {
+    number(label, after(text, label)?)
+}
+
+/// Returns a rate and a time that contradict a count by more than 2 % as an error: a count read as a rate is the oldest
+/// mistake of them all.
+pub fn check_rate(rate: f64, seconds: f64, count: f64) -> Result<(), OutputError> {
+    if (rate * seconds - count).abs() <= 0.02 * count.max(1.0) {
+        return Ok(());
+    }
+    Err(OutputError::Contradiction(format!("{rate} per second in {seconds} s are not {count}")))
+}

@@ -1,0 +1,242 @@
+//! What was asked for, and the commands that it makes.
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::definition::{Probe, Profile, Values};
+use crate::timeline::Recipe;
+
+/// On top of a tool's own time: it may run so much longer than it says, under emulation above all.
+const SLOWER: u32 = 4;
+/// Starts a tool after it has printed what its container has.
+const HELPER: &str = "bench-helper";
+
+/// What to measure.
+#[derive(Debug, Clone)]
+pub struct Plan {
+    /// Handlers, in the order in which they alternate.
+    pub runtimes: Vec<String>,
+    /// Handler of the pods in which clients of servers run, whatever is measured.
+    pub client_runtime: String,
+    /// What to run.
+    pub probes: Vec<Probe>,
+    /// With which parameters.
+    pub profile: Profile,
+    /// Counted rounds: in each, every runtime runs every variant once.
+    pub repeat: u32,
+    /// Rounds before counting begins.
+    pub warm_up: u32,
+    /// Processors of each pod.
+    pub cpus: u32,
+    /// Memory of each pod, bytes.
+    pub memory: u64,
+    /// What each pod is; its timeout is on top of the tool's own time.
+    pub recipe: Recipe,
+}
+
+/// A command to run on each runtime: one variant of a probe.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Step {
+    /// The probe.
+    pub probe: Probe,
+    /// The variant's name.
+    pub case: String,
+    /// Values of the placeholders, but those that only a run knows.
+    values: Values,
+    /// How long the tool runs.
+    pub takes: Duration,
+}
+
+/// The commands of one run.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Commands {
+    /// The tool's.
+    pub tool: Vec<String>,
+    /// The server's; empty where there is none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub server: Vec<String>,
+}
+
+/// Why there is nothing to run.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum StepError {
+    /// A command names a value that nobody gives.
+    #[error("probe {probe}: '{word}' has a placeholder without a value")]
+    Placeholder {
+        /// The probe.
+        probe: String,
+        /// The word of the command.
+        word: String,
+    },
+}
+
+impl Plan {
+    /// Returns the variants, in the order in which they run.
+    pub fn steps(&self) -> Vec<Step> {
+        let of = |probe: &Probe| {
+            let parameters = probe.parameters(self.profile);
+            let cases = probe.cases(self.profile).map(|case| {
+                let mut values = parameters.values.clone();
+                values.extend(case.values.clone());
+                Step {
+                    probe: probe.clone(),
+                    case: case.name.clone(),
+                    values,
+                    takes: Duration::from_secs_f64(parameters.takes.clamp(0.0, 86_400.0)),
+                }
+            });
+            cases.collect::<Vec<_>>()
+        };
+        self.probes.iter().flat_map(of).collect()
+    }
+
+    /// Returns how often a container is measured.
+    pub fn runs(&self) -> u64 {
+        u64::from(self.warm_up + self.repeat) * self.steps().len() as u64 * self.runtimes.len() as u64
+    }
+
+    /// Returns how long the tools run in all; starting and removing pods comes on top.
+    pub fn takes(&self) -> Duration {
+        let rounds = (self.warm_up + self.repeat) * self.runtimes.len() as u32;
+        self.steps().iter().map(|step| step.takes).sum::<Duration>() * rounds
+    }
+}
+
+impl Step {
+    /// Returns "redis" or "cpu one-thread".
+    pub fn name(&self) -> String {
+        format!("{} {}", self.probe.name, self.case).trim_end().to_owned()
+    }
+
+    /// Returns the time after which a run has failed.
+    pub fn deadline(&self, more: Duration) -> Duration {
+        self.takes * SLOWER + more
+    }
+
+    /// Returns the number of threads that this variant runs.
+    pub fn threads(&self, effective: u32) -> Option<u32> {
+        let asks = self.probe.command.iter().any(|word| word.contains("{threads}"));
+        let fixed = || self.values.get("threads").and_then(|threads| threads.parse().ok());
+        asks.then(|| fixed().unwrap_or(effective))
+    }
+
+    /// Returns the commands with every placeholder filled. `server` is the serving pod's address.
+    pub fn commands(&self, threads: u32, server: &str) -> Result<Commands, StepError> {
+        let mut values = Values::from([
+            ("threads".to_owned(), threads.to_string()),
+            ("server".to_owned(), server.to_owned()),
+        ]);
+        values.extend(self.values.clone());
+        let fill = |words: &[String]| -> Result<Vec<String>, StepError> {
+            let one = |word: &String| {
+                filled(word, &values).ok_or_else(|| StepError::Placeholder {
+                    probe: self.probe.name.clone(),
+                    word: word.clone(),
+                })
+            };
+            words.iter().map(one).collect()
+        };
+        Ok(Commands { tool: fill(&self.probe.command)?, server: fill(&self.probe.server)? })
+    }
+}
+
+/// Returns the command of a container: the helper prints what the container has, then becomes `words`. Of a server it tells
+/// when the port is listened on: see [`super::facts::listens`].
+pub fn inside(words: &[String], port: Option<u16>) -> Vec<String> {
+    let mut command = vec![HELPER.to_owned(), "run".to_owned()];
+    command.extend(port.map(|port| format!("--announce={port}")));
+    command.push("--".to_owned());
+    command.extend(words.iter().cloned());
+    command
+}
+
+/// `None` if a placeholder has no value.
+fn filled(word: &str, values: &Values) -> Option<String> {
+    let (mut text, mut rest) = (String::new(), word);
+    while let Some((before, after)) = rest.split_once('{') {
+        let (name, end) = after.split_once('}')?;
+        text.push_str(before);
+        text.push_str(values.get(name)?);
+        rest = end;
+    }
+    text.push_str(rest);
+    Some(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::measure::recipe;
+    use crate::options::Network;
+    use crate::workload::definition;
+
+    fn plan(profile: Profile) -> Plan {
+        Plan {
+            runtimes: vec!["a".into(), "b".into()],
+            client_runtime: "a".into(),
+            probes: definition::all(),
+            profile,
+            repeat: 3,
+            warm_up: 1,
+            cpus: 2,
+            memory: 512 << 20,
+            recipe: recipe("image", Network::Pod, Duration::from_secs(60)),
+        }
+    }
+
+    fn step(name: &str) -> Step {
+        plan(Profile::Paper).steps().into_iter().find(|step| step.name() == name).unwrap()
+    }
+
+    #[test]
+    fn every_command_of_every_profile_can_be_filled() {
+        for profile in [Profile::Quick, Profile::Paper] {
+            for step in plan(profile).steps() {
+                let commands = step.commands(2, "10.0.0.1").unwrap();
+                let words = commands.tool.iter().chain(&commands.server);
+                assert!(words.clone().all(|word| !word.contains('{')), "{commands:?}");
+                assert_eq!(commands.server.is_empty(), step.probe.server.is_empty());
+            }
+        }
+    }
+
+    #[test]
+    fn threads_are_those_of_the_smallest_side_unless_a_study_fixes_them() {
+        let words = |name: &str| step(name).commands(3, "").unwrap().tool.join(" ");
+        assert!(words("cpu all-cpus").contains("--threads=3"));
+        assert!(words("cpu one-thread").contains("--threads=1 "));
+        assert_eq!(step("cpu one-thread").threads(3), Some(1));
+        assert_eq!(step("cpu all-cpus").threads(3), Some(3));
+        assert_eq!(step("syscalls").threads(3), None);
+    }
+
+    #[test]
+    fn the_thesis_parameters_are_the_paper_profile() {
+        let words = |name: &str| step(name).commands(4, "10.0.0.9").unwrap().tool.join(" ");
+        assert_eq!(words("cpu one-thread"), "sysbench cpu --cpu-max-prime=10000 --threads=1 --time=10 run");
+        assert_eq!(words("jitter 1-mbit"), "iperf3 -c 10.0.0.9 -u -b 1M -l 1448 -t 10 -J");
+        assert_eq!(words("http 200-clients"), "ab -r -n 5000 -c 200 http://10.0.0.9:8080/");
+    }
+
+    #[test]
+    fn placeholders_without_a_value_are_named() {
+        assert_eq!(filled("--a={b}-{c}", &Values::from([("b".into(), "1".into())])), None);
+        assert_eq!(filled("{", &Values::new()), None);
+        assert_eq!(filled("plain", &Values::new()).as_deref(), Some("plain"));
+    }
+
+    #[test]
+    fn the_helper_stands_before_every_tool() {
+        let tool = ["tool".to_owned(), "-x".to_owned()];
+        assert_eq!(inside(&tool, None), ["bench-helper", "run", "--", "tool", "-x"]);
+        assert_eq!(inside(&tool, Some(80)), ["bench-helper", "run", "--announce=80", "--", "tool", "-x"]);
+    }
+
+    #[test]
+    fn rounds_count_for_every_runtime_and_variant() {
+        let plan = plan(Profile::Quick);
+        assert_eq!(plan.runs(), 4 * 2 * plan.steps().len() as u64);
+        assert!(plan.takes() > Duration::from_secs(60));
+    }
+}

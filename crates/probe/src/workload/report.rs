@@ -1,0 +1,222 @@
+//! `workload.json`: what a measurement came to, in the shape that `schema/workload.schema.json` describes.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use super::definition::{Probe, Profile};
+use super::facts::Facts;
+use super::plan::Plan;
+use super::run::Run;
+use super::summary::{self, Comparison, Series};
+use crate::clock::Clock;
+use crate::manifest::Manifest;
+
+/// Version of the shape. A reader refuses what is newer than itself.
+pub const SCHEMA: u32 = 1;
+/// The shape, as JSON Schema.
+pub const SCHEMA_TEXT: &str = include_str!("../../schema/workload.schema.json");
+/// Runtimes over which all others are shown, where one of them is measured; the first one of a plan otherwise.
+const REFERENCES: [&str; 2] = ["native", "runc"];
+/// Part by which the clock of the processors may move before it is worth a note.
+const CLOCK_MOVES: f64 = 0.05;
+
+/// A result.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Report {
+    /// [`SCHEMA`] of the probe that wrote it.
+    pub schema: u32,
+    /// By which its times were taken.
+    pub clock: Clock,
+    /// It ended before its time.
+    pub partial: bool,
+    /// Why, if so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub partial_reason: Option<String>,
+    /// With which parameters.
+    pub profile: Profile,
+    /// Counted rounds.
+    pub repeat: u32,
+    /// Rounds that are in no figure.
+    pub warm_up: u32,
+    /// Threads of tools that are told how many: the smallest number of effective CPUs of all runtimes.
+    pub threads: u32,
+    /// Handler of the clients' pods.
+    pub client_runtime: String,
+    /// Conditions.
+    pub manifest: Manifest,
+    /// What ran, as it was defined then.
+    pub probes: Vec<Probe>,
+    /// What a container of each runtime had, read from inside.
+    pub sides: BTreeMap<String, Facts>,
+    /// The runtime that others are shown over.
+    pub reference: String,
+    /// Each metric of each variant on each runtime.
+    pub series: Vec<Series>,
+    /// The same, over the reference.
+    pub comparisons: Vec<Comparison>,
+    /// What a reader must know.
+    pub notes: Vec<String>,
+    /// Figures that are not there, and why.
+    pub not_measured: BTreeMap<String, String>,
+}
+
+impl Report {
+    /// Returns what these runs of a plan come to.
+    pub fn of(
+        plan: &Plan,
+        manifest: Manifest,
+        clock: Clock,
+        sides: BTreeMap<String, Facts>,
+        runs: &[Run],
+    ) -> Self {
+        let reference = reference(&plan.runtimes);
+        let series = summary::series(&plan.probes, plan.profile, &plan.runtimes, runs);
+        let comparisons = summary::comparisons(&series, &reference, runs);
+        let mut report = Self {
+            schema: SCHEMA,
+            clock,
+            partial: false,
+            partial_reason: None,
+            profile: plan.profile,
+            repeat: plan.repeat,
+            warm_up: plan.warm_up,
+            threads: super::facts::threads(sides.values()),
+            client_runtime: plan.client_runtime.clone(),
+            manifest,
+            probes: plan.probes.clone(),
+            sides,
+            reference,
+            series,
+            comparisons,
+            notes: Vec::new(),
+            not_measured: BTreeMap::new(),
+        };
+        report.explain(runs);
+        report.not_measured = not_measured(&report.series, runs);
+        report
+    }
+
+    /// Returns how many counted runs failed.
+    pub fn failures(&self, runs: &[Run]) -> usize {
+        runs.iter().filter(|run| run.failed()).count()
+    }
+
+    /// Returns a series over the reference.
+    pub fn over_reference(&self, series: &Series) -> Option<&Comparison> {
+        self.comparisons.iter().find(|comparison| {
+            comparison.probe == series.probe
+                && comparison.case == series.case
+                && comparison.metric == series.metric.name
+                && comparison.a == series.runtime
+        })
+    }
+
+    fn explain(&mut self, runs: &[Run]) {
+        if self.profile == Profile::Quick {
+            self.notes.push(
+                "quick: shorter than the studies' own runs, so not to be set beside their figures".into(),
+            );
+        }
+        if self.warm_up > 0 {
+            self.notes.push(format!("{} warm-up rounds are in no figure", self.warm_up));
+        }
+        if self.manifest.vmm.get("accelerator").is_some_and(|name| name == "tcg") {
+            self.notes.push(
+                "guests ran emulated, without KVM: figures of runtimes with VMs prove that the probe works, and nothing \
+                 of the runtime"
+                    .into(),
+            );
+        }
+        for of in self.series.iter().filter(|of| of.two_levels) {
+            let name = format!("{} {}", of.probe, of.case);
+            self.notes.push(format!(
+                "{} {}, {}: values lie at two levels, as with two clocks of a processor: the mean says nothing",
+                of.runtime,
+                name.trim_end(),
+                of.metric.name
+            ));
+        }
+        if let Some((low, high)) = clocks(runs).filter(|(low, high)| high / low - 1.0 > CLOCK_MOVES) {
+            self.notes.push(format!("the clock of the processors moved between {low:.0} and {high:.0} MHz"));
+        }
+    }
+}
+
+fn reference(runtimes: &[String]) -> String {
+    let known = REFERENCES.iter().find(|known| runtimes.iter().any(|runtime| runtime == *known));
+    known.map(|known| (*known).to_owned()).or_else(|| runtimes.first().cloned()).unwrap_or_default()
+}
+
+/// Lowest and highest clock of all runs, MHz.
+fn clocks(runs: &[Run]) -> Option<(f64, f64)> {
+    let all = || runs.iter().flat_map(|run| run.host.mhz_before.into_iter().chain(run.host.mhz_after));
+    let low = all().min_by(f64::total_cmp)?;
+    Some((low, all().max_by(f64::total_cmp)?)).filter(|(low, _)| *low > 0.0)
+}
+
+/// Series without a figure, by "probe.case.runtime.metric", with the first failure's reason.
+fn not_measured(series: &[Series], runs: &[Run]) -> BTreeMap<String, String> {
+    let empty = series.iter().filter(|of| of.p50.is_none());
+    empty
+        .map(|of| {
+            let mine = |run: &&Run| run.probe == of.probe && run.case == of.case && run.runtime == of.runtime;
+            let why = match runs.iter().filter(mine).find(|run| run.failed()) {
+                Some(run) => format!("{}: {}", run.failed_at, run.error),
+                None => "no run of it came to its end".into(),
+            };
+            let name = [&of.probe, &of.case, &of.runtime, &of.metric.name];
+            let parts = name.into_iter().filter(|part| !part.is_empty()).map(String::as_str);
+            (parts.collect::<Vec<_>>().join("."), why)
+        })
+        .collect()
+}
+
+/// Why a text is no result.
+#[derive(Debug, thiserror::Error)]
+pub enum ReportError {
+    /// No JSON, or not of this shape.
+    #[error("not a result of workloads")]
+    Shape(#[from] serde_json::Error),
+    /// From the future.
+    #[error("the result has schema {found}, this probe reads up to {SCHEMA}: use a newer probe")]
+    Newer {
+        /// What it says.
+        found: u64,
+    },
+}
+
+/// Reads a result; one of a newer schema is refused by its number before its shape is looked at.
+pub fn parse(text: &str) -> Result<Report, ReportError> {
+    let value: Value = serde_json::from_str(text)?;
+    match value.get("schema").and_then(Value::as_u64) {
+        Some(found) if found > u64::from(SCHEMA) => Err(ReportError::Newer { found }),
+        _ => Ok(serde_json::from_value(value)?),
+    }
+}
+
+/// Returns a result as text, indented.
+pub fn render(report: &Report) -> Result<String, serde_json::Error> {
+    Ok(serde_json::to_string_pretty(report)? + "\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn others_are_shown_over_native_or_runc_or_the_first() {
+        let of = |names: &[&str]| reference(&names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>());
+        assert_eq!(of(&["sandboxer", "runc", "native"]), "native");
+        assert_eq!(of(&["sandboxer", "runc"]), "runc");
+        assert_eq!(of(&["sandboxer", "gvisor"]), "sandboxer");
+    }
+
+    #[test]
+    fn a_result_of_a_newer_probe_is_refused_by_its_number() {
+        let error = parse("{\"schema\": 9}").unwrap_err();
+        assert!(error.to_string().contains("schema 9"), "{error}");
+        assert!(matches!(parse("[]"), Err(ReportError::Shape(_))));
+    }
+}

@@ -1,0 +1,57 @@
+//! The raw rows that every figure stands on: one per container that was measured, failures included.
+
+use serde::{Deserialize, Serialize};
+
+use super::facts::Facts;
+use super::host::HostUse;
+use super::output::Figures;
+use super::plan::Commands;
+use crate::sample::Outcome;
+
+/// One run of one variant of a probe on one runtime.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Run {
+    /// Handler.
+    pub runtime: String,
+    /// Probe.
+    pub probe: String,
+    /// Its variant; empty where it has none.
+    pub case: String,
+    /// From 0; warm-up rounds count by themselves.
+    pub round: u32,
+    /// Before counting began: in no figure.
+    pub warm_up: bool,
+    /// Its begin, s since the measurement began; tells alternation and drift.
+    pub begun_s: f64,
+    /// From the begin until the pods were removed, s.
+    pub took_s: f64,
+    /// Whether the tool gave figures.
+    pub outcome: Outcome,
+    /// Call or step that failed; empty when none did.
+    pub failed_at: String,
+    /// Why, in one line.
+    pub error: String,
+    /// What ran.
+    pub commands: Commands,
+    /// How many threads, where the tool is told.
+    pub threads: Option<u32>,
+    /// The probe's figures; empty for a failure.
+    pub figures: Figures,
+    /// What the container under test had.
+    pub facts: Option<Facts>,
+    /// What the host did meanwhile.
+    pub host: HostUse,
+}
+
+impl Run {
+    /// Returns a figure, if the run counts.
+    pub fn figure(&self, metric: &str) -> Option<f64> {
+        let counts = self.outcome == Outcome::Ok && !self.warm_up;
+        self.figures.get(metric).copied().filter(|_| counts)
+    }
+
+    /// Returns true for a failure that counts.
+    pub fn failed(&self) -> bool {
+        self.outcome == Outcome::Failed && !self.warm_up
+    }
+}

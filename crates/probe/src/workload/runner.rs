@@ -1,0 +1,274 @@
+//! Many runs in a fair order: in each round every variant of every probe runs once on each runtime, one after the other, so
+//! that what drifts on the host hits all of them. Failures stay in the data, and every pod is gone afterwards.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use super::container::{ContainerError, Spec, Started, Starter};
+use super::facts::{self, Facts};
+use super::host::Look;
+use super::log::{Printed, plain};
+use super::output::{Figures, OutputError};
+use super::plan::{Commands, Plan, Step, inside};
+use super::run::Run;
+use crate::options::Resources;
+use crate::sample::Outcome;
+use crate::timeline;
+
+/// CRI's period of a quota, µs.
+const PERIOD: i64 = 100_000;
+
+/// Takes each run as it comes, with what the tool printed; an error ends the measurement (a disk that is full).
+pub type Sink<'a> = &'a mut (dyn FnMut(&Run, &Printed) -> Result<(), String> + Send);
+
+/// Runs a plan.
+pub struct Runner<'a> {
+    plan: &'a Plan,
+    starter: Starter,
+    /// What each runtime's containers had.
+    pub sides: BTreeMap<String, Facts>,
+    /// What a reader must know.
+    pub notes: Vec<String>,
+    /// Every run so far.
+    pub runs: Vec<Run>,
+    begun: Instant,
+    serial: u64,
+}
+
+/// Why a run has no figures.
+struct Failure {
+    at: String,
+    why: String,
+    interrupted: bool,
+}
+
+impl From<ContainerError> for Failure {
+    fn from(error: ContainerError) -> Self {
+        let interrupted = matches!(error, ContainerError::Interrupted);
+        Self { at: error.step().to_owned(), why: error.to_string(), interrupted }
+    }
+}
+
+impl Failure {
+    fn at(step: &str, why: impl ToString) -> Self {
+        Self { at: step.to_owned(), why: why.to_string(), interrupted: false }
+    }
+}
+
+/// What one run came to, besides its figures.
+#[derive(Default)]
+struct Attempt {
+    commands: Commands,
+    facts: Option<Facts>,
+    printed: Printed,
+}
+
+impl<'a> Runner<'a> {
+    /// Returns a runner that has run nothing.
+    pub fn new(plan: &'a Plan, starter: Starter) -> Self {
+        let (sides, notes, runs) = Default::default();
+        Self { plan, starter, sides, notes, runs, begun: Instant::now(), serial: 0 }
+    }
+
+    /// Starts one container on each runtime and reads what it has. A runtime on which none can be started is noted; its runs
+    /// fail by themselves.
+    pub async fn look_inside(&mut self) {
+        for handler in &self.plan.runtimes {
+            let spec = self.spec(handler, "facts", vec!["bench-helper".into(), "facts".into()]);
+            let limit = self.plan.recipe.timeout;
+            let looked = async {
+                let started = self.starter.start(&spec).await?;
+                self.starter.finish(&started, Duration::ZERO, limit).await
+            };
+            match looked.await.map(|printed| Facts::find(&printed.stdout)) {
+                Ok(Some(facts)) => drop(self.sides.insert(handler.clone(), facts)),
+                Ok(None) => self.notes.push(format!("{handler}: bench-helper printed no facts")),
+                Err(error) => {
+                    self.notes.push(format!("{handler}: no container could look at itself: {error}"))
+                }
+            }
+            self.remove_pods().await;
+        }
+    }
+
+    /// Returns the threads that every runtime can run at once.
+    pub fn threads(&self) -> u32 {
+        facts::threads(self.sides.values())
+    }
+
+    /// Returns what makes two of the runtimes incomparable; `None` if nothing does.
+    pub fn unequal(&self) -> Option<String> {
+        let mut sides = self.sides.iter();
+        let (first, mine) = sides.next()?;
+        sides.find_map(|(other, theirs)| Some(format!("{first} and {other}: {}", mine.differs(theirs)?)))
+    }
+
+    /// Runs everything; `Err` says why it ended early.
+    pub async fn run(&mut self, sink: Sink<'_>) -> Result<(), String> {
+        let (steps, threads) = (self.plan.steps(), self.threads());
+        for (rounds, warm_up) in [(self.plan.warm_up, true), (self.plan.repeat, false)] {
+            for round in 0..rounds {
+                for step in &steps {
+                    for handler in &self.plan.runtimes {
+                        self.one(step, handler, threads, (round, warm_up), sink).await?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    async fn one(
+        &mut self,
+        step: &Step,
+        handler: &str,
+        threads: u32,
+        (round, warm_up): (u32, bool),
+        sink: Sink<'_>,
+    ) -> Result<(), String> {
+        let (begun, host, mut attempt) = (Instant::now(), Look::now(), Attempt::default());
+        self.serial += 1;
+        let done = self.attempt(step, handler, threads, &mut attempt).await;
+        let host = host.since();
+        self.remove_pods().await;
+        let (outcome, figures, failure) = match done {
+            Ok(figures) => (Outcome::Ok, figures, None),
+            Err(failure) if failure.interrupted => (Outcome::Interrupted, Figures::new(), None),
+            Err(failure) => (Outcome::Failed, Figures::new(), Some(failure)),
+        };
+        let (failed_at, error) = failure.map(|failure| (failure.at, plain(&failure.why))).unwrap_or_default();
+        let run = Run {
+            runtime: handler.to_owned(),
+            probe: step.probe.name.clone(),
+            case: step.case.clone(),
+            round,
+            warm_up,
+            begun_s: begun.saturating_duration_since(self.begun).as_secs_f64(),
+            took_s: begun.elapsed().as_secs_f64(),
+            outcome,
+            failed_at,
+            error,
+            commands: attempt.commands,
+            threads: step.threads(threads),
+            figures,
+            facts: attempt.facts,
+            host,
+        };
+        let stored = sink(&run, &attempt.printed);
+        self.runs.push(run);
+        stored?;
+        if self.starter.cancel.is_cancelled() {
+            return Err("interrupted".into());
+        }
+        Ok(())
+    }
+
+    async fn attempt(
+        &self,
+        step: &Step,
+        handler: &str,
+        threads: u32,
+        attempt: &mut Attempt,
+    ) -> Result<Figures, Failure> {
+        let limit = step.deadline(self.plan.recipe.timeout);
+        match step.probe.port {
+            None => {
+                attempt.commands =
+                    step.commands(threads, "").map_err(|error| Failure::at("command", error))?;
+                let spec = self.spec(handler, "tool", inside(&attempt.commands.tool, None));
+                let started = self.starter.start(&spec).await?;
+                let finished = self.starter.finish(&started, step.takes, limit).await;
+                self.keep(&started, attempt);
+                attempt.facts = Facts::find(&attempt.printed.stderr);
+                attempt.printed = finished?;
+            }
+            Some(port) => self.serve(step, handler, threads, port, attempt).await?,
+        }
+        self.same_as_before(handler, attempt.facts.as_ref())?;
+        figures(step, &attempt.printed)
+    }
+
+    /// The server in the pod under test, the tool in a pod of the clients' runtime.
+    async fn serve(
+        &self,
+        step: &Step,
+        handler: &str,
+        threads: u32,
+        port: u16,
+        attempt: &mut Attempt,
+    ) -> Result<(), Failure> {
+        attempt.commands = step.commands(threads, "").map_err(|error| Failure::at("command", error))?;
+        let spec = self.spec(handler, "server", inside(&attempt.commands.server, Some(port)));
+        let server = self.starter.start(&spec).await?;
+        let address = self.starter.serving(&server).await?;
+        attempt.commands = step.commands(threads, &address).map_err(|error| Failure::at("command", error))?;
+        let mut spec = self.spec(&self.plan.client_runtime, "client", inside(&attempt.commands.tool, None));
+        spec.resources = None;
+        let of_client = |error: ContainerError| {
+            let failure = Failure::from(error);
+            Failure { at: format!("client: {}", failure.at), ..failure }
+        };
+        let client = self.starter.start(&spec).await.map_err(of_client)?;
+        let limit = step.deadline(self.plan.recipe.timeout);
+        let finished = self.starter.finish(&client, step.takes, limit).await;
+        self.keep(&client, attempt);
+        let served = self.starter.printed(&server);
+        attempt.facts = Facts::find(&served.stderr);
+        attempt.printed = finished.map_err(|error| {
+            let failure = of_client(error);
+            Failure { why: format!("{}; the server said: {}", failure.why, served.last_words()), ..failure }
+        })?;
+        Ok(())
+    }
+
+    /// What was printed is looked at also after a failure.
+    fn keep(&self, started: &Started, attempt: &mut Attempt) {
+        attempt.printed = self.starter.printed(started);
+    }
+
+    /// A container that has something else than the first one of its runtime had makes no figure.
+    fn same_as_before(&self, handler: &str, facts: Option<&Facts>) -> Result<(), Failure> {
+        let facts = facts.ok_or_else(|| Failure::at("facts", "its container did not tell what it has"))?;
+        match self.sides.get(handler).and_then(|before| before.differs(facts)) {
+            Some(why) => {
+                Err(Failure::at("facts", format!("its container had something else than the first: {why}")))
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn spec<'s>(&self, handler: &'s str, what: &str, command: Vec<String>) -> Spec<'s> {
+        let resources = Resources {
+            cpu_quota: i64::from(self.plan.cpus) * PERIOD,
+            cpu_period: PERIOD,
+            memory_limit: i64::try_from(self.plan.memory).unwrap_or(i64::MAX),
+            ..Resources::default()
+        };
+        let name = format!("{}-{}-{what}-{handler}", self.plan.recipe.run, self.serial);
+        Spec { name, handler, command, resources: Some(resources) }
+    }
+
+    /// Also those whose start failed: they are found by the run's label.
+    async fn remove_pods(&mut self) {
+        if let Err(error) = timeline::remove_all(&self.starter.runtime, &self.plan.recipe.run).await {
+            let label = format!("{}={}", timeline::RUN_LABEL, self.plan.recipe.run);
+            self.notes.push(format!("pods labelled {label} may be left: {error}"));
+        }
+    }
+}
+
+fn figures(step: &Step, printed: &Printed) -> Result<Figures, Failure> {
+    let all = step.probe.output.parse(&printed.stdout).map_err(|error| {
+        let said =
+            if matches!(error, OutputError::Failed { .. }) { String::new() } else { printed.last_words() };
+        Failure::at(
+            "output",
+            format!("{error}; its last line is: {said}").trim_end_matches("; its last line is: "),
+        )
+    })?;
+    let missing = step.probe.metrics.iter().find(|metric| !all.contains_key(&metric.name));
+    match missing {
+        Some(metric) => Err(Failure::at("output", format!("the output has no {}", metric.name))),
+        None => Ok(all.into_iter().filter(|(name, _)| step.probe.metric(name).is_some()).collect()),
+    }
+}

@@ -1,0 +1,116 @@
+//! A result on disk: a directory with `workload.json`, the raw rows in `runs.jsonl`, and what each tool printed in `outputs`.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+
+use super::log::Printed;
+use super::report::{self, Report, ReportError};
+use super::run::Run;
+use crate::store::{StoreError, file_name, write_whole};
+
+/// Names in the directory.
+const REPORT: &str = "workload.json";
+const RUNS: &str = "runs.jsonl";
+const OUTPUTS: &str = "outputs";
+
+fn io<'a>(action: &'static str, path: &'a Path) -> impl FnOnce(std::io::Error) -> StoreError + 'a {
+    move |source| StoreError::Io { action, path: path.to_owned(), source }
+}
+
+/// A result that is being written.
+#[derive(Debug)]
+pub struct Store {
+    dir: PathBuf,
+    runs: Option<File>,
+    count: u32,
+}
+
+impl Store {
+    /// Makes the directory; one that holds a result is refused, so that no run is ever lost.
+    pub fn create(dir: &Path) -> Result<Self, StoreError> {
+        if [REPORT, RUNS].iter().any(|name| dir.join(name).exists()) {
+            return Err(StoreError::Taken(dir.to_owned()));
+        }
+        let outputs = dir.join(OUTPUTS);
+        fs::create_dir_all(&outputs).map_err(io("make", &outputs))?;
+        Ok(Self { dir: dir.to_owned(), runs: None, count: 0 })
+    }
+
+    /// Returns where it is.
+    pub fn dir(&self) -> &Path {
+        &self.dir
+    }
+
+    /// Keeps a run and what its tool printed, at once.
+    pub fn run(&mut self, run: &Run, printed: &Printed) -> Result<(), StoreError> {
+        self.count += 1;
+        let name = [&run.probe, &run.case, &run.runtime].map(|part| file_name(part)).join("-");
+        let path = self.dir.join(OUTPUTS).join(format!("{:04}-{name}.txt", self.count));
+        let text = format!("{}--- stderr ---\n{}", printed.stdout, printed.stderr);
+        fs::write(&path, text).map_err(io("write", &path))?;
+        let path = self.dir.join(RUNS);
+        let file = match &mut self.runs {
+            Some(file) => file,
+            none => none.insert(
+                OpenOptions::new().append(true).create(true).open(&path).map_err(io("write", &path))?,
+            ),
+        };
+        let line = serde_json::to_string(run).map_err(std::io::Error::from);
+        line.and_then(|line| file.write_all(format!("{line}\n").as_bytes())).map_err(io("write", &path))
+    }
+
+    /// Writes the result, whole or not at all.
+    pub fn report(&self, report: &Report) -> Result<(), StoreError> {
+        let path = self.dir.join(REPORT);
+        let text = report::render(report).map_err(std::io::Error::from).map_err(io("write", &path))?;
+        write_whole(&path, text.as_bytes())
+    }
+}
+
+/// Why a directory is no result of workloads.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    /// A file can't be read.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// The report.
+    #[error("cannot use {path}")]
+    Report {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        source: ReportError,
+    },
+    /// A row.
+    #[error("{path}: line {line} is no run")]
+    Run {
+        /// The file.
+        path: PathBuf,
+        /// From 1.
+        line: usize,
+        /// What is wrong with it.
+        source: serde_json::Error,
+    },
+}
+
+/// Reads a result that a [`Store`] wrote.
+pub fn load(dir: &Path) -> Result<(Report, Vec<Run>), LoadError> {
+    let path = dir.join(REPORT);
+    let text = fs::read_to_string(&path).map_err(io("read", &path))?;
+    let report = report::parse(&text).map_err(|source| LoadError::Report { path, source })?;
+    let path = dir.join(RUNS);
+    let text = match fs::read_to_string(&path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
+        Err(error) => return Err(io("read", &path)(error).into()),
+    };
+    let run = |(index, line): (usize, &str)| {
+        serde_json::from_str(line).map_err(|source| LoadError::Run {
+            path: path.clone(),
+            line: index + 1,
+            source,
+        })
+    };
+    Ok((report, text.lines().enumerate().map(run).collect::<Result<_, _>>()?))
+}

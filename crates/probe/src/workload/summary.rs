@@ -1,0 +1,180 @@
+//! What the runs of a variant come to, and how sure a difference between two runtimes is.
+
+use serde::{Deserialize, Serialize};
+
+use super::definition::{Better, Metric, Probe, Profile};
+use super::run::Run;
+use crate::ratio::Ratio;
+use crate::summary::{median, sorted};
+
+/// Fewest values of each side for an interval: of two equal runtimes, three values each come apart in one of ten cases, four in
+/// one of 35.
+const COMPARED_OF: usize = 4;
+/// Fewest values that can show two levels, and fewest of each.
+const LEVELS_OF: usize = 6;
+const LEVEL_OF: usize = 2;
+/// Two levels are apart by this part of the upper one, at least.
+const LEVELS_APART: f64 = 0.15;
+/// And each is narrower than this part of the gap.
+const LEVEL_WIDTH: f64 = 0.5;
+
+/// One metric of one variant on one runtime.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Series {
+    /// Probe.
+    pub probe: String,
+    /// Variant; empty where there is none.
+    pub case: String,
+    /// Handler.
+    pub runtime: String,
+    /// Metric, unit and direction.
+    #[serde(flatten)]
+    pub metric: Metric,
+    /// Counted runs, failures included.
+    pub n: usize,
+    /// Runs that gave no figure. What follows stands on the other `n - failures`.
+    pub failures: usize,
+    /// Least.
+    pub min: Option<f64>,
+    /// Median, nearest rank.
+    pub p50: Option<f64>,
+    /// Largest.
+    pub max: Option<f64>,
+    /// Arithmetic mean.
+    pub mean: Option<f64>,
+    /// Standard deviation of the sample.
+    pub sd: Option<f64>,
+    /// The values lie at two levels, as those of a processor with two clocks do: a mean says nothing then.
+    pub two_levels: bool,
+}
+
+/// Two runtimes, one metric of one variant.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Comparison {
+    /// Probe.
+    pub probe: String,
+    /// Variant; empty where there is none.
+    pub case: String,
+    /// Metric.
+    pub metric: String,
+    /// Its direction.
+    pub better: Better,
+    /// Handler above the line.
+    pub a: String,
+    /// Handler below it.
+    pub b: String,
+    /// Values of each.
+    pub n: (usize, usize),
+    /// Of the medians.
+    #[serde(flatten)]
+    pub ratio: Ratio,
+}
+
+impl Series {
+    fn of(probe: &Probe, case: &str, runtime: &str, metric: &Metric, runs: &[&Run]) -> Self {
+        let values: Vec<f64> = runs.iter().filter_map(|run| run.figure(&metric.name)).collect();
+        let failures = runs.iter().filter(|run| run.failed()).count();
+        let ordered = sorted(&values);
+        let count = values.len() as f64;
+        let mean = (!values.is_empty()).then(|| values.iter().sum::<f64>() / count);
+        let sd = mean.filter(|_| values.len() > 1).map(|mean| {
+            (values.iter().map(|value| (value - mean).powi(2)).sum::<f64>() / (count - 1.0)).sqrt()
+        });
+        Self {
+            probe: probe.name.clone(),
+            case: case.to_owned(),
+            runtime: runtime.to_owned(),
+            metric: metric.clone(),
+            n: values.len() + failures,
+            failures,
+            min: ordered.first().copied(),
+            p50: median(&values),
+            max: ordered.last().copied(),
+            mean,
+            sd,
+            two_levels: two_levels(&ordered),
+        }
+    }
+}
+
+/// Returns whether ascending values lie at two levels: the widest gap is wide, and what is on each side of it is narrow.
+pub fn two_levels(ordered: &[f64]) -> bool {
+    if ordered.len() < LEVELS_OF {
+        return false;
+    }
+    let gaps = ordered.windows(2).map(|pair| pair[1] - pair[0]).enumerate();
+    let Some((at, gap)) = gaps.max_by(|a, b| a.1.total_cmp(&b.1)) else { return false };
+    let (low, high) = ordered.split_at(at + 1);
+    let narrow =
+        |level: &[f64]| level.len() >= LEVEL_OF && level[level.len() - 1] - level[0] <= LEVEL_WIDTH * gap;
+    gap >= LEVELS_APART * high[high.len() - 1] && narrow(low) && narrow(high)
+}
+
+/// Returns every metric of every variant on every runtime, also where nothing but failures came.
+pub fn series(probes: &[Probe], profile: Profile, runtimes: &[String], runs: &[Run]) -> Vec<Series> {
+    let mut all = Vec::new();
+    for probe in probes {
+        for case in probe.cases(profile) {
+            for metric in &probe.metrics {
+                for runtime in runtimes {
+                    let of: Vec<&Run> = runs_of(runs, &probe.name, &case.name, runtime).collect();
+                    all.push(Series::of(probe, &case.name, runtime, metric, &of));
+                }
+            }
+        }
+    }
+    all
+}
+
+/// Returns every runtime over `reference`, where both have four values at least.
+pub fn comparisons(series: &[Series], reference: &str, runs: &[Run]) -> Vec<Comparison> {
+    let values = |of: &Series, runtime: &str| -> Vec<f64> {
+        runs_of(runs, &of.probe, &of.case, runtime).filter_map(|run| run.figure(&of.metric.name)).collect()
+    };
+    let others = series.iter().filter(|of| of.runtime != reference);
+    others
+        .filter_map(|of| {
+            let (a, b) = (values(of, &of.runtime), values(of, reference));
+            let ratio = (a.len().min(b.len()) >= COMPARED_OF).then(|| Ratio::of(&a, &b)).flatten()?;
+            Some(Comparison {
+                probe: of.probe.clone(),
+                case: of.case.clone(),
+                metric: of.metric.name.clone(),
+                better: of.metric.better,
+                a: of.runtime.clone(),
+                b: reference.to_owned(),
+                n: (a.len(), b.len()),
+                ratio,
+            })
+        })
+        .collect()
+}
+
+fn runs_of<'a>(
+    runs: &'a [Run],
+    probe: &'a str,
+    case: &'a str,
+    runtime: &'a str,
+) -> impl Iterator<Item = &'a Run> {
+    runs.iter()
+        .filter(move |run| !run.warm_up && run.probe == probe && run.case == case && run.runtime == runtime)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn two_clocks_of_a_processor_are_seen() {
+        // The levels of a study whose processor had clocks of 1.6 and 2.4 GHz.
+        assert!(two_levels(&[334.0, 335.0, 336.0, 500.0, 501.0, 502.0, 503.0]));
+        assert!(!two_levels(&[334.0, 335.0, 336.0, 500.0]));
+        assert!(!two_levels(&[498.0, 499.0, 500.0, 501.0, 502.0, 503.0]));
+    }
+
+    #[test]
+    fn one_outlier_and_a_wide_spread_are_no_levels() {
+        assert!(!two_levels(&[500.0, 500.0, 501.0, 502.0, 503.0, 900.0]));
+        assert!(!two_levels(&[100.0, 150.0, 200.0, 260.0, 310.0, 370.0]));
+    }
+}

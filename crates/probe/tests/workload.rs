@@ -1,0 +1,226 @@
+//! Workloads measured on a double whose tools print what is known.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "helpers of tests fail their test")]
+
+#[allow(dead_code, reason = "other tests use all of it")]
+mod double;
+
+use std::time::Duration;
+
+use double::{Behaviour, Double, IMAGE};
+use sandboxer_probe::measure::{Bench, recipe};
+use sandboxer_probe::options::Network;
+use sandboxer_probe::sample::Outcome;
+use sandboxer_probe::startup::PlanError;
+use sandboxer_probe::workload::definition::{self, Profile};
+use sandboxer_probe::workload::measure::{WorkloadError, measure};
+use sandboxer_probe::workload::output::Format;
+use sandboxer_probe::workload::plan::Plan;
+use sandboxer_probe::workload::report::{Report, SCHEMA_TEXT, render};
+use sandboxer_probe::workload::run::Run;
+use sandboxer_probe::workload::store::{self, Store};
+use tokio_util::sync::CancellationToken;
+
+type Ended = Option<(i32, String, String)>;
+
+/// Facts as the helper prints them.
+fn facts(cpus: u32) -> String {
+    format!(
+        "{{\"bench_facts\":{{\"cpus\":{cpus},\"quota_cpus\":null,\"memory_limit\":536870912,\
+         \"memory_total\":1073741824,\"kernel\":\"6.1\"}}}}\n"
+    )
+}
+
+/// What a container with so many processors does with a command of the probe's.
+fn with_cpus(cpus: u32, command: &[String]) -> Ended {
+    let words: Vec<&str> = command.iter().map(String::as_str).collect();
+    let of = |format: Format| (0, format.example().to_owned(), facts(cpus));
+    Some(match words[..] {
+        ["bench-helper", "facts"] => (0, facts(cpus), String::new()),
+        [.., "--", "sysbench", "cpu", _, _, _, _] => of(Format::SysbenchCpu),
+        [.., "--", "redis-benchmark", _, _, _, _, _, _, _, _, _] => of(Format::RedisBenchmark),
+        [.., "--announce=6379", "--", "redis-server", _, _, _, _, _, _] => {
+            (0, String::new(), format!("{}{{\"bench_listening\":6379}}\n", facts(cpus)))
+        }
+        _ => panic!("no such command: {words:?}"),
+    })
+}
+
+fn works(command: &[String]) -> Ended {
+    with_cpus(2, command)
+}
+
+fn has_one_less(command: &[String]) -> Ended {
+    with_cpus(1, command)
+}
+
+/// As [`works`], but the tool's part is something else.
+fn tool_is(command: &[String], ended: Ended) -> Ended {
+    if command.contains(&"facts".to_owned()) { works(command) } else { ended }
+}
+
+fn is_killed(command: &[String]) -> Ended {
+    tool_is(command, Some((137, "half an outp".into(), format!("{}FATAL: out of memory\n", facts(2)))))
+}
+
+fn prints_garbage(command: &[String]) -> Ended {
+    tool_is(command, Some((0, "events per second: lots\n".into(), facts(2))))
+}
+
+fn hangs(command: &[String]) -> Ended {
+    tool_is(command, None)
+}
+
+fn changes_its_mind(command: &[String]) -> Ended {
+    tool_is(command, with_cpus(1, command))
+}
+
+fn tool(tool: fn(&[String]) -> Ended) -> Behaviour {
+    Behaviour { tool: Some(tool), ..Behaviour::default() }
+}
+
+/// One thread of sysbench cpu, which takes no time here.
+fn plan(probe: &str, runtimes: &[&str], repeat: u32) -> Plan {
+    let mut probe = definition::all().into_iter().find(|known| known.name == probe).unwrap();
+    probe.quick.takes = 0.001;
+    probe.cases.truncate(1);
+    Plan {
+        runtimes: runtimes.iter().map(|&name| name.to_owned()).collect(),
+        client_runtime: "client".into(),
+        probes: vec![probe],
+        profile: Profile::Quick,
+        repeat,
+        warm_up: 1,
+        cpus: 2,
+        memory: 512 << 20,
+        recipe: recipe(IMAGE, Network::Pod, Duration::from_millis(600)),
+    }
+}
+
+async fn run(double: &Double, plan: &Plan) -> Result<(Report, Vec<Run>), WorkloadError> {
+    let bench = Bench::open(&double.endpoint(), None).unwrap();
+    measure(&bench, plan, None, &CancellationToken::new(), &mut |_| ()).await
+}
+
+fn assert_valid(report: &Report) {
+    let schema = serde_json::from_str(SCHEMA_TEXT).unwrap();
+    let validator = jsonschema::validator_for(&schema).unwrap();
+    let value = serde_json::from_str(&render(report).unwrap()).unwrap();
+    let faults: Vec<String> =
+        validator.iter_errors(&value).map(|fault| format!("{}: {fault}", fault.instance_path())).collect();
+    assert!(faults.is_empty(), "{faults:#?}");
+}
+
+#[tokio::test]
+async fn runtimes_alternate_and_equal_ones_show_no_difference() {
+    let double = Double::serve([("a", tool(works)), ("b", tool(works))]);
+    let (report, runs) = run(&double, &plan("cpu", &["a", "b"], 4)).await.unwrap();
+    // One look inside each, then rounds of both, the first of them to warm up.
+    let order = double.truth(|truth| truth.runs.clone());
+    assert_eq!(order, ["a", "b"].repeat(6));
+    assert_eq!(runs.iter().filter(|run| run.warm_up).count(), 2);
+    let of_b = report.series.iter().find(|of| of.runtime == "b" && of.metric.name == "events_per_s").unwrap();
+    assert_eq!((of_b.n, of_b.failures, of_b.p50), (4, 0, Some(841.02)));
+    assert!(report.over_reference(of_b).unwrap().ratio.shows_no_difference());
+    assert_eq!(report.threads, 2);
+    assert!(report.notes.iter().any(|note| note.starts_with("quick")));
+    assert!(double.truth(|truth| truth.pods.is_empty()));
+    assert_valid(&report);
+}
+
+#[tokio::test]
+async fn a_server_runs_under_test_and_its_client_elsewhere() {
+    let double = Double::serve([("tested", tool(works)), ("client", tool(works))]);
+    let (report, runs) = run(&double, &plan("redis", &["tested"], 1)).await.unwrap();
+    let order = double.truth(|truth| truth.runs.clone());
+    assert_eq!(order, ["tested", "tested", "client", "tested", "client"]);
+    assert!(runs[1].commands.tool.contains(&"192.0.2.1".to_owned()));
+    assert_eq!(report.series[0].p50, Some(13306.72));
+    assert_valid(&report);
+}
+
+#[tokio::test]
+async fn unequal_sides_are_refused_before_anything_runs() {
+    let double = Double::serve([("a", tool(works)), ("b", tool(has_one_less))]);
+    let error = run(&double, &plan("cpu", &["a", "b"], 4)).await.unwrap_err();
+    assert!(
+        matches!(&error, WorkloadError::Unequal(_))
+            && error.to_string().contains("2 effective CPUs against 1")
+    );
+    assert_eq!(double.truth(|truth| truth.runs.len()), 2);
+}
+
+#[tokio::test]
+async fn each_failure_is_named_and_the_others_go_on() {
+    let cases: [(fn(&[String]) -> Ended, &str, &str); 4] = [
+        (is_killed, "tool", "exit code 137; it said: FATAL: out of memory"),
+        (prints_garbage, "output", "is 'lots', which is no number"),
+        (hangs, "tool", "was not over after"),
+        (changes_its_mind, "facts", "something else than the first: 2 effective CPUs against 1"),
+    ];
+    for (bad, at, why) in cases {
+        let double = Double::serve([("bad", tool(bad)), ("good", tool(works))]);
+        let (report, runs) = run(&double, &plan("cpu", &["bad", "good"], 1)).await.unwrap();
+        let failed: Vec<&Run> = runs.iter().filter(|run| run.outcome == Outcome::Failed).collect();
+        assert_eq!(failed.len(), 2, "{at}");
+        assert!(
+            failed.iter().all(|run| run.runtime == "bad" && run.figures.is_empty() && run.failed_at == at)
+        );
+        assert!(failed[0].error.contains(why), "{}", failed[0].error);
+        let absent = &report.not_measured["cpu.one-thread.bad.events_per_s"];
+        assert!(absent.contains(why), "{absent}");
+        assert_eq!(report.failures(&runs), 1, "the warm-up is counted");
+        let good = report.series.iter().find(|of| of.runtime == "good").unwrap();
+        assert_eq!((good.n, good.p50), (1, Some(841.02)));
+        assert!(double.truth(|truth| truth.pods.is_empty()));
+        assert_valid(&report);
+    }
+}
+
+#[tokio::test]
+async fn a_runtime_that_never_answers_fails_by_itself() {
+    let double = Double::serve([("never", Behaviour { never: true, ..tool(works) }), ("good", tool(works))]);
+    let (report, runs) = run(&double, &plan("cpu", &["never", "good"], 1)).await.unwrap();
+    let never: Vec<&Run> = runs.iter().filter(|run| run.runtime == "never").collect();
+    assert!(never.iter().all(|run| run.failed_at == "RunPodSandbox"), "{never:?}");
+    assert!(report.notes.iter().any(|note| note.starts_with("never: no container could look")));
+    assert!(runs.iter().filter(|run| run.runtime == "good").all(|run| run.outcome == Outcome::Ok));
+}
+
+#[tokio::test]
+async fn an_end_in_between_keeps_what_was_measured() {
+    let double = Double::serve([("a", tool(works))]);
+    let bench = Bench::open(&double.endpoint(), None).unwrap();
+    let (dir, cancel) = (tempfile::tempdir().unwrap(), CancellationToken::new());
+    let mut store = Store::create(&dir.path().join("result")).unwrap();
+    let (mut seen, stop) = (0, cancel.clone());
+    let mut progress = |_: &Run| {
+        seen += 1;
+        if seen == 3 {
+            stop.cancel();
+        }
+    };
+    let plan = plan("cpu", &["a"], 50);
+    let (report, runs) = measure(&bench, &plan, Some(&mut store), &cancel, &mut progress).await.unwrap();
+    assert_eq!((report.partial_reason.as_deref(), runs.len()), (Some("interrupted"), 3));
+    let (read, rows) = store::load(store.dir()).unwrap();
+    assert_eq!((read, rows), (report, runs));
+    assert_eq!(std::fs::read_dir(store.dir().join("outputs")).unwrap().count(), 3);
+    assert!(Store::create(store.dir()).is_err(), "a result was to be overwritten");
+    assert!(double.truth(|truth| truth.pods.is_empty()));
+}
+
+#[tokio::test]
+async fn what_is_not_there_is_named_before_anything_starts() {
+    let double = Double::serve([("a", tool(works)), ("client", tool(works))]);
+    let mut without_image = plan("cpu", &["a"], 1);
+    without_image.recipe.image = "no/such:image".into();
+    let error = run(&double, &without_image).await.unwrap_err();
+    assert!(error.to_string().contains("make bench-image"), "{error}");
+    let error = run(&double, &plan("cpu", &["b"], 1)).await.unwrap_err();
+    assert!(matches!(error, WorkloadError::Plan(PlanError::NoHandler { .. })), "{error}");
+    let mut of_host = plan("redis", &["a"], 1);
+    of_host.recipe.network = Network::Host;
+    assert!(matches!(run(&double, &of_host).await.unwrap_err(), WorkloadError::HostNetwork(_)));
+    assert!(double.truth(|truth| truth.runs.is_empty()));
+}

@@ -22,6 +22,7 @@ mod tables;
 mod target;
 mod template;
 mod version;
+mod workload;
 
 use std::process::ExitCode;
 
@@ -43,6 +44,7 @@ pub enum Command {
     Template(template::Args),
     Quarantine(quarantine::Args),
     Startup(startup::Args),
+    Workload(workload::Args),
     MemReport(mem_report::Args),
     Report(report::Args),
     Compare(compare::Args),
@@ -68,6 +70,7 @@ impl Command {
             Command::Template(args) => template::run(args, global).await,
             Command::Quarantine(args) => quarantine::run(args, global).await,
             Command::Startup(args) => startup::run(args, global).await,
+            Command::Workload(args) => workload::run(args, global).await,
             Command::MemReport(args) => mem_report::run(args, global).await,
             Command::Report(args) => report::run(args, global),
             Command::Compare(args) => compare::run(args, global),

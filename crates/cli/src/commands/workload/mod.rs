@@ -1,0 +1,184 @@
+//! `sandboxer-cli workload`: what a workload gets, on any runtime.
+
+mod list;
+mod tables;
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use indicatif::{ProgressBar, ProgressStyle};
+use sandboxer_probe::clock::Clock;
+use sandboxer_probe::measure::{self as probe, Bench};
+use sandboxer_probe::options::Network;
+use sandboxer_probe::workload::definition::{self, Probe, Profile};
+use sandboxer_probe::workload::plan::Plan;
+use sandboxer_probe::workload::run::Run;
+use sandboxer_probe::workload::store::Store;
+use sandboxer_probe::workload::{measure, report};
+
+use super::interrupt;
+use crate::{Global, render};
+
+/// Of a pod's start and removal, beside the time that its tool runs: for the time left.
+const POD_MS: u64 = 2_500;
+
+const EXAMPLES: &str = "\
+Examples:
+  sandboxer-cli workload list
+  sandboxer-cli workload --probe cpu --probe redis --runtime runc --runtime sandboxer
+  sandboxer-cli workload --runtime runc --runtime sandboxer --profile paper --repeat 10 --output target/workload
+  sandboxer-cli workload --probe cpu --runtime runc --json | jq '.series[] | {runtime, case, name, p50}'
+
+The image with the tools is made of Debian packages and loaded into a stack by `make bench-image`.";
+
+/// Measure what workloads get on any runtimes: processor, memory, calls, jitter, network, servers
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES, args_conflicts_with_subcommands = true)]
+pub struct Args {
+    #[command(subcommand)]
+    verb: Option<Verb>,
+    /// Probe to run; give it again for more [default: all that `workload list` shows]
+    #[arg(long = "probe", value_name = "PROBE")]
+    probes: Vec<String>,
+    /// Runtime handler; give it again for each one to compare, they alternate
+    #[arg(long = "runtime", default_value = "sandboxer")]
+    runtimes: Vec<String>,
+    /// Runtime handler of the pods in which clients of servers run, whichever one is measured
+    #[arg(long, default_value = "runc")]
+    client_runtime: String,
+    /// Parameters: quick (scaled down) or paper (the studies' own)
+    #[arg(long, default_value_t)]
+    profile: Profile,
+    /// Rounds that count: in each, every probe runs once on every runtime; ratios take four
+    #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    repeat: u32,
+    /// Rounds before counting begins
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=100))]
+    warm_up: u32,
+    /// Processors of each pod, by quota
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    cpus: u32,
+    /// Memory of each pod, MiB
+    #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u64).range(64..=1 << 24))]
+    memory: u64,
+    /// CRI endpoint of the container runtime
+    #[arg(
+        long,
+        env = "CONTAINER_RUNTIME_ENDPOINT",
+        default_value = "unix:///run/containerd/containerd.sock"
+    )]
+    endpoint: String,
+    /// Image with the tools; must be on the node
+    #[arg(long, default_value = "localhost/sandboxer/bench-small:latest")]
+    image: String,
+    /// Network of the pods: pod or host; servers and their clients need pod
+    #[arg(long, default_value_t)]
+    network: Network,
+    /// Parent of the pods' cgroups
+    #[arg(long, env = "SANDBOXER_CGROUP_PARENT", default_value = "")]
+    cgroup_parent: String,
+    /// Seconds that a pod's start may take, and a tool on top of four times what it says
+    #[arg(long, default_value_t = 120, value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    timeout: u64,
+    /// Clock of this host's times: wall or virtual [default: as the kernel's command line tells, else wall]
+    #[arg(long, env = "SANDBOXER_CLOCK")]
+    clock: Option<Clock>,
+    /// Where to write the result; it must not hold one already
+    #[arg(long)]
+    output: Option<PathBuf>,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum Verb {
+    List(list::Args),
+}
+
+/// A partial measurement and one with failures are errors, after their result.
+pub async fn run(args: Args, global: &Global) -> Result<()> {
+    if let Some(Verb::List(args)) = args.verb {
+        return list::run(&args, global);
+    }
+    let admin = global.socket.exists().then_some(global.socket.as_path());
+    let mut bench = Bench::open(&args.endpoint, admin)?;
+    bench.clock = args.clock.unwrap_or(bench.clock);
+    let output = args.output.clone();
+    let plan = plan(args)?;
+    measure::check(&bench, &plan).await?;
+    let mut store = output.as_deref().map(Store::create).transpose()?;
+    let cancel = interrupt::on_signal().context("cannot listen for Ctrl-C")?;
+    let bar = bar(&plan);
+    let takes = |run: &Run| {
+        let steps = plan.steps();
+        let step = steps.iter().find(|step| step.probe.name == run.probe && step.case == run.case);
+        step.map_or(0, |step| step.takes.as_millis() as u64) + POD_MS
+    };
+    let mut progress = |run: &Run| {
+        bar.set_message(format!("{} {} {}", run.runtime, run.probe, run.case).trim_end().to_owned());
+        bar.inc(takes(run));
+    };
+    let measured = measure::measure(&bench, &plan, store.as_mut(), &cancel, &mut progress).await;
+    bar.finish_and_clear();
+    let (report, runs) = measured?;
+    if global.json {
+        render::print(report::render(&report)?.trim_end())?;
+    } else {
+        render::print(&tables::report(&report))?;
+    }
+    if let Some(store) = &store {
+        eprintln!("result: {}", store.dir().display());
+    }
+    match (&report.partial_reason, report.failures(&runs)) {
+        (Some(why), _) => bail!("the measurement is partial: {why}"),
+        (None, 0) => Ok(()),
+        (None, failures) => {
+            bail!("{failures} of {} runs failed: 'not measured' and runs.jsonl say why", runs.len())
+        }
+    }
+}
+
+fn plan(args: Args) -> Result<Plan> {
+    let mut recipe = probe::recipe(&args.image, args.network, Duration::from_secs(args.timeout));
+    recipe.cgroup_parent = args.cgroup_parent;
+    Ok(Plan {
+        probes: chosen(&args.probes)?,
+        runtimes: args.runtimes,
+        client_runtime: args.client_runtime,
+        profile: args.profile,
+        repeat: args.repeat,
+        warm_up: args.warm_up,
+        cpus: args.cpus,
+        memory: args.memory << 20,
+        recipe,
+    })
+}
+
+/// In the order in which they are defined, each once; all without a name.
+fn chosen(names: &[String]) -> Result<Vec<Probe>> {
+    let all = definition::all();
+    if let Some(unknown) = names.iter().find(|name| all.iter().all(|probe| probe.name != **name)) {
+        let known: Vec<&str> = all.iter().map(|probe| &*probe.name).collect();
+        bail!("no probe is named '{unknown}': there are {}", known.join(", "));
+    }
+    Ok(all.into_iter().filter(|probe| names.is_empty() || names.contains(&probe.name)).collect())
+}
+
+/// Drawn on stderr, and only if that is a terminal. Its length is time, so that what is left is told well from the first run on.
+fn bar(plan: &Plan) -> ProgressBar {
+    let style = ProgressStyle::with_template("{bar:30} {percent} % {msg}, {eta} left");
+    let length = plan.takes().as_millis() as u64 + plan.runs() * POD_MS;
+    ProgressBar::new(length).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unknown_probes_are_named_with_those_that_are_there() {
+        let error = chosen(&["cpu".into(), "gpu".into()]).unwrap_err().to_string();
+        assert!(error.contains("'gpu'") && error.contains("redis"), "{error}");
+        assert_eq!(chosen(&["redis".into(), "cpu".into(), "cpu".into()]).unwrap().len(), 2);
+        assert_eq!(chosen(&[]).unwrap().len(), definition::all().len());
+    }
+}

@@ -150,7 +150,7 @@ fn is_numbered(name: &str, prefix: &str) -> bool {
 }
 
 /// File system and block device under a path.
-fn storage(path: &Path) -> Value {
+pub(crate) fn storage(path: &Path) -> Value {
     let mounts = text("/proc/self/mounts").unwrap_or_default();
     let mount = mounts
         .lines()

@@ -93,6 +93,7 @@ fn plan(probe: &str, runtimes: &[&str], repeat: u32) -> Plan {
         warm_up: 1,
         cpus: 2,
         memory: 512 << 20,
+        volumes: std::env::temp_dir(),
         recipe: recipe(IMAGE, Network::Pod, Duration::from_millis(600)),
     }
 }

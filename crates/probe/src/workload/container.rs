@@ -8,7 +8,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::facts;
 use super::log::{self, Printed};
-use crate::options::{ContainerOptions, PodOptions, Resources};
+use crate::options::{ContainerOptions, Mount, PodOptions, Resources};
 use crate::runtime::{Phase, Runtime, RuntimeError};
 use crate::timeline::{RUN_LABEL, Recipe};
 
@@ -26,6 +26,8 @@ pub struct Spec<'a> {
     pub command: Vec<String>,
     /// Limits of pod and container; none for clients.
     pub resources: Option<Resources>,
+    /// Volumes.
+    pub mounts: Vec<Mount>,
 }
 
 /// Why a container did not come to its end, or ended badly.
@@ -120,6 +122,7 @@ impl Starter {
         let mut container = ContainerOptions::new("main", &self.recipe.image, spec.command.clone());
         container.log_path = format!("{}.log", spec.name);
         container.resources = spec.resources;
+        container.mounts = spec.mounts.clone();
         let log = self.logs.join(container.log_name());
         let mut step = "RunPodSandbox";
         let attempt = async {

@@ -10,7 +10,7 @@ use super::report::Report;
 use super::run::Run;
 use super::runner::Runner;
 use super::store::Store;
-use crate::manifest::{Facts, Manifest};
+use crate::manifest::{self, Facts, Manifest};
 use crate::measure::{Bench, chain};
 use crate::options::Network;
 use crate::runtime::RuntimeError;
@@ -128,6 +128,7 @@ fn plan_facts(plan: &Plan) -> Facts {
         ("warm_up", json!(plan.warm_up)),
         ("cpus", json!(plan.cpus)),
         ("memory_bytes", json!(plan.memory)),
+        ("volumes", manifest::storage(&plan.volumes)),
     ];
     facts.map(|(name, fact)| (name.to_owned(), fact)).into()
 }

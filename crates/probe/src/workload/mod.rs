@@ -7,6 +7,7 @@
 //! | [`facts`] | what a container has, read from inside; when two runtimes may be compared |
 //! | [`container`], [`log`] | a container from its start to its end; what it printed |
 //! | [`output`] | figures out of what each tool prints |
+//! | [`volume`] | where a tool's files lie |
 //! | [`host`] | what the host's processors did meanwhile |
 //! | [`run`], [`runner`] | one run; many runs in a fair order |
 //! | [`summary`] | what runs come to, and how sure a difference is |
@@ -25,3 +26,4 @@ pub mod run;
 pub mod runner;
 pub mod store;
 pub mod summary;
+pub mod volume;

@@ -1,10 +1,12 @@
 //! What was asked for, and the commands that it makes.
 
+use std::path::PathBuf;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
 use super::definition::{Probe, Profile, Values};
+use super::volume::Storage;
 use crate::timeline::Recipe;
 
 /// On top of a tool's own time: it may run so much longer than it says, under emulation above all.
@@ -31,6 +33,8 @@ pub struct Plan {
     pub cpus: u32,
     /// Memory of each pod, bytes.
     pub memory: u64,
+    /// Host directory below which volumes are made: its disk is what their probes measure.
+    pub volumes: PathBuf,
     /// What each pod is; its timeout is on top of the tool's own time.
     pub recipe: Recipe,
 }
@@ -114,6 +118,11 @@ impl Step {
         self.takes * SLOWER + more
     }
 
+    /// Returns where the tool's files lie; `None` for one without files.
+    pub fn storage(&self) -> Option<Storage> {
+        Storage::of_name(self.values.get("storage")?)
+    }
+
     /// Returns the number of threads that this variant runs.
     pub fn threads(&self, effective: u32) -> Option<u32> {
         let asks = self.probe.command.iter().any(|word| word.contains("{threads}"));
@@ -127,6 +136,7 @@ impl Step {
             ("threads".to_owned(), threads.to_string()),
             ("server".to_owned(), server.to_owned()),
         ]);
+        values.extend(self.storage().map(|storage| ("dir".to_owned(), storage.inside().to_owned())));
         values.extend(self.values.clone());
         let fill = |words: &[String]| -> Result<Vec<String>, StepError> {
             let one = |word: &String| {
@@ -181,6 +191,7 @@ mod tests {
             warm_up: 1,
             cpus: 2,
             memory: 512 << 20,
+            volumes: std::env::temp_dir(),
             recipe: recipe("image", Network::Pod, Duration::from_secs(60)),
         }
     }
@@ -217,6 +228,24 @@ mod tests {
         assert_eq!(words("cpu one-thread"), "sysbench cpu --cpu-max-prime=10000 --threads=1 --time=10 run");
         assert_eq!(words("jitter 1-mbit"), "iperf3 -c 10.0.0.9 -u -b 1M -l 1448 -t 10 -J");
         assert_eq!(words("http 200-clients"), "ab -r -n 5000 -c 200 http://10.0.0.9:8080/");
+    }
+
+    #[test]
+    fn files_lie_in_the_storage_that_the_row_names_and_never_in_the_root() {
+        for step in plan(Profile::Paper).steps().iter().filter(|step| step.probe.name == "files") {
+            let storage = step.storage().unwrap();
+            assert!(step.case.starts_with(&format!("{storage:?}-").to_lowercase()), "{}", step.case);
+            let file = format!("--filename={}/fio", storage.inside());
+            assert!(step.commands(1, "").unwrap().tool.contains(&file), "{}", step.case);
+        }
+    }
+
+    #[test]
+    fn a_durable_row_writes_past_the_cache_and_waits_for_the_disk() {
+        for step in plan(Profile::Quick).steps().iter().filter(|step| step.case.ends_with("-durable")) {
+            let words = step.commands(1, "").unwrap().tool;
+            assert!(["--direct=1", "--fsync=1"].iter().all(|word| words.iter().any(|is| is == word)));
+        }
     }
 
     #[test]

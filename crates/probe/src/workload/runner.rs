@@ -11,6 +11,7 @@ use super::log::{Printed, plain};
 use super::output::{Figures, OutputError};
 use super::plan::{Commands, Plan, Step, inside};
 use super::run::Run;
+use super::volume::Volume;
 use crate::options::Resources;
 use crate::sample::Outcome;
 use crate::timeline;
@@ -61,6 +62,8 @@ struct Attempt {
     commands: Commands,
     facts: Option<Facts>,
     printed: Printed,
+    /// Its files go last, when its pod is gone.
+    volume: Option<Volume>,
 }
 
 impl<'a> Runner<'a> {
@@ -175,7 +178,9 @@ impl<'a> Runner<'a> {
             None => {
                 attempt.commands =
                     step.commands(threads, "").map_err(|error| Failure::at("command", error))?;
-                let spec = self.spec(handler, "tool", inside(&attempt.commands.tool, None));
+                let mut spec = self.spec(handler, "tool", inside(&attempt.commands.tool, None));
+                attempt.volume = self.volume(step)?;
+                spec.mounts.extend(attempt.volume.as_ref().map(Volume::mount));
                 let started = self.starter.start(&spec).await?;
                 let finished = self.starter.finish(&started, step.takes, limit).await;
                 self.keep(&started, attempt);
@@ -221,6 +226,13 @@ impl<'a> Runner<'a> {
         Ok(())
     }
 
+    fn volume(&self, step: &Step) -> Result<Option<Volume>, Failure> {
+        let Some(storage) = step.storage() else { return Ok(None) };
+        Volume::make(&self.plan.volumes, storage).map_err(|error| {
+            Failure::at("volume", format!("cannot make one in {}: {error}", self.plan.volumes.display()))
+        })
+    }
+
     /// What was printed is looked at also after a failure.
     fn keep(&self, started: &Started, attempt: &mut Attempt) {
         attempt.printed = self.starter.printed(started);
@@ -245,14 +257,18 @@ impl<'a> Runner<'a> {
             ..Resources::default()
         };
         let name = format!("{}-{}-{what}-{handler}", self.plan.recipe.run, self.serial);
-        Spec { name, handler, command, resources: Some(resources) }
+        Spec { name, handler, command, resources: Some(resources), mounts: Vec::new() }
     }
 
     /// Also those whose start failed: they are found by the run's label.
     async fn remove_pods(&mut self) {
         if let Err(error) = timeline::remove_all(&self.starter.runtime, &self.plan.recipe.run).await {
             let label = format!("{}={}", timeline::RUN_LABEL, self.plan.recipe.run);
-            self.notes.push(format!("pods labelled {label} may be left: {error}"));
+            let note = plain(&format!("pods labelled {label} may be left: {error}"));
+            // The same pod stays the same trouble after each run.
+            if !self.notes.contains(&note) {
+                self.notes.push(note);
+            }
         }
     }
 }

@@ -78,6 +78,9 @@ pub struct Args {
     /// Parent of the pods' cgroups
     #[arg(long, env = "SANDBOXER_CGROUP_PARENT", default_value = "")]
     cgroup_parent: String,
+    /// Host directory below which volumes are made: its disk is what file probes measure [default: that for temporary files]
+    #[arg(long, value_name = "DIR")]
+    volumes: Option<PathBuf>,
     /// Seconds that a pod's start may take, and a tool on top of four times what it says
     #[arg(long, default_value_t = 120, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     timeout: u64,
@@ -149,6 +152,7 @@ fn plan(args: Args) -> Result<Plan> {
         warm_up: args.warm_up,
         cpus: args.cpus,
         memory: args.memory << 20,
+        volumes: args.volumes.unwrap_or_else(std::env::temp_dir),
         recipe,
     })
 }

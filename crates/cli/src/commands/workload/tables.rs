@@ -1,7 +1,6 @@
 //! A result of workloads as a table for a terminal.
 
 use sandboxer_probe::workload::report::Report;
-use sandboxer_probe::workload::summary::Series;
 
 use crate::commands::tables::table;
 
@@ -14,7 +13,7 @@ pub fn report(report: &Report) -> String {
         let ratio = report.over_reference(of);
         rows.add_row(vec![
             format!("{} {}", of.probe, of.case).trim_end().to_owned(),
-            metric(of),
+            of.metric.name.clone(),
             of.runtime.clone(),
             of.n.to_string(),
             of.failures.to_string(),
@@ -40,16 +39,11 @@ pub fn report(report: &Report) -> String {
     text
 }
 
-/// The name has the unit at its end where it has one.
-fn metric(of: &Series) -> String {
-    of.metric.name.clone()
-}
-
 /// Four digits, so that columns stay narrow; "–" where there is none.
 fn number(value: Option<f64>) -> String {
     match value {
         None => "–".into(),
-        Some(value) if value == 0.0 => "0".into(),
+        Some(0.0) => "0".into(),
         Some(value) if value.abs() < 10.0 => format!("{value:.3}"),
         Some(value) if value.abs() < 1000.0 => format!("{value:.1}"),
         Some(value) => format!("{value:.0}"),

@@ -17,7 +17,7 @@ pub fn parse(text: &str) -> Result<Figures, OutputError> {
     // A last line without an end may be a part of one.
     let whole = text.rfind('\n').map_or("", |end| &text[..=end]);
     let start = whole.find("\"test\"").ok_or(OutputError::Missing("heading of redis-benchmark"))?;
-    let mut rows = csv::Reader::from_reader(whole[start..].as_bytes());
+    let mut rows = csv::Reader::from_reader(&whole.as_bytes()[start..]);
     let heading = rows.headers().map_err(|error| broken(error.to_string()))?.clone();
     let mut figures = Figures::new();
     for row in rows.records() {

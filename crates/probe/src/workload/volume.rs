@@ -1,0 +1,108 @@
+//! Where a tool's files lie: each kind of storage is a row of its own, and none is the container's root, which runtimes keep in
+//! memory, on the host's disk or behind a process.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use serde::{Deserialize, Serialize};
+
+use crate::options::Mount;
+
+/// Where a volume is seen in a container.
+const INSIDE: &str = "/data";
+/// The memory file system that every container has.
+const SHARED_MEMORY: &str = "/dev/shm";
+
+/// A kind of storage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Storage {
+    /// The container's own memory.
+    Tmpfs,
+    /// A Kubernetes emptyDir on the host's disk.
+    EmptyDir,
+    /// A host directory that container and host see at once.
+    Share,
+}
+
+impl Storage {
+    /// Returns the kind of this name.
+    pub fn of_name(name: &str) -> Option<Self> {
+        match name {
+            "tmpfs" => Some(Storage::Tmpfs),
+            "emptydir" => Some(Storage::EmptyDir),
+            "share" => Some(Storage::Share),
+            _ => None,
+        }
+    }
+
+    /// Returns the directory in which a tool finds it.
+    pub const fn inside(self) -> &'static str {
+        match self {
+            Storage::Tmpfs => SHARED_MEMORY,
+            Storage::EmptyDir | Storage::Share => INSIDE,
+        }
+    }
+}
+
+/// A volume on the host; its files go when it is dropped, which must be after its pod's removal.
+#[derive(Debug)]
+pub struct Volume {
+    mount: Mount,
+    _dir: tempfile::TempDir,
+}
+
+impl Volume {
+    /// Makes an empty volume below `parent`; `None` for storage that needs none.
+    pub fn make(parent: &Path, storage: Storage) -> std::io::Result<Option<Self>> {
+        // As a kubelet names an emptyDir, by which runtimes know one.
+        let part = match storage {
+            Storage::Tmpfs => return Ok(None),
+            Storage::EmptyDir => "pods/workload/volumes/kubernetes.io~empty-dir/data",
+            Storage::Share => "share",
+        };
+        let dir = tempfile::Builder::new().prefix("sandboxer-workload-").tempdir_in(parent)?;
+        let host_path = dir.path().join(part);
+        fs::create_dir_all(&host_path)?;
+        // Whoever the tool runs as in there.
+        fs::set_permissions(&host_path, fs::Permissions::from_mode(0o777))?;
+        let mount = Mount { host_path, container_path: PathBuf::from(INSIDE), read_only: false };
+        Ok(Some(Self { mount, _dir: dir }))
+    }
+
+    /// Returns it as a container's mount.
+    pub fn mount(&self) -> Mount {
+        self.mount.clone()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_volume_goes_with_its_files() {
+        let parent = tempfile::tempdir().unwrap();
+        for storage in [Storage::EmptyDir, Storage::Share] {
+            let volume = Volume::make(parent.path(), storage).unwrap().unwrap();
+            fs::write(volume.mount().host_path.join("file"), "text").unwrap();
+            drop(volume);
+        }
+        assert_eq!(fs::read_dir(parent.path()).unwrap().count(), 0);
+        assert!(Volume::make(parent.path(), Storage::Tmpfs).unwrap().is_none());
+        assert!(Volume::make(Path::new("/no/such"), Storage::Share).is_err());
+    }
+
+    #[test]
+    fn only_an_empty_dir_has_the_kubelets_path() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = |storage| Volume::make(parent.path(), storage).unwrap().unwrap().mount().host_path;
+        assert!(
+            path(Storage::EmptyDir)
+                .to_string_lossy()
+                .contains("/pods/workload/volumes/kubernetes.io~empty-dir/")
+        );
+        assert!(!path(Storage::Share).to_string_lossy().contains("kubernetes.io"));
+    }
+}

@@ -7,7 +7,7 @@ mod double;
 
 use std::time::Duration;
 
-use double::{Behaviour, Double, IMAGE};
+use double::{Behaviour, Double, Ended, IMAGE, Tool};
 use sandboxer_probe::measure::{Bench, recipe};
 use sandboxer_probe::options::Network;
 use sandboxer_probe::sample::Outcome;
@@ -20,8 +20,6 @@ use sandboxer_probe::workload::report::{Report, SCHEMA_TEXT, render};
 use sandboxer_probe::workload::run::Run;
 use sandboxer_probe::workload::store::{self, Store};
 use tokio_util::sync::CancellationToken;
-
-type Ended = Option<(i32, String, String)>;
 
 /// Facts as the helper prints them.
 fn facts(cpus: u32) -> String {
@@ -75,7 +73,7 @@ fn changes_its_mind(command: &[String]) -> Ended {
     tool_is(command, with_cpus(1, command))
 }
 
-fn tool(tool: fn(&[String]) -> Ended) -> Behaviour {
+fn tool(tool: Tool) -> Behaviour {
     Behaviour { tool: Some(tool), ..Behaviour::default() }
 }
 
@@ -153,7 +151,7 @@ async fn unequal_sides_are_refused_before_anything_runs() {
 
 #[tokio::test]
 async fn each_failure_is_named_and_the_others_go_on() {
-    let cases: [(fn(&[String]) -> Ended, &str, &str); 4] = [
+    let cases: [(Tool, &str, &str); 4] = [
         (is_killed, "tool", "exit code 137; it said: FATAL: out of memory"),
         (prints_garbage, "output", "is 'lots', which is no number"),
         (hangs, "tool", "was not over after"),

@@ -20,6 +20,11 @@ use tonic::{Request, Response, Status};
 /// The only image there is.
 pub const IMAGE: &str = "double/image:1";
 
+/// How a container ended: exit code, stdout and stderr; `None` if it never does.
+pub type Ended = Option<(i32, String, String)>;
+/// What a container does with its command.
+pub type Tool = fn(&[String]) -> Ended;
+
 /// How pods of a handler behave.
 #[derive(Debug, Clone, Default)]
 pub struct Behaviour {
@@ -35,9 +40,8 @@ pub struct Behaviour {
     pub on_stderr: bool,
     /// RunPodSandbox answers nobody until so many have asked at once; 0 for at once.
     pub together: usize,
-    /// What a container does with its command: exit code, stdout and stderr; `None` if it never ends. Without it a container
-    /// prints a line and stays.
-    pub tool: Option<fn(&[String]) -> Option<(i32, String, String)>>,
+    /// What its containers do; without it they print a line and stay.
+    pub tool: Option<Tool>,
 }
 
 /// What really happened.
@@ -158,7 +162,7 @@ impl Service {
 
 impl Service {
     /// Writes what a tool prints into its log, all at once, and keeps how it ended.
-    fn run_tool(&self, pod: &str, tool: fn(&[String]) -> Option<(i32, String, String)>) {
+    fn run_tool(&self, pod: &str, tool: Tool) {
         let command = self.0.commands.lock().unwrap()[pod].clone();
         let Some((code, stdout, stderr)) = tool(&command) else { return };
         let mut file = std::fs::File::create(&self.0.logs.lock().unwrap()[pod]).unwrap();

@@ -134,7 +134,7 @@ impl CloudHypervisor {
         files.add(run_dir.join(events::FILE));
         let (console, stdout) = io::pipe().map_err(host(pod, "capture output in", run_dir.clone()))?;
 
-        let arguments = arguments(control.as_raw_fd(), told.as_raw_fd(), self.landlock);
+        let arguments = arguments(control.as_raw_fd(), told.as_raw_fd());
         let mut inherited = vec![control, told];
         let user = jail.user();
         let boots = match begin {
@@ -315,15 +315,11 @@ async fn take_over(
     Ok(CloudHypervisorMachine { record, watched, api, room, link, user, call_timeout: limit, freezable })
 }
 
-/// The VMM's arguments: what it is given open, and that it confines itself. All else it learns over its API.
-fn arguments(control: RawFd, told: RawFd, landlock: bool) -> Vec<OsString> {
+/// The VMM's arguments: what it is given open, and that it filters its system calls. All else it learns over its API, Landlock too:
+/// it takes `--landlock` with the description of a machine alone.
+fn arguments(control: RawFd, told: RawFd) -> Vec<OsString> {
     let (control, told) = (format!("fd={control}"), format!("fd={told}"));
-    let mut arguments = vec!["--api-socket", &control, "--event-monitor", &told, "--seccomp", "true"];
-    if landlock {
-        // For the threads that don't wait for a machine's description.
-        arguments.push("--landlock");
-    }
-    arguments.into_iter().map(OsString::from).collect()
+    ["--api-socket", &control, "--event-monitor", &told, "--seccomp", "true"].map(OsString::from).into()
 }
 
 /// The guest kernel's command line.

@@ -1,5 +1,6 @@
 //! A whole measurement, from the check of what was asked for to the finished result.
 
+use sandboxer_base::chain;
 use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
@@ -11,7 +12,7 @@ use super::run::Run;
 use super::runner::Runner;
 use super::store::Store;
 use crate::manifest::{self, Facts, Manifest};
-use crate::measure::{Bench, chain};
+use crate::measure::Bench;
 use crate::options::Network;
 use crate::runtime::RuntimeError;
 use crate::startup::{PlanError, check_handlers};

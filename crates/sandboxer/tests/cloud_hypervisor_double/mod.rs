@@ -74,7 +74,6 @@ impl Given {
         let mut left = arguments.iter().map(String::as_str);
         while let Some(name) = left.next() {
             match name {
-                "--landlock" => {}
                 "--seccomp" if left.next() == Some("true") => {}
                 "--api-socket" => api = left.next().and_then(fd),
                 "--event-monitor" => events = left.next().and_then(fd),

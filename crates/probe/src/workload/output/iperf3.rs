@@ -26,12 +26,13 @@ pub fn udp(text: &str) -> Result<Figures, OutputError> {
 }
 
 fn end(text: &str) -> Result<Value, OutputError> {
-    let mut value: Value = serde_json::from_str(text)
+    let value: Value = serde_json::from_str(text)
         .map_err(|error| OutputError::Json { tool: TOOL, reason: error.to_string() })?;
-    if let Some(said) = value["error"].as_str() {
+    if let Some(said) = value.get("error").and_then(Value::as_str) {
         return Err(OutputError::Failed { tool: TOOL, said: plain(said) });
     }
-    Ok(value["end"].take())
+    // Not by index: what is no object has none to change.
+    value.get("end").cloned().ok_or(OutputError::Missing("end"))
 }
 
 fn number(value: &Value, what: &'static str) -> Result<f64, OutputError> {

@@ -154,7 +154,8 @@ mod tests {
     #[test]
     fn an_output_of_another_tool_or_none_is_an_error_and_no_figure() {
         for format in Format::ALL {
-            for other in ["", "\n\n", "Killed", "{}", "{\"error\":\"x\"}", "a,b\n1,2\n", "\u{0}\u{1}"] {
+            let json = ["{}", "{\"error\":\"x\"}", "2026", "[]", "null", "\"end\"", "{\"end\":7}"];
+            for other in ["", "\n\n", "Killed", "a,b\n1,2\n", "\u{0}\u{1}"].into_iter().chain(json) {
                 assert!(format.parse(other).is_err(), "{format:?} of {other:?}");
             }
         }

@@ -2,12 +2,12 @@
 //!
 //! ```text
 //!  container ──sendfile──▶ pipe (locked) ◀── read ── deputy ◀──▶ agent
-//!      └── waits for a shared file's bytes ◀── /dev/fuse ───────────┘
+//!      └── waits for a shared file's bytes ◀── the host
 //! ```
 //!
 //! Whoever copies between a file and a pipe within the kernel, as `cat` does, holds the pipe's lock until the file's
-//! bytes are there or are written. Those of a shared file come and go by the agent's one thread: should that thread
-//! touch the pipe, be it to close it, both wait for ever. A deputy may wait.
+//! bytes are there or are written. Those of a shared file may take as long as a server of the host's does: should the
+//! agent's one thread touch the pipe, be it to close it, the whole guest waits for that server. A deputy may wait.
 
 use std::{
     fs,

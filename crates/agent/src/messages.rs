@@ -15,7 +15,6 @@ use crate::{
     process::{Exit, Process, State},
     rootfs::{Disk, Plan, Writable},
     runtime::{self, File, SeenDevice},
-    shares::Slotted,
     stats::Stats,
     tree::{Entry, Kind as EntryKind, Owner},
     volume::{Content, Put},
@@ -148,17 +147,6 @@ pub fn scratch(request: &wire::PrepareDiskRequest) -> Result<Disk, Failure> {
 /// A process's number.
 pub fn guest_pid(pid: i32) -> u32 {
     pid.unsigned_abs()
-}
-
-/// Answers to requests of shares.
-pub fn slotted(messages: Vec<wire::ShareMessage>) -> Vec<Slotted> {
-    messages.into_iter().map(|message| (message.slot, message.message)).collect()
-}
-
-/// Requests of shares.
-pub fn sharing(messages: Vec<Slotted>) -> Vec<wire::ShareMessage> {
-    let message = |(slot, message)| wire::ShareMessage { slot, message, ..Default::default() };
-    messages.into_iter().map(message).collect()
 }
 
 /// How a process has ended.

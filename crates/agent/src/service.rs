@@ -472,19 +472,14 @@ impl Agent for Service {
     async fn mount_shares(
         &self,
         _: &TtrpcContext,
-        _: wire::MountSharesRequest,
+        request: wire::MountSharesRequest,
     ) -> Answer<wire::MountSharesResponse> {
-        self.shares.mount().map_err(refuse)?;
-        Ok(wire::MountSharesResponse::default())
-    }
-
-    async fn exchange_shares(
-        &self,
-        _: &TtrpcContext,
-        request: wire::ExchangeSharesRequest,
-    ) -> Answer<wire::ExchangeSharesResponse> {
-        let requests = self.shares.exchange(messages::slotted(request.answers), request.resume).await;
-        Ok(wire::ExchangeSharesResponse { requests: messages::sharing(requests), ..Default::default() })
+        if !request.ask {
+            let shares = Arc::clone(&self.shares);
+            let serial = Some(request.disk).filter(|serial| !serial.is_empty());
+            detached(async move { shares.mount(serial.as_deref()).await }).await.map_err(refuse)?;
+        }
+        Ok(wire::MountSharesResponse { mounted: self.shares.are_mounted().await, ..Default::default() })
     }
 
     async fn power_off(&self, _: &TtrpcContext, _: wire::PowerOffRequest) -> Answer<wire::PowerOffResponse> {

@@ -1,35 +1,83 @@
 //! A guest's file requests on their way to the process that serves its shares, and the answers back.
 //!
-//! The messages are the kernel's own, those of `/dev/fuse` (Linux' `include/uapi/linux/fuse.h`), and nobody
-//! on the way reads more of them than the head:
+//! The messages are the kernel's own, those of `/dev/fuse` (Linux' `include/uapi/linux/fuse.h`):
 //!
 //! ```text
 //! request   length:u32 opcode:u32 unique:u64 …
 //! answer    length:u32 error:i32 unique:u64 …
 //! ```
 //!
-//! Each request has a slot that is not given to another one before the agent has the answer. So whoever has
-//! served a slot knows by the next request in it that the answer before arrived, and one that comes again,
-//! after a daemon's death, by its `unique`: it is answered again, not carried out again.
+//! They travel in one of two ways, by what the VM has; the daemon is on neither:
 //!
-//! Between daemon and server each message is preceded by its slot and its length, both `u32`. All integers are
-//! little-endian, as on the one architecture there is.
+//! - **A disk** that the server serves to the VMM ([`disk`]). A block request moves a megabyte at once, straight between
+//!   the server's socket and the guest's memory; a virtio-serial port moves 4 KiB.
+//! - **Streams**, [`SLOTS`] of them, each carrying one request and then its answer.
+//!
+//! All integers are little-endian, as on the one architecture there is.
 
 /// Requests that may be under way at once in one guest.
-pub const SLOTS: usize = 16;
+pub const SLOTS: usize = 4;
 
-/// Most bytes of a file in one message: what a kernel moves at once that isn't told otherwise, 32 pages.
-pub const MAX_DATA: usize = 128 << 10;
+/// Most bytes of a file in one message: what a kernel moves at once, 256 pages.
+pub const MAX_DATA: usize = 1 << 20;
 
 /// Longest message: a file's bytes and what stands before them.
 pub const MAX_MESSAGE: usize = MAX_DATA + 4096;
 
-/// Most bytes of messages that daemon and agent hand each other at once, beside what is around them: the
-/// longest message always fits.
-pub const MAX_BATCH: usize = MAX_MESSAGE;
+/// Serial of the disk by which requests travel.
+pub const DISK_SERIAL: &str = "shares";
 
-/// Most bytes in which a message is wrapped when it is handed over.
-pub const AROUND_MESSAGE: usize = 64;
+/// The host's vsock port to which the streams lead.
+pub const VSOCK_PORT: u32 = 1025;
+
+/// A disk as a mailbox. Each slot is a part of it: a request is written at its beginning, and the answer read at
+/// [`disk::ANSWER`]. A read of an answer has the request before it carried out; what is written is complete by then.
+///
+/// ```text
+/// slot     0 request …                 ANSWER … state head data …
+///                                               └───┴────┴─ at a page's beginning
+/// ```
+pub mod disk {
+    use super::{MAX_DATA, MAX_MESSAGE, REQUEST_HEAD, SLOTS, opcode, u32_at};
+
+    /// Bytes of a slot.
+    pub const SLOT: usize = 4 << 20;
+    /// Bytes of the disk.
+    pub const SIZE: usize = SLOTS * SLOT;
+    /// Bytes of a sector: requests and answers are moved in whole ones.
+    pub const SECTOR: usize = 512;
+    /// Bytes that there are for a request.
+    pub const REQUEST: usize = MAX_MESSAGE;
+    /// Where a slot's answer is.
+    pub const ANSWER: usize = 2 << 20;
+    /// Where the first sector of an answer is that says anything, from [`ANSWER`] on.
+    pub const FIRST: usize = DATA - SECTOR;
+    /// Where the message begins, likewise: a file's bytes behind its head are at a page's beginning.
+    pub const MESSAGE: usize = DATA - super::ANSWER_HEAD;
+    /// Where it says what there is: one of [`DONE`] and [`LATER`].
+    pub const STATE: usize = MESSAGE - 4;
+    /// Bytes that there are for an answer, from [`ANSWER`] on.
+    pub const ANSWER_LENGTH: usize = DATA + MAX_DATA;
+    /// The answer is there. Of length 0: none is due.
+    pub const DONE: u32 = 1;
+    /// It is not there yet; to be read again.
+    pub const LATER: u32 = 2;
+    /// Where the bytes behind an answer's head are.
+    const DATA: usize = 4096;
+    /// Most bytes behind the head of an answer to most requests.
+    const PLAIN: usize = 4096;
+
+    /// How many bytes of the answer to `request` are to be read, from [`FIRST`] on.
+    pub fn to_read(request: &[u8]) -> usize {
+        let size = match u32_at(request, 4) {
+            Some(opcode::READ | opcode::READDIR | opcode::READDIRPLUS) => u32_at(request, REQUEST_HEAD + 16),
+            Some(opcode::GETXATTR | opcode::LISTXATTR) => u32_at(request, REQUEST_HEAD),
+            _ => None,
+        };
+        let size = size.and_then(|size| usize::try_from(size).ok()).unwrap_or(0);
+        SECTOR + size.clamp(PLAIN, MAX_DATA).next_multiple_of(SECTOR)
+    }
+}
 
 /// Where the guest has its shares mounted, each under its name.
 pub const GUEST_DIR: &str = "/run/sandboxer/shares";
@@ -39,9 +87,6 @@ pub const REQUEST_HEAD: usize = 40;
 
 /// Length of an answer's head, bytes: the whole of an answer that is an error.
 pub const ANSWER_HEAD: usize = 16;
-
-/// Length of what precedes a message on the way between daemon and server, bytes.
-pub const FRAME_HEAD: usize = 8;
 
 /// Kinds of requests that are told apart here.
 pub mod opcode {
@@ -119,15 +164,19 @@ pub struct Head {
 impl Head {
     /// The head of `request`; none if that isn't one whole request of a length that is taken.
     pub fn of(request: &[u8]) -> Option<Self> {
-        if !(REQUEST_HEAD..=MAX_MESSAGE).contains(&request.len())
-            || usize::try_from(u32_at(request, 0)?).ok()? != request.len()
-        {
+        if Self::begins(request)? != request.len() {
             return None;
         }
         Some(Self { opcode: u32_at(request, 4)?, unique: u64_at(request, 8)? })
     }
 
-    /// Whether the guest's kernel waits for an answer. An empty one is given where it doesn't, to free the slot.
+    /// The length of the request that `beginning` begins; none if that isn't one that is taken.
+    pub fn begins(beginning: &[u8]) -> Option<usize> {
+        let length = usize::try_from(u32_at(beginning, 0)?).ok()?;
+        (REQUEST_HEAD..=MAX_MESSAGE).contains(&length).then_some(length)
+    }
+
+    /// Whether the guest's kernel waits for an answer.
     pub fn is_answered(&self) -> bool {
         !matches!(self.opcode, opcode::FORGET | opcode::BATCH_FORGET | opcode::INTERRUPT | opcode::DESTROY)
     }
@@ -149,20 +198,6 @@ impl Head {
         let length = u32_at(answer, 0).and_then(|length| usize::try_from(length).ok());
         length == Some(answer.len()) && u64_at(answer, 8) == Some(self.unique)
     }
-}
-
-/// What precedes `message` of `slot` between daemon and server.
-pub fn frame_head(slot: u32, message: &[u8]) -> [u8; FRAME_HEAD] {
-    let mut head = [0; FRAME_HEAD];
-    head[..4].copy_from_slice(&slot.to_le_bytes());
-    head[4..].copy_from_slice(&(message.len() as u32).to_le_bytes());
-    head
-}
-
-/// Slot and length that precede a message; none if either is not taken.
-pub fn read_frame_head(head: [u8; FRAME_HEAD]) -> Option<(u32, usize)> {
-    let (slot, length) = (u32_at(&head, 0)?, usize::try_from(u32_at(&head, 4)?).ok()?);
-    (usize::try_from(slot).ok()? < SLOTS && length <= MAX_MESSAGE).then_some((slot, length))
 }
 
 /// The integer at `at`.
@@ -192,6 +227,8 @@ mod tests {
         assert_eq!(Head::of(&whole[..REQUEST_HEAD]), None);
         assert_eq!(Head::of(&[]), None);
         assert_eq!(Head::of(&request(opcode::READ, 7, &vec![0; MAX_MESSAGE])), None);
+        assert_eq!(Head::begins(&whole), Some(whole.len()));
+        assert_eq!(Head::begins(&request(opcode::READ, 7, &vec![0; MAX_MESSAGE])), None);
     }
 
     #[test]
@@ -205,9 +242,15 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_has_a_slot_that_there_is_and_a_length_that_is_taken() {
-        assert_eq!(read_frame_head(frame_head(3, b"four")), Some((3, 4)));
-        assert_eq!(read_frame_head(frame_head(SLOTS as u32, b"")), None);
-        assert_eq!(read_frame_head(frame_head(0, &vec![0; MAX_MESSAGE + 1])), None);
+    fn an_answer_is_read_whole_and_no_further_than_there_is() {
+        let read = |size: u32| {
+            let body = [&[0; 16][..], &size.to_le_bytes(), &[0; 20]].concat();
+            disk::to_read(&request(opcode::READ, 7, &body))
+        };
+        assert_eq!(read(0), disk::SECTOR + 4096);
+        assert_eq!(read(10_000), disk::SECTOR + 10_240);
+        assert_eq!(disk::FIRST + read(u32::MAX), disk::ANSWER_LENGTH, "a liar gets what there is");
+        assert_eq!(disk::to_read(&request(opcode::LOOKUP, 7, b"name")), disk::SECTOR + 4096);
+        assert_eq!(disk::to_read(&[]), disk::SECTOR + 4096);
     }
 }

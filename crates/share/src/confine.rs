@@ -1,6 +1,6 @@
 //! What the process may use, do and call.
 
-use std::sync::LazyLock;
+use std::{collections::BTreeMap, sync::LazyLock};
 
 use anyhow::Context;
 use caps::{CapSet, Capability, CapsHashSet};
@@ -8,7 +8,10 @@ use rustix::{
     process::{Resource, Rlimit, getrlimit, setrlimit},
     thread::{CapabilitiesSecureBits, set_capabilities_secure_bits, set_no_new_privs, set_thread_groups},
 };
-use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
+use seccompiler::{
+    BackendError, BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
+    SeccompRule, TargetArch,
+};
 
 /// Memory beside what each known file takes, bytes.
 const MEMORY: u64 = 64 << 20;
@@ -115,7 +118,7 @@ const CALLS: [libc::c_long; 74] = [
     libc::SYS_setfsgid,
     libc::SYS_capget,
     libc::SYS_capset,
-    // the daemon
+    // the VMM, or the guest
     libc::SYS_accept4,
     libc::SYS_recvfrom,
     libc::SYS_sendto,
@@ -143,13 +146,26 @@ const CALLS: [libc::c_long; 74] = [
     libc::SYS_exit_group,
 ];
 
+/// Options of a connection that may be set, beside those calls: how much it holds, and how long it is waited for.
+const OPTIONS: [libc::c_int; 2] = [libc::SO_SNDBUF, libc::SO_RCVTIMEO];
+
 static PROGRAM: LazyLock<Result<BpfProgram, String>> = LazyLock::new(|| {
-    let rules = CALLS.into_iter().map(|call| (call, Vec::new())).collect();
     let refused = SeccompAction::Errno(libc::EPERM.unsigned_abs());
-    SeccompFilter::new(rules, refused, SeccompAction::Allow, TargetArch::x86_64)
-        .and_then(BpfProgram::try_from)
-        .map_err(|error| error.to_string())
+    let mut rules: BTreeMap<_, _> = CALLS.into_iter().map(|call| (call, Vec::new())).collect();
+    let filter = options().and_then(|options| {
+        rules.insert(libc::SYS_setsockopt, options);
+        SeccompFilter::new(rules, refused, SeccompAction::Allow, TargetArch::x86_64)
+    });
+    filter.and_then(BpfProgram::try_from).map_err(|error| error.to_string())
 });
+
+fn options() -> Result<Vec<SeccompRule>, BackendError> {
+    let is = |argument, value: libc::c_int| {
+        SeccompCondition::new(argument, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, u64::from(value.unsigned_abs()))
+    };
+    let rule = |option| SeccompRule::new(vec![is(1, libc::SOL_SOCKET)?, is(2, option)?]);
+    OPTIONS.into_iter().map(rule).collect()
+}
 
 /// Takes from this thread every call but those that serving takes. No thread and no process is made after it.
 pub fn restrict_calls() -> anyhow::Result<()> {

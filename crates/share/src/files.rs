@@ -16,7 +16,7 @@ use fuse_backend_rs::{
     passthrough::{CachePolicy, Config, PassthroughFs},
     transport::{FuseBuf, FuseDevWriter, Reader, Writer},
 };
-use sandboxer_protocol::share::{Head, MAX_DATA, MAX_MESSAGE, REQUEST_HEAD, opcode, u32_at};
+use sandboxer_protocol::share::{ANSWER_HEAD, Head, MAX_DATA, REQUEST_HEAD, opcode, u32_at};
 use sandboxer_share::ROOT;
 
 use crate::caller::{Caller, Rights};
@@ -28,6 +28,9 @@ const FRESH: Duration = Duration::from_millis(100);
 
 /// Requests of a kernel that nobody waits for, such as reading ahead, under way at once.
 const BACKGROUND: u16 = 12;
+
+/// Bytes of a guest's page.
+const PAGE: u32 = 4096;
 
 /// The files.
 pub struct Files {
@@ -55,7 +58,7 @@ impl Files {
         Ok(Self { server: Server::new(files), nowhere: nowhere.into() })
     }
 
-    /// Carries `request` out; its answer, in `room` of [`MAX_MESSAGE`] bytes.
+    /// Carries `request` out; its answer, in `room`, which is as long as [`room`]'s.
     pub fn answer<'a>(&self, head: Head, request: &mut [u8], room: &'a mut [u8]) -> &'a [u8] {
         let length = match refused(head, request) {
             Some(errno) => Err(errno),
@@ -174,7 +177,8 @@ fn agree(request: &[u8], answer: &mut [u8]) {
         | FsOptions::BIG_WRITES
         | FsOptions::AUTO_INVAL_DATA
         | FsOptions::ASYNC_DIO
-        | FsOptions::PARALLEL_DIROPS;
+        | FsOptions::PARALLEL_DIROPS
+        | FsOptions::MAX_PAGES;
     let Some(agreed) = u32_at(answer, 28) else { return };
     // All of them are among the first 32.
     let agreed = agreed | offered & flags.bits() as u32;
@@ -184,6 +188,7 @@ fn agree(request: &[u8], answer: &mut [u8]) {
         (32, &BACKGROUND.to_le_bytes()),
         (34, &(BACKGROUND * 3 / 4).to_le_bytes()),
         (36, &most),
+        (44, &(MAX_DATA as u32 / PAGE).to_le_bytes()[..2]),
     ] {
         if let Some(field) = answer.get_mut(at..at + value.len()) {
             field.copy_from_slice(value);
@@ -191,7 +196,7 @@ fn agree(request: &[u8], answer: &mut [u8]) {
     }
 }
 
-/// Room for a request or an answer.
+/// Room for an answer.
 pub fn room() -> Vec<u8> {
-    vec![0; MAX_MESSAGE]
+    vec![0; ANSWER_HEAD + MAX_DATA]
 }

@@ -5,9 +5,9 @@
 //!                                               └ and what it may call, per thread ◀─┘
 //! ```
 //!
-//! `sandboxer-share LISTENER RUN_DIR FILES`: an inherited descriptor that listens for the daemon, a directory
-//! that is there to mount on, and how many files may be open. Prints its process id when it serves. One daemon
-//! at a time is served; the next one connects when the first is gone, and gets the answers that were lost.
+//! `sandboxer-share LISTENER RUN_DIR FILES WAY`: an inherited descriptor that listens where the guest's requests come
+//! out, a directory that is there to mount on, how many files may be open, and by which way requests come: "disk" or
+//! "streams". Prints its process id when it serves. The daemon has no part in it from then on.
 
 use std::{
     fs::{self, File},
@@ -22,9 +22,12 @@ use anyhow::{Context, ensure};
 
 mod caller;
 mod confine;
+mod disk;
 mod files;
 mod jail;
+mod nbd;
 mod serve;
+mod stream;
 
 fn main() -> ExitCode {
     match run() {
@@ -38,9 +41,10 @@ fn main() -> ExitCode {
 
 fn run() -> anyhow::Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let [listener, run_dir, files] = arguments.as_slice() else {
-        anyhow::bail!("usage: sandboxer-share LISTENER RUN_DIR FILES");
+    let [listener, run_dir, files, way] = arguments.as_slice() else {
+        anyhow::bail!("usage: sandboxer-share LISTENER RUN_DIR FILES disk|streams");
     };
+    let way = serve::Way::named(way).context("WAY is neither \"disk\" nor \"streams\"")?;
     let listener: RawFd = listener.parse().context("LISTENER is no descriptor")?;
     let most_files = files.parse().context("FILES is no number")?;
     ensure!(fs::metadata(format!("/proc/self/fd/{listener}")).is_ok(), "descriptor {listener} is not open");
@@ -54,5 +58,5 @@ fn run() -> anyhow::Result<()> {
     };
     confine::limit(most_files)?;
     confine::drop_rights()?;
-    serve::serve(&listener, nowhere, entered)
+    serve::serve(listener, way, nowhere, entered)
 }

@@ -8,6 +8,8 @@
 
 #[path = "serve/confinement.rs"]
 mod confinement;
+#[path = "serve/disk.rs"]
+mod disk;
 #[path = "serve/escapes.rs"]
 mod escapes;
 #[path = "serve/files.rs"]
@@ -18,5 +20,5 @@ mod kernel_double;
 mod server;
 #[path = "serve/squash.rs"]
 mod squash;
-#[path = "serve/survival.rs"]
-mod survival;
+#[path = "serve/vmm_double.rs"]
+mod vmm_double;

@@ -1,34 +1,30 @@
-//! The host's files in a guest, served by the program that serves them on a node.
-//!
-//! The test stands between them as the daemon does, and can lose what a dying daemon loses.
+//! The host's files in a guest, served by the program that serves them on a node. Nobody is between them, as on a node.
 
 use std::{
     fs,
-    io::{Read, Write},
     os::{
         fd::{AsFd, AsRawFd},
-        unix::{
-            fs::PermissionsExt,
-            net::{UnixListener, UnixStream},
-            process::CommandExt,
-        },
+        unix::{fs::PermissionsExt, net::UnixListener, process::CommandExt},
     },
     path::{Path, PathBuf},
     process::{Command, Stdio},
-    sync::Arc,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
+use rustix::process::{Signal, pidfd_send_signal};
 use sandboxer_protocol::{
-    agent::{AgentClient, CreateContainerRequest, ExchangeSharesRequest, MountSharesRequest, ShareMessage},
-    share::{FRAME_HEAD, GUEST_DIR, frame_head, read_frame_head},
+    agent::{AgentClient, CreateContainerRequest, MountSharesRequest},
+    share::{DISK_SERIAL, GUEST_DIR},
 };
 use sandboxer_share::attach::{Access, Source, attach};
 use serde_json::json;
 use tempfile::TempDir;
-use tokio::{sync::Notify, task::JoinHandle};
+use tokio::time::timeout;
 
-use crate::{container::*, vm::Vm};
+use crate::{
+    container::*,
+    vm::{PATIENCE, Vm},
+};
 
 /// A server with one share, which is `dir/host`.
 struct Server {
@@ -46,7 +42,7 @@ impl Server {
         }
         let listener = UnixListener::bind(dir.path().join("socket")).unwrap();
         let mut command = Command::new(program);
-        command.arg(listener.as_raw_fd().to_string()).arg(dir.path().join("run")).arg("4096");
+        command.arg(listener.as_raw_fd().to_string()).arg(dir.path().join("run")).args(["4096", "disk"]);
         // SAFETY: between fork and exec one system call is made.
         unsafe {
             command.pre_exec(move || Ok(rustix::io::fcntl_setfd(&listener, rustix::io::FdFlags::empty())?))
@@ -65,10 +61,6 @@ impl Server {
     fn host(&self) -> PathBuf {
         self.dir.path().join("host")
     }
-
-    fn connect(&self) -> UnixStream {
-        UnixStream::connect(self.dir.path().join("socket")).unwrap()
-    }
 }
 
 impl Drop for Server {
@@ -79,46 +71,25 @@ impl Drop for Server {
     }
 }
 
-/// Carries requests and answers until it is aborted. `lose`: how many answers it keeps to itself first.
-fn relay(agent: AgentClient, server: UnixStream, lose: usize) -> JoinHandle<()> {
-    telling_relay(agent, server, lose, Arc::default())
+impl Server {
+    /// Lets it go on, or not.
+    fn signal(&self, signal: Signal) {
+        pidfd_send_signal(&self.pidfd, signal).unwrap();
+    }
 }
 
-/// The same; `lost` is notified with each answer that is kept.
-fn telling_relay(
-    agent: AgentClient,
-    mut server: UnixStream,
-    mut lose: usize,
-    lost: Arc<Notify>,
-) -> JoinHandle<()> {
-    tokio::spawn(async move {
-        let (mut answers, mut resume) = (Vec::new(), true);
-        loop {
-            let exchange = ExchangeSharesRequest {
-                answers: std::mem::take(&mut answers),
-                resume: std::mem::take(&mut resume),
-                ..Default::default()
-            };
-            let Ok(exchanged) = agent.exchange_shares(ctx(), &exchange).await else { return };
-            for request in &exchanged.requests {
-                server.write_all(&frame_head(request.slot, &request.message)).unwrap();
-                server.write_all(&request.message).unwrap();
-            }
-            for _ in &exchanged.requests {
-                let mut head = [0; FRAME_HEAD];
-                server.read_exact(&mut head).unwrap();
-                let (slot, length) = read_frame_head(head).unwrap();
-                let mut message = vec![0; length];
-                server.read_exact(&mut message).unwrap();
-                if lose > 0 {
-                    lose -= 1;
-                    lost.notify_one();
-                } else {
-                    answers.push(ShareMessage { slot, message, ..Default::default() });
-                }
-            }
-        }
-    })
+/// A guest that has its shares mounted.
+async fn guest(server: &Server) -> (Vm, AgentClient) {
+    let vm = Vm::boot_with_shares(&server.dir.path().join("socket"));
+    let (agent, _) = vm.session().await;
+    let ask = MountSharesRequest { ask: true, ..Default::default() };
+    assert!(!agent.mount_shares(ctx(), &ask).await.unwrap().mounted);
+    let request = MountSharesRequest { disk: DISK_SERIAL.into(), ..Default::default() };
+    // Once is enough.
+    for request in [&request, &request, &ask] {
+        assert!(agent.mount_shares(ctx(), request).await.unwrap().mounted);
+    }
+    (vm, agent)
 }
 
 /// A container that finds the share at `/host`.
@@ -140,12 +111,8 @@ async fn output(agent: &AgentClient, request: &CreateContainerRequest) -> String
 
 #[tokio::test]
 async fn files_of_the_host_are_the_guests_and_the_other_way_round() {
-    let (vm, server) = (Vm::boot(), Server::start());
-    let (agent, _) = vm.session().await;
-    for _ in 0..2 {
-        agent.mount_shares(ctx(), &MountSharesRequest::new()).await.unwrap();
-    }
-    let carried = relay(agent.clone(), server.connect(), 0);
+    let server = Server::start();
+    let (_vm, agent) = guest(&server).await;
     fs::write(server.host().join("from-host"), "hello guest\n").unwrap();
     fs::copy("/bin/busybox", server.host().join("busybox")).unwrap();
     let script =
@@ -168,52 +135,57 @@ async fn files_of_the_host_are_the_guests_and_the_other_way_round() {
     let said = output(&agent, &sharing("reader", script, "ro")).await;
     assert_eq!(said, "hello host\nrefused\nlower\n", "a link leads where the container says");
     assert!(!server.host().join("new").exists());
-    carried.abort();
 }
 
 #[tokio::test]
-async fn what_a_daemon_lost_is_asked_again_and_done_once() {
-    let (vm, server) = (Vm::boot(), Server::start());
-    let (agent, _) = vm.session().await;
-    agent.mount_shares(ctx(), &MountSharesRequest::new()).await.unwrap();
-    let script = "set -e; cd /host; for i in 1 2 3 4 5 6 7 8; do mkdir d$i; echo $i >>log; done; cat log; ls";
-    let carried = relay(agent.clone(), server.connect(), 0);
-    let writer = run(&agent, &sharing("writer", script, "rw")).await;
-    carried.abort();
-    let _ = carried.await;
-    // The port has one host at a time.
-    drop((agent, writer));
-    for lost in 1..=4 {
-        let (agent, _) = vm.session().await;
-        let kept = Arc::new(Notify::new());
-        let losing = telling_relay(agent, server.connect(), lost, kept.clone());
-        // The server has done what was asked, and nobody has told the guest, which asks for nothing else before.
-        tokio::time::timeout(Duration::from_secs(60), kept.notified())
-            .await
-            .expect("nothing was asked again");
-        losing.abort();
-        let _ = losing.await;
+async fn files_are_read_and_written_while_no_daemon_is_there() {
+    let server = Server::start();
+    let (vm, agent) = guest(&server).await;
+    let script = "cd /host; until test -e go; do sleep 0.1; done; echo written >late; cat go; echo up";
+    let process = run(&agent, &sharing("worker", script, "rw")).await;
+    drop((agent, process));
+    // No session, and so nobody who could carry anything.
+    fs::write(server.host().join("go"), "went on\n").unwrap();
+    let began = Instant::now();
+    while fs::read(server.host().join("late")).unwrap_or_default() != b"written\n" {
+        assert!(began.elapsed() < PATIENCE, "nothing is written; console:\n{}", vm.console());
+        tokio::time::sleep(Duration::from_millis(20)).await;
     }
     let (agent, _) = vm.session().await;
-    let carried = relay(agent.clone(), server.connect(), 0);
-    let writer = init(&agent, "writer");
-    assert_eq!(writer.stdout().await, "1\n2\n3\n4\n5\n6\n7\n8\nd1\nd2\nd3\nd4\nd5\nd6\nd7\nd8\nlog\n");
-    assert_eq!(writer.wait().await.code, 0, "{}", writer.stderr().await);
-    assert_eq!(fs::read_dir(server.host()).unwrap().count(), 9);
-    carried.abort();
+    let process = init(&agent, "worker");
+    assert_eq!(process.stdout().await, "went on\nup\n");
+    assert_eq!(process.wait().await.code, 0, "{}", process.stderr().await);
 }
 
 #[tokio::test]
-async fn a_guest_with_requests_that_nobody_answers_powers_off() {
-    let (mut vm, server) = (Vm::boot(), Server::start());
-    let (agent, _) = vm.session().await;
-    agent.mount_shares(ctx(), &MountSharesRequest::new()).await.unwrap();
-    let carried = relay(agent.clone(), server.connect(), 0);
+async fn a_server_that_dies_is_an_error_and_no_more() {
+    let server = Server::start();
+    let (_vm, agent) = guest(&server).await;
+    fs::write(server.host().join("file"), "x").unwrap();
+    let script = "cat /host/file; echo; read go; cat /host/file /host/other || echo lost; echo fine";
+    let process = run(&agent, &sharing("c", script, "rw")).await;
+    process.until("", "x\n").await;
+    server.signal(Signal::KILL);
+    process.write(0, b"go\n", true).await.unwrap();
+    let said = process.stdout().await;
+    assert!(said.ends_with("lost\nfine\n"), "{said}");
+    let complained = process.stderr().await;
+    assert!(complained.contains("I/O error") || complained.contains("Input/output error"), "{complained}");
+}
+
+#[tokio::test]
+async fn a_guest_with_requests_that_nobody_answers_is_asked_and_powers_off() {
+    let server = Server::start();
+    let (mut vm, agent) = guest(&server).await;
     let waiting =
         run(&agent, &sharing("waiting", "echo up; while :; do echo x >>/host/log; done", "rw")).await;
     waiting.until("", "up\n").await;
-    carried.abort();
-    let _ = carried.await;
-    let _ = agent.power_off(ctx(), &Default::default()).await;
+    server.signal(Signal::STOP);
+    // The agent's own thread waits for none of them.
+    let processes = timeout(PATIENCE, agent.list_containers(ctx(), &Default::default())).await;
+    processes.expect("the agent waits for the server").unwrap();
+    let _ = timeout(PATIENCE, agent.power_off(ctx(), &Default::default())).await.expect("it is still on");
+    // QEMU itself ends when its disks' requests have.
+    server.signal(Signal::CONT);
     vm.ends().await;
 }

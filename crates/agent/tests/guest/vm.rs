@@ -12,6 +12,7 @@ use sandboxer_protocol::{
     agent::{AgentClient, Ready},
     boot::{AGENT_PORT, BootParams},
     link::{self, LinkKey},
+    share::DISK_SERIAL,
 };
 use tempfile::TempDir;
 use tokio::{net::UnixStream, time::timeout};
@@ -39,8 +40,17 @@ impl Vm {
         Self::boot_on("max")
     }
 
+    /// As [`Vm::boot`], with the disk of a server of shares that listens at `socket`.
+    pub fn boot_with_shares(socket: &Path) -> Self {
+        Self::boot_as("max", Some(socket))
+    }
+
     /// As [`Vm::boot`], on a processor of this QEMU model.
     pub fn boot_on(cpu: &str) -> Self {
+        Self::boot_as(cpu, None)
+    }
+
+    fn boot_as(cpu: &str, shares: Option<&Path>) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let key = LinkKey::random();
         let image = |name: &str| {
@@ -93,6 +103,11 @@ impl Vm {
             .args(["-device", &format!("virtio-blk-device,drive=n1,serial={SCRATCH}")])
             .stdin(Stdio::null())
             .stdout(Stdio::null());
+        if let Some(socket) = shares {
+            let node = format!("driver=nbd,node-name=n2,server.type=unix,server.path={}", socket.display());
+            let device = format!("scsi-hd,bus=scsi0.0,lun=1,scsi-id=1,drive=n2,serial={DISK_SERIAL}");
+            qemu.args(["-blockdev", &node, "-device", &device]);
+        }
         let qemu = qemu.spawn().expect("qemu-system-x86_64 starts");
         Self { qemu, dir, key }
     }

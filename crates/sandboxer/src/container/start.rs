@@ -40,6 +40,13 @@ pub struct Live {
     pub agent: Agent,
 }
 
+impl Live {
+    /// The guest, by its machine and by its agent.
+    pub fn guest(&self) -> (&dyn Machine, &Agent) {
+        (self.machine.as_ref(), &self.agent)
+    }
+}
+
 /// A container that waits to be let go.
 #[derive(Debug)]
 pub struct Created {
@@ -129,7 +136,10 @@ async fn try_create(
     let shared = async {
         match guest_spec.shares.as_slice() {
             [] => Ok(()),
-            shares => stages.run(Stage::Shares, volumes.shares.give(&live.agent, shares)).await,
+            shares => {
+                let given = volumes.shares.give(live.machine.as_ref(), &live.agent, shares);
+                stages.run(Stage::Shares, given).await
+            }
         }
     };
     // Both to their end, as below.

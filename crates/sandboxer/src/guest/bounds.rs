@@ -20,7 +20,6 @@ use std::{
 };
 
 use protobuf::CodedInputStream;
-use sandboxer_protocol::share;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
     sync::watch,
@@ -42,8 +41,6 @@ fn most(method: &str) -> usize {
     match method {
         // What `container/io.rs` and `pod/forward.rs` ask for at once.
         "ReadOutput" | "ReadConnection" => (64 << 10) + AROUND,
-        // What an agent hands over at once.
-        "ExchangeShares" => share::MAX_BATCH + share::SLOTS * share::AROUND_MESSAGE + AROUND,
         // Some thousand processes, and the messages of a hundred that have ended. An entry of two bytes becomes
         // one of eighty here.
         "ListContainers" => 512 << 10,
@@ -304,7 +301,7 @@ mod tests {
     #[test]
     fn every_method_with_a_bound_of_its_own_is_one_of_the_agents() {
         let proto = include_str!("../../../protocol/proto/agent.proto");
-        for method in ["ReadOutput", "ReadConnection", "ExchangeShares", "ListContainers", "ListProcesses"] {
+        for method in ["ReadOutput", "ReadConnection", "ListContainers", "ListProcesses"] {
             assert!(proto.contains(&format!("rpc {method}(")), "{method}");
             let mut frames = Frames::<NAMES>::default();
             let call = call(1, method, 5000);

@@ -471,17 +471,18 @@ impl Agent {
         call!(self, close_connection, self.short(), request).map(drop)
     }
 
-    /// Mounts the shares in the guest.
-    pub async fn mount_shares(&self) -> Result<(), GuestError> {
-        call!(self, mount_shares, self.short(), wire::MountSharesRequest::new()).map(drop)
+    /// Whether the shares are mounted in the guest, and it carries its requests itself.
+    pub async fn has_shares(&self) -> Result<bool, GuestError> {
+        let request = wire::MountSharesRequest { ask: true, ..Default::default() };
+        call!(self, mount_shares, self.short(), request).map(|answer| answer.mounted)
     }
 
-    /// Hands over answers to file requests, and waits for requests.
-    pub async fn exchange_shares(
-        &self,
-        request: wire::ExchangeSharesRequest,
-    ) -> Result<Vec<wire::ShareMessage>, GuestError> {
-        call!(self, exchange_shares, Context::default(), request).map(|answer| answer.requests)
+    /// Mounts the shares in the guest, whose requests go by the disk of this serial, or by streams. False: this agent is
+    /// of another time and doesn't carry them.
+    pub async fn mount_shares(&self, disk: Option<&str>) -> Result<bool, GuestError> {
+        let disk = disk.unwrap_or_default().to_owned();
+        let request = wire::MountSharesRequest { disk, ..Default::default() };
+        call!(self, mount_shares, self.short(), request).map(|answer| answer.mounted)
     }
 
     /// Asks the guest to power itself off. No answer is a fine answer: look at the machine.

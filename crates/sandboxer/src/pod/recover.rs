@@ -480,7 +480,7 @@ async fn reach(node: &Arc<Node>, record: &PodRecord, shares: &Shares) -> Result<
     let asked = async {
         let known = live.agent.processes().await?;
         let made = live.agent.volumes().await?;
-        if let Err(error) = shares.take_up(record.shares.clone(), Some(&live.agent), recorded.pid).await {
+        if let Err(error) = shares.take_up(record.shares.clone(), Some(live.guest()), recorded.pid).await {
             tracing::error!(pod = %id, error = chain(&error), "the pod's shares can't be taken up");
         }
         undo_half_made(node, &live, record, &known).await;

@@ -14,7 +14,6 @@ use crate::{
     container::start::Live,
     error::{PodError, chain},
     guest,
-    host::share::Shares,
 };
 
 /// How long is waited before the first greeting: a machine that has ended is seen to have by then.
@@ -25,7 +24,7 @@ const MAX_PAUSE: Duration = Duration::from_secs(5);
 const LASTING: Duration = Duration::from_secs(10);
 
 /// Makes a session anew whenever one ends, until it is dropped. Returns what the guest did if it broke one.
-pub async fn keep(node: Arc<Node>, spec: PodSpec, key: LinkKey, live: Live, shares: Shares) -> PodError {
+pub async fn keep(node: Arc<Node>, spec: PodSpec, key: LinkKey, live: Live) -> PodError {
     let pod = &spec.id;
     let mut pause = FIRST_PAUSE;
     loop {
@@ -47,9 +46,6 @@ pub async fn keep(node: Arc<Node>, spec: PodSpec, key: LinkKey, live: Live, shar
             }
         }
         tracing::warn!(%pod, "session with the agent ended and was made again");
-        if let Err(error) = shares.resume(&live.agent).await {
-            tracing::error!(%pod, error = chain(&error), "cannot serve the pod's shares again");
-        }
     }
 }
 

@@ -10,6 +10,7 @@
 //!
 //! /run/vsock.sock           the way to the agent
 //! /run/vsock.sock_1024      on which the agent says that it listens
+//! /run/vsock.sock_1025      where the guest's requests for files come out, once it has shares
 //! /run/disks/               a disk, while it is plugged in
 //! /run/frozen/              what it writes down of a machine that is frozen
 //! /template/                links to what a copy of a frozen machine is made of, which it inherits

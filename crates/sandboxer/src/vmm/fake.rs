@@ -22,8 +22,8 @@ use sandboxer_protocol::{boot::BootParams, id::SandboxId, link::LinkKey};
 use tokio::{net::UnixStream, sync::watch};
 
 use super::{
-    AgentStream, DiskSpec, Frozen, Held, MEMORY, Machine, MachineExit, MachineRecord, TemplateInputs, VmSpec,
-    Vmm, VmmError, VmmInfo, Written,
+    AgentStream, DiskSpec, Frozen, Held, MEMORY, Machine, MachineExit, MachineRecord, ShareListener, ShareWay,
+    TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo, Written, socket,
 };
 
 /// What a guest is called with, once for each stream that the host opens.
@@ -37,6 +37,8 @@ pub struct FakeGuest {
     pub stream: UnixStream,
     /// Disks plugged in at the moment.
     pub disks: watch::Receiver<Vec<DiskSpec>>,
+    /// To which it connects for each stream of requests for files.
+    pub shares: PathBuf,
     /// Its power switch.
     pub power: Power,
 }
@@ -87,6 +89,8 @@ pub enum Ailment {
     Undying,
 }
 
+/// Socket at which requests of a guest come out.
+const SHARES: &str = "shares.sock";
 /// File of a frozen fake machine: the key of its link, hex.
 const STATE: &str = "state";
 
@@ -387,6 +391,7 @@ impl Machine for FakeMachine {
                 link_key: self.link_key.clone(),
                 stream: theirs,
                 disks: self.disks.subscribe(),
+                shares: self.record.run_dir.join(SHARES),
                 power: Power(self.exit.clone()),
             });
         }
@@ -418,6 +423,17 @@ impl Machine for FakeMachine {
         self.reachable("detach_disk")?;
         self.disks.send_modify(|disks| disks.retain(|disk| disk.serial != serial));
         Ok(())
+    }
+
+    fn listen_for_shares(&self) -> Result<ShareListener, VmmError> {
+        let run_dir = &self.record.run_dir;
+        let listener = socket::listen_anew(run_dir, SHARES)
+            .map_err(self.host_error("listen on", run_dir.join(SHARES)))?;
+        Ok(ShareListener { socket: listener.into(), way: ShareWay::Streams })
+    }
+
+    async fn connect_shares(&self) -> Result<(), VmmError> {
+        self.reachable("connect_shares")
     }
 
     async fn pause(&self) -> Result<(), VmmError> {

@@ -30,6 +30,7 @@ mod tsc;
 
 use std::{
     fmt,
+    os::fd::OwnedFd,
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -95,6 +96,14 @@ pub trait Machine: Send + Sync + fmt::Debug {
     /// Takes a disk out. A disk that isn't there is no error.
     async fn detach_disk(&self, serial: &str) -> Result<(), VmmError>;
 
+    /// Listens where the guest's requests for files come out, once [`Machine::connect_shares`] has been called. Whoever is
+    /// given the socket has the guest on its own, for as long as both live.
+    fn listen_for_shares(&self) -> Result<ShareListener, VmmError>;
+
+    /// Gives the guest its end of the way to that listener, which is being listened at. What was begun of it before is
+    /// begun anew.
+    async fn connect_shares(&self) -> Result<(), VmmError>;
+
     /// Stops the guest's processors; its clocks stand still with them.
     async fn pause(&self) -> Result<(), VmmError>;
 
@@ -123,6 +132,25 @@ pub trait Machine: Send + Sync + fmt::Debug {
     fn written(&self) -> Option<Written> {
         process::written(self.record().pid)
     }
+}
+
+/// Where a guest's requests for files come out.
+#[derive(Debug)]
+pub struct ShareListener {
+    /// Connected to by the VMM alone.
+    pub socket: OwnedFd,
+    /// What comes by each connection.
+    pub way: ShareWay,
+}
+
+/// By which way a guest's requests for files come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ShareWay {
+    /// By a disk of the guest's: the VMM reads and writes it by NBD. See `sandboxer_protocol::share`.
+    Disk,
+    /// By connections of the guest's, each a stream of its own.
+    Streams,
 }
 
 /// A byte stream to a guest.

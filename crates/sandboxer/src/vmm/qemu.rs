@@ -3,6 +3,7 @@
 //! ```text
 //! run_dir/control.sock   QMP; one client at a time
 //! run_dir/agent.sock     the guest's virtio-serial port; one client at a time
+//! run_dir/shares.sock    where the guest's requests for files come out, once it has shares
 //! run_dir/console.sock   the guest's serial console, copied to console.log
 //! run_dir/console.log    bounded, the older half in console.log.1
 //! run_dir/vmm.log        QEMU's stdout and stderr, bounded likewise

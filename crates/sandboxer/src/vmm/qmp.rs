@@ -114,6 +114,36 @@ pub struct BlockFile {
     pub discard: &'static str,
 }
 
+/// A command of QMP's `blockdev-add`: a disk that is served by NBD.
+#[derive(Debug, Clone, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub struct NbdNode {
+    /// Always "nbd".
+    pub driver: &'static str,
+    /// Its name.
+    pub node_name: String,
+    /// Who serves it.
+    pub server: UnixServer,
+}
+
+/// Who serves a disk by NBD.
+#[derive(Debug, Clone, Serialize)]
+pub struct UnixServer {
+    /// Always "unix".
+    pub r#type: &'static str,
+    /// Path of its socket.
+    pub path: String,
+}
+
+/// A file that was handed over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AddedFd {
+    /// Number of the set of descriptors in which it is, alone.
+    pub set: u64,
+    /// Number of QEMU's descriptor.
+    pub number: u64,
+}
+
 #[derive(Debug)]
 struct Request {
     command: Value,
@@ -169,7 +199,7 @@ impl Qmp {
     }
 
     /// Makes a disk image known under a name.
-    pub async fn blockdev_add(&self, node: &BlockNode, limit: Duration) -> Result<(), QmpError> {
+    pub async fn blockdev_add(&self, node: &impl Serialize, limit: Duration) -> Result<(), QmpError> {
         let arguments = serde_json::to_value(node).map_err(|error| QmpError::Malformed(error.to_string()))?;
         self.execute("blockdev-add", arguments, limit).await
     }
@@ -248,11 +278,14 @@ impl Qmp {
         .await
     }
 
-    /// Hands an open file over; answers the number of the set of descriptors in which it is, alone.
-    pub async fn add_fd(&self, file: OwnedFd, limit: Duration) -> Result<u64, QmpError> {
+    /// Hands an open file over.
+    pub async fn add_fd(&self, file: OwnedFd, limit: Duration) -> Result<AddedFd, QmpError> {
         let answer = self.command("add-fd", Value::Null, Some(file), limit).await?;
-        let set = answer.get("fdset-id").and_then(Value::as_u64);
-        set.ok_or_else(|| QmpError::Malformed("no fdset-id in the answer to add-fd".to_owned()))
+        let number = |name: &str| {
+            let number = answer.get(name).and_then(Value::as_u64);
+            number.ok_or_else(|| QmpError::Malformed(format!("no {name} in the answer to add-fd")))
+        };
+        Ok(AddedFd { set: number("fdset-id")?, number: number("fd")? })
     }
 
     /// Takes a file handed over back; what QEMU has opened by it stays open.

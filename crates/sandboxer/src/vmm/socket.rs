@@ -8,7 +8,7 @@ use std::{
     fs::{self, File, Permissions},
     io,
     os::{
-        fd::AsRawFd,
+        fd::{AsRawFd, OwnedFd},
         unix::{
             fs::{OpenOptionsExt, PermissionsExt},
             net::UnixListener,
@@ -30,6 +30,24 @@ pub fn listen(dir: &Path, name: &str) -> io::Result<UnixListener> {
     Ok(listener)
 }
 
+/// As [`listen`]; a socket that was there is replaced.
+pub fn listen_anew(dir: &Path, name: &str) -> io::Result<UnixListener> {
+    match fs::remove_file(within(&open(dir)?, name)) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => listen(dir, name),
+    }
+}
+
+/// A handle of the socket `dir/name`: whoever is given it can connect, by `/proc/self/fd`, if the socket's mode lets it.
+pub fn handle(dir: &Path, name: &str) -> io::Result<OwnedFd> {
+    handle_within(&open(dir)?, name)
+}
+
+fn handle_within(dir: &File, name: &str) -> io::Result<OwnedFd> {
+    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    Ok(rustix::fs::openat(dir, name, flags, Mode::empty())?)
+}
+
 /// Connects to `dir/name`. Never waits: the listener's queue takes it or it fails.
 pub fn connect(dir: &Path, name: &str) -> io::Result<UnixStream> {
     connect_within(&open(dir)?, name)
@@ -37,8 +55,7 @@ pub fn connect(dir: &Path, name: &str) -> io::Result<UnixStream> {
 
 /// As [`connect`]. Whoever can write to the directory can't lead elsewhere by a link: none is followed.
 pub fn connect_within(dir: &File, name: &str) -> io::Result<UnixStream> {
-    let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-    let file = rustix::fs::openat(dir, name, flags, Mode::empty())?;
+    let file = handle_within(dir, name)?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     let path = format!("/proc/self/fd/{}", file.as_raw_fd());

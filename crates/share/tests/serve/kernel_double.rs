@@ -1,4 +1,5 @@
-//! A double of a guest's kernel: speaks raw FUSE messages (Linux' `include/uapi/linux/fuse.h`), one at a time.
+//! A double of a guest's kernel: speaks raw FUSE messages (Linux' `include/uapi/linux/fuse.h`), one at a time, by either
+//! way to the server.
 
 use std::{
     io::{Read, Write},
@@ -6,7 +7,9 @@ use std::{
     time::Duration,
 };
 
-use sandboxer_protocol::share::{FRAME_HEAD, frame_head, read_frame_head};
+use sandboxer_protocol::share::Head;
+
+use crate::vmm_double::Disk;
 
 /// Kinds of requests.
 pub mod op {
@@ -39,9 +42,16 @@ pub struct Attributes {
 
 type Answer<T> = Result<T, i32>;
 
-/// A kernel, over a connection to the server.
+/// By which way messages go.
+pub enum Line {
+    Stream(UnixStream),
+    /// By this slot of a disk.
+    Disk(Disk, usize),
+}
+
+/// A kernel that talks to the server.
 pub struct Kernel {
-    stream: UnixStream,
+    line: Line,
     pub unique: u64,
     /// Who asks.
     pub user: (u32, u32),
@@ -93,7 +103,11 @@ pub fn halves(value: u64) -> [u32; 2] {
 impl Kernel {
     pub fn over(stream: UnixStream) -> Self {
         stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
-        Self { stream, unique: 2, user: (0, 0) }
+        Self::by(Line::Stream(stream))
+    }
+
+    pub fn by(line: Line) -> Self {
+        Self { line, unique: 2, user: (0, 0) }
     }
 
     /// A request as it stands in memory.
@@ -107,26 +121,38 @@ impl Kernel {
         message
     }
 
-    pub fn send(&mut self, slot: u32, message: &[u8]) {
-        self.send_raw(&[&frame_head(slot, message)[..], message].concat());
+    /// Hands a request over; its answer, empty where none is due; none if the server has hung up.
+    pub fn exchange(&mut self, message: &[u8]) -> Option<Vec<u8>> {
+        match &mut self.line {
+            Line::Disk(disk, slot) => Some(disk.exchange(*slot, message)),
+            Line::Stream(stream) => {
+                stream.write_all(message).ok()?;
+                match Head::of(message) {
+                    Some(head) if !head.is_answered() => Some(Vec::new()),
+                    _ => self.receive(),
+                }
+            }
+        }
     }
 
     pub fn send_raw(&mut self, bytes: &[u8]) {
-        self.stream.write_all(bytes).unwrap();
+        let Line::Stream(stream) = &mut self.line else { panic!("only by a stream") };
+        stream.write_all(bytes).unwrap();
     }
 
-    /// The next answer and its slot; none when the server has hung up.
-    pub fn receive(&mut self) -> Option<(u32, Vec<u8>)> {
-        let mut head = [0; FRAME_HEAD];
-        match self.stream.read_exact(&mut head) {
+    /// The next answer; none when the server has hung up.
+    pub fn receive(&mut self) -> Option<Vec<u8>> {
+        let Line::Stream(stream) = &mut self.line else { panic!("only by a stream") };
+        let mut length = [0; 4];
+        match stream.read_exact(&mut length) {
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => panic!("no answer"),
             Err(_) => return None,
             Ok(()) => {}
         }
-        let (slot, length) = read_frame_head(head).unwrap();
-        let mut message = vec![0; length];
-        self.stream.read_exact(&mut message).unwrap();
-        Some((slot, message))
+        let mut message = vec![0; u32::from_le_bytes(length) as usize];
+        message[..4].copy_from_slice(&length);
+        stream.read_exact(&mut message[4..]).unwrap();
+        Some(message)
     }
 
     /// What an answer says.
@@ -141,9 +167,7 @@ impl Kernel {
     /// Asks and waits for the answer.
     pub fn ask(&mut self, opcode: u32, node: u64, body: &[u8]) -> Answer<Vec<u8>> {
         let message = self.request(opcode, node, body);
-        self.send(0, &message);
-        let (slot, answer) = self.receive().expect("the server hung up");
-        assert_eq!(slot, 0);
+        let answer = self.exchange(&message).expect("the server hung up");
         self.said(&answer)
     }
 
@@ -188,8 +212,7 @@ impl Kernel {
 
     pub fn write(&mut self, node: u64, handle: u64, offset: u64, data: &[u8]) -> Answer<u32> {
         let message = self.write_request(node, handle, offset, data, libc::O_RDWR);
-        self.send(0, &message);
-        let (_, answer) = self.receive().expect("the server hung up");
+        let answer = self.exchange(&message).expect("the server hung up");
         self.said(&answer).map(|answer| u32_at(&answer, 0))
     }
 

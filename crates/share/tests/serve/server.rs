@@ -20,7 +20,7 @@ use rustix::process::{
 use sandboxer_share::attach::{Access, AttachError, Source, attach};
 use tempfile::TempDir;
 
-use crate::kernel_double::Kernel;
+use crate::{kernel_double::Kernel, vmm_double::Disk};
 
 /// The program. Dropping it ends it.
 pub struct Server {
@@ -30,8 +30,13 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts it, without a share.
+    /// Starts it, without a share, for streams.
     pub fn start() -> Self {
+        Self::start_by("streams")
+    }
+
+    /// The same, by this way.
+    pub fn start_by(way: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir(dir.path().join("run")).unwrap();
         fs::create_dir(dir.path().join("host")).unwrap();
@@ -41,6 +46,7 @@ impl Server {
             .arg(listener.as_raw_fd().to_string())
             .arg(dir.path().join("run"))
             .arg("256")
+            .arg(way)
             .stdin(Stdio::null())
             .stdout(Stdio::piped());
         // SAFETY: between fork and exec one system call is made.
@@ -80,9 +86,18 @@ impl Server {
         attach(self.pidfd.as_fd(), &number.to_string(), source)
     }
 
-    /// A daemon's connection.
+    /// A kernel with a stream of its own.
     pub fn connect(&self) -> Kernel {
-        Kernel::over(UnixStream::connect(self.dir.path().join("socket")).unwrap())
+        Kernel::over(self.connect_raw())
+    }
+
+    /// A VMM with the server's disk.
+    pub fn disk(&self) -> Disk {
+        Disk::over(self.connect_raw())
+    }
+
+    pub fn connect_raw(&self) -> UnixStream {
+        UnixStream::connect(self.dir.path().join("socket")).unwrap()
     }
 
     pub fn proc(&self, file: &str) -> String {

@@ -1,13 +1,13 @@
 //! Files and directories of the host that a pod has live: one process serves them, started with the first.
 //!
 //! ```text
-//! share ──▶ server (sandboxer-share, jailed) ◀──socket──▶ relay ◀──agent's link──▶ guest's kernel
+//! share ──▶ server (sandboxer-share, jailed) ◀──socket──▶ VMM ◀──a disk, or vsock──▶ guest's kernel
 //! ```
 //!
-//! A share stays until its pod stops: its container may come again, and others may have it, too. The process
-//! outlives the daemon as a VMM does.
+//! The daemon brings the two together and looks after the process; of what they say to each other nothing passes it. A
+//! share stays until its pod stops: its container may come again, and others may have it, too. The process outlives the
+//! daemon as a VMM does, and serves on while there is none.
 
-mod relay;
 mod server;
 
 use std::{
@@ -17,21 +17,23 @@ use std::{
     sync::Arc,
 };
 
-use sandboxer_protocol::{id::SandboxId, share::GUEST_DIR};
+use sandboxer_protocol::{
+    id::SandboxId,
+    share::{DISK_SERIAL, GUEST_DIR},
+};
 use sandboxer_share::attach::{Access, AttachError};
 use serde::{Deserialize, Serialize};
-use tokio::{net::UnixStream, task::JoinSet};
 
 use self::server::Server;
 use crate::{
-    error::{Code, chain},
+    error::Code,
     guest::{Agent, GuestError},
     hash,
     host::{
         cgroup::Cgroup,
         helper::{HelperError, Helpers},
     },
-    vmm::{VmmError, process, strays},
+    vmm::{Machine, ShareWay, VmmError, process, strays},
 };
 
 /// Something of the host that a container shall have live.
@@ -75,11 +77,14 @@ pub struct ShareRecord {
     pub pid: u32,
     /// Its start, clock ticks since boot.
     pub start_time: u64,
+    /// By which way the guest's requests come to it. Records of an earlier daemon's have none.
+    #[serde(default)]
+    pub way: Option<ShareWay>,
 }
 
 /// The process that serves the shares of the pod with this run directory, if one runs.
 pub fn server_of(run_dir: &Path) -> Option<u32> {
-    let ShareRecord { pid, start_time } = server::recorded(run_dir)?;
+    let ShareRecord { pid, start_time, .. } = server::recorded(run_dir)?;
     process::is_running(pid, start_time).then_some(pid)
 }
 
@@ -127,9 +132,12 @@ pub enum ShareError {
     /// The guest doesn't take shares.
     #[error(transparent)]
     Guest(#[from] GuestError),
-    /// What was left of it can't be ended.
+    /// The guest's agent is that of an earlier daemon.
+    #[error("the guest of pod {0} runs an agent of an earlier version, which carries no requests: start the pod anew")]
+    EarlierAgent(SandboxId),
+    /// The VMM doesn't lead the guest to it, or what was left of it can't be ended.
     #[error(transparent)]
-    Strays(#[from] VmmError),
+    Vmm(#[from] VmmError),
 }
 
 impl ShareError {
@@ -137,11 +145,9 @@ impl ShareError {
     pub fn code(&self) -> Code {
         match self {
             Self::Helper(error) => error.code(),
-            Self::Ended(_) => Code::FailedPrecondition,
+            Self::Ended(_) | Self::EarlierAgent(_) => Code::FailedPrecondition,
             Self::Guest(error) => error.code(),
-            Self::Server { .. } | Self::Refused { .. } | Self::Attach { .. } | Self::Strays(_) => {
-                Code::Internal
-            }
+            Self::Server { .. } | Self::Refused { .. } | Self::Attach { .. } | Self::Vmm(_) => Code::Internal,
         }
     }
 }
@@ -160,14 +166,7 @@ struct Inner {
     cgroup: Option<Cgroup>,
     // Held while the process is started or given a share: two containers made at once need one process. Only
     // this pod's makers of containers wait for it.
-    serving: tokio::sync::Mutex<Option<Serving>>,
-}
-
-#[derive(Debug)]
-struct Serving {
-    server: Server,
-    // Held for its drop: it ends the relay.
-    relay: JoinSet<()>,
+    server: tokio::sync::Mutex<Option<Server>>,
 }
 
 impl Shares {
@@ -179,7 +178,7 @@ impl Shares {
         cgroup: Option<Cgroup>,
         helpers: Helpers,
     ) -> Self {
-        Self(Arc::new(Inner { pod, run_dir, memory_mib, helpers, cgroup, serving: Default::default() }))
+        Self(Arc::new(Inner { pod, run_dir, memory_mib, helpers, cgroup, server: Default::default() }))
     }
 
     /// Whose they are.
@@ -188,34 +187,27 @@ impl Shares {
     }
 
     /// Gives the guest each of `shares`. Those it has already stay as they are.
-    pub async fn give(&self, agent: &Agent, shares: &[Share]) -> Result<(), ShareError> {
+    pub async fn give(
+        &self,
+        machine: &dyn Machine,
+        agent: &Agent,
+        shares: &[Share],
+    ) -> Result<(), ShareError> {
         if shares.is_empty() {
             return Ok(());
         }
-        let Inner { pod, run_dir, memory_mib, helpers, .. } = &*self.0;
+        let Inner { pod, helpers, .. } = &*self.0;
         let mut trees = Vec::with_capacity(shares.len());
         for share in shares {
             // Before anything waits for it: a share whose server hangs is no other container's affair.
             let Share { source, access, follows_mounts, .. } = share;
             trees.push(helpers.take_share(pod, source, *access, *follows_mounts).await?);
         }
-        let mut serving = self.0.serving.lock().await;
+        let mut serving = self.0.server.lock().await;
         let server = match &mut *serving {
-            Some(Serving { server, .. }) if server.has_ended() => return Err(ShareError::Ended(pod.clone())),
-            Some(Serving { server, .. }) => server,
-            none => {
-                // On record before the guest mounts anything: a guest that has mounts must have who serves them.
-                let server = Server::start(pod, run_dir, *memory_mib).await?;
-                match self.open(agent, &server).await {
-                    Ok(stream) => {
-                        &mut none.insert(Serving { server, relay: relay(agent, Some(stream)) }).server
-                    }
-                    Err(error) => {
-                        server.end().await;
-                        return Err(error);
-                    }
-                }
-            }
+            Some(server) if server.has_ended() => return Err(ShareError::Ended(pod.clone())),
+            Some(server) => server,
+            none => none.insert(self.start(machine, agent).await?),
         };
         for (share, tree) in shares.iter().zip(trees) {
             let path = &share.source;
@@ -225,11 +217,34 @@ impl Shares {
         Ok(())
     }
 
-    /// Has the guest mount its shares and the process counted; the connection over which they are served.
-    async fn open(&self, agent: &Agent, server: &Server) -> Result<UnixStream, ShareError> {
-        let mounted = async { Ok(agent.mount_shares().await?) };
-        tokio::try_join!(mounted, self.count(server.pid()))?;
-        server.connect()
+    /// Starts the process and leads the guest to it.
+    async fn start(&self, machine: &dyn Machine, agent: &Agent) -> Result<Server, ShareError> {
+        let Inner { pod, run_dir, memory_mib, .. } = &*self.0;
+        let listener = machine.listen_for_shares()?;
+        let way = listener.way;
+        // On record before the guest mounts anything: a guest that has mounts must have who serves them.
+        let server = Server::start(pod, run_dir, *memory_mib, listener).await?;
+        let led = async { tokio::try_join!(self.lead(machine, agent, way), self.count(server.pid())) };
+        match led.await {
+            Ok(_) => Ok(server),
+            Err(error) => {
+                server.end().await;
+                Err(error)
+            }
+        }
+    }
+
+    /// Has the guest mount its shares, whose requests go by this way from then on.
+    async fn lead(&self, machine: &dyn Machine, agent: &Agent, way: ShareWay) -> Result<(), ShareError> {
+        machine.connect_shares().await?;
+        let disk = match way {
+            ShareWay::Disk => Some(DISK_SERIAL),
+            ShareWay::Streams => None,
+        };
+        match agent.mount_shares(disk).await? {
+            true => Ok(()),
+            false => Err(ShareError::EarlierAgent(self.0.pod.clone())),
+        }
     }
 
     /// Has process `pid` counted in the pod's control group, which takes some ms.
@@ -241,64 +256,45 @@ impl Shares {
         entered.map_err(|(path, source)| ShareError::Server { pod, action: "be counted in", path, source })
     }
 
-    /// Takes up what an earlier daemon left: `earlier` says which process, if the run directory doesn't. `agent`: that
-    /// of the pod, if it lives; `vmm`: its process.
+    /// Takes up what an earlier daemon left: `earlier` says which process, if the run directory doesn't. `guest`: the
+    /// pod's machine and agent, if it lives; `vmm`: its process.
     pub async fn take_up(
         &self,
         earlier: Option<ShareRecord>,
-        agent: Option<&Agent>,
+        guest: Option<(&dyn Machine, &Agent)>,
         vmm: u32,
     ) -> Result<(), ShareError> {
         let Inner { pod, run_dir, .. } = &*self.0;
-        let (Some(record), Some(agent)) = (server::recorded(run_dir).or(earlier), agent) else {
-            // A process that no record names, or whose pod is gone: its socket tells that there may be one.
-            if run_dir.join(server::SOCKET).exists() {
+        let (Some(record), Some((machine, agent))) = (server::recorded(run_dir).or(earlier), guest) else {
+            // A process that no record names, or whose pod is gone: its directory tells that there may be one.
+            if run_dir.join(server::ROOT).exists() {
                 strays::end_below(pod, run_dir, &[vmm].into())?;
             }
             return Ok(());
         };
         let server = Server::adopt(pod, run_dir, &record)?;
-        // It may have been started, and no more.
-        agent.mount_shares().await?;
-        if !server.has_ended() {
-            self.count(record.pid).await?;
+        let mut serving = self.0.server.lock().await;
+        let server = serving.insert(server);
+        if server.has_ended() {
+            // The guest has got an error for each request since.
+            tracing::warn!(%pod, "the pod's shares are lost");
+            return Ok(());
         }
-        let stream = match server.connect() {
-            Ok(stream) => Some(stream),
-            Err(error) => {
-                // The guest is told, for each request that it waits with.
-                tracing::warn!(%pod, error = chain(&error), "the pod's shares are lost");
-                None
-            }
-        };
-        *self.0.serving.lock().await = Some(Serving { server, relay: relay(agent, stream) });
-        Ok(())
-    }
-
-    /// Goes on over a session with the agent that was made anew: what it has no answer to is asked again.
-    pub async fn resume(&self, agent: &Agent) -> Result<(), ShareError> {
-        let mut serving = self.0.serving.lock().await;
-        let Some(Serving { server, relay: before }) = &mut *serving else { return Ok(()) };
-        // Not two at once.
-        before.shutdown().await;
-        agent.mount_shares().await?;
-        *before = relay(agent, Some(server.connect()?));
-        Ok(())
+        self.count(record.pid).await?;
+        // It may have been started, and no more.
+        match agent.has_shares().await? {
+            true => Ok(()),
+            false => self.lead(machine, agent, server.way()).await,
+        }
     }
 
     /// Ends the process, if there is one, and waits until it is gone. The guest has ended before.
     pub async fn end(&self) {
-        let serving = self.0.serving.lock().await.take();
-        if let Some(Serving { server, .. }) = serving {
+        let server = self.0.server.lock().await.take();
+        if let Some(server) = server {
             server.end().await;
         }
     }
-}
-
-fn relay(agent: &Agent, stream: Option<UnixStream>) -> JoinSet<()> {
-    let mut relay = JoinSet::new();
-    relay.spawn(relay::run(agent.clone(), stream));
-    relay
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! The process that serves a pod's shares: started, found again, connected to, ended.
+//! The process that serves a pod's shares: started, found again, given shares, ended.
 
 use std::{
     fs, io,
@@ -9,18 +9,16 @@ use std::{
 
 use sandboxer_protocol::id::SandboxId;
 use sandboxer_share::attach::{AttachError, Tree, put};
-use tokio::{io::AsyncReadExt, net::UnixStream, net::unix::pipe};
+use tokio::{io::AsyncReadExt, net::unix::pipe};
 
 use super::{Share, ShareError, ShareRecord};
 use crate::vmm::{
+    ShareListener, ShareWay,
     process::{self, Equipment},
-    socket,
 };
 
-/// Its socket in the pod's run directory.
-pub const SOCKET: &str = "shares.sock";
-/// The directory there on which it mounts its root, seen by itself alone.
-const ROOT: &str = "shares";
+/// The directory in the pod's run directory on which it mounts its root, seen by itself alone.
+pub const ROOT: &str = "shares";
 /// Which process it is, in the same directory.
 const RECORD: &str = "shares.json";
 /// The program.
@@ -43,8 +41,13 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts it; answers when it serves.
-    pub async fn start(pod: &SandboxId, run_dir: &Path, memory_mib: u64) -> Result<Self, ShareError> {
+    /// Starts it; answers when it serves whoever connects to `listener`.
+    pub async fn start(
+        pod: &SandboxId,
+        run_dir: &Path,
+        memory_mib: u64,
+        listener: ShareListener,
+    ) -> Result<Self, ShareError> {
         let program = program();
         let failed = |action, path: &Path| {
             let (pod, path) = (pod.clone(), path.to_owned());
@@ -57,24 +60,21 @@ impl Server {
             }
             _ => {}
         }
-        let socket = run_dir.join(SOCKET);
-        match fs::remove_file(&socket) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                return Err(failed("replace", &socket)(error));
-            }
-            _ => {}
-        }
-        let listener: OwnedFd = socket::listen(run_dir, SOCKET).map_err(failed("listen on", &socket))?.into();
+        let ShareListener { socket, way } = listener;
         let arguments = vec![
-            listener.as_raw_fd().to_string().into(),
+            socket.as_raw_fd().to_string().into(),
             root.into(),
             (memory_mib * FILES_PER_MIB).to_string().into(),
+            match way {
+                ShareWay::Disk => "disk".into(),
+                ShareWay::Streams => "streams".into(),
+            },
         ];
         let (starting, words) = process::spawn(
             &program,
             arguments,
             run_dir,
-            Equipment { inherited: vec![listener], ..Equipment::default() },
+            Equipment { inherited: vec![socket], ..Equipment::default() },
         )
         .map_err(failed("start", &program))?;
         // It goes on as another process, whose id is told by the one that was started, which ends.
@@ -85,7 +85,7 @@ impl Server {
         };
         starting.keep();
         let found = process::child(pid).map_err(failed("watch", &program))?;
-        let record = ShareRecord { pid, start_time: found.start_time() };
+        let record = ShareRecord { pid, start_time: found.start_time(), way: Some(way) };
         note(run_dir, &record).map_err(failed("note", &run_dir.join(RECORD)))?;
         Ok(Self { pod: pod.clone(), run_dir: run_dir.to_owned(), process: Some(found), record })
     }
@@ -111,14 +111,10 @@ impl Server {
         self.process.as_ref().is_none_or(process::Process::has_ended)
     }
 
-    /// A connection, which ends the one before it.
-    pub fn connect(&self) -> Result<UnixStream, ShareError> {
-        socket::connect(&self.run_dir, SOCKET).map_err(|source| ShareError::Server {
-            pod: self.pod.clone(),
-            action: "connect to",
-            path: self.run_dir.join(SOCKET),
-            source,
-        })
+    /// By which way the guest's requests come to it.
+    pub fn way(&self) -> ShareWay {
+        // An earlier daemon's knew neither: the agent says so then.
+        self.record.way.unwrap_or(ShareWay::Disk)
     }
 
     /// Gives it a share, of which `tree` is a mount.

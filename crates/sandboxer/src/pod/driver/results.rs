@@ -469,10 +469,10 @@ impl Driver {
             let (machine, live) = (live.machine.clone(), live.clone());
             self.work.spawn(async move { Done::MachineEnded(machine.exited().await) });
             let (node, spec, key) = (self.node.clone(), self.spec.clone(), self.link_key.clone());
-            let (shares, cancel) = (self.volumes.shares.clone(), self.cancel.clone());
+            let cancel = self.cancel.clone();
             live.agent.follow();
             self.work.spawn(async move {
-                let kept = session::keep(node, spec, key, live.clone(), shares);
+                let kept = session::keep(node, spec, key, live.clone());
                 let broken = cancel.run_until_cancelled(kept).await;
                 // There will be no other one, for whoever waits for it.
                 live.agent.give_up();

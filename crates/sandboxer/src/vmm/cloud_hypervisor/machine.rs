@@ -24,7 +24,7 @@ use super::{
 use crate::{
     error::chain,
     vmm::{
-        AgentStream, DiskSpec, Machine, MachineExit, MachineRecord, VmmError,
+        AgentStream, DiskSpec, Machine, MachineExit, MachineRecord, ShareListener, ShareWay, VmmError,
         process::Process,
         room::{Room, shown as path_of},
         run_dir::{Captures, Files, host},
@@ -90,6 +90,17 @@ impl Machine for CloudHypervisorMachine {
             Ok(gone) => gone,
             Err(_) => Err(VmmError::Hung { pod, call, limit }),
         }
+    }
+
+    fn listen_for_shares(&self) -> Result<ShareListener, VmmError> {
+        let name = vsock::shares();
+        let listener = self.room.listen(&name).map_err(host(&self.record.pod, "listen on", name.into()))?;
+        Ok(ShareListener { socket: listener.into(), way: ShareWay::Streams })
+    }
+
+    /// A guest with a vsock reaches its host's ports by itself.
+    async fn connect_shares(&self) -> Result<(), VmmError> {
+        Ok(())
     }
 
     async fn pause(&self) -> Result<(), VmmError> {

@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! vsock.sock         the VMM listens; `CONNECT 1024\n` leads to the guest's port 1024, `OK …\n` says so
+//! vsock.sock_1025    who serves the guest's shares listens, once it has any: each of its connections is one of the guest's
 //! vsock.sock_1024    we listen; a guest that connects to its host's port 1024 comes out here
 //! ```
 //!
@@ -19,7 +20,7 @@ use std::{
 };
 
 use rustix::net::Shutdown;
-use sandboxer_protocol::boot::AGENT_VSOCK_PORT;
+use sandboxer_protocol::{boot::AGENT_VSOCK_PORT, share::VSOCK_PORT};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::{UnixListener, UnixStream},
@@ -38,6 +39,11 @@ const ANSWER_SECONDS: [u64; 6] = [1, 1, 2, 4, 8, 16];
 /// Name of our socket.
 pub fn announcements() -> String {
     format!("{SOCKET}_{AGENT_VSOCK_PORT}")
+}
+
+/// Name of the socket at which a guest's requests for files come out.
+pub fn shares() -> String {
+    format!("{SOCKET}_{VSOCK_PORT}")
 }
 
 /// The way to one guest's agent. Clones are the same way.

@@ -9,12 +9,12 @@ use std::{
     os::{fd::RawFd, unix::fs::FileTypeExt},
 };
 
-use sandboxer_protocol::boot::AGENT_PORT;
+use sandboxer_protocol::{boot::AGENT_PORT, share::DISK_SERIAL};
 use serde_json::{Value, json};
 
 use super::super::{
     VmSpec,
-    qmp::{BlockFile, BlockNode},
+    qmp::{BlockFile, BlockNode, NbdNode, UnixServer},
     spec::{DiskSpec, first_mac_text},
 };
 
@@ -160,7 +160,7 @@ pub fn arguments(spec: &VmSpec, execution: Execution, sockets: &Sockets, begin: 
         add(&[&"-add-fd", &format!("fd={file},set={set}")]);
         let node = block_node(disk, set);
         add(&[&"-blockdev", &serde_json::to_string(&node).unwrap_or_default()]);
-        add(&[&"-device", &disk_device(disk).to_string()]);
+        add(&[&"-device", &disk_device(&disk.serial).to_string()]);
     }
     arguments
 }
@@ -216,16 +216,25 @@ pub fn block_node(disk: &DiskSpec, set: u64) -> BlockNode {
     }
 }
 
+/// The disk by which the guest's requests for files go, served at the socket that QEMU has open under `number`.
+pub fn shares_node(number: u64) -> NbdNode {
+    NbdNode {
+        driver: "nbd",
+        node_name: node_name(DISK_SERIAL),
+        server: UnixServer { r#type: "unix", path: format!("/proc/self/fd/{number}") },
+    }
+}
+
 /// A disk's device. Its LUN is 1, for a guest that scans by hand takes no notice of a LUN 0. What the host can't
 /// write, such as to a full file system, the guest is told; by default QEMU would stop it.
-pub fn disk_device(disk: &DiskSpec) -> Value {
+pub fn disk_device(serial: &str) -> Value {
     json!({
         "driver": "scsi-hd",
-        "id": device_id(&disk.serial),
+        "id": device_id(serial),
         "bus": DISK_BUS,
         "lun": 1,
-        "drive": node_name(&disk.serial),
-        "serial": disk.serial,
+        "drive": node_name(serial),
+        "serial": serial,
         "werror": "report",
         "rerror": "report",
     })

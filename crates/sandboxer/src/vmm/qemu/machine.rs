@@ -13,13 +13,13 @@ use std::{
 
 use async_trait::async_trait;
 use rustix::net::Shutdown;
-use sandboxer_protocol::id::SandboxId;
+use sandboxer_protocol::{id::SandboxId, share::DISK_SERIAL};
 use tokio::time::Instant;
 
 use super::command_line;
 use crate::vmm::{
-    AgentStream, DiskSpec, MEMORY, Machine, MachineExit, MachineRecord, VmmError,
-    process::Process,
+    AgentStream, DiskSpec, MEMORY, Machine, MachineExit, MachineRecord, ShareListener, ShareWay, VmmError,
+    jail, process::Process,
     qmp::{Qmp, QmpError},
     run_dir::{Captures, Files, host},
     socket,
@@ -28,6 +28,8 @@ use crate::vmm::{
 pub(super) const CONTROL: &str = "control.sock";
 pub(super) const AGENT: &str = "agent.sock";
 pub(super) const CONSOLE: &str = "console.sock";
+/// At which the process listens that serves the guest's shares, while there is one.
+pub(super) const SHARES: &str = "shares.sock";
 /// State of a frozen machine's devices.
 pub(super) const STATE: &str = "state";
 
@@ -84,13 +86,13 @@ impl Machine for QemuMachine {
         let call = format!("attaching {} as disk {}", disk.path.display(), disk.serial);
         let limit = self.call_timeout;
         let added = async {
-            let set = self.qmp.add_fd(file, limit).await?;
+            let set = self.qmp.add_fd(file, limit).await?.set;
             let added = self.qmp.blockdev_add(&command_line::block_node(disk, set), limit).await;
             // By now QEMU has it open a second time, or never will.
             self.qmp.remove_fd(set, limit).await.and(added)
         };
         added.await.map_err(answer(pod, &call))?;
-        let plugged = self.qmp.device_add(command_line::disk_device(disk), self.call_timeout).await;
+        let plugged = self.qmp.device_add(command_line::disk_device(&disk.serial), self.call_timeout).await;
         if plugged.is_err()
             && let Err(error) = self.detach_disk(&disk.serial).await
         {
@@ -105,6 +107,33 @@ impl Machine for QemuMachine {
             self.qmp.blockdev_del(&command_line::node_name(serial), self.call_timeout).await
         };
         detach.await.map_err(answer(&self.record.pod, &format!("detaching disk {serial}")))
+    }
+
+    fn listen_for_shares(&self) -> Result<ShareListener, VmmError> {
+        let run_dir = &self.record.run_dir;
+        let listened = socket::listen_anew(run_dir, SHARES).and_then(|listener| {
+            // Its directory is the daemon's alone: QEMU connects to the socket that it is handed.
+            let user = jail::user_of(&fs::metadata(run_dir)?);
+            unix::fs::chown(socket::within(&socket::open(run_dir)?, SHARES), Some(user), Some(user))?;
+            Ok(listener)
+        });
+        let listener = listened.map_err(host(&self.record.pod, "listen on", run_dir.join(SHARES)))?;
+        Ok(ShareListener { socket: listener.into(), way: ShareWay::Disk })
+    }
+
+    async fn connect_shares(&self) -> Result<(), VmmError> {
+        let (pod, path) = (&self.record.pod, self.record.run_dir.join(SHARES));
+        self.detach_disk(DISK_SERIAL).await?;
+        let socket = socket::handle(&self.record.run_dir, SHARES).map_err(host(pod, "hand over", path))?;
+        let limit = self.call_timeout;
+        let connected = async {
+            let handed = self.qmp.add_fd(socket, limit).await?;
+            let node = command_line::shares_node(handed.number);
+            let added = self.qmp.blockdev_add(&node, limit).await;
+            self.qmp.remove_fd(handed.set, limit).await.and(added)?;
+            self.qmp.device_add(command_line::disk_device(DISK_SERIAL), limit).await
+        };
+        connected.await.map_err(self.answer("connecting the guest to its shares"))
     }
 
     async fn pause(&self) -> Result<(), VmmError> {
@@ -161,7 +190,7 @@ impl Machine for QemuMachine {
             call: "SIGKILL".into(),
             limit,
         })?;
-        drop(Files::of_ended(&self.record.run_dir, &[CONTROL, AGENT, CONSOLE]));
+        drop(Files::of_ended(&self.record.run_dir, &[CONTROL, AGENT, CONSOLE, SHARES]));
         Ok(())
     }
 }

@@ -1,0 +1,196 @@
+//! The process that carries requests from the kernel to the host, and answers back: each of its threads one at a time.
+//!
+//! What it does is simple and blocks: read a request, write it to the host, read the answer, write it to the kernel.
+
+use std::{
+    fs::{self, File},
+    io::{self, Read, Write},
+    ops::Range,
+    os::{
+        fd::AsRawFd,
+        unix::fs::{FileExt, OpenOptionsExt},
+    },
+    path::Path,
+    sync::Arc,
+    thread,
+};
+
+use nix::{
+    errno::Errno,
+    sys::{
+        signal::{SigSet, SigmaskHow, sigprocmask},
+        socket::{AddressFamily, SockFlag, SockType, VsockAddr, connect, socket},
+    },
+    unistd::{ForkResult, Pid, fork},
+};
+use sandboxer_protocol::share::{
+    ANSWER_HEAD, Head, MAX_MESSAGE, SLOTS, VSOCK_PORT,
+    disk::{self, ANSWER, DONE, FIRST, LATER, MESSAGE, SECTOR, SLOT, STATE},
+    opcode, u32_at,
+};
+
+use crate::worker::close_all_but;
+
+/// Of a thread, bytes.
+const STACK: usize = 128 << 10;
+/// The kernel reads and writes whole pages of a disk at once.
+const PAGE: usize = 4096;
+/// The host, as vsock names it.
+const HOST: u32 = 2;
+
+/// By which way requests go.
+pub enum Way {
+    /// A disk with a part for each slot.
+    Disk(File),
+    /// A stream for each slot.
+    Streams(Vec<File>),
+}
+
+impl Way {
+    /// The disk at `path`.
+    pub fn disk(path: &Path) -> io::Result<Self> {
+        // What is read once must not be remembered.
+        let flags = libc::O_DIRECT | libc::O_EXCL | libc::O_CLOEXEC;
+        File::options().read(true).write(true).custom_flags(flags).open(path).map(Self::Disk)
+    }
+
+    /// So many streams.
+    pub fn streams(count: usize) -> io::Result<Self> {
+        let stream = |_| {
+            let stream = socket(AddressFamily::Vsock, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
+            connect(stream.as_raw_fd(), &VsockAddr::new(HOST, VSOCK_PORT))?;
+            Ok(File::from(stream))
+        };
+        (0..count).map(stream).collect::<io::Result<_>>().map(Self::Streams)
+    }
+}
+
+/// Starts it. It ends when `device` has no more requests.
+pub fn start(device: File, way: Way) -> io::Result<Pid> {
+    #[expect(clippy::disallowed_methods, reason = "the agent has one thread, so a fork copies all of it")]
+    // SAFETY: no other thread exists that could hold a lock or be in the middle of a change.
+    match unsafe { fork() }? {
+        ForkResult::Child => {
+            carry(device, way);
+            // SAFETY: ends this process without the agent's destructors and exit handlers, which are the agent's alone.
+            unsafe { libc::_exit(0) }
+        }
+        ForkResult::Parent { child } => {
+            // A guest without memory ends its containers, and not what they wait for.
+            fs::write(format!("/proc/{child}/oom_score_adj"), "-1000")?;
+            Ok(child)
+        }
+    }
+}
+
+/// The carrier's whole life.
+fn carry(device: File, way: Way) {
+    let _ = sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::all()), None);
+    let mut kept = vec![device.as_raw_fd()];
+    match &way {
+        Way::Disk(disk) => kept.push(disk.as_raw_fd()),
+        Way::Streams(streams) => kept.extend(streams.iter().map(AsRawFd::as_raw_fd)),
+    }
+    close_all_but(kept);
+    let slots: Vec<Slot> = match way {
+        Way::Disk(disk) => {
+            let disk = Arc::new(disk);
+            (0..SLOTS).map(|number| Slot::Disk { disk: Arc::clone(&disk), at: (number * SLOT) as u64 }).collect()
+        }
+        Way::Streams(streams) => streams.into_iter().map(Slot::Stream).collect(),
+    };
+    let device = Arc::new(device);
+    let mut threads = Vec::new();
+    for mut slot in slots {
+        let device = Arc::clone(&device);
+        let thread = thread::Builder::new().stack_size(STACK).spawn(move || slot.carry(&device));
+        // Fewer are slower, and none is as if the host had gone.
+        threads.extend(thread);
+    }
+    for thread in threads {
+        let _ = thread.join();
+    }
+}
+
+/// One request's way at a time.
+enum Slot {
+    Disk { disk: Arc<File>, at: u64 },
+    Stream(File),
+}
+
+impl Slot {
+    /// Carries requests until there are no more.
+    fn carry(&mut self, device: &File) {
+        // Untouched until it is used: most messages are short.
+        let mut room = vec![0; MAX_MESSAGE + 2 * PAGE];
+        let aligned = room.as_ptr().align_offset(PAGE).min(PAGE);
+        let buffer = &mut room[aligned..aligned + MAX_MESSAGE + PAGE];
+        loop {
+            let length = match nix::unistd::read(device, &mut buffer[..MAX_MESSAGE]) {
+                Ok(length) => length,
+                // A request that was given up before it was read.
+                Err(Errno::ENOENT | Errno::EINTR | Errno::EAGAIN) => continue,
+                Err(_) => return,
+            };
+            let Some(head) = Head::of(&buffer[..length]) else { continue };
+            // Nothing here is so slow, or would know how to stop.
+            if head.opcode == opcode::INTERRUPT {
+                continue;
+            }
+            let failed;
+            let answer = match self.ask(head, buffer, length) {
+                Ok(answer) if head.is_answered_by(&buffer[answer.clone()]) => &buffer[answer],
+                _ => {
+                    failed = head.failed(libc::EIO);
+                    &failed[..]
+                }
+            };
+            if !answer.is_empty() {
+                // Whoever asked may have been killed meanwhile.
+                let _ = nix::unistd::write(device, answer);
+            }
+        }
+    }
+
+    /// Has the request at the beginning of `buffer` carried out; where in it the answer is.
+    fn ask(&mut self, head: Head, buffer: &mut [u8], length: usize) -> io::Result<Range<usize>> {
+        match self {
+            Self::Disk { disk, at } => ask_disk(disk, *at, buffer, length),
+            Self::Stream(stream) => {
+                stream.write_all(&buffer[..length])?;
+                if !head.is_answered() {
+                    return Ok(0..0);
+                }
+                stream.read_exact(&mut buffer[..ANSWER_HEAD])?;
+                let length = answer_length(buffer)?;
+                let rest = buffer.get_mut(ANSWER_HEAD..length).ok_or(io::ErrorKind::InvalidData)?;
+                stream.read_exact(rest)?;
+                Ok(0..length)
+            }
+        }
+    }
+}
+
+fn ask_disk(file: &File, at: u64, buffer: &mut [u8], length: usize) -> io::Result<Range<usize>> {
+    let to_read = disk::to_read(&buffer[..length]);
+    file.write_all_at(&buffer[..length.next_multiple_of(SECTOR)], at)?;
+    loop {
+        file.read_exact_at(&mut buffer[FIRST..FIRST + to_read], at + (ANSWER + FIRST) as u64)?;
+        match u32_at(buffer, STATE) {
+            Some(DONE) => break,
+            Some(LATER) => {}
+            _ => return Err(io::ErrorKind::InvalidData.into()),
+        }
+    }
+    let answer = MESSAGE..MESSAGE + answer_length(&buffer[MESSAGE..])?;
+    if answer.end > FIRST + to_read {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
+    Ok(answer)
+}
+
+/// The length of the answer that begins so.
+fn answer_length(beginning: &[u8]) -> io::Result<usize> {
+    let length = u32_at(beginning, 0).and_then(|length| usize::try_from(length).ok());
+    length.filter(|&length| length <= MAX_MESSAGE).ok_or_else(|| io::ErrorKind::InvalidData.into())
+}

@@ -1,0 +1,136 @@
+//! The guest's end of live shares: mounts them, and has a process carry its kernel's requests to who serves them.
+//!
+//! ```text
+//!  kernel ─/dev/fuse─▶ carrier, a thread for each slot ─▶ disk or stream ─▶ host
+//!    └─◀───────────────────────┘
+//! ```
+//!
+//! The carrier is a process beside the agent ([`carrier`]): a request takes as long as a server of the host's does, and
+//! nothing else of the guest waits for it. All the same nothing in the agent may touch a path below [`GUEST_DIR`], or a
+//! pipe into which somebody may copy from there (see [`crate::deputy`]).
+
+mod carrier;
+
+use std::{
+    fs::{self, OpenOptions},
+    io,
+    os::{fd::AsRawFd, unix::fs::OpenOptionsExt},
+};
+
+use nix::{
+    mount::{MntFlags, MsFlags, mount, umount2},
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use sandboxer_protocol::share::{GUEST_DIR, MAX_DATA, SLOTS, VSOCK_PORT};
+use tokio::sync::Mutex;
+
+use self::carrier::Way;
+use crate::{
+    deputy, disk,
+    failure::{Failure, internal},
+};
+
+/// How much the guest's kernel reads ahead of who reads a file from its beginning on, KiB: several messages, so that one
+/// is on its way while another one is taken.
+const READ_AHEAD_KIB: &str = "4096";
+
+/// The shares of this guest.
+#[derive(Default)]
+pub struct Shares {
+    /// Who carries requests, once they are mounted. Held while they are.
+    carrier: Mutex<Option<Pid>>,
+}
+
+impl Shares {
+    /// Whether they are mounted.
+    pub async fn are_mounted(&self) -> bool {
+        self.carrier.lock().await.is_some()
+    }
+
+    /// Mounts them, once. Requests go by the disk of this serial, or by streams.
+    pub async fn mount(&self, serial: Option<&str>) -> Result<(), Failure> {
+        let mut carrier = self.carrier.lock().await;
+        if carrier.is_some() {
+            return Ok(());
+        }
+        deputy::start().map_err(internal("failed to start the process that reads pipes"))?;
+        let way = match serial {
+            Some(serial) => {
+                let path = disk::find(serial).await?;
+                Way::disk(&path).map_err(internal(format!("failed to open {path:?}")))?
+            }
+            None => Way::streams(SLOTS)
+                .map_err(internal(format!("failed to connect to the host's vsock port {VSOCK_PORT}")))?,
+        };
+        let device = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .custom_flags(libc::O_CLOEXEC)
+            .open("/dev/fuse")
+            .map_err(internal("failed to open /dev/fuse"))?;
+        fs::create_dir_all(GUEST_DIR).map_err(internal(format!("failed to create {GUEST_DIR}")))?;
+        // The kernel asks nobody but itself who may do what, by the attributes it is given.
+        let options = format!(
+            "fd={},rootmode=40755,user_id=0,group_id=0,allow_other,default_permissions,max_read={MAX_DATA}",
+            device.as_raw_fd()
+        );
+        mount(Some("sandboxer"), GUEST_DIR, Some("fuse"), MsFlags::MS_NODEV, Some(options.as_str()))
+            .map_err(internal(format!("failed to mount shares on {GUEST_DIR}")))?;
+        match carrier::start(device, way) {
+            Ok(pid) => *carrier = Some(pid),
+            Err(error) => {
+                abandon();
+                return Err(internal("failed to start the process that carries requests")(error));
+            }
+        }
+        if let Err(error) = read_ahead() {
+            tracing::warn!("shares are read in small pieces: {error}");
+        }
+        Ok(())
+    }
+
+    /// Ends all requests, those under way and those to come, with an error. Before the guest's end: to write its disks
+    /// out it would wait for answers that may never come.
+    pub async fn end(&self) {
+        if let Some(carrier) = self.carrier.lock().await.take() {
+            abandon();
+            // It may be waiting for its host, and is not waited for.
+            let _ = kill(carrier, Signal::SIGKILL);
+        }
+    }
+}
+
+/// Gives the shares up, whoever uses them.
+fn abandon() {
+    if let Err(error) = umount2(GUEST_DIR, MntFlags::MNT_FORCE | MntFlags::MNT_DETACH) {
+        tracing::warn!("failed to give up {GUEST_DIR}: {error}");
+    }
+}
+
+/// Has the kernel read ahead. The mount is not looked at by path: that would be a request.
+fn read_ahead() -> io::Result<()> {
+    let mounts = fs::read_to_string("/proc/self/mountinfo")?;
+    let device = device_of(&mounts, GUEST_DIR).ok_or(io::ErrorKind::NotFound)?;
+    fs::write(format!("/sys/class/bdi/{device}/read_ahead_kb"), READ_AHEAD_KIB)
+}
+
+/// The device, such as `0:45`, of what is mounted at `path`.
+fn device_of<'a>(mounts: &'a str, path: &str) -> Option<&'a str> {
+    let found = mounts.lines().rev().find(|line| line.split(' ').nth(4) == Some(path));
+    found?.split(' ').nth(2)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_last_mount_at_a_path_is_what_is_there() {
+        let mounts = "20 1 0:5 / / rw - tmpfs tmpfs rw\n\
+                      31 20 0:44 / /run/sandboxer/shares rw - fuse sandboxer rw\n\
+                      32 20 0:45 / /run/sandboxer/shares rw - fuse sandboxer rw\n";
+        assert_eq!(device_of(mounts, GUEST_DIR), Some("0:45"));
+        assert_eq!(device_of(mounts, "/run"), None);
+    }
+}

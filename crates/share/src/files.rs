@@ -29,6 +29,9 @@ const FRESH: Duration = Duration::from_millis(100);
 /// Requests of a kernel that nobody waits for, such as reading ahead, under way at once.
 const BACKGROUND: u16 = 12;
 
+/// Most that a guest's kernel may read ahead, bytes: how much it does, its agent says.
+const READ_AHEAD: u32 = 16 << 20;
+
 /// Bytes of a guest's page.
 const PAGE: u32 = 4096;
 
@@ -184,7 +187,8 @@ fn agree(request: &[u8], answer: &mut [u8]) {
     let agreed = agreed | offered & flags.bits() as u32;
     let most = (MAX_DATA as u32).to_le_bytes();
     for (at, value) in [
-        (28, &agreed.to_le_bytes()[..]),
+        (24, &READ_AHEAD.to_le_bytes()[..]),
+        (28, &agreed.to_le_bytes()),
         (32, &BACKGROUND.to_le_bytes()),
         (34, &(BACKGROUND * 3 / 4).to_le_bytes()),
         (36, &most),

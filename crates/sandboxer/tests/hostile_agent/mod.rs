@@ -5,9 +5,8 @@
 
 mod asker;
 
-use std::io;
+use std::{io, path::Path};
 
-use asker::Asker;
 pub use asker::FILE;
 use protobuf::Message;
 use sandboxer::vmm::fake::FakeGuest;
@@ -159,17 +158,16 @@ async fn greet_and_harm(guest: FakeGuest, nature: Nature) -> io::Result<()> {
     let harm = async {
         while let Some(session) = accepted.recv().await {
             // The daemon hung up: that is the end of a session, not of the guest.
-            let _ = harm(session, nature).await;
+            let _ = harm(session, nature, &guest.shares).await;
         }
         Ok(())
     };
     tokio::try_join!(link::serve(guest.stream, key, ready, sessions), harm).map(drop)
 }
 
-async fn harm(session: impl AsyncRead + AsyncWrite, nature: Nature) -> io::Result<()> {
+async fn harm(session: impl AsyncRead + AsyncWrite, nature: Nature, shares: &Path) -> io::Result<()> {
     use Nature::*;
     let (mut from, mut to) = tokio::io::split(session);
-    let mut asker = Asker::new(nature);
     loop {
         let (stream, request) = read_call(&mut from).await?;
         let good = |answer: &[u8]| response(stream, answer);
@@ -208,13 +206,12 @@ async fn harm(session: impl AsyncRead + AsyncWrite, nature: Nature) -> io::Resul
             (SlowCreate, "CreateContainer" | "PutVolume") => {}
             (NeverReads, _) => return std::future::pending().await,
             (NeverAnswers, _) | (_, "WaitProcess") | (DeniesContainers, "DeleteContainer") => {}
-            (_, "ExchangeShares") => {
-                for (stream, answer) in asker.called(stream, &request.payload) {
-                    to.write_all(&response(stream, &answer)).await?;
+            (_, "MountShares") => {
+                if nature.wants_a_share() {
+                    asker::ask(shares.to_owned(), nature);
                 }
-                if asker.is_done() {
-                    return std::future::pending().await;
-                }
+                let mounted = wire::MountSharesResponse { mounted: true, ..Default::default() };
+                to.write_all(&good(&mounted.write_to_bytes()?)).await?;
             }
             (_, "ReadOutput") => {
                 let asked = wire::ReadOutputRequest::parse_from_bytes(&request.payload)?;

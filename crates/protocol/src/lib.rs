@@ -5,7 +5,7 @@
 //! | [`agent`] | daemon and the agent in a guest | ttrpc over a [`link`] |
 //! | [`boot`] | daemon and the agent, once | the guest kernel's command line |
 //! | [`mark`] | the doctor and an agent's file | a text in the file |
-//! | [`share`] | a guest's kernel and the process that serves its shares, agent and daemon between them | the agent's service, a unix socket |
+//! | [`share`] | a guest's kernel and the process that serves its shares | a disk, or vsock |
 //! | [`stage`] | daemon, its traces, the probes and the benches | names |
 //! | `admin`, `controller` (feature `host`) | CLI and daemon, containerd and daemon | gRPC over unix sockets |
 

@@ -161,7 +161,12 @@ static PROGRAM: LazyLock<Result<BpfProgram, String>> = LazyLock::new(|| {
 
 fn options() -> Result<Vec<SeccompRule>, BackendError> {
     let is = |argument, value: libc::c_int| {
-        SeccompCondition::new(argument, SeccompCmpArgLen::Dword, SeccompCmpOp::Eq, u64::from(value.unsigned_abs()))
+        SeccompCondition::new(
+            argument,
+            SeccompCmpArgLen::Dword,
+            SeccompCmpOp::Eq,
+            u64::from(value.unsigned_abs()),
+        )
     };
     let rule = |option| SeccompRule::new(vec![is(1, libc::SOL_SOCKET)?, is(2, option)?]);
     OPTIONS.into_iter().map(rule).collect()

@@ -127,7 +127,9 @@ impl Mailbox {
             let place = usize::try_from(request.offset).ok().map(|offset| (offset / SLOT, offset % SLOT));
             let slot = place.and_then(|(number, at)| Some((number, self.slots.get(number)?, at)));
             match (request.kind, slot) {
-                (Kind::Write, Some((_, slot, at))) if at + request.length <= REQUEST.next_multiple_of(SECTOR) => {
+                (Kind::Write, Some((_, slot, at)))
+                    if at + request.length <= REQUEST.next_multiple_of(SECTOR) =>
+                {
                     let errno = take(stream, &mut lock(slot), at, request.length)?;
                     line.send(&[&nbd::reply(request.cookie, errno)])?;
                 }

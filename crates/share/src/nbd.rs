@@ -50,9 +50,19 @@ pub fn negotiate(stream: &mut (impl Read + Write)) -> io::Result<bool> {
         match option {
             OPTION_GO | OPTION_INFO => {
                 let export = [&INFO_EXPORT.to_be_bytes()[..], &(SIZE as u64).to_be_bytes()];
-                option_reply(stream, option, REPLY_INFO, &[&export.concat()[..], &EXPORT_FLAGS.to_be_bytes()].concat())?;
+                option_reply(
+                    stream,
+                    option,
+                    REPLY_INFO,
+                    &[&export.concat()[..], &EXPORT_FLAGS.to_be_bytes()].concat(),
+                )?;
                 let sizes = [SECTOR, 4096, MAX_LENGTH].map(|size| (size as u32).to_be_bytes()).concat();
-                option_reply(stream, option, REPLY_INFO, &[&INFO_BLOCK_SIZE.to_be_bytes()[..], &sizes].concat())?;
+                option_reply(
+                    stream,
+                    option,
+                    REPLY_INFO,
+                    &[&INFO_BLOCK_SIZE.to_be_bytes()[..], &sizes].concat(),
+                )?;
                 option_reply(stream, option, REPLY_ACK, &[])?;
                 if option == OPTION_GO {
                     return Ok(true);

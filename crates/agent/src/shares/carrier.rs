@@ -95,7 +95,9 @@ fn carry(device: File, way: Way) {
     let slots: Vec<Slot> = match way {
         Way::Disk(disk) => {
             let disk = Arc::new(disk);
-            (0..SLOTS).map(|number| Slot::Disk { disk: Arc::clone(&disk), at: (number * SLOT) as u64 }).collect()
+            (0..SLOTS)
+                .map(|number| Slot::Disk { disk: Arc::clone(&disk), at: (number * SLOT) as u64 })
+                .collect()
         }
         Way::Streams(streams) => streams.into_iter().map(Slot::Stream).collect(),
     };

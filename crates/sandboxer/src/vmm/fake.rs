@@ -22,8 +22,8 @@ use sandboxer_protocol::{boot::BootParams, id::SandboxId, link::LinkKey};
 use tokio::{net::UnixStream, sync::watch};
 
 use super::{
-    AgentStream, DiskSpec, Frozen, Held, MEMORY, Machine, MachineExit, MachineRecord, ShareListener, ShareWay,
-    TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo, Written, socket,
+    AgentStream, DiskSpec, Frozen, Held, MEMORY, Machine, MachineExit, MachineRecord, ShareListener,
+    ShareWay, TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo, Written, socket,
 };
 
 /// What a guest is called with, once for each stream that the host opens.

@@ -78,9 +78,7 @@ impl Asker {
                 Nature::NeverTakesAnswers => {
                     self.send(opcode::READ, node, &reading(handle, MAX_DATA as u32)).await
                 }
-                _ => {
-                    self.exchange(opcode::READ, node, &reading(handle, MAX_DATA as u32)).await.map(drop)
-                }
+                _ => self.exchange(opcode::READ, node, &reading(handle, MAX_DATA as u32)).await.map(drop),
             };
             if done.is_err() {
                 return;

@@ -55,7 +55,9 @@ fn whole_megabytes_go_both_ways() {
 fn who_looks_at_the_disk_finds_nothing() {
     let server = Server::start_by("disk");
     let mut disk = server.disk();
-    for (offset, length) in [(0, 4096), (SIZE - 512, 512), (SLOT, 65536), (ANSWER + FIRST, 512), (ANSWER - 512, 8192)] {
+    for (offset, length) in
+        [(0, 4096), (SIZE - 512, 512), (SLOT, 65536), (ANSWER + FIRST, 512), (ANSWER - 512, 8192)]
+    {
         assert_eq!(disk.read(offset, length), vec![0; length], "{offset}");
     }
 }
@@ -70,7 +72,8 @@ fn an_answer_is_read_in_parts_in_any_order_and_the_request_is_carried_out_once()
     assert_eq!(disk.write(2 * SLOT, &padded), 0);
     assert!(!server.host().join("dir").exists(), "nobody has asked for the answer");
     let at = 2 * SLOT + ANSWER;
-    for (cookie, offset, length) in [(1, at + FIRST + 512, 1024), (2, at + FIRST, 512), (3, at + FIRST, 1536)] {
+    for (cookie, offset, length) in [(1, at + FIRST + 512, 1024), (2, at + FIRST, 512), (3, at + FIRST, 1536)]
+    {
         disk.ask(READ, cookie, offset, length, &[]);
     }
     let mut whole = Vec::new();
@@ -93,7 +96,12 @@ fn lease(file: &fs::File, kind: i32) {
     // SAFETY: both calls take numbers alone.
     unsafe {
         libc::signal(libc::SIGIO, libc::SIG_IGN);
-        assert_eq!(libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, kind), 0, "{}", std::io::Error::last_os_error());
+        assert_eq!(
+            libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, kind),
+            0,
+            "{}",
+            std::io::Error::last_os_error()
+        );
     }
 }
 
@@ -138,7 +146,9 @@ fn what_no_vmm_asks_is_refused_or_hung_up_on_and_little_is_kept_for_it() {
     let (server, mut kernel, share) = sharing();
     let looking = kernel.request(op::GETATTR, share, &words(&[0; 4]));
     let mut disk = next_disk(&server, kernel);
-    for (offset, length) in [(SIZE, 512), (ANSWER, 512), (SLOT - 512, 1024), (1 << 20, 512 + (64 << 10)), (usize::MAX >> 1, 512)] {
+    for (offset, length) in
+        [(SIZE, 512), (ANSWER, 512), (SLOT - 512, 1024), (1 << 20, 512 + (64 << 10)), (usize::MAX >> 1, 512)]
+    {
         disk.ask(WRITE, 1, offset, length, &vec![1; length]);
         assert_eq!(disk.answered(), (libc::EINVAL as u32, 1), "{offset}");
     }

@@ -34,7 +34,8 @@ impl Disk {
     }
 
     fn option(&mut self, option: u32, data: &[u8]) -> (u32, Vec<u8>) {
-        let head = [b"IHAVEOPT".as_slice(), &option.to_be_bytes(), &(data.len() as u32).to_be_bytes()].concat();
+        let head =
+            [b"IHAVEOPT".as_slice(), &option.to_be_bytes(), &(data.len() as u32).to_be_bytes()].concat();
         self.0.write_all(&[&head, data].concat()).unwrap();
         self.option_reply()
     }

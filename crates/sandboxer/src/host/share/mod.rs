@@ -133,7 +133,9 @@ pub enum ShareError {
     #[error(transparent)]
     Guest(#[from] GuestError),
     /// The guest's agent is that of an earlier daemon.
-    #[error("the guest of pod {0} runs an agent of an earlier version, which carries no requests: start the pod anew")]
+    #[error(
+        "the guest of pod {0} runs an agent of an earlier version, which carries no requests: start the pod anew"
+    )]
     EarlierAgent(SandboxId),
     /// The VMM doesn't lead the guest to it, or what was left of it can't be ended.
     #[error(transparent)]

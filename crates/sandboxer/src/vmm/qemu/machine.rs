@@ -19,7 +19,8 @@ use tokio::time::Instant;
 use super::command_line;
 use crate::vmm::{
     AgentStream, DiskSpec, MEMORY, Machine, MachineExit, MachineRecord, ShareListener, ShareWay, VmmError,
-    jail, process::Process,
+    jail,
+    process::Process,
     qmp::{Qmp, QmpError},
     run_dir::{Captures, Files, host},
     socket,

@@ -38,7 +38,7 @@ pub async fn connect(
 }
 
 /// A session over `stream`, on which both have greeted.
-pub(crate) fn speak_over(
+fn speak_over(
     pod: &SandboxId,
     stream: impl AsyncRead + AsyncWrite + Send + Sync + Unpin + 'static,
     timeout: Duration,

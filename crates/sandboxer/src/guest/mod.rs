@@ -9,6 +9,4 @@ mod timing;
 
 pub use client::{Agent, GuestError};
 pub use connect::connect;
-#[cfg(test)]
-pub(crate) use connect::speak_over;
 pub use pace::Pace;

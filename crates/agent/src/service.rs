@@ -476,8 +476,7 @@ impl Agent for Service {
     ) -> Answer<wire::MountSharesResponse> {
         if !request.ask {
             let shares = Arc::clone(&self.shares);
-            let serial = Some(request.disk).filter(|serial| !serial.is_empty());
-            detached(async move { shares.mount(serial.as_deref()).await }).await.map_err(refuse)?;
+            detached(async move { shares.mount(&request.disk, request.key).await }).await.map_err(refuse)?;
         }
         Ok(wire::MountSharesResponse { mounted: self.shares.are_mounted().await, ..Default::default() })
     }

@@ -11,7 +11,8 @@
 //!
 //! - **A disk** that the server serves to the VMM ([`disk`]). A block request moves a megabyte at once, straight between
 //!   the server's socket and the guest's memory; a virtio-serial port moves 4 KiB.
-//! - **Streams**, [`SLOTS`] of them, each carrying one request and then its answer.
+//! - **Streams**, [`SLOTS`] of them, each carrying one request and then its answer. Each begins with a key
+//!   ([`crate::link::LinkKey`]) that the agent has from the daemon: whatever runs in a guest can connect to its host.
 //!
 //! All integers are little-endian, as on the one architecture there is.
 

@@ -18,6 +18,7 @@ use hostile_agent::{FILE, Nature};
 use sandboxer::{
     container::{KILLED, Phase},
     error::{Code, PodError},
+    host::share,
     pod::{PodHandle, recover, state::PodState},
     vmm::fake::FakeVmm,
 };
@@ -33,6 +34,9 @@ const GOOD: usize = 10;
 /// What the daemon may grow by on account of one hostile guest, KiB. Measured together with the double, whose
 /// longest frame is 4 MiB and there twice.
 const GROWTH_KIB: u64 = 16 << 10;
+
+/// Most memory of what serves a hostile guest's files, KiB.
+const SERVER_KIB: u64 = 24 << 10;
 
 /// A node whose next machine's agent is of the nature that is set, then good ones again.
 struct HostileNode {
@@ -67,7 +71,12 @@ impl HostileNode {
 
 /// Most memory this process ever had since [`forget_peak`], KiB.
 fn peak_kib() -> u64 {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    peak_of("self")
+}
+
+/// The same of the process `pid`, since its start.
+fn peak_of(pid: &str) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
     line.trim().trim_end_matches(" kB").parse().unwrap()
 }
@@ -153,6 +162,12 @@ async fn whatever_a_guest_does_the_daemon_stays_small_and_other_pods_are_served(
         tokio::join!(provoked, served);
         let growth = peak_kib().saturating_sub(before);
         assert!(growth <= GROWTH_KIB, "{nature:?}: the daemon grew by {growth} KiB");
+        if nature.wants_a_share() {
+            // It was not worn down, either.
+            let server = share::server_of(&node.test.node.run_dir(hostile.id())).expect("it serves on");
+            let peak = peak_of(&server.to_string());
+            assert!(peak <= SERVER_KIB, "{nature:?}: what serves its files grew to {peak} KiB");
+        }
 
         // Its own pod at most: the others are as they were, and it can be stopped and removed like any.
         for pod in &good {

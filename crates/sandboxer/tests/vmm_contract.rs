@@ -17,7 +17,7 @@ use crate::test_guest::{
     Guest, Pod,
     contract::{
         a_tap_is_held_as_long_as_the_machine_runs, copies_of_a_frozen_machine_are_machines, frozen,
-        is_jailed, keeps_the_contract,
+        is_jailed, keeps_the_contract, requests_for_files_have_a_link_of_their_own,
     },
     serve_in_memory,
 };
@@ -30,6 +30,7 @@ async fn the_double_keeps_the_contract() {
     let vmm = FakeVmm::new(serve_in_memory);
     keeps_the_contract(&vmm, Pod::spec).await;
     copies_of_a_frozen_machine_are_machines(&vmm, Pod::spec).await;
+    requests_for_files_have_a_link_of_their_own(&vmm, Pod::spec).await;
     a_tap_is_held_as_long_as_the_machine_runs(&vmm, Pod::spec, async |_| ()).await;
 }
 
@@ -42,6 +43,11 @@ async fn qemu_keeps_the_contract() {
         assert_eq!(guest.ask("nic").await, "02:73:62:78:00:00");
     })
     .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_guest_asks_for_files_by_a_link_that_outlives_the_daemon() {
+    requests_for_files_have_a_link_of_their_own(&test_guest::qemu().await, Pod::spec).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -7,7 +7,8 @@
 //! ```
 //!
 //! A read whose answer takes long is told so ([`LATER`]) and comes again: a VMM waits for all its disks' requests
-//! when it pauses or gets another disk, and one volume that hangs must not hold it up.
+//! when it pauses or gets another disk, and one volume that hangs must not hold it up. A VMM may split a read: if any part
+//! of one was put off, the part with the state says so.
 //!
 //! What a guest can have held here is two messages for each of [`SLOTS`] slots.
 
@@ -55,6 +56,8 @@ struct Slot {
     /// As long as an answer can be, once there was one.
     answer: Vec<u8>,
     waiting: Vec<Waiting>,
+    /// A part of an answer was put off, and not the one that says so: the whole is to be read again.
+    torn: bool,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -83,6 +86,13 @@ struct Part {
     cookie: u64,
     offset: usize,
     length: usize,
+}
+
+impl Part {
+    /// Whether it is what says if the answer is there.
+    fn has_state(&self) -> bool {
+        (self.offset..self.offset + self.length).contains(&STATE)
+    }
 }
 
 /// To the VMM. Held while a message is sent: two halves of two messages would make neither.
@@ -153,6 +163,9 @@ impl Mailbox {
 
     /// A read of an answer: sent if it is there, else it waits for it; the first has it made.
     fn read(&self, number: usize, slot: &mut Slot, part: Part, line: &Arc<Line>) -> io::Result<()> {
+        if part.has_state() && std::mem::take(&mut slot.torn) {
+            return line.send_later(part);
+        }
         match slot.phase {
             Phase::Unused => return line.send_zeroes(part.cookie, part.length),
             Phase::Answered => return line.send_part(&mut slot.answer, part),
@@ -175,6 +188,7 @@ impl Mailbox {
         for slot in &self.slots {
             let mut slot = lock(slot);
             if slot.waiting.iter().any(|waiting| waiting.since.elapsed() >= PATIENCE) {
+                slot.torn = !slot.waiting.iter().any(|waiting| waiting.part.has_state());
                 for Waiting { line, part, .. } in slot.waiting.drain(..) {
                     line.send_later(part)?;
                 }
@@ -234,7 +248,13 @@ impl Mailbox {
 
 impl Slot {
     const fn new() -> Self {
-        Self { phase: Phase::Unused, request: Vec::new(), answer: Vec::new(), waiting: Vec::new() }
+        Self {
+            phase: Phase::Unused,
+            request: Vec::new(),
+            answer: Vec::new(),
+            waiting: Vec::new(),
+            torn: false,
+        }
     }
 }
 
@@ -277,7 +297,7 @@ fn take(stream: &mut UnixStream, slot: &mut Slot, at: usize, length: usize) -> i
         discard(stream, length)?;
         return Ok(libc::EIO);
     }
-    slot.phase = Phase::Asked;
+    (slot.phase, slot.torn) = (Phase::Asked, false);
     if slot.request.len() < at + length {
         slot.request.resize(at + length, 0);
     }

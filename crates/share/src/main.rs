@@ -6,8 +6,8 @@
 //! ```
 //!
 //! `sandboxer-share LISTENER RUN_DIR FILES WAY`: an inherited descriptor that listens where the guest's requests come
-//! out, a directory that is there to mount on, how many files may be open, and by which way requests come: "disk" or
-//! "streams". Prints its process id when it serves. The daemon has no part in it from then on.
+//! out, a directory that is there to mount on, how many files may be open, and by which way requests come: `disk`, or
+//! `streams:` and the key's hex digits, which is no secret on the host. Prints its process id when it serves. The daemon has no part in it from then on.
 
 use std::{
     fs::{self, File},
@@ -42,9 +42,9 @@ fn main() -> ExitCode {
 fn run() -> anyhow::Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [listener, run_dir, files, way] = arguments.as_slice() else {
-        anyhow::bail!("usage: sandboxer-share LISTENER RUN_DIR FILES disk|streams");
+        anyhow::bail!("usage: sandboxer-share LISTENER RUN_DIR FILES disk|streams:KEY");
     };
-    let way = serve::Way::named(way).context("WAY is neither \"disk\" nor \"streams\"")?;
+    let way = serve::Way::named(way).context("WAY is neither \"disk\" nor \"streams:\" and a key")?;
     let listener: RawFd = listener.parse().context("LISTENER is no descriptor")?;
     let most_files = files.parse().context("FILES is no number")?;
     ensure!(fs::metadata(format!("/proc/self/fd/{listener}")).is_ok(), "descriptor {listener} is not open");

@@ -1,11 +1,16 @@
 //! Requests of one guest, by whichever way they come, served by a few threads.
 
-use std::{fs::File, os::unix::net::UnixListener, sync::Arc, thread};
+use std::{
+    fs::File,
+    os::unix::net::{UnixListener, UnixStream},
+    sync::Arc,
+    thread,
+};
 
 use anyhow::Context;
-use sandboxer_protocol::share::SLOTS;
+use sandboxer_protocol::{link::LinkKey, share::SLOTS};
 
-use crate::{confine, disk::Mailbox, files::Files, jail::Entered, stream};
+use crate::{confine, disk::Mailbox, files::Files, jail::Entered, stream::Streams};
 
 /// Requests that are carried out at a time: while some wait for a slow disk, others are served. A guest has no more
 /// under way.
@@ -14,21 +19,44 @@ const THREADS: usize = SLOTS;
 const STACK: usize = 256 << 10;
 
 /// By which way requests come.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Way {
     /// A VMM that connects has a disk of this program's.
     Disk,
-    /// Each connection is a stream of requests.
-    Streams,
+    /// Each connection is a stream of requests, behind this key.
+    Streams(LinkKey),
 }
 
 impl Way {
-    /// The one of this name.
+    /// The one of this name: `disk`, or `streams:` and the key's hex digits.
     pub fn named(name: &str) -> Option<Self> {
-        match name {
-            "disk" => Some(Self::Disk),
-            "streams" => Some(Self::Streams),
+        match name.split_once(':') {
+            None if name == "disk" => Some(Self::Disk),
+            Some(("streams", key)) => LinkKey::from_hex(key).map(Self::Streams),
             _ => None,
+        }
+    }
+}
+
+/// Who takes connections, and whose workers carry out what comes by them.
+enum Line {
+    Disk(Mailbox),
+    Streams(Streams),
+}
+
+impl Line {
+    fn work(&self) {
+        match self {
+            Self::Disk(mailbox) => mailbox.work(),
+            Self::Streams(streams) => streams.work(),
+        }
+    }
+
+    fn take(&self, connection: UnixStream) {
+        match self {
+            // However it ends, the next one may be as it should.
+            Self::Disk(mailbox) => drop(mailbox.serve(connection)),
+            Self::Streams(streams) => streams.take(connection),
         }
     }
 }
@@ -37,26 +65,23 @@ impl Way {
 pub fn serve(listener: UnixListener, way: Way, nowhere: File, entered: Entered) -> anyhow::Result<()> {
     let quiet = nowhere.try_clone().context("cannot duplicate a descriptor")?;
     let files = Arc::new(Files::open(nowhere)?);
-    let listener = Arc::new(listener);
-    let mailbox = Arc::new(Mailbox::new(Arc::clone(&files)));
+    let line = Arc::new(match way {
+        Way::Disk => Line::Disk(Mailbox::new(files)),
+        Way::Streams(key) => Line::Streams(Streams::new(files, key)),
+    });
     let (restricted, all_restricted) = std::sync::mpsc::sync_channel(THREADS);
-    let mut threads = Vec::new();
     for _ in 0..THREADS {
-        let (listener, files, mailbox) = (Arc::clone(&listener), Arc::clone(&files), Arc::clone(&mailbox));
-        let restricted = restricted.clone();
+        let (line, restricted) = (Arc::clone(&line), restricted.clone());
         let work = move || {
             let done = confine::restrict_calls();
             let may_serve = done.is_ok();
             // Whoever waits for it learns of a failure by what is sent.
             let _ = restricted.send(done);
-            match way {
-                Way::Disk if may_serve => mailbox.work(),
-                Way::Streams if may_serve => stream::serve(&listener, &files)?,
-                _ => {}
+            if may_serve {
+                line.work();
             }
-            Ok::<_, std::io::Error>(())
         };
-        threads.push(thread::Builder::new().stack_size(STACK).spawn(work).context("cannot start a thread")?);
+        thread::Builder::new().stack_size(STACK).spawn(work).context("cannot start a thread")?;
     }
     for _ in 0..THREADS {
         all_restricted.recv().context("a thread ended")??;
@@ -67,17 +92,8 @@ pub fn serve(listener: UnixListener, way: Way, nowhere: File, entered: Entered) 
     rustix::stdio::dup2_stdout(&quiet)?;
     rustix::stdio::dup2_stderr(&quiet)?;
     confine::restrict_calls()?;
-    match way {
-        Way::Disk => loop {
-            let (stream, _) = listener.accept().context("cannot accept a VMM")?;
-            // However it ends, the next one may be as it should.
-            let _ = mailbox.serve(stream);
-        },
-        Way::Streams => {
-            for thread in threads {
-                thread.join().map_err(|_| anyhow::anyhow!("a thread panicked"))??;
-            }
-            Ok(())
-        }
+    loop {
+        let (connection, _) = listener.accept().context("cannot accept a connection")?;
+        line.take(connection);
     }
 }

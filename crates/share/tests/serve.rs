@@ -20,5 +20,7 @@ mod kernel_double;
 mod server;
 #[path = "serve/squash.rs"]
 mod squash;
+#[path = "serve/streams.rs"]
+mod streams;
 #[path = "serve/vmm_double.rs"]
 mod vmm_double;

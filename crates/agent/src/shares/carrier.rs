@@ -42,8 +42,8 @@ const HOST: u32 = 2;
 pub enum Way {
     /// A disk with a part for each slot.
     Disk(File),
-    /// A stream for each slot.
-    Streams(Vec<File>),
+    /// A stream for each slot, and with what each begins.
+    Streams(Vec<File>, Vec<u8>),
 }
 
 impl Way {
@@ -54,14 +54,14 @@ impl Way {
         File::options().read(true).write(true).custom_flags(flags).open(path).map(Self::Disk)
     }
 
-    /// So many streams.
-    pub fn streams(count: usize) -> io::Result<Self> {
+    /// So many streams, each of which will begin with `key`.
+    pub fn streams(count: usize, key: Vec<u8>) -> io::Result<Self> {
         let stream = |_| {
             let stream = socket(AddressFamily::Vsock, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
             connect(stream.as_raw_fd(), &VsockAddr::new(HOST, VSOCK_PORT))?;
             Ok(File::from(stream))
         };
-        (0..count).map(stream).collect::<io::Result<_>>().map(Self::Streams)
+        Ok(Self::Streams((0..count).map(stream).collect::<io::Result<_>>()?, key))
     }
 }
 
@@ -89,7 +89,7 @@ fn carry(device: File, way: Way) {
     let mut kept = vec![device.as_raw_fd()];
     match &way {
         Way::Disk(disk) => kept.push(disk.as_raw_fd()),
-        Way::Streams(streams) => kept.extend(streams.iter().map(AsRawFd::as_raw_fd)),
+        Way::Streams(streams, _) => kept.extend(streams.iter().map(AsRawFd::as_raw_fd)),
     }
     close_all_but(kept);
     let slots: Vec<Slot> = match way {
@@ -99,7 +99,14 @@ fn carry(device: File, way: Way) {
                 .map(|number| Slot::Disk { disk: Arc::clone(&disk), at: (number * SLOT) as u64 })
                 .collect()
         }
-        Way::Streams(streams) => streams.into_iter().map(Slot::Stream).collect(),
+        Way::Streams(streams, key) => {
+            let begun = |mut stream: File| {
+                // One that is broken answers no request, either.
+                let _ = stream.write_all(&key);
+                Slot::Stream(stream)
+            };
+            streams.into_iter().map(begun).collect()
+        }
     };
     let device = Arc::new(device);
     let mut threads = Vec::new();

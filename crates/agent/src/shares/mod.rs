@@ -48,20 +48,20 @@ impl Shares {
         self.carrier.lock().await.is_some()
     }
 
-    /// Mounts them, once. Requests go by the disk of this serial, or by streams.
-    pub async fn mount(&self, serial: Option<&str>) -> Result<(), Failure> {
+    /// Mounts them, once. Requests go by the disk of this serial, or if it is empty by streams, which begin with `key`.
+    pub async fn mount(&self, serial: &str, key: Vec<u8>) -> Result<(), Failure> {
         let mut carrier = self.carrier.lock().await;
         if carrier.is_some() {
             return Ok(());
         }
         deputy::start().map_err(internal("failed to start the process that reads pipes"))?;
         let way = match serial {
-            Some(serial) => {
+            "" => Way::streams(SLOTS, key)
+                .map_err(internal(format!("failed to connect to the host's vsock port {VSOCK_PORT}")))?,
+            serial => {
                 let path = disk::find(serial).await?;
                 Way::disk(&path).map_err(internal(format!("failed to open {path:?}")))?
             }
-            None => Way::streams(SLOTS)
-                .map_err(internal(format!("failed to connect to the host's vsock port {VSOCK_PORT}")))?,
         };
         let device = OpenOptions::new()
             .read(true)

@@ -8,7 +8,7 @@ use std::{
 use sandboxer_protocol::{
     agent::{self as wire, AgentClient},
     id::{ContainerId, ExecId, SandboxId},
-    link::LinkError,
+    link::{LinkError, LinkKey},
 };
 use tokio::sync::watch;
 use ttrpc::context::{Context, with_duration};
@@ -477,11 +477,11 @@ impl Agent {
         call!(self, mount_shares, self.short(), request).map(|answer| answer.mounted)
     }
 
-    /// Mounts the shares in the guest, whose requests go by the disk of this serial, or by streams. False: this agent is
-    /// of another time and doesn't carry them.
-    pub async fn mount_shares(&self, disk: Option<&str>) -> Result<bool, GuestError> {
-        let disk = disk.unwrap_or_default().to_owned();
-        let request = wire::MountSharesRequest { disk, ..Default::default() };
+    /// Mounts the shares in the guest, whose requests go by the disk of this serial, or if it is empty by streams, which
+    /// begin with `key`. False: this agent is of another time and doesn't carry them.
+    pub async fn mount_shares(&self, disk: &str, key: Option<&LinkKey>) -> Result<bool, GuestError> {
+        let key = key.map(|key| key.as_bytes().to_vec()).unwrap_or_default();
+        let request = wire::MountSharesRequest { disk: disk.to_owned(), key, ..Default::default() };
         call!(self, mount_shares, self.short(), request).map(|answer| answer.mounted)
     }
 

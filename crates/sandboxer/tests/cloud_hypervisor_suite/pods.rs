@@ -2,6 +2,10 @@
 
 use std::{
     fs,
+    io::{self, Read, Write},
+    os::unix::net::UnixListener,
+    sync::mpsc,
+    thread,
     time::{Duration, Instant},
 };
 
@@ -10,14 +14,18 @@ use libtest_mimic::Trial;
 use sandboxer::{
     config::VmConfig,
     guest,
-    vmm::{MEMORY, Machine, VmSpec, Vmm, cloud_hypervisor::CloudHypervisor},
+    vmm::{MEMORY, Machine, ShareWay, VmSpec, Vmm, cloud_hypervisor::CloudHypervisor},
 };
-use sandboxer_protocol::agent::ConfigurePodRequest;
+use sandboxer_protocol::{
+    agent::ConfigurePodRequest,
+    link::LinkKey,
+    share::{Head, REQUEST_HEAD, SLOTS, opcode, u32_at},
+};
 
 use super::{Case, LONG, Outcome, Subject, kvm_unusable, skipped, trial};
 use crate::{
     listed,
-    test_guest::{Pod, contract::sealed, guest_image, vm_config},
+    test_guest::{Pod, contract::sealed, guest_image, share_server::KEY, vm_config},
 };
 
 pub fn trials() -> Vec<Trial> {
@@ -26,6 +34,7 @@ pub fn trials() -> Vec<Trial> {
         the_agent_is_greeted_anew_by_the_next_daemon,
         a_disk_is_let_go_of,
         a_copy_of_a_frozen_machine_answers_its_agent,
+        a_guest_asks_for_files_by_streams_that_the_daemon_has_no_part_in,
     ];
     let ready = match (Subject::real(), kvm_unusable()) {
         (_, Some(why)) => Err(why.to_owned()),
@@ -128,6 +137,47 @@ async fn a_copy_of_a_frozen_machine_answers_its_agent(subject: Subject) -> Resul
         copy.kill().await?;
     }
     Ok(Outcome::Done)
+}
+
+async fn a_guest_asks_for_files_by_streams_that_the_daemon_has_no_part_in(
+    subject: Subject,
+) -> Result<Outcome> {
+    let guest = Guest::of(&subject).await?;
+    let machine = guest.vmm.boot(&guest.spec).await?;
+    let agent = guest.greet(machine.as_ref()).await?;
+    let listener = machine.listen_for_shares()?;
+    ensure!(listener.way == ShareWay::Streams, "{listener:?}");
+    machine.connect_shares().await?;
+    ensure!(agent.mount_shares("", Some(&KEY)).await?, "the agent carries no requests");
+    drop(agent);
+    let serve = tokio::task::spawn_blocking(move || answer_one(&UnixListener::from(listener.socket)));
+    let asked = tokio::time::timeout(LONG, serve).await.context("the guest asks for nothing")???;
+    ensure!(asked == opcode::INIT, "the first request is of kind {asked}");
+    machine.kill().await?;
+    Ok(Outcome::Done)
+}
+
+/// Takes all streams, which begin with the key; the kind of the first request that comes by one of them, which fails.
+fn answer_one(listener: &UnixListener) -> io::Result<u32> {
+    let (sender, receiver) = mpsc::channel();
+    for _ in 0..SLOTS {
+        let (mut stream, _) = listener.accept()?;
+        let sender = sender.clone();
+        thread::spawn(move || {
+            let mut begun = [0; LinkKey::LEN + REQUEST_HEAD];
+            let heard = stream.read_exact(&mut begun[..LinkKey::LEN]).and_then(|()| {
+                // The test fails by what is heard then.
+                assert_eq!(begun[..LinkKey::LEN], KEY.as_bytes()[..], "another key");
+                stream.read_exact(&mut begun[LinkKey::LEN..])
+            });
+            let request = &begun[LinkKey::LEN..];
+            let kind = u32_at(request, 4).unwrap_or_default();
+            let head = Head { opcode: kind, unique: u64::from(u32_at(request, 8).unwrap_or_default()) };
+            let _ =
+                sender.send(heard.and_then(|()| stream.write_all(&head.failed(libc::ENOSYS))).map(|()| kind));
+        });
+    }
+    receiver.recv().map_err(io::Error::other)?
 }
 
 async fn a_disk_is_let_go_of(subject: Subject) -> Result<Outcome> {

@@ -17,13 +17,13 @@ const ROOT: u64 = 1;
 /// The share comes a little after the first request.
 const SOON: Duration = Duration::from_millis(5);
 
-/// Asks by as many streams as there may be, and by some more, until the server is gone.
-pub fn ask(shares: PathBuf, nature: Nature) {
+/// Asks by as many streams as there may be, and by some more, until the server is gone. Each begins with `key`.
+pub fn ask(shares: PathBuf, key: Vec<u8>, nature: Nature) {
     tokio::spawn(async move {
-        let Ok(mut first) = Asker::connect(&shares).await else { return };
+        let Ok(mut first) = Asker::connect(&shares, &key).await else { return };
         let Ok(found) = first.find().await else { return };
         for _ in 1..2 * SLOTS {
-            if let Ok(other) = Asker::connect(&shares).await {
+            if let Ok(other) = Asker::connect(&shares, &key).await {
                 tokio::spawn(other.harm(nature, found));
             }
         }
@@ -45,8 +45,10 @@ struct Asker {
 }
 
 impl Asker {
-    async fn connect(shares: &PathBuf) -> io::Result<Self> {
-        Ok(Self { stream: UnixStream::connect(shares).await?, unique: 2 })
+    async fn connect(shares: &PathBuf, key: &[u8]) -> io::Result<Self> {
+        let mut stream = UnixStream::connect(shares).await?;
+        stream.write_all(key).await?;
+        Ok(Self { stream, unique: 2 })
     }
 
     /// Opens the file of the one share that there is.

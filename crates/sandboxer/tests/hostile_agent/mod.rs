@@ -208,7 +208,8 @@ async fn harm(session: impl AsyncRead + AsyncWrite, nature: Nature, shares: &Pat
             (NeverAnswers, _) | (_, "WaitProcess") | (DeniesContainers, "DeleteContainer") => {}
             (_, "MountShares") => {
                 if nature.wants_a_share() {
-                    asker::ask(shares.to_owned(), nature);
+                    let asked = wire::MountSharesRequest::parse_from_bytes(&request.payload)?;
+                    asker::ask(shares.to_owned(), asked.key, nature);
                 }
                 let mounted = wire::MountSharesResponse { mounted: true, ..Default::default() };
                 to.write_all(&good(&mounted.write_to_bytes()?)).await?;

@@ -22,7 +22,7 @@ use tokio::{
     time::timeout,
 };
 
-use super::{Guest, Pod};
+use super::{Guest, Pod, share_server::ShareServer};
 
 /// Far beyond anything these tests wait for on a busy machine.
 const LONG: Duration = Duration::from_secs(90);
@@ -105,6 +105,30 @@ async fn disks_come_and_go(machine: &dyn Machine, guest: &mut Guest, first: &Dis
     assert_eq!(guest.ask("await second").await, "disk second ro=0 starts with second");
     machine.detach_disk("second").await.unwrap();
     assert_eq!(guest.ask("await-gone second").await, "gone second");
+}
+
+/// What a guest asks for files gets to who serves them, and the answers back, by a link that the daemon has no part in.
+pub async fn requests_for_files_have_a_link_of_their_own(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec) {
+    // State: there it is. Head: 80 bytes, no error, of request 7.
+    const ANSWER: &str = "0100000050000000000000000700000000000000";
+    let pod = Pod::new("shares");
+    let machine = vmm.boot(&spec(&pod)).await.expect("it boots");
+    let mut guest = Guest::of(&*machine).await;
+    let _server = ShareServer::start(&pod, machine.listen_for_shares().expect("it listens for shares"));
+    machine.connect_shares().await.expect("the guest gets its end");
+    assert_eq!(guest.ask("ask-for-files").await, ANSWER);
+    let record = machine.record();
+    drop((machine, guest));
+    let machine = vmm.adopt(&record).await.unwrap().expect("the machine outlived its handle");
+    let mut guest = Guest::of(&*machine).await;
+    assert_eq!(guest.ask("ask-for-files").await, ANSWER, "the link ended with the daemon");
+    // By a daemon that knows not how far the last one came.
+    machine.connect_shares().await.expect("it is begun anew");
+    assert_eq!(guest.ask("ask-for-files").await, ANSWER);
+    machine.pause().await.expect("it holds up nothing");
+    machine.resume().await.unwrap();
+    assert_eq!(guest.ask("ask-for-files").await, ANSWER);
+    machine.kill().await.unwrap();
 }
 
 async fn the_last_stream_wins(machine: &dyn Machine, guest: Guest) {

@@ -37,6 +37,14 @@ while :; do
             while find_disk "$argument" >/dev/null; do usleep 10000; done
             echo "gone $argument" >&3
             ;;
+        ask-for-files)
+            # What a kernel begins with (FUSE_INIT), in the first slot; of the answer, its state and its head.
+            until disk=$(find_disk shares) && [ -b "/dev/$disk" ]; do usleep 10000; done
+            printf '\150\0\0\0\032\0\0\0\7\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\0\7\0\0\0\044' |
+                dd of="/dev/$disk" bs=512 conv=sync,fsync 2>/dev/null
+            blockdev --flushbufs "/dev/$disk"
+            echo "$(dd if="/dev/$disk" bs=512 skip=4103 count=1 2>/dev/null | tail -c 20 | od -An -v -tx1 | tr -d ' \n')" >&3
+            ;;
         power-off)
             echo "guest says goodbye" >/dev/console
             poweroff -f

@@ -5,6 +5,7 @@
 
 pub mod contract;
 mod halting_kernel;
+pub mod share_server;
 
 use std::{
     env, fs,
@@ -21,7 +22,8 @@ use sandboxer::{
 use sandboxer_protocol::{boot::BootParams, link::LinkKey};
 use tempfile::TempDir;
 use tokio::{
-    io::{AsyncBufReadExt, AsyncWriteExt, BufReader},
+    io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader},
+    net::UnixStream,
     time::timeout,
 };
 
@@ -30,7 +32,7 @@ const LONG: Duration = Duration::from_secs(90);
 /// The double's guest: the same answers as `init.sh`.
 pub fn serve_in_memory(guest: FakeGuest) {
     tokio::spawn(async move {
-        let FakeGuest { stream, mut disks, power, .. } = guest;
+        let FakeGuest { stream, mut disks, shares, power, .. } = guest;
         let (read, mut write) = stream.into_split();
         let mut lines = BufReader::new(read).lines();
         while let Ok(Some(line)) = lines.next_line().await {
@@ -49,6 +51,7 @@ pub fn serve_in_memory(guest: FakeGuest) {
                     disks.wait_for(|disks| !disks.iter().any(|disk| named(&disk))).await.unwrap();
                     format!("gone {argument}")
                 }
+                "ask-for-files" => ask_for_files(&shares).await,
                 "power-off" => return power.off(&["guest says goodbye"]),
                 other => panic!("unknown command {other}"),
             };
@@ -57,6 +60,21 @@ pub fn serve_in_memory(guest: FakeGuest) {
             }
         }
     });
+}
+
+/// What a guest's kernel begins with (`FUSE_INIT`), and the answer's head behind a state as a disk has it.
+async fn ask_for_files(shares: &Path) -> String {
+    let mut stream = UnixStream::connect(shares).await.unwrap();
+    let mut request = [104, 26, 7, 0].map(u32::to_le_bytes).concat();
+    request.extend([0; 24]);
+    request.extend([7, 36].map(u32::to_le_bytes).concat());
+    request.resize(104, 0);
+    stream.write_all(share_server::KEY.as_bytes()).await.unwrap();
+    stream.write_all(&request).await.unwrap();
+    let mut head = [0; 16];
+    stream.read_exact(&mut head).await.unwrap();
+    let bytes = [&[1, 0, 0, 0][..], &head].concat();
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// A conversation with a test guest.

@@ -142,6 +142,28 @@ fn an_answer_that_takes_long_is_put_off_and_other_slots_are_served() {
 }
 
 #[test]
+fn an_answer_of_which_a_part_was_put_off_is_read_again_as_a_whole() {
+    let (server, mut kernel, share) = sharing();
+    let path = server.host().join("leased");
+    fs::write(&path, "").unwrap();
+    let leased = fs::File::open(&path).unwrap();
+    lease(&leased, libc::F_RDLCK);
+    let node = kernel.lookup(share, "leased").unwrap().node;
+    let mut opening = kernel.request(op::OPEN, node, &words(&[O_RDWR as u32, 0]));
+    let mut disk = next_disk(&server, kernel);
+    opening.resize(512, 0);
+    assert_eq!(disk.write(SLOT, &opening), 0);
+    // The second part is put off before the first is even asked for, which finds the answer there.
+    assert!(disk.read(SLOT + ANSWER + FIRST + 512, 4096).iter().all(|byte| *byte == 0));
+    lease(&leased, libc::F_UNLCK);
+    disk.ask(READ, 1, SLOT + ANSWER + FIRST + 512, 4096, &[]);
+    assert_eq!(disk.answered(), (0, 1));
+    disk.data(4096);
+    assert_eq!(state(&disk.read(SLOT + ANSWER + FIRST, 512)), LATER);
+    assert_eq!(state(&disk.read(SLOT + ANSWER + FIRST, 4608)), DONE);
+}
+
+#[test]
 fn what_no_vmm_asks_is_refused_or_hung_up_on_and_little_is_kept_for_it() {
     let (server, mut kernel, share) = sharing();
     let looking = kernel.request(op::GETATTR, share, &words(&[0; 4]));

@@ -2,7 +2,7 @@
 
 use std::{
     fs,
-    io::Read,
+    io::{Read, Write},
     os::{
         fd::{AsFd, AsRawFd, OwnedFd},
         unix::{
@@ -17,10 +17,14 @@ use std::{
 use rustix::process::{
     Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, pidfd_open, pidfd_send_signal, waitid,
 };
+use sandboxer_protocol::link::LinkKey;
 use sandboxer_share::attach::{Access, AttachError, Source, attach};
 use tempfile::TempDir;
 
 use crate::{kernel_double::Kernel, vmm_double::Disk};
+
+/// With what streams begin.
+pub const KEY: LinkKey = LinkKey::from_bytes([7; LinkKey::LEN]);
 
 /// The program. Dropping it ends it.
 pub struct Server {
@@ -32,7 +36,7 @@ pub struct Server {
 impl Server {
     /// Starts it, without a share, for streams.
     pub fn start() -> Self {
-        Self::start_by("streams")
+        Self::start_by(&format!("streams:{}", KEY.to_hex()))
     }
 
     /// The same, by this way.
@@ -88,7 +92,9 @@ impl Server {
 
     /// A kernel with a stream of its own.
     pub fn connect(&self) -> Kernel {
-        Kernel::over(self.connect_raw())
+        let mut stream = self.connect_raw();
+        stream.write_all(KEY.as_bytes()).unwrap();
+        Kernel::over(stream)
     }
 
     /// A VMM with the server's disk.

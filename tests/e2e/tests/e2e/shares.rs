@@ -20,7 +20,7 @@ crate::cases![
         what_is_not_there;
     Vm: copied_from_the_input;
     VmAlone: one_process_for_a_pod_and_none_without_shares, a_server_that_ends_takes_the_shares_and_not_the_pod,
-        killed_during_io
+        killed_during_io, read_on_while_the_worker_is_dead
 ];
 
 /// `config` with `source` at `/data`.
@@ -152,17 +152,20 @@ async fn renamed_and_removed_while_open(case: Case) -> Result<()> {
 
 async fn large_file(case: Case) -> Result<()> {
     let host = host()?;
-    let made = Command::new("dd")
-        .args(["if=/dev/urandom", "bs=1M", "count=64", "status=none"])
-        .arg(format!("of={}", host.path().join("large").display()))
-        .status()?;
-    ensure!(made.success(), "{made}");
-    let expected = sum(&host.path().join("large"))?;
+    let expected = random(&host.path().join("large"), 64)?;
     let container = case.pod().await?.start(with(idle("c"), host.path(), false)).await?;
     let seen = container.sh("cp /data/large /data/copy && sha256sum </data/copy").await?;
     ensure!(seen.starts_with(&expected), "{seen}");
     ensure!(sum(&host.path().join("copy"))? == expected);
     Ok(())
+}
+
+/// A file of so many MiB at `path`; its sha256sum.
+fn random(path: &Path, mib: u32) -> Result<String> {
+    let (count, to) = (format!("count={mib}"), format!("of={}", path.display()));
+    let made = Command::new("dd").args(["if=/dev/urandom", "bs=1M", "status=none", &count, &to]).status()?;
+    ensure!(made.success(), "{made}");
+    sum(path)
 }
 
 /// `cat` has the kernel copy from the share into the pipe of its output, which is locked meanwhile.
@@ -368,5 +371,43 @@ async fn killed_during_io(case: Case) -> Result<()> {
     ensure!(numbers == (1..=numbers.len()).collect::<Vec<_>>(), "lines are lost or doubled: {numbers:?}");
     case.cri.stop_pod(&pod.id).await?;
     ensure!(case.stack.processes("sandboxer-share")?.is_empty(), "it outlived its pod");
+    Ok(())
+}
+
+/// A guest's files have no part of the daemon on their way. While its front stands still, nobody starts the next worker.
+async fn read_on_while_the_worker_is_dead(case: Case) -> Result<()> {
+    let host = host()?;
+    let expected = random(&host.path().join("large"), 16)?;
+    // Each time the file is opened its contents are asked for anew.
+    let script = "while sleep 0.1; do sha256sum </data/large >>/data/sums; done";
+    let pod = case.pod().await?;
+    let container = pod.start(with(shell("c", script), host.path(), false)).await?;
+    let sums = || std::fs::read_to_string(host.path().join("sums")).unwrap_or_default();
+    let more_than = async |count: usize| {
+        eventually("sums of the file", PATIENCE, || async {
+            Ok((sums().lines().count() > count).then_some(()))
+        })
+        .await
+    };
+    more_than(1).await?;
+    let (front, worker) = (case.stack.pid("sandboxer")?, case.stack.worker()?);
+    kill(front, Signal::SIGSTOP)?;
+    let without = async {
+        kill(worker, Signal::SIGKILL)?;
+        eventually("end of the worker", PATIENCE, || async {
+            // Nobody has taken note of it: it is a zombie.
+            let stat = std::fs::read_to_string(format!("/proc/{worker}/stat")).unwrap_or_default();
+            Ok((stat.is_empty() || stat.contains(") Z ")).then_some(()))
+        })
+        .await?;
+        // One may have been under way.
+        more_than(sums().lines().count() + 2).await
+    };
+    let without = without.await;
+    kill(front, Signal::SIGCONT)?;
+    without?;
+    ensure!(container.sh("sha256sum </data/large").await?.starts_with(&expected));
+    ensure!(case.stack.worker()? != worker, "the worker was not killed");
+    ensure!(sums().lines().all(|sum| sum.starts_with(&expected)), "{expected}, and seen: {}", sums());
     Ok(())
 }

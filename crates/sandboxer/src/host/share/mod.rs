@@ -19,6 +19,7 @@ use std::{
 
 use sandboxer_protocol::{
     id::SandboxId,
+    link::LinkKey,
     share::{DISK_SERIAL, GUEST_DIR},
 };
 use sandboxer_share::attach::{Access, AttachError};
@@ -80,6 +81,9 @@ pub struct ShareRecord {
     /// By which way the guest's requests come to it. Records of an earlier daemon's have none.
     #[serde(default)]
     pub way: Option<ShareWay>,
+    /// With what each of the guest's streams begins, if they come by streams.
+    #[serde(default)]
+    pub key: Option<LinkKey>,
 }
 
 /// The process that serves the shares of the pod with this run directory, if one runs.
@@ -223,10 +227,9 @@ impl Shares {
     async fn start(&self, machine: &dyn Machine, agent: &Agent) -> Result<Server, ShareError> {
         let Inner { pod, run_dir, memory_mib, .. } = &*self.0;
         let listener = machine.listen_for_shares()?;
-        let way = listener.way;
         // On record before the guest mounts anything: a guest that has mounts must have who serves them.
         let server = Server::start(pod, run_dir, *memory_mib, listener).await?;
-        let led = async { tokio::try_join!(self.lead(machine, agent, way), self.count(server.pid())) };
+        let led = async { tokio::try_join!(self.lead(machine, agent, &server), self.count(server.pid())) };
         match led.await {
             Ok(_) => Ok(server),
             Err(error) => {
@@ -236,14 +239,14 @@ impl Shares {
         }
     }
 
-    /// Has the guest mount its shares, whose requests go by this way from then on.
-    async fn lead(&self, machine: &dyn Machine, agent: &Agent, way: ShareWay) -> Result<(), ShareError> {
+    /// Has the guest mount its shares, whose requests go to this server from then on.
+    async fn lead(&self, machine: &dyn Machine, agent: &Agent, server: &Server) -> Result<(), ShareError> {
         machine.connect_shares().await?;
-        let disk = match way {
-            ShareWay::Disk => Some(DISK_SERIAL),
-            ShareWay::Streams => None,
+        let disk = match server.way() {
+            ShareWay::Disk => DISK_SERIAL,
+            ShareWay::Streams => "",
         };
-        match agent.mount_shares(disk).await? {
+        match agent.mount_shares(disk, server.key()).await? {
             true => Ok(()),
             false => Err(ShareError::EarlierAgent(self.0.pod.clone())),
         }
@@ -286,7 +289,7 @@ impl Shares {
         // It may have been started, and no more.
         match agent.has_shares().await? {
             true => Ok(()),
-            false => self.lead(machine, agent, server.way()).await,
+            false => self.lead(machine, agent, server).await,
         }
     }
 

@@ -7,7 +7,7 @@ use std::{
     time::Duration,
 };
 
-use sandboxer_protocol::id::SandboxId;
+use sandboxer_protocol::{id::SandboxId, link::LinkKey};
 use sandboxer_share::attach::{AttachError, Tree, put};
 use tokio::{io::AsyncReadExt, net::unix::pipe};
 
@@ -61,13 +61,14 @@ impl Server {
             _ => {}
         }
         let ShareListener { socket, way } = listener;
+        let key = (way == ShareWay::Streams).then(LinkKey::random);
         let arguments = vec![
             socket.as_raw_fd().to_string().into(),
             root.into(),
             (memory_mib * FILES_PER_MIB).to_string().into(),
-            match way {
-                ShareWay::Disk => "disk".into(),
-                ShareWay::Streams => "streams".into(),
+            match &key {
+                None => "disk".into(),
+                Some(key) => format!("streams:{}", key.to_hex()).into(),
             },
         ];
         let (starting, words) = process::spawn(
@@ -85,7 +86,7 @@ impl Server {
         };
         starting.keep();
         let found = process::child(pid).map_err(failed("watch", &program))?;
-        let record = ShareRecord { pid, start_time: found.start_time(), way: Some(way) };
+        let record = ShareRecord { pid, start_time: found.start_time(), way: Some(way), key };
         note(run_dir, &record).map_err(failed("note", &run_dir.join(RECORD)))?;
         Ok(Self { pod: pod.clone(), run_dir: run_dir.to_owned(), process: Some(found), record })
     }
@@ -115,6 +116,11 @@ impl Server {
     pub fn way(&self) -> ShareWay {
         // An earlier daemon's knew neither: the agent says so then.
         self.record.way.unwrap_or(ShareWay::Disk)
+    }
+
+    /// With what each of the guest's streams begins.
+    pub fn key(&self) -> Option<&LinkKey> {
+        self.record.key.as_ref()
     }
 
     /// Gives it a share, of which `tree` is a mount.

@@ -1,0 +1,74 @@
+//! The streams by which a guest asks, and who else may try.
+
+use std::{
+    io::{Read, Write},
+    os::unix::net::UnixStream,
+    time::Duration,
+};
+
+use sandboxer_protocol::{link::LinkKey, share::SLOTS};
+
+use crate::{
+    kernel_double::Kernel,
+    server::{KEY, Server},
+};
+
+/// Whether the server has hung up, which it does at once or while more is written.
+fn is_hung_up_on(stream: &mut UnixStream) -> bool {
+    stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    stream
+        .read(&mut [0])
+        .map_or_else(|error| error.kind() == std::io::ErrorKind::ConnectionReset, |read| read == 0)
+}
+
+#[test]
+fn who_does_not_know_the_key_is_hung_up_on_and_the_guests_kernel_is_served() {
+    let server = Server::start();
+    let mut other = *KEY.as_bytes();
+    other[LinkKey::LEN - 1] ^= 1;
+    let init = Kernel::over(server.connect_raw()).request(26, 0, &[0; 64]);
+    for key in [&other[..], &[0; LinkKey::LEN], &init[..LinkKey::LEN]] {
+        let mut stranger = server.connect_raw();
+        stranger.write_all(key).unwrap();
+        assert!(is_hung_up_on(&mut stranger), "{key:?}");
+    }
+    // Halves of it, and nothing at all, are waited for a while and no longer.
+    let halves = [0, LinkKey::LEN / 2].map(|length| {
+        let mut half = server.connect_raw();
+        half.write_all(&KEY.as_bytes()[..length]).unwrap();
+        half
+    });
+    server.connect().init();
+    for mut half in halves {
+        assert!(is_hung_up_on(&mut half), "half a key");
+    }
+}
+
+#[test]
+fn there_are_as_many_streams_as_requests_at_a_time_and_none_waits() {
+    let server = Server::start();
+    let mut kernels: Vec<Kernel> = (0..SLOTS).map(|_| server.connect()).collect();
+    for kernel in &mut kernels {
+        kernel.init();
+    }
+    // More than a listener has room for.
+    for _ in 0..200 {
+        assert!(is_hung_up_on(&mut server.connect_raw()));
+    }
+    for kernel in &mut kernels {
+        kernel.init();
+    }
+    // One's place is free again a little after it is gone.
+    kernels.pop();
+    let began = std::time::Instant::now();
+    loop {
+        let mut next = server.connect_raw();
+        let asked = next.write_all(KEY.as_bytes()).is_ok();
+        let mut next = Kernel::over(next);
+        let init = next.request(26, 0, &[0; 64]);
+        if asked && next.exchange(&init).is_some() {
+            break;
+        }
+        assert!(began.elapsed() < Duration::from_secs(60), "its place is kept");
+    }
+}

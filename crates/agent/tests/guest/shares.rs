@@ -61,20 +61,17 @@ impl Server {
     fn host(&self) -> PathBuf {
         self.dir.path().join("host")
     }
+
+    fn kill(&self) {
+        let _ = pidfd_send_signal(&self.pidfd, Signal::KILL);
+    }
 }
 
 impl Drop for Server {
     fn drop(&mut self) {
-        let _ = rustix::process::pidfd_send_signal(&self.pidfd, rustix::process::Signal::KILL);
+        self.kill();
         let ended = rustix::process::WaitIdOptions::EXITED;
         let _ = rustix::process::waitid(rustix::process::WaitId::PidFd(self.pidfd.as_fd()), ended);
-    }
-}
-
-impl Server {
-    /// Lets it go on, or not.
-    fn signal(&self, signal: Signal) {
-        pidfd_send_signal(&self.pidfd, signal).unwrap();
     }
 }
 
@@ -164,28 +161,56 @@ async fn a_server_that_dies_is_an_error_and_no_more() {
     fs::write(server.host().join("file"), "x").unwrap();
     let script = "cat /host/file; echo; read go; cat /host/file /host/other || echo lost; echo fine";
     let process = run(&agent, &sharing("c", script, "rw")).await;
-    process.until("", "x\n").await;
-    server.signal(Signal::KILL);
+    let seen = process.until("", "x\n").await;
+    server.kill();
     process.write(0, b"go\n", true).await.unwrap();
-    let said = process.stdout().await;
+    let said = process.until(&seen, "fine\n").await;
     assert!(said.ends_with("lost\nfine\n"), "{said}");
     let complained = process.stderr().await;
     assert!(complained.contains("I/O error") || complained.contains("Input/output error"), "{complained}");
 }
 
+/// What holds up whoever opens a file to write, for as long as the system's `fs.lease-break-time`.
+struct Lease(fs::File);
+
+impl Lease {
+    fn of(path: &Path) -> Self {
+        let file = fs::File::open(path).unwrap();
+        // SAFETY: both calls take numbers alone. That the lease is wanted back is told by a signal, which nobody minds.
+        let taken = unsafe {
+            libc::signal(libc::SIGIO, libc::SIG_IGN);
+            libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_RDLCK)
+        };
+        assert_eq!(taken, 0, "{}", std::io::Error::last_os_error());
+        Self(file)
+    }
+
+    /// Whether somebody waits.
+    fn holds_somebody_up(&self) -> bool {
+        // SAFETY: the call takes numbers alone.
+        unsafe { libc::fcntl(self.0.as_raw_fd(), libc::F_GETLEASE) == libc::F_UNLCK }
+    }
+}
+
 #[tokio::test]
-async fn a_guest_with_requests_that_nobody_answers_is_asked_and_powers_off() {
+async fn a_guest_with_a_request_that_hangs_is_asked_and_powers_off() {
+    let longest = fs::read_to_string("/proc/sys/fs/lease-break-time").unwrap();
+    let longest = Duration::from_secs(longest.trim().parse().unwrap());
     let server = Server::start();
     let (mut vm, agent) = guest(&server).await;
-    let waiting =
-        run(&agent, &sharing("waiting", "echo up; while :; do echo x >>/host/log; done", "rw")).await;
+    let log = server.host().join("log");
+    fs::write(&log, "").unwrap();
+    let lease = Lease::of(&log);
+    let waiting = run(&agent, &sharing("waiting", "echo up; echo x >>/host/log", "rw")).await;
     waiting.until("", "up\n").await;
-    server.signal(Signal::STOP);
-    // The agent's own thread waits for none of them.
+    while !lease.holds_somebody_up() {
+        tokio::task::yield_now().await;
+    }
+    let began = Instant::now();
+    // The agent's own thread waits for none of them, and QEMU not longer than until it is told "later".
     let processes = timeout(PATIENCE, agent.list_containers(ctx(), &Default::default())).await;
     processes.expect("the agent waits for the server").unwrap();
     let _ = timeout(PATIENCE, agent.power_off(ctx(), &Default::default())).await.expect("it is still on");
-    // QEMU itself ends when its disks' requests have.
-    server.signal(Signal::CONT);
     vm.ends().await;
+    assert!(began.elapsed() < longest, "{:?}: it waited for the file", began.elapsed());
 }

@@ -114,6 +114,7 @@ pub async fn requests_for_files_have_a_link_of_their_own(vmm: &dyn Vmm, spec: fn
     let pod = Pod::new("shares");
     let machine = vmm.boot(&spec(&pod)).await.expect("it boots");
     let mut guest = Guest::of(&*machine).await;
+    assert_eq!(guest.ask("hello").await, "hello host");
     let _server = ShareServer::start(&pod, machine.listen_for_shares().expect("it listens for shares"));
     machine.connect_shares().await.expect("the guest gets its end");
     assert_eq!(guest.ask("ask-for-files").await, ANSWER);

@@ -40,7 +40,7 @@ impl Way {
 
 /// Who takes connections, and whose workers carry out what comes by them.
 enum Line {
-    Disk(Mailbox),
+    Disk(Box<Mailbox>),
     Streams(Streams),
 }
 
@@ -66,7 +66,7 @@ pub fn serve(listener: UnixListener, way: Way, nowhere: File, entered: Entered) 
     let quiet = nowhere.try_clone().context("cannot duplicate a descriptor")?;
     let files = Arc::new(Files::open(nowhere)?);
     let line = Arc::new(match way {
-        Way::Disk => Line::Disk(Mailbox::new(files)),
+        Way::Disk => Line::Disk(Box::new(Mailbox::new(files))),
         Way::Streams(key) => Line::Streams(Streams::new(files, key)),
     });
     let (restricted, all_restricted) = std::sync::mpsc::sync_channel(THREADS);

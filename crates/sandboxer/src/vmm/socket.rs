@@ -33,7 +33,7 @@ pub fn listen(dir: &Path, name: &str) -> io::Result<UnixListener> {
 /// As [`listen`]; a socket that was there is replaced.
 pub fn listen_anew(dir: &Path, name: &str) -> io::Result<UnixListener> {
     match fs::remove_file(within(&open(dir)?, name)) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
         _ => listen(dir, name),
     }
 }

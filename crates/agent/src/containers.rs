@@ -9,9 +9,9 @@ use std::{
 use sandboxer_protocol::id::ContainerId;
 
 use crate::{
+    container::{Container, Create, PidMode, Shared},
     failure::{Failure, Kind},
     pids,
-    pod::container::{Container, Create, PidMode, Shared},
     rootfs::Disk,
     scratch,
     sync::{detached, lock},

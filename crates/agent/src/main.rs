@@ -22,11 +22,11 @@ use tokio::sync::{mpsc, watch};
 use ttrpc::r#async::{Server, transport::Listener};
 
 use crate::{
+    container::Shared,
     containers::Containers,
     events::{Events, OomWatch},
     forward::Connections,
     pids::SharedPids,
-    pod::container::Shared,
     reaper::Reaper,
     service::Service,
     shares::Shares,

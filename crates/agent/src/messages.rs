@@ -9,9 +9,9 @@ use sandboxer_protocol::{
 };
 
 use crate::{
+    container::{Create, PidMode},
     failure::{Failure, Kind},
     io::Wanted,
-    pod::container::{Create, PidMode},
     process::{Exit, Process, State},
     rootfs::{Disk, Plan, Writable},
     runtime::{self, File, SeenDevice},

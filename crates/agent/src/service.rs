@@ -16,6 +16,7 @@ use ttrpc::r#async::TtrpcContext;
 
 use crate::{
     clock,
+    container::{Container, CreateExec},
     containers::Containers,
     events::Events,
     failure::{Failure, Kind, internal},
@@ -23,10 +24,7 @@ use crate::{
     io::{CAPACITY, Output},
     limits::Limits,
     messages::{self, container_id, exec_id, guest_pid, id},
-    pod::{
-        self, Identity,
-        container::{Container, CreateExec},
-    },
+    pod::{self, Identity},
     process::Process,
     reaper::Reaper,
     shares::Shares,

@@ -24,9 +24,9 @@ use sandboxer_protocol::{VOLUMES_DIR, id::Id};
 use tokio::sync::Mutex as AsyncMutex;
 
 use crate::{
+    container::Shared,
     disk,
     failure::{Failure, internal},
-    pod::container::Shared,
     rootfs::{Dir, Disk},
     sync::lock,
     tree::{self, Entry, Owner},

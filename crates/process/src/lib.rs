@@ -3,8 +3,8 @@
 //! [`spawn`] starts one in a [`jail`] and a [`cgroup`]; [`Process`] holds it by pidfd; [`strays`] finds those that no
 //! record names; [`confinement`] shows what the kernel says of one.
 
-pub mod cgroup;
 mod birth;
+pub mod cgroup;
 mod child;
 pub mod confinement;
 pub mod cpus;

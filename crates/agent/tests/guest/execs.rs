@@ -4,7 +4,7 @@ use sandboxer_protocol::agent::{DeleteExecRequest, ListProcessesRequest};
 use serde_json::json;
 use ttrpc::Code;
 
-use crate::{pod::container::*, vm::Vm};
+use crate::{container::*, vm::Vm};
 
 #[tokio::test]
 async fn an_exec_joins_the_container_as_the_user_it_names() {

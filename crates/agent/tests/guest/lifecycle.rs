@@ -9,7 +9,7 @@ use sandboxer_protocol::agent::{
 use ttrpc::Code;
 
 use crate::{
-    pod::container::*,
+    container::*,
     vm::{BUSYBOX, PATIENCE, SCRATCH, Vm},
 };
 

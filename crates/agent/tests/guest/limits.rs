@@ -6,7 +6,7 @@ use sandboxer_protocol::agent::{
 };
 use serde_json::{Value, json};
 
-use crate::{pod::container::*, vm::Vm};
+use crate::{container::*, vm::Vm};
 
 fn with(mut spec: Value, path: &str, value: Value) -> Value {
     *spec.pointer_mut(path).unwrap() = value;

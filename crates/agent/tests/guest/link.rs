@@ -12,7 +12,7 @@ use tokio::{
     time::timeout,
 };
 
-use crate::{pod::container::*, vm::Vm};
+use crate::{container::*, vm::Vm};
 
 #[tokio::test]
 async fn a_host_of_another_version_is_told_both_and_the_right_one_is_served() {

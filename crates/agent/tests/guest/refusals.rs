@@ -5,7 +5,7 @@ use serde_json::json;
 use ttrpc::Code;
 
 use crate::{
-    pod::container::*,
+    container::*,
     vm::{BUSYBOX, SCRATCH, Vm},
 };
 

@@ -3,7 +3,7 @@
 use sandboxer_protocol::agent::{OutputStream, ResizeTerminalRequest};
 use ttrpc::Code;
 
-use crate::{pod::container::*, vm::Vm};
+use crate::{container::*, vm::Vm};
 
 #[tokio::test]
 async fn output_is_repeated_until_it_is_acknowledged() {

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use ttrpc::Code;
 
 use crate::{
-    pod::container::*,
+    container::*,
     vm::{SCRATCH, Vm},
 };
 

@@ -44,7 +44,7 @@ impl Stack {
         let mut stack = Self {
             bench: {
                 let _inside = runtime.enter();
-                Bench::open(&endpoint, admin.as_deref()).map_err(|error| measure::chain(&error))?
+                Bench::open(&endpoint, admin.as_deref()).map_err(|error| sandboxer_base::chain(&error))?
             },
             handlers: Vec::new(),
             own,

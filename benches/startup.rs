@@ -142,7 +142,7 @@ fn daemon(c: &mut Criterion) {
         || runtime.block_on(of_daemon.rootfs.prepare(&pod.id, &new.id, std::slice::from_ref(&overlay)));
     match prepare() {
         Ok(_) => drop(group.bench_function("rootfs cache hit", |b| b.iter(|| prepare().unwrap()))),
-        Err(error) => println!("rootfs cache hit: not measured: {}", sandboxer_probe::measure::chain(&error)),
+        Err(error) => println!("rootfs cache hit: not measured: {}", sandboxer_base::chain(&error)),
     }
 
     let running = runtime.block_on(async {

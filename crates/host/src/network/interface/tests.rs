@@ -117,7 +117,7 @@ fn what_a_machine_cannot_have_is_refused_by_name() {
 
     let ip = AddressAttribute::Local(IpAddr::from([192, 0, 2, 7]));
     let mut flood = vec![link(2, "eth0", LinkFlags::Up)];
-    flood.extend((0..=MOST_OF_EACH).map(|_| added_address(2, vec![ip.clone()])));
+    flood.extend((0..=MAX_OF_EACH).map(|_| added_address(2, vec![ip.clone()])));
     let text = interfaces(flood).unwrap_err().to_string();
     assert!(text.contains("addresses") && text.contains("eth0"), "{text}");
 

@@ -5,7 +5,7 @@
 use std::path::{Component, Path};
 
 use libfuzzer_sys::fuzz_target;
-use sandboxer::fuzzing::{rootfs_mounts, Lower, WantedWritable};
+use sandboxer_host::fuzzing::{rootfs_mounts, Lower, WantedWritable};
 use sandboxer_host::rootfs::Mount;
 
 fn is_plain(path: &Path) -> bool {

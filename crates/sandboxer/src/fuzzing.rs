@@ -15,7 +15,6 @@ use crate::{
     pod::{container::NewContainer, journal::JournalError, spec::PodSpec},
     template::TemplateError,
 };
-pub use sandboxer_host::rootfs::mounts::{Lower, Wanted, WantedWritable, read as rootfs_mounts};
 
 pub fn guest_spec(pod: &PodSpec, container: &ContainerId, text: &[u8]) -> Result<GuestSpec, PodError> {
     let new = NewContainer {

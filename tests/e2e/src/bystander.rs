@@ -16,6 +16,20 @@ pub struct Bystander {
 /// What the front says of a request that three workers ended under.
 const TAKEN_ALONG: &str = "was given to 3 workers";
 
+/// How often a probe is made before it counts as failed: as by a kubelet's default.
+const ATTEMPTS: u32 = 3;
+
+/// Runs a script in a container as a probe does: workers that die in quick succession take an exec along, and it is made again.
+pub async fn probed(container: &Container, script: &str) -> Result<String> {
+    let mut attempt = 1;
+    loop {
+        match container.sh(script).await {
+            Err(error) if attempt < ATTEMPTS && format!("{error:#}").contains(TAKEN_ALONG) => attempt += 1,
+            said => return said,
+        }
+    }
+}
+
 impl Bystander {
     /// Starts one that counts every `pause_us`, µs.
     pub async fn start(case: &Case, pause_us: u32) -> Result<Self> {
@@ -29,13 +43,7 @@ impl Bystander {
 
     /// It is ready, and takes an exec.
     pub async fn check(&self, case: &Case) -> Result<()> {
-        let said = match self.container.sh("echo here").await {
-            // Workers that die in quick succession take an exec along that has nothing to do with it: probes ask again.
-            Err(error) if format!("{error:#}").contains(TAKEN_ALONG) => {
-                self.container.sh("echo here").await?
-            }
-            said => said?,
-        };
+        let said = probed(&self.container, "echo here").await?;
         ensure!(said == "here", "{said}");
         ensure!(case.cri.pod_ready(&self.pod.id).await?, "the pod is not ready");
         Ok(())

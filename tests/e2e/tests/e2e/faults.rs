@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use k8s_cri::v1::{ContainerConfig, Mount};
-use sandboxer_e2e::bystander::Bystander;
+use sandboxer_e2e::bystander::{Bystander, probed};
 use sandboxer_e2e::case::{Case, PATIENCE, idle, shell};
 use sandboxer_e2e::eventually;
 use sandboxer_e2e::insist::{insist, once_seen};
@@ -123,7 +123,7 @@ pub async fn life(case: &Case, kubelet: &Kubelet) -> Result<()> {
     // Its input is none, so it ends by itself.
     let container = pod.start_at_last(with_mounts(shell("c", "echo begins; cat; exit 5"), &mounted)).await?;
     let waits = pod.start_at_last(with_mounts(idle("waits"), &mounted)).await?;
-    let read = waits.sh("cat /settings/color /host/file; echo x > /scratch/x; cat /scratch/x").await?;
+    let read = probed(&waits, "cat /settings/color /host/file; echo x > /scratch/x; cat /scratch/x").await?;
     ensure!(read == "redof the hostx", "{read}");
     case.counted(&pod.id).await?;
     let ended = container.ended().await?;

@@ -105,7 +105,7 @@ bench: build guest-image tools ## start-up and memory benches
 bench-kvm: node ## start-up and memory on KVM, in a node VM and virtual time; into target/bench-kvm
 	@scripts/bench-kvm.sh
 
-test-kvm: node ## those that want a usable KVM, in a node VM; CLOUD_HYPERVISOR=… adds that VMM (PHASES=e2e for more cases)
+test-kvm: node ## those that want a usable KVM, in a node VM; CLOUD_HYPERVISOR=… adds that VMM (PHASES='pods e2e' for more)
 	@scripts/test-kvm.sh $(PHASES)
 
 bench-gate: node ## a few starts on KVM, in virtual time, against what was recorded last; fails beyond 5 %

@@ -92,7 +92,7 @@ pods_on() {
 
 pods() {
     local vmm
-    for vmm in $(vmms); do pods_on "$vmm" "pods-$vmm" 1200 "$FEW"; done
+    for vmm in $(vmms); do pods_on "$vmm" "pods-$vmm" 1800 "$FEW"; done
 }
 
 e2e() {

@@ -155,29 +155,29 @@ fn relative(parent: &str) -> Option<PathBuf> {
     (!path.as_os_str().is_empty()).then_some(path)
 }
 
-/// What a process gets into a group by.
+/// Open files of a control group, by which a process is started in it or enters it.
 #[derive(Debug, Default)]
-pub struct Entrances {
-    /// The group's directory, if there is but one hierarchy and that of version 2: a child can be born in it.
-    pub birthplace: Option<File>,
-    /// In each hierarchy, the file that a process enters by who lives already.
-    pub doors: Vec<File>,
+pub struct CgroupEntries {
+    /// The group's directory, if there is but one hierarchy and that of version 2: a child can be started in it.
+    pub dir: Option<File>,
+    /// `cgroup.procs` in each hierarchy, to which a running process is written.
+    pub procs: Vec<File>,
 }
 
 impl Cgroup {
-    /// Opens what processes get into it by.
-    pub fn entrances(&self) -> Result<Entrances, (PathBuf, io::Error)> {
+    /// Opens the files by which processes get into it.
+    pub fn entries(&self) -> Result<CgroupEntries, (PathBuf, io::Error)> {
         let open = |dir: &PathBuf| {
             let processes = dir.join(PROCESSES);
             OpenOptions::new().write(true).open(&processes).map_err(|error| (processes, error))
         };
-        let birthplace = match &self.dirs[..] {
+        let dir = match &self.dirs[..] {
             [dir] if dir.join(CONTROLLERS).exists() => {
                 Some(File::open(dir).map_err(|error| (dir.clone(), error))?)
             }
             _ => None,
         };
-        Ok(Entrances { birthplace, doors: self.dirs.iter().map(open).collect::<Result<_, _>>()? })
+        Ok(CgroupEntries { dir, procs: self.dirs.iter().map(open).collect::<Result<_, _>>()? })
     }
 
     /// Makes it.

@@ -32,8 +32,8 @@ use tokio::{
 };
 
 use crate::{
-    birth::{self, Unborn},
-    cgroup::Entrances,
+    cgroup::CgroupEntries,
+    clone::{self, PreparedChild},
     jail::Jail,
     strays,
 };
@@ -100,13 +100,13 @@ pub struct Equipment {
     /// It is in this jail from its first moment.
     pub jail: Option<Jail>,
     /// It is in these control groups before it is `program`: so all memory it ever takes is theirs.
-    pub groups: Entrances,
+    pub groups: CgroupEntries,
 }
 
 /// Starts `program` in a session of its own, so that no signal to the daemon's reaches it.
 ///
 /// Its environment is `PATH` and [`strays::MARK`] with `run_dir`, which is also its working directory. Its stderr is the
-/// returned pipe. Blocks for the time of a fork and, where it can't be born in [`Equipment::groups`], some ms more: call it where
+/// returned pipe. Blocks for the time of a fork and, where it can't be started in [`Equipment::groups`], some ms more: call it where
 /// blocking is allowed, inside a runtime.
 pub fn spawn(
     program: &Path,
@@ -140,15 +140,15 @@ pub fn spawn(
     };
     let path = std::env::var_os("PATH").map(|path| ("PATH", path));
     let environment: Vec<_> = path.into_iter().chain([(strays::MARK, run_dir.into())]).collect();
-    let born = match &groups.birthplace {
+    let started = match &groups.dir {
         Some(group) => {
-            let stdio = [birth::nothing()?, stdout.try_clone()?, their_words.try_clone()?.into()];
-            let unborn = Unborn::new(&find(program), &arguments, &environment, run_dir, stdio)?;
-            unborn.born(group.as_fd(), alone, &prepare)?
+            let stdio = [clone::dev_null()?, stdout.try_clone()?, their_words.try_clone()?.into()];
+            let child = PreparedChild::new(&find(program), &arguments, &environment, run_dir, stdio)?;
+            child.start_in(group.as_fd(), alone, &prepare)?
         }
         None => None,
     };
-    let pid = match born {
+    let pid = match started {
         Some(pid) => pid,
         None => {
             let mut command = Command::new(program);
@@ -160,7 +160,7 @@ pub fn spawn(
                 .stdin(Stdio::null())
                 .stdout(stdout)
                 .stderr(their_words);
-            entered(command, groups.doors, alone, prepare)?
+            entered(command, groups.procs, alone, prepare)?
         }
     };
     // The child is not reaped before the pidfd says so, hence the pid is still its own.
@@ -182,19 +182,19 @@ pub fn spawn(
     }
 }
 
-/// Starts `command`, which enters control groups by these `doors` and prepares itself; answers its number.
+/// Starts `command`, which writes itself to these `cgroup.procs` files and prepares itself. Returns its PID.
 fn entered(
     mut command: Command,
-    doors: Vec<File>,
+    procs: Vec<File>,
     alone: bool,
     prepare: impl Fn() -> io::Result<()> + Send + Sync + 'static,
 ) -> io::Result<i32> {
     // SAFETY: what runs between fork and exec makes system calls alone, as `prepare` does.
     unsafe {
         command.pre_exec(move || {
-            for door in &doors {
+            for file in &procs {
                 // "0" is whoever writes it.
-                rustix::io::write(door, b"0")?;
+                rustix::io::write(file, b"0")?;
             }
             prepare()
         })
@@ -414,8 +414,8 @@ mod tests {
     async fn a_process_is_born_in_its_control_groups() {
         let dir = tempfile::tempdir().unwrap();
         let paths = ["cpu", "memory"].map(|name| dir.path().join(name));
-        let doors = paths.iter().map(|path| File::create(path).unwrap()).collect();
-        let groups = Entrances { doors, birthplace: None };
+        let procs = paths.iter().map(|path| File::create(path).unwrap()).collect();
+        let groups = CgroupEntries { procs, dir: None };
         // It sees what was written before it began.
         let look = ["-c", "cat cpu memory >&2"].map(OsString::from).to_vec();
         let equipment = Equipment { groups, ..Equipment::default() };
@@ -427,7 +427,7 @@ mod tests {
     #[tokio::test]
     async fn a_process_that_cannot_enter_its_control_group_does_not_start() {
         let dir = tempfile::tempdir().unwrap();
-        let groups = Entrances { doors: vec![File::open("/dev/null").unwrap()], birthplace: None };
+        let groups = CgroupEntries { procs: vec![File::open("/dev/null").unwrap()], dir: None };
         let equipment = Equipment { groups, ..Equipment::default() };
         let error = spawn(Path::new("/bin/true"), Vec::new(), dir.path(), equipment).unwrap_err();
         assert_eq!(error.raw_os_error(), Some(libc::EBADF), "{error}");

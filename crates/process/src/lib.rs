@@ -3,9 +3,9 @@
 //! [`spawn`] starts one in a [`jail`] and a [`cgroup`]; [`Process`] holds it by pidfd; [`strays`] finds those that no
 //! record names; [`confinement`] shows what the kernel says of one.
 
-mod birth;
 pub mod cgroup;
 mod child;
+mod clone;
 pub mod confinement;
 pub mod cpus;
 pub mod jail;

@@ -156,7 +156,7 @@ impl CloudHypervisor {
             stdout: Some(stdout.into()),
             background: spec.background,
             jail: Some(jail),
-            groups: spec.entrances()?,
+            groups: spec.entries()?,
         };
         let (program, dir) = (self.program.clone(), run_dir.clone());
         let spawned = tokio::task::spawn_blocking(move || {

@@ -152,7 +152,7 @@ impl Qemu {
         let console = connect(pod, &spec.run_dir, CONSOLE)?;
 
         let (program, run_dir) = (self.program.clone(), spec.run_dir.clone());
-        let (background, groups) = (spec.background, spec.entrances()?);
+        let (background, groups) = (spec.background, spec.entries()?);
         let equipment = Equipment { inherited, stdout: None, background, jail, groups };
         let spawned = tokio::task::spawn_blocking(move || {
             sandboxer_process::spawn(&program, arguments, &run_dir, equipment)

@@ -3,7 +3,7 @@
 use std::{io, os::fd::OwnedFd, path::PathBuf, sync::Arc};
 
 use sandboxer_config::VmConfig;
-use sandboxer_process::cgroup::{Cgroup, Entrances};
+use sandboxer_process::cgroup::{Cgroup, CgroupEntries};
 use sandboxer_protocol::{
     boot::{BootParams, first_mac},
     id::SandboxId,
@@ -100,8 +100,8 @@ impl VmSpec {
     }
 
     /// Opens what its VMM enters [`VmSpec::cgroup`] by.
-    pub(super) fn entrances(&self) -> Result<Entrances, VmmError> {
-        let opened = self.cgroup.as_ref().map(Cgroup::entrances).transpose();
+    pub(super) fn entries(&self) -> Result<CgroupEntries, VmmError> {
+        let opened = self.cgroup.as_ref().map(Cgroup::entries).transpose();
         let opened = opened.map_err(|(path, source)| VmmError::Host {
             pod: self.pod.clone(),
             action: "open control group",

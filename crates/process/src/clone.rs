@@ -1,7 +1,7 @@
-//! A child that is born in a control group, by one system call.
+//! Starts a child in a control group, by one system call.
 //!
-//! A process that enters a group of version 2 makes its kernel wait until all processors have passed by, some 15 ms; one that is born
-//! there waits for nothing. The standard library's `Command` has no such call.
+//! A process that enters a group of version 2 has to wait until all CPUs have passed by in the kernel, some 15 ms; one that is
+//! started there does not. The standard library's `Command` has no such call.
 
 use std::{
     ffi::{CString, OsStr, OsString},
@@ -20,8 +20,8 @@ const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
 /// How a kernel before 5.7 says that it has no such call, and a filter of system calls that it allows none.
 const UNKNOWN: [i32; 4] = [libc::ENOSYS, libc::EINVAL, libc::E2BIG, libc::EPERM];
 
-/// All that a child needs of its parent's memory: between its birth and its program it makes system calls alone.
-pub struct Unborn {
+/// What a child needs of its parent's memory: between clone and exec it only makes system calls.
+pub struct PreparedChild {
     program: CString,
     arguments: Vec<CString>,
     environment: Vec<CString>,
@@ -30,7 +30,7 @@ pub struct Unborn {
     stdio: [OwnedFd; 3],
 }
 
-impl Unborn {
+impl PreparedChild {
     /// A child that will execute `program`, a path, in `dir`.
     pub fn new(
         program: &Path,
@@ -56,10 +56,9 @@ impl Unborn {
         })
     }
 
-    /// Gives birth to it in the group whose directory this is, if `alone` as the first process of a namespace of its own; answers its
-    /// number. `prepare` is what it does before it executes its program, and makes system calls alone. None: there is no such
-    /// call here.
-    pub fn born(
+    /// Starts it in the control group whose directory `group` is; if `alone`, as the first process of a PID namespace. `prepare` runs
+    /// in the child before exec and only makes system calls. Returns its PID; none where the kernel has no such call.
+    pub fn start_in(
         &self,
         group: BorrowedFd<'_>,
         alone: bool,
@@ -142,14 +141,14 @@ impl Unborn {
     }
 }
 
-/// Takes note of the end of a child that became no program.
+/// Reaps a child that failed before exec.
 fn reap(child: i32) {
     // SAFETY: it is a child of this process that nobody else knows, and its status is not wanted.
     unsafe { libc::waitpid(child, ptr::null_mut(), 0) };
 }
 
-/// A file to read nothing from.
-pub fn nothing() -> io::Result<OwnedFd> {
+/// Opens `/dev/null`.
+pub fn dev_null() -> io::Result<OwnedFd> {
     Ok(File::open("/dev/null")?.into())
 }
 
@@ -172,23 +171,24 @@ mod tests {
         File::open(Path::new(mount.split(' ').nth(4).unwrap()).join(own)).unwrap()
     }
 
-    fn unborn(program: &str, arguments: &[&str], out: io::PipeWriter) -> Unborn {
+    fn prepared_child(program: &str, arguments: &[&str], out: io::PipeWriter) -> PreparedChild {
         let arguments: Vec<OsString> = arguments.iter().map(OsString::from).collect();
-        let stdio = [nothing().unwrap(), out.into(), nothing().unwrap()];
-        Unborn::new(Path::new(program), &arguments, &[("A", "b".into())], Path::new("/"), stdio).unwrap()
+        let stdio = [dev_null().unwrap(), out.into(), dev_null().unwrap()];
+        PreparedChild::new(Path::new(program), &arguments, &[("A", "b".into())], Path::new("/"), stdio)
+            .unwrap()
     }
 
     #[test]
     fn a_child_has_its_directory_words_and_environment() {
         let (mut said, out) = io::pipe().unwrap();
         let prepared = AtomicBool::new(false);
-        let child = unborn("/bin/sh", &["-c", "pwd; echo $A; cat /proc/self/cgroup"], out);
-        let born = child.born(own_group().as_fd(), false, || {
+        let child = prepared_child("/bin/sh", &["-c", "pwd; echo $A; cat /proc/self/cgroup"], out);
+        let started = child.start_in(own_group().as_fd(), false, || {
             prepared.store(true, Ordering::Relaxed);
             Ok(())
         });
         drop(child);
-        let pid = born.unwrap().expect("a kernel of 5.7 or later");
+        let pid = started.unwrap().expect("a kernel of 5.7 or later");
         let mut words = String::new();
         said.read_to_string(&mut words).unwrap();
         reap(pid);
@@ -201,10 +201,11 @@ mod tests {
     fn a_child_that_becomes_no_program_says_why() {
         let (_, out) = io::pipe().unwrap();
         let fail = || Err(io::Error::from_raw_os_error(libc::EXDEV));
-        let failed = unborn("/bin/true", &[], out).born(own_group().as_fd(), false, fail).unwrap_err();
+        let failed =
+            prepared_child("/bin/true", &[], out).start_in(own_group().as_fd(), false, fail).unwrap_err();
         assert_eq!(failed.raw_os_error(), Some(libc::EXDEV));
         let (_, out) = io::pipe().unwrap();
-        let missing = unborn("/bin/none", &[], out).born(own_group().as_fd(), false, || Ok(()));
+        let missing = prepared_child("/bin/none", &[], out).start_in(own_group().as_fd(), false, || Ok(()));
         assert_eq!(missing.unwrap_err().raw_os_error(), Some(libc::ENOENT));
     }
 
@@ -212,7 +213,8 @@ mod tests {
     fn a_group_that_is_none_is_an_error_or_no_such_call() {
         let (_, out) = io::pipe().unwrap();
         let nowhere = File::open("/dev/null").unwrap();
-        let failed = unborn("/bin/true", &[], out).born(nowhere.as_fd(), false, || Ok(())).unwrap_err();
+        let failed =
+            prepared_child("/bin/true", &[], out).start_in(nowhere.as_fd(), false, || Ok(())).unwrap_err();
         assert_eq!(failed.raw_os_error(), Some(libc::EBADF));
     }
 }

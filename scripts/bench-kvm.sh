@@ -66,9 +66,11 @@ serial() { starts serial; }
 again() { starts again; }
 # Pods of half the size: fifty of them, and a page cache, have to fit into a node.
 groups() {
-    local handler mib=${BENCH_GROUP_MIB:-128}
+    # Nothing is printed until the first of fifty has started.
+    local handler mib=${BENCH_GROUP_MIB:-128} stall=900 name
     for handler in "${handlers[@]}"; do
-        measured "$vmm-groups-${handler#sandboxer}" "${BENCH_POOL:-8}" "${BENCH_ROUNDS:-2}" 0 "${BENCH_GROUP:-50}" "$handler" runc
+        name=${handler#sandboxer} name=${name%"$suffix"} name=${name#-}
+        measured "$vmm-groups-${name:-pool}" "${BENCH_POOL:-8}" "${BENCH_ROUNDS:-2}" 0 "${BENCH_GROUP:-50}" "$handler" runc
     done
 }
 memory() {

@@ -88,7 +88,7 @@ pub fn startup(report: &Report) -> String {
     }
     if let Some((bare, over)) = report.bare_boot.as_ref().and_then(|bare| Some((bare, bare.over?))) {
         text += &format!(
-            "\n{} over the bare boot of its machine to the agent's ready message: {over}",
+            "\n{} over the bare boot of its VM to the agent's ready message: {over}",
             bare.like
         );
     }

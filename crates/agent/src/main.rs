@@ -88,8 +88,7 @@ fn main() -> anyhow::Result<()> {
 fn run(entered_ns: u64) -> anyhow::Result<std::convert::Infallible> {
     init::settle()?;
     init::prepare()?;
-    let cmdline =
-        std::fs::read_to_string("/proc/cmdline").context("cannot read the kernel command line")?;
+    let cmdline = std::fs::read_to_string("/proc/cmdline").context("cannot read the kernel command line")?;
     let params = BootParams::parse(&cmdline)?;
     log::start(params.log.as_deref());
     let runtime = tokio::runtime::Builder::new_current_thread()

@@ -92,9 +92,8 @@ impl Payload {
             })?;
         }
         if let Some(target) = &self.drop_to {
-            drop_to(target).map_err(|error| {
-                format!("exec: {program:?}: cannot drop capabilities: {}", chain(&error))
-            })?;
+            drop_to(target)
+                .map_err(|error| format!("exec: {program:?}: cannot drop capabilities: {}", chain(&error)))?;
         }
         let Err(error) = execve(&path, &args, &env);
         Err(format!("exec: {program:?}: {}", words(error)))

@@ -254,15 +254,12 @@ impl Dir {
             .and_then(|()| fs::set_permissions(&upper, fs::Permissions::from_mode(of.mode() & 0o7777)))
             .map_err(internal(format!("cannot prepare {}", upper.display())))?;
 
-        nix::unistd::chdir(&self.path)
-            .map_err(internal(format!("cannot enter {}", self.path.display())))?;
+        nix::unistd::chdir(&self.path).map_err(internal(format!("cannot enter {}", self.path.display())))?;
         let options = format!("{lowerdir},upperdir={name}/u,workdir={name}/w");
         let mounted =
             mount(Some("overlay"), "rootfs", Some("overlay"), MsFlags::empty(), Some(options.as_str()));
         let back = nix::unistd::chdir("/");
-        mounted
-            .and(back)
-            .map_err(internal(format!("cannot mount an overlay on {}", self.rootfs().display())))
+        mounted.and(back).map_err(internal(format!("cannot mount an overlay on {}", self.rootfs().display())))
     }
 
     /// Unmounts all that is mounted in the directory and removes it. A directory that is gone is

@@ -161,11 +161,7 @@ pub fn exec(id: &ContainerId, exec: &str, process: &[u8], stdio: &Stdio<'_>) -> 
     let _ = fs::remove_file(&file);
     built.map(|pid| pid.as_raw()).map_err(|error| {
         let cwd = process.cwd().display();
-        Failure::caused(
-            Kind::Internal,
-            format!("cannot run the process (working directory {cwd})"),
-            &error,
-        )
+        Failure::caused(Kind::Internal, format!("cannot run the process (working directory {cwd})"), &error)
     })
 }
 
@@ -272,9 +268,8 @@ fn make_working_dir(rootfs: &Path, spec: &Spec) -> Result<(), Failure> {
     if cwd.as_os_str() == "/" || cwd.as_os_str().is_empty() {
         return Ok(());
     }
-    let failed = || {
-        internal::<pathrs::error::Error>(format!("cannot create the working directory {}", cwd.display()))
-    };
+    let failed =
+        || internal::<pathrs::error::Error>(format!("cannot create the working directory {}", cwd.display()));
     // The image is not trusted: links in it are followed inside it only.
     let root = Root::open(rootfs).map_err(failed())?;
     if root.resolve(&cwd).is_ok() {

@@ -67,15 +67,13 @@ impl Located {
         }
         mount(Some(&self.prepared), path, None::<&str>, MsFlags::MS_MOVE, None::<&str>)
             .map_err(internal(format!("cannot move {} to {}", self.prepared.display(), path.display())))?;
-        fs::remove_dir(&self.prepared)
-            .map_err(internal(format!("cannot remove {}", self.prepared.display())))
+        fs::remove_dir(&self.prepared).map_err(internal(format!("cannot remove {}", self.prepared.display())))
     }
 
     fn mount(&self, path: &Path) -> Result<(), Failure> {
         let Self { node, fstype, .. } = self;
-        mount(Some(node), path, Some(fstype.as_str()), MsFlags::empty(), Some(OPTIONS)).map_err(internal(
-            format!("cannot mount {} as {fstype} on {}", node.display(), path.display()),
-        ))
+        mount(Some(node), path, Some(fstype.as_str()), MsFlags::empty(), Some(OPTIONS))
+            .map_err(internal(format!("cannot mount {} as {fstype} on {}", node.display(), path.display())))
     }
 }
 

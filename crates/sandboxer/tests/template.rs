@@ -471,11 +471,7 @@ async fn a_pool_fills_gives_and_is_filled_again() {
     let waiting = host.vmm.running();
     let pod = started(&node, "claims").await;
     assert_eq!(pod.status().start_path, Some(StartPath::Pool));
-    assert_eq!(
-        host.vmm.running().iter().filter(|id| waiting.contains(id)).count(),
-        1,
-        "no VM was taken"
-    );
+    assert_eq!(host.vmm.running().iter().filter(|id| waiting.contains(id)).count(), 1, "no VM was taken");
     assert!(host.path("run/pods/claims").exists());
     filled(&node, 2).await;
 

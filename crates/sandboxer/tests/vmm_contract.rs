@@ -15,8 +15,8 @@ use tokio::time::timeout;
 use crate::test_guest::{
     Guest, Pod,
     contract::{
-        a_tap_is_held_as_long_as_the_vm_runs, copies_of_a_frozen_machine_are_vms, frozen,
-        is_jailed, keeps_the_contract, requests_for_files_have_a_link_of_their_own,
+        a_tap_is_held_as_long_as_the_vm_runs, copies_of_a_frozen_vm_are_vms, frozen, is_jailed,
+        keeps_the_contract, requests_for_files_have_a_link_of_their_own,
     },
     serve_in_memory,
 };
@@ -117,8 +117,7 @@ async fn a_vmm_is_jailed() {
     let vmm = test_guest::qemu().await;
     let frozen = frozen(&vmm, Pod::spec, |_| async {}).await;
     let (booted, copied) = (Pod::new("booted"), Pod::new("copied"));
-    let vms =
-        [vmm.boot(&booted.spec()).await.unwrap(), vmm.restore(&copied.spec(), &frozen).await.unwrap()];
+    let vms = [vmm.boot(&booted.spec()).await.unwrap(), vmm.restore(&copied.spec(), &frozen).await.unwrap()];
     let kvm = vmm.info().accelerator == "kvm";
     let users = vms.each_ref().map(|vm| is_jailed(vm.as_ref(), kvm, false));
     assert_ne!(users[0], users[1], "two VMs are of one user");

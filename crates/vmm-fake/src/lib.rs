@@ -21,8 +21,8 @@ use rustix::net::Shutdown;
 use sandboxer_process::{Written, socket};
 use sandboxer_protocol::{boot::BootParams, id::SandboxId, link::LinkKey};
 use sandboxer_vmm::{
-    AgentStream, DiskSpec, Frozen, Held, MEMORY, Vm, VmExit, VmRecord, ShareListener,
-    ShareWay, TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo,
+    AgentStream, DiskSpec, Frozen, Held, MEMORY, ShareListener, ShareWay, TemplateInputs, Vm, VmExit,
+    VmRecord, VmSpec, Vmm, VmmError, VmmInfo,
 };
 use tokio::{net::UnixStream, sync::watch};
 
@@ -157,11 +157,7 @@ impl FakeVmm {
     /// Pods whose VMs run.
     pub fn running(&self) -> Vec<SandboxId> {
         let vms = lock(&self.vms);
-        vms
-            .values()
-            .filter(|vm| vm.is_running())
-            .map(|vm| vm.record.pod.clone())
-            .collect()
+        vms.values().filter(|vm| vm.is_running()).map(|vm| vm.record.pod.clone()).collect()
     }
 }
 
@@ -324,8 +320,7 @@ impl FakeVm {
     }
 
     fn end(&self, how: &str, last_line: &str) -> bool {
-        let ended =
-            end(&self.exit, VmExit { how: how.to_owned(), last_lines: vec![last_line.to_owned()] });
+        let ended = end(&self.exit, VmExit { how: how.to_owned(), last_lines: vec![last_line.to_owned()] });
         self.cut_stream();
         lock(&self.taps).clear();
         ended

@@ -21,11 +21,11 @@
 pub mod api;
 pub(crate) mod events;
 mod landlock;
-mod vm;
 mod passing;
 mod shown;
 mod template;
 pub mod version;
+mod vm;
 mod vsock;
 pub mod wire;
 
@@ -50,12 +50,12 @@ use tokio::{net::unix::pipe, time::Instant};
 use self::{
     api::Api,
     events::Events,
-    vm::{CloudHypervisorVm, Watched},
     version::{Version, VersionError},
+    vm::{CloudHypervisorVm, Watched},
     vsock::Link,
 };
 use super::{
-    FREEZABLE, Frozen, Vm, VmRecord, TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo,
+    FREEZABLE, Frozen, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError, VmmInfo,
     run_dir::{Captures, Files, host, reopen},
 };
 

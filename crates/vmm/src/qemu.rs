@@ -13,8 +13,8 @@
 //! restored map the memory privately, and what none of them has written they share.
 
 mod command_line;
-mod vm;
 mod version;
+mod vm;
 
 use std::{
     fs, io,
@@ -38,7 +38,7 @@ use self::{
     vm::{AGENT, CONSOLE, CONTROL, QemuVm, STATE, answer},
 };
 use super::{
-    FREEZABLE, Frozen, MEMORY, Vm, VmRecord, TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo,
+    FREEZABLE, Frozen, MEMORY, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError, VmmInfo,
     accelerator::{self, AcceleratorError},
     qmp::Qmp,
     run_dir::{Captures, Files, connect, host, reopen},
@@ -89,13 +89,7 @@ impl Qemu {
     }
 
     /// Takes control of the VM behind `process`, whose control socket has been connected.
-    fn vm(
-        &self,
-        record: VmRecord,
-        process: Arc<Process>,
-        qmp: Qmp,
-        captures: Captures,
-    ) -> QemuVm {
+    fn vm(&self, record: VmRecord, process: Arc<Process>, qmp: Qmp, captures: Captures) -> QemuVm {
         QemuVm {
             record,
             process,

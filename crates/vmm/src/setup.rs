@@ -6,7 +6,7 @@ use async_trait::async_trait;
 use sandboxer_config::{Accelerator, VmConfig, VmmChoice};
 
 use super::{
-    Frozen, Vm, VmRecord, TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo,
+    Frozen, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError, VmmInfo,
     accelerator::{self, AcceleratorError},
     cloud_hypervisor::{self, CloudHypervisor, version::VersionError},
     qemu::Qemu,

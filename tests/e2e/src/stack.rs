@@ -172,8 +172,7 @@ impl Stack {
     /// The recorded pid of `containerd` or `sandboxer`.
     pub fn pid(&self, name: &str) -> Result<Pid> {
         let path = self.dir.join("pids").join(name);
-        let record =
-            fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        let record = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
         let pid = record.split_whitespace().next().context("empty pid record")?;
         Ok(Pid::from_raw(pid.parse()?))
     }

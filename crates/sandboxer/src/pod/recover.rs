@@ -524,15 +524,10 @@ async fn clear_shares(shares: &Shares, record: &PodRecord) {
     }
 }
 
-async fn greet(
-    node: &DaemonState,
-    record: &PodRecord,
-    vm: &Arc<dyn Vm>,
-) -> Result<RunningVm, PodError> {
+async fn greet(node: &DaemonState, record: &PodRecord, vm: &Arc<dyn Vm>) -> Result<RunningVm, PodError> {
     let limit = node.config.vm.agent_timeout;
     let id = &record.spec.id;
-    let greeting =
-        sandboxer_guest::connect(id, vm.as_ref(), &record.link_key, node.config.vm.agent_timeout);
+    let greeting = sandboxer_guest::connect(id, vm.as_ref(), &record.link_key, node.config.vm.agent_timeout);
     match tokio::time::timeout(limit, greeting).await {
         Ok(greeted) => {
             let (agent, _) = greeted?;

@@ -48,8 +48,7 @@ pub async fn keep(node: Arc<DaemonState>, spec: PodSpec, key: LinkKey, live: Run
 
 async fn resume(node: &DaemonState, spec: &PodSpec, key: &LinkKey, live: &RunningVm) -> Result<(), PodError> {
     let limit = node.config.vm.agent_timeout;
-    let greeting =
-        sandboxer_guest::connect(&spec.id, live.vm.as_ref(), key, node.config.vm.agent_timeout);
+    let greeting = sandboxer_guest::connect(&spec.id, live.vm.as_ref(), key, node.config.vm.agent_timeout);
     let greeted = timeout(limit, greeting).await;
     let late = |_| PodError::NotReady { pod: spec.id.clone(), limit, console: String::new() };
     let (next, _) = greeted.map_err(late)??;

@@ -25,7 +25,7 @@ use sandboxer_protocol::{
     link::{LinkError, LinkKey},
     stage::Stage,
 };
-use sandboxer_vmm::{DiskSpec, Vm, VmExit, Shape, VmSpec, VmmError};
+use sandboxer_vmm::{DiskSpec, Shape, Vm, VmExit, VmSpec, VmmError};
 use tokio::{
     sync::{SemaphorePermit, oneshot},
     task::JoinHandle,
@@ -341,13 +341,7 @@ impl<'a> Prepared<'a> {
         VmSpec { taps: self.taps.clone(), cgroup, ..described }
     }
 
-    fn running(
-        self,
-        vm: Arc<dyn Vm>,
-        start_path: StartPath,
-        until: Instant,
-        undo: &mut Undo,
-    ) -> Running<'a> {
+    fn running(self, vm: Arc<dyn Vm>, start_path: StartPath, until: Instant, undo: &mut Undo) -> Running<'a> {
         let doomed = vm.clone();
         let pod = self.spec.id.clone();
         undo.push("end the VMM", async move {

@@ -235,8 +235,7 @@ impl Pool {
             let target = targets.get(shape).copied().unwrap_or(0);
             let stale = |warm: &Warm| current.get(shape).is_some_and(|key| *key != warm.template);
             let ended = |warm: &Warm| warm.vm.exited().now_or_never().is_some();
-            let (good, bad) =
-                vms.drain(..).partition::<VecDeque<_>, _>(|warm| !stale(warm) && !ended(warm));
+            let (good, bad) = vms.drain(..).partition::<VecDeque<_>, _>(|warm| !stale(warm) && !ended(warm));
             *vms = good;
             surplus.extend(bad);
             surplus.extend(vms.drain(target.min(vms.len())..));

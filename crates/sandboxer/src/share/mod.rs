@@ -27,7 +27,7 @@ use sandboxer_protocol::{
     share::{DISK_SERIAL, GUEST_DIR},
 };
 use sandboxer_share::attach::{Access, AttachError};
-use sandboxer_vmm::{Vm, ShareWay, VmmError};
+use sandboxer_vmm::{ShareWay, Vm, VmmError};
 use serde::{Deserialize, Serialize};
 
 use self::server::Server;
@@ -195,12 +195,7 @@ impl Shares {
     }
 
     /// Gives the guest each of `shares`. Those it has already stay as they are.
-    pub async fn give(
-        &self,
-        vm: &dyn Vm,
-        agent: &Agent,
-        shares: &[Share],
-    ) -> Result<(), ShareError> {
+    pub async fn give(&self, vm: &dyn Vm, agent: &Agent, shares: &[Share]) -> Result<(), ShareError> {
         if shares.is_empty() {
             return Ok(());
         }

@@ -132,8 +132,7 @@ impl Builder {
 
     async fn freeze_ready(&self, spec: &VmSpec, vm: &dyn Vm, dir: &Path) -> Result<(), BuildError> {
         let limit = self.config.boot_timeout;
-        let greeted =
-            sandboxer_guest::connect(&spec.pod, vm, &spec.boot.link_key, self.config.agent_timeout);
+        let greeted = sandboxer_guest::connect(&spec.pod, vm, &spec.boot.link_key, self.config.agent_timeout);
         let session = match tokio::time::timeout(limit, greeted).await {
             Ok(greeted) => greeted.map_err(PodError::from)?,
             Err(_) => {

@@ -17,7 +17,7 @@ use sandboxer_protocol::{
     link::LinkKey,
     share::{Head, REQUEST_HEAD, SLOTS, opcode, u32_at},
 };
-use sandboxer_vmm::{MEMORY, Vm, ShareWay, VmSpec, Vmm, cloud_hypervisor::CloudHypervisor};
+use sandboxer_vmm::{MEMORY, ShareWay, Vm, VmSpec, Vmm, cloud_hypervisor::CloudHypervisor};
 
 use super::{Case, LONG, Outcome, Subject, kvm_unusable, skipped, trial};
 use crate::{
@@ -75,12 +75,8 @@ impl Guest {
     }
 
     async fn greet(&self, vm: &dyn Vm) -> Result<sandboxer_guest::Agent> {
-        let greeting = sandboxer_guest::connect(
-            &self.spec.pod,
-            vm,
-            &self.spec.boot.link_key,
-            self.config.agent_timeout,
-        );
+        let greeting =
+            sandboxer_guest::connect(&self.spec.pod, vm, &self.spec.boot.link_key, self.config.agent_timeout);
         let (agent, ready) = tokio::time::timeout(LONG, greeting).await.context("the agent is silent")??;
         ensure!(!ready.kernel_release.is_empty(), "{ready:?}");
         Ok(agent)

@@ -35,8 +35,7 @@ pub async fn a_tap_is_held_as_long_as_the_vm_runs(
     let network = namespace::fresh().expect("only root makes network namespaces");
     let tap = namespace::within(&network, || tap::open(c"tap")).unwrap();
     let is_there = || namespace::within(&network, || Ok::<_, std::io::Error>(if_nametoindex("tap")?)).is_ok();
-    let vm =
-        vmm.boot(&VmSpec { nics: 1, taps: vec![Arc::new(tap)], ..spec(&pod) }).await.expect("it boots");
+    let vm = vmm.boot(&VmSpec { nics: 1, taps: vec![Arc::new(tap)], ..spec(&pod) }).await.expect("it boots");
     look(Guest::of(&*vm).await).await;
     assert!(is_there(), "nobody holds the tap");
     vm.kill().await.unwrap();
@@ -250,10 +249,8 @@ pub async fn frozen<F: Future<Output = ()>>(
     let pod = Pod::new("template");
     let dir = pod.path("frozen");
     fs::create_dir(&dir).unwrap();
-    let vm = vmm
-        .boot(&VmSpec { memory_file: Some(dir.join(MEMORY)), ..spec(&pod) })
-        .await
-        .expect("a VM boots");
+    let vm =
+        vmm.boot(&VmSpec { memory_file: Some(dir.join(MEMORY)), ..spec(&pod) }).await.expect("a VM boots");
     let mut guest = Guest::of(&*vm).await;
     assert_eq!(guest.ask("hello").await, "hello host");
     before(guest).await;

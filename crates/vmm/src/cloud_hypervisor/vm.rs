@@ -24,7 +24,7 @@ use super::{
     wire,
 };
 use crate::{
-    AgentStream, DiskSpec, Vm, VmExit, VmRecord, ShareListener, ShareWay, VmmError,
+    AgentStream, DiskSpec, ShareListener, ShareWay, Vm, VmExit, VmRecord, VmmError,
     room::{Room, shown as path_of},
     run_dir::{Captures, Files, host},
     spec::first_mac_text,

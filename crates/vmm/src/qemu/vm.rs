@@ -19,7 +19,7 @@ use tokio::time::Instant;
 
 use super::command_line;
 use crate::{
-    AgentStream, DiskSpec, MEMORY, Vm, VmExit, VmRecord, ShareListener, ShareWay, VmmError,
+    AgentStream, DiskSpec, MEMORY, ShareListener, ShareWay, Vm, VmExit, VmRecord, VmmError,
     qmp::{Qmp, QmpError},
     run_dir::{Captures, Files, host},
 };

@@ -55,8 +55,7 @@ impl Driver {
             self.end_vm();
             return answer_all(self.start_waiters.drain(..), Err(error));
         }
-        let (pid, release, start_path) =
-            (up.live.vm.record().pid, up.ready.kernel_release, up.start_path);
+        let (pid, release, start_path) = (up.live.vm.record().pid, up.ready.kernel_release, up.start_path);
         let interfaces = up.interfaces;
         self.status.send_modify(|status| {
             status.vmm_pid = pid;

@@ -54,7 +54,7 @@ impl Host {
         Self { runtime, dir, vmm }
     }
 
-    /// A machine in a directory of its own.
+    /// A VM in a directory of its own.
     fn spec(&self) -> VmSpec {
         let run_dir = self.dir.path().join("run");
         let _ = fs::remove_dir_all(&run_dir);
@@ -82,9 +82,9 @@ impl Host {
         let spec = self.spec();
         self.runtime.block_on(async {
             let began = Instant::now();
-            let machine = self.vmm.boot(&spec).await.unwrap();
+            let vm = self.vmm.boot(&spec).await.unwrap();
             let took = began.elapsed();
-            machine.kill().await.unwrap();
+            vm.kill().await.unwrap();
             took
         })
     }
@@ -130,7 +130,7 @@ fn starts(criterion: &mut Criterion) {
     group.bench_function("least client", |b| b.iter_custom(|n| (0..n).map(|_| host.by_least()).sum()));
     group.finish();
 
-    // Taken in turns, so that what else the machine does hits both.
+    // Taken in turns, so that what else the host does hits both.
     let (mut driver, mut least): (Vec<_>, Vec<_>) =
         (0..STARTS).map(|_| (host.by_driver(), host.by_least())).unzip();
     driver.sort();

@@ -2,7 +2,7 @@
 //!
 //! Ten good pods are asked for an exec each, at a steady rate, by themselves and beside one guest of each hostile
 //! nature. Agents are the doubles of the daemon's tests, in threads of their own: what is measured is the daemon's, and
-//! what the two of them take of the machine's processors. To tell these apart, there are neighbours that do no harm, too:
+//! what the two of them take of the VM's processors. To tell these apart, there are neighbours that do no harm, too:
 //! one that only computes, and one that is a good pod started and removed over and over.
 //!
 //! Then good pods are started, by themselves and beside ten hostile ones, each of which is asked for containers without end:
@@ -144,7 +144,7 @@ async fn measure(outside: &Runtime) {
 struct Place {
     test: TestNode,
     outside: Handle,
-    /// What the next machines' agents are like.
+    /// What the next VMs' agents are like.
     next: Arc<Mutex<Option<Nature>>>,
 }
 

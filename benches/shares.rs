@@ -5,7 +5,7 @@
 //! host's is not: what is measured is the way between the two.
 //!
 //! Beside the clock stands the processor time of the VMM, its guest included, and of the share's server. On a
-//! machine that has other work it is what tells.
+//! VM that has other work it is what tells.
 //!
 //! `SANDBOXER_BENCH_ROUNDS` (10) and `SANDBOXER_BENCH_MIB` (128) say how often, and how much.
 

@@ -1,6 +1,6 @@
 //! How fast pods start: `cargo bench --bench startup`.
 //!
-//! First what the daemon does per pod with no machine in it, then, where there is a stack, whole starts by
+//! First what the daemon does per pod with no VM in it, then, where there is a stack, whole starts by
 //! the code of `sandboxer-cli startup`, whose distributions stay as files.
 
 #![allow(clippy::unwrap_used, reason = "a bench that cannot go on stops where it stands")]
@@ -59,7 +59,7 @@ fn new_pod(node: &Arc<DaemonState>, id: &str) -> PodHandle {
     node.registry.insert(&spec.id.clone(), spawn).unwrap()
 }
 
-/// What the daemon does per pod, no machine in it.
+/// What the daemon does per pod, no VM in it.
 fn daemon(c: &mut Criterion) {
     let runtime = Runtime::new().unwrap();
     let dir = tempfile::tempdir().unwrap();
@@ -74,7 +74,7 @@ fn daemon(c: &mut Criterion) {
 
     let admission = Admission::new(4, 4);
     group.bench_function("admission", |b| {
-        b.to_async(&runtime).iter(async || drop(admission.enter(Work::Machine).await));
+        b.to_async(&runtime).iter(async || drop(admission.enter(Work::Vm).await));
     });
 
     fs::create_dir_all(dir.path().join("journal")).unwrap();
@@ -85,7 +85,7 @@ fn daemon(c: &mut Criterion) {
         spec: PodSpec::plain("journalled".parse().unwrap(), 1, 128),
         status: PodStatus::created(1),
         link_key: LinkKey::random(),
-        machine: None,
+        vm: None,
         containers: Vec::new(),
         volumes: Vec::new(),
         shares: None,
@@ -154,7 +154,7 @@ fn daemon(c: &mut Criterion) {
     group.bench_function("agent round trip", |b| b.to_async(&runtime).iter(|| running.stats(None)));
 
     let mut count = 0;
-    group.bench_function("pod started and removed, no machine", |b| {
+    group.bench_function("pod started and removed, no VM", |b| {
         b.iter_batched(
             || {
                 count += 1;

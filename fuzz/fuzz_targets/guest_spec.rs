@@ -14,7 +14,7 @@ fn pod() -> PodSpec {
 }
 
 fuzz_target!(|text: &[u8]| {
-    // Sources of binds are read: nothing of this machine's is for a fuzzer to look at.
+    // Sources of binds are read: nothing of this host's is for a fuzzer to look at.
     if text.windows(4).any(|word| word.eq_ignore_ascii_case(b"bind")) {
         return;
     }

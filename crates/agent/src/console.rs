@@ -32,7 +32,7 @@ impl Console {
             listener.set_nonblocking(true)?;
             Ok(listener)
         });
-        let listener = listener.map_err(internal("failed to open a console socket"))?;
+        let listener = listener.map_err(internal("cannot open a console socket"))?;
         Ok(Self { listener, path })
     }
 
@@ -46,7 +46,7 @@ impl Console {
     pub fn take_master(self) -> Result<OwnedFd, Failure> {
         let (sender, _) = self.listener.accept().map_err(internal("runtime opened no terminal"))?;
         receive(&sender)
-            .map_err(internal("failed to receive the terminal"))?
+            .map_err(internal("cannot receive the terminal"))?
             .ok_or_else(|| Failure::new(Kind::Internal, "runtime sent no terminal"))
     }
 }

@@ -206,7 +206,7 @@ impl Container {
             .await?;
         let Done { result, since, causes } = done;
         let pid = result.map_err(|failure| causes.explain(failure))?;
-        self.shared.oom.add(&self.id).map_err(internal("failed to watch for the OOM killer"))?;
+        self.shared.oom.add(&self.id).map_err(internal("cannot watch for the OOM killer"))?;
         self.init.created(pid);
         self.watch(&self.init, pid, since);
         self.start.lock().await.causes = Some(causes);
@@ -243,7 +243,7 @@ impl Container {
         let survivors = (self.sees_others && Arc::ptr_eq(process, &self.init)).then(|| Cgroup::of(&self.id));
         process.watch(self.shared.reaper.claim(pid, since), move || {
             if let Some(Err(error)) = survivors.as_ref().map(Cgroup::kill) {
-                log::say(&format!("failed to end what container {id} left running: {error}"));
+                log::say(&format!("cannot end what container {id} left running: {error}"));
             }
             oom.look(&id)
         });
@@ -381,7 +381,7 @@ impl Container {
         if !self.cgroup.is_populated() {
             return Err(Failure::not_found(format!("container {} has no process left", self.id)));
         }
-        let failed = || internal(format!("failed to signal container {}", self.id));
+        let failed = || internal(format!("cannot signal container {}", self.id));
         if signal == libc::SIGKILL {
             return self.cgroup.kill().map_err(failed());
         }
@@ -389,7 +389,7 @@ impl Container {
             match i32::try_from(pid).map(|pid| kill(pid, signal)) {
                 // Gone since the list was read.
                 Ok(Ok(()) | Err(nix::errno::Errno::ESRCH)) | Err(_) => {}
-                Ok(Err(error)) => return Err(internal(format!("failed to signal process {pid}"))(error)),
+                Ok(Err(error)) => return Err(internal(format!("cannot signal process {pid}"))(error)),
             }
         }
         Ok(())
@@ -400,7 +400,7 @@ impl Container {
         self.running_pid()?;
         let verb = if frozen { "pause" } else { "resume" };
         let done = self.cgroup.freeze(frozen, PROMPT).await;
-        match done.map_err(internal(format!("failed to {verb} container {}", self.id)))? {
+        match done.map_err(internal(format!("cannot {verb} container {}", self.id)))? {
             true => Ok(()),
             false => {
                 let message = format!("container {} did not {verb} within {} s", self.id, PROMPT.as_secs());
@@ -420,7 +420,7 @@ impl Container {
     pub fn pids(&self) -> Result<Vec<u32>, Failure> {
         match self.cgroup.pids() {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                Err(internal(format!("failed to list the processes of container {}", self.id))(error))
+                Err(internal(format!("cannot list the processes of container {}", self.id))(error))
             }
             pids => Ok(pids.unwrap_or_default()),
         }
@@ -446,7 +446,7 @@ impl Container {
 
     /// Kills what is left and removes every trace.
     async fn discard(&self) -> Result<(), Failure> {
-        self.cgroup.kill().map_err(internal(format!("failed to kill container {}", self.id)))?;
+        self.cgroup.kill().map_err(internal(format!("cannot kill container {}", self.id)))?;
         if !self.cgroup.is_emptied(PROMPT).await {
             let message =
                 format!("processes of container {} survived their kill for {} s", self.id, PROMPT.as_secs());

@@ -25,7 +25,7 @@ const VPD_HEADER: usize = 4;
 pub async fn find(serial: &str) -> Result<PathBuf, Failure> {
     let found = uevent::wait_for(Some(DEADLINE), || scan(Path::new("/sys/block"), serial))
         .await
-        .map_err(internal(format!("failed to listen for disk {serial:?}")))?;
+        .map_err(internal(format!("cannot listen for disk {serial:?}")))?;
     let name = found.ok_or_else(|| {
         let message = format!(
             "disk with serial {serial:?} did not appear within {} s; the guest has {}",

@@ -90,7 +90,7 @@ impl Connections {
         let connection = self.get(number)?;
         let mut data = vec![0; CHUNK];
         let count = connection.from.lock().await.read(&mut data).await;
-        data.truncate(count.map_err(internal(format!("failed to read from connection {number}")))?);
+        data.truncate(count.map_err(internal(format!("cannot read from connection {number}")))?);
         Ok(data)
     }
 
@@ -102,7 +102,7 @@ impl Connections {
             to.write_all(data).await?;
             if end { to.shutdown().await } else { Ok(()) }
         };
-        written.await.map_err(internal(format!("failed to write to connection {number}")))
+        written.await.map_err(internal(format!("cannot write to connection {number}")))
     }
 
     /// Ends a connection.

@@ -32,7 +32,7 @@ pub const EMPTY: &str = "/var/empty";
 #[derive(Debug, thiserror::Error)]
 pub enum InitError {
     /// A mount failed.
-    #[error("failed to mount {fstype} on {path}")]
+    #[error("cannot mount {fstype} on {path}")]
     Mount {
         /// Where.
         path: &'static str,
@@ -42,7 +42,7 @@ pub enum InitError {
         source: nix::Error,
     },
     /// A directory, file or device could not be made or written.
-    #[error("failed to {attempt} {}", path.display())]
+    #[error("cannot {attempt} {}", path.display())]
     File {
         /// "create", "write", …
         attempt: &'static str,
@@ -52,13 +52,13 @@ pub enum InitError {
         source: io::Error,
     },
     /// The agent could not go on from the new root.
-    #[error("failed to move the agent out of the initramfs")]
+    #[error("cannot move the agent out of the initramfs")]
     Program(#[source] io::Error),
     /// The initramfs could not be left.
-    #[error("failed to leave the initramfs")]
+    #[error("cannot leave the initramfs")]
     NewRoot(#[source] nix::Error),
     /// Loopback stays down.
-    #[error("failed to bring the loopback interface up")]
+    #[error("cannot bring the loopback interface up")]
     Loopback(#[source] io::Error),
 }
 

@@ -110,11 +110,10 @@ pub struct Pipes {
 
 /// Opens the pipes that are wanted.
 pub fn pipes(wanted: Wanted) -> Result<(Pipes, ChildEnds), Failure> {
-    let pipe =
-        || nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(internal("failed to open a pipe for a process"));
+    let pipe = || nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(internal("cannot open a pipe for a process"));
     let null = || {
         let file = std::fs::OpenOptions::new().read(true).write(true).open("/dev/null");
-        file.map(OwnedFd::from).map_err(internal("failed to open /dev/null"))
+        file.map(OwnedFd::from).map_err(internal("cannot open /dev/null"))
     };
     let mut ours = Pipes::default();
     let output = |wanted: bool, ours: &mut Option<OwnedFd>| {

@@ -1,4 +1,4 @@
-//! What containers may use at most, and whether their machine has it.
+//! What containers may use at most, and whether their VM has it.
 
 use std::{fs, io};
 
@@ -32,14 +32,14 @@ struct Cpu {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Bytes(Option<u64>);
 
-/// What a machine has.
+/// What a guest has.
 #[derive(Debug, Clone, Copy)]
-pub struct Machine {
+pub struct GuestSize {
     cpus: u64,
     memory: u64,
 }
 
-impl Machine {
+impl GuestSize {
     /// This one.
     pub fn this() -> Self {
         let cpus = std::thread::available_parallelism().map_or(1, |count| count.get() as u64);
@@ -71,23 +71,23 @@ impl Limits {
         Self { cpu: quota.map(|quota_us| Cpu { quota_us, period_us }), memory: memory.map(Bytes) }
     }
 
-    /// Refuses to raise those of `group` beyond what the machine has: it keeps its size. One that was beyond
+    /// Refuses to raise those of `group` beyond what the VM has: it keeps its size. One that was beyond
     /// it before may stay, or come down.
-    pub fn check(&self, group: &Cgroup, machine: Machine) -> Result<(), Failure> {
+    pub fn check(&self, group: &Cgroup, guest: GuestSize) -> Result<(), Failure> {
         if let Some(Bytes(Some(bytes))) = self.memory
-            && bytes > machine.memory
+            && bytes > guest.memory
             && group.read("memory.max").is_ok_and(|now| now.trim().parse().is_ok_and(|now: u64| bytes > now))
         {
-            let (asked, has) = (bytes >> 20, machine.memory >> 20);
+            let (asked, has) = (bytes >> 20, guest.memory >> 20);
             return Err(too_much(&format!("{asked} MiB of memory"), &format!("{has} MiB")));
         }
         if let Some(asked @ Cpu { quota_us: Some(_), .. }) = self.cpu
-            && asked.cpus() > machine.cpus as f64
+            && asked.cpus() > guest.cpus as f64
             && group
                 .read("cpu.max")
                 .is_ok_and(|now| Cpu::of(&now).is_some_and(|now| asked.cpus() > now.cpus()))
         {
-            return Err(too_much(&format!("{} CPUs", asked.cpus()), &machine.cpus.to_string()));
+            return Err(too_much(&format!("{} CPUs", asked.cpus()), &guest.cpus.to_string()));
         }
         Ok(())
     }
@@ -96,7 +96,7 @@ impl Limits {
     pub fn apply_to_all(&self) -> Result<(), Failure> {
         let group = Cgroup::of_all();
         if let Some(Bytes(Some(bytes))) = self.memory {
-            let held = held(&group).map_err(internal("failed to read what the containers use"))?;
+            let held = held(&group).map_err(internal("cannot read what the containers use"))?;
             if bytes < held {
                 let (asked, held) = (bytes >> 20, held >> 20);
                 let message = format!(
@@ -106,7 +106,7 @@ impl Limits {
             }
         }
         for (file, value) in self.files() {
-            let failed = internal(format!("failed to set {file} of all containers to {value:?}"));
+            let failed = internal(format!("cannot set {file} of all containers to {value:?}"));
             fs::write(group.file(file), value).map_err(failed)?;
         }
         Ok(())
@@ -144,7 +144,7 @@ fn held(group: &Cgroup) -> io::Result<u64> {
 
 fn too_much(asked: &str, has: &str) -> Failure {
     Failure::precondition(format!(
-        "a limit of {asked} is more than the {has} of the pod's machine, which keeps its size: \
+        "a limit of {asked} is more than the {has} of the pod's VM, which keeps its size: \
          start the pod anew with limits of that size"
     ))
 }
@@ -153,7 +153,7 @@ fn too_much(asked: &str, has: &str) -> Failure {
 mod tests {
     use super::*;
 
-    const MACHINE: Machine = Machine { cpus: 2, memory: 512 << 20 };
+    const MACHINE: GuestSize = GuestSize { cpus: 2, memory: 512 << 20 };
 
     fn of_pod(cpu_quota_us: i64, cpu_period_us: u64, memory_bytes: i64) -> Limits {
         Limits::of_pod(&PodLimits { cpu_quota_us, cpu_period_us, memory_bytes, ..Default::default() })
@@ -180,14 +180,14 @@ mod tests {
     }
 
     #[test]
-    fn what_the_machine_does_not_have_is_refused_with_what_it_has() {
+    fn what_the_guest_does_not_have_is_refused_with_what_it_has() {
         let dir = tempfile::tempdir().unwrap();
         let group = group(&dir, "100000 100000\n", "268435456\n");
         of_pod(200_000, 100_000, 512 << 20).check(&group, MACHINE).unwrap();
         of_pod(-1, 0, -1).check(&group, MACHINE).unwrap();
         let memory = of_pod(0, 0, 513 << 20).check(&group, MACHINE).unwrap_err().message;
         assert!(
-            memory.contains("513 MiB of memory") && memory.contains("512 MiB of the pod's machine"),
+            memory.contains("513 MiB of memory") && memory.contains("512 MiB of the pod's VM"),
             "{memory}"
         );
         let cpus = of_pod(150_000, 50_000, 0).check(&group, MACHINE).unwrap_err().message;
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_beyond_the_machine_before_may_stay_or_come_down() {
+    fn what_was_beyond_the_guest_before_may_stay_or_come_down() {
         let dir = tempfile::tempdir().unwrap();
         let wide = group(&dir, "400000 100000\n", "4294967296\n");
         of_pod(400_000, 100_000, 4 << 30).check(&wide, MACHINE).unwrap();

@@ -76,7 +76,7 @@ fn main() -> anyhow::Result<()> {
     let entered_ns = clock::boottime_ns();
     // For those who read this file without running it; the linker drops what nobody uses.
     std::hint::black_box(&MARK);
-    // It mounts and powers off: never on a machine that runs something else.
+    // It mounts and powers off: never on a host that runs something else.
     ensure!(std::process::id() == 1, "sandboxer-agent runs as PID 1 of a guest only");
     panic::set_hook(Box::new(on_panic));
     let Err(error) = run(entered_ns);
@@ -88,21 +88,20 @@ fn main() -> anyhow::Result<()> {
 fn run(entered_ns: u64) -> anyhow::Result<std::convert::Infallible> {
     init::settle()?;
     init::prepare()?;
-    let cmdline =
-        std::fs::read_to_string("/proc/cmdline").context("failed to read the kernel command line")?;
+    let cmdline = std::fs::read_to_string("/proc/cmdline").context("cannot read the kernel command line")?;
     let params = BootParams::parse(&cmdline)?;
     log::start(params.log.as_deref());
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
-        .context("failed to start the async runtime")?;
+        .context("cannot start the async runtime")?;
     runtime.block_on(serve(params, entered_ns))
 }
 
 async fn serve(params: BootParams, entered_ns: u64) -> anyhow::Result<std::convert::Infallible> {
     let reaper = Arc::<Reaper>::default();
     let events = Arc::<Events>::default();
-    let oom = Arc::new(OomWatch::new(Arc::clone(&events)).context("failed to watch for the OOM killer")?);
+    let oom = Arc::new(OomWatch::new(Arc::clone(&events)).context("cannot watch for the OOM killer")?);
     let workers = Workers::new(Arc::clone(&reaper));
     let pids = SharedPids::default();
     let shared = Arc::new(Shared { reaper: Arc::clone(&reaper), workers, oom: Arc::clone(&oom), pids });
@@ -128,7 +127,7 @@ async fn serve(params: BootParams, entered_ns: u64) -> anyhow::Result<std::conve
     });
     let mut server =
         Server::new().add_listener(Listener::new(accepted)).register_service(create_agent(service));
-    server.start().await.context("failed to serve the agent's protocol")?;
+    server.start().await.context("cannot serve the agent's protocol")?;
 
     tokio::spawn(timekeeper::run());
     let kernel_release = pod::kernel_release();

@@ -1,4 +1,4 @@
-//! The pod's network interfaces: the machine's network devices get their names, addresses and routes.
+//! The pod's network interfaces: the VM's network devices get their names, addresses and routes.
 //!
 //! What the host's namespace has is taken over as it is, with nothing added: prefix routes are among the routes
 //! told, an address is the pod's already and so not probed for, and no router is listened to.
@@ -38,17 +38,17 @@ pub fn loopback_up() -> io::Result<()> {
     set_up(&mut Netlink::open()?, LOOPBACK, true)
 }
 
-/// Gives the machine's network devices the places of these interfaces, and no other.
+/// Gives the VM's network devices the places of these interfaces, and no other.
 pub async fn configure(interfaces: &[wire::Interface]) -> Result<(), Failure> {
-    let mut netlink = Netlink::open().map_err(internal("failed to open a socket of rtnetlink"))?;
-    let mut nics = nics(&mut netlink).map_err(internal("failed to list network devices"))?;
+    let mut netlink = Netlink::open().map_err(internal("cannot open a socket of rtnetlink"))?;
+    let mut nics = nics(&mut netlink).map_err(internal("cannot list network devices"))?;
     if let Some(last) = interfaces.iter().map(|interface| interface.nic).max()
         && !nics.contains_key(&last)
     {
         nics = appeared(&mut netlink, last).await?;
     }
-    clear(&mut netlink, &nics).map_err(internal("failed to clear network devices"))?;
-    make_way(&mut netlink, &nics, interfaces).map_err(internal("failed to rename network devices"))?;
+    clear(&mut netlink, &nics).map_err(internal("cannot clear network devices"))?;
+    make_way(&mut netlink, &nics, interfaces).map_err(internal("cannot rename network devices"))?;
     let wanted = interfaces
         .iter()
         .map(|interface| match nics.get(&interface.nic) {
@@ -62,7 +62,7 @@ pub async fn configure(interfaces: &[wire::Interface]) -> Result<(), Failure> {
     for (attempt, step) in steps {
         for (nic, interface) in &wanted {
             step(&mut netlink, nic, interface)
-                .map_err(internal(format!("failed to {attempt} network interface {:?}", interface.name)))?;
+                .map_err(internal(format!("cannot {attempt} network interface {:?}", interface.name)))?;
         }
     }
     Ok(())
@@ -70,7 +70,7 @@ pub async fn configure(interfaces: &[wire::Interface]) -> Result<(), Failure> {
 
 type Step = fn(&mut Netlink, &Link, &wire::Interface) -> io::Result<()>;
 
-/// The machine's network devices by number, which the address that the host gave them tells; which one they use does
+/// The VM's network devices by number, which the address that the host gave them tells; which one they use does
 /// not matter.
 fn nics(netlink: &mut Netlink) -> io::Result<BTreeMap<u32, Link>> {
     let numbered = |link: Link| {
@@ -85,7 +85,7 @@ async fn appeared(netlink: &mut Netlink, last: u32) -> Result<BTreeMap<u32, Link
         // What can't be listed now may be at the next announcement.
         nics(netlink).ok().filter(|nics| nics.contains_key(&last))
     });
-    found.await.map_err(internal("failed to listen for network devices"))?.ok_or_else(|| {
+    found.await.map_err(internal("cannot listen for network devices"))?.ok_or_else(|| {
         let seconds = DEADLINE.as_secs();
         Failure::new(
             Kind::DeadlineExceeded,

@@ -85,16 +85,15 @@ impl Payload {
         let env: Vec<CString> =
             environment(process).iter().map(|var| c_string(var.as_bytes())).collect::<Result<_, _>>()?;
 
-        reset_signals().map_err(|error| format!("exec: {program:?}: failed to reset signals: {error}"))?;
+        reset_signals().map_err(|error| format!("exec: {program:?}: cannot reset signals: {error}"))?;
         if let Some(filter) = &self.filter {
             seccomp::initialize_seccomp(filter).map_err(|error| {
-                format!("exec: {program:?}: failed to load the seccomp filter: {}", chain(&error))
+                format!("exec: {program:?}: cannot load the seccomp filter: {}", chain(&error))
             })?;
         }
         if let Some(target) = &self.drop_to {
-            drop_to(target).map_err(|error| {
-                format!("exec: {program:?}: failed to drop capabilities: {}", chain(&error))
-            })?;
+            drop_to(target)
+                .map_err(|error| format!("exec: {program:?}: cannot drop capabilities: {}", chain(&error)))?;
         }
         let Err(error) = execve(&path, &args, &env);
         Err(format!("exec: {program:?}: {}", words(error)))

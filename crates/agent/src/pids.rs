@@ -40,7 +40,7 @@ pub fn namespace_of(pid: i32) -> PathBuf {
 
 /// Makes a namespace and its holder, in a worker; answers the holder's guest pid.
 fn make() -> Result<i32, Failure> {
-    let failed = |what: &str| internal::<nix::Error>(format!("failed to {what} the pod's process namespace"));
+    let failed = |what: &str| internal::<nix::Error>(format!("cannot {what} the pod's process namespace"));
     unshare(CloneFlags::CLONE_NEWPID).map_err(failed("make"))?;
     #[expect(clippy::disallowed_methods, reason = "a worker has one thread")]
     // SAFETY: as a worker is a fork of a process with one thread, it has one thread itself.

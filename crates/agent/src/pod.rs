@@ -20,7 +20,7 @@ use crate::{
     cgroup::Cgroup,
     clock,
     failure::{Failure, internal},
-    limits::{Limits, Machine},
+    limits::{GuestSize, Limits},
     network, scratch,
     shares::Shares,
     timekeeper,
@@ -55,21 +55,21 @@ pub struct Identity {
 pub async fn configure(identity: &Identity) -> Result<(), Failure> {
     // First, for whatever else may draw from it.
     if !identity.entropy.is_empty() {
-        reseed(&identity.entropy).map_err(internal("failed to reseed the random number generator"))?;
+        reseed(&identity.entropy).map_err(internal("cannot reseed the random number generator"))?;
     }
     if !identity.hostname.is_empty() {
         sethostname(&identity.hostname)
-            .map_err(internal(format!("failed to set the hostname to {:?}", identity.hostname)))?;
+            .map_err(internal(format!("cannot set the hostname to {:?}", identity.hostname)))?;
     }
     if identity.realtime_ns > 0 {
-        clock::set_realtime(identity.realtime_ns).map_err(internal("failed to set the clock"))?;
+        clock::set_realtime(identity.realtime_ns).map_err(internal("cannot set the clock"))?;
         // The host's words are as old as their way here was long.
-        timekeeper::set_by_device().map_err(internal("failed to set the clock by the VMM's"))?;
+        timekeeper::set_by_device().map_err(internal("cannot set the clock by the VMM's"))?;
     }
     let shm = if identity.shm_bytes == 0 { DEFAULT_SHM } else { identity.shm_bytes };
     let flags = MsFlags::MS_REMOUNT | MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
     mount(None::<&str>, "/dev/shm", None::<&str>, flags, Some(format!("size={shm}").as_str()))
-        .map_err(internal(format!("failed to size /dev/shm to {shm} bytes")))?;
+        .map_err(internal(format!("cannot size /dev/shm to {shm} bytes")))?;
     network::configure(&identity.interfaces).await?;
     // Some are of an interface.
     for (name, value) in &identity.sysctls {
@@ -80,7 +80,7 @@ pub async fn configure(identity: &Identity) -> Result<(), Failure> {
 
 /// Changes what the pod's containers may use together.
 pub fn update(limits: &Limits) -> Result<(), Failure> {
-    limits.check(&Cgroup::of_all(), Machine::this())?;
+    limits.check(&Cgroup::of_all(), GuestSize::this())?;
     limits.apply_to_all()
 }
 
@@ -151,7 +151,7 @@ pub fn power_off_now() -> Failure {
     sync();
     match reboot(RebootMode::RB_POWER_OFF) {
         Ok(never) => match never {},
-        Err(error) => internal("failed to power off")(error),
+        Err(error) => internal("cannot power off")(error),
     }
 }
 

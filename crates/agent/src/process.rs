@@ -100,7 +100,7 @@ impl Process {
 
     /// Connects the agent's ends of its pipes.
     pub fn connect_pipes(&self, pipes: Pipes) -> Result<(), Failure> {
-        let failed = || internal("failed to watch a process's pipes");
+        let failed = || internal("cannot watch a process's pipes");
         if let Some(stdin) = pipes.stdin {
             let to = stream(stdin, Interest::WRITABLE).map_err(failed())?;
             lock(&self.ends).input = Some(Arc::new(Input::new(to, false)));
@@ -117,7 +117,7 @@ impl Process {
     /// Connects the master of its terminal.
     pub fn connect_terminal(&self, master: std::os::fd::OwnedFd) -> Result<(), Failure> {
         let terminal = stream(master, Interest::READABLE | Interest::WRITABLE)
-            .map_err(internal("failed to watch a process's terminal"))?;
+            .map_err(internal("cannot watch a process's terminal"))?;
         if let Some(output) = &self.stdout {
             self.capture(Arc::clone(&terminal), true, output);
         }
@@ -150,7 +150,7 @@ impl Process {
         let terminal = lock(&self.ends).terminal.clone();
         let terminal = terminal.ok_or_else(|| Failure::precondition("process has not been started"))?;
         let size = Winsize { ws_row: rows, ws_col: columns, ws_xpixel: 0, ws_ypixel: 0 };
-        tcsetwinsize(terminal.get_ref(), size).map_err(internal("failed to resize the terminal"))
+        tcsetwinsize(terminal.get_ref(), size).map_err(internal("cannot resize the terminal"))
     }
 
     /// It has a process now, which waits to be started.
@@ -233,7 +233,7 @@ impl Process {
         if !reaper.is_alive(pid) {
             return Err(Failure::not_found("process has exited"));
         }
-        kill(pid, signal).map_err(internal(format!("failed to send signal {signal} to process {pid}")))
+        kill(pid, signal).map_err(internal(format!("cannot send signal {signal} to process {pid}")))
     }
 
     /// Stops capturing and closes the agent's ends.

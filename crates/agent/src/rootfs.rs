@@ -249,20 +249,17 @@ impl Dir {
         create_dir(&writable.join("w"))?;
         // The overlay's root looks like its upper directory, and shall look like the image's.
         let top = self.path.join("l0");
-        let of = fs::metadata(&top).map_err(internal(format!("failed to read {}", top.display())))?;
+        let of = fs::metadata(&top).map_err(internal(format!("cannot read {}", top.display())))?;
         chown(&upper, Some(of.uid()), Some(of.gid()))
             .and_then(|()| fs::set_permissions(&upper, fs::Permissions::from_mode(of.mode() & 0o7777)))
-            .map_err(internal(format!("failed to prepare {}", upper.display())))?;
+            .map_err(internal(format!("cannot prepare {}", upper.display())))?;
 
-        nix::unistd::chdir(&self.path)
-            .map_err(internal(format!("failed to enter {}", self.path.display())))?;
+        nix::unistd::chdir(&self.path).map_err(internal(format!("cannot enter {}", self.path.display())))?;
         let options = format!("{lowerdir},upperdir={name}/u,workdir={name}/w");
         let mounted =
             mount(Some("overlay"), "rootfs", Some("overlay"), MsFlags::empty(), Some(options.as_str()));
         let back = nix::unistd::chdir("/");
-        mounted
-            .and(back)
-            .map_err(internal(format!("failed to mount an overlay on {}", self.rootfs().display())))
+        mounted.and(back).map_err(internal(format!("cannot mount an overlay on {}", self.rootfs().display())))
     }
 
     /// Unmounts all that is mounted in the directory and removes it. A directory that is gone is
@@ -275,11 +272,11 @@ impl Dir {
             // Another container's set-up may hold a copy of the mount for a moment.
             umount2(path, MntFlags::empty())
                 .or_else(|_| umount2(path, MntFlags::MNT_DETACH))
-                .map_err(internal(format!("failed to unmount {}", path.display())))?;
+                .map_err(internal(format!("cannot unmount {}", path.display())))?;
         }
         match fs::remove_dir_all(&self.path) {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                Err(internal(format!("failed to remove {}", self.path.display()))(error))
+                Err(internal(format!("cannot remove {}", self.path.display()))(error))
             }
             _ => Ok(()),
         }
@@ -291,7 +288,7 @@ impl Device {
         let Self { node, fstype, read_only } = self;
         let flags = if *read_only { MsFlags::MS_RDONLY } else { MsFlags::empty() };
         mount(Some(node), path, Some(fstype.as_str()), flags, None::<&str>).map_err(internal(format!(
-            "failed to mount {} as {fstype} on {}",
+            "cannot mount {} as {fstype} on {}",
             node.display(),
             path.display()
         )))
@@ -300,17 +297,17 @@ impl Device {
 
 fn mount_tmpfs(path: &Path, options: &str) -> Result<(), Failure> {
     mount(Some("tmpfs"), path, Some("tmpfs"), MsFlags::empty(), Some(options))
-        .map_err(internal(format!("failed to mount a tmpfs ({options}) on {}", path.display())))
+        .map_err(internal(format!("cannot mount a tmpfs ({options}) on {}", path.display())))
 }
 
 fn create_dir(path: &Path) -> Result<(), Failure> {
-    fs::create_dir_all(path).map_err(internal(format!("failed to create {}", path.display())))
+    fs::create_dir_all(path).map_err(internal(format!("cannot create {}", path.display())))
 }
 
 /// Mount points below `dir`, in the order they were mounted.
 fn mounts_below(dir: &Path) -> Result<Vec<PathBuf>, Failure> {
     let table =
-        fs::read_to_string("/proc/self/mountinfo").map_err(internal("failed to read the mount table"))?;
+        fs::read_to_string("/proc/self/mountinfo").map_err(internal("cannot read the mount table"))?;
     Ok(mount_points(&table).filter(|path| path.starts_with(dir) && path != dir).collect())
 }
 

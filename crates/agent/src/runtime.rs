@@ -26,7 +26,7 @@ use crate::{
     devices,
     failure::{Failure, Kind, internal},
     io::ChildEnds,
-    limits::{Limits, Machine},
+    limits::{GuestSize, Limits},
     payload::Payload,
     rootfs::{Dir, Located},
     spec::{self, BoundFile},
@@ -106,18 +106,18 @@ pub fn create(
     }
     make_working_dir(&dir.rootfs(), &spec)?;
     let config = dir.path().join("config.json");
-    spec.save(&config).map_err(internal(format!("failed to write {}", config.display())))?;
-    fs::create_dir_all(STATE).map_err(internal(format!("failed to create {STATE}")))?;
+    spec.save(&config).map_err(internal(format!("cannot write {}", config.display())))?;
+    fs::create_dir_all(STATE).map_err(internal(format!("cannot create {STATE}")))?;
     // Into a group that is there libcontainer just moves the process. Otherwise it hands down every controller
     // from the root on, which has been done.
-    Cgroup::of(id).make().map_err(internal("failed to make the control group"))?;
+    Cgroup::of(id).make().map_err(internal("cannot make the control group"))?;
 
     let container = builder(id, stdio, Payload::default())?
         .as_init(dir.path())
         .with_systemd(false)
         .with_detach(true)
         .build()
-        .map_err(|error| Failure::caused(kind_of_create(&error), "failed to create the container", &error))?;
+        .map_err(|error| Failure::caused(kind_of_create(&error), "cannot create the container", &error))?;
     confine(id, &spec, disks)?;
     pid_of(&container)
 }
@@ -130,7 +130,7 @@ fn confine(id: &ContainerId, spec: &Spec, disks: Vec<Rule>) -> Result<(), Failur
         return Ok(());
     }
     device_rules::enforce(&Cgroup::of(id), &device_rules::all(rules, disks))
-        .map_err(internal("failed to hold the container to its device rules"))
+        .map_err(internal("cannot hold the container to its device rules"))
 }
 
 /// Lets the init of a created container execute its program: one word on a socket, and a file in memory.
@@ -138,7 +138,7 @@ fn confine(id: &ContainerId, spec: &Spec, disks: Vec<Rule>) -> Result<(), Failur
 /// No worker is forked for that little. Measured under emulation on two cores: a worker took 11 of the 28 ms
 /// of a start.
 pub fn start(id: &ContainerId) -> Result<(), Failure> {
-    load(id)?.start().map_err(internal("failed to start the container"))
+    load(id)?.start().map_err(internal("cannot start the container"))
 }
 
 /// Runs a further process in container `id`; answers its guest pid when its program runs.
@@ -146,13 +146,13 @@ pub fn exec(id: &ContainerId, exec: &str, process: &[u8], stdio: &Stdio<'_>) -> 
     let mut process = spec::parse_process(process)?;
     spec::fit_process(&mut process, matches!(stdio, Stdio::Terminal(_)));
     let config = Dir::of(id).path().join("config.json");
-    let spec = Spec::load(&config).map_err(internal(format!("failed to read {}", config.display())))?;
+    let spec = Spec::load(&config).map_err(internal(format!("cannot read {}", config.display())))?;
     let filter = spec.linux().as_ref().and_then(|linux| linux.seccomp().clone());
     let drop_to = if filter.is_some() { keep_until_filtered(&mut process) } else { None };
 
     let file = Dir::of(id).path().join(format!("exec-{exec}.json"));
-    let json = serde_json::to_vec(&process).map_err(internal("failed to encode the process"))?;
-    fs::write(&file, json).map_err(internal(format!("failed to write {}", file.display())))?;
+    let json = serde_json::to_vec(&process).map_err(internal("cannot encode the process"))?;
+    fs::write(&file, json).map_err(internal(format!("cannot write {}", file.display())))?;
     let built = builder(id, stdio, Payload { filter, drop_to })?
         .as_tenant()
         .with_process(Some(&file))
@@ -161,11 +161,7 @@ pub fn exec(id: &ContainerId, exec: &str, process: &[u8], stdio: &Stdio<'_>) -> 
     let _ = fs::remove_file(&file);
     built.map(|pid| pid.as_raw()).map_err(|error| {
         let cwd = process.cwd().display();
-        Failure::caused(
-            Kind::Internal,
-            format!("failed to run the process (working directory {cwd})"),
-            &error,
-        )
+        Failure::caused(Kind::Internal, format!("cannot run the process (working directory {cwd})"), &error)
     })
 }
 
@@ -175,11 +171,11 @@ pub fn remove(id: &ContainerId) -> Result<(), Failure> {
     let state = Path::new(STATE).join(id);
     let state_removed = match fs::remove_dir_all(&state) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-            Err(internal(format!("failed to remove {}", state.display()))(error))
+            Err(internal(format!("cannot remove {}", state.display()))(error))
         }
         _ => Ok(()),
     };
-    let cgroup_removed = Cgroup::of(id).remove().map_err(internal("failed to remove the control group"));
+    let cgroup_removed = Cgroup::of(id).remove().map_err(internal("cannot remove the control group"));
     // Each is tried whatever became of the others: what stays would hold a disk.
     Dir::of(id).dismantle().and(cgroup_removed).and(state_removed)
 }
@@ -191,24 +187,24 @@ pub fn update(id: &ContainerId, resources: &[u8]) -> Result<(), Failure> {
     })?;
     spec::fit_resources(&mut resources);
     Limits::of_container(&resources)
-        .check(&Cgroup::of(id), Machine::this())
+        .check(&Cgroup::of(id), GuestSize::this())
         .map_err(|failure| Failure::new(failure.kind, format!("container {id}: {failure}")))?;
     let manager = libcgroups::v2::manager::Manager::new("/sys/fs/cgroup".into(), cgroup::spec_path(id))
-        .map_err(internal("failed to open the control group"))?;
+        .map_err(internal("cannot open the control group"))?;
     let changes = ControllerOpt {
         resources: &resources,
         disable_oom_killer: false,
         oom_score_adj: None,
         freezer_state: None,
     };
-    manager.apply(&changes).map_err(internal("failed to apply resources"))
+    manager.apply(&changes).map_err(internal("cannot apply resources"))
 }
 
 fn builder(id: &ContainerId, stdio: &Stdio<'_>, payload: Payload) -> Result<ContainerBuilder, Failure> {
-    let duplicate = |fd: &OwnedFd| fd.try_clone().map_err(internal("failed to duplicate a descriptor"));
+    let duplicate = |fd: &OwnedFd| fd.try_clone().map_err(internal("cannot duplicate a descriptor"));
     let builder = ContainerBuilder::new(id.to_string(), SyscallType::default())
         .with_root_path(STATE)
-        .map_err(internal("failed to use the runtime's state directory"))?
+        .map_err(internal("cannot use the runtime's state directory"))?
         .with_executor(payload);
     Ok(match stdio {
         Stdio::Terminal(socket) => builder.with_console_socket(Some(*socket)),
@@ -220,7 +216,7 @@ fn builder(id: &ContainerId, stdio: &Stdio<'_>, payload: Payload) -> Result<Cont
 }
 
 fn load(id: &ContainerId) -> Result<Container, Failure> {
-    Container::load(Path::new(STATE).join(id)).map_err(internal("failed to read the container's state"))
+    Container::load(Path::new(STATE).join(id)).map_err(internal("cannot read the container's state"))
 }
 
 fn pid_of(container: &Container) -> Result<i32, Failure> {
@@ -242,7 +238,7 @@ fn write_files(dir: &Dir, files: &[File]) -> Result<Vec<BoundFile>, Failure> {
     for (n, file) in files.iter().enumerate() {
         let source = dir.file(n);
         fs::write(&source, &file.content)
-            .map_err(internal(format!("failed to write the file for {}", file.path)))?;
+            .map_err(internal(format!("cannot write the file for {}", file.path)))?;
         file.owner.apply_to(&source)?;
         bound.push(BoundFile { path: file.path.clone(), source, read_only: file.read_only });
     }
@@ -254,7 +250,7 @@ fn make_nodes(dir: &Dir, devices: &[BlockDevice<'_>]) -> Result<(Vec<BoundFile>,
     let (mut bound, mut rules) = (Vec::new(), Vec::new());
     for (n, BlockDevice { node, seen }) in devices.iter().enumerate() {
         let source = dir.device(n);
-        let failed = || format!("failed to make {} for {}", source.display(), seen.path);
+        let failed = || format!("cannot make {} for {}", source.display(), seen.path);
         let device = fs::metadata(node).map_err(internal(failed()))?.rdev();
         mknod(&source, SFlag::S_IFBLK, Mode::empty(), device).map_err(internal(failed()))?;
         seen.owner.apply_to(&source)?;
@@ -272,9 +268,8 @@ fn make_working_dir(rootfs: &Path, spec: &Spec) -> Result<(), Failure> {
     if cwd.as_os_str() == "/" || cwd.as_os_str().is_empty() {
         return Ok(());
     }
-    let failed = || {
-        internal::<pathrs::error::Error>(format!("failed to create the working directory {}", cwd.display()))
-    };
+    let failed =
+        || internal::<pathrs::error::Error>(format!("cannot create the working directory {}", cwd.display()));
     // The image is not trusted: links in it are followed inside it only.
     let root = Root::open(rootfs).map_err(failed())?;
     if root.resolve(&cwd).is_ok() {

@@ -51,7 +51,7 @@ impl Located {
             return Ok(());
         }
         let path = &self.prepared;
-        fs::create_dir_all(path).map_err(internal(format!("failed to create {}", path.display())))?;
+        fs::create_dir_all(path).map_err(internal(format!("cannot create {}", path.display())))?;
         let mounted = self.mount(path);
         if mounted.is_err() {
             // What failed is what is told.
@@ -66,16 +66,14 @@ impl Located {
             return self.mount(path);
         }
         mount(Some(&self.prepared), path, None::<&str>, MsFlags::MS_MOVE, None::<&str>)
-            .map_err(internal(format!("failed to move {} to {}", self.prepared.display(), path.display())))?;
-        fs::remove_dir(&self.prepared)
-            .map_err(internal(format!("failed to remove {}", self.prepared.display())))
+            .map_err(internal(format!("cannot move {} to {}", self.prepared.display(), path.display())))?;
+        fs::remove_dir(&self.prepared).map_err(internal(format!("cannot remove {}", self.prepared.display())))
     }
 
     fn mount(&self, path: &Path) -> Result<(), Failure> {
         let Self { node, fstype, .. } = self;
-        mount(Some(node), path, Some(fstype.as_str()), MsFlags::empty(), Some(OPTIONS)).map_err(internal(
-            format!("failed to mount {} as {fstype} on {}", node.display(), path.display()),
-        ))
+        mount(Some(node), path, Some(fstype.as_str()), MsFlags::empty(), Some(OPTIONS))
+            .map_err(internal(format!("cannot mount {} as {fstype} on {}", node.display(), path.display())))
     }
 }
 
@@ -95,7 +93,7 @@ const WITHOUT_FLUSH: u32 = 2;
 pub fn shut_down(paths: impl IntoIterator<Item = PathBuf>) {
     for path in paths {
         if let Err(error) = shut_one_down(&path) {
-            log::say(&format!("failed to shut down {}: {error}", path.display()));
+            log::say(&format!("cannot shut down {}: {error}", path.display()));
         }
     }
 }

@@ -202,7 +202,7 @@ impl Agent for Service {
     ) -> Answer<wire::SyncClockResponse> {
         if request.realtime_ns > 0 {
             let set = timekeeper::set_by(request.at_boottime_ns, request.realtime_ns);
-            set.map_err(|error| refuse(internal("failed to set the clock")(error)))?;
+            set.map_err(|error| refuse(internal("cannot set the clock")(error)))?;
         }
         Ok(wire::SyncClockResponse {
             boottime_ns: clock::boottime_ns(),

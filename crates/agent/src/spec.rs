@@ -70,7 +70,7 @@ pub fn fit(
     files: &[BoundFile],
 ) -> Result<(), Failure> {
     let refused = |what: &str| {
-        internal::<libcontainer::oci_spec::OciSpecError>(format!("failed to set {what} in the spec"))
+        internal::<libcontainer::oci_spec::OciSpecError>(format!("cannot set {what} in the spec"))
     };
     let read_only = spec.root().as_ref().and_then(|root| root.readonly()).unwrap_or(false);
     let root = RootBuilder::default().path(rootfs).readonly(read_only).build().map_err(refused("root"))?;
@@ -101,7 +101,7 @@ pub fn fit(
     if let Some(mut resources) = linux.resources().clone() {
         if devices::allow_all(resources.devices().as_deref().unwrap_or_default()) {
             let mut listed = linux.devices().clone().unwrap_or_default();
-            for device in devices::all().map_err(internal("failed to list the guest's devices"))? {
+            for device in devices::all().map_err(internal("cannot list the guest's devices"))? {
                 if !listed.iter().any(|known| known.path() == device.path()) {
                     listed.push(device);
                 }

@@ -84,7 +84,7 @@ pub async fn run() {
         tokio::time::sleep(INTERVAL).await;
         if let Err(error) = offset(&device).and_then(apply) {
             // The host is told at its next question, and takes over.
-            log::say(&format!("failed to keep the clock by {DEVICE}: {error}"));
+            log::say(&format!("cannot keep the clock by {DEVICE}: {error}"));
             KEPT.store(false, Ordering::Relaxed);
             return;
         }

@@ -66,7 +66,7 @@ impl Owner {
     pub fn apply_to(self, path: &Path) -> Result<(), Failure> {
         chown(path, Some(self.uid), Some(self.gid))
             .and_then(|()| fs::set_permissions(path, fs::Permissions::from_mode(self.mode & 0o7777)))
-            .map_err(internal(format!("failed to set the owner of {}", path.display())))
+            .map_err(internal(format!("cannot set the owner of {}", path.display())))
     }
 }
 
@@ -84,8 +84,8 @@ impl Entry {
 
 /// Makes `dir` hold `entries` and nothing else. Paths are looked up within `dir`, whoever writes there.
 pub fn mirror(dir: &Path, owner: Owner, entries: &[Entry]) -> Result<(), Failure> {
-    fs::create_dir_all(dir).map_err(internal(format!("failed to create {}", dir.display())))?;
-    let tree = Tree(Root::open(dir).map_err(internal(format!("failed to open {}", dir.display())))?);
+    fs::create_dir_all(dir).map_err(internal(format!("cannot create {}", dir.display())))?;
+    let tree = Tree(Root::open(dir).map_err(internal(format!("cannot open {}", dir.display())))?);
     tree.own(Path::new("."), owner)?;
     for entry in entries {
         match &entry.kind {
@@ -139,7 +139,7 @@ impl Tree {
             .0
             .create_file(&new, flags, &fs::Permissions::from_mode(0o600))
             .map_err(failed("create", path))?;
-        file.write_all(content).map_err(internal(format!("failed to write {}", path.display())))?;
+        file.write_all(content).map_err(internal(format!("cannot write {}", path.display())))?;
         own(&file, owner, path)?;
         self.0.rename(&new, path, RenameFlags::empty()).map_err(failed("name", path))
     }
@@ -194,11 +194,11 @@ impl Tree {
 fn own(file: &File, owner: Owner, path: &Path) -> Result<(), Failure> {
     fchown(file.as_fd(), Some(owner.uid), Some(owner.gid))
         .and_then(|()| file.set_permissions(fs::Permissions::from_mode(owner.mode & 0o7777)))
-        .map_err(internal(format!("failed to set the owner of {}", path.display())))
+        .map_err(internal(format!("cannot set the owner of {}", path.display())))
 }
 
 fn failed(action: &str, path: &Path) -> impl FnOnce(Error) -> Failure {
-    internal(format!("failed to {action} {}", path.display()))
+    internal(format!("cannot {action} {}", path.display()))
 }
 
 /// What is in `dir` and not kept, without what lies in something that goes as a whole. Links first: they lead
@@ -206,7 +206,7 @@ fn failed(action: &str, path: &Path) -> impl FnOnce(Error) -> Failure {
 fn superfluous(dir: &Path, kept: &HashSet<&Path>) -> Result<Vec<PathBuf>, Failure> {
     let (mut links, mut others, mut pending) = (Vec::new(), Vec::new(), vec![PathBuf::new()]);
     while let Some(below) = pending.pop() {
-        let read = || internal(format!("failed to read {}", dir.join(&below).display()));
+        let read = || internal(format!("cannot read {}", dir.join(&below).display()));
         for entry in fs::read_dir(dir.join(&below)).map_err(read())? {
             let entry = entry.map_err(read())?;
             let path = below.join(entry.file_name());

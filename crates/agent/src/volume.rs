@@ -88,7 +88,7 @@ impl Volumes {
                 make_dir(&dir)?;
                 let size = if size_bytes == 0 { String::new() } else { format!("size={size_bytes}") };
                 mount(Some("tmpfs"), &dir, Some("tmpfs"), MsFlags::empty(), Some(size.as_str()))
-                    .map_err(internal(format!("failed to mount a tmpfs ({size}) on {}", dir.display())))?;
+                    .map_err(internal(format!("cannot mount a tmpfs ({size}) on {}", dir.display())))?;
                 put.owner.apply_to(&dir)?;
             }
             Content::Disk(disk) => {
@@ -120,7 +120,7 @@ impl Volumes {
 }
 
 fn make_dir(dir: &Path) -> Result<(), Failure> {
-    fs::create_dir_all(dir).map_err(internal(format!("failed to create {}", dir.display())))
+    fs::create_dir_all(dir).map_err(internal(format!("cannot create {}", dir.display())))
 }
 
 /// Blocks on the disk: for workers.
@@ -131,7 +131,7 @@ fn mount_disk(node: &Path, disk: &Disk, dir: &Path, owner: Owner) -> Result<(), 
     // is deleted would keep its room there.
     let options = if disk.fstype == "ext4" { "noinit_itable,discard" } else { "" };
     mount(Some(node), dir, Some(disk.fstype.as_str()), flags, Some(options)).map_err(internal(format!(
-        "failed to mount {} as {} on {}",
+        "cannot mount {} as {} on {}",
         node.display(),
         disk.fstype,
         dir.display()
@@ -175,7 +175,7 @@ fn in_volume(source: &Path) -> Option<(PathBuf, PathBuf)> {
 
 fn bind_inside(volume: &Path, sub_path: &Path, target: &Path) -> Result<(), Failure> {
     let failed = |action: &str| {
-        let text = format!("failed to {action} {} in volume {}", sub_path.display(), volume.display());
+        let text = format!("cannot {action} {} in volume {}", sub_path.display(), volume.display());
         internal::<pathrs::error::Error>(text)
     };
     let root = Root::open(volume).map_err(failed("look for"))?;
@@ -186,16 +186,16 @@ fn bind_inside(volume: &Path, sub_path: &Path, target: &Path) -> Result<(), Fail
             // As kubelet makes it: with the volume's own permissions.
             fs::metadata(volume)
                 .and_then(|volume| fs::set_permissions(path_of(&made), volume.permissions()))
-                .map_err(internal(format!("failed to set the permissions of {}", sub_path.display())))?;
+                .map_err(internal(format!("cannot set the permissions of {}", sub_path.display())))?;
             made
         }
         found => found.map_err(failed("find"))?,
     };
     let source = path_of(&found);
     let placed = if source.is_dir() { fs::create_dir(target) } else { fs::File::create(target).map(drop) };
-    placed.map_err(internal(format!("failed to create {}", target.display())))?;
+    placed.map_err(internal(format!("cannot create {}", target.display())))?;
     mount(Some(&source), target, None::<&str>, MsFlags::MS_BIND | MsFlags::MS_REC, None::<&str>)
-        .map_err(internal(format!("failed to mount {} of {}", sub_path.display(), volume.display())))
+        .map_err(internal(format!("cannot mount {} of {}", sub_path.display(), volume.display())))
 }
 
 /// A path to what is held open, wherever it is by now.

@@ -71,18 +71,18 @@ impl Workers {
         T: Serialize + DeserializeOwned,
         F: FnOnce() -> Result<T, Failure>,
     {
-        let _place = self.places.acquire().await.map_err(internal("failed to wait for a worker"))?;
+        let _place = self.places.acquire().await.map_err(internal("cannot wait for a worker"))?;
         let (report, report_end) = new_pipe()?;
         let (causes, causes_end) = new_pipe()?;
         // The ends that are read never block; the causes' other end drops what finds no room.
         for fd in [&report, &causes, &causes_end] {
             fcntl(fd, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))
-                .map_err(internal("failed to prepare a worker's pipes"))?;
+                .map_err(internal("cannot prepare a worker's pipes"))?;
         }
         let since = self.reaper.now();
         #[expect(clippy::disallowed_methods, reason = "the agent has one thread, so a fork copies all of it")]
         // SAFETY: no other thread exists that could hold a lock or be in the middle of a change.
-        let forked = unsafe { fork() }.map_err(internal("failed to fork a worker"))?;
+        let forked = unsafe { fork() }.map_err(internal("cannot fork a worker"))?;
         let pid = match forked {
             ForkResult::Child => {
                 let mut kept: Vec<RawFd> = keep.iter().map(AsRawFd::as_raw_fd).collect();
@@ -94,7 +94,7 @@ impl Workers {
         let death = self.reaper.claim(pid, since);
         drop((report_end, causes_end));
 
-        let unreadable = || internal("failed to read from a worker");
+        let unreadable = || internal("cannot read from a worker");
         let causes = Causes(watched(causes, Interest::READABLE).map_err(unreadable())?);
         let mut report = Report::new(report).map_err(unreadable())?;
         let result = tokio::select! {
@@ -116,7 +116,7 @@ impl Workers {
 }
 
 fn new_pipe() -> Result<(OwnedFd, OwnedFd), Failure> {
-    pipe2(OFlag::O_CLOEXEC).map_err(internal("failed to open a pipe for a worker"))
+    pipe2(OFlag::O_CLOEXEC).map_err(internal("cannot open a pipe for a worker"))
 }
 
 /// The worker's whole life.
@@ -174,7 +174,7 @@ impl Report {
                 return Ok(());
             }
             let readable = self.pipe.readable().await;
-            let mut guard = readable.map_err(internal("failed to read from a worker"))?;
+            let mut guard = readable.map_err(internal("cannot read from a worker"))?;
             let closed = guard.ready().is_read_closed();
             guard.clear_ready();
             drop(guard);
@@ -234,7 +234,7 @@ impl Causes {
         loop {
             read_now(self.0.get_ref(), &mut text, MAX_CAUSES);
             let readable = self.0.readable().await;
-            let mut guard = readable.map_err(internal("failed to hear from the payload"))?;
+            let mut guard = readable.map_err(internal("cannot hear from the payload"))?;
             let closed = guard.ready().is_read_closed();
             guard.clear_ready();
             if closed {
@@ -270,7 +270,7 @@ mod tests {
 
     #[test]
     fn the_payloads_own_words_replace_the_runtimes() {
-        let failure = Failure::new(Kind::Internal, "failed to wait for init");
+        let failure = Failure::new(Kind::Internal, "cannot wait for init");
         let causes = "Lexecutable not found\nPexec: \"nosuch\": executable file not found in $PATH\nLlate\n";
         assert_eq!(
             explained(failure, causes).message,
@@ -280,10 +280,10 @@ mod tests {
 
     #[test]
     fn the_deepest_logged_cause_is_added() {
-        let failure = Failure::new(Kind::Internal, "failed to prepare rootfs");
+        let failure = Failure::new(Kind::Internal, "cannot prepare rootfs");
         assert_eq!(
             explained(failure, "Lno such device\nLfailed\n").message,
-            "failed to prepare rootfs: no such device"
+            "cannot prepare rootfs: no such device"
         );
     }
 }

@@ -101,7 +101,7 @@ fn digits(value: f64, unit: &str) -> String {
     format!("{value:.decimals$} {unit}")
 }
 
-/// A moment (ns since 1970) in this machine's time zone, to the millisecond. `-` for 0.
+/// A moment (ns since 1970) in this host's time zone, to the millisecond. `-` for 0.
 pub fn time(at_ns: u64) -> String {
     if at_ns == 0 {
         return "-".into();

@@ -261,7 +261,7 @@ fn resolve(
     let max = raw.pool.max.unwrap_or(default.pool.max.max(min));
     check("pool.min", min.to_string(), "0 to pool.max", min <= max)?;
     check("pool.max", max.to_string(), "0 to 1000", max <= 1000)?;
-    // Its machines are copies of templates, and would be made for nobody.
+    // Its VMs are copies of templates, and would be made for nobody.
     let enabled = raw.templates.enabled.unwrap_or(templates.enabled);
     check("pool.max", max.to_string(), "0 while templates.enabled is false", enabled || max == 0)?;
 
@@ -399,7 +399,7 @@ mod tests {
     #[test]
     fn the_explained_default_is_the_default() {
         let written = parse(DEFAULT).unwrap();
-        // The defaults that depend on the machine stand commented out in the file.
+        // The defaults that depend on the VM stand commented out in the file.
         let built = Config {
             concurrent_starts: written.concurrent_starts,
             concurrent_containers: written.concurrent_containers,

@@ -9,13 +9,13 @@ pub struct Config {
     pub run_dir: PathBuf,
     /// Journal and rootfs cache; kept. `/var/lib/sandboxer`.
     pub state_dir: PathBuf,
-    /// Machines.
+    /// VMs.
     pub vm: VmConfig,
-    /// Frozen machines of which pods are copies.
+    /// Frozen VMs of which pods are copies.
     pub templates: TemplateConfig,
-    /// Machines that wait for pods.
+    /// VMs that wait for pods.
     pub pool: PoolConfig,
-    /// The fastest way in which pods of a runtime handler may get their machine, by the handler's
+    /// The fastest way in which pods of a runtime handler may get their VM, by the handler's
     /// name; [`StartPath::Pool`] for handlers that aren't named.
     pub handlers: BTreeMap<String, StartPath>,
     /// Root file systems.
@@ -26,7 +26,7 @@ pub struct Config {
     pub network: NetworkConfig,
     /// containerd's ttrpc socket, for events; none: events go nowhere but the admin API.
     pub containerd_ttrpc: Option<PathBuf>,
-    /// Machines that may boot or be restored at the same time; the others queue.
+    /// VMs that may boot or be restored at the same time; the others queue.
     pub concurrent_starts: usize,
     /// Containers that may be made at the same time; the others queue.
     pub concurrent_containers: usize,
@@ -38,7 +38,7 @@ pub struct Config {
     pub helper_program: Option<PathBuf>,
 }
 
-/// How machines are made.
+/// How VMs are made.
 #[derive(Debug, Clone)]
 pub struct VmConfig {
     /// Which VMM.
@@ -61,7 +61,7 @@ pub struct VmConfig {
     pub max_vcpus: u32,
     /// Most memory a pod may ask for, MiB.
     pub max_memory_mib: u64,
-    /// Until a machine's agent is ready; for a pod, in whatever ways it gets one, the wait for its turn left out.
+    /// Until a VM's agent is ready; for a pod, in whatever ways it gets one, the wait for its turn left out.
     pub boot_timeout: Duration,
     /// For one call to a VMM.
     pub call_timeout: Duration,
@@ -79,7 +79,7 @@ pub struct VmConfig {
     pub idle_cgroup: String,
 }
 
-/// Who runs the machines.
+/// Who runs the VMs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum VmmChoice {
@@ -157,7 +157,7 @@ pub struct TemplateConfig {
     pub most_bytes: u64,
 }
 
-/// How many machines wait for pods.
+/// How many VMs wait for pods.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolConfig {
     /// Always at least so many of the default size, unless memory is short.

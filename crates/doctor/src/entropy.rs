@@ -35,7 +35,7 @@ pub fn judge(reading: &Reading) -> Check {
         false => ENTROPY.warning(
             format!("not seeded yet, {bits} bits in the pool"),
             Fix::commands(
-                "give this machine a source, such as virtio-rng, or run a daemon",
+                "give this host a source, such as virtio-rng, or run a daemon",
                 ["apt-get install jitterentropy-rngd"],
             ),
         ),

@@ -11,7 +11,7 @@ use std::{
 /// Most bytes read of a file of the kernel's or of a configuration.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
-/// `/proc`, `/sys`, `/dev` and `/etc` below a root: this machine's, or one that a test made up.
+/// `/proc`, `/sys`, `/dev` and `/etc` below a root: this host's, or one that a test made up.
 #[derive(Debug, Clone)]
 pub struct Host {
     root: PathBuf,

@@ -1,4 +1,4 @@
-//! Is this machine fit to run pods? Looked at, asked and measured, not guessed.
+//! Is this host fit to run pods? Looked at, asked and measured, not guessed.
 //!
 //! Each subject is a file with two parts: readings, which look at the machine (files below the root of a
 //! [`Host`], programs and sockets, each under a deadline), and judgements, functions from what was read to a

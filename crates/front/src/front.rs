@@ -320,7 +320,7 @@ impl<'a> Front<'a> {
                 // It has ended without hearing us out; what it said itself follows.
                 Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {}
                 Err(error) => {
-                    say!("the worker says what can't be understood: {error}");
+                    say!("the worker says what cannot be understood: {error}");
                 }
             }
         }
@@ -382,7 +382,7 @@ impl<'a> Front<'a> {
             }
         };
         if let Err(error) = told {
-            say!("the worker can't be answered: {error}");
+            say!("the worker cannot be answered: {error}");
         }
     }
 
@@ -481,7 +481,7 @@ impl<'a> Front<'a> {
         self.next_connection += 1;
         let watched = (EpollFlags::empty(), EpollFlags::empty());
         if let Err(error) = self.epoll.add(&client, EpollEvent::new(watched.0, number * 2)) {
-            return say!("a task connection can't be watched: {error}");
+            return say!("a task connection cannot be watched: {error}");
         }
         self.connections.insert(number, Linked { connection: Connection::new(client), watched });
         self.link(number);

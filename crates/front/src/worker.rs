@@ -59,7 +59,7 @@ pub struct Worker {
 
 /// Finds a worker that has stopped to answer.
 ///
-/// Silence is counted in questions, not read off the clock: when the whole machine has stood still, the worker gets as
+/// Silence is counted in questions, not read off the clock: when the whole host has stood still, the worker gets as
 /// many as ever.
 #[derive(Debug)]
 pub struct Pulse {
@@ -158,7 +158,7 @@ impl Worker {
                 Err(error) if error.raw_os_error() == Some(Errno::EAGAIN as i32) => return,
                 Err(error) if error.raw_os_error() == Some(Errno::EPIPE as i32) => self.outgoing.clear(),
                 Err(error) => {
-                    say!("the worker can't be told of {key:?}: {error}");
+                    say!("the worker cannot be told of {key:?}: {error}");
                     self.outgoing.pop_front();
                 }
                 Ok(()) => drop(self.outgoing.pop_front()),

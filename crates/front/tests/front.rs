@@ -17,7 +17,7 @@
 //!
 //! A word with a capital letter is the method of a request that is a whole one.
 
-#![allow(clippy::unwrap_used, reason = "a test that can't go on fails where it stands")]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails where it stands")]
 
 use std::{
     fs::File,

@@ -202,7 +202,7 @@ impl Agent {
     }
 
     /// Waits for the session's end, and tells what the guest did if it was that. A session that ends otherwise does
-    /// so with its machine, or with this daemon, whose successor greets the agent anew.
+    /// so with its VM, or with this daemon, whose successor greets the agent anew.
     pub async fn violated(&self) -> Option<GuestError> {
         let mut violation = self.session.borrow().violation.clone();
         let source = violation.wait_for(Option::is_some).await.ok()?.clone()?;
@@ -486,7 +486,7 @@ impl Agent {
         call!(self, mount_shares, self.short(), request).map(|answer| answer.mounted)
     }
 
-    /// Asks the guest to power itself off. No answer is a fine answer: look at the machine.
+    /// Asks the guest to power itself off. No answer is a fine answer: look at the VM.
     pub async fn power_off(&self) {
         let client = self.session.borrow().client.clone();
         let _ = client.power_off(self.short(), &wire::PowerOffRequest::new()).await;

@@ -1,4 +1,4 @@
-//! From a machine to an agent that answers.
+//! From a VM to an agent that answers.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use sandboxer_protocol::{
     id::SandboxId,
     link::{self, LinkError, LinkKey},
 };
-use sandboxer_vmm::{Machine, VmmError};
+use sandboxer_vmm::{Vm, VmmError};
 use tokio::io::{AsyncRead, AsyncWrite};
 use ttrpc::asynchronous::{Client, transport::Socket};
 
@@ -32,11 +32,11 @@ pub enum ConnectError {
 /// watches the VM meanwhile. `timeout` is for each short call to the agent afterwards.
 pub async fn connect(
     pod: &SandboxId,
-    machine: &dyn Machine,
+    vm: &dyn Vm,
     key: &LinkKey,
     timeout: Duration,
 ) -> Result<(Agent, Ready), ConnectError> {
-    let mut stream = machine.agent_stream().await?;
+    let mut stream = vm.agent_stream().await?;
     let mut ready = link::greet(&mut stream, key).await.map_err(|source| {
         let source = match source {
             LinkError::Refused(words) => LinkError::Refused(plain(&words)),

@@ -1,6 +1,6 @@
 //! A VMM's process: started without a shell, held by pidfd, found again by pid and start time.
 //!
-//! Dropping a [`Process`] leaves it alone: machines outlive the daemon. Only a process that is
+//! Dropping a [`Process`] leaves it alone: VMs outlive the daemon. Only a process that is
 //! still [`Starting`] dies with its handle.
 
 use std::{

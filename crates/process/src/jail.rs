@@ -1,6 +1,6 @@
-//! What a VMM process can see and do: as little as its machine needs.
+//! What a VMM process can see and do: as little as its VM needs.
 //!
-//! A machine that its guest broke out of is a process without a name's worth: a user of its own that owns nothing,
+//! A VM that its guest broke out of is a process without a name's worth: a user of its own that owns nothing,
 //! no capability and no way to gain one; namespaces of its own, with no network in them, no process but itself and
 //! nobody to talk to; a root of read-only programs, its kernel and its initramfs. All else that it uses, sockets,
 //! taps, disks and memory, is opened for it. A VMM that makes sockets and files itself gets a small directory for
@@ -34,7 +34,7 @@ use crate::seccomp;
 
 /// Users that VMMs run as begin here: above all that systemd.io's list of UIDs gives to anyone, and below 2^31.
 const FIRST_USER: u32 = 0x7000_0000;
-/// As many of them as the directories of machines can have numbers, but for a remainder.
+/// As many of them as the directories of VMs can have numbers, but for a remainder.
 const USERS: u64 = 0x0fff_ffff;
 
 /// Namespaces of its own. That of its processes is made by whoever forks it.
@@ -52,7 +52,7 @@ const DEVICES: [&str; 2] = ["/dev/null", "/dev/urandom"];
 pub const ROOM: &str = "/run";
 /// The directory in that one in which the VMM finds what it is shown while it runs. It can't write to it.
 pub const SHOWN: &str = "disks";
-/// Most that a VMM can write into its room: a frozen machine of many processors is described in a few MB.
+/// Most that a VMM can write into its room: a frozen VM of many processors is described in a few MB.
 const ROOM_OPTIONS: &CStr = c"size=16m,nr_inodes=64,mode=1777";
 /// Securebit: capabilities stay where the user changes (`SECBIT_NO_SETUID_FIXUP`).
 const STAY: libc::c_ulong = 1 << 2;
@@ -88,14 +88,14 @@ enum Step {
     Bind { from: CString, at: CString, flags: libc::c_ulong },
 }
 
-/// The user of the machine whose directory this is. The directory is the machine's as long as that lives, wherever it
+/// The user of the VM whose directory this is. The directory is the VM's as long as that lives, wherever it
 /// is moved, and its number that of no other on its file system.
 pub fn user_of(run_dir: &fs::Metadata) -> u32 {
     FIRST_USER + u32::try_from(run_dir.ino() % USERS).unwrap_or_default()
 }
 
 impl Jail {
-    /// A jail for the machine whose directory is `run_dir`, in which `readable` can be read and `devices` used.
+    /// A jail for the VM whose directory is `run_dir`, in which `readable` can be read and `devices` used.
     pub fn new(run_dir: &Path, readable: &[&Path], devices: &[&Path]) -> io::Result<Self> {
         let user = user_of(&fs::metadata(run_dir)?);
         let ids = format!("{user} {user} 1");
@@ -431,7 +431,7 @@ mod tests {
                 assert!(read.contains(&format!("{set}:\t0000000000000000\n")), "{read}");
             }
             assert!(read.contains("\nNoNewPrivs:\t1\n") && read.contains("\nGroups:\t \n"), "{read}");
-            assert!(read.ends_with("\nwhole\n"), "what was made for it can't be reached: {read}");
+            assert!(read.ends_with("\nwhole\n"), "what was made for it cannot be reached: {read}");
             let user = read.lines().find_map(|line| line.strip_prefix("Uid:\t")).unwrap();
             assert!(user.split('\t').all(|id| id.parse::<u32>().unwrap() >= FIRST_USER), "{read}");
         }

@@ -1,4 +1,4 @@
-//! Unix sockets of a machine, made before its VMM runs.
+//! Unix sockets of a VM, made before its VMM runs.
 //!
 //! The VMM inherits them listening, so a connection can be made at once and waits there until the
 //! VMM takes it: nothing looks out for a socket file to appear. They are reached through a handle

@@ -63,12 +63,12 @@ fn end_those(pod: &SandboxId, doomed: impl Fn(&Stray) -> bool) -> Result<(), Str
 
 const PROC: &str = "/proc";
 
-/// A process that a daemon started for a machine. Its pid may change hands, what is held of it may not.
+/// A process that a daemon started for a VM. Its pid may change hands, what is held of it may not.
 #[derive(Debug)]
 pub struct Stray {
     /// Its pid when it was found.
     pub pid: u32,
-    /// Directory of the machine when it was started.
+    /// Directory of the VM when it was started.
     marked: PathBuf,
     held: OwnedFd,
 }
@@ -100,12 +100,12 @@ pub fn all() -> io::Result<Vec<Stray>> {
 }
 
 impl Stray {
-    /// Whether it is of the machine whose directory is `run_dir` now, having been made there or below `pool`.
+    /// Whether it is of the VM whose directory is `run_dir` now, having been made there or below `pool`.
     pub fn is_of(&self, run_dir: &Path, pool: &Path) -> bool {
         if self.marked.starts_with(run_dir) {
             return true;
         }
-        // Its machine was in the pool: the directory was moved, what the process was told of it stays as it was.
+        // Its VM was in the pool: the directory was moved, what the process was told of it stays as it was.
         if !self.marked.starts_with(pool) || self.marked.exists() {
             return false;
         }
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_of_the_pool_is_found_by_the_directory_that_was_moved() {
+    fn a_vm_of_the_pool_is_found_by_the_directory_that_was_moved() {
         let dir = tempfile::tempdir().unwrap();
         let [pool, pods] = ["pool", "pods"].map(|name| dir.path().join(name));
         let [born, run_dir, other] = [pool.join("w1"), pods.join("p"), pods.join("q")];

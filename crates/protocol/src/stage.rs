@@ -13,11 +13,11 @@ pub enum Stage {
     Netns,
     /// The run directory is made, and taps are joined to the pod's network interfaces.
     Network,
-    /// A machine or a container waits for its turn to be made.
+    /// A VM or a container waits for its turn to be made.
     Queue,
-    /// A machine that waited in the pool is made the pod's, and goes on.
+    /// A VM that waited in the pool is made the pod's, and goes on.
     Claim,
-    /// A machine is made as a copy of a template, and runs.
+    /// A VM is made as a copy of a template, and runs.
     Restore,
     /// The VMM's process is started, until it answers its control socket.
     VmmSpawn,
@@ -27,7 +27,7 @@ pub enum Stage {
     AgentReady,
     /// A container's root file system becomes a disk image, or is found in the cache.
     Rootfs,
-    /// The container's disks are plugged into the machine.
+    /// The container's disks are plugged into the VM.
     Disks,
     /// The host's files that the container has live are shared with the guest.
     Shares,

@@ -128,7 +128,7 @@ pub async fn run(
         source,
     })?;
     // Ahead of the pods: one that a pod was about to take is in the pod's control group, which goes with it.
-    clear_machines_of_no_pod(&node, &records)?;
+    clear_vms_of_no_pod(&node, &records)?;
     let recovered = recover::recover(&node, records).await;
     node.rootfs.settle();
     serve(node, listeners, recovered, shutdown, ready).await
@@ -139,7 +139,7 @@ fn usual_shape(config: &Config) -> Shape {
     Shape { vcpus: config.vm.default_vcpus, memory_mib: config.vm.default_memory_mib, nics: 1 }
 }
 
-/// Makes the control group of machines without a pod, which give way to pods. Without it all goes on, only counted elsewhere.
+/// Makes the control group of VMs without a pod, which give way to pods. Without it all goes on, only counted elsewhere.
 fn is_made(cgroup: &Cgroup) -> bool {
     let made = cgroup.make().and_then(|()| cgroup.yield_to_others());
     if let Err((path, error)) = &made {
@@ -199,11 +199,11 @@ pub fn node(config: Config, vmm: Arc<dyn Vmm>, front: Arc<Front>) -> Result<Arc<
 }
 
 /// Ends what an earlier daemon had waiting or was about to freeze.
-fn clear_machines_of_no_pod(node: &DaemonState, records: &Records) -> Result<(), DaemonError> {
+fn clear_vms_of_no_pod(node: &DaemonState, records: &Records) -> Result<(), DaemonError> {
     let mut pods: HashSet<u32> = records.vmms().collect();
     // Those of pods whose records can't be understood were in the pool, too.
     pods.extend(Quarantine::of(&node.config).pids().map_err(|source| DaemonError::Host {
-        action: "look for machines of",
+        action: "look for VMs of",
         path: node.config.state_dir.join(quarantine::DIR),
         source,
     })?);

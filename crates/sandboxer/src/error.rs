@@ -75,7 +75,7 @@ pub enum PodError {
         reason: String,
     },
     /// The pod's own task would have broken the order of its states: a bug.
-    #[error("pod {pod} is {from} and can't become {to}: this is a fault of sandboxer, please report it")]
+    #[error("pod {pod} is {from} and cannot become {to}: this is a fault of sandboxer, please report it")]
     Transition {
         /// The pod.
         pod: SandboxId,
@@ -129,9 +129,9 @@ pub enum PodError {
         /// What the guest printed last.
         console: String,
     },
-    /// The machine ended under the pod.
+    /// The VM ended under the pod.
     #[error("VMM of pod {pod} {how}; last lines: {last_lines}")]
-    MachineEnded {
+    VmEnded {
         /// The pod.
         pod: SandboxId,
         /// How.
@@ -189,7 +189,7 @@ impl PodError {
             Self::NotReady { .. } | Self::NoReadings { .. } | Self::Vmm(VmmError::Hung { .. }) => {
                 Code::DeadlineExceeded
             }
-            Self::MachineEnded { .. } | Self::Gone(_) | Self::Unreached { .. } => Code::Unavailable,
+            Self::VmEnded { .. } | Self::Gone(_) | Self::Unreached { .. } => Code::Unavailable,
             Self::Shared(error) => error.code(),
             Self::Guest(error) => error.code(),
             Self::Rootfs(error) => error.code(),

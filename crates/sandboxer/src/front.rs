@@ -224,7 +224,7 @@ impl Front {
             return;
         }
         if let Err(error) = self.keep(&key, answer, &[]) {
-            return tracing::debug!(%error, key, "the front can't keep a deletion's answer");
+            return tracing::debug!(%error, key, "the front cannot keep a deletion's answer");
         }
         let mut deleted = self.deleted.lock().unwrap_or_else(PoisonError::into_inner);
         deleted.push_back(key);

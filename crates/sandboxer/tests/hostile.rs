@@ -1,7 +1,7 @@
 //! What a hostile guest can do to its node: nothing. It loses its own pod at most; the daemon stays small, and
 //! other pods' requests are answered meanwhile.
 
-#![allow(clippy::unwrap_used, reason = "a test that can't go on fails where it stands")]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails where it stands")]
 
 mod fake_agent;
 mod hostile_agent;
@@ -43,7 +43,7 @@ const GROWTH_KIB: u64 = 16 << 10;
 /// Most memory of what serves a hostile guest's files, KiB.
 const SERVER_KIB: u64 = 24 << 10;
 
-/// A node whose next machine's agent is of the nature that is set, then good ones again.
+/// A node whose next VM's agent is of the nature that is set, then good ones again.
 struct HostileNode {
     test: TestNode,
     next: Arc<Mutex<Option<Nature>>>,
@@ -180,7 +180,7 @@ async fn whatever_a_guest_does_the_daemon_stays_small_and_other_pods_are_served(
         }
         hostile.stop().await.unwrap();
         hostile.remove().await.unwrap();
-        assert_eq!(node.test.vmm.running().len(), GOOD, "{nature:?} left a machine");
+        assert_eq!(node.test.vmm.running().len(), GOOD, "{nature:?} left a VM");
     }
     for pod in good {
         pod.remove().await.unwrap();
@@ -212,7 +212,7 @@ async fn a_guest_that_breaks_its_session_loses_its_pod() {
         let stopped = tokio::time::timeout(BOOT_TIMEOUT, pod.stopped()).await.unwrap().unwrap();
         assert!(stopped.reason.contains("hostile") && stopped.reason.contains(deed), "{}", stopped.reason);
         assert_eq!((stopped.exit_status, stopped.vmm_pid), (KILLED, 0), "{nature:?}");
-        assert!(node.test.vmm.running().is_empty(), "{nature:?} left a machine");
+        assert!(node.test.vmm.running().is_empty(), "{nature:?} left a VM");
         let error = pod.stats(None).await.unwrap_err();
         assert_eq!(error.code(), Code::FailedPrecondition, "{nature:?}: {error}");
         pod.remove().await.unwrap();
@@ -260,7 +260,7 @@ async fn a_guest_that_does_not_end_what_is_killed_loses_its_pod() {
         let stopped = tokio::time::timeout(BOOT_TIMEOUT, pod.stopped()).await.unwrap().unwrap();
         assert!(stopped.reason.contains(deed), "{nature:?}: {}", stopped.reason);
         assert!(matches!(phase(&pod, "c1").await, Phase::Exited(exit) if exit.code == KILLED), "{nature:?}");
-        assert!(node.test.vmm.running().is_empty(), "{nature:?} left a machine");
+        assert!(node.test.vmm.running().is_empty(), "{nature:?} left a VM");
         pod.remove().await.unwrap();
     }
 }
@@ -349,7 +349,7 @@ async fn an_agent_that_answers_the_next_daemon_late_wrongly_or_not_at_all_leaves
             assert_eq!(phase(&pod, "c1").await, Phase::Running);
         }
         pod.remove().await.unwrap();
-        assert!(node.test.vmm.running().is_empty(), "{nature:?} left a machine");
+        assert!(node.test.vmm.running().is_empty(), "{nature:?} left a VM");
     }
 }
 

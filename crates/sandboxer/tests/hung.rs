@@ -1,7 +1,7 @@
 //! Volumes whose server does not answer: who pays for it. Needs root: the volumes are mounted, in a mount namespace of
 //! the test's own.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that can't go on fails where it stands")]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on fails where it stands")]
 #![allow(dead_code, reason = "other tests use all of their doubles")]
 
 mod fake_agent;
@@ -101,7 +101,7 @@ fn a_helper_that_hangs_is_given_up_and_its_path_refused_until_the_server_is_back
         assert!(text.contains("the server of this volume does not answer") && text.contains(&path), "{text}");
         assert!(text.contains("pod a") && text.contains("umount"), "{text}");
         assert_eq!((helpers.hung(), hung[0].left_waiting()), (1, 1));
-        assert_eq!(hanging(), 1, "what hangs in the kernel can't be killed");
+        assert_eq!(hanging(), 1, "what hangs in the kernel cannot be killed");
 
         // At once, and without another process.
         for pod in ["a", "b"] {

@@ -1,6 +1,6 @@
 //! A pod's life as its own task leads it, with doubles for the VMM and the agent.
 
-#![allow(clippy::unwrap_used, reason = "a test that can't go on fails where it stands")]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails where it stands")]
 
 mod fake_agent;
 mod test_node;

@@ -1,9 +1,9 @@
-//! How many machines wait in the pool, with doubles for the VMM, the agent and the host's memory.
+//! How many VMs wait in the pool, with doubles for the VMM, the agent and the host's memory.
 //!
-//! Machines are made while the clock runs, since a program of the host's is part of it; what is a matter of time comes
+//! VMs are made while the clock runs, since a program of the host's is part of it; what is a matter of time comes
 //! about by a jump of the clock.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that can't go on fails where it stands")]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on fails where it stands")]
 
 mod fake_agent;
 
@@ -48,7 +48,7 @@ impl Kept {
         let mut config = Config { run_dir: path("run"), state_dir: path("state"), ..Config::default() };
         config.vm.kernel = path("kernel");
         config.vm.initramfs = path("initramfs");
-        // The clock may jump while a machine is made.
+        // The clock may jump while a VM is made.
         [config.vm.boot_timeout, config.vm.call_timeout, config.vm.agent_timeout] = [LONG; 3];
         config.vm.idle_cgroup.clear();
         config.pool = PoolConfig { min, max };
@@ -75,12 +75,12 @@ impl Kept {
         fs::rename(self.meminfo.with_extension("new"), &self.meminfo).unwrap();
     }
 
-    /// Pods of a size come, so many, and are gone; answers how many machines they took.
+    /// Pods of a size come, so many, and are gone; answers how many VMs they took.
     async fn arrive(&self, shape: Shape, times: usize) -> usize {
         let claim = |_| self.node.pool.claim(shape, &self.node.templates).ok();
         let claimed: Vec<_> = (0..times).filter_map(claim).collect();
         for warm in &claimed {
-            pool::end(warm.machine.as_ref()).await;
+            pool::end(warm.vm.as_ref()).await;
         }
         claimed.len()
     }
@@ -89,7 +89,7 @@ impl Kept {
         self.node.pool.list().iter().filter(|view| view.shape == shape).count()
     }
 
-    /// Waits until so many machines of each size wait. Never are there more than the pool may have.
+    /// Waits until so many VMs of each size wait. Never are there more than the pool may have.
     async fn has(&self, usual: usize, large: usize) {
         let there = async {
             while (self.waiting(USUAL), self.waiting(LARGE)) != (usual, large) {
@@ -104,7 +104,7 @@ impl Kept {
         });
     }
 
-    /// So many machines of each size wait, and this stays so when the pool has had the time to act on its last look.
+    /// So many VMs of each size wait, and this stays so when the pool has had the time to act on its last look.
     async fn stays(&self, usual: usize, large: usize, why: &str) {
         for _ in 0..60 {
             assert_eq!((self.waiting(USUAL), self.waiting(LARGE)), (usual, large), "{why}");
@@ -193,9 +193,9 @@ async fn starts_without_a_pause_hold_up_neither_filling_nor_trimming() {
     kept.has(2, 0).await;
     let node = kept.node.clone();
     let _start = node.admission.urgent();
-    kept.vmm.running().iter().for_each(|machine| assert!(kept.vmm.crash(machine)));
+    kept.vmm.running().iter().for_each(|vm| assert!(kept.vmm.crash(vm)));
     kept.rounds(1).await;
-    kept.soon("dead machines go", |kept| kept.waiting(USUAL) < 2).await;
+    kept.soon("dead VMs go", |kept| kept.waiting(USUAL) < 2).await;
     kept.comes_to_have(2, 0).await;
     kept.arrive(USUAL, 2).await;
     kept.comes_to_have(2, 0).await;

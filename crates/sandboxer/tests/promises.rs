@@ -1,6 +1,6 @@
 //! docs/security.md names the test that holds each promise. They are there.
 
-#![allow(clippy::unwrap_used, reason = "a test that can't go on fails where it stands")]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails where it stands")]
 
 use std::{fs, path::Path};
 

@@ -1,6 +1,6 @@
 //! What the next daemon makes of pods whose VMMs it can't reach, or can't end: nothing that isn't so.
 
-#![allow(clippy::unwrap_used, reason = "a test that can't go on fails where it stands")]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails where it stands")]
 
 mod fake_agent;
 mod test_node;

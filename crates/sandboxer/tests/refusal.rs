@@ -1,4 +1,4 @@
-//! The daemon on a machine that lacks what it needs.
+//! The daemon on a VM that lacks what it needs.
 
 use std::{fs, process::Command};
 

@@ -1,6 +1,6 @@
 //! Crates depend on one another in one direction: as here, and in no other way.
 
-#![allow(clippy::unwrap_used, reason = "a test that can't go on fails where it stands")]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails where it stands")]
 
 use std::{collections::BTreeMap, process::Command};
 

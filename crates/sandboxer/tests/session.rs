@@ -1,6 +1,6 @@
 //! A session with an agent that ends while both sides live is made anew, and what waited for it goes on.
 
-#![allow(clippy::unwrap_used, reason = "a test that can't go on fails where it stands")]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails where it stands")]
 #![allow(dead_code, reason = "other tests use all of the doubles")]
 
 mod fake_agent;

@@ -3,7 +3,7 @@
 //! Run with an argument, this is that program. Its stdin is the FIFO, its stdout the memfd: the test holds both, as
 //! the front does.
 
-#![allow(clippy::unwrap_used, reason = "a test that can't go on fails where it stands")]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails where it stands")]
 
 use std::{
     fs::File,

@@ -1,6 +1,6 @@
 //! Templates and the pool, with doubles for the VMM and the agent: what is on disk is real.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that can't go on fails where it stands")]
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on fails where it stands")]
 
 mod fake_agent;
 
@@ -43,7 +43,7 @@ struct Host {
     most: usize,
     most_bytes: u64,
     pool: usize,
-    /// Written to by the next machine whose agent is connected to.
+    /// Written to by the next VM whose agent is connected to.
     meddles_with: Arc<Mutex<Option<PathBuf>>>,
 }
 
@@ -171,7 +171,7 @@ fn missed(node: &DaemonState, start_path: StartPath, reason: &'static str) -> u6
     node.start_paths.counts().missed.get(&(start_path, reason)).copied().unwrap_or(0)
 }
 
-/// Waits until the pool has so many machines.
+/// Waits until the pool has so many VMs.
 async fn filled(node: &DaemonState, count: usize) {
     let full = async {
         while node.pool.list().len() != count {
@@ -337,7 +337,7 @@ async fn all_ways_together_take_no_longer_than_a_pod_may() {
     assert_eq!(missed(&node, StartPath::Template, "silent"), 1);
     assert!(began.elapsed() < limit, "{:?}", began.elapsed());
 
-    // By each way there is a machine, and none of them says a word.
+    // By each way there is a VM, and none of them says a word.
     host.vmm.inject(Fault::NeverReady);
     let began = Instant::now();
     let error = try_started(&node, "never-ready").await.unwrap_err();
@@ -471,11 +471,7 @@ async fn a_pool_fills_gives_and_is_filled_again() {
     let waiting = host.vmm.running();
     let pod = started(&node, "claims").await;
     assert_eq!(pod.status().start_path, Some(StartPath::Pool));
-    assert_eq!(
-        host.vmm.running().iter().filter(|id| waiting.contains(id)).count(),
-        1,
-        "no machine was taken"
-    );
+    assert_eq!(host.vmm.running().iter().filter(|id| waiting.contains(id)).count(), 1, "no VM was taken");
     assert!(host.path("run/pods/claims").exists());
     filled(&node, 2).await;
 
@@ -505,14 +501,14 @@ async fn a_pool_fills_gives_and_is_filled_again() {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
-    tokio::time::timeout(LONG, all).await.expect("machines of the old template are replaced");
+    tokio::time::timeout(LONG, all).await.expect("VMs of the old template are replaced");
 
     // One more is asked for, and the end comes while it is made.
     started(&node, "last").await;
     shutdown.cancel();
     filling.await.unwrap();
     node.pool.drain().await;
-    assert!(host.vmm.running().iter().all(|id| !is_pooled(id)), "a machine still waits");
+    assert!(host.vmm.running().iter().all(|id| !is_pooled(id)), "a VM still waits");
     let left: Vec<_> = fs::read_dir(host.path("run/pool")).unwrap().collect();
     assert!(left.is_empty(), "left behind: {left:?}");
 }

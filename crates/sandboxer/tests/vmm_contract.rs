@@ -15,30 +15,30 @@ use tokio::time::timeout;
 use crate::test_guest::{
     Guest, Pod,
     contract::{
-        a_tap_is_held_as_long_as_the_machine_runs, copies_of_a_frozen_machine_are_machines, frozen,
-        is_jailed, keeps_the_contract, requests_for_files_have_a_link_of_their_own,
+        a_tap_is_held_as_long_as_the_vm_runs, copies_of_a_frozen_vm_are_vms, frozen, is_jailed,
+        keeps_the_contract, requests_for_files_have_a_link_of_their_own,
     },
     serve_in_memory,
 };
 
-/// Far beyond anything these tests wait for on a busy machine.
+/// Far beyond anything these tests wait for on a busy host.
 const LONG: Duration = Duration::from_secs(90);
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_double_keeps_the_contract() {
     let vmm = FakeVmm::new(serve_in_memory);
     keeps_the_contract(&vmm, Pod::spec).await;
-    copies_of_a_frozen_machine_are_machines(&vmm, Pod::spec).await;
+    copies_of_a_frozen_vm_are_vms(&vmm, Pod::spec).await;
     requests_for_files_have_a_link_of_their_own(&vmm, Pod::spec).await;
-    a_tap_is_held_as_long_as_the_machine_runs(&vmm, Pod::spec, async |_| ()).await;
+    a_tap_is_held_as_long_as_the_vm_runs(&vmm, Pod::spec, async |_| ()).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn qemu_keeps_the_contract() {
     let vmm = test_guest::qemu().await;
     keeps_the_contract(&vmm, Pod::spec).await;
-    copies_of_a_frozen_machine_are_machines(&vmm, Pod::spec).await;
-    a_tap_is_held_as_long_as_the_machine_runs(&vmm, Pod::spec, async |mut guest| {
+    copies_of_a_frozen_vm_are_vms(&vmm, Pod::spec).await;
+    a_tap_is_held_as_long_as_the_vm_runs(&vmm, Pod::spec, async |mut guest| {
         assert_eq!(guest.ask("nic").await, "02:73:62:78:00:00");
     })
     .await;
@@ -66,8 +66,8 @@ async fn a_copy_remembers_what_its_template_knew_and_tells_nobody_what_it_learnt
     second.resume().await.unwrap();
     assert_eq!(Guest::of(&*second).await.ask("recall").await, "before");
     assert_eq!(guest.ask("recall").await, "after");
-    for machine in [first, second] {
-        machine.kill().await.unwrap();
+    for vm in [first, second] {
+        vm.kill().await.unwrap();
     }
 }
 
@@ -93,9 +93,9 @@ async fn half_a_template_is_refused_and_leaves_nothing() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_guest_that_panics_leaves_its_last_words() {
     let pod = Pod::new("panics");
-    let machine = test_guest::qemu().await.boot(&pod.spec()).await.unwrap();
-    Guest::of(&*machine).await.tell("panic").await;
-    let exit = timeout(LONG, machine.exited()).await.expect("a panic ends the machine");
+    let vm = test_guest::qemu().await.boot(&pod.spec()).await.unwrap();
+    Guest::of(&*vm).await.tell("panic").await;
+    let exit = timeout(LONG, vm.exited()).await.expect("a panic ends the VM");
     assert!(exit.last_lines.iter().any(|line| line.contains("Kernel panic")), "{exit:?}");
 }
 
@@ -103,27 +103,26 @@ async fn a_guest_that_panics_leaves_its_last_words() {
 async fn disks_of_the_first_moment_are_there() {
     let pod = Pod::new("boot-disk");
     let spec = sandboxer_vmm::VmSpec { disks: vec![pod.disk("early")], ..pod.spec() };
-    let machine = test_guest::qemu().await.boot(&spec).await.unwrap();
-    let mut guest = Guest::of(&*machine).await;
+    let vm = test_guest::qemu().await.boot(&spec).await.unwrap();
+    let mut guest = Guest::of(&*vm).await;
     assert_eq!(guest.ask("await early").await, "disk early ro=0 starts with early");
-    machine.attach_disk(&pod.disk("late")).await.unwrap();
+    vm.attach_disk(&pod.disk("late")).await.unwrap();
     assert_eq!(guest.ask("await late").await, "disk late ro=0 starts with late");
-    machine.kill().await.unwrap();
+    vm.kill().await.unwrap();
 }
 
-/// As the kernel has it, seen from outside. Booted and restored machines alike.
+/// As the kernel has it, seen from outside. Booted and restored VMs alike.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_vmm_is_jailed() {
     let vmm = test_guest::qemu().await;
     let frozen = frozen(&vmm, Pod::spec, |_| async {}).await;
     let (booted, copied) = (Pod::new("booted"), Pod::new("copied"));
-    let machines =
-        [vmm.boot(&booted.spec()).await.unwrap(), vmm.restore(&copied.spec(), &frozen).await.unwrap()];
+    let vms = [vmm.boot(&booted.spec()).await.unwrap(), vmm.restore(&copied.spec(), &frozen).await.unwrap()];
     let kvm = vmm.info().accelerator == "kvm";
-    let users = machines.each_ref().map(|machine| is_jailed(machine.as_ref(), kvm, false));
-    assert_ne!(users[0], users[1], "two machines are of one user");
-    for machine in machines {
-        machine.kill().await.unwrap();
+    let users = vms.each_ref().map(|vm| is_jailed(vm.as_ref(), kvm, false));
+    assert_ne!(users[0], users[1], "two VMs are of one user");
+    for vm in vms {
+        vm.kill().await.unwrap();
     }
 }
 

@@ -8,7 +8,7 @@ use containerd_shim_protos::{
 /// The annotation by which containerd 2.x leaves mounts to a runtime.
 const ALLOW_MOUNTS: &str = "containerd.io/runtime-allow-mounts";
 
-/// File systems that become disks of a pod's machine instead of mounts on the host, and the steps
+/// File systems that become disks of a pod's VM instead of mounts on the host, and the steps
 /// (`…/*`) that containerd's mount manager would otherwise take to mount them.
 ///
 /// Without effect on snapshotters whose mounts are plain (overlayfs, native): the mount manager

@@ -1,6 +1,6 @@
 //! A VMM double for tests: no process, no kernel, no isolation whatever.
 //!
-//! Its guests are functions that a test supplies; its machines fail when told to. It is held to
+//! Its guests are functions that a test supplies; its VMs fail when told to. It is held to
 //! the same contract as a real VMM by `tests/vmm_contract.rs`.
 
 use std::{
@@ -21,8 +21,8 @@ use rustix::net::Shutdown;
 use sandboxer_process::{Written, socket};
 use sandboxer_protocol::{boot::BootParams, id::SandboxId, link::LinkKey};
 use sandboxer_vmm::{
-    AgentStream, DiskSpec, Frozen, Held, MEMORY, Machine, MachineExit, MachineRecord, ShareListener,
-    ShareWay, TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo,
+    AgentStream, DiskSpec, Frozen, Held, MEMORY, ShareListener, ShareWay, TemplateInputs, Vm, VmExit,
+    VmRecord, VmSpec, Vmm, VmmError, VmmInfo,
 };
 use tokio::{net::UnixStream, sync::watch};
 
@@ -31,7 +31,7 @@ use tokio::{net::UnixStream, sync::watch};
 pub struct FakeGuest {
     /// As on its kernel's command line.
     pub boot: BootParams,
-    /// The key its agent knows its host by; stays with the machine.
+    /// The key its agent knows its host by; stays with the VM.
     pub link_key: watch::Sender<LinkKey>,
     /// Its end of the link.
     pub stream: UnixStream,
@@ -43,19 +43,19 @@ pub struct FakeGuest {
     pub power: Power,
 }
 
-/// Ends a fake machine from within.
+/// Ends a fake VM from within.
 #[derive(Debug, Clone)]
-pub struct Power(watch::Sender<Option<MachineExit>>);
+pub struct Power(watch::Sender<Option<VmExit>>);
 
 impl Power {
-    /// The machine ends, its VMM exiting with status 0 after these last lines.
+    /// The VM ends, its VMM exiting with status 0 after these last lines.
     pub fn off(&self, last_lines: &[&str]) {
         let last_lines = last_lines.iter().map(|&line| line.to_owned()).collect();
-        end(&self.0, MachineExit { how: "exited with status 0".into(), last_lines });
+        end(&self.0, VmExit { how: "exited with status 0".into(), last_lines });
     }
 }
 
-/// What goes wrong with the machines of a [`FakeVmm`].
+/// What goes wrong with the VMs of a [`FakeVmm`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Fault {
     /// Nothing.
@@ -65,19 +65,19 @@ pub enum Fault {
     FailsToBoot,
     /// The VMM starts and never answers.
     Hangs,
-    /// The machine runs; nobody in it listens.
+    /// The VM runs; nobody in it listens.
     NeverReady,
     /// The VMM refuses every disk.
     RefusesDisks,
     /// The VMM restores no template.
     RefusesTemplates,
-    /// The VMM exits while it starts a machine with more memory, MiB.
+    /// The VMM exits while it starts a VM with more memory, MiB.
     FailsToBootOver(u64),
     /// The VMM never answers when it is to restore a template.
     HangsOnRestore,
 }
 
-/// What ails a machine that runs.
+/// What ails a VM that runs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Ailment {
     /// Nothing.
@@ -91,34 +91,34 @@ pub enum Ailment {
 
 /// Socket at which requests of a guest come out.
 const SHARES: &str = "shares.sock";
-/// File of a frozen fake machine: the key of its link, hex.
+/// File of a frozen fake VM: the key of its link, hex.
 const STATE: &str = "state";
 
-type Machines = Arc<Mutex<HashMap<SandboxId, Arc<FakeMachine>>>>;
+type Vms = Arc<Mutex<HashMap<SandboxId, Arc<FakeVm>>>>;
 type Guest = Arc<dyn Fn(FakeGuest) + Send + Sync>;
 
-/// A VMM whose machines are structs in this process.
+/// A VMM whose VMs are structs in this process.
 pub struct FakeVmm {
     guest: Guest,
     fault: Mutex<Fault>,
-    machines: Machines,
+    vms: Vms,
     version: Mutex<String>,
     started: AtomicU64,
 }
 
 impl FakeVmm {
-    /// Calls `guest` for each stream that the host opens to a machine's agent; it spawns what it needs.
+    /// Calls `guest` for each stream that the host opens to a VM's agent; it spawns what it needs.
     pub fn new(guest: impl Fn(FakeGuest) + Send + Sync + 'static) -> Self {
         Self {
             guest: Arc::new(guest),
             fault: Mutex::default(),
-            machines: Arc::default(),
+            vms: Arc::default(),
             version: Mutex::new("0".into()),
             started: AtomicU64::new(0),
         }
     }
 
-    /// From now on, boots and machines fail this way.
+    /// From now on, boots and VMs fail this way.
     pub fn inject(&self, fault: Fault) {
         *lock(&self.fault) = fault;
     }
@@ -130,38 +130,34 @@ impl FakeVmm {
 
     /// The VMM of `pod` dies. Answers whether it was running.
     pub fn crash(&self, pod: &SandboxId) -> bool {
-        let machine = lock(&self.machines).get(pod).cloned();
-        machine.is_some_and(|machine| machine.end("was killed by signal 11", "injected crash"))
+        let vm = lock(&self.vms).get(pod).cloned();
+        vm.is_some_and(|vm| vm.end("was killed by signal 11", "injected crash"))
     }
 
-    /// From now on, this ails the machine of `pod`, if it has one.
+    /// From now on, this ails the VM of `pod`, if it has one.
     pub fn ail(&self, pod: &SandboxId, ailment: Ailment) {
-        if let Some(machine) = lock(&self.machines).get(pod) {
-            *lock(&machine.ailment) = ailment;
+        if let Some(vm) = lock(&self.vms).get(pod) {
+            *lock(&vm.ailment) = ailment;
         }
     }
 
     /// The VMM of `pod` writes so many bytes to its disks.
     pub fn write(&self, pod: &SandboxId, bytes: u64) {
-        if let Some(machine) = lock(&self.machines).get(pod) {
-            machine.written.fetch_add(bytes, Ordering::Relaxed);
+        if let Some(vm) = lock(&self.vms).get(pod) {
+            vm.written.fetch_add(bytes, Ordering::Relaxed);
         }
     }
 
-    /// The machine that is recorded so, if it runs.
-    fn recorded(&self, record: &MachineRecord) -> Option<Arc<FakeMachine>> {
-        let machine = lock(&self.machines).get(&record.pod).cloned();
-        machine.filter(|machine| machine.record == *record && machine.is_running())
+    /// The VM that is recorded so, if it runs.
+    fn recorded(&self, record: &VmRecord) -> Option<Arc<FakeVm>> {
+        let vm = lock(&self.vms).get(&record.pod).cloned();
+        vm.filter(|vm| vm.record == *record && vm.is_running())
     }
 
-    /// Pods whose machines run.
+    /// Pods whose VMs run.
     pub fn running(&self) -> Vec<SandboxId> {
-        let machines = lock(&self.machines);
-        machines
-            .values()
-            .filter(|machine| machine.is_running())
-            .map(|machine| machine.record.pod.clone())
-            .collect()
+        let vms = lock(&self.vms);
+        vms.values().filter(|vm| vm.is_running()).map(|vm| vm.record.pod.clone()).collect()
     }
 }
 
@@ -182,7 +178,7 @@ impl Vmm for FakeVmm {
         }
     }
 
-    async fn boot(&self, spec: &VmSpec) -> Result<Arc<dyn Machine>, VmmError> {
+    async fn boot(&self, spec: &VmSpec) -> Result<Arc<dyn Vm>, VmmError> {
         let fault = *lock(&self.fault);
         match fault {
             Fault::Hangs => std::future::pending().await,
@@ -204,10 +200,10 @@ impl Vmm for FakeVmm {
         if let Some(memory) = &spec.memory_file {
             let pod = spec.pod.clone();
             let host = |source| VmmError::Host { pod, action: "make", path: memory.clone(), source };
-            fs::write(memory, "memory of a fake machine").map_err(host)?;
+            fs::write(memory, "memory of a fake VM").map_err(host)?;
         }
-        let machine = Arc::new(FakeMachine {
-            record: MachineRecord {
+        let vm = Arc::new(FakeVm {
+            record: VmRecord {
                 pod: spec.pod.clone(),
                 run_dir: spec.run_dir.clone(),
                 pid: std::process::id(),
@@ -226,10 +222,10 @@ impl Vmm for FakeVmm {
             unheard: Arc::default(),
             ailment: Arc::default(),
             written: Arc::default(),
-            machines: self.machines.clone(),
+            vms: self.vms.clone(),
         });
-        lock(&self.machines).insert(spec.pod.clone(), machine.clone());
-        Ok(machine)
+        lock(&self.vms).insert(spec.pod.clone(), vm.clone());
+        Ok(vm)
     }
 
     fn template_inputs(&self, _: &VmSpec) -> TemplateInputs {
@@ -238,11 +234,11 @@ impl Vmm for FakeVmm {
             version: lock(&self.version).clone(),
             program: "/dev/null".into(),
             accelerator: "none".into(),
-            machine: Vec::new(),
+            vm: Vec::new(),
         }
     }
 
-    async fn restore(&self, spec: &VmSpec, frozen: &Frozen) -> Result<Arc<dyn Machine>, VmmError> {
+    async fn restore(&self, spec: &VmSpec, frozen: &Frozen) -> Result<Arc<dyn Vm>, VmmError> {
         let fault = *lock(&self.fault);
         match fault {
             Fault::RefusesTemplates => {
@@ -270,22 +266,22 @@ impl Vmm for FakeVmm {
         self.boot(&VmSpec { boot, ..spec.clone() }).await
     }
 
-    async fn adopt(&self, record: &MachineRecord) -> Result<Option<Arc<dyn Machine>>, VmmError> {
-        let Some(machine) = self.recorded(record) else { return Ok(None) };
-        if *lock(&machine.ailment) == Ailment::None {
-            return Ok(Some(machine));
+    async fn adopt(&self, record: &VmRecord) -> Result<Option<Arc<dyn Vm>>, VmmError> {
+        let Some(vm) = self.recorded(record) else { return Ok(None) };
+        if *lock(&vm.ailment) == Ailment::None {
+            return Ok(Some(vm));
         }
-        Err(machine.hung("the greeting"))
+        Err(vm.hung("the greeting"))
     }
 
-    fn hold(&self, record: &MachineRecord) -> Result<Option<Arc<dyn Held>>, VmmError> {
-        Ok(self.recorded(record).map(|machine| machine as Arc<dyn Held>))
+    fn hold(&self, record: &VmRecord) -> Result<Option<Arc<dyn Held>>, VmmError> {
+        Ok(self.recorded(record).map(|vm| vm as Arc<dyn Held>))
     }
 }
 
 #[async_trait]
-impl Held for FakeMachine {
-    async fn ended(&self) -> MachineExit {
+impl Held for FakeVm {
+    async fn ended(&self) -> VmExit {
         self.exited().await
     }
 
@@ -294,22 +290,22 @@ impl Held for FakeMachine {
     }
 
     fn written(&self) -> Option<Written> {
-        Machine::written(self)
+        Vm::written(self)
     }
 }
 
 #[derive(Clone)]
-struct FakeMachine {
-    record: MachineRecord,
+struct FakeVm {
+    record: VmRecord,
     boot: BootParams,
     link_key: watch::Sender<LinkKey>,
     guest: Guest,
     fault: Fault,
     disks: watch::Sender<Vec<DiskSpec>>,
-    exit: watch::Sender<Option<MachineExit>>,
+    exit: watch::Sender<Option<VmExit>>,
     /// Held while it runs.
     taps: Arc<Mutex<Vec<Arc<OwnedFd>>>>,
-    machines: Machines,
+    vms: Vms,
     last_stream: Arc<Mutex<Option<OwnedFd>>>,
     /// Ends of streams to a guest that never listens.
     unheard: Arc<Mutex<Vec<UnixStream>>>,
@@ -318,14 +314,13 @@ struct FakeMachine {
     written: Arc<AtomicU64>,
 }
 
-impl FakeMachine {
+impl FakeVm {
     fn is_running(&self) -> bool {
         self.exit.borrow().is_none()
     }
 
     fn end(&self, how: &str, last_line: &str) -> bool {
-        let ended =
-            end(&self.exit, MachineExit { how: how.to_owned(), last_lines: vec![last_line.to_owned()] });
+        let ended = end(&self.exit, VmExit { how: how.to_owned(), last_lines: vec![last_line.to_owned()] });
         self.cut_stream();
         lock(&self.taps).clear();
         ended
@@ -359,15 +354,15 @@ impl FakeMachine {
     }
 }
 
-impl fmt::Debug for FakeMachine {
+impl fmt::Debug for FakeVm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("FakeMachine").field("record", &self.record).finish_non_exhaustive()
+        f.debug_struct("FakeVm").field("record", &self.record).finish_non_exhaustive()
     }
 }
 
 #[async_trait]
-impl Machine for FakeMachine {
-    fn record(&self) -> MachineRecord {
+impl Vm for FakeVm {
+    fn record(&self) -> VmRecord {
         self.record.clone()
     }
 
@@ -450,27 +445,27 @@ impl Machine for FakeMachine {
         fs::write(&path, self.link_key.borrow().to_hex()).map_err(self.host_error("make", path))
     }
 
-    fn assign(&self, pod: &SandboxId, run_dir: &Path) -> Result<Arc<dyn Machine>, VmmError> {
+    fn assign(&self, pod: &SandboxId, run_dir: &Path) -> Result<Arc<dyn Vm>, VmmError> {
         self.reachable("assign")?;
         fs::rename(&self.record.run_dir, run_dir)
-            .map_err(self.host_error("move a machine's directory to", run_dir.to_owned()))?;
-        let record = MachineRecord { pod: pod.clone(), run_dir: run_dir.to_owned(), ..self.record.clone() };
-        let machine = Arc::new(Self { record, ..self.clone() });
-        let mut machines = lock(&self.machines);
-        machines.remove(&self.record.pod);
-        machines.insert(pod.clone(), machine.clone());
-        Ok(machine)
+            .map_err(self.host_error("move a VM's directory to", run_dir.to_owned()))?;
+        let record = VmRecord { pod: pod.clone(), run_dir: run_dir.to_owned(), ..self.record.clone() };
+        let vm = Arc::new(Self { record, ..self.clone() });
+        let mut vms = lock(&self.vms);
+        vms.remove(&self.record.pod);
+        vms.insert(pod.clone(), vm.clone());
+        Ok(vm)
     }
 
     async fn last_lines(&self) -> Vec<String> {
         self.exit.borrow().as_ref().map(|exit| exit.last_lines.clone()).unwrap_or_default()
     }
 
-    async fn exited(&self) -> MachineExit {
+    async fn exited(&self) -> VmExit {
         let mut exit = self.exit.subscribe();
         match exit.wait_for(Option::is_some).await.map(|exit| exit.clone()) {
             Ok(Some(exit)) => exit,
-            _ => MachineExit { how: "is gone".into(), last_lines: Vec::new() },
+            _ => VmExit { how: "is gone".into(), last_lines: Vec::new() },
         }
     }
 
@@ -490,7 +485,7 @@ impl Machine for FakeMachine {
 }
 
 /// The first end counts. Answers whether this was it.
-fn end(switch: &watch::Sender<Option<MachineExit>>, exit: MachineExit) -> bool {
+fn end(switch: &watch::Sender<Option<VmExit>>, exit: VmExit) -> bool {
     switch.send_if_modified(|state| {
         let running = state.is_none();
         if running {

@@ -47,7 +47,7 @@ impl Target {
 }
 
 /// A file being written from a stream, by a task that ends with the stream, or with this: who takes
-/// the machine up again has to find the stream free.
+/// the VM up again has to find the stream free.
 #[derive(Debug)]
 pub struct Capture {
     target: Target,

@@ -12,8 +12,8 @@
 //! /run/vsock.sock_1024      on which the agent says that it listens
 //! /run/vsock.sock_1025      where the guest's requests for files come out, once it has shares
 //! /run/disks/               a disk, while it is plugged in
-//! /run/frozen/              what it writes down of a machine that is frozen
-//! /template/                links to what a copy of a frozen machine is made of, which it inherits
+//! /run/frozen/              what it writes down of a VM that is frozen
+//! /template/                links to what a copy of a frozen VM is made of, which it inherits
 //! ```
 //!
 //! Its seccomp filters are on, and so is Landlock where this kernel has it.
@@ -21,11 +21,11 @@
 pub mod api;
 pub(crate) mod events;
 mod landlock;
-mod machine;
 mod passing;
 mod shown;
 mod template;
 pub mod version;
+mod vm;
 mod vsock;
 pub mod wire;
 
@@ -50,18 +50,18 @@ use tokio::{net::unix::pipe, time::Instant};
 use self::{
     api::Api,
     events::Events,
-    machine::{CloudHypervisorMachine, Watched},
     version::{Version, VersionError},
+    vm::{CloudHypervisorVm, Watched},
     vsock::Link,
 };
 use super::{
-    FREEZABLE, Frozen, Machine, MachineRecord, TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo,
+    FREEZABLE, Frozen, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError, VmmInfo,
     run_dir::{Captures, Files, host, reopen},
 };
 
 /// As in [`VmmInfo::name`].
 pub const NAME: &str = "cloud-hypervisor";
-/// The guest's vsock address. Each machine has a vsock of its own, so all can have the same.
+/// The guest's vsock address. Each VM has a vsock of its own, so all can have the same.
 const CID: u32 = 3;
 
 /// Cloud Hypervisor, of a known version.
@@ -106,7 +106,7 @@ impl CloudHypervisor {
                 initramfs: spec.initramfs.clone(),
                 cmdline: kernel_line(&spec.boot),
             },
-            disks: spec.disks.iter().map(machine::disk).collect(),
+            disks: spec.disks.iter().map(vm::disk).collect(),
             rng: wire::Rng { src: "/dev/urandom" },
             serial: wire::Console { mode: wire::ConsoleMode::Tty },
             console: wire::Console { mode: wire::ConsoleMode::Off },
@@ -116,7 +116,7 @@ impl CloudHypervisor {
         }
     }
 
-    /// The jail of `spec`'s machine.
+    /// The jail of `spec`'s VM.
     fn jail(&self, spec: &VmSpec) -> Result<Jail, VmmError> {
         let program = sandboxer_process::find(&self.program);
         let readable = [program.as_path(), &spec.kernel, &spec.initramfs];
@@ -124,8 +124,8 @@ impl CloudHypervisor {
         jail.map(Jail::with_room).map_err(host(&spec.pod, "prepare a jail in", spec.run_dir.clone()))
     }
 
-    /// Starts Cloud Hypervisor in `jail` and has it make the machine.
-    async fn start(&self, spec: &VmSpec, jail: Jail, begin: Begin) -> Result<Arc<dyn Machine>, VmmError> {
+    /// Starts Cloud Hypervisor in `jail` and has it make the VM.
+    async fn start(&self, spec: &VmSpec, jail: Jail, begin: Begin) -> Result<Arc<dyn Vm>, VmmError> {
         let (pod, run_dir) = (&spec.pod, &spec.run_dir);
         let mut files = Files::default();
         let control = files.listen(spec, api::SOCKET)?;
@@ -192,10 +192,10 @@ impl CloudHypervisor {
         if spec.memory_file.is_none() {
             let taps = spec.own_taps().map_err(host(pod, "pass on the taps of", run_dir.clone()))?;
             for (nic, tap) in (0..).zip(taps) {
-                watched.answered("vm.add-net", api.add_net(&machine::nic(nic), vec![tap])).await?;
+                watched.answered("vm.add-net", api.add_net(&vm::nic(nic), vec![tap])).await?;
             }
         }
-        let record = MachineRecord {
+        let record = VmRecord {
             pod: pod.clone(),
             run_dir: run_dir.clone(),
             pid: process.pid(),
@@ -205,7 +205,7 @@ impl CloudHypervisor {
         };
         files.keep();
         process.keep();
-        Ok(Arc::new(CloudHypervisorMachine {
+        Ok(Arc::new(CloudHypervisorVm {
             api: Api::new(run_dir, self.call_timeout),
             record,
             watched,
@@ -218,7 +218,7 @@ impl CloudHypervisor {
     }
 }
 
-/// How a machine comes to be.
+/// How a VM comes to be.
 #[derive(Debug)]
 enum Begin {
     /// It boots.
@@ -236,7 +236,7 @@ impl Vmm for CloudHypervisor {
         self.info.clone()
     }
 
-    async fn boot(&self, spec: &VmSpec) -> Result<Arc<dyn Machine>, VmmError> {
+    async fn boot(&self, spec: &VmSpec) -> Result<Arc<dyn Vm>, VmmError> {
         let jail = self.jail(spec)?;
         let memory = template::make_memory(spec, jail.user())?;
         self.start(spec, jail, Begin::Boot { memory }).await
@@ -249,30 +249,30 @@ impl Vmm for CloudHypervisor {
             version: self.info.version.clone(),
             program: sandboxer_process::find(&self.program),
             accelerator: self.info.accelerator.to_owned(),
-            machine: vec![description.unwrap_or_default()],
+            vm: vec![description.unwrap_or_default()],
         }
     }
 
-    async fn restore(&self, spec: &VmSpec, frozen: &Frozen) -> Result<Arc<dyn Machine>, VmmError> {
+    async fn restore(&self, spec: &VmSpec, frozen: &Frozen) -> Result<Arc<dyn Vm>, VmmError> {
         let mut jail = self.jail(spec)?;
         let source = template::source(spec, frozen, &mut jail)?;
         self.start(spec, jail, Begin::Restore(source)).await
     }
 
-    async fn adopt(&self, record: &MachineRecord) -> Result<Option<Arc<dyn Machine>>, VmmError> {
+    async fn adopt(&self, record: &VmRecord) -> Result<Option<Arc<dyn Vm>>, VmmError> {
         adopt(record, self.call_timeout).await
     }
 }
 
 /// As [`Vmm::adopt`], whatever program is installed by now. `limit` is for each call, from then on too.
-pub async fn adopt(record: &MachineRecord, limit: Duration) -> Result<Option<Arc<dyn Machine>>, VmmError> {
+pub async fn adopt(record: &VmRecord, limit: Duration) -> Result<Option<Arc<dyn Vm>>, VmmError> {
     let pod = &record.pod;
     let proc = PathBuf::from(format!("/proc/{}", record.pid));
     let found =
         sandboxer_process::adopt(record.pid, record.start_time).map_err(host(pod, "look at", proc))?;
     let Some(process) = found.map(Arc::new) else { return Ok(None) };
     match take_over(record, process.clone(), limit).await {
-        Ok(machine) => Ok(Some(Arc::new(machine))),
+        Ok(vm) => Ok(Some(Arc::new(vm))),
         // Most likely because it ended meanwhile.
         Err(error) => match tokio::time::timeout(limit, process.exited()).await {
             Ok(_) => Ok(None),
@@ -283,11 +283,11 @@ pub async fn adopt(record: &MachineRecord, limit: Duration) -> Result<Option<Arc
 
 /// Connects to what a running VMM has had from an earlier daemon.
 async fn take_over(
-    record: &MachineRecord,
+    record: &VmRecord,
     process: Arc<sandboxer_process::Process>,
     limit: Duration,
-) -> Result<CloudHypervisorMachine, VmmError> {
-    let MachineRecord { pod, run_dir, .. } = record;
+) -> Result<CloudHypervisorVm, VmmError> {
+    let VmRecord { pod, run_dir, .. } = record;
     let words = reopen(record, libc::STDERR_FILENO)?;
     let console = reopen(record, libc::STDOUT_FILENO)?;
     let captures = pipe::Receiver::from_owned_fd(console)
@@ -312,11 +312,11 @@ async fn take_over(
         reason: error.to_string(),
     })?;
     let (record, freezable) = (record.clone(), Instant::now() + FREEZABLE);
-    Ok(CloudHypervisorMachine { record, watched, api, room, link, user, call_timeout: limit, freezable })
+    Ok(CloudHypervisorVm { record, watched, api, room, link, user, call_timeout: limit, freezable })
 }
 
 /// The VMM's arguments: what it is given open, and that it filters its system calls. All else it learns over its API, Landlock too:
-/// it takes `--landlock` with the description of a machine alone.
+/// it takes `--landlock` with the description of a VM alone.
 fn arguments(control: RawFd, told: RawFd) -> Vec<OsString> {
     let (control, told) = (format!("fd={control}"), format!("fd={told}"));
     ["--api-socket", &control, "--event-monitor", &told, "--seccomp", "true"].map(OsString::from).into()
@@ -324,6 +324,6 @@ fn arguments(control: RawFd, told: RawFd) -> Vec<OsString> {
 
 /// The guest kernel's command line.
 fn kernel_line(boot: &BootParams) -> String {
-    // A panic resets the machine, which is its end: see `machine::follow`.
+    // A panic resets the VM, which is its end: see `vm::follow`.
     format!("console=ttyS0 quiet panic=-1 reboot=t random.trust_cpu=on {boot}")
 }

@@ -14,7 +14,7 @@ use futures::{Stream, stream};
 use nix::sys::inotify::{AddWatchFlags, InitFlags, Inotify};
 use tokio::io::{Interest, unix::AsyncFd};
 
-/// The newer part of a console log, in its machine's run directory.
+/// The newer part of a console log, in its VM's run directory.
 pub const FILE: &str = "console.log";
 /// The older part.
 pub const OLDER: &str = "console.log.1";
@@ -33,7 +33,7 @@ pub struct Reader {
 }
 
 impl Reader {
-    /// Opens the log of the machine of `run_dir`.
+    /// Opens the log of the VM of `run_dir`.
     pub fn open(run_dir: &Path) -> io::Result<Self> {
         let newer = run_dir.join(FILE);
         let changes = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC)?;

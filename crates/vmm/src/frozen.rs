@@ -1,4 +1,4 @@
-//! A frozen machine, as its VMM wrote it.
+//! A frozen VM, as its VMM wrote it.
 
 use std::{
     collections::BTreeMap,
@@ -9,11 +9,11 @@ use std::{
     time::Duration,
 };
 
-/// Name of the guest's memory among the files of a frozen machine, for a VMM that keeps it in
+/// Name of the guest's memory among the files of a frozen VM, for a VMM that keeps it in
 /// [`VmSpec::memory_file`](super::VmSpec::memory_file).
 pub const MEMORY: &str = "memory";
 
-/// How old a machine on KVM is when it is frozen, at least.
+/// How old a VM on KVM is when it is frozen, at least.
 ///
 /// A copy's processor is made with a time stamp counter of 0 and then given the template's. KVM before Linux 6.7 takes a counter that is
 /// written with less than a second's difference for one that is to be the same as the other processors', and leaves it as it is. Then
@@ -21,7 +21,7 @@ pub const MEMORY: &str = "memory";
 /// rest is what a copy may take until its counter is written.
 pub const FREEZABLE: Duration = Duration::from_secs(3);
 
-/// The files of a frozen machine, checked, and sealed: nobody can change them any more.
+/// The files of a frozen VM, checked, and sealed: nobody can change them any more.
 #[derive(Debug)]
 pub struct Frozen {
     dir: PathBuf,

@@ -8,7 +8,7 @@ use futures::future;
 use sandboxer_process::{Process, Written, strays};
 use sandboxer_protocol::id::SandboxId;
 
-use super::{MachineExit, MachineRecord, VmmError, run_dir::host};
+use super::{VmExit, VmRecord, VmmError, run_dir::host};
 
 /// How long a process that was killed may take to be gone before this is told as an error.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
@@ -17,7 +17,7 @@ const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 #[async_trait]
 pub trait Held: Send + Sync + fmt::Debug {
     /// Waits for the end of its process, by event. Cancel-safe; returns again when called again.
-    async fn ended(&self) -> MachineExit;
+    async fn ended(&self) -> VmExit;
 
     /// Kills it and waits until its process is gone.
     async fn end(&self) -> Result<(), VmmError>;
@@ -34,15 +34,15 @@ pub struct HeldProcesses {
 }
 
 impl HeldProcesses {
-    /// Holds the process of a recorded machine. `None`: it has ended.
-    pub fn of(record: &MachineRecord) -> Result<Option<Self>, VmmError> {
+    /// Holds the process of a recorded VM. `None`: it has ended.
+    pub fn of(record: &VmRecord) -> Result<Option<Self>, VmmError> {
         let proc = PathBuf::from(format!("/proc/{}", record.pid));
         let found = sandboxer_process::adopt(record.pid, record.start_time);
         let found = found.map_err(host(&record.pod, "look at", proc))?;
         Ok(found.map(|process| Self { pod: record.pod.clone(), processes: vec![Arc::new(process)] }))
     }
 
-    /// Holds the processes that were started for the machine of `pod` in `run_dir`, and that no record names. `None`:
+    /// Holds the processes that were started for the VM of `pod` in `run_dir`, and that no record names. `None`:
     /// there is none.
     pub fn strays(pod: &SandboxId, run_dir: &std::path::Path) -> Result<Option<Self>, VmmError> {
         let strays = strays::of(run_dir).map_err(host(pod, "look for a VMM of", run_dir.to_owned()))?;
@@ -65,10 +65,10 @@ impl HeldProcesses {
 
 #[async_trait]
 impl Held for HeldProcesses {
-    async fn ended(&self) -> MachineExit {
+    async fn ended(&self) -> VmExit {
         let ends = future::join_all(self.processes.iter().map(|process| process.exited())).await;
         let how = ends.first().map_or_else(|| "is gone".to_owned(), ToString::to_string);
-        MachineExit { how, last_lines: Vec::new() }
+        VmExit { how, last_lines: Vec::new() }
     }
 
     async fn end(&self) -> Result<(), VmmError> {

@@ -1,6 +1,6 @@
 //! Is KVM of use here? Found out by running guest code on it.
 //!
-//! That `/dev/kvm` opens and makes machines says little: inside a virtual machine without nested
+//! That `/dev/kvm` opens and makes VMs says little: inside a virtual machine without nested
 //! virtualization it may interpret each privileged guest instruction, and give up on some that
 //! every Linux guest executes. So a small guest is run from real mode to long mode through
 //! instructions of an ordinary kernel, and its speed is compared with [`MIN_EXITS_PER_SECOND`].
@@ -107,7 +107,7 @@ pub enum KvmUnusable {
         /// Number of its group.
         group: u32,
     },
-    /// It opens and makes no machine.
+    /// It opens and makes no VM.
     #[error("KVM cannot {action}")]
     Setup {
         /// What was attempted.
@@ -146,10 +146,10 @@ struct Page([u8; PAGE]);
 /// Runs the guest; answers its instructions per second if KVM is usable. Blocks for 5 to 150 ms.
 pub fn measure(device: &Path) -> Result<f64, KvmUnusable> {
     let setup = |action| move |error: kvm_ioctls::Error| KvmUnusable::Setup { action, source: error.into() };
-    // Declared before the machine, hence dropped after it.
+    // Declared before the VM, hence dropped after it.
     let mut memory = guest_memory();
     let kvm = open(device)?;
-    let vm = kvm.create_vm().map_err(setup("create a machine"))?;
+    let vm = kvm.create_vm().map_err(setup("create a VM"))?;
     let region = kvm_userspace_memory_region {
         slot: 0,
         flags: 0,
@@ -159,7 +159,7 @@ pub fn measure(device: &Path) -> Result<f64, KvmUnusable> {
     };
     // SAFETY: the region is page-aligned and as long as `memory`, which outlives `vm` and `vcpu` and at
     // which nobody looks meanwhile.
-    unsafe { vm.set_user_memory_region(region) }.map_err(setup("give a machine memory"))?;
+    unsafe { vm.set_user_memory_region(region) }.map_err(setup("give a VM memory"))?;
     let mut vcpu = vm.create_vcpu(0).map_err(setup("create a vCPU"))?;
     let cpuid = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(setup("tell its CPU features"))?;
     vcpu.set_cpuid2(&cpuid).map_err(setup("set CPU features"))?;
@@ -278,7 +278,7 @@ mod tests {
         assert!(error.to_string().starts_with("\"/dev/kvm\" has mode 600 and group 0"), "{error}");
     }
 
-    /// Whatever this machine's KVM is worth, the verdict must rest on a measurement.
+    /// Whatever this host's KVM is worth, the verdict must rest on a measurement.
     #[test]
     fn a_kvm_that_opens_is_judged_by_what_its_guest_did() {
         match measure(Path::new("/dev/kvm")) {

@@ -1,8 +1,8 @@
-//! Virtual machines, whoever runs them.
+//! Virtual VMs, whoever runs them.
 //!
-//! [`Vmm`] makes a [`Machine`] out of a [`VmSpec`]; nothing outside the file of one VMM knows its
-//! name. A machine outlives the daemon: dropping a handle never ends it, and [`Vmm::adopt`] takes
-//! it up again from its [`MachineRecord`].
+//! [`Vmm`] makes a [`Vm`] out of a [`VmSpec`]; nothing outside the file of one VMM knows its
+//! name. A VM outlives the daemon: dropping a handle never ends it, and [`Vmm::adopt`] takes
+//! it up again from its [`VmRecord`].
 
 mod accelerator;
 mod capture;
@@ -40,45 +40,45 @@ pub use held::{Held, HeldProcesses};
 pub use setup::{SetupError, detect};
 pub use spec::{DiskSpec, Shape, VmSpec};
 
-/// A kind of VMM, ready to run machines.
+/// A kind of VMM, ready to run VMs.
 #[async_trait]
 pub trait Vmm: Send + Sync + fmt::Debug {
-    /// What runs the machines, for people.
+    /// What runs the VMs, for people.
     fn info(&self) -> VmmInfo;
 
-    /// Starts a machine; answers when its VMM is in control of it and the guest is running.
+    /// Starts a VM; answers when its VMM is in control of it and the guest is running.
     ///
     /// Dropping the future ends what it began: no process, no socket stays.
-    async fn boot(&self, spec: &VmSpec) -> Result<Arc<dyn Machine>, VmmError>;
+    async fn boot(&self, spec: &VmSpec) -> Result<Arc<dyn Vm>, VmmError>;
 
     /// What a template of `spec` depends on beside the program and the guest's files: the VMM's version
     /// and arguments. Nothing in it is of one pod.
     fn template_inputs(&self, spec: &VmSpec) -> TemplateInputs;
 
-    /// Starts a machine as a copy of a frozen one; answers when it stands still where that one was
-    /// frozen. [`Machine::resume`] lets it go on.
+    /// Starts a VM as a copy of a frozen one; answers when it stands still where that one was
+    /// frozen. [`Vm::resume`] lets it go on.
     ///
     /// Of `spec`, what the guest was booted with counts for nothing. As for [`Vmm::boot`], dropping
     /// the future ends what it began.
-    async fn restore(&self, spec: &VmSpec, frozen: &Frozen) -> Result<Arc<dyn Machine>, VmmError>;
+    async fn restore(&self, spec: &VmSpec, frozen: &Frozen) -> Result<Arc<dyn Vm>, VmmError>;
 
-    /// Takes up a machine that an earlier daemon started. `Ok(None)`: it has ended since. An error says nothing about
+    /// Takes up a VM that an earlier daemon started. `Ok(None)`: it has ended since. An error says nothing about
     /// its end: [`Vmm::hold`] does.
-    async fn adopt(&self, record: &MachineRecord) -> Result<Option<Arc<dyn Machine>>, VmmError>;
+    async fn adopt(&self, record: &VmRecord) -> Result<Option<Arc<dyn Vm>>, VmmError>;
 
-    /// Holds on to the VMM of a machine that an earlier daemon started, whether it answers or not. `Ok(None)`: it has
+    /// Holds on to the VMM of a VM that an earlier daemon started, whether it answers or not. `Ok(None)`: it has
     /// ended since.
-    fn hold(&self, record: &MachineRecord) -> Result<Option<Arc<dyn Held>>, VmmError> {
+    fn hold(&self, record: &VmRecord) -> Result<Option<Arc<dyn Held>>, VmmError> {
         let held = HeldProcesses::of(record)?;
         Ok(held.map(|held| Arc::new(held) as Arc<dyn Held>))
     }
 }
 
-/// A running machine. All methods can be called at any time and from several tasks.
+/// A running VM. All methods can be called at any time and from several tasks.
 #[async_trait]
-pub trait Machine: Send + Sync + fmt::Debug {
+pub trait Vm: Send + Sync + fmt::Debug {
     /// What [`Vmm::adopt`] needs; goes into the journal.
-    fn record(&self) -> MachineRecord;
+    fn record(&self) -> VmRecord;
 
     /// A fresh stream to the agent's end of the link. The one before it is dead from now on.
     async fn agent_stream(&self) -> Result<Box<dyn AgentStream>, VmmError>;
@@ -89,7 +89,7 @@ pub trait Machine: Send + Sync + fmt::Debug {
     /// Takes a disk out. A disk that isn't there is no error.
     async fn detach_disk(&self, serial: &str) -> Result<(), VmmError>;
 
-    /// Listens where the guest's requests for files come out, once [`Machine::connect_shares`] has been called. Whoever is
+    /// Listens where the guest's requests for files come out, once [`Vm::connect_shares`] has been called. Whoever is
     /// given the socket has the guest on its own, for as long as both live.
     fn listen_for_shares(&self) -> Result<ShareListener, VmmError>;
 
@@ -104,21 +104,21 @@ pub trait Machine: Send + Sync + fmt::Debug {
     async fn resume(&self) -> Result<(), VmmError>;
 
     /// Stops the guest for good and writes into `dir` what [`Vmm::restore`] needs, beside
-    /// [`VmSpec::memory_file`], with which the machine was booted. It is to be killed then.
+    /// [`VmSpec::memory_file`], with which the VM was booted. It is to be killed then.
     async fn freeze(&self, dir: &Path) -> Result<(), VmmError>;
 
-    /// The same machine, from now on that of `pod`, whose directory `run_dir` is: the machine's own is
+    /// The same VM, from now on that of `pod`, whose directory `run_dir` is: the VM's own is
     /// moved there, over an empty one. This handle is not to be used any more.
-    fn assign(&self, pod: &SandboxId, run_dir: &Path) -> Result<Arc<dyn Machine>, VmmError>;
+    fn assign(&self, pod: &SandboxId, run_dir: &Path) -> Result<Arc<dyn Vm>, VmmError>;
 
     /// The VMM's last words on stderr, then the last lines of the guest's console; few and bounded.
     async fn last_lines(&self) -> Vec<String>;
 
-    /// Waits for the machine's end, by event. Cancel-safe; answers again when asked again.
-    async fn exited(&self) -> MachineExit;
+    /// Waits for the VM's end, by event. Cancel-safe; answers again when asked again.
+    async fn exited(&self) -> VmExit;
 
-    /// Ends the machine at once and waits until its process is gone. The guest has been told
-    /// before, where it matters. Ending a machine that has ended is no error.
+    /// Ends the VM at once and waits until its process is gone. The guest has been told
+    /// before, where it matters. Ending a VM that has ended is no error.
     async fn kill(&self) -> Result<(), VmmError>;
 
     /// Returns what its VMM has written so far; none if the system doesn't say.
@@ -150,7 +150,7 @@ pub enum ShareWay {
 pub trait AgentStream: AsyncRead + AsyncWrite + Send + Sync + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Sync + Unpin> AgentStream for T {}
 
-/// Who runs the machines.
+/// Who runs the VMs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct VmmInfo {
     /// "qemu", "cloud-hypervisor", ….
@@ -175,13 +175,13 @@ pub struct TemplateInputs {
     pub program: PathBuf,
     /// As in [`VmmInfo`].
     pub accelerator: String,
-    /// Arguments that make the machine what it is.
-    pub machine: Vec<String>,
+    /// Arguments that make the VM what it is.
+    pub vm: Vec<String>,
 }
 
-/// All that is needed to find a machine again.
+/// All that is needed to find a VM again.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct MachineRecord {
+pub struct VmRecord {
     /// The pod it is for.
     pub pod: SandboxId,
     /// Its directory, as in [`VmSpec::run_dir`].
@@ -198,16 +198,16 @@ pub struct MachineRecord {
     pub vmm: String,
 }
 
-/// How a machine ended.
+/// How a VM ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct MachineExit {
+pub struct VmExit {
     /// For people: "exited with status 1", "killed by signal 9", "is gone".
     pub how: String,
-    /// As [`Machine::last_lines`].
+    /// As [`Vm::last_lines`].
     pub last_lines: Vec<String>,
 }
 
-/// What can go wrong with a machine. Each names the pod.
+/// What can go wrong with a VM. Each names the pod.
 #[derive(Debug, thiserror::Error)]
 pub enum VmmError {
     /// The program can't be started.
@@ -227,7 +227,7 @@ pub enum VmmError {
         pod: SandboxId,
         /// What was asked.
         call: String,
-        /// As in [`MachineExit::how`].
+        /// As in [`VmExit::how`].
         how: String,
         /// Its last words.
         last_lines: String,

@@ -9,12 +9,12 @@
 //! run_dir/vmm.log        QEMU's stdout and stderr, bounded likewise
 //! ```
 //!
-//! A frozen machine is two files: `memory`, its guest's, and `state`, of its devices. Those that are
+//! A frozen VM is two files: `memory`, its guest's, and `state`, of its devices. Those that are
 //! restored map the memory privately, and what none of them has written they share.
 
 mod command_line;
-mod machine;
 mod version;
+mod vm;
 
 use std::{
     fs, io,
@@ -35,10 +35,10 @@ use tokio::{net::UnixStream, time::Instant};
 
 use self::{
     command_line::{Begin, Execution, Sockets},
-    machine::{AGENT, CONSOLE, CONTROL, QemuMachine, STATE, answer},
+    vm::{AGENT, CONSOLE, CONTROL, QemuVm, STATE, answer},
 };
 use super::{
-    FREEZABLE, Frozen, MEMORY, Machine, MachineRecord, TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo,
+    FREEZABLE, Frozen, MEMORY, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError, VmmInfo,
     accelerator::{self, AcceleratorError},
     qmp::Qmp,
     run_dir::{Captures, Files, connect, host, reopen},
@@ -48,7 +48,7 @@ use super::{
 /// As in [`VmmInfo::name`].
 const NAME: &str = "qemu";
 
-/// As in [`MachineRecord::vmm`].
+/// As in [`VmRecord::vmm`].
 pub(super) fn name() -> String {
     NAME.to_owned()
 }
@@ -88,15 +88,9 @@ impl Qemu {
         }
     }
 
-    /// Takes control of the machine behind `process`, whose control socket has been connected.
-    fn machine(
-        &self,
-        record: MachineRecord,
-        process: Arc<Process>,
-        qmp: Qmp,
-        captures: Captures,
-    ) -> QemuMachine {
-        QemuMachine {
+    /// Takes control of the VM behind `process`, whose control socket has been connected.
+    fn vm(&self, record: VmRecord, process: Arc<Process>, qmp: Qmp, captures: Captures) -> QemuVm {
+        QemuVm {
             record,
             process,
             qmp,
@@ -107,7 +101,7 @@ impl Qemu {
         }
     }
 
-    /// The jail of `spec`'s machine, if there is to be one.
+    /// The jail of `spec`'s VM, if there is to be one.
     fn jail(&self, spec: &VmSpec) -> Result<Option<Jail>, VmmError> {
         let program = sandboxer_process::find(&self.program);
         let readable = [program.as_path(), &spec.kernel, &spec.initramfs];
@@ -126,9 +120,9 @@ impl Qemu {
         begin: Begin,
         inherited_files: Vec<OwnedFd>,
         jail: Option<Jail>,
-    ) -> Result<QemuMachine, VmmError> {
+    ) -> Result<QemuVm, VmmError> {
         let pod = &spec.pod;
-        let open = |disk| machine::open(disk).map_err(host(pod, "attach", disk.path.clone()));
+        let open = |disk| vm::open(disk).map_err(host(pod, "attach", disk.path.clone()));
         let disks = spec.disks.iter().map(open).collect::<Result<Vec<_>, _>>()?;
         let mut files = Files::default();
         let control = files.listen(spec, CONTROL)?;
@@ -165,7 +159,7 @@ impl Qemu {
             .map_err(host(pod, "capture output in", spec.run_dir.clone()))?;
         let qmp = self.take_control(pod, control, &process, &captures).await?;
 
-        let record = MachineRecord {
+        let record = VmRecord {
             pod: pod.clone(),
             run_dir: spec.run_dir.clone(),
             pid: process.pid(),
@@ -174,7 +168,7 @@ impl Qemu {
             vmm: name(),
         };
         files.keep();
-        Ok(self.machine(record, process.keep(), qmp, captures))
+        Ok(self.vm(record, process.keep(), qmp, captures))
     }
 }
 
@@ -184,7 +178,7 @@ impl Vmm for Qemu {
         self.info.clone()
     }
 
-    async fn boot(&self, spec: &VmSpec) -> Result<Arc<dyn Machine>, VmmError> {
+    async fn boot(&self, spec: &VmSpec) -> Result<Arc<dyn Vm>, VmmError> {
         let jail = self.jail(spec)?;
         let owner = jail.as_ref().map(Jail::user);
         let memory = match &spec.memory_file {
@@ -201,27 +195,27 @@ impl Vmm for Qemu {
             version: self.info.version.clone(),
             program: sandboxer_process::find(&self.program),
             accelerator: self.info.accelerator.to_owned(),
-            machine: command_line::machine(spec, self.execution),
+            vm: command_line::vm(spec, self.execution),
         }
     }
 
-    async fn restore(&self, spec: &VmSpec, frozen: &Frozen) -> Result<Arc<dyn Machine>, VmmError> {
+    async fn restore(&self, spec: &VmSpec, frozen: &Frozen) -> Result<Arc<dyn Vm>, VmmError> {
         let own = |name| {
             frozen.file(name).map_err(host(&spec.pod, "open a template's file", frozen.dir().join(name)))
         };
         let (memory, state) = (own(MEMORY)?, own(STATE)?);
         let (begin, state_fd) = (Begin::Restore { memory: memory.as_raw_fd() }, state.as_raw_fd());
-        let machine = self.start(spec, begin, vec![memory, state], self.jail(spec)?).await?;
-        if let Err(error) = machine.load(state_fd).await {
-            if let Err(left) = machine.kill().await {
-                tracing::error!(pod = %spec.pod, error = %left, "a machine that could not be restored stays");
+        let vm = self.start(spec, begin, vec![memory, state], self.jail(spec)?).await?;
+        if let Err(error) = vm.load(state_fd).await {
+            if let Err(left) = vm.kill().await {
+                tracing::error!(pod = %spec.pod, error = %left, "a VM that could not be restored stays");
             }
             return Err(error);
         }
-        Ok(Arc::new(machine))
+        Ok(Arc::new(vm))
     }
 
-    async fn adopt(&self, record: &MachineRecord) -> Result<Option<Arc<dyn Machine>>, VmmError> {
+    async fn adopt(&self, record: &VmRecord) -> Result<Option<Arc<dyn Vm>>, VmmError> {
         let pod = &record.pod;
         let proc = PathBuf::from(format!("/proc/{}", record.pid));
         let found = sandboxer_process::adopt(record.pid, record.start_time).map_err(host(
@@ -232,7 +226,7 @@ impl Vmm for Qemu {
         let Some(process) = found else { return Ok(None) };
         match self.take_over(record).await {
             Ok((qmp, captures)) => {
-                Ok(Some(Arc::new(self.machine(record.clone(), Arc::new(process), qmp, captures))))
+                Ok(Some(Arc::new(self.vm(record.clone(), Arc::new(process), qmp, captures))))
             }
             // Most likely because it ended meanwhile.
             Err(error) => match tokio::time::timeout(self.call_timeout, process.exited()).await {
@@ -252,8 +246,8 @@ fn own_file(path: &Path, owner: Option<u32>) -> io::Result<OwnedFd> {
 
 impl Qemu {
     /// Connects to what a running QEMU has had from an earlier daemon.
-    async fn take_over(&self, record: &MachineRecord) -> Result<(Qmp, Captures), VmmError> {
-        let MachineRecord { pod, run_dir, .. } = record;
+    async fn take_over(&self, record: &VmRecord) -> Result<(Qmp, Captures), VmmError> {
+        let VmRecord { pod, run_dir, .. } = record;
         let words = reopen(record, libc::STDERR_FILENO)?;
         let console = connect(pod, run_dir, CONSOLE)?;
         let captures = Captures::start(words, console, run_dir, record.console_log_bytes).map_err(host(

@@ -223,7 +223,7 @@ impl Qmp {
         self.execute("cont", Value::Null, limit).await
     }
 
-    /// Writes the state of a stopped machine to `into`, all but the memory that lies in a shared file.
+    /// Writes the state of a stopped VM to `into`, all but the memory that lies in a shared file.
     pub async fn save(&self, into: OwnedFd, limit: Duration) -> Result<(), QmpError> {
         const NAME: &str = "state";
         self.command("getfd", json!({ "fdname": NAME }), Some(into), limit).await?;

@@ -1,4 +1,4 @@
-//! What a running machine has in its directory, whoever runs it: sockets, and logs of bounded size.
+//! What a running VM has in its directory, whoever runs it: sockets, and logs of bounded size.
 
 use std::{
     fs, io,
@@ -14,7 +14,7 @@ use tokio::{
     net::{UnixStream, unix::pipe},
 };
 
-use super::{MachineRecord, VmSpec, VmmError, capture::Capture, console};
+use super::{VmRecord, VmSpec, VmmError, capture::Capture, console};
 
 /// Most bytes of a VMM's own words that are kept.
 const VMM_LOG_BYTES: u64 = 64 << 10;
@@ -23,7 +23,7 @@ const VMM_LINES: usize = 4;
 /// Lines of the guest's: a panic with its call trace takes up to 20.
 const CONSOLE_LINES: usize = 24;
 
-/// What the two hostile parties of a machine print.
+/// What the two hostile parties of a VM print.
 #[derive(Debug)]
 pub struct Captures {
     vmm: Capture,
@@ -52,7 +52,7 @@ impl Captures {
         tokio::join!(self.vmm.drained(), self.console.drained());
     }
 
-    /// As [`super::Machine::last_lines`].
+    /// As [`super::Vm::last_lines`].
     pub async fn last_lines(&self) -> Vec<String> {
         let mut lines = self.vmm.last_lines(VMM_LINES).await;
         lines.extend(self.console.last_lines(CONSOLE_LINES).await);
@@ -60,12 +60,12 @@ impl Captures {
     }
 }
 
-/// Sockets and pipes of a machine that starts, their files removed on drop unless kept.
+/// Sockets and pipes of a VM that starts, their files removed on drop unless kept.
 #[derive(Debug, Default)]
 pub struct Files(Vec<PathBuf>);
 
 impl Files {
-    /// Those of a machine that has ended.
+    /// Those of a VM that has ended.
     pub fn of_ended(run_dir: &Path, names: &[&str]) -> Self {
         Self(names.iter().map(|name| run_dir.join(name)).collect())
     }
@@ -75,7 +75,7 @@ impl Files {
         let path = spec.run_dir.join(name);
         let listener =
             socket::listen(&spec.run_dir, name).map_err(host(&spec.pod, "listen on", path.clone()))?;
-        // Only what was made here: a file that was there may be a running machine's.
+        // Only what was made here: a file that was there may be a running VM's.
         self.add(path);
         Ok(listener.into())
     }
@@ -85,7 +85,7 @@ impl Files {
         self.0.push(path);
     }
 
-    /// The machine runs: its files stay.
+    /// The VM runs: its files stay.
     pub fn keep(mut self) {
         self.0.clear();
     }
@@ -97,20 +97,20 @@ impl Drop for Files {
             if let Err(error) = fs::remove_file(path)
                 && error.kind() != io::ErrorKind::NotFound
             {
-                tracing::warn!(path = %path.display(), %error, "cannot remove a machine's socket");
+                tracing::warn!(path = %path.display(), %error, "cannot remove a VM's socket");
             }
         }
     }
 }
 
-/// Connects to the socket `name` of a machine.
+/// Connects to the socket `name` of a VM.
 pub fn connect(pod: &SandboxId, run_dir: &Path, name: &str) -> Result<UnixStream, VmmError> {
     socket::connect(run_dir, name).map_err(host(pod, "connect to", run_dir.join(name)))
 }
 
 /// What a running VMM writes to its descriptor `fd`, a pipe. Who read it before may be dead: opening
 /// it anew makes another reader.
-pub fn reopen(record: &MachineRecord, fd: i32) -> Result<OwnedFd, VmmError> {
+pub fn reopen(record: &VmRecord, fd: i32) -> Result<OwnedFd, VmmError> {
     let path = PathBuf::from(format!("/proc/{}/fd/{fd}", record.pid));
     match fs::File::open(&path) {
         Ok(file) => Ok(file.into()),

@@ -6,7 +6,7 @@ use async_trait::async_trait;
 use sandboxer_config::{Accelerator, VmConfig, VmmChoice};
 
 use super::{
-    Frozen, Machine, MachineRecord, TemplateInputs, VmSpec, Vmm, VmmError, VmmInfo,
+    Frozen, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError, VmmInfo,
     accelerator::{self, AcceleratorError},
     cloud_hypervisor::{self, CloudHypervisor, version::VersionError},
     qemu::Qemu,
@@ -19,7 +19,7 @@ pub enum SetupError {
     #[error("no VMM can be used as configured")]
     Accelerator(#[from] AcceleratorError),
     /// The configuration asks for Cloud Hypervisor.
-    #[error("vmm \"cloud-hypervisor\" is configured and can't be used: set it to \"auto\" or \"qemu\"")]
+    #[error("vmm \"cloud-hypervisor\" is configured and cannot be used: set it to \"auto\" or \"qemu\"")]
     CloudHypervisor(#[from] VersionError),
     /// Cloud Hypervisor can't emulate.
     #[error("vmm \"cloud-hypervisor\" needs KVM and accelerator \"tcg\" is configured: change one of them")]
@@ -58,7 +58,7 @@ async fn choose(
     Ok(Arc::new(Qemu::on(config, accelerator, reason).await))
 }
 
-/// The VMM that was chosen. It takes up machines of the other one, too: an earlier daemon may have
+/// The VMM that was chosen. It takes up VMs of the other one, too: an earlier daemon may have
 /// chosen otherwise.
 #[derive(Debug)]
 struct Chosen {
@@ -72,7 +72,7 @@ impl Vmm for Chosen {
         self.vmm.info()
     }
 
-    async fn boot(&self, spec: &VmSpec) -> Result<Arc<dyn Machine>, VmmError> {
+    async fn boot(&self, spec: &VmSpec) -> Result<Arc<dyn Vm>, VmmError> {
         self.vmm.boot(spec).await
     }
 
@@ -80,11 +80,11 @@ impl Vmm for Chosen {
         self.vmm.template_inputs(spec)
     }
 
-    async fn restore(&self, spec: &VmSpec, frozen: &Frozen) -> Result<Arc<dyn Machine>, VmmError> {
+    async fn restore(&self, spec: &VmSpec, frozen: &Frozen) -> Result<Arc<dyn Vm>, VmmError> {
         self.vmm.restore(spec, frozen).await
     }
 
-    async fn adopt(&self, record: &MachineRecord) -> Result<Option<Arc<dyn Machine>>, VmmError> {
+    async fn adopt(&self, record: &VmRecord) -> Result<Option<Arc<dyn Vm>>, VmmError> {
         if record.vmm == self.info().name {
             return self.vmm.adopt(record).await;
         }

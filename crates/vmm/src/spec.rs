@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use super::VmmError;
 
-/// A kind of machine: those of one shape are alike but for what pods make of them.
+/// A kind of VM: those of one shape are alike but for what pods make of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Shape {
     /// Virtual CPUs.
@@ -34,12 +34,12 @@ impl std::fmt::Display for Shape {
     }
 }
 
-/// A machine, complete: every host resource it names exists before a VMM sees it.
+/// A VM, complete: every host resource it names exists before a VMM sees it.
 #[derive(Debug, Clone)]
 pub struct VmSpec {
-    /// The pod it is for; names the machine in every error.
+    /// The pod it is for; names the VM in every error.
     pub pod: SandboxId,
-    /// Existing directory of mode 0700 for the machine's sockets and logs, this pod's alone.
+    /// Existing directory of mode 0700 for the VM's sockets and logs, this pod's alone.
     pub run_dir: PathBuf,
     /// Virtual CPUs, at least 1.
     pub vcpus: u32,
@@ -47,7 +47,7 @@ pub struct VmSpec {
     pub memory_mib: u64,
     /// Network interfaces.
     pub nics: u8,
-    /// What is behind each of them, in order; goes with the VMM. None while the machine is only described.
+    /// What is behind each of them, in order; goes with the VMM. None while the VM is only described.
     pub taps: Vec<Arc<OwnedFd>>,
     /// Uncompressed kernel (ELF with a PVH note).
     pub kernel: PathBuf,
@@ -55,10 +55,10 @@ pub struct VmSpec {
     pub initramfs: PathBuf,
     /// What the agent learns from the kernel command line.
     pub boot: BootParams,
-    /// The guest's memory lies in this file, made by the VMM and shared, for the machine is to be
+    /// The guest's memory lies in this file, made by the VMM and shared, for the VM is to be
     /// frozen; none: in memory of the VMM's own.
     pub memory_file: Option<PathBuf>,
-    /// Disks the machine has from its first moment.
+    /// Disks the VM has from its first moment.
     pub disks: Vec<DiskSpec>,
     /// Nobody waits for it: its processes give way to all others until it is assigned to a pod.
     pub background: bool,
@@ -69,7 +69,7 @@ pub struct VmSpec {
 }
 
 impl VmSpec {
-    /// A machine as configured, that somebody waits for.
+    /// A VM as configured, that somebody waits for.
     pub fn new(config: &VmConfig, pod: SandboxId, run_dir: PathBuf, shape: Shape, link_key: LinkKey) -> Self {
         Self {
             pod,
@@ -111,7 +111,7 @@ impl VmSpec {
         Ok(opened?.unwrap_or_default())
     }
 
-    /// The same machine with nothing in it that differs from pod to pod but `pod` itself; it is to be
+    /// The same VM with nothing in it that differs from pod to pod but `pod` itself; it is to be
     /// frozen, in a file without a name.
     pub fn of_no_pod(&self) -> Self {
         Self {
@@ -130,10 +130,10 @@ pub(super) fn first_mac_text(nic: u8) -> String {
     first_mac(nic).map(|byte| format!("{byte:02x}")).join(":")
 }
 
-/// A disk of a machine.
+/// A disk of a VM.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskSpec {
-    /// By this the guest finds it: 1 to 20 letters, digits and `-`, unique within the machine.
+    /// By this the guest finds it: 1 to 20 letters, digits and `-`, unique within the VM.
     pub serial: String,
     /// Regular file (raw image) or block device.
     pub path: PathBuf,
@@ -145,7 +145,7 @@ pub struct DiskSpec {
 pub(super) mod tests {
     use super::*;
 
-    /// A machine of no use.
+    /// A VM of no use.
     pub fn spec() -> VmSpec {
         VmSpec {
             pod: "pod".parse().unwrap(),
@@ -166,7 +166,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn pods_of_one_kind_are_the_same_machine() {
+    fn pods_of_one_kind_are_the_same_vm() {
         let (one, other) = (spec(), VmSpec { run_dir: "/other".into(), ..spec() });
         assert_ne!(one.boot.link_key.to_hex(), other.boot.link_key.to_hex());
         assert_eq!(format!("{:?}", one.of_no_pod()), format!("{:?}", other.of_no_pod()));

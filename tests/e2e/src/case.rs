@@ -131,7 +131,7 @@ impl Case {
             match answer {
                 Ok(()) => Ok(Some(())),
                 Err(error) if UNNOTICED.iter().any(|words| error.message().contains(words)) => Ok(None),
-                Err(error) => Err(error).with_context(|| format!("could not remove pod {pod}")),
+                Err(error) => Err(error).with_context(|| format!("cannot remove pod {pod}")),
             }
         })
         .await
@@ -280,7 +280,7 @@ impl Container {
     /// What it has logged so far.
     pub fn logs(&self) -> Result<Logs> {
         let text = std::fs::read_to_string(&self.log)
-            .with_context(|| format!("could not read the log {}", self.log.display()))?;
+            .with_context(|| format!("cannot read the log {}", self.log.display()))?;
         Ok(Logs::parse(&text))
     }
 

@@ -18,7 +18,7 @@ pub fn nobody_there(error: &Status) -> bool {
 }
 
 /// Asks until containerd has seen the container's task. It looks at it first and gives up after 2 s
-/// (`io.containerd.timeout.task.state`), within which a busy machine may not have replaced a worker that was killed:
+/// (`io.containerd.timeout.task.state`), within which a busy host may not have replaced a worker that was killed:
 /// nothing of what was asked has been done then.
 pub async fn once_seen<T, F>(mut ask: impl FnMut() -> F) -> Result<T, Status>
 where

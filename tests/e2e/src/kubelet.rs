@@ -30,7 +30,7 @@ impl Kubelet {
     /// For one of several pods of `case`, told apart by `name`.
     pub fn of_another(case: &Case, name: &str) -> Result<Self> {
         let pod = case.stack.dir().join("kubelet/pods").join(format!("uid-{}{name}", case.name));
-        fs::create_dir_all(&pod).with_context(|| format!("could not make {}", pod.display()))?;
+        fs::create_dir_all(&pod).with_context(|| format!("cannot make {}", pod.display()))?;
         Ok(Self { pod, mounts: Vec::new(), loops: Vec::new() })
     }
 

@@ -58,7 +58,7 @@ pub fn close() -> Result<()> {
     lines.retain(|line| !new.iter().any(|newer| newer.fault == line.fault));
     lines.extend(new);
     fs::write(&path, serde_json::to_vec_pretty(&lines)?)
-        .with_context(|| format!("could not write {}", path.display()))?;
+        .with_context(|| format!("cannot write {}", path.display()))?;
     match std::env::var_os("SANDBOXER_E2E_REPORT") {
         Some(report) => put_into(&PathBuf::from(report), &lines),
         None => Ok(()),
@@ -68,11 +68,11 @@ pub fn close() -> Result<()> {
 /// Replaces the table in a document, between two marks.
 fn put_into(report: &Path, lines: &[Line]) -> Result<()> {
     let (from, to) = ("<!-- made by the cases -->\n", "<!-- to here -->");
-    let text = fs::read_to_string(report).with_context(|| format!("could not read {}", report.display()))?;
+    let text = fs::read_to_string(report).with_context(|| format!("cannot read {}", report.display()))?;
     let (before, rest) = text.split_once(from).context("the report has no place for the table")?;
     let (_, after) = rest.split_once(to).context("the report's place for the table has no end")?;
     fs::write(report, format!("{before}{from}{}{to}{after}", table(lines)))
-        .with_context(|| format!("could not write {}", report.display()))
+        .with_context(|| format!("cannot write {}", report.display()))
 }
 
 /// The lines as a table in Markdown.

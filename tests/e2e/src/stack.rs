@@ -172,8 +172,7 @@ impl Stack {
     /// The recorded pid of `containerd` or `sandboxer`.
     pub fn pid(&self, name: &str) -> Result<Pid> {
         let path = self.dir.join("pids").join(name);
-        let record =
-            fs::read_to_string(&path).with_context(|| format!("could not read {}", path.display()))?;
+        let record = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
         let pid = record.split_whitespace().next().context("empty pid record")?;
         Ok(Pid::from_raw(pid.parse()?))
     }
@@ -181,7 +180,7 @@ impl Stack {
     /// Sends `signal` to `containerd` or `sandboxer` and waits until the process is gone.
     pub async fn end(&self, name: &str, signal: Signal) -> Result<()> {
         let pid = self.pid(name)?;
-        kill(pid, signal).with_context(|| format!("could not send {signal} to {name}"))?;
+        kill(pid, signal).with_context(|| format!("cannot send {signal} to {name}"))?;
         let process = PathBuf::from(format!("/proc/{pid}/exe"));
         eventually(&format!("end of {name}"), Duration::from_secs(20), || async {
             Ok((!process.exists() || fs::read_link(&process).is_err()).then_some(()))
@@ -209,7 +208,7 @@ impl Stack {
     /// Kills the worker, and says which it was. The front starts the next one by itself.
     pub fn kill_worker(&self) -> Result<Pid> {
         let worker = self.worker()?;
-        kill(worker, Signal::SIGKILL).context("could not kill the worker")?;
+        kill(worker, Signal::SIGKILL).context("cannot kill the worker")?;
         Ok(worker)
     }
 
@@ -223,13 +222,13 @@ impl Stack {
         command
     }
 
-    /// Virtual machines of this stack's pods that are alive.
+    /// Virtual VMs of this stack's pods that are alive.
     pub fn vmms(&self) -> Result<Vec<Pid>> {
         let (_, of_pods) = self.all_vmms()?;
         Ok(of_pods)
     }
 
-    /// Virtual machines of this stack that wait for pods.
+    /// Virtual VMs of this stack that wait for pods.
     pub fn waiting(&self) -> Result<Vec<Pid>> {
         let (waiting, _) = self.all_vmms()?;
         Ok(waiting)

@@ -26,7 +26,7 @@ impl Session {
     pub async fn open(url: &str) -> Result<Self> {
         let mut request = url.replacen("http://", "ws://", 1).into_client_request()?;
         request.headers_mut().insert("Sec-WebSocket-Protocol", "v4.channel.k8s.io".parse()?);
-        let (socket, _) = connect_async(request).await.with_context(|| format!("could not open {url}"))?;
+        let (socket, _) = connect_async(request).await.with_context(|| format!("cannot open {url}"))?;
         Ok(Self { socket, stdout: String::new(), stderr: String::new(), result: None })
     }
 

@@ -54,13 +54,13 @@ impl Shares {
         if carrier.is_some() {
             return Ok(());
         }
-        deputy::start().map_err(internal("failed to start the process that reads pipes"))?;
+        deputy::start().map_err(internal("cannot start the process that reads pipes"))?;
         let way = match serial {
             "" => Way::streams(SLOTS, key)
-                .map_err(internal(format!("failed to connect to the host's vsock port {VSOCK_PORT}")))?,
+                .map_err(internal(format!("cannot connect to the host's vsock port {VSOCK_PORT}")))?,
             serial => {
                 let path = disk::find(serial).await?;
-                Way::disk(&path).map_err(internal(format!("failed to open {path:?}")))?
+                Way::disk(&path).map_err(internal(format!("cannot open {path:?}")))?
             }
         };
         let device = OpenOptions::new()
@@ -68,20 +68,20 @@ impl Shares {
             .write(true)
             .custom_flags(libc::O_CLOEXEC)
             .open("/dev/fuse")
-            .map_err(internal("failed to open /dev/fuse"))?;
-        fs::create_dir_all(GUEST_DIR).map_err(internal(format!("failed to create {GUEST_DIR}")))?;
+            .map_err(internal("cannot open /dev/fuse"))?;
+        fs::create_dir_all(GUEST_DIR).map_err(internal(format!("cannot create {GUEST_DIR}")))?;
         // The kernel asks nobody but itself who may do what, by the attributes it is given.
         let options = format!(
             "fd={},rootmode=40755,user_id=0,group_id=0,allow_other,default_permissions,max_read={MAX_DATA}",
             device.as_raw_fd()
         );
         mount(Some("sandboxer"), GUEST_DIR, Some("fuse"), MsFlags::MS_NODEV, Some(options.as_str()))
-            .map_err(internal(format!("failed to mount shares on {GUEST_DIR}")))?;
+            .map_err(internal(format!("cannot mount shares on {GUEST_DIR}")))?;
         match carrier::start(device, way) {
             Ok(pid) => *carrier = Some(pid),
             Err(error) => {
                 abandon();
-                return Err(internal("failed to start the process that carries requests")(error));
+                return Err(internal("cannot start the process that carries requests")(error));
             }
         }
         if let Err(error) = read_ahead() {
@@ -104,7 +104,7 @@ impl Shares {
 /// Gives the shares up, whoever uses them.
 fn abandon() {
     if let Err(error) = umount2(GUEST_DIR, MntFlags::MNT_FORCE | MntFlags::MNT_DETACH) {
-        tracing::warn!("failed to give up {GUEST_DIR}: {error}");
+        tracing::warn!("cannot give up {GUEST_DIR}: {error}");
     }
 }
 

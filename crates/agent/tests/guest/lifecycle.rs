@@ -142,7 +142,7 @@ async fn a_guest_without_a_random_number_instruction_is_seeded_by_its_host() {
     end(&agent, "draws").await;
 }
 
-/// By how much the guest's clock is behind this machine's, ns, and how the guest is told.
+/// By how much the guest's clock is behind this host's, ns, and how the guest is told.
 async fn behind(agent: &AgentClient) -> (i64, SyncClockRequest) {
     let mut best: Option<(i64, i64, SyncClockRequest)> = None;
     for _ in 0..8 {

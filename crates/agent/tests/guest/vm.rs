@@ -18,7 +18,7 @@ use tempfile::TempDir;
 use tokio::{net::UnixStream, time::timeout};
 use ttrpc::r#async::{Client, transport::Socket};
 
-/// Longest wait for anything a guest does. Emulation on a busy machine is slow; nothing here is a
+/// Longest wait for anything a guest does. Emulation on a busy host is slow; nothing here is a
 /// measurement.
 pub const PATIENCE: Duration = Duration::from_secs(180);
 
@@ -209,12 +209,12 @@ fn run(command: &mut Command) {
 }
 
 /// Frequency of the host's time stamp counter, which an emulated guest reads as it is. Timing it
-/// against emulated hardware fails on a busy machine.
+/// against emulated hardware fails on a busy host.
 fn tsc_khz() -> u64 {
     static KHZ: OnceLock<u64> = OnceLock::new();
     *KHZ.get_or_init(|| {
         // Of several readings the one least disturbed counts: the two clocks are read one after
-        // the other, and a busy machine may let much time pass in between.
+        // the other, and a busy host may let much time pass in between.
         let read = || {
             let once = |_| {
                 let before = Instant::now();

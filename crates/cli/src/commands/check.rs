@@ -1,4 +1,4 @@
-//! `check`: is this machine fit to run pods?
+//! `check`: is this host fit to run pods?
 
 mod containerd_config;
 
@@ -26,7 +26,7 @@ const WIDTH: u16 = 100;
 /// In front of a command.
 const INDENT: &str = "  ";
 
-/// Check whether this machine can run pods: measures KVM, asks containerd, looks at limits
+/// Check whether this host can run pods: measures KVM, asks containerd, looks at limits
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {

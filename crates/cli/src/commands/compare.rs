@@ -46,7 +46,7 @@ fn text(comparison: &Comparison) -> String {
         text += "\nread beside every ratio: these differ too\n";
         text += &differences(&comparison.differences);
     }
-    text += "\nthe two runs were not taken in turns: a small difference may be the machine's\n";
+    text += "\nthe two runs were not taken in turns: a small difference may be the host's\n";
     if !comparison.startup.is_empty() {
         let mut rows = tables::table(&["start-up", "mode", a, b, "ratio of medians"], 2);
         for row in &comparison.startup {

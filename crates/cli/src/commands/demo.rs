@@ -137,7 +137,7 @@ async fn show(args: &Args, bench: &Bench, recipe: &Recipe, cancel: &Cancellation
     let ledger = ledger::take(&bench.runtime, mine, &BTreeSet::new()).await?;
     render::print(&tables::ledger(&args.runtime, &ledger))?;
     render::print(&format!(
-        "{} resident, {} machine monitors for {} pods, {} shims, {} pause containers",
+        "{} resident, {} VM monitors for {} pods, {} shims, {} pause containers",
         count(&ledger, Role::Daemon),
         count(&ledger, Role::Vmm),
         ledger.pods,
@@ -169,7 +169,7 @@ async fn figures(args: &Args, bench: &Bench, cancel: &CancellationToken) -> Resu
         [&args.runtime, &args.baseline].into_iter().filter(|name| !name.is_empty()).cloned().collect();
 
     let recipe = args.target.recipe();
-    // Another runtime's pods are no machines that could be booted alone; nor are copies of a template.
+    // Another runtime's pods are no VMs that could be booted alone; nor are copies of a template.
     let mut bare_boot = bench.bare_boot(&format!("{}-boot", args.runtime), &recipe).await;
     if bare_boot.is_err() {
         bare_boot = bench.bare_boot(&args.runtime, &recipe).await;

@@ -12,7 +12,7 @@ Examples:
   sandboxer-cli inspect 3f2a
   sandboxer-cli inspect 3f2a --json | jq .stages";
 
-/// Show a pod: its machine, its containers, and where the time of their starts went
+/// Show a pod: its VM, its containers, and where the time of their starts went
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {

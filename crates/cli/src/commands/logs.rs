@@ -14,7 +14,7 @@ Examples:
   sandboxer-cli logs 3f2a --follow
   sandboxer-cli logs 3f2a | grep -i oom
 
-This is the machine's console: guest kernel and agent. A container's own output: crictl logs.
+This is the VM's console: guest kernel and agent. A container's own output: crictl logs.
 On a terminal control characters are shown as ^[ instead of obeyed, unless --raw is given.";
 
 /// Show the console of a pod's guest

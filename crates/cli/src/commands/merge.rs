@@ -27,7 +27,7 @@ pub struct Args {
     /// Where to write the result; it must not hold one already
     #[arg(long)]
     output: PathBuf,
-    /// They are parts of one run: the same handlers in the same turns, on machines of one kind
+    /// They are parts of one run: the same handlers in the same turns, on VMs of one kind
     #[arg(long)]
     parts: bool,
 }

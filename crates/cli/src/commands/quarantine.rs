@@ -18,8 +18,8 @@ Examples:
   sandboxer-cli quarantine release 1763766320000000000-3f2a9c0d1122
   sandboxer-cli quarantine destroy --yes 1763766320000000000-3f2a9c0d1122
 
-At its start the daemon puts a record aside that it can't understand: torn, or a later version's. The
-pod's machine is left alone; nobody manages it. `release` is for the daemon that wrote the record;
+At its start the daemon puts a record aside that it cannot understand: torn, or a later version's. The
+pod's VM is left alone; nobody manages it. `release` is for the daemon that wrote the record;
 containerd may have taken the pod for stopped meanwhile, and stops and removes it as any other then.
 `destroy` is for a pod that nobody needs. Names are given whole.";
 
@@ -100,7 +100,7 @@ pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
 fn confirm(names: &[String]) -> anyhow::Result<()> {
     let stdin = io::stdin();
     if !stdin.is_terminal() {
-        bail!("destroying can't be undone and nobody can be asked here: say --yes");
+        bail!("destroying cannot be undone and nobody can be asked here: say --yes");
     }
     let asked = render::plain(&names.join(", "));
     eprint!("End what runs of {asked} and remove all that is left of it? [y/N] ");

@@ -41,10 +41,10 @@ pub struct Args {
     #[arg(long, default_value_t = 1)]
     warm_up: u32,
     /// Seconds of rest before each start or group, for what the last one left to be done: a runtime that keeps
-    /// machines ready fills its pool then, and not in another one's turn
+    /// VMs ready fills its pool then, and not in another one's turn
     #[arg(long, default_value_t = 0.0, value_parser = clap::value_parser!(f64))]
     pause: f64,
-    /// Boot the first runtime's machine alone after each serial round, to compare with
+    /// Boot the first runtime's VM alone after each serial round, to compare with
     #[arg(long)]
     bare_boot: bool,
     #[command(flatten)]

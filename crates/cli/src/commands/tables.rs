@@ -87,10 +87,7 @@ pub fn startup(report: &Report) -> String {
         text += &format!("\n{ratio}");
     }
     if let Some((bare, over)) = report.bare_boot.as_ref().and_then(|bare| Some((bare, bare.over?))) {
-        text += &format!(
-            "\n{} over the bare boot of its machine to the agent's ready message: {over}",
-            bare.like
-        );
+        text += &format!("\n{} over the bare boot of its VM to the agent's ready message: {over}", bare.like);
     }
     if let Some(overhead) = &report.overhead {
         text += &format!(

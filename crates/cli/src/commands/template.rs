@@ -1,4 +1,4 @@
-//! `template`: the frozen machines of which pods are copies.
+//! `template`: the frozen VMs of which pods are copies.
 
 use std::time::Duration;
 
@@ -20,10 +20,10 @@ Examples:
   sandboxer-cli template verify                 all of them; exit code 1 if one is damaged
   sandboxer-cli template rm cac81d
 
-A pod's machine is taken from the pool, else made as a copy of a template, else it boots. Templates
+A pod's VM is taken from the pool, else made as a copy of a template, else it boots. Templates
 are made by themselves when pods of a size start; `build` makes one before the first of them does.";
 
-/// Frozen machines of which pods are copies, and the pool of those that wait
+/// Frozen VMs of which pods are copies, and the pool of those that wait
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
@@ -33,7 +33,7 @@ pub struct Args {
 
 #[derive(Debug, Subcommand)]
 enum Verb {
-    /// Templates on disk, machines that wait, and how pods got theirs
+    /// Templates on disk, VMs that wait, and how pods got theirs
     #[command(visible_alias = "ls")]
     List,
     /// Make the template of a size, unless there is one
@@ -70,7 +70,7 @@ pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
         }
         Verb::Build { vcpus, memory } => {
             let request = BuildTemplateRequest { vcpus: vcpus.unwrap_or(0), memory_mib: memory.unwrap_or(0) };
-            let waiting = ProgressBar::new_spinner().with_message("a machine boots and is frozen");
+            let waiting = ProgressBar::new_spinner().with_message("a VM boots and is frozen");
             waiting.enable_steady_tick(Duration::from_millis(100));
             let mut answers = daemon.build_template(request).await.map_err(ClientError::from)?.into_inner();
             let built = answers.message().await.map_err(ClientError::from)?;
@@ -95,7 +95,7 @@ pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
             show(&checked, global)?;
             match checked.iter().filter(|template| !template.problem.is_empty()).count() {
                 0 => Ok(()),
-                damaged => bail!("{damaged} of {} templates can't be used", checked.len()),
+                damaged => bail!("{damaged} of {} templates cannot be used", checked.len()),
             }
         }
         Verb::Rm { keys } => {

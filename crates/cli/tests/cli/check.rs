@@ -1,4 +1,4 @@
-//! `check` on the machine that runs the tests, whatever that is worth.
+//! `check` on the VM that runs the tests, whatever that is worth.
 
 use std::{fs, path::Path};
 
@@ -29,7 +29,7 @@ fn named<'a>(report: &'a Value, name: &str) -> &'a Value {
 }
 
 #[test]
-fn this_machine_is_told_as_the_schema_says() {
+fn this_vm_is_told_as_the_schema_says() {
     let outcome = check("--json");
     let report = json(&outcome);
     let schema = jsonschema::validator_for(&serde_json::from_str(SCHEMA).unwrap()).unwrap();

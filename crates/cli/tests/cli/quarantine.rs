@@ -17,7 +17,7 @@ fn two_entries() -> AdminDouble {
         pod: "web".into(),
         bytes: 2048,
         path: "/state/pods/web.json".into(),
-        problem: "journal record can't be understood\nEOF \x1b[2J".into(),
+        problem: "journal record cannot be understood\nEOF \x1b[2J".into(),
         run_dir: "/run/pods/web".into(),
         run_dir_exists: true,
         processes: vec![QuarantinedProcess { pid: 71, command: "qemu\x07".into() }],
@@ -34,7 +34,7 @@ fn a_list_tells_what_runs_and_what_is_left_off() {
     assert_eq!(rows[0], ["NAME", "AGE", "SIZE", "RUN DIR", "PROCESSES", "PROBLEM"]);
     assert_eq!(rows[1], [OLD, "-", "5 B", "-", "-", "not known: no report was written"]);
     assert_eq!((rows[2][0], &rows[2][2..5]), (TORN, &["2.0 KiB", "there", "71 qemu^G"][..]));
-    assert_eq!(rows[2][5], "journal record can't be understood EOF ^[[2J");
+    assert_eq!(rows[2][5], "journal record cannot be understood EOF ^[[2J");
     assert!(out.ends_with("\n\n3 more are not listed; all together take 3.0 MiB\n"), "{out}");
     let empty = AdminDouble::default().serve();
     assert_eq!(empty.cli("quarantine ls").ok(), "nothing is in quarantine\n");

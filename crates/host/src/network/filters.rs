@@ -141,7 +141,7 @@ mod tests {
     use super::super::namespace;
     use super::*;
 
-    /// Runs `program` in a new network namespace, then looks. None: this machine doesn't have the program, or its kernel
+    /// Runs `program` in a new network namespace, then looks. None: this host doesn't have the program, or its kernel
     /// not what that is for.
     fn after(program: &str, arguments: &[&str]) -> Option<Option<String>> {
         namespace::within(namespace::fresh().unwrap(), || {

@@ -14,7 +14,7 @@ use sandboxer_netlink::packet::{
 use sandboxer_protocol::agent as wire;
 use serde::{Deserialize, Serialize};
 
-/// Most interfaces a machine gets.
+/// Most interfaces a VM gets.
 const MAX_INTERFACES: usize = 8;
 /// Most addresses, routes and neighbours of an interface, each.
 const MAX_OF_EACH: usize = 256;
@@ -43,7 +43,7 @@ pub struct Interface {
 }
 
 impl Interface {
-    /// Name of the device of ours beside it, by which it leads to the machine.
+    /// Name of the device of ours beside it, by which it leads to the VM.
     pub fn host_device(&self) -> String {
         // By the index, for a name may be as long as a name can be.
         format!("{OURS}{}", self.index)
@@ -112,13 +112,13 @@ pub struct Neighbour {
     pub mac: Mac,
 }
 
-/// What is in a namespace that a machine can't be given; completes "the pod's network …".
+/// What is in a namespace that a VM can't be given; completes "the pod's network …".
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Unsuitable {
     /// No Ethernet.
     #[error("has interface {0:?}, which is not of Ethernet")]
     NotEthernet(String),
-    /// More than a machine gets.
+    /// More than a VM gets.
     #[error("has more than {MAX_INTERFACES} interfaces")]
     TooManyInterfaces,
     /// More than is passed on.

@@ -1,4 +1,4 @@
-//! Ports of the host that lead into a pod which asked for the host's network: its machine can't be in that, but what
+//! Ports of the host that lead into a pod which asked for the host's network: its VM can't be in that, but what
 //! connects to the host can be carried to it.
 
 use std::{io, net::TcpListener};

@@ -1,7 +1,7 @@
 //! One listening socket for every port of a network namespace's loopback.
 //!
 //! containerd forwards a port by entering the pod's namespace and connecting to localhost there, where nobody
-//! listens: the pod is in its machine. A program of a few instructions, run by the kernel where it looks for who
+//! listens: the pod is in its VM. A program of a few instructions, run by the kernel where it looks for who
 //! listens, names this socket whatever the port (`BPF_PROG_TYPE_SK_LOOKUP`, Linux 5.9). It sees new connections of
 //! loopback alone, and is gone with its descriptor.
 

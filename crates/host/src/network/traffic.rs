@@ -1,4 +1,4 @@
-//! What goes through a pod's interfaces, and what is left undone to packets on the way into its machine.
+//! What goes through a pod's interfaces, and what is left undone to packets on the way into its VM.
 
 use std::{
     ffi::CString,
@@ -84,7 +84,7 @@ pub async fn read(
     .await
 }
 
-/// What is not done to packets on the host because the machine's network card, and so its guest, does it: of each
+/// What is not done to packets on the host because the VM's network card, and so its guest, does it: of each
 /// tap that process `vmm` holds, in the order of the cards.
 ///
 /// The taps are found where they are used and not where they were made: that may have been long before the pod, and

@@ -210,7 +210,7 @@ fn mount_view(chain: &Chain, work: &Path) -> Result<PathBuf, BuildError> {
     }
     let view = work.join("view");
     fs::create_dir(&view).map_err(host(&view))?;
-    nix::unistd::chdir(work).map_err(failed("its working directory can't be entered"))?;
+    nix::unistd::chdir(work).map_err(failed("its working directory cannot be entered"))?;
     mount(Some("overlay"), "view", Some("overlay"), MsFlags::MS_RDONLY, Some(options.as_str()))
         .map_err(failed("are all layers there, and does the kernel have overlayfs?"))?;
     Ok(view)

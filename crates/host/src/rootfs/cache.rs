@@ -68,7 +68,7 @@ struct State {
     images: HashMap<String, Image>,
     by_key: HashMap<Key, String>,
     building: HashMap<Key, Building>,
-    /// Images of an earlier daemon may be in use by machines that have not been looked at yet.
+    /// Images of an earlier daemon may be in use by VMs that have not been looked at yet.
     settled: bool,
 }
 
@@ -293,7 +293,7 @@ impl Cache {
             let path = self.0.dir.join(name);
             match fs::remove_file(&path) {
                 Ok(()) => tracing::debug!(?path, "an unused image went"),
-                Err(error) => tracing::warn!(?path, %error, "an unused image can't be removed"),
+                Err(error) => tracing::warn!(?path, %error, "an unused image cannot be removed"),
             }
         }
         !victims.is_empty()

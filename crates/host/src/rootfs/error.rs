@@ -12,7 +12,7 @@ use crate::helper::HelperError;
 #[derive(Debug, thiserror::Error)]
 pub enum RootfsError {
     /// Its snapshot is of a kind that can't be a disk.
-    #[error("snapshot of container {container} in pod {pod} can't become a disk")]
+    #[error("snapshot of container {container} in pod {pod} cannot become a disk")]
     Mount {
         /// The pod.
         pod: SandboxId,

@@ -28,7 +28,7 @@ const LIMIT: Duration = Duration::from_secs(120);
 /// What a file system is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Use {
-    /// It may be mounted again, also after a machine's sudden end.
+    /// It may be mounted again, also after a VM's sudden end.
     Kept,
     /// It is mounted once.
     Scratch,
@@ -47,7 +47,7 @@ impl Use {
 
 /// Makes an ext4 file system of `size` bytes at `path`, sparse, unless one is there.
 ///
-/// A machine sees the file only once it is complete: it gets its name last. Waits for the file system and the program.
+/// A VM sees the file only once it is complete: it gets its name last. Waits for the file system and the program.
 pub fn ensure(path: &Path, size: u64, purpose: Use) -> Result<(), BuildError> {
     match path.try_exists() {
         Ok(true) => superblock::check(path, FsType::Ext4),
@@ -94,7 +94,7 @@ pub fn unfinished(path: &Path) -> PathBuf {
     name.into()
 }
 
-/// Gives a finished file its name. Whoever comes second takes the first one's: a machine may use that by now.
+/// Gives a finished file its name. Whoever comes second takes the first one's: a VM may use that by now.
 pub fn name(unfinished: &Path, path: &Path) -> io::Result<()> {
     match fs::hard_link(unfinished, path) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists && path.symlink_metadata()?.is_file() => {}

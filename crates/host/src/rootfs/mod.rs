@@ -1,4 +1,4 @@
-//! A container's snapshot as disks of its pod's machine.
+//! A container's snapshot as disks of its pod's VM.
 //!
 //! ```text
 //! mounts of Task.Create ──mounts──▶ Wanted ─┬─ image: attached as it is, once its superblock is looked at

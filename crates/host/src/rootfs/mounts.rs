@@ -203,7 +203,7 @@ fn refuse_id_maps(mount: &Mount) -> Result<(), String> {
     match mount.options.iter().any(|option| option.starts_with("uidmap=") || option.starts_with("gidmap=")) {
         true => {
             Err("has mapped user ids, which are not supported: give the pod the host's (hostUsers: true); \
-                     its machine keeps it apart already"
+                     its VM keeps it apart already"
                 .into())
         }
         false => Ok(()),

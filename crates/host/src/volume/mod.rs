@@ -299,7 +299,7 @@ pub enum VolumeError {
     /// It has no disk.
     #[error("cannot make a disk for an emptyDir")]
     Disk(#[from] BuildError),
-    /// Its directory is where no disk of a machine can be.
+    /// Its directory is where no disk of a VM can be.
     #[error(
         "cannot make a disk for an emptyDir in {dir:?}: it is on a network or FUSE file system; \
          keep kubelet's root directory on a local disk"

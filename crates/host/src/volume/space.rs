@@ -1,7 +1,7 @@
 //! Disks for emptyDirs: sparse files with an empty ext4 file system.
 //!
 //! A disk lies in the emptyDir's own directory, so that it is kubelet's in every respect: what the pod writes
-//! counts for its limits, outlives the pod's machine, and goes when the pod is removed from the node.
+//! counts for its limits, outlives the pod's VM, and goes when the pod is removed from the node.
 //!
 //! A file system of the usual size is made once and copied, which needs no program: a few MiB of data in holes.
 

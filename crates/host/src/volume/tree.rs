@@ -44,7 +44,7 @@ pub enum TreeError {
         most: String,
     },
     /// It holds what can't be copied.
-    #[error("{path:?} is {what}, which can't be copied into a guest")]
+    #[error("{path:?} is {what}, which cannot be copied into a guest")]
     Kind {
         /// The file.
         path: PathBuf,

@@ -57,7 +57,7 @@ pub fn pod_spec(
     let invalid = |reason: String| PodError::Invalid { subject: format!("pod {id}"), reason };
     let asked = match &request.options {
         Some(any) => PodSandboxConfig::decode(any.value.as_slice())
-            .map_err(|error| invalid(format!("its PodSandboxConfig can't be read: {error}")))?,
+            .map_err(|error| invalid(format!("its PodSandboxConfig cannot be read: {error}")))?,
         None => PodSandboxConfig::default(),
     };
     let metadata = asked.metadata.unwrap_or_default();
@@ -293,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn the_way_to_a_machine_is_that_of_the_runtime_handler() {
+    fn the_way_to_a_vm_is_that_of_the_runtime_handler() {
         let mut config = Config::default();
         config.handlers.insert("cold".into(), StartPath::Boot);
         let start_path = |handler: &str| {

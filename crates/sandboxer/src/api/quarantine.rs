@@ -47,7 +47,7 @@ pub async fn held(node: &DaemonState, pod: &SandboxId) -> Result<Option<Status>,
     let running = blocking(node, move |quarantine| quarantine.running(&of)).await?;
     Ok(running.map(|(entry, pids)| {
         Status::unavailable(format!(
-            "pod {pod} runs as processes {pids:?}, and its record can't be used: see `sandboxer-cli quarantine show {entry}`, start \
+            "pod {pod} runs as processes {pids:?}, and its record cannot be used: see `sandboxer-cli quarantine show {entry}`, start \
              the sandboxer that wrote it, or stop the pod, which kills these processes"
         ))
     }))

@@ -123,7 +123,7 @@ impl Controller for SandboxService {
         let first = pod.status().state == PodState::Created;
         if first && let Err(error) = self.starts.begins(pod.id()) {
             return Err(Status::unavailable(format!(
-                "the start of pod {} can't be noted: {error}",
+                "the start of pod {} cannot be noted: {error}",
                 pod.id()
             )));
         }

@@ -1,4 +1,4 @@
-//! How large a machine a pod gets: as its annotations say, else by its containers' limits, else as configured.
+//! How large a VM a pod gets: as its annotations say, else by its containers' limits, else as configured.
 
 use std::collections::HashMap;
 
@@ -83,7 +83,7 @@ pub fn updated_limits(
     let Some(told) = told else { return Ok(None) };
     let updated: Updated = serde_json::from_slice(&told.value).map_err(|error| PodError::Invalid {
         subject: format!("pod {pod}"),
-        reason: format!("its updated resources can't be read: {error}"),
+        reason: format!("its updated resources cannot be read: {error}"),
     })?;
     Ok(updated.resources.map(|Resources { cpu_quota, cpu_period, memory_limit_in_bytes }| {
         limits(&LinuxContainerResources {

@@ -101,7 +101,7 @@ impl Task for TaskService {
             let bundle = Path::new(&request.bundle);
             if !request.checkpoint.is_empty() {
                 let text = format!(
-                    "container {container}: a pod with its own kernel can't be restored from a checkpoint"
+                    "container {container}: a pod with its own kernel cannot be restored from a checkpoint"
                 );
                 return Err(PodError::Unsupported(text));
             }

@@ -5,7 +5,7 @@ use std::{future::Future, sync::Arc};
 use sandboxer_base::chain;
 use sandboxer_config::Config;
 use sandboxer_protocol::admin::{
-    BuildTemplateRequest, ListTemplatesResponse, PooledMachine, StartPathCount, Template,
+    BuildTemplateRequest, ListTemplatesResponse, PooledVm, StartPathCount, Template,
 };
 use tonic::Status;
 
@@ -14,10 +14,10 @@ use crate::{
     template::{Shape, TemplateView},
 };
 
-/// The templates, the pool, and how pods got their machines.
+/// The templates, the pool, and how pods got their VMs.
 pub async fn list(node: &Arc<DaemonState>) -> Result<ListTemplatesResponse, Status> {
     let templates = views(node).await?.into_iter().map(message).collect();
-    let pool = node.pool.list().into_iter().map(|warm| PooledMachine {
+    let pool = node.pool.list().into_iter().map(|warm| PooledVm {
         vcpus: warm.shape.vcpus,
         memory_mib: warm.shape.memory_mib,
         vmm_pid: warm.pid,
@@ -75,7 +75,7 @@ fn shape(config: &Config, request: &BuildTemplateRequest) -> Result<Shape, Statu
             Ok(Shape { vcpus: count, memory_mib, nics: 1 })
         }
         _ => Err(Status::invalid_argument(format!(
-            "a machine has 1 to {} vCPUs and 64 to {} MiB, as vm.max_vcpus and vm.max_memory_mib say",
+            "a VM has 1 to {} vCPUs and 64 to {} MiB, as vm.max_vcpus and vm.max_memory_mib say",
             most.0, most.1
         ))),
     }

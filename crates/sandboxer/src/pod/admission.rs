@@ -1,12 +1,12 @@
 //! How much is started at once; what comes later waits in the order in which it came.
 //!
-//! Two gates, for two kinds of work that compete for processors in their own ways: machines that boot
-//! or are restored, and disks that are made of containers' images. A pod that takes a machine from
+//! Two gates, for two kinds of work that compete for processors in their own ways: VMs that boot
+//! or are restored, and disks that are made of containers' images. A pod that takes a VM from
 //! the pool does not pass the first.
 //!
 //! No place is kept while a guest is asked for something once a container has run in it: a guest answers as slowly as it
 //! likes, and what it makes of a container takes its own processors. So a container's place is given back when its disks
-//! are made, before they are plugged in. A machine's place is kept until its agent has answered: up to then all that
+//! are made, before they are plugged in. A VM's place is kept until its agent has answered: up to then all that
 //! runs in it is ours, and `vm.boot_timeout` bounds it. Network namespaces need no gate: containerd has made them
 //! before the pod comes here, and the few calls that join taps to them take turns at the kernel's own lock (by the code;
 //! not measured).
@@ -21,8 +21,8 @@ use tokio::{
 /// What there are gates for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Work {
-    /// A machine boots or is restored.
-    Machine,
+    /// A VM boots or is restored.
+    Vm,
     /// The disks of a container are made.
     Container,
 }
@@ -31,7 +31,7 @@ pub enum Work {
 #[derive(Debug)]
 pub struct Admission {
     // tokio's semaphores are fair: permits are given in the order they were asked for.
-    machines: Semaphore,
+    vms: Semaphore,
     containers: Semaphore,
     under_way: watch::Sender<usize>,
 }
@@ -47,10 +47,10 @@ impl Drop for Urgent<'_> {
 }
 
 impl Admission {
-    /// Gates for so many machines and containers at once, at least one each.
-    pub fn new(machines: usize, containers: usize) -> Self {
+    /// Gates for so many VMs and containers at once, at least one each.
+    pub fn new(vms: usize, containers: usize) -> Self {
         Self {
-            machines: Semaphore::new(machines.max(1)),
+            vms: Semaphore::new(vms.max(1)),
             containers: Semaphore::new(containers.max(1)),
             under_way: watch::Sender::new(0),
         }
@@ -59,7 +59,7 @@ impl Admission {
     /// Waits for a place; it is given back when the answer is dropped.
     pub async fn enter(&self, work: Work) -> Option<SemaphorePermit<'_>> {
         let gate = match work {
-            Work::Machine => &self.machines,
+            Work::Vm => &self.vms,
             Work::Container => &self.containers,
         };
         // Never closed; were it, work would go through ungated.
@@ -96,11 +96,11 @@ mod tests {
     #[test]
     fn a_start_that_gives_up_frees_its_place_in_the_queue() {
         let gates = Admission::new(1, 1);
-        let first = gates.enter(Work::Machine).now_or_never().flatten();
+        let first = gates.enter(Work::Vm).now_or_never().flatten();
         assert!(first.is_some());
         assert!(gates.enter(Work::Container).now_or_never().is_some(), "one gate holds up the other");
-        let mut second = Box::pin(gates.enter(Work::Machine));
-        let mut third = Box::pin(gates.enter(Work::Machine));
+        let mut second = Box::pin(gates.enter(Work::Vm));
+        let mut third = Box::pin(gates.enter(Work::Vm));
         assert!(second.as_mut().now_or_never().is_none());
         assert!(third.as_mut().now_or_never().is_none());
         drop(second);
@@ -151,7 +151,7 @@ mod tests {
             for (step, which) in steps {
                 match step {
                     0 => {
-                        waiting.push_back((count, Box::pin(gates.enter(Work::Machine))));
+                        waiting.push_back((count, Box::pin(gates.enter(Work::Vm))));
                         count += 1;
                     }
                     1 if !waiting.is_empty() => drop(waiting.remove(which.index(waiting.len()))),

@@ -44,7 +44,7 @@ async fn compare(pod: PodHandle) -> Option<SandboxId> {
     match tokio::time::timeout(LIMIT, pod.sync_clock()).await {
         Ok(Ok(again)) => (!again).then(|| pod.id().clone()),
         Ok(Err(error)) => {
-            tracing::debug!(pod = %pod.id(), error = chain(&error), "failed to compare the guest's clock");
+            tracing::debug!(pod = %pod.id(), error = chain(&error), "cannot compare the guest's clock");
             None
         }
         Err(_) => {

@@ -18,7 +18,7 @@ use sandboxer_protocol::{
     id::{ContainerId, ExecId},
     link::LinkKey,
 };
-use sandboxer_vmm::{MachineExit, MachineRecord, VmmError};
+use sandboxer_vmm::{VmExit, VmRecord, VmmError};
 use serde::Serialize;
 use tokio::{
     sync::{mpsc, oneshot, watch},
@@ -128,7 +128,7 @@ fn driver(
 /// What an earlier daemon left of a pod; nothing, for a new one.
 #[derive(Debug, Default)]
 pub struct Found {
-    /// Its machine and agent, if they answer.
+    /// Its VM and agent, if they answer.
     pub reached: Option<Reached>,
     /// Its VMM, if that runs and they don't.
     pub unreached: Option<Arc<Unreached>>,
@@ -145,7 +145,7 @@ enum Done {
     PodStarted(Result<Up, PodError>),
     PodStopped(Result<(), VmmError>),
     Resolved(Resolved),
-    MachineEnded(MachineExit),
+    VmEnded(VmExit),
     GuestLost(PodError),
     ContainerCreated {
         new: Box<NewContainer>,
@@ -194,9 +194,9 @@ struct Driver {
     live: Option<RunningVm>,
     /// Some while an earlier daemon's pod is unknown, and until its VMM has ended.
     unreached: Option<Arc<Unreached>>,
-    /// The machine is being ended.
+    /// The VM is being ended.
     ending: bool,
-    /// What the guest did, or did not do, for which its machine is being ended.
+    /// What the guest did, or did not do, for which its VM is being ended.
     lost: Option<PodError>,
     /// The CPUs that its VMM was last confined to; none: all.
     placed: Option<Cpus>,
@@ -231,7 +231,7 @@ impl Driver {
             tokio::select! {
                 request = requests.recv() => match request {
                     Some(request) => self.handle(request),
-                    // Every handle is gone: the daemon is ending. Machines stay.
+                    // Every handle is gone: the daemon is ending. VMs stay.
                     None => return,
                 },
                 Some(done) = self.work.join_next() => match done {
@@ -369,11 +369,11 @@ impl Driver {
         }
     }
 
-    /// The machine as the journal keeps it.
-    fn machine(&self) -> Option<MachineRecord> {
+    /// The VM as the journal keeps it.
+    fn vm(&self) -> Option<VmRecord> {
         match (&self.live, &self.unreached) {
-            (Some(live), _) => Some(live.machine.record()),
-            (None, Some(unreached)) => unreached.record.machine.clone(),
+            (Some(live), _) => Some(live.vm.record()),
+            (None, Some(unreached)) => unreached.record.vm.clone(),
             (None, None) => None,
         }
     }
@@ -389,7 +389,7 @@ impl Driver {
             spec: self.spec.clone(),
             status: self.status.borrow().recorded(),
             link_key: self.link_key.clone(),
-            machine: self.machine(),
+            vm: self.vm(),
             containers: self.containers.iter().map(|(id, container)| container.record(id)).collect(),
             volumes: self.volumes.record(),
             shares: None,
@@ -466,7 +466,7 @@ mod tests {
         let error = driver.become_state(PodState::Ready).unwrap_err();
         assert_eq!(
             error.to_string(),
-            "pod web is created and can't become ready: this is a fault of sandboxer, please report it"
+            "pod web is created and cannot become ready: this is a fault of sandboxer, please report it"
         );
         assert_eq!(pod.status().state, PodState::Created);
         driver.become_state(PodState::Starting).unwrap();

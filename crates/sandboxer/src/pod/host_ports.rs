@@ -70,6 +70,6 @@ pub fn let_go(front: &Front, pod: &PodSpec, listeners: &[TcpListener]) {
 fn keep(front: &Arc<Front>, pod: &PodSpec, port: u16, listener: &TcpListener) {
     if let Err(error) = front.keep(&key(pod, port), &(), &[listener.as_fd()]) {
         // The next worker listens anew.
-        tracing::warn!(pod = %pod.id, port, %error, "the front can't keep a port of the host");
+        tracing::warn!(pod = %pod.id, port, %error, "the front cannot keep a port of the host");
     }
 }

@@ -11,7 +11,7 @@
 //! ```
 //!
 //! A record is in the kernel's hands before anybody is told of what it says, which is enough for the next daemon, and
-//! nobody waits for the disk: what ends before the disk has a record is the host, and with it every machine. The disk
+//! nobody waits for the disk: what ends before the disk has a record is the host, and with it every VM. The disk
 //! gets it right after, by [`sync`], for the daemon of the next boot, which tells containerd what has ended.
 
 mod sync;
@@ -29,7 +29,7 @@ use sandboxer_protocol::{
     id::{ContainerId, ExecId, SandboxId},
     link::LinkKey,
 };
-use sandboxer_vmm::{DiskSpec, MachineRecord};
+use sandboxer_vmm::{DiskSpec, VmRecord};
 use serde::{Deserialize, Serialize};
 
 use self::sync::Syncer;
@@ -72,8 +72,9 @@ pub struct PodRecord {
     pub status: PodStatus,
     /// Key of the link to its agent.
     pub link_key: LinkKey,
-    /// Its machine; none before there is one and after it ended.
-    pub machine: Option<MachineRecord>,
+    /// Its VM; none before there is one and after it ended.
+    #[serde(rename = "machine")]
+    pub vm: Option<VmRecord>,
     /// Its containers.
     pub containers: Vec<ContainerRecord>,
     /// Volumes that its guest has.
@@ -142,7 +143,7 @@ pub enum JournalError {
         source: io::Error,
     },
     /// The file holds no record.
-    #[error("journal record {path:?} can't be understood")]
+    #[error("journal record {path:?} cannot be understood")]
     Malformed {
         /// The record.
         path: PathBuf,
@@ -216,7 +217,7 @@ impl Journal {
 
     /// What a pod can be taken up by whose record can't be read: the one before it. None if that isn't better, or the
     /// record is a later daemon's, which is whole. None if it is from before the pod was ready: it doesn't tell which
-    /// machine is the pod's, and by it the pod would be undone.
+    /// VM is the pod's, and by it the pod would be undone.
     pub fn instead_of(&self, unreadable: &JournalError) -> Option<PodRecord> {
         if matches!(unreadable, JournalError::Version { .. }) {
             return None;
@@ -359,7 +360,7 @@ pub(crate) mod tests {
             spec: PodSpec::plain(id.parse().unwrap(), 1, 128),
             status: PodStatus::created(1),
             link_key: LinkKey::random(),
-            machine: None,
+            vm: None,
             containers: Vec::new(),
             volumes: Vec::new(),
             shares: None,
@@ -491,7 +492,7 @@ pub(crate) mod tests {
         assert!(matches!(refused, JournalError::Version { found: 3, .. }), "{refused}");
         later["readable_from"] = RECORD_VERSION.into();
         let read = read(&later).unwrap();
-        assert_eq!((read.machine.unwrap().pid, read.containers.len(), read.volumes.len()), (4711, 1, 4));
+        assert_eq!((read.vm.unwrap().pid, read.containers.len(), read.volumes.len()), (4711, 1, 4));
     }
 
     #[test]

@@ -67,13 +67,13 @@ const QUEUED_REQUESTS: usize = 64;
 pub struct DaemonState {
     /// The configuration.
     pub config: Config,
-    /// Makes machines.
+    /// Makes VMs.
     pub vmm: Arc<dyn Vmm>,
     /// Makes disks of snapshots.
     pub rootfs: Arc<RootfsStore>,
     /// Where pods' control groups are made.
     pub cgroups: Hierarchies,
-    /// The control group of machines that have no pod yet, which exists.
+    /// The control group of VMs that have no pod yet, which exists.
     pub idle_cgroup: Option<Cgroup>,
     /// Makes volumes.
     pub volumes: Arc<VolumeStore>,
@@ -81,13 +81,13 @@ pub struct DaemonState {
     pub journal: Journal,
     /// Finds pods.
     pub registry: Registry,
-    /// Machines of which pods are copies.
+    /// VMs of which pods are copies.
     pub templates: Arc<Templates>,
-    /// Machines that wait for pods.
+    /// VMs that wait for pods.
     pub pool: Arc<Pool>,
-    /// Where the taps of machines lie that are no pod's yet.
+    /// Where the taps of VMs lie that are no pod's yet.
     pub tap_pool: Arc<TapPool>,
-    /// Counts how pods got their machines.
+    /// Counts how pods got their VMs.
     pub start_paths: StartPaths,
     /// Bounds the starts under way.
     pub admission: Admission,
@@ -116,7 +116,7 @@ type Reply<T> = oneshot::Sender<Result<T, PodError>>;
 enum Request {
     /// Boot it. A pod that is ready answers at once; one that is starting, when it is ready.
     Start { reply: Reply<()> },
-    /// End its machine. Wins over a start under way. A pod that has stopped answers at once.
+    /// End its VM. Wins over a start under way. A pod that has stopped answers at once.
     Stop { reply: Reply<()> },
     /// Stop it and forget it: the last request a pod answers.
     Remove { reply: Reply<()> },
@@ -235,7 +235,7 @@ impl PodHandle {
         self.ask(|reply| Request::Start { reply }).await
     }
 
-    /// Ends the pod's machine.
+    /// Ends the pod's VM.
     pub async fn stop(&self) -> Result<(), PodError> {
         self.ask(|reply| Request::Stop { reply }).await
     }
@@ -328,7 +328,7 @@ impl PodHandle {
         self.ask(|reply| Request::Update { of, resources, reply }).await
     }
 
-    /// Changes what its containers may use together; refused if its machine doesn't have it.
+    /// Changes what its containers may use together; refused if its VM doesn't have it.
     pub async fn update_pod(&self, limits: Limits) -> Result<(), PodError> {
         self.ask(|reply| Request::UpdatePod { limits, reply }).await
     }

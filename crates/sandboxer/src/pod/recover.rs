@@ -1,6 +1,6 @@
 //! Taking up the pods that an earlier daemon left, all at once, before this one says ready.
 //!
-//! | record | machine | then |
+//! | record | VM | then |
 //! |---|---|---|
 //! | ready | alive, agent answers | the pod is ready again, its containers' output goes on |
 //! | ready | alive; VMM or agent gives no answer, or a wrong one | the pod is unknown, and its containers are as recorded; this is tried again for as long as the VMM lives |
@@ -10,7 +10,7 @@
 //! | created, stopped | none | as recorded |
 //! | can't be understood | left alone | moved to quarantine and reported; the record before it is used, if it can be |
 //!
-//! That a machine is gone, or ended, is what the kernel says of its process. What nobody else can: a pod that were told
+//! That a VM is gone, or ended, is what the kernel says of its process. What nobody else can: a pod that were told
 //! stopped while its VMM runs would be started anew, and both would write to the same volumes.
 //!
 //! A container that was half-made is undone, and so is an exec: whoever asked for it asks again, through the
@@ -31,7 +31,7 @@ use sandboxer_protocol::{
     agent::{self as wire, ProcessState},
     id::{ContainerId, ExecId},
 };
-use sandboxer_vmm::{Held, HeldProcesses, Machine, MachineExit, VmmError};
+use sandboxer_vmm::{Held, HeldProcesses, Vm, VmExit, VmmError};
 use tokio::sync::watch;
 
 use super::{
@@ -101,9 +101,9 @@ impl Records {
         Ok(records)
     }
 
-    /// Processes of their machines.
+    /// Processes of their VMs.
     pub fn vmms(&self) -> impl Iterator<Item = u32> {
-        self.pods.iter().filter_map(|record| Some(record.machine.as_ref()?.pid))
+        self.pods.iter().filter_map(|record| Some(record.vm.as_ref()?.pid))
     }
 }
 
@@ -128,7 +128,7 @@ enum TakenUp {
     Forgotten,
 }
 
-/// What is left of a pod's machine.
+/// What is left of a pod's VM.
 enum Left {
     /// No process. Why, if that is known.
     Nothing(Option<PodError>),
@@ -148,7 +148,7 @@ async fn take_up(node: &Arc<DaemonState>, record: PodRecord) -> TakenUp {
         match forget(node, &record.spec).await {
             Ok(()) => return TakenUp::Forgotten,
             Err(error) => {
-                tracing::error!(pod = %id, error = chain(&*error), "a pod that never was ready can't be forgotten");
+                tracing::error!(pod = %id, error = chain(&*error), "a pod that never was ready cannot be forgotten");
             }
         }
     }
@@ -213,7 +213,7 @@ async fn take_up(node: &Arc<DaemonState>, record: PodRecord) -> TakenUp {
         tokio::spawn(async move {
             let _ = handle.stopped().await;
             if let Err(error) = handle.remove().await {
-                tracing::error!(pod = %handle.id(), error = chain(&error), "a pod that never was ready can't be removed");
+                tracing::error!(pod = %handle.id(), error = chain(&error), "a pod that never was ready cannot be removed");
             }
         });
     }
@@ -237,11 +237,11 @@ fn stopped(status: &mut PodStatus, why: Option<PodError>) {
     }
 }
 
-/// Looks for what is left of a pod's machine. One of a pod that was not ready is ended.
+/// Looks for what is left of a pod's VM. One of a pod that was not ready is ended.
 async fn look(node: &Arc<DaemonState>, record: &PodRecord, shares: &Shares) -> Left {
     let running = |vmm: Arc<dyn Held>, error: &PodError| {
         let first_error = chain(error);
-        tracing::error!(pod = %record.spec.id, error = first_error, "the pod's VMM runs and can't be reached; this is tried again");
+        tracing::error!(pod = %record.spec.id, error = first_error, "the pod's VMM runs and cannot be reached; this is tried again");
         Left::Running(Arc::new(Unreached {
             record: record.clone(),
             shares: shares.clone(),
@@ -257,7 +257,7 @@ async fn look(node: &Arc<DaemonState>, record: &PodRecord, shares: &Shares) -> L
             return running(Arc::new(later), &error.into());
         }
     };
-    if record.status.state != PodState::Ready || record.machine.is_none() {
+    if record.status.state != PodState::Ready || record.vm.is_none() {
         return match vmm.end().await {
             Ok(()) => Left::Nothing(None),
             Err(error) => running(vmm, &error.into()),
@@ -286,8 +286,8 @@ async fn look(node: &Arc<DaemonState>, record: &PodRecord, shares: &Shares) -> L
 /// The VMM of a pod: that on record, or, since a daemon may have died between starting and noting one, that which was
 /// started for the pod's directory.
 fn hold(node: &DaemonState, record: &PodRecord) -> Result<Option<Arc<dyn Held>>, VmmError> {
-    if let Some(machine) = &record.machine {
-        return node.vmm.hold(machine);
+    if let Some(vm) = &record.vm {
+        return node.vmm.hold(vm);
     }
     let strays = HeldProcesses::strays(&record.spec.id, &node.run_dir(&record.spec.id))?;
     Ok(strays.map(|strays| {
@@ -320,10 +320,10 @@ impl Later {
 
 #[async_trait]
 impl Held for Later {
-    async fn ended(&self) -> MachineExit {
+    async fn ended(&self) -> VmExit {
         match self.hold().await {
             Some(held) => held.ended().await,
-            None => MachineExit { how: "is gone".to_owned(), last_lines: Vec::new() },
+            None => VmExit { how: "is gone".to_owned(), last_lines: Vec::new() },
         }
     }
 
@@ -373,7 +373,7 @@ async fn end_forgotten(pod: PodHandle, container: ContainerId) {
 /// A pod whose guest answers.
 #[derive(Debug)]
 pub struct Reached {
-    /// Its machine and agent.
+    /// Its VM and agent.
     pub live: RunningVm,
     /// Processes that the agent knows.
     pub known: Vec<wire::Process>,
@@ -456,7 +456,7 @@ impl Unreached {
             };
             let reason = chain(&error);
             if told.borrow().reason != reason {
-                tracing::warn!(pod = %self.record.spec.id, error = reason, "the pod can't be reached yet");
+                tracing::warn!(pod = %self.record.spec.id, error = reason, "the pod cannot be reached yet");
                 told.send_modify(|status| status.reason = reason);
             }
         }
@@ -478,14 +478,14 @@ async fn reach(node: &Arc<DaemonState>, record: &PodRecord, shares: &Shares) -> 
     let id = &record.spec.id;
     let gone =
         || PodError::Failed { subject: format!("VMM of pod {id}"), reason: "it is about to end".to_owned() };
-    let recorded = record.machine.as_ref().ok_or_else(gone)?;
-    let machine = node.vmm.adopt(recorded).await?.ok_or_else(gone)?;
-    let live = greet(node, record, &machine).await?;
+    let recorded = record.vm.as_ref().ok_or_else(gone)?;
+    let vm = node.vmm.adopt(recorded).await?.ok_or_else(gone)?;
+    let live = greet(node, record, &vm).await?;
     let asked = async {
         let known = live.agent.processes().await?;
         let made = live.agent.volumes().await?;
         if let Err(error) = shares.take_up(record.shares.clone(), Some(live.guest()), recorded.pid).await {
-            tracing::error!(pod = %id, error = chain(&error), "the pod's shares can't be taken up");
+            tracing::error!(pod = %id, error = chain(&error), "the pod's shares cannot be taken up");
         }
         undo_half_made(node, &live, record, &known).await;
         end_denied(&live, record, &known).await?;
@@ -518,28 +518,23 @@ fn shares_of(node: &DaemonState, spec: &PodSpec) -> Shares {
 /// Ends what served the shares of a pod that lives no more.
 async fn clear_shares(shares: &Shares, record: &PodRecord) {
     shares.end().await;
-    let vmm = record.machine.as_ref().map_or(0, |machine| machine.pid);
+    let vmm = record.vm.as_ref().map_or(0, |vm| vm.pid);
     if let Err(error) = shares.take_up(record.shares.clone(), None, vmm).await {
-        tracing::error!(pod = %record.spec.id, error = chain(&error), "what served the pod's shares can't be ended");
+        tracing::error!(pod = %record.spec.id, error = chain(&error), "what served the pod's shares cannot be ended");
     }
 }
 
-async fn greet(
-    node: &DaemonState,
-    record: &PodRecord,
-    machine: &Arc<dyn Machine>,
-) -> Result<RunningVm, PodError> {
+async fn greet(node: &DaemonState, record: &PodRecord, vm: &Arc<dyn Vm>) -> Result<RunningVm, PodError> {
     let limit = node.config.vm.agent_timeout;
     let id = &record.spec.id;
-    let greeting =
-        sandboxer_guest::connect(id, machine.as_ref(), &record.link_key, node.config.vm.agent_timeout);
+    let greeting = sandboxer_guest::connect(id, vm.as_ref(), &record.link_key, node.config.vm.agent_timeout);
     match tokio::time::timeout(limit, greeting).await {
         Ok(greeted) => {
             let (agent, _) = greeted?;
-            Ok(RunningVm { machine: machine.clone(), agent })
+            Ok(RunningVm { vm: vm.clone(), agent })
         }
         Err(_) => {
-            let console = machine.last_lines().await.join(" | ");
+            let console = vm.last_lines().await.join(" | ");
             Err(PodError::NotReady { pod: id.clone(), limit, console })
         }
     }
@@ -666,7 +661,7 @@ async fn undo_half_made(node: &DaemonState, live: &RunningVm, record: &PodRecord
         // Of a container that was on a record which is lost, nothing says which disks it has.
         let disks = if disks.is_empty() { rootfs::serials(&container) } else { disks };
         for serial in disks {
-            undone = undone.and(live.machine.detach_disk(&serial).await.map_err(PodError::from));
+            undone = undone.and(live.vm.detach_disk(&serial).await.map_err(PodError::from));
         }
         match undone {
             Ok(()) => {

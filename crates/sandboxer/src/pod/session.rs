@@ -13,7 +13,7 @@ use tokio::time::{Instant, sleep, timeout};
 use super::{DaemonState, spec::PodSpec};
 use crate::{error::PodError, pod::container::start::RunningVm};
 
-/// How long is waited before the first greeting: a machine that has ended is seen to have by then.
+/// How long is waited before the first greeting: a VM that has ended is seen to have by then.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 /// Each further one is twice as long as the one before, up to this: a guest may end every session at once.
 const MAX_PAUSE: Duration = Duration::from_secs(5);
@@ -48,8 +48,7 @@ pub async fn keep(node: Arc<DaemonState>, spec: PodSpec, key: LinkKey, live: Run
 
 async fn resume(node: &DaemonState, spec: &PodSpec, key: &LinkKey, live: &RunningVm) -> Result<(), PodError> {
     let limit = node.config.vm.agent_timeout;
-    let greeting =
-        sandboxer_guest::connect(&spec.id, live.machine.as_ref(), key, node.config.vm.agent_timeout);
+    let greeting = sandboxer_guest::connect(&spec.id, live.vm.as_ref(), key, node.config.vm.agent_timeout);
     let greeted = timeout(limit, greeting).await;
     let late = |_| PodError::NotReady { pod: spec.id.clone(), limit, console: String::new() };
     let (next, _) = greeted.map_err(late)??;

@@ -1,7 +1,7 @@
 //! A scratch disk that a guest has mounted before there is a container that writes to it.
 //!
 //! The first container of a pod that writes to its root file system takes it. Those after it, and those that ask for
-//! another size, get a disk of their own when they are made. Made in a machine that waits in the pool, it costs a start
+//! another size, get a disk of their own when they are made. Made in a VM that waits in the pool, it costs a start
 //! nothing.
 
 use std::sync::{Mutex, PoisonError};
@@ -35,7 +35,7 @@ impl Spare {
     }
 }
 
-/// Plugs one into a machine and has it mounted; none where containers write to memory.
+/// Plugs one into a VM and has it mounted; none where containers write to memory.
 pub async fn plug(
     rootfs: &RootfsStore,
     pod: &SandboxId,
@@ -43,12 +43,12 @@ pub async fn plug(
 ) -> Result<Option<DiskSpec>, PodError> {
     let Some(scratch) = rootfs.scratch(pod, pod, None).await? else { return Ok(None) };
     let disk = DiskSpec { serial: SERIAL.to_owned(), path: scratch.path().to_owned(), read_only: false };
-    live.machine.attach_disk(&disk).await?;
+    live.vm.attach_disk(&disk).await?;
     // The VMM has it open: its name goes.
     drop(scratch);
     let prepared = live.agent.prepare_disk(message(&disk)).await;
     if prepared.is_err()
-        && let Err(error) = live.machine.detach_disk(SERIAL).await
+        && let Err(error) = live.vm.detach_disk(SERIAL).await
     {
         tracing::warn!(%pod, error = chain(&error), "a scratch disk stays plugged in");
     }

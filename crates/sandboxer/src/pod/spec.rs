@@ -37,7 +37,7 @@ pub struct PodSpec {
     pub cgroup_parent: String,
     /// Kernel parameters of the guest.
     pub sysctls: BTreeMap<String, String>,
-    /// How it may get its machine at best.
+    /// How it may get its VM at best.
     // Its name in records of all releases.
     #[serde(default, rename = "way")]
     pub start_path: StartPath,
@@ -94,7 +94,7 @@ pub struct Room {
 }
 
 impl PodSpec {
-    /// A pod of which nothing is asked but a machine of that size; its id is its name.
+    /// A pod of which nothing is asked but a VM of that size; its id is its name.
     pub fn plain(id: SandboxId, vcpus: u32, memory_mib: u64) -> Self {
         Self {
             name: id.to_string(),
@@ -117,7 +117,7 @@ impl PodSpec {
         }
     }
 
-    /// The kind of machine it needs with so many network interfaces.
+    /// The kind of VM it needs with so many network interfaces.
     pub fn shape(&self, nics: usize) -> Shape {
         // Never so many: a pod with more than a few is refused.
         let nics = u8::try_from(nics).unwrap_or(u8::MAX);

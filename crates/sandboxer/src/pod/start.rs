@@ -25,7 +25,7 @@ use sandboxer_protocol::{
     link::{LinkError, LinkKey},
     stage::Stage,
 };
-use sandboxer_vmm::{DiskSpec, Machine, MachineExit, Shape, VmSpec, VmmError};
+use sandboxer_vmm::{DiskSpec, Shape, Vm, VmExit, VmSpec, VmmError};
 use tokio::{
     sync::{SemaphorePermit, oneshot},
     task::JoinHandle,
@@ -46,17 +46,17 @@ use crate::{
 /// Fresh randomness a guest gets, bytes.
 const ENTROPY: usize = 64;
 
-/// How long a machine whose link broke is given to be seen to end.
+/// How long a VM whose link broke is given to be seen to end.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A pod that is up.
 #[derive(Debug)]
 pub struct Up {
-    /// Its machine and agent.
+    /// Its VM and agent.
     pub live: RunningVm,
     /// The agent's first words.
     pub ready: Ready,
-    /// How it got its machine.
+    /// How it got its VM.
     pub start_path: StartPath,
     /// Its network interfaces.
     pub interfaces: Vec<Interface>,
@@ -77,7 +77,7 @@ const BOOTS: u32 = 2;
 /// A faster way than a boot may take this part of the time that is left: one that hangs leaves enough for the others.
 const FASTER: u32 = 4;
 
-/// Where a pod's machine comes from.
+/// Where a pod's VM comes from.
 enum Source {
     Pool(Box<Warm>),
     Template(Arc<Template>),
@@ -128,13 +128,13 @@ pub async fn start(
         };
         let is_silent = matches!(failed, PodError::NotReady { .. } | PodError::Vmm(VmmError::Hung { .. }));
         match failed.code() {
-            // Another machine would not help.
+            // Another VM would not help.
             Code::Cancelled | Code::InvalidArgument => return Err(failed),
             _ if start_path != StartPath::Boot => {}
             _ if is_silent && start.boots > 1 => start.boots -= 1,
             _ => return Err(failed),
         }
-        tracing::debug!(pod = %spec.id, %start_path, error = chain(&failed), "the pod gets another machine");
+        tracing::debug!(pod = %spec.id, %start_path, error = chain(&failed), "the pod gets another VM");
         node.start_paths.missed(start_path, start_paths::reason(start_path, &failed), Some(&failed));
         start_path = start_path.slower();
     }
@@ -147,7 +147,7 @@ async fn interfaces(node: &DaemonState, spec: &PodSpec) -> Result<Vec<Interface>
         None => {
             tracing::warn!(
                 pod = %spec.id,
-                "the pod asks for the host's network, which a machine can't be in: it has loopback alone"
+                "the pod asks for the host's network, which a VM cannot be in: it has loopback alone"
             );
             Ok(Vec::new())
         }
@@ -186,12 +186,12 @@ impl<'a> Start<'a> {
 
     async fn phases(&mut self, mut source: Source, undo: &mut Undo) -> Result<Up, PodError> {
         let Self { node, spec, interfaces, key, stages, .. } = *self;
-        // Whatever fails from here on, nothing of a machine that waited is left behind: not its directory either,
+        // Whatever fails from here on, nothing of a VM that waited is left behind: not its directory either,
         // should it not have become the pod's.
         let mut waited = None;
         if let Source::Pool(warm) = &mut source {
-            waited = Some(Waited { taps: mem::take(&mut warm.taps), pid: warm.machine.record().pid });
-            let doomed = warm.machine.clone();
+            waited = Some(Waited { taps: mem::take(&mut warm.taps), pid: warm.vm.record().pid });
+            let doomed = warm.vm.clone();
             let pod = spec.id.clone();
             undo.push("end the VMM", async move {
                 gone(&pod, doomed.as_ref()).await;
@@ -227,10 +227,10 @@ impl<'a> Start<'a> {
         }
     }
 
-    /// Waits until a machine may be made; the deadline waits with it.
+    /// Waits until a VM may be made; the deadline waits with it.
     async fn turn(&mut self) -> Result<Option<SemaphorePermit<'a>>, PodError> {
         let asked = Instant::now();
-        let place = self.node.admission.enter(Work::Machine).await;
+        let place = self.node.admission.enter(Work::Vm).await;
         self.deadline += asked.elapsed();
         Ok(place)
     }
@@ -242,21 +242,21 @@ impl<'a> Start<'a> {
     }
 }
 
-/// What the host has of a machine that waited.
+/// What the host has of a VM that waited.
 struct Waited {
     taps: Vec<PooledTap>,
     pid: u32,
 }
 
-/// The host holds what the machine needs.
+/// The host holds what the VM needs.
 struct Prepared<'a> {
     node: &'a DaemonState,
     spec: &'a PodSpec,
     run_dir: PathBuf,
     interfaces: Vec<Interface>,
-    /// What is behind them, unless the machine has it already.
+    /// What is behind them, unless the VM has it already.
     taps: Vec<Arc<OwnedFd>>,
-    /// Of a machine that is there already.
+    /// Of a VM that is there already.
     counting: Option<CgroupAttach>,
 }
 
@@ -300,12 +300,12 @@ impl<'a> Prepared<'a> {
         Ok(Self { node, spec, run_dir, interfaces: interfaces.to_vec(), taps, counting })
     }
 
-    /// Takes a machine that waited, which stands still, and lets it go on.
+    /// Takes a VM that waited, which stands still, and lets it go on.
     async fn claim(self, warm: Box<Warm>, until: Instant) -> Result<Greeted<'a>, PodError> {
         let Self { spec, run_dir, interfaces, counting, .. } = self;
-        let machine = warm.machine.assign(&spec.id, &run_dir)?;
-        answered(spec, until, "the resumption", machine.resume()).await?;
-        let live = RunningVm { machine, agent: warm.agent.of(&spec.id) };
+        let vm = warm.vm.assign(&spec.id, &run_dir)?;
+        answered(spec, until, "the resumption", vm.resume()).await?;
+        let live = RunningVm { vm, agent: warm.agent.of(&spec.id) };
         let (ready, spare, host_ports) = (warm.ready, warm.spare, Vec::new());
         let up = Up { live, ready, start_path: StartPath::Pool, interfaces, host_ports, counting, spare };
         Ok(Greeted { spec, until, up })
@@ -319,18 +319,18 @@ impl<'a> Prepared<'a> {
     ) -> Result<Running<'a>, PodError> {
         let described = self.vm_spec(&template.link_key);
         let restored = self.node.vmm.restore(&described, &template.frozen);
-        let machine = answered(self.spec, until, "the restore", restored)
+        let vm = answered(self.spec, until, "the restore", restored)
             .await
             .inspect_err(|error| self.node.templates.not_restored(template, error))?;
-        let running = self.running(machine, StartPath::Template, until, undo);
-        answered(running.spec, until, "the resumption", running.machine.resume()).await?;
+        let running = self.running(vm, StartPath::Template, until, undo);
+        answered(running.spec, until, "the resumption", running.vm.resume()).await?;
         Ok(running)
     }
 
     async fn boot(self, key: &LinkKey, until: Instant, undo: &mut Undo) -> Result<Running<'a>, PodError> {
         let described = self.vm_spec(key);
-        let machine = answered(self.spec, until, "the boot", self.node.vmm.boot(&described)).await?;
-        Ok(self.running(machine, StartPath::Boot, until, undo))
+        let vm = answered(self.spec, until, "the boot", self.node.vmm.boot(&described)).await?;
+        Ok(self.running(vm, StartPath::Boot, until, undo))
     }
 
     fn vm_spec(&self, key: &LinkKey) -> VmSpec {
@@ -341,41 +341,35 @@ impl<'a> Prepared<'a> {
         VmSpec { taps: self.taps.clone(), cgroup, ..described }
     }
 
-    fn running(
-        self,
-        machine: Arc<dyn Machine>,
-        start_path: StartPath,
-        until: Instant,
-        undo: &mut Undo,
-    ) -> Running<'a> {
-        let doomed = machine.clone();
+    fn running(self, vm: Arc<dyn Vm>, start_path: StartPath, until: Instant, undo: &mut Undo) -> Running<'a> {
+        let doomed = vm.clone();
         let pod = self.spec.id.clone();
         undo.push("end the VMM", async move {
             gone(&pod, doomed.as_ref()).await;
             Ok::<_, Infallible>(())
         });
         let Self { node, spec, interfaces, .. } = self;
-        Running { node, spec, until, machine, start_path, interfaces }
+        Running { node, spec, until, vm, start_path, interfaces }
     }
 }
 
-/// The machine runs.
+/// The VM runs.
 struct Running<'a> {
     node: &'a DaemonState,
     spec: &'a PodSpec,
-    /// When the time for this machine is up.
+    /// When the time for this host is up.
     until: Instant,
-    machine: Arc<dyn Machine>,
+    vm: Arc<dyn Vm>,
     start_path: StartPath,
     interfaces: Vec<Interface>,
 }
 
 impl<'a> Running<'a> {
     async fn greet(self, key: &LinkKey) -> Result<Greeted<'a>, PodError> {
-        let Self { node, spec, until, machine, start_path, interfaces } = self;
-        let greeted = sandboxer_guest::connect(&spec.id, machine.as_ref(), key, node.config.vm.agent_timeout);
-        let (agent, ready) = watched(spec, until, machine.as_ref(), greeted).await?;
-        let live = RunningVm { machine, agent };
+        let Self { node, spec, until, vm, start_path, interfaces } = self;
+        let greeted = sandboxer_guest::connect(&spec.id, vm.as_ref(), key, node.config.vm.agent_timeout);
+        let (agent, ready) = watched(spec, until, vm.as_ref(), greeted).await?;
+        let live = RunningVm { vm, agent };
         let (host_ports, counting, spare) = (Vec::new(), None, None);
         let up = Up { live, ready, start_path, interfaces, host_ports, counting, spare };
         Ok(Greeted { spec, until, up })
@@ -408,7 +402,7 @@ impl Greeted<'_> {
             ..Default::default()
         };
         let configured = up.live.agent.configure_pod(identity);
-        watched(spec, until, up.live.machine.as_ref(), configured).await?;
+        watched(spec, until, up.live.vm.as_ref(), configured).await?;
         Ok(up)
     }
 }
@@ -485,43 +479,43 @@ fn whole_ms(limit: Duration) -> Duration {
     Duration::from_millis(limit.as_millis().try_into().unwrap_or(u64::MAX))
 }
 
-/// Waits for the agent, in vain once the machine has ended or the time is up.
+/// Waits for the agent, in vain once the VM has ended or the time is up.
 async fn watched<T, E: Into<PodError>>(
     spec: &PodSpec,
     until: Instant,
-    machine: &dyn Machine,
+    vm: &dyn Vm,
     answer: impl Future<Output = Result<T, E>>,
 ) -> Result<T, PodError> {
     let limit = whole_ms(until.saturating_duration_since(Instant::now()));
     tokio::select! {
         answer = answer => match answer.map_err(E::into) {
             Err(PodError::Guest(GuestError::Greeting { source: LinkError::Io(error), pod })) => {
-                // The link breaks a moment before its machine is gone, whose end tells why.
-                match tokio::time::timeout(EXIT_TIMEOUT, machine.exited()).await {
-                    Ok(exit) => Err(machine_ended(spec, exit)),
+                // The link breaks a moment before its VM is gone, whose end tells why.
+                match tokio::time::timeout(EXIT_TIMEOUT, vm.exited()).await {
+                    Ok(exit) => Err(vm_ended(spec, exit)),
                     Err(_) => Err(GuestError::Greeting { pod, source: LinkError::Io(error) }.into()),
                 }
             }
             answer => answer,
         },
-        exit = machine.exited() => Err(machine_ended(spec, exit)),
+        exit = vm.exited() => Err(vm_ended(spec, exit)),
         () = tokio::time::sleep_until(until) => {
-            Err(PodError::NotReady { pod: spec.id.clone(), limit, console: machine.last_lines().await.join(" | ") })
+            Err(PodError::NotReady { pod: spec.id.clone(), limit, console: vm.last_lines().await.join(" | ") })
         }
     }
 }
 
-/// Ends a machine, and is not over before it is gone: another one follows, or the pod is told stopped.
-async fn gone(pod: &SandboxId, machine: &dyn Machine) {
-    while let Err(error) = machine.kill().await {
+/// Ends a VM, and is not over before it is gone: another one follows, or the pod is told stopped.
+async fn gone(pod: &SandboxId, vm: &dyn Vm) {
+    while let Err(error) = vm.kill().await {
         let error = chain(&error);
         tracing::error!(%pod, error, "the VMM of a start that failed does not end; the pod waits for that");
     }
 }
 
-/// A machine's end as an error of its pod.
-pub fn machine_ended(spec: &PodSpec, exit: MachineExit) -> PodError {
-    PodError::MachineEnded { pod: spec.id.clone(), how: exit.how, last_lines: exit.last_lines.join(" | ") }
+/// A VM's end as an error of its pod.
+pub fn vm_ended(spec: &PodSpec, exit: VmExit) -> PodError {
+    PodError::VmEnded { pod: spec.id.clone(), how: exit.how, last_lines: exit.last_lines.join(" | ") }
 }
 
 fn make_private_dir(path: &std::path::Path) -> io::Result<()> {

@@ -80,7 +80,7 @@ impl StartPaths {
 pub fn reason(start_path: StartPath, error: &PodError) -> &'static str {
     match (error, start_path) {
         (PodError::NotReady { .. } | PodError::Vmm(VmmError::Hung { .. }), _) => "silent",
-        (PodError::MachineEnded { .. }, _) => "ended",
+        (PodError::VmEnded { .. }, _) => "ended",
         (PodError::Vmm(_), StartPath::Pool) => "claim-failed",
         (PodError::Vmm(_), StartPath::Template) => "restore-failed",
         _ => "failed",

@@ -109,7 +109,7 @@ pub async fn remove(pod: PodHandle) {
     match pod.remove().await {
         Ok(()) | Err(PodError::Gone(_)) => {}
         Err(error) => {
-            tracing::error!(pod = %pod.id(), error = chain(&error), "a pod that did not start can't be removed");
+            tracing::error!(pod = %pod.id(), error = chain(&error), "a pod that did not start cannot be removed");
         }
     }
 }

@@ -99,7 +99,7 @@ pub struct PodStatus {
     pub exit_status: u32,
     /// Why it stopped, when nobody asked it to, or why it is unknown; else empty.
     pub reason: String,
-    /// How it got its machine; none before.
+    /// How it got its VM; none before.
     // Its name in records of all releases.
     #[serde(default, rename = "way")]
     pub start_path: Option<StartPath>,

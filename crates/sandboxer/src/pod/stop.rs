@@ -16,7 +16,7 @@ const STALLED: Duration = Duration::from_secs(10);
 /// Between two looks at what a VMM has written.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// Asks the guest to power off, then ends the machine in any case, and what served its shares: until then its
+/// Asks the guest to power off, then ends the VM in any case, and what served its shares: until then its
 /// processes may wait for them. What the pod has written gets to its disks before, as far as that makes progress.
 pub async fn stop(
     node: &DaemonState,
@@ -25,13 +25,13 @@ pub async fn stop(
     shares: &Shares,
 ) -> Result<(), VmmError> {
     let gone = async {
-        // The answer races with the power-off; only the machine's end counts.
-        tokio::join!(live.agent.power_off(), live.machine.exited());
+        // The answer races with the power-off; only the VM's end counts.
+        tokio::join!(live.agent.power_off(), live.vm.exited());
     };
-    wait_for_data(node, &pod.id, gone, || live.machine.written()).await;
+    wait_for_data(node, &pod.id, gone, || live.vm.written()).await;
     pass(format_args!("the guest was asked to power off"));
-    live.machine.kill().await?;
-    pass(format_args!("the machine has ended"));
+    live.vm.kill().await?;
+    pass(format_args!("the VM has ended"));
     shares.end().await;
     leave_now(node, pod).await;
     Ok(())
@@ -49,7 +49,7 @@ pub async fn stop_held(node: &DaemonState, pod: &PodSpec, unreached: &Unreached)
     Ok(())
 }
 
-/// Waits until the machine is `gone`, as long as its VMM writes data: not longer than the limit for that, and for a moment
+/// Waits until the VM is `gone`, as long as its VMM writes data: not longer than the limit for that, and for a moment
 /// only once it writes none.
 async fn wait_for_data(
     node: &DaemonState,
@@ -102,7 +102,7 @@ pub async fn leave(pod: &SandboxId, cgroup: &Cgroup) -> Result<(), PodError> {
     })
 }
 
-/// Removes what a pod without a machine holds on the host.
+/// Removes what a pod without a VM holds on the host.
 pub async fn clear(node: &DaemonState, pod: &PodSpec) -> Result<(), PodError> {
     if let Some(cgroup) = node.cgroups.of(&pod.cgroup_parent, &pod.id) {
         leave(&pod.id, &cgroup).await?;

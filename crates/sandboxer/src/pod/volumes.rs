@@ -1,5 +1,5 @@
 //! The volumes of one pod, in its guest: each is made once, by the first container that needs it, and stays as
-//! long as the machine.
+//! long as the VM.
 //!
 //! ```text
 //! (nothing) ──provide──▶ made ──the host's files change──▶ made, with other files
@@ -173,7 +173,7 @@ impl Volumes {
                 let disk = wire::Disk { serial, fstype, read_only: false, ..Default::default() };
                 let mounted = put(&self.store.helpers, live, id, dir, WireContent::Disk(disk)).await;
                 if mounted.is_err()
-                    && let Err(error) = live.machine.detach_disk(id.as_str()).await
+                    && let Err(error) = live.vm.detach_disk(id.as_str()).await
                 {
                     tracing::error!(volume = %id, error = chain(&error), "a volume's disk stays plugged in");
                 }
@@ -199,9 +199,9 @@ impl Volumes {
         let disk = DiskSpec { serial: id.to_string(), path: PathBuf::from(path), read_only };
         if self.earlier.is_some() {
             // It may be there, and of no use, from a start that the earlier daemon did not finish.
-            live.machine.detach_disk(&disk.serial).await?;
+            live.vm.detach_disk(&disk.serial).await?;
         }
-        Ok(live.machine.attach_disk(&disk).await?)
+        Ok(live.vm.attach_disk(&disk).await?)
     }
 }
 
@@ -214,7 +214,7 @@ async fn send(
     dir: &Path,
     sent: &mut Option<[u8; 32]>,
 ) -> Result<(), PodError> {
-    let pod = live.machine.record().pod;
+    let pod = live.vm.record().pod;
     let Some(tree) = helpers.read_tree(&pod, dir).await.map_err(VolumeError::from)? else { return Ok(()) };
     let encoded = tree.write_to_bytes().map_err(VolumeError::Encode)?;
     let hash = Sha256::digest(&encoded).into();
@@ -232,7 +232,7 @@ async fn put(
     dir: &Path,
     content: WireContent,
 ) -> Result<(), PodError> {
-    let owner = helpers.owner(&live.machine.record().pod, dir).await.map_err(VolumeError::from)?;
+    let owner = helpers.owner(&live.vm.record().pod, dir).await.map_err(VolumeError::from)?;
     let request = wire::PutVolumeRequest {
         volume_id: id.to_string(),
         owner: Some(owner).into(),

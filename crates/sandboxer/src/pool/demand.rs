@@ -1,4 +1,4 @@
-//! How many machines of each size should wait: pure, from how many were lately asked for.
+//! How many VMs of each size should wait: pure, from how many were lately asked for.
 
 use std::{
     cmp::Reverse,
@@ -13,7 +13,7 @@ pub const WINDOW: Duration = Duration::from_secs(60);
 /// Most arrivals that are remembered: no pool is larger.
 const MAX_ARRIVALS: usize = 1000;
 
-/// When machines of one size were asked for.
+/// When VMs of one size were asked for.
 #[derive(Debug, Default)]
 pub struct Demand(VecDeque<Instant>);
 
@@ -35,7 +35,7 @@ impl Demand {
     }
 }
 
-/// How many machines of one size should wait, were there no others.
+/// How many VMs of one size should wait, were there no others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Wanted {
     /// At least so many.
@@ -44,7 +44,7 @@ pub struct Wanted {
     pub recent: usize,
 }
 
-/// How many machines of each size should wait, `most` in all. If these are too few for all that is wanted, the
+/// How many VMs of each size should wait, `most` in all. If these are too few for all that is wanted, the
 /// least of each size come first, in the order of sizes; then the size that has fewest gets one more, of several
 /// the one in greater demand, until none are left.
 pub fn share_out<Size: Ord + Copy>(most: usize, wanted: &BTreeMap<Size, Wanted>) -> BTreeMap<Size, usize> {

@@ -1,10 +1,10 @@
-//! Making one machine of the pool.
+//! Making one VM of the pool.
 
 use std::{fs::DirBuilder, io, os::unix::fs::DirBuilderExt, sync::Arc};
 
 use sandboxer_base::{chain, clock::now_ns};
 use sandboxer_protocol::{agent::ConfigurePodRequest, id::SandboxId};
-use sandboxer_vmm::{Machine, VmSpec};
+use sandboxer_vmm::{Vm, VmSpec};
 use tokio_util::sync::CancellationToken;
 
 use super::{Rehearsal, Warm, rehearsal, run_dir};
@@ -14,18 +14,18 @@ use crate::{
     template::{BuildError, Shape, Template},
 };
 
-/// Why there is no machine.
+/// Why there is no VM.
 #[derive(Debug, thiserror::Error)]
 pub enum PoolError {
     /// There is no template.
     #[error("the pool has no template of this size")]
     Template(#[from] BuildError),
-    /// Its machine or agent failed.
-    #[error("a machine of the pool failed")]
-    Machine(#[from] PodError),
+    /// Its VM or agent failed.
+    #[error("a VM of the pool failed")]
+    Vm(#[from] PodError),
 }
 
-/// Makes a machine that waits. Cancelled or failed, it leaves nothing behind.
+/// Makes a VM that waits. Cancelled or failed, it leaves nothing behind.
 pub async fn warm(
     node: &Arc<DaemonState>,
     rehearsal: &Rehearsal,
@@ -46,7 +46,7 @@ pub async fn warm(
     if made.is_ok() {
         undo.forget();
     } else if let Err(left) = undo.run().await {
-        tracing::error!(left, "a machine of the pool left something behind");
+        tracing::error!(left, "a VM of the pool left something behind");
     }
     Ok(made?)
 }
@@ -73,12 +73,12 @@ async fn try_warm(
     let taps = tap_files.into_iter().map(Arc::new).collect();
     let spec = VmSpec { background: true, taps, cgroup: node.idle_cgroup.clone(), ..spec };
     let restored = node.vmm.restore(&spec, &template.frozen).await;
-    let machine = restored.inspect_err(|error| node.templates.not_restored(template, error))?;
-    let doomed = machine.clone();
+    let vm = restored.inspect_err(|error| node.templates.not_restored(template, error))?;
+    let doomed = vm.clone();
     undo.push("end the VMM", async move { doomed.kill().await });
-    machine.resume().await?;
+    vm.resume().await?;
     let (agent, ready) =
-        sandboxer_guest::connect(id, machine.as_ref(), &template.link_key, config.agent_timeout).await?;
+        sandboxer_guest::connect(id, vm.as_ref(), &template.link_key, config.agent_timeout).await?;
     let entropy: [u8; 64] = rand::random();
     let identity = ConfigurePodRequest {
         hostname: id.to_string(),
@@ -89,20 +89,20 @@ async fn try_warm(
     // The same words that the pod will say again: what a guest does for the first time is slow.
     let rehearsed = ConfigurePodRequest { interfaces: rehearsal::interfaces(spec.nics), ..identity.clone() };
     agent.configure_pod(rehearsed).await?;
-    let live = RunningVm { machine: machine.clone(), agent: agent.clone() };
+    let live = RunningVm { vm: vm.clone(), agent: agent.clone() };
     rehearsal.run(node, id, &live).await?;
     let spare = spare::plug(&node.rootfs, id, &live).await?;
     // Without an interface, so that the pod's finds nothing to clear.
     agent.configure_pod(identity).await?;
-    machine.pause().await?;
-    Ok(Warm { machine, agent, ready, taps: pooled_taps, spare, template: template.key.clone() })
+    vm.pause().await?;
+    Ok(Warm { vm, agent, ready, taps: pooled_taps, spare, template: template.key.clone() })
 }
 
-/// Ends a machine that waited, and removes its directory.
-pub async fn end(machine: &dyn Machine) {
-    let record = machine.record();
-    if let Err(error) = machine.kill().await {
-        tracing::error!(pod = %record.pod, error = chain(&error), "a machine of the pool can't be ended");
+/// Ends a VM that waited, and removes its directory.
+pub async fn end(vm: &dyn Vm) {
+    let record = vm.record();
+    if let Err(error) = vm.kill().await {
+        tracing::error!(pod = %record.pod, error = chain(&error), "a VM of the pool cannot be ended");
     }
     match std::fs::remove_dir_all(&record.run_dir) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -112,7 +112,7 @@ pub async fn end(machine: &dyn Machine) {
     }
 }
 
-/// A name that no machine of the pool had before, of this daemon's or an earlier one's.
+/// A name that no VM of the pool had before, of this daemon's or an earlier one's.
 fn new_id() -> SandboxId {
     #[expect(clippy::expect_used, reason = "letters, a hyphen and digits")]
     format!("pool-{:016x}", rand::random::<u64>()).parse().expect("is an id")

@@ -1,4 +1,4 @@
-//! Machines that wait for pods: restored, rehearsed, standing still.
+//! VMs that wait for pods: restored, rehearsed, standing still.
 //!
 //! ```text
 //!  fill: too few? ─▶ make: restore ─▶ greet ─▶ rehearse ─▶ pause ─▶ Warm ─▶ claim ─▶ a pod
@@ -6,7 +6,7 @@
 //!  trim: too many? ended? of an old template? memory short? ─▶ end ◀─┘
 //! ```
 //!
-//! Both look at each claim, and every [`PERIOD`]; neither waits for the other. One machine is made at a time,
+//! Both look at each claim, and every [`PERIOD`]; neither waits for the other. One VM is made at a time,
 //! whenever nobody waits for a pod; where pods start without a pause, one after each [`PERIOD`] all the same. Its
 //! processes give way to all others. It is no pod's: no record names it, and the next daemon ends what this one
 //! leaves.
@@ -31,7 +31,7 @@ use sandboxer_config::PoolConfig;
 use sandboxer_guest::Agent;
 use sandboxer_host::network::PooledTap;
 use sandboxer_protocol::agent::Ready;
-use sandboxer_vmm::{DiskSpec, Machine};
+use sandboxer_vmm::{DiskSpec, Vm};
 use tokio::{
     sync::watch,
     time::{Instant, timeout},
@@ -50,16 +50,16 @@ pub use rehearsal::Rehearsal;
 /// How often is looked whether the pool should be larger or smaller, and how long pods that start can keep it from
 /// growing by one.
 const PERIOD: Duration = Duration::from_secs(5);
-/// So long nobody has to have waited for a pod before a machine is made: longer than what passes between two calls of one start.
+/// So long nobody has to have waited for a pod before a VM is made: longer than what passes between two calls of one start.
 const LULL: Duration = Duration::from_millis(100);
-/// How long after a failure the next machine of that size is tried.
+/// How long after a failure the next VM of that size is tried.
 const RETRY: Duration = Duration::from_secs(30);
 
-/// A machine that waits for a pod. Its guest stands still.
+/// A VM that waits for a pod. Its guest stands still.
 #[derive(Debug)]
 pub struct Warm {
-    /// The machine.
-    pub machine: Arc<dyn Machine>,
+    /// The VM.
+    pub vm: Arc<dyn Vm>,
     /// A session with its agent.
     pub agent: Agent,
     /// The agent's first words.
@@ -71,7 +71,7 @@ pub struct Warm {
     template: TemplateKey,
 }
 
-/// The machines that wait.
+/// The VMs that wait.
 #[derive(Debug)]
 pub struct Pool {
     config: PoolConfig,
@@ -80,7 +80,7 @@ pub struct Pool {
     meminfo: Meminfo,
     // A plain lock: held for a push or a pop, never across an await.
     state: Mutex<State>,
-    /// Told of each claim, and of machines that were too many or of no use.
+    /// Told of each claim, and of VMs that were too many or of no use.
     taken: watch::Sender<()>,
 }
 
@@ -90,7 +90,7 @@ struct State {
     demand: BTreeMap<Shape, Demand>,
 }
 
-/// A machine that waits, for people.
+/// A VM that waits, for people.
 #[derive(Debug)]
 pub struct WarmView {
     /// Its size.
@@ -100,12 +100,12 @@ pub struct WarmView {
 }
 
 impl Pool {
-    /// A pool without machines.
+    /// A pool without VMs.
     pub fn new(config: PoolConfig, usual: Shape, meminfo: Meminfo) -> Arc<Self> {
         Arc::new(Self { config, usual, meminfo, state: Mutex::default(), taken: watch::Sender::default() })
     }
 
-    /// Takes a machine of this size, if one waits that is a copy of what its template is now. The error
+    /// Takes a VM of this size, if one waits that is a copy of what its template is now. The error
     /// says why there is none.
     pub fn claim(&self, shape: Shape, templates: &Arc<Templates>) -> Result<Warm, &'static str> {
         if self.config.max == 0 {
@@ -121,9 +121,9 @@ impl Pool {
         waiting.remove(fresh).ok_or("empty")
     }
 
-    /// The machines that wait.
+    /// The VMs that wait.
     pub fn list(&self) -> Vec<WarmView> {
-        let view = |shape, warm: &Warm| WarmView { shape, pid: warm.machine.record().pid };
+        let view = |shape, warm: &Warm| WarmView { shape, pid: warm.vm.record().pid };
         let state = self.lock();
         state.waiting.iter().flat_map(|(&shape, all)| all.iter().map(move |warm| view(shape, warm))).collect()
     }
@@ -135,7 +135,7 @@ impl Pool {
         }
         let rehearsal = match Rehearsal::new(&node.config.state_dir) {
             Ok(rehearsal) => rehearsal,
-            Err(error) => return tracing::error!(%error, "no pool: its rehearsal can't be prepared"),
+            Err(error) => return tracing::error!(%error, "no pool: its rehearsal cannot be prepared"),
         };
         tokio::join!(self.keep_trimmed(node, shutdown), self.fill(node, &rehearsal, shutdown));
     }
@@ -170,14 +170,14 @@ impl Pool {
                 Err(error) => {
                     if failed.insert(shape, Instant::now()).is_none() {
                         let error = chain(&error);
-                        tracing::warn!(%shape, error, "no machine for the pool; tried again, told once");
+                        tracing::warn!(%shape, error, "no VM for the pool; tried again, told once");
                     }
                 }
             }
         }
     }
 
-    /// The size that lacks most machines, of those that may be made and that there is memory for.
+    /// The size that lacks most VMs, of those that may be made and that there is memory for.
     fn lacking(&self, may: impl Fn(&Shape) -> bool) -> Option<Shape> {
         let spare = self.meminfo.spare()?;
         let mut state = self.lock();
@@ -192,7 +192,7 @@ impl Pool {
         fits.max_by_key(|&(shape, target)| target - there(shape)).map(|(&shape, _)| shape)
     }
 
-    /// How many machines of each size should wait; none of sizes that are not named.
+    /// How many VMs of each size should wait; none of sizes that are not named.
     fn targets(&self, state: &mut State) -> BTreeMap<Shape, usize> {
         let now = Instant::now();
         state.demand.entry(self.usual).or_default();
@@ -204,7 +204,7 @@ impl Pool {
         share_out(self.config.max, &wanted.collect())
     }
 
-    /// Ends the machines that are too many, whose templates have changed or that have ended; and, as long as memory
+    /// Ends the VMs that are too many, whose templates have changed or that have ended; and, as long as memory
     /// is short, one after the other, the largest first.
     async fn trim(&self, node: &DaemonState) {
         // Files are looked at before the lock is taken: a claim waits for it.
@@ -216,46 +216,45 @@ impl Pool {
             self.taken.send_replace(());
         }
         for warm in surplus {
-            end(warm.machine.as_ref()).await;
+            end(warm.vm.as_ref()).await;
         }
         while self.meminfo.spare().is_none() {
             let Some(warm) = self.largest() else { break };
-            let pid = warm.machine.record().pid;
-            tracing::info!(pid, "memory is short: the pool has one machine less");
-            end(warm.machine.as_ref()).await;
+            let pid = warm.vm.record().pid;
+            tracing::info!(pid, "memory is short: the pool has one VM less");
+            end(warm.vm.as_ref()).await;
         }
     }
 
-    /// Takes out the machines that are too many, that are of other templates than the `current` ones, or ended.
+    /// Takes out the VMs that are too many, that are of other templates than the `current` ones, or ended.
     fn surplus(&self, current: &BTreeMap<Shape, TemplateKey>) -> Vec<Warm> {
         let mut state = self.lock();
         let targets = self.targets(&mut state);
         let mut surplus = Vec::new();
-        for (shape, machines) in &mut state.waiting {
+        for (shape, vms) in &mut state.waiting {
             let target = targets.get(shape).copied().unwrap_or(0);
             let stale = |warm: &Warm| current.get(shape).is_some_and(|key| *key != warm.template);
-            let ended = |warm: &Warm| warm.machine.exited().now_or_never().is_some();
-            let (good, bad) =
-                machines.drain(..).partition::<VecDeque<_>, _>(|warm| !stale(warm) && !ended(warm));
-            *machines = good;
+            let ended = |warm: &Warm| warm.vm.exited().now_or_never().is_some();
+            let (good, bad) = vms.drain(..).partition::<VecDeque<_>, _>(|warm| !stale(warm) && !ended(warm));
+            *vms = good;
             surplus.extend(bad);
-            surplus.extend(machines.drain(target.min(machines.len())..));
+            surplus.extend(vms.drain(target.min(vms.len())..));
         }
-        state.waiting.retain(|_, machines| !machines.is_empty());
+        state.waiting.retain(|_, vms| !vms.is_empty());
         surplus
     }
 
-    /// Takes out one of the machines that have most memory.
+    /// Takes out one of the VMs that have most memory.
     fn largest(&self) -> Option<Warm> {
         let mut state = self.lock();
-        let waiting = state.waiting.iter_mut().filter(|(_, machines)| !machines.is_empty());
+        let waiting = state.waiting.iter_mut().filter(|(_, vms)| !vms.is_empty());
         waiting.max_by_key(|(shape, _)| shape.memory_mib)?.1.pop_back()
     }
 
-    /// Ends every machine that waits.
+    /// Ends every VM that waits.
     pub async fn drain(&self) {
         let all: Vec<Warm> = mem::take(&mut self.lock().waiting).into_values().flatten().collect();
-        futures::future::join_all(all.iter().map(|warm| end(warm.machine.as_ref()))).await;
+        futures::future::join_all(all.iter().map(|warm| end(warm.vm.as_ref()))).await;
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -263,7 +262,7 @@ impl Pool {
     }
 }
 
-/// Where machines that wait keep their sockets, below the run directory.
+/// Where VMs that wait keep their sockets, below the run directory.
 pub fn run_dir(node: &DaemonState) -> PathBuf {
     dir(&node.config.run_dir)
 }

@@ -1,4 +1,4 @@
-//! A container that is made, run and removed in a machine before the machine waits.
+//! A container that is made, run and removed in a VM before the VM waits.
 //!
 //! What a guest does for the first time is slow: an emulated one has the code translated first, and any
 //! restored one gets its own copies of the pages it writes. Measured under emulation: making the first
@@ -84,7 +84,7 @@ impl Rehearsal {
         Ok(Self { bundle, image })
     }
 
-    /// Makes the container in a machine, lets it run and removes it.
+    /// Makes the container in a VM, lets it run and removes it.
     pub async fn run(
         &self,
         node: &Arc<DaemonState>,
@@ -195,7 +195,7 @@ fn spec() -> serde_json::Value {
     })
 }
 
-/// Interfaces such as pods have, for a machine with so many. Nobody is reached by them.
+/// Interfaces such as pods have, for a VM with so many. Nobody is reached by them.
 pub fn interfaces(nics: u8) -> Vec<wire::Interface> {
     // Of documentation's network, and its first address.
     let (network, router) = (vec![192, 0, 2, 0], vec![192, 0, 2, 1]);

@@ -27,7 +27,7 @@ use sandboxer_protocol::{
     share::{DISK_SERIAL, GUEST_DIR},
 };
 use sandboxer_share::attach::{Access, AttachError};
-use sandboxer_vmm::{Machine, ShareWay, VmmError};
+use sandboxer_vmm::{ShareWay, Vm, VmmError};
 use serde::{Deserialize, Serialize};
 
 use self::server::Server;
@@ -195,12 +195,7 @@ impl Shares {
     }
 
     /// Gives the guest each of `shares`. Those it has already stay as they are.
-    pub async fn give(
-        &self,
-        machine: &dyn Machine,
-        agent: &Agent,
-        shares: &[Share],
-    ) -> Result<(), ShareError> {
+    pub async fn give(&self, vm: &dyn Vm, agent: &Agent, shares: &[Share]) -> Result<(), ShareError> {
         if shares.is_empty() {
             return Ok(());
         }
@@ -215,7 +210,7 @@ impl Shares {
         let server = match &mut *serving {
             Some(server) if server.has_ended() => return Err(ShareError::Ended(pod.clone())),
             Some(server) => server,
-            none => none.insert(self.start(machine, agent).await?),
+            none => none.insert(self.start(vm, agent).await?),
         };
         for (share, tree) in shares.iter().zip(trees) {
             let path = &share.source;
@@ -226,12 +221,12 @@ impl Shares {
     }
 
     /// Starts the process and leads the guest to it.
-    async fn start(&self, machine: &dyn Machine, agent: &Agent) -> Result<Server, ShareError> {
+    async fn start(&self, vm: &dyn Vm, agent: &Agent) -> Result<Server, ShareError> {
         let Inner { pod, run_dir, memory_mib, .. } = &*self.0;
-        let listener = machine.listen_for_shares()?;
+        let listener = vm.listen_for_shares()?;
         // On record before the guest mounts anything: a guest that has mounts must have who serves them.
         let server = Server::start(pod, run_dir, *memory_mib, listener).await?;
-        let led = async { tokio::try_join!(self.lead(machine, agent, &server), self.count(server.pid())) };
+        let led = async { tokio::try_join!(self.lead(vm, agent, &server), self.count(server.pid())) };
         match led.await {
             Ok(_) => Ok(server),
             Err(error) => {
@@ -242,8 +237,8 @@ impl Shares {
     }
 
     /// Has the guest mount its shares, whose requests go to this server from then on.
-    async fn lead(&self, machine: &dyn Machine, agent: &Agent, server: &Server) -> Result<(), ShareError> {
-        machine.connect_shares().await?;
+    async fn lead(&self, vm: &dyn Vm, agent: &Agent, server: &Server) -> Result<(), ShareError> {
+        vm.connect_shares().await?;
         let disk = match server.way() {
             ShareWay::Disk => DISK_SERIAL,
             ShareWay::Streams => "",
@@ -264,15 +259,15 @@ impl Shares {
     }
 
     /// Takes up what an earlier daemon left: `earlier` says which process, if the run directory doesn't. `guest`: the
-    /// pod's machine and agent, if it lives; `vmm`: its process.
+    /// pod's VM and agent, if it lives; `vmm`: its process.
     pub async fn take_up(
         &self,
         earlier: Option<ShareRecord>,
-        guest: Option<(&dyn Machine, &Agent)>,
+        guest: Option<(&dyn Vm, &Agent)>,
         vmm: u32,
     ) -> Result<(), ShareError> {
         let Inner { pod, run_dir, .. } = &*self.0;
-        let (Some(record), Some((machine, agent))) = (server::recorded(run_dir).or(earlier), guest) else {
+        let (Some(record), Some((vm, agent))) = (server::recorded(run_dir).or(earlier), guest) else {
             // A process that no record names, or whose pod is gone: its directory tells that there may be one.
             if run_dir.join(server::ROOT).exists() {
                 strays::end_below(pod, run_dir, &[vmm].into())?;
@@ -291,7 +286,7 @@ impl Shares {
         // It may have been started, and no more.
         match agent.has_shares().await? {
             true => Ok(()),
-            false => self.lead(machine, agent, server).await,
+            false => self.lead(vm, agent, server).await,
         }
     }
 

@@ -152,7 +152,7 @@ pub fn recorded(run_dir: &Path) -> Option<ShareRecord> {
     serde_json::from_slice(&fs::read(run_dir.join(RECORD)).ok()?).ok()
 }
 
-/// Whole or not at all. Never synced: with the machine, the process ends, too.
+/// Whole or not at all. Never synced: with the VM, the process ends, too.
 fn note(run_dir: &Path, record: &ShareRecord) -> io::Result<()> {
     let new = run_dir.join("shares.new");
     fs::write(&new, serde_json::to_vec(record)?)?;

@@ -1,4 +1,4 @@
-//! Making a template: a machine boots, its agent says ready, it is frozen.
+//! Making a template: a VM boots, its agent says ready, it is frozen.
 
 use std::{
     fs::{self, DirBuilder},
@@ -14,7 +14,7 @@ use sandboxer_config::VmConfig;
 use sandboxer_host::network::TapPool;
 use sandboxer_process::cgroup::Cgroup;
 use sandboxer_protocol::{id::SandboxId, link::LinkKey};
-use sandboxer_vmm::{MEMORY, Machine, VmSpec, Vmm, VmmError};
+use sandboxer_vmm::{MEMORY, Vm, VmSpec, Vmm, VmmError};
 
 use super::{
     Shape, TemplateError, image,
@@ -25,11 +25,11 @@ use crate::error::PodError;
 /// Why a template could not be made.
 #[derive(Debug, thiserror::Error)]
 pub enum BuildError {
-    /// Its machine failed.
-    #[error("the machine for a template failed")]
-    Machine(#[from] VmmError),
+    /// Its VM failed.
+    #[error("the VM for a template failed")]
+    Vm(#[from] VmmError),
     /// Its agent failed, or never said ready.
-    #[error("the agent of the machine for a template failed")]
+    #[error("the agent of the VM for a template failed")]
     Agent(#[from] PodError),
     /// It could not be written.
     #[error(transparent)]
@@ -43,7 +43,7 @@ pub enum BuildError {
          templates.max_mib ({most_mib})"
     )]
     NoRoom {
-        /// The size of its machines.
+        /// The size of its VMs.
         shape: Shape,
         /// For so long after their last use the others stay.
         spared: Duration,
@@ -57,22 +57,22 @@ pub enum BuildError {
 /// What makes templates.
 #[derive(Debug)]
 pub struct Builder {
-    /// Makes machines.
+    /// Makes VMs.
     pub vmm: Arc<dyn Vmm>,
     /// How they are made.
     pub config: VmConfig,
-    /// For the sockets of machines that are to become templates.
+    /// For the sockets of VMs that are to become templates.
     pub run_dir: PathBuf,
     /// Where templates are kept.
     pub root: PathBuf,
-    /// Where the taps of machines lie that are to become templates.
+    /// Where the taps of VMs lie that are to become templates.
     pub tap_pool: Arc<TapPool>,
-    /// Where the memory of those machines is counted.
+    /// Where the memory of those VMs is counted.
     pub cgroup: Option<Cgroup>,
 }
 
 impl Builder {
-    /// The machine of which a template of this shape is made, its files to lie in `dir`.
+    /// The VM of which a template of this shape is made, its files to lie in `dir`.
     pub fn spec(&self, shape: Shape, dir: &Path) -> VmSpec {
         let (run_dir, link_key) = (self.run_dir.clone(), LinkKey::random());
         let spec = VmSpec::new(&self.config, template_id(), run_dir, shape, link_key);
@@ -93,7 +93,7 @@ impl Builder {
         spec.taps = taps.into_iter().map(|(tap, _)| tap.into()).collect();
         let frozen = self.freeze(&spec, &dir).await;
         if let Err(error) = clear(&self.run_dir) {
-            tracing::warn!(path = %self.run_dir.display(), %error, "cannot remove what a template's machine left");
+            tracing::warn!(path = %self.run_dir.display(), %error, "cannot remove what a template's VM left");
         }
         let is_current = survey.is_current(self.vmm.as_ref(), &spec);
         let (target, link_key) = (self.root.join(&key), spec.boot.link_key);
@@ -115,38 +115,37 @@ impl Builder {
     }
 
     async fn freeze(&self, spec: &VmSpec, dir: &Path) -> Result<(), BuildError> {
-        let machine = self.vmm.boot(spec).await?;
+        let vm = self.vmm.boot(spec).await?;
         let frozen = tokio::select! {
-            frozen = self.freeze_ready(spec, machine.as_ref(), dir) => frozen,
-            exit = machine.exited() => Err(VmmError::Died {
+            frozen = self.freeze_ready(spec, vm.as_ref(), dir) => frozen,
+            exit = vm.exited() => Err(VmmError::Died {
                 pod: spec.pod.clone(),
                 call: "the agent's ready message".into(),
                 how: exit.how,
                 last_lines: exit.last_lines.join(" | "),
             }.into()),
         };
-        let ended = machine.kill().await;
+        let ended = vm.kill().await;
         frozen?;
         Ok(ended?)
     }
 
-    async fn freeze_ready(&self, spec: &VmSpec, machine: &dyn Machine, dir: &Path) -> Result<(), BuildError> {
+    async fn freeze_ready(&self, spec: &VmSpec, vm: &dyn Vm, dir: &Path) -> Result<(), BuildError> {
         let limit = self.config.boot_timeout;
-        let greeted =
-            sandboxer_guest::connect(&spec.pod, machine, &spec.boot.link_key, self.config.agent_timeout);
+        let greeted = sandboxer_guest::connect(&spec.pod, vm, &spec.boot.link_key, self.config.agent_timeout);
         let session = match tokio::time::timeout(limit, greeted).await {
             Ok(greeted) => greeted.map_err(PodError::from)?,
             Err(_) => {
-                let console = machine.last_lines().await.join(" | ");
+                let console = vm.last_lines().await.join(" | ");
                 return Err(PodError::NotReady { pod: spec.pod.clone(), limit, console }.into());
             }
         };
         drop(session);
-        Ok(machine.freeze(dir).await?)
+        Ok(vm.freeze(dir).await?)
     }
 }
 
-/// Stands for the pod, where a machine that is to become a template is named.
+/// Stands for the pod, where a VM that is to become a template is named.
 pub fn template_id() -> SandboxId {
     #[expect(clippy::expect_used, reason = "a constant, held by a test")]
     "template".parse().expect("is an id")

@@ -42,13 +42,13 @@ impl AsRef<Path> for TemplateKey {
     }
 }
 
-/// All that a template depends on. A machine restored with anything else would fail, or, worse, not.
+/// All that a template depends on. A VM restored with anything else would fail, or, worse, not.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Inputs {
     /// Of the template's files.
     pub format: u32,
-    /// Of the machine.
+    /// Of the VM.
     pub shape: Shape,
     /// What the VMM adds.
     pub vmm: TemplateInputs,

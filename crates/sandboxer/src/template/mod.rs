@@ -1,4 +1,4 @@
-//! Templates: frozen machines of which pods are copies.
+//! Templates: frozen VMs of which pods are copies.
 //!
 //! ```text
 //!  Templates::get ─▶ Template ─▶ Vmm::restore                         a pod, some 50 ms later
@@ -8,7 +8,7 @@
 //!                               └─▶ build: boot, wait for the agent, freeze ─▶ image::write
 //! ```
 //!
-//! A template is made from a machine that ran no container and belonged to no pod. On disk it is a
+//! A template is made from a VM that ran no container and belonged to no pod. On disk it is a
 //! directory below `state_dir/templates`, named by the hash of all that it depends on; to be used it
 //! is read into sealed memory, its checksum being taken on the way: what pods are copies of is what
 //! was checked, and neither a fault of the disk nor a VMM that was broken into can change it.
@@ -32,14 +32,14 @@ pub use store::{TemplateView, Templates, run_dir};
 use sandboxer_vmm::Frozen;
 pub use sandboxer_vmm::Shape;
 
-/// A frozen machine, checked and in memory.
+/// A frozen VM, checked and in memory.
 #[derive(Debug)]
 pub struct Template {
     /// What it was made of.
     pub key: TemplateKey,
-    /// The size of its machines.
+    /// The size of its VMs.
     pub shape: Shape,
-    /// Key of the link to the agents of its machines, until they get one of their own.
+    /// Key of the link to the agents of its VMs, until they get one of their own.
     pub link_key: LinkKey,
     /// What its VMM restores.
     pub frozen: Frozen,

@@ -64,7 +64,7 @@ pub struct Templates {
 
 impl Templates {
     /// Opens the directory of templates below the state directory, made if it isn't there. Those that are too many go.
-    /// Machines that become templates are born in `cgroup`.
+    /// VMs that become templates are born in `cgroup`.
     pub fn open(
         config: &Config,
         vmm: Arc<dyn Vmm>,
@@ -97,7 +97,7 @@ impl Templates {
         Ok(Arc::new(templates))
     }
 
-    /// The template for machines of this shape, at once; if there is none, it is prepared meanwhile.
+    /// The template for VMs of this shape, at once; if there is none, it is prepared meanwhile.
     pub fn get(self: &Arc<Self>, shape: Shape) -> Result<Arc<Template>, Missing> {
         if !self.bounds.enabled {
             return Err(Missing::Off);
@@ -119,7 +119,7 @@ impl Templates {
         });
     }
 
-    /// The template for machines of this shape, read or made if there is none.
+    /// The template for VMs of this shape, read or made if there is none.
     pub async fn prepare(self: &Arc<Self>, shape: Shape) -> Result<Arc<Template>, BuildError> {
         // Whoever finds what it wants doesn't wait for what others want.
         if let Some(template) = self.ready(shape) {
@@ -185,7 +185,7 @@ impl Templates {
         match self.blocking(move |_| load(&dir)).await {
             Ok(template) => Ok(Some(template)),
             Err(error) => {
-                tracing::warn!(%shape, error = chain(&error), "a template can't be used and is made anew");
+                tracing::warn!(%shape, error = chain(&error), "a template cannot be used and is made anew");
                 self.slots().entry(shape).or_default().state = State::Preparing(Missing::Damaged);
                 self.discard(key.clone()).await.map(|()| None)
             }
@@ -236,7 +236,7 @@ impl Templates {
         })
     }
 
-    /// A machine could not be restored from this template. Where it is the VMM that refuses it, though all that is
+    /// A VM could not be restored from this template. Where it is the VMM that refuses it, though all that is
     /// known of it is right, one that an earlier daemon made is made anew, once.
     pub fn not_restored(self: &Arc<Self>, template: &Template, error: &VmmError) {
         // QEMU ends where it refuses. What the host has failed in is not of the template.
@@ -345,7 +345,7 @@ impl Templates {
     }
 }
 
-/// Where the machine that is to be frozen keeps its sockets.
+/// Where the VM that is to be frozen keeps its sockets.
 pub fn run_dir(config: &Config) -> PathBuf {
     config.run_dir.join("template")
 }

@@ -69,7 +69,7 @@ impl Behaviour {
         fs::write(dir.join(FILE), serde_json::to_string(self).unwrap()).unwrap();
     }
 
-    /// In the jail of another pod's machine there is none to see.
+    /// In the jail of another pod's VM there is none to see.
     pub fn load(dir: &Path) -> Self {
         match fs::read(dir.join(FILE)) {
             Ok(text) => serde_json::from_slice(&text).unwrap(),

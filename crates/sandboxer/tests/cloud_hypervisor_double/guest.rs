@@ -12,7 +12,7 @@ use std::{
     thread,
 };
 
-use super::machine::Machine;
+use super::vm::Vm;
 
 /// Connections that the guest has.
 static CONNECTIONS: AtomicUsize = AtomicUsize::new(0);
@@ -24,7 +24,7 @@ pub fn connections() -> usize {
 
 /// Runs the guest, its vsock being at `socket`. It believes to have `connections` already, which are nobody's: a guest
 /// that was frozen with some and goes on elsewhere. As with the real VMM, such a guest is silent.
-pub fn start(socket: &Path, machine: Arc<Machine>, connections: u64) -> io::Result<()> {
+pub fn start(socket: &Path, vm: Arc<Vm>, connections: u64) -> io::Result<()> {
     let listener = UnixListener::bind(socket)?;
     println!("guest boots");
     let host = format!("{}_1024", socket.display());
@@ -32,11 +32,11 @@ pub fn start(socket: &Path, machine: Arc<Machine>, connections: u64) -> io::Resu
         // Now it listens; the host may be away.
         drop(UnixStream::connect(host));
         for stream in listener.incoming() {
-            let (stream, machine) = (stream.unwrap(), machine.clone());
+            let (stream, vm) = (stream.unwrap(), vm.clone());
             thread::spawn(move || {
                 CONNECTIONS.fetch_add(1, Ordering::SeqCst);
                 if connections == 0 {
-                    converse(&stream, &machine);
+                    converse(&stream, &vm);
                 } else {
                     let _ = io::copy(&mut &stream, &mut io::sink());
                 }
@@ -47,7 +47,7 @@ pub fn start(socket: &Path, machine: Arc<Machine>, connections: u64) -> io::Resu
     Ok(())
 }
 
-fn converse(mut stream: &UnixStream, machine: &Machine) -> Option<()> {
+fn converse(mut stream: &UnixStream, vm: &Vm) -> Option<()> {
     let mut lines = BufReader::new(stream.try_clone().ok()?).lines().map_while(Result::ok);
     if lines.next()? != "CONNECT 1024" {
         return None;
@@ -57,23 +57,23 @@ fn converse(mut stream: &UnixStream, machine: &Machine) -> Option<()> {
         let (command, argument) = line.split_once(' ').unwrap_or((&line, ""));
         let answer = match command {
             "hello" => "hello host".to_owned(),
-            "await" => machine.wait_for_disks(|disks| {
+            "await" => vm.wait_for_disks(|disks| {
                 let disk = disks.values().find(|disk| disk.serial == argument)?;
                 let read_only = u8::from(disk.read_only);
                 Some(format!("disk {argument} ro={read_only} starts with {}", disk.first_line))
             }),
-            "await-gone" => machine.wait_for_disks(|disks| {
+            "await-gone" => vm.wait_for_disks(|disks| {
                 let gone = disks.values().all(|disk| disk.serial != argument);
                 gone.then(|| format!("gone {argument}"))
             }),
             "power-off" => {
                 println!("guest says goodbye");
-                machine.power_off();
+                vm.power_off();
                 return None;
             }
             "panic" => {
                 println!("Kernel panic - not syncing");
-                machine.reset();
+                vm.reset();
                 return None;
             }
             other => panic!("unknown command {other}"),

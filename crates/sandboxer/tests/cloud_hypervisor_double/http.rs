@@ -9,7 +9,7 @@ use std::{
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use serde_json::Value;
 
-use super::{behaviour::Fault, machine::Machine};
+use super::{behaviour::Fault, vm::Vm};
 
 /// A request as it came.
 pub struct Request {
@@ -47,14 +47,14 @@ impl Read for Receiver<'_> {
 }
 
 /// Answers requests until the other side closes.
-pub fn serve(mut stream: UnixStream, machine: &Machine) {
+pub fn serve(mut stream: UnixStream, vm: &Vm) {
     while let Some(request) = receive(&stream) {
         let call = request.path.strip_prefix("/api/v1/").unwrap_or_default().to_owned();
-        let answer = match machine.behaviour.faults.get(&call) {
-            None => machine.answer(&call, &request),
+        let answer = match vm.behaviour.faults.get(&call) {
+            None => vm.answer(&call, &request),
             Some(Fault::Exits(status, words)) => {
                 eprintln!("{words}");
-                return machine.exit(*status);
+                return vm.exit(*status);
             }
             Some(Fault::Silent) => loop {
                 std::thread::park();
@@ -73,19 +73,19 @@ pub fn serve(mut stream: UnixStream, machine: &Machine) {
                 return;
             }
             Some(Fault::Body(text)) => {
-                let mut answer = machine.answer(&call, &request);
+                let mut answer = vm.answer(&call, &request);
                 answer.body = Some(Value::String(text.clone()));
                 let _ = send(&mut stream, answer.status, text);
                 continue;
             }
-            Some(Fault::Refuses(status, words)) => machine.refusal(*status, words),
+            Some(Fault::Refuses(status, words)) => vm.refusal(*status, words),
         };
         let body = answer.body.map(|body| body.to_string()).unwrap_or_default();
         if send(&mut stream, answer.status, &body).is_err() {
             return;
         }
         if call == "vmm.shutdown" {
-            return machine.exit(0);
+            return vm.exit(0);
         }
     }
 }

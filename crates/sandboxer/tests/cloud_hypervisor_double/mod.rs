@@ -2,7 +2,7 @@
 //!
 //! It is this very test program under another name, so a driver starts it as it starts the real one. What
 //! it knows of the API is the published description (`description.rs`) and which call is possible in which
-//! state (`machine.rs`); its guest (`guest.rs`) is a few threads.
+//! state (`vm.rs`); its guest (`guest.rs`) is a few threads.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test helper fails its test")]
 
@@ -10,7 +10,7 @@ pub mod behaviour;
 mod description;
 mod guest;
 mod http;
-mod machine;
+mod vm;
 
 use std::{
     env,
@@ -25,7 +25,7 @@ use std::{
     thread,
 };
 
-use self::{behaviour::Behaviour, http::serve, machine::Machine};
+use self::{behaviour::Behaviour, http::serve, vm::Vm};
 
 /// Under this name the program is the double.
 const NAME: &str = "cloud-hypervisor";
@@ -97,11 +97,11 @@ impl Given {
         // SAFETY: both were opened for this process, and nobody else in it knows them.
         let (api, events) = unsafe { (UnixListener::from_raw_fd(self.api), File::from_raw_fd(self.events)) };
         let (end, ended) = mpsc::channel();
-        let machine = Machine::new(behaviour, events, end);
+        let vm = Vm::new(behaviour, events, end);
         thread::spawn(move || {
             for connection in api.incoming() {
-                let (connection, machine) = (connection.unwrap(), machine.clone());
-                thread::spawn(move || serve(connection, &machine));
+                let (connection, vm) = (connection.unwrap(), vm.clone());
+                thread::spawn(move || serve(connection, &vm));
             }
         });
         ended.recv().unwrap()

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use rustix::process::{Pid, Signal, kill_process};
 use sandboxer_vmm::{
-    DiskSpec, Frozen, MEMORY, Machine, VmSpec, Vmm, VmmError,
+    DiskSpec, Frozen, MEMORY, Vm, VmSpec, Vmm, VmmError,
     cloud_hypervisor::{
         api::{Api, ApiError},
         wire::{Disk, Fs, ImageType, Net, PciDevice, Resize, VmState},
@@ -33,20 +33,20 @@ use crate::{
 pub fn cases() -> impl IntoIterator<Item = Case> {
     listed![
         version_and_process_are_told,
-        a_machine_is_made_booted_ended_and_forgotten,
+        a_vm_is_made_booted_ended_and_forgotten,
         disks_are_added_and_removed,
         a_network_card_is_added_by_its_open_tap,
         a_shared_file_system_is_added,
         the_cpus_stand_still_and_run_again,
         a_snapshot_is_restored,
-        a_frozen_machine_goes_on_as_a_copy,
+        a_frozen_vm_goes_on_as_a_copy,
         a_vmm_is_jailed,
         half_a_template_is_refused_and_leaves_nothing,
         cpus_are_added_up_to_the_most,
         the_vmm_ends_when_told_to,
         a_killed_vmm_is_one_error_with_its_call_and_end,
         a_vmm_without_its_socket_is_told_from_a_dead_one,
-        a_machine_outlives_its_daemon,
+        a_vm_outlives_its_daemon,
         nothing_is_left_but_logs,
     ]
 }
@@ -80,12 +80,12 @@ async fn version_and_process_are_told(subject: Subject) -> Result<Outcome> {
     running.end().await
 }
 
-async fn a_machine_is_made_booted_ended_and_forgotten(subject: Subject) -> Result<Outcome> {
+async fn a_vm_is_made_booted_ended_and_forgotten(subject: Subject) -> Result<Outcome> {
     let running = Running::of(&subject).await?;
     let (api, description) = (&running.api, running.vmm.description(&running.spec));
     let info = api.info().await?;
     ensure!(info.state == VmState::Running, "{info:?}");
-    ensure!(info.device_tree.is_some_and(|devices| !devices.is_empty()), "a machine without devices");
+    ensure!(info.device_tree.is_some_and(|devices| !devices.is_empty()), "a VM without devices");
     api.counters().await?;
     refusal(api.create(&description).await)?;
     refusal(api.boot().await)?;
@@ -108,10 +108,10 @@ async fn a_machine_is_made_booted_ended_and_forgotten(subject: Subject) -> Resul
 
 async fn disks_are_added_and_removed(subject: Subject) -> Result<Outcome> {
     let running = Running::of(&subject).await?;
-    let (api, machine) = (&running.api, &running.machine);
+    let (api, vm) = (&running.api, &running.vm);
     let first = DiskSpec { read_only: true, ..running.pod.disk("a") };
     let before = fs::metadata(&first.path)?;
-    machine.attach_disk(&first).await?;
+    vm.attach_disk(&first).await?;
     let after = fs::metadata(&first.path)?;
     ensure!((before.mode(), before.uid()) == (after.mode(), after.uid()), "{before:?}, then {after:?}");
     let shown = running.in_room("disks");
@@ -128,7 +128,7 @@ async fn disks_are_added_and_removed(subject: Subject) -> Result<Outcome> {
 
     api.remove_device("disk-a").await?;
     refusal(api.remove_device("disk-never").await)?;
-    machine.detach_disk("never").await.context("detaching what isn't there is no error")?;
+    vm.detach_disk("never").await.context("detaching what isn't there is no error")?;
     running.end().await
 }
 
@@ -185,14 +185,14 @@ async fn a_snapshot_is_restored(subject: Subject) -> Result<Outcome> {
     let pod = Pod::new("snapshot");
     let spec = VmSpec { memory_file: Some(pod.path("memory")), ..pod.halting_spec() };
     let vmm = subject.vmm(&pod, vm_config()).await?;
-    let (machine, api) = (vmm.boot(&spec).await?, Api::new(&spec.run_dir, LONG));
-    let running = Running { pod, spec, vmm, machine, api };
+    let (vm, api) = (vmm.boot(&spec).await?, Api::new(&spec.run_dir, LONG));
+    let running = Running { pod, spec, vmm, vm, api };
     let (api, dir) = (&running.api, Path::new("/run/snapshot"));
     let written = running.in_room("snapshot");
     fs::create_dir(&written)?;
     fs::set_permissions(&written, fs::Permissions::from_mode(0o777))?;
     refusal(api.snapshot(dir).await).context("it still runs")?;
-    refusal(api.restore(dir).await).context("there is a machine already")?;
+    refusal(api.restore(dir).await).context("there is a VM already")?;
     api.pause().await?;
     refusal(api.snapshot(Path::new("/nonexistent")).await)?;
     match (api.snapshot(dir).await, &subject, kvm_unusable()) {
@@ -214,25 +214,25 @@ async fn a_snapshot_is_restored(subject: Subject) -> Result<Outcome> {
     running.end().await
 }
 
-/// A machine, frozen; none, and why not, on a host whose KVM doesn't tell a vCPU's state.
+/// A VM, frozen; none, and why not, on a host whose KVM doesn't tell a vCPU's state.
 async fn frozen(subject: &Subject) -> Result<Result<(Pod, Frozen), String>> {
     let pod = Pod::new("template");
     let dir = pod.path("frozen");
     fs::create_dir(&dir)?;
     let spec = VmSpec { memory_file: Some(dir.join(MEMORY)), ..pod.halting_spec() };
-    let machine = subject.vmm(&pod, vm_config()).await?.boot(&spec).await?;
+    let vm = subject.vmm(&pod, vm_config()).await?.boot(&spec).await?;
     // As the daemon has one, open at the freeze.
     let session = match subject {
         Subject::Double(_) => {
-            let mut guest = Guest::of(machine.as_ref()).await;
+            let mut guest = Guest::of(vm.as_ref()).await;
             ensure!(guest.ask("hello").await == "hello host");
             Some(guest)
         }
         Subject::Real(_) => None,
     };
     drop(session);
-    let frozen = machine.freeze(&dir).await;
-    machine.kill().await?;
+    let frozen = vm.freeze(&dir).await;
+    vm.kill().await?;
     match (frozen, subject, kvm_unusable()) {
         (Err(VmmError::Refused { reason, .. }), Subject::Real(_), Some(why)) if reason.contains("vCPU") => {
             return Ok(Err(why.to_owned()));
@@ -245,7 +245,7 @@ async fn frozen(subject: &Subject) -> Result<Result<(Pod, Frozen), String>> {
     Ok(Ok((pod, sealed(dir))))
 }
 
-async fn a_frozen_machine_goes_on_as_a_copy(subject: Subject) -> Result<Outcome> {
+async fn a_frozen_vm_goes_on_as_a_copy(subject: Subject) -> Result<Outcome> {
     let (template, frozen) = match frozen(&subject).await? {
         Ok(frozen) => frozen,
         Err(why) => return Ok(Outcome::Skipped(why)),
@@ -255,10 +255,10 @@ async fn a_frozen_machine_goes_on_as_a_copy(subject: Subject) -> Result<Outcome>
     let (pod, somebody) = (Pod::new("copy"), Pod::new("somebody"));
     let spec = VmSpec { background: true, ..pod.halting_spec() };
     let vmm = subject.vmm(&pod, vm_config()).await?;
-    let machine = vmm.restore(&spec, &frozen).await?;
+    let vm = vmm.restore(&spec, &frozen).await?;
     let info = Api::new(&spec.run_dir, LONG).info().await?;
     ensure!(info.state == VmState::Paused, "{info:?}");
-    let pid = machine.record().pid;
+    let pid = vm.record().pid;
     ensure!(niceness(pid)? == 10, "its processes don't give way");
     if let Subject::Real(_) = subject {
         let maps = fs::read_to_string(format!("/proc/{pid}/maps"))?;
@@ -267,23 +267,23 @@ async fn a_frozen_machine_goes_on_as_a_copy(subject: Subject) -> Result<Outcome>
     }
 
     let run_dir = somebody.path("run");
-    let assigned = machine.assign(&"somebody".parse()?, &run_dir)?;
-    ensure!(niceness(pid)? == 0, "a pod's machine gives way");
+    let assigned = vm.assign(&"somebody".parse()?, &run_dir)?;
+    ensure!(niceness(pid)? == 0, "a pod's VM gives way");
     assigned.resume().await?;
     let record = assigned.record();
     ensure!((record.pod.as_str(), &record.run_dir, record.pid) == ("somebody", &run_dir, pid), "{record:?}");
-    ensure!(!spec.run_dir.exists(), "the machine's directory was not moved");
-    drop((machine, assigned));
-    let machine = vmm.adopt(&record).await?.context("it is found where it was moved to")?;
+    ensure!(!spec.run_dir.exists(), "the VM's directory was not moved");
+    drop((vm, assigned));
+    let vm = vmm.adopt(&record).await?.context("it is found where it was moved to")?;
     let info = Api::new(&run_dir, LONG).info().await?;
     ensure!(info.state == VmState::Running, "{info:?}");
-    machine.attach_disk(&pod.disk("late")).await?;
+    vm.attach_disk(&pod.disk("late")).await?;
     if let Subject::Double(_) = subject {
         // The real one's guest, which has an agent, is in `pods`.
-        let mut guest = Guest::of(machine.as_ref()).await;
+        let mut guest = Guest::of(vm.as_ref()).await;
         ensure!(guest.ask("hello").await == "hello host", "a copy without an agent");
     }
-    machine.kill().await?;
+    vm.kill().await?;
     drop(template);
     Ok(Outcome::Done)
 }
@@ -296,8 +296,8 @@ async fn a_vmm_is_jailed(subject: Subject) -> Result<Outcome> {
     let copied = Pod::new("copied");
     let vmm = subject.vmm(&copied, vm_config()).await?;
     let (booted, copy) = (Running::of(&subject).await?, vmm.restore(&copied.halting_spec(), &frozen).await?);
-    let users = [&booted.machine, &copy].map(|machine| is_jailed(machine.as_ref(), true, true));
-    ensure!(users[0] != users[1], "two machines are of one user");
+    let users = [&booted.vm, &copy].map(|vm| is_jailed(vm.as_ref(), true, true));
+    ensure!(users[0] != users[1], "two VMs are of one user");
     copy.kill().await?;
     drop(template);
     booted.end().await
@@ -358,7 +358,7 @@ async fn cpus_are_added_up_to_the_most(subject: Subject) -> Result<Outcome> {
 async fn the_vmm_ends_when_told_to(subject: Subject) -> Result<Outcome> {
     let running = Running::of(&subject).await?;
     running.api.shutdown_vmm().await?;
-    let exit = tokio::time::timeout(LONG, running.machine.exited()).await.context("the VMM lives on")?;
+    let exit = tokio::time::timeout(LONG, running.vm.exited()).await.context("the VMM lives on")?;
     ensure!(exit.how == "exited with status 0", "{exit:?}");
     running.end().await
 }
@@ -366,14 +366,14 @@ async fn the_vmm_ends_when_told_to(subject: Subject) -> Result<Outcome> {
 async fn a_killed_vmm_is_one_error_with_its_call_and_end(subject: Subject) -> Result<Outcome> {
     let running = Running::of(&subject).await?;
     let disk = running.pod.disk("late");
-    kill(running.machine.as_ref())?;
-    let error = running.machine.attach_disk(&disk).await.err().context("a dead machine took a disk")?;
+    kill(running.vm.as_ref())?;
+    let error = running.vm.attach_disk(&disk).await.err().context("a dead VM took a disk")?;
     ensure!(
         matches!(&error, VmmError::Died { call, how, .. }
             if call.contains("as disk late") && how == "was killed by signal 9"),
         "{error:?}"
     );
-    ensure!(running.machine.agent_stream().await.is_err(), "a dead machine has an agent");
+    ensure!(running.vm.agent_stream().await.is_err(), "a dead VM has an agent");
     running.end().await
 }
 
@@ -381,7 +381,7 @@ async fn a_vmm_without_its_socket_is_told_from_a_dead_one(subject: Subject) -> R
     let running = Running::of(&subject).await?;
     let socket = running.spec.run_dir.join("control.sock");
     fs::remove_file(&socket)?;
-    let error = running.machine.detach_disk("any").await.err().context("asked without a socket")?;
+    let error = running.vm.detach_disk("any").await.err().context("asked without a socket")?;
     ensure!(
         matches!(&error, VmmError::Host { action: "connect to", path, .. } if *path == socket),
         "{error:?}"
@@ -389,20 +389,20 @@ async fn a_vmm_without_its_socket_is_told_from_a_dead_one(subject: Subject) -> R
     running.end().await
 }
 
-async fn a_machine_outlives_its_daemon(subject: Subject) -> Result<Outcome> {
-    let Running { pod, spec, vmm, machine, api } = Running::of(&subject).await?;
-    let record = machine.record();
-    drop(machine);
-    let machine = vmm.adopt(&record).await?.context("the machine outlived its handle")?;
-    ensure!(machine.record() == record);
+async fn a_vm_outlives_its_daemon(subject: Subject) -> Result<Outcome> {
+    let Running { pod, spec, vmm, vm, api } = Running::of(&subject).await?;
+    let record = vm.record();
+    drop(vm);
+    let vm = vmm.adopt(&record).await?.context("the VM outlived its handle")?;
+    ensure!(vm.record() == record);
     ensure!(api.info().await?.state == VmState::Running);
-    let again = vmm.adopt(&sandboxer_vmm::MachineRecord { start_time: 1, ..record.clone() }).await?;
-    ensure!(again.is_none(), "a pid alone was taken for the machine");
-    kill(machine.as_ref())?;
-    let exit = tokio::time::timeout(LONG, machine.exited()).await.context("the end is seen")?;
+    let again = vmm.adopt(&sandboxer_vmm::VmRecord { start_time: 1, ..record.clone() }).await?;
+    ensure!(again.is_none(), "a pid alone was taken for the VM");
+    kill(vm.as_ref())?;
+    let exit = tokio::time::timeout(LONG, vm.exited()).await.context("the end is seen")?;
     ensure!(exit.how == "is gone", "{exit:?}");
-    machine.kill().await?;
-    ensure!(vmm.adopt(&record).await?.is_none(), "a dead machine was adopted");
+    vm.kill().await?;
+    ensure!(vmm.adopt(&record).await?.is_none(), "a dead VM was adopted");
     drop((pod, spec));
     Ok(Outcome::Done)
 }
@@ -410,17 +410,17 @@ async fn a_machine_outlives_its_daemon(subject: Subject) -> Result<Outcome> {
 async fn nothing_is_left_but_logs(subject: Subject) -> Result<Outcome> {
     let running = Running::of(&subject).await?;
     let disk = running.pod.disk("late");
-    running.machine.attach_disk(&disk).await?;
-    let twice = running.machine.attach_disk(&disk).await.err().context("a disk was plugged in twice")?;
+    running.vm.attach_disk(&disk).await?;
+    let twice = running.vm.attach_disk(&disk).await.err().context("a disk was plugged in twice")?;
     ensure!(matches!(&twice, VmmError::Refused { .. }), "{twice:?}");
-    running.machine.kill().await?;
+    running.vm.kill().await?;
     let left = left_in(&running.spec)?;
     ensure!(left.iter().all(|name| name.ends_with(".log")), "{left:?}");
     fs::remove_dir_all(&running.spec.run_dir).context("nothing is mounted there")?;
     Ok(Outcome::Done)
 }
 
-/// Names in a machine's directory.
+/// Names in a VM's directory.
 pub fn left_in(spec: &VmSpec) -> Result<Vec<String>> {
     fs::read_dir(&spec.run_dir)?.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
 }
@@ -430,7 +430,7 @@ fn is_address(device: &PciDevice) -> bool {
     device.bdf.starts_with("0000:00:") && device.bdf.ends_with(".0") && device.bdf.len() == 12
 }
 
-fn kill(machine: &dyn Machine) -> Result<()> {
-    let pid = Pid::from_raw(machine.record().pid.try_into()?).context("a VMM has a pid")?;
+fn kill(vm: &dyn Vm) -> Result<()> {
+    let pid = Pid::from_raw(vm.record().pid.try_into()?).context("a VMM has a pid")?;
     Ok(kill_process(pid, Signal::KILL)?)
 }

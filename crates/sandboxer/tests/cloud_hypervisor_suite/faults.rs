@@ -14,7 +14,7 @@ use crate::{
     listed,
     test_guest::{
         Guest, Pod,
-        contract::{copies_of_a_frozen_machine_are_machines, keeps_the_contract},
+        contract::{copies_of_a_frozen_vm_are_vms, keeps_the_contract},
         vm_config,
     },
 };
@@ -23,7 +23,7 @@ pub fn trials() -> Vec<Trial> {
     let cases: [Case; _] = listed![
         the_contract_of_all_vmms_is_kept,
         a_guest_that_resets_itself_is_ended,
-        a_daemon_that_chose_another_vmm_takes_the_machine_up,
+        a_daemon_that_chose_another_vmm_takes_the_vm_up,
         a_vmm_that_is_missing_is_named,
         a_vmm_that_dies_while_it_starts_leaves_nothing,
         a_start_that_is_refused_leaves_nothing,
@@ -46,28 +46,28 @@ async fn the_contract_of_all_vmms_is_kept(subject: Subject) -> Result<Outcome> {
     let pod = Pod::new("program");
     let vmm = subject.vmm(&pod, vm_config()).await?;
     keeps_the_contract(&vmm, Pod::halting_spec).await;
-    copies_of_a_frozen_machine_are_machines(&vmm, Pod::halting_spec).await;
+    copies_of_a_frozen_vm_are_vms(&vmm, Pod::halting_spec).await;
     Ok(Outcome::Done)
 }
 
 async fn a_guest_that_resets_itself_is_ended(subject: Subject) -> Result<Outcome> {
     let running = Running::of(&subject).await?;
-    Guest::of(running.machine.as_ref()).await.tell("panic").await;
-    let exit = tokio::time::timeout(LONG, running.machine.exited()).await.context("it was booted again")?;
+    Guest::of(running.vm.as_ref()).await.tell("panic").await;
+    let exit = tokio::time::timeout(LONG, running.vm.exited()).await.context("it was booted again")?;
     ensure!(exit.how == "was ended after its guest had reset itself", "{exit:?}");
     ensure!(exit.last_lines.iter().any(|line| line.contains("Kernel panic")), "{exit:?}");
     running.end().await
 }
 
-async fn a_daemon_that_chose_another_vmm_takes_the_machine_up(subject: Subject) -> Result<Outcome> {
+async fn a_daemon_that_chose_another_vmm_takes_the_vm_up(subject: Subject) -> Result<Outcome> {
     let running = Running::of(&subject).await?;
     let config = VmConfig { vmm: VmmChoice::Qemu, accelerator: Accelerator::Tcg, ..vm_config() };
     let other = sandboxer_vmm::detect(&config).await?;
     ensure!(other.info().name == "qemu");
-    let record = running.machine.record();
-    let machine = other.adopt(&record).await?.context("the machine runs")?;
-    machine.attach_disk(&running.pod.disk("late")).await?;
-    let mut guest = Guest::of(machine.as_ref()).await;
+    let record = running.vm.record();
+    let vm = other.adopt(&record).await?.context("the VM runs")?;
+    vm.attach_disk(&running.pod.disk("late")).await?;
+    let mut guest = Guest::of(vm.as_ref()).await;
     ensure!(guest.ask("await late").await == "disk late ro=0 starts with late");
     running.end().await
 }
@@ -134,7 +134,7 @@ async fn failing_boot(subject: Subject, config: VmConfig) -> Result<VmmError> {
     Ok(error)
 }
 
-/// A VMM is marked with the directory of its machine.
+/// A VMM is marked with the directory of its VM.
 async fn no_process_works_in(run_dir: &Path) -> Result<()> {
     let nowhere = Path::new("/nonexistent");
     let at_work = || {
@@ -204,5 +204,5 @@ async fn an_endless_answer_is_cut(_: Subject) -> Result<Outcome> {
 }
 
 async fn attach(running: &Running) -> Result<VmmError> {
-    running.machine.attach_disk(&running.pod.disk("late")).await.err().context("a disk was plugged in")
+    running.vm.attach_disk(&running.pod.disk("late")).await.err().context("a disk was plugged in")
 }

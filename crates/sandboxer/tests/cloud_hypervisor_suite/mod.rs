@@ -20,7 +20,7 @@ use anyhow::{Context, Result, bail};
 use libtest_mimic::{Completion, Failed, Trial};
 use sandboxer_config::VmConfig;
 use sandboxer_vmm::{
-    Machine, VmSpec, Vmm,
+    Vm, VmSpec, Vmm,
     cloud_hypervisor::{
         CloudHypervisor,
         api::{Api, ApiError},
@@ -35,7 +35,7 @@ use crate::{
 
 /// Where the real binary is, if there is one.
 const REAL: &str = "CLOUD_HYPERVISOR";
-/// Far beyond anything these tests wait for on a busy machine.
+/// Far beyond anything these tests wait for on a busy host.
 const LONG: Duration = Duration::from_secs(90);
 
 /// Who is tested.
@@ -86,17 +86,17 @@ impl Subject {
     }
 }
 
-/// A machine that runs, and its VMM's API.
+/// A VM that runs, and its VMM's API.
 pub struct Running {
     pub pod: Pod,
     pub spec: VmSpec,
     pub vmm: CloudHypervisor,
-    pub machine: Arc<dyn Machine>,
+    pub vm: Arc<dyn Vm>,
     pub api: Api,
 }
 
 impl Running {
-    /// Boots a machine whose guest does nothing.
+    /// Boots a VM whose guest does nothing.
     pub async fn of(subject: &Subject) -> Result<Self> {
         Self::with(subject, vm_config()).await
     }
@@ -105,19 +105,19 @@ impl Running {
         let pod = Pod::new("contract");
         let spec = pod.halting_spec();
         let vmm = subject.vmm(&pod, config).await?;
-        let machine = vmm.boot(&spec).await?;
+        let vm = vmm.boot(&spec).await?;
         let api = Api::new(&spec.run_dir, LONG);
-        Ok(Self { pod, spec, vmm, machine, api })
+        Ok(Self { pod, spec, vmm, vm, api })
     }
 
     /// Where this process finds what its VMM finds in `/run`.
     pub fn in_room(&self, name: &str) -> PathBuf {
-        PathBuf::from(format!("/proc/{}/root/run", self.machine.record().pid)).join(name)
+        PathBuf::from(format!("/proc/{}/root/run", self.vm.record().pid)).join(name)
     }
 
     /// Ends it all.
     pub async fn end(self) -> Result<Outcome> {
-        self.machine.kill().await?;
+        self.vm.kill().await?;
         Ok(Outcome::Done)
     }
 }

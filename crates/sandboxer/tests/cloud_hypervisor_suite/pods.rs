@@ -17,7 +17,7 @@ use sandboxer_protocol::{
     link::LinkKey,
     share::{Head, REQUEST_HEAD, SLOTS, opcode, u32_at},
 };
-use sandboxer_vmm::{MEMORY, Machine, ShareWay, VmSpec, Vmm, cloud_hypervisor::CloudHypervisor};
+use sandboxer_vmm::{MEMORY, ShareWay, Vm, VmSpec, Vmm, cloud_hypervisor::CloudHypervisor};
 
 use super::{Case, LONG, Outcome, Subject, kvm_unusable, skipped, trial};
 use crate::{
@@ -30,7 +30,7 @@ pub fn trials() -> Vec<Trial> {
         the_agent_is_ready_and_the_guest_powers_off,
         the_agent_is_greeted_anew_by_the_next_daemon,
         a_disk_is_let_go_of,
-        a_copy_of_a_frozen_machine_answers_its_agent,
+        a_copy_of_a_frozen_vm_answers_its_agent,
         a_guest_asks_for_files_by_streams_that_the_daemon_has_no_part_in,
     ];
     let ready = match (Subject::real(), kvm_unusable()) {
@@ -58,7 +58,7 @@ fn is_virtual_time() -> bool {
     std::env::var("SANDBOXER_CLOCK").is_ok_and(|clock| clock == "virtual")
 }
 
-/// A pod's machine, not yet running.
+/// A pod's VM, not yet running.
 struct Guest {
     config: VmConfig,
     vmm: CloudHypervisor,
@@ -74,13 +74,9 @@ impl Guest {
         Ok(Self { vmm: subject.vmm(&pod, config.clone()).await?, config, spec, pod })
     }
 
-    async fn greet(&self, machine: &dyn Machine) -> Result<sandboxer_guest::Agent> {
-        let greeting = sandboxer_guest::connect(
-            &self.spec.pod,
-            machine,
-            &self.spec.boot.link_key,
-            self.config.agent_timeout,
-        );
+    async fn greet(&self, vm: &dyn Vm) -> Result<sandboxer_guest::Agent> {
+        let greeting =
+            sandboxer_guest::connect(&self.spec.pod, vm, &self.spec.boot.link_key, self.config.agent_timeout);
         let (agent, ready) = tokio::time::timeout(LONG, greeting).await.context("the agent is silent")??;
         ensure!(!ready.kernel_release.is_empty(), "{ready:?}");
         Ok(agent)
@@ -89,39 +85,39 @@ impl Guest {
 
 async fn the_agent_is_ready_and_the_guest_powers_off(subject: Subject) -> Result<Outcome> {
     let guest = Guest::of(&subject).await?;
-    let machine = guest.vmm.boot(&guest.spec).await?;
-    let agent = guest.greet(machine.as_ref()).await?;
+    let vm = guest.vmm.boot(&guest.spec).await?;
+    let agent = guest.greet(vm.as_ref()).await?;
     agent.configure_pod(ConfigurePodRequest { hostname: "pod".into(), ..Default::default() }).await?;
     agent.power_off().await;
-    let exit = tokio::time::timeout(LONG, machine.exited()).await.context("the guest is still on")?;
+    let exit = tokio::time::timeout(LONG, vm.exited()).await.context("the guest is still on")?;
     ensure!(exit.how == "exited with status 0", "{exit:?}");
-    machine.kill().await?;
+    vm.kill().await?;
     Ok(Outcome::Done)
 }
 
 async fn the_agent_is_greeted_anew_by_the_next_daemon(subject: Subject) -> Result<Outcome> {
     let guest = Guest::of(&subject).await?;
-    let machine = guest.vmm.boot(&guest.spec).await?;
-    guest.greet(machine.as_ref()).await?;
-    let record = machine.record();
-    drop(machine);
-    let machine = guest.vmm.adopt(&record).await?.context("the machine outlived its handle")?;
-    guest.greet(machine.as_ref()).await?;
-    machine.kill().await?;
+    let vm = guest.vmm.boot(&guest.spec).await?;
+    guest.greet(vm.as_ref()).await?;
+    let record = vm.record();
+    drop(vm);
+    let vm = guest.vmm.adopt(&record).await?.context("the VM outlived its handle")?;
+    guest.greet(vm.as_ref()).await?;
+    vm.kill().await?;
     Ok(Outcome::Done)
 }
 
 /// As a template is made and used: a session is open at the freeze, and each copy is greeted.
-async fn a_copy_of_a_frozen_machine_answers_its_agent(subject: Subject) -> Result<Outcome> {
+async fn a_copy_of_a_frozen_vm_answers_its_agent(subject: Subject) -> Result<Outcome> {
     let guest = Guest::of(&subject).await?;
     let dir = guest.pod.path("frozen");
     fs::create_dir(&dir)?;
     let spec = VmSpec { memory_file: Some(dir.join(MEMORY)), ..guest.spec.clone() };
-    let machine = guest.vmm.boot(&spec).await?;
-    let session = guest.greet(machine.as_ref()).await?;
+    let vm = guest.vmm.boot(&spec).await?;
+    let session = guest.greet(vm.as_ref()).await?;
     drop(session);
-    machine.freeze(&dir).await?;
-    machine.kill().await?;
+    vm.freeze(&dir).await?;
+    vm.kill().await?;
     let frozen = sealed(dir);
     for name in ["one", "two"] {
         let pod = Pod::new(name);
@@ -145,17 +141,17 @@ async fn a_guest_asks_for_files_by_streams_that_the_daemon_has_no_part_in(
     subject: Subject,
 ) -> Result<Outcome> {
     let guest = Guest::of(&subject).await?;
-    let machine = guest.vmm.boot(&guest.spec).await?;
-    let agent = guest.greet(machine.as_ref()).await?;
-    let listener = machine.listen_for_shares()?;
+    let vm = guest.vmm.boot(&guest.spec).await?;
+    let agent = guest.greet(vm.as_ref()).await?;
+    let listener = vm.listen_for_shares()?;
     ensure!(listener.way == ShareWay::Streams, "{listener:?}");
-    machine.connect_shares().await?;
+    vm.connect_shares().await?;
     ensure!(agent.mount_shares("", Some(&KEY)).await?, "the agent carries no requests");
     drop(agent);
     let serve = tokio::task::spawn_blocking(move || answer_one(&UnixListener::from(listener.socket)));
     let asked = tokio::time::timeout(LONG, serve).await.context("the guest asks for nothing")???;
     ensure!(asked == opcode::INIT, "the first request is of kind {asked}");
-    machine.kill().await?;
+    vm.kill().await?;
     Ok(Outcome::Done)
 }
 
@@ -184,12 +180,12 @@ fn answer_one(listener: &UnixListener) -> io::Result<u32> {
 
 async fn a_disk_is_let_go_of(subject: Subject) -> Result<Outcome> {
     let guest = Guest::of(&subject).await?;
-    let machine = guest.vmm.boot(&guest.spec).await?;
-    guest.greet(machine.as_ref()).await?;
+    let vm = guest.vmm.boot(&guest.spec).await?;
+    guest.greet(vm.as_ref()).await?;
     let disk = guest.pod.disk("late");
-    machine.attach_disk(&disk).await?;
-    machine.detach_disk("late").await?;
-    machine.attach_disk(&disk).await.context("its serial is free again")?;
-    machine.kill().await?;
+    vm.attach_disk(&disk).await?;
+    vm.detach_disk("late").await?;
+    vm.attach_disk(&disk).await.context("its serial is free again")?;
+    vm.kill().await?;
     Ok(Outcome::Done)
 }

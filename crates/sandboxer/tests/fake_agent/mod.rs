@@ -31,7 +31,7 @@ const PIECE: usize = 5000;
 /// A container whose id begins so is never made.
 pub const HANGS: &str = "hangs";
 
-/// Containers and execs of one fake guest; lives as long as its machine, across sessions.
+/// Containers and execs of one fake guest; lives as long as its VM, across sessions.
 #[derive(Clone, Default)]
 pub struct FakeAgent {
     /// By container and exec; the container's own has an empty one.

@@ -102,7 +102,7 @@ impl Nature {
         Self::NeverTakesAnswers,
     ];
 
-    /// Whether a machine with such an agent becomes a pod at all.
+    /// Whether a VM with such an agent becomes a pod at all.
     pub fn gets_ready(self) -> bool {
         !matches!(self, Self::NeverGreets | Self::OtherVersion)
     }

@@ -14,7 +14,7 @@ use nix::net::if_::if_nametoindex;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use sandboxer_host::network::{namespace, tap};
 use sandboxer_process::confinement::Confinement;
-use sandboxer_vmm::{AgentStream, DiskSpec, Frozen, MEMORY, Machine, MachineRecord, VmSpec, Vmm, VmmError};
+use sandboxer_vmm::{AgentStream, DiskSpec, Frozen, MEMORY, Vm, VmRecord, VmSpec, Vmm, VmmError};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     time::timeout,
@@ -22,11 +22,11 @@ use tokio::{
 
 use super::{Guest, Pod, share_server::ShareServer};
 
-/// Far beyond anything these tests wait for on a busy machine.
+/// Far beyond anything these tests wait for on a busy host.
 const LONG: Duration = Duration::from_secs(90);
 
-/// A machine's network interface is its tap, which goes with it.
-pub async fn a_tap_is_held_as_long_as_the_machine_runs(
+/// A VM's network interface is its tap, which goes with it.
+pub async fn a_tap_is_held_as_long_as_the_vm_runs(
     vmm: &dyn Vmm,
     spec: fn(&Pod) -> VmSpec,
     look: impl AsyncFnOnce(Guest),
@@ -35,73 +35,72 @@ pub async fn a_tap_is_held_as_long_as_the_machine_runs(
     let network = namespace::fresh().expect("only root makes network namespaces");
     let tap = namespace::within(&network, || tap::open(c"tap")).unwrap();
     let is_there = || namespace::within(&network, || Ok::<_, std::io::Error>(if_nametoindex("tap")?)).is_ok();
-    let machine =
-        vmm.boot(&VmSpec { nics: 1, taps: vec![Arc::new(tap)], ..spec(&pod) }).await.expect("it boots");
-    look(Guest::of(&*machine).await).await;
+    let vm = vmm.boot(&VmSpec { nics: 1, taps: vec![Arc::new(tap)], ..spec(&pod) }).await.expect("it boots");
+    look(Guest::of(&*vm).await).await;
     assert!(is_there(), "nobody holds the tap");
-    machine.kill().await.unwrap();
-    assert!(!is_there(), "the tap outlived its machine");
+    vm.kill().await.unwrap();
+    assert!(!is_there(), "the tap outlived its VM");
 }
 
-/// Holds a VMM to its word. `spec` makes of a pod a machine whose guest answers as `init.sh` does.
+/// Holds a VMM to its word. `spec` makes of a pod a VM whose guest answers as `init.sh` does.
 pub async fn keeps_the_contract(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec) {
     let pod = Pod::new("contract");
     let (first, second) = (pod.disk("first"), pod.disk("second"));
-    let machine = vmm.boot(&spec(&pod)).await.expect("the machine boots");
-    let mut guest = Guest::of(&*machine).await;
+    let vm = vmm.boot(&spec(&pod)).await.expect("the VM boots");
+    let mut guest = Guest::of(&*vm).await;
     assert_eq!(guest.ask("hello").await, "hello host");
 
-    disks_come_and_go(&*machine, &mut guest, &first, &second).await;
-    the_last_stream_wins(&*machine, guest).await;
+    disks_come_and_go(&*vm, &mut guest, &first, &second).await;
+    the_last_stream_wins(&*vm, guest).await;
 
     // As if the daemon died: all it has is the record.
-    let record = machine.record();
-    drop(machine);
+    let record = vm.record();
+    drop(vm);
     let stored = serde_json::to_string(&record).unwrap();
-    let record: MachineRecord = serde_json::from_str(&stored).unwrap();
-    let machine = vmm.adopt(&record).await.unwrap().expect("the machine outlived its handle");
-    assert_eq!(machine.record(), record);
-    let mut guest = Guest::of(&*machine).await;
+    let record: VmRecord = serde_json::from_str(&stored).unwrap();
+    let vm = vmm.adopt(&record).await.unwrap().expect("the VM outlived its handle");
+    assert_eq!(vm.record(), record);
+    let mut guest = Guest::of(&*vm).await;
     assert_eq!(guest.ask("hello").await, "hello host");
-    machine.attach_disk(&second).await.expect("an adopted machine takes disks");
+    vm.attach_disk(&second).await.expect("an adopted VM takes disks");
     assert_eq!(guest.ask("await second").await, "disk second ro=0 starts with second");
 
-    let somebody_else = MachineRecord { start_time: record.start_time + 1, ..record.clone() };
-    assert!(vmm.adopt(&somebody_else).await.unwrap().is_none(), "a pid alone was taken for the machine");
+    let somebody_else = VmRecord { start_time: record.start_time + 1, ..record.clone() };
+    assert!(vmm.adopt(&somebody_else).await.unwrap().is_none(), "a pid alone was taken for the VM");
 
-    machine.kill().await.unwrap();
-    machine.kill().await.expect("killing the dead is no error");
-    let exit = timeout(LONG, machine.exited()).await.expect("the end is seen");
-    assert_eq!(timeout(LONG, machine.exited()).await.unwrap(), exit, "the end is told once only");
-    assert!(vmm.adopt(&record).await.unwrap().is_none(), "a dead machine was adopted");
-    assert!(machine.attach_disk(&first).await.is_err(), "a dead machine took a disk");
-    assert!(machine.agent_stream().await.is_err(), "a dead machine has an agent");
+    vm.kill().await.unwrap();
+    vm.kill().await.expect("killing the dead is no error");
+    let exit = timeout(LONG, vm.exited()).await.expect("the end is seen");
+    assert_eq!(timeout(LONG, vm.exited()).await.unwrap(), exit, "the end is told once only");
+    assert!(vmm.adopt(&record).await.unwrap().is_none(), "a dead VM was adopted");
+    assert!(vm.attach_disk(&first).await.is_err(), "a dead VM took a disk");
+    assert!(vm.agent_stream().await.is_err(), "a dead VM has an agent");
 
     a_guest_that_powers_off_is_seen(vmm, spec, false).await;
     a_guest_that_powers_off_is_seen(vmm, spec, true).await;
 }
 
-async fn disks_come_and_go(machine: &dyn Machine, guest: &mut Guest, first: &DiskSpec, second: &DiskSpec) {
+async fn disks_come_and_go(vm: &dyn Vm, guest: &mut Guest, first: &DiskSpec, second: &DiskSpec) {
     let read_only = DiskSpec { read_only: true, ..first.clone() };
-    machine.attach_disk(&read_only).await.expect("a disk is plugged in");
-    machine.attach_disk(second).await.expect("so is another");
+    vm.attach_disk(&read_only).await.expect("a disk is plugged in");
+    vm.attach_disk(second).await.expect("so is another");
     assert_eq!(guest.ask("await second").await, "disk second ro=0 starts with second");
     assert_eq!(guest.ask("await first").await, "disk first ro=1 starts with first");
 
-    let twice = machine.attach_disk(&read_only).await.unwrap_err();
+    let twice = vm.attach_disk(&read_only).await.unwrap_err();
     assert!(matches!(twice, VmmError::Refused { .. }), "{twice}");
     assert_eq!(guest.ask("await first").await, "disk first ro=1 starts with first");
 
     let missing = DiskSpec { serial: "third".into(), path: "/nonexistent/image".into(), read_only: true };
-    let missing = machine.attach_disk(&missing).await.unwrap_err();
+    let missing = vm.attach_disk(&missing).await.unwrap_err();
     assert!(missing.to_string().contains("/nonexistent/image"), "{missing}");
 
-    machine.detach_disk("never-there").await.expect("detaching what isn't there is no error");
-    machine.detach_disk("second").await.expect("a disk is unplugged");
+    vm.detach_disk("never-there").await.expect("detaching what isn't there is no error");
+    vm.detach_disk("second").await.expect("a disk is unplugged");
     assert_eq!(guest.ask("await-gone second").await, "gone second");
-    machine.attach_disk(second).await.expect("its serial is free again");
+    vm.attach_disk(second).await.expect("its serial is free again");
     assert_eq!(guest.ask("await second").await, "disk second ro=0 starts with second");
-    machine.detach_disk("second").await.unwrap();
+    vm.detach_disk("second").await.unwrap();
     assert_eq!(guest.ask("await-gone second").await, "gone second");
 }
 
@@ -110,29 +109,29 @@ pub async fn requests_for_files_have_a_link_of_their_own(vmm: &dyn Vmm, spec: fn
     // State: there it is. Head: 80 bytes, no error, of request 7.
     const ANSWER: &str = "0100000050000000000000000700000000000000";
     let pod = Pod::new("shares");
-    let machine = vmm.boot(&spec(&pod)).await.expect("it boots");
-    let mut guest = Guest::of(&*machine).await;
+    let vm = vmm.boot(&spec(&pod)).await.expect("it boots");
+    let mut guest = Guest::of(&*vm).await;
     assert_eq!(guest.ask("hello").await, "hello host");
-    let _server = ShareServer::start(&pod, machine.listen_for_shares().expect("it listens for shares"));
-    machine.connect_shares().await.expect("the guest gets its end");
+    let _server = ShareServer::start(&pod, vm.listen_for_shares().expect("it listens for shares"));
+    vm.connect_shares().await.expect("the guest gets its end");
     assert_eq!(guest.ask("ask-for-files").await, ANSWER);
-    let record = machine.record();
-    drop((machine, guest));
-    let machine = vmm.adopt(&record).await.unwrap().expect("the machine outlived its handle");
-    let mut guest = Guest::of(&*machine).await;
+    let record = vm.record();
+    drop((vm, guest));
+    let vm = vmm.adopt(&record).await.unwrap().expect("the VM outlived its handle");
+    let mut guest = Guest::of(&*vm).await;
     assert_eq!(guest.ask("ask-for-files").await, ANSWER, "the link ended with the daemon");
     // By a daemon that knows not how far the last one came.
-    machine.connect_shares().await.expect("it is begun anew");
+    vm.connect_shares().await.expect("it is begun anew");
     assert_eq!(guest.ask("ask-for-files").await, ANSWER);
-    machine.pause().await.expect("it holds up nothing");
-    machine.resume().await.unwrap();
+    vm.pause().await.expect("it holds up nothing");
+    vm.resume().await.unwrap();
     assert_eq!(guest.ask("ask-for-files").await, ANSWER);
-    machine.kill().await.unwrap();
+    vm.kill().await.unwrap();
 }
 
-async fn the_last_stream_wins(machine: &dyn Machine, guest: Guest) {
+async fn the_last_stream_wins(vm: &dyn Vm, guest: Guest) {
     let mut old = guest.into_stream();
-    let mut new = Guest::of(machine).await;
+    let mut new = Guest::of(vm).await;
     assert_eq!(new.ask("hello").await, "hello host");
     assert!(is_dead(&mut *old).await, "two streams to one agent");
 }
@@ -142,10 +141,10 @@ async fn is_dead(stream: &mut dyn AgentStream) -> bool {
     read.is_err() && stream.write_all(b"hello\n").await.is_err()
 }
 
-/// Looks at a machine's process as the kernel has it, from outside; its user. `kvm`: it needs the device; `has_room`: it
+/// Looks at a VM's process as the kernel has it, from outside; its user. `kvm`: it needs the device; `has_room`: it
 /// has a directory that it can write to.
-pub fn is_jailed(machine: &dyn Machine, kvm: bool, has_room: bool) -> u32 {
-    let proc = Path::new("/proc").join(machine.record().pid.to_string());
+pub fn is_jailed(vm: &dyn Vm, kvm: bool, has_room: bool) -> u32 {
+    let proc = Path::new("/proc").join(vm.record().pid.to_string());
     let status = fs::read_to_string(proc.join("status")).unwrap();
     let field = |name: &str| -> Vec<&str> {
         let line = status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default();
@@ -191,7 +190,7 @@ pub fn is_jailed(machine: &dyn Machine, kvm: bool, has_room: bool) -> u32 {
         assert!(options.starts_with("ro") || is_room, "{mount} can be written");
     }
     // What people are shown is what is read here, from outside.
-    let seen = Confinement::of(machine.record().pid).unwrap();
+    let seen = Confinement::of(vm.record().pid).unwrap();
     assert_eq!((seen.uid, seen.gid, &seen.groups), (user, user, &groups));
     assert_eq!((seen.capabilities, seen.capability_bounds), (0, 0));
     assert!(seen.no_new_privileges && seen.seccomp == "filter", "{seen:?}");
@@ -202,46 +201,46 @@ pub fn is_jailed(machine: &dyn Machine, kvm: bool, has_room: bool) -> u32 {
     user
 }
 
-/// Holds a VMM that freezes and restores machines to its word, too.
-pub async fn copies_of_a_frozen_machine_are_machines(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec) {
+/// Holds a VMM that freezes and restores VMs to its word, too.
+pub async fn copies_of_a_frozen_vm_are_vms(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec) {
     let frozen = frozen(vmm, spec, |_| async {}).await;
     let (one, two) = (Pod::new("one"), Pod::new("two"));
     let (of_one, of_two) = (spec(&one), spec(&two));
     let of_another_pod =
         VmSpec { pod: of_two.pod, run_dir: of_two.run_dir, boot: of_two.boot, ..of_one.clone() };
     assert_eq!(vmm.template_inputs(&of_one), vmm.template_inputs(&of_another_pod));
-    let mut machines = Vec::new();
+    let mut vms = Vec::new();
     for pod in [&one, &two] {
-        let machine = vmm.restore(&spec(pod), &frozen).await.expect("a machine is restored");
-        machine.resume().await.expect("and goes on");
-        let mut guest = Guest::of(&*machine).await;
+        let vm = vmm.restore(&spec(pod), &frozen).await.expect("a VM is restored");
+        vm.resume().await.expect("and goes on");
+        let mut guest = Guest::of(&*vm).await;
         assert_eq!(guest.ask("hello").await, "hello host");
-        machine.attach_disk(&pod.disk(pod.name())).await.expect("it takes disks");
+        vm.attach_disk(&pod.disk(pod.name())).await.expect("it takes disks");
         let seen = format!("disk {0} ro=0 starts with {0}", pod.name());
         assert_eq!(guest.ask(&format!("await {}", pod.name())).await, seen);
-        machines.push((machine, guest));
+        vms.push((vm, guest));
     }
-    assert_eq!(machines[0].1.ask("await-gone two").await, "gone two", "one guest has the other's disk");
+    assert_eq!(vms[0].1.ask("await-gone two").await, "gone two", "one guest has the other's disk");
 
-    // A machine that was nobody's becomes a pod's.
-    let (nobodys, guest) = machines.remove(0);
+    // A VM that was nobody's becomes a pod's.
+    let (nobodys, guest) = vms.remove(0);
     nobodys.pause().await.unwrap();
     let pod = Pod::new("somebody");
-    let machine = nobodys.assign(&"somebody".parse().unwrap(), &pod.path("run")).unwrap();
-    machine.resume().await.unwrap();
-    let record = machine.record();
+    let vm = nobodys.assign(&"somebody".parse().unwrap(), &pod.path("run")).unwrap();
+    vm.resume().await.unwrap();
+    let record = vm.record();
     assert_eq!((record.pod.as_str(), &record.run_dir), ("somebody", &pod.path("run")));
-    assert!(!one.path("run").exists(), "the machine's directory was not moved");
-    drop((nobodys, machine, guest));
-    let machine = vmm.adopt(&record).await.unwrap().expect("it is found where it was moved to");
-    let mut guest = Guest::of(&*machine).await;
+    assert!(!one.path("run").exists(), "the VM's directory was not moved");
+    drop((nobodys, vm, guest));
+    let vm = vmm.adopt(&record).await.unwrap().expect("it is found where it was moved to");
+    let mut guest = Guest::of(&*vm).await;
     assert_eq!(guest.ask("hello").await, "hello host");
-    for machine in [machine, machines.remove(0).0] {
-        machine.kill().await.unwrap();
+    for vm in [vm, vms.remove(0).0] {
+        vm.kill().await.unwrap();
     }
 }
 
-/// A machine that was frozen after `before` had its way with the guest.
+/// A VM that was frozen after `before` had its way with the guest.
 pub async fn frozen<F: Future<Output = ()>>(
     vmm: &dyn Vmm,
     spec: fn(&Pod) -> VmSpec,
@@ -250,19 +249,17 @@ pub async fn frozen<F: Future<Output = ()>>(
     let pod = Pod::new("template");
     let dir = pod.path("frozen");
     fs::create_dir(&dir).unwrap();
-    let machine = vmm
-        .boot(&VmSpec { memory_file: Some(dir.join(MEMORY)), ..spec(&pod) })
-        .await
-        .expect("a machine boots");
-    let mut guest = Guest::of(&*machine).await;
+    let vm =
+        vmm.boot(&VmSpec { memory_file: Some(dir.join(MEMORY)), ..spec(&pod) }).await.expect("a VM boots");
+    let mut guest = Guest::of(&*vm).await;
     assert_eq!(guest.ask("hello").await, "hello host");
     before(guest).await;
-    machine.freeze(&dir).await.expect("it is frozen");
-    machine.kill().await.unwrap();
+    vm.freeze(&dir).await.expect("it is frozen");
+    vm.kill().await.unwrap();
     sealed(dir)
 }
 
-/// What a machine was frozen into, in memory that nobody can change any more.
+/// What a VM was frozen into, in memory that nobody can change any more.
 pub fn sealed(dir: PathBuf) -> Frozen {
     let files = fs::read_dir(&dir).unwrap().map(|entry| {
         let (entry, name) = entry.map(|entry| (entry.path(), entry.file_name())).unwrap();
@@ -278,18 +275,18 @@ pub fn sealed(dir: PathBuf) -> Frozen {
 
 async fn a_guest_that_powers_off_is_seen(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec, adopted: bool) {
     let pod = Pod::new("powers-off");
-    let mut machine = vmm.boot(&spec(&pod)).await.unwrap();
-    let mut guest = Guest::of(&*machine).await;
+    let mut vm = vmm.boot(&spec(&pod)).await.unwrap();
+    let mut guest = Guest::of(&*vm).await;
     assert_eq!(guest.ask("hello").await, "hello host");
     if adopted {
-        let record = machine.record();
-        drop((machine, guest));
-        machine = vmm.adopt(&record).await.unwrap().expect("the machine runs");
-        guest = Guest::of(&*machine).await;
+        let record = vm.record();
+        drop((vm, guest));
+        vm = vmm.adopt(&record).await.unwrap().expect("the VM runs");
+        guest = Guest::of(&*vm).await;
     }
     guest.tell("power-off").await;
-    let exit = timeout(LONG, machine.exited()).await.expect("the end is seen");
+    let exit = timeout(LONG, vm.exited()).await.expect("the end is seen");
     assert!(adopted || exit.how == "exited with status 0", "{exit:?}");
     assert!(exit.last_lines.iter().any(|line| line.contains("guest says goodbye")), "{exit:?}");
-    machine.kill().await.unwrap();
+    vm.kill().await.unwrap();
 }

@@ -3,7 +3,7 @@
 /// An ELF of one page at 1 MiB, with the PVH note that names its entry.
 pub const ELF: [u8; 0x200] = {
     let mut elf = [0; 0x200];
-    // Identification: 64 bits, little-endian; type executable, machine x86-64.
+    // Identification: 64 bits, little-endian; type executable, VM x86-64.
     put(&mut elf, 0x00, &[0x7f, b'E', b'L', b'F', 2, 1, 1]);
     put(&mut elf, 0x10, &[2, 0, 62, 0, 1, 0, 0, 0]);
     // Entry, and where the two program headers are.

@@ -18,7 +18,7 @@ use std::{
 use sandboxer_config::{Accelerator, VmConfig, VmmChoice};
 use sandboxer_process::strays;
 use sandboxer_protocol::{boot::BootParams, link::LinkKey};
-use sandboxer_vmm::{AgentStream, DiskSpec, Machine, VmSpec, qemu::Qemu};
+use sandboxer_vmm::{AgentStream, DiskSpec, Vm, VmSpec, qemu::Qemu};
 use sandboxer_vmm_fake::FakeGuest;
 use tempfile::TempDir;
 use tokio::{
@@ -81,8 +81,8 @@ async fn ask_for_files(shares: &Path) -> String {
 pub struct Guest(BufReader<Box<dyn AgentStream>>);
 
 impl Guest {
-    pub async fn of(machine: &dyn Machine) -> Self {
-        Self(BufReader::new(machine.agent_stream().await.expect("the agent has a stream")))
+    pub async fn of(vm: &dyn Vm) -> Self {
+        Self(BufReader::new(vm.agent_stream().await.expect("the agent has a stream")))
     }
 
     pub async fn tell(&mut self, line: &str) {
@@ -122,12 +122,12 @@ impl Pod {
         self.dir.path().join(name)
     }
 
-    /// A machine with the guest of `init.sh`.
+    /// A VM with the guest of `init.sh`.
     pub fn spec(&self) -> VmSpec {
         self.spec_of(built("vmlinux"), self.initramfs())
     }
 
-    /// A machine whose guest halts at once.
+    /// A VM whose guest halts at once.
     pub fn halting_spec(&self) -> VmSpec {
         let (kernel, initramfs) = (self.path("halting"), self.path("nothing"));
         fs::write(&kernel, halting_kernel::ELF).unwrap();
@@ -138,7 +138,7 @@ impl Pod {
         self.spec_of(kernel, initramfs)
     }
 
-    /// A machine with this guest.
+    /// A VM with this guest.
     pub fn spec_of(&self, kernel: PathBuf, initramfs: PathBuf) -> VmSpec {
         VmSpec {
             pod: self.name.parse().unwrap(),
@@ -257,7 +257,7 @@ fn accelerator() -> Accelerator {
     }
 }
 
-/// How tests run machines.
+/// How tests run VMs.
 pub fn vm_config() -> VmConfig {
     VmConfig {
         idle_cgroup: String::new(),

@@ -24,7 +24,7 @@ use sandboxer_protocol::{
 use sandboxer_vmm_fake::FakeVmm;
 use tempfile::TempDir;
 
-/// A node whose machines run nothing.
+/// A node whose VMs run nothing.
 pub struct TestNode {
     pub node: Arc<DaemonState>,
     pub vmm: Arc<FakeVmm>,

@@ -29,7 +29,7 @@ use super::{
     wire::{Counters, Device, Disk, Fs, Net, PciDevice, Ping, Resize, Restore, Snapshot, VmConfig, VmInfo},
 };
 
-/// The API's socket, in the machine's directory.
+/// The API's socket, in the VM's directory.
 pub const SOCKET: &str = "control.sock";
 /// Most bytes of an answer's body.
 const MAX_ANSWER: usize = 1 << 20;
@@ -82,17 +82,17 @@ impl Api {
         self.get("vmm.ping").await
     }
 
-    /// Describes the machine. It doesn't run yet.
+    /// Describes the VM. It doesn't run yet.
     pub async fn create(&self, config: &VmConfig) -> Result<(), ApiError> {
         self.put("vm.create", Some(config)).await
     }
 
-    /// Runs the machine.
+    /// Runs the VM.
     pub async fn boot(&self) -> Result<(), ApiError> {
         self.act("vm.boot").await
     }
 
-    /// What the machine is doing.
+    /// What the VM is doing.
     pub async fn info(&self) -> Result<VmInfo, ApiError> {
         self.get("vm.info").await
     }
@@ -112,13 +112,13 @@ impl Api {
         self.act("vm.resume").await
     }
 
-    /// Writes a paused machine down, in an existing directory.
+    /// Writes a paused VM down, in an existing directory.
     pub async fn snapshot(&self, dir: &Path) -> Result<(), ApiError> {
         let snapshot = Snapshot { destination_url: url(dir) };
         self.put("vm.snapshot", Some(&snapshot)).await
     }
 
-    /// Makes the machine of a snapshot, paused.
+    /// Makes the VM of a snapshot, paused.
     pub async fn restore(&self, dir: &Path) -> Result<(), ApiError> {
         let restore = Restore { source_url: url(dir), prefault: false };
         self.put("vm.restore", Some(&restore)).await
@@ -134,7 +134,7 @@ impl Api {
         self.add("vm.add-net", net, taps).await
     }
 
-    /// Plugs a shared file system in. The machine's memory has to be shared.
+    /// Plugs a shared file system in. The VM's memory has to be shared.
     pub async fn add_fs(&self, fs: &Fs) -> Result<PciDevice, ApiError> {
         self.add("vm.add-fs", fs, Vec::new()).await
     }
@@ -149,12 +149,12 @@ impl Api {
         self.put("vm.resize", Some(resize)).await
     }
 
-    /// Ends the machine; its description stays.
+    /// Ends the VM; its description stays.
     pub async fn shutdown(&self) -> Result<(), ApiError> {
         self.act("vm.shutdown").await
     }
 
-    /// Forgets the machine, after ending it.
+    /// Forgets the VM, after ending it.
     pub async fn delete(&self) -> Result<(), ApiError> {
         self.act("vm.delete").await
     }

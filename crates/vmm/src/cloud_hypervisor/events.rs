@@ -11,7 +11,7 @@ use serde::Deserialize;
 use tokio::net::unix::pipe;
 use tokio_util::codec::{FramedRead, LinesCodec};
 
-/// The pipe, in the machine's directory.
+/// The pipe, in the VM's directory.
 pub const FILE: &str = "events";
 /// Longest line accepted, bytes.
 const MAX_LINE: usize = 4 << 10;
@@ -32,7 +32,7 @@ pub struct Event {
 }
 
 impl Event {
-    /// Whether this is the event `name` of the machine.
+    /// Whether this is the event `name` of the VM.
     pub fn is(&self, name: &str) -> bool {
         self.source == "vm" && self.name == name
     }

@@ -1,12 +1,12 @@
-//! Landlock, by which a VMM confines itself further once it knows its machine.
+//! Landlock, by which a VMM confines itself further once it knows its VM.
 //!
 //! In its jail it could still read and execute the host's programs, which are needed to start it. Landlock takes that
-//! away. The copy of a frozen machine goes without: its memory is of a kind for which Landlock takes no rule, and a
+//! away. The copy of a frozen VM goes without: its memory is of a kind for which Landlock takes no rule, and a
 //! rule set from outside would have to let it execute programs, which is all that there is to take.
 
 use std::io;
 
-/// The ABI that Cloud Hypervisor demands; it refuses machines on less. Linux 6.2.
+/// The ABI that Cloud Hypervisor demands; it refuses VMs on less. Linux 6.2.
 const ABI: i64 = 3;
 
 /// Whether VMMs can confine themselves on this host; `Err`: why not.

@@ -25,7 +25,7 @@ use crate::{
     room::{self, shown, within},
 };
 
-/// A disk that is in its machine's jail until this is dropped.
+/// A disk that is in its VM's jail until this is dropped.
 #[derive(Debug)]
 pub struct Shown {
     process: Arc<Process>,
@@ -57,7 +57,7 @@ impl Drop for Shown {
             Err(error) if !self.process.is_alive() => tracing::debug!(%error, "the jail is gone"),
             Err(error) => {
                 tracing::error!(pid = self.process.pid(), path = %self.path.display(), %error,
-                    "a disk stays in its machine's jail");
+                    "a disk stays in its VM's jail");
             }
             Ok(()) => {}
         }

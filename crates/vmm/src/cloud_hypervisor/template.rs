@@ -1,7 +1,7 @@
-//! A frozen machine.
+//! A frozen VM.
 //!
 //! ```text
-//! memory        the guest's, which was the machine's own from its first moment on
+//! memory        the guest's, which was the VM's own from its first moment on
 //! config.json   as `vm.create` made it, with what the VMM added
 //! state.json    of its processors and devices
 //! ```
@@ -33,7 +33,7 @@ const STATE: &str = "state.json";
 pub const DIR: &str = "/template";
 /// In which the VMM writes itself down, in its room.
 pub const FROZEN: &str = "frozen";
-/// The one zone of the memory of a machine that is to be frozen.
+/// The one zone of the memory of a VM that is to be frozen.
 const ZONE: &str = "memory";
 /// Largest configuration that is read, bytes.
 const MAX_CONFIG: u64 = 1 << 20;
@@ -43,7 +43,7 @@ const MAX_STATE: u64 = 16 << 20;
 /// What is asked of a VMM that takes the place of a frozen one.
 pub const CALL: &str = "loading a template";
 
-/// The memory of a machine.
+/// The memory of a VM.
 pub fn memory(spec: &VmSpec) -> wire::Memory {
     let size = spec.memory_mib << 20;
     match &spec.memory_file {
@@ -55,7 +55,7 @@ pub fn memory(spec: &VmSpec) -> wire::Memory {
     }
 }
 
-/// Makes the file in which the memory of a machine lies that is to be frozen, `user`'s; the VMM wants it whole.
+/// Makes the file in which the memory of a VM lies that is to be frozen, `user`'s; the VMM wants it whole.
 pub fn make_memory(spec: &VmSpec, user: u32) -> Result<Option<OwnedFd>, VmmError> {
     let Some(path) = &spec.memory_file else { return Ok(None) };
     let make = || {
@@ -91,7 +91,7 @@ pub fn source(spec: &VmSpec, frozen: &Frozen, jail: &mut Jail) -> Result<[OwnedF
     Ok([memory, state, config])
 }
 
-/// Takes what the VMM wrote down of its frozen machine out of its `room` into `dir`; the memory, there already, is
+/// Takes what the VMM wrote down of its frozen VM out of its `room` into `dir`; the memory, there already, is
 /// nobody's from now on.
 pub fn take(room: &Room, dir: &Path) -> io::Result<()> {
     for (name, max) in [(CONFIG, MAX_CONFIG), (STATE, MAX_STATE)] {
@@ -112,12 +112,12 @@ fn read(config: File) -> io::Result<Value> {
     Ok(serde_json::from_slice(&text)?)
 }
 
-/// The configuration of a frozen machine as that of a copy with this memory, mapped privately.
+/// The configuration of a frozen VM as that of a copy with this memory, mapped privately.
 fn of_copy(mut config: Value, spec: &VmSpec, memory: RawFd) -> Result<Value, String> {
     let zones = config.pointer_mut("/memory/zones").and_then(Value::as_array_mut);
     let zone = match zones.map(Vec::as_mut_slice) {
         Some([Value::Object(zone)]) if zone.get("id").is_some_and(|id| id == ZONE) => zone,
-        _ => return Err("it is not of a machine whose memory lies in one file".to_owned()),
+        _ => return Err("it is not of a VM whose memory lies in one file".to_owned()),
     };
     zone.insert("file".to_owned(), path_text(&inherited(memory)));
     zone.insert("shared".to_owned(), false.into());

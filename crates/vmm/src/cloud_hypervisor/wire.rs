@@ -212,14 +212,14 @@ pub struct Ping {
 /// Answer to `vm.info`.
 #[derive(Debug, Clone, Deserialize)]
 pub struct VmInfo {
-    /// What the machine is doing.
+    /// What the VM is doing.
     pub state: VmState,
     /// Its devices by name; none before it has booted.
     #[serde(default)]
     pub device_tree: Option<HashMap<String, IgnoredAny>>,
 }
 
-/// What a machine is doing.
+/// What a VM is doing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 pub enum VmState {
     /// Not booted.
@@ -232,7 +232,7 @@ pub enum VmState {
     Paused,
 }
 
-/// Answer to the calls that add a device to a machine that runs.
+/// Answer to the calls that add a device to a VM that runs.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct PciDevice {
     /// Its name.

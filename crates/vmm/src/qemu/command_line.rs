@@ -1,7 +1,7 @@
-//! How QEMU is told what machine to be.
+//! How QEMU is told what VM to be.
 //!
-//! The machine is `microvm` with virtio-mmio devices only; why, and what each choice below was
-//! measured to save, is in docs/decisions/0001-machine-type.md.
+//! The VM is `microvm` with virtio-mmio devices only; why, and what each choice below was
+//! measured to save, is in docs/decisions/0001-VM-type.md.
 
 use std::{
     ffi::OsString,
@@ -59,18 +59,18 @@ pub enum Begin {
         /// Number of a file for its memory, which QEMU inherits; none: memory is of its own.
         memory: Option<RawFd>,
     },
-    /// Waits for the state of a frozen machine.
+    /// Waits for the state of a frozen VM.
     Restore {
-        /// Number of the file of that machine's memory, which QEMU inherits.
+        /// Number of the file of that VM's memory, which QEMU inherits.
         memory: RawFd,
     },
 }
 
-/// What makes a machine of `spec` what it is, nothing in it being of one pod.
+/// What makes a VM of `spec` what it is, nothing in it being of one pod.
 ///
 /// The frequency of the time stamp counter is left out: it is measured anew by each daemon, never to the
 /// same figure, and follows from the model of the host's processor.
-pub fn machine(spec: &VmSpec, execution: Execution) -> Vec<String> {
+pub fn vm(spec: &VmSpec, execution: Execution) -> Vec<String> {
     let execution = match execution {
         Execution::Kvm => Execution::Kvm,
         Execution::Tcg { .. } => Execution::Tcg { tsc_khz: 0 },
@@ -113,7 +113,7 @@ pub fn arguments(spec: &VmSpec, execution: Execution, sockets: &Sockets, begin: 
     add(&[&"-sandbox", &"on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"]);
     // Neither PIT nor PIC: the kernel is told its clock's frequency and needs no ticks to find it.
     // The RTC stays, for a kernel looks for it for a second before it gives up.
-    let mut machine =
+    let mut vm =
         "microvm,acpi=on,pcie=off,usb=off,pit=off,pic=off,rtc=on,isa-serial=on,auto-kernel-cmdline=off"
             .to_owned();
     let memory_in = |file: RawFd, share: &str| {
@@ -122,14 +122,14 @@ pub fn arguments(spec: &VmSpec, execution: Execution, sockets: &Sockets, begin: 
     };
     let memory = match begin {
         Begin::Boot { memory } => memory.map(|file| memory_in(file, "on")),
-        // Every write makes a copy of the page for this machine alone.
+        // Every write makes a copy of the page for this VM alone.
         Begin::Restore { memory } => Some(memory_in(memory, "off")),
     };
     if let Some(memory) = &memory {
         add(&[&"-object", memory]);
-        machine += ",memory-backend=memory0";
+        vm += ",memory-backend=memory0";
     }
-    add(&[&"-machine", &machine]);
+    add(&[&"-machine", &vm]);
     add(&[&"-accel", &accelerator, &"-cpu", &cpu]);
     add(&[&"-smp", &processors, &"-m", &format!("{}M", spec.memory_mib)]);
     match begin {
@@ -167,7 +167,7 @@ pub fn arguments(spec: &VmSpec, execution: Execution, sockets: &Sockets, begin: 
 
 /// The kernel's command line.
 fn kernel_line(spec: &VmSpec, execution: Execution) -> String {
-    // A panic resets the machine, and `-no-reboot` makes that its end. Grace periods of RCU are short in a
+    // A panic resets the VM, and `-no-reboot` makes that its end. Grace periods of RCU are short in a
     // guest of few processors when somebody asks for that; mounts and control groups wait for many.
     let mut line = "console=ttyS0 quiet panic=-1 reboot=t pci=off random.trust_cpu=on no_timer_check \
                     rcupdate.rcu_expedited=1"

@@ -1,4 +1,4 @@
-//! Pods that take a machine that waited: which do, what they see of it, and where such machines are told.
+//! Pods that take a VM that waited: which do, what they see of it, and where such VMs are told.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,8 +9,8 @@ use sandboxer_e2e::case::{Case, Pod, idle};
 use crate::templates::{pool_is_filled, told};
 
 crate::cases![
-    VmAlone: a_container_sees_what_it_sees_after_a_boot, a_pod_takes_the_pools_machine_if_it_fits,
-        machines_that_wait_are_told_by_name
+    VmAlone: a_container_sees_what_it_sees_after_a_boot, a_pod_takes_the_pools_vm_if_it_fits,
+        vms_that_wait_are_told_by_name
 ];
 
 /// What a container can find out of where it runs, in sections.
@@ -80,7 +80,7 @@ async fn a_container_sees_what_it_sees_after_a_boot(case: Case) -> Result<()> {
     let booted = case.pod_of(&case.cri.run_pod(&config, "sandboxer-boot").await?, config);
     ensure!(start_path(&case, &booted)? == "boot");
     let (pooled, booted) = (seen(&pooled).await?, seen(&booted).await?);
-    // The kernel's log, which shows what the machine did in the pool, is hidden from containers like this one.
+    // The kernel's log, which shows what the VM did in the pool, is hidden from containers like this one.
     let names = "cgroups devices environment mounts namespaces network pids status sysctl";
     for seen in [&pooled, &booted] {
         ensure!(seen.keys().map(String::as_str).eq(names.split(' ')), "sections {:?}", seen.keys());
@@ -97,17 +97,17 @@ async fn a_container_sees_what_it_sees_after_a_boot(case: Case) -> Result<()> {
             }
         }
     }
-    ensure!(boot_ids == 2, "the look doesn't see that two machines are two");
+    ensure!(boot_ids == 2, "the look doesn't see that two VMs are two");
     ensure!(unlike.is_empty(), "{}", unlike.join("\n"));
     Ok(())
 }
 
-async fn a_pod_takes_the_pools_machine_if_it_fits(case: Case) -> Result<()> {
+async fn a_pod_takes_the_pools_vm_if_it_fits(case: Case) -> Result<()> {
     pool_is_filled(&case).await?;
     let missed = misses(&case)?;
     let plain = case.pod().await?;
     ensure!(start_path(&case, &plain)? == "pool");
-    ensure!(misses(&case)? == missed, "a pod that got a machine of the pool counts as one that didn't");
+    ensure!(misses(&case)? == missed, "a pod that got a VM of the pool counts as one that didn't");
 
     // The pool has room for the default size alone.
     let other = case
@@ -118,7 +118,7 @@ async fn a_pod_takes_the_pools_machine_if_it_fits(case: Case) -> Result<()> {
     ensure!(misses(&case)? == missed + 1, "why it came slower is not counted");
     ensure!(other.output("grep -c ^processor /proc/cpuinfo").await? == "2");
 
-    // A share is the container's, which comes once the pod has its machine: any machine will do.
+    // A share is the container's, which comes once the pod has its VM: any VM will do.
     pool_is_filled(&case).await?;
     let host = tempfile::tempdir()?;
     std::fs::write(host.path().join("file"), "live")?;
@@ -136,14 +136,14 @@ async fn a_pod_takes_the_pools_machine_if_it_fits(case: Case) -> Result<()> {
 }
 
 /// In the memory report, as the pool's, each by its process.
-async fn machines_that_wait_are_told_by_name(case: Case) -> Result<()> {
+async fn vms_that_wait_are_told_by_name(case: Case) -> Result<()> {
     let _pod = case.pod().await?;
     pool_is_filled(&case).await?;
     let waiting: Vec<u64> = told(&case, &["template", "list"])?["pool"]
         .as_array()
         .context("no pool")?
         .iter()
-        .filter_map(|machine| machine["vmm_pid"].as_u64())
+        .filter_map(|vm| vm["vmm_pid"].as_u64())
         .collect();
     ensure!(!waiting.is_empty());
     let report =
@@ -154,7 +154,7 @@ async fn machines_that_wait_are_told_by_name(case: Case) -> Result<()> {
         let mut lines = report.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
         let named =
             |words: &[&str]| words.first() == Some(&"pool") && words.contains(&pid.to_string().as_str());
-        ensure!(lines.any(|words| named(&words)), "machine {pid} waits and is not told:\n{report}");
+        ensure!(lines.any(|words| named(&words)), "VM {pid} waits and is not told:\n{report}");
     }
     let report = told(&case, &["mem-report", "--runtime", "sandboxer"])?;
     let kib = report["memory"][0]["by_role"]["pool"].as_f64();
@@ -162,13 +162,13 @@ async fn machines_that_wait_are_told_by_name(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// How a pod got its machine.
+/// How a pod got its VM.
 fn start_path(case: &Case, pod: &Pod) -> Result<String> {
     let start_path = &told(case, &["inspect", &pod.id])?["start_path"];
     Ok(start_path.as_str().context("no start_path")?.to_owned())
 }
 
-/// How many pods could not have a machine of the pool.
+/// How many pods could not have a VM of the pool.
 fn misses(case: &Case) -> Result<u64> {
     let listed = told(case, &["template", "list"])?;
     let start_paths = listed["start_paths"].as_array().context("no start_paths")?;

@@ -1,4 +1,4 @@
-//! What makes a pod a microVM: its own kernel and machine, and no process per pod but the VMM.
+//! What makes a pod a microVM: its own kernel and VM, and no process per pod but the VMM.
 
 use std::path::{Path, PathBuf};
 
@@ -9,9 +9,9 @@ use sandboxer_e2e::case::{Case, PATIENCE, idle, security, shell};
 use sandboxer_e2e::eventually;
 
 crate::cases![
-    Vm: own_kernel, machine_by_annotation, machine_by_limits, counted_in_the_named_cgroup,
+    Vm: own_kernel, vm_by_annotation, vm_by_limits, counted_in_the_named_cgroup,
     memory_is_counted_from_the_first_page_on,
-        limits_of_the_pod, limits_beyond_the_machine, held_to_the_cpus_of_its_containers, host_namespaces_are_refused, annotation_that_makes_no_sense, host_network_is_refused_or_said;
+        limits_of_the_pod, limits_beyond_the_vm, held_to_the_cpus_of_its_containers, host_namespaces_are_refused, annotation_that_makes_no_sense, host_network_is_refused_or_said;
     VmAlone: one_vmm_and_nothing_else
 ];
 
@@ -25,7 +25,7 @@ async fn own_kernel(case: Case) -> Result<()> {
     Ok(())
 }
 
-async fn machine_by_annotation(case: Case) -> Result<()> {
+async fn vm_by_annotation(case: Case) -> Result<()> {
     let pod = case
         .pod_with(|config| {
             config.annotations.insert("io.sandboxer.vcpus".into(), "2".into());
@@ -82,7 +82,7 @@ async fn host_namespaces_are_refused(case: Case) -> Result<()> {
 }
 
 /// What the pod's containers may use together, and not less than every pod gets.
-async fn machine_by_limits(case: Case) -> Result<()> {
+async fn vm_by_limits(case: Case) -> Result<()> {
     const LIMIT_MIB: i64 = 450;
     let pod = case
         .pod_with(|config| {
@@ -138,8 +138,8 @@ async fn limits_of_the_pod(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// A machine keeps its size: who asks for more is told so, of a pod and of a container.
-async fn limits_beyond_the_machine(case: Case) -> Result<()> {
+/// A VM keeps its size: who asks for more is told so, of a pod and of a container.
+async fn limits_beyond_the_vm(case: Case) -> Result<()> {
     let limits = |memory_mib: i64, cpus: i64| LinuxContainerResources {
         memory_limit_in_bytes: memory_mib << 20,
         cpu_quota: cpus * 100_000,
@@ -244,7 +244,7 @@ async fn annotation_that_makes_no_sense(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// A machine can't be in the host's network: a pod that asks for it is refused by name or has its loopback alone.
+/// A VM can't be in the host's network: a pod that asks for it is refused by name or has its loopback alone.
 async fn host_network_is_refused_or_said(case: Case) -> Result<()> {
     let pod = case
         .pod_with(|config| {
@@ -279,7 +279,7 @@ async fn one_vmm_and_nothing_else(case: Case) -> Result<()> {
     ensure!(vmms.len() == 3, "{} VMMs for three pods", vmms.len());
     ensure!(case.stack.processes("containerd-shim")?.is_empty(), "a shim is left running");
     ensure!(case.stack.processes("pause")?.is_empty(), "a pause process runs");
-    // Once what was started on the way, and ends by itself, has ended. Machines that wait in the pool come and
+    // Once what was started on the way, and ends by itself, has ended. VMs that wait in the pool come and
     // go meanwhile.
     let others = || {
         let mut others = case.stack.processes("")?;

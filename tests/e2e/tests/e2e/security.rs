@@ -117,7 +117,7 @@ async fn the_daemon_keeps_the_capabilities_that_are_told(case: Case) -> Result<(
         let process = u64::try_from(process.as_raw())?;
         for set in ["CapEff", "CapPrm", "CapBnd"] {
             let kept = u64::from_str_radix(&status(process, set)?, 16)?;
-            // What this machine doesn't give to anyone, it can't keep.
+            // What this host doesn't give to anyone, it can't keep.
             ensure!(kept == told & ours, "{set} is {kept:x}, {:x} are told and to be had", told & ours);
         }
         ensure!(status(process, "CapInh")? == "0000000000000000");

@@ -41,7 +41,7 @@ impl Suite {
     /// Starts the stack.
     pub fn up(daemon: bool) -> Result<Self> {
         let started = Instant::now();
-        let stack = Stack::up(daemon).context("could not start the stack")?;
+        let stack = Stack::up(daemon).context("cannot start the stack")?;
         let runtime = Runtime::new()?;
         let cri = runtime.block_on(async { Cri::connect(stack.containerd_socket()?) })?;
         println!(
@@ -103,7 +103,7 @@ impl Suite {
                 Err(_) => Err(anyhow!("not over after {:?}", limit(entry.on))),
             };
             let cleaned = match tokio::time::timeout(LIMIT, case.clean_up()).await {
-                Ok(cleaned) => cleaned.context("could not clean up"),
+                Ok(cleaned) => cleaned.context("cannot clean up"),
                 Err(_) => Err(anyhow!("clean-up not over after {LIMIT:?}")),
             };
             match (outcome, cleaned) {
@@ -121,7 +121,7 @@ impl Suite {
 
     /// Another stack in the place of one that a case has spoilt.
     fn renew(&self) -> Result<()> {
-        self.stack.renew().context("could not start the stack anew")
+        self.stack.renew().context("cannot start the stack anew")
     }
 
     fn outcomes(&self) -> MutexGuard<'_, Outcomes> {

@@ -1,4 +1,4 @@
-//! Pods that are copies of one frozen machine, and pods that take a machine that waited.
+//! Pods that are copies of one frozen VM, and pods that take a VM that waited.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -13,7 +13,7 @@ use sandboxer_e2e::eventually;
 
 crate::cases![
     Vm: nothing_random_is_the_same_in_two_copies, a_handler_may_ask_for_a_boot;
-    VmAlone: a_machine_that_waited_is_a_pod_like_others, the_next_daemon_ends_what_waits_and_fills_the_pool_anew,
+    VmAlone: a_vm_that_waited_is_a_pod_like_others, the_next_daemon_ends_what_waits_and_fills_the_pool_anew,
         a_damaged_template_is_named_made_anew_and_can_be_removed
 ];
 
@@ -60,10 +60,10 @@ async fn nothing_random_is_the_same_in_two_copies(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// What a pod draws that got its machine in this way, be it at a later attempt: another pod may be the one that takes
-/// the machine that waited.
+/// What a pod draws that got its VM in this way, be it at a later attempt: another pod may be the one that takes
+/// the VM that waited.
 async fn drawn(case: &Case, handler: &str, start_path: &str) -> Result<Vec<String>> {
-    eventually(&format!("a pod whose machine came by {start_path}"), PATIENCE * 10, || async {
+    eventually(&format!("a pod whose VM came by {start_path}"), PATIENCE * 10, || async {
         if start_path == "pool" {
             pool_is_filled(case).await?;
         }
@@ -146,7 +146,7 @@ async fn a_handler_may_ask_for_a_boot(case: Case) -> Result<()> {
     Ok(())
 }
 
-async fn a_machine_that_waited_is_a_pod_like_others(case: Case) -> Result<()> {
+async fn a_vm_that_waited_is_a_pod_like_others(case: Case) -> Result<()> {
     pool_is_filled(&case).await?;
     let waiting = case.stack.waiting()?;
     let pod = case.pod().await?;
@@ -205,7 +205,7 @@ async fn template_is_there(case: &Case) -> Result<()> {
 }
 
 pub async fn pool_is_filled(case: &Case) -> Result<()> {
-    eventually("a machine in the pool", PATIENCE, || async {
+    eventually("a VM in the pool", PATIENCE, || async {
         let pool = told(case, &["template", "list"])?;
         Ok(pool["pool"].as_array().is_some_and(|pool| !pool.is_empty()).then_some(()))
     })

@@ -151,7 +151,7 @@ fn held_to_its_capabilities(front: Pid) -> Result<()> {
 /// As a package's installation does it: the file that runs stays whole.
 fn install(program: &Path, at: &Path) -> Result<()> {
     let new = at.with_extension("new");
-    fs::copy(program, &new).with_context(|| format!("could not install {}", at.display()))?;
+    fs::copy(program, &new).with_context(|| format!("cannot install {}", at.display()))?;
     Ok(fs::rename(&new, at)?)
 }
 

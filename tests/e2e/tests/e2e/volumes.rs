@@ -258,7 +258,7 @@ async fn empty_dirs_on_disk_are_bounded(case: Case) -> Result<()> {
     case.clean_up().await?;
     let next = case.pod().await?;
     let said = next.run(mounted(shell("c", "ls /disk"), "/disk", &disk, false)).await?.success()?;
-    ensure!(said == "big", "what is in an emptyDir outlives the pod's machine: {said}");
+    ensure!(said == "big", "what is in an emptyDir outlives the pod's VM: {said}");
     Ok(())
 }
 

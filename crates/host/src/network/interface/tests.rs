@@ -105,7 +105,7 @@ fn a_peer_is_told_from_the_address_itself_in_both_families() {
 }
 
 #[test]
-fn what_a_machine_cannot_have_is_refused_by_name() {
+fn what_a_vm_cannot_have_is_refused_by_name() {
     let mut tunnel = LinkMessage::default();
     tunnel.header.flags = LinkFlags::Up;
     tunnel.attributes.push(LinkAttribute::IfName("tun0".into()));

@@ -22,7 +22,7 @@ const CHUNK: usize = 64 << 10;
 /// Why a copy ended before its stream.
 #[derive(Debug, thiserror::Error)]
 pub enum CopyError {
-    /// The machine is gone, or the container: whoever waits learns it elsewhere.
+    /// The VM is gone, or the container: whoever waits learns it elsewhere.
     #[error(transparent)]
     Guest(#[from] GuestError),
     /// The FIFO.

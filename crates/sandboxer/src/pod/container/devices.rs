@@ -1,4 +1,4 @@
-//! A container's devices: block devices of the host become disks of its machine, at the path asked for.
+//! A container's devices: block devices of the host become disks of its VM, at the path asked for.
 
 use std::{
     fs, io,

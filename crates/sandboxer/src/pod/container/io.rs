@@ -56,7 +56,7 @@ impl StderrWriter {
     /// Writes one line, as far as the FIFO takes it.
     pub fn write_line(&self, words: &str) {
         if let Err(error) = rustix::io::write(&self.0, format!("sandboxer: {words}\n").as_bytes()) {
-            tracing::debug!(%error, "failed to write to the container's standard error");
+            tracing::debug!(%error, "cannot write to the container's standard error");
         }
     }
 }
@@ -186,7 +186,7 @@ impl Io {
             // It had ended, and they were let go of.
             Ok(None) => return Self::default(),
             Err(error) => {
-                tracing::warn!(container = %subject.container, %error, "its kept streams can't be used");
+                tracing::warn!(container = %subject.container, %error, "its kept streams cannot be used");
                 return Self::default();
             }
         }

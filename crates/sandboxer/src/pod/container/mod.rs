@@ -25,7 +25,7 @@ use crate::{
     },
 };
 
-/// Exit code of a process that ended with its machine: as if killed by SIGKILL.
+/// Exit code of a process that ended with its VM: as if killed by SIGKILL.
 pub const KILLED: u32 = 137;
 
 /// A container as asked for.

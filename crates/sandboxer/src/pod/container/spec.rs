@@ -90,7 +90,7 @@ pub(crate) fn parse(pod: &PodSpec, new: &NewContainer, text: &[u8]) -> Result<Gu
 
 fn parse_json(new: &NewContainer, text: &[u8]) -> Result<Spec, PodError> {
     serde_json::from_slice(text)
-        .map_err(|error| invalid(&new.id, format!("its config.json can't be understood: {error}")))
+        .map_err(|error| invalid(&new.id, format!("its config.json cannot be understood: {error}")))
 }
 
 /// Parses an exec's OCI process object and makes it fit for a guest.
@@ -103,7 +103,7 @@ pub fn exec(container: &ContainerId, json: &[u8]) -> Result<Vec<u8>, PodError> {
         ));
     }
     let mut process: Process = serde_json::from_slice(json)
-        .map_err(|error| invalid(container, format!("an exec's spec can't be understood: {error}")))?;
+        .map_err(|error| invalid(container, format!("an exec's spec cannot be understood: {error}")))?;
     drop_host_labels(&mut process);
     serialise(container, &process)
 }

@@ -19,7 +19,7 @@ use sandboxer_protocol::{
     id::{ContainerId, ExecId, SandboxId},
     stage::Stage,
 };
-use sandboxer_vmm::{DiskSpec, Machine};
+use sandboxer_vmm::{DiskSpec, Vm};
 use serde::{Deserialize, Serialize};
 use tokio::sync::SemaphorePermit;
 
@@ -34,19 +34,19 @@ use crate::{
     pod::{spare, spec::PodSpec, stages::Stages, undo::Undo, volumes::Volumes},
 };
 
-/// A pod that is up: its machine and the agent in it.
+/// A pod that is up: its VM and the agent in it.
 #[derive(Debug, Clone)]
 pub struct RunningVm {
-    /// The machine.
-    pub machine: Arc<dyn Machine>,
+    /// The VM.
+    pub vm: Arc<dyn Vm>,
     /// The agent.
     pub agent: Agent,
 }
 
 impl RunningVm {
-    /// The guest, by its machine and by its agent.
-    pub fn guest(&self) -> (&dyn Machine, &Agent) {
-        (self.machine.as_ref(), &self.agent)
+    /// The guest, by its VM and by its agent.
+    pub fn guest(&self) -> (&dyn Vm, &Agent) {
+        (self.vm.as_ref(), &self.agent)
     }
 }
 
@@ -140,7 +140,7 @@ async fn try_create(
         match guest_spec.shares.as_slice() {
             [] => Ok(()),
             shares => {
-                let given = volumes.shares.give(live.machine.as_ref(), &live.agent, shares);
+                let given = volumes.shares.give(live.vm.as_ref(), &live.agent, shares);
                 stages.run(Stage::Shares, given).await
             }
         }
@@ -165,11 +165,11 @@ async fn try_create(
     stages
         .run(Stage::Disks, async {
             for disk in &disks {
-                let (machine, serial) = (live.machine.clone(), disk.serial.clone());
-                undo.push("unplug a disk", async move { machine.detach_disk(&serial).await });
+                let (vm, serial) = (live.vm.clone(), disk.serial.clone());
+                undo.push("unplug a disk", async move { vm.detach_disk(&serial).await });
             }
             let new = disks.iter().filter(|disk| disk.serial != spare::SERIAL);
-            let rootfs = future::try_join_all(new.map(|disk| live.machine.attach_disk(disk)));
+            let rootfs = future::try_join_all(new.map(|disk| live.vm.attach_disk(disk)));
             // Both to their end: volumes are the pod's, and none of them may be left half-made.
             let (rootfs, volumes) = future::join(rootfs, volumes.provide(live, &guest_spec.needed)).await;
             rootfs.map_err(PodError::from).and(volumes)
@@ -242,7 +242,7 @@ fn released(kept: Kept) -> Result<(), std::convert::Infallible> {
 /// Removes what [`create`] made. Goes on past failures; the first is answered.
 pub async fn delete(live: &RunningVm, container: &ContainerId, disks: &[DiskSpec]) -> Result<(), PodError> {
     let deleted = live.agent.delete_container(container).await;
-    let unplugged = future::join_all(disks.iter().map(|disk| live.machine.detach_disk(&disk.serial))).await;
+    let unplugged = future::join_all(disks.iter().map(|disk| live.vm.detach_disk(&disk.serial))).await;
     deleted?;
     unplugged.into_iter().collect::<Result<Vec<_>, _>>()?;
     Ok(())
@@ -291,7 +291,7 @@ pub const OUT_OF_MEMORY: &str = "killed for using too much memory";
 /// Waits for a process's end and for the last of its output; leaves its message in the host's file, if it has
 /// one.
 ///
-/// It ran at `since`, ns since 1970, or later. Never answers if the guest falls silent: the machine's end is seen
+/// It ran at `since`, ns since 1970, or later. Never answers if the guest falls silent: the VM's end is seen
 /// elsewhere.
 pub async fn follow(
     live: &RunningVm,
@@ -305,7 +305,7 @@ pub async fn follow(
         Ok(exit) => {
             io.drained().await;
             if let Some(path) = message {
-                let pod = live.machine.record().pod;
+                let pod = live.vm.record().pod;
                 if let Err(error) = helpers.write_message(&pod, &path, exit.message).await {
                     tracing::warn!(container = %subject.container, ?path, error = chain(&error), "its message is lost");
                 }
@@ -318,7 +318,7 @@ pub async fn follow(
             Exit { code: KILLED, at_ns: now_ns(), reason: "its end was not seen".to_owned() }
         }
         Err(error) => {
-            tracing::debug!(container = %subject.container, %error, "a process's end can't be waited for");
+            tracing::debug!(container = %subject.container, %error, "a process's end cannot be waited for");
             future::pending().await
         }
     }

@@ -32,7 +32,7 @@ impl Driver {
         let Some(live) = self.live.as_ref().filter(|_| self.placed != cpus) else { return };
         let Some(cgroup) = self.node.cgroups.of(&self.spec.cgroup_parent, &self.spec.id) else { return };
         self.placed.clone_from(&cpus);
-        let (vmm, pod, mut counted) = (live.machine.record().pid, self.spec.id.clone(), self.counted.clone());
+        let (vmm, pod, mut counted) = (live.vm.record().pid, self.spec.id.clone(), self.counted.clone());
         let (over, placing) = oneshot::channel::<Infallible>();
         let before = self.placing.replace(placing);
         self.work.spawn(async move {
@@ -46,7 +46,7 @@ impl Driver {
             if let Ok(Err((path, error))) = confined {
                 let cpus = cpus.map_or_else(|| "all".to_owned(), |cpus| cpus.to_string());
                 tracing::warn!(%pod, path = %path.display(), error = chain(&error),
-                    "failed to confine the VMM to CPUs {cpus}: it runs on all of the pod's control group");
+                    "cannot confine the VMM to CPUs {cpus}: it runs on all of the pod's control group");
             }
             drop(over);
             Done::Nothing

@@ -117,17 +117,17 @@ impl Driver {
                 self.cancel.cancel();
                 // What a start has made, it undoes.
                 if state != PodState::Starting {
-                    self.end_machine();
+                    self.end_vm();
                 }
             }
             // Nobody waits: an attempt before this one has failed, and been answered.
-            PodState::Stopping if !self.ending => self.end_machine(),
+            PodState::Stopping if !self.ending => self.end_vm(),
             PodState::Stopping => {}
         }
         self.stop_waiters.push(reply);
     }
 
-    pub(super) fn end_machine(&mut self) {
+    pub(super) fn end_vm(&mut self) {
         let (node, spec, shares) = (self.node.clone(), self.spec.clone(), self.volumes.shares.clone());
         if let Some(live) = self.live.clone() {
             self.ending = true;
@@ -325,7 +325,7 @@ impl Driver {
                 answer(reply, Err(refused));
                 return Done::Nothing;
             }
-            tracing::warn!(container = %of, "killing the VMM of a pod that can't be reached: its container is to be killed");
+            tracing::warn!(container = %of, "killing the VMM of a pod that cannot be reached: its container is to be killed");
             answer(reply, Ok(()));
             Done::GuestLost(refused)
         });

@@ -14,7 +14,7 @@ impl Driver {
             }
             Done::PodStopped(Err(error)) => self.stop_failed(error),
             Done::Resolved(resolved) => self.resolved(resolved),
-            Done::MachineEnded(exit) => self.machine_ended(exit),
+            Done::VmEnded(exit) => self.vm_ended(exit),
             Done::GuestLost(error) => self.guest_lost(error),
             Done::ContainerCreated { new, stages, result, reply } => {
                 self.container_created(*new, stages, result, reply);
@@ -47,16 +47,15 @@ impl Driver {
         if self.state() == PodState::Stopping {
             // The stop came when the start was done already.
             self.live = Some(up.live);
-            return self.end_machine();
+            return self.end_vm();
         }
         if let Err(error) = self.may_become(PodState::Ready) {
             // Nobody knows what it is for.
             self.live = Some(up.live);
-            self.end_machine();
+            self.end_vm();
             return answer_all(self.start_waiters.drain(..), Err(error));
         }
-        let (pid, release, start_path) =
-            (up.live.machine.record().pid, up.ready.kernel_release, up.start_path);
+        let (pid, release, start_path) = (up.live.vm.record().pid, up.ready.kernel_release, up.start_path);
         let interfaces = up.interfaces;
         self.status.send_modify(|status| {
             status.vmm_pid = pid;
@@ -67,7 +66,7 @@ impl Driver {
         });
         self.volumes.spare.put(up.spare);
         self.live = Some(up.live);
-        self.watch_machine();
+        self.watch_vm();
         self.forward_ports(up.host_ports);
         self.node.events.pod(&self.spec.id, Kind::PodReady, format!("VMM is process {pid}"));
         let waiters: Vec<_> = self.start_waiters.drain(..).collect();
@@ -108,15 +107,15 @@ impl Driver {
         if cancelled { self.stopped(String::new(), 0) } else { self.stopped(reason, 1) }
     }
 
-    fn machine_ended(&mut self, exit: MachineExit) {
-        // While the machine is being ended this is what was wanted, and `PodStopped` follows. That has failed otherwise.
+    fn vm_ended(&mut self, exit: VmExit) {
+        // While the VM is being ended this is what was wanted, and `PodStopped` follows. That has failed otherwise.
         if self.state() == PodState::Stopping && !self.ending {
             return self.stopped(String::new(), 0);
         }
         if self.state() == PodState::Ready {
             let reason = match self.lost.take() {
                 Some(error) => chain(&error),
-                None => start::machine_ended(&self.spec, exit).to_string(),
+                None => start::vm_ended(&self.spec, exit).to_string(),
             };
             tracing::warn!(pod = %self.spec.id, reason, "the pod ended unasked");
             let shares = self.volumes.shares.clone();
@@ -128,7 +127,7 @@ impl Driver {
         }
     }
 
-    /// A guest that broke its session, whose processes can't be ended or that can't be counted: its machine ends, and
+    /// A guest that broke its session, whose processes can't be ended or that can't be counted: its VM ends, and
     /// with that the pod.
     fn guest_lost(&mut self, error: PodError) {
         if let (PodState::Unknown, Some(unreached)) = (self.state(), self.unreached.clone()) {
@@ -143,12 +142,12 @@ impl Driver {
             });
             return;
         }
-        // A pod that is being stopped loses its machine anyway.
+        // A pod that is being stopped loses its VM anyway.
         let Some(live) = self.live.clone().filter(|_| self.state() == PodState::Ready) else { return };
         self.lost = Some(error);
         let pod = self.spec.id.clone();
         self.work.spawn(async move {
-            if let Err(error) = live.machine.kill().await {
+            if let Err(error) = live.vm.kill().await {
                 tracing::error!(%pod, error = chain(&error), "cannot end the VMM of a guest that was given up");
             }
             Done::Nothing
@@ -378,7 +377,7 @@ impl Driver {
         tracing::error!(pod = %self.spec.id, error = chain(&error), "cannot end the pod's VMM; the pod is stopped when it has ended");
         answer_all(self.stop_waiters.drain(..).chain(self.remove_waiters.drain(..)), Err(error.into()));
         if let Some(unreached) = self.unreached.clone() {
-            self.work.spawn(async move { Done::MachineEnded(unreached.vmm.ended().await) });
+            self.work.spawn(async move { Done::VmEnded(unreached.vmm.ended().await) });
         }
     }
 
@@ -386,7 +385,7 @@ impl Driver {
     pub(super) fn wait_for_answer(&mut self, unreached: Arc<Unreached>) {
         self.unreached = Some(unreached.clone());
         if self.state() == PodState::Stopping {
-            return self.end_machine();
+            return self.end_vm();
         }
         let (node, told, cancel) = (self.node.clone(), self.status.clone(), self.cancel.clone());
         self.work.spawn(async move {
@@ -430,8 +429,8 @@ impl Driver {
         }
         let host_ports = host_ports::listen_again(&self.node.front, &self.spec);
         self.live = Some(live.clone());
-        self.watch_machine();
-        self.wait_until_counted(CgroupAttach::go_on(&self.node, &self.spec, live.machine.record().pid));
+        self.watch_vm();
+        self.wait_until_counted(CgroupAttach::go_on(&self.node, &self.spec, live.vm.record().pid));
         self.forward_ports(host_ports);
         self.place();
         let mut running = Vec::new();
@@ -465,10 +464,10 @@ impl Driver {
         self.node.events.pod(&self.spec.id, Kind::PodRecovered, "");
     }
 
-    fn watch_machine(&mut self) {
+    fn watch_vm(&mut self) {
         if let Some(live) = &self.live {
-            let (machine, live) = (live.machine.clone(), live.clone());
-            self.work.spawn(async move { Done::MachineEnded(machine.exited().await) });
+            let (vm, live) = (live.vm.clone(), live.clone());
+            self.work.spawn(async move { Done::VmEnded(vm.exited().await) });
             let (node, spec, key) = (self.node.clone(), self.spec.clone(), self.link_key.clone());
             let cancel = self.cancel.clone();
             live.agent.follow();

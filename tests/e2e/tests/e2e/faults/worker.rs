@@ -94,7 +94,7 @@ pub async fn killed_at_every_point(case: Case) -> Result<()> {
 
 async fn at_every_point(case: &Case, failing: &Failing<'_>) -> Result<()> {
     let kubelet = Kubelet::of(case)?;
-    // The second starts with a machine that the first one's claim has had replaced.
+    // The second starts with a VM that the first one's claim has had replaced.
     life(case, &kubelet).await.context("with no fault")?;
     life(case, &kubelet).await.context("with no fault")?;
     let mut points = failing.lines("passed")?;
@@ -165,7 +165,7 @@ pub async fn killed_at_random(case: Case) -> Result<()> {
     while seen.times < kills {
         let killed = AtomicUsize::new(0);
         let killer = async {
-            // No more than these in one life: on a slow machine no pod's start would get through for ever.
+            // No more than these in one life: on a slow host no pod's start would get through for ever.
             for _ in 0..KILLS_IN_A_LIFE.min(kills - seen.times) {
                 // Longer than a second most of the time, or the front would pause before the next worker.
                 tokio::time::sleep(Duration::from_millis(500 + rand::random::<u64>() % 1500)).await;
@@ -242,7 +242,7 @@ async fn with_jumping_clock(case: &Case, failing: &Failing<'_>) -> Result<()> {
         let began = clock();
         let younger = case.pod().await?;
         let guest: i64 = younger.output("date +%s").await?.trim().parse()?;
-        // To the minute: guests' clocks are their own, and those of an emulated machine are none too good.
+        // To the minute: guests' clocks are their own, and those of an emulated VM are none too good.
         ensure!((began - 60..=clock() + 60).contains(&guest), "the guest says {guest}, the daemon {began}");
         seen.check().await?;
 

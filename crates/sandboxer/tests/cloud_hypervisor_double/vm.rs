@@ -1,4 +1,4 @@
-//! The machine that a double pretends to run: which call is possible when, and what it does.
+//! The VM that a double pretends to run: which call is possible when, and what it does.
 //!
 //! ```text
 //!            create            boot              pause
@@ -26,7 +26,7 @@ use super::{
     http::{Answer, Request},
 };
 
-/// A disk of the machine.
+/// A disk of the VM.
 pub struct Disk {
     pub serial: String,
     pub read_only: bool,
@@ -45,27 +45,27 @@ struct State {
     disks: BTreeMap<String, Disk>,
 }
 
-/// The machine, or the place for one.
-pub struct Machine {
+/// The VM, or the place for one.
+pub struct Vm {
     pub behaviour: Behaviour,
     description: Description,
     state: Mutex<State>,
     changed: Condvar,
     events: Mutex<File>,
     end: mpsc::Sender<ExitCode>,
-    me: Weak<Machine>,
+    me: Weak<Vm>,
 }
 
 /// A call that is not possible: its status, and why.
 type Refusal = (u16, String);
 
-impl Machine {
+impl Vm {
     pub fn new(behaviour: Behaviour, events: File, end: mpsc::Sender<ExitCode>) -> Arc<Self> {
         let mut description = Description::published();
         if let Some((of, field, to)) = &behaviour.renamed {
             description.rename(of, field, to);
         }
-        let machine = Arc::new_cyclic(|me| Self {
+        let vm = Arc::new_cyclic(|me| Self {
             behaviour,
             description,
             state: Mutex::default(),
@@ -74,8 +74,8 @@ impl Machine {
             end,
             me: me.clone(),
         });
-        machine.tell("vmm", "starting", Value::Null);
-        machine
+        vm.tell("vmm", "starting", Value::Null);
+        vm
     }
 
     /// Ends the VMM.
@@ -206,7 +206,7 @@ impl Machine {
         }
     }
 
-    /// The state of a machine that has booted.
+    /// The state of a VM that has booted.
     fn running(&self) -> Result<MutexGuard<'_, State>, Refusal> {
         let state = self.created()?;
         match state.running {
@@ -424,8 +424,8 @@ impl Machine {
             return refused(&format!("Failed to find device corresponding to the given identifier: {id}"));
         }
         // The guest takes its time.
-        let machine = self.share();
-        thread::spawn(move || machine.let_go(&id));
+        let vm = self.share();
+        thread::spawn(move || vm.let_go(&id));
         Ok(Value::Null)
     }
 

@@ -19,7 +19,7 @@ use tokio::time::Instant;
 
 use super::command_line;
 use crate::{
-    AgentStream, DiskSpec, MEMORY, Machine, MachineExit, MachineRecord, ShareListener, ShareWay, VmmError,
+    AgentStream, DiskSpec, MEMORY, ShareListener, ShareWay, Vm, VmExit, VmRecord, VmmError,
     qmp::{Qmp, QmpError},
     run_dir::{Captures, Files, host},
 };
@@ -29,13 +29,13 @@ pub(super) const AGENT: &str = "agent.sock";
 pub(super) const CONSOLE: &str = "console.sock";
 /// At which the process listens that serves the guest's shares, while there is one.
 pub(super) const SHARES: &str = "shares.sock";
-/// State of a frozen machine's devices.
+/// State of a frozen VM's devices.
 pub(super) const STATE: &str = "state";
 
-/// A machine run by QEMU. Its clones are the same machine.
+/// A VM run by QEMU. Its clones are the same VM.
 #[derive(Debug, Clone)]
-pub(super) struct QemuMachine {
-    pub(super) record: MachineRecord,
+pub(super) struct QemuVm {
+    pub(super) record: VmRecord,
     pub(super) process: Arc<Process>,
     pub(super) qmp: Qmp,
     pub(super) captures: Arc<Captures>,
@@ -46,8 +46,8 @@ pub(super) struct QemuMachine {
     pub(super) freezable: Option<Instant>,
 }
 
-impl QemuMachine {
-    /// Takes the state of a frozen machine from a file that QEMU inherited under this number.
+impl QemuVm {
+    /// Takes the state of a frozen VM from a file that QEMU inherited under this number.
     pub(super) async fn load(&self, state: RawFd) -> Result<(), VmmError> {
         self.qmp.load(state, self.call_timeout).await.map_err(self.answer("loading a template"))
     }
@@ -58,8 +58,8 @@ impl QemuMachine {
 }
 
 #[async_trait]
-impl Machine for QemuMachine {
-    fn record(&self) -> MachineRecord {
+impl Vm for QemuVm {
+    fn record(&self) -> VmRecord {
         self.record.clone()
     }
 
@@ -157,15 +157,15 @@ impl Machine for QemuMachine {
         self.qmp.save(state.into(), self.call_timeout).await.map_err(self.answer("freezing the guest"))
     }
 
-    fn assign(&self, pod: &SandboxId, run_dir: &Path) -> Result<Arc<dyn Machine>, VmmError> {
+    fn assign(&self, pod: &SandboxId, run_dir: &Path) -> Result<Arc<dyn Vm>, VmmError> {
         let proc = PathBuf::from(format!("/proc/{}", self.record.pid));
         self.process.to_foreground().map_err(host(pod, "raise the priority of", proc))?;
         fs::rename(&self.record.run_dir, run_dir).map_err(host(
             pod,
-            "move a machine's directory to",
+            "move a VM's directory to",
             run_dir.to_owned(),
         ))?;
-        let record = MachineRecord { pod: pod.clone(), run_dir: run_dir.to_owned(), ..self.record.clone() };
+        let record = VmRecord { pod: pod.clone(), run_dir: run_dir.to_owned(), ..self.record.clone() };
         Ok(Arc::new(Self { record, ..self.clone() }))
     }
 
@@ -173,10 +173,10 @@ impl Machine for QemuMachine {
         self.captures.last_lines().await
     }
 
-    async fn exited(&self) -> MachineExit {
+    async fn exited(&self) -> VmExit {
         let exit = self.process.exited().await;
         self.captures.drained().await;
-        MachineExit { how: exit.to_string(), last_lines: self.captures.last_lines().await }
+        VmExit { how: exit.to_string(), last_lines: self.captures.last_lines().await }
     }
 
     async fn kill(&self) -> Result<(), VmmError> {

@@ -24,7 +24,7 @@ use super::{
     wire,
 };
 use crate::{
-    AgentStream, DiskSpec, Machine, MachineExit, MachineRecord, ShareListener, ShareWay, VmmError,
+    AgentStream, DiskSpec, ShareListener, ShareWay, Vm, VmExit, VmRecord, VmmError,
     room::{Room, shown as path_of},
     run_dir::{Captures, Files, host},
     spec::first_mac_text,
@@ -34,10 +34,10 @@ use crate::{
 const EVENTS: usize = 16;
 /// A process whose sockets are closed is gone within this time, or lives on without them.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
-/// A machine run by Cloud Hypervisor.
+/// A VM run by Cloud Hypervisor.
 #[derive(Debug)]
-pub(super) struct CloudHypervisorMachine {
-    pub(super) record: MachineRecord,
+pub(super) struct CloudHypervisorVm {
+    pub(super) record: VmRecord,
     pub(super) watched: Watched,
     pub(super) api: Api,
     pub(super) room: Arc<Room>,
@@ -50,8 +50,8 @@ pub(super) struct CloudHypervisorMachine {
 }
 
 #[async_trait]
-impl Machine for CloudHypervisorMachine {
-    fn record(&self) -> MachineRecord {
+impl Vm for CloudHypervisorVm {
+    fn record(&self) -> VmRecord {
         self.record.clone()
     }
 
@@ -123,19 +123,19 @@ impl Machine for CloudHypervisorMachine {
         let written =
             self.room.make_dir(template::FROZEN).map_err(host(pod, "make", template::FROZEN.into()))?;
         self.watched.answered("freezing the guest", self.api.snapshot(&written)).await?;
-        template::take(&self.room, dir).map_err(host(pod, "keep a frozen machine in", dir.to_owned()))
+        template::take(&self.room, dir).map_err(host(pod, "keep a frozen VM in", dir.to_owned()))
     }
 
-    fn assign(&self, pod: &SandboxId, run_dir: &Path) -> Result<Arc<dyn Machine>, VmmError> {
+    fn assign(&self, pod: &SandboxId, run_dir: &Path) -> Result<Arc<dyn Vm>, VmmError> {
         let proc = PathBuf::from(format!("/proc/{}", self.record.pid));
         let process = &self.watched.process;
         process.to_foreground().map_err(host(pod, "raise the priority of", proc))?;
         fs::rename(&self.record.run_dir, run_dir).map_err(host(
             pod,
-            "move a machine's directory to",
+            "move a VM's directory to",
             run_dir.to_owned(),
         ))?;
-        let record = MachineRecord { pod: pod.clone(), run_dir: run_dir.to_owned(), ..self.record.clone() };
+        let record = VmRecord { pod: pod.clone(), run_dir: run_dir.to_owned(), ..self.record.clone() };
         Ok(Arc::new(Self {
             record,
             watched: Watched { pod: pod.clone(), ..self.watched.clone() },
@@ -150,9 +150,9 @@ impl Machine for CloudHypervisorMachine {
         self.watched.captures.last_lines().await
     }
 
-    async fn exited(&self) -> MachineExit {
+    async fn exited(&self) -> VmExit {
         let how = self.watched.end().await;
-        MachineExit { how, last_lines: self.watched.captures.last_lines().await }
+        VmExit { how, last_lines: self.watched.captures.last_lines().await }
     }
 
     async fn kill(&self) -> Result<(), VmmError> {
@@ -170,7 +170,7 @@ impl Machine for CloudHypervisorMachine {
     }
 }
 
-impl CloudHypervisorMachine {
+impl CloudHypervisorVm {
     /// Whether the guest has the device.
     async fn has(&self, id: &str, call: &str) -> Result<bool, VmmError> {
         let info = self.watched.answered(call, self.api.info()).await?;
@@ -227,7 +227,7 @@ pub(super) struct Watched {
     events: broadcast::Sender<Event>,
     /// Why the process was ended by us.
     cause: Arc<OnceLock<&'static str>>,
-    /// Ends with this: who takes the machine up again reads the events.
+    /// Ends with this: who takes the VM up again reads the events.
     _follow: Arc<AbortOnDropHandle<()>>,
 }
 
@@ -342,7 +342,7 @@ impl Watched {
     }
 }
 
-/// Passes events on; ends a machine whose guest resets itself, which the VMM would boot anew.
+/// Passes events on; ends a VM whose guest resets itself, which the VMM would boot anew.
 async fn follow(
     mut events: Events,
     process: Arc<Process>,

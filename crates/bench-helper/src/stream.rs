@@ -150,7 +150,7 @@ pub fn receive(args: &ReceiveArgs) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// A server for so many clients.
+    /// Returns a server for so many clients.
     fn server(clients: usize) -> (SocketAddr, std::thread::JoinHandle<()>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();

@@ -177,7 +177,7 @@ unsafe fn bpf<T>(command: libc::c_long, attributes: &T) -> io::Result<libc::c_lo
     }
 }
 
-/// As [`bpf`], for commands that answer a descriptor.
+/// Same as [`bpf`], for commands that answer a descriptor.
 ///
 /// # Safety
 /// As of [`bpf`].

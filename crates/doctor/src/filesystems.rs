@@ -31,7 +31,7 @@ pub enum Support {
     Absent,
 }
 
-/// A file system that can be mounted.
+/// Returns a file system that can be mounted.
 pub fn filesystem(host: &Host, name: &str) -> Support {
     let known = host.text("/proc/filesystems").unwrap_or_default();
     // "nodev\toverlay" or "\terofs".

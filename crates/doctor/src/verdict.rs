@@ -66,12 +66,12 @@ pub struct Fix {
 }
 
 impl Fix {
-    /// What no command does.
+    /// Returns what no command does.
     pub fn words(what: impl Into<String>) -> Self {
         Self { what: what.into(), commands: Vec::new() }
     }
 
-    /// What these commands do.
+    /// Returns what these commands do.
     pub fn commands<C: Into<String>>(what: impl Into<String>, commands: impl IntoIterator<Item = C>) -> Self {
         Self { what: what.into(), commands: commands.into_iter().map(Into::into).collect() }
     }
@@ -134,7 +134,7 @@ impl Report {
         }
     }
 
-    /// How many checks ended so.
+    /// Returns how many checks ended so.
     pub fn count(&self, verdict: Verdict) -> usize {
         self.checks.iter().filter(|check| check.verdict == verdict).count()
     }

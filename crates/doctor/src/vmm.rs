@@ -47,7 +47,7 @@ pub async fn read(program: &Path) -> Reading {
     Reading { program: program.to_owned(), answer: program::ask(program, "--version").await }
 }
 
-/// Whether pods are to run in Cloud Hypervisor: as `vmm::detect` will find.
+/// Returns whether pods are to run in Cloud Hypervisor: as `vmm::detect` will find.
 pub fn in_cloud_hypervisor(config: &VmConfig, kvm: &kvm::Reading, reading: &Reading) -> bool {
     match config.vmm {
         VmmChoice::Qemu => false,

@@ -57,7 +57,7 @@ pub enum Figure {
     },
 }
 
-/// All published figures; the text is a part of the program and tested, so a fault in it shows as none.
+/// Returns all published figures; the text is a part of the program and tested, so a fault in it shows as none.
 pub fn all() -> Vec<Anchor> {
     serde_json::from_str(DATA).unwrap_or_default()
 }

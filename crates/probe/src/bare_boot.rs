@@ -170,7 +170,7 @@ fn alone(word: OsString) -> OsString {
     }
 }
 
-/// The first words of a VMM that has ended, for an error.
+/// Returns the first words of a VMM that has ended, for an error.
 async fn said(stderr: Option<ChildStderr>) -> String {
     let mut words = String::new();
     if let Some(stderr) = stderr {

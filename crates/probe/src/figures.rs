@@ -45,7 +45,7 @@ impl Palette {
     }
 }
 
-/// All plots that a result has data for.
+/// Returns all plots that a result has data for.
 pub fn figures(result: &Loaded, palette: &Palette) -> Vec<Figure> {
     let mut figures = Vec::new();
     figures.extend(startup(result, Mode::Serial, palette));

@@ -51,7 +51,7 @@ pub struct LogWatch {
 pub struct FirstByte(oneshot::Receiver<Result<Instant, String>>);
 
 impl FirstByte {
-    /// When it came. Waits for as long as it takes: the caller sets the deadline.
+    /// Returns when it came. Waits for as long as it takes: the caller sets the deadline.
     pub async fn seen(self) -> Result<Instant, WatchError> {
         match self.0.await {
             Ok(Ok(at)) => Ok(at),
@@ -85,7 +85,7 @@ impl LogWatch {
         Ok(Self { dir: dir.to_owned(), waiting, stop, thread: Some(thread) })
     }
 
-    /// The directory.
+    /// Returns the directory.
     pub fn dir(&self) -> &Path {
         &self.dir
     }

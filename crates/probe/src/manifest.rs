@@ -41,7 +41,7 @@ pub fn not_measured(why: impl Into<String>) -> Value {
     json!({ "not_measured": why.into() })
 }
 
-/// A fact for people: texts as they are, unknown ones with their reason.
+/// Returns a fact for people: texts as they are, unknown ones with their reason.
 pub fn shown(fact: &Value) -> String {
     match fact {
         Value::String(text) => text.clone(),

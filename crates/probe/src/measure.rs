@@ -93,7 +93,7 @@ impl Bench {
         Ok(Self { runtime, trace, watch, clock, _logs: logs })
     }
 
-    /// The machine of this handler's pods, to be booted alone: one pod is started to see how it is made.
+    /// Returns the machine of this handler's pods, to be booted alone: one pod is started to see how it is made.
     pub async fn bare_boot(&self, handler: &str, recipe: &Recipe) -> Result<BareBoot, BareMachineError> {
         let trace = self.trace.as_ref().ok_or(BareMachineError::NoTrace)?;
         let name = format!("{}-bare", recipe.run);
@@ -186,7 +186,7 @@ impl Bench {
         Ok((report, taken.points))
     }
 
-    /// What ledgers of running pods come to, by handler.
+    /// Returns what ledgers of running pods come to, by handler.
     pub async fn ledgers(&self, ledgers: &BTreeMap<String, Ledger>, recipe: &Recipe) -> Report {
         let handlers: Vec<String> = ledgers.keys().cloned().collect();
         let mut report = self.report(&handlers, recipe, Facts::new()).await;
@@ -220,12 +220,12 @@ impl Bench {
     }
 }
 
-/// A name for a run that no other on this node has.
+/// Returns a name for a run that no other on this node has.
 pub fn run_name() -> String {
     format!("probe-{:08x}", rand::random::<u32>())
 }
 
-/// A pod of `image` as every measurement has it.
+/// Returns a pod of `image` as every measurement has it.
 pub fn recipe(image: &str, network: Network, timeout: std::time::Duration) -> Recipe {
     Recipe {
         run: run_name(),

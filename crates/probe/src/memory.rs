@@ -65,7 +65,7 @@ pub struct Point {
 }
 
 impl Point {
-    /// What goes away when the pods go away, KiB: everything but the resident process as it is without pods,
+    /// Returns what goes away when the pods go away, KiB: everything but the resident process as it is without pods,
     /// and the machines that wait for others.
     pub fn goes_away_kib(&self) -> Option<u64> {
         let stays = self.idle_daemon_kib? + self.ledger.role(Role::Pool);
@@ -208,7 +208,7 @@ impl Column<'_> {
             .await
     }
 
-    /// A ledger whose sum no longer changes; false if it still did at the last look.
+    /// Returns a ledger whose sum no longer changes; false if it still did at the last look.
     async fn settled(&self) -> Result<(Ledger, bool), String> {
         let mut tick = tokio::time::interval(LOOK);
         let mut last = self.ledger().await?;
@@ -269,7 +269,7 @@ pub struct Line {
     pub r2: f64,
 }
 
-/// The line; `None` with fewer than two distinct x.
+/// Returns the line; `None` with fewer than two distinct x.
 pub fn regression(points: &[(f64, f64)]) -> Option<Line> {
     let count = points.len() as f64;
     let (mean_x, mean_y) =

@@ -208,7 +208,7 @@ fn add_samples(all: &mut Vec<Sample>, more: &[Sample]) {
     }));
 }
 
-/// The first run's conditions, with what the others have that is their own.
+/// Returns the first run's conditions, with what the others have that is their own.
 fn manifest(results: &[Loaded]) -> Manifest {
     let mut all = results[0].report.manifest.clone();
     all.plan = Default::default();

@@ -80,7 +80,7 @@ pub struct PodOptions {
 }
 
 impl PodOptions {
-    /// A pod of this name on this handler.
+    /// Returns a pod of this name on this handler.
     pub fn new(name: impl Into<String>, handler: impl Into<String>) -> Self {
         Self { name: name.into(), handler: handler.into(), ..Self::default() }
     }
@@ -162,7 +162,7 @@ pub struct ContainerOptions {
 }
 
 impl ContainerOptions {
-    /// A container running `command` of `image`.
+    /// Returns a container running `command` of `image`.
     pub fn new(
         name: impl Into<String>,
         image: impl Into<String>,

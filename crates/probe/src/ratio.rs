@@ -29,7 +29,7 @@ impl Ratio {
         Self::resampled(a, b, RESAMPLES, &mut SmallRng::seed_from_u64(0x5eed))
     }
 
-    /// As [`Ratio::of`], with one's own generator.
+    /// Same as [`Ratio::of`], with one's own generator.
     pub fn resampled(a: &[f64], b: &[f64], resamples: usize, random: &mut impl Rng) -> Option<Self> {
         let over = |a: f64, b: f64| (b > 0.0).then(|| a / b);
         let p50 = over(median(a)?, median(b)?)?;
@@ -75,7 +75,7 @@ fn draw(from: &[f64], into: &mut [f64], random: &mut impl Rng) -> f64 {
 mod tests {
     use super::*;
 
-    /// A log-normal time: the product of many small delays.
+    /// Returns a log-normal time: the product of many small delays.
     fn times(n: usize, median: f64, random: &mut SmallRng) -> Vec<f64> {
         (0..n)
             .map(|_| {

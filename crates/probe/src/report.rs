@@ -258,7 +258,7 @@ impl Report {
         of.flat_map(|series| series.batch_ms.iter().copied()).collect()
     }
 
-    /// What was not measured, by the reason.
+    /// Returns what was not measured, by the reason.
     pub fn absent(&self) -> BTreeMap<&str, Vec<&str>> {
         let mut absent: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
         for (what, why) in &self.not_measured {
@@ -352,7 +352,7 @@ fn reasons(samples: &[Sample]) -> Vec<String> {
         .collect()
 }
 
-/// The times that count of one runtime in one mode.
+/// Returns the times that count of one runtime in one mode.
 pub fn times(samples: &[Sample], runtime: &str, mode: Mode) -> Vec<f64> {
     samples.iter().filter(|s| s.runtime == runtime && s.mode == mode).filter_map(Sample::time).collect()
 }

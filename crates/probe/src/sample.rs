@@ -78,7 +78,7 @@ pub struct Sample {
 }
 
 impl Sample {
-    /// The time that counts, for pods that count.
+    /// Returns the time that counts, for pods that count.
     pub fn time(&self) -> Option<f64> {
         self.first_byte_ms.filter(|_| self.outcome == Outcome::Ok && !self.warm_up)
     }

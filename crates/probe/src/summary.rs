@@ -90,7 +90,7 @@ pub fn median(times: &[f64]) -> Option<f64> {
     nearest_rank(&sorted(times), 50.0)
 }
 
-/// The empirical distribution: each distinct time with the part of all samples that does not exceed it.
+/// Returns the empirical distribution: each distinct time with the part of all samples that does not exceed it.
 pub fn cdf(times: &[f64]) -> Vec<(f64, f64)> {
     let sorted = sorted(times);
     let count = sorted.len() as f64;

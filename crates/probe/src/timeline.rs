@@ -39,7 +39,7 @@ pub struct Recipe {
 }
 
 impl Recipe {
-    /// What is run when nobody asks for something else: one byte more than nothing, then sleep.
+    /// Returns what is run when nobody asks for something else: one byte more than nothing, then sleep.
     pub fn default_command() -> Vec<String> {
         ["sh", "-c", "echo started; exec sleep 86400"].map(str::to_owned).to_vec()
     }

@@ -51,7 +51,7 @@ pub fn run(args: Args, global: &Global) -> Result<()> {
     Ok(render::print(&format!("result: {}", args.output.display()))?)
 }
 
-/// The lines of all ledgers below one heading; `None` without any.
+/// Returns the lines of all ledgers below one heading; `None` without any.
 fn ledgers(results: &[PathBuf]) -> Result<Option<String>> {
     let mut all: Option<String> = None;
     for dir in results {

@@ -10,7 +10,7 @@ use sandboxer_probe::{
     summary::Summary,
 };
 
-/// A table whose first `texts` columns are text and whose others are numbers.
+/// Returns a table whose first `texts` columns are text and whose others are numbers.
 pub fn table(heading: &[&str], texts: usize) -> Table {
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_header(heading.to_vec());
@@ -23,7 +23,7 @@ pub fn table(heading: &[&str], texts: usize) -> Table {
     table
 }
 
-/// A time in ms; "–" where there is none.
+/// Returns a time in ms; "–" where there is none.
 pub fn ms(time: Option<f64>) -> String {
     match time {
         None => "–".into(),
@@ -169,7 +169,7 @@ fn memory_row(row: &Memory, roles: &[Role]) -> Vec<String> {
     cells
 }
 
-/// The processes of running pods, and by which tie each was found.
+/// Returns the processes of running pods, and by which tie each was found.
 pub fn ledger(handler: &str, ledger: &Ledger) -> String {
     let mut rows = table(&["role", "pod", "process", "found by", "pid", "PSS MB"], 4);
     for entry in &ledger.entries {
@@ -184,7 +184,7 @@ pub fn ledger(handler: &str, ledger: &Ledger) -> String {
     format!("processes of {handler}; the CRI runtime itself ({cri}) is in no sum\n\n{rows}\n")
 }
 
-/// What a reader must know: the end of a partial run, notes, and what was not measured.
+/// Returns what a reader must know: the end of a partial run, notes, and what was not measured.
 pub fn remarks(report: &Report) -> String {
     let mut text = String::new();
     if let Some(why) = &report.partial_reason {

@@ -171,7 +171,7 @@ fn a_file_of_containerds_changes_only_when_told_to() {
     assert!(again.err.contains("has all of it already"), "{}", again.err);
 }
 
-/// The file of which a diff is.
+/// Returns the file of which a diff is.
 fn path_of(diff: &str) -> String {
     diff.lines().next().unwrap().strip_prefix("--- ").unwrap().to_owned()
 }

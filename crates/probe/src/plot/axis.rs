@@ -32,7 +32,7 @@ impl Axis {
         self.log
     }
 
-    /// Where a value is; those beyond the ends are at the ends.
+    /// Returns where a value is; those beyond the ends are at the ends.
     pub fn at(&self, value: f64) -> f32 {
         let part = if self.log {
             (value.max(self.from) / self.from).ln() / (self.to / self.from).ln()
@@ -59,7 +59,7 @@ impl Axis {
     }
 }
 
-/// A number with no more digits than it needs.
+/// Returns a number with no more digits than it needs.
 pub fn number(value: f64) -> String {
     let text = format!("{value:.2}");
     text.trim_end_matches('0').trim_end_matches('.').to_owned()

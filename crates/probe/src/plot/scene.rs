@@ -95,7 +95,7 @@ pub struct Scene {
 pub const TEXT: f32 = 14.0;
 
 impl Scene {
-    /// An empty one.
+    /// Returns an empty one.
     pub fn new(width: f32, height: f32, title: impl Into<String>) -> Self {
         Self { width, height, title: title.into(), items: Vec::new() }
     }

@@ -78,7 +78,7 @@ pub fn spawn(
     handle
 }
 
-/// What a pod's task runs, what it takes requests from, and what others hold of it.
+/// Returns what a pod's task runs, what it takes requests from, and what others hold of it.
 fn driver(
     node: Arc<DaemonState>,
     spec: PodSpec,
@@ -369,7 +369,7 @@ impl Driver {
         }
     }
 
-    /// The VM as the journal keeps it.
+    /// Returns the VM as the journal keeps it.
     fn vm(&self) -> Option<VmRecord> {
         match (&self.live, &self.unreached) {
             (Some(live), _) => Some(live.vm.record()),

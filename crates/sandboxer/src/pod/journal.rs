@@ -119,12 +119,12 @@ pub struct ProcessRecord {
     pub stdio: StdioPaths,
 }
 
-/// Where a state directory has its records.
+/// Returns where a state directory has its records.
 pub fn dir(state_dir: &Path) -> PathBuf {
     state_dir.join("pods")
 }
 
-/// Where the record before the one at `path` is.
+/// Returns where the record before the one at `path` is.
 pub fn before(path: &Path) -> PathBuf {
     path.with_extension(BEFORE)
 }
@@ -163,7 +163,7 @@ pub enum JournalError {
 }
 
 impl JournalError {
-    /// The record.
+    /// Returns the record.
     pub fn path(&self) -> &Path {
         match self {
             Self::Io { path, .. } | Self::Malformed { path, .. } | Self::Version { path, .. } => path,
@@ -197,13 +197,13 @@ impl Journal {
         Ok(Self { syncer: Arc::new(Syncer::new(dir.clone())), dir })
     }
 
-    /// The record of one pod.
+    /// Returns the record of one pod.
     pub fn pod(&self, id: &SandboxId) -> PodJournal {
         let path = self.dir.join(format!("{id}.json"));
         PodJournal { path, newest: Arc::default(), syncer: self.syncer.clone() }
     }
 
-    /// Every record there is, each readable or not.
+    /// Returns every record there is, each readable or not.
     pub fn records(&self) -> io::Result<Vec<Result<PodRecord, JournalError>>> {
         let mut records = Vec::new();
         for entry in fs::read_dir(&self.dir)? {
@@ -215,7 +215,7 @@ impl Journal {
         Ok(records)
     }
 
-    /// What a pod can be taken up by whose record can't be read: the one before it. None if that isn't better, or the
+    /// Returns what a pod can be taken up by whose record can't be read: the one before it. None if that isn't better, or the
     /// record is a later daemon's, which is whole. None if it is from before the pod was ready: it doesn't tell which
     /// VM is the pod's, and by it the pod would be undone.
     pub fn instead_of(&self, unreadable: &JournalError) -> Option<PodRecord> {

@@ -102,7 +102,7 @@ pub struct DaemonState {
 }
 
 impl DaemonState {
-    /// A pod's directory for sockets and logs.
+    /// Returns a pod's directory for sockets and logs.
     pub fn run_dir(&self, pod: &SandboxId) -> PathBuf {
         self.config.run_dir.join("pods").join(pod)
     }
@@ -130,7 +130,7 @@ enum Request {
     Process { of: ContainerId, exec: Option<ExecId>, reply: Reply<ProcessView> },
     /// Signal a process, or all of a container.
     Signal { of: ContainerId, exec: Option<ExecId>, signal: Signal, reply: Reply<()> },
-    /// Remove a container or an exec that doesn't run. Answers how it ended.
+    /// Remove a container or an exec that doesn't run. Returns how it ended.
     Delete { of: ContainerId, exec: Option<ExecId>, reply: Reply<Exit> },
     /// Nothing more will be written to a process's stdin FIFO.
     CloseStdin { of: ContainerId, exec: Option<ExecId>, reply: Reply<()> },
@@ -206,12 +206,12 @@ pub struct PodHandle {
 }
 
 impl PodHandle {
-    /// The pod's id.
+    /// Returns the pod's id.
     pub fn id(&self) -> &SandboxId {
         &self.id
     }
 
-    /// Where the pod stands. Never waits.
+    /// Returns where the pod stands. Never waits.
     pub fn status(&self) -> PodStatus {
         self.status.borrow().clone()
     }
@@ -230,7 +230,7 @@ impl PodHandle {
         let _ = self.status.clone().wait_for(|status| status.state != state::PodState::Unknown).await;
     }
 
-    /// Boots the pod; answers when its agent is ready.
+    /// Boots the pod; returns when its agent is ready.
     pub async fn start(&self) -> Result<(), PodError> {
         self.ask(|reply| Request::Start { reply }).await
     }
@@ -297,7 +297,7 @@ impl PodHandle {
         self.ask(|reply| Request::Signal { of, exec, signal, reply }).await
     }
 
-    /// Removes a container or an exec. Answers how it ended.
+    /// Removes a container or an exec. Returns how it ended.
     pub async fn delete(&self, of: ContainerId, exec: Option<ExecId>) -> Result<Exit, PodError> {
         self.ask(|reply| Request::Delete { of, exec, reply }).await
     }
@@ -348,7 +348,7 @@ impl PodHandle {
         self.ask(|reply| Request::SyncClock { reply }).await
     }
 
-    /// Everything about the pod.
+    /// Returns everything about the pod.
     pub async fn inspect(&self) -> Result<PodView, PodError> {
         self.ask(|reply| Request::Inspect { reply }).await
     }

@@ -116,7 +116,7 @@ pub struct Quarantine {
 }
 
 impl Quarantine {
-    /// That of a daemon.
+    /// Returns that of a daemon.
     pub fn of(config: &Config) -> Self {
         Self {
             dir: config.state_dir.join(DIR),
@@ -159,7 +159,7 @@ impl Quarantine {
         File::open(&self.dir)?.sync_all()
     }
 
-    /// All entries, the oldest first, as many as one answer holds.
+    /// Returns all entries, the oldest first, as many as one answer holds.
     pub fn list(&self) -> Result<Listed, QuarantineError> {
         let mut listed = Listed::default();
         let mut names = self.names().map_err(self.host("", "read", &self.dir))?;
@@ -178,7 +178,7 @@ impl Quarantine {
         Ok(listed)
     }
 
-    /// An entry, its report as it was written, and the start of its record.
+    /// Returns an entry, its report as it was written, and the start of its record.
     pub fn show(&self, name: &str) -> Result<(Entry, String, String), QuarantineError> {
         let (entry, _) = self.find(name)?;
         let (record, report) = (self.record(&entry.name), self.report_path(&entry.name));
@@ -210,7 +210,7 @@ impl Quarantine {
         Ok(entry)
     }
 
-    /// Ends an entry's pod and removes what is known of it: processes, then run directory, then record. Answers what
+    /// Ends an entry's pod and removes what is known of it: processes, then run directory, then record. Returns what
     /// it was. Refused for those of `known`, the daemon's pods.
     pub fn destroy(&self, name: &str, known: &HashSet<SandboxId>) -> Result<Entry, QuarantineError> {
         let (entry, strays) = self.find(name)?;
@@ -240,7 +240,7 @@ impl Quarantine {
         Ok(entry)
     }
 
-    /// The processes of a pod whose record is here, and its entry. None: no record of it is, or nothing of it runs.
+    /// Returns the processes of a pod whose record is here, and its entry. None: no record of it is, or nothing of it runs.
     pub fn running(&self, pod: &SandboxId) -> Result<Option<(Id, Vec<u32>)>, QuarantineError> {
         let found = self.running_strays(pod)?;
         Ok(found.map(|(name, strays)| (name, strays.iter().map(|stray| stray.pid).collect())))
@@ -290,7 +290,7 @@ impl Quarantine {
         if pids.is_empty() { Ok(()) } else { Err(QuarantineError::Lingering { pod: pod.clone(), pids }) }
     }
 
-    /// The entry of that whole name, and every process among which its pod's are.
+    /// Returns the entry of that whole name, and every process among which its pod's are.
     fn find(&self, name: &str) -> Result<(Entry, Vec<Stray>), QuarantineError> {
         let id: Id = name.parse()?;
         let meta = match fs::symlink_metadata(self.record(&id)) {
@@ -327,7 +327,7 @@ impl Quarantine {
         Ok(entries.flatten().filter_map(name).collect())
     }
 
-    /// A name for a pod's record that no entry has, and the time in it.
+    /// Returns a name for a pod's record that no entry has, and the time in it.
     fn unused_name(&self, pod: Option<&SandboxId>) -> io::Result<(Id, u64)> {
         let mut at_ns = now_ns();
         loop {
@@ -374,13 +374,13 @@ fn rename_if_there(from: &Path, to: &Path) -> io::Result<()> {
     }
 }
 
-/// When an entry was put aside, and whose it is.
+/// Returns when an entry was put aside, and whose it is.
 fn parts(name: &Id) -> (u64, Option<SandboxId>) {
     let (at, pod) = name.as_str().split_once('-').unwrap_or((name.as_str(), ""));
     (at.parse().unwrap_or(0), pod.parse().ok())
 }
 
-/// The first bytes of a file, what of them isn't text replaced.
+/// Returns the first bytes of a file, what of them isn't text replaced.
 fn start_of(path: &Path, most: u64) -> io::Result<String> {
     let mut start = Vec::new();
     File::open(path)?.take(most).read_to_end(&mut start)?;

@@ -107,7 +107,7 @@ impl Records {
     }
 }
 
-/// Takes up every recorded pod. Answers when each is in the registry.
+/// Takes up every recorded pod. Returns when each is in the registry.
 pub async fn recover(node: &Arc<DaemonState>, records: Records) -> Recovered {
     let mut recovered = Recovered { quarantined: records.quarantined, ..Recovered::default() };
     for taken_up in future::join_all(records.pods.into_iter().map(|record| take_up(node, record))).await {
@@ -283,7 +283,7 @@ async fn look(node: &Arc<DaemonState>, record: &PodRecord, shares: &Shares) -> L
     }
 }
 
-/// The VMM of a pod: that on record, or, since a daemon may have died between starting and noting one, that which was
+/// Returns the VMM of a pod: that on record, or, since a daemon may have died between starting and noting one, that which was
 /// started for the pod's directory.
 fn hold(node: &DaemonState, record: &PodRecord) -> Result<Option<Arc<dyn Held>>, VmmError> {
     if let Some(vm) = &record.vm {
@@ -468,7 +468,7 @@ impl Unreached {
     }
 }
 
-/// Whether the guest did what no guest does: it is not asked again.
+/// Returns whether the guest did what no guest does: it is not asked again.
 fn is_broken(error: &PodError) -> bool {
     matches!(error, PodError::Guest(GuestError::Violated { .. }))
 }
@@ -508,7 +508,7 @@ async fn end_denied(live: &RunningVm, record: &PodRecord, known: &[wire::Process
     Ok(())
 }
 
-/// The shares of a pod.
+/// Returns the shares of a pod.
 fn shares_of(node: &DaemonState, spec: &PodSpec) -> Shares {
     let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id);
     let helpers = node.volumes.helpers.clone();
@@ -540,7 +540,7 @@ async fn greet(node: &DaemonState, record: &PodRecord, vm: &Arc<dyn Vm>) -> Resu
     }
 }
 
-/// A container as recorded; of a pod that is not `alive`, ended.
+/// Returns a container as recorded; of a pod that is not `alive`, ended.
 fn take_up_container(node: &DaemonState, record: ContainerRecord, alive: bool, spec: &PodSpec) -> Container {
     let process = |record: ProcessRecord, exec: Option<&ExecId>, container: &ContainerId| {
         let phase = phase_of(&record, alive);
@@ -675,7 +675,7 @@ async fn undo_half_made(node: &DaemonState, live: &RunningVm, record: &PodRecord
     }
 }
 
-/// Where a process stands by its record.
+/// Returns where a process stands by its record.
 fn phase_of(record: &ProcessRecord, alive: bool) -> Phase {
     match &record.exit {
         Some(exit) => Phase::Exited(exit.clone()),

@@ -62,7 +62,7 @@ impl Registry {
         }
     }
 
-    /// Every pod.
+    /// Returns every pod.
     pub fn pods(&self) -> Vec<PodHandle> {
         self.read().pods.values().cloned().collect()
     }

@@ -56,7 +56,7 @@ pub async fn plug(
     Ok(Some(disk))
 }
 
-/// A scratch disk in the agent's words.
+/// Returns a scratch disk in the agent's words.
 pub fn message(disk: &DiskSpec) -> wire::Disk {
     wire::Disk {
         serial: disk.serial.clone(),

@@ -24,7 +24,7 @@ pub enum Outcome {
 }
 
 impl Outcome {
-    /// The outcome as it is shown.
+    /// Returns the outcome as it is shown.
     pub const fn as_str(self) -> &'static str {
         match self {
             Outcome::Ok => "ok",
@@ -74,7 +74,7 @@ impl Stages {
         result
     }
 
-    /// The steps so far.
+    /// Returns the steps so far.
     pub fn steps(&self) -> Vec<Step> {
         self.steps.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }

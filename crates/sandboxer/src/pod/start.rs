@@ -85,7 +85,7 @@ enum Source {
 }
 
 impl Source {
-    /// What there is of this shape by this way, or why there is nothing.
+    /// Returns what there is of this shape by this way, or why there is nothing.
     fn take(node: &DaemonState, shape: Shape, start_path: StartPath) -> Result<Self, &'static str> {
         match start_path {
             StartPath::Pool => node.pool.claim(shape, &node.templates).map(|warm| Self::Pool(Box::new(warm))),
@@ -140,7 +140,7 @@ pub async fn start(
     }
 }
 
-/// The pod's network interfaces.
+/// Returns the pod's network interfaces.
 async fn interfaces(node: &DaemonState, spec: &PodSpec) -> Result<Vec<Interface>, PodError> {
     match &spec.netns {
         Some(netns) => Ok(network::look(&spec.id, netns, node.config.network.foreign_rules).await?),
@@ -235,7 +235,7 @@ impl<'a> Start<'a> {
         Ok(place)
     }
 
-    /// When the time is up for something that may take one of `parts` parts of what is left.
+    /// Returns when the time is up for something that may take one of `parts` parts of what is left.
     fn until(&self, parts: u32) -> Instant {
         let now = Instant::now();
         now + self.deadline.saturating_duration_since(now) / parts
@@ -414,7 +414,7 @@ impl Greeted<'_> {
 pub struct CgroupAttach(JoinHandle<Result<(), (PathBuf, io::Error)>>);
 
 impl CgroupAttach {
-    /// As [`CgroupAttach::begin`], of a VMM that an earlier daemon may have moved, or not.
+    /// Same as [`CgroupAttach::begin`], of a VMM that an earlier daemon may have moved, or not.
     pub fn go_on(node: &DaemonState, spec: &PodSpec, pid: u32) -> Option<Self> {
         let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id)?;
         if cgroup.holds(pid) { None } else { Self::begin(node, spec, pid, oneshot::channel().0) }
@@ -474,7 +474,7 @@ async fn answered<T>(
     tokio::time::timeout_at(until, answer).await.unwrap_or_else(late)
 }
 
-/// A time limit as people are told it.
+/// Returns a time limit as people are told it.
 fn whole_ms(limit: Duration) -> Duration {
     Duration::from_millis(limit.as_millis().try_into().unwrap_or(u64::MAX))
 }
@@ -513,7 +513,7 @@ async fn gone(pod: &SandboxId, vm: &dyn Vm) {
     }
 }
 
-/// A VM's end as an error of its pod.
+/// Returns a VM's end as an error of its pod.
 pub fn vm_ended(spec: &PodSpec, exit: VmExit) -> PodError {
     PodError::VmEnded { pod: spec.id.clone(), how: exit.how, last_lines: exit.last_lines.join(" | ") }
 }

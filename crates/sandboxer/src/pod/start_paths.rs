@@ -96,7 +96,7 @@ mod tests {
 
     use super::*;
 
-    /// What is logged while `work` is done.
+    /// Returns what is logged while `work` is done.
     fn logged(work: impl FnOnce()) -> String {
         let lines = Arc::new(Mutex::new(Vec::new()));
         let subscriber =

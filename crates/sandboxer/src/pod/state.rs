@@ -54,7 +54,7 @@ impl PodState {
         PodState::Unknown,
     ];
 
-    /// Whether the diagram has an arrow from here to `next`.
+    /// Returns whether the diagram has an arrow from here to `next`.
     pub const fn may_become(self, next: PodState) -> bool {
         use PodState::{Created, Ready, Starting, Stopped, Stopping, Unknown};
         match (self, next) {
@@ -67,7 +67,7 @@ impl PodState {
         }
     }
 
-    /// The state in people's words.
+    /// Returns the state in people's words.
     pub const fn as_str(self) -> &'static str {
         match self {
             PodState::Created => "created",
@@ -119,7 +119,7 @@ pub struct PodStatus {
 }
 
 impl PodStatus {
-    /// A pod that has just been created, at so many ns since 1970.
+    /// Returns a pod that has just been created, at so many ns since 1970.
     pub fn created(created_at_ns: u64) -> Self {
         Self {
             state: PodState::Created,

@@ -109,7 +109,7 @@ impl Settings {
         })
     }
 
-    /// A whole file for `/etc/containerd/conf.d`.
+    /// Returns a whole file for `/etc/containerd/conf.d`.
     fn snippet(&self) -> String {
         let (major, minor) = self.version;
         let mut text = format!("# Makes sandboxer a runtime of containerd {major}.{minor}.\n");
@@ -175,7 +175,7 @@ impl Settings {
     }
 }
 
-/// The table at this path, made where it is not there.
+/// Returns the table at this path, made where it is not there.
 fn table<'a>(root: &'a mut Table, path: &[&str]) -> Result<&'a mut dyn TableLike, String> {
     let mut at: &mut dyn TableLike = root;
     for (depth, key) in path.iter().enumerate() {
@@ -207,7 +207,7 @@ fn put(table: &mut dyn TableLike, key: &str, value: toml_edit::Value) {
     }
 }
 
-/// Whether two values mean the same, however they are written.
+/// Returns whether two values mean the same, however they are written.
 fn same(a: &toml_edit::Value, b: &toml_edit::Value) -> bool {
     match (a.as_array(), b.as_array()) {
         (Some(a), Some(b)) => a.len() == b.len() && a.iter().zip(b).all(|(a, b)| same(a, b)),

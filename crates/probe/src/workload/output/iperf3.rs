@@ -7,7 +7,7 @@ use crate::workload::log::plain;
 
 const TOOL: &str = "iperf3";
 
-/// What the receiver got, and what was sent again.
+/// Returns what the receiver got, and what was sent again.
 pub fn tcp(text: &str) -> Result<Figures, OutputError> {
     let end = end(text)?;
     let received = number(&end["sum_received"]["bits_per_second"], "end.sum_received.bits_per_second")?;

@@ -80,7 +80,7 @@ pub async fn copy_output(
     }
 }
 
-/// Whether a guest may answer so: from where it was asked on, no more than it was asked for, and not nothing, since
+/// Returns whether a guest may answer so: from where it was asked on, no more than it was asked for, and not nothing, since
 /// it waits for something.
 fn is_due(request: &ReadOutputRequest, answer: &ReadOutputResponse) -> bool {
     let length = answer.data.len();

@@ -240,7 +240,7 @@ impl Io {
         self.stderr_writer.take()
     }
 
-    /// Its hold at the front.
+    /// Returns its hold at the front.
     pub fn kept(&self) -> Option<Kept> {
         self.kept.clone()
     }
@@ -284,7 +284,7 @@ impl Io {
     }
 }
 
-/// What the front calls a FIFO that it has opened for a process, until all of them are kept as one.
+/// Returns what the front calls a FIFO that it has opened for a process, until all of them are kept as one.
 fn opening(subject: &Subject, stream: &str) -> String {
     subject.key(&format!("opening-{stream}"))
 }

@@ -86,7 +86,7 @@ pub enum Phase {
 }
 
 impl Phase {
-    /// The phase in people's words.
+    /// Returns the phase in people's words.
     pub const fn as_str(&self) -> &'static str {
         match self {
             Phase::Created => "created",
@@ -96,7 +96,7 @@ impl Phase {
         }
     }
 
-    /// How it ended, if it has.
+    /// Returns how it ended, if it has.
     pub const fn exit(&self) -> Option<&Exit> {
         match self {
             Phase::Exited(exit) => Some(exit),
@@ -125,12 +125,12 @@ pub struct Process {
 }
 
 impl Process {
-    /// A process that waits to be let go.
+    /// Returns a process that waits to be let go.
     pub fn created(pid: u32, stdio: StdioPaths, io: io::Io) -> Self {
         Self::at(Phase::Created, pid, stdio, Some(io))
     }
 
-    /// A process that stands at `phase`.
+    /// Returns a process that stands at `phase`.
     pub fn at(phase: Phase, pid: u32, stdio: StdioPaths, mut io: Option<io::Io>) -> Self {
         let stderr_writer = io.as_mut().and_then(io::Io::take_stderr_writer);
         let kept = io.as_ref().and_then(io::Io::kept);
@@ -150,12 +150,12 @@ impl Process {
         }
     }
 
-    /// Whether it has ended.
+    /// Returns whether it has ended.
     pub fn has_exited(&self) -> bool {
         matches!(*self.phase.borrow(), Phase::Exited(_))
     }
 
-    /// The process as the journal keeps it.
+    /// Returns the process as the journal keeps it.
     pub fn record(&self) -> ProcessRecord {
         let phase = self.phase.borrow();
         ProcessRecord {
@@ -191,7 +191,7 @@ pub struct Container {
 }
 
 impl Container {
-    /// Its init (no `exec`) or an exec.
+    /// Returns its init (no `exec`) or an exec.
     pub fn process(&self, exec: Option<&ExecId>) -> Option<&Process> {
         match exec {
             None => Some(&self.init),
@@ -199,7 +199,7 @@ impl Container {
         }
     }
 
-    /// Its init (no `exec`) or an exec.
+    /// Returns its init (no `exec`) or an exec.
     pub fn process_mut(&mut self, exec: Option<&ExecId>) -> Option<&mut Process> {
         match exec {
             None => Some(&mut self.init),
@@ -207,7 +207,7 @@ impl Container {
         }
     }
 
-    /// The container as the journal keeps it.
+    /// Returns the container as the journal keeps it.
     pub fn record(&self, id: &ContainerId) -> ContainerRecord {
         ContainerRecord {
             id: id.clone(),

@@ -151,7 +151,7 @@ fn convert(pod: &PodSpec, new: &NewContainer, mut spec: Spec, looked: Looked) ->
     })
 }
 
-/// The host's CPUs that the container is given.
+/// Returns the host's CPUs that the container is given.
 fn cpus_of(container: &ContainerId, linux: &Linux) -> Result<Option<String>, PodError> {
     let cpu = linux.resources().as_ref().and_then(|resources| resources.cpu().as_ref());
     let Some(list) = cpu.and_then(|cpu| cpu.cpus().as_ref()).filter(|list| !list.is_empty()) else {
@@ -163,7 +163,7 @@ fn cpus_of(container: &ContainerId, linux: &Linux) -> Result<Option<String>, Pod
     }
 }
 
-/// Whose processes the container is to see. containerd names a process namespace by a process of the host,
+/// Returns whose processes the container is to see. containerd names a process namespace by a process of the host,
 /// which by our answers is always the VMM: a path says that it is shared, not with which container. That one runs,
 /// however: where only one does, it is meant.
 fn seen_processes(pod: &PodSpec, new: &NewContainer, linux: &Linux) -> Result<Option<Processes>, PodError> {

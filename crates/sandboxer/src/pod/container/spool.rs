@@ -78,7 +78,7 @@ impl Outlet {
         Ok(outlet)
     }
 
-    /// What the next worker needs: the FIFO and the memfd.
+    /// Returns what the next worker needs: the FIFO and the memfd.
     pub fn fds(&self) -> [BorrowedFd<'_>; 2] {
         [self.fifo.as_fd(), self.spool.file.as_fd()]
     }
@@ -133,7 +133,7 @@ impl Inlet {
         Ok(Self { fifo: watched(fifo, Interest::READABLE)?, spool: Spool { file: spool.into(), emptied: 0 } })
     }
 
-    /// What the next worker needs: the FIFO and the memfd.
+    /// Returns what the next worker needs: the FIFO and the memfd.
     pub fn fds(&self) -> [BorrowedFd<'_>; 2] {
         [self.fifo.as_fd(), self.spool.file.as_fd()]
     }

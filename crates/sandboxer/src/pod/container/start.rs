@@ -44,7 +44,7 @@ pub struct RunningVm {
 }
 
 impl RunningVm {
-    /// The guest, by its VM and by its agent.
+    /// Returns the guest, by its VM and by its agent.
     pub fn guest(&self) -> (&dyn Vm, &Agent) {
         (self.vm.as_ref(), &self.agent)
     }
@@ -248,7 +248,7 @@ pub async fn delete(live: &RunningVm, container: &ContainerId, disks: &[DiskSpec
     Ok(())
 }
 
-/// Lets a process go. Answers its guest pid.
+/// Lets a process go. Returns its guest pid.
 pub async fn release(live: &RunningVm, subject: &Subject) -> Result<u32, PodError> {
     Ok(live.agent.start_process(&subject.container, subject.exec.as_ref()).await?)
 }
@@ -334,7 +334,7 @@ fn stdio_message(paths: &StdioPaths) -> wire::Stdio {
     }
 }
 
-/// The plan in the agent's words, with `bytes` of memory to write to if somebody asked; and every disk it names.
+/// Returns the plan in the agent's words, with `bytes` of memory to write to if somebody asked; and every disk it names.
 fn rootfs_message(plan: &RootfsPlan, bytes: Option<u64>) -> (wire::Rootfs, Vec<DiskSpec>) {
     let mut rootfs = wire::Rootfs::new();
     let mut disks = Vec::new();

@@ -28,7 +28,7 @@ pub struct Containers {
 }
 
 impl Containers {
-    /// None yet.
+    /// Creates an empty set.
     pub fn new(shared: Arc<Shared>) -> Self {
         Self { shared, known: Mutex::default() }
     }

@@ -71,7 +71,7 @@ pub struct Volumes {
 type Volume = AsyncMutex<bool>;
 
 impl Volumes {
-    /// None yet.
+    /// Creates an empty set.
     pub fn new(shared: Arc<Shared>) -> Self {
         Self { shared, known: Mutex::default() }
     }

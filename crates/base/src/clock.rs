@@ -4,12 +4,12 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::failpoint;
 
-/// CLOCK_REALTIME.
+/// Returns CLOCK_REALTIME.
 pub fn now() -> SystemTime {
     failpoint::shifted(SystemTime::now())
 }
 
-/// CLOCK_REALTIME, ns since 1970; 0 if the clock stands before that.
+/// Returns CLOCK_REALTIME, ns since 1970; 0 if the clock is before that.
 pub fn now_ns() -> u64 {
     let since = now().duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)

@@ -127,7 +127,7 @@ impl Program {
 pub struct SocketMap(OwnedFd);
 
 impl SocketMap {
-    /// With `socket` in it.
+    /// Creates a map that holds `socket`.
     pub fn with(socket: impl AsFd) -> io::Result<Self> {
         #[repr(C)]
         struct MapCreate {

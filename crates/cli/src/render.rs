@@ -50,7 +50,7 @@ pub fn short(id: &str) -> String {
     plain(&id.chars().take(SHORT_ID).collect::<String>())
 }
 
-/// Time since `at_ns` (ns since 1970), in its two largest units: `3m12s`. `-` for 0.
+/// Formats the time since `at_ns` (ns since 1970) in its two largest units: `3m12s`. `-` for 0.
 pub fn age(at_ns: u64) -> String {
     if at_ns == 0 {
         return "-".into();
@@ -87,7 +87,7 @@ pub fn bytes(count: u64) -> String {
     }
 }
 
-/// Memory of `mib` MiB: `256 MiB`, `1.50 GiB`.
+/// Formats `mib` MiB: `256 MiB`, `1.50 GiB`.
 pub fn mib(mib: u64) -> String {
     if mib < 1024 { format!("{mib} MiB") } else { digits(mib as f64 / 1024.0, "GiB") }
 }
@@ -115,7 +115,7 @@ pub fn time(at_ns: u64) -> String {
     }
 }
 
-/// Text without what a terminal would obey: a guest's last words are part of our messages.
+/// Removes control sequences: messages contain a guest's last output, which must not control the terminal.
 pub fn plain(text: &str) -> String {
     let mut filter = Plain::default();
     let mut out = filter.filter(text.as_bytes());

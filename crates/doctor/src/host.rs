@@ -56,7 +56,7 @@ impl Host {
         names
     }
 
-    /// Whether there is a character device that can be opened; which error says why not.
+    /// Opens a character device; the error says why it cannot.
     pub fn device(&self, path: impl AsRef<Path>) -> io::Result<()> {
         let path = self.path(path);
         if !fs::metadata(&path)?.file_type().is_char_device() {

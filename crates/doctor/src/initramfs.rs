@@ -49,7 +49,7 @@ pub struct Reading {
 }
 
 impl Reading {
-    /// Of a file that could not be read in time.
+    /// Returns the reading of a file that could not be read in time.
     pub fn silent(path: &Path) -> Self {
         Self { path: path.to_owned(), size: 0, content: Content::Slow }
     }

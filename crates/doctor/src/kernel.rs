@@ -77,7 +77,7 @@ pub struct Content {
 }
 
 impl Reading {
-    /// Of a file that could not be read in time.
+    /// Returns the reading of a file that could not be read in time.
     pub fn silent(path: &Path) -> Self {
         Self { path: path.to_owned(), slow: true, ..Self::default() }
     }

@@ -72,7 +72,7 @@ pub fn huge_pages(reading: &Reading) -> Check {
     )
 }
 
-/// Must be off between those who don't trust each other.
+/// Checks that KSM is off: it leaks information between pods that do not trust each other.
 pub fn ksm(reading: &Reading) -> Check {
     match reading.ksm_run {
         None => KSM.not_applicable("not in this kernel"),

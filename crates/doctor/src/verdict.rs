@@ -125,7 +125,7 @@ impl Report {
         Self { schema: SCHEMA, verdict, pods, checks }
     }
 
-    /// Of a process that reports this: 0, 1 where there are warnings, 2 where there are failures.
+    /// Returns the exit code: 0, 1 for warnings, 2 for failures.
     pub fn exit_code(&self) -> u8 {
         match self.verdict {
             Verdict::NotApplicable | Verdict::Ok => 0,

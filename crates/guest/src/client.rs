@@ -48,7 +48,7 @@ pub enum GuestError {
         call: &'static str,
         /// Which kind of no.
         code: Code,
-        /// In the agent's words.
+        /// Converts the limits for the agent.
         message: String,
     },
     /// No answer, or none that could be read.
@@ -430,7 +430,7 @@ impl Agent {
         call!(self, resume_container, self.short(), request).map(drop)
     }
 
-    /// Guest pids of a container.
+    /// Returns the guest pids of a container.
     pub async fn pids(&self, container: &ContainerId) -> Result<Vec<u32>, GuestError> {
         let request =
             wire::ListProcessesRequest { container_id: container.to_string(), ..Default::default() };

@@ -63,12 +63,12 @@ pub fn all() -> Vec<Anchor> {
 }
 
 impl Anchor {
-    /// System and version.
+    /// Returns the system and its version.
     pub fn name(&self) -> String {
         format!("{} {}", self.system, self.version).trim_end().to_owned()
     }
 
-    /// True for start-up figures in this mode.
+    /// Returns whether this is a start-up figure in this mode.
     pub fn is_startup(&self, wanted: &str) -> bool {
         matches!(&self.figure, Figure::StartUp { mode, .. } if mode == wanted)
     }

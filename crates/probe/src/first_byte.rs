@@ -97,7 +97,7 @@ impl LogWatch {
         FirstByte(receiver)
     }
 
-    /// No longer waits for a file.
+    /// Stops waiting for a file.
     pub fn forget(&self, file: &str) {
         lock(&self.waiting).remove(std::ffi::OsStr::new(file));
     }
@@ -116,7 +116,7 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Until told to stop; the reason why it ended.
+/// Runs until it is stopped; returns the reason why it ended.
 fn watch(events: &OwnedFd, stop: &OwnedFd, waiting: &Waiting) -> String {
     let mut buffer = [MaybeUninit::uninit(); 16 << 10];
     loop {

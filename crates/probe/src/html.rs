@@ -108,7 +108,7 @@ fn plots<'a>(out: &mut String, figures: impl Iterator<Item = &'a Figure>) {
     let _ = write!(out, "</div>");
 }
 
-/// A table; the first `texts` columns are text. One of class "wrap" is of texts that may be long.
+/// Writes a table; the first `texts` columns are text. Class "wrap" is for long texts.
 fn table(out: &mut String, heading: &[&str], rows: &[Vec<String>], texts: usize, class: &str) {
     let stacks = class == "wrap" && heading.len() > 2;
     let cell = |tag: &str, index: usize, text: &str| {

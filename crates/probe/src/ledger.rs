@@ -62,7 +62,7 @@ impl Ledger {
         self.by_role.values().sum()
     }
 
-    /// Of one role, KiB.
+    /// Returns the sum of one role, KiB.
     pub fn role(&self, role: Role) -> u64 {
         self.by_role.get(&role).copied().unwrap_or_default()
     }

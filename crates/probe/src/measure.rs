@@ -80,7 +80,7 @@ pub struct Bench {
 }
 
 impl Bench {
-    /// On the runtime at `endpoint`; the daemon's admin socket tells the stages inside a start.
+    /// Measures on the runtime at `endpoint`; the daemon's admin socket provides the stages of a start.
     pub fn open(endpoint: &str, admin: Option<&Path>) -> Result<Self, MeasureError> {
         let runtime = Runtime::connect(endpoint)?;
         let parent = std::env::temp_dir();
@@ -213,7 +213,7 @@ impl Bench {
         report
     }
 
-    /// With conditions and clock, and no figure yet.
+    /// Creates a report with conditions and clock, and no figures yet.
     async fn report(&self, handlers: &[String], recipe: &Recipe, plan: Facts) -> Report {
         let manifest = Manifest::take(&self.runtime, self.trace.as_ref(), handlers, recipe, plan).await;
         Report { clock: self.clock, ..Report::new(manifest) }
@@ -255,7 +255,7 @@ fn end(report: &mut Report, partial: Option<String>) {
     report.partial_reason = partial;
 }
 
-/// What could not be written is still in the report that is returned, and can be printed.
+/// Marks the report as partial if it could not be written. It is still returned and can be printed.
 fn or_partial(report: &mut Report, kept: Result<(), StoreError>) {
     let Err(error) = kept else { return };
     let why = format!("not all of the result is on disk: {}", chain(&error));

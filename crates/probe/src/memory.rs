@@ -145,7 +145,7 @@ struct Column<'a> {
 }
 
 impl Column<'_> {
-    /// Err: why it ended early.
+    /// Runs all rounds. Err: why it ended early.
     async fn measure(&mut self, points: &mut Points) -> Result<(), String> {
         let handler = self.handler;
         let idle = self.settled().await?.0;
@@ -182,7 +182,7 @@ impl Column<'_> {
         Ok(())
     }
 
-    /// A resident process that was first seen with pods is measured without them when they are gone.
+    /// Measures without pods a resident process that was first seen with pods.
     async fn idle_again(&self, points: &mut [Point]) -> Result<(), String> {
         if self.residents.is_empty() || points.iter().all(|point| point.idle_daemon_kib != Some(0)) {
             return Ok(());
@@ -228,13 +228,13 @@ impl Column<'_> {
         Ok((last, false))
     }
 
-    /// Of any of the pods: they are all made alike.
+    /// Returns the facts of any of the pods: they are all made alike.
     async fn machine(&self, ledger: &Ledger) -> Option<Facts> {
         let id = ledger.entries.iter().find_map(|entry| entry.found.pod.as_deref())?;
         self.trace?.pod(id).await.ok().as_ref().map(trace::machine)
     }
 
-    /// Nobody asks anything of the pods meanwhile, this process included.
+    /// Measures idle CPU use. No process calls the pods meanwhile, including this one.
     async fn idle_cpu(&self, ledger: &Ledger) -> Option<f64> {
         let counted = ledger.entries.iter().filter(|entry| entry.found.role != Role::Workload);
         let before: Vec<(i32, Duration)> =

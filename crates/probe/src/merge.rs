@@ -167,7 +167,7 @@ fn alike(a: &Loaded, b: &Loaded) -> Result<(), MergeError> {
     }
 }
 
-/// Of a handler, a mode's starts are of one run; groups of two sizes are no one series, whoever's they are.
+/// Checks that the starts of each mode of a handler come from one run, and that all its groups have one size.
 fn no_figure_twice(results: &[Loaded]) -> Result<(), MergeError> {
     let mut seen: BTreeMap<(String, String), (&str, u32)> = BTreeMap::new();
     let mut sizes: BTreeMap<String, &str> = BTreeMap::new();

@@ -75,7 +75,7 @@ fn read(entry: &Entry) -> ProcResult<Option<Process>> {
     Ok(Some(process))
 }
 
-/// CPU time that a process has used, all its threads, exact to a clock tick (10 ms); `None` when it has ended.
+/// Returns the CPU time of all threads of a process, exact to a clock tick (10 ms); `None` if it has ended.
 pub fn cpu_time(pid: i32) -> Option<Duration> {
     let stat = Entry::new(pid).and_then(|process| process.stat()).ok()?;
     Some(Duration::from_secs(stat.utime + stat.stime) / u32::try_from(procfs::ticks_per_second()).ok()?)

@@ -176,7 +176,7 @@ pub struct Marginal {
 }
 
 impl Report {
-    /// With nothing in it yet.
+    /// Creates an empty report.
     pub fn new(manifest: Manifest) -> Self {
         Self {
             schema: SCHEMA,
@@ -252,7 +252,7 @@ impl Report {
         self.ratios.iter().find(found).map(|found| &found.ratio)
     }
 
-    /// Wall times of this runtime's whole groups.
+    /// Returns the wall times of this runtime's whole groups.
     fn batches(&self, runtime: &str) -> Vec<f64> {
         let of = self.series.iter().filter(|series| series.runtime == runtime);
         of.flat_map(|series| series.batch_ms.iter().copied()).collect()
@@ -489,7 +489,7 @@ pub fn parse(text: &str) -> Result<Report, ReportError> {
     }
 }
 
-/// As text, indented.
+/// Returns the report as indented JSON.
 pub fn render(report: &Report) -> String {
     let value = serde_json::to_value(report).unwrap_or_else(|error| json!({ "error": error.to_string() }));
     format!("{value:#}\n")

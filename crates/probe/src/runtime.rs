@@ -62,7 +62,7 @@ pub enum RuntimeError {
 }
 
 impl RuntimeError {
-    /// gRPC's code, if the runtime answered at all.
+    /// Returns the gRPC code, if the runtime answered.
     pub fn code(&self) -> Option<Code> {
         match self {
             RuntimeError::Refused { code, .. } => Some(*code),
@@ -70,7 +70,7 @@ impl RuntimeError {
         }
     }
 
-    /// True when there is no such pod, container or image.
+    /// Returns whether there is no such pod, container or image.
     pub fn is_not_found(&self) -> bool {
         self.code() == Some(Code::NotFound)
     }

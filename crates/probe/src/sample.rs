@@ -83,7 +83,7 @@ impl Sample {
         self.first_byte_ms.filter(|_| self.outcome == Outcome::Ok && !self.warm_up)
     }
 
-    /// True for a failure that counts.
+    /// Returns whether the failure counts.
     pub fn failed(&self) -> bool {
         self.outcome == Outcome::Failed && !self.warm_up
     }

@@ -37,7 +37,7 @@ impl Times {
         Summary::of(&self.times, self.failures)
     }
 
-    /// As samples of serial starts of this runtime.
+    /// Returns them as samples of serial starts of this runtime.
     pub fn samples(&self, runtime: &str) -> Vec<Sample> {
         let times = self.times.iter().map(|&time| Some(time)).chain((0..self.failures).map(|_| None));
         times

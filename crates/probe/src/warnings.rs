@@ -88,7 +88,7 @@ pub fn warnings(report: &Report, samples: &[Sample]) -> Vec<Warning> {
 
 type Warn<'a> = &'a mut dyn FnMut(String, &'static str);
 
-/// What differs between runtimes that are shown side by side.
+/// Warns of differences between runtimes that are shown side by side.
 fn sides(report: &Report, warn: Warn<'_>) {
     let mut snapshotters: Vec<String> =
         report.manifest.runtimes.values().filter_map(|facts| facts.get("snapshotter")).map(shown).collect();

@@ -335,12 +335,12 @@ impl Process {
 }
 
 impl Starting {
-    /// Another hold on it, which doesn't keep it alive.
+    /// Returns another handle to the process; it does not keep the process alive.
     pub fn watched(&self) -> Arc<Process> {
         self.process.clone()
     }
 
-    /// From here on the process lives by itself.
+    /// Detaches: from here on the process lives by itself.
     pub fn keep(mut self) -> Arc<Process> {
         self.abandoned = false;
         self.process.clone()
@@ -398,7 +398,7 @@ pub fn is_running(pid: u32, start_time: u64) -> bool {
     pid.is_some_and(|pid| start_time_of(pid).is_ok_and(|found| found == start_time))
 }
 
-/// Field 22 of `/proc/PID/stat`; the second field is in parentheses and may hold anything.
+/// Parses field 22 of `/proc/PID/stat`; the second field is in parentheses and may hold anything.
 fn start_time_of(pid: Pid) -> io::Result<u64> {
     let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()))?;
     stat.rsplit_once(')')

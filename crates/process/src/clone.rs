@@ -109,7 +109,7 @@ impl PreparedChild {
         }
     }
 
-    /// In the child: executes the program, or returns why not.
+    /// Executes the program, in the child; returns the reason if it cannot.
     fn become_program(
         &self,
         arguments: &[*const libc::c_char],

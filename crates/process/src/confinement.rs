@@ -48,7 +48,7 @@ pub struct Confinement {
 }
 
 impl Confinement {
-    /// Of the process `pid`, as it is seen from here.
+    /// Reads the confinement of process `pid`, as seen from here.
     pub fn of(pid: u32) -> io::Result<Self> {
         let proc = Path::new("/proc").join(pid.to_string());
         let read = |name: &str| fs::read_to_string(proc.join(name));

@@ -261,7 +261,7 @@ impl Jail {
         apply_filter(&self.filter).map_err(|_| io::Error::last_os_error())
     }
 
-    /// In a new user namespace: there is one user and one group in it, and no other one will be made from it.
+    /// Maps one user and one group into the new user namespace; no other namespace can be made from it.
     fn map_ids(&self) -> io::Result<()> {
         // SAFETY: it changes this process alone. Whoever changed its user owns its files in /proc again by it.
         done(unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 1, 0, 0, 0) })?;

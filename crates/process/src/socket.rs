@@ -68,7 +68,7 @@ pub fn open(dir: &Path) -> io::Result<File> {
     File::options().read(true).custom_flags(libc::O_DIRECTORY | libc::O_PATH).open(dir)
 }
 
-/// Path of `dir/name`, good in this process while the handle is held.
+/// Returns the path of `dir/name`, valid in this process while the handle is held.
 pub fn within(dir: &File, name: &str) -> PathBuf {
     format!("/proc/self/fd/{}/{name}", dir.as_raw_fd()).into()
 }

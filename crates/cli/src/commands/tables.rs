@@ -33,12 +33,12 @@ pub fn ms(time: Option<f64>) -> String {
     }
 }
 
-/// KiB as MB (10⁶ bytes are nobody's page count: 1 MB here is 1024 KiB).
+/// Formats KiB as MB (1 MB is 1024 KiB here).
 pub fn mb(kib: f64) -> String {
     format!("{:.1}", kib / 1024.0)
 }
 
-/// Start-up: one line per runtime and mode, then ratios and what the observer cost.
+/// Formats start-up: one line per runtime and mode, then ratios and the cost of the observer.
 pub fn startup(report: &Report) -> String {
     let heading = [
         "runtime",
@@ -121,13 +121,13 @@ fn stages(series: &sandboxer_probe::report::Series) -> Table {
     rows
 }
 
-/// n, failures and all figures of a summary.
+/// Returns n, failures and all figures of a summary.
 pub fn figures(summary: &Summary) -> Vec<String> {
     let counts = [summary.n.to_string(), summary.failures.to_string()];
     counts.into_iter().chain(summary.figures().map(|(_, value)| ms(value))).collect()
 }
 
-/// Memory: one line per runtime and pod count, then growth per pod.
+/// Formats memory: one line per runtime and pod count, then growth per pod.
 pub fn memory(report: &Report) -> String {
     let roles: Vec<Role> = Role::ALL
         .into_iter()

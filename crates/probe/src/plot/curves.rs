@@ -112,7 +112,7 @@ const SERIES: [Dash; 6] = [
     Dash::Dashed(&[14.0, 3.0, 3.0, 3.0, 3.0, 3.0]),
 ];
 
-/// Width and breaks of a line: a second mark of which series it is, beside its colour.
+/// Returns the width and dashes of a line, which tell series apart without colours.
 pub fn look(ink: Ink) -> (f32, Dash) {
     match ink {
         Ink::Series(index) => (2.4, SERIES[index % SERIES.len()]),

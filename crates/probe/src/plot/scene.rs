@@ -121,7 +121,7 @@ impl Scene {
 /// How much wider and higher a picture of its own is than its scene, on each side.
 pub const PAD: f32 = 8.0;
 
-/// About how wide a text is, in a wide font.
+/// Estimates the width of a text in a wide font.
 pub fn text_width(text: &str) -> f32 {
     text.chars().count() as f32 * TEXT * 0.62
 }

@@ -255,7 +255,7 @@ impl Driver {
         self.status.borrow().state
     }
 
-    /// Whether the pod may be in that state next.
+    /// Checks that the pod may go to this state.
     fn may_become(&self, to: PodState) -> Result<(), PodError> {
         let from = self.state();
         if from.may_become(to) {
@@ -295,7 +295,7 @@ impl Driver {
         container.process_mut(exec).ok_or_else(|| no_exec(of, exec))
     }
 
-    /// Whether a process is there and has not ended.
+    /// Checks that a process exists and has not ended.
     fn running(&self, of: &ContainerId, exec: Option<&ExecId>) -> Result<(), PodError> {
         match self.process(of, exec)?.has_exited() {
             true => Err(PodError::ProcessEnded(of.clone())),
@@ -440,7 +440,7 @@ fn answer_all(waiters: impl IntoIterator<Item = Reply<()>>, result: Result<(), P
     }
 }
 
-/// Whoever asked may have given up: that is no error.
+/// Sends the answer. A caller that has gone is no error.
 fn answer<T>(reply: Reply<T>, result: Result<T, PodError>) {
     let _ = reply.send(result);
 }

@@ -126,7 +126,7 @@ enum Request {
     CreateExec { of: ContainerId, exec: ExecId, process: Vec<u8>, stdio: StdioPaths, reply: Reply<()> },
     /// Let a container's init, or an exec, go. `again`: an earlier worker may have done it.
     StartProcess { of: ContainerId, exec: Option<ExecId>, again: bool, reply: Reply<()> },
-    /// Look at a process.
+    /// Return a process's state.
     Process { of: ContainerId, exec: Option<ExecId>, reply: Reply<ProcessView> },
     /// Signal a process, or all of a container.
     Signal { of: ContainerId, exec: Option<ExecId>, signal: Signal, reply: Reply<()> },
@@ -142,7 +142,7 @@ enum Request {
     Update { of: ContainerId, resources: Vec<u8>, reply: Reply<()> },
     /// Change what its containers may use together.
     UpdatePod { limits: Limits, reply: Reply<()> },
-    /// Guest pids of a container.
+    /// Returns the guest pids of a container.
     Pids { of: ContainerId, reply: Reply<Vec<u32>> },
     /// Readings of a container, or of the guest.
     Stats { of: Option<ContainerId>, reply: Reply<StatsResponse> },
@@ -271,7 +271,7 @@ impl PodHandle {
         self.ask(|reply| Request::StartProcess { of, exec, again: true, reply }).await
     }
 
-    /// Looks at a process.
+    /// Returns a process's state.
     pub async fn process(&self, of: ContainerId, exec: Option<ExecId>) -> Result<ProcessView, PodError> {
         self.ask(|reply| Request::Process { of, exec, reply }).await
     }
@@ -333,7 +333,7 @@ impl PodHandle {
         self.ask(|reply| Request::UpdatePod { limits, reply }).await
     }
 
-    /// Guest pids of a container.
+    /// Returns the guest pids of a container.
     pub async fn pids(&self, of: ContainerId) -> Result<Vec<u32>, PodError> {
         self.ask(|reply| Request::Pids { of, reply }).await
     }

@@ -603,7 +603,7 @@ pub fn settle(
     }
 }
 
-/// An ended process is followed like a running one: its last output may still be to come.
+/// Follows an ended process like a running one: its last output may still come.
 fn settle_process(process: &mut Process, found: Option<&wire::Process>) {
     let phase = process.phase.borrow().clone();
     match (phase, found) {

@@ -77,7 +77,7 @@ impl Limits {
         }
     }
 
-    /// In the agent's words.
+    /// Converts the limits for the agent.
     pub fn for_guest(&self) -> wire::PodLimits {
         let Self { cpu_quota_us, cpu_period_us, memory_bytes } = *self;
         wire::PodLimits { cpu_quota_us, cpu_period_us, memory_bytes, ..Default::default() }

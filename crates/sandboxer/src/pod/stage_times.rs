@@ -80,7 +80,7 @@ impl StageTimes {
             .collect()
     }
 
-    /// Time over which they have come together.
+    /// Returns the time since counting began.
     pub fn age(&self) -> std::time::Duration {
         self.since.elapsed()
     }
@@ -97,7 +97,7 @@ impl StageSummary {
         self.micros.value_at_quantile(part).saturating_mul(1000)
     }
 
-    /// Shortest and longest, ns.
+    /// Returns the shortest and longest, ns.
     pub fn range_ns(&self) -> (u64, u64) {
         (self.micros.min().saturating_mul(1000), self.micros.max().saturating_mul(1000))
     }

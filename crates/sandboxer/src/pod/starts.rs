@@ -37,7 +37,7 @@ pub struct Starts {
 }
 
 impl Starts {
-    /// With those that an earlier worker left. The pods of which containerd doesn't show anything go after a while.
+    /// Reads the notes that an earlier worker left. Pods that containerd does not know are removed after a while.
     pub fn of(node: Arc<DaemonState>) -> io::Result<Arc<Self>> {
         let dir = node.config.run_dir.join(DIR);
         fs::create_dir_all(&dir)?;
@@ -53,14 +53,14 @@ impl Starts {
         Ok(starts)
     }
 
-    /// A pod's first start begins.
+    /// Notes that a pod's first start begins.
     pub fn begins(&self, pod: &SandboxId) -> io::Result<()> {
         fs::File::create(self.dir.join(pod))?;
         self.untold().insert(pod.clone());
         Ok(())
     }
 
-    /// containerd knows how the pod's start ended.
+    /// Removes the note: containerd knows how the pod's start ended.
     pub fn shown(&self, pod: &SandboxId) {
         if self.untold().remove(pod)
             && let Err(error) = fs::remove_file(self.dir.join(pod))

@@ -83,7 +83,7 @@ async fn wait_for_data(
     }
 }
 
-/// Now and not when the pod is removed: a manager removes the parent as soon as the pod has stopped.
+/// Removes the control group now and not when the pod is removed: a manager removes the parent as soon as the pod has stopped.
 async fn leave_now(node: &DaemonState, pod: &PodSpec) {
     if let Some(cgroup) = node.cgroups.of(&pod.cgroup_parent, &pod.id)
         && let Err(error) = leave(&pod.id, &cgroup).await

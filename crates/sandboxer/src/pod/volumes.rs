@@ -84,7 +84,7 @@ impl Volume {
 }
 
 impl Volumes {
-    /// None yet.
+    /// Creates an empty set.
     pub fn new(store: Arc<VolumeStore>, shares: Shares, disk_bytes: Option<u64>) -> Self {
         Self { store, shares, spare: Spare::default(), disk_bytes, earlier: None, all: Mutex::default() }
     }

@@ -82,7 +82,7 @@ pub(super) async fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 impl Settings {
-    /// For the containerd that answered; where none did, for the one that was tried.
+    /// Returns the settings for the containerd that answered, or else for the one that was tried.
     fn of(reading: &Reading, config: &Config) -> anyhow::Result<Self> {
         let told = reading.told.as_ref().map_err(|why| {
             eprintln!(
@@ -151,7 +151,7 @@ impl Settings {
         Ok(document.to_string())
     }
 
-    /// The error is the key that is no table.
+    /// Writes the settings into `document`; the error is a key that is not a table.
     fn set(&self, document: &mut DocumentMut) -> Result<(), String> {
         let controller = self.controller.to_string_lossy().into_owned();
         let root = document.as_table_mut();

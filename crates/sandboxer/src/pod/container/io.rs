@@ -66,7 +66,7 @@ impl StderrWriter {
 pub struct StdinCloser(Arc<Notify>);
 
 impl StdinCloser {
-    /// Nothing more will be written to the FIFO.
+    /// Signals that nothing more will be written to the FIFO.
     pub fn close(&self) {
         self.0.notify_one();
     }
@@ -109,7 +109,7 @@ pub struct Subject {
 }
 
 impl Subject {
-    /// Key of what the front keeps of it.
+    /// Returns the key under which the front keeps it.
     pub fn key(&self, kind: &str) -> String {
         front::key(kind, &self.container, self.exec.as_ref())
     }

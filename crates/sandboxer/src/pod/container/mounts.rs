@@ -151,7 +151,7 @@ impl Mounts {
         Ok(())
     }
 
-    /// The last one for a path counts.
+    /// Adds a file to copy; it replaces an earlier one with the same path.
     fn copy(&mut self, file: File) {
         self.files.retain(|other| other.path != file.path);
         self.files.push(file);
@@ -202,7 +202,7 @@ fn files(pod: &PodSpec) -> Vec<File> {
     files
 }
 
-/// As kubelet writes it, which it does only for pods of its own.
+/// Returns the file as kubelet writes it, which it does only for its own pods.
 fn hosts(pod: &PodSpec) -> String {
     let mut text = "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n".to_owned();
     let alone = [IpAddr::from([127, 0, 1, 1])];

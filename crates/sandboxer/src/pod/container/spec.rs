@@ -222,7 +222,7 @@ fn namespace(container: &ContainerId, kind: LinuxNamespaceType) -> Result<LinuxN
     LinuxNamespaceBuilder::default().typ(kind).build().map_err(|error| invalid(container, error.to_string()))
 }
 
-/// AppArmor and SELinux labels are of the host's policy; no such policy is loaded in a guest.
+/// Removes AppArmor and SELinux labels: the host's policies are not loaded in a guest.
 fn drop_host_labels(process: &mut Process) {
     process.set_apparmor_profile(None).set_selinux_label(None);
 }

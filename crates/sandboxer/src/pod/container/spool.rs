@@ -64,12 +64,12 @@ pub struct Outlet {
 }
 
 impl Outlet {
-    /// Into a FIFO that was just opened and doesn't block.
+    /// Creates a spool that writes to a FIFO that was just opened and does not block.
     pub fn new(fifo: OwnedFd) -> io::Result<Self> {
         Ok(Self { fifo: watched(fifo, Interest::WRITABLE)?, spool: Spool::new()? })
     }
 
-    /// As an earlier worker left it.
+    /// Restores a spool as an earlier worker left it.
     pub fn inherited(fifo: OwnedFd, spool: OwnedFd) -> io::Result<Self> {
         let spool = Spool { file: spool.into(), emptied: 0 };
         let mut outlet = Self { fifo: watched(fifo, Interest::WRITABLE)?, spool };
@@ -83,12 +83,12 @@ impl Outlet {
         [self.fifo.as_fd(), self.spool.file.as_fd()]
     }
 
-    /// Offset up to which the FIFO has been given the stream.
+    /// Returns the offset up to which the stream was written to the FIFO.
     pub fn delivered(&self) -> io::Result<u64> {
         Ok(tell(&self.spool.file)?)
     }
 
-    /// The stream begins at `offset`: what was before it went another way.
+    /// Sets the begin of the stream to `offset`: bytes before it were delivered in another way.
     pub fn begin_at(&mut self, offset: u64) -> io::Result<()> {
         seek(&self.spool.file, SeekFrom::Start(offset))?;
         Ok(())
@@ -123,12 +123,12 @@ pub struct Inlet {
 }
 
 impl Inlet {
-    /// Out of a FIFO that was just opened and doesn't block.
+    /// Creates a spool that reads from a FIFO that was just opened and does not block.
     pub fn new(fifo: OwnedFd) -> io::Result<Self> {
         Ok(Self { fifo: watched(fifo, Interest::READABLE)?, spool: Spool::new()? })
     }
 
-    /// As an earlier worker left it.
+    /// Restores a spool as an earlier worker left it.
     pub fn inherited(fifo: OwnedFd, spool: OwnedFd) -> io::Result<Self> {
         Ok(Self { fifo: watched(fifo, Interest::READABLE)?, spool: Spool { file: spool.into(), emptied: 0 } })
     }
@@ -138,12 +138,12 @@ impl Inlet {
         [self.fifo.as_fd(), self.spool.file.as_fd()]
     }
 
-    /// Offset up to which the stream was taken from the FIFO.
+    /// Returns the offset up to which the stream was read from the FIFO.
     pub fn taken(&self) -> io::Result<u64> {
         Ok(self.spool.file.metadata()?.len())
     }
 
-    /// The stream begins at `offset`: what was before it went another way.
+    /// Sets the begin of the stream to `offset`: bytes before it were delivered in another way.
     pub fn begin_at(&mut self, offset: u64) -> io::Result<()> {
         self.spool.file.set_len(offset)
     }
@@ -173,7 +173,7 @@ impl Inlet {
         splice(&self.fifo, None, &self.spool.file, Some(&mut end), most, SpliceFlags::NONBLOCK)
     }
 
-    /// At most `most` bytes from `offset` on, of those that were taken.
+    /// Returns at most `most` bytes from `offset` on.
     pub fn read(&self, offset: u64, most: usize) -> io::Result<Vec<u8>> {
         let there = self.taken()?.saturating_sub(offset);
         let mut bytes = vec![0; usize::try_from(there).unwrap_or(most).min(most)];

@@ -7,7 +7,7 @@ use sandboxer_protocol::agent::StatsResponse;
 /// The type under which containerd knows [`encode`]'s answer.
 pub const TYPE_URL: &str = "io.containerd.cgroups.v2.Metrics";
 
-/// cgroup v2 metrics, as protobuf.
+/// Encodes cgroup v2 metrics as protobuf.
 pub fn encode(stats: &StatsResponse) -> Result<Vec<u8>, protobuf::Error> {
     let metrics = Metrics {
         pids: MessageField::some(PidsStat {

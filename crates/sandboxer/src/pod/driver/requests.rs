@@ -304,8 +304,8 @@ impl Driver {
         });
     }
 
-    /// A guest that can't be reached gets no signal. Whoever kills a container gets it killed all the same, with its VMM
-    /// if need be: containerd does that before it stops a pod.
+    /// Handles a signal to a guest that cannot be reached: the signal is lost, but a kill of a container ends the VMM,
+    /// because containerd kills containers before it stops a pod.
     fn on_signal_unreached(
         &mut self,
         of: ContainerId,

@@ -127,8 +127,8 @@ impl Driver {
         }
     }
 
-    /// A guest that broke its session, whose processes can't be ended or that can't be counted: its VM ends, and
-    /// with that the pod.
+    /// Ends the VM of a guest that broke its session, or that cannot be controlled or counted;
+    /// the pod ends with it.
     fn guest_lost(&mut self, error: PodError) {
         if let (PodState::Unknown, Some(unreached)) = (self.state(), self.unreached.clone()) {
             let pod = self.spec.id.clone();
@@ -154,7 +154,7 @@ impl Driver {
         });
     }
 
-    /// The pod holds nothing any more: everything that ran in it has ended.
+    /// Records that the pod has stopped: all its processes have ended.
     pub(super) fn stopped(&mut self, reason: String, exit_status: u32) {
         if self.state() == PodState::Stopped {
             return;
@@ -371,7 +371,7 @@ impl Driver {
         }
     }
 
-    /// The VMM could not be ended. Its end, should it come, still stops the pod.
+    /// Records that the VMM could not be ended. If it ends later, the pod stops.
     fn stop_failed(&mut self, error: VmmError) {
         self.ending = false;
         tracing::error!(pod = %self.spec.id, error = chain(&error), "cannot end the pod's VMM; the pod is stopped when it has ended");
@@ -481,7 +481,7 @@ impl Driver {
         }
     }
 
-    /// Set up beside the start, which need not wait for it.
+    /// Sets up port forwarding in parallel with the start.
     fn forward_ports(&mut self, host_ports: Vec<TcpListener>) {
         let Some(live) = &self.live else { return };
         let (pod, netns, agent) = (self.spec.id.clone(), self.spec.netns.clone(), live.agent.clone());

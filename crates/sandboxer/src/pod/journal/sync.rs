@@ -28,7 +28,7 @@ struct Waiting {
 }
 
 impl Syncer {
-    /// For records in `dir`.
+    /// Creates a syncer for records in `dir`.
     pub fn new(dir: PathBuf) -> Self {
         Self { dir, waiting: Mutex::default() }
     }

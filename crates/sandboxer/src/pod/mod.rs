@@ -170,7 +170,7 @@ pub struct ProcessView {
 pub struct PodView {
     /// The pod as asked for.
     pub spec: PodSpec,
-    /// Where it stands.
+    /// Its state.
     pub status: PodStatus,
     /// The steps of its start.
     pub steps: Vec<Step>,

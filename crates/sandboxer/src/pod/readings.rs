@@ -31,7 +31,7 @@ pub struct Readings {
     pod: SandboxId,
     /// Counts answers that were old, of all pods.
     old: Arc<AtomicU64>,
-    // A plain lock: held for a look-up, never across an await.
+    // A plain lock: held for a lookup, never across an await.
     known: Mutex<Known>,
 }
 

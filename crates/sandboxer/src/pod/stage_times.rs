@@ -39,7 +39,7 @@ struct Cell {
 pub struct StageSummary {
     /// Which stage.
     pub stage: Stage,
-    /// How it ended.
+    /// Its outcome.
     pub outcome: Outcome,
     /// All its times, ns.
     pub sum_ns: u64,

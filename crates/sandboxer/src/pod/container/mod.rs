@@ -112,7 +112,7 @@ pub struct Process {
     pub pid: u32,
     /// Where its output goes.
     pub stdio: StdioPaths,
-    /// Where it stands.
+    /// Its state.
     pub phase: watch::Sender<Phase>,
     /// Its streams, until they are running.
     pub io: Option<io::Io>,

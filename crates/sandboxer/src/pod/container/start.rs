@@ -175,7 +175,7 @@ async fn try_create(
             rootfs.map_err(PodError::from).and(volumes)
         })
         .await?;
-    // The VMM has it open: its name goes.
+    // The VMM has it open, so the file can be unlinked.
     drop(scratch);
 
     let pid = stages

@@ -43,7 +43,7 @@ pub struct Step {
     pub begin_ns: u64,
     /// Duration, ns.
     pub duration_ns: u64,
-    /// Its outcome.
+    /// The outcome.
     pub outcome: Outcome,
 }
 

@@ -37,7 +37,7 @@ pub struct NewContainer {
     pub bundle: PathBuf,
     /// The snapshot's mounts.
     pub mounts: Vec<Mount>,
-    /// Where its output goes.
+    /// Its FIFOs.
     pub stdio: StdioPaths,
     /// Containers that run in its pod: told by the pod's task.
     pub beside: Vec<ContainerId>,
@@ -61,7 +61,7 @@ pub struct StdioPaths {
 pub struct Exit {
     /// Exit code, or 128 + signal.
     pub code: u32,
-    /// When, ns since 1970.
+    /// Time, ns since 1970.
     pub at_ns: u64,
     /// Why, where the code alone doesn't say; else empty.
     pub reason: String,
@@ -110,7 +110,7 @@ impl Phase {
 pub struct Process {
     /// Guest pid; 0 before it has one.
     pub pid: u32,
-    /// Where its output goes.
+    /// Its FIFOs.
     pub stdio: StdioPaths,
     /// Its state.
     pub phase: watch::Sender<Phase>,
@@ -172,13 +172,13 @@ impl Process {
 pub struct Container {
     /// Its bundle directory.
     pub bundle: PathBuf,
-    /// Disks plugged in for it.
+    /// Disks attached for it.
     pub disks: Vec<DiskSpec>,
     /// Keeps the images of its disks from being evicted.
     pub leases: Vec<Lease>,
-    /// The host's file for its termination message.
+    /// Path of its termination message on the host.
     pub message: Option<PathBuf>,
-    /// CPUs of the host that it may use, a list; none: all.
+    /// CPUs of the host that it may use, as a list; none: all.
     pub cpus: Option<String>,
     /// Its init.
     pub init: Process,

@@ -32,7 +32,7 @@ pub struct Mounts {
     pub files: Vec<File>,
     /// What the guest must have before.
     pub needed: Vec<Needed>,
-    /// What the guest has of the host's own files.
+    /// The live shares of the guest.
     pub shares: Vec<Share>,
     /// The host's file for the container's termination message.
     pub message: Option<PathBuf>,

@@ -49,7 +49,7 @@ pub struct GuestSpec {
     pub needed: Vec<Needed>,
     /// What it has of the host's own files.
     pub shares: Vec<Share>,
-    /// The host's file for its termination message.
+    /// Path of its termination message on the host.
     pub message: Option<PathBuf>,
     /// CPUs of the host that it may use, a list; none: all. The VMM is held to them, not the guest.
     pub cpus: Option<String>,

@@ -57,13 +57,13 @@ pub struct Created {
     pub pid: u32,
     /// Its streams.
     pub io: Io,
-    /// Disks plugged in for it.
+    /// Disks attached for it.
     pub disks: Vec<DiskSpec>,
     /// Keeps their images.
     pub leases: Vec<Lease>,
-    /// The host's file for its termination message.
+    /// Path of its termination message on the host.
     pub message: Option<PathBuf>,
-    /// CPUs of the host that it may use, a list; none: all.
+    /// CPUs of the host that it may use, as a list; none: all.
     pub cpus: Option<String>,
     /// The intent that the front keeps, until the container is on record.
     pub intent: Kept,

@@ -55,7 +55,7 @@ fn end_those(pod: &SandboxId, doomed: impl Fn(&Stray) -> bool) -> Result<(), Str
         move |source| StrayError { pod, action, path, source }
     };
     for stray in all().map_err(host("read", PROC.into()))?.iter().filter(|stray| doomed(stray)) {
-        tracing::warn!(%pod, pid = stray.pid, "ending a VMM that no record names");
+        tracing::warn!(%pod, pid = stray.pid, "killing a VMM without a record");
         stray.end().map_err(host("signal", stray.proc()))?;
     }
     Ok(())

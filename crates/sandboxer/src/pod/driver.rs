@@ -262,7 +262,7 @@ impl Driver {
             return Ok(());
         }
         let error = PodError::Transition { pod: self.spec.id.clone(), from, to };
-        tracing::error!(pod = %self.spec.id, %from, %to, "illegal change of a pod's state refused");
+        tracing::error!(pod = %self.spec.id, %from, %to, "rejected an illegal state transition of the pod");
         Err(error)
     }
 
@@ -402,7 +402,7 @@ impl Driver {
         let (written, pod) = (self.next_record(), self.spec.id.clone());
         self.work.spawn(written.map(move |result| {
             if let Err(error) = result {
-                tracing::error!(%pod, error = chain(&error), "the record of the pod is out of date");
+                tracing::error!(%pod, error = chain(&error), "cannot write the pod's record; it is out of date");
             }
             Done::Nothing
         }));
@@ -413,7 +413,7 @@ impl Driver {
         let (written, pod) = (self.next_record(), self.spec.id.clone());
         self.work.spawn(written.map(move |recorded| {
             if let Err(error) = recorded {
-                tracing::error!(%pod, error = chain(&error), "the record of the pod is out of date");
+                tracing::error!(%pod, error = chain(&error), "cannot write the pod's record; it is out of date");
             }
             answer(reply, result);
             Done::Nothing

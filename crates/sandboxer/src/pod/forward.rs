@@ -33,7 +33,7 @@ const SILENCE: Duration = Duration::from_secs(60);
 pub async fn serve(pod: SandboxId, netns: &Path, agent: Agent) {
     if let Err(error) = try_serve(&pod, netns, agent).await {
         // The pod works without it.
-        tracing::warn!(%pod, error = chain(&error), "no ports of the pod can be forwarded");
+        tracing::warn!(%pod, error = chain(&error), "cannot forward ports to the pod");
     }
 }
 
@@ -53,7 +53,7 @@ async fn try_serve(pod: &SandboxId, netns: &Path, agent: Agent) -> Result<(), Po
 /// Forwards connections of `listeners` on the host to the same ports of the pod, until it is dropped.
 pub async fn serve_host(pod: SandboxId, listeners: Vec<net::TcpListener>, agent: Agent) {
     if let Err(error) = carry(&pod, listeners, agent).await {
-        tracing::error!(%pod, error = chain(&error), "the host's ports don't lead to the pod");
+        tracing::error!(%pod, error = chain(&error), "cannot forward the host's ports to the pod");
     }
 }
 
@@ -77,13 +77,13 @@ async fn accept(pod: &SandboxId, listener: &TcpListener, agent: &Agent, owner: u
                     Ok((stream, _)) => stream,
                     Err(error) => {
                         // The connection broke at once, or no descriptors are left.
-                        tracing::warn!(%pod, %error, "a connection to the pod is not taken");
+                        tracing::warn!(%pod, %error, "cannot accept a connection to the pod");
                         tokio::time::sleep(RESPITE).await;
                         continue;
                     }
                 };
                 let Ok(place) = places.clone().try_acquire_owned() else {
-                    tracing::warn!(%pod, "{MAX_CONNECTIONS} connections are forwarded already: one more is refused");
+                    tracing::warn!(%pod, "{MAX_CONNECTIONS} connections are forwarded already: rejected one more");
                     refuse(stream);
                     continue;
                 };

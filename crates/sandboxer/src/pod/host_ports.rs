@@ -47,7 +47,7 @@ pub fn listen_again(front: &Arc<Front>, pod: &PodSpec) -> Vec<TcpListener> {
                 Some(listener)
             }
             Err(error) => {
-                tracing::error!(pod = %pod.id, port, %error, "a port of the host is lost to the pod");
+                tracing::error!(pod = %pod.id, port, %error, "cannot listen on a port of the host for the pod again");
                 None
             }
         }
@@ -59,7 +59,7 @@ pub fn listen_again(front: &Arc<Front>, pod: &PodSpec) -> Vec<TcpListener> {
 pub fn let_go(front: &Front, pod: &PodSpec, listeners: &[TcpListener]) {
     for listener in listeners {
         if let Err(error) = shutdown(listener.as_raw_fd(), Shutdown::Both) {
-            tracing::warn!(pod = %pod.id, %error, "a port of the host is let go of late");
+            tracing::warn!(pod = %pod.id, %error, "cannot release a host port yet");
         }
     }
     for port in &pod.host_ports {
@@ -70,6 +70,6 @@ pub fn let_go(front: &Front, pod: &PodSpec, listeners: &[TcpListener]) {
 fn keep(front: &Arc<Front>, pod: &PodSpec, port: u16, listener: &TcpListener) {
     if let Err(error) = front.keep(&key(pod, port), &(), &[listener.as_fd()]) {
         // The next worker listens again.
-        tracing::warn!(pod = %pod.id, port, %error, "the front cannot keep a port of the host");
+        tracing::warn!(pod = %pod.id, port, %error, "the front cannot store a host port's socket");
     }
 }

@@ -335,9 +335,9 @@ fn replace(path: &Path, record: &PodRecord) -> io::Result<()> {
         file.write_all(&text)?;
         pass(format_args!("a record is written"));
         if let Err(error) = keep(path) {
-            tracing::warn!(?path, %error, "the record before the next one is not kept");
+            tracing::warn!(?path, %error, "cannot keep the previous record");
         }
-        pass(format_args!("the record before is kept"));
+        pass(format_args!("cannot remove the previous record"));
         fs::rename(&new, path)
     })();
     if written.is_err() {

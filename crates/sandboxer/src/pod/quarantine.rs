@@ -135,7 +135,7 @@ impl Quarantine {
         let (name, at_ns) = self.unused_name(pod.as_ref())?;
         let kept = self.record(&name);
         let then = if taken_up { TAKEN_UP } else { "its VMM, if any, is left alone" };
-        tracing::error!(error = chain(error), ?kept, "a pod's record is put aside; {then}");
+        tracing::error!(error = chain(error), ?kept, "moved an unreadable record to the quarantine; {then}");
         if !taken_up {
             // First: alone, it would be the pod's record for the next daemon.
             rename_if_there(&journal::before(path), &journal::before(&kept))?;
@@ -154,7 +154,7 @@ impl Quarantine {
             serde_json::to_writer_pretty(&mut file, &report).map_err(io::Error::other)
         })();
         if let Err(error) = reported {
-            tracing::error!(%error, ?kept, "nothing is reported beside a record that was put aside");
+            tracing::error!(%error, ?kept, "cannot write the report of a quarantined record");
         }
         File::open(&self.dir)?.sync_all()
     }
@@ -206,7 +206,7 @@ impl Quarantine {
             synced.map_err(self.host(name, "sync", dir))?;
         }
         self.remove(name, "remove report", &self.report_path(&entry.name))?;
-        tracing::info!(%pod, entry = name, "a record is put back; the next daemon takes it up");
+        tracing::info!(%pod, entry = name, "released a record from the quarantine; the next daemon adopts its pod");
         Ok(entry)
     }
 
@@ -235,7 +235,7 @@ impl Quarantine {
         self.remove(name, "remove record", &record)?;
         tracing::info!(
             entry = name,
-            "a record that could not be understood is destroyed with what was left of its pod"
+            "destroyed an unreadable record and the remains of its pod"
         );
         Ok(entry)
     }
@@ -277,7 +277,7 @@ impl Quarantine {
         let run_dir = self.pods.join(pod);
         let theirs: Vec<_> = strays.iter().filter(|stray| stray.is_of(&run_dir, &self.pool)).collect();
         for stray in &theirs {
-            tracing::warn!(%pod, pid = stray.pid, "ending a process of a pod in quarantine");
+            tracing::warn!(%pod, pid = stray.pid, "killing a process of a quarantined pod");
             stray.end().map_err(self.host(name, "end the processes of", &run_dir))?;
         }
         let deadline = Instant::now() + GONE_WITHIN;

@@ -78,7 +78,7 @@ impl Readings {
                 let mut known = self.known();
                 if known.under_way > 0 && !known.late {
                     known.late = true;
-                    tracing::warn!(pod = %self.pod, limit = ?LIMIT, "guest does not answer how much it uses; statistics are old");
+                    tracing::warn!(pod = %self.pod, limit = ?LIMIT, "guest does not report its statistics; returning the last ones");
                 }
                 self.last(&mut known, &of)
             }

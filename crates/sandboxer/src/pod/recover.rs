@@ -148,7 +148,7 @@ async fn take_up(node: &Arc<DaemonState>, record: PodRecord) -> TakenUp {
         match forget(node, &record.spec).await {
             Ok(()) => return TakenUp::Forgotten,
             Err(error) => {
-                tracing::error!(pod = %id, error = chain(&*error), "a pod that never was ready cannot be forgotten");
+                tracing::error!(pod = %id, error = chain(&*error), "cannot remove the record of a pod that was never ready");
             }
         }
     }
@@ -213,7 +213,7 @@ async fn take_up(node: &Arc<DaemonState>, record: PodRecord) -> TakenUp {
         tokio::spawn(async move {
             let _ = handle.stopped().await;
             if let Err(error) = handle.remove().await {
-                tracing::error!(pod = %handle.id(), error = chain(&error), "a pod that never was ready cannot be removed");
+                tracing::error!(pod = %handle.id(), error = chain(&error), "cannot remove a pod that was never ready");
             }
         });
     }
@@ -241,7 +241,7 @@ fn stopped(status: &mut PodStatus, why: Option<PodError>) {
 async fn look(node: &Arc<DaemonState>, record: &PodRecord, shares: &Shares) -> Left {
     let running = |vmm: Arc<dyn Held>, error: &PodError| {
         let first_error = chain(error);
-        tracing::error!(pod = %record.spec.id, error = first_error, "the pod's VMM runs and cannot be reached; this is tried again");
+        tracing::error!(pod = %record.spec.id, error = first_error, "cannot reach the pod's running VMM; retrying");
         Left::Running(Arc::new(Unreached {
             record: record.clone(),
             shares: shares.clone(),
@@ -291,7 +291,7 @@ fn hold(node: &DaemonState, record: &PodRecord) -> Result<Option<Arc<dyn Held>>,
     }
     let strays = HeldProcesses::strays(&record.spec.id, &node.run_dir(&record.spec.id))?;
     Ok(strays.map(|strays| {
-        tracing::warn!(pod = %record.spec.id, pids = ?strays.pids(), "ending a VMM that no record names");
+        tracing::warn!(pod = %record.spec.id, pids = ?strays.pids(), "killing a VMM without a record");
         Arc::new(strays) as Arc<dyn Held>
     }))
 }
@@ -344,7 +344,7 @@ async fn forget(node: &DaemonState, spec: &PodSpec) -> Result<(), Box<dyn std::e
     let id = &spec.id;
     pod::stop::clear(node, spec).await?;
     node.journal.pod(id).remove().await?;
-    tracing::info!(pod = %id, "a start that an earlier daemon did not finish is undone");
+    tracing::info!(pod = %id, "undoing a start that an earlier daemon did not finish");
     Ok(())
 }
 
@@ -363,7 +363,7 @@ async fn end_forgotten(pod: PodHandle, container: ContainerId) {
         pod.delete(container.clone(), None).await
     };
     match ended.await {
-        Ok(_) => tracing::info!(pod = %pod.id(), %container, "ended: containerd has forgotten it"),
+        Ok(_) => tracing::info!(pod = %pod.id(), %container, "killed: containerd has forgotten it"),
         Err(error) => {
             tracing::warn!(pod = %pod.id(), %container, error = chain(&error), "containerd has forgotten it, but it may still run");
         }
@@ -456,7 +456,7 @@ impl Unreached {
             };
             let reason = chain(&error);
             if told.borrow().reason != reason {
-                tracing::warn!(pod = %self.record.spec.id, error = reason, "the pod cannot be reached yet");
+                tracing::warn!(pod = %self.record.spec.id, error = reason, "cannot reach the pod yet");
                 told.send_modify(|status| status.reason = reason);
             }
         }
@@ -485,7 +485,7 @@ async fn reach(node: &Arc<DaemonState>, record: &PodRecord, shares: &Shares) -> 
         let known = live.agent.processes().await?;
         let made = live.agent.volumes().await?;
         if let Err(error) = shares.take_up(record.shares.clone(), Some(live.guest()), recorded.pid).await {
-            tracing::error!(pod = %id, error = chain(&error), "the pod's shares cannot be taken up");
+            tracing::error!(pod = %id, error = chain(&error), "cannot adopt the pod's shares");
         }
         undo_half_made(node, &live, record, &known).await;
         end_denied(&live, record, &known).await?;
@@ -501,7 +501,7 @@ async fn reach(node: &Arc<DaemonState>, record: &PodRecord, shares: &Shares) -> 
 async fn end_denied(live: &RunningVm, record: &PodRecord, known: &[wire::Process]) -> Result<(), PodError> {
     for container in record.containers.iter().filter(|container| container.init.exit.is_none()) {
         if !known.iter().any(|process| process.container_id == container.id.as_str()) {
-            tracing::warn!(pod = %record.spec.id, container = %container.id, "the agent doesn't know a container that is on record; it is ended");
+            tracing::warn!(pod = %record.spec.id, container = %container.id, "the agent does not know a recorded container; killing it");
             live.agent.delete_container(&container.id).await?;
         }
     }
@@ -520,7 +520,7 @@ async fn clear_shares(shares: &Shares, record: &PodRecord) {
     shares.end().await;
     let vmm = record.vm.as_ref().map_or(0, |vm| vm.pid);
     if let Err(error) = shares.take_up(record.shares.clone(), None, vmm).await {
-        tracing::error!(pod = %record.spec.id, error = chain(&error), "what served the pod's shares cannot be ended");
+        tracing::error!(pod = %record.spec.id, error = chain(&error), "cannot kill the server of the pod's shares");
     }
 }
 
@@ -645,7 +645,7 @@ async fn undo_half_made(node: &DaemonState, live: &RunningVm, record: &PodRecord
                     && !noted
                     && let Err(error) = live.agent.delete_exec(&container, &exec).await
                 {
-                    tracing::warn!(%pod, %container, %exec, %error, "an exec that is on no record stays");
+                    tracing::warn!(%pod, %container, %exec, %error, "cannot remove an exec without a record");
                 }
             }
         }
@@ -666,10 +666,10 @@ async fn undo_half_made(node: &DaemonState, live: &RunningVm, record: &PodRecord
         match undone {
             Ok(()) => {
                 node.front.forget(&intent);
-                tracing::info!(%pod, %container, "what an earlier worker was making is undone");
+                tracing::info!(%pod, %container, "undoing the unfinished work of an earlier worker");
             }
             Err(error) => {
-                tracing::warn!(%pod, %container, error = chain(&error), "what an earlier worker was making stays");
+                tracing::warn!(%pod, %container, error = chain(&error), "cannot undo the unfinished work of an earlier worker");
             }
         }
     }

@@ -42,7 +42,7 @@ pub async fn keep(node: Arc<DaemonState>, spec: PodSpec, key: LinkKey, live: Run
                 }
             }
         }
-        tracing::warn!(%pod, "session with the agent ended and was made again");
+        tracing::warn!(%pod, "reconnected to the agent after its session ended");
     }
 }
 

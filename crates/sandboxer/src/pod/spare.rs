@@ -50,7 +50,7 @@ pub async fn plug(
     if prepared.is_err()
         && let Err(error) = live.vm.detach_disk(SERIAL).await
     {
-        tracing::warn!(%pod, error = chain(&error), "a scratch disk stays plugged in");
+        tracing::warn!(%pod, error = chain(&error), "cannot detach a scratch disk");
     }
     prepared?;
     Ok(Some(disk))

@@ -147,7 +147,7 @@ async fn interfaces(node: &DaemonState, spec: &PodSpec) -> Result<Vec<Interface>
         None => {
             tracing::warn!(
                 pod = %spec.id,
-                "the pod asks for the host's network, which a VM cannot be in: it has loopback alone"
+                "a VM cannot use the host's network: the pod has loopback only"
             );
             Ok(Vec::new())
         }
@@ -179,7 +179,7 @@ impl<'a> Start<'a> {
         if result.is_ok() {
             undo.forget();
         } else if let Err(left) = undo.run().await {
-            tracing::error!(pod = %spec.id, left, "a pod's failed start left something behind");
+            tracing::error!(pod = %spec.id, left, "cannot undo a failed start completely");
         }
         result
     }
@@ -509,7 +509,7 @@ async fn watched<T, E: Into<PodError>>(
 async fn gone(pod: &SandboxId, vm: &dyn Vm) {
     while let Err(error) = vm.kill().await {
         let error = chain(&error);
-        tracing::error!(%pod, error, "the VMM of a start that failed does not end; the pod waits for that");
+        tracing::error!(%pod, error, "cannot kill the VMM of a failed start yet; retrying");
     }
 }
 

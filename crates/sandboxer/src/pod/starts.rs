@@ -65,7 +65,7 @@ impl Starts {
         if self.untold().remove(pod)
             && let Err(error) = fs::remove_file(self.dir.join(pod))
         {
-            tracing::warn!(%pod, %error, "the note of its start stays");
+            tracing::warn!(%pod, %error, "cannot remove the note of its start");
         }
     }
 
@@ -88,7 +88,7 @@ async fn remove_forgotten(starts: Arc<Starts>, mut earlier: Vec<SandboxId>) {
                     earlier.push(id);
                     continue;
                 }
-                tracing::info!(pod = %id, "removed: its start was never answered, and nobody asks for it");
+                tracing::info!(pod = %id, "removed: its start was never answered, and containerd does not ask for it");
                 remove(pod).await;
             }
             starts.shown(&id);
@@ -109,7 +109,7 @@ pub async fn remove(pod: PodHandle) {
     match pod.remove().await {
         Ok(()) | Err(PodError::Gone(_)) => {}
         Err(error) => {
-            tracing::error!(pod = %pod.id(), error = chain(&error), "a pod that did not start cannot be removed");
+            tracing::error!(pod = %pod.id(), error = chain(&error), "cannot remove a pod that did not start");
         }
     }
 }

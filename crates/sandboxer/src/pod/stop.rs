@@ -88,7 +88,7 @@ async fn leave_now(node: &DaemonState, pod: &PodSpec) {
     if let Some(cgroup) = node.cgroups.of(&pod.cgroup_parent, &pod.id)
         && let Err(error) = leave(&pod.id, &cgroup).await
     {
-        tracing::warn!(pod = %pod.id, error = chain(&error), "the control group stays until the pod is removed");
+        tracing::warn!(pod = %pod.id, error = chain(&error), "cannot remove the control group before the pod is removed");
     }
 }
 

@@ -118,7 +118,7 @@ impl Volumes {
             }
             if let Err(error) = self.make(live, &volume).await {
                 let id = &volume.needed.id;
-                tracing::warn!(volume = %id, error = chain(&error), "a volume is no longer kept up to date");
+                tracing::warn!(volume = %id, error = chain(&error), "cannot update a volume any more");
             }
         }
     }
@@ -175,7 +175,7 @@ impl Volumes {
                 if mounted.is_err()
                     && let Err(error) = live.vm.detach_disk(id.as_str()).await
                 {
-                    tracing::error!(volume = %id, error = chain(&error), "a volume's disk stays plugged in");
+                    tracing::error!(volume = %id, error = chain(&error), "cannot detach a volume's disk");
                 }
                 mounted?;
             }
@@ -247,7 +247,7 @@ async fn follow_changes(store: Arc<VolumeStore>, live: RunningVm, volume: Weak<V
     loop {
         watch.changed().await;
         while let Err(error) = refresh(&store.helpers, &live, &volume).await {
-            tracing::warn!(error = chain(&error), "the guest has a volume's old files");
+            tracing::warn!(error = chain(&error), "cannot update a volume in the guest");
             tokio::time::sleep(AGAIN).await;
         }
     }

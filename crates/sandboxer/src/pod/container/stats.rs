@@ -1,10 +1,10 @@
-//! An agent's readings in the form containerd reads them.
+//! Converts an agent's statistics for containerd.
 
 use containerd_shim_protos::cgroups_v2::metrics::{CPUStat, MemoryEvents, MemoryStat, Metrics, PidsStat};
 use protobuf::{Message, MessageField};
 use sandboxer_protocol::agent::StatsResponse;
 
-/// The type under which containerd knows [`encode`]'s answer.
+/// The protobuf type URL of [`encode`]'s result.
 pub const TYPE_URL: &str = "io.containerd.cgroups.v2.Metrics";
 
 /// Encodes cgroup v2 metrics as protobuf.

@@ -169,7 +169,7 @@ impl Driver {
             let cleared = stop::clear(&node, &spec).await;
             let forgotten = journal.remove().await;
             if let Err(error) = forgotten {
-                tracing::error!(pod = %spec.id, error = chain(&error), "the pod's record stays on disk");
+                tracing::error!(pod = %spec.id, error = chain(&error), "cannot delete the pod's record");
             }
             Done::Removed(cleared)
         });
@@ -358,7 +358,7 @@ impl Driver {
         let recorded = exec.is_none().then(|| self.next_record());
         self.work.spawn(async move {
             if let Some(Err(error)) = futures::future::OptionFuture::from(recorded).await {
-                tracing::error!(%pod, error = chain(&error), "the record of the pod is out of date");
+                tracing::error!(%pod, error = chain(&error), "cannot write the pod's record; it is out of date");
             }
             front.remember_deleted(front::key(front::DELETED, &of, exec.as_ref()), &exit);
             let result = match (&live, &exec) {

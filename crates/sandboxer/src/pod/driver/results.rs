@@ -117,7 +117,7 @@ impl Driver {
                 Some(error) => chain(&error),
                 None => start::vm_ended(&self.spec, exit).to_string(),
             };
-            tracing::warn!(pod = %self.spec.id, reason, "the pod ended unasked");
+            tracing::warn!(pod = %self.spec.id, reason, "VMM exited unexpectedly");
             let shares = self.volumes.shares.clone();
             self.work.spawn(async move {
                 shares.end().await;
@@ -136,7 +136,7 @@ impl Driver {
             self.work.spawn(async move {
                 // The task that waits for its answer sees the exit.
                 if let Err(error) = unreached.vmm.end().await {
-                    tracing::error!(%pod, error = chain(&error), "cannot end the VMM of a guest that was given up");
+                    tracing::error!(%pod, error = chain(&error), "cannot kill the VMM of a faulty guest");
                 }
                 Done::Nothing
             });
@@ -148,7 +148,7 @@ impl Driver {
         let pod = self.spec.id.clone();
         self.work.spawn(async move {
             if let Err(error) = live.vm.kill().await {
-                tracing::error!(%pod, error = chain(&error), "cannot end the VMM of a guest that was given up");
+                tracing::error!(%pod, error = chain(&error), "cannot kill the VMM of a faulty guest");
             }
             Done::Nothing
         });
@@ -247,7 +247,7 @@ impl Driver {
                 // The record is written here.
                 Ok(()) => intent.release(),
                 Err(error) => {
-                    tracing::error!(%pod, error = chain(&error), "the record of the pod is out of date");
+                    tracing::error!(%pod, error = chain(&error), "cannot write the pod's record; it is out of date");
                 }
             }
             answer(reply, Ok(()));
@@ -374,7 +374,7 @@ impl Driver {
     /// Records that the VMM could not be ended. If it ends later, the pod stops.
     fn stop_failed(&mut self, error: VmmError) {
         self.ending = false;
-        tracing::error!(pod = %self.spec.id, error = chain(&error), "cannot end the pod's VMM; the pod is stopped when it has ended");
+        tracing::error!(pod = %self.spec.id, error = chain(&error), "cannot kill the pod's VMM; the pod stays until it exits");
         answer_all(self.stop_waiters.drain(..).chain(self.remove_waiters.drain(..)), Err(error.into()));
         if let Some(unreached) = self.unreached.clone() {
             self.work.spawn(async move { Done::VmEnded(unreached.vmm.ended().await) });
@@ -413,7 +413,7 @@ impl Driver {
                 self.save();
             }
             Resolved::Ended(reason) => {
-                tracing::warn!(pod = %self.spec.id, reason, "the pod ended unasked");
+                tracing::warn!(pod = %self.spec.id, reason, "VMM exited unexpectedly");
                 self.stopped(reason, KILLED);
             }
         }

@@ -54,14 +54,14 @@ impl Syncer {
             match File::open(path).and_then(|record| record.sync_data()) {
                 // Its pod has been removed since.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                Err(error) => tracing::error!(?path, %error, "a journal record may not be on the disk"),
+                Err(error) => tracing::error!(?path, %error, "cannot sync a journal record"),
                 Ok(()) => {}
             }
         }
         if !records.is_empty()
             && let Err(error) = File::open(&self.dir).and_then(|dir| dir.sync_all())
         {
-            tracing::error!(path = ?self.dir, %error, "names of journal records may not be on the disk");
+            tracing::error!(path = ?self.dir, %error, "cannot sync the journal's directory");
         }
         !records.is_empty()
     }

@@ -337,7 +337,7 @@ fn replace(path: &Path, record: &PodRecord) -> io::Result<()> {
         if let Err(error) = keep(path) {
             tracing::warn!(?path, %error, "cannot keep the previous record");
         }
-        pass(format_args!("cannot remove the previous record"));
+        pass(format_args!("the previous record is kept"));
         fs::rename(&new, path)
     })();
     if written.is_err() {

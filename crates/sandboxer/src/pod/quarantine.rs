@@ -52,7 +52,7 @@ const GONE_WITHIN: Duration = Duration::from_secs(5);
 #[derive(Debug, thiserror::Error)]
 pub enum QuarantineError {
     /// The name is invalid.
-    #[error("the name of an entry is refused")]
+    #[error("the name of an entry is invalid")]
     Name(#[from] InvalidId),
     /// No such entry.
     #[error("nothing in quarantine is called {0}: `list` tells the names, which are to be given whole")]

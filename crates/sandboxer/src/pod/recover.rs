@@ -344,7 +344,7 @@ async fn forget(node: &DaemonState, spec: &PodSpec) -> Result<(), Box<dyn std::e
     let id = &spec.id;
     pod::stop::clear(node, spec).await?;
     node.journal.pod(id).remove().await?;
-    tracing::info!(pod = %id, "undoing a start that an earlier daemon did not finish");
+    tracing::info!(pod = %id, "undid a start that an earlier daemon did not finish");
     Ok(())
 }
 
@@ -666,7 +666,7 @@ async fn undo_half_made(node: &DaemonState, live: &RunningVm, record: &PodRecord
         match undone {
             Ok(()) => {
                 node.front.forget(&intent);
-                tracing::info!(%pod, %container, "undoing the unfinished work of an earlier worker");
+                tracing::info!(%pod, %container, "undid the unfinished work of an earlier worker");
             }
             Err(error) => {
                 tracing::warn!(%pod, %container, error = chain(&error), "cannot undo the unfinished work of an earlier worker");

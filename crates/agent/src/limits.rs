@@ -1,4 +1,4 @@
-//! What containers may use at most, and whether their VM has it.
+//! Resource limits of containers, checked against the size of their VM.
 
 use std::{fs, io};
 
@@ -11,28 +11,28 @@ use crate::{
     stats,
 };
 
-/// Period of a quota that comes without one, µs: the kernel's own.
+/// Period of a CPU quota that has none, µs: the kernel's default.
 const PERIOD_US: u64 = 100_000;
 
-/// Limits of a container, or of all; none: nothing is said.
+/// Limits of a container, or of all containers; `None` means not specified.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     cpu: Option<Cpu>,
     memory: Option<Bytes>,
 }
 
-/// So much CPU time in each period; no quota: as much as there is.
+/// CPU time per period; without a quota, unlimited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Cpu {
     quota_us: Option<u64>,
     period_us: u64,
 }
 
-/// So many bytes; none: as many as there are.
+/// A number of bytes; `None` means unlimited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Bytes(Option<u64>);
 
-/// What a guest has.
+/// Size of a guest.
 #[derive(Debug, Clone, Copy)]
 pub struct GuestSize {
     cpus: u64,
@@ -40,20 +40,20 @@ pub struct GuestSize {
 }
 
 impl GuestSize {
-    /// This one.
+    /// Returns the size of this guest.
     pub fn this() -> Self {
         let cpus = std::thread::available_parallelism().map_or(1, |count| count.get() as u64);
         Self { cpus, memory: stats::of_guest().memory_limit }
     }
 }
 
-/// As CRI and OCI have numbers: 0 says nothing, less than 0 means no limit.
+/// Converts a number of CRI and OCI: 0 means not specified, a negative one unlimited.
 fn said(number: i64) -> Option<Option<u64>> {
     (number != 0).then(|| u64::try_from(number).ok())
 }
 
 impl Limits {
-    /// Those of a pod.
+    /// Returns the limits of a pod.
     pub fn of_pod(limits: &PodLimits) -> Self {
         let period_us = if limits.cpu_period_us == 0 { PERIOD_US } else { limits.cpu_period_us };
         Self {
@@ -62,7 +62,7 @@ impl Limits {
         }
     }
 
-    /// Those that OCI's resources say.
+    /// Returns the limits in OCI's resources.
     pub fn of_container(resources: &LinuxResources) -> Self {
         let cpu = resources.cpu().as_ref();
         let quota = cpu.and_then(|cpu| cpu.quota()).and_then(said);
@@ -71,8 +71,8 @@ impl Limits {
         Self { cpu: quota.map(|quota_us| Cpu { quota_us, period_us }), memory: memory.map(Bytes) }
     }
 
-    /// Refuses to raise those of `group` beyond what the VM has: it keeps its size. One that was beyond
-    /// it before may stay, or come down.
+    /// Rejects raising the limits of `group` beyond the VM's size, which is fixed. A limit that is already
+    /// beyond it may stay or be lowered.
     pub fn check(&self, group: &Cgroup, guest: GuestSize) -> Result<(), Failure> {
         if let Some(Bytes(Some(bytes))) = self.memory
             && bytes > guest.memory
@@ -92,7 +92,8 @@ impl Limits {
         Ok(())
     }
 
-    /// Sets those of all containers together. Less memory than they hold is refused: the kernel would end them.
+    /// Sets the limits of all containers together. Rejects less memory than they hold: the kernel would kill
+    /// them.
     pub fn apply_to_all(&self) -> Result<(), Failure> {
         let group = Cgroup::of_all();
         if let Some(Bytes(Some(bytes))) = self.memory {
@@ -100,7 +101,7 @@ impl Limits {
             if bytes < held {
                 let (asked, held) = (bytes >> 20, held >> 20);
                 let message = format!(
-                    "a limit of {asked} MiB is less than the {held} MiB that the pod's containers hold"
+                    "a limit of {asked} MiB is less than the {held} MiB that the pod's containers use"
                 );
                 return Err(Failure::precondition(message));
             }
@@ -112,7 +113,7 @@ impl Limits {
         Ok(())
     }
 
-    /// Files of a control group, and what they shall hold.
+    /// Returns files of a control group, and their new contents.
     fn files(&self) -> Vec<(&'static str, String)> {
         let text = |limit: Option<u64>| limit.map_or("max".to_owned(), |limit| limit.to_string());
         let cpu = self.cpu.map(|cpu| ("cpu.max", format!("{} {}", text(cpu.quota_us), cpu.period_us)));
@@ -122,20 +123,20 @@ impl Limits {
 }
 
 impl Cpu {
-    /// As `cpu.max` has it.
+    /// Parses the format of `cpu.max`.
     fn of(text: &str) -> Option<Self> {
         let (quota, period) = text.trim().split_once(' ')?;
         Some(Self { quota_us: quota.parse().ok(), period_us: period.parse().ok()? })
     }
 
-    /// As a number of them.
+    /// Returns the number of CPUs.
     fn cpus(self) -> f64 {
-        // Exact enough: nobody has 2^52 µs of a quota.
+        // Exact enough: no quota has 2^52 µs.
         self.quota_us.map_or(f64::INFINITY, |quota| quota as f64 / self.period_us.max(1) as f64)
     }
 }
 
-/// Memory that the kernel can't take back from a group, bytes.
+/// Returns the memory that the kernel cannot reclaim from a group, bytes.
 fn held(group: &Cgroup) -> io::Result<u64> {
     let current = group.read("memory.current")?.trim().parse().map_err(io::Error::other)?;
     let file = |key| group.keyed("memory.stat", key).unwrap_or(0);
@@ -145,7 +146,7 @@ fn held(group: &Cgroup) -> io::Result<u64> {
 fn too_much(asked: &str, has: &str) -> Failure {
     Failure::precondition(format!(
         "a limit of {asked} is more than the {has} of the pod's VM, which keeps its size: \
-         start the pod anew with limits of that size"
+         restart the pod with limits of that size"
     ))
 }
 

@@ -1,4 +1,4 @@
-//! PID 1 of a sandboxer guest: makes the guest ready, then runs containers for the host.
+//! PID 1 of a sandboxer guest: prepares the guest, then runs containers for the host.
 //!
 //! ```text
 //!  main ─▶ init (mounts, cgroups, loopback) ─▶ port (the link) ─▶ service ─▶ containers ─▶ container
@@ -6,8 +6,8 @@
 //!                                                                                └▶ runtime (libcontainer)
 //! ```
 //!
-//! One process, one thread: so it may fork, and each operation of the container runtime runs in a
-//! process of its own (see [`worker`]).
+//! One process with one thread: it may fork, and each operation of the container runtime runs in a process of
+//! its own (see [`worker`]).
 
 use std::{panic, sync::Arc};
 
@@ -39,7 +39,6 @@ mod clock;
 mod console;
 mod container;
 mod containers;
-mod deputy;
 mod device_rules;
 mod devices;
 mod disk;
@@ -54,6 +53,7 @@ mod messages;
 mod network;
 mod payload;
 mod pids;
+mod pipe_helper;
 mod pod;
 mod port;
 mod process;
@@ -74,14 +74,14 @@ mod worker;
 
 fn main() -> anyhow::Result<()> {
     let entered_ns = clock::boottime_ns();
-    // For those who read this file without running it; the linker drops what nobody uses.
+    // Found by tools that read this file without running it; the linker drops unused symbols.
     std::hint::black_box(&MARK);
-    // It mounts and powers off: never on a host that runs something else.
+    // It mounts file systems and powers off, which would harm a host.
     ensure!(std::process::id() == 1, "sandboxer-agent runs as PID 1 of a guest only");
     panic::set_hook(Box::new(on_panic));
     let Err(error) = run(entered_ns);
     log::say(&format!("fatal: {error:#}"));
-    // The kernel would panic if PID 1 returned, and say less.
+    // If PID 1 returned, the kernel would panic without this message.
     Err(pod::power_off_now().into())
 }
 
@@ -146,7 +146,7 @@ async fn serve(params: BootParams, entered_ns: u64) -> anyhow::Result<std::conve
     anyhow::bail!("link to the host was closed")
 }
 
-/// A panic ends a worker with its words in the report of causes, and the agent with the guest.
+/// Reports a panic: a worker exits with the message as its cause, the agent powers the guest off.
 fn on_panic(info: &panic::PanicHookInfo<'_>) {
     if log::is_worker() {
         log::cause(log::LOGGED, &info.to_string());

@@ -245,7 +245,7 @@ impl Container {
         let survivors = (self.sees_others && Arc::ptr_eq(process, &self.init)).then(|| Cgroup::of(&self.id));
         process.watch(self.shared.reaper.claim(pid, since), move || {
             if let Some(Err(error)) = survivors.as_ref().map(Cgroup::kill) {
-                log::say(&format!("cannot kill the remaining processes of container {id}: {error}"));
+                log::print(&format!("cannot kill the remaining processes of container {id}: {error}"));
             }
             oom.look(&id)
         });

@@ -78,7 +78,7 @@ pub fn cause(kind: char, text: &str) {
 }
 
 /// Prints a line on the console regardless of the filter.
-pub fn say(text: &str) {
+pub fn print(text: &str) {
     let _ = writeln!(std::io::stderr(), "sandboxer-agent: {text}");
 }
 
@@ -129,7 +129,7 @@ impl Subscriber for Console {
             cause(LOGGED, &text);
         }
         if self.prints(metadata) {
-            say(&format!("{} {}: {text}", metadata.level(), metadata.target()));
+            print(&format!("{} {}: {text}", metadata.level(), metadata.target()));
         }
     }
 

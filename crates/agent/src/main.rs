@@ -80,7 +80,7 @@ fn main() -> anyhow::Result<()> {
     ensure!(std::process::id() == 1, "sandboxer-agent runs as PID 1 of a guest only");
     panic::set_hook(Box::new(on_panic));
     let Err(error) = run(entered_ns);
-    log::say(&format!("fatal: {error:#}"));
+    log::print(&format!("fatal: {error:#}"));
     // If PID 1 returned, the kernel would panic without this message.
     Err(pod::power_off_now().into())
 }
@@ -153,6 +153,6 @@ fn on_panic(info: &panic::PanicHookInfo<'_>) {
         // SAFETY: ends a worker without the agent's exit handlers.
         unsafe { libc::_exit(101) };
     }
-    log::say(&format!("fatal: {info}"));
-    log::say(&pod::power_off_now().to_string());
+    log::print(&format!("fatal: {info}"));
+    log::print(&pod::power_off_now().to_string());
 }

@@ -94,7 +94,7 @@ const WITHOUT_FLUSH: u32 = 2;
 pub fn shut_down(paths: impl IntoIterator<Item = PathBuf>) {
     for path in paths {
         if let Err(error) = shut_one_down(&path) {
-            log::say(&format!("cannot shut down {}: {error}", path.display()));
+            log::print(&format!("cannot shut down {}: {error}", path.display()));
         }
     }
 }

@@ -84,7 +84,7 @@ pub async fn run() {
         tokio::time::sleep(INTERVAL).await;
         if let Err(error) = offset(&device).and_then(apply) {
             // The host sees it at its next measurement, and keeps the clock from then on.
-            log::say(&format!("cannot keep the clock with {DEVICE}: {error}"));
+            log::print(&format!("cannot keep the clock with {DEVICE}: {error}"));
             KEPT.store(false, Ordering::Relaxed);
             return;
         }

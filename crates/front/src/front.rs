@@ -1,4 +1,4 @@
-//! The front's one loop.
+//! The front's event loop.
 
 use std::{
     collections::BTreeMap,
@@ -32,49 +32,49 @@ use sd_notify::NotifyState;
 use crate::{
     connection::{Connection, Numbers, Side},
     control::{self, ANSWERS_PINGS, FOR_READING, Kind, Message, TASK_LISTENER},
-    say::say,
+    log::log,
     worker::{BackOff, Pulse, Worker},
 };
 
-/// Read at once from a connection, bytes.
+/// Most bytes per read.
 const SCRATCH: usize = 16 << 10;
-/// Events taken from the kernel at once.
+/// Most events per wait.
 const EVENTS: usize = 32;
 
-/// A process that was killed is gone by then.
+/// Delay before a connection is linked again: a killed worker has exited by then.
 const RELINK: Duration = Duration::from_millis(200);
-/// After so long it is seen whether there is a descriptor for one more connection.
+/// Delay before the next attempt to accept when there are no descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(250);
-/// A worker that lives for so long with a request that others ended under has not ended by it, most likely.
+/// If a worker lives for so long with a suspect request, the request is most likely harmless.
 const TRIAL: Duration = Duration::from_secs(5);
 
-/// A worker that answers nothing for so long is replaced. Generous: on a host with far more work than processors each of
-/// its threads may wait for seconds.
+/// A worker that does not respond for so long is replaced. Generous: on an overloaded host each of its
+/// threads may wait for seconds.
 pub const MAX_SILENCE: Duration = Duration::from_secs(30);
 
 const SIGNALS: u64 = 0;
 const CONTROL: u64 = 1;
 const LISTENER: u64 = 2;
-/// From here on: twice a connection's number, and one more for its link.
+/// First token of connections: twice a connection's number, plus one for its link.
 const CONNECTIONS: u64 = 16;
 
-/// Why there is no front.
+/// Why the front cannot run.
 #[derive(Debug, thiserror::Error)]
 pub enum FrontError {
-    /// The system refuses something that it needs.
+    /// A system call failed.
     #[error("cannot {action}")]
     System {
-        /// What was attempted.
+        /// The failed operation.
         action: &'static str,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// There is nothing to run.
+    /// The worker cannot be started.
     #[error("cannot run the worker {program:?}")]
     Worker {
         /// The program.
         program: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
 }
@@ -83,11 +83,11 @@ fn system<E: Into<io::Error>>(action: &'static str) -> impl FnOnce(E) -> FrontEr
     move |source| FrontError::System { action, source: source.into() }
 }
 
-/// Runs `program` as the worker for as long as nobody asks for an end. The answer is the process's own exit code.
+/// Runs `program` as the worker until the front is stopped. Returns the process's exit code.
 ///
-/// SIGTERM and SIGINT end the worker and then the front; SIGHUP has the worker end and started again, from
-/// what is at `program` by then. A first worker that refuses to run takes the front along. One that answers nothing for
-/// about `silence` once it was ready is killed.
+/// SIGTERM and SIGINT stop the worker and then the front; SIGHUP stops the worker and starts `program` again.
+/// If the first worker exits with an error, so does the front. A worker that was ready and does not respond
+/// for about `silence` is killed.
 pub fn run(program: &Path, arguments: &[OsString], silence: Duration) -> Result<ExitCode, FrontError> {
     Front::new(program, arguments, silence)?.run()
 }
@@ -101,14 +101,14 @@ struct Front<'a> {
     program: &'a Path,
     arguments: &'a [OsString],
     silence: Duration,
-    /// Tells this front from others, before and after it.
+    /// Identifies this front among earlier and later ones.
     identity: String,
     epoll: Epoll,
     signals: SignalFd,
     worker: Option<Worker>,
-    /// When the next one is due.
+    /// When the next worker is to be started.
     due: Option<Instant>,
-    /// When connections that have lost their link get another one, should the worker be there still.
+    /// When connections without a link are linked again, if the worker is still running.
     relink: Option<Instant>,
     back_off: BackOff,
     was_ready: bool,
@@ -116,11 +116,11 @@ struct Front<'a> {
     replacing: bool,
     kept: BTreeMap<String, Entry>,
     listener: Option<Rc<OwnedFd>>,
-    /// When connections are accepted again, for want of descriptors until then.
+    /// When accepting is resumed after a lack of descriptors.
     accept_again: Option<Instant>,
-    /// That there are no descriptors was said.
+    /// The lack of descriptors was logged.
     starved: bool,
-    /// Some requests are suspects: they are given one by one.
+    /// Some requests are suspects: they are sent one by one.
     suspects: bool,
     trial: Option<Trial>,
     connections: BTreeMap<u64, Linked>,
@@ -129,14 +129,14 @@ struct Front<'a> {
     scratch: Box<[u8]>,
 }
 
-/// A suspect that the worker has.
+/// A suspect that was sent to the worker.
 struct Trial {
     connection: u64,
     request: u32,
     until: Instant,
 }
 
-/// A connection, and what the kernel watches of it.
+/// A connection, and its registered events.
 struct Linked {
     connection: Connection,
     watched: (EpollFlags, EpollFlags),
@@ -155,7 +155,7 @@ impl<'a> Front<'a> {
         epoll
             .add(&signals, EpollEvent::new(EpollFlags::EPOLLIN, SIGNALS))
             .map_err(system("watch signals"))?;
-        // A container's streams are up to six files, a connection two.
+        // A container's streams need up to six files, a connection two.
         if let Ok((_, most)) = getrlimit(Resource::RLIMIT_NOFILE) {
             let _ = setrlimit(Resource::RLIMIT_NOFILE, most, most);
         }
@@ -192,7 +192,7 @@ impl<'a> Front<'a> {
             .map_err(|source| FrontError::Worker { program: self.program.to_owned(), source })?;
         let mut events = [EpollEvent::empty(); EVENTS];
         loop {
-            let count = match self.epoll.wait(&mut events, self.patience()) {
+            let count = match self.epoll.wait(&mut events, self.timeout()) {
                 Ok(count) => count,
                 Err(Errno::EINTR) => 0,
                 Err(error) => return Err(system("wait for events")(error)),
@@ -204,7 +204,7 @@ impl<'a> Front<'a> {
                         signalled = true;
                         self.take_signals();
                     }
-                    CONTROL => self.hear_worker(),
+                    CONTROL => self.read_worker(),
                     LISTENER => self.accept(),
                     connection => self.serve(connection / 2, connection % 2 == 1, event.events()),
                 }
@@ -219,7 +219,7 @@ impl<'a> Front<'a> {
             if self.due.is_some_and(|due| due <= now) {
                 self.due = None;
                 if let Err(error) = self.start_worker() {
-                    say!("cannot run the worker {:?}: {error}", self.program);
+                    log!("cannot start the worker {:?}: {error}", self.program);
                     self.due =
                         Some(Instant::now() + self.back_off.after(None).max(Duration::from_millis(100)));
                 }
@@ -232,12 +232,12 @@ impl<'a> Front<'a> {
                 self.accept_again = None;
                 self.watch_listener(EpollFlags::EPOLLIN);
             }
-            // What the worker has said so far is heard: whoever answered is not silent.
+            // All received messages have been handled: a worker that responded is not silent.
             if self.pulse().is_some_and(|pulse| pulse.due <= now) {
-                self.ask_worker();
+                self.ping_worker();
             }
             if self.suspects {
-                self.give_suspect();
+                self.send_suspect();
             }
             if self.ending && self.worker.is_none() {
                 return Ok(ExitCode::SUCCESS);
@@ -245,12 +245,12 @@ impl<'a> Front<'a> {
         }
     }
 
-    fn patience(&self) -> EpollTimeout {
+    fn timeout(&self) -> EpollTimeout {
         let pulse = self.worker.as_ref().and_then(|worker| worker.pulse.as_ref()).map(|pulse| pulse.due);
         let trial = self.trial.as_ref().map(|trial| trial.until);
         let dues = [self.due, self.relink, self.accept_again, pulse, trial];
         let Some(due) = dues.into_iter().flatten().min() else { return EpollTimeout::NONE };
-        // Rounded up, or it would spin for the last millisecond.
+        // Rounded up, to avoid spinning during the last millisecond.
         let millis = due.saturating_duration_since(Instant::now()).as_millis() + 1;
         u16::try_from(millis).unwrap_or(u16::MAX).into()
     }
@@ -276,9 +276,9 @@ impl<'a> Front<'a> {
     fn start_worker(&mut self) -> io::Result<()> {
         let mut worker = Worker::start(self.program, self.arguments)?;
         for (key, entry) in &self.kept {
-            worker.tell(Kind::Kept, key, &entry.note, entry.fds.clone());
+            worker.queue(Kind::Kept, key, &entry.note, entry.fds.clone());
         }
-        worker.tell(Kind::AllKept, "", self.identity.as_bytes(), Vec::new());
+        worker.queue(Kind::AllKept, "", self.identity.as_bytes(), Vec::new());
         self.epoll
             .add(worker.control(), EpollEvent::new(EpollFlags::EPOLLIN | EpollFlags::EPOLLOUT, CONTROL))?;
         self.worker = Some(worker);
@@ -289,38 +289,37 @@ impl<'a> Front<'a> {
         self.worker.as_mut()?.pulse.as_mut()
     }
 
-    /// Asks the worker whether it is there; one that has not answered for long enough is killed, and replaced as any
-    /// other that ended.
-    fn ask_worker(&mut self) {
+    /// Sends the worker a ping; kills a worker that has not responded for too long, which is then replaced.
+    fn ping_worker(&mut self) {
         let silence = self.silence;
         let Some(worker) = &mut self.worker else { return };
         let Some(pulse) = &mut worker.pulse else { return };
-        if pulse.asks() {
-            worker.tell(Kind::Ping, "", &[], Vec::new());
+        if pulse.ping() {
+            worker.queue(Kind::Ping, "", &[], Vec::new());
             worker.flush();
             return self.watch_worker();
         }
-        say!("the worker has not answered for {silence:?}: it is killed, and another one started");
+        log!("worker has not responded for {silence:?}; killing and replacing it");
         worker.pulse = None;
         worker.signal(Signal::SIGKILL);
     }
 
-    fn hear_worker(&mut self) {
+    fn read_worker(&mut self) {
         loop {
             let Some(worker) = &mut self.worker else { return };
             worker.flush();
             match control::receive(worker.control(), MsgFlags::MSG_DONTWAIT) {
-                Ok(Some(message)) => self.heard(message),
+                Ok(Some(message)) => self.handle(message),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return self.watch_worker(),
                 Ok(None) => {
-                    // It ends, or has lost its way: either way there will be another.
+                    // It is exiting, or has failed: in both cases it is replaced.
                     let _ = self.epoll.delete(worker.control());
                     return worker.signal(Signal::SIGKILL);
                 }
-                // It has ended without hearing us out; what it said itself follows.
+                // It exited before it read everything; its own last messages follow.
                 Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {}
                 Err(error) => {
-                    say!("the worker says what cannot be understood: {error}");
+                    log!("cannot parse a message of the worker: {error}");
                 }
             }
         }
@@ -334,7 +333,7 @@ impl<'a> Front<'a> {
         }
     }
 
-    fn heard(&mut self, Message { kind, key, note, fds }: Message) {
+    fn handle(&mut self, Message { kind, key, note, fds }: Message) {
         match kind {
             Kind::Keep => {
                 let fds: Vec<_> = fds.into_iter().map(Rc::new).collect();
@@ -365,12 +364,12 @@ impl<'a> Front<'a> {
         }
     }
 
-    /// Opens a FIFO, keeps it, and answers with it.
+    /// Opens a FIFO, keeps it, and responds with it.
     fn open(&mut self, key: String, note: Vec<u8>, fds: Vec<OwnedFd>) {
         let Ok([named, answer]) = <[OwnedFd; 2]>::try_from(fds) else { return };
         let mut flags = OFlag::O_NONBLOCK | OFlag::O_CLOEXEC;
         flags.insert(if note == FOR_READING { OFlag::O_RDONLY } else { OFlag::O_RDWR });
-        let told = match open(format!("/proc/self/fd/{}", named.as_raw_fd()).as_str(), flags, Mode::empty()) {
+        let sent = match open(format!("/proc/self/fd/{}", named.as_raw_fd()).as_str(), flags, Mode::empty()) {
             Ok(opened) => {
                 let opened = Rc::new(opened);
                 self.kept.insert(key, Entry { note, fds: vec![opened.clone()] });
@@ -381,17 +380,17 @@ impl<'a> Front<'a> {
                 control::send(answer.as_fd(), Kind::Kept, "", number.as_bytes(), &[])
             }
         };
-        if let Err(error) = told {
-            say!("the worker cannot be answered: {error}");
+        if let Err(error) = sent {
+            log!("cannot respond to the worker: {error}");
         }
     }
 
-    /// Takes leave of the worker. An exit code: of the front, too.
+    /// Handles the worker's exit. Returns an exit code if the front is to exit as well.
     fn worker_ended(&mut self, status: ExitStatus) -> Option<ExitCode> {
-        // What it said last still counts.
+        // Its last messages are still valid.
         while let Some(worker) = &self.worker {
             match control::receive(worker.control(), MsgFlags::MSG_DONTWAIT) {
-                Ok(Some(message)) => self.heard(message),
+                Ok(Some(message)) => self.handle(message),
                 Ok(None) => break,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                 Err(_) => {}
@@ -419,7 +418,7 @@ impl<'a> Front<'a> {
             true => Duration::ZERO,
             false => {
                 let pause = self.back_off.after(worker.ready.map(|since| since.elapsed()));
-                say!("the worker ended ({status}); the next one starts in {pause:?}");
+                log!("worker exited ({status}); starting the next one in {pause:?}");
                 pause
             }
         };
@@ -434,7 +433,7 @@ impl<'a> Front<'a> {
             let _ = self.epoll.delete(&before);
         }
         if let Err(error) = self.epoll.add(&listener, EpollEvent::new(EpollFlags::EPOLLIN, LISTENER)) {
-            say!("cannot watch the task socket: {error}");
+            log!("cannot watch the task socket: {error}");
         }
         self.listener = Some(listener);
     }
@@ -455,39 +454,39 @@ impl<'a> Front<'a> {
         let Some(listener) = &self.listener else { return };
         let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
         let client = match accept4(listener.as_raw_fd(), flags) {
-            // SAFETY: the kernel has just made the descriptor for us; nobody else has it.
+            // SAFETY: the kernel has just created the descriptor, and it has no other owner.
             Ok(fd) => unsafe { UnixStream::from_raw_fd(fd) },
             Err(error @ (Errno::EMFILE | Errno::ENFILE | Errno::ENOBUFS | Errno::ENOMEM)) => {
-                // Whoever knocks is still there, and the kernel would say so without end.
+                // The client keeps waiting, and epoll would report it forever.
                 self.pause_accepting();
                 if !mem::replace(&mut self.starved, true) {
-                    say!(
-                        "task connections have to wait: {error}; raise the limit of open files \
+                    log!(
+                        "cannot accept task connections: {error}; raise the limit of open files \
                          (LimitNOFILE= of the service)"
                     );
                 }
                 return;
             }
-            // Whoever knocked has gone again.
+            // The client has disconnected.
             Err(_) => return,
         };
         self.starved = false;
-        // The socket is 0600 in a directory of 0700; this holds where somebody loosened that.
+        // The socket has mode 0600 in a directory with 0700; this check holds even if these were changed.
         let trusted = |uid: u32| uid == 0 || uid == geteuid().as_raw();
         if !getsockopt(&client, PeerCredentials).is_ok_and(|peer| trusted(peer.uid())) {
-            return say!("a task connection of a user other than root is refused");
+            return log!("rejected task connection: the peer is not root");
         }
         let number = self.next_connection;
         self.next_connection += 1;
         let watched = (EpollFlags::empty(), EpollFlags::empty());
         if let Err(error) = self.epoll.add(&client, EpollEvent::new(watched.0, number * 2)) {
-            return say!("a task connection cannot be watched: {error}");
+            return log!("cannot watch a task connection: {error}");
         }
         self.connections.insert(number, Linked { connection: Connection::new(client), watched });
         self.link(number);
     }
 
-    /// Links a connection to the worker, if that takes requests.
+    /// Links a connection to the worker, if that is ready.
     fn link(&mut self, number: u64) {
         let Some(worker) = self.worker.as_mut().filter(|worker| worker.ready.is_some()) else { return };
         let Some(linked) = self.connections.get_mut(&number) else { return };
@@ -495,28 +494,28 @@ impl<'a> Front<'a> {
             let (ours, theirs) = UnixStream::pair()?;
             ours.set_nonblocking(true)?;
             self.epoll.add(&ours, EpollEvent::new(EpollFlags::empty(), number * 2 + 1))?;
-            worker.tell(Kind::Connection, "", &[], vec![Rc::new(theirs.into())]);
+            worker.queue(Kind::Connection, "", &[], vec![Rc::new(theirs.into())]);
             worker.flush();
             linked.connection.set_link(ours);
             linked.watched.1 = EpollFlags::empty();
             Ok(())
         };
         if let Err(error) = linking() {
-            // It keeps what it has been asked until it can be linked: closed, its container would be taken for dead.
+            // It keeps its requests until it can be linked: if it were closed, containerd would take its
+            // container for dead.
             if !mem::replace(&mut self.starved, true) {
-                say!("task connections have to wait for their link to the worker: {error}");
+                log!("cannot link task connections to the worker: {error}");
             }
             self.relink = Some(Instant::now() + RELINK);
-            // Others that come in would take what it needs.
+            // New connections would use up the descriptors it needs.
             self.pause_accepting();
         }
         self.watch_worker();
         self.settle(number, Side::Open);
     }
 
-    /// Gives the worker one of the requests that too many workers have ended under, if it has none: should this one end,
-    /// too, it is known by which.
-    fn give_suspect(&mut self) {
+    /// Sends the worker one suspect at a time: if the worker dies, the cause is known.
+    fn send_suspect(&mut self) {
         if self.worker.as_ref().is_none_or(|worker| worker.ready.is_none()) {
             return;
         }
@@ -532,20 +531,21 @@ impl<'a> Front<'a> {
         let suspects = suspects.filter_map(|(number, linked)| Some((linked.connection.suspect()?, *number)));
         let Some((request, connection)) = suspects.min() else {
             self.trial = None;
-            // One without a link for now shows up again with it.
+            // A suspect without a link is found again when it is linked.
             self.suspects = self.relink.is_some();
             return;
         };
         self.trial = Some(Trial { connection, request, until: Instant::now() + TRIAL });
         if let Some(linked) = self.connections.get_mut(&connection) {
-            linked.connection.give(request);
-            // The socket may be full, or gone, which its next event says.
+            linked.connection.send(request);
+            // The socket may be full or closed, which its next event reports.
             let _ = linked.connection.flush_link();
         }
         self.settle(connection, Side::Open);
     }
 
-    /// Links what has lost its link, though the worker lives; what keeps losing it is closed.
+    /// Links connections that have lost their link while the worker is running; closes those that lose it
+    /// repeatedly.
     fn link_again(&mut self) {
         let unlinked: Vec<_> = (self.connections.iter())
             .filter(|(_, linked)| linked.connection.link().is_none())
@@ -587,7 +587,7 @@ impl<'a> Front<'a> {
         self.settle(number, side);
     }
 
-    /// The worker has closed a link: it has ended, most likely, which is about to be seen.
+    /// Handles a link that the worker has closed: most likely it has exited, which will be noticed soon.
     fn link_gone(&mut self, number: u64) {
         let Some(Linked { connection, .. }) = self.connections.get_mut(&number) else { return };
         connection.cut_link();
@@ -598,7 +598,7 @@ impl<'a> Front<'a> {
         }
     }
 
-    /// Watches what a connection waits for now; one that is gone is closed, and its link with it.
+    /// Updates the events of a connection; closes it with its link if it is gone.
     fn settle(&mut self, number: u64, side: Side) {
         let Some(Linked { connection, watched }) = self.connections.get_mut(&number) else { return };
         if side == Side::Gone {

@@ -1,16 +1,16 @@
-//! Helpers: processes that touch paths which may lead to somebody's storage, in the daemon's place.
+//! Helpers: processes that access paths which may be on remote storage, on behalf of the daemon.
 //!
 //! ```text
 //!  pod's task ──request──▶ helper ──▶ path ──▶ NFS, FUSE, a dead disk …
-//!       ◀── DEADLINE_EXCEEDED ──┤ no answer in time: killed; what can't be killed is left behind, and counted
+//!       ◀── DEADLINE_EXCEEDED ──┤ no response in time: killed; a helper that cannot be killed stays, and is counted
 //! ```
 //!
-//! A server that does not answer stops whoever asks it, often for good: no signal ends such a wait. So neither the
-//! daemon's own threads ask nor the few that its journal needs. A pod whose volume hangs loses a request; other pods
-//! lose nothing.
+//! Access to an unresponsive file server blocks, often forever: no signal ends such a wait. So neither the
+//! daemon's own threads access such paths, nor the few threads of its journal. A pod with a hung volume loses
+//! a request; other pods lose nothing.
 //!
-//! Bounds: of one pod so many helpers run or hang at a time, of the node so many. A path at which a helper still hangs
-//! is refused at once, so that trying again costs nothing.
+//! Limits: the number of helpers of one pod, and of the node, hung ones included. A request for a path at
+//! which a helper hangs fails at once, so retries cost nothing.
 
 mod message;
 mod wire;
@@ -53,23 +53,23 @@ use super::{
 
 pub use self::work::{Request, serve};
 
-/// The option that makes the daemon's program a helper, with its socket as standard input.
+/// The option that runs the daemon's program as a helper, with its socket as standard input.
 pub const OPTION: &str = "path-helper";
-/// Helpers that one pod may have, hung ones among them.
+/// Most helpers of one pod, including hung ones.
 const MAX_OF_POD: usize = 4;
-/// Helpers that all pods together may have, hung ones among them. Each takes about a MiB.
+/// Most helpers of the node, including hung ones. Each takes about a MiB.
 const MAX_OF_NODE: usize = 256;
-/// Helpers that work at once. One that works for longer than [`QUICK`] no longer counts: it waits for somebody.
+/// Most helpers that work at once. A helper no longer counts after [`QUICK`]: it waits for storage.
 const WORKING: usize = 8;
-/// Most looks take less than a tenth of it.
+/// Most requests take less than a tenth of it.
 const QUICK: Duration = Duration::from_millis(200);
-/// Helpers that are kept for the next request; they end by themselves after a while.
+/// Idle helpers that are kept for the next request; they exit after a while.
 const KEPT: usize = 2;
 
-/// Why a helper's work failed.
+/// Why a helper's request failed.
 #[derive(Debug, thiserror::Error)]
 pub enum HelperError {
-    /// The path's server does not answer.
+    /// The path's file server does not respond.
     #[error(
         "cannot {action} {path:?} for pod {pod}: the server of this volume does not answer (waited {waited:?}); \
          check the server, or unmount the volume with umount -f"
@@ -77,35 +77,35 @@ pub enum HelperError {
     Silent {
         /// The pod.
         pod: SandboxId,
-        /// What was attempted.
+        /// The failed operation.
         action: &'static str,
-        /// On what.
+        /// The path of the operation.
         path: PathBuf,
-        /// How long was waited, by this request or an earlier one.
+        /// How long the operation was waited for, by this request or an earlier one.
         waited: Duration,
     },
-    /// Too many helpers wait already.
+    /// Too many helpers are waiting.
     #[error(
-        "cannot {action} {path:?} for pod {pod}: {most} helpers of {whose} wait for volumes already; check their servers"
+        "cannot {action} {path:?} for pod {pod}: {most} helpers of {whose} are waiting for volumes; check their servers"
     )]
     TooMany {
         /// The pod.
         pod: SandboxId,
-        /// What was attempted.
+        /// The failed operation.
         action: &'static str,
-        /// On what.
+        /// The path of the operation.
         path: PathBuf,
-        /// The bound.
+        /// The limit.
         most: usize,
         /// "this pod", "this node".
         whose: &'static str,
     },
-    /// It can't be done.
+    /// The operation failed.
     #[error("{text}")]
     Refused {
-        /// The code to answer with.
+        /// The code of the response.
         code: Code,
-        /// Why, in full.
+        /// The error with its causes.
         text: String,
     },
     /// The helper itself failed.
@@ -113,20 +113,20 @@ pub enum HelperError {
     Broken {
         /// The pod.
         pod: SandboxId,
-        /// What was attempted.
+        /// The failed operation.
         action: &'static str,
-        /// On what.
+        /// The path of the operation.
         path: PathBuf,
-        /// What happened.
+        /// The system's error.
         source: io::Error,
     },
-    /// The daemon is ending.
+    /// The daemon is stopping.
     #[error("the daemon is stopping")]
     Stopped,
 }
 
 impl HelperError {
-    /// The code to answer with.
+    /// Returns the code of the response.
     pub fn code(&self) -> Code {
         match self {
             Self::Silent { .. } | Self::TooMany { .. } => Code::DeadlineExceeded,
@@ -142,15 +142,15 @@ impl From<Refusal> for HelperError {
     }
 }
 
-/// The helpers of the node. Clones mean the same.
+/// The helpers of the node. Clones share them.
 #[derive(Debug, Clone)]
 pub struct Helpers(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
-    /// The daemon's own program; none: helpers are threads, for tests.
+    /// The daemon's own program; `None`: helpers are threads, for tests.
     program: Option<PathBuf>,
-    /// How long a look may take.
+    /// Timeout of most requests.
     limit: Duration,
     working: Semaphore,
     // Held for look-ups in memory only.
@@ -160,24 +160,24 @@ struct Inner {
 #[derive(Debug, Default)]
 struct State {
     idle: Vec<Line>,
-    /// Helpers that run or hang.
+    /// Number of running or hung helpers.
     running: usize,
-    /// Each pod's places, as long as somebody uses them.
+    /// Each pod's permits, while they are used.
     pods: HashMap<SandboxId, Weak<Semaphore>>,
     /// Paths at which a helper hangs, and since when.
     hung: HashMap<PathBuf, Instant>,
 }
 
-/// A helper that has nothing to do, or is being asked.
+/// The connection to an idle or working helper.
 #[derive(Debug)]
 struct Line {
     stream: UnixStream,
     end: End,
-    /// It has done something before.
+    /// It has handled a request.
     used: bool,
 }
 
-/// How a helper is ended, and its end seen.
+/// How a helper is killed, and its exit awaited.
 #[derive(Debug)]
 enum End {
     Process(sandboxer_process::Process),
@@ -187,7 +187,8 @@ enum End {
 impl End {
     fn kill(&self) {
         let Self::Process(process) = self else { return };
-        // It leads a group: programs that it runs end with it. One that has ended has no group.
+        // It leads a group, so programs that it runs are killed as well. A helper that has exited has no
+        // group.
         if let Some(pid) = i32::try_from(process.pid()).ok().and_then(Pid::from_raw) {
             let _ = kill_process_group(pid, Signal::KILL);
         }
@@ -196,7 +197,7 @@ impl End {
     async fn seen(self) {
         match self {
             Self::Process(process) => drop(process.exited().await),
-            // An error says so, too.
+            // An error means the end as well.
             Self::Thread(ended) => drop(ended.await),
         }
     }
@@ -212,19 +213,19 @@ impl Drop for Counted {
 }
 
 impl Helpers {
-    /// None yet. `program`: the daemon's own; without it helpers are threads, which can't be killed. A look may take as
-    /// long as `limit`.
+    /// Creates an empty set. `program` is the daemon's own; without it helpers are threads, which cannot be
+    /// killed. `limit` is the timeout of most requests.
     pub fn new(program: Option<PathBuf>, limit: Duration) -> Self {
         let working = Semaphore::new(WORKING);
         Self(Arc::new(Inner { program, limit, working, state: Mutex::default() }))
     }
 
-    /// Helpers that hang now.
+    /// Returns the number of hung helpers.
     pub fn hung(&self) -> usize {
         self.state().hung.len()
     }
 
-    /// What a bind mount shows, and the content of a file that is to be copied.
+    /// Examines a bind mount; returns its properties, and the content of a file that is copied.
     pub async fn look(
         &self,
         pod: &SandboxId,
@@ -234,7 +235,7 @@ impl Helpers {
         Ok((bound, frame.bytes))
     }
 
-    /// The files of a directory that kubelet writes; none if the directory is gone.
+    /// Reads the files of a directory that kubelet writes; `None` if the directory is gone.
     pub async fn read_tree(
         &self,
         pod: &SandboxId,
@@ -249,19 +250,19 @@ impl Helpers {
         tree.map(Some).map_err(|error| HelperError::Refused { code: Code::Internal, text: error.to_string() })
     }
 
-    /// Whose a directory is.
+    /// Returns the owner of a directory.
     pub async fn owner(&self, pod: &SandboxId, dir: &Path) -> Result<wire_agent::Owner, HelperError> {
         let ((mode, uid, gid), _) = self.ask(pod, Request::Owner { dir: dir.to_owned() }).await?;
         Ok(wire_agent::Owner { mode, uid, gid, ..Default::default() })
     }
 
-    /// Adds a watch on a directory to an inotify instance; answers its number.
+    /// Adds a watch on a directory to an inotify instance; returns its number.
     pub async fn watch(&self, pod: &SandboxId, dir: &Path, instance: OwnedFd) -> Result<i32, HelperError> {
         let request = Request::Watch { dir: dir.to_owned() };
         Ok(self.ask_with(pod, request, Vec::new(), Some(instance)).await?.0)
     }
 
-    /// Takes a mount of what is to be shared.
+    /// Clones the mount of a share's source.
     pub async fn take_share(
         &self,
         pod: &SandboxId,
@@ -275,7 +276,7 @@ impl Helpers {
         Ok(Tree { mount, is_dir })
     }
 
-    /// Puts a message into the file at `path`.
+    /// Writes a termination message to the file at `path`.
     pub async fn write_message(
         &self,
         pod: &SandboxId,
@@ -287,17 +288,17 @@ impl Helpers {
         Ok(())
     }
 
-    /// What tells a chain of layers from others.
+    /// Returns the key of a chain of layers.
     pub async fn layers_key(&self, pod: &SandboxId, chain: Chain) -> Result<String, HelperError> {
         Ok(self.ask(pod, Request::LayersKey { chain }).await?.0)
     }
 
-    /// Whether a layer is empty.
+    /// Returns whether a layer is empty.
     pub async fn is_layer_empty(&self, pod: &SandboxId, dir: PathBuf) -> Result<bool, HelperError> {
         Ok(self.ask(pod, Request::IsLayerEmpty { dir }).await?.0)
     }
 
-    /// Looks at the superblock of an image.
+    /// Checks the superblock of an image.
     pub async fn check_image(
         &self,
         pod: &SandboxId,
@@ -308,7 +309,7 @@ impl Helpers {
         Ok(())
     }
 
-    /// Asks for something that needs nothing but words.
+    /// Sends a request without content or descriptor; returns the result and the frame that it came in.
     pub async fn ask<T: DeserializeOwned>(
         &self,
         pod: &SandboxId,
@@ -327,7 +328,7 @@ impl Helpers {
         let json = serde_json::to_vec(&request)
             .map_err(|error| HelperError::Refused { code: Code::Internal, text: error.to_string() })?;
         let asked = Asked { pod: pod.clone(), request, frame: Frame { json, bytes, descriptor } };
-        // To its end, whoever waits: a helper whose answer nobody reads is of no use to the next.
+        // Completes even if the caller is dropped: a helper with an unread response could not be used again.
         let helpers = self.clone();
         let answered = tokio::spawn(async move { helpers.exchange(asked).await }).await;
         let frame = answered.unwrap_or(Err(HelperError::Stopped))?;
@@ -356,7 +357,7 @@ impl Helpers {
                     self.keep(line);
                     return Ok(frame);
                 }
-                // One that was kept may have ended just now.
+                // An idle helper may have exited just now.
                 Some(Ok(None) | Err(_)) if line.used => {
                     line = self.line(false).await.map_err(|source| asked.broken(source))?;
                 }
@@ -370,7 +371,8 @@ impl Helpers {
         }
     }
 
-    /// Kills a helper that does not answer. Until it is gone it keeps its place, and its path is known to hang.
+    /// Kills a helper that does not respond. Until it exits it keeps its permits, and its path counts as
+    /// hung.
     fn give_up(
         &self,
         asked: &Asked,
@@ -379,7 +381,7 @@ impl Helpers {
         waited: Duration,
     ) -> HelperError {
         let error = asked.silent(waited);
-        tracing::warn!(pod = %asked.pod, path = ?asked.request.path(), "a volume's server does not answer");
+        tracing::warn!(pod = %asked.pod, path = ?asked.request.path(), "file server of a volume does not respond");
         let path = asked.request.path().to_owned();
         self.state()
             .hung
@@ -394,7 +396,7 @@ impl Helpers {
         error
     }
 
-    /// A place among its pod's helpers.
+    /// Waits for a permit of the pod.
     async fn place(&self, pod: &SandboxId) -> OwnedSemaphorePermit {
         let places = {
             let mut state = self.state();
@@ -408,7 +410,7 @@ impl Helpers {
                 }
             }
         };
-        places.acquire_owned().await.unwrap_or_else(|_| unreachable!("nobody closes it"))
+        places.acquire_owned().await.unwrap_or_else(|_| unreachable!("it is never closed"))
     }
 
     fn count(&self) -> Option<Counted> {
@@ -421,7 +423,7 @@ impl Helpers {
         Some(Counted(self.clone()))
     }
 
-    /// A helper that was kept, or a new one.
+    /// Returns an idle helper, or starts a new one.
     async fn line(&self, kept: bool) -> io::Result<Line> {
         let idle = if kept { self.state().idle.pop() } else { None };
         match (idle, self.0.program.clone()) {
@@ -439,16 +441,17 @@ impl Helpers {
         if state.idle.len() < KEPT {
             state.idle.push(Line { used: true, ..line });
         }
-        // The others end when their line does.
+        // Others exit when their connection closes.
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // Nothing that is done under it leaves it half-done.
+        // A panic cannot leave the state half-changed.
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// What a helper answers until `deadline`; none: nothing. It is soon counted no more among those that work.
+/// Sends a request and receives the response; `None` after `deadline`. Releases the permit of working helpers
+/// after [`QUICK`].
 async fn answer(
     asked: &Asked,
     line: &mut Line,
@@ -469,7 +472,7 @@ async fn answer(
     }
 }
 
-/// A request, and who makes it.
+/// A request, and the pod that it is for.
 struct Asked {
     pod: SandboxId,
     request: Request,
@@ -493,7 +496,7 @@ impl Asked {
     }
 }
 
-/// Starts a helper process. Blocks for the time of a fork; inside a runtime.
+/// Starts a helper process. Blocks for the time of a fork; needs a runtime.
 fn start(program: &Path) -> io::Result<Line> {
     let (ours, theirs) = StdStream::pair()?;
     ours.set_nonblocking(true)?;
@@ -504,7 +507,7 @@ fn start(program: &Path) -> io::Result<Line> {
         .envs(std::env::var_os("PATH").map(|path| ("PATH", path)))
         .stdin(OwnedFd::from(theirs))
         .stdout(Stdio::null())
-        // Leads a group, so that what it runs can be ended with it.
+        // Leads a group, so that programs it runs can be killed with it.
         .process_group(0)
         .spawn()?;
     let end = End::Process(sandboxer_process::child(child.id())?);
@@ -517,7 +520,7 @@ fn start_thread() -> io::Result<Line> {
     ours.set_nonblocking(true)?;
     let (alive, ended) = oneshot::channel::<()>();
     thread::Builder::new().name("helper".to_owned()).spawn(move || {
-        // Whoever asked sees the end of the stream.
+        // The caller sees the end of the stream.
         let _ = serve(theirs);
         drop(alive);
     })?;

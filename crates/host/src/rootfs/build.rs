@@ -1,8 +1,8 @@
-//! Makes an EROFS image of a directory tree.
+//! Creates an EROFS image from a directory tree.
 //!
-//! A chain of layers is mounted read-only by overlayfs, so whiteouts, opaque directories and renames are the
-//! kernel's to resolve. The mount lives in a mount namespace that only the building thread and its mkfs are
-//! in: the host never sees it, and it ends with them, however they end.
+//! A chain of layers is mounted read-only with overlayfs, so the kernel resolves whiteouts, opaque
+//! directories and renames. The mount is in a mount namespace of the building thread and its mkfs only: the
+//! host never sees it, and it ends with them.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -42,43 +42,45 @@ use super::{
     superblock,
 };
 
-/// Most bytes of a program's stderr that get into an error.
+/// Most bytes of a program's stderr in an error.
 const STDERR_LEN: usize = 1024;
-/// Holes in a tree's files beyond which they are kept as holes. mkfs.erofs writes them out as zeros unless
-/// files are stored as deduplicated chunks, which it makes at about 5 s per GiB; so not for everybody.
+/// Size of holes beyond which files keep them. mkfs.erofs writes holes as zeros unless files are stored as
+/// deduplicated chunks, which takes about 5 s per GiB; so chunks are not the default.
 const HOLES_WORTH_KEEPING: u64 = 64 << 20;
-/// Chunk size then, bytes: small beside the data, large beside its 4-byte entry in the chunk map.
+/// Size of such chunks, bytes: small compared to the data, large compared to the 4-byte entry in the chunk
+/// map.
 const CHUNK: &str = "--chunksize=65536";
-/// Bytes a second that a disk or a processor of no use any more still gets through.
+/// Bytes per second of the slowest host for which the time limit must be enough.
 const SLOWEST: u64 = 4 << 20;
-/// Most memory of mkfs.erofs, bytes: it takes some 300 for each file.
+/// Most memory of mkfs.erofs, bytes: it needs some 300 for each file.
 const MAX_MEMORY_BYTES: u64 = 4 << 30;
-/// Most bytes that all files of a tree may seem to have; an image of petabytes of holes is an attack.
+/// Most bytes of all files of a tree, holes included; an image with petabytes of holes is an attack.
 const MAX_IMAGE_BYTES: u64 = 256 << 30;
 
-/// Most directories that lie in one another. The walk keeps one open for each, with a buffer of 32 KiB.
+/// Most nested directories. The walk keeps one open for each, with a buffer of 32 KiB.
 const MAX_DEPTH: usize = 256;
-/// Most bytes of the [ghosts](Tree::ghosts)' paths: each becomes an argument of mkfs.erofs, which the kernel takes 2 MiB of.
+/// Most bytes of the paths of [ghosts](Tree::ghosts): each becomes an argument of mkfs.erofs, and the
+/// kernel's limit for arguments is 2 MiB.
 const MAX_GHOST_BYTES: usize = 1 << 20;
 
-/// Every extended attribute beside its file. Sharing equal ones takes a walk of its own, in which mkfs.erofs 1.5
-/// stumbles over [ghosts](Tree::ghosts) even if they are excluded.
+/// Stores every extended attribute with its file. Sharing equal ones needs another walk, in which mkfs.erofs
+/// 1.5 fails at [ghosts](Tree::ghosts) even if they are excluded.
 const XATTRS_INLINE: &str = "-x2147483647";
-/// Every file's end in blocks of its own: a guest reads 185 MB in 5,700 files in 2.8 s instead of 3.9 s (TCG,
-/// median of 6) from an image that is 7 % larger. See docs/decisions/0002-rootfs-as-erofs.md.
+/// Stores every file's tail in its own blocks: a guest reads 185 MB in 5,700 files in 2.8 s instead of 3.9 s
+/// (TCG, median of 6), and the image is 7 % larger. See docs/decisions/0002-rootfs-as-erofs.md.
 const ENDS_IN_BLOCKS: &str = "-Enoinline_data";
 
-/// What an image is made of.
+/// The source of an image.
 #[derive(Debug, Clone)]
 pub enum Content {
     /// The merged view of layers.
     Chain(Chain),
-    /// A directory as it is, overlay's marks included.
+    /// One directory, including overlay's marks.
     Directory(PathBuf),
 }
 
 impl Content {
-    /// The directories, uppermost first.
+    /// Returns the directories, uppermost first.
     pub fn dirs(&self) -> Vec<PathBuf> {
         match self {
             Content::Chain(chain) => chain.dirs.clone(),
@@ -87,31 +89,31 @@ impl Content {
     }
 }
 
-/// One image to make.
+/// An image to create.
 #[derive(Debug)]
 pub struct Job {
-    /// Program.
+    /// The program mkfs.erofs.
     pub mkfs: PathBuf,
-    /// Of this.
+    /// The source.
     pub content: Content,
-    /// Existing directory of this store, empty on the host; the view is mounted there.
+    /// Existing directory of the store, empty on the host; the merged view is mounted there.
     pub work: PathBuf,
-    /// To be made; removed again if that fails.
+    /// Path of the image; removed on failure.
     pub image: PathBuf,
 }
 
-/// Makes an image, complete and on the disk when this answers.
+/// Creates an image; it is complete and synced when this returns.
 ///
-/// Dropping the future lets the image be made to its end; its file is then an unfinished one.
+/// If the future is dropped, the image is still completed, as an unfinished file.
 pub async fn image(job: Job) -> Result<(), BuildError> {
     let (done, result) = oneshot::channel();
     let started = thread::Builder::new().name("mkfs".into()).spawn(move || {
         let made = make(&job);
         if made.is_err() {
-            // It may not even have been begun; what failed is what is told.
+            // It may not exist; the first error is reported.
             let _ = fs::remove_file(&job.image);
         }
-        // Nobody waits any more: the daemon is ending.
+        // Fails if the receiver is gone: the daemon is stopping.
         let _ = done.send(made);
     });
     started.map_err(|source| BuildError::Host {
@@ -155,7 +157,7 @@ fn make(job: &Job) -> Result<(), BuildError> {
     let confined = Confined { jail: Some(cell.jail()?), limit: time_for(bytes) };
     run(&job.mkfs, args, &job.image, setting, confined).map_err(|error| match error {
         BuildError::Failed { stderr, .. } if stderr.contains("No space left") => full(),
-        // mkfs.erofs doesn't always say why it could not write.
+        // mkfs.erofs does not always report why a write failed.
         BuildError::Failed { .. } if free_bytes(dir).is_some_and(|free| free < 64 << 10) => full(),
         other => other,
     })?;
@@ -167,40 +169,41 @@ fn make(job: &Job) -> Result<(), BuildError> {
     superblock::check(&job.image, FsType::Erofs)
 }
 
-/// How long mkfs.erofs may take for files of so many bytes: some minutes, and what a slow disk needs.
+/// Returns the time limit of mkfs.erofs for files of so many bytes: some minutes, plus the time of a slow
+/// disk.
 fn time_for(bytes: u64) -> Duration {
     Duration::from_secs(300 + bytes / SLOWEST)
 }
 
-/// Leaves the host's mount namespace with this thread and mounts the chain's merged view; answers where.
+/// Moves this thread to a new mount namespace and mounts the chain's merged view; returns its path.
 fn mount_view(chain: &Chain, work: &Path) -> Result<PathBuf, BuildError> {
     let failed = |hint| {
         move |errno: Errno| BuildError::View { layers: chain.dirs.clone(), hint, source: errno.into() }
     };
     let host = |path: &Path| {
         let path = path.to_owned();
-        move |source| BuildError::Host { action: "make", path, source }
+        move |source| BuildError::Host { action: "create", path, source }
     };
     const PRIVILEGE: &str = "the daemon needs CAP_SYS_ADMIN";
 
-    // The thread gets a current directory of its own by this, too.
+    // This also gives the thread its own current directory.
     unshare(CloneFlags::CLONE_NEWNS).map_err(failed(PRIVILEGE))?;
-    // A slave still sees the host's unmounts, so that nobody's mount is held by this namespace.
+    // A slave still receives the host's unmounts, so this namespace keeps no mount busy.
     mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_SLAVE, None::<&str>)
         .map_err(failed(PRIVILEGE))?;
     mount(Some("sandboxer"), work, Some("tmpfs"), MsFlags::empty(), Some("size=1m,mode=0700"))
         .map_err(failed(PRIVILEGE))?;
 
-    // Mount options end after one page: long paths stand behind short names.
+    // Mount options are limited to one page: short symlinks stand for long paths.
     let mut options = String::from("lowerdir=");
     for (index, dir) in chain.dirs.iter().enumerate() {
         let link = work.join(index.to_string());
         std::os::unix::fs::symlink(dir, &link).map_err(host(&link))?;
-        // Writing to a String can't fail.
+        // Writing to a String cannot fail.
         let _ = write!(options, "{}{index}", if index == 0 { "" } else { ":" });
     }
     if let [_] = chain.dirs[..] {
-        // One layer is no overlay to the kernel; an empty one below changes nothing that is seen.
+        // The kernel needs at least two layers; an empty one below changes nothing.
         let empty = work.join("empty");
         fs::create_dir(&empty).map_err(host(&empty))?;
         options.push_str(":empty");
@@ -216,20 +219,20 @@ fn mount_view(chain: &Chain, work: &Path) -> Result<PathBuf, BuildError> {
     Ok(view)
 }
 
-/// What is to be known of a tree before an image is made of it.
+/// Properties of a tree, needed before an image is created.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Tree {
     /// Bytes with data in regular files.
     data: u64,
-    /// Bytes without.
+    /// Bytes of holes in regular files.
     holes: u64,
-    /// Whiteouts of what no lower layer has: overlayfs lists them, but they are not there.
+    /// Whiteouts of files that no lower layer has: overlayfs lists them, but they cannot be opened.
     ghosts: Vec<PathBuf>,
 }
 
 impl Tree {
-    /// Walks the tree below `root`, with what that takes bounded by [`MAX_DEPTH`], however many entries there are:
-    /// whoever made the image chose them.
+    /// Walks the tree below `root`. Its resources are limited by [`MAX_DEPTH`], not by the number of entries,
+    /// which the author of the image has chosen.
     fn of(root: &Path) -> Result<Self, BuildError> {
         let mut tree = Self::default();
         let mut ghost_bytes = 0;
@@ -275,23 +278,23 @@ fn unreadable(path: &Path, source: io::Error) -> BuildError {
     BuildError::Host { action: "read", path: path.to_owned(), source }
 }
 
-/// Free bytes where `dir` is, if the file system tells.
+/// Returns the free bytes on the file system of `dir`, if known.
 fn free_bytes(dir: &Path) -> Option<u64> {
     let stat = statvfs(dir).ok()?;
     stat.blocks_available().checked_mul(stat.fragment_size())
 }
 
-/// How a program is held.
+/// Restrictions of a program.
 #[derive(Debug)]
 pub struct Confined {
-    /// Where it runs; none: as the daemon. Only for the one program that the calling thread starts: whatever else that
-    /// would start were of the jail's namespace of processes.
+    /// The jail; `None`: the program runs like the daemon. Only for the one program that the calling thread
+    /// starts: later programs would be in the jail's pid namespace.
     pub jail: Option<Jail>,
-    /// It is killed after so long.
+    /// The program is killed after this time.
     pub limit: Duration,
 }
 
-/// Runs a program that makes `path`. `setting` says where else the program can be set.
+/// Runs a program that creates `path`. `setting` names the config key of the program's path, for errors.
 pub fn run(
     program: &Path,
     args: impl IntoIterator<Item = impl AsRef<OsStr>>,
@@ -303,18 +306,18 @@ pub fn run(
     let args: Vec<OsString> = args.into_iter().map(|arg| arg.as_ref().to_owned()).collect();
     #[cfg(test)]
     tests::count_run(program);
-    // Begun before the namespace is left, in which no thread can be.
+    // Started before the pid namespace is left: a thread cannot be created afterwards.
     let watch = Watch::begin(limit).map_err(failed)?;
     if jail.is_some() {
         unshare(CloneFlags::CLONE_NEWPID).map_err(|errno| failed(errno.into()))?;
     }
     let mut command = Command::new(program);
     command.args(args).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
-    // SAFETY: between fork and exec only system calls are made; nothing is allocated, no lock is taken.
+    // SAFETY: between fork and exec only system calls are made; nothing is allocated, and no lock is taken.
     unsafe {
         command.pre_exec(move || {
             setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?;
-            // What isn't jailed may have a smaller bound already, as in a helper.
+            // Without a jail the limit may already be smaller, as in a helper.
             let Some(jail) = &jail else { return Ok(()) };
             setrlimit(
                 Resource::As,
@@ -343,23 +346,23 @@ pub fn run(
     Err(BuildError::Failed { program: program.to_owned(), how, path: path.to_owned(), stderr })
 }
 
-/// A thread that kills a child which takes too long.
+/// A thread that kills a child after a time limit.
 struct Watch {
     killed: Arc<AtomicBool>,
-    /// Dropped, it ends the thread.
+    /// Dropping it ends the thread.
     child: mpsc::Sender<OwnedFd>,
 }
 
 impl Watch {
     fn begin(limit: Duration) -> io::Result<Self> {
-        let (child, told) = mpsc::channel::<OwnedFd>();
+        let (child, started) = mpsc::channel::<OwnedFd>();
         let killed = Arc::<AtomicBool>::default();
         let flag = killed.clone();
         thread::Builder::new().name("mkfs-limit".into()).spawn(move || {
-            let Ok(pidfd) = told.recv() else { return };
-            if told.recv_timeout(limit).err() == Some(RecvTimeoutError::Timeout) {
+            let Ok(pidfd) = started.recv() else { return };
+            if started.recv_timeout(limit).err() == Some(RecvTimeoutError::Timeout) {
                 flag.store(true, Ordering::Release);
-                // One that has ended just now is waited for as well.
+                // Harmless if the child has just exited: it is not reaped yet.
                 let _ = pidfd_send_signal(&pidfd, Signal::KILL);
             }
         })?;
@@ -377,7 +380,7 @@ impl Watch {
     }
 }
 
-/// The last bytes of a stream that is read to its end.
+/// Reads a stream to its end; returns its last bytes.
 fn tail(mut stream: impl Read) -> io::Result<Vec<u8>> {
     let (mut kept, mut buffer) = (Vec::new(), [0; 4096]);
     loop {
@@ -400,7 +403,7 @@ pub mod tests {
 
     use super::*;
 
-    /// How often each program was run: a jailed one can't tell itself.
+    /// How often each program was run: a jailed one cannot report it.
     static RUNS: Mutex<BTreeMap<PathBuf, usize>> = Mutex::new(BTreeMap::new());
 
     pub fn count_run(program: &Path) {
@@ -419,7 +422,7 @@ pub mod tests {
         let limit = Duration::from_millis(50);
         let confined = Confined { jail: None, limit };
         let error = run(Path::new("sleep"), ["100"], Path::new("/out"), "", confined).unwrap_err();
-        assert_eq!(error.to_string(), "\"sleep\" was not done with \"/out\" within 50ms and was killed");
+        assert_eq!(error.to_string(), "\"sleep\" did not create \"/out\" within 50ms and was killed");
     }
 
     #[test]

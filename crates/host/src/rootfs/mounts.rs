@@ -1,15 +1,15 @@
-//! Reads the mounts of a snapshot: which disks they ask for. Touches no file.
+//! Parses the mounts of a snapshot into the disks they need. Accesses no file.
 //!
-//! The last mount is the root file system; those before it are what its templates refer to
-//! (`{{ mount 0 }}`, `{{ overlay 1 3 }}`), in the way containerd's mount manager has them.
+//! The last mount is the root file system; those before it are inputs of its templates (`{{ mount 0 }}`, `{{
+//! overlay 1 3 }}`), as in containerd's mount manager.
 
 use std::path::{Component, Path, PathBuf};
 
 use super::{FsType, Mount};
 
-/// Prefixes that containerd's mount manager takes off: fill templates in, make directories.
+/// Prefixes for containerd's mount manager, which fills in templates or creates directories.
 const TRANSFORMS: [&str; 2] = ["format/", "mkdir/"];
-/// Options of an overlay without effect on what is read through it.
+/// Options of an overlay that do not change what is read through it.
 const WITHOUT_EFFECT: [&str; 12] = [
     "ro",
     "rw",
@@ -24,15 +24,15 @@ const WITHOUT_EFFECT: [&str; 12] = [
     "nodiratime",
     "workdir",
 ];
-/// Options of an overlay that say how its layers are to be read.
+/// Options of an overlay that change how its layers are read.
 const OF_THE_VIEW: [&str; 2] = ["redirect_dir", "metacopy"];
 
-/// Disks that a snapshot asks for.
+/// The disks that a snapshot needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Wanted {
     /// Read-only layers, uppermost first.
     pub lower: Vec<Lower>,
-    /// Where what is written goes.
+    /// The writable part.
     pub writable: WantedWritable,
 }
 
@@ -43,14 +43,14 @@ pub enum Lower {
     Image {
         /// File or device.
         path: PathBuf,
-        /// What is on it.
+        /// The file system on it.
         fstype: FsType,
     },
-    /// Committed layers, which no longer change: their merged view becomes one image, for all to share.
+    /// Committed layers, which never change: their merged view becomes one image that containers share.
     Chain(Chain),
-    /// A snapshot's own directory, above its parents, with overlay's whiteouts in it; mostly empty.
+    /// A snapshot's own directory, above its parents, with overlay's whiteouts; mostly empty.
     Upper(PathBuf),
-    /// A directory that is a whole root file system, for this container alone.
+    /// A directory with a whole root file system, for this container only.
     Directory(PathBuf),
 }
 
@@ -59,34 +59,34 @@ pub enum Lower {
 pub struct Chain {
     /// Uppermost first; at least one.
     pub dirs: Vec<PathBuf>,
-    /// Mount options that change what is seen.
+    /// Mount options that change the merged view.
     pub options: Vec<String>,
 }
 
-/// Where what is written goes.
+/// The writable part.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum WantedWritable {
-    /// Into guest memory.
+    /// Guest memory.
     Memory,
-    /// Onto a file with an ext4 file system, to be made with so many bytes if it isn't there.
+    /// A file with an ext4 file system, created with this size if it does not exist.
     Scratch {
         /// The file.
         path: PathBuf,
         /// Its size.
         size: u64,
     },
-    /// Into the disk that is the whole root file system.
+    /// The disk with the whole root file system.
     Whole {
         /// File or device.
         path: PathBuf,
     },
 }
 
-/// A mount that can't become a disk.
+/// A mount that cannot become a disk.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("mount {index} of type {fstype:?} {reason}")]
 pub struct Refusal {
-    /// Which of the mounts, from 0.
+    /// Its index among the mounts, from 0.
     pub index: usize,
     /// Its type.
     pub fstype: String,
@@ -94,14 +94,14 @@ pub struct Refusal {
     pub reason: String,
 }
 
-/// What a template can refer to.
+/// An input of templates.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Input {
     Image { path: PathBuf, fstype: FsType },
     Scratch { path: PathBuf, size: u64 },
 }
 
-/// Reads a snapshot's mounts.
+/// Parses a snapshot's mounts.
 pub fn read(mounts: &[Mount]) -> Result<Wanted, Refusal> {
     let Some((root, before)) = mounts.split_last() else {
         return Err(Refusal {
@@ -130,7 +130,7 @@ fn unsupported() -> String {
         .into()
 }
 
-/// A mount before the last.
+/// Parses a mount before the last.
 fn input(mount: &Mount) -> Result<Input, String> {
     match mount.fstype.as_str() {
         "erofs" | "ext4" => image(mount).map(|(path, fstype)| Input::Image { path, fstype }),
@@ -210,7 +210,7 @@ fn refuse_id_maps(mount: &Mount) -> Result<(), String> {
     }
 }
 
-/// An image and what is on it.
+/// Returns the path of an image and its file system.
 fn image(mount: &Mount) -> Result<(PathBuf, FsType), String> {
     for option in &mount.options {
         if option.starts_with("device=") {
@@ -228,7 +228,7 @@ fn image(mount: &Mount) -> Result<(PathBuf, FsType), String> {
     Ok((absolute(&mount.source)?, fstype))
 }
 
-/// A writable file that is made at its first use.
+/// Parses a writable file that is created at its first use.
 fn scratch(mount: &Mount) -> Result<Input, String> {
     let mut size = None;
     for option in &mount.options {
@@ -244,7 +244,7 @@ fn scratch(mount: &Mount) -> Result<Input, String> {
     Ok(Input::Scratch { path: absolute(&mount.source)?, size })
 }
 
-/// A size as in `64MiB`, `1g` or `1048576`; units are powers of 1024.
+/// Parses a size such as `64MiB`, `1g` or `1048576`; units are powers of 1024.
 fn bytes(text: &str) -> Option<u64> {
     let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
     let (number, unit) = text.split_at(digits);
@@ -265,11 +265,11 @@ fn absolute(path: &str) -> Result<PathBuf, String> {
     if plain.is_absolute() && !climbs && !path.contains("{{") {
         Ok(plain.to_owned())
     } else {
-        Err(format!("names {path:?}, which is no absolute path"))
+        Err(format!("names {path:?}, which is not an absolute path"))
     }
 }
 
-/// The parts between colons; overlayfs lets a backslash stand before a colon that belongs to a path.
+/// Splits a list at colons; as in overlayfs, a backslash escapes a colon in a path.
 fn split_unescaped(list: &str) -> Vec<String> {
     let (mut parts, mut part, mut chars) = (Vec::new(), String::new(), list.chars());
     while let Some(c) = chars.next() {
@@ -287,7 +287,7 @@ fn unescaped(path: &str) -> String {
     split_unescaped(path).join(":")
 }
 
-/// The mounts before the last, and which of them have been referred to.
+/// The mounts before the last, and which of them are used.
 #[derive(Debug)]
 struct Inputs {
     all: Vec<Input>,
@@ -295,7 +295,7 @@ struct Inputs {
 }
 
 impl Inputs {
-    /// The layers that a list of templates names; none if it holds no template.
+    /// Returns the layers that a list of templates names; `None` if it has no template.
     fn images(&mut self, list: &str) -> Result<Option<Vec<Lower>>, String> {
         if !list.contains("{{") {
             return Ok(None);
@@ -318,7 +318,7 @@ impl Inputs {
         Ok(Some(layers))
     }
 
-    /// The writable file that a template names; none if there is no template.
+    /// Returns the writable file that a template names; `None` if there is no template.
     fn scratch(&mut self, path: &str) -> Result<Option<WantedWritable>, String> {
         if !path.contains("{{") {
             return Ok(None);
@@ -341,7 +341,7 @@ impl Inputs {
     }
 }
 
-/// The mounts that `{{ mount 2 }}` or `{{ overlay 1 3 }}` names, and what follows it.
+/// Parses `{{ mount 2 }}` or `{{ overlay 1 3 }}`; returns the indices, and the text after it.
 fn template(text: &str) -> Result<(Vec<usize>, &str), String> {
     let bad = || format!("has template {text:?}, which is not supported");
     let (inner, rest) = text.strip_prefix("{{").and_then(|text| text.split_once("}}")).ok_or_else(bad)?;
@@ -450,10 +450,10 @@ mod tests {
             (vec![], "no mounts"),
             (vec![mount("9p", "tag", &[])], "mount 0 of type \"9p\" is not supported: use one of"),
             (vec![mount("xfs", "/dev/mapper/x", &[])], "\"xfs\" is not supported"),
-            (vec![mount("bind", "relative", &["rbind"])], "no absolute path"),
-            (vec![mount("bind", "/s/../etc", &["rbind"])], "no absolute path"),
+            (vec![mount("bind", "relative", &["rbind"])], "not an absolute path"),
+            (vec![mount("bind", "/s/../etc", &["rbind"])], "not an absolute path"),
             (vec![mount("bind", "/s", &["uidmap=0:1:2"])], "hostUsers"),
-            (vec![over(&["lowerdir=/a::/b"])], "no absolute path"),
+            (vec![over(&["lowerdir=/a::/b"])], "not an absolute path"),
             (vec![over(&["upperdir=/a"])], "no lowerdir"),
             (vec![over(&["lowerdir=/a:/b", "userxattr"])], "\"userxattr\""),
             (vec![layer(), over(&["lowerdir={{ mount 1 }}"])], "mount 1, of 1"),

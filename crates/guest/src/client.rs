@@ -1,4 +1,4 @@
-//! Calls to an agent: typed, timed, and each error naming the pod and the call.
+//! Calls to an agent: typed, with timeouts, and errors that name the pod and the call.
 
 use std::{
     sync::Arc,
@@ -21,70 +21,70 @@ use super::{
 };
 use crate::Signal;
 
-/// Making a container or an exec may take a slow guest a while: so many times the plain limit.
+/// Factor of the timeout for creating a container or an exec, which is slow in a slow guest.
 const LONG_CALL: u32 = 6;
 
-/// How often at most a guest's clock is read for one comparison, and how soon an answer must come to be good enough.
+/// Most readings of a guest's clock for one comparison, and how fast one must be to stop.
 const CLOCK_READINGS: usize = 4;
 const QUICK_READING: Duration = Duration::from_millis(2);
 
-/// Why an agent gave no answer, or a bad one.
+/// Why a call to an agent failed.
 #[derive(Debug, thiserror::Error)]
 pub enum GuestError {
-    /// No session came about.
+    /// The session could not be established.
     #[error("cannot reach the agent of pod {pod}")]
     Greeting {
         /// The pod.
         pod: SandboxId,
-        /// What went wrong.
+        /// The cause.
         source: LinkError,
     },
-    /// The agent said no.
-    #[error("agent of pod {pod} refused {call}: {message}")]
+    /// The agent returned an error.
+    #[error("agent of pod {pod} failed {call}: {message}")]
     Refused {
         /// The pod.
         pod: SandboxId,
-        /// What was asked.
+        /// The call.
         call: &'static str,
-        /// Which kind of no.
+        /// The error's code.
         code: Code,
-        /// In the agent's words.
+        /// The agent's message.
         message: String,
     },
-    /// No answer, or none that could be read.
-    #[error("agent of pod {pod} did not answer {call}")]
+    /// No response, or an unreadable one.
+    #[error("agent of pod {pod} did not respond to {call}")]
     Failed {
         /// The pod.
         pod: SandboxId,
-        /// What was asked.
+        /// The call.
         call: &'static str,
-        /// What the transport said.
+        /// The transport's error.
         source: ttrpc::Error,
     },
-    /// It keeps what was killed.
+    /// A container is still running after SIGKILL.
     #[error(
-        "guest of pod {pod} did not end container {container} within {limit:?} of being told to kill it, and its VMM is ended"
+        "guest of pod {pod} did not kill container {container} within {limit:?}; killing its VMM"
     )]
     KeptAlive {
         /// The pod.
         pod: SandboxId,
         /// The container.
         container: ContainerId,
-        /// How long it had.
+        /// The time limit.
         limit: Duration,
     },
-    /// It said what no agent says.
-    #[error("the session with the guest of pod {pod} is over, and its VMM is ended")]
+    /// The guest violated the protocol.
+    #[error("ended the session with the guest of pod {pod}; killing its VMM")]
     Violated {
         /// The pod.
         pod: SandboxId,
-        /// What the guest did.
+        /// The violation.
         source: Violation,
     },
 }
 
 impl GuestError {
-    /// The code to answer with.
+    /// Returns the code of the response.
     pub fn code(&self) -> Code {
         match self {
             Self::Refused { code, .. } => *code,
@@ -98,7 +98,7 @@ impl GuestError {
     }
 }
 
-/// A session with one guest's agent, and those that follow it. Cheap to clone; all clones share them.
+/// The sessions with one guest's agent, one after another. Cheap to clone; all clones share them.
 #[derive(Clone)]
 pub struct Agent {
     pod: SandboxId,
@@ -106,15 +106,15 @@ pub struct Agent {
     timeout: Duration,
 }
 
-/// What was greeted once.
+/// One session.
 #[derive(Clone)]
 struct Session {
-    /// How many there were before it.
+    /// Number of earlier sessions.
     number: u64,
     client: AgentClient,
     room: Room,
     violation: watch::Receiver<Option<Violation>>,
-    /// Somebody makes another one should it end.
+    /// Another session will be established after its end.
     followed: bool,
 }
 
@@ -124,7 +124,7 @@ impl std::fmt::Debug for Agent {
     }
 }
 
-/// One call, its error naming it.
+/// Makes one call; its error names it.
 macro_rules! call {
     ($self:ident, $rpc:ident, $deadline:expr, $request:expr) => {{
         let session = $self.session.borrow().clone();
@@ -142,7 +142,8 @@ macro_rules! call {
     }};
 }
 
-/// One call that may be made twice: in the next session, if the one that it is made in ends. Waits `limit` for that.
+/// Makes a call that may be repeated: in the next session if its session ends. Waits up to `limit` for that
+/// session.
 macro_rules! call_again {
     ($self:ident, $rpc:ident, $deadline:expr, $limit:expr, $request:expr) => {{
         loop {
@@ -155,7 +156,7 @@ macro_rules! call_again {
     }};
 }
 
-/// Whether a call failed because its session is over.
+/// Returns whether a call failed because its session has ended.
 fn is_end(error: &ttrpc::Error) -> bool {
     use ttrpc::Error::{Eof, LocalClosed, RemoteClosed, Socket};
     matches!(error, Eof | LocalClosed | RemoteClosed | Socket(_))
@@ -173,17 +174,17 @@ impl Agent {
         Self { pod, session: Arc::new(watch::Sender::new(session)), timeout }
     }
 
-    /// Has calls that may be made twice wait for the next session, should this one end: the caller makes it.
+    /// Makes repeatable calls wait for the next session if this one ends; the caller must establish it.
     pub fn follow(&self) {
         self.session.send_modify(|session| session.followed = true);
     }
 
-    /// Makes no other session any more: whoever waits for one is told.
+    /// Ends that: calls that wait for another session fail.
     pub fn give_up(&self) {
         self.session.send_modify(|session| session.followed = false);
     }
 
-    /// Goes on with the session of `next`, which was greeted anew.
+    /// Continues with the session of `next`, which was newly established.
     pub fn resume(&self, next: &Self) {
         let next = next.session.borrow().clone();
         self.session.send_modify(|session| {
@@ -191,7 +192,8 @@ impl Agent {
         });
     }
 
-    /// Waits until there is a session after the one with that number; false if nobody makes one, or not within `limit`.
+    /// Waits for a session after the one with that number; returns `false` if there will be none, or not
+    /// within `limit`.
     async fn next_session(&self, number: u64, limit: Duration) -> bool {
         let mut session = self.session.subscribe();
         let next = session.wait_for(|session| session.number > number || !session.followed);
@@ -201,55 +203,55 @@ impl Agent {
         }
     }
 
-    /// Waits for the session's end, and tells what the guest did if it was that. A session that ends otherwise does
-    /// so with its VM, or with this daemon, whose successor greets the agent anew.
+    /// Waits for the session's end; returns the violation if that was the cause. Otherwise the session ends
+    /// with its VM, or with this daemon, and the next daemon establishes a new one.
     pub async fn violated(&self) -> Option<GuestError> {
         let mut violation = self.session.borrow().violation.clone();
         let source = violation.wait_for(Option::is_some).await.ok()?.clone()?;
         Some(GuestError::Violated { pod: self.pod.clone(), source })
     }
 
-    /// Returns what the guest did, if it has broken the session.
+    /// Returns the violation if the guest has committed one.
     pub fn violation(&self) -> Option<GuestError> {
         let session = self.session.borrow();
         let source = session.violation.borrow().clone()?;
         Some(GuestError::Violated { pod: self.pod.clone(), source })
     }
 
-    /// How long a process may take to end that was killed.
+    /// Returns how long a killed process may take to exit.
     pub fn patience(&self) -> Duration {
         self.timeout * LONG_CALL
     }
 
-    /// That `container` has not ended within `limit`.
+    /// Returns an error: `container` has not exited within `limit`.
     pub fn kept_alive(&self, container: ContainerId, limit: Duration) -> GuestError {
         GuestError::KeptAlive { pod: self.pod.clone(), container, limit }
     }
 
-    /// The same session, its errors naming another pod.
+    /// Returns the same sessions with errors that name another pod.
     pub fn of(self, pod: &SandboxId) -> Self {
         Self { pod: pod.clone(), ..self }
     }
 
-    /// Gives the guest its identity.
+    /// Sets the guest's identity.
     pub async fn configure_pod(&self, request: wire::ConfigurePodRequest) -> Result<(), GuestError> {
         call!(self, configure_pod, self.short(), request).map(drop)
     }
 
-    /// Changes what the pod's containers may use together.
+    /// Changes the limits of all the pod's containers together.
     pub async fn update_pod(&self, limits: wire::PodLimits) -> Result<(), GuestError> {
         let request = wire::UpdatePodRequest { limits: Some(limits).into(), ..Default::default() };
         call!(self, update_pod, self.short(), request).map(drop)
     }
 
-    /// Sets the guest's clock by the host's, if it is off by more than can be doubted. Returns whether that is to be done
-    /// again later: a guest that has a clock of its VMM's does it by itself.
+    /// Sets the guest's clock from the host's if it is wrong beyond the error of measurement. Returns whether
+    /// to repeat this later: a guest with a clock device does it by itself.
     pub async fn sync_clock(&self) -> Result<bool, GuestError> {
         let mut best: Option<Reading> = None;
         for _ in 0..CLOCK_READINGS {
             let (asked_ns, asked) = (now_ns(), Instant::now());
             let said = match call!(self, sync_clock, self.short(), wire::SyncClockRequest::new()) {
-                // An agent of an earlier version.
+                // The agent has an earlier version.
                 Err(GuestError::Refused { .. }) => return Ok(false),
                 said => said?,
             };
@@ -270,24 +272,24 @@ impl Agent {
         }
     }
 
-    /// Makes a volume, or gives it other files.
+    /// Creates a volume, or updates its files.
     pub async fn put_volume(&self, request: wire::PutVolumeRequest) -> Result<(), GuestError> {
         call!(self, put_volume, self.long(), request).map(drop)
     }
 
-    /// Every volume the agent knows.
+    /// Lists every volume of the agent.
     pub async fn volumes(&self) -> Result<Vec<String>, GuestError> {
         call!(self, list_volumes, self.short(), wire::ListVolumesRequest::new())
             .map(|answer| answer.volume_ids)
     }
 
-    /// Has a scratch disk mounted ahead of its container.
+    /// Mounts a scratch disk before its container is created.
     pub async fn prepare_disk(&self, disk: wire::Disk) -> Result<(), GuestError> {
         let request = wire::PrepareDiskRequest { disk: Some(disk).into(), ..Default::default() };
         call!(self, prepare_disk, self.long(), request).map(drop)
     }
 
-    /// Makes a container; its init waits. Answers its guest pid.
+    /// Creates a container with a waiting init; returns the init's guest pid.
     pub async fn create_container(&self, request: wire::CreateContainerRequest) -> Result<u32, GuestError> {
         call!(self, create_container, self.long(), request).map(|answer| answer.pid)
     }
@@ -299,7 +301,7 @@ impl Agent {
         call!(self, delete_container, self.long(), request).map(drop)
     }
 
-    /// Every process the agent knows.
+    /// Lists every process of the agent.
     pub async fn processes(&self) -> Result<Vec<wire::Process>, GuestError> {
         call!(self, list_containers, self.short(), wire::ListContainersRequest::new())
             .map(|answer| answer.processes)
@@ -310,7 +312,7 @@ impl Agent {
         call!(self, create_exec, self.short(), request).map(drop)
     }
 
-    /// Starts a container's init or an exec. Answers its guest pid.
+    /// Starts a container's init or an exec; returns its guest pid.
     pub async fn start_process(
         &self,
         container: &ContainerId,
@@ -324,7 +326,7 @@ impl Agent {
         call!(self, start_process, self.long(), request).map(|answer| answer.pid)
     }
 
-    /// Waits for a process's end, however long that takes.
+    /// Waits for a process's exit, without a limit.
     pub async fn wait_process(
         &self,
         container: &ContainerId,
@@ -354,14 +356,15 @@ impl Agent {
             request: signal.request.clone(),
             ..Default::default()
         };
-        // With a name it is delivered once, however often it is asked for. To be killed twice is no more than once.
+        // With an identifier the agent delivers it once, however often it is requested. A repeated SIGKILL is
+        // harmless.
         match !signal.request.is_empty() || signal.number == Signal::KILL {
             true => call_again!(self, signal_process, self.short(), self.timeout, request).map(drop),
             false => call!(self, signal_process, self.short(), request).map(drop),
         }
     }
 
-    /// Forgets an exec.
+    /// Deletes an exec.
     pub async fn delete_exec(&self, container: &ContainerId, exec: &ExecId) -> Result<(), GuestError> {
         let request = wire::DeleteExecRequest {
             container_id: container.to_string(),
@@ -389,7 +392,7 @@ impl Agent {
         call!(self, resize_terminal, self.short(), request).map(drop)
     }
 
-    /// Output of a process; waits while there is none.
+    /// Reads output of a process; waits while there is none.
     pub async fn read_output(
         &self,
         request: wire::ReadOutputRequest,
@@ -397,7 +400,8 @@ impl Agent {
         call_again!(self, read_output, Context::default(), Duration::MAX, request)
     }
 
-    /// Input for a process; waits while it takes none. Answers up to where input is taken.
+    /// Writes input of a process; waits while the process does not read. Returns the offset up to which input
+    /// was written.
     pub async fn write_input(&self, request: wire::WriteInputRequest) -> Result<u64, GuestError> {
         call_again!(self, write_input, Context::default(), Duration::MAX, request).map(|answer| answer.taken)
     }
@@ -430,32 +434,32 @@ impl Agent {
         call!(self, resume_container, self.short(), request).map(drop)
     }
 
-    /// Guest pids of a container.
+    /// Lists the guest pids of a container.
     pub async fn pids(&self, container: &ContainerId) -> Result<Vec<u32>, GuestError> {
         let request =
             wire::ListProcessesRequest { container_id: container.to_string(), ..Default::default() };
         call!(self, list_processes, self.short(), request).map(|answer| answer.pids)
     }
 
-    /// Readings of a container, or of the whole guest.
+    /// Reads the resource usage of a container, or of the whole guest.
     pub async fn stats(&self, container: Option<&ContainerId>) -> Result<wire::StatsResponse, GuestError> {
         let request = wire::StatsRequest { container_id: text(container), ..Default::default() };
         call_again!(self, stats, self.short(), self.timeout, request)
     }
 
-    /// Connects to a port of the guest's loopback. Connections of another `owner` end.
+    /// Connects to a port of the guest's loopback. Closes connections of another `owner`.
     pub async fn dial(&self, port: u16, owner: u64) -> Result<u64, GuestError> {
         let request = wire::DialRequest { port: port.into(), owner, ..Default::default() };
         call!(self, dial, self.short(), request).map(|answer| answer.connection)
     }
 
-    /// What has come by a connection; waits while nothing has. Empty: nothing more will.
+    /// Reads from a connection; waits while there is no data. Empty at the end.
     pub async fn read_connection(&self, connection: u64) -> Result<Vec<u8>, GuestError> {
         let request = wire::ReadConnectionRequest { connection, ..Default::default() };
         call!(self, read_connection, Context::default(), request).map(|answer| answer.data)
     }
 
-    /// Passes on what goes by a connection; waits while it takes none. `end`: nothing follows.
+    /// Writes to a connection; waits while the peer does not read. `end` shuts the direction down.
     pub async fn write_connection(
         &self,
         connection: u64,
@@ -466,27 +470,27 @@ impl Agent {
         call!(self, write_connection, Context::default(), request).map(drop)
     }
 
-    /// Ends a connection, and what waits for it.
+    /// Closes a connection, and ends calls that wait for it.
     pub async fn close_connection(&self, connection: u64) -> Result<(), GuestError> {
         let request = wire::CloseConnectionRequest { connection, ..Default::default() };
         call!(self, close_connection, self.short(), request).map(drop)
     }
 
-    /// Whether the shares are mounted in the guest, and it carries its requests itself.
+    /// Returns whether the shares are mounted in the guest, which then carries their requests itself.
     pub async fn has_shares(&self) -> Result<bool, GuestError> {
         let request = wire::MountSharesRequest { ask: true, ..Default::default() };
         call!(self, mount_shares, self.short(), request).map(|answer| answer.mounted)
     }
 
-    /// Mounts the shares in the guest, whose requests go by the disk of this serial, or if it is empty by streams, which
-    /// begin with `key`. False: this agent is of another time and doesn't carry them.
+    /// Mounts the shares in the guest. Requests use the disk with this serial or, if it is empty, streams
+    /// that begin with `key`. Returns `false` if the agent's version does not support that.
     pub async fn mount_shares(&self, disk: &str, key: Option<&LinkKey>) -> Result<bool, GuestError> {
         let key = key.map(|key| key.as_bytes().to_vec()).unwrap_or_default();
         let request = wire::MountSharesRequest { disk: disk.to_owned(), key, ..Default::default() };
         call!(self, mount_shares, self.short(), request).map(|answer| answer.mounted)
     }
 
-    /// Asks the guest to power itself off. No answer is a fine answer: look at the VM.
+    /// Powers the guest off. A missing response is normal: watch the VM instead.
     pub async fn power_off(&self) {
         let client = self.session.borrow().client.clone();
         let _ = client.power_off(self.short(), &wire::PowerOffRequest::new()).await;
@@ -521,15 +525,15 @@ impl Agent {
 }
 
 impl Session {
-    /// Waits until the guest has taken most of what it was asked before, for as long as the call may take.
+    /// Waits until the guest has read most of the earlier calls, up to the call's timeout.
     async fn room(&self, deadline: &Context) -> Result<(), ttrpc::Error> {
         let limit = match u64::try_from(deadline.timeout_nano) {
             Ok(nanos) if nanos > 0 => Duration::from_nanos(nanos),
-            // None: it waits for as long as it takes.
+            // No timeout.
             _ => Duration::MAX,
         };
         let room = tokio::time::timeout(limit, self.room.wait()).await;
-        room.map_err(|_| ttrpc::Error::Others("the guest takes no calls".to_owned()))
+        room.map_err(|_| ttrpc::Error::Others("the guest does not read calls".to_owned()))
     }
 }
 

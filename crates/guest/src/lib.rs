@@ -1,4 +1,4 @@
-//! The guest, as far as the daemon talks to it: a greeting, then calls to its agent.
+//! The daemon's connection to a guest: a greeting, then calls to its agent.
 
 pub mod bounds;
 mod client;

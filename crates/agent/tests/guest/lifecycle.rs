@@ -90,7 +90,7 @@ async fn a_created_container_can_be_listed_killed_and_deleted_unstarted() {
     assert_eq!(list().await, [("b".to_owned(), ProcessState::EXITED)]);
     let (code, words) = refusal(init(&agent, "b").start().await);
     assert_eq!(
-        (code, words.contains("ended before it was started")),
+        (code, words.contains("exited before it was started")),
         (Code::FAILED_PRECONDITION, true),
         "{words}"
     );
@@ -302,7 +302,7 @@ async fn what_goes_with_a_container_is_not_written_out() {
         patiently(agent.prepare_disk(ctx(), &request)).await
     };
     let (code, words) = refusal(prepare(&disk(SCRATCH, "ext4", false)).await);
-    assert!(code == Code::INVALID_ARGUMENT && words.contains("no scratch disk"), "{words}");
+    assert!(code == Code::INVALID_ARGUMENT && words.contains("not a writable scratch disk"), "{words}");
     let scratch = Disk { scratch: true, ..disk(SCRATCH, "ext4", false) };
     for _ in 0..2 {
         prepare(&scratch).await.unwrap();

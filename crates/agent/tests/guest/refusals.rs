@@ -38,7 +38,7 @@ async fn what_cannot_be_created_says_why() {
 
     let cases: Vec<(&str, CreateContainerRequest, Code, &str)> = vec![
         ("id", container("../bad", &plain()), Code::INVALID_ARGUMENT, "container_id: identifier \"../bad\""),
-        ("json", garbage, Code::INVALID_ARGUMENT, "spec is no OCI runtime spec"),
+        ("json", garbage, Code::INVALID_ARGUMENT, "spec is not a valid OCI runtime spec"),
         (
             "capability",
             container("bad", &winged),

@@ -495,7 +495,7 @@ async fn a_failed_build_says_why_and_leaves_nothing() {
     let text = chain(&prepare(&store, &fixture.overlay(&[&layer])).await.unwrap_err());
     assert!(text.contains("/no/such/mkfs") && text.contains("rootfs.mkfs_erofs"), "{text}");
     let text = chain(&prepare(&store, &fixture.overlay(&[&fixture.path("none")])).await.unwrap_err());
-    assert!(text.contains("look at layer") && text.contains("none"), "{text}");
+    assert!(text.contains("stat layer") && text.contains("none"), "{text}");
     drop(store);
 
     fixture.config.mkfs_erofs = "mkfs.erofs".into();

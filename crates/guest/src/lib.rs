@@ -3,12 +3,14 @@
 pub mod bounds;
 mod client;
 mod connect;
+mod error;
 mod outbox;
 mod pace;
 mod signal;
 mod timing;
 
-pub use client::{Agent, GuestError};
+pub use client::Agent;
 pub use connect::{ConnectError, connect};
+pub use error::GuestError;
 pub use pace::Pace;
 pub use signal::Signal;

@@ -12,46 +12,45 @@
 //! Limits: the number of helpers of one pod, and of the node, hung ones included. A request for a path at
 //! which a helper hangs fails at once, so retries cost nothing.
 
+mod error;
 mod message;
+mod process;
 mod wire;
 mod work;
 
 use std::{
     collections::HashMap,
     io,
-    os::{
-        fd::OwnedFd,
-        unix::{net::UnixStream as StdStream, process::CommandExt},
-    },
+    os::fd::OwnedFd,
     path::{Path, PathBuf},
-    process::{Command, Stdio},
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
-    thread,
     time::Duration,
 };
 
 use protobuf::Message;
-use rustix::process::{Pid, Signal, kill_process_group};
 use sandboxer_base::Code;
 use sandboxer_protocol::{agent as wire_agent, id::SandboxId};
 use sandboxer_share::attach::{Access, Tree};
 use serde::de::DeserializeOwned;
 use tokio::{
-    net::UnixStream,
-    sync::{OwnedSemaphorePermit, Semaphore, SemaphorePermit, oneshot},
+    sync::{OwnedSemaphorePermit, Semaphore, SemaphorePermit},
     time::Instant,
 };
 
 use self::{
+    process::{End, Helper, start, start_thread},
     wire::Frame,
-    work::{Answer, Refusal},
+    work::Answer,
 };
 use super::{
     rootfs::{Chain, FsType},
     volume::Bound,
 };
 
-pub use self::work::{Request, serve};
+pub use self::{
+    error::HelperError,
+    work::{Request, serve},
+};
 
 /// The option that runs the daemon's program as a helper, with its socket as standard input.
 pub const OPTION: &str = "path-helper";
@@ -65,82 +64,6 @@ const WORKING: usize = 8;
 const QUICK: Duration = Duration::from_millis(200);
 /// Idle helpers that are kept for the next request; they exit after a while.
 const KEPT: usize = 2;
-
-/// Why a helper's request failed.
-#[derive(Debug, thiserror::Error)]
-pub enum HelperError {
-    /// The path's file server does not respond.
-    #[error(
-        "cannot {action} {path:?} for pod {pod}: the server of this volume does not answer (waited {waited:?}); \
-         check the server, or unmount the volume with umount -f"
-    )]
-    Silent {
-        /// The pod.
-        pod: SandboxId,
-        /// The failed operation.
-        action: &'static str,
-        /// The path of the operation.
-        path: PathBuf,
-        /// How long the operation was waited for, by this request or an earlier one.
-        waited: Duration,
-    },
-    /// Too many helpers are waiting.
-    #[error(
-        "cannot {action} {path:?} for pod {pod}: {most} helpers of {whose} are waiting for volumes; check their servers"
-    )]
-    TooMany {
-        /// The pod.
-        pod: SandboxId,
-        /// The failed operation.
-        action: &'static str,
-        /// The path of the operation.
-        path: PathBuf,
-        /// The limit.
-        most: usize,
-        /// "this pod", "this node".
-        whose: &'static str,
-    },
-    /// The operation failed.
-    #[error("{text}")]
-    Refused {
-        /// The code of the response.
-        code: Code,
-        /// The error with its causes.
-        text: String,
-    },
-    /// The helper itself failed.
-    #[error("cannot {action} {path:?} for pod {pod}: the helper process failed")]
-    Broken {
-        /// The pod.
-        pod: SandboxId,
-        /// The failed operation.
-        action: &'static str,
-        /// The path of the operation.
-        path: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
-    /// The daemon is stopping.
-    #[error("the daemon is stopping")]
-    Stopped,
-}
-
-impl HelperError {
-    /// Returns the code of the response.
-    pub fn code(&self) -> Code {
-        match self {
-            Self::Silent { .. } | Self::TooMany { .. } => Code::DeadlineExceeded,
-            Self::Refused { code, .. } => *code,
-            Self::Broken { .. } | Self::Stopped => Code::Internal,
-        }
-    }
-}
-
-impl From<Refusal> for HelperError {
-    fn from(Refusal { code, text }: Refusal) -> Self {
-        Self::Refused { code, text }
-    }
-}
 
 /// The helpers of the node. Clones share them.
 #[derive(Debug, Clone)]
@@ -159,48 +82,13 @@ struct Inner {
 
 #[derive(Debug, Default)]
 struct State {
-    idle: Vec<Line>,
+    idle: Vec<Helper>,
     /// Number of running or hung helpers.
     running: usize,
     /// Each pod's permits, while they are used.
     pods: HashMap<SandboxId, Weak<Semaphore>>,
     /// Paths at which a helper hangs, and since when.
     hung: HashMap<PathBuf, Instant>,
-}
-
-/// The connection to an idle or working helper.
-#[derive(Debug)]
-struct Line {
-    stream: UnixStream,
-    end: End,
-    /// It has handled a request.
-    used: bool,
-}
-
-/// How a helper is killed, and its exit awaited.
-#[derive(Debug)]
-enum End {
-    Process(sandboxer_process::Process),
-    Thread(oneshot::Receiver<()>),
-}
-
-impl End {
-    fn kill(&self) {
-        let Self::Process(process) = self else { return };
-        // It leads a group, so programs that it runs are killed as well. A helper that has exited has no
-        // group.
-        if let Some(pid) = i32::try_from(process.pid()).ok().and_then(Pid::from_raw) {
-            let _ = kill_process_group(pid, Signal::KILL);
-        }
-    }
-
-    async fn seen(self) {
-        match self {
-            Self::Process(process) => drop(process.exited().await),
-            // An error means the end as well.
-            Self::Thread(ended) => drop(ended.await),
-        }
-    }
 }
 
 /// Counts a helper until dropped.
@@ -349,24 +237,24 @@ impl Helpers {
         let working = self.0.working.acquire().await.map_err(|_| HelperError::Stopped)?;
         let mut working = Some(working);
 
-        let mut line = self.line(true).await.map_err(|source| asked.broken(source))?;
+        let mut helper = self.helper(true).await.map_err(|source| asked.broken(source))?;
         let deadline = Instant::now() + limit;
         loop {
-            match answer(&asked, &mut line, deadline, &mut working).await {
+            match answer(&asked, &mut helper, deadline, &mut working).await {
                 Some(Ok(Some(frame))) => {
-                    self.keep(line);
+                    self.keep(helper);
                     return Ok(frame);
                 }
                 // An idle helper may have exited just now.
-                Some(Ok(None) | Err(_)) if line.used => {
-                    line = self.line(false).await.map_err(|source| asked.broken(source))?;
+                Some(Ok(None) | Err(_)) if helper.used => {
+                    helper = self.helper(false).await.map_err(|source| asked.broken(source))?;
                 }
                 Some(ended) => {
-                    line.end.kill();
+                    helper.end.kill();
                     let source = ended.err().unwrap_or_else(|| io::ErrorKind::UnexpectedEof.into());
                     return Err(asked.broken(source));
                 }
-                None => return Err(self.give_up(&asked, line.end, (place, counted), limit)),
+                None => return Err(self.give_up(&asked, helper.end, (place, counted), limit)),
             }
         }
     }
@@ -389,7 +277,7 @@ impl Helpers {
         end.kill();
         let helpers = self.clone();
         tokio::spawn(async move {
-            end.seen().await;
+            end.exited().await;
             helpers.state().hung.remove(&path);
             drop(held);
         });
@@ -424,10 +312,10 @@ impl Helpers {
     }
 
     /// Returns an idle helper, or starts a new one.
-    async fn line(&self, kept: bool) -> io::Result<Line> {
+    async fn helper(&self, kept: bool) -> io::Result<Helper> {
         let idle = if kept { self.state().idle.pop() } else { None };
         match (idle, self.0.program.clone()) {
-            (Some(line), _) => Ok(line),
+            (Some(helper), _) => Ok(helper),
             (None, Some(program)) => {
                 let started = tokio::task::spawn_blocking(move || start(&program)).await;
                 started.unwrap_or_else(|ended| Err(io::Error::other(ended)))
@@ -436,10 +324,10 @@ impl Helpers {
         }
     }
 
-    fn keep(&self, line: Line) {
+    fn keep(&self, helper: Helper) {
         let mut state = self.state();
         if state.idle.len() < KEPT {
-            state.idle.push(Line { used: true, ..line });
+            state.idle.push(Helper { used: true, ..helper });
         }
         // Others exit when their connection closes.
     }
@@ -454,13 +342,13 @@ impl Helpers {
 /// after [`QUICK`].
 async fn answer(
     asked: &Asked,
-    line: &mut Line,
+    helper: &mut Helper,
     deadline: Instant,
     working: &mut Option<SemaphorePermit<'_>>,
 ) -> Option<io::Result<Option<Frame>>> {
     let answer = async {
-        asked.frame.send_from_task(&mut line.stream).await?;
-        Frame::receive_in_task(&mut line.stream).await
+        asked.frame.send_from_task(&mut helper.stream).await?;
+        Frame::receive_in_task(&mut helper.stream).await
     };
     tokio::pin!(answer);
     tokio::select! {
@@ -494,35 +382,4 @@ impl Asked {
         let (pod, path) = (self.pod.clone(), self.request.path().to_owned());
         HelperError::Broken { pod, action: self.request.action(), path, source }
     }
-}
-
-/// Starts a helper process. Blocks for the time of a fork; needs a runtime.
-fn start(program: &Path) -> io::Result<Line> {
-    let (ours, theirs) = StdStream::pair()?;
-    ours.set_nonblocking(true)?;
-    let child = Command::new(program)
-        .arg(format!("--{OPTION}"))
-        .current_dir("/")
-        .env_clear()
-        .envs(std::env::var_os("PATH").map(|path| ("PATH", path)))
-        .stdin(OwnedFd::from(theirs))
-        .stdout(Stdio::null())
-        // Leads a group, so that programs it runs can be killed with it.
-        .process_group(0)
-        .spawn()?;
-    let end = End::Process(sandboxer_process::child(child.id())?);
-    Ok(Line { stream: UnixStream::from_std(ours)?, end, used: false })
-}
-
-/// Starts a helper as a thread.
-fn start_thread() -> io::Result<Line> {
-    let (ours, theirs) = StdStream::pair()?;
-    ours.set_nonblocking(true)?;
-    let (alive, ended) = oneshot::channel::<()>();
-    thread::Builder::new().name("helper".to_owned()).spawn(move || {
-        // The caller sees the end of the stream.
-        let _ = serve(theirs);
-        drop(alive);
-    })?;
-    Ok(Line { stream: UnixStream::from_std(ours)?, end: End::Thread(ended), used: false })
 }

@@ -5,22 +5,11 @@
 //! host never sees it, and it ends with them.
 
 use std::{
-    ffi::{OsStr, OsString},
+    ffi::OsString,
     fmt::Write as _,
     fs::{self, File},
-    io::{self, Read},
-    os::fd::OwnedFd,
-    os::unix::{
-        fs::{FileTypeExt, MetadataExt},
-        process::{CommandExt, ExitStatusExt},
-    },
+    io,
     path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-        mpsc::{self, RecvTimeoutError},
-    },
     thread,
     time::Duration,
 };
@@ -31,19 +20,17 @@ use nix::{
     sched::{CloneFlags, unshare},
     sys::statvfs::statvfs,
 };
-use rustix::process::{Pid, PidfdFlags, Resource, Rlimit, Signal, pidfd_open, pidfd_send_signal, setrlimit};
-use sandboxer_process::jail::Jail;
 use tokio::sync::oneshot;
 
 use super::{
     BuildError, FsType,
     cell::{self, Cell},
     mounts::Chain,
+    program::{Confined, run},
     superblock,
+    tree::Tree,
 };
 
-/// Most bytes of a program's stderr in an error.
-const STDERR_LEN: usize = 1024;
 /// Size of holes beyond which files keep them. mkfs.erofs writes holes as zeros unless files are stored as
 /// deduplicated chunks, which takes about 5 s per GiB; so chunks are not the default.
 const HOLES_WORTH_KEEPING: u64 = 64 << 20;
@@ -52,16 +39,8 @@ const HOLES_WORTH_KEEPING: u64 = 64 << 20;
 const CHUNK: &str = "--chunksize=65536";
 /// Bytes per second of the slowest host for which the time limit must be enough.
 const SLOWEST: u64 = 4 << 20;
-/// Most memory of mkfs.erofs, bytes: it needs some 300 for each file.
-const MAX_MEMORY_BYTES: u64 = 4 << 30;
 /// Most bytes of all files of a tree, holes included; an image with petabytes of holes is an attack.
 const MAX_IMAGE_BYTES: u64 = 256 << 30;
-
-/// Most nested directories. The walk keeps one open for each, with a buffer of 32 KiB.
-const MAX_DEPTH: usize = 256;
-/// Most bytes of the paths of [ghosts](Tree::ghosts): each becomes an argument of mkfs.erofs, and the
-/// kernel's limit for arguments is 2 MiB.
-const MAX_GHOST_BYTES: usize = 1 << 20;
 
 /// Stores every extended attribute with its file. Sharing equal ones needs another walk, in which mkfs.erofs
 /// 1.5 fails at [ghosts](Tree::ghosts) even if they are excluded.
@@ -219,251 +198,8 @@ fn mount_view(chain: &Chain, work: &Path) -> Result<PathBuf, BuildError> {
     Ok(view)
 }
 
-/// Properties of a tree, needed before an image is created.
-#[derive(Debug, Default, PartialEq, Eq)]
-struct Tree {
-    /// Bytes with data in regular files.
-    data: u64,
-    /// Bytes of holes in regular files.
-    holes: u64,
-    /// Whiteouts of files that no lower layer has: overlayfs lists them, but they cannot be opened.
-    ghosts: Vec<PathBuf>,
-}
-
-impl Tree {
-    /// Walks the tree below `root`. Its resources are limited by [`MAX_DEPTH`], not by the number of entries,
-    /// which the author of the image has chosen.
-    fn of(root: &Path) -> Result<Self, BuildError> {
-        let mut tree = Self::default();
-        let mut ghost_bytes = 0;
-        let open = |path: &Path| fs::read_dir(path).map_err(|error| unreadable(path, error));
-        let mut dir = root.to_owned();
-        let mut walk = vec![open(root)?];
-        while let Some(entries) = walk.last_mut() {
-            let Some(entry) = entries.next() else {
-                walk.pop();
-                dir.pop();
-                continue;
-            };
-            let entry = entry.map_err(|error| unreadable(&dir, error))?;
-            let kind = entry.file_type().map_err(|error| unreadable(&dir, error))?;
-            if kind.is_dir() {
-                dir.push(entry.file_name());
-                if walk.len() >= MAX_DEPTH {
-                    return Err(BuildError::TooDeep { path: dir, most: MAX_DEPTH });
-                }
-                walk.push(open(&dir)?);
-            } else if kind.is_char_device() {
-                let path = entry.path();
-                if matches!(path.symlink_metadata(), Err(error) if error.kind() == io::ErrorKind::NotFound) {
-                    let ghost = path.strip_prefix(root).unwrap_or(&path);
-                    ghost_bytes += ghost.as_os_str().len();
-                    if ghost_bytes > MAX_GHOST_BYTES {
-                        return Err(BuildError::TooManyGhosts { path, most: MAX_GHOST_BYTES });
-                    }
-                    tree.ghosts.push(ghost.to_owned());
-                }
-            } else if kind.is_file() {
-                let file = entry.metadata().map_err(|error| unreadable(&dir, error))?;
-                let data = file.len().min(file.blocks().saturating_mul(512));
-                tree.data = tree.data.saturating_add(data);
-                tree.holes = tree.holes.saturating_add(file.len() - data);
-            }
-        }
-        Ok(tree)
-    }
-}
-
-fn unreadable(path: &Path, source: io::Error) -> BuildError {
-    BuildError::Host { action: "read", path: path.to_owned(), source }
-}
-
 /// Returns the free bytes on the file system of `dir`, if known.
 fn free_bytes(dir: &Path) -> Option<u64> {
     let stat = statvfs(dir).ok()?;
     stat.blocks_available().checked_mul(stat.fragment_size())
-}
-
-/// Restrictions of a program.
-#[derive(Debug)]
-pub struct Confined {
-    /// The jail; `None`: the program runs like the daemon. Only for the one program that the calling thread
-    /// starts: later programs would be in the jail's pid namespace.
-    pub jail: Option<Jail>,
-    /// The program is killed after this time.
-    pub limit: Duration,
-}
-
-/// Runs a program that creates `path`. `setting` names the config key of the program's path, for errors.
-pub fn run(
-    program: &Path,
-    args: impl IntoIterator<Item = impl AsRef<OsStr>>,
-    path: &Path,
-    setting: &'static str,
-    Confined { jail, limit }: Confined,
-) -> Result<(), BuildError> {
-    let failed = |source| BuildError::Program { program: program.to_owned(), setting, source };
-    let args: Vec<OsString> = args.into_iter().map(|arg| arg.as_ref().to_owned()).collect();
-    #[cfg(test)]
-    tests::count_run(program);
-    // Started before the pid namespace is left: a thread cannot be created afterwards.
-    let watch = Watch::begin(limit).map_err(failed)?;
-    if jail.is_some() {
-        unshare(CloneFlags::CLONE_NEWPID).map_err(|errno| failed(errno.into()))?;
-    }
-    let mut command = Command::new(program);
-    command.args(args).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
-    // SAFETY: between fork and exec only system calls are made; nothing is allocated, and no lock is taken.
-    unsafe {
-        command.pre_exec(move || {
-            setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?;
-            // Without a jail the limit may already be smaller, as in a helper.
-            let Some(jail) = &jail else { return Ok(()) };
-            setrlimit(
-                Resource::As,
-                Rlimit { current: Some(MAX_MEMORY_BYTES), maximum: Some(MAX_MEMORY_BYTES) },
-            )?;
-            jail.enter()
-        })
-    };
-    let mut child = command.spawn().map_err(failed)?;
-    watch.over(&child).map_err(failed)?;
-    let said = child.stderr.take().map(tail).transpose();
-    // Reaped in any case.
-    let status = child.wait().map_err(failed)?;
-    if watch.has_killed() {
-        return Err(BuildError::TooSlow { program: program.to_owned(), path: path.to_owned(), limit });
-    }
-    if status.success() {
-        return Ok(());
-    }
-    let how = match (status.code(), status.signal()) {
-        (Some(code), _) => format!("exited with status {code}"),
-        (None, signal) => format!("was killed by signal {}", signal.unwrap_or_default()),
-    };
-    let said = said.map_err(failed)?.unwrap_or_default();
-    let stderr = String::from_utf8_lossy(&said).trim().replace('\n', " ");
-    Err(BuildError::Failed { program: program.to_owned(), how, path: path.to_owned(), stderr })
-}
-
-/// A thread that kills a child after a time limit.
-struct Watch {
-    killed: Arc<AtomicBool>,
-    /// Dropping it ends the thread.
-    child: mpsc::Sender<OwnedFd>,
-}
-
-impl Watch {
-    fn begin(limit: Duration) -> io::Result<Self> {
-        let (child, started) = mpsc::channel::<OwnedFd>();
-        let killed = Arc::<AtomicBool>::default();
-        let flag = killed.clone();
-        thread::Builder::new().name("mkfs-limit".into()).spawn(move || {
-            let Ok(pidfd) = started.recv() else { return };
-            if started.recv_timeout(limit).err() == Some(RecvTimeoutError::Timeout) {
-                flag.store(true, Ordering::Release);
-                // Harmless if the child has just exited: it is not reaped yet.
-                let _ = pidfd_send_signal(&pidfd, Signal::KILL);
-            }
-        })?;
-        Ok(Self { killed, child })
-    }
-
-    fn over(&self, child: &Child) -> io::Result<()> {
-        let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidData)?;
-        let pidfd = pidfd_open(pid, PidfdFlags::empty())?;
-        self.child.send(pidfd).map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))
-    }
-
-    fn has_killed(&self) -> bool {
-        self.killed.load(Ordering::Acquire)
-    }
-}
-
-/// Reads a stream to its end; returns its last bytes.
-fn tail(mut stream: impl Read) -> io::Result<Vec<u8>> {
-    let (mut kept, mut buffer) = (Vec::new(), [0; 4096]);
-    loop {
-        match stream.read(&mut buffer) {
-            Ok(0) => return Ok(kept),
-            Ok(count) => kept.extend_from_slice(&buffer[..count]),
-            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-            Err(error) => return Err(error),
-        }
-        kept.drain(..kept.len().saturating_sub(STDERR_LEN));
-    }
-}
-
-#[cfg(test)]
-pub mod tests {
-    use std::{
-        collections::BTreeMap,
-        sync::{Mutex, PoisonError},
-    };
-
-    use super::*;
-
-    /// How often each program was run: a jailed one cannot report it.
-    static RUNS: Mutex<BTreeMap<PathBuf, usize>> = Mutex::new(BTreeMap::new());
-
-    pub fn count_run(program: &Path) {
-        let mut runs = RUNS.lock().unwrap_or_else(PoisonError::into_inner);
-        *runs.entry(program.to_owned()).or_default() += 1;
-    }
-
-    pub fn runs(program: &Path) -> usize {
-        RUNS.lock().unwrap_or_else(PoisonError::into_inner).get(program).copied().unwrap_or_default()
-    }
-
-    const FREE: Confined = Confined { jail: None, limit: Duration::from_secs(60) };
-
-    #[test]
-    fn a_program_that_hangs_is_ended_and_named() {
-        let limit = Duration::from_millis(50);
-        let confined = Confined { jail: None, limit };
-        let error = run(Path::new("sleep"), ["100"], Path::new("/out"), "", confined).unwrap_err();
-        assert_eq!(error.to_string(), "\"sleep\" did not create \"/out\" within 50ms and was killed");
-    }
-
-    #[test]
-    fn a_tree_is_counted_in_all_its_directories() {
-        let dir = tempfile::tempdir().unwrap();
-        for path in ["a/b/c/one", "a/two", "d/three", "four"] {
-            let path = dir.path().join(path);
-            fs::create_dir_all(path.parent().unwrap()).unwrap();
-            fs::write(path, [7; 5000]).unwrap();
-        }
-        File::create(dir.path().join("a/hole")).unwrap().set_len(1 << 30).unwrap();
-        let tree = Tree::of(dir.path()).unwrap();
-        assert_eq!((tree.data, tree.holes), (4 * 5000, 1 << 30));
-        assert!(tree.ghosts.is_empty());
-    }
-
-    #[test]
-    fn directories_that_lie_too_deep_are_refused_by_name() {
-        let dir = tempfile::tempdir().unwrap();
-        let deepest = |depth: usize| dir.path().join(["d"; MAX_DEPTH + 1][..depth].join("/"));
-        fs::create_dir_all(deepest(MAX_DEPTH - 1)).unwrap();
-        assert!(Tree::of(dir.path()).is_ok());
-        fs::create_dir_all(deepest(MAX_DEPTH)).unwrap();
-        let text = Tree::of(dir.path()).unwrap_err().to_string();
-        assert!(text.contains("/d/d/d") && text.contains("256"), "{text}");
-    }
-
-    #[test]
-    fn a_program_that_fails_says_why_in_few_words() {
-        let said = |script: &str| {
-            run(Path::new("sh"), ["-c", script], Path::new("/out"), "", FREE)
-                .map_err(|error| error.to_string())
-        };
-        assert_eq!(said("exit 0"), Ok(()));
-        let text =
-            said("echo begin >&2; yes long | head -n 100000 >&2; echo 'the end' >&2; exit 3").unwrap_err();
-        assert!(text.contains("exited with status 3") && text.ends_with("the end"), "{text}");
-        assert!(text.len() < STDERR_LEN + 200 && !text.contains("begin"), "{text}");
-        assert!(said("kill -9 $$").unwrap_err().contains("killed by signal 9"));
-        let text = run(Path::new("/no/mkfs"), ["x"], Path::new("/out"), " or set rootfs.mkfs_erofs", FREE)
-            .unwrap_err();
-        assert!(text.to_string().contains("install it or set rootfs.mkfs_erofs"), "{text}");
-    }
 }

@@ -16,7 +16,7 @@ use nix::{
 
 use super::{
     BuildError, FsType,
-    build::{Confined, run},
+    program::{Confined, run},
     superblock,
 };
 

@@ -13,8 +13,10 @@ mod cell;
 mod error;
 pub(crate) mod ext4;
 pub(crate) mod mounts;
+mod program;
 mod scratch;
 mod superblock;
+mod tree;
 
 use std::{
     fmt,

@@ -24,7 +24,7 @@ use nix::{
 use sandboxer_base::chain;
 use tempfile::TempDir;
 
-use super::{build::tests::runs, *};
+use super::{program::tests::runs, *};
 
 /// Snapshots as containerd's overlayfs snapshotter lays them out, and a store.
 struct Fixture {

@@ -6,6 +6,9 @@
 //!                └─fails──▶ gone      └────────────── delete ───────────────────────────▶ gone
 //! ```
 
+mod execs;
+mod request;
+
 use std::{
     collections::HashMap,
     fs::File as OpenFile,
@@ -22,20 +25,20 @@ use tokio::{
     time::timeout,
 };
 
+use self::execs::Exec;
+pub use self::request::{Create, CreateExec, PidMode};
 use crate::{
     cgroup::Cgroup,
-    clock,
     console::Console,
     disk,
     events::OomWatch,
     failure::{Failure, Kind, internal},
-    io::{self, Wanted},
-    log,
+    io, log,
     pids::SharedPids,
-    process::{Exit, Process, State, kill},
+    process::{Process, State, kill},
     reaper::Reaper,
-    rootfs::{Dir, Plan},
-    runtime::{self, BlockDevice, File, SeenDevice, Stdio},
+    rootfs::Dir,
+    runtime::{self, BlockDevice, Stdio},
     stats::{self, Stats},
     sync::lock,
     worker::{Causes, Done, Workers},
@@ -46,50 +49,6 @@ const PROMPT: Duration = Duration::from_secs(10);
 
 /// Longest termination message of a container, bytes: kubelet reads as much, from the end.
 const MAX_MESSAGE: u64 = 4096;
-
-/// Exit code of a process that never ran, as in shells.
-const NEVER_RAN: u32 = 255;
-
-/// A request to create a container.
-#[derive(Debug, Hash)]
-pub struct Create {
-    /// Chosen by containerd.
-    pub id: ContainerId,
-    /// OCI spec, JSON.
-    pub spec: Vec<u8>,
-    /// The disks of its root file system.
-    pub rootfs: Plan,
-    /// The streams of its init.
-    pub stdio: Wanted,
-    /// Files to place in the container.
-    pub files: Vec<File>,
-    /// Processes that it sees beside its own.
-    pub sees: PidMode,
-    /// Disks that it gets as device nodes.
-    pub devices: Vec<SeenDevice>,
-}
-
-/// Which processes a container sees beside its own.
-#[derive(Debug, PartialEq, Eq, Hash)]
-pub enum PidMode {
-    /// None.
-    Own,
-    /// Those of every container of the pod with this mode.
-    Pod,
-    /// Those of this container.
-    Container(ContainerId),
-}
-
-/// A request to create an exec.
-#[derive(Debug, Hash)]
-pub struct CreateExec {
-    /// Chosen by containerd.
-    pub id: ExecId,
-    /// OCI process, JSON.
-    pub process: Vec<u8>,
-    /// Its streams.
-    pub stdio: Wanted,
-}
 
 /// State that all containers share.
 pub struct Shared {
@@ -127,14 +86,6 @@ struct Start {
     /// Closed when the init executes its program.
     causes: Option<Causes>,
     outcome: Option<Result<i32, Failure>>,
-}
-
-struct Exec {
-    fingerprint: u64,
-    request: CreateExec,
-    process: Arc<Process>,
-    // Held during the start, which runs once.
-    outcome: AsyncMutex<Option<Result<i32, Failure>>>,
 }
 
 fn fingerprint(request: &impl Hash) -> u64 {
@@ -279,52 +230,6 @@ impl Container {
         }
     }
 
-    /// Registers an exec.
-    pub fn create_exec(&self, request: CreateExec) -> Result<(), Failure> {
-        self.running_pid()?;
-        let fingerprint = fingerprint(&request);
-        let mut execs = lock(&self.execs);
-        if let Some(known) = execs.get(&request.id) {
-            return if known.fingerprint == fingerprint {
-                Ok(())
-            } else {
-                let message = format!("exec {} exists already in container {}", request.id, self.id);
-                Err(Failure::new(Kind::AlreadyExists, message))
-            };
-        }
-        let process = Arc::new(Process::new(request.stdio));
-        let id = request.id.clone();
-        execs.insert(id, Arc::new(Exec { fingerprint, request, process, outcome: AsyncMutex::default() }));
-        Ok(())
-    }
-
-    /// Starts an exec. A repeated call returns the first result.
-    pub async fn start_exec(&self, id: &ExecId) -> Result<i32, Failure> {
-        let exec = self.exec(id)?;
-        let mut outcome = exec.outcome.lock().await;
-        if let Some(outcome) = &*outcome {
-            return outcome.clone();
-        }
-        let started = self.try_start_exec(&exec).await;
-        if started.is_err() {
-            // Waiters would wait forever for an exit.
-            exec.process.give_up(Exit { code: NEVER_RAN, at_ns: clock::realtime_ns(), oom_killed: false });
-        }
-        *outcome = Some(started.clone());
-        started
-    }
-
-    async fn try_start_exec(&self, exec: &Exec) -> Result<i32, Failure> {
-        self.running_pid()?;
-        let request = &exec.request;
-        let job = |stdio: &Stdio<'_>| runtime::exec(&self.id, request.id.as_str(), &request.process, stdio);
-        let Done { result, since, causes } = self.launch(&exec.process, job).await?;
-        let pid = result.map_err(|failure| causes.explain(failure))?;
-        exec.process.running(pid);
-        self.watch(&exec.process, pid, since);
-        Ok(pid)
-    }
-
     /// Returns the guest pid of its init while it runs.
     pub fn running_pid(&self) -> Result<i32, Failure> {
         match self.init.state() {
@@ -334,26 +239,6 @@ impl Container {
             }
             State::Exited { .. } => Err(Failure::precondition(format!("container {} has stopped", self.id))),
         }
-    }
-
-    fn exec(&self, id: &ExecId) -> Result<Arc<Exec>, Failure> {
-        let exec = lock(&self.execs).get(id).cloned();
-        exec.ok_or_else(|| Failure::not_found(format!("no exec {id} in container {}", self.id)))
-    }
-
-    /// Deletes an exec that has exited or was never started.
-    pub fn delete_exec(&self, id: &ExecId) -> Result<(), Failure> {
-        let mut execs = lock(&self.execs);
-        let Some(exec) = execs.get(id) else { return Ok(()) };
-        if matches!(exec.process.state(), State::Running { .. }) {
-            return Err(Failure::precondition(format!(
-                "exec {id} of container {} is still running",
-                self.id
-            )));
-        }
-        exec.process.disconnect();
-        execs.remove(id);
-        Ok(())
     }
 
     /// Returns its init, or one of its execs.

@@ -8,15 +8,15 @@
 //!
 //! A name is never reused, so a removed image cannot be confused with its successor.
 
+mod state;
+
 use std::{
-    collections::HashMap,
     fmt,
     fs::{self, DirBuilder, File},
     io,
     os::unix::{ffi::OsStrExt, fs::DirBuilderExt, fs::MetadataExt},
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::SystemTime,
 };
 
 use futures::{
@@ -28,6 +28,7 @@ use sandboxer_config::RootfsConfig;
 use sha2::{Digest, Sha256};
 use tokio::sync::Semaphore;
 
+use self::state::{Image, State};
 use super::{
     BuildError, FsType, blocking,
     build::{self, Content, Job},
@@ -63,25 +64,6 @@ struct Store {
     builds: Arc<Semaphore>,
     /// A plain mutex: held for look-ups in memory only.
     state: Mutex<State>,
-}
-
-#[derive(Default)]
-struct State {
-    images: HashMap<String, Image>,
-    by_key: HashMap<Key, String>,
-    building: HashMap<Key, Building>,
-    /// Whether unused images may be removed. Before, VMs of an earlier daemon that have not been adopted yet
-    /// may use them.
-    settled: bool,
-}
-
-#[derive(Debug)]
-struct Image {
-    bytes: u64,
-    used: SystemTime,
-    leases: usize,
-    /// Key of a shared image; `None`: for one container only, removed with its last lease.
-    key: Option<Key>,
 }
 
 /// Protects an image of the cache from removal until dropped.
@@ -309,68 +291,6 @@ impl Cache {
     }
 }
 
-impl State {
-    /// Reads the images that an earlier daemon left in `dir`.
-    fn read(dir: &Path) -> io::Result<Self> {
-        let mut state = Self::default();
-        for entry in fs::read_dir(dir)? {
-            let entry = entry?;
-            let Ok(name) = entry.file_name().into_string() else { continue };
-            if name.starts_with(UNFINISHED) {
-                // An image, or mkfs.erofs' temporary directory.
-                match entry.file_type()?.is_dir() {
-                    true => fs::remove_dir_all(entry.path())?,
-                    false => fs::remove_file(entry.path())?,
-                }
-                continue;
-            }
-            let key = name
-                .strip_prefix(SHARED)
-                .and_then(|name| name.split_once('-'))
-                .map(|(key, _)| key.to_owned());
-            if key.is_none() && !name.starts_with(PRIVATE) {
-                continue;
-            }
-            let file = entry.metadata()?;
-            let image = Image { bytes: file.blocks() * 512, used: file.modified()?, leases: 0, key };
-            if let Some(key) = &image.key {
-                state.by_key.insert(key.clone(), name.clone());
-            }
-            state.images.insert(name, image);
-        }
-        Ok(state)
-    }
-
-    /// Takes the images to remove out of the state; returns their names.
-    fn victims(&mut self, most: u64) -> Vec<String> {
-        if !self.settled {
-            return Vec::new();
-        }
-        let mut total: u64 = self.images.values().map(|image| image.bytes).sum();
-        let mut unused: Vec<_> = self
-            .images
-            .iter()
-            .filter(|(_, image)| image.leases == 0)
-            .map(|(name, image)| (image.key.is_some(), image.used, name.clone()))
-            .collect();
-        unused.sort();
-        let mut victims = Vec::new();
-        for (shared, _, name) in unused {
-            if shared && total <= most {
-                break;
-            }
-            if let Some(image) = self.images.remove(&name) {
-                total -= image.bytes;
-                if let Some(key) = image.key.filter(|key| self.by_key.get(key) == Some(&name)) {
-                    self.by_key.remove(&key);
-                }
-            }
-            victims.push(name);
-        }
-        victims
-    }
-}
-
 /// Returns a chain's identity: committed layers never change, and a recreated directory has another inode or
 /// change time.
 pub fn key_of(chain: &Chain) -> Result<Key, BuildError> {
@@ -403,54 +323,4 @@ pub fn key_of(chain: &Chain) -> Result<Key, BuildError> {
 /// Returns a random part of a file name.
 pub fn nonce() -> String {
     hex(&rand::random::<u64>().to_be_bytes())
-}
-
-#[cfg(test)]
-mod tests {
-    use std::time::Duration;
-
-    use proptest::prelude::*;
-
-    use super::*;
-
-    fn image() -> impl Strategy<Value = Image> {
-        (0_u64..50, 0_u64..20, 0_usize..3, any::<bool>()).prop_map(|(bytes, used, leases, shared)| Image {
-            bytes,
-            used: SystemTime::UNIX_EPOCH + Duration::from_secs(used),
-            leases,
-            key: shared.then(String::new),
-        })
-    }
-
-    proptest! {
-        #[test]
-        fn what_goes_is_unused_oldest_first_and_no_more_than_needed(
-            images in proptest::collection::vec(image(), 0..12),
-            most in 0_u64..200,
-        ) {
-            let images: HashMap<_, _> = images.into_iter().enumerate().map(|(n, i)| (n.to_string(), i)).collect();
-            let before: HashMap<_, _> =
-                images.iter().map(|(name, i)| (name.clone(), (i.bytes, i.used, i.leases, i.key.is_some()))).collect();
-            let mut state = State { images, ..State::default() };
-            prop_assert!(state.victims(most).is_empty(), "before it is settled nothing goes");
-            state.settled = true;
-            let victims = state.victims(most);
-
-            let total = |names: &mut dyn Iterator<Item = &String>| names.map(|name| before[name].0).sum::<u64>();
-            for (name, (_, used, leases, shared)) in &before {
-                let gone = victims.contains(name);
-                prop_assert_ne!(gone, state.images.contains_key(name));
-                prop_assert!(!(gone && *leases > 0), "{} was in use", name);
-                prop_assert!(gone || *leases > 0 || *shared, "{} is nobody's", name);
-                if !gone && *leases == 0 {
-                    prop_assert!(total(&mut state.images.keys()) <= most);
-                    let newer = victims.iter().filter(|name| before[*name].3).all(|name| before[name].1 <= *used);
-                    prop_assert!(newer, "{} was used before one that stays", name);
-                }
-            }
-            if let Some(last) = victims.last().filter(|name| before[*name].3) {
-                prop_assert!(total(&mut state.images.keys().chain([last])) > most, "{} went needlessly", last);
-            }
-        }
-    }
 }

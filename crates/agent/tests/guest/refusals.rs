@@ -1,4 +1,4 @@
-//! Containers that cannot be: each names its cause and leaves nothing.
+//! Invalid containers: each error names its cause, and nothing remains.
 
 use sandboxer_protocol::agent::{CreateContainerRequest, ListContainersRequest, Rootfs, rootfs::Writable};
 use serde_json::json;
@@ -65,7 +65,7 @@ async fn what_cannot_be_created_says_why() {
         assert!(listed.processes.is_empty(), "{name}: {listed}");
     }
 
-    // The same identifier is free for a good one, and the disks are not held.
+    // The same identifier can be used again, and the disks are not busy.
     let mut good = container("bad", &spec(shell("ls /sys/fs/cgroup | wc -l; echo fine")));
     let lower = vec![disk(BUSYBOX, "erofs", true)];
     good.rootfs = Some(Rootfs {

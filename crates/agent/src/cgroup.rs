@@ -50,7 +50,7 @@ impl Cgroup {
     }
 
     /// Creates it, with the controllers that [`prepare`] enabled. An existing one is no error.
-    pub fn make(&self) -> io::Result<()> {
+    pub fn create(&self) -> io::Result<()> {
         fs::create_dir_all(&self.path)
     }
 
@@ -96,7 +96,7 @@ impl Cgroup {
     /// Freezes or thaws every process in the group; returns when the kernel has done it.
     pub async fn freeze(&self, frozen: bool, deadline: Duration) -> io::Result<bool> {
         fs::write(self.file("cgroup.freeze"), if frozen { "1" } else { "0" })?;
-        self.becomes("frozen", u64::from(frozen), deadline).await
+        self.wait_for("frozen", u64::from(frozen), deadline).await
     }
 
     /// Returns whether the group or one below it contains a process. A removed group is empty.
@@ -110,12 +110,12 @@ impl Cgroup {
     }
 
     /// Waits until the group has no process.
-    pub async fn is_emptied(&self, deadline: Duration) -> bool {
-        !self.path.exists() || self.becomes("populated", 0, deadline).await.unwrap_or(true)
+    pub async fn wait_empty(&self, deadline: Duration) -> bool {
+        !self.path.exists() || self.wait_for("populated", 0, deadline).await.unwrap_or(true)
     }
 
     /// Waits until `key` of `cgroup.events` is `value`; returns `false` if `deadline` passes first.
-    async fn becomes(&self, key: &str, value: u64, deadline: Duration) -> io::Result<bool> {
+    async fn wait_for(&self, key: &str, value: u64, deadline: Duration) -> io::Result<bool> {
         let until = Instant::now() + deadline;
         // The state changes within a few scheduler ticks; a watch would cost more than it saves.
         let mut ticks = interval(Duration::from_millis(1));

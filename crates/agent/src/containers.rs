@@ -56,17 +56,17 @@ impl Containers {
         if is_new {
             let (all, container) = (Arc::clone(self), Arc::clone(&container));
             tokio::spawn(async move {
-                let made = match all.pids(&request.sees).await {
-                    Ok(pids) => container.make(&request, pids.as_deref()).await,
+                let created = match all.pids(&request.sees).await {
+                    Ok(pids) => container.create(&request, pids.as_deref()).await,
                     Err(failure) => Err(failure),
                 };
-                if made.is_err() {
+                if created.is_err() {
                     all.forget(&request.id, &container);
                 }
-                container.announce(made);
+                container.announce(created);
             });
         }
-        container.is_made().await
+        container.wait_created().await
     }
 
     /// Returns the process namespace that a container with `sees` joins, `None` for one of its own.

@@ -48,7 +48,7 @@ impl GuestSize {
 }
 
 /// Converts a number of CRI and OCI: 0 means not specified, a negative one unlimited.
-fn said(number: i64) -> Option<Option<u64>> {
+fn specified(number: i64) -> Option<Option<u64>> {
     (number != 0).then(|| u64::try_from(number).ok())
 }
 
@@ -57,17 +57,17 @@ impl Limits {
     pub fn of_pod(limits: &PodLimits) -> Self {
         let period_us = if limits.cpu_period_us == 0 { PERIOD_US } else { limits.cpu_period_us };
         Self {
-            cpu: said(limits.cpu_quota_us).map(|quota_us| Cpu { quota_us, period_us }),
-            memory: said(limits.memory_bytes).map(Bytes),
+            cpu: specified(limits.cpu_quota_us).map(|quota_us| Cpu { quota_us, period_us }),
+            memory: specified(limits.memory_bytes).map(Bytes),
         }
     }
 
     /// Returns the limits in OCI's resources.
     pub fn of_container(resources: &LinuxResources) -> Self {
         let cpu = resources.cpu().as_ref();
-        let quota = cpu.and_then(|cpu| cpu.quota()).and_then(said);
+        let quota = cpu.and_then(|cpu| cpu.quota()).and_then(specified);
         let period_us = cpu.and_then(|cpu| cpu.period()).unwrap_or(PERIOD_US);
-        let memory = resources.memory().and_then(|memory| memory.limit()).and_then(said);
+        let memory = resources.memory().and_then(|memory| memory.limit()).and_then(specified);
         Self { cpu: quota.map(|quota_us| Cpu { quota_us, period_us }), memory: memory.map(Bytes) }
     }
 
@@ -154,7 +154,7 @@ fn too_much(asked: &str, has: &str) -> Failure {
 mod tests {
     use super::*;
 
-    const MACHINE: GuestSize = GuestSize { cpus: 2, memory: 512 << 20 };
+    const GUEST: GuestSize = GuestSize { cpus: 2, memory: 512 << 20 };
 
     fn of_pod(cpu_quota_us: i64, cpu_period_us: u64, memory_bytes: i64) -> Limits {
         Limits::of_pod(&PodLimits { cpu_quota_us, cpu_period_us, memory_bytes, ..Default::default() })
@@ -184,14 +184,14 @@ mod tests {
     fn what_the_guest_does_not_have_is_refused_with_what_it_has() {
         let dir = tempfile::tempdir().unwrap();
         let group = group(&dir, "100000 100000\n", "268435456\n");
-        of_pod(200_000, 100_000, 512 << 20).check(&group, MACHINE).unwrap();
-        of_pod(-1, 0, -1).check(&group, MACHINE).unwrap();
-        let memory = of_pod(0, 0, 513 << 20).check(&group, MACHINE).unwrap_err().message;
+        of_pod(200_000, 100_000, 512 << 20).check(&group, GUEST).unwrap();
+        of_pod(-1, 0, -1).check(&group, GUEST).unwrap();
+        let memory = of_pod(0, 0, 513 << 20).check(&group, GUEST).unwrap_err().message;
         assert!(
             memory.contains("513 MiB of memory") && memory.contains("512 MiB of the pod's VM"),
             "{memory}"
         );
-        let cpus = of_pod(150_000, 50_000, 0).check(&group, MACHINE).unwrap_err().message;
+        let cpus = of_pod(150_000, 50_000, 0).check(&group, GUEST).unwrap_err().message;
         assert!(cpus.contains("3 CPUs") && cpus.contains("the 2 of"), "{cpus}");
     }
 
@@ -199,10 +199,10 @@ mod tests {
     fn what_was_beyond_the_guest_before_may_stay_or_come_down() {
         let dir = tempfile::tempdir().unwrap();
         let wide = group(&dir, "400000 100000\n", "4294967296\n");
-        of_pod(400_000, 100_000, 4 << 30).check(&wide, MACHINE).unwrap();
-        of_pod(300_000, 100_000, 1 << 30).check(&wide, MACHINE).unwrap();
-        assert!(of_pod(500_000, 100_000, 0).check(&wide, MACHINE).is_err());
+        of_pod(400_000, 100_000, 4 << 30).check(&wide, GUEST).unwrap();
+        of_pod(300_000, 100_000, 1 << 30).check(&wide, GUEST).unwrap();
+        assert!(of_pod(500_000, 100_000, 0).check(&wide, GUEST).is_err());
         let unlimited = group(&dir, "max 100000\n", "max\n");
-        of_pod(500_000, 100_000, 4 << 30).check(&unlimited, MACHINE).unwrap();
+        of_pod(500_000, 100_000, 4 << 30).check(&unlimited, GUEST).unwrap();
     }
 }

@@ -73,19 +73,19 @@ mod volume;
 mod worker;
 
 fn main() -> anyhow::Result<()> {
-    let entered_ns = clock::boottime_ns();
+    let init_ns = clock::boottime_ns();
     // Found by tools that read this file without running it; the linker drops unused symbols.
     std::hint::black_box(&MARK);
     // It mounts file systems and powers off, which would harm a host.
     ensure!(std::process::id() == 1, "sandboxer-agent runs as PID 1 of a guest only");
     panic::set_hook(Box::new(on_panic));
-    let Err(error) = run(entered_ns);
+    let Err(error) = run(init_ns);
     log::print(&format!("fatal: {error:#}"));
     // If PID 1 returned, the kernel would panic without this message.
     Err(pod::power_off_now().into())
 }
 
-fn run(entered_ns: u64) -> anyhow::Result<std::convert::Infallible> {
+fn run(init_ns: u64) -> anyhow::Result<std::convert::Infallible> {
     init::settle()?;
     init::prepare()?;
     let cmdline = std::fs::read_to_string("/proc/cmdline").context("cannot read the kernel command line")?;
@@ -95,10 +95,10 @@ fn run(entered_ns: u64) -> anyhow::Result<std::convert::Infallible> {
         .enable_all()
         .build()
         .context("cannot start the async runtime")?;
-    runtime.block_on(serve(params, entered_ns))
+    runtime.block_on(serve(params, init_ns))
 }
 
-async fn serve(params: BootParams, entered_ns: u64) -> anyhow::Result<std::convert::Infallible> {
+async fn serve(params: BootParams, init_ns: u64) -> anyhow::Result<std::convert::Infallible> {
     let reaper = Arc::<Reaper>::default();
     let events = Arc::<Events>::default();
     let oom = Arc::new(OomWatch::new(Arc::clone(&events)).context("cannot watch for the OOM killer")?);
@@ -134,7 +134,7 @@ async fn serve(params: BootParams, entered_ns: u64) -> anyhow::Result<std::conve
     let ready = move || Ready {
         agent_version: env!("CARGO_PKG_VERSION").to_owned(),
         kernel_release: kernel_release.clone(),
-        init_ns: entered_ns,
+        init_ns,
         ready_ns: clock::boottime_ns(),
         ..Ready::default()
     };

@@ -19,7 +19,7 @@ use crate::{
 };
 
 /// User and group of the namespace's PID 1: not the `nobody` that a container may use.
-const HOLDER: u32 = 65535;
+const PAUSE_ID: u32 = 65535;
 
 /// The namespace, created when the first container needs it.
 #[derive(Default)]
@@ -28,8 +28,8 @@ pub struct SharedPids(OnceCell<i32>);
 impl SharedPids {
     /// Returns the path of the namespace.
     pub async fn namespace(&self, workers: &Workers) -> Result<PathBuf, Failure> {
-        let holder = self.0.get_or_try_init(|| async { workers.run(&[], make).await?.result }).await?;
-        Ok(namespace_of(*holder))
+        let pause = self.0.get_or_try_init(|| async { workers.run(&[], make).await?.result }).await?;
+        Ok(namespace_of(*pause))
     }
 }
 
@@ -44,20 +44,20 @@ fn make() -> Result<i32, Failure> {
     unshare(CloneFlags::CLONE_NEWPID).map_err(failed("create"))?;
     #[expect(clippy::disallowed_methods, reason = "a worker has one thread")]
     // SAFETY: as a worker is a fork of a process with one thread, it has one thread itself.
-    match unsafe { fork() }.map_err(failed("hold"))? {
+    match unsafe { fork() }.map_err(failed("start PID 1 of"))? {
         ForkResult::Parent { child } => Ok(child.as_raw()),
-        ForkResult::Child => hold(),
+        ForkResult::Child => pause(),
     }
 }
 
 /// Runs the namespace's PID 1. It keeps no descriptor, no privilege and no file.
-fn hold() -> ! {
-    let nobody = || {
+fn pause() -> ! {
+    let drop_privileges = || {
         chroot(init::EMPTY)?;
         chdir("/")?;
         setgroups(&[])?;
-        setgid(Gid::from_raw(HOLDER))?;
-        setuid(Uid::from_raw(HOLDER))
+        setgid(Gid::from_raw(PAUSE_ID))?;
+        setuid(Uid::from_raw(PAUSE_ID))
     };
     // SAFETY: this process uses nothing of the agent from here on. It has one thread; the actions set run no
     // code of ours, and neither does `_exit`.
@@ -65,7 +65,7 @@ fn hold() -> ! {
         libc::close_range(0, libc::c_uint::MAX, 0);
         libc::signal(libc::SIGCHLD, libc::SIG_IGN);
         libc::prctl(libc::PR_SET_NAME, c"pause".as_ptr());
-        if nobody().is_err() || libc::prctl(libc::PR_SET_DUMPABLE, 0) != 0 {
+        if drop_privileges().is_err() || libc::prctl(libc::PR_SET_DUMPABLE, 0) != 0 {
             libc::_exit(1);
         }
         loop {

@@ -140,7 +140,7 @@ pub fn kernel_release() -> String {
 pub async fn power_off(shares: &Shares) -> Failure {
     let all = Cgroup::of_all();
     if all.kill().is_ok() {
-        all.is_emptied(LAST_GRACE).await;
+        all.wait_empty(LAST_GRACE).await;
     }
     shares.end().await;
     // The host discards these disks: writing them out would only take time.

@@ -110,7 +110,7 @@ pub fn create(
     fs::create_dir_all(STATE).map_err(internal(format!("cannot create {STATE}")))?;
     // If the group exists, libcontainer only moves the process there. Otherwise it enables every controller
     // from the root on, which has been done.
-    Cgroup::of(id).make().map_err(internal("cannot create the control group"))?;
+    Cgroup::of(id).create().map_err(internal("cannot create the control group"))?;
 
     let container = builder(id, stdio, Payload::default())?
         .as_init(dir.path())

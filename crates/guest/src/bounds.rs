@@ -28,19 +28,19 @@ use ttrpc::proto::{MESSAGE_HEADER_LENGTH, MESSAGE_TYPE_REQUEST, MESSAGE_TYPE_RES
 
 /// Most calls without a response: each process has one waiting for its exit and two for its streams, and each
 /// forwarded connection has one.
-const OWED: usize = 8192;
+const MAX_PENDING: usize = 8192;
 /// Beginning of a call that contains its service and method, and the next tag, bytes.
 const NAMES: usize = 96;
 /// Most bytes of a message beside the data it carries.
-const AROUND: usize = 4096;
+const OVERHEAD: usize = 4096;
 /// Most characters of a guest's text that are shown.
-const WORDS: usize = 2048;
+const MAX_SHOWN: usize = 2048;
 
 /// Returns the most bytes of a response to `method`.
 fn most(method: &str) -> usize {
     match method {
         // Most bytes that `container/io.rs` and `pod/forward.rs` request.
-        "ReadOutput" | "ReadConnection" => (64 << 10) + AROUND,
+        "ReadOutput" | "ReadConnection" => (64 << 10) + OVERHEAD,
         // Some thousand processes, and the termination messages of a hundred exited ones. An entry of two
         // bytes on the wire takes eighty in memory.
         "ListContainers" => 512 << 10,
@@ -54,7 +54,7 @@ fn most(method: &str) -> usize {
 pub enum Violation {
     /// A response without a call.
     #[error("the guest sent a response to call {0}, which has none pending")]
-    Unasked(u32),
+    UnexpectedResponse(u32),
     /// A response that is too long.
     #[error("the guest sent a response of {length} bytes to call {stream}, at most {most} are allowed")]
     TooLong {
@@ -67,10 +67,10 @@ pub enum Violation {
     },
     /// A frame that is not a response.
     #[error("the guest sent a frame of type {0}, only responses are allowed")]
-    NoAnswer(u8),
+    NotAResponse(u8),
     /// Too many calls without a response.
-    #[error("the guest has not responded to more than {OWED} calls")]
-    OwesTooMuch,
+    #[error("the guest has not responded to more than {MAX_PENDING} calls")]
+    TooManyPending,
 }
 
 /// A stream to an agent that checks what the agent sends, and fails from the first violation on.
@@ -97,8 +97,8 @@ impl<S: AsyncRead + Unpin> AsyncRead for Bounded<S> {
         let Self { stream, follow } = self.get_mut();
         let before = buf.filled().len();
         ready!(Pin::new(stream).poll_read(cx, buf))?;
-        let said = buf.filled().get(before..).unwrap_or_default();
-        Poll::Ready(follow.said(said).map_err(refused))
+        let received = buf.filled().get(before..).unwrap_or_default();
+        Poll::Ready(follow.received(received).map_err(refused))
     }
 }
 
@@ -107,7 +107,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Bounded<S> {
         let Self { stream, follow } = self.get_mut();
         let count = ready!(Pin::new(stream).poll_write(cx, bytes))?;
         // Before the response can be read: reader and writer share the stream.
-        follow.asked(bytes.get(..count).unwrap_or_default()).map_err(refused)?;
+        follow.sent(bytes.get(..count).unwrap_or_default()).map_err(refused)?;
         Poll::Ready(Ok(count))
     }
 
@@ -127,40 +127,40 @@ fn refused(violation: Violation) -> io::Error {
 /// The state of both directions of a session.
 #[derive(Debug, Default)]
 pub struct Follow {
-    asking: Frames<NAMES>,
-    saying: Frames<0>,
+    requests: Frames<NAMES>,
+    responses: Frames<0>,
     /// Most bytes of each pending response, by stream.
-    owed: HashMap<u32, usize>,
+    pending: HashMap<u32, usize>,
     violated: watch::Sender<Option<Violation>>,
 }
 
 impl Follow {
     /// Checks bytes sent to the guest.
-    pub fn asked(&mut self, mut bytes: &[u8]) -> Result<(), Violation> {
-        while let Some((head, names)) = self.asking.next(&mut bytes) {
+    pub fn sent(&mut self, mut bytes: &[u8]) -> Result<(), Violation> {
+        while let Some((head, names)) = self.requests.next(&mut bytes) {
             if head.type_ == MESSAGE_TYPE_REQUEST {
-                self.owed.insert(head.stream_id, most(&method_of(names).unwrap_or_default()));
+                self.pending.insert(head.stream_id, most(&method_of(names).unwrap_or_default()));
             }
         }
-        match self.owed.len() {
-            0..=OWED => Ok(()),
-            _ => self.violate(Violation::OwesTooMuch),
+        match self.pending.len() {
+            0..=MAX_PENDING => Ok(()),
+            _ => self.violate(Violation::TooManyPending),
         }
     }
 
     /// Checks bytes received from the guest.
-    pub fn said(&mut self, mut bytes: &[u8]) -> Result<(), Violation> {
+    pub fn received(&mut self, mut bytes: &[u8]) -> Result<(), Violation> {
         if let Some(violation) = &*self.violated.borrow() {
             return Err(violation.clone());
         }
         while let Some((MessageHeader { length, stream_id: stream, type_, .. }, _)) =
-            self.saying.next(&mut bytes)
+            self.responses.next(&mut bytes)
         {
             if type_ != MESSAGE_TYPE_RESPONSE {
-                return self.violate(Violation::NoAnswer(type_));
+                return self.violate(Violation::NotAResponse(type_));
             }
-            let Some(most) = self.owed.remove(&stream) else {
-                return self.violate(Violation::Unasked(stream));
+            let Some(most) = self.pending.remove(&stream) else {
+                return self.violate(Violation::UnexpectedResponse(stream));
             };
             if length as usize > most {
                 return self.violate(Violation::TooLong { stream, length, most });
@@ -236,8 +236,8 @@ fn method_of(request: &[u8]) -> Option<String> {
 /// Sanitizes text of a guest for display: replaces control characters, and truncates it.
 pub fn plain(words: &str) -> String {
     let shown = words.chars().map(|c| if c.is_control() { ' ' } else { c });
-    let mut shown: String = shown.take(WORDS + 1).collect();
-    if let Some((cut, _)) = shown.char_indices().nth(WORDS) {
+    let mut shown: String = shown.take(MAX_SHOWN + 1).collect();
+    if let Some((cut, _)) = shown.char_indices().nth(MAX_SHOWN) {
         shown.truncate(cut);
         shown.push('…');
     }
@@ -275,26 +275,26 @@ mod tests {
     #[test]
     fn each_call_is_answered_once_and_by_no_more_than_it_may_be() {
         let mut follow = Follow::default();
-        follow.asked(&[call(1, "Stats", 0), call(3, "ReadOutput", 9000)].concat()).unwrap();
-        follow.said(&answer(3, 68 << 10)).unwrap();
-        let error = follow.said(&answer(1, 65 << 10)[..MESSAGE_HEADER_LENGTH]).unwrap_err();
+        follow.sent(&[call(1, "Stats", 0), call(3, "ReadOutput", 9000)].concat()).unwrap();
+        follow.received(&answer(3, 68 << 10)).unwrap();
+        let error = follow.received(&answer(1, 65 << 10)[..MESSAGE_HEADER_LENGTH]).unwrap_err();
         assert_eq!(error, Violation::TooLong { stream: 1, length: 65 << 10, most: 64 << 10 });
-        assert_eq!(follow.said(b"").unwrap_err(), error, "it is over");
+        assert_eq!(follow.received(b"").unwrap_err(), error, "it is over");
 
         let mut follow = Follow::default();
-        follow.asked(&call(1, "Stats", 0)).unwrap();
-        follow.said(&answer(1, 0)).unwrap();
-        assert_eq!(follow.said(&answer(1, 0)).unwrap_err(), Violation::Unasked(1));
+        follow.sent(&call(1, "Stats", 0)).unwrap();
+        follow.received(&answer(1, 0)).unwrap();
+        assert_eq!(follow.received(&answer(1, 0)).unwrap_err(), Violation::UnexpectedResponse(1));
         let data = frame(ttrpc::proto::MESSAGE_TYPE_DATA, 1, b"");
-        assert_eq!(Follow::default().said(&data).unwrap_err(), Violation::NoAnswer(3));
+        assert_eq!(Follow::default().received(&data).unwrap_err(), Violation::NotAResponse(3));
     }
 
     #[test]
     fn a_guest_that_answers_nothing_is_left_in_the_end() {
         let mut follow = Follow::default();
-        let owed = (0..).map(|stream| follow.asked(&call(2 * stream + 1, "WaitProcess", 0)));
-        let error = owed.take(OWED + 1).find_map(Result::err);
-        assert_eq!(error, Some(Violation::OwesTooMuch));
+        let pending = (0..).map(|stream| follow.sent(&call(2 * stream + 1, "WaitProcess", 0)));
+        let error = pending.take(MAX_PENDING + 1).find_map(Result::err);
+        assert_eq!(error, Some(Violation::TooManyPending));
     }
 
     /// A renamed method, or one longer than [`NAMES`], would get the default limit.
@@ -314,7 +314,7 @@ mod tests {
     #[test]
     fn words_of_a_guest_cannot_steer_a_terminal() {
         assert_eq!(plain("6.1\x1b[31m\nü"), "6.1 [31m ü");
-        assert_eq!(plain(&"ü".repeat(5000)).chars().count(), WORDS + 1);
+        assert_eq!(plain(&"ü".repeat(5000)).chars().count(), MAX_SHOWN + 1);
     }
 
     proptest! {

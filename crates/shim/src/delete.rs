@@ -26,7 +26,7 @@ use serde::Deserialize;
 use crate::args::Args;
 
 /// Time limit of all requests to the daemon, below containerd's `io.containerd.timeout.shim.cleanup` of 5 s.
-const PATIENCE: Duration = Duration::from_secs(3);
+const TIMEOUT: Duration = Duration::from_secs(3);
 
 const SIGKILL: u32 = 9;
 
@@ -42,11 +42,11 @@ struct Bootstrap {
 /// Kills the container if it still exists. Returns its exit, as far as known.
 pub fn delete(args: &Args) -> DeleteResponse {
     let bundle = args.bundle.clone().unwrap_or_else(|| PathBuf::from("."));
-    let told = address(&bundle).and_then(|address| {
+    let exit = address(&bundle).and_then(|address| {
         let (namespace, id) = (args.namespace.clone(), args.id.clone());
-        within(PATIENCE, move || end(&address, &namespace, &id).ok())
+        within(TIMEOUT, move || end(&address, &namespace, &id).ok())
     });
-    told.unwrap_or_else(|| DeleteResponse {
+    exit.unwrap_or_else(|| DeleteResponse {
         exit_status: KILLED,
         exited_at: Some(Timestamp::now()).into(),
         ..Default::default()
@@ -62,9 +62,9 @@ fn address(bundle: &Path) -> Option<String> {
 /// Returns the result of `ask`, unless it exceeds `limit`: even connecting may block, and this process exits
 /// with its main thread.
 fn within<T: Send + 'static>(limit: Duration, ask: impl FnOnce() -> Option<T> + Send + 'static) -> Option<T> {
-    let (told, answer) = mpsc::sync_channel(1);
-    thread::spawn(move || told.send(ask()));
-    answer.recv_timeout(limit).ok().flatten()
+    let (sender, receiver) = mpsc::sync_channel(1);
+    thread::spawn(move || sender.send(ask()));
+    receiver.recv_timeout(limit).ok().flatten()
 }
 
 /// Makes the daemon kill and delete the container.
@@ -88,7 +88,7 @@ fn is_not_found(error: &ttrpc::Error) -> bool {
 }
 
 fn context(namespace: &str) -> Context {
-    let mut context = context::with_duration(PATIENCE);
+    let mut context = context::with_duration(TIMEOUT);
     context.add("containerd-namespace-ttrpc".to_owned(), namespace.to_owned());
     context
 }

@@ -42,8 +42,8 @@ fn main() -> ExitCode {
 
 fn run(args: Args) -> anyhow::Result<()> {
     match args.action {
-        Action::Info => answer(&info::info()),
-        Action::Delete => answer(&delete::delete(&args)),
+        Action::Info => respond(&info::info()),
+        Action::Delete => respond(&delete::delete(&args)),
         Action::Start => bail!(
             "cannot start {:?}: containerd before 2.0 is not supported yet; with a newer one give the runtime \
              `sandboxer = \"sandboxer\"` and configure [proxy_plugins.sandboxer] with type \"sandbox\"",
@@ -56,7 +56,7 @@ fn run(args: Args) -> anyhow::Result<()> {
     }
 }
 
-fn answer(message: &impl Message) -> anyhow::Result<()> {
+fn respond(message: &impl Message) -> anyhow::Result<()> {
     let mut out = io::stdout().lock();
     message.write_to_writer(&mut out).context("cannot write the response to stdout")?;
     out.flush().context("cannot write the response to stdout")

@@ -73,7 +73,7 @@ pub struct Container {
     init: Arc<Process>,
     /// The file for its termination message, if it has one.
     message: Option<PathBuf>,
-    made: watch::Sender<Option<Result<i32, Failure>>>,
+    created: watch::Sender<Option<Result<i32, Failure>>>,
     // Held over awaits on purpose: start and removal exclude each other.
     start: AsyncMutex<Start>,
     // Never held across an await.
@@ -108,7 +108,7 @@ impl Container {
                 .iter()
                 .position(|file| file.is_message)
                 .map(|n| Dir::of(&request.id).file(n)),
-            made: watch::Sender::new(None),
+            created: watch::Sender::new(None),
             start: AsyncMutex::default(),
             execs: Mutex::default(),
             shared,
@@ -122,9 +122,9 @@ impl Container {
 
     /// Creates the container in the process namespace `pids`, or in its own without one; undoes everything on
     /// failure.
-    pub async fn make(&self, request: &Create, pids: Option<&Path>) -> Result<i32, Failure> {
-        let made = self.try_make(request, pids).await;
-        match made {
+    pub async fn create(&self, request: &Create, pids: Option<&Path>) -> Result<i32, Failure> {
+        let created = self.try_create(request, pids).await;
+        match created {
             Ok(pid) => Ok(pid),
             Err(failure) => Err(match self.discard().await {
                 Ok(()) => failure,
@@ -134,19 +134,19 @@ impl Container {
     }
 
     /// Publishes the result of the creation.
-    pub fn announce(&self, made: Result<i32, Failure>) {
-        self.made.send_replace(Some(made));
+    pub fn announce(&self, created: Result<i32, Failure>) {
+        self.created.send_replace(Some(created));
     }
 
     /// Waits until it is created; returns its init's guest pid.
-    pub async fn is_made(&self) -> Result<i32, Failure> {
-        let mut made = self.made.subscribe();
-        let made =
-            made.wait_for(Option::is_some).await.map_err(internal("container's creation was abandoned"))?;
-        made.clone().unwrap_or_else(|| Err(Failure::precondition("container is being created")))
+    pub async fn wait_created(&self) -> Result<i32, Failure> {
+        let mut created = self.created.subscribe();
+        let created =
+            created.wait_for(Option::is_some).await.map_err(internal("container's creation was abandoned"))?;
+        created.clone().unwrap_or_else(|| Err(Failure::precondition("container is being created")))
     }
 
-    async fn try_make(&self, request: &Create, pids: Option<&Path>) -> Result<i32, Failure> {
+    async fn try_create(&self, request: &Create, pids: Option<&Path>) -> Result<i32, Failure> {
         let disks = request.rootfs.locate().await?;
         let mut devices = Vec::with_capacity(request.devices.len());
         for seen in &request.devices {
@@ -204,7 +204,7 @@ impl Container {
 
     /// Starts the init. A repeated call returns the first result.
     pub async fn start(&self) -> Result<i32, Failure> {
-        let pid = self.is_made().await?;
+        let pid = self.wait_created().await?;
         let mut start = self.start.lock().await;
         if let Some(outcome) = &start.outcome {
             return outcome.clone();
@@ -301,7 +301,7 @@ impl Container {
 
     /// Changes its resource limits.
     pub async fn update(&self, resources: &[u8]) -> Result<(), Failure> {
-        self.is_made().await?;
+        self.wait_created().await?;
         let done = self.shared.workers.run(&[], || runtime::update(&self.id, resources)).await?;
         done.result.map_err(|failure| done.causes.explain(failure))
     }
@@ -324,7 +324,7 @@ impl Container {
     /// Removes it, unless its init is running.
     pub async fn remove(&self) -> Result<(), Failure> {
         // A container that could not be created has removed itself.
-        if self.is_made().await.is_err() {
+        if self.wait_created().await.is_err() {
             return Ok(());
         }
         let _excludes_a_start = self.start.lock().await;
@@ -340,7 +340,7 @@ impl Container {
     /// Kills the remaining processes and removes all its state.
     async fn discard(&self) -> Result<(), Failure> {
         self.cgroup.kill().map_err(internal(format!("cannot kill container {}", self.id)))?;
-        if !self.cgroup.is_emptied(PROMPT).await {
+        if !self.cgroup.wait_empty(PROMPT).await {
             let message = format!(
                 "processes of container {} did not exit within {} s after SIGKILL",
                 self.id,

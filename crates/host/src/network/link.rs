@@ -145,7 +145,7 @@ fn not_ours(index: u32) -> io::Error {
 /// Brings a new device up with this MTU; returns its index.
 pub fn bring_up(netlink: &mut Netlink, name: &str, mtu: u32) -> io::Result<u32> {
     let index = nix::net::if_::if_nametoindex(name)?;
-    be_mute(netlink, index)?;
+    disable_ipv6(netlink, index)?;
     set_up(netlink, index, mtu)?;
     Ok(index)
 }
@@ -162,12 +162,12 @@ pub fn set_up(netlink: &mut Netlink, index: u32, mtu: u32) -> io::Result<()> {
 
 /// Prevents this namespace's own stack from having an IPv6 address on a device, and so from talking to the
 /// guest.
-fn be_mute(netlink: &mut Netlink, index: u32) -> io::Result<()> {
-    let mut mute = LinkMessage::default();
-    mute.header.index = index;
+fn disable_ipv6(netlink: &mut Netlink, index: u32) -> io::Result<()> {
+    let mut link = LinkMessage::default();
+    link.header.index = index;
     let none = AfSpecInet6::AddrGenMode(In6AddrGenMode::None);
-    mute.attributes.push(LinkAttribute::AfSpecUnspec(vec![AfSpecUnspec::Inet6(vec![none])]));
-    match netlink.request(RouteNetlinkMessage::SetLink(mute), 0) {
+    link.attributes.push(LinkAttribute::AfSpecUnspec(vec![AfSpecUnspec::Inet6(vec![none])]));
+    match netlink.request(RouteNetlinkMessage::SetLink(link), 0) {
         // The host has no IPv6, or the MTU is too small for it.
         Err(error) if error.raw_os_error() == Some(libc::EAFNOSUPPORT) => Ok(()),
         done => done,

@@ -34,7 +34,7 @@ pub enum RootfsError {
     },
     /// Its writable disk cannot be created.
     #[error(
-        "cannot make a disk for what container {container} in pod {pod} writes: make room below state_dir, or set \
+        "cannot create the scratch disk of container {container} in pod {pod}: free space below state_dir, or set \
          rootfs.writable to \"memory\""
     )]
     Scratch {

@@ -50,7 +50,7 @@ pub fn run(
     #[cfg(test)]
     tests::count_run(program);
     // Started before the pid namespace is left: a thread cannot be created afterwards.
-    let watch = Watch::begin(limit).map_err(failed)?;
+    let watchdog = Watchdog::start(limit).map_err(failed)?;
     if jail.is_some() {
         unshare(CloneFlags::CLONE_NEWPID).map_err(|errno| failed(errno.into()))?;
     }
@@ -70,11 +70,11 @@ pub fn run(
         })
     };
     let mut child = command.spawn().map_err(failed)?;
-    watch.over(&child).map_err(failed)?;
-    let said = child.stderr.take().map(tail).transpose();
+    watchdog.watch(&child).map_err(failed)?;
+    let stderr = child.stderr.take().map(tail).transpose();
     // Reaped in any case.
     let status = child.wait().map_err(failed)?;
-    if watch.has_killed() {
+    if watchdog.has_killed() {
         return Err(BuildError::TooSlow { program: program.to_owned(), path: path.to_owned(), limit });
     }
     if status.success() {
@@ -84,20 +84,20 @@ pub fn run(
         (Some(code), _) => format!("exited with status {code}"),
         (None, signal) => format!("was killed by signal {}", signal.unwrap_or_default()),
     };
-    let said = said.map_err(failed)?.unwrap_or_default();
-    let stderr = String::from_utf8_lossy(&said).trim().replace('\n', " ");
+    let stderr = stderr.map_err(failed)?.unwrap_or_default();
+    let stderr = String::from_utf8_lossy(&stderr).trim().replace('\n', " ");
     Err(BuildError::Failed { program: program.to_owned(), how, path: path.to_owned(), stderr })
 }
 
 /// A thread that kills a child after a time limit.
-struct Watch {
+struct Watchdog {
     killed: Arc<AtomicBool>,
     /// Dropping it ends the thread.
     child: mpsc::Sender<OwnedFd>,
 }
 
-impl Watch {
-    fn begin(limit: Duration) -> io::Result<Self> {
+impl Watchdog {
+    fn start(limit: Duration) -> io::Result<Self> {
         let (child, started) = mpsc::channel::<OwnedFd>();
         let killed = Arc::<AtomicBool>::default();
         let flag = killed.clone();
@@ -112,7 +112,7 @@ impl Watch {
         Ok(Self { killed, child })
     }
 
-    fn over(&self, child: &Child) -> io::Result<()> {
+    fn watch(&self, child: &Child) -> io::Result<()> {
         let pid = i32::try_from(child.id()).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidData)?;
         let pidfd = pidfd_open(pid, PidfdFlags::empty())?;
         self.child.send(pidfd).map_err(|_| io::Error::from(io::ErrorKind::BrokenPipe))
@@ -171,16 +171,16 @@ pub mod tests {
 
     #[test]
     fn a_program_that_fails_says_why_in_few_words() {
-        let said = |script: &str| {
+        let stderr = |script: &str| {
             run(Path::new("sh"), ["-c", script], Path::new("/out"), "", FREE)
                 .map_err(|error| error.to_string())
         };
-        assert_eq!(said("exit 0"), Ok(()));
+        assert_eq!(stderr("exit 0"), Ok(()));
         let text =
-            said("echo begin >&2; yes long | head -n 100000 >&2; echo 'the end' >&2; exit 3").unwrap_err();
+            stderr("echo begin >&2; yes long | head -n 100000 >&2; echo 'the end' >&2; exit 3").unwrap_err();
         assert!(text.contains("exited with status 3") && text.ends_with("the end"), "{text}");
         assert!(text.len() < STDERR_LEN + 200 && !text.contains("begin"), "{text}");
-        assert!(said("kill -9 $$").unwrap_err().contains("killed by signal 9"));
+        assert!(stderr("kill -9 $$").unwrap_err().contains("killed by signal 9"));
         let text = run(Path::new("/no/mkfs"), ["x"], Path::new("/out"), " or set rootfs.mkfs_erofs", FREE)
             .unwrap_err();
         assert!(text.to_string().contains("install it or set rootfs.mkfs_erofs"), "{text}");

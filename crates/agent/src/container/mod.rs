@@ -141,8 +141,10 @@ impl Container {
     /// Waits until it is created; returns its init's guest pid.
     pub async fn wait_created(&self) -> Result<i32, Failure> {
         let mut created = self.created.subscribe();
-        let created =
-            created.wait_for(Option::is_some).await.map_err(internal("container's creation was abandoned"))?;
+        let created = created
+            .wait_for(Option::is_some)
+            .await
+            .map_err(internal("container's creation was abandoned"))?;
         created.clone().unwrap_or_else(|| Err(Failure::precondition("container is being created")))
     }
 

@@ -28,7 +28,6 @@ use std::{
 };
 
 use protobuf::Message;
-use sandboxer_base::Code;
 use sandboxer_protocol::{agent as wire_agent, id::SandboxId};
 use sandboxer_share::attach::{Access, Tree};
 use serde::de::DeserializeOwned;
@@ -135,7 +134,12 @@ impl Helpers {
             return Ok(None);
         }
         let tree = wire_agent::Tree::parse_from_bytes(&frame.bytes);
-        tree.map(Some).map_err(|error| HelperError::Refused { code: Code::Internal, text: error.to_string() })
+        tree.map(Some).map_err(|error| HelperError::Broken {
+            pod: pod.clone(),
+            action: "read",
+            path: dir.to_owned(),
+            source: io::Error::other(error),
+        })
     }
 
     /// Returns the owner of a directory.
@@ -213,8 +217,12 @@ impl Helpers {
         bytes: Vec<u8>,
         descriptor: Option<OwnedFd>,
     ) -> Result<(T, Frame), HelperError> {
-        let json = serde_json::to_vec(&request)
-            .map_err(|error| HelperError::Refused { code: Code::Internal, text: error.to_string() })?;
+        let json = serde_json::to_vec(&request).map_err(|error| HelperError::Broken {
+            pod: pod.clone(),
+            action: request.action(),
+            path: request.path().to_owned(),
+            source: error.into(),
+        })?;
         let asked = Asked { pod: pod.clone(), request, frame: Frame { json, bytes, descriptor } };
         // Completes even if the caller is dropped: a helper with an unread response could not be used again.
         let helpers = self.clone();

@@ -182,7 +182,7 @@ impl Refusal {
     }
 
     fn host(action: &str, path: &Path) -> impl FnOnce(io::Error) -> Self {
-        move |error| Self::internal(format!("cannot {action} {path:?}: {error}"))
+        move |error| Self::internal(format!("cannot {action} {path:?}: {}", chain(&error)))
     }
 }
 
@@ -235,7 +235,7 @@ fn answer(asked: Frame) -> io::Result<Frame> {
 /// Parses the JSON of a frame.
 pub fn parse<T: DeserializeOwned>(json: &[u8]) -> Result<T, Refusal> {
     serde_json::from_slice(json).map_err(|error| {
-        Refusal::internal(format!("cannot parse a frame between helper and daemon: {error}"))
+        Refusal::internal(format!("cannot parse a frame between helper and daemon: {}", chain(&error)))
     })
 }
 

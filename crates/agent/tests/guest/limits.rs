@@ -171,5 +171,5 @@ async fn limits_of_the_pod_are_those_of_all_its_containers_together() {
     let (code, words) = refusal(update(9_000_000, 100_000, 0).await);
     assert!(code == ttrpc::Code::FAILED_PRECONDITION && words.contains("90 CPUs"), "{words}");
     let (_, words) = refusal(update(0, 0, 1 << 40).await);
-    assert!(words.contains("1048576 MiB of memory") && words.contains("start the pod anew"), "{words}");
+    assert!(words.contains("1048576 MiB of memory") && words.contains("restart the pod"), "{words}");
 }

@@ -198,10 +198,10 @@ async fn a_guest_of_another_version_is_told_and_given_up() {
 #[tokio::test]
 async fn a_guest_that_breaks_its_session_loses_its_pod() {
     let natures = [
-        (Nature::AnswersTwice, "which waits for no answer"),
-        (Nature::AnswersUnasked, "which waits for no answer"),
-        (Nature::Streams, "only answers are taken"),
-        (Nature::AnswersAtLength, "with 4294967295 bytes"),
+        (Nature::AnswersTwice, "which has none pending"),
+        (Nature::AnswersUnasked, "which has none pending"),
+        (Nature::Streams, "only responses are allowed"),
+        (Nature::AnswersAtLength, "a response of 4294967295 bytes"),
     ];
     for (nature, deed) in natures {
         let node = HostileNode::new();
@@ -244,8 +244,8 @@ async fn containers_of_a_guest_that_breaks_its_session_have_been_killed() {
 #[tokio::test]
 async fn a_guest_that_does_not_end_what_is_killed_loses_its_pod() {
     let natures = [
-        (Nature::AnswersLate, "did not answer signal_process"),
-        (Nature::SpinsOutput, "did not end container c1"),
+        (Nature::AnswersLate, "did not respond to signal_process"),
+        (Nature::SpinsOutput, "did not kill container c1"),
     ];
     for (nature, deed) in natures {
         let node = HostileNode::new();

@@ -14,7 +14,7 @@ pub struct Bystander {
 }
 
 /// What the front says of a request that three workers ended under.
-const TAKEN_ALONG: &str = "was given to 3 workers";
+const TAKEN_ALONG: &str = "failed: 3 workers of sandboxer";
 
 /// How often a probe is made before it counts as failed: as by a kubelet's default.
 const ATTEMPTS: u32 = 3;

@@ -32,10 +32,10 @@ fn a_list_tells_what_runs_and_what_is_left_off() {
     let out = two_entries().serve().cli("quarantine list").ok();
     let rows = cells(&out);
     assert_eq!(rows[0], ["NAME", "AGE", "SIZE", "RUN DIR", "PROCESSES", "PROBLEM"]);
-    assert_eq!(rows[1], [OLD, "-", "5 B", "-", "-", "not known: no report was written"]);
+    assert_eq!(rows[1], [OLD, "-", "5 B", "-", "-", "unknown: there is no report"]);
     assert_eq!((rows[2][0], &rows[2][2..5]), (TORN, &["2.0 KiB", "there", "71 qemu^G"][..]));
     assert_eq!(rows[2][5], "journal record cannot be understood EOF ^[[2J");
-    assert!(out.ends_with("\n\n3 more are not listed; all together take 3.0 MiB\n"), "{out}");
+    assert!(out.ends_with("\n\n3 more are not listed; all of them use 3.0 MiB\n"), "{out}");
     let empty = AdminDouble::default().serve();
     assert_eq!(empty.cli("quarantine ls").ok(), "nothing is in quarantine\n");
     let json: serde_json::Value = serde_json::from_str(&empty.cli("quarantine list --json").ok()).unwrap();

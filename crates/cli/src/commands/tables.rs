@@ -135,7 +135,7 @@ pub fn memory(report: &Report) -> String {
         .collect();
     let mut heading = vec!["runtime", "pods", "each VMM"];
     heading.extend(roles.iter().map(|role| role.as_str()));
-    heading.extend(["management", "total", "reclaimable", "MemAvailable fell"]);
+    heading.extend(["management", "total", "freed with pods", "MemAvailable fell"]);
     let mut rows = table(&heading, 1);
     for row in &report.memory {
         rows.add_row(memory_row(row, &roles));

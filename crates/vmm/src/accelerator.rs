@@ -47,7 +47,7 @@ fn decide(
 ) -> Result<(&'static str, String), AcceleratorError> {
     match (configured, unusable) {
         (Accelerator::Kvm, AcceleratorError::NoKvm(slow @ KvmUnusable::Slow { .. })) => {
-            tracing::warn!("{slow}; it is used because the configuration asks for it");
+            tracing::warn!("{slow}; it is used because the configuration requires it");
             Ok(("kvm", format!("configured; {slow}")))
         }
         (Accelerator::Kvm, unusable) => Err(unusable),

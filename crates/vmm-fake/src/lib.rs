@@ -1,7 +1,7 @@
-//! A VMM double for tests: no process, no kernel, no isolation whatever.
+//! A VMM double for tests: no process, no kernel, no isolation.
 //!
-//! Its guests are functions that a test supplies; its VMs fail when told to. It is held to
-//! the same contract as a real VMM by `tests/vmm_contract.rs`.
+//! Its guests are functions that a test supplies; its VMs fail on request. `tests/vmm_contract.rs` holds it to the
+//! same contract as a real VMM.
 
 use std::{
     collections::HashMap,
@@ -26,18 +26,18 @@ use sandboxer_vmm::{
 };
 use tokio::{net::UnixStream, sync::watch};
 
-/// What a guest is called with, once for each stream that the host opens.
+/// The argument of the guest function; it is called once for each stream that the host opens.
 #[derive(Debug)]
 pub struct FakeGuest {
     /// As on its kernel's command line.
     pub boot: BootParams,
-    /// The key its agent knows its host by; stays with the VM.
+    /// The key by which its agent authenticates the host; the same for the VM's lifetime.
     pub link_key: watch::Sender<LinkKey>,
     /// Its end of the link.
     pub stream: UnixStream,
-    /// Disks plugged in at the moment.
+    /// Disks that are attached now.
     pub disks: watch::Receiver<Vec<DiskSpec>>,
-    /// To which it connects for each stream of requests for files.
+    /// Socket to which it connects for each stream of file requests.
     pub shares: PathBuf,
     /// Its power switch.
     pub power: Power,
@@ -48,7 +48,7 @@ pub struct FakeGuest {
 pub struct Power(watch::Sender<Option<VmExit>>);
 
 impl Power {
-    /// The VM ends, its VMM exiting with status 0 after these last lines.
+    /// Ends the VM: its VMM exits with status 0 after these last lines.
     pub fn off(&self, last_lines: &[&str]) {
         let last_lines = last_lines.iter().map(|&line| line.to_owned()).collect();
         end(&self.0, VmExit { how: "exited with status 0".into(), last_lines });
@@ -63,9 +63,9 @@ pub enum Fault {
     None,
     /// The VMM exits while it starts.
     FailsToBoot,
-    /// The VMM starts and never answers.
+    /// The VMM starts but never answers.
     Hangs,
-    /// The VM runs; nobody in it listens.
+    /// The VM runs, but its agent does not answer.
     NeverReady,
     /// The VMM refuses every disk.
     RefusesDisks,
@@ -73,23 +73,23 @@ pub enum Fault {
     RefusesTemplates,
     /// The VMM exits while it starts a VM with more memory, MiB.
     FailsToBootOver(u64),
-    /// The VMM never answers when it is to restore a template.
+    /// The VMM never answers a restore.
     HangsOnRestore,
 }
 
-/// What ails a VM that runs.
+/// What is wrong with a running VM.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Ailment {
     /// Nothing.
     #[default]
     None,
-    /// Its VMM answers no later daemon.
+    /// Its VMM does not answer a later daemon.
     Silent,
-    /// Neither does it end when it is killed, as a process that waits for a disk.
+    /// Nor does it end when it is killed, as a process that waits for a disk.
     Undying,
 }
 
-/// Socket at which requests of a guest come out.
+/// Socket on which the guest's file requests arrive.
 const SHARES: &str = "shares.sock";
 /// File of a frozen fake VM: the key of its link, hex.
 const STATE: &str = "state";
@@ -107,7 +107,7 @@ pub struct FakeVmm {
 }
 
 impl FakeVmm {
-    /// Calls `guest` for each stream that the host opens to a VM's agent; it spawns what it needs.
+    /// Returns a VMM that calls `guest` for each stream that the host opens to a VM's agent; `guest` must not block.
     pub fn new(guest: impl Fn(FakeGuest) + Send + Sync + 'static) -> Self {
         Self {
             guest: Arc::new(guest),
@@ -118,43 +118,43 @@ impl FakeVmm {
         }
     }
 
-    /// From now on, boots and VMs fail this way.
+    /// Makes boots and VMs fail with `fault` from now on.
     pub fn inject(&self, fault: Fault) {
         *lock(&self.fault) = fault;
     }
 
-    /// As if the VMM's program was replaced by one of another version.
+    /// Simulates an upgrade of the VMM's program.
     pub fn upgrade(&self, version: &str) {
         version.clone_into(&mut lock(&self.version));
     }
 
-    /// The VMM of `pod` dies. Answers whether it was running.
+    /// Crashes the VMM of `pod`. Returns whether it was running.
     pub fn crash(&self, pod: &SandboxId) -> bool {
         let vm = lock(&self.vms).get(pod).cloned();
         vm.is_some_and(|vm| vm.end("was killed by signal 11", "injected crash"))
     }
 
-    /// From now on, this ails the VM of `pod`, if it has one.
+    /// Sets the ailment of the VM of `pod`, if it has one.
     pub fn ail(&self, pod: &SandboxId, ailment: Ailment) {
         if let Some(vm) = lock(&self.vms).get(pod) {
             *lock(&vm.ailment) = ailment;
         }
     }
 
-    /// The VMM of `pod` writes so many bytes to its disks.
+    /// Adds to the bytes that the VMM of `pod` has written.
     pub fn write(&self, pod: &SandboxId, bytes: u64) {
         if let Some(vm) = lock(&self.vms).get(pod) {
             vm.written.fetch_add(bytes, Ordering::Relaxed);
         }
     }
 
-    /// The VM that is recorded so, if it runs.
+    /// Returns the recorded VM, if it runs.
     fn recorded(&self, record: &VmRecord) -> Option<Arc<FakeVm>> {
         let vm = lock(&self.vms).get(&record.pod).cloned();
         vm.filter(|vm| vm.record == *record && vm.is_running())
     }
 
-    /// Pods whose VMs run.
+    /// Returns the pods whose VMs run.
     pub fn running(&self) -> Vec<SandboxId> {
         let vms = lock(&self.vms);
         vms.values().filter(|vm| vm.is_running()).map(|vm| vm.record.pod.clone()).collect()
@@ -303,7 +303,7 @@ struct FakeVm {
     fault: Fault,
     disks: watch::Sender<Vec<DiskSpec>>,
     exit: watch::Sender<Option<VmExit>>,
-    /// Held while it runs.
+    /// Kept open while it runs.
     taps: Arc<Mutex<Vec<Arc<OwnedFd>>>>,
     vms: Vms,
     last_stream: Arc<Mutex<Option<OwnedFd>>>,
@@ -328,7 +328,7 @@ impl FakeVm {
 
     fn cut_stream(&self) {
         if let Some(stream) = lock(&self.last_stream).take() {
-            // One that is dead already is what is wanted.
+            // A stream that is dead already is fine.
             let _ = rustix::net::shutdown(&stream, Shutdown::Both);
         }
     }
@@ -471,7 +471,7 @@ impl Vm for FakeVm {
 
     async fn kill(&self) -> Result<(), VmmError> {
         if self.is_running() && *lock(&self.ailment) == Ailment::Undying {
-            // As long as a caller of a real one waits.
+            // As long as the caller of a real VMM waits.
             tokio::time::sleep(Duration::from_millis(50)).await;
             return Err(self.hung("SIGKILL"));
         }
@@ -484,7 +484,7 @@ impl Vm for FakeVm {
     }
 }
 
-/// The first end counts. Answers whether this was it.
+/// Sets how a VM ended, unless it has ended already. Returns whether it was set.
 fn end(switch: &watch::Sender<Option<VmExit>>, exit: VmExit) -> bool {
     switch.send_if_modified(|state| {
         let running = state.is_none();

@@ -1,22 +1,22 @@
-//! Cloud Hypervisor as a VMM.
+//! Cloud Hypervisor as the VMM.
 //!
 //! ```text
-//! run_dir/control.sock      its API, listened on by us and inherited by it
-//! run_dir/events            a pipe on which it tells what happens
-//! run_dir/console.log       the guest's serial port, which is its stdout; bounded, the older half in console.log.1
-//! run_dir/vmm.log           its stderr, bounded likewise
+//! run_dir/control.sock      its API; the daemon listens on it, the VMM inherits it
+//! run_dir/events            a pipe with the VMM's events
+//! run_dir/console.log       the guest's serial port (the VMM's stdout); bounded, the older half in console.log.1
+//! run_dir/vmm.log           its stderr, bounded as well
 //!
 //! and in its jail
 //!
-//! /run/vsock.sock           the way to the agent
-//! /run/vsock.sock_1024      on which the agent says that it listens
-//! /run/vsock.sock_1025      where the guest's requests for files come out, once it has shares
-//! /run/disks/               a disk, while it is plugged in
-//! /run/frozen/              what it writes down of a VM that is frozen
-//! /template/                links to what a copy of a frozen VM is made of, which it inherits
+//! /run/vsock.sock           connections to the agent
+//! /run/vsock.sock_1024      where the agent announces that it listens
+//! /run/vsock.sock_1025      the guest's file requests, once it has shares
+//! /run/disks/               a disk, while it is being attached
+//! /run/frozen/              the files of a VM that is frozen
+//! /template/                links to the inherited files from which a frozen VM is copied
 //! ```
 //!
-//! Its seccomp filters are on, and so is Landlock where this kernel has it.
+//! Its seccomp filters are on, and so is Landlock if this kernel has it.
 
 pub mod api;
 pub(crate) mod events;
@@ -64,7 +64,7 @@ pub const NAME: &str = "cloud-hypervisor";
 /// The guest's vsock address. Each VM has a vsock of its own, so all can have the same.
 const CID: u32 = 3;
 
-/// Cloud Hypervisor, of a known version.
+/// Cloud Hypervisor, of a supported version.
 #[derive(Debug)]
 pub struct CloudHypervisor {
     program: PathBuf,
@@ -75,12 +75,12 @@ pub struct CloudHypervisor {
 }
 
 impl CloudHypervisor {
-    /// Asks the configured program for its version. `reason` is why it is used, for people.
+    /// Reads the version of the configured program. `reason` explains the choice, for people.
     pub async fn new(config: &VmConfig, reason: String) -> Result<Self, VersionError> {
         let version = Version::of(&config.cloud_hypervisor).await?;
         let landlock = landlock::usable();
         if let Err(why) = &landlock {
-            tracing::warn!(why, "VMMs are jailed, and not confined by Landlock beside that");
+            tracing::warn!(why, "VMMs are jailed, but not confined by Landlock");
         }
         Ok(Self {
             program: config.cloud_hypervisor.clone(),
@@ -96,7 +96,7 @@ impl CloudHypervisor {
         })
     }
 
-    /// What `vm.create` is to make.
+    /// Returns the configuration for `vm.create`.
     pub fn description(&self, spec: &VmSpec) -> wire::VmConfig {
         wire::VmConfig {
             cpus: wire::Cpus { boot_vcpus: spec.vcpus, max_vcpus: spec.vcpus },
@@ -116,7 +116,7 @@ impl CloudHypervisor {
         }
     }
 
-    /// The jail of `spec`'s VM.
+    /// Prepares the jail of `spec`'s VM.
     fn jail(&self, spec: &VmSpec) -> Result<Jail, VmmError> {
         let program = sandboxer_process::find(&self.program);
         let readable = [program.as_path(), &spec.kernel, &spec.initramfs];
@@ -124,7 +124,7 @@ impl CloudHypervisor {
         jail.map(Jail::with_room).map_err(host(&spec.pod, "prepare a jail in", spec.run_dir.clone()))
     }
 
-    /// Starts Cloud Hypervisor in `jail` and has it make the VM.
+    /// Starts Cloud Hypervisor in `jail` and creates the VM.
     async fn start(&self, spec: &VmSpec, jail: Jail, begin: Begin) -> Result<Arc<dyn Vm>, VmmError> {
         let (pod, run_dir) = (&spec.pod, &spec.run_dir);
         let mut files = Files::default();
@@ -174,7 +174,7 @@ impl CloudHypervisor {
         let room = watched.room().await?;
         let listen = match boots {
             Some(_) => Link::new,
-            // Its agent has announced itself long ago.
+            // Its agent announced itself before the freeze.
             None => Link::of_running,
         };
         let link = listen(room.clone()).map_err(host(pod, "listen on", vsock::announcements().into()))?;
@@ -188,7 +188,7 @@ impl CloudHypervisor {
             }
             None => watched.answered(template::CALL, api.restore(Path::new(template::DIR))).await?,
         }
-        // What is to be frozen gets none: a copy would want the taps that were its template's.
+        // A VM that is to be frozen gets none: a copy would require the taps of its template.
         if spec.memory_file.is_none() {
             let taps = spec.own_taps().map_err(host(pod, "pass on the taps of", run_dir.clone()))?;
             for (nic, tap) in (0..).zip(taps) {
@@ -218,15 +218,15 @@ impl CloudHypervisor {
     }
 }
 
-/// How a VM comes to be.
+/// How a VM starts.
 #[derive(Debug)]
 enum Begin {
     /// It boots.
     Boot {
-        /// File for its memory; none: memory is of its own.
+        /// File for its memory; `None`: private memory.
         memory: Option<OwnedFd>,
     },
-    /// It is a copy, standing still, made of these, to which links in the jail lead.
+    /// It is a paused copy, made of these files; links in the jail lead to them.
     Restore([OwnedFd; 3]),
 }
 
@@ -264,7 +264,7 @@ impl Vmm for CloudHypervisor {
     }
 }
 
-/// As [`Vmm::adopt`], whatever program is installed by now. `limit` is for each call, from then on too.
+/// Adopts a VM as [`Vmm::adopt`] does, whichever program is installed now. `limit` applies to each call, also later.
 pub async fn adopt(record: &VmRecord, limit: Duration) -> Result<Option<Arc<dyn Vm>>, VmmError> {
     let pod = &record.pod;
     let proc = PathBuf::from(format!("/proc/{}", record.pid));
@@ -281,7 +281,7 @@ pub async fn adopt(record: &VmRecord, limit: Duration) -> Result<Option<Arc<dyn 
     }
 }
 
-/// Connects to what a running VMM has had from an earlier daemon.
+/// Opens what connects an earlier daemon to a running VMM, and the API.
 async fn take_over(
     record: &VmRecord,
     process: Arc<sandboxer_process::Process>,
@@ -315,15 +315,15 @@ async fn take_over(
     Ok(CloudHypervisorVm { record, watched, api, room, link, user, call_timeout: limit, freezable })
 }
 
-/// The VMM's arguments: what it is given open, and that it filters its system calls. All else it learns over its API, Landlock too:
-/// it takes `--landlock` with the description of a VM alone.
+/// Returns the VMM's arguments: its inherited descriptors, and its seccomp filters. It learns all else over its API,
+/// Landlock too: it accepts `--landlock` only together with the description of a VM.
 fn arguments(control: RawFd, told: RawFd) -> Vec<OsString> {
     let (control, told) = (format!("fd={control}"), format!("fd={told}"));
     ["--api-socket", &control, "--event-monitor", &told, "--seccomp", "true"].map(OsString::from).into()
 }
 
-/// The guest kernel's command line.
+/// Returns the kernel command line.
 fn kernel_line(boot: &BootParams) -> String {
-    // A panic resets the VM, which is its end: see `vm::follow`.
+    // A panic resets the VM, and a reset ends it: see `vm::follow`.
     format!("console=ttyS0 quiet panic=-1 reboot=t random.trust_cpu=on {boot}")
 }

@@ -1,16 +1,16 @@
-//! QEMU as a VMM.
+//! QEMU as the VMM.
 //!
 //! ```text
 //! run_dir/control.sock   QMP; one client at a time
 //! run_dir/agent.sock     the guest's virtio-serial port; one client at a time
-//! run_dir/shares.sock    where the guest's requests for files come out, once it has shares
+//! run_dir/shares.sock    the guest's file requests, once it has shares
 //! run_dir/console.sock   the guest's serial console, copied to console.log
 //! run_dir/console.log    bounded, the older half in console.log.1
-//! run_dir/vmm.log        QEMU's stdout and stderr, bounded likewise
+//! run_dir/vmm.log        QEMU's stdout and stderr, bounded as well
 //! ```
 //!
-//! A frozen VM is two files: `memory`, its guest's, and `state`, of its devices. Those that are
-//! restored map the memory privately, and what none of them has written they share.
+//! A frozen VM is two files: `memory` of the guest, and `state` of the devices. Restored VMs map the memory
+//! privately, and share the pages that none of them has written.
 
 mod command_line;
 mod version;
@@ -48,12 +48,12 @@ use super::{
 /// As in [`VmmInfo::name`].
 const NAME: &str = "qemu";
 
-/// As in [`VmRecord::vmm`].
+/// Returns the default of [`VmRecord::vmm`].
 pub(super) fn name() -> String {
     NAME.to_owned()
 }
 
-/// QEMU, with the accelerator chosen.
+/// QEMU, with the accelerator that was chosen.
 #[derive(Debug)]
 pub struct Qemu {
     program: PathBuf,
@@ -65,13 +65,13 @@ pub struct Qemu {
 }
 
 impl Qemu {
-    /// Chooses the accelerator, by measurement where `auto` is configured.
+    /// Chooses the accelerator; measures if `auto` is configured.
     pub async fn new(config: &VmConfig) -> Result<Self, AcceleratorError> {
         let (accelerator, reason) = accelerator::choose(config.accelerator).await?;
         Ok(Self::on(config, accelerator, reason).await)
     }
 
-    /// Runs guests on `accelerator`, "kvm" or "tcg". `reason` is why, for people.
+    /// Runs guests on `accelerator`, "kvm" or "tcg". `reason` explains the choice, for people.
     pub async fn on(config: &VmConfig, accelerator: &'static str, reason: String) -> Self {
         let (version, tsc_khz) = tokio::join!(version::version(&config.qemu), tsc::frequency_khz());
         let execution = match accelerator {
@@ -88,7 +88,7 @@ impl Qemu {
         }
     }
 
-    /// Takes control of the VM behind `process`, whose control socket has been connected.
+    /// Returns the VM of `process`, whose control socket is connected.
     fn vm(&self, record: VmRecord, process: Arc<Process>, qmp: Qmp, captures: Captures) -> QemuVm {
         QemuVm {
             record,
@@ -101,7 +101,7 @@ impl Qemu {
         }
     }
 
-    /// The jail of `spec`'s VM, if there is to be one.
+    /// Prepares the jail for `spec`'s VM, if jails are configured.
     fn jail(&self, spec: &VmSpec) -> Result<Option<Jail>, VmmError> {
         let program = sandboxer_process::find(&self.program);
         let readable = [program.as_path(), &spec.kernel, &spec.initramfs];
@@ -113,7 +113,7 @@ impl Qemu {
         jail.transpose().map_err(host(&spec.pod, "prepare a jail in", spec.run_dir.clone()))
     }
 
-    /// Starts QEMU and takes control of it. It inherits `inherited_files`, which `begin` may name, in `jail`.
+    /// Starts QEMU in `jail` and connects to it. It inherits `inherited_files`, which `begin` may refer to.
     async fn start(
         &self,
         spec: &VmSpec,
@@ -141,7 +141,7 @@ impl Qemu {
         inherited.extend([control, agent, console]);
         inherited.extend(taps);
         inherited.extend(disks);
-        // Connected while the listeners are surely there: QEMU may be gone before its first word is read.
+        // Connected while the listeners certainly exist: QEMU may exit before its first output is read.
         let control = connect(pod, &spec.run_dir, CONTROL)?;
         let console = connect(pod, &spec.run_dir, CONSOLE)?;
 
@@ -237,7 +237,7 @@ impl Vmm for Qemu {
     }
 }
 
-/// A new file at `path` that `owner` can open.
+/// Creates a file at `path` that `owner` can open.
 fn own_file(path: &Path, owner: Option<u32>) -> io::Result<OwnedFd> {
     let file = fs::File::options().read(true).write(true).create_new(true).mode(0o600).open(path)?;
     unix::fs::fchown(&file, owner, owner)?;
@@ -245,7 +245,7 @@ fn own_file(path: &Path, owner: Option<u32>) -> io::Result<OwnedFd> {
 }
 
 impl Qemu {
-    /// Connects to what a running QEMU has had from an earlier daemon.
+    /// Connects to the sockets of a QEMU that an earlier daemon started.
     async fn take_over(&self, record: &VmRecord) -> Result<(Qmp, Captures), VmmError> {
         let VmRecord { pod, run_dir, .. } = record;
         let words = reopen(record, libc::STDERR_FILENO)?;
@@ -260,7 +260,7 @@ impl Qemu {
         Ok((qmp, captures))
     }
 
-    /// Waits until a QEMU that was just started answers its control socket, or has failed to.
+    /// Waits until a QEMU that was just started answers on its control socket, or exits.
     async fn take_control(
         &self,
         pod: &SandboxId,
@@ -280,7 +280,7 @@ impl Qemu {
             Some(Err(error)) => Some(error),
             None => None,
         };
-        // The sockets of a process that ends close before it is gone; one that stays said nonsense.
+        // The sockets of an exiting process close before it is gone; a process that stays sent a malformed greeting.
         if let Some(error) = error
             && tokio::time::timeout(self.call_timeout, process.exited()).await.is_err()
         {

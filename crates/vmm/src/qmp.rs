@@ -1,8 +1,8 @@
-//! QEMU's control protocol (QMP), as far as it is used here: typed, bounded, timed.
+//! QEMU's control protocol (QMP), the part that is used here: typed, bounded, with time limits.
 //!
-//! One task owns the socket. Commands carry an id and are answered in any order; a command whose
-//! caller has given up is forgotten, its late answer dropped. QEMU runs beside a hostile guest, so
-//! a line over [`MAX_LINE`] ends the connection.
+//! One task owns the socket. Commands carry an id and are answered in any order; if a command's caller has
+//! given up, its late answer is dropped. QEMU runs a hostile guest, so a line over [`MAX_LINE`] ends the
+//! connection.
 
 use std::{
     collections::HashMap,
@@ -28,9 +28,9 @@ use sandboxer_base::failpoint::pass;
 
 /// Longest line accepted, bytes.
 const MAX_LINE: usize = 256 << 10;
-/// Room for what is read and written at first, bytes, of each VMM; the codec's own would be 8 KiB each.
+/// Initial size of the read and write buffers of each VMM, bytes; the codec's default is 8 KiB each.
 const BUFFER: usize = 1 << 10;
-/// Longest explanation kept of a refusal, characters.
+/// Longest explanation of a refusal that is kept, characters.
 const MAX_REASON: usize = 400;
 /// Commands that may wait for the socket.
 const QUEUE: usize = 16;
@@ -41,12 +41,12 @@ pub enum QmpError {
     /// No answer in time.
     #[error("no answer within {0:?}")]
     Timeout(Duration),
-    /// QEMU declined.
+    /// QEMU refused.
     #[error("{reason}")]
     Refused {
         /// QEMU's error class, such as `GenericError` or `DeviceNotFound`.
         class: String,
-        /// Its explanation, cut to a bearable length.
+        /// Its explanation, bounded.
         reason: String,
     },
     /// Not QMP.
@@ -57,30 +57,30 @@ pub enum QmpError {
     Closed,
 }
 
-/// A connection to one QEMU, past its greeting. Cheap to clone.
+/// A connection to one QEMU, after its greeting. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct Qmp {
     requests: mpsc::Sender<Request>,
     events: broadcast::Sender<Event>,
 }
 
-/// An event, by name, with what it is about.
+/// An event, by name, with its data.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct Event {
     /// Such as `DEVICE_DELETED`.
     #[serde(rename = "event")]
     pub name: String,
-    /// What it says.
+    /// Its data.
     #[serde(default)]
     pub data: EventData,
 }
 
-/// What is read of an event's data.
+/// The parts of an event's data that are used.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
 pub struct EventData {
     /// Id of the device.
     pub device: Option<String>,
-    /// How far a migration has come.
+    /// Progress of a migration.
     pub status: Option<String>,
 }
 
@@ -92,9 +92,9 @@ pub struct BlockNode {
     pub driver: &'static str,
     /// Its name.
     pub node_name: String,
-    /// Nobody writes through it.
+    /// It cannot be written.
     pub read_only: bool,
-    /// "unmap" where freed blocks are given back to the host.
+    /// "unmap" if freed blocks are returned to the host.
     pub discard: &'static str,
     /// Where the bytes are.
     pub file: BlockFile,
@@ -107,7 +107,7 @@ pub struct BlockFile {
     pub driver: &'static str,
     /// Its path.
     pub filename: String,
-    /// As in [`BlockNode`]: the host's file is opened this way.
+    /// As in [`BlockNode`]: how the host's file is opened.
     #[serde(rename = "read-only")]
     pub read_only: bool,
     /// As in [`BlockNode`].
@@ -122,11 +122,11 @@ pub struct NbdNode {
     pub driver: &'static str,
     /// Its name.
     pub node_name: String,
-    /// Who serves it.
+    /// Its server.
     pub server: UnixServer,
 }
 
-/// Who serves a disk by NBD.
+/// The server of an NBD disk.
 #[derive(Debug, Clone, Serialize)]
 pub struct UnixServer {
     /// Always "unix".
@@ -135,10 +135,10 @@ pub struct UnixServer {
     pub path: String,
 }
 
-/// A file that was handed over.
+/// A file that was passed to QEMU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AddedFd {
-    /// Number of the set of descriptors in which it is, alone.
+    /// Number of the descriptor set that holds only this file.
     pub set: u64,
     /// Number of QEMU's descriptor.
     pub number: u64,
@@ -147,12 +147,12 @@ pub struct AddedFd {
 #[derive(Debug)]
 struct Request {
     command: Value,
-    /// Handed over with the command.
+    /// Passed with the command.
     fd: Option<OwnedFd>,
     answer: oneshot::Sender<Result<Value, QmpError>>,
 }
 
-/// What QEMU sends.
+/// A line from QEMU.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Message {
@@ -186,7 +186,7 @@ impl Qmp {
         let greeting = async {
             match next(&mut wire).await? {
                 Message::Greeting { .. } => Ok(()),
-                _ => Err(QmpError::Malformed("a greeting was due".into())),
+                _ => Err(QmpError::Malformed("expected a greeting".into())),
             }
         };
         timeout(limit, greeting).await.map_err(|_| QmpError::Timeout(limit))??;
@@ -198,39 +198,39 @@ impl Qmp {
         Ok(qmp)
     }
 
-    /// Makes a disk image known under a name.
+    /// Adds a disk image under a name.
     pub async fn blockdev_add(&self, node: &impl Serialize, limit: Duration) -> Result<(), QmpError> {
         let arguments = serde_json::to_value(node).map_err(|error| QmpError::Malformed(error.to_string()))?;
         self.execute("blockdev-add", arguments, limit).await
     }
 
-    /// Forgets a disk image. One that isn't known is fine.
+    /// Removes a disk image. An unknown one is no error.
     pub async fn blockdev_del(&self, node: &str, limit: Duration) -> Result<(), QmpError> {
         match self.execute("blockdev-del", json!({ "node-name": node }), limit).await {
-            // QEMU has no class of its own for it.
+            // QEMU has no error class for it.
             Err(QmpError::Refused { reason, .. }) if reason.starts_with("Failed to find node") => Ok(()),
             other => other,
         }
     }
 
-    /// Stops the guest's processors.
+    /// Stops the guest's CPUs.
     pub async fn stop(&self, limit: Duration) -> Result<(), QmpError> {
         self.execute("stop", Value::Null, limit).await
     }
 
-    /// Lets them run again.
+    /// Lets the guest's CPUs run again.
     pub async fn cont(&self, limit: Duration) -> Result<(), QmpError> {
         self.execute("cont", Value::Null, limit).await
     }
 
-    /// Writes the state of a stopped VM to `into`, all but the memory that lies in a shared file.
+    /// Writes the state of a stopped VM to `into`, except the memory in a shared file.
     pub async fn save(&self, into: OwnedFd, limit: Duration) -> Result<(), QmpError> {
         const NAME: &str = "state";
         self.command("getfd", json!({ "fdname": NAME }), Some(into), limit).await?;
         self.migration("migrate", &format!("fd:{NAME}"), limit).await
     }
 
-    /// Reads what [`Qmp::save`] wrote from a descriptor that QEMU inherited. The guest stays stopped.
+    /// Loads what [`Qmp::save`] wrote, from a descriptor that QEMU inherited. The guest stays stopped.
     pub async fn load(&self, from: i32, limit: Duration) -> Result<(), QmpError> {
         self.migration("migrate-incoming", &format!("fd:{from}"), limit).await
     }
@@ -239,9 +239,9 @@ impl Qmp {
         let capabilities = ["x-ignore-shared", "events"]
             .map(|capability| json!({ "capability": capability, "state": true }));
         self.execute("migrate-set-capabilities", json!({ "capabilities": capabilities }), limit).await?;
-        // No packets in the name of a network interface that is not the pod's yet.
+        // No announcements for a network interface that is not the pod's yet.
         self.execute("migrate-set-parameters", json!({ "announce-rounds": 0 }), limit).await?;
-        // Subscribed before asking, or the event could come too early.
+        // Subscribed before the command, or the event could come too early.
         let events = self.events.subscribe();
         self.execute(command, json!({ "uri": uri }), limit).await?;
         let status =
@@ -264,9 +264,9 @@ impl Qmp {
         self.execute("device_add", arguments, limit).await
     }
 
-    /// Unplugs a device and waits until it is gone. One that isn't there is fine.
+    /// Unplugs a device and waits until it is gone. A missing one is no error.
     pub async fn device_del(&self, id: &str, limit: Duration) -> Result<(), QmpError> {
-        // Subscribed before asking, or the event could come too early.
+        // Subscribed before the command, or the event could come too early.
         let events = self.events.subscribe();
         match self.execute("device_del", json!({ "id": id }), limit).await {
             Err(QmpError::Refused { class, .. }) if class == "DeviceNotFound" => return Ok(()),
@@ -278,7 +278,7 @@ impl Qmp {
         .await
     }
 
-    /// Hands an open file over.
+    /// Passes an open file to QEMU.
     pub async fn add_fd(&self, file: OwnedFd, limit: Duration) -> Result<AddedFd, QmpError> {
         let answer = self.command("add-fd", Value::Null, Some(file), limit).await?;
         let number = |name: &str| {
@@ -288,7 +288,7 @@ impl Qmp {
         Ok(AddedFd { set: number("fdset-id")?, number: number("fd")? })
     }
 
-    /// Takes a file handed over back; what QEMU has opened by it stays open.
+    /// Removes a passed file; QEMU's own descriptors of it stay open.
     pub async fn remove_fd(&self, set: u64, limit: Duration) -> Result<(), QmpError> {
         self.execute("remove-fd", json!({ "fdset-id": set }), limit).await
     }
@@ -321,7 +321,7 @@ impl Qmp {
     }
 }
 
-/// Waits for the event that `wanted` makes something of.
+/// Waits for the first event for which `wanted` returns a value.
 async fn until<T>(
     mut events: broadcast::Receiver<Event>,
     limit: Duration,
@@ -343,7 +343,7 @@ async fn until<T>(
     timeout(limit, found).await.map_err(|_| QmpError::Timeout(limit))?
 }
 
-/// Carries commands and answers until either side is gone. What waits then sees [`QmpError::Closed`].
+/// Carries commands and answers until either side is gone. Pending commands then get [`QmpError::Closed`].
 async fn converse(mut wire: Wire, mut queue: mpsc::Receiver<Request>, events: broadcast::Sender<Event>) {
     let mut waiting: HashMap<u64, oneshot::Sender<Result<Value, QmpError>>> = HashMap::new();
     for id in 0.. {
@@ -378,7 +378,7 @@ async fn converse(mut wire: Wire, mut queue: mpsc::Receiver<Request>, events: br
     }
 }
 
-/// Sends a line, and a descriptor with its first byte. Nothing else may wait to be sent.
+/// Sends a line, and a descriptor with its first byte. No other line may be waiting to be sent.
 async fn send_with(socket: &UnixStream, line: &[u8], fd: &OwnedFd) -> io::Result<()> {
     let fds = [fd.as_fd()];
     let mut sent = 0;
@@ -402,7 +402,7 @@ fn deliver(
     waiting: &mut HashMap<u64, oneshot::Sender<Result<Value, QmpError>>>,
     events: &broadcast::Sender<Event>,
 ) {
-    // A caller or subscriber that has gone needs no answer.
+    // The caller or subscriber may be gone.
     match message {
         Message::Answer { id, r#return } => {
             waiting.remove(&id).map(|caller| caller.send(Ok(r#return)));
@@ -419,12 +419,12 @@ fn deliver(
     }
 }
 
-/// The next message.
+/// Reads the next message.
 async fn next(wire: &mut Wire) -> Result<Message, QmpError> {
     match wire.next().await {
         Some(Ok(line)) => parse(&line),
         Some(Err(LinesCodecError::MaxLineLengthExceeded)) => {
-            Err(QmpError::Malformed(format!("a line is over {MAX_LINE} bytes")))
+            Err(QmpError::Malformed(format!("a line is longer than {MAX_LINE} bytes")))
         }
         Some(Err(LinesCodecError::Io(_))) | None => Err(QmpError::Closed),
     }
@@ -434,7 +434,7 @@ fn parse(line: &str) -> Result<Message, QmpError> {
     serde_json::from_str(line).map_err(|error| QmpError::Malformed(format!("not a QMP message: {error}")))
 }
 
-/// Whether a line is one that QEMU may send.
+/// Returns whether `line` is a message that QEMU may send.
 #[cfg(fuzzing)]
 pub(crate) fn is_message(line: &str) -> bool {
     parse(line).is_ok()
@@ -448,7 +448,7 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(5);
 
-    /// A QEMU that greets, accepts the first command and then sends `answers`, one per command;
+    /// Returns a socket to a QEMU that greets, accepts the first command and then sends `answers`, one per command;
     /// `ID` in them becomes the command's id.
     fn qemu(answers: Vec<String>) -> UnixStream {
         let (ours, theirs) = UnixStream::pair().unwrap();

@@ -1,4 +1,4 @@
-//! The daemon's own life: build everything, bind, recover, announce ready, serve, drain.
+//! The daemon's lifetime: build everything, bind, recover, announce ready, serve, drain.
 
 use std::{
     collections::HashSet,
@@ -58,11 +58,11 @@ use crate::{
     template::{self, Shape, Templates},
 };
 
-/// Why the daemon can't run.
+/// Why the daemon cannot run.
 #[derive(Debug, thiserror::Error)]
 pub enum DaemonError {
-    /// A VMM that an earlier daemon left can't be ended.
-    #[error("cannot clear away what an earlier daemon left")]
+    /// A VMM that an earlier daemon left cannot be killed.
+    #[error("cannot remove what an earlier daemon left")]
     Strays(#[from] strays::StrayError),
     /// Something of the host is in the way.
     #[error("cannot {action} {path:?}")]
@@ -71,13 +71,13 @@ pub enum DaemonError {
         action: &'static str,
         /// On what.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// Another daemon has this directory.
-    #[error("another sandboxer serves {0:?}: stop it, or give this one a run_dir and a state_dir of its own")]
+    /// Another daemon uses this directory.
+    #[error("another sandboxer uses {0:?}: stop it, or configure another run_dir and state_dir for this one")]
     Running(PathBuf),
-    /// The rootfs cache can't be opened.
+    /// The rootfs cache cannot be opened.
     #[error(transparent)]
     Rootfs(#[from] RootfsError),
     /// Pods would not start.
@@ -86,18 +86,18 @@ pub enum DaemonError {
     /// No VMM can be used.
     #[error(transparent)]
     Vmm(#[from] sandboxer_vmm::SetupError),
-    /// A service ended.
+    /// A service failed.
     #[error("the {service} service failed")]
     Serve {
         /// "controller", "task", "admin", "metrics".
         service: &'static str,
-        /// How.
+        /// Its error.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
 }
 
-/// Runs until `shutdown` is cancelled; pods stay when it returns. `ready` is called once all
-/// earlier pods are taken up and every socket answers.
+/// Runs until `shutdown` is cancelled; pods keep running when it returns. `ready` is called once all
+/// earlier pods are adopted and every socket answers.
 pub async fn run(
     config: Config,
     front: Arc<Front>,
@@ -120,36 +120,36 @@ pub async fn run(
     );
     let node = node(config, vmm, front)?;
 
-    // Bound before recovery, so that early callers queue instead of failing; served after it.
+    // Bound before recovery, so that early callers wait instead of failing; served after it.
     let listeners = Listeners::bind(&node.front, &node.config.run_dir)?;
     let records = Records::read(&node).map_err(|source| DaemonError::Host {
         action: "read journal in",
         path: node.config.state_dir.clone(),
         source,
     })?;
-    // Ahead of the pods: one that a pod was about to take is in the pod's control group, which goes with it.
+    // Before the pods: a VM that a pod was about to take is in the pod's control group and is removed with it.
     clear_vms_of_no_pod(&node, &records)?;
     let recovered = recover::recover(&node, records).await;
     node.rootfs.settle();
     serve(node, listeners, recovered, shutdown, ready).await
 }
 
-/// The size of a pod that doesn't ask for another.
+/// Returns the shape of a pod without a size of its own.
 fn usual_shape(config: &Config) -> Shape {
     Shape { vcpus: config.vm.default_vcpus, memory_mib: config.vm.default_memory_mib, nics: 1 }
 }
 
-/// Makes the control group of VMs without a pod, which give way to pods. Without it all goes on, only counted elsewhere.
+/// Creates the control group of VMs without a pod, with low priority. If it fails, they are counted elsewhere.
 fn is_made(cgroup: &Cgroup) -> bool {
     let made = cgroup.make().and_then(|()| cgroup.yield_to_others());
     if let Err((path, error)) = &made {
         tracing::warn!(path = %path.display(), %error,
-            "cannot make the control group of VMs without a pod (vm.idle_cgroup): they are counted with the daemon");
+            "cannot create the control group of VMs without a pod (vm.idle_cgroup): they are counted with the daemon");
     }
     made.is_ok()
 }
 
-/// What all pods of a node share, its directories made and its files opened.
+/// Creates the state that all pods of a node share; makes its directories and opens its files.
 pub fn node(config: Config, vmm: Arc<dyn Vmm>, front: Arc<Front>) -> Result<Arc<DaemonState>, DaemonError> {
     for dir in [config.run_dir.clone(), config.run_dir.join("pods"), config.state_dir.clone()] {
         private_dir(&dir)?;
@@ -198,10 +198,10 @@ pub fn node(config: Config, vmm: Arc<dyn Vmm>, front: Arc<Front>) -> Result<Arc<
     }))
 }
 
-/// Ends what an earlier daemon had waiting or was about to freeze.
+/// Kills the waiting VMs of an earlier daemon, and those that it was about to freeze.
 fn clear_vms_of_no_pod(node: &DaemonState, records: &Records) -> Result<(), DaemonError> {
     let mut pods: HashSet<u32> = records.vmms().collect();
-    // Those of pods whose records can't be understood were in the pool, too.
+    // Pods whose records are malformed had their VMs from the pool, too.
     pods.extend(Quarantine::of(&node.config).pids().map_err(|source| DaemonError::Host {
         action: "look for VMs of",
         path: node.config.state_dir.join(quarantine::DIR),
@@ -241,7 +241,7 @@ async fn serve(
     let controller = ControllerServer::new(controller);
     let admin = AdminServer::new(AdminService::new(node.clone(), recovered.alive));
 
-    // Its requests are the front's to give again: it needs no farewell.
+    // The front repeats this worker's requests: they need not finish.
     let lost = CancellationToken::new();
     let connections = node
         .front
@@ -278,7 +278,7 @@ async fn serve(
     let (filling, until) = (node.clone(), shutdown.clone());
     let filling = tokio::spawn(async move {
         let usual = usual_shape(&filling.config);
-        // The first pod finds it made, or on its way.
+        // The first pod finds the template ready, or in preparation.
         let _ = filling.templates.get(usual);
         filling.pool.keep_filled(&filling, &until).await;
     });
@@ -293,22 +293,22 @@ async fn serve(
 
     let ended = tokio::select! {
         () = shutdown.cancelled() => Ok(()),
-        // Whoever waited for an answer is gone, too.
+        // The callers are gone, too.
         () = lost.cancelled() => return Ok(()),
         Some(ended) = services.join_next() => ended.unwrap_or_else(|panic| {
             Err(DaemonError::Serve { service: "gRPC", source: panic.into() })
         }),
     };
-    // Requests under way may end.
-    tracing::info!("draining; pods stay as they are");
+    // Running requests may finish.
+    tracing::info!("draining; pods keep running");
     let drained = async {
         while services.join_next().await.is_some() {}
-        // After it, nothing is added to the pool.
+        // After that, no VM is added to the pool.
         let _ = filling.await;
         node.pool.drain().await;
     };
     if tokio::time::timeout(node.config.drain_timeout, drained).await.is_err() {
-        tracing::info!("requests still under way are given up");
+        tracing::info!("aborting requests that are still running");
     }
     ended
 }
@@ -321,10 +321,11 @@ struct Listeners {
 }
 
 impl Listeners {
-    /// Those of earlier workers, or new ones, which the front keeps: while no worker is there, callers wait.
+    /// Takes the sockets of earlier workers, or binds new ones. The front keeps them: while no worker runs, callers
+    /// wait.
     fn bind(front: &Arc<Front>, run_dir: &Path) -> Result<Self, DaemonError> {
         let task_path = run_dir.join(sockets::TASK);
-        // It is the front that accepts there.
+        // The front accepts on this one.
         listener(front, TASK_LISTENER, &task_path)?;
         let serve = |name: &str| -> Result<_, DaemonError> {
             let path = run_dir.join(name);
@@ -336,8 +337,8 @@ impl Listeners {
     }
 }
 
-/// Binds a socket of mode 0600, over one that a dead daemon left. The run directory is locked and
-/// of mode 0700: nobody else can be at the path.
+/// Binds a socket of mode 0600; replaces one that a dead daemon left. The run directory is locked and
+/// of mode 0700: no other process can use the path.
 fn listener(
     front: &Arc<Front>,
     kind: &str,
@@ -367,14 +368,14 @@ fn private_dir(path: &Path) -> Result<(), DaemonError> {
     })
 }
 
-/// Requests that are given again claim what the front has kept for them at once. What nobody has claimed by then
-/// belonged to what is no more.
+/// Time limit for repeated requests to take what the front keeps for them. They do so at once; an entry that is left
+/// after that belongs to something that no longer exists.
 const CLAIMED_WITHIN: Duration = Duration::from_secs(300);
 
-/// How long a worker that has lost its front may take to be gone.
+/// How long a worker that has lost its front may take to exit.
 const ORPHANS_END: Duration = Duration::from_secs(3);
 
-/// Held as long as the front is there: two daemons on one directory would fight over its pods and images.
+/// Takes a lock for the lifetime of the front: two daemons on one directory would use the same pods and images.
 async fn lock(front: &Arc<Front>, dir: &Path, name: &str) -> Result<OwnedFd, DaemonError> {
     private_dir(dir)?;
     let path = dir.join(name);
@@ -385,7 +386,7 @@ async fn lock(front: &Arc<Front>, dir: &Path, name: &str) -> Result<OwnedFd, Dae
     let host = |source| DaemonError::Host { action: "make lock", path: path.clone(), source };
     let file = OwnedFd::from(fs::File::create(&path).map_err(host)?);
     let locked = async {
-        // Nothing tells when a lock becomes free, save a thread that would wait for it for ever.
+        // No event tells when a lock becomes free, except to a thread that blocks on it without a limit.
         let mut again = tokio::time::interval(Duration::from_millis(20));
         while rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
             again.tick().await;

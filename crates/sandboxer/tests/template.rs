@@ -220,8 +220,8 @@ async fn a_template_outlives_its_daemon_and_no_other_is_made() {
 async fn whatever_is_wrong_with_a_template_is_named_and_it_is_made_anew() {
     type Damage = fn(&Path);
     let damages: [(&str, Damage); 6] = [
-        ("memory\" is damaged: its checksum is another", |dir| flip_bit(&dir.join("memory"))),
-        ("state\" is damaged: its checksum is another", |dir| flip_bit(&dir.join("state"))),
+        ("memory\" is damaged: checksum mismatch", |dir| flip_bit(&dir.join("memory"))),
+        ("state\" is damaged: checksum mismatch", |dir| flip_bit(&dir.join("state"))),
         ("memory\" is damaged: it has 7 bytes", |dir| truncate(&dir.join("memory"), 7)),
         ("memory\" of a template", |dir| fs::remove_file(dir.join("memory")).unwrap()),
         ("template.json\" is damaged", |dir| truncate(&dir.join("template.json"), 40)),

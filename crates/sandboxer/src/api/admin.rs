@@ -1,4 +1,4 @@
-//! The admin service: what people and tools see of a running daemon.
+//! The admin service: the state of a running daemon, for people and tools.
 
 use std::{pin::Pin, sync::Arc};
 
@@ -39,7 +39,7 @@ pub struct AdminService {
 }
 
 impl AdminService {
-    /// For `node`, of whose pods `recovered_pods` were found alive.
+    /// Returns the service for `node`, `recovered_pods` of whose pods were found running.
     pub fn new(node: Arc<DaemonState>, recovered_pods: u32) -> Self {
         Self { node, started_at_ns: now_ns(), recovered_pods }
     }
@@ -96,9 +96,9 @@ impl Admin for AdminService {
         let mut message = pod_message(&self.node, view);
         told.add_to(&mut message.interfaces);
         let jail_of = |pid| {
-            // One that ends at this moment has none.
+            // A process that ends at this moment has none.
             let seen = Confinement::of(pid).inspect_err(|error| {
-                tracing::debug!(pod = message.id, pid, %error, "cannot look at a jail");
+                tracing::debug!(pod = message.id, pid, %error, "cannot inspect a jail");
             });
             seen.ok().map(jail_message)
         };

@@ -1,4 +1,4 @@
-//! From wire types to ours, and from our errors to theirs.
+//! Conversions from wire types to the daemon's, and from its errors to wire errors.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -28,12 +28,12 @@ const MAX_HOSTNAME: usize = 64;
 /// Longest part of a name in DNS, bytes (RFC 1035).
 const MAX_LABEL: usize = 63;
 
-/// Annotation that asks for a size of the disks of emptyDirs.
+/// Annotation with the size of the disks of emptyDirs.
 const EMPTY_DIR_SIZE: &str = "io.sandboxer.emptydir-size";
 
-/// Annotation that names ports of the host which lead to a pod in the host's network.
+/// Annotation with ports of the host that lead to a pod in the host's network.
 const HOST_PORTS: &str = "io.sandboxer.host-ports";
-/// Most of them.
+/// Maximum number of them.
 const MAX_HOST_PORTS: usize = 64;
 
 /// Reads an identifier from a request. `what` completes "… is refused".
@@ -46,7 +46,7 @@ pub fn optional_id(what: &'static str, text: &str) -> Result<Option<Id>, PodErro
     if text.is_empty() { Ok(None) } else { id(what, text).map(Some) }
 }
 
-/// The pod that a sandbox request describes, defaults filled in.
+/// Returns the pod that a sandbox request describes, with defaults filled in.
 pub fn pod_spec(
     request: &ControllerCreateRequest,
     config: &Config,
@@ -57,7 +57,7 @@ pub fn pod_spec(
     let invalid = |reason: String| PodError::Invalid { subject: format!("pod {id}"), reason };
     let asked = match &request.options {
         Some(any) => PodSandboxConfig::decode(any.value.as_slice())
-            .map_err(|error| invalid(format!("its PodSandboxConfig cannot be read: {error}")))?,
+            .map_err(|error| invalid(format!("cannot read its PodSandboxConfig: {error}")))?,
         None => PodSandboxConfig::default(),
     };
     let metadata = asked.metadata.unwrap_or_default();
@@ -128,11 +128,11 @@ pub fn pod_spec(
     })
 }
 
-/// The hostname that was asked for, or what of the pod's name, else of its id, can be one.
+/// Returns the requested hostname, or the valid part of the pod's name, else of its id.
 fn hostname(asked: String, name: &str, id: &Id) -> Result<String, String> {
     if asked.len() > MAX_HOSTNAME {
         return Err(format!(
-            "its hostname {asked:?} is longer than the {MAX_HOSTNAME} bytes that Linux takes"
+            "its hostname {asked:?} is longer than {MAX_HOSTNAME} bytes, the maximum of Linux"
         ));
     }
     if !asked.is_empty() {
@@ -146,7 +146,7 @@ fn hostname(asked: String, name: &str, id: &Id) -> Result<String, String> {
     Ok([fits(name), fits(id.as_str())].into_iter().find(|name| !name.is_empty()).unwrap_or_default())
 }
 
-/// TCP ports, as in `8080, 9090/tcp`.
+/// Parses TCP ports, as in `8080, 9090/tcp`.
 fn host_ports(text: &str) -> Result<Vec<u16>, String> {
     let wrong = |what: &str| {
         format!(
@@ -171,13 +171,13 @@ fn host_ports(text: &str) -> Result<Vec<u16>, String> {
     Ok(ports)
 }
 
-/// What is read of that which containerd keeps of a sandbox, and tells.
+/// The parts read of containerd's metadata of a sandbox.
 #[derive(Debug, Default, serde::Deserialize)]
 #[serde(rename_all = "PascalCase")]
 struct Kept {
-    /// The runtime handler that the pod asked for.
+    /// The pod's runtime handler.
     runtime_handler: String,
-    /// Its address, as CNI said; empty for one in the host's network.
+    /// Its address from CNI; empty for a pod in the host's network.
     #[serde(default, rename = "IP")]
     ip: String,
     /// Its addresses of the other family.
@@ -206,7 +206,7 @@ fn space(annotations: &HashMap<String, String>, name: &'static str) -> Result<Op
     annotations.get(name).map(|text| quantity::space(name, text)).transpose()
 }
 
-/// Our error as gRPC tells it.
+/// Converts an error to gRPC.
 pub fn grpc(error: PodError) -> tonic::Status {
     let code = match error.code() {
         Code::NotFound => tonic::Code::NotFound,
@@ -222,7 +222,7 @@ pub fn grpc(error: PodError) -> tonic::Status {
     tonic::Status::new(code, chain(&error))
 }
 
-/// Our error as ttrpc tells it.
+/// Converts an error to ttrpc.
 pub fn ttrpc(error: PodError) -> ttrpc::Error {
     let code = match error.code() {
         Code::NotFound => ttrpc::Code::NOT_FOUND,
@@ -238,14 +238,14 @@ pub fn ttrpc(error: PodError) -> ttrpc::Error {
     ttrpc::Error::RpcStatus(ttrpc::get_status(code, chain(&error)))
 }
 
-/// ns since 1970 as a gRPC timestamp; none for 0.
+/// Converts ns since 1970 to a gRPC timestamp; `None` for 0.
 pub fn grpc_time(ns: u64) -> Option<prost_types::Timestamp> {
     let nanos = i32::try_from(ns % 1_000_000_000).unwrap_or_default();
     let seconds = i64::try_from(ns / 1_000_000_000).unwrap_or_default();
     (ns > 0).then_some(prost_types::Timestamp { seconds, nanos })
 }
 
-/// ns since 1970 as a ttrpc timestamp; none for 0.
+/// Converts ns since 1970 to a ttrpc timestamp; none for 0.
 pub fn ttrpc_time(ns: u64) -> protobuf::MessageField<protobuf::well_known_types::timestamp::Timestamp> {
     grpc_time(ns)
         .map(|time| protobuf::well_known_types::timestamp::Timestamp {

@@ -127,8 +127,8 @@ async fn a_copy_of_a_frozen_vm_answers_its_agent(subject: Subject) -> Result<Out
         let resumed = Instant::now();
         let agent = guest.greet(copy.as_ref()).await.with_context(|| format!("copy {name}"))?;
         agent.configure_pod(ConfigurePodRequest { hostname: name.into(), ..Default::default() }).await?;
-        // A guest whose clock was set back answers when it has come to where its template's was. In virtual time a limit is one
-        // of instructions, so nothing else can be it.
+        // A guest whose clock was set back answers when it has come to where its template's was. In virtual time a
+        // limit is one of instructions, so nothing else can be it.
         let took = resumed.elapsed();
         ensure!(took < AT_ONCE || !is_virtual_time(), "copy {name} answered {took:?} after its resumption");
         copy.attach_disk(&pod.disk("late")).await?;

@@ -32,8 +32,8 @@ use crate::room::Room;
 pub const SOCKET: &str = "vsock.sock";
 /// Longest answer to `CONNECT`: "OK ", a port of up to ten digits, the end of the line.
 const MAX_ANSWER: usize = 14;
-/// Time limits for an answer, seconds; after each the attempt is repeated. A restored guest may receive `CONNECT` before
-/// it listens to its vsock again; it never answers that attempt, but a later one.
+/// Time limits for an answer, seconds; after each the attempt is repeated. A restored guest may receive `CONNECT`
+/// before it listens to its vsock again; it never answers that attempt, but a later one.
 const ANSWER_SECONDS: [u64; 6] = [1, 1, 2, 4, 8, 16];
 
 /// Returns the name of the daemon's socket.

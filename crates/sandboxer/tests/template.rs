@@ -1,4 +1,4 @@
-//! Templates and the pool, with doubles for the VMM and the agent: what is on disk is real.
+//! Templates and the pool, with doubles for the VMM and the agent; the files are real.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on fails where it stands")]
 
@@ -30,7 +30,7 @@ use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 
 const SHAPE: Shape = Shape { vcpus: 1, memory_mib: 128, nics: 0 };
-/// Two more.
+/// Two more sizes.
 const LARGER: Shape = Shape { memory_mib: 256, ..SHAPE };
 const LARGEST: Shape = Shape { memory_mib: 512, ..SHAPE };
 /// Longer than any test takes.
@@ -43,7 +43,7 @@ struct Host {
     most: usize,
     most_bytes: u64,
     pool: usize,
-    /// Written to by the next VM whose agent is connected to.
+    /// Written to by the next VM whose agent is connected.
     meddles_with: Arc<Mutex<Option<PathBuf>>>,
 }
 
@@ -75,7 +75,7 @@ impl Host {
         self.dir.path().join(name)
     }
 
-    /// What a daemon has that starts now.
+    /// Starts a daemon's node.
     fn node(&self) -> Arc<DaemonState> {
         let mut config =
             Config { run_dir: self.path("run"), state_dir: self.path("state"), ..Config::default() };
@@ -100,7 +100,7 @@ impl Host {
         self.path("state/templates").join(key.to_string())
     }
 
-    /// Those on disk are these and no others.
+    /// Asserts that exactly these are on disk.
     fn kept(&self, keys: &[&TemplateKey]) {
         let (mut left, mut expected) =
             (self.templates(), keys.iter().map(|key| self.template(key)).collect::<Vec<_>>());
@@ -109,7 +109,7 @@ impl Host {
         assert_eq!(left, expected);
     }
 
-    /// What a template's files take on disk, bytes.
+    /// Returns the size of a template's files on disk, bytes.
     fn taken(&self, key: &TemplateKey) -> u64 {
         fs::read_dir(self.template(key))
             .unwrap()
@@ -118,12 +118,12 @@ impl Host {
     }
 }
 
-/// What is logged.
+/// The captured log.
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<Vec<u8>>>);
 
 impl Log {
-    /// How many lines contain `words`.
+    /// Returns how many lines contain `words`.
     fn lines(&self, words: &str) -> usize {
         let log = self.0.lock().unwrap();
         String::from_utf8_lossy(&log).lines().filter(|line| line.contains(words)).count()
@@ -139,7 +139,7 @@ impl io::Write for Log {
     }
 }
 
-/// Lets time pass, for templates and nobody else.
+/// Lets time pass, for templates only.
 async fn later(by: Duration) {
     tokio::time::pause();
     tokio::time::advance(by).await;
@@ -171,7 +171,7 @@ fn missed(node: &DaemonState, start_path: StartPath, reason: &'static str) -> u6
     node.start_paths.counts().missed.get(&(start_path, reason)).copied().unwrap_or(0)
 }
 
-/// Waits until the pool has so many VMs.
+/// Waits until the pool has this many VMs.
 async fn filled(node: &DaemonState, count: usize) {
     let full = async {
         while node.pool.list().len() != count {
@@ -198,7 +198,7 @@ async fn the_first_pod_boots_and_the_next_is_a_copy_with_a_key_of_its_own() {
     let cold = started_at_best(&node, "cold", StartPath::Boot).await;
     assert_eq!(cold.status().start_path, Some(StartPath::Boot));
 
-    // The copy answers to its own key after a restart, as only it does.
+    // After a restart only this copy answers to its own key.
     let records: Vec<_> = node.journal.records().unwrap().into_iter().map(Result::unwrap).collect();
     let second = records.into_iter().find(|record| record.spec.id.as_str() == "second").unwrap();
     assert_ne!(second.link_key, template.link_key);
@@ -249,7 +249,7 @@ async fn a_template_of_another_name_is_a_foreign_one() {
     let host = Host::new();
     let made = host.node().templates.prepare(SHAPE).await.unwrap();
     let [dir] = host.templates().try_into().unwrap();
-    // By its name, it is what this host needs next; by its content, it is what it needed before.
+    // Its name says the current inputs; its content says the earlier ones.
     fs::write(host.path("initramfs"), "another initramfs").unwrap();
     let node = host.node();
     let next = node.templates.prepare(SHAPE).await.unwrap();
@@ -312,7 +312,7 @@ async fn why_pods_start_in_a_slower_way_is_counted_always_and_told_once() {
     assert_eq!(missed(&node, StartPath::Template, "restore-failed"), 3);
     assert_eq!(log.lines("injected refusal"), 1);
 
-    // A template that can't be made is no news either, however often it is tried.
+    // A template that cannot be built is logged once, however often it is tried.
     host.vmm.inject(Fault::FailsToBoot);
     for _ in 0..3 {
         node.templates.prepare(LARGER).await.unwrap_err();
@@ -337,7 +337,7 @@ async fn all_ways_together_take_no_longer_than_a_pod_may() {
     assert_eq!(missed(&node, StartPath::Template, "silent"), 1);
     assert!(began.elapsed() < limit, "{:?}", began.elapsed());
 
-    // By each way there is a VM, and none of them says a word.
+    // Every start path gives a VM, and none logs a warning.
     host.vmm.inject(Fault::NeverReady);
     let began = Instant::now();
     let error = try_started(&node, "never-ready").await.unwrap_err();
@@ -355,7 +355,7 @@ async fn each_size_is_compared_with_what_its_own_template_was_made_of() {
     let node = host.node();
     let old = [node.templates.prepare(SHAPE).await.unwrap(), node.templates.prepare(LARGER).await.unwrap()];
     fs::write(host.path("initramfs"), "an upgraded initramfs").unwrap();
-    // By this the files are looked at again, for one of the sizes.
+    // This makes the store check the files again, for one of the sizes.
     let new = node.templates.prepare(SHAPE).await.unwrap();
     assert_ne!(new.key, old[0].key);
     assert_eq!(node.templates.get(LARGER).unwrap_err(), Missing::Stale, "an old agent runs");
@@ -418,7 +418,7 @@ async fn the_least_recently_used_template_goes_first_and_none_that_is_in_use() {
     assert_eq!(node.templates.get(LARGEST).unwrap_err(), Missing::NoRoom);
     host.kept(&[&first, &second]);
 
-    // That it is used is written down, but nobody waits for that.
+    // Its use is written to disk in the background.
     later(Duration::from_secs(61)).await;
     let used = |key| host.template(key).metadata().unwrap().modified().unwrap();
     node.templates.get(SHAPE).unwrap();
@@ -452,7 +452,7 @@ async fn templates_keep_within_their_bytes_whatever_is_in_them() {
     let third = node.templates.prepare(LARGEST).await.unwrap().key.clone();
     host.kept(&[&first, &third]);
 
-    // What can't be read takes place all the same.
+    // A template that cannot be read takes space all the same.
     truncate(&host.template(&first).join("template.json"), 40);
     host.most_bytes = host.taken(&third) * 3 / 2;
     host.node();
@@ -475,7 +475,7 @@ async fn a_pool_fills_gives_and_is_filled_again() {
     assert!(host.path("run/pods/claims").exists());
     filled(&node, 2).await;
 
-    // One that died while it waited is no pod's concern.
+    // A VM that died while it waited does not affect pods.
     let doomed = host.vmm.running().into_iter().find(|id| id.as_str().starts_with("pool-")).unwrap();
     host.vmm.crash(&doomed);
     for id in ["one", "two", "three"] {
@@ -483,7 +483,7 @@ async fn a_pool_fills_gives_and_is_filled_again() {
     }
     filled(&node, 2).await;
 
-    // What a stale template was made of waits no longer.
+    // VMs of a stale template are removed.
     let before = host.vmm.running();
     fs::write(host.path("initramfs"), "an upgraded initramfs").unwrap();
     assert_ne!(
@@ -503,7 +503,7 @@ async fn a_pool_fills_gives_and_is_filled_again() {
     };
     tokio::time::timeout(LONG, all).await.expect("VMs of the old template are replaced");
 
-    // One more is asked for, and the end comes while it is made.
+    // The shutdown begins while another VM is being made.
     started(&node, "last").await;
     shutdown.cancel();
     filling.await.unwrap();

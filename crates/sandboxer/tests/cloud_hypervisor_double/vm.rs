@@ -30,22 +30,22 @@ use super::{
 pub struct Disk {
     pub serial: String,
     pub read_only: bool,
-    /// Read when it was opened, like the disk of a real one, whose path nobody needs afterwards.
+    /// Read when it was opened, like a real disk, whose path is not needed afterwards.
     pub first_line: String,
 }
 
 #[derive(Default)]
 struct State {
-    /// As created, with what was added.
+    /// As created, plus additions.
     config: Option<Value>,
     running: Option<bool>,
     devices: BTreeSet<String>,
-    /// Of these, those that the guest was asked to let go of.
+    /// The disks that the guest was requested to release.
     leaving: BTreeSet<String>,
     disks: BTreeMap<String, Disk>,
 }
 
-/// The VM, or the place for one.
+/// The VM, or none.
 pub struct Vm {
     pub behaviour: Behaviour,
     description: Description,
@@ -83,18 +83,18 @@ impl Vm {
         let _ = self.end.send(ExitCode::from(status));
     }
 
-    /// The guest switches itself off.
+    /// Powers the guest off.
     pub fn power_off(&self) {
         self.tell("vm", "shutdown", Value::Null);
         self.exit(0);
     }
 
-    /// The guest resets itself. The real VMM would boot it again.
+    /// Resets the guest. The real VMM would boot it again.
     pub fn reset(&self) {
         self.tell("vm", "rebooting", Value::Null);
     }
 
-    /// Waits until the guest's disks are as wanted.
+    /// Waits until the guest's disks are as expected.
     pub fn wait_for_disks<T>(&self, mut wanted: impl FnMut(&BTreeMap<String, Disk>) -> Option<T>) -> T {
         let mut state = self.lock();
         loop {
@@ -105,7 +105,7 @@ impl Vm {
         }
     }
 
-    /// Another hold on this, for a thread.
+    /// Duplicates this, for a thread.
     fn share(&self) -> Arc<Self> {
         self.me.upgrade().unwrap()
     }
@@ -118,11 +118,11 @@ impl Vm {
         let event = json!({
             "timestamp": { "secs": 0, "nanos": 1 }, "source": source, "event": event, "properties": properties,
         });
-        // Nobody may be reading.
+        // There may be no reader.
         let _ = write!(self.events.lock().unwrap(), "{event:#}\n\n");
     }
 
-    /// A refusal as this version words it.
+    /// Returns a refusal in the format of this version.
     pub fn refusal(&self, status: u16, why: &str) -> Answer {
         let body = match self.behaviour.major() {
             53.. => json!(["Error from API", why]),
@@ -131,7 +131,7 @@ impl Vm {
         Answer { status, body: Some(body) }
     }
 
-    /// The answer to a request, which has to be as described.
+    /// Answers a request, which must match the description.
     pub fn answer(&self, call: &str, request: &Request) -> Answer {
         let Some(described) = self.description.call(call) else {
             return self.refusal(404, "Not Found");
@@ -160,7 +160,7 @@ impl Vm {
         });
         let mut status = fine.expect("a status is described for what happened");
         if call == "vmm.shutdown" {
-            // Another one than is described.
+            // A status other than the described one.
             status = 200;
         }
         if let Some(kind) = &described.answer
@@ -206,7 +206,7 @@ impl Vm {
         }
     }
 
-    /// The state of a VM that has booted.
+    /// Returns the state of a VM that has booted.
     fn running(&self) -> Result<MutexGuard<'_, State>, Refusal> {
         let state = self.created()?;
         match state.running {
@@ -268,11 +268,11 @@ impl Vm {
         Ok(Value::Null)
     }
 
-    /// The guest comes to life.
+    /// Starts the guest.
     fn run(&self, state: &mut State, running: bool, connections: u64) -> Result<(), Refusal> {
         for zone in zones(state.config.as_ref().unwrap()) {
             let Some(path) = zone["file"].as_str() else { continue };
-            // Written to or not, it is opened for that by older versions.
+            // Older versions open it for writing, whether they write or not.
             let file = File::options().read(true).write(true).open(path);
             let length = file.and_then(|file| file.metadata()).map(|meta| meta.len());
             if length.map_err(|error| (500, error.to_string()))? < zone["size"].as_u64().unwrap() {
@@ -423,7 +423,7 @@ impl Vm {
         if !state.devices.contains(&id) || !state.leaving.insert(id.clone()) {
             return refused(&format!("Failed to find device corresponding to the given identifier: {id}"));
         }
-        // The guest takes its time.
+        // The guest needs time.
         let vm = self.share();
         thread::spawn(move || vm.let_go(&id));
         Ok(Value::Null)
@@ -443,12 +443,12 @@ fn refused<T>(why: &str) -> Result<T, Refusal> {
     Err((500, why.to_owned()))
 }
 
-/// Parts of the memory.
+/// Returns the parts of the memory.
 fn zones(config: &Value) -> &[Value] {
     config["memory"]["zones"].as_array().map(Vec::as_slice).unwrap_or_default()
 }
 
-/// Opens a disk; its name and what is in it.
+/// Opens a disk. Returns its name and content.
 fn open(disk: &Value) -> Result<(String, Disk), Refusal> {
     let Some(path) = disk["path"].as_str() else {
         return refused("No disk path was specified");
@@ -480,7 +480,7 @@ fn directory(url: &Value) -> Result<PathBuf, Refusal> {
     path.ok_or_else(|| (500, format!("{url} is no directory")))
 }
 
-/// `answer`, whose outermost field is called as this double calls it.
+/// Returns `answer`, with its outermost field renamed as in this double.
 fn renamed(behaviour: &Behaviour, kind: &str, answer: &Value) -> Value {
     let mut answer = answer.clone();
     if let Some((of, field, to)) = &behaviour.renamed

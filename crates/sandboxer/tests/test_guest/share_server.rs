@@ -16,15 +16,15 @@ use sandboxer_vmm::{ShareListener, ShareWay};
 
 use super::Pod;
 
-/// With what streams begin.
+/// Prefix of streams.
 pub const KEY: LinkKey = LinkKey::from_bytes([9; LinkKey::LEN]);
 const PROGRAM: &str = "sandboxer-share";
 
-/// A running server without a share. Dropping it ends it.
+/// A running server without a share. Dropping it kills it.
 pub struct ShareServer(Pid);
 
 impl ShareServer {
-    /// Serves whoever connects to `listener`.
+    /// Starts a server for the connections to `listener`.
     pub fn start(pod: &Pod, listener: ShareListener) -> Self {
         let root = pod.path("served");
         fs::create_dir(&root).unwrap();
@@ -35,7 +35,7 @@ impl ShareServer {
         };
         let mut program = Command::new(built());
         program.arg(socket.as_raw_fd().to_string()).arg(root).args(["256", &way]).stdin(Stdio::null());
-        // SAFETY: between fork and exec one system call is made.
+        // SAFETY: between fork and exec only one system call is made.
         unsafe { program.pre_exec(move || Ok(rustix::io::fcntl_setfd(&socket, FdFlags::empty())?)) };
         let started = program.stderr(Stdio::inherit()).output().unwrap();
         let words = String::from_utf8(started.stdout).unwrap();
@@ -50,7 +50,7 @@ impl Drop for ShareServer {
     }
 }
 
-/// The newest one that was built.
+/// Returns the newest one that was built.
 fn built() -> PathBuf {
     let target = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target");
     let built = ["debug", "release"].map(|profile| target.join(profile).join(PROGRAM));

@@ -208,7 +208,7 @@ impl Vmm for Qemu {
         let vm = self.start(spec, begin, vec![memory, state], self.jail(spec)?).await?;
         if let Err(error) = vm.load(state_fd).await {
             if let Err(left) = vm.kill().await {
-                tracing::error!(pod = %spec.pod, error = %left, "a VM that could not be restored stays");
+                tracing::error!(pod = %spec.pod, error = %left, "cannot kill a VM that was not restored");
             }
             return Err(error);
         }

@@ -87,6 +87,6 @@ mod tests {
         assert_eq!((told.bytes, told.bytes_per_second), (3000, 4000));
         assert_eq!((told.packets, told.packets_per_second), (14, 8));
         let again = message(counters(1000, 10), counters(0, 0), Duration::from_millis(500));
-        assert_eq!(again.bytes_per_second, 0, "an interface that was made anew");
+        assert_eq!(again.bytes_per_second, 0, "an interface that was created again");
     }
 }

@@ -48,7 +48,7 @@ mod tests {
     fn pods_keep_an_eighth_of_all_memory() {
         let dir = tempfile::tempdir().unwrap();
         let meminfo = Meminfo::at(dir.path().join("meminfo"));
-        assert_eq!(meminfo.spare(), Some(u64::MAX), "it is told by nobody");
+        assert_eq!(meminfo.spare(), Some(u64::MAX), "the host does not report it");
         for (available, spare) in [(900, Some(100 << 10)), (800, Some(0)), (799, None), (0, None)] {
             let text = format!("MemTotal:  6400 kB\nMemFree:  5 kB\nMemAvailable:  {available} kB\n");
             std::fs::write(&meminfo.0, text).unwrap();

@@ -103,7 +103,7 @@ pub enum ShareError {
         source: io::Error,
     },
     /// It ended before it served.
-    #[error("{program:?} does not serve shares of pod {pod}: {words}")]
+    #[error("{program:?} cannot serve shares of pod {pod}: {words}")]
     Refused {
         /// The pod.
         pod: SandboxId,

@@ -141,7 +141,7 @@ impl Server {
                 }
             }
             Err(error) => {
-                tracing::error!(pod = %self.pod, %error, "cannot end the process that serves shares")
+                tracing::error!(pod = %self.pod, %error, "cannot kill the process that serves shares")
             }
         }
     }

@@ -54,7 +54,7 @@ async fn a_guest_that_resets_itself_is_ended(subject: Subject) -> Result<Outcome
     let running = Running::of(&subject).await?;
     Guest::of(running.vm.as_ref()).await.tell("panic").await;
     let exit = tokio::time::timeout(LONG, running.vm.exited()).await.context("it was booted again")?;
-    ensure!(exit.how == "was ended after its guest reset itself", "{exit:?}");
+    ensure!(exit.how == "was killed after its guest reset itself", "{exit:?}");
     ensure!(exit.last_lines.iter().any(|line| line.contains("Kernel panic")), "{exit:?}");
     running.end().await
 }

@@ -329,7 +329,7 @@ impl Watched {
         let exit = self.process.exited().await;
         self.captures.drained().await;
         match self.cause.get() {
-            Some(cause) => format!("was ended after {cause}"),
+            Some(cause) => format!("was killed after {cause}"),
             None => exit.to_string(),
         }
     }

@@ -142,8 +142,8 @@ impl Link {
                 Err(_) => tracing::debug!(?limit, "agent did not answer CONNECT; retrying"),
             }
         }
-        let (times, words) = (ANSWER_SECONDS.len(), "the VMM did not answer CONNECT");
-        Err(io::Error::new(io::ErrorKind::TimedOut, format!("{words}, asked {times} times")))
+        let (times, words) = (ANSWER_SECONDS.len(), "VMM did not answer CONNECT");
+        Err(io::Error::new(io::ErrorKind::TimedOut, format!("{words} in {times} attempts")))
     }
 
     /// Connects to the agent; `None`: no process listens in the guest.

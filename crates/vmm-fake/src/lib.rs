@@ -199,7 +199,7 @@ impl Vmm for FakeVmm {
         }
         if let Some(memory) = &spec.memory_file {
             let pod = spec.pod.clone();
-            let host = |source| VmmError::Host { pod, action: "make", path: memory.clone(), source };
+            let host = |source| VmmError::Path { pod, action: "create", path: memory.clone(), source };
             fs::write(memory, "memory of a fake VM").map_err(host)?;
         }
         let vm = Arc::new(FakeVm {
@@ -253,7 +253,7 @@ impl Vmm for FakeVmm {
         }
         let host = |name: &str| {
             let (pod, path) = (spec.pod.clone(), frozen.dir().join(name));
-            move |source| VmmError::Host { pod, action: "read", path, source }
+            move |source| VmmError::Path { pod, action: "read", path, source }
         };
         frozen.file(MEMORY).map_err(host(MEMORY))?;
         let mut key = String::new();
@@ -348,9 +348,9 @@ impl FakeVm {
         })
     }
 
-    fn host_error(&self, action: &'static str, path: PathBuf) -> impl FnOnce(io::Error) -> VmmError {
+    fn path_error(&self, action: &'static str, path: PathBuf) -> impl FnOnce(io::Error) -> VmmError {
         let pod = self.record.pod.clone();
-        move |source| VmmError::Host { pod, action, path, source }
+        move |source| VmmError::Path { pod, action, path, source }
     }
 }
 
@@ -377,7 +377,7 @@ impl Vm for FakeVm {
         };
         self.cut_stream();
         let (ours, theirs) =
-            open().map_err(self.host_error("connect to", self.record.run_dir.join("agent.sock")))?;
+            open().map_err(self.path_error("connect to", self.record.run_dir.join("agent.sock")))?;
         if self.fault == Fault::NeverReady {
             lock(&self.unheard).push(theirs);
         } else {
@@ -395,7 +395,7 @@ impl Vm for FakeVm {
 
     async fn attach_disk(&self, disk: &DiskSpec) -> Result<(), VmmError> {
         self.reachable("attach_disk")?;
-        fs::metadata(&disk.path).map_err(self.host_error("attach", disk.path.clone()))?;
+        fs::metadata(&disk.path).map_err(self.path_error("attach", disk.path.clone()))?;
         let plugged = self.fault != Fault::RefusesDisks
             && self.disks.send_if_modified(|disks| {
                 let new = disks.iter().all(|known| known.serial != disk.serial);
@@ -423,7 +423,7 @@ impl Vm for FakeVm {
     fn listen_for_shares(&self) -> Result<ShareListener, VmmError> {
         let run_dir = &self.record.run_dir;
         let listener = socket::listen_anew(run_dir, SHARES)
-            .map_err(self.host_error("listen on", run_dir.join(SHARES)))?;
+            .map_err(self.path_error("listen on", run_dir.join(SHARES)))?;
         Ok(ShareListener { socket: listener.into(), way: ShareWay::Streams })
     }
 
@@ -442,13 +442,13 @@ impl Vm for FakeVm {
     async fn freeze(&self, dir: &Path) -> Result<(), VmmError> {
         self.reachable("freeze")?;
         let path = dir.join(STATE);
-        fs::write(&path, self.link_key.borrow().to_hex()).map_err(self.host_error("make", path))
+        fs::write(&path, self.link_key.borrow().to_hex()).map_err(self.path_error("create", path))
     }
 
     fn assign(&self, pod: &SandboxId, run_dir: &Path) -> Result<Arc<dyn Vm>, VmmError> {
         self.reachable("assign")?;
         fs::rename(&self.record.run_dir, run_dir)
-            .map_err(self.host_error("move a VM's directory to", run_dir.to_owned()))?;
+            .map_err(self.path_error("move a VM's directory to", run_dir.to_owned()))?;
         let record = VmRecord { pod: pod.clone(), run_dir: run_dir.to_owned(), ..self.record.clone() };
         let vm = Arc::new(Self { record, ..self.clone() });
         let mut vms = lock(&self.vms);

@@ -55,8 +55,8 @@ use self::{
     vsock::Link,
 };
 use super::{
-    FREEZABLE, Frozen, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError, VmmInfo,
-    run_dir::{Captures, Files, host, reopen},
+    FREEZABLE, Frozen, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError, VmmInfo, process,
+    run_dir::{Captures, Files, path_error, reopen},
 };
 
 /// As in [`VmmInfo::name`].
@@ -121,7 +121,7 @@ impl CloudHypervisor {
         let program = sandboxer_process::find(&self.program);
         let readable = [program.as_path(), &spec.kernel, &spec.initramfs];
         let jail = Jail::new(&spec.run_dir, &readable, &[Path::new("/dev/kvm")]);
-        jail.map(Jail::with_room).map_err(host(&spec.pod, "prepare a jail in", spec.run_dir.clone()))
+        jail.map(Jail::with_room).map_err(path_error(&spec.pod, "prepare a jail in", spec.run_dir.clone()))
     }
 
     /// Starts Cloud Hypervisor in `jail` and creates the VM.
@@ -130,27 +130,14 @@ impl CloudHypervisor {
         let mut files = Files::default();
         let control = files.listen(spec, api::SOCKET)?;
         let (events, told) =
-            Events::create(run_dir).map_err(host(pod, "make pipe", run_dir.join(events::FILE)))?;
+            Events::create(run_dir).map_err(path_error(pod, "create pipe", run_dir.join(events::FILE)))?;
         files.add(run_dir.join(events::FILE));
-        let (console, stdout) = io::pipe().map_err(host(pod, "capture output in", run_dir.clone()))?;
+        let (console, stdout) = io::pipe().map_err(path_error(pod, "capture output in", run_dir.clone()))?;
 
         let arguments = arguments(control.as_raw_fd(), told.as_raw_fd());
         let mut inherited = vec![control, told];
+        let boots = self.prepare(spec, begin, &mut inherited);
         let user = jail.user();
-        let boots = match begin {
-            Begin::Boot { memory } => {
-                let mut description = self.description(spec);
-                if let (Some(file), [zone]) = (&memory, &mut description.memory.zones[..]) {
-                    zone.file = template::inherited(file.as_raw_fd());
-                }
-                inherited.extend(memory);
-                Some(description)
-            }
-            Begin::Restore(source) => {
-                inherited.extend(source);
-                None
-            }
-        };
         let equipment = Equipment {
             inherited,
             stdout: Some(stdout.into()),
@@ -158,17 +145,10 @@ impl CloudHypervisor {
             jail: Some(jail),
             groups: spec.entries()?,
         };
-        let (program, dir) = (self.program.clone(), run_dir.clone());
-        let spawned = tokio::task::spawn_blocking(move || {
-            sandboxer_process::spawn(&program, arguments, &dir, equipment)
-        });
-        let (process, words) = spawned
-            .await
-            .unwrap_or_else(|panic| Err(io::Error::other(panic)))
-            .map_err(|source| VmmError::Spawn { pod: pod.clone(), program: self.program.clone(), source })?;
+        let (process, words) = process::spawn(&self.program, arguments, spec, equipment).await?;
         let captures = pipe::Receiver::from_owned_fd(console.into())
             .and_then(|console| Captures::start(words, console, run_dir, spec.console_log_bytes))
-            .map_err(host(pod, "capture output in", run_dir.clone()))?;
+            .map_err(path_error(pod, "capture output in", run_dir.clone()))?;
 
         let watched = Watched::new(pod, process.watched(), captures, events);
         let room = watched.room().await?;
@@ -177,24 +157,9 @@ impl CloudHypervisor {
             // Its agent announced itself before the freeze.
             None => Link::of_running,
         };
-        let link = listen(room.clone()).map_err(host(pod, "listen on", vsock::announcements().into()))?;
-        let api = Api::new(run_dir, self.boot_timeout);
-        match boots {
-            Some(description) => {
-                let shown = watched.show("vm.create", user, &spec.disks).await?;
-                watched.answered("vm.create", api.create(&description)).await?;
-                watched.answered("vm.boot", api.boot()).await?;
-                drop(shown);
-            }
-            None => watched.answered(template::CALL, api.restore(Path::new(template::DIR))).await?,
-        }
-        // A VM that is to be frozen gets none: a copy would require the taps of its template.
-        if spec.memory_file.is_none() {
-            let taps = spec.own_taps().map_err(host(pod, "pass on the taps of", run_dir.clone()))?;
-            for (nic, tap) in (0..).zip(taps) {
-                watched.answered("vm.add-net", api.add_net(&vm::nic(nic), vec![tap])).await?;
-            }
-        }
+        let link =
+            listen(room.clone()).map_err(path_error(pod, "listen on", vsock::announcements().into()))?;
+        self.create(spec, user, boots, &watched).await?;
         let record = VmRecord {
             pod: pod.clone(),
             run_dir: run_dir.clone(),
@@ -215,6 +180,53 @@ impl CloudHypervisor {
             call_timeout: self.call_timeout,
             freezable: Instant::now() + FREEZABLE,
         }))
+    }
+
+    /// Adds to `inherited` what the VM begins with. Returns the configuration of a VM that boots; `None`: it is
+    /// restored.
+    fn prepare(&self, spec: &VmSpec, begin: Begin, inherited: &mut Vec<OwnedFd>) -> Option<wire::VmConfig> {
+        match begin {
+            Begin::Boot { memory } => {
+                let mut description = self.description(spec);
+                if let (Some(file), [zone]) = (&memory, &mut description.memory.zones[..]) {
+                    zone.file = template::inherited(file.as_raw_fd());
+                }
+                inherited.extend(memory);
+                Some(description)
+            }
+            Begin::Restore(source) => {
+                inherited.extend(source);
+                None
+            }
+        }
+    }
+
+    /// Makes the VMM, which runs as `user`, boot the VM, or restore it, and attach its network interfaces.
+    async fn create(
+        &self,
+        spec: &VmSpec,
+        user: u32,
+        boots: Option<wire::VmConfig>,
+        watched: &Watched,
+    ) -> Result<(), VmmError> {
+        let api = Api::new(&spec.run_dir, self.boot_timeout);
+        match boots {
+            Some(description) => {
+                let shown = watched.show("vm.create", user, &spec.disks).await?;
+                watched.answered("vm.create", api.create(&description)).await?;
+                watched.answered("vm.boot", api.boot()).await?;
+                drop(shown);
+            }
+            None => watched.answered(template::CALL, api.restore(Path::new(template::DIR))).await?,
+        }
+        // A VM that is to be frozen gets no interfaces: a copy would require the taps of its template.
+        if spec.memory_file.is_none() {
+            let taps = spec.own_taps().map_err(|source| VmmError::Taps { pod: spec.pod.clone(), source })?;
+            for (nic, tap) in (0..).zip(taps) {
+                watched.answered("vm.add-net", api.add_net(&vm::nic(nic), vec![tap])).await?;
+            }
+        }
+        Ok(())
     }
 }
 
@@ -266,11 +278,7 @@ impl Vmm for CloudHypervisor {
 
 /// Adopts a VM as [`Vmm::adopt`] does, whichever program is installed now. `limit` applies to each call, also later.
 pub async fn adopt(record: &VmRecord, limit: Duration) -> Result<Option<Arc<dyn Vm>>, VmmError> {
-    let pod = &record.pod;
-    let proc = PathBuf::from(format!("/proc/{}", record.pid));
-    let found =
-        sandboxer_process::adopt(record.pid, record.start_time).map_err(host(pod, "look at", proc))?;
-    let Some(process) = found.map(Arc::new) else { return Ok(None) };
+    let Some(process) = record.process()?.map(Arc::new) else { return Ok(None) };
     match take_over(record, process.clone(), limit).await {
         Ok(vm) => Ok(Some(Arc::new(vm))),
         // Most likely because it ended meanwhile.
@@ -292,18 +300,21 @@ async fn take_over(
     let console = reopen(record, libc::STDOUT_FILENO)?;
     let captures = pipe::Receiver::from_owned_fd(console)
         .and_then(|console| Captures::start(words, console, run_dir, record.console_log_bytes))
-        .map_err(host(pod, "capture output in", run_dir.clone()))?;
-    let events = Events::open(run_dir).map_err(host(pod, "read", run_dir.join(events::FILE)))?;
-    let user = fs::metadata(run_dir).map(|dir| jail::user_of(&dir)).map_err(host(
+        .map_err(path_error(pod, "capture output in", run_dir.clone()))?;
+    let events = Events::open(run_dir).map_err(path_error(pod, "read", run_dir.join(events::FILE)))?;
+    let user = fs::metadata(run_dir).map(|dir| jail::user_of(&dir)).map_err(path_error(
         pod,
-        "look at",
+        "inspect",
         run_dir.clone(),
     ))?;
     let watched = Watched::new(pod, process, captures, events);
     let room = watched.room().await?;
     watched.clear().await?;
-    let link =
-        Link::of_running(room.clone()).map_err(host(pod, "listen on", vsock::announcements().into()))?;
+    let link = Link::of_running(room.clone()).map_err(path_error(
+        pod,
+        "listen on",
+        vsock::announcements().into(),
+    ))?;
     let api = Api::new(run_dir, limit);
     let ping = watched.answered("vmm.ping", api.ping()).await?;
     Version::of_running(&ping.version).map_err(|error| VmmError::Malformed {

@@ -1,13 +1,13 @@
 //! A VMM of an earlier daemon that may not answer: the daemon can only wait for its end, or kill it.
 
-use std::{fmt, path::PathBuf, sync::Arc, time::Duration};
+use std::{fmt, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use futures::future;
 use sandboxer_process::{Process, Written, strays};
 use sandboxer_protocol::id::SandboxId;
 
-use super::{VmExit, VmRecord, VmmError, run_dir::host};
+use super::{VmExit, VmRecord, VmmError, process::process_error, run_dir::path_error};
 
 /// How long a killed process may take to disappear before that is an error.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
@@ -35,22 +35,20 @@ pub struct HeldProcesses {
 impl HeldProcesses {
     /// Opens the process of a recorded VM. `None`: it has ended.
     pub fn of(record: &VmRecord) -> Result<Option<Self>, VmmError> {
-        let proc = PathBuf::from(format!("/proc/{}", record.pid));
-        let found = sandboxer_process::adopt(record.pid, record.start_time);
-        let found = found.map_err(host(&record.pod, "look at", proc))?;
+        let found = record.process()?;
         Ok(found.map(|process| Self { pod: record.pod.clone(), processes: vec![Arc::new(process)] }))
     }
 
     /// Opens the processes that were started for the VM of `pod` in `run_dir` without a record. `None`: there are
     /// none.
     pub fn strays(pod: &SandboxId, run_dir: &std::path::Path) -> Result<Option<Self>, VmmError> {
-        let strays = strays::of(run_dir).map_err(host(pod, "look for a VMM of", run_dir.to_owned()))?;
+        let strays =
+            strays::of(run_dir).map_err(path_error(pod, "search for a VMM of", run_dir.to_owned()))?;
         let mut processes = Vec::new();
         for stray in strays {
             let pid = stray.pid;
-            let proc = PathBuf::from(format!("/proc/{pid}"));
-            let held =
-                sandboxer_process::held(pid, stray.into_pidfd()).map_err(host(pod, "look at", proc))?;
+            let held = sandboxer_process::held(pid, stray.into_pidfd());
+            let held = held.map_err(process_error(pod, "inspect", pid))?;
             processes.extend(held.map(Arc::new));
         }
         Ok((!processes.is_empty()).then(|| Self { pod: pod.clone(), processes }))
@@ -72,8 +70,7 @@ impl Held for HeldProcesses {
 
     async fn end(&self) -> Result<(), VmmError> {
         for process in &self.processes {
-            let proc = PathBuf::from(format!("/proc/{}", process.pid()));
-            process.kill().map_err(host(&self.pod, "kill", proc))?;
+            process.kill().map_err(process_error(&self.pod, "kill", process.pid()))?;
         }
         let gone = tokio::time::timeout(KILL_TIMEOUT, self.ended()).await;
         gone.map(drop).map_err(|_| VmmError::Hung {

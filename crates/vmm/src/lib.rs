@@ -13,6 +13,7 @@ pub mod fuzzing;
 mod held;
 pub mod kvm;
 mod permit;
+mod process;
 pub mod qemu;
 mod qmp;
 mod room;
@@ -260,16 +261,39 @@ pub enum VmmError {
         /// What is wrong with it.
         reason: String,
     },
-    /// Something of the host failed.
+    /// A file, directory or socket of the host failed.
     #[error("cannot {action} {path:?} for the VMM of pod {pod}")]
-    Host {
+    Path {
         /// The pod.
         pod: SandboxId,
         /// What was attempted.
         action: &'static str,
-        /// On what.
+        /// The path.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The process of the VMM cannot be used.
+    #[error("cannot {action} VMM process {pid} of pod {pod}")]
+    Process {
+        /// The pod.
+        pod: SandboxId,
+        /// What was attempted.
+        action: &'static str,
+        /// The process id.
+        pid: u32,
+        /// The system's error.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The taps cannot be passed to the VMM.
+    #[error("cannot duplicate the taps of pod {pod} for its VMM")]
+    Taps {
+        /// The pod.
+        pod: SandboxId,
+        /// The system's error.
+        #[source]
         source: std::io::Error,
     },
 }

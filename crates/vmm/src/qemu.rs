@@ -40,8 +40,9 @@ use self::{
 use super::{
     FREEZABLE, Frozen, MEMORY, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError, VmmInfo,
     accelerator::{self, AcceleratorError},
+    process,
     qmp::Qmp,
-    run_dir::{Captures, Files, connect, host, reopen},
+    run_dir::{Captures, Files, connect, path_error, reopen},
     tsc,
 };
 
@@ -110,7 +111,7 @@ impl Qemu {
             Execution::Tcg { .. } => &[],
         };
         let jail = self.jail.then(|| Jail::new(&spec.run_dir, &readable, devices));
-        jail.transpose().map_err(host(&spec.pod, "prepare a jail in", spec.run_dir.clone()))
+        jail.transpose().map_err(path_error(&spec.pod, "prepare a jail in", spec.run_dir.clone()))
     }
 
     /// Starts QEMU in `jail` and connects to it. It inherits `inherited_files`, which `begin` may refer to.
@@ -122,13 +123,13 @@ impl Qemu {
         jail: Option<Jail>,
     ) -> Result<QemuVm, VmmError> {
         let pod = &spec.pod;
-        let open = |disk| vm::open(disk).map_err(host(pod, "attach", disk.path.clone()));
+        let open = |disk| vm::open(disk).map_err(path_error(pod, "attach", disk.path.clone()));
         let disks = spec.disks.iter().map(open).collect::<Result<Vec<_>, _>>()?;
         let mut files = Files::default();
         let control = files.listen(spec, CONTROL)?;
         let agent = files.listen(spec, AGENT)?;
         let console = files.listen(spec, CONSOLE)?;
-        let taps = spec.own_taps().map_err(host(pod, "pass on the taps of", spec.run_dir.clone()))?;
+        let taps = spec.own_taps().map_err(|source| VmmError::Taps { pod: pod.clone(), source })?;
         let numbers = Sockets {
             control: control.as_raw_fd(),
             agent: agent.as_raw_fd(),
@@ -145,18 +146,11 @@ impl Qemu {
         let control = connect(pod, &spec.run_dir, CONTROL)?;
         let console = connect(pod, &spec.run_dir, CONSOLE)?;
 
-        let (program, run_dir) = (self.program.clone(), spec.run_dir.clone());
         let (background, groups) = (spec.background, spec.entries()?);
         let equipment = Equipment { inherited, stdout: None, background, jail, groups };
-        let spawned = tokio::task::spawn_blocking(move || {
-            sandboxer_process::spawn(&program, arguments, &run_dir, equipment)
-        });
-        let (process, words) = spawned
-            .await
-            .unwrap_or_else(|panic| Err(io::Error::other(panic)))
-            .map_err(|source| VmmError::Spawn { pod: pod.clone(), program: self.program.clone(), source })?;
+        let (process, words) = process::spawn(&self.program, arguments, spec, equipment).await?;
         let captures = Captures::start(words, console, &spec.run_dir, spec.console_log_bytes)
-            .map_err(host(pod, "capture output in", spec.run_dir.clone()))?;
+            .map_err(path_error(pod, "capture output in", spec.run_dir.clone()))?;
         let qmp = self.take_control(pod, control, &process, &captures).await?;
 
         let record = VmRecord {
@@ -182,7 +176,9 @@ impl Vmm for Qemu {
         let jail = self.jail(spec)?;
         let owner = jail.as_ref().map(Jail::user);
         let memory = match &spec.memory_file {
-            Some(path) => Some(own_file(path, owner).map_err(host(&spec.pod, "make", path.clone()))?),
+            Some(path) => {
+                Some(own_file(path, owner).map_err(path_error(&spec.pod, "create", path.clone()))?)
+            }
             None => None,
         };
         let begin = Begin::Boot { memory: memory.as_ref().map(AsRawFd::as_raw_fd) };
@@ -201,7 +197,7 @@ impl Vmm for Qemu {
 
     async fn restore(&self, spec: &VmSpec, frozen: &Frozen) -> Result<Arc<dyn Vm>, VmmError> {
         let own = |name| {
-            frozen.file(name).map_err(host(&spec.pod, "open a template's file", frozen.dir().join(name)))
+            frozen.file(name).map_err(path_error(&spec.pod, "open template file", frozen.dir().join(name)))
         };
         let (memory, state) = (own(MEMORY)?, own(STATE)?);
         let (begin, state_fd) = (Begin::Restore { memory: memory.as_raw_fd() }, state.as_raw_fd());
@@ -216,14 +212,7 @@ impl Vmm for Qemu {
     }
 
     async fn adopt(&self, record: &VmRecord) -> Result<Option<Arc<dyn Vm>>, VmmError> {
-        let pod = &record.pod;
-        let proc = PathBuf::from(format!("/proc/{}", record.pid));
-        let found = sandboxer_process::adopt(record.pid, record.start_time).map_err(host(
-            pod,
-            "look at",
-            proc.clone(),
-        ))?;
-        let Some(process) = found else { return Ok(None) };
+        let Some(process) = record.process()? else { return Ok(None) };
         match self.take_over(record).await {
             Ok((qmp, captures)) => {
                 Ok(Some(Arc::new(self.vm(record.clone(), Arc::new(process), qmp, captures))))
@@ -250,11 +239,8 @@ impl Qemu {
         let VmRecord { pod, run_dir, .. } = record;
         let words = reopen(record, libc::STDERR_FILENO)?;
         let console = connect(pod, run_dir, CONSOLE)?;
-        let captures = Captures::start(words, console, run_dir, record.console_log_bytes).map_err(host(
-            pod,
-            "capture output in",
-            run_dir.clone(),
-        ))?;
+        let captures = Captures::start(words, console, run_dir, record.console_log_bytes)
+            .map_err(path_error(pod, "capture output in", run_dir.clone()))?;
         let control = connect(pod, run_dir, CONTROL)?;
         let qmp = Qmp::handshake(control, self.call_timeout).await.map_err(answer(pod, "the greeting"))?;
         Ok((qmp, captures))

@@ -74,7 +74,7 @@ impl Files {
     pub fn listen(&mut self, spec: &VmSpec, name: &str) -> Result<OwnedFd, VmmError> {
         let path = spec.run_dir.join(name);
         let listener =
-            socket::listen(&spec.run_dir, name).map_err(host(&spec.pod, "listen on", path.clone()))?;
+            socket::listen(&spec.run_dir, name).map_err(path_error(&spec.pod, "listen on", path.clone()))?;
         // Only files created here: an existing file may belong to a running VM.
         self.add(path);
         Ok(listener.into())
@@ -105,7 +105,7 @@ impl Drop for Files {
 
 /// Connects to the socket `name` of a VM.
 pub fn connect(pod: &SandboxId, run_dir: &Path, name: &str) -> Result<UnixStream, VmmError> {
-    socket::connect(run_dir, name).map_err(host(pod, "connect to", run_dir.join(name)))
+    socket::connect(run_dir, name).map_err(path_error(pod, "connect to", run_dir.join(name)))
 }
 
 /// Opens the pipe to which a running VMM writes through its descriptor `fd`. An earlier reader may be dead:
@@ -114,12 +114,16 @@ pub fn reopen(record: &VmRecord, fd: i32) -> Result<OwnedFd, VmmError> {
     let path = PathBuf::from(format!("/proc/{}/fd/{fd}", record.pid));
     match fs::File::open(&path) {
         Ok(file) => Ok(file.into()),
-        Err(source) => Err(host(&record.pod, "read", path)(source)),
+        Err(source) => Err(path_error(&record.pod, "read", path)(source)),
     }
 }
 
 /// Returns a function that turns the host's error into one that names the pod and what was attempted.
-pub fn host(pod: &SandboxId, action: &'static str, path: PathBuf) -> impl FnOnce(io::Error) -> VmmError {
+pub fn path_error(
+    pod: &SandboxId,
+    action: &'static str,
+    path: PathBuf,
+) -> impl FnOnce(io::Error) -> VmmError {
     let pod = pod.clone();
-    move |source| VmmError::Host { pod, action, path, source }
+    move |source| VmmError::Path { pod, action, path, source }
 }

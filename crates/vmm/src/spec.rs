@@ -102,7 +102,7 @@ impl VmSpec {
     /// Opens the files through which its VMM enters [`VmSpec::cgroup`].
     pub(super) fn entries(&self) -> Result<CgroupEntries, VmmError> {
         let opened = self.cgroup.as_ref().map(Cgroup::entries).transpose();
-        let opened = opened.map_err(|(path, source)| VmmError::Host {
+        let opened = opened.map_err(|(path, source)| VmmError::Path {
             pod: self.pod.clone(),
             action: "open control group",
             path,

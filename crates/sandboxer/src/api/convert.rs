@@ -5,7 +5,7 @@ use std::{
     net::IpAddr,
 };
 
-use k8s_cri::v1::{NamespaceMode, PodSandboxConfig};
+use k8s_cri::v1::{DnsConfig, NamespaceMode, PodSandboxConfig};
 use prost::Message;
 use sandboxer_base::{Code, chain};
 use sandboxer_config::Config;
@@ -64,16 +64,12 @@ pub fn pod_spec(
     let linux = asked.linux.unwrap_or_default();
     let security = linux.security_context.unwrap_or_default();
     let namespaces = security.namespace_options.unwrap_or_default();
-    let shares_host = |mode: i32| mode == NamespaceMode::Node as i32;
-    if shares_host(namespaces.pid) {
-        return Err(PodError::Unsupported(format!(
-            "pod {id}: the host's PID namespace is not available in a microVM pod"
-        )));
-    }
-    if shares_host(namespaces.ipc) {
-        return Err(PodError::Unsupported(format!(
-            "pod {id}: the host's IPC namespace is not available in a microVM pod"
-        )));
+    for (name, mode) in [("PID", namespaces.pid), ("IPC", namespaces.ipc)] {
+        if mode == NamespaceMode::Node as i32 {
+            return Err(PodError::Unsupported(format!(
+                "pod {id}: the host's {name} namespace is not available in a microVM pod"
+            )));
+        }
     }
     let hostname = hostname(asked.hostname, &metadata.name, &id).map_err(invalid)?;
     let cpus = std::thread::available_parallelism()
@@ -108,24 +104,27 @@ pub fn pod_spec(
         hostname,
         netns: (!request.netns_path.is_empty()).then(|| request.netns_path.clone().into()),
         ips: kept.ips(),
-        resolv_conf: asked.dns_config.map(|dns| {
-            let mut text = String::new();
-            for server in &dns.servers {
-                text += &format!("nameserver {server}\n");
-            }
-            if !dns.searches.is_empty() {
-                text += &format!("search {}\n", dns.searches.join(" "));
-            }
-            if !dns.options.is_empty() {
-                text += &format!("options {}\n", dns.options.join(" "));
-            }
-            text
-        }),
+        resolv_conf: asked.dns_config.as_ref().map(resolv_conf),
         cgroup_parent: linux.cgroup_parent,
         shared_pids: namespaces.pid == NamespaceMode::Pod as i32,
         sysctls: linux.sysctls.into_iter().collect::<BTreeMap<_, _>>(),
         id: id.clone(),
     })
+}
+
+/// Returns the content of `/etc/resolv.conf`.
+fn resolv_conf(dns: &DnsConfig) -> String {
+    let mut text = String::new();
+    for server in &dns.servers {
+        text += &format!("nameserver {server}\n");
+    }
+    if !dns.searches.is_empty() {
+        text += &format!("search {}\n", dns.searches.join(" "));
+    }
+    if !dns.options.is_empty() {
+        text += &format!("options {}\n", dns.options.join(" "));
+    }
+    text
 }
 
 /// Returns the requested hostname, or the valid part of the pod's name, else of its id.

@@ -240,7 +240,7 @@ impl Templates {
     /// template of an earlier daemon is built again, once.
     pub fn not_restored(self: &Arc<Self>, template: &Template, error: &VmmError) {
         // QEMU exits when it refuses. Errors of the host are not the template's.
-        if matches!(error, VmmError::Hung { .. } | VmmError::Host { .. } | VmmError::Spawn { .. }) {
+        if !matches!(error, VmmError::Died { .. } | VmmError::Refused { .. } | VmmError::Malformed { .. }) {
             return;
         }
         let (shape, key) = (template.shape, template.key.clone());

@@ -329,7 +329,7 @@ async fn half_a_template_is_refused_and_leaves_nothing(subject: Subject) -> Resu
         let names_it = match (&error, damaged, content) {
             (VmmError::Refused { call, .. }, "state.json", Some(_)) => call == "loading a template",
             (VmmError::Malformed { reason, .. }, _, Some(_)) => reason.contains("config.json"),
-            (VmmError::Host { path, .. }, _, None) => path.ends_with(damaged),
+            (VmmError::Path { path, .. }, _, None) => path.ends_with(damaged),
             _ => false,
         };
         ensure!(names_it, "{damaged} {content:?}: {error:?}");
@@ -383,7 +383,7 @@ async fn a_vmm_without_its_socket_is_told_from_a_dead_one(subject: Subject) -> R
     fs::remove_file(&socket)?;
     let error = running.vm.detach_disk("any").await.err().context("asked without a socket")?;
     ensure!(
-        matches!(&error, VmmError::Host { action: "connect to", path, .. } if *path == socket),
+        matches!(&error, VmmError::Path { action: "connect to", path, .. } if *path == socket),
         "{error:?}"
     );
     running.end().await

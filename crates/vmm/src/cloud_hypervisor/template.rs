@@ -25,7 +25,7 @@ use sandboxer_process::jail::Jail;
 use serde_json::Value;
 
 use super::wire;
-use crate::{Frozen, MEMORY, VmSpec, VmmError, room::Room, run_dir::host};
+use crate::{Frozen, MEMORY, VmSpec, VmmError, room::Room, run_dir::path_error};
 
 const CONFIG: &str = "config.json";
 const STATE: &str = "state.json";
@@ -64,13 +64,14 @@ pub fn make_memory(spec: &VmSpec, user: u32) -> Result<Option<OwnedFd>, VmmError
         fchown(&file, Some(user), Some(user))?;
         Ok(file.into())
     };
-    make().map(Some).map_err(host(&spec.pod, "make", path.clone()))
+    make().map(Some).map_err(path_error(&spec.pod, "create", path.clone()))
 }
 
 /// Returns what a VMM must inherit to restore a copy of `frozen`; links in `jail` lead to it.
 pub fn source(spec: &VmSpec, frozen: &Frozen, jail: &mut Jail) -> Result<[OwnedFd; 3], VmmError> {
-    let own =
-        |name| frozen.file(name).map_err(host(&spec.pod, "open a template's file", frozen.dir().join(name)));
+    let own = |name| {
+        frozen.file(name).map_err(path_error(&spec.pod, "open template file", frozen.dir().join(name)))
+    };
     let (memory, state, config) = (own(MEMORY)?, own(STATE)?, own(CONFIG)?);
     let malformed = |reason: String| VmmError::Malformed {
         pod: spec.pod.clone(),
@@ -87,7 +88,7 @@ pub fn source(spec: &VmSpec, frozen: &Frozen, jail: &mut Jail) -> Result<[OwnedF
         jail.link(&inherited(state.as_raw_fd()), (dir, STATE))?;
         Ok(file.into())
     };
-    let config = link().map_err(host(&spec.pod, "prepare", DIR.into()))?;
+    let config = link().map_err(path_error(&spec.pod, "prepare", DIR.into()))?;
     Ok([memory, state, config])
 }
 

@@ -26,7 +26,7 @@ use super::{
 use crate::{
     AgentStream, DiskSpec, ShareListener, ShareWay, Vm, VmExit, VmRecord, VmmError,
     room::{Room, shown as path_of},
-    run_dir::{Captures, Files, host},
+    run_dir::{Captures, path_error},
     spec::first_mac_text,
 };
 
@@ -60,7 +60,7 @@ impl Vm for CloudHypervisorVm {
         tokio::select! {
             stream = self.link.stream() => match stream {
                 Ok(stream) => Ok(Box::new(stream)),
-                Err(source) => Err(host(&self.record.pod, "connect to", path)(source)),
+                Err(source) => Err(path_error(&self.record.pod, "connect to", path)(source)),
             },
             _ = self.watched.process.exited() => Err(self.watched.died("a connection to the agent").await),
         }
@@ -68,7 +68,7 @@ impl Vm for CloudHypervisorVm {
 
     async fn attach_disk(&self, disk: &DiskSpec) -> Result<(), VmmError> {
         let pod = &self.record.pod;
-        fs::metadata(&disk.path).map_err(host(pod, "attach", disk.path.clone()))?;
+        fs::metadata(&disk.path).map_err(path_error(pod, "attach", disk.path.clone()))?;
         let call = format!("attaching {} as disk {}", disk.path.display(), disk.serial);
         // Stays in the jail until the VMM has answered.
         let _shown = self.watched.show(&call, self.user, std::slice::from_ref(disk)).await?;
@@ -92,7 +92,8 @@ impl Vm for CloudHypervisorVm {
 
     fn listen_for_shares(&self) -> Result<ShareListener, VmmError> {
         let name = vsock::shares();
-        let listener = self.room.listen(&name).map_err(host(&self.record.pod, "listen on", name.into()))?;
+        let listener =
+            self.room.listen(&name).map_err(path_error(&self.record.pod, "listen on", name.into()))?;
         Ok(ShareListener { socket: listener.into(), way: ShareWay::Streams })
     }
 
@@ -113,29 +114,24 @@ impl Vm for CloudHypervisorVm {
         let pod = &self.record.pod;
         // A connection that still exists in the copy would break its next ones.
         let closed = tokio::time::timeout(self.call_timeout, self.link.close()).await;
-        closed.unwrap_or_else(|_| Err(std::io::ErrorKind::TimedOut.into())).map_err(host(
+        closed.unwrap_or_else(|_| Err(std::io::ErrorKind::TimedOut.into())).map_err(path_error(
             pod,
             "close the agent's connection on",
             vsock::SOCKET.into(),
         ))?;
         tokio::time::sleep_until(self.freezable).await;
         self.pause().await?;
-        let written =
-            self.room.make_dir(template::FROZEN).map_err(host(pod, "make", template::FROZEN.into()))?;
+        let written = self.room.make_dir(template::FROZEN).map_err(path_error(
+            pod,
+            "create",
+            template::FROZEN.into(),
+        ))?;
         self.watched.answered("freezing the guest", self.api.snapshot(&written)).await?;
-        template::take(&self.room, dir).map_err(host(pod, "keep a frozen VM in", dir.to_owned()))
+        template::take(&self.room, dir).map_err(path_error(pod, "store a frozen VM in", dir.to_owned()))
     }
 
     fn assign(&self, pod: &SandboxId, run_dir: &Path) -> Result<Arc<dyn Vm>, VmmError> {
-        let proc = PathBuf::from(format!("/proc/{}", self.record.pid));
-        let process = &self.watched.process;
-        process.to_foreground().map_err(host(pod, "raise the priority of", proc))?;
-        fs::rename(&self.record.run_dir, run_dir).map_err(host(
-            pod,
-            "move a VM's directory to",
-            run_dir.to_owned(),
-        ))?;
-        let record = VmRecord { pod: pod.clone(), run_dir: run_dir.to_owned(), ..self.record.clone() };
+        let record = self.record.assign(&self.watched.process, pod, run_dir)?;
         Ok(Arc::new(Self {
             record,
             watched: Watched { pod: pod.clone(), ..self.watched.clone() },
@@ -156,17 +152,8 @@ impl Vm for CloudHypervisorVm {
     }
 
     async fn kill(&self) -> Result<(), VmmError> {
-        let pod = &self.record.pod;
-        let proc = PathBuf::from(format!("/proc/{}", self.record.pid));
-        self.watched.process.kill().map_err(host(pod, "kill", proc))?;
-        let limit = self.call_timeout;
-        tokio::time::timeout(limit, self.watched.process.exited()).await.map_err(|_| VmmError::Hung {
-            pod: pod.clone(),
-            call: "SIGKILL".into(),
-            limit,
-        })?;
-        drop(Files::of_ended(&self.record.run_dir, &[api::SOCKET, events::FILE]));
-        Ok(())
+        let files = [api::SOCKET, events::FILE];
+        self.record.kill(&self.watched.process, self.call_timeout, &files).await
     }
 }
 
@@ -264,7 +251,7 @@ impl Watched {
                 Err(self.died(&call).await)
             }
             Err(ApiError::Connect { path, source }) => {
-                Err(VmmError::Host { pod, action: "connect to", path, source })
+                Err(VmmError::Path { pod, action: "connect to", path, source })
             }
             Err(ApiError::Timeout(limit)) => Err(VmmError::Hung { pod, call, limit }),
             Err(ApiError::Refused { reason, .. }) => Err(VmmError::Refused { pod, call, reason }),
@@ -281,7 +268,7 @@ impl Watched {
             Err(_) if self.is_ending().await => Err(self.died("its start").await),
             Err(error) => {
                 let path = PathBuf::from(format!("/proc/{}/root", self.process.pid()));
-                Err(host(&self.pod, "look into the jail", path)(error))
+                Err(path_error(&self.pod, "open the jail", path)(error))
             }
         }
     }
@@ -297,14 +284,16 @@ impl Watched {
         let show = move || -> Result<Vec<Shown>, VmmError> {
             let show = |disk: &DiskSpec| {
                 let shown = Shown::new(process.clone(), user, disk);
-                shown.map_err(host(&pod, "show the VMM", disk.path.clone()))
+                shown.map_err(path_error(&pod, "mount disk", disk.path.clone()))
             };
             disks.iter().map(show).collect()
         };
         match tokio::task::spawn_blocking(show).await {
             Ok(Err(_)) if self.is_ending().await => Err(self.died(call).await),
             Ok(shown) => shown,
-            Err(ended) => Err(host(&self.pod, "show the VMM", "a disk".into())(std::io::Error::other(ended))),
+            Err(ended) => {
+                Err(path_error(&self.pod, "mount disks in", path_of(""))(std::io::Error::other(ended)))
+            }
         }
     }
 
@@ -312,9 +301,9 @@ impl Watched {
     pub(super) async fn clear(&self) -> Result<(), VmmError> {
         let process = self.process.clone();
         let cleared = tokio::task::spawn_blocking(move || shown::clear(&process)).await;
-        cleared.unwrap_or_else(|ended| Err(std::io::Error::other(ended))).map_err(host(
+        cleared.unwrap_or_else(|ended| Err(std::io::Error::other(ended))).map_err(path_error(
             &self.pod,
-            "take disks out of",
+            "unmount disks in",
             path_of(""),
         ))
     }

@@ -4,7 +4,7 @@
 //! measured to save, is in docs/decisions/0001-machine-type.md.
 
 use std::{
-    ffi::OsString,
+    ffi::{OsStr, OsString},
     fs,
     os::{fd::RawFd, unix::fs::FileTypeExt},
 };
@@ -87,82 +87,112 @@ pub fn vm(spec: &VmSpec, execution: Execution) -> Vec<String> {
 
 /// Returns QEMU's arguments for `spec`.
 pub fn arguments(spec: &VmSpec, execution: Execution, sockets: &Sockets, begin: Begin) -> Vec<OsString> {
-    let socket = |id: &str, fd: RawFd| format!("socket,id={id},fd={fd},server=on,wait=off");
-    let (accelerator, cpu, processors) = match execution {
-        Execution::Kvm => ("kvm", "host", spec.vcpus.to_string()),
-        // A code buffer smaller than QEMU's default boots sooner, but costs time right afterwards.
-        //
-        // To an emulator a string instruction is a loop over bytes. Without `erms` the guest clears, copies and
-        // fills eight bytes or a vector at a time instead: of the 18.0 million instructions from a
-        // container's creation to its first output, 2.0 million were single bytes.
-        //
-        // QEMU up to version 8.0 drops the guest's memory barriers if there can be only one processor, although
-        // devices read the guest's queues at the same time (fixed in 8.1: "Do not elide memory barriers for
-        // !CF_PARALLEL in system mode"). So one more processor is always possible; `nr_cpus` limits the kernel.
-        Execution::Tcg { .. } => {
-            ("tcg", "max,-erms,-fsrm", format!("{},maxcpus={}", spec.vcpus, spec.vcpus.max(2)))
-        }
-    };
-    let mut arguments: Vec<OsString> = Vec::new();
-    let mut add = |words: &[&dyn AsRef<std::ffi::OsStr>]| {
-        arguments.extend(words.iter().map(|word| word.as_ref().to_owned()));
-    };
-    add(&[&"-name", &format!("guest={}", spec.pod)]);
-    add(&[&"-nodefaults", &"-no-user-config", &"-display", &"none", &"-no-reboot"]);
+    let mut line = CommandLine::default();
+    line.add(&[&"-name", &format!("guest={}", spec.pod)]);
+    line.add(&[&"-nodefaults", &"-no-user-config", &"-display", &"none", &"-no-reboot"]);
     // QEMU runs a hostile guest and needs none of these. Costs under 5 % of the boot.
-    add(&[&"-sandbox", &"on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"]);
-    // Neither PIT nor PIC: the kernel gets its clock's frequency and needs no ticks to measure it.
-    // The RTC stays: without it a kernel probes for one second.
-    let mut vm =
-        "microvm,acpi=on,pcie=off,usb=off,pit=off,pic=off,rtc=on,isa-serial=on,auto-kernel-cmdline=off"
-            .to_owned();
-    let memory_in = |file: RawFd, share: &str| {
-        let size = spec.memory_mib;
-        format!("memory-backend-file,id=memory0,size={size}M,mem-path=/proc/self/fd/{file},share={share}")
-    };
-    let memory = match begin {
-        Begin::Boot { memory } => memory.map(|file| memory_in(file, "on")),
-        // Each write copies the page, for this VM only.
-        Begin::Restore { memory } => Some(memory_in(memory, "off")),
-    };
-    if let Some(memory) = &memory {
-        add(&[&"-object", memory]);
-        vm += ",memory-backend=memory0";
-    }
-    add(&[&"-machine", &vm]);
-    add(&[&"-accel", &accelerator, &"-cpu", &cpu]);
-    add(&[&"-smp", &processors, &"-m", &format!("{}M", spec.memory_mib)]);
+    line.add(&[&"-sandbox", &"on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"]);
+    line.add_board(spec, begin);
+    line.add_processors(spec, execution);
     match begin {
         Begin::Boot { .. } => {
-            let line = kernel_line(spec, execution);
-            add(&[&"-kernel", &spec.kernel, &"-initrd", &spec.initramfs, &"-append", &line]);
+            let kernel_line = kernel_line(spec, execution);
+            line.add(&[&"-kernel", &spec.kernel, &"-initrd", &spec.initramfs, &"-append", &kernel_line]);
         }
         // The kernel is in the memory already. Not loading it again saves 10 of 48 ms.
-        Begin::Restore { .. } => add(&[&"-S", &"-incoming", &"defer"]),
+        Begin::Restore { .. } => line.add(&[&"-S", &"-incoming", &"defer"]),
     }
-    add(&[&"-chardev", &socket("control", sockets.control), &"-mon", &"chardev=control,mode=control"]);
-    add(&[&"-chardev", &socket("console", sockets.console), &"-serial", &"chardev:console"]);
-    // Two ports, the first being reserved for a console: queues for 31 ports cost the guest 4.5 MB.
-    add(&[&"-device", &"virtio-serial-device,id=serial0,max_ports=2"]);
-    add(&[&"-chardev", &socket("agent", sockets.agent)]);
-    add(&[&"-device", &format!("virtserialport,bus=serial0.0,nr=1,chardev=agent,name={AGENT_PORT}")]);
-    add(&[&"-device", &"virtio-scsi-device,id=scsi0"]);
-    for (nic, tap) in (0..).zip(&sockets.taps) {
-        let mac = first_mac_text(nic);
-        add(&[&"-netdev", &format!("tap,id=tap{nic},fd={tap}")]);
-        // A copy of a template would announce an address that all copies have.
-        add(&[
-            &"-device",
-            &format!("virtio-net-device,id=nic{nic},netdev=tap{nic},mac={mac},guest_announce=off"),
+    line.add_devices(spec, sockets);
+    line.0
+}
+
+/// Arguments in the order in which QEMU gets them.
+#[derive(Default)]
+struct CommandLine(Vec<OsString>);
+
+impl CommandLine {
+    fn add(&mut self, words: &[&dyn AsRef<OsStr>]) {
+        self.0.extend(words.iter().map(|word| word.as_ref().to_owned()));
+    }
+
+    /// Adds the board, and the memory file of `begin`.
+    fn add_board(&mut self, spec: &VmSpec, begin: Begin) {
+        // Neither PIT nor PIC: the kernel gets its clock's frequency and needs no ticks to measure it.
+        // The RTC stays: without it a kernel probes for one second.
+        let mut board =
+            "microvm,acpi=on,pcie=off,usb=off,pit=off,pic=off,rtc=on,isa-serial=on,auto-kernel-cmdline=off"
+                .to_owned();
+        let memory_in = |file: RawFd, share: &str| {
+            let size = spec.memory_mib;
+            format!("memory-backend-file,id=memory0,size={size}M,mem-path=/proc/self/fd/{file},share={share}")
+        };
+        let memory = match begin {
+            Begin::Boot { memory } => memory.map(|file| memory_in(file, "on")),
+            // Each write copies the page, for this VM only.
+            Begin::Restore { memory } => Some(memory_in(memory, "off")),
+        };
+        if let Some(memory) = &memory {
+            self.add(&[&"-object", memory]);
+            board += ",memory-backend=memory0";
+        }
+        self.add(&[&"-machine", &board]);
+    }
+
+    /// Adds the processors, and the size of the memory.
+    fn add_processors(&mut self, spec: &VmSpec, execution: Execution) {
+        let (accelerator, cpu, processors) = match execution {
+            Execution::Kvm => ("kvm", "host", spec.vcpus.to_string()),
+            // A code buffer smaller than QEMU's default boots sooner, but costs time right afterwards.
+            //
+            // To an emulator a string instruction is a loop over bytes. Without `erms` the guest clears, copies and
+            // fills eight bytes or a vector at a time instead: of the 18.0 million instructions from a
+            // container's creation to its first output, 2.0 million were single bytes.
+            //
+            // QEMU up to version 8.0 drops the guest's memory barriers if there can be only one processor, although
+            // devices read the guest's queues at the same time (fixed in 8.1: "Do not elide memory barriers for
+            // !CF_PARALLEL in system mode"). So one more processor is always possible; `nr_cpus` limits the kernel.
+            Execution::Tcg { .. } => {
+                ("tcg", "max,-erms,-fsrm", format!("{},maxcpus={}", spec.vcpus, spec.vcpus.max(2)))
+            }
+        };
+        self.add(&[&"-accel", &accelerator, &"-cpu", &cpu]);
+        self.add(&[&"-smp", &processors, &"-m", &format!("{}M", spec.memory_mib)]);
+    }
+
+    /// Adds the control socket and the devices.
+    fn add_devices(&mut self, spec: &VmSpec, sockets: &Sockets) {
+        let socket = |id: &str, fd: RawFd| format!("socket,id={id},fd={fd},server=on,wait=off");
+        self.add(&[
+            &"-chardev",
+            &socket("control", sockets.control),
+            &"-mon",
+            &"chardev=control,mode=control",
         ]);
+        self.add(&[&"-chardev", &socket("console", sockets.console), &"-serial", &"chardev:console"]);
+        // Two ports, the first being reserved for a console: queues for 31 ports cost the guest 4.5 MB.
+        self.add(&[&"-device", &"virtio-serial-device,id=serial0,max_ports=2"]);
+        self.add(&[&"-chardev", &socket("agent", sockets.agent)]);
+        self.add(&[
+            &"-device",
+            &format!("virtserialport,bus=serial0.0,nr=1,chardev=agent,name={AGENT_PORT}"),
+        ]);
+        self.add(&[&"-device", &"virtio-scsi-device,id=scsi0"]);
+        for (nic, tap) in (0..).zip(&sockets.taps) {
+            let mac = first_mac_text(nic);
+            self.add(&[&"-netdev", &format!("tap,id=tap{nic},fd={tap}")]);
+            // A copy of a template would announce an address that all copies have.
+            self.add(&[
+                &"-device",
+                &format!("virtio-net-device,id=nic{nic},netdev=tap{nic},mac={mac},guest_announce=off"),
+            ]);
+        }
+        for ((disk, file), set) in spec.disks.iter().zip(&sockets.disks).zip(FIRST_DISK_SET..) {
+            self.add(&[&"-add-fd", &format!("fd={file},set={set}")]);
+            let node = block_node(disk, set);
+            self.add(&[&"-blockdev", &serde_json::to_string(&node).unwrap_or_default()]);
+            self.add(&[&"-device", &disk_device(&disk.serial).to_string()]);
+        }
     }
-    for ((disk, file), set) in spec.disks.iter().zip(&sockets.disks).zip(FIRST_DISK_SET..) {
-        add(&[&"-add-fd", &format!("fd={file},set={set}")]);
-        let node = block_node(disk, set);
-        add(&[&"-blockdev", &serde_json::to_string(&node).unwrap_or_default()]);
-        add(&[&"-device", &disk_device(&disk.serial).to_string()]);
-    }
-    arguments
 }
 
 /// Returns the kernel command line.

@@ -6,7 +6,7 @@ use std::{
         fd::{AsFd, OwnedFd, RawFd},
         unix::{self, fs::OpenOptionsExt},
     },
-    path::{Path, PathBuf},
+    path::Path,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -21,7 +21,7 @@ use super::command_line;
 use crate::{
     AgentStream, DiskSpec, MEMORY, ShareListener, ShareWay, Vm, VmExit, VmRecord, VmmError,
     qmp::{Qmp, QmpError},
-    run_dir::{Captures, Files, host},
+    run_dir::{Captures, path_error},
 };
 
 pub(super) const CONTROL: &str = "control.sock";
@@ -75,13 +75,13 @@ impl Vm for QemuVm {
             Ok(stream)
         };
         let stream =
-            fresh().map_err(host(&self.record.pod, "connect to", self.record.run_dir.join(AGENT)))?;
+            fresh().map_err(path_error(&self.record.pod, "connect to", self.record.run_dir.join(AGENT)))?;
         Ok(Box::new(stream))
     }
 
     async fn attach_disk(&self, disk: &DiskSpec) -> Result<(), VmmError> {
         let pod = &self.record.pod;
-        let file = open(disk).map_err(host(pod, "attach", disk.path.clone()))?;
+        let file = open(disk).map_err(path_error(pod, "attach", disk.path.clone()))?;
         let call = format!("attaching {} as disk {}", disk.path.display(), disk.serial);
         let limit = self.call_timeout;
         let added = async {
@@ -116,14 +116,15 @@ impl Vm for QemuVm {
             unix::fs::chown(socket::within(&socket::open(run_dir)?, SHARES), Some(user), Some(user))?;
             Ok(listener)
         });
-        let listener = listened.map_err(host(&self.record.pod, "listen on", run_dir.join(SHARES)))?;
+        let listener = listened.map_err(path_error(&self.record.pod, "listen on", run_dir.join(SHARES)))?;
         Ok(ShareListener { socket: listener.into(), way: ShareWay::Disk })
     }
 
     async fn connect_shares(&self) -> Result<(), VmmError> {
         let (pod, path) = (&self.record.pod, self.record.run_dir.join(SHARES));
         self.detach_disk(DISK_SERIAL).await?;
-        let socket = socket::handle(&self.record.run_dir, SHARES).map_err(host(pod, "hand over", path))?;
+        let socket =
+            socket::handle(&self.record.run_dir, SHARES).map_err(path_error(pod, "open socket", path))?;
         let limit = self.call_timeout;
         let connected = async {
             let handed = self.qmp.add_fd(socket, limit).await?;
@@ -150,22 +151,19 @@ impl Vm for QemuVm {
         self.pause().await?;
         // The VMM's user must not change the memory any more.
         let memory = dir.join(MEMORY);
-        unix::fs::chown(&memory, Some(0), Some(0)).map_err(host(&self.record.pod, "take back", memory))?;
+        unix::fs::chown(&memory, Some(0), Some(0)).map_err(path_error(
+            &self.record.pod,
+            "change the owner of",
+            memory,
+        ))?;
         let path = dir.join(STATE);
         let state = fs::File::options().write(true).create_new(true).mode(0o600).open(&path);
-        let state = state.map_err(host(&self.record.pod, "make", path))?;
+        let state = state.map_err(path_error(&self.record.pod, "create", path))?;
         self.qmp.save(state.into(), self.call_timeout).await.map_err(self.answer("freezing the guest"))
     }
 
     fn assign(&self, pod: &SandboxId, run_dir: &Path) -> Result<Arc<dyn Vm>, VmmError> {
-        let proc = PathBuf::from(format!("/proc/{}", self.record.pid));
-        self.process.to_foreground().map_err(host(pod, "raise the priority of", proc))?;
-        fs::rename(&self.record.run_dir, run_dir).map_err(host(
-            pod,
-            "move a VM's directory to",
-            run_dir.to_owned(),
-        ))?;
-        let record = VmRecord { pod: pod.clone(), run_dir: run_dir.to_owned(), ..self.record.clone() };
+        let record = self.record.assign(&self.process, pod, run_dir)?;
         Ok(Arc::new(Self { record, ..self.clone() }))
     }
 
@@ -180,17 +178,8 @@ impl Vm for QemuVm {
     }
 
     async fn kill(&self) -> Result<(), VmmError> {
-        let pod = &self.record.pod;
-        let proc = PathBuf::from(format!("/proc/{}", self.record.pid));
-        self.process.kill().map_err(host(pod, "kill", proc))?;
-        let limit = self.call_timeout;
-        tokio::time::timeout(limit, self.process.exited()).await.map_err(|_| VmmError::Hung {
-            pod: pod.clone(),
-            call: "SIGKILL".into(),
-            limit,
-        })?;
-        drop(Files::of_ended(&self.record.run_dir, &[CONTROL, AGENT, CONSOLE, SHARES]));
-        Ok(())
+        let files = [CONTROL, AGENT, CONSOLE, SHARES];
+        self.record.kill(&self.process, self.call_timeout, &files).await
     }
 }
 

@@ -1,39 +1,27 @@
 //! QEMU's control protocol (QMP), the part that is used here: typed, bounded, with time limits.
 //!
 //! One task owns the socket. Commands carry an id and are answered in any order; if a command's caller has
-//! given up, its late answer is dropped. QEMU runs a hostile guest, so a line over [`MAX_LINE`] ends the
+//! given up, its late answer is dropped. QEMU runs a hostile guest, so a line over [`connection::MAX_LINE`] ends the
 //! connection.
 
-use std::{
-    collections::HashMap,
-    io::{self, IoSlice},
-    mem::MaybeUninit,
-    os::fd::{AsFd, OwnedFd},
-    time::Duration,
-};
+mod block;
+mod connection;
 
-use futures::{SinkExt, StreamExt};
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-use serde::{Deserialize, Serialize};
+use std::{os::fd::OwnedFd, time::Duration};
+
+use sandboxer_base::failpoint::pass;
+use serde::Serialize;
 use serde_json::{Value, json};
 use tokio::{
-    io::Interest,
     net::UnixStream,
     sync::{broadcast, mpsc, oneshot},
     time::timeout,
 };
-use tokio_util::codec::{Framed, LinesCodec, LinesCodecError};
 
-use sandboxer_base::failpoint::pass;
-
-/// Longest line accepted, bytes.
-const MAX_LINE: usize = 256 << 10;
-/// Initial size of the read and write buffers of each VMM, bytes; the codec's default is 8 KiB each.
-const BUFFER: usize = 1 << 10;
-/// Longest explanation of a refusal that is kept, characters.
-const MAX_REASON: usize = 400;
-/// Commands that may wait for the socket.
-const QUEUE: usize = 16;
+pub use self::block::{BlockFile, BlockNode, NbdNode, UnixServer};
+#[cfg(fuzzing)]
+pub(crate) use self::connection::is_message;
+use self::connection::{Event, Message, QUEUE, Request, converse, next};
 
 /// Why a command had no effect, or may have had none.
 #[derive(Debug, thiserror::Error)]
@@ -64,77 +52,6 @@ pub struct Qmp {
     events: broadcast::Sender<Event>,
 }
 
-/// An event, by name, with its data.
-#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
-pub struct Event {
-    /// Such as `DEVICE_DELETED`.
-    #[serde(rename = "event")]
-    pub name: String,
-    /// Its data.
-    #[serde(default)]
-    pub data: EventData,
-}
-
-/// The parts of an event's data that are used.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
-pub struct EventData {
-    /// Id of the device.
-    pub device: Option<String>,
-    /// Progress of a migration.
-    pub status: Option<String>,
-}
-
-/// A command of QMP's `blockdev-add`: a raw image in a file or on a block device.
-#[derive(Debug, Clone, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub struct BlockNode {
-    /// Always "raw".
-    pub driver: &'static str,
-    /// Its name.
-    pub node_name: String,
-    /// It cannot be written.
-    pub read_only: bool,
-    /// "unmap" if freed blocks are returned to the host.
-    pub discard: &'static str,
-    /// Where the bytes are.
-    pub file: BlockFile,
-}
-
-/// Where a [`BlockNode`]'s bytes are.
-#[derive(Debug, Clone, Serialize)]
-pub struct BlockFile {
-    /// "file" or "host_device".
-    pub driver: &'static str,
-    /// Its path.
-    pub filename: String,
-    /// As in [`BlockNode`]: how the host's file is opened.
-    #[serde(rename = "read-only")]
-    pub read_only: bool,
-    /// As in [`BlockNode`].
-    pub discard: &'static str,
-}
-
-/// A command of QMP's `blockdev-add`: a disk that is served by NBD.
-#[derive(Debug, Clone, Serialize)]
-#[serde(rename_all = "kebab-case")]
-pub struct NbdNode {
-    /// Always "nbd".
-    pub driver: &'static str,
-    /// Its name.
-    pub node_name: String,
-    /// Its server.
-    pub server: UnixServer,
-}
-
-/// The server of an NBD disk.
-#[derive(Debug, Clone, Serialize)]
-pub struct UnixServer {
-    /// Always "unix".
-    pub r#type: &'static str,
-    /// Path of its socket.
-    pub path: String,
-}
-
 /// A file that was passed to QEMU.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AddedFd {
@@ -144,45 +61,10 @@ pub struct AddedFd {
     pub number: u64,
 }
 
-#[derive(Debug)]
-struct Request {
-    command: Value,
-    /// Passed with the command.
-    fd: Option<OwnedFd>,
-    answer: oneshot::Sender<Result<Value, QmpError>>,
-}
-
-/// A line from QEMU.
-#[derive(Deserialize)]
-#[serde(untagged)]
-enum Message {
-    Answer {
-        id: u64,
-        r#return: Value,
-    },
-    Error {
-        id: Option<u64>,
-        error: ErrorBody,
-    },
-    Event(Event),
-    Greeting {
-        #[serde(rename = "QMP")]
-        _greeting: Value,
-    },
-}
-
-#[derive(Deserialize)]
-struct ErrorBody {
-    class: String,
-    desc: String,
-}
-
-type Wire = Framed<UnixStream, LinesCodec>;
-
 impl Qmp {
     /// Waits for QEMU's greeting and enters command mode, all within `limit`.
     pub async fn handshake(socket: UnixStream, limit: Duration) -> Result<Self, QmpError> {
-        let mut wire = Framed::with_capacity(socket, LinesCodec::new_with_max_length(MAX_LINE), BUFFER);
+        let mut wire = connection::open(socket);
         let greeting = async {
             match next(&mut wire).await? {
                 Message::Greeting { .. } => Ok(()),
@@ -343,108 +225,14 @@ async fn until<T>(
     timeout(limit, found).await.map_err(|_| QmpError::Timeout(limit))?
 }
 
-/// Carries commands and answers until either side is gone. Pending commands then get [`QmpError::Closed`].
-async fn converse(mut wire: Wire, mut queue: mpsc::Receiver<Request>, events: broadcast::Sender<Event>) {
-    let mut waiting: HashMap<u64, oneshot::Sender<Result<Value, QmpError>>> = HashMap::new();
-    for id in 0.. {
-        let request = loop {
-            tokio::select! {
-                request = queue.recv() => break request,
-                message = next(&mut wire) => match message {
-                    Ok(message) => deliver(message, &mut waiting, &events),
-                    Err(error) => {
-                        tracing::debug!(%error, "QMP connection ended");
-                        return;
-                    }
-                },
-            }
-        };
-        let Some(Request { mut command, fd, answer }) = request else {
-            return;
-        };
-        waiting.retain(|_, caller| !caller.is_closed());
-        command["id"] = id.into();
-        waiting.insert(id, answer);
-        let sent = match fd {
-            Some(fd) => send_with(wire.get_ref(), format!("{command}\n").as_bytes(), &fd).await,
-            None => wire.send(command.to_string()).await.map_err(|error| match error {
-                LinesCodecError::Io(error) => error,
-                LinesCodecError::MaxLineLengthExceeded => io::ErrorKind::InvalidInput.into(),
-            }),
-        };
-        if sent.is_err() {
-            return;
-        }
-    }
-}
-
-/// Sends a line, and a descriptor with its first byte. No other line may be waiting to be sent.
-async fn send_with(socket: &UnixStream, line: &[u8], fd: &OwnedFd) -> io::Result<()> {
-    let fds = [fd.as_fd()];
-    let mut sent = 0;
-    while sent < line.len() {
-        sent += socket
-            .async_io(Interest::WRITABLE, || {
-                let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-                let mut ancillary = SendAncillaryBuffer::new(&mut space);
-                if sent == 0 {
-                    ancillary.push(SendAncillaryMessage::ScmRights(&fds));
-                }
-                Ok(sendmsg(socket, &[IoSlice::new(&line[sent..])], &mut ancillary, SendFlags::NOSIGNAL)?)
-            })
-            .await?;
-    }
-    Ok(())
-}
-
-fn deliver(
-    message: Message,
-    waiting: &mut HashMap<u64, oneshot::Sender<Result<Value, QmpError>>>,
-    events: &broadcast::Sender<Event>,
-) {
-    // The caller or subscriber may be gone.
-    match message {
-        Message::Answer { id, r#return } => {
-            waiting.remove(&id).map(|caller| caller.send(Ok(r#return)));
-        }
-        Message::Error { id, error } => {
-            let reason = error.desc.chars().take(MAX_REASON).collect();
-            let refused = QmpError::Refused { class: error.class, reason };
-            id.and_then(|id| waiting.remove(&id)).map(|caller| caller.send(Err(refused)));
-        }
-        Message::Event(event) => {
-            let _ = events.send(event);
-        }
-        Message::Greeting { .. } => {}
-    }
-}
-
-/// Reads the next message.
-async fn next(wire: &mut Wire) -> Result<Message, QmpError> {
-    match wire.next().await {
-        Some(Ok(line)) => parse(&line),
-        Some(Err(LinesCodecError::MaxLineLengthExceeded)) => {
-            Err(QmpError::Malformed(format!("a line is longer than {MAX_LINE} bytes")))
-        }
-        Some(Err(LinesCodecError::Io(_))) | None => Err(QmpError::Closed),
-    }
-}
-
-fn parse(line: &str) -> Result<Message, QmpError> {
-    serde_json::from_str(line).map_err(|error| QmpError::Malformed(format!("not a QMP message: {error}")))
-}
-
-/// Returns whether `line` is a message that QEMU may send.
-#[cfg(fuzzing)]
-pub(crate) fn is_message(line: &str) -> bool {
-    parse(line).is_ok()
-}
-
 #[cfg(test)]
 mod tests {
     use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
 
-    use super::*;
+    use super::{
+        connection::{MAX_LINE, MAX_REASON},
+        *,
+    };
 
     const LIMIT: Duration = Duration::from_secs(5);
 

@@ -15,7 +15,9 @@ use async_trait::async_trait;
 use rustix::net::Shutdown;
 use sandboxer_process::{Written, socket};
 use sandboxer_protocol::{boot::BootParams, id::SandboxId, link::LinkKey};
-use sandboxer_vmm::{AgentStream, DiskSpec, Held, ShareListener, ShareWay, Vm, VmExit, VmRecord, VmmError};
+use sandboxer_vmm::{
+    AgentStream, DiskSpec, Held, ShareListener, ShareTransport, Vm, VmExit, VmRecord, VmmError,
+};
 use tokio::{net::UnixStream, sync::watch};
 
 use crate::{
@@ -160,7 +162,7 @@ impl Vm for FakeVm {
         let run_dir = &self.record.run_dir;
         let listener = socket::listen_anew(run_dir, SHARES)
             .map_err(self.path_error("listen on", run_dir.join(SHARES)))?;
-        Ok(ShareListener { socket: listener.into(), way: ShareWay::Streams })
+        Ok(ShareListener { socket: listener.into(), transport: ShareTransport::Streams })
     }
 
     async fn connect_shares(&self) -> Result<(), VmmError> {

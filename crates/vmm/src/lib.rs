@@ -132,13 +132,13 @@ pub struct ShareListener {
     /// Only the VMM connects to it.
     pub socket: OwnedFd,
     /// What each connection carries.
-    pub way: ShareWay,
+    pub transport: ShareTransport,
 }
 
 /// How a guest's file requests arrive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum ShareWay {
+pub enum ShareTransport {
     /// Through a disk of the guest: the VMM reads and writes it by NBD. See `sandboxer_protocol::share`.
     Disk,
     /// Through connections that the guest opens; each is a stream of its own.

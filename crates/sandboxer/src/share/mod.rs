@@ -27,7 +27,7 @@ use sandboxer_protocol::{
     share::{DISK_SERIAL, GUEST_DIR},
 };
 use sandboxer_share::attach::{Access, AttachError};
-use sandboxer_vmm::{ShareWay, Vm, VmmError};
+use sandboxer_vmm::{ShareTransport, Vm, VmmError};
 use serde::{Deserialize, Serialize};
 
 use self::server::Server;
@@ -74,8 +74,8 @@ pub struct ShareRecord {
     /// Its start, clock ticks since boot.
     pub start_time: u64,
     /// How the guest's requests reach it. Records of earlier daemons have none.
-    #[serde(default)]
-    pub way: Option<ShareWay>,
+    #[serde(default, rename = "way")]
+    pub transport: Option<ShareTransport>,
     /// Prefix of each of the guest's streams, if the requests arrive by streams.
     #[serde(default)]
     pub key: Option<LinkKey>,
@@ -237,9 +237,9 @@ impl Shares {
     /// Makes the guest mount its shares, with this server behind them.
     async fn lead(&self, vm: &dyn Vm, agent: &Agent, server: &Server) -> Result<(), ShareError> {
         vm.connect_shares().await?;
-        let disk = match server.way() {
-            ShareWay::Disk => DISK_SERIAL,
-            ShareWay::Streams => "",
+        let disk = match server.transport() {
+            ShareTransport::Disk => DISK_SERIAL,
+            ShareTransport::Streams => "",
         };
         match agent.mount_shares(disk, server.key()).await? {
             true => Ok(()),

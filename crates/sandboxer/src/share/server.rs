@@ -10,7 +10,7 @@ use std::{
 use sandboxer_process::Equipment;
 use sandboxer_protocol::{id::SandboxId, link::LinkKey};
 use sandboxer_share::attach::{AttachError, Tree, put};
-use sandboxer_vmm::{ShareListener, ShareWay};
+use sandboxer_vmm::{ShareListener, ShareTransport};
 use tokio::{io::AsyncReadExt, net::unix::pipe};
 
 use super::{Share, ShareError, ShareRecord};
@@ -58,8 +58,8 @@ impl Server {
             }
             _ => {}
         }
-        let ShareListener { socket, way } = listener;
-        let key = (way == ShareWay::Streams).then(LinkKey::random);
+        let ShareListener { socket, transport } = listener;
+        let key = (transport == ShareTransport::Streams).then(LinkKey::random);
         let arguments = vec![
             socket.as_raw_fd().to_string().into(),
             root.into(),
@@ -84,7 +84,7 @@ impl Server {
         };
         starting.keep();
         let found = sandboxer_process::child(pid).map_err(failed("watch", &program))?;
-        let record = ShareRecord { pid, start_time: found.start_time(), way: Some(way), key };
+        let record = ShareRecord { pid, start_time: found.start_time(), transport: Some(transport), key };
         note(run_dir, &record).map_err(failed("write", &run_dir.join(RECORD)))?;
         Ok(Self { pod: pod.clone(), run_dir: run_dir.to_owned(), process: Some(found), record })
     }
@@ -108,9 +108,9 @@ impl Server {
     }
 
     /// Returns how the guest's requests reach it.
-    pub fn way(&self) -> ShareWay {
+    pub fn transport(&self) -> ShareTransport {
         // An earlier daemon's process knew neither: the agent reports that.
-        self.record.way.unwrap_or(ShareWay::Disk)
+        self.record.transport.unwrap_or(ShareTransport::Disk)
     }
 
     /// Returns the prefix of each of the guest's streams.

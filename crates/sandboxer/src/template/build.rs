@@ -28,6 +28,9 @@ pub enum BuildError {
     /// Its VM failed.
     #[error("the VM for a template failed")]
     Vm(#[from] VmmError),
+    /// The taps for its VM cannot be created.
+    #[error("cannot create taps for the VM of a template")]
+    Taps(#[source] io::Error),
     /// Its agent failed, or was never ready.
     #[error("the agent of the VM for a template failed")]
     Agent(#[from] PodError),
@@ -86,10 +89,10 @@ impl Builder {
         let key = inputs.key();
         let dir = self.root.join(format!(".{key}"));
         for dir in [&dir, &self.run_dir] {
-            clear(dir).and_then(|()| make(dir)).map_err(TemplateError::host("make", dir))?;
+            clear(dir).and_then(|()| make(dir)).map_err(TemplateError::path("create", dir))?;
         }
         let mut spec = self.spec(inputs.shape, &dir);
-        let taps = self.tap_pool.taps(spec.nics).map_err(TemplateError::host("make taps for", &dir))?;
+        let taps = self.tap_pool.taps(spec.nics).map_err(BuildError::Taps)?;
         spec.taps = taps.into_iter().map(|(tap, _)| tap.into()).collect();
         let frozen = self.freeze(&spec, &dir).await;
         if let Err(error) = clear(&self.run_dir) {
@@ -102,7 +105,7 @@ impl Builder {
             Ok(()) if !is_current => Err(BuildError::Changed),
             Ok(()) => {
                 let kept = tokio::task::spawn_blocking(move || keep(&from, &target, inputs, link_key)).await;
-                kept.unwrap_or_else(|panic| Err(TemplateError::host("write", &dir)(io::Error::other(panic))))
+                kept.unwrap_or_else(|panic| Err(TemplateError::path("write", &dir)(io::Error::other(panic))))
                     .map_err(BuildError::from)
             }
             Err(error) => Err(error),
@@ -154,8 +157,8 @@ pub fn template_id() -> SandboxId {
 fn keep(dir: &Path, target: &Path, inputs: Inputs, link_key: LinkKey) -> Result<(), TemplateError> {
     image::write(dir, inputs, link_key, now_ns())?;
     // An existing one was found to be damaged.
-    clear(target).map_err(TemplateError::host("replace", target))?;
-    fs::rename(dir, target).map_err(TemplateError::host("put into place", target))
+    clear(target).map_err(TemplateError::path("replace", target))?;
+    fs::rename(dir, target).map_err(TemplateError::path("rename to", target))
 }
 
 fn make(dir: &Path) -> io::Result<()> {

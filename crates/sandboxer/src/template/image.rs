@@ -61,14 +61,15 @@ struct Sealed {
 /// Why a template cannot be used, or built.
 #[derive(Debug, thiserror::Error)]
 pub enum TemplateError {
-    /// Something of the host failed.
+    /// A file or directory of it failed.
     #[error("cannot {action} {path:?} of a template")]
-    Host {
+    Path {
         /// What was attempted.
         action: &'static str,
-        /// On what.
+        /// The path.
         path: PathBuf,
         /// The system's error.
+        #[source]
         source: io::Error,
     },
     /// It is not what was written.
@@ -90,20 +91,20 @@ pub enum TemplateError {
 }
 
 impl TemplateError {
-    pub(super) fn host(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
-        move |source| Self::Host { action, path: path.to_owned(), source }
+    pub(super) fn path(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::Path { action, path: path.to_owned(), source }
     }
 }
 
 /// Writes the manifest for the files that a VMM wrote to `dir`, and syncs everything.
 pub fn write(dir: &Path, inputs: Inputs, link_key: LinkKey, made_at_ns: u64) -> Result<(), TemplateError> {
     let mut files = BTreeMap::new();
-    for entry in fs::read_dir(dir).map_err(TemplateError::host("read", dir))? {
-        let entry = entry.map_err(TemplateError::host("read", dir))?;
+    for entry in fs::read_dir(dir).map_err(TemplateError::path("read", dir))? {
+        let entry = entry.map_err(TemplateError::path("read", dir))?;
         let path = entry.path();
-        let file = File::open(&path).map_err(TemplateError::host("open", &path))?;
-        let checksum = pages::checksum(&file).map_err(TemplateError::host("read", &path))?;
-        file.sync_all().map_err(TemplateError::host("sync", &path))?;
+        let file = File::open(&path).map_err(TemplateError::path("open", &path))?;
+        let checksum = pages::checksum(&file).map_err(TemplateError::path("read", &path))?;
+        file.sync_all().map_err(TemplateError::path("sync", &path))?;
         files.insert(entry.file_name().to_string_lossy().into_owned(), checksum);
     }
     let manifest = Manifest { inputs, link_key, made_at_ns, files };
@@ -115,15 +116,15 @@ pub fn write(dir: &Path, inputs: Inputs, link_key: LinkKey, made_at_ns: u64) -> 
         file.sync_all()?;
         File::open(dir)?.sync_all()
     };
-    write().map_err(TemplateError::host("write", &path))
+    write().map_err(TemplateError::path("write", &path))
 }
 
 /// Reads the manifest of a template; its files are checked only when they are read.
 pub fn manifest(dir: &Path) -> Result<Manifest, TemplateError> {
     let path = dir.join(MANIFEST);
     let mut text = Vec::new();
-    let file = File::open(&path).map_err(TemplateError::host("open", &path))?;
-    file.take(MAX_MANIFEST).read_to_end(&mut text).map_err(TemplateError::host("read", &path))?;
+    let file = File::open(&path).map_err(TemplateError::path("open", &path))?;
+    file.take(MAX_MANIFEST).read_to_end(&mut text).map_err(TemplateError::path("read", &path))?;
     parse(&text, dir)
 }
 
@@ -151,8 +152,8 @@ pub fn load(dir: &Path) -> Result<Template, TemplateError> {
     let mut files = BTreeMap::new();
     for (name, written) in &manifest.files {
         let path = dir.join(name);
-        let file = File::open(&path).map_err(TemplateError::host("open", &path))?;
-        let (sealed, found) = pages::seal(&file, name).map_err(TemplateError::host("read", &path))?;
+        let file = File::open(&path).map_err(TemplateError::path("open", &path))?;
+        let (sealed, found) = pages::seal(&file, name).map_err(TemplateError::path("read", &path))?;
         if found.bytes != written.bytes {
             let reason = format!("it has {} bytes, expected {}", found.bytes, written.bytes);
             return Err(TemplateError::Damaged { path, reason });

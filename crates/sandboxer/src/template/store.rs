@@ -158,7 +158,7 @@ impl Templates {
         let (fits, bytes) = self
             .blocking(move |all| {
                 let bounded = all.keep_within_bounds(Some(&kept));
-                Ok((bounded.map_err(TemplateError::host("keep bounds beside", &dir))?, taken(&dir)))
+                Ok((bounded.map_err(TemplateError::path("remove other templates than", &dir))?, taken(&dir)))
             })
             .await?;
         self.slots().entry(shape).or_default().bytes = bytes;
@@ -200,7 +200,7 @@ impl Templates {
         // It will need as much space as the last time.
         let bytes = self.slots().entry(shape).or_default().bytes;
         let room = self.blocking(move |all| {
-            let kept = all.kept(None).map_err(TemplateError::host("look at", &all.builder.root))?;
+            let kept = all.kept(None).map_err(TemplateError::path("list", &all.builder.root))?;
             Ok(bounds::doomed(kept, Some(bytes), &all.bounds).is_some())
         });
         if !room.await? {
@@ -221,7 +221,7 @@ impl Templates {
 
     async fn discard(self: &Arc<Self>, key: TemplateKey) -> Result<(), TemplateError> {
         let dir = self.builder.root.join(&key);
-        self.blocking(move |all| all.remove(&key).map(drop).map_err(TemplateError::host("remove", &dir)))
+        self.blocking(move |all| all.remove(&key).map(drop).map_err(TemplateError::path("remove", &dir)))
             .await
     }
 
@@ -232,7 +232,7 @@ impl Templates {
     ) -> Result<T, TemplateError> {
         let templates = self.clone();
         tokio::task::spawn_blocking(move || work(&templates)).await.unwrap_or_else(|panic| {
-            Err(TemplateError::host("work in", &self.builder.root)(io::Error::other(panic)))
+            Err(TemplateError::path("use", &self.builder.root)(io::Error::other(panic)))
         })
     }
 
@@ -333,8 +333,8 @@ impl Templates {
 
     fn survey(&self, shape: Shape) -> Result<InputDigest, TemplateError> {
         let spec = self.builder.spec(shape, Path::new(""));
-        self.surveyor.survey(self.builder.vmm.as_ref(), &spec).map_err(|(path, source)| TemplateError::Host {
-            action: "take the hash of an input",
+        self.surveyor.survey(self.builder.vmm.as_ref(), &spec).map_err(|(path, source)| TemplateError::Path {
+            action: "hash the input",
             path,
             source,
         })

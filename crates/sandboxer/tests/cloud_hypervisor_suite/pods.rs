@@ -17,7 +17,7 @@ use sandboxer_protocol::{
     link::LinkKey,
     share::{Head, REQUEST_HEAD, SLOTS, opcode, u32_at},
 };
-use sandboxer_vmm::{MEMORY, ShareWay, Vm, VmSpec, Vmm, cloud_hypervisor::CloudHypervisor};
+use sandboxer_vmm::{MEMORY, ShareTransport, Vm, VmSpec, Vmm, cloud_hypervisor::CloudHypervisor};
 
 use super::{Case, LONG, Outcome, Subject, kvm_unusable, skipped, trial};
 use crate::{
@@ -144,7 +144,7 @@ async fn a_guest_asks_for_files_by_streams_that_the_daemon_has_no_part_in(
     let vm = guest.vmm.boot(&guest.spec).await?;
     let agent = guest.greet(vm.as_ref()).await?;
     let listener = vm.listen_for_shares()?;
-    ensure!(listener.way == ShareWay::Streams, "{listener:?}");
+    ensure!(listener.transport == ShareTransport::Streams, "{listener:?}");
     vm.connect_shares().await?;
     ensure!(agent.mount_shares("", Some(&KEY)).await?, "the agent carries no requests");
     drop(agent);

@@ -12,7 +12,7 @@ use rustix::{
     process::{Pid, Signal, WaitOptions, kill_process, waitpid},
 };
 use sandboxer_protocol::link::LinkKey;
-use sandboxer_vmm::{ShareListener, ShareWay};
+use sandboxer_vmm::{ShareListener, ShareTransport};
 
 use super::Pod;
 
@@ -28,13 +28,13 @@ impl ShareServer {
     pub fn start(pod: &Pod, listener: ShareListener) -> Self {
         let root = pod.path("served");
         fs::create_dir(&root).unwrap();
-        let ShareListener { socket, way } = listener;
-        let way = match way {
-            ShareWay::Disk => "disk".to_owned(),
-            ShareWay::Streams => format!("streams:{}", KEY.to_hex()),
+        let ShareListener { socket, transport } = listener;
+        let transport = match transport {
+            ShareTransport::Disk => "disk".to_owned(),
+            ShareTransport::Streams => format!("streams:{}", KEY.to_hex()),
         };
         let mut program = Command::new(built());
-        program.arg(socket.as_raw_fd().to_string()).arg(root).args(["256", &way]).stdin(Stdio::null());
+        program.arg(socket.as_raw_fd().to_string()).arg(root).args(["256", &transport]).stdin(Stdio::null());
         // SAFETY: between fork and exec only one system call is made.
         unsafe { program.pre_exec(move || Ok(rustix::io::fcntl_setfd(&socket, FdFlags::empty())?)) };
         let started = program.stderr(Stdio::inherit()).output().unwrap();

@@ -24,7 +24,7 @@ use super::{
     wire,
 };
 use crate::{
-    AgentStream, DiskSpec, ShareListener, ShareWay, Vm, VmExit, VmRecord, VmmError,
+    AgentStream, DiskSpec, ShareListener, ShareTransport, Vm, VmExit, VmRecord, VmmError,
     room::{Room, shown as path_of},
     run_dir::{Captures, path_error},
     spec::first_mac_text,
@@ -94,7 +94,7 @@ impl Vm for CloudHypervisorVm {
         let name = vsock::shares();
         let listener =
             self.room.listen(&name).map_err(path_error(&self.record.pod, "listen on", name.into()))?;
-        Ok(ShareListener { socket: listener.into(), way: ShareWay::Streams })
+        Ok(ShareListener { socket: listener.into(), transport: ShareTransport::Streams })
     }
 
     /// Does nothing: a guest with a vsock connects to its host's ports by itself.

@@ -19,7 +19,7 @@ use tokio::time::Instant;
 
 use super::command_line;
 use crate::{
-    AgentStream, DiskSpec, MEMORY, ShareListener, ShareWay, Vm, VmExit, VmRecord, VmmError,
+    AgentStream, DiskSpec, MEMORY, ShareListener, ShareTransport, Vm, VmExit, VmRecord, VmmError,
     qmp::{Qmp, QmpError},
     run_dir::{Captures, path_error},
 };
@@ -117,7 +117,7 @@ impl Vm for QemuVm {
             Ok(listener)
         });
         let listener = listened.map_err(path_error(&self.record.pod, "listen on", run_dir.join(SHARES)))?;
-        Ok(ShareListener { socket: listener.into(), way: ShareWay::Disk })
+        Ok(ShareListener { socket: listener.into(), transport: ShareTransport::Disk })
     }
 
     async fn connect_shares(&self) -> Result<(), VmmError> {

@@ -140,7 +140,7 @@ pub async fn run(
         source,
     })?;
     // Before the pods: a VM that a pod was about to take is in the pod's control group and is removed with it.
-    clear_vms_of_no_pod(&node, &records)?;
+    clear_unassigned_vms(&node, &records)?;
     let recovered = recover::recover(&node, records).await;
     node.rootfs.settle();
     serve(node, listeners, recovered, shutdown, ready).await
@@ -211,7 +211,7 @@ pub fn node(config: Config, vmm: Arc<dyn Vmm>, front: Arc<Front>) -> Result<Arc<
 }
 
 /// Kills the waiting VMs of an earlier daemon, and those that it was about to freeze.
-fn clear_vms_of_no_pod(node: &DaemonState, records: &Records) -> Result<(), DaemonError> {
+fn clear_unassigned_vms(node: &DaemonState, records: &Records) -> Result<(), DaemonError> {
     let mut pods: HashSet<u32> = records.vmms().collect();
     // Pods whose records are malformed had their VMs from the pool, too.
     pods.extend(Quarantine::of(&node.config).pids().map_err(|source| DaemonError::Path {
@@ -308,7 +308,7 @@ fn spawn_background(node: &Arc<DaemonState>, shutdown: &CancellationToken) -> Jo
         tokio::spawn(api::events::publish(socket, node.events.listen()));
     }
     tokio::spawn(clocks::keep(node.clone()));
-    tokio::spawn(heap::give_back_at_rest(node.events.listen()));
+    tokio::spawn(heap::trim_at_rest(node.events.listen()));
     let front = node.front.clone();
     tokio::spawn(async move {
         tokio::time::sleep(CLAIMED_WITHIN).await;

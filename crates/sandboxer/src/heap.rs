@@ -15,7 +15,7 @@ use crate::events::Event;
 const REST: Duration = Duration::from_secs(5);
 
 /// Returns free memory each time pods have come to rest, as long as there are events.
-pub async fn give_back_at_rest(mut events: Receiver<Event>) {
+pub async fn trim_at_rest(mut events: Receiver<Event>) {
     while let Ok(_) | Err(RecvError::Lagged(_)) = events.recv().await {
         while let Ok(Ok(_) | Err(RecvError::Lagged(_))) = timeout(REST, events.recv()).await {}
         let given_back = tokio::task::spawn_blocking(|| {

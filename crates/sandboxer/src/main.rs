@@ -84,7 +84,7 @@ fn start(options: &Options) -> anyhow::Result<()> {
     // The file may be replaced by another version's: helpers are of this one.
     config.helper_program = Some("/proc/self/exe".into());
     // Each thread has its own capability sets: before any other thread starts.
-    privileges::give_up()?;
+    privileges::drop_unneeded()?;
     let Some(front) = options.front_fd else { return become_front() };
     // Its text contains its source already.
     let filter: Targets = options.log.parse().map_err(|error| anyhow!("--log {:?}: {error}", options.log))?;

@@ -45,7 +45,7 @@ pub struct PrivilegeError {
 }
 
 /// Drops all capabilities that are not [`KEPT`]. Before the process has other threads: each has its own sets.
-pub fn give_up() -> Result<(), PrivilegeError> {
+pub fn drop_unneeded() -> Result<(), PrivilegeError> {
     let kept: CapsHashSet = KEPT.iter().map(|(capability, _)| *capability).collect();
     let failed = |capability: String| move |source| PrivilegeError { capability, source };
     let all = || failed("sets".to_owned());
@@ -70,8 +70,8 @@ mod tests {
     fn what_is_not_kept_is_gone_and_stays_gone() {
         let sets = std::thread::spawn(|| {
             let before = caps::read(None, CapSet::Permitted).unwrap();
-            give_up().unwrap();
-            give_up().unwrap();
+            drop_unneeded().unwrap();
+            drop_unneeded().unwrap();
             let sets = [CapSet::Bounding, CapSet::Permitted, CapSet::Effective, CapSet::Inheritable];
             (before, sets.map(|set| caps::read(None, set).unwrap()))
         });

@@ -3,183 +3,22 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on fails where it stands")]
 
 mod fake_agent;
+mod template_host;
 
-use std::{
-    fs, io,
-    os::unix::fs::{FileExt, MetadataExt},
-    path::{Path, PathBuf},
-    sync::{Arc, Mutex},
-    time::Duration,
-};
+use std::{fs, os::unix::fs::FileExt, path::Path, time::Duration};
 
-use fake_agent::FakeAgent;
 use sandboxer::{
-    daemon,
-    error::PodError,
-    front::Front,
-    pod::{self, DaemonState, PodHandle, spec::PodSpec, state::PodStatus},
-    pool::{Meminfo, Pool},
-    template::{BuildError, Missing, Shape, Template, TemplateError, TemplateKey},
+    pod::{self, DaemonState},
+    template::{BuildError, Missing, Template, TemplateError},
 };
 use sandboxer_base::Code;
-use sandboxer_config::{Config, PoolConfig, StartPath};
-use sandboxer_protocol::link::LinkKey;
-use sandboxer_vmm_fake::{FakeVmm, Fault};
-use tempfile::TempDir;
+use sandboxer_config::StartPath;
+use sandboxer_vmm_fake::Fault;
+use template_host::{
+    Host, LARGER, LARGEST, LONG, Log, SHAPE, filled, later, missed, started, started_at_best, try_started,
+};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
-
-const SHAPE: Shape = Shape { vcpus: 1, memory_mib: 128, nics: 0 };
-/// Two more sizes.
-const LARGER: Shape = Shape { memory_mib: 256, ..SHAPE };
-const LARGEST: Shape = Shape { memory_mib: 512, ..SHAPE };
-/// Longer than any test takes.
-const LONG: Duration = Duration::from_secs(60);
-
-/// A host with a kernel and an initramfs, whose daemon can be restarted.
-struct Host {
-    dir: TempDir,
-    vmm: Arc<FakeVmm>,
-    most: usize,
-    most_bytes: u64,
-    pool: usize,
-    /// Written to by the next VM whose agent is connected.
-    meddles_with: Arc<Mutex<Option<PathBuf>>>,
-}
-
-impl Host {
-    fn new() -> Self {
-        let agent = FakeAgent::default();
-        let meddles_with = Arc::<Mutex<Option<PathBuf>>>::default();
-        let meddles = meddles_with.clone();
-        let boot = move |guest| {
-            if let Some(path) = meddles.lock().unwrap().take() {
-                fs::write(path, "was replaced meanwhile").unwrap();
-            }
-            agent.serve(guest);
-        };
-        let host = Self {
-            dir: tempfile::tempdir().unwrap(),
-            vmm: Arc::new(FakeVmm::new(boot)),
-            most: 4,
-            most_bytes: u64::MAX,
-            pool: 0,
-            meddles_with,
-        };
-        fs::write(host.path("kernel"), "a kernel").unwrap();
-        fs::write(host.path("initramfs"), "an initramfs").unwrap();
-        host
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.dir.path().join(name)
-    }
-
-    /// Starts a daemon's node.
-    fn node(&self) -> Arc<DaemonState> {
-        let mut config =
-            Config { run_dir: self.path("run"), state_dir: self.path("state"), ..Config::default() };
-        config.vm.kernel = self.path("kernel");
-        config.vm.initramfs = self.path("initramfs");
-        config.vm.default_vcpus = SHAPE.vcpus;
-        config.vm.default_memory_mib = SHAPE.memory_mib;
-        config.templates.most = self.most;
-        config.templates.most_bytes = self.most_bytes;
-        config.vm.idle_cgroup.clear();
-        config.pool = PoolConfig { min: self.pool, max: self.pool };
-        let node = Arc::into_inner(daemon::node(config, self.vmm.clone(), Front::none()).unwrap()).unwrap();
-        // These tests' pods have no network namespace, and so no interface.
-        Arc::new(DaemonState { pool: Pool::new(node.config.pool, SHAPE, Meminfo::of_host()), ..node })
-    }
-
-    fn templates(&self) -> Vec<PathBuf> {
-        fs::read_dir(self.path("state/templates")).unwrap().map(|entry| entry.unwrap().path()).collect()
-    }
-
-    fn template(&self, key: &TemplateKey) -> PathBuf {
-        self.path("state/templates").join(key.to_string())
-    }
-
-    /// Asserts that exactly these are on disk.
-    fn kept(&self, keys: &[&TemplateKey]) {
-        let (mut left, mut expected) =
-            (self.templates(), keys.iter().map(|key| self.template(key)).collect::<Vec<_>>());
-        left.sort();
-        expected.sort();
-        assert_eq!(left, expected);
-    }
-
-    /// Returns the size of a template's files on disk, bytes.
-    fn taken(&self, key: &TemplateKey) -> u64 {
-        fs::read_dir(self.template(key))
-            .unwrap()
-            .map(|file| file.unwrap().metadata().unwrap().blocks() * 512)
-            .sum()
-    }
-}
-
-/// The captured log.
-#[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<u8>>>);
-
-impl Log {
-    /// Returns how many lines contain `words`.
-    fn lines(&self, words: &str) -> usize {
-        let log = self.0.lock().unwrap();
-        String::from_utf8_lossy(&log).lines().filter(|line| line.contains(words)).count()
-    }
-}
-
-impl io::Write for Log {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.lock().unwrap().write(bytes)
-    }
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-/// Lets time pass, for templates only.
-async fn later(by: Duration) {
-    tokio::time::pause();
-    tokio::time::advance(by).await;
-    tokio::time::resume();
-}
-
-async fn started(node: &Arc<DaemonState>, id: &str) -> PodHandle {
-    started_at_best(node, id, StartPath::Pool).await
-}
-
-async fn started_at_best(node: &Arc<DaemonState>, id: &str, start_path: StartPath) -> PodHandle {
-    let pod = spawned(node, id, start_path);
-    pod.start().await.unwrap();
-    pod
-}
-
-async fn try_started(node: &Arc<DaemonState>, id: &str) -> Result<(), PodError> {
-    spawned(node, id, StartPath::Pool).start().await.map(drop)
-}
-
-fn spawned(node: &Arc<DaemonState>, id: &str, start_path: StartPath) -> PodHandle {
-    let spec = PodSpec { start_path, ..PodSpec::plain(id.parse().unwrap(), SHAPE.vcpus, SHAPE.memory_mib) };
-    let of = node.clone();
-    let spawn = || pod::spawn(of, spec.clone(), LinkKey::random(), PodStatus::created(1), Default::default());
-    node.registry.insert(&spec.id.clone(), spawn).unwrap()
-}
-
-fn missed(node: &DaemonState, start_path: StartPath, reason: &'static str) -> u64 {
-    node.start_paths.counts().missed.get(&(start_path, reason)).copied().unwrap_or(0)
-}
-
-/// Waits until the pool has this many VMs.
-async fn filled(node: &DaemonState, count: usize) {
-    let full = async {
-        while node.pool.list().len() != count {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    };
-    tokio::time::timeout(LONG, full).await.expect("the pool gets its size");
-}
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_first_pod_boots_and_the_next_is_a_copy_with_a_key_of_its_own() {

@@ -129,13 +129,13 @@ impl CloudHypervisor {
         let (pod, run_dir) = (&spec.pod, &spec.run_dir);
         let mut files = Files::default();
         let control = files.listen(spec, api::SOCKET)?;
-        let (events, told) =
+        let (events, event_pipe) =
             Events::create(run_dir).map_err(path_error(pod, "create pipe", run_dir.join(events::FILE)))?;
         files.add(run_dir.join(events::FILE));
         let (console, stdout) = io::pipe().map_err(path_error(pod, "capture output in", run_dir.clone()))?;
 
-        let arguments = arguments(control.as_raw_fd(), told.as_raw_fd());
-        let mut inherited = vec![control, told];
+        let arguments = arguments(control.as_raw_fd(), event_pipe.as_raw_fd());
+        let mut inherited = vec![control, event_pipe];
         let boots = self.prepare(spec, begin, &mut inherited);
         let user = jail.user();
         let equipment = Equipment {
@@ -145,9 +145,9 @@ impl CloudHypervisor {
             jail: Some(jail),
             groups: spec.entries()?,
         };
-        let (process, words) = process::spawn(&self.program, arguments, spec, equipment).await?;
+        let (process, stderr) = process::spawn(&self.program, arguments, spec, equipment).await?;
         let captures = pipe::Receiver::from_owned_fd(console.into())
-            .and_then(|console| Captures::start(words, console, run_dir, spec.console_log_bytes))
+            .and_then(|console| Captures::start(stderr, console, run_dir, spec.console_log_bytes))
             .map_err(path_error(pod, "capture output in", run_dir.clone()))?;
 
         let watched = Watched::new(pod, process.watched(), captures, events);
@@ -255,7 +255,7 @@ impl Vmm for CloudHypervisor {
     }
 
     fn template_inputs(&self, spec: &VmSpec) -> TemplateInputs {
-        let description = serde_json::to_string(&self.description(&spec.of_no_pod()));
+        let description = serde_json::to_string(&self.description(&spec.without_pod()));
         TemplateInputs {
             vmm: self.info.name.to_owned(),
             version: self.info.version.clone(),
@@ -296,10 +296,10 @@ async fn take_over(
     limit: Duration,
 ) -> Result<CloudHypervisorVm, VmmError> {
     let VmRecord { pod, run_dir, .. } = record;
-    let words = reopen(record, libc::STDERR_FILENO)?;
+    let stderr = reopen(record, libc::STDERR_FILENO)?;
     let console = reopen(record, libc::STDOUT_FILENO)?;
     let captures = pipe::Receiver::from_owned_fd(console)
-        .and_then(|console| Captures::start(words, console, run_dir, record.console_log_bytes))
+        .and_then(|console| Captures::start(stderr, console, run_dir, record.console_log_bytes))
         .map_err(path_error(pod, "capture output in", run_dir.clone()))?;
     let events = Events::open(run_dir).map_err(path_error(pod, "read", run_dir.join(events::FILE)))?;
     let user = fs::metadata(run_dir).map(|dir| jail::user_of(&dir)).map_err(path_error(
@@ -328,9 +328,9 @@ async fn take_over(
 
 /// Returns the VMM's arguments: its inherited descriptors, and its seccomp filters. It learns all else over its API,
 /// Landlock too: it accepts `--landlock` only together with the description of a VM.
-fn arguments(control: RawFd, told: RawFd) -> Vec<OsString> {
-    let (control, told) = (format!("fd={control}"), format!("fd={told}"));
-    ["--api-socket", &control, "--event-monitor", &told, "--seccomp", "true"].map(OsString::from).into()
+fn arguments(control: RawFd, event_pipe: RawFd) -> Vec<OsString> {
+    let (control, event_pipe) = (format!("fd={control}"), format!("fd={event_pipe}"));
+    ["--api-socket", &control, "--event-monitor", &event_pipe, "--seccomp", "true"].map(OsString::from).into()
 }
 
 /// Returns the kernel command line.

@@ -148,8 +148,8 @@ impl Qemu {
 
         let (background, groups) = (spec.background, spec.entries()?);
         let equipment = Equipment { inherited, stdout: None, background, jail, groups };
-        let (process, words) = process::spawn(&self.program, arguments, spec, equipment).await?;
-        let captures = Captures::start(words, console, &spec.run_dir, spec.console_log_bytes)
+        let (process, stderr) = process::spawn(&self.program, arguments, spec, equipment).await?;
+        let captures = Captures::start(stderr, console, &spec.run_dir, spec.console_log_bytes)
             .map_err(path_error(pod, "capture output in", spec.run_dir.clone()))?;
         let qmp = self.take_control(pod, control, &process, &captures).await?;
 
@@ -237,9 +237,9 @@ impl Qemu {
     /// Connects to the sockets of a QEMU that an earlier daemon started.
     async fn take_over(&self, record: &VmRecord) -> Result<(Qmp, Captures), VmmError> {
         let VmRecord { pod, run_dir, .. } = record;
-        let words = reopen(record, libc::STDERR_FILENO)?;
+        let stderr = reopen(record, libc::STDERR_FILENO)?;
         let console = connect(pod, run_dir, CONSOLE)?;
-        let captures = Captures::start(words, console, run_dir, record.console_log_bytes)
+        let captures = Captures::start(stderr, console, run_dir, record.console_log_bytes)
             .map_err(path_error(pod, "capture output in", run_dir.clone()))?;
         let control = connect(pod, run_dir, CONTROL)?;
         let qmp = Qmp::handshake(control, self.call_timeout).await.map_err(answer(pod, "the greeting"))?;

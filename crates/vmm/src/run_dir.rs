@@ -33,16 +33,16 @@ pub struct Captures {
 impl Captures {
     /// Copies a VMM's stderr to `vmm.log` and its guest's `console` to `console.log`.
     pub fn start(
-        words: OwnedFd,
+        stderr: OwnedFd,
         console: impl AsyncRead + Send + Unpin + 'static,
         run_dir: &Path,
         console_bytes: u64,
     ) -> io::Result<Self> {
-        let words = pipe::Receiver::from_owned_fd(words)?;
+        let stderr = pipe::Receiver::from_owned_fd(stderr)?;
         // By handle: it still works after the directory is moved.
         let dir = Arc::new(socket::open(run_dir)?);
         Ok(Self {
-            vmm: Capture::start(words, dir.clone(), "vmm.log", VMM_LOG_BYTES),
+            vmm: Capture::start(stderr, dir.clone(), "vmm.log", VMM_LOG_BYTES),
             console: Capture::start(console, dir, console::FILE, console_bytes),
         })
     }

@@ -113,7 +113,7 @@ impl VmSpec {
 
     /// Returns this VM without anything that differs from pod to pod, except `pod` itself. It is to be frozen,
     /// in a file without a name.
-    pub fn of_no_pod(&self) -> Self {
+    pub fn without_pod(&self) -> Self {
         Self {
             run_dir: PathBuf::new(),
             taps: Vec::new(),
@@ -169,6 +169,6 @@ pub(super) mod tests {
     fn pods_of_one_kind_are_the_same_vm() {
         let (one, other) = (spec(), VmSpec { run_dir: "/other".into(), ..spec() });
         assert_ne!(one.boot.link_key.to_hex(), other.boot.link_key.to_hex());
-        assert_eq!(format!("{:?}", one.of_no_pod()), format!("{:?}", other.of_no_pod()));
+        assert_eq!(format!("{:?}", one.without_pod()), format!("{:?}", other.without_pod()));
     }
 }

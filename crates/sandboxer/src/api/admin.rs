@@ -92,9 +92,9 @@ impl Admin for AdminService {
     async fn inspect_pod(&self, request: Request<InspectPodRequest>) -> Result<Response<Pod>, Status> {
         let pod = self.node.registry.pod_by_prefix(&request.get_ref().id).map_err(grpc)?;
         let view = pod.inspect().await.map_err(grpc)?;
-        let told = traffic::tell(&view).await;
+        let traffic = traffic::read(&view).await;
         let mut message = pod_message(&self.node, view);
-        told.add_to(&mut message.interfaces);
+        traffic.add_to(&mut message.interfaces);
         let jail_of = |pid| {
             // A process that ends at this moment has none.
             let seen = Confinement::of(pid).inspect_err(|error| {
@@ -138,14 +138,14 @@ impl Admin for AdminService {
         let listener = self.node.events.listen();
         let events = stream::unfold(listener, |mut listener| async move {
             use tokio::sync::broadcast::error::RecvError;
-            let told = match listener.recv().await {
+            let event = match listener.recv().await {
                 Ok(event) => Ok(event_message(event)),
                 Err(RecvError::Lagged(lost)) => {
                     Err(Status::data_loss(format!("{lost} events came faster than they were read")))
                 }
                 Err(RecvError::Closed) => return None,
             };
-            Some((told, listener))
+            Some((event, listener))
         });
         Ok(Response::new(Box::pin(events)))
     }

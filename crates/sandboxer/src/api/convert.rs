@@ -87,7 +87,7 @@ pub fn pod_spec(
         Some(text) => host_ports(text).map_err(invalid)?,
         None => Vec::new(),
     };
-    let kept = Kept::of(request).unwrap_or_default();
+    let kept = SandboxMetadata::of(request).unwrap_or_default();
     Ok(PodSpec {
         limits: size::limits(&limits),
         host_ports,
@@ -173,7 +173,7 @@ fn host_ports(text: &str) -> Result<Vec<u16>, String> {
 /// The parts read of containerd's metadata of a sandbox.
 #[derive(Debug, Default, serde::Deserialize)]
 #[serde(rename_all = "PascalCase")]
-struct Kept {
+struct SandboxMetadata {
     /// The pod's runtime handler.
     runtime_handler: String,
     /// Its address from CNI; empty for a pod in the host's network.
@@ -184,12 +184,12 @@ struct Kept {
     additional_ips: Option<Vec<String>>,
 }
 
-impl Kept {
+impl SandboxMetadata {
     fn of(request: &ControllerCreateRequest) -> Option<Self> {
         #[derive(serde::Deserialize)]
         #[serde(rename_all = "PascalCase")]
         struct Versioned {
-            metadata: Kept,
+            metadata: SandboxMetadata,
         }
         let kept = request.sandbox.as_ref()?.extensions.get("metadata")?;
         serde_json::from_slice::<Versioned>(&kept.value).ok().map(|kept| kept.metadata)

@@ -210,11 +210,11 @@ impl Controller for SandboxService {
         let mut info = HashMap::new();
         if request.verbose {
             // containerd reads from it only these fields of its own sandboxes, by these names.
-            let told = json!({
+            let cri_info = json!({
                 "pid": status.vmm_pid,
                 "processStatus": if ready { "running" } else { "stopped" },
             });
-            info.insert("info".to_owned(), told.to_string());
+            info.insert("info".to_owned(), cri_info.to_string());
         }
         Ok(Response::new(ControllerStatusResponse {
             sandbox_id: request.sandbox_id,

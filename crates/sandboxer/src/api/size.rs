@@ -64,11 +64,11 @@ pub fn shape(
 }
 
 /// Returns what the containers may use together, as CRI gives it.
-pub fn limits(said: &LinuxContainerResources) -> Limits {
+pub fn limits(resources: &LinuxContainerResources) -> Limits {
     Limits {
-        cpu_quota_us: said.cpu_quota,
-        cpu_period_us: u64::try_from(said.cpu_period).unwrap_or_default(),
-        memory_bytes: said.memory_limit_in_bytes,
+        cpu_quota_us: resources.cpu_quota,
+        cpu_period_us: u64::try_from(resources.cpu_period).unwrap_or_default(),
+        memory_bytes: resources.memory_limit_in_bytes,
     }
 }
 
@@ -78,9 +78,9 @@ pub fn updated_limits(
     pod: &SandboxId,
     request: &ControllerUpdateRequest,
 ) -> Result<Option<Limits>, PodError> {
-    let told = request.sandbox.as_ref().and_then(|sandbox| sandbox.extensions.get(UPDATED));
-    let Some(told) = told else { return Ok(None) };
-    let updated: Updated = serde_json::from_slice(&told.value).map_err(|error| PodError::Invalid {
+    let extension = request.sandbox.as_ref().and_then(|sandbox| sandbox.extensions.get(UPDATED));
+    let Some(extension) = extension else { return Ok(None) };
+    let updated: Updated = serde_json::from_slice(&extension.value).map_err(|error| PodError::Invalid {
         subject: format!("pod {pod}"),
         reason: format!("cannot read its updated resources: {error}"),
     })?;
@@ -284,7 +284,7 @@ mod tests {
 
     #[test]
     fn updated_limits_are_read_as_containerd_writes_them() {
-        let told = |name: &str, value: &str| {
+        let updated = |name: &str, value: &str| {
             let mut request = ControllerUpdateRequest::default();
             let value = prost_types::Any { type_url: String::new(), value: value.into() };
             request.sandbox.get_or_insert_default().extensions.insert(name.into(), value);
@@ -293,10 +293,10 @@ mod tests {
         let json = r#"{"Overhead":null,"Resources":{"cpu_period":100000,"cpu_quota":150000,"cpu_shares":2,
             "memory_limit_in_bytes":67108864}}"#;
         let limits = Limits { cpu_quota_us: 150_000, cpu_period_us: 100_000, memory_bytes: 64 << 20 };
-        assert_eq!(told(UPDATED, json).unwrap(), Some(limits));
-        assert_eq!(told(UPDATED, r#"{"Overhead":{},"Resources":null}"#).unwrap(), None);
-        assert_eq!(told("metadata", json).unwrap(), None);
-        let error = told(UPDATED, "much").unwrap_err().to_string();
+        assert_eq!(updated(UPDATED, json).unwrap(), Some(limits));
+        assert_eq!(updated(UPDATED, r#"{"Overhead":{},"Resources":null}"#).unwrap(), None);
+        assert_eq!(updated("metadata", json).unwrap(), None);
+        let error = updated(UPDATED, "much").unwrap_err().to_string();
         assert!(error.contains("pod p") && error.contains("updated resources"), "{error}");
     }
 

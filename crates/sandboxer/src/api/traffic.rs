@@ -15,16 +15,16 @@ const OVER: Duration = Duration::from_millis(200);
 /// The traffic of a pod's interfaces, in the order of its status; empty for a pod without interfaces, or one that was
 /// removed meanwhile.
 #[derive(Debug, Default)]
-pub struct Told {
+pub struct PodTraffic {
     traffic: Vec<(Traffic, Traffic)>,
     over: Duration,
     offloads: Vec<Vec<&'static str>>,
 }
 
 /// Reads the counters twice and computes rates.
-pub async fn tell(view: &PodView) -> Told {
+pub async fn read(view: &PodView) -> PodTraffic {
     let (Some(netns), [_, ..]) = (&view.spec.netns, view.status.interfaces.as_slice()) else {
-        return Told::default();
+        return PodTraffic::default();
     };
     let (pod, interfaces, vmm) = (&view.spec.id, &view.status.interfaces, view.status.vmm_pid);
     let looked = async {
@@ -38,7 +38,7 @@ pub async fn tell(view: &PodView) -> Told {
         Ok(looked) => looked,
         Err(error) => {
             tracing::debug!(%pod, error = chain(&error), "cannot read the counters of the pod's interfaces");
-            return Told::default();
+            return PodTraffic::default();
         }
     };
     let offloads = tokio::task::spawn_blocking(move || traffic::offloads(vmm)).await;
@@ -47,10 +47,10 @@ pub async fn tell(view: &PodView) -> Told {
             tracing::debug!(%pod, %error, "cannot read the counters of the pod's network cards");
             Vec::new()
         });
-    Told { traffic, over, offloads }
+    PodTraffic { traffic, over, offloads }
 }
 
-impl Told {
+impl PodTraffic {
     /// Adds the traffic to the interfaces' messages.
     pub fn add_to(self, interfaces: &mut [Interface]) {
         for (interface, (before, now)) in interfaces.iter_mut().zip(&self.traffic) {
@@ -83,9 +83,9 @@ mod tests {
     #[test]
     fn rates_are_of_the_time_between_two_looks() {
         let counters = |bytes, packets| Counters { bytes, packets, ..Default::default() };
-        let told = message(counters(1000, 10), counters(3000, 14), Duration::from_millis(500));
-        assert_eq!((told.bytes, told.bytes_per_second), (3000, 4000));
-        assert_eq!((told.packets, told.packets_per_second), (14, 8));
+        let first = message(counters(1000, 10), counters(3000, 14), Duration::from_millis(500));
+        assert_eq!((first.bytes, first.bytes_per_second), (3000, 4000));
+        assert_eq!((first.packets, first.packets_per_second), (14, 8));
         let again = message(counters(1000, 10), counters(0, 0), Duration::from_millis(500));
         assert_eq!(again.bytes_per_second, 0, "an interface that was created again");
     }

@@ -103,14 +103,14 @@ pub enum ShareError {
         source: io::Error,
     },
     /// It ended before it served.
-    #[error("{program:?} cannot serve shares of pod {pod}: {words}")]
+    #[error("{program:?} cannot serve shares of pod {pod}: {output}")]
     Refused {
         /// The pod.
         pod: SandboxId,
         /// The program.
         program: PathBuf,
         /// Its last output.
-        words: String,
+        output: String,
     },
     /// It has ended, and with it all shares of the pod.
     #[error("the process that serves shares of pod {0} has ended: restart the pod")]

@@ -24,7 +24,7 @@ const PROGRAM: &str = "sandboxer-share";
 /// How long it may take to become ready.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Most bytes of its output that are read.
-const MAX_WORDS: u64 = 4096;
+const MAX_OUTPUT: u64 = 4096;
 /// Files a guest may have open at a time, per MiB of its memory. Each takes about a KiB in the guest's kernel, so an
 /// honest guest never reaches the limit; it also bounds the host's kernel memory for a hostile one.
 const FILES_PER_MIB: u64 = 1024;
@@ -69,7 +69,7 @@ impl Server {
                 Some(key) => format!("streams:{}", key.to_hex()).into(),
             },
         ];
-        let (starting, words) = sandboxer_process::spawn(
+        let (starting, pipe) = sandboxer_process::spawn(
             &program,
             arguments,
             run_dir,
@@ -77,10 +77,11 @@ impl Server {
         )
         .map_err(failed("start", &program))?;
         // It continues as a child process; the one that was started prints its id and exits.
-        let said = tokio::time::timeout(PATIENCE, said(words)).await;
-        let said = said.map_err(io::Error::from).flatten().map_err(failed("read the output of", &program))?;
-        let Ok(pid) = said.trim().parse() else {
-            return Err(ShareError::Refused { pod: pod.clone(), program, words: said.trim().to_owned() });
+        let read = tokio::time::timeout(PATIENCE, read_output(pipe)).await;
+        let output =
+            read.map_err(io::Error::from).flatten().map_err(failed("read the output of", &program))?;
+        let Ok(pid) = output.trim().parse() else {
+            return Err(ShareError::Refused { pod: pod.clone(), program, output: output.trim().to_owned() });
         };
         starting.keep();
         let found = sandboxer_process::child(pid).map_err(failed("watch", &program))?;
@@ -166,9 +167,9 @@ fn program() -> PathBuf {
 }
 
 /// Reads all that is written to a pipe.
-async fn said(words: OwnedFd) -> io::Result<String> {
+async fn read_output(pipe: OwnedFd) -> io::Result<String> {
     let mut text = String::new();
-    let words = pipe::Receiver::from_owned_fd(words)?;
-    words.take(MAX_WORDS).read_to_string(&mut text).await?;
+    let pipe = pipe::Receiver::from_owned_fd(pipe)?;
+    pipe.take(MAX_OUTPUT).read_to_string(&mut text).await?;
     Ok(text)
 }

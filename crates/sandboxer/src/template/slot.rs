@@ -52,7 +52,7 @@ pub struct Slot {
     /// Its last size on disk, bytes.
     pub bytes: u64,
     /// The kind of the last failure, which was logged.
-    told: Option<mem::Discriminant<BuildError>>,
+    logged: Option<mem::Discriminant<BuildError>>,
 }
 
 /// Whether the template is there.
@@ -60,7 +60,7 @@ pub struct Slot {
 pub enum State {
     /// Not requested yet.
     #[default]
-    Unasked,
+    NotRequested,
     /// A task prepares it; meanwhile it is missing for this reason.
     Preparing(Missing),
     /// It is there.
@@ -93,13 +93,13 @@ impl Slot {
 
     /// Requests a template other than the one that is there. `Ok`: the caller must prepare it, and it is missing
     /// meanwhile; `Err`: it is missing, and is being prepared.
-    pub fn ask(&mut self) -> Result<Missing, Missing> {
+    pub fn request(&mut self) -> Result<Missing, Missing> {
         let missing = match &self.state {
             State::Preparing(why) => return Err(*why),
             State::Failed(why, at) if at.elapsed() < RETRY => return Err(*why),
             State::Failed(why, _) => *why,
             State::Ready(_) => Missing::Stale,
-            State::Unasked => Missing::Preparing,
+            State::NotRequested => Missing::Preparing,
         };
         self.state = State::Preparing(missing);
         Ok(missing)
@@ -109,7 +109,7 @@ impl Slot {
     pub fn settle(&mut self, template: Arc<Template>, survey: Arc<InputDigest>, made: bool) {
         let now = Instant::now();
         self.state = State::Ready(Ready { template, survey, made, used: now, noted: now });
-        self.told = None;
+        self.logged = None;
     }
 
     /// Drops the template of this name, which could not be restored. Returns whether a new one is to be built.
@@ -134,7 +134,7 @@ impl Slot {
         };
         self.state = State::Failed(why, Instant::now());
         let kind = mem::discriminant(error);
-        self.told.replace(kind) != Some(kind)
+        self.logged.replace(kind) != Some(kind)
     }
 }
 

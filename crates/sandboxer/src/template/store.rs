@@ -105,7 +105,7 @@ impl Templates {
         if let Some(template) = self.ready(shape) {
             return Ok(template);
         }
-        let missing = self.slots().entry(shape).or_default().ask()?;
+        let missing = self.slots().entry(shape).or_default().request()?;
         self.spawn_prepare(shape);
         Err(missing)
     }

@@ -53,8 +53,8 @@ impl Events {
         mknodat(CWD, run_dir.join(FILE), FileType::Fifo, Mode::RUSR | Mode::WUSR, 0)?;
         let events = Self::open(run_dir)?;
         // Opened after the reader: it would block without one.
-        let told = File::options().write(true).open(run_dir.join(FILE))?;
-        Ok((events, told.into()))
+        let writer = File::options().write(true).open(run_dir.join(FILE))?;
+        Ok((events, writer.into()))
     }
 
     /// Continues where an earlier daemon stopped reading.
@@ -97,16 +97,16 @@ mod tests {
 
     use super::*;
 
-    fn told(told: &[u8]) -> (tempfile::TempDir, Events) {
+    fn sent(bytes: &[u8]) -> (tempfile::TempDir, Events) {
         let dir = tempfile::tempdir().unwrap();
         let (events, writer) = Events::create(dir.path()).unwrap();
-        File::from(writer).write_all(told).unwrap();
+        File::from(writer).write_all(bytes).unwrap();
         (dir, events)
     }
 
     #[tokio::test]
     async fn events_are_read_past_halves_to_the_end() {
-        let (_dir, mut events) = told(
+        let (_dir, mut events) = sent(
             b"{\n  \"timestamp\": {\n \"secs\": 0\n},\n \"source\": \"vm\",\n \"event\": \"booted\",\n \"properties\": null\n}\n\n\
               \"source\": \"vm\"\n}\n\n\
               {\"source\": \"vm\", \"event\": \"device-removed\", \"properties\": {\"id\": \"disk-a\"}}\n\n",
@@ -119,9 +119,9 @@ mod tests {
 
     #[tokio::test]
     async fn events_without_end_are_given_up() {
-        let (_dir, mut events) = told(&[b'x'; MAX_LINE + 2]);
+        let (_dir, mut events) = sent(&[b'x'; MAX_LINE + 2]);
         assert_eq!(events.next().await, None);
-        let (_dir, mut events) = told("x\n".repeat(MAX_EVENT + 1).as_bytes());
+        let (_dir, mut events) = sent("x\n".repeat(MAX_EVENT + 1).as_bytes());
         assert_eq!(events.next().await, None);
     }
 }

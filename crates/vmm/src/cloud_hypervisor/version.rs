@@ -44,12 +44,12 @@ pub enum VersionError {
         program: String,
     },
     /// It is another program.
-    #[error("{program} is not Cloud Hypervisor: its --version prints {said:?}")]
+    #[error("{program} is not Cloud Hypervisor: its --version prints {output:?}")]
     Foreign {
         /// As configured.
         program: String,
         /// Its first line, cut.
-        said: String,
+        output: String,
     },
     /// Too old or too new.
     #[error("{program} is Cloud Hypervisor {found}; supported are v{} to v{}", KNOWN.start(), KNOWN.end())]
@@ -73,9 +73,9 @@ impl Version {
     }
 
     /// Parses the version that a running VMM reports: `53.0.0`.
-    pub fn of_running(told: &str) -> Result<Self, VersionError> {
-        let told: String = told.chars().take(100).collect();
-        Self::parse(&format!("cloud-hypervisor v{told}"), "the running VMM".into())
+    pub fn of_running(version: &str) -> Result<Self, VersionError> {
+        let version: String = version.chars().take(100).collect();
+        Self::parse(&format!("cloud-hypervisor v{version}"), "the running VMM".into())
     }
 
     /// Parses `cloud-hypervisor v53.0`; more text may follow the number.
@@ -91,7 +91,7 @@ impl Version {
             (Some(version), Some(_)) => {
                 Err(VersionError::Unknown { program, found: format!("v{}", version.trim()) })
             }
-            _ => Err(VersionError::Foreign { program, said: line.to_owned() }),
+            _ => Err(VersionError::Foreign { program, output: line.to_owned() }),
         }
     }
 }
@@ -110,12 +110,12 @@ async fn first_line(program: &Path) -> io::Result<String> {
         .stderr(Stdio::null())
         .kill_on_drop(true)
         .spawn()?;
-    let mut said = Vec::new();
+    let mut output = Vec::new();
     if let Some(stdout) = child.stdout.take() {
-        stdout.take(ANSWER).read_to_end(&mut said).await?;
+        stdout.take(ANSWER).read_to_end(&mut output).await?;
     }
-    let said = String::from_utf8_lossy(&said);
-    Ok(said.lines().next().unwrap_or_default().chars().take(100).collect())
+    let output = String::from_utf8_lossy(&output);
+    Ok(output.lines().next().unwrap_or_default().chars().take(100).collect())
 }
 
 /// Returns why a call was refused, from the answer of any version: one line, bounded.

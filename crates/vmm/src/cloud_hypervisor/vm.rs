@@ -220,14 +220,14 @@ pub(super) struct Watched {
 
 impl Watched {
     pub(super) fn new(pod: &SandboxId, process: Arc<Process>, captures: Captures, events: Events) -> Self {
-        let (told, _) = broadcast::channel(EVENTS);
+        let (sender, _) = broadcast::channel(EVENTS);
         let cause = Arc::default();
-        let follow = follow(events, process.clone(), Arc::clone(&cause), told.clone());
+        let follow = follow(events, process.clone(), Arc::clone(&cause), sender.clone());
         Self {
             pod: pod.clone(),
             process,
             captures: Arc::new(captures),
-            events: told,
+            events: sender,
             cause,
             _follow: Arc::new(AbortOnDropHandle::new(tokio::spawn(follow))),
         }
@@ -336,7 +336,7 @@ async fn follow(
     mut events: Events,
     process: Arc<Process>,
     cause: Arc<OnceLock<&'static str>>,
-    told: broadcast::Sender<Event>,
+    sender: broadcast::Sender<Event>,
 ) {
     while let Some(event) = events.next().await {
         tracing::debug!(pid = process.pid(), source = event.source, event = event.name, "event of a VMM");
@@ -347,6 +347,6 @@ async fn follow(
             }
         }
         // There may be no subscriber.
-        let _ = told.send(event);
+        let _ = sender.send(event);
     }
 }

@@ -79,7 +79,7 @@ pub fn vm(spec: &VmSpec, execution: Execution) -> Vec<String> {
     let sockets =
         Sockets { taps: zeroes(spec.nics.into()), disks: zeroes(spec.disks.len()), ..Sockets::default() };
     let begin = Begin::Boot { memory: Some(0) };
-    let mut arguments = arguments(&spec.of_no_pod(), execution, &sockets, begin);
+    let mut arguments = arguments(&spec.without_pod(), execution, &sockets, begin);
     // The name comes first, and is specific to the pod.
     arguments.drain(..2);
     arguments.into_iter().map(|argument| argument.to_string_lossy().into_owned()).collect()

@@ -44,7 +44,7 @@ pub struct Cgroup {
 }
 
 impl Cgroup {
-    /// The group of container `id`; it need not exist.
+    /// Returns the group of container `id`; it need not exist.
     pub fn of(id: &ContainerId) -> Self {
         Self { path: Path::new(ROOT).join(PARENT).join(id) }
     }
@@ -54,33 +54,33 @@ impl Cgroup {
         fs::create_dir_all(&self.path)
     }
 
-    /// The group that holds all containers.
+    /// Returns the group that holds all containers.
     pub fn of_all() -> Self {
         Self { path: Path::new(ROOT).join(PARENT) }
     }
 
-    /// The group of the whole guest. It has fewer files than others.
+    /// Returns the group of the whole guest. It has fewer files than others.
     pub fn of_guest() -> Self {
         Self { path: PathBuf::from(ROOT) }
     }
 
-    /// Any directory with such files.
+    /// Returns any directory with such files.
     #[cfg(test)]
     pub fn at(path: PathBuf) -> Self {
         Self { path }
     }
 
-    /// Where it is mounted.
+    /// Returns where it is mounted.
     pub fn file(&self, name: &str) -> PathBuf {
         self.path.join(name)
     }
 
-    /// A file's content.
+    /// Returns a file's content.
     pub fn read(&self, name: &str) -> io::Result<String> {
         fs::read_to_string(self.file(name))
     }
 
-    /// The value behind `key` in a flat keyed file, such as `memory.events`.
+    /// Returns the value behind `key` in a flat keyed file, such as `memory.events`.
     pub fn keyed(&self, name: &str, key: &str) -> Option<u64> {
         keyed(&self.read(name).ok()?, key)
     }
@@ -93,18 +93,18 @@ impl Cgroup {
         }
     }
 
-    /// Stops or resumes every process in the group; answers when the kernel has done it.
+    /// Stops or resumes every process in the group; returns when the kernel has done it.
     pub async fn freeze(&self, frozen: bool, deadline: Duration) -> io::Result<bool> {
         fs::write(self.file("cgroup.freeze"), if frozen { "1" } else { "0" })?;
         self.becomes("frozen", u64::from(frozen), deadline).await
     }
 
-    /// Whether a process is left in the group or below it. A group that is gone is empty.
+    /// Returns whether a process is left in the group or below it. A group that is gone is empty.
     pub fn is_populated(&self) -> bool {
         self.keyed("cgroup.events", "populated") == Some(1)
     }
 
-    /// Whether the group is frozen.
+    /// Returns whether the group is frozen.
     pub fn is_frozen(&self) -> bool {
         self.keyed("cgroup.events", "frozen") == Some(1)
     }
@@ -142,7 +142,7 @@ impl Cgroup {
         Ok(pids)
     }
 
-    /// How often the kernel's OOM killer struck in here.
+    /// Returns how often the kernel's OOM killer struck in here.
     pub fn oom_kills(&self) -> u64 {
         self.keyed("memory.events", "oom_kill").unwrap_or(0)
     }
@@ -173,7 +173,7 @@ fn subgroups(group: &Path) -> Vec<PathBuf> {
     entries.flatten().map(|entry| entry.path()).filter(|path| path.is_dir()).collect()
 }
 
-/// The number behind `key` in lines of `key value`.
+/// Returns the number behind `key` in lines of `key value`.
 pub fn keyed(content: &str, key: &str) -> Option<u64> {
     content.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(' ')?.trim().parse().ok())
 }

@@ -20,7 +20,7 @@ pub fn set_realtime(ns: u64) -> std::io::Result<()> {
     Ok(clock_settime(ClockId::Realtime, Timespec { tv_sec: seconds, tv_nsec: rest })?)
 }
 
-/// A time of the kernel's; 0 if it is before its clock's beginning.
+/// Returns a time of the kernel's; 0 if it is before its clock's beginning.
 pub fn nanoseconds(time: Timespec) -> u64 {
     let seconds = u64::try_from(time.tv_sec).unwrap_or(0);
     let rest = u64::try_from(time.tv_nsec).unwrap_or(0);

@@ -36,12 +36,12 @@ impl Console {
         Ok(Self { listener, path })
     }
 
-    /// Its path.
+    /// Returns its path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The master. The process that sent it did so before it was reported to be made, so this
+    /// Returns the master. The process that sent it did so before it was reported to be made, so this
     /// does not wait.
     pub fn take_master(self) -> Result<OwnedFd, Failure> {
         let (sender, _) = self.listener.accept().map_err(internal("runtime opened no terminal"))?;

@@ -144,7 +144,7 @@ fn fingerprint(request: &impl Hash) -> u64 {
 }
 
 impl Container {
-    /// A container that is about to be made.
+    /// Returns a container that is about to be made.
     pub fn new(request: &Create, shared: Arc<Shared>) -> Self {
         Self {
             id: request.id.clone(),
@@ -164,7 +164,7 @@ impl Container {
         }
     }
 
-    /// Whether `request` is the one that it was made for.
+    /// Returns whether `request` is the one that it was made for.
     pub fn is_for(&self, request: &Create) -> bool {
         self.fingerprint == fingerprint(request)
     }
@@ -351,7 +351,7 @@ impl Container {
         Ok(())
     }
 
-    /// Its init, or one of its execs.
+    /// Returns its init, or one of its execs.
     pub fn process(&self, exec: Option<&ExecId>) -> Result<Arc<Process>, Failure> {
         match exec {
             None => Ok(Arc::clone(&self.init)),
@@ -359,19 +359,19 @@ impl Container {
         }
     }
 
-    /// The end of the message that it has left, if it may leave one.
+    /// Returns the end of the message that it has left, if it may leave one.
     pub fn message(&self) -> Vec<u8> {
         self.message.as_deref().and_then(|path| tail(path, MAX_MESSAGE).ok()).unwrap_or_default()
     }
 
-    /// Every process of it that the host knows; execs with their identifiers.
+    /// Returns every process of it that the host knows; execs with their identifiers.
     pub fn processes(&self) -> Vec<(Option<ExecId>, Arc<Process>)> {
         let mut all = vec![(None, Arc::clone(&self.init))];
         all.extend(lock(&self.execs).iter().map(|(id, exec)| (Some(id.clone()), Arc::clone(&exec.process))));
         all
     }
 
-    /// Whether its processes stand still.
+    /// Returns whether its processes stand still.
     pub fn is_paused(&self) -> bool {
         self.cgroup.is_frozen()
     }

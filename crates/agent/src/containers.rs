@@ -28,17 +28,17 @@ pub struct Containers {
 }
 
 impl Containers {
-    /// None yet.
+    /// Creates an empty set.
     pub fn new(shared: Arc<Shared>) -> Self {
         Self { shared, known: Mutex::default() }
     }
 
-    /// The container `id`.
+    /// Returns the container `id`.
     pub fn get(&self, id: &ContainerId) -> Result<Arc<Container>, Failure> {
         lock(&self.known).get(id).cloned().ok_or_else(|| Failure::not_found(format!("no container {id}")))
     }
 
-    /// All of them.
+    /// Returns all of them.
     pub fn all(&self) -> Vec<(ContainerId, Arc<Container>)> {
         lock(&self.known).iter().map(|(id, container)| (id.clone(), Arc::clone(container))).collect()
     }
@@ -69,7 +69,7 @@ impl Containers {
         container.is_made().await
     }
 
-    /// The process namespace of a container that `sees` others, none for one of its own.
+    /// Returns the process namespace of a container that `sees` others, none for one of its own.
     async fn pids(&self, sees: &PidMode) -> Result<Option<PathBuf>, Failure> {
         match sees {
             PidMode::Own => Ok(None),

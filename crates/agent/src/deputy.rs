@@ -215,7 +215,7 @@ async fn answer(line: &Line) -> Result<Result<(usize, Vec<u8>), Errno>, Errno> {
     }
 }
 
-/// A deputy's whole life.
+/// Returns a deputy's whole life.
 fn serve(line: &OwnedFd) -> ! {
     let _ = sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::all()), None);
     close_all_but(vec![line.as_raw_fd()]);
@@ -247,7 +247,7 @@ fn serve(line: &OwnedFd) -> ! {
     unsafe { libc::_exit(0) }
 }
 
-/// The next request's descriptor and length; `None` when the agent has given this deputy up.
+/// Returns the next request's descriptor and length; `None` when the agent has given this deputy up.
 fn receive(line: &OwnedFd, request: &mut [u8], attached: &mut [u8]) -> Option<(OwnedFd, usize)> {
     let mut space = [IoSliceMut::new(request)];
     let message =

@@ -45,7 +45,7 @@ pub struct Rule {
 }
 
 impl Rule {
-    /// A disk of the guest that the container was given.
+    /// Returns a disk of the guest that the container was given.
     pub fn disk(number: libc::dev_t, read_only: bool) -> Self {
         let ways = if read_only { READ } else { READ | WRITE };
         // A device's numbers have 12 and 20 bits.
@@ -53,7 +53,7 @@ impl Rule {
         Self { allow: true, kind: Some(BLOCK), major: Some(major), minor: Some(minor), ways }
     }
 
-    /// A rule of a container's spec; none, if no device there can be has such numbers.
+    /// Returns a rule of a container's spec; none, if no device there can be has such numbers.
     fn of(rule: &LinuxDeviceCgroup) -> Option<Self> {
         // OCI's -1 is another word for any.
         let number = |number: Option<i64>| match number {
@@ -82,7 +82,7 @@ impl Rule {
     }
 }
 
-/// All rules for a container whose spec has `of_spec`: what every container may, and its own `disks`, come last.
+/// Returns all rules for a container whose spec has `of_spec`: what every container may, and its own `disks`, come last.
 pub fn all(of_spec: &[LinuxDeviceCgroup], disks: impl IntoIterator<Item = Rule>) -> Vec<Rule> {
     // A node says nothing yet: that it may be made is a capability's matter.
     let made = Rule { allow: true, kind: None, major: None, minor: None, ways: MAKE };
@@ -177,7 +177,7 @@ mod tests {
 
     use super::*;
 
-    /// What OCI says, each way of use by itself.
+    /// Returns what OCI says, each way of use by itself.
     fn allowed(rules: &[Rule], kind: i32, major: i32, minor: i32, ways: u8) -> bool {
         let speaks = |rule: &Rule, way: u8| {
             let is = |of: Option<i32>, asked: i32| of.is_none_or(|of| of == asked);
@@ -189,7 +189,7 @@ mod tests {
             .all(|way| rules.iter().rfind(|rule| speaks(rule, way)).is_some_and(|rule| rule.allow))
     }
 
-    /// A double of the kernel's virtual machine: as much of it as such programs use.
+    /// Returns a double of the kernel's virtual machine: as much of it as such programs use.
     fn run(program: &[Instruction], context: [u32; 3]) -> bool {
         let mut registers = [0_u64; 11];
         let mut at = 0;

@@ -15,7 +15,7 @@ const MOUNTS: [&str; 3] = ["pts", "shm", "mqueue"];
 /// How deep directories of devices lie.
 const DEPTH: u32 = 3;
 
-/// Whether `rules` let a container use every device.
+/// Returns whether `rules` let a container use every device.
 pub fn allow_all(rules: &[LinuxDeviceCgroup]) -> bool {
     let all = |rule: &LinuxDeviceCgroup| {
         rule.allow() && rule.typ().is_none_or(|typ| typ == LinuxDeviceType::A) && rule.major().is_none()
@@ -23,7 +23,7 @@ pub fn allow_all(rules: &[LinuxDeviceCgroup]) -> bool {
     rules.iter().any(all)
 }
 
-/// Every device of the guest.
+/// Returns every device of the guest.
 pub fn all() -> io::Result<Vec<LinuxDevice>> {
     let mut found = Vec::new();
     list(Path::new("/dev"), DEPTH, &mut found)?;

@@ -21,7 +21,7 @@ const READ_AHEAD_KIB: &str = "1024";
 /// Bytes of a vital product data page before its content.
 const VPD_HEADER: usize = 4;
 
-/// The device node of the disk with `serial`, as soon as it is there.
+/// Returns the device node of the disk with `serial`, as soon as it is there.
 pub async fn find(serial: &str) -> Result<PathBuf, Failure> {
     let found = uevent::wait_for(Some(DEADLINE), || scan(Path::new("/sys/block"), serial))
         .await

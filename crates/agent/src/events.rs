@@ -60,7 +60,7 @@ impl Events {
         self.grown.notify_waiters();
     }
 
-    /// The events after number `after`; waits while there are none.
+    /// Returns the events after number `after`; waits while there are none.
     pub async fn next(&self, after: u64) -> Vec<Event> {
         loop {
             let grown = self.grown.notified();
@@ -90,7 +90,7 @@ struct Watched {
 }
 
 impl OomWatch {
-    /// A watch that reports to `events`.
+    /// Returns a watch that reports to `events`.
     pub fn new(events: Arc<Events>) -> io::Result<Self> {
         let fd = inotify::init(inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK)?;
         let inotify = watched(fd, Interest::READABLE)?;
@@ -114,7 +114,7 @@ impl OomWatch {
         }
     }
 
-    /// Whether the OOM killer ever struck in a container. Reports it first, if that is news.
+    /// Returns whether the OOM killer ever struck in a container. Reports it first, if that is news.
     pub fn look(&self, id: &ContainerId) -> bool {
         let kills = Cgroup::of(id).oom_kills();
         let mut watched = lock(&self.watched);

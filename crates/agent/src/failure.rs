@@ -36,7 +36,7 @@ pub struct Failure {
 }
 
 impl Failure {
-    /// A failure with these words; over-long ones are cut.
+    /// Returns a failure with these words; over-long ones are cut.
     pub fn new(kind: Kind, message: impl Into<String>) -> Self {
         let mut message = message.into();
         if message.len() > MAX_MESSAGE {
@@ -52,12 +52,12 @@ impl Failure {
         Self::new(Kind::NotFound, message)
     }
 
-    /// A request that can never succeed.
+    /// Returns a request that can never succeed.
     pub fn invalid(message: impl Into<String>) -> Self {
         Self::new(Kind::InvalidArgument, message)
     }
 
-    /// A request at the wrong time.
+    /// Returns a request at the wrong time.
     pub fn precondition(message: impl Into<String>) -> Self {
         Self::new(Kind::FailedPrecondition, message)
     }

@@ -85,7 +85,7 @@ impl Connections {
         Ok(())
     }
 
-    /// What has come; nothing, when nothing more will.
+    /// Returns what has come; nothing, when nothing more will.
     pub async fn read(&self, number: u64) -> Result<Vec<u8>, Failure> {
         let connection = self.get(number)?;
         let mut data = vec![0; CHUNK];
@@ -147,7 +147,7 @@ mod tests {
 
     use super::*;
 
-    /// A service that answers what it heard, once all was said.
+    /// Returns a service that answers what it heard, once all was said.
     async fn echo(ip: &str) -> u16 {
         let listener = TcpListener::bind((ip, 0)).await.unwrap();
         let port = listener.local_addr().unwrap().port();

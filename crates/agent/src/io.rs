@@ -91,7 +91,7 @@ pub struct ChildEnds {
 }
 
 impl ChildEnds {
-    /// All three, to be kept over a fork.
+    /// Returns all three, to be kept over a fork.
     pub fn all(&self) -> [BorrowedFd<'_>; 3] {
         [self.stdin.as_fd(), self.stdout.as_fd(), self.stderr.as_fd()]
     }
@@ -347,7 +347,7 @@ impl Input {
     }
 }
 
-/// One attempt, counted though whoever asks for it is gone meanwhile.
+/// Returns one attempt, counted though whoever asks for it is gone meanwhile.
 async fn write_some(
     mut taken: OwnedMutexGuard<Taken>,
     to: Stream,

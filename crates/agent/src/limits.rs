@@ -53,7 +53,7 @@ fn said(number: i64) -> Option<Option<u64>> {
 }
 
 impl Limits {
-    /// Those of a pod.
+    /// Returns those of a pod.
     pub fn of_pod(limits: &PodLimits) -> Self {
         let period_us = if limits.cpu_period_us == 0 { PERIOD_US } else { limits.cpu_period_us };
         Self {
@@ -62,7 +62,7 @@ impl Limits {
         }
     }
 
-    /// Those that OCI's resources say.
+    /// Returns those that OCI's resources say.
     pub fn of_container(resources: &LinuxResources) -> Self {
         let cpu = resources.cpu().as_ref();
         let quota = cpu.and_then(|cpu| cpu.quota()).and_then(said);
@@ -159,7 +159,7 @@ mod tests {
         Limits::of_pod(&PodLimits { cpu_quota_us, cpu_period_us, memory_bytes, ..Default::default() })
     }
 
-    /// A control group with these limits.
+    /// Returns a control group with these limits.
     fn group(dir: &tempfile::TempDir, cpu: &str, memory: &str) -> Cgroup {
         fs::write(dir.path().join("cpu.max"), cpu).unwrap();
         fs::write(dir.path().join("memory.max"), memory).unwrap();

@@ -57,7 +57,7 @@ pub fn into_worker(pipe: RawFd) {
     CAUSES.store(pipe, Ordering::Relaxed);
 }
 
-/// Whether this process is a worker or descends from one.
+/// Returns whether this process is a worker or descends from one.
 pub fn is_worker() -> bool {
     CAUSES.load(Ordering::Relaxed) >= 0
 }
@@ -154,7 +154,7 @@ impl Visit for Line {
     }
 }
 
-/// The descriptor as a number, for [`into_worker`].
+/// Returns the descriptor as a number, for [`into_worker`].
 pub fn number(pipe: &impl AsRawFd) -> RawFd {
     pipe.as_raw_fd()
 }

@@ -20,22 +20,22 @@ use crate::{
     volume::{Content, Put},
 };
 
-/// An id of any kind; `what` names the field.
+/// Returns an id of any kind; `what` names the field.
 pub fn id(what: &str, text: &str) -> Result<Id, Failure> {
     Id::from_str(text).map_err(|error| Failure::caused(Kind::InvalidArgument, what, &error))
 }
 
-/// Whose container it is about.
+/// Returns whose container it is about.
 pub fn container_id(text: &str) -> Result<ContainerId, Failure> {
     id("container_id", text)
 }
 
-/// Which exec it is about; empty means the container's init.
+/// Returns which exec it is about; empty means the container's init.
 pub fn exec_id(text: &str) -> Result<Option<ExecId>, Failure> {
     if text.is_empty() { Ok(None) } else { id("exec_id", text).map(Some) }
 }
 
-/// Which streams a process is to have.
+/// Returns which streams a process is to have.
 pub fn wanted(stdio: &wire::Stdio) -> Wanted {
     Wanted { stdin: stdio.stdin, stdout: stdio.stdout, stderr: stdio.stderr, terminal: stdio.terminal }
 }
@@ -62,7 +62,7 @@ fn plan(rootfs: &wire::Rootfs) -> Result<Plan, Failure> {
     Ok(plan)
 }
 
-/// A container to be made.
+/// Returns a container to be made.
 pub fn create(request: wire::CreateContainerRequest) -> Result<Create, Failure> {
     use wire::create_container_request::Processes;
     let rootfs = request.rootfs.as_ref().ok_or_else(|| Failure::invalid("request has no rootfs"))?;
@@ -117,7 +117,7 @@ fn entry(entry: wire::Entry) -> Result<Entry, Failure> {
     entry.check().map(|()| entry)
 }
 
-/// A volume to be put.
+/// Returns a volume to be put.
 pub fn put(request: wire::PutVolumeRequest) -> Result<Put, Failure> {
     use wire::put_volume_request::Content as C;
     let content = match request.content {
@@ -133,7 +133,7 @@ pub fn put(request: wire::PutVolumeRequest) -> Result<Put, Failure> {
     Ok(Put { id: id("volume_id", &request.volume_id)?, owner: owner(&request.owner), content })
 }
 
-/// A scratch disk to be prepared.
+/// Returns a scratch disk to be prepared.
 pub fn scratch(request: &wire::PrepareDiskRequest) -> Result<Disk, Failure> {
     let wanted = request.disk.as_ref().ok_or_else(|| Failure::invalid("request has no disk"))?;
     let wanted = disk(wanted);
@@ -144,17 +144,17 @@ pub fn scratch(request: &wire::PrepareDiskRequest) -> Result<Disk, Failure> {
     Ok(wanted)
 }
 
-/// A process's number.
+/// Returns a process's number.
 pub fn guest_pid(pid: i32) -> u32 {
     pid.unsigned_abs()
 }
 
-/// How a process has ended.
+/// Returns how a process has ended.
 pub fn exited(exit: Exit) -> wire::Exit {
     wire::Exit { code: exit.code, at_ns: exit.at_ns, oom_killed: exit.oom_killed, ..Default::default() }
 }
 
-/// A container's init, or an exec.
+/// Returns a container's init, or an exec.
 pub fn process(
     container: &ContainerId,
     exec: Option<&ExecId>,
@@ -177,7 +177,7 @@ pub fn process(
     }
 }
 
-/// What a container uses, or the pod.
+/// Returns what a container uses, or the pod.
 pub fn stats(stats: &Stats) -> wire::StatsResponse {
     wire::StatsResponse {
         cpu_usage_us: stats.cpu_usage_us,

@@ -70,7 +70,7 @@ pub async fn configure(interfaces: &[wire::Interface]) -> Result<(), Failure> {
 
 type Step = fn(&mut Netlink, &Link, &wire::Interface) -> io::Result<()>;
 
-/// The VM's network devices by number, which the address that the host gave them tells; which one they use does
+/// Returns the VM's network devices by number, which the address that the host gave them tells; which one they use does
 /// not matter.
 fn nics(netlink: &mut Netlink) -> io::Result<BTreeMap<u32, Link>> {
     let numbered = |link: Link| {

@@ -100,7 +100,7 @@ impl Payload {
     }
 }
 
-/// The program's path, or why there is none.
+/// Returns the program's path, or why there is none.
 fn find(process: &Process) -> Result<PathBuf, String> {
     let args = arguments(process);
     let name = args.first().filter(|name| !name.is_empty()).ok_or("exec: no command was given")?;
@@ -138,7 +138,7 @@ fn usable(path: &Path) -> nix::Result<()> {
     faccessat(nix::fcntl::AT_FDCWD, path, AccessFlags::X_OK, AtFlags::AT_EACCESS)
 }
 
-/// An error as `strerror` has it, in lower case.
+/// Returns an error as `strerror` has it, in lower case.
 fn words(error: Errno) -> String {
     let words = error.desc();
     let mut chars = words.chars();

@@ -26,14 +26,14 @@ const HOLDER: u32 = 65535;
 pub struct SharedPids(OnceCell<i32>);
 
 impl SharedPids {
-    /// The file by which it is joined.
+    /// Returns the file by which it is joined.
     pub async fn namespace(&self, workers: &Workers) -> Result<PathBuf, Failure> {
         let holder = self.0.get_or_try_init(|| async { workers.run(&[], make).await?.result }).await?;
         Ok(namespace_of(*holder))
     }
 }
 
-/// The file by which the process namespace of guest process `pid` is joined.
+/// Returns the file by which the process namespace of guest process `pid` is joined.
 pub fn namespace_of(pid: i32) -> PathBuf {
     PathBuf::from(format!("/proc/{pid}/ns/pid"))
 }
@@ -50,7 +50,7 @@ fn make() -> Result<i32, Failure> {
     }
 }
 
-/// The holder's whole life. It is given away nothing: no descriptor, no privilege, no file.
+/// Returns the holder's whole life. It is given away nothing: no descriptor, no privilege, no file.
 fn hold() -> ! {
     let nobody = || {
         chroot(init::EMPTY)?;

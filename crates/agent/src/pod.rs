@@ -129,7 +129,7 @@ fn sysctl_path(name: &str) -> Option<PathBuf> {
     (plain && !relative.is_empty()).then(|| Path::new("/proc/sys").join(path))
 }
 
-/// The kernel's release, as `uname -r`.
+/// Returns the kernel's release, as `uname -r`.
 pub fn kernel_release() -> String {
     fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().to_owned()
 }

@@ -184,7 +184,7 @@ impl AsyncWrite for Port {
     }
 }
 
-/// A signal came between: no edge will follow, so the task is polled again.
+/// Returns a signal came between: no edge will follow, so the task is polled again.
 fn again<T>(cx: &Context<'_>) -> Poll<T> {
     cx.waker().wake_by_ref();
     Poll::Pending

@@ -75,7 +75,7 @@ struct Ends {
 }
 
 impl Process {
-    /// A process to come, with the streams that are `wanted`.
+    /// Returns a process to come, with the streams that are `wanted`.
     pub fn new(wanted: Wanted) -> Self {
         let output = |wanted: bool| wanted.then(Arc::<Output>::default);
         Self {
@@ -88,12 +88,12 @@ impl Process {
         }
     }
 
-    /// Which streams it has.
+    /// Returns which streams it has.
     pub fn wanted(&self) -> Wanted {
         self.wanted
     }
 
-    /// Where it is in its life.
+    /// Returns where it is in its life.
     pub fn state(&self) -> State {
         *self.state.borrow()
     }
@@ -134,7 +134,7 @@ impl Process {
         lock(&self.ends).captures.push(task.abort_handle());
     }
 
-    /// Its input, once it is connected.
+    /// Returns its input, once it is connected.
     pub fn input(&self) -> Result<Arc<Input>, Failure> {
         if !self.wanted.stdin {
             return Err(Failure::precondition("process has no standard input"));

@@ -74,7 +74,7 @@ impl Reaper {
         told
     }
 
-    /// Whether `pid` was claimed and has not been reaped: only then the number is safe to signal.
+    /// Returns whether `pid` was claimed and has not been reaped: only then the number is safe to signal.
     pub fn is_alive(&self, pid: i32) -> bool {
         lock(&self.inner).owners.contains_key(&pid)
     }

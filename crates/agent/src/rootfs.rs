@@ -174,44 +174,44 @@ impl Dir {
         Self { path: Path::new(CONTAINERS).join(id) }
     }
 
-    /// The bundle.
+    /// Returns the bundle.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What the container sees.
+    /// Returns what the container sees.
     pub fn rootfs(&self) -> PathBuf {
         self.path.join("rootfs")
     }
 
-    /// The `n`th file bound into the container.
+    /// Returns the `n`th file bound into the container.
     pub fn file(&self, n: usize) -> PathBuf {
         self.path.join(format!("f{n}"))
     }
 
-    /// The `n`th device node bound into the container.
+    /// Returns the `n`th device node bound into the container.
     pub fn device(&self, n: usize) -> PathBuf {
         self.path.join(format!("d{n}"))
     }
 
-    /// The part of a volume that the `n`th mount shows.
+    /// Returns the part of a volume that the `n`th mount shows.
     pub fn volume(&self, n: usize) -> PathBuf {
         self.path.join(format!("v{n}"))
     }
 
-    /// The file system that takes what the container writes.
+    /// Returns the file system that takes what the container writes.
     pub fn writable(&self) -> PathBuf {
         let mounted = WRITABLES.map(|name| self.path.join(name)).into_iter().find(|path| path.exists());
         mounted.unwrap_or_else(|| self.rootfs())
     }
 
-    /// The scratch disk's file system, if there is one.
+    /// Returns the scratch disk's file system, if there is one.
     fn scratch(&self) -> Option<PathBuf> {
         let path = self.path.join(SCRATCH);
         path.exists().then_some(path)
     }
 
-    /// The scratch disks' file systems of all containers.
+    /// Returns the scratch disks' file systems of all containers.
     pub fn scratches() -> Vec<PathBuf> {
         let all = fs::read_dir(CONTAINERS).into_iter().flatten().flatten();
         all.filter_map(|entry| Self { path: entry.path() }.scratch()).collect()

@@ -278,7 +278,7 @@ fn make_working_dir(rootfs: &Path, spec: &Spec) -> Result<(), Failure> {
     root.mkdir_all(&cwd, &fs::Permissions::from_mode(0o755)).map(drop).map_err(failed())
 }
 
-/// An exec that may gain privileges needs CAP_SYS_ADMIN to load its filter, which is loaded last.
+/// Returns an exec that may gain privileges needs CAP_SYS_ADMIN to load its filter, which is loaded last.
 /// Lends it that and answers what to drop to afterwards.
 fn keep_until_filtered(process: &mut Process) -> Option<LinuxCapabilities> {
     if process.no_new_privileges() == Some(true) {

@@ -77,7 +77,7 @@ impl Located {
     }
 }
 
-/// Where all of them are mounted.
+/// Returns where all of them are mounted.
 pub fn all() -> Vec<PathBuf> {
     let prepared = fs::read_dir(PREPARED).into_iter().flatten().flatten().map(|entry| entry.path());
     prepared.chain(Dir::scratches()).collect()

@@ -35,7 +35,7 @@ pub fn parse_process(json: &[u8]) -> Result<Process, Failure> {
     serde_json::from_slice(json).map_err(|error| refusal(json, "process", "", &error))
 }
 
-/// Why `json` can't be read, in better words than the parser's where it is a capability of the process, which is at
+/// Returns why `json` can't be read, in better words than the parser's where it is a capability of the process, which is at
 /// the JSON pointer `process`. Looked for only now: to read each text twice would be slow in an emulated guest.
 fn refusal(json: &[u8], what: &str, process: &str, error: &serde_json::Error) -> Failure {
     let value = serde_json::from_slice::<Value>(json).unwrap_or_default();

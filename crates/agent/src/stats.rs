@@ -80,7 +80,7 @@ fn of_group(cgroup: &Cgroup) -> Stats {
     }
 }
 
-/// A file's single number; "max" is [`UNLIMITED`].
+/// Returns a file's single number; "max" is [`UNLIMITED`].
 fn number(cgroup: &Cgroup, name: &str) -> Option<u64> {
     let content = cgroup.read(name).ok()?;
     match content.trim() {

@@ -35,7 +35,7 @@ const READINGS: usize = 5;
 /// Whether the agent keeps the time by itself.
 static KEPT: AtomicBool = AtomicBool::new(false);
 
-/// Whether the agent keeps the time by itself.
+/// Returns whether the agent keeps the time by itself.
 pub fn is_kept() -> bool {
     KEPT.load(Ordering::Relaxed)
 }

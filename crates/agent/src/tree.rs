@@ -157,7 +157,7 @@ impl Tree {
         self.0.rename(&new, path, RenameFlags::empty()).map_err(failed("name", path))
     }
 
-    /// Whether a directory is at `path` itself.
+    /// Returns whether a directory is at `path` itself.
     fn is_directory(&self, path: &Path) -> bool {
         let flags = OpenFlags::O_DIRECTORY | OpenFlags::O_NOFOLLOW | OpenFlags::O_RDONLY;
         self.0.open_subpath(path, flags).is_ok()
@@ -201,7 +201,7 @@ fn failed(action: &str, path: &Path) -> impl FnOnce(Error) -> Failure {
     internal(format!("cannot {action} {}", path.display()))
 }
 
-/// What is in `dir` and not kept, without what lies in something that goes as a whole. Links first: they lead
+/// Returns what is in `dir` and not kept, without what lies in something that goes as a whole. Links first: they lead
 /// to what follows.
 fn superfluous(dir: &Path, kept: &HashSet<&Path>) -> Result<Vec<PathBuf>, Failure> {
     let (mut links, mut others, mut pending) = (Vec::new(), Vec::new(), vec![PathBuf::new()]);
@@ -248,7 +248,7 @@ mod tests {
         mirror(dir, entry("", Kind::Directory).owner, entries).unwrap();
     }
 
-    /// What kubelet has of files with these contents.
+    /// Returns what kubelet has of files with these contents.
     fn version(name: &str, files: &[(&str, &str)]) -> Vec<Entry> {
         let mut entries = vec![entry(name, Kind::Directory), link("..data", name)];
         for (key, content) in files {

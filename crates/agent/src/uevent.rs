@@ -19,7 +19,7 @@ use crate::sync::watched;
 /// The multicast group in which the kernel itself speaks (the other one is udev's).
 const KERNEL_GROUP: u32 = 1;
 
-/// Answers what `scan` finds, now or as soon as a device has come that makes it find something;
+/// Returns what `scan` finds, now or as soon as a device has come that makes it find something;
 /// `None` when `deadline` passes first.
 pub async fn wait_for<T>(
     deadline: Option<Duration>,

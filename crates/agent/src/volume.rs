@@ -71,7 +71,7 @@ pub struct Volumes {
 type Volume = AsyncMutex<bool>;
 
 impl Volumes {
-    /// None yet.
+    /// Creates an empty set.
     pub fn new(shared: Arc<Shared>) -> Self {
         Self { shared, known: Mutex::default() }
     }
@@ -102,7 +102,7 @@ impl Volumes {
         Ok(())
     }
 
-    /// Every volume that is there.
+    /// Returns every volume that is there.
     pub fn all(&self) -> Vec<Id> {
         let known = lock(&self.known);
         // One that is being made is not there yet.
@@ -166,7 +166,7 @@ pub fn stage(dir: &Dir, mounts: &mut [Mount]) -> Result<(), Failure> {
     Ok(())
 }
 
-/// The volume's directory and the path below it, of a path in a volume.
+/// Returns the volume's directory and the path below it, of a path in a volume.
 fn in_volume(source: &Path) -> Option<(PathBuf, PathBuf)> {
     let mut parts = source.strip_prefix(VOLUMES_DIR).ok()?.components();
     let volume = Path::new(VOLUMES_DIR).join(parts.next()?);
@@ -198,7 +198,7 @@ fn bind_inside(volume: &Path, sub_path: &Path, target: &Path) -> Result<(), Fail
         .map_err(internal(format!("cannot mount {} of {}", sub_path.display(), volume.display())))
 }
 
-/// A path to what is held open, wherever it is by now.
+/// Returns a path to what is held open, wherever it is by now.
 fn path_of(handle: &Handle) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", handle.as_fd().as_raw_fd()))
 }

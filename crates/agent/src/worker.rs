@@ -119,7 +119,7 @@ fn new_pipe() -> Result<(OwnedFd, OwnedFd), Failure> {
     pipe2(OFlag::O_CLOEXEC).map_err(internal("cannot open a pipe for a worker"))
 }
 
-/// The worker's whole life.
+/// Returns the worker's whole life.
 fn work<T: Serialize>(
     kept: Vec<RawFd>,
     report: OwnedFd,

@@ -116,7 +116,7 @@ impl Unanswered {
 }
 
 impl Connection {
-    /// A connection that was just accepted; it doesn't block.
+    /// Returns a connection that was just accepted; it doesn't block.
     pub fn new(client: UnixStream) -> Self {
         Self {
             client,
@@ -129,12 +129,12 @@ impl Connection {
         }
     }
 
-    /// The connection itself.
+    /// Returns the connection itself.
     pub fn client(&self) -> BorrowedFd<'_> {
         self.client.as_fd()
     }
 
-    /// The end of its link that is here.
+    /// Returns the end of its link that is here.
     pub fn link(&self) -> Option<BorrowedFd<'_>> {
         self.link.as_ref().map(|link| link.stream.as_fd())
     }
@@ -165,12 +165,12 @@ impl Connection {
         suspects.next().map(|(number, _)| *number)
     }
 
-    /// Whether a request has no answer yet.
+    /// Returns whether a request has no answer yet.
     pub fn awaits(&self, number: u32) -> bool {
         self.unanswered.contains_key(&number)
     }
 
-    /// Whether the worker, which lives, may have another link for it.
+    /// Returns whether the worker, which lives, may have another link for it.
     pub fn may_link(&self) -> bool {
         self.links < MAX_LINKS
     }
@@ -195,7 +195,7 @@ impl Connection {
         }
     }
 
-    /// What to wait for on the connection and on its link.
+    /// Returns what to wait for on the connection and on its link.
     pub fn interest(&self) -> (EpollFlags, EpollFlags) {
         let flags = |read: bool, write: &Outbox| {
             let mut flags = EpollFlags::empty();

@@ -78,12 +78,12 @@ pub struct Message {
     pub fds: Vec<OwnedFd>,
 }
 
-/// A pair of ends that block, for one answer.
+/// Returns a pair of ends that block, for one answer.
 pub fn answering() -> io::Result<(OwnedFd, OwnedFd)> {
     Ok(socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?)
 }
 
-/// A pair of ends: the front's, which never blocks, and the worker's. Both close when a program is executed.
+/// Returns a pair of ends: the front's, which never blocks, and the worker's. Both close when a program is executed.
 pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let (front, worker) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
     nix::fcntl::fcntl(&front, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::O_NONBLOCK))?;

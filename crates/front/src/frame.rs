@@ -64,12 +64,12 @@ impl Frame {
         str::from_utf8(field(field(self.0.get(HEADER..)?, 3)?, 1)?).ok()
     }
 
-    /// What it is: [`REQUEST`], [`RESPONSE`] or something else.
+    /// Returns what it is: [`REQUEST`], [`RESPONSE`] or something else.
     pub fn kind(&self) -> u8 {
         self.0[8]
     }
 
-    /// Which request it belongs to.
+    /// Returns which request it belongs to.
     pub fn stream(&self) -> u32 {
         u32::from_be_bytes([self.0[4], self.0[5], self.0[6], self.0[7]])
     }

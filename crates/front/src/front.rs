@@ -475,7 +475,7 @@ impl<'a> Front<'a> {
         // The socket is 0600 in a directory of 0700; this holds where somebody loosened that.
         let trusted = |uid: u32| uid == 0 || uid == geteuid().as_raw();
         if !getsockopt(&client, PeerCredentials).is_ok_and(|peer| trusted(peer.uid())) {
-            return say!("a task connection of a user other than root is refused");
+            return say!("rejected a task connection of a user other than root");
         }
         let number = self.next_connection;
         self.next_connection += 1;

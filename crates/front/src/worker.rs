@@ -85,7 +85,7 @@ impl Pulse {
         self.asked = 0;
     }
 
-    /// Whether to ask once more, now that it is due; else the worker is to be given up.
+    /// Returns whether to ask once more, now that it is due; else the worker is to be given up.
     pub fn asks(&mut self) -> bool {
         self.due = Instant::now() + self.every;
         self.asked += 1;
@@ -128,7 +128,7 @@ impl Worker {
         self.control.as_fd()
     }
 
-    /// How it ended, if it has.
+    /// Returns how it ended, if it has.
     pub fn ended(&mut self) -> Option<ExitStatus> {
         self.child.try_wait().unwrap_or_else(|_| Some(ExitStatus::from_raw(0)))
     }
@@ -145,7 +145,7 @@ impl Worker {
         self.outgoing.push_back(Outgoing { kind, key: key.to_owned(), note: note.to_vec(), fds });
     }
 
-    /// Whether something waits to be told.
+    /// Returns whether something waits to be told.
     pub fn has_outgoing(&self) -> bool {
         !self.outgoing.is_empty()
     }
@@ -175,7 +175,7 @@ pub struct BackOff {
 }
 
 impl BackOff {
-    /// The pause after a worker that was ready for so long, or never.
+    /// Returns the pause after a worker that was ready for so long, or never.
     pub fn after(&mut self, ready: Option<Duration>) -> Duration {
         if ready.is_some_and(|ready| ready >= LASTING) {
             self.short = 0;

@@ -260,7 +260,7 @@ impl Client {
         self.stream.write_all(&wire(stream, REQUEST, &body)).unwrap();
     }
 
-    /// The next answer: to which request, and its words.
+    /// Returns the next answer: to which request, and its words.
     fn answer(&mut self) -> (u32, String) {
         while self.ready.is_empty() {
             let mut scratch = [0; 4096];

@@ -86,7 +86,7 @@ impl<S> Bounded<S> {
         Self { stream, follow: Follow::default() }
     }
 
-    /// Where the first violation will be seen.
+    /// Returns where the first violation will be seen.
     pub fn violation(&self) -> watch::Receiver<Option<Violation>> {
         self.follow.violated.subscribe()
     }
@@ -219,7 +219,7 @@ impl<const PEEK: usize> Frames<PEEK> {
     }
 }
 
-/// The method's name in the beginning of a ttrpc `Request`: its fields 1 and 2 are service and method.
+/// Returns the method's name in the beginning of a ttrpc `Request`: its fields 1 and 2 are service and method.
 fn method_of(request: &[u8]) -> Option<String> {
     const SERVICE: u32 = 1 << 3 | 2;
     const METHOD: u32 = 2 << 3 | 2;
@@ -233,7 +233,7 @@ fn method_of(request: &[u8]) -> Option<String> {
     }
 }
 
-/// What a guest says of itself, fit to be shown: without control characters, cut to what a person reads.
+/// Returns what a guest says of itself, fit to be shown: without control characters, cut to what a person reads.
 pub fn plain(words: &str) -> String {
     let shown = words.chars().map(|c| if c.is_control() { ' ' } else { c });
     let mut shown: String = shown.take(WORDS + 1).collect();

@@ -48,7 +48,7 @@ pub enum GuestError {
         call: &'static str,
         /// Which kind of no.
         code: Code,
-        /// In the agent's words.
+        /// Converts the limits for the agent.
         message: String,
     },
     /// No answer, or none that could be read.
@@ -84,7 +84,7 @@ pub enum GuestError {
 }
 
 impl GuestError {
-    /// The code to answer with.
+    /// Returns the code to answer with.
     pub fn code(&self) -> Code {
         match self {
             Self::Refused { code, .. } => *code,
@@ -155,7 +155,7 @@ macro_rules! call_again {
     }};
 }
 
-/// Whether a call failed because its session is over.
+/// Returns whether a call failed because its session is over.
 fn is_end(error: &ttrpc::Error) -> bool {
     use ttrpc::Error::{Eof, LocalClosed, RemoteClosed, Socket};
     matches!(error, Eof | LocalClosed | RemoteClosed | Socket(_))
@@ -216,17 +216,17 @@ impl Agent {
         Some(GuestError::Violated { pod: self.pod.clone(), source })
     }
 
-    /// How long a process may take to end that was killed.
+    /// Returns how long a process may take to end that was killed.
     pub fn patience(&self) -> Duration {
         self.timeout * LONG_CALL
     }
 
-    /// That `container` has not ended within `limit`.
+    /// Returns that `container` has not ended within `limit`.
     pub fn kept_alive(&self, container: ContainerId, limit: Duration) -> GuestError {
         GuestError::KeptAlive { pod: self.pod.clone(), container, limit }
     }
 
-    /// The same session, its errors naming another pod.
+    /// Returns the same session, its errors naming another pod.
     pub fn of(self, pod: &SandboxId) -> Self {
         Self { pod: pod.clone(), ..self }
     }
@@ -275,7 +275,7 @@ impl Agent {
         call!(self, put_volume, self.long(), request).map(drop)
     }
 
-    /// Every volume the agent knows.
+    /// Returns every volume the agent knows.
     pub async fn volumes(&self) -> Result<Vec<String>, GuestError> {
         call!(self, list_volumes, self.short(), wire::ListVolumesRequest::new())
             .map(|answer| answer.volume_ids)
@@ -287,7 +287,7 @@ impl Agent {
         call!(self, prepare_disk, self.long(), request).map(drop)
     }
 
-    /// Makes a container; its init waits. Answers its guest pid.
+    /// Makes a container; its init waits. Returns its guest pid.
     pub async fn create_container(&self, request: wire::CreateContainerRequest) -> Result<u32, GuestError> {
         call!(self, create_container, self.long(), request).map(|answer| answer.pid)
     }
@@ -299,7 +299,7 @@ impl Agent {
         call!(self, delete_container, self.long(), request).map(drop)
     }
 
-    /// Every process the agent knows.
+    /// Returns every process the agent knows.
     pub async fn processes(&self) -> Result<Vec<wire::Process>, GuestError> {
         call!(self, list_containers, self.short(), wire::ListContainersRequest::new())
             .map(|answer| answer.processes)
@@ -310,7 +310,7 @@ impl Agent {
         call!(self, create_exec, self.short(), request).map(drop)
     }
 
-    /// Starts a container's init or an exec. Answers its guest pid.
+    /// Starts a container's init or an exec. Returns its guest pid.
     pub async fn start_process(
         &self,
         container: &ContainerId,
@@ -397,7 +397,7 @@ impl Agent {
         call_again!(self, read_output, Context::default(), Duration::MAX, request)
     }
 
-    /// Input for a process; waits while it takes none. Answers up to where input is taken.
+    /// Input for a process; waits while it takes none. Returns the offset up to which input was taken.
     pub async fn write_input(&self, request: wire::WriteInputRequest) -> Result<u64, GuestError> {
         call_again!(self, write_input, Context::default(), Duration::MAX, request).map(|answer| answer.taken)
     }
@@ -430,7 +430,7 @@ impl Agent {
         call!(self, resume_container, self.short(), request).map(drop)
     }
 
-    /// Guest pids of a container.
+    /// Returns the guest pids of a container.
     pub async fn pids(&self, container: &ContainerId) -> Result<Vec<u32>, GuestError> {
         let request =
             wire::ListProcessesRequest { container_id: container.to_string(), ..Default::default() };
@@ -449,7 +449,7 @@ impl Agent {
         call!(self, dial, self.short(), request).map(|answer| answer.connection)
     }
 
-    /// What has come by a connection; waits while nothing has. Empty: nothing more will.
+    /// Returns what has come by a connection; waits while nothing has. Empty: nothing more will.
     pub async fn read_connection(&self, connection: u64) -> Result<Vec<u8>, GuestError> {
         let request = wire::ReadConnectionRequest { connection, ..Default::default() };
         call!(self, read_connection, Context::default(), request).map(|answer| answer.data)
@@ -472,7 +472,7 @@ impl Agent {
         call!(self, close_connection, self.short(), request).map(drop)
     }
 
-    /// Whether the shares are mounted in the guest, and it carries its requests itself.
+    /// Returns whether the shares are mounted in the guest, and it carries its requests itself.
     pub async fn has_shares(&self) -> Result<bool, GuestError> {
         let request = wire::MountSharesRequest { ask: true, ..Default::default() };
         call!(self, mount_shares, self.short(), request).map(|answer| answer.mounted)

@@ -48,7 +48,7 @@ pub async fn connect(
     Ok((speak_over(pod, stream, timeout), ready))
 }
 
-/// A session over `stream`, on which both have greeted.
+/// Returns a session over `stream`, on which both have greeted.
 fn speak_over(
     pod: &SandboxId,
     stream: impl AsyncRead + AsyncWrite + Send + Sync + Unpin + 'static,

@@ -49,7 +49,7 @@ impl Room {
 }
 
 impl<S> Outbox<S> {
-    /// Nothing waits yet.
+    /// Returns nothing waits yet.
     pub fn new(stream: S) -> Self {
         Self { stream, waiting: VecDeque::new(), length: watch::Sender::new(0), reader: None }
     }
@@ -104,7 +104,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Outbox<S> {
         Poll::Ready(Ok(bytes.len()))
     }
 
-    /// What waits goes on by itself; waiting for it here is what must not be.
+    /// Returns what waits goes on by itself; waiting for it here is what must not be.
     fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
         Poll::Ready(Ok(()))
     }

@@ -18,12 +18,12 @@ pub struct Reading {
 }
 
 impl Reading {
-    /// What an answer tells.
+    /// Returns what an answer tells.
     pub fn of(asked_ns: u64, took: Duration, said: &SyncClockResponse) -> Self {
         Self { asked_ns, took, boottime_ns: said.boottime_ns, realtime_ns: said.realtime_ns }
     }
 
-    /// The host's clock when the guest read its own: in the middle, give or take half of the time it took.
+    /// Returns the host's clock when the guest read its own: in the middle, give or take half of the time it took.
     fn host_ns(&self) -> u64 {
         self.asked_ns.saturating_add(self.error_ns())
     }
@@ -32,7 +32,7 @@ impl Reading {
         u64::try_from(self.took.as_nanos() / 2).unwrap_or(u64::MAX)
     }
 
-    /// What the guest is to be told; none where its clock may be right, as far as can be seen.
+    /// Returns what the guest is to be told; none where its clock may be right, as far as can be seen.
     pub fn correction(&self) -> Option<SyncClockRequest> {
         let off = self.host_ns().abs_diff(self.realtime_ns);
         (off > self.error_ns()).then(|| SyncClockRequest {

@@ -159,7 +159,7 @@ fn enter_and_put(process: BorrowedFd<'_>, name: &str, tree: &Tree) -> Result<(),
         .map_err(|errno| target("mount the share")(errno.into()))
 }
 
-/// Whether another mount begins at `path` than at [`ROOT`].
+/// Returns whether another mount begins at `path` than at [`ROOT`].
 fn is_mounted(path: &str) -> io::Result<bool> {
     let mount_of = |path: &str| {
         let flags = AtFlags::SYMLINK_NOFOLLOW;

@@ -39,7 +39,7 @@ impl Caller {
         Some(caller)
     }
 
-    /// Whether this is a user other than the one whom the thread acts as in any case.
+    /// Returns whether this is a user other than the one whom the thread acts as in any case.
     pub fn is_another(self) -> bool {
         self != Self { uid: 0, gid: 0 }
     }

@@ -89,7 +89,7 @@ struct Part {
 }
 
 impl Part {
-    /// Whether it is what says if the answer is there.
+    /// Returns whether it is what says if the answer is there.
     fn has_state(&self) -> bool {
         (self.offset..self.offset + self.length).contains(&STATE)
     }
@@ -330,7 +330,7 @@ fn fill(stream: &mut UnixStream, room: &mut [u8], meanwhile: impl Fn() -> io::Re
     Ok(())
 }
 
-/// A thread that panics ends the process, so a lock is never poisoned.
+/// Returns a thread that panics ends the process, so a lock is never poisoned.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -82,7 +82,7 @@ impl Files {
         answer
     }
 
-    /// The length of the answer, or an error number.
+    /// Returns the length of the answer, or an error number.
     fn carry_out(&self, head: Head, request: &mut [u8], room: &mut [u8]) -> Result<usize, i32> {
         if head.opcode == opcode::ACCESS {
             // The one request whose answer is computed from who asks.
@@ -139,13 +139,13 @@ fn as_caller(head: Head) -> Option<Rights> {
     }
 }
 
-/// Whether `answer` says that whoever acted may not.
+/// Returns whether `answer` says that whoever acted may not.
 fn is_denied(answer: &[u8]) -> bool {
     let error = u32_at(answer, 4).and_then(|error| error.cast_signed().checked_neg());
     matches!(error, Some(libc::EACCES | libc::EPERM))
 }
 
-/// An error number for what no guest's kernel asks for.
+/// Returns an error number for what no guest's kernel asks for.
 fn refused(head: Head, request: &[u8]) -> Option<i32> {
     // With either of these an open has other effects than it seems: it may follow a link, or make a file.
     const ODD: i32 = libc::O_PATH | (libc::O_TMPFILE & !libc::O_DIRECTORY);

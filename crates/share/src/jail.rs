@@ -51,7 +51,7 @@ pub fn enter(run_dir: &Path) -> anyhow::Result<Option<Entered>> {
     }
 }
 
-/// A fork, by which alone a process gets into a new pid namespace, whose child is one of this process's parent:
+/// Returns a fork, by which alone a process gets into a new pid namespace, whose child is one of this process's parent:
 /// the daemon hears of its end. 0 in the child.
 fn fork_sibling() -> io::Result<i64> {
     let flags = libc::CLONE_PARENT | libc::SIGCHLD;

@@ -134,7 +134,7 @@ impl Request {
     }
 }
 
-/// What comes ahead of what was read, or is all of an answer. `errno`: 0 or an error number.
+/// Returns what comes ahead of what was read, or is all of an answer. `errno`: 0 or an error number.
 pub fn reply(cookie: u64, errno: i32) -> [u8; REPLY] {
     let mut reply = [0; REPLY];
     reply[..4].copy_from_slice(&REPLY_MAGIC.to_be_bytes());

@@ -28,7 +28,7 @@ pub enum Way {
 }
 
 impl Way {
-    /// The one of this name: `disk`, or `streams:` and the key's hex digits.
+    /// Returns the one of this name: `disk`, or `streams:` and the key's hex digits.
     pub fn named(name: &str) -> Option<Self> {
         match name.split_once(':') {
             None if name == "disk" => Some(Self::Disk),

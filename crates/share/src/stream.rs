@@ -56,7 +56,7 @@ impl Streams {
         }
     }
 
-    /// Whether a stream begins with the key.
+    /// Returns whether a stream begins with the key.
     fn knows(&self, stream: &mut UnixStream) -> io::Result<bool> {
         let until = Instant::now() + PATIENCE;
         let mut given = [0; LinkKey::LEN];

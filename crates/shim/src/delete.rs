@@ -54,13 +54,13 @@ pub fn delete(args: &Args) -> DeleteResponse {
     })
 }
 
-/// Where the container's task service is; none where containerd never wrote it down.
+/// Returns where the container's task service is; none where containerd never wrote it down.
 fn address(bundle: &Path) -> Option<String> {
     let text = fs::read(bundle.join("bootstrap.json")).ok()?;
     serde_json::from_slice::<Bootstrap>(&text).ok().map(|bootstrap| bootstrap.address)
 }
 
-/// What `ask` answers, unless it takes too long: even connecting may block, and this process ends
+/// Returns what `ask` answers, unless it takes too long: even connecting may block, and this process ends
 /// with its main thread.
 fn within<T: Send + 'static>(limit: Duration, ask: impl FnOnce() -> Option<T> + Send + 'static) -> Option<T> {
     let (told, answer) = mpsc::sync_channel(1);

@@ -33,7 +33,7 @@ fn features() -> Any {
     Any { type_url: FEATURES.to_owned(), value: features.to_string().into_bytes(), ..Default::default() }
 }
 
-/// The answer.
+/// Returns the answer.
 pub fn info() -> RuntimeInfo {
     let version = RuntimeVersion { version: env!("CARGO_PKG_VERSION").to_owned(), ..Default::default() };
     RuntimeInfo {

@@ -202,7 +202,7 @@ pub struct VmRecord {
 pub struct VmExit {
     /// For people: "exited with status 1", "killed by signal 9", "is gone".
     pub how: String,
-    /// As [`Vm::last_lines`].
+    /// Same as [`Vm::last_lines`].
     pub last_lines: Vec<String>,
 }
 

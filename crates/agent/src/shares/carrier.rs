@@ -47,7 +47,7 @@ pub enum Way {
 }
 
 impl Way {
-    /// The disk at `path`.
+    /// Returns the disk at `path`.
     pub fn disk(path: &Path) -> io::Result<Self> {
         // What is read once must not be remembered.
         let flags = libc::O_DIRECT | libc::O_EXCL | libc::O_CLOEXEC;
@@ -198,7 +198,7 @@ fn ask_disk(file: &File, at: u64, buffer: &mut [u8], length: usize) -> io::Resul
     Ok(answer)
 }
 
-/// The length of the answer that begins so.
+/// Returns the length of the answer that begins so.
 fn answer_length(beginning: &[u8]) -> io::Result<usize> {
     let length = u32_at(beginning, 0).and_then(|length| usize::try_from(length).ok());
     length.filter(|&length| length <= MAX_MESSAGE).ok_or_else(|| io::ErrorKind::InvalidData.into())

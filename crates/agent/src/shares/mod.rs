@@ -43,7 +43,7 @@ pub struct Shares {
 }
 
 impl Shares {
-    /// Whether they are mounted.
+    /// Returns whether they are mounted.
     pub async fn are_mounted(&self) -> bool {
         self.carrier.lock().await.is_some()
     }
@@ -115,7 +115,7 @@ fn read_ahead() -> io::Result<()> {
     fs::write(format!("/sys/class/bdi/{device}/read_ahead_kb"), READ_AHEAD_KIB)
 }
 
-/// The device, such as `0:45`, of what is mounted at `path`.
+/// Returns the device, such as `0:45`, of what is mounted at `path`.
 fn device_of<'a>(mounts: &'a str, path: &str) -> Option<&'a str> {
     let found = mounts.lines().rev().find(|line| line.split(' ').nth(4) == Some(path));
     found?.split(' ').nth(2)

@@ -75,7 +75,7 @@ impl Drop for Server {
     }
 }
 
-/// A guest that has its shares mounted.
+/// Returns a guest that has its shares mounted.
 async fn guest(server: &Server) -> (Vm, AgentClient) {
     let vm = Vm::boot_with_shares(&server.dir.path().join("socket"));
     let (agent, _) = vm.session().await;
@@ -89,7 +89,7 @@ async fn guest(server: &Server) -> (Vm, AgentClient) {
     (vm, agent)
 }
 
-/// A container that finds the share at `/host`.
+/// Returns a container that finds the share at `/host`.
 fn sharing(id: &str, script: &str, option: &str) -> CreateContainerRequest {
     let mut spec = spec(shell(script));
     spec["mounts"].as_array_mut().unwrap().push(json!({
@@ -185,7 +185,7 @@ impl Lease {
         Self(file)
     }
 
-    /// Whether somebody waits.
+    /// Returns whether somebody waits.
     fn holds_somebody_up(&self) -> bool {
         // SAFETY: the call takes numbers alone.
         unsafe { libc::fcntl(self.0.as_raw_fd(), libc::F_GETLEASE) == libc::F_UNLCK }

@@ -40,12 +40,12 @@ impl Vm {
         Self::boot_on("max")
     }
 
-    /// As [`Vm::boot`], with the disk of a server of shares that listens at `socket`.
+    /// Same as [`Vm::boot`], with the disk of a server of shares that listens at `socket`.
     pub fn boot_with_shares(socket: &Path) -> Self {
         Self::boot_as("max", Some(socket))
     }
 
-    /// As [`Vm::boot`], on a processor of this QEMU model.
+    /// Same as [`Vm::boot`], on a processor of this QEMU model.
     pub fn boot_on(cpu: &str) -> Self {
         Self::boot_as(cpu, None)
     }
@@ -112,7 +112,7 @@ impl Vm {
         Self { qemu, dir, key }
     }
 
-    /// The host's end of the agent's port.
+    /// Returns the host's end of the agent's port.
     pub async fn port(&self) -> UnixStream {
         let path = self.dir.path().join("agent.sock");
         let began = Instant::now();
@@ -141,7 +141,7 @@ impl Vm {
         fs::metadata(self.dir.path().join("scratch.ext4")).unwrap().blocks() * 512
     }
 
-    /// What the guest printed.
+    /// Returns what the guest printed.
     pub fn console(&self) -> String {
         String::from_utf8_lossy(&fs::read(self.dir.path().join("console")).unwrap_or_default()).into_owned()
     }
@@ -176,7 +176,7 @@ fn guest_dir() -> PathBuf {
     }
 }
 
-/// An EROFS image of busybox with an applet for each command, made once per test run.
+/// Returns an EROFS image of busybox with an applet for each command, made once per test run.
 fn busybox_image() -> &'static Path {
     static IMAGE: OnceLock<(TempDir, PathBuf)> = OnceLock::new();
     let (_, path) = IMAGE.get_or_init(|| {

@@ -126,7 +126,7 @@ pub enum HelperError {
 }
 
 impl HelperError {
-    /// The code to answer with.
+    /// Returns the code to answer with.
     pub fn code(&self) -> Code {
         match self {
             Self::Silent { .. } | Self::TooMany { .. } => Code::DeadlineExceeded,
@@ -224,7 +224,7 @@ impl Helpers {
         self.state().hung.len()
     }
 
-    /// What a bind mount shows, and the content of a file that is to be copied.
+    /// Returns what a bind mount shows, and the content of a file that is to be copied.
     pub async fn look(
         &self,
         pod: &SandboxId,
@@ -234,7 +234,7 @@ impl Helpers {
         Ok((bound, frame.bytes))
     }
 
-    /// The files of a directory that kubelet writes; none if the directory is gone.
+    /// Returns the files of a directory that kubelet writes; none if the directory is gone.
     pub async fn read_tree(
         &self,
         pod: &SandboxId,
@@ -249,7 +249,7 @@ impl Helpers {
         tree.map(Some).map_err(|error| HelperError::Refused { code: Code::Internal, text: error.to_string() })
     }
 
-    /// Whose a directory is.
+    /// Returns whose a directory is.
     pub async fn owner(&self, pod: &SandboxId, dir: &Path) -> Result<wire_agent::Owner, HelperError> {
         let ((mode, uid, gid), _) = self.ask(pod, Request::Owner { dir: dir.to_owned() }).await?;
         Ok(wire_agent::Owner { mode, uid, gid, ..Default::default() })
@@ -287,12 +287,12 @@ impl Helpers {
         Ok(())
     }
 
-    /// What tells a chain of layers from others.
+    /// Returns what tells a chain of layers from others.
     pub async fn layers_key(&self, pod: &SandboxId, chain: Chain) -> Result<String, HelperError> {
         Ok(self.ask(pod, Request::LayersKey { chain }).await?.0)
     }
 
-    /// Whether a layer is empty.
+    /// Returns whether a layer is empty.
     pub async fn is_layer_empty(&self, pod: &SandboxId, dir: PathBuf) -> Result<bool, HelperError> {
         Ok(self.ask(pod, Request::IsLayerEmpty { dir }).await?.0)
     }
@@ -394,7 +394,7 @@ impl Helpers {
         error
     }
 
-    /// A place among its pod's helpers.
+    /// Returns a place among its pod's helpers.
     async fn place(&self, pod: &SandboxId) -> OwnedSemaphorePermit {
         let places = {
             let mut state = self.state();
@@ -421,7 +421,7 @@ impl Helpers {
         Some(Counted(self.clone()))
     }
 
-    /// A helper that was kept, or a new one.
+    /// Returns a helper that was kept, or a new one.
     async fn line(&self, kept: bool) -> io::Result<Line> {
         let idle = if kept { self.state().idle.pop() } else { None };
         match (idle, self.0.program.clone()) {
@@ -448,7 +448,7 @@ impl Helpers {
     }
 }
 
-/// What a helper answers until `deadline`; none: nothing. It is soon counted no more among those that work.
+/// Returns what a helper answers until `deadline`; none: nothing. It is soon counted no more among those that work.
 async fn answer(
     asked: &Asked,
     line: &mut Line,

@@ -136,7 +136,7 @@ const IDLE: Duration = Duration::from_secs(10);
 const MAKING: u32 = 6;
 
 impl Request {
-    /// What is touched.
+    /// Returns what is touched.
     pub fn path(&self) -> &Path {
         match self {
             Self::Look { mount } => mount.source().as_deref().unwrap_or(Path::new("")),
@@ -154,7 +154,7 @@ impl Request {
         }
     }
 
-    /// What is done there, for an error.
+    /// Returns what is done there, for an error.
     pub fn action(&self) -> &'static str {
         match self {
             Self::Look { .. } | Self::Owner { .. } | Self::LayersKey { .. } => "look at",
@@ -167,7 +167,7 @@ impl Request {
         }
     }
 
-    /// How long it may take where a look may take `look`.
+    /// Returns how long it may take where a look may take `look`.
     pub fn limit(&self, look: Duration) -> Duration {
         match self {
             Self::Disk { .. } | Self::Scratch { .. } => look * MAKING,
@@ -232,7 +232,7 @@ fn answer(asked: Frame) -> io::Result<Frame> {
     run(request, asked.bytes, asked.descriptor).or_else(refused)
 }
 
-/// What a frame of JSON says.
+/// Returns what a frame of JSON says.
 pub fn parse<T: DeserializeOwned>(json: &[u8]) -> Result<T, Refusal> {
     serde_json::from_slice(json).map_err(|error| {
         Refusal::internal(format!("a helper and its daemon don't understand each other: {error}"))

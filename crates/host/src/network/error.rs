@@ -91,7 +91,7 @@ impl From<io::Error> for Failed {
 
 /// Says at which step an error occurred.
 pub(super) trait At<T> {
-    /// The step is about a device.
+    /// Returns the step is about a device.
     fn at(self, action: &'static str, device: &str) -> Result<T, Failed>;
     /// It is about no single device.
     fn at_step(self, action: &'static str) -> Result<T, Failed>;

@@ -64,7 +64,7 @@ struct Info {
     size: u32,
 }
 
-/// The first table of the older interface that has a rule, or a chain of somebody's.
+/// Returns the first table of the older interface that has a rule, or a chain of somebody's.
 fn legacy(family: AddressFamily, names: &str, level: libc::c_int) -> io::Result<Option<String>> {
     // Most kernels have a namespace's tables from their first use on.
     let names = match fs::read_to_string(names) {
@@ -103,7 +103,7 @@ fn legacy(family: AddressFamily, names: &str, level: libc::c_int) -> io::Result<
     Ok(None)
 }
 
-/// Whether nftables has a rule.
+/// Returns whether nftables has a rule.
 fn nftables() -> Result<bool, Errno> {
     let netlink = socket(
         AddressFamily::Netlink,

@@ -139,7 +139,7 @@ pub enum Unsuitable {
     },
 }
 
-/// All interfaces but loopback, made of what rtnetlink dumps.
+/// Returns all interfaces but loopback, made of what rtnetlink dumps.
 pub fn interfaces(dumped: Vec<RouteNetlinkMessage>) -> Result<Vec<Interface>, Unsuitable> {
     let mut found = BTreeMap::new();
     let mut rest = Vec::new();
@@ -246,7 +246,7 @@ fn address(message: &AddressMessage) -> Option<Address> {
     })
 }
 
-/// A unicast route of the main table, and the interface by which it leaves.
+/// Returns a unicast route of the main table, and the interface by which it leaves.
 fn route(message: &RouteMessage) -> Result<Option<(u32, Route)>, Unsuitable> {
     let header = &message.header;
     let mut table = u32::from(header.table);
@@ -314,7 +314,7 @@ fn ip(address: &RouteAddress) -> Option<IpAddr> {
     }
 }
 
-/// What was learnt will be learnt again; what was noted down for good will not.
+/// Returns what was learnt will be learnt again; what was noted down for good will not.
 fn neighbour(message: &NeighbourMessage) -> Option<Neighbour> {
     if message.header.state != NeighbourState::Permanent {
         return None;
@@ -331,7 +331,7 @@ fn neighbour(message: &NeighbourMessage) -> Option<Neighbour> {
     Some(Neighbour { ip: ip?, mac: mac? })
 }
 
-/// What the guest is told, to give its network device number `nic` this interface's place.
+/// Returns what the guest is told, to give its network device number `nic` this interface's place.
 pub fn for_guest(nic: u32, interface: &Interface) -> wire::Interface {
     let address = |address: &Address| wire::Address {
         ip: octets(address.ip),

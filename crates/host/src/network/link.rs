@@ -105,7 +105,7 @@ fn unknown(what: &str, error: io::Error) -> io::Error {
     }
 }
 
-/// Whether what takes packets at device `index` before the namespace's own stack is an earlier [`join`]'s alone.
+/// Returns whether what takes packets at device `index` before the namespace's own stack is an earlier [`join`]'s alone.
 fn is_ours(netlink: &mut Netlink, index: u32) -> io::Result<bool> {
     let of_device = TcMessage::with_index(index.cast_signed());
     let qdiscs = netlink.dump(RouteNetlinkMessage::GetQueueDiscipline(of_device.clone()))?;

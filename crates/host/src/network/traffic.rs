@@ -59,7 +59,7 @@ impl From<&Stats64> for Traffic {
     }
 }
 
-/// What each of `interfaces` has carried so far.
+/// Returns what each of `interfaces` has carried so far.
 pub async fn read(
     pod: &SandboxId,
     netns: &Path,
@@ -84,7 +84,7 @@ pub async fn read(
     .await
 }
 
-/// What is not done to packets on the host because the VM's network card, and so its guest, does it: of each
+/// Returns what is not done to packets on the host because the VM's network card, and so its guest, does it: of each
 /// tap that process `vmm` holds, in the order of the cards.
 ///
 /// The taps are found where they are used and not where they were made: that may have been long before the pod, and

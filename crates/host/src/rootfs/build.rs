@@ -78,7 +78,7 @@ pub enum Content {
 }
 
 impl Content {
-    /// The directories, uppermost first.
+    /// Returns the directories, uppermost first.
     pub fn dirs(&self) -> Vec<PathBuf> {
         match self {
             Content::Chain(chain) => chain.dirs.clone(),
@@ -167,7 +167,7 @@ fn make(job: &Job) -> Result<(), BuildError> {
     superblock::check(&job.image, FsType::Erofs)
 }
 
-/// How long mkfs.erofs may take for files of so many bytes: some minutes, and what a slow disk needs.
+/// Returns how long mkfs.erofs may take for files of so many bytes: some minutes, and what a slow disk needs.
 fn time_for(bytes: u64) -> Duration {
     Duration::from_secs(300 + bytes / SLOWEST)
 }
@@ -377,7 +377,7 @@ impl Watch {
     }
 }
 
-/// The last bytes of a stream that is read to its end.
+/// Returns the last bytes of a stream that is read to its end.
 fn tail(mut stream: impl Read) -> io::Result<Vec<u8>> {
     let (mut kept, mut buffer) = (Vec::new(), [0; 4096]);
     loop {

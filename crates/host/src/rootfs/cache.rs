@@ -88,7 +88,7 @@ pub struct Lease {
 }
 
 impl Lease {
-    /// The image.
+    /// Returns the image.
     pub fn path(&self) -> PathBuf {
         self.cache.0.dir.join(&self.name)
     }
@@ -161,7 +161,7 @@ impl Cache {
         self.lease_by_name(&mut self.state(), name)
     }
 
-    /// The image of a chain's merged view; made once, however many ask. `key` is the chain's, see [`key_of`].
+    /// Returns the image of a chain's merged view; made once, however many ask. `key` is the chain's, see [`key_of`].
     pub async fn shared_image(&self, key: Key, chain: Chain) -> Result<Lease, Arc<BuildError>> {
         if let Some(lease) = self.kept(&key).await.map_err(Arc::new)? {
             return Ok(lease);
@@ -184,7 +184,7 @@ impl Cache {
         building.await
     }
 
-    /// An image of a directory, for one container.
+    /// Returns an image of a directory, for one container.
     pub async fn private_image(&self, dir: PathBuf) -> Result<Lease, Arc<BuildError>> {
         let cache = self.clone();
         // Made to its end also when nobody waits any more: then nobody leases it, and it goes.
@@ -192,7 +192,7 @@ impl Cache {
         made.await.unwrap_or(Err(BuildError::Stopped)).map_err(Arc::new)
     }
 
-    /// An image that is there already and still whole.
+    /// Returns an image that is there already and still whole.
     async fn kept(&self, key: &Key) -> Result<Option<Lease>, BuildError> {
         let lease = {
             let mut state = self.state();
@@ -286,7 +286,7 @@ impl Cache {
     }
 
     /// Removes what nobody uses: all private images, then shared ones until they take at most `most` bytes.
-    /// Answers whether any went.
+    /// Returns whether any went.
     fn evict(&self, most: u64) -> bool {
         let victims = self.state().victims(most);
         for name in &victims {
@@ -306,7 +306,7 @@ impl Cache {
 }
 
 impl State {
-    /// What an earlier daemon left in `dir`.
+    /// Returns what an earlier daemon left in `dir`.
     fn read(dir: &Path) -> io::Result<Self> {
         let mut state = Self::default();
         for entry in fs::read_dir(dir)? {
@@ -367,7 +367,7 @@ impl State {
     }
 }
 
-/// What makes a chain itself: committed layers never change, and a directory made anew has another inode or
+/// Returns what makes a chain itself: committed layers never change, and a directory made anew has another inode or
 /// another time of change.
 pub fn key_of(chain: &Chain) -> Result<Key, BuildError> {
     let mut hash = Sha256::new();
@@ -396,7 +396,7 @@ pub fn key_of(chain: &Chain) -> Result<Key, BuildError> {
     Ok(hex(&hash.finalize()))
 }
 
-/// What tells a file from others of the same name.
+/// Returns what tells a file from others of the same name.
 pub fn nonce() -> String {
     hex(&rand::random::<u64>().to_be_bytes())
 }

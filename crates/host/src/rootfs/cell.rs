@@ -46,7 +46,7 @@ impl<'a> Cell<'a> {
         Ok(cell)
     }
 
-    /// The jail.
+    /// Returns the jail.
     pub fn jail(&self) -> Result<Jail, BuildError> {
         self.try_jail().map_err(|source| BuildError::Host {
             action: "prepare a jail for mkfs in",

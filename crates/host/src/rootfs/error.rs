@@ -51,7 +51,7 @@ pub enum RootfsError {
 }
 
 impl RootfsError {
-    /// The code to answer with.
+    /// Returns the code to answer with.
     pub fn code(&self) -> Code {
         match self {
             Self::Mount { .. } => Code::Unimplemented,
@@ -63,7 +63,7 @@ impl RootfsError {
 }
 
 impl BuildError {
-    /// The code to answer with.
+    /// Returns the code to answer with.
     pub fn code(&self) -> Code {
         match self {
             Self::Image { .. }

@@ -86,7 +86,7 @@ fn try_make(path: &Path, unfinished: &Path, size: u64, purpose: Use) -> Result<(
     name(unfinished, path).map_err(host("name"))
 }
 
-/// Where this process makes the file that is to be at `path`. Another one may be at the same: a helper that outlives its
+/// Returns where this process makes the file that is to be at `path`. Another one may be at the same: a helper that outlives its
 /// worker goes on.
 pub fn unfinished(path: &Path) -> PathBuf {
     let mut name = OsString::from(path);

@@ -130,7 +130,7 @@ fn unsupported() -> String {
         .into()
 }
 
-/// A mount before the last.
+/// Returns a mount before the last.
 fn input(mount: &Mount) -> Result<Input, String> {
     match mount.fstype.as_str() {
         "erofs" | "ext4" => image(mount).map(|(path, fstype)| Input::Image { path, fstype }),
@@ -210,7 +210,7 @@ fn refuse_id_maps(mount: &Mount) -> Result<(), String> {
     }
 }
 
-/// An image and what is on it.
+/// Returns an image and what is on it.
 fn image(mount: &Mount) -> Result<(PathBuf, FsType), String> {
     for option in &mount.options {
         if option.starts_with("device=") {
@@ -228,7 +228,7 @@ fn image(mount: &Mount) -> Result<(PathBuf, FsType), String> {
     Ok((absolute(&mount.source)?, fstype))
 }
 
-/// A writable file that is made at its first use.
+/// Returns a writable file that is made at its first use.
 fn scratch(mount: &Mount) -> Result<Input, String> {
     let mut size = None;
     for option in &mount.options {
@@ -244,7 +244,7 @@ fn scratch(mount: &Mount) -> Result<Input, String> {
     Ok(Input::Scratch { path: absolute(&mount.source)?, size })
 }
 
-/// A size as in `64MiB`, `1g` or `1048576`; units are powers of 1024.
+/// Returns a size as in `64MiB`, `1g` or `1048576`; units are powers of 1024.
 fn bytes(text: &str) -> Option<u64> {
     let digits = text.len() - text.trim_start_matches(|c: char| c.is_ascii_digit()).len();
     let (number, unit) = text.split_at(digits);
@@ -269,7 +269,7 @@ fn absolute(path: &str) -> Result<PathBuf, String> {
     }
 }
 
-/// The parts between colons; overlayfs lets a backslash stand before a colon that belongs to a path.
+/// Returns the parts between colons; overlayfs lets a backslash stand before a colon that belongs to a path.
 fn split_unescaped(list: &str) -> Vec<String> {
     let (mut parts, mut part, mut chars) = (Vec::new(), String::new(), list.chars());
     while let Some(c) = chars.next() {
@@ -295,7 +295,7 @@ struct Inputs {
 }
 
 impl Inputs {
-    /// The layers that a list of templates names; none if it holds no template.
+    /// Returns the layers that a list of templates names; none if it holds no template.
     fn images(&mut self, list: &str) -> Result<Option<Vec<Lower>>, String> {
         if !list.contains("{{") {
             return Ok(None);
@@ -318,7 +318,7 @@ impl Inputs {
         Ok(Some(layers))
     }
 
-    /// The writable file that a template names; none if there is no template.
+    /// Returns the writable file that a template names; none if there is no template.
     fn scratch(&mut self, path: &str) -> Result<Option<WantedWritable>, String> {
         if !path.contains("{{") {
             return Ok(None);
@@ -341,7 +341,7 @@ impl Inputs {
     }
 }
 
-/// The mounts that `{{ mount 2 }}` or `{{ overlay 1 3 }}` names, and what follows it.
+/// Returns the mounts that `{{ mount 2 }}` or `{{ overlay 1 3 }}` names, and what follows it.
 fn template(text: &str) -> Result<(Vec<usize>, &str), String> {
     let bad = || format!("has template {text:?}, which is not supported");
     let (inner, rest) = text.strip_prefix("{{").and_then(|text| text.split_once("}}")).ok_or_else(bad)?;

@@ -42,7 +42,7 @@ pub struct Scratch {
 }
 
 impl Scratch {
-    /// The file.
+    /// Returns the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -68,7 +68,7 @@ impl Scratches {
         Ok(Self { dir, usual_bytes, making: tokio::sync::Mutex::default() })
     }
 
-    /// A new one for the container `name`, of `bytes` or the usual size.
+    /// Returns a new one for the container `name`, of `bytes` or the usual size.
     pub async fn make(&self, name: &str, bytes: Option<u64>) -> Result<Scratch, BuildError> {
         let bytes = bytes.unwrap_or(self.usual_bytes);
         let empty = if bytes == self.usual_bytes { Some(self.empty().await?) } else { None };
@@ -84,7 +84,7 @@ impl Scratches {
         .await
     }
 
-    /// The empty file system of the usual size.
+    /// Returns the empty file system of the usual size.
     async fn empty(&self) -> Result<PathBuf, BuildError> {
         let _one_at_a_time = self.making.lock().await;
         let (path, bytes) = (self.dir.join(empty_name(self.usual_bytes)), self.usual_bytes);

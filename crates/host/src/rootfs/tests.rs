@@ -57,7 +57,7 @@ impl Fixture {
         store
     }
 
-    /// An mkfs of this fixture alone, whose [runs] are counted: it is `program`.
+    /// Returns an mkfs of this fixture alone, whose [runs] are counted: it is `program`.
     fn counted_mkfs(&mut self, program: &str) -> PathBuf {
         let script = self.programs.path().join("mkfs");
         fs::write(&script, format!("#!/bin/sh\nexec {program} \"$@\"\n")).unwrap();
@@ -66,7 +66,7 @@ impl Fixture {
         script
     }
 
-    /// A committed layer that holds one file.
+    /// Returns a committed layer that holds one file.
     fn layer(&self, name: &str, content: &str) -> PathBuf {
         let dir = self.path(name);
         fs::create_dir_all(&dir).unwrap();
@@ -90,7 +90,7 @@ impl Fixture {
         }]
     }
 
-    /// What is in the store's directory, but for the directories for views and scratch disks.
+    /// Returns what is in the store's directory, but for the directories for views and scratch disks.
     fn images(&self) -> Vec<String> {
         let entries = fs::read_dir(self.path("store")).unwrap();
         let mut names: Vec<_> =
@@ -209,7 +209,7 @@ fn set_xattr(path: &Path, name: &str, value: &[u8]) {
     rustix::fs::lsetxattr(path, name, value, rustix::fs::XattrFlags::empty()).unwrap();
 }
 
-/// What is in an image, as the kernel reads it.
+/// Returns what is in an image, as the kernel reads it.
 fn see_image(image: &Path) -> BTreeMap<PathBuf, Seen> {
     apart(|| {
         let at = tempfile::tempdir().unwrap();
@@ -223,7 +223,7 @@ fn see_image(image: &Path) -> BTreeMap<PathBuf, Seen> {
     })
 }
 
-/// What overlayfs makes of layers.
+/// Returns what overlayfs makes of layers.
 fn see_overlay(layers: &[&Path], empty: &Path) -> BTreeMap<PathBuf, Seen> {
     apart(|| {
         fs::create_dir_all(empty).unwrap();
@@ -238,7 +238,7 @@ fn see_overlay(layers: &[&Path], empty: &Path) -> BTreeMap<PathBuf, Seen> {
     })
 }
 
-/// A base with everything that is hard to keep, and a layer that removes and replaces some of it.
+/// Returns a base with everything that is hard to keep, and a layer that removes and replaces some of it.
 fn awkward_layers(fixture: &Fixture) -> [PathBuf; 2] {
     let (base, top) = (fixture.layer("base", "base"), fixture.layer("top", "top"));
     let any = Mode::from_bits_truncate(0o644);

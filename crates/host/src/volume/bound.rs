@@ -33,7 +33,7 @@ pub struct FileMeta {
 }
 
 impl Bound {
-    /// Looks at what `mount` shows. Answers the content, too, of a file that is copied. Waits as long as the source's
+    /// Looks at what `mount` shows. Returns the content, too, of a file that is copied. Waits as long as the source's
     /// file system does: for helpers.
     pub fn look(mount: &Mount) -> Result<(Self, Vec<u8>), VolumeError> {
         let volume = classify(mount)?;
@@ -60,7 +60,7 @@ impl Bound {
     }
 }
 
-/// A file and its content, or one byte more of it than may be copied.
+/// Returns a file and its content, or one byte more of it than may be copied.
 fn read(path: &Path) -> std::io::Result<(FileMeta, Vec<u8>)> {
     let file = fs::File::open(path)?;
     let meta = file.metadata()?;

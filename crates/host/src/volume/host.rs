@@ -27,7 +27,7 @@ pub enum Found {
     Other,
 }
 
-/// What is at `path`, links followed.
+/// Returns what is at `path`, links followed.
 pub fn look(path: &Path) -> io::Result<Found> {
     let kind = fs::metadata(path)?.file_type();
     Ok(if kind.is_file() {
@@ -41,7 +41,7 @@ pub fn look(path: &Path) -> io::Result<Found> {
     })
 }
 
-/// Where the content of the emptyDir at `root` is meant to be; none for huge pages.
+/// Returns where the content of the emptyDir at `root` is meant to be; none for huge pages.
 ///
 /// kubelet mounts a file system of its own on it unless the medium is the default one.
 pub fn medium(root: &Path) -> io::Result<Option<Medium>> {
@@ -60,7 +60,7 @@ pub fn medium(root: &Path) -> io::Result<Option<Medium>> {
     })
 }
 
-/// Which part of which volume kubelet has bound to `source`; none if that can't be told, as for volumes
+/// Returns which part of which volume kubelet has bound to `source`; none if that can't be told, as for volumes
 /// that are not in `volumes`.
 pub fn origin(source: &Path, volumes: &Path, name: &str) -> io::Result<Option<InVolume>> {
     let table = Process::myself().and_then(|myself| myself.mountinfo()).map_err(io::Error::other)?;
@@ -91,7 +91,7 @@ fn origin_in(table: &[MountInfo], source: &Path, candidates: &[PathBuf]) -> Opti
     })
 }
 
-/// The mount that `path` is on, and where in it. Of several on one mount point the last is on top.
+/// Returns the mount that `path` is on, and where in it. Of several on one mount point the last is on top.
 fn position<'a>(table: &'a [MountInfo], path: &Path) -> Option<(&'a MountInfo, PathBuf)> {
     let on = table
         .iter()

@@ -51,7 +51,7 @@ pub enum Plugin {
     Other,
 }
 
-/// What `path` is, if it is a kubelet's.
+/// Returns what `path` is, if it is a kubelet's.
 pub fn place(path: &Path) -> Option<Place> {
     let parts: Vec<&str> = path.components().map(plain).collect::<Option<_>>()?;
     if !path.is_absolute() {
@@ -79,7 +79,7 @@ pub fn place(path: &Path) -> Option<Place> {
     }
 }
 
-/// One component of an absolute path that goes nowhere but down, as text.
+/// Returns one component of an absolute path that goes nowhere but down, as text.
 fn plain(part: Component<'_>) -> Option<&str> {
     match part {
         Component::RootDir | Component::Normal(_) => part.as_os_str().to_str(),

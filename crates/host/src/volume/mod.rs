@@ -165,7 +165,7 @@ pub enum Content {
 }
 
 impl Needed {
-    /// A volume named after what is in it.
+    /// Returns a volume named after what is in it.
     pub fn new(content: Content) -> Self {
         let (path, kind) = match &content {
             Content::Files { dir, .. } => (dir, "f"),
@@ -180,14 +180,14 @@ impl Needed {
         Self { id, content }
     }
 
-    /// Where the guest has it.
+    /// Returns where the guest has it.
     pub fn guest_path(&self) -> PathBuf {
         Path::new(VOLUMES_DIR).join(&self.id)
     }
 }
 
 impl Volume {
-    /// What the guest must have for it, and where in the guest it then is; none for what is not shared.
+    /// Returns what the guest must have for it, and where in the guest it then is; none for what is not shared.
     pub fn needed(&self) -> Option<(Needed, PathBuf)> {
         let dir = self.source.clone();
         match &self.kind {
@@ -233,7 +233,7 @@ impl VolumeStore {
         self.watches.watch(pod, dir).await
     }
 
-    /// The disk of the emptyDir of `pod` at `dir`; a new one has `bytes`, or the usual size.
+    /// Returns the disk of the emptyDir of `pod` at `dir`; a new one has `bytes`, or the usual size.
     pub async fn disk(
         &self,
         pod: &SandboxId,
@@ -311,7 +311,7 @@ pub enum VolumeError {
 }
 
 impl VolumeError {
-    /// The code to answer with.
+    /// Returns the code to answer with.
     pub fn code(&self) -> Code {
         match self {
             Self::Unsupported { .. } | Self::Files(TreeError::Kind { .. }) => Code::Unimplemented,
@@ -323,7 +323,7 @@ impl VolumeError {
     }
 }
 
-/// What to do if watching failed for want of watches.
+/// Returns what to do if watching failed for want of watches.
 fn too_many(error: &io::Error) -> &'static str {
     match error.kind() {
         io::ErrorKind::StorageFull => " (fs.inotify.max_user_watches is too low)",

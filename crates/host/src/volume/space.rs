@@ -53,7 +53,7 @@ impl Spaces {
         Self { dir, usual_bytes, making: tokio::sync::Mutex::default() }
     }
 
-    /// The disk of the emptyDir of `pod` at `dir`: the one that is there, or a new one of `bytes`.
+    /// Returns the disk of the emptyDir of `pod` at `dir`: the one that is there, or a new one of `bytes`.
     pub async fn disk(
         &self,
         helpers: &Helpers,
@@ -68,7 +68,7 @@ impl Spaces {
         Ok(dir.join(DISK))
     }
 
-    /// The empty disk of the usual size.
+    /// Returns the empty disk of the usual size.
     async fn empty(&self) -> Result<PathBuf, VolumeError> {
         let _one_at_a_time = self.making.lock().await;
         let (path, bytes) = (self.dir.join(format!("empty-{}.ext4", self.usual_bytes)), self.usual_bytes);

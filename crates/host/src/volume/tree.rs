@@ -53,7 +53,7 @@ pub enum TreeError {
     },
 }
 
-/// The owner of what is at `path`, links not followed.
+/// Returns the owner of what is at `path`, links not followed.
 pub fn owner(path: &Path) -> Result<wire::Owner, TreeError> {
     let meta = fs::symlink_metadata(path);
     Ok(owner_of(&meta.map_err(|source| TreeError::Read { path: path.to_owned(), source })?))
@@ -63,7 +63,7 @@ fn owner_of(meta: &fs::Metadata) -> wire::Owner {
     wire::Owner { mode: meta.mode() & 0o7777, uid: meta.uid(), gid: meta.gid(), ..Default::default() }
 }
 
-/// All that is in `root`, directories before what is in them, in the same order each time.
+/// Returns all that is in `root`, directories before what is in them, in the same order each time.
 pub fn read(root: &Path) -> Result<wire::Tree, TreeError> {
     let mut attempt = 1;
     loop {

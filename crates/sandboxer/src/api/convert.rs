@@ -36,7 +36,7 @@ const HOST_PORTS: &str = "io.sandboxer.host-ports";
 /// Maximum number of them.
 const MAX_HOST_PORTS: usize = 64;
 
-/// Reads an identifier from a request. `what` completes "… is refused".
+/// Reads an identifier from a request. `what` completes "… is invalid".
 pub fn id(what: &'static str, text: &str) -> Result<Id, PodError> {
     text.parse().map_err(|source| PodError::Id { what, source })
 }

@@ -134,7 +134,7 @@ fn find_share_server() {
     let _ = std::os::unix::fs::symlink(built, beside);
 }
 
-/// A reader that keeps its end of a FIFO open, as containerd does.
+/// Returns a reader that keeps its end of a FIFO open, as containerd does.
 pub fn reader(path: &Path) -> tokio::net::unix::pipe::Receiver {
     tokio::net::unix::pipe::OpenOptions::new().open_receiver(path).unwrap()
 }

@@ -20,7 +20,7 @@ use crate::{
     vmm_double::{Disk, READ, WRITE, message_in, state},
 };
 
-/// A kernel that talks by slot 0 of the disk.
+/// Returns a kernel that talks by slot 0 of the disk.
 fn sharing() -> (Server, Kernel, u64) {
     let server = Server::start_by("disk");
     server.attach(0, source(&server.host())).unwrap();

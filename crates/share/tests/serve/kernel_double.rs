@@ -110,7 +110,7 @@ impl Kernel {
         Self { line, unique: 2, user: (0, 0) }
     }
 
-    /// A request as it stands in memory.
+    /// Returns a request as it stands in memory.
     pub fn request(&mut self, opcode: u32, node: u64, body: &[u8]) -> Vec<u8> {
         self.unique += 2;
         let mut message = words(&[(40 + body.len()) as u32, opcode]);
@@ -140,7 +140,7 @@ impl Kernel {
         stream.write_all(bytes).unwrap();
     }
 
-    /// The next answer; none when the server has hung up.
+    /// Returns the next answer; none when the server has hung up.
     pub fn receive(&mut self) -> Option<Vec<u8>> {
         let Line::Stream(stream) = &mut self.line else { panic!("only by a stream") };
         let mut length = [0; 4];
@@ -155,7 +155,7 @@ impl Kernel {
         Some(message)
     }
 
-    /// What an answer says.
+    /// Returns what an answer says.
     pub fn said(&self, answer: &[u8]) -> Answer<Vec<u8>> {
         assert_eq!((u32_at(answer, 0) as usize, u64_at(answer, 8)), (answer.len(), self.unique));
         match u32_at(answer, 4).cast_signed() {
@@ -171,7 +171,7 @@ impl Kernel {
         self.said(&answer)
     }
 
-    /// The kernel's first request; answers what was agreed upon: flags and the most bytes of a write.
+    /// Returns the kernel's first request; answers what was agreed upon: flags and the most bytes of a write.
     pub fn init(&mut self) -> (u32, u32) {
         // All that a kernel can do, and 64 KiB of reading ahead.
         let mut body = words(&[7, 36, 65536, 0x7fff_ffff]);

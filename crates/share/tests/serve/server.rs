@@ -39,7 +39,7 @@ impl Server {
         Self::start_by(&format!("streams:{}", KEY.to_hex()))
     }
 
-    /// The same, by this way.
+    /// Returns the same, by this way.
     pub fn start_by(way: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir(dir.path().join("run")).unwrap();
@@ -66,7 +66,7 @@ impl Server {
         Self { pid, pidfd, dir }
     }
 
-    /// One that shares [`Server::host`] as number 0, and a kernel that has found it there.
+    /// Returns one that shares [`Server::host`] as number 0, and a kernel that has found it there.
     pub fn sharing(access: Access) -> (Self, Kernel, u64) {
         let server = Self::start();
         server.attach(0, Source { access, ..source(&server.host()) }).unwrap();
@@ -76,12 +76,12 @@ impl Server {
         (server, kernel, share)
     }
 
-    /// The directory that is shared.
+    /// Returns the directory that is shared.
     pub fn host(&self) -> PathBuf {
         self.dir.path().join("host")
     }
 
-    /// One that is not.
+    /// Returns one that is not.
     pub fn outside(&self) -> &Path {
         self.dir.path()
     }
@@ -90,14 +90,14 @@ impl Server {
         attach(self.pidfd.as_fd(), &number.to_string(), source)
     }
 
-    /// A kernel with a stream of its own.
+    /// Returns a kernel with a stream of its own.
     pub fn connect(&self) -> Kernel {
         let mut stream = self.connect_raw();
         stream.write_all(KEY.as_bytes()).unwrap();
         Kernel::over(stream)
     }
 
-    /// A VMM with the server's disk.
+    /// Returns a VMM with the server's disk.
     pub fn disk(&self) -> Disk {
         Disk::over(self.connect_raw())
     }
@@ -112,7 +112,7 @@ impl Server {
     }
 }
 
-/// A share of `path` as most are.
+/// Returns a share of `path` as most are.
 pub fn source(path: &Path) -> Source<'_> {
     Source { path, access: Access::ReadWrite, follows_mounts: false }
 }

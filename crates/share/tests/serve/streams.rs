@@ -13,7 +13,7 @@ use crate::{
     server::{KEY, Server},
 };
 
-/// Whether the server has hung up, which it does at once or while more is written.
+/// Returns whether the server has hung up, which it does at once or while more is written.
 fn is_hung_up_on(stream: &mut UnixStream) -> bool {
     stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
     stream

@@ -63,7 +63,7 @@ impl Disk {
         self.0.write_all(&request).unwrap();
     }
 
-    /// The next answer's error and cookie.
+    /// Returns the next answer's error and cookie.
     pub fn answered(&mut self) -> (u32, u64) {
         let head = self.take(16);
         assert_eq!(head[..4], 0x6744_6698_u32.to_be_bytes());
@@ -82,7 +82,7 @@ impl Disk {
         self.take(length)
     }
 
-    /// The bytes that follow a good answer to a read of so many.
+    /// Returns the bytes that follow a good answer to a read of so many.
     pub fn data(&mut self, length: usize) -> Vec<u8> {
         self.take(length)
     }
@@ -103,12 +103,12 @@ impl Disk {
     }
 }
 
-/// What an answer says that was read from its first sector on.
+/// Returns what an answer says that was read from its first sector on.
 pub fn state(answer: &[u8]) -> u32 {
     u32::from_le_bytes(answer[STATE - FIRST..STATE - FIRST + 4].try_into().unwrap())
 }
 
-/// The message in it.
+/// Returns the message in it.
 pub fn message_in(answer: &[u8]) -> Vec<u8> {
     let message = &answer[MESSAGE - FIRST..];
     message[..u32::from_le_bytes(message[..4].try_into().unwrap()) as usize].to_vec()

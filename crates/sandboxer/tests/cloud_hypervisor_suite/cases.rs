@@ -29,7 +29,7 @@ use crate::{
     },
 };
 
-/// All cases.
+/// Returns all cases.
 pub fn cases() -> impl IntoIterator<Item = Case> {
     listed![
         version_and_process_are_told,

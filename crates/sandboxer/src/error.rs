@@ -159,14 +159,24 @@ pub enum PodError {
     Share(#[from] ShareError),
     /// An action on a path of the host failed.
     #[error("cannot {action} {path:?} for pod {pod}")]
-    Host {
+    Path {
         /// The pod.
         pod: SandboxId,
         /// The action.
         action: &'static str,
         /// The path.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
+        source: std::io::Error,
+    },
+    /// The front did not store something that the next worker needs.
+    #[error("cannot store {what} of pod {pod} at the front")]
+    Front {
+        /// The pod.
+        pod: SandboxId,
+        /// Its name at the front.
+        what: Box<str>,
+        /// The system's error.
         source: std::io::Error,
     },
     /// The pod's task has ended: the pod is being removed, or the daemon exits.
@@ -196,7 +206,11 @@ impl PodError {
             Self::Volume(error) => error.code(),
             Self::Network(error) => error.code(),
             Self::Share(error) => error.code(),
-            Self::Vmm(_) | Self::Host { .. } | Self::Failed { .. } | Self::Transition { .. } => {
+            Self::Vmm(_)
+            | Self::Path { .. }
+            | Self::Front { .. }
+            | Self::Failed { .. }
+            | Self::Transition { .. } => {
                 Code::Internal
             }
         }

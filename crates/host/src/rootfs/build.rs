@@ -95,7 +95,7 @@ pub async fn image(job: Job) -> Result<(), BuildError> {
         // Fails if the receiver is gone: the daemon is stopping.
         let _ = done.send(made);
     });
-    started.map_err(|source| BuildError::Host {
+    started.map_err(|source| BuildError::Path {
         action: "start a thread for",
         path: "mkfs".into(),
         source,
@@ -143,7 +143,7 @@ fn make(job: &Job) -> Result<(), BuildError> {
     let written = File::open(&job.image).and_then(|file| file.sync_all());
     written.map_err(|source| match source.kind() {
         io::ErrorKind::StorageFull => full(),
-        _ => BuildError::Host { action: "write", path: job.image.clone(), source },
+        _ => BuildError::Path { action: "write", path: job.image.clone(), source },
     })?;
     superblock::check(&job.image, FsType::Erofs)
 }
@@ -161,7 +161,7 @@ fn mount_view(chain: &Chain, work: &Path) -> Result<PathBuf, BuildError> {
     };
     let host = |path: &Path| {
         let path = path.to_owned();
-        move |source| BuildError::Host { action: "create", path, source }
+        move |source| BuildError::Path { action: "create", path, source }
     };
     const PRIVILEGE: &str = "the daemon needs CAP_SYS_ADMIN";
 

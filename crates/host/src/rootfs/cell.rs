@@ -39,7 +39,7 @@ impl<'a> Cell<'a> {
         let scratch = job.image.with_extension("scratch");
         let host = |path: &Path| {
             let path = path.to_owned();
-            move |source| BuildError::Host { action: "create", path, source }
+            move |source| BuildError::Path { action: "create", path, source }
         };
         fs::DirBuilder::new().mode(0o700).create(&scratch).map_err(host(&scratch))?;
         let cell = Self { job, tree, scratch };
@@ -49,7 +49,7 @@ impl<'a> Cell<'a> {
 
     /// Returns the jail.
     pub fn jail(&self) -> Result<Jail, BuildError> {
-        self.try_jail().map_err(|source| BuildError::Host {
+        self.try_jail().map_err(|source| BuildError::Path {
             action: "prepare a jail for mkfs in",
             path: self.job.work.clone(),
             source,

@@ -81,7 +81,7 @@ impl BuildError {
 pub enum BuildError {
     /// An operation on a file or directory of the host failed.
     #[error("cannot {action} {path:?}")]
-    Host {
+    Path {
         /// The operation.
         action: &'static str,
         /// Its path.

@@ -53,7 +53,7 @@ pub fn ensure(path: &Path, size: u64, purpose: Use) -> Result<(), BuildError> {
     match path.try_exists() {
         Ok(true) => superblock::check(path, FsType::Ext4),
         Ok(false) => make(path, size, purpose),
-        Err(source) => Err(BuildError::Host { action: "stat", path: path.to_owned(), source }),
+        Err(source) => Err(BuildError::Path { action: "stat", path: path.to_owned(), source }),
     }
 }
 
@@ -68,7 +68,7 @@ fn make(path: &Path, size: u64, purpose: Use) -> Result<(), BuildError> {
 }
 
 fn try_make(path: &Path, unfinished: &Path, size: u64, purpose: Use) -> Result<(), BuildError> {
-    let host = |action| move |source: io::Error| BuildError::Host { action, path: path.to_owned(), source };
+    let host = |action| move |source: io::Error| BuildError::Path { action, path: path.to_owned(), source };
     let file = File::options()
         .write(true)
         .create(true)
@@ -118,7 +118,7 @@ pub fn copy(from: &Path, to: &Path) -> Result<(), BuildError> {
     copied.map_err(|source| {
         // The first error is reported.
         let _ = fs::remove_file(&unfinished);
-        BuildError::Host { action: "create disk", path: to.to_owned(), source }
+        BuildError::Path { action: "create disk", path: to.to_owned(), source }
     })
 }
 

@@ -65,7 +65,7 @@ impl Scratches {
             .mode(0o700)
             .create(&dir)
             .and_then(|()| clear(&dir, usual_bytes));
-        cleared.map_err(|source| BuildError::Host { action: "clear", path: dir.clone(), source })?;
+        cleared.map_err(|source| BuildError::Path { action: "clear", path: dir.clone(), source })?;
         Ok(Self { dir, usual_bytes, making: tokio::sync::Mutex::default() })
     }
 

@@ -39,7 +39,7 @@ mod ext4 {
 
 /// Checks that a file or device contains a complete file system of type `fstype`.
 pub fn check(path: &Path, fstype: FsType) -> Result<(), BuildError> {
-    let host = |source| BuildError::Host { action: "read image", path: path.to_owned(), source };
+    let host = |source| BuildError::Path { action: "read image", path: path.to_owned(), source };
     let image = |reason| BuildError::Image { path: path.to_owned(), fstype, reason };
 
     let kind = path.metadata().map_err(host)?.file_type();

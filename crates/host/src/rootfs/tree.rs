@@ -70,7 +70,7 @@ impl Tree {
 }
 
 fn unreadable(path: &Path, source: io::Error) -> BuildError {
-    BuildError::Host { action: "read", path: path.to_owned(), source }
+    BuildError::Path { action: "read", path: path.to_owned(), source }
 }
 
 #[cfg(test)]

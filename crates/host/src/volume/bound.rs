@@ -39,7 +39,7 @@ impl Bound {
         let volume = classify(mount)?;
         let failed = |action| {
             let (at, path) = (volume.at.clone(), volume.source.clone());
-            move |source| VolumeError::Host { at, action, path, source }
+            move |source| VolumeError::Path { at, action, path, source }
         };
         let found = fs::metadata(&volume.source).map_err(failed("stat"))?;
         let inode = (found.dev(), found.ino());

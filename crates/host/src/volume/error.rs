@@ -22,7 +22,7 @@ pub enum VolumeError {
     },
     /// Its source cannot be examined.
     #[error("volume {}: cannot {action} {path:?}", at.display())]
-    Host {
+    Path {
         /// Path in the container.
         at: PathBuf,
         /// The failed operation.

@@ -251,7 +251,7 @@ pub fn classify(mount: &Mount) -> Result<Volume, VolumeError> {
         |what: &str, hint| VolumeError::Unsupported { at: at.clone(), what: what.to_owned(), hint };
     let failed = |action, path: &Path| {
         let (at, path) = (at.clone(), path.to_owned());
-        move |source| VolumeError::Host { at, action, path, source }
+        move |source| VolumeError::Path { at, action, path, source }
     };
 
     let (mut options, mut follows_host_mounts) = (Vec::new(), false);
@@ -309,7 +309,7 @@ fn in_volume(place: InVolume, at: &Path) -> Result<Kind, VolumeError> {
                 what: "an emptyDir of huge pages".to_owned(),
                 hint: "",
             }),
-            Err(source) => Err(VolumeError::Host { at: at.to_owned(), action: "stat", path: root, source }),
+            Err(source) => Err(VolumeError::Path { at: at.to_owned(), action: "stat", path: root, source }),
         },
     }
 }

@@ -80,7 +80,7 @@ impl Spaces {
 /// Creates the disk of the emptyDir at `dir` unless it exists: a copy of `empty`, or a new one of `bytes`.
 /// Blocks as long as the directory's file system does: for helpers.
 pub fn make_disk(dir: &Path, bytes: u64, empty: Option<&Path>) -> Result<(), VolumeError> {
-    let host = |source: io::Error| BuildError::Host { action: "stat", path: dir.to_owned(), source };
+    let host = |source: io::Error| BuildError::Path { action: "stat", path: dir.to_owned(), source };
     let found = statfs(dir).map_err(|errno| host(errno.into()))?;
     if NOT_LOCAL.contains(&found.filesystem_type()) {
         return Err(VolumeError::NotLocal { dir: dir.to_owned() });

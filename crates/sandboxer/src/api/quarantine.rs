@@ -76,7 +76,7 @@ fn status(error: QuarantineError) -> Status {
         QuarantineError::NoPod(_) | QuarantineError::Recorded { .. } | QuarantineError::InUse { .. } => {
             Status::failed_precondition(text)
         }
-        QuarantineError::Lingering { .. } | QuarantineError::Host { .. } => Status::internal(text),
+        QuarantineError::Lingering { .. } | QuarantineError::Path { .. } => Status::internal(text),
     }
 }
 

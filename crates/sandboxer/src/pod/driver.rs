@@ -352,10 +352,9 @@ impl Driver {
         note: &impl Serialize,
     ) -> Result<(), PodError> {
         let key = front::key(kind, of, exec);
-        self.node.front.keep(&key, note, &[]).map(drop).map_err(|source| PodError::Host {
+        self.node.front.keep(&key, note, &[]).map(drop).map_err(|source| PodError::Front {
             pod: self.spec.id.clone(),
-            action: "keep a note at the front,",
-            path: key.into(),
+            what: format!("note {key}").into(),
             source,
         })
     }

@@ -38,7 +38,7 @@ pub async fn serve(pod: SandboxId, netns: &Path, agent: Agent) {
 }
 
 async fn try_serve(pod: &SandboxId, netns: &Path, agent: Agent) -> Result<(), PodError> {
-    let failed = |source| PodError::Host {
+    let failed = |source| PodError::Path {
         pod: pod.clone(),
         action: "listen for port-forward in",
         path: netns.to_owned(),

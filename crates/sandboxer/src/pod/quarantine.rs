@@ -94,7 +94,7 @@ pub enum QuarantineError {
     },
     /// A system call failed.
     #[error("cannot {action} {path:?} of quarantined entry {entry}")]
-    Host {
+    Path {
         /// The entry.
         entry: String,
         /// The action, such as "remove run directory".
@@ -360,7 +360,7 @@ impl Quarantine {
         path: &Path,
     ) -> impl FnOnce(io::Error) -> QuarantineError + use<> {
         let (entry, path) = (entry.to_owned(), path.to_owned());
-        move |source| QuarantineError::Host { entry, action, path, source }
+        move |source| QuarantineError::Path { entry, action, path, source }
     }
 }
 

@@ -269,7 +269,7 @@ impl<'a> Prepared<'a> {
         undo: &mut Undo,
     ) -> Result<Self, PodError> {
         let host = |action, path: PathBuf| {
-            move |source: io::Error| PodError::Host { pod: spec.id.clone(), action, path, source }
+            move |source: io::Error| PodError::Path { pod: spec.id.clone(), action, path, source }
         };
         if let Some(cgroup) = node.cgroups.of(&spec.cgroup_parent, &spec.id) {
             cgroup.make().map_err(|(path, error)| host("make control group", path)(error))?;
@@ -441,7 +441,7 @@ impl CgroupAttach {
         match self.0.await.unwrap_or_else(|ended| Err((PathBuf::new(), io::Error::other(ended)))) {
             // It has exited; the task that watches it reports that.
             Err((_, error)) if error.raw_os_error() == Some(libc::ESRCH) => Ok(()),
-            moved => moved.map_err(|(path, source)| PodError::Host {
+            moved => moved.map_err(|(path, source)| PodError::Path {
                 pod: spec.id.clone(),
                 action: "move the VMM into control group",
                 path,

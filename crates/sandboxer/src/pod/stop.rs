@@ -94,7 +94,7 @@ async fn leave_now(node: &DaemonState, pod: &PodSpec) {
 
 /// Removes a pod's control group after its VMM has exited.
 pub async fn leave(pod: &SandboxId, cgroup: &Cgroup) -> Result<(), PodError> {
-    cgroup.remove().await.map_err(|(path, source)| PodError::Host {
+    cgroup.remove().await.map_err(|(path, source)| PodError::Path {
         pod: pod.clone(),
         action: "remove control group",
         path,
@@ -111,7 +111,7 @@ pub async fn clear(node: &DaemonState, pod: &PodSpec) -> Result<(), PodError> {
     let path = node.run_dir(&pod.id);
     match tokio::fs::remove_dir_all(&path).await {
         Err(source) if source.kind() != io::ErrorKind::NotFound => {
-            Err(PodError::Host { pod: pod.id.clone(), action: "remove run directory", path, source })
+            Err(PodError::Path { pod: pod.id.clone(), action: "remove run directory", path, source })
         }
         _ => Ok(()),
     }

@@ -62,7 +62,7 @@ async fn try_warm(
     let dir = run_dir(node).join(id);
     let host = |action| {
         let (pod, path) = (id.clone(), dir.clone());
-        move |source| PodError::Host { pod, action, path, source }
+        move |source| PodError::Path { pod, action, path, source }
     };
     DirBuilder::new().recursive(true).mode(0o700).create(&dir).map_err(host("make run directory"))?;
     let left = dir.clone();

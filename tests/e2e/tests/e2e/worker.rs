@@ -6,7 +6,7 @@ use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
 use sandboxer_e2e::bystander::Bystander;
 use sandboxer_e2e::case::{Case, PATIENCE, idle, shell};
-use sandboxer_e2e::eventually;
+use sandboxer_e2e::{eventually, insist::insist};
 use sandboxer_e2e::stream::Session;
 
 crate::cases![
@@ -34,7 +34,7 @@ async fn killed_again_and_again(case: Case) -> Result<()> {
         some_moment().await;
         let killed = case.stack.kill_worker()?;
         ensure!(container.sh("echo here").await? == "here");
-        ensure!(case.cri.pod_ready(&pod.id).await?, "the pod is not ready");
+        ensure!(insist("the pod's status", || case.cri.pod_ready(&pod.id)).await?, "the pod is not ready");
         ensure!(case.stack.worker()? != killed, "the worker was not killed");
     }
     ensure!(case.stack.pid("sandboxer")? == front && case.stack.vmms()? == vmms);

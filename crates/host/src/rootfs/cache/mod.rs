@@ -119,7 +119,7 @@ impl Cache {
     /// Opens the cache in `dir`, creating it. No other daemon may use it.
     pub fn open(dir: &Path, config: &RootfsConfig) -> Result<Self, BuildError> {
         let host =
-            |action| move |source: io::Error| BuildError::Host { action, path: dir.to_owned(), source };
+            |action| move |source: io::Error| BuildError::Path { action, path: dir.to_owned(), source };
         for dir in [dir.to_owned(), dir.join(WORK)] {
             DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(host("create"))?;
         }
@@ -191,7 +191,7 @@ impl Cache {
             superblock::check(&path, FsType::Erofs)?;
             // Its modification time tells the next daemon when it was last used.
             let touched = File::open(&path).and_then(|file| file.set_modified(clock::now()));
-            touched.map_err(|source| BuildError::Host { action: "touch", path, source })
+            touched.map_err(|source| BuildError::Path { action: "touch", path, source })
         });
         match whole.await {
             Ok(()) => Ok(Some(lease)),
@@ -244,7 +244,7 @@ impl Cache {
         let lease = self.keep(&unfinished, name, key).map_err(|source| {
             // Missing if it already has its name; the first error is reported.
             let _ = fs::remove_file(&unfinished);
-            BuildError::Host { action: "keep image", path: unfinished.clone(), source }
+            BuildError::Path { action: "keep image", path: unfinished.clone(), source }
         })?;
         self.evict(self.0.most_bytes);
         Ok(lease)
@@ -304,7 +304,7 @@ pub fn key_of(chain: &Chain) -> Result<Key, BuildError> {
         add(option.as_bytes());
     }
     for dir in &chain.dirs {
-        let host = |source| BuildError::Host { action: "stat layer", path: dir.clone(), source };
+        let host = |source| BuildError::Path { action: "stat layer", path: dir.clone(), source };
         let meta = dir.metadata().map_err(host)?;
         if !meta.is_dir() {
             return Err(host(io::ErrorKind::NotADirectory.into()));

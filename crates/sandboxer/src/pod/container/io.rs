@@ -147,7 +147,7 @@ impl Io {
     ) -> Result<Self, PodError> {
         let failed = |path: &Path| {
             let (pod, path) = (pod.clone(), path.to_owned());
-            move |source| PodError::Host { pod, action: "open stdio FIFO", path, source }
+            move |source| PodError::Path { pod, action: "open stdio FIFO", path, source }
         };
         let inlet = |path: &PathBuf| {
             front.open(&opening(subject, "stdin"), path, true).and_then(Inlet::new).map_err(failed(path))
@@ -168,10 +168,9 @@ impl Io {
                 .collect();
             front.keep(&subject.key(STREAMS), paths, &fds)
         });
-        io.kept = Some(kept.map_err(|source| PodError::Host {
+        io.kept = Some(kept.map_err(|source| PodError::Front {
             pod: pod.clone(),
-            action: "keep the streams of",
-            path: subject.key("process").into(),
+            what: subject.key(STREAMS).into(),
             source,
         })?);
         Ok(io)

@@ -142,7 +142,7 @@ impl Mounts {
                     }
                 };
                 let share = Share::of(&source, inode, access, follows_host_mounts).map_err(|error| {
-                    PodError::Host { pod: pod.id.clone(), action: "look at", path: source, source: error }
+                    PodError::Path { pod: pod.id.clone(), action: "look at", path: source, source: error }
                 })?;
                 self.kept.push(bind(container, &at, share.guest_path(), options)?);
                 self.shares.push(share);

@@ -72,7 +72,7 @@ pub async fn read(pod: &PodSpec, new: &NewContainer, helpers: &Helpers) -> Resul
             ),
         ),
         ReadError::Io(source) => {
-            PodError::Host { pod: pod.id.clone(), action: "read container spec", path: path.clone(), source }
+            PodError::Path { pod: pod.id.clone(), action: "read container spec", path: path.clone(), source }
         }
     })?;
     let spec = parse_json(new, &text)?;

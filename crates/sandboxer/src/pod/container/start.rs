@@ -153,10 +153,9 @@ async fn try_create(
 
     let serials = disks.iter().map(|disk| disk.serial.clone()).collect();
     let intent = Intent { pod: pod.id.clone(), disks: serials };
-    let intent = front.keep(&subject.key(INTENT), &intent, &[]).map_err(|source| PodError::Host {
+    let intent = front.keep(&subject.key(INTENT), &intent, &[]).map_err(|source| PodError::Front {
         pod: pod.id.clone(),
-        action: "note the intent to make container",
-        path: new.id.as_str().into(),
+        what: subject.key(INTENT).into(),
         source,
     })?;
     let noted = intent.clone();

@@ -72,7 +72,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     runtime.block_on(cli.command.run(&cli.global))
 }
 
-/// Whether our own output broke. What breaks on the way to a daemon is the source of another error.
+/// Returns whether our own output broke. What breaks on the way to a daemon is the source of another error.
 fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
 }

@@ -12,7 +12,7 @@ const SHORT_ID: usize = 13;
 /// Columns below which wrapping makes a table unreadable.
 const MIN_WIDTH: u16 = 40;
 
-/// A table without lines. On a terminal long cells wrap so that it fits; elsewhere every row is
+/// Returns a table without lines. On a terminal long cells wrap so that it fits; elsewhere every row is
 /// one line, for `grep` and `awk`.
 pub fn table<R: Into<Row>>(header: impl Into<Row>, rows: impl IntoIterator<Item = R>) -> String {
     let mut table = Table::new();
@@ -27,7 +27,7 @@ pub fn table<R: Into<Row>>(header: impl Into<Row>, rows: impl IntoIterator<Item 
     table.trim_fmt()
 }
 
-/// The columns that a terminal says it has, if text can be laid out in them. A serial console says 0.
+/// Returns the columns that a terminal says it has, if text can be laid out in them. A serial console says 0.
 fn usable_width(columns: Option<u16>) -> Option<u16> {
     columns.filter(|columns| *columns >= MIN_WIDTH)
 }
@@ -45,12 +45,12 @@ pub fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
     Ok(print(&serde_json::to_string_pretty(value)?)?)
 }
 
-/// The start of an id.
+/// Returns the start of an id.
 pub fn short(id: &str) -> String {
     plain(&id.chars().take(SHORT_ID).collect::<String>())
 }
 
-/// Time since `at_ns` (ns since 1970), in its two largest units: `3m12s`. `-` for 0.
+/// Formats the time since `at_ns` (ns since 1970) in its two largest units: `3m12s`. `-` for 0.
 pub fn age(at_ns: u64) -> String {
     if at_ns == 0 {
         return "-".into();
@@ -66,7 +66,7 @@ pub fn age(at_ns: u64) -> String {
     }
 }
 
-/// A duration with three digits: `850 µs`, `12.3 ms`, `1.84 s`.
+/// Returns a duration with three digits: `850 µs`, `12.3 ms`, `1.84 s`.
 pub fn duration(ns: u64) -> String {
     // Each bound is where rounding to three digits would show 1000 of the unit.
     match ns {
@@ -87,7 +87,7 @@ pub fn bytes(count: u64) -> String {
     }
 }
 
-/// Memory of `mib` MiB: `256 MiB`, `1.50 GiB`.
+/// Formats `mib` MiB: `256 MiB`, `1.50 GiB`.
 pub fn mib(mib: u64) -> String {
     if mib < 1024 { format!("{mib} MiB") } else { digits(mib as f64 / 1024.0, "GiB") }
 }
@@ -101,7 +101,7 @@ fn digits(value: f64, unit: &str) -> String {
     format!("{value:.decimals$} {unit}")
 }
 
-/// A moment (ns since 1970) in this host's time zone, to the millisecond. `-` for 0.
+/// Returns a moment (ns since 1970) in this host's time zone, to the millisecond. `-` for 0.
 pub fn time(at_ns: u64) -> String {
     if at_ns == 0 {
         return "-".into();
@@ -115,7 +115,7 @@ pub fn time(at_ns: u64) -> String {
     }
 }
 
-/// Text without what a terminal would obey: a guest's last words are part of our messages.
+/// Removes control sequences: messages contain a guest's last output, which must not control the terminal.
 pub fn plain(text: &str) -> String {
     let mut filter = Plain::default();
     let mut out = filter.filter(text.as_bytes());
@@ -132,7 +132,7 @@ pub struct Plain {
 }
 
 impl Plain {
-    /// What of `bytes` can be shown.
+    /// Returns what of `bytes` can be shown.
     pub fn filter(&mut self, bytes: &[u8]) -> Vec<u8> {
         let mut out = Vec::with_capacity(bytes.len());
         for &byte in bytes {
@@ -153,7 +153,7 @@ impl Plain {
         out
     }
 
-    /// What was held back at the end of the stream.
+    /// Returns what was held back at the end of the stream.
     pub fn finish(&mut self) -> Vec<u8> {
         if std::mem::take(&mut self.after_c2) { vec![0xc2] } else { Vec::new() }
     }

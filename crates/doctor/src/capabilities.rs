@@ -51,12 +51,12 @@ fn has(mask: u64, bit: u32) -> bool {
     mask >> bit & 1 == 1
 }
 
-/// Whether the process is known to lack what lowering an `oom_score_adj` takes.
+/// Returns whether the process is known to lack what lowering an `oom_score_adj` takes.
 pub fn lacks_sys_resource(pid: u32) -> bool {
     mask(&Host::default(), &pid.to_string()).is_some_and(|mask| !has(mask, SYS_RESOURCE))
 }
 
-/// Whether the daemon may do what it does.
+/// Returns whether the daemon may do what it does.
 pub fn daemon(reading: &Reading) -> Check {
     let Some(mask) = reading.daemon else {
         return DAEMON.warning("the kernel does not tell them", Fix::words("see /proc/self/status"));
@@ -76,7 +76,7 @@ pub fn daemon(reading: &Reading) -> Check {
     }
 }
 
-/// Whether containerd lowers what it may not.
+/// Returns whether containerd lowers what it may not.
 pub fn oom_score(reading: &Reading, told: Option<&Told>) -> Check {
     let Some(told) = told else { return OOM_SCORE.not_applicable("no containerd answers") };
     let restricted = told.config.get("restrictOOMScoreAdj").and_then(|value| value.as_bool()) == Some(true);

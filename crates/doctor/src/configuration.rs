@@ -10,7 +10,7 @@ use super::verdict::{Check, Fix, Subject};
 const CONFIGURATION: Subject =
     Subject { name: "configuration", why: "a daemon does not start with one that it does not understand" };
 
-/// What was read from `path`, or from where a daemon would read it.
+/// Returns what was read from `path`, or from where a daemon would read it.
 pub fn judge(path: Option<&Path>, read: &Result<Config, ConfigError>) -> Check {
     let file = path.unwrap_or(DEFAULT_PATH.as_ref());
     match read {

@@ -21,7 +21,7 @@ const ROUTE: Subject = Subject {
     why: "pods of the handler \"sandboxer\" come here only if containerd is told so",
 };
 
-/// Whether it answers, and is one that works with us.
+/// Returns whether it answers, and is one that works with us.
 pub fn containerd(reading: &Reading) -> Check {
     let endpoint = &reading.endpoint;
     let told = match &reading.told {
@@ -55,7 +55,7 @@ pub fn containerd(reading: &Reading) -> Check {
     }
 }
 
-/// Whether the handler leads to the daemon whose controller socket is at `socket`.
+/// Returns whether the handler leads to the daemon whose controller socket is at `socket`.
 pub fn handler(reading: &Reading, route: Option<&Route>, socket: &Path) -> Check {
     let Some(told) = reading.told() else { return ROUTE.not_applicable("no containerd answers") };
     let configure = || {
@@ -80,7 +80,7 @@ pub fn handler(reading: &Reading, route: Option<&Route>, socket: &Path) -> Check
     }
 }
 
-/// The route, or what is wrong with containerd's configuration of it.
+/// Returns the route, or what is wrong with containerd's configuration of it.
 fn configured<'a>(told: &Told, route: Option<&'a Route>, socket: &Path) -> Result<&'a Route, String> {
     let none = || format!("containerd has no runtime handler {HANDLER:?}");
     let (handler, route) = told.handler().zip(route).ok_or_else(none)?;

@@ -66,14 +66,14 @@ pub struct Controller {
 }
 
 impl Reading {
-    /// What was told, if anything was.
+    /// Returns what was told, if anything was.
     pub fn told(&self) -> Option<&Told> {
         self.told.as_ref().ok()
     }
 }
 
 impl Told {
-    /// What containerd has configured for [`HANDLER`].
+    /// Returns what containerd has configured for [`HANDLER`].
     pub fn handler(&self) -> Option<&Value> {
         self.config.get("containerd")?.get("runtimes")?.get(HANDLER)
     }
@@ -108,7 +108,7 @@ fn silent() -> String {
     format!("no answer within {PATIENCE:?}: it is slow, or hangs")
 }
 
-/// The process that listens at a socket; none if nobody does within the limit.
+/// Returns the process that listens at a socket; none if nobody does within the limit.
 pub async fn listener(socket: &Path) -> Option<u32> {
     let stream = tokio::time::timeout(PATIENCE, UnixStream::connect(socket)).await.ok()?.ok()?;
     u32::try_from(stream.peer_cred().ok()?.pid()?).ok().filter(|pid| *pid > 0)

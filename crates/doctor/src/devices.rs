@@ -46,7 +46,7 @@ pub fn read(host: &Host, device: &Device) -> io::Result<()> {
     host.device(device.path)
 }
 
-/// One that is there must open; none is needed by what the daemon does so far.
+/// Returns one that is there must open; none is needed by what the daemon does so far.
 pub fn judge(device: &Device, reading: &io::Result<()>) -> Check {
     let Device { subject, path, module, without } = device;
     match reading {

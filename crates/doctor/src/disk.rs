@@ -37,7 +37,7 @@ pub fn read(host: &Host, dir: &Path) -> Space {
     Space { dir: dir.to_owned(), free_mib }
 }
 
-/// Whether images and templates find place in `state`, and logs of `pods` in `run`.
+/// Returns whether images and templates find place in `state`, and logs of `pods` in `run`.
 pub fn judge(state: &Space, run: &Space, config: &Config, pods: u32) -> Check {
     let templates = if config.templates.enabled { config.templates.most_bytes } else { 0 };
     let kept_mib = config.rootfs.cache_bytes.saturating_add(templates) >> 20;

@@ -31,7 +31,7 @@ pub enum Support {
     Absent,
 }
 
-/// A file system that can be mounted.
+/// Returns a file system that can be mounted.
 pub fn filesystem(host: &Host, name: &str) -> Support {
     let known = host.text("/proc/filesystems").unwrap_or_default();
     // "nodev\toverlay" or "\terofs".
@@ -41,7 +41,7 @@ pub fn filesystem(host: &Host, name: &str) -> Support {
     }
 }
 
-/// Loop devices.
+/// Reads whether loop devices can be used.
 pub fn loop_devices(host: &Host) -> Support {
     match host.path("/dev/loop-control").exists() {
         true => Support::There,
@@ -58,7 +58,7 @@ fn module(host: &Host, name: &str) -> Support {
     if there { Support::Module } else { Support::Absent }
 }
 
-/// Without it no container of the overlayfs snapshotter gets a root file system.
+/// Checks overlayfs. Without it, no container of the overlayfs snapshotter gets a root file system.
 pub fn overlay(support: Support) -> Check {
     match support {
         Support::There => OVERLAY.ok("known to the kernel"),

@@ -24,25 +24,25 @@ impl Default for Host {
 }
 
 impl Host {
-    /// The machine whose files are below `root`.
+    /// Returns the machine whose files are below `root`.
     pub fn below(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into() }
     }
 
-    /// Where the file with this absolute path is.
+    /// Returns where the file with this absolute path is.
     pub fn path(&self, path: impl AsRef<Path>) -> PathBuf {
         let path = path.as_ref();
         self.root.join(path.strip_prefix("/").unwrap_or(path))
     }
 
-    /// A file's text without white space at its ends; at most 1 MiB of it.
+    /// Returns a file's text without white space at its ends; at most 1 MiB of it.
     pub fn text(&self, path: impl AsRef<Path>) -> io::Result<String> {
         let mut bytes = Vec::new();
         fs::File::open(self.path(path))?.take(MAX_FILE_BYTES).read_to_end(&mut bytes)?;
         Ok(String::from_utf8_lossy(&bytes).trim().to_owned())
     }
 
-    /// A file that holds one number.
+    /// Returns a file that holds one number.
     pub fn number(&self, path: impl AsRef<Path>) -> Option<u64> {
         self.text(path).ok()?.parse().ok()
     }
@@ -56,7 +56,7 @@ impl Host {
         names
     }
 
-    /// Whether there is a character device that can be opened; which error says why not.
+    /// Opens a character device; the error says why it cannot.
     pub fn device(&self, path: impl AsRef<Path>) -> io::Result<()> {
         let path = self.path(path);
         if !fs::metadata(&path)?.file_type().is_char_device() {
@@ -65,7 +65,7 @@ impl Host {
         fs::OpenOptions::new().read(true).write(true).open(path).map(drop)
     }
 
-    /// Whether there is such a program, by absolute path or by a name in `search`, a list as in `PATH`.
+    /// Returns whether there is such a program, by absolute path or by a name in `search`, a list as in `PATH`.
     pub fn program(&self, program: &Path, search: &OsStr) -> Option<PathBuf> {
         use std::os::unix::fs::PermissionsExt;
         let runs = |path: &PathBuf| {
@@ -78,7 +78,7 @@ impl Host {
     }
 }
 
-/// The value behind `key` in lines such as `MemFree:   12 kB`; its first word, as a number.
+/// Returns the value behind `key` in lines such as `MemFree:   12 kB`; its first word, as a number.
 pub(super) fn field(text: &str, key: &str) -> Option<u64> {
     let value = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
     value.split_whitespace().next()?.parse().ok()

@@ -49,7 +49,7 @@ pub struct Reading {
 }
 
 impl Reading {
-    /// Of a file that could not be read in time.
+    /// Returns the reading of a file that could not be read in time.
     pub fn silent(path: &Path) -> Self {
         Self { path: path.to_owned(), size: 0, content: Content::Slow }
     }
@@ -80,7 +80,7 @@ fn content(archive: &[u8]) -> Content {
     }
 }
 
-/// The bytes of `/init`; the outer `None`: no archive. The format is Linux'
+/// Returns the bytes of `/init`; the outer `None`: no archive. The format is Linux'
 /// `Documentation/driver-api/early-userspace/buffer-format.rst`.
 fn find_init(archive: &[u8]) -> Option<Option<&[u8]>> {
     const HEADER: usize = 110;

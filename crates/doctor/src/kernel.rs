@@ -77,7 +77,7 @@ pub struct Content {
 }
 
 impl Reading {
-    /// Of a file that could not be read in time.
+    /// Returns the reading of a file that could not be read in time.
     pub fn silent(path: &Path) -> Self {
         Self { path: path.to_owned(), slow: true, ..Self::default() }
     }
@@ -142,7 +142,7 @@ fn has_pvh_entry<'data>(data: impl ReadRef<'data>) -> Option<bool> {
     }))
 }
 
-/// The word behind `Linux version`.
+/// Returns the word behind `Linux version`.
 fn release(kernel: &[u8]) -> Option<String> {
     const BANNER: &[u8] = b"Linux version ";
     memmem::find_iter(kernel, BANNER).find_map(|at| {
@@ -154,7 +154,7 @@ fn release(kernel: &[u8]) -> Option<String> {
     })
 }
 
-/// The configuration between the marks that `scripts/extract-ikconfig` of Linux looks for.
+/// Returns the configuration between the marks that `scripts/extract-ikconfig` of Linux looks for.
 fn config(kernel: &[u8]) -> Option<String> {
     const BEGIN: &[u8] = b"IKCFG_ST";
     memmem::find_iter(kernel, BEGIN).find_map(|at| {
@@ -218,7 +218,7 @@ mod tests {
     use super::*;
     use crate::Verdict;
 
-    /// A vmlinux with one note, of this owner and type.
+    /// Returns a vmlinux with one note, of this owner and type.
     fn vmlinux(owner: &[u8; 4], kind: u32, rest: &[u8]) -> Vec<u8> {
         let mut file = b"\x7fELF\x02\x01\x01".to_vec();
         file.resize(16, 0);

@@ -28,7 +28,7 @@ pub enum Reading {
 }
 
 impl Reading {
-    /// Whether pods get KVM: it is fast, or asked for and right.
+    /// Returns whether pods get KVM: it is fast, or asked for and right.
     pub fn is_used(&self, configured: Accelerator) -> bool {
         match self {
             Reading::Usable(_) => configured != Accelerator::Tcg,

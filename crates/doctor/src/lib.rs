@@ -138,12 +138,12 @@ pub async fn examine(question: &Question<'_>) -> Report {
     )
 }
 
-/// That a file is there and was not read to its end in time.
+/// Returns that a file is there and was not read to its end in time.
 fn slow_file(path: &Path) -> String {
     format!("{path:?} is slow to read: it took longer than {PATIENCE:?}")
 }
 
-/// What to do about what was slow.
+/// Returns what to do about what was slow.
 fn ask_again() -> Fix {
     Fix::words("try again when the host and its disk are less busy")
 }

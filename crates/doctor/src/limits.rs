@@ -78,7 +78,7 @@ pub fn read(host: &Host, daemon: Option<u32>) -> Reading {
     }
 }
 
-/// Whether there are watchers enough.
+/// Returns whether there are watchers enough.
 pub fn inotify(reading: &Reading, pods: u32) -> Check {
     let pods = u64::from(pods);
     let (Some(watchers), Some(watches)) = (reading.watchers, reading.watches) else {
@@ -105,7 +105,7 @@ pub fn inotify(reading: &Reading, pods: u32) -> Check {
     )
 }
 
-/// Whether daemon and system may open files enough.
+/// Returns whether daemon and system may open files enough.
 pub fn files(reading: &Reading, pods: u32) -> Check {
     let pods = u64::from(pods);
     let (Some(files), Some((used, most))) = (reading.files, reading.system_files) else {
@@ -134,7 +134,7 @@ pub fn files(reading: &Reading, pods: u32) -> Check {
     FILES.ok(seen)
 }
 
-/// Whether there can be processes enough.
+/// Returns whether there can be processes enough.
 pub fn tasks(reading: &Reading, pods: u32) -> Check {
     let pods = u64::from(pods);
     let (Some(tasks), Some(most)) = (reading.tasks, reading.most_tasks) else {

@@ -37,7 +37,7 @@ pub fn read(host: &Host) -> Reading {
 /// The smallest guest that anything runs in, MiB.
 const SMALL_GUEST_MIB: u64 = 256;
 
-/// Whether `pods` more pods of `memory_mib` find place, all of them using all of theirs.
+/// Returns whether `pods` more pods of `memory_mib` find place, all of them using all of theirs.
 pub fn free(reading: &Reading, pods: u32, memory_mib: u64) -> Check {
     let Some(available) = field(&reading.meminfo, "MemAvailable").map(|kib| kib / 1024) else {
         return MEMORY.warning("the kernel does not tell how much is free", Fix::words("see /proc/meminfo"));
@@ -72,7 +72,7 @@ pub fn huge_pages(reading: &Reading) -> Check {
     )
 }
 
-/// Must be off between those who don't trust each other.
+/// Checks that KSM is off: it leaks information between pods that do not trust each other.
 pub fn ksm(reading: &Reading) -> Check {
     match reading.ksm_run {
         None => KSM.not_applicable("not in this kernel"),

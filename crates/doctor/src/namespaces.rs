@@ -16,7 +16,7 @@ pub fn read() -> Option<io::Error> {
     jail::try_user_namespace().err()
 }
 
-/// Whether there can be one for each VMM. `jailed`: QEMU is to be, as configured.
+/// Returns whether there can be one for each VMM. `jailed`: QEMU is to be, as configured.
 pub fn judge(refusal: Option<&io::Error>, jailed: bool) -> Check {
     match refusal {
         _ if !jailed => USERS.not_applicable("vm.jail is off"),

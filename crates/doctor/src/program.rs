@@ -32,7 +32,7 @@ pub(super) async fn ask(program: &Path, argument: &str) -> Answer {
     tokio::time::timeout(PATIENCE, run(program, argument)).await.unwrap_or(Answer::Silent)
 }
 
-/// That a program is there and has not answered, which may be the host's fault.
+/// Returns that a program is there and has not answered, which may be the host's fault.
 pub(super) fn too_slow(program: &Path) -> String {
     format!("{program:?} is slow: it did not tell its version within {PATIENCE:?}")
 }
@@ -71,7 +71,7 @@ async fn first_line(pipe: Option<impl AsyncRead + Unpin>) -> String {
     line.chars().take(SHOWN).collect()
 }
 
-/// The first `major.minor` in a text such as `QEMU emulator version 7.2.22 (Debian …)`.
+/// Returns the first `major.minor` in a text such as `QEMU emulator version 7.2.22 (Debian …)`.
 pub fn version(text: &str) -> Option<(u32, u32)> {
     text.split(|c: char| !c.is_ascii_digit() && c != '.').find_map(|word| {
         let mut numbers = word.split('.');
@@ -85,7 +85,7 @@ mod tests {
 
     use super::*;
 
-    /// What a script comes to.
+    /// Returns what a script comes to.
     async fn script(text: &str) -> Answer {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("program");

@@ -14,7 +14,7 @@ const TAPS: Subject = Subject {
     why: "a pod's packets pass between its interface and a tap by the kernel's traffic control",
 };
 
-/// What the trial came to; none: it did not end in time.
+/// Returns what the trial came to; none: it did not end in time.
 pub async fn read() -> Option<io::Result<()>> {
     blocking(PATIENCE, network::trial).await
 }

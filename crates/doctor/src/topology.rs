@@ -38,7 +38,7 @@ pub fn read(host: &Host) -> Reading {
     }
 }
 
-/// A warning only where the kernel itself says that a thread leaks to its neighbour.
+/// Returns a warning only where the kernel itself says that a thread leaks to its neighbour.
 pub fn smt(reading: &Reading) -> Check {
     let control = reading.smt.as_deref().unwrap_or("the kernel does not tell");
     let leaks = reading.mds.as_deref().is_some_and(|mds| mds.contains("SMT vulnerable"));

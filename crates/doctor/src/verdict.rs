@@ -66,12 +66,12 @@ pub struct Fix {
 }
 
 impl Fix {
-    /// What no command does.
+    /// Returns what no command does.
     pub fn words(what: impl Into<String>) -> Self {
         Self { what: what.into(), commands: Vec::new() }
     }
 
-    /// What these commands do.
+    /// Returns what these commands do.
     pub fn commands<C: Into<String>>(what: impl Into<String>, commands: impl IntoIterator<Item = C>) -> Self {
         Self { what: what.into(), commands: commands.into_iter().map(Into::into).collect() }
     }
@@ -125,7 +125,7 @@ impl Report {
         Self { schema: SCHEMA, verdict, pods, checks }
     }
 
-    /// Of a process that reports this: 0, 1 where there are warnings, 2 where there are failures.
+    /// Returns the exit code: 0, 1 for warnings, 2 for failures.
     pub fn exit_code(&self) -> u8 {
         match self.verdict {
             Verdict::NotApplicable | Verdict::Ok => 0,
@@ -134,7 +134,7 @@ impl Report {
         }
     }
 
-    /// How many checks ended so.
+    /// Returns how many checks ended so.
     pub fn count(&self, verdict: Verdict) -> usize {
         self.checks.iter().filter(|check| check.verdict == verdict).count()
     }

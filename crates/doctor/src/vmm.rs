@@ -28,7 +28,7 @@ pub struct Reading {
 }
 
 impl Reading {
-    /// Of Cloud Hypervisor; why it is none that can be used.
+    /// Reads Cloud Hypervisor's version; the error says why it cannot be used.
     fn version(&self) -> Result<Version, String> {
         let program = self.program.display();
         match &self.answer {
@@ -47,7 +47,7 @@ pub async fn read(program: &Path) -> Reading {
     Reading { program: program.to_owned(), answer: program::ask(program, "--version").await }
 }
 
-/// Whether pods are to run in Cloud Hypervisor: as `vmm::detect` will find.
+/// Returns whether pods are to run in Cloud Hypervisor: as `vmm::detect` will find.
 pub fn in_cloud_hypervisor(config: &VmConfig, kvm: &kvm::Reading, reading: &Reading) -> bool {
     match config.vmm {
         VmmChoice::Qemu => false,
@@ -56,7 +56,7 @@ pub fn in_cloud_hypervisor(config: &VmConfig, kvm: &kvm::Reading, reading: &Read
     }
 }
 
-/// QEMU, where pods run in it; elsewhere it may be as it likes.
+/// Checks QEMU, if pods run in it.
 pub fn qemu(reading: &Reading, in_cloud_hypervisor: bool) -> Check {
     let check = judge_qemu(reading);
     match in_cloud_hypervisor {
@@ -90,7 +90,7 @@ fn judge_qemu(reading: &Reading) -> Check {
     }
 }
 
-/// Cloud Hypervisor; by what is configured it may be absent, or has to be there.
+/// Checks Cloud Hypervisor. The configuration decides whether it may be absent.
 pub fn cloud_hypervisor(configured: VmmChoice, reading: &Reading) -> Check {
     let Reading { program, answer } = reading;
     let seen = match reading.version() {

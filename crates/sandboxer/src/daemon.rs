@@ -134,7 +134,7 @@ pub async fn run(
     serve(node, listeners, recovered, shutdown, ready).await
 }
 
-/// The size of a pod that doesn't ask for another.
+/// Returns the size of a pod that doesn't ask for another.
 fn usual_shape(config: &Config) -> Shape {
     Shape { vcpus: config.vm.default_vcpus, memory_mib: config.vm.default_memory_mib, nics: 1 }
 }
@@ -149,7 +149,7 @@ fn is_made(cgroup: &Cgroup) -> bool {
     made.is_ok()
 }
 
-/// What all pods of a node share, its directories made and its files opened.
+/// Returns what all pods of a node share, its directories made and its files opened.
 pub fn node(config: Config, vmm: Arc<dyn Vmm>, front: Arc<Front>) -> Result<Arc<DaemonState>, DaemonError> {
     for dir in [config.run_dir.clone(), config.run_dir.join("pods"), config.state_dir.clone()] {
         private_dir(&dir)?;
@@ -321,7 +321,7 @@ struct Listeners {
 }
 
 impl Listeners {
-    /// Those of earlier workers, or new ones, which the front keeps: while no worker is there, callers wait.
+    /// Returns those of earlier workers, or new ones, which the front keeps: while no worker is there, callers wait.
     fn bind(front: &Arc<Front>, run_dir: &Path) -> Result<Self, DaemonError> {
         let task_path = run_dir.join(sockets::TASK);
         // It is the front that accepts there.

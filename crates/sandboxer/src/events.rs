@@ -43,7 +43,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// The kind as it is shown.
+    /// Returns the kind as it is shown.
     pub const fn as_str(self) -> &'static str {
         match self {
             Kind::PodCreated => "pod-created",

@@ -44,7 +44,7 @@ pub struct Entry {
 }
 
 impl Entry {
-    /// The note, if it is one of these; a worker of another build may have written it.
+    /// Returns the note, if it is one of these; a worker of another build may have written it.
     pub fn note<T: DeserializeOwned>(&self) -> Option<T> {
         serde_json::from_slice(&self.note).ok()
     }
@@ -90,7 +90,7 @@ impl Front {
         })
     }
 
-    /// The front at the other end of `socket`, which blocks: receives all that earlier workers had kept.
+    /// Returns the front at the other end of `socket`, which blocks: receives all that earlier workers had kept.
     pub fn connect(socket: OwnedFd) -> io::Result<Arc<Self>> {
         let mut inherited = BTreeMap::new();
         let identity = loop {
@@ -119,7 +119,7 @@ impl Front {
         &self.identity
     }
 
-    /// Whether no earlier worker could hand anything over.
+    /// Returns whether no earlier worker could hand anything over.
     pub fn is_new(&self) -> bool {
         self.new
     }
@@ -182,23 +182,23 @@ impl Front {
         self.lock().remove(key)
     }
 
-    /// As [`Front::take`], with a hold on the entry.
+    /// Same as [`Front::take`], with a hold on the entry.
     pub fn take_kept(self: &Arc<Self>, key: &str) -> Option<(Entry, Kept)> {
         let entry = self.take(key)?;
         Some((entry, Kept { front: self.clone(), key: key.to_owned() }))
     }
 
-    /// The note of what an earlier worker had kept, which stays there.
+    /// Returns the note of what an earlier worker had kept, which stays there.
     pub fn peek<T: DeserializeOwned>(&self, key: &str) -> Option<T> {
         self.lock().get(key).and_then(Entry::note)
     }
 
-    /// Whether an earlier worker had kept this, and nobody has taken it.
+    /// Returns whether an earlier worker had kept this, and nobody has taken it.
     pub fn has(&self, key: &str) -> bool {
         self.lock().contains_key(key)
     }
 
-    /// The process that containerd is connected to.
+    /// Returns the process that containerd is connected to.
     pub fn pid(&self) -> u32 {
         match self.socket {
             Some(_) => std::os::unix::process::parent_id(),
@@ -240,7 +240,7 @@ impl Front {
         self.tell(Kind::Ready, "", ANSWERS_PINGS);
     }
 
-    /// The task connections that the front hands over. `lost` is cancelled when there is no front any more. Answers the
+    /// Returns the task connections that the front hands over. `lost` is cancelled when there is no front any more. Returns the
     /// front's pings, too, here and not in a thread: that shows that the runtime's threads get on.
     pub fn connections(
         self: &Arc<Self>,
@@ -323,7 +323,7 @@ async fn next_connection(socket: &AsyncFd<OwnedFd>) -> io::Result<Option<UnixStr
     }
 }
 
-/// What the entries under such keys are.
+/// Returns what the entries under such keys are.
 fn kind(key: &str) -> &str {
     key.split(' ').next().unwrap_or_default()
 }

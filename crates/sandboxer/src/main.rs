@@ -60,7 +60,7 @@ struct Options {
 /// The program that containerd stays connected to, beside this one.
 const FRONT: &str = "sandboxer-front";
 
-/// The whole program.
+/// Returns the whole program.
 pub fn main() -> ExitCode {
     let options = Options::parse();
     match start(&options) {

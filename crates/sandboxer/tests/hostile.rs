@@ -64,7 +64,7 @@ impl HostileNode {
         Self { test, next }
     }
 
-    /// A pod with an agent of this nature, and what came of its start.
+    /// Returns a pod with an agent of this nature, and what came of its start.
     async fn start(&self, nature: Nature) -> (PodHandle, Result<(), PodError>) {
         *self.next.lock().unwrap() = Some(nature);
         let pod = self.test.pod("hostile");
@@ -79,7 +79,7 @@ fn peak_kib() -> u64 {
     peak_of("self")
 }
 
-/// The same of the process `pid`, since its start.
+/// Returns the same of the process `pid`, since its start.
 fn peak_of(pid: &str) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();

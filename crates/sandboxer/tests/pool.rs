@@ -133,7 +133,7 @@ impl Kept {
         }
     }
 
-    /// As [`Kept::has`], after as many rounds as it takes.
+    /// Same as [`Kept::has`], after as many rounds as it takes.
     async fn comes_to_have(&self, usual: usize, large: usize) {
         for _ in 0..200 {
             if (self.waiting(USUAL), self.waiting(LARGE)) == (usual, large) {

@@ -38,7 +38,7 @@ fn node(agent: FakeAgent) -> TestNode {
     TestNode::with(vmm, |config| config.vm.agent_timeout = Duration::from_millis(500))
 }
 
-/// A pod with a container that runs, of a daemon that was killed then, and what ails its VMM since. The next daemon's
+/// Returns a pod with a container that runs, of a daemon that was killed then, and what ails its VMM since. The next daemon's
 /// node, what it recovered, and the pod.
 async fn recovered(test: &TestNode, ailment: Ailment) -> (Arc<DaemonState>, Recovered, PodHandle) {
     let pod = test.pod("web");

@@ -39,7 +39,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// The stream's byte at an offset: no period is a power of two, so none of a page or a chunk either.
+/// Returns the stream's byte at an offset: no period is a power of two, so none of a page or a chunk either.
 fn byte(offset: u64) -> u8 {
     (offset % 251) as u8 ^ (offset / 251 % 241) as u8
 }

@@ -75,7 +75,7 @@ impl Host {
         self.dir.path().join(name)
     }
 
-    /// What a daemon has that starts now.
+    /// Returns what a daemon has that starts now.
     fn node(&self) -> Arc<DaemonState> {
         let mut config =
             Config { run_dir: self.path("run"), state_dir: self.path("state"), ..Config::default() };
@@ -109,7 +109,7 @@ impl Host {
         assert_eq!(left, expected);
     }
 
-    /// What a template's files take on disk, bytes.
+    /// Returns what a template's files take on disk, bytes.
     fn taken(&self, key: &TemplateKey) -> u64 {
         fs::read_dir(self.template(key))
             .unwrap()
@@ -123,7 +123,7 @@ impl Host {
 struct Log(Arc<Mutex<Vec<u8>>>);
 
 impl Log {
-    /// How many lines contain `words`.
+    /// Returns how many lines contain `words`.
     fn lines(&self, words: &str) -> usize {
         let log = self.0.lock().unwrap();
         String::from_utf8_lossy(&log).lines().filter(|line| line.contains(words)).count()

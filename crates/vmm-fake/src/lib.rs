@@ -128,7 +128,7 @@ impl FakeVmm {
         version.clone_into(&mut lock(&self.version));
     }
 
-    /// The VMM of `pod` dies. Answers whether it was running.
+    /// Returns the VMM of `pod` dies. Returns whether it was running.
     pub fn crash(&self, pod: &SandboxId) -> bool {
         let vm = lock(&self.vms).get(pod).cloned();
         vm.is_some_and(|vm| vm.end("was killed by signal 11", "injected crash"))
@@ -148,7 +148,7 @@ impl FakeVmm {
         }
     }
 
-    /// The VM that is recorded so, if it runs.
+    /// Returns the VM that is recorded so, if it runs.
     fn recorded(&self, record: &VmRecord) -> Option<Arc<FakeVm>> {
         let vm = lock(&self.vms).get(&record.pod).cloned();
         vm.filter(|vm| vm.record == *record && vm.is_running())
@@ -484,7 +484,7 @@ impl Vm for FakeVm {
     }
 }
 
-/// The first end counts. Answers whether this was it.
+/// Returns the first end counts. Returns whether this was it.
 fn end(switch: &watch::Sender<Option<VmExit>>, exit: VmExit) -> bool {
     switch.send_if_modified(|state| {
         let running = state.is_none();

@@ -23,7 +23,7 @@ pub enum AcceleratorError {
     KvmHung(Duration),
 }
 
-/// The accelerator, and why this one.
+/// Returns the accelerator, and why this one.
 pub async fn choose(configured: Accelerator) -> Result<(&'static str, String), AcceleratorError> {
     if configured == Accelerator::Tcg {
         return Ok(("tcg", "configured".into()));
@@ -40,7 +40,7 @@ pub async fn choose(configured: Accelerator) -> Result<(&'static str, String), A
     decide(configured, unusable)
 }
 
-/// What to do with a KVM that failed its test: one that is right and slow is used where it is asked for by name.
+/// Returns what to do with a KVM that failed its test: one that is right and slow is used where it is asked for by name.
 fn decide(
     configured: Accelerator,
     unusable: AcceleratorError,

@@ -40,7 +40,7 @@ impl Target {
         socket::within(&self.dir, self.name)
     }
 
-    /// The older half.
+    /// Returns the older half.
     fn older(&self) -> PathBuf {
         socket::within(&self.dir, &format!("{}.1", self.name))
     }
@@ -82,7 +82,7 @@ impl Capture {
         let _ = tokio::time::timeout(DRAIN, finished.wait_for(|finished| *finished)).await;
     }
 
-    /// The last `count` lines that are not empty, fit to be shown.
+    /// Returns the last `count` lines that are not empty, fit to be shown.
     pub async fn last_lines(&self, count: usize) -> Vec<String> {
         let mut bytes = Vec::new();
         for path in [self.target.older(), self.target.path()] {
@@ -136,7 +136,7 @@ async fn read_tail(path: &Path, into: &mut Vec<u8>) -> io::Result<()> {
     Ok(())
 }
 
-/// A line without colours, cursor movements and other control characters, cut to a bearable length.
+/// Returns a line without colours, cursor movements and other control characters, cut to a bearable length.
 fn printable(line: &str) -> String {
     let mut shown = String::new();
     let mut characters = line.chars().peekable();

@@ -96,7 +96,7 @@ impl CloudHypervisor {
         })
     }
 
-    /// What `vm.create` is to make.
+    /// Returns what `vm.create` is to make.
     pub fn description(&self, spec: &VmSpec) -> wire::VmConfig {
         wire::VmConfig {
             cpus: wire::Cpus { boot_vcpus: spec.vcpus, max_vcpus: spec.vcpus },
@@ -116,7 +116,7 @@ impl CloudHypervisor {
         }
     }
 
-    /// The jail of `spec`'s VM.
+    /// Returns the jail of `spec`'s VM.
     fn jail(&self, spec: &VmSpec) -> Result<Jail, VmmError> {
         let program = sandboxer_process::find(&self.program);
         let readable = [program.as_path(), &spec.kernel, &spec.initramfs];
@@ -264,7 +264,7 @@ impl Vmm for CloudHypervisor {
     }
 }
 
-/// As [`Vmm::adopt`], whatever program is installed by now. `limit` is for each call, from then on too.
+/// Same as [`Vmm::adopt`], whatever program is installed by now. `limit` is for each call, from then on too.
 pub async fn adopt(record: &VmRecord, limit: Duration) -> Result<Option<Arc<dyn Vm>>, VmmError> {
     let pod = &record.pod;
     let proc = PathBuf::from(format!("/proc/{}", record.pid));
@@ -315,14 +315,14 @@ async fn take_over(
     Ok(CloudHypervisorVm { record, watched, api, room, link, user, call_timeout: limit, freezable })
 }
 
-/// The VMM's arguments: what it is given open, and that it filters its system calls. All else it learns over its API, Landlock too:
+/// Returns the VMM's arguments: what it is given open, and that it filters its system calls. All else it learns over its API, Landlock too:
 /// it takes `--landlock` with the description of a VM alone.
 fn arguments(control: RawFd, told: RawFd) -> Vec<OsString> {
     let (control, told) = (format!("fd={control}"), format!("fd={told}"));
     ["--api-socket", &control, "--event-monitor", &told, "--seccomp", "true"].map(OsString::from).into()
 }
 
-/// The guest kernel's command line.
+/// Returns the guest kernel's command line.
 fn kernel_line(boot: &BootParams) -> String {
     // A panic resets the VM, which is its end: see `vm::follow`.
     format!("console=ttyS0 quiet panic=-1 reboot=t random.trust_cpu=on {boot}")

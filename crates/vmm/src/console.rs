@@ -51,7 +51,7 @@ impl Reader {
         Ok(Self { newer, open, next, changes })
     }
 
-    /// All that is kept, then with `follow` what comes, until the log is removed.
+    /// Returns all that is kept, then with `follow` what comes, until the log is removed.
     pub fn into_stream(self, follow: bool) -> impl Stream<Item = io::Result<Vec<u8>>> + Send {
         stream::unfold(Some(self), move |reader| async move {
             let mut reader = reader?;
@@ -63,7 +63,7 @@ impl Reader {
         })
     }
 
-    /// The next bytes; none at the end.
+    /// Returns the next bytes; none at the end.
     async fn chunk(&mut self, follow: bool) -> io::Result<Vec<u8>> {
         let mut chunk = vec![0; CHUNK];
         loop {

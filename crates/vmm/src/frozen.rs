@@ -29,17 +29,17 @@ pub struct Frozen {
 }
 
 impl Frozen {
-    /// What was read from `dir`.
+    /// Returns what was read from `dir`.
     pub fn new(dir: PathBuf, files: BTreeMap<String, File>) -> Self {
         Self { dir, files }
     }
 
-    /// Where it was read from, for people.
+    /// Returns where it was read from, for people.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// One of the files, from the beginning.
+    /// Returns one of the files, from the beginning.
     pub fn file(&self, name: &str) -> io::Result<OwnedFd> {
         let file = self.files.get(name).ok_or(io::ErrorKind::NotFound)?;
         // Opened anew: a duplicate would share its position with all others.

@@ -57,7 +57,7 @@ impl HeldProcesses {
         Ok((!processes.is_empty()).then(|| Self { pod: pod.clone(), processes }))
     }
 
-    /// Its process ids.
+    /// Returns its process ids.
     pub fn pids(&self) -> Vec<u32> {
         self.processes.iter().map(|process| process.pid()).collect()
     }

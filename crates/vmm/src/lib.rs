@@ -1,4 +1,4 @@
-//! Virtual VMs, whoever runs them.
+//! VMs, whoever runs them.
 //!
 //! [`Vmm`] makes a [`Vm`] out of a [`VmSpec`]; nothing outside the file of one VMM knows its
 //! name. A VM outlives the daemon: dropping a handle never ends it, and [`Vmm::adopt`] takes
@@ -43,19 +43,19 @@ pub use spec::{DiskSpec, Shape, VmSpec};
 /// A kind of VMM, ready to run VMs.
 #[async_trait]
 pub trait Vmm: Send + Sync + fmt::Debug {
-    /// What runs the VMs, for people.
+    /// Returns what runs the VMs, for people.
     fn info(&self) -> VmmInfo;
 
-    /// Starts a VM; answers when its VMM is in control of it and the guest is running.
+    /// Starts a VM; returns when its VMM is in control of it and the guest is running.
     ///
     /// Dropping the future ends what it began: no process, no socket stays.
     async fn boot(&self, spec: &VmSpec) -> Result<Arc<dyn Vm>, VmmError>;
 
-    /// What a template of `spec` depends on beside the program and the guest's files: the VMM's version
+    /// Returns what a template of `spec` depends on beside the program and the guest's files: the VMM's version
     /// and arguments. Nothing in it is of one pod.
     fn template_inputs(&self, spec: &VmSpec) -> TemplateInputs;
 
-    /// Starts a VM as a copy of a frozen one; answers when it stands still where that one was
+    /// Starts a VM as a copy of a frozen one; returns when it stands still where that one was
     /// frozen. [`Vm::resume`] lets it go on.
     ///
     /// Of `spec`, what the guest was booted with counts for nothing. As for [`Vmm::boot`], dropping
@@ -77,10 +77,10 @@ pub trait Vmm: Send + Sync + fmt::Debug {
 /// A running VM. All methods can be called at any time and from several tasks.
 #[async_trait]
 pub trait Vm: Send + Sync + fmt::Debug {
-    /// What [`Vmm::adopt`] needs; goes into the journal.
+    /// Returns what [`Vmm::adopt`] needs; goes into the journal.
     fn record(&self) -> VmRecord;
 
-    /// A fresh stream to the agent's end of the link. The one before it is dead from now on.
+    /// Returns a fresh stream to the agent's end of the link. The one before it is dead from now on.
     async fn agent_stream(&self) -> Result<Box<dyn AgentStream>, VmmError>;
 
     /// Plugs a disk in; the guest sees it soon after.
@@ -107,11 +107,11 @@ pub trait Vm: Send + Sync + fmt::Debug {
     /// [`VmSpec::memory_file`], with which the VM was booted. It is to be killed then.
     async fn freeze(&self, dir: &Path) -> Result<(), VmmError>;
 
-    /// The same VM, from now on that of `pod`, whose directory `run_dir` is: the VM's own is
+    /// Returns the same VM, from now on that of `pod`, whose directory `run_dir` is: the VM's own is
     /// moved there, over an empty one. This handle is not to be used any more.
     fn assign(&self, pod: &SandboxId, run_dir: &Path) -> Result<Arc<dyn Vm>, VmmError>;
 
-    /// The VMM's last words on stderr, then the last lines of the guest's console; few and bounded.
+    /// Returns the VMM's last words on stderr, then the last lines of the guest's console; few and bounded.
     async fn last_lines(&self) -> Vec<String>;
 
     /// Waits for the VM's end, by event. Cancel-safe; answers again when asked again.
@@ -203,7 +203,7 @@ pub struct VmRecord {
 pub struct VmExit {
     /// For people: "exited with status 1", "killed by signal 9", "is gone".
     pub how: String,
-    /// As [`Vm::last_lines`].
+    /// Same as [`Vm::last_lines`].
     pub last_lines: Vec<String>,
 }
 

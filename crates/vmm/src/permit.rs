@@ -77,7 +77,7 @@ impl Permit {
         Ok(setxattr(&at, ATTRIBUTE, &encode(&entries), XattrFlags::empty())?)
     }
 
-    /// The list; where there is none, what the file's mode says.
+    /// Returns the list; where there is none, what the file's mode says.
     fn read(&self, at: &str) -> io::Result<Vec<Entry>> {
         let mut bytes = vec![0; MAX_LIST];
         match getxattr(at, ATTRIBUTE, &mut bytes[..]) {
@@ -105,7 +105,7 @@ impl Drop for Permit {
     }
 }
 
-/// The list with an entry for `user`, whose permission counts.
+/// Returns the list with an entry for `user`, whose permission counts.
 fn with(mut entries: Vec<Entry>, user: u32, permissions: u16) -> io::Result<Vec<Entry>> {
     entries.retain(|entry| (entry.tag, entry.id) != (USER, user));
     let of = |tag| entries.iter().position(|entry| entry.tag == tag);
@@ -131,7 +131,7 @@ fn with(mut entries: Vec<Entry>, user: u32, permissions: u16) -> io::Result<Vec<
     Ok(entries)
 }
 
-/// The list without entries for `user`, and without a mask if it names nobody any more.
+/// Returns the list without entries for `user`, and without a mask if it names nobody any more.
 fn without(mut entries: Vec<Entry>, user: u32) -> Vec<Entry> {
     entries.retain(|entry| (entry.tag, entry.id) != (USER, user));
     if entries.iter().all(|entry| matches!(entry.tag, OWNER | OWNING_GROUP | OTHERS | MASK)) {
@@ -179,7 +179,7 @@ mod tests {
 
     const SOMEBODY: u32 = 0x7000_1234;
 
-    /// Whether a process of `user` can open `path` for writing, too.
+    /// Returns whether a process of `user` can open `path` for writing, too.
     fn opens(path: &Path, user: u32) -> bool {
         let script = format!("exec 3<>{}", path.display());
         let mut shell = Command::new("/bin/sh");

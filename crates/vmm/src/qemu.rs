@@ -101,7 +101,7 @@ impl Qemu {
         }
     }
 
-    /// The jail of `spec`'s VM, if there is to be one.
+    /// Returns the jail of `spec`'s VM, if there is to be one.
     fn jail(&self, spec: &VmSpec) -> Result<Option<Jail>, VmmError> {
         let program = sandboxer_process::find(&self.program);
         let readable = [program.as_path(), &spec.kernel, &spec.initramfs];
@@ -237,7 +237,7 @@ impl Vmm for Qemu {
     }
 }
 
-/// A new file at `path` that `owner` can open.
+/// Returns a new file at `path` that `owner` can open.
 fn own_file(path: &Path, owner: Option<u32>) -> io::Result<OwnedFd> {
     let file = fs::File::options().read(true).write(true).create_new(true).mode(0o600).open(path)?;
     unix::fs::fchown(&file, owner, owner)?;

@@ -419,7 +419,7 @@ fn deliver(
     }
 }
 
-/// The next message.
+/// Returns the next message.
 async fn next(wire: &mut Wire) -> Result<Message, QmpError> {
     match wire.next().await {
         Some(Ok(line)) => parse(&line),
@@ -434,7 +434,7 @@ fn parse(line: &str) -> Result<Message, QmpError> {
     serde_json::from_str(line).map_err(|error| QmpError::Malformed(format!("not a QMP message: {error}")))
 }
 
-/// Whether a line is one that QEMU may send.
+/// Returns whether a line is one that QEMU may send.
 #[cfg(fuzzing)]
 pub(crate) fn is_message(line: &str) -> bool {
     parse(line).is_ok()
@@ -448,7 +448,7 @@ mod tests {
 
     const LIMIT: Duration = Duration::from_secs(5);
 
-    /// A QEMU that greets, accepts the first command and then sends `answers`, one per command;
+    /// Returns a QEMU that greets, accepts the first command and then sends `answers`, one per command;
     /// `ID` in them becomes the command's id.
     fn qemu(answers: Vec<String>) -> UnixStream {
         let (ours, theirs) = UnixStream::pair().unwrap();

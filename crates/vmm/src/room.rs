@@ -50,7 +50,7 @@ impl Room {
         }
     }
 
-    /// A directory that stands for one.
+    /// Returns a directory that stands for one.
     #[cfg(test)]
     pub fn at(dir: &Path) -> std::sync::Arc<Self> {
         std::sync::Arc::new(Self(socket::open(dir).unwrap()))

@@ -52,7 +52,7 @@ impl Captures {
         tokio::join!(self.vmm.drained(), self.console.drained());
     }
 
-    /// As [`super::Vm::last_lines`].
+    /// Same as [`super::Vm::last_lines`].
     pub async fn last_lines(&self) -> Vec<String> {
         let mut lines = self.vmm.last_lines(VMM_LINES).await;
         lines.extend(self.console.last_lines(CONSOLE_LINES).await);
@@ -65,7 +65,7 @@ impl Captures {
 pub struct Files(Vec<PathBuf>);
 
 impl Files {
-    /// Those of a VM that has ended.
+    /// Returns those of a VM that has ended.
     pub fn of_ended(run_dir: &Path, names: &[&str]) -> Self {
         Self(names.iter().map(|name| run_dir.join(name)).collect())
     }
@@ -108,7 +108,7 @@ pub fn connect(pod: &SandboxId, run_dir: &Path, name: &str) -> Result<UnixStream
     socket::connect(run_dir, name).map_err(host(pod, "connect to", run_dir.join(name)))
 }
 
-/// What a running VMM writes to its descriptor `fd`, a pipe. Who read it before may be dead: opening
+/// Returns what a running VMM writes to its descriptor `fd`, a pipe. Who read it before may be dead: opening
 /// it anew makes another reader.
 pub fn reopen(record: &VmRecord, fd: i32) -> Result<OwnedFd, VmmError> {
     let path = PathBuf::from(format!("/proc/{}/fd/{fd}", record.pid));

@@ -106,7 +106,7 @@ mod tests {
 
     use super::*;
 
-    /// A configuration whose Cloud Hypervisor is a script that says so.
+    /// Returns a configuration whose Cloud Hypervisor is a script that says so.
     fn config(dir: &tempfile::TempDir, vmm: VmmChoice, says: &str) -> VmConfig {
         let (text, script) = (dir.path().join("text"), dir.path().join("ch"));
         std::fs::write(&text, format!("#!/bin/sh\necho {says}\n")).unwrap();

@@ -69,7 +69,7 @@ pub struct VmSpec {
 }
 
 impl VmSpec {
-    /// A VM as configured, that somebody waits for.
+    /// Returns a VM as configured, that somebody waits for.
     pub fn new(config: &VmConfig, pod: SandboxId, run_dir: PathBuf, shape: Shape, link_key: LinkKey) -> Self {
         Self {
             pod,
@@ -89,7 +89,7 @@ impl VmSpec {
         }
     }
 
-    /// Its shape.
+    /// Returns its shape.
     pub fn shape(&self) -> Shape {
         Shape { vcpus: self.vcpus, memory_mib: self.memory_mib, nics: self.nics }
     }
@@ -111,7 +111,7 @@ impl VmSpec {
         Ok(opened?.unwrap_or_default())
     }
 
-    /// The same VM with nothing in it that differs from pod to pod but `pod` itself; it is to be
+    /// Returns the same VM with nothing in it that differs from pod to pod but `pod` itself; it is to be
     /// frozen, in a file without a name.
     pub fn of_no_pod(&self) -> Self {
         Self {
@@ -125,7 +125,7 @@ impl VmSpec {
     }
 }
 
-/// The [`first_mac`] of a network interface, as VMMs want it: `02:73:62:78:00:00`.
+/// Returns the [`first_mac`] of a network interface, as VMMs want it: `02:73:62:78:00:00`.
 pub(super) fn first_mac_text(nic: u8) -> String {
     first_mac(nic).map(|byte| format!("{byte:02x}")).join(":")
 }
@@ -145,7 +145,7 @@ pub struct DiskSpec {
 pub(super) mod tests {
     use super::*;
 
-    /// A VM of no use.
+    /// Returns a VM of no use.
     pub fn spec() -> VmSpec {
         VmSpec {
             pod: "pod".parse().unwrap(),

@@ -20,7 +20,7 @@ pub async fn frequency_khz() -> u64 {
     u64::try_from(khz).unwrap_or(0)
 }
 
-/// The counter, and the moment at which it was read.
+/// Returns the counter, and the moment at which it was read.
 fn reading() -> (Instant, u64) {
     let once = || {
         let before = Instant::now();

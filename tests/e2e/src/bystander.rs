@@ -49,7 +49,7 @@ impl Bystander {
         Ok(())
     }
 
-    /// Ends it: the exit code is its own, and every line is in its log once. Answers how many lines there are.
+    /// Ends it: the exit code is its own, and every line is in its log once. Returns how many lines there are.
     pub async fn end(self, case: &Case) -> Result<usize> {
         once_seen(|| case.cri.stop(&self.container.id, 30)).await?;
         let status = self.container.status().await?;

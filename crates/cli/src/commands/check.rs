@@ -108,7 +108,7 @@ fn counted(count: usize, noun: &str) -> String {
     }
 }
 
-/// What to do, in a form of which a shell takes what is no command for a comment.
+/// Returns what to do, in a form of which a shell takes what is no command for a comment.
 fn hint(check: &Check) -> String {
     let Some(fix) = &check.fix else { return String::new() };
     let mut text = format!("\n\n# {} ({}): {}.", check.name, check.verdict, check.why);

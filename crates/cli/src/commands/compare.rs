@@ -26,7 +26,7 @@ pub struct Args {
     b: PathBuf,
 }
 
-/// An error when the two have nothing in common.
+/// Compares two results; fails if they have nothing in common.
 pub fn run(args: Args, global: &Global) -> Result<()> {
     let comparison = compare(&store::load(&args.a)?, &store::load(&args.b)?)?;
     if global.json {

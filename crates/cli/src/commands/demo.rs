@@ -54,7 +54,7 @@ pub struct Args {
     output: Option<PathBuf>,
 }
 
-/// Every pod it starts is gone when it returns.
+/// Runs the demo; removes every pod that it started.
 pub async fn run(args: Args, global: &Global) -> Result<()> {
     let bench = args.target.open(global)?;
     let cancel = interrupt::on_signal().context("cannot listen for Ctrl-C")?;

@@ -36,7 +36,7 @@ pub struct Args {
     commit: String,
 }
 
-/// An error when a figure is beyond what is allowed, and when nothing could be compared.
+/// Compares with the history; fails if a figure exceeds its bound or if nothing could be compared.
 pub fn run(args: Args, global: &Global) -> Result<()> {
     let loaded = store::load(&args.result)?;
     let now = gate::recording(&loaded.report, &args.commit)?;

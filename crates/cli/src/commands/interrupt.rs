@@ -3,7 +3,7 @@
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-/// Cancelled by the first SIGINT or SIGTERM. Later ones have no effect: removing pods takes its time.
+/// Returns a token that the first SIGINT or SIGTERM cancels. Later signals have no effect: removing pods takes time.
 pub fn on_signal() -> std::io::Result<CancellationToken> {
     let token = CancellationToken::new();
     let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);

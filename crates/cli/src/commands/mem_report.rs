@@ -44,7 +44,7 @@ pub struct Args {
     output: Option<PathBuf>,
 }
 
-/// A partial run is an error, after its result.
+/// Measures; after the result, a partial run is an error.
 pub async fn run(args: Args, global: &Global) -> Result<()> {
     if args.sweep.is_empty() {
         return now(&args, global).await;
@@ -86,7 +86,7 @@ pub async fn run(args: Args, global: &Global) -> Result<()> {
     }
 }
 
-/// The pods that run now.
+/// Measures the pods that run now.
 async fn now(args: &Args, global: &Global) -> Result<()> {
     let bench = args.target.open(global)?;
     let running = bench.runtime.pods(&Default::default()).await?;

@@ -32,7 +32,7 @@ pub struct Args {
     parts: bool,
 }
 
-/// An error when the runs do not belong together.
+/// Merges runs; fails if they do not belong together.
 pub fn run(args: Args, global: &Global) -> Result<()> {
     let loaded: Vec<Loaded> = args.results.iter().map(|path| store::load(path)).collect::<Result<_, _>>()?;
     let (report, samples) = if args.parts { join(&loaded) } else { merge(&loaded) }?;
@@ -51,7 +51,7 @@ pub fn run(args: Args, global: &Global) -> Result<()> {
     Ok(render::print(&format!("result: {}", args.output.display()))?)
 }
 
-/// The lines of all ledgers below one heading; `None` without any.
+/// Returns the lines of all ledgers below one heading; `None` without any.
 fn ledgers(results: &[PathBuf]) -> Result<Option<String>> {
     let mut all: Option<String> = None;
     for dir in results {

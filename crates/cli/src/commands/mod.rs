@@ -83,7 +83,7 @@ impl Command {
         done.map(|()| ExitCode::SUCCESS)
     }
 
-    /// What an error of the command itself ends in.
+    /// Returns what an error of the command itself ends in.
     pub fn exit_code_of_errors(&self) -> ExitCode {
         match self {
             // 1 is for warnings there.
@@ -92,7 +92,7 @@ impl Command {
         }
     }
 
-    /// Whether `--json` means something to its output.
+    /// Returns whether `--json` means something to its output.
     pub fn has_json(&self) -> bool {
         !matches!(self, Command::Demo(_) | Command::Logs(_) | Command::Config(_) | Command::Completion(_))
     }

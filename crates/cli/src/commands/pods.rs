@@ -71,7 +71,7 @@ fn row(pod: &Pod) -> Vec<String> {
     ]
 }
 
-/// How long the whole start took; `-` while it lasts, and when it failed.
+/// Returns how long the whole start took; `-` while it lasts, and when it failed.
 fn start(pod: &Pod) -> String {
     let done = pod.stages.iter().all(|step| step.outcome == "ok") && pod.state != "starting";
     match pod.stages.iter().map(|step| step.begin_ns + step.duration_ns).max() {

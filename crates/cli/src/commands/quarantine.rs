@@ -149,7 +149,7 @@ fn row(entry: &Quarantined) -> Vec<String> {
     ]
 }
 
-/// One entry in full.
+/// Returns one entry in full.
 fn whole(answer: &ShowQuarantinedResponse) -> String {
     let entry = answer.entry.clone().unwrap_or_default();
     let present = if entry.run_dir_exists { "" } else { ", which is not there" };

@@ -54,7 +54,7 @@ pub struct Args {
     output: Option<PathBuf>,
 }
 
-/// A partial run and one with failures are errors, after their result.
+/// Measures; after the result, a partial run and one with failures are errors.
 pub async fn run(args: Args, global: &Global) -> Result<()> {
     let bench = args.target.open(global)?;
     let recipe = args.target.recipe();
@@ -97,7 +97,7 @@ pub async fn run(args: Args, global: &Global) -> Result<()> {
     }
 }
 
-/// Drawn on stderr, and only if that is a terminal.
+/// Creates a progress bar on stderr, hidden if that is not a terminal.
 pub fn bar(steps: u64) -> ProgressBar {
     let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {msg}, {eta} left");
     ProgressBar::new(steps).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))

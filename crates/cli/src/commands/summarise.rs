@@ -59,7 +59,7 @@ pub fn run(args: Args, global: &Global) -> Result<()> {
     Ok(())
 }
 
-/// Twenty points of a distribution, both ends among them.
+/// Returns twenty points of a distribution, including both ends.
 fn thinned(points: Vec<(f64, f64)>) -> Vec<(f64, f64)> {
     const SHOWN: usize = 20;
     if points.len() <= SHOWN {

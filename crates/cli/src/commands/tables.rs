@@ -10,7 +10,7 @@ use sandboxer_probe::{
     summary::Summary,
 };
 
-/// A table whose first `texts` columns are text and whose others are numbers.
+/// Returns a table whose first `texts` columns are text and whose others are numbers.
 pub fn table(heading: &[&str], texts: usize) -> Table {
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_header(heading.to_vec());
@@ -23,7 +23,7 @@ pub fn table(heading: &[&str], texts: usize) -> Table {
     table
 }
 
-/// A time in ms; "–" where there is none.
+/// Returns a time in ms; "–" where there is none.
 pub fn ms(time: Option<f64>) -> String {
     match time {
         None => "–".into(),
@@ -33,12 +33,12 @@ pub fn ms(time: Option<f64>) -> String {
     }
 }
 
-/// KiB as MB (10⁶ bytes are nobody's page count: 1 MB here is 1024 KiB).
+/// Formats KiB as MB (1 MB is 1024 KiB here).
 pub fn mb(kib: f64) -> String {
     format!("{:.1}", kib / 1024.0)
 }
 
-/// Start-up: one line per runtime and mode, then ratios and what the observer cost.
+/// Formats start-up: one line per runtime and mode, then ratios and the cost of the observer.
 pub fn startup(report: &Report) -> String {
     let heading = [
         "runtime",
@@ -121,13 +121,13 @@ fn stages(series: &sandboxer_probe::report::Series) -> Table {
     rows
 }
 
-/// n, failures and all figures of a summary.
+/// Returns n, failures and all figures of a summary.
 pub fn figures(summary: &Summary) -> Vec<String> {
     let counts = [summary.n.to_string(), summary.failures.to_string()];
     counts.into_iter().chain(summary.figures().map(|(_, value)| ms(value))).collect()
 }
 
-/// Memory: one line per runtime and pod count, then growth per pod.
+/// Formats memory: one line per runtime and pod count, then growth per pod.
 pub fn memory(report: &Report) -> String {
     let roles: Vec<Role> = Role::ALL
         .into_iter()
@@ -169,7 +169,7 @@ fn memory_row(row: &Memory, roles: &[Role]) -> Vec<String> {
     cells
 }
 
-/// The processes of running pods, and by which tie each was found.
+/// Returns the processes of running pods, and by which tie each was found.
 pub fn ledger(handler: &str, ledger: &Ledger) -> String {
     let mut rows = table(&["role", "pod", "process", "found by", "pid", "PSS MB"], 4);
     for entry in &ledger.entries {
@@ -184,7 +184,7 @@ pub fn ledger(handler: &str, ledger: &Ledger) -> String {
     format!("processes of {handler}; the CRI runtime itself ({cri}) is in no sum\n\n{rows}\n")
 }
 
-/// What a reader must know: the end of a partial run, notes, and what was not measured.
+/// Returns what a reader must know: the end of a partial run, notes, and what was not measured.
 pub fn remarks(report: &Report) -> String {
     let mut text = String::new();
     if let Some(why) = &report.partial_reason {

@@ -56,7 +56,7 @@ impl Target {
         Ok(bench)
     }
 
-    /// What each pod is.
+    /// Returns what each pod is.
     pub fn recipe(&self) -> Recipe {
         let mut recipe = measure::recipe(&self.image, self.network, Duration::from_secs_f64(self.timeout));
         if !self.command.is_empty() {

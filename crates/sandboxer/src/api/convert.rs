@@ -36,7 +36,7 @@ const HOST_PORTS: &str = "io.sandboxer.host-ports";
 /// Most of them.
 const MAX_HOST_PORTS: usize = 64;
 
-/// Reads an identifier from a request. `what` completes "… is refused".
+/// Reads an identifier from a request. `what` completes "… is invalid".
 pub fn id(what: &'static str, text: &str) -> Result<Id, PodError> {
     text.parse().map_err(|source| PodError::Id { what, source })
 }
@@ -46,7 +46,7 @@ pub fn optional_id(what: &'static str, text: &str) -> Result<Option<Id>, PodErro
     if text.is_empty() { Ok(None) } else { id(what, text).map(Some) }
 }
 
-/// The pod that a sandbox request describes, defaults filled in.
+/// Returns the pod that a sandbox request describes, defaults filled in.
 pub fn pod_spec(
     request: &ControllerCreateRequest,
     config: &Config,
@@ -128,7 +128,7 @@ pub fn pod_spec(
     })
 }
 
-/// The hostname that was asked for, or what of the pod's name, else of its id, can be one.
+/// Returns the hostname that was asked for, or what of the pod's name, else of its id, can be one.
 fn hostname(asked: String, name: &str, id: &Id) -> Result<String, String> {
     if asked.len() > MAX_HOSTNAME {
         return Err(format!(

@@ -72,7 +72,7 @@ async fn forward(
     Ok(())
 }
 
-/// The event as containerd packs it; none for what it learns otherwise.
+/// Returns the event as containerd packs it; none for what it learns otherwise.
 fn envelope(event: &Event) -> Option<Envelope> {
     let container = match event.kind {
         Kind::ContainerOutOfMemory => event.container.as_ref()?,

@@ -12,7 +12,7 @@ use crate::pod::{
     quarantine::{Entry, Quarantine, QuarantineError},
 };
 
-/// What is in quarantine.
+/// Returns what is in quarantine.
 pub async fn list(node: &DaemonState) -> Result<ListQuarantineResponse, Status> {
     let listed = blocking(node, |quarantine| quarantine.list()).await?;
     Ok(ListQuarantineResponse {
@@ -22,7 +22,7 @@ pub async fn list(node: &DaemonState) -> Result<ListQuarantineResponse, Status> 
     })
 }
 
-/// All about one entry.
+/// Returns all about one entry.
 pub async fn show(node: &DaemonState, name: String) -> Result<ShowQuarantinedResponse, Status> {
     let (entry, report, record) = blocking(node, move |quarantine| quarantine.show(&name)).await?;
     Ok(ShowQuarantinedResponse { entry: Some(message(entry)), report, record })

@@ -61,7 +61,7 @@ impl SandboxService {
         self.node.registry.pod(&id("sandbox id", sandbox)?)
     }
 
-    /// As [`SandboxService::pod`]; of a pod that is not known, and whose VMM may run, not that there is none.
+    /// Same as [`SandboxService::pod`]; of a pod that is not known, and whose VMM may run, not that there is none.
     async fn pod_or_held(&self, sandbox: &str) -> Result<PodHandle, Status> {
         match self.pod(sandbox) {
             Err(PodError::NoPod(id)) => {
@@ -72,7 +72,7 @@ impl SandboxService {
         }
     }
 
-    /// As [`SandboxService::pod`]. `None`: it was not known, and its VMM has been killed.
+    /// Same as [`SandboxService::pod`]. `None`: it was not known, and its VMM has been killed.
     async fn pod_or_killed(&self, sandbox: &str) -> Result<Option<PodHandle>, Status> {
         match self.pod(sandbox) {
             Err(PodError::NoPod(id)) => match quarantine::kill(&self.node, &id).await? {

@@ -36,7 +36,7 @@ const SIZES_PER_DOUBLING: u64 = 8;
 /// What CRI calls a whole CPU's share.
 const SHARES_PER_CPU: u64 = 1024;
 
-/// The VM for a pod with these `annotations`, whose containers have these `limits` together.
+/// Returns the VM for a pod with these `annotations`, whose containers have these `limits` together.
 ///
 /// An annotation is a demand, and one that can't be had is an error. Limits are bounds: beyond the largest
 /// VM, or the host's `cpus`, they don't bind, and that is what the pod gets. A pod without a limit gets the default, and
@@ -64,7 +64,7 @@ pub fn shape(
     Ok(Shape { vcpus, memory_mib, nics: 1 })
 }
 
-/// What the containers may use together, as CRI says it.
+/// Returns what the containers may use together, as CRI says it.
 pub fn limits(said: &LinuxContainerResources) -> Limits {
     Limits {
         cpu_quota_us: said.cpu_quota,
@@ -73,7 +73,7 @@ pub fn limits(said: &LinuxContainerResources) -> Limits {
     }
 }
 
-/// The same as containerd tells of UpdatePodSandboxResources, in an extension of the sandbox; none, if it tells of
+/// Returns the same as containerd tells of UpdatePodSandboxResources, in an extension of the sandbox; none, if it tells of
 /// something else.
 pub fn updated_limits(
     pod: &SandboxId,
@@ -150,7 +150,7 @@ fn requested_vcpus(limits: &LinuxContainerResources) -> u32 {
     u32::try_from(shares.div_ceil(SHARES_PER_CPU)).unwrap_or(u32::MAX)
 }
 
-/// What the containers may use and what the guest needs beside it, in sizes that pods share. None without a limit.
+/// Returns what the containers may use and what the guest needs beside it, in sizes that pods share. None without a limit.
 fn limited_memory_mib(limits: &LinuxContainerResources) -> Option<u64> {
     let bytes = u64::try_from(limits.memory_limit_in_bytes).ok().filter(|bytes| *bytes > 0)?;
     let limit = bytes.div_ceil(1 << 20);
@@ -158,13 +158,13 @@ fn limited_memory_mib(limits: &LinuxContainerResources) -> Option<u64> {
     Some(rounded(mib.max(SMALLEST_LIMITED_MIB)))
 }
 
-/// The next size that there is, MiB.
+/// Returns the next size that there is, MiB.
 fn rounded(mib: u64) -> u64 {
     let power = 1 << mib.max(1).ilog2();
     mib.checked_next_multiple_of((power / SIZES_PER_DOUBLING).max(1)).unwrap_or(mib)
 }
 
-/// What `limits` leaves of them for a pod of which the host knows that some container has no limit: kubelet adds up the
+/// Returns what `limits` leaves of them for a pod of which the host knows that some container has no limit: kubelet adds up the
 /// limits of those that have one.
 pub fn without(limits: LinuxContainerResources, unlimited: Unlimited) -> LinuxContainerResources {
     LinuxContainerResources {
@@ -182,7 +182,7 @@ mod tests {
 
     const CPUS: u32 = 8;
 
-    /// That of a node of 8 CPUs and 1 TiB.
+    /// Returns that of a node of 8 CPUs and 1 TiB.
     fn config() -> VmConfig {
         let node = Config::default().vm;
         VmConfig {

@@ -47,18 +47,18 @@ impl TaskService {
         self.node.registry.pod_of(container)
     }
 
-    /// Whether an earlier worker may have done what is asked.
+    /// Returns whether an earlier worker may have done what is asked.
     fn again(context: &TtrpcContext) -> bool {
         context.mh.flags & REPEATED != 0
     }
 
-    /// The container that a repeated request to make it finds made.
+    /// Returns the container that a repeated request to make it finds made.
     async fn made(&self, request: &CreateTaskRequest) -> Option<PodHandle> {
         let (pod, view) = self.process(&request.id, "").await.ok()?;
         (view.bundle == Path::new(&request.bundle)).then_some(pod)
     }
 
-    /// What a repeated deletion had answered.
+    /// Returns what a repeated deletion had answered.
     fn deleted(&self, container: &ContainerId, exec: Option<&ExecId>) -> Option<Exit> {
         self.node.front.peek(&front::key(front::DELETED, container, exec))
     }
@@ -76,7 +76,7 @@ impl TaskService {
     }
 }
 
-/// Why a container can't be made. containerd takes UNIMPLEMENTED here for an older API's word, asks again in
+/// Returns why a container can't be made. containerd takes UNIMPLEMENTED here for an older API's word, asks again in
 /// that API and tells its user of the second answer.
 fn refused(error: PodError) -> ttrpc::Error {
     match ttrpc(error) {
@@ -336,7 +336,7 @@ impl TaskService {
     }
 }
 
-/// The pod a container is for: containerd writes its id into the bundle.
+/// Returns the pod a container is for: containerd writes its id into the bundle.
 fn sandbox_of(container: &ContainerId, bundle: &Path) -> std::result::Result<SandboxId, PodError> {
     let path = bundle.join("sandbox");
     let text = std::fs::read_to_string(&path).map_err(|error| PodError::Invalid {

@@ -14,7 +14,7 @@ use crate::{
     template::{Shape, TemplateView},
 };
 
-/// The templates, the pool, and how pods got their VMs.
+/// Returns the templates, the pool, and how pods got their VMs.
 pub async fn list(node: &Arc<DaemonState>) -> Result<ListTemplatesResponse, Status> {
     let templates = views(node).await?.into_iter().map(message).collect();
     let pool = node.pool.list().into_iter().map(|warm| PooledVm {
@@ -87,7 +87,7 @@ async fn views(node: &Arc<DaemonState>) -> Result<Vec<TemplateView>, Status> {
     listed.map_err(|error| Status::internal(format!("cannot read the directory of templates: {error}")))
 }
 
-/// The one template whose key starts so.
+/// Returns the one template whose key starts so.
 async fn one(node: &Arc<DaemonState>, prefix: &str) -> Result<TemplateView, Status> {
     let mut matching = views(node).await?;
     matching.retain(|view| view.key.to_string().starts_with(prefix));

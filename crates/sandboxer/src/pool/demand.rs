@@ -26,7 +26,7 @@ impl Demand {
         }
     }
 
-    /// How many were lately asked for.
+    /// Returns how many were lately asked for.
     pub fn recent(&mut self, now: Instant) -> usize {
         while self.0.front().is_some_and(|&then| now.duration_since(then) > WINDOW) {
             self.0.pop_front();
@@ -44,7 +44,7 @@ pub struct Wanted {
     pub recent: usize,
 }
 
-/// How many VMs of each size should wait, `most` in all. If these are too few for all that is wanted, the
+/// Returns how many VMs of each size should wait, `most` in all. If these are too few for all that is wanted, the
 /// least of each size come first, in the order of sizes; then the size that has fewest gets one more, of several
 /// the one in greater demand, until none are left.
 pub fn share_out<Size: Ord + Copy>(most: usize, wanted: &BTreeMap<Size, Wanted>) -> BTreeMap<Size, usize> {

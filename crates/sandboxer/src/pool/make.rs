@@ -112,7 +112,7 @@ pub async fn end(vm: &dyn Vm) {
     }
 }
 
-/// A name that no VM of the pool had before, of this daemon's or an earlier one's.
+/// Returns a name that no VM of the pool had before, of this daemon's or an earlier one's.
 fn new_id() -> SandboxId {
     #[expect(clippy::expect_used, reason = "letters, a hyphen and digits")]
     format!("pool-{:016x}", rand::random::<u64>()).parse().expect("is an id")

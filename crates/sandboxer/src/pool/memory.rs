@@ -18,7 +18,7 @@ impl Meminfo {
         Self::at("/proc/meminfo")
     }
 
-    /// A file like `/proc/meminfo`.
+    /// Returns a file like `/proc/meminfo`.
     pub fn at(path: impl Into<PathBuf>) -> Self {
         Self(path.into())
     }

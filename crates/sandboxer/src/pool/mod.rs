@@ -100,7 +100,7 @@ pub struct WarmView {
 }
 
 impl Pool {
-    /// A pool without VMs.
+    /// Returns a pool without VMs.
     pub fn new(config: PoolConfig, usual: Shape, meminfo: Meminfo) -> Arc<Self> {
         Arc::new(Self { config, usual, meminfo, state: Mutex::default(), taken: watch::Sender::default() })
     }
@@ -121,7 +121,7 @@ impl Pool {
         waiting.remove(fresh).ok_or("empty")
     }
 
-    /// The VMs that wait.
+    /// Returns the VMs that wait.
     pub fn list(&self) -> Vec<WarmView> {
         let view = |shape, warm: &Warm| WarmView { shape, pid: warm.vm.record().pid };
         let state = self.lock();
@@ -177,7 +177,7 @@ impl Pool {
         }
     }
 
-    /// The size that lacks most VMs, of those that may be made and that there is memory for.
+    /// Returns the size that lacks most VMs, of those that may be made and that there is memory for.
     fn lacking(&self, may: impl Fn(&Shape) -> bool) -> Option<Shape> {
         let spare = self.meminfo.spare()?;
         let mut state = self.lock();
@@ -192,7 +192,7 @@ impl Pool {
         fits.max_by_key(|&(shape, target)| target - there(shape)).map(|(&shape, _)| shape)
     }
 
-    /// How many VMs of each size should wait; none of sizes that are not named.
+    /// Returns how many VMs of each size should wait; none of sizes that are not named.
     fn targets(&self, state: &mut State) -> BTreeMap<Shape, usize> {
         let now = Instant::now();
         state.demand.entry(self.usual).or_default();
@@ -262,12 +262,12 @@ impl Pool {
     }
 }
 
-/// Where VMs that wait keep their sockets, below the run directory.
+/// Returns where VMs that wait keep their sockets, below the run directory.
 pub fn run_dir(node: &DaemonState) -> PathBuf {
     dir(&node.config.run_dir)
 }
 
-/// The same, of the daemon whose run directory this is.
+/// Returns the same, of the daemon whose run directory this is.
 pub fn dir(run_dir: &Path) -> PathBuf {
     run_dir.join("pool")
 }

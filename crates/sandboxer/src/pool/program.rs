@@ -39,7 +39,7 @@ const CODE: [u8; 38] = [
 /// A call's number and its first five arguments; the sixth is 0.
 type Call = [u64; 6];
 
-/// What programs ask for when they begin, in C libraries' start-up and in shells, then the line and the end.
+/// Returns what programs ask for when they begin, in C libraries' start-up and in shells, then the line and the end.
 /// What comes of it is of no interest: the kernel has been there.
 fn calls(words: u64) -> Vec<Call> {
     let (null, root, own, line) = (words, words + 16, words + 32, words + 48);
@@ -81,7 +81,7 @@ fn texts() -> Vec<u8> {
     ["/dev/null", "/", "/proc/self/exe", "\n"].map(text).concat()
 }
 
-/// The file.
+/// Returns the file.
 pub fn elf() -> Vec<u8> {
     let headers = ELF_HEADER + 2 * PROGRAM_HEADER;
     let entry = BASE + headers as u64;

@@ -130,7 +130,7 @@ impl Rehearsal {
     }
 }
 
-/// A spec such as containerd writes: what it has of each kind, the guest has been through.
+/// Returns a spec such as containerd writes: what it has of each kind, the guest has been through.
 fn spec() -> serde_json::Value {
     let capabilities = [
         "CAP_CHOWN",

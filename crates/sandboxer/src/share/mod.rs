@@ -46,7 +46,7 @@ pub struct Share {
 }
 
 impl Share {
-    /// A share of `source`, of which `inode` is the device and the inode. Who asks for the same thing again, while it is
+    /// Returns a share of `source`, of which `inode` is the device and the inode. Who asks for the same thing again, while it is
     /// the same, gets the same share.
     pub fn of(source: &Path, inode: (u64, u64), access: Access, follows_mounts: bool) -> io::Result<Self> {
         let (device, inode) = inode;
@@ -59,7 +59,7 @@ impl Share {
         Ok(Self { source: source.to_owned(), access, follows_mounts, name })
     }
 
-    /// Where the guest has it.
+    /// Returns where the guest has it.
     pub fn guest_path(&self) -> PathBuf {
         Path::new(GUEST_DIR).join(&self.name)
     }
@@ -81,7 +81,7 @@ pub struct ShareRecord {
     pub key: Option<LinkKey>,
 }
 
-/// The process that serves the shares of the pod with this run directory, if one runs.
+/// Returns the process that serves the shares of the pod with this run directory, if one runs.
 pub fn server_of(run_dir: &Path) -> Option<u32> {
     let ShareRecord { pid, start_time, .. } = server::recorded(run_dir)?;
     sandboxer_process::is_running(pid, start_time).then_some(pid)
@@ -145,7 +145,7 @@ pub enum ShareError {
 }
 
 impl ShareError {
-    /// The code to answer with.
+    /// Returns the code to answer with.
     pub fn code(&self) -> Code {
         match self {
             Self::Helper(error) => error.code(),
@@ -189,7 +189,7 @@ impl Shares {
         Self(Arc::new(Inner { pod, run_dir, memory_mib, helpers, cgroup, server: Default::default() }))
     }
 
-    /// Whose they are.
+    /// Returns whose they are.
     pub fn pod(&self) -> &SandboxId {
         &self.0.pod
     }

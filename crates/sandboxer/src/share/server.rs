@@ -39,7 +39,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts it; answers when it serves whoever connects to `listener`.
+    /// Starts it; returns when it serves whoever connects to `listener`.
     pub async fn start(
         pod: &SandboxId,
         run_dir: &Path,
@@ -89,7 +89,7 @@ impl Server {
         Ok(Self { pod: pod.clone(), run_dir: run_dir.to_owned(), process: Some(found), record })
     }
 
-    /// The process that an earlier daemon started, whether or not it still runs.
+    /// Returns the process that an earlier daemon started, whether or not it still runs.
     pub fn adopt(pod: &SandboxId, run_dir: &Path, record: &ShareRecord) -> Result<Self, ShareError> {
         let process = sandboxer_process::adopt(record.pid, record.start_time).map_err(|source| {
             ShareError::Server { pod: pod.clone(), action: "find", path: program(), source }
@@ -97,12 +97,12 @@ impl Server {
         Ok(Self { pod: pod.clone(), run_dir: run_dir.to_owned(), process, record: record.clone() })
     }
 
-    /// Its process id.
+    /// Returns its process id.
     pub fn pid(&self) -> u32 {
         self.record.pid
     }
 
-    /// Whether it is known to have ended.
+    /// Returns whether it is known to have ended.
     pub fn has_ended(&self) -> bool {
         self.process.as_ref().is_none_or(sandboxer_process::Process::has_ended)
     }
@@ -147,7 +147,7 @@ impl Server {
     }
 }
 
-/// Which process serves the shares of the pod with this run directory, as an earlier daemon noted it.
+/// Returns which process serves the shares of the pod with this run directory, as an earlier daemon noted it.
 pub fn recorded(run_dir: &Path) -> Option<ShareRecord> {
     serde_json::from_slice(&fs::read(run_dir.join(RECORD)).ok()?).ok()
 }
@@ -165,7 +165,7 @@ fn program() -> PathBuf {
     beside.filter(|path| path.is_file()).unwrap_or_else(|| sandboxer_process::find(Path::new(PROGRAM)))
 }
 
-/// All that is written to a pipe.
+/// Returns all that is written to a pipe.
 async fn said(words: OwnedFd) -> io::Result<String> {
     let mut text = String::new();
     let words = pipe::Receiver::from_owned_fd(words)?;

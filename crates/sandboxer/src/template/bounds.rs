@@ -19,7 +19,7 @@ pub struct Kept {
     pub spared: bool,
 }
 
-/// Which go, the least recently used first, so that the others and one more of `further` bytes, if one is to be made,
+/// Returns which go, the least recently used first, so that the others and one more of `further` bytes, if one is to be made,
 /// keep within `bounds`. None: those that must stay leave no room.
 pub fn doomed(mut all: Vec<Kept>, further: Option<u64>, bounds: &TemplateConfig) -> Option<Vec<TemplateKey>> {
     all.sort_by(|a, b| (a.used, &a.key).cmp(&(b.used, &b.key)));
@@ -52,7 +52,7 @@ mod tests {
         TemplateConfig { enabled: true, most, most_bytes }
     }
 
-    /// The last is the one that was used last.
+    /// Returns the last is the one that was used last.
     fn kept(of: &[(u64, bool)]) -> Vec<Kept> {
         let at = |n: usize| SystemTime::UNIX_EPOCH + Duration::from_secs(n as u64);
         let kept =

@@ -72,7 +72,7 @@ pub struct Builder {
 }
 
 impl Builder {
-    /// The VM of which a template of this shape is made, its files to lie in `dir`.
+    /// Returns the VM of which a template of this shape is made, its files to lie in `dir`.
     pub fn spec(&self, shape: Shape, dir: &Path) -> VmSpec {
         let (run_dir, link_key) = (self.run_dir.clone(), LinkKey::random());
         let spec = VmSpec::new(&self.config, template_id(), run_dir, shape, link_key);

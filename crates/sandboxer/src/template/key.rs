@@ -63,7 +63,7 @@ pub struct Inputs {
 }
 
 impl Inputs {
-    /// The template's name.
+    /// Returns the template's name.
     pub fn key(&self) -> TemplateKey {
         let mut hash = Sha256::new();
         // A struct of plain values: its JSON is always there and always the same.
@@ -82,7 +82,7 @@ pub struct InputDigest {
 }
 
 impl InputDigest {
-    /// Nothing has changed since, as far as can be told without reading a file. The host's processor is not looked at
+    /// Returns nothing has changed since, as far as can be told without reading a file. The host's processor is not looked at
     /// again: it changes with a boot, or where microcode is loaded into a running kernel, after which the daemon is to
     /// be started anew.
     pub fn is_current(&self, vmm: &dyn Vmm, spec: &VmSpec) -> bool {
@@ -100,7 +100,7 @@ pub struct InputHasher {
 }
 
 impl InputHasher {
-    /// What a template of `spec` depends on now. Blocks while files are read.
+    /// Returns what a template of `spec` depends on now. Blocks while files are read.
     pub fn survey(&self, vmm: &dyn Vmm, spec: &VmSpec) -> Result<InputDigest, (PathBuf, io::Error)> {
         let of_vmm = vmm.template_inputs(spec);
         let cpuinfo = Path::new("/proc/cpuinfo");
@@ -156,7 +156,7 @@ impl Stamp {
     }
 }
 
-/// What of `/proc/cpuinfo` a guest can see: the first processor's model, microcode and features.
+/// Returns what of `/proc/cpuinfo` a guest can see: the first processor's model, microcode and features.
 fn cpu(info: &str) -> Vec<String> {
     let first = info.split("\n\n").next().unwrap_or_default();
     let wanted = ["vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "flags"];

@@ -62,7 +62,7 @@ fn read(file: &File, mut each: impl FnMut(&[u8], u64) -> io::Result<()>) -> io::
     Ok(Checksum { bytes, stored, sha256: hex(&hash.finalize()) })
 }
 
-/// Where data begin, at or after `at`.
+/// Returns where data begin, at or after `at`.
 fn next_data(file: &File, at: u64) -> io::Result<Option<u64>> {
     match seek(file, SeekFrom::Data(at)) {
         Ok(data) => Ok(Some(data)),

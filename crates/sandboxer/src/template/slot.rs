@@ -31,7 +31,7 @@ pub enum Missing {
 }
 
 impl Missing {
-    /// The reason as it is counted.
+    /// Returns the reason as it is counted.
     pub const fn as_str(self) -> &'static str {
         match self {
             Missing::Off => "off",
@@ -83,7 +83,7 @@ pub struct Ready {
 }
 
 impl Slot {
-    /// The template, if it is there.
+    /// Returns the template, if it is there.
     pub fn ready(&self) -> Option<&Ready> {
         match &self.state {
             State::Ready(ready) => Some(ready),
@@ -112,7 +112,7 @@ impl Slot {
         self.told = None;
     }
 
-    /// The template of this name could not be restored. Answers whether another is to be made.
+    /// Returns the template of this name could not be restored. Returns whether another is to be made.
     pub fn refuse(&mut self, key: &TemplateKey) -> bool {
         let refused = self.ready().is_some_and(|ready| ready.template.key == *key && !ready.made);
         if refused {
@@ -121,12 +121,12 @@ impl Slot {
         refused
     }
 
-    /// What is on disk was refused.
+    /// Returns what is on disk was refused.
     pub fn is_refused(&self) -> bool {
         matches!(self.state, State::Preparing(Missing::Refused))
     }
 
-    /// It could not be had. Answers whether that is news.
+    /// It could not be had. Returns whether that is news.
     pub fn fail(&mut self, error: &BuildError) -> bool {
         let why = match error {
             BuildError::NoRoom { .. } => Missing::NoRoom,
@@ -139,7 +139,7 @@ impl Slot {
 }
 
 impl Ready {
-    /// It is used. Answers whether that is to be written down.
+    /// It is used. Returns whether that is to be written down.
     pub fn touch(&mut self) -> bool {
         self.used = Instant::now();
         let due = self.noted.elapsed() >= NOTED;

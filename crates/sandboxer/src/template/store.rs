@@ -97,7 +97,7 @@ impl Templates {
         Ok(Arc::new(templates))
     }
 
-    /// The template for VMs of this shape, at once; if there is none, it is prepared meanwhile.
+    /// Returns the template for VMs of this shape, at once; if there is none, it is prepared meanwhile.
     pub fn get(self: &Arc<Self>, shape: Shape) -> Result<Arc<Template>, Missing> {
         if !self.bounds.enabled {
             return Err(Missing::Off);
@@ -119,7 +119,7 @@ impl Templates {
         });
     }
 
-    /// The template for VMs of this shape, read or made if there is none.
+    /// Returns the template for VMs of this shape, read or made if there is none.
     pub async fn prepare(self: &Arc<Self>, shape: Shape) -> Result<Arc<Template>, BuildError> {
         // Whoever finds what it wants doesn't wait for what others want.
         if let Some(template) = self.ready(shape) {
@@ -169,7 +169,7 @@ impl Templates {
         Ok(Prepared { template, survey, made })
     }
 
-    /// The template of this name, if it is on disk; removed, if it is damaged or refused.
+    /// Returns the template of this name, if it is on disk; removed, if it is damaged or refused.
     async fn load(
         self: &Arc<Self>,
         shape: Shape,
@@ -251,7 +251,7 @@ impl Templates {
         self.spawn_prepare(shape);
     }
 
-    /// Every template on disk.
+    /// Returns every template on disk.
     pub fn list(&self) -> io::Result<Vec<TemplateView>> {
         let in_use: Vec<TemplateKey> =
             self.slots().values().filter_map(Slot::ready).map(|ready| ready.template.key.clone()).collect();
@@ -271,7 +271,7 @@ impl Templates {
         image::load(&self.builder.root.join(key)).map(drop)
     }
 
-    /// Removes a template. Pods that are copies of it keep what they share. Answers whether it was there.
+    /// Removes a template. Pods that are copies of it keep what they share. Returns whether it was there.
     pub fn remove(&self, key: &TemplateKey) -> io::Result<bool> {
         let dir = self.builder.root.join(key);
         let there = dir.exists();
@@ -291,7 +291,7 @@ impl Templates {
         Ok(true)
     }
 
-    /// What is on disk, whatever is in it.
+    /// Returns what is on disk, whatever is in it.
     fn kept(&self, keep: Option<&TemplateKey>) -> io::Result<Vec<Kept>> {
         let spared: Vec<TemplateKey> = self
             .slots()
@@ -313,7 +313,7 @@ impl Templates {
         Ok(kept)
     }
 
-    /// The template in use, if nothing that it depends on has changed. Files are looked at without the lock.
+    /// Returns the template in use, if nothing that it depends on has changed. Files are looked at without the lock.
     fn ready(self: &Arc<Self>, shape: Shape) -> Option<Arc<Template>> {
         let survey = self.slots().get(&shape)?.ready()?.survey.clone();
         let spec = self.builder.spec(shape, Path::new(""));
@@ -345,7 +345,7 @@ impl Templates {
     }
 }
 
-/// Where the VM that is to be frozen keeps its sockets.
+/// Returns where the VM that is to be frozen keeps its sockets.
 pub fn run_dir(config: &Config) -> PathBuf {
     config.run_dir.join("template")
 }
@@ -367,7 +367,7 @@ fn note_use(dir: &Path) {
     }
 }
 
-/// What a template's files take on disk, bytes, as far as it can be told.
+/// Returns what a template's files take on disk, bytes, as far as it can be told.
 fn taken(dir: &Path) -> u64 {
     let files = fs::read_dir(dir).into_iter().flatten().flatten();
     files.filter_map(|file| file.metadata().ok()).map(|file| file.blocks() * 512).sum()

@@ -17,7 +17,7 @@ use super::vm::Vm;
 /// Connections that the guest has.
 static CONNECTIONS: AtomicUsize = AtomicUsize::new(0);
 
-/// How many connections the guest has.
+/// Returns how many connections the guest has.
 pub fn connections() -> usize {
     CONNECTIONS.load(Ordering::SeqCst)
 }

@@ -100,7 +100,7 @@ fn send(stream: &mut UnixStream, status: u16, body: &str) -> io::Result<()> {
     stream.write_all(answer.as_bytes())
 }
 
-/// The next request; none at the end.
+/// Returns the next request; none at the end.
 fn receive(stream: &UnixStream) -> Option<Request> {
     let mut receiver = Receiver { stream, passed: Vec::new() };
     let mut head = Vec::new();

@@ -40,7 +40,7 @@ pub fn install(dir: &Path, behaviour: &Behaviour) -> PathBuf {
     program
 }
 
-/// The double, if this process was started as one. To be called first in `main`.
+/// Returns the double, if this process was started as one. To be called first in `main`.
 pub fn run_if_asked() -> Option<ExitCode> {
     let program = PathBuf::from(env::args_os().next()?);
     if program.file_name()? != NAME {

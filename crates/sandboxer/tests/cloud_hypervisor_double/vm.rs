@@ -122,7 +122,7 @@ impl Vm {
         let _ = write!(self.events.lock().unwrap(), "{event:#}\n\n");
     }
 
-    /// A refusal as this version words it.
+    /// Returns a refusal as this version words it.
     pub fn refusal(&self, status: u16, why: &str) -> Answer {
         let body = match self.behaviour.major() {
             53.. => json!(["Error from API", why]),
@@ -131,7 +131,7 @@ impl Vm {
         Answer { status, body: Some(body) }
     }
 
-    /// The answer to a request, which has to be as described.
+    /// Returns the answer to a request, which has to be as described.
     pub fn answer(&self, call: &str, request: &Request) -> Answer {
         let Some(described) = self.description.call(call) else {
             return self.refusal(404, "Not Found");
@@ -206,7 +206,7 @@ impl Vm {
         }
     }
 
-    /// The state of a VM that has booted.
+    /// Returns the state of a VM that has booted.
     fn running(&self) -> Result<MutexGuard<'_, State>, Refusal> {
         let state = self.created()?;
         match state.running {

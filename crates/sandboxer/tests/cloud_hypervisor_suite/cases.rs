@@ -29,7 +29,7 @@ use crate::{
     },
 };
 
-/// All of them.
+/// Returns all of them.
 pub fn cases() -> impl IntoIterator<Item = Case> {
     listed![
         version_and_process_are_told,
@@ -51,7 +51,7 @@ pub fn cases() -> impl IntoIterator<Item = Case> {
     ]
 }
 
-/// Each case on each subject.
+/// Returns each case on each subject.
 pub fn trials() -> Vec<Trial> {
     let double = |version| Subject::Double(Behaviour::of(version));
     let mut trials = Vec::new();
@@ -214,7 +214,7 @@ async fn a_snapshot_is_restored(subject: Subject) -> Result<Outcome> {
     running.end().await
 }
 
-/// A VM, frozen; none, and why not, on a host whose KVM doesn't tell a vCPU's state.
+/// Returns a VM, frozen; none, and why not, on a host whose KVM doesn't tell a vCPU's state.
 async fn frozen(subject: &Subject) -> Result<Result<(Pod, Frozen), String>> {
     let pod = Pod::new("template");
     let dir = pod.path("frozen");
@@ -340,7 +340,7 @@ async fn half_a_template_is_refused_and_leaves_nothing(subject: Subject) -> Resu
     Ok(Outcome::Done)
 }
 
-/// That of a process's main thread: field 19 of `/proc/PID/stat`.
+/// Returns that of a process's main thread: field 19 of `/proc/PID/stat`.
 fn niceness(pid: u32) -> Result<i32> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
     let fields = stat.rsplit_once(')').context("malformed")?.1;
@@ -425,7 +425,7 @@ pub fn left_in(spec: &VmSpec) -> Result<Vec<String>> {
     fs::read_dir(&spec.run_dir)?.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
 }
 
-/// Whether a device has a place on a PCI bus.
+/// Returns whether a device has a place on a PCI bus.
 fn is_address(device: &PciDevice) -> bool {
     device.bdf.starts_with("0000:00:") && device.bdf.ends_with(".0") && device.bdf.len() == 12
 }

@@ -123,7 +123,7 @@ async fn a_start_that_is_never_answered_is_given_up(_: Subject) -> Result<Outcom
     Ok(Outcome::Done)
 }
 
-/// The error of a start, after which nothing may be left but logs.
+/// Returns the error of a start, after which nothing may be left but logs.
 async fn failing_boot(subject: Subject, config: VmConfig) -> Result<VmmError> {
     let pod = Pod::new("contract");
     let spec = pod.halting_spec();

@@ -70,12 +70,12 @@ macro_rules! listed {
 }
 
 impl Subject {
-    /// The real binary, if one is named.
+    /// Returns the real binary, if one is named.
     pub fn real() -> Option<Self> {
         env::var_os(REAL).map(|path| Self::Real(path.into()))
     }
 
-    /// The driver, made for this one.
+    /// Returns the driver, made for this one.
     pub async fn vmm(&self, pod: &Pod, config: VmConfig) -> Result<CloudHypervisor> {
         let program = match self {
             Self::Double(behaviour) => double::install(&pod.path(""), behaviour),
@@ -110,7 +110,7 @@ impl Running {
         Ok(Self { pod, spec, vmm, vm, api })
     }
 
-    /// Where this process finds what its VMM finds in `/run`.
+    /// Returns where this process finds what its VMM finds in `/run`.
     pub fn in_room(&self, name: &str) -> PathBuf {
         PathBuf::from(format!("/proc/{}/root/run", self.vm.record().pid)).join(name)
     }
@@ -122,7 +122,7 @@ impl Running {
     }
 }
 
-/// The reason of a call that was refused.
+/// Returns the reason of a call that was refused.
 pub fn refusal<T>(result: Result<T, ApiError>) -> Result<String> {
     match result {
         Err(ApiError::Refused { reason, .. }) => Ok(reason),
@@ -131,7 +131,7 @@ pub fn refusal<T>(result: Result<T, ApiError>) -> Result<String> {
     }
 }
 
-/// Why KVM is of no use here, if it isn't.
+/// Returns why KVM is of no use here, if it isn't.
 pub fn kvm_unusable() -> Option<&'static str> {
     static WHY: OnceLock<Option<String>> = OnceLock::new();
     // Slow and right will do where it is asked for by name.
@@ -149,7 +149,7 @@ pub fn run(case: impl Future<Output = Result<Outcome>>) -> Result<Outcome> {
     tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?.block_on(case)
 }
 
-/// A test of one case on one subject.
+/// Returns a test of one case on one subject.
 pub fn trial(group: &str, subject: &Subject, (name, case): Case) -> Trial {
     let subject = subject.clone();
     Trial::ignorable_test(format!("{group}::{name}"), move || match run(case(subject)) {
@@ -159,7 +159,7 @@ pub fn trial(group: &str, subject: &Subject, (name, case): Case) -> Trial {
     })
 }
 
-/// A test that can't be done here, counted as ignored.
+/// Returns a test that can't be done here, counted as ignored.
 pub fn skipped(name: &str, why: String) -> Trial {
     Trial::ignorable_test(name, move || Ok(Completion::ignored_with(why)))
 }

@@ -53,7 +53,7 @@ pub fn trials() -> Vec<Trial> {
 /// A copy that has nothing to wait for has answered and is configured within this time.
 const AT_ONCE: Duration = Duration::from_millis(200);
 
-/// Whether this is a node whose clock counts instructions.
+/// Returns whether this is a node whose clock counts instructions.
 fn is_virtual_time() -> bool {
     std::env::var("SANDBOXER_CLOCK").is_ok_and(|clock| clock == "virtual")
 }

@@ -68,7 +68,7 @@ struct Process {
 }
 
 impl FakeAgent {
-    /// One whose VMM gives it a clock.
+    /// Returns one whose VMM gives it a clock.
     #[allow(dead_code, reason = "not every test has one")]
     pub fn with_a_clock(self) -> Self {
         Self { keeps_time: true, ..self }

@@ -37,7 +37,7 @@ pub enum Nature {
     AnswersUnasked,
     /// Answers each call again and again.
     AnswersTwice,
-    /// Answers a call by a stream of data without end.
+    /// Returns a call by a stream of data without end.
     Streams,
     /// Announces an answer of 4 GiB, and sends it.
     AnswersAtLength,
@@ -45,7 +45,7 @@ pub enum Nature {
     BreaksOnSignal,
     /// Answers with bytes that are no message.
     AnswersRubbish,
-    /// Answers a call when nobody waits any more.
+    /// Returns a call when nobody waits any more.
     AnswersLate,
     /// Answers each call when its time is almost up.
     LateAgent,
@@ -102,12 +102,12 @@ impl Nature {
         Self::NeverTakesAnswers,
     ];
 
-    /// Whether a VM with such an agent becomes a pod at all.
+    /// Returns whether a VM with such an agent becomes a pod at all.
     pub fn gets_ready(self) -> bool {
         !matches!(self, Self::NeverGreets | Self::OtherVersion)
     }
 
-    /// Whether it shows only if the pod has a share.
+    /// Returns whether it shows only if the pod has a share.
     pub fn wants_a_share(self) -> bool {
         matches!(self, Self::FloodsRequests | Self::AsksHugeReads | Self::NeverTakesAnswers)
     }
@@ -232,7 +232,7 @@ async fn harm(session: impl AsyncRead + AsyncWrite, nature: Nature, shares: &Pat
     }
 }
 
-/// What there is to be read from `offset` on; none: the call is left waiting.
+/// Returns what there is to be read from `offset` on; none: the call is left waiting.
 fn output(nature: Nature, offset: u64) -> Option<wire::ReadOutputResponse> {
     let answer = |offset, data: &[u8]| {
         Some(wire::ReadOutputResponse { offset, data: data.to_vec(), ..Default::default() })

@@ -81,7 +81,7 @@ impl HungVolume {
         Ok(Self { path: path.to_owned(), shared, server: Some(server) })
     }
 
-    /// Where it is.
+    /// Returns where it is.
     pub fn path(&self) -> &Path {
         &self.path
     }

@@ -25,7 +25,7 @@ use super::{Guest, Pod, share_server::ShareServer};
 /// Far beyond anything these tests wait for on a busy host.
 const LONG: Duration = Duration::from_secs(90);
 
-/// A VM's network interface is its tap, which goes with it.
+/// Returns a VM's network interface is its tap, which goes with it.
 pub async fn a_tap_is_held_as_long_as_the_vm_runs(
     vmm: &dyn Vmm,
     spec: fn(&Pod) -> VmSpec,
@@ -104,7 +104,7 @@ async fn disks_come_and_go(vm: &dyn Vm, guest: &mut Guest, first: &DiskSpec, sec
     assert_eq!(guest.ask("await-gone second").await, "gone second");
 }
 
-/// What a guest asks for files gets to who serves them, and the answers back, by a link that the daemon has no part in.
+/// Returns what a guest asks for files gets to who serves them, and the answers back, by a link that the daemon has no part in.
 pub async fn requests_for_files_have_a_link_of_their_own(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec) {
     // State: there it is. Head: 80 bytes, no error, of request 7.
     const ANSWER: &str = "0100000050000000000000000700000000000000";
@@ -240,7 +240,7 @@ pub async fn copies_of_a_frozen_vm_are_vms(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSp
     }
 }
 
-/// A VM that was frozen after `before` had its way with the guest.
+/// Returns a VM that was frozen after `before` had its way with the guest.
 pub async fn frozen<F: Future<Output = ()>>(
     vmm: &dyn Vmm,
     spec: fn(&Pod) -> VmSpec,
@@ -259,7 +259,7 @@ pub async fn frozen<F: Future<Output = ()>>(
     sealed(dir)
 }
 
-/// What a VM was frozen into, in memory that nobody can change any more.
+/// Returns what a VM was frozen into, in memory that nobody can change any more.
 pub fn sealed(dir: PathBuf) -> Frozen {
     let files = fs::read_dir(&dir).unwrap().map(|entry| {
         let (entry, name) = entry.map(|entry| (entry.path(), entry.file_name())).unwrap();

@@ -62,7 +62,7 @@ pub fn serve_in_memory(guest: FakeGuest) {
     });
 }
 
-/// What a guest's kernel begins with (`FUSE_INIT`), and the answer's head behind a state as a disk has it.
+/// Returns what a guest's kernel begins with (`FUSE_INIT`), and the answer's head behind a state as a disk has it.
 async fn ask_for_files(shares: &Path) -> String {
     let mut stream = UnixStream::connect(shares).await.unwrap();
     let mut request = [104, 26, 7, 0].map(u32::to_le_bytes).concat();
@@ -122,12 +122,12 @@ impl Pod {
         self.dir.path().join(name)
     }
 
-    /// A VM with the guest of `init.sh`.
+    /// Returns a VM with the guest of `init.sh`.
     pub fn spec(&self) -> VmSpec {
         self.spec_of(built("vmlinux"), self.initramfs())
     }
 
-    /// A VM whose guest halts at once.
+    /// Returns a VM whose guest halts at once.
     pub fn halting_spec(&self) -> VmSpec {
         let (kernel, initramfs) = (self.path("halting"), self.path("nothing"));
         fs::write(&kernel, halting_kernel::ELF).unwrap();
@@ -138,7 +138,7 @@ impl Pod {
         self.spec_of(kernel, initramfs)
     }
 
-    /// A VM with this guest.
+    /// Returns a VM with this guest.
     pub fn spec_of(&self, kernel: PathBuf, initramfs: PathBuf) -> VmSpec {
         VmSpec {
             pod: self.name.parse().unwrap(),
@@ -158,7 +158,7 @@ impl Pod {
         }
     }
 
-    /// A disk whose first line is its serial.
+    /// Returns a disk whose first line is its serial.
     pub fn disk(&self, serial: &str) -> DiskSpec {
         let path = self.path(&format!("{serial}.img"));
         let mut image = format!("{serial}\n").into_bytes();
@@ -257,7 +257,7 @@ fn accelerator() -> Accelerator {
     }
 }
 
-/// How tests run VMs.
+/// Returns how tests run VMs.
 pub fn vm_config() -> VmConfig {
     VmConfig {
         idle_cgroup: String::new(),
@@ -281,12 +281,12 @@ pub fn vm_config() -> VmConfig {
     }
 }
 
-/// Where a part of the guest image is, once built.
+/// Returns where a part of the guest image is, once built.
 pub fn guest_image(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/guest").join(name)
 }
 
-/// A part of the guest image.
+/// Returns a part of the guest image.
 fn built(name: &str) -> PathBuf {
     let path = guest_image(name);
     assert!(path.exists(), "{} is not built: run `make guest-image`", path.display());

@@ -50,7 +50,7 @@ impl Drop for ShareServer {
     }
 }
 
-/// The newest one that was built.
+/// Returns the newest one that was built.
 fn built() -> PathBuf {
     let target = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target");
     let built = ["debug", "release"].map(|profile| target.join(profile).join(PROGRAM));

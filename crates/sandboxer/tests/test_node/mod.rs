@@ -43,12 +43,12 @@ impl TestNode {
         Self { node: daemon::node(config.clone(), vmm.clone(), Front::none()).unwrap(), vmm, dir, config }
     }
 
-    /// What a daemon that was killed and started again has.
+    /// Returns what a daemon that was killed and started again has.
     pub fn restarted(&self) -> Arc<DaemonState> {
         daemon::node(self.config.clone(), self.vmm.clone(), Front::none()).unwrap()
     }
 
-    /// The same, where nothing of the daemon before goes on either: these are its pods, of which nobody else has a
+    /// Returns the same, where nothing of the daemon before goes on either: these are its pods, of which nobody else has a
     /// handle, and their tasks end.
     pub fn killed(&self, pods: impl IntoIterator<Item = PodHandle>) -> Arc<DaemonState> {
         pods.into_iter().for_each(|pod| self.node.registry.remove(pod.id()));
@@ -66,7 +66,7 @@ impl TestNode {
             .unwrap()
     }
 
-    /// A container whose bundle and FIFOs exist, as containerd would have made them.
+    /// Returns a container whose bundle and FIFOs exist, as containerd would have made them.
     pub fn container(&self, id: &str, program: &str) -> NewContainer {
         let bundle = self.dir.path().join("bundles").join(id);
         let rootfs = self.dir.path().join("rootfs");
@@ -134,7 +134,7 @@ fn find_share_server() {
     let _ = std::os::unix::fs::symlink(built, beside);
 }
 
-/// A reader that keeps its end of a FIFO open, as containerd does.
+/// Returns a reader that keeps its end of a FIFO open, as containerd does.
 pub fn reader(path: &Path) -> tokio::net::unix::pipe::Receiver {
     tokio::net::unix::pipe::OpenOptions::new().open_receiver(path).unwrap()
 }

@@ -77,7 +77,7 @@ impl Api {
         Self { run_dir: run_dir.to_owned(), limit }
     }
 
-    /// Who is there.
+    /// Returns who is there.
     pub async fn ping(&self) -> Result<Ping, ApiError> {
         self.get("vmm.ping").await
     }
@@ -92,7 +92,7 @@ impl Api {
         self.act("vm.boot").await
     }
 
-    /// What the VM is doing.
+    /// Returns what the VM is doing.
     pub async fn info(&self) -> Result<VmInfo, ApiError> {
         self.get("vm.info").await
     }
@@ -190,7 +190,7 @@ impl Api {
         read(&answer)
     }
 
-    /// One request and its answer's body, if its status is one that is `due`.
+    /// Returns one request and its answer's body, if its status is one that is `due`.
     async fn call(
         &self,
         method: Method,
@@ -249,7 +249,7 @@ impl Api {
     }
 }
 
-/// A broken connection, or one on which somebody speaks no HTTP.
+/// Returns a broken connection, or one on which somebody speaks no HTTP.
 fn transport(error: hyper::Error) -> ApiError {
     match error.is_parse() {
         true => ApiError::Malformed(format!("no HTTP: {error}")),

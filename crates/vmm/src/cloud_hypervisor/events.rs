@@ -32,12 +32,12 @@ pub struct Event {
 }
 
 impl Event {
-    /// Whether this is the event `name` of the VM.
+    /// Returns whether this is the event `name` of the VM.
     pub fn is(&self, name: &str) -> bool {
         self.source == "vm" && self.name == name
     }
 
-    /// The device it is about.
+    /// Returns the device it is about.
     pub fn device(&self) -> Option<&str> {
         self.properties.as_ref()?.get("id").map(String::as_str)
     }
@@ -63,7 +63,7 @@ impl Events {
         Ok(Self(FramedRead::new(pipe, LinesCodec::new_with_max_length(MAX_LINE))))
     }
 
-    /// The next event; none when the VMM has ended, or tells what no VMM tells.
+    /// Returns the next event; none when the VMM has ended, or tells what no VMM tells.
     pub async fn next(&mut self) -> Option<Event> {
         let mut text = String::new();
         loop {

@@ -43,7 +43,7 @@ const MAX_STATE: u64 = 16 << 20;
 /// What is asked of a VMM that takes the place of a frozen one.
 pub const CALL: &str = "loading a template";
 
-/// The memory of a VM.
+/// Returns the memory of a VM.
 pub fn memory(spec: &VmSpec) -> wire::Memory {
     let size = spec.memory_mib << 20;
     match &spec.memory_file {
@@ -67,7 +67,7 @@ pub fn make_memory(spec: &VmSpec, user: u32) -> Result<Option<OwnedFd>, VmmError
     make().map(Some).map_err(host(&spec.pod, "make", path.clone()))
 }
 
-/// What a VMM has to inherit to make a copy of `frozen`; links in `jail` lead to it.
+/// Returns what a VMM has to inherit to make a copy of `frozen`; links in `jail` lead to it.
 pub fn source(spec: &VmSpec, frozen: &Frozen, jail: &mut Jail) -> Result<[OwnedFd; 3], VmmError> {
     let own =
         |name| frozen.file(name).map_err(host(&spec.pod, "open a template's file", frozen.dir().join(name)));
@@ -112,7 +112,7 @@ fn read(config: File) -> io::Result<Value> {
     Ok(serde_json::from_slice(&text)?)
 }
 
-/// The configuration of a frozen VM as that of a copy with this memory, mapped privately.
+/// Returns the configuration of a frozen VM as that of a copy with this memory, mapped privately.
 fn of_copy(mut config: Value, spec: &VmSpec, memory: RawFd) -> Result<Value, String> {
     let zones = config.pointer_mut("/memory/zones").and_then(Value::as_array_mut);
     let zone = match zones.map(Vec::as_mut_slice) {

@@ -72,7 +72,7 @@ impl Version {
         }
     }
 
-    /// That of a VMM that runs, as it tells itself: `53.0.0`.
+    /// Returns that of a VMM that runs, as it tells itself: `53.0.0`.
     pub fn of_running(told: &str) -> Result<Self, VersionError> {
         let told: String = told.chars().take(100).collect();
         Self::parse(&format!("cloud-hypervisor v{told}"), "the running VMM".into())
@@ -118,7 +118,7 @@ async fn first_line(program: &Path) -> io::Result<String> {
     Ok(said.lines().next().unwrap_or_default().chars().take(100).collect())
 }
 
-/// Why a call was refused, out of the answer of any version: one line, cut to a bearable length.
+/// Returns why a call was refused, out of the answer of any version: one line, cut to a bearable length.
 pub fn reason(answer: &[u8]) -> String {
     let text = match serde_json::from_slice::<Vec<String>>(answer) {
         // From the outermost cause, which says no more than the call, to the innermost.

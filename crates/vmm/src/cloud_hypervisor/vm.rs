@@ -171,7 +171,7 @@ impl Vm for CloudHypervisorVm {
 }
 
 impl CloudHypervisorVm {
-    /// Whether the guest has the device.
+    /// Returns whether the guest has the device.
     async fn has(&self, id: &str, call: &str) -> Result<bool, VmmError> {
         let info = self.watched.answered(call, self.api.info()).await?;
         Ok(info.device_tree.is_some_and(|devices| devices.contains_key(id)))
@@ -202,7 +202,7 @@ fn device_id(serial: &str) -> String {
     format!("disk-{serial}")
 }
 
-/// A disk in the VMM's words, as it is shown to it.
+/// Returns a disk in the VMM's words, as it is shown to it.
 pub(super) fn disk(disk: &DiskSpec) -> wire::Disk {
     wire::Disk {
         id: device_id(&disk.serial),
@@ -213,7 +213,7 @@ pub(super) fn disk(disk: &DiskSpec) -> wire::Disk {
     }
 }
 
-/// A network interface in the VMM's words.
+/// Returns a network interface in the VMM's words.
 pub(super) fn nic(nic: u8) -> wire::Net {
     wire::Net { id: format!("nic{nic}"), mac: first_mac_text(nic), num_queues: 2 }
 }
@@ -246,7 +246,7 @@ impl Watched {
         }
     }
 
-    /// An answer to `call`, or one error for all the ways in which there is none.
+    /// Returns an answer to `call`, or one error for all the ways in which there is none.
     pub(super) async fn answered<T>(
         &self,
         call: &str,
@@ -274,7 +274,7 @@ impl Watched {
         }
     }
 
-    /// What the VMM can write to.
+    /// Returns what the VMM can write to.
     pub(super) async fn room(&self) -> Result<Arc<Room>, VmmError> {
         match Room::of(&self.process) {
             Ok(room) => Ok(Arc::new(room)),
@@ -319,7 +319,7 @@ impl Watched {
         ))
     }
 
-    /// The sockets of a process that ends close before it is gone.
+    /// Returns the sockets of a process that ends close before it is gone.
     async fn is_ending(&self) -> bool {
         tokio::time::timeout(EXIT_TIMEOUT, self.process.exited()).await.is_ok()
     }
@@ -334,7 +334,7 @@ impl Watched {
         }
     }
 
-    /// The error of a call that the process did not live to answer.
+    /// Returns the error of a call that the process did not live to answer.
     async fn died(&self, call: &str) -> VmmError {
         let how = self.end().await;
         let last_lines = self.captures.last_lines().await.join(" | ");

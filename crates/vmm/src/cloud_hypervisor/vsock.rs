@@ -87,7 +87,7 @@ impl Link {
         })
     }
 
-    /// A stream to the agent, as soon as it listens; the one before is dead.
+    /// Returns a stream to the agent, as soon as it listens; the one before is dead.
     pub async fn stream(&self) -> io::Result<UnixStream> {
         self.cut();
         loop {
@@ -134,7 +134,7 @@ impl Link {
         }
     }
 
-    /// As [`Link::connect`]; an attempt that isn't answered is followed by others, up to a bound.
+    /// Same as [`Link::connect`]; an attempt that isn't answered is followed by others, up to a bound.
     async fn attempts(&self) -> io::Result<Option<UnixStream>> {
         for limit in ANSWER_SECONDS.map(Duration::from_secs) {
             match tokio::time::timeout(limit, self.connect()).await {
@@ -146,7 +146,7 @@ impl Link {
         Err(io::Error::new(io::ErrorKind::TimedOut, format!("{words}, asked {times} times")))
     }
 
-    /// A connection to the agent; none: nobody listens in the guest.
+    /// Returns a connection to the agent; none: nobody listens in the guest.
     async fn connect(&self) -> io::Result<Option<UnixStream>> {
         let mut stream = self.room.connect(SOCKET)?;
         match stream.write_all(format!("CONNECT {AGENT_VSOCK_PORT}\n").as_bytes()).await {

@@ -66,7 +66,7 @@ pub enum Begin {
     },
 }
 
-/// What makes a VM of `spec` what it is, nothing in it being of one pod.
+/// Returns what makes a VM of `spec` what it is, nothing in it being of one pod.
 ///
 /// The frequency of the time stamp counter is left out: it is measured anew by each daemon, never to the
 /// same figure, and follows from the model of the host's processor.
@@ -165,7 +165,7 @@ pub fn arguments(spec: &VmSpec, execution: Execution, sockets: &Sockets, begin: 
     arguments
 }
 
-/// The kernel's command line.
+/// Returns the kernel's command line.
 fn kernel_line(spec: &VmSpec, execution: Execution) -> String {
     // A panic resets the VM, and `-no-reboot` makes that its end. Grace periods of RCU are short in a
     // guest of few processors when somebody asks for that; mounts and control groups wait for many.
@@ -198,7 +198,7 @@ pub fn node_name(serial: &str) -> String {
     format!("node-{serial}")
 }
 
-/// A disk's image, open in QEMU's set of descriptors `set`.
+/// Returns a disk's image, open in QEMU's set of descriptors `set`.
 pub fn block_node(disk: &DiskSpec, set: u64) -> BlockNode {
     let is_device = fs::metadata(&disk.path).is_ok_and(|meta| meta.file_type().is_block_device());
     let discard = if disk.read_only { "ignore" } else { "unmap" };
@@ -216,7 +216,7 @@ pub fn block_node(disk: &DiskSpec, set: u64) -> BlockNode {
     }
 }
 
-/// The disk by which the guest's requests for files go, served at the socket that QEMU has open under `number`.
+/// Returns the disk by which the guest's requests for files go, served at the socket that QEMU has open under `number`.
 pub fn shares_node(number: u64) -> NbdNode {
     NbdNode {
         driver: "nbd",
@@ -225,7 +225,7 @@ pub fn shares_node(number: u64) -> NbdNode {
     }
 }
 
-/// A disk's device. Its LUN is 1, for a guest that scans by hand takes no notice of a LUN 0. What the host can't
+/// Returns a disk's device. Its LUN is 1, for a guest that scans by hand takes no notice of a LUN 0. What the host can't
 /// write, such as to a full file system, the guest is told; by default QEMU would stop it.
 pub fn disk_device(serial: &str) -> Value {
     json!({

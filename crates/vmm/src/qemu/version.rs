@@ -5,7 +5,7 @@ use std::{path::Path, process::Stdio, time::Duration};
 /// Longest wait for `--version`.
 const LIMIT: Duration = Duration::from_secs(5);
 
-/// The version QEMU reports. A QEMU that can't be run is no error yet: each boot will say so.
+/// Returns the version QEMU reports. A QEMU that can't be run is no error yet: each boot will say so.
 pub async fn version(program: &Path) -> String {
     let output = tokio::process::Command::new(program)
         .arg("--version")

@@ -199,7 +199,7 @@ async fn memory_is_counted_from_the_first_page_on(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// What is counted in the control group whose path is the stack's with this end, bytes.
+/// Returns what is counted in the control group whose path is the stack's with this end, bytes.
 fn memory_of(case: &Case, end: &str) -> Result<u64> {
     let parent = case.stack.env("SANDBOXER_CGROUP_PARENT")?;
     let below = PathBuf::from(format!("{}{end}", parent.trim_start_matches('/')));

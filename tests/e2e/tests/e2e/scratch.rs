@@ -19,7 +19,7 @@ crate::cases![
 
 const MIB: u64 = 1 << 20;
 
-/// The scratch disks that a VMM has open, by the room that each takes on the host. None of them has a name.
+/// Returns the scratch disks that a VMM has open, by the room that each takes on the host. None of them has a name.
 fn disks_of(vmm: Pid) -> Result<Vec<u64>> {
     let mut rooms = Vec::new();
     for entry in fs::read_dir(format!("/proc/{vmm}/fd"))? {

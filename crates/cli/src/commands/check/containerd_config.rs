@@ -82,7 +82,7 @@ pub(super) async fn run(args: &Args) -> anyhow::Result<()> {
 }
 
 impl Settings {
-    /// For the containerd that answered; where none did, for the one that was tried.
+    /// Returns the settings for the containerd that answered, or else for the one that was tried.
     fn of(reading: &Reading, config: &Config) -> anyhow::Result<Self> {
         let told = reading.told.as_ref().map_err(|why| {
             eprintln!(
@@ -109,7 +109,7 @@ impl Settings {
         })
     }
 
-    /// A whole file for `/etc/containerd/conf.d`.
+    /// Returns a whole file for `/etc/containerd/conf.d`.
     fn snippet(&self) -> String {
         let (major, minor) = self.version;
         let mut text = format!("# Makes sandboxer a runtime of containerd {major}.{minor}.\n");
@@ -151,7 +151,7 @@ impl Settings {
         Ok(document.to_string())
     }
 
-    /// The error is the key that is no table.
+    /// Writes the settings into `document`; the error is a key that is not a table.
     fn set(&self, document: &mut DocumentMut) -> Result<(), String> {
         let controller = self.controller.to_string_lossy().into_owned();
         let root = document.as_table_mut();
@@ -175,7 +175,7 @@ impl Settings {
     }
 }
 
-/// The table at this path, made where it is not there.
+/// Returns the table at this path, made where it is not there.
 fn table<'a>(root: &'a mut Table, path: &[&str]) -> Result<&'a mut dyn TableLike, String> {
     let mut at: &mut dyn TableLike = root;
     for (depth, key) in path.iter().enumerate() {
@@ -207,7 +207,7 @@ fn put(table: &mut dyn TableLike, key: &str, value: toml_edit::Value) {
     }
 }
 
-/// Whether two values mean the same, however they are written.
+/// Returns whether two values mean the same, however they are written.
 fn same(a: &toml_edit::Value, b: &toml_edit::Value) -> bool {
     match (a.as_array(), b.as_array()) {
         (Some(a), Some(b)) => a.len() == b.len() && a.iter().zip(b).all(|(a, b)| same(a, b)),

@@ -97,7 +97,7 @@ enum Verb {
     List(list::Args),
 }
 
-/// A partial measurement and one with failures are errors, after their result.
+/// Measures; after the result, a partial measurement and one with failures are errors.
 pub async fn run(args: Args, global: &Global) -> Result<()> {
     if let Some(Verb::List(args)) = args.verb {
         return list::run(&args, global);
@@ -157,7 +157,7 @@ fn plan(args: Args) -> Result<Plan> {
     })
 }
 
-/// In the order in which they are defined, each once; all without a name.
+/// Returns the named probes in the order of their definition, each once; without names, all.
 fn chosen(names: &[String]) -> Result<Vec<Probe>> {
     let all = definition::all();
     if let Some(unknown) = names.iter().find(|name| all.iter().all(|probe| probe.name != **name)) {
@@ -167,7 +167,7 @@ fn chosen(names: &[String]) -> Result<Vec<Probe>> {
     Ok(all.into_iter().filter(|probe| names.is_empty() || names.contains(&probe.name)).collect())
 }
 
-/// Drawn on stderr, and only if that is a terminal. Its length is time, so that what is left is told well from the first run on.
+/// Creates a progress bar on stderr, hidden if that is not a terminal. Its length is time, so its estimate is good from the first run on.
 fn bar(plan: &Plan) -> ProgressBar {
     let style = ProgressStyle::with_template("{bar:30} {percent} % {msg}, {eta} left");
     let length = plan.takes().as_millis() as u64 + plan.runs() * POD_MS;

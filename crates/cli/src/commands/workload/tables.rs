@@ -39,7 +39,7 @@ pub fn report(report: &Report) -> String {
     text
 }
 
-/// Four digits, so that columns stay narrow; "–" where there is none.
+/// Formats four digits, so that columns stay narrow; "–" for none.
 fn number(value: Option<f64>) -> String {
     match value {
         None => "–".into(),

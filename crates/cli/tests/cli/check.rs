@@ -168,7 +168,7 @@ fn a_file_of_containerds_changes_only_when_told_to() {
     assert!(once.starts_with(OWN) && once.contains("io.containerd.sandboxer.v1"), "{once}");
     let (again, twice) = apply(&once, "--write");
     assert_eq!((again.out.as_str(), &twice), ("", &once));
-    assert!(again.err.contains("has all of it already"), "{}", again.err);
+    assert!(again.err.contains("already has these settings"), "{}", again.err);
 }
 
 /// Returns the file of which a diff is.

@@ -458,8 +458,8 @@ pub(crate) mod tests {
         }
         let text = serde_json::to_vec(&old).unwrap();
         let read = parse(&text, Path::new("old.json")).unwrap();
-        assert_eq!(read.shares, Some(ShareRecord { pid: 7, start_time: 9, way: None, key: None }));
-        // The written record has this version and no `readable_from`.
+        assert_eq!(read.shares, Some(ShareRecord { pid: 7, start_time: 9, transport: None, key: None }));
+        // What is written is of this version, and says no more than that.
         let written = serde_json::to_value(&PodRecord { version: RECORD_VERSION, ..read }).unwrap();
         assert!(written.get("shares").is_none());
     }

@@ -360,7 +360,7 @@ async fn forwarded_port_after_a_restart_of_the_daemon(case: Case) -> Result<()> 
     Ok(())
 }
 
-/// `inspect` tells what an interface has carried, at what rate it does, and what its card does.
+/// `inspect` tells what an interface has carried, at what rate it does, and its offloads.
 async fn traffic_is_told(case: Case) -> Result<()> {
     let pod = case.pod().await?;
     let inspect = |json: bool| {
@@ -390,7 +390,7 @@ async fn traffic_is_told(case: Case) -> Result<()> {
     let offloads = busy["offloads"].as_array().context("offloads")?;
     ensure!(offloads.iter().any(|offload| offload == "checksums"), "{busy}");
     let text = inspect(false)?;
-    ensure!(text.contains("received ") && text.contains("its card does checksums"), "{text}");
+    ensure!(text.contains("received ") && text.contains("offloads checksums"), "{text}");
     case.cri.stop(&ping.id, 0).await?;
     Ok(())
 }

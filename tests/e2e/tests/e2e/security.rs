@@ -70,7 +70,7 @@ async fn the_jail_is_shown_as_the_kernel_has_it(case: Case) -> Result<()> {
 
     let people = case.stack.command("sandboxer-cli").args(["inspect", &pod.id]).output()?;
     let people = String::from_utf8(people.stdout)?;
-    ensure!(people.contains("Jail of its VMM") && people.contains("none, and can get none"), "{people}");
+    ensure!(people.contains("Jail of the VMM") && people.contains("none, and can get none"), "{people}");
     Ok(())
 }
 

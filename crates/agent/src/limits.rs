@@ -160,7 +160,7 @@ mod tests {
         Limits::of_pod(&PodLimits { cpu_quota_us, cpu_period_us, memory_bytes, ..Default::default() })
     }
 
-    /// A control group with these limits.
+    /// Returns a control group with these limits.
     fn group(dir: &tempfile::TempDir, cpu: &str, memory: &str) -> Cgroup {
         fs::write(dir.path().join("cpu.max"), cpu).unwrap();
         fs::write(dir.path().join("memory.max"), memory).unwrap();

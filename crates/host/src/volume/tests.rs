@@ -15,7 +15,7 @@ fn bind(at: &str, source: &Path, options: &[&str]) -> Result<Volume, VolumeError
     classify(&mount)
 }
 
-/// A kubelet's tree for one pod.
+/// Returns a kubelet's tree for one pod.
 fn pod() -> (tempfile::TempDir, PathBuf) {
     let dir = tempfile::tempdir().unwrap();
     let pod = dir.path().join("pods/u");

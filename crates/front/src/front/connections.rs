@@ -73,7 +73,7 @@ impl Front<'_> {
         // The socket has mode 0600 in a directory with 0700; this check holds even if these were changed.
         let trusted = |uid: u32| uid == 0 || uid == geteuid().as_raw();
         if !getsockopt(&client, PeerCredentials).is_ok_and(|peer| trusted(peer.uid())) {
-            return log!("rejected task connection: the peer is not root");
+            return log!("rejected a task connection: the peer is not root");
         }
         let number = self.next_connection;
         self.next_connection += 1;

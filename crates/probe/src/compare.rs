@@ -99,7 +99,7 @@ pub enum CompareError {
     },
 }
 
-/// Compares. Two runs were not taken in turns: a difference of theirs may be the machine's.
+/// Compares. Two runs were not taken in turns: a difference of theirs may be the vm's.
 pub fn compare(a: &Loaded, b: &Loaded) -> Result<Comparison, CompareError> {
     let clocks = [a.report.clock, b.report.clock];
     if clocks[0] != clocks[1] && !a.report.series.is_empty() && !b.report.series.is_empty() {
@@ -234,10 +234,10 @@ mod tests {
     fn what_differs_is_said_beside_the_ratio() {
         let mut a = result("a", "runc", 100.0, "pod", "6.1");
         let mut b = result("b", "runc", 200.0, "host", "6.18");
-        let machine =
+        let vm =
             |vcpus: u32| BTreeMap::from([("runc".into(), Facts::from([("vcpus".into(), json!(vcpus))]))]);
-        a.report.manifest.add_machines(machine(1));
-        b.report.manifest.add_machines(machine(2));
+        a.report.manifest.add_vms(vm(1));
+        b.report.manifest.add_vms(vm(2));
         let comparison = compare(&a, &b).unwrap();
         let ratio = comparison.startup[0].ratio.unwrap();
         assert!((ratio.p50 - 214.0 / 114.0).abs() < 1e-9, "{ratio}");

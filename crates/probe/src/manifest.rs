@@ -22,13 +22,13 @@ pub struct Manifest {
     pub at: String,
     /// Version of the probe.
     pub probe: String,
-    /// The machine and its kernel.
+    /// The vm and its kernel.
     pub host: Facts,
     /// The CRI runtime.
     pub cri: Facts,
-    /// Per handler: type, snapshotter, options; of machines vCPUs, memory and the guest's kernel.
+    /// Per handler: type, snapshotter, options; of vms vCPUs, memory and the guest's kernel.
     pub runtimes: BTreeMap<String, Facts>,
-    /// The virtual machine monitor and the guest, where the daemon tells them.
+    /// The virtual vm monitor and the guest, where the daemon tells them.
     pub vmm: Facts,
     /// What each pod was.
     pub pod: Facts,
@@ -54,7 +54,7 @@ pub fn shown(fact: &Value) -> String {
 }
 
 impl Manifest {
-    /// Of this machine, this runtime and these handlers, now. `plan` is taken as it is.
+    /// Of this vm, this runtime and these handlers, now. `plan` is taken as it is.
     pub async fn take(
         runtime: &Runtime,
         trace: Option<&Trace>,
@@ -76,9 +76,9 @@ impl Manifest {
     }
 
     /// What pods of these handlers were given, which is known once one was there.
-    pub fn add_machines(&mut self, machines: BTreeMap<String, Facts>) {
-        for (handler, machine) in machines {
-            self.runtimes.entry(handler).or_default().extend(machine);
+    pub fn add_vms(&mut self, vms: BTreeMap<String, Facts>) {
+        for (handler, vm) in vms {
+            self.runtimes.entry(handler).or_default().extend(vm);
         }
     }
 

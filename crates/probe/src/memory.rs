@@ -66,7 +66,7 @@ pub struct Point {
 
 impl Point {
     /// Returns what goes away when the pods go away, KiB: everything but the resident process as it is without pods,
-    /// and the machines that wait for others.
+    /// and the vms that wait for others.
     pub fn goes_away_kib(&self) -> Option<u64> {
         let stays = self.idle_daemon_kib? + self.ledger.role(Role::Pool);
         Some(self.ledger.total_kib().saturating_sub(stays))
@@ -78,8 +78,8 @@ impl Point {
 pub struct Points {
     /// In the order in which they were taken.
     pub points: Vec<Point>,
-    /// By handler: the machine of one of its pods, where a daemon tells it.
-    pub machines: BTreeMap<String, Facts>,
+    /// By handler: the vm of one of its pods, where a daemon tells it.
+    pub vms: BTreeMap<String, Facts>,
     /// Why it ended before its time, if it did.
     pub partial: Option<String>,
     /// What a reader must know.
@@ -166,8 +166,8 @@ impl Column<'_> {
                 points.notes.push(format!("{handler}: {} of {count} pods were ready", ledger.pods));
             }
             self.residents.extend(ledger.residents());
-            if let Some(machine) = self.machine(&ledger).await {
-                points.machines.insert(handler.to_owned(), machine);
+            if let Some(vm) = self.vm(&ledger).await {
+                points.vms.insert(handler.to_owned(), vm);
             }
             let largest = Some(&count) == self.sweep.counts.last();
             points.points.push(Point {
@@ -229,9 +229,9 @@ impl Column<'_> {
     }
 
     /// Of any of the pods: they are all made alike.
-    async fn machine(&self, ledger: &Ledger) -> Option<Facts> {
+    async fn vm(&self, ledger: &Ledger) -> Option<Facts> {
         let id = ledger.entries.iter().find_map(|entry| entry.found.pod.as_deref())?;
-        self.trace?.pod(id).await.ok().as_ref().map(trace::machine)
+        self.trace?.pod(id).await.ok().as_ref().map(trace::vm)
     }
 
     /// Nobody asks anything of the pods meanwhile, this process included.

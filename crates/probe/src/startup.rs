@@ -38,7 +38,7 @@ pub struct Plan {
     pub pause: Duration,
     /// What each pod is.
     pub recipe: Recipe,
-    /// A machine that is booted alone after each serial round, to compare with.
+    /// A vm that is booted alone after each serial round, to compare with.
     pub bare_boot: Option<BareBoot>,
 }
 
@@ -99,8 +99,8 @@ pub struct Run {
     pub bare_boots: Vec<f64>,
     /// Bare boots that failed, and why.
     pub bare_failures: Vec<String>,
-    /// By handler: the machine of its first pod, where a daemon tells it.
-    pub machines: BTreeMap<String, Facts>,
+    /// By handler: the vm of its first pod, where a daemon tells it.
+    pub vms: BTreeMap<String, Facts>,
     /// By handler: why the exits of its guests are not known.
     pub no_exits: BTreeMap<String, String>,
     /// Why it ended before its time, if it did.
@@ -213,8 +213,8 @@ impl Runner {
                     self.rest(plan.pause).await;
                     self.one(place, sink).await?;
                 }
-                if let Some(machine) = &plan.bare_boot {
-                    self.bare_boot(machine, warm_up).await;
+                if let Some(vm) = &plan.bare_boot {
+                    self.bare_boot(vm, warm_up).await;
                 }
             }
         }
@@ -249,8 +249,8 @@ impl Runner {
         }
     }
 
-    async fn bare_boot(&mut self, machine: &BareBoot, warm_up: bool) {
-        let booted = machine.run(self.recipe.timeout).await;
+    async fn bare_boot(&mut self, vm: &BareBoot, warm_up: bool) {
+        let booted = vm.run(self.recipe.timeout).await;
         match booted {
             _ if warm_up => {}
             Ok(time) => self.run.bare_boots.push(time.as_secs_f64() * 1e3),
@@ -326,7 +326,7 @@ impl Runner {
             _ => None,
         };
         if let Some(pod) = &told {
-            self.run.machines.entry(place.handler.clone()).or_insert_with(|| trace::machine(pod));
+            self.run.vms.entry(place.handler.clone()).or_insert_with(|| trace::vm(pod));
         }
         let exits = match &told {
             Some(pod) => before.clone().and_then(|before| self.exits.since(&before, pod.vmm_pid as i32)),

@@ -114,8 +114,10 @@ impl BareBoot {
     /// Boots once and returns the time from the process's start to the agent's ready message. Kills the VM afterwards.
     pub async fn run(&self, limit: Duration) -> Result<Duration, BareBootError> {
         let host = |action| move |source| BareBootError::Host { action, source };
-        let dir =
-            tempfile::Builder::new().prefix("sandboxer-bare-").tempdir().map_err(host("create a directory"))?;
+        let dir = tempfile::Builder::new()
+            .prefix("sandboxer-bare-")
+            .tempdir()
+            .map_err(host("create a directory"))?;
         // The sockets exist before the VM: nothing has to wait for them.
         let mut listeners = Vec::new();
         let mut arguments = self.arguments.clone();

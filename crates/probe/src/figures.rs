@@ -79,10 +79,7 @@ fn startup(result: &Loaded, mode: Mode, palette: &Palette) -> Option<Figure> {
     let (name, caption) = match mode {
         Mode::Serial => {
             curves.extend(published("serial", clock));
-            (
-                "startup-serial",
-                "Serial start-up, from the start request to the container's first byte. ",
-            )
+            ("startup-serial", "Serial start-up, from the start request to the container's first byte. ")
         }
         Mode::Parallel => (
             "startup-parallel",

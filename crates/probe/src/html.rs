@@ -197,8 +197,7 @@ fn startup(out: &mut String, report: &Report) {
         let _ = write!(out, "<li>{}</li>", escape(&ratio.to_string()));
     }
     if let Some((bare, over)) = report.bare_boot.as_ref().and_then(|bare| Some((bare, bare.over?))) {
-        let _ =
-            write!(out, "<li>{} over a bare boot of its VM: medians {over}</li>", escape(&bare.like));
+        let _ = write!(out, "<li>{} over a bare boot of its VM: medians {over}</li>", escape(&bare.like));
     }
     if let Some(overhead) = &report.overhead {
         let share = |ms: Option<f64>| ms.map_or_else(|| "–".into(), |ms| format!("{ms:.2}"));

@@ -155,9 +155,7 @@ fn memory(out: &mut String, reports: &[&Report]) {
     if reports.iter().all(|report| report.memory.is_empty()) {
         return;
     }
-    out.push_str(
-        "| PSS, MB (1024 KiB) | pods | management | each VMM | total | freed with the pods |\n",
-    );
+    out.push_str("| PSS, MB (1024 KiB) | pods | management | each VMM | total | freed with the pods |\n");
     out.push_str("|---|--:|--:|--:|--:|--:|\n");
     let mb = |kib: f64| format!("{:.1}", kib / 1024.0);
     for row in reports.iter().flat_map(|report| &report.memory) {

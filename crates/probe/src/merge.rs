@@ -27,9 +27,7 @@ pub enum MergeError {
         of: [Clock; 2],
     },
     /// One figure would come from two runs.
-    #[error(
-        "{what} was measured in {a} and in {b}: leave one of the two out, or a ratio would mix two runs"
-    )]
+    #[error("{what} was measured in {a} and in {b}: leave one of the two out, or a ratio would mix two runs")]
     Twice {
         /// Which figures.
         what: String,

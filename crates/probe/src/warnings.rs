@@ -34,18 +34,15 @@ pub fn warnings(report: &Report, samples: &[Sample]) -> Vec<Warning> {
     let mut found = Vec::new();
     let mut warn = |seen: String, advice: &'static str| found.push(Warning { seen, advice });
     if let Some(why) = &report.partial_reason {
-        warn(
-            format!("The run ended early: {why}."),
-            "Its figures have fewer samples than requested.",
-        );
+        warn(format!("The run ended early: {why}."), "Its figures have fewer samples than requested.");
     }
     // Other load on the host does not affect virtual time.
     let wall = report.clock == Clock::Wall;
     if !wall {
         warn(
             "Times are virtual: one instruction of an emulated host is one nanosecond.".into(),
-            "A model, not hardware: no cache misses, and a VM exit costs only its instructions. Ratios of one run are the \
-             claim; milliseconds are not. See docs/measuring.md.",
+            "This is a model, not hardware: no cache misses, and a VM exit costs only its instructions. Use the ratios of \
+             one run, not the milliseconds. See docs/measuring.md.",
         );
     }
     if let Some(load) = report.manifest.load_per_cpu().filter(|load| wall && *load > BUSY) {
@@ -152,7 +149,9 @@ fn one(series: &Series, samples: &[Sample], warn: Warn<'_>) {
     let spread = series.release_spread_ms.iter().copied().fold(0.0, f64::max);
     if let Some(p50) = summary.p50_ms.filter(|p50| spread > SPREAD * p50) {
         warn(
-            format!("{name}: the pods of a group were started within {spread:.1} ms, at a median of {p50:.0} ms."),
+            format!(
+                "{name}: the pods of a group were started within {spread:.1} ms, at a median of {p50:.0} ms."
+            ),
             "They did not start at the same time: the probe had too little CPU time.",
         );
     }

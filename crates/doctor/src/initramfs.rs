@@ -175,12 +175,12 @@ mod tests {
             (archive(&[dev(), entry("init", RUN, &agent)]), Verdict::Ok, "its agent speaks protocol"),
             (archive(&[entry("./init", RUN, &agent), dev()]), Verdict::Ok, "its agent speaks protocol"),
             (archive(&[entry("init", RUN, newer)]), Verdict::Failure, "speaks protocol 999, the daemon"),
-            (archive(&[entry("init", RUN, b"#!/bin/sh")]), Verdict::Warning, "does not tell"),
+            (archive(&[entry("init", RUN, b"#!/bin/sh")]), Verdict::Warning, "has no protocol version"),
             (archive(&[entry("init", 0o10_0644, &agent)]), Verdict::Failure, "no /init"),
             (archive(&[dev()]), Verdict::Failure, "no /init"),
-            (dev(), Verdict::Failure, "no cpio archive"),
-            (b"\x28\xb5\x2f\xfd compressed".to_vec(), Verdict::Failure, "no cpio archive"),
-            (Vec::new(), Verdict::Failure, "no cpio archive"),
+            (dev(), Verdict::Failure, "not a cpio archive"),
+            (b"\x28\xb5\x2f\xfd compressed".to_vec(), Verdict::Failure, "not a cpio archive"),
+            (Vec::new(), Verdict::Failure, "not a cpio archive"),
         ] {
             let file = tempfile::NamedTempFile::new().unwrap();
             std::fs::write(file.path(), bytes).unwrap();

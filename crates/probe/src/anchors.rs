@@ -1,5 +1,5 @@
-//! Published figures, to be shown beside measured ones and never mixed with them. The facts and their sources
-//! stand in `data/published.json`.
+//! Published figures, shown next to measured ones and never mixed with them. The facts and their sources
+//! are in `data/published.json`.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,22 +8,22 @@ const DATA: &str = include_str!("../data/published.json");
 /// A published figure.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Anchor {
-    /// Whose.
+    /// The system.
     pub system: String,
-    /// Which version of it.
+    /// Its version.
     pub version: String,
-    /// Where it is published.
+    /// The source.
     pub source: String,
-    /// On what; always something else than here.
+    /// The hardware; always different from ours.
     pub hardware: String,
-    /// What to know about it.
+    /// A note.
     pub note: String,
     /// The figure.
     #[serde(flatten)]
     pub figure: Figure,
 }
 
-/// What is published.
+/// The published figure.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
 pub enum Figure {
@@ -33,7 +33,7 @@ pub enum Figure {
         mode: String,
         /// Pods at once.
         group: u32,
-        /// From where to where, in the source's sense.
+        /// Start and end of the time, in the source's terms.
         measures: String,
         /// Samples; not always stated.
         n: Option<u32>,
@@ -48,27 +48,27 @@ pub enum Figure {
     },
     /// An amount of memory.
     Memory {
-        /// Pods that it is for.
+        /// Number of pods.
         pods: u32,
-        /// What is counted.
+        /// What is included.
         definition: String,
-        /// MB as the source has them.
+        /// MB, as in the source.
         pss_mb: f64,
     },
 }
 
-/// Returns all published figures; the text is a part of the program and tested, so a fault in it shows as none.
+/// Returns all published figures; none if the embedded text is invalid, which a test checks.
 pub fn all() -> Vec<Anchor> {
     serde_json::from_str(DATA).unwrap_or_default()
 }
 
 impl Anchor {
-    /// Returns the system and its version.
+    /// Returns system and version.
     pub fn name(&self) -> String {
         format!("{} {}", self.system, self.version).trim_end().to_owned()
     }
 
-    /// Returns whether this is a start-up figure in this mode.
+    /// Returns whether it is a start-up figure in this mode.
     pub fn is_startup(&self, wanted: &str) -> bool {
         matches!(&self.figure, Figure::StartUp { mode, .. } if mode == wanted)
     }

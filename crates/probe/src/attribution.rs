@@ -1,13 +1,13 @@
-//! Which process belongs to which pod, and as what: found by the ties between them, in this order.
+//! Attribution of processes to pods and roles, by the ties between them, in this order.
 //!
 //! 1. The pod's or a container's id stands in the command line or in the path of a cgroup.
 //! 2. The parent belongs to the pod.
 //! 3. It is younger than the pod and holds a file of it open: a helper. If it is older and holds a file,
 //!    watches a process of the pod by pidfd or is the parent of one, it serves pods: resident.
-//! 4. It descends from the CRI runtime or a resident process and none of the above holds: a virtual machine
-//!    waits for a pod; anything else is not attributed.
+//! 4. It descends from the CRI runtime or a resident process and none of the above holds: a VM is in
+//!    the pool; anything else is not attributed.
 //!
-//! Names only tell roles apart among processes that a tie has found.
+//! Program names only decide between roles of processes that have a tie.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::process::{Process, Table};
 
-/// What memory is for. The first three are what runs pods, the next what pods are made of.
+/// Role of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Role {
@@ -25,19 +25,19 @@ pub enum Role {
     Shim,
     /// A container that only holds namespaces.
     Pause,
-    /// A virtual machine monitor, its guest's memory not counted.
+    /// A VMM, without its guest's memory.
     Vmm,
     /// Another process of a pod: virtiofsd, gofer, ….
     Helper,
-    /// The guest's memory, as far as it is there.
+    /// The guest's resident memory.
     GuestMemory,
     /// The pods' shares of template pages.
     Template,
-    /// A virtual machine that waits for a pod, its guest's memory included.
+    /// A VM in the pool, with its guest's memory.
     Pool,
     /// A container's own processes, where they are on the host.
     Workload,
-    /// Started below the runtime, and of no pod.
+    /// A descendant of the runtime that belongs to no pod.
     Unattributed,
 }
 
@@ -56,7 +56,7 @@ impl Role {
         Role::Unattributed,
     ];
 
-    /// Returns the name used in reports.
+    /// Returns the name in reports.
     pub const fn as_str(self) -> &'static str {
         match self {
             Role::Daemon => "daemon",
@@ -72,7 +72,7 @@ impl Role {
         }
     }
 
-    /// Returns whether "management only" counts it, as the published figures do.
+    /// Returns whether "management only" includes it, as in published figures.
     pub const fn is_management(self) -> bool {
         matches!(self, Role::Daemon | Role::Shim)
     }
@@ -84,40 +84,40 @@ impl std::fmt::Display for Role {
     }
 }
 
-/// A pod, by what processes may carry of it.
+/// Identifiers of a pod.
 #[derive(Debug, Clone, Default)]
 pub struct PodIds {
     /// Sandbox id.
     pub pod: String,
     /// Container ids.
     pub containers: Vec<String>,
-    /// Its process, where the runtime tells it.
+    /// Its process, if the runtime reports it.
     pub pid: Option<i32>,
 }
 
-/// Processes that are known from elsewhere.
+/// Processes known in advance.
 #[derive(Debug, Clone, Default)]
 pub struct Known {
     /// The CRI runtime, by its socket.
     pub cri: Option<i32>,
     /// Resident processes, by their sockets or from earlier.
     pub resident: BTreeSet<i32>,
-    /// The observer and its ancestors: they hold logs of pods and are none.
+    /// The probe and its ancestors: they have pods' logs open, but do not belong to pods.
     pub observers: BTreeSet<i32>,
 }
 
-/// What a process was found to be.
+/// Attribution of a process.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Found {
-    /// As what.
+    /// Its role.
     pub role: Role,
-    /// Of which pod; `None` for those of all or none.
+    /// Its pod; `None` if it serves all or none.
     pub pod: Option<String>,
-    /// By which tie.
+    /// The tie.
     pub tie: String,
 }
 
-/// Programs that are virtual machine monitors, for those that hold no KVM machine.
+/// Programs of VMMs, to recognise them without KVM.
 const MONITORS: [&str; 7] = [
     "qemu-system-",
     "cloud-hypervisor",
@@ -128,7 +128,7 @@ const MONITORS: [&str; 7] = [
     "runsc-sandbox",
 ];
 
-/// Attributes the processes of `table` to `pods`. Those that have nothing to do with pods are not in the answer.
+/// Attributes the processes of `table` to `pods`. The result omits unrelated processes.
 pub fn attribute(table: &Table, pods: &[PodIds], known: &Known) -> BTreeMap<i32, Found> {
     let mut found = BTreeMap::new();
     let skipped =
@@ -139,7 +139,7 @@ pub fn attribute(table: &Table, pods: &[PodIds], known: &Known) -> BTreeMap<i32,
     by_id(table, pods, &skipped, &mut found);
     by_descent(table, &skipped, &mut found);
     by_files_and_watches(table, pods, &skipped, &mut found);
-    // What a helper has started, too.
+    // Also children of helpers.
     by_descent(table, &skipped, &mut found);
     by_origin(table, known, &skipped, &mut found);
     name_roles(table, pods, known, &mut found);
@@ -151,7 +151,7 @@ type Skipped<'a> = &'a dyn Fn(i32) -> bool;
 fn by_id(table: &Table, pods: &[PodIds], skipped: Skipped<'_>, found: &mut BTreeMap<i32, Found>) {
     for process in table.values().filter(|process| !skipped(process.pid)) {
         let mut ties = pods.iter().filter_map(|pod| Some((pod, id_tie(process, pod)?)));
-        // With two pods in its command line it is of neither: somebody's tool.
+        // A process with two pods in its command line is a tool and belongs to neither.
         if let (Some((pod, (role, tie))), None) = (ties.next(), ties.next()) {
             found.insert(process.pid, Found { role, pod: Some(pod.pod.clone()), tie });
         }
@@ -170,7 +170,8 @@ fn id_tie(process: &Process, pod: &PodIds) -> Option<(Role, String)> {
     if named(&pod.pod) || pod.containers.iter().any(named) {
         return Some((Role::Helper, "pod's id in its command line".into()));
     }
-    (pod.pid == Some(process.pid)).then(|| (Role::Helper, "the runtime names it as the pod's process".into()))
+    (pod.pid == Some(process.pid))
+        .then(|| (Role::Helper, "the runtime reports it as the pod's process".into()))
 }
 
 fn by_descent(table: &Table, skipped: Skipped<'_>, found: &mut BTreeMap<i32, Found>) {
@@ -181,7 +182,7 @@ fn by_descent(table: &Table, skipped: Skipped<'_>, found: &mut BTreeMap<i32, Fou
             .filter_map(|process| {
                 let parent = found.get(&process.parent)?;
                 let pod = parent.pod.clone()?;
-                // Children of a container's process are the container's.
+                // Children of a container's process belong to the container.
                 let role = if parent.role == Role::Workload { Role::Workload } else { Role::Helper };
                 Some((
                     process.pid,
@@ -227,13 +228,14 @@ fn by_files_and_watches(
         let tie = if let [pod] = held[..]
             && !older(&pod.pod)
         {
-            Some((Role::Helper, Some(pod.pod.clone()), "holds a file of the pod open".to_owned()))
+            Some((Role::Helper, Some(pod.pod.clone()), "has a file of the pod open".to_owned()))
         } else if let Some(watched) = watched {
             Some((Role::Daemon, None, format!("watches {watched} by pidfd")))
         } else if process.pid > 1 && parents.contains(&process.pid) {
             Some((Role::Daemon, None, "parent of a pod's process".to_owned()))
         } else {
-            held.first().map(|_| (Role::Daemon, None, "holds files of pods open, older than they".to_owned()))
+            held.first()
+                .map(|_| (Role::Daemon, None, "older than the pods whose files it has open".to_owned()))
         };
         if let Some((role, pod, tie)) = tie {
             more.insert(process.pid, Found { role, pod, tie });
@@ -248,13 +250,13 @@ fn by_origin(table: &Table, known: &Known, skipped: Skipped<'_>, found: &mut BTr
     origins.extend(known.cri);
     for process in table.values().filter(|process| !skipped(process.pid)) {
         if origins.contains(&process.parent) && !found.contains_key(&process.pid) {
-            let tie = format!("child of {}, of no pod that is known", process.parent);
+            let tie = format!("child of {}, of no known pod", process.parent);
             found.insert(process.pid, Found { role: Role::Unattributed, pod: None, tie });
         }
     }
 }
 
-/// Tells apart what ties alone do not: monitors, shims and pause containers among a pod's processes.
+/// Distinguishes VMMs, shims and pause containers among a pod's processes.
 fn name_roles(table: &Table, pods: &[PodIds], known: &Known, found: &mut BTreeMap<i32, Found>) {
     let own_namespace = known.observers.iter().find_map(|pid| table.get(pid)?.pid_namespace);
     let parents: BTreeMap<i32, String> =

@@ -1,7 +1,7 @@
-//! The same machine with nobody around it: how long a guest alone takes to its agent's ready message.
+//! Boots a pod's VM alone: the time to its agent's ready message.
 //!
 //! The arguments are those of a pod's own VMM, read from its command line, with sockets of this run's own.
-//! No daemon, no disks, no container: what a start over CRI takes beyond this is ours.
+//! No daemon, no disks, no container: the rest of a start over CRI is the runtime's time.
 
 use std::ffi::OsString;
 use std::fs;
@@ -22,19 +22,19 @@ use tokio::io::AsyncReadExt;
 use tokio::net::UnixStream;
 use tokio::process::{ChildStderr, Command};
 
-/// Name of the character device that carries the agent's link.
+/// Name of the character device of the agent's link.
 const AGENT: &str = "agent";
 
-/// Most of a VMM's words that an error tells, bytes.
+/// Maximum bytes of a VMM's output in an error.
 const MAX_OUTPUT_BYTES: u64 = 1024;
 
 const NO_LINE: &str =
-    "it was given no kernel command line; a copy of a template has none: ask for a handler whose pods boot";
+    "it has no kernel command line, like every copy of a template: use a handler whose pods boot";
 
-/// Why a machine did not boot alone.
+/// Why a bare boot failed.
 #[derive(Debug, thiserror::Error)]
 pub enum BareBootError {
-    /// The VMM to imitate can't be looked at.
+    /// The VMM's command line cannot be read.
     #[error("cannot read the command line of VMM {pid}")]
     Look {
         /// Its process.
@@ -42,7 +42,7 @@ pub enum BareBootError {
         /// What the system said.
         source: io::Error,
     },
-    /// It is not one that can be imitated.
+    /// The VMM cannot be started alone.
     #[error("VMM {pid} cannot be started alone: {reason}")]
     Unknown {
         /// Its process.
@@ -50,7 +50,7 @@ pub enum BareBootError {
         /// What is missing.
         reason: &'static str,
     },
-    /// Its kernel's command line has no key.
+    /// The kernel's command line has no key.
     #[error("VMM {pid} cannot be started alone")]
     NoKey {
         /// Its process.
@@ -58,7 +58,7 @@ pub enum BareBootError {
         /// What is missing.
         source: InvalidBootParams,
     },
-    /// The process can't be started.
+    /// A step on the host failed.
     #[error("cannot {action} for a bare boot")]
     Host {
         /// What was attempted.
@@ -66,12 +66,12 @@ pub enum BareBootError {
         /// What the system said.
         source: io::Error,
     },
-    /// The agent did not say that it is ready.
+    /// The agent sent no ready message.
     #[error("no ready message of the agent in a bare boot{said}")]
     Link {
-        /// What the VMM said, after a colon; empty if it said nothing.
+        /// The VMM's output after a colon, or empty.
         said: String,
-        /// How the link broke.
+        /// The link's error.
         source: LinkError,
     },
     /// Too late.
@@ -79,7 +79,7 @@ pub enum BareBootError {
     Timeout(Duration),
 }
 
-/// A machine to boot alone.
+/// A VM to boot alone.
 #[derive(Debug, Clone)]
 pub struct BareBoot {
     program: PathBuf,
@@ -88,7 +88,7 @@ pub struct BareBoot {
 }
 
 impl BareBoot {
-    /// Reads the command of the VMM that runs as process `pid`.
+    /// Reads the VM of this VMM process.
     pub fn like(pid: i32) -> Result<Self, BareBootError> {
         let look = |source| BareBootError::Look { pid, source };
         let program = fs::read_link(format!("/proc/{pid}/exe")).map_err(look)?;
@@ -105,32 +105,34 @@ impl BareBoot {
             .map_err(|source| BareBootError::NoKey { pid, source })?
             .link_key;
         if !arguments.iter().any(|word| socket(word).is_some_and(|(id, _)| id == AGENT)) {
-            return Err(BareBootError::Unknown { pid, reason: "it has no socket for an agent" });
+            return Err(BareBootError::Unknown { pid, reason: "it has no agent socket" });
         }
         let arguments = arguments.into_iter().map(alone).collect();
         Ok(Self { program, arguments, key })
     }
 
-    /// Boots once: from the start of the process to the agent's ready message. The machine is gone afterwards.
+    /// Boots once and returns the time from the process's start to the agent's ready message. Kills the VM afterwards.
     pub async fn run(&self, limit: Duration) -> Result<Duration, BareBootError> {
         let host = |action| move |source| BareBootError::Host { action, source };
-        let dir =
-            tempfile::Builder::new().prefix("sandboxer-bare-").tempdir().map_err(host("make a directory"))?;
-        // Sockets that exist before the machine does: nothing has to wait for them.
+        let dir = tempfile::Builder::new()
+            .prefix("sandboxer-bare-")
+            .tempdir()
+            .map_err(host("create a directory"))?;
+        // The sockets exist before the VM: nothing has to wait for them.
         let mut listeners = Vec::new();
         let mut arguments = self.arguments.clone();
         for word in &mut arguments {
             let Some((id, number)) = socket(word) else { continue };
-            let listener = UnixListener::bind(dir.path().join(id)).map_err(host("make a socket"))?;
+            let listener = UnixListener::bind(dir.path().join(id)).map_err(host("create a socket"))?;
             rustix::io::fcntl_setfd(&listener, FdFlags::empty())
-                .map_err(|error| host("hand on a socket")(error.into()))?;
+                .map_err(|error| host("pass on a socket")(error.into()))?;
             let text = word.to_string_lossy();
             let replaced = text.replace(&format!("fd={number}"), &format!("fd={}", listener.as_raw_fd()));
             listeners.push(listener);
             *word = replaced.into();
         }
         let begun = Instant::now();
-        let mut machine = Command::new(&self.program)
+        let mut vmm = Command::new(&self.program)
             .args(&arguments)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -146,15 +148,15 @@ impl BareBoot {
             Ok(greeted.map(|_| begun.elapsed()))
         };
         let outcome = tokio::time::timeout(limit, ready).await.unwrap_or(Err(BareBootError::Timeout(limit)));
-        machine.kill().await.map_err(host("end a VMM"))?;
+        vmm.kill().await.map_err(host("kill a VMM"))?;
         match outcome? {
             Ok(took) => Ok(took),
-            Err(source) => Err(BareBootError::Link { said: said(machine.stderr.take()).await, source }),
+            Err(source) => Err(BareBootError::Link { said: said(vmm.stderr.take()).await, source }),
         }
     }
 }
 
-/// Of a machine that has nothing but itself: its memory is a file of its own, and its network cards' cables end nowhere.
+/// Returns an argument for a VM alone: its memory is a file of its own, and its network interfaces are not connected.
 fn alone(word: OsString) -> OsString {
     let Some(text) = word.to_str() else { return word };
     let without = |field: &str| {
@@ -170,7 +172,7 @@ fn alone(word: OsString) -> OsString {
     }
 }
 
-/// Returns the first words of a VMM that has ended, for an error.
+/// Returns the first output of an ended VMM, for an error.
 async fn said(stderr: Option<ChildStderr>) -> String {
     let mut words = String::new();
     if let Some(stderr) = stderr {
@@ -182,7 +184,7 @@ async fn said(stderr: Option<ChildStderr>) -> String {
     }
 }
 
-/// Parses the id and number of an inherited socket: `socket,id=ID,fd=NUMBER,…`.
+/// Returns id and number of an inherited socket: `socket,id=ID,fd=NUMBER,…`.
 fn socket(word: &OsString) -> Option<(String, u32)> {
     let text = std::str::from_utf8(word.as_bytes()).ok()?.strip_prefix("socket,")?;
     let field = |name: &str| text.split(',').find_map(|part| part.strip_prefix(name));

@@ -1,17 +1,17 @@
-//! Which clock times were taken by: the wall's, or that of a host whose time is the instructions that it executes.
+//! The clock of times: the wall clock, or the virtual clock of an emulated host.
 
 use std::fs;
 
 use serde::{Deserialize, Serialize};
 
-/// Word on the kernel's command line by which a host says that its time is virtual.
+/// Word on the kernel's command line of a host with virtual time.
 const MARK: &str = "node.clock=virtual";
 
-/// A clock. Times of two clocks are never in one ratio, table or plot.
+/// A clock. A ratio, table or plot never mixes two clocks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Clock {
-    /// Time as it passes for everybody. Results that say nothing were taken by it.
+    /// The wall clock. Results without a clock used it.
     #[default]
     Wall,
     /// Time of an emulated host: one instruction is one nanosecond, and waiting costs nothing.
@@ -19,10 +19,10 @@ pub enum Clock {
 }
 
 impl Clock {
-    /// Both.
+    /// Both clocks.
     pub const ALL: [Self; 2] = [Clock::Wall, Clock::Virtual];
 
-    /// Returns the clock of this host, as its kernel's command line tells.
+    /// Returns the clock of this host, from its kernel's command line.
     pub fn of_host() -> Self {
         Self::told(&fs::read_to_string("/proc/cmdline").unwrap_or_default())
     }

@@ -1,4 +1,4 @@
-//! Two results side by side, and what keeps them from being compared.
+//! Comparison of two results, and differences that make them incomparable.
 
 use std::collections::BTreeSet;
 
@@ -12,24 +12,24 @@ use crate::report::times;
 use crate::sample::Mode;
 use crate::store::Loaded;
 
-/// Facts of the pod that must be the same: with another one it is another measurement.
+/// Facts of the pod that must be equal in comparable results.
 pub(crate) const SAME_POD: [&str; 4] = ["image_digest", "command", "network_asked_for", "annotations"];
-/// Facts of the host whose difference has to stand beside each figure.
+/// Facts of the host whose differences are shown.
 pub(crate) const SAME_HOST: [&str; 8] =
     ["cpu", "cpus", "smt", "numa_nodes", "memory_kib", "kernel", "governor", "virtual_machine"];
 pub(crate) const SAME_VMM: [&str; 5] =
     ["vmm", "vmm_version", "accelerator", "kernel_sha256", "initramfs_sha256"];
 
-/// What came out.
+/// The comparison.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Comparison {
     /// Names of the two.
     pub of: [String; 2],
-    /// By which the times of both were taken.
+    /// Clock of both.
     pub clock: Clock,
-    /// Why figures of the two say nothing about each other; empty when they do.
+    /// Differences that make the two incomparable; empty if they are comparable.
     pub not_comparable: Vec<Difference>,
-    /// What else is different: to be read beside every ratio.
+    /// Other differences, to keep in mind with every ratio.
     pub differences: Vec<Difference>,
     /// Start-up, the second over the first.
     pub startup: Vec<StartUp>,
@@ -37,12 +37,12 @@ pub struct Comparison {
     pub memory: Vec<Memory>,
 }
 
-/// A fact that the two do not share.
+/// A fact that differs.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Difference {
-    /// Which.
+    /// The fact.
     pub what: String,
-    /// In each.
+    /// Its two values.
     pub values: [String; 2],
 }
 
@@ -55,7 +55,7 @@ pub struct StartUp {
     pub mode: Mode,
     /// Medians, ms.
     pub p50_ms: [Option<f64>; 2],
-    /// Of the medians; `None` without times on both sides.
+    /// Ratio of the medians; `None` without times on both sides.
     pub ratio: Option<Ratio>,
 }
 
@@ -72,10 +72,10 @@ pub struct Memory {
     pub total_kib: [f64; 2],
 }
 
-/// Why two results can't be compared.
+/// Why two results cannot be compared.
 #[derive(Debug, thiserror::Error)]
 pub enum CompareError {
-    /// No series of one has its like in the other.
+    /// They have no series in common.
     #[error("{a} and {b} have no runtime, mode and number of pods in common: there is nothing to compare")]
     NothingInCommon {
         /// Its name.
@@ -83,9 +83,9 @@ pub enum CompareError {
         /// Its name.
         b: String,
     },
-    /// Their times are of two kinds.
+    /// Their clocks differ.
     #[error(
-        "times of {a} are {} and those of {b} are {}: no ratio of the two means anything. Compare runs of one clock; ratios \
+        "times of {a} are {} and those of {b} are {}: their ratio has no meaning. Compare runs with the same clock; ratios \
          of one run, such as those to runc, can be read beside each other",
         of[0].ms(), of[1].ms()
     )]
@@ -99,7 +99,7 @@ pub enum CompareError {
     },
 }
 
-/// Compares. Two runs were not taken in turns: a difference of theirs may be the machine's.
+/// Compares two runs. They did not alternate: a difference may come from the host.
 pub fn compare(a: &Loaded, b: &Loaded) -> Result<Comparison, CompareError> {
     let clocks = [a.report.clock, b.report.clock];
     if clocks[0] != clocks[1] && !a.report.series.is_empty() && !b.report.series.is_empty() {
@@ -175,7 +175,7 @@ pub fn compare(a: &Loaded, b: &Loaded) -> Result<Comparison, CompareError> {
     })
 }
 
-/// Returns the facts of a group that two results do not share.
+/// Returns the facts of a group that differ.
 pub(crate) fn facts(group: &str, names: &[&str], a: &Facts, b: &Facts) -> Vec<Difference> {
     let absent = Value::String("not stated".into());
     names
@@ -234,10 +234,10 @@ mod tests {
     fn what_differs_is_said_beside_the_ratio() {
         let mut a = result("a", "runc", 100.0, "pod", "6.1");
         let mut b = result("b", "runc", 200.0, "host", "6.18");
-        let machine =
+        let vm =
             |vcpus: u32| BTreeMap::from([("runc".into(), Facts::from([("vcpus".into(), json!(vcpus))]))]);
-        a.report.manifest.add_machines(machine(1));
-        b.report.manifest.add_machines(machine(2));
+        a.report.manifest.add_vms(vm(1));
+        b.report.manifest.add_vms(vm(2));
         let comparison = compare(&a, &b).unwrap();
         let ratio = comparison.startup[0].ratio.unwrap();
         assert!((ratio.p50 - 214.0 / 114.0).abs() < 1e-9, "{ratio}");

@@ -1,5 +1,5 @@
-//! How often a guest left to its host while its pod started, by KVM's own statistics. Whoever knows what an exit costs on
-//! his hardware can add it to a time in which it costs next to nothing.
+//! VM exits during a pod's start, from KVM's statistics. To estimate times on other hardware, add the cost of the
+//! exits there.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-/// Where KVM tells its statistics, one directory per VM, which is named by the thread that made the VM.
+/// KVM's statistics: one directory per VM, named by the thread that created the VM.
 const STATISTICS: &str = "/sys/kernel/debug/kvm";
 
 /// Exits of each VM at one moment, by its directory's name.
@@ -34,7 +34,7 @@ pub struct ExitsPerPod {
 }
 
 impl ExitsPerPod {
-    /// Returns what these counts come to; `None` of none.
+    /// Returns the summary of these counts; `None` without counts.
     pub fn of(mut counts: Vec<u64>) -> Option<Self> {
         counts.sort_unstable();
         Some(Self {
@@ -53,14 +53,14 @@ impl Default for Exits {
 }
 
 impl Exits {
-    /// Reads the exits of every VM of this host. Err: why they can't be read.
+    /// Reads the exits of every VM of this host. Returns as an error why they cannot be read.
     pub fn look(&self) -> Result<Counts, String> {
         let names = self.names()?;
-        // A VM may end between the look at the directory and the one into it.
+        // A VM may end while the directory is read.
         Ok(names.into_iter().filter_map(|name| Some((name.clone(), self.count(&name).ok()?))).collect())
     }
 
-    /// Returns the exits of the VM that this process runs, since `before`. Err: why they are not known.
+    /// Returns the exits of this process' VM since `before`, or as an error why they are unknown.
     pub fn since(&self, before: &Counts, vmm: i32) -> Result<u64, String> {
         let threads = self.processes.join(vmm.to_string()).join("task");
         let of_vmm =
@@ -69,9 +69,9 @@ impl Exits {
             .names()?
             .into_iter()
             .find(of_vmm)
-            .ok_or("KVM has no VM of the pod's VMM: its guest is emulated")?;
+            .ok_or("the pod's VMM has no VM in KVM: its guest is emulated")?;
         let now = self.count(&name)?;
-        // A name that came again is another VM's, which began at zero.
+        // A reused name belongs to a new VM, which started at zero.
         Ok(before.get(&name).and_then(|before| now.checked_sub(*before)).unwrap_or(now))
     }
 
@@ -92,7 +92,7 @@ impl Exits {
         let path: &Path = &self.statistics.join(name).join("exits");
         let text =
             fs::read_to_string(path).map_err(|error| format!("cannot read {}: {error}", path.display()))?;
-        text.trim().parse().map_err(|_| format!("{} holds no number", path.display()))
+        text.trim().parse().map_err(|_| format!("{} contains no number", path.display()))
     }
 }
 
@@ -139,7 +139,9 @@ mod tests {
     fn what_is_not_known_says_why() {
         let host = Host::new(&[("40-11", "x")], &[(40, 40), (60, 60)]);
         assert!(host.exits().since(&Counts::new(), 60).unwrap_err().contains("emulated"));
-        assert!(host.exits().since(&Counts::new(), 40).unwrap_err().contains("40-11/exits holds no number"));
+        assert!(
+            host.exits().since(&Counts::new(), 40).unwrap_err().contains("40-11/exits contains no number")
+        );
         let none = Exits { statistics: "/nowhere/kvm".into(), ..host.exits() };
         let why = none.look().unwrap_err();
         assert!(why.contains("/nowhere/kvm") && why.contains("mount -t debugfs"), "{why}");

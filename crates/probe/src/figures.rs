@@ -1,4 +1,4 @@
-//! The plots of a result: on the page, and as files beside it.
+//! The plots of a result: on the page, and as files.
 
 use crate::anchors::{self, Anchor, Figure as Published};
 use crate::clock::Clock;
@@ -10,23 +10,23 @@ use crate::sample::Mode;
 use crate::store::{Loaded, file_name};
 use crate::summary::cdf;
 
-/// A plot with its name as a file and what to say below it.
+/// A plot with its file name and caption.
 #[derive(Debug, Clone)]
 pub struct Figure {
-    /// Without extension.
+    /// File name without extension.
     pub name: String,
-    /// A sentence.
+    /// The caption.
     pub caption: String,
     /// The plot.
     pub scene: Scene,
 }
 
-/// Which colour each runtime has: the same in every plot of a page.
+/// Colours of runtimes: the same in every plot of a page.
 #[derive(Debug, Clone, Default)]
 pub struct Palette(Vec<String>);
 
 impl Palette {
-    /// Orders the runtimes by their first appearance.
+    /// Runtimes in order of their first appearance.
     pub fn of<'a>(results: impl IntoIterator<Item = &'a Loaded>) -> Self {
         let mut names: Vec<String> = Vec::new();
         for report in results.into_iter().map(|result| &result.report) {
@@ -79,14 +79,11 @@ fn startup(result: &Loaded, mode: Mode, palette: &Palette) -> Option<Figure> {
     let (name, caption) = match mode {
         Mode::Serial => {
             curves.extend(published("serial", clock));
-            (
-                "startup-serial",
-                "Start-up one after the other, from the pod's release to its container's first byte. ",
-            )
+            ("startup-serial", "Serial start-up, from the start request to the container's first byte. ")
         }
         Mode::Parallel => (
             "startup-parallel",
-            "Start-up of each pod of groups that were released at once, from the release to the first byte. ",
+            "Start-up of each pod of groups that started at once, from the start request to the first byte. ",
         ),
     };
     Some(Figure {
@@ -115,7 +112,7 @@ fn batches(report: &Report, palette: &Palette) -> Option<Figure> {
     Some(Figure {
         name: "startup-batch".into(),
         caption: format!(
-            "Time of whole groups: first release to last first byte. {}{}",
+            "Time of whole groups: from the first start request to the last first byte. {}{}",
             virtually(report.clock),
             dashed(&curves)
         ),
@@ -142,7 +139,7 @@ fn virtually(clock: Clock) -> &'static str {
     }
 }
 
-/// Returns the published curves; none beside virtual times, because those were taken by a wall clock.
+/// Returns published curves; none next to virtual times: published times are wall times.
 fn published(mode: &str, clock: Clock) -> Vec<Curve> {
     if clock == Clock::Virtual {
         return Vec::new();
@@ -177,8 +174,8 @@ fn stages(series: &Series, clock: Clock, palette: &Palette) -> Option<Figure> {
     Some(Figure {
         name: format!("stages-{}-{}", file_name(&series.runtime), series.mode),
         caption: format!(
-            "The daemon's own stages, which add up with the rest to the mean start. The rest is containerd, CNI, and \
-             the way of the first byte to the log. {}",
+            "The daemon's own stages; with the rest they add up to the mean start. The rest is containerd, CNI, and \
+             the path of the first byte to the log. {}",
             virtually(clock)
         ),
         scene: waterfall(&title, &bars),
@@ -207,7 +204,7 @@ fn memory(report: &Report, palette: &Palette) -> Vec<Figure> {
     let most = report.memory.iter().map(|row| row.pods).max().unwrap_or_default();
     for (index, anchor) in anchors::all().iter().filter(|anchor| is_management(anchor)).enumerate() {
         let Published::Memory { pods, pss_mb, .. } = &anchor.figure else { continue };
-        // Per pod for a shim, up to where the measured curves end; flat for a resident process.
+        // Proportional for shims, up to the end of the measured curves; constant for a resident process.
         let (points, what) = if *pods == 1 {
             let end = f64::from(most).min(highest / pss_mb).max(1.0);
             (vec![(1.0, *pss_mb), (end, pss_mb * end)], format!("{pss_mb:.0} MB a pod"))
@@ -227,12 +224,12 @@ fn memory(report: &Report, palette: &Palette) -> Vec<Figure> {
             caption:
                 "Everything: resident process, shims, pause containers, monitors, guest memory, workloads."
                     .into(),
-            scene: growth("Memory in all, over pods", names, &curves(&|row| row.total_pss_kib)),
+            scene: growth("Total memory, over pods", names, &curves(&|row| row.total_pss_kib)),
         },
         Figure {
             name: "memory-management".into(),
             caption: format!(
-                "Management only, as published figures count: resident process and shims. {}",
+                "Management only, as in published figures: resident process and shims. {}",
                 dashed(&management)
             ),
             scene: growth("Memory of management, over pods", names, &management),

@@ -1,8 +1,8 @@
-//! The moment a container's process has demonstrably run: its first byte in the CRI log, told by inotify.
+//! The time of a container's first output: its first byte in the CRI log, detected by inotify.
 //!
 //! The runtime creates the log file when it starts the container and appends to it what the process prints.
-//! One thread blocks in the kernel and stamps each event the moment it wakes, so no measured task has to be
-//! scheduled for the stamp to be right.
+//! One thread blocks in the kernel and takes the time of each event as soon as it wakes; it does not depend on
+//! the scheduling of other tasks.
 
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -18,10 +18,10 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use rustix::fs::inotify;
 use tokio::sync::oneshot;
 
-/// Why a first byte cannot be seen.
+/// Why a first byte cannot be detected.
 #[derive(Debug, thiserror::Error)]
 pub enum WatchError {
-    /// No watch on the directory.
+    /// The directory cannot be watched.
     #[error("cannot watch {path:?} for container logs")]
     Watch {
         /// The log directory.
@@ -29,12 +29,12 @@ pub enum WatchError {
         /// What the system said.
         source: std::io::Error,
     },
-    /// The kernel dropped events, or the watching thread is gone.
+    /// The kernel dropped events, or the watching thread ended.
     #[error("the watch on the container logs was lost: {0}")]
     Lost(String),
 }
 
-/// Who waits for which file. The lock is held for a look-up only.
+/// Waiters by file. The lock is held only for a lookup.
 type Waiting = Arc<Mutex<HashMap<OsString, oneshot::Sender<Result<Instant, String>>>>>;
 
 /// A watch on a directory of logs. Dropping it ends it.
@@ -46,12 +46,12 @@ pub struct LogWatch {
     thread: Option<JoinHandle<()>>,
 }
 
-/// A first byte to come.
+/// An expected first byte.
 #[derive(Debug)]
 pub struct FirstByte(oneshot::Receiver<Result<Instant, String>>);
 
 impl FirstByte {
-    /// Returns when it came. Waits for as long as it takes: the caller sets the deadline.
+    /// Waits for it and returns its time. The caller sets the deadline.
     pub async fn seen(self) -> Result<Instant, WatchError> {
         match self.0.await {
             Ok(Ok(at)) => Ok(at),
@@ -90,7 +90,7 @@ impl LogWatch {
         &self.dir
     }
 
-    /// Announces a file of the directory, before anything is written to it.
+    /// Starts waiting for a file of the directory, before anything is written to it.
     pub fn expect(&self, file: &str) -> FirstByte {
         let (sender, receiver) = oneshot::channel();
         lock(&self.waiting).insert(file.into(), sender);
@@ -116,7 +116,7 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Runs until it is stopped; returns the reason why it ended.
+/// Watches until it is stopped; returns why it ended.
 fn watch(events: &OwnedFd, stop: &OwnedFd, waiting: &Waiting) -> String {
     let mut buffer = [MaybeUninit::uninit(); 16 << 10];
     loop {
@@ -126,7 +126,7 @@ fn watch(events: &OwnedFd, stop: &OwnedFd, waiting: &Waiting) -> String {
             Err(error) => return error.to_string(),
         }
         if !ready[1].revents().is_empty() {
-            return "it was ended".into();
+            return "it was stopped".into();
         }
         if ready[0].revents().is_empty() {
             continue;

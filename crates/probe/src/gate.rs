@@ -1,6 +1,6 @@
-//! A gate against slow changes: what was recorded of earlier versions, and whether a result is beyond it.
+//! A gate against regressions: compares a result with recorded results of earlier versions.
 //!
-//! A recording is a row per handler in a CSV file that people append to and commit. Only figures that repeat are compared:
+//! A recording is a row per handler in a CSV file in the repository. Only reproducible figures are compared:
 //! the ratio to [`REFERENCE`] of the same run, and the medians of the stages.
 
 use std::collections::BTreeMap;
@@ -16,12 +16,12 @@ use crate::manifest::shown;
 use crate::report::{REFERENCE, Report};
 use crate::sample::Mode;
 
-/// Growth of a stage up to this is no growth, ms: medians of a few starts differ by as much.
+/// Growth of a stage that is ignored, ms: medians of a few starts differ by as much.
 pub const FLOOR_MS: f64 = 0.5;
-/// Neither is growth of a stage up to this part of what the whole may grow by: a timer of containerd's or of the kernel's falls into a
-/// stage or not.
+/// Growth of a stage that is ignored, relative to the allowed growth of the whole: a timer of containerd or of the kernel
+/// may fall into a stage.
 const OF_WHOLE: f64 = 0.5;
-/// What no stage explains: containerd, CNI and the first byte's way to the log.
+/// Time outside all stages: containerd, CNI and the first byte's path to the log.
 const UNEXPLAINED: &str = "unexplained";
 /// Columns before those of the stages.
 const COLUMNS: [&str; 8] = ["at", "commit", "clock", "vmm", "runtime", "n", "p50_ms", "over_runc"];
@@ -29,13 +29,13 @@ const COLUMNS: [&str; 8] = ["at", "commit", "clock", "vmm", "runtime", "n", "p50
 /// One handler of one recorded run.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Recorded {
-    /// When it was recorded, RFC 3339: the clock of a node in virtual time tells no date.
+    /// Time of recording, RFC 3339; a node in virtual time has no real date.
     pub at: String,
-    /// Of which version.
+    /// The measured version.
     pub commit: String,
-    /// By which its times were taken.
+    /// Clock of its times.
     pub clock: Clock,
-    /// Virtual machine monitor.
+    /// VMM.
     pub vmm: String,
     /// Handler.
     pub runtime: String,
@@ -45,17 +45,17 @@ pub struct Recorded {
     pub p50_ms: f64,
     /// Median over that of [`REFERENCE`] in the same run.
     pub over_runc: f64,
-    /// Medians of the stages and of what none explains, ms.
+    /// Medians of the stages and of the unexplained rest, ms.
     pub stages: BTreeMap<String, f64>,
 }
 
-/// What can't be recorded or compared.
+/// Why a result cannot be recorded or compared.
 #[derive(Debug, thiserror::Error)]
 pub enum GateError {
     /// No figure to compare.
     #[error("{0}")]
     Result(String),
-    /// The file of recordings is not one.
+    /// The file of recordings is invalid.
     #[error("cannot read recordings from {path}: {reason}")]
     History {
         /// The file.
@@ -63,19 +63,19 @@ pub enum GateError {
         /// What is wrong with it.
         reason: String,
     },
-    /// The system said no.
+    /// An I/O error.
     #[error("cannot {action} {path}")]
     Io {
         /// What was attempted.
         action: &'static str,
-        /// On what.
+        /// The file.
         path: PathBuf,
         /// What the system said.
         source: io::Error,
     },
 }
 
-/// What became of one figure.
+/// Growth of one figure.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Growth {
     /// A stage, or the ratio to the reference.
@@ -87,40 +87,40 @@ pub struct Growth {
 }
 
 impl Growth {
-    /// Returns the growth in per cent; of nothing it is endless.
+    /// Returns the growth in per cent; infinite if the earlier value is 0.
     pub fn percent(&self) -> f64 {
         if self.before > 0.0 { (self.now / self.before - 1.0) * 100.0 } else { f64::INFINITY }
     }
 }
 
-/// What the gate says of one handler.
+/// Result for one handler.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Verdict {
     /// Handler.
     pub runtime: String,
-    /// Version that it is compared with; `None` when nothing was recorded of this handler with this VMM and clock.
+    /// Version that it is compared with; `None` if there is no record of this handler with this VMM and clock.
     pub commit: Option<String>,
     /// Ratio to the reference, as recorded and now.
     pub over_runc: Option<Growth>,
-    /// Whether the ratio grew beyond what is allowed.
+    /// Whether the ratio grew by more than allowed.
     pub slower: bool,
-    /// Stages that grew beyond what is allowed; if the ratio did and none of them, the one that grew most.
+    /// Stages that grew by more than allowed; if only the ratio did, the stage that grew most.
     pub grown: Vec<Growth>,
 }
 
 impl Verdict {
-    /// Returns whether the handler may pass.
+    /// Returns whether the handler passes.
     pub fn passes(&self) -> bool {
         !self.slower && self.grown.is_empty()
     }
 }
 
-/// Returns what a result is recorded as, now: one row for each handler but the reference.
+/// Returns the rows that record a result now: one per handler except the reference.
 pub fn recording(report: &Report, commit: &str) -> Result<Vec<Recorded>, GateError> {
     let refused = |why: String| Err(GateError::Result(why));
     if report.partial {
-        let why = report.partial_reason.as_deref().unwrap_or("it does not say why");
-        return refused(format!("the run is partial ({why}): a part says nothing of the whole"));
+        let why = report.partial_reason.as_deref().unwrap_or("unknown reason");
+        return refused(format!("the run is partial ({why}): only complete runs can be compared"));
     }
     let at = jiff::Timestamp::now().strftime("%FT%TZ").to_string();
     let mut rows = Vec::new();
@@ -139,7 +139,7 @@ pub fn recording(report: &Report, commit: &str) -> Result<Vec<Recorded>, GateErr
             (series.summary.p50_ms, report.over_reference(name, Mode::Serial, false))
         else {
             return refused(format!(
-                "no ratio of {name} to {REFERENCE} is in the result: measure both in one run"
+                "the result has no ratio of {name} to {REFERENCE}: measure both in one run"
             ));
         };
         let stages = series.stages.iter().map(|(stage, summary)| (stage.to_string(), summary.p50_ms));
@@ -162,7 +162,7 @@ pub fn recording(report: &Report, commit: &str) -> Result<Vec<Recorded>, GateErr
     Ok(rows)
 }
 
-/// Compares rows with the last ones recorded of the same handler, VMM and clock. Up to `allowed` per cent is no growth.
+/// Compares rows with the last recorded ones of the same handler, VMM and clock. Allows growth of `allowed` per cent.
 pub fn judge(now: &[Recorded], history: &[Recorded], allowed: f64) -> Vec<Verdict> {
     now.iter()
         .map(|row| {
@@ -184,7 +184,7 @@ pub fn judge(now: &[Recorded], history: &[Recorded], allowed: f64) -> Vec<Verdic
 fn verdict(before: &Recorded, now: &Recorded, allowed: f64) -> Verdict {
     let ratio = Growth { what: "ratio".into(), before: before.over_runc, now: now.over_runc };
     let median = Growth { what: "p50".into(), before: before.p50_ms, now: now.p50_ms };
-    // Virtual times are the same on all machines: where ours did not grow, it was the reference that became shorter.
+    // Virtual times are the same on all hosts: if ours did not grow, the reference became faster.
     let ours = now.clock != Clock::Virtual || median.percent() > allowed;
     let slower = ratio.percent() > allowed && ours;
     let mut stages: Vec<Growth> = now
@@ -215,7 +215,7 @@ fn stage_columns() -> Vec<String> {
     Stage::ALL.iter().map(Stage::to_string).chain([UNEXPLAINED.to_owned()]).collect()
 }
 
-/// Reads recordings; a file that is not there holds none. Columns are found by name.
+/// Reads recordings; none if the file does not exist. Columns are found by name.
 pub fn read(path: &Path) -> Result<Vec<Recorded>, GateError> {
     let text = match fs::read_to_string(path) {
         Ok(text) => text,
@@ -238,7 +238,7 @@ fn parse(text: &str) -> Result<Vec<Recorded>, String> {
         let number = |name: &str| -> Result<f64, String> {
             let digits = text(name)?;
             let value = digits.parse().ok().filter(|value: &f64| value.is_finite() && *value >= 0.0);
-            value.ok_or_else(|| format!("row {}: '{digits}' in column '{name}' is no figure", index + 1))
+            value.ok_or_else(|| format!("row {}: '{digits}' in column '{name}' is not a number", index + 1))
         };
         let mut stages = BTreeMap::new();
         for stage in stage_columns() {
@@ -262,11 +262,11 @@ fn parse(text: &str) -> Result<Vec<Recorded>, String> {
     Ok(recorded)
 }
 
-/// Appends recordings to the file, which is begun with a heading where there is none.
+/// Appends recordings to the file; starts a new file with a header.
 pub fn append(path: &Path, rows: &[Recorded]) -> Result<(), GateError> {
     let io = |action| move |source| GateError::Io { action, path: path.to_owned(), source };
     let begun = fs::metadata(path).is_ok_and(|file| file.len() > 0);
-    let text = render(rows, !begun).map_err(io("put rows together for"))?;
+    let text = render(rows, !begun).map_err(io("format rows for"))?;
     let mut file = OpenOptions::new().append(true).create(true).open(path).map_err(io("open"))?;
     file.write_all(&text).map_err(io("write"))
 }

@@ -1,4 +1,4 @@
-//! A page that needs nothing but itself: plots, tables, warnings, conditions, published figures.
+//! A self-contained HTML page: plots, tables, warnings, conditions, published figures.
 
 use std::fmt::Write;
 
@@ -45,9 +45,9 @@ pub fn page(results: &[Loaded]) -> String {
          <meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\
          <meta name=\"color-scheme\" content=\"light dark\"><title>Start-up and memory of pods</title>\
          <style>{STYLE}{LAYOUT}</style></head><body><h1>Start-up and memory of pods</h1>\
-         <p class=\"muted\">Times run from a pod's release to its container's first byte on stdout, on the \
-         monotonic clock. Percentiles are nearest-rank. Failures are counted and are in no percentile. A figure \
-         that was not measured says so.</p>"
+         <p class=\"muted\">Times are from a pod's start request to its container's first byte on stdout, on the \
+         monotonic clock. Percentiles are nearest-rank. Failures are counted; percentiles do not include them. Figures \
+         that were not measured are marked.</p>"
     );
     let palette = Palette::of(results);
     results.iter().for_each(|result| section(&mut out, result, &palette));
@@ -79,9 +79,9 @@ fn section(out: &mut String, result: &Loaded, palette: &Palette) {
     memory(out, report);
     let found = warnings(report, &result.samples);
     if !found.is_empty() {
-        let _ = write!(out, "<h3>Before you believe it</h3>");
+        let _ = write!(out, "<h3>Warnings</h3>");
     }
-    // What was seen of several series has the same advice, which is given once.
+    // Warnings of several series with the same advice show it once.
     for alike in found.chunk_by(|a, b| a.advice == b.advice) {
         let seen: Vec<String> = alike.iter().map(|warning| escape(&warning.seen)).collect();
         let _ = write!(
@@ -113,7 +113,7 @@ fn table(out: &mut String, heading: &[&str], rows: &[Vec<String>], texts: usize,
     let stacks = class == "wrap" && heading.len() > 2;
     let cell = |tag: &str, index: usize, text: &str| {
         let class = if index < texts { " class=\"l\"" } else { "" };
-        // Where a row has no room to be one, its cells stand below one another and say which they are.
+        // On narrow screens a row's cells are below one another, with their headings.
         let of = if stacks && tag == "td" && index > 0 {
             format!(" data-of=\"{}\"", escape(heading[index]))
         } else {
@@ -172,7 +172,7 @@ fn startup(out: &mut String, report: &Report) {
         }
     }
     if let Some(bare) = &report.bare_boot {
-        row("bare boot", "the same machine alone".into(), &bare.summary, ["–".into(), "–".into()]);
+        row("bare boot", "the same VM alone".into(), &bare.summary, ["–".into(), "–".into()]);
     }
     let _ = write!(out, "<h3>Start-up, {}</h3>", report.clock.ms());
     let heading = [
@@ -197,14 +197,13 @@ fn startup(out: &mut String, report: &Report) {
         let _ = write!(out, "<li>{}</li>", escape(&ratio.to_string()));
     }
     if let Some((bare, over)) = report.bare_boot.as_ref().and_then(|bare| Some((bare, bare.over?))) {
-        let _ =
-            write!(out, "<li>{} over a bare boot of its machine: medians {over}</li>", escape(&bare.like));
+        let _ = write!(out, "<li>{} over a bare boot of its VM: medians {over}</li>", escape(&bare.like));
     }
     if let Some(overhead) = &report.overhead {
         let share = |ms: Option<f64>| ms.map_or_else(|| "–".into(), |ms| format!("{ms:.2}"));
         let _ = write!(
             out,
-            "<li>The probe's own share: at most {} ms per pod (an empty call {} ms, seeing a first byte {} ms).</li>",
+            "<li>The probe itself takes at most {} ms per pod (an empty call {} ms, detecting a first byte {} ms).</li>",
             share(overhead.per_pod_ms),
             share(overhead.empty_call_ms),
             share(overhead.mark_ms)
@@ -214,7 +213,7 @@ fn startup(out: &mut String, report: &Report) {
         let spread = series.release_spread_ms.iter().copied().fold(0.0, f64::max);
         let _ = write!(
             out,
-            "<li>{}: pods of a group were released within {spread:.2} ms at most.</li>",
+            "<li>{}: the pods of a group were started within {spread:.2} ms at most.</li>",
             escape(&series.runtime)
         );
     }
@@ -230,7 +229,7 @@ fn memory(out: &mut String, report: &Report) {
     let roles: Vec<Role> = Role::ALL.into_iter().filter(used).collect();
     let mut heading = vec!["runtime", "pods", "each VMM"];
     heading.extend(roles.iter().map(|role| role.as_str()));
-    heading.extend(["management", "total", "goes away", "MemAvailable fell"]);
+    heading.extend(["management", "total", "freed with pods", "MemAvailable fell"]);
     let rows: Vec<Vec<String>> = report
         .memory
         .iter()
@@ -253,8 +252,8 @@ fn memory(out: &mut String, report: &Report) {
     out.push_str("<h3>Memory, PSS in MB (1024 KiB)</h3>");
     table(out, &heading, &rows, 1, "");
     out.push_str(
-        "<p class=\"muted\">Management: resident process and shims, as published figures count. Goes away: \
-         everything, of the resident process only what it grew. The CRI runtime itself is in no sum.</p>",
+        "<p class=\"muted\">Management: resident process and shims, as in published figures. Freed with pods: \
+         everything, but only the growth of the resident process. The CRI runtime itself is not included.</p>",
     );
     if report.marginal_kib_per_pod.is_empty() {
         return;
@@ -290,7 +289,7 @@ fn memory(out: &mut String, report: &Report) {
     let idle: String = idle
         .map(|(row, each)| {
             format!(
-                "<li>{}: {} idle pods use {each:.2} thousandths of a CPU each, their containers not counted.</li>",
+                "<li>{}: {} idle pods use {each:.2} millicores each, without their containers.</li>",
                 escape(&row.runtime),
                 row.pods
             )
@@ -308,7 +307,7 @@ fn remarks(out: &mut String, report: &Report) {
         let _ = write!(out, "<li>{}</li>", escape(note));
     }
     for (why, what) in report.absent() {
-        let _ = write!(out, "<li>not measured, since {}: {}</li>", escape(why), escape(&what.join(", ")));
+        let _ = write!(out, "<li>not measured, because {}: {}</li>", escape(why), escape(&what.join(", ")));
     }
     out.push_str("</ul>");
 }
@@ -359,8 +358,8 @@ fn published(out: &mut String) {
         })
         .collect();
     out.push_str(
-        "<h2>Published figures</h2><p class=\"muted\">From other hardware, by other methods: for orientation. No \
-         ratio to them is given, since it would mean nothing.</p>",
+        "<h2>Published figures</h2><p class=\"muted\">Measured on other hardware, by other methods: for orientation only. No \
+         ratios to them are shown.</p>",
     );
     table(out, &["system", "what", "figure", "on", "note", "source"], &rows, 6, "wrap");
 }

@@ -1,4 +1,4 @@
-//! What pods cost in memory at one moment, by role.
+//! Memory of pods at one moment, by role.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,10 +9,10 @@ use crate::process::{self, Table};
 use crate::pss::{self, PssError};
 use crate::runtime::{Listed, Runtime, RuntimeError};
 
-/// Why there is no ledger.
+/// Why a ledger failed.
 #[derive(Debug, thiserror::Error)]
 pub enum LedgerError {
-    /// The runtime doesn't tell its pods.
+    /// The runtime cannot list its pods.
     #[error(transparent)]
     Runtime(#[from] RuntimeError),
     /// `/proc` can't be read.
@@ -27,42 +27,42 @@ pub struct Entry {
     pub pid: i32,
     /// File name of its program.
     pub name: String,
-    /// As what, of which pod, by which tie.
+    /// Its role, pod and tie.
     #[serde(flatten)]
     pub found: Found,
-    /// PSS, KiB, by what it is for: a monitor has up to three parts.
+    /// PSS, KiB, by role: a VMM has up to three parts.
     pub pss_kib: BTreeMap<Role, u64>,
 }
 
 /// PSS by role.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Ledger {
-    /// Pods that it is about.
+    /// Number of pods.
     pub pods: usize,
     /// KiB.
     pub by_role: BTreeMap<Role, u64>,
-    /// The CRI runtime itself, KiB: the same for every handler, so in no sum.
+    /// The CRI runtime itself, KiB: the same for every handler, so not included in sums.
     pub cri_kib: Option<u64>,
     /// All lines.
     pub entries: Vec<Entry>,
-    /// What could not be read, and what that costs.
+    /// What could not be read, and the effect.
     pub missing: Vec<String>,
     /// `MemAvailable` at the same moment, KiB.
     pub available_kib: u64,
 }
 
 impl Ledger {
-    /// "Management only", as the published figures have it: the resident process and the shims, KiB.
+    /// Returns "management only" as in published figures: the resident process and the shims, KiB.
     pub fn management_kib(&self) -> u64 {
         self.by_role.iter().filter(|(role, _)| role.is_management()).map(|(_, kib)| kib).sum()
     }
 
-    /// Returns everything, the resident process in full, KiB.
+    /// Returns the total with the whole resident process, KiB.
     pub fn total_kib(&self) -> u64 {
         self.by_role.values().sum()
     }
 
-    /// Returns the sum of one role, KiB.
+    /// Returns one role's memory, KiB.
     pub fn role(&self, role: Role) -> u64 {
         self.by_role.get(&role).copied().unwrap_or_default()
     }
@@ -73,8 +73,8 @@ impl Ledger {
     }
 }
 
-/// Takes the ledger of the pods that `counts` says count. The others on the node are told apart from them.
-/// `residents` are processes that are known to serve these pods: they count also when no tie shows it now.
+/// Takes the ledger of the pods that `counts` selects, without the node's other pods.
+/// `residents` are processes known to serve these pods: they count also without a visible tie.
 pub async fn take(
     runtime: &Runtime,
     counts: impl Fn(&Listed) -> bool,
@@ -88,7 +88,7 @@ pub async fn take(
         if counts(pod) && pod.running {
             counted.insert(pod.id.clone());
         }
-        // A pod that is on its way out has no status any more.
+        // A pod that is being removed has no status.
         let state = runtime.pod(&pod.id, true).await.ok();
         pods.push(PodIds {
             pod: pod.id.clone(),
@@ -103,7 +103,7 @@ pub async fn take(
         .map_err(|error| procfs::ProcError::Other(error.to_string()))?
 }
 
-/// `pid` of the JSON text that runtimes tell about a pod.
+/// Returns `pid` in a runtime's JSON information on a pod.
 fn told_pid(info: &str) -> Option<i32> {
     let info: serde_json::Value = serde_json::from_str(info).ok()?;
     i32::try_from(info.get("pid")?.as_i64()?).ok().filter(|&pid| pid > 1)
@@ -119,7 +119,7 @@ fn count(pods: &[PodIds], counted: &BTreeSet<String>, mut known: Known) -> Resul
         if found.pod.as_ref().is_some_and(|pod| !counted.contains(pod)) {
             continue;
         }
-        // A resident process belongs to the ledger of those pods that it serves.
+        // A resident process belongs to the ledger of the pods that it serves.
         if found.role == Role::Daemon && !serves(&table, pid, counted, &known) {
             continue;
         }
@@ -139,7 +139,7 @@ fn count(pods: &[PodIds], counted: &BTreeSet<String>, mut known: Known) -> Resul
     Ok(ledger)
 }
 
-/// Returns a resident process that was named serves all; one that was found by its ties must have one to these pods.
+/// Returns whether a resident process serves these pods: a named one serves all; others need a tie to one of them.
 fn serves(table: &Table, pid: i32, counted: &BTreeSet<String>, known: &Known) -> bool {
     if known.resident.contains(&pid) {
         return true;

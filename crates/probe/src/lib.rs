@@ -1,18 +1,18 @@
-//! How fast pods start and what they cost: measured over CRI, for any runtime handler.
+//! Measures start-up time and memory of pods over CRI, for any runtime handler.
 //!
 //! | module | what it holds |
 //! |---|---|
-//! | [`runtime`], [`options`] | a CRI client, and what pods and containers are to be |
-//! | [`timeline`], [`first_byte`] | one start, stamped; the whole measuring path |
+//! | [`runtime`], [`options`] | a CRI client, and options of pods and containers |
+//! | [`timeline`], [`first_byte`] | one start with timestamps; the whole measuring path |
 //! | [`startup`], [`sample`] | many starts in a fair order; the raw rows |
-//! | [`summary`], [`ratio`] | percentiles and distributions; how sure a difference is |
-//! | [`trace`], [`exits`] | the daemon's own account of a start, and KVM's |
-//! | [`clock`] | by which clock |
-//! | [`overhead`] | what the observer costs |
-//! | [`memory`], [`ledger`], [`attribution`], [`pss`] | what pods cost, by role, over their number |
-//! | [`report`], [`store`], [`html`], [`markdown`], [`compare`], [`merge`] | a result: its shape, its files, what is made of it |
-//! | [`workload`] | tools of the field's studies in a container of any runtime |
-//! | [`gate`] | what was recorded of earlier versions, and whether this one is slower |
+//! | [`summary`], [`ratio`] | percentiles and distributions; confidence of differences |
+//! | [`trace`], [`exits`] | stages from the daemon, exits from KVM |
+//! | [`clock`] | the clock of times |
+//! | [`overhead`] | cost of the probe itself |
+//! | [`memory`], [`ledger`], [`attribution`], [`pss`] | memory by role, over the number of pods |
+//! | [`report`], [`store`], [`html`], [`markdown`], [`compare`], [`merge`] | a result: its format, its files, its presentation |
+//! | [`workload`] | benchmark tools in a container of any runtime |
+//! | [`gate`] | comparison with recorded results of earlier versions |
 
 pub mod anchors;
 pub mod attribution;

@@ -1,4 +1,4 @@
-//! Under which conditions a result came about. What could not be found out says why.
+//! Conditions of a result. Unknown facts have the reason.
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
@@ -12,36 +12,36 @@ use crate::runtime::Runtime;
 use crate::timeline::Recipe;
 use crate::trace::Trace;
 
-/// Facts by name. A fact that is not known is `{"not_measured": "why"}`.
+/// Facts by name. An unknown fact is `{"not_measured": "why"}`.
 pub type Facts = BTreeMap<String, Value>;
 
-/// All conditions of a run, in the groups in which they are shown.
+/// All conditions of a run, in groups.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Manifest {
     /// When the run began, RFC 3339.
     pub at: String,
     /// Version of the probe.
     pub probe: String,
-    /// The machine and its kernel.
+    /// The host and its kernel.
     pub host: Facts,
     /// The CRI runtime.
     pub cri: Facts,
-    /// Per handler: type, snapshotter, options; of machines vCPUs, memory and the guest's kernel.
+    /// Per handler: type, snapshotter, options; for VMs vCPUs, memory and the guest's kernel.
     pub runtimes: BTreeMap<String, Facts>,
-    /// The virtual machine monitor and the guest, where the daemon tells them.
+    /// The VMM and the guest, if the daemon reports them.
     pub vmm: Facts,
-    /// What each pod was.
+    /// Properties of the pods.
     pub pod: Facts,
-    /// What was asked for.
+    /// The plan.
     pub plan: Facts,
 }
 
-/// Returns the value for a fact that is not known.
+/// Returns the value of an unknown fact.
 pub fn not_measured(why: impl Into<String>) -> Value {
     json!({ "not_measured": why.into() })
 }
 
-/// Returns a fact for people: texts as they are, unknown ones with their reason.
+/// Returns a fact as text; unknown ones with their reason.
 pub fn shown(fact: &Value) -> String {
     match fact {
         Value::String(text) => text.clone(),
@@ -54,7 +54,7 @@ pub fn shown(fact: &Value) -> String {
 }
 
 impl Manifest {
-    /// Of this machine, this runtime and these handlers, now. `plan` is taken as it is.
+    /// Reads the conditions of this host, this runtime and these handlers; adds `plan` as it is.
     pub async fn take(
         runtime: &Runtime,
         trace: Option<&Trace>,
@@ -75,10 +75,10 @@ impl Manifest {
         }
     }
 
-    /// Adds the resources of the handlers' pods, which are known once one ran.
-    pub fn add_machines(&mut self, machines: BTreeMap<String, Facts>) {
-        for (handler, machine) in machines {
-            self.runtimes.entry(handler).or_default().extend(machine);
+    /// Adds properties of these handlers' VMs, which are known after the first pod.
+    pub fn add_vms(&mut self, vms: BTreeMap<String, Facts>) {
+        for (handler, vm) in vms {
+            self.runtimes.entry(handler).or_default().extend(vm);
         }
     }
 
@@ -93,9 +93,9 @@ fn text(path: impl AsRef<Path>) -> Option<String> {
     fs::read_to_string(path).ok().map(|text| text.trim().to_owned()).filter(|text| !text.is_empty())
 }
 
-/// Returns the text of a kernel file, or says which file was missing.
+/// Returns the text of a kernel file, or which file is missing.
 fn told(path: &str) -> Value {
-    text(path).map_or_else(|| not_measured(format!("the kernel does not tell {path}")), Value::from)
+    text(path).map_or_else(|| not_measured(format!("cannot read {path}")), Value::from)
 }
 
 fn host_facts(root: Option<&Path>) -> Facts {
@@ -121,7 +121,7 @@ fn host_facts(root: Option<&Path>) -> Facts {
     let load: Option<Vec<f64>> = text("/proc/loadavg")
         .map(|load| load.split(' ').take(3).filter_map(|average| average.parse().ok()).collect());
     let nodes = count("/sys/devices/system/node", "node");
-    let unknown = |what: &str| not_measured(format!("the kernel does not tell {what}"));
+    let unknown = |what: &str| not_measured(format!("the kernel does not report {what}"));
     Facts::from([
         ("cpu".into(), field("model name").map_or_else(|| unknown("the CPU's model"), Value::from)),
         ("cpus".into(), std::thread::available_parallelism().map_or(Value::Null, |n| json!(n.get()))),
@@ -140,7 +140,7 @@ fn host_facts(root: Option<&Path>) -> Facts {
             json!(if Path::new("/sys/fs/cgroup/cgroup.controllers").exists() { "v2" } else { "v1" }),
         ),
         ("storage".into(), root.map_or_else(|| unknown("the runtime's root"), storage)),
-        ("nic_offloads".into(), not_measured("no figure of this run goes over a NIC")),
+        ("nic_offloads".into(), not_measured("no figure of this run uses a NIC")),
     ])
 }
 
@@ -149,7 +149,7 @@ fn is_numbered(name: &str, prefix: &str) -> bool {
         .is_some_and(|number| !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit()))
 }
 
-/// Returns the file system and block device under a path.
+/// Returns the file system and block device of a path.
 pub(crate) fn storage(path: &Path) -> Value {
     let mounts = text("/proc/self/mounts").unwrap_or_default();
     let mount = mounts
@@ -160,7 +160,7 @@ pub(crate) fn storage(path: &Path) -> Value {
         })
         .filter(|(_, point, _)| path.starts_with(point))
         .max_by_key(|(_, point, _)| point.len());
-    let Some((device, _, kind)) = mount else { return not_measured("no mount holds the runtime's root") };
+    let Some((device, _, kind)) = mount else { return not_measured("no mount contains the runtime's root") };
     let name = device.rsplit('/').next().unwrap_or_default();
     let queue = PathBuf::from("/sys/class/block").join(name).join("queue");
     json!({
@@ -197,7 +197,7 @@ fn parsed(info: &HashMap<String, String>, name: &str) -> Value {
 fn handler_facts(config: &Value, handler: &str) -> Facts {
     let told = &config["containerd"]["runtimes"][handler];
     let fact = |name: &str| match &told[name] {
-        Value::Null => not_measured("the CRI runtime does not tell it"),
+        Value::Null => not_measured("the CRI runtime does not report it"),
         value => value.clone(),
     };
     let snapshotter = match told["snapshotter"].as_str() {
@@ -214,7 +214,7 @@ fn handler_facts(config: &Value, handler: &str) -> Facts {
 
 async fn vmm_facts(trace: Option<&Trace>) -> Facts {
     let Some(trace) = trace else {
-        return Facts::from([("vmm".into(), not_measured("no admin socket of a daemon was given"))]);
+        return Facts::from([("vmm".into(), not_measured("no daemon's admin socket was given"))]);
     };
     let version = match trace.version().await {
         Ok(version) => version,

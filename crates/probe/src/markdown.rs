@@ -1,4 +1,4 @@
-//! Results as Markdown tables, for a README whose figures nobody types.
+//! Results as Markdown tables, for a README with generated figures.
 
 use std::fmt::Write;
 
@@ -11,7 +11,7 @@ use crate::sample::Mode;
 use crate::store::Loaded;
 use crate::summary::Summary;
 
-/// Conditions, start-up and memory of all results, the published figures that count the same beside them.
+/// Returns conditions, start-up and memory of all results, next to comparable published figures.
 pub fn tables(results: &[Loaded]) -> String {
     let mut out = String::new();
     for result in results {
@@ -21,7 +21,7 @@ pub fn tables(results: &[Loaded]) -> String {
         }
     }
     let reports: Vec<&Report> = results.iter().map(|result| &result.report).collect();
-    // Times of two clocks never stand in one table.
+    // One table never has times of two clocks.
     for clock in Clock::ALL {
         let of_clock: Vec<&Report> = reports.iter().copied().filter(|report| report.clock == clock).collect();
         startup(&mut out, clock, &of_clock);
@@ -30,7 +30,7 @@ pub fn tables(results: &[Loaded]) -> String {
     out.trim_end().to_owned() + "\n"
 }
 
-/// Returns one line: on what and with what, and what a reader must know about the run.
+/// Returns one line with the conditions and properties of the run.
 fn conditions(result: &Loaded) -> String {
     let manifest = &result.report.manifest;
     let fact = |facts: &Facts, name: &str| facts.get(name).map(shown);
@@ -99,13 +99,13 @@ fn startup(out: &mut String, clock: Clock, reports: &[&Report]) {
         if let Some(bare) = &report.bare_boot {
             row(
                 out,
-                &format!("the machine of {} alone, to its agent's ready message", cell(&bare.like)),
+                &format!("the VM of {} alone, to its agent's ready message", cell(&bare.like)),
                 &bare.summary,
                 ["–".into(), "–".into()],
             );
         }
     }
-    // Published times are the wall's.
+    // Published times are wall times.
     for anchor in anchors::all().into_iter().filter(|_| clock == Clock::Wall) {
         let what = match &anchor.figure {
             Figure::StartUp { mode, .. } if mode == "serial" => "one after the other".to_owned(),
@@ -114,7 +114,7 @@ fn startup(out: &mut String, clock: Clock, reports: &[&Report]) {
             }
             _ => continue,
         };
-        // Those with raw data behind them; a single number of a paper is no row of this table.
+        // Only figures with raw data; single numbers of papers are not in this table.
         let Figure::StartUp { n: Some(n), p50_ms, p99_ms, .. } = anchor.figure else { continue };
         let p99 = p99_ms.map_or_else(|| "–".into(), |ms| format!("{ms:.0}"));
         let _ = writeln!(
@@ -129,17 +129,17 @@ fn startup(out: &mut String, clock: Clock, reports: &[&Report]) {
             let _ = writeln!(out, "- {}", cell(&ratio.to_string()));
         }
         if let Some((bare, over)) = report.bare_boot.as_ref().and_then(|bare| Some((bare, bare.over?))) {
-            let _ = writeln!(out, "- {} over its machine alone: medians {over}", cell(&bare.like));
+            let _ = writeln!(out, "- {} over its VM alone: medians {over}", cell(&bare.like));
         }
         for (why, what) in report.absent() {
             let of: Vec<&str> = what.iter().filter_map(|name| name.strip_suffix(".kvm_exits")).collect();
             if !of.is_empty() {
                 let of = of.join(", ").replace("series.", "");
-                let _ = writeln!(out, "- KVM exits not measured, since {}: {}", cell(why), cell(&of));
+                let _ = writeln!(out, "- KVM exits not measured, because {}: {}", cell(why), cell(&of));
             }
         }
         if let Some(share) = report.overhead.as_ref().and_then(|overhead| overhead.per_pod_ms) {
-            let _ = writeln!(out, "- the probe's own share: at most {share:.2} ms per pod");
+            let _ = writeln!(out, "- the probe itself: at most {share:.2} ms per pod");
         }
     }
     out.push('\n');
@@ -155,9 +155,7 @@ fn memory(out: &mut String, reports: &[&Report]) {
     if reports.iter().all(|report| report.memory.is_empty()) {
         return;
     }
-    out.push_str(
-        "| PSS, MB (1024 KiB) | pods | management | each VMM | everything | goes away with the pods |\n",
-    );
+    out.push_str("| PSS, MB (1024 KiB) | pods | management | each VMM | total | freed with the pods |\n");
     out.push_str("|---|--:|--:|--:|--:|--:|\n");
     let mb = |kib: f64| format!("{:.1}", kib / 1024.0);
     for row in reports.iter().flat_map(|report| &report.memory) {
@@ -178,7 +176,7 @@ fn memory(out: &mut String, reports: &[&Report]) {
         for (runtime, marginal) in &report.marginal_kib_per_pod {
             let _ = writeln!(
                 out,
-                "- {}: {:.0} KiB more per pod in all, {:.0} of it management",
+                "- {}: each pod adds {:.0} KiB in total, {:.0} of it management",
                 cell(runtime),
                 marginal.total,
                 marginal.management
@@ -186,7 +184,7 @@ fn memory(out: &mut String, reports: &[&Report]) {
         }
         for (row, each) in report.memory.iter().filter_map(|row| Some((row, row.idle_cpu_per_pod()?))) {
             let name = cell(&row.runtime);
-            let _ = writeln!(out, "- {name}: {} idle pods use {each:.2} thousandths of a CPU each", row.pods);
+            let _ = writeln!(out, "- {name}: {} idle pods use {each:.2} millicores each", row.pods);
         }
     }
 }
@@ -195,7 +193,7 @@ fn elsewhere(anchor: &Anchor, what: &str) -> String {
     format!("*{}, {what}; published, other hardware*", cell(&anchor.name()))
 }
 
-/// Returns a text that stays in its cell and is no markup.
+/// Returns a text escaped for a table cell.
 fn cell(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for character in text.chars() {
@@ -294,7 +292,7 @@ mod tests {
         let text = tables(&[Loaded { report, ..of }]);
         assert!(text.contains("| 108 | 1.00 (0.96–1.04) | 700 |\n"), "{text}");
         assert!(
-            text.contains("- KVM exits not measured, since no row tells KVM's exits: runc.serial\n"),
+            text.contains("- KVM exits not measured, because no row has KVM exits: runc.serial\n"),
             "{text}"
         );
     }

@@ -1,5 +1,4 @@
-//! Whole measurements, from the check of what was asked for to the finished report. The CLI, the benches and
-//! the demo all come through here.
+//! Whole measurements, from the check of the plan to the report, for the CLI, the benches and the demo.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -26,17 +25,17 @@ use crate::store::{Store, StoreError};
 use crate::timeline::{self, Recipe};
 use crate::trace::Trace;
 
-/// Why there is no result at all. What ends a run half-way is in its report instead.
+/// Why there is no result. A run that ends early has a report with the reason instead.
 #[derive(Debug, thiserror::Error)]
 pub enum MeasureError {
-    /// What was asked for can't be measured.
+    /// The plan cannot be measured.
     #[error(transparent)]
     Plan(#[from] PlanError),
-    /// First bytes can't be seen.
+    /// First bytes cannot be detected.
     #[error(transparent)]
     Watch(#[from] WatchError),
-    /// No place for logs.
-    #[error("cannot make a directory for container logs in {path}")]
+    /// The log directory cannot be created.
+    #[error("cannot create a directory for container logs in {path}")]
     Logs {
         /// Where.
         path: PathBuf,
@@ -45,18 +44,18 @@ pub enum MeasureError {
     },
 }
 
-/// Why there is no machine to boot alone.
+/// Why there is no VM to boot alone.
 #[derive(Debug, thiserror::Error)]
-pub enum BareMachineError {
-    /// Nobody tells which process a pod's machine is.
-    #[error("a bare boot needs the daemon's admin socket: it tells which process a pod's machine is")]
+pub enum BareVmError {
+    /// Without a daemon the pod's VMM process is unknown.
+    #[error("a bare boot needs the daemon's admin socket, to find a pod's VMM process")]
     NoTrace,
-    /// No pod to look at.
-    #[error("no pod whose machine could be booted alone: {0}")]
+    /// No pod could be started.
+    #[error("cannot find a VM to boot alone: {0}")]
     Unknown(String),
-    /// Its machine can't be imitated.
+    /// Its VM cannot be booted alone.
     #[error(transparent)]
-    Machine(#[from] BareBootError),
+    BareBoot(#[from] BareBootError),
 }
 
 impl From<RuntimeError> for MeasureError {
@@ -65,22 +64,22 @@ impl From<RuntimeError> for MeasureError {
     }
 }
 
-/// Where and with what is measured.
+/// Environment of a measurement.
 pub struct Bench {
     /// The CRI runtime.
     pub runtime: Runtime,
-    /// A daemon's trace, where there is one.
+    /// The daemon's trace, if there is a daemon.
     pub trace: Option<Trace>,
     /// Watches the logs of the pods.
     pub watch: Arc<LogWatch>,
-    /// By which its times are.
+    /// The clock of its times.
     pub clock: Clock,
-    // Removed last.
+    // Dropped last.
     _logs: tempfile::TempDir,
 }
 
 impl Bench {
-    /// Measures on the runtime at `endpoint`; the daemon's admin socket provides the stages of a start.
+    /// Connects to the runtime at `endpoint`; the daemon's admin socket gives the stages of a start.
     pub fn open(endpoint: &str, admin: Option<&Path>) -> Result<Self, MeasureError> {
         let runtime = Runtime::connect(endpoint)?;
         let parent = std::env::temp_dir();
@@ -93,29 +92,29 @@ impl Bench {
         Ok(Self { runtime, trace, watch, clock, _logs: logs })
     }
 
-    /// Returns the machine of this handler's pods, to be booted alone: one pod is started to see how it is made.
-    pub async fn bare_boot(&self, handler: &str, recipe: &Recipe) -> Result<BareBoot, BareMachineError> {
-        let trace = self.trace.as_ref().ok_or(BareMachineError::NoTrace)?;
+    /// Returns the VM of this handler's pods, to boot it alone: starts one pod to read its VMM's arguments.
+    pub async fn bare_boot(&self, handler: &str, recipe: &Recipe) -> Result<BareBoot, BareVmError> {
+        let trace = self.trace.as_ref().ok_or(BareVmError::NoTrace)?;
         let name = format!("{}-bare", recipe.run);
         let start =
             timeline::start(&self.runtime, &self.watch, recipe, handler, &name, &CancellationToken::new())
                 .await;
-        let machine = match (&start.end, &start.pod_id) {
+        let vm = match (&start.end, &start.pod_id) {
             (Ok(()), Some(id)) => match trace.pod(id).await {
-                Ok(pod) => BareBoot::like(pod.vmm_pid as i32).map_err(BareMachineError::from),
-                Err(status) => Err(BareMachineError::Unknown(status.message().to_owned())),
+                Ok(pod) => BareBoot::like(pod.vmm_pid as i32).map_err(BareVmError::from),
+                Err(status) => Err(BareVmError::Unknown(status.message().to_owned())),
             },
-            (Err(error), _) => Err(BareMachineError::Unknown(error.to_string())),
-            (Ok(()), None) => Err(BareMachineError::Unknown("it has no id".into())),
+            (Err(error), _) => Err(BareVmError::Unknown(error.to_string())),
+            (Ok(()), None) => Err(BareVmError::Unknown("it has no id".into())),
         };
         let removed =
             timeline::remove(&self.runtime, &self.watch, recipe, &name, start.pod_id.as_deref()).await;
-        let machine = machine?;
-        removed.map_err(|error| BareMachineError::Unknown(error.to_string()))?;
-        Ok(machine)
+        let vm = vm?;
+        removed.map_err(|error| BareVmError::Unknown(error.to_string()))?;
+        Ok(vm)
     }
 
-    /// Measures start-up. Rows are kept as they come; the report is written at the end, also of a partial run.
+    /// Measures start-up. Writes each row at once, and the report at the end, also of a partial run.
     pub async fn startup(
         &self,
         plan: &Plan,
@@ -136,13 +135,13 @@ impl Bench {
         let run =
             startup::run(&self.runtime, self.watch.clone(), self.trace.as_ref(), plan, cancel, &mut keep)
                 .await;
-        report.manifest.add_machines(run.machines);
+        report.manifest.add_vms(run.vms);
         report.add_startup(&plan.runtimes, &run.samples, &run.batches);
         report.explain_exits(&run.no_exits);
         report.add_bare_boots(&plan.runtimes[0], &run.samples, &run.bare_boots, &run.bare_failures);
         report.notes.extend(run.notes);
         if plan.warm_up > 0 {
-            report.notes.push(format!("{} warm-up starts per runtime are in no figure", plan.warm_up));
+            report.notes.push(format!("{} warm-up starts per runtime are not included", plan.warm_up));
         }
         end(&mut report, run.partial);
         let kept = store.map_or(Ok(()), |store| store.report(&report, &run.samples));
@@ -173,7 +172,7 @@ impl Bench {
         let mut report = self.report(&sweep.runtimes, &sweep.recipe, facts.into()).await;
         let taken =
             memory::sweep(&self.runtime, &self.watch, self.trace.as_ref(), sweep, cancel, progress).await;
-        report.manifest.add_machines(taken.machines);
+        report.manifest.add_vms(taken.vms);
         report.add_memory(&taken.points);
         report.quick = sweep.counts != memory::FULL_SWEEP || sweep.repeat < memory::FULL_REPEAT;
         report.notes.extend(taken.notes);
@@ -186,7 +185,7 @@ impl Bench {
         Ok((report, taken.points))
     }
 
-    /// Returns what ledgers of running pods come to, by handler.
+    /// Returns the report of ledgers of running pods, by handler.
     pub async fn ledgers(&self, ledgers: &BTreeMap<String, Ledger>, recipe: &Recipe) -> Report {
         let handlers: Vec<String> = ledgers.keys().cloned().collect();
         let mut report = self.report(&handlers, recipe, Facts::new()).await;
@@ -206,26 +205,26 @@ impl Bench {
             let mut absent = |what: &str, why: &str| {
                 report.not_measured.insert(format!("memory.{}.{what}", row.runtime), why.to_owned());
             };
-            absent("goes_away_kib", "pods that run already have no 'before': use a sweep");
-            absent("available_fall_kib", "pods that run already have no 'before': use a sweep");
-            absent("idle_cpu_millicores", "pods that run already need not be idle: use a sweep");
+            absent("goes_away_kib", "the memory before the pods is unknown: use a sweep");
+            absent("available_fall_kib", "the memory before the pods is unknown: use a sweep");
+            absent("idle_cpu_millicores", "running pods may not be idle: use a sweep");
         }
         report
     }
 
-    /// Creates a report with conditions and clock, and no figures yet.
+    /// Returns a report with conditions and clock, without figures.
     async fn report(&self, handlers: &[String], recipe: &Recipe, plan: Facts) -> Report {
         let manifest = Manifest::take(&self.runtime, self.trace.as_ref(), handlers, recipe, plan).await;
         Report { clock: self.clock, ..Report::new(manifest) }
     }
 }
 
-/// Returns a name for a run that no other on this node has.
+/// Returns a unique name for a run.
 pub fn run_name() -> String {
     format!("probe-{:08x}", rand::random::<u32>())
 }
 
-/// Returns a pod of `image` as every measurement has it.
+/// Returns the usual recipe with `image`.
 pub fn recipe(image: &str, network: Network, timeout: std::time::Duration) -> Recipe {
     Recipe {
         run: run_name(),
@@ -255,10 +254,10 @@ fn end(report: &mut Report, partial: Option<String>) {
     report.partial_reason = partial;
 }
 
-/// Marks the report as partial if it could not be written. It is still returned and can be printed.
+/// Writes the report. The returned report is complete even if writing fails.
 fn or_partial(report: &mut Report, kept: Result<(), StoreError>) {
     let Err(error) = kept else { return };
-    let why = format!("not all of the result is on disk: {}", chain(&error));
+    let why = format!("cannot write the whole result: {}", chain(&error));
     report.partial = true;
     report.partial_reason = Some(match report.partial_reason.take() {
         Some(before) => format!("{before}; {why}"),

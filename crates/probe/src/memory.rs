@@ -1,5 +1,5 @@
-//! How memory grows with the number of pods: a sweep over pod counts, repeated, runtimes alternating. At its
-//! largest count, what idle pods use of the CPU.
+//! Memory over the number of pods: a repeated sweep over pod counts with alternating runtimes; at the largest
+//! count also the CPU time of idle pods.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -16,77 +16,77 @@ use crate::runtime::{Listed, Runtime};
 use crate::timeline::{self, RUN_LABEL, Recipe};
 use crate::trace::{self, Trace};
 
-/// The sweep that published figures have.
+/// The sweep of published figures.
 pub const FULL_SWEEP: [u32; 6] = [1, 5, 10, 20, 30, 50];
 /// Repetitions of a full sweep.
 pub const FULL_REPEAT: u32 = 3;
-/// Between two looks at memory that may still change.
+/// Interval between two readings of memory that may still change.
 const LOOK: Duration = Duration::from_millis(500);
-/// Most looks; then it is taken as it is, and said.
+/// Maximum readings; then the last one is used, with a note.
 const LOOKS: usize = 20;
-/// Two sums that differ by less than this part are the same.
+/// Relative difference below which two sums are equal.
 const SETTLED: f64 = 0.005;
-/// Over which the CPU time of idle pods is taken: a clock tick of one process is 2 thousandths of a CPU then.
+/// Measuring time for idle pods: one clock tick of a process is 2 millicores then.
 const IDLE: Duration = Duration::from_secs(5);
-/// Pods that are started at once while growing to the next count; not a measurement of anything.
+/// Pods started at once while growing to the next count; not measured.
 const AT_ONCE: usize = 4;
 
-/// What to measure.
+/// Plan of a sweep.
 #[derive(Debug, Clone)]
 pub struct Sweep {
     /// Handlers, in the order in which they alternate.
     pub runtimes: Vec<String>,
     /// Pod counts, ascending.
     pub counts: Vec<u32>,
-    /// How often all of it is done.
+    /// Repetitions.
     pub repeat: u32,
-    /// What each pod is.
+    /// Recipe of the pods.
     pub recipe: Recipe,
 }
 
-/// A ledger and where it stands in the sweep.
+/// A ledger and its place in the sweep.
 #[derive(Debug, Clone)]
 pub struct Point {
     /// Handler.
     pub runtime: String,
     /// Repetition, from 0.
     pub repetition: u32,
-    /// The ledger of this many pods.
+    /// The ledger.
     pub ledger: Ledger,
     /// The resident process' PSS without any pod, KiB, before the first pod of this repetition; `None` of pods
-    /// that ran already.
+    /// that were already running.
     pub idle_daemon_kib: Option<u64>,
-    /// By how much `MemAvailable` fell since there was no pod, KiB. Negative when others gave some back; `None`
-    /// of pods that ran already.
+    /// Fall of `MemAvailable` since there was no pod, KiB. Negative if other programs freed memory; `None`
+    /// for pods that were already running.
     pub available_fall_kib: Option<i64>,
-    /// What the idle pods use of the CPU, thousandths of one, the containers' own processes left out. Of the
-    /// largest count only.
+    /// CPU time of the idle pods, millicores, without the containers' own processes. Only at the
+    /// largest count.
     pub idle_cpu_millicores: Option<f64>,
 }
 
 impl Point {
-    /// Returns what goes away when the pods go away, KiB: everything but the resident process as it is without pods,
-    /// and the machines that wait for others.
+    /// Returns the memory that is freed with the pods, KiB: everything except the resident process as it is without
+    /// pods, and the VMs in the pool.
     pub fn goes_away_kib(&self) -> Option<u64> {
         let stays = self.idle_daemon_kib? + self.ledger.role(Role::Pool);
         Some(self.ledger.total_kib().saturating_sub(stays))
     }
 }
 
-/// What came out of a sweep.
+/// Result of a sweep.
 #[derive(Debug, Default)]
 pub struct Points {
-    /// In the order in which they were taken.
+    /// In order of measurement.
     pub points: Vec<Point>,
-    /// By handler: the machine of one of its pods, where a daemon tells it.
-    pub machines: BTreeMap<String, Facts>,
-    /// Why it ended before its time, if it did.
+    /// By handler: the VM of one of its pods, if a daemon reports it.
+    pub vms: BTreeMap<String, Facts>,
+    /// Why it ended early, if it did.
     pub partial: Option<String>,
-    /// What a reader must know.
+    /// Notes.
     pub notes: Vec<String>,
 }
 
-/// Measures. `progress` is told each point; it ends early when `cancel` is cancelled or a pod can't be started.
+/// Measures. Calls `progress` for each point; ends early when `cancel` is cancelled or a pod cannot be started.
 pub async fn sweep(
     runtime: &Runtime,
     watch: &Arc<LogWatch>,
@@ -96,7 +96,7 @@ pub async fn sweep(
     progress: &mut (dyn FnMut(&Point) + Send),
 ) -> Points {
     let mut points = Points::default();
-    // By handler: found by its ties when there are pods, looked at again when there are none.
+    // By handler: found by their ties while there are pods, measured again without pods.
     let mut residents: BTreeMap<&str, BTreeSet<i32>> = BTreeMap::new();
     for repetition in 0..sweep.repeat {
         for handler in &sweep.runtimes {
@@ -113,11 +113,12 @@ pub async fn sweep(
             let first = points.points.len();
             let mut ended = column.measure(&mut points).await;
             if let Err(error) = timeline::remove_all(runtime, &sweep.recipe.run).await {
-                let left = format!("pods labelled {RUN_LABEL}={} may be left: {error}", sweep.recipe.run);
+                let left =
+                    format!("pods with label {RUN_LABEL}={} may still exist: {error}", sweep.recipe.run);
                 points.notes.push(left);
-                ended = Err("pods could not be removed".into());
+                ended = Err("cannot remove pods".into());
             } else {
-                // Also of a sweep that ended early: without it the resident process would count as gone.
+                // Also after an early end: otherwise the resident process would count as freed.
                 let idle = column.idle_again(&mut points.points[first..]).await;
                 ended = ended.and(idle);
             }
@@ -132,7 +133,7 @@ pub async fn sweep(
     points
 }
 
-/// One handler, once through all counts.
+/// Measures one handler once at all counts.
 struct Column<'a> {
     runtime: &'a Runtime,
     watch: &'a Arc<LogWatch>,
@@ -145,7 +146,7 @@ struct Column<'a> {
 }
 
 impl Column<'_> {
-    /// Runs all rounds. Err: why it ended early.
+    /// Returns as an error why it ended early.
     async fn measure(&mut self, points: &mut Points) -> Result<(), String> {
         let handler = self.handler;
         let idle = self.settled().await?.0;
@@ -158,16 +159,16 @@ impl Column<'_> {
                 return Err("interrupted".into());
             }
             if !still {
-                points
-                    .notes
-                    .push(format!("{handler} with {count} pods: memory still changed when it was taken"));
+                points.notes.push(format!(
+                    "{handler} with {count} pods: memory was still changing when it was measured"
+                ));
             }
             if ledger.pods != count as usize {
                 points.notes.push(format!("{handler}: {} of {count} pods were ready", ledger.pods));
             }
             self.residents.extend(ledger.residents());
-            if let Some(machine) = self.machine(&ledger).await {
-                points.machines.insert(handler.to_owned(), machine);
+            if let Some(vm) = self.vm(&ledger).await {
+                points.vms.insert(handler.to_owned(), vm);
             }
             let largest = Some(&count) == self.sweep.counts.last();
             points.points.push(Point {
@@ -182,7 +183,7 @@ impl Column<'_> {
         Ok(())
     }
 
-    /// Measures without pods a resident process that was first seen with pods.
+    /// Measures resident processes without pods, after the pods are removed.
     async fn idle_again(&self, points: &mut [Point]) -> Result<(), String> {
         if self.residents.is_empty() || points.iter().all(|point| point.idle_daemon_kib != Some(0)) {
             return Ok(());
@@ -208,7 +209,7 @@ impl Column<'_> {
             .await
     }
 
-    /// Returns a ledger whose sum no longer changes; false if it still did at the last look.
+    /// Returns a ledger with a stable sum; false if it still changed at the last reading.
     async fn settled(&self) -> Result<(Ledger, bool), String> {
         let mut tick = tokio::time::interval(LOOK);
         let mut last = self.ledger().await?;
@@ -228,13 +229,13 @@ impl Column<'_> {
         Ok((last, false))
     }
 
-    /// Returns the facts of any of the pods: they are all made alike.
-    async fn machine(&self, ledger: &Ledger) -> Option<Facts> {
+    /// Returns the VM of any pod: all are alike.
+    async fn vm(&self, ledger: &Ledger) -> Option<Facts> {
         let id = ledger.entries.iter().find_map(|entry| entry.found.pod.as_deref())?;
-        self.trace?.pod(id).await.ok().as_ref().map(trace::machine)
+        self.trace?.pod(id).await.ok().as_ref().map(trace::vm)
     }
 
-    /// Measures idle CPU use. No process calls the pods meanwhile, including this one.
+    /// Measures idle CPU time. Nothing accesses the pods meanwhile.
     async fn idle_cpu(&self, ledger: &Ledger) -> Option<f64> {
         let counted = ledger.entries.iter().filter(|entry| entry.found.role != Role::Workload);
         let before: Vec<(i32, Duration)> =
@@ -258,14 +259,14 @@ impl Column<'_> {
     }
 }
 
-/// A straight line through points, by least squares.
+/// A regression line by least squares.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Line {
     /// Growth of y per x.
     pub slope: f64,
     /// y at x = 0.
     pub intercept: f64,
-    /// Part of the variance that the line explains.
+    /// Fraction of the variance that the line explains.
     pub r2: f64,
 }
 

@@ -1,5 +1,5 @@
-//! Several runs as one result: what one run can't hold, such as two VMMs or groups that take an hour each. Ratios stay those
-//! of the runs: none is ever of two of them.
+//! Merges several runs into one result, for example runs with different VMMs or long group runs. Each ratio stays
+//! within one run.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -13,11 +13,11 @@ use crate::sample::{Mode, Sample};
 use crate::startup::Batch;
 use crate::store::Loaded;
 
-/// Why results can't be one.
+/// Why results cannot be merged.
 #[derive(Debug, thiserror::Error)]
 pub enum MergeError {
-    /// Their times are of two kinds.
-    #[error("{a} has {} and {b} has {}: times of two clocks are never in one result", of[0].ms(), of[1].ms())]
+    /// Their clocks differ.
+    #[error("{a} has {} and {b} has {}: one result cannot have times of two clocks", of[0].ms(), of[1].ms())]
     Clocks {
         /// Its name.
         a: String,
@@ -26,10 +26,8 @@ pub enum MergeError {
         /// Their clocks.
         of: [Clock; 2],
     },
-    /// One figure would be of two runs.
-    #[error(
-        "{what} was measured in {a} and in {b}: leave one of the two out, or a ratio would be of two runs"
-    )]
+    /// One figure would come from two runs.
+    #[error("{what} was measured in {a} and in {b}: leave one of the two out, or a ratio would mix two runs")]
     Twice {
         /// Which figures.
         what: String,
@@ -38,26 +36,26 @@ pub enum MergeError {
         /// Its name.
         b: String,
     },
-    /// Their pods were not alike.
-    #[error("pods of {a} and {b} were not alike ({what}: {} and {}): they are no one result", values[0], values[1])]
+    /// Their pods differ.
+    #[error("cannot merge {a} and {b}: their pods differ ({what}: {} and {})", values[0], values[1])]
     Pods {
         /// Its name.
         a: String,
         /// Its name.
         b: String,
-        /// Which fact.
+        /// The fact.
         what: String,
-        /// In each.
+        /// Its two values.
         values: [String; 2],
     },
-    /// Parts of one run differ in what they were to measure.
-    #[error("{a} and {b} are no parts of one run: {what}")]
+    /// Parts of one run have different plans.
+    #[error("{a} and {b} are not parts of one run: {what}")]
     Parts {
         /// Its name.
         a: String,
         /// Its name.
         b: String,
-        /// What differs.
+        /// The difference.
         what: String,
     },
     /// Nothing to merge.
@@ -65,7 +63,7 @@ pub enum MergeError {
     None,
 }
 
-/// Makes one result of several. Starts of the reference count together; of other handlers each series is of one run.
+/// Merges results. Starts of the reference count together; each series of other handlers comes from one run.
 pub fn merge(results: &[Loaded]) -> Result<(Report, Vec<Sample>), MergeError> {
     let (first, others) = results.split_first().ok_or(MergeError::None)?;
     for other in others {
@@ -79,12 +77,12 @@ pub fn merge(results: &[Loaded]) -> Result<(Report, Vec<Sample>), MergeError> {
     for result in results {
         add(&mut report, result);
     }
-    report.notes.push(format!("merged of {} runs; each ratio is of one of them", results.len()));
+    report.notes.push(format!("merged from {} runs; each ratio is within one of them", results.len()));
     Ok((report, samples))
 }
 
-/// Makes one run of parts of it: the same handlers in the same turns, on machines of one kind and one make. Each part has as many
-/// starts of the one handler as of the other, so that a ratio of all is no ratio of two machines.
+/// Joins parts of one run: the same handlers in the same order, on the same kind of host and VMM. Each part has as many
+/// starts of each handler, so that a ratio does not compare two hosts.
 pub fn join(parts: &[Loaded]) -> Result<(Report, Vec<Sample>), MergeError> {
     let (first, others) = parts.split_first().ok_or(MergeError::None)?;
     for other in others {
@@ -97,7 +95,7 @@ pub fn join(parts: &[Loaded]) -> Result<(Report, Vec<Sample>), MergeError> {
     report.overhead = first.report.overhead.clone();
     let absent = first.report.not_measured.clone().into_iter();
     report.not_measured.extend(absent.filter(|(name, _)| !name.starts_with("series.")));
-    report.notes.push(format!("joined of {} parts", parts.len()));
+    report.notes.push(format!("joined from {} parts", parts.len()));
     Ok((report, samples))
 }
 
@@ -111,7 +109,7 @@ fn one_run(a: &Loaded, b: &Loaded) -> Result<(), MergeError> {
         series.map(|series| (series.runtime.clone(), series.mode.to_string(), series.group)).collect()
     };
     if starts(a) != starts(b) {
-        return Err(parts("their handlers or groups are others".into()));
+        return Err(parts("their handlers or groups differ".into()));
     }
     let even = |of: &Loaded| {
         let n: BTreeSet<_> = of.report.series.iter().map(|s| (s.mode.to_string(), s.summary.n)).collect();
@@ -130,7 +128,7 @@ fn one_run(a: &Loaded, b: &Loaded) -> Result<(), MergeError> {
     }
 }
 
-/// Handlers, starts and groups of all results, in turn.
+/// Adds handlers, starts and groups of all results, in order.
 fn all_of(results: &[Loaded]) -> (Vec<String>, Vec<Sample>, Vec<Batch>) {
     let (mut samples, mut batches) = (Vec::new(), Vec::new());
     let mut runtimes: Vec<String> = Vec::new();
@@ -159,7 +157,7 @@ fn alike(a: &Loaded, b: &Loaded) -> Result<(), MergeError> {
     if clocks[0] != clocks[1] {
         return Err(MergeError::Clocks { a: name_a, b: name_b, of: clocks });
     }
-    // Memory is measured with other annotations than start-up where that is asked for.
+    // Memory and start-up may be measured with different annotations.
     let other = facts("pod", &SAME_POD, &a.report.manifest.pod, &b.report.manifest.pod);
     match other.into_iter().next() {
         Some(other) => Err(MergeError::Pods { a: name_a, b: name_b, what: other.what, values: other.values }),
@@ -167,7 +165,7 @@ fn alike(a: &Loaded, b: &Loaded) -> Result<(), MergeError> {
     }
 }
 
-/// Checks that the starts of each mode of a handler come from one run, and that all its groups have one size.
+/// Checks that a handler's starts of one mode come from one run, and that all groups of a series have one size.
 fn no_figure_twice(results: &[Loaded]) -> Result<(), MergeError> {
     let mut seen: BTreeMap<(String, String), (&str, u32)> = BTreeMap::new();
     let mut sizes: BTreeMap<String, &str> = BTreeMap::new();
@@ -194,7 +192,7 @@ fn no_figure_twice(results: &[Loaded]) -> Result<(), MergeError> {
     Ok(())
 }
 
-/// Rounds go on where those of the runs before end, so that no two rows are of the same start.
+/// Renumbers rounds to continue those of earlier runs, so that each row is another start.
 fn add_samples(all: &mut Vec<Sample>, more: &[Sample]) {
     let mut next: BTreeMap<(String, Mode, bool), u32> = BTreeMap::new();
     for sample in all.iter() {
@@ -208,7 +206,7 @@ fn add_samples(all: &mut Vec<Sample>, more: &[Sample]) {
     }));
 }
 
-/// Returns the first run's conditions, with what the others have that is their own.
+/// Returns the first run's conditions with additional facts of the others.
 fn manifest(results: &[Loaded]) -> Manifest {
     let mut all = results[0].report.manifest.clone();
     all.plan = Default::default();
@@ -218,7 +216,7 @@ fn manifest(results: &[Loaded]) -> Manifest {
         for (handler, facts) in &of.runtimes {
             let all = all.runtimes.entry(handler.clone()).or_default();
             all.extend(facts.clone());
-            // Only pods that a daemon tells of have a number of virtual processors.
+            // Only pods that a daemon reports have vCPUs.
             if facts.contains_key("vcpus") {
                 let vmm = ["vmm", "vmm_version", "accelerator"].map(|name| of.vmm.get(name).map(shown));
                 let vmm: Vec<String> = vmm.into_iter().flatten().collect();
@@ -236,7 +234,7 @@ fn add(report: &mut Report, result: &Loaded) {
     report.marginal_kib_per_pod.extend(of.marginal_kib_per_pod.clone());
     report.overhead = report.overhead.take().or_else(|| of.overhead.clone());
     report.bare_boot = report.bare_boot.take().or_else(|| of.bare_boot.clone());
-    // Why a figure is absent is known better where it was to be measured, and here only if it is absent still.
+    // The reason comes from the run that should have measured the figure, and only if it is still absent.
     let absent: BTreeSet<String> = report.not_measured.keys().cloned().collect();
     let here = |name: &String| absent.contains(name) || !name.starts_with("series.");
     report.not_measured.extend(of.not_measured.clone().into_iter().filter(|(name, _)| here(name)));

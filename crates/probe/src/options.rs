@@ -1,4 +1,4 @@
-//! What pods and containers are to be, as far as probes and tests care; turned into CRI's own messages here.
+//! Options of pods and containers for probes and tests, and their conversion to CRI messages.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use k8s_cri::v1 as cri;
 use serde::{Deserialize, Serialize};
 
-/// Which network a pod asks for. There is no third to measure: CRI's scope CONTAINER is asked for by no kubelet, and
+/// Network of a pod. There is no third one to measure: no kubelet uses CRI's scope CONTAINER, and
 /// containerd gives such a pod an interface like every other.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -14,13 +14,13 @@ pub enum Network {
     /// One network namespace per pod, set up by CNI before the runtime handler is called.
     #[default]
     Pod,
-    /// The node's own: no namespace is made and no CNI plugin is called. A handler that runs machines may give
-    /// its pods less.
+    /// The node's network: no namespace is created and no CNI plugin is called. A handler that runs VMs may
+    /// restrict it.
     Host,
 }
 
 impl Network {
-    /// Returns the name used on the command line.
+    /// Parses a command line value.
     pub const fn as_str(self) -> &'static str {
         match self {
             Network::Pod => "pod",
@@ -36,11 +36,9 @@ impl std::str::FromStr for Network {
         match text {
             "pod" => Ok(Network::Pod),
             "host" => Ok(Network::Host),
-            "none" => {
-                Err("CRI cannot ask for a pod without a network: containerd would give it an interface all \
-                           the same; 'host' is the start that CNI has no part in"
-                    .into())
-            }
+            "none" => Err("CRI has no pods without a network: containerd would give it an interface all \
+                           the same; use 'host' for a start without CNI"
+                .into()),
             other => Err(format!("no such network mode '{other}': pod or host")),
         }
     }
@@ -52,7 +50,7 @@ impl std::fmt::Display for Network {
     }
 }
 
-/// A pod to run. `Default` is the plainest one; name and uid must be unique on the node.
+/// A pod to run. Name and uid must be unique on the node.
 #[derive(Debug, Clone, Default)]
 pub struct PodOptions {
     /// Pod name.
@@ -69,13 +67,13 @@ pub struct PodOptions {
     pub network: Network,
     /// Parent of the pod's cgroups on the host; the runtime's own when empty.
     pub cgroup_parent: String,
-    /// Where its containers' logs go; none are written when `None`.
+    /// Directory of its containers' logs; without one there are no logs.
     pub log_directory: Option<PathBuf>,
-    /// By which pods are found again.
+    /// Labels.
     pub labels: HashMap<String, String>,
-    /// Passed to the runtime as they are.
+    /// Annotations.
     pub annotations: HashMap<String, String>,
-    /// What the pod's containers ask for in all.
+    /// Sum of its containers' resources.
     pub resources: Option<Resources>,
 }
 
@@ -85,7 +83,7 @@ impl PodOptions {
         Self { name: name.into(), handler: handler.into(), ..Self::default() }
     }
 
-    /// Returns the CRI message for it.
+    /// Returns the CRI message.
     pub fn to_cri(&self) -> cri::PodSandboxConfig {
         let or_name = |text: &str| {
             if text.is_empty() { self.name.clone() } else { text.to_owned() }
@@ -101,7 +99,7 @@ impl PodOptions {
                 namespace: if self.namespace.is_empty() { "default".into() } else { self.namespace.clone() },
                 attempt: 0,
             }),
-            // With the node's network a pod has the node's name: CRI refuses another one.
+            // With the node's network a pod has the node's hostname: CRI rejects another one.
             hostname: if self.network == Network::Host { String::new() } else { or_name(&self.hostname) },
             log_directory: self
                 .log_directory
@@ -143,11 +141,11 @@ pub struct ContainerOptions {
     pub env: Vec<(String, String)>,
     /// Working directory; the image's when empty.
     pub working_dir: String,
-    /// Host paths seen inside.
+    /// Mounts of host paths.
     pub mounts: Vec<Mount>,
     /// Limits.
     pub resources: Option<Resources>,
-    /// Who it runs as and what it may do.
+    /// User and privileges.
     pub security: Security,
     /// Log file, relative to the pod's log directory; `<name>.log` when empty.
     pub log_path: String,
@@ -181,7 +179,7 @@ impl ContainerOptions {
         if self.log_path.is_empty() { format!("{}.log", self.name) } else { self.log_path.clone() }
     }
 
-    /// Returns the CRI message for it, in a pod with this network.
+    /// Returns the CRI message, for a pod with this network.
     pub fn to_cri(&self, network: Network) -> cri::ContainerConfig {
         cri::ContainerConfig {
             metadata: Some(cri::ContainerMetadata { name: self.name.clone(), attempt: 0 }),
@@ -212,11 +210,11 @@ impl ContainerOptions {
 /// A host path in a container.
 #[derive(Debug, Clone, Default)]
 pub struct Mount {
-    /// On the host.
+    /// Path on the host.
     pub host_path: PathBuf,
-    /// Inside.
+    /// Path in the container.
     pub container_path: PathBuf,
-    /// Not to be written.
+    /// Read-only.
     pub read_only: bool,
 }
 
@@ -257,22 +255,22 @@ impl Resources {
     }
 }
 
-/// Who a container runs as and what it may do.
+/// User and privileges of a container.
 #[derive(Debug, Clone, Default)]
 pub struct Security {
     /// User; the image's when `None`.
     pub user: Option<i64>,
     /// Group; needs `user`.
     pub group: Option<i64>,
-    /// The root file system may not be written.
+    /// Read-only root file system.
     pub read_only_rootfs: bool,
     /// All capabilities, all devices.
     pub privileged: bool,
-    /// No gain of privileges by exec.
+    /// Sets no_new_privs.
     pub no_new_privileges: bool,
-    /// Added to the runtime's default set, e.g. "NET_ADMIN".
+    /// Capabilities added to the runtime's default set, e.g. "NET_ADMIN".
     pub add_capabilities: Vec<String>,
-    /// Taken from it; "ALL" for all.
+    /// Capabilities removed from it; "ALL" for all.
     pub drop_capabilities: Vec<String>,
     /// The runtime's default seccomp profile instead of none.
     pub seccomp: bool,

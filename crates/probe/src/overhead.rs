@@ -1,4 +1,4 @@
-//! What the observer costs: measured in each run, stated in each report.
+//! Cost of the probe itself, measured in each run.
 
 use std::io::Write;
 use std::time::Instant;
@@ -9,23 +9,23 @@ use crate::first_byte::LogWatch;
 use crate::runtime::Runtime;
 use crate::summary::median;
 
-/// Repetitions of each measurement; a median of this many moves by a few per cent.
+/// Repetitions of each measurement; the median varies by a few per cent.
 const REPETITIONS: usize = 100;
-/// CRI calls inside a start.
+/// CRI calls of a start.
 const CALLS: f64 = 3.0;
 
-/// The probe's own share of a start, ms, as medians.
+/// Medians of the probe's own times in a start, ms.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Overhead {
-    /// An empty CRI call (Version), the runtime's share included: an upper bound of what one costs the probe.
+    /// An empty CRI call (Version) with the runtime's time: an upper bound of the probe's time per call.
     pub empty_call_ms: Option<f64>,
-    /// From a write to a log until the watching thread has stamped it.
+    /// From a write to a log until the watching thread's timestamp.
     pub mark_ms: Option<f64>,
-    /// Three empty calls and one mark: at most this part of each time is the probe's.
+    /// Three empty calls and one mark: an upper bound of the probe's part of a start.
     pub per_pod_ms: Option<f64>,
 }
 
-/// Measures it, in the directory that the starts will use.
+/// Measures it, in the directory that the starts use.
 pub async fn measure(runtime: &Runtime, watch: &LogWatch) -> Overhead {
     let mut calls = Vec::new();
     for _ in 0..REPETITIONS {

@@ -1,4 +1,4 @@
-//! Every process of the host at one moment, with what ties it to others.
+//! All processes of the host at one moment, with their ties to each other.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::os::unix::fs::MetadataExt;
@@ -7,7 +7,7 @@ use std::time::Duration;
 use procfs::ProcResult;
 use procfs::process::{FDTarget, Process as Entry};
 
-/// A process, by what can be known of it without disturbing it.
+/// A process, as `/proc` shows it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Process {
     /// Its id.
@@ -22,20 +22,20 @@ pub struct Process {
     pub command: String,
     /// Its cgroups, one path per hierarchy.
     pub cgroups: Vec<String>,
-    /// Inode of its pid namespace; `None` when not permitted to know.
+    /// Inode of its pid namespace; `None` without permission.
     pub pid_namespace: Option<u64>,
-    /// Files that it holds open.
+    /// Its open files.
     pub files: Vec<String>,
     /// Processes that it watches by pidfd.
     pub watches: BTreeSet<i32>,
-    /// Holds a KVM virtual machine.
+    /// Has a KVM VM open.
     pub has_vm: bool,
 }
 
-/// All of them by pid; kernel threads left out.
+/// All processes by pid, without kernel threads.
 pub type Table = BTreeMap<i32, Process>;
 
-/// Reads `/proc`. A process that ends meanwhile is left out.
+/// Reads `/proc`. Skips processes that end meanwhile.
 pub fn table() -> ProcResult<Table> {
     let mut table = Table::new();
     for entry in procfs::process::all_processes()? {
@@ -46,7 +46,7 @@ pub fn table() -> ProcResult<Table> {
     Ok(table)
 }
 
-/// `None` for kernel threads and processes that have ended: they have no command line.
+/// Returns a process; `None` for kernel threads and ended processes: they have no command line.
 fn read(entry: &Entry) -> ProcResult<Option<Process>> {
     let arguments = entry.cmdline()?;
     let Some(program) = arguments.first().filter(|program| !program.is_empty()) else { return Ok(None) };
@@ -61,7 +61,7 @@ fn read(entry: &Entry) -> ProcResult<Option<Process>> {
         pid_namespace: std::fs::metadata(format!("/proc/{}/ns/pid", stat.pid)).ok().map(|inode| inode.ino()),
         ..Process::default()
     };
-    // Needs the rights of a debugger; without them the other ties have to do.
+    // Needs ptrace permission; without it only the other ties are used.
     for fd in entry.fd().into_iter().flatten().flatten() {
         match fd.target {
             FDTarget::Path(path) => process.files.push(path.display().to_string()),
@@ -75,27 +75,27 @@ fn read(entry: &Entry) -> ProcResult<Option<Process>> {
     Ok(Some(process))
 }
 
-/// Returns the CPU time of all threads of a process, exact to a clock tick (10 ms); `None` if it has ended.
+/// Returns the CPU time of a process with all threads, exact to a clock tick (10 ms); `None` when it has ended.
 pub fn cpu_time(pid: i32) -> Option<Duration> {
     let stat = Entry::new(pid).and_then(|process| process.stat()).ok()?;
     Some(Duration::from_secs(stat.utime + stat.stime) / u32::try_from(procfs::ticks_per_second()).ok()?)
 }
 
-/// Returns the process behind a pidfd: line "Pid:" of its fdinfo, -1 once it has ended.
+/// Returns the process of a pidfd: line "Pid:" of its fdinfo, -1 once it has ended.
 fn watched(pid: i32, fd: i32) -> Option<i32> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{fd}")).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("Pid:"))?;
     line.trim().parse().ok().filter(|&pid| pid > 0)
 }
 
-/// Returns the process that listens on a unix socket, as the kernel remembers it.
+/// Returns the process that listens on a Unix socket.
 pub fn listener(socket: &std::path::Path) -> Option<i32> {
     let stream = std::os::unix::net::UnixStream::connect(socket).ok()?;
     let peer = rustix::net::sockopt::socket_peercred(&stream).ok()?;
     Some(peer.pid.as_raw_pid()).filter(|&pid| pid > 0)
 }
 
-/// `pid` and all its ancestors.
+/// Returns `pid` and all its ancestors.
 pub fn lineage(table: &Table, pid: i32) -> BTreeSet<i32> {
     std::iter::successors(Some(pid), |pid| table.get(pid).map(|process| process.parent))
         .take_while(|&pid| pid > 1)

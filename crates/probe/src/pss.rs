@@ -3,22 +3,20 @@
 
 use procfs::process::{MMPermissions, MMapPath, MemoryMap, Process};
 
-/// A mapping this large, readable, writable and not executable, is a guest's memory: a VMM itself has no use
-/// for one. Bytes.
+/// Minimum size of guest memory, bytes: a readable, writable, not executable mapping. A VMM itself has none this
+/// large.
 const GUEST_MEMORY: u64 = 16 << 20;
 
-/// Why a process' memory is not known.
+/// Why a process' memory is unknown.
 #[derive(Debug, thiserror::Error)]
 pub enum PssError {
     /// It has ended.
     #[error("process {0} has ended")]
     Gone(i32),
-    /// Only its owner and root may look.
-    #[error(
-        "not permitted to read the memory of process {0}: run as root, or its PSS is missing from the sum"
-    )]
+    /// No permission: only its owner and root may read it.
+    #[error("no permission to read the memory of process {0}: run as root, or the sum lacks its PSS")]
     Denied(i32),
-    /// Something else.
+    /// Another error.
     #[error("cannot read the memory of process {pid}")]
     Other {
         /// Its id.
@@ -28,14 +26,14 @@ pub enum PssError {
     },
 }
 
-/// PSS of a virtual machine monitor, KiB, by what the pages are for.
+/// PSS of a VMM by role, KiB.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Split {
-    /// The monitor's own.
+    /// The VMM's own.
     pub own: u64,
     /// The guest's memory.
     pub guest: u64,
-    /// Its share of pages of a file that it maps privately as guest memory: a template not yet written to.
+    /// Its share of unchanged template pages, which it maps privately as guest memory.
     pub template: u64,
 }
 
@@ -53,11 +51,11 @@ pub fn split(pid: i32) -> Result<Split, PssError> {
     let (mut own, mut guest, mut template) = (0, 0, 0);
     for map in maps {
         let pss = bytes(&map, "Pss");
-        // Copies of its own, shared with nobody; the kernel tells their PSS in sums only.
+        // Private copies; the kernel includes their PSS only in sums.
         let written = bytes(&map, "Anonymous").min(pss);
         let private_file =
             matches!(map.pathname, MMapPath::Path(_)) && map.perms.contains(MMPermissions::PRIVATE);
-        // A guest has written to its memory by the time it runs; a kernel image that a monitor has mapped to
+        // A running guest has written to its memory; a kernel image that a VMM has mapped to
         // load it from is never written to.
         if !is_guest_memory(&map) || (private_file && written == 0) {
             own += pss;
@@ -87,13 +85,13 @@ fn failed(pid: i32, source: procfs::ProcError) -> PssError {
     match source {
         procfs::ProcError::NotFound(_) => PssError::Gone(pid),
         procfs::ProcError::PermissionDenied(_) => PssError::Denied(pid),
-        // A process that is ending answers ESRCH.
+        // An ending process returns ESRCH.
         procfs::ProcError::Io(ref error, _) if error.raw_os_error() == Some(3) => PssError::Gone(pid),
         source => PssError::Other { pid, source },
     }
 }
 
-/// Returns the memory that is available without swapping, KiB.
+/// Returns the memory available without swapping, KiB.
 pub fn available() -> procfs::ProcResult<u64> {
     use procfs::Current;
     let memory = procfs::Meminfo::current()?;

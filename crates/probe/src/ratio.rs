@@ -1,4 +1,4 @@
-//! Whether one series is faster than another, and how sure that is.
+//! Ratios of medians, with confidence intervals.
 
 use rand::rngs::SmallRng;
 use rand::{Rng, RngExt, SeedableRng};
@@ -6,12 +6,12 @@ use serde::{Deserialize, Serialize};
 
 use crate::summary::median;
 
-/// Resamples behind an interval: the ends move by less than a hundredth of its width beyond that.
+/// Resamples of an interval: with more, its ends move by less than a hundredth of its width.
 pub const RESAMPLES: usize = 2000;
-/// The part of intervals that hold the true ratio, if samples are drawn independently.
+/// Confidence level, if samples are independent.
 pub const CONFIDENCE: f64 = 0.95;
 
-/// How the medians of two series compare.
+/// Ratio of the medians of two series.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Ratio {
     /// Median of a over median of b.
@@ -29,7 +29,7 @@ impl Ratio {
         Self::resampled(a, b, RESAMPLES, &mut SmallRng::seed_from_u64(0x5eed))
     }
 
-    /// Same as [`Ratio::of`], with one's own generator.
+    /// Same as [`Ratio::of`], with a given generator.
     pub fn resampled(a: &[f64], b: &[f64], resamples: usize, random: &mut impl Rng) -> Option<Self> {
         let over = |a: f64, b: f64| (b > 0.0).then(|| a / b);
         let p50 = over(median(a)?, median(b)?)?;
@@ -43,18 +43,18 @@ impl Ratio {
         Some(Self { p50, ci_low: end(tail)?, ci_high: end(1.0 - tail).or(ratios.last().copied())? })
     }
 
-    /// Formats a table cell: "0.52 (0.46–0.67)".
+    /// Returns the text for a table cell: "0.52 (0.46–0.67)".
     pub fn short(&self) -> String {
         format!("{:.2} ({:.2}–{:.2})", self.p50, self.ci_low, self.ci_high)
     }
 
-    /// Returns whether the interval spans 1: the data show no difference.
+    /// Returns whether the interval contains 1: the data show no difference.
     pub fn shows_no_difference(&self) -> bool {
         self.ci_low <= 1.0 && self.ci_high >= 1.0
     }
 }
 
-/// For people: "2.31 × (95 % CI 2.24 to 2.39)".
+/// Formats as "2.31 × (95 % CI 2.24 to 2.39)".
 impl std::fmt::Display for Ratio {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{:.2} × (95 % CI {:.2} to {:.2}", self.p50, self.ci_low, self.ci_high)?;
@@ -62,7 +62,7 @@ impl std::fmt::Display for Ratio {
     }
 }
 
-/// Returns the median of as many draws, with replacement, as there are samples.
+/// Returns the median of a resample with replacement.
 fn draw(from: &[f64], into: &mut [f64], random: &mut impl Rng) -> f64 {
     for slot in into.iter_mut() {
         *slot = from[random.random_range(0..from.len())];

@@ -1,4 +1,4 @@
-//! `report.json`: what a run came to, in the shape that `schema/report.schema.json` describes.
+//! `report.json`: the result of a run; its schema is `schema/report.schema.json`.
 
 use std::collections::BTreeMap;
 
@@ -17,11 +17,11 @@ use crate::sample::{Mode, Sample};
 use crate::startup::{Batch, FULL_SERIAL};
 use crate::summary::Summary;
 
-/// Version of the shape. A reader refuses what is newer than itself.
+/// Version of the schema. Readers reject newer versions.
 pub const SCHEMA: u32 = 1;
-/// The shape, as JSON Schema.
+/// The JSON Schema.
 pub const SCHEMA_TEXT: &str = include_str!("../schema/report.schema.json");
-/// Handler over whose times all others are shown, where it is among those measured.
+/// Reference handler of ratios, if it was measured.
 pub const REFERENCE: &str = "runc";
 
 /// A result.
@@ -29,10 +29,10 @@ pub const REFERENCE: &str = "runc";
 pub struct Report {
     /// [`SCHEMA`] of the probe that wrote it.
     pub schema: u32,
-    /// By which its times were taken; older results don't say it, and are the wall's.
+    /// Clock of its times; older results without it used the wall clock.
     #[serde(default)]
     pub clock: Clock,
-    /// It ended before its time.
+    /// It ended early.
     pub partial: bool,
     /// Why, if so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -45,19 +45,19 @@ pub struct Report {
     pub series: Vec<Series>,
     /// Start-up, runtimes compared.
     pub ratios: Vec<Comparison>,
-    /// The same machine booted alone, after each serial round of the same run.
+    /// The same VM booted alone, after each serial round of the same run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bare_boot: Option<Bare>,
     /// Memory, one per runtime and pod count: means over the repetitions.
     pub memory: Vec<Memory>,
     /// Growth of memory per pod, by runtime.
     pub marginal_kib_per_pod: BTreeMap<String, Marginal>,
-    /// What the observer costs; absent figures were not measured.
+    /// Cost of the probe itself; absent figures were not measured.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub overhead: Option<Overhead>,
-    /// What a reader must know about this run.
+    /// Notes on this run.
     pub notes: Vec<String>,
-    /// Figures that are not there, and why.
+    /// Figures that are missing, and why.
     pub not_measured: BTreeMap<String, String>,
 }
 
@@ -70,24 +70,24 @@ pub struct Series {
     pub mode: Mode,
     /// Pods at once.
     pub group: u32,
-    /// From the release to the first byte.
+    /// From the start request to the first byte.
     #[serde(flatten)]
     pub summary: Summary,
-    /// When the CRI calls were answered, since the release: `pod`, `created`, `started`.
+    /// Answers of the CRI calls, since the start request: `pod`, `created`, `started`.
     pub steps: BTreeMap<String, Summary>,
     /// Wall time of each complete group, ms.
     pub batch_ms: Vec<f64>,
-    /// Between the first and the last release of each group, ms.
+    /// Between the first and the last start request of each group, ms.
     pub release_spread_ms: Vec<f64>,
     /// The daemon's stages.
     pub stages: BTreeMap<Stage, Summary>,
-    /// What of the time no stage explains; only with stages.
+    /// Time outside all stages; only with stages.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub unexplained: Option<Summary>,
-    /// How often a pod's guest left to the host; only where KVM's statistics could be read.
+    /// VM exits per pod; only if KVM's statistics could be read.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub kvm_exits: Option<ExitsPerPod>,
-    /// Failures by the call at which they happened.
+    /// Failures by call.
     pub failed_at: BTreeMap<String, usize>,
 }
 
@@ -96,19 +96,19 @@ pub struct Series {
 pub struct Comparison {
     /// Serial or parallel.
     pub mode: Mode,
-    /// Handler above the line.
+    /// Handler in the numerator.
     pub a: String,
-    /// Handler below it.
+    /// Handler in the denominator.
     pub b: String,
-    /// Of the wall times of whole groups, instead of those of pods.
+    /// Compares times of whole groups instead of pods.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub groups: bool,
-    /// Of the medians.
+    /// Ratio of the medians.
     #[serde(flatten)]
     pub ratio: Ratio,
 }
 
-/// For people: "sandboxer over runc, whole groups: medians 0.90 × (95 % CI 0.88 to 0.92)".
+/// Formats as "sandboxer over runc, whole groups: medians 0.90 × (95 % CI 0.88 to 0.92)".
 impl std::fmt::Display for Comparison {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let what = if self.groups { "whole groups".to_owned() } else { self.mode.to_string() };
@@ -116,13 +116,13 @@ impl std::fmt::Display for Comparison {
     }
 }
 
-/// A machine booted alone, from its VMM's start to the agent's ready message: no daemon, no container.
+/// A VM booted alone, from its VMM's start to the agent's ready message: no daemon, no container.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Bare {
     /// The times.
     #[serde(flatten)]
     pub summary: Summary,
-    /// Handler whose machine it is.
+    /// Handler of the VM.
     pub like: String,
     /// Median of that handler's serial starts over the median of these.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -142,18 +142,18 @@ pub struct Memory {
     pub management_pss_kib: f64,
     /// All roles.
     pub total_pss_kib: f64,
-    /// All roles, the resident process only by what it grew: what goes away when the pods go away.
+    /// Memory freed with the pods: all roles, but only the growth of the resident process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub goes_away_kib: Option<f64>,
     /// Fall of `MemAvailable` since there was no pod.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub available_fall_kib: Option<f64>,
-    /// What the pods use of the CPU while they are idle, thousandths of one; of a sweep's largest count only.
+    /// CPU time of the idle pods, millicores; only at a sweep's largest count.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub idle_cpu_millicores: Option<f64>,
     /// By role.
     pub by_role: BTreeMap<Role, f64>,
-    /// The CRI runtime itself; in no sum.
+    /// The CRI runtime itself; not included in sums.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cri_pss_kib: Option<f64>,
 }
@@ -163,7 +163,7 @@ pub struct Memory {
 pub struct Marginal {
     /// Of the sum of all roles.
     pub total: f64,
-    /// Of all roles but the containers' own processes: what a pod costs beyond what it runs.
+    /// Of all roles except the containers' own processes: a pod's overhead.
     pub overhead: f64,
     /// Of the resident process and the shims.
     pub management: f64,
@@ -176,7 +176,7 @@ pub struct Marginal {
 }
 
 impl Report {
-    /// Creates an empty report.
+    /// Returns an empty report.
     pub fn new(manifest: Manifest) -> Self {
         Self {
             schema: SCHEMA,
@@ -196,7 +196,7 @@ impl Report {
         }
     }
 
-    /// Adds what start-up samples come to. The first runtime is compared with each of the others, and each with
+    /// Adds the results of start-up samples. The first runtime is compared with each of the others, and each with
     /// [`REFERENCE`].
     pub fn add_startup(&mut self, runtimes: &[String], samples: &[Sample], batches: &[Batch]) {
         for mode in [Mode::Serial, Mode::Parallel] {
@@ -224,19 +224,19 @@ impl Report {
         for series in &self.series {
             if series.stages.is_empty() {
                 let why = match series.summary.p50_ms {
-                    Some(_) => "this runtime has no trace that tells stages",
-                    None => "no start came to its end",
+                    Some(_) => "this runtime has no trace with stages",
+                    None => "no start succeeded",
                 };
                 self.not_measured
                     .insert(format!("series.{}.{}.stages", series.runtime, series.mode), why.into());
             }
             if series.kvm_exits.is_none() {
-                self.not_measured.insert(series.exits_name(), "no row tells KVM's exits".into());
+                self.not_measured.insert(series.exits_name(), "no row has KVM exits".into());
             }
         }
     }
 
-    /// Says why the exits of these handlers' guests are not known.
+    /// Adds why the exits of these handlers' guests are unknown.
     pub fn explain_exits(&mut self, why: &BTreeMap<String, String>) {
         for series in self.series.iter().filter(|series| series.kvm_exits.is_none()) {
             if let Some(why) = why.get(&series.runtime) {
@@ -252,13 +252,13 @@ impl Report {
         self.ratios.iter().find(found).map(|found| &found.ratio)
     }
 
-    /// Returns the wall times of this runtime's whole groups.
+    /// Returns the times of this runtime's whole groups.
     fn batches(&self, runtime: &str) -> Vec<f64> {
         let of = self.series.iter().filter(|series| series.runtime == runtime);
         of.flat_map(|series| series.batch_ms.iter().copied()).collect()
     }
 
-    /// Returns what was not measured, by the reason.
+    /// Returns what was not measured, by reason.
     pub fn absent(&self) -> BTreeMap<&str, Vec<&str>> {
         let mut absent: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
         for (what, why) in &self.not_measured {
@@ -267,7 +267,7 @@ impl Report {
         absent
     }
 
-    /// Adds what bare boots of this handler's machine come to.
+    /// Adds the results of bare boots of this handler's VM.
     pub fn add_bare_boots(&mut self, like: &str, samples: &[Sample], boots: &[f64], failures: &[String]) {
         if boots.is_empty() && failures.is_empty() {
             return;
@@ -280,9 +280,9 @@ impl Report {
         });
     }
 
-    /// Adds what points of a sweep come to.
+    /// Adds the results of a sweep's points.
     pub fn add_memory(&mut self, points: &[Point]) {
-        // In the order in which they were asked for: the first is what the others are compared with.
+        // In the requested order: the others are compared with the first.
         let mut runtimes: Vec<&String> = Vec::new();
         for point in points {
             if !runtimes.contains(&&point.runtime) {
@@ -300,7 +300,7 @@ impl Report {
                 Some(marginal) => drop(self.marginal_kib_per_pod.insert(runtime.clone(), marginal)),
                 None => drop(self.not_measured.insert(
                     format!("marginal_kib_per_pod.{runtime}"),
-                    "growth needs two different numbers of pods".into(),
+                    "growth needs two different pod counts".into(),
                 )),
             }
             if points.iter().all(|point| point.idle_cpu_millicores.is_none()) {
@@ -319,7 +319,7 @@ impl Report {
     }
 }
 
-/// Runtimes that are compared: the first with each of the others, and what is not the first with [`REFERENCE`].
+/// Returns the compared pairs: the first with each of the others, and others with [`REFERENCE`].
 fn pairs(runtimes: &[String]) -> impl Iterator<Item = (&String, &String)> {
     let (first, others) = runtimes.split_at(runtimes.len().min(1));
     let with_first = first.iter().flat_map(move |first| others.iter().map(move |other| (first, other)));
@@ -330,7 +330,7 @@ fn pairs(runtimes: &[String]) -> impl Iterator<Item = (&String, &String)> {
     with_first.chain(with_reference)
 }
 
-/// Reasons of failures, the most frequent first; those that differ in ids and numbers only are one.
+/// Returns the reasons of failures, the most frequent first; merges those that differ only in ids and numbers.
 fn reasons(samples: &[Sample]) -> Vec<String> {
     const SHOWN: usize = 5;
     let mut counts: BTreeMap<(String, String), (usize, &str)> = BTreeMap::new();
@@ -352,7 +352,7 @@ fn reasons(samples: &[Sample]) -> Vec<String> {
         .collect()
 }
 
-/// Returns the times that count of one runtime in one mode.
+/// Returns the counted times of one runtime in one mode.
 pub fn times(samples: &[Sample], runtime: &str, mode: Mode) -> Vec<f64> {
     samples.iter().filter(|s| s.runtime == runtime && s.mode == mode).filter_map(Sample::time).collect()
 }
@@ -400,24 +400,24 @@ impl Series {
 }
 
 impl Series {
-    /// Returns how `not_measured` names its exits.
+    /// Returns the key of its exits in `not_measured`.
     pub fn exits_name(&self) -> String {
         format!("series.{}.{}.kvm_exits", self.runtime, self.mode)
     }
 
-    /// Returns the median of its pods' exits, for a table.
+    /// Returns the median of its pods' exits, as text.
     pub fn shown_exits(&self) -> String {
         self.kvm_exits.map_or_else(|| "not measured".into(), |exits| exits.p50.to_string())
     }
 }
 
 impl Memory {
-    /// Returns the memory of one pod's VMM, its guest's left out, KiB; `None` where there is none.
+    /// Returns the memory of one pod's VMM without its guest's, KiB; `None` without a VMM.
     pub fn each_vmm_kib(&self) -> Option<f64> {
         Some(self.by_role.get(&Role::Vmm)? / f64::from(self.pods.max(1)))
     }
 
-    /// [`Memory::idle_cpu_millicores`], per pod.
+    /// Returns [`Memory::idle_cpu_millicores`] per pod.
     pub fn idle_cpu_per_pod(&self) -> Option<f64> {
         Some(self.idle_cpu_millicores? / f64::from(self.pods.max(1)))
     }
@@ -425,7 +425,7 @@ impl Memory {
     fn of(group: &[&Point]) -> Self {
         let count = group.len() as f64;
         let mean = |f: &dyn Fn(&Point) -> f64| group.iter().map(|point| f(point)).sum::<f64>() / count;
-        // Of all or of none: a mean over some of the repetitions is not comparable.
+        // Only if all repetitions have it: a mean over some of them is not comparable.
         let known = |f: &dyn Fn(&Point) -> Option<f64>| {
             let known: Vec<f64> = group.iter().filter_map(|point| f(point)).collect();
             (known.len() == group.len()).then(|| known.iter().sum::<f64>() / count)
@@ -466,21 +466,21 @@ impl Marginal {
     }
 }
 
-/// Why a text is no report.
+/// Why a text is not a report.
 #[derive(Debug, thiserror::Error)]
 pub enum ReportError {
-    /// No JSON, or not of this shape.
+    /// Not JSON, or not of this schema.
     #[error("not a report of this probe")]
     Shape(#[from] serde_json::Error),
-    /// From the future.
+    /// A newer schema.
     #[error("the report has schema {found}, this probe reads up to {SCHEMA}: use a newer probe")]
     Newer {
-        /// What it says.
+        /// Its version.
         found: u64,
     },
 }
 
-/// Reads a report; one of a newer schema is refused by its number before its shape is looked at.
+/// Reads a report; checks the schema version first.
 pub fn parse(text: &str) -> Result<Report, ReportError> {
     let value: Value = serde_json::from_str(text)?;
     match value.get("schema").and_then(Value::as_u64) {
@@ -489,7 +489,7 @@ pub fn parse(text: &str) -> Result<Report, ReportError> {
     }
 }
 
-/// Returns the report as indented JSON.
+/// Returns indented JSON.
 pub fn render(report: &Report) -> String {
     let value = serde_json::to_value(report).unwrap_or_else(|error| json!({ "error": error.to_string() }));
     format!("{value:#}\n")

@@ -1,4 +1,4 @@
-//! A container runtime, spoken to over CRI v1 on a unix socket. Any runtime handler, no word about any.
+//! A CRI v1 client over a Unix socket, for any runtime handler.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -13,21 +13,21 @@ use tonic::{Code, Response, Status};
 
 use crate::options::{ContainerOptions, PodOptions};
 
-/// Largest answer that is read, bytes: verbose answers carry whole specs.
+/// Maximum size of an answer, bytes: verbose answers contain whole specs.
 const MAX_ANSWER: usize = 64 << 20;
 
-/// Why the runtime did not do what it was asked to.
+/// Why a call failed.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum RuntimeError {
-    /// The endpoint's name makes no sense.
-    #[error("cannot use CRI endpoint '{endpoint}': {reason}; give unix:///path/to/containerd.sock")]
+    /// The endpoint is invalid.
+    #[error("cannot use CRI endpoint '{endpoint}': {reason}; use unix:///path/to/containerd.sock")]
     Endpoint {
         /// As given.
         endpoint: String,
         /// What is wrong with it.
         reason: &'static str,
     },
-    /// Nobody answers there.
+    /// No runtime answers.
     #[error(
         "cannot reach a CRI runtime at {endpoint}: {reason}; is containerd running, and is this its socket?"
     )]
@@ -37,7 +37,7 @@ pub enum RuntimeError {
         /// What the system said.
         reason: String,
     },
-    /// It said no.
+    /// The runtime returned an error.
     #[error("{call} of {subject} failed ({code:?}): {message}")]
     Refused {
         /// CRI's name of the call.
@@ -46,23 +46,23 @@ pub enum RuntimeError {
         subject: String,
         /// gRPC's code.
         code: Code,
-        /// In the runtime's words.
+        /// The runtime's message.
         message: String,
     },
-    /// The answer lacks what CRI says it has.
-    #[error("{call} of {subject} was answered without {lacking}")]
+    /// The answer lacks a field that CRI requires.
+    #[error("the answer to {call} of {subject} lacks {lacking}")]
     Incomplete {
         /// CRI's name of the call.
         call: &'static str,
         /// The pod, container or image.
         subject: String,
-        /// What is not there.
+        /// The missing field.
         lacking: &'static str,
     },
 }
 
 impl RuntimeError {
-    /// Returns the gRPC code, if the runtime answered.
+    /// Returns gRPC's code, if the runtime answered.
     pub fn code(&self) -> Option<Code> {
         match self {
             RuntimeError::Refused { code, .. } => Some(*code),
@@ -76,10 +76,10 @@ impl RuntimeError {
     }
 }
 
-/// Answer or reason.
+/// Result of a call.
 pub type Result<T> = std::result::Result<T, RuntimeError>;
 
-/// Who answers.
+/// Name and versions of the runtime.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Version {
     /// "containerd", ….
@@ -90,7 +90,7 @@ pub struct Version {
     pub api: String,
 }
 
-/// How a pod is.
+/// Status of a pod.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PodState {
     /// Sandbox id.
@@ -109,11 +109,11 @@ pub struct PodState {
     pub labels: HashMap<String, String>,
     /// Creation, ns since 1970, by the runtime's clock.
     pub created_at: i64,
-    /// The runtime's own words, JSON as a rule; empty unless asked for.
+    /// Verbose information of the runtime, usually JSON; empty unless requested.
     pub info: HashMap<String, String>,
 }
 
-/// How far a container is.
+/// State of a container.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Phase {
     /// Not yet started.
@@ -126,14 +126,14 @@ pub enum Phase {
     Unknown,
 }
 
-/// How a container is.
+/// Status of a container.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ContainerState {
     /// Container id.
     pub id: String,
     /// Its name.
     pub name: String,
-    /// How far it is.
+    /// Its state.
     pub phase: Phase,
     /// Valid when it has exited.
     pub exit_code: i32,
@@ -143,13 +143,13 @@ pub struct ContainerState {
     pub message: String,
     /// Digest or id of its image.
     pub image: String,
-    /// Where its log is.
+    /// Path of its log.
     pub log_path: PathBuf,
     /// Times, ns since 1970, 0 when it did not happen yet.
     pub started_at: i64,
     /// As above.
     pub finished_at: i64,
-    /// The runtime's own words; empty unless asked for.
+    /// Verbose information of the runtime; empty unless requested.
     pub info: HashMap<String, String>,
 }
 
@@ -170,7 +170,7 @@ pub struct Listed {
     pub labels: HashMap<String, String>,
 }
 
-/// What a command run inside gave back.
+/// Result of a command run in a container.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExecOutput {
     /// Bytes of stdout.
@@ -181,7 +181,7 @@ pub struct ExecOutput {
     pub exit_code: i32,
 }
 
-/// What a container uses, where the runtime knows.
+/// Resource usage of a container, if known.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Usage {
     /// CPU time since its start, ns.
@@ -201,7 +201,7 @@ pub struct Image {
     pub size: u64,
 }
 
-/// A connection to a runtime; clones share it. It is made at the first call and again after a loss.
+/// A connection to a runtime; clones share it. It connects at the first call and reconnects after a loss.
 #[derive(Debug, Clone)]
 pub struct Runtime {
     socket: PathBuf,
@@ -215,7 +215,7 @@ impl Runtime {
         let bad = |reason| RuntimeError::Endpoint { endpoint: endpoint.to_owned(), reason };
         let path = match endpoint.split_once(':') {
             Some(("unix", rest)) => rest.strip_prefix("//").unwrap_or(rest),
-            Some((scheme, _)) if !scheme.contains('/') => return Err(bad("it is no unix socket")),
+            Some((scheme, _)) if !scheme.contains('/') => return Err(bad("it is not a Unix socket")),
             _ => endpoint,
         };
         if !path.starts_with('/') {
@@ -235,7 +235,7 @@ impl Runtime {
         &self.socket
     }
 
-    /// Returns who answers.
+    /// Returns name and versions of the runtime.
     pub async fn version(&self) -> Result<Version> {
         let request = cri::VersionRequest { version: "v1".into() };
         let answer = self.runtime.clone().version(request).await;
@@ -247,7 +247,7 @@ impl Runtime {
         })
     }
 
-    /// Returns the runtime's account of itself: handlers, configuration and whatever else it tells, as JSON texts.
+    /// Returns the runtime's verbose status: handlers, configuration and more, as JSON texts.
     pub async fn describe(&self) -> Result<(Vec<String>, HashMap<String, String>)> {
         let request = cri::StatusRequest { verbose: true };
         let answer = self.runtime.clone().status(request).await;
@@ -255,7 +255,7 @@ impl Runtime {
         Ok((answer.runtime_handlers.into_iter().map(|handler| handler.name).collect(), answer.info))
     }
 
-    /// Runs a pod; its id.
+    /// Runs a pod and returns its id.
     pub async fn run_pod(&self, pod: &PodOptions) -> Result<String> {
         let request =
             cri::RunPodSandboxRequest { config: Some(pod.to_cri()), runtime_handler: pod.handler.clone() };
@@ -265,21 +265,21 @@ impl Runtime {
         self.named("RunPodSandbox", &pod.name, answer.pod_sandbox_id)
     }
 
-    /// Ends a pod and all in it. Ending an ended one is no error.
+    /// Stops a pod and its containers. Stopping a stopped one is no error.
     pub async fn stop_pod(&self, id: &str) -> Result<()> {
         let request = cri::StopPodSandboxRequest { pod_sandbox_id: id.to_owned() };
         let answer = self.runtime.clone().stop_pod_sandbox(request).await;
         self.check("StopPodSandbox", id, answer).map(drop)
     }
 
-    /// Removes a pod and all in it. Removing an unknown one is no error.
+    /// Removes a pod and its containers. Removing an unknown one is no error.
     pub async fn remove_pod(&self, id: &str) -> Result<()> {
         let request = cri::RemovePodSandboxRequest { pod_sandbox_id: id.to_owned() };
         let answer = self.runtime.clone().remove_pod_sandbox(request).await;
         self.check("RemovePodSandbox", id, answer).map(drop)
     }
 
-    /// Returns how a pod is; `verbose` adds the runtime's own words.
+    /// Returns the status of a pod; `verbose` adds the runtime's own information.
     pub async fn pod(&self, id: &str, verbose: bool) -> Result<PodState> {
         let request = cri::PodSandboxStatusRequest { pod_sandbox_id: id.to_owned(), verbose };
         let answer = self.runtime.clone().pod_sandbox_status(request).await;
@@ -302,7 +302,7 @@ impl Runtime {
         })
     }
 
-    /// Pods that have all of these labels; all pods with none.
+    /// Returns the pods that have all of these labels; without labels all pods.
     pub async fn pods(&self, labels: &HashMap<String, String>) -> Result<Vec<Listed>> {
         let filter = cri::PodSandboxFilter { label_selector: labels.clone(), ..Default::default() };
         let request = cri::ListPodSandboxRequest { filter: Some(filter) };
@@ -322,7 +322,7 @@ impl Runtime {
             .collect())
     }
 
-    /// Creates a container in a pod that was run with these options; its id.
+    /// Creates a container in a pod that was run with these options; returns its id.
     pub async fn create_container(
         &self,
         pod_id: &str,
@@ -347,7 +347,7 @@ impl Runtime {
         self.check("StartContainer", id, answer).map(drop)
     }
 
-    /// Asks a container to end; `grace` later it is killed. CRI counts in seconds: it is rounded up.
+    /// Stops a container; kills it after `grace`. CRI has whole seconds: `grace` is rounded up.
     pub async fn stop_container(&self, id: &str, grace: Duration) -> Result<()> {
         let request = cri::StopContainerRequest { container_id: id.to_owned(), timeout: seconds(grace) };
         let answer = self.runtime.clone().stop_container(request).await;
@@ -361,7 +361,7 @@ impl Runtime {
         self.check("RemoveContainer", id, answer).map(drop)
     }
 
-    /// Returns how a container is; `verbose` adds the runtime's own words.
+    /// Returns the status of a container; `verbose` adds the runtime's own information.
     pub async fn container(&self, id: &str, verbose: bool) -> Result<ContainerState> {
         let request = cri::ContainerStatusRequest { container_id: id.to_owned(), verbose };
         let answer = self.runtime.clone().container_status(request).await;
@@ -382,7 +382,7 @@ impl Runtime {
         })
     }
 
-    /// Containers in a pod, or all with `None`.
+    /// Returns the containers of a pod; with `None` all.
     pub async fn containers(&self, pod: Option<&str>) -> Result<Vec<Listed>> {
         let filter =
             cri::ContainerFilter { pod_sandbox_id: pod.unwrap_or_default().to_owned(), ..Default::default() };
@@ -403,7 +403,7 @@ impl Runtime {
             .collect())
     }
 
-    /// Runs a command inside a running container to its end; without `limit` for as long as it likes.
+    /// Runs a command in a running container until it ends or until `limit`.
     pub async fn exec_sync<S: Into<String>>(
         &self,
         id: &str,
@@ -420,7 +420,7 @@ impl Runtime {
         Ok(ExecOutput { stdout: answer.stdout, stderr: answer.stderr, exit_code: answer.exit_code })
     }
 
-    /// Returns what a container uses.
+    /// Returns the resource usage of a container.
     pub async fn usage(&self, id: &str) -> Result<Usage> {
         let request = cri::ContainerStatsRequest { container_id: id.to_owned() };
         let answer = self.runtime.clone().container_stats(request).await;
@@ -432,7 +432,7 @@ impl Runtime {
         })
     }
 
-    /// Returns an image on the node; `None` when it is not there.
+    /// Returns an image of the node; `None` if it is missing.
     pub async fn image(&self, reference: &str) -> Result<Option<Image>> {
         let image = cri::ImageSpec { image: reference.to_owned(), ..Default::default() };
         let request = cri::ImageStatusRequest { image: Some(image), verbose: false };
@@ -441,7 +441,7 @@ impl Runtime {
         Ok(answer.image.map(|image| Image { id: image.id, digests: image.repo_digests, size: image.size }))
     }
 
-    /// Returns what gRPC says, in our words.
+    /// Converts gRPC's status.
     fn check<T>(
         &self,
         call: &'static str,
@@ -452,7 +452,7 @@ impl Runtime {
             Ok(answer) => return Ok(answer.into_inner()),
             Err(status) => status,
         };
-        // A transport's error has no answer of the runtime behind it.
+        // A transport error means that the runtime did not answer.
         let io = std::iter::successors(std::error::Error::source(&status), |error| error.source())
             .find_map(|error| error.downcast_ref::<std::io::Error>());
         if let (Code::Unavailable | Code::Unknown, Some(io)) = (status.code(), io) {

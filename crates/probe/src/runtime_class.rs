@@ -1,4 +1,4 @@
-//! A Kubernetes RuntimeClass whose `overhead.podFixed` was measured, not guessed.
+//! A Kubernetes RuntimeClass with a measured `overhead.podFixed`.
 
 use crate::attribution::Role;
 use crate::ledger::Ledger;
@@ -6,15 +6,15 @@ use crate::report::{Marginal, Memory, Report};
 
 /// Why there is no overhead.
 #[derive(Debug, thiserror::Error)]
-#[error("no pods of handler '{0}' are running: their overhead cannot be measured")]
+#[error("cannot measure the overhead of handler '{0}': none of its pods are running")]
 pub struct NoPods(String);
 
-/// Returns a RuntimeClass from the growth of memory over a sweep and the idle CPU use at its largest count.
+/// Returns the RuntimeClass from the growth of memory over a sweep, and the CPU time of the idle pods at its end.
 pub fn from_sweep(handler: &str, marginal: &Marginal, report: &Report) -> String {
     let rows: Vec<&Memory> = report.memory.iter().filter(|row| row.runtime == handler).collect();
     let counts: Vec<String> = rows.iter().map(|row| row.pods.to_string()).collect();
     let memory = format!(
-        "slope of PSS over {} pods (r² {:.3}), {} of {}; containers' own processes on the host not counted",
+        "slope of PSS over {} pods (r² {:.3}), {} of {}; without the containers' own processes on the host",
         counts.join(", "),
         marginal.r2,
         report.manifest.cri.get("version").map(crate::manifest::shown).unwrap_or_default(),
@@ -30,22 +30,22 @@ pub fn from_sweep(handler: &str, marginal: &Marginal, report: &Report) -> String
     yaml(handler, (marginal.overhead, &memory), (cpu.0, &cpu.1))
 }
 
-/// Returns a RuntimeClass from the mean of the pods that run now. The resident process is divided among them.
+/// Returns the RuntimeClass from the mean of the running pods, with their share of the resident process.
 pub fn from_ledger(handler: &str, ledger: &Ledger) -> Result<String, NoPods> {
     if ledger.pods == 0 {
         return Err(NoPods(handler.to_owned()));
     }
     let kib = (ledger.total_kib() - ledger.role(Role::Workload)) as f64 / ledger.pods as f64;
     let source = format!(
-        "mean PSS of {} running pods, the resident process shared out among them; in a microVM the containers' \
-         own pages are in the guest's memory and in this sum",
+        "mean PSS of {} running pods, with their share of the resident process; in a microVM the containers' \
+         own pages are part of the guest's memory and of this sum",
         ledger.pods
     );
-    let cpu = (None, "pods that run already need not be idle: use --sweep");
+    let cpu = (None, "running pods may not be idle: use --sweep");
     Ok(yaml(handler, (kib, &source), cpu))
 }
 
-/// Formats memory in KiB and CPU in thousandths, each with its source; for an unknown CPU, the reason.
+/// Returns the YAML. Memory in KiB and CPU in millicores, each with its source, or why CPU is unknown.
 fn yaml(handler: &str, (kib, memory): (f64, &str), (millicores, cpu): (Option<f64>, &str)) -> String {
     let mib = (kib.max(0.0) / 1024.0).ceil();
     let cpu = match millicores {

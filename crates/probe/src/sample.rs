@@ -1,4 +1,4 @@
-//! The raw rows that every figure stands on: one per pod, failures included.
+//! The raw rows: one per pod, with failures.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -10,13 +10,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::clock::Clock;
 
-/// How pods were released.
+/// How pods were started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
     /// One after the other, each removed before the next.
     Serial,
-    /// A group at once, by one barrier.
+    /// A group at once.
     Parallel,
 }
 
@@ -33,28 +33,28 @@ impl std::fmt::Display for Mode {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Outcome {
-    /// Its first byte was seen.
+    /// Its first byte was detected.
     Ok,
-    /// It did not come that far; counted as a failure, never as a time.
+    /// The start failed.
     Failed,
-    /// The measurement was ended before the pod was there; counted as nothing.
+    /// The measurement was interrupted before the start finished; not counted.
     Interrupted,
 }
 
-/// One start of a pod with one container. Times are ms since the pod's release, on the monotonic clock.
+/// One start of a pod with one container. Times are ms since the start request, on the monotonic clock.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Sample {
     /// Runtime handler.
     pub runtime: String,
-    /// How it was released.
+    /// How it was started.
     pub mode: Mode,
-    /// Round, from 0: the how-manieth serial start, or the how-manieth group.
+    /// Number of the serial start or of the group, from 0.
     pub round: u32,
     /// Place within its group; 0 for serial starts.
     pub index: u32,
-    /// Before counting began, to warm caches: never counted.
+    /// Warm-up: never counted.
     pub warm_up: bool,
-    /// The release, ms since the run began; tells alternation and drift.
+    /// Start request, ms since the run began; shows alternation and drift.
     pub released_ms: f64,
     /// RunPodSandbox answered.
     pub pod_ms: Option<f64>,
@@ -62,37 +62,37 @@ pub struct Sample {
     pub created_ms: Option<f64>,
     /// StartContainer answered. The first byte may come before or after it.
     pub started_ms: Option<f64>,
-    /// The container's process has demonstrably run: the time that counts.
+    /// First byte of the container: the measured time.
     pub first_byte_ms: Option<f64>,
-    /// Whether it came that far.
+    /// Result.
     pub outcome: Outcome,
     /// Call that failed; empty when none did.
     pub failed_at: String,
     /// Why, in one line.
     pub error: String,
-    /// Durations of the daemon's own stages, ms, where it has a trace.
+    /// Durations of the daemon's own stages, ms, if there is a trace.
     pub stages: BTreeMap<Stage, f64>,
-    /// How often the pod's guest left to the host, by KVM's statistics: from the release until after the first byte, of a
-    /// group until all of it was there.
+    /// VM exits of the pod, from KVM's statistics: from the start request until after the first byte, in a group until all
+    /// of its pods are started.
     pub kvm_exits: Option<u64>,
 }
 
 impl Sample {
-    /// Returns the time that counts, for pods that count.
+    /// Returns the measured time of counted pods.
     pub fn time(&self) -> Option<f64> {
         self.first_byte_ms.filter(|_| self.outcome == Outcome::Ok && !self.warm_up)
     }
 
-    /// Returns whether the failure counts.
+    /// Returns whether it is a counted failure.
     pub fn failed(&self) -> bool {
         self.outcome == Outcome::Failed && !self.warm_up
     }
 }
 
-/// What is wrong with a file of samples.
+/// Why a file of samples cannot be read.
 #[derive(Debug, thiserror::Error)]
 pub enum SamplesError {
-    /// Not readable as samples.
+    /// The file is not readable as samples.
     #[error("cannot read samples from {path}")]
     Read {
         /// The file.
@@ -100,12 +100,12 @@ pub enum SamplesError {
         /// Line and reason.
         source: csv::Error,
     },
-    /// A value that no probe writes.
+    /// An invalid value.
     #[error("{path}: row {row}: {reason}")]
     Value {
         /// The file.
         path: String,
-        /// From 1, without the heading.
+        /// From 1, without the header.
         row: usize,
         /// What is wrong.
         reason: String,
@@ -128,19 +128,19 @@ const COLUMNS: [&str; 13] = [
     "error",
 ];
 
-/// After the stages.
+/// Columns after the stages.
 const LAST_COLUMNS: [&str; 2] = ["kvm_exits", "clock"];
 
-/// Writes samples as CSV, each row at once and whole: a run that dies, or fills the disk, keeps those before.
+/// Writes samples as CSV, each whole row at once: a run that dies, or fills the disk, keeps earlier rows.
 pub struct SampleWriter {
     file: File,
     clock: Clock,
-    /// Bytes of whole rows.
+    /// Size of the whole rows, bytes.
     kept: u64,
 }
 
 impl SampleWriter {
-    /// Writes the heading to an empty file that is open for appending.
+    /// Writes the header to an empty file that is open for appending.
     pub fn new(file: File, clock: Clock) -> io::Result<Self> {
         let mut writer = Self { file, clock, kept: 0 };
         let stages = Stage::ALL.iter().map(|stage| format!("{stage}_ms"));
@@ -183,28 +183,28 @@ impl SampleWriter {
         let written = self.file.write_all(&row);
         match written {
             Ok(()) => self.kept += row.len() as u64,
-            // A disk that fills takes a part of a row, which nobody could read.
+            // A full disk leaves a partial row, which would not be readable.
             Err(_) => drop(self.file.set_len(self.kept)),
         }
         written
     }
 }
 
-/// Microseconds are the last digit that means anything.
+/// Formats a time with microseconds.
 fn ms(time: Option<f64>) -> String {
     time.map(|time| format!("{time:.3}")).unwrap_or_default()
 }
 
-/// What a file of samples holds.
+/// Content of a file of samples.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Rows {
-    /// Of all its times; files of older probes don't say it, and are the wall's.
+    /// Clock of all its times; files of older probes without it used the wall clock.
     pub clock: Clock,
-    /// In the order of the file.
+    /// The samples, in file order.
     pub samples: Vec<Sample>,
 }
 
-/// Reads what [`SampleWriter`] wrote. Columns are found by name; a stage that has none is not known.
+/// Reads what [`SampleWriter`] wrote. Columns are found by name; missing stages are unknown.
 pub fn read_samples(from: impl Read, path: &Path) -> Result<Rows, SamplesError> {
     let name = path.display().to_string();
     let read = |source| SamplesError::Read { path: name.clone(), source };
@@ -218,7 +218,7 @@ pub fn read_samples(from: impl Read, path: &Path) -> Result<Rows, SamplesError> 
         let text = |field: &str| {
             column(field)
                 .and_then(|at| row.get(at))
-                .ok_or_else(|| bad(format!("there is no column '{field}'")))
+                .ok_or_else(|| bad(format!("column '{field}' is missing")))
         };
         let number = |field: &str| -> Result<Option<f64>, SamplesError> {
             match text(field)? {
@@ -228,7 +228,7 @@ pub fn read_samples(from: impl Read, path: &Path) -> Result<Rows, SamplesError> 
                     .ok()
                     .filter(|value: &f64| value.is_finite() && *value >= 0.0)
                     .map(Some)
-                    .ok_or_else(|| bad(format!("'{digits}' in column '{field}' is no time in ms"))),
+                    .ok_or_else(|| bad(format!("'{digits}' in column '{field}' is not a time in ms"))),
             }
         };
         let whole = |field: &str| -> Result<u32, SamplesError> {
@@ -256,7 +256,7 @@ pub fn read_samples(from: impl Read, path: &Path) -> Result<Rows, SamplesError> 
             Some(name) => name.parse().map_err(bad)?,
         };
         if *clock.get_or_insert(of_row) != of_row {
-            return Err(bad("its time is of another clock than those before it".into()));
+            return Err(bad("its time is from another clock than the rows before it".into()));
         }
         samples.push(Sample {
             runtime: text("runtime")?.to_owned(),

@@ -1,5 +1,5 @@
-//! Many starts, in an order that is fair: runtimes alternate, groups are released by one barrier, failures
-//! and interruptions stay in the data, and every pod is gone afterwards.
+//! Many starts in a fair order: runtimes alternate, one barrier starts groups, failures and interruptions stay
+//! in the data, and every pod is removed afterwards.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -18,10 +18,10 @@ use crate::sample::{Mode, Outcome, Sample};
 use crate::timeline::{self, Recipe, Start, StartError};
 use crate::trace::{self, Trace};
 
-/// Starts per runtime below which a serial series is called quick.
+/// Minimum starts per runtime of a full serial series.
 pub const FULL_SERIAL: u32 = 500;
 
-/// What to measure.
+/// Plan of a measurement.
 #[derive(Debug, Clone)]
 pub struct Plan {
     /// Handlers, in the order in which they alternate.
@@ -32,18 +32,18 @@ pub struct Plan {
     pub group: u32,
     /// Parallel groups per handler.
     pub rounds: u32,
-    /// Starts per handler before counting begins.
+    /// Warm-up starts per handler.
     pub warm_up: u32,
-    /// Before each start or group: time for what the last one left to be done, such as filling a pool.
+    /// Pause before each start or group, for background work of the last one, such as filling a pool.
     pub pause: Duration,
-    /// What each pod is.
+    /// Recipe of the pods.
     pub recipe: Recipe,
-    /// A machine that is booted alone after each serial round, to compare with.
+    /// A VM to boot alone after each serial round, for comparison.
     pub bare_boot: Option<BareBoot>,
 }
 
 impl Plan {
-    /// Pods that will be started.
+    /// Returns the number of pods to start.
     pub fn pods(&self) -> u64 {
         let each =
             u64::from(self.warm_up) + u64::from(self.serial) + u64::from(self.rounds) * u64::from(self.group);
@@ -51,7 +51,7 @@ impl Plan {
     }
 }
 
-/// Why nothing can be measured.
+/// Why a plan cannot be measured.
 #[derive(Debug, thiserror::Error)]
 pub enum PlanError {
     /// The runtime does not answer.
@@ -62,60 +62,60 @@ pub enum PlanError {
     NoHandler {
         /// The socket.
         endpoint: String,
-        /// As asked for.
+        /// The requested one.
         handler: String,
-        /// Those that are there.
+        /// The existing ones.
         known: String,
     },
     /// No such image.
-    #[error("image {0} is not on the node: pull or import it first, a start must not wait for a registry")]
+    #[error("image {0} is not on the node: pull or import it first; a start must not include a pull")]
     NoImage(String),
     /// Nothing to do.
     #[error("nothing to measure: {0}")]
     Empty(&'static str),
 }
 
-/// A group of pods that were released at once.
+/// A group of pods that started at once.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Batch {
     /// Handler.
     pub runtime: String,
     /// From 0.
     pub round: u32,
-    /// From the first release to the last first byte, ms; `None` if a pod of it failed.
+    /// From the first start request to the last first byte, ms; `None` if a pod failed.
     pub wall_ms: Option<f64>,
-    /// Between the first and the last release, ms.
+    /// Between the first and the last start request, ms.
     pub release_spread_ms: f64,
 }
 
-/// What came out.
+/// Result of a measurement.
 #[derive(Debug, Default)]
 pub struct Run {
     /// One per pod, in order of completion within a group.
     pub samples: Vec<Sample>,
-    /// One per group that was complete.
+    /// One per complete group.
     pub batches: Vec<Batch>,
     /// Times of bare boots, ms.
     pub bare_boots: Vec<f64>,
     /// Bare boots that failed, and why.
     pub bare_failures: Vec<String>,
-    /// By handler: the machine of its first pod, where a daemon tells it.
-    pub machines: BTreeMap<String, Facts>,
-    /// By handler: why the exits of its guests are not known.
+    /// By handler: the VM of its first pod, if a daemon reports it.
+    pub vms: BTreeMap<String, Facts>,
+    /// By handler: why the exits of its guests are unknown.
     pub no_exits: BTreeMap<String, String>,
-    /// Why it ended before its time, if it did.
+    /// Why it ended early, if it did.
     pub partial: Option<String>,
-    /// What a reader must know: pods that could not be removed, modes that were not honoured.
+    /// Notes, for example on pods that could not be removed.
     pub notes: Vec<String>,
 }
 
-/// Checks that what the plan names is there. Nothing is started.
+/// Checks that handlers and image exist. Starts nothing.
 pub async fn check(runtime: &Runtime, plan: &Plan) -> Result<Version, PlanError> {
     if plan.runtimes.is_empty() {
         return Err(PlanError::Empty("name at least one runtime handler"));
     }
     if plan.serial == 0 && (plan.rounds == 0 || plan.group == 0) {
-        return Err(PlanError::Empty("neither serial nor parallel starts were asked for"));
+        return Err(PlanError::Empty("request serial or parallel starts"));
     }
     let version = runtime.version().await?;
     check_handlers(runtime, &plan.runtimes).await?;
@@ -125,7 +125,7 @@ pub async fn check(runtime: &Runtime, plan: &Plan) -> Result<Version, PlanError>
     Ok(version)
 }
 
-/// Checks that handlers are there, where the runtime tells its handlers.
+/// Checks that handlers exist, if the runtime reports its handlers.
 pub async fn check_handlers(runtime: &Runtime, handlers: &[String]) -> Result<(), PlanError> {
     let (known, _) = runtime.describe().await?;
     for handler in handlers {
@@ -142,10 +142,10 @@ pub async fn check_handlers(runtime: &Runtime, handlers: &[String]) -> Result<()
     Ok(())
 }
 
-/// Takes each sample as it comes; an error ends the run (a disk that is full).
+/// Receives each sample; an error (such as a full disk) ends the run.
 pub type Sink<'a> = &'a mut (dyn FnMut(&Sample) -> Result<(), String> + Send);
 
-/// Measures. Ends early, and says why, when `cancel` is cancelled, the runtime is gone or `sink` fails.
+/// Measures. Ends early, with the reason, when `cancel` is cancelled, the runtime is gone or `sink` fails.
 pub async fn run(
     runtime: &Runtime,
     watch: Arc<LogWatch>,
@@ -170,9 +170,9 @@ pub async fn run(
     run.partial = ended.err();
     match timeline::remove_all(runtime, &plan.recipe.run).await {
         Ok(0) => {}
-        Ok(count) => run.notes.push(format!("{count} pods had to be removed a second time")),
+        Ok(count) => run.notes.push(format!("{count} pods needed a second removal")),
         Err(error) => run.notes.push(format!(
-            "pods labelled {}={} may be left: {error}",
+            "pods with label {}={} may still exist: {error}",
             timeline::RUN_LABEL,
             plan.recipe.run
         )),
@@ -192,7 +192,7 @@ struct Runner {
     serial: u64,
 }
 
-/// Where a pod stands in the plan.
+/// Place of a pod in the plan.
 #[derive(Clone)]
 struct Place {
     handler: String,
@@ -203,7 +203,7 @@ struct Place {
 }
 
 impl Runner {
-    /// Runs all rounds. Err: why it ended early.
+    /// Returns as an error why it ended early.
     async fn all(&mut self, plan: &Plan, sink: Sink<'_>) -> Result<(), String> {
         for (rounds, warm_up) in [(plan.warm_up, true), (plan.serial, false)] {
             for round in 0..rounds {
@@ -213,8 +213,8 @@ impl Runner {
                     self.rest(plan.pause).await;
                     self.one(place, sink).await?;
                 }
-                if let Some(machine) = &plan.bare_boot {
-                    self.bare_boot(machine, warm_up).await;
+                if let Some(vm) = &plan.bare_boot {
+                    self.bare_boot(vm, warm_up).await;
                 }
             }
         }
@@ -241,7 +241,7 @@ impl Runner {
         self.finish(place, &name, start, &before, sink).await
     }
 
-    /// Rests; nothing is measured meanwhile.
+    /// Pauses; nothing is measured meanwhile.
     async fn rest(&self, pause: Duration) {
         tokio::select! {
             () = self.cancel.cancelled() => {}
@@ -249,8 +249,8 @@ impl Runner {
         }
     }
 
-    async fn bare_boot(&mut self, machine: &BareBoot, warm_up: bool) {
-        let booted = machine.run(self.recipe.timeout).await;
+    async fn bare_boot(&mut self, vm: &BareBoot, warm_up: bool) {
+        let booted = vm.run(self.recipe.timeout).await;
         match booted {
             _ if warm_up => {}
             Ok(time) => self.run.bare_boots.push(time.as_secs_f64() * 1e3),
@@ -258,7 +258,7 @@ impl Runner {
         }
     }
 
-    /// Starts a group at a barrier; removals are outside all times.
+    /// Starts a group. All pods wait at a barrier; removals are not part of any time.
     async fn group(&mut self, handler: &str, round: u32, size: u32, sink: Sink<'_>) -> Result<(), String> {
         let barrier = Arc::new(Barrier::new(size as usize));
         let before = self.exits.look();
@@ -283,7 +283,7 @@ impl Runner {
         for (index, name, start) in starts {
             let place =
                 Place { handler: handler.to_owned(), mode: Mode::Parallel, round, index, warm_up: false };
-            // The first reason to end counts; the other pods are removed and kept all the same.
+            // The first reason to end is reported; the other pods are still recorded and removed.
             let finished = self.finish(place, &name, start, &before, sink).await;
             ended = ended.and(finished);
         }
@@ -314,23 +314,23 @@ impl Runner {
             return Err("interrupted".into());
         }
         if gone && let Err(error) = self.runtime.version().await {
-            return Err(format!("the runtime went away: {error}"));
+            return Err(format!("the runtime is gone: {error}"));
         }
         Ok(())
     }
 
     async fn sample(&mut self, place: &Place, start: &Start, before: &Result<Counts, String>) -> Sample {
-        // A pod of another runtime is not known there.
+        // The daemon does not know pods of other runtimes.
         let told = match (&self.trace, &start.pod_id) {
             (Some(trace), Some(id)) => trace.pod(id).await.ok(),
             _ => None,
         };
         if let Some(pod) = &told {
-            self.run.machines.entry(place.handler.clone()).or_insert_with(|| trace::machine(pod));
+            self.run.vms.entry(place.handler.clone()).or_insert_with(|| trace::vm(pod));
         }
         let exits = match &told {
             Some(pod) => before.clone().and_then(|before| self.exits.since(&before, pod.vmm_pid as i32)),
-            None => Err("its pods run no VM that a daemon tells of".into()),
+            None => Err("no daemon reports a VM of its pods".into()),
         };
         let kvm_exits = exits.map_err(|why| self.run.no_exits.insert(place.handler.clone(), why)).ok();
         let stages = told.as_ref().map(trace::stages).unwrap_or_default();

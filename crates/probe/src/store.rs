@@ -1,4 +1,4 @@
-//! A result on disk: a directory with `report.json`, the raw rows beside it, and what is drawn from them.
+//! A result on disk: a directory with `report.json`, the raw rows, and the plots.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Write};
@@ -14,26 +14,26 @@ use crate::sample::{Rows, Sample, SampleWriter, SamplesError, read_samples};
 use crate::summarise::{self, TextError};
 use crate::summary::cdf;
 
-/// What went wrong with a result's files.
+/// Why a result cannot be read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
-    /// There is a result already.
-    #[error("{0} already holds a result: name another directory")]
+    /// The directory already contains a result.
+    #[error("{0} already contains a result: use another directory")]
     Taken(PathBuf),
-    /// The system said no.
+    /// An I/O error.
     #[error("cannot {action} {path}")]
     Io {
         /// What was attempted.
         action: &'static str,
-        /// On what.
+        /// The file.
         path: PathBuf,
         /// What the system said.
         source: std::io::Error,
     },
-    /// The raw rows can't be read.
+    /// The raw rows are invalid.
     #[error(transparent)]
     Samples(#[from] SamplesError),
-    /// The report.
+    /// The report is invalid.
     #[error("cannot use {path}")]
     Report {
         /// The file.
@@ -41,7 +41,7 @@ pub enum StoreError {
         /// What is wrong with it.
         source: ReportError,
     },
-    /// A text file that holds no times.
+    /// A text file without times.
     #[error("cannot use {path}")]
     Text {
         /// The file.
@@ -50,7 +50,7 @@ pub enum StoreError {
         source: TextError,
     },
     /// Not a directory with a result in it.
-    #[error("{0} holds no result: there is neither report.json nor samples.csv in it")]
+    #[error("{0} contains no result: it has neither report.json nor samples.csv")]
     None(PathBuf),
 }
 
@@ -62,14 +62,14 @@ fn io<'a>(action: &'static str, path: &'a Path) -> impl FnOnce(std::io::Error) -
 pub struct Store {
     dir: PathBuf,
     samples: Option<SampleWriter>,
-    /// By which clock its times are; stands in each row, so that a run that is killed tells it too.
+    /// Clock of its times; written in each row, so that a killed run has it, too.
     pub clock: Clock,
 }
 
 impl Store {
-    /// Makes the directory; one that holds a result is refused, so that no samples are ever lost.
+    /// Creates the directory. Rejects one that contains a result, so that no samples are lost.
     pub fn create(dir: &Path) -> Result<Self, StoreError> {
-        fs::create_dir_all(dir).map_err(io("make", dir))?;
+        fs::create_dir_all(dir).map_err(io("create", dir))?;
         for name in ["report.json", "samples.csv", "ledger.csv"] {
             if dir.join(name).exists() {
                 return Err(StoreError::Taken(dir.to_owned()));
@@ -78,12 +78,12 @@ impl Store {
         Ok(Self { dir: dir.to_owned(), samples: None, clock: Clock::default() })
     }
 
-    /// Returns where it is.
+    /// Returns the directory.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// Keeps a sample, at once.
+    /// Writes a sample at once.
     pub fn sample(&mut self, sample: &Sample) -> Result<(), StoreError> {
         let path = self.dir.join("samples.csv");
         let samples = match &mut self.samples {
@@ -111,7 +111,7 @@ impl Store {
         for series in &report.series {
             let times = report::times(samples, &series.runtime, series.mode);
             let head = format!(
-                "# {} {}, {} times: {}, part of starts that took no longer\n",
+                "# {} {}, {} times: {}, fraction of starts at or below\n",
                 series.runtime,
                 series.mode,
                 times.len(),
@@ -124,13 +124,13 @@ impl Store {
         self.write("report.json", report::render(report).as_bytes())
     }
 
-    /// Writes a file of the result, whole or not at all.
+    /// Writes a file of the result atomically.
     pub fn write(&self, name: &str, bytes: &[u8]) -> Result<(), StoreError> {
         write_whole(&self.dir.join(name), bytes)
     }
 }
 
-/// Writes a file, whole or not at all: a full disk leaves the old one.
+/// Writes a file atomically: a full disk leaves the old one.
 pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), StoreError> {
     let mut part = path.as_os_str().to_owned();
     part.push(".part");
@@ -173,21 +173,21 @@ fn ledger_rows(rows: &mut csv::Writer<Vec<u8>>, points: &[Point]) -> Result<bool
     Ok(!points.is_empty())
 }
 
-/// A result that was read.
+/// A result read from disk.
 #[derive(Debug, Clone)]
 pub struct Loaded {
-    /// Its directory's name, for people.
+    /// Its directory's name.
     pub name: String,
-    /// What it came to.
+    /// The report.
     pub report: Report,
     /// The raw rows; empty if there are none.
     pub samples: Vec<Sample>,
 }
 
-/// Writes the plots of results as `plots/<name>.svg` and `.png` below `dir`; their paths.
+/// Writes the plots of results as `plots/<name>.svg` and `.png` below `dir`; returns their paths.
 pub fn write_plots(dir: &Path, results: &[Loaded]) -> Result<Vec<PathBuf>, StoreError> {
     let plots = dir.join("plots");
-    fs::create_dir_all(&plots).map_err(io("make", &plots))?;
+    fs::create_dir_all(&plots).map_err(io("create", &plots))?;
     let palette = Palette::of(results);
     let all =
         results.iter().flat_map(|result| figures(result, &palette).into_iter().map(|f| (&result.name, f)));
@@ -219,7 +219,7 @@ fn load_text(path: &Path) -> Result<Loaded, StoreError> {
     let mut report = Report::new(Manifest::default());
     report.add_startup(std::slice::from_ref(&name), &samples, &[]);
     report.notes.push(format!("imported from {}, read as {}", path.display(), times.read_as));
-    let unknown = "imported from a text file: it holds times and nothing about where they are from";
+    let unknown = "imported from a text file: it contains only times";
     report.not_measured.insert("manifest".into(), unknown.into());
     Ok(Loaded { name, report, samples })
 }
@@ -245,7 +245,7 @@ fn load_dir(dir: &Path) -> Result<Loaded, StoreError> {
     Ok(Loaded { name, report, samples })
 }
 
-/// Returns what is left of a run that was killed, or that filled the disk.
+/// Returns the rows of a run that was killed, or that filled the disk.
 fn of_rows_alone(clock: Clock, samples: &[Sample]) -> Report {
     let mut runtimes: Vec<String> = Vec::new();
     for sample in samples {
@@ -257,10 +257,10 @@ fn of_rows_alone(clock: Clock, samples: &[Sample]) -> Report {
     report.add_startup(&runtimes, samples, &[]);
     report.partial = true;
     report.partial_reason =
-        Some("it has rows and no report.json: it was killed, or the disk was full".into());
+        Some("it has rows but no report.json: it was killed, or the disk was full".into());
     report
         .not_measured
-        .insert("manifest".into(), "the conditions stand in report.json, which is not there".into());
+        .insert("manifest".into(), "report.json, which has the conditions, does not exist".into());
     report
 }
 

@@ -15,29 +15,29 @@
 use crate::sample::{Mode, Outcome, Sample};
 use crate::summary::Summary;
 
-/// Words that stand for a start that gave no time.
+/// Words for a failed start.
 const FAILURES: [&str; 8] = ["fail", "failed", "failure", "timeout", "nan", "na", "-", "inf"];
-/// Most samples that a distribution is taken apart into.
+/// Maximum number of samples reconstructed from a distribution.
 const MAX_SAMPLES: usize = 1_000_000;
 
-/// What a file holds.
+/// Content of a file.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Times {
     /// ms, in the order of the file.
     pub times: Vec<f64>,
     /// Lines that stand for a failure.
     pub failures: usize,
-    /// How the columns were read, for people.
+    /// How the columns were read, as text.
     pub read_as: &'static str,
 }
 
 impl Times {
-    /// Returns what they come to.
+    /// Returns the summary.
     pub fn summary(&self) -> Summary {
         Summary::of(&self.times, self.failures)
     }
 
-    /// Returns them as samples of serial starts of this runtime.
+    /// Returns samples of serial starts of this runtime.
     pub fn samples(&self, runtime: &str) -> Vec<Sample> {
         let times = self.times.iter().map(|&time| Some(time)).chain((0..self.failures).map(|_| None));
         times
@@ -63,10 +63,10 @@ impl Times {
     }
 }
 
-/// Why a text is no file of samples.
+/// Why a text cannot be read as samples.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TextError {
-    /// A line is no sample.
+    /// A line is not a sample.
     #[error("line {line}: {reason}")]
     Line {
         /// From 1.
@@ -74,11 +74,13 @@ pub enum TextError {
         /// What is wrong.
         reason: String,
     },
-    /// There is none.
+    /// There are no samples.
     #[error("there are no samples in it")]
     Empty,
-    /// The parts of a distribution fit no number of samples.
-    #[error("its second column looks like a distribution and fits no number of samples up to {MAX_SAMPLES}")]
+    /// The fractions of a distribution match no number of samples.
+    #[error(
+        "its second column looks like a distribution, but matches no number of samples up to {MAX_SAMPLES}"
+    )]
     Distribution,
 }
 
@@ -114,13 +116,17 @@ pub fn parse(text: &str) -> Result<Times, TextError> {
     match (numbers(0), numbers(1)) {
         (Some(values), Some(parts)) if is_distribution(&values, &parts) => {
             let times = take_apart(&values, &parts).ok_or(TextError::Distribution)?;
-            Ok(Times { times, failures: 0, read_as: "a distribution: ms and the part that took no longer" })
+            Ok(Times {
+                times,
+                failures: 0,
+                read_as: "a distribution: ms and fraction of samples at or below",
+            })
         }
         (Some(values), _) if counts_up(&values) => samples(&rows, 1, "a number and a sample a line"),
         (None, Some(_)) if !rows.iter().any(|(_, row)| is_failure(row[0])) => {
             samples(&rows, 1, "a name and a sample a line")
         }
-        _ => samples(&rows, 0, "a sample a line, the second column not looked at"),
+        _ => samples(&rows, 0, "a sample a line, the second column ignored"),
     }
 }
 
@@ -134,7 +140,9 @@ fn samples(rows: &[(usize, Vec<&str>)], column: usize, read_as: &'static str) ->
         }
         match word.parse::<f64>() {
             Ok(time) if time.is_finite() && time >= 0.0 => times.times.push(time),
-            _ => return Err(TextError::Line { line: *line, reason: format!("'{word}' is no time in ms") }),
+            _ => {
+                return Err(TextError::Line { line: *line, reason: format!("'{word}' is not a time in ms") });
+            }
         }
     }
     Ok(times)
@@ -158,9 +166,9 @@ fn is_distribution(values: &[f64], parts: &[f64]) -> bool {
         && parts.last().is_some_and(|last| (last - 1.0).abs() < 1e-6)
 }
 
-/// Returns the samples behind a distribution: the smallest number of them of which every part is a whole count.
+/// Returns the samples of a distribution: the smallest number for which every fraction is a whole count.
 fn take_apart(values: &[f64], parts: &[f64]) -> Option<Vec<f64>> {
-    // Parts are written with a few decimals: as many as the finest needs.
+    // Fractions have a few decimals: uses the most precise one.
     let tolerance = 0.6e-6;
     let whole = |n: usize| {
         parts.iter().all(|part| {
@@ -168,7 +176,7 @@ fn take_apart(values: &[f64], parts: &[f64]) -> Option<Vec<f64>> {
             (count - count.round()).abs() <= tolerance * n as f64 + 1e-9
         })
     };
-    // With more samples than the decimals can tell apart any number would fit.
+    // Beyond the precision of the decimals any number would match.
     let n = (1..=MAX_SAMPLES.min((0.25 / tolerance) as usize)).find(|&n| whole(n))?;
     let mut times = Vec::with_capacity(n);
     for (value, part) in values.iter().zip(parts) {
@@ -197,11 +205,7 @@ mod tests {
         assert_eq!(parse("500 7\n400 9\n").unwrap().times, [500.0, 400.0]);
         assert_eq!(
             parse("500 ok\nfailed no\n").unwrap(),
-            Times {
-                times: vec![500.0],
-                failures: 1,
-                read_as: "a sample a line, the second column not looked at"
-            }
+            Times { times: vec![500.0], failures: 1, read_as: "a sample a line, the second column ignored" }
         );
     }
 

@@ -1,27 +1,27 @@
-//! A set of times in a few figures, and as a distribution.
+//! Percentiles and distribution of a set of times.
 
 use serde::{Deserialize, Serialize};
 
-/// What a series comes to. All times in ms.
+/// Summary of a series. All times in ms.
 ///
 /// A percentile is the nearest rank: the smallest sample that at least that part of all samples does not
-/// exceed, so it always is a time that was really taken. `sd_ms` divides by n - 1. Without a single time
+/// exceed, so it is always a measured time. `sd_ms` divides by n - 1. Without a single time
 /// (or, for `sd_ms`, with only one) there is no figure: `None`, never zero.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
     /// Attempts, failures included.
     pub n: usize,
-    /// Attempts that gave no time. The figures below stand on the other `n - failures`.
+    /// Attempts without a time. The figures below are from the other `n - failures`.
     pub failures: usize,
     /// Shortest.
     pub min_ms: Option<f64>,
     /// Median.
     pub p50_ms: Option<f64>,
-    /// 90 % are not above.
+    /// 90th percentile.
     pub p90_ms: Option<f64>,
-    /// 95 % are not above.
+    /// 95th percentile.
     pub p95_ms: Option<f64>,
-    /// 99 % are not above.
+    /// 99th percentile.
     pub p99_ms: Option<f64>,
     /// Longest.
     pub max_ms: Option<f64>,
@@ -56,7 +56,7 @@ impl Summary {
         }
     }
 
-    /// Names and values in the order in which they are shown.
+    /// Returns names and values in display order.
     pub fn figures(&self) -> [(&'static str, Option<f64>); 8] {
         [
             ("min", self.min_ms),
@@ -71,7 +71,7 @@ impl Summary {
     }
 }
 
-/// `times` in ascending order.
+/// Returns `times` in ascending order.
 pub fn sorted(times: &[f64]) -> Vec<f64> {
     let mut sorted = times.to_vec();
     sorted.sort_by(f64::total_cmp);
@@ -80,7 +80,7 @@ pub fn sorted(times: &[f64]) -> Vec<f64> {
 
 /// Returns the nearest-rank percentile of ascending `sorted`: the sample of rank ⌈percent/100 · n⌉, counted from 1.
 pub fn nearest_rank(sorted: &[f64], percent: f64) -> Option<f64> {
-    // The product of two decimals can come out a hair above a whole number, which must not cost a rank.
+    // The product may be slightly above a whole number because of rounding; that must not add a rank.
     let rank = (percent * sorted.len() as f64 / 100.0 - 1e-9).ceil().max(1.0) as usize;
     sorted.get(rank - 1).copied()
 }

@@ -1,5 +1,5 @@
-//! One pod with one container, from its release to its first byte. This is the whole measuring path: the
-//! same calls for every runtime, and nothing between the stamps but what CRI asks for.
+//! One start of a pod with one container, from the start request to the first byte: the same CRI calls for
+//! every runtime, and nothing else between the timestamps.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -11,22 +11,22 @@ use crate::first_byte::{LogWatch, WatchError};
 use crate::options::{ContainerOptions, Network, PodOptions};
 use crate::runtime::{Runtime, RuntimeError};
 
-/// Label that all pods of a probe carry; its value is the run's name.
+/// Label of all pods of a run; its value is the run's name.
 pub const RUN_LABEL: &str = "io.sandboxer.probe.run";
-/// Label that tells the pods of a run apart.
+/// Label that identifies a pod of a run.
 const POD_LABEL: &str = "io.sandboxer.probe.pod";
 
-/// A removal that takes longer has failed. Never part of a time.
+/// Timeout of a removal. Removals are not part of any time.
 const REMOVAL_LIMIT: Duration = Duration::from_secs(120);
 
-/// What every pod of a measurement has in common.
+/// Properties of all pods of a measurement.
 #[derive(Debug, Clone)]
 pub struct Recipe {
     /// Name of the run, unique on the node.
     pub run: String,
     /// Image; must be present.
     pub image: String,
-    /// A command that prints at once and then stays.
+    /// A command that prints at once and keeps running.
     pub command: Vec<String>,
     /// Network mode.
     pub network: Network,
@@ -34,12 +34,12 @@ pub struct Recipe {
     pub cgroup_parent: String,
     /// Annotations of the pods.
     pub annotations: HashMap<String, String>,
-    /// After this long a start is a failure.
+    /// Timeout of a start.
     pub timeout: Duration,
 }
 
 impl Recipe {
-    /// Returns what is run when nobody asks for something else: one byte more than nothing, then sleep.
+    /// Returns the default command: prints a line, then sleeps.
     pub fn default_command() -> Vec<String> {
         ["sh", "-c", "echo started; exec sleep 86400"].map(str::to_owned).to_vec()
     }
@@ -61,7 +61,7 @@ impl Recipe {
     }
 }
 
-/// When each step was over, since the release.
+/// End of each step, since the start request.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Stamps {
     /// RunPodSandbox answered.
@@ -70,52 +70,52 @@ pub struct Stamps {
     pub created: Option<Duration>,
     /// StartContainer answered.
     pub started: Option<Duration>,
-    /// The first byte stood in the log.
+    /// The first byte was in the log.
     pub first_byte: Option<Duration>,
 }
 
-/// What became of a start.
+/// Result of a start.
 #[derive(Debug)]
 pub struct Start {
-    /// The release.
+    /// Time of the start request.
     pub released: Instant,
-    /// How far it came, and when.
+    /// Times of the completed steps, or the error.
     pub stamps: Stamps,
     /// Sandbox id, once there was one.
     pub pod_id: Option<String>,
     /// Container id, once there was one.
     pub container_id: Option<String>,
-    /// Why it came no further.
+    /// Why it failed.
     pub end: Result<(), StartError>,
 }
 
-/// Why a container's first byte was not seen.
+/// Why a start failed.
 #[derive(Debug, thiserror::Error)]
 pub enum StartError {
-    /// The runtime refused.
+    /// A CRI call failed.
     #[error(transparent)]
     Runtime(#[from] RuntimeError),
-    /// Too late.
-    #[error("{step} was not over {limit:?} after the pod's release")]
+    /// The timeout expired.
+    #[error("{step} did not finish within {limit:?} after the pod's start request")]
     Timeout {
-        /// What was waited for.
+        /// The step.
         step: &'static str,
         /// The time-out.
         limit: Duration,
     },
-    /// The measurement was ended.
+    /// The measurement was interrupted.
     #[error("interrupted")]
     Interrupted,
-    /// No way to see the first byte.
+    /// The first byte cannot be detected.
     #[error(transparent)]
     Watch(#[from] WatchError),
-    /// It printed something, and not on stdout: it is not the command that ran.
-    #[error("the container's first line is not its own output: {0}")]
+    /// The first output is not on stdout: the command did not run.
+    #[error("the container's first log line is not on stdout: {0}")]
     NotItsOutput(String),
 }
 
 impl StartError {
-    /// Returns the CRI call, or step, at which it failed.
+    /// Returns the CRI call or step that failed.
     pub fn step(&self) -> &'static str {
         match self {
             StartError::Runtime(
@@ -129,8 +129,8 @@ impl StartError {
     }
 }
 
-/// Starts a pod and its container on `handler` and waits for the first byte. Leaves the pod as it is,
-/// whatever became of it: see [`remove`].
+/// Starts a pod and its container on `handler` and waits for the first byte. Does not remove the pod: see
+/// [`remove`].
 pub async fn start(
     runtime: &Runtime,
     watch: &LogWatch,
@@ -184,7 +184,7 @@ pub async fn start(
     begun
 }
 
-/// Checks that the first line in a CRI log (`time stream tag text`) is from stdout. Runs after the last time stamp.
+/// Checks that the first line in a CRI log (`time stream tag text`) is from stdout. Runs after the last timestamp.
 async fn check_output(watch: &LogWatch, file: &str, limit: Duration) -> Result<(), StartError> {
     let log = watch.dir().join(file);
     let not_its = |text: &str| Err(StartError::NotItsOutput(text.chars().take(200).collect()));
@@ -197,7 +197,7 @@ async fn check_output(watch: &LogWatch, file: &str, limit: Duration) -> Result<(
         match line.splitn(3, ' ').collect::<Vec<_>>()[..] {
             [_, "stdout", _] => break,
             [_, _, _] => return not_its(line),
-            // The first byte was seen before the rest of its line was written.
+            // The rest of the first line was not written yet.
             _ => match tokio::time::timeout(limit, more.seen()).await {
                 Ok(seen) => drop(seen?),
                 Err(_) => return not_its(line),
@@ -208,7 +208,7 @@ async fn check_output(watch: &LogWatch, file: &str, limit: Duration) -> Result<(
     Ok(())
 }
 
-/// Removes a pod that [`start`] left, also one whose id never came back, and its log.
+/// Removes a pod that [`start`] created, also one without a known id, and its log.
 pub async fn remove(
     runtime: &Runtime,
     watch: &LogWatch,
@@ -223,12 +223,12 @@ pub async fn remove(
     for id in ids {
         end(runtime, &id).await?;
     }
-    // Whether a log is there depends on how far the pod came.
+    // The log may not exist if the start failed early.
     let _ = tokio::fs::remove_file(watch.dir().join(format!("{name}.log"))).await;
     Ok(())
 }
 
-/// Removes every pod of a run; what could not be removed stands in the error.
+/// Removes every pod of a run; the error lists pods that could not be removed.
 pub async fn remove_all(runtime: &Runtime, run: &str) -> Result<usize, RuntimeError> {
     let ids = find(runtime, [(RUN_LABEL, run)]).await?;
     let mut ends = tokio::task::JoinSet::new();

@@ -1,4 +1,4 @@
-//! The daemon's own account of a start: how long each of its stages took, by the names it uses everywhere.
+//! Stages of a start as the daemon reports them.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -19,7 +19,7 @@ pub struct Trace {
 }
 
 impl Trace {
-    /// Speaks to the daemon at this socket, from the first call on.
+    /// Returns a client of the daemon at this socket; connects at the first call.
     pub fn connect(socket: &Path) -> Self {
         Self { socket: socket.to_owned(), client: AdminClient::new(channel(socket.to_owned())) }
     }
@@ -29,19 +29,19 @@ impl Trace {
         &self.socket
     }
 
-    /// Returns what the daemon says of itself.
+    /// Returns the daemon's version information.
     pub async fn version(&self) -> Result<VersionResponse, tonic::Status> {
         Ok(self.client.clone().version(VersionRequest {}).await?.into_inner())
     }
 
-    /// Returns what the daemon says of a pod.
+    /// Returns the daemon's information on a pod.
     pub async fn pod(&self, id: &str) -> Result<Pod, tonic::Status> {
         Ok(self.client.clone().inspect_pod(InspectPodRequest { id: id.to_owned() }).await?.into_inner())
     }
 }
 
-/// Returns the machine that a pod was given.
-pub fn machine(pod: &Pod) -> Facts {
+/// Returns the properties of a pod's VM.
+pub fn vm(pod: &Pod) -> Facts {
     Facts::from([
         ("vcpus".into(), pod.vcpus.into()),
         ("memory_mib".into(), pod.memory_mib.into()),
@@ -49,7 +49,7 @@ pub fn machine(pod: &Pod) -> Facts {
     ])
 }
 
-/// Durations of a pod's stages, ms, those of its containers added.
+/// Returns the durations of a pod's stages, ms; stages of its containers are summed.
 pub fn stages(pod: &Pod) -> BTreeMap<Stage, f64> {
     let mut sums = BTreeMap::new();
     for time in pod.stages.iter().chain(pod.containers.iter().flat_map(|container| &container.stages)) {

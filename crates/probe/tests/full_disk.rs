@@ -63,7 +63,7 @@ async fn child() {
     // Both files are named, and the figures are still there to be printed.
     let why = report.partial_reason.unwrap();
     assert!(why.contains("samples.csv: No space left"), "{why}");
-    assert!(why.contains("not all of the result is on disk") && why.contains("cdf-a-serial.txt"), "{why}");
+    assert!(why.contains("cannot write the whole result") && why.contains("cdf-a-serial.txt"), "{why}");
     assert_eq!(report.series[0].summary.n, samples.len());
     assert!(double.truth(|truth| truth.pods.is_empty()));
 

@@ -1,8 +1,8 @@
-//! Where the numbers of an axis stand.
+//! Axes: positions of values and ticks.
 
 use super::scene::{Anchor, Dash, Ink, Scene, TEXT, text_width};
 
-/// Values of one direction onto positions.
+/// Maps values of one direction to positions.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Axis {
     from: f64,
@@ -18,7 +18,7 @@ impl Axis {
         Self { from: 0.0, to: if most > 0.0 { most } else { 1.0 }, start, end, log: false }
     }
 
-    /// Creates an axis between two positive values, logarithmic if they are far apart.
+    /// Between two positive values; logarithmic if they are far apart.
     pub fn spanning(least: f64, most: f64, start: f32, end: f32) -> Self {
         if least > 0.0 && most / least > 8.0 {
             Self { from: least / 1.1, to: most * 1.1, start, end, log: true }
@@ -27,12 +27,12 @@ impl Axis {
         }
     }
 
-    /// Returns whether equal distances are equal factors.
+    /// Returns whether the axis is logarithmic.
     pub fn is_logarithmic(&self) -> bool {
         self.log
     }
 
-    /// Returns where a value is; those beyond the ends are at the ends.
+    /// Returns the position of a value, limited to the ends.
     pub fn at(&self, value: f64) -> f32 {
         let part = if self.log {
             (value.max(self.from) / self.from).ln() / (self.to / self.from).ln()
@@ -65,7 +65,7 @@ pub fn number(value: f64) -> String {
     text.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
-/// Draws the area of a plot with its grid, ticks and names of axes.
+/// Draws the area of a plot with its grid, ticks and axis names.
 pub fn frame(scene: &mut Scene, x: &Axis, y: &Axis, names: (&str, &str), percent: bool) {
     let (bottom, top, left, right) = (y.start, y.end, x.start, x.end);
     for value in y.ticks() {
@@ -78,7 +78,7 @@ pub fn frame(scene: &mut Scene, x: &Axis, y: &Axis, names: (&str, &str), percent
     for value in x.ticks() {
         let (at, text) = (x.at(value), number(value));
         scene.line(vec![(at, bottom), (at, top)], Ink::Grid, 1.0, Dash::Solid);
-        // A number that would touch the one before it is left out; its line is there.
+        // A number that would touch the one before it is omitted; its line is drawn.
         let half = text_width(&text) / 2.0;
         if at - half > free {
             free = at + half + TEXT * 0.4;

@@ -1,4 +1,4 @@
-//! A waterfall: the stages of a start, one after the other, and what none of them explains.
+//! A waterfall: the stages of a start one after the other, and the unexplained rest.
 
 use super::axis::{Axis, number};
 use super::curves::fitting;
@@ -20,7 +20,7 @@ pub struct Bar {
     pub ink: Ink,
 }
 
-/// Bars that begin where the one before ended.
+/// Returns bars that each begin at the end of the one before.
 pub fn waterfall(title: &str, bars: &[Bar]) -> Scene {
     let total: f64 = bars.iter().map(|bar| bar.length.max(0.0)).sum();
     let mut scene = Scene::new(WIDTH, TOP + bars.len() as f32 * ROW + TEXT * 2.2, title);

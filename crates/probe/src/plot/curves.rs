@@ -7,9 +7,9 @@ const WIDTH: f32 = 440.0;
 const HEIGHT: f32 = 340.0;
 /// Left, top, right, bottom margins of the area.
 const MARGIN: [f32; 4] = [54.0, 50.0, 12.0, 46.0];
-/// A line's piece in the legend: long enough for its longest pattern once.
+/// Length of a line in the legend: fits its longest pattern once.
 const SWATCH: f32 = 34.0;
-/// Most points of one curve that are drawn: more than there are pixels show nothing more.
+/// Maximum points drawn per curve: about the number of pixels.
 const POINTS: usize = 400;
 
 /// A curve.
@@ -25,7 +25,7 @@ pub struct Curve {
     pub dots: bool,
 }
 
-/// Distributions: times in `unit`, and the part of starts that took no longer.
+/// Draws distributions: times in `unit`, and the fraction of starts at or below.
 pub fn distributions(title: &str, unit: &str, curves: &[Curve]) -> Scene {
     let ends = |curve: &Curve| Some((curve.points.first()?.0, curve.points.last()?.0));
     let ends: Vec<(f64, f64)> = curves.iter().filter_map(ends).collect();
@@ -36,10 +36,10 @@ pub fn distributions(title: &str, unit: &str, curves: &[Curve]) -> Scene {
     let y = Axis::linear(1.0, HEIGHT - MARGIN[3], MARGIN[1]);
     let steps: Vec<Curve> = curves.iter().map(stepped).collect();
     let name = if x.is_logarithmic() { format!("{unit}, logarithmic") } else { unit.to_owned() };
-    draw(scene, &steps, &x, &y, (&name, "part of starts that took no longer"), true, legend)
+    draw(scene, &steps, &x, &y, (&name, "fraction of starts at or below"), true, legend)
 }
 
-/// Amounts over counts, from zero.
+/// Draws amounts over counts, from zero.
 pub fn growth(title: &str, names: (&str, &str), curves: &[Curve]) -> Scene {
     let all = curves.iter().flat_map(|curve| &curve.points);
     let most = all.fold((0.0f64, 0.0f64), |most, point| (most.0.max(point.0), most.1.max(point.1)));
@@ -57,7 +57,7 @@ fn area(title: &str, curves: usize) -> (Scene, f32) {
     (scene, legend)
 }
 
-/// Returns a distribution is a staircase: it rises where a sample is.
+/// Returns a distribution as steps: it rises at each sample.
 fn stepped(curve: &Curve) -> Curve {
     let thin = thinned(&curve.points);
     let mut points = Vec::with_capacity(2 * thin.len() + 1);
@@ -102,7 +102,7 @@ fn draw(
     scene
 }
 
-/// As many as there are colours, so that no two series share both before the seventh.
+/// Dash patterns; as many as colours, so that the first six series differ in both.
 const SERIES: [Dash; 6] = [
     Dash::Solid,
     Dash::Dashed(&[14.0, 4.0]),
@@ -112,7 +112,7 @@ const SERIES: [Dash; 6] = [
     Dash::Dashed(&[14.0, 3.0, 3.0, 3.0, 3.0, 3.0]),
 ];
 
-/// Returns the width and dashes of a line, which tell series apart without colours.
+/// Returns width and dash pattern of a line, which identify a series without colour.
 pub fn look(ink: Ink) -> (f32, Dash) {
     match ink {
         Ink::Series(index) => (2.4, SERIES[index % SERIES.len()]),
@@ -122,7 +122,7 @@ pub fn look(ink: Ink) -> (f32, Dash) {
     }
 }
 
-/// Returns a text that is not wider than there is room.
+/// Returns a text shortened to the available width.
 pub fn fitting(text: &str, room: f32) -> String {
     if text_width(text) <= room {
         return text.to_owned();

@@ -1,5 +1,5 @@
-//! A scene as PNG: light, twice as many pixels as units, text from a bitmap font, so that no font has to be
-//! on the machine.
+//! A scene as PNG: light, twice as many pixels as units, text from a bitmap font, so that the host needs no
+//! font.
 
 use noto_sans_mono_bitmap::{FontWeight, RasterHeight, get_raster, get_raster_width};
 use tiny_skia::{

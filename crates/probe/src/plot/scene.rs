@@ -1,6 +1,6 @@
-//! What is on a plot, before it is a picture.
+//! Elements of a plot, independent of the output format.
 
-/// Colours by meaning; what they look like is decided where they are drawn.
+/// Colours by meaning.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ink {
     /// Texts and axes.
@@ -15,16 +15,16 @@ pub enum Ink {
     Published(usize),
 }
 
-/// How a line is broken: series stay apart without their colours.
+/// Dash pattern of a line: distinguishes series without colour.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Dash {
-    /// Not at all.
+    /// Solid.
     Solid,
     /// Lengths of dashes and gaps in turn, an even number of them.
     Dashed(&'static [f32]),
 }
 
-/// Which end of a text its position is.
+/// Anchor of a text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Anchor {
     /// Its left end.
@@ -35,7 +35,7 @@ pub enum Anchor {
     End,
 }
 
-/// A thing on a plot. Positions in units of the scene, y downwards.
+/// An element of a plot. Positions in units of the scene, y downwards.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Item {
     /// A line through points.
@@ -55,7 +55,7 @@ pub enum Item {
         at: [f32; 4],
         /// Colour.
         ink: Ink,
-        /// What it stands for, shown when pointed at; may be empty.
+        /// Tooltip; may be empty.
         title: String,
     },
     /// A dot.
@@ -85,9 +85,9 @@ pub struct Scene {
     pub width: f32,
     /// Height.
     pub height: f32,
-    /// What it shows, for those who cannot see it.
+    /// Description for screen readers.
     pub title: String,
-    /// Drawn in this order.
+    /// Elements in drawing order.
     pub items: Vec<Item>,
 }
 
@@ -105,7 +105,7 @@ impl Scene {
         self.items.push(Item::Text { at, anchor, ink, text: text.into() });
     }
 
-    /// Adds a text around a position, or as near to it as the right edge lets it.
+    /// Adds a text centred at a position, shifted left at the right edge.
     pub fn text_within(&mut self, at: (f32, f32), ink: Ink, text: impl Into<String>) {
         let text = text.into();
         let middle = at.0.min(self.width - text_width(&text) / 2.0);
@@ -118,10 +118,10 @@ impl Scene {
     }
 }
 
-/// How much wider and higher a picture of its own is than its scene, on each side.
+/// Padding of a standalone picture on each side.
 pub const PAD: f32 = 8.0;
 
-/// Estimates the width of a text in a wide font.
+/// Returns the approximate width of a text in a wide font.
 pub fn text_width(text: &str) -> f32 {
     text.chars().count() as f32 * TEXT * 0.62
 }

@@ -14,7 +14,7 @@ pub const STYLE: &str = "\
 @media print{:root{--paper:#fff;--ink:#000;--muted:#444;--grid:#ddd;--s0:#0072b2;--s1:#d55e00;--s2:#009e73;\
 --s3:#b04f88;--s4:#b37a00;--s5:#3f98d4;--p0:#666;--p1:#8a6d3b}}";
 
-/// Returns the SVG as a part of a page.
+/// Returns SVG to embed in a page.
 pub fn svg(scene: &Scene) -> String {
     padded(scene, 0.0)
 }
@@ -33,7 +33,7 @@ fn padded(scene: &Scene, pad: f32) -> String {
     out + "</svg>"
 }
 
-/// Returns the SVG as a file of its own.
+/// Returns a standalone SVG file.
 pub fn standalone(scene: &Scene) -> String {
     let inner = padded(scene, PAD);
     let paper =
@@ -111,7 +111,7 @@ pub fn escape(text: &str) -> String {
             '>' => escaped += "&gt;",
             '"' => escaped += "&quot;",
             '\'' => escaped += "&#39;",
-            // Control characters are no part of any markup.
+            // Control characters are not valid in markup.
             other if other.is_control() => escaped.push(' '),
             other => escaped.push(other),
         }

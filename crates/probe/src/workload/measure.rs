@@ -102,7 +102,7 @@ pub async fn measure(
     report.notes.extend(runner.notes);
     end(&mut report, ended.err());
     if let Some(Err(error)) = store.map(|store| store.report(&report)) {
-        let why = format!("not all of the result is on disk: {}", chain(&error));
+        let why = format!("cannot write the whole result: {}", chain(&error));
         end(&mut report, Some(why));
     }
     Ok((report, runner.runs))

@@ -54,7 +54,7 @@ impl Host {
         Self { runtime, dir, vmm }
     }
 
-    /// A VM in a directory of its own.
+    /// Returns a VM in a directory of its own.
     fn spec(&self) -> VmSpec {
         let run_dir = self.dir.path().join("run");
         let _ = fs::remove_dir_all(&run_dir);
@@ -77,7 +77,7 @@ impl Host {
         }
     }
 
-    /// A start by the driver.
+    /// Returns a start by the driver.
     fn by_driver(&self) -> Duration {
         let spec = self.spec();
         self.runtime.block_on(async {
@@ -89,7 +89,7 @@ impl Host {
         })
     }
 
-    /// A start with nothing watched, kept, bounded or timed.
+    /// Returns a start with nothing watched, kept, bounded or timed.
     fn by_least(&self) -> Duration {
         let spec = self.spec();
         let description = serde_json::to_string(&self.vmm.description(&spec)).unwrap();

@@ -191,7 +191,7 @@ impl Place {
         let _ = pod.start_process(id(container), None).await;
     }
 
-    /// Each pod's execs, from when each was due until it was deleted again, in µs.
+    /// Returns each pod's execs, from when each was due until it was deleted again, in µs.
     async fn execs(&self, good: &[PodHandle]) -> Histogram<u64> {
         let begin = Instant::now() + EVERY;
         let pods = good.iter().enumerate().map(|(n, pod)| async move {

@@ -222,7 +222,7 @@ impl Reader {
     }
 }
 
-/// The sum of what the reads took, s. The guest tells its time in hundredths of a second.
+/// Returns the sum of what the reads took, s. The guest tells its time in hundredths of a second.
 fn seconds(said: &str) -> Result<f64> {
     let times = said.lines().filter_map(|line| line.strip_prefix("took ")).map(|line| {
         let (from, to) = line.split_once(' ').with_context(|| format!("two times, not {line:?}"))?;

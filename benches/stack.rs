@@ -60,7 +60,7 @@ impl Stack {
         Ok(stack)
     }
 
-    /// What each pod is.
+    /// Returns what each pod is.
     pub fn recipe(&self) -> Recipe {
         let mut recipe = measure::recipe(IMAGE, Network::Pod, std::time::Duration::from_secs(120));
         recipe.cgroup_parent = self.cgroup_parent.clone();
@@ -106,7 +106,7 @@ fn script(verb: &str, dir: &Path) -> Result<(), String> {
     }
 }
 
-/// A fresh directory below `target/criterion` for a result.
+/// Returns a fresh directory below `target/criterion` for a result.
 pub fn result_dir(name: &str) -> PathBuf {
     let at = jiff::Timestamp::now().strftime("%Y%m%dT%H%M%SZ");
     root().join(format!("target/criterion/{name}-{at}"))

@@ -275,7 +275,7 @@ fn pods(c: &mut Criterion) {
     println!("report: {}\n\n{}", dir.join("report.html").display(), markdown::tables(&loaded));
 }
 
-/// How many, unless the environment says otherwise.
+/// Returns how many, unless the environment says otherwise.
 fn count_from(variable: &str, default: u32) -> u32 {
     std::env::var(variable).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
 }

@@ -4,7 +4,8 @@
 # usage: bench-kvm.sh [PART…]
 #   serial   one start after the other: boot, template, pool and runc
 #   again    the same once more, to see how far two runs agree
-#   groups   whole groups at once, of each handler beside runc
+#   groups   whole groups at once, of each handler beside runc: in real time on two processors, since in virtual time one of
+#            so many guests is nearly always lost (docs/decisions/0009-node-vm.md). Into a report of its own
 #   memory   PSS at 1, 10 and 50 pods
 # (default: serial groups memory). Existing runs in target/bench-kvm/runs are kept; `--fresh` removes them first.
 # CLOUD_HYPERVISOR names a VMM that Debian does not have. BENCH_SERIAL (20), BENCH_GROUP (50), BENCH_ROUNDS (2), BENCH_COUNTS
@@ -47,15 +48,16 @@ in_node() {
     fi
 }
 
-# measured NAME POOL PARTS SERIAL GROUP HANDLER…: one run, in parts.
+# measured NAME POOL PARTS SERIAL GROUP HANDLER… [--env …]: one run, in parts.
 measured() {
-    local name=$1 pool=$2 began=$SECONDS status=0
+    local name=$1 pool=$2 began=$SECONDS status=0 of=()
     shift 2
+    while (($#)) && [[ $1 != --env ]]; do of+=("$1") && shift; done
     if [[ -e $RUNS/$name/report.json ]]; then
         say "$name: exists already"
         return
     fi
-    in_parts "$RUNS" "$name" "$@" -- --memory "${BENCH_MEMORY:-8192}" --limit "${BENCH_LIMIT:-3600}" --env STACK_VMM="$vmm" \
+    in_parts "$RUNS" "$name" "${of[@]}" -- "$@" --memory "${BENCH_MEMORY:-8192}" --limit "${BENCH_LIMIT:-3600}" --env STACK_VMM="$vmm" \
         --env STACK_SUFFIX="$suffix" --env STACK_MEMORY="$mib" --env POOL="$pool" || status=$?
     say "$name: exit code $status after $((SECONDS - began)) s"
     ((status == 0)) || failed+=("$name")
@@ -66,9 +68,12 @@ serial() { starts serial; }
 again() { starts again; }
 # Pods of half the size: fifty of them, and a page cache, must fit into a node.
 groups() {
-    local handler mib=${BENCH_GROUP_MIB:-128}
+    # Nothing is printed until the first of fifty has started.
+    local handler mib=${BENCH_GROUP_MIB:-128} stall=3000 name clock=(--cpus 2)
     for handler in "${handlers[@]}"; do
-        measured "$vmm-groups-${handler#sandboxer}" "${BENCH_POOL:-8}" "${BENCH_ROUNDS:-2}" 0 "${BENCH_GROUP:-50}" "$handler" runc
+        name=${handler#sandboxer} name=${name%"$suffix"} name=${name#-}
+        measured "$vmm-groups-${name:-pool}" "${BENCH_POOL:-8}" "${BENCH_ROUNDS:-2}" 0 "${BENCH_GROUP:-50}" "$handler" runc \
+            --env PAUSE=60 --env START_TIMEOUT=600
     done
 }
 memory() {
@@ -86,7 +91,7 @@ result() {
     (($#)) || return 0
     rm -rf "${OUT:?}/$name"
     "$CLI" merge "$@" --output "$OUT/$name" >/dev/null
-    cp "$OUT/$name/report.json" "$OUT/$([[ $name == memory ]] && echo memory || echo report).json"
+    cp "$OUT/$name/report.json" "$OUT/${name/#startup/report}.json"
 }
 
 if [[ ${1:-} == --fresh ]]; then
@@ -116,20 +121,22 @@ for part in "${parts[@]}"; do
 done
 
 shopt -s nullglob
-startups=() memories=()
+startups=() groups=() memories=()
 for run in "$RUNS"/*/; do
     [[ -e $run/report.json ]] || continue
     case $(basename "$run") in
     parts) ;;
     *-memory) memories+=("$run") ;;
     *-again) ;;
+    *-groups-*) groups+=("$run") ;;
     *) startups+=("$run") ;;
     esac
 done
 result startup "${startups[@]}"
+result groups "${groups[@]}"
 result memory "${memories[@]}"
 pages=()
-for page in startup memory; do [[ ! -e $OUT/$page/report.json ]] || pages+=("$OUT/$page"); done
+for page in startup groups memory; do [[ ! -e $OUT/$page/report.json ]] || pages+=("$OUT/$page"); done
 if ((${#pages[@]})); then
     "$CLI" report "${pages[@]}" --output "$OUT/report.html"
     "$CLI" report --markdown "${pages[@]}" | tee "$OUT/tables.md"

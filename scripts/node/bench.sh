@@ -3,7 +3,8 @@
 # usage: bench.sh startup NAME FIRST PARTS SERIAL GROUP HANDLER…  PARTS parts, $NODE_OUT/NAME.FIRST and following: SERIAL starts of each
 #                                                                 and a group of GROUP (0: no group). Exit code 75: a guest was lost
 #        bench.sh memory NAME COUNTS HANDLER…                     COUNTS of pods, such as 1,10,50, into $NODE_OUT/NAME
-# STACK_VMM, STACK_SUFFIX and POOL are the stack's. PAUSE is the time between starts (virtual seconds, default 4: the pool fills).
+# STACK_VMM, STACK_SUFFIX and POOL are the stack's. PAUSE is the time between starts (seconds of the node's clock, default 4: the
+# pool fills). START_TIMEOUT (60) bounds one start.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/../lib.sh"
@@ -55,7 +56,7 @@ part() {
     local at=$NODE_OUT/$name.$1 status=0
     rm -rf "$at.new"
     COLUMNS=180 sandboxer-cli startup "${runtimes[@]}" --serial "$serial" --parallel "$group" --rounds 1 --warm-up "$2" \
-        --pause "${PAUSE:-4}" --timeout 60 --output "$at.new" || status=$?
+        --pause "${PAUSE:-4}" --timeout "${START_TIMEOUT:-60}" --output "$at.new" || status=$?
     ! lost || return 75
     mv "$at.new" "$at"
     return $status

@@ -9,7 +9,7 @@ pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// SHA-256 of all that can be read, hex.
+/// Returns the SHA-256 of all that the reader yields, hex.
 pub fn of(from: &mut impl Read) -> io::Result<String> {
     let (mut hash, mut chunk) = (Sha256::new(), vec![0; 256 << 10]);
     loop {

@@ -21,14 +21,14 @@ pub fn pass(point: fmt::Arguments<'_>) {
     }
 }
 
-/// What the wall clock shows.
+/// Returns what the wall clock shows.
 #[cfg(not(feature = "failpoints"))]
 #[inline(always)]
 pub fn shifted(now: SystemTime) -> SystemTime {
     now
 }
 
-/// What the wall clock shows.
+/// Returns what the wall clock shows.
 #[cfg(feature = "failpoints")]
 pub fn shifted(now: SystemTime) -> SystemTime {
     armed::POINTS.as_ref().map_or(now, |points| points.shifted(now))

@@ -38,7 +38,7 @@ pub fn run(args: &Args) -> Result<()> {
     bail!("nobody listens on port {} after {waited:?}", args.port)
 }
 
-/// Of lines "N: ADDRESS:PORT ADDRESS:PORT STATE …", numbers in hex.
+/// Parses lines "N: ADDRESS:PORT ADDRESS:PORT STATE …", numbers in hex.
 fn listens(table: &str, port: u16) -> bool {
     table.lines().skip(1).any(|line| {
         let mut words = line.split_whitespace().skip(1);

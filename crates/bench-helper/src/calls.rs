@@ -45,7 +45,7 @@ pub struct OpenArgs {
     file: PathBuf,
 }
 
-/// A percentile is that of batches of 100 calls.
+/// Measures system calls; percentiles are of batches of 100 calls.
 pub fn syscalls(args: &Args) -> Result<()> {
     per_call("syscalls", args.seconds, BATCH, || {
         black_box(rustix::process::getppid());
@@ -53,13 +53,13 @@ pub fn syscalls(args: &Args) -> Result<()> {
     })
 }
 
-/// An allocation is mapped, written once in each page, and unmapped.
+/// Measures allocations: each is mapped, written once in each page, and unmapped.
 pub fn alloc(args: &AllocArgs) -> Result<()> {
     let size = usize::try_from(args.size)?;
     per_call("alloc", args.seconds, 1, || allocate(size))
 }
 
-/// The file's path is looked up each time, as a program does.
+/// Measures opening a file; the path is looked up each time, as a program does.
 pub fn open(args: &OpenArgs) -> Result<()> {
     per_call("open", args.seconds, 1, || {
         File::open(&args.file).map(drop).with_context(|| format!("cannot open {}", args.file.display()))

@@ -66,12 +66,12 @@ impl Facts {
     }
 }
 
-/// By affinity, which a quota has no part in.
+/// Returns the CPUs of the affinity mask; a quota does not change them.
 fn cpus() -> usize {
     rustix::thread::sched_getaffinity(None).map_or(1, |set| set.count() as usize)
 }
 
-/// Of "200000 100000", µs; "max 100000" is none.
+/// Parses "200000 100000" (µs); "max 100000" is no limit.
 fn quota_of_v2(text: &str) -> Option<f64> {
     let (quota, period) = text.split_once(' ')?;
     let (quota, period) = (quota.parse::<f64>().ok()?, period.parse::<f64>().ok()?);

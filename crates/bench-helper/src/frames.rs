@@ -54,7 +54,7 @@ pub fn run(args: &Args) -> Result<()> {
         .print()
 }
 
-/// Since some fixed moment.
+/// Returns the time since a fixed moment.
 fn now() -> Duration {
     let time = clock_gettime(ClockId::Monotonic);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)

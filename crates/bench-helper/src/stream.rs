@@ -103,7 +103,7 @@ fn connect(server: SocketAddr, wanted: u64) -> Result<TcpStream> {
     Ok(stream)
 }
 
-/// The time ends when the server has said how much arrived.
+/// Sends; the time ends when the server reports how much arrived.
 pub fn send(args: &SendArgs) -> Result<()> {
     let limit = Duration::try_from_secs_f64(args.seconds).context("--seconds takes seconds from 0 up")?;
     let mut stream = connect(args.to, 0)?;
@@ -129,7 +129,7 @@ pub fn send(args: &SendArgs) -> Result<()> {
         .print()
 }
 
-/// The time begins with the connection.
+/// Receives; the time begins with the connection.
 pub fn receive(args: &ReceiveArgs) -> Result<()> {
     ensure!(args.bytes > 0, "--bytes takes a number from 1 up");
     let begun = Instant::now();
@@ -150,7 +150,7 @@ pub fn receive(args: &ReceiveArgs) -> Result<()> {
 mod tests {
     use super::*;
 
-    /// A server for so many clients.
+    /// Returns a server for so many clients.
     fn server(clients: usize) -> (SocketAddr, std::thread::JoinHandle<()>) {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();

@@ -30,7 +30,7 @@ pub struct Args {
     working_set: u32,
 }
 
-/// Latency is from the arrival, not from the begin: what waits behind a slow one counts.
+/// Runs transactions; latency counts from the arrival, so time in the queue counts too.
 pub fn run(args: &Args) -> Result<()> {
     let limit = Duration::try_from_secs_f64(args.seconds).context("--seconds takes seconds from 0 up")?;
     ensure!(args.rate.is_finite() && args.rate >= 0.0, "--rate takes a number from 0 up");

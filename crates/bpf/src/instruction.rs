@@ -14,7 +14,7 @@ pub struct Instruction {
     pub immediate: i32,
 }
 
-/// An instruction; `to` and `from` are numbers of registers.
+/// Returns an instruction; `to` and `from` are numbers of registers.
 pub const fn instruction(code: u8, to: u8, from: u8, offset: i16, immediate: i32) -> Instruction {
     Instruction { code, registers: to | from << 4, offset, immediate }
 }

@@ -127,7 +127,7 @@ impl Program {
 pub struct SocketMap(OwnedFd);
 
 impl SocketMap {
-    /// With `socket` in it.
+    /// Creates a map that holds `socket`.
     pub fn with(socket: impl AsFd) -> io::Result<Self> {
         #[repr(C)]
         struct MapCreate {
@@ -177,7 +177,7 @@ unsafe fn bpf<T>(command: libc::c_long, attributes: &T) -> io::Result<libc::c_lo
     }
 }
 
-/// As [`bpf`], for commands that answer a descriptor.
+/// Same as [`bpf`], for commands that answer a descriptor.
 ///
 /// # Safety
 /// As of [`bpf`].

@@ -1,4 +1,4 @@
-//! The daemon, as its admin socket shows it.
+//! Client of the daemon's admin socket.
 
 use std::{
     io,
@@ -15,40 +15,40 @@ use tonic::{
     transport::{Channel, Endpoint},
 };
 
-/// How long the daemon may take to answer; what a stream then carries may take longer.
+/// Deadline of the daemon's first answer; later messages of a stream have none.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Why the daemon did not say what was asked.
+/// Why a request to the daemon failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// Nobody listens.
+    /// No process listens.
     #[error(
-        "no sandboxer daemon answers at {socket:?} ({cause}): start one, or name its admin socket with --socket or SANDBOXER_SOCKET"
+        "no sandboxer daemon answers at {socket:?} ({cause}): start one, or set its admin socket with --socket or SANDBOXER_SOCKET"
     )]
     NoDaemon { socket: PathBuf, cause: &'static str },
-    /// Not ours to use.
-    #[error("not permitted to use {0:?}: the socket is its daemon's user's alone, usually root's")]
+    /// No permission.
+    #[error("no permission to use {0:?}: only the daemon's user may connect, usually root")]
     NotPermitted(PathBuf),
-    /// Something else about the socket.
+    /// Another error of connect(2).
     #[error("cannot connect to {socket:?}")]
     Connect { socket: PathBuf, source: io::Error },
-    /// Connected, but it is no admin service, or it went away.
+    /// Connected, but it is no admin service, or the daemon ended.
     #[error("connection to the daemon at {socket:?} failed: is this its admin socket?")]
     Transport { socket: PathBuf, source: tonic::transport::Error },
-    /// The daemon's own answer.
+    /// The daemon's error.
     #[error("{0}")]
     Refused(String),
-    /// It went away in mid-sentence.
-    #[error("the daemon ended the connection: {0}")]
+    /// The daemon closed the stream.
+    #[error("the daemon closed the connection: {0}")]
     Lost(String),
-    /// It says nothing.
+    /// No answer within the deadline.
     #[error(
-        "the daemon did not answer within {} s: see its log, it may still be taking up earlier pods",
+        "the daemon did not answer within {} s: see its log, it may still be adopting earlier pods",
         ANSWER_TIMEOUT.as_secs()
     )]
     Silent,
-    /// It is older or newer than this program.
-    #[error("the daemon does not know this request: is it of the same version as this program?")]
+    /// The daemon is older or newer than this program.
+    #[error("the daemon does not know this request: use a daemon of the same version as this program")]
     Unknown,
 }
 
@@ -56,7 +56,7 @@ impl From<Status> for ClientError {
     fn from(status: Status) -> Self {
         match status.code() {
             Code::Unimplemented => ClientError::Unknown,
-            // tonic's client tells its own timeout by this code; the daemon cancels no admin request.
+            // tonic's client reports its own timeout with this code; the daemon cancels no admin request.
             Code::Cancelled | Code::DeadlineExceeded => ClientError::Silent,
             Code::Unavailable | Code::Unknown => ClientError::Lost(status.message().to_owned()),
             _ => ClientError::Refused(status.message().to_owned()),
@@ -69,15 +69,15 @@ pub async fn connect(socket: &Path) -> Result<AdminClient<Channel>, ClientError>
     let no_daemon = |cause| ClientError::NoDaemon { socket: socket.to_owned(), cause };
     let stream = UnixStream::connect(socket).await.map_err(|source| match source.kind() {
         io::ErrorKind::NotFound => no_daemon("no such file"),
-        io::ErrorKind::ConnectionRefused => no_daemon("a socket that nobody serves"),
+        io::ErrorKind::ConnectionRefused => no_daemon("no process listens on the socket"),
         io::ErrorKind::PermissionDenied => ClientError::NotPermitted(socket.to_owned()),
         _ => ClientError::Connect { socket: socket.to_owned(), source },
     })?;
-    // One connection is all there is: tonic asks again only when it broke.
+    // There is only one connection: tonic calls this again only when it broke.
     let stream = Mutex::new(Some(TokioIo::new(stream)));
     let take = move |_| {
         let taken = stream.lock().ok().and_then(|mut stream| stream.take());
-        let gone = || io::Error::new(io::ErrorKind::ConnectionAborted, "the daemon went away");
+        let gone = || io::Error::new(io::ErrorKind::ConnectionAborted, "the daemon closed the connection");
         std::future::ready(taken.ok_or_else(gone))
     };
     let channel = Endpoint::from_static("http://sandboxer.invalid")

@@ -1,4 +1,4 @@
-//! `sandboxer-cli`: looks into a running daemon.
+//! `sandboxer-cli`: inspects a running daemon.
 
 mod client;
 mod commands;
@@ -13,13 +13,13 @@ use commands::Command;
 const AFTER_HELP: &str = "\
 Examples:
   sandboxer-cli pods
-  sandboxer-cli inspect 3f2a                  any unambiguous start of a pod's id will do
+  sandboxer-cli inspect 3f2a                  any unique prefix of a pod's id
   sandboxer-cli --json pods | jq '.[].name'
   SANDBOXER_SOCKET=/tmp/admin.sock sandboxer-cli version
 
 Exit codes: 0 done, 1 failed, 2 wrong usage.";
 
-/// Looks into a running sandboxer daemon.
+/// Inspect a running sandboxer daemon, its pods and its host.
 #[derive(Debug, Parser)]
 #[command(name = "sandboxer-cli", version, after_help = AFTER_HELP, max_term_width = 100)]
 #[command(propagate_version = false, arg_required_else_help = true, subcommand_required = true)]
@@ -30,7 +30,7 @@ struct Cli {
     command: Command,
 }
 
-/// What every command knows.
+/// Options of all commands.
 #[derive(Debug, Args)]
 pub struct Global {
     /// The daemon's admin socket
@@ -42,7 +42,7 @@ pub struct Global {
         value_name = "PATH"
     )]
     pub socket: PathBuf,
-    /// Print JSON instead of text for people
+    /// Print JSON instead of text
     #[arg(long, global = true)]
     pub json: bool,
 }
@@ -50,15 +50,14 @@ pub struct Global {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     if cli.global.json && !cli.command.has_json() {
-        let usage = Cli::command()
-            .error(ErrorKind::ArgumentConflict, "--json means nothing to this command's output");
+        let usage = Cli::command().error(ErrorKind::ArgumentConflict, "this command has no JSON output");
         let _ = usage.print();
         return ExitCode::from(2);
     }
     let failed = cli.command.exit_code_of_errors();
     match run(cli) {
         Ok(code) => code,
-        // Whoever read our output has seen enough (`… | head`).
+        // The reader closed the pipe (`… | head`).
         Err(error) if is_broken_pipe(&error) => ExitCode::SUCCESS,
         Err(error) => {
             eprintln!("sandboxer-cli: {}", render::plain(&format!("{error:#}")));
@@ -72,7 +71,7 @@ fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     runtime.block_on(cli.command.run(&cli.global))
 }
 
-/// Whether our own output broke. What breaks on the way to a daemon is the source of another error.
+/// Returns whether stdout is a closed pipe. A broken connection to the daemon is the source of another error.
 fn is_broken_pipe(error: &anyhow::Error) -> bool {
     error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
 }

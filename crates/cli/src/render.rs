@@ -1,4 +1,4 @@
-//! Numbers, times and tables as people read them.
+//! Numbers, times and tables as text.
 
 use std::io::{self, IsTerminal, Write};
 
@@ -6,13 +6,13 @@ use comfy_table::{ContentArrangement, Row, Table, presets};
 use jiff::{Timestamp, Unit, tz::TimeZone};
 use serde::Serialize;
 
-/// Characters of an id that a table shows; containerd's ids differ long before that.
+/// Characters of an id in a table; containerd's ids differ much earlier.
 const SHORT_ID: usize = 13;
 
 /// Columns below which wrapping makes a table unreadable.
 const MIN_WIDTH: u16 = 40;
 
-/// A table without lines. On a terminal long cells wrap so that it fits; elsewhere every row is
+/// Returns a table without lines. On a terminal long cells wrap so that it fits; elsewhere every row is
 /// one line, for `grep` and `awk`.
 pub fn table<R: Into<Row>>(header: impl Into<Row>, rows: impl IntoIterator<Item = R>) -> String {
     let mut table = Table::new();
@@ -27,12 +27,12 @@ pub fn table<R: Into<Row>>(header: impl Into<Row>, rows: impl IntoIterator<Item 
     table.trim_fmt()
 }
 
-/// The columns that a terminal says it has, if text can be laid out in them. A serial console says 0.
+/// Returns the terminal's columns if text fits into them. A serial console reports 0.
 fn usable_width(columns: Option<u16>) -> Option<u16> {
     columns.filter(|columns| *columns >= MIN_WIDTH)
 }
 
-/// Writes text and a line's end to stdout.
+/// Writes text and a newline to stdout.
 pub fn print(text: &str) -> io::Result<()> {
     let mut out = io::stdout().lock();
     out.write_all(text.as_bytes())?;
@@ -45,12 +45,12 @@ pub fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
     Ok(print(&serde_json::to_string_pretty(value)?)?)
 }
 
-/// The start of an id.
+/// Returns the prefix of an id.
 pub fn short(id: &str) -> String {
     plain(&id.chars().take(SHORT_ID).collect::<String>())
 }
 
-/// Time since `at_ns` (ns since 1970), in its two largest units: `3m12s`. `-` for 0.
+/// Returns the time since `at_ns` (ns since 1970), in its two largest units: `3m12s`. `-` for 0.
 pub fn age(at_ns: u64) -> String {
     if at_ns == 0 {
         return "-".into();
@@ -66,7 +66,7 @@ pub fn age(at_ns: u64) -> String {
     }
 }
 
-/// A duration with three digits: `850 µs`, `12.3 ms`, `1.84 s`.
+/// Returns a duration with three digits: `850 µs`, `12.3 ms`, `1.84 s`.
 pub fn duration(ns: u64) -> String {
     // Each bound is where rounding to three digits would show 1000 of the unit.
     match ns {
@@ -77,7 +77,7 @@ pub fn duration(ns: u64) -> String {
     }
 }
 
-/// Bytes in the largest unit of which there is one.
+/// Returns a size in the largest unit that fits.
 pub fn bytes(count: u64) -> String {
     const UNITS: [&str; 4] = ["KiB", "MiB", "GiB", "TiB"];
     let size = |power: usize| count as f64 / 1024_f64.powi(power as i32);
@@ -87,7 +87,7 @@ pub fn bytes(count: u64) -> String {
     }
 }
 
-/// Memory of `mib` MiB: `256 MiB`, `1.50 GiB`.
+/// Returns a size of `mib` MiB: `256 MiB`, `1.50 GiB`.
 pub fn mib(mib: u64) -> String {
     if mib < 1024 { format!("{mib} MiB") } else { digits(mib as f64 / 1024.0, "GiB") }
 }
@@ -101,7 +101,7 @@ fn digits(value: f64, unit: &str) -> String {
     format!("{value:.decimals$} {unit}")
 }
 
-/// A moment (ns since 1970) in this host's time zone, to the millisecond. `-` for 0.
+/// Returns a time (ns since 1970) in this host's time zone, to the millisecond. `-` for 0.
 pub fn time(at_ns: u64) -> String {
     if at_ns == 0 {
         return "-".into();
@@ -115,7 +115,7 @@ pub fn time(at_ns: u64) -> String {
     }
 }
 
-/// Text without what a terminal would obey: a guest's last words are part of our messages.
+/// Returns text with control characters made visible: messages contain a guest's console output.
 pub fn plain(text: &str) -> String {
     let mut filter = Plain::default();
     let mut out = filter.filter(text.as_bytes());
@@ -123,16 +123,16 @@ pub fn plain(text: &str) -> String {
     String::from_utf8_lossy(&out).into_owned()
 }
 
-/// Takes out of a stream of bytes what a terminal would obey, but for tabs and ends of lines.
+/// Makes control characters of a byte stream visible, except tabs and newlines.
 /// Control characters show as `^[`, the second set (U+0080–U+009F) as `M-^[`.
 #[derive(Debug, Default)]
 pub struct Plain {
-    /// The last byte was the one that every control character of the second set starts with.
+    /// The last byte was the first of a control character of the second set.
     after_c2: bool,
 }
 
 impl Plain {
-    /// What of `bytes` can be shown.
+    /// Returns `bytes` as they can be shown.
     pub fn filter(&mut self, bytes: &[u8]) -> Vec<u8> {
         let mut out = Vec::with_capacity(bytes.len());
         for &byte in bytes {
@@ -153,7 +153,7 @@ impl Plain {
         out
     }
 
-    /// What was held back at the end of the stream.
+    /// Returns what was held back at the end of the stream.
     pub fn finish(&mut self) -> Vec<u8> {
         if std::mem::take(&mut self.after_c2) { vec![0xc2] } else { Vec::new() }
     }

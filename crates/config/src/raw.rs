@@ -62,7 +62,7 @@ pub struct Place {
 }
 
 impl Place {
-    /// Where byte `offset` of `text` is.
+    /// Returns where byte `offset` of `text` is.
     fn new(path: &Path, text: &str, offset: Option<usize>) -> Self {
         let at = offset.and_then(|offset| text.get(..offset)).map(|before| {
             let line_start = before.rfind('\n').map_or(0, |newline| newline + 1);
@@ -348,7 +348,7 @@ fn resolve(
     })
 }
 
-/// Where the value of a key, such as `vm.kernel`, stands.
+/// Returns where the value of a key, such as `vm.kernel`, stands.
 fn offset_of(text: &str, key: &str) -> Option<usize> {
     let document = DeTable::parse(text).ok()?;
     let (tables, name) = key.rsplit_once('.').map_or((None, key), |(tables, name)| (Some(tables), name));
@@ -359,7 +359,7 @@ fn offset_of(text: &str, key: &str) -> Option<usize> {
     Some(table.get(name)?.span().start)
 }
 
-/// The parser's words in those of the file, with the line that they are about. Where it names an unknown
+/// Returns the parser's words in those of the file, with the line that they are about. Where it names an unknown
 /// key or value and all that it would have taken, the nearest of these may have been meant.
 fn reason(message: &str, line: &str) -> String {
     let message = message

@@ -228,13 +228,13 @@ const DEFAULT_MEMORY_PART: u64 = 4;
 const MIN_DEFAULT_MEMORY_MIB: u64 = 256;
 const DEFAULT_MEMORY_STEP_MIB: u64 = 64;
 
-/// Memory of a pod without a limit on a node that has `node_mib`.
+/// Returns the memory of a pod without a limit on a node that has `node_mib`.
 fn default_memory_mib(node_mib: u64) -> u64 {
     let part = node_mib / DEFAULT_MEMORY_PART / DEFAULT_MEMORY_STEP_MIB * DEFAULT_MEMORY_STEP_MIB;
     part.clamp(MIN_DEFAULT_MEMORY_MIB, DEFAULT_MEMORY_MIB)
 }
 
-/// Memory of this node, MiB.
+/// Returns the memory of this node, MiB.
 fn node_memory_mib() -> u64 {
     let info = rustix::system::sysinfo();
     let bytes = info.totalram.saturating_mul(u64::from(info.mem_unit));

@@ -1,4 +1,4 @@
-//! What processes may do: the daemon itself, and containerd.
+//! Capabilities of the daemon and of containerd.
 
 use super::{
     cri::Told,
@@ -6,31 +6,31 @@ use super::{
     verdict::{Check, Fix, Subject},
 };
 
-/// Bits of `CapEff` (Linux' `include/uapi/linux/capability.h`) that the daemon needs, and for what.
+/// Bits of `CapEff` (Linux' `include/uapi/linux/capability.h`) that the daemon needs.
 const NEEDED: [(u32, &str); 3] = [(1, "CAP_DAC_OVERRIDE"), (12, "CAP_NET_ADMIN"), (21, "CAP_SYS_ADMIN")];
 const SYS_RESOURCE: u32 = 24;
 
 const DAEMON: Subject = Subject {
     name: "capabilities",
-    why: "the daemon mounts snapshots and reads files of any owner to make disks of them, and makes taps",
+    why: "the daemon mounts snapshots, reads files of any owner, and creates taps",
 };
 const OOM_SCORE: Subject = Subject {
     name: "oom score",
     why: "containerd lowers a container's oom_score_adj, which fails without CAP_SYS_RESOURCE",
 };
 
-/// Masks of capabilities in force.
+/// Masks of effective capabilities.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Reading {
-    /// The daemon's, or this process' where none runs.
+    /// The daemon's, or this process' if no daemon runs.
     pub daemon: Option<u64>,
-    /// Whether that is the daemon's.
+    /// Whether `daemon` is the daemon's mask.
     pub of_daemon: bool,
     /// containerd's.
     pub containerd: Option<u64>,
 }
 
-/// Reads; `daemon` and `containerd` are their processes.
+/// Reads the masks; `daemon` and `containerd` are their processes.
 pub fn read(host: &Host, daemon: Option<u32>, containerd: Option<u32>) -> Reading {
     let of = |pid: Option<u32>| mask(host, &pid?.to_string());
     let daemons = of(daemon);
@@ -51,15 +51,15 @@ fn has(mask: u64, bit: u32) -> bool {
     mask >> bit & 1 == 1
 }
 
-/// Whether the process is known to lack what lowering an `oom_score_adj` takes.
+/// Returns whether the process lacks the capability to lower an `oom_score_adj`; `None` if unknown.
 pub fn lacks_sys_resource(pid: u32) -> bool {
     mask(&Host::default(), &pid.to_string()).is_some_and(|mask| !has(mask, SYS_RESOURCE))
 }
 
-/// Whether the daemon may do what it does.
+/// Checks the daemon's capabilities.
 pub fn daemon(reading: &Reading) -> Check {
     let Some(mask) = reading.daemon else {
-        return DAEMON.warning("the kernel does not tell them", Fix::words("see /proc/self/status"));
+        return DAEMON.warning("capabilities are unknown", Fix::words("see /proc/self/status"));
     };
     let missing: Vec<_> = NEEDED.iter().filter(|(bit, _)| !has(mask, *bit)).map(|(_, name)| *name).collect();
     match (missing.is_empty(), reading.of_daemon) {
@@ -67,7 +67,7 @@ pub fn daemon(reading: &Reading) -> Check {
         (true, false) => DAEMON.ok("a daemon started from here would have what it needs"),
         (false, true) => DAEMON.failure(
             format!("the daemon lacks {}", missing.join(", ")),
-            Fix::words("run it as root, in no container that takes these away"),
+            Fix::words("run it as root, not in a container that drops these capabilities"),
         ),
         (false, false) => DAEMON.warning(
             format!("a daemon started from here would lack {}", missing.join(", ")),
@@ -76,19 +76,19 @@ pub fn daemon(reading: &Reading) -> Check {
     }
 }
 
-/// Whether containerd lowers what it may not.
+/// Checks that containerd does not lower an `oom_score_adj` without the capability.
 pub fn oom_score(reading: &Reading, told: Option<&Told>) -> Check {
     let Some(told) = told else { return OOM_SCORE.not_applicable("no containerd answers") };
     let restricted = told.config.get("restrictOOMScoreAdj").and_then(|value| value.as_bool()) == Some(true);
     match reading.containerd.map(|mask| has(mask, SYS_RESOURCE)) {
-        None if restricted => OOM_SCORE.ok("containerd leaves it alone (restrict_oom_score_adj)"),
-        None => OOM_SCORE.not_applicable("containerd's capabilities are not in sight"),
+        None if restricted => OOM_SCORE.ok("containerd does not lower it (restrict_oom_score_adj)"),
+        None => OOM_SCORE.not_applicable("containerd's capabilities are unknown"),
         Some(true) => OOM_SCORE.ok("containerd has CAP_SYS_RESOURCE"),
         Some(false) if restricted => {
-            OOM_SCORE.ok("containerd lacks CAP_SYS_RESOURCE and is told so (restrict_oom_score_adj)")
+            OOM_SCORE.ok("containerd lacks CAP_SYS_RESOURCE, and restrict_oom_score_adj is set")
         }
         Some(false) => OOM_SCORE.failure(
-            "containerd lacks CAP_SYS_RESOURCE and is not told so",
+            "containerd lacks CAP_SYS_RESOURCE, and restrict_oom_score_adj is not set",
             Fix::words(
                 "set restrict_oom_score_adj = true in its configuration, as --containerd-config prints it",
             ),

@@ -1,13 +1,13 @@
-//! Control groups: which of the two kinds, and what they control.
+//! Control groups: version and controllers.
 
 use super::{
     host::Host,
     verdict::{Check, Fix, Subject},
 };
 
-/// What containerd and a kubelet want for every pod.
+/// Controllers that containerd and kubelet use for every pod.
 const NEEDED: [&str; 3] = ["cpu", "memory", "pids"];
-/// All that a kernel may offer; in a v1 mount's options they stand among others.
+/// All controllers that a kernel may have; v1 mount options contain them among others.
 const KNOWN: [&str; 13] = [
     "blkio",
     "cpu",
@@ -25,14 +25,14 @@ const KNOWN: [&str; 13] = [
 ];
 
 const CGROUP: Subject =
-    Subject { name: "cgroup", why: "containerd and kubelet hold a pod's share of the node by it" };
+    Subject { name: "cgroup", why: "containerd and kubelet limit and count pods with it" };
 
-/// What is mounted.
+/// The mounted hierarchies.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Reading {
     /// Controllers of v1 hierarchies.
     pub v1: Vec<String>,
-    /// Controllers of the v2 hierarchy, if there is one.
+    /// Controllers of the v2 hierarchy, if it is mounted.
     pub v2: Option<Vec<String>>,
 }
 
@@ -61,7 +61,7 @@ pub fn read(host: &Host) -> Reading {
     reading
 }
 
-/// Judges. A machine's own limits hold without any cgroup: nothing here is a failure.
+/// Checks them. A VM's size holds without any cgroup: nothing here is a failure.
 pub fn judge(reading: &Reading) -> Check {
     let v2 = reading.v2.as_deref().unwrap_or_default();
     let all = |name: &&str| v2.iter().chain(&reading.v1).any(|controller| controller == name);
@@ -81,8 +81,12 @@ pub fn judge(reading: &Reading) -> Check {
     let seen = format!("{kind}: {}", names.join(" "));
     if !missing.is_empty() {
         let seen = format!("{seen}; no {}", missing.join(", "));
-        return CGROUP
-            .warning(seen, Fix::words("boot with these controllers, cgroup_disable= may name them"));
+        return CGROUP.warning(
+            seen,
+            Fix::words(
+                "boot with these controllers enabled; check cgroup_disable= on the kernel's command line",
+            ),
+        );
     }
     if kind == "v2" {
         return CGROUP.ok(seen);

@@ -1,26 +1,26 @@
-//! The clock that guests are given their time by.
+//! The host's clock source, which guests' clocks depend on.
 
 use super::{
     host::Host,
     verdict::{Check, Fix, Subject},
 };
 
-/// Read without leaving the guest or the process.
+/// Sources that are read without a VM exit or a system call.
 const FAST: [&str; 3] = ["tsc", "kvm-clock", "hyperv_clocksource_tsc_page"];
 
 const CLOCK: Subject =
-    Subject { name: "clock", why: "every VMM reads it all the time; some sources take microseconds to read" };
+    Subject { name: "clock", why: "every VMM reads it often; slow sources take microseconds" };
 
-/// What the kernel tells.
+/// The kernel's clock sources.
 #[derive(Debug, Clone, Default)]
 pub struct Reading {
-    /// In use.
+    /// The current one.
     pub current: Option<String>,
-    /// All that could be.
+    /// All available ones.
     pub available: String,
 }
 
-/// Reads.
+/// Reads the sources.
 pub fn read(host: &Host) -> Reading {
     const DIR: &str = "/sys/devices/system/clocksource/clocksource0";
     Reading {
@@ -29,10 +29,10 @@ pub fn read(host: &Host) -> Reading {
     }
 }
 
-/// Judges.
+/// Checks the source.
 pub fn judge(reading: &Reading) -> Check {
     let Some(current) = &reading.current else {
-        return CLOCK.not_applicable("the kernel does not tell its source");
+        return CLOCK.not_applicable("unknown clock source");
     };
     if FAST.contains(&current.as_str()) {
         return CLOCK.ok(current);
@@ -46,7 +46,7 @@ pub fn judge(reading: &Reading) -> Check {
                 "choose a faster one",
                 [format!("echo {better} > /sys/devices/system/clocksource/clocksource0/current_clocksource")],
             ),
-            None => Fix::words("see the kernel's log for why the TSC is not used"),
+            None => Fix::words("see in the kernel's log why the TSC is not used"),
         },
     )
 }

@@ -1,4 +1,4 @@
-//! The pods' network: its configuration, and the plugins that the configuration names.
+//! The pods' network: the CNI configuration and its plugins.
 
 use std::{
     fs,
@@ -13,34 +13,31 @@ use super::{
     verdict::{Check, Fix, Subject},
 };
 
-/// Where containerd looks if it does not say otherwise.
+/// containerd's default directory.
 const CONF_DIR: &str = "/etc/cni/net.d";
 const BIN_DIRS: [&str; 2] = ["/opt/cni/bin", "/usr/lib/cni"];
-/// Configurations looked at.
+/// Maximum number of configurations read.
 const MAX_FILES: usize = 64;
 
-const CNI: Subject = Subject {
-    name: "cni",
-    why: "containerd gives each pod without hostNetwork an interface, or does not start it",
-};
+const CNI: Subject = Subject { name: "cni", why: "containerd needs it to start pods without hostNetwork" };
 
-/// What is configured.
+/// The network as configured.
 #[derive(Debug, Clone, Default)]
 pub struct Reading {
-    /// Where configurations were looked for.
+    /// Directory of configurations.
     pub conf_dir: PathBuf,
-    /// Where plugins were looked for.
+    /// Directories of plugins.
     pub bin_dirs: Vec<PathBuf>,
-    /// The first configuration, which is the one that counts: its file's name, and its plugins or what is
+    /// The first configuration, which containerd uses: its file name, and its plugins or what is
     /// wrong with it.
     pub network: Option<(String, Result<Vec<String>, String>)>,
-    /// Plugins of it that are not there.
+    /// Its plugins that are missing.
     pub missing: Vec<String>,
-    /// What containerd says about it, if it does not like it.
+    /// containerd's error about the network, if any.
     pub refused: Option<String>,
 }
 
-/// Reads where containerd says that it reads.
+/// Reads the directories that containerd reads.
 pub fn read(host: &Host, told: Option<&Told>) -> Reading {
     let config = told.and_then(|told| told.config.get("cni"));
     let text = |key: &str| config?.get(key)?.as_str().filter(|text| !text.is_empty()).map(PathBuf::from);
@@ -80,7 +77,7 @@ fn first_network(host: &Host, dir: &Path) -> Option<(String, Result<Vec<String>,
     Some((name, plugins))
 }
 
-/// Types of all plugins, those for addresses as well. A `.conflist` has several, a `.conf` is one.
+/// Returns the types of all plugins, also of IPAM. A `.conflist` has several, a `.conf` is one.
 fn plugins(config: &Value) -> Option<Vec<String>> {
     let single = std::slice::from_ref(config);
     let list = config.get("plugins").map_or(Some(single), |list| list.as_array().map(Vec::as_slice))?;
@@ -92,14 +89,14 @@ fn plugins(config: &Value) -> Option<Vec<String>> {
     Some(names)
 }
 
-/// Judges. Pods with hostNetwork start in any case: nothing here is a failure.
+/// Checks the network. Pods with hostNetwork start in any case: nothing here is a failure.
 pub fn judge(reading: &Reading) -> Check {
     let dir = &reading.conf_dir;
     let (file, plugins) = match &reading.network {
         None => {
             return CNI.warning(
                 format!("no network is configured in {dir:?}"),
-                Fix::words("install the cluster's network add-on, or write a CNI configuration there"),
+                Fix::words("install the cluster's network add-on, or create a CNI configuration there"),
             );
         }
         Some((file, Err(why))) => {

@@ -1,4 +1,4 @@
-//! The daemon's configuration, which says what the other checks look at.
+//! The daemon's configuration, on which other checks depend.
 
 use std::path::Path;
 
@@ -8,21 +8,21 @@ use sandboxer_config::{Config, ConfigError, DEFAULT_PATH};
 use super::verdict::{Check, Fix, Subject};
 
 const CONFIGURATION: Subject =
-    Subject { name: "configuration", why: "a daemon does not start with one that it does not understand" };
+    Subject { name: "configuration", why: "the daemon does not start with an invalid configuration" };
 
-/// What was read from `path`, or from where a daemon would read it.
+/// Checks the configuration read from `path`, or from the daemon's default path.
 pub fn judge(path: Option<&Path>, read: &Result<Config, ConfigError>) -> Check {
     let file = path.unwrap_or(DEFAULT_PATH.as_ref());
     match read {
         Err(error) => CONFIGURATION.failure(
-            format!("{}; the checks below are of the defaults", chain(error)),
+            format!("{}; the checks below use the defaults", chain(error)),
             Fix::commands(
                 "correct the file",
                 [format!("sandboxer --check-config --config {}", file.display())],
             ),
         ),
         Ok(_) if path.is_none() && !file.exists() => {
-            CONFIGURATION.ok(format!("the defaults; there is no {}", file.display()))
+            CONFIGURATION.ok(format!("the defaults; {} does not exist", file.display()))
         }
         Ok(_) => CONFIGURATION.ok(file.display().to_string()),
     }

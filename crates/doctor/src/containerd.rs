@@ -1,4 +1,4 @@
-//! containerd, and whether what it is asked comes to this daemon.
+//! containerd, and whether its requests for sandboxes reach this daemon.
 
 use std::path::Path;
 
@@ -10,25 +10,25 @@ use super::{
 
 /// The runtime type that the configuration of [`HANDLER`] must have.
 pub const RUNTIME_TYPE: &str = "io.containerd.sandboxer.v1";
-/// Sandboxes by another process exist from this version on.
+/// First version with external sandboxers.
 pub const OLDEST: (u32, u32) = (2, 0);
-/// The version with which pods were seen to run.
+/// The tested version.
 pub const SEEN: (u32, u32) = (2, 4);
 
-const CONTAINERD: Subject = Subject { name: "containerd", why: "pods are made at its word" };
+const CONTAINERD: Subject = Subject { name: "containerd", why: "containerd starts and stops the pods" };
 const ROUTE: Subject = Subject {
     name: "handler",
-    why: "pods of the handler \"sandboxer\" come here only if containerd is told so",
+    why: "containerd sends pods of the handler \"sandboxer\" here only if it is configured so",
 };
 
-/// Whether it answers, and is one that works with us.
+/// Checks that it answers, and that its version works.
 pub fn containerd(reading: &Reading) -> Check {
     let endpoint = &reading.endpoint;
     let told = match &reading.told {
         Ok(told) => told,
         Err(why) => {
             let fix = Fix::commands(
-                "start containerd as root, or name its socket with --endpoint",
+                "start containerd as root, or set its socket with --endpoint",
                 ["systemctl start containerd"],
             );
             return CONTAINERD.failure(format!("{endpoint}: {why}"), fix);
@@ -41,26 +41,24 @@ pub fn containerd(reading: &Reading) -> Check {
     let upgrade = || Fix::words("install containerd 2.4");
     match program::version(&told.version) {
         Some(version) if version < OLDEST => {
-            CONTAINERD.failure(format!("{seen}, which leaves sandboxes to nobody else"), upgrade())
+            CONTAINERD.failure(format!("{seen}, has no external sandboxers"), upgrade())
         }
-        Some(version) if version < SEEN => {
-            CONTAINERD.warning(format!("{seen}, which was not tried"), upgrade())
-        }
+        Some(version) if version < SEEN => CONTAINERD.warning(format!("{seen}, not tested"), upgrade()),
         Some(SEEN) => CONTAINERD.ok(seen),
         Some(_) => CONTAINERD.warning(
-            format!("{seen}, newer than what was tried"),
-            Fix::words("install containerd 2.4, or see whether pods run"),
+            format!("{seen}, newer than the tested version"),
+            Fix::words("install containerd 2.4, or test whether pods run"),
         ),
-        None => CONTAINERD.warning(format!("{seen}, of which the version is not known"), upgrade()),
+        None => CONTAINERD.warning(format!("{seen}, unknown version"), upgrade()),
     }
 }
 
-/// Whether the handler leads to the daemon whose controller socket is at `socket`.
+/// Checks that the handler leads to the daemon with the controller socket `socket`.
 pub fn handler(reading: &Reading, route: Option<&Route>, socket: &Path) -> Check {
     let Some(told) = reading.told() else { return ROUTE.not_applicable("no containerd answers") };
     let configure = || {
         Fix::commands(
-            "give containerd what `sandboxer-cli check --containerd-config` prints, and start it again",
+            "add the output of `sandboxer-cli check --containerd-config` to containerd's configuration and restart it",
             [
                 "sandboxer-cli check --containerd-config > /etc/containerd/conf.d/sandboxer.toml",
                 "systemctl restart containerd",
@@ -74,13 +72,13 @@ pub fn handler(reading: &Reading, route: Option<&Route>, socket: &Path) -> Check
     match &route.routed {
         Ok(()) => ROUTE.ok(format!("{HANDLER} leads to the daemon at {}", socket.display())),
         Err(why) => ROUTE.failure(
-            format!("containerd asked the daemon at {}: {why}", socket.display()),
+            format!("containerd's request to the daemon at {} failed: {why}", socket.display()),
             Fix::commands("start the daemon", ["systemctl start sandboxer"]),
         ),
     }
 }
 
-/// The route, or what is wrong with containerd's configuration of it.
+/// Returns the route, or what is wrong in containerd's configuration.
 fn configured<'a>(told: &Told, route: Option<&'a Route>, socket: &Path) -> Result<&'a Route, String> {
     let none = || format!("containerd has no runtime handler {HANDLER:?}");
     let (handler, route) = told.handler().zip(route).ok_or_else(none)?;
@@ -92,9 +90,9 @@ fn configured<'a>(told: &Told, route: Option<&'a Route>, socket: &Path) -> Resul
     let controller = match &route.controller {
         Ok(Some(controller)) => controller,
         Ok(None) => {
-            return Err(format!("its sandboxer is {sandboxer:?}, which is no proxy plugin of containerd"));
+            return Err(format!("its sandboxer {sandboxer:?} is no proxy plugin of containerd"));
         }
-        Err(why) => return Err(format!("containerd does not tell its plugins: {why}")),
+        Err(why) => return Err(format!("cannot list containerd's plugins: {why}")),
     };
     if let Some(error) = &controller.error {
         return Err(format!("containerd's proxy plugin {sandboxer:?} did not start: {error}"));
@@ -174,12 +172,7 @@ mod tests {
             ),
             (bare, right(), Verdict::Failure, "no runtime handler \"sandboxer\""),
             (foreign, right(), Verdict::Failure, "runtime_type is \"x\""),
-            (
-                sound(),
-                Route { controller: Ok(None), ..right() },
-                Verdict::Failure,
-                "which is no proxy plugin",
-            ),
+            (sound(), Route { controller: Ok(None), ..right() }, Verdict::Failure, "is no proxy plugin"),
             (sound(), Route { controller: Err("silence".into()), ..right() }, Verdict::Failure, "silence"),
             (
                 sound(),

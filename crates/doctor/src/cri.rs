@@ -1,4 +1,4 @@
-//! What containerd tells of itself when it is asked over its socket.
+//! What containerd reports about itself over its socket.
 
 use std::path::Path;
 
@@ -15,80 +15,80 @@ use tonic::transport::{Channel, Endpoint};
 
 use super::PATIENCE;
 
-/// Largest answer that is read, bytes.
+/// Maximum size of an answer, bytes.
 const MAX_ANSWER_BYTES: usize = 4 << 20;
-/// containerd's name for plugins that make sandboxes.
+/// containerd's type of sandbox controller plugins.
 const CONTROLLER: &str = "io.containerd.sandbox.controller.v1";
 
-/// The runtime handler by which pods ask for us.
+/// Runtime handler of our pods.
 pub const HANDLER: &str = "sandboxer";
 
-/// Who was asked, and what was told.
+/// An endpoint and its answer.
 #[derive(Debug, Clone)]
 pub struct Reading {
-    /// As given.
+    /// The endpoint, as given.
     pub endpoint: String,
-    /// All of it, or why nothing is known.
+    /// The answer, or why there is none.
     pub told: Result<Told, String>,
 }
 
-/// A CRI runtime's account of itself.
+/// A CRI runtime's description of itself.
 #[derive(Debug, Clone)]
 pub struct Told {
     /// "containerd".
     pub name: String,
     /// "v2.4.2".
     pub version: String,
-    /// Process behind the socket, as far as it is in sight.
+    /// Process that listens on the socket, if visible.
     pub pid: Option<u32>,
     /// Its CRI configuration.
     pub config: Value,
-    /// Whether pods can have a network; why not.
+    /// Readiness of the network, or why it is not ready.
     pub network: Result<(), String>,
 }
 
-/// Where questions about pods of [`HANDLER`] go.
+/// Route of requests for pods of [`HANDLER`].
 #[derive(Debug, Clone)]
 pub struct Route {
-    /// The plugin that makes their sandboxes; none: there is no such plugin.
+    /// The sandbox controller plugin, if it exists.
     pub controller: Result<Option<Controller>, String>,
-    /// Whether a question comes through to a daemon of ours; what else was answered.
+    /// Whether a request reaches our daemon, or another answer.
     pub routed: Result<(), String>,
 }
 
-/// A plugin that makes sandboxes.
+/// A sandbox controller plugin.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Controller {
-    /// Its socket, if it is a process of its own.
+    /// Its socket, if it is a separate process.
     pub address: Option<String>,
-    /// Why it could not be started.
+    /// Why it did not start.
     pub error: Option<String>,
 }
 
 impl Reading {
-    /// What was told, if anything was.
+    /// Returns the answer, if there is one.
     pub fn told(&self) -> Option<&Told> {
         self.told.as_ref().ok()
     }
 }
 
 impl Told {
-    /// What containerd has configured for [`HANDLER`].
+    /// Returns containerd's configuration of [`HANDLER`].
     pub fn handler(&self) -> Option<&Value> {
         self.config.get("containerd")?.get("runtimes")?.get(HANDLER)
     }
 }
 
-/// Asks whoever listens at `endpoint`, a `unix://` address or a path.
+/// Queries the CRI runtime at `endpoint`, a `unix://` address or a path.
 pub async fn read(endpoint: &str) -> Reading {
     let told = tokio::time::timeout(PATIENCE, ask(socket(endpoint))).await;
     Reading { endpoint: endpoint.to_owned(), told: told.unwrap_or_else(|_| Err(silent())) }
 }
 
-/// Follows the way of a question about a pod of [`HANDLER`]; none where nobody answered, or has that handler.
+/// Follows a request for a pod of [`HANDLER`]; `None` without an answer or without that handler.
 pub async fn route(reading: &Reading) -> Option<Route> {
     let sandboxer = reading.told()?.handler()?.get("sandboxer")?.as_str()?;
-    // Connects with the first question, within its own time.
+    // Connects with the first request, within its deadline.
     let channel = grpc(socket(&reading.endpoint)).ok()?.connect_lazy();
     let (controller, routed) = tokio::join!(
         tokio::time::timeout(PATIENCE, controller(channel.clone(), sandboxer)),
@@ -105,10 +105,10 @@ fn socket(endpoint: &str) -> &Path {
 }
 
 fn silent() -> String {
-    format!("no answer within {PATIENCE:?}: it is slow, or hangs")
+    format!("no answer within {PATIENCE:?}: it is slow or hangs")
 }
 
-/// The process that listens at a socket; none if nobody does within the limit.
+/// Returns the process that listens on a socket; `None` if no process accepts in time.
 pub async fn listener(socket: &Path) -> Option<u32> {
     let stream = tokio::time::timeout(PATIENCE, UnixStream::connect(socket)).await.ok()?.ok()?;
     u32::try_from(stream.peer_cred().ok()?.pid()?).ok().filter(|pid| *pid > 0)
@@ -119,7 +119,7 @@ fn grpc(socket: &Path) -> Result<Endpoint, String> {
 }
 
 async fn ask(socket: &Path) -> Result<Told, String> {
-    // Tried first, for gRPC's own error would not tell a missing socket from one that nobody serves.
+    // Connects first: gRPC's error does not distinguish a missing socket from one without a listener.
     UnixStream::connect(socket).await.map_err(|error| error.to_string())?;
     let channel = grpc(socket)?.connect_lazy();
     let mut cri = RuntimeServiceClient::new(channel).max_decoding_message_size(MAX_ANSWER_BYTES);
@@ -152,12 +152,12 @@ async fn controller(channel: Channel, name: &str) -> Result<Option<Controller>, 
     }))
 }
 
-/// Asks at `socket`, of containerd or of a daemon, whether pods of the sandboxer of this name come to a daemon of ours.
+/// Asks at `socket`, of containerd or of a daemon, whether pods of this sandboxer reach our daemon.
 pub async fn reaches_us(socket: &Path, sandboxer: &str) -> Result<(), String> {
     routed(grpc(socket)?.connect_lazy(), sandboxer).await
 }
 
-/// Has containerd ask its controller about a pod that nobody has: only a daemon of ours says who it is.
+/// Has containerd ask its controller about a pod that cannot exist: only our daemon identifies itself.
 async fn routed(channel: Channel, sandboxer: &str) -> Result<(), String> {
     let request = ControllerStatusRequest {
         sandbox_id: CHECKED_POD.into(),
@@ -166,7 +166,7 @@ async fn routed(channel: Channel, sandboxer: &str) -> Result<(), String> {
     };
     match ControllerClient::new(channel).status(request).await {
         Ok(answer) if answer.get_ref().info.contains_key(ANSWERED_BY) => Ok(()),
-        Ok(_) => Err(format!("somebody else has a pod {CHECKED_POD}")),
+        Ok(_) => Err(format!("another controller has a pod {CHECKED_POD}")),
         Err(status) => Err(status.message().to_owned()),
     }
 }

@@ -1,4 +1,4 @@
-//! Devices of the kernel's that VMMs use.
+//! Kernel devices that VMMs use.
 
 use std::io;
 
@@ -7,56 +7,56 @@ use super::{
     verdict::{Check, Fix, Subject},
 };
 
-/// A device, and what it is for.
+/// A device and its purpose.
 #[derive(Debug)]
 pub struct Device {
     subject: Subject,
     path: &'static str,
     module: &'static str,
-    /// What happens without it.
+    /// Effect if it is missing.
     without: &'static str,
 }
 
-/// The way to agents over vsock.
+/// Connections to agents over vsock.
 pub const VSOCK: Device = Device {
-    subject: Subject { name: "vsock", why: "a way from the host to a guest" },
+    subject: Subject { name: "vsock", why: "connections from the host to a guest" },
     path: "/dev/vhost-vsock",
     module: "vhost_vsock",
-    without: "not needed: agents are reached by a serial port",
+    without: "not needed: agents use a serial port",
 };
 
-/// Interfaces of virtual machines.
+/// Network interfaces of VMs.
 pub const TUN: Device = Device {
-    subject: Subject { name: "tun", why: "a machine's network interface is a tap" },
+    subject: Subject { name: "tun", why: "a VM's network interface is a tap" },
     path: "/dev/net/tun",
     module: "tun",
     without: "pods that have a network interface do not start",
 };
 
-/// Packets without a detour by the VMM.
+/// Packets that bypass the VMM.
 pub const VHOST_NET: Device = Device {
-    subject: Subject { name: "vhost-net", why: "packets of a machine then pass without its VMM" },
+    subject: Subject { name: "vhost-net", why: "packets of a VM bypass its VMM" },
     path: "/dev/vhost-net",
     module: "vhost_net",
-    without: "not used yet: packets pass by the VMM",
+    without: "not used yet: packets pass through the VMM",
 };
 
-/// Opens it.
+/// Opens the device.
 pub fn read(host: &Host, device: &Device) -> io::Result<()> {
     host.device(device.path)
 }
 
-/// One that is there must open; none is needed by what the daemon does so far.
+/// Checks that a device opens if it exists. The daemon does not need any of them so far.
 pub fn judge(device: &Device, reading: &io::Result<()>) -> Check {
     let Device { subject, path, module, without } = device;
     match reading {
-        Ok(()) => subject.ok(format!("{path} opens")),
+        Ok(()) => subject.ok(format!("{path} can be opened")),
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             subject.not_applicable(format!("no {path}; {without}"))
         }
         Err(error) => subject.warning(
             format!("{path}: {error}"),
-            Fix::commands("run this as root, with the module loaded", [format!("modprobe {module}")]),
+            Fix::commands("load the module, and run this as root", [format!("modprobe {module}")]),
         ),
     }
 }
@@ -72,7 +72,7 @@ mod tests {
             (Ok(()), Verdict::Ok),
             (Err(io::ErrorKind::NotFound.into()), Verdict::NotApplicable),
             (Err(io::ErrorKind::PermissionDenied.into()), Verdict::Warning),
-            (Err(io::Error::other("it is no device")), Verdict::Warning),
+            (Err(io::Error::other("not a device")), Verdict::Warning),
         ] {
             for device in [VSOCK, TUN, VHOST_NET] {
                 assert_eq!(judge(&device, &reading).verdict, verdict, "{device:?}");

@@ -1,4 +1,4 @@
-//! Space for images of root file systems and for pods' logs.
+//! Disk space for images of root file systems and for pods' logs.
 
 use std::path::{Path, PathBuf};
 
@@ -10,9 +10,9 @@ use super::{
     verdict::{Check, Fix, Subject},
 };
 
-/// Logs per pod: the guest's console and the VMM's words, each with its older half.
+/// Logs per pod: the guest's console and the VMM's output, each with its older half.
 const LOGS: u64 = 4;
-/// Less than this for images, and large ones can't be made.
+/// Minimum space for images; with less, large ones fail.
 const MIN_MIB: u64 = 512;
 
 const DISK: Subject = Subject {
@@ -20,16 +20,16 @@ const DISK: Subject = Subject {
     why: "images of root file systems are kept in state_dir, logs of pods in run_dir",
 };
 
-/// A directory and what is free where it is, or will be.
+/// A directory and the free space of its file system.
 #[derive(Debug, Clone)]
 pub struct Space {
     /// The directory.
     pub dir: PathBuf,
-    /// None if that is not known.
+    /// `None` if unknown.
     pub free_mib: Option<u64>,
 }
 
-/// Looks at a directory, or at the nearest above it that is there.
+/// Reads the free space at a directory, or at its nearest existing parent.
 pub fn read(host: &Host, dir: &Path) -> Space {
     let found = dir.ancestors().map(|dir| host.path(dir)).find(|dir| dir.exists());
     let free = found.and_then(|dir| statvfs(&dir).ok());
@@ -37,16 +37,17 @@ pub fn read(host: &Host, dir: &Path) -> Space {
     Space { dir: dir.to_owned(), free_mib }
 }
 
-/// Whether images and templates find place in `state`, and logs of `pods` in `run`.
+/// Checks the space for images and templates in `state`, and for logs of `pods` in `run`.
 pub fn judge(state: &Space, run: &Space, config: &Config, pods: u32) -> Check {
     let templates = if config.templates.enabled { config.templates.most_bytes } else { 0 };
     let kept_mib = config.rootfs.cache_bytes.saturating_add(templates) >> 20;
     let logs_mib = (config.vm.console_log_bytes.saturating_mul(LOGS * u64::from(pods))) >> 20;
     let (Some(images), Some(logs)) = (state.free_mib, run.free_mib) else {
-        return DISK.warning("the system does not tell what is free", Fix::words("see `df`"));
+        return DISK.warning("free space is unknown", Fix::words("see `df`"));
     };
     let seen = format!("{images} MiB free in {}, {logs} MiB in {}", state.dir.display(), run.dir.display());
-    let fix = || Fix::words("free some, or set state_dir, run_dir, rootfs.cache_mib or templates.max_mib");
+    let fix =
+        || Fix::words("free disk space, or change state_dir, run_dir, rootfs.cache_mib or templates.max_mib");
     if images < MIN_MIB {
         return DISK.failure(seen, fix());
     }

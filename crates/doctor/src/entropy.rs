@@ -1,4 +1,4 @@
-//! Randomness, of which each guest gets some at its start.
+//! Entropy, which each guest gets from the host at its start.
 
 use rustix::rand::{GetRandomFlags, getrandom};
 
@@ -9,25 +9,25 @@ use super::{
 
 const ENTROPY: Subject = Subject {
     name: "entropy",
-    why: "each guest gets its first randomness from the host; without any, starts wait",
+    why: "each guest gets its first randomness from the host; without it, starts wait",
 };
 
-/// What the kernel tells.
+/// The kernel's state.
 #[derive(Debug, Clone, Copy)]
 pub struct Reading {
-    /// Its generator has been seeded.
+    /// The generator is seeded.
     pub seeded: bool,
     /// Bits in the pool.
     pub bits: Option<u64>,
 }
 
-/// Asks the generator without waiting for it.
+/// Reads the state without waiting for the generator.
 pub fn read(host: &Host) -> Reading {
     let seeded = getrandom(&mut [0_u8; 1], GetRandomFlags::NONBLOCK).is_ok();
     Reading { seeded, bits: host.number("/proc/sys/kernel/random/entropy_avail") }
 }
 
-/// Judges.
+/// Checks the state.
 pub fn judge(reading: &Reading) -> Check {
     let bits = reading.bits.map_or_else(|| "unknown".to_owned(), |bits| bits.to_string());
     match reading.seeded {
@@ -35,7 +35,7 @@ pub fn judge(reading: &Reading) -> Check {
         false => ENTROPY.warning(
             format!("not seeded yet, {bits} bits in the pool"),
             Fix::commands(
-                "give this host a source, such as virtio-rng, or run a daemon",
+                "add an entropy source such as virtio-rng, or install an entropy daemon",
                 ["apt-get install jitterentropy-rngd"],
             ),
         ),

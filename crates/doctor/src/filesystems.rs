@@ -1,4 +1,4 @@
-//! File systems of the host's kernel, and the program that makes EROFS images.
+//! File systems of the host kernel, and the program that makes EROFS images.
 
 use std::path::{Path, PathBuf};
 
@@ -9,29 +9,28 @@ use super::{
 };
 
 const OVERLAY: Subject =
-    Subject { name: "overlay", why: "an image's layers are merged by it before they become a disk" };
+    Subject { name: "overlay", why: "it merges the layers of an image into one root file system" };
 const EROFS: Subject = Subject {
     name: "erofs",
     why: "containerd's erofs snapshotter mounts layers on the host for some images",
 };
-const LOOP: Subject = Subject {
-    name: "loop",
-    why: "containerd mounts image files of its erofs and blockfile snapshotters by it",
-};
-const MKFS: Subject = Subject { name: "mkfs.erofs", why: "it makes a disk of an image's layers" };
+const LOOP: Subject =
+    Subject { name: "loop", why: "containerd's erofs and blockfile snapshotters mount image files with it" };
+const MKFS: Subject =
+    Subject { name: "mkfs.erofs", why: "it makes a disk image of a container's root file system" };
 
-/// How a part of the kernel can be had.
+/// Availability of a part of the kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Support {
-    /// It is there.
+    /// Built in or loaded.
     There,
-    /// As a module that is not loaded.
+    /// A module that is not loaded.
     Module,
-    /// Not at all, as far as can be seen.
+    /// Not found.
     Absent,
 }
 
-/// A file system that can be mounted.
+/// Returns the availability of a file system.
 pub fn filesystem(host: &Host, name: &str) -> Support {
     let known = host.text("/proc/filesystems").unwrap_or_default();
     // "nodev\toverlay" or "\terofs".
@@ -41,7 +40,7 @@ pub fn filesystem(host: &Host, name: &str) -> Support {
     }
 }
 
-/// Loop devices.
+/// Returns the availability of loop devices.
 pub fn loop_devices(host: &Host) -> Support {
     match host.path("/dev/loop-control").exists() {
         true => Support::There,
@@ -58,14 +57,14 @@ fn module(host: &Host, name: &str) -> Support {
     if there { Support::Module } else { Support::Absent }
 }
 
-/// Without it no container of the overlayfs snapshotter gets a root file system.
+/// Checks overlayfs. Containers of the overlayfs snapshotter need it.
 pub fn overlay(support: Support) -> Check {
     match support {
-        Support::There => OVERLAY.ok("known to the kernel"),
-        Support::Module => OVERLAY.ok("a module, loaded by the first mount"),
+        Support::There => OVERLAY.ok("the kernel has it"),
+        Support::Module => OVERLAY.ok("a module; the first mount loads it"),
         Support::Absent => OVERLAY.failure(
-            "the kernel does not know it",
-            Fix::commands("load its module, or use a kernel that has it", ["modprobe overlay"]),
+            "the kernel does not have it",
+            Fix::commands("load its module, or use a kernel with it", ["modprobe overlay"]),
         ),
     }
 }
@@ -82,28 +81,30 @@ pub fn loops(support: Support) -> Check {
 
 fn optional(subject: &Subject, support: Support) -> Check {
     match support {
-        Support::There => subject.ok("known to the kernel"),
-        Support::Module => subject.ok("a module, not loaded"),
-        Support::Absent => subject.not_applicable("the kernel does not know it; overlayfs needs it not"),
+        Support::There => subject.ok("the kernel has it"),
+        Support::Module => subject.ok("a module that is not loaded"),
+        Support::Absent => {
+            subject.not_applicable("the kernel does not have it; the overlayfs snapshotter does not need it")
+        }
     }
 }
 
-/// A program and what it said.
+/// A program and its answer.
 #[derive(Debug, Clone)]
 pub struct Mkfs {
     /// As configured.
     pub program: PathBuf,
-    /// To `-V`.
+    /// Answer to `-V`.
     pub answer: Answer,
 }
 
-/// Asks for the version.
+/// Runs the program with `-V`.
 pub async fn read_mkfs(program: &Path) -> Mkfs {
-    // erofs-utils 1.5 takes no option for it, but tells it before it complains.
+    // erofs-utils 1.5 has no such option, but prints the version before the error.
     Mkfs { program: program.to_owned(), answer: program::ask(program, "-V").await }
 }
 
-/// Judges the program.
+/// Checks the program.
 pub fn mkfs(reading: &Mkfs) -> Check {
     let Mkfs { program, answer } = reading;
     let install = || {
@@ -115,13 +116,13 @@ pub fn mkfs(reading: &Mkfs) -> Check {
     match answer {
         Answer::Said(line) if line.starts_with("mkfs.erofs") => MKFS.ok(line),
         Answer::Said(line) => {
-            MKFS.failure(format!("{program:?} says {line:?}, which is no mkfs.erofs"), install())
+            MKFS.failure(format!("{program:?} is not mkfs.erofs: it printed {line:?}"), install())
         }
-        Answer::Missing => MKFS.failure(format!("there is no {program:?}"), install()),
+        Answer::Missing => MKFS.failure(format!("{program:?} does not exist"), install()),
         Answer::Broken(how) => MKFS.failure(format!("{program:?} {how}"), install()),
         Answer::Silent => MKFS.warning(
             program::too_slow(program),
-            Fix::words("try again when the host is less busy; if it stays so, see whether it is mkfs.erofs"),
+            Fix::words("retry when the host is less busy; if it stays slow, check that it is mkfs.erofs"),
         ),
     }
 }

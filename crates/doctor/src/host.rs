@@ -1,4 +1,4 @@
-//! The machine as its files show it.
+//! The host's files.
 
 use std::{
     ffi::OsStr,
@@ -8,10 +8,10 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// Most bytes read of a file of the kernel's or of a configuration.
+/// Maximum bytes read of a kernel file or a configuration.
 const MAX_FILE_BYTES: u64 = 1 << 20;
 
-/// `/proc`, `/sys`, `/dev` and `/etc` below a root: this host's, or one that a test made up.
+/// `/proc`, `/sys`, `/dev` and `/etc` below a root: this host's, or a test's.
 #[derive(Debug, Clone)]
 pub struct Host {
     root: PathBuf,
@@ -24,30 +24,30 @@ impl Default for Host {
 }
 
 impl Host {
-    /// The machine whose files are below `root`.
+    /// Returns a host with its files below `root`.
     pub fn below(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into() }
     }
 
-    /// Where the file with this absolute path is.
+    /// Returns the location of the file with this absolute path.
     pub fn path(&self, path: impl AsRef<Path>) -> PathBuf {
         let path = path.as_ref();
         self.root.join(path.strip_prefix("/").unwrap_or(path))
     }
 
-    /// A file's text without white space at its ends; at most 1 MiB of it.
+    /// Returns a file's text, trimmed; at most 1 MiB.
     pub fn text(&self, path: impl AsRef<Path>) -> io::Result<String> {
         let mut bytes = Vec::new();
         fs::File::open(self.path(path))?.take(MAX_FILE_BYTES).read_to_end(&mut bytes)?;
         Ok(String::from_utf8_lossy(&bytes).trim().to_owned())
     }
 
-    /// A file that holds one number.
+    /// Returns the number that a file contains.
     pub fn number(&self, path: impl AsRef<Path>) -> Option<u64> {
         self.text(path).ok()?.parse().ok()
     }
 
-    /// Names in a directory, sorted; none if it is not there.
+    /// Returns the names in a directory, sorted; none if it does not exist.
     pub fn names(&self, dir: impl AsRef<Path>) -> Vec<String> {
         let entries = fs::read_dir(self.path(dir)).into_iter().flatten().flatten();
         let mut names: Vec<_> =
@@ -56,16 +56,16 @@ impl Host {
         names
     }
 
-    /// Whether there is a character device that can be opened; which error says why not.
+    /// Checks that a character device exists and can be opened.
     pub fn device(&self, path: impl AsRef<Path>) -> io::Result<()> {
         let path = self.path(path);
         if !fs::metadata(&path)?.file_type().is_char_device() {
-            return Err(io::Error::other("it is no device"));
+            return Err(io::Error::other("not a device"));
         }
         fs::OpenOptions::new().read(true).write(true).open(path).map(drop)
     }
 
-    /// Whether there is such a program, by absolute path or by a name in `search`, a list as in `PATH`.
+    /// Returns a program's path, by absolute path or by a name in `search`, a list as in `PATH`.
     pub fn program(&self, program: &Path, search: &OsStr) -> Option<PathBuf> {
         use std::os::unix::fs::PermissionsExt;
         let runs = |path: &PathBuf| {
@@ -78,7 +78,7 @@ impl Host {
     }
 }
 
-/// The value behind `key` in lines such as `MemFree:   12 kB`; its first word, as a number.
+/// Returns the value of `key` in lines such as `MemFree:   12 kB`; its first word, as a number.
 pub(super) fn field(text: &str, key: &str) -> Option<u64> {
     let value = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
     value.split_whitespace().next()?.parse().ok()
@@ -97,7 +97,7 @@ mod tests {
         assert_eq!(host.number("/proc/sys/max"), Some(12));
         assert_eq!(host.names("/proc/sys"), ["max"]);
         assert_eq!(host.text("/proc/none").unwrap_err().kind(), io::ErrorKind::NotFound);
-        assert_eq!(host.device("/proc/sys/max").unwrap_err().to_string(), "it is no device");
+        assert_eq!(host.device("/proc/sys/max").unwrap_err().to_string(), "not a device");
         assert_eq!(host.program("max".as_ref(), "/proc/sys".as_ref()), None, "it is not executable");
         assert_eq!(Host::default().program("sh".as_ref(), "/bin".as_ref()).unwrap(), Path::new("/bin/sh"));
     }

@@ -10,57 +10,57 @@ use sandboxer_protocol::{PROTOCOL_VERSION, mark};
 
 use super::verdict::{Check, Fix, Subject};
 
-/// Larger files are no initramfs with one agent.
+/// Maximum size of an initramfs, bytes.
 const MAX_BYTES: u64 = 256 << 20;
-/// Entries looked at for `init`.
+/// Maximum entries searched for `init`.
 const MAX_ENTRIES: usize = 4096;
 
 const INITRAMFS: Subject = Subject {
     name: "initramfs",
-    why: "it holds the agent of every pod, which must speak the daemon's protocol",
+    why: "it contains the agent, which must speak the daemon's protocol version",
 };
 
-/// What a file is.
+/// Content of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Content {
     /// The file cannot be read.
     Unreadable(String),
-    /// It was not read to its end within [`PATIENCE`](super::PATIENCE).
+    /// Reading did not end within [`PATIENCE`](super::PATIENCE).
     Slow,
-    /// No archive of the format "newc"; it may be a compressed one.
+    /// Not an archive of the format "newc"; it may be compressed.
     NoArchive,
-    /// Nothing in it can be run as `/init`.
+    /// It has no executable `/init`.
     NoInit,
-    /// An init that does not tell its protocol.
+    /// An `/init` without a protocol mark.
     Unmarked,
-    /// An agent of this protocol version.
+    /// An agent with this protocol version.
     Agent(u32),
 }
 
-/// A file and what it is.
+/// A file and its content.
 #[derive(Debug, Clone)]
 pub struct Reading {
     /// The file.
     pub path: PathBuf,
     /// Bytes.
     pub size: u64,
-    /// What is in it.
+    /// Its content.
     pub content: Content,
 }
 
 impl Reading {
-    /// Of a file that could not be read in time.
+    /// Returns the reading of a file that could not be read in time.
     pub fn silent(path: &Path) -> Self {
         Self { path: path.to_owned(), size: 0, content: Content::Slow }
     }
 }
 
-/// Looks for the agent.
+/// Searches the agent.
 pub fn read(path: &Path) -> Reading {
     let read = File::open(path).and_then(|file| {
         let size = file.metadata()?.len();
         if size > MAX_BYTES {
-            return Err(io::Error::other(format!("it has {size} bytes, too many for an agent alone")));
+            return Err(io::Error::other(format!("it has {size} bytes: too large for an initramfs")));
         }
         let mut bytes = Vec::with_capacity(usize::try_from(size).unwrap_or_default());
         file.take(MAX_BYTES).read_to_end(&mut bytes).map(|_| bytes)
@@ -80,7 +80,7 @@ fn content(archive: &[u8]) -> Content {
     }
 }
 
-/// The bytes of `/init`; the outer `None`: no archive. The format is Linux'
+/// Returns the bytes of `/init`; the outer `None` means no archive. The format is Linux'
 /// `Documentation/driver-api/early-userspace/buffer-format.rst`.
 fn find_init(archive: &[u8]) -> Option<Option<&[u8]>> {
     const HEADER: usize = 110;
@@ -92,13 +92,13 @@ fn find_init(archive: &[u8]) -> Option<Option<&[u8]>> {
         if !header.starts_with(b"070701") && !header.starts_with(b"070702") {
             return None;
         }
-        // Thirteen fields of eight hex digits behind the magic number.
+        // Thirteen fields of eight hex digits follow the magic number.
         let field = |index: usize| {
             let digits = header.get(6 + 8 * index..14 + 8 * index)?;
             usize::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok()
         };
         let (mode, length, name_length) = (field(1)?, field(6)?, field(11)?);
-        // Name and content each end where the next multiple of four begins.
+        // Name and content are padded to a multiple of four.
         let begin = (HEADER + name_length).next_multiple_of(4);
         let name = rest.get(HEADER..HEADER + name_length)?;
         let content = rest.get(begin..begin.checked_add(length)?)?;
@@ -113,12 +113,12 @@ fn find_init(archive: &[u8]) -> Option<Option<&[u8]>> {
     Some(None)
 }
 
-/// Judges by the protocol that this daemon speaks.
+/// Checks the agent's protocol against this daemon's.
 pub fn judge(reading: &Reading) -> Check {
     let path = &reading.path;
     let build = || {
         Fix::words(
-            "install the initramfs that came with this daemon, or set vm.initramfs; `make guest-image` in \
+            "install the initramfs of this daemon's version, or set vm.initramfs; `make guest-image` in \
              the source tree builds one",
         )
     };
@@ -128,15 +128,13 @@ pub fn judge(reading: &Reading) -> Check {
             reading.size as f64 / f64::from(1 << 20)
         )),
         Content::Agent(other) => INITRAMFS.failure(
-            format!("the agent in {path:?} speaks protocol {other}, the daemon {PROTOCOL_VERSION}"),
+            format!("the agent in {path:?} speaks protocol {other}, the daemon speaks {PROTOCOL_VERSION}"),
             build(),
         ),
-        Content::Unmarked => {
-            INITRAMFS.warning(format!("/init in {path:?} does not tell which protocol it speaks"), build())
-        }
-        Content::NoInit => INITRAMFS.failure(format!("there is no /init in {path:?}"), build()),
+        Content::Unmarked => INITRAMFS.warning(format!("/init in {path:?} has no protocol version"), build()),
+        Content::NoInit => INITRAMFS.failure(format!("{path:?} has no /init"), build()),
         Content::NoArchive => {
-            INITRAMFS.failure(format!("{path:?} is no cpio archive (newc, uncompressed)"), build())
+            INITRAMFS.failure(format!("{path:?} is not a cpio archive (newc, uncompressed)"), build())
         }
         Content::Slow => INITRAMFS.warning(super::slow_file(path), super::ask_again()),
         Content::Unreadable(why) => INITRAMFS.failure(format!("cannot read {path:?}: {why}"), build()),

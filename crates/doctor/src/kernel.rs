@@ -1,4 +1,4 @@
-//! The guest kernel: an uncompressed ELF file that a VMM can enter by PVH.
+//! The guest kernel: an uncompressed ELF file with a PVH entry.
 
 use std::{
     fs::File,
@@ -20,17 +20,17 @@ use sha2::{Digest, Sha256};
 
 use super::verdict::{Check, Fix, Subject};
 
-/// Larger files are no kernels.
+/// Maximum size of a kernel, bytes.
 const MAX_BYTES: u64 = 512 << 20;
-/// Most bytes of a kernel's configuration, unpacked; a distribution's has a third of a MiB.
+/// Maximum size of a kernel's unpacked configuration; a distribution's has a third of a MiB.
 const MAX_CONFIG_BYTES: u64 = 4 << 20;
-/// Most characters of a release that are shown.
+/// Maximum characters of a release in messages.
 const RELEASE: usize = 64;
-/// Type of the note that holds the entry for PVH, owner "Xen" (`XEN_ELFNOTE_PHYS32_ENTRY`, Linux'
+/// Type of the note with the PVH entry, owner "Xen" (`XEN_ELFNOTE_PHYS32_ENTRY`, Linux'
 /// `include/xen/interface/elfnote.h`).
 const PVH_ENTRY: u32 = 18;
 
-/// Options without which a pod does not start. There are no modules in a guest.
+/// Options that pods need. A guest has no modules.
 const NEEDED: [&str; 10] = [
     "BLK_DEV_INITRD",
     "DEVTMPFS",
@@ -44,46 +44,46 @@ const NEEDED: [&str; 10] = [
     "VIRTIO_MMIO",
 ];
 
-const KERNEL: Subject = Subject { name: "guest kernel", why: "every pod's machine boots it" };
+const KERNEL: Subject = Subject { name: "guest kernel", why: "every pod's VM boots it" };
 
-/// What a file is.
+/// Properties of a file.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Reading {
     /// The file.
     pub path: PathBuf,
-    /// Why nothing else is known of it.
+    /// Why it cannot be read.
     pub unreadable: Option<String>,
-    /// It was not read to its end within [`PATIENCE`](super::PATIENCE).
+    /// Reading did not end within [`PATIENCE`](super::PATIENCE).
     pub slow: bool,
     /// Bytes.
     pub size: u64,
-    /// An ELF file for x86-64.
+    /// It is an ELF file for x86-64.
     pub elf: bool,
-    /// It has an entry for PVH.
+    /// It has a PVH entry.
     pub pvh: bool,
-    /// What only a look at all of it tells.
+    /// Properties that need the whole file.
     pub content: Option<Content>,
 }
 
-/// What the bytes of a kernel tell.
+/// Properties from a kernel's bytes.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Content {
     /// Lower-case hex.
     pub sha256: String,
     /// "6.1.0", as in its banner.
     pub release: Option<String>,
-    /// Its configuration, if it carries it (`IKCONFIG`).
+    /// Its embedded configuration, if any (`IKCONFIG`).
     pub config: Option<String>,
 }
 
 impl Reading {
-    /// Of a file that could not be read in time.
+    /// Returns the reading of a file that could not be read in time.
     pub fn silent(path: &Path) -> Self {
         Self { path: path.to_owned(), slow: true, ..Self::default() }
     }
 }
 
-/// Reads headers and notes alone.
+/// Reads only headers and notes.
 pub fn read_headers(path: &Path) -> Reading {
     let reading = Reading { path: path.to_owned(), ..Reading::default() };
     match open(path) {
@@ -95,7 +95,7 @@ pub fn read_headers(path: &Path) -> Reading {
     }
 }
 
-/// Reads all of it.
+/// Reads the whole file.
 pub fn read(path: &Path) -> Reading {
     let reading = read_headers(path);
     if !reading.elf {
@@ -122,12 +122,12 @@ fn open(path: &Path) -> io::Result<(File, u64)> {
     let file = File::open(path)?;
     let size = file.metadata()?.len();
     if size > MAX_BYTES {
-        return Err(io::Error::other(format!("it has {size} bytes, more than any kernel")));
+        return Err(io::Error::other(format!("it has {size} bytes: too large for a kernel")));
     }
     Ok((file, size))
 }
 
-/// `None`: no ELF file for x86-64.
+/// Returns whether there is a PVH entry; `None` if it is no ELF file for x86-64.
 fn has_pvh_entry<'data>(data: impl ReadRef<'data>) -> Option<bool> {
     let header = elf::FileHeader64::<Endianness>::parse(data).ok()?;
     let endian = header.endian().ok()?;
@@ -142,19 +142,19 @@ fn has_pvh_entry<'data>(data: impl ReadRef<'data>) -> Option<bool> {
     }))
 }
 
-/// The word behind `Linux version`.
+/// Returns the word after `Linux version`.
 fn release(kernel: &[u8]) -> Option<String> {
     const BANNER: &[u8] = b"Linux version ";
     memmem::find_iter(kernel, BANNER).find_map(|at| {
         let word = kernel.get(at + BANNER.len()..)?.iter().take(RELEASE);
         let word: String =
             word.take_while(|byte| byte.is_ascii_graphic()).map(|&byte| char::from(byte)).collect();
-        // The kernel also holds the banner as a format, with %s in this place.
+        // The kernel also contains the banner as a format, with %s here.
         word.starts_with(|c: char| c.is_ascii_digit()).then_some(word)
     })
 }
 
-/// The configuration between the marks that `scripts/extract-ikconfig` of Linux looks for.
+/// Returns the configuration between the marks that Linux' `scripts/extract-ikconfig` searches.
 fn config(kernel: &[u8]) -> Option<String> {
     const BEGIN: &[u8] = b"IKCFG_ST";
     memmem::find_iter(kernel, BEGIN).find_map(|at| {
@@ -165,7 +165,7 @@ fn config(kernel: &[u8]) -> Option<String> {
     })
 }
 
-/// Judges a kernel.
+/// Checks a kernel.
 pub fn judge(reading: &Reading) -> Check {
     let path = &reading.path;
     let build = |what: &str| {
@@ -179,7 +179,7 @@ pub fn judge(reading: &Reading) -> Check {
             .failure(format!("cannot read {path:?}: {why}"), build("install the guest kernel there"));
     }
     if !reading.elf {
-        let seen = format!("{path:?} is no ELF file for x86-64");
+        let seen = format!("{path:?} is not an ELF file for x86-64");
         return KERNEL.failure(seen, build("use an uncompressed vmlinux, not a bzImage"));
     }
     if !reading.pvh {
@@ -188,20 +188,20 @@ pub fn judge(reading: &Reading) -> Check {
     }
     let mib = reading.size as f64 / f64::from(1 << 20);
     let Some(content) = &reading.content else { return KERNEL.ok(format!("PVH, {mib:.1} MiB")) };
-    let release = content.release.as_deref().unwrap_or("of unknown release");
+    let release = content.release.as_deref().unwrap_or("unknown release");
     let seen = format!("{release}, PVH, {mib:.1} MiB, sha-256 {}", content.sha256);
     let Some(config) = &content.config else {
-        return KERNEL.ok(format!("{seen}, carries no configuration"));
+        return KERNEL.ok(format!("{seen}, no embedded configuration"));
     };
     let missing = missing(config);
     if missing.is_empty() {
         return KERNEL.ok(format!("{seen}, has the options that pods need"));
     }
     let missing = missing.join(", ");
-    KERNEL.failure(format!("{path:?} lacks {missing}"), build("use a kernel that has these built in"))
+    KERNEL.failure(format!("{path:?} lacks {missing}"), build("use a kernel with these built in"))
 }
 
-/// Names the needed options that are not built in.
+/// Returns the needed options that are not built in.
 fn missing(config: &str) -> Vec<String> {
     let set = |option: &str| {
         config.lines().any(|line| line.strip_prefix(option).is_some_and(|value| value == "=y"))
@@ -218,7 +218,7 @@ mod tests {
     use super::*;
     use crate::Verdict;
 
-    /// A vmlinux with one note, of this owner and type.
+    /// Returns a vmlinux with one note, of this owner and type.
     fn vmlinux(owner: &[u8; 4], kind: u32, rest: &[u8]) -> Vec<u8> {
         let mut file = b"\x7fELF\x02\x01\x01".to_vec();
         file.resize(16, 0);
@@ -266,17 +266,17 @@ mod tests {
         for (bytes, verdict, seen) in [
             (vmlinux(b"Xen\0", PVH_ENTRY, &whole(&needed())), Verdict::Ok, "6.1.0-sandboxer, PVH"),
             (vmlinux(b"Xen\0", PVH_ENTRY, &whole(&needed())), Verdict::Ok, "has the options"),
-            (vmlinux(b"Xen\0", PVH_ENTRY, b""), Verdict::Ok, "of unknown release"),
+            (vmlinux(b"Xen\0", PVH_ENTRY, b""), Verdict::Ok, "unknown release"),
             (
                 vmlinux(b"Xen\0", PVH_ENTRY, b"IKCFG_ST\x1f\x8bbroken"),
                 Verdict::Ok,
-                "carries no configuration",
+                "no embedded configuration",
             ),
             (vmlinux(b"Xen\0", PVH_ENTRY, &whole(&without)), Verdict::Failure, "lacks CONFIG_EROFS_FS"),
             (vmlinux(b"Xen\0", 7, b""), Verdict::Failure, "no PVH entry"),
             (vmlinux(b"GNU\0", PVH_ENTRY, b""), Verdict::Failure, "no PVH entry"),
-            (b"\x1f\x8b no kernel".to_vec(), Verdict::Failure, "no ELF file"),
-            (Vec::new(), Verdict::Failure, "no ELF file"),
+            (b"\x1f\x8b no kernel".to_vec(), Verdict::Failure, "not an ELF file"),
+            (Vec::new(), Verdict::Failure, "not an ELF file"),
         ] {
             let file = tempfile::NamedTempFile::new().unwrap();
             fs::write(file.path(), bytes).unwrap();

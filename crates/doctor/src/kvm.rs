@@ -11,24 +11,22 @@ use super::{
     verdict::{Check, Fix, Subject},
 };
 
-const KVM: Subject = Subject {
-    name: "kvm",
-    why: "without it guests are emulated, which is several times slower to start and to run",
-};
+const KVM: Subject =
+    Subject { name: "kvm", why: "without it guests are emulated, which is several times slower" };
 
-/// What the measurement said.
+/// Result of the measurement.
 #[derive(Debug)]
 pub enum Reading {
-    /// Guest instructions per second.
+    /// Usable: guest instructions per second.
     Usable(f64),
-    /// It is there, or not, and of no use.
+    /// Missing or unusable.
     Unusable(KvmUnusable),
-    /// It did not end within the limit.
+    /// The measurement did not end in time.
     Silent,
 }
 
 impl Reading {
-    /// Whether pods get KVM: it is fast, or asked for and right.
+    /// Returns whether pods use KVM: it is fast, or configured and correct.
     pub fn is_used(&self, configured: Accelerator) -> bool {
         match self {
             Reading::Usable(_) => configured != Accelerator::Tcg,
@@ -38,7 +36,7 @@ impl Reading {
     }
 }
 
-/// Runs the guest.
+/// Runs the test guest.
 pub async fn read(device: &Path) -> Reading {
     let device = device.to_owned();
     match blocking(PATIENCE, move || kvm::measure(&device)).await {
@@ -48,18 +46,18 @@ pub async fn read(device: &Path) -> Reading {
     }
 }
 
-/// Judges by what is configured.
+/// Checks the result against the configuration.
 pub fn judge(vmm: VmmChoice, configured: Accelerator, reading: &Reading) -> Check {
     let (seen, fix) = match reading {
         Reading::Usable(rate) => {
             return KVM.ok(format!("runs {:.0} million guest instructions per second", rate / 1e6));
         }
         Reading::Unusable(unusable) => (chain(unusable), fix(unusable)),
-        Reading::Silent => (format!("its test did not end within {PATIENCE:?}"), nested()),
+        Reading::Silent => (format!("the KVM test did not end within {PATIENCE:?}"), nested()),
     };
     let asked_for = vmm == VmmChoice::CloudHypervisor || configured == Accelerator::Kvm;
     if let (true, Reading::Unusable(KvmUnusable::Slow { .. })) = (asked_for, reading) {
-        return KVM.warning(format!("{seen}; it is used because the configuration asks for it"), fix);
+        return KVM.warning(format!("{seen}; it is used because the configuration requires it"), fix);
     }
     let or_set = |fix: Fix, key: &str| Fix { what: format!("{}, or set {key} to \"auto\"", fix.what), ..fix };
     if vmm == VmmChoice::CloudHypervisor {
@@ -75,7 +73,7 @@ pub fn judge(vmm: VmmChoice, configured: Accelerator, reading: &Reading) -> Chec
 fn fix(unusable: &KvmUnusable) -> Fix {
     if let KvmUnusable::Closed { .. } = unusable {
         return Fix::commands(
-            "let a group open it, as udev does where it runs",
+            "give a group access to it, as udev does",
             ["groupadd --force --system kvm", "chgrp kvm /dev/kvm", "chmod 0660 /dev/kvm"],
         );
     }
@@ -83,14 +81,14 @@ fn fix(unusable: &KvmUnusable) -> Fix {
     match source.kind() {
         io::ErrorKind::PermissionDenied => Fix::words("run this as root"),
         _ => Fix::commands(
-            "load KVM's module; where none fits, enable virtualization in the firmware",
+            "load the KVM module; if that fails, enable virtualization in the firmware",
             ["modprobe kvm_intel || modprobe kvm_amd"],
         ),
     }
 }
 
 fn nested() -> Fix {
-    Fix::words("use a machine of metal, or enable nested virtualization where this virtual machine runs")
+    Fix::words("use a bare-metal host, or enable nested virtualization on the host of this VM")
 }
 
 #[cfg(test)]
@@ -123,7 +121,7 @@ mod tests {
         let named = Reading::Unusable(KvmUnusable::Slow { rate: 0.5e6 });
         let named = judge(VmmChoice::CloudHypervisor, Accelerator::Auto, &named);
         assert_eq!(named.verdict, Verdict::Warning);
-        assert!(named.seen.ends_with("it is used because the configuration asks for it"), "{named}");
+        assert!(named.seen.ends_with("it is used because the configuration requires it"), "{named}");
         let silent = judge(VmmChoice::CloudHypervisor, Accelerator::Auto, &Reading::Silent);
         assert_eq!(silent.verdict, Verdict::Failure);
         assert!(silent.to_string().ends_with("or set vm.vmm to \"auto\""), "{silent}");

@@ -1,4 +1,4 @@
-//! The launcher, which containerd runs by its name.
+//! The launcher, which containerd finds by name.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -13,25 +13,24 @@ use super::{
     verdict::{Check, Fix, Subject},
 };
 
-/// What containerd makes of the runtime type.
+/// Program name that containerd derives from the runtime type.
 const NAME: &str = "containerd-shim-sandboxer-v1";
 
-const LAUNCHER: Subject =
-    Subject { name: "launcher", why: "containerd runs it for each container, and fails where it is missing" };
+const LAUNCHER: Subject = Subject { name: "launcher", why: "containerd runs it for each container" };
 
-/// Where containerd finds it, and what it says.
+/// Its location and answer.
 #[derive(Debug, Clone, Default)]
 pub struct Reading {
-    /// Found there.
+    /// Path of the program, if found.
     pub program: Option<PathBuf>,
-    /// Where was looked, for people.
+    /// Places searched, as text.
     pub looked: String,
-    /// To `-v`.
+    /// Answer to `-v`.
     pub answer: Option<Answer>,
 }
 
-/// Looks where containerd looks: at the configured path, in its own `PATH`, beside itself. Where containerd
-/// can't be seen, in this process' `PATH`.
+/// Searches like containerd: at the configured path, in containerd's `PATH`, next to containerd's program. If
+/// containerd's process is not visible, in this process' `PATH`.
 pub async fn read(host: &Host, told: Option<&Told>) -> Reading {
     let configured = told.and_then(Told::handler).and_then(|handler| handler.get("runtimePath")?.as_str());
     let (program, looked) = match configured.filter(|path| !path.is_empty()) {
@@ -42,7 +41,7 @@ pub async fn read(host: &Host, told: Option<&Told>) -> Reading {
                 let path = std::env::var_os("PATH").unwrap_or_default();
                 (
                     host.program(NAME.as_ref(), &path),
-                    "this shell's PATH, containerd's is not in sight".to_owned(),
+                    "this shell's PATH (containerd's PATH is unknown)".to_owned(),
                 )
             }
         },
@@ -54,7 +53,7 @@ pub async fn read(host: &Host, told: Option<&Told>) -> Reading {
     Reading { program, looked, answer }
 }
 
-/// `PATH` of process `pid`, and the directory of its program behind it.
+/// Returns `PATH` of process `pid`, followed by the directory of its program.
 fn containerd_path(host: &Host, pid: u32) -> Option<OsString> {
     let environ = std::fs::read(host.path(format!("/proc/{pid}/environ"))).ok()?;
     let path = environ.split(|byte| *byte == 0).find_map(|entry| entry.strip_prefix(b"PATH="));
@@ -64,11 +63,11 @@ fn containerd_path(host: &Host, pid: u32) -> Option<OsString> {
     std::env::join_paths(dirs.unwrap_or_default().into_iter().chain(beside)).ok()
 }
 
-/// Judges by this program's own version.
+/// Checks the launcher's version against this program's.
 pub fn judge(reading: &Reading) -> Check {
     let install = || {
         Fix::commands(
-            "install it where containerd finds it",
+            "install it in containerd's PATH",
             ["install -D -t /usr/bin containerd-shim-sandboxer-v1"],
         )
     };
@@ -83,14 +82,14 @@ pub fn judge(reading: &Reading) -> Check {
             LAUNCHER.ok(format!("{program},{ours} ({})", reading.looked))
         }
         Answer::Said(line) => LAUNCHER.warning(
-            format!("{program} is {line:?}, the daemon is{ours}"),
-            Fix::words("install the launcher that came with the daemon"),
+            format!("{program} has version {line:?}, the daemon{ours}"),
+            Fix::words("install the launcher of the daemon's version"),
         ),
-        Answer::Missing => LAUNCHER.failure(format!("{program} cannot be run: no such file"), install()),
+        Answer::Missing => LAUNCHER.failure(format!("cannot run {program}: no such file"), install()),
         Answer::Broken(how) => LAUNCHER.failure(format!("{program} {how}"), install()),
         Answer::Silent => LAUNCHER.warning(
             program::too_slow(path),
-            Fix::words("try again when the host is less busy; if it stays so, see what keeps it"),
+            Fix::words("retry when the host is less busy; if it stays slow, check the program"),
         ),
     }
 }

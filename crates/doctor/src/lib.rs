@@ -1,9 +1,8 @@
-//! Is this host fit to run pods? Looked at, asked and measured, not guessed.
+//! Checks whether this host can run pods.
 //!
-//! Each subject is a file with two parts: readings, which look at the machine (files below the root of a
-//! [`Host`], programs and sockets, each under a deadline), and judgements, functions from what was read to a
-//! [`Check`]. [`examine`] makes all of them for `sandboxer-cli check`; [`fit`] those that the daemon depends
-//! on, at its start.
+//! Each subject is a file with two parts: readings of the host (files below the root of a [`Host`], programs
+//! and sockets, each with a deadline), and functions from a reading to a [`Check`]. [`examine`] runs all of
+//! them for `sandboxer-cli check`; [`fit`] runs those that the daemon depends on, at its start.
 
 mod capabilities;
 mod cgroup;
@@ -45,22 +44,22 @@ pub use self::{
 use sandboxer_base::sockets;
 use sandboxer_config::Config;
 
-/// Longest wait for one program, file or socket, each of which may hang. Long enough for a host that is slow: one that
-/// is emulated takes 3 s for `qemu-system-x86_64 --version`.
+/// Deadline for one program, file or socket. Long enough for a slow host: an emulated one takes 3 s for
+/// `qemu-system-x86_64 --version`.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// What is to be examined.
+/// Input of [`examine`].
 #[derive(Debug)]
 pub struct Question<'a> {
-    /// The daemon's configuration file, if it was named.
+    /// The daemon's configuration file, if given.
     pub config_path: Option<&'a Path>,
     /// containerd's CRI socket: a path or a `unix://` address.
     pub endpoint: &'a str,
-    /// Pods for which memory, disk and limits must do.
+    /// Number of pods that memory, disk and limits must suffice for.
     pub pods: u32,
 }
 
-/// Makes every check; what waits, waits beside the others. Takes 16 s at most, where all hangs.
+/// Runs all checks; readings that wait run at the same time. Takes at most 16 s, if everything hangs.
 pub async fn examine(question: &Question<'_>) -> Report {
     let read = Config::load_or_default(question.config_path);
     let configuration = configuration::judge(question.config_path, &read);
@@ -138,18 +137,18 @@ pub async fn examine(question: &Question<'_>) -> Report {
     )
 }
 
-/// That a file is there and was not read to its end in time.
+/// Returns the message for a file that could not be read in time.
 fn slow_file(path: &Path) -> String {
     format!("{path:?} is slow to read: it took longer than {PATIENCE:?}")
 }
 
-/// What to do about what was slow.
+/// Returns the fix for a slow reading.
 fn ask_again() -> Fix {
-    Fix::words("try again when the host and its disk are less busy")
+    Fix::words("retry when the host and its disk are less busy")
 }
 
-/// Runs what may not come back in a thread of its own; `None`: it did not within `limit`. The thread is left
-/// behind then and ends with the process, for which a thread of the runtime would make the process wait.
+/// Runs work that may hang in its own thread; returns `None` if it did not end within `limit`. The thread then ends
+/// with the process; the process would wait for a thread of the runtime.
 async fn blocking<T: Send + 'static>(
     limit: Duration,
     work: impl FnOnce() -> T + Send + 'static,

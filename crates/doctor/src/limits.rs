@@ -1,52 +1,50 @@
-//! Limits of the kernel's and of the daemon's that many pods run into.
+//! Limits of the kernel and of the daemon that many pods can reach.
 
 use super::{
     host::Host,
     verdict::{Check, Fix, Subject},
 };
 
-/// File descriptors of the daemon: its own, and for a pod with a container.
+/// File descriptors of the daemon: its own, and per pod with a container.
 const DAEMON_FILES: u64 = 64;
 const FILES_A_POD: u64 = 24;
-/// Open files of the whole system for a pod: daemon, VMM, containerd.
+/// Open files of the whole system per pod: daemon, VMM, containerd.
 const SYSTEM_FILES_A_POD: u64 = 256;
-/// Processes and threads for a pod: VMM, vCPUs, workers.
+/// Processes and threads per pod: VMM, vCPUs, workers.
 const TASKS_A_POD: u64 = 32;
-/// Watchers of files: containerd's, kubelet's and journald's own, and one for each pod.
+/// inotify instances: those of containerd, kubelet and journald, and one per pod.
 const WATCHERS: u64 = 64;
 const WATCHERS_A_POD: u64 = 1;
-/// Files watched, likewise.
+/// inotify watches, likewise.
 const WATCHES: u64 = 4096;
 const WATCHES_A_POD: u64 = 16;
 
 const INOTIFY: Subject =
-    Subject { name: "inotify", why: "containerd, kubelet and readers of logs watch files for each pod" };
-const FILES: Subject = Subject {
-    name: "files",
-    why: "the daemon holds sockets, logs and a pidfd for each pod, a VMM its disks",
-};
+    Subject { name: "inotify", why: "containerd, kubelet and log collectors watch files of each pod" };
+const FILES: Subject =
+    Subject { name: "files", why: "the daemon opens sockets, logs and a pidfd per pod, a VMM its disks" };
 const TASKS: Subject = Subject { name: "processes", why: "each pod is a VMM process with several threads" };
 
-/// What the kernel tells; none where it doesn't.
+/// The kernel's limits; `None` if unknown.
 #[derive(Debug, Clone, Default)]
 pub struct Reading {
     /// `fs.inotify.max_user_instances`.
     pub watchers: Option<u64>,
     /// `fs.inotify.max_user_watches`.
     pub watches: Option<u64>,
-    /// Most open files of the daemon, or of a process as this one.
+    /// Maximum open files of the daemon, or of a process like this one.
     pub files: Option<u64>,
-    /// Whether that is the daemon's.
+    /// Whether `files` is the daemon's limit.
     pub of_daemon: bool,
-    /// `fs.file-nr`: in use and most.
+    /// `fs.file-nr`: in use and maximum.
     pub system_files: Option<(u64, u64)>,
-    /// Processes and threads that there are.
+    /// Existing processes and threads.
     pub tasks: Option<u64>,
-    /// The less of `kernel.pid_max` and `kernel.threads-max`.
+    /// The smaller of `kernel.pid_max` and `kernel.threads-max`.
     pub most_tasks: Option<u64>,
 }
 
-/// Reads; `daemon` is its process.
+/// Reads the limits; `daemon` is the daemon's process.
 pub fn read(host: &Host, daemon: Option<u32>) -> Reading {
     let limits_of = |pid: &str| host.text(format!("/proc/{pid}/limits")).ok();
     let daemons = daemon.and_then(|pid| limits_of(&pid.to_string()));
@@ -78,22 +76,21 @@ pub fn read(host: &Host, daemon: Option<u32>) -> Reading {
     }
 }
 
-/// Whether there are watchers enough.
+/// Checks the inotify limits.
 pub fn inotify(reading: &Reading, pods: u32) -> Check {
     let pods = u64::from(pods);
     let (Some(watchers), Some(watches)) = (reading.watchers, reading.watches) else {
-        return INOTIFY
-            .warning("the kernel does not tell its limits", Fix::words("see /proc/sys/fs/inotify"));
+        return INOTIFY.warning("the kernel's limits are unknown", Fix::words("see /proc/sys/fs/inotify"));
     };
     let wanted = (WATCHERS + WATCHERS_A_POD * pods, WATCHES + WATCHES_A_POD * pods);
-    let seen = format!("{watchers} watchers, {watches} watches a user");
+    let seen = format!("{watchers} instances and {watches} watches per user");
     if watchers >= wanted.0 && watches >= wanted.1 {
         return INOTIFY.ok(seen);
     }
     INOTIFY.warning(
-        format!("{seen}; {pods} pods want {} and {}", wanted.0, wanted.1),
+        format!("{seen}; {pods} pods need {} and {}", wanted.0, wanted.1),
         Fix::commands(
-            "raise them, and for good in /etc/sysctl.d",
+            "raise the limits, permanently in /etc/sysctl.d",
             [
                 format!(
                     "sysctl fs.inotify.max_user_instances={}",
@@ -105,28 +102,28 @@ pub fn inotify(reading: &Reading, pods: u32) -> Check {
     )
 }
 
-/// Whether daemon and system may open files enough.
+/// Checks the limits on open files.
 pub fn files(reading: &Reading, pods: u32) -> Check {
     let pods = u64::from(pods);
     let (Some(files), Some((used, most))) = (reading.files, reading.system_files) else {
-        return FILES.warning("the kernel does not tell its limits", Fix::words("see /proc/self/limits"));
+        return FILES.warning("the kernel's limits are unknown", Fix::words("see /proc/self/limits"));
     };
     let whose = if reading.of_daemon { "the daemon" } else { "a process like this one (no daemon runs)" };
     let count = |files: u64| if files > 1 << 40 { "any number".to_owned() } else { files.to_string() };
-    let seen = format!("{whose} may open {}, the system {}, {used} are", count(files), count(most));
+    let seen = format!("{whose} may open {}, the system {}; {used} are open", count(files), count(most));
     let wanted = DAEMON_FILES + FILES_A_POD * pods;
     if files < wanted {
         return FILES.warning(
-            format!("{seen}; with {pods} pods the daemon wants {wanted}"),
+            format!("{seen}; with {pods} pods the daemon needs {wanted}"),
             Fix::words("start the daemon with LimitNOFILE=1048576, as its systemd unit does"),
         );
     }
     let wanted = used.saturating_add(SYSTEM_FILES_A_POD * pods);
     if most < wanted {
         return FILES.warning(
-            format!("{seen}; with {pods} pods {wanted} would be"),
+            format!("{seen}; {pods} pods need {wanted}"),
             Fix::commands(
-                "raise the limit, and for good in /etc/sysctl.d",
+                "raise the limit, permanently in /etc/sysctl.d",
                 [format!("sysctl fs.file-max={}", wanted.next_power_of_two())],
             ),
         );
@@ -134,12 +131,11 @@ pub fn files(reading: &Reading, pods: u32) -> Check {
     FILES.ok(seen)
 }
 
-/// Whether there can be processes enough.
+/// Checks the limits on processes.
 pub fn tasks(reading: &Reading, pods: u32) -> Check {
     let pods = u64::from(pods);
     let (Some(tasks), Some(most)) = (reading.tasks, reading.most_tasks) else {
-        return TASKS
-            .warning("the kernel does not tell its limits", Fix::words("see /proc/sys/kernel/pid_max"));
+        return TASKS.warning("the kernel's limits are unknown", Fix::words("see /proc/sys/kernel/pid_max"));
     };
     let seen = format!("{tasks} of at most {most}");
     let wanted = tasks.saturating_add(TASKS_A_POD * pods);
@@ -148,9 +144,9 @@ pub fn tasks(reading: &Reading, pods: u32) -> Check {
     }
     let raised = wanted.next_power_of_two();
     TASKS.warning(
-        format!("{seen}; with {pods} pods {wanted} would be"),
+        format!("{seen}; {pods} pods need {wanted}"),
         Fix::commands(
-            "raise the limits, and for good in /etc/sysctl.d",
+            "raise the limits, permanently in /etc/sysctl.d",
             [format!("sysctl kernel.pid_max={raised}"), format!("sysctl kernel.threads-max={raised}")],
         ),
     )

@@ -1,31 +1,32 @@
-//! The host's memory: enough for so many pods, in huge pages, shared between them.
+//! The host's memory: capacity for pods, huge pages, page sharing.
 
 use super::{
     host::{Host, field},
     verdict::{Check, Fix, Subject},
 };
 
-/// What a VMM has beside its guest's memory, MiB. Ten emulated pods of 256 MiB took 128 MB each, of which their
-/// guests had touched the smaller part; with KVM there is no translated code, and it is less.
+/// Memory of a VMM besides its guest's, MiB. Ten emulated pods of 256 MiB took 128 MB each; their guests used
+/// less than half of it. With KVM there is no translated code, and it is less.
 const BESIDE_GUEST_MIB: u64 = 100;
 
-const MEMORY: Subject = Subject { name: "memory", why: "a pod may use all of its machine's memory" };
-const HUGE_PAGES: Subject = Subject { name: "huge pages", why: "what is reserved for them no pod gets" };
+const MEMORY: Subject = Subject { name: "memory", why: "a pod may use all memory of its VM" };
+const HUGE_PAGES: Subject =
+    Subject { name: "huge pages", why: "pods cannot use memory reserved for huge pages" };
 const KSM: Subject =
-    Subject { name: "ksm", why: "pages shared between pods let one pod find out what another one holds" };
+    Subject { name: "ksm", why: "merged pages let a pod find out the content of another pod's memory" };
 
-/// What the kernel tells.
+/// The kernel's state.
 #[derive(Debug, Clone, Default)]
 pub struct Reading {
     /// `/proc/meminfo`.
     pub meminfo: String,
-    /// When pages become huge by themselves: "always [madvise] never".
+    /// Setting of transparent huge pages: "always [madvise] never".
     pub transparent: Option<String>,
-    /// Whether pages of equal content are merged: 0 no, 1 yes, 2 no and undone.
+    /// Merging of equal pages: 0 off, 1 on, 2 off and undone.
     pub ksm_run: Option<u64>,
 }
 
-/// Reads.
+/// Reads the state.
 pub fn read(host: &Host) -> Reading {
     Reading {
         meminfo: host.text("/proc/meminfo").unwrap_or_default(),
@@ -34,29 +35,28 @@ pub fn read(host: &Host) -> Reading {
     }
 }
 
-/// The smallest guest that anything runs in, MiB.
+/// Smallest usable guest, MiB.
 const SMALL_GUEST_MIB: u64 = 256;
 
-/// Whether `pods` more pods of `memory_mib` find place, all of them using all of theirs.
+/// Checks the memory for `pods` more pods of `memory_mib`, if all use all of theirs.
 pub fn free(reading: &Reading, pods: u32, memory_mib: u64) -> Check {
     let Some(available) = field(&reading.meminfo, "MemAvailable").map(|kib| kib / 1024) else {
-        return MEMORY.warning("the kernel does not tell how much is free", Fix::words("see /proc/meminfo"));
+        return MEMORY.warning("free memory is unknown", Fix::words("see /proc/meminfo"));
     };
     let each = memory_mib.saturating_add(BESIDE_GUEST_MIB);
     let fit = available / each;
-    let seen = format!(
-        "{available} MiB free, enough for {fit} pods of {memory_mib} + {BESIDE_GUEST_MIB} MiB if they use all of it"
-    );
-    let fix = || Fix::words("give the machine more memory, pods less (vm.default_memory_mib), or run fewer");
+    let seen =
+        format!("{available} MiB available, enough for {fit} pods of {memory_mib} + {BESIDE_GUEST_MIB} MiB");
+    let fix = || Fix::words("add memory to the host, reduce vm.default_memory_mib, or run fewer pods");
     match fit {
-        // What a guest doesn't touch it doesn't take.
+        // Memory that a guest does not touch is not allocated.
         _ if available < SMALL_GUEST_MIB.min(memory_mib) + BESIDE_GUEST_MIB => MEMORY.failure(seen, fix()),
         fit if fit < u64::from(pods) => MEMORY.warning(format!("{seen}, not for {pods}"), fix()),
         _ => MEMORY.ok(seen),
     }
 }
 
-/// Machines do not use reserved ones.
+/// Checks huge pages. VMs do not use reserved ones.
 pub fn huge_pages(reading: &Reading) -> Check {
     let get = |key| field(&reading.meminfo, key).unwrap_or_default();
     let (total, free, kib) = (get("HugePages_Total"), get("HugePages_Free"), get("Hugepagesize"));
@@ -68,15 +68,15 @@ pub fn huge_pages(reading: &Reading) -> Check {
     }
     HUGE_PAGES.warning(
         format!("{seen}; pods do not use reserved ones"),
-        Fix::commands("give them back if nobody else wants them", ["sysctl vm.nr_hugepages=0"]),
+        Fix::commands("free them if no other program needs them", ["sysctl vm.nr_hugepages=0"]),
     )
 }
 
-/// Must be off between those who don't trust each other.
+/// Checks KSM, which must be off between pods that do not trust each other.
 pub fn ksm(reading: &Reading) -> Check {
     match reading.ksm_run {
         None => KSM.not_applicable("not in this kernel"),
-        Some(1) => KSM.warning("on", Fix::commands("turn it off", ["echo 2 > /sys/kernel/mm/ksm/run"])),
+        Some(1) => KSM.warning("on", Fix::commands("turn KSM off", ["echo 2 > /sys/kernel/mm/ksm/run"])),
         Some(_) => KSM.ok("off"),
     }
 }

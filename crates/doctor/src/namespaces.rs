@@ -1,4 +1,4 @@
-//! User namespaces: each jailed VMM has one of its own.
+//! User namespaces: each jailed VMM has its own.
 
 use std::io;
 
@@ -8,23 +8,23 @@ use super::verdict::{Check, Fix, Subject};
 
 const USERS: Subject = Subject {
     name: "user namespaces",
-    why: "a VMM that a guest broke out of makes no other one from its own, and finds fewer holes in the kernel",
+    why: "a compromised VMM cannot create further namespaces and reaches less of the kernel",
 };
 
-/// Tries one; why there can't be one.
+/// Tries to create one.
 pub fn read() -> Option<io::Error> {
     jail::try_user_namespace().err()
 }
 
-/// Whether there can be one for each VMM. `jailed`: QEMU is to be, as configured.
+/// Checks that VMMs can have user namespaces. `jailed`: whether QEMU is jailed, as configured.
 pub fn judge(refusal: Option<&io::Error>, jailed: bool) -> Check {
     match refusal {
         _ if !jailed => USERS.not_applicable("vm.jail is off"),
         None => USERS.ok("each VMM has its own"),
         Some(error) => USERS.warning(
-            format!("the kernel makes none ({error}): VMMs are jailed without"),
+            format!("cannot create one ({error}): VMMs are jailed without"),
             Fix::commands(
-                "let it, and for good in /etc/sysctl.d, unless a security module forbids it",
+                "raise the limit, permanently in /etc/sysctl.d; or check whether a security module forbids it",
                 ["sysctl user.max_user_namespaces=65536"],
             ),
         ),

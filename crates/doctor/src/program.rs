@@ -1,4 +1,4 @@
-//! Programs, asked for their version.
+//! Versions of programs.
 
 use std::{io, path::Path, process::Stdio};
 
@@ -9,32 +9,32 @@ use tokio::{
 
 use super::PATIENCE;
 
-/// Most bytes of an answer that are read.
+/// Maximum bytes read of an answer.
 const MAX_OUTPUT_BYTES: u64 = 4096;
-/// Most characters of an answer that are shown.
+/// Maximum characters shown of an answer.
 const SHOWN: usize = 100;
 
-/// What a program said.
+/// A program's answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Answer {
-    /// The first line on stdout of one that succeeded, or that said something even so.
+    /// The first line on stdout, also of a program that failed.
     Said(String),
-    /// It is not there.
+    /// The program does not exist.
     Missing,
-    /// It is there and doesn't work: how it was left, its last words.
+    /// The program does not work: its exit status and last output.
     Broken(String),
-    /// Nothing within [`PATIENCE`].
+    /// No answer within [`PATIENCE`].
     Silent,
 }
 
-/// Runs `program` with `argument`, at most for [`PATIENCE`]. Nothing of it stays.
+/// Runs `program` with `argument` for at most [`PATIENCE`], then kills it.
 pub(super) async fn ask(program: &Path, argument: &str) -> Answer {
     tokio::time::timeout(PATIENCE, run(program, argument)).await.unwrap_or(Answer::Silent)
 }
 
-/// That a program is there and has not answered, which may be the host's fault.
+/// Returns the message for a program that did not answer in time.
 pub(super) fn too_slow(program: &Path) -> String {
-    format!("{program:?} is slow: it did not tell its version within {PATIENCE:?}")
+    format!("{program:?} is slow: no version within {PATIENCE:?}")
 }
 
 async fn run(program: &Path, argument: &str) -> Answer {
@@ -54,16 +54,16 @@ async fn run(program: &Path, argument: &str) -> Answer {
     match child.wait().await {
         Ok(_) if !out.is_empty() => Answer::Said(out),
         Ok(status) if !err.is_empty() => Answer::Broken(format!("ended with {status}: {err}")),
-        Ok(status) => Answer::Broken(format!("ended with {status} and said nothing")),
-        Err(error) => Answer::Broken(format!("cannot be waited for: {error}")),
+        Ok(status) => Answer::Broken(format!("ended with {status} without output")),
+        Err(error) => Answer::Broken(format!("cannot be awaited: {error}")),
     }
 }
 
-/// Reads to the bound and closes the pipe.
+/// Reads up to the maximum and closes the pipe.
 async fn first_line(pipe: Option<impl AsyncRead + Unpin>) -> String {
     let mut bytes = Vec::new();
     if let Some(pipe) = pipe {
-        // What was read before an error is an answer as well.
+        // Output before an error counts as well.
         let _ = pipe.take(MAX_OUTPUT_BYTES).read_to_end(&mut bytes).await;
     }
     let text = String::from_utf8_lossy(&bytes);
@@ -71,7 +71,7 @@ async fn first_line(pipe: Option<impl AsyncRead + Unpin>) -> String {
     line.chars().take(SHOWN).collect()
 }
 
-/// The first `major.minor` in a text such as `QEMU emulator version 7.2.22 (Debian …)`.
+/// Returns the first `major.minor` in a text such as `QEMU emulator version 7.2.22 (Debian …)`.
 pub fn version(text: &str) -> Option<(u32, u32)> {
     text.split(|c: char| !c.is_ascii_digit() && c != '.').find_map(|word| {
         let mut numbers = word.split('.');
@@ -85,7 +85,7 @@ mod tests {
 
     use super::*;
 
-    /// What a script comes to.
+    /// Returns what a script comes to.
     async fn script(text: &str) -> Answer {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("program");
@@ -100,7 +100,7 @@ mod tests {
         assert_eq!(script("echo program 1.2; exit 1").await, Answer::Said("program 1.2".into()));
         let broken = |how: &str| Answer::Broken(format!("ended with exit status: {how}"));
         assert_eq!(script("echo no wheels >&2; exit 3").await, broken("3: no wheels"));
-        assert_eq!(script("exit 0").await, broken("0 and said nothing"));
+        assert_eq!(script("exit 0").await, broken("0 without output"));
         assert_eq!(script("exec sleep 1000").await, Answer::Silent);
         assert_eq!(script("exec yes version 9.1").await, Answer::Said("version 9.1".into()));
         assert_eq!(ask("/nonexistent/program".as_ref(), "-v").await, Answer::Missing);

@@ -1,11 +1,11 @@
-//! The checks that the daemon depends on, before it promises anything.
+//! The checks at the daemon's start.
 
 use sandboxer_config::{Config, VmmChoice};
 use sandboxer_vmm::{VmmInfo, cloud_hypervisor};
 
 use super::{filesystems, host::Host, initramfs, kernel, namespaces, verdict::Check, verdict::Verdict, vmm};
 
-/// What keeps pods from running here, one sentence each.
+/// Why pods cannot run here, one sentence per failed check.
 #[derive(Debug, thiserror::Error)]
 #[error("pods cannot run here: {}", sentences(.0))]
 pub struct Unfit(Vec<Check>);
@@ -14,8 +14,8 @@ fn sentences(checks: &[Check]) -> String {
     checks.iter().map(Check::to_string).collect::<Vec<_>>().join(" | ")
 }
 
-/// Refuses in the words of `sandboxer-cli check`; what that only warns of goes to the log. `chosen` is the
-/// VMM that pods are to run in.
+/// Runs the checks. Returns failures in the words of `sandboxer-cli check` and logs warnings. `chosen` is the
+/// VMM of the pods.
 pub async fn fit(config: &Config, chosen: &VmmInfo) -> Result<(), Unfit> {
     let host = Host::default();
     let vmm = async {
@@ -60,8 +60,8 @@ mod tests {
         config.vm.qemu = "/nonexistent/qemu".into();
         config.vm.cloud_hypervisor = "/nonexistent/ch".into();
         for (name, named, other) in [
-            ("qemu", "qemu: there is no \"/nonexistent/qemu\"", "/nonexistent/ch"),
-            ("cloud-hypervisor", "cloud-hypervisor: there is no \"/nonexistent/ch\"", "/nonexistent/qemu"),
+            ("qemu", "qemu: \"/nonexistent/qemu\" does not exist", "/nonexistent/ch"),
+            ("cloud-hypervisor", "cloud-hypervisor: \"/nonexistent/ch\" does not exist", "/nonexistent/qemu"),
         ] {
             let refusal = fit(&config, &chosen(name)).await.unwrap_err().to_string();
             assert!(refusal.contains(named) && !refusal.contains(other), "{refusal}");
@@ -77,10 +77,10 @@ mod tests {
         config.rootfs.mkfs_erofs = "/nonexistent/mkfs.erofs".into();
         let refusal = fit(&config, &chosen("qemu")).await.unwrap_err().to_string();
         for named in [
-            "qemu: there is no \"/nonexistent/qemu\"; install it, or set vm.qemu",
+            "qemu: \"/nonexistent/qemu\" does not exist; install it, or set vm.qemu",
             "guest kernel: cannot read \"/nonexistent/vmlinux\"",
             "initramfs: cannot read \"/nonexistent/initramfs\"",
-            "mkfs.erofs: there is no \"/nonexistent/mkfs.erofs\"",
+            "mkfs.erofs: \"/nonexistent/mkfs.erofs\" does not exist",
         ] {
             assert!(refusal.contains(named), "{named}: {refusal}");
         }

@@ -1,4 +1,4 @@
-//! Whether packets can be led between a pod's interface and its VM: tried, as a pod's start does it.
+//! Trial of the packet redirection between a pod's interface and its VM, as at a pod's start.
 
 use std::io;
 
@@ -11,22 +11,22 @@ use super::{
 
 const TAPS: Subject = Subject {
     name: "taps",
-    why: "a pod's packets pass between its interface and a tap by the kernel's traffic control",
+    why: "the kernel's traffic control redirects packets between a pod's interface and its VM's tap",
 };
 
-/// What the trial came to; none: it did not end in time.
+/// Returns the result of the trial; `None` if it did not end in time.
 pub async fn read() -> Option<io::Result<()>> {
     blocking(PATIENCE, network::trial).await
 }
 
-/// Judges.
+/// Checks the result.
 pub fn judge(trial: Option<&io::Result<()>>) -> Check {
     let load = || {
-        let load = "load the modules, and list them in /etc/modules-load.d for the next boot";
+        let load = "load the modules, permanently in /etc/modules-load.d";
         Fix::commands(load, [network::MODPROBE, "modprobe tun"])
     };
     match trial {
-        Some(Ok(())) => TAPS.ok("two were made and joined"),
+        Some(Ok(())) => TAPS.ok("a trial with two taps succeeded"),
         Some(Err(error)) if error.kind() == io::ErrorKind::PermissionDenied => {
             TAPS.warning(format!("not tried: {error}"), Fix::words("run this as root"))
         }
@@ -34,7 +34,7 @@ pub fn judge(trial: Option<&io::Result<()>>) -> Check {
             TAPS.failure(format!("pods with a network interface do not start: {error}"), load())
         }
         None => {
-            TAPS.warning(format!("making two is slow: it took longer than {PATIENCE:?}"), super::ask_again())
+            TAPS.warning(format!("a trial with two taps took longer than {PATIENCE:?}"), super::ask_again())
         }
     }
 }

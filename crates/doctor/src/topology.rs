@@ -1,4 +1,4 @@
-//! Processors: threads that share a core, and nodes of memory.
+//! Processors: threads that share a core, and NUMA nodes.
 
 use super::{
     host::Host,
@@ -7,25 +7,25 @@ use super::{
 
 const SMT: Subject = Subject {
     name: "smt",
-    why: "pods on two threads of a core can observe each other, and slow each other down",
+    why: "pods on two threads of a core can observe each other and slow each other down",
 };
 const NUMA: Subject =
-    Subject { name: "numa", why: "a machine whose vCPUs and memory are on different nodes is slower" };
+    Subject { name: "numa", why: "a VM with vCPUs and memory on different nodes is slower" };
 
-/// What the kernel tells.
+/// The kernel's topology.
 #[derive(Debug, Clone, Default)]
 pub struct Reading {
     /// "on", "off", "forceoff", "notsupported", "notimplemented".
     pub smt: Option<String>,
-    /// Whether two threads of a core run.
+    /// Two threads of a core run.
     pub smt_active: bool,
-    /// The kernel's words on data left behind for the other thread (MDS), if it has any.
+    /// The kernel's MDS vulnerability text, if any.
     pub mds: Option<String>,
-    /// Nodes.
+    /// Number of nodes.
     pub nodes: usize,
 }
 
-/// Reads.
+/// Reads the topology.
 pub fn read(host: &Host) -> Reading {
     let numbered = |name: &String| {
         name.strip_prefix("node").is_some_and(|n| !n.is_empty() && n.bytes().all(|b| b.is_ascii_digit()))
@@ -38,9 +38,9 @@ pub fn read(host: &Host) -> Reading {
     }
 }
 
-/// A warning only where the kernel itself says that a thread leaks to its neighbour.
+/// Checks SMT. Warns only if the kernel reports that threads leak data to each other.
 pub fn smt(reading: &Reading) -> Check {
-    let control = reading.smt.as_deref().unwrap_or("the kernel does not tell");
+    let control = reading.smt.as_deref().unwrap_or("unknown");
     let leaks = reading.mds.as_deref().is_some_and(|mds| mds.contains("SMT vulnerable"));
     match (reading.smt_active, leaks) {
         (false, _) => SMT.ok(format!("no two threads share a core ({control})")),
@@ -48,18 +48,18 @@ pub fn smt(reading: &Reading) -> Check {
         (true, true) => SMT.warning(
             "on, and this processor leaks data between threads of a core (MDS)",
             Fix::commands(
-                "turn it off if pods do not trust each other",
+                "turn SMT off if pods do not trust each other",
                 ["echo off > /sys/devices/system/cpu/smt/control"],
             ),
         ),
     }
 }
 
-/// Pods are not placed by node.
+/// Checks NUMA. The daemon does not place pods by node.
 pub fn numa(reading: &Reading) -> Check {
     match reading.nodes {
         0 | 1 => NUMA.ok("one node"),
-        nodes => NUMA.ok(format!("{nodes} nodes; pods are left to the kernel's placement")),
+        nodes => NUMA.ok(format!("{nodes} nodes; the kernel places the pods")),
     }
 }
 

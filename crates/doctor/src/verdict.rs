@@ -1,23 +1,23 @@
-//! What a check comes to.
+//! Results of checks.
 
 use std::fmt;
 
 use serde::Serialize;
 
-/// Version of the shape in which a [`Report`] is written as JSON.
+/// Version of a [`Report`]'s JSON format.
 pub const SCHEMA: u32 = 1;
 
-/// How a check ended, the least worrying first.
+/// Result of a check, from harmless to severe.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Verdict {
     /// Nothing here depends on it.
     NotApplicable,
-    /// As it should be.
+    /// No problem.
     Ok,
-    /// Pods run, but worse than they could, or not as many as asked about.
+    /// Pods run, but not at their best, or not as many as requested.
     Warning,
-    /// Pods don't run.
+    /// Pods do not run.
     Failure,
 }
 
@@ -32,23 +32,23 @@ impl fmt::Display for Verdict {
     }
 }
 
-/// One thing looked at.
+/// One check.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Check {
-    /// What was looked at.
+    /// Name of the check.
     pub name: &'static str,
-    /// What it comes to.
+    /// The result.
     pub verdict: Verdict,
-    /// What was seen.
+    /// What was found.
     pub seen: String,
     /// Why it matters.
     pub why: &'static str,
-    /// What to do; none where nothing is to be done.
+    /// The fix, if one is needed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub fix: Option<Fix>,
 }
 
-/// One sentence: what was seen, what to do.
+/// One sentence: what was found, and the fix.
 impl fmt::Display for Check {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}: {}", self.name, self.seen)?;
@@ -56,28 +56,28 @@ impl fmt::Display for Check {
     }
 }
 
-/// What to do.
+/// A fix.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Fix {
-    /// In words.
+    /// As text.
     pub what: String,
-    /// As commands for root's shell, where it can be said so.
+    /// As commands for a root shell, where possible.
     pub commands: Vec<String>,
 }
 
 impl Fix {
-    /// What no command does.
+    /// Returns a fix without commands.
     pub fn words(what: impl Into<String>) -> Self {
         Self { what: what.into(), commands: Vec::new() }
     }
 
-    /// What these commands do.
+    /// Returns a fix with commands.
     pub fn commands<C: Into<String>>(what: impl Into<String>, commands: impl IntoIterator<Item = C>) -> Self {
         Self { what: what.into(), commands: commands.into_iter().map(Into::into).collect() }
     }
 }
 
-/// What a check is about; each verdict on it is made here.
+/// Subject of a check; constructor of its results.
 #[derive(Debug)]
 pub(super) struct Subject {
     pub(super) name: &'static str,
@@ -106,16 +106,16 @@ impl Subject {
     }
 }
 
-/// Everything looked at.
+/// All checks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct Report {
     /// [`SCHEMA`].
     pub schema: u32,
-    /// The worst of all.
+    /// The most severe result.
     pub verdict: Verdict,
-    /// Pods for which memory, disk and limits must do.
+    /// Number of pods that memory, disk and limits must suffice for.
     pub pods: u32,
-    /// In the order in which they are shown.
+    /// The checks, in display order.
     pub checks: Vec<Check>,
 }
 
@@ -125,7 +125,7 @@ impl Report {
         Self { schema: SCHEMA, verdict, pods, checks }
     }
 
-    /// Of a process that reports this: 0, 1 where there are warnings, 2 where there are failures.
+    /// Returns the exit code: 0, 1 with warnings, 2 with failures.
     pub fn exit_code(&self) -> u8 {
         match self.verdict {
             Verdict::NotApplicable | Verdict::Ok => 0,
@@ -134,7 +134,7 @@ impl Report {
         }
     }
 
-    /// How many checks ended so.
+    /// Returns the number of checks with this result.
     pub fn count(&self, verdict: Verdict) -> usize {
         self.checks.iter().filter(|check| check.verdict == verdict).count()
     }

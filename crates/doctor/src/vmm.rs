@@ -1,4 +1,4 @@
-//! The programs that run machines.
+//! The VMMs' programs.
 
 use std::path::{Path, PathBuf};
 
@@ -11,43 +11,43 @@ use super::{
     verdict::{Check, Fix, Subject},
 };
 
-/// The oldest QEMU whose machines were seen to run pods.
+/// Oldest tested QEMU.
 const QEMU_SEEN: (u32, u32) = (7, 2);
 
-const QEMU: Subject = Subject { name: "qemu", why: "it runs the pods' machines" };
+const QEMU: Subject = Subject { name: "qemu", why: "it runs the pods' VMs" };
 const CLOUD_HYPERVISOR: Subject =
-    Subject { name: "cloud-hypervisor", why: "it needs less memory per pod than QEMU, where KVM is usable" };
+    Subject { name: "cloud-hypervisor", why: "with KVM it uses less memory per pod than QEMU" };
 
-/// A program and what it said.
+/// A program and its answer.
 #[derive(Debug, Clone)]
 pub struct Reading {
     /// As configured.
     pub program: PathBuf,
-    /// To `--version`.
+    /// Answer to `--version`.
     pub answer: Answer,
 }
 
 impl Reading {
-    /// Of Cloud Hypervisor; why it is none that can be used.
+    /// Returns Cloud Hypervisor's version, or why it is not usable.
     fn version(&self) -> Result<Version, String> {
         let program = self.program.display();
         match &self.answer {
             Answer::Said(line) => {
                 Version::parse(line, program.to_string()).map_err(|error| error.to_string())
             }
-            Answer::Missing => Err(format!("there is no {:?}", self.program)),
+            Answer::Missing => Err(format!("{:?} does not exist", self.program)),
             Answer::Broken(how) => Err(format!("{:?} {how}", self.program)),
             Answer::Silent => Err(program::too_slow(&self.program)),
         }
     }
 }
 
-/// Asks for the version.
+/// Runs the program with `--version`.
 pub async fn read(program: &Path) -> Reading {
     Reading { program: program.to_owned(), answer: program::ask(program, "--version").await }
 }
 
-/// Whether pods are to run in Cloud Hypervisor: as `vmm::detect` will find.
+/// Returns whether pods run in Cloud Hypervisor; decides as `vmm::detect` does.
 pub fn in_cloud_hypervisor(config: &VmConfig, kvm: &kvm::Reading, reading: &Reading) -> bool {
     match config.vmm {
         VmmChoice::Qemu => false,
@@ -56,7 +56,7 @@ pub fn in_cloud_hypervisor(config: &VmConfig, kvm: &kvm::Reading, reading: &Read
     }
 }
 
-/// QEMU, where pods run in it; elsewhere it may be as it likes.
+/// Checks QEMU, if pods run in it.
 pub fn qemu(reading: &Reading, in_cloud_hypervisor: bool) -> Check {
     let check = judge_qemu(reading);
     match in_cloud_hypervisor {
@@ -76,21 +76,21 @@ fn judge_qemu(reading: &Reading) -> Check {
             match program::version(line) {
                 Some(version) if version >= QEMU_SEEN => QEMU.ok(named),
                 Some(_) => {
-                    QEMU.warning(named, Fix::words("use QEMU 7.2 or later, the oldest that was tried"))
+                    QEMU.warning(named, Fix::words("use QEMU 7.2 or later; 7.2 is the oldest tested version"))
                 }
-                None => QEMU.failure(format!("{program:?} says {line:?}, which is no QEMU"), install()),
+                None => QEMU.failure(format!("{program:?} is not QEMU: it printed {line:?}"), install()),
             }
         }
-        Answer::Missing => QEMU.failure(format!("there is no {program:?}"), install()),
+        Answer::Missing => QEMU.failure(format!("{program:?} does not exist"), install()),
         Answer::Broken(how) => QEMU.failure(format!("{program:?} {how}"), install()),
         Answer::Silent => QEMU.warning(
             program::too_slow(program),
-            Fix::words("try again when the host is less busy; if it stays so, see whether it is QEMU"),
+            Fix::words("retry when the host is less busy; if it stays slow, check that it is QEMU"),
         ),
     }
 }
 
-/// Cloud Hypervisor; by what is configured it may be absent, or has to be there.
+/// Checks Cloud Hypervisor. The configuration decides whether it may be absent.
 pub fn cloud_hypervisor(configured: VmmChoice, reading: &Reading) -> Check {
     let Reading { program, answer } = reading;
     let seen = match reading.version() {
@@ -98,11 +98,8 @@ pub fn cloud_hypervisor(configured: VmmChoice, reading: &Reading) -> Check {
         Ok(version) => version.to_string(),
         Err(why) => why,
     };
-    let install = format!(
-        "install a static binary of its releases, v{} to v{}",
-        version::KNOWN.start(),
-        version::KNOWN.end()
-    );
+    let install =
+        format!("install a static release binary, v{} to v{}", version::KNOWN.start(), version::KNOWN.end());
     match (configured, answer) {
         (VmmChoice::Qemu, _) => CLOUD_HYPERVISOR.not_applicable(format!("vm.vmm is \"qemu\"; {seen}")),
         (VmmChoice::Auto, Answer::Missing) => CLOUD_HYPERVISOR.not_applicable("not installed"),
@@ -133,10 +130,10 @@ mod tests {
             (Answer::Said("QEMU emulator version 7.2.22 (Debian)".into()), Verdict::Ok, "7.2.22 (Debian)"),
             (Answer::Said("QEMU emulator version 10.0.2".into()), Verdict::Ok, "10.0.2"),
             (Answer::Said("QEMU emulator version 5.2.0".into()), Verdict::Warning, "5.2.0"),
-            (Answer::Said("hello".into()), Verdict::Failure, "\"vmm\" says \"hello\", which is no QEMU"),
-            (Answer::Missing, Verdict::Failure, "there is no \"vmm\""),
+            (Answer::Said("hello".into()), Verdict::Failure, "\"vmm\" is not QEMU: it printed \"hello\""),
+            (Answer::Missing, Verdict::Failure, "\"vmm\" does not exist"),
             (Answer::Broken("ended with 3".into()), Verdict::Failure, "\"vmm\" ended with 3"),
-            (Answer::Silent, Verdict::Warning, "\"vmm\" is slow: it did not tell its version within 5s"),
+            (Answer::Silent, Verdict::Warning, "\"vmm\" is slow: no version within 5s"),
         ] {
             let check = qemu(&reading(answer), false);
             assert_eq!((check.verdict, check.seen.as_str()), (verdict, seen));
@@ -147,7 +144,7 @@ mod tests {
     fn only_the_vmm_that_runs_pods_has_to_be_there() {
         let check = qemu(&reading(Answer::Missing), true);
         assert_eq!(check.verdict, Verdict::NotApplicable);
-        assert_eq!(check.seen, "pods run in Cloud Hypervisor; there is no \"vmm\"");
+        assert_eq!(check.seen, "pods run in Cloud Hypervisor; \"vmm\" does not exist");
 
         let said = |line: &str| Answer::Said(line.into());
         let (na, ok) = (Verdict::NotApplicable, Verdict::Ok);

@@ -50,12 +50,12 @@ impl Netlink {
         self.converse(message, NLM_F_ACK | flags, |_: RouteNetlinkMessage| Ok(()))
     }
 
-    /// All objects of the kind that `message`, a `Get…`, asks for.
+    /// Returns all objects of the kind that `message`, a `Get…`, asks for.
     pub fn dump(&mut self, message: RouteNetlinkMessage) -> io::Result<Vec<RouteNetlinkMessage>> {
         self.all(message)
     }
 
-    /// All network devices.
+    /// Returns all network devices.
     pub fn links(&mut self) -> io::Result<Vec<Link>> {
         let mut all = LinkMessage::default();
         all.attributes.push(LinkAttribute::ExtMask(vec![LinkExtentMask::SkipStats]));
@@ -118,7 +118,7 @@ impl Netlink {
     }
 }
 
-/// An acknowledgement is an error without a code.
+/// Reads an acknowledgement: an error message whose code is 0.
 fn outcome(code: Option<NonZeroI32>) -> io::Result<()> {
     match code {
         None => Ok(()),

@@ -57,18 +57,18 @@ pub enum Figure {
     },
 }
 
-/// All published figures; the text is a part of the program and tested, so a fault in it shows as none.
+/// Returns all published figures; the text is a part of the program and tested, so a fault in it shows as none.
 pub fn all() -> Vec<Anchor> {
     serde_json::from_str(DATA).unwrap_or_default()
 }
 
 impl Anchor {
-    /// System and version.
+    /// Returns the system and its version.
     pub fn name(&self) -> String {
         format!("{} {}", self.system, self.version).trim_end().to_owned()
     }
 
-    /// True for start-up figures in this mode.
+    /// Returns whether this is a start-up figure in this mode.
     pub fn is_startup(&self, wanted: &str) -> bool {
         matches!(&self.figure, Figure::StartUp { mode, .. } if mode == wanted)
     }

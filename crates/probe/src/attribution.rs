@@ -56,7 +56,7 @@ impl Role {
         Role::Unattributed,
     ];
 
-    /// As in reports.
+    /// Returns the name used in reports.
     pub const fn as_str(self) -> &'static str {
         match self {
             Role::Daemon => "daemon",
@@ -72,7 +72,7 @@ impl Role {
         }
     }
 
-    /// True for what "management only" counts, as the published figures do.
+    /// Returns whether "management only" counts it, as the published figures do.
     pub const fn is_management(self) -> bool {
         matches!(self, Role::Daemon | Role::Shim)
     }

@@ -88,7 +88,7 @@ pub struct BareBoot {
 }
 
 impl BareBoot {
-    /// As the VMM that runs as this process.
+    /// Reads the command of the VMM that runs as process `pid`.
     pub fn like(pid: i32) -> Result<Self, BareBootError> {
         let look = |source| BareBootError::Look { pid, source };
         let program = fs::read_link(format!("/proc/{pid}/exe")).map_err(look)?;
@@ -170,7 +170,7 @@ fn alone(word: OsString) -> OsString {
     }
 }
 
-/// The first words of a VMM that has ended, for an error.
+/// Returns the first words of a VMM that has ended, for an error.
 async fn said(stderr: Option<ChildStderr>) -> String {
     let mut words = String::new();
     if let Some(stderr) = stderr {
@@ -182,7 +182,7 @@ async fn said(stderr: Option<ChildStderr>) -> String {
     }
 }
 
-/// Id and number of an inherited socket: `socket,id=ID,fd=NUMBER,…`.
+/// Parses the id and number of an inherited socket: `socket,id=ID,fd=NUMBER,…`.
 fn socket(word: &OsString) -> Option<(String, u32)> {
     let text = std::str::from_utf8(word.as_bytes()).ok()?.strip_prefix("socket,")?;
     let field = |name: &str| text.split(',').find_map(|part| part.strip_prefix(name));

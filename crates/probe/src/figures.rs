@@ -26,7 +26,7 @@ pub struct Figure {
 pub struct Palette(Vec<String>);
 
 impl Palette {
-    /// In the order in which the runtimes first come.
+    /// Orders the runtimes by their first appearance.
     pub fn of<'a>(results: impl IntoIterator<Item = &'a Loaded>) -> Self {
         let mut names: Vec<String> = Vec::new();
         for report in results.into_iter().map(|result| &result.report) {
@@ -45,7 +45,7 @@ impl Palette {
     }
 }
 
-/// All plots that a result has data for.
+/// Returns all plots that a result has data for.
 pub fn figures(result: &Loaded, palette: &Palette) -> Vec<Figure> {
     let mut figures = Vec::new();
     figures.extend(startup(result, Mode::Serial, palette));
@@ -142,7 +142,7 @@ fn virtually(clock: Clock) -> &'static str {
     }
 }
 
-/// None beside virtual times: those were taken by a wall's clock.
+/// Returns the published curves; none beside virtual times, because those were taken by a wall clock.
 fn published(mode: &str, clock: Clock) -> Vec<Curve> {
     if clock == Clock::Virtual {
         return Vec::new();

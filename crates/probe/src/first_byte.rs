@@ -51,7 +51,7 @@ pub struct LogWatch {
 pub struct FirstByte(oneshot::Receiver<Result<Instant, String>>);
 
 impl FirstByte {
-    /// When it came. Waits for as long as it takes: the caller sets the deadline.
+    /// Returns when it came. Waits for as long as it takes: the caller sets the deadline.
     pub async fn seen(self) -> Result<Instant, WatchError> {
         match self.0.await {
             Ok(Ok(at)) => Ok(at),
@@ -85,7 +85,7 @@ impl LogWatch {
         Ok(Self { dir: dir.to_owned(), waiting, stop, thread: Some(thread) })
     }
 
-    /// The directory.
+    /// Returns the directory.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
@@ -97,7 +97,7 @@ impl LogWatch {
         FirstByte(receiver)
     }
 
-    /// No longer waits for a file.
+    /// Stops waiting for a file.
     pub fn forget(&self, file: &str) {
         lock(&self.waiting).remove(std::ffi::OsStr::new(file));
     }
@@ -116,7 +116,7 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Until told to stop; the reason why it ended.
+/// Runs until it is stopped; returns the reason why it ended.
 fn watch(events: &OwnedFd, stop: &OwnedFd, waiting: &Waiting) -> String {
     let mut buffer = [MaybeUninit::uninit(); 16 << 10];
     loop {

@@ -109,7 +109,7 @@ pub struct Verdict {
 }
 
 impl Verdict {
-    /// Whether the handler may pass.
+    /// Returns whether the handler may pass.
     pub fn passes(&self) -> bool {
         !self.slower && self.grown.is_empty()
     }

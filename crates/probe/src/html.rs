@@ -38,7 +38,7 @@ font-size:.85rem;margin-left:.4rem}.warn{border-left:4px solid var(--s1);padding
 .plots{grid-template-columns:1fr 1fr;gap:1rem}.wide{overflow:visible}table{font-size:8pt}\
 th,td{padding:.15rem .3rem;white-space:normal}}";
 
-/// The page, with a section for each result.
+/// Returns the page, with a section for each result.
 pub fn page(results: &[Loaded]) -> String {
     let mut out = format!(
         "<!doctype html><html lang=\"en\"><head><meta charset=\"utf-8\">\
@@ -108,7 +108,7 @@ fn plots<'a>(out: &mut String, figures: impl Iterator<Item = &'a Figure>) {
     let _ = write!(out, "</div>");
 }
 
-/// A table; the first `texts` columns are text. One of class "wrap" is of texts that may be long.
+/// Writes a table; the first `texts` columns are text. Class "wrap" is for long texts.
 fn table(out: &mut String, heading: &[&str], rows: &[Vec<String>], texts: usize, class: &str) {
     let stacks = class == "wrap" && heading.len() > 2;
     let cell = |tag: &str, index: usize, text: &str| {

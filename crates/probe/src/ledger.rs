@@ -57,17 +57,17 @@ impl Ledger {
         self.by_role.iter().filter(|(role, _)| role.is_management()).map(|(_, kib)| kib).sum()
     }
 
-    /// Everything, the resident process in full, KiB.
+    /// Returns everything, the resident process in full, KiB.
     pub fn total_kib(&self) -> u64 {
         self.by_role.values().sum()
     }
 
-    /// Of one role, KiB.
+    /// Returns the sum of one role, KiB.
     pub fn role(&self, role: Role) -> u64 {
         self.by_role.get(&role).copied().unwrap_or_default()
     }
 
-    /// The resident processes in it.
+    /// Returns the resident processes in it.
     pub fn residents(&self) -> BTreeSet<i32> {
         self.entries.iter().filter(|entry| entry.found.role == Role::Daemon).map(|entry| entry.pid).collect()
     }
@@ -139,7 +139,7 @@ fn count(pods: &[PodIds], counted: &BTreeSet<String>, mut known: Known) -> Resul
     Ok(ledger)
 }
 
-/// A resident process that was named serves all; one that was found by its ties must have one to these pods.
+/// Returns a resident process that was named serves all; one that was found by its ties must have one to these pods.
 fn serves(table: &Table, pid: i32, counted: &BTreeSet<String>, known: &Known) -> bool {
     if known.resident.contains(&pid) {
         return true;

@@ -36,12 +36,12 @@ pub struct Manifest {
     pub plan: Facts,
 }
 
-/// For a fact that is not known.
+/// Returns the value for a fact that is not known.
 pub fn not_measured(why: impl Into<String>) -> Value {
     json!({ "not_measured": why.into() })
 }
 
-/// A fact for people: texts as they are, unknown ones with their reason.
+/// Returns a fact for people: texts as they are, unknown ones with their reason.
 pub fn shown(fact: &Value) -> String {
     match fact {
         Value::String(text) => text.clone(),
@@ -75,14 +75,14 @@ impl Manifest {
         }
     }
 
-    /// What pods of these handlers were given, which is known once one was there.
+    /// Adds the resources of the handlers' pods, which are known once one ran.
     pub fn add_machines(&mut self, machines: BTreeMap<String, Facts>) {
         for (handler, machine) in machines {
             self.runtimes.entry(handler).or_default().extend(machine);
         }
     }
 
-    /// Load average over one minute before the run, per CPU.
+    /// Returns the load average over one minute before the run, per CPU.
     pub fn load_per_cpu(&self) -> Option<f64> {
         let load = self.host.get("load_average_before")?.get(0)?.as_f64()?;
         Some(load / self.host.get("cpus")?.as_f64()?)
@@ -93,7 +93,7 @@ fn text(path: impl AsRef<Path>) -> Option<String> {
     fs::read_to_string(path).ok().map(|text| text.trim().to_owned()).filter(|text| !text.is_empty())
 }
 
-/// Text of a file of the kernel's, or which file was not there.
+/// Returns the text of a kernel file, or says which file was missing.
 fn told(path: &str) -> Value {
     text(path).map_or_else(|| not_measured(format!("the kernel does not tell {path}")), Value::from)
 }
@@ -149,7 +149,7 @@ fn is_numbered(name: &str, prefix: &str) -> bool {
         .is_some_and(|number| !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit()))
 }
 
-/// File system and block device under a path.
+/// Returns the file system and block device under a path.
 pub(crate) fn storage(path: &Path) -> Value {
     let mounts = text("/proc/self/mounts").unwrap_or_default();
     let mount = mounts

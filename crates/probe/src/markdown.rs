@@ -30,7 +30,7 @@ pub fn tables(results: &[Loaded]) -> String {
     out.trim_end().to_owned() + "\n"
 }
 
-/// One line: on what and with what, and what a reader must know about the run.
+/// Returns one line: on what and with what, and what a reader must know about the run.
 fn conditions(result: &Loaded) -> String {
     let manifest = &result.report.manifest;
     let fact = |facts: &Facts, name: &str| facts.get(name).map(shown);
@@ -195,7 +195,7 @@ fn elsewhere(anchor: &Anchor, what: &str) -> String {
     format!("*{}, {what}; published, other hardware*", cell(&anchor.name()))
 }
 
-/// A text that stays in its cell and is no markup.
+/// Returns a text that stays in its cell and is no markup.
 fn cell(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for character in text.chars() {

@@ -80,7 +80,7 @@ pub struct Bench {
 }
 
 impl Bench {
-    /// On the runtime at `endpoint`; the daemon's admin socket tells the stages inside a start.
+    /// Measures on the runtime at `endpoint`; the daemon's admin socket provides the stages of a start.
     pub fn open(endpoint: &str, admin: Option<&Path>) -> Result<Self, MeasureError> {
         let runtime = Runtime::connect(endpoint)?;
         let parent = std::env::temp_dir();
@@ -93,7 +93,7 @@ impl Bench {
         Ok(Self { runtime, trace, watch, clock, _logs: logs })
     }
 
-    /// The machine of this handler's pods, to be booted alone: one pod is started to see how it is made.
+    /// Returns the machine of this handler's pods, to be booted alone: one pod is started to see how it is made.
     pub async fn bare_boot(&self, handler: &str, recipe: &Recipe) -> Result<BareBoot, BareMachineError> {
         let trace = self.trace.as_ref().ok_or(BareMachineError::NoTrace)?;
         let name = format!("{}-bare", recipe.run);
@@ -186,7 +186,7 @@ impl Bench {
         Ok((report, taken.points))
     }
 
-    /// What ledgers of running pods come to, by handler.
+    /// Returns what ledgers of running pods come to, by handler.
     pub async fn ledgers(&self, ledgers: &BTreeMap<String, Ledger>, recipe: &Recipe) -> Report {
         let handlers: Vec<String> = ledgers.keys().cloned().collect();
         let mut report = self.report(&handlers, recipe, Facts::new()).await;
@@ -213,19 +213,19 @@ impl Bench {
         report
     }
 
-    /// With conditions and clock, and no figure yet.
+    /// Creates a report with conditions and clock, and no figures yet.
     async fn report(&self, handlers: &[String], recipe: &Recipe, plan: Facts) -> Report {
         let manifest = Manifest::take(&self.runtime, self.trace.as_ref(), handlers, recipe, plan).await;
         Report { clock: self.clock, ..Report::new(manifest) }
     }
 }
 
-/// A name for a run that no other on this node has.
+/// Returns a name for a run that no other on this node has.
 pub fn run_name() -> String {
     format!("probe-{:08x}", rand::random::<u32>())
 }
 
-/// A pod of `image` as every measurement has it.
+/// Returns a pod of `image` as every measurement has it.
 pub fn recipe(image: &str, network: Network, timeout: std::time::Duration) -> Recipe {
     Recipe {
         run: run_name(),
@@ -255,7 +255,7 @@ fn end(report: &mut Report, partial: Option<String>) {
     report.partial_reason = partial;
 }
 
-/// What could not be written is still in the report that is returned, and can be printed.
+/// Marks the report as partial if it could not be written. It is still returned and can be printed.
 fn or_partial(report: &mut Report, kept: Result<(), StoreError>) {
     let Err(error) = kept else { return };
     let why = format!("not all of the result is on disk: {}", chain(&error));

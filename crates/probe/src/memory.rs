@@ -65,7 +65,7 @@ pub struct Point {
 }
 
 impl Point {
-    /// What goes away when the pods go away, KiB: everything but the resident process as it is without pods,
+    /// Returns what goes away when the pods go away, KiB: everything but the resident process as it is without pods,
     /// and the machines that wait for others.
     pub fn goes_away_kib(&self) -> Option<u64> {
         let stays = self.idle_daemon_kib? + self.ledger.role(Role::Pool);
@@ -145,7 +145,7 @@ struct Column<'a> {
 }
 
 impl Column<'_> {
-    /// Err: why it ended early.
+    /// Runs all rounds. Err: why it ended early.
     async fn measure(&mut self, points: &mut Points) -> Result<(), String> {
         let handler = self.handler;
         let idle = self.settled().await?.0;
@@ -182,7 +182,7 @@ impl Column<'_> {
         Ok(())
     }
 
-    /// A resident process that was first seen with pods is measured without them when they are gone.
+    /// Measures without pods a resident process that was first seen with pods.
     async fn idle_again(&self, points: &mut [Point]) -> Result<(), String> {
         if self.residents.is_empty() || points.iter().all(|point| point.idle_daemon_kib != Some(0)) {
             return Ok(());
@@ -208,7 +208,7 @@ impl Column<'_> {
             .await
     }
 
-    /// A ledger whose sum no longer changes; false if it still did at the last look.
+    /// Returns a ledger whose sum no longer changes; false if it still did at the last look.
     async fn settled(&self) -> Result<(Ledger, bool), String> {
         let mut tick = tokio::time::interval(LOOK);
         let mut last = self.ledger().await?;
@@ -228,13 +228,13 @@ impl Column<'_> {
         Ok((last, false))
     }
 
-    /// Of any of the pods: they are all made alike.
+    /// Returns the facts of any of the pods: they are all made alike.
     async fn machine(&self, ledger: &Ledger) -> Option<Facts> {
         let id = ledger.entries.iter().find_map(|entry| entry.found.pod.as_deref())?;
         self.trace?.pod(id).await.ok().as_ref().map(trace::machine)
     }
 
-    /// Nobody asks anything of the pods meanwhile, this process included.
+    /// Measures idle CPU use. No process calls the pods meanwhile, including this one.
     async fn idle_cpu(&self, ledger: &Ledger) -> Option<f64> {
         let counted = ledger.entries.iter().filter(|entry| entry.found.role != Role::Workload);
         let before: Vec<(i32, Duration)> =
@@ -269,7 +269,7 @@ pub struct Line {
     pub r2: f64,
 }
 
-/// The line; `None` with fewer than two distinct x.
+/// Returns the line; `None` with fewer than two distinct x.
 pub fn regression(points: &[(f64, f64)]) -> Option<Line> {
     let count = points.len() as f64;
     let (mean_x, mean_y) =

@@ -167,7 +167,7 @@ fn alike(a: &Loaded, b: &Loaded) -> Result<(), MergeError> {
     }
 }
 
-/// Of a handler, a mode's starts are of one run; groups of two sizes are no one series, whoever's they are.
+/// Checks that the starts of each mode of a handler come from one run, and that all its groups have one size.
 fn no_figure_twice(results: &[Loaded]) -> Result<(), MergeError> {
     let mut seen: BTreeMap<(String, String), (&str, u32)> = BTreeMap::new();
     let mut sizes: BTreeMap<String, &str> = BTreeMap::new();
@@ -208,7 +208,7 @@ fn add_samples(all: &mut Vec<Sample>, more: &[Sample]) {
     }));
 }
 
-/// The first run's conditions, with what the others have that is their own.
+/// Returns the first run's conditions, with what the others have that is their own.
 fn manifest(results: &[Loaded]) -> Manifest {
     let mut all = results[0].report.manifest.clone();
     all.plan = Default::default();

@@ -20,7 +20,7 @@ pub enum Network {
 }
 
 impl Network {
-    /// As given on a command line.
+    /// Returns the name used on the command line.
     pub const fn as_str(self) -> &'static str {
         match self {
             Network::Pod => "pod",
@@ -80,12 +80,12 @@ pub struct PodOptions {
 }
 
 impl PodOptions {
-    /// A pod of this name on this handler.
+    /// Returns a pod of this name on this handler.
     pub fn new(name: impl Into<String>, handler: impl Into<String>) -> Self {
         Self { name: name.into(), handler: handler.into(), ..Self::default() }
     }
 
-    /// CRI's message for it.
+    /// Returns the CRI message for it.
     pub fn to_cri(&self) -> cri::PodSandboxConfig {
         let or_name = |text: &str| {
             if text.is_empty() { self.name.clone() } else { text.to_owned() }
@@ -162,7 +162,7 @@ pub struct ContainerOptions {
 }
 
 impl ContainerOptions {
-    /// A container running `command` of `image`.
+    /// Returns a container running `command` of `image`.
     pub fn new(
         name: impl Into<String>,
         image: impl Into<String>,
@@ -176,12 +176,12 @@ impl ContainerOptions {
         }
     }
 
-    /// File name of its log within the pod's log directory.
+    /// Returns the file name of its log within the pod's log directory.
     pub fn log_name(&self) -> String {
         if self.log_path.is_empty() { format!("{}.log", self.name) } else { self.log_path.clone() }
     }
 
-    /// CRI's message for it, in a pod with this network.
+    /// Returns the CRI message for it, in a pod with this network.
     pub fn to_cri(&self, network: Network) -> cri::ContainerConfig {
         cri::ContainerConfig {
             metadata: Some(cri::ContainerMetadata { name: self.name.clone(), attempt: 0 }),

@@ -75,20 +75,20 @@ fn read(entry: &Entry) -> ProcResult<Option<Process>> {
     Ok(Some(process))
 }
 
-/// CPU time that a process has used, all its threads, exact to a clock tick (10 ms); `None` when it has ended.
+/// Returns the CPU time of all threads of a process, exact to a clock tick (10 ms); `None` if it has ended.
 pub fn cpu_time(pid: i32) -> Option<Duration> {
     let stat = Entry::new(pid).and_then(|process| process.stat()).ok()?;
     Some(Duration::from_secs(stat.utime + stat.stime) / u32::try_from(procfs::ticks_per_second()).ok()?)
 }
 
-/// The process behind a pidfd: line "Pid:" of its fdinfo, -1 once it has ended.
+/// Returns the process behind a pidfd: line "Pid:" of its fdinfo, -1 once it has ended.
 fn watched(pid: i32, fd: i32) -> Option<i32> {
     let text = std::fs::read_to_string(format!("/proc/{pid}/fdinfo/{fd}")).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("Pid:"))?;
     line.trim().parse().ok().filter(|&pid| pid > 0)
 }
 
-/// The process that listens on a unix socket, as the kernel remembers it.
+/// Returns the process that listens on a unix socket, as the kernel remembers it.
 pub fn listener(socket: &std::path::Path) -> Option<i32> {
     let stream = std::os::unix::net::UnixStream::connect(socket).ok()?;
     let peer = rustix::net::sockopt::socket_peercred(&stream).ok()?;

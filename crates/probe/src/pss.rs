@@ -39,14 +39,14 @@ pub struct Split {
     pub template: u64,
 }
 
-/// PSS of a process, KiB, from its `smaps_rollup`.
+/// Returns the PSS of a process, KiB, from its `smaps_rollup`.
 pub fn total(pid: i32) -> Result<u64, PssError> {
     let process = Process::new(pid).map_err(|error| failed(pid, error))?;
     let maps = process.smaps_rollup().map_err(|error| failed(pid, error))?.memory_map_rollup;
     Ok(maps.into_iter().map(|map| bytes(&map, "Pss")).sum::<u64>() >> 10)
 }
 
-/// PSS of a virtual machine monitor, from its `smaps`. The parts add up to [`total`] of the same moment.
+/// Returns the PSS of a VMM, from its `smaps`. The parts add up to [`total`] of the same moment.
 pub fn split(pid: i32) -> Result<Split, PssError> {
     let process = Process::new(pid).map_err(|error| failed(pid, error))?;
     let maps = process.smaps().map_err(|error| failed(pid, error))?;
@@ -93,7 +93,7 @@ fn failed(pid: i32, source: procfs::ProcError) -> PssError {
     }
 }
 
-/// Memory that could be had without swapping, KiB.
+/// Returns the memory that is available without swapping, KiB.
 pub fn available() -> procfs::ProcResult<u64> {
     use procfs::Current;
     let memory = procfs::Meminfo::current()?;

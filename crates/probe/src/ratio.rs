@@ -23,13 +23,13 @@ pub struct Ratio {
 }
 
 impl Ratio {
-    /// Of two sets of times, with a percentile bootstrap interval. `None` when one has no times or b's
+    /// Returns the ratio of two sets of times, with a percentile bootstrap interval. `None` when one has no times or b's
     /// median is zero. The same input gives the same interval: the generator's seed is fixed.
     pub fn of(a: &[f64], b: &[f64]) -> Option<Self> {
         Self::resampled(a, b, RESAMPLES, &mut SmallRng::seed_from_u64(0x5eed))
     }
 
-    /// As [`Ratio::of`], with one's own generator.
+    /// Same as [`Ratio::of`], with one's own generator.
     pub fn resampled(a: &[f64], b: &[f64], resamples: usize, random: &mut impl Rng) -> Option<Self> {
         let over = |a: f64, b: f64| (b > 0.0).then(|| a / b);
         let p50 = over(median(a)?, median(b)?)?;
@@ -43,12 +43,12 @@ impl Ratio {
         Some(Self { p50, ci_low: end(tail)?, ci_high: end(1.0 - tail).or(ratios.last().copied())? })
     }
 
-    /// For a cell of a table: "0.52 (0.46–0.67)".
+    /// Formats a table cell: "0.52 (0.46–0.67)".
     pub fn short(&self) -> String {
         format!("{:.2} ({:.2}–{:.2})", self.p50, self.ci_low, self.ci_high)
     }
 
-    /// True when the interval spans 1: the data show no difference.
+    /// Returns whether the interval spans 1: the data show no difference.
     pub fn shows_no_difference(&self) -> bool {
         self.ci_low <= 1.0 && self.ci_high >= 1.0
     }
@@ -62,7 +62,7 @@ impl std::fmt::Display for Ratio {
     }
 }
 
-/// Median of as many draws, with replacement, as there are samples.
+/// Returns the median of as many draws, with replacement, as there are samples.
 fn draw(from: &[f64], into: &mut [f64], random: &mut impl Rng) -> f64 {
     for slot in into.iter_mut() {
         *slot = from[random.random_range(0..from.len())];
@@ -75,7 +75,7 @@ fn draw(from: &[f64], into: &mut [f64], random: &mut impl Rng) -> f64 {
 mod tests {
     use super::*;
 
-    /// A log-normal time: the product of many small delays.
+    /// Returns a log-normal time: the product of many small delays.
     fn times(n: usize, median: f64, random: &mut SmallRng) -> Vec<f64> {
         (0..n)
             .map(|_| {

@@ -176,7 +176,7 @@ pub struct Marginal {
 }
 
 impl Report {
-    /// With nothing in it yet.
+    /// Creates an empty report.
     pub fn new(manifest: Manifest) -> Self {
         Self {
             schema: SCHEMA,
@@ -252,13 +252,13 @@ impl Report {
         self.ratios.iter().find(found).map(|found| &found.ratio)
     }
 
-    /// Wall times of this runtime's whole groups.
+    /// Returns the wall times of this runtime's whole groups.
     fn batches(&self, runtime: &str) -> Vec<f64> {
         let of = self.series.iter().filter(|series| series.runtime == runtime);
         of.flat_map(|series| series.batch_ms.iter().copied()).collect()
     }
 
-    /// What was not measured, by the reason.
+    /// Returns what was not measured, by the reason.
     pub fn absent(&self) -> BTreeMap<&str, Vec<&str>> {
         let mut absent: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
         for (what, why) in &self.not_measured {
@@ -352,7 +352,7 @@ fn reasons(samples: &[Sample]) -> Vec<String> {
         .collect()
 }
 
-/// The times that count of one runtime in one mode.
+/// Returns the times that count of one runtime in one mode.
 pub fn times(samples: &[Sample], runtime: &str, mode: Mode) -> Vec<f64> {
     samples.iter().filter(|s| s.runtime == runtime && s.mode == mode).filter_map(Sample::time).collect()
 }
@@ -489,7 +489,7 @@ pub fn parse(text: &str) -> Result<Report, ReportError> {
     }
 }
 
-/// As text, indented.
+/// Returns the report as indented JSON.
 pub fn render(report: &Report) -> String {
     let value = serde_json::to_value(report).unwrap_or_else(|error| json!({ "error": error.to_string() }));
     format!("{value:#}\n")

@@ -62,7 +62,7 @@ pub enum RuntimeError {
 }
 
 impl RuntimeError {
-    /// gRPC's code, if the runtime answered at all.
+    /// Returns the gRPC code, if the runtime answered.
     pub fn code(&self) -> Option<Code> {
         match self {
             RuntimeError::Refused { code, .. } => Some(*code),
@@ -70,7 +70,7 @@ impl RuntimeError {
         }
     }
 
-    /// True when there is no such pod, container or image.
+    /// Returns whether there is no such pod, container or image.
     pub fn is_not_found(&self) -> bool {
         self.code() == Some(Code::NotFound)
     }
@@ -210,7 +210,7 @@ pub struct Runtime {
 }
 
 impl Runtime {
-    /// A client of `endpoint`: `unix:///path`, `unix:/path` or a path.
+    /// Returns a client of `endpoint`: `unix:///path`, `unix:/path` or a path.
     pub fn connect(endpoint: &str) -> Result<Self> {
         let bad = |reason| RuntimeError::Endpoint { endpoint: endpoint.to_owned(), reason };
         let path = match endpoint.split_once(':') {
@@ -230,12 +230,12 @@ impl Runtime {
         })
     }
 
-    /// The socket of the runtime.
+    /// Returns the socket of the runtime.
     pub fn socket(&self) -> &Path {
         &self.socket
     }
 
-    /// Who answers.
+    /// Returns who answers.
     pub async fn version(&self) -> Result<Version> {
         let request = cri::VersionRequest { version: "v1".into() };
         let answer = self.runtime.clone().version(request).await;
@@ -247,7 +247,7 @@ impl Runtime {
         })
     }
 
-    /// The runtime's account of itself: handlers, configuration and whatever else it tells, as JSON texts.
+    /// Returns the runtime's account of itself: handlers, configuration and whatever else it tells, as JSON texts.
     pub async fn describe(&self) -> Result<(Vec<String>, HashMap<String, String>)> {
         let request = cri::StatusRequest { verbose: true };
         let answer = self.runtime.clone().status(request).await;
@@ -279,7 +279,7 @@ impl Runtime {
         self.check("RemovePodSandbox", id, answer).map(drop)
     }
 
-    /// How a pod is; `verbose` adds the runtime's own words.
+    /// Returns how a pod is; `verbose` adds the runtime's own words.
     pub async fn pod(&self, id: &str, verbose: bool) -> Result<PodState> {
         let request = cri::PodSandboxStatusRequest { pod_sandbox_id: id.to_owned(), verbose };
         let answer = self.runtime.clone().pod_sandbox_status(request).await;
@@ -361,7 +361,7 @@ impl Runtime {
         self.check("RemoveContainer", id, answer).map(drop)
     }
 
-    /// How a container is; `verbose` adds the runtime's own words.
+    /// Returns how a container is; `verbose` adds the runtime's own words.
     pub async fn container(&self, id: &str, verbose: bool) -> Result<ContainerState> {
         let request = cri::ContainerStatusRequest { container_id: id.to_owned(), verbose };
         let answer = self.runtime.clone().container_status(request).await;
@@ -420,7 +420,7 @@ impl Runtime {
         Ok(ExecOutput { stdout: answer.stdout, stderr: answer.stderr, exit_code: answer.exit_code })
     }
 
-    /// What a container uses.
+    /// Returns what a container uses.
     pub async fn usage(&self, id: &str) -> Result<Usage> {
         let request = cri::ContainerStatsRequest { container_id: id.to_owned() };
         let answer = self.runtime.clone().container_stats(request).await;
@@ -432,7 +432,7 @@ impl Runtime {
         })
     }
 
-    /// An image on the node; `None` when it is not there.
+    /// Returns an image on the node; `None` when it is not there.
     pub async fn image(&self, reference: &str) -> Result<Option<Image>> {
         let image = cri::ImageSpec { image: reference.to_owned(), ..Default::default() };
         let request = cri::ImageStatusRequest { image: Some(image), verbose: false };
@@ -441,7 +441,7 @@ impl Runtime {
         Ok(answer.image.map(|image| Image { id: image.id, digests: image.repo_digests, size: image.size }))
     }
 
-    /// What gRPC says, in our words.
+    /// Returns what gRPC says, in our words.
     fn check<T>(
         &self,
         call: &'static str,
@@ -481,7 +481,7 @@ impl Runtime {
     }
 }
 
-/// A lazily connected channel to a unix socket.
+/// Returns a lazily connected channel to a unix socket.
 pub(crate) fn channel(socket: PathBuf) -> Channel {
     Endpoint::from_static("http://socket").connect_with_connector_lazy(tower::service_fn(move |_: Uri| {
         let socket = socket.clone();

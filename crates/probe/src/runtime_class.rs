@@ -9,7 +9,7 @@ use crate::report::{Marginal, Memory, Report};
 #[error("no pods of handler '{0}' are running: their overhead cannot be measured")]
 pub struct NoPods(String);
 
-/// From the growth of memory over a sweep, and from what the idle pods of its largest count used of the CPU.
+/// Returns a RuntimeClass from the growth of memory over a sweep and the idle CPU use at its largest count.
 pub fn from_sweep(handler: &str, marginal: &Marginal, report: &Report) -> String {
     let rows: Vec<&Memory> = report.memory.iter().filter(|row| row.runtime == handler).collect();
     let counts: Vec<String> = rows.iter().map(|row| row.pods.to_string()).collect();
@@ -30,7 +30,7 @@ pub fn from_sweep(handler: &str, marginal: &Marginal, report: &Report) -> String
     yaml(handler, (marginal.overhead, &memory), (cpu.0, &cpu.1))
 }
 
-/// From the pods that run now: their mean. The resident process is shared out among them.
+/// Returns a RuntimeClass from the mean of the pods that run now. The resident process is divided among them.
 pub fn from_ledger(handler: &str, ledger: &Ledger) -> Result<String, NoPods> {
     if ledger.pods == 0 {
         return Err(NoPods(handler.to_owned()));
@@ -45,7 +45,7 @@ pub fn from_ledger(handler: &str, ledger: &Ledger) -> Result<String, NoPods> {
     Ok(yaml(handler, (kib, &source), cpu))
 }
 
-/// Memory in KiB and CPU in thousandths of one, each with its source; of a CPU that is not known, why.
+/// Formats memory in KiB and CPU in thousandths, each with its source; for an unknown CPU, the reason.
 fn yaml(handler: &str, (kib, memory): (f64, &str), (millicores, cpu): (Option<f64>, &str)) -> String {
     let mib = (kib.max(0.0) / 1024.0).ceil();
     let cpu = match millicores {

@@ -78,12 +78,12 @@ pub struct Sample {
 }
 
 impl Sample {
-    /// The time that counts, for pods that count.
+    /// Returns the time that counts, for pods that count.
     pub fn time(&self) -> Option<f64> {
         self.first_byte_ms.filter(|_| self.outcome == Outcome::Ok && !self.warm_up)
     }
 
-    /// True for a failure that counts.
+    /// Returns whether the failure counts.
     pub fn failed(&self) -> bool {
         self.outcome == Outcome::Failed && !self.warm_up
     }

@@ -203,7 +203,7 @@ struct Place {
 }
 
 impl Runner {
-    /// Err: why it ended early.
+    /// Runs all rounds. Err: why it ended early.
     async fn all(&mut self, plan: &Plan, sink: Sink<'_>) -> Result<(), String> {
         for (rounds, warm_up) in [(plan.warm_up, true), (plan.serial, false)] {
             for round in 0..rounds {
@@ -241,7 +241,7 @@ impl Runner {
         self.finish(place, &name, start, &before, sink).await
     }
 
-    /// Nothing is measured meanwhile.
+    /// Rests; nothing is measured meanwhile.
     async fn rest(&self, pause: Duration) {
         tokio::select! {
             () = self.cancel.cancelled() => {}
@@ -258,7 +258,7 @@ impl Runner {
         }
     }
 
-    /// Every pod of the group waits at the barrier; nothing of the removals is inside anybody's time.
+    /// Starts a group at a barrier; removals are outside all times.
     async fn group(&mut self, handler: &str, round: u32, size: u32, sink: Sink<'_>) -> Result<(), String> {
         let barrier = Arc::new(Barrier::new(size as usize));
         let before = self.exits.look();

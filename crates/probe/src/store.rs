@@ -78,7 +78,7 @@ impl Store {
         Ok(Self { dir: dir.to_owned(), samples: None, clock: Clock::default() })
     }
 
-    /// Where it is.
+    /// Returns where it is.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
@@ -146,7 +146,7 @@ pub fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), StoreError> {
     })
 }
 
-/// A handler's name as part of a file's.
+/// Returns a handler's name as part of a file's.
 pub fn file_name(name: &str) -> String {
     name.chars().map(|c| if c.is_ascii_alphanumeric() || "-_.".contains(c) { c } else { '_' }).collect()
 }
@@ -245,7 +245,7 @@ fn load_dir(dir: &Path) -> Result<Loaded, StoreError> {
     Ok(Loaded { name, report, samples })
 }
 
-/// What is left of a run that was killed, or that filled the disk.
+/// Returns what is left of a run that was killed, or that filled the disk.
 fn of_rows_alone(clock: Clock, samples: &[Sample]) -> Report {
     let mut runtimes: Vec<String> = Vec::new();
     for sample in samples {

@@ -32,12 +32,12 @@ pub struct Times {
 }
 
 impl Times {
-    /// What they come to.
+    /// Returns what they come to.
     pub fn summary(&self) -> Summary {
         Summary::of(&self.times, self.failures)
     }
 
-    /// As samples of serial starts of this runtime.
+    /// Returns them as samples of serial starts of this runtime.
     pub fn samples(&self, runtime: &str) -> Vec<Sample> {
         let times = self.times.iter().map(|&time| Some(time)).chain((0..self.failures).map(|_| None));
         times
@@ -158,7 +158,7 @@ fn is_distribution(values: &[f64], parts: &[f64]) -> bool {
         && parts.last().is_some_and(|last| (last - 1.0).abs() < 1e-6)
 }
 
-/// The samples behind a distribution: the smallest number of them of which every part is a whole count.
+/// Returns the samples behind a distribution: the smallest number of them of which every part is a whole count.
 fn take_apart(values: &[f64], parts: &[f64]) -> Option<Vec<f64>> {
     // Parts are written with a few decimals: as many as the finest needs.
     let tolerance = 0.6e-6;

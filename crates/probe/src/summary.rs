@@ -32,7 +32,7 @@ pub struct Summary {
 }
 
 impl Summary {
-    /// Of `times` (ms, in any order) and of `failures` attempts that gave none.
+    /// Summarises `times` (ms, in any order) and `failures` attempts without a time.
     pub fn of(times: &[f64], failures: usize) -> Self {
         let sorted = sorted(times);
         let rank = |percent| nearest_rank(&sorted, percent);
@@ -78,19 +78,19 @@ pub fn sorted(times: &[f64]) -> Vec<f64> {
     sorted
 }
 
-/// Nearest-rank percentile of ascending `sorted`: the sample of rank ⌈percent/100 · n⌉, counted from 1.
+/// Returns the nearest-rank percentile of ascending `sorted`: the sample of rank ⌈percent/100 · n⌉, counted from 1.
 pub fn nearest_rank(sorted: &[f64], percent: f64) -> Option<f64> {
     // The product of two decimals can come out a hair above a whole number, which must not cost a rank.
     let rank = (percent * sorted.len() as f64 / 100.0 - 1e-9).ceil().max(1.0) as usize;
     sorted.get(rank - 1).copied()
 }
 
-/// Median of times in any order, nearest rank.
+/// Returns the median of times in any order, nearest rank.
 pub fn median(times: &[f64]) -> Option<f64> {
     nearest_rank(&sorted(times), 50.0)
 }
 
-/// The empirical distribution: each distinct time with the part of all samples that does not exceed it.
+/// Returns the empirical distribution: each distinct time with the part of all samples that does not exceed it.
 pub fn cdf(times: &[f64]) -> Vec<(f64, f64)> {
     let sorted = sorted(times);
     let count = sorted.len() as f64;

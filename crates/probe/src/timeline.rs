@@ -39,7 +39,7 @@ pub struct Recipe {
 }
 
 impl Recipe {
-    /// What is run when nobody asks for something else: one byte more than nothing, then sleep.
+    /// Returns what is run when nobody asks for something else: one byte more than nothing, then sleep.
     pub fn default_command() -> Vec<String> {
         ["sh", "-c", "echo started; exec sleep 86400"].map(str::to_owned).to_vec()
     }
@@ -115,7 +115,7 @@ pub enum StartError {
 }
 
 impl StartError {
-    /// CRI call, or step, at which it came to an end.
+    /// Returns the CRI call, or step, at which it failed.
     pub fn step(&self) -> &'static str {
         match self {
             StartError::Runtime(
@@ -184,7 +184,7 @@ pub async fn start(
     begun
 }
 
-/// That the first line in a CRI log (`time stream tag text`) is stdout's. After the last stamp.
+/// Checks that the first line in a CRI log (`time stream tag text`) is from stdout. Runs after the last time stamp.
 async fn check_output(watch: &LogWatch, file: &str, limit: Duration) -> Result<(), StartError> {
     let log = watch.dir().join(file);
     let not_its = |text: &str| Err(StartError::NotItsOutput(text.chars().take(200).collect()));

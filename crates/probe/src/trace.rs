@@ -24,23 +24,23 @@ impl Trace {
         Self { socket: socket.to_owned(), client: AdminClient::new(channel(socket.to_owned())) }
     }
 
-    /// The socket.
+    /// Returns the socket.
     pub fn socket(&self) -> &Path {
         &self.socket
     }
 
-    /// What the daemon says of itself.
+    /// Returns what the daemon says of itself.
     pub async fn version(&self) -> Result<VersionResponse, tonic::Status> {
         Ok(self.client.clone().version(VersionRequest {}).await?.into_inner())
     }
 
-    /// What the daemon says of a pod.
+    /// Returns what the daemon says of a pod.
     pub async fn pod(&self, id: &str) -> Result<Pod, tonic::Status> {
         Ok(self.client.clone().inspect_pod(InspectPodRequest { id: id.to_owned() }).await?.into_inner())
     }
 }
 
-/// The machine that a pod was given.
+/// Returns the machine that a pod was given.
 pub fn machine(pod: &Pod) -> Facts {
     Facts::from([
         ("vcpus".into(), pod.vcpus.into()),

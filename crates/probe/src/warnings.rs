@@ -29,7 +29,7 @@ const SPREAD: f64 = 0.05;
 /// The probe's own share of a start that it may have, ms.
 const OWN_SHARE: f64 = 1.0;
 
-/// All that apply.
+/// Returns all that apply.
 pub fn warnings(report: &Report, samples: &[Sample]) -> Vec<Warning> {
     let mut found = Vec::new();
     let mut warn = |seen: String, advice: &'static str| found.push(Warning { seen, advice });
@@ -88,7 +88,7 @@ pub fn warnings(report: &Report, samples: &[Sample]) -> Vec<Warning> {
 
 type Warn<'a> = &'a mut dyn FnMut(String, &'static str);
 
-/// What differs between runtimes that are shown side by side.
+/// Warns of differences between runtimes that are shown side by side.
 fn sides(report: &Report, warn: Warn<'_>) {
     let mut snapshotters: Vec<String> =
         report.manifest.runtimes.values().filter_map(|facts| facts.get("snapshotter")).map(shown).collect();

@@ -29,7 +29,7 @@ fn facts(cpus: u32) -> String {
     )
 }
 
-/// What a container with so many processors does with a command of the probe's.
+/// Returns what a container with so many processors does with a command of the probe's.
 fn with_cpus(cpus: u32, command: &[String]) -> Ended {
     let words: Vec<&str> = command.iter().map(String::as_str).collect();
     let of = |format: Format| (0, format.example().to_owned(), facts(cpus));
@@ -52,7 +52,7 @@ fn has_one_less(command: &[String]) -> Ended {
     with_cpus(1, command)
 }
 
-/// As [`works`], but the tool's part is something else.
+/// Same as [`works`], but the tool's part is something else.
 fn tool_is(command: &[String], ended: Ended) -> Ended {
     if command.contains(&"facts".to_owned()) { works(command) } else { ended }
 }
@@ -77,7 +77,7 @@ fn tool(tool: Tool) -> Behaviour {
     Behaviour { tool: Some(tool), ..Behaviour::default() }
 }
 
-/// One thread of sysbench cpu, which takes no time here.
+/// Returns one thread of sysbench cpu, which takes no time here.
 fn plan(probe: &str, runtimes: &[&str], repeat: u32) -> Plan {
     let mut probe = definition::all().into_iter().find(|known| known.name == probe).unwrap();
     probe.quick.takes = 0.001;

@@ -65,7 +65,7 @@ pub struct Cgroup {
 }
 
 impl Hierarchies {
-    /// Those of this host that count something.
+    /// Returns those of this host that count something.
     pub fn detect() -> io::Result<Self> {
         let mounts = Process::myself().and_then(|myself| myself.mountinfo()).map_err(io::Error::other)?;
         let mut roots: Vec<PathBuf> = Vec::new();
@@ -115,12 +115,12 @@ impl Hierarchies {
         }
     }
 
-    /// The group of `pod` below `parent`; none when no parent was named.
+    /// Returns the group of `pod` below `parent`; none when no parent was named.
     pub fn of(&self, parent: &str, pod: &SandboxId) -> Option<Cgroup> {
         Some(self.at(&relative(parent)?.join(format!("sandboxer-{pod}"))))
     }
 
-    /// The group of this name; none when it is empty.
+    /// Returns the group of this name; none when it is empty.
     pub fn named(&self, name: &str) -> Option<Cgroup> {
         Some(self.at(&relative(name)?))
     }
@@ -235,7 +235,7 @@ impl Cgroup {
         }
     }
 
-    /// Whether process `pid` is in it.
+    /// Returns whether process `pid` is in it.
     pub fn holds(&self, pid: u32) -> bool {
         let pid = pid.to_string();
         self.dirs.iter().all(|dir| {
@@ -267,7 +267,7 @@ impl Cgroup {
     }
 }
 
-/// What the group at `dir` has in the file `name` of v1's `cpuset`. A group that was just made has nothing there, and takes
+/// Returns what the group at `dir` has in the file `name` of v1's `cpuset`. A group that was just made has nothing there, and takes
 /// no process: it is given what the one above has.
 fn inherited(dir: &Path, name: &str) -> Result<String, (PathBuf, io::Error)> {
     let path = dir.join(name);

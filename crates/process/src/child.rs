@@ -75,7 +75,7 @@ pub struct Starting {
     abandoned: bool,
 }
 
-/// Where a program is that may be a plain name, looked up in `PATH`; the name itself if it is nowhere.
+/// Returns where a program is that may be a plain name, looked up in `PATH`; the name itself if it is nowhere.
 pub fn find(program: &Path) -> PathBuf {
     if program.components().count() > 1 {
         return program.to_owned();
@@ -214,7 +214,7 @@ fn spawn_alone(mut command: Command) -> io::Result<Child> {
     alone.join().unwrap_or_else(|_| Err(io::Error::other("the thread that starts a process panicked")))
 }
 
-/// The process `pid`, if it is still the one that started at `start_time`.
+/// Returns the process `pid`, if it is still the one that started at `start_time`.
 pub fn adopt(pid: u32, start_time: u64) -> io::Result<Option<Process>> {
     let Some(raw) = i32::try_from(pid).ok().and_then(Pid::from_raw) else {
         return Ok(None);
@@ -229,7 +229,7 @@ pub fn adopt(pid: u32, start_time: u64) -> io::Result<Option<Process>> {
     Ok(found.filter(|found| found.start_time == start_time))
 }
 
-/// The process `pid` that a pidfd is of; none if it is gone.
+/// Returns the process `pid` that a pidfd is of; none if it is gone.
 pub fn held(pid: u32, pidfd: OwnedFd) -> io::Result<Option<Process>> {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidInput)?;
     match Process::watched(pid, pidfd, false) {
@@ -251,19 +251,19 @@ impl Written {
     /// Calls that write less are notes of an idle process, bytes.
     const IDLE: u64 = 1 << 20;
 
-    /// Whether data were written since `before`. File systems in memory count as calls alone.
+    /// Returns whether data were written since `before`. File systems in memory count as calls alone.
     pub fn data_since(self, before: Self) -> bool {
         self.stored > before.stored || self.called.saturating_sub(before.called) >= Self::IDLE
     }
 }
 
-/// What the process `pid` has written so far; none if the system doesn't say.
+/// Returns what the process `pid` has written so far; none if the system doesn't say.
 pub fn written(pid: u32) -> Option<Written> {
     let io = procfs::process::Process::new(i32::try_from(pid).ok()?).ok()?.io().ok()?;
     Some(Written { stored: io.write_bytes, called: io.wchar })
 }
 
-/// The child that has this pid now. For one that is known to live, made by another one that was started here.
+/// Returns the child that has this pid now. For one that is known to live, made by another one that was started here.
 pub fn child(pid: u32) -> io::Result<Process> {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidInput)?;
     Process::watched(pid, pidfd_open(pid, PidfdFlags::NONBLOCK)?, true)
@@ -282,28 +282,28 @@ impl Process {
         Ok(Self { pid, start_time, pidfd, exit })
     }
 
-    /// Its process id.
+    /// Returns its process id.
     pub fn pid(&self) -> u32 {
         self.pid.as_raw_nonzero().get().unsigned_abs()
     }
 
-    /// Its start, clock ticks since boot.
+    /// Returns its start, clock ticks since boot.
     pub fn start_time(&self) -> u64 {
         self.start_time
     }
 
-    /// What it is held by.
+    /// Returns what it is held by.
     pub fn pidfd(&self) -> BorrowedFd<'_> {
         self.pidfd.get_ref().as_fd()
     }
 
-    /// Whether it runs at this moment, as the kernel has it.
+    /// Returns whether it runs at this moment, as the kernel has it.
     pub fn is_alive(&self) -> bool {
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         poll(&mut [PollFd::new(self.pidfd.get_ref(), PollFlags::IN)], Some(&now)) == Ok(0)
     }
 
-    /// Whether it is known to have ended.
+    /// Returns whether it is known to have ended.
     pub fn has_ended(&self) -> bool {
         self.exit.borrow().is_some()
     }
@@ -335,12 +335,12 @@ impl Process {
 }
 
 impl Starting {
-    /// Another hold on it, which doesn't keep it alive.
+    /// Returns another handle to the process; it does not keep the process alive.
     pub fn watched(&self) -> Arc<Process> {
         self.process.clone()
     }
 
-    /// From here on the process lives by itself.
+    /// Detaches: from here on the process lives by itself.
     pub fn keep(mut self) -> Arc<Process> {
         self.abandoned = false;
         self.process.clone()
@@ -392,13 +392,13 @@ fn reap(pidfd: &AsyncFd<OwnedFd>) -> Exit {
     }
 }
 
-/// Whether `pid` is still the process that started at `start_time`.
+/// Returns whether `pid` is still the process that started at `start_time`.
 pub fn is_running(pid: u32, start_time: u64) -> bool {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
     pid.is_some_and(|pid| start_time_of(pid).is_ok_and(|found| found == start_time))
 }
 
-/// Field 22 of `/proc/PID/stat`; the second field is in parentheses and may hold anything.
+/// Parses field 22 of `/proc/PID/stat`; the second field is in parentheses and may hold anything.
 fn start_time_of(pid: Pid) -> io::Result<u64> {
     let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()))?;
     stat.rsplit_once(')')

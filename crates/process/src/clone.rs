@@ -31,7 +31,7 @@ pub struct PreparedChild {
 }
 
 impl PreparedChild {
-    /// A child that will execute `program`, a path, in `dir`.
+    /// Returns a child that will execute `program`, a path, in `dir`.
     pub fn new(
         program: &Path,
         arguments: &[OsString],
@@ -109,7 +109,7 @@ impl PreparedChild {
         }
     }
 
-    /// In the child: executes the program, or returns why not.
+    /// Executes the program, in the child; returns the reason if it cannot.
     fn become_program(
         &self,
         arguments: &[*const libc::c_char],
@@ -162,7 +162,7 @@ mod tests {
 
     use super::*;
 
-    /// The group of version 2 that this process is in: hosts of these tests have one, alone or beside those of version 1.
+    /// Returns the group of version 2 that this process is in: hosts of these tests have one, alone or beside those of version 1.
     fn own_group() -> File {
         let groups = fs::read_to_string("/proc/self/cgroup").unwrap();
         let own = groups.lines().find_map(|line| line.strip_prefix("0::/")).expect("a group of version 2");

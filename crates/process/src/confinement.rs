@@ -48,7 +48,7 @@ pub struct Confinement {
 }
 
 impl Confinement {
-    /// Of the process `pid`, as it is seen from here.
+    /// Reads the confinement of process `pid`, as seen from here.
     pub fn of(pid: u32) -> io::Result<Self> {
         let proc = Path::new("/proc").join(pid.to_string());
         let read = |name: &str| fs::read_to_string(proc.join(name));
@@ -104,13 +104,13 @@ fn malformed(what: impl ToString) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, format!("malformed /proc/PID/status: {}", what.to_string()))
 }
 
-/// What stands behind `field:` in `/proc/PID/status`.
+/// Returns what stands behind `field:` in `/proc/PID/status`.
 fn value<'a>(status: &'a str, field: &str) -> &'a str {
     let line = |line: &'a str| line.strip_prefix(field)?.strip_prefix(':');
     status.lines().find_map(line).unwrap_or_default().trim()
 }
 
-/// The root's file system with its options, and how many of all mounts can be written to, in a mountinfo.
+/// Returns the root's file system with its options, and how many of all mounts can be written to, in a mountinfo.
 fn mounted(mountinfo: &str) -> (String, u32) {
     let (mut root, mut writable) = (String::new(), 0);
     for line in mountinfo.lines() {
@@ -125,7 +125,7 @@ fn mounted(mountinfo: &str) -> (String, u32) {
     (root, writable)
 }
 
-/// The path in the unified hierarchy, else in the one named first.
+/// Returns the path in the unified hierarchy, else in the one named first.
 fn cgroup(text: &str) -> String {
     let path = |line: &str| line.splitn(3, ':').nth(2).map(str::to_owned);
     let unified = text.lines().find(|line| line.starts_with("0::")).and_then(path);
@@ -134,7 +134,7 @@ fn cgroup(text: &str) -> String {
     unified.filter(|path| path != "/").unwrap_or_else(named)
 }
 
-/// A limit in `/proc/PID/limits`.
+/// Returns a limit in `/proc/PID/limits`.
 fn limit(limits: &str, name: &str) -> Option<(String, u64, u64)> {
     let mut values = limits.lines().find_map(|line| line.strip_prefix(name))?.split_ascii_whitespace();
     let mut value = || match values.next()? {

@@ -24,7 +24,7 @@ impl Cpus {
         (!set.is_empty()).then_some(Self(set))
     }
 
-    /// Those that are in any of the sets; none, if there is no set, or a set is missing: then all CPUs are meant.
+    /// Returns those that are in any of the sets; none, if there is no set, or a set is missing: then all CPUs are meant.
     pub fn union(sets: impl IntoIterator<Item = Option<Cpus>>) -> Option<Self> {
         let all = sets.into_iter().collect::<Option<Vec<_>>>()?;
         let union: BTreeSet<u32> = all.into_iter().flat_map(|cpus| cpus.0).collect();

@@ -88,14 +88,14 @@ enum Step {
     Bind { from: CString, at: CString, flags: libc::c_ulong },
 }
 
-/// The user of the VM whose directory this is. The directory is the VM's as long as that lives, wherever it
+/// Returns the user of the VM whose directory this is. The directory is the VM's as long as that lives, wherever it
 /// is moved, and its number that of no other on its file system.
 pub fn user_of(run_dir: &fs::Metadata) -> u32 {
     FIRST_USER + u32::try_from(run_dir.ino() % USERS).unwrap_or_default()
 }
 
 impl Jail {
-    /// A jail for the VM whose directory is `run_dir`, in which `readable` can be read and `devices` used.
+    /// Returns a jail for the VM whose directory is `run_dir`, in which `readable` can be read and `devices` used.
     pub fn new(run_dir: &Path, readable: &[&Path], devices: &[&Path]) -> io::Result<Self> {
         let user = user_of(&fs::metadata(run_dir)?);
         let ids = format!("{user} {user} 1");
@@ -125,7 +125,7 @@ impl Jail {
         Ok(jail)
     }
 
-    /// A jail for a tool of the daemon's that reads what a tenant made: root, with these capabilities and no others. In it are
+    /// Returns a jail for a tool of the daemon's that reads what a tenant made: root, with these capabilities and no others. In it are
     /// the system's programs, `program` and what is put there by [`Jail::bind`]. `root` is any directory.
     pub fn of_tool(root: &Path, program: &Path, keeps: &[Capability]) -> io::Result<Self> {
         let mut jail = Self::new(root, &[program], &[])?;
@@ -145,7 +145,7 @@ impl Jail {
         Ok(())
     }
 
-    /// The same jail with a [`ROOM`] in it.
+    /// Returns the same jail with a [`ROOM`] in it.
     pub fn with_room(mut self) -> Self {
         self.room = true;
         self
@@ -158,7 +158,7 @@ impl Jail {
         Ok(())
     }
 
-    /// Its user, and its group likewise.
+    /// Returns its user, and its group likewise.
     pub fn user(&self) -> u32 {
         self.user
     }
@@ -261,7 +261,7 @@ impl Jail {
         apply_filter(&self.filter).map_err(|_| io::Error::last_os_error())
     }
 
-    /// In a new user namespace: there is one user and one group in it, and no other one will be made from it.
+    /// Maps one user and one group into the new user namespace; no other namespace can be made from it.
     fn map_ids(&self) -> io::Result<()> {
         // SAFETY: it changes this process alone. Whoever changed its user owns its files in /proc again by it.
         done(unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 1, 0, 0, 0) })?;
@@ -297,7 +297,7 @@ fn make_room() -> io::Result<()> {
     }
 }
 
-/// Whether this is how a kernel says that it makes none: it can't, it is told not to, a security module objects.
+/// Returns whether this is how a kernel says that it makes none: it can't, it is told not to, a security module objects.
 fn refuses_user_namespaces(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOSPC | libc::EPERM | libc::EACCES))
 }
@@ -389,7 +389,7 @@ mod tests {
 
     use super::*;
 
-    /// A filter under which the kernel makes no user namespace, as a security module's refusal.
+    /// Returns a filter under which the kernel makes no user namespace, as a security module's refusal.
     fn refusal() -> BpfProgram {
         let flag = u64::from(libc::CLONE_NEWUSER.unsigned_abs());
         let asked =
@@ -400,7 +400,7 @@ mod tests {
         filter.try_into().unwrap()
     }
 
-    /// What `script` says in a jail with `devices`; in `refused` ones no user namespace is made.
+    /// Returns what `script` says in a jail with `devices`; in `refused` ones no user namespace is made.
     fn jailed(script: &str, devices: &[&Path], refused: bool) -> String {
         let dir = tempfile::tempdir().unwrap();
         let jail = Jail::new(dir.path(), &[], devices).unwrap();

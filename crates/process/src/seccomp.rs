@@ -121,7 +121,7 @@ const REFUSED: [libc::c_long; 89] = [
 /// Families of sockets beside Unix (1), IP (2, 10) and netlink (16), each a range.
 const FAMILIES: [(u64, u64); 3] = [(3, 9), (11, 15), (17, u32::MAX as u64)];
 
-/// The filter, ready to be applied.
+/// Returns the filter, ready to be applied.
 pub fn filter() -> io::Result<BpfProgram> {
     let of_families = FAMILIES.map(|(first, last)| {
         let bound = |than, value| SeccompCondition::new(0, Dword, than, value);

@@ -30,7 +30,7 @@ pub fn listen(dir: &Path, name: &str) -> io::Result<UnixListener> {
     Ok(listener)
 }
 
-/// As [`listen`]; a socket that was there is replaced.
+/// Same as [`listen`]; a socket that was there is replaced.
 pub fn listen_anew(dir: &Path, name: &str) -> io::Result<UnixListener> {
     match fs::remove_file(within(&open(dir)?, name)) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
@@ -38,7 +38,7 @@ pub fn listen_anew(dir: &Path, name: &str) -> io::Result<UnixListener> {
     }
 }
 
-/// A handle of the socket `dir/name`: whoever is given it can connect, by `/proc/self/fd`, if the socket's mode lets it.
+/// Returns a handle of the socket `dir/name`: whoever is given it can connect, by `/proc/self/fd`, if the socket's mode lets it.
 pub fn handle(dir: &Path, name: &str) -> io::Result<OwnedFd> {
     handle_within(&open(dir)?, name)
 }
@@ -53,7 +53,7 @@ pub fn connect(dir: &Path, name: &str) -> io::Result<UnixStream> {
     connect_within(&open(dir)?, name)
 }
 
-/// As [`connect`]. Whoever can write to the directory can't lead elsewhere by a link: none is followed.
+/// Same as [`connect`]. Whoever can write to the directory can't lead elsewhere by a link: none is followed.
 pub fn connect_within(dir: &File, name: &str) -> io::Result<UnixStream> {
     let file = handle_within(dir, name)?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -63,12 +63,12 @@ pub fn connect_within(dir: &File, name: &str) -> io::Result<UnixStream> {
     UnixStream::from_std(socket.into())
 }
 
-/// A handle of a directory, which stays its when it is moved.
+/// Returns a handle of a directory, which stays its when it is moved.
 pub fn open(dir: &Path) -> io::Result<File> {
     File::options().read(true).custom_flags(libc::O_DIRECTORY | libc::O_PATH).open(dir)
 }
 
-/// Path of `dir/name`, good in this process while the handle is held.
+/// Returns the path of `dir/name`, valid in this process while the handle is held.
 pub fn within(dir: &File, name: &str) -> PathBuf {
     format!("/proc/self/fd/{}/{name}", dir.as_raw_fd()).into()
 }

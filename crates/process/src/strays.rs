@@ -25,7 +25,7 @@ use crate::jail;
 /// Environment variable by which every VMM process can be told from all others.
 pub const MARK: &str = "SANDBOXER_RUN_DIR";
 
-/// Every process that was started for `run_dir` itself.
+/// Returns every process that was started for `run_dir` itself.
 pub fn of(run_dir: &Path) -> io::Result<Vec<Stray>> {
     Ok(all()?.into_iter().filter(|stray| stray.marked == run_dir).collect())
 }
@@ -55,7 +55,7 @@ fn end_those(pod: &SandboxId, doomed: impl Fn(&Stray) -> bool) -> Result<(), Str
         move |source| StrayError { pod, action, path, source }
     };
     for stray in all().map_err(host("read", PROC.into()))?.iter().filter(|stray| doomed(stray)) {
-        tracing::warn!(%pod, pid = stray.pid, "ending a VMM that no record names");
+        tracing::warn!(%pod, pid = stray.pid, "killing a VMM without a record");
         stray.end().map_err(host("signal", stray.proc()))?;
     }
     Ok(())
@@ -73,7 +73,7 @@ pub struct Stray {
     held: OwnedFd,
 }
 
-/// Every process that bears [`MARK`].
+/// Returns every process that bears [`MARK`].
 pub fn all() -> io::Result<Vec<Stray>> {
     let mark = format!("{MARK}=");
     let marked = |variable: &[u8]| {
@@ -100,7 +100,7 @@ pub fn all() -> io::Result<Vec<Stray>> {
 }
 
 impl Stray {
-    /// Whether it is of the VM whose directory is `run_dir` now, having been made there or below `pool`.
+    /// Returns whether it is of the VM whose directory is `run_dir` now, having been made there or below `pool`.
     pub fn is_of(&self, run_dir: &Path, pool: &Path) -> bool {
         if self.marked.starts_with(run_dir) {
             return true;
@@ -120,7 +120,7 @@ impl Stray {
         stands_in || user() == Some(jail::user_of(&dir))
     }
 
-    /// Its program's name as the kernel has it; empty when it is gone.
+    /// Returns its program's name as the kernel has it; empty when it is gone.
     pub fn command(&self) -> String {
         let name = fs::read(self.proc().join("comm")).unwrap_or_default();
         String::from_utf8_lossy(&name).trim_end().to_owned()
@@ -147,7 +147,7 @@ impl Stray {
         }
     }
 
-    /// What it is held by.
+    /// Returns what it is held by.
     pub fn into_pidfd(self) -> OwnedFd {
         self.held
     }

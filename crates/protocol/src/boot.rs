@@ -14,7 +14,7 @@ pub const AGENT_PORT: &str = "org.sandboxer.agent";
 /// same port of its host and hangs up.
 pub const AGENT_VSOCK_PORT: u32 = 1024;
 
-/// The Ethernet address with which network device `nic` of a VM begins: by it the agent tells them apart.
+/// Returns the Ethernet address with which network device `nic` of a VM begins: by it the agent tells them apart.
 /// A locally administered one; the pod's takes its place in the guest.
 pub const fn first_mac(nic: u8) -> [u8; 6] {
     [0x02, b's', b'b', b'x', 0, nic]

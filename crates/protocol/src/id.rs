@@ -37,7 +37,7 @@ pub type ContainerId = Id;
 pub type ExecId = Id;
 
 impl Id {
-    /// The identifier as text.
+    /// Returns the identifier as text.
     pub fn as_str(&self) -> &str {
         &self.0
     }

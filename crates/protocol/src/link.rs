@@ -47,22 +47,22 @@ impl LinkKey {
     /// Length in bytes.
     pub const LEN: usize = 32;
 
-    /// The key made of these bytes.
+    /// Returns the key made of these bytes.
     pub const fn from_bytes(bytes: [u8; Self::LEN]) -> Self {
         Self(bytes)
     }
 
-    /// The key's bytes.
+    /// Returns the key's bytes.
     pub const fn as_bytes(&self) -> &[u8; Self::LEN] {
         &self.0
     }
 
-    /// A new key from the system's randomness.
+    /// Returns a new key from the system's randomness.
     pub fn random() -> Self {
         Self(rand::random())
     }
 
-    /// The key as lower-case hex digits.
+    /// Returns the key as lower-case hex digits.
     pub fn to_hex(&self) -> String {
         self.0.iter().map(|byte| format!("{byte:02x}")).collect()
     }
@@ -329,7 +329,7 @@ impl Scanner {
         self.found
     }
 
-    /// The next `N` bytes.
+    /// Returns the next `N` bytes.
     async fn read<const N: usize>(&mut self, from: &mut (impl AsyncRead + Unpin)) -> io::Result<[u8; N]> {
         while self.held.len() < N {
             self.fill(from).await?;
@@ -355,7 +355,7 @@ mod tests {
         Ready { agent_version: "test".into(), ..Ready::default() }
     }
 
-    /// A guest whose service answers each session's bytes with the same bytes.
+    /// Returns a guest whose service answers each session's bytes with the same bytes.
     fn echoing_guest(key: &LinkKey) -> DuplexStream {
         let (host, port) = tokio::io::duplex(1 << 20);
         let (sessions, mut accepted) = mpsc::channel(1);

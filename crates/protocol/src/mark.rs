@@ -26,7 +26,7 @@ const fn mark(version: u32) -> [u8; WORDS.len() + DIGITS] {
     mark
 }
 
-/// The protocol version that an agent's file tells; none where there is no mark in it.
+/// Returns the protocol version that an agent's file tells; none where there is no mark in it.
 pub fn find(agent: &[u8]) -> Option<u32> {
     // Whoever looks for the mark has its words in his own file, too, without digits behind them.
     memchr::memmem::find_iter(agent, WORDS).find_map(|at| {

@@ -68,7 +68,7 @@ pub mod disk {
     /// Most bytes behind the head of an answer to most requests.
     const PLAIN: usize = 4096;
 
-    /// How many bytes of the answer to `request` are to be read, from [`FIRST`] on.
+    /// Returns how many bytes of the answer to `request` are to be read, from [`FIRST`] on.
     pub fn to_read(request: &[u8]) -> usize {
         let size = match u32_at(request, 4) {
             Some(opcode::READ | opcode::READDIR | opcode::READDIRPLUS) => u32_at(request, REQUEST_HEAD + 16),
@@ -163,7 +163,7 @@ pub struct Head {
 }
 
 impl Head {
-    /// The head of `request`; none if that isn't one whole request of a length that is taken.
+    /// Returns the head of `request`; none if that isn't one whole request of a length that is taken.
     pub fn of(request: &[u8]) -> Option<Self> {
         if Self::begins(request)? != request.len() {
             return None;
@@ -171,18 +171,18 @@ impl Head {
         Some(Self { opcode: u32_at(request, 4)?, unique: u64_at(request, 8)? })
     }
 
-    /// The length of the request that `beginning` begins; none if that isn't one that is taken.
+    /// Returns the length of the request that `beginning` begins; none if that isn't one that is taken.
     pub fn begins(beginning: &[u8]) -> Option<usize> {
         let length = usize::try_from(u32_at(beginning, 0)?).ok()?;
         (REQUEST_HEAD..=MAX_MESSAGE).contains(&length).then_some(length)
     }
 
-    /// Whether the guest's kernel waits for an answer.
+    /// Returns whether the guest's kernel waits for an answer.
     pub fn is_answered(&self) -> bool {
         !matches!(self.opcode, opcode::FORGET | opcode::BATCH_FORGET | opcode::INTERRUPT | opcode::DESTROY)
     }
 
-    /// An answer that only says that the request failed, with an error number as in errno(3).
+    /// Returns an answer that only says that the request failed, with an error number as in errno(3).
     pub fn failed(&self, errno: i32) -> Vec<u8> {
         if !self.is_answered() {
             return Vec::new();
@@ -191,7 +191,7 @@ impl Head {
         [&length.to_le_bytes()[..], &(-errno).to_le_bytes(), &self.unique.to_le_bytes()].concat()
     }
 
-    /// Whether `answer` is one to this request.
+    /// Returns whether `answer` is one to this request.
     pub fn is_answered_by(&self, answer: &[u8]) -> bool {
         if !self.is_answered() {
             return answer.is_empty();
@@ -201,7 +201,7 @@ impl Head {
     }
 }
 
-/// The integer at `at`.
+/// Returns the integer at `at`.
 pub fn u32_at(message: &[u8], at: usize) -> Option<u32> {
     Some(u32::from_le_bytes(message.get(at..at + 4)?.try_into().ok()?))
 }

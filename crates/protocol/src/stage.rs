@@ -55,7 +55,7 @@ impl Stage {
         Stage::ContainerStart,
     ];
 
-    /// The name under which the stage appears everywhere.
+    /// Returns the name under which the stage appears everywhere.
     pub const fn as_str(self) -> &'static str {
         match self {
             Stage::Netns => "netns",

@@ -23,7 +23,7 @@ fn a_daemon_refuses_to_start_in_the_words_of_the_check() {
     assert_eq!(output.status.code(), Some(1), "{said}");
     let missing =
         format!("guest kernel: cannot read {kernel:?}: No such file or directory (os error 2); install");
-    let broken = format!("initramfs: {initramfs:?} is no cpio archive (newc, uncompressed); install");
+    let broken = format!("initramfs: {initramfs:?} is not a cpio archive (newc, uncompressed); install");
     for sentence in [missing, broken] {
         assert!(said.contains(&sentence), "{sentence}\n{said}");
     }

@@ -14,7 +14,7 @@ pub struct Bystander {
 }
 
 /// What the front says of a request that three workers ended under.
-const TAKEN_ALONG: &str = "was given to 3 workers";
+const TAKEN_ALONG: &str = "failed: 3 workers of sandboxer";
 
 /// How often a probe is made before it counts as failed: as by a kubelet's default.
 const ATTEMPTS: u32 = 3;
@@ -49,7 +49,7 @@ impl Bystander {
         Ok(())
     }
 
-    /// Ends it: the exit code is its own, and every line is in its log once. Answers how many lines there are.
+    /// Ends it: the exit code is its own, and every line is in its log once. Returns how many lines there are.
     pub async fn end(self, case: &Case) -> Result<usize> {
         once_seen(|| case.cri.stop(&self.container.id, 30)).await?;
         let status = self.container.status().await?;

@@ -44,12 +44,12 @@ pub struct Case {
 }
 
 impl Case {
-    /// Whether pods are microVMs here.
+    /// Returns whether pods are microVMs here.
     pub fn in_vm(&self) -> bool {
         self.handler == "sandboxer"
     }
 
-    /// A pod's configuration as a kubelet would send it, hostname `pod`.
+    /// Returns a pod's configuration as a kubelet would send it, hostname `pod`.
     pub fn pod_config(&self) -> PodSandboxConfig {
         let serial = SERIAL.fetch_add(1, Ordering::Relaxed);
         let name = format!("{}-{serial}", self.name);
@@ -75,12 +75,12 @@ impl Case {
         }
     }
 
-    /// A pod that is ready.
+    /// Returns a pod that is ready.
     pub async fn pod(&self) -> Result<Pod> {
         Ok(self.pod_with(|_| ()).await?)
     }
 
-    /// A pod with its configuration changed by `adjust`; the runtime's own error where it refuses.
+    /// Returns a pod with its configuration changed by `adjust`; the runtime's own error where it refuses.
     pub async fn pod_with(&self, adjust: impl FnOnce(&mut PodSandboxConfig)) -> Answer<Pod> {
         let mut config = self.pod_config();
         adjust(&mut config);
@@ -88,7 +88,7 @@ impl Case {
         Ok(Pod { id, config, cri: self.cri.clone() })
     }
 
-    /// A pod that was run with `config`.
+    /// Returns a pod that was run with `config`.
     pub fn pod_of(&self, id: &str, config: PodSandboxConfig) -> Pod {
         Pod { id: id.to_owned(), config, cri: self.cri.clone() }
     }
@@ -99,7 +99,7 @@ impl Case {
         Ok(std::fs::read_to_string(format!("/proc/{vmm}/cgroup"))?)
     }
 
-    /// The VMM that is counted in the control group of a pod; waits until there is one.
+    /// Returns the VMM that is counted in the control group of a pod; waits until there is one.
     pub async fn vmm_of(&self, pod: &str) -> Result<Pid> {
         let parent = self.stack.env("SANDBOXER_CGROUP_PARENT").context("the stack's parent")?;
         let group = format!("{parent}/sandboxer-{pod}");
@@ -151,12 +151,12 @@ pub struct Pod {
     cri: Cri,
 }
 
-/// What a kubelet asks for unless a pod says shareProcessNamespace; CRI's own zero value shares them.
+/// Returns what a kubelet asks for unless a pod says shareProcessNamespace; CRI's own zero value shares them.
 fn own_processes() -> NamespaceOption {
     NamespaceOption { pid: NamespaceMode::Container.into(), ..Default::default() }
 }
 
-/// A container's configuration: busybox running `script` in its shell.
+/// Returns a container's configuration: busybox running `script` in its shell.
 pub fn shell(name: &str, script: &str) -> ContainerConfig {
     ContainerConfig {
         metadata: Some(ContainerMetadata { name: name.into(), attempt: 0 }),
@@ -174,12 +174,12 @@ pub fn shell(name: &str, script: &str) -> ContainerConfig {
     }
 }
 
-/// A container that waits and ends at once when told to.
+/// Returns a container that waits and ends at once when told to.
 pub fn idle(name: &str) -> ContainerConfig {
     shell(name, "trap 'exit 0' TERM; while :; do sleep 1000 & wait $!; done")
 }
 
-/// The security context that [`shell`] put there.
+/// Returns the security context that [`shell`] put there.
 pub fn security(config: &mut ContainerConfig) -> &mut LinuxContainerSecurityContext {
     config.linux.get_or_insert_default().security_context.get_or_insert_default()
 }
@@ -204,7 +204,7 @@ impl Pod {
         Ok(container)
     }
 
-    /// As [`Pod::start`]. That it is made is asked again: containerd looks at its pod first, which is a call on
+    /// Same as [`Pod::start`]. That it is made is asked again: containerd looks at its pod first, which is a call on
     /// the controller, and those fail while there is none.
     pub async fn start_at_last(&self, mut config: ContainerConfig) -> Result<Container> {
         loop {
@@ -254,7 +254,7 @@ pub struct Container {
 }
 
 impl Container {
-    /// Its CRI status.
+    /// Returns its CRI status.
     pub async fn status(&self) -> Answer<ContainerStatus> {
         Ok(self.cri.status(&self.id).await?.0)
     }
@@ -277,7 +277,7 @@ impl Container {
         Ok(String::from_utf8(answer.stdout)?.trim_end().to_owned())
     }
 
-    /// What it has logged so far.
+    /// Returns what it has logged so far.
     pub fn logs(&self) -> Result<Logs> {
         let text = std::fs::read_to_string(&self.log)
             .with_context(|| format!("cannot read the log {}", self.log.display()))?;
@@ -304,7 +304,7 @@ impl Container {
 pub struct Moved(PathBuf);
 
 impl Moved {
-    /// What it holds by now of stdout.
+    /// Returns what it holds by now of stdout.
     pub fn stdout(&self) -> Result<String> {
         Ok(Logs::parse(&std::fs::read_to_string(&self.0)?).stdout)
     }
@@ -349,7 +349,7 @@ pub struct Ended {
 }
 
 impl Ended {
-    /// What it printed, if it exited with 0.
+    /// Returns what it printed, if it exited with 0.
     pub fn success(self) -> Result<String> {
         ensure!(
             self.status.exit_code == 0,

@@ -42,7 +42,7 @@ struct UpdatePodSandboxResourcesRequest {
 pub type Answer<T> = std::result::Result<T, Status>;
 
 impl Cri {
-    /// A client for the unix socket at `path`, connected at the first call and again after a loss.
+    /// Returns a client for the unix socket at `path`, connected at the first call and again after a loss.
     pub fn connect(path: PathBuf) -> Result<Self> {
         let channel =
             Endpoint::try_from("http://containerd")?.connect_with_connector_lazy(tower::service_fn(
@@ -88,7 +88,7 @@ impl Cri {
         Ok((answer.status.unwrap_or_default(), info))
     }
 
-    /// Whether the pod is ready.
+    /// Returns whether the pod is ready.
     pub async fn pod_ready(&self, id: &str) -> Answer<bool> {
         Ok(self.pod_status(id).await?.0.state() == PodSandboxState::SandboxReady)
     }

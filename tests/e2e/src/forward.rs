@@ -56,12 +56,12 @@ impl Forward {
         }
     }
 
-    /// What came.
+    /// Returns what came.
     pub fn data(&self) -> &[u8] {
         self.channels[0].get(2..).unwrap_or_default()
     }
 
-    /// What went wrong.
+    /// Returns what went wrong.
     pub fn error(&self) -> &[u8] {
         self.channels[1].get(2..).unwrap_or_default()
     }

@@ -7,7 +7,7 @@ use tonic::{Code, Status};
 
 use crate::case::PATIENCE;
 
-/// Whether a kubelet would just ask again: nobody was there to answer.
+/// Returns whether a kubelet would just ask again: nobody was there to answer.
 pub fn nobody_there(error: &Status) -> bool {
     let words =
         ["connection", "EOF", "error reading from server", "not available", "unavailable", "reserved"];

@@ -41,7 +41,7 @@ impl Kubelet {
         Ok(dir)
     }
 
-    /// A volume of files, such as a `configmap` or a `secret`.
+    /// Returns a volume of files, such as a `configmap` or a `secret`.
     pub fn files(&self, plugin: &str, name: &str, files: &[(&str, &str)]) -> Result<PathBuf> {
         let dir = self.volume(plugin, name)?;
         self.replace(&dir, files)?;
@@ -78,12 +78,12 @@ impl Kubelet {
         Ok(())
     }
 
-    /// An emptyDir of the default medium.
+    /// Returns an emptyDir of the default medium.
     pub fn empty_dir(&self, name: &str) -> Result<PathBuf> {
         self.volume("empty-dir", name)
     }
 
-    /// An emptyDir in memory, of at most `size` (as mount(8) takes it).
+    /// Returns an emptyDir in memory, of at most `size` (as mount(8) takes it).
     pub fn memory(&mut self, name: &str, size: &str) -> Result<PathBuf> {
         let dir = self.volume("empty-dir", name)?;
         let options = format!("size={size},mode=0777");
@@ -94,7 +94,7 @@ impl Kubelet {
         Ok(dir)
     }
 
-    /// A subPath: what is at `part` of a volume, bound to a path of its own. A directory is made if it is missing.
+    /// Returns a subPath: what is at `part` of a volume, bound to a path of its own. A directory is made if it is missing.
     pub fn sub_path(&mut self, volume: &Path, part: &str) -> Result<PathBuf> {
         let source = volume.join(part);
         if !source.exists() {
@@ -114,7 +114,7 @@ impl Kubelet {
         Ok(target)
     }
 
-    /// The file that shall take a container's termination message.
+    /// Returns the file that shall take a container's termination message.
     pub fn termination_log(&self) -> Result<PathBuf> {
         let dir = self.pod.join("containers/c");
         fs::create_dir_all(&dir)?;
@@ -124,7 +124,7 @@ impl Kubelet {
         Ok(file)
     }
 
-    /// A block device of `bytes`, and the file behind it.
+    /// Returns a block device of `bytes`, and the file behind it.
     pub fn block_device(&mut self, bytes: u64) -> Result<(PathBuf, PathBuf)> {
         let file = self.pod.join(format!("block-{}", self.loops.len()));
         fs::File::create(&file)?.set_len(bytes)?;

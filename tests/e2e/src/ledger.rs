@@ -37,7 +37,7 @@ pub fn note(line: Line) {
     LINES.lock().unwrap_or_else(PoisonError::into_inner).push(line);
 }
 
-/// Where the lines of all runs are kept, the newest of each case: `target/reliability.json`.
+/// Returns where the lines of all runs are kept, the newest of each case: `target/reliability.json`.
 fn path() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../target/reliability.json")
 }
@@ -75,7 +75,7 @@ fn put_into(report: &Path, lines: &[Line]) -> Result<()> {
         .with_context(|| format!("cannot write {}", report.display()))
 }
 
-/// The lines as a table in Markdown.
+/// Returns the lines as a table in Markdown.
 pub fn table(lines: &[Line]) -> String {
     let mut table = String::from(
         "| fault | times | pods at stake | pods lost | log lines | lost or doubled | left behind | case | run on |\n\

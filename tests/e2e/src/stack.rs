@@ -12,7 +12,7 @@ use nix::unistd::Pid;
 
 use crate::eventually;
 
-/// Whether a VMM waits in the pool, or is to become a template. Its environment names the directory it was
+/// Returns whether a VMM waits in the pool, or is to become a template. Its environment names the directory it was
 /// started for, which a pod that takes it moves away.
 fn is_of_no_pod(pid: Pid) -> bool {
     let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
@@ -66,12 +66,12 @@ impl Stack {
         Ok(())
     }
 
-    /// As [`Stack::start`], for a stack that was up before: nothing but processes changes.
+    /// Same as [`Stack::start`], for a stack that was up before: nothing but processes changes.
     pub fn run_up(&self) -> Result<()> {
         self.run_up_with(&[])
     }
 
-    /// As [`Stack::run_up`], with `variables` in what it starts.
+    /// Same as [`Stack::run_up`], with `variables` in what it starts.
     pub fn run_up_with(&self, variables: &[(&str, &Path)]) -> Result<()> {
         let mut args = vec![Path::new("up"), &self.dir];
         if !self.daemon {
@@ -80,7 +80,7 @@ impl Stack {
         script_with("stack.sh", &args, variables).map(drop)
     }
 
-    /// What the running stack holds of pods. Nothing, when every pod is removed.
+    /// Returns what the running stack holds of pods. Nothing, when every pod is removed.
     pub fn held(&self) -> Result<Vec<String>> {
         let mut held = Vec::new();
         for pid in self.vmms()? {
@@ -104,7 +104,7 @@ impl Stack {
         Ok(held)
     }
 
-    /// What is held of pods that were removed, once it is nothing or stays.
+    /// Returns what is held of pods that were removed, once it is nothing or stays.
     pub async fn left(&self) -> Result<Vec<String>> {
         let began = Instant::now();
         loop {
@@ -132,7 +132,7 @@ impl Stack {
         down
     }
 
-    /// Whether people want to look at it afterwards.
+    /// Returns whether people want to look at it afterwards.
     fn kept(&self) -> bool {
         std::env::var_os("SANDBOXER_E2E_KEEP").is_some()
     }
@@ -149,27 +149,27 @@ impl Stack {
         script("leftovers.sh", &["check".as_ref(), self.dir.as_ref(), self.before.path()]).map(drop)
     }
 
-    /// Where everything of the stack is.
+    /// Returns where everything of the stack is.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// A variable of the stack's `env` file.
+    /// Returns a variable of the stack's `env` file.
     pub fn env(&self, name: &str) -> Result<&str> {
         self.env.get(name).map(String::as_str).ok_or_else(|| anyhow!("no {name} in the stack's env file"))
     }
 
-    /// The socket of containerd.
+    /// Returns the socket of containerd.
     pub fn containerd_socket(&self) -> Result<PathBuf> {
         self.env("CONTAINERD_ADDRESS").map(PathBuf::from)
     }
 
-    /// The daemon's run and state directories.
+    /// Returns the daemon's run and state directories.
     pub fn daemon_dirs(&self) -> [PathBuf; 2] {
         [self.dir.join("sandboxer/run"), self.dir.join("sandboxer/state")]
     }
 
-    /// The recorded pid of `containerd` or `sandboxer`.
+    /// Returns the recorded pid of `containerd` or `sandboxer`.
     pub fn pid(&self, name: &str) -> Result<Pid> {
         let path = self.dir.join("pids").join(name);
         let record = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
@@ -188,7 +188,7 @@ impl Stack {
         .await
     }
 
-    /// The process behind the daemon's front; waits until it answers.
+    /// Returns the process behind the daemon's front; waits until it answers.
     pub fn worker(&self) -> Result<Pid> {
         let output = self.command("sandboxer-cli").args(["version", "--json"]).output()?;
         ensure!(
@@ -212,7 +212,7 @@ impl Stack {
         Ok(worker)
     }
 
-    /// The stack's own `name` (ctr, sandboxer-cli …), in its environment.
+    /// Returns the stack's own `name` (ctr, sandboxer-cli …), in its environment.
     pub fn command(&self, name: &str) -> Command {
         let mut command = Command::new(self.dir.join("bin").join(name));
         command.stdin(Stdio::null());
@@ -222,19 +222,19 @@ impl Stack {
         command
     }
 
-    /// Virtual VMs of this stack's pods that are alive.
+    /// VMs of this stack's pods that are alive.
     pub fn vmms(&self) -> Result<Vec<Pid>> {
         let (_, of_pods) = self.all_vmms()?;
         Ok(of_pods)
     }
 
-    /// Virtual VMs of this stack that wait for pods.
+    /// VMs of this stack that wait for pods.
     pub fn waiting(&self) -> Result<Vec<Pid>> {
         let (waiting, _) = self.all_vmms()?;
         Ok(waiting)
     }
 
-    /// All virtual machines of this stack: those that wait for pods, and those of pods.
+    /// Returns all virtual machines of this stack: those that wait for pods, and those of pods.
     fn all_vmms(&self) -> Result<(Vec<Pid>, Vec<Pid>)> {
         let mut vmms = self.processes("qemu-system")?;
         vmms.extend(self.processes("cloud-hypervisor")?);
@@ -269,7 +269,7 @@ impl Stack {
         Ok(pids)
     }
 
-    /// The last lines of both logs, for a failed case's message.
+    /// Returns the last lines of both logs, for a failed case's message.
     pub fn log_tails(&self, lines: usize) -> String {
         let mut text = String::new();
         for name in ["containerd", "sandboxer"] {

@@ -1,4 +1,4 @@
-//! Requests as a daemon makes them, in a few words.
+//! Helpers to make a daemon's requests.
 
 use sandboxer_protocol::agent::{
     AgentClient, CreateContainerRequest, CreateExecRequest, DeleteContainerRequest, Disk, Exit, File,
@@ -11,22 +11,22 @@ use ttrpc::{Code, context::Context};
 
 use crate::vm::{BUSYBOX, PATIENCE};
 
-/// No deadline on the wire: the tests have their own.
+/// Without a deadline on the wire: the tests have their own.
 pub fn ctx() -> Context {
     Context::default()
 }
 
-/// A disk with file system `fstype`.
+/// Returns a disk with file system `fstype`.
 pub fn disk(serial: &str, fstype: &str, read_only: bool) -> Disk {
     Disk { serial: serial.into(), fstype: fstype.into(), read_only, ..Default::default() }
 }
 
-/// The OCI process that runs `script` in a shell.
+/// Returns the OCI process that runs `script` in a shell.
 pub fn shell(script: &str) -> Value {
     command(&["sh", "-c", script])
 }
 
-/// The OCI process that runs `args`.
+/// Returns the OCI process that runs `args`.
 pub fn command(args: &[&str]) -> Value {
     let caps = json!(["CAP_CHOWN", "CAP_KILL", "CAP_SETUID", "CAP_SETGID", "CAP_NET_RAW", "CAP_SYS_CHROOT"]);
     json!({
@@ -36,7 +36,7 @@ pub fn command(args: &[&str]) -> Value {
     })
 }
 
-/// A spec such as containerd makes for CRI, as converted by the daemon.
+/// Returns a spec like containerd's for CRI, as converted by the daemon.
 pub fn spec(process: Value) -> Value {
     let mount = |destination: &str, fstype: &str, options: Value| json!({"destination": destination, "type": fstype, "source": fstype, "options": options});
     json!({
@@ -59,17 +59,17 @@ pub fn spec(process: Value) -> Value {
     })
 }
 
-/// All three streams, no terminal.
+/// Returns all three streams, without a terminal.
 pub fn streams() -> Stdio {
     Stdio { stdin: true, stdout: true, stderr: true, ..Default::default() }
 }
 
-/// A terminal.
+/// Returns a terminal.
 pub fn terminal() -> Stdio {
     Stdio { stdin: true, stdout: true, terminal: true, ..Default::default() }
 }
 
-/// A container from the busybox disk with a writable layer in memory.
+/// Returns a container from the busybox disk with a writable layer in memory.
 pub fn container(id: &str, spec: &Value) -> CreateContainerRequest {
     let writable = Writable::Tmpfs(TmpfsUpper { size_bytes: 16 << 20, ..Default::default() });
     let rootfs =
@@ -83,12 +83,12 @@ pub fn container(id: &str, spec: &Value) -> CreateContainerRequest {
     }
 }
 
-/// A file for a container.
+/// Returns a file for a container.
 pub fn file(path: &str, content: &str, read_only: bool) -> File {
     File { path: path.into(), content: content.into(), mode: 0o644, read_only, ..Default::default() }
 }
 
-/// One process, as the daemon names it.
+/// A process, as named by the daemon.
 #[derive(Clone)]
 pub struct Process {
     pub agent: AgentClient,
@@ -96,7 +96,7 @@ pub struct Process {
     pub exec: String,
 }
 
-/// The init of container `id`.
+/// Returns the init of container `id`.
 pub fn init(agent: &AgentClient, id: &str) -> Process {
     Process { agent: agent.clone(), container: id.into(), exec: String::new() }
 }
@@ -131,7 +131,7 @@ impl Process {
         patiently(self.agent.signal_process(ctx(), &request)).await.map(drop)
     }
 
-    /// One answer of `ReadOutput`: its bytes and whether they are the last.
+    /// Reads output once; returns its bytes, and whether they are the last.
     pub async fn read(
         &self,
         stream: OutputStream,
@@ -155,7 +155,7 @@ impl Process {
         Ok((answer.data, answer.end))
     }
 
-    /// Everything up to the end of a stream.
+    /// Reads a stream up to its end.
     pub async fn all_of(&self, stream: OutputStream) -> String {
         let mut all = Vec::new();
         loop {
@@ -175,7 +175,7 @@ impl Process {
         self.all_of(OutputStream::STDERR).await
     }
 
-    /// Reads standard output on after `seen` until all of it holds `text`; answers all.
+    /// Reads standard output after `seen` until all of it contains `text`; returns all.
     pub async fn until(&self, seen: &str, text: &str) -> String {
         let mut all = seen.to_owned();
         while !all.contains(text) {
@@ -233,7 +233,7 @@ pub async fn end(agent: &AgentClient, id: &str) {
     delete(agent, id).await.unwrap();
 }
 
-/// The code and words of a refusal.
+/// Returns the code and message of an error.
 pub fn refusal<T: std::fmt::Debug>(result: Result<T, ttrpc::Error>) -> (Code, String) {
     match result.unwrap_err() {
         ttrpc::Error::RpcStatus(status) => (status.code.enum_value().unwrap(), status.message),
@@ -241,7 +241,7 @@ pub fn refusal<T: std::fmt::Debug>(result: Result<T, ttrpc::Error>) -> (Code, St
     }
 }
 
-/// Waits for `work`, but not for ever.
+/// Waits for `work` with a timeout.
 pub async fn patiently<T>(work: impl Future<Output = T>) -> T {
     timeout(PATIENCE, work).await.expect("agent answers")
 }

@@ -1,4 +1,4 @@
-//! `check`: is this host fit to run pods?
+//! `check`: checks whether this host can run pods.
 
 mod containerd_config;
 
@@ -18,25 +18,25 @@ Examples:
   sandboxer-cli check --containerd-config --apply /etc/containerd/config.toml
   sandboxer-cli check --containerd-config --apply /etc/containerd/config.toml --write
 
-Exit codes: 0 all is well, 1 there are warnings, 2 there are failures. The checks change nothing; --apply
-shows what would change in FILE, and only with --write is FILE written.";
+Exit codes: 0 no problems, 1 warnings, 2 failures. The checks change nothing. --apply shows what would
+change in FILE; with --write it changes FILE.";
 
-/// Columns of the table at most, whatever the terminal has.
+/// Maximum width of the table, columns.
 const WIDTH: u16 = 100;
-/// In front of a command.
+/// Indentation of a command.
 const INDENT: &str = "  ";
 
-/// Check whether this host can run pods: measures KVM, asks containerd, looks at limits
+/// Check whether this host can run pods: KVM, containerd, programs, network, memory, limits
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Say what to do about warnings and failures, as commands where that is possible (JSON always does)
+    /// Print fixes for warnings and failures, as commands where possible (JSON always contains them)
     #[arg(long)]
     fix_hints: bool,
-    /// Pods for which memory, disk and limits must do
+    /// Number of pods that memory, disk and limits must suffice for
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pods: u32,
-    /// The daemon's configuration file [default: /etc/sandboxer/config.toml, if it is there]
+    /// The daemon's configuration file [default: /etc/sandboxer/config.toml, if it exists]
     #[arg(long, value_name = "FILE", env = "SANDBOXER_CONFIG")]
     config: Option<PathBuf>,
     /// CRI endpoint of containerd
@@ -46,18 +46,18 @@ pub struct Args {
         default_value = "unix:///run/containerd/containerd.sock"
     )]
     endpoint: String,
-    /// Instead of checking, print what the containerd that is running needs in its configuration
+    /// Do not check; print the settings that the running containerd needs
     #[arg(long, conflicts_with_all = ["fix_hints", "json"])]
     containerd_config: bool,
-    /// Show what merging that into containerd's configuration FILE would change
+    /// Show what merging these settings into containerd's configuration FILE would change
     #[arg(long, value_name = "FILE", requires = "containerd_config")]
     apply: Option<PathBuf>,
-    /// Do write FILE
+    /// Write FILE
     #[arg(long, requires = "apply")]
     write: bool,
 }
 
-/// Checks; the exit code says how it went. An error of this command itself counts as a failure.
+/// Runs the checks and returns the exit code. An error of this command itself counts as a failure.
 pub async fn run(args: Args, global: &Global) -> anyhow::Result<ExitCode> {
     if args.containerd_config {
         return containerd_config::run(&args).await.map(|()| ExitCode::SUCCESS);
@@ -91,7 +91,7 @@ fn text(report: &Report, hints: bool) -> String {
     if hints {
         concerns.into_iter().for_each(|check| text += &hint(check));
     } else if !concerns.is_empty() {
-        text += "; --fix-hints says what to do";
+        text += "; --fix-hints prints fixes";
     }
     text
 }
@@ -108,7 +108,7 @@ fn counted(count: usize, noun: &str) -> String {
     }
 }
 
-/// What to do, in a form of which a shell takes what is no command for a comment.
+/// Returns the fixes as a shell script: text is a comment.
 fn hint(check: &Check) -> String {
     let Some(fix) = &check.fix else { return String::new() };
     let mut text = format!("\n\n# {} ({}): {}.", check.name, check.verdict, check.why);
@@ -146,7 +146,7 @@ mod tests {
     fn the_table_fits_and_says_where_help_is() {
         let text = text(&report(), false);
         assert!(text.lines().all(|line| line.chars().count() <= usize::from(WIDTH)), "{text}");
-        assert!(text.ends_with("no failures, 1 warning; --fix-hints says what to do"), "{text}");
+        assert!(text.ends_with("no failures, 1 warning; --fix-hints prints fixes"), "{text}");
         assert!(text.contains("stands^[[2J") && !text.contains("shut it"), "{text}");
     }
 

@@ -16,17 +16,17 @@ Examples:
   sandboxer-cli compare results/before results/after
   sandboxer-cli compare results/startup other-tool.txt --json";
 
-/// Compares two results, and says what keeps them from being compared
+/// Compare two results, and list differences that make them incomparable
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// A directory that `startup` or `mem-report` wrote, or a text file of times
+    /// Directory that `startup` or `mem-report` wrote, or a text file of times
     a: PathBuf,
-    /// Another
+    /// The other result
     b: PathBuf,
 }
 
-/// An error when the two have nothing in common.
+/// Prints the comparison. Returns an error if the two have nothing in common.
 pub fn run(args: Args, global: &Global) -> Result<()> {
     let comparison = compare(&store::load(&args.a)?, &store::load(&args.b)?)?;
     if global.json {
@@ -39,14 +39,14 @@ fn text(comparison: &Comparison) -> String {
     let [a, b] = &comparison.of;
     let mut text = format!("{b} over {a}\n");
     if !comparison.not_comparable.is_empty() {
-        text += "\nNOT COMPARABLE: these differ, so the ratios say nothing about the runtimes\n";
+        text += "\nNOT COMPARABLE: the runs differ in these, so the ratios do not show the runtimes' difference\n";
         text += &differences(&comparison.not_comparable);
     }
     if !comparison.differences.is_empty() {
-        text += "\nread beside every ratio: these differ too\n";
+        text += "\nthe runs also differ in these; keep them in mind with every ratio\n";
         text += &differences(&comparison.differences);
     }
-    text += "\nthe two runs were not taken in turns: a small difference may be the host's\n";
+    text += "\nthe two runs did not alternate: a small difference may come from the host\n";
     if !comparison.startup.is_empty() {
         let mut rows = tables::table(&["start-up", "mode", a, b, "ratio of medians"], 2);
         for row in &comparison.startup {

@@ -1,4 +1,4 @@
-//! `completion`: of this program's command line, by a shell.
+//! `completion`: completion scripts for shells.
 
 use clap::CommandFactory;
 use clap_complete::Shell;
@@ -11,16 +11,16 @@ Examples:
   sandboxer-cli completion zsh > \"${fpath[1]}/_sandboxer-cli\"
   sandboxer-cli completion fish > ~/.config/fish/completions/sandboxer-cli.fish";
 
-/// Print a script that teaches a shell to complete this program's arguments
+/// Print a shell completion script
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// For which shell
+    /// Shell
     #[arg(value_parser = ["bash", "zsh", "fish"])]
     shell: String,
 }
 
-/// Prints.
+/// Prints the script.
 pub fn run(args: Args) -> anyhow::Result<()> {
     let shell: Shell = args.shell.parse().map_err(anyhow::Error::msg)?;
     let mut script = Vec::new();

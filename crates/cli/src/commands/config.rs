@@ -4,7 +4,7 @@ use clap::Subcommand;
 
 use crate::render;
 
-/// The very file that packages install.
+/// The file that packages install.
 const DEFAULT: &str = include_str!("../../../../vmm-configs/sandboxer.toml");
 
 const EXAMPLES: &str = "\
@@ -12,7 +12,7 @@ Examples:
   sandboxer-cli config default > /etc/sandboxer/config.toml
   sandboxer --check-config --config /etc/sandboxer/config.toml";
 
-/// The daemon's configuration
+/// Show the daemon's configuration
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
@@ -22,11 +22,11 @@ pub struct Args {
 
 #[derive(Debug, Subcommand)]
 enum What {
-    /// Print every key with its default and what it means (TOML)
+    /// Print every key with its default and its meaning (TOML)
     Default,
 }
 
-/// Prints.
+/// Prints the file.
 pub fn run(args: Args) -> anyhow::Result<()> {
     match args.what {
         What::Default => Ok(render::print(DEFAULT.trim_end())?),

@@ -1,4 +1,4 @@
-//! `sandboxer-cli demo`: what this is, shown: pods in microVMs through a stock containerd, then figures.
+//! `sandboxer-cli demo`: starts pods in microVMs through a stock containerd, then measures them.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -26,35 +26,35 @@ const EXAMPLES: &str = "\
 Examples:
   sandboxer-cli demo
   sandboxer-cli demo --pods 2 --serial 3 --sweep 1,2     shorter
-  sandboxer-cli demo --baseline ''                       without runc beside it";
+  sandboxer-cli demo --baseline ''                       no comparison with runc";
 
-/// Show pods in microVMs, look into them, and measure what they take
+/// Start pods in microVMs, show what runs inside and outside, and measure time and memory
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Pods to show
+    /// Number of pods
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=100))]
     pods: u32,
-    /// Runtime handler to show
+    /// Runtime handler of the pods
     #[arg(long, default_value = "sandboxer")]
     runtime: String,
-    /// Runtime handler beside it in the figures; empty for none
+    /// Runtime handler to compare with; empty for none
     #[arg(long, default_value = "runc")]
     baseline: String,
-    /// Starts behind the start-up figures, per runtime
+    /// Measured starts, per runtime
     #[arg(long, default_value_t = 10)]
     serial: u32,
-    /// Pod counts behind the memory figures
+    /// Pod counts at which memory is measured
     #[arg(long, value_delimiter = ',', default_value = "1,5,10")]
     sweep: Vec<u32>,
     #[command(flatten)]
     target: Target,
-    /// Where to write the figures; it must not hold any already
+    /// Directory for the results; it must not contain any yet
     #[arg(long)]
     output: Option<PathBuf>,
 }
 
-/// Every pod it starts is gone when it returns.
+/// Runs the demo. Removes every pod that it started before it returns.
 pub async fn run(args: Args, global: &Global) -> Result<()> {
     let bench = args.target.open(global)?;
     let cancel = interrupt::on_signal().context("cannot listen for Ctrl-C")?;
@@ -123,7 +123,7 @@ async fn show(args: &Args, bench: &Bench, recipe: &Recipe, cancel: &Cancellation
     }
     render::print(&format!("{rows}"))?;
 
-    let Some(container) = first else { bail!("no container to look into") };
+    let Some(container) = first else { bail!("no container started") };
     heading("inside and outside")?;
     let inside = exec(bench, container, "uname -r").await?;
     let outside = std::fs::read_to_string("/proc/sys/kernel/osrelease")?;
@@ -132,12 +132,12 @@ async fn show(args: &Args, bench: &Bench, recipe: &Recipe, cancel: &Cancellation
         render::print(&format!("$ {command}  (exec in demo-1)\n{}", exec(bench, container, command).await?))?;
     }
 
-    heading("processes on the host, and what ties each to a pod")?;
+    heading("processes on the host, and how each was matched to a pod")?;
     let mine = |pod: &Listed| pod.labels.get(RUN_LABEL) == Some(&recipe.run);
     let ledger = ledger::take(&bench.runtime, mine, &BTreeSet::new()).await?;
     render::print(&tables::ledger(&args.runtime, &ledger))?;
     render::print(&format!(
-        "{} resident, {} VM monitors for {} pods, {} shims, {} pause containers",
+        "{} resident, {} VMMs for {} pods, {} shims, {} pause containers",
         count(&ledger, Role::Daemon),
         count(&ledger, Role::Vmm),
         ledger.pods,
@@ -169,13 +169,13 @@ async fn figures(args: &Args, bench: &Bench, cancel: &CancellationToken) -> Resu
         [&args.runtime, &args.baseline].into_iter().filter(|name| !name.is_empty()).cloned().collect();
 
     let recipe = args.target.recipe();
-    // Another runtime's pods are no VMs that could be booted alone; nor are copies of a template.
+    // Pods of other runtimes, and copies of a template, have no VM that could be booted alone.
     let mut bare_boot = bench.bare_boot(&format!("{}-boot", args.runtime), &recipe).await;
     if bare_boot.is_err() {
         bare_boot = bench.bare_boot(&args.runtime, &recipe).await;
     }
     if let Err(error) = &bare_boot {
-        eprintln!("no bare boot to compare with: {error}");
+        eprintln!("no bare boot for comparison: {error}");
     }
     let plan = Plan {
         runtimes: runtimes.clone(),
@@ -183,7 +183,7 @@ async fn figures(args: &Args, bench: &Bench, cancel: &CancellationToken) -> Resu
         group: 0,
         rounds: 0,
         warm_up: 1,
-        // In which the pool is filled again.
+        // The daemon refills its pool during the pause.
         pause: Duration::from_secs(1),
         recipe,
         bare_boot: bare_boot.ok(),

@@ -1,4 +1,4 @@
-//! `events`: what happens.
+//! `events`: the stream of events.
 
 use sandboxer_protocol::admin::{Event, EventsRequest};
 use tokio_stream::StreamExt;
@@ -13,19 +13,19 @@ Examples:
 
 With --json each event is one line.";
 
-/// Show what happens to pods and containers, as it happens, until interrupted
+/// Print events of pods and containers as they happen, until interrupted
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Needed: the daemon keeps no past events, there are only those to come
+    /// Required: the daemon stores no past events
     #[arg(short, long, required = true)]
     follow: bool,
-    /// Only what happens to pods whose id starts so
+    /// Only events of pods with this id prefix
     #[arg(short, long, value_name = "ID", default_value = "", hide_default_value = true)]
     pod: String,
 }
 
-/// Follows.
+/// Prints events until the stream ends.
 pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
     let mut daemon = client::connect(&global.socket).await?;
     let mut events = daemon.events(EventsRequest {}).await.map_err(ClientError::from)?.into_inner();
@@ -36,7 +36,7 @@ pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
         }
         render::print(&if global.json { serde_json::to_string(&event)? } else { line(&event) })?;
     }
-    // Only a daemon that ends ends this stream.
+    // The stream ends only when the daemon ends.
     Err(ClientError::Lost("it is shutting down".into()).into())
 }
 

@@ -1,4 +1,4 @@
-//! `sandboxer-cli gate`: whether starts are slower than those that were recorded last.
+//! `sandboxer-cli gate`: compares starts with those that were recorded last.
 
 use std::path::PathBuf;
 
@@ -16,27 +16,27 @@ Examples:
   sandboxer-cli gate target/bench-gate/qemu
   sandboxer-cli gate target/bench-gate/qemu --record --commit \"$(git rev-parse --short HEAD)\"";
 
-/// Fail if a result is slower than the last recorded one, and name the stage that grew
+/// Fail if a result is slower than the last recorded one, and name the slower stages
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// A directory that `startup` wrote, with serial starts of runc among others
+    /// Directory that `startup` wrote, with serial starts of runc among others
     result: PathBuf,
-    /// File of recordings
+    /// CSV file with the recorded results
     #[arg(long, default_value = "docs/results/history.csv")]
     history: PathBuf,
-    /// Per cent by which a ratio or a stage may grow
+    /// Percentage by which a ratio or a stage may grow
     #[arg(long, default_value_t = 5.0)]
     allow: f64,
-    /// Append this result to the recordings instead of comparing it with them
+    /// Append this result to the recorded ones instead of comparing
     #[arg(long, requires = "commit")]
     record: bool,
-    /// Version that the result is of
+    /// Version that was measured
     #[arg(long, default_value = "this one")]
     commit: String,
 }
 
-/// An error when a figure is beyond what is allowed, and when nothing could be compared.
+/// Compares or records. Returns an error if a figure grew by more than allowed, and if nothing could be compared.
 pub fn run(args: Args, global: &Global) -> Result<()> {
     let loaded = store::load(&args.result)?;
     let now = gate::recording(&loaded.report, &args.commit)?;
@@ -46,7 +46,7 @@ pub fn run(args: Args, global: &Global) -> Result<()> {
     }
     let verdicts = gate::judge(&now, &gate::read(&args.history)?, args.allow);
     if verdicts.iter().all(|verdict| verdict.commit.is_none()) {
-        bail!("nothing is recorded in {} that this result could be compared with", args.history.display());
+        bail!("{} has no recorded result to compare with", args.history.display());
     }
     if global.json {
         render::print_json(&verdicts)?;
@@ -81,7 +81,7 @@ fn text(verdicts: &[Verdict], unit: &str) -> String {
             |of: &dyn Fn(&Growth) -> String| verdict.over_runc.as_ref().map_or_else(|| "–".into(), of);
         rows.add_row([
             verdict.runtime.clone(),
-            verdict.commit.clone().unwrap_or_else(|| "nothing recorded".into()),
+            verdict.commit.clone().unwrap_or_else(|| "no record".into()),
             ratio(&|growth| format!("{:.3}", growth.before)),
             ratio(&|growth| format!("{:.3}", growth.now)),
             ratio(&|growth| format!("{:+.1} %", growth.percent())),

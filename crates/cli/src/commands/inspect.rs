@@ -1,4 +1,4 @@
-//! `inspect`: everything about one pod.
+//! `inspect`: details of one pod.
 
 use std::fmt::Write;
 
@@ -12,7 +12,7 @@ Examples:
   sandboxer-cli inspect 3f2a
   sandboxer-cli inspect 3f2a --json | jq .stages";
 
-/// Show a pod: its VM, its containers, and where the time of their starts went
+/// Show a pod: its VM, its containers, and how long each stage of their starts took
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
@@ -20,7 +20,7 @@ pub struct Args {
     pod: PodId,
 }
 
-/// Shows.
+/// Prints the pod.
 pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
     let mut daemon = client::connect(&global.socket).await?;
     let request = InspectPodRequest { id: args.pod.id };
@@ -35,7 +35,7 @@ fn text(pod: &Pod) -> Result<String, std::fmt::Error> {
     let mut out = String::new();
     let mut line = |name: &str, value: &str| {
         let value = if value.is_empty() { "-".to_owned() } else { render::plain(value) };
-        // A reason has several lines, the console's last among them.
+        // A reason has several lines; some are the last of the console.
         writeln!(out, "{name:<12}{}", value.trim_end().replace('\n', "\n            "))
     };
     line("Pod", &pod.id)?;
@@ -49,7 +49,7 @@ fn text(pod: &Pod) -> Result<String, std::fmt::Error> {
         "Created",
         &format!("{} ({} ago)", render::time(pod.created_at_ns), render::age(pod.created_at_ns)),
     )?;
-    line("Recovered", if pod.recovered { "yes: older than this daemon" } else { "no" })?;
+    line("Recovered", if pod.recovered { "yes: started by an earlier daemon" } else { "no" })?;
     line("Size", &format!("{} vCPU, {}", pod.vcpus, render::mib(pod.memory_mib)))?;
     line("Start path", &pod.start_path)?;
     line("VMM pid", &if pod.vmm_pid == 0 { "-".into() } else { pod.vmm_pid.to_string() })?;
@@ -63,13 +63,13 @@ fn text(pod: &Pod) -> Result<String, std::fmt::Error> {
             }
         }
         if !offloads.is_empty() {
-            line("", &format!("its card does {}", offloads.join(", ")))?;
+            line("", &format!("offloads {}", offloads.join(", ")))?;
         }
     }
     line("Console", &pod.console_log)?;
-    for (whose, jail) in [("its VMM", &pod.jail), ("what serves its shares", &pod.shares_jail)] {
+    for (whose, jail) in [("the VMM", &pod.jail), ("the share server", &pod.shares_jail)] {
         if let Some(jail) = jail {
-            write!(out, "\nJail of {whose}, as the kernel has it\n{}\n", confinement(jail))?;
+            write!(out, "\nJail of {whose}, as the kernel reports it\n{}\n", confinement(jail))?;
         }
     }
     if !pod.stages.is_empty() {
@@ -84,7 +84,7 @@ fn text(pod: &Pod) -> Result<String, std::fmt::Error> {
 fn carried(traffic: &Traffic) -> String {
     let Traffic { bytes, packets, dropped, errors, bytes_per_second, packets_per_second } = traffic;
     format!(
-        "{} in {packets} packets, {}/s in {packets_per_second}/s, {dropped} dropped, {errors} broken",
+        "{} in {packets} packets, {}/s in {packets_per_second}/s, {dropped} dropped, {errors} errors",
         render::bytes(*bytes),
         render::bytes(*bytes_per_second)
     )

@@ -1,9 +1,9 @@
-//! Ctrl-C ends a measurement, not the program: pods are removed and what was measured is written.
+//! Ctrl-C ends a measurement, not the program: pods are removed and results are written.
 
 use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 
-/// Cancelled by the first SIGINT or SIGTERM. Later ones have no effect: removing pods takes its time.
+/// Returns a token that the first SIGINT or SIGTERM cancels. Later signals have no effect: pods are being removed.
 pub fn on_signal() -> std::io::Result<CancellationToken> {
     let token = CancellationToken::new();
     let (mut interrupt, mut terminate) = (signal(SignalKind::interrupt())?, signal(SignalKind::terminate())?);
@@ -13,7 +13,7 @@ pub fn on_signal() -> std::io::Result<CancellationToken> {
             _ = interrupt.recv() => {}
             _ = terminate.recv() => {}
         }
-        eprintln!("ending: pods are being removed, what was measured is kept");
+        eprintln!("interrupted: removing pods; the results so far are kept");
         cancel.cancel();
     });
     Ok(token)

@@ -1,4 +1,4 @@
-//! `logs`: what a guest's console says.
+//! `logs`: output of a guest's console.
 
 use std::io::{self, IsTerminal, Write};
 
@@ -15,7 +15,7 @@ Examples:
   sandboxer-cli logs 3f2a | grep -i oom
 
 This is the VM's console: guest kernel and agent. A container's own output: crictl logs.
-On a terminal control characters are shown as ^[ instead of obeyed, unless --raw is given.";
+On a terminal control characters are printed as text such as ^[, unless --raw is given.";
 
 /// Show the console of a pod's guest
 #[derive(Debug, clap::Args)]
@@ -23,15 +23,15 @@ On a terminal control characters are shown as ^[ instead of obeyed, unless --raw
 pub struct Args {
     #[command(flatten)]
     pod: PodId,
-    /// Go on with what comes, until the pod ends
+    /// Keep printing new output until the pod ends
     #[arg(short, long)]
     follow: bool,
-    /// Pass control characters on to the terminal
+    /// Pass control characters to the terminal
     #[arg(long)]
     raw: bool,
 }
 
-/// Copies.
+/// Copies the console to stdout.
 pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
     let mut daemon = client::connect(&global.socket).await?;
     let request = ConsoleLogRequest { id: args.pod.id, follow: args.follow };

@@ -1,4 +1,4 @@
-//! `sandboxer-cli mem-report`: what pods cost in memory.
+//! `sandboxer-cli mem-report`: memory that pods use.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
@@ -17,21 +17,21 @@ use crate::{Global, render};
 
 const EXAMPLES: &str = "\
 Examples:
-  sandboxer-cli mem-report                               of the pods that run now
+  sandboxer-cli mem-report                               the pods that run now
   sandboxer-cli mem-report --sweep 1,5,10 --repeat 1
   sandboxer-cli mem-report --sweep --runtimeclass        for kubectl apply -f -";
 
-/// Show what pods cost in memory, by role: of the pods that run now, or over a sweep of pod counts
+/// Measure the memory of pods by role: of the running pods, or of pods started in a sweep of counts
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Runtime handler; give it again for each one to compare
+    /// Runtime handler; repeat to compare several
     #[arg(long = "runtime")]
     runtimes: Vec<String>,
-    /// Start this many pods, measure, go on: e.g. 1,5,10,20,30,50
+    /// Start pods up to each of these counts and measure there: e.g. 1,5,10,20,30,50
     #[arg(long, value_delimiter = ',', num_args = 0..=1, default_missing_value = "1,5,10,20,30,50")]
     sweep: Vec<u32>,
-    /// How often the sweep is done
+    /// Repetitions of the sweep
     #[arg(long, default_value_t = FULL_REPEAT)]
     repeat: u32,
     /// Print a Kubernetes RuntimeClass with the measured overhead
@@ -39,12 +39,12 @@ pub struct Args {
     runtimeclass: bool,
     #[command(flatten)]
     target: Target,
-    /// Where to write the result; it must not hold one already
+    /// Directory for the result; it must not contain one yet
     #[arg(long)]
     output: Option<PathBuf>,
 }
 
-/// A partial run is an error, after its result.
+/// Measures and prints. Returns an error for a partial run, after printing its result.
 pub async fn run(args: Args, global: &Global) -> Result<()> {
     if args.sweep.is_empty() {
         return now(&args, global).await;
@@ -86,7 +86,7 @@ pub async fn run(args: Args, global: &Global) -> Result<()> {
     }
 }
 
-/// The pods that run now.
+/// Prints the memory of the running pods.
 async fn now(args: &Args, global: &Global) -> Result<()> {
     let bench = args.target.open(global)?;
     let running = bench.runtime.pods(&Default::default()).await?;

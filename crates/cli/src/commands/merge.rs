@@ -1,4 +1,4 @@
-//! `sandboxer-cli merge`: several runs as one result.
+//! `sandboxer-cli merge`: merges several runs into one result.
 
 use std::fs;
 use std::io::ErrorKind;
@@ -17,22 +17,22 @@ Examples:
   sandboxer-cli merge runs/qemu runs/cloud-hypervisor runs/groups --output results/startup
   sandboxer-cli merge --parts runs/qemu.1 runs/qemu.2 --output runs/qemu";
 
-/// Make one result of several runs; each ratio stays that of its run
+/// Merge several runs into one result; each ratio stays within its run
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
     /// Directories that `startup` or `mem-report` wrote
     #[arg(required = true)]
     results: Vec<PathBuf>,
-    /// Where to write the result; it must not hold one already
+    /// Directory for the result; it must not contain one yet
     #[arg(long)]
     output: PathBuf,
-    /// They are parts of one run: the same handlers in the same turns, on VMs of one kind
+    /// The runs are parts of one: same handlers in the same order, on VMs of the same kind
     #[arg(long)]
     parts: bool,
 }
 
-/// An error when the runs do not belong together.
+/// Merges the runs. Returns an error if they cannot be merged.
 pub fn run(args: Args, global: &Global) -> Result<()> {
     let loaded: Vec<Loaded> = args.results.iter().map(|path| store::load(path)).collect::<Result<_, _>>()?;
     let (report, samples) = if args.parts { join(&loaded) } else { merge(&loaded) }?;
@@ -51,7 +51,7 @@ pub fn run(args: Args, global: &Global) -> Result<()> {
     Ok(render::print(&format!("result: {}", args.output.display()))?)
 }
 
-/// The lines of all ledgers below one heading; `None` without any.
+/// Returns the lines of all ledgers under one header; `None` if there is no ledger.
 fn ledgers(results: &[PathBuf]) -> Result<Option<String>> {
     let mut all: Option<String> = None;
     for dir in results {

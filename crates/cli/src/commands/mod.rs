@@ -1,4 +1,4 @@
-//! One file per verb. A new one: its file with `Args` and `run`, a `mod` and a variant here.
+//! One file per command. To add one: a file with `Args` and `run`, a `mod` and a variant here.
 
 mod check;
 mod compare;
@@ -30,7 +30,7 @@ use clap::Subcommand;
 
 use crate::Global;
 
-/// What can be asked for.
+/// The commands.
 #[derive(Debug, Subcommand)]
 pub enum Command {
     Pods(pods::Args),
@@ -56,7 +56,7 @@ pub enum Command {
 }
 
 impl Command {
-    /// Does what was asked for.
+    /// Runs the command.
     pub async fn run(self, global: &Global) -> anyhow::Result<ExitCode> {
         let done = match self {
             Command::Check(args) => return check::run(args, global).await,
@@ -83,25 +83,25 @@ impl Command {
         done.map(|()| ExitCode::SUCCESS)
     }
 
-    /// What an error of the command itself ends in.
+    /// Returns the exit code for an error of the command itself.
     pub fn exit_code_of_errors(&self) -> ExitCode {
         match self {
-            // 1 is for warnings there.
+            // 1 means warnings there.
             Command::Check(_) => ExitCode::from(2),
             _ => ExitCode::FAILURE,
         }
     }
 
-    /// Whether `--json` means something to its output.
+    /// Returns whether the command has JSON output.
     pub fn has_json(&self) -> bool {
         !matches!(self, Command::Demo(_) | Command::Logs(_) | Command::Config(_) | Command::Completion(_))
     }
 }
 
-/// Which pod.
+/// Selects a pod.
 #[derive(Debug, clap::Args)]
 pub struct PodId {
-    /// The pod's id, or a start of it that no other pod has
+    /// Pod id, or a unique prefix of it
     #[arg(value_name = "ID", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     pub id: String,
 }

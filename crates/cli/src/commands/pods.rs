@@ -1,4 +1,4 @@
-//! `pods`: what runs here.
+//! `pods`: the list of pods.
 
 use sandboxer_protocol::admin::{ListPodsRequest, Pod};
 
@@ -10,8 +10,8 @@ Examples:
   sandboxer-cli pods --quiet | xargs -n1 sandboxer-cli inspect
   sandboxer-cli pods --json | jq -r '.[] | select(.state == \"ready\") | .vmm_pid'
 
-START is the time from the request to the agent's ready message. CONTAINERS counts the running ones
-and all.";
+START is the time from the request to the agent's ready message. CONTAINERS is the number of running
+containers and of all.";
 
 /// List pods, oldest first
 #[derive(Debug, clap::Args)]
@@ -23,7 +23,7 @@ pub struct Args {
     /// Only pods in this state
     #[arg(short, long, value_parser = ["created", "starting", "ready", "stopping", "stopped"])]
     state: Option<String>,
-    /// Only the pods' full ids
+    /// Print only the pods' full ids
     #[arg(short, long, conflicts_with = "json")]
     quiet: bool,
 }
@@ -35,7 +35,7 @@ impl Args {
     }
 }
 
-/// Lists.
+/// Prints the list.
 pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
     let mut daemon = client::connect(&global.socket).await?;
     let answer = daemon.list_pods(ListPodsRequest {}).await.map_err(ClientError::from)?;
@@ -71,7 +71,7 @@ fn row(pod: &Pod) -> Vec<String> {
     ]
 }
 
-/// How long the whole start took; `-` while it lasts, and when it failed.
+/// Returns the duration of the whole start; `-` until it is over, and when it failed.
 fn start(pod: &Pod) -> String {
     let done = pod.stages.iter().all(|step| step.outcome == "ok") && pod.state != "starting";
     match pod.stages.iter().map(|step| step.begin_ns + step.duration_ns).max() {

@@ -1,4 +1,4 @@
-//! `quarantine`: pods' records that the daemon put aside because it can't understand them.
+//! `quarantine`: journal records that the daemon cannot read and put aside.
 
 use std::io::{self, IsTerminal, Write};
 
@@ -18,12 +18,12 @@ Examples:
   sandboxer-cli quarantine release 1763766320000000000-3f2a9c0d1122
   sandboxer-cli quarantine destroy --yes 1763766320000000000-3f2a9c0d1122
 
-At its start the daemon puts a record aside that it cannot understand: torn, or a later version's. The
-pod's VM is left alone; nobody manages it. `release` is for the daemon that wrote the record;
-containerd may have taken the pod for stopped meanwhile, and stops and removes it as any other then.
-`destroy` is for a pod that nobody needs. Names are given whole.";
+When the daemon starts, it puts records aside that it cannot read: damaged ones, and those of a later
+version. The pod's VM keeps running unmanaged. Use `release` before you start the daemon version that
+wrote the record. containerd may regard the pod as stopped by then; it stops and removes it as usual.
+Use `destroy` for a pod that is not needed. Names cannot be abbreviated.";
 
-/// Records of pods that can't be understood
+/// Manage records of pods that the daemon cannot read
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
@@ -33,34 +33,34 @@ pub struct Args {
 
 #[derive(Debug, Subcommand)]
 enum Verb {
-    /// What was put aside, and what runs of it
+    /// List the records in quarantine, and the pods' processes
     #[command(visible_alias = "ls")]
     List,
-    /// What was found then, what is there now, and the record's text, which may hold the key of the
-    /// link to the pod's agent
+    /// Show why a record was put aside, what exists now, and the record's text, which may contain the
+    /// key of the link to the pod's agent
     Show {
-        /// An entry's whole name
+        /// Full name of the record
         #[arg(value_name = "NAME")]
         name: String,
     },
-    /// Put records back, for the next daemon that starts
+    /// Put records back; the next daemon that starts reads them
     Release {
-        /// Entries' whole names
+        /// Full names of the records
         #[arg(value_name = "NAME", required = true)]
         names: Vec<String>,
     },
-    /// End what runs of pods, remove their run directories and their records
+    /// Kill the pods' processes; remove their run directories and records
     Destroy {
-        /// Entries' whole names
+        /// Full names of the records
         #[arg(value_name = "NAME", required = true)]
         names: Vec<String>,
-        /// Don't ask
+        /// Do not ask for confirmation
         #[arg(long, short)]
         yes: bool,
     },
 }
 
-/// Does what was asked for.
+/// Runs the subcommand.
 pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
     if let Verb::Destroy { names, yes: false } = &args.verb {
         confirm(names)?;
@@ -96,14 +96,14 @@ pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
     }
 }
 
-/// Has a person say yes.
+/// Asks for confirmation on the terminal.
 fn confirm(names: &[String]) -> anyhow::Result<()> {
     let stdin = io::stdin();
     if !stdin.is_terminal() {
-        bail!("destroying cannot be undone and nobody can be asked here: say --yes");
+        bail!("stdin is no terminal to confirm on: use --yes (this cannot be undone)");
     }
     let asked = render::plain(&names.join(", "));
-    eprint!("End what runs of {asked} and remove all that is left of it? [y/N] ");
+    eprint!("Kill all processes of {asked} and remove its files? [y/N] ");
     io::stderr().flush()?;
     let mut answer = String::new();
     stdin.read_line(&mut answer).context("cannot read the answer")?;
@@ -124,7 +124,7 @@ fn text(answer: &ListQuarantineResponse) -> String {
     let mut out = table(&answer.entries);
     if answer.left_off > 0 {
         let all = render::bytes(answer.bytes);
-        out += &format!("\n\n{} more are not listed; all together take {all}", answer.left_off);
+        out += &format!("\n\n{} more are not listed; all of them use {all}", answer.left_off);
     }
     out
 }
@@ -139,26 +139,26 @@ fn row(entry: &Quarantined) -> Vec<String> {
         render::plain(&entry.name),
         render::age(entry.put_aside_at_ns),
         render::bytes(entry.bytes),
-        if entry.run_dir_exists { "there" } else { "-" }.to_owned(),
+        if entry.run_dir_exists { "present" } else { "-" }.to_owned(),
         match processes(entry) {
             none if none.is_empty() => "-".to_owned(),
             some => some.join(", "),
         },
-        // A row is a line.
+        // One row is one line.
         render::plain(problem(entry)).replace(['\n', '\r'], " "),
     ]
 }
 
-/// One entry in full.
+/// Returns one entry in full.
 fn whole(answer: &ShowQuarantinedResponse) -> String {
     let entry = answer.entry.clone().unwrap_or_default();
-    let present = if entry.run_dir_exists { "" } else { ", which is not there" };
+    let present = if entry.run_dir_exists { "" } else { " (missing)" };
     let mut out = String::new();
     for (what, is) in [
         ("Name", entry.name.clone()),
         ("Put aside", render::time(entry.put_aside_at_ns)),
         ("Pod", entry.pod.clone()),
-        ("Lay at", entry.path.clone()),
+        ("Path", entry.path.clone()),
         ("Problem", problem(&entry).to_owned()),
         ("Run dir", if entry.pod.is_empty() { String::new() } else { entry.run_dir.clone() + present }),
         ("Processes", processes(&entry).join(", ")),
@@ -167,14 +167,14 @@ fn whole(answer: &ShowQuarantinedResponse) -> String {
         let is = if is.is_empty() { "-".to_owned() } else { render::plain(&is) };
         out += &format!("{what:<12}{is}\n");
     }
-    let report = if answer.report.is_empty() { "none was written" } else { &answer.report };
+    let report = if answer.report.is_empty() { "none" } else { &answer.report };
     let cut = (answer.record.len() as u64) < entry.bytes;
-    let cut = if cut { ", its start" } else { "" };
+    let cut = if cut { " (truncated)" } else { "" };
     out + &format!("\nReport\n{}\n\nRecord{cut}\n{}", render::plain(report), render::plain(&answer.record))
 }
 
 fn problem(entry: &Quarantined) -> &str {
-    if entry.problem.is_empty() { "not known: no report was written" } else { &entry.problem }
+    if entry.problem.is_empty() { "unknown: there is no report" } else { &entry.problem }
 }
 
 fn processes(entry: &Quarantined) -> Vec<String> {

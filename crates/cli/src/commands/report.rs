@@ -1,4 +1,4 @@
-//! `sandboxer-cli report`: results as a page.
+//! `sandboxer-cli report`: an HTML page of results.
 
 use std::path::{Path, PathBuf};
 
@@ -16,22 +16,22 @@ Examples:
   sandboxer-cli report results/startup --output page/index.html
   sandboxer-cli report --markdown results/startup results/memory    tables for a README";
 
-/// Makes one self-contained HTML page of results, and their plots as SVG and PNG
+/// Write results as one self-contained HTML page, and their plots as SVG and PNG
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
     /// Directories that `startup` or `mem-report` wrote, or text files of times
     #[arg(required = true)]
     results: Vec<PathBuf>,
-    /// Where the page goes; plots go beside it [default: report.html in the first directory]
+    /// File for the page; plots are written next to it [default: report.html in the first directory]
     #[arg(long)]
     output: Option<PathBuf>,
-    /// Print the figures as Markdown tables instead, published ones beside them
+    /// Print the figures as Markdown tables instead, next to published ones
     #[arg(long, conflicts_with_all = ["output", "json"])]
     markdown: bool,
 }
 
-/// Prints where the page lies, or the tables.
+/// Prints the page's path, or the tables.
 pub fn run(args: Args, global: &Global) -> Result<()> {
     if args.markdown {
         return Ok(render::print(markdown::tables(&load(&args.results)?).trim_end())?);
@@ -56,7 +56,7 @@ fn load(results: &[PathBuf]) -> Result<Vec<Loaded>> {
 pub fn write(results: &[PathBuf], page: &Path) -> Result<Vec<PathBuf>> {
     let loaded = load(results)?;
     let dir = page.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    std::fs::create_dir_all(dir).with_context(|| format!("cannot make {}", dir.display()))?;
+    std::fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
     store::write_whole(page, html::page(&loaded).as_bytes())?;
     Ok(store::write_plots(dir, &loaded)?)
 }

@@ -1,4 +1,4 @@
-//! `stages`: how long the stages of all starts took, as the daemon itself counts them.
+//! `stages`: durations of the stages of all starts, from the daemon's own histograms.
 
 use std::{
     io::{self, IsTerminal},
@@ -16,16 +16,16 @@ Examples:
   sandboxer-cli stages --watch
   sandboxer-cli stages --json | jq '.stages[] | {stage, p50_ns}'";
 
-/// Show how long each stage of a start takes, over all starts since the daemon's own
+/// Show how long each stage of a start takes, over all starts since the daemon started
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Show it again every second, until Ctrl-C
+    /// Refresh every second, until Ctrl-C
     #[arg(short, long, conflicts_with = "json")]
     watch: bool,
 }
 
-/// Shows them.
+/// Prints the table.
 pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
     let mut daemon = client::connect(&global.socket).await?;
     let mut tick = tokio::time::interval(Duration::from_secs(1));
@@ -36,7 +36,7 @@ pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
             return render::print_json(&answer);
         }
         if args.watch && io::stdout().is_terminal() {
-            // To the upper left corner, and nothing below.
+            // Cursor to the upper left corner, then clear to the end.
             render::print("\x1b[H\x1b[J")?;
         }
         render::print(&text(&answer))?;

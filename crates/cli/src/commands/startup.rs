@@ -1,4 +1,4 @@
-//! `sandboxer-cli startup`: how fast pods start.
+//! `sandboxer-cli startup`: start-up times of pods.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -21,40 +21,40 @@ Examples:
   sandboxer-cli startup --runtime sandboxer --runtime runc --output target/startup
   sandboxer-cli startup --serial 10 --parallel 0 --bare-boot --json | jq .";
 
-/// Measure how fast pods start, on any runtimes, in a fair order
+/// Measure how fast pods start on any runtimes, which alternate
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Runtime handler; give it again for each one to compare, they alternate
+    /// Runtime handler; repeat to compare several: they alternate
     #[arg(long = "runtime", default_value = "sandboxer")]
     runtimes: Vec<String>,
-    /// Starts one after the other, per runtime
+    /// Serial starts (one after the other), per runtime
     #[arg(long, default_value_t = FULL_SERIAL)]
     serial: u32,
-    /// Pods in a group that is released at once; 0 for no groups
+    /// Pods in a group that starts at once; 0 for no groups
     #[arg(long, default_value_t = 50)]
     parallel: u32,
     /// Groups per runtime
     #[arg(long, default_value_t = 10)]
     rounds: u32,
-    /// Starts per runtime before counting begins
+    /// Warm-up starts per runtime
     #[arg(long, default_value_t = 1)]
     warm_up: u32,
-    /// Seconds of rest before each start or group, for what the last one left to be done: a runtime that keeps
-    /// VMs ready fills its pool then, and not in another one's turn
+    /// Seconds of pause before each start or group, for background work of the last one: a runtime with a pool
+    /// of VMs refills it then, and not during another runtime's turn
     #[arg(long, default_value_t = 0.0, value_parser = clap::value_parser!(f64))]
     pause: f64,
-    /// Boot the first runtime's VM alone after each serial round, to compare with
+    /// Boot the first runtime's VM without a pod after each serial round, for comparison
     #[arg(long)]
     bare_boot: bool,
     #[command(flatten)]
     target: Target,
-    /// Where to write the result; it must not hold one already
+    /// Directory for the result; it must not contain one yet
     #[arg(long)]
     output: Option<PathBuf>,
 }
 
-/// A partial run and one with failures are errors, after their result.
+/// Measures and prints. Returns an error for a partial run and for failures, after printing the result.
 pub async fn run(args: Args, global: &Global) -> Result<()> {
     let bench = args.target.open(global)?;
     let recipe = args.target.recipe();
@@ -92,12 +92,12 @@ pub async fn run(args: Args, global: &Global) -> Result<()> {
     let failures: usize = report.series.iter().map(|series| series.summary.failures).sum();
     match report.partial_reason {
         Some(why) => bail!("the run is partial: {why}"),
-        None if failures > 0 => bail!("{failures} starts failed: the notes say why"),
+        None if failures > 0 => bail!("{failures} starts failed: see the notes"),
         None => Ok(()),
     }
 }
 
-/// Drawn on stderr, and only if that is a terminal.
+/// Returns a progress bar on stderr, shown only on a terminal.
 pub fn bar(steps: u64) -> ProgressBar {
     let style = ProgressStyle::with_template("{bar:30} {pos}/{len} {msg}, {eta} left");
     ProgressBar::new(steps).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))

@@ -1,4 +1,4 @@
-//! `sandboxer-cli summarise`: times from text files in a few figures.
+//! `sandboxer-cli summarise`: percentiles of times in text files.
 
 use std::path::PathBuf;
 
@@ -20,12 +20,12 @@ pub struct Args {
     /// Files: `#` comments, one or two columns; `-` for stdin
     #[arg(required = true)]
     files: Vec<PathBuf>,
-    /// Print the distribution too: ms, part of the samples that took no longer
+    /// Also print the distribution: ms, fraction of samples at or below
     #[arg(long)]
     cdf: bool,
 }
 
-/// Fails at the first file that is no file of samples.
+/// Prints the figures. Fails at the first file without samples.
 pub fn run(args: Args, global: &Global) -> Result<()> {
     for path in &args.files {
         let text = if path.as_os_str() == "-" {
@@ -34,7 +34,7 @@ pub fn run(args: Args, global: &Global) -> Result<()> {
             std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?
         };
         let times =
-            summarise::parse(&text).with_context(|| format!("{} holds no samples", path.display()))?;
+            summarise::parse(&text).with_context(|| format!("{} contains no samples", path.display()))?;
         let summary = times.summary();
         if global.json {
             let mut object = serde_json::to_value(&summary)?;
@@ -49,7 +49,7 @@ pub fn run(args: Args, global: &Global) -> Result<()> {
         for (name, value) in summary.figures() {
             text += &format!("\n  {name:<4} {:>10} ms", tables::ms(value));
         }
-        text += "\n  the distribution, ms and part of the samples that took no longer:";
+        text += "\n  distribution, ms and fraction of samples at or below:";
         let points = summary::cdf(&times.times);
         for (time, part) in if args.cdf { points } else { thinned(points) } {
             text += &format!("\n  {time:>10.3} {part:.4}");
@@ -59,7 +59,7 @@ pub fn run(args: Args, global: &Global) -> Result<()> {
     Ok(())
 }
 
-/// Twenty points of a distribution, both ends among them.
+/// Returns twenty points of a distribution, with both ends.
 fn thinned(points: Vec<(f64, f64)>) -> Vec<(f64, f64)> {
     const SHOWN: usize = 20;
     if points.len() <= SHOWN {

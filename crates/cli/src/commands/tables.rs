@@ -10,7 +10,7 @@ use sandboxer_probe::{
     summary::Summary,
 };
 
-/// A table whose first `texts` columns are text and whose others are numbers.
+/// Returns a table: the first `texts` columns are text, the others numbers.
 pub fn table(heading: &[&str], texts: usize) -> Table {
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_header(heading.to_vec());
@@ -23,7 +23,7 @@ pub fn table(heading: &[&str], texts: usize) -> Table {
     table
 }
 
-/// A time in ms; "–" where there is none.
+/// Returns a time in ms; "–" where there is none.
 pub fn ms(time: Option<f64>) -> String {
     match time {
         None => "–".into(),
@@ -33,12 +33,12 @@ pub fn ms(time: Option<f64>) -> String {
     }
 }
 
-/// KiB as MB (10⁶ bytes are nobody's page count: 1 MB here is 1024 KiB).
+/// Returns KiB as MB; 1 MB is 1024 KiB here.
 pub fn mb(kib: f64) -> String {
     format!("{:.1}", kib / 1024.0)
 }
 
-/// Start-up: one line per runtime and mode, then ratios and what the observer cost.
+/// Returns start-up times: one line per runtime and mode, then ratios and the probe's own cost.
 pub fn startup(report: &Report) -> String {
     let heading = [
         "runtime",
@@ -81,7 +81,7 @@ pub fn startup(report: &Report) -> String {
     }
     let unit = report.clock.ms();
     let mut text = format!(
-        "start-up, {unit} from the pod's release to its container's first byte on stdout\n\n{rows}\n"
+        "start-up, {unit} from the start request to the container's first byte on stdout\n\n{rows}\n"
     );
     for ratio in &report.ratios {
         text += &format!("\n{ratio}");
@@ -91,7 +91,7 @@ pub fn startup(report: &Report) -> String {
     }
     if let Some(overhead) = &report.overhead {
         text += &format!(
-            "\nthe probe's own share is at most {} ms per pod (empty call {}, mark {})",
+            "\nthe probe itself takes at most {} ms per pod (empty call {}, mark {})",
             ms(overhead.per_pod_ms),
             ms(overhead.empty_call_ms),
             ms(overhead.mark_ms)
@@ -121,13 +121,13 @@ fn stages(series: &sandboxer_probe::report::Series) -> Table {
     rows
 }
 
-/// n, failures and all figures of a summary.
+/// Returns n, failures and all figures of a summary.
 pub fn figures(summary: &Summary) -> Vec<String> {
     let counts = [summary.n.to_string(), summary.failures.to_string()];
     counts.into_iter().chain(summary.figures().map(|(_, value)| ms(value))).collect()
 }
 
-/// Memory: one line per runtime and pod count, then growth per pod.
+/// Returns memory: one line per runtime and pod count, then growth per pod.
 pub fn memory(report: &Report) -> String {
     let roles: Vec<Role> = Role::ALL
         .into_iter()
@@ -135,7 +135,7 @@ pub fn memory(report: &Report) -> String {
         .collect();
     let mut heading = vec!["runtime", "pods", "each VMM"];
     heading.extend(roles.iter().map(|role| role.as_str()));
-    heading.extend(["management", "total", "goes away", "MemAvailable fell"]);
+    heading.extend(["management", "total", "freed with pods", "MemAvailable fell"]);
     let mut rows = table(&heading, 1);
     for row in &report.memory {
         rows.add_row(memory_row(row, &roles));
@@ -143,7 +143,7 @@ pub fn memory(report: &Report) -> String {
     let mut text = format!("memory, PSS in MB (1024 KiB), means of the repetitions\n\n{rows}\n");
     for (runtime, marginal) in &report.marginal_kib_per_pod {
         text += &format!(
-            "\n{runtime}: {:.0} KiB more per pod in all (r² {:.3}), {:.0} of it management (resident process {:.0}); \
+            "\n{runtime}: each pod adds {:.0} KiB in total (r² {:.3}), {:.0} of it management (resident process {:.0}); \
              MemAvailable falls by {:.0}",
             marginal.total, marginal.r2, marginal.management, marginal.daemon, marginal.available
         );
@@ -151,7 +151,7 @@ pub fn memory(report: &Report) -> String {
     for row in &report.memory {
         if let Some(each) = row.idle_cpu_per_pod() {
             text += &format!(
-                "\n{}: {} idle pods use {each:.2} thousandths of a CPU each, their containers not counted",
+                "\n{}: {} idle pods use {each:.2} millicores each, without their containers",
                 row.runtime, row.pods
             );
         }
@@ -169,7 +169,7 @@ fn memory_row(row: &Memory, roles: &[Role]) -> Vec<String> {
     cells
 }
 
-/// The processes of running pods, and by which tie each was found.
+/// Returns the processes of running pods, and how each was found.
 pub fn ledger(handler: &str, ledger: &Ledger) -> String {
     let mut rows = table(&["role", "pod", "process", "found by", "pid", "PSS MB"], 4);
     for entry in &ledger.entries {
@@ -181,10 +181,10 @@ pub fn ledger(handler: &str, ledger: &Ledger) -> String {
         }
     }
     let cri = ledger.cri_kib.map_or_else(|| "not measured".into(), |kib| format!("{} MB", mb(kib as f64)));
-    format!("processes of {handler}; the CRI runtime itself ({cri}) is in no sum\n\n{rows}\n")
+    format!("processes of {handler}; the CRI runtime itself ({cri}) is not included\n\n{rows}\n")
 }
 
-/// What a reader must know: the end of a partial run, notes, and what was not measured.
+/// Returns remarks: why a run is partial, notes, and what was not measured.
 pub fn remarks(report: &Report) -> String {
     let mut text = String::new();
     if let Some(why) = &report.partial_reason {
@@ -197,7 +197,7 @@ pub fn remarks(report: &Report) -> String {
         text += &format!("\nnote: {note}");
     }
     for (why, what) in report.absent() {
-        text += &format!("\nnot measured, since {why}: {}", what.join(", "));
+        text += &format!("\nnot measured, because {why}: {}", what.join(", "));
     }
     text.trim_start().to_owned()
 }

@@ -1,4 +1,4 @@
-//! What all measuring commands ask in the same words.
+//! Options that all measuring commands share.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -13,7 +13,7 @@ use sandboxer_probe::{
 
 use crate::Global;
 
-/// Where pods are started, and what they are.
+/// Where pods are started, and their properties.
 #[derive(Debug, Clone, clap::Args)]
 pub struct Target {
     /// CRI endpoint of the container runtime
@@ -23,10 +23,10 @@ pub struct Target {
         default_value = "unix:///run/containerd/containerd.sock"
     )]
     pub endpoint: String,
-    /// Image of the containers; must be on the node
+    /// Image of the containers; it must be on the node
     #[arg(long, default_value = "docker.io/library/busybox:latest")]
     pub image: String,
-    /// Command of the containers: must print at once and then stay
+    /// Command of the containers; it must print at once and keep running
     #[arg(long, num_args = 1.., allow_hyphen_values = true, value_terminator = ";")]
     pub command: Vec<String>,
     /// Network of the pods: pod (a namespace each, set up by CNI) or host (the node's: no namespace, no CNI)
@@ -41,14 +41,14 @@ pub struct Target {
     /// Seconds after which a start counts as failed
     #[arg(long, default_value_t = 60.0, value_parser = seconds)]
     pub timeout: f64,
-    /// Clock of this host's times: wall or virtual [default: as the kernel's command line tells, else wall]
+    /// Clock of this host's times: wall or virtual [default: from the kernel's command line, else wall]
     #[arg(long, env = "SANDBOXER_CLOCK")]
     pub clock: Option<Clock>,
 }
 
 impl Target {
-    /// Connects, lazily, and prepares to watch logs. The daemon's socket, if there is one, tells the stages
-    /// inside a start.
+    /// Connects lazily, and prepares to watch logs. The daemon's socket, if there is one, gives the stages
+    /// of a start.
     pub fn open(&self, global: &Global) -> Result<Bench> {
         let admin = global.socket.exists().then_some(global.socket.as_path());
         let mut bench = Bench::open(&self.endpoint, admin)?;
@@ -56,7 +56,7 @@ impl Target {
         Ok(bench)
     }
 
-    /// What each pod is.
+    /// Returns the recipe of each pod.
     pub fn recipe(&self) -> Recipe {
         let mut recipe = measure::recipe(&self.image, self.network, Duration::from_secs_f64(self.timeout));
         if !self.command.is_empty() {
@@ -76,6 +76,6 @@ fn key_value(text: &str) -> Result<(String, String), String> {
 fn seconds(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(seconds) if seconds.is_finite() && seconds > 0.0 && seconds < 86_400.0 => Ok(seconds),
-        _ => Err(format!("'{text}' is no number of seconds above 0")),
+        _ => Err(format!("'{text}' is not a number of seconds above 0")),
     }
 }

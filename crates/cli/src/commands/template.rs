@@ -1,4 +1,4 @@
-//! `template`: the frozen VMs of which pods are copies.
+//! `template`: frozen VMs from which pods' VMs are copied.
 
 use std::time::Duration;
 
@@ -20,10 +20,10 @@ Examples:
   sandboxer-cli template verify                 all of them; exit code 1 if one is damaged
   sandboxer-cli template rm cac81d
 
-A pod's VM is taken from the pool, else made as a copy of a template, else it boots. Templates
-are made by themselves when pods of a size start; `build` makes one before the first of them does.";
+A pod's VM is taken from the pool, else it is a copy of a template, else it boots. The daemon makes
+templates on its own when pods of a size start; `build` makes one before the first such pod.";
 
-/// Frozen VMs of which pods are copies, and the pool of those that wait
+/// Manage templates (frozen VMs that are copied for pods), and show the pool
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
@@ -33,33 +33,33 @@ pub struct Args {
 
 #[derive(Debug, Subcommand)]
 enum Verb {
-    /// Templates on disk, VMs that wait, and how pods got theirs
+    /// List templates on disk, VMs in the pool, and the start paths of pods
     #[command(visible_alias = "ls")]
     List,
-    /// Make the template of a size, unless there is one
+    /// Make a template of a size, unless there is one
     Build {
-        /// Virtual CPUs [default: as for a pod that doesn't ask]
+        /// Virtual CPUs [default: those of a pod without limits]
         #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
         vcpus: Option<u32>,
-        /// Memory, MiB [default: as for a pod that doesn't ask]
+        /// Memory, MiB [default: that of a pod without limits]
         #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(64..))]
         memory: Option<u64>,
     },
-    /// Read whole templates and check them against their checksums
+    /// Verify the checksums of templates
     Verify {
-        /// Start of a template's key; none: all
+        /// Prefix of a template's key [default: all templates]
         #[arg(value_name = "KEY")]
         key: Option<String>,
     },
-    /// Remove templates; pods that are copies of them stay
+    /// Remove templates; pods that were copied from them keep running
     Rm {
-        /// Starts of templates' keys
+        /// Prefixes of templates' keys
         #[arg(value_name = "KEY", required = true)]
         keys: Vec<String>,
     },
 }
 
-/// Does what was asked for.
+/// Runs the subcommand.
 pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
     let mut daemon = client::connect(&global.socket).await?;
     match args.verb {
@@ -70,7 +70,7 @@ pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
         }
         Verb::Build { vcpus, memory } => {
             let request = BuildTemplateRequest { vcpus: vcpus.unwrap_or(0), memory_mib: memory.unwrap_or(0) };
-            let waiting = ProgressBar::new_spinner().with_message("a VM boots and is frozen");
+            let waiting = ProgressBar::new_spinner().with_message("booting a VM and freezing it");
             waiting.enable_steady_tick(Duration::from_millis(100));
             let mut answers = daemon.build_template(request).await.map_err(ClientError::from)?.into_inner();
             let built = answers.message().await.map_err(ClientError::from)?;
@@ -116,7 +116,7 @@ fn show(templates: &[Template], global: &Global) -> anyhow::Result<()> {
 fn text(answer: &ListTemplatesResponse) -> String {
     let mut out =
         if answer.templates.is_empty() { "no templates".to_owned() } else { table(&answer.templates) };
-    out += &format!("\n\n{} VMs wait in the pool", answer.pool.len());
+    out += &format!("\n\n{} VMs are in the pool", answer.pool.len());
     if !answer.start_paths.is_empty() {
         let mut rows = tables::table(&["START PATH", "PODS", "FELL BACK"], 1);
         for count in &answer.start_paths {

@@ -1,4 +1,4 @@
-//! `version`: of this program, and of the daemon with what it runs pods in.
+//! `version`: versions of this program, the daemon, the VMM and the guest.
 
 use sandboxer_protocol::{
     PROTOCOL_VERSION,
@@ -11,14 +11,14 @@ use crate::{Global, client, client::ClientError, render};
 const EXAMPLES: &str = "\
 Examples:
   sandboxer-cli version
-  sandboxer-cli version --client              does not ask a daemon
+  sandboxer-cli version --client              without a daemon
   sandboxer-cli version --json | jq -r .daemon.accelerator";
 
 /// Show versions, and which VMM and accelerator pods get
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Only this program's, without asking the daemon
+    /// Print only this program's version; needs no daemon
     #[arg(long)]
     client: bool,
 }
@@ -36,13 +36,13 @@ struct Client {
     protocol_version: u32,
 }
 
-/// Asks and shows.
+/// Prints the versions.
 pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
     let client = Client { version: env!("CARGO_PKG_VERSION"), protocol_version: PROTOCOL_VERSION };
     let asked = if args.client { Ok(None) } else { ask(global).await.map(Some) };
     let (daemon, failed) = match asked {
         Ok(daemon) => (daemon, None),
-        // Our own version is an answer even so.
+        // This program's version is printed even without a daemon.
         Err(error) => (None, Some(error)),
     };
     let versions = Versions { client, daemon };

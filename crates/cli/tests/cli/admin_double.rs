@@ -204,7 +204,7 @@ impl Daemon {
     }
 }
 
-/// The CLI's command with `socket` in its environment, and nothing of the user's.
+/// Returns the CLI's command with `socket` in its environment, and nothing of the user's.
 pub fn command(socket: &Path, line: &str) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_sandboxer-cli"));
     command.args(line.split_whitespace()).env("SANDBOXER_SOCKET", socket).env("TZ", "UTC");
@@ -236,14 +236,14 @@ impl From<Output> for Outcome {
 }
 
 impl Outcome {
-    /// What was printed by a run that succeeded without complaint.
+    /// Returns what was printed by a run that succeeded without complaint.
     #[track_caller]
     pub fn ok(self) -> String {
         assert_eq!((self.code, self.err.as_str()), (Some(0), ""), "{}", self.out);
         self.out
     }
 
-    /// The complaint of a run that failed with `code` and printed nothing else.
+    /// Returns the complaint of a run that failed with `code` and printed nothing else.
     #[track_caller]
     pub fn failed(self, code: i32) -> String {
         assert_eq!((self.code, self.out.as_str()), (Some(code), ""), "{}", self.err);

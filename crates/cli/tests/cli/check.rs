@@ -11,7 +11,7 @@ const SCHEMA: &str = include_str!("../../../probe/schema/check.schema.json");
 /// Where no containerd listens.
 const NOBODY: &str = "unix:///nonexistent/containerd.sock";
 
-/// With the daemon's defaults and without a containerd, unless `line` says otherwise.
+/// Runs the command with the daemon's defaults and without containerd, unless `line` says otherwise.
 fn check(line: &str) -> Outcome {
     let mut command = command(Path::new("/nowhere/admin.sock"), &format!("check {line}"));
     command.env("CONTAINER_RUNTIME_ENDPOINT", NOBODY).env("SANDBOXER_CONFIG", "/dev/null");
@@ -168,10 +168,10 @@ fn a_file_of_containerds_changes_only_when_told_to() {
     assert!(once.starts_with(OWN) && once.contains("io.containerd.sandboxer.v1"), "{once}");
     let (again, twice) = apply(&once, "--write");
     assert_eq!((again.out.as_str(), &twice), ("", &once));
-    assert!(again.err.contains("has all of it already"), "{}", again.err);
+    assert!(again.err.contains("already has these settings"), "{}", again.err);
 }
 
-/// The file of which a diff is.
+/// Returns the file of which a diff is.
 fn path_of(diff: &str) -> String {
     diff.lines().next().unwrap().strip_prefix("--- ").unwrap().to_owned()
 }

@@ -242,7 +242,7 @@ fn events_come_line_by_line_and_the_daemons_end_is_told() {
                  2023-11-14 22:13:20.123  container-exited   3f77000000000/c-1  code 1 | last words^G\n";
     assert_eq!(all.out, lines);
     assert_eq!(all.code, Some(1));
-    assert!(all.err.contains("ended the connection: the daemon was killed"), "{}", all.err);
+    assert!(all.err.contains("closed the connection: the daemon was killed"), "{}", all.err);
 
     let one = daemon.cli("events -f --json --pod 3f77").out;
     let parsed: serde_json::Value = serde_json::from_str(one.trim_end()).unwrap();
@@ -277,7 +277,7 @@ fn without_a_daemon_it_says_which_socket_and_what_to_do() {
     let missing = dir.path().join("missing.sock");
     let dead = dir.path().join("dead.sock");
     drop(UnixListener::bind(&dead).unwrap());
-    for (socket, cause) in [(&missing, "no such file"), (&dead, "nobody serves")] {
+    for (socket, cause) in [(&missing, "no such file"), (&dead, "no process listens")] {
         for verb in ["pods", "inspect 3f", "logs 3f", "events --follow"] {
             let error = cli_at(socket, verb).failed(1);
             let path = socket.to_str().unwrap();

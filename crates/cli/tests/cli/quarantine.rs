@@ -32,10 +32,10 @@ fn a_list_tells_what_runs_and_what_is_left_off() {
     let out = two_entries().serve().cli("quarantine list").ok();
     let rows = cells(&out);
     assert_eq!(rows[0], ["NAME", "AGE", "SIZE", "RUN DIR", "PROCESSES", "PROBLEM"]);
-    assert_eq!(rows[1], [OLD, "-", "5 B", "-", "-", "not known: no report was written"]);
-    assert_eq!((rows[2][0], &rows[2][2..5]), (TORN, &["2.0 KiB", "there", "71 qemu^G"][..]));
+    assert_eq!(rows[1], [OLD, "-", "5 B", "-", "-", "unknown: there is no report"]);
+    assert_eq!((rows[2][0], &rows[2][2..5]), (TORN, &["2.0 KiB", "present", "71 qemu^G"][..]));
     assert_eq!(rows[2][5], "journal record cannot be understood EOF ^[[2J");
-    assert!(out.ends_with("\n\n3 more are not listed; all together take 3.0 MiB\n"), "{out}");
+    assert!(out.ends_with("\n\n3 more are not listed; all of them use 3.0 MiB\n"), "{out}");
     let empty = AdminDouble::default().serve();
     assert_eq!(empty.cli("quarantine ls").ok(), "nothing is in quarantine\n");
     let json: serde_json::Value = serde_json::from_str(&empty.cli("quarantine list --json").ok()).unwrap();
@@ -48,11 +48,11 @@ fn an_entry_is_shown_with_its_report_and_its_record() {
     let out = daemon.cli(&format!("quarantine show {TORN}")).ok();
     for expected in [
         "Pod         web\n",
-        "Lay at      /state/pods/web.json\n",
+        "Path        /state/pods/web.json\n",
         "Run dir     /run/pods/web\n",
         "Processes   71 qemu^G\n",
         "\nReport\n{\"at_ns\": 1}\n",
-        "\nRecord, its start\n{\"version\":1,^[[2J\n",
+        "\nRecord (truncated)\n{\"version\":1,^[[2J\n",
     ] {
         assert!(out.contains(expected), "{expected:?} is not in\n{out}");
     }
@@ -61,7 +61,7 @@ fn an_entry_is_shown_with_its_report_and_its_record() {
     assert_eq!(json["entry"]["processes"][0]["pid"], 71);
     assert_eq!(json["record"], "{\"version\":1,\x1b[2J");
     let old = daemon.cli(&format!("quarantine show {OLD}")).ok();
-    assert!(old.contains("Processes   -\n") && old.contains("Lay at      -\n"), "{old}");
+    assert!(old.contains("Processes   -\n") && old.contains("Path        -\n"), "{old}");
     let unknown = daemon.cli("quarantine show 17").failed(1);
     assert!(unknown.contains("nothing in quarantine is called 17"), "{unknown}");
 }

@@ -84,14 +84,14 @@ fn what_cannot_be_compared_is_refused_or_labelled() {
     fs::create_dir(format!("{dir}/other")).unwrap();
     fs::copy(format!("{dir}/b.txt"), format!("{dir}/other/a.txt")).unwrap();
     let text = cli(&format!("compare {dir}/a.txt {dir}/other/a.txt")).ok();
-    assert!(text.contains("not taken in turns") && text.contains("quick: true | true"), "{text}");
+    assert!(text.contains("did not alternate") && text.contains("quick: true | true"), "{text}");
     fs::create_dir(format!("{dir}/newer")).unwrap();
     fs::write(format!("{dir}/newer/report.json"), r#"{"schema": 2}"#).unwrap();
     let why = cli(&format!("compare {dir}/a.txt {dir}/newer")).failed(1);
     assert!(why.contains("schema 2") && why.contains("newer probe"), "{why}");
 }
 
-/// A run in virtual time: five starts of a handler, whose containers take so long to be created, and of runc.
+/// Writes a run in virtual time: five starts of a handler, with this time for container_create, and five of runc.
 fn virtual_run(dir: &Path, handler: &str, create_ms: f64) {
     let start = |runtime: &str, ms: f64, stages: &[(Stage, f64)], round: u32| Sample {
         runtime: runtime.into(),
@@ -134,7 +134,7 @@ fn the_gate_fails_by_the_name_of_the_stage_that_grew() {
     let dir = dir.path().display();
     let gate = |run: &str| cli(&format!("gate {dir}/{run} --history {dir}/history.csv"));
     let why = gate("same").failed(1);
-    assert!(why.contains("nothing is recorded in"), "{why}");
+    assert!(why.contains("has no recorded result"), "{why}");
     cli(&format!("gate {dir}/before --history {dir}/history.csv --record --commit abc")).ok();
     let text = gate("same").ok();
     assert!(text.contains("abc") && text.contains("+0.0 %"), "{text}");

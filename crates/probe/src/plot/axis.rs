@@ -13,12 +13,12 @@ pub struct Axis {
 }
 
 impl Axis {
-    /// From 0 to `most`, linear.
+    /// Creates a linear axis from 0 to `most`.
     pub fn linear(most: f64, start: f32, end: f32) -> Self {
         Self { from: 0.0, to: if most > 0.0 { most } else { 1.0 }, start, end, log: false }
     }
 
-    /// Between two positive values: logarithmic when they are far apart.
+    /// Creates an axis between two positive values, logarithmic if they are far apart.
     pub fn spanning(least: f64, most: f64, start: f32, end: f32) -> Self {
         if least > 0.0 && most / least > 8.0 {
             Self { from: least / 1.1, to: most * 1.1, start, end, log: true }
@@ -27,12 +27,12 @@ impl Axis {
         }
     }
 
-    /// True where equal distances are equal factors.
+    /// Returns whether equal distances are equal factors.
     pub fn is_logarithmic(&self) -> bool {
         self.log
     }
 
-    /// Where a value is; those beyond the ends are at the ends.
+    /// Returns where a value is; those beyond the ends are at the ends.
     pub fn at(&self, value: f64) -> f32 {
         let part = if self.log {
             (value.max(self.from) / self.from).ln() / (self.to / self.from).ln()
@@ -42,7 +42,7 @@ impl Axis {
         self.start + (self.end - self.start) * part.clamp(0.0, 1.0) as f32
     }
 
-    /// Round values within it.
+    /// Returns round values within it.
     pub fn ticks(&self) -> Vec<f64> {
         if self.log {
             let first = self.from.log10().floor() as i32;
@@ -59,13 +59,13 @@ impl Axis {
     }
 }
 
-/// A number with no more digits than it needs.
+/// Returns a number with no more digits than it needs.
 pub fn number(value: f64) -> String {
     let text = format!("{value:.2}");
     text.trim_end_matches('0').trim_end_matches('.').to_owned()
 }
 
-/// The area of a plot with its grid, ticks and names of axes.
+/// Draws the area of a plot with its grid, ticks and names of axes.
 pub fn frame(scene: &mut Scene, x: &Axis, y: &Axis, names: (&str, &str), percent: bool) {
     let (bottom, top, left, right) = (y.start, y.end, x.start, x.end);
     for value in y.ticks() {

@@ -49,7 +49,7 @@ pub fn growth(title: &str, names: (&str, &str), curves: &[Curve]) -> Scene {
     draw(scene, curves, &x, &y, names, false, legend)
 }
 
-/// A scene with room for a legend below the area.
+/// Returns a scene with room for a legend below the area.
 fn area(title: &str, curves: usize) -> (Scene, f32) {
     let legend = HEIGHT + 4.0;
     let mut scene = Scene::new(WIDTH, legend + curves as f32 * TEXT * 1.5 + 6.0, title);
@@ -57,7 +57,7 @@ fn area(title: &str, curves: usize) -> (Scene, f32) {
     (scene, legend)
 }
 
-/// A distribution is a staircase: it rises where a sample is.
+/// Returns a distribution is a staircase: it rises where a sample is.
 fn stepped(curve: &Curve) -> Curve {
     let thin = thinned(&curve.points);
     let mut points = Vec::with_capacity(2 * thin.len() + 1);
@@ -112,7 +112,7 @@ const SERIES: [Dash; 6] = [
     Dash::Dashed(&[14.0, 3.0, 3.0, 3.0, 3.0, 3.0]),
 ];
 
-/// Width and breaks of a line: a second mark of which series it is, beside its colour.
+/// Returns the width and dashes of a line, which tell series apart without colours.
 pub fn look(ink: Ink) -> (f32, Dash) {
     match ink {
         Ink::Series(index) => (2.4, SERIES[index % SERIES.len()]),
@@ -122,7 +122,7 @@ pub fn look(ink: Ink) -> (f32, Dash) {
     }
 }
 
-/// A text that is not wider than there is room.
+/// Returns a text that is not wider than there is room.
 pub fn fitting(text: &str, room: f32) -> String {
     if text_width(text) <= room {
         return text.to_owned();

@@ -13,7 +13,7 @@ const SCALE: f32 = 2.0;
 const FONT: RasterHeight = RasterHeight::Size24;
 const WEIGHT: FontWeight = FontWeight::Regular;
 
-/// The bytes of a PNG file; `None` for a scene without area.
+/// Returns the bytes of a PNG file; `None` for a scene without area.
 pub fn png(scene: &Scene) -> Option<Vec<u8>> {
     if scene.width <= 0.0 || scene.height <= 0.0 {
         return None;
@@ -120,7 +120,7 @@ fn paint(ink: Ink) -> Paint<'static> {
     paint
 }
 
-/// The light colours of [`super::STYLE`].
+/// Returns the light colours of [`super::STYLE`].
 fn rgb(ink: Ink) -> [u8; 3] {
     const SERIES: [[u8; 3]; 6] = [
         [0x00, 0x72, 0xb2],

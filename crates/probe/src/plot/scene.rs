@@ -95,7 +95,7 @@ pub struct Scene {
 pub const TEXT: f32 = 14.0;
 
 impl Scene {
-    /// An empty one.
+    /// Returns an empty one.
     pub fn new(width: f32, height: f32, title: impl Into<String>) -> Self {
         Self { width, height, title: title.into(), items: Vec::new() }
     }
@@ -121,7 +121,7 @@ impl Scene {
 /// How much wider and higher a picture of its own is than its scene, on each side.
 pub const PAD: f32 = 8.0;
 
-/// About how wide a text is, in a wide font.
+/// Estimates the width of a text in a wide font.
 pub fn text_width(text: &str) -> f32 {
     text.chars().count() as f32 * TEXT * 0.62
 }

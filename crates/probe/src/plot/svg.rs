@@ -14,7 +14,7 @@ pub const STYLE: &str = "\
 @media print{:root{--paper:#fff;--ink:#000;--muted:#444;--grid:#ddd;--s0:#0072b2;--s1:#d55e00;--s2:#009e73;\
 --s3:#b04f88;--s4:#b37a00;--s5:#3f98d4;--p0:#666;--p1:#8a6d3b}}";
 
-/// As a part of a page.
+/// Returns the SVG as a part of a page.
 pub fn svg(scene: &Scene) -> String {
     padded(scene, 0.0)
 }
@@ -33,7 +33,7 @@ fn padded(scene: &Scene, pad: f32) -> String {
     out + "</svg>"
 }
 
-/// As a file of its own.
+/// Returns the SVG as a file of its own.
 pub fn standalone(scene: &Scene) -> String {
     let inner = padded(scene, PAD);
     let paper =
@@ -101,7 +101,7 @@ fn colour(ink: Ink) -> String {
     }
 }
 
-/// Text as part of markup.
+/// Escapes text for markup.
 pub fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for character in text.chars() {

@@ -64,7 +64,7 @@ pub fn listens(stderr: &str) -> bool {
     stderr.lines().any(|line| line.starts_with("{\"bench_listening\":"))
 }
 
-/// By which part of the larger one two numbers differ.
+/// Returns the difference of two numbers as a part of the larger one.
 fn apart(a: f64, b: f64) -> f64 {
     let larger = a.max(b);
     if larger > 0.0 { (a - b).abs() / larger } else { 0.0 }

@@ -149,7 +149,7 @@ fn reference(runtimes: &[String]) -> String {
     known.map(|known| (*known).to_owned()).or_else(|| runtimes.first().cloned()).unwrap_or_default()
 }
 
-/// Lowest and highest clock of all runs, MHz.
+/// Returns the lowest and highest CPU clock of all runs, MHz.
 fn clocks(runs: &[Run]) -> Option<(f64, f64)> {
     let all = || runs.iter().flat_map(|run| run.host.mhz_before.into_iter().chain(run.host.mhz_after));
     let low = all().min_by(f64::total_cmp)?;

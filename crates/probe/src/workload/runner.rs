@@ -193,7 +193,7 @@ impl<'a> Runner<'a> {
         figures(step, &attempt.printed)
     }
 
-    /// The server in the pod under test, the tool in a pod of the clients' runtime.
+    /// Runs the server in the pod under test and the tool in a pod of the clients' runtime.
     async fn serve(
         &self,
         step: &Step,
@@ -233,12 +233,12 @@ impl<'a> Runner<'a> {
         })
     }
 
-    /// What was printed is looked at also after a failure.
+    /// Reads what was printed, also after a failure.
     fn keep(&self, started: &Started, attempt: &mut Attempt) {
         attempt.printed = self.starter.printed(started);
     }
 
-    /// A container that has something else than the first one of its runtime had makes no figure.
+    /// Refuses a figure of a container that has other resources than the first one of its runtime.
     fn same_as_before(&self, handler: &str, facts: Option<&Facts>) -> Result<(), Failure> {
         let facts = facts.ok_or_else(|| Failure::at("facts", "its container did not tell what it has"))?;
         match self.sides.get(handler).and_then(|before| before.differs(facts)) {
@@ -260,7 +260,7 @@ impl<'a> Runner<'a> {
         Spec { name, handler, command, resources: Some(resources), mounts: Vec::new() }
     }
 
-    /// Also those whose start failed: they are found by the run's label.
+    /// Removes all pods of the run by label, also those whose start failed.
     async fn remove_pods(&mut self) {
         if let Err(error) = timeline::remove_all(&self.starter.runtime, &self.plan.recipe.run).await {
             let label = format!("{}={}", timeline::RUN_LABEL, self.plan.recipe.run);

@@ -119,7 +119,7 @@ impl Double {
         Self { shared, socket, end: Some(end), _dir: dir }
     }
 
-    /// Where it listens.
+    /// Returns where it listens.
     pub fn endpoint(&self) -> String {
         format!("unix://{}", self.socket.display())
     }

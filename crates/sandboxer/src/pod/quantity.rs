@@ -1,9 +1,9 @@
-//! Sizes as people write them in annotations.
+//! Sizes in annotations.
 
-/// Least and most bytes of a space that a pod asks for: what a file system needs, and what one can have.
+/// Minimum and maximum size of a disk that a pod requests, bytes: the limits of the file system.
 const SPACE: std::ops::RangeInclusive<u64> = 1 << 20..=16 << 40;
 
-/// Bytes of `512Mi`, `1Gi` or a plain number of bytes; units are powers of 1024.
+/// Parses `512Mi`, `1Gi` or a plain number of bytes; units are powers of 1024.
 pub fn bytes(text: &str) -> Option<u64> {
     let (digits, shift) = match text.as_bytes() {
         [.., b'K', b'i'] => (&text[..text.len() - 2], 10),
@@ -16,7 +16,7 @@ pub fn bytes(text: &str) -> Option<u64> {
     digits.parse::<u64>().ok().filter(|_| plain)?.checked_mul(1 << shift)
 }
 
-/// The size that annotation `name` asks for; why it can't be.
+/// Returns the size that annotation `name` asks for; why it can't be.
 pub fn space(name: &str, text: &str) -> Result<u64, String> {
     bytes(text).filter(|bytes| SPACE.contains(bytes)).ok_or_else(|| {
         format!("annotation {name} is {text:?}, it takes 1Mi to 16Ti (a number of bytes, or with Ki, Mi, Gi or Ti)")

@@ -1,4 +1,4 @@
-//! Taking up the pods that an earlier daemon left, all at once, before this one says ready.
+//! Adopts the pods of an earlier daemon, all in parallel, before this one reports ready.
 //!
 //! | record | VM | then |
 //! |---|---|---|
@@ -10,14 +10,14 @@
 //! | created, stopped | none | as recorded |
 //! | can't be understood | left alone | moved to quarantine and reported; the record before it is used, if it can be |
 //!
-//! That a VM is gone, or ended, is what the kernel says of its process. What nobody else can: a pod that were told
-//! stopped while its VMM runs would be started anew, and both would write to the same volumes.
+//! Only the kernel decides whether a VM has ended: its process is gone. If a pod were reported
+//! stopped while its VMM runs, a second one would be started, and both would write to the same volumes.
 //!
-//! A container that was half-made is undone, and so is an exec: whoever asked for it asks again, through the
-//! front. Those that were made are found again with their streams, which the front has kept.
+//! A half-created container or exec is undone: the caller's request is repeated by the
+//! front. Finished ones are adopted with their streams, which the front has kept.
 //!
-//! When the front dies, containerd declares all containers dead and removes their bundles. Such a container is
-//! ended here: in its place a new one is started, and both would run.
+//! When the front dies, containerd marks all containers as dead and removes their bundles. Such a container is
+//! killed here: otherwise it would run beside its replacement.
 
 use std::{collections::HashMap, io, sync::Arc, time::Duration};
 
@@ -57,20 +57,20 @@ use crate::{
     share::Shares,
 };
 
-/// What recovery came to.
+/// The result of recovery.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Recovered {
     /// Pods that are ready again.
     pub alive: u32,
-    /// Pods whose VMMs run and that have not answered yet.
+    /// Pods whose VMMs run but have not answered yet.
     pub unknown: u32,
-    /// Pods that had stopped, or have now.
+    /// Pods that have stopped.
     pub stopped: u32,
     /// Records that could not be understood.
     pub quarantined: u32,
 }
 
-/// What earlier daemons have recorded.
+/// The records of earlier daemons.
 #[derive(Debug, Default)]
 pub struct Records {
     pods: Vec<PodRecord>,
@@ -78,8 +78,8 @@ pub struct Records {
 }
 
 impl Records {
-    /// Reads all there are. One that can't be understood is put aside, and its pod taken up by the one before it. What
-    /// was made of the pod in between is then mended as after a worker's death: by what its agent and its VMM say.
+    /// Reads all records. An unreadable record is moved to the quarantine, and its pod is adopted by its previous record. Changes
+    /// between the two are repaired as after a worker's death, from the state of agent and VMM.
     pub fn read(node: &DaemonState) -> io::Result<Self> {
         let mut records = Self::default();
         for record in node.journal.records()? {
@@ -107,7 +107,7 @@ impl Records {
     }
 }
 
-/// Takes up every recorded pod. Answers when each is in the registry.
+/// Takes up every recorded pod. Returns when each is in the registry.
 pub async fn recover(node: &Arc<DaemonState>, records: Records) -> Recovered {
     let mut recovered = Recovered { quarantined: records.quarantined, ..Recovered::default() };
     for taken_up in future::join_all(records.pods.into_iter().map(|record| take_up(node, record))).await {
@@ -128,17 +128,17 @@ enum TakenUp {
     Forgotten,
 }
 
-/// What is left of a pod's VM.
+/// The state of a recorded pod's VM.
 enum Left {
-    /// No process. Why, if that is known.
+    /// No process; with the reason, if that is known.
     Nothing(Option<PodError>),
     /// It answers.
     Answering(Box<Reached>),
-    /// Its VMM runs, and this is wrong with it.
+    /// Its VMM runs, with this error.
     Running(Arc<Unreached>),
 }
 
-/// Takes up one pod.
+/// Adopts one pod.
 async fn take_up(node: &Arc<DaemonState>, record: PodRecord) -> TakenUp {
     let id = record.spec.id.clone();
     let shares = shares_of(node, &record.spec);
@@ -148,7 +148,7 @@ async fn take_up(node: &Arc<DaemonState>, record: PodRecord) -> TakenUp {
         match forget(node, &record.spec).await {
             Ok(()) => return TakenUp::Forgotten,
             Err(error) => {
-                tracing::error!(pod = %id, error = chain(&*error), "a pod that never was ready cannot be forgotten");
+                tracing::error!(pod = %id, error = chain(&*error), "cannot remove the record of a pod that was never ready");
             }
         }
     }
@@ -159,7 +159,7 @@ async fn take_up(node: &Arc<DaemonState>, record: PodRecord) -> TakenUp {
             (TakenUp::Alive, Some(*reached), None)
         }
         Left::Running(unreached) => {
-            // Of one that was not ready nothing is left to be had but its VMM's end.
+            // A pod that was not ready cannot be adopted; its VMM is killed.
             let was_ready = status.state == PodState::Ready;
             status.state = if was_ready { PodState::Unknown } else { PodState::Stopping };
             status.reason = unreached.first_error.clone();
@@ -205,22 +205,22 @@ async fn take_up(node: &Arc<DaemonState>, record: PodRecord) -> TakenUp {
         }
     }
     for container in forgotten {
-        // Not waited for: ready pods must not wait for one container's end.
+        // Not awaited: ready pods must not wait for one container's end.
         tokio::spawn(end_forgotten(handle.clone(), container));
     }
     if forgotten_start {
-        // containerd has forgotten it; so must this daemon, once it can.
+        // containerd has forgotten it, so this daemon removes it as soon as it can.
         tokio::spawn(async move {
             let _ = handle.stopped().await;
             if let Err(error) = handle.remove().await {
-                tracing::error!(pod = %handle.id(), error = chain(&error), "a pod that never was ready cannot be removed");
+                tracing::error!(pod = %handle.id(), error = chain(&error), "cannot remove a pod that was never ready");
             }
         });
     }
     outcome
 }
 
-/// Notes that a pod has stopped while no daemon was there.
+/// Records that a pod stopped while no daemon was running.
 fn stopped(status: &mut PodStatus, why: Option<PodError>) {
     let was_ready = status.state == PodState::Ready;
     if let Some(error) = why {
@@ -237,11 +237,11 @@ fn stopped(status: &mut PodStatus, why: Option<PodError>) {
     }
 }
 
-/// Looks for what is left of a pod's VM. One of a pod that was not ready is ended.
+/// Looks for a pod's VM. Kills that of a pod that was not ready.
 async fn look(node: &Arc<DaemonState>, record: &PodRecord, shares: &Shares) -> Left {
     let running = |vmm: Arc<dyn Held>, error: &PodError| {
         let first_error = chain(error);
-        tracing::error!(pod = %record.spec.id, error = first_error, "the pod's VMM runs and cannot be reached; this is tried again");
+        tracing::error!(pod = %record.spec.id, error = first_error, "cannot reach the pod's running VMM; retrying");
         Left::Running(Arc::new(Unreached {
             record: record.clone(),
             shares: shares.clone(),
@@ -283,7 +283,7 @@ async fn look(node: &Arc<DaemonState>, record: &PodRecord, shares: &Shares) -> L
     }
 }
 
-/// The VMM of a pod: that on record, or, since a daemon may have died between starting and noting one, that which was
+/// Returns the VMM of a pod: that on record, or, since a daemon may have died between starting and noting one, that which was
 /// started for the pod's directory.
 fn hold(node: &DaemonState, record: &PodRecord) -> Result<Option<Arc<dyn Held>>, VmmError> {
     if let Some(vm) = &record.vm {
@@ -291,12 +291,12 @@ fn hold(node: &DaemonState, record: &PodRecord) -> Result<Option<Arc<dyn Held>>,
     }
     let strays = HeldProcesses::strays(&record.spec.id, &node.run_dir(&record.spec.id))?;
     Ok(strays.map(|strays| {
-        tracing::warn!(pod = %record.spec.id, pids = ?strays.pids(), "ending a VMM that no record names");
+        tracing::warn!(pod = %record.spec.id, pids = ?strays.pids(), "killing a VMM without a record");
         Arc::new(strays) as Arc<dyn Held>
     }))
 }
 
-/// The VMM of a pod that could not be looked for: it may run.
+/// A VMM that could not be looked up, and may run.
 #[derive(Debug)]
 struct Later {
     node: Arc<DaemonState>,
@@ -304,7 +304,7 @@ struct Later {
 }
 
 impl Later {
-    /// Holds it as soon as that works. None: there is none.
+    /// Opens it as soon as that works. None: there is no VMM.
     async fn hold(&self) -> Option<Arc<dyn Held>> {
         loop {
             match hold(&self.node, &self.record) {
@@ -339,38 +339,38 @@ impl Held for Later {
     }
 }
 
-/// Removes what is left on disk of a pod that nobody was told of.
+/// Removes the files of a pod that was never reported to containerd.
 async fn forget(node: &DaemonState, spec: &PodSpec) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
     let id = &spec.id;
     pod::stop::clear(node, spec).await?;
     node.journal.pod(id).remove().await?;
-    tracing::info!(pod = %id, "a start that an earlier daemon did not finish is undone");
+    tracing::info!(pod = %id, "undid a start that an earlier daemon did not finish");
     Ok(())
 }
 
-/// Kills a container that containerd no longer knows, and forgets it.
+/// Kills and removes a container that containerd no longer knows.
 async fn end_forgotten(pod: PodHandle, container: ContainerId) {
     let ended = async {
         pod.resolved().await;
         match pod.signal(container.clone(), None, Signal::KILL, true).await {
-            // It ended by itself meanwhile.
+            // It exited meanwhile.
             Err(error) if error.code() == Code::NotFound => {}
             signalled => signalled?,
         }
         let mut init = pod.process(container.clone(), None).await?;
-        // An error would say that the container is gone, which is as good.
+        // An error means that the container is gone, which is fine.
         let _ = init.phase.wait_for(|phase| phase.exit().is_some()).await;
         pod.delete(container.clone(), None).await
     };
     match ended.await {
-        Ok(_) => tracing::info!(pod = %pod.id(), %container, "ended: containerd has forgotten it"),
+        Ok(_) => tracing::info!(pod = %pod.id(), %container, "killed: containerd has forgotten it"),
         Err(error) => {
             tracing::warn!(pod = %pod.id(), %container, error = chain(&error), "containerd has forgotten it, but it may still run");
         }
     }
 }
 
-/// A pod whose guest answers.
+/// A pod with a reachable guest.
 #[derive(Debug)]
 pub struct Reached {
     /// Its VM and agent.
@@ -383,19 +383,19 @@ pub struct Reached {
     pub made: Vec<String>,
 }
 
-/// How long other pods wait for one that does not answer, before the daemon says ready.
+/// How long the daemon waits for pods that do not answer before it reports ready.
 const FIRST_ATTEMPT: Duration = Duration::from_secs(20);
-/// The pause before the first further attempt; each is twice as long as the one before.
+/// Delay before the first retry; it doubles each time.
 const FIRST_PAUSE: Duration = Duration::from_secs(1);
-/// The longest pause between two attempts.
+/// Maximum delay between two attempts.
 const MAX_PAUSE: Duration = Duration::from_secs(30);
-/// How long a pod is waited for before whoever wants it is told to have it stopped.
+/// After this time, the pod is reported as not ready, so that the manager stops it.
 const OVERDUE_AFTER: Duration = Duration::from_secs(120);
 
-/// A pod that an earlier daemon left, whose VMM runs and which has not answered this daemon.
+/// A pod of an earlier daemon whose VMM runs but which has not answered this daemon.
 #[derive(Debug)]
 pub struct Unreached {
-    /// What is on record of it.
+    /// Its record.
     pub record: PodRecord,
     /// Its VMM.
     pub vmm: Arc<dyn Held>,
@@ -403,17 +403,17 @@ pub struct Unreached {
     first_error: String,
 }
 
-/// What became of an unknown pod.
+/// The outcome of an unknown pod.
 #[derive(Debug)]
 pub enum Resolved {
     /// It answers.
     Reached(Box<Reached>),
-    /// Its VMM has ended.
+    /// Its VMM has exited.
     Ended(String),
 }
 
 impl Unreached {
-    /// Tries again until the pod answers or its VMM has ended. `told` learns how it goes.
+    /// Retries until the pod answers or its VMM has exited. Reports progress to `told`.
     pub async fn resolve(&self, node: &Arc<DaemonState>, told: &watch::Sender<PodStatus>) -> Resolved {
         let overdue = async {
             tokio::time::sleep(OVERDUE_AFTER).await;
@@ -436,7 +436,7 @@ impl Unreached {
         Resolved::Ended(ended)
     }
 
-    /// Tries until the pod answers. An error: its guest has broken the session, and its VMM has been ended for it.
+    /// Retries until the pod answers. An error: its guest broke the session, and its VMM has been killed.
     async fn reached(
         &self,
         node: &Arc<DaemonState>,
@@ -456,24 +456,24 @@ impl Unreached {
             };
             let reason = chain(&error);
             if told.borrow().reason != reason {
-                tracing::warn!(pod = %self.record.spec.id, error = reason, "the pod cannot be reached yet");
+                tracing::warn!(pod = %self.record.spec.id, error = reason, "cannot reach the pod yet");
                 told.send_modify(|status| status.reason = reason);
             }
         }
     }
 
-    /// Ends what served the pod's shares. Its VMM has ended before.
+    /// Kills the server of the pod's shares. Its VMM has exited before.
     pub async fn end_shares(&self) {
         clear_shares(&self.shares, &self.record).await;
     }
 }
 
-/// Whether the guest did what no guest does: it is not asked again.
+/// Returns whether the guest did what no guest does: it is not asked again.
 fn is_broken(error: &PodError) -> bool {
     matches!(error, PodError::Guest(GuestError::Violated { .. }))
 }
 
-/// Reaches the guest of a pod that was ready, and has it undo what nobody waits for any more.
+/// Connects to the guest of a pod that was ready, and undoes work in it that no caller waits for any more.
 async fn reach(node: &Arc<DaemonState>, record: &PodRecord, shares: &Shares) -> Result<Reached, PodError> {
     let id = &record.spec.id;
     let gone =
@@ -485,7 +485,7 @@ async fn reach(node: &Arc<DaemonState>, record: &PodRecord, shares: &Shares) -> 
         let known = live.agent.processes().await?;
         let made = live.agent.volumes().await?;
         if let Err(error) = shares.take_up(record.shares.clone(), Some(live.guest()), recorded.pid).await {
-            tracing::error!(pod = %id, error = chain(&error), "the pod's shares cannot be taken up");
+            tracing::error!(pod = %id, error = chain(&error), "cannot adopt the pod's shares");
         }
         undo_half_made(node, &live, record, &known).await;
         end_denied(&live, record, &known).await?;
@@ -497,30 +497,30 @@ async fn reach(node: &Arc<DaemonState>, record: &PodRecord, shares: &Shares) -> 
     }
 }
 
-/// Ends the containers that ran by the record and that the agent doesn't know: what is told as ended must not run.
+/// Kills containers that ran according to the record but that the agent does not know: a container reported as exited must not run.
 async fn end_denied(live: &RunningVm, record: &PodRecord, known: &[wire::Process]) -> Result<(), PodError> {
     for container in record.containers.iter().filter(|container| container.init.exit.is_none()) {
         if !known.iter().any(|process| process.container_id == container.id.as_str()) {
-            tracing::warn!(pod = %record.spec.id, container = %container.id, "the agent doesn't know a container that is on record; it is ended");
+            tracing::warn!(pod = %record.spec.id, container = %container.id, "the agent does not know a recorded container; killing it");
             live.agent.delete_container(&container.id).await?;
         }
     }
     Ok(())
 }
 
-/// The shares of a pod.
+/// Returns the shares of a pod.
 fn shares_of(node: &DaemonState, spec: &PodSpec) -> Shares {
     let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id);
     let helpers = node.volumes.helpers.clone();
     Shares::new(spec.id.clone(), node.run_dir(&spec.id), spec.memory_mib, cgroup, helpers)
 }
 
-/// Ends what served the shares of a pod that lives no more.
+/// Kills the server of the shares of a dead pod.
 async fn clear_shares(shares: &Shares, record: &PodRecord) {
     shares.end().await;
     let vmm = record.vm.as_ref().map_or(0, |vm| vm.pid);
     if let Err(error) = shares.take_up(record.shares.clone(), None, vmm).await {
-        tracing::error!(pod = %record.spec.id, error = chain(&error), "what served the pod's shares cannot be ended");
+        tracing::error!(pod = %record.spec.id, error = chain(&error), "cannot kill the server of the pod's shares");
     }
 }
 
@@ -540,7 +540,7 @@ async fn greet(node: &DaemonState, record: &PodRecord, vm: &Arc<dyn Vm>) -> Resu
     }
 }
 
-/// A container as recorded; of a pod that is not `alive`, ended.
+/// Returns a container as recorded; of a pod that is not `alive`, ended.
 fn take_up_container(node: &DaemonState, record: ContainerRecord, alive: bool, spec: &PodSpec) -> Container {
     let process = |record: ProcessRecord, exec: Option<&ExecId>, container: &ContainerId| {
         let phase = phase_of(&record, alive);
@@ -575,7 +575,7 @@ fn take_up_io(
     Io::take_up(&node.front, &spec.id, &subject, stdio)
 }
 
-/// Brings a container to where its agent says that it stands; `known`: the processes that the agent has.
+/// Sets a container to the state that its agent reports; `known`: the processes of the agent.
 pub fn settle(
     node: &DaemonState,
     spec: &PodSpec,
@@ -585,7 +585,7 @@ pub fn settle(
 ) {
     let known: Vec<_> = known.iter().filter(|process| process.container_id == id.as_str()).collect();
     container.paused = known.iter().any(|process| process.state == ProcessState::PAUSED.into());
-    // Those that no record has, and of which the front has heard.
+    // Those that no record has, but that the front knows.
     for process in &known {
         let Ok(exec) = process.exec_id.parse::<ExecId>() else { continue };
         let Some(entry) = node.front.take(&front::key(EXEC, id, Some(&exec))) else { continue };
@@ -603,7 +603,7 @@ pub fn settle(
     }
 }
 
-/// An ended process is followed like a running one: its last output may still be to come.
+/// Follows an ended process like a running one: its last output may still come.
 fn settle_process(process: &mut Process, found: Option<&wire::Process>) {
     let phase = process.phase.borrow().clone();
     match (phase, found) {
@@ -620,8 +620,8 @@ fn ended_unseen() -> Exit {
     Exit { code: KILLED, at_ns: now_ns(), reason: "it ended while the daemon was away".to_owned() }
 }
 
-/// Removes what an earlier worker was making when it died: containers that are not on record, with their disks,
-/// and execs that nobody was told of.
+/// Removes what an earlier worker was creating when it died: containers without a record, with their disks,
+/// and execs that were never reported.
 async fn undo_half_made(node: &DaemonState, live: &RunningVm, record: &PodRecord, known: &[wire::Process]) {
     let pod = &record.spec.id;
     let mut unfinished: HashMap<ContainerId, Vec<String>> = HashMap::new();
@@ -645,20 +645,20 @@ async fn undo_half_made(node: &DaemonState, live: &RunningVm, record: &PodRecord
                     && !noted
                     && let Err(error) = live.agent.delete_exec(&container, &exec).await
                 {
-                    tracing::warn!(%pod, %container, %exec, %error, "an exec that is on no record stays");
+                    tracing::warn!(%pod, %container, %exec, %error, "cannot remove an exec without a record");
                 }
             }
         }
     }
     for (container, disks) in unfinished {
-        // Forgotten when nothing is left to undo and not before: this worker may die, too.
+        // Removed only after everything is undone: this worker may die, too.
         let intent = front::key(INTENT, &container, None);
         if record.containers.iter().any(|recorded| recorded.id == container) {
             node.front.forget(&intent);
             continue;
         }
         let mut undone = live.agent.delete_container(&container).await.map_err(PodError::from);
-        // Of a container that was on a record which is lost, nothing says which disks it has.
+        // If the record of a container is lost, its disks are unknown.
         let disks = if disks.is_empty() { rootfs::serials(&container) } else { disks };
         for serial in disks {
             undone = undone.and(live.vm.detach_disk(&serial).await.map_err(PodError::from));
@@ -666,16 +666,16 @@ async fn undo_half_made(node: &DaemonState, live: &RunningVm, record: &PodRecord
         match undone {
             Ok(()) => {
                 node.front.forget(&intent);
-                tracing::info!(%pod, %container, "what an earlier worker was making is undone");
+                tracing::info!(%pod, %container, "undid the unfinished work of an earlier worker");
             }
             Err(error) => {
-                tracing::warn!(%pod, %container, error = chain(&error), "what an earlier worker was making stays");
+                tracing::warn!(%pod, %container, error = chain(&error), "cannot undo the unfinished work of an earlier worker");
             }
         }
     }
 }
 
-/// Where a process stands by its record.
+/// Returns where a process stands by its record.
 fn phase_of(record: &ProcessRecord, alive: bool) -> Phase {
     match &record.exit {
         Some(exit) => Phase::Exited(exit.clone()),

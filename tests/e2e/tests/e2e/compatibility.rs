@@ -48,7 +48,7 @@ struct Row {
     cases: Vec<String>,
 }
 
-/// The tables of `text`, by the heading above: `| `field` | verdict | how | cases |`.
+/// Returns the tables of `text`, by the heading above: `| `field` | verdict | how | cases |`.
 fn rows(text: &str) -> Result<BTreeMap<&str, Vec<Row>>> {
     let mut told: BTreeMap<&str, Vec<Row>> = BTreeMap::new();
     let mut section = "";
@@ -72,7 +72,7 @@ fn rows(text: &str) -> Result<BTreeMap<&str, Vec<Row>>> {
     Ok(told)
 }
 
-/// The messages of a pod's and a container's making, with their fields.
+/// Returns the messages of a pod's and a container's making, with their fields.
 fn messages() -> Vec<(&'static str, Vec<String>)> {
     macro_rules! fields {
         ($($name:literal $message:ident),+ $(,)?) => {

@@ -117,7 +117,7 @@ fn case_name(entry: &Entry) -> &'static str {
     entry.name.trim_start_matches("e2e::")
 }
 
-/// Whether `SANDBOXER_E2E_ONLY`, if it is set, names this case or its file.
+/// Returns whether `SANDBOXER_E2E_ONLY`, if it is set, names this case or its file.
 fn is_selected(name: &str) -> bool {
     match std::env::var("SANDBOXER_E2E_ONLY") {
         Ok(only) => only.split(',').any(|part| match part.contains("::") {

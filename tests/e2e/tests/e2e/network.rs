@@ -28,7 +28,7 @@ const BRIDGE: [&str; 2] = ["192.0.2.1", "2001:db8::1"];
 /// The same of the second network, which pods of some handlers have beside it.
 const SECOND_BRIDGE: [&str; 2] = ["198.51.100.1", "2001:db8:1::1"];
 
-/// The network namespace in which the stack's bridge is: to pods, the host.
+/// Returns the network namespace in which the stack's bridge is: to pods, the host.
 fn host(case: &Case) -> PathBuf {
     case.stack.dir().join("cni/netns")
 }
@@ -64,7 +64,7 @@ impl Drop for Server {
     }
 }
 
-/// What a program in the bridge's namespace prints.
+/// Returns what a program in the bridge's namespace prints.
 async fn on_host(case: &Case, script: &str) -> Result<String> {
     let net = format!("--net={}", host(case).display());
     let output = tokio::process::Command::new("nsenter").args([&net, "sh", "-c", script]).output().await?;
@@ -73,7 +73,7 @@ async fn on_host(case: &Case, script: &str) -> Result<String> {
     Ok(String::from_utf8(output.stdout)?.trim_end().to_owned())
 }
 
-/// What the pod's web server at port 80 says to the host about `path`.
+/// Returns what the pod's web server at port 80 says to the host about `path`.
 fn fetch(case: &Case, ip: IpAddr, path: &str) -> Result<Vec<u8>> {
     let answer = within(host(case), || {
         let mut stream = TcpStream::connect((ip, 80))?;
@@ -87,7 +87,7 @@ fn fetch(case: &Case, ip: IpAddr, path: &str) -> Result<Vec<u8>> {
     Ok(answer[head + 4..].to_vec())
 }
 
-/// The pod's addresses as CRI tells them, IPv4 first.
+/// Returns the pod's addresses as CRI tells them, IPv4 first.
 async fn addresses(case: &Case, pod: &Pod) -> Result<[IpAddr; 2]> {
     let network = case.cri.pod_status(&pod.id).await?.0.network.context("no network in the pod's status")?;
     let second = network.additional_ips.first().context("no second address")?;
@@ -99,7 +99,7 @@ fn in_url(ip: IpAddr) -> String {
     SocketAddr::new(ip, 0).to_string().trim_end_matches(":0").to_owned()
 }
 
-/// A container that serves its root directory at port 80.
+/// Returns a container that serves its root directory at port 80.
 async fn web(pod: &Pod) -> Result<Container> {
     let web = pod.start(shell("web", "httpd -f -p 80 -h / & echo serving; wait")).await?;
     web.logged("serving").await?;
@@ -117,7 +117,7 @@ async fn soon(container: &Container, script: &str) -> Result<String> {
     }
 }
 
-/// The namespace that has this address, as an argument of nsenter: CRI doesn't tell which is a pod's.
+/// Returns the namespace that has this address, as an argument of nsenter: CRI doesn't tell which is a pod's.
 fn namespace_with(case: &Case, ip: IpAddr) -> Result<String> {
     let dir = case.stack.dir().join("containerd/state/io.containerd.grpc.v1.cri/netns");
     for entry in std::fs::read_dir(dir)? {
@@ -199,7 +199,7 @@ async fn pod_and_host_reach_one_another(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// What nslookup says in the container, asking a server on the host that answers once, with 203.0.113.7.
+/// Returns what nslookup says in the container, asking a server on the host that answers once, with 203.0.113.7.
 async fn resolve_at(case: &Case, container: &Container, server: &str) -> Result<String> {
     let ip: IpAddr = server.parse()?;
     // An address of IPv6 can be used a second after the bridge got it.
@@ -296,7 +296,7 @@ async fn pod_is_in_its_hosts_file(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// What the pod's web server at `port` says to a request for `path`, through port-forward.
+/// Returns what the pod's web server at `port` says to a request for `path`, through port-forward.
 async fn forwarded(case: &Case, pod: &Pod, port: u16, path: &str) -> Result<Vec<u8>> {
     let mut forward = Forward::open(&case.cri.port_forward(&pod.id, port).await?).await?;
     forward.write(format!("GET {path} HTTP/1.0\r\n\r\n").as_bytes()).await?;
@@ -360,7 +360,7 @@ async fn forwarded_port_after_a_restart_of_the_daemon(case: Case) -> Result<()> 
     Ok(())
 }
 
-/// `inspect` tells what an interface has carried, at what rate it does, and what its card does.
+/// `inspect` tells what an interface has carried, at what rate it does, and its offloads.
 async fn traffic_is_told(case: Case) -> Result<()> {
     let pod = case.pod().await?;
     let inspect = |json: bool| {
@@ -390,17 +390,17 @@ async fn traffic_is_told(case: Case) -> Result<()> {
     let offloads = busy["offloads"].as_array().context("offloads")?;
     ensure!(offloads.iter().any(|offload| offload == "checksums"), "{busy}");
     let text = inspect(false)?;
-    ensure!(text.contains("received ") && text.contains("its card does checksums"), "{text}");
+    ensure!(text.contains("received ") && text.contains("offloads checksums"), "{text}");
     case.cri.stop(&ping.id, 0).await?;
     Ok(())
 }
 
-/// A port of the host at which nobody listens.
+/// Returns a port of the host at which nobody listens.
 fn free_port() -> Result<u16> {
     Ok(TcpListener::bind("[::]:0")?.local_addr()?.port())
 }
 
-/// A pod in the host's network that asks for these ports of it.
+/// Returns a pod in the host's network that asks for these ports of it.
 async fn with_host_ports(case: &Case, ports: &str) -> Answer<Pod> {
     case.pod_with(|config| {
         config.annotations.insert("io.sandboxer.host-ports".into(), ports.into());
@@ -411,7 +411,7 @@ async fn with_host_ports(case: &Case, ports: &str) -> Answer<Pod> {
     .await
 }
 
-/// What the pod's web server says at this port of the host.
+/// Returns what the pod's web server says at this port of the host.
 async fn said_at(port: u16, ip: &str) -> Result<String> {
     let address = SocketAddr::new(ip.parse()?, port);
     let ask = move || -> io::Result<String> {

@@ -47,7 +47,7 @@ const MAY_DIFFER: [(&str, &str, &str); 9] = [
 
 type Seen = BTreeMap<String, BTreeSet<String>>;
 
-/// The lines of each section, in any order; the pod's own addresses are called so.
+/// Returns the lines of each section, in any order; the pod's own addresses are called so.
 async fn seen(pod: &Pod) -> Result<Seen> {
     let mut seen = Seen::new();
     let mut section = "";
@@ -162,13 +162,13 @@ async fn vms_that_wait_are_told_by_name(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// How a pod got its VM.
+/// Returns how a pod got its VM.
 fn start_path(case: &Case, pod: &Pod) -> Result<String> {
     let start_path = &told(case, &["inspect", &pod.id])?["start_path"];
     Ok(start_path.as_str().context("no start_path")?.to_owned())
 }
 
-/// How many pods could not have a VM of the pool.
+/// Returns how many pods could not have a VM of the pool.
 fn misses(case: &Case) -> Result<u64> {
     let listed = told(case, &["template", "list"])?;
     let start_paths = listed["start_paths"].as_array().context("no start_paths")?;

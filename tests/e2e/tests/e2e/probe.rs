@@ -98,7 +98,7 @@ async fn memory_agrees_with_a_shell(case: Case) -> Result<()> {
     outcome
 }
 
-/// The shell that looks has the pod's id in its own command line.
+/// Returns the shell that looks has the pod's id in its own command line.
 fn is_not_a_tool(pid: i32) -> bool {
     let name = std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
     !["sh", "grep", "cut", ""].contains(&name.trim())

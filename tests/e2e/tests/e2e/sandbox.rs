@@ -155,7 +155,7 @@ async fn limits_beyond_the_vm(case: Case) -> Result<()> {
         let of_pod = case.cri.update_pod(&pod.id, asked.clone()).await.err().context("of the pod")?;
         let of_container = case.cri.update(&container.id, asked).await.err().context("of the container")?;
         for refused in [of_pod.message(), of_container.message()] {
-            ensure!(refused.contains(says) && refused.contains("start the pod anew"), "{refused}");
+            ensure!(refused.contains(says) && refused.contains("restart the pod"), "{refused}");
         }
     }
     ensure!(container.sh("cat /sys/fs/cgroup/memory.max").await? == (64 << 20).to_string());
@@ -199,7 +199,7 @@ async fn memory_is_counted_from_the_first_page_on(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// What is counted in the control group whose path is the stack's with this end, bytes.
+/// Returns what is counted in the control group whose path is the stack's with this end, bytes.
 fn memory_of(case: &Case, end: &str) -> Result<u64> {
     let parent = case.stack.env("SANDBOXER_CGROUP_PARENT")?;
     let below = PathBuf::from(format!("{}{end}", parent.trim_start_matches('/')));

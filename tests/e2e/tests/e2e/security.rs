@@ -19,7 +19,7 @@ crate::cases![
         the_daemon_keeps_the_capabilities_that_are_told
 ];
 
-/// What stands behind `field:` in a process's status.
+/// Returns what stands behind `field:` in a process's status.
 fn status(pid: u64, field: &str) -> Result<String> {
     let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
     let line = status.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':'));
@@ -30,7 +30,7 @@ fn namespace(pid: u64, kind: &str) -> Result<String> {
     Ok(fs::read_link(format!("/proc/{pid}/ns/{kind}"))?.to_string_lossy().into_owned())
 }
 
-/// What `inspect` tells of a pod.
+/// Returns what `inspect` tells of a pod.
 fn inspected(case: &Case, pod: &Pod) -> Result<Value> {
     let shown = case.stack.command("sandboxer-cli").args(["--json", "inspect", &pod.id]).output()?;
     ensure!(shown.status.success(), "{}", String::from_utf8_lossy(&shown.stderr));
@@ -70,7 +70,7 @@ async fn the_jail_is_shown_as_the_kernel_has_it(case: Case) -> Result<()> {
 
     let people = case.stack.command("sandboxer-cli").args(["inspect", &pod.id]).output()?;
     let people = String::from_utf8(people.stdout)?;
-    ensure!(people.contains("Jail of its VMM") && people.contains("none, and can get none"), "{people}");
+    ensure!(people.contains("Jail of the VMM") && people.contains("none, and can get none"), "{people}");
     Ok(())
 }
 

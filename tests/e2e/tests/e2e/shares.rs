@@ -160,7 +160,7 @@ async fn large_file(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// A file of so many MiB at `path`; its sha256sum.
+/// Returns a file of so many MiB at `path`; its sha256sum.
 fn random(path: &Path, mib: u32) -> Result<String> {
     let (count, to) = (format!("count={mib}"), format!("of={}", path.display()));
     let made = Command::new("dd").args(["if=/dev/urandom", "bs=1M", "status=none", &count, &to]).status()?;

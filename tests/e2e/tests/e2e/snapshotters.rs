@@ -11,7 +11,7 @@ crate::cases![
     Vm: overlayfs_shares_one_image, native_has_one_of_its_own, erofs_comes_as_it_is, blockfile_comes_as_it_is
 ];
 
-/// A pod with two containers that have shown that they can read the image and write over it.
+/// Returns a pod with two containers that have shown that they can read the image and write over it.
 async fn two_containers(case: &Case) -> Result<(Pod, [Vec<PathBuf>; 2])> {
     let pod = case.pod().await?;
     let expected = sum(Command::new("sha256sum").arg("/bin/busybox"))?;
@@ -38,7 +38,7 @@ fn sum(command: &mut Command) -> Result<String> {
     Ok(text.split_whitespace().next().context("no checksum")?.to_owned())
 }
 
-/// The files and devices plugged in for a container, as the daemon tells.
+/// Returns the files and devices plugged in for a container, as the daemon tells.
 fn disks_of(case: &Case, pod: &Pod, container: &str) -> Result<Vec<PathBuf>> {
     let output = case.stack.command("sandboxer-cli").args(["--json", "inspect", &pod.id]).output()?;
     ensure!(output.status.success(), "inspect: {}", String::from_utf8_lossy(&output.stderr));

@@ -33,7 +33,7 @@ impl Holds {
     }
 }
 
-/// What a process has open, for people.
+/// Returns what a process has open, for people.
 fn open_files(pid: Pid) -> Vec<String> {
     let entries = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
     let mut names: Vec<String> =

@@ -114,7 +114,7 @@ impl Suite {
         })
     }
 
-    /// What the stack holds of pods, though every one is removed.
+    /// Returns what the stack holds of pods, though every one is removed.
     fn left(&self) -> Result<Vec<String>> {
         self.runtime.block_on(self.stack.left())
     }

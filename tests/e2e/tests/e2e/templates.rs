@@ -60,7 +60,7 @@ async fn nothing_random_is_the_same_in_two_copies(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// What a pod draws that got its VM in this way, be it at a later attempt: another pod may be the one that takes
+/// Returns what a pod draws that got its VM in this way, be it at a later attempt: another pod may be the one that takes
 /// the VM that waited.
 async fn drawn(case: &Case, handler: &str, start_path: &str) -> Result<Vec<String>> {
     eventually(&format!("a pod whose VM came by {start_path}"), PATIENCE * 10, || async {
@@ -104,7 +104,7 @@ async fn a_damaged_template_is_named_made_anew_and_can_be_removed(case: Case) ->
     let said =
         format!("{}{}", String::from_utf8_lossy(&verified.stdout), String::from_utf8_lossy(&verified.stderr));
     ensure!(verified.status.code() == Some(1), "{:?}: {said}", verified.status);
-    ensure!(said.contains("memory\" is damaged: its checksum is another"), "{said}");
+    ensure!(said.contains("memory\" is damaged: checksum mismatch"), "{said}");
     // What pods are copies of was read before.
     ensure!(sized().await?.0 != "boot");
 
@@ -130,7 +130,7 @@ async fn a_damaged_template_is_named_made_anew_and_can_be_removed(case: Case) ->
     Ok(())
 }
 
-/// What `sandboxer-cli template list` says of the template of this name.
+/// Returns what `sandboxer-cli template list` says of the template of this name.
 fn listed(case: &Case, key: &str) -> Result<Option<serde_json::Value>> {
     let list = told(case, &["template", "list"])?;
     let templates = list["templates"].as_array().with_context(|| format!("no templates in {list}"))?;
@@ -187,7 +187,7 @@ async fn the_next_daemon_ends_what_waits_and_fills_the_pool_anew(case: Case) -> 
     pool_is_filled(&case).await
 }
 
-/// What `sandboxer-cli inspect` says of a pod.
+/// Returns what `sandboxer-cli inspect` says of a pod.
 fn inspected(case: &Case, id: &str) -> Result<serde_json::Value> {
     told(case, &["inspect", id])
 }

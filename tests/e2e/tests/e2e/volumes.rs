@@ -326,7 +326,7 @@ async fn what_a_guest_cannot_have_is_refused_by_name(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// Why a container can't be created or started.
+/// Returns why a container can't be created or started.
 async fn refusal(pod: &sandboxer_e2e::case::Pod, config: ContainerConfig) -> Result<String> {
     let name = config.metadata.clone().unwrap_or_default().name;
     match pod.start(config).await {

@@ -1,4 +1,4 @@
-//! What containerd needs in its configuration, and how it gets into a file of somebody's own.
+//! The settings that containerd needs, printed or merged into an existing file.
 
 use std::{
     fs,
@@ -19,35 +19,35 @@ use toml_edit::{DocumentMut, Item, Table, TableLike};
 use super::Args;
 use crate::render;
 
-/// Where containerd keeps the settings of its CRI service, from 2.0 on.
+/// Plugin that has the settings of containerd's CRI service, from 2.0 on.
 const CRI: &str = "io.containerd.cri.v1.runtime";
 /// From this version on a default configuration reads `/etc/containerd/conf.d`.
 const READS_CONF_D: (u32, u32) = (2, 2);
-/// This version pulls a pause image for every pod; later ones can be told not to.
+/// This version pulls a pause image for every pod; later ones have a setting against it.
 const PULLS_PAUSE: (u32, u32) = (2, 3);
-/// Versions of the file's format that have the tables that are set here.
+/// Versions of the file format with the tables that are set here.
 const FORMATS: std::ops::RangeInclusive<i64> = 3..=4;
-/// A larger file is no configuration.
+/// Largest accepted file, bytes.
 const MAX_FILE_BYTES: u64 = 4 << 20;
 
-/// Why a file is left as it is.
+/// Why a file cannot be changed.
 #[derive(Debug, thiserror::Error)]
 enum MergeError {
     /// Not TOML.
-    #[error("{path:?} is no TOML that containerd would read: correct it first\n{source}")]
+    #[error("{path:?} is not valid TOML: correct it first\n{source}")]
     Syntax { path: PathBuf, source: toml_edit::TomlError },
-    /// Of another format.
+    /// The format has another version.
     #[error(
         "{path:?} has version {found}, the settings are for 3 and 4: write `containerd config migrate` to a new \
-         file, look through it, and merge into that"
+         file, review it, and merge into that"
     )]
     Format { path: PathBuf, found: String },
-    /// A key of another type is in the way.
-    #[error("{path:?} has {key} as something other than a table: correct it first")]
+    /// A key has another type.
+    #[error("{key} in {path:?} is not a table: correct it first")]
     NoTable { path: PathBuf, key: String },
 }
 
-/// What depends on the containerd that is running and on the daemon.
+/// Settings that depend on the running containerd and the daemon.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Settings {
     /// containerd's, `major.minor`.
@@ -68,21 +68,21 @@ pub(super) async fn run(args: &Args) -> anyhow::Result<()> {
     let old = read(path)?;
     let new = settings.merge(&old, path)?;
     if old == new {
-        eprintln!("{path:?} has all of it already");
+        eprintln!("{path:?} already has these settings");
         return Ok(());
     }
     render::print(diff(path, &old, &new).trim_end())?;
     if !args.write {
-        eprintln!("{path:?} is as it was; --write changes it");
+        eprintln!("{path:?} is unchanged; --write changes it");
         return Ok(());
     }
     replace(path, &new).with_context(|| format!("cannot write {path:?}"))?;
-    eprintln!("{path:?} is written; containerd reads it when it is started again");
+    eprintln!("{path:?} is written; restart containerd to apply it");
     Ok(())
 }
 
 impl Settings {
-    /// For the containerd that answered; where none did, for the one that was tried.
+    /// Returns the settings for the containerd that answered, else for the tested version.
     fn of(reading: &Reading, config: &Config) -> anyhow::Result<Self> {
         let told = reading.told.as_ref().map_err(|why| {
             eprintln!(
@@ -92,12 +92,12 @@ impl Settings {
         });
         let version = match told {
             Ok(told) => sandboxer_doctor::version(&told.version)
-                .with_context(|| format!("containerd's version {:?} is not understood", told.version))?,
+                .with_context(|| format!("cannot parse containerd's version {:?}", told.version))?,
             Err(()) => SEEN,
         };
         anyhow::ensure!(
             version >= OLDEST,
-            "containerd {}.{} leaves sandboxes to nobody else: no configuration makes it work, install 2.4",
+            "containerd {}.{} has no external sandboxers: install containerd 2.4",
             version.0,
             version.1
         );
@@ -109,7 +109,7 @@ impl Settings {
         })
     }
 
-    /// A whole file for `/etc/containerd/conf.d`.
+    /// Returns a whole file for `/etc/containerd/conf.d`.
     fn snippet(&self) -> String {
         let (major, minor) = self.version;
         let mut text = format!("# Makes sandboxer a runtime of containerd {major}.{minor}.\n");
@@ -125,19 +125,19 @@ impl Settings {
             }
         };
         if self.version == PULLS_PAUSE {
-            text += "# This containerd pulls its pause image for every pod, though ours use none: it must be reachable.\n";
+            text += "# This containerd pulls its pause image for every pod, also for ours, which do not use it: the image's\n# registry must be reachable.\n";
         }
         let mut document = DocumentMut::new();
         document["version"] = toml_edit::value(3);
-        // Nothing is in the way in an empty document.
+        // An empty document has no key of another type.
         if self.set(&mut document).is_ok() {
             text += &format!("{document}");
         }
         text
     }
 
-    /// Sets what is needed in a configuration; what else is there stays, comments as well. `path` names it in
-    /// errors.
+    /// Sets what is needed in a configuration; keeps everything else, also comments. `path` is for error
+    /// messages.
     fn merge(&self, text: &str, path: &Path) -> Result<String, MergeError> {
         let mut document: DocumentMut =
             text.parse().map_err(|source| MergeError::Syntax { path: path.to_owned(), source })?;
@@ -151,7 +151,7 @@ impl Settings {
         Ok(document.to_string())
     }
 
-    /// The error is the key that is no table.
+    /// Sets the keys. Returns as an error the key that is not a table.
     fn set(&self, document: &mut DocumentMut) -> Result<(), String> {
         let controller = self.controller.to_string_lossy().into_owned();
         let root = document.as_table_mut();
@@ -175,13 +175,13 @@ impl Settings {
     }
 }
 
-/// The table at this path, made where it is not there.
+/// Returns the table at this path; creates it if it is missing.
 fn table<'a>(root: &'a mut Table, path: &[&str]) -> Result<&'a mut dyn TableLike, String> {
     let mut at: &mut dyn TableLike = root;
     for (depth, key) in path.iter().enumerate() {
         let new = || {
             let mut table = Table::new();
-            // One header for the innermost, not one for each on the way.
+            // A header for the innermost table only.
             table.set_implicit(depth + 1 < path.len());
             Item::Table(table)
         };
@@ -194,7 +194,7 @@ fn table<'a>(root: &'a mut Table, path: &[&str]) -> Result<&'a mut dyn TableLike
     Ok(at)
 }
 
-/// Sets a value unless it is this one; the comment beside it stays.
+/// Sets a value unless it is equal; keeps the comment next to it.
 fn put(table: &mut dyn TableLike, key: &str, value: toml_edit::Value) {
     match table.get_mut(key).and_then(Item::as_value_mut) {
         Some(old) if same(old, &value) => {}
@@ -207,7 +207,7 @@ fn put(table: &mut dyn TableLike, key: &str, value: toml_edit::Value) {
     }
 }
 
-/// Whether two values mean the same, however they are written.
+/// Returns whether two values are equal, regardless of formatting.
 fn same(a: &toml_edit::Value, b: &toml_edit::Value) -> bool {
     match (a.as_array(), b.as_array()) {
         (Some(a), Some(b)) => a.len() == b.len() && a.iter().zip(b).all(|(a, b)| same(a, b)),
@@ -221,9 +221,9 @@ fn same(a: &toml_edit::Value, b: &toml_edit::Value) -> bool {
 fn read(path: &Path) -> anyhow::Result<String> {
     let size = fs::metadata(path).map(|metadata| metadata.len());
     let size = size.with_context(|| {
-        format!("cannot read {path:?}; where there is none, --containerd-config without --apply prints one")
+        format!("cannot read {path:?}; if it does not exist, --containerd-config without --apply prints one")
     })?;
-    anyhow::ensure!(size <= MAX_FILE_BYTES, "{path:?} has {size} bytes, which is no configuration");
+    anyhow::ensure!(size <= MAX_FILE_BYTES, "{path:?} has {size} bytes: too large for a configuration");
     fs::read_to_string(path).with_context(|| format!("cannot read {path:?}"))
 }
 
@@ -232,9 +232,9 @@ fn diff(path: &Path, old: &str, new: &str) -> String {
     TextDiff::from_lines(old, new).unified_diff().header(&name, &format!("{name} (merged)")).to_string()
 }
 
-/// Writes beside the file, then puts it in its place, with its mode; whoever reads sees the old or the new one.
+/// Writes a new file with the old one's mode and renames it: readers see the old or the new one.
 fn replace(path: &Path, text: &str) -> io::Result<()> {
-    // A link stays one: what it leads to is written.
+    // A symbolic link stays: its target is written.
     let path = fs::canonicalize(path)?;
     let dir = path.parent().unwrap_or(Path::new("/"));
     let mut file = tempfile::Builder::new().prefix(".sandboxer-").tempfile_in(dir)?;

@@ -1,4 +1,4 @@
-//! `sandboxer-cli workload list`: which probes there are.
+//! `sandboxer-cli workload list`: the list of probes.
 
 use anyhow::Result;
 use sandboxer_probe::workload::definition::{self, Better, Metric, Probe, Profile};
@@ -6,15 +6,15 @@ use sandboxer_probe::workload::definition::{self, Better, Metric, Probe, Profile
 use crate::commands::tables::table;
 use crate::{Global, render};
 
-/// List the probes: what, from which study, which metrics, how long
+/// List the probes with their study, metrics and duration
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Show the tools' command lines, too
+    /// Also show the tools' command lines
     #[arg(long)]
     commands: bool,
 }
 
-/// Prints them; with --json as they are defined.
+/// Prints the probes; with --json their definitions.
 pub fn run(args: &Args, global: &Global) -> Result<()> {
     let probes = definition::all();
     if global.json {
@@ -35,7 +35,7 @@ pub fn run(args: &Args, global: &Global) -> Result<()> {
         ]);
     }
     let mut text = rows.trim_fmt();
-    text.push_str("\nSeconds are those of the tools, per round and runtime, over all variants.");
+    text.push_str("\nSeconds count the tools only: per round and runtime, over all variants.");
     if args.commands {
         text.push_str(&commands(&probes));
     }

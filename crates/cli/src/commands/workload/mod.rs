@@ -1,4 +1,4 @@
-//! `sandboxer-cli workload`: what a workload gets, on any runtime.
+//! `sandboxer-cli workload`: performance of workloads on any runtime.
 
 mod list;
 mod tables;
@@ -20,7 +20,7 @@ use sandboxer_probe::workload::{measure, report};
 use super::interrupt;
 use crate::{Global, render};
 
-/// Of a pod's start and removal, beside the time that its tool runs: for the time left.
+/// Start and removal of a pod, ms; added to its tool's time to estimate the remaining time.
 const POD_MS: u64 = 2_500;
 
 const EXAMPLES: &str = "\
@@ -30,30 +30,30 @@ Examples:
   sandboxer-cli workload --runtime runc --runtime sandboxer --profile paper --repeat 10 --output target/workload
   sandboxer-cli workload --probe cpu --runtime runc --json | jq '.series[] | {runtime, case, name, p50}'
 
-The image with the tools is made of Debian packages and loaded into a stack by `make bench-image`.";
+`make bench-image` builds the image with the tools from Debian packages and loads it.";
 
-/// Measure what workloads get on any runtimes: processor, memory, calls, jitter, network, servers
+/// Measure workloads on any runtimes: processor, memory, calls, jitter, network, servers
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES, args_conflicts_with_subcommands = true)]
 pub struct Args {
     #[command(subcommand)]
     verb: Option<Verb>,
-    /// Probe to run; give it again for more [default: all that `workload list` shows]
+    /// Probe to run; repeat for more [default: all that `workload list` shows]
     #[arg(long = "probe", value_name = "PROBE")]
     probes: Vec<String>,
-    /// Runtime handler; give it again for each one to compare, they alternate
+    /// Runtime handler; repeat to compare several: they alternate
     #[arg(long = "runtime", default_value = "sandboxer")]
     runtimes: Vec<String>,
-    /// Runtime handler of the pods in which clients of servers run, whichever one is measured
+    /// Runtime handler of the pods that clients of servers run in
     #[arg(long, default_value = "runc")]
     client_runtime: String,
-    /// Parameters: quick (scaled down) or paper (the studies' own)
+    /// Parameters: quick (scaled down) or paper (those of the studies)
     #[arg(long, default_value_t)]
     profile: Profile,
-    /// Rounds that count: in each, every probe runs once on every runtime; ratios take four
+    /// Measured rounds: in each, every probe runs once on every runtime; ratios need four
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1000))]
     repeat: u32,
-    /// Rounds before counting begins
+    /// Warm-up rounds
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=100))]
     warm_up: u32,
     /// Processors of each pod, by quota
@@ -69,7 +69,7 @@ pub struct Args {
         default_value = "unix:///run/containerd/containerd.sock"
     )]
     endpoint: String,
-    /// Image with the tools; must be on the node
+    /// Image with the tools; it must be on the node
     #[arg(long, default_value = "localhost/sandboxer/bench-small:latest")]
     image: String,
     /// Network of the pods: pod or host; servers and their clients need pod
@@ -78,16 +78,16 @@ pub struct Args {
     /// Parent of the pods' cgroups
     #[arg(long, env = "SANDBOXER_CGROUP_PARENT", default_value = "")]
     cgroup_parent: String,
-    /// Host directory below which volumes are made: its disk is what file probes measure [default: that for temporary files]
+    /// Host directory for volumes; file probes measure its disk [default: the directory for temporary files]
     #[arg(long, value_name = "DIR")]
     volumes: Option<PathBuf>,
-    /// Seconds that a pod's start may take, and a tool on top of four times what it says
+    /// Timeout of a pod's start, in seconds; a tool gets four times its expected duration on top
     #[arg(long, default_value_t = 120, value_parser = clap::value_parser!(u64).range(1..=86_400))]
     timeout: u64,
-    /// Clock of this host's times: wall or virtual [default: as the kernel's command line tells, else wall]
+    /// Clock of this host's times: wall or virtual [default: from the kernel's command line, else wall]
     #[arg(long, env = "SANDBOXER_CLOCK")]
     clock: Option<Clock>,
-    /// Where to write the result; it must not hold one already
+    /// Directory for the result; it must not contain one yet
     #[arg(long)]
     output: Option<PathBuf>,
 }
@@ -97,7 +97,7 @@ enum Verb {
     List(list::Args),
 }
 
-/// A partial measurement and one with failures are errors, after their result.
+/// Measures and prints. Returns an error for a partial run and for failures, after printing the result.
 pub async fn run(args: Args, global: &Global) -> Result<()> {
     if let Some(Verb::List(args)) = args.verb {
         return list::run(&args, global);
@@ -135,7 +135,7 @@ pub async fn run(args: Args, global: &Global) -> Result<()> {
         (Some(why), _) => bail!("the measurement is partial: {why}"),
         (None, 0) => Ok(()),
         (None, failures) => {
-            bail!("{failures} of {} runs failed: 'not measured' and runs.jsonl say why", runs.len())
+            bail!("{failures} of {} runs failed: see 'not measured' and runs.jsonl", runs.len())
         }
     }
 }
@@ -157,17 +157,17 @@ fn plan(args: Args) -> Result<Plan> {
     })
 }
 
-/// In the order in which they are defined, each once; all without a name.
+/// Returns the named probes in the order of their definition, each once; all if no name is given.
 fn chosen(names: &[String]) -> Result<Vec<Probe>> {
     let all = definition::all();
     if let Some(unknown) = names.iter().find(|name| all.iter().all(|probe| probe.name != **name)) {
         let known: Vec<&str> = all.iter().map(|probe| &*probe.name).collect();
-        bail!("no probe is named '{unknown}': there are {}", known.join(", "));
+        bail!("no probe is named '{unknown}': choose from {}", known.join(", "));
     }
     Ok(all.into_iter().filter(|probe| names.is_empty() || names.contains(&probe.name)).collect())
 }
 
-/// Drawn on stderr, and only if that is a terminal. Its length is time, so that what is left is told well from the first run on.
+/// Returns a progress bar on stderr, shown only on a terminal. Its length is time, for a good estimate from the first run on.
 fn bar(plan: &Plan) -> ProgressBar {
     let style = ProgressStyle::with_template("{bar:30} {percent} % {msg}, {eta} left");
     let length = plan.takes().as_millis() as u64 + plan.runs() * POD_MS;

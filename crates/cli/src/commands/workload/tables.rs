@@ -4,7 +4,7 @@ use sandboxer_probe::workload::report::Report;
 
 use crate::commands::tables::table;
 
-/// Returns one line per metric, variant and runtime, then what a reader must know.
+/// Returns one line per metric, variant and runtime, then remarks.
 pub fn report(report: &Report) -> String {
     let over = format!("over {}", report.reference);
     let heading = ["probe", "metric", "runtime", "n", "failed", "min", "p50", "max", "mean", "sd", &over];
@@ -39,7 +39,7 @@ pub fn report(report: &Report) -> String {
     text
 }
 
-/// Four digits, so that columns stay narrow; "–" where there is none.
+/// Returns a value with four digits, to keep columns narrow; "–" without a value.
 fn number(value: Option<f64>) -> String {
     match value {
         None => "–".into(),

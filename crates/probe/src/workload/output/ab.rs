@@ -3,7 +3,7 @@
 use super::text::{after, check_rate, number, number_after, whole_lines};
 use super::{Figures, OutputError};
 
-/// Refused requests, or answers other than 2xx, make the whole run a failure: their times are of something else.
+/// Parses the output. A refused request or a response other than 2xx fails the whole run.
 pub fn parse(text: &str) -> Result<Figures, OutputError> {
     let (complete, failed) =
         (number_after(text, "Complete requests:")?, number_after(text, "Failed requests:")?);

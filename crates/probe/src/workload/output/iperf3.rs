@@ -7,7 +7,7 @@ use crate::workload::log::plain;
 
 const TOOL: &str = "iperf3";
 
-/// What the receiver got, and what was sent again.
+/// Returns what the receiver got, and what was sent again.
 pub fn tcp(text: &str) -> Result<Figures, OutputError> {
     let end = end(text)?;
     let received = number(&end["sum_received"]["bits_per_second"], "end.sum_received.bits_per_second")?;
@@ -15,7 +15,7 @@ pub fn tcp(text: &str) -> Result<Figures, OutputError> {
     Ok(Figures::from([("mbit_per_s".into(), received / 1e6), ("retransmits".into(), again)]))
 }
 
-/// Jitter and loss as the receiver saw them.
+/// Parses jitter and loss as the receiver saw them.
 pub fn udp(text: &str) -> Result<Figures, OutputError> {
     let end = end(text)?;
     let sum = &end["sum"];

@@ -3,7 +3,7 @@
 use super::text::{after, check_rate, number, number_after};
 use super::{Figures, OutputError};
 
-/// The rate is checked against count and time.
+/// Returns the rate is checked against count and time.
 pub fn cpu(text: &str) -> Result<Figures, OutputError> {
     let rate = number_after(text, "events per second:")?;
     check_total(text, rate)?;
@@ -13,7 +13,7 @@ pub fn cpu(text: &str) -> Result<Figures, OutputError> {
     ]))
 }
 
-/// Of a line "3222.33 MiB transferred (1591.31 MiB/sec)".
+/// Parses a line "3222.33 MiB transferred (1591.31 MiB/sec)".
 pub fn memory(text: &str) -> Result<Figures, OutputError> {
     const WHAT: &str = "line 'MiB transferred (… MiB/sec)'";
     let line =

@@ -17,7 +17,7 @@ use sandboxer_protocol::{
 use super::spec::unsupported;
 use crate::error::PodError;
 
-/// Character devices that every kernel has under the same numbers, and what they are for a guest's.
+/// Character devices that have the same numbers on every kernel.
 const IN_EVERY_KERNEL: [(i64, i64); 7] = [
     // null, zero, full, random, urandom
     (1, 3),
@@ -31,11 +31,11 @@ const IN_EVERY_KERNEL: [(i64, i64); 7] = [
     (10, 229),
 ];
 
-/// Paths at which the guest's runtime puts such devices without being asked.
+/// Paths at which the guest's runtime creates such devices by default.
 const ALWAYS_THERE: [&str; 6] =
     ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty"];
 
-/// Takes the devices out of a container's spec that its runtime can't make. Answers what the guest must have for
+/// Takes the devices out of a container's spec that its runtime can't make. Returns what the guest must have for
 /// them, and how the container shall see that.
 pub fn convert(
     container: &ContainerId,
@@ -47,7 +47,7 @@ pub fn convert(
     for device in linux.devices().clone().unwrap_or_default() {
         let (path, number) = (device.path().clone(), (device.major(), device.minor()));
         if rules.iter().any(allows_all) && is_the_hosts_own(&device) {
-            // A privileged container has all devices there are: those of its guest.
+            // A privileged container gets all devices of its guest.
             continue;
         }
         match device.typ() {
@@ -92,7 +92,7 @@ fn owner(device: &LinuxDevice) -> Owner {
     }
 }
 
-/// Whether a rule means in a guest what it means here: it allows all there is, as to the privileged, or speaks of a
+/// Returns whether a rule means in a guest what it means here: it allows all there is, as to the privileged, or speaks of a
 /// device that every kernel has. The guest adds what every container may, and the disks that this one was given.
 pub fn holds_in_a_guest(rule: &LinuxDeviceCgroup) -> bool {
     let number = rule.major().zip(rule.minor());
@@ -100,7 +100,7 @@ pub fn holds_in_a_guest(rule: &LinuxDeviceCgroup) -> bool {
     allows_all(rule) || rule.typ() == Some(LinuxDeviceType::C) && of_every_kernel
 }
 
-/// Whether a rule lets a container use every device.
+/// Returns whether a rule lets a container use every device.
 fn allows_all(rule: &LinuxDeviceCgroup) -> bool {
     rule.allow() && rule.typ().is_none_or(|typ| typ == LinuxDeviceType::A) && rule.major().is_none()
 }
@@ -112,7 +112,7 @@ fn allows_writing(rule: &LinuxDeviceCgroup, (major, minor): (i64, i64)) -> bool 
     rule.allow() && applies && rule.access().as_deref().is_none_or(|access| access.contains('w'))
 }
 
-/// Whether a device has the path that it has on the host: nobody asked for it by name. Below /dev alone: anywhere else
+/// Returns whether a device has the path that it has on the host: nobody asked for it by name. Below /dev alone: anywhere else
 /// a container's path may be on this host a volume's that hangs.
 fn is_the_hosts_own(device: &LinuxDevice) -> bool {
     let plain = device.path().components().all(|part| part != Component::ParentDir);
@@ -125,7 +125,7 @@ fn number_of(meta: &fs::Metadata) -> (i64, i64) {
     (major(meta.rdev()).into(), minor(meta.rdev()).into())
 }
 
-/// The host's node of a block device.
+/// Returns the host's node of a block device.
 fn node((major, minor): (i64, i64)) -> io::Result<PathBuf> {
     let events = fs::read_to_string(format!("/sys/dev/block/{major}:{minor}/uevent"))?;
     let name = events.lines().find_map(|line| line.strip_prefix("DEVNAME="));

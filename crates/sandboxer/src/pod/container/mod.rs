@@ -1,4 +1,4 @@
-//! Containers of a pod: what the pod's task keeps of each, and the work it has done on them.
+//! Containers of a pod: their state in the pod's task, and the work on them.
 
 mod copy;
 mod devices;
@@ -25,10 +25,10 @@ use crate::{
     },
 };
 
-/// Exit code of a process that ended with its VM: as if killed by SIGKILL.
+/// Exit code of a process that ended with its VM, as for SIGKILL.
 pub const KILLED: u32 = 137;
 
-/// A container as asked for.
+/// A requested container.
 #[derive(Debug)]
 pub struct NewContainer {
     /// containerd's id.
@@ -37,13 +37,13 @@ pub struct NewContainer {
     pub bundle: PathBuf,
     /// The snapshot's mounts.
     pub mounts: Vec<Mount>,
-    /// Where its output goes.
+    /// Its FIFOs.
     pub stdio: StdioPaths,
-    /// Containers that run in its pod: told by the pod's task.
+    /// Containers that run in its pod; set by the pod's task.
     pub beside: Vec<ContainerId>,
 }
 
-/// FIFOs of a process on the host; an empty path is a stream nobody wants.
+/// FIFOs of a process on the host; an empty path means no such stream.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StdioPaths {
     /// Read by the process.
@@ -56,18 +56,18 @@ pub struct StdioPaths {
     pub terminal: bool,
 }
 
-/// How a process ended.
+/// The exit of a process.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Exit {
     /// Exit code, or 128 + signal.
     pub code: u32,
-    /// When, ns since 1970.
+    /// Time, ns since 1970.
     pub at_ns: u64,
-    /// Why, where the code alone doesn't say; else empty.
+    /// The reason, if the code alone does not say it; else empty.
     pub reason: String,
 }
 
-/// Where a process stands. Told to whoever asks without asking the pod's task.
+/// The phase of a process. Readable without a request to the pod's task.
 ///
 /// ```text
 /// Created ──start──▶ Starting ──▶ Running ──▶ Exited
@@ -75,18 +75,18 @@ pub struct Exit {
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Phase {
-    /// Made; waits to be let go.
+    /// Created; waits for its start.
     Created,
-    /// Being let go.
+    /// Starting.
     Starting,
-    /// Runs.
+    /// Running.
     Running,
-    /// Ended.
+    /// Exited.
     Exited(Exit),
 }
 
 impl Phase {
-    /// The phase in people's words.
+    /// Returns the phase in people's words.
     pub const fn as_str(&self) -> &'static str {
         match self {
             Phase::Created => "created",
@@ -96,7 +96,7 @@ impl Phase {
         }
     }
 
-    /// How it ended, if it has.
+    /// Returns how it ended, if it has.
     pub const fn exit(&self) -> Option<&Exit> {
         match self {
             Phase::Exited(exit) => Some(exit),
@@ -108,36 +108,36 @@ impl Phase {
 /// A process: a container's init or an exec.
 #[derive(Debug)]
 pub struct Process {
-    /// Guest pid; 0 before it has one.
+    /// Guest pid; 0 before its creation.
     pub pid: u32,
-    /// Where its output goes.
+    /// Its FIFOs.
     pub stdio: StdioPaths,
-    /// Where it stands.
+    /// Its state.
     pub phase: watch::Sender<Phase>,
-    /// Its streams, until they are running.
+    /// Its streams, until they are copied.
     pub io: Option<io::Io>,
-    /// Speaks for it when its guest can't; until it has ended.
+    /// Writes to its stderr if the guest cannot; until it has exited.
     pub stderr_writer: Option<io::StderrWriter>,
-    /// Asks the running stdin copy to finish.
+    /// Tells the running stdin copy to finish.
     pub stdin: Option<io::StdinCloser>,
-    /// What the front holds of its streams, until it has ended.
+    /// The front's copies of its streams, until it has exited.
     kept: Option<Kept>,
 }
 
 impl Process {
-    /// A process that waits to be let go.
+    /// Returns a process that waits to be let go.
     pub fn created(pid: u32, stdio: StdioPaths, io: io::Io) -> Self {
         Self::at(Phase::Created, pid, stdio, Some(io))
     }
 
-    /// A process that stands at `phase`.
+    /// Returns a process that stands at `phase`.
     pub fn at(phase: Phase, pid: u32, stdio: StdioPaths, mut io: Option<io::Io>) -> Self {
         let stderr_writer = io.as_mut().and_then(io::Io::take_stderr_writer);
         let kept = io.as_ref().and_then(io::Io::kept);
         Self { pid, stdio, phase: watch::Sender::new(phase), io, stderr_writer, stdin: None, kept }
     }
 
-    /// Notes its end, unless that is known already, and lets go of its streams.
+    /// Records its exit, unless that is known already, and releases its streams.
     pub fn end(&mut self, exit: Exit) {
         self.io = None;
         self.stderr_writer = None;
@@ -150,12 +150,12 @@ impl Process {
         }
     }
 
-    /// Whether it has ended.
+    /// Returns whether it has ended.
     pub fn has_exited(&self) -> bool {
         matches!(*self.phase.borrow(), Phase::Exited(_))
     }
 
-    /// The process as the journal keeps it.
+    /// Returns the process as the journal keeps it.
     pub fn record(&self) -> ProcessRecord {
         let phase = self.phase.borrow();
         ProcessRecord {
@@ -172,26 +172,26 @@ impl Process {
 pub struct Container {
     /// Its bundle directory.
     pub bundle: PathBuf,
-    /// Disks plugged in for it.
+    /// Disks attached for it.
     pub disks: Vec<DiskSpec>,
-    /// Keeps the images of its disks from being evicted.
+    /// Prevents the eviction of its disk images.
     pub leases: Vec<Lease>,
-    /// The host's file for its termination message.
+    /// Path of its termination message on the host.
     pub message: Option<PathBuf>,
-    /// CPUs of the host that it may use, a list; none: all.
+    /// CPUs of the host that it may use, as a list; none: all.
     pub cpus: Option<String>,
     /// Its init.
     pub init: Process,
-    /// Its further processes.
+    /// Its execs.
     pub execs: HashMap<ExecId, Process>,
-    /// Frozen.
+    /// Paused.
     pub paused: bool,
     /// The steps of its start.
     pub stages: Stages,
 }
 
 impl Container {
-    /// Its init (no `exec`) or an exec.
+    /// Returns its init (no `exec`) or an exec.
     pub fn process(&self, exec: Option<&ExecId>) -> Option<&Process> {
         match exec {
             None => Some(&self.init),
@@ -199,7 +199,7 @@ impl Container {
         }
     }
 
-    /// Its init (no `exec`) or an exec.
+    /// Returns its init (no `exec`) or an exec.
     pub fn process_mut(&mut self, exec: Option<&ExecId>) -> Option<&mut Process> {
         match exec {
             None => Some(&mut self.init),
@@ -207,7 +207,7 @@ impl Container {
         }
     }
 
-    /// The container as the journal keeps it.
+    /// Returns the container as the journal keeps it.
     pub fn record(&self, id: &ContainerId) -> ContainerRecord {
         ContainerRecord {
             id: id.clone(),

@@ -14,7 +14,7 @@ use sandboxer_e2e::kubelet::Kubelet;
 
 use super::{Seen, life, reached};
 
-/// A number that the environment may make larger, for long runs.
+/// Returns a number that the environment may make larger, for long runs.
 fn count(variable: &str, usual: usize) -> Result<usize> {
     match std::env::var(variable) {
         Ok(asked) => asked.parse().with_context(|| variable.to_owned()),

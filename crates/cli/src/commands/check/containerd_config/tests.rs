@@ -30,7 +30,7 @@ fn parsed(text: &str) -> toml_edit::Table {
     text.parse::<DocumentMut>().unwrap().as_table().clone()
 }
 
-/// Our runtime handler in a configuration.
+/// Returns our runtime handler in a configuration.
 fn ours(text: &str) -> toml_edit::Table {
     let document = parsed(text);
     document["plugins"][CRI]["containerd"]["runtimes"][HANDLER].as_table().unwrap().clone()
@@ -120,14 +120,14 @@ fn tables_may_be_written_inline() {
 #[test]
 fn what_cannot_be_merged_into_is_refused_by_name() {
     for (text, says) in [
-        ("version = 3\n[plugins\n", "\"/etc/c.toml\" is no TOML"),
+        ("version = 3\n[plugins\n", "\"/etc/c.toml\" is not valid TOML"),
         ("version = 3\n[plugins\n", "line 2"),
         ("version = 2\n", "has version 2"),
         ("", "has version none"),
         ("version = 5\n", "has version 5"),
         ("version = \"3\"\n", "has version \"3\""),
-        ("version = 3\nplugins = 1\n", "has \"plugins\" as something other than a table"),
-        ("version = 3\n[plugins]\n\"io.containerd.cri.v1.runtime\" = []\n", "cri.v1.runtime\" as something"),
+        ("version = 3\nplugins = 1\n", "\"plugins\" in \"/etc/c.toml\" is not a table"),
+        ("version = 3\n[plugins]\n\"io.containerd.cri.v1.runtime\" = []\n", "cri.v1.runtime\" in"),
     ] {
         let error = merge(text).unwrap_err().to_string();
         assert!(error.contains(says), "{text:?}: {error}");

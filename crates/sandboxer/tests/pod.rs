@@ -26,7 +26,7 @@ use sandboxer_vmm_fake::{FakeVmm, Fault};
 use test_node::{TestNode, id, phase, reader};
 use tokio::io::AsyncReadExt;
 
-/// A node whose agents are well-behaved.
+/// Returns a node whose agents are well-behaved.
 fn node() -> TestNode {
     with_boot_timeout(Duration::from_secs(60))
 }

@@ -30,7 +30,7 @@ const PATIENCE: Duration = Duration::from_secs(60);
 struct Links(Arc<Mutex<Vec<AbortHandle>>>);
 
 impl Links {
-    /// A node whose agents are reached over these links.
+    /// Returns a node whose agents are reached over these links.
     fn node(&self, agent: FakeAgent) -> TestNode {
         let links = self.clone();
         let vmm = FakeVmm::new(move |guest| {

@@ -233,10 +233,7 @@ impl Quarantine {
         let record = self.record(&entry.name);
         self.remove(name, "remove the record before", &journal::before(&record))?;
         self.remove(name, "remove record", &record)?;
-        tracing::info!(
-            entry = name,
-            "destroyed an unreadable record and the remains of its pod"
-        );
+        tracing::info!(entry = name, "destroyed an unreadable record and the remains of its pod");
         Ok(entry)
     }
 

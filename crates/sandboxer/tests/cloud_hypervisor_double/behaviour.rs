@@ -40,7 +40,7 @@ pub enum Fault {
 }
 
 impl Behaviour {
-    /// A refusal in the version's format.
+    /// Returns a refusal in the version's format.
     pub fn of(version: &str) -> Self {
         Self { version: version.into(), faults: BTreeMap::new(), statuses: BTreeMap::new(), renamed: None }
     }

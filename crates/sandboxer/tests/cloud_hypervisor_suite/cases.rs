@@ -29,7 +29,7 @@ use crate::{
     },
 };
 
-/// All cases.
+/// Returns all cases.
 pub fn cases() -> impl IntoIterator<Item = Case> {
     listed![
         version_and_process_are_told,
@@ -51,7 +51,7 @@ pub fn cases() -> impl IntoIterator<Item = Case> {
     ]
 }
 
-/// Returns each case on each subject.
+/// Returns a trial for each case on each subject.
 pub fn trials() -> Vec<Trial> {
     let double = |version| Subject::Double(Behaviour::of(version));
     let mut trials = Vec::new();

@@ -37,7 +37,7 @@ pub enum Nature {
     AnswersUnasked,
     /// Answers each call repeatedly.
     AnswersTwice,
-    /// Returns a call by a stream of data without end.
+    /// Answers a call by a stream of data without end.
     Streams,
     /// Announces an answer of 4 GiB, and sends it.
     AnswersAtLength,

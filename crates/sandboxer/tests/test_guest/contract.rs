@@ -25,7 +25,7 @@ use super::{Guest, Pod, share_server::ShareServer};
 /// Far longer than anything these tests wait for on a busy host.
 const LONG: Duration = Duration::from_secs(90);
 
-/// A VM's network interface lasts as long as its tap.
+/// Returns a VM's network interface lasts as long as its tap.
 pub async fn a_tap_is_held_as_long_as_the_vm_runs(
     vmm: &dyn Vmm,
     spec: fn(&Pod) -> VmSpec,
@@ -104,7 +104,7 @@ async fn disks_come_and_go(vm: &dyn Vm, guest: &mut Guest, first: &DiskSpec, sec
     assert_eq!(guest.ask("await-gone second").await, "gone second");
 }
 
-/// The guest's file requests reach their server, and the answers the guest, without the daemon.
+/// Returns the guest's file requests reach their server, and the answers the guest, without the daemon.
 pub async fn requests_for_files_have_a_link_of_their_own(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec) {
     // State: there it is. Head: 80 bytes, no error, of request 7.
     const ANSWER: &str = "0100000050000000000000000700000000000000";

@@ -3,11 +3,11 @@
 
 clock=()
 
-# in_parts DIR NAME PARTS SERIAL GROUP HANDLER… [-- OPTION…]: has PARTS parts measured, of SERIAL starts and, unless it is 0, a group of GROUP of
-# each handler, and makes DIR/NAME of them; OPTIONs are node.sh's. The emulator may lose a guest (docs/decisions/0009-node-vm.md),
-# which then spins for ever: the part in which that is seen counts nothing, its node is ended, and another one measures what is left.
-# The caller's `stall` (60): processor seconds without a line after which a guest counts as lost; its `clock`: node.sh's options
-# that say in which time the node runs (virtual, without nested paging).
+# in_parts DIR NAME PARTS SERIAL GROUP HANDLER… [-- OPTION…]: measures PARTS parts, each of SERIAL starts and, unless it is 0, a group
+# of GROUP of each handler, and merges them into DIR/NAME. OPTIONs are node.sh's. The emulator may lose a guest
+# (docs/decisions/0009-node-vm.md), which then spins forever. Such a part is discarded, its node ends, and another node measures the
+# remaining parts. Variables of the caller: `stall` (60): processor seconds without output after which a guest counts as lost;
+# `clock`: node.sh's options that select the node's clock (default: virtual, without nested paging).
 in_parts() {
     local dir=$1 name=$2 parts=$3 status=75 tries=0 there=0 at handlers=()
     local part_of=("$4" "$5")
@@ -26,7 +26,7 @@ in_parts() {
             >"$dir/$name.$tries.log" 2>&1 || status=$?
         there=0
         while [[ -d $dir/parts/$name.$((there + 1)) ]]; do there=$((there + 1)); done
-        # A start that failed is in the figures: it is no reason to ask another node.
+        # A failed start is in the figures: it is no reason to try another node.
         case $status in
         0 | 75 | 123) say "$name: $there of $parts parts, in $tries nodes" ;;
         *)

@@ -291,7 +291,7 @@ fn hold(node: &DaemonState, record: &PodRecord) -> Result<Option<Arc<dyn Held>>,
     }
     let strays = HeldProcesses::strays(&record.spec.id, &node.run_dir(&record.spec.id))?;
     Ok(strays.map(|strays| {
-        tracing::warn!(pod = %record.spec.id, pids = ?strays.pids(), "ending a VMM that no record names");
+        tracing::warn!(pod = %record.spec.id, pids = ?strays.pids(), "killing a VMM without a record");
         Arc::new(strays) as Arc<dyn Held>
     }))
 }

@@ -1,4 +1,4 @@
-//! The configuration as written: TOML, every key optional, unknown keys refused.
+//! The configuration as written: TOML, all keys optional, unknown keys are errors.
 
 use std::{
     collections::BTreeMap,
@@ -16,38 +16,38 @@ use crate::{
     VmConfig, VmmChoice, VolumeConfig, WritableTo, resolved::DEFAULT_SCRATCH,
 };
 
-/// The default configuration, every key explained.
+/// The default configuration, with comments for every key.
 pub const DEFAULT: &str = include_str!("../../../vmm-configs/sandboxer.toml");
 
-/// Why a configuration can't be used.
+/// Why a configuration is invalid.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigError {
-    /// The file can't be read.
+    /// The file cannot be read.
     #[error("cannot read configuration {path:?}")]
     Read {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// It is no TOML, or has a key or a value that isn't known.
+    /// It is not TOML, or has an unknown key or value.
     #[error("configuration {place}: {reason}")]
     Parse {
-        /// Where.
+        /// The place.
         place: Place,
-        /// What is wrong there, with the key, and what may have been meant.
+        /// The error with the key, and a suggestion.
         reason: String,
     },
     /// A value is out of its bounds.
-    #[error("configuration {place}: {key} is {found}, it takes {takes}")]
+    #[error("configuration {place}: {key} is {found}, expected {takes}")]
     Value {
-        /// Where; a file that doesn't set the key itself has no line of it.
+        /// The place; without a line if the file does not set the key.
         place: Place,
         /// The key, with its table.
         key: &'static str,
         /// The value.
         found: String,
-        /// What it may be.
+        /// The accepted values.
         takes: &'static str,
     },
 }
@@ -167,16 +167,16 @@ struct RawContainerd {
     ttrpc: Option<PathBuf>,
 }
 
-/// A whole or broken number of seconds.
+/// A number of seconds, also a fraction.
 #[derive(Debug, Clone, Copy, Deserialize, Serialize)]
 #[serde(transparent)]
 struct Seconds(f64);
 
-/// Where the configuration is if nobody says otherwise; it need not be there.
+/// Default path of the configuration; the file is optional.
 pub const DEFAULT_PATH: &str = "/etc/sandboxer/config.toml";
 
 impl Config {
-    /// Reads the file that was named; without one that at [`DEFAULT_PATH`], if it is there.
+    /// Reads the given file, else the one at [`DEFAULT_PATH`] if it exists.
     pub fn load_or_default(named: Option<&Path>) -> Result<Self, ConfigError> {
         match named {
             Some(path) => Self::load(path),
@@ -185,14 +185,14 @@ impl Config {
         }
     }
 
-    /// Reads `path`. What the file doesn't set has its default.
+    /// Reads `path`. Missing keys have their defaults.
     pub fn load(path: &Path) -> Result<Self, ConfigError> {
         let text =
             fs::read_to_string(path).map_err(|source| ConfigError::Read { path: path.to_owned(), source })?;
         Self::parse(&text, path)
     }
 
-    /// Resolves a configuration's text; `path` names it in errors.
+    /// Resolves a configuration's text; `path` is for error messages.
     pub fn parse(text: &str, path: &Path) -> Result<Self, ConfigError> {
         let raw: Raw = toml::from_str(text).map_err(|error| {
             let place = Place::new(path, text, error.span().map(|span| span.start));
@@ -236,10 +236,10 @@ fn resolve(
         }
     };
     let positive = |key, value: u64| {
-        check(key, value.to_string(), "a whole number from 1 up", value > 0).map(|()| value)
+        check(key, value.to_string(), "a whole number of at least 1", value > 0).map(|()| value)
     };
 
-    // What is said of one makes room for itself in the other, which follows from the node.
+    // If only one of default and maximum is set, the other, which comes from the node, adapts.
     let max_vcpus = raw.vm.max_vcpus.unwrap_or(vm.max_vcpus.max(raw.vm.default_vcpus.unwrap_or(0)));
     let default_vcpus = raw.vm.default_vcpus.unwrap_or(vm.default_vcpus.min(max_vcpus));
     let fine = (1..=max_vcpus).contains(&default_vcpus);
@@ -251,17 +251,17 @@ fn resolve(
     check("vm.default_memory_mib", default_memory_mib.to_string(), "64 to vm.max_memory_mib", fine)?;
     let at_once = |key, value: Option<usize>, default: usize| {
         let value = value.unwrap_or(default);
-        check(key, value.to_string(), "a whole number from 1 up", value > 0).map(|()| value)
+        check(key, value.to_string(), "a whole number of at least 1", value > 0).map(|()| value)
     };
 
-    // It was a switch once.
-    check("vm.jail", "false".to_owned(), "true alone: every VMM is jailed", raw.vm.jail != Some(false))?;
-    // Either key alone sets both ends of the range that would not fit otherwise.
+    // Earlier versions accepted false.
+    check("vm.jail", "false".to_owned(), "only true: every VMM is jailed", raw.vm.jail != Some(false))?;
+    // If only one key is set, the other end of the range adapts.
     let min = raw.pool.min.unwrap_or(default.pool.min);
     let max = raw.pool.max.unwrap_or(default.pool.max.max(min));
     check("pool.min", min.to_string(), "0 to pool.max", min <= max)?;
     check("pool.max", max.to_string(), "0 to 1000", max <= 1000)?;
-    // Its VMs are copies of templates, and would be made for nobody.
+    // The pool's VMs are copies of templates.
     let enabled = raw.templates.enabled.unwrap_or(templates.enabled);
     check("pool.max", max.to_string(), "0 while templates.enabled is false", enabled || max == 0)?;
 
@@ -348,7 +348,7 @@ fn resolve(
     })
 }
 
-/// Returns where the value of a key, such as `vm.kernel`, stands.
+/// Returns the offset of the value of a key such as `vm.kernel`.
 fn offset_of(text: &str, key: &str) -> Option<usize> {
     let document = DeTable::parse(text).ok()?;
     let (tables, name) = key.rsplit_once('.').map_or((None, key), |(tables, name)| (Some(tables), name));
@@ -359,8 +359,8 @@ fn offset_of(text: &str, key: &str) -> Option<usize> {
     Some(table.get(name)?.span().start)
 }
 
-/// Returns the parser's words in those of the file, with the line that they are about. Where it names an unknown
-/// key or value and all that it would have taken, the nearest of these may have been meant.
+/// Returns the parser's message in the configuration's terms, with the line. For an unknown key or value it suggests
+/// the nearest known one.
 fn reason(message: &str, line: &str) -> String {
     let message = message
         .replace("unknown field", "unknown key")
@@ -490,10 +490,10 @@ mod tests {
             "there is no pool by default"
         );
         let error = parse("[templates]\nenabled = false\n[pool]\nmin = 1").unwrap_err().to_string();
-        assert!(error.contains("pool.max is 1, it takes 0 while templates.enabled is false"), "{error}");
+        assert!(error.contains("pool.max is 1, expected 0 while templates.enabled is false"), "{error}");
         assert!(parse("[vm]\njail = true").unwrap().vm.jail);
         let error = parse("[vm]\njail = false").unwrap_err().to_string();
-        assert!(error.contains("vm.jail is false, it takes true alone: every VMM is jailed"), "{error}");
+        assert!(error.contains("vm.jail is false, expected only true: every VMM is jailed"), "{error}");
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, net::SocketAddr, path::PathBuf, time::Duration};
 
-/// Everything that can be set.
+/// The whole configuration.
 #[derive(Debug, Clone)]
 pub struct Config {
     /// Sockets and per-pod runtime files; gone after a reboot. `/run/sandboxer`.
@@ -15,8 +15,8 @@ pub struct Config {
     pub templates: TemplateConfig,
     /// VMs that wait for pods.
     pub pool: PoolConfig,
-    /// The fastest way in which pods of a runtime handler may get their VM, by the handler's
-    /// name; [`StartPath::Pool`] for handlers that aren't named.
+    /// Fastest start path of pods, by runtime handler; [`StartPath::Pool`] for handlers that are not
+    /// listed.
     pub handlers: BTreeMap<String, StartPath>,
     /// Root file systems.
     pub rootfs: RootfsConfig,
@@ -24,21 +24,21 @@ pub struct Config {
     pub volumes: VolumeConfig,
     /// Pods' networks.
     pub network: NetworkConfig,
-    /// containerd's ttrpc socket, for events; none: events go nowhere but the admin API.
+    /// containerd's ttrpc socket for events; `None`: only the admin API gets events.
     pub containerd_ttrpc: Option<PathBuf>,
     /// VMs that may boot or be restored at the same time; the others queue.
     pub concurrent_starts: usize,
-    /// Containers that may be made at the same time; the others queue.
+    /// Containers that may be created at the same time; the others queue.
     pub concurrent_containers: usize,
-    /// How long a shutdown waits for requests under way.
+    /// How long a shutdown waits for requests in progress.
     pub drain_timeout: Duration,
-    /// Where Prometheus may read metrics; none: nowhere.
+    /// Address for Prometheus metrics; `None`: no metrics.
     pub metrics_listen: Option<SocketAddr>,
-    /// The program whose processes touch volumes in the daemon's place: its own, which no file says. None: its threads do.
+    /// Program whose processes access volumes for the daemon: the daemon's own, not a key of the file. `None`: its threads do.
     pub helper_program: Option<PathBuf>,
 }
 
-/// How VMs are made.
+/// VMs.
 #[derive(Debug, Clone)]
 pub struct VmConfig {
     /// Which VMM.
@@ -61,17 +61,17 @@ pub struct VmConfig {
     pub max_vcpus: u32,
     /// Most memory a pod may ask for, MiB.
     pub max_memory_mib: u64,
-    /// Until a VM's agent is ready; for a pod, in whatever ways it gets one, the wait for its turn left out.
+    /// Timeout until a VM's agent is ready; for a pod over all start paths, without its time in the queue.
     pub boot_timeout: Duration,
-    /// For one call to a VMM.
+    /// Timeout of one call to a VMM.
     pub call_timeout: Duration,
-    /// For one short call to an agent.
+    /// Timeout of one short call to an agent.
     pub agent_timeout: Duration,
-    /// How long a guest that is to power off may write its data to disks.
+    /// How long a guest may write data to disks before it powers off.
     pub stop_timeout: Duration,
     /// Guest console kept per pod, bytes.
     pub console_log_bytes: u64,
-    /// VMMs are jailed. Always: only tests whose VMM is a script that writes files say otherwise.
+    /// VMMs are jailed: always, except in tests with a script as VMM.
     pub jail: bool,
     /// Filter of the agents' logs, as in `RUST_LOG`.
     pub agent_log: Option<String>,
@@ -79,7 +79,7 @@ pub struct VmConfig {
     pub idle_cgroup: String,
 }
 
-/// Who runs the VMs.
+/// The VMM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum VmmChoice {
@@ -87,17 +87,17 @@ pub enum VmmChoice {
     Auto,
     /// QEMU.
     Qemu,
-    /// Cloud Hypervisor; an error where it can't be used.
+    /// Cloud Hypervisor; an error if it is not usable.
     CloudHypervisor,
 }
 
-/// Whether guests run on hardware.
+/// The accelerator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Accelerator {
     /// KVM if a measurement finds it usable, else TCG.
     Auto,
-    /// Hardware; an error where it doesn't work.
+    /// KVM; an error if it is not usable.
     Kvm,
     /// Emulation.
     Tcg,
@@ -113,7 +113,7 @@ pub enum StartPath {
     Boot,
     /// The VM is a new copy of a template.
     Template,
-    /// The VM is a copy that was made before and waits.
+    /// The VM is a copy from the pool.
     #[default]
     Pool,
 }
@@ -146,40 +146,40 @@ impl std::fmt::Display for StartPath {
     }
 }
 
-/// Which templates are kept.
+/// Templates.
 #[derive(Debug, Clone)]
 pub struct TemplateConfig {
-    /// Whether there are any.
+    /// Whether templates are used.
     pub enabled: bool,
-    /// Most of them.
+    /// Maximum number.
     pub most: usize,
-    /// Most bytes they take on disk; in memory each takes about as many.
+    /// Maximum bytes on disk; they take about the same in memory.
     pub most_bytes: u64,
 }
 
-/// How many VMs wait for pods.
+/// The pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolConfig {
-    /// Always at least so many of the default size, unless memory is short.
+    /// Minimum VMs of the default size, unless memory is short.
     pub min: usize,
-    /// Never more, of all sizes together; 0: there is no pool.
+    /// Maximum VMs of all sizes together; 0: no pool.
     pub max: usize,
 }
 
-/// What is made of pods' network namespaces.
+/// Pods' networks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct NetworkConfig {
-    /// What rules of netfilter's there mean.
+    /// Handling of netfilter rules.
     pub foreign_rules: ForeignRules,
 }
 
-/// What is done about netfilter's rules in a pod's network namespace, which a guest's packets don't pass.
+/// Handling of netfilter rules in a pod's network namespace, which a guest's packets do not pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum ForeignRules {
     /// The pod is refused.
     Refuse,
-    /// The pod runs without them.
+    /// The pod runs, and the rules have no effect.
     Ignore,
 }
 
@@ -188,47 +188,47 @@ pub enum ForeignRules {
 pub struct RootfsConfig {
     /// Program that makes EROFS images.
     pub mkfs_erofs: PathBuf,
-    /// Most bytes the cache of images may take.
+    /// Maximum bytes of the image cache.
     pub cache_bytes: u64,
-    /// Where what a container writes to its root file system goes.
+    /// Where a container's writes to its root file system go.
     pub writable: WritableTo,
-    /// Most bytes of it. In memory, 0 is half of the guest's.
+    /// Maximum bytes of these writes. In memory, 0 means half of the guest's memory.
     pub writable_bytes: u64,
 }
 
-/// Where what containers write to their root file systems goes.
+/// Where containers' writes to their root file systems go.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum WritableTo {
-    /// To a disk of the container's own, which goes with it.
+    /// To a disk of the container, which is removed with it.
     Disk,
     /// To the guest's memory.
     Memory,
 }
 
-/// Most bytes a container may write to its root file system on a disk, unless the configuration says so.
+/// Default maximum of a container's writes to its root file system on a disk, bytes.
 pub const DEFAULT_SCRATCH: u64 = 10 << 30;
 
-/// How volumes become a guest's.
+/// Volumes.
 #[derive(Debug, Clone)]
 pub struct VolumeConfig {
-    /// Size of an emptyDir's disk, bytes, unless its pod asks for another.
+    /// Default size of an emptyDir's disk, bytes.
     pub empty_dir_bytes: u64,
-    /// How long a volume's server may take to answer one look at a path.
+    /// Timeout of one lookup on a volume.
     pub timeout: Duration,
 }
 
-/// Most vCPUs of a pod without a limit, unless the configuration says so: each costs a boot time and memory.
+/// Default maximum of vCPUs of a pod without a limit: each one costs boot time and memory.
 const DEFAULT_VCPUS: u32 = 4;
-/// Most memory of such a pod, MiB, and the part of the node's that it is at most. What a guest doesn't touch costs its
-/// host nothing but the guest's notes on it, a 64th, which copies of a template share.
+/// Maximum memory of such a pod, MiB, and maximum fraction of the node's. Untouched guest memory costs the host only
+/// the guest's page structures, a 64th, which copies of a template share.
 const DEFAULT_MEMORY_MIB: u64 = 2048;
 const DEFAULT_MEMORY_PART: u64 = 4;
-/// The least that it is, MiB, and of what it is a multiple.
+/// Minimum and step of this memory, MiB.
 const MIN_DEFAULT_MEMORY_MIB: u64 = 256;
 const DEFAULT_MEMORY_STEP_MIB: u64 = 64;
 
-/// Returns the memory of a pod without a limit on a node that has `node_mib`.
+/// Returns the memory of a pod without a limit on a node with `node_mib`.
 fn default_memory_mib(node_mib: u64) -> u64 {
     let part = node_mib / DEFAULT_MEMORY_PART / DEFAULT_MEMORY_STEP_MIB * DEFAULT_MEMORY_STEP_MIB;
     part.clamp(MIN_DEFAULT_MEMORY_MIB, DEFAULT_MEMORY_MIB)

@@ -1,7 +1,7 @@
-//! A pod's control group on the host: what its VMM takes is counted, and bounded, where the node's manager says.
+//! A pod's control group on the host: its VMM is charged and limited below the parent that the node's manager chose.
 //!
 //! CRI names a parent that the manager made and gave limits to. Below it each pod gets a group of its own in every
-//! hierarchy that counts something, v1 and v2 alike. systemd's slices are directories by another name.
+//! hierarchy with controllers, v1 and v2 alike. systemd's slices are such directories.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -13,42 +13,42 @@ use std::{
 use procfs::process::Process;
 use sandboxer_protocol::id::SandboxId;
 
-/// Controllers of v1 whose hierarchies are entered. `cpuset` is not: it takes no process before it was given
-/// CPUs, which is the manager's business.
+/// Controllers of v1 whose hierarchies are entered. `cpuset` is not: it accepts no process before the
+/// manager gave it CPUs.
 const V1_CONTROLLERS: [&str; 6] = ["cpu", "cpuacct", "memory", "pids", "blkio", "freezer"];
 
-/// In the path of each group that kubelet makes for a pod some of whose containers may lack a limit.
+/// In the path of kubelet's groups for pods that may have containers without a limit.
 const BURSTABLE: &str = "burstable";
 
-/// The file of a group that names its processes, and takes new ones.
+/// File that lists a group's processes and adds new ones.
 const PROCESSES: &str = "cgroup.procs";
 
-/// A file that groups of version 2 have, and others do not.
+/// A file that only groups of version 2 have.
 const CONTROLLERS: &str = "cgroup.controllers";
 
-/// How often, and how many times, a group is tried to be removed: the kernel lets a group go a moment after its
-/// last process.
+/// Interval and number of attempts to remove a group: the kernel permits it a moment after the last process's
+/// end.
 const RETRY: Duration = Duration::from_millis(10);
 const TRIES: u32 = 100;
 
-/// Where control groups are mounted.
+/// Mounted hierarchies.
 #[derive(Debug, Default, Clone)]
 pub struct Hierarchies {
     roots: Vec<PathBuf>,
-    /// Where CPUs are given.
+    /// The hierarchy with the cpuset controller.
     cpuset: Option<Cpuset>,
 }
 
-/// A hierarchy that gives CPUs, or a group in it.
+/// A hierarchy with the cpuset controller, or a group in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Cpuset {
-    /// Of version 1: a hierarchy of its own, which a process enters once its group has CPUs and memory nodes.
+    /// Version 1: a separate hierarchy; a group accepts processes once it has CPUs and memory nodes.
     Own(PathBuf),
-    /// Of version 2: the one that all is counted in.
+    /// Version 2: the unified hierarchy.
     Unified(PathBuf),
 }
 
-/// Of what a pod may use as much as it likes.
+/// Resources of a pod without a limit.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Unlimited {
     /// CPU time.
@@ -57,7 +57,7 @@ pub struct Unlimited {
     pub memory: bool,
 }
 
-/// A control group in every hierarchy. It may not exist yet, or any more.
+/// A control group in every hierarchy. It may not exist.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Cgroup {
     dirs: Vec<PathBuf>,
@@ -65,7 +65,7 @@ pub struct Cgroup {
 }
 
 impl Hierarchies {
-    /// Returns those of this host that count something.
+    /// Returns this host's hierarchies with controllers.
     pub fn detect() -> io::Result<Self> {
         let mounts = Process::myself().and_then(|myself| myself.mountinfo()).map_err(io::Error::other)?;
         let mut roots: Vec<PathBuf> = Vec::new();
@@ -81,7 +81,7 @@ impl Hierarchies {
             }
             let counts = match mount.fs_type.as_str() {
                 "cgroup" => V1_CONTROLLERS.iter().any(|name| mount.super_options.contains_key(*name)),
-                // In a hybrid set-up it is there, and controls nothing.
+                // In a hybrid set-up it has no controllers.
                 "cgroup2" => fs::read_to_string(mount.mount_point.join("cgroup.controllers"))
                     .is_ok_and(|controllers| !controllers.trim().is_empty()),
                 _ => false,
@@ -93,10 +93,10 @@ impl Hierarchies {
         Ok(Self { roots, cpuset })
     }
 
-    /// Of what the containers of a pod may use as much as they like, as its `parent` says, which the manager made.
+    /// Returns the resources without a limit, from the manager's group `parent`.
     ///
-    /// To CRI kubelet tells the sum of the limits of those containers that have one, and nothing of the others. But only
-    /// a pod whose containers all have one gets a limit of its own. Other managers' groups mean nothing of the kind.
+    /// In CRI kubelet sends the sum of the containers' limits, without those that have none. But only a pod with limits
+    /// for all containers gets a limit in its group. Groups of other managers do not show this.
     pub fn unlimited(&self, parent: &str) -> Unlimited {
         let Some(parent) = relative(parent).filter(|path| path.to_string_lossy().contains(BURSTABLE)) else {
             return Unlimited::default();
@@ -106,7 +106,7 @@ impl Hierarchies {
                 fs::read_to_string(root.join(&parent).join(file)).is_ok_and(|text| unlimited(text.trim()))
             })
         };
-        // Version 1 rounds what stands for no limit down to a whole page.
+        // Version 1 rounds its value for "no limit" down to a whole page.
         let vast = |text: &str| text.parse().is_ok_and(|bytes: u64| bytes >= 1 << 62);
         Unlimited {
             cpu: says("cpu.max", |text| text.starts_with("max"))
@@ -115,12 +115,12 @@ impl Hierarchies {
         }
     }
 
-    /// Returns the group of `pod` below `parent`; none when no parent was named.
+    /// Returns the group of `pod` below `parent`; `None` without a parent.
     pub fn of(&self, parent: &str, pod: &SandboxId) -> Option<Cgroup> {
         Some(self.at(&relative(parent)?.join(format!("sandboxer-{pod}"))))
     }
 
-    /// Returns the group of this name; none when it is empty.
+    /// Returns the group of this name; `None` if the name is empty.
     pub fn named(&self, name: &str) -> Option<Cgroup> {
         Some(self.at(&relative(name)?))
     }
@@ -135,9 +135,9 @@ impl Hierarchies {
     }
 }
 
-/// `parent` as a path below a hierarchy's root, which it never leaves; none if it names the root itself.
+/// Returns `parent` as a path below a hierarchy's root; `None` if it is the root itself. Never leaves the root.
 ///
-/// A slice says in its name below which others it lies (systemd.slice(5)): `a-b.slice` is `a.slice/a-b.slice`.
+/// The name of a slice contains its parents (systemd.slice(5)): `a-b.slice` is `a.slice/a-b.slice`.
 fn relative(parent: &str) -> Option<PathBuf> {
     let plain = Path::new(parent).components().filter_map(|part| match part {
         Component::Normal(name) => name.to_str(),
@@ -155,17 +155,17 @@ fn relative(parent: &str) -> Option<PathBuf> {
     (!path.as_os_str().is_empty()).then_some(path)
 }
 
-/// Open files of a control group, by which a process is started in it or enters it.
+/// Open files of a control group, to start a process in it or move one into it.
 #[derive(Debug, Default)]
 pub struct CgroupEntries {
-    /// The group's directory, if there is but one hierarchy and that of version 2: a child can be started in it.
+    /// The group's directory if the only hierarchy is of version 2: a child can be started in it.
     pub dir: Option<File>,
     /// `cgroup.procs` in each hierarchy, to which a running process is written.
     pub procs: Vec<File>,
 }
 
 impl Cgroup {
-    /// Opens the files by which processes get into it.
+    /// Opens its files.
     pub fn entries(&self) -> Result<CgroupEntries, (PathBuf, io::Error)> {
         let open = |dir: &PathBuf| {
             let processes = dir.join(PROCESSES);
@@ -180,15 +180,14 @@ impl Cgroup {
         Ok(CgroupEntries { dir, procs: self.dirs.iter().map(open).collect::<Result<_, _>>()? })
     }
 
-    /// Makes it.
+    /// Creates it.
     pub fn make(&self) -> Result<(), (PathBuf, io::Error)> {
         self.dirs.iter().try_for_each(|dir| fs::create_dir_all(dir).map_err(|error| (dir.clone(), error)))
     }
 
-    /// Has its processes give way to those of all other groups, where CPU time is shared by groups: a niceness counts
-    /// within a group alone.
+    /// Gives its processes a low CPU weight: a niceness only counts within a group.
     pub fn yield_to_others(&self) -> Result<(), (PathBuf, io::Error)> {
-        // Of v2 and of v1: a tenth of the usual, as a niceness of 10 is. With less, whoever waits for one would wait for ever
+        // v2 and v1: a tenth of the default, like a niceness of 10. With less, a process that waits for one would wait for ever
         // on a busy node.
         let tenth = [("cpu.weight", "10"), ("cpu.shares", "102")];
         let files = self.dirs.iter().flat_map(|dir| tenth.map(|(file, weight)| (dir.join(file), weight)));
@@ -198,8 +197,7 @@ impl Cgroup {
         Ok(())
     }
 
-    /// Moves process `pid` into it, with all its threads. Blocks for as long as the kernel takes to see all its
-    /// processors pass by, some ms.
+    /// Moves process `pid` into it, with all its threads. Blocks for an RCU grace period, some ms.
     pub fn enter(&self, pid: u32) -> Result<(), (PathBuf, io::Error)> {
         self.dirs.iter().try_for_each(|dir| {
             let processes = dir.join(PROCESSES);
@@ -207,8 +205,8 @@ impl Cgroup {
         })
     }
 
-    /// Lets process `pid`, with all its threads, run on these CPUs of the host alone; none: on all of the parent's. Blocks
-    /// as [`Cgroup::enter`] does.
+    /// Restricts process `pid`, with all its threads, to these CPUs of the host; `None`: all CPUs of the parent. Blocks
+    /// like [`Cgroup::enter`].
     pub fn confine(&self, pid: u32, cpus: Option<&str>) -> Result<(), (PathBuf, io::Error)> {
         const CPUS: &str = "cpuset.cpus";
         const NODES: &str = "cpuset.mems";
@@ -244,7 +242,7 @@ impl Cgroup {
         })
     }
 
-    /// Removes it, once its last process has ended.
+    /// Removes it after its last process has ended.
     pub async fn remove(&self) -> Result<(), (PathBuf, io::Error)> {
         let own = match &self.cpuset {
             Some(Cpuset::Own(dir)) => Some(dir),
@@ -267,11 +265,11 @@ impl Cgroup {
     }
 }
 
-/// Returns what the group at `dir` has in the file `name` of v1's `cpuset`. A group that was just made has nothing there, and takes
-/// no process: it is given what the one above has.
+/// Returns the content of the file `name` of v1's `cpuset` in the group at `dir`. A new group has no content and accepts
+/// no process: it gets its parent's content.
 fn inherited(dir: &Path, name: &str) -> Result<String, (PathBuf, io::Error)> {
     let path = dir.join(name);
-    // A file that holds nothing, as a group in a test's directory is made with, is one that is not there.
+    // Groups in a test's directory have no such file; it counts as empty.
     let own = match fs::read_to_string(&path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound || dir.parent().is_none() => {
             return Err((path, error));

@@ -41,11 +41,11 @@ use crate::{
 /// How a process ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exit {
-    /// By itself, with this status.
+    /// It exited with this status.
     Status(i32),
-    /// By this signal.
+    /// A signal killed it.
     Signal(i32),
-    /// An earlier daemon's child: the kernel tells its status to nobody here.
+    /// Unknown: it was an earlier daemon's child.
     Unknown,
 }
 
@@ -59,7 +59,7 @@ impl std::fmt::Display for Exit {
     }
 }
 
-/// A process of ours, or one an earlier daemon started.
+/// A process started by this daemon or an earlier one.
 #[derive(Debug)]
 pub struct Process {
     pid: Pid,
@@ -75,7 +75,7 @@ pub struct Starting {
     abandoned: bool,
 }
 
-/// Returns where a program is that may be a plain name, looked up in `PATH`; the name itself if it is nowhere.
+/// Returns the path of a program, looked up in `PATH` if it is a plain name; the name itself if it is not found.
 pub fn find(program: &Path) -> PathBuf {
     if program.components().count() > 1 {
         return program.to_owned();
@@ -85,29 +85,29 @@ pub fn find(program: &Path) -> PathBuf {
     found.unwrap_or_else(|| program.to_owned())
 }
 
-/// Niceness of a process that nobody waits for.
+/// Niceness of background processes.
 const BACKGROUND: i32 = 10;
 
-/// What a process gets at its start.
+/// Options of a process's start.
 #[derive(Debug, Default)]
 pub struct Equipment {
-    /// Files that are open in it under the numbers they have here.
+    /// Files that it inherits with the same numbers.
     pub inherited: Vec<OwnedFd>,
-    /// Its stdout; none: the pipe that its stderr is.
+    /// Its stdout; `None` uses the pipe of its stderr.
     pub stdout: Option<OwnedFd>,
-    /// It gives way to all others.
+    /// It runs at low priority.
     pub background: bool,
-    /// It is in this jail from its first moment.
+    /// Jail that it enters before exec.
     pub jail: Option<Jail>,
-    /// It is in these control groups before it is `program`: so all memory it ever takes is theirs.
+    /// Control groups that it enters before exec, so that all its memory is charged to them.
     pub groups: CgroupEntries,
 }
 
-/// Starts `program` in a session of its own, so that no signal to the daemon's reaches it.
+/// Starts `program` in its own session, so that signals to the daemon's session do not reach it.
 ///
 /// Its environment is `PATH` and [`strays::MARK`] with `run_dir`, which is also its working directory. Its stderr is the
-/// returned pipe. Blocks for the time of a fork and, where it can't be started in [`Equipment::groups`], some ms more: call it where
-/// blocking is allowed, inside a runtime.
+/// returned pipe. Blocks for the time of a fork, and some ms more if it cannot be started in [`Equipment::groups`]: call it
+/// where blocking is allowed, inside a runtime.
 pub fn spawn(
     program: &Path,
     arguments: Vec<OsString>,
@@ -121,18 +121,18 @@ pub fn spawn(
         Some(stdout) => stdout,
         None => their_words.try_clone()?.into(),
     };
-    // Between fork and exec only system calls are made, which are async-signal-safe; nothing is allocated, no lock is taken.
+    // Between fork and exec there are only async-signal-safe system calls: no allocation, no lock.
     let prepare = move || {
         setsid()?;
         if background {
             setpriority_process(None, BACKGROUND)?;
         }
-        // A core would be the whole guest on the host's disk.
+        // A core dump would write the whole guest to the host's disk.
         setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?;
         if let Some(jail) = &jail {
             jail.enter()?;
         }
-        // Only in the child: another fork of this daemon must not inherit them.
+        // Only in the child: other children of the daemon must not inherit them.
         for fd in &inherited {
             rustix::io::fcntl_setfd(fd, FdFlags::empty())?;
         }
@@ -163,7 +163,7 @@ pub fn spawn(
             entered(command, groups.procs, alone, prepare)?
         }
     };
-    // The child is not reaped before the pidfd says so, hence the pid is still its own.
+    // The child is not reaped yet, so the pid is still its own.
     let watched = match Pid::from_raw(pid) {
         Some(pid) => pidfd_open(pid, PidfdFlags::NONBLOCK)
             .map_err(io::Error::from)
@@ -182,18 +182,18 @@ pub fn spawn(
     }
 }
 
-/// Starts `command`, which writes itself to these `cgroup.procs` files and prepares itself. Returns its PID.
+/// Starts `command`; the child writes its pid to these `cgroup.procs` files and runs `prepare`. Returns its PID.
 fn entered(
     mut command: Command,
     procs: Vec<File>,
     alone: bool,
     prepare: impl Fn() -> io::Result<()> + Send + Sync + 'static,
 ) -> io::Result<i32> {
-    // SAFETY: what runs between fork and exec makes system calls alone, as `prepare` does.
+    // SAFETY: between fork and exec there are only system calls, also in `prepare`.
     unsafe {
         command.pre_exec(move || {
             for file in &procs {
-                // "0" is whoever writes it.
+                // "0" is the writing process.
                 rustix::io::write(file, b"0")?;
             }
             prepare()
@@ -203,11 +203,11 @@ fn entered(
     i32::try_from(child.id()).map_err(io::Error::other)
 }
 
-/// Starts `command` as the first process of a namespace of its own. From a thread of its own, too, which lives no
-/// longer: every process that it forked would be of that namespace.
+/// Starts `command` as the first process of a new PID namespace. Uses a temporary thread: all its later children
+/// would be in that namespace, too.
 fn spawn_alone(mut command: Command) -> io::Result<Child> {
     let alone = std::thread::Builder::new().name("spawn".to_owned()).spawn(move || {
-        // SAFETY: no file descriptor is passed; what this changes is of this thread alone.
+        // SAFETY: no file descriptor is passed; it changes only this thread.
         unsafe { unshare_unsafe(UnshareFlags::NEWPID) }?;
         command.spawn()
     })?;
@@ -224,12 +224,12 @@ pub fn adopt(pid: u32, start_time: u64) -> io::Result<Option<Process>> {
         Err(rustix::io::Errno::SRCH) => return Ok(None),
         Err(error) => return Err(error.into()),
     };
-    // Held first and looked at then: were the pid somebody else's by then, the start time would be too.
+    // Opens the pidfd first: if the pid was reused by then, the start time differs.
     let found = held(pid, pidfd)?;
     Ok(found.filter(|found| found.start_time == start_time))
 }
 
-/// Returns the process `pid` that a pidfd is of; none if it is gone.
+/// Returns the pid of a pidfd's process; `None` if it has ended.
 pub fn held(pid: u32, pidfd: OwnedFd) -> io::Result<Option<Process>> {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidInput)?;
     match Process::watched(pid, pidfd, false) {
@@ -238,32 +238,32 @@ pub fn held(pid: u32, pidfd: OwnedFd) -> io::Result<Option<Process>> {
     }
 }
 
-/// What a process has written so far.
+/// Write counters of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Written {
-    /// Bytes that are on their way to storage.
+    /// Bytes sent to storage.
     pub stored: u64,
-    /// Bytes of all its calls; notes to its own threads are among them.
+    /// Bytes of all write calls, also those to its own threads.
     pub called: u64,
 }
 
 impl Written {
-    /// Calls that write less are notes of an idle process, bytes.
+    /// Bytes below which writes count as idle activity.
     const IDLE: u64 = 1 << 20;
 
-    /// Returns whether data were written since `before`. File systems in memory count as calls alone.
+    /// Returns whether data was written since `before`. Writes to file systems in memory only count as calls.
     pub fn data_since(self, before: Self) -> bool {
         self.stored > before.stored || self.called.saturating_sub(before.called) >= Self::IDLE
     }
 }
 
-/// Returns what the process `pid` has written so far; none if the system doesn't say.
+/// Returns the write counters of process `pid`; `None` if unknown.
 pub fn written(pid: u32) -> Option<Written> {
     let io = procfs::process::Process::new(i32::try_from(pid).ok()?).ok()?.io().ok()?;
     Some(Written { stored: io.write_bytes, called: io.wchar })
 }
 
-/// Returns the child that has this pid now. For one that is known to live, made by another one that was started here.
+/// Returns the process that has this pid now. Only for a live process that another child of this daemon created.
 pub fn child(pid: u32) -> io::Result<Process> {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidInput)?;
     Process::watched(pid, pidfd_open(pid, PidfdFlags::NONBLOCK)?, true)
@@ -272,12 +272,12 @@ pub fn child(pid: u32) -> io::Result<Process> {
 impl Process {
     fn watched(pid: Pid, pidfd: OwnedFd, child: bool) -> io::Result<Self> {
         let start_time = start_time_of(pid)?;
-        // SAFETY: an OwnedFd is open and the same file as long as it lives, and the AsyncFd owns it.
+        // SAFETY: the AsyncFd owns the OwnedFd, which stays open for its lifetime.
         let pidfd =
             unsafe { AsyncFd::register_with_interest(pidfd, Interest::READABLE) }.map_err(io::Error::from)?;
         let pidfd = Arc::new(pidfd);
         let (ended, exit) = watch::channel(None);
-        // A task of its own, so that a child is reaped whether or not somebody waits.
+        // A separate task, so that a child is reaped also without a waiter.
         tokio::spawn(watch_exit(pidfd.clone(), child, ended));
         Ok(Self { pid, start_time, pidfd, exit })
     }
@@ -287,17 +287,17 @@ impl Process {
         self.pid.as_raw_nonzero().get().unsigned_abs()
     }
 
-    /// Returns its start, clock ticks since boot.
+    /// Returns its start time, clock ticks since boot.
     pub fn start_time(&self) -> u64 {
         self.start_time
     }
 
-    /// Returns what it is held by.
+    /// Returns its pidfd.
     pub fn pidfd(&self) -> BorrowedFd<'_> {
         self.pidfd.get_ref().as_fd()
     }
 
-    /// Returns whether it runs at this moment, as the kernel has it.
+    /// Returns whether it runs now, by asking the kernel.
     pub fn is_alive(&self) -> bool {
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         poll(&mut [PollFd::new(self.pidfd.get_ref(), PollFlags::IN)], Some(&now)) == Ok(0)
@@ -308,24 +308,24 @@ impl Process {
         self.exit.borrow().is_some()
     }
 
-    /// Waits for its end. Cancel-safe; answers again when asked again.
+    /// Waits for its end. Cancel-safe; can be called again.
     pub async fn exited(&self) -> Exit {
         let mut exit = self.exit.clone();
         let exit = exit.wait_for(Option::is_some).await.map(|exit| exit.unwrap_or(Exit::Unknown));
         match exit {
             Ok(exit) => exit,
-            // Nobody watches any more, for this daemon ends: that says nothing about the process.
+            // The watching task ended with the daemon; the process may still run.
             Err(_) => future::pending().await,
         }
     }
 
-    /// Makes it and all its threads as urgent as others.
+    /// Resets the priority of all its threads to normal.
     pub fn to_foreground(&self) -> io::Result<()> {
-        // Its session is its own, and so is the group: one call for all threads.
+        // It has its own process group: one call for all threads.
         Ok(setpriority_pgrp(Some(self.pid), 0)?)
     }
 
-    /// Kills it. One that has ended stays ended.
+    /// Kills it. No error if it has ended.
     pub fn kill(&self) -> io::Result<()> {
         match pidfd_send_signal(self.pidfd.get_ref(), Signal::KILL) {
             Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
@@ -335,12 +335,12 @@ impl Process {
 }
 
 impl Starting {
-    /// Returns another handle to the process; it does not keep the process alive.
+    /// Returns another handle, which does not kill it when dropped.
     pub fn watched(&self) -> Arc<Process> {
         self.process.clone()
     }
 
-    /// Detaches: from here on the process lives by itself.
+    /// Disarms the kill: the process keeps running when the handle is dropped.
     pub fn keep(mut self) -> Arc<Process> {
         self.abandoned = false;
         self.process.clone()
@@ -360,20 +360,20 @@ impl Drop for Starting {
         if self.abandoned
             && let Err(error) = self.process.kill()
         {
-            tracing::error!(pid = self.process.pid(), %error, "cannot kill a process that was starting");
+            tracing::error!(pid = self.process.pid(), %error, "cannot kill a process whose start failed");
         }
     }
 }
 
 async fn watch_exit(pidfd: Arc<AsyncFd<OwnedFd>>, child: bool, ended: watch::Sender<Option<Exit>>) {
-    // A pidfd is readable from its process's end on. An error is none: it says that this daemon ends.
+    // A pidfd is readable once its process has ended. An error only means that this daemon ends.
     let exit = tokio::select! {
         readable = pidfd.readable() => match readable {
             Ok(_) if child => reap(&pidfd),
             Ok(_) => Exit::Unknown,
             Err(_) => return,
         },
-        // Nobody asks any more; a child has to be reaped all the same.
+        // There is no waiter; a child must be reaped all the same.
         () = ended.closed(), if !child => return,
     };
     ended.send_replace(Some(exit));
@@ -398,7 +398,7 @@ pub fn is_running(pid: u32, start_time: u64) -> bool {
     pid.is_some_and(|pid| start_time_of(pid).is_ok_and(|found| found == start_time))
 }
 
-/// Parses field 22 of `/proc/PID/stat`; the second field is in parentheses and may hold anything.
+/// Returns field 22 of `/proc/PID/stat`; the second field is in parentheses and may hold anything.
 fn start_time_of(pid: Pid) -> io::Result<u64> {
     let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero()))?;
     stat.rsplit_once(')')

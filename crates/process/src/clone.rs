@@ -1,7 +1,7 @@
-//! Starts a child in a control group, by one system call.
+//! Starts a child in a control group with one system call.
 //!
-//! A process that enters a group of version 2 has to wait until all CPUs have passed by in the kernel, some 15 ms; one that is
-//! started there does not. The standard library's `Command` has no such call.
+//! A process that moves into a group of version 2 waits for an RCU grace period, about 15 ms; one that is started in
+//! the group does not. The standard library's `Command` does not support this.
 
 use std::{
     ffi::{CString, OsStr, OsString},
@@ -15,12 +15,12 @@ use std::{
     ptr,
 };
 
-/// As in `linux/sched.h`: the number is too large for the constant that `libc` has.
+/// As in `linux/sched.h`; the type of `libc`'s constant is too small.
 const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
-/// How a kernel before 5.7 says that it has no such call, and a filter of system calls that it allows none.
+/// Errors of a kernel before 5.7, and of a seccomp filter that forbids the call.
 const UNKNOWN: [i32; 4] = [libc::ENOSYS, libc::EINVAL, libc::E2BIG, libc::EPERM];
 
-/// What a child needs of its parent's memory: between clone and exec it only makes system calls.
+/// Memory that a child uses between clone and exec, where it only makes system calls.
 pub struct PreparedChild {
     program: CString,
     arguments: Vec<CString>,
@@ -31,7 +31,7 @@ pub struct PreparedChild {
 }
 
 impl PreparedChild {
-    /// Returns a child that will execute `program`, a path, in `dir`.
+    /// Prepares a child that executes `program`, a path, in `dir`.
     pub fn new(
         program: &Path,
         arguments: &[OsString],
@@ -57,7 +57,7 @@ impl PreparedChild {
     }
 
     /// Starts it in the control group whose directory `group` is; if `alone`, as the first process of a PID namespace. `prepare` runs
-    /// in the child before exec and only makes system calls. Returns its PID; none where the kernel has no such call.
+    /// in the child before exec and only makes system calls. Returns its PID; `None` if the kernel lacks the call.
     pub fn start_in(
         &self,
         group: BorrowedFd<'_>,
@@ -68,9 +68,9 @@ impl PreparedChild {
             texts.iter().map(|text| text.as_ptr()).chain([ptr::null()]).collect()
         };
         let (arguments, environment) = (pointers(&self.arguments), pointers(&self.environment));
-        // Its end in the child is closed by the program's execution.
+        // exec closes the child's end.
         let (mut failure, told) = io::pipe()?;
-        // SAFETY: all zeroes asks for a plain copy of this process.
+        // SAFETY: all zeroes requests a plain copy of this process.
         let mut how: libc::clone_args = unsafe { std::mem::zeroed() };
         how.flags = CLONE_INTO_CGROUP | if alone { libc::CLONE_NEWPID as u64 } else { 0 };
         how.exit_signal = libc::SIGCHLD as u64;
@@ -109,7 +109,7 @@ impl PreparedChild {
         }
     }
 
-    /// Executes the program, in the child; returns the reason if it cannot.
+    /// In the child: executes the program, or returns the error.
     fn become_program(
         &self,
         arguments: &[*const libc::c_char],
@@ -127,7 +127,7 @@ impl PreparedChild {
             if libc::chdir(self.dir.as_ptr()) < 0 {
                 return io::Error::last_os_error();
             }
-            // A program expects signals to be as they are for a shell's.
+            // Programs expect default signal handling.
             let mut none: libc::sigset_t = std::mem::zeroed();
             libc::sigemptyset(&raw mut none);
             libc::sigprocmask(libc::SIG_SETMASK, &raw const none, ptr::null_mut());
@@ -143,7 +143,7 @@ impl PreparedChild {
 
 /// Reaps a child that failed before exec.
 fn reap(child: i32) {
-    // SAFETY: it is a child of this process that nobody else knows, and its status is not wanted.
+    // SAFETY: it is a child of this process that no other code knows, and its status is not needed.
     unsafe { libc::waitpid(child, ptr::null_mut(), 0) };
 }
 

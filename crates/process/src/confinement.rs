@@ -1,54 +1,53 @@
-//! What a process can see and do, as the kernel has it at this moment: nothing here is remembered, nothing is
-//! believed of whoever made the jail.
+//! Confinement of a process as the kernel reports it now: independent of the code that made the jail, not cached.
 
 use std::{fs, io, path::Path};
 
-/// Of all kinds a process is in one.
+/// Kinds of namespaces.
 const NAMESPACES: [&str; 7] = ["cgroup", "ipc", "mnt", "net", "pid", "user", "uts"];
-/// Limits worth showing, as the kernel calls them.
+/// Limits that are shown, by the kernel's names.
 const LIMITS: [&str; 4] = ["Max core file size", "Max processes", "Max open files", "Max locked memory"];
-/// Sets of capabilities by which a process may do something, or come to.
+/// Capability sets that a process can use or gain.
 const SETS: [&str; 4] = ["CapInh", "CapPrm", "CapEff", "CapAmb"];
 
-/// The process's `/proc`, read.
+/// Confinement of a process, from its `/proc`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Confinement {
-    /// Who.
+    /// Its process id.
     pub pid: u32,
     /// Its effective user.
     pub uid: u32,
     /// Its effective group.
     pub gid: u32,
-    /// Its other groups.
+    /// Its supplementary groups.
     pub groups: Vec<u32>,
-    /// Namespaces that are not this process's.
+    /// Its own namespaces: different from this process'.
     pub own_namespaces: Vec<String>,
-    /// Namespaces that are.
+    /// Namespaces shared with this process.
     pub shared_namespaces: Vec<String>,
-    /// All that is in one of its sets of capabilities, but for the bounding set.
+    /// Union of its capability sets, without the bounding set.
     pub capabilities: u64,
     /// Its bounding set.
     pub capability_bounds: u64,
-    /// No program that it executes gives it more.
+    /// no_new_privs is set.
     pub no_new_privileges: bool,
     /// "none", "strict", "filter".
     pub seccomp: &'static str,
-    /// How many filters.
+    /// Number of filters.
     pub seccomp_filters: u32,
     /// File system and options of its root.
     pub root: String,
-    /// Mounts that it sees.
+    /// Number of visible mounts.
     pub mounts: u32,
-    /// Those that may be written to.
+    /// Number of writable mounts.
     pub writable_mounts: u32,
-    /// Its control group, in version 2 of the interface or the first that is named.
+    /// Its control group: that of version 2, else the first one.
     pub cgroup: String,
     /// Limits: name, soft, hard.
     pub limits: Vec<(String, u64, u64)>,
 }
 
 impl Confinement {
-    /// Reads the confinement of process `pid`, as seen from here.
+    /// Reads the confinement of process `pid`.
     pub fn of(pid: u32) -> io::Result<Self> {
         let proc = Path::new("/proc").join(pid.to_string());
         let read = |name: &str| fs::read_to_string(proc.join(name));
@@ -89,7 +88,7 @@ impl Confinement {
                 1 => "strict",
                 _ => "filter",
             },
-            // Kernels before 5.9 don't count.
+            // Kernels before 5.9 do not report the number.
             seccomp_filters: number("Seccomp_filters").unwrap_or_default(),
             root,
             mounts: u32::try_from(mounts.lines().count()).unwrap_or(u32::MAX),
@@ -104,13 +103,13 @@ fn malformed(what: impl ToString) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, format!("malformed /proc/PID/status: {}", what.to_string()))
 }
 
-/// Returns what stands behind `field:` in `/proc/PID/status`.
+/// Returns the value of `field:` in `/proc/PID/status`.
 fn value<'a>(status: &'a str, field: &str) -> &'a str {
     let line = |line: &'a str| line.strip_prefix(field)?.strip_prefix(':');
     status.lines().find_map(line).unwrap_or_default().trim()
 }
 
-/// Returns the root's file system with its options, and how many of all mounts can be written to, in a mountinfo.
+/// Returns the root's file system with options, the number of mounts and of writable mounts, from a mountinfo.
 fn mounted(mountinfo: &str) -> (String, u32) {
     let (mut root, mut writable) = (String::new(), 0);
     for line in mountinfo.lines() {
@@ -125,12 +124,12 @@ fn mounted(mountinfo: &str) -> (String, u32) {
     (root, writable)
 }
 
-/// Returns the path in the unified hierarchy, else in the one named first.
+/// Returns the path in the unified hierarchy, else in the first one.
 fn cgroup(text: &str) -> String {
     let path = |line: &str| line.splitn(3, ':').nth(2).map(str::to_owned);
     let unified = text.lines().find(|line| line.starts_with("0::")).and_then(path);
     let named = || text.lines().next().and_then(path).unwrap_or_default();
-    // Where version 1 is in use, the unified hierarchy is there and empty.
+    // With version 1 in use, the unified hierarchy exists and is empty.
     unified.filter(|path| path != "/").unwrap_or_else(named)
 }
 

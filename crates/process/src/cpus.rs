@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeSet, fmt};
 
-/// CPUs beyond this are no CPUs: Linux has at most so many.
+/// Maximum number of CPUs in Linux.
 const MAX_CPUS: u32 = 8192;
 
 /// A set of CPUs, never empty.
@@ -10,7 +10,7 @@ const MAX_CPUS: u32 = 8192;
 pub struct Cpus(BTreeSet<u32>);
 
 impl Cpus {
-    /// Reads a list; none, if it is no list or names no CPU.
+    /// Parses a list; `None` if it is invalid or empty.
     pub fn parse(list: &str) -> Option<Self> {
         let mut set = BTreeSet::new();
         for part in list.trim().split(',') {
@@ -24,7 +24,7 @@ impl Cpus {
         (!set.is_empty()).then_some(Self(set))
     }
 
-    /// Returns those that are in any of the sets; none, if there is no set, or a set is missing: then all CPUs are meant.
+    /// Returns the union of the sets; `None`, meaning all CPUs, without sets or if one is missing.
     pub fn union(sets: impl IntoIterator<Item = Option<Cpus>>) -> Option<Self> {
         let all = sets.into_iter().collect::<Option<Vec<_>>>()?;
         let union: BTreeSet<u32> = all.into_iter().flat_map(|cpus| cpus.0).collect();

@@ -1,10 +1,9 @@
-//! What a VMM process can see and do: as little as its VM needs.
+//! The jail of a VMM process: it can see and do only what its VM needs.
 //!
-//! A VM that its guest broke out of is a process without a name's worth: a user of its own that owns nothing,
-//! no capability and no way to gain one; namespaces of its own, with no network in them, no process but itself and
-//! nobody to talk to; a root of read-only programs, its kernel and its initramfs. All else that it uses, sockets,
-//! taps, disks and memory, is opened for it. A VMM that makes sockets and files itself gets a small directory for
-//! them, which is in memory and its own; see [`Jail::with_room`].
+//! A compromised VMM has: its own user that owns nothing; no capability and no means to gain one; its own
+//! namespaces without network and without other processes; a root of read-only programs, its kernel and its
+//! initramfs. The daemon opens everything else for it: sockets, taps, disks and memory. A VMM that creates sockets
+//! and files itself gets a small private directory in memory; see [`Jail::with_room`].
 //!
 //! ```text
 //! namespaces ─▶ root ─▶ user ─▶ user namespace ─▶ no capability ─▶ filter of system calls ─▶ exec
@@ -13,7 +12,7 @@
 //!
 //! The user namespace comes last: the others stay the host's, so that no capability in it would be one over them.
 //!
-//! Entered between fork and exec, so all that allocates is done before, by [`Jail::new`].
+//! It is entered between fork and exec, so [`Jail::new`] makes all allocations before.
 
 use std::{
     ffi::{CStr, CString},
@@ -32,54 +31,54 @@ use seccompiler::{BpfProgram, apply_filter};
 
 use crate::seccomp;
 
-/// Users that VMMs run as begin here: above all that systemd.io's list of UIDs gives to anyone, and below 2^31.
+/// First user of VMMs: above all UIDs in systemd.io's list, and below 2^31.
 const FIRST_USER: u32 = 0x7000_0000;
-/// As many of them as the directories of VMs can have numbers, but for a remainder.
+/// Number of users.
 const USERS: u64 = 0x0fff_ffff;
 
-/// Namespaces of its own. That of its processes is made by whoever forks it.
+/// Its own namespaces. The parent creates the PID namespace.
 const NAMESPACES: CloneFlags = CloneFlags::CLONE_NEWNS
     .union(CloneFlags::CLONE_NEWIPC)
     .union(CloneFlags::CLONE_NEWUTS)
     .union(CloneFlags::CLONE_NEWNET)
     .union(CloneFlags::CLONE_NEWCGROUP);
 
-/// What every program needs to start, a wrapper with `#!/bin/sh` too; what of it isn't there, isn't needed.
+/// Paths that programs and `#!/bin/sh` wrappers need to start; missing ones are skipped.
 const SYSTEM: [&str; 5] = ["/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache"];
-/// Devices that are the same to everybody.
+/// Devices without state.
 const DEVICES: [&str; 2] = ["/dev/null", "/dev/urandom"];
 /// The directory in a jail that its VMM can write to, if it has one.
 pub const ROOM: &str = "/run";
-/// The directory in that one in which the VMM finds what it is shown while it runs. It can't write to it.
+/// The directory in [`ROOM`] for files that the VMM gets while it runs. It cannot write to it.
 pub const SHOWN: &str = "disks";
-/// Most that a VMM can write into its room: a frozen VM of many processors is described in a few MB.
+/// Maximum size of a VMM's room: the state of a frozen VM with many vCPUs has a few MB.
 const ROOM_OPTIONS: &CStr = c"size=16m,nr_inodes=64,mode=1777";
 /// Securebit: capabilities stay where the user changes (`SECBIT_NO_SETUID_FIXUP`).
 const STAY: libc::c_ulong = 1 << 2;
 /// Layout of capability sets, two words each (`_LINUX_CAPABILITY_VERSION_3`).
 const CAPABILITY_VERSION: u32 = 0x2008_0522;
-/// Highest capability that there can be; a kernel knows fewer.
+/// Highest possible capability; kernels have fewer.
 const LAST_CAPABILITY: libc::c_int = 63;
 
 /// A jail, ready to be entered.
 #[derive(Debug)]
 pub struct Jail {
-    /// Where the new root is made: any directory, over which it is mounted in the jail's own namespace.
+    /// Mount point of the new root: any directory; mounted only in the jail's own namespace.
     root: CString,
     steps: Vec<Step>,
     user: u32,
-    /// What it may do for all that, as bits by number: a tool of the daemon's that reads files of many owners stays root,
-    /// with these. None: a VMM.
+    /// Capabilities that it keeps, as bits: a tool of the daemon that reads files of many owners stays root with
+    /// these. `None`: a VMM.
     keeps: Option<u64>,
     groups: Vec<libc::gid_t>,
-    /// What its user namespace knows of users and of groups: the one, by its own number.
+    /// Mapping of its user namespace: one user and group, to itself.
     ids: String,
-    /// There is a [`ROOM`] in it.
+    /// It has a [`ROOM`].
     room: bool,
     filter: BpfProgram,
 }
 
-/// A step of making the root, from within it.
+/// A step of creating the root, from inside.
 #[derive(Debug)]
 enum Step {
     Dir(CString),
@@ -88,14 +87,14 @@ enum Step {
     Bind { from: CString, at: CString, flags: libc::c_ulong },
 }
 
-/// Returns the user of the VM whose directory this is. The directory is the VM's as long as that lives, wherever it
-/// is moved, and its number that of no other on its file system.
+/// Returns the user of the VM with this directory. The directory exists for the VM's lifetime, also when it is moved,
+/// and its inode number is unique on its file system.
 pub fn user_of(run_dir: &fs::Metadata) -> u32 {
     FIRST_USER + u32::try_from(run_dir.ino() % USERS).unwrap_or_default()
 }
 
 impl Jail {
-    /// Returns a jail for the VM whose directory is `run_dir`, in which `readable` can be read and `devices` used.
+    /// Returns a jail for the VM with directory `run_dir`; it can read `readable` and use `devices`.
     pub fn new(run_dir: &Path, readable: &[&Path], devices: &[&Path]) -> io::Result<Self> {
         let user = user_of(&fs::metadata(run_dir)?);
         let ids = format!("{user} {user} 1");
@@ -115,7 +114,7 @@ impl Jail {
         }
         for path in DEVICES.iter().map(Path::new).chain(devices.iter().copied()) {
             jail.show(path, libc::MS_NOSUID | libc::MS_NOEXEC)?;
-            // What a group may open, such as /dev/kvm, the VMM opens as a member.
+            // The VMM is a member of the devices' groups, such as that of /dev/kvm.
             if let Ok(meta) = fs::metadata(path)
                 && meta.gid() != 0
             {
@@ -125,8 +124,8 @@ impl Jail {
         Ok(jail)
     }
 
-    /// Returns a jail for a tool of the daemon's that reads what a tenant made: root, with these capabilities and no others. In it are
-    /// the system's programs, `program` and what is put there by [`Jail::bind`]. `root` is any directory.
+    /// Returns a jail for a tool of the daemon that reads files of tenants: root, with only these capabilities. It has
+    /// the system's programs, `program` and the mounts of [`Jail::bind`]. `root` is any directory.
     pub fn of_tool(root: &Path, program: &Path, keeps: &[Capability]) -> io::Result<Self> {
         let mut jail = Self::new(root, &[program], &[])?;
         jail.user = 0;
@@ -134,7 +133,7 @@ impl Jail {
         Ok(jail)
     }
 
-    /// Shows `from` in it as `at`, a name in its root.
+    /// Mounts `from` in it at `at`, a name in its root.
     pub fn bind(&mut self, from: &Path, at: &str, writable: bool) -> io::Result<()> {
         let is_dir = fs::metadata(from)?.is_dir();
         let (from, at) = (text(from)?, text(Path::new(at))?);
@@ -151,7 +150,7 @@ impl Jail {
         self
     }
 
-    /// Puts a symbolic link into it: `at` is the name of a directory in its root, and the link's name there.
+    /// Adds a symbolic link: `at` is the name of a directory in its root, and the link's name in it.
     pub fn link(&mut self, to: &Path, (dir, name): (&str, &str)) -> io::Result<()> {
         self.steps.push(Step::Dir(text(Path::new(dir))?));
         self.steps.push(Step::Link { to: text(to)?, at: text(&Path::new(dir).join(name))? });
@@ -163,7 +162,7 @@ impl Jail {
         self.user
     }
 
-    /// Shows what of the host is at `path` at the same path, links as they are.
+    /// Mounts the host's `path` at the same path; keeps symbolic links.
     fn show(&mut self, path: &Path, flags: libc::c_ulong) -> io::Result<()> {
         let Ok(meta) = fs::symlink_metadata(path) else { return Ok(()) };
         let at = path.strip_prefix("/").unwrap_or(path);
@@ -195,8 +194,8 @@ impl Jail {
         Ok(())
     }
 
-    /// Enters it for good: as PID 1 of a namespace that its parent made. Between fork and exec only system calls
-    /// are allowed, and only such are made.
+    /// Enters it, as PID 1 of a namespace that the parent created. Makes only system calls, as required between fork
+    /// and exec.
     pub fn enter(&self) -> io::Result<()> {
         // SAFETY: every pointer is to a string of this jail's or a literal, which outlive the call; the calls change
         // this process alone, which has one thread and no other use but to execute the VMM.
@@ -209,7 +208,7 @@ impl Jail {
             let size = c"size=1m,mode=0755".as_ptr().cast();
             done(libc::mount(c"jail".as_ptr(), self.root.as_ptr(), c"tmpfs".as_ptr(), root_flags, size))?;
             done(libc::chdir(self.root.as_ptr()))?;
-            // The daemon may have been started with a narrow one; what is made here is for another user.
+            // The daemon's umask may be narrow; the files here are for another user.
             libc::umask(0o022);
             for step in &self.steps {
                 step.take()?;
@@ -233,17 +232,17 @@ impl Jail {
             done(libc::setgroups(self.groups.len(), self.groups.as_ptr()))?;
             if let Some(keeps) = self.keeps {
                 drop_from_bound(!keeps)?;
-                // What root executes has what the bound leaves.
+                // A program that root executes gets the capabilities of the bounding set.
                 done(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))?;
                 return self.apply_filter();
             }
-            // No kernel lets a plain user do what follows that doesn't let root, and some let root alone.
+            // Some kernels permit the following only to root.
             done(libc::prctl(libc::PR_SET_SECUREBITS, STAY, 0, 0, 0))?;
             done(libc::setresgid(self.user, self.user, self.user))?;
             done(libc::setresuid(self.user, self.user, self.user))?;
             match done(libc::unshare(libc::CLONE_NEWUSER)) {
                 Ok(()) => self.map_ids()?,
-                // It is jailed without one, too: `doctor` tells people.
+                // The jail works without one, too; `doctor` warns about it.
                 Err(error) if refuses_user_namespaces(&error) => {}
                 Err(error) => return Err(error),
             }
@@ -257,13 +256,13 @@ impl Jail {
     }
 
     fn apply_filter(&self) -> io::Result<()> {
-        // What comes back of a failure is a number: nothing is allocated on the way.
+        // A failure only returns a number: nothing is allocated.
         apply_filter(&self.filter).map_err(|_| io::Error::last_os_error())
     }
 
-    /// Maps one user and one group into the new user namespace; no other namespace can be made from it.
+    /// Enters a new user namespace with one user and one group; forbids further ones below it.
     fn map_ids(&self) -> io::Result<()> {
-        // SAFETY: it changes this process alone. Whoever changed its user owns its files in /proc again by it.
+        // SAFETY: it changes only this process. It makes the changed user the owner of the files in /proc again.
         done(unsafe { libc::prctl(libc::PR_SET_DUMPABLE, 1, 0, 0, 0) })?;
         write(c"/proc/self/setgroups", b"deny")?;
         write(c"/proc/self/uid_map", self.ids.as_bytes())?;
@@ -272,7 +271,7 @@ impl Jail {
     }
 }
 
-/// Takes these capabilities, bits by number, from all that this process will ever execute.
+/// Drops these capabilities (bits) from the bounding set.
 fn drop_from_bound(capabilities: u64) -> io::Result<()> {
     for capability in (0..=LAST_CAPABILITY).filter(|capability| capabilities >> capability & 1 == 1) {
         // SAFETY: it changes this thread alone.
@@ -285,7 +284,7 @@ fn drop_from_bound(capabilities: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// Makes [`ROOM`] in the working directory. What others put there the VMM can neither remove nor replace.
+/// Creates [`ROOM`] in the working directory. The VMM can neither remove nor replace files of others there.
 fn make_room() -> io::Result<()> {
     let flags = libc::MS_NOSUID | libc::MS_NODEV | libc::MS_NOEXEC;
     // SAFETY: as in `Jail::enter`.
@@ -297,15 +296,15 @@ fn make_room() -> io::Result<()> {
     }
 }
 
-/// Returns whether this is how a kernel says that it makes none: it can't, it is told not to, a security module objects.
+/// Returns whether the error means that the kernel does not permit user namespaces.
 fn refuses_user_namespaces(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EINVAL | libc::ENOSPC | libc::EPERM | libc::EACCES))
 }
 
-/// Whether a process of the daemon's can have a user namespace of its own; the kernel's words if not. Tried out, in
-/// a process that ends by it.
+/// Checks in a temporary process that the daemon's processes can have user namespaces; returns the kernel's error if
+/// not.
 pub fn try_user_namespace() -> io::Result<()> {
-    // SAFETY: the child makes two system calls and is gone; it allocates nothing and takes no lock.
+    // SAFETY: the child makes two system calls and exits; it allocates nothing and takes no lock.
     let child = unsafe {
         match libc::fork() {
             0 => {
@@ -319,12 +318,12 @@ pub fn try_user_namespace() -> io::Result<()> {
     match waitpid(Pid::from_raw(child), None)? {
         WaitStatus::Exited(_, 0) => Ok(()),
         WaitStatus::Exited(_, errno) => Err(io::Error::from_raw_os_error(errno)),
-        other => Err(io::Error::other(format!("the process that tried ended as {other:?}"))),
+        other => Err(io::Error::other(format!("the test process ended with {other:?}"))),
     }
 }
 
 impl Step {
-    /// Takes it, in the working directory. Directories that are there already are fine.
+    /// Runs the step in the working directory. Existing directories are no error.
     fn take(&self) -> io::Result<()> {
         let nothing = std::ptr::null();
         // SAFETY: as in `Jail::enter`.
@@ -355,7 +354,7 @@ fn done(result: libc::c_int) -> io::Result<()> {
     if result < 0 { Err(io::Error::last_os_error()) } else { Ok(()) }
 }
 
-/// Writes all of `words` at once, as files of /proc want it.
+/// Writes all of `words` with one call, as files of /proc require.
 fn write(path: &CStr, words: &[u8]) -> io::Result<()> {
     // SAFETY: path and words outlive the calls, and the descriptor is closed once.
     unsafe {

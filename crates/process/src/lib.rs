@@ -1,7 +1,7 @@
 //! Processes of the host that run confined: VMMs, servers of shares, helpers, tools.
 //!
-//! [`spawn`] starts one in a [`jail`] and a [`cgroup`]; [`Process`] holds it by pidfd; [`strays`] finds those that no
-//! record names; [`confinement`] shows what the kernel says of one.
+//! [`spawn`] starts one in a [`jail`] and a [`cgroup`]; [`Process`] holds it by pidfd; [`strays`] finds those
+//! without a record; [`confinement`] shows one as the kernel reports it.
 
 pub mod cgroup;
 mod child;

@@ -1,12 +1,11 @@
-//! System calls that no VMM makes, refused to all that is jailed.
+//! Seccomp filter of jailed processes: refuses system calls that no VMM needs.
 //!
 //! Both VMMs have filters of their own, made for their threads: Cloud Hypervisor's let only those through that it uses,
-//! QEMU's (`-sandbox`) refuse few. This one is set before either runs, and takes away what is not a VMM's business:
-//! parts of the kernel that are large, young, or a way to other processes. It names what is refused, not what is let
-//! through: QEMU's libraries, of any version and build, make calls that we can't know, and one too few ends a pod.
+//! QEMU's (`-sandbox`) refuse few. This one is set before they run and refuses what a VMM does not need: parts of
+//! the kernel that are large, new, or give access to other processes. It is a deny list: QEMU's libraries make calls
+//! that depend on version and build, and a missing one would end a pod.
 //!
-//! Refused with EPERM. A VMM that could do with one of them, such as QEMU and Cloud Hypervisor with io_uring, finds
-//! that there is none and does without.
+//! The error is EPERM. VMMs that can use such a call, for example io_uring, fall back.
 
 use std::io;
 
@@ -15,19 +14,19 @@ use seccompiler::{
     SeccompRule, TargetArch,
 };
 
-/// Refused whatever they are asked for.
+/// Calls refused with any arguments.
 const REFUSED: [libc::c_long; 89] = [
-    // Other ways to make system calls, and to handle faults of memory.
+    // Other interfaces for system calls and page faults.
     libc::SYS_io_uring_setup,
     libc::SYS_io_uring_enter,
     libc::SYS_io_uring_register,
     libc::SYS_userfaultfd,
-    // Programs in the kernel, and its counters.
+    // BPF and performance counters.
     libc::SYS_bpf,
     libc::SYS_perf_event_open,
     libc::SYS_fanotify_init,
     libc::SYS_lookup_dcookie,
-    // Another kernel, its parts, its clock, its log, its swap.
+    // kexec, modules, clock, log, swap.
     libc::SYS_kexec_load,
     libc::SYS_kexec_file_load,
     libc::SYS_init_module,
@@ -61,7 +60,7 @@ const REFUSED: [libc::c_long; 89] = [
     libc::SYS_mount_setattr,
     libc::SYS_unshare,
     libc::SYS_setns,
-    // Files that were not opened for it.
+    // File handles.
     libc::SYS_name_to_handle_at,
     libc::SYS_open_by_handle_at,
     libc::SYS_mknod,
@@ -82,7 +81,7 @@ const REFUSED: [libc::c_long; 89] = [
     libc::SYS_keyctl,
     libc::SYS_add_key,
     libc::SYS_request_key,
-    // Memory and messages in common with others.
+    // System V IPC and POSIX message queues.
     libc::SYS_shmget,
     libc::SYS_shmat,
     libc::SYS_shmctl,
@@ -101,11 +100,11 @@ const REFUSED: [libc::c_long; 89] = [
     libc::SYS_mq_timedreceive,
     libc::SYS_mq_notify,
     libc::SYS_mq_getsetattr,
-    // Ports and segments of the processor.
+    // I/O ports and segments of the processor.
     libc::SYS_iopl,
     libc::SYS_ioperm,
     libc::SYS_modify_ldt,
-    // Of other times.
+    // Obsolete calls.
     libc::SYS_uselib,
     libc::SYS_ustat,
     libc::SYS_sysfs,
@@ -118,10 +117,10 @@ const REFUSED: [libc::c_long; 89] = [
     libc::SYS_remap_file_pages,
 ];
 
-/// Families of sockets beside Unix (1), IP (2, 10) and netlink (16), each a range.
+/// Refused socket families, as ranges: all except Unix (1), IP (2, 10) and netlink (16).
 const FAMILIES: [(u64, u64); 3] = [(3, 9), (11, 15), (17, u32::MAX as u64)];
 
-/// Returns the filter, ready to be applied.
+/// Returns the filter.
 pub fn filter() -> io::Result<BpfProgram> {
     let of_families = FAMILIES.map(|(first, last)| {
         let bound = |than, value| SeccompCondition::new(0, Dword, than, value);

@@ -1,8 +1,8 @@
-//! Unix sockets of a VM, made before its VMM runs.
+//! Unix sockets of a VM, created before its VMM runs.
 //!
 //! The VMM inherits them listening, so a connection can be made at once and waits there until the
-//! VMM takes it: nothing looks out for a socket file to appear. They are reached through a handle
-//! of their directory, for a path may be longer than the 107 bytes that fit into a socket address.
+//! VMM accepts it: no polling for a socket file. Paths go through a handle of the directory,
+//! because a path may be longer than the 107 bytes of a socket address.
 
 use std::{
     fs::{self, File, Permissions},
@@ -21,7 +21,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
 use tokio::net::UnixStream;
 
-/// Makes `dir/name` and listens on it; only this user can connect.
+/// Creates `dir/name` and listens on it; only this user can connect.
 pub fn listen(dir: &Path, name: &str) -> io::Result<UnixListener> {
     let handle = open(dir)?;
     let path = within(&handle, name);
@@ -30,7 +30,7 @@ pub fn listen(dir: &Path, name: &str) -> io::Result<UnixListener> {
     Ok(listener)
 }
 
-/// Same as [`listen`]; a socket that was there is replaced.
+/// Same as [`listen`]; replaces an existing socket.
 pub fn listen_anew(dir: &Path, name: &str) -> io::Result<UnixListener> {
     match fs::remove_file(within(&open(dir)?, name)) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
@@ -38,7 +38,7 @@ pub fn listen_anew(dir: &Path, name: &str) -> io::Result<UnixListener> {
     }
 }
 
-/// Returns a handle of the socket `dir/name`: whoever is given it can connect, by `/proc/self/fd`, if the socket's mode lets it.
+/// Returns a handle of the socket `dir/name`: its holder can connect by `/proc/self/fd`, if the socket's mode permits.
 pub fn handle(dir: &Path, name: &str) -> io::Result<OwnedFd> {
     handle_within(&open(dir)?, name)
 }
@@ -48,12 +48,12 @@ fn handle_within(dir: &File, name: &str) -> io::Result<OwnedFd> {
     Ok(rustix::fs::openat(dir, name, flags, Mode::empty())?)
 }
 
-/// Connects to `dir/name`. Never waits: the listener's queue takes it or it fails.
+/// Connects to `dir/name`. Does not wait: fails if the listener's queue is full.
 pub fn connect(dir: &Path, name: &str) -> io::Result<UnixStream> {
     connect_within(&open(dir)?, name)
 }
 
-/// Same as [`connect`]. Whoever can write to the directory can't lead elsewhere by a link: none is followed.
+/// Same as [`connect`], but does not follow a symbolic link.
 pub fn connect_within(dir: &File, name: &str) -> io::Result<UnixStream> {
     let file = handle_within(dir, name)?;
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -63,12 +63,12 @@ pub fn connect_within(dir: &File, name: &str) -> io::Result<UnixStream> {
     UnixStream::from_std(socket.into())
 }
 
-/// Returns a handle of a directory, which stays its when it is moved.
+/// Returns a handle of a directory, which stays valid when it is moved.
 pub fn open(dir: &Path) -> io::Result<File> {
     File::options().read(true).custom_flags(libc::O_DIRECTORY | libc::O_PATH).open(dir)
 }
 
-/// Returns the path of `dir/name`, valid in this process while the handle is held.
+/// Returns a path of `dir/name`, valid in this process while the handle is open.
 pub fn within(dir: &File, name: &str) -> PathBuf {
     format!("/proc/self/fd/{}/{name}", dir.as_raw_fd()).into()
 }

@@ -1,5 +1,4 @@
-//! VMMs that no record names: left by a daemon that died between starting one and noting it, or whose record can't
-//! be understood.
+//! VMMs without a record: their daemon died before it wrote the record, or the record cannot be read.
 
 use std::{
     collections::HashSet,
@@ -22,29 +21,29 @@ use sandboxer_protocol::id::SandboxId;
 
 use crate::jail;
 
-/// Environment variable by which every VMM process can be told from all others.
+/// Environment variable that marks every VMM process.
 pub const MARK: &str = "SANDBOXER_RUN_DIR";
 
-/// Returns every process that was started for `run_dir` itself.
+/// Returns every process that was started for `run_dir`.
 pub fn of(run_dir: &Path) -> io::Result<Vec<Stray>> {
     Ok(all()?.into_iter().filter(|stray| stray.marked == run_dir).collect())
 }
 
-/// Why a process that no record names could not be ended.
+/// Why a VMM without a record could not be killed.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot {action} {path:?} to end a process that was left behind for pod {pod}")]
+#[error("cannot {action} {path:?} to kill a process of pod {pod} without a record")]
 pub struct StrayError {
     /// The pod.
     pub pod: SandboxId,
     /// What was attempted.
     pub action: &'static str,
-    /// On what.
+    /// The path.
     pub path: PathBuf,
     /// What the system said.
     pub source: io::Error,
 }
 
-/// Ends whatever VMMs were started for directories below `dir`, all but those whose pids are in `keep`.
+/// Kills all VMMs that were started for directories below `dir`, except those with pids in `keep`.
 pub fn end_below(owner: &SandboxId, dir: &Path, keep: &HashSet<u32>) -> Result<(), StrayError> {
     end_those(owner, |stray| stray.marked.starts_with(dir) && !keep.contains(&stray.pid))
 }
@@ -63,17 +62,17 @@ fn end_those(pod: &SandboxId, doomed: impl Fn(&Stray) -> bool) -> Result<(), Str
 
 const PROC: &str = "/proc";
 
-/// A process that a daemon started for a VM. Its pid may change hands, what is held of it may not.
+/// A process that a daemon started for a VM, held by pidfd: its pid may be reused.
 #[derive(Debug)]
 pub struct Stray {
-    /// Its pid when it was found.
+    /// Its pid.
     pub pid: u32,
-    /// Directory of the VM when it was started.
+    /// Directory of the VM at its start.
     marked: PathBuf,
     held: OwnedFd,
 }
 
-/// Returns every process that bears [`MARK`].
+/// Returns every process with [`MARK`].
 pub fn all() -> io::Result<Vec<Stray>> {
     let mark = format!("{MARK}=");
     let marked = |variable: &[u8]| {
@@ -85,7 +84,7 @@ pub fn all() -> io::Result<Vec<Stray>> {
         let Some(pid) = name.to_str().and_then(|name| name.parse().ok()).and_then(Pid::from_raw) else {
             continue;
         };
-        // Held before it is looked at: the pid may change hands meanwhile, the pidfd may not.
+        // Opens the pidfd before reading: the pid may be reused meanwhile, the pidfd cannot.
         let Ok(held) = pidfd_open(pid, PidfdFlags::empty()) else {
             continue;
         };
@@ -100,19 +99,19 @@ pub fn all() -> io::Result<Vec<Stray>> {
 }
 
 impl Stray {
-    /// Returns whether it is of the VM whose directory is `run_dir` now, having been made there or below `pool`.
+    /// Returns whether it belongs to the VM with the current directory `run_dir`, which was created there or below `pool`.
     pub fn is_of(&self, run_dir: &Path, pool: &Path) -> bool {
         if self.marked.starts_with(run_dir) {
             return true;
         }
-        // Its VM was in the pool: the directory was moved, what the process was told of it stays as it was.
+        // The VM was in the pool: its directory was moved, but the process' environment has the old path.
         if !self.marked.starts_with(pool) || self.marked.exists() {
             return false;
         }
         let Ok(dir) = fs::metadata(run_dir) else { return false };
         let stands_in = fs::metadata(self.proc().join("cwd"))
             .is_ok_and(|cwd| (cwd.dev(), cwd.ino()) == (dir.dev(), dir.ino()));
-        // A jailed one stands in its jail, but its user is that directory's.
+        // The working directory of a jailed one is in its jail, but its user belongs to that directory.
         let user = || {
             let process = procfs::process::Process::new(i32::try_from(self.pid).ok()?).ok()?;
             Some(process.status().ok()?.ruid)
@@ -120,13 +119,13 @@ impl Stray {
         stands_in || user() == Some(jail::user_of(&dir))
     }
 
-    /// Returns its program's name as the kernel has it; empty when it is gone.
+    /// Returns its command name (`comm`); empty if it has ended.
     pub fn command(&self) -> String {
         let name = fs::read(self.proc().join("comm")).unwrap_or_default();
         String::from_utf8_lossy(&name).trim_end().to_owned()
     }
 
-    /// Tells it to end at once. That it has ended is no error.
+    /// Kills it. No error if it has ended.
     pub fn end(&self) -> io::Result<()> {
         match pidfd_send_signal(&self.held, Signal::KILL) {
             Ok(()) | Err(Errno::SRCH) => Ok(()),
@@ -134,7 +133,7 @@ impl Stray {
         }
     }
 
-    /// Waits for its end. False: it had not ended by `deadline`. Blocks.
+    /// Waits for its end. Returns false if it has not ended by `deadline`. Blocks.
     pub fn wait(&self, deadline: Instant) -> io::Result<bool> {
         loop {
             let left = deadline.saturating_duration_since(Instant::now()).min(Duration::from_secs(60));
@@ -147,7 +146,7 @@ impl Stray {
         }
     }
 
-    /// Returns what it is held by.
+    /// Returns its pidfd.
     pub fn into_pidfd(self) -> OwnedFd {
         self.held
     }

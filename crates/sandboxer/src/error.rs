@@ -210,9 +210,7 @@ impl PodError {
             | Self::Path { .. }
             | Self::Front { .. }
             | Self::Failed { .. }
-            | Self::Transition { .. } => {
-                Code::Internal
-            }
+            | Self::Transition { .. } => Code::Internal,
         }
     }
 }

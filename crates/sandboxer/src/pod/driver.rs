@@ -11,8 +11,7 @@ mod results;
 use std::{collections::HashMap, convert::Infallible, future::Future, net::TcpListener, sync::Arc};
 
 use futures::FutureExt;
-use sandboxer_base::{chain, clock::now_ns};
-use sandboxer_guest::GuestError;
+use sandboxer_base::chain;
 use sandboxer_process::cpus::Cpus;
 use sandboxer_protocol::{
     id::{ContainerId, ExecId},
@@ -27,27 +26,23 @@ use tokio::{
 use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 
 use super::{
-    ContainerView, DaemonState, PodHandle, PodView, ProcessView, QUEUED_REQUESTS, Reply, Request, forward,
-    host_ports,
+    ContainerView, DaemonState, PodHandle, PodView, ProcessView, QUEUED_REQUESTS, Reply, Request,
     journal::{JournalError, PodJournal, PodRecord, RECORD_VERSION},
     readings::Readings,
-    recover::{Reached, Resolved, Unreached, settle},
-    session,
+    recover::{Reached, Resolved, Unreached},
     spec::PodSpec,
     stages::Stages,
-    start::{self, CgroupAttach, Up},
+    start::Up,
     state::{PodState, PodStatus},
-    stop,
     volumes::Volumes,
 };
 use crate::{
     error::PodError,
-    events::Kind,
     front,
     pod::container::{
-        Container, Exit, KILLED, NewContainer, Phase, Process, StdioPaths,
-        io::{RunningIo, StdinCloser, Subject},
-        start::{self as work, CreateContext, Created, RunningVm},
+        Container, Exit, NewContainer, Process, StdioPaths,
+        io::{RunningIo, Subject},
+        start::{Created, RunningVm},
     },
     share::Shares,
 };

@@ -1,6 +1,7 @@
 //! Pods. Each pod is owned by one task; other code holds a [`PodHandle`] and sends it requests.
 
 pub mod admission;
+mod cgroup_attach;
 pub mod clocks;
 pub mod container;
 mod driver;

@@ -15,7 +15,7 @@ use std::{
     sync::Arc, time::Duration,
 };
 
-use sandboxer_base::{Code, chain, clock::now_ns, failpoint::pass};
+use sandboxer_base::{Code, chain, clock::now_ns};
 use sandboxer_config::StartPath;
 use sandboxer_guest::GuestError;
 use sandboxer_host::network::{self, Interface, PooledTap, interface};
@@ -26,15 +26,18 @@ use sandboxer_protocol::{
     stage::Stage,
 };
 use sandboxer_vmm::{DiskSpec, Shape, Vm, VmExit, VmSpec, VmmError};
-use tokio::{
-    sync::{SemaphorePermit, oneshot},
-    task::JoinHandle,
-    time::Instant,
-};
+use tokio::{sync::SemaphorePermit, time::Instant};
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    DaemonState, admission::Work, host_ports, spec::PodSpec, stages::Stages, start_paths, stop, undo::Undo,
+    DaemonState,
+    admission::Work,
+    cgroup_attach::{self, CgroupAttach},
+    host_ports,
+    spec::PodSpec,
+    stages::Stages,
+    start_paths, stop,
+    undo::Undo,
 };
 use crate::{
     error::PodError,
@@ -276,7 +279,8 @@ impl<'a> Prepared<'a> {
             let of = spec.id.clone();
             undo.push("remove the control group", async move { stop::leave(&of, &cgroup).await });
         }
-        let counting = waited.as_ref().and_then(|waited| counted(node, spec, waited.pid, undo));
+        let counting =
+            waited.as_ref().and_then(|waited| cgroup_attach::counted(node, spec, waited.pid, undo));
         let run_dir = node.run_dir(&spec.id);
         match make_private_dir(&run_dir) {
             // A failed start or a killed daemon may have left it.
@@ -405,61 +409,6 @@ impl Greeted<'_> {
         watched(spec, until, up.live.vm.as_ref(), configured).await?;
         Ok(up)
     }
-}
-
-/// The move of a pooled VMM into its pod's control group; other VMMs are created there. The kernel waits for an RCU grace period,
-/// 5 to 17 ms on two cores, so the move runs in parallel. A container's start waits for it, and so does the VMM's end, after
-/// which another process may have its PID.
-#[derive(Debug)]
-pub struct CgroupAttach(JoinHandle<Result<(), (PathBuf, io::Error)>>);
-
-impl CgroupAttach {
-    /// Same as [`CgroupAttach::begin`], for a VMM that an earlier daemon may have moved already.
-    pub fn go_on(node: &DaemonState, spec: &PodSpec, pid: u32) -> Option<Self> {
-        let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id)?;
-        if cgroup.holds(pid) { None } else { Self::begin(node, spec, pid, oneshot::channel().0) }
-    }
-
-    /// Starts to move process `pid`; returns none if the pod has no control group. Drops `over` at the end.
-    fn begin(
-        node: &DaemonState,
-        spec: &PodSpec,
-        pid: u32,
-        over: oneshot::Sender<Infallible>,
-    ) -> Option<Self> {
-        let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id)?;
-        let moved = tokio::task::spawn_blocking(move || {
-            let _over = over;
-            pass(format_args!("before the VMM is counted"));
-            cgroup.enter(pid)
-        });
-        Some(Self(moved))
-    }
-
-    /// Waits until the VMM is in the control group.
-    pub async fn done(self, spec: &PodSpec) -> Result<(), PodError> {
-        match self.0.await.unwrap_or_else(|ended| Err((PathBuf::new(), io::Error::other(ended)))) {
-            // It has exited; the task that watches it reports that.
-            Err((_, error)) if error.raw_os_error() == Some(libc::ESRCH) => Ok(()),
-            moved => moved.map_err(|(path, source)| PodError::Path {
-                pod: spec.id.clone(),
-                action: "move the VMM into control group",
-                path,
-                source,
-            }),
-        }
-    }
-}
-
-/// Starts to move a VMM into the pod's control group.
-fn counted(node: &DaemonState, spec: &PodSpec, pid: u32, undo: &mut Undo) -> Option<CgroupAttach> {
-    let (over, ended) = oneshot::channel();
-    let counting = CgroupAttach::begin(node, spec, pid, over);
-    undo.push("wait for the control group", async move {
-        let _ = ended.await;
-        Ok::<_, Infallible>(())
-    });
-    counting
 }
 
 /// Waits for the VMM until the deadline.

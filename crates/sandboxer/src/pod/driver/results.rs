@@ -1,6 +1,35 @@
 //! Handles results of work: updates the pod's state and answers the waiters.
 
-use super::*;
+use std::{collections::HashMap, net::TcpListener, sync::Arc};
+
+use sandboxer_base::{chain, clock::now_ns};
+use sandboxer_protocol::id::{ContainerId, ExecId};
+use sandboxer_vmm::{VmExit, VmmError};
+use tokio::sync::watch;
+use tokio_util::task::AbortOnDropHandle;
+
+use crate::pod::{
+    Reply,
+    cgroup_attach::CgroupAttach,
+    forward, host_ports,
+    recover::{Reached, Resolved, Unreached, settle},
+    session,
+    stages::Stages,
+    start::{self, Up},
+    state::PodState,
+    volumes::Volumes,
+};
+use crate::{
+    error::PodError,
+    events::Kind,
+    pod::container::{
+        Container, Exit, KILLED, NewContainer, Phase, Process, StdioPaths,
+        io::{RunningIo, StdinCloser, Subject},
+        start::{self as work, Created, RunningVm},
+    },
+};
+
+use super::{CLOSED, Done, Driver, EXEC, answer, answer_all, journal_failed};
 
 impl Driver {
     pub(super) fn apply(&mut self, done: Done) {

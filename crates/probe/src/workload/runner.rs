@@ -280,10 +280,7 @@ fn figures(step: &Step, printed: &Printed) -> Result<Figures, Failure> {
     let all = step.probe.output.parse(&printed.stdout).map_err(|error| {
         let said =
             if matches!(error, OutputError::Failed { .. }) { String::new() } else { printed.last_words() };
-        Failure::at(
-            "output",
-            format!("{error}; its last line:  {said}").trim_end_matches("; its last line:  "),
-        )
+        Failure::at("output", format!("{error}; its last line: {said}").trim_end_matches("; its last line: "))
     })?;
     let missing = step.probe.metrics.iter().find(|metric| !all.contains_key(&metric.name));
     match missing {

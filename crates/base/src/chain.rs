@@ -1,15 +1,15 @@
-//! An error and its causes as text.
+//! Formats an error with its causes.
 
 use std::{error::Error, fmt::Write};
 
-/// Returns an error and everything that caused it, on one line. A cause that its parent quotes already is left out.
+/// Returns an error and its causes on one line. Omits a cause that its parent already contains.
 pub fn chain(error: &dyn Error) -> String {
     let mut text = error.to_string();
     let mut next = error.source();
     while let Some(cause) = next {
         let words = cause.to_string();
         if !text.ends_with(&words) {
-            // Writing to a String can't fail.
+            // Writing to a String cannot fail.
             let _ = write!(text, ": {words}");
         }
         next = cause.source();

@@ -1,4 +1,4 @@
-//! Wall-clock stamps as they travel on the wire and into the journal. Nothing is timed by them: the clock may be set.
+//! Wall-clock timestamps for the wire and the journal. Not for durations: the clock may be set.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -15,9 +15,8 @@ pub fn now_ns() -> u64 {
     u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// Returns when something was that a guest dates to `at_ns`, as far as that can be: not before `since`, and not in the time to
-/// come, in which a manager would wait for it to be over. A guest's clock is the guest's, and this one may have been
-/// set since it was.
+/// Returns a guest's timestamp `at_ns`, limited to the time between `since` and now: a manager would wait for a time in
+/// the future. A guest's clock is not trusted, and the host's may have been set.
 pub fn plausible(at_ns: u64, since: u64) -> u64 {
     at_ns.max(since).min(now_ns())
 }

@@ -1,24 +1,24 @@
-//! The gRPC codes that errors are answered with.
+//! gRPC codes of errors.
 
-/// What containerd acts on: the gRPC codes this daemon answers with.
+/// The gRPC codes that this daemon returns; containerd acts on them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Code {
-    /// There is no such pod, container or process.
+    /// No such pod, container or process.
     NotFound,
-    /// It is there already.
+    /// It already exists.
     AlreadyExists,
-    /// The request can't be right, whatever the state.
+    /// The request is invalid in any state.
     InvalidArgument,
-    /// The request can't be served in this state.
+    /// The request is not possible in this state.
     FailedPrecondition,
-    /// Another request won.
+    /// Another request came first.
     Cancelled,
-    /// It took too long.
+    /// The deadline expired.
     DeadlineExceeded,
-    /// The peer is not there; worth trying again.
+    /// The peer is unavailable; a retry may help.
     Unavailable,
-    /// Known, and not offered.
+    /// Not implemented.
     Unimplemented,
-    /// Our or the host's fault.
+    /// A fault of the daemon or the host.
     Internal,
 }

@@ -1,15 +1,15 @@
-//! SHA-256 as it is written.
+//! SHA-256 as text.
 
 use std::io::{self, Read};
 
 use sha2::{Digest, Sha256};
 
-/// Bytes as lower-case hex digits.
+/// Returns bytes as lower-case hex digits.
 pub fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-/// Returns the SHA-256 of all that the reader yields, hex.
+/// Returns the SHA-256 of a reader's content, hex.
 pub fn of(from: &mut impl Read) -> io::Result<String> {
     let (mut hash, mut chunk) = (Sha256::new(), vec![0; 256 << 10]);
     loop {

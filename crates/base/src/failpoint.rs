@@ -1,19 +1,19 @@
-//! Points at which a test has this process killed, to see what the next one makes of what it left. In builds with the
-//! feature `failpoints`; in all others, [`pass`] is nothing.
+//! Points at which tests kill this process, to test the recovery by the next one. Only in builds with the
+//! feature `failpoints`; in all others [`pass`] does nothing.
 //!
-//! The directory that `SANDBOXER_FAILPOINTS` names holds two files. `armed` has one point a line: each worker takes
-//! the first line away and dies when it comes by that point. `passed` gets the name of every point that workers
-//! come by, in the order in which they first do. A third, `clock`, has the seconds by which the wall clock is wrong, if it
-//! is there.
+//! The directory that `SANDBOXER_FAILPOINTS` names holds two files. `armed` has one point a line: each worker removes
+//! the first line and dies when it reaches that point. `passed` gets the name of every point that workers
+//! reach, in the order of their first passes. A third, optional one, `clock`, has the seconds by which the wall clock is
+//! wrong.
 
 use std::{fmt, time::SystemTime};
 
-/// Comes by a point. What is named is what has happened, or is about to.
+/// Passes a point. Its name is what has happened, or is about to.
 #[cfg(not(feature = "failpoints"))]
 #[inline(always)]
 pub fn pass(_: fmt::Arguments<'_>) {}
 
-/// Comes by a point. What is named is what has happened, or is about to.
+/// Passes a point. Its name is what has happened, or is about to.
 #[cfg(feature = "failpoints")]
 pub fn pass(point: fmt::Arguments<'_>) {
     if let Some(points) = &*armed::POINTS {
@@ -21,14 +21,14 @@ pub fn pass(point: fmt::Arguments<'_>) {
     }
 }
 
-/// Returns what the wall clock shows.
+/// Returns the wall clock's time.
 #[cfg(not(feature = "failpoints"))]
 #[inline(always)]
 pub fn shifted(now: SystemTime) -> SystemTime {
     now
 }
 
-/// Returns what the wall clock shows.
+/// Returns the wall clock's time.
 #[cfg(feature = "failpoints")]
 pub fn shifted(now: SystemTime) -> SystemTime {
     armed::POINTS.as_ref().map_or(now, |points| points.shifted(now))
@@ -45,14 +45,14 @@ mod armed {
         time::{Duration, Instant, SystemTime},
     };
 
-    /// The front takes a worker that lives for a second for a sound one, and starts the next without a pause.
+    /// Minimum life of a worker: the front restarts one that ran for a second without a pause.
     const LIFE: Duration = Duration::from_millis(1100);
 
     pub struct Points {
         dir: PathBuf,
         since: Instant,
         armed: Option<String>,
-        // Held for the writing of a line, never across an await.
+        // Held while a line is written, never across an await.
         passed: Mutex<HashSet<String>>,
     }
 

@@ -1,4 +1,4 @@
-//! What every crate may use, and what uses none of them.
+//! Utilities for all crates; depends on none of them.
 
 mod chain;
 pub mod clock;

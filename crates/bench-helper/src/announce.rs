@@ -1,4 +1,4 @@
-//! Tells when somebody listens on a port, without a connection: some servers take one for a client, and stumble.
+//! Reports when a port is listened on, without a connection: some servers fail on a connection without a request.
 
 use std::fs;
 use std::time::Duration;
@@ -7,21 +7,21 @@ use anyhow::{Result, bail};
 use rustix::thread::{ClockId, clock_nanosleep_relative};
 use rustix::time::Timespec;
 
-/// Between two looks: the kernel tells nobody who begins to listen.
+/// Polling interval: the kernel has no notification for it.
 const LOOK_NS: i64 = 20_000_000;
-/// So many looks are five minutes.
+/// Number of polls: five minutes.
 const LOOKS: u32 = 15_000;
 /// The kernel's number of the state LISTEN.
 const LISTEN: &str = "0A";
 
-/// Prints a line of JSON on stderr when somebody in this network namespace listens on a TCP port
+/// Print a line of JSON on stderr when a process in this network namespace listens on a TCP port
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// The port
     port: u16,
 }
 
-/// Ends when the line is printed, or after five minutes.
+/// Waits and prints the line. Fails after five minutes.
 pub fn run(args: &Args) -> Result<()> {
     for _ in 0..LOOKS {
         let tables = ["/proc/net/tcp", "/proc/net/tcp6"].map(fs::read_to_string);
@@ -31,14 +31,14 @@ pub fn run(args: &Args) -> Result<()> {
             return Ok(());
         }
         let pause = Timespec { tv_sec: 0, tv_nsec: LOOK_NS };
-        // One that is interrupted looks earlier, no more.
+        // An interrupted sleep only polls earlier.
         let _ = clock_nanosleep_relative(ClockId::Monotonic, &pause);
     }
     let waited = Duration::from_nanos(LOOK_NS as u64) * LOOKS;
-    bail!("nobody listens on port {} after {waited:?}", args.port)
+    bail!("no process listens on port {} after {waited:?}", args.port)
 }
 
-/// Parses lines "N: ADDRESS:PORT ADDRESS:PORT STATE …", numbers in hex.
+/// Returns whether a table of lines "N: ADDRESS:PORT ADDRESS:PORT STATE …" (hex) has a listener on the port.
 fn listens(table: &str, port: u16) -> bool {
     table.lines().skip(1).any(|line| {
         let mut words = line.split_whitespace().skip(1);

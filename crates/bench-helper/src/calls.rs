@@ -1,4 +1,4 @@
-//! What one system call, one allocation and one opened file cost.
+//! Cost of a system call, of an allocation and of opening a file.
 
 use std::fs::File;
 use std::hint::black_box;
@@ -10,34 +10,34 @@ use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
 use crate::result::{Line, Times};
 
-/// Calls between two looks at the clock: a look costs a fifth of a call.
+/// Calls between two clock readings: a reading costs a fifth of a call.
 const BATCH: u32 = 100;
 /// Step in which pages are touched, bytes.
 const PAGE: usize = 4096;
 
-/// Times getppid, the shortest call that the kernel has no shortcut for
+/// Measure getppid, the shortest call that is not in the vDSO
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// How long
+    /// Duration, seconds
     #[arg(long, default_value_t = 10.0)]
     seconds: f64,
 }
 
-/// Times mapping, touching and unmapping memory
+/// Measure mapping, touching and unmapping memory
 #[derive(Debug, clap::Args)]
 pub struct AllocArgs {
-    /// How long
+    /// Duration, seconds
     #[arg(long, default_value_t = 10.0)]
     seconds: f64,
-    /// Bytes of one allocation
+    /// Size of one allocation, bytes
     #[arg(long, default_value_t = 65_536, value_parser = clap::value_parser!(u64).range(4096..=1 << 30))]
     size: u64,
 }
 
-/// Times opening and closing a file
+/// Measure opening and closing a file
 #[derive(Debug, clap::Args)]
 pub struct OpenArgs {
-    /// How long
+    /// Duration, seconds
     #[arg(long, default_value_t = 10.0)]
     seconds: f64,
     /// The file
@@ -45,7 +45,7 @@ pub struct OpenArgs {
     file: PathBuf,
 }
 
-/// Measures system calls; percentiles are of batches of 100 calls.
+/// Measures system calls. Percentiles are of batches of 100 calls.
 pub fn syscalls(args: &Args) -> Result<()> {
     per_call("syscalls", args.seconds, BATCH, || {
         black_box(rustix::process::getppid());
@@ -53,13 +53,13 @@ pub fn syscalls(args: &Args) -> Result<()> {
     })
 }
 
-/// Measures allocations: each is mapped, written once in each page, and unmapped.
+/// Measures allocations: maps memory, writes once to each page, and unmaps it.
 pub fn alloc(args: &AllocArgs) -> Result<()> {
     let size = usize::try_from(args.size)?;
     per_call("alloc", args.seconds, 1, || allocate(size))
 }
 
-/// Measures opening a file; the path is looked up each time, as a program does.
+/// Measures opening a file, with a path lookup each time.
 pub fn open(args: &OpenArgs) -> Result<()> {
     per_call("open", args.seconds, 1, || {
         File::open(&args.file).map(drop).with_context(|| format!("cannot open {}", args.file.display()))

@@ -1,4 +1,4 @@
-//! What a container has, read from inside it: the same files under every runtime.
+//! Resources of a container, read from inside: the same files under every runtime.
 
 use std::fs;
 use std::io::Write;
@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::{Context, Result};
 use serde::Serialize;
 
-/// A limit above this is none: cgroup v1 says "unlimited" as a number.
+/// Limits above this mean none: cgroup v1 has a number for "unlimited".
 const UNLIMITED: u64 = 1 << 60;
 
 /// Processors and memory of a container; a limit that is not set, or that the runtime does not show, is `None`.
@@ -26,7 +26,7 @@ pub struct Facts {
 }
 
 impl Facts {
-    /// Reads them.
+    /// Reads the facts of this container.
     pub fn of_container() -> Self {
         Self::read(Path::new("/"))
     }
@@ -60,25 +60,25 @@ impl Facts {
         writeln!(std::io::stdout(), "{}", self.line()?).context("cannot print the facts")
     }
 
-    /// Returns the line of JSON that tells them.
+    /// Returns them as a line of JSON.
     pub fn line(&self) -> Result<String> {
         Ok(serde_json::to_string(&serde_json::json!({ "bench_facts": self }))?)
     }
 }
 
-/// Returns the CPUs of the affinity mask; a quota does not change them.
+/// Returns the processors of the CPU affinity; a quota does not change them.
 fn cpus() -> usize {
     rustix::thread::sched_getaffinity(None).map_or(1, |set| set.count() as usize)
 }
 
-/// Parses "200000 100000" (µs); "max 100000" is no limit.
+/// Parses "200000 100000", µs; `None` for "max 100000".
 fn quota_of_v2(text: &str) -> Option<f64> {
     let (quota, period) = text.split_once(' ')?;
     let (quota, period) = (quota.parse::<f64>().ok()?, period.parse::<f64>().ok()?);
     (period > 0.0).then(|| quota / period)
 }
 
-/// Bytes, of the kernel's `MemTotal: N kB`.
+/// Returns the bytes of the kernel's `MemTotal: N kB`.
 fn total_of(memory: &str) -> Option<u64> {
     let line = memory.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)

@@ -1,4 +1,4 @@
-//! A frame clock: work of a known length at each tick, and how late it is done.
+//! A frame clock: work of a known length at each tick, and its lateness.
 
 use std::hint::black_box;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use crate::result::{Line, Times};
 /// A frame that is later than this is late.
 const LATE: Duration = Duration::from_millis(1);
 
-/// Does work at each tick of a clock, as a player or a control loop does
+/// Do work at each tick of a clock, like a player or a control loop
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Ticks per second
@@ -21,12 +21,12 @@ pub struct Args {
     /// Work at each tick, ms of CPU as it was measured before the first tick
     #[arg(long, default_value_t = 5.0)]
     work_ms: f64,
-    /// How long
+    /// Duration, seconds
     #[arg(long, default_value_t = 60.0)]
     seconds: f64,
 }
 
-/// Lateness is the end of a frame's work over what it would be if the tick were exact and the work took its length.
+/// Runs and prints. Lateness is the end of a frame's work after its ideal end.
 pub fn run(args: &Args) -> Result<()> {
     let period = Duration::from_secs(1) / args.hz;
     let work = Duration::try_from_secs_f64(args.work_ms / 1e3).context("--work-ms takes ms from 0 up")?;
@@ -54,7 +54,7 @@ pub fn run(args: &Args) -> Result<()> {
         .print()
 }
 
-/// Returns the time since a fixed moment.
+/// Returns the monotonic time.
 fn now() -> Duration {
     let time = clock_gettime(ClockId::Monotonic);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
@@ -75,7 +75,7 @@ fn spin(rounds: u64) {
     }
 }
 
-/// Returns how many rounds take this long: the fastest of several tries, which nothing disturbed.
+/// Returns how many rounds take this long, from the fastest of several tries.
 fn calibrate(work: Duration) -> u64 {
     const TRY: u64 = 200_000;
     let times = (0..20).map(|_| {

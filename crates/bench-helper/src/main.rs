@@ -1,9 +1,9 @@
-//! What no tool of a distribution measures, from inside a container, under any runtime: prints one line of JSON.
+//! Measurements that distributions have no tool for, inside a container of any runtime: prints one line of JSON.
 //!
 //! | module | what it holds |
 //! |---|---|
-//! | [`facts`] | processors, quota and memory as a container has them |
-//! | [`run`], [`announce`] | a tool, after its facts were printed; when it listens |
+//! | [`facts`] | processors, quota and memory of a container |
+//! | [`run`], [`announce`] | runs a tool after printing the facts; reports when it listens |
 //! | [`calls`] | cost of a system call, of an allocation, of an opened file |
 //! | [`frames`], [`spin`] | late frames, stolen time |
 //! | [`stream`] | TCP by message size, both ways |
@@ -24,10 +24,10 @@ use std::process::ExitCode;
 
 use clap::Parser;
 
-/// Measures from inside a container; prints one line of JSON
+/// Measure inside a container and print one line of JSON
 #[derive(Debug, Parser)]
 enum Command {
-    /// Prints the processors, quota and memory of this container
+    /// Print the processors, quota and memory of this container
     Facts,
     Run(run::Args),
     Announce(announce::Args),

@@ -1,4 +1,4 @@
-//! The line of JSON that a measurement ends in: `{"bench_helper":1,"what":"…","metrics":{"…":1.5}}`.
+//! The line of JSON with a measurement's result: `{"bench_helper":1,"what":"…","metrics":{"…":1.5}}`.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -8,9 +8,9 @@ use anyhow::{Context, Result, ensure};
 use hdrhistogram::Histogram;
 use serde::Serialize;
 
-/// Version of the line's shape.
+/// Version of the line's format.
 const SHAPE: u32 = 1;
-/// Longest time that a histogram holds, ns: an hour.
+/// Longest time in a histogram, ns: an hour.
 const LONGEST_NS: u64 = 3_600_000_000_000;
 
 /// A result.
@@ -47,7 +47,7 @@ pub struct Times(Histogram<u64>);
 impl Times {
     /// Returns an empty set of times.
     pub fn new() -> Result<Self> {
-        Ok(Self(Histogram::new_with_bounds(1, LONGEST_NS, 3).context("cannot make a histogram")?))
+        Ok(Self(Histogram::new_with_bounds(1, LONGEST_NS, 3).context("cannot create a histogram")?))
     }
 
     /// Adds a time; one of more than an hour counts as an hour.
@@ -55,7 +55,7 @@ impl Times {
         self.0.saturating_record(u64::try_from(time.as_nanos()).unwrap_or(LONGEST_NS));
     }
 
-    /// Returns the time that this per cent of all do not exceed, ns.
+    /// Returns a percentile, ns.
     pub fn percentile(&self, percent: f64) -> f64 {
         self.0.value_at_percentile(percent) as f64
     }

@@ -1,6 +1,6 @@
-//! A tool in the place of this program: facts first, then what the tool needs, then the tool itself, by exec.
+//! Runs a tool: prints the facts, runs preparation steps, then executes the tool in its place.
 //!
-//! So each run tells what it had, and the tool is the container's process: its exit code and its output are the container's.
+//! So each run reports its resources, and the tool is the container's process, with its exit code and output.
 
 use std::io::ErrorKind;
 use std::os::unix::process::CommandExt;
@@ -10,21 +10,21 @@ use anyhow::{Context, Result, ensure};
 
 use crate::facts::Facts;
 
-/// Ends a step before the tool.
+/// Separator after a step.
 const END_OF_STEP: &str = ";";
 
-/// Prints this container's facts on stderr, then becomes a tool
+/// Print this container's facts on stderr, then execute a tool
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Port of which a line on stderr tells when the tool listens on it
+    /// Port; a line on stderr reports when the tool listens on it
     #[arg(long)]
     announce: Option<u16>,
-    /// The tool; what stands before a ';' is run to its end first, with its output on stderr
+    /// The tool; commands before a ';' run first, with their output on stderr
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     words: Vec<String>,
 }
 
-/// Does not return, unless the tool could not be started.
+/// Executes the tool. Returns only on failure.
 pub fn run(args: &Args) -> Result<()> {
     eprintln!("{}", Facts::of_container().line()?);
     let mut steps: Vec<&[String]> = args.words.split(|word| word == END_OF_STEP).collect();
@@ -47,7 +47,7 @@ fn command(words: &[String]) -> Result<Command> {
     Ok(command)
 }
 
-/// Runs a step to its end. Its output is no result, so it goes to stderr.
+/// Runs a step. Its output goes to stderr.
 fn prepare(words: &[String]) -> Result<()> {
     let mut step = command(words)?;
     step.stdin(Stdio::null()).stdout(std::io::stderr());
@@ -56,7 +56,7 @@ fn prepare(words: &[String]) -> Result<()> {
     Ok(())
 }
 
-/// Starts a process that tells when somebody listens: this one is about to be the tool.
+/// Starts a process that reports when the port is listened on: this one becomes the tool.
 fn announcer(port: u16) -> Result<()> {
     let mut announcer = Command::new("/proc/self/exe");
     announcer.arg("announce").arg(port.to_string()).stdin(Stdio::null()).stdout(Stdio::null());

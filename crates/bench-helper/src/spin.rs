@@ -1,4 +1,4 @@
-//! Time that is taken away from a thread that always wants to run.
+//! CPU time taken from a busy thread.
 
 use std::time::{Duration, Instant};
 
@@ -6,18 +6,18 @@ use anyhow::{Context, Result};
 
 use crate::result::Line;
 
-/// Between two looks at the clock more than this was taken away; a timer's interrupt takes less.
+/// Minimum gap between two clock readings; a timer interrupt takes less.
 const GAP: Duration = Duration::from_micros(50);
 
-/// Looks at the clock all the time and counts gaps of more than 50 µs
+/// Read the clock in a loop and count gaps of more than 50 µs
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// How long
+    /// Duration, seconds
     #[arg(long, default_value_t = 10.0)]
     seconds: f64,
 }
 
-/// Prints how many gaps there were, how much they took and the longest.
+/// Prints the number of gaps, their total time and the longest.
 pub fn run(args: &Args) -> Result<()> {
     let limit = Duration::try_from_secs_f64(args.seconds).context("--seconds takes seconds from 0 up")?;
     let begun = Instant::now();

@@ -1,4 +1,4 @@
-//! TCP by message size, both ways. What counts is what the other side received.
+//! TCP throughput by message size, in both directions. Counts the received bytes.
 //!
 //! A client begins with the number of bytes that it wants, 8 bytes, little-endian. The server sends so many and closes. If it
 //! is zero the client sends until it closes its side, and the server answers with how many bytes it received.
@@ -11,12 +11,12 @@ use anyhow::{Context, Result, ensure};
 
 use crate::result::Line;
 
-/// Read and sent at once where no message size is asked for, bytes.
+/// Default size of reads and writes, bytes.
 const BLOCK: usize = 128 << 10;
-/// A peer that is silent for so long is gone.
+/// Timeout for a silent peer.
 const SILENCE: Duration = Duration::from_secs(30);
 
-/// Serves clients one after the other, for ever
+/// Serve clients one after the other, for ever
 #[derive(Debug, clap::Args)]
 pub struct ServeArgs {
     /// Port to listen on
@@ -24,40 +24,40 @@ pub struct ServeArgs {
     port: u16,
 }
 
-/// Sends messages of one size for so long
+/// Send messages of one size
 #[derive(Debug, clap::Args)]
 pub struct SendArgs {
     /// The server
     #[arg(long)]
     to: SocketAddr,
-    /// Bytes of a message, each one written by a call of its own
+    /// Size of a message, bytes; each one is a separate write call
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     size: u32,
-    /// How long
+    /// Duration, seconds
     #[arg(long, default_value_t = 10.0)]
     seconds: f64,
-    /// Sends each message at once, instead of waiting for a full segment
+    /// Send each message at once (TCP_NODELAY)
     #[arg(long)]
     nodelay: bool,
 }
 
-/// Receives so many bytes
+/// Receive a number of bytes
 #[derive(Debug, clap::Args)]
 pub struct ReceiveArgs {
     /// The server
     #[arg(long)]
     from: SocketAddr,
-    /// How many
+    /// Number of bytes
     #[arg(long, default_value_t = 1 << 30)]
     bytes: u64,
 }
 
-/// Ends with the container only.
+/// Serves until the container ends.
 pub fn serve(args: &ServeArgs) -> Result<()> {
     let address = SocketAddr::from((IpAddr::from(Ipv4Addr::UNSPECIFIED), args.port));
     let listener = TcpListener::bind(address).with_context(|| format!("cannot listen on {address}"))?;
     for client in listener.incoming() {
-        // One that breaks off is its own loss.
+        // A failed client does not end the server.
         if let Err(error) = client.map_err(anyhow::Error::from).and_then(answer) {
             eprintln!("bench-helper: a client failed: {error:#}");
         }
@@ -70,7 +70,7 @@ fn answer(mut client: TcpStream) -> Result<()> {
     client.set_write_timeout(Some(SILENCE))?;
     let mut wanted = [0; 8];
     match client.read_exact(&mut wanted) {
-        // Somebody who only looked whether the server is there.
+        // A client that only tested whether the server listens.
         Err(error) if error.kind() == ErrorKind::UnexpectedEof => return Ok(()),
         read => read?,
     }
@@ -103,7 +103,7 @@ fn connect(server: SocketAddr, wanted: u64) -> Result<TcpStream> {
     Ok(stream)
 }
 
-/// Sends; the time ends when the server reports how much arrived.
+/// Sends and prints. The time ends with the server's report of received bytes.
 pub fn send(args: &SendArgs) -> Result<()> {
     let limit = Duration::try_from_secs_f64(args.seconds).context("--seconds takes seconds from 0 up")?;
     let mut stream = connect(args.to, 0)?;
@@ -111,7 +111,7 @@ pub fn send(args: &SendArgs) -> Result<()> {
     let message = vec![0; args.size as usize];
     let (begun, mut messages) = (Instant::now(), 0u64);
     while begun.elapsed() < limit {
-        // A look at the clock per message would be a part of what small ones cost.
+        // Reading the clock for each message would distort the cost of small ones.
         for _ in 0..16 {
             stream.write_all(&message).with_context(|| format!("cannot send to {}", args.to))?;
         }
@@ -119,7 +119,9 @@ pub fn send(args: &SendArgs) -> Result<()> {
     }
     stream.shutdown(Shutdown::Write)?;
     let mut received = [0; 8];
-    stream.read_exact(&mut received).with_context(|| format!("{} did not say what it received", args.to))?;
+    stream
+        .read_exact(&mut received)
+        .with_context(|| format!("cannot read the number of received bytes from {}", args.to))?;
     let (seconds, received) = (begun.elapsed().as_secs_f64(), u64::from_le_bytes(received));
     let sent = messages * u64::from(args.size);
     ensure!(received == sent, "{} received {received} of {sent} bytes", args.to);
@@ -129,7 +131,7 @@ pub fn send(args: &SendArgs) -> Result<()> {
         .print()
 }
 
-/// Receives; the time begins with the connection.
+/// Receives and prints. The time begins with the connection.
 pub fn receive(args: &ReceiveArgs) -> Result<()> {
     ensure!(args.bytes > 0, "--bytes takes a number from 1 up");
     let begun = Instant::now();

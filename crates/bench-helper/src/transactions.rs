@@ -1,4 +1,4 @@
-//! Open-loop load: transactions that arrive at a rate, whether or not the last one is done, over a working set.
+//! Open-loop load: transactions over a working set that arrive at a rate, whether or not the last one is done.
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -13,24 +13,24 @@ use crate::result::{Line, Times};
 
 /// Places of the working set that a transaction changes.
 const UPDATES: usize = 1000;
-/// A wait that is shorter is spun away: a sleep takes longer to end.
+/// Shorter waits spin: a sleep takes longer to end.
 const SHORTEST_SLEEP: Duration = Duration::from_micros(200);
 
-/// Does memory-bound transactions that arrive at random at a mean rate
+/// Run memory-bound transactions that arrive at random at a mean rate
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Mean arrivals per second; 0 for one after the other, as fast as they are done
+    /// Mean arrivals per second; 0 for back-to-back transactions
     #[arg(long, default_value_t = 0.0)]
     rate: f64,
-    /// How long
+    /// Duration, seconds
     #[arg(long, default_value_t = 10.0)]
     seconds: f64,
-    /// Working set, MiB: larger than the last cache, or the cache is what is measured
+    /// Working set, MiB; must be larger than the last-level cache to measure memory
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     working_set: u32,
 }
 
-/// Runs transactions; latency counts from the arrival, so time in the queue counts too.
+/// Runs and prints. Latency is from the arrival, not from the begin: time in the queue counts.
 pub fn run(args: &Args) -> Result<()> {
     let limit = Duration::try_from_secs_f64(args.seconds).context("--seconds takes seconds from 0 up")?;
     ensure!(args.rate.is_finite() && args.rate >= 0.0, "--rate takes a number from 0 up");
@@ -62,7 +62,7 @@ pub fn run(args: &Args) -> Result<()> {
         .print()
 }
 
-/// Seconds between two arrivals of a Poisson process; `uniform` is drawn from [0, 1).
+/// Returns the seconds between two arrivals of a Poisson process; `uniform` is drawn from [0, 1).
 fn until_next(rate: f64, uniform: f64) -> f64 {
     -(1.0 - uniform).ln() / rate
 }

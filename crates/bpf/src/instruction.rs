@@ -1,14 +1,14 @@
-//! An instruction of the kernel's virtual machine, and what it can say.
+//! BPF instructions.
 
-/// One instruction, as the kernel takes it.
+/// One instruction in the kernel's format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub struct Instruction {
-    /// What is done: see [`code`].
+    /// Operation: see [`code`].
     pub code: u8,
     /// Destination in the lower half, source in the upper.
     pub registers: u8,
-    /// Of a jump, over so many instructions; of an access, so many bytes from the register.
+    /// Of a jump: instructions to skip; of an access: offset from the register, bytes.
     pub offset: i16,
     /// A constant.
     pub immediate: i32,

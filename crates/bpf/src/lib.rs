@@ -1,7 +1,7 @@
-//! Small programs for the kernel's own virtual machine (bpf(2)): written by hand, loaded, attached.
+//! Small BPF programs (bpf(2)): written by hand, loaded, attached.
 //!
-//! The daemon has one that finds who listens, the agent one that says which devices a container may use. Both are
-//! a few instructions, for which no compiler need be there and no object file read.
+//! The daemon has one that selects a listening socket, the agent one that limits a container's devices. Both are
+//! a few instructions, without a compiler or an object file.
 
 use std::{
     io,
@@ -19,15 +19,15 @@ const PROG_LOAD: libc::c_long = 5;
 const PROG_ATTACH: libc::c_long = 8;
 const LINK_CREATE: libc::c_long = 28;
 const MAP_TYPE_SOCKMAP: u32 = 15;
-/// Programs that others attach to groups below go on beside one that is attached so, none in place of it.
+/// Permits further programs on groups below, in addition to this one.
 const ALLOW_MULTI: u32 = 2;
 
-/// What a program is for: who runs it, and when.
+/// Type of a program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Whether a process of a control group may use a device (Linux 4.15).
+    /// Controls the devices of a control group (Linux 4.15).
     CgroupDevice,
-    /// Which socket of a network namespace takes a connection (Linux 5.9).
+    /// Selects the socket for a connection in a network namespace (Linux 5.9).
     SkLookup,
 }
 
@@ -47,7 +47,7 @@ impl Kind {
     }
 }
 
-/// A program that the kernel has taken.
+/// A loaded program.
 #[derive(Debug)]
 pub struct Program {
     fd: OwnedFd,
@@ -55,7 +55,7 @@ pub struct Program {
 }
 
 impl Program {
-    /// Has the kernel check a program and take it.
+    /// Loads a program; the kernel verifies it.
     pub fn load(kind: Kind, instructions: &[Instruction]) -> io::Result<Self> {
         #[repr(C)]
         struct ProgramLoad {
@@ -86,11 +86,11 @@ impl Program {
             interface: 0,
             expected_attach_type: kind.attach_type(),
         };
-        // SAFETY: these are the attributes of the command; so many instructions and a string are where they lead.
+        // SAFETY: these are the attributes of the command; the pointers are to the instructions and a string.
         Ok(Self { fd: unsafe { bpf_fd(PROG_LOAD, &attributes) }?, kind })
     }
 
-    /// Has it run for `target` (a network namespace) until what is answered is closed.
+    /// Attaches it to `target` (a network namespace) until the returned link is closed.
     pub fn link(&self, target: impl AsFd) -> io::Result<OwnedFd> {
         #[repr(C)]
         struct LinkCreate {
@@ -105,7 +105,7 @@ impl Program {
         unsafe { bpf_fd(LINK_CREATE, &attributes) }
     }
 
-    /// Has it run for a control group, and those below it, for as long as the group is there.
+    /// Attaches it to a control group, and those below it, for the group's lifetime.
     pub fn attach(&self, cgroup: impl AsFd) -> io::Result<()> {
         #[repr(C)]
         struct ProgramAttach {
@@ -122,12 +122,12 @@ impl Program {
     }
 }
 
-/// A place for one socket, which programs find there by key 0.
+/// A map with one socket at key 0.
 #[derive(Debug)]
 pub struct SocketMap(OwnedFd);
 
 impl SocketMap {
-    /// Creates a map that holds `socket`.
+    /// Creates a map with `socket` in it.
     pub fn with(socket: impl AsFd) -> io::Result<Self> {
         #[repr(C)]
         struct MapCreate {
@@ -165,26 +165,26 @@ fn number(fd: &impl AsRawFd) -> u32 {
     fd.as_raw_fd().cast_unsigned()
 }
 
-/// Calls bpf(2) with a command's own part of its attributes; what is left out is zero to the kernel.
+/// Calls bpf(2) with a command's part of the attributes; the kernel takes the rest as zero.
 ///
 /// # Safety
-/// `attributes` are those of `command`, and every pointer in them leads to what the command takes there.
+/// `attributes` must be those of `command`, with valid pointers.
 unsafe fn bpf<T>(command: libc::c_long, attributes: &T) -> io::Result<libc::c_long> {
-    // SAFETY: as promised by the caller; the kernel reads no more than the size it is told.
+    // SAFETY: guaranteed by the caller; the kernel reads no more than the given size.
     match unsafe { libc::syscall(libc::SYS_bpf, command, attributes, size_of::<T>()) } {
         -1 => Err(io::Error::last_os_error()),
         answer => Ok(answer),
     }
 }
 
-/// Same as [`bpf`], for commands that answer a descriptor.
+/// Same as [`bpf`], for commands that return a descriptor.
 ///
 /// # Safety
 /// As of [`bpf`].
 unsafe fn bpf_fd<T>(command: libc::c_long, attributes: &T) -> io::Result<OwnedFd> {
-    // SAFETY: as promised by the caller.
+    // SAFETY: guaranteed by the caller.
     let fd = unsafe { bpf(command, attributes) }?;
     let fd = fd.try_into().map_err(io::Error::other)?;
-    // SAFETY: the kernel has just opened it, for nobody else.
+    // SAFETY: the kernel has just opened it; it has no other owner.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }

@@ -1,7 +1,7 @@
-//! A conversation with the kernel's rtnetlink: one request, its answer, the next.
+//! An rtnetlink client: one request at a time.
 //!
-//! It blocks, on purpose: on the host it happens in a thread that has entered a pod's network namespace and
-//! ends with it, in a guest in the only thread there is. The kernel answers within the call that asks.
+//! It blocks on purpose: on the host it runs in a thread that has entered a pod's network namespace and ends
+//! afterwards, in a guest in the only thread. The kernel answers within the sending call.
 
 mod link;
 
@@ -20,10 +20,10 @@ use netlink_packet_route::{
 };
 use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_ROUTE};
 
-/// Most objects that are taken of one dump.
+/// Maximum objects of one dump.
 const MAX_OBJECTS: usize = 16 << 10;
 
-/// Longest datagram, bytes. The kernel fills none of more than 32 KiB, but for an object that alone is larger.
+/// Maximum datagram, bytes. The kernel sends at most 32 KiB, except for a single larger object.
 const DATAGRAM: usize = 64 << 10;
 
 /// A socket in the network namespace in which it was opened.
@@ -35,22 +35,22 @@ pub struct Netlink {
 }
 
 impl Netlink {
-    /// Opens one in the calling thread's network namespace.
+    /// Opens a socket in the calling thread's network namespace.
     pub fn open() -> io::Result<Self> {
         let mut socket = Socket::new(NETLINK_ROUTE)?;
         socket.bind_auto()?;
         socket.connect(&SocketAddr::new(0, 0))?;
-        // A dump is of what was asked for, not of all there is.
+        // Dumps contain only requested objects.
         socket.set_netlink_get_strict_chk(true)?;
         Ok(Self { socket, sequence: 0, datagram: Vec::with_capacity(DATAGRAM) })
     }
 
-    /// Has something done. `flags` are [`NLM_F_CREATE`] and its like.
+    /// Sends a request and waits for its acknowledgement. `flags` are such as [`NLM_F_CREATE`].
     pub fn request(&mut self, message: RouteNetlinkMessage, flags: u16) -> io::Result<()> {
         self.converse(message, NLM_F_ACK | flags, |_: RouteNetlinkMessage| Ok(()))
     }
 
-    /// Returns all objects of the kind that `message`, a `Get…`, asks for.
+    /// Returns all objects of the kind of `message`, a `Get…`.
     pub fn dump(&mut self, message: RouteNetlinkMessage) -> io::Result<Vec<RouteNetlinkMessage>> {
         self.all(message)
     }
@@ -66,7 +66,7 @@ impl Netlink {
         let mut found = Vec::new();
         self.converse(message, NLM_F_DUMP, |object| {
             if found.len() == MAX_OBJECTS {
-                return Err(io::Error::other(format!("there are more than {MAX_OBJECTS} objects of a kind")));
+                return Err(io::Error::other(format!("more than {MAX_OBJECTS} objects of one kind")));
             }
             found.push(object);
             Ok(())
@@ -91,17 +91,15 @@ impl Netlink {
         self.socket.send(&bytes, 0)?;
         loop {
             self.datagram.clear();
-            // Into room that is there, not asked for by a peek each time: half of the system calls.
+            // Into a buffer of fixed size, without a peek each time: half of the system calls.
             let length = self.socket.recv(&mut self.datagram, libc::MSG_TRUNC)?;
             if length > self.datagram.len() {
-                return Err(io::Error::other(format!(
-                    "a message of {length} bytes, at most {DATAGRAM} are taken"
-                )));
+                return Err(io::Error::other(format!("a message has {length} bytes, more than {DATAGRAM}")));
             }
             let mut rest = self.datagram.as_slice();
             while !rest.is_empty() {
                 let answer = NetlinkMessage::<T>::deserialize(rest).map_err(io::Error::other)?;
-                // Padded to four bytes, but for the last.
+                // Padded to four bytes, except the last.
                 let length = (answer.header.length as usize).next_multiple_of(4);
                 rest = rest.get(length.max(4)..).unwrap_or_default();
                 if answer.header.sequence_number != self.sequence {

@@ -1,11 +1,11 @@
-//! A network device in as few words as tell it from others.
+//! A network device with a minimum of attributes.
 
 use netlink_packet_core::{DecodeError, NetlinkDeserializable, NetlinkHeader, NlasIterator};
 
 /// Length of `struct ifinfomsg`, rtnetlink(7), bytes; at 4 in it is the index, at 8 are the flags.
 const HEAD: usize = 16;
 
-/// A network device. The kernel tells fifty things more of each, which took an emulated guest 8 ms to read.
+/// A network device. The kernel reports fifty more attributes, which took an emulated guest 8 ms to read.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Link {
     /// Its index.
@@ -14,7 +14,7 @@ pub struct Link {
     pub up: bool,
     /// Its name.
     pub name: String,
-    /// The link-layer address that it was made with; empty if it has none.
+    /// Its permanent link-layer address; empty if it has none.
     pub permanent_address: Vec<u8>,
 }
 
@@ -25,7 +25,7 @@ impl NetlinkDeserializable for Link {
         let word =
             |at: usize| payload.get(at..at + 4).and_then(|word| word.try_into().ok()).map(u32::from_ne_bytes);
         let (Some(index), Some(flags), Some(attributes)) = (word(4), word(8), payload.get(HEAD..)) else {
-            return Err(DecodeError::from("a network device in less than 16 bytes"));
+            return Err(DecodeError::from("a network device has less than 16 bytes"));
         };
         let up = flags & libc::IFF_UP.cast_unsigned() != 0;
         let mut link = Self { index, up, name: String::new(), permanent_address: Vec::new() };

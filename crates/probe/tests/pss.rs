@@ -147,7 +147,7 @@ fn what_may_not_be_looked_at_is_said() {
     other.wait().unwrap();
     let error = looked.unwrap_err();
     assert!(matches!(error, pss::PssError::Denied(_)), "{error}");
-    assert!(error.to_string().contains("PSS is missing"), "{error}");
+    assert!(error.to_string().contains("lacks its PSS"), "{error}");
 }
 
 #[test]

@@ -152,10 +152,10 @@ async fn unequal_sides_are_refused_before_anything_runs() {
 #[tokio::test]
 async fn each_failure_is_named_and_the_others_go_on() {
     let cases: [(Tool, &str, &str); 4] = [
-        (is_killed, "tool", "exit code 137; it said: FATAL: out of memory"),
-        (prints_garbage, "output", "is 'lots', which is no number"),
-        (hangs, "tool", "was not over after"),
-        (changes_its_mind, "facts", "something else than the first: 2 effective CPUs against 1"),
+        (is_killed, "tool", "exit code 137; its last output: FATAL: out of memory"),
+        (prints_garbage, "output", "is 'lots', expected a number"),
+        (hangs, "tool", "did not finish within"),
+        (changes_its_mind, "facts", "other resources than the first: 2 effective CPUs against 1"),
     ];
     for (bad, at, why) in cases {
         let double = Double::serve([("bad", tool(bad)), ("good", tool(works))]);
@@ -182,7 +182,7 @@ async fn a_runtime_that_never_answers_fails_by_itself() {
     let (report, runs) = run(&double, &plan("cpu", &["never", "good"], 1)).await.unwrap();
     let never: Vec<&Run> = runs.iter().filter(|run| run.runtime == "never").collect();
     assert!(never.iter().all(|run| run.failed_at == "RunPodSandbox"), "{never:?}");
-    assert!(report.notes.iter().any(|note| note.starts_with("never: no container could look")));
+    assert!(report.notes.iter().any(|note| note.starts_with("never: cannot read a container")));
     assert!(runs.iter().filter(|run| run.runtime == "good").all(|run| run.outcome == Outcome::Ok));
 }
 

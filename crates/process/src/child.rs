@@ -238,31 +238,6 @@ pub fn held(pid: u32, pidfd: OwnedFd) -> io::Result<Option<Process>> {
     }
 }
 
-/// Write counters of a process.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Written {
-    /// Bytes sent to storage.
-    pub stored: u64,
-    /// Bytes of all write calls, also those to its own threads.
-    pub called: u64,
-}
-
-impl Written {
-    /// Bytes below which writes count as idle activity.
-    const IDLE: u64 = 1 << 20;
-
-    /// Returns whether data was written since `before`. Writes to file systems in memory only count as calls.
-    pub fn data_since(self, before: Self) -> bool {
-        self.stored > before.stored || self.called.saturating_sub(before.called) >= Self::IDLE
-    }
-}
-
-/// Returns the write counters of process `pid`; `None` if unknown.
-pub fn written(pid: u32) -> Option<Written> {
-    let io = procfs::process::Process::new(i32::try_from(pid).ok()?).ok()?.io().ok()?;
-    Some(Written { stored: io.write_bytes, called: io.wchar })
-}
-
 /// Returns the process that has this pid now. Only for a live process that another child of this daemon created.
 pub fn child(pid: u32) -> io::Result<Process> {
     let pid = i32::try_from(pid).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidInput)?;
@@ -407,29 +382,4 @@ fn start_time_of(pid: Pid) -> io::Result<u64> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[tokio::test]
-    async fn a_process_is_born_in_its_control_groups() {
-        let dir = tempfile::tempdir().unwrap();
-        let paths = ["cpu", "memory"].map(|name| dir.path().join(name));
-        let procs = paths.iter().map(|path| File::create(path).unwrap()).collect();
-        let groups = CgroupEntries { procs, dir: None };
-        // It sees what was written before it began.
-        let look = ["-c", "cat cpu memory >&2"].map(OsString::from).to_vec();
-        let equipment = Equipment { groups, ..Equipment::default() };
-        let (process, words) = spawn(Path::new("/bin/sh"), look, dir.path(), equipment).unwrap();
-        assert_eq!(process.exited().await, Exit::Status(0));
-        assert_eq!(io::read_to_string(File::from(words)).unwrap(), "00");
-    }
-
-    #[tokio::test]
-    async fn a_process_that_cannot_enter_its_control_group_does_not_start() {
-        let dir = tempfile::tempdir().unwrap();
-        let groups = CgroupEntries { procs: vec![File::open("/dev/null").unwrap()], dir: None };
-        let equipment = Equipment { groups, ..Equipment::default() };
-        let error = spawn(Path::new("/bin/true"), Vec::new(), dir.path(), equipment).unwrap_err();
-        assert_eq!(error.raw_os_error(), Some(libc::EBADF), "{error}");
-    }
-}
+mod tests;

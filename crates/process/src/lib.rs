@@ -12,7 +12,7 @@ pub mod jail;
 mod seccomp;
 pub mod socket;
 pub mod strays;
+mod written;
 
-pub use child::{
-    Equipment, Exit, Process, Starting, Written, adopt, child, find, held, is_running, spawn, written,
-};
+pub use child::{Equipment, Exit, Process, Starting, adopt, child, find, held, is_running, spawn};
+pub use written::{Written, written};

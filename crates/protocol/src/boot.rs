@@ -1,4 +1,4 @@
-//! What the guest learns from its kernel's command line.
+//! Parameters on the guest kernel's command line.
 //!
 //! Parameters look like `sandboxer.link=<64 hex digits>`; everything else on the command line
 //! belongs to the kernel and is ignored here.
@@ -7,15 +7,15 @@ use std::fmt;
 
 use crate::link::LinkKey;
 
-/// Name of the virtio-serial port that carries the agent's link.
+/// Name of the virtio-serial port of the agent's link.
 pub const AGENT_PORT: &str = "org.sandboxer.agent";
 
-/// vsock port on which the agent listens where the guest has a vsock. Once it does, it connects to the
-/// same port of its host and hangs up.
+/// vsock port on which the agent listens if the guest has a vsock. When it listens, it connects to the
+/// same port of its host and disconnects.
 pub const AGENT_VSOCK_PORT: u32 = 1024;
 
-/// Returns the Ethernet address with which network device `nic` of a VM begins: by it the agent tells them apart.
-/// A locally administered one; the pod's takes its place in the guest.
+/// Returns the initial Ethernet address of network device `nic` of a VM, by which the agent identifies it.
+/// It is locally administered; the guest replaces it with the pod's.
 pub const fn first_mac(nic: u8) -> [u8; 6] {
     [0x02, b's', b'b', b'x', 0, nic]
 }
@@ -23,16 +23,16 @@ pub const fn first_mac(nic: u8) -> [u8; 6] {
 /// Parameters the daemon gives the agent at boot.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BootParams {
-    /// Key by which the two ends of the link find each other.
+    /// Key of the link.
     pub link_key: LinkKey,
     /// Filter of the agent's log on the console, as in `RUST_LOG`.
     pub log: Option<String>,
 }
 
-/// Why a command line gives no [`BootParams`].
+/// Why a command line has no valid [`BootParams`].
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidBootParams {
-    /// The key is not there.
+    /// The key is missing.
     #[error("kernel command line has no sandboxer.link=…")]
     NoLinkKey,
     /// The key is malformed.
@@ -41,7 +41,7 @@ pub enum InvalidBootParams {
 }
 
 impl BootParams {
-    /// Reads the parameters out of `/proc/cmdline`'s content.
+    /// Parses the parameters in `/proc/cmdline`'s content.
     pub fn parse(cmdline: &str) -> Result<Self, InvalidBootParams> {
         let value_of = |name: &str| {
             cmdline.split_ascii_whitespace().rev().find_map(|word| word.strip_prefix(name)?.strip_prefix('='))
@@ -54,7 +54,7 @@ impl BootParams {
     }
 }
 
-/// The parameters as words of a kernel command line.
+/// Formats the parameters as words of a kernel command line.
 impl fmt::Display for BootParams {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "sandboxer.link={}", self.link_key.to_hex())?;

@@ -1,8 +1,7 @@
-//! How whoever checks a node learns whether containerd's questions about pods come to this daemon.
+//! A request that shows whether containerd's requests about pods reach this daemon.
 
-/// The id of a pod that there never is. A verbose `Status` of it says who answers: so whoever checks a node learns whether
-/// containerd's questions about pods come here.
+/// Id of a pod that never exists. A verbose `Status` of it identifies the daemon.
 pub const CHECKED_POD: &str = "sandboxer-check";
 
-/// What that answer's information has this daemon's version under.
+/// Key of this daemon's version in that answer's information.
 pub const ANSWERED_BY: &str = "io.sandboxer.version";

@@ -7,10 +7,10 @@ use serde::{Deserialize, Serialize};
 /// Longest identifier accepted, bytes. containerd's own limit is 76.
 pub const MAX_LEN: usize = 128;
 
-/// Why a string is no identifier.
+/// Why a string is not an identifier.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidId {
-    /// Nothing there.
+    /// It is empty.
     #[error("identifier is empty")]
     Empty,
     /// Longer than [`MAX_LEN`].
@@ -18,7 +18,7 @@ pub enum InvalidId {
     TooLong(usize),
     /// A character that could leave a directory or confuse a log.
     #[error(
-        "identifier {0:?} holds a character other than letters, digits, '-', '_' and '.', or starts with one of the last three"
+        "identifier {0:?} has a character other than letters, digits, '-', '_' and '.', or starts with one of the last three"
     )]
     Character(String),
 }
@@ -33,7 +33,7 @@ pub struct Id(Arc<str>);
 pub type SandboxId = Id;
 /// Identifier of a container, chosen by containerd.
 pub type ContainerId = Id;
-/// Identifier of a further process in a container, chosen by containerd.
+/// Identifier of an additional process in a container, chosen by containerd.
 pub type ExecId = Id;
 
 impl Id {

@@ -1,10 +1,10 @@
-//! What the daemon, its guests and its clients agree on.
+//! Protocols between the daemon, its guests and its clients.
 //!
 //! | module | between | carried by |
 //! |---|---|---|
 //! | [`agent`] | daemon and the agent in a guest | ttrpc over a [`link`] |
 //! | [`boot`] | daemon and the agent, once | the guest kernel's command line |
-//! | [`check`] | whoever checks a node and the daemon | a pod that there never is |
+//! | [`check`] | a checking program and the daemon | a pod that never exists |
 //! | [`mark`] | the doctor and an agent's file | a text in the file |
 //! | [`share`] | a guest's kernel and the process that serves its shares | a disk, or vsock |
 //! | [`stage`] | daemon, its traces, the probes and the benches | names |
@@ -18,13 +18,13 @@ pub mod mark;
 pub mod share;
 pub mod stage;
 
-/// Version of everything the daemon and an agent say to each other.
+/// Version of the protocol between the daemon and an agent.
 ///
-/// Rises whenever either side would misunderstand the other; an agent refuses a host of
-/// another version and the other way round, naming both.
+/// Increased with every incompatible change. Both sides refuse another version and name both
+/// versions.
 pub const PROTOCOL_VERSION: u32 = 6;
 
-/// Where a guest has its pod's volumes, each in a directory named by its identifier.
+/// Directory of the pod's volumes in a guest, each in a directory named by its identifier.
 pub const VOLUMES_DIR: &str = "/run/sandboxer/volumes";
 
 /// The agent's service and messages, generated from `proto/agent.proto`.

@@ -1,13 +1,13 @@
-//! How the file of an agent tells which protocol the agent speaks, without being run.
+//! The protocol version in an agent's file, readable without running the agent.
 //!
-//! The text `sandboxer-agent protocol 0000000001` stands somewhere in it; ten digits.
+//! The file contains the text `sandboxer-agent protocol 0000000001`, with ten digits.
 
 use crate::PROTOCOL_VERSION;
 
 const WORDS: &[u8; 25] = b"sandboxer-agent protocol ";
 const DIGITS: usize = 10;
 
-/// What an agent of this version holds.
+/// The mark of an agent of this version.
 pub static MARK: [u8; WORDS.len() + DIGITS] = mark(PROTOCOL_VERSION);
 
 const fn mark(version: u32) -> [u8; WORDS.len() + DIGITS] {
@@ -26,9 +26,9 @@ const fn mark(version: u32) -> [u8; WORDS.len() + DIGITS] {
     mark
 }
 
-/// Returns the protocol version that an agent's file tells; none where there is no mark in it.
+/// Returns the protocol version in an agent's file; `None` without a mark.
 pub fn find(agent: &[u8]) -> Option<u32> {
-    // Whoever looks for the mark has its words in his own file, too, without digits behind them.
+    // Programs that search the mark contain its text, too, without digits after it.
     memchr::memmem::find_iter(agent, WORDS).find_map(|at| {
         let digits = agent.get(at + WORDS.len()..)?.get(..DIGITS)?;
         std::str::from_utf8(digits).ok()?.parse().ok()

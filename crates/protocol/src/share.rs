@@ -1,38 +1,38 @@
-//! A guest's file requests on their way to the process that serves its shares, and the answers back.
+//! Transport of a guest's file requests to its share server, and of the answers.
 //!
-//! The messages are the kernel's own, those of `/dev/fuse` (Linux' `include/uapi/linux/fuse.h`):
+//! The messages are those of `/dev/fuse` (Linux' `include/uapi/linux/fuse.h`):
 //!
 //! ```text
 //! request   length:u32 opcode:u32 unique:u64 …
 //! answer    length:u32 error:i32 unique:u64 …
 //! ```
 //!
-//! They travel in one of two ways, by what the VM has; the daemon is on neither:
+//! There are two transports, depending on the VM; neither passes through the daemon:
 //!
-//! - **A disk** that the server serves to the VMM ([`disk`]). A block request moves a megabyte at once, straight between
+//! - **A disk** that the server serves to the VMM ([`disk`]). A block request moves a megabyte at once, directly between
 //!   the server's socket and the guest's memory; a virtio-serial port moves 4 KiB.
 //! - **Streams**, [`SLOTS`] of them, each carrying one request and then its answer. Each begins with a key
-//!   ([`crate::link::LinkKey`]) that the agent has from the daemon: whatever runs in a guest can connect to its host.
+//!   ([`crate::link::LinkKey`]) that the agent gets from the daemon: any process in a guest can connect to its host.
 //!
-//! All integers are little-endian, as on the one architecture there is.
+//! All integers are little-endian, as on the only supported architecture.
 
-/// Requests that may be under way at once in one guest.
+/// Maximum concurrent requests of one guest.
 pub const SLOTS: usize = 4;
 
-/// Most bytes of a file in one message: what a kernel moves at once, 256 pages.
+/// Maximum bytes of a file in one message: the kernel moves 256 pages at once.
 pub const MAX_DATA: usize = 1 << 20;
 
-/// Longest message: a file's bytes and what stands before them.
+/// Maximum length of a message: a file's bytes and the headers.
 pub const MAX_MESSAGE: usize = MAX_DATA + 4096;
 
-/// Serial of the disk by which requests travel.
+/// Serial of the disk that carries requests.
 pub const DISK_SERIAL: &str = "shares";
 
-/// The host's vsock port to which the streams lead.
+/// The host's vsock port of the streams.
 pub const VSOCK_PORT: u32 = 1025;
 
 /// A disk as a mailbox. Each slot is a part of it: a request is written at its beginning, and the answer read at
-/// [`disk::ANSWER`]. A read of an answer has the request before it carried out; what is written is complete by then.
+/// [`disk::ANSWER`]. Reading an answer makes the server execute the request, which is completely written by then.
 ///
 /// ```text
 /// slot     0 request …                 ANSWER … state head data …
@@ -47,25 +47,25 @@ pub mod disk {
     pub const SIZE: usize = SLOTS * SLOT;
     /// Bytes of a sector: requests and answers are moved in whole ones.
     pub const SECTOR: usize = 512;
-    /// Bytes that there are for a request.
+    /// Maximum bytes of a request.
     pub const REQUEST: usize = MAX_MESSAGE;
-    /// Where a slot's answer is.
+    /// Offset of a slot's answer.
     pub const ANSWER: usize = 2 << 20;
-    /// Where the first sector of an answer is that says anything, from [`ANSWER`] on.
+    /// Offset of the first used sector of an answer, from [`ANSWER`] on.
     pub const FIRST: usize = DATA - SECTOR;
-    /// Where the message begins, likewise: a file's bytes behind its head are at a page's beginning.
+    /// Offset of the message, likewise: the file's bytes after its head are page-aligned.
     pub const MESSAGE: usize = DATA - super::ANSWER_HEAD;
-    /// Where it says what there is: one of [`DONE`] and [`LATER`].
+    /// Offset of the state: [`DONE`] or [`LATER`].
     pub const STATE: usize = MESSAGE - 4;
-    /// Bytes that there are for an answer, from [`ANSWER`] on.
+    /// Maximum bytes of an answer, from [`ANSWER`] on.
     pub const ANSWER_LENGTH: usize = DATA + MAX_DATA;
-    /// The answer is there. Of length 0: none is due.
+    /// The answer is complete. With length 0 there is no answer.
     pub const DONE: u32 = 1;
-    /// It is not there yet; to be read again.
+    /// There is no answer yet; read again.
     pub const LATER: u32 = 2;
-    /// Where the bytes behind an answer's head are.
+    /// Offset of the bytes after an answer's head.
     const DATA: usize = 4096;
-    /// Most bytes behind the head of an answer to most requests.
+    /// Maximum bytes after the head of answers to most requests.
     const PLAIN: usize = 4096;
 
     /// Returns how many bytes of the answer to `request` are to be read, from [`FIRST`] on.
@@ -80,7 +80,7 @@ pub mod disk {
     }
 }
 
-/// Where the guest has its shares mounted, each under its name.
+/// Directory of shares in the guest, each under its name.
 pub const GUEST_DIR: &str = "/run/sandboxer/shares";
 
 /// Length of a request's head, bytes.
@@ -89,7 +89,7 @@ pub const REQUEST_HEAD: usize = 40;
 /// Length of an answer's head, bytes: the whole of an answer that is an error.
 pub const ANSWER_HEAD: usize = 16;
 
-/// Kinds of requests that are told apart here.
+/// Opcodes of requests.
 pub mod opcode {
     /// A name in a directory.
     pub const LOOKUP: u32 = 1;
@@ -99,7 +99,7 @@ pub mod opcode {
     pub const GETATTR: u32 = 3;
     /// Changes a file's attributes.
     pub const SETATTR: u32 = 4;
-    /// Where a link leads.
+    /// Reads a symbolic link.
     pub const READLINK: u32 = 5;
     /// Makes a link.
     pub const SYMLINK: u32 = 6;
@@ -119,7 +119,7 @@ pub mod opcode {
     pub const OPEN: u32 = 14;
     /// Reads from a file.
     pub const READ: u32 = 15;
-    /// How much room there is.
+    /// File system statistics.
     pub const STATFS: u32 = 17;
     /// Sets an extended attribute.
     pub const SETXATTR: u32 = 21;
@@ -135,35 +135,35 @@ pub mod opcode {
     pub const OPENDIR: u32 = 27;
     /// Names in a directory.
     pub const READDIR: u32 = 28;
-    /// Whether somebody may do something.
+    /// Checks access rights.
     pub const ACCESS: u32 = 34;
     /// Makes a file and opens it.
     pub const CREATE: u32 = 35;
-    /// Whoever made a request would rather not wait. Never answered.
+    /// Interrupts a request. Never answered.
     pub const INTERRUPT: u32 = 36;
     /// The last request. Never answered here.
     pub const DESTROY: u32 = 38;
     /// The kernel has dropped inodes. Never answered.
     pub const BATCH_FORGET: u32 = 42;
-    /// Reserves room for a file.
+    /// Allocates space for a file.
     pub const FALLOCATE: u32 = 43;
     /// Names in a directory, and what they name.
     pub const READDIRPLUS: u32 = 44;
-    /// Moves a name, or two.
+    /// Renames, with flags.
     pub const RENAME2: u32 = 45;
 }
 
 /// A request's head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Head {
-    /// What is asked; see [`opcode`].
+    /// Its kind; see [`opcode`].
     pub opcode: u32,
-    /// Tells it from all other requests of the same guest.
+    /// Identifies it among the requests of the same guest.
     pub unique: u64,
 }
 
 impl Head {
-    /// Returns the head of `request`; none if that isn't one whole request of a length that is taken.
+    /// Returns the head of `request`; `None` if it is not one whole request of an accepted length.
     pub fn of(request: &[u8]) -> Option<Self> {
         if Self::begins(request)? != request.len() {
             return None;
@@ -171,7 +171,7 @@ impl Head {
         Some(Self { opcode: u32_at(request, 4)?, unique: u64_at(request, 8)? })
     }
 
-    /// Returns the length of the request that `beginning` begins; none if that isn't one that is taken.
+    /// Returns the length of the request that starts with `beginning`; `None` if it is not accepted.
     pub fn begins(beginning: &[u8]) -> Option<usize> {
         let length = usize::try_from(u32_at(beginning, 0)?).ok()?;
         (REQUEST_HEAD..=MAX_MESSAGE).contains(&length).then_some(length)
@@ -182,7 +182,7 @@ impl Head {
         !matches!(self.opcode, opcode::FORGET | opcode::BATCH_FORGET | opcode::INTERRUPT | opcode::DESTROY)
     }
 
-    /// Returns an answer that only says that the request failed, with an error number as in errno(3).
+    /// Returns an error answer, with an error number as in errno(3).
     pub fn failed(&self, errno: i32) -> Vec<u8> {
         if !self.is_answered() {
             return Vec::new();
@@ -191,7 +191,7 @@ impl Head {
         [&length.to_le_bytes()[..], &(-errno).to_le_bytes(), &self.unique.to_le_bytes()].concat()
     }
 
-    /// Returns whether `answer` is one to this request.
+    /// Returns whether `answer` belongs to this request.
     pub fn is_answered_by(&self, answer: &[u8]) -> bool {
         if !self.is_answered() {
             return answer.is_empty();

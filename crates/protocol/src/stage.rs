@@ -1,39 +1,38 @@
 //! Names of the steps of a start.
 //!
-//! Spans, metrics, reports and benches all use these, so a bar in a report can be looked up
-//! in a log. In the order in which a start passes through them.
+//! Spans, metrics, reports and benches use the same names, in the order of a start.
 
 use serde::{Deserialize, Serialize};
 
-/// One step on the way from `RunPodSandbox` to a running container.
+/// One step from `RunPodSandbox` to a running container.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Stage {
-    /// The pod's network namespace is looked at.
+    /// Reads the pod's network namespace.
     Netns,
-    /// The run directory is made, and taps are joined to the pod's network interfaces.
+    /// Creates the run directory, and connects taps to the pod's network interfaces.
     Network,
-    /// A VM or a container waits for its turn to be made.
+    /// Waits in the queue for a VM or a container.
     Queue,
-    /// A VM that waited in the pool is made the pod's, and goes on.
+    /// Assigns a VM of the pool to the pod and resumes it.
     Claim,
-    /// A VM is made as a copy of a template, and runs.
+    /// Restores a VM from a template and resumes it.
     Restore,
-    /// The VMM's process is started, until it answers its control socket.
+    /// Starts the VMM's process, until it answers on its control socket.
     VmmSpawn,
-    /// The guest runs, until its agent's first byte arrives.
+    /// Boots the guest, until its agent's first byte arrives.
     Boot,
-    /// The agent is greeted and the guest gets its identity.
+    /// Greets the agent and gives the guest its identity.
     AgentReady,
-    /// A container's root file system becomes a disk image, or is found in the cache.
+    /// Makes a disk image of a container's root file system, or finds it in the cache.
     Rootfs,
-    /// The container's disks are plugged into the VM.
+    /// Hotplugs the container's disks.
     Disks,
-    /// The host's files that the container has live are shared with the guest.
+    /// Shares live host files of the container with the guest.
     Shares,
-    /// The agent makes the container; its init waits.
+    /// The agent creates the container; its init waits.
     ContainerCreate,
-    /// The container's init is let go.
+    /// Starts the container's init.
     ContainerStart,
 }
 
@@ -55,7 +54,7 @@ impl Stage {
         Stage::ContainerStart,
     ];
 
-    /// Returns the name under which the stage appears everywhere.
+    /// Returns the stage's name.
     pub const fn as_str(self) -> &'static str {
         match self {
             Stage::Netns => "netns",

@@ -1,5 +1,5 @@
-//! A pod with one container, from its start to its end. The same calls for every runtime, and no exec: what the container
-//! prints is its CRI log.
+//! Runs a pod with one container. The same calls for every runtime, and no exec: the output is the container's
+//! CRI log.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -12,17 +12,17 @@ use crate::options::{ContainerOptions, Mount, PodOptions, Resources};
 use crate::runtime::{Phase, Runtime, RuntimeError};
 use crate::timeline::{RUN_LABEL, Recipe};
 
-/// Between two looks at a container that may have ended: its tool has taken its times itself.
+/// Polling interval for a container's end: the tool measures its times itself.
 const LOOK: Duration = Duration::from_millis(200);
 
-/// A pod to be.
+/// A pod to start.
 #[derive(Debug, Clone)]
 pub struct Spec<'a> {
     /// Its name; its log is named like it.
     pub name: String,
     /// Handler.
     pub handler: &'a str,
-    /// What the container runs.
+    /// Command of the container.
     pub command: Vec<String>,
     /// Limits of pod and container; none for clients.
     pub resources: Option<Resources>,
@@ -30,45 +30,45 @@ pub struct Spec<'a> {
     pub mounts: Vec<Mount>,
 }
 
-/// Why a container did not come to its end, or ended badly.
+/// Why a container failed.
 #[derive(Debug, thiserror::Error)]
 pub enum ContainerError {
-    /// The runtime refused.
+    /// A CRI call failed.
     #[error(transparent)]
     Runtime(#[from] RuntimeError),
-    /// Too late.
-    #[error("{step} was not over after {limit:?}; it said: {said}")]
+    /// The timeout expired.
+    #[error("{step} did not finish within {limit:?}; its last output: {said}")]
     Timeout {
-        /// What was waited for.
+        /// The step.
         step: &'static str,
         /// The time-out.
         limit: Duration,
-        /// Its last words.
+        /// Its last output.
         said: String,
     },
-    /// The measurement was ended.
+    /// The measurement was interrupted.
     #[error("interrupted")]
     Interrupted,
-    /// It ended, and not well.
-    #[error("the tool ended with exit code {code}{reason}; it said: {said}")]
+    /// The tool failed.
+    #[error("the tool ended with exit code {code}{reason}; its last output: {said}")]
     Exit {
         /// Its exit code.
         code: i32,
-        /// The runtime's word for it, in brackets; or empty.
+        /// The runtime's reason in parentheses, or empty.
         reason: String,
-        /// Its last words.
+        /// Its last output.
         said: String,
     },
-    /// Its log can't be read.
-    #[error("cannot read what it printed: {0}")]
+    /// Its log cannot be read.
+    #[error("cannot read its log: {0}")]
     Log(std::io::Error),
     /// A server's pod has no address.
-    #[error("its pod has no address: a server and its clients need the pod network")]
+    #[error("its pod has no address: servers and their clients need the pod network")]
     NoAddress,
 }
 
 impl ContainerError {
-    /// Returns the CRI call, or the step, at which it came to an end.
+    /// Returns the CRI call or step that failed.
     pub fn step(&self) -> &'static str {
         match self {
             ContainerError::Runtime(
@@ -89,9 +89,9 @@ impl ContainerError {
 pub struct Starter {
     /// The CRI runtime.
     pub runtime: Runtime,
-    /// What all pods have in common.
+    /// Common properties of all pods.
     pub recipe: Recipe,
-    /// Where logs are written.
+    /// Log directory.
     pub logs: PathBuf,
     /// Ends the measurement.
     pub cancel: CancellationToken,
@@ -106,7 +106,7 @@ pub struct Started {
 }
 
 impl Starter {
-    /// Starts a pod and its container. What failed half-way goes with the run's other pods.
+    /// Starts a pod and its container. A partial start is removed with the run's other pods.
     pub async fn start(&self, spec: &Spec<'_>) -> Result<Started, ContainerError> {
         let pod = PodOptions {
             namespace: "sandboxer-workload".into(),
@@ -143,8 +143,8 @@ impl Starter {
         }
     }
 
-    /// Waits for a container's end and returns what it printed. It is not looked at before `takes` is over, so that nobody
-    /// disturbs what is measured.
+    /// Waits for a container's end and returns its output. Does not poll before `takes` is over, to not disturb
+    /// the measurement.
     pub async fn finish(
         &self,
         started: &Started,
@@ -160,7 +160,7 @@ impl Starter {
                 () = tokio::time::sleep(pause) => {}
             }
             pause = LOOK;
-            // A runtime that hangs is not waited for any longer than the tool.
+            // The timeout also covers a hung runtime.
             let left = end.saturating_duration_since(Instant::now());
             let look =
                 tokio::time::timeout(left.max(LOOK), self.runtime.container(&started.container, false));
@@ -186,12 +186,12 @@ impl Starter {
         Err(ContainerError::Exit { code, reason, said: printed.last_words() })
     }
 
-    /// Returns what a container has printed so far; nothing, if its log is not there.
+    /// Returns a container's output so far; nothing if its log does not exist.
     pub fn printed(&self, started: &Started) -> Printed {
         log::read(&started.log).unwrap_or_default()
     }
 
-    /// Waits until a server says that it listens, and returns its pod's address.
+    /// Waits until a server reports that it listens, and returns its pod's address.
     pub async fn serving(&self, started: &Started) -> Result<String, ContainerError> {
         let (limit, begun) = (self.recipe.timeout, Instant::now());
         while !facts::listens(&self.printed(started).stderr) {

@@ -1,4 +1,4 @@
-//! The probes: which tool, from which study, with which parameters. They stand in `data/probes.toml`.
+//! The probes: which tool, from which study, with which parameters. They are defined in `data/probes.toml`.
 
 use std::collections::BTreeMap;
 
@@ -8,11 +8,11 @@ use super::output::Format;
 
 const DATA: &str = include_str!("../../data/probes.toml");
 
-/// How long, and with which parameters.
+/// Duration and parameters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Profile {
-    /// Scaled down: for a look, and for finding out whether everything runs.
+    /// Scaled down: for a quick look, and to test that everything runs.
     #[default]
     Quick,
     /// The study's own parameters.
@@ -46,7 +46,7 @@ impl std::str::FromStr for Profile {
     }
 }
 
-/// Which values of a metric are good.
+/// Which values of a metric are better.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Better {
@@ -56,11 +56,11 @@ pub enum Better {
     Lower,
 }
 
-/// What a probe measures. The unit and the direction are a part of it: no figure goes without them.
+/// A metric with unit and direction.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Metric {
-    /// Its name; the unit stands at its end.
+    /// Its name; ends with the unit.
     pub name: String,
     /// Its unit; empty for a number of things.
     pub unit: String,
@@ -102,25 +102,25 @@ pub struct Probe {
     pub name: String,
     /// What it measures, in a few words.
     pub what: String,
-    /// The study that it is from.
+    /// Its study.
     pub study: String,
     /// The tool and its version.
     pub tool: String,
-    /// What the tool prints.
+    /// The tool's output format.
     pub output: Format,
     /// The tool's command line.
     pub command: Vec<String>,
-    /// A server's, which then is what runs in the pod under test; the tool runs in a pod of the clients' runtime.
+    /// Command line of a server, which then runs in the pod under test; the tool runs in a pod of the clients' runtime.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub server: Vec<String>,
     /// The port at which the server answers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub port: Option<u16>,
-    /// What comes out; the first one is the probe's main figure.
+    /// Its metrics; the first one is the main figure.
     pub metrics: Vec<Metric>,
     /// Scaled down.
     pub quick: Parameters,
-    /// As in the study.
+    /// Parameters of the study.
     pub paper: Parameters,
     /// Variants.
     #[serde(default = "one_case")]
@@ -162,8 +162,7 @@ struct File {
     probe: Vec<Probe>,
 }
 
-/// Returns all probes, in the order in which they run. Their text is a part of the program and tested, so a fault in it shows as
-/// none.
+/// Returns all probes, in the order in which they run; none if the embedded text is invalid, which a test checks.
 pub fn all() -> Vec<Probe> {
     toml::from_str::<File>(DATA).map(|file| file.probe).unwrap_or_default()
 }

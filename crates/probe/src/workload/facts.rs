@@ -1,10 +1,10 @@
-//! What a container has, as it was read inside it; and whether two runtimes gave their containers the same.
+//! Resources of a container, read from inside; and whether those of two runtimes are equal.
 
 use serde::{Deserialize, Serialize};
 
-/// Parts by which memory may differ: a guest's kernel keeps some of what its VM has.
+/// Accepted relative difference of memory: a guest kernel reserves some of its VM's memory.
 const MEMORY_TOLERANCE: f64 = 0.2;
-/// Quotas are exact but for rounding.
+/// Accepted relative difference of quotas, for rounding.
 const CPU_TOLERANCE: f64 = 0.01;
 
 /// Processors and memory of a container, as `bench-helper` prints them.
@@ -28,13 +28,13 @@ struct Line {
 }
 
 impl Facts {
-    /// Returns the facts in a container's stderr: the first line that tells them.
+    /// Returns the facts in a container's stderr, from the first such line.
     pub fn find(stderr: &str) -> Option<Self> {
         let mut lines = stderr.lines().filter(|line| line.starts_with("{\"bench_facts\""));
         serde_json::from_str::<Line>(lines.next()?).ok().map(|line| line.bench_facts)
     }
 
-    /// Returns the processors that can be busy at once: the smaller one of those that are there and the quota.
+    /// Returns the effective CPUs: the smaller one of the processors and the quota.
     pub fn effective_cpus(&self) -> f64 {
         f64::from(self.cpus).min(self.quota_cpus.unwrap_or(f64::INFINITY))
     }
@@ -44,7 +44,7 @@ impl Facts {
         self.memory_limit.into_iter().chain(self.memory_total).min()
     }
 
-    /// Returns what makes two containers incomparable; `None` if nothing does.
+    /// Returns the difference that makes two containers incomparable, if any.
     pub fn differs(&self, other: &Self) -> Option<String> {
         let (a, b) = (self.effective_cpus(), other.effective_cpus());
         if apart(a, b) > CPU_TOLERANCE {
@@ -59,12 +59,12 @@ impl Facts {
     }
 }
 
-/// Returns whether a server's stderr tells that it listens.
+/// Returns whether a server's stderr reports that it listens.
 pub fn listens(stderr: &str) -> bool {
     stderr.lines().any(|line| line.starts_with("{\"bench_listening\":"))
 }
 
-/// Returns the difference of two numbers as a part of the larger one.
+/// Returns the difference of two numbers relative to the larger one.
 fn apart(a: f64, b: f64) -> f64 {
     let larger = a.max(b);
     if larger > 0.0 { (a - b).abs() / larger } else { 0.0 }

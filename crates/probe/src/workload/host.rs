@@ -1,41 +1,41 @@
-//! What the host's processors did during a run, and at which clock. What the kernel does not tell is `None`.
+//! CPU time and frequency of the host during a run. Unknown values are `None`.
 
 use std::fs;
 
 use procfs::{CpuTime, CurrentSI, KernelStats};
 use serde::{Deserialize, Serialize};
 
-/// CPU time of all processors between two looks, s. Time of guests is in no other figure; guests without KVM are `user_s`.
+/// CPU time of all processors between two readings, s. Time of guests is in no other figure; guests without KVM are `user_s`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct CpuUse {
     /// In programs.
     pub user_s: f64,
     /// In the kernel.
     pub system_s: f64,
-    /// In interrupts and what they left to be done.
+    /// In interrupts and soft interrupts.
     pub softirq_s: f64,
     /// In guests on KVM.
     pub guest_s: Option<f64>,
-    /// Taken by the host's own host.
+    /// Stolen by the host's hypervisor.
     pub steal_s: Option<f64>,
-    /// Doing nothing.
+    /// Idle.
     pub idle_s: f64,
 }
 
 /// The host during a run.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct HostUse {
-    /// Its processors' time; everybody on the host is in it.
+    /// CPU time of all programs on the host.
     pub cpu: Option<CpuUse>,
-    /// Mean clock of its processors before, MHz.
+    /// Mean frequency of its processors before, MHz.
     pub mhz_before: Option<f64>,
     /// The same after.
     pub mhz_after: Option<f64>,
-    /// Pages that wait to be written at the end, KiB.
+    /// Dirty pages at the end, KiB.
     pub dirty_kib: Option<u64>,
 }
 
-/// A look at the host.
+/// A reading of the host.
 #[derive(Debug, Clone)]
 pub struct Look {
     cpu: Option<CpuTime>,
@@ -43,13 +43,13 @@ pub struct Look {
 }
 
 impl Look {
-    /// Looks.
+    /// Reads the host.
     pub fn now() -> Self {
         let mhz = fs::read_to_string("/proc/cpuinfo").ok().and_then(|text| mean_mhz(&text));
         Self { cpu: KernelStats::current().ok().map(|stats| stats.total), mhz }
     }
 
-    /// Returns what was done since.
+    /// Returns the difference since then.
     pub fn since(&self) -> HostUse {
         let now = Self::now();
         HostUse {
@@ -67,7 +67,7 @@ fn cpu_use(before: &CpuTime, after: &CpuTime) -> CpuUse {
     let maybe = |of: fn(&CpuTime) -> Option<u64>| Some(of(after)?.saturating_sub(of(before)?) as f64 / hertz);
     let guest = maybe(|time| Some(time.guest? + time.guest_nice.unwrap_or_default()));
     CpuUse {
-        // The kernel counts guests as programs, too.
+        // The kernel includes guest time in user time.
         user_s: (seconds(|time| time.user + time.nice) - guest.unwrap_or_default()).max(0.0),
         system_s: seconds(|time| time.system),
         softirq_s: seconds(|time| time.irq.unwrap_or_default() + time.softirq.unwrap_or_default()),

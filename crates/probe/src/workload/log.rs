@@ -1,11 +1,11 @@
-//! What a container printed, out of its CRI log: `TIME STREAM TAG TEXT`, tag P for a part of a line, F for its end.
+//! A container's output from its CRI log: `TIME STREAM TAG TEXT`, tag P for a part of a line, F for its end.
 
 use std::io::{self, Read};
 use std::path::Path;
 
-/// Longest log that is read, bytes: a guest writes what it likes.
+/// Maximum size of a log, bytes: guests are not trusted.
 const LONGEST: u64 = 8 << 20;
-/// Longest part of a text that an error repeats, characters.
+/// Maximum characters of output in an error.
 const SHOWN: usize = 300;
 
 /// Output of a container.
@@ -17,7 +17,7 @@ pub struct Printed {
     pub stderr: String,
 }
 
-/// Reads a log. One that is too long is an error: figures out of a part of it would be wrong.
+/// Reads a log. One that is too long is an error: figures from a part of it would be wrong.
 pub fn read(path: &Path) -> io::Result<Printed> {
     let mut bytes = Vec::new();
     std::fs::File::open(path)?.take(LONGEST + 1).read_to_end(&mut bytes)?;
@@ -31,7 +31,7 @@ pub fn read(path: &Path) -> io::Result<Printed> {
 }
 
 impl Printed {
-    /// Takes a log apart. Lines of another shape are left out.
+    /// Parses a log. Ignores invalid lines.
     pub fn parse(log: &str) -> Self {
         let mut printed = Self::default();
         for line in log.lines() {
@@ -52,7 +52,7 @@ impl Printed {
         printed
     }
 
-    /// Returns the last thing that it said, for an error: on stderr, or else on stdout.
+    /// Returns the last line of output for an error: of stderr, else of stdout.
     pub fn last_words(&self) -> String {
         let last = |text: &str| {
             text.lines()
@@ -64,7 +64,7 @@ impl Printed {
     }
 }
 
-/// Returns a text in one short line, without control characters.
+/// Returns a text as one short line, without control characters.
 pub fn plain(text: &str) -> String {
     let words = text.split(|c: char| c.is_whitespace() || c.is_control()).filter(|word| !word.is_empty());
     words.collect::<Vec<_>>().join(" ").chars().take(SHOWN).collect()

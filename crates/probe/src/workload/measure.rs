@@ -1,4 +1,4 @@
-//! A whole measurement, from the check of what was asked for to the finished result.
+//! A whole measurement, from the check of the plan to the result.
 
 use sandboxer_base::chain;
 use serde_json::json;
@@ -17,23 +17,23 @@ use crate::options::Network;
 use crate::runtime::RuntimeError;
 use crate::startup::{PlanError, check_handlers};
 
-/// Why nothing was measured at all. What ends a measurement half-way is in its result instead.
+/// Why there is no result. A measurement that ends early has a result with the reason instead.
 #[derive(Debug, thiserror::Error)]
 pub enum WorkloadError {
-    /// What was asked for is not there.
+    /// The plan names something that does not exist.
     #[error(transparent)]
     Plan(#[from] PlanError),
     /// The image with the tools is not on the node.
-    #[error("image {0} is not on the node: make and load it with `make bench-image`")]
+    #[error("image {0} is not on the node: build and load it with `make bench-image`")]
     NoImage(String),
-    /// Servers can't be reached.
-    #[error("probe {0} has a server and clients in pods of their own: it needs the pod network")]
+    /// Servers cannot be reached.
+    #[error("probe {0} has server and clients in separate pods: it needs the pod network")]
     HostNetwork(String),
-    /// No container of any runtime told what it has.
+    /// No container reported its resources.
     #[error("nothing can be measured: {0}")]
     NoSide(String),
-    /// The runtimes gave their containers different things.
-    #[error("the runtimes give their containers different things, so nothing of them can be compared: {0}")]
+    /// The runtimes' containers have different resources.
+    #[error("cannot compare the runtimes: their containers have different resources: {0}")]
     Unequal(String),
 }
 
@@ -43,13 +43,13 @@ impl From<RuntimeError> for WorkloadError {
     }
 }
 
-/// Checks that what the plan names is there. Nothing is started.
+/// Checks that handlers and image exist. Starts nothing.
 pub async fn check(bench: &Bench, plan: &Plan) -> Result<(), WorkloadError> {
     if plan.runtimes.is_empty() {
         return Err(PlanError::Empty("name at least one runtime handler").into());
     }
     if plan.repeat == 0 || plan.probes.is_empty() {
-        return Err(PlanError::Empty("neither rounds nor probes were asked for").into());
+        return Err(PlanError::Empty("request at least one round and one probe").into());
     }
     let serving = plan.probes.iter().find(|probe| !probe.server.is_empty());
     if let (Some(probe), Network::Host) = (serving, plan.recipe.network) {
@@ -67,7 +67,7 @@ pub async fn check(bench: &Bench, plan: &Plan) -> Result<(), WorkloadError> {
     }
 }
 
-/// Measures. Runs are kept as they come; the result is written at the end, also of a partial measurement.
+/// Measures. Writes each run at once, and the result at the end, also of a partial measurement.
 pub async fn measure(
     bench: &Bench,
     plan: &Plan,

@@ -1,16 +1,16 @@
-//! Workloads: tools of the field's studies in a container of any runtime, and what they say.
+//! Workloads: benchmark tools in a container of any runtime, and their figures.
 //!
 //! | module | what it holds |
 //! |---|---|
 //! | [`definition`] | the probes, as data: tool, study, metrics, parameters |
-//! | [`plan`] | what was asked for; which commands that makes |
-//! | [`facts`] | what a container has, read from inside; when two runtimes may be compared |
-//! | [`container`], [`log`] | a container from its start to its end; what it printed |
-//! | [`output`] | figures out of what each tool prints |
-//! | [`volume`] | where a tool's files lie |
-//! | [`host`] | what the host's processors did meanwhile |
+//! | [`plan`] | the plan and its commands |
+//! | [`facts`] | resources of a container, read from inside; comparability of two runtimes |
+//! | [`container`], [`log`] | a container from its start to its end; its output |
+//! | [`output`] | parsers of the tools' output |
+//! | [`volume`] | storage of a tool's files |
+//! | [`host`] | CPU time and frequency of the host |
 //! | [`run`], [`runner`] | one run; many runs in a fair order |
-//! | [`summary`] | what runs come to, and how sure a difference is |
+//! | [`summary`] | summaries, and confidence of differences |
 //! | [`report`], [`store`] | the result and its files |
 
 pub mod container;

@@ -1,4 +1,4 @@
-//! What was asked for, and the commands that it makes.
+//! The plan of a measurement, and its commands.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -9,33 +9,33 @@ use super::definition::{Probe, Profile, Values};
 use super::volume::Storage;
 use crate::timeline::Recipe;
 
-/// On top of a tool's own time: it may run so much longer than it says, under emulation above all.
+/// Factor of a tool's expected time in its timeout: tools take longer, mostly under emulation.
 const SLOWER: u32 = 4;
-/// Starts a tool after it has printed what its container has.
+/// Prints the container's facts, then executes the tool.
 const HELPER: &str = "bench-helper";
 
-/// What to measure.
+/// Plan of a measurement.
 #[derive(Debug, Clone)]
 pub struct Plan {
     /// Handlers, in the order in which they alternate.
     pub runtimes: Vec<String>,
-    /// Handler of the pods in which clients of servers run, whatever is measured.
+    /// Handler of the clients' pods.
     pub client_runtime: String,
-    /// What to run.
+    /// The probes.
     pub probes: Vec<Probe>,
-    /// With which parameters.
+    /// Parameters.
     pub profile: Profile,
     /// Counted rounds: in each, every runtime runs every variant once.
     pub repeat: u32,
-    /// Rounds before counting begins.
+    /// Warm-up rounds.
     pub warm_up: u32,
     /// Processors of each pod.
     pub cpus: u32,
     /// Memory of each pod, bytes.
     pub memory: u64,
-    /// Host directory below which volumes are made: its disk is what their probes measure.
+    /// Host directory of volumes: probes measure its disk.
     pub volumes: PathBuf,
-    /// What each pod is; its timeout is on top of the tool's own time.
+    /// Recipe of the pods; its timeout is added to the tool's time.
     pub recipe: Recipe,
 }
 
@@ -46,9 +46,9 @@ pub struct Step {
     pub probe: Probe,
     /// The variant's name.
     pub case: String,
-    /// Values of the placeholders, but those that only a run knows.
+    /// Values of the placeholders, except those that only a run has.
     values: Values,
-    /// How long the tool runs.
+    /// The tool's running time.
     pub takes: Duration,
 }
 
@@ -62,10 +62,10 @@ pub struct Commands {
     pub server: Vec<String>,
 }
 
-/// Why there is nothing to run.
+/// Why a command is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum StepError {
-    /// A command names a value that nobody gives.
+    /// A placeholder has no value.
     #[error("probe {probe}: '{word}' has a placeholder without a value")]
     Placeholder {
         /// The probe.
@@ -95,12 +95,12 @@ impl Plan {
         self.probes.iter().flat_map(of).collect()
     }
 
-    /// Returns how often a container is measured.
+    /// Returns the number of measured containers.
     pub fn runs(&self) -> u64 {
         u64::from(self.warm_up + self.repeat) * self.steps().len() as u64 * self.runtimes.len() as u64
     }
 
-    /// Returns how long the tools run in all; starting and removing pods comes on top.
+    /// Returns the total running time of the tools, without starting and removing pods.
     pub fn takes(&self) -> Duration {
         let rounds = (self.warm_up + self.repeat) * self.runtimes.len() as u32;
         self.steps().iter().map(|step| step.takes).sum::<Duration>() * rounds
@@ -118,7 +118,7 @@ impl Step {
         self.takes * SLOWER + more
     }
 
-    /// Returns where the tool's files lie; `None` for one without files.
+    /// Returns the storage of the tool's files; `None` for a tool without files.
     pub fn storage(&self) -> Option<Storage> {
         Storage::of_name(self.values.get("storage")?)
     }
@@ -151,8 +151,8 @@ impl Step {
     }
 }
 
-/// Returns the command of a container: the helper prints what the container has, then becomes `words`. Of a server it tells
-/// when the port is listened on: see [`super::facts::listens`].
+/// Returns the command of a container: the helper prints the container's facts, then executes `words`. For a server it
+/// reports when the port is listened on: see [`super::facts::listens`].
 pub fn inside(words: &[String], port: Option<u16>) -> Vec<String> {
     let mut command = vec![HELPER.to_owned(), "run".to_owned()];
     command.extend(port.map(|port| format!("--announce={port}")));
@@ -161,7 +161,7 @@ pub fn inside(words: &[String], port: Option<u16>) -> Vec<String> {
     command
 }
 
-/// `None` if a placeholder has no value.
+/// Fills the placeholders; `None` if one has no value.
 fn filled(word: &str, values: &Values) -> Option<String> {
     let (mut text, mut rest) = (String::new(), word);
     while let Some((before, after)) = rest.split_once('{') {

@@ -1,4 +1,4 @@
-//! `workload.json`: what a measurement came to, in the shape that `schema/workload.schema.json` describes.
+//! `workload.json`: the result of a measurement; its schema is `schema/workload.schema.json`.
 
 use std::collections::BTreeMap;
 
@@ -13,13 +13,13 @@ use super::summary::{self, Comparison, Series};
 use crate::clock::Clock;
 use crate::manifest::Manifest;
 
-/// Version of the shape. A reader refuses what is newer than itself.
+/// Version of the schema. Readers reject newer versions.
 pub const SCHEMA: u32 = 1;
-/// The shape, as JSON Schema.
+/// The JSON Schema.
 pub const SCHEMA_TEXT: &str = include_str!("../../schema/workload.schema.json");
-/// Runtimes over which all others are shown, where one of them is measured; the first one of a plan otherwise.
+/// Reference runtimes of ratios, if measured; otherwise the first one of the plan.
 const REFERENCES: [&str; 2] = ["native", "runc"];
-/// Part by which the clock of the processors may move before it is worth a note.
+/// Relative change of the processors' frequency above which there is a note.
 const CLOCK_MOVES: f64 = 0.05;
 
 /// A result.
@@ -27,43 +27,43 @@ const CLOCK_MOVES: f64 = 0.05;
 pub struct Report {
     /// [`SCHEMA`] of the probe that wrote it.
     pub schema: u32,
-    /// By which its times were taken.
+    /// Clock of its times.
     pub clock: Clock,
-    /// It ended before its time.
+    /// It ended early.
     pub partial: bool,
     /// Why, if so.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub partial_reason: Option<String>,
-    /// With which parameters.
+    /// Parameters.
     pub profile: Profile,
     /// Counted rounds.
     pub repeat: u32,
-    /// Rounds that are in no figure.
+    /// Warm-up rounds; not included in figures.
     pub warm_up: u32,
-    /// Threads of tools that are told how many: the smallest number of effective CPUs of all runtimes.
+    /// Threads of tools that take a number: the smallest number of effective CPUs of all runtimes.
     pub threads: u32,
     /// Handler of the clients' pods.
     pub client_runtime: String,
     /// Conditions.
     pub manifest: Manifest,
-    /// What ran, as it was defined then.
+    /// Definitions of the probes.
     pub probes: Vec<Probe>,
-    /// What a container of each runtime had, read from inside.
+    /// Resources of a container of each runtime, read from inside.
     pub sides: BTreeMap<String, Facts>,
-    /// The runtime that others are shown over.
+    /// The reference runtime.
     pub reference: String,
     /// Each metric of each variant on each runtime.
     pub series: Vec<Series>,
-    /// The same, over the reference.
+    /// Ratios over the reference.
     pub comparisons: Vec<Comparison>,
-    /// What a reader must know.
+    /// Notes.
     pub notes: Vec<String>,
-    /// Figures that are not there, and why.
+    /// Figures that are missing, and why.
     pub not_measured: BTreeMap<String, String>,
 }
 
 impl Report {
-    /// Returns what these runs of a plan come to.
+    /// Returns the result of these runs of a plan.
     pub fn of(
         plan: &Plan,
         manifest: Manifest,
@@ -115,12 +115,11 @@ impl Report {
 
     fn explain(&mut self, runs: &[Run]) {
         if self.profile == Profile::Quick {
-            self.notes.push(
-                "quick: shorter than the studies' own runs, so not to be set beside their figures".into(),
-            );
+            self.notes
+                .push("quick: shorter than the studies' own runs; do not compare with their figures".into());
         }
         if self.warm_up > 0 {
-            self.notes.push(format!("{} warm-up rounds are in no figure", self.warm_up));
+            self.notes.push(format!("{} warm-up rounds are not included", self.warm_up));
         }
         if self.manifest.vmm.get("accelerator").is_some_and(|name| name == "tcg") {
             self.notes.push(
@@ -132,14 +131,14 @@ impl Report {
         for of in self.series.iter().filter(|of| of.two_levels) {
             let name = format!("{} {}", of.probe, of.case);
             self.notes.push(format!(
-                "{} {}, {}: values lie at two levels, as with two clocks of a processor: the mean says nothing",
+                "{} {}, {}: values are at two levels, as with two processor frequencies: the mean has no meaning",
                 of.runtime,
                 name.trim_end(),
                 of.metric.name
             ));
         }
         if let Some((low, high)) = clocks(runs).filter(|(low, high)| high / low - 1.0 > CLOCK_MOVES) {
-            self.notes.push(format!("the clock of the processors moved between {low:.0} and {high:.0} MHz"));
+            self.notes.push(format!("the processors' frequency was between {low:.0} and {high:.0} MHz"));
         }
     }
 }
@@ -149,14 +148,14 @@ fn reference(runtimes: &[String]) -> String {
     known.map(|known| (*known).to_owned()).or_else(|| runtimes.first().cloned()).unwrap_or_default()
 }
 
-/// Returns the lowest and highest CPU clock of all runs, MHz.
+/// Returns the lowest and highest frequency of all runs, MHz.
 fn clocks(runs: &[Run]) -> Option<(f64, f64)> {
     let all = || runs.iter().flat_map(|run| run.host.mhz_before.into_iter().chain(run.host.mhz_after));
     let low = all().min_by(f64::total_cmp)?;
     Some((low, all().max_by(f64::total_cmp)?)).filter(|(low, _)| *low > 0.0)
 }
 
-/// Series without a figure, by "probe.case.runtime.metric", with the first failure's reason.
+/// Returns the series without a figure, by "probe.case.runtime.metric", with the first failure's reason.
 fn not_measured(series: &[Series], runs: &[Run]) -> BTreeMap<String, String> {
     let empty = series.iter().filter(|of| of.p50.is_none());
     empty
@@ -164,7 +163,7 @@ fn not_measured(series: &[Series], runs: &[Run]) -> BTreeMap<String, String> {
             let mine = |run: &&Run| run.probe == of.probe && run.case == of.case && run.runtime == of.runtime;
             let why = match runs.iter().filter(mine).find(|run| run.failed()) {
                 Some(run) => format!("{}: {}", run.failed_at, run.error),
-                None => "no run of it came to its end".into(),
+                None => "none of its runs finished".into(),
             };
             let name = [&of.probe, &of.case, &of.runtime, &of.metric.name];
             let parts = name.into_iter().filter(|part| !part.is_empty()).map(String::as_str);
@@ -173,21 +172,21 @@ fn not_measured(series: &[Series], runs: &[Run]) -> BTreeMap<String, String> {
         .collect()
 }
 
-/// Why a text is no result.
+/// Why a text is not a result.
 #[derive(Debug, thiserror::Error)]
 pub enum ReportError {
-    /// No JSON, or not of this shape.
+    /// Not JSON, or not of this schema.
     #[error("not a result of workloads")]
     Shape(#[from] serde_json::Error),
-    /// From the future.
+    /// A newer schema.
     #[error("the result has schema {found}, this probe reads up to {SCHEMA}: use a newer probe")]
     Newer {
-        /// What it says.
+        /// Its version.
         found: u64,
     },
 }
 
-/// Reads a result; one of a newer schema is refused by its number before its shape is looked at.
+/// Reads a result; checks the schema version first.
 pub fn parse(text: &str) -> Result<Report, ReportError> {
     let value: Value = serde_json::from_str(text)?;
     match value.get("schema").and_then(Value::as_u64) {

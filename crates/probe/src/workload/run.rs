@@ -1,4 +1,4 @@
-//! The raw rows that every figure stands on: one per container that was measured, failures included.
+//! The raw rows: one per measured container, with failures.
 
 use serde::{Deserialize, Serialize};
 
@@ -19,27 +19,27 @@ pub struct Run {
     pub case: String,
     /// From 0; warm-up rounds count by themselves.
     pub round: u32,
-    /// Before counting began: in no figure.
+    /// Warm-up: never counted.
     pub warm_up: bool,
-    /// Its begin, s since the measurement began; tells alternation and drift.
+    /// Its begin, s since the measurement began; shows alternation and drift.
     pub begun_s: f64,
     /// From the begin until the pods were removed, s.
     pub took_s: f64,
-    /// Whether the tool gave figures.
+    /// Result.
     pub outcome: Outcome,
     /// Call or step that failed; empty when none did.
     pub failed_at: String,
     /// Why, in one line.
     pub error: String,
-    /// What ran.
+    /// The commands.
     pub commands: Commands,
-    /// How many threads, where the tool is told.
+    /// Number of threads, if the tool takes one.
     pub threads: Option<u32>,
     /// The probe's figures; empty for a failure.
     pub figures: Figures,
-    /// What the container under test had.
+    /// Resources of the container under test.
     pub facts: Option<Facts>,
-    /// What the host did meanwhile.
+    /// The host during the run.
     pub host: HostUse,
 }
 
@@ -50,7 +50,7 @@ impl Run {
         self.figures.get(metric).copied().filter(|_| counts)
     }
 
-    /// Returns true for a failure that counts.
+    /// Returns whether it is a counted failure.
     pub fn failed(&self) -> bool {
         self.outcome == Outcome::Failed && !self.warm_up
     }

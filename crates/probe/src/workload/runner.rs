@@ -1,5 +1,5 @@
 //! Many runs in a fair order: in each round every variant of every probe runs once on each runtime, one after the other, so
-//! that what drifts on the host hits all of them. Failures stay in the data, and every pod is gone afterwards.
+//! that drift of the host affects all of them. Failures stay in the data, and every pod is removed afterwards.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -19,16 +19,16 @@ use crate::timeline;
 /// CRI's period of a quota, µs.
 const PERIOD: i64 = 100_000;
 
-/// Takes each run as it comes, with what the tool printed; an error ends the measurement (a disk that is full).
+/// Receives each run with the tool's output; an error (such as a full disk) ends the measurement.
 pub type Sink<'a> = &'a mut (dyn FnMut(&Run, &Printed) -> Result<(), String> + Send);
 
 /// Runs a plan.
 pub struct Runner<'a> {
     plan: &'a Plan,
     starter: Starter,
-    /// What each runtime's containers had.
+    /// Resources of each runtime's containers.
     pub sides: BTreeMap<String, Facts>,
-    /// What a reader must know.
+    /// Notes.
     pub notes: Vec<String>,
     /// Every run so far.
     pub runs: Vec<Run>,
@@ -56,25 +56,25 @@ impl Failure {
     }
 }
 
-/// What one run came to, besides its figures.
+/// Data of one run besides its figures.
 #[derive(Default)]
 struct Attempt {
     commands: Commands,
     facts: Option<Facts>,
     printed: Printed,
-    /// Its files go last, when its pod is gone.
+    /// Its files; dropped last, after its pod's removal.
     volume: Option<Volume>,
 }
 
 impl<'a> Runner<'a> {
-    /// Returns a runner that has run nothing.
+    /// Returns a runner without runs.
     pub fn new(plan: &'a Plan, starter: Starter) -> Self {
         let (sides, notes, runs) = Default::default();
         Self { plan, starter, sides, notes, runs, begun: Instant::now(), serial: 0 }
     }
 
-    /// Starts one container on each runtime and reads what it has. A runtime on which none can be started is noted; its runs
-    /// fail by themselves.
+    /// Starts one container on each runtime and reads its resources. Adds a note if that fails; the runtime's runs then
+    /// fail on their own.
     pub async fn look_inside(&mut self) {
         for handler in &self.plan.runtimes {
             let spec = self.spec(handler, "facts", vec!["bench-helper".into(), "facts".into()]);
@@ -87,7 +87,7 @@ impl<'a> Runner<'a> {
                 Ok(Some(facts)) => drop(self.sides.insert(handler.clone(), facts)),
                 Ok(None) => self.notes.push(format!("{handler}: bench-helper printed no facts")),
                 Err(error) => {
-                    self.notes.push(format!("{handler}: no container could look at itself: {error}"))
+                    self.notes.push(format!("{handler}: cannot read a container's resources: {error}"))
                 }
             }
             self.remove_pods().await;
@@ -99,14 +99,14 @@ impl<'a> Runner<'a> {
         facts::threads(self.sides.values())
     }
 
-    /// Returns what makes two of the runtimes incomparable; `None` if nothing does.
+    /// Returns the difference that makes two of the runtimes incomparable, if any.
     pub fn unequal(&self) -> Option<String> {
         let mut sides = self.sides.iter();
         let (first, mine) = sides.next()?;
         sides.find_map(|(other, theirs)| Some(format!("{first} and {other}: {}", mine.differs(theirs)?)))
     }
 
-    /// Runs everything; `Err` says why it ended early.
+    /// Runs everything; returns as an error why it ended early.
     pub async fn run(&mut self, sink: Sink<'_>) -> Result<(), String> {
         let (steps, threads) = (self.plan.steps(), self.threads());
         for (rounds, warm_up) in [(self.plan.warm_up, true), (self.plan.repeat, false)] {
@@ -193,7 +193,7 @@ impl<'a> Runner<'a> {
         figures(step, &attempt.printed)
     }
 
-    /// Runs the server in the pod under test and the tool in a pod of the clients' runtime.
+    /// Runs the server in the pod under test, and the tool in a pod of the clients' runtime.
     async fn serve(
         &self,
         step: &Step,
@@ -221,7 +221,10 @@ impl<'a> Runner<'a> {
         attempt.facts = Facts::find(&served.stderr);
         attempt.printed = finished.map_err(|error| {
             let failure = of_client(error);
-            Failure { why: format!("{}; the server said: {}", failure.why, served.last_words()), ..failure }
+            Failure {
+                why: format!("{}; the server's last output: {}", failure.why, served.last_words()),
+                ..failure
+            }
         })?;
         Ok(())
     }
@@ -229,21 +232,21 @@ impl<'a> Runner<'a> {
     fn volume(&self, step: &Step) -> Result<Option<Volume>, Failure> {
         let Some(storage) = step.storage() else { return Ok(None) };
         Volume::make(&self.plan.volumes, storage).map_err(|error| {
-            Failure::at("volume", format!("cannot make one in {}: {error}", self.plan.volumes.display()))
+            Failure::at("volume", format!("cannot create one in {}: {error}", self.plan.volumes.display()))
         })
     }
 
-    /// Reads what was printed, also after a failure.
+    /// Reads the output, also after a failure.
     fn keep(&self, started: &Started, attempt: &mut Attempt) {
         attempt.printed = self.starter.printed(started);
     }
 
-    /// Refuses a figure of a container that has other resources than the first one of its runtime.
+    /// Rejects a container with other resources than the first one of its runtime.
     fn same_as_before(&self, handler: &str, facts: Option<&Facts>) -> Result<(), Failure> {
-        let facts = facts.ok_or_else(|| Failure::at("facts", "its container did not tell what it has"))?;
+        let facts = facts.ok_or_else(|| Failure::at("facts", "its container did not print its resources"))?;
         match self.sides.get(handler).and_then(|before| before.differs(facts)) {
             Some(why) => {
-                Err(Failure::at("facts", format!("its container had something else than the first: {why}")))
+                Err(Failure::at("facts", format!("its container had other resources than the first: {why}")))
             }
             None => Ok(()),
         }
@@ -260,12 +263,12 @@ impl<'a> Runner<'a> {
         Spec { name, handler, command, resources: Some(resources), mounts: Vec::new() }
     }
 
-    /// Removes all pods of the run by label, also those whose start failed.
+    /// Removes all pods of the run by its label, also those whose start failed.
     async fn remove_pods(&mut self) {
         if let Err(error) = timeline::remove_all(&self.starter.runtime, &self.plan.recipe.run).await {
             let label = format!("{}={}", timeline::RUN_LABEL, self.plan.recipe.run);
-            let note = plain(&format!("pods labelled {label} may be left: {error}"));
-            // The same pod stays the same trouble after each run.
+            let note = plain(&format!("pods with label {label} may still exist: {error}"));
+            // The same error would repeat after each run.
             if !self.notes.contains(&note) {
                 self.notes.push(note);
             }
@@ -277,10 +280,7 @@ fn figures(step: &Step, printed: &Printed) -> Result<Figures, Failure> {
     let all = step.probe.output.parse(&printed.stdout).map_err(|error| {
         let said =
             if matches!(error, OutputError::Failed { .. }) { String::new() } else { printed.last_words() };
-        Failure::at(
-            "output",
-            format!("{error}; its last line is: {said}").trim_end_matches("; its last line is: "),
-        )
+        Failure::at("output", format!("{error}; its last line: {said}").trim_end_matches("; its last line: "))
     })?;
     let missing = step.probe.metrics.iter().find(|metric| !all.contains_key(&metric.name));
     match missing {

@@ -1,4 +1,4 @@
-//! A result on disk: a directory with `workload.json`, the raw rows in `runs.jsonl`, and what each tool printed in `outputs`.
+//! A result on disk: a directory with `workload.json`, the raw rows in `runs.jsonl`, and each tool's output in `outputs`.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::Write;
@@ -27,22 +27,22 @@ pub struct Store {
 }
 
 impl Store {
-    /// Makes the directory; one that holds a result is refused, so that no run is ever lost.
+    /// Creates the directory. Rejects one that contains a result, so that no run is lost.
     pub fn create(dir: &Path) -> Result<Self, StoreError> {
         if [REPORT, RUNS].iter().any(|name| dir.join(name).exists()) {
             return Err(StoreError::Taken(dir.to_owned()));
         }
         let outputs = dir.join(OUTPUTS);
-        fs::create_dir_all(&outputs).map_err(io("make", &outputs))?;
+        fs::create_dir_all(&outputs).map_err(io("create", &outputs))?;
         Ok(Self { dir: dir.to_owned(), runs: None, count: 0 })
     }
 
-    /// Returns where it is.
+    /// Returns the directory.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
 
-    /// Keeps a run and what its tool printed, at once.
+    /// Writes a run and its tool's output at once.
     pub fn run(&mut self, run: &Run, printed: &Printed) -> Result<(), StoreError> {
         self.count += 1;
         let name = [&run.probe, &run.case, &run.runtime].map(|part| file_name(part)).join("-");
@@ -60,7 +60,7 @@ impl Store {
         line.and_then(|line| file.write_all(format!("{line}\n").as_bytes())).map_err(io("write", &path))
     }
 
-    /// Writes the result, whole or not at all.
+    /// Writes the result atomically.
     pub fn report(&self, report: &Report) -> Result<(), StoreError> {
         let path = self.dir.join(REPORT);
         let text = report::render(report).map_err(std::io::Error::from).map_err(io("write", &path))?;
@@ -68,10 +68,10 @@ impl Store {
     }
 }
 
-/// Why a directory is no result of workloads.
+/// Why a directory is not a result of workloads.
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
-    /// A file can't be read.
+    /// A file cannot be read.
     #[error(transparent)]
     Store(#[from] StoreError),
     /// The report.
@@ -83,7 +83,7 @@ pub enum LoadError {
         source: ReportError,
     },
     /// A row.
-    #[error("{path}: line {line} is no run")]
+    #[error("{path}: line {line} is not a run")]
     Run {
         /// The file.
         path: PathBuf,

@@ -1,4 +1,4 @@
-//! What the runs of a variant come to, and how sure a difference between two runtimes is.
+//! Summaries of a variant's runs, and ratios of two runtimes with intervals.
 
 use serde::{Deserialize, Serialize};
 
@@ -7,15 +7,15 @@ use super::run::Run;
 use crate::ratio::Ratio;
 use crate::summary::{median, sorted};
 
-/// Fewest values of each side for an interval: of two equal runtimes, three values each come apart in one of ten cases, four in
-/// one of 35.
+/// Minimum values of each side for an interval: for two equal runtimes, three values each are separated in one of ten
+/// cases, four in one of 35.
 const COMPARED_OF: usize = 4;
-/// Fewest values that can show two levels, and fewest of each.
+/// Minimum values to detect two levels, and minimum of each level.
 const LEVELS_OF: usize = 6;
 const LEVEL_OF: usize = 2;
-/// Two levels are apart by this part of the upper one, at least.
+/// Minimum gap between two levels, relative to the upper one.
 const LEVELS_APART: f64 = 0.15;
-/// And each is narrower than this part of the gap.
+/// Maximum width of each level, relative to the gap.
 const LEVEL_WIDTH: f64 = 0.5;
 
 /// One metric of one variant on one runtime.
@@ -32,7 +32,7 @@ pub struct Series {
     pub metric: Metric,
     /// Counted runs, failures included.
     pub n: usize,
-    /// Runs that gave no figure. What follows stands on the other `n - failures`.
+    /// Runs without a figure. The figures below are from the other `n - failures`.
     pub failures: usize,
     /// Least.
     pub min: Option<f64>,
@@ -44,7 +44,7 @@ pub struct Series {
     pub mean: Option<f64>,
     /// Standard deviation of the sample.
     pub sd: Option<f64>,
-    /// The values lie at two levels, as those of a processor with two clocks do: a mean says nothing then.
+    /// The values are at two levels, for example of two processor frequencies: the mean has no meaning.
     pub two_levels: bool,
 }
 
@@ -59,13 +59,13 @@ pub struct Comparison {
     pub metric: String,
     /// Its direction.
     pub better: Better,
-    /// Handler above the line.
+    /// Handler in the numerator.
     pub a: String,
-    /// Handler below it.
+    /// Handler in the denominator.
     pub b: String,
-    /// Values of each.
+    /// Number of values of each.
     pub n: (usize, usize),
-    /// Of the medians.
+    /// Ratio of the medians.
     #[serde(flatten)]
     pub ratio: Ratio,
 }
@@ -97,7 +97,7 @@ impl Series {
     }
 }
 
-/// Returns whether ascending values lie at two levels: the widest gap is wide, and what is on each side of it is narrow.
+/// Returns whether ascending values are at two levels: a wide gap with a narrow range on each side.
 pub fn two_levels(ordered: &[f64]) -> bool {
     if ordered.len() < LEVELS_OF {
         return false;
@@ -110,7 +110,7 @@ pub fn two_levels(ordered: &[f64]) -> bool {
     gap >= LEVELS_APART * high[high.len() - 1] && narrow(low) && narrow(high)
 }
 
-/// Returns every metric of every variant on every runtime, also where nothing but failures came.
+/// Returns every metric of every variant on every runtime, also if all runs failed.
 pub fn series(probes: &[Probe], profile: Profile, runtimes: &[String], runs: &[Run]) -> Vec<Series> {
     let mut all = Vec::new();
     for probe in probes {
@@ -126,7 +126,7 @@ pub fn series(probes: &[Probe], profile: Profile, runtimes: &[String], runs: &[R
     all
 }
 
-/// Returns every runtime over `reference`, where both have four values at least.
+/// Returns every runtime over `reference`, if both have at least four values.
 pub fn comparisons(series: &[Series], reference: &str, runs: &[Run]) -> Vec<Comparison> {
     let values = |of: &Series, runtime: &str| -> Vec<f64> {
         runs_of(runs, &of.probe, &of.case, runtime).filter_map(|run| run.figure(&of.metric.name)).collect()

@@ -1,4 +1,4 @@
-//! Where a tool's files lie: each kind of storage is a row of its own, and none is the container's root, which runtimes keep in
+//! Storage of a tool's files: each kind has its own row. None is the container's root, which runtimes keep in
 //! memory, on the host's disk or behind a process.
 
 use std::fs;
@@ -9,9 +9,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::options::Mount;
 
-/// Where a volume is seen in a container.
+/// Mount point of a volume in a container.
 const INSIDE: &str = "/data";
-/// The memory file system that every container has.
+/// The tmpfs of every container.
 const SHARED_MEMORY: &str = "/dev/shm";
 
 /// A kind of storage.
@@ -22,7 +22,7 @@ pub enum Storage {
     Tmpfs,
     /// A Kubernetes emptyDir on the host's disk.
     EmptyDir,
-    /// A host directory that container and host see at once.
+    /// A host directory shared with the container.
     Share,
 }
 
@@ -37,7 +37,7 @@ impl Storage {
         }
     }
 
-    /// Returns the directory in which a tool finds it.
+    /// Returns its directory in the container.
     pub const fn inside(self) -> &'static str {
         match self {
             Storage::Tmpfs => SHARED_MEMORY,
@@ -46,7 +46,7 @@ impl Storage {
     }
 }
 
-/// A volume on the host; its files go when it is dropped, which must be after its pod's removal.
+/// A volume on the host. Dropping it removes its files; drop it after its pod's removal.
 #[derive(Debug)]
 pub struct Volume {
     mount: Mount,
@@ -54,9 +54,9 @@ pub struct Volume {
 }
 
 impl Volume {
-    /// Makes an empty volume below `parent`; `None` for storage that needs none.
+    /// Creates an empty volume below `parent`; `None` for storage that needs none.
     pub fn make(parent: &Path, storage: Storage) -> std::io::Result<Option<Self>> {
-        // As a kubelet names an emptyDir, by which runtimes know one.
+        // kubelet's path of an emptyDir, by which runtimes recognise one.
         let part = match storage {
             Storage::Tmpfs => return Ok(None),
             Storage::EmptyDir => "pods/workload/volumes/kubernetes.io~empty-dir/data",
@@ -65,7 +65,7 @@ impl Volume {
         let dir = tempfile::Builder::new().prefix("sandboxer-workload-").tempdir_in(parent)?;
         let host_path = dir.path().join(part);
         fs::create_dir_all(&host_path)?;
-        // Whoever the tool runs as in there.
+        // For any user of the tool.
         fs::set_permissions(&host_path, fs::Permissions::from_mode(0o777))?;
         let mount = Mount { host_path, container_path: PathBuf::from(INSIDE), read_only: false };
         Ok(Some(Self { mount, _dir: dir }))

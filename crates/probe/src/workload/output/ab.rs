@@ -3,16 +3,14 @@
 use super::text::{after, check_rate, number, number_after, whole_lines};
 use super::{Figures, OutputError};
 
-/// Parses the output. A refused request or a response other than 2xx fails the whole run.
+/// Returns rate and times. Failed requests, or answers other than 2xx, make the whole run a failure.
 pub fn parse(text: &str) -> Result<Figures, OutputError> {
     let (complete, failed) =
         (number_after(text, "Complete requests:")?, number_after(text, "Failed requests:")?);
     let other =
         if text.contains("Non-2xx responses:") { number_after(text, "Non-2xx responses:")? } else { 0.0 };
     if failed > 0.0 || other > 0.0 {
-        let said = format!(
-            "of {complete} requests {failed} failed and {other} were answered by another status than 2xx"
-        );
+        let said = format!("of {complete} requests {failed} failed and {other} had a status other than 2xx");
         return Err(OutputError::Failed { tool: "ab", said });
     }
     let rate = number_after(text, "Requests per second:")?;

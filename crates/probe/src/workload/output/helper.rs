@@ -23,7 +23,9 @@ pub fn parse(text: &str) -> Result<Figures, OutputError> {
     let line: Line = serde_json::from_str(line).map_err(|error| json(error.to_string()))?;
     match line.bench_helper {
         SHAPE => Ok(line.metrics),
-        other => Err(json(format!("its shape is {other}, this probe reads {SHAPE}: rebuild the image"))),
+        other => {
+            Err(json(format!("its format version is {other}, this probe reads {SHAPE}: rebuild the image")))
+        }
     }
 }
 

@@ -7,7 +7,7 @@ use crate::workload::log::plain;
 
 const TOOL: &str = "iperf3";
 
-/// Returns what the receiver got, and what was sent again.
+/// Returns the received rate and the retransmits.
 pub fn tcp(text: &str) -> Result<Figures, OutputError> {
     let end = end(text)?;
     let received = number(&end["sum_received"]["bits_per_second"], "end.sum_received.bits_per_second")?;
@@ -31,7 +31,7 @@ fn end(text: &str) -> Result<Value, OutputError> {
     if let Some(said) = value.get("error").and_then(Value::as_str) {
         return Err(OutputError::Failed { tool: TOOL, said: plain(said) });
     }
-    // Not by index: what is no object has none to change.
+    // Not by index: the value may not be an object.
     value.get("end").cloned().ok_or(OutputError::Missing("end"))
 }
 

@@ -1,4 +1,4 @@
-//! Figures out of what tools print. A tool that prints something else has failed, and the error says what was missing.
+//! Parsers of tools' output. A tool with other output has failed; the error names what is missing.
 
 mod ab;
 mod fio;
@@ -20,39 +20,39 @@ pub type Figures = BTreeMap<String, f64>;
 /// Why an output has no figures.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OutputError {
-    /// What must stand there does not.
+    /// A required part is missing.
     #[error("the output has no {0}")]
     Missing(&'static str),
-    /// Where a number must stand is something else.
-    #[error("{what} is '{found}', which is no number from 0 up")]
+    /// A number is invalid.
+    #[error("{what} is '{found}', expected a number of at least 0")]
     Number {
-        /// What was looked for.
+        /// The number's name.
         what: &'static str,
-        /// What stands there.
+        /// The text.
         found: String,
     },
-    /// It is no JSON of the expected shape.
-    #[error("the output is no JSON as {tool} prints it: {reason}")]
+    /// The JSON is invalid.
+    #[error("the output is not JSON of {tool}: {reason}")]
     Json {
         /// The tool.
         tool: &'static str,
         /// What is wrong.
         reason: String,
     },
-    /// It is no table of the expected shape.
-    #[error("the output is no table as {tool} prints it: {reason}")]
+    /// The table is invalid.
+    #[error("the output is not a table of {tool}: {reason}")]
     Table {
         /// The tool.
         tool: &'static str,
         /// What is wrong.
         reason: String,
     },
-    /// The tool says itself that its work failed.
-    #[error("{tool} says: {said}")]
+    /// The tool reports a failure.
+    #[error("{tool} failed: {said}")]
     Failed {
         /// The tool.
         tool: &'static str,
-        /// In its words.
+        /// Its message.
         said: String,
     },
     /// Two figures of one output contradict each other.
@@ -60,7 +60,7 @@ pub enum OutputError {
     Contradiction(String),
 }
 
-/// What a tool prints.
+/// Output format of a tool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Format {
@@ -87,7 +87,7 @@ pub enum Format {
 }
 
 impl Format {
-    /// All of them.
+    /// All formats.
     pub const ALL: [Self; 10] = [
         Format::SysbenchCpu,
         Format::SysbenchMemory,
@@ -117,13 +117,13 @@ impl Format {
         }?;
         match figures.iter().find(|(_, value)| !value.is_finite() || **value < 0.0) {
             Some((name, value)) => {
-                Err(OutputError::Contradiction(format!("{name} is {value}, which no tool measures")))
+                Err(OutputError::Contradiction(format!("{name} is {value}, which is not a valid figure")))
             }
             None => Ok(figures),
         }
     }
 
-    /// Returns an output as the real tool printed it once.
+    /// Returns a recorded output of the real tool.
     pub const fn example(self) -> &'static str {
         match self {
             Format::SysbenchCpu => include_str!("../../../tests/outputs/sysbench-cpu.txt"),

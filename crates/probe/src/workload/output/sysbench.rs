@@ -3,7 +3,7 @@
 use super::text::{after, check_rate, number, number_after};
 use super::{Figures, OutputError};
 
-/// Returns the rate is checked against count and time.
+/// Returns rate and latency; checks the rate against count and time.
 pub fn cpu(text: &str) -> Result<Figures, OutputError> {
     let rate = number_after(text, "events per second:")?;
     check_total(text, rate)?;

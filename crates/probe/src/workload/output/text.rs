@@ -1,10 +1,10 @@
-//! Numbers in lines for people.
+//! Numbers in lines of text.
 
 use super::OutputError;
 use crate::workload::log::plain;
 
-/// Returns what follows `label` in the first line that begins with it, without leading white space. A last line without an
-/// end counts as none: it may be a part.
+/// Returns the text after `label` in the first line that begins with it, without leading white space. Ignores a last line
+/// without a newline: it may be incomplete.
 pub fn after<'a>(text: &'a str, label: &'static str) -> Result<&'a str, OutputError> {
     whole_lines(text)
         .find_map(|line| line.trim_start().strip_prefix(label))
@@ -12,7 +12,7 @@ pub fn after<'a>(text: &'a str, label: &'static str) -> Result<&'a str, OutputEr
         .ok_or(OutputError::Missing(label))
 }
 
-/// Returns the lines that have an end.
+/// Returns the lines that end with a newline.
 pub fn whole_lines(text: &str) -> impl Iterator<Item = &str> {
     text.split_inclusive('\n').filter_map(|line| line.strip_suffix('\n'))
 }
@@ -31,8 +31,7 @@ pub fn number_after(text: &str, label: &'static str) -> Result<f64, OutputError>
     number(label, after(text, label)?)
 }
 
-/// Returns a rate and a time that contradict a count by more than 2 % as an error: a count read as a rate is the oldest
-/// mistake of them all.
+/// Returns an error if rate and time contradict the count by more than 2 %: the rate may have been mistaken for a count.
 pub fn check_rate(rate: f64, seconds: f64, count: f64) -> Result<(), OutputError> {
     if (rate * seconds - count).abs() <= 0.02 * count.max(1.0) {
         return Ok(());

@@ -1,0 +1,127 @@
+//! What configurations are accepted, and what errors say.
+
+use super::*;
+
+fn parse(text: &str) -> Result<Config, ConfigError> {
+    Config::parse(text, Path::new("c.toml"))
+}
+
+#[test]
+fn the_explained_default_is_the_default() {
+    let written = parse(DEFAULT).unwrap();
+    // The defaults that depend on the VM stand commented out in the file.
+    let built = Config {
+        concurrent_starts: written.concurrent_starts,
+        concurrent_containers: written.concurrent_containers,
+        ..Config::default()
+    };
+    assert_eq!(format!("{written:?}"), format!("{built:?}"));
+}
+
+#[test]
+fn the_explained_default_has_every_key() {
+    // With what is commented out taken in, too; the parser itself names all keys that it knows.
+    let set = DEFAULT.replace("\n# ", "\n");
+    let tables = ["vm", "templates", "pool", "handlers", "rootfs", "volumes", "network", "containerd"];
+    for table in ["", "vm", "templates", "pool", "rootfs", "volumes", "network", "containerd"] {
+        let header = if table.is_empty() { String::new() } else { format!("[{table}]\n") };
+        let error = toml::from_str::<Raw>(&format!("{header}zz = 1")).unwrap_err();
+        let mut known = error.message().split('`').skip(3).step_by(2).peekable();
+        assert!(known.peek().is_some(), "{error}");
+        let section = &set[set.find(&header).unwrap() + header.len()..];
+        let section = section.split("\n[").next().unwrap();
+        for key in known.filter(|key| !tables.contains(key)) {
+            let explained = section.lines().any(|line| line.starts_with(&format!("{key} = ")));
+            assert!(explained, "{table}.{key} is not in the explained default");
+        }
+    }
+}
+
+#[test]
+fn the_configurations_of_one_vmm_are_right_and_explain_each_line() {
+    for (text, vmm) in [
+        (include_str!("../../../../vmm-configs/cloud-hypervisor.toml"), VmmChoice::CloudHypervisor),
+        (include_str!("../../../../vmm-configs/qemu.toml"), VmmChoice::Qemu),
+    ] {
+        let config = parse(text).unwrap();
+        assert_eq!(config.vm.vmm, vmm);
+        let lines: Vec<_> = text.lines().collect();
+        for pair in lines.windows(2).filter(|pair| pair[1].contains(" = ")) {
+            // Keys of one comment stand together.
+            let of_one = ["default_vcpus", "max =", "min ="];
+            let explained = pair[0].starts_with("# ") || of_one.iter().any(|key| pair[0].starts_with(key));
+            assert!(explained, "{vmm:?}: `{}` is not explained", pair[1]);
+        }
+    }
+}
+
+#[test]
+fn a_default_beyond_the_node_and_a_bound_below_it_go_together() {
+    let vm = parse("[vm]\ndefault_vcpus = 4000\ndefault_memory_mib = 100000000").unwrap().vm;
+    assert_eq!((vm.default_vcpus, vm.max_vcpus), (4000, 4000));
+    assert_eq!((vm.default_memory_mib, vm.max_memory_mib), (100_000_000, 100_000_000));
+    let vm = parse("[vm]\nmax_vcpus = 1\nmax_memory_mib = 128").unwrap().vm;
+    assert_eq!((vm.default_vcpus, vm.default_memory_mib), (1, 128));
+}
+
+#[test]
+fn an_unknown_key_is_an_error_that_suggests_the_nearest() {
+    let text = parse("[vm]\nkernal = \"/k\"\n").unwrap_err().to_string();
+    assert!(text.contains("kernal") && text.contains("did you mean \"kernel\"?"), "{text}");
+    assert!(text.contains("line 2"), "{text}");
+    let text = parse("[vm]\nvmm = \"cloud-hypervizor\"\n").unwrap_err().to_string();
+    assert!(text.contains("did you mean \"cloud-hypervisor\"?"), "{text}");
+    let text = parse("[vm]\naccelerator = \"tgc\"\n").unwrap_err().to_string();
+    assert!(text.contains("did you mean \"tcg\"?"), "{text}");
+    assert!(!parse("[vm]\nzzzzzzzz = 1\n").unwrap_err().to_string().contains("did you mean"));
+}
+
+#[test]
+fn a_value_of_another_kind_is_told_in_words_of_the_file() {
+    for (text, says) in [
+        (
+            "\ndrain_timeout = \"5s\"",
+            "line 2, column 17: invalid type: string \"5s\", expected a number of seconds, in `drain_timeout = \"5s\"`",
+        ),
+        ("[vm]\ndefault_vcpus = -1", "expected a whole number, in `default_vcpus"),
+        ("run_dir = 5", "expected a path in quotes"),
+        ("[vm", "line 1, column 4: unclosed table"),
+    ] {
+        let error = parse(text).unwrap_err().to_string();
+        assert!(error.contains(says), "{error}");
+    }
+}
+
+#[test]
+fn there_is_no_pool_without_templates() {
+    assert!(!parse("[templates]\nenabled = false").unwrap().templates.enabled, "there is no pool by default");
+    let error = parse("[templates]\nenabled = false\n[pool]\nmin = 1").unwrap_err().to_string();
+    assert!(error.contains("pool.max is 1, expected 0 while templates.enabled is false"), "{error}");
+    assert!(parse("[vm]\njail = true").unwrap().vm.jail);
+    let error = parse("[vm]\njail = false").unwrap_err().to_string();
+    assert!(error.contains("vm.jail is false, expected only true: every VMM is jailed"), "{error}");
+}
+
+#[test]
+fn values_out_of_bounds_name_their_key_and_what_it_takes() {
+    for (text, key) in [
+        ("run_dir = \"run\"", "run_dir"),
+        ("concurrent_starts = 0", "concurrent_starts"),
+        ("[vm]\ndefault_vcpus = 0", "vm.default_vcpus"),
+        ("[vm]\ndefault_memory_mib = 8", "vm.default_memory_mib"),
+        ("[vm]\nboot_timeout = -1.0", "vm.boot_timeout"),
+        ("[vm]\nboot_timeout = nan", "vm.boot_timeout"),
+        ("[templates]\nmax = 0", "templates.max"),
+        ("[pool]\nmax = 2\nmin = 3", "pool.min"),
+        ("[templates]\nenabled = false\n[pool]\nmax = 8", "pool.max"),
+        ("[rootfs]\ncache_mib = 0", "rootfs.cache_mib"),
+        ("[rootfs]\nwritable_mib = 1", "rootfs.writable_mib"),
+        ("[volumes]\nempty_dir_mib = 1", "volumes.empty_dir_mib"),
+        ("[containerd]\nttrpc = \"ttrpc.sock\"", "containerd.ttrpc"),
+    ] {
+        let error = parse(text).unwrap_err().to_string();
+        assert!(error.contains(&format!("{key} is ")), "{text}: {error}");
+        let line = text.lines().count();
+        assert!(error.contains(&format!("\"c.toml\", line {line}, column ")), "{text}: {error}");
+    }
+}

@@ -1,0 +1,114 @@
+//! Control groups, on directories that a test makes.
+
+use super::*;
+
+fn hierarchies(dir: &Path) -> Hierarchies {
+    Hierarchies { roots: vec![dir.join("cpu"), dir.join("memory")], cpuset: None }
+}
+
+#[test]
+fn parents_are_paths_or_slices_and_never_leave_the_hierarchy() {
+    for (parent, path) in [
+        ("", None),
+        ("/", None),
+        ("/kubepods/burstable/pod1", Some("kubepods/burstable/pod1")),
+        ("a-b-c.slice", Some("a.slice/a-b.slice/a-b-c.slice")),
+        ("/x/a-b.slice", Some("x/a-b.slice")),
+        ("../../etc", Some("etc")),
+    ] {
+        assert_eq!(relative(parent), path.map(PathBuf::from), "{parent:?}");
+    }
+}
+
+#[test]
+fn a_burstable_pod_without_a_limit_of_its_own_has_containers_without() {
+    let root = tempfile::tempdir().unwrap();
+    let groups = hierarchies(root.path());
+    let write = |parent: &str, file: &str, text: &str| {
+        let (hierarchy, _) = file.split_once('.').unwrap();
+        let dir = root.path().join(hierarchy).join(parent);
+        fs::create_dir_all(&dir).unwrap();
+        fs::write(dir.join(file), text).unwrap();
+    };
+    let (none, all) = (Unlimited::default(), Unlimited { cpu: true, memory: true });
+    assert_eq!(groups.unlimited("kubepods/burstable/pod1"), none, "it is not there");
+    write("kubepods/burstable/pod1", "memory.max", "max\n");
+    write("kubepods/burstable/pod1", "cpu.max", "max 100000\n");
+    assert_eq!(groups.unlimited("kubepods/burstable/pod1"), all);
+    write("kubepods/burstable/pod1", "memory.max", "67108864\n");
+    assert_eq!(groups.unlimited("kubepods/burstable/pod1"), Unlimited { cpu: true, memory: false });
+    write("kubepods/burstable/pod2", "memory.limit_in_bytes", "9223372036854771712\n");
+    write("kubepods/burstable/pod2", "cpu.cfs_quota_us", "-1\n");
+    assert_eq!(groups.unlimited("/kubepods/burstable/pod2"), all);
+    write("kubepods/burstable/pod2", "memory.limit_in_bytes", "67108864\n");
+    write("kubepods/burstable/pod2", "cpu.cfs_quota_us", "50000\n");
+    assert_eq!(groups.unlimited("kubepods/burstable/pod2"), none);
+    write("kubepods/pod3", "memory.max", "max\n");
+    write("elsewhere", "memory.max", "max\n");
+    assert_eq!((groups.unlimited("kubepods/pod3"), groups.unlimited("elsewhere")), (none, none));
+}
+
+#[tokio::test]
+async fn a_vmm_is_confined_in_either_version() {
+    let root = tempfile::tempdir().unwrap();
+    let read = |path: &str| fs::read_to_string(root.path().join(path)).unwrap();
+    let pod = "p".parse().unwrap();
+
+    // Version 1: a group takes a process once it has CPUs and nodes, its parent's where nothing else is said.
+    let groups = Hierarchies { cpuset: Some(Cpuset::Own(root.path().join("v1"))), ..Hierarchies::default() };
+    fs::create_dir_all(root.path().join("v1/pods")).unwrap();
+    fs::write(root.path().join("v1/pods/cpuset.cpus"), "0-7\n").unwrap();
+    fs::write(root.path().join("v1/pods/cpuset.mems"), "0\n").unwrap();
+    let group = groups.of("/pods", &pod).unwrap();
+    group.confine(42, Some("2-3")).unwrap();
+    let seen =
+        ["cpuset.cpus", "cpuset.mems", "cgroup.procs"].map(|f| read(&format!("v1/pods/sandboxer-p/{f}")));
+    assert_eq!(seen, ["2-3", "0", "42"]);
+    group.confine(42, None).unwrap();
+    assert_eq!(read("v1/pods/sandboxer-p/cpuset.cpus"), "0-7");
+
+    // Version 2: the parent gives the controller on.
+    let unified = root.path().join("v2");
+    let groups = Hierarchies { roots: vec![unified.clone()], cpuset: Some(Cpuset::Unified(unified)) };
+    let group = groups.of("/pods", &pod).unwrap();
+    group.make().unwrap();
+    group.confine(42, Some("2-3")).unwrap();
+    assert_eq!(read("v2/pods/cgroup.subtree_control"), "+cpuset");
+    assert_eq!(read("v2/pods/sandboxer-p/cpuset.cpus"), "2-3");
+
+    let none = Hierarchies::default().of("/pods", &pod).unwrap();
+    let (_, error) = none.confine(42, Some("0")).unwrap_err();
+    assert_eq!(error.kind(), io::ErrorKind::Unsupported);
+}
+
+#[test]
+fn a_group_that_yields_has_a_tenth_of_the_weight_in_either_version() {
+    let root = tempfile::tempdir().unwrap();
+    let group = hierarchies(root.path()).named("/idle").unwrap();
+    group.make().unwrap();
+    let files = [("cpu/idle/cpu.shares", "102"), ("memory/idle/cpu.weight", "10")];
+    files.iter().for_each(|(file, _)| fs::write(root.path().join(file), "1024").unwrap());
+    group.yield_to_others().unwrap();
+    for (file, weight) in files {
+        assert_eq!(fs::read_to_string(root.path().join(file)).unwrap(), weight);
+    }
+}
+
+#[tokio::test]
+async fn a_group_is_made_entered_and_removed_in_each_hierarchy() {
+    let root = tempfile::tempdir().unwrap();
+    let group = hierarchies(root.path()).of("/pods", &"p".parse().unwrap()).unwrap();
+    group.make().unwrap();
+    group.make().unwrap();
+    group.enter(42).unwrap();
+    for hierarchy in ["cpu", "memory"] {
+        let processes = root.path().join(hierarchy).join("pods/sandboxer-p/cgroup.procs");
+        assert_eq!(fs::read_to_string(&processes).unwrap(), "42");
+        // The kernel's own files don't keep a group from being removed.
+        fs::remove_file(processes).unwrap();
+    }
+    group.remove().await.unwrap();
+    group.remove().await.unwrap();
+    assert!(root.path().join("cpu/pods").exists(), "the parent is the manager's");
+    assert!(!root.path().join("cpu/pods/sandboxer-p").exists());
+}

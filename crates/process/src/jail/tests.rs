@@ -1,0 +1,121 @@
+//! Processes in a jail.
+
+use std::{
+    os::unix::{
+        fs::{PermissionsExt, chown},
+        process::CommandExt,
+    },
+    process::Command,
+};
+
+use seccompiler::{
+    SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule, TargetArch,
+};
+
+use super::*;
+
+/// Returns a filter under which the kernel makes no user namespace, as a security module's refusal.
+fn refusal() -> BpfProgram {
+    let flag = u64::from(libc::CLONE_NEWUSER.unsigned_abs());
+    let asked =
+        SeccompCondition::new(0, SeccompCmpArgLen::Qword, SeccompCmpOp::MaskedEq(flag), flag).unwrap();
+    let rules = [(libc::SYS_unshare, vec![SeccompRule::new(vec![asked]).unwrap()])].into();
+    let refused = SeccompAction::Errno(libc::EPERM.unsigned_abs());
+    let filter = SeccompFilter::new(rules, SeccompAction::Allow, refused, TargetArch::x86_64).unwrap();
+    filter.try_into().unwrap()
+}
+
+/// Returns what `script` says in a jail with `devices`; in `refused` ones no user namespace is made.
+fn jailed(script: &str, devices: &[&Path], refused: bool) -> String {
+    let dir = tempfile::tempdir().unwrap();
+    let jail = Jail::new(dir.path(), &[], devices).unwrap();
+    let refusal = refusal();
+    let mut command = Command::new("/bin/sh");
+    command.args(["-c", script]);
+    // SAFETY: only system calls are made.
+    unsafe {
+        command.pre_exec(move || {
+            libc::umask(0o077);
+            if refused {
+                apply_filter(&refusal).map_err(|_| io::Error::from(io::ErrorKind::Other))?;
+            }
+            jail.enter()
+        });
+    }
+    String::from_utf8(command.output().unwrap().stdout).unwrap()
+}
+
+#[test]
+fn where_no_user_namespace_is_made_all_else_holds() {
+    let hosts = fs::read_link("/proc/self/ns/user").unwrap();
+    let script = "readlink /proc/self/ns/user; cat /proc/self/status /dev/null && echo whole";
+    for refused in [false, true] {
+        let read = jailed(script, &[], refused);
+        assert_eq!(read.lines().next() == hosts.to_str(), refused, "{read}");
+        for set in ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"] {
+            assert!(read.contains(&format!("{set}:\t0000000000000000\n")), "{read}");
+        }
+        assert!(read.contains("\nNoNewPrivs:\t1\n") && read.contains("\nGroups:\t \n"), "{read}");
+        assert!(read.ends_with("\nwhole\n"), "what was made for it cannot be reached: {read}");
+        let user = read.lines().find_map(|line| line.strip_prefix("Uid:\t")).unwrap();
+        assert!(user.split('\t').all(|id| id.parse::<u32>().unwrap() >= FIRST_USER), "{read}");
+    }
+}
+
+/// Each of these does something else than refuse where there is no filter, or is refused for want of a capability.
+#[test]
+fn calls_that_no_vmm_makes_are_refused() {
+    let calls = [
+        ("io_uring_setup", libc::SYS_io_uring_setup),
+        ("io_uring_enter", libc::SYS_io_uring_enter),
+        ("userfaultfd", libc::SYS_userfaultfd),
+        ("bpf", libc::SYS_bpf),
+        ("perf_event_open", libc::SYS_perf_event_open),
+        ("kexec_load", libc::SYS_kexec_load),
+        ("mount", libc::SYS_mount),
+        ("open_tree", libc::SYS_open_tree),
+        ("fsopen", libc::SYS_fsopen),
+        ("unshare", libc::SYS_unshare),
+        ("ptrace", libc::SYS_ptrace),
+        ("process_vm_readv", libc::SYS_process_vm_readv),
+        ("keyctl", libc::SYS_keyctl),
+        ("name_to_handle_at", libc::SYS_name_to_handle_at),
+        ("open_by_handle_at", libc::SYS_open_by_handle_at),
+        ("modify_ldt", libc::SYS_modify_ldt),
+        ("shmget", libc::SYS_shmget),
+    ];
+    let numbers = calls.map(|(_, number)| number.to_string()).join(" ");
+    // Of Debian's base, as is the shell.
+    let script = format!(
+        "exec perl -e 'print syscall($_, 0, 0, 0, 0, 0, 0) == -1 ? $!+0 : \"done\", \"\\n\" for @ARGV; \
+         print socket(S, $_, 1, 0) ? \"done\" : $!+0, \"\\n\" for 1, 17, 38, 40' {numbers}"
+    );
+    let said = jailed(&script, &[], false);
+    let said: Vec<&str> = said.lines().collect();
+    let refused = libc::EPERM.to_string();
+    assert_eq!(said.len(), calls.len() + 4, "{said:?}");
+    for ((name, _), said) in calls.iter().zip(&said) {
+        assert_eq!(*said, refused, "{name}");
+    }
+    // Of Unix, packets, the kernel's cryptography, the host's vsock.
+    assert_eq!(said[calls.len()..], ["done", &refused, &refused, &refused]);
+}
+
+/// By a group that the jail's user namespace doesn't know, as /dev/kvm is; files stand in for devices.
+#[test]
+fn what_a_group_may_open_is_opened_in_a_jail() {
+    let dir = tempfile::tempdir().unwrap();
+    let [groups, roots] = ["groups", "roots"].map(|name| dir.path().join(name));
+    for (path, mode) in [(&groups, 0o660), (&roots, 0o600)] {
+        fs::write(path, "").unwrap();
+        chown(path, None, Some(4321)).unwrap();
+        fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+    }
+    let script = format!(
+        "for file in {} {}; do echo x >>$file && echo opened; done",
+        groups.display(),
+        roots.display()
+    );
+    assert_eq!(jailed(&script, &[&groups, &roots], false), "opened\n");
+    assert_eq!(fs::read(groups).unwrap(), b"x\n");
+}

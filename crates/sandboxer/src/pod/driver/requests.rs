@@ -1,33 +1,33 @@
 //! Handles requests to the pod's task: changes its state and starts work, without waiting.
 
-use crate::pod::{admission::Work, container};
-use sandboxer_guest::Signal;
-use sandboxer_protocol::stage::Stage;
 use std::future::Future;
 
 use sandboxer_base::{chain, clock::now_ns};
-use sandboxer_guest::GuestError;
-use sandboxer_protocol::id::{ContainerId, ExecId};
-
-use crate::pod::{
-    Reply, Request,
-    stages::Stages,
-    start::{self},
-    state::PodState,
-    stop,
+use sandboxer_guest::{GuestError, Signal};
+use sandboxer_protocol::{
+    id::{ContainerId, ExecId},
+    stage::Stage,
 };
+
+use super::{CLOSED, Done, Driver, answer, journal_failed};
 use crate::{
     error::PodError,
     events::Kind,
     front,
-    pod::container::{
-        Container, Exit, KILLED, NewContainer, Phase, StdioPaths,
-        io::Subject,
-        start::{self as work, CreateContext, RunningVm},
+    pod::{
+        Reply, Request,
+        admission::Work,
+        container::{
+            self, Container, Exit, KILLED, NewContainer, Phase, StdioPaths,
+            io::Subject,
+            start::{self as work, CreateContext, RunningVm},
+        },
+        stages::Stages,
+        start,
+        state::PodState,
+        stop,
     },
 };
-
-use super::{CLOSED, Done, Driver, answer, journal_failed};
 
 impl Driver {
     pub(super) fn handle(&mut self, request: Request) {

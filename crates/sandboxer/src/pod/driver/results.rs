@@ -8,28 +8,27 @@ use sandboxer_vmm::{VmExit, VmmError};
 use tokio::sync::watch;
 use tokio_util::task::AbortOnDropHandle;
 
-use crate::pod::{
-    Reply,
-    cgroup_attach::CgroupAttach,
-    forward, host_ports,
-    recover::{Reached, Resolved, Unreached, settle},
-    session,
-    stages::Stages,
-    start::{self, Up},
-    state::PodState,
-    volumes::Volumes,
-};
+use super::{CLOSED, Done, Driver, EXEC, answer, answer_all, journal_failed};
 use crate::{
     error::PodError,
     events::Kind,
-    pod::container::{
-        Container, Exit, KILLED, NewContainer, Phase, Process, StdioPaths,
-        io::{RunningIo, StdinCloser, Subject},
-        start::{self as work, Created, RunningVm},
+    pod::{
+        Reply,
+        cgroup_attach::CgroupAttach,
+        container::{
+            Container, Exit, KILLED, NewContainer, Phase, Process, StdioPaths,
+            io::{RunningIo, StdinCloser, Subject},
+            start::{self as work, Created, RunningVm},
+        },
+        forward, host_ports,
+        recover::{Reached, Resolved, Unreached, settle},
+        session,
+        stages::Stages,
+        start::{self, Up},
+        state::PodState,
+        volumes::Volumes,
     },
 };
-
-use super::{CLOSED, Done, Driver, EXEC, answer, answer_all, journal_failed};
 
 impl Driver {
     pub(super) fn apply(&mut self, done: Done) {

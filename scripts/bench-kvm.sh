@@ -69,7 +69,7 @@ again() { starts again; }
 # Pods of half the size: fifty of them, and a page cache, must fit into a node.
 groups() {
     # Nothing is printed until the first of fifty has started.
-    local handler mib=${BENCH_GROUP_MIB:-128} stall=3000 name clock=(--cpus 2)
+    local handler mib=${BENCH_GROUP_MIB:-128} stall=3000 name clock=(--cpus 2 --append kvm_amd.npt=0)
     for handler in "${handlers[@]}"; do
         name=${handler#sandboxer} name=${name%"$suffix"} name=${name#-}
         measured "$vmm-groups-${name:-pool}" "${BENCH_POOL:-8}" "${BENCH_ROUNDS:-2}" 0 "${BENCH_GROUP:-50}" "$handler" runc \

@@ -1,4 +1,4 @@
-# Everything a clone needs. `make demo` and `make test` set a fresh machine up by themselves.
+# Everything that a clone needs. `make demo` and `make test` install what a new host needs.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -18,13 +18,13 @@ FUZZ_SECONDS ?= 60
 
 .PHONY: help deps tools agent bench-helper bench-image guest-image build build-failing node test-kvm install uninstall up down demo test test-units test-stack soak reliability bench bench-kvm bench-gate bench-record lint fuzz fmt clean
 
-help: ## this list
+help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 
 deps: ## install the Debian packages that are missing
 	@scripts/install-deps.sh
 
-tools: deps ## containerd and runc, unpatched, into the cache
+tools: deps ## build containerd and runc, unpatched, into the cache
 	@scripts/tools.sh
 
 agent: deps
@@ -38,59 +38,59 @@ bench-helper: deps
 	RUSTFLAGS='-C target-feature=+crt-static' \
 	cargo build --release -p sandboxer-bench-helper --target $(AGENT_TARGET) --target-dir target/bench-helper
 
-bench-image: bench-helper ## images of the workloads' tools (BENCH_IMAGES='bench-small bench-build'); into STACK, if it is up
+bench-image: bench-helper ## make images of the workloads' tools (BENCH_IMAGES='bench-small bench-build') and load them into STACK, if it runs
 	@for image in $(BENCH_IMAGES); do scripts/bench-image.sh $$image; done
 	@if [[ -e $(STACK)/.stack ]]; then scripts/stack.sh load $(STACK) $(BENCH_IMAGES); fi
 
-guest-image: agent ## guest kernel (cached, or SANDBOXER_KERNEL=…) and initramfs, into target/guest
+guest-image: agent ## build the guest kernel (cached, or SANDBOXER_KERNEL=…) and the initramfs into target/guest
 	@scripts/guest-image.sh all $(AGENT)
 
-build: deps ## daemon, CLI, launcher and the shares' server, into target/release
+build: deps ## build the daemon, CLI, shim and share server into target/release
 	cargo build --release -p sandboxer -p sandboxer-cli -p sandboxer-share -p containerd-shim-sandboxer-v1
 
-build-failing: build ## the daemon once more, with points at which tests have it killed
+build-failing: build ## also build the daemon with failpoints, at which tests kill it
 	cargo build --release -p sandboxer --bin sandboxer-failing --features failpoints
 
-node: build build-failing guest-image tools ## a node VM with a usable KVM, for scripts/node.sh run and shell
+node: build build-failing guest-image tools ## make a node VM with a usable KVM, for scripts/node.sh run and shell
 	@scripts/node.sh build
 
 # Builds nothing, so that root needs no toolchain: `make build guest-image && sudo make install`.
 # /etc is the administrator's; the configuration there is optional and never touched.
-install: ## what `build` and `guest-image` made, and the service, for this machine (DESTDIR=… for a package)
+install: ## install the results of `build` and `guest-image`, and the service, on this host (DESTDIR=… for a package)
 	install -D -t $(DESTDIR)/usr/bin $(addprefix target/release/,$(INSTALLED))
 	install -D -m 0644 -t $(DESTDIR)/usr/lib/sandboxer target/guest/vmlinux target/guest/initramfs.cpio
 	install -D -m 0644 -t $(DESTDIR)/usr/lib/systemd/system vmm-configs/systemd/sandboxer.service
 	install -D -m 0644 -t $(DESTDIR)/usr/share/sandboxer vmm-configs/sandboxer.toml
 	install -D -m 0644 vmm-configs/containerd/sandboxer.toml $(DESTDIR)/usr/share/sandboxer/containerd.toml
 
-uninstall: ## remove what `install` put there; pods and /var/lib/sandboxer stay
+uninstall: ## remove the files of `install`; pods and /var/lib/sandboxer stay
 	rm -f $(addprefix $(DESTDIR)/usr/bin/,$(INSTALLED)) $(DESTDIR)/usr/lib/systemd/system/sandboxer.service
 	rm -rf $(DESTDIR)/usr/lib/sandboxer $(DESTDIR)/usr/share/sandboxer
 
-up: build guest-image tools ## a stack to play with, in STACK (target/stack): then `source target/stack/env`
+up: build guest-image tools ## start a stack to play with, in STACK (target/stack): then `source target/stack/env`
 	@scripts/stack.sh up $(STACK)
 
-down: ## end that stack and remove all of it
+down: ## stop that stack and remove all of it
 	@scripts/stack.sh down $(STACK)
 
-demo: build guest-image tools ## five pods, each in its microVM, shown and measured; leaves nothing behind
+demo: build guest-image tools ## show and measure five pods, each in its microVM; leaves nothing behind
 	@scripts/demo.sh
 
-test: test-units test-stack test-kvm ## every test
+test: test-units test-stack test-kvm ## run every test
 
-test-units: build guest-image ## those that need no containerd; some start a guest
+test-units: build guest-image ## run the tests that need no containerd; some start a guest
 	cargo test --workspace --exclude sandboxer-e2e --no-fail-fast
 
-test-stack: build build-failing guest-image tools ## those on a real stack of their own (needs root)
+test-stack: build build-failing guest-image tools ## run the tests on a real stack of their own (needs root)
 	cargo test -p sandboxer-e2e
 
 SOAK_SECONDS ?= 180
-soak: build build-failing guest-image tools ## churn for SOAK_SECONDS (180), half of them with kills; looks for leaks (needs root)
+soak: build build-failing guest-image tools ## run churn for SOAK_SECONDS (180), half of them with kills; look for leaks (needs root)
 	SANDBOXER_E2E_SOAK=$(SOAK_SECONDS) SANDBOXER_E2E_LIMIT=$$(($(SOAK_SECONDS) * 2 + 120)) \
 	cargo test -p sandboxer-e2e --test e2e -- sandboxer::soak --nocapture
 
 # Long: about half an hour on two cores without KVM.
-reliability: build build-failing guest-image tools ## every fault, often, and a soak; into docs/reliability.md (needs root)
+reliability: build build-failing guest-image tools ## inject every fault, often, and run a soak; writes docs/reliability.md (needs root)
 	SANDBOXER_E2E_RANDOM_KILLS=500 SANDBOXER_E2E_UPGRADE_PODS=20 SANDBOXER_E2E_LIMIT=3600 \
 	SANDBOXER_E2E_REPORT=$(CURDIR)/docs/reliability.md \
 	cargo test -p sandboxer-e2e --test e2e -- sandboxer::faults
@@ -98,28 +98,28 @@ reliability: build build-failing guest-image tools ## every fault, often, and a 
 	SANDBOXER_E2E_REPORT=$(CURDIR)/docs/reliability.md \
 	cargo test -p sandboxer-e2e --test e2e -- sandboxer::soak --nocapture
 
-bench: build guest-image tools ## start-up and memory benches
+bench: build guest-image tools ## run the start-up and memory benches
 	cargo bench --workspace
 
 # Hours on two cores: see the head of the script for parts of it.
-bench-kvm: node ## start-up and memory on KVM, in a node VM and virtual time; into target/bench-kvm
+bench-kvm: node ## measure start-up and memory on KVM, in a node VM and virtual time, into target/bench-kvm
 	@scripts/bench-kvm.sh
 
-test-kvm: node ## those that want a usable KVM, in a node VM; CLOUD_HYPERVISOR=… adds that VMM (PHASES='pods e2e' for more)
+test-kvm: node ## run the tests that need a usable KVM, in a node VM; CLOUD_HYPERVISOR=… adds that VMM (PHASES='pods e2e' for more)
 	@scripts/test-kvm.sh $(PHASES)
 
-bench-gate: node ## a few starts on KVM, in virtual time, against what was recorded last; fails beyond 5 %
+bench-gate: node ## compare a few starts on KVM, in virtual time, with the last recorded ones; fails beyond 5 %
 	@scripts/bench-gate.sh
 
-bench-record: node ## measure a few starts and append them to docs/results/history.csv, which CI compares with
+bench-record: node ## measure a few starts and append them to docs/results/history.csv, for bench-gate
 	@scripts/bench-gate.sh record
 
-lint: deps ## formatting, clippy, dependencies' licences and sources; warnings are errors
+lint: deps ## check formatting, clippy, dependencies' licences and sources; warnings are errors
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	@scripts/lint.sh
 
-fuzz: deps ## every fuzz target for FUZZ_SECONDS (60); TARGETS='…' for some of them
+fuzz: deps ## run every fuzz target for FUZZ_SECONDS (60); TARGETS='…' selects some
 	@scripts/fuzz.sh $(FUZZ_SECONDS) $(TARGETS)
 
 fmt: ## format the code

@@ -1,13 +1,14 @@
 #!/usr/bin/env bash
-# Start-up and memory on a KVM that means it, in node VMs: figures of virtual time, which repeat. What they are and are not
-# is in docs/measuring.md. Each VMM is measured beside runc in runs of their own; ratios are of one run.
+# Measures start-up and memory on a usable KVM, in node VMs: figures in virtual time, which repeat. docs/measuring.md says what they
+# mean and what they do not. Each VMM is measured beside runc in its own runs; ratios are of one run.
 # usage: bench-kvm.sh [PART…]
 #   serial   one start after the other: boot, template, pool and runc
 #   again    the same once more, to see how far two runs agree
-#   groups   whole groups at once, of each handler beside runc
+#   groups   whole groups at once, of each handler beside runc: in real time on two processors, since in virtual time one of
+#            so many guests is nearly always lost (docs/decisions/0009-node-vm.md). Into a report of its own
 #   memory   PSS at 1, 10 and 50 pods
-# (default: serial groups memory). Runs that are in target/bench-kvm/runs already are kept; `--fresh` removes them first.
-# CLOUD_HYPERVISOR names a VMM that Debian lacks. BENCH_SERIAL (20), BENCH_GROUP (50), BENCH_ROUNDS (2), BENCH_COUNTS
+# (default: serial groups memory). Existing runs in target/bench-kvm/runs are kept; `--fresh` removes them first.
+# CLOUD_HYPERVISOR names a VMM that Debian does not have. BENCH_SERIAL (20), BENCH_GROUP (50), BENCH_ROUNDS (2), BENCH_COUNTS
 # (1,10,50), BENCH_POOL (2; 8 for groups), BENCH_HANDLERS (pool template boot), BENCH_GROUP_MIB (128), BENCH_TRIES (20),
 # BENCH_VMMS and BENCH_LIMIT (seconds for each node, default 3600) change the plan.
 set -euo pipefail
@@ -22,15 +23,15 @@ CLI=$ROOT/target/release/sandboxer-cli
 failed=()
 
 # in_node NAME POOL ARGUMENT…: one run of scripts/node/bench.sh. Nested paging is off in the node, since QEMU's emulation
-# then loses its way less often. A run that fails is named at the end and is not in the figures.
+# then loses a guest less often. A run that fails is named at the end and is not in the figures.
 in_node() {
     local name=$1 pool=$2 began=$SECONDS status=0 tries=0
     shift 2
     if [[ -e $RUNS/$name/report.json ]]; then
-        say "$name: is there already"
+        say "$name: exists already"
         return
     fi
-    # A node whose emulator lost a guest says nothing of the starts: another one is asked.
+    # If the emulator lost a guest, the result says nothing about the starts: try another node.
     status=123
     while ((status == 123 && tries < ${BENCH_TRIES:-4})); do
         status=0
@@ -47,15 +48,16 @@ in_node() {
     fi
 }
 
-# measured NAME POOL PARTS SERIAL GROUP HANDLER…: one run, in parts.
+# measured NAME POOL PARTS SERIAL GROUP HANDLER… [--env …]: one run, in parts.
 measured() {
-    local name=$1 pool=$2 began=$SECONDS status=0
+    local name=$1 pool=$2 began=$SECONDS status=0 of=()
     shift 2
+    while (($#)) && [[ $1 != --env ]]; do of+=("$1") && shift; done
     if [[ -e $RUNS/$name/report.json ]]; then
-        say "$name: is there already"
+        say "$name: exists already"
         return
     fi
-    in_parts "$RUNS" "$name" "$@" -- --memory "${BENCH_MEMORY:-8192}" --limit "${BENCH_LIMIT:-3600}" --env STACK_VMM="$vmm" \
+    in_parts "$RUNS" "$name" "${of[@]}" -- "$@" --memory "${BENCH_MEMORY:-8192}" --limit "${BENCH_LIMIT:-3600}" --env STACK_VMM="$vmm" \
         --env STACK_SUFFIX="$suffix" --env STACK_MEMORY="$mib" --env POOL="$pool" || status=$?
     say "$name: exit code $status after $((SECONDS - began)) s"
     ((status == 0)) || failed+=("$name")
@@ -64,31 +66,32 @@ measured() {
 starts() { measured "$vmm-$1" "${BENCH_POOL:-2}" "$(((${BENCH_SERIAL:-20} + 1) / 2))" 2 0 "${handlers[@]}" runc; }
 serial() { starts serial; }
 again() { starts again; }
-# Pods of half the size: fifty of them, and a page cache, have to fit into a node.
+# Pods of half the size: fifty of them, and a page cache, must fit into a node.
 groups() {
     # Nothing is printed until the first of fifty has started.
-    local handler mib=${BENCH_GROUP_MIB:-128} stall=900 name
+    local handler mib=${BENCH_GROUP_MIB:-128} stall=3000 name clock=(--cpus 2)
     for handler in "${handlers[@]}"; do
         name=${handler#sandboxer} name=${name%"$suffix"} name=${name#-}
-        measured "$vmm-groups-${name:-pool}" "${BENCH_POOL:-8}" "${BENCH_ROUNDS:-2}" 0 "${BENCH_GROUP:-50}" "$handler" runc
+        measured "$vmm-groups-${name:-pool}" "${BENCH_POOL:-8}" "${BENCH_ROUNDS:-2}" 0 "${BENCH_GROUP:-50}" "$handler" runc \
+            --env PAUSE=60 --env START_TIMEOUT=600
     done
 }
 memory() {
     local stall=900
     local measured=("sandboxer$suffix")
-    # Once is enough: memory is no ratio of one run.
+    # Once is enough: memory is not a ratio of one run.
     [[ $vmm != qemu ]] || measured+=(runc)
     in_node "$vmm-memory" "${BENCH_POOL:-8}" memory "${BENCH_COUNTS:-1,10,50}" "${measured[@]}"
 }
 
-# result NAME DIR…: several runs as one result.
+# result NAME DIR…: merges several runs into one result.
 result() {
     local name=$1
     shift
     (($#)) || return 0
     rm -rf "${OUT:?}/$name"
     "$CLI" merge "$@" --output "$OUT/$name" >/dev/null
-    cp "$OUT/$name/report.json" "$OUT/$([[ $name == memory ]] && echo memory || echo report).json"
+    cp "$OUT/$name/report.json" "$OUT/${name/#startup/report}.json"
 }
 
 if [[ ${1:-} == --fresh ]]; then
@@ -100,7 +103,7 @@ parts=("$@")
 for part in "${parts[@]}"; do [[ $part == serial || $part == again || $part == groups || $part == memory ]] || die "no such part '$part'"; done
 mkdir -p "$RUNS"
 vmms=${BENCH_VMMS:-qemu${CLOUD_HYPERVISOR:+ cloud-hypervisor}}
-[[ $vmms == *cloud-hypervisor* ]] || say "not measured: Cloud Hypervisor, since CLOUD_HYPERVISOR names no program, and Debian has none"
+[[ $vmms == *cloud-hypervisor* ]] || say "not measured: Cloud Hypervisor; set CLOUD_HYPERVISOR to its program, Debian has none"
 for part in "${parts[@]}"; do
     for vmm in $vmms; do
         case $vmm in
@@ -110,28 +113,30 @@ for part in "${parts[@]}"; do
         esac
         mib=256
         handlers=()
-        for way in ${BENCH_HANDLERS:-pool template boot}; do
-            [[ $way == pool ]] && handlers+=("sandboxer$suffix") || handlers+=("sandboxer-$way$suffix")
+        for path in ${BENCH_HANDLERS:-pool template boot}; do
+            [[ $path == pool ]] && handlers+=("sandboxer$suffix") || handlers+=("sandboxer-$path$suffix")
         done
         "$part"
     done
 done
 
 shopt -s nullglob
-startups=() memories=()
+startups=() groups=() memories=()
 for run in "$RUNS"/*/; do
     [[ -e $run/report.json ]] || continue
     case $(basename "$run") in
     parts) ;;
     *-memory) memories+=("$run") ;;
     *-again) ;;
+    *-groups-*) groups+=("$run") ;;
     *) startups+=("$run") ;;
     esac
 done
 result startup "${startups[@]}"
+result groups "${groups[@]}"
 result memory "${memories[@]}"
 pages=()
-for page in startup memory; do [[ ! -e $OUT/$page/report.json ]] || pages+=("$OUT/$page"); done
+for page in startup groups memory; do [[ ! -e $OUT/$page/report.json ]] || pages+=("$OUT/$page"); done
 if ((${#pages[@]})); then
     "$CLI" report "${pages[@]}" --output "$OUT/report.html"
     "$CLI" report --markdown "${pages[@]}" | tee "$OUT/tables.md"

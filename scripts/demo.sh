@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# `make demo`: a stack in target/demo, the CLI's demo on it, everything down again, and proof that nothing
-# is left, also when the demo fails.
+# `make demo`: starts a stack in target/demo, runs the CLI's demo on it, removes everything, and checks that nothing
+# is left, also if the demo fails.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
@@ -18,7 +18,7 @@ finish() {
     exit $status
 }
 
-# What an earlier demo left when it was killed is no business of this one's comparison.
+# Leftovers of an earlier demo that was killed must not affect this comparison.
 "$ROOT/scripts/stack.sh" down "$DIR" 2>/dev/null
 before=$(mktemp)
 "$ROOT/scripts/leftovers.sh" record "$DIR" "$before"

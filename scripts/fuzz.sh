@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs every target of fuzz/, or those named, for so long each. What is found new is kept in target/fuzz/corpus,
-# what breaks in fuzz/artifacts, which names the command that shows it again.
+# Runs every target of fuzz/, or the named ones, for SECONDS each. New inputs are kept in target/fuzz/corpus, failing ones
+# in fuzz/artifacts, with the command that reproduces the failure.
 # usage: fuzz.sh SECONDS [TARGET…]
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
@@ -13,12 +13,12 @@ targets=("$@")
 ((${#targets[@]})) || mapfile -t targets < <(basename -s .rs -a fuzz/fuzz_targets/*.rs)
 
 fuzz=$(cargo_tool cargo-fuzz "${CARGO_FUZZ_VERSION:-0.13.1}")
-# Without a sanitizer, and so with the toolchain that builds the rest: there is hardly any unsafe code to watch in
-# what is fuzzed; panics, overflows, sizes and times are told all the same.
+# Without a sanitizer, so the usual toolchain works. The fuzzed code has hardly any unsafe code. Panics, overflows,
+# sizes and timeouts are still reported.
 build=(--sanitizer none --target-dir target/fuzz/build)
 "$fuzz" fuzz build "${build[@]}"
 
-# run TARGET: for so long, or until an input breaks it.
+# run TARGET: runs it for $seconds, or until an input fails.
 run() {
     local corpus=target/fuzz/corpus/$1 log=target/fuzz/$1.log
     mkdir -p "$corpus"
@@ -26,7 +26,7 @@ run() {
         -max_total_time="$seconds" -max_len=65536 -timeout=10 -rss_limit_mb=1024 -print_final_stats=1 \
         >"$log" 2>&1; then
         tail -n 40 "$log" >&2
-        say "$1: broken by an input"
+        say "$1: an input fails"
         return 1
     fi
     local runs
@@ -34,11 +34,11 @@ run() {
     say "$1: ${runs:-?} inputs in $seconds s, $(find "$corpus" -type f | wc -l) kept"
 }
 
-# As many at a time as there are processors.
+# Runs as many targets at a time as there are processors.
 broken=0
 for target in "${targets[@]}"; do
     if (($(jobs -rp | wc -l) >= $(nproc))); then wait -n || broken=$((broken + 1)); fi
     run "$target" &
 done
 while (($(jobs -p | wc -l))); do wait -n || broken=$((broken + 1)); done
-((broken == 0)) || die "$broken of ${#targets[@]} targets were broken by an input"
+((broken == 0)) || die "$broken of ${#targets[@]} targets fail on an input"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Installs the Debian packages that building and running need, the missing ones only.
-# usage: install-deps.sh [--check]     --check: only say what is missing (exit 1 if anything is)
+# Installs the missing Debian packages for building and running.
+# usage: install-deps.sh [--check]     --check: only print what is missing (exit 1 if anything is)
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
@@ -12,7 +12,7 @@ packages=(
     g++
     # the guest kernel
     linux-source-6.1 bc bison flex libelf-dev perl xz-utils cpio
-    # a pod: its VMM, its root filesystem
+    # a pod: its VMM, its root file system
     qemu-system-x86 erofs-utils e2fsprogs
     # the node VM: its root and its initrd
     mmdebstrap kmod

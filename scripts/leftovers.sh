@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# What a stack leaves on the host: nothing, or this says what.
-#   leftovers.sh record DIR FILE    writes down what there is before the stack in DIR is started
-#   leftovers.sh check DIR FILE     names what there is more of after it was taken down; exit 1 if anything
-# Mounts, cgroups, loop devices, interfaces and files are compared host-wide, so that one in an unexpected
-# place is found too; what names another stack that is up is left out. Processes are the stack's own.
+# Checks that a stack leaves nothing on the host.
+#   leftovers.sh record DIR FILE    records the state before the stack in DIR is started
+#   leftovers.sh check DIR FILE     prints what exists in addition after the stack was removed; exit 1 if anything
+# Mounts, cgroups, loop devices, interfaces and files are compared for the whole host, to find one in an unexpected
+# place too. Names of another running stack are left out. Processes are only the stack's own.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
@@ -20,7 +20,7 @@ host() {
     for file in /sys/class/net/*; do echo "network interface ${file##*/}"; done
 }
 
-# Those that are up now, and by name: their directory, run directory, cgroups and network.
+# Prints the names of other running stacks: their directory, run directory, cgroups and network.
 other_stacks() {
     local file dir
     for file in /run/sbx-*/dir; do

@@ -1,17 +1,17 @@
-# Shared by the scripts beside it: source it, don't run it.
+# Shared by the scripts in this directory: source it, do not run it.
 # shellcheck shell=bash disable=SC2034
 
 # The root of this clone.
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)
 
-# What is dear to build (guest kernel, containerd) is kept outside the tree, so that `make clean`
-# and a second clone don't pay for it again.
+# Files that are slow to build (guest kernel, containerd) are kept outside the tree, so that `make clean`
+# and a second clone do not build them again.
 CACHE=${SANDBOXER_CACHE:-${XDG_CACHE_HOME:-${HOME:-/root}/.cache}/sandboxer}
 
 say() { printf '%s: %s\n' "${0##*/}" "$*" >&2; }
 die() { say "$*"; exit 1; }
 
-# with_lock FILE COMMAND…: one at a time per FILE, for everybody who uses the same cache.
+# with_lock FILE COMMAND…: runs one COMMAND at a time per FILE, for all users of the same cache.
 with_lock() {
     local lock=$1
     shift
@@ -22,8 +22,8 @@ with_lock() {
     ) 9>"$lock"
 }
 
-# attended COMMAND…: runs it with no input, so that it ends when this script is told to: bash alone would wait for its end, and
-# after an interrupt that it survived go on as if nothing were.
+# attended COMMAND…: runs it without input, and ends it when this script receives a signal. Bash alone would wait for its end and,
+# if the command survives an interrupt, continue.
 attended() {
     local pid status=0
     "$@" </dev/null &
@@ -35,9 +35,9 @@ attended() {
     return $status
 }
 
-# stack_names DIR: sets DIR (absolute), HASH, RUN, CGROUP and NETWORK. Everything of a stack that must have a
-# name outside DIR carries HASH. Sockets live in RUN, since DIR may be too long for the path of a unix socket:
-# its limit is 107 bytes, and with a pod's 64 digits in it 19 are left for a name below RUN/sandboxer/pods/ID.
+# stack_names DIR: sets DIR (absolute), HASH, RUN, CGROUP and NETWORK. All names of a stack outside DIR contain
+# HASH. Sockets are in RUN, since DIR may be too long for the path of a unix socket: its limit is 107 bytes. With a
+# pod's 64 digits in it, 19 bytes remain for a name below RUN/sandboxer/pods/ID.
 stack_names() {
     DIR=$(realpath -m "$1")
     HASH=$(printf '%s' "$DIR" | sha256sum | cut -c1-8)
@@ -46,7 +46,7 @@ stack_names() {
     NETWORK=sandboxer-$HASH
 }
 
-# stat_field PID N: field N (3 or later) of proc(5)'s stat; the command's name, field 2, may hold anything.
+# stat_field PID N: prints field N (3 or later) of proc(5)'s stat; field 2, the command's name, may contain any character.
 stat_field() {
     local stat
     { stat=$(<"/proc/$1/stat"); } 2>/dev/null || return 1
@@ -57,9 +57,9 @@ stat_field() {
     printf '%s' "$1"
 }
 
-# owned_pids: the shims, VMMs and tools of the stack DIR, whoever their parent is by now. A process is the
-# stack's if its command line, an open file or the mark that the daemon gives each VMM names a path of the
-# stack, or if it is in the stack's cgroup. A user's `less DIR/log` is none: what runs is checked first.
+# owned_pids: prints the shims, VMMs and tools of the stack DIR, whatever their parent is now. A process belongs to the
+# stack if its command line, an open file or the daemon's mark on each VMM contains a path of the stack, or if it is in
+# the stack's cgroup. A user's `less DIR/log` does not belong to it: the program is checked first.
 owned_pids() {
     local dir pid exe
     for dir in /proc/[0-9]*; do
@@ -81,7 +81,7 @@ owned_pids() {
     done
 }
 
-# cargo_tool NAME VERSION: puts it into the cache, once, and prints its path.
+# cargo_tool NAME VERSION: installs it into the cache, once, and prints its path.
 cargo_tool() {
     local program=$CACHE/tools/$1-$2/bin/$1
     with_lock "$CACHE/tools/.lock" install_cargo_tool "$1" "$2" "$program" >&2 || return

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Dependencies against deny.toml, and the scripts' own syntax.
+# Checks dependencies against deny.toml, and the syntax of the scripts.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
@@ -15,9 +15,9 @@ fi
 
 deny=$(cargo_tool cargo-deny "${CARGO_DENY_VERSION:-0.20.2}")
 "$deny" --locked check --hide-inclusion-graph bans licenses sources
-# Advisories come from a repository that not every builder can reach.
+# Advisories come from a repository that not every build host can reach.
 if "$deny" --locked fetch db 2>/dev/null; then
     "$deny" --locked check --disable-fetch advisories
 else
-    say "skipped: security advisories (the advisory database could not be fetched)"
+    say "skipped: security advisories (cannot fetch the advisory database)"
 fi

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A node with a usable KVM, on a machine that has none: a Debian VM that QEMU emulates, AMD's SVM included, so that guests
-# run in it by KVM. `--help` tells the rest.
+# Makes a node with a usable KVM, on a host that has none: a Debian VM that QEMU emulates, including AMD's SVM, so guests in it
+# use KVM. See `--help`.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
@@ -11,29 +11,29 @@ usage: scripts/node.sh build [FILE…]
        scripts/node.sh run [OPTIONS] -- COMMAND [ARGUMENT…]
        scripts/node.sh shell [OPTIONS]
 
-build makes what a node needs: a Debian root and kernels (into the cache, some minutes, once), and the payload: this
-clone as it is built now, with the FILEs of it that are named (such as test programs).
-run boots a node, runs COMMAND in it, in the clone's directory at the same path as here, prints what it prints, and
-exits with its exit code. Each node begins afresh, and nothing stays of it but what COMMAND wrote to $NODE_OUT.
-shell does the same with a shell for people.
+build makes the files of a node: a Debian root and kernels (into the cache, some minutes, once), and the payload: this
+clone as it is built now, with the named FILEs of it (such as test programs).
+run boots a node and runs COMMAND in it, in the clone's directory, at the same path as here. It prints COMMAND's output
+and exits with its exit code. Each node begins clean. Only files that COMMAND wrote to $NODE_OUT remain.
+shell does the same with an interactive shell.
 
 options:
   --cpus N            processors (default 2; 1 in virtual time)
   --memory MIB        memory (default 4096; 6144 in virtual time)
-  --numa N            so many NUMA nodes, processors and memory in equal shares
-  --virtual-time      one instruction takes one nanosecond and idle time none: figures that repeat. One processor
+  --numa N            number of NUMA nodes, with equal shares of processors and memory
+  --virtual-time      one instruction takes one nanosecond, idle time takes none: figures repeat. One processor
   --kernel NAME       stable (Debian's, the default) or backports (newer, with a newer Landlock)
   --append WORDS      further words on the kernel's command line, such as kvm_amd.npt=0
-  --disk MIB          a disk of the node's own, mounted at /disk
+  --disk MIB          an additional disk, mounted at /disk
   --out DIR           where $NODE_OUT is on this host (default target/node/out)
   --env NAME[=VALUE]  a variable for COMMAND; without a value, as it is here
-  --program FILE      puts this program into the node's /usr/local/bin; may be repeated
-  --limit SECONDS     the node is ended after this time (default 900)
-  --stall SECONDS     and after so much processor time in which COMMAND printed nothing
+  --program FILE      put this program into the node's /usr/local/bin; may be repeated
+  --limit SECONDS     end the node after this time (default 900)
+  --stall SECONDS     end the node after this processor time without output of COMMAND
 
-CLOUD_HYPERVISOR and FIRECRACKER, where set, name VMMs that the node gets too.
+CLOUD_HYPERVISOR and FIRECRACKER, if set, name further VMMs for the node.
 
-exit codes: COMMAND's own; 124 when the limit was reached; 125 when the node could not run it; 123 when it stalled.
+exit codes: COMMAND's own; 124: limit reached; 125: the node cannot run COMMAND; 123: COMMAND stalled.
 
 examples:
   scripts/node.sh run -- sandboxer-cli check
@@ -47,7 +47,7 @@ PAYLOAD=$ROOT/target/node/payload.erofs
 cpus='' memory='' numa=0 virtual=no kernel=stable append='' disk=0 out=$ROOT/target/node/out limit=900 stall=0
 variables=() programs=()
 
-# refuse WHY: the node could not run the command.
+# refuse WHY: exits because the node cannot run the command.
 refuse() {
     say "$*"
     exit 125
@@ -68,7 +68,7 @@ options() {
             [[ $2 =~ ^[0-9]{1,7}$ ]] || refuse "$1 '$2' is no number"
             # Not octal.
             declare -g "${1#--}=$((10#$2))"
-            [[ $1 == --numa || $1 == --disk || $1 == --stall ]] || ((10#$2)) || refuse "$1 0: a node has to have some"
+            [[ $1 == --numa || $1 == --disk || $1 == --stall ]] || ((10#$2)) || refuse "$1 0: a node needs at least 1"
             ;;
         --kernel) [[ $2 == stable || $2 == backports ]] || refuse "--kernel '$2': stable or backports" && kernel=$2 ;;
         --append) append+=" $2" ;;
@@ -94,7 +94,7 @@ check_host() {
         refuse "$available MiB of memory are available and the node needs $memory + 512: end something or give a smaller --memory"
 }
 
-# The control directory: what the node is to do, and what came of it.
+# The control directory: the node's command, and its result.
 control() {
     local variable name vmm
     mkdir -p "$work/ctl/bin" "$out"
@@ -117,14 +117,14 @@ control() {
     printf '%q ' "${command[@]}" >"$work/ctl/command"
 }
 
-# share TAG DIR: a directory of this host's.
+# share TAG DIR: adds a directory of this host.
 share() {
     arguments+=(-fsdev "local,id=$1,path=$2,security_model=none,multidevs=remap" -device "virtio-9p-pci,fsdev=$1,mount_tag=$1")
 }
 
-# machine MODE CHARDEV: QEMU's arguments.
+# vm MODE CHARDEV: sets QEMU's arguments.
 # shellcheck disable=SC2054 # the commas are QEMU's
-machine() {
+vm() {
     local words="console=ttyS0 quiet panic=-1 no_timer_check tsc=reliable mitigations=off random.trust_cpu=on node.mode=$1$append"
     local model=max,la57=off n
     arguments=(-name "sandboxer-node" -machine q35,vmport=off,i8042=off -nodefaults -no-user-config -no-reboot -display none
@@ -143,7 +143,7 @@ machine() {
             -numa "node,memdev=numa$n,cpus=$((n * cpus / numa))-$(((n + 1) * cpus / numa - 1))")
     done
     if [[ $virtual == yes ]]; then
-        # Instructions that repeat cost one per byte with erms; see docs/measuring.md for what else is fixed, and why.
+        # With erms, a repeated instruction counts once per byte. docs/measuring.md says what else is fixed, and why.
         model+=,-erms,-fsrm
         words+=" node.clock=virtual nokaslr norandmaps"
         arguments+=(-accel tcg,thread=single,tb-size=2048 -icount shift=0,sleep=off -rtc base=2026-01-01T00:00:00,clock=vm -seed 1)
@@ -153,14 +153,14 @@ machine() {
     arguments+=(-cpu "$model" -kernel "$image/vmlinuz-$kernel" -initrd "$image/initrd-$kernel" -append "$words")
 }
 
-# spent PID: its processor time, s; nothing when it is gone.
+# spent PID: prints its processor time in s, or nothing when it is gone.
 spent() {
     local user system
     user=$(stat_field "$1" 14) && system=$(stat_field "$1" 15) && echo $(((user + system) / $(getconf CLK_TCK)))
 }
 
-# A guest that the emulator has lost spins for ever, and its node with it. Processor time, unlike time, is the same
-# beside whatever else this machine does.
+# A guest that the emulator has lost spins forever, and its node with it. Processor time, unlike time, does not depend on
+# other work of this host.
 watch_stall() {
     local emulator now before=none since=0 used
     while sleep 5; do
@@ -188,10 +188,10 @@ finish() {
     exit "$status"
 }
 
-# console LINES: the last ones of the node's console; of a QEMU that did not begin there is none.
+# console LINES: prints the last lines of the node's console. If QEMU did not start, there is none.
 console() { tail -n "$1" "$work/console" >&2 2>/dev/null || true; }
 
-# boot: runs QEMU to its end, at most so long; then says what came of the command.
+# boot: runs QEMU to its end, at most $limit s; then reports the command's result.
 boot() {
     local status=0
     if [[ $mode == shell ]]; then
@@ -203,12 +203,12 @@ boot() {
         wait "$pid" || status=$?
     fi
     if [[ -e $work/stalled ]]; then
-        say "the command printed nothing in $stall s of processor time: ended, since a guest seems to spin"
+        say "the command printed nothing in $stall s of processor time; node ended, because a guest seems to spin"
         exit 123
     fi
     ((status != 124 && status != 137)) || { say "the node was ended after its limit of $limit s"; console 5; exit 124; }
-    [[ ! -f $work/ctl/error ]] || refuse "the node could not run the command: $(<"$work/ctl/error")"
-    [[ -f $work/ctl/status ]] || { console 15; refuse "the node ended before the command did (QEMU's exit code is $status); the end of its console is above"; }
+    [[ ! -f $work/ctl/error ]] || refuse "the node cannot run the command: $(<"$work/ctl/error")"
+    [[ -f $work/ctl/status ]] || { console 15; refuse "the node ended before the command (QEMU's exit code is $status); the end of its console is above"; }
     exit "$(<"$work/ctl/status")"
 }
 
@@ -225,7 +225,7 @@ node() {
     trap 'exit 130' INT
     trap 'exit 143' TERM HUP
     control
-    machine "$mode" "stdio,id=io,signal=off,logfile=$work/said"
+    vm "$mode" "stdio,id=io,signal=off,logfile=$work/said"
     boot
 }
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Kills the worker at every point of a pod's life in a node VM, in virtual time, and does it again: the same points have to
-# come in the same order. What the node executes is decided by its seed, so a fault that was seen once can be seen again.
-# usage: replay-faults.sh [RUNS]          default: 2; EVERY=N takes each Nth point only, LIMIT bounds each run (2400 s)
+# Kills the worker at every point of a pod's life in a node VM, in virtual time, and repeats this: the same points must come in the
+# same order. The node's seed decides what it executes, so a fault can be reproduced.
+# usage: replay-faults.sh [RUNS]          default: 2; EVERY=N takes only each Nth point, LIMIT bounds each run (2400 s)
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
@@ -23,10 +23,10 @@ for ((run = 1; run <= runs; run++)); do
         "$e2e" sandboxer::faults::killed_at_every_point --nocapture >"$OUT/$run/log" 2>&1 </dev/null || status=$?
     say "run $run: exit code $status, $(wc -l <"$OUT/$run/story" 2>/dev/null || echo 0) points, $((SECONDS - began)) s"
     ((status == 0)) || { tail -n 15 "$OUT/$run/log" >&2; die "run $run failed; its output is $OUT/$run/log"; }
-    [[ -s $OUT/$run/story ]] || die "run $run told of no point; its output is $OUT/$run/log"
+    [[ -s $OUT/$run/story ]] || die "run $run reported no point; its output is $OUT/$run/log"
     cmp -s "$OUT/1/story" "$OUT/$run/story" || {
         diff "$OUT/1/story" "$OUT/$run/story" | head -n 20 >&2
-        die "run $run is not run 1: the first differences are above"
+        die "run $run differs from run 1: the first differences are above"
     }
 done
-say "$runs runs came by the same $(wc -l <"$OUT/1/story") points in the same order: $OUT/1/story"
+say "$runs runs passed the same $(wc -l <"$OUT/1/story") points in the same order: $OUT/1/story"

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# A containerd and a sandboxer daemon of their own, all in DIR, beside whatever else the host runs.
+# Runs a separate containerd and sandboxer daemon, all in DIR, beside everything else on the host.
 #   stack.sh up DIR [--no-daemon]   starts what is not running; writes DIR/env (to `source`)
-#   stack.sh down DIR               ends and removes all of it, however it was left; also when there is nothing
-#   stack.sh load DIR IMAGE…        gives it images of workloads (bench-small, bench-build): see bench-image.sh
-#   stack.sh status DIR             says what runs; exit 1 unless all of it does
-# Binaries of ours are taken from SANDBOXER_BIN_DIR (default target/release), the guest image from
-# SANDBOXER_GUEST_DIR (default target/guest). POOL machines (default 8) wait for pods; 0: none.
-# STACK_VMM and STACK_ACCELERATOR are [vm] vmm and accelerator of the daemon (default auto), STACK_MEMORY is a pod's (256 MiB).
-# STACK_SUFFIX ends the names of the handlers that start pods in several ways, so that results of two VMMs can be one.
+#   stack.sh down DIR               stops and removes all of it, in any state; also if there is nothing
+#   stack.sh load DIR IMAGE…        loads images of workloads (bench-small, bench-build): see bench-image.sh
+#   stack.sh status DIR             prints what runs; exit 1 unless everything does
+# Our programs come from SANDBOXER_BIN_DIR (default target/release), the guest image from SANDBOXER_GUEST_DIR (default
+# target/guest). POOL (default 8) is the number of VMs that wait for pods; 0: no pool.
+# STACK_VMM and STACK_ACCELERATOR are [vm] vmm and accelerator of the daemon (default auto). STACK_MEMORY is a pod's memory (256 MiB).
+# STACK_SUFFIX is appended to the names of the handlers, so that results of two VMMs can be merged.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
@@ -30,17 +30,17 @@ PAUSE=registry.k8s.io/pause:3.10.2
 
 # --- processes: known by pid and start time --------------------------------------------------------------
 
-# running NAME: prints its pid if the recorded process still is the one that was started, and no zombie.
+# running NAME: prints its pid if the recorded process still is the one that was started, and not a zombie.
 running() {
     local pid start
     { read -r pid start <"$DIR/pids/$1"; } 2>/dev/null || return 1
     [[ -n $start && $(stat_field "$pid" 22) == "$start" ]] && alive "$pid" && printf '%s' "$pid"
 }
 
-# A zombie runs no more, however long its parent (often pid 1 here) takes to notice.
+# A zombie does not run any more, however long its parent (often pid 1 here) takes to reap it.
 alive() { local state; state=$(stat_field "$1" 3) && [[ $state != [ZX] ]]; }
 
-# gone PID SECONDS: whether it has ended by then. Bash has no pidfd, so it has to look.
+# gone PID SECONDS: succeeds if the process has ended by then. Bash has no pidfd, so this polls.
 gone() {
     local end=$((SECONDS + $2))
     while alive "$1"; do
@@ -49,7 +49,7 @@ gone() {
     done
 }
 
-# end_pid PID SECONDS: asks it to end, waits, then makes it end.
+# end_pid PID SECONDS: sends SIGTERM, waits, then sends SIGKILL.
 end_pid() {
     kill -TERM "$1" 2>/dev/null || return 0
     gone "$1" "$2" && return
@@ -70,7 +70,7 @@ fill() {
         -e "s|@MEMORY@|${STACK_MEMORY:-256}|g" "$1"
 }
 
-# configure TEMPLATE FILE: once; what was edited since is kept.
+# configure TEMPLATE FILE: writes FILE once; later edits stay.
 configure() {
     [[ -e $DIR/$2 ]] || fill "$ROOT/vmm-configs/$1" >"$DIR/$2"
 }
@@ -89,9 +89,9 @@ link_binaries() {
     done
 }
 
-# Pods of runc get an interface on a bridge that lives in a network namespace of its own: nothing is seen of
-# it on the host, in its /etc/cni or by another stack. The namespace is entered by the CNI plugin alone, so
-# containerd's streaming server (exec -it, attach) stays reachable at 127.0.0.1.
+# Pods get an interface on a bridge in a separate network namespace: it is visible neither on the host, nor in its
+# /etc/cni, nor to another stack. Only the CNI plugin enters the namespace, so containerd's streaming server
+# (exec -it, attach) stays reachable at 127.0.0.1.
 pod_network() {
     local plugins=${CNI_BIN_DIR:-/usr/lib/cni}
     [[ -x $plugins/bridge && -x $plugins/host-local ]] ||
@@ -110,7 +110,7 @@ pod_network() {
     fill "$ROOT/vmm-configs/containerd/second-network.conflist.in" >"$DIR/cni/two.d/20-$NETWORK.conflist"
 }
 
-# What the blockfile snapshotter begins each image with.
+# The file that the blockfile snapshotter copies for each image.
 scratch_file() {
     local file=$DIR/images/scratch.ext4
     [[ ! -e $file ]] || return 0
@@ -126,25 +126,25 @@ import_images() {
         [[ $kind == busybox ]] && name=$BUSYBOX || name=$PAUSE
         ! grep -qxF "$name" <<<"$have" || continue
         image=$DIR/images/$kind.tar
-        # A node VM brings them along, since nothing is compiled in it.
+        # A node VM has them in its payload, since it compiles nothing.
         if [[ -f $CACHE/images/$kind.tar ]]; then
             ln -sfn "$CACHE/images/$kind.tar" "$image"
         else
             "$ROOT/scripts/oci-image.sh" "$kind" "$name" "$image"
         fi
-        # Kept back unless it fails: ctr repeats containerd's deprecation warnings at each call.
-        said=$("${ctr[@]}" images import "$image" 2>&1) || die "could not import $name: $said"
+        # Printed only if it fails: ctr repeats containerd's deprecation warnings at each call.
+        said=$("${ctr[@]}" images import "$image" 2>&1) || die "cannot import $name: $said"
     done
 }
 
-# load IMAGE…: also one that is there, since its helper may be another.
+# load IMAGE…: loads it even if it exists, since its helper may have changed.
 load() {
     local kind archive said
     running containerd >/dev/null || die "no containerd runs in $DIR: 'stack.sh up $DIR' starts one"
     for kind in "$@"; do
         archive=$("$ROOT/scripts/bench-image.sh" "$kind")
         said=$("$DIR/bin/ctr" -a "$RUN/containerd.sock" -n k8s.io images import "$archive" 2>&1) ||
-            die "could not import $kind: $said"
+            die "cannot import $kind: $said"
         say "loaded localhost/sandboxer/$kind:latest"
     done
 }
@@ -153,7 +153,7 @@ write_env() {
     printf '%s: unix://%s\n' runtime-endpoint "$RUN/containerd.sock" image-endpoint "$RUN/containerd.sock" \
         >"$DIR/crictl.yaml"
     cat >"$DIR/env" <<END
-# source this file: crictl, ctr and sandboxer-cli then speak to the stack in $DIR
+# source this file: crictl, ctr and sandboxer-cli then use the stack in $DIR
 export CONTAINER_RUNTIME_ENDPOINT=unix://$RUN/containerd.sock
 export IMAGE_SERVICE_ENDPOINT=unix://$RUN/containerd.sock
 export CRI_CONFIG_FILE=$DIR/crictl.yaml
@@ -166,7 +166,7 @@ export PATH="$DIR/bin:\$PATH"
 END
 }
 
-# start NAME COMMAND…: unless it runs already.
+# start NAME COMMAND…: starts it unless it already runs.
 start() {
     local name=$1
     shift
@@ -176,9 +176,9 @@ start() {
 
 up() {
     [[ $(id -u) == 0 ]] || die "a stack needs root: it mounts, makes namespaces and cgroups"
-    [[ ! $DIR =~ [[:space:]|\"\&,] ]] || die "$DIR: a stack's path may hold no white space, comma, quote, | or &"
+    [[ ! $DIR =~ [[:space:]|\"\&,] ]] || die "$DIR: a stack's path must not contain white space, comma, quote, | or &"
     if [[ -d $DIR && ! -e $DIR/.stack && -n $(ls -A "$DIR") ]]; then
-        die "$DIR is not empty and no stack: name another directory"
+        die "$DIR is not empty and not a stack: name another directory"
     fi
     mkdir -p "$DIR"/{containerd/tmp,sandboxer/state,pids,images} "$RUN"/{s,sandboxer}
     chmod 0711 "$RUN"
@@ -195,7 +195,7 @@ up() {
     configure containerd/stack.toml.in containerd/config.toml
     export PATH="$DIR/bin:$PATH"
     if [[ $daemon == yes ]]; then
-        # Ahead of containerd, which on its own restart asks it about its pods.
+        # Before containerd, which at its restart asks the daemon about its pods.
         configure stack.toml.in sandboxer/config.toml
         start sandboxer "$DIR/bin/sandboxer" --config "$DIR/sandboxer/config.toml"
     fi
@@ -207,7 +207,7 @@ up() {
 
 # --- down --------------------------------------------------------------------------------------------------
 
-# Pods and containers are asked to go while there is somebody to ask; what this leaves is ended below.
+# Removes pods and containers through containerd, if it runs. `down` kills the rest.
 remove_pods() {
     local ctr=("$DIR/bin/ctr" -a "$RUN/containerd.sock" --connect-timeout 5s -n k8s.io) id
     running containerd >/dev/null || return 0
@@ -219,7 +219,7 @@ remove_pods() {
     done
 }
 
-# The ids of all containers and pods whose cgroups may be left, also those that were given no parent of ours.
+# Prints the ids of all containers and pods that may have left cgroups, also outside our parent group.
 container_ids() {
     local dir
     for dir in "$DIR"/containerd/{state/io.containerd.runtime.v2.task,runc}/*/*/; do
@@ -242,11 +242,11 @@ remove_cgroups() {
             xargs -r kill -KILL <"$dir/cgroup.procs" 2>/dev/null || true
             rmdir "$dir" 2>/dev/null || true
         done
-        # The kernel tells nobody when the last process has left a v1 cgroup.
+        # The kernel does not report when the last process has left a v1 cgroup.
         ((try == 1)) || sleep 0.05
     done
-    [[ -z $dirs ]] || say "cgroups could not be removed: $dirs"
-    # containerd's default parent; fails, as it should, while anybody uses it.
+    [[ -z $dirs ]] || say "cannot remove cgroups: $dirs"
+    # containerd's default parent; this fails, as it should, while the group is in use.
     find /sys/fs/cgroup -maxdepth 2 -type d -name k8s.io -exec rmdir {} + 2>/dev/null || true
 }
 
@@ -255,7 +255,7 @@ unmount_all() {
     awk -v a="$DIR/" -v b="$RUN/" 'index($5, a) == 1 || index($5, b) == 1 { print $5 }' /proc/self/mountinfo | tac |
         while read -r target; do
             target=$(printf '%b' "${target//\\/\\0}")
-            umount "$target" 2>/dev/null || umount --lazy "$target" 2>/dev/null || say "could not unmount $target"
+            umount "$target" 2>/dev/null || umount --lazy "$target" 2>/dev/null || say "cannot unmount $target"
         done
     for target in /sys/block/loop*/loop/backing_file; do
         [[ -r $target && $(cat "$target") == "$DIR"/* ]] || continue
@@ -271,7 +271,7 @@ down() {
         say "no stack in $DIR"
         return 0
     fi
-    [[ $(id -u) == 0 ]] || die "a stack is taken down by root"
+    [[ $(id -u) == 0 ]] || die "removing a stack needs root"
     exec 9<"$DIR"
     flock 9
     remove_pods
@@ -282,7 +282,7 @@ down() {
     owned_pids | xargs -r kill -KILL 2>/dev/null || true
     mapfile -t ids < <(container_ids)
     remove_cgroups "${ids[@]}"
-    # Unmounted before they are removed: what is mounted may be somebody's.
+    # Unmount before removing: a mount may contain files of others.
     unmount_all
     rm -rf /var/lib/cni/results/"$NETWORK"-*
     rmdir /var/lib/cni/results /var/lib/cni 2>/dev/null || true

@@ -1,8 +1,8 @@
 #!/usr/bin/env perl
-# Starts a daemon in a session of its own and returns when it has said READY=1 (the sd_notify protocol), or
-# fails when it exits first or stays silent. perl-base is part of every Debian; systemd need not run.
+# Starts a daemon in its own session and returns when it has sent READY=1 (the sd_notify protocol). Fails if the daemon
+# exits first or stays silent. perl-base is part of every Debian; systemd is not needed.
 # usage: start-ready.pl SOCKET LOG PIDFILE SECONDS COMMAND ARGUMENT…
-# PIDFILE gets "pid start-time": a pid alone may be somebody else's tomorrow.
+# PIDFILE gets "pid start-time": the kernel may reuse a pid.
 use strict;
 use warnings;
 use IO::Socket::UNIX;
@@ -13,18 +13,18 @@ my ($socket, $log, $pidfile, $seconds, @command) = @ARGV;
 die "usage: start-ready.pl SOCKET LOG PIDFILE SECONDS COMMAND ARGUMENT…\n" unless @command;
 unlink $socket;
 my $notify = IO::Socket::UNIX->new(Type => SOCK_DGRAM, Local => $socket)
-    or die "start-ready: could not bind $socket: $!\n";
+    or die "start-ready: cannot bind $socket: $!\n";
 
-my $pid = fork // die "start-ready: could not fork: $!\n";
+my $pid = fork // die "start-ready: cannot fork: $!\n";
 if ($pid == 0) {
     setsid();
     POSIX::close($_) for 3 .. 63;
     open(STDIN, '<', '/dev/null');
-    open(STDOUT, '>>', $log) or die "start-ready: could not open $log: $!\n";
+    open(STDOUT, '>>', $log) or die "start-ready: cannot open $log: $!\n";
     open(STDERR, '>&', \*STDOUT);
     $ENV{NOTIFY_SOCKET} = $socket;
     exec { $command[0] } @command or do {
-        print STDERR "start-ready: could not run $command[0]: $!\n";
+        print STDERR "start-ready: cannot run $command[0]: $!\n";
         POSIX::_exit(127);
     };
 }
@@ -34,12 +34,12 @@ sub start_time {
     my $fields = <$stat> =~ s/^.*\)\s+//sr;
     return (split ' ', $fields)[19];    # field 22 of proc(5)'s stat, counted after the command's name
 }
-open(my $record, '>', "$pidfile.partial") or die "start-ready: could not write $pidfile: $!\n";
+open(my $record, '>', "$pidfile.partial") or die "start-ready: cannot write $pidfile: $!\n";
 print $record "$pid ", start_time($pid), "\n";
 close $record;
 rename "$pidfile.partial", $pidfile;
 
-local $SIG{CHLD} = sub { };    # so that select is woken
+local $SIG{CHLD} = sub { };    # so that SIGCHLD interrupts select
 my $deadline = time + $seconds;
 while (1) {
     my $failure;
@@ -51,7 +51,7 @@ while (1) {
     if (defined $failure) {
         unlink $socket;
         print STDERR "start-ready: $command[0] $failure; the end of $log:\n";
-        # With the words above, whoever reads only one of the two.
+        # To the same stream as the message above, so that both arrive together.
         open STDOUT, '>&', \*STDERR;
         system 'tail', '-n', '20', $log;
         exit 1;

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# The tests that want a usable KVM, in node VMs: every VMM that is there against the same cases. Ends with a table, VMM by case.
-# Pods in real time (docs/decisions/0009-node-vm.md says why), the rest in virtual time: a time-out is then one of instructions,
-# and what else this machine does makes none.
+# Runs the tests that need a usable KVM, in node VMs: every VMM with the same cases. Ends with a table of cases by VMM.
+# Pods run in real time (docs/decisions/0009-node-vm.md says why), the rest in virtual time: a timeout then counts instructions, and
+# other work of this host causes none.
 # usage: test-kvm.sh [PHASE…]
 #   host       `check`, the daemon's choice, and one pod
-#   contract   what the daemon asks of a VMM, asked of each
-#   pods       pods through containerd on each VMM: of all that e2e does a case of each kind
-#   unit       the installed unit under a systemd that is process 1 of its own
+#   contract   the daemon's contract with a VMM, for each VMM
+#   pods       pods through containerd on each VMM: one case of each kind of those in e2e
+#   unit       the installed unit under a separate systemd that is process 1
 #   landlock   jails on a kernel with a newer Landlock
-#   e2e        pods through containerd on each VMM: what touches VMM, template, pool, network, volumes, shares, kill -9, recovery
-# (default: all but pods and e2e, which take long.) Two nodes at a time, where there are processors and memory for them.
-# CLOUD_HYPERVISOR and FIRECRACKER name VMMs that Debian lacks; without them their columns are skipped, and counted.
+#   e2e        pods through containerd on each VMM: all cases with VMM, template, pool, network, volumes, shares, kill -9, recovery
+# (default: all but pods and e2e, which take long.) Runs two nodes at a time if there are processors and memory for them.
+# CLOUD_HYPERVISOR and FIRECRACKER name VMMs that Debian does not have. Without them their columns are skipped, and counted.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
@@ -19,12 +19,12 @@ cd "$ROOT"
 LOGS=$ROOT/target/test-kvm
 # Files of end-to-end cases that touch VMM, template, pool, network, volumes, shares, kill -9 and recovery.
 CASES=lifecycle,container::a_container,pool,templates,network,volumes,shares,failure,worker,security
-# Of these, what takes a few minutes together: each way to a machine, network, volume, share, kill -9 and recovery.
+# A selection of these that takes a few minutes: each start path, network, volume, share, kill -9 and recovery.
 FEW=templates::a_handler_may_ask_for_a_boot,pool::a_pod_takes_the_pools_vm_if_it_fits,network::pods_reach_one_another
 FEW+=,volumes::files_are_kept_up_to_date,volumes::block_devices,shares::live_both_ways,security::the_jail_is_shown
 FEW+=,worker::killed_again_and_again,templates::the_next_daemon,failure::vmm_killed
 skipped=0
-# In which time nodes run.
+# The clock of the nodes.
 clock=(--virtual-time)
 
 # test_programs: builds them; sets vmm_contract, cloud_hypervisor and e2e to their paths.
@@ -38,11 +38,11 @@ test_programs() {
     [[ -n ${vmm_contract:-} && -n ${cloud_hypervisor:-} && -n ${e2e:-} ]] || die "cargo named no test programs"
 }
 
-# in_node LOG LIMIT OPTIONS… -- COMMAND…: runs it beside what runs already, as soon as there is room; keeps its output.
+# in_node LOG LIMIT OPTIONS… -- COMMAND…: runs it beside other nodes, as soon as there is capacity; keeps its output.
 in_node() {
     while (($(jobs -rp | wc -l) >= at_once)); do wait -n || true; done
     run_node "$@" &
-    # The next one looks at the memory that is free.
+    # The next one checks the free memory.
     ((at_once == 1)) || sleep 10
 }
 
@@ -55,14 +55,14 @@ run_node() {
     ((status == 0)) || { printf '%s\n' "$name" >>"$LOGS/failed"; tail -n 40 "$log" >&2; }
 }
 
-# Two at once need two processors and memory for two of the larger ones.
+# Two nodes at once need two processors and memory for two of the larger ones.
 nodes_at_once() {
     local available
     available=$(awk '/^MemAvailable/ { print int($2 / 1024) }' /proc/meminfo)
     if (($(nproc) >= 2 && available >= 2 * 8192 + 2048)); then echo 2; else echo 1; fi
 }
 
-# vmms: those that are there.
+# vmms: prints the VMMs to test.
 vmms() {
     echo qemu
     [[ -z ${CLOUD_HYPERVISOR:-} ]] || echo cloud-hypervisor
@@ -105,7 +105,7 @@ unit() {
         --env SANDBOXER_E2E_ONLY=unit -- scripts/node/systemd.sh "$e2e"
 }
 
-# Debian 12's own kernel has Landlock's second version; what needs the third is seen with the one of its backports.
+# Debian 12's own kernel has Landlock version 2. Its backports kernel is for tests that need version 3.
 landlock() {
     in_node landlock-qemu 300 --kernel backports --env SANDBOXER_TEST_ACCELERATOR=kvm -- "$vmm_contract" a_vmm_is_jailed
     if [[ -n ${CLOUD_HYPERVISOR:-} ]]; then
@@ -113,7 +113,7 @@ landlock() {
     fi
 }
 
-# table: what each log says of each case, VMM by case.
+# table: prints the outcome of each case by VMM, from the logs.
 table() {
     local logs
     mapfile -t logs < <(find "$LOGS" -name 'contract-*.log' -o -name 'pods-*.log' -o -name 'e2e-*.log' -o -name 'unit-*.log' -o -name 'landlock-*.log' | sort)
@@ -125,7 +125,7 @@ table() {
             columns[column] = 1; if (length(column) > wide) wide = length(column)
         }
         { gsub("\033[[][0-9;]*m", ""); sub("\r$", "") }
-        # What a double does, the units show.
+        # Unit tests cover the doubles.
         /^test (double_|suite::|faults::)/ { next }
         /^test .* [.][.][.] (ok|FAILED|ignored)/ {
             name = $0; sub("^test ", "", name); sub(" +[.][.][.] .*", "", name)
@@ -154,10 +154,10 @@ rm -rf "$LOGS"
 mkdir -p "$LOGS"
 test_programs
 scripts/node.sh build "${programs[@]}"
-[[ -n ${CLOUD_HYPERVISOR:-} ]] || skip "Cloud Hypervisor: CLOUD_HYPERVISOR names no program, and Debian has none"
-[[ -n ${FIRECRACKER:-} ]] || skip "Firecracker: FIRECRACKER names no program, and Debian has none"
+[[ -n ${CLOUD_HYPERVISOR:-} ]] || skip "Cloud Hypervisor: set CLOUD_HYPERVISOR to its program, Debian has none"
+[[ -n ${FIRECRACKER:-} ]] || skip "Firecracker: set FIRECRACKER to its program, Debian has none"
 at_once=$(nodes_at_once)
-# What runs beside this ignores the terminal's interrupt, so it is passed on.
+# Background nodes ignore the terminal's interrupt, so it is passed on.
 trap 'trap - EXIT; jobs -rp | xargs -r kill 2>/dev/null; wait' EXIT
 trap 'exit 130' INT TERM HUP
 for phase in "${phases[@]}"; do "$phase"; done

@@ -8,12 +8,12 @@ use sandboxer_guest::bounds::Follow;
 fuzz_target!(|input: (Vec<u8>, Vec<u8>, u8)| {
     let (asked, said, piece) = input;
     let mut whole = Follow::default();
-    let verdict = whole.asked(&asked).and_then(|()| whole.said(&said));
+    let verdict = whole.sent(&asked).and_then(|()| whole.received(&said));
 
     let mut pieces = Follow::default();
     let piece = usize::from(piece).max(1);
-    let asking = asked.chunks(piece).try_for_each(|bytes| pieces.asked(bytes));
-    assert_eq!(asking.and_then(|()| said.chunks(piece).try_for_each(|bytes| pieces.said(bytes))), verdict);
+    let asking = asked.chunks(piece).try_for_each(|bytes| pieces.sent(bytes));
+    assert_eq!(asking.and_then(|()| said.chunks(piece).try_for_each(|bytes| pieces.received(bytes))), verdict);
 
     // A whole head of an answer that nobody waits for.
     if asked.is_empty() && said.len() >= 10 {

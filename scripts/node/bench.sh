@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # In a node VM: measures pods on a stack of its own.
 # usage: bench.sh startup NAME FIRST PARTS SERIAL GROUP HANDLER…  PARTS parts, $NODE_OUT/NAME.FIRST and following: SERIAL starts of each
-#                                                                 and a group of GROUP (0: none). Exit code 75: a guest was lost
+#                                                                 and a group of GROUP (0: no group). Exit code 75: a guest was lost
 #        bench.sh memory NAME COUNTS HANDLER…                     COUNTS of pods, such as 1,10,50, into $NODE_OUT/NAME
-# STACK_VMM, STACK_SUFFIX and POOL are the stack's; PAUSE rests between starts (virtual seconds, default 4: the pool fills).
+# STACK_VMM, STACK_SUFFIX and POOL are the stack's. PAUSE is the time between starts (seconds of the node's clock, default 4: the
+# pool fills). START_TIMEOUT (60) bounds one start.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/../lib.sh"
@@ -13,14 +14,14 @@ shift 2
 dir=/tmp/stack
 export STACK_ACCELERATOR=kvm POOL=${POOL:-2}
 
-# With sleep=off a clock jumps while something is read from a disk: what runs in a start is read before.
+# With sleep=off the clock jumps during a read from disk, so all programs of a start are read before.
 warm() {
     find /usr/lib/cni "$CACHE/tools" target/release target/guest /usr/share/seabios /usr/share/qemu \
         /usr/bin/qemu-system-x86_64 /usr/local/bin -type f -exec cat {} + >/dev/null 2>&1 || true
     find /usr/lib/x86_64-linux-gnu -name '*.so*' -exec cat {} + >/dev/null 2>&1 || true
 }
 
-# The first machines are made while nothing is measured. Virtual time costs nothing where nothing runs.
+# The first VMs are made before the measurement. Virtual time costs nothing while nothing runs.
 settle() {
     local try
     for try in {1..60}; do
@@ -28,10 +29,10 @@ settle() {
         sleep 5
     done
     sleep 20
-    say "the stack is up at $(cut -d' ' -f1 /proc/uptime) s, after $try looks"
+    say "the stack is up at $(cut -d' ' -f1 /proc/uptime) s, after $try checks"
 }
 
-# ticks: of each VMM, its processor time so far.
+# ticks: prints each VMM's pid and its processor time so far.
 ticks() {
     local pid
     for pid in $(pgrep -f 'qemu-system|cloud-hypervisor' || true); do
@@ -39,7 +40,7 @@ ticks() {
     done
 }
 
-# A guest that the emulator lost takes all the time that nobody else wants; one that waits takes next to none.
+# A guest that the emulator lost uses all idle processor time; a guest that waits uses almost none.
 lost() {
     local before after
     sleep 4
@@ -50,12 +51,12 @@ lost() {
         <(printf '%s\n' "$before") <(printf '%s\n' "$after")
 }
 
-# part N WARM_UP: measures one.
+# part N WARM_UP: measures one part.
 part() {
     local at=$NODE_OUT/$name.$1 status=0
     rm -rf "$at.new"
     COLUMNS=180 sandboxer-cli startup "${runtimes[@]}" --serial "$serial" --parallel "$group" --rounds 1 --warm-up "$2" \
-        --pause "${PAUSE:-4}" --timeout 60 --output "$at.new" || status=$?
+        --pause "${PAUSE:-4}" --timeout "${START_TIMEOUT:-60}" --output "$at.new" || status=$?
     ! lost || return 75
     mv "$at.new" "$at"
     return $status

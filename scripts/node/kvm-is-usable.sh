@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# In a node VM: `check` measures a usable KVM, a daemon that may choose takes it, and a pod starts on it.
+# In a node VM: `check` finds KVM usable, a daemon with "auto" selects it, and a pod starts on it.
 set -euo pipefail
 dir=/tmp/stack
 check=$(sandboxer-cli check --json) || true
 kvm=$(grep -A 2 '"name": "kvm"' <<<"$check")
 printf '%s\n' "$kvm"
-grep -q '"verdict": "ok"' <<<"$kvm" || { echo "FAILED: check calls this KVM unusable" >&2; exit 1; }
+grep -q '"verdict": "ok"' <<<"$kvm" || { echo "FAILED: check reports this KVM as not usable" >&2; exit 1; }
 POOL=1 scripts/stack.sh up "$dir"
 # shellcheck source=/dev/null
 . "$dir/env"

@@ -1,13 +1,18 @@
 # Measures start-up in node VMs, in parts, for the scripts that source it after lib.sh.
 # shellcheck shell=bash
 
-# in_parts DIR NAME PARTS SERIAL GROUP HANDLER… [-- OPTION…]: has PARTS parts measured, of SERIAL starts and, unless it is 0, a group of GROUP of
-# each handler, and makes DIR/NAME of them; OPTIONs are node.sh's. The emulator may lose a guest (docs/decisions/0009-node-vm.md),
-# which then spins for ever: the part in which that is seen counts nothing, its node is ended, and another one measures what is left.
-# The caller's `stall` (60): processor seconds without a line after which a guest counts as lost.
+clock=()
+
+# in_parts DIR NAME PARTS SERIAL GROUP HANDLER… [-- OPTION…]: measures PARTS parts, each of SERIAL starts and, unless it is 0, a group
+# of GROUP of each handler, and merges them into DIR/NAME. OPTIONs are node.sh's. The emulator may lose a guest
+# (docs/decisions/0009-node-vm.md), which then spins forever. Such a part is discarded, its node ends, and another node measures the
+# remaining parts. Variables of the caller: `stall` (60): processor seconds without output after which a guest counts as lost;
+# `clock`: node.sh's options that select the node's clock (default: virtual, without nested paging).
 in_parts() {
     local dir=$1 name=$2 parts=$3 status=75 tries=0 there=0 at handlers=()
     local part_of=("$4" "$5")
+    local of_time=("${clock[@]}")
+    ((${#of_time[@]})) || of_time=(--virtual-time --append kvm_amd.npt=0)
     shift 5
     while (($#)) && [[ $1 != -- ]]; do handlers+=("$1") && shift; done
     [[ ${1:-} != -- ]] || shift
@@ -16,12 +21,12 @@ in_parts() {
     mkdir -p "$dir/parts"
     while ((there < parts && tries < ${BENCH_TRIES:-20})); do
         tries=$((tries + 1)) status=0
-        attended "$ROOT/scripts/node.sh" run --virtual-time --append kvm_amd.npt=0 --stall "${stall:-60}" --out "$dir/parts" "$@" -- \
+        attended "$ROOT/scripts/node.sh" run "${of_time[@]}" --stall "${stall:-60}" --out "$dir/parts" "$@" -- \
             scripts/node/bench.sh startup "$name" "$((there + 1))" "$((parts - there))" "${part_of[@]}" "${handlers[@]}" \
             >"$dir/$name.$tries.log" 2>&1 || status=$?
         there=0
         while [[ -d $dir/parts/$name.$((there + 1)) ]]; do there=$((there + 1)); done
-        # A start that failed is in the figures: it is no reason to ask another node.
+        # A failed start is in the figures: it is no reason to try another node.
         case $status in
         0 | 75 | 123) say "$name: $there of $parts parts, in $tries nodes" ;;
         *)

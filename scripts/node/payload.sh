@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Packs what a node VM runs of this clone into target/node/payload.erofs and prints its path: scripts, configurations,
-# programs, guest image and, as far as they were built, the tests named; containerd, runc and the stack's images of the cache.
+# Packs the files of this clone that a node VM needs into target/node/payload.erofs and prints its path: scripts, configurations,
+# programs as far as they are built, guest image, and the named FILEs; also containerd, runc and the stack's images from the cache.
 # usage: payload.sh [FILE…]       FILE: further files of the clone, such as test programs
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/../lib.sh"
 
 OUT=$ROOT/target/node
-# Room for the tree and the image while both are there, with test programs.
+# Space for the tree and the image, with test programs, while both exist.
 NEEDED_MIB=1536
 PROGRAMS=(sandboxer sandboxer-front sandboxer-cli sandboxer-share containerd-shim-sandboxer-v1 sandboxer-failing)
 
@@ -20,7 +20,7 @@ check_host() {
     ((free >= NEEDED_MIB)) || die "$OUT has $free MiB free, the node's payload needs $NEEDED_MIB while it is made: free some"
 }
 
-# lay FILE…: files of the clone, at their places below DIR/clone. Programs lose their debug information.
+# lay FILE…: copies files of the clone to their paths below DIR/clone. Programs are stripped.
 lay() {
     local file at
     for file in "$@"; do
@@ -44,7 +44,7 @@ images() {
 
 pack() {
     local program tool
-    # The tree as git knows it, also what is not committed yet.
+    # All files that git does not ignore, including uncommitted changes.
     (cd "$ROOT" && git ls-files -z --cached --others --exclude-standard) |
         (cd "$ROOT" && xargs -0 -r ls -d 2>/dev/null | cpio --quiet -pdm "$work/clone")
     for program in "${PROGRAMS[@]}"; do
@@ -58,7 +58,7 @@ pack() {
     images
     install -m 0755 "$ROOT/scripts/node/init" "$work/init"
     rm -f "$OUT/payload.erofs"
-    mkfs.erofs -Enoinline_data "$work.erofs" "$work" >"$work.log" 2>&1 || die "mkfs.erofs failed on the payload: $(tail -n 3 "$work.log")"
+    mkfs.erofs -Enoinline_data "$work.erofs" "$work" >"$work.log" 2>&1 || die "cannot make the payload with mkfs.erofs: $(tail -n 3 "$work.log")"
     mv "$work.erofs" "$OUT/payload.erofs"
 }
 

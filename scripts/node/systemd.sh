@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# In a node VM: runs a command below a systemd of its own, which is process 1 there.
+# In a node VM: runs a command under a separate systemd, which is process 1 there.
 # usage: systemd.sh COMMAND…
 set -euo pipefail
 [[ -x /lib/systemd/systemd ]] || { echo "systemd.sh: the node has no systemd" >&2; exit 1; }
 
-# Where there is none, it makes one, and says so at each boot.
+# Without a machine id, systemd makes one and logs this at each boot.
 printf '%032x\n' 1 >/etc/machine-id
-# It would clear what the node keeps in /tmp.
+# This unit would clear the node's files in /tmp.
 for unit in systemd-tmpfiles-setup systemd-tmpfiles-setup-dev systemd-tmpfiles-clean; do
     ln -sfn /dev/null "/etc/systemd/system/$unit.service"
 done
-# Without a udev, what waits for devices waits for ever; in a container systemd knows that there is none.
+# Without udev, units that wait for devices wait forever. In a container systemd knows that there is no udev.
 unshare --pid --mount --fork --kill-child --propagation shared --mount-proc \
     env -i container=node PATH="$PATH" /lib/systemd/systemd --unit=basic.target --log-target=null --show-status=no &
 unshared=$!

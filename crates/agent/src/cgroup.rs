@@ -1,4 +1,4 @@
-//! One container's control group (v2), read and written as files.
+//! A container's control group (v2), read and written as files.
 
 use std::{
     fs, io,
@@ -10,15 +10,15 @@ use sandboxer_protocol::id::ContainerId;
 use tokio::time::{Instant, interval};
 
 const ROOT: &str = "/sys/fs/cgroup";
-/// Holds one group per container.
+/// The group that contains one group per container.
 const PARENT: &str = "sandboxer";
 
-/// Mount-independent path of a container's group, as the runtime spec wants it.
+/// Returns the path of a container's group relative to the mount, as in the runtime spec.
 pub fn spec_path(id: &ContainerId) -> PathBuf {
     Path::new("/").join(PARENT).join(id)
 }
 
-/// Hands every controller down to the containers' groups.
+/// Enables every controller for the containers' groups.
 pub fn prepare() -> Result<(), (PathBuf, io::Error)> {
     let named = |path: &Path| {
         let path = path.to_owned();
@@ -37,24 +37,24 @@ pub fn prepare() -> Result<(), (PathBuf, io::Error)> {
     Ok(())
 }
 
-/// A container's control group, or all containers'.
+/// A container's control group, or the group of all containers.
 #[derive(Debug, Clone)]
 pub struct Cgroup {
     path: PathBuf,
 }
 
 impl Cgroup {
-    /// Returns the group of container `id`; it need not exist.
+    /// Returns the group of container `id`; it may not exist.
     pub fn of(id: &ContainerId) -> Self {
         Self { path: Path::new(ROOT).join(PARENT).join(id) }
     }
 
-    /// Makes it, with the controllers that [`prepare`] handed down. One that is there is fine.
-    pub fn make(&self) -> io::Result<()> {
+    /// Creates it, with the controllers that [`prepare`] enabled. An existing one is no error.
+    pub fn create(&self) -> io::Result<()> {
         fs::create_dir_all(&self.path)
     }
 
-    /// Returns the group that holds all containers.
+    /// Returns the group that contains all containers.
     pub fn of_all() -> Self {
         Self { path: Path::new(ROOT).join(PARENT) }
     }
@@ -64,28 +64,28 @@ impl Cgroup {
         Self { path: PathBuf::from(ROOT) }
     }
 
-    /// Returns any directory with such files.
+    /// Returns any directory with such files as a group.
     #[cfg(test)]
     pub fn at(path: PathBuf) -> Self {
         Self { path }
     }
 
-    /// Returns where it is mounted.
+    /// Returns the path of one of its files.
     pub fn file(&self, name: &str) -> PathBuf {
         self.path.join(name)
     }
 
-    /// Returns a file's content.
+    /// Reads a file.
     pub fn read(&self, name: &str) -> io::Result<String> {
         fs::read_to_string(self.file(name))
     }
 
-    /// Returns the value behind `key` in a flat keyed file, such as `memory.events`.
+    /// Returns the value of `key` in a flat keyed file, such as `memory.events`.
     pub fn keyed(&self, name: &str, key: &str) -> Option<u64> {
         keyed(&self.read(name).ok()?, key)
     }
 
-    /// Kills every process in the group, however fast it forks.
+    /// Kills every process in the group, including processes that are forked meanwhile.
     pub fn kill(&self) -> io::Result<()> {
         match fs::write(self.file("cgroup.kill"), "1") {
             Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
@@ -93,13 +93,13 @@ impl Cgroup {
         }
     }
 
-    /// Stops or resumes every process in the group; returns when the kernel has done it.
+    /// Freezes or thaws every process in the group; returns when the kernel has done it.
     pub async fn freeze(&self, frozen: bool, deadline: Duration) -> io::Result<bool> {
         fs::write(self.file("cgroup.freeze"), if frozen { "1" } else { "0" })?;
-        self.becomes("frozen", u64::from(frozen), deadline).await
+        self.wait_for("frozen", u64::from(frozen), deadline).await
     }
 
-    /// Returns whether a process is left in the group or below it. A group that is gone is empty.
+    /// Returns whether the group or one below it contains a process. A removed group is empty.
     pub fn is_populated(&self) -> bool {
         self.keyed("cgroup.events", "populated") == Some(1)
     }
@@ -109,13 +109,13 @@ impl Cgroup {
         self.keyed("cgroup.events", "frozen") == Some(1)
     }
 
-    /// Waits until no process is left.
-    pub async fn is_emptied(&self, deadline: Duration) -> bool {
-        !self.path.exists() || self.becomes("populated", 0, deadline).await.unwrap_or(true)
+    /// Waits until the group has no process.
+    pub async fn wait_empty(&self, deadline: Duration) -> bool {
+        !self.path.exists() || self.wait_for("populated", 0, deadline).await.unwrap_or(true)
     }
 
-    /// Waits until `key` of `cgroup.events` is `value`; `false` when `deadline` passes first.
-    async fn becomes(&self, key: &str, value: u64, deadline: Duration) -> io::Result<bool> {
+    /// Waits until `key` of `cgroup.events` is `value`; returns `false` if `deadline` passes first.
+    async fn wait_for(&self, key: &str, value: u64, deadline: Duration) -> io::Result<bool> {
         let until = Instant::now() + deadline;
         // The state changes within a few scheduler ticks; a watch would cost more than it saves.
         let mut ticks = interval(Duration::from_millis(1));
@@ -130,7 +130,7 @@ impl Cgroup {
         }
     }
 
-    /// Pids of all processes in the group and the groups below it.
+    /// Returns the pids of all processes in the group and the groups below it.
     pub fn pids(&self) -> io::Result<Vec<u32>> {
         let mut pids = Vec::new();
         let mut groups = vec![self.path.clone()];
@@ -142,12 +142,12 @@ impl Cgroup {
         Ok(pids)
     }
 
-    /// Returns how often the kernel's OOM killer struck in here.
+    /// Returns how many processes the OOM killer has killed in the group.
     pub fn oom_kills(&self) -> u64 {
         self.keyed("memory.events", "oom_kill").unwrap_or(0)
     }
 
-    /// Removes the group and those that the container made below it. Gone already is fine.
+    /// Removes the group and the groups that the container created below it. A missing one is no error.
     pub fn remove(&self) -> io::Result<()> {
         let mut groups = vec![self.path.clone()];
         let mut next = 0;
@@ -173,7 +173,7 @@ fn subgroups(group: &Path) -> Vec<PathBuf> {
     entries.flatten().map(|entry| entry.path()).filter(|path| path.is_dir()).collect()
 }
 
-/// Returns the number behind `key` in lines of `key value`.
+/// Returns the number after `key` in lines of `key value`.
 pub fn keyed(content: &str, key: &str) -> Option<u64> {
     content.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(' ')?.trim().parse().ok())
 }

@@ -1,4 +1,4 @@
-//! Where libcontainer sends the master of a process's terminal.
+//! The socket to which libcontainer sends the master of a process's terminal.
 
 use std::{
     fs, io,
@@ -16,14 +16,14 @@ use crate::failure::{Failure, Kind, internal};
 
 const DIR: &str = "/run/sandboxer/console";
 
-/// A socket that takes one terminal.
+/// A socket that receives one terminal.
 pub struct Console {
     listener: UnixListener,
     path: PathBuf,
 }
 
 impl Console {
-    /// Opens a socket of its own for one process.
+    /// Opens a socket for one process.
     pub fn open() -> Result<Self, Failure> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let path = Path::new(DIR).join(NEXT.fetch_add(1, Ordering::Relaxed).to_string());
@@ -41,10 +41,10 @@ impl Console {
         &self.path
     }
 
-    /// Returns the master. The process that sent it did so before it was reported to be made, so this
-    /// does not wait.
+    /// Receives the master. Does not wait: the process sent it before its creation was reported.
     pub fn take_master(self) -> Result<OwnedFd, Failure> {
-        let (sender, _) = self.listener.accept().map_err(internal("runtime opened no terminal"))?;
+        let (sender, _) =
+            self.listener.accept().map_err(internal("cannot accept the runtime's terminal connection"))?;
         receive(&sender)
             .map_err(internal("cannot receive the terminal"))?
             .ok_or_else(|| Failure::new(Kind::Internal, "runtime sent no terminal"))

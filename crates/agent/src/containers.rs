@@ -28,7 +28,7 @@ pub struct Containers {
 }
 
 impl Containers {
-    /// None yet.
+    /// Creates an empty set.
     pub fn new(shared: Arc<Shared>) -> Self {
         Self { shared, known: Mutex::default() }
     }
@@ -38,38 +38,38 @@ impl Containers {
         lock(&self.known).get(id).cloned().ok_or_else(|| Failure::not_found(format!("no container {id}")))
     }
 
-    /// Returns all of them.
+    /// Returns all containers.
     pub fn all(&self) -> Vec<(ContainerId, Arc<Container>)> {
         lock(&self.known).iter().map(|(id, container)| (id.clone(), Arc::clone(container))).collect()
     }
 
-    /// Mounts a scratch disk for the container that will name it.
+    /// Mounts a scratch disk before the container that names it is created.
     pub async fn prepare(&self, disk: &Disk) -> Result<(), Failure> {
         let located = scratch::locate(disk).await?;
         let done = self.shared.workers.run(&[], || located.prepare()).await?;
         done.result.map_err(|failure| done.causes.explain(failure))
     }
 
-    /// Makes a container; the same request again answers the same.
+    /// Creates a container; a repeated request returns the first result.
     pub async fn create(self: &Arc<Self>, request: Create) -> Result<i32, Failure> {
         let (container, is_new) = self.enter(&request)?;
         if is_new {
             let (all, container) = (Arc::clone(self), Arc::clone(&container));
             tokio::spawn(async move {
-                let made = match all.pids(&request.sees).await {
-                    Ok(pids) => container.make(&request, pids.as_deref()).await,
+                let created = match all.pids(&request.sees).await {
+                    Ok(pids) => container.create(&request, pids.as_deref()).await,
                     Err(failure) => Err(failure),
                 };
-                if made.is_err() {
+                if created.is_err() {
                     all.forget(&request.id, &container);
                 }
-                container.announce(made);
+                container.announce(created);
             });
         }
-        container.is_made().await
+        container.wait_created().await
     }
 
-    /// Returns the process namespace of a container that `sees` others, none for one of its own.
+    /// Returns the process namespace that a container with `sees` joins, `None` for one of its own.
     async fn pids(&self, sees: &PidMode) -> Result<Option<PathBuf>, Failure> {
         match sees {
             PidMode::Own => Ok(None),
@@ -84,7 +84,7 @@ impl Containers {
             return if container.is_for(request) {
                 Ok((Arc::clone(container), false))
             } else {
-                let message = format!("container {} exists already and is another one", request.id);
+                let message = format!("container {} exists already with another configuration", request.id);
                 Err(Failure::new(Kind::AlreadyExists, message))
             };
         }
@@ -96,7 +96,7 @@ impl Containers {
         Ok((container, true))
     }
 
-    /// Removes a container that has stopped; one that is unknown is fine.
+    /// Removes a stopped container. An unknown one is no error.
     pub async fn delete(self: &Arc<Self>, id: &ContainerId) -> Result<(), Failure> {
         let Ok(container) = self.get(id) else {
             return Ok(());
@@ -110,7 +110,7 @@ impl Containers {
         .await
     }
 
-    /// Takes `container` out, unless its identifier means another one by now.
+    /// Removes `container` from the set, unless its identifier now belongs to another one.
     fn forget(&self, id: &ContainerId, container: &Arc<Container>) {
         let mut known = lock(&self.known);
         if known.get(id).is_some_and(|current| Arc::ptr_eq(current, container)) {

@@ -1,7 +1,7 @@
-//! Which devices a container may use: OCI's rules as a program that the kernel runs at each use.
+//! Device access of a container: OCI's rules as a BPF program that the kernel runs at each use.
 //!
-//! Of each way of use (making a node, reading, writing) the last rule that speaks of it decides, and without one it
-//! is not allowed. Without such a program a container that may make nodes would reach every disk of its pod.
+//! For each type of access (mknod, read, write) the last matching rule decides; without one it is denied.
+//! Without such a program a container that may create nodes would reach every disk of its pod.
 
 use std::{fs::File, io};
 
@@ -10,7 +10,7 @@ use sandboxer_bpf::{Instruction, Kind, Program, code::*, instruction};
 
 use crate::cgroup::Cgroup;
 
-// Ways of use and types of devices, from linux/bpf.h.
+// Types of access and of devices, from linux/bpf.h.
 const MAKE: u8 = 1;
 const READ: u8 = 2;
 const WRITE: u8 = 4;
@@ -18,7 +18,7 @@ const EVERY_WAY: u8 = MAKE | READ | WRITE;
 const BLOCK: i32 = 1;
 const CHARACTER: i32 = 2;
 
-/// Character devices that every container may use, as under any runtime; a minor of none means all of them.
+/// Character devices that every container may use, as with any runtime; `None` as minor means all.
 const USUAL: [(i32, Option<i32>); 9] = [
     // null, zero, full, random, urandom
     (1, Some(3)),
@@ -33,19 +33,19 @@ const USUAL: [(i32, Option<i32>); 9] = [
     (136, None),
 ];
 
-/// What is said of some devices; a type, major or minor of none means any.
+/// A rule about some devices; `None` as type, major or minor means any.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Rule {
     allow: bool,
     kind: Option<i32>,
     major: Option<i32>,
     minor: Option<i32>,
-    /// Of these ways of use.
+    /// The types of access that it is about.
     ways: u8,
 }
 
 impl Rule {
-    /// Returns a disk of the guest that the container was given.
+    /// Allows access to a disk of the guest that was attached for the container.
     pub fn disk(number: libc::dev_t, read_only: bool) -> Self {
         let ways = if read_only { READ } else { READ | WRITE };
         // A device's numbers have 12 and 20 bits.
@@ -53,9 +53,9 @@ impl Rule {
         Self { allow: true, kind: Some(BLOCK), major: Some(major), minor: Some(minor), ways }
     }
 
-    /// Returns a rule of a container's spec; none, if no device there can be has such numbers.
+    /// Converts a rule of a container's spec; `None` if no device can have its numbers.
     fn of(rule: &LinuxDeviceCgroup) -> Option<Self> {
-        // OCI's -1 is another word for any.
+        // In OCI, -1 means any as well.
         let number = |number: Option<i64>| match number {
             None | Some(-1) => Some(None),
             Some(number) => i32::try_from(number).ok().filter(|number| *number >= 0).map(Some),
@@ -82,9 +82,10 @@ impl Rule {
     }
 }
 
-/// Returns all rules for a container whose spec has `of_spec`: what every container may, and its own `disks`, come last.
+/// Returns all rules for a container with the spec's rules `of_spec`: the usual devices and its own `disks`
+/// come last.
 pub fn all(of_spec: &[LinuxDeviceCgroup], disks: impl IntoIterator<Item = Rule>) -> Vec<Rule> {
-    // A node says nothing yet: that it may be made is a capability's matter.
+    // Creating a node gives no access; CAP_MKNOD controls it.
     let made = Rule { allow: true, kind: None, major: None, minor: None, ways: MAKE };
     let usual = USUAL.map(|(major, minor)| Rule {
         allow: true,
@@ -96,17 +97,18 @@ pub fn all(of_spec: &[LinuxDeviceCgroup], disks: impl IntoIterator<Item = Rule>)
     of_spec.iter().filter_map(Rule::of).chain([made]).chain(usual).chain(disks).collect()
 }
 
-/// Has the kernel hold the container's processes to `rules`.
+/// Enforces `rules` for the container's processes.
 pub fn enforce(cgroup: &Cgroup, rules: &[Rule]) -> io::Result<()> {
     Program::load(Kind::CgroupDevice, &program(rules))?.attach(File::open(cgroup.file(""))?)
 }
 
-// Where things are in `struct bpf_cgroup_dev_ctx`: type in the lower half of a word and ways in the upper, major, minor.
+// Offsets in `struct bpf_cgroup_dev_ctx`: the type in the lower half of a word and the access in the upper;
+// major; minor.
 const ACCESS: i16 = 0;
 const MAJOR: i16 = 4;
 const MINOR: i16 = 8;
 const HALF: i32 = 16;
-// Registers: the context, what is asked for, a copy, and the ways that no rule has spoken of yet.
+// Registers: the context, the requested device, a copy, and the types of access that no rule has decided yet.
 const CONTEXT: u8 = 1;
 const KIND: u8 = 2;
 const COPY_OF_WAYS: u8 = 3;
@@ -115,9 +117,10 @@ const MINOR_ASKED: u8 = 5;
 const WAYS: u8 = 6;
 const ANSWER: u8 = 0;
 
-/// Goes through the rules from the last to the first: one that allows takes its ways from those asked for, one that
-/// does not and speaks of one that is left ends it. One that speaks of every way ends it in any case; what would follow
-/// one that speaks of every device, too, is left out, since the kernel refuses what is never reached.
+/// Generates the program. It checks the rules from the last to the first. A rule that allows removes its
+/// types of access from the undecided ones; a rule that denies one of those ends the program. A rule about
+/// every type of access always ends it; rules after one that also matches every device are left out, since
+/// the kernel rejects unreachable code.
 fn program(rules: &[Rule]) -> Vec<Instruction> {
     let mut program = vec![
         instruction(LOAD_WORD, KIND, CONTEXT, ACCESS, 0),
@@ -140,12 +143,12 @@ fn program(rules: &[Rule]) -> Vec<Instruction> {
 fn consider(rule: &Rule) -> Vec<Instruction> {
     let ways = i32::from(rule.ways);
     let condition = match (rule.ways, rule.allow) {
-        // Some way is left, or the answer would have been given. Not asked, since the kernel follows each branch of a
-        // program before it takes it: see `enforce`.
+        // Some type of access is undecided here, or the program would have ended. It is not checked, since
+        // the kernel verifies each branch when the program is loaded: see `enforce`.
         (EVERY_WAY, _) => vec![],
         (_, true) => vec![
             instruction(AND, WAYS, 0, 0, !ways),
-            // Over the answer.
+            // Skips the result.
             instruction(JUMP_IF_NOT, WAYS, 0, 2, 0),
         ],
         (_, false) => vec![
@@ -159,7 +162,7 @@ fn consider(rule: &Rule) -> Vec<Instruction> {
     let asked: Vec<_> = conditions.into_iter().filter_map(|(of, is)| Some((of, is?))).collect();
     let mut considered = Vec::with_capacity(asked.len() + verdict.len());
     for (n, (of, is)) in asked.iter().enumerate() {
-        // A dozen at most: over the conditions that are left, and the verdict.
+        // A dozen at most: skips the remaining conditions and the result.
         let over = (asked.len() - n - 1 + verdict.len()) as i16;
         considered.push(instruction(JUMP_IF_NOT, *of, 0, over, *is));
     }
@@ -177,7 +180,7 @@ mod tests {
 
     use super::*;
 
-    /// Returns what OCI says, each way of use by itself.
+    /// Evaluates OCI's rules for each type of access separately.
     fn allowed(rules: &[Rule], kind: i32, major: i32, minor: i32, ways: u8) -> bool {
         let speaks = |rule: &Rule, way: u8| {
             let is = |of: Option<i32>, asked: i32| of.is_none_or(|of| of == asked);
@@ -189,7 +192,7 @@ mod tests {
             .all(|way| rules.iter().rfind(|rule| speaks(rule, way)).is_some_and(|rule| rule.allow))
     }
 
-    /// Returns a double of the kernel's virtual machine: as much of it as such programs use.
+    /// Interprets the BPF instructions that these programs use.
     fn run(program: &[Instruction], context: [u32; 3]) -> bool {
         let mut registers = [0_u64; 11];
         let mut at = 0;

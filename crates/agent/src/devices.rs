@@ -1,4 +1,4 @@
-//! The guest's own devices, all of which a privileged container has.
+//! The guest's devices, all of which a privileged container gets.
 
 use std::{
     fs, io,
@@ -8,14 +8,14 @@ use std::{
 
 use libcontainer::oci_spec::runtime::{LinuxDevice, LinuxDeviceBuilder, LinuxDeviceCgroup, LinuxDeviceType};
 
-/// What the runtime makes in every container by itself, and what is of a terminal of the guest's.
+/// Devices that the runtime creates in every container, and the guest's console.
 const NOT_LISTED: [&str; 8] = ["null", "zero", "full", "random", "urandom", "tty", "ptmx", "console"];
-/// Directories of `/dev` in which other file systems are mounted.
+/// Directories of `/dev` with other file systems mounted.
 const MOUNTS: [&str; 3] = ["pts", "shm", "mqueue"];
-/// How deep directories of devices lie.
+/// Depth of the directories in `/dev`.
 const DEPTH: u32 = 3;
 
-/// Returns whether `rules` let a container use every device.
+/// Returns whether `rules` allow a container every device.
 pub fn allow_all(rules: &[LinuxDeviceCgroup]) -> bool {
     let all = |rule: &LinuxDeviceCgroup| {
         rule.allow() && rule.typ().is_none_or(|typ| typ == LinuxDeviceType::A) && rule.major().is_none()
@@ -34,7 +34,7 @@ fn list(dir: &Path, depth: u32, found: &mut Vec<LinuxDevice>) -> io::Result<()> 
     for entry in fs::read_dir(dir)? {
         let (path, name) = entry.map(|entry| (entry.path(), entry.file_name()))?;
         let meta = match fs::symlink_metadata(&path) {
-            // Unplugged since the directory was read.
+            // Unplugged after the directory was read.
             Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
             meta => meta?,
         };

@@ -1,4 +1,4 @@
-//! Finds a block device by the serial that the host gave it.
+//! Finds a block device by the serial that the host set.
 
 use std::{
     fs,
@@ -11,17 +11,18 @@ use crate::{
     uevent,
 };
 
-/// How long a disk may take to appear. Under emulation 60 ms are usual; the host answers for more.
+/// How long a disk may take to appear. Under emulation 60 ms are usual; more is the host's fault.
 const DEADLINE: Duration = Duration::from_secs(10);
 
-/// How much is read around a fault in a mapped file, KiB: a shell in one request or two. Measured under emulation:
-/// from the container's start to its first byte of output 30 ms, 48 with the kernel's 128 KiB (n=12 each).
+/// Size of the read-ahead around a page fault in a mapped file, KiB: one or two requests for a shell.
+/// Measured under emulation: from the container's start to its first byte of output 30 ms, 48 ms with the
+/// kernel's 128 KiB (n=12 each).
 const READ_AHEAD_KIB: &str = "1024";
 
-/// Bytes of a vital product data page before its content.
+/// Header of a vital product data page, bytes.
 const VPD_HEADER: usize = 4;
 
-/// Returns the device node of the disk with `serial`, as soon as it is there.
+/// Waits for the disk with `serial`; returns its device node.
 pub async fn find(serial: &str) -> Result<PathBuf, Failure> {
     let found = uevent::wait_for(Some(DEADLINE), || scan(Path::new("/sys/block"), serial))
         .await
@@ -34,7 +35,7 @@ pub async fn find(serial: &str) -> Result<PathBuf, Failure> {
         );
         Failure::new(Kind::DeadlineExceeded, message)
     })?;
-    // To read less at a time is slower, and no more than that.
+    // On failure reads are slower, nothing else.
     let _ = fs::write(Path::new("/sys/block").join(&name).join("queue/read_ahead_kb"), READ_AHEAD_KIB);
     Ok(Path::new("/dev").join(name))
 }
@@ -55,7 +56,7 @@ fn present(sys_block: &Path) -> String {
     described.collect::<Vec<_>>().join(", ")
 }
 
-/// Names of the real disks. Loop and RAM disks have no serial and only cost reads.
+/// Returns the names of the real disks. Loop and RAM disks have no serial and only cost reads.
 fn disks(sys_block: &Path) -> Vec<String> {
     let Ok(entries) = fs::read_dir(sys_block) else {
         return Vec::new();
@@ -67,7 +68,7 @@ fn disks(sys_block: &Path) -> Vec<String> {
     names
 }
 
-/// virtio-blk shows its serial as text, SCSI as page 0x80 of the vital product data.
+/// Reads a disk's serial: virtio-blk has it as text, SCSI in page 0x80 of the vital product data.
 fn serial_of(disk: &Path) -> Option<String> {
     let text = |bytes: &[u8]| {
         let text = std::str::from_utf8(bytes).ok()?.trim_matches(['\0', '\n', ' ']);

@@ -1,4 +1,4 @@
-//! What happened in the guest, numbered, until the host has fetched it.
+//! Events of the guest, numbered and kept until the host has fetched them.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -20,7 +20,7 @@ use crate::{
     sync::{lock, watched},
 };
 
-/// Most events kept. A host that falls behind further sees the gap in the numbers.
+/// Most events kept. A host that falls behind further sees a gap in the numbers.
 const MAX_KEPT: usize = 256;
 
 /// One event.
@@ -28,7 +28,7 @@ const MAX_KEPT: usize = 256;
 pub struct Event {
     /// Rises by one, from 1.
     pub sequence: u64,
-    /// The container whose process the OOM killer ended.
+    /// The container with a process that the OOM killer killed.
     pub oom: ContainerId,
 }
 
@@ -47,7 +47,7 @@ struct Queue {
 }
 
 impl Events {
-    /// The OOM killer struck in `container`.
+    /// Adds an event: the OOM killer killed a process of `container`.
     pub fn oom(&self, container: ContainerId) {
         let mut queue = lock(&self.queue);
         queue.last += 1;
@@ -76,7 +76,7 @@ impl Events {
     }
 }
 
-/// Watches the containers' memory groups for the OOM killer.
+/// Watches the containers' memory control groups for the OOM killer.
 pub struct OomWatch {
     inotify: AsyncFd<OwnedFd>,
     events: Arc<Events>,
@@ -90,14 +90,14 @@ struct Watched {
 }
 
 impl OomWatch {
-    /// Returns a watch that reports to `events`.
+    /// Creates a watch that reports to `events`.
     pub fn new(events: Arc<Events>) -> io::Result<Self> {
         let fd = inotify::init(inotify::CreateFlags::CLOEXEC | inotify::CreateFlags::NONBLOCK)?;
         let inotify = watched(fd, Interest::READABLE)?;
         Ok(Self { inotify, events, watched: Mutex::default() })
     }
 
-    /// Watches a container from now on.
+    /// Starts watching a container.
     pub fn add(&self, id: &ContainerId) -> io::Result<()> {
         let file = Cgroup::of(id).file("memory.events");
         let descriptor = inotify::add_watch(self.inotify.get_ref(), file, inotify::WatchFlags::MODIFY)?;
@@ -106,7 +106,7 @@ impl OomWatch {
         Ok(())
     }
 
-    /// Forgets a container.
+    /// Stops watching a container.
     pub fn remove(&self, id: &ContainerId) {
         if let Some(watched) = lock(&self.watched).remove(id) {
             // Fails if the file is gone, and the watch with it.
@@ -114,7 +114,7 @@ impl OomWatch {
         }
     }
 
-    /// Returns whether the OOM killer ever struck in a container. Reports it first, if that is news.
+    /// Returns whether the OOM killer ever killed a process of a container. Reports new kills first.
     pub fn look(&self, id: &ContainerId) -> bool {
         let kills = Cgroup::of(id).oom_kills();
         let mut watched = lock(&self.watched);

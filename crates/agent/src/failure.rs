@@ -1,42 +1,42 @@
-//! Why a request failed: typed inside the agent, across its worker processes and towards the host.
+//! Errors of requests: typed inside the agent, between its worker processes and on the wire.
 
 use std::error::Error;
 
 use sandboxer_base::chain;
 use serde::{Deserialize, Serialize};
 
-/// Longest message a failure carries, bytes. Texts of a container's making end up in here.
+/// Longest message of a failure, bytes. Containers can influence the text.
 const MAX_MESSAGE: usize = 8 << 10;
 
-/// What kind of failure, in the terms of the wire.
+/// The kind of a failure, as on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Kind {
     /// No such container, process or disk.
     NotFound,
-    /// The identifier is taken by something else.
+    /// The identifier is in use.
     AlreadyExists,
     /// The request can never succeed.
     InvalidArgument,
-    /// The request comes at the wrong time.
+    /// The request is not possible in the current state.
     FailedPrecondition,
-    /// Something that had to appear did not.
+    /// Something did not happen in time.
     DeadlineExceeded,
-    /// The kernel or the runtime declined.
+    /// The kernel or the runtime returned an error.
     Internal,
 }
 
-/// A failure with its whole chain of causes as text.
+/// A failure with its chain of causes as text.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[error("{message}")]
 pub struct Failure {
-    /// What kind.
+    /// Its kind.
     pub kind: Kind,
     /// Lower-case, cause after cause, separated by `: `.
     pub message: String,
 }
 
 impl Failure {
-    /// Returns a failure with these words; over-long ones are cut.
+    /// Creates a failure with this message; a longer one is truncated.
     pub fn new(kind: Kind, message: impl Into<String>) -> Self {
         let mut message = message.into();
         if message.len() > MAX_MESSAGE {
@@ -47,28 +47,28 @@ impl Failure {
         Self { kind, message }
     }
 
-    /// No such thing.
+    /// Creates a [`Kind::NotFound`] failure.
     pub fn not_found(message: impl Into<String>) -> Self {
         Self::new(Kind::NotFound, message)
     }
 
-    /// Returns a request that can never succeed.
+    /// Creates a [`Kind::InvalidArgument`] failure.
     pub fn invalid(message: impl Into<String>) -> Self {
         Self::new(Kind::InvalidArgument, message)
     }
 
-    /// Returns a request at the wrong time.
+    /// Creates a [`Kind::FailedPrecondition`] failure.
     pub fn precondition(message: impl Into<String>) -> Self {
         Self::new(Kind::FailedPrecondition, message)
     }
 
-    /// `attempt` failed because of `error`.
+    /// Creates a failure of `attempt` with `error` as its cause.
     pub fn caused(kind: Kind, attempt: impl Into<String>, error: &dyn Error) -> Self {
         Self::new(kind, format!("{}: {}", attempt.into(), chain(error)))
     }
 }
 
-/// For `map_err`: `attempt` failed for a reason of the kernel's or the runtime's.
+/// Returns a closure for `map_err`: `attempt` failed with an error of the kernel or the runtime.
 pub fn internal<E: Error>(attempt: impl Into<String>) -> impl FnOnce(E) -> Failure {
     move |error| Failure::caused(Kind::Internal, attempt, &error)
 }

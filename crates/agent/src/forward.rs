@@ -1,4 +1,4 @@
-//! Connections that the host has to ports of the pod's loopback.
+//! The host's connections to ports of the pod's loopback.
 
 use std::os::fd::{AsRawFd, RawFd};
 use std::{
@@ -23,9 +23,9 @@ use crate::failure::{Failure, Kind, internal};
 
 /// Most connections at once.
 const MAX_CONNECTIONS: usize = 256;
-/// Most bytes that are read at once.
+/// Most bytes per read.
 const CHUNK: usize = 64 << 10;
-/// How long a service may take to accept: on loopback it is there or it is not.
+/// Timeout to connect: on loopback a service accepts at once, or does not exist.
 const DEADLINE: Duration = Duration::from_secs(5);
 /// Loopback's addresses, in the order in which they are tried.
 const LOOPBACK: [IpAddr; 2] =
@@ -34,7 +34,7 @@ const LOOPBACK: [IpAddr; 2] =
 /// The connections of one host.
 #[derive(Debug, Default)]
 pub struct Connections {
-    // A plain lock: held for a look or a change, never across an await.
+    // A plain lock: never held across an await.
     open: Mutex<Open>,
 }
 
@@ -45,7 +45,7 @@ struct Open {
     by_number: HashMap<u64, Arc<Connection>>,
 }
 
-/// The two directions are independent of each other.
+/// A connection; its two directions are independent of each other.
 #[derive(Debug)]
 struct Connection {
     socket: RawFd,
@@ -54,7 +54,7 @@ struct Connection {
 }
 
 impl Connections {
-    /// Connects to a port. Those that another owner dialled end.
+    /// Connects to a port. Closes the connections of any other owner.
     pub async fn dial(&self, port: u16, owner: u64) -> Result<u64, Failure> {
         self.make_room(owner)?;
         let stream = timeout(DEADLINE, connect(port))
@@ -79,13 +79,13 @@ impl Connections {
             open.by_number.drain().for_each(|(_, connection)| connection.end());
         }
         if open.by_number.len() >= MAX_CONNECTIONS {
-            let message = format!("{MAX_CONNECTIONS} connections are forwarded already");
+            let message = format!("too many forwarded connections (at most {MAX_CONNECTIONS})");
             return Err(Failure::precondition(message));
         }
         Ok(())
     }
 
-    /// Returns what has come; nothing, when nothing more will.
+    /// Returns received bytes; none at the end of the stream.
     pub async fn read(&self, number: u64) -> Result<Vec<u8>, Failure> {
         let connection = self.get(number)?;
         let mut data = vec![0; CHUNK];
@@ -94,7 +94,7 @@ impl Connections {
         Ok(data)
     }
 
-    /// Passes `data` on; `end`: nothing follows it.
+    /// Writes `data`; with `end`, shuts the direction down.
     pub async fn write(&self, number: u64, data: &[u8], end: bool) -> Result<(), Failure> {
         let connection = self.get(number)?;
         let mut to = connection.to.lock().await;
@@ -105,7 +105,7 @@ impl Connections {
         written.await.map_err(internal(format!("cannot write to connection {number}")))
     }
 
-    /// Ends a connection.
+    /// Closes a connection.
     pub fn close(&self, number: u64) {
         if let Some(connection) = self.open().by_number.remove(&number) {
             connection.end();
@@ -114,7 +114,7 @@ impl Connections {
 
     fn get(&self, number: u64) -> Result<Arc<Connection>, Failure> {
         let found = self.open().by_number.get(&number).cloned();
-        found.ok_or_else(|| Failure::not_found(format!("there is no connection {number}")))
+        found.ok_or_else(|| Failure::not_found(format!("no connection {number}")))
     }
 
     fn open(&self) -> MutexGuard<'_, Open> {
@@ -123,9 +123,9 @@ impl Connections {
 }
 
 impl Connection {
-    /// What waits for it sees its end.
+    /// Shuts both directions down, so that pending reads and writes end.
     fn end(&self) {
-        // One that the other side has ended already is as good.
+        // Fails if the other side has closed it, which is no problem.
         let _ = shutdown(self.socket, Shutdown::Both);
     }
 }
@@ -147,7 +147,7 @@ mod tests {
 
     use super::*;
 
-    /// Returns a service that answers what it heard, once all was said.
+    /// Starts a service that sends back all it has received, after the end of the input.
     async fn echo(ip: &str) -> u16 {
         let listener = TcpListener::bind((ip, 0)).await.unwrap();
         let port = listener.local_addr().unwrap().port();

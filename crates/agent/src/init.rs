@@ -1,4 +1,4 @@
-//! What PID 1 does before anything else can work: a root of its own, file systems, control groups, loopback.
+//! Set-up of the guest by PID 1: a root of its own, file systems, control groups, loopback.
 
 use std::{
     env,
@@ -15,49 +15,49 @@ use nix::{
 
 use crate::{cgroup, network};
 
-/// The new root is mounted here in the initramfs, for a moment.
+/// Temporary mount point of the new root in the initramfs.
 const NEW_ROOT: &str = "/root.new";
 
-/// The agent in the initramfs, and in the new root.
+/// Path of the agent in the initramfs, and in the new root.
 const FIRST_PROGRAM: &str = "/init";
 const PROGRAM: &CStr = c"/agent";
 
-/// Whether reading the kernel's log takes CAP_SYSLOG.
+/// Sysctl: reading the kernel's log needs CAP_SYSLOG.
 const DMESG_RESTRICT: &str = "/proc/sys/kernel/dmesg_restrict";
 
-/// A directory with nothing in it.
+/// An empty directory.
 pub const EMPTY: &str = "/var/empty";
 
-/// Why the guest can't be made ready.
+/// Why the guest cannot be prepared.
 #[derive(Debug, thiserror::Error)]
 pub enum InitError {
     /// A mount failed.
     #[error("cannot mount {fstype} on {path}")]
     Mount {
-        /// Where.
+        /// The mount point.
         path: &'static str,
-        /// What.
+        /// The file system type.
         fstype: &'static str,
         /// Why.
         source: nix::Error,
     },
-    /// A directory, file or device could not be made or written.
+    /// A directory, file or device could not be created or written.
     #[error("cannot {attempt} {}", path.display())]
     File {
         /// "create", "write", …
         attempt: &'static str,
-        /// Of what.
+        /// The file.
         path: PathBuf,
         /// Why.
         source: io::Error,
     },
-    /// The agent could not go on from the new root.
+    /// The agent could not be copied to or executed from the new root.
     #[error("cannot move the agent out of the initramfs")]
     Program(#[source] io::Error),
-    /// The initramfs could not be left.
+    /// The root could not be changed.
     #[error("cannot leave the initramfs")]
     NewRoot(#[source] nix::Error),
-    /// Loopback stays down.
+    /// The loopback interface could not be brought up.
     #[error("cannot bring the loopback interface up")]
     Loopback(#[source] io::Error),
 }
@@ -69,7 +69,7 @@ struct Mount {
     data: &'static str,
 }
 
-/// In this order: later ones lie in earlier ones.
+/// In this order: later ones are mounted inside earlier ones.
 const MOUNTS: &[Mount] = &[
     Mount { path: "/proc", fstype: "proc", flags: nodev_noexec(), data: "" },
     Mount { path: "/sys", fstype: "sysfs", flags: nodev_noexec(), data: "" },
@@ -89,11 +89,11 @@ const fn nodev_noexec() -> MsFlags {
     MsFlags::MS_NOSUID.union(MsFlags::MS_NODEV).union(MsFlags::MS_NOEXEC)
 }
 
-/// Moves from the initramfs to a tmpfs, and answers only there, in a new program of this process.
+/// Moves from the initramfs to a tmpfs and executes the agent there; returns only in the new program.
 ///
-/// The initramfs root has no parent mount, so `pivot_root` inside a container made below it fails with EINVAL. And a
-/// tmpfs can hold the program in huge pages, which each of the processes that a container's making forks maps in three
-/// faults, where it took dozens and unmapped each small page at its end.
+/// The initramfs root has no parent mount, so `pivot_root` inside a container below it fails with EINVAL. And
+/// a tmpfs can hold the program in huge pages: each process that is forked to create a container then maps it
+/// in three page faults instead of dozens, and unmaps it as fast.
 pub fn settle() -> Result<(), InitError> {
     let program = OsStr::from_bytes(PROGRAM.to_bytes());
     if env::args_os().next().is_some_and(|name| name == program) {
@@ -113,13 +113,13 @@ pub fn settle() -> Result<(), InitError> {
 fn move_program(to: &Path) -> io::Result<()> {
     let mut from = fs::File::open(FIRST_PROGRAM)?;
     let mut program = fs::File::options().write(true).create_new(true).mode(0o700).open(to)?;
-    // Ahead of its content: what lies within a file's size is put into huge pages.
+    // Set before the content is copied: only pages within the file's size become huge pages.
     program.set_len(from.metadata()?.len())?;
     io::copy(&mut from, &mut program)?;
     fs::remove_file(FIRST_PROGRAM)
 }
 
-/// Makes the guest ready to run containers.
+/// Prepares the guest to run containers.
 pub fn prepare() -> Result<(), InitError> {
     for Mount { path, fstype, flags, data } in MOUNTS {
         create_dir(path)?;
@@ -144,8 +144,8 @@ fn create_dir(path: impl AsRef<Path>) -> Result<(), InitError> {
     })
 }
 
-/// Keeps the kernel's log from containers without CAP_SYSLOG: it tells of the other containers, and in a VM of the pool
-/// of what was done before the pod.
+/// Hides the kernel's log from containers without CAP_SYSLOG: it contains messages about other containers,
+/// and in a VM of the pool about the time before the pod.
 fn hide_kernel_log() -> Result<(), InitError> {
     fs::write(DMESG_RESTRICT, "1").map_err(|source| InitError::File {
         attempt: "write",
@@ -154,12 +154,13 @@ fn hide_kernel_log() -> Result<(), InitError> {
     })
 }
 
-/// The kernel opens no console for init when the initramfs holds no `/dev/console`.
+/// Connects the standard streams to the console. The kernel opens none for init when the initramfs has no
+/// `/dev/console`.
 fn open_console() {
     let Ok(console) = fs::OpenOptions::new().read(true).write(true).open("/dev/console") else {
         return;
     };
-    // Whatever fails here fails silently: there is nobody to tell.
+    // A failure here has no place to be reported.
     let _ = rustix::stdio::dup2_stdin(&console);
     let _ = rustix::stdio::dup2_stdout(&console);
     let _ = rustix::stdio::dup2_stderr(&console);

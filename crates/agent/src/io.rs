@@ -1,7 +1,7 @@
-//! A process's input and output, kept so that a host can lose its connection and go on.
+//! A process's input and output, which continue after the host has lost its connection.
 //!
-//! Output lies in a bounded buffer under absolute offsets until the host acknowledges it by
-//! asking for what follows; while the buffer is full the pipe is not read, so the process waits.
+//! Output is kept in a bounded buffer under absolute offsets until the host acknowledges it by requesting
+//! what follows. While the buffer is full the pipe is not read, so the process blocks.
 
 use std::{
     collections::VecDeque,
@@ -23,16 +23,16 @@ use tokio::{
 };
 
 use crate::{
-    deputy,
     failure::{Failure, internal},
+    pipe_helper,
     sync::{detached, lock, watched},
 };
 
 /// Most output kept per stream, bytes.
 pub const CAPACITY: usize = 64 << 10;
 
-/// A terminal hands its last words on by a kernel thread, a moment after its process is gone. So
-/// long, at most, the end waits for them.
+/// How long to wait for the last output of a terminal: a kernel thread delivers it shortly after the process
+/// has exited.
 const TERMINAL_LINGER: Duration = Duration::from_millis(200);
 
 /// Which streams a process has.
@@ -44,7 +44,7 @@ pub struct Wanted {
     pub stdout: bool,
     /// Its error output is kept.
     pub stderr: bool,
-    /// One terminal in place of all three.
+    /// One terminal instead of all three.
     pub terminal: bool,
 }
 
@@ -70,17 +70,17 @@ impl AsRawFd for End {
 
 impl Drop for End {
     fn drop(&mut self) {
-        deputy::close_after(self.0.get_ref());
+        pipe_helper::close_after(self.0.get_ref());
     }
 }
 
-/// Makes `fd` usable with await.
+/// Makes `fd` non-blocking and usable with await.
 pub fn stream(fd: OwnedFd, interest: Interest) -> io::Result<Stream> {
     fcntl(&fd, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
     Ok(Arc::new(End(watched(fd, interest)?)))
 }
 
-/// The child's ends of its pipes; a stream that is not wanted is `/dev/null`.
+/// The child's ends of its pipes; `/dev/null` for an unused stream.
 pub struct ChildEnds {
     /// Standard input.
     pub stdin: OwnedFd,
@@ -108,7 +108,7 @@ pub struct Pipes {
     pub stderr: Option<OwnedFd>,
 }
 
-/// Opens the pipes that are wanted.
+/// Opens the pipes of the streams `wanted`.
 pub fn pipes(wanted: Wanted) -> Result<(Pipes, ChildEnds), Failure> {
     let pipe = || nix::unistd::pipe2(OFlag::O_CLOEXEC).map_err(internal("cannot open a pipe for a process"));
     let null = || {
@@ -141,39 +141,39 @@ pub fn pipes(wanted: Wanted) -> Result<(Pipes, ChildEnds), Failure> {
 pub struct Output {
     // Never held across an await.
     state: Mutex<Kept>,
-    /// Bytes or the end have come.
+    /// Notified when bytes or the end were added.
     grown: Notify,
-    /// Bytes were acknowledged.
+    /// Notified when bytes were acknowledged.
     shrunk: Notify,
 }
 
 #[derive(Default)]
 struct Kept {
     bytes: VecDeque<u8>,
-    /// Offset of the first byte kept: all before it is acknowledged.
+    /// Offset of the first byte kept: all bytes before it are acknowledged.
     start: u64,
     ended: bool,
 }
 
-/// Part of an output.
+/// A part of an output.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Chunk {
-    /// Where it begins.
+    /// Offset of its first byte.
     pub offset: u64,
     /// Its bytes; empty only at the end.
     pub bytes: Vec<u8>,
-    /// Nothing follows.
+    /// No bytes follow.
     pub end: bool,
 }
 
 impl Output {
-    /// At most `max` bytes from `offset` on (from the oldest kept if there is none given); waits
-    /// while there are none. Drops all before `offset`.
+    /// Returns at most `max` bytes from `offset` on, or without an offset from the oldest kept; waits while
+    /// there are none. Drops all bytes before `offset`.
     pub async fn read(&self, offset: Option<u64>, max: usize) -> Result<Chunk, Failure> {
         loop {
             let grown = self.grown.notified();
             tokio::pin!(grown);
-            // Registered before the look, so nothing that comes in between is missed.
+            // Registered before the check, so that nothing added in between is missed.
             grown.as_mut().enable();
             if let Some(chunk) = self.take(offset, max)? {
                 return Ok(chunk);
@@ -188,18 +188,18 @@ impl Output {
         let held = kept.bytes.len() as u64;
         let Some(skip) = offset.checked_sub(kept.start) else {
             return Err(Failure::invalid(format!(
-                "output before offset {} was acknowledged and is gone, {offset} was asked for",
+                "output before offset {} was acknowledged and dropped; requested offset {offset}",
                 kept.start
             )));
         };
         if skip > held {
             return Err(Failure::invalid(format!(
-                "output has {} bytes so far, offset {offset} was asked for",
+                "output has {} bytes so far; requested offset {offset}",
                 kept.start + held
             )));
         }
         if skip > 0 {
-            // At most `held`: it fits.
+            // At most `held`, which fits.
             kept.bytes.drain(..skip as usize);
             kept.start = offset;
             self.shrunk.notify_one();
@@ -217,13 +217,13 @@ impl Output {
         self.grown.notify_waiters();
     }
 
-    /// Nothing follows.
+    /// Marks the end of the output.
     pub fn finish(&self) {
         lock(&self.state).ended = true;
         self.grown.notify_waiters();
     }
 
-    /// Waits until there is room and answers how much.
+    /// Waits until the buffer has free space; returns its size in bytes.
     async fn room(&self) -> usize {
         loop {
             let room = CAPACITY - lock(&self.state).bytes.len().min(CAPACITY);
@@ -235,8 +235,8 @@ impl Output {
     }
 }
 
-/// Copies what `from` yields into `output` until its end. When the process has `exited`, only
-/// what it has left behind is read: a child of its own may hold the stream for ever.
+/// Copies from `from` into `output` until its end. After the process has `exited`, only reads what is already
+/// in the pipe: a child of the process may keep the stream open forever.
 pub async fn capture(from: Stream, terminal: bool, output: Arc<Output>, mut exited: watch::Receiver<bool>) {
     let mut left = None;
     loop {
@@ -245,14 +245,14 @@ pub async fn capture(from: Stream, terminal: bool, output: Arc<Output>, mut exit
         if gone && !terminal {
             let left = match left {
                 Some(left) => left,
-                None => *left.insert(deputy::waiting(&from).await),
+                None => *left.insert(pipe_helper::waiting(&from).await),
             };
             room = room.min(left);
             if room == 0 {
                 break;
             }
         }
-        match deputy::read(&from, room).await {
+        match pipe_helper::read(&from, room).await {
             Ok(bytes) if bytes.is_empty() => break,
             Ok(bytes) => {
                 output.append(&bytes);
@@ -271,7 +271,7 @@ pub async fn capture(from: Stream, terminal: bool, output: Arc<Output>, mut exit
                     _ = exited.changed() => {}
                 }
             }
-            // EIO is how a terminal says that its last user has gone.
+            // A terminal without users returns EIO.
             Err(_) => break,
         }
     }
@@ -280,8 +280,8 @@ pub async fn capture(from: Stream, terminal: bool, output: Arc<Output>, mut exit
 
 /// Waits for the next readiness after a read that would have blocked.
 async fn becomes_readable(from: &Stream) {
-    // A cached readiness is void: the caller has just seen EAGAIN. It is cleared only if the
-    // kernel still agrees, so an arrival in between is not lost.
+    // The cached readiness is wrong: the caller has just received EAGAIN. It is cleared only if poll(2)
+    // agrees, so that bytes that arrive in between are not missed.
     loop {
         let Ok(mut guard) = from.readable().await else {
             return;
@@ -308,20 +308,20 @@ struct Taken {
 }
 
 impl Input {
-    /// Input that goes to `to`. A terminal's is not closed at the end: its output is the same
-    /// descriptor.
+    /// Creates an input that writes to `to`. A terminal is not closed at the end of the input: its output has
+    /// the same descriptor.
     pub fn new(to: Stream, terminal: bool) -> Self {
         let taken = Taken { to: Some(to), bytes: 0 };
         Self { state: Arc::new(tokio::sync::Mutex::new(taken)), terminal }
     }
 
-    /// Takes `bytes` at `offset`, skipping those it already has; answers the offset up to which
-    /// input has been taken. A process that no longer reads takes everything.
+    /// Writes `bytes` of `offset`, without those already written; returns the offset up to which input was
+    /// written. Discards input that the process no longer reads.
     pub async fn write(&self, offset: u64, bytes: &[u8], end: bool) -> Result<u64, Failure> {
         let mut taken = Arc::clone(&self.state).lock_owned().await;
         let Some(skip) = taken.bytes.checked_sub(offset) else {
             return Err(Failure::invalid(format!(
-                "input has been taken up to offset {}, the next bytes start at {offset}",
+                "input was written up to offset {}, the next bytes start at {offset}",
                 taken.bytes
             )));
         };
@@ -347,14 +347,14 @@ impl Input {
     }
 }
 
-/// Returns one attempt, counted though whoever asks for it is gone meanwhile.
+/// Makes one attempt, which is counted even if the caller is dropped meanwhile.
 async fn write_some(
     mut taken: OwnedMutexGuard<Taken>,
     to: Stream,
     bytes: Vec<u8>,
 ) -> Result<(OwnedMutexGuard<Taken>, Result<(), Errno>), Failure> {
     detached(async move {
-        let wrote = deputy::write(&to, &bytes).await;
+        let wrote = pipe_helper::write(&to, &bytes).await;
         taken.bytes += wrote.unwrap_or(0) as u64;
         Ok((taken, wrote.map(drop)))
     })

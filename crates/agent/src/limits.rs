@@ -1,4 +1,4 @@
-//! What containers may use at most, and whether their VM has it.
+//! Resource limits of containers, checked against the size of their VM.
 
 use std::{fs, io};
 
@@ -11,28 +11,28 @@ use crate::{
     stats,
 };
 
-/// Period of a quota that comes without one, µs: the kernel's own.
+/// Period of a CPU quota that has none, µs: the kernel's default.
 const PERIOD_US: u64 = 100_000;
 
-/// Limits of a container, or of all; none: nothing is said.
+/// Limits of a container, or of all containers; `None` means not specified.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     cpu: Option<Cpu>,
     memory: Option<Bytes>,
 }
 
-/// So much CPU time in each period; no quota: as much as there is.
+/// CPU time per period; without a quota, unlimited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Cpu {
     quota_us: Option<u64>,
     period_us: u64,
 }
 
-/// So many bytes; none: as many as there are.
+/// A number of bytes; `None` means unlimited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Bytes(Option<u64>);
 
-/// What a guest has.
+/// Size of a guest.
 #[derive(Debug, Clone, Copy)]
 pub struct GuestSize {
     cpus: u64,
@@ -40,39 +40,39 @@ pub struct GuestSize {
 }
 
 impl GuestSize {
-    /// This one.
+    /// Returns the size of this guest.
     pub fn this() -> Self {
         let cpus = std::thread::available_parallelism().map_or(1, |count| count.get() as u64);
         Self { cpus, memory: stats::of_guest().memory_limit }
     }
 }
 
-/// As CRI and OCI have numbers: 0 says nothing, less than 0 means no limit.
-fn said(number: i64) -> Option<Option<u64>> {
+/// Converts a number of CRI and OCI: 0 means not specified, a negative one unlimited.
+fn specified(number: i64) -> Option<Option<u64>> {
     (number != 0).then(|| u64::try_from(number).ok())
 }
 
 impl Limits {
-    /// Returns those of a pod.
+    /// Returns the limits of a pod.
     pub fn of_pod(limits: &PodLimits) -> Self {
         let period_us = if limits.cpu_period_us == 0 { PERIOD_US } else { limits.cpu_period_us };
         Self {
-            cpu: said(limits.cpu_quota_us).map(|quota_us| Cpu { quota_us, period_us }),
-            memory: said(limits.memory_bytes).map(Bytes),
+            cpu: specified(limits.cpu_quota_us).map(|quota_us| Cpu { quota_us, period_us }),
+            memory: specified(limits.memory_bytes).map(Bytes),
         }
     }
 
-    /// Returns those that OCI's resources say.
+    /// Returns the limits in OCI's resources.
     pub fn of_container(resources: &LinuxResources) -> Self {
         let cpu = resources.cpu().as_ref();
-        let quota = cpu.and_then(|cpu| cpu.quota()).and_then(said);
+        let quota = cpu.and_then(|cpu| cpu.quota()).and_then(specified);
         let period_us = cpu.and_then(|cpu| cpu.period()).unwrap_or(PERIOD_US);
-        let memory = resources.memory().and_then(|memory| memory.limit()).and_then(said);
+        let memory = resources.memory().and_then(|memory| memory.limit()).and_then(specified);
         Self { cpu: quota.map(|quota_us| Cpu { quota_us, period_us }), memory: memory.map(Bytes) }
     }
 
-    /// Refuses to raise those of `group` beyond what the VM has: it keeps its size. One that was beyond
-    /// it before may stay, or come down.
+    /// Rejects raising the limits of `group` beyond the VM's size, which is fixed. A limit that is already
+    /// beyond it may stay or be lowered.
     pub fn check(&self, group: &Cgroup, guest: GuestSize) -> Result<(), Failure> {
         if let Some(Bytes(Some(bytes))) = self.memory
             && bytes > guest.memory
@@ -92,7 +92,8 @@ impl Limits {
         Ok(())
     }
 
-    /// Sets those of all containers together. Less memory than they hold is refused: the kernel would end them.
+    /// Sets the limits of all containers together. Rejects less memory than they hold: the kernel would kill
+    /// them.
     pub fn apply_to_all(&self) -> Result<(), Failure> {
         let group = Cgroup::of_all();
         if let Some(Bytes(Some(bytes))) = self.memory {
@@ -100,7 +101,7 @@ impl Limits {
             if bytes < held {
                 let (asked, held) = (bytes >> 20, held >> 20);
                 let message = format!(
-                    "a limit of {asked} MiB is less than the {held} MiB that the pod's containers hold"
+                    "a limit of {asked} MiB is less than the {held} MiB that the pod's containers use"
                 );
                 return Err(Failure::precondition(message));
             }
@@ -112,7 +113,7 @@ impl Limits {
         Ok(())
     }
 
-    /// Files of a control group, and what they shall hold.
+    /// Returns files of a control group, and their new contents.
     fn files(&self) -> Vec<(&'static str, String)> {
         let text = |limit: Option<u64>| limit.map_or("max".to_owned(), |limit| limit.to_string());
         let cpu = self.cpu.map(|cpu| ("cpu.max", format!("{} {}", text(cpu.quota_us), cpu.period_us)));
@@ -122,20 +123,20 @@ impl Limits {
 }
 
 impl Cpu {
-    /// As `cpu.max` has it.
+    /// Parses the format of `cpu.max`.
     fn of(text: &str) -> Option<Self> {
         let (quota, period) = text.trim().split_once(' ')?;
         Some(Self { quota_us: quota.parse().ok(), period_us: period.parse().ok()? })
     }
 
-    /// As a number of them.
+    /// Returns the number of CPUs.
     fn cpus(self) -> f64 {
-        // Exact enough: nobody has 2^52 µs of a quota.
+        // Exact enough: no quota has 2^52 µs.
         self.quota_us.map_or(f64::INFINITY, |quota| quota as f64 / self.period_us.max(1) as f64)
     }
 }
 
-/// Memory that the kernel can't take back from a group, bytes.
+/// Returns the memory that the kernel cannot reclaim from a group, bytes.
 fn held(group: &Cgroup) -> io::Result<u64> {
     let current = group.read("memory.current")?.trim().parse().map_err(io::Error::other)?;
     let file = |key| group.keyed("memory.stat", key).unwrap_or(0);
@@ -145,7 +146,7 @@ fn held(group: &Cgroup) -> io::Result<u64> {
 fn too_much(asked: &str, has: &str) -> Failure {
     Failure::precondition(format!(
         "a limit of {asked} is more than the {has} of the pod's VM, which keeps its size: \
-         start the pod anew with limits of that size"
+         restart the pod with limits of that size"
     ))
 }
 
@@ -153,7 +154,7 @@ fn too_much(asked: &str, has: &str) -> Failure {
 mod tests {
     use super::*;
 
-    const MACHINE: GuestSize = GuestSize { cpus: 2, memory: 512 << 20 };
+    const GUEST: GuestSize = GuestSize { cpus: 2, memory: 512 << 20 };
 
     fn of_pod(cpu_quota_us: i64, cpu_period_us: u64, memory_bytes: i64) -> Limits {
         Limits::of_pod(&PodLimits { cpu_quota_us, cpu_period_us, memory_bytes, ..Default::default() })
@@ -183,14 +184,14 @@ mod tests {
     fn what_the_guest_does_not_have_is_refused_with_what_it_has() {
         let dir = tempfile::tempdir().unwrap();
         let group = group(&dir, "100000 100000\n", "268435456\n");
-        of_pod(200_000, 100_000, 512 << 20).check(&group, MACHINE).unwrap();
-        of_pod(-1, 0, -1).check(&group, MACHINE).unwrap();
-        let memory = of_pod(0, 0, 513 << 20).check(&group, MACHINE).unwrap_err().message;
+        of_pod(200_000, 100_000, 512 << 20).check(&group, GUEST).unwrap();
+        of_pod(-1, 0, -1).check(&group, GUEST).unwrap();
+        let memory = of_pod(0, 0, 513 << 20).check(&group, GUEST).unwrap_err().message;
         assert!(
             memory.contains("513 MiB of memory") && memory.contains("512 MiB of the pod's VM"),
             "{memory}"
         );
-        let cpus = of_pod(150_000, 50_000, 0).check(&group, MACHINE).unwrap_err().message;
+        let cpus = of_pod(150_000, 50_000, 0).check(&group, GUEST).unwrap_err().message;
         assert!(cpus.contains("3 CPUs") && cpus.contains("the 2 of"), "{cpus}");
     }
 
@@ -198,10 +199,10 @@ mod tests {
     fn what_was_beyond_the_guest_before_may_stay_or_come_down() {
         let dir = tempfile::tempdir().unwrap();
         let wide = group(&dir, "400000 100000\n", "4294967296\n");
-        of_pod(400_000, 100_000, 4 << 30).check(&wide, MACHINE).unwrap();
-        of_pod(300_000, 100_000, 1 << 30).check(&wide, MACHINE).unwrap();
-        assert!(of_pod(500_000, 100_000, 0).check(&wide, MACHINE).is_err());
+        of_pod(400_000, 100_000, 4 << 30).check(&wide, GUEST).unwrap();
+        of_pod(300_000, 100_000, 1 << 30).check(&wide, GUEST).unwrap();
+        assert!(of_pod(500_000, 100_000, 0).check(&wide, GUEST).is_err());
         let unlimited = group(&dir, "max 100000\n", "max\n");
-        of_pod(500_000, 100_000, 4 << 30).check(&unlimited, MACHINE).unwrap();
+        of_pod(500_000, 100_000, 4 << 30).check(&unlimited, GUEST).unwrap();
     }
 }

@@ -1,8 +1,8 @@
-//! The agent's log: lines on the console, and in a worker also the causes of its failure.
+//! The agent's log: lines on the console, and in a worker the causes of its failure.
 //!
-//! libcontainer flattens many errors on their way between its processes, but it logs each where
-//! it happens; so a worker and the processes it forks hand their `error` events to the agent
-//! through a pipe, and the agent quotes the first (innermost) one.
+//! libcontainer drops the sources of many errors between its processes, but it logs each where it occurs. So
+//! a worker and the processes it forks send their `error` events to the agent through a pipe, and the agent
+//! quotes the first (innermost) one.
 
 use std::{
     fmt::Write as _,
@@ -20,22 +20,22 @@ use tracing::{
 };
 use tracing_subscriber::filter::Targets;
 
-/// libcontainer's own words are quoted in failures; on a slow serial console they would be waste.
+/// libcontainer's errors are quoted in failures; on a slow serial console they would only cost time.
 const DEFAULT_FILTER: &str = "warn,libcontainer=off,libcgroups=off";
 
 /// Longest line, bytes.
 const MAX_LINE: usize = 2048;
 
-/// Where a worker reports causes; -1 in the agent itself.
+/// The pipe where a worker reports causes; -1 in the agent itself.
 static CAUSES: AtomicI32 = AtomicI32::new(-1);
 
-/// A line in the pipe of causes: an error that libcontainer logged.
+/// Prefix of a line in the pipe of causes: an error that libcontainer logged.
 pub const LOGGED: char = 'L';
-/// A line in the pipe of causes: why the payload cannot be executed, fit to be shown alone.
+/// Prefix of a line in the pipe of causes: why the payload cannot be executed, a complete message.
 pub const PAYLOAD: char = 'P';
 
-/// Starts logging to the console. `filter` is written as in `RUST_LOG`; a malformed one is
-/// replaced by the default and said so.
+/// Starts logging to the console. `filter` is written as in `RUST_LOG`; an invalid one is replaced by the
+/// default with a warning.
 pub fn start(filter: Option<&str>) {
     let (targets, refused) = match filter.map(str::parse::<Targets>) {
         Some(Ok(targets)) => (targets, None),
@@ -44,7 +44,7 @@ pub fn start(filter: Option<&str>) {
     };
     let _ = tracing::subscriber::set_global_default(Console { targets });
     if let Some(error) = refused {
-        tracing::warn!("sandboxer.log is no filter ({error}): using {DEFAULT_FILTER}");
+        tracing::warn!("invalid log filter in sandboxer.log ({error}); using {DEFAULT_FILTER}");
     }
 }
 
@@ -52,17 +52,17 @@ fn default_targets() -> Targets {
     DEFAULT_FILTER.parse().unwrap_or_else(|_| Targets::new().with_default(Level::WARN))
 }
 
-/// From now on this process is a worker: errors also go to `pipe`.
+/// Marks this process as a worker: errors also go to `pipe`.
 pub fn into_worker(pipe: RawFd) {
     CAUSES.store(pipe, Ordering::Relaxed);
 }
 
-/// Returns whether this process is a worker or descends from one.
+/// Returns whether this process is a worker or a descendant of one.
 pub fn is_worker() -> bool {
     CAUSES.load(Ordering::Relaxed) >= 0
 }
 
-/// Hands one cause to the agent; what does not fit the pipe is dropped.
+/// Sends one cause to the agent; drops what does not fit into the pipe.
 pub fn cause(kind: char, text: &str) {
     let fd = CAUSES.load(Ordering::Relaxed);
     if fd < 0 {
@@ -71,14 +71,14 @@ pub fn cause(kind: char, text: &str) {
     let mut line: String = text.chars().map(|c| if c == '\n' { ' ' } else { c }).take(MAX_LINE).collect();
     line.insert(0, kind);
     line.push('\n');
-    // SAFETY: a worker keeps the descriptor it announced open until it executes or exits, and
-    // nothing here closes it.
+    // SAFETY: a worker keeps this descriptor open until it executes another program or exits, and nothing
+    // here closes it.
     let pipe = unsafe { BorrowedFd::borrow_raw(fd) };
     let _ = nix::unistd::write(pipe, line.as_bytes());
 }
 
-/// Prints a line on the console whatever the filter says.
-pub fn say(text: &str) {
+/// Prints a line on the console regardless of the filter.
+pub fn print(text: &str) {
     let _ = writeln!(std::io::stderr(), "sandboxer-agent: {text}");
 }
 
@@ -96,14 +96,14 @@ impl Subscriber for Console {
     fn register_callsite(&self, metadata: &'static Metadata<'static>) -> Interest {
         match (self.prints(metadata), *metadata.level()) {
             (true, _) => Interest::always(),
-            // Decided anew each time: it depends on the process.
+            // Decided at each event: it depends on the process.
             (false, Level::ERROR) => Interest::sometimes(),
             (false, _) => Interest::never(),
         }
     }
 
     fn max_level_hint(&self) -> Option<LevelFilter> {
-        // Errors must always pass: a worker wants them.
+        // Errors must always pass: a worker reports them.
         None
     }
 
@@ -111,7 +111,7 @@ impl Subscriber for Console {
         self.prints(metadata) || (*metadata.level() == Level::ERROR && is_worker())
     }
 
-    // Spans are not shown: the console has one reader, who looks for what went wrong.
+    // Spans are not shown: the console is only read to find what failed.
     fn new_span(&self, _: &span::Attributes<'_>) -> span::Id {
         span::Id::from_u64(1)
     }
@@ -129,7 +129,7 @@ impl Subscriber for Console {
             cause(LOGGED, &text);
         }
         if self.prints(metadata) {
-            say(&format!("{} {}: {text}", metadata.level(), metadata.target()));
+            print(&format!("{} {}: {text}", metadata.level(), metadata.target()));
         }
     }
 
@@ -154,7 +154,7 @@ impl Visit for Line {
     }
 }
 
-/// Returns the descriptor as a number, for [`into_worker`].
+/// Returns the descriptor's number, for [`into_worker`].
 pub fn number(pipe: &impl AsRawFd) -> RawFd {
     pipe.as_raw_fd()
 }

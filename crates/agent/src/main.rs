@@ -1,4 +1,4 @@
-//! PID 1 of a sandboxer guest: makes the guest ready, then runs containers for the host.
+//! PID 1 of a sandboxer guest: prepares the guest, then runs containers for the host.
 //!
 //! ```text
 //!  main ─▶ init (mounts, cgroups, loopback) ─▶ port (the link) ─▶ service ─▶ containers ─▶ container
@@ -6,8 +6,8 @@
 //!                                                                                └▶ runtime (libcontainer)
 //! ```
 //!
-//! One process, one thread: so it may fork, and each operation of the container runtime runs in a
-//! process of its own (see [`worker`]).
+//! One process with one thread: it may fork, and each operation of the container runtime runs in a process of
+//! its own (see [`worker`]).
 
 use std::{panic, sync::Arc};
 
@@ -39,7 +39,6 @@ mod clock;
 mod console;
 mod container;
 mod containers;
-mod deputy;
 mod device_rules;
 mod devices;
 mod disk;
@@ -54,6 +53,7 @@ mod messages;
 mod network;
 mod payload;
 mod pids;
+mod pipe_helper;
 mod pod;
 mod port;
 mod process;
@@ -73,19 +73,19 @@ mod volume;
 mod worker;
 
 fn main() -> anyhow::Result<()> {
-    let entered_ns = clock::boottime_ns();
-    // For those who read this file without running it; the linker drops what nobody uses.
+    let init_ns = clock::boottime_ns();
+    // Found by tools that read this file without running it; the linker drops unused symbols.
     std::hint::black_box(&MARK);
-    // It mounts and powers off: never on a host that runs something else.
+    // It mounts file systems and powers off, which would harm a host.
     ensure!(std::process::id() == 1, "sandboxer-agent runs as PID 1 of a guest only");
     panic::set_hook(Box::new(on_panic));
-    let Err(error) = run(entered_ns);
-    log::say(&format!("fatal: {error:#}"));
-    // The kernel would panic if PID 1 returned, and say less.
+    let Err(error) = run(init_ns);
+    log::print(&format!("fatal: {error:#}"));
+    // If PID 1 returned, the kernel would panic without this message.
     Err(pod::power_off_now().into())
 }
 
-fn run(entered_ns: u64) -> anyhow::Result<std::convert::Infallible> {
+fn run(init_ns: u64) -> anyhow::Result<std::convert::Infallible> {
     init::settle()?;
     init::prepare()?;
     let cmdline = std::fs::read_to_string("/proc/cmdline").context("cannot read the kernel command line")?;
@@ -95,10 +95,10 @@ fn run(entered_ns: u64) -> anyhow::Result<std::convert::Infallible> {
         .enable_all()
         .build()
         .context("cannot start the async runtime")?;
-    runtime.block_on(serve(params, entered_ns))
+    runtime.block_on(serve(params, init_ns))
 }
 
-async fn serve(params: BootParams, entered_ns: u64) -> anyhow::Result<std::convert::Infallible> {
+async fn serve(params: BootParams, init_ns: u64) -> anyhow::Result<std::convert::Infallible> {
     let reaper = Arc::<Reaper>::default();
     let events = Arc::<Events>::default();
     let oom = Arc::new(OomWatch::new(Arc::clone(&events)).context("cannot watch for the OOM killer")?);
@@ -134,7 +134,7 @@ async fn serve(params: BootParams, entered_ns: u64) -> anyhow::Result<std::conve
     let ready = move || Ready {
         agent_version: env!("CARGO_PKG_VERSION").to_owned(),
         kernel_release: kernel_release.clone(),
-        init_ns: entered_ns,
+        init_ns,
         ready_ns: clock::boottime_ns(),
         ..Ready::default()
     };
@@ -146,13 +146,13 @@ async fn serve(params: BootParams, entered_ns: u64) -> anyhow::Result<std::conve
     anyhow::bail!("link to the host was closed")
 }
 
-/// A panic ends a worker with its words in the report of causes, and the agent with the guest.
+/// Reports a panic: a worker exits with the message as its cause, the agent powers the guest off.
 fn on_panic(info: &panic::PanicHookInfo<'_>) {
     if log::is_worker() {
         log::cause(log::LOGGED, &info.to_string());
         // SAFETY: ends a worker without the agent's exit handlers.
         unsafe { libc::_exit(101) };
     }
-    log::say(&format!("fatal: {info}"));
-    log::say(&pod::power_off_now().to_string());
+    log::print(&format!("fatal: {info}"));
+    log::print(&pod::power_off_now().to_string());
 }

@@ -1,4 +1,4 @@
-//! What requests of the host mean to the agent, checked, and what it answers with.
+//! Converts and checks the host's requests, and builds the responses.
 
 use std::str::FromStr;
 
@@ -20,22 +20,22 @@ use crate::{
     volume::{Content, Put},
 };
 
-/// Returns an id of any kind; `what` names the field.
+/// Parses an identifier of the field `what`.
 pub fn id(what: &str, text: &str) -> Result<Id, Failure> {
     Id::from_str(text).map_err(|error| Failure::caused(Kind::InvalidArgument, what, &error))
 }
 
-/// Returns whose container it is about.
+/// Parses the container's identifier.
 pub fn container_id(text: &str) -> Result<ContainerId, Failure> {
     id("container_id", text)
 }
 
-/// Returns which exec it is about; empty means the container's init.
+/// Parses the exec's identifier; empty means the container's init.
 pub fn exec_id(text: &str) -> Result<Option<ExecId>, Failure> {
     if text.is_empty() { Ok(None) } else { id("exec_id", text).map(Some) }
 }
 
-/// Returns which streams a process is to have.
+/// Returns which streams a process gets.
 pub fn wanted(stdio: &wire::Stdio) -> Wanted {
     Wanted { stdin: stdio.stdin, stdout: stdio.stdout, stderr: stdio.stderr, terminal: stdio.terminal }
 }
@@ -55,14 +55,14 @@ fn plan(rootfs: &wire::Rootfs) -> Result<Plan, Failure> {
         Some(W::Tmpfs(upper)) => Writable::Tmpfs { size_bytes: upper.size_bytes },
         Some(W::Overlay(upper)) => Writable::Overlay(disk(upper)),
         Some(W::Whole(root)) => Writable::Whole(disk(root)),
-        _ => return Err(Failure::invalid("rootfs: says nothing about what is writable")),
+        _ => return Err(Failure::invalid("rootfs: has no writable part")),
     };
     let plan = Plan { lower: rootfs.lower.iter().map(disk).collect(), writable };
     plan.check()?;
     Ok(plan)
 }
 
-/// Returns a container to be made.
+/// Converts a request to create a container.
 pub fn create(request: wire::CreateContainerRequest) -> Result<Create, Failure> {
     use wire::create_container_request::Processes;
     let rootfs = request.rootfs.as_ref().ok_or_else(|| Failure::invalid("request has no rootfs"))?;
@@ -85,7 +85,7 @@ pub fn create(request: wire::CreateContainerRequest) -> Result<Create, Failure> 
         None | Some(Processes::OfPod(false)) => PidMode::Own,
         Some(Processes::OfPod(true)) => PidMode::Pod,
         Some(Processes::OfContainer(other)) => PidMode::Container(id("of_container", other)?),
-        Some(_) => return Err(Failure::invalid("processes: unknown")),
+        Some(_) => return Err(Failure::invalid("processes: unknown mode")),
     };
     let devices: Vec<SeenDevice> = request.block_devices.into_iter().map(device).collect();
     let paths = files.iter().map(|file| &file.path).chain(devices.iter().map(|device| &device.path));
@@ -111,13 +111,13 @@ fn entry(entry: wire::Entry) -> Result<Entry, Failure> {
         Some(K::File(content)) => EntryKind::File(content),
         Some(K::Link(target)) => EntryKind::Link(target.into()),
         Some(K::Directory(_)) => EntryKind::Directory,
-        _ => return Err(Failure::invalid(format!("tree: {:?} is of no kind", entry.path))),
+        _ => return Err(Failure::invalid(format!("tree: {:?} has no kind", entry.path))),
     };
     let entry = Entry { path: entry.path.into(), owner: owner(&entry.owner), kind };
     entry.check().map(|()| entry)
 }
 
-/// Returns a volume to be put.
+/// Converts a request to create a volume.
 pub fn put(request: wire::PutVolumeRequest) -> Result<Put, Failure> {
     use wire::put_volume_request::Content as C;
     let content = match request.content {
@@ -128,33 +128,33 @@ pub fn put(request: wire::PutVolumeRequest) -> Result<Put, Failure> {
             wanted.check()?;
             Content::Disk(wanted)
         }
-        _ => return Err(Failure::invalid("volume: says nothing about its content")),
+        _ => return Err(Failure::invalid("volume: has no content")),
     };
     Ok(Put { id: id("volume_id", &request.volume_id)?, owner: owner(&request.owner), content })
 }
 
-/// Returns a scratch disk to be prepared.
+/// Converts a request to prepare a scratch disk.
 pub fn scratch(request: &wire::PrepareDiskRequest) -> Result<Disk, Failure> {
     let wanted = request.disk.as_ref().ok_or_else(|| Failure::invalid("request has no disk"))?;
     let wanted = disk(wanted);
     wanted.check()?;
     if !wanted.scratch || wanted.read_only {
-        return Err(Failure::invalid(format!("disk {:?} is no scratch disk to write to", wanted.serial)));
+        return Err(Failure::invalid(format!("disk {:?} is not a writable scratch disk", wanted.serial)));
     }
     Ok(wanted)
 }
 
-/// Returns a process's number.
+/// Converts a pid for the wire.
 pub fn guest_pid(pid: i32) -> u32 {
     pid.unsigned_abs()
 }
 
-/// Returns how a process has ended.
+/// Converts a process's exit for the wire.
 pub fn exited(exit: Exit) -> wire::Exit {
     wire::Exit { code: exit.code, at_ns: exit.at_ns, oom_killed: exit.oom_killed, ..Default::default() }
 }
 
-/// Returns a container's init, or an exec.
+/// Builds the description of a container's init or of an exec.
 pub fn process(
     container: &ContainerId,
     exec: Option<&ExecId>,
@@ -177,7 +177,7 @@ pub fn process(
     }
 }
 
-/// Returns what a container uses, or the pod.
+/// Converts the resource usage of a container or of the pod.
 pub fn stats(stats: &Stats) -> wire::StatsResponse {
     wire::StatsResponse {
         cpu_usage_us: stats.cpu_usage_us,

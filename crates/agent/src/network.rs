@@ -1,7 +1,8 @@
-//! The pod's network interfaces: the VM's network devices get their names, addresses and routes.
+//! The pod's network interfaces: configures names, addresses and routes of the VM's network devices.
 //!
-//! What the host's namespace has is taken over as it is, with nothing added: prefix routes are among the routes
-//! told, an address is the pod's already and so not probed for, and no router is listened to.
+//! The configuration of the host's namespace is copied without additions: prefix routes are among the given
+//! routes, an address already belongs to the pod and needs no duplicate detection, and router advertisements
+//! are ignored.
 
 use std::{collections::BTreeMap, fs, io, net::IpAddr, time::Duration};
 
@@ -30,17 +31,17 @@ const DEADLINE: Duration = Duration::from_secs(10);
 /// Length of an Ethernet address, bytes.
 const MAC_LEN: usize = 6;
 
-/// Index of the loopback interface: the first of each network namespace.
+/// Index of the loopback interface: the first one of each network namespace.
 const LOOPBACK: u32 = 1;
 
-/// Brings loopback up.
+/// Brings the loopback interface up.
 pub fn loopback_up() -> io::Result<()> {
     set_up(&mut Netlink::open()?, LOOPBACK, true)
 }
 
-/// Gives the VM's network devices the places of these interfaces, and no other.
+/// Configures the VM's network devices as these interfaces, and clears the others.
 pub async fn configure(interfaces: &[wire::Interface]) -> Result<(), Failure> {
-    let mut netlink = Netlink::open().map_err(internal("cannot open a socket of rtnetlink"))?;
+    let mut netlink = Netlink::open().map_err(internal("cannot open an rtnetlink socket"))?;
     let mut nics = nics(&mut netlink).map_err(internal("cannot list network devices"))?;
     if let Some(last) = interfaces.iter().map(|interface| interface.nic).max()
         && !nics.contains_key(&last)
@@ -53,10 +54,11 @@ pub async fn configure(interfaces: &[wire::Interface]) -> Result<(), Failure> {
         .iter()
         .map(|interface| match nics.get(&interface.nic) {
             Some(nic) => Ok((nic, interface)),
-            None => Err(Failure::invalid(format!("interface {:?}: there is no such device", interface.name))),
+            None => Err(Failure::invalid(format!("interface {:?}: no such network device", interface.name))),
         })
         .collect::<Result<Vec<_>, _>>()?;
-    // Devices first: one's address may be the source in another's route, one's name have been another's.
+    // One step for all devices at a time: a route's source may be another device's address, and a name may
+    // have belonged to another device.
     let steps: [(&str, Step); 4] =
         [("name", rename), ("set up", set_link), ("address", add_addresses), ("route by", add_routes)];
     for (attempt, step) in steps {
@@ -70,8 +72,8 @@ pub async fn configure(interfaces: &[wire::Interface]) -> Result<(), Failure> {
 
 type Step = fn(&mut Netlink, &Link, &wire::Interface) -> io::Result<()>;
 
-/// Returns the VM's network devices by number, which the address that the host gave them tells; which one they use does
-/// not matter.
+/// Returns the VM's network devices by number, from the permanent address that the host set; the current
+/// address does not matter.
 fn nics(netlink: &mut Netlink) -> io::Result<BTreeMap<u32, Link>> {
     let numbered = |link: Link| {
         let number = (0..=u8::MAX).find(|&number| link.permanent_address == first_mac(number))?;
@@ -82,7 +84,7 @@ fn nics(netlink: &mut Netlink) -> io::Result<BTreeMap<u32, Link>> {
 
 async fn appeared(netlink: &mut Netlink, last: u32) -> Result<BTreeMap<u32, Link>, Failure> {
     let found = uevent::wait_for(Some(DEADLINE), || {
-        // What can't be listed now may be at the next announcement.
+        // A failed listing is retried at the next uevent.
         nics(netlink).ok().filter(|nics| nics.contains_key(&last))
     });
     found.await.map_err(internal("cannot listen for network devices"))?.ok_or_else(|| {
@@ -94,8 +96,8 @@ async fn appeared(netlink: &mut Netlink, last: u32) -> Result<BTreeMap<u32, Link
     })
 }
 
-/// Takes from the devices what an earlier configuration gave them. Routes and neighbours go with what is up; what
-/// is down has nothing, since it is set down last.
+/// Removes an earlier configuration from the devices. Setting a device down removes its routes and
+/// neighbours; a device that is down has no configuration, since it is set down last.
 fn clear(netlink: &mut Netlink, nics: &BTreeMap<u32, Link>) -> io::Result<()> {
     let up: Vec<u32> = nics.values().filter(|nic| nic.up).map(|nic| nic.index).collect();
     if up.is_empty() {
@@ -105,7 +107,7 @@ fn clear(netlink: &mut Netlink, nics: &BTreeMap<u32, Link>) -> io::Result<()> {
         let Message::NewAddress(address) = message else { continue };
         if up.contains(&address.header.index) {
             match netlink.request(Message::DelAddress(address), 0) {
-                // It went with another one.
+                // Removed together with another one.
                 Err(error) if error.raw_os_error() == Some(libc::EADDRNOTAVAIL) => {}
                 done => done?,
             }
@@ -114,8 +116,8 @@ fn clear(netlink: &mut Netlink, nics: &BTreeMap<u32, Link>) -> io::Result<()> {
     up.into_iter().try_for_each(|index| set_up(netlink, index, false))
 }
 
-/// Takes their names from devices that stand in the way of others. One that has its name already keeps it: with a
-/// device's name its sysctls are made anew.
+/// Renames devices that have the name of another interface. A device that already has its name keeps it: a
+/// rename recreates the device's sysctls.
 fn make_way(
     netlink: &mut Netlink,
     nics: &BTreeMap<u32, Link>,
@@ -156,21 +158,22 @@ fn rename(netlink: &mut Netlink, nic: &Link, interface: &wire::Interface) -> io:
 }
 
 fn set_link(netlink: &mut Netlink, nic: &Link, interface: &wire::Interface) -> io::Result<()> {
-    // No address of the kernel's own making: the pod's link-local one is among those told.
+    // The kernel generates no address: the pod's link-local one is among the given addresses.
     let no_own = AfSpecInet6::AddrGenMode(In6AddrGenMode::None);
-    let told = [
+    let attributes = [
         LinkAttribute::Address(mac(&interface.mac)?.to_vec()),
         LinkAttribute::Mtu(interface.mtu),
         LinkAttribute::AfSpecUnspec(vec![AfSpecUnspec::Inet6(vec![no_own])]),
     ];
-    // Without IPv6, for which an MTU can be too small, the last of these is refused, and the others with it.
-    match set(netlink, nic.index, told.clone()) {
+    // Without IPv6 (an MTU can be too small for it) the kernel rejects the last attribute, and the others
+    // with it.
+    match set(netlink, nic.index, attributes.clone()) {
         Err(error) if error.raw_os_error() == Some(libc::EAFNOSUPPORT) => {
-            set(netlink, nic.index, told.into_iter().take(2))?;
+            set(netlink, nic.index, attributes.into_iter().take(2))?;
         }
         done => {
             done?;
-            // The name has been the kernel's since it took it, so it leads nowhere else.
+            // The kernel has accepted the name, so the path cannot lead elsewhere.
             fs::write(format!("/proc/sys/net/ipv6/conf/{}/accept_ra", interface.name), "0")?;
         }
     }
@@ -178,20 +181,20 @@ fn set_link(netlink: &mut Netlink, nic: &Link, interface: &wire::Interface) -> i
 }
 
 fn add_addresses(netlink: &mut Netlink, nic: &Link, interface: &wire::Interface) -> io::Result<()> {
-    for told in &interface.addresses {
-        let ip = ip(&told.ip)?;
+    for wanted in &interface.addresses {
+        let ip = ip(&wanted.ip)?;
         let mut message = AddressMessage::default();
         message.header.family = family(ip);
         message.header.index = nic.index;
-        message.header.prefix_len = small(told.prefix_length)?;
-        message.header.scope = small(told.scope)?.into();
-        let far = optional_ip(&told.peer)?.unwrap_or(ip);
+        message.header.prefix_len = small(wanted.prefix_length)?;
+        message.header.scope = small(wanted.scope)?.into();
+        let far = optional_ip(&wanted.peer)?.unwrap_or(ip);
         message.attributes.extend([
             AddressAttribute::Local(ip),
             AddressAttribute::Address(far),
             AddressAttribute::Flags(AddressFlags::Nodad | AddressFlags::Noprefixroute),
         ]);
-        if let Some(IpAddr::V4(broadcast)) = optional_ip(&told.broadcast)? {
+        if let Some(IpAddr::V4(broadcast)) = optional_ip(&wanted.broadcast)? {
             message.attributes.push(AddressAttribute::Broadcast(broadcast));
         }
         netlink.request(Message::NewAddress(message), NLM_F_CREATE | NLM_F_REPLACE)?;
@@ -200,9 +203,9 @@ fn add_addresses(netlink: &mut Netlink, nic: &Link, interface: &wire::Interface)
 }
 
 fn add_routes(netlink: &mut Netlink, nic: &Link, interface: &wire::Interface) -> io::Result<()> {
-    // Ahead of the routes, so that the first packet to a gateway finds it.
-    for told in &interface.neighbours {
-        let ip = ip(&told.ip)?;
+    // Added before the routes, so that the first packet to a gateway finds its neighbour entry.
+    for wanted in &interface.neighbours {
+        let ip = ip(&wanted.ip)?;
         let mut message = NeighbourMessage::default();
         message.header.family = family(ip);
         message.header.ifindex = nic.index;
@@ -212,44 +215,44 @@ fn add_routes(netlink: &mut Netlink, nic: &Link, interface: &wire::Interface) ->
                 IpAddr::V4(ip) => NeighbourAddress::Inet(ip),
                 IpAddr::V6(ip) => NeighbourAddress::Inet6(ip),
             }),
-            NeighbourAttribute::LinkLayerAddress(mac(&told.mac)?.to_vec()),
+            NeighbourAttribute::LinkLayerAddress(mac(&wanted.mac)?.to_vec()),
         ]);
         netlink.request(Message::NewNeighbour(message), NLM_F_CREATE | NLM_F_REPLACE)?;
     }
-    for told in &interface.routes {
-        let message = route(nic.index, told)?;
+    for wanted in &interface.routes {
+        let message = route(nic.index, wanted)?;
         netlink.request(Message::NewRoute(message), NLM_F_CREATE | NLM_F_REPLACE)?;
     }
     Ok(())
 }
 
-fn route(index: u32, told: &wire::Route) -> io::Result<RouteMessage> {
-    let destination = ip(&told.destination)?;
+fn route(index: u32, wanted: &wire::Route) -> io::Result<RouteMessage> {
+    let destination = ip(&wanted.destination)?;
     let mut message = RouteMessage::default();
     message.header.address_family = family(destination);
-    message.header.destination_prefix_length = small(told.prefix_length)?;
+    message.header.destination_prefix_length = small(wanted.prefix_length)?;
     message.header.table = RouteHeader::RT_TABLE_MAIN;
     message.header.protocol = RouteProtocol::Static;
-    message.header.scope = small(told.scope)?.into();
+    message.header.scope = small(wanted.scope)?.into();
     message.header.kind = RouteType::Unicast;
-    if told.on_link {
+    if wanted.on_link {
         message.header.flags = RouteFlags::Onlink;
     }
     message.attributes.push(RouteAttribute::Oif(index));
-    if told.prefix_length > 0 {
+    if wanted.prefix_length > 0 {
         message.attributes.push(RouteAttribute::Destination(destination.into()));
     }
-    if let Some(gateway) = optional_ip(&told.gateway)? {
+    if let Some(gateway) = optional_ip(&wanted.gateway)? {
         message.attributes.push(RouteAttribute::Gateway(gateway.into()));
     }
-    if let Some(source) = optional_ip(&told.source)? {
+    if let Some(source) = optional_ip(&wanted.source)? {
         message.attributes.push(RouteAttribute::PrefSource(source.into()));
     }
-    if told.metric > 0 {
-        message.attributes.push(RouteAttribute::Priority(told.metric));
+    if wanted.metric > 0 {
+        message.attributes.push(RouteAttribute::Priority(wanted.metric));
     }
-    if told.mtu > 0 {
-        message.attributes.push(RouteAttribute::Metrics(vec![RouteMetric::Mtu(told.mtu)]));
+    if wanted.mtu > 0 {
+        message.attributes.push(RouteAttribute::Metrics(vec![RouteMetric::Mtu(wanted.mtu)]));
     }
     Ok(message)
 }
@@ -288,21 +291,21 @@ mod tests {
 
     #[test]
     fn a_default_route_names_no_destination_and_others_do() {
-        let told = wire::Route {
+        let wanted = wire::Route {
             destination: vec![0; 4],
             gateway: vec![169, 254, 1, 1],
             on_link: true,
             ..Default::default()
         };
-        let default = route(7, &told).unwrap();
+        let default = route(7, &wanted).unwrap();
         assert_eq!(default.header.flags, RouteFlags::Onlink);
         let expected =
             [RouteAttribute::Oif(7), RouteAttribute::Gateway(IpAddr::from([169, 254, 1, 1]).into())];
         assert_eq!(default.attributes, expected);
 
-        let told =
+        let wanted =
             wire::Route { destination: vec![0; 16], prefix_length: 8, metric: 256, ..Default::default() };
-        let other = route(7, &told).unwrap();
+        let other = route(7, &wanted).unwrap();
         assert!(other.attributes.contains(&RouteAttribute::Destination(IpAddr::from([0; 16]).into())));
         assert!(other.attributes.contains(&RouteAttribute::Priority(256)));
     }

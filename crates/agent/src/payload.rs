@@ -1,5 +1,5 @@
-//! The last step of a process that becomes a container's program: find it, shed the last
-//! privileges, execute it, and say in plain words why that fails.
+//! The last step of a process that becomes a container's program: finds the program, drops the last
+//! privileges, executes it, and reports in plain words why that fails.
 
 use std::{
     collections::HashMap,
@@ -27,16 +27,16 @@ use sandboxer_base::chain;
 
 use crate::log;
 
-/// Where a program is looked for when its environment names no PATH.
+/// Search path for a program if its environment has no PATH.
 const DEFAULT_PATH: &str = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin";
 
-/// Executes what the spec says.
+/// Executes the spec's program.
 #[derive(Clone, Default)]
 pub struct Payload {
-    /// For an exec: libcontainer applies a container's filter to its init only.
+    /// Seccomp filter of an exec: libcontainer applies a container's filter to its init only.
     pub filter: Option<LinuxSeccomp>,
-    /// For an exec that may gain privileges: loading the filter then takes CAP_SYS_ADMIN, which
-    /// was left to it until here; these are its true capabilities.
+    /// Capabilities of an exec that may gain privileges: loading its filter needs CAP_SYS_ADMIN, which it
+    /// keeps until then.
     pub drop_to: Option<LinuxCapabilities>,
 }
 
@@ -51,7 +51,7 @@ impl Executor for Payload {
     }
 
     fn setup_envs(&self, envs: HashMap<String, String>) -> Result<(), ExecutorSetEnvsError> {
-        // The environment is handed over at `exec` in its own order; libcontainer only adds this.
+        // The environment is set at `exec` in its own order; libcontainer only adds HOME.
         if let Some(home) = envs.get("HOME") {
             // SAFETY: this process has one thread.
             unsafe { env::set_var("HOME", home) };
@@ -115,7 +115,7 @@ fn find(process: &Process) -> Result<PathBuf, String> {
     let search = env.iter().rev().find_map(|var| var.strip_prefix("PATH=")).unwrap_or(DEFAULT_PATH);
     let mut denied = None;
     for dir in search.split(':') {
-        // An empty entry means the working directory, as in every shell.
+        // An empty entry means the working directory, as in shells.
         let path = Path::new(if dir.is_empty() { "." } else { dir }).join(name);
         match usable(&path) {
             Ok(()) => return Ok(path),
@@ -138,7 +138,7 @@ fn usable(path: &Path) -> nix::Result<()> {
     faccessat(nix::fcntl::AT_FDCWD, path, AccessFlags::X_OK, AtFlags::AT_EACCESS)
 }
 
-/// Returns an error as `strerror` has it, in lower case.
+/// Returns the error's description as `strerror` has it, in lower case.
 fn words(error: Errno) -> String {
     let words = error.desc();
     let mut chars = words.chars();
@@ -158,7 +158,7 @@ fn environment(process: &Process) -> Vec<String> {
     env
 }
 
-/// Rust ignores SIGPIPE, and what is ignored stays so over an exec.
+/// Resets signals: Rust ignores SIGPIPE, and an ignored signal stays ignored after an exec.
 fn reset_signals() -> nix::Result<()> {
     // SAFETY: the default action runs no code of ours.
     unsafe { nix::sys::signal::signal(Signal::SIGPIPE, SigHandler::SigDfl) }?;

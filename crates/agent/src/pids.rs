@@ -1,8 +1,8 @@
-//! The process namespace that containers of a pod share, and what holds it.
+//! The process namespace that containers of a pod share, and its PID 1.
 //!
-//! A namespace lives as long as its PID 1, and each of its orphans becomes that one's child. So that no
-//! container is more than the others, a process of the agent's is PID 1 there: it sleeps, owns nothing, and
-//! the kernel reaps its children by itself.
+//! A namespace exists as long as its PID 1, which becomes the parent of its orphans. A process of the agent
+//! is PID 1, so that no container has this role: it sleeps, has no privileges, and the kernel reaps its
+//! children.
 
 use std::path::PathBuf;
 
@@ -18,54 +18,54 @@ use crate::{
     worker::Workers,
 };
 
-/// Who the holder is: nobody, and not the `nobody` that a container may run as.
-const HOLDER: u32 = 65535;
+/// User and group of the namespace's PID 1: not the `nobody` that a container may use.
+const PAUSE_ID: u32 = 65535;
 
-/// The namespace, made when the first container asks for it.
+/// The namespace, created when the first container needs it.
 #[derive(Default)]
 pub struct SharedPids(OnceCell<i32>);
 
 impl SharedPids {
-    /// Returns the file by which it is joined.
+    /// Returns the path of the namespace.
     pub async fn namespace(&self, workers: &Workers) -> Result<PathBuf, Failure> {
-        let holder = self.0.get_or_try_init(|| async { workers.run(&[], make).await?.result }).await?;
-        Ok(namespace_of(*holder))
+        let pause = self.0.get_or_try_init(|| async { workers.run(&[], make).await?.result }).await?;
+        Ok(namespace_of(*pause))
     }
 }
 
-/// Returns the file by which the process namespace of guest process `pid` is joined.
+/// Returns the path of the process namespace of guest process `pid`.
 pub fn namespace_of(pid: i32) -> PathBuf {
     PathBuf::from(format!("/proc/{pid}/ns/pid"))
 }
 
-/// Makes a namespace and its holder, in a worker; answers the holder's guest pid.
+/// Creates a namespace and its PID 1, in a worker; returns the guest pid of that process.
 fn make() -> Result<i32, Failure> {
     let failed = |what: &str| internal::<nix::Error>(format!("cannot {what} the pod's process namespace"));
-    unshare(CloneFlags::CLONE_NEWPID).map_err(failed("make"))?;
+    unshare(CloneFlags::CLONE_NEWPID).map_err(failed("create"))?;
     #[expect(clippy::disallowed_methods, reason = "a worker has one thread")]
     // SAFETY: as a worker is a fork of a process with one thread, it has one thread itself.
-    match unsafe { fork() }.map_err(failed("hold"))? {
+    match unsafe { fork() }.map_err(failed("start PID 1 of"))? {
         ForkResult::Parent { child } => Ok(child.as_raw()),
-        ForkResult::Child => hold(),
+        ForkResult::Child => pause(),
     }
 }
 
-/// Returns the holder's whole life. It is given away nothing: no descriptor, no privilege, no file.
-fn hold() -> ! {
-    let nobody = || {
+/// Runs the namespace's PID 1. It keeps no descriptor, no privilege and no file.
+fn pause() -> ! {
+    let drop_privileges = || {
         chroot(init::EMPTY)?;
         chdir("/")?;
         setgroups(&[])?;
-        setgid(Gid::from_raw(HOLDER))?;
-        setuid(Uid::from_raw(HOLDER))
+        setgid(Gid::from_raw(PAUSE_ID))?;
+        setuid(Uid::from_raw(PAUSE_ID))
     };
-    // SAFETY: this process touches nothing of the agent's from here on. It has one thread; the actions set
-    // run no code of ours, and neither does `_exit`.
+    // SAFETY: this process uses nothing of the agent from here on. It has one thread; the actions set run no
+    // code of ours, and neither does `_exit`.
     unsafe {
         libc::close_range(0, libc::c_uint::MAX, 0);
         libc::signal(libc::SIGCHLD, libc::SIG_IGN);
         libc::prctl(libc::PR_SET_NAME, c"pause".as_ptr());
-        if nobody().is_err() || libc::prctl(libc::PR_SET_DUMPABLE, 0) != 0 {
+        if drop_privileges().is_err() || libc::prctl(libc::PR_SET_DUMPABLE, 0) != 0 {
             libc::_exit(1);
         }
         loop {

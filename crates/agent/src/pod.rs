@@ -1,4 +1,4 @@
-//! What concerns the guest as a whole: its identity and its end.
+//! Identity, limits and power-off of the guest as a whole.
 
 use std::{
     collections::HashMap,
@@ -26,34 +26,34 @@ use crate::{
     timekeeper,
 };
 
-/// Size of `/dev/shm` if the host names none; the same as everywhere.
+/// Size of `/dev/shm` if the host specifies none: the usual default.
 const DEFAULT_SHM: u64 = 64 << 20;
 
-/// How long killed containers may delay the end.
+/// How long killed containers may delay the power-off.
 const LAST_GRACE: Duration = Duration::from_secs(2);
 
 /// A guest's identity.
 #[derive(Debug)]
 pub struct Identity {
-    /// Empty: stays as it is.
+    /// Empty: unchanged.
     pub hostname: String,
-    /// ns since 1970; 0: stays as it is.
+    /// ns since 1970; 0: unchanged.
     pub realtime_ns: u64,
-    /// Mixed into the kernel's pool and credited to it, which is then reseeded.
+    /// Mixed into the kernel's entropy pool and credited to it; then the generator is reseeded.
     pub entropy: Vec<u8>,
     /// 0 means 64 MiB.
     pub shm_bytes: u64,
     /// Names as in sysctl(8).
     pub sysctls: HashMap<String, String>,
-    /// Its network interfaces, all of them.
+    /// All its network interfaces.
     pub interfaces: Vec<wire::Interface>,
-    /// What its containers may use together.
+    /// The limits of all its containers together.
     pub limits: Limits,
 }
 
-/// Gives the guest its identity.
+/// Applies the guest's identity.
 pub async fn configure(identity: &Identity) -> Result<(), Failure> {
-    // First, for whatever else may draw from it.
+    // First, for all later users of randomness.
     if !identity.entropy.is_empty() {
         reseed(&identity.entropy).map_err(internal("cannot reseed the random number generator"))?;
     }
@@ -63,22 +63,22 @@ pub async fn configure(identity: &Identity) -> Result<(), Failure> {
     }
     if identity.realtime_ns > 0 {
         clock::set_realtime(identity.realtime_ns).map_err(internal("cannot set the clock"))?;
-        // The host's words are as old as their way here was long.
-        timekeeper::set_by_device().map_err(internal("cannot set the clock by the VMM's"))?;
+        // The host's time is old by the time of its delivery.
+        timekeeper::set_by_device().map_err(internal("cannot set the clock from the VMM's clock device"))?;
     }
     let shm = if identity.shm_bytes == 0 { DEFAULT_SHM } else { identity.shm_bytes };
     let flags = MsFlags::MS_REMOUNT | MsFlags::MS_NOSUID | MsFlags::MS_NODEV | MsFlags::MS_NOEXEC;
     mount(None::<&str>, "/dev/shm", None::<&str>, flags, Some(format!("size={shm}").as_str()))
-        .map_err(internal(format!("cannot size /dev/shm to {shm} bytes")))?;
+        .map_err(internal(format!("cannot resize /dev/shm to {shm} bytes")))?;
     network::configure(&identity.interfaces).await?;
-    // Some are of an interface.
+    // Some belong to an interface.
     for (name, value) in &identity.sysctls {
         set_sysctl(name, value)?;
     }
     identity.limits.apply_to_all()
 }
 
-/// Changes what the pod's containers may use together.
+/// Changes the limits of all the pod's containers together.
 pub fn update(limits: &Limits) -> Result<(), Failure> {
     limits.check(&Cgroup::of_all(), GuestSize::this())?;
     limits.apply_to_all()
@@ -87,10 +87,11 @@ pub fn update(limits: &Limits) -> Result<(), Failure> {
 nix::ioctl_write_ptr!(credit_entropy, b'R', 0x01, libc::c_int);
 nix::ioctl_none!(reseed_crng, b'R', 0x07);
 
-/// Mixes the host's randomness into the kernel's generator, credits it and makes the generator use it at once.
+/// Mixes the host's randomness into the kernel's generator, credits it and makes the generator use it at
+/// once.
 ///
-/// The credit is what a processor without RDRAND needs: until the kernel has counted 256 bits, it refuses to reseed
-/// (ENODATA), and whoever asks for randomness waits. The host is trusted with it, as with everything in the guest.
+/// A processor without RDRAND needs the credit: until the kernel has counted 256 bits, it refuses to reseed
+/// (ENODATA), and readers of randomness block. The host is trusted with it, as with everything in the guest.
 fn reseed(entropy: &[u8]) -> io::Result<()> {
     let mut random = OpenOptions::new().write(true).open("/dev/urandom")?;
     random.write_all(entropy)?;
@@ -104,14 +105,15 @@ fn reseed(entropy: &[u8]) -> io::Result<()> {
 }
 
 fn set_sysctl(name: &str, value: &str) -> Result<(), Failure> {
-    let path = sysctl_path(name).ok_or_else(|| Failure::invalid(format!("sysctl {name:?} is no name")))?;
-    // Never created: what does not exist is no sysctl.
+    let path = sysctl_path(name).ok_or_else(|| Failure::invalid(format!("invalid sysctl name {name:?}")))?;
+    // Never created: a missing file is not a sysctl.
     let written =
         OpenOptions::new().write(true).open(path).and_then(|mut file: File| file.write_all(value.as_bytes()));
     written.map_err(|error| Failure::invalid(format!("sysctl {name}={value}: {error}")))
 }
 
-/// Names are written with dots or with slashes; with dots, a slash stands for a dot in a part.
+/// Converts a sysctl's name to its path. Names are written with dots or with slashes; with dots, a slash
+/// stands for a dot in a part.
 fn sysctl_path(name: &str) -> Option<PathBuf> {
     let relative = match name.find(['.', '/']) {
         Some(at) if name[at..].starts_with('/') => name.to_owned(),
@@ -129,24 +131,24 @@ fn sysctl_path(name: &str) -> Option<PathBuf> {
     (plain && !relative.is_empty()).then(|| Path::new("/proc/sys").join(path))
 }
 
-/// Returns the kernel's release, as `uname -r`.
+/// Returns the kernel's release, as `uname -r` does.
 pub fn kernel_release() -> String {
     fs::read_to_string("/proc/sys/kernel/osrelease").unwrap_or_default().trim().to_owned()
 }
 
-/// Ends every container, writes out the disks and powers the guest off.
+/// Kills every container, syncs the disks and powers the guest off.
 pub async fn power_off(shares: &Shares) -> Failure {
     let all = Cgroup::of_all();
     if all.kill().is_ok() {
-        all.is_emptied(LAST_GRACE).await;
+        all.wait_empty(LAST_GRACE).await;
     }
     shares.end().await;
-    // The host throws them away: what is written out of them would only take time.
+    // The host discards these disks: writing them out would only take time.
     scratch::shut_down(scratch::all());
     power_off_now()
 }
 
-/// Writes out the disks and powers the guest off.
+/// Syncs the disks and powers the guest off.
 pub fn power_off_now() -> Failure {
     sync();
     match reboot(RebootMode::RB_POWER_OFF) {

@@ -1,4 +1,4 @@
-//! The agent's end of the link: a virtio-serial port, or vsock connections where there is a vsock.
+//! The agent's end of the link: a virtio-serial port, or vsock connections if there is a vsock device.
 
 use std::{
     fs, io,
@@ -28,7 +28,7 @@ use tokio_vsock::{VMADDR_CID_ANY, VMADDR_CID_HOST, VsockAddr, VsockListener, Vso
 use crate::{sync::watched, uevent};
 
 const PORTS: &str = "/sys/class/virtio-ports";
-/// Holds a link per device once a vsock is there.
+/// Contains a symlink per vsock device.
 const VSOCK_DRIVER: &str = "/sys/bus/virtio/drivers/vmw_vsock_virtio_transport";
 
 enum Found {
@@ -36,13 +36,13 @@ enum Found {
     Vsock,
 }
 
-/// Serves the link until it fails; each session that a host opens goes to `sessions`.
+/// Serves the link until it fails; sends each session that a host opens to `sessions`.
 pub async fn serve(
     key: watch::Receiver<LinkKey>,
     ready: impl Fn() -> Ready + Clone + Send + 'static,
     sessions: mpsc::Sender<DuplexStream>,
 ) -> io::Result<()> {
-    // A port appears a little after its device: the host announces it by message.
+    // A port appears shortly after its device: the host announces it in a message.
     match uevent::wait_for(None, find).await? {
         Some(Found::Port(path)) => link::serve(Port::open(&path)?, key, ready, sessions).await,
         Some(Found::Vsock) => serve_vsock(key, ready, sessions).await,
@@ -78,26 +78,25 @@ async fn serve_vsock(
         let (key, ready, sessions) = (key.clone(), ready.clone(), sessions.clone());
         tokio::spawn(async move {
             if let Err(error) = link::serve(connection, key, ready, sessions).await {
-                tracing::debug!("a vsock connection ended: {error}");
+                tracing::debug!("vsock connection ended: {error}");
             }
         });
     }
 }
 
-/// Tells a host that waits for it that the agent listens: a connection says so, nothing is sent over it.
+/// Notifies a host that the agent listens, by connecting; nothing is sent over the connection.
 async fn announce() {
-    // A host that knows otherwise doesn't listen.
+    // A host that does not need the notification does not listen.
     if let Err(error) = VsockStream::connect(VsockAddr::new(VMADDR_CID_HOST, AGENT_VSOCK_PORT)).await {
-        tracing::debug!("the host does not wait for the agent: {error}");
+        tracing::debug!("host does not wait for the agent: {error}");
     }
 }
 
 /// A virtio-serial port as an endless stream.
 ///
-/// While no host is connected the port reports a hang-up, answers reads with 0 bytes and takes
-/// no writes; the same descriptor works again when a host comes. tokio treats a hang-up as final,
-/// which would make a read spin, so the port is watched by an edge-triggered epoll of its own
-/// and tokio watches that one.
+/// While no host is connected the port reports a hang-up, returns 0 bytes for reads and accepts no writes;
+/// the same descriptor works again when a host connects. tokio treats a hang-up as final, so a read would
+/// spin. Therefore an edge-triggered epoll watches the port, and tokio watches the epoll.
 struct Port {
     fd: OwnedFd,
     edges: Arc<Edges>,
@@ -127,7 +126,7 @@ impl Port {
                     return;
                 };
                 let mut event = [EpollEvent::empty()];
-                // Takes the edge off the list; the port's state has already changed by now.
+                // Consumes the edge; the port's state has already changed.
                 let _ = epoll.wait(&mut event, EpollTimeout::ZERO);
                 guard.clear_ready();
                 woken.reader.wake();
@@ -150,7 +149,7 @@ impl AsyncRead for Port {
         cx: &mut Context<'_>,
         buffer: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
-        // Registered before the attempt: an edge in between wakes at once.
+        // Registered before the attempt: an edge in between wakes the task.
         self.edges.reader.register(cx.waker());
         match nix::unistd::read(&self.fd, buffer.initialize_unfilled()) {
             Ok(0) | Err(Errno::EAGAIN) => Poll::Pending,
@@ -184,7 +183,7 @@ impl AsyncWrite for Port {
     }
 }
 
-/// Returns a signal came between: no edge will follow, so the task is polled again.
+/// Polls the task again: it was interrupted by a signal, and no edge will follow.
 fn again<T>(cx: &Context<'_>) -> Poll<T> {
     cx.waker().wake_by_ref();
     Poll::Pending

@@ -1,4 +1,4 @@
-//! One process of a container, its init or an exec, as the host sees it.
+//! One process of a container (its init or an exec), as seen by the host.
 //!
 //! ```text
 //!  Created ──start──▶ Running ──death──▶ Exited
@@ -20,10 +20,10 @@ use crate::{
     sync::lock,
 };
 
-/// Where a process is in its life.
+/// State of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
-    /// Has no process yet (an exec), or one that waits to be started (an init).
+    /// It has no process yet (an exec), or one that waits to be started (an init).
     Created {
         /// Guest pid, if there is a process.
         pid: Option<i32>,
@@ -33,37 +33,37 @@ pub enum State {
         /// Guest pid.
         pid: i32,
     },
-    /// It is gone.
+    /// It has exited.
     Exited {
-        /// Guest pid it had, if it ever had one.
+        /// Its guest pid, if it ever had one.
         pid: Option<i32>,
-        /// How it ended.
+        /// How it exited.
         exit: Exit,
     },
 }
 
-/// How a process ended.
+/// How a process exited.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Exit {
     /// Exit code, or 128 + signal.
     pub code: u32,
     /// CLOCK_REALTIME, ns since 1970.
     pub at_ns: u64,
-    /// The OOM killer struck in its container.
+    /// The OOM killer killed a process of its container.
     pub oom_killed: bool,
 }
 
 /// A process with its streams.
 pub struct Process {
     state: watch::Sender<State>,
-    /// Says to the captures that nothing more will be written by the process itself.
+    /// Notifies the captures that the process itself writes no more.
     exited: watch::Sender<bool>,
-    /// Standard output, or the terminal's.
+    /// Standard output, or the terminal's output.
     pub stdout: Option<Arc<Output>>,
     /// Standard error.
     pub stderr: Option<Arc<Output>>,
     wanted: Wanted,
-    // Filled when the process is made; never held across an await.
+    // Set when the process is created; never held across an await.
     ends: Mutex<Ends>,
 }
 
@@ -75,7 +75,7 @@ struct Ends {
 }
 
 impl Process {
-    /// Returns a process to come, with the streams that are `wanted`.
+    /// Creates the record of a process with the streams `wanted`.
     pub fn new(wanted: Wanted) -> Self {
         let output = |wanted: bool| wanted.then(Arc::<Output>::default);
         Self {
@@ -93,7 +93,7 @@ impl Process {
         self.wanted
     }
 
-    /// Returns where it is in its life.
+    /// Returns its state.
     pub fn state(&self) -> State {
         *self.state.borrow()
     }
@@ -153,17 +153,17 @@ impl Process {
         tcsetwinsize(terminal.get_ref(), size).map_err(internal("cannot resize the terminal"))
     }
 
-    /// It has a process now, which waits to be started.
+    /// Records that its process was created and waits to be started.
     pub fn created(&self, pid: i32) {
         self.advance(State::Created { pid: Some(pid) });
     }
 
-    /// Its program runs.
+    /// Records that its program runs.
     pub fn running(&self, pid: i32) {
         self.advance(State::Running { pid });
     }
 
-    /// Never goes back: death may be known before the report that it was made.
+    /// Never leaves the final state: the exit may be known before the report of the creation.
     fn advance(&self, next: State) {
         self.state.send_if_modified(|state| {
             let forward = !matches!(state, State::Exited { .. });
@@ -174,7 +174,7 @@ impl Process {
         });
     }
 
-    /// It has ended.
+    /// Records its exit.
     pub fn end(&self, exit: Exit) {
         self.exited.send_replace(true);
         self.state.send_if_modified(|state| {
@@ -188,7 +188,7 @@ impl Process {
         });
     }
 
-    /// It will never begin: whoever waits for it or reads from it is told so.
+    /// Records that it will never start: ends its waiters and readers.
     pub fn give_up(&self, exit: Exit) {
         self.end(exit);
         for output in [&self.stdout, &self.stderr].into_iter().flatten() {
@@ -196,18 +196,18 @@ impl Process {
         }
     }
 
-    /// Waits for its end.
+    /// Waits for its exit.
     pub async fn wait(&self) -> Result<Exit, Failure> {
         let mut state = self.state.subscribe();
         let ended = state.wait_for(|state| matches!(state, State::Exited { .. })).await;
         match ended.map(|state| *state) {
             Ok(State::Exited { exit, .. }) => Ok(exit),
-            // Not reached: the sender lives as long as `self`.
-            _ => Err(Failure::precondition("process was forgotten")),
+            // Not reached: `self` owns the sender.
+            _ => Err(Failure::precondition("process was dropped")),
         }
     }
 
-    /// Tells of the `death` of its process when it comes.
+    /// Records its exit when `death` is received.
     pub fn watch(
         self: &Arc<Self>,
         death: oneshot::Receiver<Death>,
@@ -245,8 +245,8 @@ impl Process {
     }
 }
 
-/// kill(2), also for real-time signals.
+/// Sends any signal, including real-time signals, as kill(2) does.
 pub fn kill(pid: i32, signal: i32) -> nix::Result<()> {
-    // SAFETY: no memory is passed; the caller knows whom the number means.
+    // SAFETY: no memory is passed; the caller has checked the pid.
     nix::errno::Errno::result(unsafe { libc::kill(pid, signal) }).map(drop)
 }

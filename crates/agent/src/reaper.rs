@@ -1,9 +1,9 @@
-//! Waits for every process that dies in the guest, as only PID 1 can.
+//! Reaps every process that exits in the guest, as only PID 1 can.
 //!
 //! ```text
-//!  fork ──▶ running ──▶ reaped ──claimed──▶ its owner is told
-//!                          └──nobody's────▶ kept for a while: a container's init may be gone
-//!                                           before the worker that made it has named it
+//!  fork ──▶ running ──▶ reaped ──claimed────▶ its owner is notified
+//!                          └──unclaimed──▶ kept for a while: a container's init may exit before
+//!                                           the worker that created it has reported its pid
 //! ```
 
 use std::{
@@ -20,8 +20,8 @@ use tokio::{
 
 use crate::{clock, sync::lock};
 
-/// Most unclaimed deaths remembered. Between a worker's fork and its report hardly more than its
-/// own children die; the rest are orphans of containers, which nobody will ask for.
+/// Most unclaimed exits remembered. Between a worker's fork and its report hardly more than its own children
+/// exit; the others are orphans of containers, which have no owner.
 const MAX_UNCLAIMED: usize = 1024;
 
 /// How a process ended.
@@ -33,15 +33,15 @@ pub struct Death {
     pub at_ns: u64,
 }
 
-/// A point in the order of deaths. A pid claimed since this point can't be an earlier
-/// process of the same number.
+/// A point in the order of exits: a pid that is claimed since this point cannot be an earlier process with
+/// the same number.
 #[derive(Debug, Clone, Copy)]
 pub struct Since(u64);
 
-/// Collects the dead and tells their owners.
+/// Reaps processes and notifies their owners.
 #[derive(Default)]
 pub struct Reaper {
-    // Never held across an await: a plain mutex does.
+    // Never held across an await, so a plain mutex is enough.
     inner: Mutex<Inner>,
 }
 
@@ -53,14 +53,14 @@ struct Inner {
 }
 
 impl Reaper {
-    /// This moment, to be taken before a process is forked.
+    /// Returns the current point in the order of exits, to be taken before a fork.
     pub fn now(&self) -> Since {
         Since(lock(&self.inner).deaths)
     }
 
-    /// Tells when `pid`, forked after `since`, has died.
+    /// Returns a receiver of the exit of `pid`, which was forked after `since`.
     pub fn claim(&self, pid: i32, since: Since) -> oneshot::Receiver<Death> {
-        let (owner, told) = oneshot::channel();
+        let (owner, exited) = oneshot::channel();
         let mut inner = lock(&self.inner);
         let early = inner.unclaimed.iter().position(|&(at, dead, _)| dead == pid && at > since.0);
         match early.and_then(|at| inner.unclaimed.remove(at)) {
@@ -71,10 +71,10 @@ impl Reaper {
                 inner.owners.insert(pid, owner);
             }
         }
-        told
+        exited
     }
 
-    /// Returns whether `pid` was claimed and has not been reaped: only then the number is safe to signal.
+    /// Returns whether `pid` was claimed and has not been reaped: only then it is safe to signal.
     pub fn is_alive(&self, pid: i32) -> bool {
         lock(&self.inner).owners.contains_key(&pid)
     }
@@ -85,15 +85,15 @@ impl Reaper {
         loop {
             self.reap();
             if children.recv().await.is_none() {
-                return Err(io::Error::other("no more signals are delivered"));
+                return Err(io::Error::other("SIGCHLD is no longer delivered"));
             }
         }
     }
 
-    /// Reaps all that is dead now.
+    /// Reaps all processes that have exited.
     pub fn reap(&self) {
-        // Not nix's waitpid: it refuses a death by a real-time signal after the kernel has
-        // already forgotten the process.
+        // Not nix's waitpid: for an exit by a real-time signal it returns an error after the kernel has
+        // released the process.
         while let Ok(Some((pid, status))) = wait(WaitOptions::NOHANG) {
             let code = match (status.exit_status(), status.terminating_signal()) {
                 (Some(code), _) => code.unsigned_abs(),

@@ -1,18 +1,18 @@
-//! Puts a container's root file system together from disks, and takes it apart.
+//! Mounts a container's root file system from disks, and unmounts it.
 //!
 //! ```text
 //! /run/sandboxer/containers/<id>/
 //!   config.json    the bundle's spec
 //!   l0, l1, …      read-only layers, uppermost first
 //!   w/             the writable file system: u/ (upper) and w/ (overlay's work directory)
-//!   s/             in its place, one that goes with the container: see `scratch`
+//!   s/             instead of w/, a scratch disk: see `scratch`
 //!   f0, f1, …      files bound into the container
 //!   d0, d1, …      device nodes bound into the container
 //!   v0, v1, …      parts of volumes bound into the container
-//!   rootfs/        what the container sees
+//!   rootfs/        the container's root
 //! ```
 //!
-//! Layers are mounted for each container anew: the kernel shares what lies below.
+//! Layers are mounted for each container: the kernel shares the page cache below.
 
 use std::{
     fs,
@@ -31,47 +31,47 @@ use crate::{
 
 const CONTAINERS: &str = "/run/sandboxer/containers";
 
-/// Most layers of one container: what the host can plug, with room for the writable disk.
+/// Most layers of one container: what the host can attach, minus the writable disk.
 const MAX_LAYERS: usize = 64;
 
 /// A disk by its serial.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Disk {
-    /// As the host attached it.
+    /// As set by the host.
     pub serial: String,
     /// "erofs" or "ext4".
     pub fstype: String,
-    /// Mounted so.
+    /// Mounted read-only.
     pub read_only: bool,
-    /// What is written to it goes with its container.
+    /// Its content is discarded with its container.
     pub scratch: bool,
 }
 
-/// Where what the container writes goes.
+/// The writable part of a root file system.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Writable {
-    /// To guest memory, at most so many bytes.
+    /// Guest memory, at most this many bytes.
     Tmpfs {
         /// 0 means half of the guest's memory.
         size_bytes: u64,
     },
-    /// To a disk, beside the overlay's work directory.
+    /// A disk, which also holds the overlay's work directory.
     Overlay(Disk),
-    /// To the root disk itself; there is no overlay.
+    /// The root disk itself, without an overlay.
     Whole(Disk),
 }
 
-/// A root file system to be.
+/// The parts of a root file system.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Plan {
     /// Read-only layers, uppermost first.
     pub lower: Vec<Disk>,
-    /// The rest.
+    /// The writable part.
     pub writable: Writable,
 }
 
 impl Disk {
-    /// Whether it can be looked for and mounted.
+    /// Checks its file system type and serial.
     pub fn check(&self) -> Result<(), Failure> {
         let Self { serial, fstype, scratch, .. } = self;
         if !["erofs", "ext4"].contains(&fstype.as_str()) {
@@ -79,9 +79,11 @@ impl Disk {
                 "disk {serial:?}: file system {fstype:?} is neither erofs nor ext4"
             )));
         }
-        // Its name is a directory's, too.
+        // The serial is also a directory's name.
         if *scratch && serial.parse::<Id>().is_err() {
-            return Err(Failure::invalid(format!("scratch disk {serial:?}: its serial is no identifier")));
+            return Err(Failure::invalid(format!(
+                "scratch disk {serial:?}: its serial is not an identifier"
+            )));
         }
         if serial.is_empty() {
             return Err(Failure::invalid("a disk has no serial"));
@@ -91,7 +93,7 @@ impl Disk {
 }
 
 impl Plan {
-    /// Whether the parts fit together.
+    /// Checks that the parts fit together.
     pub fn check(&self) -> Result<(), Failure> {
         let disks = self.lower.iter().chain(match &self.writable {
             Writable::Tmpfs { .. } => None,
@@ -138,7 +140,7 @@ impl Plan {
     }
 }
 
-/// A [`Plan`] whose disks are there.
+/// A [`Plan`] with the device nodes of its disks.
 pub struct Located {
     lower: Vec<Device>,
     writable: LocatedWritable,
@@ -157,7 +159,7 @@ enum LocatedWritable {
     Whole(Device),
 }
 
-/// The directories that a writable file system may be mounted on, that of scratch disks last.
+/// The directories for the writable file system; scratch disks use the last.
 const WRITABLES: [&str; 2] = ["w", SCRATCH];
 /// Where a scratch disk is mounted.
 const SCRATCH: &str = "s";
@@ -169,49 +171,49 @@ pub struct Dir {
 }
 
 impl Dir {
-    /// Of container `id`; it need not exist.
+    /// Returns the directory of container `id`; it may not exist.
     pub fn of(id: &ContainerId) -> Self {
         Self { path: Path::new(CONTAINERS).join(id) }
     }
 
-    /// Returns the bundle.
+    /// Returns the bundle's path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Returns what the container sees.
+    /// Returns the mount point of the container's root.
     pub fn rootfs(&self) -> PathBuf {
         self.path.join("rootfs")
     }
 
-    /// Returns the `n`th file bound into the container.
+    /// Returns the path of the `n`th file bound into the container.
     pub fn file(&self, n: usize) -> PathBuf {
         self.path.join(format!("f{n}"))
     }
 
-    /// Returns the `n`th device node bound into the container.
+    /// Returns the path of the `n`th device node bound into the container.
     pub fn device(&self, n: usize) -> PathBuf {
         self.path.join(format!("d{n}"))
     }
 
-    /// Returns the part of a volume that the `n`th mount shows.
+    /// Returns the path of the part of a volume that the `n`th mount shows.
     pub fn volume(&self, n: usize) -> PathBuf {
         self.path.join(format!("v{n}"))
     }
 
-    /// Returns the file system that takes what the container writes.
+    /// Returns the mount point of the writable file system.
     pub fn writable(&self) -> PathBuf {
         let mounted = WRITABLES.map(|name| self.path.join(name)).into_iter().find(|path| path.exists());
         mounted.unwrap_or_else(|| self.rootfs())
     }
 
-    /// Returns the scratch disk's file system, if there is one.
+    /// Returns the mount point of the scratch disk, if there is one.
     fn scratch(&self) -> Option<PathBuf> {
         let path = self.path.join(SCRATCH);
         path.exists().then_some(path)
     }
 
-    /// Returns the scratch disks' file systems of all containers.
+    /// Returns the mount points of the scratch disks of all containers.
     pub fn scratches() -> Vec<PathBuf> {
         let all = fs::read_dir(CONTAINERS).into_iter().flatten().flatten();
         all.filter_map(|entry| Self { path: entry.path() }.scratch()).collect()
@@ -228,7 +230,7 @@ impl Dir {
             let path = self.path.join(format!("l{n}"));
             create_dir(&path)?;
             layer.mount(&path)?;
-            // Relative: a page must hold the options of all layers.
+            // Relative paths: the options of all layers must fit into one page.
             lowerdir.push_str(&format!("{}l{n}", if n > 0 { ":" } else { "" }));
         }
         let name = if let LocatedWritable::Scratch(_) = &plan.writable { SCRATCH } else { "w" };
@@ -247,7 +249,7 @@ impl Dir {
         let upper = writable.join("u");
         create_dir(&upper)?;
         create_dir(&writable.join("w"))?;
-        // The overlay's root looks like its upper directory, and shall look like the image's.
+        // The overlay's root has the attributes of its upper directory, and must have the image's.
         let top = self.path.join("l0");
         let of = fs::metadata(&top).map_err(internal(format!("cannot read {}", top.display())))?;
         chown(&upper, Some(of.uid()), Some(of.gid()))
@@ -262,14 +264,14 @@ impl Dir {
         mounted.and(back).map_err(internal(format!("cannot mount an overlay on {}", self.rootfs().display())))
     }
 
-    /// Unmounts all that is mounted in the directory and removes it. A directory that is gone is
-    /// fine. Blocks on disks: for workers.
+    /// Unmounts everything in the directory and removes it. A missing directory is no error. Blocks on disks:
+    /// for workers.
     pub fn dismantle(&self) -> Result<(), Failure> {
         if let Some(path) = self.scratch() {
             scratch::shut_down([path]);
         }
         for path in mounts_below(&self.path)?.iter().rev() {
-            // Another container's set-up may hold a copy of the mount for a moment.
+            // The set-up of another container may hold a copy of the mount for a moment.
             umount2(path, MntFlags::empty())
                 .or_else(|_| umount2(path, MntFlags::MNT_DETACH))
                 .map_err(internal(format!("cannot unmount {}", path.display())))?;
@@ -304,14 +306,14 @@ fn create_dir(path: &Path) -> Result<(), Failure> {
     fs::create_dir_all(path).map_err(internal(format!("cannot create {}", path.display())))
 }
 
-/// Mount points below `dir`, in the order they were mounted.
+/// Returns the mount points below `dir` in the order of their mounting.
 fn mounts_below(dir: &Path) -> Result<Vec<PathBuf>, Failure> {
     let table =
         fs::read_to_string("/proc/self/mountinfo").map_err(internal("cannot read the mount table"))?;
     Ok(mount_points(&table).filter(|path| path.starts_with(dir) && path != dir).collect())
 }
 
-/// Mount points of a mount table. The agent's own paths need no unescaping: identifiers hold
+/// Returns the mount points of a mount table. The agent's own paths need no unescaping: identifiers contain
 /// neither blanks nor backslashes.
 fn mount_points(table: &str) -> impl Iterator<Item = PathBuf> {
     table.lines().filter_map(|line| line.split(' ').nth(4)).map(PathBuf::from)
@@ -336,7 +338,7 @@ mod tests {
         );
         assert!(refused(vec![disk("", "erofs")], tmpfs()).contains("no serial"));
         let astray = Disk { scratch: true, read_only: false, ..disk("../s", "ext4") };
-        assert!(refused(vec![disk("a", "erofs")], Writable::Overlay(astray)).contains("no identifier"));
+        assert!(refused(vec![disk("a", "erofs")], Writable::Overlay(astray)).contains("not an identifier"));
         assert!(Plan { lower: vec![], writable: Writable::Whole(disk("b", "ext4")) }.check().is_ok());
     }
 

@@ -1,4 +1,4 @@
-//! What libcontainer does for us. Everything in here but [`start`] runs in a worker and blocks.
+//! Operations of libcontainer. All functions here but [`start`] block and run in a worker.
 
 use std::{
     fs,
@@ -34,38 +34,38 @@ use crate::{
     volume,
 };
 
-/// libcontainer's own state.
+/// Directory of libcontainer's state.
 pub const STATE: &str = "/run/sandboxer/state";
 
-/// How a new process is connected.
+/// How a new process's streams are connected.
 pub enum Stdio<'a> {
     /// Three descriptors.
     Pipes(&'a ChildEnds),
-    /// A terminal, whose master goes to the listener at this path.
+    /// A terminal: its master is sent to the listener at this path.
     Terminal(&'a Path),
 }
 
 /// A file to place in a container.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct File {
-    /// Where the container finds it.
+    /// Path in the container.
     pub path: String,
-    /// What it holds.
+    /// Its content.
     pub content: Vec<u8>,
     /// Its permissions.
     pub owner: Owner,
-    /// The container can't write it.
+    /// The container cannot write it.
     pub read_only: bool,
-    /// What it holds in the end is told with the init's exit.
+    /// Its final content is reported with the init's exit.
     pub is_message: bool,
 }
 
-/// A block device that a container finds at a path.
+/// A block device that a container gets at a path.
 #[derive(Debug)]
 pub struct BlockDevice<'a> {
     /// The guest's own node of it.
     pub node: PathBuf,
-    /// How the container shall see it.
+    /// How the container sees it.
     pub seen: &'a SeenDevice,
 }
 
@@ -74,16 +74,16 @@ pub struct BlockDevice<'a> {
 pub struct SeenDevice {
     /// Serial of its disk.
     pub serial: String,
-    /// Where the container finds it.
+    /// Path in the container.
     pub path: String,
     /// Permissions of its node.
     pub owner: Owner,
-    /// The container can't write to it.
+    /// The container cannot write to it.
     pub read_only: bool,
 }
 
-/// Makes container `id` up to where its init waits; answers the init's guest pid. `pids` is the process
-/// namespace it joins, none for one of its own. Cleans nothing up on failure: see [`remove`].
+/// Creates container `id` up to where its init waits; returns the init's guest pid. `pids` is the process
+/// namespace it joins, `None` for one of its own. Cleans nothing up on failure: see [`remove`].
 pub fn create(
     id: &ContainerId,
     json: &[u8],
@@ -108,9 +108,9 @@ pub fn create(
     let config = dir.path().join("config.json");
     spec.save(&config).map_err(internal(format!("cannot write {}", config.display())))?;
     fs::create_dir_all(STATE).map_err(internal(format!("cannot create {STATE}")))?;
-    // Into a group that is there libcontainer just moves the process. Otherwise it hands down every controller
+    // If the group exists, libcontainer only moves the process there. Otherwise it enables every controller
     // from the root on, which has been done.
-    Cgroup::of(id).make().map_err(internal("cannot make the control group"))?;
+    Cgroup::of(id).create().map_err(internal("cannot create the control group"))?;
 
     let container = builder(id, stdio, Payload::default())?
         .as_init(dir.path())
@@ -122,7 +122,8 @@ pub fn create(
     pid_of(&container)
 }
 
-/// Holds a container to its device rules, before it does anything of its own. One that may use all is left alone.
+/// Enforces a container's device rules before it runs code of its own. One that may use all devices is not
+/// restricted.
 fn confine(id: &ContainerId, spec: &Spec, disks: Vec<Rule>) -> Result<(), Failure> {
     let resources = spec.linux().as_ref().and_then(|linux| linux.resources().as_ref());
     let rules = resources.and_then(|resources| resources.devices().as_deref()).unwrap_or_default();
@@ -130,18 +131,18 @@ fn confine(id: &ContainerId, spec: &Spec, disks: Vec<Rule>) -> Result<(), Failur
         return Ok(());
     }
     device_rules::enforce(&Cgroup::of(id), &device_rules::all(rules, disks))
-        .map_err(internal("cannot hold the container to its device rules"))
+        .map_err(internal("cannot enforce the container's device rules"))
 }
 
-/// Lets the init of a created container execute its program: one word on a socket, and a file in memory.
+/// Lets the init of a created container execute its program: one write to a socket, and one small file.
 ///
-/// No worker is forked for that little. Measured under emulation on two cores: a worker took 11 of the 28 ms
-/// of a start.
+/// No worker is forked for this. Measured under emulation on two cores: a worker took 11 of the 28 ms of a
+/// start.
 pub fn start(id: &ContainerId) -> Result<(), Failure> {
     load(id)?.start().map_err(internal("cannot start the container"))
 }
 
-/// Runs a further process in container `id`; answers its guest pid when its program runs.
+/// Runs an exec in container `id`; returns its guest pid when its program runs.
 pub fn exec(id: &ContainerId, exec: &str, process: &[u8], stdio: &Stdio<'_>) -> Result<i32, Failure> {
     let mut process = spec::parse_process(process)?;
     spec::fit_process(&mut process, matches!(stdio, Stdio::Terminal(_)));
@@ -165,8 +166,8 @@ pub fn exec(id: &ContainerId, exec: &str, process: &[u8], stdio: &Stdio<'_>) -> 
     })
 }
 
-/// Removes every trace of container `id`: its state, cgroup, mounts and directory. What is gone
-/// already is fine. Its processes must have ended.
+/// Removes all state of container `id`: libcontainer's, cgroup, mounts and directory. Missing parts are no
+/// error. Its processes must have exited.
 pub fn remove(id: &ContainerId) -> Result<(), Failure> {
     let state = Path::new(STATE).join(id);
     let state_removed = match fs::remove_dir_all(&state) {
@@ -176,14 +177,14 @@ pub fn remove(id: &ContainerId) -> Result<(), Failure> {
         _ => Ok(()),
     };
     let cgroup_removed = Cgroup::of(id).remove().map_err(internal("cannot remove the control group"));
-    // Each is tried whatever became of the others: what stays would hold a disk.
+    // Each step runs even if another failed: a remaining mount would keep a disk busy.
     Dir::of(id).dismantle().and(cgroup_removed).and(state_removed)
 }
 
-/// Applies changed limits.
+/// Applies changed resource limits.
 pub fn update(id: &ContainerId, resources: &[u8]) -> Result<(), Failure> {
     let mut resources: LinuxResources = serde_json::from_slice(resources).map_err(|error| {
-        Failure::caused(Kind::InvalidArgument, "resources are no OCI linux.resources", &error)
+        Failure::caused(Kind::InvalidArgument, "resources are not valid OCI linux.resources", &error)
     })?;
     spec::fit_resources(&mut resources);
     Limits::of_container(&resources)
@@ -224,7 +225,7 @@ fn pid_of(container: &Container) -> Result<i32, Failure> {
     Ok(pid.as_raw())
 }
 
-/// Specs that no runtime accepts are the caller's fault, the rest is ours.
+/// Returns the kind of a failed creation: an invalid spec is the caller's error, everything else is internal.
 fn kind_of_create(error: &libcontainer::error::LibcontainerError) -> Kind {
     use libcontainer::error::LibcontainerError as E;
     match error {
@@ -245,12 +246,13 @@ fn write_files(dir: &Dir, files: &[File]) -> Result<Vec<BoundFile>, Failure> {
     Ok(bound)
 }
 
-/// Nodes of the devices, with permissions of their own; and that the container may use them.
+/// Creates the nodes of the devices with their permissions; returns them and the device rules that allow
+/// their use.
 fn make_nodes(dir: &Dir, devices: &[BlockDevice<'_>]) -> Result<(Vec<BoundFile>, Vec<Rule>), Failure> {
     let (mut bound, mut rules) = (Vec::new(), Vec::new());
     for (n, BlockDevice { node, seen }) in devices.iter().enumerate() {
         let source = dir.device(n);
-        let failed = || format!("cannot make {} for {}", source.display(), seen.path);
+        let failed = || format!("cannot create {} for {}", source.display(), seen.path);
         let device = fs::metadata(node).map_err(internal(failed()))?.rdev();
         mknod(&source, SFlag::S_IFBLK, Mode::empty(), device).map_err(internal(failed()))?;
         seen.owner.apply_to(&source)?;
@@ -260,7 +262,8 @@ fn make_nodes(dir: &Dir, devices: &[BlockDevice<'_>]) -> Result<(Vec<BoundFile>,
     Ok((bound, rules))
 }
 
-/// Images name working directories that they do not contain; other runtimes create them too.
+/// Creates the working directory: images may name one that they do not contain, and other runtimes create it
+/// too.
 fn make_working_dir(rootfs: &Path, spec: &Spec) -> Result<(), Failure> {
     let Some(cwd) = spec.process().as_ref().map(|process| process.cwd().clone()) else {
         return Ok(());
@@ -270,7 +273,7 @@ fn make_working_dir(rootfs: &Path, spec: &Spec) -> Result<(), Failure> {
     }
     let failed =
         || internal::<pathrs::error::Error>(format!("cannot create the working directory {}", cwd.display()));
-    // The image is not trusted: links in it are followed inside it only.
+    // The image is not trusted: its symbolic links are resolved inside it only.
     let root = Root::open(rootfs).map_err(failed())?;
     if root.resolve(&cwd).is_ok() {
         return Ok(());
@@ -278,8 +281,8 @@ fn make_working_dir(rootfs: &Path, spec: &Spec) -> Result<(), Failure> {
     root.mkdir_all(&cwd, &fs::Permissions::from_mode(0o755)).map(drop).map_err(failed())
 }
 
-/// Returns an exec that may gain privileges needs CAP_SYS_ADMIN to load its filter, which is loaded last.
-/// Lends it that and answers what to drop to afterwards.
+/// Grants CAP_SYS_ADMIN to an exec that may gain privileges, which needs it to load its seccomp filter last.
+/// Returns the capabilities to drop to afterwards.
 fn keep_until_filtered(process: &mut Process) -> Option<LinuxCapabilities> {
     if process.no_new_privileges() == Some(true) {
         return None;
@@ -297,13 +300,13 @@ fn keep_until_filtered(process: &mut Process) -> Option<LinuxCapabilities> {
     Some(target)
 }
 
-/// Where files and devices may be.
+/// Checks that paths of files and devices are absolute and have no "..".
 pub fn check_paths<'a>(paths: impl IntoIterator<Item = &'a str>) -> Result<(), Failure> {
     for text in paths {
         let path = Path::new(text);
         let plain = path.components().all(|part| !matches!(part, std::path::Component::ParentDir));
         if !path.is_absolute() || !plain {
-            return Err(Failure::invalid(format!("{text:?} is no absolute path without \"..\"")));
+            return Err(Failure::invalid(format!("{text:?} is not an absolute path without \"..\"")));
         }
     }
     Ok(())

@@ -1,14 +1,15 @@
-//! Scratch disks: what containers write to their root file systems, on a disk of the host that goes with the container.
+//! Scratch disks: the writable part of a container's root file system, on a disk of the host that is
+//! discarded with the container.
 //!
 //! ```text
-//! /run/sandboxer/prepared/<serial>    mounted ahead of its container
+//! /run/sandboxer/prepared/<serial>    mounted before its container is created
 //! /run/sandboxer/containers/<id>/s    mounted for its container
 //! ```
 //!
-//! Beside a file system in memory, a disk has the kernel give up what is cached of it when memory is short: a container
-//! may write more than its limit of memory. Nobody reads such a disk again once its container is removed. So nothing of
-//! it is ever written out for safety's sake: it has no journal and no barriers, and it is shut down before it is
-//! unmounted or the guest powers off.
+//! Unlike with a file system in memory, the kernel can drop a disk's cached pages when memory is short: a
+//! container may write more than its memory limit. Such a disk is never read after its container is removed,
+//! so it needs no durability: it has no journal and no barriers, and it is shut down before it is unmounted
+//! or the guest powers off.
 
 use std::{
     fs, io,
@@ -27,11 +28,11 @@ use crate::{
 
 const PREPARED: &str = "/run/sandboxer/prepared";
 
-/// The kernel fills no inode tables with zeros, which on a fresh sparse disk they are; gives the host back what is
-/// deleted; and waits for no write to be safe.
+/// The kernel does not zero inode tables, which are zero on a new sparse disk; discards deleted blocks on the
+/// host; and does not flush the disk's cache.
 const OPTIONS: &str = "noinit_itable,discard,nobarrier";
 
-/// A disk that is there.
+/// A scratch disk with its device node.
 pub struct Located {
     node: PathBuf,
     fstype: String,
@@ -45,7 +46,7 @@ pub async fn locate(disk: &Disk) -> Result<Located, Failure> {
 }
 
 impl Located {
-    /// Mounts it ahead of its container. One that is mounted is fine. Blocks on the disk: for workers.
+    /// Mounts it before its container is created. A mounted one is no error. Blocks on the disk: for workers.
     pub fn prepare(&self) -> Result<(), Failure> {
         if self.prepared.exists() {
             return Ok(());
@@ -54,13 +55,13 @@ impl Located {
         fs::create_dir_all(path).map_err(internal(format!("cannot create {}", path.display())))?;
         let mounted = self.mount(path);
         if mounted.is_err() {
-            // What failed is what is told.
+            // The mount's error is reported.
             let _ = fs::remove_dir(path);
         }
         mounted
     }
 
-    /// Mounts it at `path`, or moves it there. Blocks on the disk: for workers.
+    /// Mounts it at `path`, or moves its mount there. Blocks on the disk: for workers.
     pub fn place(&self, path: &Path) -> Result<(), Failure> {
         if !self.prepared.exists() {
             return self.mount(path);
@@ -77,23 +78,23 @@ impl Located {
     }
 }
 
-/// Returns where all of them are mounted.
+/// Returns the mount points of all scratch disks.
 pub fn all() -> Vec<PathBuf> {
     let prepared = fs::read_dir(PREPARED).into_iter().flatten().flatten().map(|entry| entry.path());
     prepared.chain(Dir::scratches()).collect()
 }
 
-// Of linux/ext4.h, which libc doesn't have.
+// From linux/ext4.h; libc does not define it.
 nix::ioctl_read!(ext4_shutdown, b'X', 125, u32);
-/// Forgets what is not on the disk yet.
+/// Drops what has not been written to the disk.
 const WITHOUT_FLUSH: u32 = 2;
 
-/// Has the kernel forget what has been written and is not on the disks yet; nobody can use them any more. One that this
-/// fails on is written out, and takes its time.
+/// Shuts the file systems down: the kernel drops unwritten data, and they can no longer be used. If this
+/// fails for one, it is written out, which takes time.
 pub fn shut_down(paths: impl IntoIterator<Item = PathBuf>) {
     for path in paths {
         if let Err(error) = shut_one_down(&path) {
-            log::say(&format!("cannot shut down {}: {error}", path.display()));
+            log::print(&format!("cannot shut down {}: {error}", path.display()));
         }
     }
 }
@@ -101,7 +102,8 @@ pub fn shut_down(paths: impl IntoIterator<Item = PathBuf>) {
 fn shut_one_down(path: &Path) -> io::Result<()> {
     let directory = fs::File::open(path)?;
     let mut how = WITHOUT_FLUSH;
-    // The kernel tells it as an alert, which would be among the last words of a guest that ends for another reason.
+    // The kernel logs it as an alert, which would be among the last lines of a guest that ends for another
+    // reason.
     set_console(CONSOLE_OFF);
     // SAFETY: the request reads one u32, which outlives the call.
     let done = unsafe { ext4_shutdown(directory.as_raw_fd(), &raw mut how) };
@@ -109,12 +111,12 @@ fn shut_one_down(path: &Path) -> io::Result<()> {
     done.map(drop).map_err(io::Error::from)
 }
 
-// Of syslog(2), which libc doesn't name. A kernel that panics prints all the same.
+// From syslog(2); libc does not name them. A kernel panic is printed anyway.
 const CONSOLE_OFF: libc::c_int = 6;
 const CONSOLE_ON: libc::c_int = 7;
 
-/// Has the kernel print what it tells, or keep it in its log alone.
+/// Turns the printing of kernel messages on the console on or off.
 fn set_console(action: libc::c_int) {
-    // SAFETY: both actions take no buffer. They fail without privilege only, and then nothing changes.
+    // SAFETY: both actions take no buffer. They fail only without privilege, and then nothing changes.
     unsafe { libc::klogctl(action, std::ptr::null_mut(), 0) };
 }

@@ -1,4 +1,4 @@
-//! Fits an OCI spec to this guest.
+//! Adapts an OCI spec to this guest.
 
 use std::path::{Path, PathBuf};
 
@@ -17,35 +17,38 @@ use crate::{
 /// A file that is mounted over `path` in the container.
 #[derive(Debug)]
 pub struct BoundFile {
-    /// Where the container finds it.
+    /// Path in the container.
     pub path: String,
-    /// Where the guest keeps it.
+    /// Path in the guest.
     pub source: PathBuf,
-    /// The container can't write it.
+    /// The container cannot write it.
     pub read_only: bool,
 }
 
-/// Reads a container's spec as the host sent it.
+/// Parses a container's spec from the host.
 pub fn parse(json: &[u8]) -> Result<Spec, Failure> {
     serde_json::from_slice(json).map_err(|error| refusal(json, "spec", "/process", &error))
 }
 
-/// Reads an exec's process as the host sent it.
+/// Parses an exec's process from the host.
 pub fn parse_process(json: &[u8]) -> Result<Process, Failure> {
     serde_json::from_slice(json).map_err(|error| refusal(json, "process", "", &error))
 }
 
-/// Returns why `json` can't be read, in better words than the parser's where it is a capability of the process, which is at
-/// the JSON pointer `process`. Looked for only now: to read each text twice would be slow in an emulated guest.
+/// Returns why `json` cannot be parsed. Explains an unknown capability of the process, which is at the JSON
+/// pointer `process`, better than the parser does. Checked only after a failure: parsing each text twice
+/// would be slow in an emulated guest.
 fn refusal(json: &[u8], what: &str, process: &str, error: &serde_json::Error) -> Failure {
     let value = serde_json::from_slice::<Value>(json).unwrap_or_default();
     match value.pointer(process).map(check_capabilities) {
         Some(Err(failure)) => failure,
-        _ => Failure::caused(Kind::InvalidArgument, format!("{what} is no OCI runtime {what}"), error),
+        _ => {
+            Failure::caused(Kind::InvalidArgument, format!("{what} is not a valid OCI runtime {what}"), error)
+        }
     }
 }
 
-/// The parser's own complaint names neither the set nor what it expected.
+/// Checks the capabilities' names: the parser's error names neither the set nor the capability.
 fn check_capabilities(process: &Value) -> Result<(), Failure> {
     let Some(sets) = process.get("capabilities").and_then(Value::as_object) else {
         return Ok(());
@@ -61,7 +64,7 @@ fn check_capabilities(process: &Value) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Sets what only the guest knows, and takes out what this kernel does not have.
+/// Sets the guest's own values in the spec, and removes what this kernel does not have.
 pub fn fit(
     spec: &mut Spec,
     id: &ContainerId,
@@ -121,7 +124,7 @@ pub fn fit(
     Ok(())
 }
 
-/// Has the container join the process namespace at `path` instead of getting one.
+/// Makes the container join the process namespace at `path` instead of a new one.
 pub fn join_pids(spec: &mut Spec, path: &Path) {
     let namespaces = spec.linux_mut().as_mut().and_then(|linux| linux.namespaces_mut().as_mut());
     for namespace in namespaces.into_iter().flatten() {
@@ -131,18 +134,18 @@ pub fn join_pids(spec: &mut Spec, path: &Path) {
     }
 }
 
-/// Fits a process of a container.
+/// Adapts a process of a container.
 pub fn fit_process(process: &mut Process, terminal: bool) {
     process.set_terminal(Some(terminal));
-    // libcontainer takes a stated `false` for a stated wish and loads the filter when the
-    // capability to do so is gone.
+    // libcontainer handles an explicit `false` as if it were set, and loads the filter after the capability
+    // to do so has been dropped.
     if process.no_new_privileges() == Some(false) {
         process.set_no_new_privileges(None);
     }
 }
 
-/// Takes out limits that mean nothing here: a guest has no swap, and perhaps not each size of
-/// huge page that its host has.
+/// Removes limits that the guest cannot apply: a guest has no swap, and may lack a size of huge pages that
+/// its host has.
 pub fn fit_resources(resources: &mut libcontainer::oci_spec::runtime::LinuxResources) {
     if let Some(memory) = resources.memory() {
         let mut memory = *memory;
@@ -220,6 +223,6 @@ mod tests {
     #[test]
     fn rubbish_is_called_so() {
         let failure = parse(b"{]").unwrap_err();
-        assert!(failure.message.starts_with("spec is no OCI runtime spec: "), "{failure}");
+        assert!(failure.message.starts_with("spec is not a valid OCI runtime spec: "), "{failure}");
     }
 }

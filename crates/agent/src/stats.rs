@@ -1,4 +1,4 @@
-//! Readings of a container, or of the whole guest.
+//! Resource usage of a container, or of the whole guest.
 
 use std::{fs, path::Path};
 
@@ -6,10 +6,10 @@ use nix::sys::statvfs::statvfs;
 
 use crate::cgroup::{Cgroup, keyed};
 
-/// Stands for "no limit".
+/// Means "no limit".
 pub const UNLIMITED: u64 = u64::MAX;
 
-/// cgroup v2 readings. Times in µs, sizes in bytes.
+/// Resource usage from cgroup v2. Times in µs, sizes in bytes.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Stats {
     pub cpu_usage_us: u64,
@@ -33,7 +33,7 @@ pub struct Stats {
     pub fs_inodes: u64,
 }
 
-/// Of one container, whose written data lies in `writable`.
+/// Reads the usage of one container with its written data in `writable`.
 pub fn of_container(cgroup: &Cgroup, writable: &Path) -> Stats {
     let mut stats = of_group(cgroup);
     stats.memory_usage = number(cgroup, "memory.current").unwrap_or(0);
@@ -46,7 +46,7 @@ pub fn of_container(cgroup: &Cgroup, writable: &Path) -> Stats {
     stats
 }
 
-/// Of the whole guest, kernel and agent included.
+/// Reads the usage of the whole guest, including the kernel and the agent.
 pub fn of_guest() -> Stats {
     let mut stats = of_group(&Cgroup::of_guest());
     let meminfo = fs::read_to_string("/proc/meminfo").unwrap_or_default();
@@ -80,7 +80,7 @@ fn of_group(cgroup: &Cgroup) -> Stats {
     }
 }
 
-/// Returns a file's single number; "max" is [`UNLIMITED`].
+/// Reads a file with a single number; "max" is [`UNLIMITED`].
 fn number(cgroup: &Cgroup, name: &str) -> Option<u64> {
     let content = cgroup.read(name).ok()?;
     match content.trim() {

@@ -10,25 +10,24 @@ use tokio::io::{Interest, unix::AsyncFd};
 
 use crate::failure::{Failure, Kind};
 
-/// Locks; a panic elsewhere ends the whole guest, so poison has nobody left to warn.
+/// Locks a mutex. Poison is ignored: a panic elsewhere ends the whole guest.
 pub fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Runs `work` to its end even if the caller goes away: a session may break at any await, and a
-/// container must not be left half-made.
+/// Runs `work` to its end even if the caller is dropped: a session may break at any await, and a container
+/// must not be left half-created.
 pub async fn detached<T: Send + 'static>(
     work: impl Future<Output = Result<T, Failure>> + Send + 'static,
 ) -> Result<T, Failure> {
     match tokio::spawn(work).await {
         Ok(result) => result,
-        Err(error) => Err(Failure::caused(Kind::Internal, "operation was cut short", &error)),
+        Err(error) => Err(Failure::caused(Kind::Internal, "operation was aborted", &error)),
     }
 }
 
 /// Makes a non-blocking descriptor usable with await.
 pub fn watched(fd: OwnedFd, interest: Interest) -> io::Result<AsyncFd<OwnedFd>> {
-    // SAFETY: an owned descriptor is the same one for as long as it lives, and it lives in the
-    // result.
+    // SAFETY: an owned descriptor stays the same for its lifetime, and it is moved into the result.
     Ok(unsafe { AsyncFd::register_with_interest(fd, interest) }?)
 }

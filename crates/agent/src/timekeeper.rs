@@ -1,9 +1,9 @@
-//! Keeps the guest's clock at the host's.
+//! Keeps the guest's clock at the host's time.
 //!
-//! Where the VMM gives a clock device (KVM does on a host whose own clock is its time stamp counter), the agent reads it
-//! now and then. Where there is none, the daemon measures the guest's clock over the link and says how the host's
-//! stands; see `SyncClock`. In either case the kernel's own phase-locked loop takes the difference and learns how fast
-//! the guest's clock runs, as it does for NTP daemons; a large difference is stepped over.
+//! If the VMM provides a clock device (KVM does when the host's clock source is the TSC), the agent reads it
+//! periodically. Otherwise the daemon measures the guest's clock over the link and sends the host's time; see
+//! `SyncClock`. In both cases the kernel's phase-locked loop slews the difference and learns the clock's
+//! frequency, as with NTP daemons; a large difference is stepped.
 
 use std::{
     fs::{self, File},
@@ -17,30 +17,30 @@ use rustix::time::{ClockId, DynamicClockId, clock_gettime, clock_gettime_dynamic
 
 use crate::{clock, log};
 
-/// What the kernel calls KVM's clock.
+/// The kernel's name of KVM's clock device.
 const KVM_CLOCK: &str = "KVM virtual PTP";
 const DEVICE: &str = "/dev/ptp0";
 const DEVICE_NAME: &str = "/sys/class/ptp/ptp0/clock_name";
 
 /// How often the device is read.
 const INTERVAL: Duration = Duration::from_secs(64);
-/// Binary logarithm of [`INTERVAL`] in seconds less four: the loop's time constant, as systemd-timesyncd chooses it.
-/// A difference is gone to a fiftieth when the next reading comes.
+/// Binary logarithm of [`INTERVAL`] in seconds less four: the loop's time constant, as systemd-timesyncd
+/// chooses it. Only a fiftieth of a difference remains at the next reading.
 const TIME_CONSTANT: libc::c_long = 2;
-/// Larger differences are stepped over. The kernel's loop takes 0.5 s at most.
+/// Larger differences are stepped. The kernel's loop accepts at most 0.5 s.
 const MAX_SLEW_NS: i64 = 400_000_000;
-/// Readings of which the quickest counts.
+/// Number of readings; the fastest one is used.
 const READINGS: usize = 5;
 
-/// Whether the agent keeps the time by itself.
+/// Whether the agent keeps the clock without the host.
 static KEPT: AtomicBool = AtomicBool::new(false);
 
-/// Returns whether the agent keeps the time by itself.
+/// Returns whether the agent keeps the clock without the host.
 pub fn is_kept() -> bool {
     KEPT.load(Ordering::Relaxed)
 }
 
-/// How a difference is made good.
+/// How a difference is corrected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Correction {
     /// The clock runs faster or slower for a while, ns.
@@ -56,35 +56,35 @@ fn correction(offset_ns: i64) -> Correction {
     }
 }
 
-/// By how much the guest's clock is behind, ns, if the host's was `realtime_ns` when the guest's [`clock::boottime_ns`]
-/// was `at_boottime_ns`.
+/// Returns by how much the guest's clock is behind, ns, if the host's clock was `realtime_ns` when the
+/// guest's [`clock::boottime_ns`] was `at_boottime_ns`.
 fn behind(at_boottime_ns: u64, realtime_ns: u64, boottime_now: u64, realtime_now: u64) -> i64 {
     let host_now = i128::from(realtime_ns) + i128::from(boottime_now) - i128::from(at_boottime_ns);
     let behind = host_now - i128::from(realtime_now);
     i64::try_from(behind).unwrap_or(if behind < 0 { i64::MIN } else { i64::MAX })
 }
 
-/// Sets the guest's clock by what the host's was at a moment of the guest's.
+/// Sets the guest's clock from the host's time at a moment of the guest's boot clock.
 pub fn set_by(at_boottime_ns: u64, realtime_ns: u64) -> io::Result<()> {
     apply(behind(at_boottime_ns, realtime_ns, clock::boottime_ns(), clock::realtime_ns()))
 }
 
-/// Sets the guest's clock by the VMM's clock, if there is one. For a guest whose time has stood still.
+/// Sets the guest's clock from the clock device, if there is one. For a guest that was suspended.
 pub fn set_by_device() -> io::Result<()> {
     let Some(device) = open() else { return Ok(()) };
     let offset = offset(&device)?;
     adjust(libc::ADJ_SETOFFSET, offset)
 }
 
-/// Keeps the clock by the VMM's, if there is one, for as long as that can be read.
+/// Keeps the clock with the clock device, if there is one, until reading it fails.
 pub async fn run() {
     let Some(device) = open() else { return };
     KEPT.store(true, Ordering::Relaxed);
     loop {
         tokio::time::sleep(INTERVAL).await;
         if let Err(error) = offset(&device).and_then(apply) {
-            // The host is told at its next question, and takes over.
-            log::say(&format!("cannot keep the clock by {DEVICE}: {error}"));
+            // The host sees it at its next measurement, and keeps the clock from then on.
+            log::print(&format!("cannot keep the clock with {DEVICE}: {error}"));
             KEPT.store(false, Ordering::Relaxed);
             return;
         }
@@ -96,7 +96,7 @@ fn open() -> Option<File> {
     if name.trim() == KVM_CLOCK { File::open(DEVICE).ok() } else { None }
 }
 
-/// By how much the guest's clock is behind the device's, ns.
+/// Returns by how much the guest's clock is behind the device's, ns.
 fn offset(device: &File) -> io::Result<i64> {
     let mut best: Option<(u64, i64)> = None;
     for _ in 0..READINGS {
@@ -119,11 +119,12 @@ fn apply(offset_ns: i64) -> io::Result<()> {
     }
 }
 
-/// Has the kernel make up for `ns`, in one of its two ways. In both, its loop is on and the clock counts as set.
-fn adjust(way: libc::c_uint, ns: i64) -> io::Result<()> {
-    // SAFETY: all zeroes is a valid request, of nothing.
+/// Makes the kernel correct the clock by `ns`, with `mode` ADJ_OFFSET or ADJ_SETOFFSET. Both turn its loop on
+/// and mark the clock as synchronized.
+fn adjust(mode: libc::c_uint, ns: i64) -> io::Result<()> {
+    // SAFETY: all zeroes is a valid request that changes nothing.
     let mut request: libc::timex = unsafe { std::mem::zeroed() };
-    request.modes = way
+    request.modes = mode
         | libc::ADJ_NANO
         | libc::ADJ_STATUS
         | libc::ADJ_TIMECONST
@@ -131,14 +132,14 @@ fn adjust(way: libc::c_uint, ns: i64) -> io::Result<()> {
         | libc::ADJ_ESTERROR;
     request.status = libc::STA_PLL;
     request.constant = TIME_CONSTANT;
-    if way == libc::ADJ_SETOFFSET {
+    if mode == libc::ADJ_SETOFFSET {
         request.time.tv_sec = ns.div_euclid(1_000_000_000);
-        // With ADJ_NANO it is ns, and never negative.
+        // With ADJ_NANO the unit is ns, and the value is never negative.
         request.time.tv_usec = ns.rem_euclid(1_000_000_000);
     } else {
         request.offset = ns;
     }
-    // SAFETY: the request is of the type that this call reads and writes.
+    // SAFETY: the request has the type that this call reads and writes.
     match unsafe { libc::adjtimex(&mut request) } {
         -1 => Err(io::Error::last_os_error()),
         _ => Ok(()),
@@ -161,7 +162,7 @@ mod tests {
 
     #[test]
     fn what_the_host_said_a_while_ago_is_of_use_now() {
-        // Said at 5 s, applied at 9 s of the guest's: the host's clock has gone on by 4 s.
+        // Sent at 5 s, applied at 9 s of the guest's clock: 4 s have passed on the host.
         assert_eq!(behind(5 * S, 100 * S, 9 * S, 104 * S), 0);
         assert_eq!(behind(5 * S, 100 * S, 9 * S, 103 * S), 1_000_000_000);
         assert_eq!(behind(5 * S, 100 * S, 9 * S, 106 * S), -2_000_000_000);

@@ -1,8 +1,8 @@
-//! Makes a directory hold the files that it shall, as kubelet does on its node.
+//! Updates a directory to contain the given files, as kubelet does on its node.
 //!
-//! kubelet keeps a version of all files in a directory of its own, `..<time>`, with the link `..data` to it and
-//! a link through `..data` for each file. A new version gets complete before `..data` is replaced, and whoever
-//! watches the link sees all files change at once. The same order holds here.
+//! kubelet keeps a version of all files in its own directory, `..<time>`, with a symlink `..data` to it and a
+//! symlink through `..data` for each file. A new version is complete before `..data` is replaced, so a
+//! process that watches the symlink sees all files change at once. Files are written in the same order here.
 
 use std::{
     collections::HashSet,
@@ -23,12 +23,12 @@ use pathrs::{
 
 use crate::failure::{Failure, internal};
 
-/// The link that is replaced when all it leads to is complete.
+/// The symlink that is replaced after its target is complete.
 const DATA: &str = "..data";
-/// What is about to get its name; kubelet lets no key begin like this.
+/// Temporary name of a new entry; kubelet allows no key that begins like this.
 const NEW: &str = "..new";
 
-/// Permissions.
+/// Owner and permissions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Owner {
     /// Permission bits.
@@ -39,18 +39,18 @@ pub struct Owner {
     pub gid: u32,
 }
 
-/// Something in a tree.
+/// An entry of a tree.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
     /// Below the tree's root.
     pub path: PathBuf,
-    /// Of no meaning for a link.
+    /// Ignored for a symlink.
     pub owner: Owner,
-    /// What it is.
+    /// Its kind.
     pub kind: Kind,
 }
 
-/// What an entry is.
+/// The kind of an entry.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Kind {
     /// A directory.
@@ -62,7 +62,7 @@ pub enum Kind {
 }
 
 impl Owner {
-    /// Gives them to what is at `path`, which nobody else can exchange.
+    /// Applies them to `path`, which no container can replace.
     pub fn apply_to(self, path: &Path) -> Result<(), Failure> {
         chown(path, Some(self.uid), Some(self.gid))
             .and_then(|()| fs::set_permissions(path, fs::Permissions::from_mode(self.mode & 0o7777)))
@@ -71,18 +71,19 @@ impl Owner {
 }
 
 impl Entry {
-    /// Whether it lies in the tree.
+    /// Checks that its path is below the tree's root.
     pub fn check(&self) -> Result<(), Failure> {
         let parts: Vec<_> = self.path.components().collect();
         if !parts.is_empty() && parts.iter().all(|part| matches!(part, Component::Normal(_))) {
             Ok(())
         } else {
-            Err(Failure::invalid(format!("tree: {:?} is no path below its root", self.path)))
+            Err(Failure::invalid(format!("tree: {:?} is not a path below its root", self.path)))
         }
     }
 }
 
-/// Makes `dir` hold `entries` and nothing else. Paths are looked up within `dir`, whoever writes there.
+/// Makes `dir` contain `entries` and nothing else. Resolves paths within `dir`, even if containers write
+/// there.
 pub fn mirror(dir: &Path, owner: Owner, entries: &[Entry]) -> Result<(), Failure> {
     fs::create_dir_all(dir).map_err(internal(format!("cannot create {}", dir.display())))?;
     let tree = Tree(Root::open(dir).map_err(internal(format!("cannot open {}", dir.display())))?);
@@ -157,7 +158,7 @@ impl Tree {
         self.0.rename(&new, path, RenameFlags::empty()).map_err(failed("name", path))
     }
 
-    /// Returns whether a directory is at `path` itself.
+    /// Returns whether `path` itself is a directory.
     fn is_directory(&self, path: &Path) -> bool {
         let flags = OpenFlags::O_DIRECTORY | OpenFlags::O_NOFOLLOW | OpenFlags::O_RDONLY;
         self.0.open_subpath(path, flags).is_ok()
@@ -170,7 +171,7 @@ impl Tree {
             return false;
         }
         let mut there = Vec::with_capacity(content.len() + 1);
-        // One byte more tells a longer file.
+        // One more byte detects a longer file.
         file.take(content.len() as u64 + 1).read_to_end(&mut there).is_ok() && there == content
     }
 
@@ -180,7 +181,7 @@ impl Tree {
         own(&file, owner, path)
     }
 
-    /// Removes what is at `path`, if something is.
+    /// Removes `path` if it exists.
     fn clear(&self, path: &Path) -> Result<(), Failure> {
         match self.0.remove_all(path) {
             Err(error) if error.kind() != pathrs::error::ErrorKind::OsError(Some(libc::ENOENT)) => {
@@ -201,8 +202,8 @@ fn failed(action: &str, path: &Path) -> impl FnOnce(Error) -> Failure {
     internal(format!("cannot {action} {}", path.display()))
 }
 
-/// Returns what is in `dir` and not kept, without what lies in something that goes as a whole. Links first: they lead
-/// to what follows.
+/// Returns the paths in `dir` that are not in `kept`, without the contents of directories that are removed as
+/// a whole. Symlinks first: they point to what follows.
 fn superfluous(dir: &Path, kept: &HashSet<&Path>) -> Result<Vec<PathBuf>, Failure> {
     let (mut links, mut others, mut pending) = (Vec::new(), Vec::new(), vec![PathBuf::new()]);
     while let Some(below) = pending.pop() {
@@ -230,7 +231,7 @@ mod tests {
     use super::*;
 
     fn entry(path: &str, kind: Kind) -> Entry {
-        // SAFETY: neither of them can fail or touches memory.
+        // SAFETY: neither can fail or accesses memory.
         let (uid, gid) = unsafe { (libc::getuid(), libc::getgid()) };
         let mode = if kind == Kind::Directory { 0o755 } else { 0o640 };
         Entry { path: path.into(), owner: Owner { mode, uid, gid }, kind }
@@ -248,7 +249,7 @@ mod tests {
         mirror(dir, entry("", Kind::Directory).owner, entries).unwrap();
     }
 
-    /// Returns what kubelet has of files with these contents.
+    /// Returns kubelet's entries for files with these contents.
     fn version(name: &str, files: &[(&str, &str)]) -> Vec<Entry> {
         let mut entries = vec![entry(name, Kind::Directory), link("..data", name)];
         for (key, content) in files {

@@ -1,4 +1,4 @@
-//! Waits for a device by the kernel's announcements instead of looking again and again.
+//! Waits for a device by the kernel's uevents instead of polling.
 
 use std::{
     io,
@@ -16,16 +16,15 @@ use tokio::{
 
 use crate::sync::watched;
 
-/// The multicast group in which the kernel itself speaks (the other one is udev's).
+/// The multicast group of the kernel's uevents (the other one is udev's).
 const KERNEL_GROUP: u32 = 1;
 
-/// Returns what `scan` finds, now or as soon as a device has come that makes it find something;
-/// `None` when `deadline` passes first.
+/// Returns what `scan` finds, now or after a uevent; `None` if `deadline` passes first.
 pub async fn wait_for<T>(
     deadline: Option<Duration>,
     mut scan: impl FnMut() -> Option<T>,
 ) -> io::Result<Option<T>> {
-    // Listening comes first: what appears between a look and the subscription would be missed.
+    // Subscribed first: a device that appears between a scan and the subscription would be missed.
     let announcements = watched(subscribe()?, Interest::READABLE)?;
     let found = async {
         loop {
@@ -52,14 +51,14 @@ fn subscribe() -> nix::Result<OwnedFd> {
     Ok(fd)
 }
 
-/// Waits for at least one announcement and drops all there are: the scan reads sysfs anyway.
+/// Waits for at least one uevent and drops all pending ones: the scan reads sysfs anyway.
 async fn drain(announcements: &AsyncFd<OwnedFd>) -> io::Result<()> {
     let mut guard = announcements.readable().await?;
     let mut message = [0; 4096];
     loop {
         let read = guard.try_io(|fd| Ok(recv(fd.as_raw_fd(), &mut message, MsgFlags::empty())?));
         match read {
-            // ENOBUFS: announcements were lost, so something did happen.
+            // ENOBUFS: uevents were lost, so something has changed.
             Ok(Ok(_)) => {}
             Ok(Err(error)) if error.raw_os_error() == Some(libc::ENOBUFS) => {}
             Ok(Err(error)) => return Err(error),

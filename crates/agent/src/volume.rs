@@ -1,10 +1,10 @@
-//! Volumes: directories of the pod that its containers have in common, each below its identifier.
+//! Volumes: directories that the pod's containers share, each named by its identifier.
 //!
 //! ```text
 //! /run/sandboxer/volumes/<id>/    files from the host, a tmpfs, or a disk's file system
 //! ```
 //!
-//! They live as long as the guest. Containers bind-mount them, or directories in them.
+//! They exist until the guest ends. Containers bind-mount them, or directories in them.
 
 use std::{
     collections::HashMap,
@@ -35,18 +35,18 @@ use crate::{
 /// Most volumes of one guest.
 const MAX_VOLUMES: usize = 256;
 
-/// A volume as asked for.
+/// A request to create or update a volume.
 #[derive(Debug)]
 pub struct Put {
     /// Chosen by the host.
     pub id: Id,
-    /// Of its directory.
+    /// Owner of its directory.
     pub owner: Owner,
-    /// What is in it.
+    /// Its content.
     pub content: Content,
 }
 
-/// What is in a volume.
+/// The content of a volume.
 #[derive(Debug)]
 pub enum Content {
     /// These files and no others.
@@ -67,16 +67,16 @@ pub struct Volumes {
     known: Mutex<HashMap<Id, Arc<Volume>>>,
 }
 
-/// Whether it is there. Held over awaits on purpose: a volume is made, or changed, by one at a time.
+/// Whether it exists. Held over awaits on purpose: requests for one volume run one at a time.
 type Volume = AsyncMutex<bool>;
 
 impl Volumes {
-    /// None yet.
+    /// Creates an empty set.
     pub fn new(shared: Arc<Shared>) -> Self {
         Self { shared, known: Mutex::default() }
     }
 
-    /// Makes a volume. One that is there stays as it is, but for its files, which become those asked for.
+    /// Creates a volume. An existing one is unchanged, except that its files are updated.
     pub async fn put(&self, put: Put) -> Result<(), Failure> {
         let volume = self.enter(&put.id)?;
         let mut is_there = volume.lock().await;
@@ -102,10 +102,10 @@ impl Volumes {
         Ok(())
     }
 
-    /// Returns every volume that is there.
+    /// Returns every existing volume.
     pub fn all(&self) -> Vec<Id> {
         let known = lock(&self.known);
-        // One that is being made is not there yet.
+        // A volume that is being created does not exist yet.
         let there = known.iter().filter(|(_, volume)| volume.try_lock().is_ok_and(|there| *there));
         there.map(|(id, _)| id.clone()).collect()
     }
@@ -123,12 +123,12 @@ fn make_dir(dir: &Path) -> Result<(), Failure> {
     fs::create_dir_all(dir).map_err(internal(format!("cannot create {}", dir.display())))
 }
 
-/// Blocks on the disk: for workers.
+/// Mounts a volume's disk. Blocks on the disk: for workers.
 fn mount_disk(node: &Path, disk: &Disk, dir: &Path, owner: Owner) -> Result<(), Failure> {
     make_dir(dir)?;
     let flags = if disk.read_only { MsFlags::MS_RDONLY } else { MsFlags::empty() };
-    // It is sparse on the host: the kernel would fill a fresh one's inode tables with zeros in the background, and what
-    // is deleted would keep its room there.
+    // The disk is sparse on the host: the kernel must not fill a new one's inode tables with zeros in the
+    // background, and must discard deleted blocks.
     let options = if disk.fstype == "ext4" { "noinit_itable,discard" } else { "" };
     mount(Some(node), dir, Some(disk.fstype.as_str()), flags, Some(options)).map_err(internal(format!(
         "cannot mount {} as {} on {}",
@@ -139,20 +139,20 @@ fn mount_disk(node: &Path, disk: &Disk, dir: &Path, owner: Owner) -> Result<(), 
     if disk.read_only {
         return Ok(());
     }
-    // Made with the file system, for repairs that nobody will make. It may hold something by now.
+    // Created by mkfs. It may not be empty.
     let _ = fs::remove_dir(dir.join("lost+found"));
     let owned = owner.apply_to(dir);
     if owned.is_err() {
-        // What failed is what is told.
+        // The first error is reported.
         let _ = umount(dir);
     }
     owned
 }
 
-/// Gives each mount from inside of a volume a source that no container can exchange.
+/// Replaces the source of each mount from inside a volume by one that no container can change.
 ///
-/// Containers can write to volumes, links too: what lies below one's directory is looked up within it, and
-/// mounted in the container's own directory.
+/// Containers can write to volumes, including symlinks: the path is resolved within the volume, and its
+/// target is mounted in the container's own directory.
 pub fn stage(dir: &Dir, mounts: &mut [Mount]) -> Result<(), Failure> {
     for (n, mount) in mounts.iter_mut().enumerate() {
         let Some((volume, sub_path)) = mount.source().as_deref().and_then(in_volume) else { continue };
@@ -166,7 +166,7 @@ pub fn stage(dir: &Dir, mounts: &mut [Mount]) -> Result<(), Failure> {
     Ok(())
 }
 
-/// Returns the volume's directory and the path below it, of a path in a volume.
+/// Splits a path in a volume into the volume's directory and the path below it.
 fn in_volume(source: &Path) -> Option<(PathBuf, PathBuf)> {
     let mut parts = source.strip_prefix(VOLUMES_DIR).ok()?.components();
     let volume = Path::new(VOLUMES_DIR).join(parts.next()?);
@@ -178,12 +178,12 @@ fn bind_inside(volume: &Path, sub_path: &Path, target: &Path) -> Result<(), Fail
         let text = format!("cannot {action} {} in volume {}", sub_path.display(), volume.display());
         internal::<pathrs::error::Error>(text)
     };
-    let root = Root::open(volume).map_err(failed("look for"))?;
+    let root = Root::open(volume).map_err(failed("open"))?;
     let found = match root.resolve(sub_path) {
         Err(error) if matches!(error.kind(), ErrorKind::OsError(Some(libc::ENOENT))) => {
             let made =
-                root.mkdir_all(sub_path, &fs::Permissions::from_mode(0o755)).map_err(failed("make"))?;
-            // As kubelet makes it: with the volume's own permissions.
+                root.mkdir_all(sub_path, &fs::Permissions::from_mode(0o755)).map_err(failed("create"))?;
+            // As kubelet does: with the volume's own permissions.
             fs::metadata(volume)
                 .and_then(|volume| fs::set_permissions(path_of(&made), volume.permissions()))
                 .map_err(internal(format!("cannot set the permissions of {}", sub_path.display())))?;
@@ -198,7 +198,7 @@ fn bind_inside(volume: &Path, sub_path: &Path, target: &Path) -> Result<(), Fail
         .map_err(internal(format!("cannot mount {} of {}", sub_path.display(), volume.display())))
 }
 
-/// Returns a path to what is held open, wherever it is by now.
+/// Returns a path to an open handle, independent of its current location.
 fn path_of(handle: &Handle) -> PathBuf {
     PathBuf::from(format!("/proc/self/fd/{}", handle.as_fd().as_raw_fd()))
 }

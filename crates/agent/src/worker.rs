@@ -8,8 +8,8 @@
 //!    └── adopts the orphaned init as PID 1 does
 //! ```
 //!
-//! Whatever goes wrong in the runtime ends the worker and not the guest. Forking is safe since
-//! the agent has one thread only.
+//! An error in the runtime ends the worker, not the guest. Forking is safe because the agent has only one
+//! thread.
 
 use std::{
     io::{self, Write as _},
@@ -34,38 +34,38 @@ use crate::{
     sync::watched,
 };
 
-/// Longest report, bytes: what a pipe takes without a reader, so a worker never waits.
+/// Longest report, bytes: fits into a pipe without a reader, so a worker never blocks.
 const MAX_REPORT: usize = 60 << 10;
 /// Longest text of causes that is read, bytes.
 const MAX_CAUSES: usize = 64 << 10;
-/// Workers at a time. More only compete for the same few virtual CPUs.
+/// Most workers at a time. More would only compete for the few virtual CPUs.
 const PARALLEL: usize = 4;
 
-/// Forks workers and hears them out.
+/// Forks workers and receives their reports.
 pub struct Workers {
     reaper: Arc<Reaper>,
     places: Semaphore,
 }
 
-/// What a worker left behind.
+/// Results of a worker.
 pub struct Done<T> {
     /// Its report.
     pub result: Result<T, Failure>,
-    /// A moment before the fork, to claim the processes it made.
+    /// A point before the fork, to claim the processes that the worker created.
     pub since: Since,
-    /// Where it and its descendants write causes; ends when the last of them has executed
-    /// something else or exited.
+    /// The pipe of causes that the worker and its descendants write to; closed when the last of them has
+    /// executed another program or exited.
     pub causes: Causes,
 }
 
 impl Workers {
-    /// Workers whose deaths `reaper` reports.
+    /// Creates a set of workers; `reaper` reports their exits.
     pub fn new(reaper: Arc<Reaper>) -> Self {
         Self { reaper, places: Semaphore::new(PARALLEL) }
     }
 
-    /// Runs `job` in a worker that keeps `keep` and no other descriptor of the agent: one kept by
-    /// mistake would hold another container's pipe open.
+    /// Runs `job` in a worker that keeps the descriptors `keep` and no others of the agent: another one would
+    /// keep another container's pipe open.
     pub async fn run<T, F>(&self, keep: &[BorrowedFd<'_>], job: F) -> Result<Done<T>, Failure>
     where
         T: Serialize + DeserializeOwned,
@@ -74,7 +74,7 @@ impl Workers {
         let _place = self.places.acquire().await.map_err(internal("cannot wait for a worker"))?;
         let (report, report_end) = new_pipe()?;
         let (causes, causes_end) = new_pipe()?;
-        // The ends that are read never block; the causes' other end drops what finds no room.
+        // The read ends never block; the write end of the causes drops what does not fit.
         for fd in [&report, &causes, &causes_end] {
             fcntl(fd, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))
                 .map_err(internal("cannot prepare a worker's pipes"))?;
@@ -101,12 +101,12 @@ impl Workers {
             biased;
             complete = report.completed() => complete,
             died = death => match (report.pull(), died) {
-                // It may have reported and died before we were polled again.
+                // It may have reported and exited before this was polled again.
                 (Ok(true), _) => Ok(()),
                 (Err(failure), _) => Err(failure),
                 (Ok(false), Ok(death)) => {
                     let code = death.code;
-                    Err(Failure::new(Kind::Internal, format!("worker ended with code {code} and no report")))
+                    Err(Failure::new(Kind::Internal, format!("worker exited with code {code} without a report")))
                 }
                 (Ok(false), Err(_)) => Err(Failure::new(Kind::Internal, "worker was lost")),
             },
@@ -119,7 +119,7 @@ fn new_pipe() -> Result<(OwnedFd, OwnedFd), Failure> {
     pipe2(OFlag::O_CLOEXEC).map_err(internal("cannot open a pipe for a worker"))
 }
 
-/// Returns the worker's whole life.
+/// Runs a worker until it exits.
 fn work<T: Serialize>(
     kept: Vec<RawFd>,
     report: OwnedFd,
@@ -133,30 +133,30 @@ fn work<T: Serialize>(
         Ok(bytes) if bytes.len() <= MAX_REPORT => bytes,
         _ => Vec::new(),
     };
-    // At most MAX_REPORT: see above.
+    // Fits: at most MAX_REPORT.
     let length = encoded.len() as u32;
     let mut report = io::PipeWriter::from(report);
     let _ = report.write_all(&[&length.to_le_bytes()[..], &encoded].concat());
-    // SAFETY: `_exit` ends the process without running the agent's destructors and exit handlers,
-    // which are the agent's alone.
+    // SAFETY: `_exit` ends the process without the agent's destructors and exit handlers, which must run in
+    // the agent only.
     unsafe { libc::_exit(0) }
 }
 
-/// Closes every descriptor but standard input, output, error and `kept`.
+/// Closes every descriptor except standard input, output, error and `kept`.
 pub fn close_all_but(mut kept: Vec<RawFd>) {
     kept.sort_unstable();
     let mut next: libc::c_uint = 3;
     for fd in kept.into_iter().filter_map(|fd| libc::c_uint::try_from(fd).ok()).chain([libc::c_uint::MAX]) {
         if fd > next {
-            // SAFETY: the descriptors belong to objects of the agent that this process never
-            // touches again: it leaves by `_exit` or by executing something.
+            // SAFETY: the descriptors belong to objects of the agent that this process never uses again: it
+            // ends by `_exit` or by executing another program.
             unsafe { libc::close_range(next, fd - 1, 0) };
         }
         next = next.max(fd.saturating_add(1));
     }
 }
 
-/// A report as it comes in: its length in four bytes, then JSON.
+/// A report as it arrives: its length in four bytes, then JSON.
 struct Report {
     pipe: AsyncFd<OwnedFd>,
     bytes: Vec<u8>,
@@ -167,7 +167,7 @@ impl Report {
         Ok(Self { pipe: watched(pipe, Interest::READABLE)?, bytes: Vec::new() })
     }
 
-    /// Waits until it is complete. A worker that dies first is somebody else's concern.
+    /// Waits until it is complete. The caller watches for a worker that exits first.
     async fn completed(&mut self) -> Result<(), Failure> {
         loop {
             if self.pull()? {
@@ -179,19 +179,19 @@ impl Report {
             guard.clear_ready();
             drop(guard);
             if closed && !self.pull()? {
-                // Closed without a word: how it died says more.
+                // Closed without a report: the worker's exit status explains more.
                 return std::future::pending().await;
             }
         }
     }
 
-    /// Takes what lies in the pipe; whether the report is complete.
+    /// Reads what is in the pipe; returns whether the report is complete.
     fn pull(&mut self) -> Result<bool, Failure> {
         read_now(self.pipe.get_ref(), &mut self.bytes, MAX_REPORT + size_of::<u32>());
         let Some((length, body)) = self.bytes.split_first_chunk() else { return Ok(false) };
         match usize::try_from(u32::from_le_bytes(*length)) {
             Ok(length @ 1..=MAX_REPORT) => Ok(body.len() >= length),
-            _ => Err(Failure::new(Kind::Internal, "worker announced a report of impossible length")),
+            _ => Err(Failure::new(Kind::Internal, "worker announced a report of invalid length")),
         }
     }
 
@@ -203,8 +203,8 @@ impl Report {
     }
 }
 
-/// Appends what can be read from a non-blocking `pipe` at once, up to `max` bytes in all. Asks the
-/// kernel itself: what the async runtime knows of the pipe may be a moment old.
+/// Appends what a non-blocking `pipe` contains now, up to `max` bytes in all. Reads directly: the async
+/// runtime's knowledge of the pipe may be outdated.
 fn read_now(pipe: &OwnedFd, bytes: &mut Vec<u8>, max: usize) {
     let mut chunk = [0; 4096];
     while bytes.len() < max {
@@ -221,20 +221,20 @@ fn read_now(pipe: &OwnedFd, bytes: &mut Vec<u8>, max: usize) {
 pub struct Causes(AsyncFd<OwnedFd>);
 
 impl Causes {
-    /// `failure`, explained by what has been written so far.
+    /// Adds the causes written so far to `failure`.
     pub fn explain(&self, failure: Failure) -> Failure {
         let mut text = Vec::new();
         read_now(self.0.get_ref(), &mut text, MAX_CAUSES);
         explained(failure, &String::from_utf8_lossy(&text))
     }
 
-    /// Waits until the payload runs; `Err` says why it does not.
+    /// Waits until the payload runs; an error explains why it cannot.
     pub async fn until_executed(self) -> Result<(), Failure> {
         let mut text = Vec::new();
         loop {
             read_now(self.0.get_ref(), &mut text, MAX_CAUSES);
             let readable = self.0.readable().await;
-            let mut guard = readable.map_err(internal("cannot hear from the payload"))?;
+            let mut guard = readable.map_err(internal("cannot read from the payload"))?;
             let closed = guard.ready().is_read_closed();
             guard.clear_ready();
             if closed {
@@ -251,8 +251,7 @@ impl Causes {
 }
 
 fn explained(failure: Failure, causes: &str) -> Failure {
-    // Why the payload can't run is the whole story; otherwise what was logged first happened
-    // deepest.
+    // A payload's cause replaces the failure; otherwise the first logged cause is the innermost one.
     if let Some(why) = causes.lines().find_map(|line| line.strip_prefix(log::PAYLOAD)) {
         return Failure::new(Kind::FailedPrecondition, why);
     }

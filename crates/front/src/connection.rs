@@ -1,4 +1,4 @@
-//! One connection of containerd's, and its link to whatever worker there is.
+//! A connection of containerd, and its link to the current worker.
 
 use std::{
     collections::BTreeMap,
@@ -14,33 +14,33 @@ use nix::sys::epoll::EpollFlags;
 
 use crate::{
     frame::{Assembler, EXHAUSTED, Frame, INTERNAL, REQUEST, RESPONSE},
+    log::log,
     outbox::Outbox,
-    say::say,
 };
 
-/// Most requests of one connection under way, and most bytes of them. containerd has one connection for each
-/// container, on which it waits for each process once.
+/// Most pending requests of one connection, and their most bytes. containerd has one connection for each
+/// container, with one Wait request per process.
 const MAX_UNANSWERED: usize = 4096;
 const MAX_UNANSWERED_BYTES: usize = 8 << 20;
-/// With so many bytes waiting for one side, the other isn't read.
+/// While one side has so many unwritten bytes, the other side is not read.
 const MAX_BUFFERED_BYTES: usize = 1 << 20;
-/// So many times a worker that lives may lose one connection's link.
+/// Most links that one connection may lose to the same worker.
 const MAX_LINKS: u32 = 3;
-/// A request that so many workers ended under is a suspect: it is given alone, so that it is known which of several ends
-/// the next one.
+/// A request is a suspect after so many workers have died with it: it is sent alone, to find out which
+/// request kills workers.
 const SUSPECT_DEATHS: u8 = 2;
-/// A request that so many workers ended under is answered with an error.
+/// A request gets an error after so many workers have died with it.
 const MAX_DEATHS: u8 = 3;
-/// The method whose requests wait for a process's end and do nothing else. They are under way through every worker's
-/// end, whatever that was caused by, and containerd takes an error for the process's end.
+/// The method that waits for a process's exit and does nothing else. Such requests are pending at every death
+/// of a worker, whatever the cause, and containerd would take an error as the process's exit.
 const WAIT: &str = "Wait";
 
-/// Names requests. A number is not used again for two thousand million requests.
+/// Stream numbers of requests. A number is reused after two thousand million requests.
 #[derive(Debug)]
 pub struct Numbers(u32);
 
 impl Default for Numbers {
-    /// ttrpc wants odd numbers of whoever asks.
+    /// ttrpc clients use odd numbers.
     fn default() -> Self {
         Self(1)
     }
@@ -54,27 +54,27 @@ impl Numbers {
     }
 }
 
-/// Whether a side is still there.
+/// The state of one side of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Side {
-    /// It is.
+    /// It is open.
     Open,
-    /// It is, with nothing to say now.
+    /// It is open, and has no data now.
     Idle,
-    /// It has closed, or said what is no ttrpc.
+    /// It has closed, or has sent invalid ttrpc.
     Gone,
 }
 
-/// A connection of containerd's.
+/// A connection of containerd.
 #[derive(Debug)]
 pub struct Connection {
     client: UnixStream,
     from_client: Assembler,
     to_client: Outbox,
     link: Option<Link>,
-    /// Links that the present worker has had.
+    /// Number of links to the current worker.
     links: u32,
-    /// Requests whose answer has not passed, by number.
+    /// Requests without a response yet, by number.
     unanswered: BTreeMap<u32, Unanswered>,
     unanswered_bytes: usize,
 }
@@ -88,12 +88,12 @@ struct Link {
 
 #[derive(Debug)]
 struct Unanswered {
-    /// containerd's number for it.
+    /// containerd's stream number.
     stream: u32,
     frame: Frame,
-    /// The present worker has it.
-    given: bool,
-    /// Workers that ended while they had it.
+    /// It was sent to the current worker.
+    sent: bool,
+    /// Number of workers that died with it.
     deaths: u8,
 }
 
@@ -102,12 +102,12 @@ impl Unanswered {
         self.deaths >= SUSPECT_DEATHS
     }
 
-    /// Answers with the error that it gets instead of another worker.
-    fn refusal(&self) -> String {
+    /// Returns the error for a request that is not sent to another worker.
+    fn error_message(&self) -> String {
         let of = |id: &str| format!(" of container {}", id.escape_debug());
         format!(
-            "{}{} was given to {} workers of sandboxer, and each of them ended before it had an answer: it is not given to \
-             another one; sandboxer's log says how they ended",
+            "{}{} failed: {} workers of sandboxer have died while they handled it, so it is not repeated; see sandboxer's \
+             log for their exit statuses",
             self.frame.method().unwrap_or("a request").escape_debug(),
             self.frame.container().map(of).unwrap_or_default(),
             self.deaths,
@@ -116,7 +116,7 @@ impl Unanswered {
 }
 
 impl Connection {
-    /// Returns a connection that was just accepted; it doesn't block.
+    /// Creates a connection from a non-blocking stream.
     pub fn new(client: UnixStream) -> Self {
         Self {
             client,
@@ -129,73 +129,74 @@ impl Connection {
         }
     }
 
-    /// Returns the connection itself.
+    /// Returns containerd's end.
     pub fn client(&self) -> BorrowedFd<'_> {
         self.client.as_fd()
     }
 
-    /// Returns the end of its link that is here.
+    /// Returns this end of its link.
     pub fn link(&self) -> Option<BorrowedFd<'_>> {
         self.link.as_ref().map(|link| link.stream.as_fd())
     }
 
-    /// Links it to a worker, which gets all that has no answer yet, marked; suspects only if it has them already.
+    /// Links it to a worker, and sends all requests without a response, marked as repeated; suspects only if
+    /// the worker already has them.
     pub fn set_link(&mut self, stream: UnixStream) {
         self.links += 1;
         self.link = Some(Link { stream, from_worker: Assembler::default(), to_worker: Outbox::default() });
-        let due = self.unanswered.iter().filter(|(_, request)| request.given || !request.is_suspect());
+        let due = self.unanswered.iter().filter(|(_, request)| request.sent || !request.is_suspect());
         let due: Vec<_> = due.map(|(number, _)| *number).collect();
-        due.into_iter().for_each(|number| self.give(number));
+        due.into_iter().for_each(|number| self.send(number));
     }
 
-    /// Gives the worker a request that another one may have had.
-    pub fn give(&mut self, number: u32) {
+    /// Sends the worker a request that another worker may have received.
+    pub fn send(&mut self, number: u32) {
         let (Some(link), Some(request)) = (&mut self.link, self.unanswered.get_mut(&number)) else { return };
-        request.given = true;
+        request.sent = true;
         let mut again = request.frame.clone();
         again.set_repeated(true);
         link.to_worker.push(again.into_bytes());
     }
 
-    /// Returns the oldest suspect that the worker could be given.
+    /// Returns the oldest suspect that can be sent to the worker.
     pub fn suspect(&self) -> Option<u32> {
         self.link.as_ref()?;
         let mut suspects =
-            self.unanswered.iter().filter(|(_, request)| request.is_suspect() && !request.given);
+            self.unanswered.iter().filter(|(_, request)| request.is_suspect() && !request.sent);
         suspects.next().map(|(number, _)| *number)
     }
 
-    /// Returns whether a request has no answer yet.
+    /// Returns whether a request has no response yet.
     pub fn awaits(&self, number: u32) -> bool {
         self.unanswered.contains_key(&number)
     }
 
-    /// Returns whether the worker, which lives, may have another link for it.
+    /// Returns whether it may have another link to the same worker.
     pub fn may_link(&self) -> bool {
         self.links < MAX_LINKS
     }
 
-    /// The worker is gone: what it still has answered passes, then the link is no more. `died`: nobody asked it to end,
-    /// and what it had and did not answer may be why.
+    /// Handles the end of the worker: forwards its remaining responses, then closes the link. `died`: it
+    /// exited unexpectedly, possibly because of one of its requests.
     pub fn worker_gone(&mut self, scratch: &mut [u8], died: bool) {
         while self.read_link(scratch) == Side::Open {}
         self.link = None;
         self.links = 0;
         for request in self.unanswered.values_mut() {
-            let counts = mem::take(&mut request.given) && died && request.frame.method() != Some(WAIT);
+            let counts = mem::take(&mut request.sent) && died && request.frame.method() != Some(WAIT);
             request.deaths += u8::from(counts);
         }
         let deadly = self.unanswered.iter().filter(|(_, request)| request.deaths >= MAX_DEATHS);
         let deadly: Vec<_> = deadly.map(|(number, _)| *number).collect();
         for request in deadly.iter().filter_map(|number| self.unanswered.remove(number)) {
             self.unanswered_bytes -= request.frame.bytes().len();
-            let words = request.refusal();
-            say!("{words}");
-            self.to_client.push(Frame::error(request.stream, INTERNAL, &words).into_bytes());
+            let message = request.error_message();
+            log!("{message}");
+            self.to_client.push(Frame::error(request.stream, INTERNAL, &message).into_bytes());
         }
     }
 
-    /// Returns what to wait for on the connection and on its link.
+    /// Returns the events to wait for on the connection and on its link.
     pub fn interest(&self) -> (EpollFlags, EpollFlags) {
         let flags = |read: bool, write: &Outbox| {
             let mut flags = EpollFlags::empty();
@@ -212,22 +213,22 @@ impl Connection {
         )
     }
 
-    /// Reads what containerd says, once.
+    /// Reads from containerd, once.
     pub fn read_client(&mut self, scratch: &mut [u8], numbers: &mut Numbers) -> Side {
         let Some(link) = &mut self.link else { return Side::Open };
         let Some(count) = read(&self.client, scratch) else { return Side::Gone };
         let frames = match self.from_client.take(&scratch[..count]) {
             Ok(frames) => frames,
-            Err(error) => return refuse(&error),
+            Err(error) => return close(&error),
         };
         for mut frame in frames {
             if frame.kind() != REQUEST {
-                return refuse(&"the task service has no streams");
+                return close(&"streaming requests are not supported");
             }
             let (stream, number) = (frame.stream(), numbers.next());
             let bytes = self.unanswered_bytes + frame.bytes().len();
             if self.unanswered.len() >= MAX_UNANSWERED || bytes > MAX_UNANSWERED_BYTES {
-                const WORDS: &str = "too many requests are under way on this connection";
+                const WORDS: &str = "too many pending requests on this connection";
                 self.to_client.push(Frame::error(stream, EXHAUSTED, WORDS).into_bytes());
                 continue;
             }
@@ -235,21 +236,21 @@ impl Connection {
             frame.set_stream(number);
             link.to_worker.push(frame.bytes().to_vec());
             self.unanswered_bytes = bytes;
-            self.unanswered.insert(number, Unanswered { stream, frame, given: true, deaths: 0 });
+            self.unanswered.insert(number, Unanswered { stream, frame, sent: true, deaths: 0 });
         }
         Side::Open
     }
 
-    /// Reads what the worker says, once.
+    /// Reads from the worker, once.
     pub fn read_link(&mut self, scratch: &mut [u8]) -> Side {
         let Some(link) = &mut self.link else { return Side::Gone };
         let Some(count) = read(&link.stream, scratch) else { return Side::Gone };
         let frames = match link.from_worker.take(&scratch[..count]) {
             Ok(frames) => frames,
-            Err(error) => return refuse(&error),
+            Err(error) => return close(&error),
         };
         for mut frame in frames.into_iter().filter(|frame| frame.kind() == RESPONSE) {
-            // One that is not known was answered already.
+            // An unknown one was already answered.
             if let Some(request) = self.unanswered.remove(&frame.stream()) {
                 self.unanswered_bytes -= request.frame.bytes().len();
                 frame.set_stream(request.stream);
@@ -259,23 +260,23 @@ impl Connection {
         if count == 0 { Side::Idle } else { Side::Open }
     }
 
-    /// Writes what waits for containerd.
+    /// Writes pending bytes to containerd.
     pub fn flush_client(&mut self) -> Side {
         side(self.to_client.flush(&self.client))
     }
 
-    /// Writes what waits for the worker.
+    /// Writes pending bytes to the worker.
     pub fn flush_link(&mut self) -> Side {
         self.link.as_mut().map_or(Side::Open, |link| side(link.to_worker.flush(&link.stream)))
     }
 
-    /// Ends the link.
+    /// Closes the link.
     pub fn cut_link(&mut self) {
         drop(mem::take(&mut self.link));
     }
 }
 
-/// Bytes read, 0 also where there are none now; none at the end.
+/// Returns the number of bytes read, 0 if there are none now; `None` at the end.
 fn read(mut from: &UnixStream, scratch: &mut [u8]) -> Option<usize> {
     loop {
         match from.read(scratch) {
@@ -292,7 +293,7 @@ fn side(done: io::Result<()>) -> Side {
     if done.is_ok() { Side::Open } else { Side::Gone }
 }
 
-fn refuse(why: &dyn std::fmt::Display) -> Side {
-    say!("a task connection is closed: {why}");
+fn close(why: &dyn std::fmt::Display) -> Side {
+    log!("closing a task connection: {why}");
     Side::Gone
 }

@@ -1,11 +1,11 @@
-//! What front and worker say to each other, one packet a message, over a `SOCK_SEQPACKET` pair.
+//! The protocol between front and worker: one packet per message, over a `SOCK_SEQPACKET` pair.
 //!
 //! ```text
 //! kind u8 │ length of key u16 │ key │ note          and up to MAX_FDS descriptors
 //! ```
 //!
-//! A packet that was sent is received even if its sender is killed the next moment: that makes an entry
-//! which a worker has handed over safe at once, without an answer.
+//! A packet that was sent is received even if its sender is killed at once. So an entry is safe as soon as
+//! the worker has sent it, without a response.
 
 use std::{
     io::{self, IoSlice, IoSliceMut},
@@ -26,71 +26,72 @@ pub const MAX_MESSAGE_BYTES: usize = 32 << 10;
 /// Most descriptors with one message.
 pub const MAX_FDS: usize = 8;
 
-/// Key of the entry whose descriptor the front accepts task connections at; a path may follow.
+/// Key prefix of the task socket's listener, on which the front accepts connections; a path may follow.
 pub const TASK_LISTENER: &str = "listen task ";
 
-/// Note of a [`Kind::Ready`] by a worker that may be asked whether it is there. One of an earlier build may not: it takes
-/// a question that it doesn't know for the front's end.
+/// Note of a [`Kind::Ready`] from a worker that supports [`Kind::Ping`]. A worker of an earlier build must
+/// not receive one: it treats an unknown message as the front's end.
 pub const ANSWERS_PINGS: &[u8] = b"answers pings";
 
-/// Note of a [`Kind::Open`] that asks for reading alone.
+/// Note of a [`Kind::Open`] for reading only.
 pub const FOR_READING: &[u8] = b"r";
 
-/// One message.
+/// The kind of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Worker: keep the descriptors and the note under the key, in place of what is there.
+    /// Worker: keep the descriptors and the note under the key, replacing an existing entry.
     Keep = 1,
-    /// Worker: forget the key.
+    /// Worker: remove the entry with the key.
     Forget = 2,
-    /// Worker: all earlier pods are taken up; requests may come. With the note [`ANSWERS_PINGS`] it answers
-    /// [`Kind::Ping`].
+    /// Worker: all earlier pods are adopted; requests may be sent. With the note [`ANSWERS_PINGS`] it
+    /// supports [`Kind::Ping`].
     Ready = 3,
-    /// Front: an entry that an earlier worker had kept.
+    /// Front: an entry from an earlier worker.
     Kept = 4,
-    /// Front: that was all of them. The note is what tells this front from others.
+    /// Front: all entries were sent. The note identifies this front.
     AllKept = 5,
-    /// Front: a task connection's link is the descriptor.
+    /// Front: the descriptor is the link of a task connection.
     Connection = 6,
-    /// Worker: open the FIFO that the first descriptor names, for reading if the note is [`FOR_READING`], else for
-    /// both; keep it under the key; answer with [`Kind::Kept`] over the second descriptor, a socket as these are. An
-    /// answer without a descriptor has the system's error number for its note.
+    /// Worker: open the FIFO that the first descriptor refers to, for reading if the note is [`FOR_READING`],
+    /// otherwise for reading and writing; keep it under the key; respond with [`Kind::Kept`] over the second
+    /// descriptor, a socket like this one. A response without a descriptor has the system's error number as
+    /// its note.
     ///
-    /// A FIFO that a worker opened itself would be closed again if it died before it had handed it over, which is
-    /// the end of it for whoever is at its other end.
+    /// If the worker opened a FIFO itself and died before sending it, the FIFO would be closed, and the
+    /// process at the other end would see its end.
     Open = 7,
-    /// Front: are you there?
+    /// Front: check whether the worker responds.
     Ping = 8,
-    /// Worker: yes. Said by the threads that do its work.
+    /// Worker: the response to [`Kind::Ping`], from the threads that do its work.
     Pong = 9,
 }
 
-/// A message, with the descriptors that came along.
+/// A message with its descriptors.
 #[derive(Debug)]
 pub struct Message {
-    /// What it says.
+    /// Its kind.
     pub kind: Kind,
-    /// Of which entry; empty where there is none.
+    /// The key of its entry; empty if there is none.
     pub key: String,
-    /// Whatever the worker wants to know again.
+    /// Data of the worker.
     pub note: Vec<u8>,
-    /// In the order in which they were sent.
+    /// In the order of sending.
     pub fds: Vec<OwnedFd>,
 }
 
-/// Returns a pair of ends that block, for one answer.
+/// Creates a pair of blocking sockets, for one response.
 pub fn answering() -> io::Result<(OwnedFd, OwnedFd)> {
     Ok(socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?)
 }
 
-/// Returns a pair of ends: the front's, which never blocks, and the worker's. Both close when a program is executed.
+/// Creates a pair of sockets: the front's, which is non-blocking, and the worker's. Both are close-on-exec.
 pub fn pair() -> io::Result<(OwnedFd, OwnedFd)> {
     let (front, worker) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
     nix::fcntl::fcntl(&front, nix::fcntl::FcntlArg::F_SETFL(nix::fcntl::OFlag::O_NONBLOCK))?;
     Ok((front, worker))
 }
 
-/// Sends one message. With a socket that blocks, waits while the peer's queue is full.
+/// Sends one message. Blocks on a blocking socket while the peer's queue is full.
 pub fn send(
     socket: BorrowedFd<'_>,
     kind: Kind,
@@ -101,7 +102,7 @@ pub fn send(
     send_with(socket, kind, key, note, fds, MsgFlags::empty())
 }
 
-/// Sends one message. `flags`: `MSG_DONTWAIT` not to wait while the peer's queue is full.
+/// Sends one message. With `MSG_DONTWAIT` in `flags` it does not block while the peer's queue is full.
 pub fn send_with(
     socket: BorrowedFd<'_>,
     kind: Kind,
@@ -127,7 +128,7 @@ pub fn send_with(
     }
 }
 
-/// Receives one message; none when the peer is gone. `flags`: `MSG_DONTWAIT` not to wait for one.
+/// Receives one message; `None` after the peer has closed. With `MSG_DONTWAIT` in `flags` it does not block.
 pub fn receive(socket: BorrowedFd<'_>, flags: MsgFlags) -> io::Result<Option<Message>> {
     let mut bytes = vec![0; MAX_MESSAGE_BYTES];
     let mut rights = cmsg_space!([RawFd; MAX_FDS]);
@@ -141,7 +142,8 @@ pub fn receive(socket: BorrowedFd<'_>, flags: MsgFlags) -> io::Result<Option<Mes
                 let mut fds = Vec::new();
                 for message in received.cmsgs()? {
                     if let ControlMessageOwned::ScmRights(raw) = message {
-                        // SAFETY: the kernel has just made these descriptors for us; nobody else has them.
+                        // SAFETY: the kernel has just created these descriptors, and they have no other
+                        // owner.
                         fds.extend(raw.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
                     }
                 }
@@ -154,25 +156,25 @@ pub fn receive(socket: BorrowedFd<'_>, flags: MsgFlags) -> io::Result<Option<Mes
         return Ok(None);
     }
     if truncated {
-        return Err(malformed("a message came without its end: is the limit of open files reached?"));
+        return Err(malformed("truncated message; the limit of open files may be reached"));
     }
     bytes.truncate(count);
     parse(bytes, fds).map(Some)
 }
 
 fn parse(mut bytes: Vec<u8>, fds: Vec<OwnedFd>) -> io::Result<Message> {
-    let &[kind, high, low] = bytes.first_chunk().ok_or_else(|| malformed("a message has no head"))?;
+    let &[kind, high, low] = bytes.first_chunk().ok_or_else(|| malformed("message without a header"))?;
     use Kind::{AllKept, Connection, Forget, Keep, Kept, Open, Ping, Pong, Ready};
     let kind = [Keep, Forget, Ready, Kept, AllKept, Connection, Open, Ping, Pong]
         .into_iter()
         .find(|known| *known as u8 == kind)
-        .ok_or_else(|| malformed("a message is of no known kind"))?;
+        .ok_or_else(|| malformed("message of an unknown kind"))?;
     let end = 3 + usize::from(u16::from_be_bytes([high, low]));
     if end > bytes.len() {
-        return Err(malformed("a message is shorter than its key"));
+        return Err(malformed("message shorter than its key"));
     }
     let note = bytes.split_off(end);
-    let key = String::from_utf8(bytes.split_off(3)).map_err(|_| malformed("a key is no text"))?;
+    let key = String::from_utf8(bytes.split_off(3)).map_err(|_| malformed("key is not UTF-8"))?;
     Ok(Message { kind, key, note, fds })
 }
 
@@ -181,7 +183,7 @@ fn malformed(what: &'static str) -> io::Error {
 }
 
 fn too_long() -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidInput, "a message to or from the front is too long")
+    io::Error::new(io::ErrorKind::InvalidInput, "message between front and worker is too long")
 }
 
 #[cfg(test)]

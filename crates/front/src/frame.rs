@@ -1,4 +1,4 @@
-//! ttrpc's frames, as far as the front looks at them: ten bytes of header, then bytes.
+//! ttrpc frames: ten bytes of header, then the body.
 //!
 //! ```text
 //! length u32 │ stream u32 │ kind u8 │ flags u8 │ length bytes        (big-endian)
@@ -6,36 +6,36 @@
 
 use std::mem;
 
-/// Bytes of a header.
+/// Length of a header, bytes.
 pub const HEADER: usize = 10;
 /// Most bytes that may follow a header: ttrpc's own limit.
 pub const MAX_FRAME_BYTES: usize = 4 << 20;
 
 /// Kind of a request.
 pub const REQUEST: u8 = 1;
-/// Kind of an answer.
+/// Kind of a response.
 pub const RESPONSE: u8 = 2;
 
-/// Flag that the front alone sets: an earlier worker may have had this request, and may have done it.
-/// ttrpc knows the three lowest bits and lets the others pass.
+/// Flag set only by the front: an earlier worker may have received this request, and may have carried it out.
+/// ttrpc uses the three lowest bits and ignores the others.
 pub const REPEATED: u8 = 0x80;
 
 /// gRPC's RESOURCE_EXHAUSTED.
 pub const EXHAUSTED: u8 = 8;
-/// gRPC's INTERNAL: nobody who gets it asks again by itself.
+/// gRPC's INTERNAL: clients do not retry it.
 pub const INTERNAL: u8 = 13;
 
-/// A whole frame, header included.
+/// A complete frame, header included.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Frame(Vec<u8>);
 
-/// What came is no ttrpc.
+/// The frame is not valid ttrpc.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
-#[error("a frame says it has {0} bytes, ttrpc allows {MAX_FRAME_BYTES}")]
+#[error("frame has {0} bytes, ttrpc allows {MAX_FRAME_BYTES}")]
 pub struct TooLong(usize);
 
 impl Frame {
-    /// Returns an answer to the request on `stream`: an error with one of gRPC's codes.
+    /// Returns an error response with a gRPC code to the request on `stream`.
     pub fn error(stream: u32, code: u8, words: &str) -> Self {
         // Response { status: 1 = Status { code: 1 = varint, message: 2 = string } }
         let mut status = vec![0x08, code, 0x12];
@@ -53,28 +53,28 @@ impl Frame {
         frame
     }
 
-    /// Returns the method that a request names, if it is a request.
+    /// Returns the method of a request; `None` for other frames.
     pub fn method(&self) -> Option<&str> {
         // Request { service: 1 = string, method: 2 = string, payload: 3 = bytes, … }
         str::from_utf8(field(self.0.get(HEADER..)?, 2)?).ok()
     }
 
-    /// Returns the container that a request names: every request of the task service has its id in field 1.
+    /// Returns the container of a request: every request of the task service has its id in field 1.
     pub fn container(&self) -> Option<&str> {
         str::from_utf8(field(field(self.0.get(HEADER..)?, 3)?, 1)?).ok()
     }
 
-    /// Returns what it is: [`REQUEST`], [`RESPONSE`] or something else.
+    /// Returns its kind: [`REQUEST`], [`RESPONSE`] or another one.
     pub fn kind(&self) -> u8 {
         self.0[8]
     }
 
-    /// Returns which request it belongs to.
+    /// Returns the stream number of its request.
     pub fn stream(&self) -> u32 {
         u32::from_be_bytes([self.0[4], self.0[5], self.0[6], self.0[7]])
     }
 
-    /// Makes it belong to another request.
+    /// Sets the stream number of its request.
     pub fn set_stream(&mut self, stream: u32) {
         self.0[4..8].copy_from_slice(&stream.to_be_bytes());
     }
@@ -84,18 +84,18 @@ impl Frame {
         self.0[9] = if repeated { self.0[9] | REPEATED } else { self.0[9] & !REPEATED };
     }
 
-    /// As it goes over the wire.
+    /// Returns its bytes on the wire.
     pub fn bytes(&self) -> &[u8] {
         &self.0
     }
 
-    /// As it goes over the wire.
+    /// Returns its bytes on the wire.
     pub fn into_bytes(self) -> Vec<u8> {
         self.0
     }
 }
 
-/// Returns the first field `number` of a protobuf message that has a length.
+/// Returns the first length-delimited field `number` of a protobuf message.
 fn field(mut message: &[u8], number: u64) -> Option<&[u8]> {
     const VARINT: u64 = 0;
     const FIXED64: u64 = 1;
@@ -141,12 +141,12 @@ fn varint(mut value: usize) -> Vec<u8> {
     bytes
 }
 
-/// Puts frames together from what is read, however it is cut.
+/// Assembles frames from bytes in pieces of any length.
 #[derive(Debug, Default)]
 pub struct Assembler(Vec<u8>);
 
 impl Assembler {
-    /// Takes what was read; answers the frames that are whole now.
+    /// Adds bytes; returns the frames that are complete now.
     pub fn take(&mut self, mut bytes: &[u8]) -> Result<Vec<Frame>, TooLong> {
         let mut frames = Vec::new();
         while !bytes.is_empty() {
@@ -164,7 +164,7 @@ impl Assembler {
         Ok(frames)
     }
 
-    /// Length of the body, once the header is there.
+    /// Returns the length of the body, once the header is complete.
     fn body(&self) -> Result<Option<usize>, TooLong> {
         let Some(&length) = self.0.first_chunk::<4>().filter(|_| self.0.len() >= HEADER) else {
             return Ok(None);

@@ -1,21 +1,21 @@
-//! Bytes that a peer has not taken yet.
+//! Bytes that are not written yet.
 
 use std::{
     collections::VecDeque,
     io::{self, Write},
 };
 
-/// What waits to be written to one stream, in order.
+/// A queue of bytes for one stream.
 #[derive(Debug, Default)]
 pub struct Outbox {
     waiting: VecDeque<Vec<u8>>,
-    /// How much of the first is written.
+    /// Number of written bytes of the first element.
     written: usize,
     bytes: usize,
 }
 
 impl Outbox {
-    /// Bytes that wait.
+    /// Returns the number of queued bytes.
     pub fn bytes(&self) -> usize {
         self.bytes
     }
@@ -26,7 +26,7 @@ impl Outbox {
         self.waiting.push_back(bytes);
     }
 
-    /// Writes as much as `to`, which doesn't block, takes now.
+    /// Writes to `to`, which is non-blocking, as much as possible now.
     pub fn flush(&mut self, mut to: impl Write) -> io::Result<()> {
         while let Some(first) = self.waiting.front() {
             match to.write(&first[self.written..]) {

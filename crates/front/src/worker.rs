@@ -1,4 +1,4 @@
-//! The worker's process, and when there is to be another one.
+//! The worker's process, and the delay before the next one.
 
 use std::{
     collections::VecDeque,
@@ -24,72 +24,71 @@ use nix::{
 
 use crate::{
     control::{self, Kind},
-    say::say,
+    log::log,
 };
 
-/// The worker's option that names its end of the control socket.
+/// The worker's option with its end of the control socket.
 pub const OPTION: &str = "--front-fd";
 
-/// What the worker's allocator is told where nobody has told it something else: two heaps for all threads, each of which
-/// would have one that keeps what its busiest moment took, and no small pieces kept by each thread, which hold pages that
-/// could be given back. Measured after a burst of 50 pods, the worker at rest: 10.3 MB of PSS with such pieces, 8.2
-/// without (n = 1).
+/// Setting of the worker's allocator, unless it is already set: two heaps for all threads, since a heap per
+/// thread would keep the memory of the thread's peak; and no per-thread caches, whose small pieces keep pages
+/// from being released. Measured after a burst of 50 pods, with the worker idle: 10.3 MB of PSS with caches,
+/// 8.2 without (n = 1).
 const HEAP: (&str, &str) = ("GLIBC_TUNABLES", "glibc.malloc.arena_max=2:glibc.malloc.tcache_count=0");
 
-/// A worker that was ready for so long died of something new.
+/// A worker that was ready for so long resets the back-off.
 const LASTING: Duration = Duration::from_secs(1);
-/// So many that died sooner are replaced at once, later ones after a pause.
+/// So many short-lived workers are replaced at once, later ones after a delay.
 const AT_ONCE: u32 = 3;
-/// The first pause; each is twice the one before it.
+/// The first delay; each is twice the previous one.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
-/// The longest pause.
+/// The longest delay.
 const MAX_PAUSE: Duration = Duration::from_secs(5);
 
-/// A worker that runs.
+/// A running worker.
 #[derive(Debug)]
 pub struct Worker {
     child: Child,
     control: OwnedFd,
     outgoing: VecDeque<Outgoing>,
-    /// Since when it takes requests.
+    /// When it became ready.
     pub ready: Option<Instant>,
-    /// Asks it whether it is there, if it answers to that.
+    /// Pings it, if it supports that.
     pub pulse: Option<Pulse>,
 }
 
-/// Finds a worker that has stopped to answer.
+/// Detects a worker that does not respond.
 ///
-/// Silence is counted in questions, not read off the clock: when the whole host has stood still, the worker gets as
-/// many as ever.
+/// It counts pings instead of time: if the whole host was suspended, the worker still gets as many pings.
 #[derive(Debug)]
 pub struct Pulse {
     every: Duration,
-    /// When to ask next.
+    /// When to send the next ping.
     pub due: Instant,
-    /// Questions without an answer.
-    asked: u32,
+    /// Pings without a response.
+    unanswered: u32,
 }
 
-/// So many questions go without an answer before a worker is given up.
-const QUESTIONS: u32 = 6;
+/// A worker is killed after so many pings without a response.
+const PINGS: u32 = 6;
 
 impl Pulse {
-    /// Gives up a worker that is silent for `limit`, about.
+    /// Creates a pulse for a silence of about `limit`.
     pub fn new(limit: Duration) -> Self {
-        let every = limit / QUESTIONS;
-        Self { every, due: Instant::now() + every, asked: 0 }
+        let every = limit / PINGS;
+        Self { every, due: Instant::now() + every, unanswered: 0 }
     }
 
-    /// Takes note of an answer.
+    /// Records a response.
     pub fn answered(&mut self) {
-        self.asked = 0;
+        self.unanswered = 0;
     }
 
-    /// Returns whether to ask once more, now that it is due; else the worker is to be given up.
-    pub fn asks(&mut self) -> bool {
+    /// Returns whether to send another ping now; `false` means that the worker is to be killed.
+    pub fn ping(&mut self) -> bool {
         self.due = Instant::now() + self.every;
-        self.asked += 1;
-        self.asked <= QUESTIONS
+        self.unanswered += 1;
+        self.unanswered <= PINGS
     }
 }
 
@@ -102,11 +101,11 @@ struct Outgoing {
 }
 
 impl Worker {
-    /// Starts one. Its environment is ours, with [`HEAP`] and without the service manager's socket: it is us who talk to
-    /// that.
+    /// Starts a worker. Its environment is the front's, with [`HEAP`] and without the service manager's
+    /// socket, which only the front uses.
     pub fn start(program: &Path, arguments: &[OsString]) -> io::Result<Self> {
         let (control, theirs) = control::pair()?;
-        // No other thread could start a program meanwhile, which would get it too.
+        // This process has no other thread that could start a program and leak the descriptor.
         fcntl(&theirs, FcntlArg::F_SETFD(FdFlag::empty()))?;
         let mut command = Command::new(program);
         command.args(arguments).arg(OPTION).arg(theirs.as_raw_fd().to_string()).env_remove("NOTIFY_SOCKET");
@@ -116,41 +115,42 @@ impl Worker {
         }
         // SAFETY: between fork and exec one system call is made, which is async-signal-safe.
         unsafe {
-            // What is blocked here, to be read from a descriptor, would be blocked there and in all VMMs.
+            // The front blocks signals to read them from a descriptor; the worker and its VMMs must not
+            // inherit that.
             command.pre_exec(|| Ok(sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::empty()), None)?));
         }
         let child = command.spawn()?;
         Ok(Self { child, control, outgoing: VecDeque::new(), ready: None, pulse: None })
     }
 
-    /// Our end of the control socket.
+    /// Returns the front's end of the control socket.
     pub fn control(&self) -> BorrowedFd<'_> {
         self.control.as_fd()
     }
 
-    /// Returns how it ended, if it has.
+    /// Returns its exit status, if it has exited.
     pub fn ended(&mut self) -> Option<ExitStatus> {
         self.child.try_wait().unwrap_or_else(|_| Some(ExitStatus::from_raw(0)))
     }
 
-    /// Sends it a signal. It is our child and not reaped, so the pid is its own.
+    /// Sends it a signal. It is a child that is not reaped, so its pid is valid.
     pub fn signal(&self, signal: Signal) {
         if let Ok(pid) = i32::try_from(self.child.id()) {
             let _ = kill(Pid::from_raw(pid), signal);
         }
     }
 
-    /// Has it told something, when it takes it.
-    pub fn tell(&mut self, kind: Kind, key: &str, note: &[u8], fds: Vec<Rc<OwnedFd>>) {
+    /// Queues a message.
+    pub fn queue(&mut self, kind: Kind, key: &str, note: &[u8], fds: Vec<Rc<OwnedFd>>) {
         self.outgoing.push_back(Outgoing { kind, key: key.to_owned(), note: note.to_vec(), fds });
     }
 
-    /// Returns whether something waits to be told.
+    /// Returns whether messages are queued.
     pub fn has_outgoing(&self) -> bool {
         !self.outgoing.is_empty()
     }
 
-    /// Tells it as much as it takes now. An error is its end, which is seen elsewhere.
+    /// Sends as many queued messages as possible now. An error means its exit, which is handled elsewhere.
     pub fn flush(&mut self) {
         while let Some(Outgoing { kind, key, note, fds }) = self.outgoing.front() {
             let fds: Vec<_> = fds.iter().map(|fd| fd.as_fd()).collect();
@@ -158,7 +158,7 @@ impl Worker {
                 Err(error) if error.raw_os_error() == Some(Errno::EAGAIN as i32) => return,
                 Err(error) if error.raw_os_error() == Some(Errno::EPIPE as i32) => self.outgoing.clear(),
                 Err(error) => {
-                    say!("the worker cannot be told of {key:?}: {error}");
+                    log!("cannot send {key:?} to the worker: {error}");
                     self.outgoing.pop_front();
                 }
                 Ok(()) => drop(self.outgoing.pop_front()),
@@ -167,15 +167,15 @@ impl Worker {
     }
 }
 
-/// Says when the next worker is to be started.
+/// Delay before the next worker is started.
 #[derive(Debug, Default)]
 pub struct BackOff {
-    /// Workers in a row that did not last.
+    /// Number of consecutive short-lived workers.
     short: u32,
 }
 
 impl BackOff {
-    /// Returns the pause after a worker that was ready for so long, or never.
+    /// Returns the delay after a worker that was ready for so long, or `None` if never.
     pub fn after(&mut self, ready: Option<Duration>) -> Duration {
         if ready.is_some_and(|ready| ready >= LASTING) {
             self.short = 0;
@@ -197,10 +197,10 @@ mod tests {
     fn only_a_worker_that_leaves_every_question_open_is_given_up() {
         let mut pulse = Pulse::new(Duration::from_secs(60));
         assert!(pulse.due > Instant::now(), "it is asked as soon as it is there");
-        assert!((0..QUESTIONS).all(|_| pulse.asks()));
+        assert!((0..PINGS).all(|_| pulse.ping()));
         pulse.answered();
-        assert!((0..QUESTIONS).all(|_| pulse.asks()));
-        assert!(!pulse.asks());
+        assert!((0..PINGS).all(|_| pulse.ping()));
+        assert!(!pulse.ping());
     }
 
     #[test]

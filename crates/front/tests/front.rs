@@ -1,21 +1,21 @@
-//! The front before a double of the worker, which dies when it is told to.
+//! The front with a test double of the worker, which dies on request.
 //!
-//! Run with an argument, this is the front, or the double. A request to the double is a word; the double answers it
-//! with the number of its life, and whether the request was repeated:
+//! Run with an argument, this is the front, or the double. A request to the double is a word; the double
+//! responds with its number, and whether the request was repeated:
 //!
 //! | word | the double |
 //! |---|---|
-//! | `hello` | answers |
-//! | `die` | dies; when it is asked again, answers |
-//! | `half` | answers half a frame, then dies; when it is asked again, answers |
-//! | `wait` | answers when it is asked again |
-//! | `forget` | has the front close the pipe that it keeps, then answers |
-//! | `deadly` | dies, each time that it is asked |
-//! | `slow` | answers after a moment |
-//! | `stop` | stops, as if its threads were stuck; when it is asked again, answers |
-//! | `Wait`, `Hold` | never answers |
+//! | `hello` | responds |
+//! | `die` | dies; responds to the repeated request |
+//! | `half` | sends half a frame, then dies; responds to the repeated request |
+//! | `wait` | responds to the repeated request |
+//! | `forget` | makes the front close the pipe that it keeps, then responds |
+//! | `deadly` | dies each time |
+//! | `slow` | responds after a moment |
+//! | `stop` | stops, as if its threads were stuck; responds to the repeated request |
+//! | `Wait`, `Hold` | never responds |
 //!
-//! A word with a capital letter is the method of a request that is a whole one.
+//! A word with a capital letter is the method of a complete request.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails where it stands")]
 
@@ -101,7 +101,7 @@ fn double(dir: &Path, control: i32) -> ExitCode {
     if dir.join("refuse").exists() {
         return ExitCode::from(3);
     }
-    // SAFETY: the front gave the descriptor for this use.
+    // SAFETY: the front has passed the descriptor for this use.
     let control = Arc::new(unsafe { OwnedFd::from_raw_fd(control) });
     let (mut life, mut listens) = (1, false);
     loop {
@@ -193,7 +193,7 @@ impl Front {
         change(&mut command);
         let process = command.spawn().unwrap();
         let front = Self { dir, process, fifo };
-        // The file is there before anybody listens.
+        // The file exists before the front listens.
         until("the front's socket", || UnixStream::connect(front.socket()).is_ok());
         front
     }
@@ -252,7 +252,7 @@ impl Client {
         self.stream.write_all(&wire(stream, REQUEST, word.as_bytes())).unwrap();
     }
 
-    /// Asks as containerd does, of a container.
+    /// Sends a complete request of a container, as containerd does.
     fn ask_method(&mut self, stream: u32, method: &str) {
         let mut body = vec![0x12, u8::try_from(method.len()).unwrap()];
         body.extend_from_slice(method.as_bytes());
@@ -260,7 +260,7 @@ impl Client {
         self.stream.write_all(&wire(stream, REQUEST, &body)).unwrap();
     }
 
-    /// Returns the next answer: to which request, and its words.
+    /// Returns the next response: its request's number, and its text.
     fn answer(&mut self) -> (u32, String) {
         while self.ready.is_empty() {
             let mut scratch = [0; 4096];
@@ -355,7 +355,7 @@ fn rubbish() -> Result<(), Failed> {
     Ok(())
 }
 
-/// Each connection has one of the requests that are under way at each death; only one of them is why.
+/// Each connection has a request pending at each death; only one of them is the cause.
 fn poisoned() -> Result<(), Failed> {
     let front = Front::start();
     let (mut poison, mut one, mut other) = (front.client(), front.client(), front.client());
@@ -366,15 +366,15 @@ fn poisoned() -> Result<(), Failed> {
     let (answered, words) = poison.answer();
     assert_eq!(answered, 1);
     assert!(words.starts_with("\n") && words.contains("\x08\x0d\x12"), "no status INTERNAL: {words:?}");
-    assert!(words.contains("Deadly of container c1 was given to 3 workers"), "{words:?}");
+    assert!(words.contains("Deadly of container c1 failed: 3 workers"), "{words:?}");
     // They ended with two workers, too; the third had them one by one.
     assert_eq!(one.answer(), (3, "life 3, repeated".to_owned()));
     assert_eq!(other.answer(), (1, "life 3, repeated".to_owned()));
     assert_eq!(poison.told(3, "hello"), "life 4");
-    // A second time, without a method that could be told.
+    // Again, without a known method.
     poison.ask(5, "deadly");
     let (_, words) = poison.answer();
-    assert!(words.contains("a request was given to 3 workers"), "{words:?}");
+    assert!(words.contains("a request failed: 3 workers"), "{words:?}");
     assert_eq!(one.told(5, "hello"), "life 7");
     Ok(())
 }
@@ -390,7 +390,7 @@ fn waits() -> Result<(), Failed> {
     Ok(())
 }
 
-/// Lets time pass in which something must not happen, or as much of it as a slow request takes.
+/// Lets time pass in which something must not happen, or in which a slow request completes.
 #[expect(clippy::disallowed_methods, reason = "there is no event to wait for where nothing is to happen")]
 fn pass(time: Duration) {
     std::thread::sleep(time);
@@ -416,7 +416,7 @@ fn stopped() -> Result<(), Failed> {
     let front = Front::start();
     let mut client = front.client();
     client.stream.set_read_timeout(Some(SILENCE + PATIENCE))?;
-    // One that answers is left alone.
+    // A worker that responds is not killed.
     pass(SILENCE + SILENCE / 2);
     assert_eq!(client.told(1, "hello"), "life 1");
     assert_eq!(client.told(3, "stop"), "life 2, repeated");
@@ -467,14 +467,14 @@ fn starved() -> Result<(), Failed> {
         let fields: Vec<_> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
         fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
     };
-    // Those that fit in are served; then the front has nothing to do but to wait.
+    // Those within the limit are served; then the front must only wait.
     pass(Duration::from_secs(1));
     let before = ticks();
     pass(Duration::from_secs(2));
     let used = ticks() - before;
     assert!(used < 20, "the front was busy for {used} of 200 ticks");
     assert_eq!(first.told(3, "hello"), "life 1");
-    // Whoever waits comes in as others go.
+    // Waiting clients are accepted as others disconnect.
     while !many.is_empty() {
         assert_eq!(many.remove(0).answer(), (1, "life 1".to_owned()));
     }

@@ -1,16 +1,16 @@
-//! What a guest may send at all, enforced before anything is made of it.
+//! Limits of what a guest may send, enforced before it is parsed.
 //!
-//! ttrpc reads whatever frame comes: up to 4 MiB of it, for calls that nobody made too, and it skips longer
-//! ones to their end. From an agent comes one answer to each call, of a length that fits the call. So the stream
-//! between them is followed frame by frame, and with the first one that doesn't fit the session is over:
+//! ttrpc reads any frame: up to 4 MiB, also for calls that were never made, and skips longer ones to their
+//! end. An agent must send one response per call, of a length that fits the call. So the stream is checked
+//! frame by frame, and the first violation ends the session:
 //!
 //! ```text
-//! daemon ──call: stream, method────▶ owed: stream → most bytes ──▶ agent
-//! daemon ◀─answer, its stream owed and not longer than that──────── agent
+//! daemon ──call: stream, method───────▶ pending: stream → most bytes ──▶ agent
+//! daemon ◀─response: pending stream, not longer than that────────────── agent
 //! ```
 //!
-//! Only heads and methods are looked at. A guest then costs the daemon at most what its own calls may be
-//! answered with; what it loses is its own pod, which ends when the session does so.
+//! Only headers and methods are parsed. A guest then costs the daemon at most the responses to the daemon's
+//! own calls; a violation only costs its own pod, which ends with the session.
 
 use std::{
     collections::HashMap,
@@ -26,54 +26,54 @@ use tokio::{
 };
 use ttrpc::proto::{MESSAGE_HEADER_LENGTH, MESSAGE_TYPE_REQUEST, MESSAGE_TYPE_RESPONSE, MessageHeader};
 
-/// Most answers that an agent may owe: each process waits for one and reads two streams, as does each connection
-/// that is forwarded.
-const OWED: usize = 8192;
-/// Bytes of a call that name its service and method, and the tag of what follows.
+/// Most calls without a response: each process has one waiting for its exit and two for its streams, and each
+/// forwarded connection has one.
+const MAX_PENDING: usize = 8192;
+/// Beginning of a call that contains its service and method, and the next tag, bytes.
 const NAMES: usize = 96;
-/// Bytes in a message beside the data that it carries.
-const AROUND: usize = 4096;
-/// Most characters of a guest's words that are shown.
-const WORDS: usize = 2048;
+/// Most bytes of a message beside the data it carries.
+const OVERHEAD: usize = 4096;
+/// Most characters of a guest's text that are shown.
+const MAX_SHOWN: usize = 2048;
 
-/// Most bytes that the answer to `method` may have.
+/// Returns the most bytes of a response to `method`.
 fn most(method: &str) -> usize {
     match method {
-        // What `container/io.rs` and `pod/forward.rs` ask for at once.
-        "ReadOutput" | "ReadConnection" => (64 << 10) + AROUND,
-        // Some thousand processes, and the messages of a hundred that have ended. An entry of two bytes becomes
-        // one of eighty here.
+        // Most bytes that `container/io.rs` and `pod/forward.rs` request.
+        "ReadOutput" | "ReadConnection" => (64 << 10) + OVERHEAD,
+        // Some thousand processes, and the termination messages of a hundred exited ones. An entry of two
+        // bytes on the wire takes eighty in memory.
         "ListContainers" => 512 << 10,
         "ListProcesses" => 256 << 10,
         _ => 64 << 10,
     }
 }
 
-/// What no agent does.
+/// Something that no agent does.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Violation {
-    /// An answer to nothing.
-    #[error("the guest answered call {0}, which waits for no answer")]
-    Unasked(u32),
-    /// More than can be told.
-    #[error("the guest answered call {stream} with {length} bytes, at most {most} are taken")]
+    /// A response without a call.
+    #[error("the guest sent a response to call {0}, which has none pending")]
+    UnexpectedResponse(u32),
+    /// A response that is too long.
+    #[error("the guest sent a response of {length} bytes to call {stream}, at most {most} are allowed")]
     TooLong {
         /// The call's stream.
         stream: u32,
-        /// What its answer's head says.
+        /// The length in the response's header.
         length: u32,
-        /// What was to be expected.
+        /// The limit.
         most: usize,
     },
-    /// Something other than an answer.
-    #[error("the guest sent a frame of type {0}, only answers are taken")]
-    NoAnswer(u8),
-    /// It takes calls and answers none.
-    #[error("the guest owes answers to {OWED} calls")]
-    OwesTooMuch,
+    /// A frame that is not a response.
+    #[error("the guest sent a frame of type {0}, only responses are allowed")]
+    NotAResponse(u8),
+    /// Too many calls without a response.
+    #[error("the guest has not responded to more than {MAX_PENDING} calls")]
+    TooManyPending,
 }
 
-/// A stream to an agent that carries what an agent may say, and fails from the first violation on.
+/// A stream to an agent that checks what the agent sends, and fails from the first violation on.
 #[derive(Debug)]
 pub struct Bounded<S> {
     stream: S,
@@ -81,12 +81,12 @@ pub struct Bounded<S> {
 }
 
 impl<S> Bounded<S> {
-    /// From the first frame on: the greeting is over.
+    /// Starts with the first frame after the greeting.
     pub fn new(stream: S) -> Self {
         Self { stream, follow: Follow::default() }
     }
 
-    /// Returns where the first violation will be seen.
+    /// Returns a receiver of the first violation.
     pub fn violation(&self) -> watch::Receiver<Option<Violation>> {
         self.follow.violated.subscribe()
     }
@@ -97,8 +97,8 @@ impl<S: AsyncRead + Unpin> AsyncRead for Bounded<S> {
         let Self { stream, follow } = self.get_mut();
         let before = buf.filled().len();
         ready!(Pin::new(stream).poll_read(cx, buf))?;
-        let said = buf.filled().get(before..).unwrap_or_default();
-        Poll::Ready(follow.said(said).map_err(refused))
+        let received = buf.filled().get(before..).unwrap_or_default();
+        Poll::Ready(follow.received(received).map_err(refused))
     }
 }
 
@@ -106,8 +106,8 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Bounded<S> {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let Self { stream, follow } = self.get_mut();
         let count = ready!(Pin::new(stream).poll_write(cx, bytes))?;
-        // Before the answer can be read: whoever reads holds the same stream.
-        follow.asked(bytes.get(..count).unwrap_or_default()).map_err(refused)?;
+        // Before the response can be read: reader and writer share the stream.
+        follow.sent(bytes.get(..count).unwrap_or_default()).map_err(refused)?;
         Poll::Ready(Ok(count))
     }
 
@@ -124,43 +124,43 @@ fn refused(violation: Violation) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, violation)
 }
 
-/// Both directions of a session, as far as they have been seen.
+/// The state of both directions of a session.
 #[derive(Debug, Default)]
 pub struct Follow {
-    asking: Frames<NAMES>,
-    saying: Frames<0>,
-    /// Most bytes of the answer that each call waits for, by its stream.
-    owed: HashMap<u32, usize>,
+    requests: Frames<NAMES>,
+    responses: Frames<0>,
+    /// Most bytes of each pending response, by stream.
+    pending: HashMap<u32, usize>,
     violated: watch::Sender<Option<Violation>>,
 }
 
 impl Follow {
-    /// Takes what went to the guest.
-    pub fn asked(&mut self, mut bytes: &[u8]) -> Result<(), Violation> {
-        while let Some((head, names)) = self.asking.next(&mut bytes) {
+    /// Checks bytes sent to the guest.
+    pub fn sent(&mut self, mut bytes: &[u8]) -> Result<(), Violation> {
+        while let Some((head, names)) = self.requests.next(&mut bytes) {
             if head.type_ == MESSAGE_TYPE_REQUEST {
-                self.owed.insert(head.stream_id, most(&method_of(names).unwrap_or_default()));
+                self.pending.insert(head.stream_id, most(&method_of(names).unwrap_or_default()));
             }
         }
-        match self.owed.len() {
-            0..=OWED => Ok(()),
-            _ => self.violate(Violation::OwesTooMuch),
+        match self.pending.len() {
+            0..=MAX_PENDING => Ok(()),
+            _ => self.violate(Violation::TooManyPending),
         }
     }
 
-    /// Takes what came from the guest.
-    pub fn said(&mut self, mut bytes: &[u8]) -> Result<(), Violation> {
+    /// Checks bytes received from the guest.
+    pub fn received(&mut self, mut bytes: &[u8]) -> Result<(), Violation> {
         if let Some(violation) = &*self.violated.borrow() {
             return Err(violation.clone());
         }
         while let Some((MessageHeader { length, stream_id: stream, type_, .. }, _)) =
-            self.saying.next(&mut bytes)
+            self.responses.next(&mut bytes)
         {
             if type_ != MESSAGE_TYPE_RESPONSE {
-                return self.violate(Violation::NoAnswer(type_));
+                return self.violate(Violation::NotAResponse(type_));
             }
-            let Some(most) = self.owed.remove(&stream) else {
-                return self.violate(Violation::Unasked(stream));
+            let Some(most) = self.pending.remove(&stream) else {
+                return self.violate(Violation::UnexpectedResponse(stream));
             };
             if length as usize > most {
                 return self.violate(Violation::TooLong { stream, length, most });
@@ -170,23 +170,23 @@ impl Follow {
     }
 
     fn violate(&mut self, violation: Violation) -> Result<(), Violation> {
-        tracing::warn!(%violation, "a session with a guest ends");
+        tracing::warn!(%violation, "ending the session with a guest");
         self.violated.send_replace(Some(violation.clone()));
         Err(violation)
     }
 }
 
-/// Finds frames in a stream that comes in pieces: of each the head, and of what it carries the first `PEEK` bytes.
+/// Finds frames in a stream of pieces: the header of each, and the first `PEEK` bytes of its body.
 #[derive(Debug, Default)]
 struct Frames<const PEEK: usize> {
     /// The beginning of a frame.
     begun: Vec<u8>,
-    /// Once the beginning is whole: bytes that still belong to the frame.
+    /// Bytes of the frame that are still to come, once its beginning is complete.
     left: Option<usize>,
 }
 
 impl<const PEEK: usize> Frames<PEEK> {
-    /// Takes bytes up to the end of the next frame's beginning; none when they are all taken.
+    /// Consumes bytes up to the end of the next frame's beginning; `None` when all are consumed.
     fn next<'a>(&'a mut self, bytes: &mut &[u8]) -> Option<(MessageHeader, &'a [u8])> {
         let mut take = |most: usize| {
             let (taken, rest) = bytes.split_at(most.min(bytes.len()));
@@ -219,7 +219,7 @@ impl<const PEEK: usize> Frames<PEEK> {
     }
 }
 
-/// Returns the method's name in the beginning of a ttrpc `Request`: its fields 1 and 2 are service and method.
+/// Returns the method in the beginning of a ttrpc `Request`: its fields 1 and 2 are service and method.
 fn method_of(request: &[u8]) -> Option<String> {
     const SERVICE: u32 = 1 << 3 | 2;
     const METHOD: u32 = 2 << 3 | 2;
@@ -233,11 +233,11 @@ fn method_of(request: &[u8]) -> Option<String> {
     }
 }
 
-/// Returns what a guest says of itself, fit to be shown: without control characters, cut to what a person reads.
+/// Sanitizes text of a guest for display: replaces control characters, and truncates it.
 pub fn plain(words: &str) -> String {
     let shown = words.chars().map(|c| if c.is_control() { ' ' } else { c });
-    let mut shown: String = shown.take(WORDS + 1).collect();
-    if let Some((cut, _)) = shown.char_indices().nth(WORDS) {
+    let mut shown: String = shown.take(MAX_SHOWN + 1).collect();
+    if let Some((cut, _)) = shown.char_indices().nth(MAX_SHOWN) {
         shown.truncate(cut);
         shown.push('…');
     }
@@ -275,29 +275,29 @@ mod tests {
     #[test]
     fn each_call_is_answered_once_and_by_no_more_than_it_may_be() {
         let mut follow = Follow::default();
-        follow.asked(&[call(1, "Stats", 0), call(3, "ReadOutput", 9000)].concat()).unwrap();
-        follow.said(&answer(3, 68 << 10)).unwrap();
-        let error = follow.said(&answer(1, 65 << 10)[..MESSAGE_HEADER_LENGTH]).unwrap_err();
+        follow.sent(&[call(1, "Stats", 0), call(3, "ReadOutput", 9000)].concat()).unwrap();
+        follow.received(&answer(3, 68 << 10)).unwrap();
+        let error = follow.received(&answer(1, 65 << 10)[..MESSAGE_HEADER_LENGTH]).unwrap_err();
         assert_eq!(error, Violation::TooLong { stream: 1, length: 65 << 10, most: 64 << 10 });
-        assert_eq!(follow.said(b"").unwrap_err(), error, "it is over");
+        assert_eq!(follow.received(b"").unwrap_err(), error, "it is over");
 
         let mut follow = Follow::default();
-        follow.asked(&call(1, "Stats", 0)).unwrap();
-        follow.said(&answer(1, 0)).unwrap();
-        assert_eq!(follow.said(&answer(1, 0)).unwrap_err(), Violation::Unasked(1));
+        follow.sent(&call(1, "Stats", 0)).unwrap();
+        follow.received(&answer(1, 0)).unwrap();
+        assert_eq!(follow.received(&answer(1, 0)).unwrap_err(), Violation::UnexpectedResponse(1));
         let data = frame(ttrpc::proto::MESSAGE_TYPE_DATA, 1, b"");
-        assert_eq!(Follow::default().said(&data).unwrap_err(), Violation::NoAnswer(3));
+        assert_eq!(Follow::default().received(&data).unwrap_err(), Violation::NotAResponse(3));
     }
 
     #[test]
     fn a_guest_that_answers_nothing_is_left_in_the_end() {
         let mut follow = Follow::default();
-        let owed = (0..).map(|stream| follow.asked(&call(2 * stream + 1, "WaitProcess", 0)));
-        let error = owed.take(OWED + 1).find_map(Result::err);
-        assert_eq!(error, Some(Violation::OwesTooMuch));
+        let pending = (0..).map(|stream| follow.sent(&call(2 * stream + 1, "WaitProcess", 0)));
+        let error = pending.take(MAX_PENDING + 1).find_map(Result::err);
+        assert_eq!(error, Some(Violation::TooManyPending));
     }
 
-    /// A method that is renamed, or longer than what is peeked at, would get the bound of any other.
+    /// A renamed method, or one longer than [`NAMES`], would get the default limit.
     #[test]
     fn every_method_with_a_bound_of_its_own_is_one_of_the_agents() {
         let proto = include_str!("../../protocol/proto/agent.proto");
@@ -314,7 +314,7 @@ mod tests {
     #[test]
     fn words_of_a_guest_cannot_steer_a_terminal() {
         assert_eq!(plain("6.1\x1b[31m\nü"), "6.1 [31m ü");
-        assert_eq!(plain(&"ü".repeat(5000)).chars().count(), WORDS + 1);
+        assert_eq!(plain(&"ü".repeat(5000)).chars().count(), MAX_SHOWN + 1);
     }
 
     proptest! {

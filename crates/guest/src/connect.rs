@@ -1,4 +1,4 @@
-//! From a VM to an agent that answers.
+//! Establishes a session with a VM's agent.
 
 use std::time::Duration;
 
@@ -17,19 +17,19 @@ use super::{
     outbox::Outbox,
 };
 
-/// Why no session with an agent came about.
+/// Why a session with an agent cannot be established.
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
-    /// The VMM gives no stream to it.
+    /// The VMM provides no stream.
     #[error(transparent)]
     Vmm(#[from] VmmError),
-    /// It is not there, or is not the one that was expected.
+    /// The agent did not respond, or is another one than expected.
     #[error(transparent)]
     Guest(#[from] GuestError),
 }
 
-/// Greets the agent and waits until it says ready, by event. The caller sets the deadline and
-/// watches the VM meanwhile. `timeout` is for each short call to the agent afterwards.
+/// Greets the agent and waits until it is ready. The caller sets the deadline and watches the VM meanwhile.
+/// `timeout` is for each short call to the agent afterwards.
 pub async fn connect(
     pod: &SandboxId,
     vm: &dyn Vm,
@@ -48,7 +48,7 @@ pub async fn connect(
     Ok((speak_over(pod, stream, timeout), ready))
 }
 
-/// Returns a session over `stream`, on which both have greeted.
+/// Creates a session over `stream`, after the greeting.
 fn speak_over(
     pod: &SandboxId,
     stream: impl AsyncRead + AsyncWrite + Send + Sync + Unpin + 'static,

@@ -1,14 +1,16 @@
-//! The guest, as far as the daemon talks to it: a greeting, then calls to its agent.
+//! The daemon's connection to a guest: a greeting, then calls to its agent.
 
 pub mod bounds;
 mod client;
 mod connect;
+mod error;
 mod outbox;
 mod pace;
 mod signal;
 mod timing;
 
-pub use client::{Agent, GuestError};
+pub use client::Agent;
 pub use connect::{ConnectError, connect};
+pub use error::GuestError;
 pub use pace::Pace;
 pub use signal::Signal;

@@ -1,13 +1,13 @@
-//! Takes what goes to a guest at once, however slowly the guest takes it.
+//! Queues writes to a guest in memory, so that they never block.
 //!
-//! ttrpc can't take back half a frame: when a call is given up, or its time is up, while it is being written, the whole
-//! session ends, and with it every other call. A guest that is busy, or stopped, for longer than one call's time would
-//! lose its session so. Here a write never waits: what the stream doesn't take goes into memory, and from there to the
-//! stream as that takes it. [`Room`] holds callers back while there is much of it.
+//! ttrpc cannot abort half a frame: when a call is dropped or times out while it is being written, the whole
+//! session ends, and with it every other call. So a guest that is busy or paused for longer than one call's
+//! timeout would lose its session. Here a write never waits: what the stream does not accept is queued in
+//! memory. [`Room`] makes callers wait while the queue is long.
 //!
 //! ```text
 //! call ─▶ Room ─▶ ttrpc's writer ─▶ Outbox ─▶ stream
-//!                  ttrpc's reader ◀─────────── stream         moves on what waits, too
+//!                  ttrpc's reader ◀─────────── stream         also writes the queue
 //! ```
 
 use std::{
@@ -22,39 +22,39 @@ use tokio::{
     sync::watch,
 };
 
-/// While so many bytes wait, no call is begun. Those under way together may bring it to as much more as they carry.
+/// No call is started while so many bytes are queued. Concurrent calls may exceed it by their own size.
 const MAX_WAITING: usize = 1 << 20;
-/// Room that is kept when nothing waits, bytes.
+/// Memory that an empty queue keeps, bytes.
 const KEPT: usize = 64 << 10;
 
-/// A stream whose writes are taken at once.
+/// A stream with writes that never block.
 #[derive(Debug)]
 pub struct Outbox<S> {
     stream: S,
     waiting: VecDeque<u8>,
     length: watch::Sender<usize>,
-    /// Whoever reads, and moves on what waits.
+    /// The reader's task, which also writes the queue.
     reader: Option<Waker>,
 }
 
-/// Whether a guest takes what it is asked.
+/// Whether a guest accepts calls.
 #[derive(Debug, Clone)]
 pub struct Room(watch::Receiver<usize>);
 
 impl Room {
-    /// Waits until there is room for another call; also returns when the session is over.
+    /// Waits until the queue is short enough for another call; also returns at the end of the session.
     pub async fn wait(&self) {
         let _ = self.0.clone().wait_for(|&waiting| waiting < MAX_WAITING).await;
     }
 }
 
 impl<S> Outbox<S> {
-    /// Returns nothing waits yet.
+    /// Creates an empty queue.
     pub fn new(stream: S) -> Self {
         Self { stream, waiting: VecDeque::new(), length: watch::Sender::new(0), reader: None }
     }
 
-    /// Says when there is room for calls.
+    /// Returns a handle to wait for space in the queue.
     pub fn room(&self) -> Room {
         Room(self.length.subscribe())
     }
@@ -97,14 +97,15 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Outbox<S> {
         }
         this.waiting.extend(bytes);
         this.length.send_replace(this.waiting.len());
-        // The stream wakes who asked last whether it takes more: that has to be the reader, since nobody writes now.
+        // The stream wakes the last task that polled it for writing: that must be the reader, since no other
+        // task writes now.
         if let Some(reader) = &this.reader {
             reader.wake_by_ref();
         }
         Poll::Ready(Ok(bytes.len()))
     }
 
-    /// Returns what waits goes on by itself; waiting for it here is what must not be.
+    /// Returns at once: the queue is written in the background, and waiting for it here would block.
     fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
         Poll::Ready(Ok(()))
     }
@@ -140,7 +141,7 @@ mod tests {
         (AgentClient::new(Client::new(Socket::new(outbox))), room, theirs)
     }
 
-    /// Takes calls, and answers the last of so many.
+    /// Reads calls, and responds to the last one.
     async fn answer_last(guest: &mut DuplexStream, calls: usize) {
         for call in 1..=calls {
             let mut head = [0; MESSAGE_HEADER_LENGTH];

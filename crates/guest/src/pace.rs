@@ -1,19 +1,20 @@
-//! How often a guest is asked anew that has hardly anything to say.
+//! Rate limit of small reads from a guest.
 
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep_until};
 
-/// Answers shorter than this, bytes, are small: to fetch one costs more than to copy it.
+/// Responses shorter than this, bytes, are small: requesting one costs more than copying it.
 const SMALL: usize = 4 << 10;
-/// So many small answers are taken as fast as they come: a command's output, a person at a terminal.
+/// So many small responses are not delayed: a command's output, a user at a terminal.
 const BURST: u32 = 256;
-/// Beyond these, one in so long. What a program prints meanwhile comes with it.
+/// Interval of further ones. Output of a program in the interval is read together.
 const EACH: Duration = Duration::from_millis(1);
 
-/// Keeps a stream that is read piece by piece from keeping the daemon busy with the smallest of pieces.
+/// Limits the rate of small reads of a stream, which would keep the daemon busy.
 ///
-/// A bucket of [`BURST`] drops that fills by one in each [`EACH`]: kept as the moment at which it will be full.
+/// A token bucket of size [`BURST`] that gets a token in each [`EACH`]: stored as the time at which it will
+/// be full.
 #[derive(Debug)]
 pub struct Pace {
     full_at: Instant,
@@ -26,7 +27,7 @@ impl Default for Pace {
 }
 
 impl Pace {
-    /// Waits, if it has to, after an answer of `bytes`.
+    /// Waits, if necessary, after a response of `bytes`.
     pub async fn keep(&mut self, bytes: usize) {
         if bytes >= SMALL {
             return;

@@ -1,19 +1,19 @@
-//! What is sent to a process in a guest.
+//! A signal for a process in a guest.
 
-/// A signal, and who asks for it.
+/// A signal and its options.
 #[derive(Debug, Clone, Default)]
 pub struct Signal {
     /// Its number.
     pub number: u32,
-    /// To every process of the container.
+    /// Send it to every process of the container.
     pub all: bool,
-    /// Names the request, so that the agent delivers it once; empty: it is asked once.
+    /// Identifier of the request, so that the agent delivers it once; empty: it is requested once.
     pub request: String,
     /// An earlier worker may have delivered it.
     pub again: bool,
 }
 
 impl Signal {
-    /// SIGKILL, a container's end whatever its guest does about it.
+    /// SIGKILL: ends a container whatever its guest does.
     pub const KILL: u32 = 9;
 }

@@ -1,15 +1,15 @@
-//! How a guest's clock stands, seen from here: what it says lies between two moments of ours.
+//! The offset of a guest's clock: the guest read it between two points in time of the host.
 
 use std::time::Duration;
 
 use sandboxer_protocol::agent::{SyncClockRequest, SyncClockResponse};
 
-/// What a guest said of its clocks, and when it was asked.
+/// A guest's clocks, and when they were requested.
 #[derive(Debug, Clone, Copy)]
 pub struct Reading {
-    /// CLOCK_REALTIME of the host before the question, ns.
+    /// CLOCK_REALTIME of the host at the request, ns.
     pub asked_ns: u64,
-    /// From the question to the answer.
+    /// Time from the request to the response.
     pub took: Duration,
     /// CLOCK_BOOTTIME of the guest, ns.
     pub boottime_ns: u64,
@@ -18,12 +18,13 @@ pub struct Reading {
 }
 
 impl Reading {
-    /// Returns what an answer tells.
+    /// Creates a reading from a response.
     pub fn of(asked_ns: u64, took: Duration, said: &SyncClockResponse) -> Self {
         Self { asked_ns, took, boottime_ns: said.boottime_ns, realtime_ns: said.realtime_ns }
     }
 
-    /// Returns the host's clock when the guest read its own: in the middle, give or take half of the time it took.
+    /// Returns the host's clock when the guest read its own: the middle, with an error of half the time it
+    /// took.
     fn host_ns(&self) -> u64 {
         self.asked_ns.saturating_add(self.error_ns())
     }
@@ -32,7 +33,7 @@ impl Reading {
         u64::try_from(self.took.as_nanos() / 2).unwrap_or(u64::MAX)
     }
 
-    /// Returns what the guest is to be told; none where its clock may be right, as far as can be seen.
+    /// Returns the correction for the guest; `None` if its clock may be right within the error.
     pub fn correction(&self) -> Option<SyncClockRequest> {
         let off = self.host_ns().abs_diff(self.realtime_ns);
         (off > self.error_ns()).then(|| SyncClockRequest {

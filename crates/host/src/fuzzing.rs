@@ -1,3 +1,3 @@
-//! What the targets in `fuzz/` reach of what is private. Compiled for them alone.
+//! Private items for the targets in `fuzz/`. Compiled for them only.
 
 pub use crate::rootfs::mounts::{Lower, Wanted, WantedWritable, read as rootfs_mounts};

@@ -1,4 +1,4 @@
-//! What a pod takes of the host.
+//! Resources of the host that a pod uses: volumes, root file systems, network.
 
 #[cfg(fuzzing)]
 pub mod fuzzing;

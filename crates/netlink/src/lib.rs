@@ -116,7 +116,7 @@ impl Netlink {
     }
 }
 
-/// An acknowledgement is an error without a code.
+/// Reads an acknowledgement: an error message whose code is 0.
 fn outcome(code: Option<NonZeroI32>) -> io::Result<()> {
     match code {
         None => Ok(()),

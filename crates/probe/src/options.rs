@@ -174,7 +174,7 @@ impl ContainerOptions {
         }
     }
 
-    /// File name of its log within the pod's log directory.
+    /// Returns the file name of its log within the pod's log directory.
     pub fn log_name(&self) -> String {
         if self.log_path.is_empty() { format!("{}.log", self.name) } else { self.log_path.clone() }
     }

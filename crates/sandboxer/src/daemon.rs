@@ -1,9 +1,10 @@
-//! The daemon's own life: build everything, bind, recover, announce ready, serve, drain.
+//! The daemon's lifetime: build everything, bind, recover, announce ready, serve, drain.
 
 use std::{
     collections::HashSet,
     fs::{self, Permissions},
     io,
+    net::SocketAddr,
     os::{
         fd::{AsFd, OwnedFd},
         unix::fs::{DirBuilderExt, PermissionsExt},
@@ -33,11 +34,11 @@ use sandboxer_protocol::{admin::admin_server::AdminServer, controller::controlle
 use sandboxer_vmm::Vmm;
 use tokio::{
     net::{TcpListener, UnixListener, UnixStream},
-    task::JoinSet,
+    task::{JoinHandle, JoinSet},
 };
 use tokio_stream::wrappers::{ReceiverStream, UnixListenerStream};
 use tokio_util::sync::CancellationToken;
-use tonic::transport::Server;
+use tonic::transport::{Server, server::Router};
 
 use crate::{
     api::{self, admin::AdminService, peers, sandbox::SandboxService, task::TaskService},
@@ -58,26 +59,36 @@ use crate::{
     template::{self, Shape, Templates},
 };
 
-/// Why the daemon can't run.
+/// Why the daemon cannot run.
 #[derive(Debug, thiserror::Error)]
 pub enum DaemonError {
-    /// A VMM that an earlier daemon left can't be ended.
-    #[error("cannot clear away what an earlier daemon left")]
+    /// A VMM that an earlier daemon left cannot be killed.
+    #[error("cannot remove what an earlier daemon left")]
     Strays(#[from] strays::StrayError),
-    /// Something of the host is in the way.
+    /// A file, directory or socket of the host failed.
     #[error("cannot {action} {path:?}")]
-    Host {
+    Path {
         /// What was attempted.
         action: &'static str,
-        /// On what.
+        /// The path.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
+        #[source]
         source: io::Error,
     },
-    /// Another daemon has this directory.
-    #[error("another sandboxer serves {0:?}: stop it, or give this one a run_dir and a state_dir of its own")]
+    /// The address for metrics cannot be used.
+    #[error("cannot listen for metrics at {address}: configure another metrics_listen")]
+    Metrics {
+        /// The address.
+        address: SocketAddr,
+        /// The system's error.
+        #[source]
+        source: io::Error,
+    },
+    /// Another daemon uses this directory.
+    #[error("another sandboxer uses {0:?}: stop it, or configure another run_dir and state_dir for this one")]
     Running(PathBuf),
-    /// The rootfs cache can't be opened.
+    /// The rootfs cache cannot be opened.
     #[error(transparent)]
     Rootfs(#[from] RootfsError),
     /// Pods would not start.
@@ -86,18 +97,19 @@ pub enum DaemonError {
     /// No VMM can be used.
     #[error(transparent)]
     Vmm(#[from] sandboxer_vmm::SetupError),
-    /// A service ended.
+    /// A service failed.
     #[error("the {service} service failed")]
     Serve {
         /// "controller", "task", "admin", "metrics".
         service: &'static str,
-        /// How.
+        /// Its error.
+        #[source]
         source: Box<dyn std::error::Error + Send + Sync>,
     },
 }
 
-/// Runs until `shutdown` is cancelled; pods stay when it returns. `ready` is called once all
-/// earlier pods are taken up and every socket answers.
+/// Runs until `shutdown` is cancelled; pods keep running when it returns. `ready` is called once all
+/// earlier pods are adopted and every socket answers.
 pub async fn run(
     config: Config,
     front: Arc<Front>,
@@ -120,54 +132,54 @@ pub async fn run(
     );
     let node = node(config, vmm, front)?;
 
-    // Bound before recovery, so that early callers queue instead of failing; served after it.
+    // Bound before recovery, so that early callers wait instead of failing; served after it.
     let listeners = Listeners::bind(&node.front, &node.config.run_dir)?;
-    let records = Records::read(&node).map_err(|source| DaemonError::Host {
-        action: "read journal in",
+    let records = Records::read(&node).map_err(|source| DaemonError::Path {
+        action: "read the journal in",
         path: node.config.state_dir.clone(),
         source,
     })?;
-    // Ahead of the pods: one that a pod was about to take is in the pod's control group, which goes with it.
-    clear_vms_of_no_pod(&node, &records)?;
+    // Before the pods: a VM that a pod was about to take is in the pod's control group and is removed with it.
+    clear_unassigned_vms(&node, &records)?;
     let recovered = recover::recover(&node, records).await;
     node.rootfs.settle();
     serve(node, listeners, recovered, shutdown, ready).await
 }
 
-/// Returns the size of a pod that doesn't ask for another.
+/// Returns the shape of a pod without a size of its own.
 fn usual_shape(config: &Config) -> Shape {
     Shape { vcpus: config.vm.default_vcpus, memory_mib: config.vm.default_memory_mib, nics: 1 }
 }
 
-/// Makes the control group of VMs without a pod, which give way to pods. Without it all goes on, only counted elsewhere.
+/// Creates the control group of VMs without a pod, with low priority. If it fails, they are counted elsewhere.
 fn is_made(cgroup: &Cgroup) -> bool {
     let made = cgroup.make().and_then(|()| cgroup.yield_to_others());
     if let Err((path, error)) = &made {
         tracing::warn!(path = %path.display(), %error,
-            "cannot make the control group of VMs without a pod (vm.idle_cgroup): they are counted with the daemon");
+            "cannot create the control group of VMs without a pod (vm.idle_cgroup): they are counted with the daemon");
     }
     made.is_ok()
 }
 
-/// Returns what all pods of a node share, its directories made and its files opened.
+/// Creates the state that all pods of a node share; makes its directories and opens its files.
 pub fn node(config: Config, vmm: Arc<dyn Vmm>, front: Arc<Front>) -> Result<Arc<DaemonState>, DaemonError> {
     for dir in [config.run_dir.clone(), config.run_dir.join("pods"), config.state_dir.clone()] {
         private_dir(&dir)?;
     }
-    let journal = Journal::open(&config.state_dir).map_err(|source| DaemonError::Host {
-        action: "open journal in",
+    let journal = Journal::open(&config.state_dir).map_err(|source| DaemonError::Path {
+        action: "open the journal in",
         path: config.state_dir.clone(),
         source,
     })?;
     let tap_pool = Arc::<TapPool>::default();
-    let cgroups = Hierarchies::detect().map_err(|source| DaemonError::Host {
+    let cgroups = Hierarchies::detect().map_err(|source| DaemonError::Path {
         action: "read",
         path: "/proc/self/mountinfo".into(),
         source,
     })?;
     let idle_cgroup = cgroups.named(&config.vm.idle_cgroup).filter(is_made);
     let templates = Templates::open(&config, vmm.clone(), tap_pool.clone(), idle_cgroup.clone());
-    let templates = templates.map_err(|source| DaemonError::Host {
+    let templates = templates.map_err(|source| DaemonError::Path {
         action: "open templates in",
         path: config.state_dir.clone(),
         source,
@@ -175,7 +187,7 @@ pub fn node(config: Config, vmm: Arc<dyn Vmm>, front: Arc<Front>) -> Result<Arc<
     let dir = config.state_dir.join("volumes");
     let helpers = Helpers::new(config.helper_program.clone(), config.volumes.timeout);
     let volumes = VolumeStore::open(&dir, config.volumes.empty_dir_bytes, helpers.clone())
-        .map_err(|source| DaemonError::Host { action: "open volumes in", path: dir, source })?;
+        .map_err(|source| DaemonError::Path { action: "open volumes in", path: dir, source })?;
     let usual = usual_shape(&config);
     Ok(Arc::new(DaemonState {
         templates,
@@ -198,12 +210,12 @@ pub fn node(config: Config, vmm: Arc<dyn Vmm>, front: Arc<Front>) -> Result<Arc<
     }))
 }
 
-/// Ends what an earlier daemon had waiting or was about to freeze.
-fn clear_vms_of_no_pod(node: &DaemonState, records: &Records) -> Result<(), DaemonError> {
+/// Kills the waiting VMs of an earlier daemon, and those that it was about to freeze.
+fn clear_unassigned_vms(node: &DaemonState, records: &Records) -> Result<(), DaemonError> {
     let mut pods: HashSet<u32> = records.vmms().collect();
-    // Those of pods whose records can't be understood were in the pool, too.
-    pods.extend(Quarantine::of(&node.config).pids().map_err(|source| DaemonError::Host {
-        action: "look for VMs of",
+    // Pods whose records are malformed had their VMs from the pool, too.
+    pods.extend(Quarantine::of(&node.config).pids().map_err(|source| DaemonError::Path {
+        action: "search for VMs of",
         path: node.config.state_dir.join(quarantine::DIR),
         source,
     })?);
@@ -211,7 +223,7 @@ fn clear_vms_of_no_pod(node: &DaemonState, records: &Records) -> Result<(), Daem
         strays::end_below(&template::template_id(), &dir, &pods)?;
         match fs::remove_dir_all(&dir) {
             Err(source) if source.kind() != io::ErrorKind::NotFound => {
-                return Err(DaemonError::Host { action: "clear", path: dir, source });
+                return Err(DaemonError::Path { action: "remove", path: dir, source });
             }
             _ => {}
         }
@@ -219,6 +231,7 @@ fn clear_vms_of_no_pod(node: &DaemonState, records: &Records) -> Result<(), Daem
     Ok(())
 }
 
+/// Serves all sockets until `shutdown` is cancelled or the front is gone; then lets running requests finish.
 async fn serve(
     node: Arc<DaemonState>,
     listeners: Listeners,
@@ -228,21 +241,56 @@ async fn serve(
 ) -> Result<(), DaemonError> {
     let metrics = match node.config.metrics_listen {
         None => None,
-        Some(address) => Some(TcpListener::bind(address).await.map_err(|source| DaemonError::Host {
-            action: "listen for metrics at",
-            path: address.to_string().into(),
-            source,
-        })?),
+        Some(address) => {
+            let bound = TcpListener::bind(address).await;
+            Some(bound.map_err(|source| DaemonError::Metrics { address, source })?)
+        }
     };
     let task_address = format!("ttrpc+unix://{}", listeners.task_path.display());
     let controller = SandboxService::new(node.clone(), task_address, shutdown.clone()).map_err(|source| {
-        DaemonError::Host { action: "note starts in", path: node.config.run_dir.clone(), source }
+        DaemonError::Path { action: "open the list of starts in", path: node.config.run_dir.clone(), source }
     })?;
-    let controller = ControllerServer::new(controller);
-    let admin = AdminServer::new(AdminService::new(node.clone(), recovered.alive));
+    let admin = AdminService::new(node.clone(), recovered.alive);
 
-    // Its requests are the front's to give again: it needs no farewell.
     let lost = CancellationToken::new();
+    let _tasks = serve_tasks(&node, &lost).await?;
+    let filling = spawn_background(&node, &shutdown);
+    let mut services = Services::new(shutdown.clone());
+    let controller = Server::builder().add_service(ControllerServer::new(controller));
+    services.spawn_grpc("controller", controller, listeners.controller);
+    let admin = Server::builder().add_service(AdminServer::new(admin));
+    services.spawn_grpc("admin", admin, listeners.admin);
+    if let Some(listener) = metrics {
+        services.spawn_metrics(listener, node.clone());
+    }
+    ready(recovered);
+
+    let ended = tokio::select! {
+        () = shutdown.cancelled() => Ok(()),
+        // The callers are gone, too.
+        () = lost.cancelled() => return Ok(()),
+        ended = services.ended() => ended,
+    };
+    // Running requests may finish.
+    tracing::info!("draining; pods keep running");
+    let drained = async {
+        services.drained().await;
+        // After that, no VM is added to the pool.
+        let _ = filling.await;
+        node.pool.drain().await;
+    };
+    if tokio::time::timeout(node.config.drain_timeout, drained).await.is_err() {
+        tracing::info!("aborting requests that are still running");
+    }
+    ended
+}
+
+/// Serves the task API on the connections from the front. Cancels `lost` when the front is gone; the front repeats
+/// this worker's requests, so they need not finish.
+async fn serve_tasks(
+    node: &Arc<DaemonState>,
+    lost: &CancellationToken,
+) -> Result<ttrpc::asynchronous::Server, DaemonError> {
     let connections = node
         .front
         .connections(lost.clone())
@@ -251,130 +299,138 @@ async fn serve(
         .add_listener(ttrpc::asynchronous::transport::Listener::new(ReceiverStream::new(connections)))
         .register_service(create_task(Arc::new(TaskService::new(node.clone()))));
     tasks.start().await.map_err(|source| DaemonError::Serve { service: "task", source: source.into() })?;
+    Ok(tasks)
+}
 
+/// Starts what runs beside the services. Returns the task that keeps the pool filled.
+fn spawn_background(node: &Arc<DaemonState>, shutdown: &CancellationToken) -> JoinHandle<()> {
     if let Some(socket) = node.config.containerd_ttrpc.clone() {
         tokio::spawn(api::events::publish(socket, node.events.listen()));
     }
-    let mut services = JoinSet::new();
-    let (until, incoming) = (shutdown.clone(), listeners.controller);
-    services.spawn(async move {
-        let server = Server::builder().add_service(controller);
-        let served = server.serve_with_incoming_shutdown(incoming, until.cancelled_owned()).await;
-        served.map_err(|source| DaemonError::Serve { service: "controller", source: source.into() })
+    tokio::spawn(clocks::keep(node.clone()));
+    tokio::spawn(heap::trim_at_rest(node.events.listen()));
+    let front = node.front.clone();
+    tokio::spawn(async move {
+        tokio::time::sleep(CLAIMED_WITHIN).await;
+        front.forget_rest(front::DELETED);
     });
-    let (until, incoming) = (shutdown.clone(), listeners.admin);
-    services.spawn(async move {
-        let server = Server::builder().add_service(admin);
-        let served = server.serve_with_incoming_shutdown(incoming, until.cancelled_owned()).await;
-        served.map_err(|source| DaemonError::Serve { service: "admin", source: source.into() })
-    });
-    if let Some(metrics) = metrics {
-        let (node, until) = (node.clone(), shutdown.clone());
-        services.spawn(async move {
-            let served = api::metrics::serve(metrics, node, until).await;
+    let (node, until) = (node.clone(), shutdown.clone());
+    tokio::spawn(async move {
+        let usual = usual_shape(&node.config);
+        // The first pod finds the template ready, or in preparation.
+        let _ = node.templates.get(usual);
+        node.pool.keep_filled(&node, &until).await;
+    })
+}
+
+/// The services that end with `shutdown`.
+struct Services {
+    running: JoinSet<Result<(), DaemonError>>,
+    shutdown: CancellationToken,
+}
+
+impl Services {
+    fn new(shutdown: CancellationToken) -> Self {
+        Self { running: JoinSet::new(), shutdown }
+    }
+
+    fn spawn_grpc(&mut self, name: &'static str, server: Router, incoming: Connections) {
+        let until = self.shutdown.clone();
+        self.running.spawn(async move {
+            let served = server.serve_with_incoming_shutdown(incoming, until.cancelled_owned()).await;
+            served.map_err(|source| DaemonError::Serve { service: name, source: source.into() })
+        });
+    }
+
+    fn spawn_metrics(&mut self, listener: TcpListener, node: Arc<DaemonState>) {
+        let until = self.shutdown.clone();
+        self.running.spawn(async move {
+            let served = api::metrics::serve(listener, node, until).await;
             served.map_err(|source| DaemonError::Serve { service: "metrics", source: source.into() })
         });
     }
-    let (filling, until) = (node.clone(), shutdown.clone());
-    let filling = tokio::spawn(async move {
-        let usual = usual_shape(&filling.config);
-        // The first pod finds it made, or on its way.
-        let _ = filling.templates.get(usual);
-        filling.pool.keep_filled(&filling, &until).await;
-    });
-    tokio::spawn(clocks::keep(node.clone()));
-    tokio::spawn(heap::give_back_at_rest(node.events.listen()));
-    ready(recovered);
-    let claimed = node.front.clone();
-    tokio::spawn(async move {
-        tokio::time::sleep(CLAIMED_WITHIN).await;
-        claimed.forget_rest(front::DELETED);
-    });
 
-    let ended = tokio::select! {
-        () = shutdown.cancelled() => Ok(()),
-        // Whoever waited for an answer is gone, too.
-        () = lost.cancelled() => return Ok(()),
-        Some(ended) = services.join_next() => ended.unwrap_or_else(|panic| {
-            Err(DaemonError::Serve { service: "gRPC", source: panic.into() })
-        }),
-    };
-    // Requests under way may end.
-    tracing::info!("draining; pods stay as they are");
-    let drained = async {
-        while services.join_next().await.is_some() {}
-        // After it, nothing is added to the pool.
-        let _ = filling.await;
-        node.pool.drain().await;
-    };
-    if tokio::time::timeout(node.config.drain_timeout, drained).await.is_err() {
-        tracing::info!("requests still under way are given up");
+    /// Waits until one of them has ended.
+    async fn ended(&mut self) -> Result<(), DaemonError> {
+        match self.running.join_next().await {
+            Some(ended) => ended
+                .unwrap_or_else(|panic| Err(DaemonError::Serve { service: "gRPC", source: panic.into() })),
+            None => std::future::pending().await,
+        }
     }
-    ended
+
+    /// Waits until all of them have ended.
+    async fn drained(&mut self) {
+        while self.running.join_next().await.is_some() {}
+    }
 }
+
+/// Connections to a socket.
+type Connections = BoxStream<'static, io::Result<UnixStream>>;
 
 /// The daemon's sockets, bound and private.
 struct Listeners {
-    controller: BoxStream<'static, io::Result<UnixStream>>,
-    admin: BoxStream<'static, io::Result<UnixStream>>,
+    controller: Connections,
+    admin: Connections,
     task_path: PathBuf,
 }
 
 impl Listeners {
-    /// Returns those of earlier workers, or new ones, which the front keeps: while no worker is there, callers wait.
+    /// Takes the sockets of earlier workers, or binds new ones. The front keeps them: while no worker runs, callers
+    /// wait.
     fn bind(front: &Arc<Front>, run_dir: &Path) -> Result<Self, DaemonError> {
         let task_path = run_dir.join(sockets::TASK);
-        // It is the front that accepts there.
+        // The front accepts on this one.
         listener(front, TASK_LISTENER, &task_path)?;
         let serve = |name: &str| -> Result<_, DaemonError> {
             let path = run_dir.join(name);
             let listener = UnixListener::from_std(listener(front, "listen ", &path)?);
-            let host = |source| DaemonError::Host { action: "listen at", path, source };
-            Ok(peers::trusted(UnixListenerStream::new(listener.map_err(host)?)).boxed())
+            let failed = |source| DaemonError::Path { action: "listen on", path, source };
+            Ok(peers::trusted(UnixListenerStream::new(listener.map_err(failed)?)).boxed())
         };
         Ok(Self { controller: serve(sockets::CONTROLLER)?, admin: serve(sockets::ADMIN)?, task_path })
     }
 }
 
-/// Binds a socket of mode 0600, over one that a dead daemon left. The run directory is locked and
-/// of mode 0700: nobody else can be at the path.
+/// Binds a socket of mode 0600; replaces one that a dead daemon left. The run directory is locked and
+/// of mode 0700: no other process can use the path.
 fn listener(
     front: &Arc<Front>,
     kind: &str,
     path: &Path,
 ) -> Result<std::os::unix::net::UnixListener, DaemonError> {
-    let host = |action| move |source| DaemonError::Host { action, path: path.to_owned(), source };
+    let failed = |action| move |source| DaemonError::Path { action, path: path.to_owned(), source };
     let key = format!("{kind}{}", path.display());
     if let Some(fd) = front.take(&key).and_then(|mut entry| entry.fds.pop()) {
         return Ok(fd.into());
     }
     match fs::remove_file(path) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(host("replace socket")(error)),
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed("replace socket")(error)),
         _ => {}
     }
-    let listener = std::os::unix::net::UnixListener::bind(path).map_err(host("bind socket"))?;
-    fs::set_permissions(path, Permissions::from_mode(0o600)).map_err(host("make private"))?;
-    listener.set_nonblocking(true).map_err(host("listen at"))?;
-    front.keep(&key, &(), &[listener.as_fd()]).map_err(host("hand over"))?;
+    let listener = std::os::unix::net::UnixListener::bind(path).map_err(failed("bind socket"))?;
+    fs::set_permissions(path, Permissions::from_mode(0o600)).map_err(failed("set the mode of"))?;
+    listener.set_nonblocking(true).map_err(failed("listen on"))?;
+    front.keep(&key, &(), &[listener.as_fd()]).map_err(failed("keep in the front socket"))?;
     Ok(listener)
 }
 
 fn private_dir(path: &Path) -> Result<(), DaemonError> {
-    fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(|source| DaemonError::Host {
-        action: "make directory",
+    fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(|source| DaemonError::Path {
+        action: "create directory",
         path: path.to_owned(),
         source,
     })
 }
 
-/// Requests that are given again claim what the front has kept for them at once. What nobody has claimed by then
-/// belonged to what is no more.
+/// Time limit for repeated requests to take what the front keeps for them. They do so at once; an entry that is left
+/// after that belongs to something that no longer exists.
 const CLAIMED_WITHIN: Duration = Duration::from_secs(300);
 
-/// How long a worker that has lost its front may take to be gone.
+/// How long a worker that has lost its front may take to exit.
 const ORPHANS_END: Duration = Duration::from_secs(3);
 
-/// Held as long as the front is there: two daemons on one directory would fight over its pods and images.
+/// Takes a lock for the lifetime of the front: two daemons on one directory would use the same pods and images.
 async fn lock(front: &Arc<Front>, dir: &Path, name: &str) -> Result<OwnedFd, DaemonError> {
     private_dir(dir)?;
     let path = dir.join(name);
@@ -382,10 +438,10 @@ async fn lock(front: &Arc<Front>, dir: &Path, name: &str) -> Result<OwnedFd, Dae
     if let Some(held) = front.take(&key).and_then(|mut entry| entry.fds.pop()) {
         return Ok(held);
     }
-    let host = |source| DaemonError::Host { action: "make lock", path: path.clone(), source };
-    let file = OwnedFd::from(fs::File::create(&path).map_err(host)?);
+    let failed = |source| DaemonError::Path { action: "create lock", path: path.clone(), source };
+    let file = OwnedFd::from(fs::File::create(&path).map_err(failed)?);
     let locked = async {
-        // Nothing tells when a lock becomes free, save a thread that would wait for it for ever.
+        // No event tells when a lock becomes free, except to a thread that blocks on it without a limit.
         let mut again = tokio::time::interval(Duration::from_millis(20));
         while rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
             again.tick().await;
@@ -393,6 +449,6 @@ async fn lock(front: &Arc<Front>, dir: &Path, name: &str) -> Result<OwnedFd, Dae
     };
     let locked = tokio::time::timeout(ORPHANS_END, locked).await;
     locked.map_err(|_| DaemonError::Running(dir.to_owned()))?;
-    front.keep(&key, &(), &[file.as_fd()]).map_err(host)?;
+    front.keep(&key, &(), &[file.as_fd()]).map_err(failed)?;
     Ok(file)
 }

@@ -1,4 +1,4 @@
-//! What a request about a pod can end in.
+//! Errors of requests about pods.
 
 use std::path::PathBuf;
 
@@ -10,11 +10,11 @@ use sandboxer_vmm::VmmError;
 
 use crate::{pod::state::PodState, share::ShareError};
 
-/// Why a request about a pod failed.
+/// An error of a request about a pod.
 #[derive(Debug, thiserror::Error)]
 pub enum PodError {
-    /// An identifier that can't be one.
-    #[error("{what} is refused")]
+    /// An invalid identifier.
+    #[error("{what} is invalid")]
     Id {
         /// "sandbox id", "container id", "exec id".
         what: &'static str,
@@ -52,14 +52,14 @@ pub enum PodError {
     /// The process has ended.
     #[error("process of container {0} has ended already")]
     ProcessEnded(ContainerId),
-    /// The state doesn't allow it.
+    /// The state does not allow it.
     #[error("cannot {action} while {subject} is {state}")]
     State {
-        /// What was asked.
+        /// The requested action.
         action: &'static str,
-        /// Of what.
+        /// The subject.
         subject: String,
-        /// Which is.
+        /// The subject's state.
         state: String,
     },
     /// An earlier daemon's pod, whose VMM or agent has not answered this one yet.
@@ -67,76 +67,76 @@ pub enum PodError {
         "cannot {action}: {subject} has not answered since sandboxer was started: {reason}; this is tried again"
     )]
     Unreached {
-        /// What was asked.
+        /// The requested action.
         action: &'static str,
-        /// Of what.
+        /// The subject.
         subject: String,
-        /// What came of the last attempt.
+        /// The error of the last attempt.
         reason: String,
     },
-    /// The pod's own task would have broken the order of its states: a bug.
+    /// The pod's task attempted an illegal state transition: a bug.
     #[error("pod {pod} is {from} and cannot become {to}: this is a fault of sandboxer, please report it")]
     Transition {
         /// The pod.
         pod: SandboxId,
         /// Its state.
         from: PodState,
-        /// The one that was next.
+        /// The rejected next state.
         to: PodState,
     },
-    /// What several wait for has failed for all of them.
+    /// An error shared by all waiters of one operation.
     #[error(transparent)]
     Shared(std::sync::Arc<PodError>),
     /// The pod was stopped while it started.
     #[error("start of pod {0} was cancelled: the pod was stopped")]
     Cancelled(SandboxId),
-    /// The request itself is wrong.
+    /// The request is invalid.
     #[error("{subject}: {reason}")]
     Invalid {
-        /// What the request is about.
+        /// The subject of the request.
         subject: String,
-        /// What is wrong and what to do.
+        /// The problem and what to do.
         reason: String,
     },
-    /// It failed for a reason that has been told in full elsewhere, too.
+    /// It failed for a reason that was also logged in full.
     #[error("{subject}: {reason}")]
     Failed {
-        /// What the request is about.
+        /// The subject of the request.
         subject: String,
         /// What happened.
         reason: String,
     },
-    /// The guest tells nothing of itself, and has not before.
+    /// The guest does not answer, and has not reported statistics before.
     #[error(
         "guest of pod {pod} did not answer within {limit:?} how much it uses, and has not told it before"
     )]
     NoReadings {
         /// The pod.
         pod: SandboxId,
-        /// How long it had.
+        /// The time limit.
         limit: std::time::Duration,
     },
-    /// Something that a pod with a kernel of its own doesn't offer.
+    /// A feature that a pod with its own kernel does not have.
     #[error("{0}")]
     Unsupported(String),
-    /// The agent didn't say ready in time.
+    /// The agent was not ready in time.
     #[error("agent of pod {pod} was not ready within {limit:?}; the console's last lines: {console}")]
     NotReady {
         /// The pod.
         pod: SandboxId,
-        /// How long was waited.
+        /// The time limit.
         limit: std::time::Duration,
-        /// What the guest printed last.
+        /// The last output of the guest.
         console: String,
     },
-    /// The VM ended under the pod.
+    /// The VMM exited unexpectedly.
     #[error("VMM of pod {pod} {how}; last lines: {last_lines}")]
     VmEnded {
         /// The pod.
         pod: SandboxId,
         /// How.
         how: String,
-        /// Its last words.
+        /// Its last output.
         last_lines: String,
     },
     /// A VMM failed.
@@ -145,31 +145,41 @@ pub enum PodError {
     /// An agent failed.
     #[error(transparent)]
     Guest(#[from] GuestError),
-    /// A root file system can't be made.
+    /// A root file system cannot be created.
     #[error(transparent)]
     Rootfs(#[from] RootfsError),
-    /// A volume can't be had.
+    /// A volume cannot be provided.
     #[error(transparent)]
     Volume(#[from] VolumeError),
-    /// The pod's network can't be had.
+    /// The pod's network cannot be set up.
     #[error(transparent)]
     Network(#[from] NetworkError),
-    /// A live share can't be had.
+    /// A live share cannot be provided.
     #[error(transparent)]
     Share(#[from] ShareError),
-    /// A file or directory of the host is in the way.
+    /// An action on a path of the host failed.
     #[error("cannot {action} {path:?} for pod {pod}")]
-    Host {
+    Path {
         /// The pod.
         pod: SandboxId,
-        /// What was attempted.
+        /// The action.
         action: &'static str,
-        /// On what.
+        /// The path.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// The pod's own task is gone: a bug, or the daemon is ending.
+    /// The front did not store something that the next worker needs.
+    #[error("cannot store {what} of pod {pod} at the front")]
+    Front {
+        /// The pod.
+        pod: SandboxId,
+        /// Its name at the front.
+        what: Box<str>,
+        /// The system's error.
+        source: std::io::Error,
+    },
+    /// The pod's task has ended: the pod is being removed, or the daemon exits.
     #[error("pod {0} no longer takes requests: it is being removed")]
     Gone(SandboxId),
 }
@@ -196,9 +206,11 @@ impl PodError {
             Self::Volume(error) => error.code(),
             Self::Network(error) => error.code(),
             Self::Share(error) => error.code(),
-            Self::Vmm(_) | Self::Host { .. } | Self::Failed { .. } | Self::Transition { .. } => {
-                Code::Internal
-            }
+            Self::Vmm(_)
+            | Self::Path { .. }
+            | Self::Front { .. }
+            | Self::Failed { .. }
+            | Self::Transition { .. } => Code::Internal,
         }
     }
 }

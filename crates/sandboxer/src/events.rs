@@ -1,4 +1,4 @@
-//! What happens to pods, told to whoever listens.
+//! The events of pods, for subscribers.
 
 use sandboxer_protocol::id::{ContainerId, SandboxId};
 use tokio::sync::broadcast;
@@ -8,22 +8,22 @@ use sandboxer_base::clock::now_ns;
 /// Events a slow listener may lag behind before it loses the oldest.
 const KEPT: usize = 1024;
 
-/// One thing that happened.
+/// An event.
 #[derive(Debug, Clone)]
 pub struct Event {
-    /// When, ns since 1970.
+    /// Time, ns since 1970.
     pub at_ns: u64,
-    /// To which pod.
+    /// Its pod.
     pub pod: SandboxId,
-    /// To which of its containers; none: to the pod itself.
+    /// Its container; `None`: the pod itself.
     pub container: Option<ContainerId>,
-    /// What.
+    /// Its kind.
     pub kind: Kind,
-    /// More about it, for people; may be empty.
+    /// Details, for people; may be empty.
     pub detail: String,
 }
 
-/// What can happen.
+/// The kinds of events.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum Kind {
@@ -43,7 +43,7 @@ pub enum Kind {
 }
 
 impl Kind {
-    /// Returns the kind as it is shown.
+    /// Returns the kind's name.
     pub const fn as_str(self) -> &'static str {
         match self {
             Kind::PodCreated => "pod-created",
@@ -63,7 +63,7 @@ impl Kind {
     }
 }
 
-/// Where events are told and heard.
+/// The channel of events.
 #[derive(Debug, Clone)]
 pub struct Events(broadcast::Sender<Event>);
 
@@ -74,17 +74,17 @@ impl Default for Events {
 }
 
 impl Events {
-    /// Tells what happened to a pod.
+    /// Publishes an event of a pod.
     pub fn pod(&self, pod: &SandboxId, kind: Kind, detail: impl Into<String>) {
         self.tell(pod, None, kind, detail.into());
     }
 
-    /// Tells what happened to a container.
+    /// Publishes an event of a container.
     pub fn container(&self, pod: &SandboxId, container: &ContainerId, kind: Kind, detail: impl Into<String>) {
         self.tell(pod, Some(container), kind, detail.into());
     }
 
-    /// Hears what happens from now on.
+    /// Subscribes to events from now on.
     pub fn listen(&self) -> broadcast::Receiver<Event> {
         self.0.subscribe()
     }

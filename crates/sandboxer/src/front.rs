@@ -1,8 +1,9 @@
-//! What outlives this process: the front, to which containerd is connected, and what it keeps for the next worker.
+//! The worker's side of the front. The front outlives this process: containerd is connected to it, and it keeps entries
+//! for the next worker.
 //!
-//! An entry that was handed over is safe the moment [`Front::keep`] returns, whatever happens to this process:
-//! no file is written, and nothing is waited for. It lasts as long as the front, and so as long as containerd's
-//! connections: what must outlive those is in the journal.
+//! An entry is safe once [`Front::keep`] returns, even if this process dies: no file is written, and nothing is waited
+//! for. It lasts as long as the front, and so as long as containerd's connections: what must outlive those is in the
+//! journal.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -28,13 +29,13 @@ use sandboxer_base::failpoint::pass;
 
 /// Connections that may wait to be served.
 const QUEUED_CONNECTIONS: usize = 16;
-/// Answers to deletions that are remembered, for those who ask again.
+/// Answers to deletions that are kept for repeated requests.
 const MAX_DELETED: usize = 64;
 
-/// Kind of an entry that says what a deletion answered.
+/// Kind of an entry that holds a deletion's answer.
 pub const DELETED: &str = "deleted";
 
-/// What an earlier worker had kept under a key.
+/// An entry that an earlier worker kept under a key.
 #[derive(Debug)]
 pub struct Entry {
     /// Its note.
@@ -44,7 +45,7 @@ pub struct Entry {
 }
 
 impl Entry {
-    /// Returns the note, if it is one of these; a worker of another build may have written it.
+    /// Returns the note, if it has this type; a worker of another build may have written it.
     pub fn note<T: DeserializeOwned>(&self) -> Option<T> {
         serde_json::from_slice(&self.note).ok()
     }
@@ -53,18 +54,18 @@ impl Entry {
 /// This worker's side of the front.
 #[derive(Debug)]
 pub struct Front {
-    /// None: nobody outlives this process.
+    /// `None`: no front outlives this process.
     socket: Option<OwnedFd>,
     identity: String,
-    /// No worker before this one had this front.
+    /// No earlier worker used this front.
     new: bool,
     // Plain locks: held for a look-up, never across an await.
     inherited: Mutex<BTreeMap<String, Entry>>,
     deleted: Mutex<VecDeque<String>>,
 }
 
-/// An entry of this worker's, to be let go of by whoever knows that it is over. Dropping it changes nothing: a
-/// worker that ends must not take along what the next one needs.
+/// A handle to an entry of this worker, for its release once it is no longer needed. Dropping it does nothing: a worker
+/// that ends must leave what the next one needs.
 #[derive(Debug, Clone)]
 pub struct Kept {
     front: Arc<Front>,
@@ -72,14 +73,14 @@ pub struct Kept {
 }
 
 impl Kept {
-    /// The front forgets it.
+    /// Removes the entry from the front.
     pub fn release(&self) {
         self.front.forget(&self.key);
     }
 }
 
 impl Front {
-    /// Nobody: what this process holds ends with it.
+    /// Returns no front: this process's entries end with it.
     pub fn none() -> Arc<Self> {
         Arc::new(Self {
             socket: None,
@@ -90,7 +91,7 @@ impl Front {
         })
     }
 
-    /// Returns the front at the other end of `socket`, which blocks: receives all that earlier workers had kept.
+    /// Connects to the front at the other end of `socket`, which blocks: receives all entries of earlier workers.
     pub fn connect(socket: OwnedFd) -> io::Result<Arc<Self>> {
         let mut inherited = BTreeMap::new();
         let identity = loop {
@@ -114,17 +115,17 @@ impl Front {
         }))
     }
 
-    /// Tells this front from those before and after it; empty if there is none.
+    /// Returns what distinguishes this front from earlier and later ones; empty if there is none.
     pub fn identity(&self) -> &str {
         &self.identity
     }
 
-    /// Returns whether no earlier worker could hand anything over.
+    /// Returns whether no earlier worker used this front.
     pub fn is_new(&self) -> bool {
         self.new
     }
 
-    /// Has descriptors and a note kept under a key, in place of what was there.
+    /// Keeps descriptors and a note under a key, and replaces what was there.
     pub fn keep(
         self: &Arc<Self>,
         key: &str,
@@ -141,13 +142,13 @@ impl Front {
         Ok(Kept { front: self.clone(), key: key.to_owned() })
     }
 
-    /// Opens the FIFO at `path`, for reading alone or for both, in such a way that it stays open whatever happens to
-    /// this process. It is kept under the key.
+    /// Opens the FIFO at `path`, for reading only or for both, and keeps it under the key: it stays open even if this
+    /// process dies.
     pub fn open(&self, key: &str, path: &Path, reading: bool) -> io::Result<OwnedFd> {
         use rustix::fs::{FileType, Mode, OFlags, fstat, open};
         let named = open(path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
         if FileType::from_raw_mode(fstat(&named)?.st_mode) != FileType::Fifo {
-            return Err(io::Error::new(io::ErrorKind::InvalidInput, "it is no FIFO"));
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "not a FIFO"));
         }
         let Some(socket) = &self.socket else {
             let access = if reading { OFlags::RDONLY } else { OFlags::RDWR };
@@ -157,7 +158,7 @@ impl Front {
         let note = if reading { FOR_READING } else { &[] };
         pass(format_args!("before the front opens {}", kind(key)));
         send(socket, Kind::Open, key, note, &[named.as_fd(), theirs.as_fd()])?;
-        // It has it alone: its end is then seen here.
+        // Only the other process keeps it: so its end is seen here.
         drop(theirs);
         let message = waiting(|| control::receive(answer.as_fd(), MsgFlags::empty()))?;
         let message = message.ok_or(io::ErrorKind::UnexpectedEof)?;
@@ -169,7 +170,7 @@ impl Front {
         message.fds.into_iter().next().ok_or_else(refused)
     }
 
-    /// Has an entry forgotten, whoever kept it.
+    /// Removes an entry, whichever worker kept it.
     pub fn forget(&self, key: &str) {
         self.lock().remove(key);
         pass(format_args!("before the front forgets {}", kind(key)));
@@ -177,23 +178,23 @@ impl Front {
         pass(format_args!("the front has forgotten {}", kind(key)));
     }
 
-    /// Takes over what an earlier worker had kept. It stays kept.
+    /// Takes an entry of an earlier worker. The front still keeps it.
     pub fn take(&self, key: &str) -> Option<Entry> {
         self.lock().remove(key)
     }
 
-    /// Same as [`Front::take`], with a hold on the entry.
+    /// Takes an entry as [`Front::take`] does, with its handle.
     pub fn take_kept(self: &Arc<Self>, key: &str) -> Option<(Entry, Kept)> {
         let entry = self.take(key)?;
         Some((entry, Kept { front: self.clone(), key: key.to_owned() }))
     }
 
-    /// Returns the note of what an earlier worker had kept, which stays there.
+    /// Returns the note of an earlier worker's entry, without taking the entry.
     pub fn peek<T: DeserializeOwned>(&self, key: &str) -> Option<T> {
         self.lock().get(key).and_then(Entry::note)
     }
 
-    /// Returns whether an earlier worker had kept this, and nobody has taken it.
+    /// Returns whether an earlier worker kept this entry and it has not been taken.
     pub fn has(&self, key: &str) -> bool {
         self.lock().contains_key(key)
     }
@@ -206,25 +207,25 @@ impl Front {
         }
     }
 
-    /// Keys that begin so, of what an earlier worker had kept and nobody has taken.
+    /// Returns the keys with this prefix of earlier workers' entries that have not been taken.
     pub fn keys(&self, prefix: &str) -> Vec<String> {
         self.lock().keys().filter(|key| key.starts_with(prefix)).cloned().collect()
     }
 
-    /// Forgets what nobody has taken: it belonged to what is no more. What begins with `but` stays.
+    /// Removes all entries that have not been taken: they belong to nothing. Keys that begin with `but` stay.
     pub fn forget_rest(&self, but: &str) {
         for key in self.keys("").iter().filter(|key| !key.starts_with(but)) {
             self.forget(key);
         }
     }
 
-    /// Remembers what a deletion answers, as the last thing before it.
+    /// Keeps a deletion's answer, as the last step before it is sent.
     pub fn remember_deleted(self: &Arc<Self>, key: String, answer: &impl Serialize) {
         if self.socket.is_none() {
             return;
         }
         if let Err(error) = self.keep(&key, answer, &[]) {
-            return tracing::debug!(%error, key, "the front cannot keep a deletion's answer");
+            return tracing::debug!(%error, key, "cannot keep a deletion's answer in the front");
         }
         let mut deleted = self.deleted.lock().unwrap_or_else(PoisonError::into_inner);
         deleted.push_back(key);
@@ -235,13 +236,13 @@ impl Front {
         }
     }
 
-    /// Says that requests may come.
+    /// Notifies the front that requests may come.
     pub fn ready(&self) {
         self.tell(Kind::Ready, "", ANSWERS_PINGS);
     }
 
-    /// Returns the task connections that the front hands over. `lost` is cancelled when there is no front any more. Returns the
-    /// front's pings, too, here and not in a thread: that shows that the runtime's threads get on.
+    /// Receives the task connections from the front. `lost` is cancelled when the front is gone. Also answers the
+    /// front's pings, here and not in a thread: that shows that the runtime's threads make progress.
     pub fn connections(
         self: &Arc<Self>,
         lost: CancellationToken,
@@ -249,7 +250,7 @@ impl Front {
         let (sender, connections) = mpsc::channel(QUEUED_CONNECTIONS);
         let Some(socket) = &self.socket else { return Ok(connections) };
         let socket = socket.try_clone()?;
-        // SAFETY: an OwnedFd is open and the same file as long as it lives, and the AsyncFd owns it.
+        // SAFETY: an OwnedFd stays open and is the same file for its lifetime, and the AsyncFd owns it.
         let socket = unsafe { AsyncFd::register_with_interest(socket, Interest::READABLE) }
             .map_err(io::Error::from)?;
         tokio::spawn(async move {
@@ -258,7 +259,7 @@ impl Front {
                     return;
                 }
             }
-            tracing::warn!("the front is gone, and containerd's connections with it: ending, pods stay");
+            tracing::warn!("the front is gone, with containerd's connections: exiting; pods keep running");
             lost.cancel();
         });
         Ok(connections)
@@ -268,8 +269,8 @@ impl Front {
         if let Some(socket) = &self.socket
             && let Err(error) = send(socket, kind, key, note, &[])
         {
-            // It is gone, and that is acted on elsewhere.
-            tracing::debug!(%error, ?kind, key, "the front takes no word");
+            // The front is gone; that is handled elsewhere.
+            tracing::debug!(%error, ?kind, key, "cannot notify the front");
         }
     }
 
@@ -278,7 +279,7 @@ impl Front {
     }
 }
 
-/// Sends one message to the front. Waits while its queue is full, which it is when the front gets no processor or is stopped.
+/// Sends one message to the front. Waits while its queue is full: the front gets no CPU time, or is stopped.
 fn send(socket: &OwnedFd, kind: Kind, key: &str, note: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
     match control::send_with(socket.as_fd(), kind, key, note, fds, MsgFlags::MSG_DONTWAIT) {
         Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -288,7 +289,7 @@ fn send(socket: &OwnedFd, kind: Kind, key: &str, note: &[u8], fds: &[BorrowedFd<
     }
 }
 
-/// Does what may wait for the front. Other tasks get another thread meanwhile, where there are several.
+/// Runs work that may wait for the front. Other tasks continue on another thread, if there is one.
 #[expect(
     clippy::disallowed_methods,
     reason = "it borrows what is sent, waits once in a long while, and must be over when it returns"
@@ -312,7 +313,7 @@ async fn next_connection(socket: &AsyncFd<OwnedFd>) -> io::Result<Option<UnixStr
         };
         let Some(mut message) = received else { return Ok(None) };
         if message.kind == Kind::Ping {
-            // Without waiting: a front that does not read has other troubles, and asks again.
+            // Without waiting: a front that does not read pings again.
             let _ = control::send_with(socket.as_fd(), Kind::Pong, "", &[], &[], MsgFlags::MSG_DONTWAIT);
         }
         if let (Kind::Connection, Some(fd)) = (message.kind, message.fds.pop()) {
@@ -323,12 +324,12 @@ async fn next_connection(socket: &AsyncFd<OwnedFd>) -> io::Result<Option<UnixStr
     }
 }
 
-/// Returns what the entries under such keys are.
+/// Returns the kind of the entries under such keys.
 fn kind(key: &str) -> &str {
     key.split(' ').next().unwrap_or_default()
 }
 
-/// Key of an entry about a process: a container's init, or an exec.
+/// Returns the key of an entry about a process: a container's init, or an exec.
 pub fn key(kind: &str, container: &ContainerId, exec: Option<&ExecId>) -> String {
     match exec {
         None => format!("{kind} {container}"),
@@ -351,7 +352,7 @@ mod tests {
         control::send(theirs.as_fd(), Kind::AllKept, "", b"front", &[]).unwrap();
         let front = Front::connect(ours).unwrap();
         let (full, is_full) = oneshot::channel();
-        // More than the kernel queues.
+        // More than the kernel's queue holds.
         let keeping = tokio::spawn(async move {
             let note = "n".repeat(30_000);
             full.send(()).unwrap();

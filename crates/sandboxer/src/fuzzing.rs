@@ -1,4 +1,4 @@
-//! What the targets in `fuzz/` reach of what is nobody else's. Compiled for them alone.
+//! Private functions that the targets in `fuzz/` call. Compiled for them only.
 
 #![allow(missing_docs, reason = "each is documented where it is")]
 

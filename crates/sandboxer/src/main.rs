@@ -1,4 +1,4 @@
-//! Parse, become the front's worker, build, bind, recover, announce ready, serve, drain.
+//! Entry point: parses options, then runs the front, a worker of the front, or a helper.
 
 use std::{
     io::IsTerminal as _,
@@ -19,12 +19,12 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 use tracing_subscriber::{Layer, filter::Targets, layer::SubscriberExt, util::SubscriberInitExt};
 
-/// Threads that serve requests. All work is waiting for VMMs, guests and disks; a third thread
-/// would only cost its stack.
+/// Threads that serve requests. They only wait for VMMs, guests and disks; a third thread would
+/// only cost its stack.
 const WORKERS: usize = 2;
 /// Threads for blocking file operations.
 const BLOCKING: usize = 8;
-/// Most memory of a helper, bytes; what it reads of a volume has a bound far below.
+/// Most memory of a helper, bytes; what it reads of a volume has a much lower bound.
 const HELPER_MEMORY: u64 = 1 << 30;
 
 /// Runs every pod of this node in a microVM of its own, for containerd.
@@ -60,7 +60,7 @@ struct Options {
 /// The program that containerd stays connected to, beside this one.
 const FRONT: &str = "sandboxer-front";
 
-/// Returns the whole program.
+/// Runs the program.
 pub fn main() -> ExitCode {
     let options = Options::parse();
     match start(&options) {
@@ -81,27 +81,28 @@ fn start(options: &Options) -> anyhow::Result<()> {
         println!("the configuration is fine");
         return Ok(());
     }
-    // The file may have been replaced by another version's: helpers are of this one.
+    // The file may be replaced by another version's: helpers are of this one.
     config.helper_program = Some("/proc/self/exe".into());
-    // Threads have sets of capabilities of their own: before there are any.
-    privileges::give_up()?;
+    // Each thread has its own capability sets: before any other thread starts.
+    privileges::drop_unneeded()?;
     let Some(front) = options.front_fd else { return become_front() };
-    // Its text quotes its source already.
+    // Its text contains its source already.
     let filter: Targets = options.log.parse().map_err(|error| anyhow!("--log {:?}: {error}", options.log))?;
     let lines = tracing_subscriber::fmt::layer()
-        // It would tell of a log that can't be written by `eprintln!`, which panics then.
+        // It would report an unwritable log by `eprintln!`, which panics then.
         .log_internal_errors(false)
         .with_ansi(std::io::stderr().is_terminal())
         .with_writer(std::io::stderr);
     let lines = if options.log_json { lines.json().boxed() } else { lines.boxed() };
     tracing_subscriber::registry().with(lines.with_filter(filter)).init();
 
-    // SAFETY: whoever gave this option, which is the front, gave the descriptor with it, for this use.
+    // SAFETY: only the front passes this option, and it passes this descriptor with it, for this use.
     let front = unsafe { OwnedFd::from_raw_fd(front) };
     rustix::io::fcntl_setfd(&front, rustix::io::FdFlags::CLOEXEC).context("--front-fd")?;
-    let front = Front::connect(front).context("cannot learn from the front what earlier workers left")?;
-    // The front kills a worker that closes its socket, which one that ends with an error must not do before its
-    // exit code says so: it stays open to the process's end.
+    let front =
+        Front::connect(front).context("cannot receive the entries of earlier workers from the front")?;
+    // The front kills a worker that closes its socket. A worker that ends with an error must first return its exit
+    // code: the socket stays open until the process ends.
     std::mem::forget(front.clone());
 
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -111,13 +112,13 @@ fn start(options: &Options) -> anyhow::Result<()> {
         .build()
         .context("cannot start the runtime")?;
     let served = runtime.block_on(serve(config, front));
-    // Dropped, it would cancel the calls under way one by one, and containerd takes a Wait that was cancelled for the end
-    // of the pod. Connections that end with the process make it ask again.
+    // Dropping it would cancel running calls one by one, and containerd takes a cancelled Wait for the end of the
+    // pod. If connections end with the process, it retries.
     std::mem::forget(runtime);
     served
 }
 
-/// Goes on as a helper.
+/// Runs as a path helper.
 fn help() -> anyhow::Result<()> {
     rustix::thread::set_name(c"sandboxer-path").context("cannot name this process")?;
     let most = |most| Rlimit { current: Some(most), maximum: Some(most) };
@@ -127,12 +128,12 @@ fn help() -> anyhow::Result<()> {
     helper::serve(stream.into()).context("cannot serve the daemon")
 }
 
-/// Goes on as the front, which starts this program again as its worker.
+/// Executes the front, which starts this program again as its worker.
 fn become_front() -> anyhow::Result<()> {
     let worker = std::env::current_exe().context("cannot find this program")?;
     let front = worker.with_file_name(FRONT);
     let error = Command::new(&front).arg(&worker).args(std::env::args_os().skip(1)).exec();
-    Err(error).with_context(|| format!("cannot run {front:?}, which belongs beside {worker:?}"))
+    Err(error).with_context(|| format!("cannot run {front:?}: install it beside {worker:?}"))
 }
 
 async fn serve(config: Config, front: Arc<Front>) -> anyhow::Result<()> {

@@ -1,7 +1,7 @@
-//! What the daemon keeps of root's privileges. The rest is given up at its start, for itself and for whatever it
-//! executes: nothing that breaks into it later gets it back.
+//! The privileges of root that the daemon keeps. It drops the rest at its start, for itself and for all programs that
+//! it executes: an attacker who takes over the daemon later cannot get them back.
 //!
-//! The table is told to people in docs/security.md and to systemd in `vmm-configs/systemd/sandboxer.service`.
+//! The same table is in docs/security.md for people and in `vmm-configs/systemd/sandboxer.service` for systemd.
 
 use caps::{CapSet, Capability, CapsHashSet, errors::CapsError};
 
@@ -11,7 +11,7 @@ use Capability::{
     CAP_SYS_PTRACE,
 };
 
-/// Capabilities that are kept, and what for.
+/// Capabilities that are kept, and why.
 pub const KEPT: [(Capability, &str); 15] = [
     (CAP_SYS_ADMIN, "namespaces and roots of jails, mounts of snapshots, control groups"),
     (CAP_NET_ADMIN, "taps, and what leads from a pod's interfaces to them"),
@@ -36,23 +36,23 @@ pub const KEPT: [(Capability, &str); 15] = [
     (CAP_SETFCAP, "likewise: a file's own capabilities"),
 ];
 
-/// Why privileges can't be given up.
+/// Why privileges cannot be dropped.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot give up capability {capability}: start the daemon as root, with CAP_SETPCAP")]
+#[error("cannot drop capability {capability}: start the daemon as root, with CAP_SETPCAP")]
 pub struct PrivilegeError {
     capability: String,
     source: CapsError,
 }
 
-/// Gives up all that isn't [`KEPT`]. Before the process has other threads: each has sets of its own.
-pub fn give_up() -> Result<(), PrivilegeError> {
+/// Drops all capabilities that are not [`KEPT`]. Before the process has other threads: each has its own sets.
+pub fn drop_unneeded() -> Result<(), PrivilegeError> {
     let kept: CapsHashSet = KEPT.iter().map(|(capability, _)| *capability).collect();
     let failed = |capability: String| move |source| PrivilegeError { capability, source };
     let all = || failed("sets".to_owned());
     for capability in caps::read(None, CapSet::Bounding).map_err(all())?.difference(&kept) {
         caps::drop(None, CapSet::Bounding, *capability).map_err(failed(capability.to_string()))?;
     }
-    // Nothing passes through a program that isn't root's.
+    // So programs that are not root's inherit none.
     caps::clear(None, CapSet::Inheritable).map_err(all())?;
     for set in [CapSet::Effective, CapSet::Permitted] {
         let held = caps::read(None, set).map_err(all())?;
@@ -65,13 +65,13 @@ pub fn give_up() -> Result<(), PrivilegeError> {
 mod tests {
     use super::*;
 
-    /// In a thread of its own: sets are a thread's.
+    /// In its own thread: capability sets belong to threads.
     #[test]
     fn what_is_not_kept_is_gone_and_stays_gone() {
         let sets = std::thread::spawn(|| {
             let before = caps::read(None, CapSet::Permitted).unwrap();
-            give_up().unwrap();
-            give_up().unwrap();
+            drop_unneeded().unwrap();
+            drop_unneeded().unwrap();
             let sets = [CapSet::Bounding, CapSet::Permitted, CapSet::Effective, CapSet::Inheritable];
             (before, sets.map(|set| caps::read(None, set).unwrap()))
         });

@@ -1,4 +1,4 @@
-//! Whoever checks a node can tell this daemon from another at the same socket.
+//! A node check can distinguish this daemon from another one at the same socket.
 
 #![allow(clippy::unwrap_used)]
 
@@ -14,7 +14,7 @@ use tokio_stream::wrappers::UnixListenerStream;
 use tokio_util::sync::CancellationToken;
 use tonic::{service::Routes, transport::Server};
 
-/// What is found at a socket where `services` are served.
+/// Returns what is found at a socket where `services` are served.
 async fn found(dir: &Path, services: Routes) -> Result<(), String> {
     let socket = dir.join("socket");
     let incoming = UnixListenerStream::new(UnixListener::bind(&socket).unwrap());

@@ -1,8 +1,8 @@
 //! The driver of Cloud Hypervisor, held to the published API.
 //!
-//! One suite, `cloud_hypervisor_suite/cases.rs`, runs against a double, in the words of an old and of a new
-//! version, and against the real binary that `CLOUD_HYPERVISOR` names. `faults` need a VMM that fails as it
-//! is told to, hence the double; `suite` proves that a double that differs from the API is found out; and
+//! One suite, `cloud_hypervisor_suite/cases.rs`, runs against a double, which behaves as an old and as a new
+//! version, and against the real binary that `CLOUD_HYPERVISOR` names. `faults` need a VMM that fails on
+//! request, hence the double; `suite` proves that a double that differs from the API is detected; and
 //! `boots_a_pod` needs the real binary, a usable KVM and `make guest-image`.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "helpers of tests fail their test")]

@@ -1,4 +1,4 @@
-//! What a hostile guest can do to its node: nothing. It loses its own pod at most; the daemon stays small, and
+//! A hostile guest cannot harm its node: it loses at most its own pod; the daemon's memory stays small, and
 //! other pods' requests are answered meanwhile.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails where it stands")]
@@ -30,20 +30,20 @@ use sandboxer_vmm_fake::FakeVmm;
 use test_node::{TestNode, id, phase, reader, with_share};
 use tokio::io::AsyncReadExt;
 
-/// How long an agent may take to answer a call; what these tests wait for again and again.
+/// How long an agent may take to answer a call; the tests wait this long repeatedly.
 const AGENT_TIMEOUT: Duration = Duration::from_millis(500);
-/// How long a guest may take to get ready: long enough to drop 64 MiB of rubbish.
+/// How long a guest may take to get ready: long enough to discard 64 MiB of garbage.
 const BOOT_TIMEOUT: Duration = Duration::from_secs(60);
 /// Pods beside the hostile one.
 const GOOD: usize = 10;
-/// What the daemon may grow by on account of one hostile guest, KiB. Measured together with the double, whose
-/// longest frame is 4 MiB and there twice.
+/// How much the daemon may grow because of one hostile guest, KiB. Measured together with the double, in which
+/// the longest frame of 4 MiB exists twice.
 const GROWTH_KIB: u64 = 16 << 10;
 
-/// Most memory of what serves a hostile guest's files, KiB.
+/// Most memory of the process that serves a hostile guest's files, KiB.
 const SERVER_KIB: u64 = 24 << 10;
 
-/// A node whose next VM's agent is of the nature that is set, then good ones again.
+/// A node whose next VM has an agent of the given nature; later agents are well-behaved.
 struct HostileNode {
     test: TestNode,
     next: Arc<Mutex<Option<Nature>>>,
@@ -64,7 +64,7 @@ impl HostileNode {
         Self { test, next }
     }
 
-    /// Returns a pod with an agent of this nature, and what came of its start.
+    /// Starts a pod whose agent has this nature. Returns the pod and the result of its start.
     async fn start(&self, nature: Nature) -> (PodHandle, Result<(), PodError>) {
         *self.next.lock().unwrap() = Some(nature);
         let pod = self.test.pod("hostile");
@@ -74,25 +74,25 @@ impl HostileNode {
     }
 }
 
-/// Most memory this process ever had since [`forget_peak`], KiB.
+/// Returns this process's peak memory since [`forget_peak`], KiB.
 fn peak_kib() -> u64 {
     peak_of("self")
 }
 
-/// Returns the same of the process `pid`, since its start.
+/// Returns the peak memory of process `pid` since its start, KiB.
 fn peak_of(pid: &str) -> u64 {
     let status = std::fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
     line.trim().trim_end_matches(" kB").parse().unwrap()
 }
 
-/// Peak is what there is now.
+/// Resets the peak to the current value.
 fn forget_peak() -> u64 {
     std::fs::write("/proc/self/clear_refs", "5").unwrap();
     peak_kib()
 }
 
-/// All that is asked of a good pod, from a container's start to its end.
+/// Makes all requests to a good pod, from a container's start to its end.
 async fn use_pod(test: &TestNode, pod: &PodHandle, container: &str) {
     let new = test.container(container, "true");
     let mut stdout = reader(&new.stdio.stdout);
@@ -107,7 +107,7 @@ async fn use_pod(test: &TestNode, pod: &PodHandle, container: &str) {
     pod.delete(id(container), None).await.unwrap();
 }
 
-/// What is asked of a hostile pod, whatever it answers: a container's life, and an error at most.
+/// Makes the requests of a container's life to a hostile pod; errors are ignored.
 async fn provoke(test: &TestNode, pod: &PodHandle, nature: Nature) {
     let mut new = test.container("victim", "true");
     if nature.wants_a_share() {
@@ -137,7 +137,7 @@ async fn provoke(test: &TestNode, pod: &PodHandle, nature: Nature) {
     reading.abort();
 }
 
-// One after the other: memory is this process's as a whole.
+// One after the other: the memory is that of the whole process.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn whatever_a_guest_does_the_daemon_stays_small_and_other_pods_are_served() {
     let node = HostileNode::new();
@@ -168,13 +168,13 @@ async fn whatever_a_guest_does_the_daemon_stays_small_and_other_pods_are_served(
         let growth = peak_kib().saturating_sub(before);
         assert!(growth <= GROWTH_KIB, "{nature:?}: the daemon grew by {growth} KiB");
         if nature.wants_a_share() {
-            // It was not worn down, either.
+            // Its server's memory stays small, too.
             let server = share::server_of(&node.test.node.run_dir(hostile.id())).expect("it serves on");
             let peak = peak_of(&server.to_string());
             assert!(peak <= SERVER_KIB, "{nature:?}: what serves its files grew to {peak} KiB");
         }
 
-        // Its own pod at most: the others are as they were, and it can be stopped and removed like any.
+        // At most its own pod is lost: the others are unchanged, and it can be stopped and removed like any pod.
         for pod in &good {
             assert_eq!(pod.status().state, PodState::Ready, "{nature:?}");
         }
@@ -198,16 +198,16 @@ async fn a_guest_of_another_version_is_told_and_given_up() {
 #[tokio::test]
 async fn a_guest_that_breaks_its_session_loses_its_pod() {
     let natures = [
-        (Nature::AnswersTwice, "which waits for no answer"),
-        (Nature::AnswersUnasked, "which waits for no answer"),
-        (Nature::Streams, "only answers are taken"),
-        (Nature::AnswersAtLength, "with 4294967295 bytes"),
+        (Nature::AnswersTwice, "which has none pending"),
+        (Nature::AnswersUnasked, "which has none pending"),
+        (Nature::Streams, "only responses are allowed"),
+        (Nature::AnswersAtLength, "a response of 4294967295 bytes"),
     ];
     for (nature, deed) in natures {
         let node = HostileNode::new();
         let (pod, started) = node.start(nature).await;
         started.unwrap();
-        // It may be answered before the answer too many comes.
+        // The call may be answered before there are too many answers.
         let _ = pod.stats(None).await;
         let stopped = tokio::time::timeout(BOOT_TIMEOUT, pod.stopped()).await.unwrap().unwrap();
         assert!(stopped.reason.contains("hostile") && stopped.reason.contains(deed), "{}", stopped.reason);
@@ -244,8 +244,8 @@ async fn containers_of_a_guest_that_breaks_its_session_have_been_killed() {
 #[tokio::test]
 async fn a_guest_that_does_not_end_what_is_killed_loses_its_pod() {
     let natures = [
-        (Nature::AnswersLate, "did not answer signal_process"),
-        (Nature::SpinsOutput, "did not end container c1"),
+        (Nature::AnswersLate, "did not respond to signal_process"),
+        (Nature::SpinsOutput, "did not kill container c1"),
     ];
     for (nature, deed) in natures {
         let node = HostileNode::new();
@@ -270,7 +270,7 @@ async fn a_session_that_ends_by_itself_ends_no_pod() {
     let node = HostileNode::new();
     let pod = node.test.pod("good");
     pod.start().await.unwrap();
-    // The next daemon's session takes the place of this one's, which takes it back: both have one again and again.
+    // The next daemon's session replaces this one's, and this one reconnects: they alternate again and again.
     let next = node.test.restarted();
     recover::recover(&next, recover::Records::read(&next).unwrap()).await;
     let _ = pod.stats(None).await;
@@ -290,19 +290,19 @@ async fn an_answer_that_comes_late_is_nobodys() {
     pod.start_process(id("c1"), None).await.unwrap();
     let error = pod.signal(id("c1"), None, 15, false).await.unwrap_err();
     assert!(matches!(error.code(), Code::Unavailable | Code::DeadlineExceeded), "{error}");
-    // The agent answers one call after the other: when this one has its answer, the late one has come.
+    // The agent answers one call after the other: when this one has its answer, the late one has arrived.
     let came = async { while pod.stats(None).await.is_err() {} };
     tokio::time::timeout(BOOT_TIMEOUT, came).await.expect("its session is over");
     assert_eq!(pod.status().state, PodState::Ready);
     pod.remove().await.unwrap();
 }
 
-/// Whatever the next daemon is told by the agent, and whether it is told anything: no container is said to have ended
-/// that may run.
+/// Whatever the agent tells the next daemon, if anything: no container that may still run is reported as
+/// ended.
 #[tokio::test]
 async fn an_agent_that_answers_the_next_daemon_late_wrongly_or_not_at_all_leaves_no_ghost() {
     for nature in Nature::ALL {
-        // These take a container for gone as soon as they are told to remove it, like any agent that has lost it.
+        // These agents have lost a container as soon as they must remove it, as any agent may.
         let removes = [
             Nature::SteersTerminals,
             Nature::BreaksOnSignal,
@@ -341,7 +341,7 @@ async fn an_agent_that_answers_the_next_daemon_late_wrongly_or_not_at_all_leaves
             let ended = view.phase.wait_for(|phase| phase.exit().is_some()).now_or_never();
             assert_eq!(ended.is_some(), !runs, "{nature:?}: a wait for it is over");
         }
-        // Good again, it is as before; told to go, it goes.
+        // Well-behaved again, the pod works as before, and can be removed.
         *node.next.lock().unwrap() = None;
         if nature == Nature::NeverAnswers {
             tokio::time::timeout(BOOT_TIMEOUT, pod.resolved()).await.expect("nobody asks it again");

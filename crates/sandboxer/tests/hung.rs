@@ -1,4 +1,4 @@
-//! Volumes whose server does not answer: who pays for it. Needs root: the volumes are mounted, in a mount namespace of
+//! Hung volumes: only their users must wait. Needs root: the volumes are mounted, in a mount namespace of
 //! the test's own.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on fails where it stands")]
@@ -29,16 +29,16 @@ use tempfile::TempDir;
 use test_node::{TestNode, id, reader, with_share};
 use tokio::{io::AsyncReadExt, runtime::Builder, time::timeout};
 
-/// How long a look may take in these tests.
+/// Time limit of a path lookup in these tests.
 const LIMIT: Duration = Duration::from_millis(500);
-/// What takes longer hangs.
+/// What takes longer is hung.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Held by the test that runs: helpers are counted by whose children they are.
+/// Held by the test that runs: helpers are counted as children of this process.
 static ONE: Mutex<()> = Mutex::new(());
 
-/// Runs `test` in a mount namespace of its own, on a runtime whose only thread must never wait for a volume, nor the
-/// only one for blocking work.
+/// Runs `test` in a mount namespace of its own, on a runtime whose only thread must never wait for a volume, nor
+/// its only thread for blocking work.
 fn apart<F: Future<Output = ()>>(test: impl FnOnce() -> F + Send + 'static) {
     let _one_at_a_time = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     let thread = std::thread::spawn(move || {
@@ -69,14 +69,14 @@ async fn look(helpers: &Helpers, pod: &str, path: &Path) -> Result<(), HelperErr
     helpers.look(&pod.parse().unwrap(), &bind(path)).await.map(drop)
 }
 
-/// Waits until `fine`.
+/// Waits until `fine` is true.
 async fn eventually(fine: impl Fn() -> bool) {
     while !fine() {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
 }
 
-/// Helper processes of this one that hang.
+/// Returns the helper processes of this one that are hung.
 fn hanging() -> usize {
     let me = std::process::id().to_string();
     let processes = fs::read_dir("/proc").unwrap().flatten();
@@ -146,7 +146,7 @@ fn hung_volumes_cost_their_pod_its_containers_and_other_pods_nothing() {
         let vmm = Arc::new(FakeVmm::new(move |guest| agent.serve(guest)));
         let test = TestNode::with(vmm, |config| {
             config.volumes.timeout = LIMIT;
-            // Places that a container could keep from others.
+            // Paths that one container could block for others.
             config.concurrent_containers = 1;
         });
         let hung = volumes(&test.dir, 2);

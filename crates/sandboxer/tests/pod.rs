@@ -1,4 +1,4 @@
-//! A pod's life as its own task leads it, with doubles for the VMM and the agent.
+//! The lifecycle of a pod as its task runs it, with doubles for the VMM and the agent.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails where it stands")]
 
@@ -26,7 +26,7 @@ use sandboxer_vmm_fake::{FakeVmm, Fault};
 use test_node::{TestNode, id, phase, reader};
 use tokio::io::AsyncReadExt;
 
-/// Returns a node whose agents are good.
+/// Returns a node whose agents are well-behaved.
 fn node() -> TestNode {
     with_boot_timeout(Duration::from_secs(60))
 }
@@ -47,7 +47,7 @@ async fn a_guests_clock_that_is_wrong_is_set_by_the_hosts() {
     for wrong_ns in [3_600_000_000_000, -3_600_000_000_000, 5_000_000_000] {
         *behind.lock().unwrap() = wrong_ns;
         assert!(pod.sync_clock().await.unwrap(), "it is to be asked again");
-        // By how long the answer took, at most.
+        // An upper bound: the time until the answer.
         let left = behind.lock().unwrap().abs();
         assert!(left < 1_000_000_000, "{wrong_ns}: {left} ns are left");
     }
@@ -131,7 +131,7 @@ async fn a_stop_wins_over_a_start_that_would_take_for_ever() {
     }
 }
 
-/// Those that hang do so for as long as this runs: no time has to pass for the good one's turn.
+/// Hung calls hang for as long as this runs: no time has to pass before the good one's turn.
 #[tokio::test]
 async fn guests_that_make_no_container_keep_no_place_from_others() {
     const HOSTILE: usize = 10;
@@ -321,7 +321,7 @@ async fn the_next_daemon_ends_containers_that_containerd_has_forgotten_and_only_
     }
     let of = pod.id().clone();
     let next = test.killed([pod]);
-    // What containerd does with a container whose connection is lost.
+    // As containerd does with a container whose connection is lost.
     fs::remove_dir_all(test.dir.path().join("bundles/forgotten")).unwrap();
     let mut events = next.events.listen();
     recover::recover(&next, recover::Records::read(&next).unwrap()).await;
@@ -357,14 +357,14 @@ async fn a_pod_whose_start_was_never_answered_goes_with_its_network_and_no_other
         if name == "of-the-host" {
             continue;
         }
-        // Made without one, since there is nothing to connect here.
+        // Created without one, since there is nothing to connect here.
         let record = test.dir.path().join(format!("state/pods/{name}.json"));
         let mut fields: serde_json::Value = serde_json::from_slice(&fs::read(&record).unwrap()).unwrap();
         let path = if name == "with-network" { &netns } else { &test.dir.path().join("taken-away") };
         fields["spec"]["netns"] = path.to_str().unwrap().into();
         fs::write(&record, fields.to_string()).unwrap();
     }
-    // The daemon before would take its sessions back.
+    // The earlier daemon would reconnect its sessions.
     drop(starts);
     let next = test.killed(pods);
     recover::recover(&next, recover::Records::read(&next).unwrap()).await;
@@ -414,7 +414,7 @@ async fn a_pod_whose_record_is_torn_is_taken_up_by_the_one_before_and_its_guest(
     let pod = next.registry.pod(&id("web")).unwrap();
     assert_eq!(phase(&pod, "older").await, Phase::Running);
     assert!(next.registry.pod_of(&id("younger")).is_err(), "it is on no record");
-    // Which is told, and the name can be had again.
+    // The failure is reported, and the id can be used again.
     let aside = Quarantine::of(&next.config).list().unwrap().entries;
     let problem = &aside[0].report.as_ref().unwrap().problem;
     assert!(problem.contains("taken up as of the record before"), "{problem}");
@@ -435,6 +435,6 @@ async fn a_record_nobody_understands_is_put_aside_not_deleted() {
     assert_eq!(recovered.quarantined, 1);
     assert!(!torn.exists());
     let kept: Vec<_> = fs::read_dir(test.dir.path().join("state/quarantine")).unwrap().collect();
-    // The record, and what is known of it.
+    // The record, and its status.
     assert_eq!(kept.len(), 2, "{kept:?}");
 }

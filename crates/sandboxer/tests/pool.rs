@@ -1,7 +1,7 @@
 //! How many VMs wait in the pool, with doubles for the VMM, the agent and the host's memory.
 //!
-//! VMs are made while the clock runs, since a program of the host's is part of it; what is a matter of time comes
-//! about by a jump of the clock.
+//! VMs are made while the clock runs, since a program of the host takes part; otherwise the clock is moved
+//! forward in jumps.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on fails where it stands")]
 
@@ -24,7 +24,7 @@ use tokio_util::sync::CancellationToken;
 
 const USUAL: Shape = Shape { vcpus: 1, memory_mib: 128, nics: 0 };
 const LARGE: Shape = Shape { vcpus: 1, memory_mib: 512, nics: 0 };
-/// Between two looks of the pool's at the time.
+/// Interval at which the pool reads the time.
 const ROUND: Duration = Duration::from_secs(5);
 /// Longer than any test takes.
 const LONG: Duration = Duration::from_secs(3600);
@@ -66,16 +66,16 @@ impl Kept {
         kept
     }
 
-    /// The host has so many MiB besides the reserve, of which it has none with `None`.
+    /// Sets the memory of the host beyond the reserve, MiB; `None`: there is none.
     fn has_memory(&self, spare_mib: impl Into<Option<u64>>) {
         let available = spare_mib.into().map_or((1 << 20) - 1, |mib: u64| (1 << 20) + (mib << 10));
         let text = format!("MemTotal: {} kB\nMemAvailable: {available} kB\n", 8 << 20);
-        // The pool may look at this moment.
+        // The pool may read it at this moment.
         fs::write(self.meminfo.with_extension("new"), text).unwrap();
         fs::rename(self.meminfo.with_extension("new"), &self.meminfo).unwrap();
     }
 
-    /// Pods of a size come, so many, and are gone; answers how many VMs they took.
+    /// Starts and removes this many pods of a size. Returns how many VMs they took from the pool.
     async fn arrive(&self, shape: Shape, times: usize) -> usize {
         let claim = |_| self.node.pool.claim(shape, &self.node.templates).ok();
         let claimed: Vec<_> = (0..times).filter_map(claim).collect();
@@ -89,7 +89,7 @@ impl Kept {
         self.node.pool.list().iter().filter(|view| view.shape == shape).count()
     }
 
-    /// Waits until so many VMs of each size wait. Never are there more than the pool may have.
+    /// Waits until this many VMs of each size wait. There are never more than the pool may have.
     async fn has(&self, usual: usize, large: usize) {
         let there = async {
             while (self.waiting(USUAL), self.waiting(LARGE)) != (usual, large) {
@@ -104,7 +104,7 @@ impl Kept {
         });
     }
 
-    /// So many VMs of each size wait, and this stays so when the pool has had the time to act on its last look.
+    /// Asserts that this many VMs of each size wait, also after the pool has acted on its last check.
     async fn stays(&self, usual: usize, large: usize, why: &str) {
         for _ in 0..60 {
             assert_eq!((self.waiting(USUAL), self.waiting(LARGE)), (usual, large), "{why}");
@@ -112,7 +112,7 @@ impl Kept {
         }
     }
 
-    /// Waits for what one look of the pool's brings about: not until its next one.
+    /// Waits for what one check of the pool causes, but not until its next one.
     async fn soon(&self, what: &str, is_so: impl Fn(&Self) -> bool) {
         let there = async {
             while !is_so(self) {
@@ -123,7 +123,7 @@ impl Kept {
         found.unwrap_or_else(|_| panic!("{what}: {} wait", self.waiting(USUAL)));
     }
 
-    /// The clock jumps, round by round; the pool has the time to act after each.
+    /// Moves the clock, round by round; the pool has time to act after each.
     async fn rounds(&self, rounds: u32) {
         for _ in 0..rounds {
             tokio::time::pause();
@@ -133,7 +133,7 @@ impl Kept {
         }
     }
 
-    /// Same as [`Kept::has`], after as many rounds as it takes.
+    /// Like [`Kept::has`], after as many rounds as it takes.
     async fn comes_to_have(&self, usual: usize, large: usize) {
         for _ in 0..200 {
             if (self.waiting(USUAL), self.waiting(LARGE)) == (usual, large) {
@@ -144,7 +144,7 @@ impl Kept {
         self.has(usual, large).await;
     }
 
-    /// The end: nothing is left behind.
+    /// Shuts down: nothing remains.
     async fn ends(mut self) {
         self.shutdown.cancel();
         (&mut self.filling).await.unwrap();
@@ -211,7 +211,7 @@ async fn a_size_that_fails_holds_up_no_other_and_is_tried_again_in_time() {
         kept.arrive(USUAL, 1).await;
         kept.has(demand, 0).await;
     }
-    // A claim is no reason to try again.
+    // A claim does not cause a retry.
     kept.vmm.inject(Fault::None);
     kept.arrive(LARGE, 1).await;
     assert_eq!(kept.arrive(USUAL, 2).await, 2);
@@ -227,7 +227,7 @@ async fn a_size_that_fails_holds_up_no_other_and_is_tried_again_in_time() {
 async fn the_pool_gives_way_while_memory_is_short_and_stays_small_until_there_is_enough() {
     let kept = Kept::new(3, 4);
     kept.has(3, 0).await;
-    // One more would fit by no means, but none is short either.
+    // There is no memory for one more, but enough for those that wait.
     kept.has_memory(USUAL.memory_mib - 1);
     assert_eq!(kept.arrive(USUAL, 1).await, 1);
     kept.rounds(2).await;
@@ -241,7 +241,7 @@ async fn the_pool_gives_way_while_memory_is_short_and_stays_small_until_there_is
     kept.has_memory(LARGE.memory_mib - 1);
     kept.arrive(LARGE, 9).await;
     kept.comes_to_have(3, 0).await;
-    // A pod's start is when memory is about to be short: the pool doesn't wait for a round.
+    // Memory may get short when a pod starts: the pool reacts at once.
     kept.has_memory(None);
     assert_eq!(kept.arrive(USUAL, 1).await, 1);
     kept.has(0, 0).await;

@@ -1,4 +1,4 @@
-//! docs/security.md names the test that holds each promise. They are there.
+//! docs/security.md names the test for each promise; all of them exist.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails where it stands")]
 

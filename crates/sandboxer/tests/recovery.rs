@@ -1,4 +1,4 @@
-//! What the next daemon makes of pods whose VMMs it can't reach, or can't end: nothing that isn't so.
+//! Recovery of pods whose VMMs do not answer the next daemon, or cannot be killed: it reports nothing that is not true.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails where it stands")]
 
@@ -38,8 +38,8 @@ fn node(agent: FakeAgent) -> TestNode {
     TestNode::with(vmm, |config| config.vm.agent_timeout = Duration::from_millis(500))
 }
 
-/// Returns a pod with a container that runs, of a daemon that was killed then, and what ails its VMM since. The next daemon's
-/// node, what it recovered, and the pod.
+/// Runs a pod with a container under a daemon that is then killed; its VMM has an ailment since. Returns the next
+/// daemon's node, what it recovered, and the pod.
 async fn recovered(test: &TestNode, ailment: Ailment) -> (Arc<DaemonState>, Recovered, PodHandle) {
     let pod = test.pod("web");
     pod.start().await.unwrap();
@@ -54,7 +54,7 @@ async fn recovered(test: &TestNode, ailment: Ailment) -> (Arc<DaemonState>, Reco
     (next, recovered, pod)
 }
 
-/// Asserts that nobody is told of an end.
+/// Asserts that no caller receives an end.
 async fn has_not_ended(test: &TestNode, pod: &PodHandle) {
     assert_eq!(test.vmm.running().len(), 1, "its VMM has ended");
     assert_ne!(pod.status().state, PodState::Stopped);
@@ -81,7 +81,7 @@ async fn a_pod_whose_vmm_is_silent_is_unknown_until_that_answers() {
         // In one case it is the process that must not run.
         assert!(matches!(error.code(), Code::Unavailable | Code::FailedPrecondition), "{error}");
     }
-    // What is on record is for a daemon of the release before, too.
+    // An earlier release must be able to read the record, too.
     let record: serde_json::Value =
         serde_json::from_slice(&fs::read(test.dir.path().join("state/pods/web.json")).unwrap()).unwrap();
     assert_eq!(record["status"]["state"], "ready");
@@ -204,7 +204,7 @@ async fn containerd_keeps_what_it_knows_of_an_unknown_pod_and_is_told_to_stop_it
     pod.remove().await.unwrap();
 }
 
-/// As after a release was rolled back whose records this one can't read.
+/// As after a rollback from a release whose records this one cannot read.
 #[tokio::test]
 async fn a_pod_with_a_later_record_is_not_started_anew_before_its_vmm_has_ended() {
     let test = node(FakeAgent::default());
@@ -225,7 +225,7 @@ async fn a_pod_with_a_later_record_is_not_started_anew_before_its_vmm_has_ended(
     let wait = ControllerWaitRequest { sandbox_id: sandbox_id(), ..Default::default() };
     let waited = service.wait(tonic::Request::new(wait)).await.unwrap_err();
     for told in [status().await, waited] {
-        // Not that there is no such pod.
+        // It is not "not found".
         assert_eq!(told.code(), tonic::Code::Unavailable, "{told}");
         assert!(told.message().contains(&vmm.id().to_string()), "{told}");
     }
@@ -242,7 +242,7 @@ async fn a_stop_waits_while_the_guest_writes_its_data_and_no_longer() {
     let agent = FakeAgent::default();
     agent.lingers.store(true, Ordering::Relaxed);
     let test = node(agent);
-    // Until it has written all, for ever, and nothing at all.
+    // Until it has written all; for ever; and nothing at all.
     for (writes_for, at_least, at_most) in [(20, 20, 21), (1000, 59, 61), (0, 0, 1)] {
         let pod = test.pod("web");
         pod.start().await.unwrap();

@@ -1,4 +1,4 @@
-//! Crates depend on one another in one direction: as here, and in no other way.
+//! The dependencies between crates have one direction: as listed here.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails where it stands")]
 

@@ -1,4 +1,4 @@
-//! A session with an agent that ends while both sides live is made anew, and what waited for it goes on.
+//! A session with an agent that breaks while both sides live is opened again, and waiting calls continue.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails where it stands")]
 #![allow(dead_code, reason = "other tests use all of the doubles")]
@@ -25,12 +25,12 @@ use tokio::{
 /// Longer than anything here takes.
 const PATIENCE: Duration = Duration::from_secs(60);
 
-/// The links to all agents, which can be cut.
+/// The links to all agents; a test can cut them.
 #[derive(Clone, Default)]
 struct Links(Arc<Mutex<Vec<AbortHandle>>>);
 
 impl Links {
-    /// Returns a node whose agents are reached over these.
+    /// Returns a node whose agents are reached over these links.
     fn node(&self, agent: FakeAgent) -> TestNode {
         let links = self.clone();
         let vmm = FakeVmm::new(move |guest| {
@@ -43,7 +43,7 @@ impl Links {
         TestNode::with(Arc::new(vmm), |_| {})
     }
 
-    /// Cuts all there are, in the middle of whatever they carry.
+    /// Cuts all links, in the middle of whatever they carry.
     fn cut(&self) {
         self.0.lock().unwrap().drain(..).for_each(|link| link.abort());
     }
@@ -67,14 +67,14 @@ async fn a_session_that_is_cut_costs_no_line_and_doubles_none() {
 
     let mut seen = vec![0; printed.len()];
     for part in seen.chunks_mut(printed.len() / 5) {
-        // What is not in the FIFO yet comes by the next session.
+        // Output that is not in the FIFO yet arrives through the next session.
         links.cut();
         timeout(PATIENCE, stdout.read_exact(part)).await.expect("the output has ended").unwrap();
     }
     assert!(seen == printed.as_bytes(), "a line is lost, or doubled");
     assert_eq!(pod.status().state, PodState::Ready);
 
-    // Its end is still waited for, and a signal gets there.
+    // The wait for its end continues, and a signal arrives.
     links.cut();
     pod.signal(id("c1"), None, 9, false).await.unwrap();
     let mut view = pod.process(id("c1"), None).await.unwrap();
@@ -86,7 +86,7 @@ async fn a_session_that_is_cut_costs_no_line_and_doubles_none() {
     pod.remove().await.unwrap();
 }
 
-/// Nobody makes a session of a pod that is over.
+/// No session is opened to a pod that has ended.
 #[tokio::test]
 async fn a_pod_whose_session_is_cut_can_be_stopped_at_once() {
     let links = Links::default();

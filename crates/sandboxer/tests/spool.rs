@@ -1,4 +1,4 @@
-//! A program that moves a stream is killed over and over; the stream arrives whole, and once.
+//! A program that moves a stream is killed repeatedly; the stream arrives complete, and only once.
 //!
 //! Run with an argument, this is that program. Its stdin is the FIFO, its stdout the memfd: the test holds both, as
 //! the front does.
@@ -22,7 +22,7 @@ use sandboxer::pod::container::spool::{Inlet, Outlet};
 
 /// Bytes of the stream.
 const LENGTH: u64 = 4 << 20;
-/// So often the program is killed, at most: it may be through before.
+/// How often the program is killed at most: it may finish earlier.
 const KILLS: u32 = 200;
 
 fn main() -> ExitCode {
@@ -39,7 +39,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Returns the stream's byte at an offset: no period is a power of two, so none of a page or a chunk either.
+/// Returns the stream's byte at an offset: no period is a power of two, so none fits a page or a chunk.
 fn byte(offset: u64) -> u8 {
     (offset % 251) as u8 ^ (offset / 251 % 241) as u8
 }
@@ -70,7 +70,7 @@ async fn deliver(fifo: OwnedFd, spool: OwnedFd) -> io::Result<()> {
     }
 }
 
-/// Into a file in place of the guest, which takes bytes at offsets, and the same ones again.
+/// Writes to a file in place of the guest, which accepts bytes at offsets, also repeated ones.
 async fn take(fifo: OwnedFd, spool: OwnedFd) -> io::Result<()> {
     let guest = File::from(io::stderr().as_fd().try_clone_to_owned()?);
     let mut inlet = Inlet::inherited(fifo, spool)?;
@@ -90,7 +90,7 @@ async fn take(fifo: OwnedFd, spool: OwnedFd) -> io::Result<()> {
 
 // ── the tests ───────────────────────────────────────────────────────────────────────────────────────
 
-/// Runs the program again and again, killing it, until it is through.
+/// Runs and kills the program repeatedly, until it finishes.
 fn until_through(
     role: &str,
     fifo: &OwnedFd,

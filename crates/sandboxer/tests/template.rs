@@ -1,185 +1,24 @@
-//! Templates and the pool, with doubles for the VMM and the agent: what is on disk is real.
+//! Templates and the pool, with doubles for the VMM and the agent; the files are real.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test that cannot go on fails where it stands")]
 
 mod fake_agent;
+mod template_host;
 
-use std::{
-    fs, io,
-    os::unix::fs::{FileExt, MetadataExt},
-    path::{Path, PathBuf},
-    sync::{Arc, Mutex},
-    time::Duration,
-};
+use std::{fs, os::unix::fs::FileExt, path::Path, time::Duration};
 
-use fake_agent::FakeAgent;
 use sandboxer::{
-    daemon,
-    error::PodError,
-    front::Front,
-    pod::{self, DaemonState, PodHandle, spec::PodSpec, state::PodStatus},
-    pool::{Meminfo, Pool},
-    template::{BuildError, Missing, Shape, Template, TemplateError, TemplateKey},
+    pod::{self, DaemonState},
+    template::{BuildError, Missing, Template, TemplateError},
 };
 use sandboxer_base::Code;
-use sandboxer_config::{Config, PoolConfig, StartPath};
-use sandboxer_protocol::link::LinkKey;
-use sandboxer_vmm_fake::{FakeVmm, Fault};
-use tempfile::TempDir;
+use sandboxer_config::StartPath;
+use sandboxer_vmm_fake::Fault;
+use template_host::{
+    Host, LARGER, LARGEST, LONG, Log, SHAPE, filled, later, missed, started, started_at_best, try_started,
+};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
-
-const SHAPE: Shape = Shape { vcpus: 1, memory_mib: 128, nics: 0 };
-/// Two more.
-const LARGER: Shape = Shape { memory_mib: 256, ..SHAPE };
-const LARGEST: Shape = Shape { memory_mib: 512, ..SHAPE };
-/// Longer than any test takes.
-const LONG: Duration = Duration::from_secs(60);
-
-/// A host with a kernel and an initramfs, whose daemon can be restarted.
-struct Host {
-    dir: TempDir,
-    vmm: Arc<FakeVmm>,
-    most: usize,
-    most_bytes: u64,
-    pool: usize,
-    /// Written to by the next VM whose agent is connected to.
-    meddles_with: Arc<Mutex<Option<PathBuf>>>,
-}
-
-impl Host {
-    fn new() -> Self {
-        let agent = FakeAgent::default();
-        let meddles_with = Arc::<Mutex<Option<PathBuf>>>::default();
-        let meddles = meddles_with.clone();
-        let boot = move |guest| {
-            if let Some(path) = meddles.lock().unwrap().take() {
-                fs::write(path, "was replaced meanwhile").unwrap();
-            }
-            agent.serve(guest);
-        };
-        let host = Self {
-            dir: tempfile::tempdir().unwrap(),
-            vmm: Arc::new(FakeVmm::new(boot)),
-            most: 4,
-            most_bytes: u64::MAX,
-            pool: 0,
-            meddles_with,
-        };
-        fs::write(host.path("kernel"), "a kernel").unwrap();
-        fs::write(host.path("initramfs"), "an initramfs").unwrap();
-        host
-    }
-
-    fn path(&self, name: &str) -> PathBuf {
-        self.dir.path().join(name)
-    }
-
-    /// Returns what a daemon has that starts now.
-    fn node(&self) -> Arc<DaemonState> {
-        let mut config =
-            Config { run_dir: self.path("run"), state_dir: self.path("state"), ..Config::default() };
-        config.vm.kernel = self.path("kernel");
-        config.vm.initramfs = self.path("initramfs");
-        config.vm.default_vcpus = SHAPE.vcpus;
-        config.vm.default_memory_mib = SHAPE.memory_mib;
-        config.templates.most = self.most;
-        config.templates.most_bytes = self.most_bytes;
-        config.vm.idle_cgroup.clear();
-        config.pool = PoolConfig { min: self.pool, max: self.pool };
-        let node = Arc::into_inner(daemon::node(config, self.vmm.clone(), Front::none()).unwrap()).unwrap();
-        // These tests' pods have no network namespace, and so no interface.
-        Arc::new(DaemonState { pool: Pool::new(node.config.pool, SHAPE, Meminfo::of_host()), ..node })
-    }
-
-    fn templates(&self) -> Vec<PathBuf> {
-        fs::read_dir(self.path("state/templates")).unwrap().map(|entry| entry.unwrap().path()).collect()
-    }
-
-    fn template(&self, key: &TemplateKey) -> PathBuf {
-        self.path("state/templates").join(key.to_string())
-    }
-
-    /// Those on disk are these and no others.
-    fn kept(&self, keys: &[&TemplateKey]) {
-        let (mut left, mut expected) =
-            (self.templates(), keys.iter().map(|key| self.template(key)).collect::<Vec<_>>());
-        left.sort();
-        expected.sort();
-        assert_eq!(left, expected);
-    }
-
-    /// Returns what a template's files take on disk, bytes.
-    fn taken(&self, key: &TemplateKey) -> u64 {
-        fs::read_dir(self.template(key))
-            .unwrap()
-            .map(|file| file.unwrap().metadata().unwrap().blocks() * 512)
-            .sum()
-    }
-}
-
-/// What is logged.
-#[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<u8>>>);
-
-impl Log {
-    /// Returns how many lines contain `words`.
-    fn lines(&self, words: &str) -> usize {
-        let log = self.0.lock().unwrap();
-        String::from_utf8_lossy(&log).lines().filter(|line| line.contains(words)).count()
-    }
-}
-
-impl io::Write for Log {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.lock().unwrap().write(bytes)
-    }
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
-/// Lets time pass, for templates and nobody else.
-async fn later(by: Duration) {
-    tokio::time::pause();
-    tokio::time::advance(by).await;
-    tokio::time::resume();
-}
-
-async fn started(node: &Arc<DaemonState>, id: &str) -> PodHandle {
-    started_at_best(node, id, StartPath::Pool).await
-}
-
-async fn started_at_best(node: &Arc<DaemonState>, id: &str, start_path: StartPath) -> PodHandle {
-    let pod = spawned(node, id, start_path);
-    pod.start().await.unwrap();
-    pod
-}
-
-async fn try_started(node: &Arc<DaemonState>, id: &str) -> Result<(), PodError> {
-    spawned(node, id, StartPath::Pool).start().await.map(drop)
-}
-
-fn spawned(node: &Arc<DaemonState>, id: &str, start_path: StartPath) -> PodHandle {
-    let spec = PodSpec { start_path, ..PodSpec::plain(id.parse().unwrap(), SHAPE.vcpus, SHAPE.memory_mib) };
-    let of = node.clone();
-    let spawn = || pod::spawn(of, spec.clone(), LinkKey::random(), PodStatus::created(1), Default::default());
-    node.registry.insert(&spec.id.clone(), spawn).unwrap()
-}
-
-fn missed(node: &DaemonState, start_path: StartPath, reason: &'static str) -> u64 {
-    node.start_paths.counts().missed.get(&(start_path, reason)).copied().unwrap_or(0)
-}
-
-/// Waits until the pool has so many VMs.
-async fn filled(node: &DaemonState, count: usize) {
-    let full = async {
-        while node.pool.list().len() != count {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    };
-    tokio::time::timeout(LONG, full).await.expect("the pool gets its size");
-}
 
 #[tokio::test(flavor = "multi_thread")]
 async fn the_first_pod_boots_and_the_next_is_a_copy_with_a_key_of_its_own() {
@@ -198,7 +37,7 @@ async fn the_first_pod_boots_and_the_next_is_a_copy_with_a_key_of_its_own() {
     let cold = started_at_best(&node, "cold", StartPath::Boot).await;
     assert_eq!(cold.status().start_path, Some(StartPath::Boot));
 
-    // The copy answers to its own key after a restart, as only it does.
+    // After a restart only this copy answers to its own key.
     let records: Vec<_> = node.journal.records().unwrap().into_iter().map(Result::unwrap).collect();
     let second = records.into_iter().find(|record| record.spec.id.as_str() == "second").unwrap();
     assert_ne!(second.link_key, template.link_key);
@@ -220,8 +59,8 @@ async fn a_template_outlives_its_daemon_and_no_other_is_made() {
 async fn whatever_is_wrong_with_a_template_is_named_and_it_is_made_anew() {
     type Damage = fn(&Path);
     let damages: [(&str, Damage); 6] = [
-        ("memory\" is damaged: its checksum is another", |dir| flip_bit(&dir.join("memory"))),
-        ("state\" is damaged: its checksum is another", |dir| flip_bit(&dir.join("state"))),
+        ("memory\" is damaged: checksum mismatch", |dir| flip_bit(&dir.join("memory"))),
+        ("state\" is damaged: checksum mismatch", |dir| flip_bit(&dir.join("state"))),
         ("memory\" is damaged: it has 7 bytes", |dir| truncate(&dir.join("memory"), 7)),
         ("memory\" of a template", |dir| fs::remove_file(dir.join("memory")).unwrap()),
         ("template.json\" is damaged", |dir| truncate(&dir.join("template.json"), 40)),
@@ -249,7 +88,7 @@ async fn a_template_of_another_name_is_a_foreign_one() {
     let host = Host::new();
     let made = host.node().templates.prepare(SHAPE).await.unwrap();
     let [dir] = host.templates().try_into().unwrap();
-    // By its name, it is what this host needs next; by its content, it is what it needed before.
+    // Its name says the current inputs; its content says the earlier ones.
     fs::write(host.path("initramfs"), "another initramfs").unwrap();
     let node = host.node();
     let next = node.templates.prepare(SHAPE).await.unwrap();
@@ -312,7 +151,7 @@ async fn why_pods_start_in_a_slower_way_is_counted_always_and_told_once() {
     assert_eq!(missed(&node, StartPath::Template, "restore-failed"), 3);
     assert_eq!(log.lines("injected refusal"), 1);
 
-    // A template that can't be made is no news either, however often it is tried.
+    // A template that cannot be built is logged once, however often it is tried.
     host.vmm.inject(Fault::FailsToBoot);
     for _ in 0..3 {
         node.templates.prepare(LARGER).await.unwrap_err();
@@ -337,7 +176,7 @@ async fn all_ways_together_take_no_longer_than_a_pod_may() {
     assert_eq!(missed(&node, StartPath::Template, "silent"), 1);
     assert!(began.elapsed() < limit, "{:?}", began.elapsed());
 
-    // By each way there is a VM, and none of them says a word.
+    // Every start path gives a VM, and none logs a warning.
     host.vmm.inject(Fault::NeverReady);
     let began = Instant::now();
     let error = try_started(&node, "never-ready").await.unwrap_err();
@@ -355,7 +194,7 @@ async fn each_size_is_compared_with_what_its_own_template_was_made_of() {
     let node = host.node();
     let old = [node.templates.prepare(SHAPE).await.unwrap(), node.templates.prepare(LARGER).await.unwrap()];
     fs::write(host.path("initramfs"), "an upgraded initramfs").unwrap();
-    // By this the files are looked at again, for one of the sizes.
+    // This makes the store check the files again, for one of the sizes.
     let new = node.templates.prepare(SHAPE).await.unwrap();
     assert_ne!(new.key, old[0].key);
     assert_eq!(node.templates.get(LARGER).unwrap_err(), Missing::Stale, "an old agent runs");
@@ -418,7 +257,7 @@ async fn the_least_recently_used_template_goes_first_and_none_that_is_in_use() {
     assert_eq!(node.templates.get(LARGEST).unwrap_err(), Missing::NoRoom);
     host.kept(&[&first, &second]);
 
-    // That it is used is written down, but nobody waits for that.
+    // Its use is written to disk in the background.
     later(Duration::from_secs(61)).await;
     let used = |key| host.template(key).metadata().unwrap().modified().unwrap();
     node.templates.get(SHAPE).unwrap();
@@ -452,7 +291,7 @@ async fn templates_keep_within_their_bytes_whatever_is_in_them() {
     let third = node.templates.prepare(LARGEST).await.unwrap().key.clone();
     host.kept(&[&first, &third]);
 
-    // What can't be read takes place all the same.
+    // A template that cannot be read takes space all the same.
     truncate(&host.template(&first).join("template.json"), 40);
     host.most_bytes = host.taken(&third) * 3 / 2;
     host.node();
@@ -475,7 +314,7 @@ async fn a_pool_fills_gives_and_is_filled_again() {
     assert!(host.path("run/pods/claims").exists());
     filled(&node, 2).await;
 
-    // One that died while it waited is no pod's concern.
+    // A VM that died while it waited does not affect pods.
     let doomed = host.vmm.running().into_iter().find(|id| id.as_str().starts_with("pool-")).unwrap();
     host.vmm.crash(&doomed);
     for id in ["one", "two", "three"] {
@@ -483,7 +322,7 @@ async fn a_pool_fills_gives_and_is_filled_again() {
     }
     filled(&node, 2).await;
 
-    // What a stale template was made of waits no longer.
+    // VMs of a stale template are removed.
     let before = host.vmm.running();
     fs::write(host.path("initramfs"), "an upgraded initramfs").unwrap();
     assert_ne!(
@@ -503,7 +342,7 @@ async fn a_pool_fills_gives_and_is_filled_again() {
     };
     tokio::time::timeout(LONG, all).await.expect("VMs of the old template are replaced");
 
-    // One more is asked for, and the end comes while it is made.
+    // The shutdown begins while another VM is being made.
     started(&node, "last").await;
     shutdown.cancel();
     filling.await.unwrap();

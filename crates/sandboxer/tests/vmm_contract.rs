@@ -1,5 +1,5 @@
-//! What every VMM owes the daemon (`test_guest/contract.rs`). The double in `vmm/fake.rs` and QEMU with the
-//! real guest kernel are held to the same words.
+//! The contract of every VMM (`test_guest/contract.rs`). The double in `sandboxer-vmm-fake` and QEMU with the
+//! real guest kernel must both meet it.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "helpers of tests fail their test")]
 
@@ -21,7 +21,7 @@ use crate::test_guest::{
     serve_in_memory,
 };
 
-/// Far beyond anything these tests wait for on a busy host.
+/// Far longer than anything these tests wait for on a busy host.
 const LONG: Duration = Duration::from_secs(90);
 
 #[tokio::test(flavor = "multi_thread")]
@@ -111,7 +111,7 @@ async fn disks_of_the_first_moment_are_there() {
     vm.kill().await.unwrap();
 }
 
-/// As the kernel has it, seen from outside. Booted and restored VMs alike.
+/// As the kernel reports it, from outside. Booted and restored VMs alike.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_vmm_is_jailed() {
     let vmm = test_guest::qemu().await;
@@ -126,8 +126,8 @@ async fn a_vmm_is_jailed() {
     }
 }
 
-/// By a script in QEMU's place, which has no filter but ours between it and the kernel; there, the kernel is told
-/// besides.
+/// Uses a script in QEMU's place: only the jail's filter is between it and the kernel. The kernel's own limit is
+/// checked, too.
 #[tokio::test(flavor = "multi_thread")]
 async fn no_user_namespace_is_made_from_a_jail() {
     let pod = Pod::new("nested");

@@ -1,7 +1,7 @@
-//! The user of the guest on whose behalf its kernel asks, and how this thread acts as that user for a moment.
+//! The guest's user that a request is from, and how a thread acts as that user for one request.
 //!
-//! Some servers refuse the host's root what they allow the owner of a file: NFS with `root_squash`, and FUSE file
-//! systems that serve one user. They see the thread's file system user and group, so these are what changes.
+//! Some file servers deny the host's root what they allow the owner of a file: NFS with `root_squash`, and
+//! FUSE file systems of one user. They see the thread's file system user and group, so these are changed.
 
 use std::{io, process};
 
@@ -10,45 +10,46 @@ use sandboxer_protocol::share::u32_at;
 
 use crate::confine;
 
-/// Where user and group are in a request's head.
+/// Offsets of user and group in a request's header.
 const USER: std::ops::Range<usize> = 24..32;
 
-/// A user and a group, by number. FUSE tells no supplementary groups.
+/// A user and a group. FUSE has no supplementary groups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Caller {
     uid: u32,
     gid: u32,
 }
 
-/// Capabilities that stay effective while a thread acts as somebody else.
+/// Capabilities that stay effective while a thread acts as another user.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Rights {
     /// All that the thread has.
     All,
-    /// Those that change whom it acts as: what it does to files is what this user may do.
+    /// Only those that change the user: files are accessed with this user's permissions.
     OwnOnly,
-    /// The same, and those of linkat(2) with a descriptor.
+    /// The same, and the capability for linkat(2) with a descriptor.
     OwnAndLink,
 }
 
 impl Caller {
-    /// Returns who made `request`, and puts root in that place: nothing behind changes the thread's user again.
+    /// Returns the caller of `request`, and replaces it by root: later code must not change the thread's user
+    /// again.
     pub fn take(request: &mut [u8]) -> Option<Self> {
         let caller = Self { uid: u32_at(request, USER.start)?, gid: u32_at(request, USER.start + 4)? };
         request.get_mut(USER)?.fill(0);
         Some(caller)
     }
 
-    /// Returns whether this is a user other than the one whom the thread acts as in any case.
+    /// Returns whether this is not root, which the thread acts as by default.
     pub fn is_another(self) -> bool {
         self != Self { uid: 0, gid: 0 }
     }
 
-    /// Does `work` as this user, with these rights.
+    /// Runs `work` as this user, with these rights.
     ///
     /// # Errors
     ///
-    /// The thread can't act as this user; nothing was done.
+    /// The thread cannot act as this user; `work` was not run.
     pub fn act<T>(self, rights: Rights, work: impl FnOnce() -> T) -> io::Result<T> {
         let acting = Acting { lowered: rights != Rights::All };
         if !become_user(self) {
@@ -69,7 +70,7 @@ impl Caller {
     }
 }
 
-/// Ends with its life: the thread is itself again.
+/// Restores the thread's own user and capabilities when dropped.
 struct Acting {
     lowered: bool,
 }
@@ -78,7 +79,7 @@ impl Drop for Acting {
     fn drop(&mut self) {
         let restored = !self.lowered || set_effective(confine::KEPT).is_ok();
         if !restored || !become_user(Caller { uid: 0, gid: 0 }) {
-            // It would serve the next one as this one.
+            // It would serve the next request as this user.
             process::abort();
         }
     }
@@ -89,10 +90,10 @@ fn set_effective(capabilities: impl IntoIterator<Item = Capability>) -> io::Resu
     caps::set(None, CapSet::Effective, &capabilities).map_err(io::Error::other)
 }
 
-/// Sets the thread's file system user and group; whether they are these.
+/// Sets the thread's file system user and group; returns whether that succeeded.
 fn become_user(Caller { uid, gid }: Caller) -> bool {
-    // Neither call tells an error: each returns what was before, and a number that nobody has changes nothing.
-    // SAFETY: they take and return numbers, and change this thread's credentials alone.
+    // The calls return no error: each returns the previous value, and an invalid number changes nothing.
+    // SAFETY: they take and return numbers, and change this thread's credentials only.
     unsafe {
         libc::setfsgid(gid);
         libc::setfsuid(uid);

@@ -1,4 +1,4 @@
-//! What the process may use, do and call.
+//! Limits of the process: resources, capabilities, system calls.
 
 use std::{collections::BTreeMap, sync::LazyLock};
 
@@ -13,15 +13,15 @@ use seccompiler::{
     SeccompRule, TargetArch,
 };
 
-/// Memory beside what each known file takes, bytes.
+/// Memory beside the memory per file, bytes.
 const MEMORY: u64 = 64 << 20;
-/// Memory per file that the guest's kernel knows, bytes.
+/// Memory per file known to the guest's kernel, bytes.
 const MEMORY_PER_FILE: u64 = 1 << 10;
 
-/// What acting with the rights of a file's owner takes. The guest's kernel has checked who may do what.
+/// The capabilities to act with the rights of a file's owner. The guest's kernel has checked permissions.
 ///
-/// Not among them is `MKNOD`: a device made by a guest would be one of the host. `DAC_READ_SEARCH` is there
-/// for linkat(2) with a descriptor alone; what makes it dangerous, open_by_handle_at(2), can't be called.
+/// `MKNOD` is not included: a device created by a guest would be a device of the host. `DAC_READ_SEARCH` is
+/// only for linkat(2) with a descriptor; the dangerous open_by_handle_at(2) is not allowed.
 pub const KEPT: [Capability; 8] = [
     Capability::CAP_CHOWN,
     Capability::CAP_DAC_OVERRIDE,
@@ -33,7 +33,7 @@ pub const KEPT: [Capability; 8] = [
     Capability::CAP_SETFCAP,
 ];
 
-/// Bounds open files and memory. Every file that the guest's kernel knows is open here.
+/// Limits open files and memory. Every file known to the guest's kernel is open here.
 pub fn limit(files: u64) -> anyhow::Result<()> {
     let hard = getrlimit(Resource::Nofile).maximum.unwrap_or(u64::MAX);
     let set = |resource, most| setrlimit(resource, Rlimit { current: Some(most), maximum: Some(most) });
@@ -41,10 +41,10 @@ pub fn limit(files: u64) -> anyhow::Result<()> {
     set(Resource::Data, MEMORY + files.min(hard) * MEMORY_PER_FILE).context("cannot limit memory")
 }
 
-/// Gives up all rights but those that files of any owner take. They stay when a thread acts as another user
-/// for a moment, to make a file that is that user's.
+/// Drops all capabilities but [`KEPT`]. They stay when a thread acts as another user for a moment, to create
+/// a file of that user.
 pub fn drop_rights() -> anyhow::Result<()> {
-    // Those of whoever started the daemon: as another user, a thread would still be in them.
+    // Groups of the user who started the daemon: a thread that acts as another user would still have them.
     set_thread_groups(&[]).context("cannot leave supplementary groups")?;
     let kept: CapsHashSet = KEPT.into_iter().collect();
     let bits = CapabilitiesSecureBits::NO_SETUID_FIXUP
@@ -61,12 +61,12 @@ pub fn drop_rights() -> anyhow::Result<()> {
     caps::clear(None, CapSet::Inheritable).context("cannot clear inheritable capabilities")?;
     caps::set(None, CapSet::Effective, &kept).context("cannot drop effective capabilities")?;
     caps::set(None, CapSet::Permitted, &kept).context("cannot drop permitted capabilities")?;
-    set_no_new_privs(true).context("cannot renounce new privileges")
+    set_no_new_privs(true).context("cannot set no_new_privs")
 }
 
-/// What a thread that serves may call. Anything else fails with EPERM: the guest is told so, and goes on.
+/// System calls that a serving thread may use. Any other fails with EPERM, which the guest receives.
 const CALLS: [libc::c_long; 74] = [
-    // files, as the guest asks
+    // file operations
     libc::SYS_openat,
     libc::SYS_close,
     libc::SYS_dup,
@@ -111,20 +111,20 @@ const CALLS: [libc::c_long; 74] = [
     libc::SYS_removexattr,
     libc::SYS_fcntl,
     libc::SYS_umask,
-    // whose they become
+    // users and capabilities
     libc::SYS_setresuid,
     libc::SYS_setresgid,
     libc::SYS_setfsuid,
     libc::SYS_setfsgid,
     libc::SYS_capget,
     libc::SYS_capset,
-    // the VMM, or the guest
+    // the connection to the VMM or the guest
     libc::SYS_accept4,
     libc::SYS_recvfrom,
     libc::SYS_sendto,
     libc::SYS_shutdown,
     libc::SYS_poll,
-    // memory, locks, time and the end of the process
+    // memory, locks, time, exit
     libc::SYS_mmap,
     libc::SYS_munmap,
     libc::SYS_mremap,
@@ -146,7 +146,7 @@ const CALLS: [libc::c_long; 74] = [
     libc::SYS_exit_group,
 ];
 
-/// Options of a connection that may be set, beside those calls: how much it holds, and how long it is waited for.
+/// Socket options that may be set, in addition: the buffer's size, and the receive timeout.
 const OPTIONS: [libc::c_int; 2] = [libc::SO_SNDBUF, libc::SO_RCVTIMEO];
 
 static PROGRAM: LazyLock<Result<BpfProgram, String>> = LazyLock::new(|| {
@@ -172,9 +172,10 @@ fn options() -> Result<Vec<SeccompRule>, BackendError> {
     OPTIONS.into_iter().map(rule).collect()
 }
 
-/// Takes from this thread every call but those that serving takes. No thread and no process is made after it.
+/// Restricts this thread to the system calls that serving needs. No thread or process can be created
+/// afterwards.
 pub fn restrict_calls() -> anyhow::Result<()> {
     let program =
-        PROGRAM.as_ref().map_err(|error| anyhow::anyhow!("cannot make a filter of calls: {error}"))?;
-    seccompiler::apply_filter(program).context("cannot filter calls")
+        PROGRAM.as_ref().map_err(|error| anyhow::anyhow!("cannot create the seccomp filter: {error}"))?;
+    seccompiler::apply_filter(program).context("cannot apply the seccomp filter")
 }

@@ -1,16 +1,16 @@
-//! Requests that come as writes to a disk, and answers that are read from it.
+//! Requests that arrive as writes to a disk, and responses that are read from it.
 //!
 //! ```text
-//!  VMM ──▶ receiver ──write──▶ slot ◀──────────▶ a worker, once the answer is read
+//!  VMM ──▶ receiver ──write──▶ slot ◀──────────▶ a worker, once the response is read
 //!   ▲          └─────read────▶  │                    │
-//!   └──────── the answer ◀──────┴────────────────────┘
+//!   └──────── response ◀────────┴────────────────────┘
 //! ```
 //!
-//! A read whose answer takes long is told so ([`LATER`]) and comes again: a VMM waits for all its disks' requests
-//! when it pauses or gets another disk, and one volume that hangs must not hold it up. A VMM may split a read: if any part
-//! of one was put off, the part with the state says so.
+//! A read of a response that is not ready in time receives [`LATER`] and is repeated: a VMM waits for all
+//! requests of its disks when it pauses or gets another disk, and one hung volume must not block that. A VMM
+//! may split a read: if any part was deferred, the part with the state is [`LATER`] as well.
 //!
-//! What a guest can have held here is two messages for each of [`SLOTS`] slots.
+//! A guest can make this process hold two messages for each of [`SLOTS`] slots.
 
 use std::{
     collections::VecDeque,
@@ -32,55 +32,55 @@ use crate::{
     nbd::{self, Kind},
 };
 
-/// How long a read may wait for its answer.
-const PATIENCE: Duration = Duration::from_secs(1);
-/// Reads of one slot's answer that wait at a time: a VMM splits one of a guest's into few.
+/// How long a read may wait for the response.
+const MAX_WAIT: Duration = Duration::from_secs(1);
+/// Most waiting reads of one slot's response: a VMM splits a guest's read into few.
 const MAX_WAITING: usize = 16;
-/// What is asked for of the socket's buffer, bytes; the system gives less. A message should pass at few goes.
+/// Requested size of the socket's buffer, bytes; the system sets less. A message should need few writes.
 const SEND_BUFFER: usize = 1 << 20;
 
 static ZEROES: [u8; 64 << 10] = [0; 64 << 10];
 
-/// The disk. Its parts are as [`sandboxer_protocol::share::disk`] says.
+/// The disk, with the layout of [`sandboxer_protocol::share::disk`].
 pub struct Mailbox {
     files: Arc<Files>,
     slots: [Mutex<Slot>; SLOTS],
     asked: Mutex<VecDeque<usize>>,
-    news: Condvar,
+    work_added: Condvar,
 }
 
 #[derive(Default)]
 struct Slot {
     phase: Phase,
     request: Vec<u8>,
-    /// As long as an answer can be, once there was one.
+    /// Has the length of the longest response after the first one.
     answer: Vec<u8>,
     waiting: Vec<Waiting>,
-    /// A part of an answer was put off, and not the one that says so: the whole is to be read again.
+    /// A part of a response was deferred, but not the part with the state: the whole must be read again.
     torn: bool,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum Phase {
-    /// Nothing was ever asked.
+    /// No request was written yet.
     #[default]
     Unused,
-    /// A request is there, or comes.
+    /// A request is being written, or complete.
     Asked,
-    /// A worker has it.
+    /// A worker carries the request out.
     Working,
-    /// The answer is there.
+    /// The response is ready.
     Answered,
 }
 
-/// A read that waits for the answer.
+/// A read that waits for the response.
 struct Waiting {
-    line: Arc<Line>,
+    connection: Arc<Connection>,
     part: Part,
     since: Instant,
 }
 
-/// What of an answer is read.
+/// The part of a response that is read.
 #[derive(Debug, Clone, Copy)]
 struct Part {
     cookie: u64,
@@ -89,14 +89,14 @@ struct Part {
 }
 
 impl Part {
-    /// Returns whether it is what says if the answer is there.
+    /// Returns whether it contains the state.
     fn has_state(&self) -> bool {
         (self.offset..self.offset + self.length).contains(&STATE)
     }
 }
 
-/// To the VMM. Held while a message is sent: two halves of two messages would make neither.
-struct Line(Mutex<UnixStream>);
+/// The connection to the VMM. Held while a message is sent, so that messages are not mixed.
+struct Connection(Mutex<UnixStream>);
 
 impl Mailbox {
     pub fn new(files: Arc<Files>) -> Self {
@@ -104,34 +104,35 @@ impl Mailbox {
             files,
             slots: [const { Mutex::new(Slot::new()) }; SLOTS],
             asked: Mutex::default(),
-            news: Condvar::new(),
+            work_added: Condvar::new(),
         }
     }
 
-    /// Serves a VMM that has connected until it is gone.
+    /// Serves a connected VMM until it disconnects.
     pub fn serve(&self, mut stream: UnixStream) -> anyhow::Result<()> {
-        // Less is slower, and no more than that.
+        // A smaller buffer is slower, nothing else.
         let _ = set_socket_send_buffer_size(&stream, SEND_BUFFER);
-        if !nbd::negotiate(&mut stream).context("cannot agree on the disk")? {
+        if !nbd::negotiate(&mut stream).context("cannot negotiate the disk")? {
             return Ok(());
         }
-        stream.set_read_timeout(Some(PATIENCE / 2)).context("cannot bound a wait")?;
-        let line = Arc::new(Line(Mutex::new(stream.try_clone().context("cannot duplicate a connection")?)));
-        let served = self.receive(&mut stream, &line);
+        stream.set_read_timeout(Some(MAX_WAIT / 2)).context("cannot set a read timeout")?;
+        let connection =
+            Arc::new(Connection(Mutex::new(stream.try_clone().context("cannot duplicate a connection")?)));
+        let served = self.receive(&mut stream, &connection);
         for slot in &self.slots {
             lock(slot).waiting.clear();
         }
-        served.context("the VMM's connection ended")
+        served.context("connection to the VMM ended")
     }
 
-    fn receive(&self, stream: &mut UnixStream, line: &Arc<Line>) -> io::Result<()> {
-        let mut looked = Instant::now();
+    fn receive(&self, stream: &mut UnixStream, connection: &Arc<Connection>) -> io::Result<()> {
+        let mut checked = Instant::now();
         loop {
             let mut head = [0; nbd::REQUEST];
-            fill(stream, &mut head, || self.put_off())?;
-            if looked.elapsed() >= PATIENCE / 2 {
-                looked = Instant::now();
-                self.put_off()?;
+            fill(stream, &mut head, || self.defer())?;
+            if checked.elapsed() >= MAX_WAIT / 2 {
+                checked = Instant::now();
+                self.defer()?;
             }
             let request = nbd::Request::of(&head).ok_or(io::ErrorKind::InvalidData)?;
             let place = usize::try_from(request.offset).ok().map(|offset| (offset / SLOT, offset % SLOT));
@@ -141,63 +142,70 @@ impl Mailbox {
                     if at + request.length <= REQUEST.next_multiple_of(SECTOR) =>
                 {
                     let errno = take(stream, &mut lock(slot), at, request.length)?;
-                    line.send(&[&nbd::reply(request.cookie, errno)])?;
+                    connection.send(&[&nbd::reply(request.cookie, errno)])?;
                 }
                 (Kind::Write, _) => {
                     discard(stream, request.length)?;
-                    line.send(&[&nbd::reply(request.cookie, libc::EINVAL)])?;
+                    connection.send(&[&nbd::reply(request.cookie, libc::EINVAL)])?;
                 }
                 (Kind::Read, Some((number, slot, at)))
                     if at >= ANSWER && at - ANSWER + request.length <= ANSWER_LENGTH =>
                 {
                     let part = Part { cookie: request.cookie, offset: at - ANSWER, length: request.length };
-                    self.read(number, &mut lock(slot), part, line)?;
+                    self.read(number, &mut lock(slot), part, connection)?;
                 }
-                // Who looks what is on the disk finds nothing.
-                (Kind::Read, _) => line.send_zeroes(request.cookie, request.length)?,
+                // Partition scanners find an empty disk.
+                (Kind::Read, _) => connection.send_zeroes(request.cookie, request.length)?,
                 (Kind::Disconnect, _) => return Ok(()),
-                (Kind::Other, _) => line.send(&[&nbd::reply(request.cookie, libc::EINVAL)])?,
+                (Kind::Other, _) => connection.send(&[&nbd::reply(request.cookie, libc::EINVAL)])?,
             }
         }
     }
 
-    /// A read of an answer: sent if it is there, else it waits for it; the first has it made.
-    fn read(&self, number: usize, slot: &mut Slot, part: Part, line: &Arc<Line>) -> io::Result<()> {
+    /// Handles a read of a response: sends it if it is ready, otherwise the read waits; the first read starts
+    /// the work.
+    fn read(
+        &self,
+        number: usize,
+        slot: &mut Slot,
+        part: Part,
+        connection: &Arc<Connection>,
+    ) -> io::Result<()> {
         if part.has_state() && std::mem::take(&mut slot.torn) {
-            return line.send_later(part);
+            return connection.send_later(part);
         }
         match slot.phase {
-            Phase::Unused => return line.send_zeroes(part.cookie, part.length),
-            Phase::Answered => return line.send_part(&mut slot.answer, part),
+            Phase::Unused => return connection.send_zeroes(part.cookie, part.length),
+            Phase::Answered => return connection.send_part(&mut slot.answer, part),
             Phase::Working if slot.waiting.len() >= MAX_WAITING => {
-                return line.send(&[&nbd::reply(part.cookie, libc::EIO)]);
+                return connection.send(&[&nbd::reply(part.cookie, libc::EIO)]);
             }
             Phase::Working => {}
             Phase::Asked => {
                 slot.phase = Phase::Working;
                 lock(&self.asked).push_back(number);
-                self.news.notify_one();
+                self.work_added.notify_one();
             }
         }
-        slot.waiting.push(Waiting { line: Arc::clone(line), part, since: Instant::now() });
+        slot.waiting.push(Waiting { connection: Arc::clone(connection), part, since: Instant::now() });
         Ok(())
     }
 
-    /// Tells reads that have waited long that their answers come later.
-    fn put_off(&self) -> io::Result<()> {
+    /// Sends [`LATER`] to reads that have waited too long.
+    fn defer(&self) -> io::Result<()> {
         for slot in &self.slots {
             let mut slot = lock(slot);
-            if slot.waiting.iter().any(|waiting| waiting.since.elapsed() >= PATIENCE) {
+            if slot.waiting.iter().any(|waiting| waiting.since.elapsed() >= MAX_WAIT) {
                 slot.torn = !slot.waiting.iter().any(|waiting| waiting.part.has_state());
-                for Waiting { line, part, .. } in slot.waiting.drain(..) {
-                    line.send_later(part)?;
+                for Waiting { connection, part, .. } in slot.waiting.drain(..) {
+                    connection.send_later(part)?;
                 }
             }
         }
         Ok(())
     }
 
-    /// A worker's whole life.
+    /// Runs a worker forever.
     pub fn work(&self) {
         loop {
             let number = self.next();
@@ -207,16 +215,16 @@ impl Mailbox {
                 (std::mem::take(&mut slot.request), std::mem::take(&mut slot.answer))
             };
             if answer.is_empty() {
-                // Untouched until it is used: most answers are short.
+                // Pages stay unused until they are needed: most responses are short.
                 answer = vec![0; ANSWER_LENGTH];
             }
             self.carry_out(&mut request, &mut answer);
             let mut slot = lock(slot);
             (slot.request, slot.answer, slot.phase) = (request, answer, Phase::Answered);
             let Slot { answer, waiting, .. } = &mut *slot;
-            for Waiting { line, part, .. } in waiting.drain(..) {
-                // A VMM that is gone gets it never.
-                let _ = line.send_part(answer, part);
+            for Waiting { connection, part, .. } in waiting.drain(..) {
+                // Fails if the VMM has disconnected.
+                let _ = connection.send_part(answer, part);
             }
         }
     }
@@ -226,12 +234,12 @@ impl Mailbox {
         loop {
             match asked.pop_front() {
                 Some(number) => return number,
-                None => asked = self.news.wait(asked).unwrap_or_else(PoisonError::into_inner),
+                None => asked = self.work_added.wait(asked).unwrap_or_else(PoisonError::into_inner),
             }
         }
     }
 
-    /// Puts the answer to `request` where it is read.
+    /// Writes the response to `request` to where it is read.
     fn carry_out(&self, request: &mut [u8], answer: &mut [u8]) {
         let request = Head::begins(request).and_then(|length| request.get_mut(..length));
         let head = request.as_deref().and_then(Head::of);
@@ -258,7 +266,7 @@ impl Slot {
     }
 }
 
-impl Line {
+impl Connection {
     fn send(&self, pieces: &[&[u8]]) -> io::Result<()> {
         let mut stream = lock(&self.0);
         pieces.iter().try_for_each(|piece| stream.write_all(piece))
@@ -275,7 +283,7 @@ impl Line {
     fn send_part(&self, answer: &mut [u8], part: Part) -> io::Result<()> {
         let reply = nbd::reply(part.cookie, 0);
         if part.offset == FIRST {
-            // There is room for it right before, so all goes at once.
+            // The header fits right before it, so everything is sent in one write.
             answer[FIRST - nbd::REPLY..FIRST].copy_from_slice(&reply);
             return self.send(&[&answer[FIRST - nbd::REPLY..FIRST + part.length]]);
         }
@@ -291,7 +299,7 @@ impl Line {
     }
 }
 
-/// Takes `length` bytes of a request that belong at `at`; an error number if that can't be.
+/// Receives `length` bytes of a request at offset `at`; returns an error number if the slot is busy.
 fn take(stream: &mut UnixStream, slot: &mut Slot, at: usize, length: usize) -> io::Result<i32> {
     if slot.phase == Phase::Working {
         discard(stream, length)?;
@@ -315,11 +323,15 @@ fn discard(stream: &mut UnixStream, mut length: usize) -> io::Result<()> {
     Ok(())
 }
 
-/// Reads as many bytes as there is room for; whenever there are none for a while, `meanwhile`.
-fn fill(stream: &mut UnixStream, room: &mut [u8], meanwhile: impl Fn() -> io::Result<()>) -> io::Result<()> {
+/// Fills `buffer`; calls `meanwhile` whenever no bytes arrive for a while.
+fn fill(
+    stream: &mut UnixStream,
+    buffer: &mut [u8],
+    meanwhile: impl Fn() -> io::Result<()>,
+) -> io::Result<()> {
     let mut filled = 0;
-    while filled < room.len() {
-        match stream.read(&mut room[filled..]) {
+    while filled < buffer.len() {
+        match stream.read(&mut buffer[filled..]) {
             Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
             Ok(count) => filled += count,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -330,7 +342,7 @@ fn fill(stream: &mut UnixStream, room: &mut [u8], meanwhile: impl Fn() -> io::Re
     Ok(())
 }
 
-/// Returns a thread that panics ends the process, so a lock is never poisoned.
+/// Locks a mutex. It is never poisoned: a thread that panics ends the process.
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

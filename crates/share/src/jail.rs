@@ -1,5 +1,5 @@
-//! Namespaces of its own, and a root with nothing in it but a place for shares and the process's own `/proc`,
-//! through which a file is opened that is known by descriptor.
+//! The jail: own namespaces, and a root that contains only a directory for shares and the process's own
+//! `/proc`, which is needed to open a file by its descriptor.
 
 use std::{
     fs,
@@ -15,60 +15,61 @@ use nix::{
 };
 use sandboxer_share::ROOT;
 
-/// As many shares as the root takes, and some.
+/// Enough inodes for all shares.
 const ROOT_OPTIONS: &str = "mode=0755,size=64k,nr_inodes=1024";
 
-/// The process that stays. Its caller is told when it serves.
-pub struct Entered(PipeWriter);
+/// The end of a pipe on which the server signals that it is ready.
+pub struct Ready(PipeWriter);
 
-impl Entered {
-    /// Tells who started it that it serves.
-    pub fn announce(mut self) -> io::Result<()> {
+impl Ready {
+    /// Signals that the server is ready.
+    pub fn signal(mut self) -> io::Result<()> {
         self.0.write_all(b"!")
     }
 }
 
-/// Goes into the jail. `None` in the process that only waited for the other one to serve, and told who it is.
-pub fn enter(run_dir: &Path) -> anyhow::Result<Option<Entered>> {
+/// Enters the jail. Returns `None` in the original process, after the server has become ready and its pid was
+/// printed.
+pub fn enter(run_dir: &Path) -> anyhow::Result<Option<Ready>> {
     let namespaces = CloneFlags::CLONE_NEWNS
         | CloneFlags::CLONE_NEWPID
         | CloneFlags::CLONE_NEWNET
         | CloneFlags::CLONE_NEWIPC
         | CloneFlags::CLONE_NEWUTS
         | CloneFlags::CLONE_NEWCGROUP;
-    unshare(namespaces).context("cannot make namespaces")?;
-    let (serves, announced) = io::pipe().context("cannot make a pipe")?;
+    unshare(namespaces).context("cannot create namespaces")?;
+    let (ready, signal) = io::pipe().context("cannot create a pipe")?;
     match fork_sibling().context("cannot fork")? {
         0 => {
-            drop(serves);
+            drop(ready);
             make_root(run_dir)?;
-            Ok(Some(Entered(announced)))
+            Ok(Some(Ready(signal)))
         }
         sibling => {
-            drop(announced);
-            introduce(sibling, serves).map(|()| None)
+            drop(signal);
+            await_sibling(sibling, ready).map(|()| None)
         }
     }
 }
 
-/// Returns a fork, by which alone a process gets into a new pid namespace, whose child is one of this process's parent:
-/// the daemon hears of its end. 0 in the child.
+/// Forks, which is needed to enter a new pid namespace. The child's parent is this process's parent: the
+/// daemon is notified of its exit. Returns 0 in the child.
 fn fork_sibling() -> io::Result<i64> {
     let flags = libc::CLONE_PARENT | libc::SIGCHLD;
-    // SAFETY: without a stack of its own and without shared memory this is fork(2), and there is one thread
-    // that could be in the middle of something, which is here.
+    // SAFETY: without its own stack and without shared memory this is fork(2), and this process has only one
+    // thread.
     match unsafe { libc::syscall(libc::SYS_clone, flags, 0, 0, 0, 0) } {
         -1 => Err(io::Error::last_os_error()),
         pid => Ok(pid),
     }
 }
 
-fn introduce(sibling: i64, mut serves: PipeReader) -> anyhow::Result<()> {
-    // Its own words, should it fail, have been said.
-    if serves.read(&mut [0]).context("cannot hear from the server")? == 0 {
+fn await_sibling(sibling: i64, mut ready: PipeReader) -> anyhow::Result<()> {
+    // A failed server has printed its error.
+    if ready.read(&mut [0]).context("cannot read from the server's pipe")? == 0 {
         bail!("the server did not start");
     }
-    writeln!(io::stdout(), "{sibling}").context("cannot tell the server's process id")
+    writeln!(io::stdout(), "{sibling}").context("cannot print the server's pid")
 }
 
 fn make_root(run_dir: &Path) -> anyhow::Result<()> {
@@ -81,10 +82,10 @@ fn make_root(run_dir: &Path) -> anyhow::Result<()> {
     chdir(run_dir).context("cannot enter the root")?;
     let shares = Path::new(ROOT).strip_prefix("/").unwrap_or(Path::new(ROOT));
     for dir in [Path::new("proc"), shares] {
-        fs::create_dir(dir).with_context(|| format!("cannot make {dir:?}"))?;
+        fs::create_dir(dir).with_context(|| format!("cannot create {dir:?}"))?;
     }
     mount(Some("proc"), "proc", Some("proc"), plain, Some("subset=pid")).context("cannot mount /proc")?;
-    // The old root goes on top of the new one, and away.
+    // The old root is stacked on the new one, then unmounted.
     pivot_root(".", ".").context("cannot change the root")?;
     umount2(".", MntFlags::MNT_DETACH).context("cannot leave the old root")?;
     chdir("/").context("cannot enter the new root")?;

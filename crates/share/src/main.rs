@@ -1,13 +1,14 @@
-//! Serves the shares of one pod, whose guest is hostile: it may lose its own shares, and nothing else.
+//! Serves the shares of one pod. Its guest is untrusted: it can harm its own shares only.
 //!
 //! ```text
 //!  main ─▶ jail (namespaces, an empty root) ─▶ confine (limits, capabilities) ─▶ serve ─▶ files
-//!                                               └ and what it may call, per thread ◀─┘
+//!                                               └ and system calls, per thread ◀─────┘
 //! ```
 //!
-//! `sandboxer-share LISTENER RUN_DIR FILES WAY`: an inherited descriptor that listens where the guest's requests come
-//! out, a directory that is there to mount on, how many files may be open, and by which way requests come: `disk`, or
-//! `streams:` and the key's hex digits, which is no secret on the host. Prints its process id when it serves. The daemon has no part in it from then on.
+//! `sandboxer-share LISTENER RUN_DIR FILES WAY`: an inherited descriptor of a listening socket for the
+//! guest's requests, an existing directory as mount point of the jail's root, the most open files, and the
+//! transport of requests: `disk`, or `streams:` and the key's hex digits (which is not a secret on the host).
+//! Prints its pid when it is ready. The daemon is not involved from then on.
 
 use std::{
     fs::{self, File},
@@ -41,22 +42,22 @@ fn main() -> ExitCode {
 
 fn run() -> anyhow::Result<()> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let [listener, run_dir, files, way] = arguments.as_slice() else {
+    let [listener, run_dir, files, transport] = arguments.as_slice() else {
         anyhow::bail!("usage: sandboxer-share LISTENER RUN_DIR FILES disk|streams:KEY");
     };
-    let way = serve::Way::named(way).context("WAY is neither \"disk\" nor \"streams:\" and a key")?;
-    let listener: RawFd = listener.parse().context("LISTENER is no descriptor")?;
-    let most_files = files.parse().context("FILES is no number")?;
+    let transport =
+        serve::Transport::named(transport).context("WAY must be \"disk\" or \"streams:\" and a key")?;
+    let listener: RawFd = listener.parse().context("LISTENER must be a descriptor")?;
+    let most_files = files.parse().context("FILES must be a number")?;
     ensure!(fs::metadata(format!("/proc/self/fd/{listener}")).is_ok(), "descriptor {listener} is not open");
-    // SAFETY: it is open, and whoever started this program left it for this.
+    // SAFETY: it is open, and the daemon has passed it for this purpose.
     let listener = unsafe { UnixListener::from_raw_fd(listener) };
-    let nowhere =
-        File::options().read(true).write(true).open("/dev/null").context("cannot open /dev/null")?;
+    let null = File::options().read(true).write(true).open("/dev/null").context("cannot open /dev/null")?;
 
-    let Some(entered) = jail::enter(run_dir.as_ref())? else {
+    let Some(ready) = jail::enter(run_dir.as_ref())? else {
         return Ok(());
     };
     confine::limit(most_files)?;
     confine::drop_rights()?;
-    serve::serve(listener, way, nowhere, entered)
+    serve::serve(listener, transport, null, ready)
 }

@@ -1,23 +1,23 @@
-//! The part of the NBD protocol that a VMM's disk takes: one export, simple answers, reads and writes.
+//! The part of the NBD protocol that a VMM's disk needs: one export, simple replies, reads and writes.
 //!
-//! As in the NetworkBlockDevice project's `doc/proto.md`. All integers are big-endian. The other end is a VMM, which may
-//! have been broken into: everything it sends is bounded, and what is not understood ends the connection.
+//! Follows the NetworkBlockDevice project's `doc/proto.md`. All integers are big-endian. The client is a VMM,
+//! which may be compromised: everything it sends is limited, and an unknown message ends the connection.
 
 use std::io::{self, Read, Write};
 
 use sandboxer_protocol::share::disk::{SECTOR, SIZE};
 
-/// Most bytes that one request moves: a VMM splits what is longer.
+/// Most bytes of one request: a VMM splits longer ones.
 pub const MAX_LENGTH: usize = 2 << 20;
-/// Bytes of a request, without what it writes.
+/// Length of a request without its data, bytes.
 pub const REQUEST: usize = 28;
-/// Bytes of an answer, without what was read.
+/// Length of a reply without its data, bytes.
 pub const REPLY: usize = 16;
 
 const GREETING: &[u8; 16] = b"NBDMAGICIHAVEOPT";
 /// `NBD_FLAG_FIXED_NEWSTYLE` and `NBD_FLAG_NO_ZEROES`.
 const HANDSHAKE_FLAGS: u16 = 3;
-/// `NBD_FLAG_HAS_FLAGS`: neither flushed nor trimmed, and not read-only.
+/// `NBD_FLAG_HAS_FLAGS`: no flush, no trim, not read-only.
 const EXPORT_FLAGS: u16 = 1;
 const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
 const OPTION_ABORT: u32 = 2;
@@ -28,14 +28,14 @@ const REPLY_INFO: u32 = 3;
 const REPLY_UNSUPPORTED: u32 = 0x8000_0001;
 const INFO_EXPORT: u16 = 0;
 const INFO_BLOCK_SIZE: u16 = 3;
-/// Longest option that is read, and how many there may be.
+/// Longest option, and most options.
 const MAX_OPTION: usize = 4096;
 const MAX_OPTIONS: usize = 32;
 
 const REQUEST_MAGIC: u32 = 0x2560_9513;
 const REPLY_MAGIC: u32 = 0x6744_6698;
 
-/// Agrees with a VMM on what the disk is. False: it wanted to know, and no more.
+/// Negotiates the export with a VMM. Returns `false` if the VMM only queried it.
 pub fn negotiate(stream: &mut (impl Read + Write)) -> io::Result<bool> {
     stream.write_all(&[&GREETING[..], &HANDSHAKE_FLAGS.to_be_bytes()].concat())?;
     let _client_flags: [u8; 4] = read(stream)?;
@@ -89,34 +89,34 @@ fn read<const N: usize>(stream: &mut impl Read) -> io::Result<[u8; N]> {
     Ok(bytes)
 }
 
-/// What a VMM wants.
+/// The command of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// Bytes of the disk.
+    /// Read bytes of the disk.
     Read,
-    /// That the bytes behind the request are the disk's.
+    /// Write the bytes after the request to the disk.
     Write,
-    /// Nothing any more.
+    /// Disconnect.
     Disconnect,
-    /// What it was not told that there is.
+    /// A command that was not offered.
     Other,
 }
 
-/// A request of a VMM's.
+/// A request of a VMM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Request {
-    /// What it wants.
+    /// Its command.
     pub kind: Kind,
-    /// Its name for the request.
+    /// The VMM's identifier of the request.
     pub cookie: u64,
-    /// From here on.
+    /// Offset of the first byte.
     pub offset: u64,
-    /// So many bytes, at most [`MAX_LENGTH`].
+    /// Number of bytes, at most [`MAX_LENGTH`].
     pub length: usize,
 }
 
 impl Request {
-    /// Returns the request that these bytes are, if they are one.
+    /// Parses a request; `None` if it is invalid.
     pub fn of(bytes: &[u8; REQUEST]) -> Option<Self> {
         let word = |at: usize| Some(u32::from_be_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
         let long = |at: usize| Some(u64::from_be_bytes(bytes.get(at..at + 8)?.try_into().ok()?));
@@ -134,7 +134,7 @@ impl Request {
     }
 }
 
-/// Returns what comes ahead of what was read, or is all of an answer. `errno`: 0 or an error number.
+/// Returns the header of a reply. `errno` is 0 or an error number.
 pub fn reply(cookie: u64, errno: i32) -> [u8; REPLY] {
     let mut reply = [0; REPLY];
     reply[..4].copy_from_slice(&REPLY_MAGIC.to_be_bytes());

@@ -1,4 +1,4 @@
-//! Requests of one guest, by whichever way they come, served by a few threads.
+//! Serves the requests of one guest with a few threads, over either transport.
 
 use std::{
     fs::File,
@@ -10,25 +10,25 @@ use std::{
 use anyhow::Context;
 use sandboxer_protocol::{link::LinkKey, share::SLOTS};
 
-use crate::{confine, disk::Mailbox, files::Files, jail::Entered, stream::Streams};
+use crate::{confine, disk::Mailbox, files::Files, jail::Ready, stream::Streams};
 
-/// Requests that are carried out at a time: while some wait for a slow disk, others are served. A guest has no more
-/// under way.
+/// Requests carried out at a time: while some wait for a slow disk, others are served. A guest never has more
+/// in flight.
 const THREADS: usize = SLOTS;
-/// Of a thread, bytes.
+/// Stack of a thread, bytes.
 const STACK: usize = 256 << 10;
 
-/// By which way requests come.
+/// The transport of requests.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Way {
-    /// A VMM that connects has a disk of this program's.
+pub enum Transport {
+    /// A disk of the VMM that connects.
     Disk,
-    /// Each connection is a stream of requests, behind this key.
+    /// Each connection is a stream of requests after this key.
     Streams(LinkKey),
 }
 
-impl Way {
-    /// Returns the one of this name: `disk`, or `streams:` and the key's hex digits.
+impl Transport {
+    /// Parses `disk`, or `streams:` and the key's hex digits.
     pub fn named(name: &str) -> Option<Self> {
         match name.split_once(':') {
             None if name == "disk" => Some(Self::Disk),
@@ -38,13 +38,13 @@ impl Way {
     }
 }
 
-/// Who takes connections, and whose workers carry out what comes by them.
-enum Line {
+/// Accepts connections and carries out their requests.
+enum Backend {
     Disk(Box<Mailbox>),
     Streams(Streams),
 }
 
-impl Line {
+impl Backend {
     fn work(&self) {
         match self {
             Self::Disk(mailbox) => mailbox.work(),
@@ -52,48 +52,48 @@ impl Line {
         }
     }
 
-    fn take(&self, connection: UnixStream) {
+    fn accept(&self, connection: UnixStream) {
         match self {
-            // However it ends, the next one may be as it should.
+            // However it ends, the next connection is served.
             Self::Disk(mailbox) => drop(mailbox.serve(connection)),
-            Self::Streams(streams) => streams.take(connection),
+            Self::Streams(streams) => streams.accept(connection),
         }
     }
 }
 
-/// Serves whoever connects.
-pub fn serve(listener: UnixListener, way: Way, nowhere: File, entered: Entered) -> anyhow::Result<()> {
-    let quiet = nowhere.try_clone().context("cannot duplicate a descriptor")?;
-    let files = Arc::new(Files::open(nowhere)?);
-    let line = Arc::new(match way {
-        Way::Disk => Line::Disk(Box::new(Mailbox::new(files))),
-        Way::Streams(key) => Line::Streams(Streams::new(files, key)),
+/// Serves all connections.
+pub fn serve(listener: UnixListener, transport: Transport, null: File, ready: Ready) -> anyhow::Result<()> {
+    let output = null.try_clone().context("cannot duplicate a descriptor")?;
+    let files = Arc::new(Files::open(null)?);
+    let backend = Arc::new(match transport {
+        Transport::Disk => Backend::Disk(Box::new(Mailbox::new(files))),
+        Transport::Streams(key) => Backend::Streams(Streams::new(files, key)),
     });
     let (restricted, all_restricted) = std::sync::mpsc::sync_channel(THREADS);
     for _ in 0..THREADS {
-        let (line, restricted) = (Arc::clone(&line), restricted.clone());
+        let (backend, restricted) = (Arc::clone(&backend), restricted.clone());
         let work = move || {
             let done = confine::restrict_calls();
             let may_serve = done.is_ok();
-            // Whoever waits for it learns of a failure by what is sent.
+            // The receiver gets the error.
             let _ = restricted.send(done);
             if may_serve {
-                line.work();
+                backend.work();
             }
         };
         thread::Builder::new().stack_size(STACK).spawn(work).context("cannot start a thread")?;
     }
     for _ in 0..THREADS {
-        all_restricted.recv().context("a thread ended")??;
+        all_restricted.recv().context("a thread exited early")??;
     }
-    entered.announce().context("cannot tell that it serves")?;
-    // What it might say from here on, nobody hears.
-    rustix::stdio::dup2_stdin(&quiet)?;
-    rustix::stdio::dup2_stdout(&quiet)?;
-    rustix::stdio::dup2_stderr(&quiet)?;
+    ready.signal().context("cannot signal readiness")?;
+    // No process reads its output from here on.
+    rustix::stdio::dup2_stdin(&output)?;
+    rustix::stdio::dup2_stdout(&output)?;
+    rustix::stdio::dup2_stderr(&output)?;
     confine::restrict_calls()?;
     loop {
         let (connection, _) = listener.accept().context("cannot accept a connection")?;
-        line.take(connection);
+        backend.accept(connection);
     }
 }

@@ -1,12 +1,12 @@
-//! Requests that come over streams, each answered on its own before the next one is read.
+//! Requests over streams; each stream handles one request at a time.
 //!
 //! ```text
-//! guest   key[32] request …          request …
-//! server                   answer …            answer …
+//! guest   key[32] request …            request …
+//! server                   response …            response …
 //! ```
 //!
-//! The key is known to the guest's agent alone: whatever runs in a guest may connect to its host's ports, and only its
-//! kernel may ask for files.
+//! Only the guest's agent knows the key: any process in a guest may connect to its host's ports, but only its
+//! kernel may request files.
 
 use std::{
     io::{self, Read, Write},
@@ -26,39 +26,39 @@ use sandboxer_protocol::{
 
 use crate::files::{self, Files};
 
-/// How long a stream may take to tell its key.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// How long a client may take to send its key.
+const KEY_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// The streams of one guest.
 pub struct Streams {
     files: Arc<Files>,
     key: LinkKey,
-    /// How many are served, or about to be.
+    /// Number of streams that are served, or about to be.
     served: AtomicUsize,
-    known: Sender<UnixStream>,
-    // One worker waits for the next stream, the others for their turn.
+    accepted: Sender<UnixStream>,
+    // One worker waits for the next stream, the others for the lock.
     next: Mutex<Receiver<UnixStream>>,
 }
 
 impl Streams {
-    /// None yet. Those that begin with `key` will be served.
+    /// Creates an empty set. Streams that begin with `key` will be served.
     pub fn new(files: Arc<Files>, key: LinkKey) -> Self {
-        let (known, next) = channel();
-        Self { files, key, served: AtomicUsize::new(0), known, next: Mutex::new(next) }
+        let (accepted, next) = channel();
+        Self { files, key, served: AtomicUsize::new(0), accepted, next: Mutex::new(next) }
     }
 
-    /// Takes a stream, or hangs up. None is left waiting: its VMM would wait as well once there are many.
-    pub fn take(&self, mut stream: UnixStream) {
-        if self.served.load(Ordering::Acquire) < SLOTS && self.knows(&mut stream).unwrap_or(false) {
+    /// Accepts a stream, or closes it. None is queued: once there were many, the VMM would block.
+    pub fn accept(&self, mut stream: UnixStream) {
+        if self.served.load(Ordering::Acquire) < SLOTS && self.has_key(&mut stream).unwrap_or(false) {
             self.served.fetch_add(1, Ordering::AcqRel);
-            // There is always a worker: without them this process ends.
-            let _ = self.known.send(stream);
+            // Does not fail: without workers this process ends.
+            let _ = self.accepted.send(stream);
         }
     }
 
     /// Returns whether a stream begins with the key.
-    fn knows(&self, stream: &mut UnixStream) -> io::Result<bool> {
-        let until = Instant::now() + PATIENCE;
+    fn has_key(&self, stream: &mut UnixStream) -> io::Result<bool> {
+        let until = Instant::now() + KEY_TIMEOUT;
         let mut given = [0; LinkKey::LEN];
         let mut filled = 0;
         while filled < given.len() {
@@ -70,30 +70,30 @@ impl Streams {
             }
         }
         stream.set_read_timeout(None)?;
-        // In a time that tells nothing of where they differ.
+        // Takes the same time wherever they differ.
         Ok(given.iter().zip(self.key.as_bytes()).fold(0, |differs, (a, b)| differs | (a ^ b)) == 0)
     }
 
-    /// A worker's whole life.
+    /// Runs a worker forever.
     pub fn work(&self) {
-        let (mut request, mut room) = (vec![0; MAX_MESSAGE], files::room());
+        let (mut request, mut buffer) = (vec![0; MAX_MESSAGE], files::buffer());
         loop {
             let next = self.next.lock().unwrap_or_else(PoisonError::into_inner).recv();
             let Ok(stream) = next else { return };
-            // However it ends: the guest knows, and may come again.
-            let _ = converse(stream, &self.files, &mut request, &mut room);
+            // However it ends: the guest sees it, and may reconnect.
+            let _ = serve(stream, &self.files, &mut request, &mut buffer);
             self.served.fetch_sub(1, Ordering::AcqRel);
         }
     }
 }
 
-fn converse(mut stream: UnixStream, files: &Files, request: &mut [u8], room: &mut [u8]) -> io::Result<()> {
-    let rubbish = || io::Error::from(io::ErrorKind::InvalidData);
+fn serve(mut stream: UnixStream, files: &Files, request: &mut [u8], buffer: &mut [u8]) -> io::Result<()> {
+    let invalid = || io::Error::from(io::ErrorKind::InvalidData);
     loop {
         stream.read_exact(&mut request[..REQUEST_HEAD])?;
-        let length = Head::begins(request).ok_or_else(rubbish)?;
+        let length = Head::begins(request).ok_or_else(invalid)?;
         stream.read_exact(&mut request[REQUEST_HEAD..length])?;
-        let head = Head::of(&request[..length]).ok_or_else(rubbish)?;
-        stream.write_all(files.answer(head, &mut request[..length], room))?;
+        let head = Head::of(&request[..length]).ok_or_else(invalid)?;
+        stream.write_all(files.answer(head, &mut request[..length], buffer))?;
     }
 }

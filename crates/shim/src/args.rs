@@ -1,65 +1,65 @@
-//! The command line as containerd writes it: Go's flags, one dash or two, then an action.
+//! The command line as containerd writes it: Go flags, one dash or two, then an action.
 
 use std::path::PathBuf;
 
-/// The program's name, part of the contract: containerd makes it of the runtime type.
+/// The program's name, which containerd derives from the runtime type.
 pub const NAME: &str = "containerd-shim-sandboxer-v1";
 
-/// What is asked for.
+/// The requested action.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
-    /// What this runtime is and can do.
+    /// Print the runtime's description.
     Info,
     /// Clean up after a container.
     Delete,
-    /// Serve a container: containerd's older way.
+    /// Serve a container: for containerd without a sandbox controller.
     Start,
-    /// This program's version.
+    /// Print the program's version.
     Version,
 }
 
 /// The command line.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Args {
-    /// What is asked for.
+    /// The requested action.
     pub action: Action,
     /// The container's containerd namespace.
     pub namespace: String,
-    /// The container; empty only where no container is meant.
+    /// The container; empty if the action needs none.
     pub id: String,
-    /// Its bundle; none: the working directory.
+    /// Its bundle; `None`: the working directory.
     pub bundle: Option<PathBuf>,
 }
 
-/// Why a command line means nothing.
+/// Why a command line is invalid.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ArgsError {
-    /// A flag of a containerd that is newer than this, or a slip.
+    /// A flag of a newer containerd, or a typing error.
     #[error("unknown flag -{0}; containerd runs this program, for pods see sandboxer-cli")]
     UnknownFlag(String),
-    /// A flag at the very end.
+    /// A flag without its value.
     #[error("flag -{0} needs a value")]
     NoValue(String),
-    /// Neither `delete` nor `start`.
+    /// An unknown action.
     #[error("unknown action {0:?}: expected start or delete")]
     UnknownAction(String),
-    /// Nothing to do.
+    /// No action.
     #[error(
         "no action: expected -info, -v, start or delete; containerd runs this program, for pods see sandboxer-cli"
     )]
     NoAction,
-    /// An action on nothing.
+    /// An action without a container.
     #[error("{0} needs -id")]
     NoId(&'static str),
 }
 
 impl Args {
-    /// Reads the arguments behind the program's name. As in Go, flags end at the first argument that
-    /// is none, or behind `--`.
+    /// Parses the arguments after the program's name. As in Go, flags end at the first other argument, or
+    /// after `--`.
     pub fn parse(args: impl IntoIterator<Item = String>) -> Result<Self, ArgsError> {
         let mut args = args.into_iter();
         let (mut namespace, mut id, mut bundle) = (String::new(), String::new(), None);
-        let mut asked = None;
+        let mut requested = None;
         let mut word = None;
         while let Some(arg) = args.next() {
             if arg == "--" {
@@ -78,20 +78,20 @@ impl Args {
             };
             let mut value = || given.take().or_else(|| args.next()).ok_or(ArgsError::NoValue(name.clone()));
             match name.as_str() {
-                "info" => asked = Some(Action::Info),
-                "v" | "version" => asked = Some(Action::Version),
-                // containerd's log level; there is nothing to log.
+                "info" => requested = Some(Action::Info),
+                "v" | "version" => requested = Some(Action::Version),
+                // containerd's log level; this program has no log.
                 "debug" => {}
                 "namespace" => namespace = value()?,
                 "id" => id = value()?,
                 "bundle" => bundle = Some(PathBuf::from(value()?)).filter(|path| path.as_os_str() != ""),
-                // How to reach containerd, which only a shim that serves containers needs to.
+                // Address of containerd, which only a shim that serves containers needs.
                 "address" | "publish-binary" | "socket" => drop(value()?),
                 _ => return Err(ArgsError::UnknownFlag(name)),
             }
         }
-        let action = match (asked, word.as_deref()) {
-            (Some(asked), _) => asked,
+        let action = match (requested, word.as_deref()) {
+            (Some(requested), _) => requested,
             (None, Some("delete")) if id.is_empty() => return Err(ArgsError::NoId("delete")),
             (None, Some("delete")) => Action::Delete,
             (None, Some("start")) => Action::Start,
@@ -129,7 +129,7 @@ mod tests {
         assert_eq!((args.namespace.as_str(), args.id.as_str(), args.action), ("a=b", "c1", Action::Delete));
         assert_eq!(parse("-info").unwrap().action, Action::Info);
         assert_eq!(parse("-id delete delete").unwrap().id, "delete");
-        // Behind the action stands what belongs to the action.
+        // Arguments after the action belong to the action.
         assert_eq!(parse("-id c1 start -whatever").unwrap().action, Action::Start);
     }
 

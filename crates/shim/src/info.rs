@@ -1,26 +1,26 @@
-//! `-info`: what this runtime is, and which mounts it wants as they are.
+//! `-info`: description of this runtime, and the mounts that it handles itself.
 
 use containerd_shim_protos::{
     protobuf::well_known_types::any::Any,
     types::introspection::{RuntimeInfo, RuntimeVersion},
 };
 
-/// The annotation by which containerd 2.x leaves mounts to a runtime.
+/// The annotation by which containerd 2.x passes mounts to a runtime unmounted.
 const ALLOW_MOUNTS: &str = "containerd.io/runtime-allow-mounts";
 
-/// File systems that become disks of a pod's VM instead of mounts on the host, and the steps
-/// (`…/*`) that containerd's mount manager would otherwise take to mount them.
+/// File systems that become disks of a pod's VM instead of mounts on the host, and the transformations
+/// (`…/*`) that containerd's mount manager would otherwise do to mount them.
 ///
-/// Without effect on snapshotters whose mounts are plain (overlayfs, native): the mount manager
-/// takes up only mounts with such a step or with a handler of their own.
+/// No effect on snapshotters with plain mounts (overlayfs, native): the mount manager handles only mounts
+/// with a transformation or with a handler of their own.
 const CLAIMED: &str = "erofs,ext4,mkfs/*,format/*,mkdir/*";
 
-/// The type under which containerd knows [`features`]' answer.
+/// The type of [`features`]' value in containerd.
 const FEATURES: &str = "types.containerd.io/opencontainers/runtime-spec/1/features/Features";
 
-/// OCI features, as of the runtime specification's features.md. What they don't name, such as id-mapped mounts and
-/// user namespaces, containerd refuses. (2.4 takes it ill if there are none at all: it goes down at the first
-/// container with a recursively read-only mount.)
+/// Returns the OCI features, as in the runtime specification's features.md. containerd rejects features that
+/// are not listed, such as id-mapped mounts and user namespaces. (2.4 needs the list: without it, it crashes
+/// at the first container with a recursively read-only mount.)
 fn features() -> Any {
     let features = serde_json::json!({
         "ociVersionMin": "1.0.0",
@@ -33,7 +33,7 @@ fn features() -> Any {
     Any { type_url: FEATURES.to_owned(), value: features.to_string().into_bytes(), ..Default::default() }
 }
 
-/// Returns the answer.
+/// Returns the description of this runtime.
 pub fn info() -> RuntimeInfo {
     let version = RuntimeVersion { version: env!("CARGO_PKG_VERSION").to_owned(), ..Default::default() };
     RuntimeInfo {

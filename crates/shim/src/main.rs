@@ -1,13 +1,13 @@
-//! `containerd-shim-sandboxer-v1`: what containerd executes for the runtime type
-//! `io.containerd.sandboxer.v1`. It answers one question and exits; pods belong to the daemon.
+//! `containerd-shim-sandboxer-v1`: the program that containerd executes for the runtime type
+//! `io.containerd.sandboxer.v1`. It handles one request and exits; pods belong to the daemon.
 //!
-//! | called as | by containerd | answer on stdout |
+//! | arguments | when | output on stdout |
 //! |---|---|---|
 //! | `-info` | before the first container, and by CRI at its start | `containerd.types.RuntimeInfo` |
 //! | `… delete` | when its connection for a container has closed | `containerd.task.v3.DeleteResponse` |
 //! | `… start` | for a runtime without a sandbox controller | none: an error |
 //!
-//! Success leaves stderr empty: containerd logs what stands there as a warning of each removal.
+//! On success stderr is empty: containerd would log its content as a warning at each removal.
 
 mod args;
 mod delete;
@@ -42,8 +42,8 @@ fn main() -> ExitCode {
 
 fn run(args: Args) -> anyhow::Result<()> {
     match args.action {
-        Action::Info => answer(&info::info()),
-        Action::Delete => answer(&delete::delete(&args)),
+        Action::Info => respond(&info::info()),
+        Action::Delete => respond(&delete::delete(&args)),
         Action::Start => bail!(
             "cannot start {:?}: containerd before 2.0 is not supported yet; with a newer one give the runtime \
              `sandboxer = \"sandboxer\"` and configure [proxy_plugins.sandboxer] with type \"sandbox\"",
@@ -56,8 +56,8 @@ fn run(args: Args) -> anyhow::Result<()> {
     }
 }
 
-fn answer(message: &impl Message) -> anyhow::Result<()> {
+fn respond(message: &impl Message) -> anyhow::Result<()> {
     let mut out = io::stdout().lock();
-    message.write_to_writer(&mut out).context("cannot write answer to stdout")?;
-    out.flush().context("cannot write answer to stdout")
+    message.write_to_writer(&mut out).context("cannot write the response to stdout")?;
+    out.flush().context("cannot write the response to stdout")
 }

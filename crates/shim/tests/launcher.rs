@@ -1,4 +1,4 @@
-//! The launcher as containerd runs it: the real program, its streams and its exit code.
+//! The launcher as containerd runs it: the real program, its output and its exit code.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail their test")]
 
@@ -36,7 +36,7 @@ fn delete(bundle: &Path) -> (DeleteResponse, Output) {
     (DeleteResponse::parse_from_bytes(&output.stdout).unwrap(), output)
 }
 
-/// Success, with nothing that containerd would log as a warning.
+/// Asserts success, without output that containerd would log as a warning.
 #[track_caller]
 fn assert_clean(output: &Output) {
     assert_eq!(String::from_utf8_lossy(&output.stderr), "");
@@ -51,7 +51,7 @@ fn assert_killed_just_now(response: &DeleteResponse) {
     assert!(now - at <= 60, "exited at {at}, now {now}");
 }
 
-/// A bundle whose container's task service is said to be at `socket`.
+/// Creates a bundle with `socket` as the address of its container's task service.
 fn bundle(dir: &Path, socket: &Path) {
     let bootstrap = format!(r#"{{"version":3,"address":"unix://{}","protocol":"ttrpc"}}"#, socket.display());
     std::fs::write(dir.join("bootstrap.json"), bootstrap).unwrap();
@@ -72,7 +72,7 @@ fn info_claims_the_mounts_that_become_disks() {
 #[test]
 fn delete_without_a_daemon_says_killed_as_often_as_asked() {
     let dir = tempfile::tempdir().unwrap();
-    // Never connected; a dead daemon's socket; a broken note.
+    // Never connected; a dead daemon's socket; an invalid file.
     let socket = dir.path().join("task.sock");
     drop(UnixListener::bind(&socket).unwrap());
     let states: [&dyn Fn(); 3] = [&|| (), &|| bundle(dir.path(), &socket), &|| {
@@ -98,11 +98,11 @@ fn delete_does_not_wait_for_a_daemon_that_says_nothing() {
     let (response, output) = delete(dir.path());
     assert_clean(&output);
     assert_killed_just_now(&response);
-    // Not a matter of speed: after five seconds containerd kills the launcher and reports 255.
+    // Not a speed requirement: after five seconds containerd kills the launcher and reports 255.
     assert!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
 }
 
-/// In the daemon's place: one container, which runs until it is killed.
+/// A test double of the daemon: one container, which runs until it is killed.
 #[derive(Debug, Default)]
 struct OneContainer {
     gone: bool,
@@ -140,7 +140,8 @@ impl Task for OneContainer {
     }
 }
 
-/// Runs `delete` against a daemon in `service`'s shape. What the launcher answered, what the daemon heard.
+/// Runs `delete` against `service`; returns the launcher's response, and the requests that the daemon
+/// received.
 fn delete_with(service: OneContainer) -> (DeleteResponse, Vec<String>) {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("task.sock");

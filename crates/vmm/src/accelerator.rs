@@ -1,4 +1,4 @@
-//! Whether guests run on hardware.
+//! The choice between KVM and emulation.
 
 use std::{path::Path, time::Duration};
 
@@ -6,24 +6,25 @@ use sandboxer_config::Accelerator;
 
 use super::kvm::{self, KvmUnusable};
 
-/// A KVM that takes longer over its test than this is not usable; the test itself takes 0.15 s on a host that is not
-/// busy.
+/// Time limit of KVM's test; a slower KVM is not usable. The test takes 0.15 s on a host that is not busy.
 const KVM_TEST_LIMIT: Duration = Duration::from_secs(5);
 
-/// Why guests can't run as configured.
+/// Why guests cannot run as configured.
 #[derive(Debug, thiserror::Error)]
 pub enum AcceleratorError {
     /// The configuration asks for KVM.
-    #[error("accelerator \"kvm\" is configured and doesn't work here: set it to \"auto\" or \"tcg\"")]
-    NoKvm(#[source] KvmUnusable),
-    /// The test didn't come back.
     #[error(
-        "accelerator \"kvm\" is configured and its test did not end within {0:?}: set it to \"auto\" or \"tcg\""
+        "accelerator \"kvm\" is configured but does not work on this host: set it to \"auto\" or \"tcg\""
+    )]
+    NoKvm(#[source] KvmUnusable),
+    /// The test did not end.
+    #[error(
+        "accelerator \"kvm\" is configured but its test did not end within {0:?}: set it to \"auto\" or \"tcg\""
     )]
     KvmHung(Duration),
 }
 
-/// Returns the accelerator, and why this one.
+/// Returns the accelerator, and why it was chosen.
 pub async fn choose(configured: Accelerator) -> Result<(&'static str, String), AcceleratorError> {
     if configured == Accelerator::Tcg {
         return Ok(("tcg", "configured".into()));
@@ -40,7 +41,7 @@ pub async fn choose(configured: Accelerator) -> Result<(&'static str, String), A
     decide(configured, unusable)
 }
 
-/// Returns what to do with a KVM that failed its test: one that is right and slow is used where it is asked for by name.
+/// Decides about a KVM that failed its test: one that is only too slow is used if it is configured by name.
 fn decide(
     configured: Accelerator,
     unusable: AcceleratorError,

@@ -1,7 +1,7 @@
-//! What a VMM or a guest prints, kept in a file of bounded size.
+//! The output of a VMM or a guest, in a file of bounded size.
 //!
-//! Both may be hostile: however much they print, two halves of the bound stay on disk (`NAME.1`
-//! the older), and what is shown to people has no control characters.
+//! Both may be hostile: however much they print, two halves of the bound stay on disk (the older one in `NAME.1`),
+//! and lines shown to people have no control characters.
 
 use std::{
     io,
@@ -19,13 +19,13 @@ use tokio::{
 
 use sandboxer_process::socket;
 
-/// Bytes read at once. Two such buffers a pod live as long as it does.
+/// Bytes read at once. Each pod keeps two such buffers for its lifetime.
 const CHUNK: usize = 1 << 10;
-/// Bytes of a file's end that [`Capture::last_lines`] looks at.
+/// Bytes at a file's end that [`Capture::last_lines`] reads.
 const TAIL: u64 = 4 << 10;
 /// Characters shown of one line.
 const LINE: usize = 240;
-/// How long the last words of an ended process may take from pipe to file.
+/// How long the last output of an ended process may take from pipe to file.
 const DRAIN: Duration = Duration::from_secs(1);
 
 /// A file by name in a directory that may be moved.
@@ -40,14 +40,14 @@ impl Target {
         socket::within(&self.dir, self.name)
     }
 
-    /// Returns the older half.
+    /// Returns the path of the older half.
     fn older(&self) -> PathBuf {
         socket::within(&self.dir, &format!("{}.1", self.name))
     }
 }
 
-/// A file being written from a stream, by a task that ends with the stream, or with this: who takes
-/// the VM up again has to find the stream free.
+/// A file written from a stream by a task. The task ends with the stream or when this is dropped: the daemon that
+/// adopts the VM must find the stream free.
 #[derive(Debug)]
 pub struct Capture {
     target: Target,
@@ -56,7 +56,7 @@ pub struct Capture {
 }
 
 impl Capture {
-    /// Copies `from` to `name` in `dir`, after what is there already; at most `bytes` are kept.
+    /// Copies `from` to `name` in `dir`, after what is there already; keeps at most `bytes`.
     pub fn start<R>(from: R, dir: Arc<std::fs::File>, name: &'static str, bytes: u64) -> Self
     where
         R: AsyncRead + Send + Unpin + 'static,
@@ -67,7 +67,7 @@ impl Capture {
         let task = tokio::spawn(async move {
             if let Err(error) = copy(from, &copied_to, bytes / 2).await {
                 let path = std::fs::read_link(socket::within(&copied_to.dir, "."));
-                tracing::warn!(name, ?path, %error, "no longer capturing output");
+                tracing::warn!(name, ?path, %error, "stopped capturing output");
             }
             done.send_replace(true);
         })
@@ -75,10 +75,10 @@ impl Capture {
         Self { target, task, finished }
     }
 
-    /// Waits, for a moment at most, until all that an ended process printed is in the file.
+    /// Waits, for a second at most, until all output of an ended process is in the file.
     pub async fn drained(&self) {
         let mut finished = self.finished.clone();
-        // A second in vain: its output went to a process of its own that lives on.
+        // Timed out: a child process that still lives has the output open.
         let _ = tokio::time::timeout(DRAIN, finished.wait_for(|finished| *finished)).await;
     }
 
@@ -86,7 +86,7 @@ impl Capture {
     pub async fn last_lines(&self, count: usize) -> Vec<String> {
         let mut bytes = Vec::new();
         for path in [self.target.older(), self.target.path()] {
-            // A file that isn't there was not needed.
+            // A missing file is fine.
             let _ = read_tail(&path, &mut bytes).await;
         }
         let text = String::from_utf8_lossy(&bytes);
@@ -136,7 +136,7 @@ async fn read_tail(path: &Path, into: &mut Vec<u8>) -> io::Result<()> {
     Ok(())
 }
 
-/// Returns a line without colours, cursor movements and other control characters, cut to a bearable length.
+/// Returns a line without colours, cursor movements and other control characters, cut to [`LINE`].
 fn printable(line: &str) -> String {
     let mut shown = String::new();
     let mut characters = line.chars().peekable();

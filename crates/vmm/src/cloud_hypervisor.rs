@@ -1,22 +1,22 @@
-//! Cloud Hypervisor as a VMM.
+//! Cloud Hypervisor as the VMM.
 //!
 //! ```text
-//! run_dir/control.sock      its API, listened on by us and inherited by it
-//! run_dir/events            a pipe on which it tells what happens
-//! run_dir/console.log       the guest's serial port, which is its stdout; bounded, the older half in console.log.1
-//! run_dir/vmm.log           its stderr, bounded likewise
+//! run_dir/control.sock      its API; the daemon listens on it, the VMM inherits it
+//! run_dir/events            a pipe with the VMM's events
+//! run_dir/console.log       the guest's serial port (the VMM's stdout); bounded, the older half in console.log.1
+//! run_dir/vmm.log           its stderr, bounded as well
 //!
 //! and in its jail
 //!
-//! /run/vsock.sock           the way to the agent
-//! /run/vsock.sock_1024      on which the agent says that it listens
-//! /run/vsock.sock_1025      where the guest's requests for files come out, once it has shares
-//! /run/disks/               a disk, while it is plugged in
-//! /run/frozen/              what it writes down of a VM that is frozen
-//! /template/                links to what a copy of a frozen VM is made of, which it inherits
+//! /run/vsock.sock           connections to the agent
+//! /run/vsock.sock_1024      where the agent announces that it listens
+//! /run/vsock.sock_1025      the guest's file requests, once it has shares
+//! /run/disks/               a disk, while it is being attached
+//! /run/frozen/              the files of a VM that is frozen
+//! /template/                links to the inherited files from which a frozen VM is copied
 //! ```
 //!
-//! Its seccomp filters are on, and so is Landlock where this kernel has it.
+//! Its seccomp filters are on, and so is Landlock if this kernel has it.
 
 pub mod api;
 pub(crate) mod events;
@@ -55,8 +55,8 @@ use self::{
     vsock::Link,
 };
 use super::{
-    FREEZABLE, Frozen, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError, VmmInfo,
-    run_dir::{Captures, Files, host, reopen},
+    FREEZABLE, Frozen, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError, VmmInfo, process,
+    run_dir::{Captures, Files, path_error, reopen},
 };
 
 /// As in [`VmmInfo::name`].
@@ -64,7 +64,7 @@ pub const NAME: &str = "cloud-hypervisor";
 /// The guest's vsock address. Each VM has a vsock of its own, so all can have the same.
 const CID: u32 = 3;
 
-/// Cloud Hypervisor, of a known version.
+/// Cloud Hypervisor, of a supported version.
 #[derive(Debug)]
 pub struct CloudHypervisor {
     program: PathBuf,
@@ -75,12 +75,12 @@ pub struct CloudHypervisor {
 }
 
 impl CloudHypervisor {
-    /// Asks the configured program for its version. `reason` is why it is used, for people.
+    /// Reads the version of the configured program. `reason` explains the choice, for people.
     pub async fn new(config: &VmConfig, reason: String) -> Result<Self, VersionError> {
         let version = Version::of(&config.cloud_hypervisor).await?;
         let landlock = landlock::usable();
         if let Err(why) = &landlock {
-            tracing::warn!(why, "VMMs are jailed, and not confined by Landlock beside that");
+            tracing::warn!(why, "VMMs are jailed, but not confined by Landlock");
         }
         Ok(Self {
             program: config.cloud_hypervisor.clone(),
@@ -96,7 +96,7 @@ impl CloudHypervisor {
         })
     }
 
-    /// Returns what `vm.create` is to make.
+    /// Returns the configuration for `vm.create`.
     pub fn description(&self, spec: &VmSpec) -> wire::VmConfig {
         wire::VmConfig {
             cpus: wire::Cpus { boot_vcpus: spec.vcpus, max_vcpus: spec.vcpus },
@@ -116,41 +116,28 @@ impl CloudHypervisor {
         }
     }
 
-    /// Returns the jail of `spec`'s VM.
+    /// Prepares the jail of `spec`'s VM.
     fn jail(&self, spec: &VmSpec) -> Result<Jail, VmmError> {
         let program = sandboxer_process::find(&self.program);
         let readable = [program.as_path(), &spec.kernel, &spec.initramfs];
         let jail = Jail::new(&spec.run_dir, &readable, &[Path::new("/dev/kvm")]);
-        jail.map(Jail::with_room).map_err(host(&spec.pod, "prepare a jail in", spec.run_dir.clone()))
+        jail.map(Jail::with_room).map_err(path_error(&spec.pod, "prepare a jail in", spec.run_dir.clone()))
     }
 
-    /// Starts Cloud Hypervisor in `jail` and has it make the VM.
+    /// Starts Cloud Hypervisor in `jail` and creates the VM.
     async fn start(&self, spec: &VmSpec, jail: Jail, begin: Begin) -> Result<Arc<dyn Vm>, VmmError> {
         let (pod, run_dir) = (&spec.pod, &spec.run_dir);
         let mut files = Files::default();
         let control = files.listen(spec, api::SOCKET)?;
-        let (events, told) =
-            Events::create(run_dir).map_err(host(pod, "make pipe", run_dir.join(events::FILE)))?;
+        let (events, event_pipe) =
+            Events::create(run_dir).map_err(path_error(pod, "create pipe", run_dir.join(events::FILE)))?;
         files.add(run_dir.join(events::FILE));
-        let (console, stdout) = io::pipe().map_err(host(pod, "capture output in", run_dir.clone()))?;
+        let (console, stdout) = io::pipe().map_err(path_error(pod, "capture output in", run_dir.clone()))?;
 
-        let arguments = arguments(control.as_raw_fd(), told.as_raw_fd());
-        let mut inherited = vec![control, told];
+        let arguments = arguments(control.as_raw_fd(), event_pipe.as_raw_fd());
+        let mut inherited = vec![control, event_pipe];
+        let boots = self.prepare(spec, begin, &mut inherited);
         let user = jail.user();
-        let boots = match begin {
-            Begin::Boot { memory } => {
-                let mut description = self.description(spec);
-                if let (Some(file), [zone]) = (&memory, &mut description.memory.zones[..]) {
-                    zone.file = template::inherited(file.as_raw_fd());
-                }
-                inherited.extend(memory);
-                Some(description)
-            }
-            Begin::Restore(source) => {
-                inherited.extend(source);
-                None
-            }
-        };
         let equipment = Equipment {
             inherited,
             stdout: Some(stdout.into()),
@@ -158,43 +145,21 @@ impl CloudHypervisor {
             jail: Some(jail),
             groups: spec.entries()?,
         };
-        let (program, dir) = (self.program.clone(), run_dir.clone());
-        let spawned = tokio::task::spawn_blocking(move || {
-            sandboxer_process::spawn(&program, arguments, &dir, equipment)
-        });
-        let (process, words) = spawned
-            .await
-            .unwrap_or_else(|panic| Err(io::Error::other(panic)))
-            .map_err(|source| VmmError::Spawn { pod: pod.clone(), program: self.program.clone(), source })?;
+        let (process, stderr) = process::spawn(&self.program, arguments, spec, equipment).await?;
         let captures = pipe::Receiver::from_owned_fd(console.into())
-            .and_then(|console| Captures::start(words, console, run_dir, spec.console_log_bytes))
-            .map_err(host(pod, "capture output in", run_dir.clone()))?;
+            .and_then(|console| Captures::start(stderr, console, run_dir, spec.console_log_bytes))
+            .map_err(path_error(pod, "capture output in", run_dir.clone()))?;
 
         let watched = Watched::new(pod, process.watched(), captures, events);
         let room = watched.room().await?;
         let listen = match boots {
             Some(_) => Link::new,
-            // Its agent has announced itself long ago.
+            // Its agent announced itself before the freeze.
             None => Link::of_running,
         };
-        let link = listen(room.clone()).map_err(host(pod, "listen on", vsock::announcements().into()))?;
-        let api = Api::new(run_dir, self.boot_timeout);
-        match boots {
-            Some(description) => {
-                let shown = watched.show("vm.create", user, &spec.disks).await?;
-                watched.answered("vm.create", api.create(&description)).await?;
-                watched.answered("vm.boot", api.boot()).await?;
-                drop(shown);
-            }
-            None => watched.answered(template::CALL, api.restore(Path::new(template::DIR))).await?,
-        }
-        // What is to be frozen gets none: a copy would want the taps that were its template's.
-        if spec.memory_file.is_none() {
-            let taps = spec.own_taps().map_err(host(pod, "pass on the taps of", run_dir.clone()))?;
-            for (nic, tap) in (0..).zip(taps) {
-                watched.answered("vm.add-net", api.add_net(&vm::nic(nic), vec![tap])).await?;
-            }
-        }
+        let link =
+            listen(room.clone()).map_err(path_error(pod, "listen on", vsock::announcements().into()))?;
+        self.create(spec, user, boots, &watched).await?;
         let record = VmRecord {
             pod: pod.clone(),
             run_dir: run_dir.clone(),
@@ -216,17 +181,64 @@ impl CloudHypervisor {
             freezable: Instant::now() + FREEZABLE,
         }))
     }
+
+    /// Adds to `inherited` what the VM begins with. Returns the configuration of a VM that boots; `None`: it is
+    /// restored.
+    fn prepare(&self, spec: &VmSpec, begin: Begin, inherited: &mut Vec<OwnedFd>) -> Option<wire::VmConfig> {
+        match begin {
+            Begin::Boot { memory } => {
+                let mut description = self.description(spec);
+                if let (Some(file), [zone]) = (&memory, &mut description.memory.zones[..]) {
+                    zone.file = template::inherited(file.as_raw_fd());
+                }
+                inherited.extend(memory);
+                Some(description)
+            }
+            Begin::Restore(source) => {
+                inherited.extend(source);
+                None
+            }
+        }
+    }
+
+    /// Makes the VMM, which runs as `user`, boot the VM, or restore it, and attach its network interfaces.
+    async fn create(
+        &self,
+        spec: &VmSpec,
+        user: u32,
+        boots: Option<wire::VmConfig>,
+        watched: &Watched,
+    ) -> Result<(), VmmError> {
+        let api = Api::new(&spec.run_dir, self.boot_timeout);
+        match boots {
+            Some(description) => {
+                let shown = watched.show("vm.create", user, &spec.disks).await?;
+                watched.answered("vm.create", api.create(&description)).await?;
+                watched.answered("vm.boot", api.boot()).await?;
+                drop(shown);
+            }
+            None => watched.answered(template::CALL, api.restore(Path::new(template::DIR))).await?,
+        }
+        // A VM that is to be frozen gets no interfaces: a copy would require the taps of its template.
+        if spec.memory_file.is_none() {
+            let taps = spec.own_taps().map_err(|source| VmmError::Taps { pod: spec.pod.clone(), source })?;
+            for (nic, tap) in (0..).zip(taps) {
+                watched.answered("vm.add-net", api.add_net(&vm::nic(nic), vec![tap])).await?;
+            }
+        }
+        Ok(())
+    }
 }
 
-/// How a VM comes to be.
+/// How a VM starts.
 #[derive(Debug)]
 enum Begin {
     /// It boots.
     Boot {
-        /// File for its memory; none: memory is of its own.
+        /// File for its memory; `None`: private memory.
         memory: Option<OwnedFd>,
     },
-    /// It is a copy, standing still, made of these, to which links in the jail lead.
+    /// It is a paused copy, made of these files; links in the jail lead to them.
     Restore([OwnedFd; 3]),
 }
 
@@ -243,7 +255,7 @@ impl Vmm for CloudHypervisor {
     }
 
     fn template_inputs(&self, spec: &VmSpec) -> TemplateInputs {
-        let description = serde_json::to_string(&self.description(&spec.of_no_pod()));
+        let description = serde_json::to_string(&self.description(&spec.without_pod()));
         TemplateInputs {
             vmm: self.info.name.to_owned(),
             version: self.info.version.clone(),
@@ -264,13 +276,9 @@ impl Vmm for CloudHypervisor {
     }
 }
 
-/// Same as [`Vmm::adopt`], whatever program is installed by now. `limit` is for each call, from then on too.
+/// Adopts a VM as [`Vmm::adopt`] does, whichever program is installed now. `limit` applies to each call, also later.
 pub async fn adopt(record: &VmRecord, limit: Duration) -> Result<Option<Arc<dyn Vm>>, VmmError> {
-    let pod = &record.pod;
-    let proc = PathBuf::from(format!("/proc/{}", record.pid));
-    let found =
-        sandboxer_process::adopt(record.pid, record.start_time).map_err(host(pod, "look at", proc))?;
-    let Some(process) = found.map(Arc::new) else { return Ok(None) };
+    let Some(process) = record.process()?.map(Arc::new) else { return Ok(None) };
     match take_over(record, process.clone(), limit).await {
         Ok(vm) => Ok(Some(Arc::new(vm))),
         // Most likely because it ended meanwhile.
@@ -281,29 +289,32 @@ pub async fn adopt(record: &VmRecord, limit: Duration) -> Result<Option<Arc<dyn 
     }
 }
 
-/// Connects to what a running VMM has had from an earlier daemon.
+/// Opens what connects an earlier daemon to a running VMM, and the API.
 async fn take_over(
     record: &VmRecord,
     process: Arc<sandboxer_process::Process>,
     limit: Duration,
 ) -> Result<CloudHypervisorVm, VmmError> {
     let VmRecord { pod, run_dir, .. } = record;
-    let words = reopen(record, libc::STDERR_FILENO)?;
+    let stderr = reopen(record, libc::STDERR_FILENO)?;
     let console = reopen(record, libc::STDOUT_FILENO)?;
     let captures = pipe::Receiver::from_owned_fd(console)
-        .and_then(|console| Captures::start(words, console, run_dir, record.console_log_bytes))
-        .map_err(host(pod, "capture output in", run_dir.clone()))?;
-    let events = Events::open(run_dir).map_err(host(pod, "read", run_dir.join(events::FILE)))?;
-    let user = fs::metadata(run_dir).map(|dir| jail::user_of(&dir)).map_err(host(
+        .and_then(|console| Captures::start(stderr, console, run_dir, record.console_log_bytes))
+        .map_err(path_error(pod, "capture output in", run_dir.clone()))?;
+    let events = Events::open(run_dir).map_err(path_error(pod, "read", run_dir.join(events::FILE)))?;
+    let user = fs::metadata(run_dir).map(|dir| jail::user_of(&dir)).map_err(path_error(
         pod,
-        "look at",
+        "inspect",
         run_dir.clone(),
     ))?;
     let watched = Watched::new(pod, process, captures, events);
     let room = watched.room().await?;
     watched.clear().await?;
-    let link =
-        Link::of_running(room.clone()).map_err(host(pod, "listen on", vsock::announcements().into()))?;
+    let link = Link::of_running(room.clone()).map_err(path_error(
+        pod,
+        "listen on",
+        vsock::announcements().into(),
+    ))?;
     let api = Api::new(run_dir, limit);
     let ping = watched.answered("vmm.ping", api.ping()).await?;
     Version::of_running(&ping.version).map_err(|error| VmmError::Malformed {
@@ -315,15 +326,15 @@ async fn take_over(
     Ok(CloudHypervisorVm { record, watched, api, room, link, user, call_timeout: limit, freezable })
 }
 
-/// Returns the VMM's arguments: what it is given open, and that it filters its system calls. All else it learns over its API, Landlock too:
-/// it takes `--landlock` with the description of a VM alone.
-fn arguments(control: RawFd, told: RawFd) -> Vec<OsString> {
-    let (control, told) = (format!("fd={control}"), format!("fd={told}"));
-    ["--api-socket", &control, "--event-monitor", &told, "--seccomp", "true"].map(OsString::from).into()
+/// Returns the VMM's arguments: its inherited descriptors, and its seccomp filters. It learns all else over its API,
+/// Landlock too: it accepts `--landlock` only together with the description of a VM.
+fn arguments(control: RawFd, event_pipe: RawFd) -> Vec<OsString> {
+    let (control, event_pipe) = (format!("fd={control}"), format!("fd={event_pipe}"));
+    ["--api-socket", &control, "--event-monitor", &event_pipe, "--seccomp", "true"].map(OsString::from).into()
 }
 
-/// Returns the guest kernel's command line.
+/// Returns the kernel command line.
 fn kernel_line(boot: &BootParams) -> String {
-    // A panic resets the VM, which is its end: see `vm::follow`.
+    // A panic resets the VM, and a reset ends it: see `vm::follow`.
     format!("console=ttyS0 quiet panic=-1 reboot=t random.trust_cpu=on {boot}")
 }

@@ -1,7 +1,7 @@
-//! Reading a guest's console log while it is being written.
+//! Reads a guest's console log while it is being written.
 //!
-//! The log is two files of bounded size: [`FILE`], and before it the older half, [`OLDER`]. When
-//! the newer is full it becomes the older.
+//! The log is two files of bounded size: [`FILE`], and [`OLDER`] with the half before it. When the newer file is full,
+//! it becomes the older one.
 
 use std::{
     fs::File,
@@ -26,7 +26,7 @@ const CHUNK: usize = 16 << 10;
 #[derive(Debug)]
 pub struct Reader {
     newer: PathBuf,
-    /// What is being read, and what comes after it.
+    /// The file being read, and the one after it.
     open: File,
     next: Option<File>,
     changes: AsyncFd<OwnedFd>,
@@ -37,7 +37,7 @@ impl Reader {
     pub fn open(run_dir: &Path) -> io::Result<Self> {
         let newer = run_dir.join(FILE);
         let changes = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC)?;
-        // The directory: a rotation is a rename in it. Before opening, so that no change is missed.
+        // The directory: a rotation is a rename in it. Added before opening, so that no change is missed.
         let wanted = AddWatchFlags::IN_MODIFY | AddWatchFlags::IN_CREATE | AddWatchFlags::IN_DELETE_SELF;
         changes.add_watch(run_dir, wanted)?;
         let last = File::open(&newer)?;
@@ -45,13 +45,13 @@ impl Reader {
             Ok(older) => (older, Some(last)),
             Err(_) => (last, None),
         };
-        // SAFETY: an OwnedFd is open and the same file as long as it lives, and the AsyncFd owns it.
+        // SAFETY: an OwnedFd stays open and is the same file for its lifetime, and the AsyncFd owns it.
         let changes = unsafe { AsyncFd::register_with_interest(changes.into(), Interest::READABLE) }
             .map_err(io::Error::from)?;
         Ok(Self { newer, open, next, changes })
     }
 
-    /// Returns all that is kept, then with `follow` what comes, until the log is removed.
+    /// Streams all that is kept; then, with `follow`, what is added until the log is removed.
     pub fn into_stream(self, follow: bool) -> impl Stream<Item = io::Result<Vec<u8>>> + Send {
         stream::unfold(Some(self), move |reader| async move {
             let mut reader = reader?;
@@ -82,7 +82,7 @@ impl Reader {
             if let Ok(newest) = File::open(&self.newer)
                 && newest.metadata()?.ino() != self.open.metadata()?.ino()
             {
-                // Rotated: what is open is the older half now, and read to its end after one more look.
+                // Rotated: the open file is now the older half; it is read to its end after one more check.
                 self.next = Some(newest);
                 continue;
             }

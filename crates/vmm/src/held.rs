@@ -1,32 +1,31 @@
-//! A VMM of an earlier daemon's that may give no answer: all that can be done is to wait for its end, or to bring that
-//! about.
+//! A VMM of an earlier daemon that may not answer: the daemon can only wait for its end, or kill it.
 
-use std::{fmt, path::PathBuf, sync::Arc, time::Duration};
+use std::{fmt, sync::Arc, time::Duration};
 
 use async_trait::async_trait;
 use futures::future;
 use sandboxer_process::{Process, Written, strays};
 use sandboxer_protocol::id::SandboxId;
 
-use super::{VmExit, VmRecord, VmmError, run_dir::host};
+use super::{VmExit, VmRecord, VmmError, process::process_error, run_dir::path_error};
 
-/// How long a process that was killed may take to be gone before this is told as an error.
+/// How long a killed process may take to disappear before that is an error.
 const KILL_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A VMM that is held by its process alone.
+/// A VMM of which only the processes are known.
 #[async_trait]
 pub trait Held: Send + Sync + fmt::Debug {
-    /// Waits for the end of its process, by event. Cancel-safe; returns again when called again.
+    /// Waits for the end of its process, by event. Cancel-safe; can be called repeatedly.
     async fn ended(&self) -> VmExit;
 
     /// Kills it and waits until its process is gone.
     async fn end(&self) -> Result<(), VmmError>;
 
-    /// Returns what it has written so far; none if the system doesn't say.
+    /// Returns what it has written so far; `None` if the kernel does not report it.
     fn written(&self) -> Option<Written>;
 }
 
-/// The VMM processes of one pod, by pidfd. Commonly one.
+/// The VMM processes of one pod, by pidfd. Usually one.
 #[derive(Debug)]
 pub struct HeldProcesses {
     pod: SandboxId,
@@ -34,24 +33,22 @@ pub struct HeldProcesses {
 }
 
 impl HeldProcesses {
-    /// Holds the process of a recorded VM. `None`: it has ended.
+    /// Opens the process of a recorded VM. `None`: it has ended.
     pub fn of(record: &VmRecord) -> Result<Option<Self>, VmmError> {
-        let proc = PathBuf::from(format!("/proc/{}", record.pid));
-        let found = sandboxer_process::adopt(record.pid, record.start_time);
-        let found = found.map_err(host(&record.pod, "look at", proc))?;
+        let found = record.process()?;
         Ok(found.map(|process| Self { pod: record.pod.clone(), processes: vec![Arc::new(process)] }))
     }
 
-    /// Holds the processes that were started for the VM of `pod` in `run_dir`, and that no record names. `None`:
-    /// there is none.
+    /// Opens the processes that were started for the VM of `pod` in `run_dir` without a record. `None`: there are
+    /// none.
     pub fn strays(pod: &SandboxId, run_dir: &std::path::Path) -> Result<Option<Self>, VmmError> {
-        let strays = strays::of(run_dir).map_err(host(pod, "look for a VMM of", run_dir.to_owned()))?;
+        let strays =
+            strays::of(run_dir).map_err(path_error(pod, "search for a VMM of", run_dir.to_owned()))?;
         let mut processes = Vec::new();
         for stray in strays {
             let pid = stray.pid;
-            let proc = PathBuf::from(format!("/proc/{pid}"));
-            let held =
-                sandboxer_process::held(pid, stray.into_pidfd()).map_err(host(pod, "look at", proc))?;
+            let held = sandboxer_process::held(pid, stray.into_pidfd());
+            let held = held.map_err(process_error(pod, "inspect", pid))?;
             processes.extend(held.map(Arc::new));
         }
         Ok((!processes.is_empty()).then(|| Self { pod: pod.clone(), processes }))
@@ -73,8 +70,7 @@ impl Held for HeldProcesses {
 
     async fn end(&self) -> Result<(), VmmError> {
         for process in &self.processes {
-            let proc = PathBuf::from(format!("/proc/{}", process.pid()));
-            process.kill().map_err(host(&self.pod, "kill", proc))?;
+            process.kill().map_err(process_error(&self.pod, "kill", process.pid()))?;
         }
         let gone = tokio::time::timeout(KILL_TIMEOUT, self.ended()).await;
         gone.map(drop).map_err(|_| VmmError::Hung {

@@ -1,9 +1,9 @@
-//! Is KVM of use here? Found out by running guest code on it.
+//! Tests whether KVM is usable, by running guest code on it.
 //!
-//! That `/dev/kvm` opens and makes VMs says little: inside a virtual machine without nested
-//! virtualization it may interpret each privileged guest instruction, and give up on some that
-//! every Linux guest executes. So a small guest is run from real mode to long mode through
-//! instructions of an ordinary kernel, and its speed is compared with [`MIN_EXITS_PER_SECOND`].
+//! A `/dev/kvm` that opens and creates VMs may still be unusable: inside a VM without nested virtualization it may
+//! interpret each privileged guest instruction, and give up on some that every Linux guest executes. So a small guest
+//! is run from real mode to long mode through instructions of an ordinary kernel, and its speed is compared with
+//! [`MIN_EXITS_PER_SECOND`].
 
 use std::{
     ffi::{CStr, CString},
@@ -16,19 +16,19 @@ use std::{
 use kvm_bindings::{KVM_MAX_CPUID_ENTRIES, kvm_regs, kvm_userspace_memory_region};
 use kvm_ioctls::{Kvm, VcpuExit, VcpuFd};
 
-/// Guest instructions per second below which KVM is taken only where it is asked for by name. A KVM that interprets was
-/// measured at 0.2 to 1 million of these; on hardware, eight of them should take a few hundred cycles,
-/// which makes tens of millions (estimated: no such host was at hand).
+/// Guest instructions per second below which KVM is used only if it is configured by name. A KVM that interprets was
+/// measured at 0.2 to 1 million of these. On hardware, eight of them should take a few hundred cycles,
+/// which makes tens of millions (estimated: no such host was available).
 pub const MIN_EXITS_PER_SECOND: f64 = 5e6;
 
-/// Rounds timed at most; the fastest counts, for the others may have shared their CPU.
+/// Rounds timed at most; the fastest counts, since the others may have shared their CPU.
 const ROUNDS: usize = 16;
-/// No further round is begun after this time.
+/// No further round starts after this time.
 const DEADLINE: Duration = Duration::from_millis(100);
 /// Instructions of one round of [`CODE`]'s loop.
 const ROUND: f64 = 8.0 * 1000.0;
 
-/// Where things lie in the guest's memory: code, data, three levels of page tables, stack.
+/// Layout of the guest's memory: code, data, three levels of page tables, stack.
 const CODE_AT: usize = 0x1000;
 const PML4_AT: usize = 0x3000;
 const PDPT_AT: usize = 0x4000;
@@ -83,18 +83,18 @@ const CODE: [u8; 0xcd] = [
     0xf4,                                           // hlt
 ];
 
-/// Why KVM is of no use.
+/// Why KVM is not usable.
 #[derive(Debug, thiserror::Error)]
 pub enum KvmUnusable {
     /// No permission, no module, no device.
-    #[error("{path:?} cannot be opened")]
+    #[error("cannot open {path:?}")]
     Open {
         /// The device.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// It opens for root alone.
+    /// Only root can open it.
     #[error(
         "{path:?} has mode {mode:03o} and group {group}: no group but root's may open it, and VMMs run as users of \
          their own"
@@ -107,12 +107,12 @@ pub enum KvmUnusable {
         /// Number of its group.
         group: u32,
     },
-    /// It opens and makes no VM.
+    /// It opens but creates no VM.
     #[error("KVM cannot {action}")]
     Setup {
         /// What was attempted.
         action: &'static str,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// A guest cannot run on it.
@@ -123,13 +123,13 @@ pub enum KvmUnusable {
     Fault {
         /// Instructions per second before.
         rate: f64,
-        /// How the guest was left.
+        /// How the guest exited.
         exit: String,
     },
-    /// It is right and slow: of use to whoever asks for it by name. The cause is not known: KVM may interpret, or be
+    /// It works but is slow: usable if configured by name. The cause is not known: KVM may interpret, or be
     /// emulated itself.
     #[error(
-        "KVM runs {:.1} million guest instructions per second, under {:.0} million: too slow to be chosen by itself",
+        "KVM runs {:.1} million guest instructions per second, under {:.0} million: too slow for \"auto\"",
         rate / 1e6, MIN_EXITS_PER_SECOND / 1e6
     )]
     Slow {
@@ -143,7 +143,7 @@ pub enum KvmUnusable {
 #[repr(C, align(4096))]
 struct Page([u8; PAGE]);
 
-/// Runs the guest; answers its instructions per second if KVM is usable. Blocks for 5 to 150 ms.
+/// Runs the guest. Returns its instructions per second if KVM is usable. Blocks for 5 to 150 ms.
 pub fn measure(device: &Path) -> Result<f64, KvmUnusable> {
     let setup = |action| move |error: kvm_ioctls::Error| KvmUnusable::Setup { action, source: error.into() };
     // Declared before the VM, hence dropped after it.
@@ -157,11 +157,11 @@ pub fn measure(device: &Path) -> Result<f64, KvmUnusable> {
         memory_size: size_of_val(&*memory) as u64,
         userspace_addr: memory.as_mut_ptr() as u64,
     };
-    // SAFETY: the region is page-aligned and as long as `memory`, which outlives `vm` and `vcpu` and at
-    // which nobody looks meanwhile.
+    // SAFETY: the region is page-aligned and as long as `memory`, which outlives `vm` and `vcpu` and is not
+    // read meanwhile.
     unsafe { vm.set_user_memory_region(region) }.map_err(setup("give a VM memory"))?;
     let mut vcpu = vm.create_vcpu(0).map_err(setup("create a vCPU"))?;
-    let cpuid = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(setup("tell its CPU features"))?;
+    let cpuid = kvm.get_supported_cpuid(KVM_MAX_CPUID_ENTRIES).map_err(setup("list CPU features"))?;
     vcpu.set_cpuid2(&cpuid).map_err(setup("set CPU features"))?;
     let mut segments = vcpu.get_sregs().map_err(setup("read registers"))?;
     (segments.cs.base, segments.cs.selector) = (0, 0);
@@ -172,7 +172,7 @@ pub fn measure(device: &Path) -> Result<f64, KvmUnusable> {
     opens_in_a_jail(device).map(|()| rate)
 }
 
-/// Whether a jailed VMM, which is made a member of the device's group, can open it.
+/// Checks that a jailed VMM, which is a member of the device's group, can open it.
 fn opens_in_a_jail(device: &Path) -> Result<(), KvmUnusable> {
     let meta = fs::metadata(device).map_err(|source| KvmUnusable::Open { path: device.into(), source })?;
     let mode = meta.mode() & 0o777;
@@ -190,7 +190,7 @@ fn open(device: &Path) -> Result<Kvm, KvmUnusable> {
     Kvm::new_with_path::<&CStr>(&path).map_err(|error| failed(error.into()))
 }
 
-/// Memory with the code and with tables that map the first 2 MiB to themselves.
+/// Returns memory with the code and with tables that map the first 2 MiB to themselves.
 fn guest_memory() -> Box<[Page]> {
     const PRESENT_WRITABLE: usize = 0x3;
     const LARGE: usize = 0x80;
@@ -239,7 +239,7 @@ fn run(vcpu: &mut VcpuFd, rate: f64) -> Result<(), KvmUnusable> {
         return match vcpu.run() {
             Ok(VcpuExit::Hlt) => Ok(()),
             Ok(other) => Err(KvmUnusable::Fault { rate, exit: format!("{other:?}") }),
-            // A signal to this process, such as the end of a child; the guest goes on where it was.
+            // A signal to this process, such as the end of a child; the guest continues where it was.
             Err(error) if error.errno() == libc::EINTR => continue,
             Err(error) => Err(KvmUnusable::Setup { action: "run a guest", source: error.into() }),
         };
@@ -278,7 +278,7 @@ mod tests {
         assert!(error.to_string().starts_with("\"/dev/kvm\" has mode 600 and group 0"), "{error}");
     }
 
-    /// Whatever this host's KVM is worth, the verdict must rest on a measurement.
+    /// The verdict must rest on a measurement, usable or not.
     #[test]
     fn a_kvm_that_opens_is_judged_by_what_its_guest_did() {
         match measure(Path::new("/dev/kvm")) {

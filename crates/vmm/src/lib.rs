@@ -1,8 +1,7 @@
-//! VMs, whoever runs them.
+//! VMs, whichever VMM runs them.
 //!
-//! [`Vmm`] makes a [`Vm`] out of a [`VmSpec`]; nothing outside the file of one VMM knows its
-//! name. A VM outlives the daemon: dropping a handle never ends it, and [`Vmm::adopt`] takes
-//! it up again from its [`VmRecord`].
+//! [`Vmm`] starts a [`Vm`] from a [`VmSpec`]. Only the module of a VMM knows which VMM it is. A VM outlives the
+//! daemon: dropping a handle does not end it, and [`Vmm::adopt`] finds it again by its [`VmRecord`].
 
 mod accelerator;
 mod capture;
@@ -14,6 +13,7 @@ pub mod fuzzing;
 mod held;
 pub mod kvm;
 mod permit;
+mod process;
 pub mod qemu;
 mod qmp;
 mod room;
@@ -43,31 +43,31 @@ pub use spec::{DiskSpec, Shape, VmSpec};
 /// A kind of VMM, ready to run VMs.
 #[async_trait]
 pub trait Vmm: Send + Sync + fmt::Debug {
-    /// Returns what runs the VMs, for people.
+    /// Returns the name, version and accelerator of the VMM, for people.
     fn info(&self) -> VmmInfo;
 
-    /// Starts a VM; returns when its VMM is in control of it and the guest is running.
+    /// Starts a VM. Returns once its VMM controls it and the guest runs.
     ///
-    /// Dropping the future ends what it began: no process, no socket stays.
+    /// If the future is dropped, what it began is undone: no process and no socket remains.
     async fn boot(&self, spec: &VmSpec) -> Result<Arc<dyn Vm>, VmmError>;
 
-    /// Returns what a template of `spec` depends on beside the program and the guest's files: the VMM's version
-    /// and arguments. Nothing in it is of one pod.
+    /// Returns what a template of `spec` depends on, beside the program and the guest's files: the VMM's version
+    /// and arguments. Nothing in it is specific to one pod.
     fn template_inputs(&self, spec: &VmSpec) -> TemplateInputs;
 
-    /// Starts a VM as a copy of a frozen one; returns when it stands still where that one was
-    /// frozen. [`Vm::resume`] lets it go on.
+    /// Starts a VM as a copy of a frozen one. Returns once it is ready, paused at the point where the other
+    /// one was frozen. [`Vm::resume`] lets it continue.
     ///
-    /// Of `spec`, what the guest was booted with counts for nothing. As for [`Vmm::boot`], dropping
-    /// the future ends what it began.
+    /// The boot parameters in `spec` are ignored. If the future is dropped, what it began is undone, as for
+    /// [`Vmm::boot`].
     async fn restore(&self, spec: &VmSpec, frozen: &Frozen) -> Result<Arc<dyn Vm>, VmmError>;
 
-    /// Takes up a VM that an earlier daemon started. `Ok(None)`: it has ended since. An error says nothing about
-    /// its end: [`Vmm::hold`] does.
+    /// Adopts a VM that an earlier daemon started. `Ok(None)`: it has ended. After an error the VM may still run:
+    /// use [`Vmm::hold`].
     async fn adopt(&self, record: &VmRecord) -> Result<Option<Arc<dyn Vm>>, VmmError>;
 
-    /// Holds on to the VMM of a VM that an earlier daemon started, whether it answers or not. `Ok(None)`: it has
-    /// ended since.
+    /// Opens a handle to the VMM processes of a VM that an earlier daemon started, even if the VMM does not answer.
+    /// `Ok(None)`: it has ended.
     fn hold(&self, record: &VmRecord) -> Result<Option<Arc<dyn Held>>, VmmError> {
         let held = HeldProcesses::of(record)?;
         Ok(held.map(|held| Arc::new(held) as Arc<dyn Held>))
@@ -77,72 +77,71 @@ pub trait Vmm: Send + Sync + fmt::Debug {
 /// A running VM. All methods can be called at any time and from several tasks.
 #[async_trait]
 pub trait Vm: Send + Sync + fmt::Debug {
-    /// Returns what [`Vmm::adopt`] needs; goes into the journal.
+    /// Returns what [`Vmm::adopt`] needs; it is kept in the journal.
     fn record(&self) -> VmRecord;
 
-    /// Returns a fresh stream to the agent's end of the link. The one before it is dead from now on.
+    /// Opens a new stream to the agent's end of the link. The previous stream is dead afterwards.
     async fn agent_stream(&self) -> Result<Box<dyn AgentStream>, VmmError>;
 
-    /// Plugs a disk in; the guest sees it soon after.
+    /// Attaches a disk; the guest sees it soon after.
     async fn attach_disk(&self, disk: &DiskSpec) -> Result<(), VmmError>;
 
-    /// Takes a disk out. A disk that isn't there is no error.
+    /// Detaches a disk. A disk that is not attached is no error.
     async fn detach_disk(&self, serial: &str) -> Result<(), VmmError>;
 
-    /// Listens where the guest's requests for files come out, once [`Vm::connect_shares`] has been called. Whoever is
-    /// given the socket has the guest on its own, for as long as both live.
+    /// Listens for the guest's file requests, which arrive once [`Vm::connect_shares`] has been called. The holder of
+    /// the socket serves this guest only, for the lifetime of both.
     fn listen_for_shares(&self) -> Result<ShareListener, VmmError>;
 
-    /// Gives the guest its end of the way to that listener, which is being listened at. What was begun of it before is
-    /// begun anew.
+    /// Connects the guest to that listener, which must be listening. An earlier connection is replaced.
     async fn connect_shares(&self) -> Result<(), VmmError>;
 
-    /// Stops the guest's processors; its clocks stand still with them.
+    /// Stops the guest's CPUs and clocks.
     async fn pause(&self) -> Result<(), VmmError>;
 
-    /// Lets them run again.
+    /// Lets the guest's CPUs run again.
     async fn resume(&self) -> Result<(), VmmError>;
 
-    /// Stops the guest for good and writes into `dir` what [`Vmm::restore`] needs, beside
-    /// [`VmSpec::memory_file`], with which the VM was booted. It is to be killed then.
+    /// Stops the guest for good and writes to `dir` what [`Vmm::restore`] needs, beside
+    /// [`VmSpec::memory_file`], which the VM was booted with. The caller kills the VM afterwards.
     async fn freeze(&self, dir: &Path) -> Result<(), VmmError>;
 
-    /// Returns the same VM, from now on that of `pod`, whose directory `run_dir` is: the VM's own is
-    /// moved there, over an empty one. This handle is not to be used any more.
+    /// Assigns this VM to `pod` and moves its directory to `run_dir`, which must be empty. Returns the new handle;
+    /// the old one must not be used any more.
     fn assign(&self, pod: &SandboxId, run_dir: &Path) -> Result<Arc<dyn Vm>, VmmError>;
 
-    /// Returns the VMM's last words on stderr, then the last lines of the guest's console; few and bounded.
+    /// Returns the last lines of the VMM's stderr, then the last lines of the guest's console; few and bounded.
     async fn last_lines(&self) -> Vec<String>;
 
-    /// Waits for the VM's end, by event. Cancel-safe; answers again when asked again.
+    /// Waits until the VM has ended, by event. Cancel-safe; can be called repeatedly.
     async fn exited(&self) -> VmExit;
 
-    /// Ends the VM at once and waits until its process is gone. The guest has been told
-    /// before, where it matters. Ending a VM that has ended is no error.
+    /// Kills the VM and waits until its process is gone. The caller notifies the guest before, where it matters.
+    /// Killing a VM that has ended is no error.
     async fn kill(&self) -> Result<(), VmmError>;
 
-    /// Returns what its VMM has written so far; none if the system doesn't say.
+    /// Returns what its VMM has written so far; `None` if the kernel does not report it.
     fn written(&self) -> Option<sandboxer_process::Written> {
         sandboxer_process::written(self.record().pid)
     }
 }
 
-/// Where a guest's requests for files come out.
+/// A socket on which a guest's file requests arrive.
 #[derive(Debug)]
 pub struct ShareListener {
-    /// Connected to by the VMM alone.
+    /// Only the VMM connects to it.
     pub socket: OwnedFd,
-    /// What comes by each connection.
-    pub way: ShareWay,
+    /// What each connection carries.
+    pub transport: ShareTransport,
 }
 
-/// By which way a guest's requests for files come.
+/// How a guest's file requests arrive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub enum ShareWay {
-    /// By a disk of the guest's: the VMM reads and writes it by NBD. See `sandboxer_protocol::share`.
+pub enum ShareTransport {
+    /// Through a disk of the guest: the VMM reads and writes it by NBD. See `sandboxer_protocol::share`.
     Disk,
-    /// By connections of the guest's, each a stream of its own.
+    /// Through connections that the guest opens; each is a stream of its own.
     Streams,
 }
 
@@ -150,7 +149,7 @@ pub enum ShareWay {
 pub trait AgentStream: AsyncRead + AsyncWrite + Send + Sync + Unpin {}
 impl<T: AsyncRead + AsyncWrite + Send + Sync + Unpin> AgentStream for T {}
 
-/// Who runs the VMs.
+/// The VMM and accelerator that run the VMs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct VmmInfo {
     /// "qemu", "cloud-hypervisor", ….
@@ -159,11 +158,11 @@ pub struct VmmInfo {
     pub version: String,
     /// "kvm" or "tcg".
     pub accelerator: &'static str,
-    /// Why this VMM with this accelerator: what was measured, or who asked for it.
+    /// Why this VMM with this accelerator: a measurement, or the configuration.
     pub accelerator_reason: String,
 }
 
-/// On what of a VMM's a template depends.
+/// The inputs from the VMM that a template depends on.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TemplateInputs {
@@ -171,11 +170,11 @@ pub struct TemplateInputs {
     pub vmm: String,
     /// As in [`VmmInfo`].
     pub version: String,
-    /// The program, found in `PATH`.
+    /// The program, as found in `PATH`.
     pub program: PathBuf,
     /// As in [`VmmInfo`].
     pub accelerator: String,
-    /// Arguments that make the VM what it is.
+    /// Arguments that define the VM.
     pub vm: Vec<String>,
 }
 
@@ -186,14 +185,14 @@ pub struct VmRecord {
     pub pod: SandboxId,
     /// Its directory, as in [`VmSpec::run_dir`].
     pub run_dir: PathBuf,
-    /// Process of the VMM.
+    /// Process id of the VMM.
     pub pid: u32,
-    /// Start time of that process (field 22 of `/proc/PID/stat`, clock ticks since boot): a pid
-    /// alone may by now be somebody else's.
+    /// Start time of that process (field 22 of `/proc/PID/stat`, clock ticks since boot): the pid alone may
+    /// have been reused.
     pub start_time: u64,
     /// As in [`VmSpec::console_log_bytes`].
     pub console_log_bytes: u64,
-    /// Who runs it, as in [`VmmInfo::name`]. Records had none while there was one VMM only.
+    /// Name of its VMM, as in [`VmmInfo::name`]. Old records have none: there was only QEMU.
     #[serde(default = "qemu::name")]
     pub vmm: String,
 }
@@ -207,71 +206,94 @@ pub struct VmExit {
     pub last_lines: Vec<String>,
 }
 
-/// What can go wrong with a VM. Each names the pod.
+/// An error of a VM. Each names the pod.
 #[derive(Debug, thiserror::Error)]
 pub enum VmmError {
-    /// The program can't be started.
+    /// The program cannot be started.
     #[error("cannot start {program:?} for pod {pod}: install it or set its path in the configuration")]
     Spawn {
         /// The pod.
         pod: SandboxId,
         /// The VMM's program.
         program: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: std::io::Error,
     },
-    /// The VMM ended before it had answered.
+    /// The VMM ended before it answered.
     #[error("VMM of pod {pod} {how} during {call}: {last_lines}")]
     Died {
         /// The pod.
         pod: SandboxId,
-        /// What was asked.
+        /// The call.
         call: String,
         /// As in [`VmExit::how`].
         how: String,
-        /// Its last words.
+        /// Its last output.
         last_lines: String,
     },
-    /// The VMM didn't answer in time.
+    /// The VMM did not answer in time.
     #[error("VMM of pod {pod} did not answer {call} within {limit:?}")]
     Hung {
         /// The pod.
         pod: SandboxId,
-        /// What was asked.
+        /// The call.
         call: String,
-        /// How long was waited.
+        /// The time limit.
         limit: Duration,
     },
-    /// The VMM said no.
+    /// The VMM refused.
     #[error("VMM of pod {pod} refused {call}: {reason}")]
     Refused {
         /// The pod.
         pod: SandboxId,
-        /// What was asked.
+        /// The call.
         call: String,
         /// In the VMM's words, bounded.
         reason: String,
     },
-    /// The VMM said what no VMM says.
+    /// The VMM's answer is not valid.
     #[error("VMM of pod {pod} gave a malformed answer to {call}: {reason}")]
     Malformed {
         /// The pod.
         pod: SandboxId,
-        /// What was asked.
+        /// The call.
         call: String,
         /// What is wrong with it.
         reason: String,
     },
-    /// Something of the host failed.
+    /// A file, directory or socket of the host failed.
     #[error("cannot {action} {path:?} for the VMM of pod {pod}")]
-    Host {
+    Path {
         /// The pod.
         pod: SandboxId,
         /// What was attempted.
         action: &'static str,
-        /// On what.
+        /// The path.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The process of the VMM cannot be used.
+    #[error("cannot {action} VMM process {pid} of pod {pod}")]
+    Process {
+        /// The pod.
+        pod: SandboxId,
+        /// What was attempted.
+        action: &'static str,
+        /// The process id.
+        pid: u32,
+        /// The system's error.
+        #[source]
+        source: std::io::Error,
+    },
+    /// The taps cannot be passed to the VMM.
+    #[error("cannot duplicate the taps of pod {pod} for its VMM")]
+    Taps {
+        /// The pod.
+        pod: SandboxId,
+        /// The system's error.
+        #[source]
         source: std::io::Error,
     },
 }

@@ -1,7 +1,7 @@
-//! Lets the user of one jail open one file of the host's, such as a disk, which is another user's.
+//! Lets the user of one jail open one file of the host, such as a disk, that another user owns.
 //!
-//! By an entry in the file's access control list (acl(5)), as a seat's user is given devices: it says nothing about
-//! others, and is there only while the VMM opens the file. Which file it can reach at all is the jail's business.
+//! It adds an entry to the file's access control list (acl(5)), as logind does for devices of a seat. Other users are
+//! not affected, and the entry exists only while the VMM opens the file. The jail decides which files can be reached.
 
 use std::{
     fs::File,
@@ -18,26 +18,26 @@ use rustix::{
 
 /// Name of the attribute that is the list.
 const ATTRIBUTE: &str = "system.posix_acl_access";
-/// `POSIX_ACL_XATTR_VERSION` of `linux/posix_acl_xattr.h`; little-endian, as all of it.
+/// `POSIX_ACL_XATTR_VERSION` of `linux/posix_acl_xattr.h`; all fields are little-endian.
 const VERSION: u32 = 2;
-/// Tags of entries, in the order in which they have to be: `linux/posix_acl.h`.
+/// Tags of entries, in the required order: `linux/posix_acl.h`.
 const OWNER: u16 = 0x01;
 const USER: u16 = 0x02;
 const OWNING_GROUP: u16 = 0x04;
 const MASK: u16 = 0x10;
 const OTHERS: u16 = 0x20;
-/// Of whom an entry is that names nobody.
+/// User id in entries that name no user.
 const NOBODY: u32 = u32::MAX;
 const READ: u16 = 4;
 const WRITE: u16 = 2;
 /// Largest list that is read, bytes.
 const MAX_LIST: usize = 4 + 8 * 512;
 
-/// Held while a list is read and written, or a change of another thread's could be lost: two system calls on a file that
-/// was just opened. A lock of the file's own would do, too, but a VMM that has it open could hold that for ever.
+/// Held while a list is read and written, or another thread's change could be lost: two system calls on a file that
+/// was just opened. A lock on the file would do, too, but a VMM that has it open could hold that for ever.
 static CHANGES: Mutex<()> = Mutex::new(());
 
-/// One entry: whose, what for, of whom.
+/// One entry: its tag, permissions and user.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Entry {
     tag: u16,
@@ -54,7 +54,7 @@ pub struct Permit {
 }
 
 impl Permit {
-    /// Lets `user` open the file at `path`; none: everybody may already.
+    /// Lets `user` open the file at `path`. `None`: everybody may already.
     pub fn grant(path: &Path, user: u32, write: bool) -> io::Result<Option<Self>> {
         let file =
             File::from(open(path, OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC, Mode::empty())?);
@@ -70,14 +70,14 @@ impl Permit {
 
     /// Changes the list.
     fn change(&self, change: impl FnOnce(Vec<Entry>) -> io::Result<Vec<Entry>>) -> io::Result<()> {
-        // By the open file: whatever is at the path by now, this is what is shown.
+        // Through the open file: the path may lead elsewhere by now.
         let at = format!("/proc/self/fd/{}", self.file.as_raw_fd());
         let _alone = CHANGES.lock().unwrap_or_else(PoisonError::into_inner);
         let entries = change(self.read(&at)?)?;
         Ok(setxattr(&at, ATTRIBUTE, &encode(&entries), XattrFlags::empty())?)
     }
 
-    /// Returns the list; where there is none, what the file's mode says.
+    /// Reads the list; if there is none, derives it from the file's mode.
     fn read(&self, at: &str) -> io::Result<Vec<Entry>> {
         let mut bytes = vec![0; MAX_LIST];
         match getxattr(at, ATTRIBUTE, &mut bytes[..]) {
@@ -105,19 +105,19 @@ impl Drop for Permit {
     }
 }
 
-/// Returns the list with an entry for `user`, whose permission counts.
+/// Returns the list with an entry that gives `user` these permissions.
 fn with(mut entries: Vec<Entry>, user: u32, permissions: u16) -> io::Result<Vec<Entry>> {
     entries.retain(|entry| (entry.tag, entry.id) != (USER, user));
     let of = |tag| entries.iter().position(|entry| entry.tag == tag);
     let (Some(owner), Some(group)) = (of(OWNER), of(OWNING_GROUP)) else {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "a malformed access control list"));
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "malformed access control list"));
     };
     match of(MASK) {
-        // To widen it would give others more, too.
+        // A wider mask would give others more, too.
         Some(mask) if entries[mask].permissions & permissions != permissions => {
             return Err(io::Error::new(
                 io::ErrorKind::PermissionDenied,
-                "the mask of its access control list keeps users from it: remove the list, or widen the mask",
+                "the mask of its access control list denies it to users: remove the list or widen the mask",
             ));
         }
         Some(_) => {}
@@ -131,7 +131,7 @@ fn with(mut entries: Vec<Entry>, user: u32, permissions: u16) -> io::Result<Vec<
     Ok(entries)
 }
 
-/// Returns the list without entries for `user`, and without a mask if it names nobody any more.
+/// Returns the list without entries for `user`, and without a mask if it names no users any more.
 fn without(mut entries: Vec<Entry>, user: u32) -> Vec<Entry> {
     entries.retain(|entry| (entry.tag, entry.id) != (USER, user));
     if entries.iter().all(|entry| matches!(entry.tag, OWNER | OWNING_GROUP | OTHERS | MASK)) {
@@ -151,7 +151,7 @@ fn encode(entries: &[Entry]) -> Vec<u8> {
 }
 
 fn decode(bytes: &[u8]) -> io::Result<Vec<Entry>> {
-    let malformed = || io::Error::new(io::ErrorKind::InvalidData, "a malformed access control list");
+    let malformed = || io::Error::new(io::ErrorKind::InvalidData, "malformed access control list");
     let (version, entries) = bytes.split_first_chunk::<4>().ok_or_else(malformed)?;
     let (entries, rest) = entries.as_chunks::<8>();
     if u32::from_le_bytes(*version) != VERSION || !rest.is_empty() {
@@ -179,11 +179,11 @@ mod tests {
 
     const SOMEBODY: u32 = 0x7000_1234;
 
-    /// Returns whether a process of `user` can open `path` for writing, too.
+    /// Returns whether a process of `user` can open `path` for reading and writing.
     fn opens(path: &Path, user: u32) -> bool {
         let script = format!("exec 3<>{}", path.display());
         let mut shell = Command::new("/bin/sh");
-        // The test's own directory is root's alone: what is looked at is the file.
+        // The test's directory is accessible to root only; the file is what is tested.
         let opened =
             shell.args(["-c", &script]).uid(user).gid(user).stderr(std::process::Stdio::null()).status();
         opened.unwrap().success()

@@ -1,16 +1,16 @@
-//! QEMU as a VMM.
+//! QEMU as the VMM.
 //!
 //! ```text
 //! run_dir/control.sock   QMP; one client at a time
 //! run_dir/agent.sock     the guest's virtio-serial port; one client at a time
-//! run_dir/shares.sock    where the guest's requests for files come out, once it has shares
+//! run_dir/shares.sock    the guest's file requests, once it has shares
 //! run_dir/console.sock   the guest's serial console, copied to console.log
 //! run_dir/console.log    bounded, the older half in console.log.1
-//! run_dir/vmm.log        QEMU's stdout and stderr, bounded likewise
+//! run_dir/vmm.log        QEMU's stdout and stderr, bounded as well
 //! ```
 //!
-//! A frozen VM is two files: `memory`, its guest's, and `state`, of its devices. Those that are
-//! restored map the memory privately, and what none of them has written they share.
+//! A frozen VM is two files: `memory` of the guest, and `state` of the devices. Restored VMs map the memory
+//! privately, and share the pages that none of them has written.
 
 mod command_line;
 mod version;
@@ -40,20 +40,21 @@ use self::{
 use super::{
     FREEZABLE, Frozen, MEMORY, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError, VmmInfo,
     accelerator::{self, AcceleratorError},
+    process,
     qmp::Qmp,
-    run_dir::{Captures, Files, connect, host, reopen},
+    run_dir::{Captures, Files, connect, path_error, reopen},
     tsc,
 };
 
 /// As in [`VmmInfo::name`].
 const NAME: &str = "qemu";
 
-/// As in [`VmRecord::vmm`].
+/// Returns the default of [`VmRecord::vmm`].
 pub(super) fn name() -> String {
     NAME.to_owned()
 }
 
-/// QEMU, with the accelerator chosen.
+/// QEMU, with the accelerator that was chosen.
 #[derive(Debug)]
 pub struct Qemu {
     program: PathBuf,
@@ -65,13 +66,13 @@ pub struct Qemu {
 }
 
 impl Qemu {
-    /// Chooses the accelerator, by measurement where `auto` is configured.
+    /// Chooses the accelerator; measures if `auto` is configured.
     pub async fn new(config: &VmConfig) -> Result<Self, AcceleratorError> {
         let (accelerator, reason) = accelerator::choose(config.accelerator).await?;
         Ok(Self::on(config, accelerator, reason).await)
     }
 
-    /// Runs guests on `accelerator`, "kvm" or "tcg". `reason` is why, for people.
+    /// Runs guests on `accelerator`, "kvm" or "tcg". `reason` explains the choice, for people.
     pub async fn on(config: &VmConfig, accelerator: &'static str, reason: String) -> Self {
         let (version, tsc_khz) = tokio::join!(version::version(&config.qemu), tsc::frequency_khz());
         let execution = match accelerator {
@@ -88,7 +89,7 @@ impl Qemu {
         }
     }
 
-    /// Takes control of the VM behind `process`, whose control socket has been connected.
+    /// Returns the VM of `process`, whose control socket is connected.
     fn vm(&self, record: VmRecord, process: Arc<Process>, qmp: Qmp, captures: Captures) -> QemuVm {
         QemuVm {
             record,
@@ -101,7 +102,7 @@ impl Qemu {
         }
     }
 
-    /// Returns the jail of `spec`'s VM, if there is to be one.
+    /// Prepares the jail for `spec`'s VM, if jails are configured.
     fn jail(&self, spec: &VmSpec) -> Result<Option<Jail>, VmmError> {
         let program = sandboxer_process::find(&self.program);
         let readable = [program.as_path(), &spec.kernel, &spec.initramfs];
@@ -110,10 +111,10 @@ impl Qemu {
             Execution::Tcg { .. } => &[],
         };
         let jail = self.jail.then(|| Jail::new(&spec.run_dir, &readable, devices));
-        jail.transpose().map_err(host(&spec.pod, "prepare a jail in", spec.run_dir.clone()))
+        jail.transpose().map_err(path_error(&spec.pod, "prepare a jail in", spec.run_dir.clone()))
     }
 
-    /// Starts QEMU and takes control of it. It inherits `inherited_files`, which `begin` may name, in `jail`.
+    /// Starts QEMU in `jail` and connects to it. It inherits `inherited_files`, which `begin` may refer to.
     async fn start(
         &self,
         spec: &VmSpec,
@@ -122,13 +123,13 @@ impl Qemu {
         jail: Option<Jail>,
     ) -> Result<QemuVm, VmmError> {
         let pod = &spec.pod;
-        let open = |disk| vm::open(disk).map_err(host(pod, "attach", disk.path.clone()));
+        let open = |disk| vm::open(disk).map_err(path_error(pod, "attach", disk.path.clone()));
         let disks = spec.disks.iter().map(open).collect::<Result<Vec<_>, _>>()?;
         let mut files = Files::default();
         let control = files.listen(spec, CONTROL)?;
         let agent = files.listen(spec, AGENT)?;
         let console = files.listen(spec, CONSOLE)?;
-        let taps = spec.own_taps().map_err(host(pod, "pass on the taps of", spec.run_dir.clone()))?;
+        let taps = spec.own_taps().map_err(|source| VmmError::Taps { pod: pod.clone(), source })?;
         let numbers = Sockets {
             control: control.as_raw_fd(),
             agent: agent.as_raw_fd(),
@@ -141,22 +142,15 @@ impl Qemu {
         inherited.extend([control, agent, console]);
         inherited.extend(taps);
         inherited.extend(disks);
-        // Connected while the listeners are surely there: QEMU may be gone before its first word is read.
+        // Connected while the listeners certainly exist: QEMU may exit before its first output is read.
         let control = connect(pod, &spec.run_dir, CONTROL)?;
         let console = connect(pod, &spec.run_dir, CONSOLE)?;
 
-        let (program, run_dir) = (self.program.clone(), spec.run_dir.clone());
         let (background, groups) = (spec.background, spec.entries()?);
         let equipment = Equipment { inherited, stdout: None, background, jail, groups };
-        let spawned = tokio::task::spawn_blocking(move || {
-            sandboxer_process::spawn(&program, arguments, &run_dir, equipment)
-        });
-        let (process, words) = spawned
-            .await
-            .unwrap_or_else(|panic| Err(io::Error::other(panic)))
-            .map_err(|source| VmmError::Spawn { pod: pod.clone(), program: self.program.clone(), source })?;
-        let captures = Captures::start(words, console, &spec.run_dir, spec.console_log_bytes)
-            .map_err(host(pod, "capture output in", spec.run_dir.clone()))?;
+        let (process, stderr) = process::spawn(&self.program, arguments, spec, equipment).await?;
+        let captures = Captures::start(stderr, console, &spec.run_dir, spec.console_log_bytes)
+            .map_err(path_error(pod, "capture output in", spec.run_dir.clone()))?;
         let qmp = self.take_control(pod, control, &process, &captures).await?;
 
         let record = VmRecord {
@@ -182,7 +176,9 @@ impl Vmm for Qemu {
         let jail = self.jail(spec)?;
         let owner = jail.as_ref().map(Jail::user);
         let memory = match &spec.memory_file {
-            Some(path) => Some(own_file(path, owner).map_err(host(&spec.pod, "make", path.clone()))?),
+            Some(path) => {
+                Some(own_file(path, owner).map_err(path_error(&spec.pod, "create", path.clone()))?)
+            }
             None => None,
         };
         let begin = Begin::Boot { memory: memory.as_ref().map(AsRawFd::as_raw_fd) };
@@ -201,14 +197,14 @@ impl Vmm for Qemu {
 
     async fn restore(&self, spec: &VmSpec, frozen: &Frozen) -> Result<Arc<dyn Vm>, VmmError> {
         let own = |name| {
-            frozen.file(name).map_err(host(&spec.pod, "open a template's file", frozen.dir().join(name)))
+            frozen.file(name).map_err(path_error(&spec.pod, "open template file", frozen.dir().join(name)))
         };
         let (memory, state) = (own(MEMORY)?, own(STATE)?);
         let (begin, state_fd) = (Begin::Restore { memory: memory.as_raw_fd() }, state.as_raw_fd());
         let vm = self.start(spec, begin, vec![memory, state], self.jail(spec)?).await?;
         if let Err(error) = vm.load(state_fd).await {
             if let Err(left) = vm.kill().await {
-                tracing::error!(pod = %spec.pod, error = %left, "a VM that could not be restored stays");
+                tracing::error!(pod = %spec.pod, error = %left, "cannot kill a VM that was not restored");
             }
             return Err(error);
         }
@@ -216,14 +212,7 @@ impl Vmm for Qemu {
     }
 
     async fn adopt(&self, record: &VmRecord) -> Result<Option<Arc<dyn Vm>>, VmmError> {
-        let pod = &record.pod;
-        let proc = PathBuf::from(format!("/proc/{}", record.pid));
-        let found = sandboxer_process::adopt(record.pid, record.start_time).map_err(host(
-            pod,
-            "look at",
-            proc.clone(),
-        ))?;
-        let Some(process) = found else { return Ok(None) };
+        let Some(process) = record.process()? else { return Ok(None) };
         match self.take_over(record).await {
             Ok((qmp, captures)) => {
                 Ok(Some(Arc::new(self.vm(record.clone(), Arc::new(process), qmp, captures))))
@@ -237,7 +226,7 @@ impl Vmm for Qemu {
     }
 }
 
-/// Returns a new file at `path` that `owner` can open.
+/// Creates a file at `path` that `owner` can open.
 fn own_file(path: &Path, owner: Option<u32>) -> io::Result<OwnedFd> {
     let file = fs::File::options().read(true).write(true).create_new(true).mode(0o600).open(path)?;
     unix::fs::fchown(&file, owner, owner)?;
@@ -245,22 +234,19 @@ fn own_file(path: &Path, owner: Option<u32>) -> io::Result<OwnedFd> {
 }
 
 impl Qemu {
-    /// Connects to what a running QEMU has had from an earlier daemon.
+    /// Connects to the sockets of a QEMU that an earlier daemon started.
     async fn take_over(&self, record: &VmRecord) -> Result<(Qmp, Captures), VmmError> {
         let VmRecord { pod, run_dir, .. } = record;
-        let words = reopen(record, libc::STDERR_FILENO)?;
+        let stderr = reopen(record, libc::STDERR_FILENO)?;
         let console = connect(pod, run_dir, CONSOLE)?;
-        let captures = Captures::start(words, console, run_dir, record.console_log_bytes).map_err(host(
-            pod,
-            "capture output in",
-            run_dir.clone(),
-        ))?;
+        let captures = Captures::start(stderr, console, run_dir, record.console_log_bytes)
+            .map_err(path_error(pod, "capture output in", run_dir.clone()))?;
         let control = connect(pod, run_dir, CONTROL)?;
         let qmp = Qmp::handshake(control, self.call_timeout).await.map_err(answer(pod, "the greeting"))?;
         Ok((qmp, captures))
     }
 
-    /// Waits until a QEMU that was just started answers its control socket, or has failed to.
+    /// Waits until a QEMU that was just started answers on its control socket, or exits.
     async fn take_control(
         &self,
         pod: &SandboxId,
@@ -280,7 +266,7 @@ impl Qemu {
             Some(Err(error)) => Some(error),
             None => None,
         };
-        // The sockets of a process that ends close before it is gone; one that stays said nonsense.
+        // The sockets of an exiting process close before it is gone; a process that stays sent a malformed greeting.
         if let Some(error) = error
             && tokio::time::timeout(self.call_timeout, process.exited()).await.is_err()
         {

@@ -1,8 +1,8 @@
 //! The directory that a jailed VMM can write to, as the daemon reaches it.
 //!
-//! It is a file system in memory, which nobody else sees, and goes with its VMM. What the daemon finds there may be a
-//! hostile VMM's: no link is followed, no file read beyond a bound. What the daemon puts there the VMM can neither
-//! remove nor replace, since the directory is root's and sticky.
+//! It is a file system in memory, visible to no other process, and it disappears with its VMM. A hostile VMM may have
+//! written what the daemon finds there: no link is followed, no file is read beyond a bound. The VMM can neither
+//! remove nor replace what the daemon creates there, since the directory is root's and sticky.
 
 use std::{
     fs::{self, File, Permissions},
@@ -33,7 +33,7 @@ use sandboxer_process::{
 pub struct Room(File);
 
 impl Room {
-    /// Opens that of `process`, which is jailed.
+    /// Opens the room of `process`, which is jailed.
     pub fn of(process: &Process) -> io::Result<Self> {
         let proc = PathBuf::from(format!("/proc/{}", process.pid()));
         let theirs = fs::metadata(proc.join("ns/mnt"))?;
@@ -43,20 +43,20 @@ impl Room {
                 "the VMM is in the host's mount namespace: it was started without a jail",
             ));
         }
-        // Looked at last: as long as it lives, nobody else has its number.
+        // Checked last: while the process lives, its pid is not reused.
         match process.is_alive() {
             true => Ok(Self(room)),
             false => Err(io::Error::from_raw_os_error(libc::ESRCH)),
         }
     }
 
-    /// Returns a directory that stands for one.
+    /// Uses `dir` as the room.
     #[cfg(test)]
     pub fn at(dir: &Path) -> std::sync::Arc<Self> {
         std::sync::Arc::new(Self(socket::open(dir).unwrap()))
     }
 
-    /// Listens on the socket `name`, to which the VMM can connect. One that an earlier daemon left is replaced.
+    /// Listens on the socket `name`, which the VMM can connect to. Replaces a socket of an earlier daemon.
     pub fn listen(&self, name: &str) -> io::Result<UnixListener> {
         match unlinkat(&self.0, name, AtFlags::empty()) {
             Ok(()) | Err(rustix::io::Errno::NOENT) => {}
@@ -73,7 +73,7 @@ impl Room {
         socket::connect_within(&self.0, name)
     }
 
-    /// Makes a directory that the VMM can write to; its path in the jail.
+    /// Creates a directory that the VMM can write to. Returns its path in the jail.
     pub fn make_dir(&self, name: &str) -> io::Result<PathBuf> {
         let path = socket::within(&self.0, name);
         fs::create_dir(&path)?;
@@ -81,7 +81,7 @@ impl Room {
         Ok(Path::new(ROOM).join(name))
     }
 
-    /// Reads the regular file `name` in the directory `dir`, which was made by [`Room::make_dir`].
+    /// Reads the regular file `name` in the directory `dir` that [`Room::make_dir`] created.
     pub fn read(&self, dir: &str, name: &str, max: u64) -> io::Result<Vec<u8>> {
         let flags = OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let dir = openat(&self.0, dir, flags | OFlags::PATH | OFlags::DIRECTORY, Mode::empty())?;
@@ -89,7 +89,10 @@ impl Room {
         let file = File::from(openat(&dir, name, flags, Mode::empty())?);
         let meta = file.metadata()?;
         if !meta.is_file() || meta.len() > max {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, format!("no file of up to {max} bytes")));
+            return Err(io::Error::new(
+                io::ErrorKind::InvalidData,
+                format!("not a regular file of at most {max} bytes"),
+            ));
         }
         let mut content = Vec::new();
         file.take(max).read_to_end(&mut content)?;
@@ -97,12 +100,12 @@ impl Room {
     }
 }
 
-/// Path in a jail of what is shown there as `name`.
+/// Returns the path in a jail at which `name` is shown.
 pub fn shown(name: &str) -> PathBuf {
     Path::new(ROOM).join(SHOWN).join(name)
 }
 
-/// Does `work` in the mount namespace of `process`: its root is the jail's then. By a thread that doesn't come back.
+/// Runs `work` in the mount namespace of `process`, with the jail's root, on a thread that ends afterwards.
 pub fn within<T: Send>(process: &Process, work: impl FnOnce() -> io::Result<T> + Send) -> io::Result<T> {
     let pidfd = process.pidfd();
     let there = move || {

@@ -1,4 +1,4 @@
-//! What a running VM has in its directory, whoever runs it: sockets, and logs of bounded size.
+//! The directory of a running VM, whichever VMM runs it: sockets, and logs of bounded size.
 
 use std::{
     fs, io,
@@ -16,14 +16,14 @@ use tokio::{
 
 use super::{VmRecord, VmSpec, VmmError, capture::Capture, console};
 
-/// Most bytes of a VMM's own words that are kept.
+/// Most bytes kept of a VMM's stderr.
 const VMM_LOG_BYTES: u64 = 64 << 10;
-/// Lines of a VMM's last words.
+/// Last lines shown of the VMM's stderr.
 const VMM_LINES: usize = 4;
-/// Lines of the guest's: a panic with its call trace takes up to 20.
+/// Last lines shown of the guest's console: a panic with its call trace takes up to 20.
 const CONSOLE_LINES: usize = 24;
 
-/// What the two hostile parties of a VM print.
+/// The output of a VMM and of its guest, both hostile.
 #[derive(Debug)]
 pub struct Captures {
     vmm: Capture,
@@ -31,28 +31,28 @@ pub struct Captures {
 }
 
 impl Captures {
-    /// Copies a VMM's `words` to `vmm.log` and its guest's `console` to `console.log`.
+    /// Copies a VMM's stderr to `vmm.log` and its guest's `console` to `console.log`.
     pub fn start(
-        words: OwnedFd,
+        stderr: OwnedFd,
         console: impl AsyncRead + Send + Unpin + 'static,
         run_dir: &Path,
         console_bytes: u64,
     ) -> io::Result<Self> {
-        let words = pipe::Receiver::from_owned_fd(words)?;
-        // They go on in a directory that is moved.
+        let stderr = pipe::Receiver::from_owned_fd(stderr)?;
+        // By handle: it still works after the directory is moved.
         let dir = Arc::new(socket::open(run_dir)?);
         Ok(Self {
-            vmm: Capture::start(words, dir.clone(), "vmm.log", VMM_LOG_BYTES),
+            vmm: Capture::start(stderr, dir.clone(), "vmm.log", VMM_LOG_BYTES),
             console: Capture::start(console, dir, console::FILE, console_bytes),
         })
     }
 
-    /// All that an ended process printed is in the files from here on.
+    /// Waits until all output of an ended process is in the files.
     pub async fn drained(&self) {
         tokio::join!(self.vmm.drained(), self.console.drained());
     }
 
-    /// Same as [`super::Vm::last_lines`].
+    /// Returns what [`super::Vm::last_lines`] does.
     pub async fn last_lines(&self) -> Vec<String> {
         let mut lines = self.vmm.last_lines(VMM_LINES).await;
         lines.extend(self.console.last_lines(CONSOLE_LINES).await);
@@ -60,12 +60,12 @@ impl Captures {
     }
 }
 
-/// Sockets and pipes of a VM that starts, their files removed on drop unless kept.
+/// Sockets and pipes of a VM that starts. Their files are removed on drop unless kept.
 #[derive(Debug, Default)]
 pub struct Files(Vec<PathBuf>);
 
 impl Files {
-    /// Returns those of a VM that has ended.
+    /// Returns the files of a VM that has ended.
     pub fn of_ended(run_dir: &Path, names: &[&str]) -> Self {
         Self(names.iter().map(|name| run_dir.join(name)).collect())
     }
@@ -74,18 +74,18 @@ impl Files {
     pub fn listen(&mut self, spec: &VmSpec, name: &str) -> Result<OwnedFd, VmmError> {
         let path = spec.run_dir.join(name);
         let listener =
-            socket::listen(&spec.run_dir, name).map_err(host(&spec.pod, "listen on", path.clone()))?;
-        // Only what was made here: a file that was there may be a running VM's.
+            socket::listen(&spec.run_dir, name).map_err(path_error(&spec.pod, "listen on", path.clone()))?;
+        // Only files created here: an existing file may belong to a running VM.
         self.add(path);
         Ok(listener.into())
     }
 
-    /// Takes care of one more file.
+    /// Adds a file.
     pub fn add(&mut self, path: PathBuf) {
         self.0.push(path);
     }
 
-    /// The VM runs: its files stay.
+    /// Keeps the files: the VM runs.
     pub fn keep(mut self) {
         self.0.clear();
     }
@@ -105,21 +105,25 @@ impl Drop for Files {
 
 /// Connects to the socket `name` of a VM.
 pub fn connect(pod: &SandboxId, run_dir: &Path, name: &str) -> Result<UnixStream, VmmError> {
-    socket::connect(run_dir, name).map_err(host(pod, "connect to", run_dir.join(name)))
+    socket::connect(run_dir, name).map_err(path_error(pod, "connect to", run_dir.join(name)))
 }
 
-/// Returns what a running VMM writes to its descriptor `fd`, a pipe. Who read it before may be dead: opening
-/// it anew makes another reader.
+/// Opens the pipe to which a running VMM writes through its descriptor `fd`. An earlier reader may be dead:
+/// this makes a new one.
 pub fn reopen(record: &VmRecord, fd: i32) -> Result<OwnedFd, VmmError> {
     let path = PathBuf::from(format!("/proc/{}/fd/{fd}", record.pid));
     match fs::File::open(&path) {
         Ok(file) => Ok(file.into()),
-        Err(source) => Err(host(&record.pod, "read", path)(source)),
+        Err(source) => Err(path_error(&record.pod, "read", path)(source)),
     }
 }
 
-/// Makes of a host's error one that names the pod and what was attempted.
-pub fn host(pod: &SandboxId, action: &'static str, path: PathBuf) -> impl FnOnce(io::Error) -> VmmError {
+/// Returns a function that turns the host's error into one that names the pod and what was attempted.
+pub fn path_error(
+    pod: &SandboxId,
+    action: &'static str,
+    path: PathBuf,
+) -> impl FnOnce(io::Error) -> VmmError {
     let pod = pod.clone();
-    move |source| VmmError::Host { pod, action, path, source }
+    move |source| VmmError::Path { pod, action, path, source }
 }

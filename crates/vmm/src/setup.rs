@@ -1,4 +1,4 @@
-//! Which VMM this host's pods get.
+//! The choice of the VMM on this host.
 
 use std::sync::Arc;
 
@@ -15,18 +15,18 @@ use super::{
 /// Why no VMM can be used.
 #[derive(Debug, thiserror::Error)]
 pub enum SetupError {
-    /// Guests can't run as configured.
+    /// Guests cannot run as configured.
     #[error("no VMM can be used as configured")]
     Accelerator(#[from] AcceleratorError),
     /// The configuration asks for Cloud Hypervisor.
-    #[error("vmm \"cloud-hypervisor\" is configured and cannot be used: set it to \"auto\" or \"qemu\"")]
+    #[error("vmm \"cloud-hypervisor\" is configured but cannot be used: set vmm to \"auto\" or \"qemu\"")]
     CloudHypervisor(#[from] VersionError),
-    /// Cloud Hypervisor can't emulate.
-    #[error("vmm \"cloud-hypervisor\" needs KVM and accelerator \"tcg\" is configured: change one of them")]
+    /// Cloud Hypervisor cannot emulate.
+    #[error("vmm \"cloud-hypervisor\" needs KVM but accelerator \"tcg\" is configured: change one of them")]
     Emulated,
 }
 
-/// Finds the VMM that the configuration asks for, and tries it.
+/// Finds the configured VMM and checks that it works.
 pub async fn detect(config: &VmConfig) -> Result<Arc<dyn Vmm>, SetupError> {
     let asked = match (config.vmm, config.accelerator) {
         (VmmChoice::CloudHypervisor, Accelerator::Tcg) => return Err(SetupError::Emulated),
@@ -38,7 +38,7 @@ pub async fn detect(config: &VmConfig) -> Result<Arc<dyn Vmm>, SetupError> {
     Ok(Arc::new(Chosen { vmm, config: config.clone() }))
 }
 
-/// Left the choice: Cloud Hypervisor where it and KVM can be used, else QEMU with KVM, else QEMU emulating.
+/// Chooses with "auto": Cloud Hypervisor if it and KVM work, else QEMU with KVM, else QEMU emulating.
 async fn choose(
     config: &VmConfig,
     accelerator: &'static str,
@@ -58,8 +58,8 @@ async fn choose(
     Ok(Arc::new(Qemu::on(config, accelerator, reason).await))
 }
 
-/// The VMM that was chosen. It takes up VMs of the other one, too: an earlier daemon may have
-/// chosen otherwise.
+/// The VMM that was chosen. It also adopts VMs of the other VMM: an earlier daemon may have chosen that
+/// one.
 #[derive(Debug)]
 struct Chosen {
     vmm: Arc<dyn Vmm>,
@@ -106,12 +106,12 @@ mod tests {
 
     use super::*;
 
-    /// Returns a configuration whose Cloud Hypervisor is a script that says so.
+    /// Returns a configuration whose Cloud Hypervisor is a script that prints `says`.
     fn config(dir: &tempfile::TempDir, vmm: VmmChoice, says: &str) -> VmConfig {
         let (text, script) = (dir.path().join("text"), dir.path().join("ch"));
         std::fs::write(&text, format!("#!/bin/sh\necho {says}\n")).unwrap();
-        // Copied by another process: what is open for writing here may be inherited by a process that
-        // another test forks at this moment, and can't be executed until that is gone.
+        // Copied by another process: if it is open for writing here, a process that another test forks at this moment
+        // inherits the descriptor, and the script cannot be executed until that process is gone.
         let install = Command::new("install").args(["-m", "755"]).args([&text, &script]).status();
         assert!(install.unwrap().success());
         VmConfig { vmm, cloud_hypervisor: script, ..Config::default().vm }
@@ -132,7 +132,7 @@ mod tests {
         let info = chosen(VmmChoice::Auto, "kvm", "cloud-hypervisor v51.1").await.unwrap();
         assert_eq!((info.name, info.accelerator), ("qemu", "kvm"));
         let why = &info.accelerator_reason;
-        assert!(why.starts_with("measured; ") && why.contains("v51.1, and v52 to v53 are known"), "{why}");
+        assert!(why.starts_with("measured; ") && why.contains("v51.1; supported are v52 to v53"), "{why}");
 
         let info = chosen(VmmChoice::Auto, "tcg", "cloud-hypervisor v53.0").await.unwrap();
         assert_eq!((info.name, info.accelerator), ("qemu", "tcg"));

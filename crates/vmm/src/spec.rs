@@ -1,4 +1,4 @@
-//! What a virtual machine is to be, in no VMM's words.
+//! The description of a VM, independent of the VMM.
 
 use std::{io, os::fd::OwnedFd, path::PathBuf, sync::Arc};
 
@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use super::VmmError;
 
-/// A kind of VM: those of one shape are alike but for what pods make of them.
+/// The shape of a VM: VMs of one shape differ only in what pods do with them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Shape {
     /// Virtual CPUs.
@@ -39,7 +39,7 @@ impl std::fmt::Display for Shape {
 pub struct VmSpec {
     /// The pod it is for; names the VM in every error.
     pub pod: SandboxId,
-    /// Existing directory of mode 0700 for the VM's sockets and logs, this pod's alone.
+    /// Existing directory of mode 0700 for the VM's sockets and logs, for this pod only.
     pub run_dir: PathBuf,
     /// Virtual CPUs, at least 1.
     pub vcpus: u32,
@@ -47,7 +47,7 @@ pub struct VmSpec {
     pub memory_mib: u64,
     /// Network interfaces.
     pub nics: u8,
-    /// What is behind each of them, in order; goes with the VMM. None while the VM is only described.
+    /// The taps behind them, in order; the VMM inherits them. Empty while the VM is only described.
     pub taps: Vec<Arc<OwnedFd>>,
     /// Uncompressed kernel (ELF with a PVH note).
     pub kernel: PathBuf,
@@ -55,21 +55,21 @@ pub struct VmSpec {
     pub initramfs: PathBuf,
     /// What the agent learns from the kernel command line.
     pub boot: BootParams,
-    /// The guest's memory lies in this file, made by the VMM and shared, for the VM is to be
-    /// frozen; none: in memory of the VMM's own.
+    /// File for the guest's memory, created by the VMM and shared, if the VM is to be frozen. `None`: private
+    /// memory of the VMM.
     pub memory_file: Option<PathBuf>,
-    /// Disks the VM has from its first moment.
+    /// Disks that the VM boots with.
     pub disks: Vec<DiskSpec>,
-    /// Nobody waits for it: its processes give way to all others until it is assigned to a pod.
+    /// No caller waits for it: its processes get low priority until it is assigned to a pod.
     pub background: bool,
     /// Most bytes of guest console that are kept.
     pub console_log_bytes: u64,
-    /// The control group that its VMM is born in, which exists; none: the daemon's.
+    /// Existing control group in which its VMM starts. `None`: the daemon's.
     pub cgroup: Option<Cgroup>,
 }
 
 impl VmSpec {
-    /// Returns a VM as configured, that somebody waits for.
+    /// Returns the spec of a VM as configured, with foreground priority.
     pub fn new(config: &VmConfig, pod: SandboxId, run_dir: PathBuf, shape: Shape, link_key: LinkKey) -> Self {
         Self {
             pod,
@@ -94,15 +94,15 @@ impl VmSpec {
         Shape { vcpus: self.vcpus, memory_mib: self.memory_mib, nics: self.nics }
     }
 
-    /// Another hold on each of [`VmSpec::taps`], for its VMM to inherit.
+    /// Duplicates each of [`VmSpec::taps`], for its VMM to inherit.
     pub(super) fn own_taps(&self) -> io::Result<Vec<OwnedFd>> {
         self.taps.iter().map(|tap| tap.try_clone()).collect()
     }
 
-    /// Opens what its VMM enters [`VmSpec::cgroup`] by.
+    /// Opens the files through which its VMM enters [`VmSpec::cgroup`].
     pub(super) fn entries(&self) -> Result<CgroupEntries, VmmError> {
         let opened = self.cgroup.as_ref().map(Cgroup::entries).transpose();
-        let opened = opened.map_err(|(path, source)| VmmError::Host {
+        let opened = opened.map_err(|(path, source)| VmmError::Path {
             pod: self.pod.clone(),
             action: "open control group",
             path,
@@ -111,9 +111,9 @@ impl VmSpec {
         Ok(opened?.unwrap_or_default())
     }
 
-    /// Returns the same VM with nothing in it that differs from pod to pod but `pod` itself; it is to be
-    /// frozen, in a file without a name.
-    pub fn of_no_pod(&self) -> Self {
+    /// Returns this VM without anything that differs from pod to pod, except `pod` itself. It is to be frozen,
+    /// in a file without a name.
+    pub fn without_pod(&self) -> Self {
         Self {
             run_dir: PathBuf::new(),
             taps: Vec::new(),
@@ -125,7 +125,7 @@ impl VmSpec {
     }
 }
 
-/// Returns the [`first_mac`] of a network interface, as VMMs want it: `02:73:62:78:00:00`.
+/// Returns the [`first_mac`] of a network interface in the notation of VMMs: `02:73:62:78:00:00`.
 pub(super) fn first_mac_text(nic: u8) -> String {
     first_mac(nic).map(|byte| format!("{byte:02x}")).join(":")
 }
@@ -133,11 +133,11 @@ pub(super) fn first_mac_text(nic: u8) -> String {
 /// A disk of a VM.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DiskSpec {
-    /// By this the guest finds it: 1 to 20 letters, digits and `-`, unique within the VM.
+    /// The guest finds the disk by it: 1 to 20 letters, digits and `-`, unique within the VM.
     pub serial: String,
     /// Regular file (raw image) or block device.
     pub path: PathBuf,
-    /// The guest can't write to it.
+    /// The guest cannot write to it.
     pub read_only: bool,
 }
 
@@ -145,7 +145,7 @@ pub struct DiskSpec {
 pub(super) mod tests {
     use super::*;
 
-    /// Returns a VM of no use.
+    /// Returns a spec that no test boots.
     pub fn spec() -> VmSpec {
         VmSpec {
             pod: "pod".parse().unwrap(),
@@ -169,6 +169,6 @@ pub(super) mod tests {
     fn pods_of_one_kind_are_the_same_vm() {
         let (one, other) = (spec(), VmSpec { run_dir: "/other".into(), ..spec() });
         assert_ne!(one.boot.link_key.to_hex(), other.boot.link_key.to_hex());
-        assert_eq!(format!("{:?}", one.of_no_pod()), format!("{:?}", other.of_no_pod()));
+        assert_eq!(format!("{:?}", one.without_pod()), format!("{:?}", other.without_pod()));
     }
 }

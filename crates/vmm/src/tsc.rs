@@ -1,13 +1,13 @@
-//! The host's time stamp counter, which TCG hands to its guests as it is.
+//! The host's time stamp counter, which TCG passes to its guests unchanged.
 
 use std::{
     arch::x86_64::_rdtsc,
     time::{Duration, Instant},
 };
 
-/// Between the two readings: an error of 0.2 µs in either makes 4 ppm.
+/// Time between the two readings: an error of 0.2 µs in either makes 4 ppm.
 const INTERVAL: Duration = Duration::from_millis(100);
-/// Readings tried; the one least disturbed counts.
+/// Number of readings; the least disturbed one counts.
 const ATTEMPTS: usize = 8;
 
 /// Measures the counter's frequency, kHz. Takes a tenth of a second.
@@ -20,7 +20,7 @@ pub async fn frequency_khz() -> u64 {
     u64::try_from(khz).unwrap_or(0)
 }
 
-/// Returns the counter, and the moment at which it was read.
+/// Reads the counter. Returns the moment of the reading, and the count.
 fn reading() -> (Instant, u64) {
     let once = || {
         let before = Instant::now();

@@ -14,7 +14,7 @@ pub struct Bystander {
 }
 
 /// The front's error for a request during which three workers ended.
-const TAKEN_ALONG: &str = "was given to 3 workers";
+const TAKEN_ALONG: &str = "failed: 3 workers of sandboxer";
 
 /// Attempts of a probe before it counts as failed: kubelet's default.
 const ATTEMPTS: u32 = 3;

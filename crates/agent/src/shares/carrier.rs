@@ -1,6 +1,8 @@
-//! The process that carries requests from the kernel to the host, and answers back: each of its threads one at a time.
+//! The carrier: a process that forwards requests from the kernel to the host, and responses back. Each of its
+//! threads handles one request at a time.
 //!
-//! What it does is simple and blocks: read a request, write it to the host, read the answer, write it to the kernel.
+//! Each thread runs a blocking loop: reads a request, writes it to the host, reads the response, writes it to
+//! the kernel.
 
 use std::{
     fs::{self, File},
@@ -31,30 +33,30 @@ use sandboxer_protocol::share::{
 
 use crate::worker::close_all_but;
 
-/// Of a thread, bytes.
+/// Stack of a thread, bytes.
 const STACK: usize = 128 << 10;
-/// The kernel reads and writes whole pages of a disk at once.
+/// The kernel reads and writes a disk in whole pages.
 const PAGE: usize = 4096;
-/// The host, as vsock names it.
+/// The host's vsock CID.
 const HOST: u32 = 2;
 
-/// By which way requests go.
-pub enum Way {
-    /// A disk with a part for each slot.
+/// The transport of requests.
+pub enum Transport {
+    /// A disk with a region for each slot.
     Disk(File),
-    /// A stream for each slot, and with what each begins.
+    /// A stream for each slot, and the key that each begins with.
     Streams(Vec<File>, Vec<u8>),
 }
 
-impl Way {
-    /// Returns the disk at `path`.
+impl Transport {
+    /// Opens the disk at `path`.
     pub fn disk(path: &Path) -> io::Result<Self> {
-        // What is read once must not be remembered.
+        // Responses must not be cached.
         let flags = libc::O_DIRECT | libc::O_EXCL | libc::O_CLOEXEC;
         File::options().read(true).write(true).custom_flags(flags).open(path).map(Self::Disk)
     }
 
-    /// So many streams, each of which will begin with `key`.
+    /// Connects `count` streams; each will begin with `key`.
     pub fn streams(count: usize, key: Vec<u8>) -> io::Result<Self> {
         let stream = |_| {
             let stream = socket(AddressFamily::Vsock, SockType::Stream, SockFlag::SOCK_CLOEXEC, None)?;
@@ -65,43 +67,44 @@ impl Way {
     }
 }
 
-/// Starts it. It ends when `device` has no more requests.
-pub fn start(device: File, way: Way) -> io::Result<Pid> {
+/// Starts the carrier, which ends when `device` has no more requests.
+pub fn start(device: File, transport: Transport) -> io::Result<Pid> {
     #[expect(clippy::disallowed_methods, reason = "the agent has one thread, so a fork copies all of it")]
     // SAFETY: no other thread exists that could hold a lock or be in the middle of a change.
     match unsafe { fork() }? {
         ForkResult::Child => {
-            carry(device, way);
-            // SAFETY: ends this process without the agent's destructors and exit handlers, which are the agent's alone.
+            carry(device, transport);
+            // SAFETY: ends this process without the agent's destructors and exit handlers, which must run in
+            // the agent only.
             unsafe { libc::_exit(0) }
         }
         ForkResult::Parent { child } => {
-            // A guest without memory ends its containers, and not what they wait for.
+            // When the guest is out of memory, containers are killed, not the process that they depend on.
             fs::write(format!("/proc/{child}/oom_score_adj"), "-1000")?;
             Ok(child)
         }
     }
 }
 
-/// The carrier's whole life.
-fn carry(device: File, way: Way) {
+/// Runs the carrier until its device is closed.
+fn carry(device: File, transport: Transport) {
     let _ = sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::all()), None);
     let mut kept = vec![device.as_raw_fd()];
-    match &way {
-        Way::Disk(disk) => kept.push(disk.as_raw_fd()),
-        Way::Streams(streams, _) => kept.extend(streams.iter().map(AsRawFd::as_raw_fd)),
+    match &transport {
+        Transport::Disk(disk) => kept.push(disk.as_raw_fd()),
+        Transport::Streams(streams, _) => kept.extend(streams.iter().map(AsRawFd::as_raw_fd)),
     }
     close_all_but(kept);
-    let slots: Vec<Slot> = match way {
-        Way::Disk(disk) => {
+    let slots: Vec<Slot> = match transport {
+        Transport::Disk(disk) => {
             let disk = Arc::new(disk);
             (0..SLOTS)
                 .map(|number| Slot::Disk { disk: Arc::clone(&disk), at: (number * SLOT) as u64 })
                 .collect()
         }
-        Way::Streams(streams, key) => {
+        Transport::Streams(streams, key) => {
             let begun = |mut stream: File| {
-                // One that is broken answers no request, either.
+                // A broken stream fails its requests as well.
                 let _ = stream.write_all(&key);
                 Slot::Stream(stream)
             };
@@ -113,7 +116,7 @@ fn carry(device: File, way: Way) {
     for mut slot in slots {
         let device = Arc::clone(&device);
         let thread = thread::Builder::new().stack_size(STACK).spawn(move || slot.carry(&device));
-        // Fewer are slower, and none is as if the host had gone.
+        // With fewer threads shares are slower; without any, requests end as if the host had closed.
         threads.extend(thread);
     }
     for thread in threads {
@@ -121,28 +124,28 @@ fn carry(device: File, way: Way) {
     }
 }
 
-/// One request's way at a time.
+/// A slot: carries one request at a time.
 enum Slot {
     Disk { disk: Arc<File>, at: u64 },
     Stream(File),
 }
 
 impl Slot {
-    /// Carries requests until there are no more.
+    /// Carries requests until the device is closed.
     fn carry(&mut self, device: &File) {
-        // Untouched until it is used: most messages are short.
+        // Pages stay unused until they are needed: most messages are short.
         let mut room = vec![0; MAX_MESSAGE + 2 * PAGE];
         let aligned = room.as_ptr().align_offset(PAGE).min(PAGE);
         let buffer = &mut room[aligned..aligned + MAX_MESSAGE + PAGE];
         loop {
             let length = match nix::unistd::read(device, &mut buffer[..MAX_MESSAGE]) {
                 Ok(length) => length,
-                // A request that was given up before it was read.
+                // The request was aborted before it was read.
                 Err(Errno::ENOENT | Errno::EINTR | Errno::EAGAIN) => continue,
                 Err(_) => return,
             };
             let Some(head) = Head::of(&buffer[..length]) else { continue };
-            // Nothing here is so slow, or would know how to stop.
+            // Requests cannot be interrupted, and none is slow here.
             if head.opcode == opcode::INTERRUPT {
                 continue;
             }
@@ -155,13 +158,13 @@ impl Slot {
                 }
             };
             if !answer.is_empty() {
-                // Whoever asked may have been killed meanwhile.
+                // The process that waits for the response may have been killed meanwhile.
                 let _ = nix::unistd::write(device, answer);
             }
         }
     }
 
-    /// Has the request at the beginning of `buffer` carried out; where in it the answer is.
+    /// Sends the request at the beginning of `buffer` to the host; returns the range of the response in it.
     fn ask(&mut self, head: Head, buffer: &mut [u8], length: usize) -> io::Result<Range<usize>> {
         match self {
             Self::Disk { disk, at } => ask_disk(disk, *at, buffer, length),
@@ -198,7 +201,7 @@ fn ask_disk(file: &File, at: u64, buffer: &mut [u8], length: usize) -> io::Resul
     Ok(answer)
 }
 
-/// Returns the length of the answer that begins so.
+/// Returns the length of the response that starts with these bytes.
 fn answer_length(beginning: &[u8]) -> io::Result<usize> {
     let length = u32_at(beginning, 0).and_then(|length| usize::try_from(length).ok());
     length.filter(|&length| length <= MAX_MESSAGE).ok_or_else(|| io::ErrorKind::InvalidData.into())

@@ -1,13 +1,15 @@
-//! The guest's end of live shares: mounts them, and has a process carry its kernel's requests to who serves them.
+//! The guest's end of live shares: mounts them, and runs the process that forwards the kernel's requests to
+//! the host.
 //!
 //! ```text
 //!  kernel ─/dev/fuse─▶ carrier, a thread for each slot ─▶ disk or stream ─▶ host
 //!    └─◀───────────────────────┘
 //! ```
 //!
-//! The carrier is a process beside the agent ([`carrier`]): a request takes as long as a server of the host's does, and
-//! nothing else of the guest waits for it. All the same nothing in the agent may touch a path below [`GUEST_DIR`], or a
-//! pipe into which somebody may copy from there (see [`crate::deputy`]).
+//! The carrier is a process beside the agent ([`carrier`]): a request takes as long as a file server of the
+//! host does, and nothing else in the guest may wait for it. For the same reason the agent must not access a
+//! path below [`GUEST_DIR`], or a pipe into which a container may copy from there (see
+//! [`crate::pipe_helper`]).
 
 mod carrier;
 
@@ -25,20 +27,21 @@ use nix::{
 use sandboxer_protocol::share::{GUEST_DIR, MAX_DATA, SLOTS, VSOCK_PORT};
 use tokio::sync::Mutex;
 
-use self::carrier::Way;
+use self::carrier::Transport;
 use crate::{
-    deputy, disk,
+    disk,
     failure::{Failure, internal},
+    pipe_helper,
 };
 
-/// How much the guest's kernel reads ahead of who reads a file from its beginning on, KiB: several messages, so that one
-/// is on its way while another one is taken.
+/// Read-ahead of the guest's kernel for sequential reads, KiB: several messages, so that one is on its way
+/// while another one is processed.
 const READ_AHEAD_KIB: &str = "4096";
 
 /// The shares of this guest.
 #[derive(Default)]
 pub struct Shares {
-    /// Who carries requests, once they are mounted. Held while they are.
+    /// Pid of the carrier, once they are mounted. Held during the mount.
     carrier: Mutex<Option<Pid>>,
 }
 
@@ -48,19 +51,20 @@ impl Shares {
         self.carrier.lock().await.is_some()
     }
 
-    /// Mounts them, once. Requests go by the disk of this serial, or if it is empty by streams, which begin with `key`.
+    /// Mounts them, once. Requests use the disk with this serial or, if it is empty, streams that begin with
+    /// `key`.
     pub async fn mount(&self, serial: &str, key: Vec<u8>) -> Result<(), Failure> {
         let mut carrier = self.carrier.lock().await;
         if carrier.is_some() {
             return Ok(());
         }
-        deputy::start().map_err(internal("cannot start the process that reads pipes"))?;
-        let way = match serial {
-            "" => Way::streams(SLOTS, key)
+        pipe_helper::start().map_err(internal("cannot start a pipe I/O helper"))?;
+        let transport = match serial {
+            "" => Transport::streams(SLOTS, key)
                 .map_err(internal(format!("cannot connect to the host's vsock port {VSOCK_PORT}")))?,
             serial => {
                 let path = disk::find(serial).await?;
-                Way::disk(&path).map_err(internal(format!("cannot open {path:?}")))?
+                Transport::disk(&path).map_err(internal(format!("cannot open {path:?}")))?
             }
         };
         let device = OpenOptions::new()
@@ -70,52 +74,52 @@ impl Shares {
             .open("/dev/fuse")
             .map_err(internal("cannot open /dev/fuse"))?;
         fs::create_dir_all(GUEST_DIR).map_err(internal(format!("cannot create {GUEST_DIR}")))?;
-        // The kernel asks nobody but itself who may do what, by the attributes it is given.
+        // The kernel checks permissions by itself, with the attributes it receives.
         let options = format!(
             "fd={},rootmode=40755,user_id=0,group_id=0,allow_other,default_permissions,max_read={MAX_DATA}",
             device.as_raw_fd()
         );
         mount(Some("sandboxer"), GUEST_DIR, Some("fuse"), MsFlags::MS_NODEV, Some(options.as_str()))
             .map_err(internal(format!("cannot mount shares on {GUEST_DIR}")))?;
-        match carrier::start(device, way) {
+        match carrier::start(device, transport) {
             Ok(pid) => *carrier = Some(pid),
             Err(error) => {
                 abandon();
-                return Err(internal("cannot start the process that carries requests")(error));
+                return Err(internal("cannot start the process that forwards requests")(error));
             }
         }
         if let Err(error) = read_ahead() {
-            tracing::warn!("shares are read in small pieces: {error}");
+            tracing::warn!("cannot set the read-ahead of shares, which are slower now: {error}");
         }
         Ok(())
     }
 
-    /// Ends all requests, those under way and those to come, with an error. Before the guest's end: to write its disks
-    /// out it would wait for answers that may never come.
+    /// Fails all current and future requests. To be called before the power-off: otherwise syncing the disks
+    /// would wait for responses that may never come.
     pub async fn end(&self) {
         if let Some(carrier) = self.carrier.lock().await.take() {
             abandon();
-            // It may be waiting for its host, and is not waited for.
+            // It may be blocked on the host, so its exit is not awaited.
             let _ = kill(carrier, Signal::SIGKILL);
         }
     }
 }
 
-/// Gives the shares up, whoever uses them.
+/// Unmounts the shares even if they are in use.
 fn abandon() {
     if let Err(error) = umount2(GUEST_DIR, MntFlags::MNT_FORCE | MntFlags::MNT_DETACH) {
-        tracing::warn!("cannot give up {GUEST_DIR}: {error}");
+        tracing::warn!("cannot unmount {GUEST_DIR}: {error}");
     }
 }
 
-/// Has the kernel read ahead. The mount is not looked at by path: that would be a request.
+/// Sets the kernel's read-ahead. Does not access the mount by path, which would be a request.
 fn read_ahead() -> io::Result<()> {
     let mounts = fs::read_to_string("/proc/self/mountinfo")?;
     let device = device_of(&mounts, GUEST_DIR).ok_or(io::ErrorKind::NotFound)?;
     fs::write(format!("/sys/class/bdi/{device}/read_ahead_kb"), READ_AHEAD_KIB)
 }
 
-/// Returns the device, such as `0:45`, of what is mounted at `path`.
+/// Returns the device number, such as `0:45`, of the mount at `path`.
 fn device_of<'a>(mounts: &'a str, path: &str) -> Option<&'a str> {
     let found = mounts.lines().rev().find(|line| line.split(' ').nth(4) == Some(path));
     found?.split(' ').nth(2)

@@ -1,4 +1,4 @@
-//! Requests as a daemon makes them, in a few words.
+//! Helpers to make a daemon's requests.
 
 use sandboxer_protocol::agent::{
     AgentClient, CreateContainerRequest, CreateExecRequest, DeleteContainerRequest, Disk, Exit, File,
@@ -11,7 +11,7 @@ use ttrpc::{Code, context::Context};
 
 use crate::vm::{BUSYBOX, PATIENCE};
 
-/// No deadline on the wire: the tests have their own.
+/// Without a deadline on the wire: the tests have their own.
 pub fn ctx() -> Context {
     Context::default()
 }
@@ -36,7 +36,7 @@ pub fn command(args: &[&str]) -> Value {
     })
 }
 
-/// Returns a spec such as containerd makes for CRI, as converted by the daemon.
+/// Returns a spec like containerd's for CRI, as converted by the daemon.
 pub fn spec(process: Value) -> Value {
     let mount = |destination: &str, fstype: &str, options: Value| json!({"destination": destination, "type": fstype, "source": fstype, "options": options});
     json!({
@@ -59,7 +59,7 @@ pub fn spec(process: Value) -> Value {
     })
 }
 
-/// Returns all three streams, no terminal.
+/// Returns all three streams, without a terminal.
 pub fn streams() -> Stdio {
     Stdio { stdin: true, stdout: true, stderr: true, ..Default::default() }
 }
@@ -88,7 +88,7 @@ pub fn file(path: &str, content: &str, read_only: bool) -> File {
     File { path: path.into(), content: content.into(), mode: 0o644, read_only, ..Default::default() }
 }
 
-/// One process, as the daemon names it.
+/// A process, as named by the daemon.
 #[derive(Clone)]
 pub struct Process {
     pub agent: AgentClient,
@@ -131,7 +131,7 @@ impl Process {
         patiently(self.agent.signal_process(ctx(), &request)).await.map(drop)
     }
 
-    /// Returns one answer of `ReadOutput`: its bytes and whether they are the last.
+    /// Reads output once; returns its bytes, and whether they are the last.
     pub async fn read(
         &self,
         stream: OutputStream,
@@ -155,7 +155,7 @@ impl Process {
         Ok((answer.data, answer.end))
     }
 
-    /// Returns everything up to the end of a stream.
+    /// Reads a stream up to its end.
     pub async fn all_of(&self, stream: OutputStream) -> String {
         let mut all = Vec::new();
         loop {
@@ -175,7 +175,7 @@ impl Process {
         self.all_of(OutputStream::STDERR).await
     }
 
-    /// Reads standard output on after `seen` until all of it holds `text`; answers all.
+    /// Reads standard output after `seen` until all of it contains `text`; returns all.
     pub async fn until(&self, seen: &str, text: &str) -> String {
         let mut all = seen.to_owned();
         while !all.contains(text) {
@@ -233,7 +233,7 @@ pub async fn end(agent: &AgentClient, id: &str) {
     delete(agent, id).await.unwrap();
 }
 
-/// Returns the code and words of a refusal.
+/// Returns the code and message of an error.
 pub fn refusal<T: std::fmt::Debug>(result: Result<T, ttrpc::Error>) -> (Code, String) {
     match result.unwrap_err() {
         ttrpc::Error::RpcStatus(status) => (status.code.enum_value().unwrap(), status.message),
@@ -241,7 +241,7 @@ pub fn refusal<T: std::fmt::Debug>(result: Result<T, ttrpc::Error>) -> (Code, St
     }
 }
 
-/// Waits for `work`, but not for ever.
+/// Waits for `work` with a timeout.
 pub async fn patiently<T>(work: impl Future<Output = T>) -> T {
     timeout(PATIENCE, work).await.expect("agent answers")
 }

@@ -1,4 +1,4 @@
-//! Further processes in a container.
+//! Execs in a container.
 
 use sandboxer_protocol::agent::{DeleteExecRequest, ListProcessesRequest};
 use serde_json::json;

@@ -1,4 +1,4 @@
-//! A container's life, and what is left of it.
+//! Lifecycle of a container, and its clean-up.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ use crate::{
 async fn a_container_runs_and_leaves_nothing_behind() {
     let vm = Vm::boot();
     let (agent, _) = vm.session().await;
-    // A second container looks at the guest from outside the first one.
+    // A second container reads the guest's state from outside the first one.
     let mut watcher =
         spec(shell("read go; mount | grep -c /web; ls /sys/fs/cgroup/sandboxer; ls /sys/block/sd*/holders"));
     watcher["linux"]["namespaces"] = serde_json::json!([{"type": "mount"}]);
@@ -59,7 +59,7 @@ async fn a_container_runs_and_leaves_nothing_behind() {
 async fn the_agents_program_is_in_huge_pages() {
     let vm = Vm::boot();
     let (agent, _) = vm.session().await;
-    // Nothing else in a guest maps shared memory so.
+    // Nothing else in a guest maps shared memory with huge pages.
     let script = r"sed -n 's/^ShmemPmdMapped: *\([0-9]*\) kB$/\1/p' /proc/meminfo";
     let looks = run(&agent, &container("looks", &spec(shell(script)))).await;
     let kib: u32 = looks.stdout().await.trim().parse().unwrap();
@@ -90,7 +90,7 @@ async fn a_created_container_can_be_listed_killed_and_deleted_unstarted() {
     assert_eq!(list().await, [("b".to_owned(), ProcessState::EXITED)]);
     let (code, words) = refusal(init(&agent, "b").start().await);
     assert_eq!(
-        (code, words.contains("ended before it was started")),
+        (code, words.contains("exited before it was started")),
         (Code::FAILED_PRECONDITION, true),
         "{words}"
     );
@@ -101,8 +101,8 @@ async fn a_created_container_can_be_listed_killed_and_deleted_unstarted() {
 async fn a_guest_is_reseeded_before_it_is_anybodys() {
     let vm = Vm::boot();
     let (agent, _) = vm.session().await;
-    // In the place of the generator, in the guest's own /dev, a container that may mount puts a plain file: it keeps
-    // what is written to it, and knows no request to reseed.
+    // A container that may mount replaces the generator in the guest's own /dev by a plain file: it stores
+    // what is written, and has no request to reseed.
     let script = "mkdir /d && mount -t devtmpfs dev /d && rm /d/urandom && : >/d/urandom && hostname first && echo ready
         read go; hostname; od -An -v -tx1 /d/urandom | tr -d ' \\n'; rm /d/urandom; mknod /d/urandom c 1 9; echo
         read go; hostname";
@@ -135,14 +135,14 @@ async fn a_guest_without_a_random_number_instruction_is_seeded_by_its_host() {
     let (agent, _) = vm.session().await;
     let identity = ConfigurePodRequest { entropy: vec![0xa5; 64], ..Default::default() };
     patiently(agent.configure_pod(ctx(), &identity)).await.unwrap();
-    // The file is read with getrandom's own readiness: /dev/random waits until the generator is seeded.
+    // Read like getrandom(2): /dev/random blocks until the generator is seeded.
     let script = "grep -c rdrand /proc/cpuinfo; head -c 8 /dev/random | wc -c";
     let draws = run(&agent, &container("draws", &spec(shell(script)))).await;
     assert_eq!(draws.stdout().await, "0\n8\n");
     end(&agent, "draws").await;
 }
 
-/// By how much the guest's clock is behind this host's, ns, and how the guest is told.
+/// Returns by how much the guest's clock is behind this host's, ns, and the request that corrects it.
 async fn behind(agent: &AgentClient) -> (i64, SyncClockRequest) {
     let mut best: Option<(i64, i64, SyncClockRequest)> = None;
     for _ in 0..8 {
@@ -179,7 +179,7 @@ async fn a_clock_that_is_wrong_comes_back() {
     end(&agent, "sets").await;
     let (far, told) = behind(&agent).await;
     assert!(far > 86_400_000 * MS, "{far}");
-    // However late it comes, and however often.
+    // However late and however often it is requested.
     for _ in 0..2 {
         tokio::time::sleep(Duration::from_millis(300)).await;
         patiently(agent.sync_clock(ctx(), &told)).await.unwrap();
@@ -187,7 +187,7 @@ async fn a_clock_that_is_wrong_comes_back() {
     let (left, _) = behind(&agent).await;
     assert!(left.abs() < 10 * MS, "{left} ns are left of a step");
 
-    // Near the right time the clock doesn't jump: it runs faster until it is right.
+    // A small difference is slewed: the clock does not jump.
     let near = SyncClockRequest { realtime_ns: told.realtime_ns - 1_000_000_000, ..told.clone() };
     patiently(agent.sync_clock(ctx(), &near)).await.unwrap();
     let near = SyncClockRequest { realtime_ns: told.realtime_ns - 700_000_000, ..told.clone() };
@@ -302,13 +302,13 @@ async fn what_goes_with_a_container_is_not_written_out() {
         patiently(agent.prepare_disk(ctx(), &request)).await
     };
     let (code, words) = refusal(prepare(&disk(SCRATCH, "ext4", false)).await);
-    assert!(code == Code::INVALID_ARGUMENT && words.contains("no scratch disk"), "{words}");
+    assert!(code == Code::INVALID_ARGUMENT && words.contains("not a writable scratch disk"), "{words}");
     let scratch = Disk { scratch: true, ..disk(SCRATCH, "ext4", false) };
     for _ in 0..2 {
         prepare(&scratch).await.unwrap();
     }
     let before = vm.written();
-    // Little enough that the guest's kernel does not begin to write it out by itself.
+    // So little that the guest's kernel does not write it out by itself.
     let script = "dd if=/dev/zero of=/big bs=1M count=6 2>/dev/null; stat -c %s /big";
     let mut request = container("c", &spec(shell(script)));
     let writable = Some(Writable::Overlay(scratch));

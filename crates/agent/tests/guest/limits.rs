@@ -1,4 +1,4 @@
-//! What a container may not do, and what it may use.
+//! Restrictions and resource limits of a container.
 
 use sandboxer_protocol::agent::{
     NextEventsRequest, PauseContainerRequest, PodLimits, ResumeContainerRequest, StatsRequest, StatsResponse,
@@ -86,7 +86,7 @@ async fn the_oom_killer_is_reported_as_event_and_exit() {
         "/linux/resources",
         resources.clone(),
     );
-    // Without a shell: the process that grows is the init itself.
+    // Without a shell: the growing process is the init itself.
     let hungry = with(hungry, "/process/args", json!(["sh", "-c", "exec tail -c 100000000 /dev/zero"]));
     patiently(agent.create_container(ctx(), &container("hungry", &hungry))).await.unwrap();
     let measured = stats(&agent, "hungry").await;
@@ -151,7 +151,7 @@ async fn limits_of_the_pod_are_those_of_all_its_containers_together() {
         let request = UpdatePodRequest { limits: Some(limits).into(), ..Default::default() };
         patiently(agent.update_pod(ctx(), &request)).await
     };
-    // Without a namespace of that kind it sees every control group.
+    // Without a cgroup namespace it sees every control group.
     let look = spec(shell("cd /sys/fs/cgroup/sandboxer; cat cpu.max memory.max"));
     let look = with(look, "/linux/namespaces", json!([{"type": "pid"}, {"type": "mount"}]));
     let limits = [
@@ -171,5 +171,5 @@ async fn limits_of_the_pod_are_those_of_all_its_containers_together() {
     let (code, words) = refusal(update(9_000_000, 100_000, 0).await);
     assert!(code == ttrpc::Code::FAILED_PRECONDITION && words.contains("90 CPUs"), "{words}");
     let (_, words) = refusal(update(0, 0, 1 << 40).await);
-    assert!(words.contains("1048576 MiB of memory") && words.contains("start the pod anew"), "{words}");
+    assert!(words.contains("1048576 MiB of memory") && words.contains("restart the pod"), "{words}");
 }

@@ -1,4 +1,4 @@
-//! The link under a host that speaks another language, goes away in mid-sentence, or says goodbye.
+//! The link when the host speaks another protocol, disconnects in the middle of a message, or closes it.
 
 use std::time::Duration;
 
@@ -62,7 +62,7 @@ async fn a_stranger_without_the_key_gets_no_answer() {
 #[tokio::test]
 async fn a_transfer_goes_on_where_the_last_host_left_it() {
     let vm = Vm::boot();
-    // Lines that each say where they are: 180 kB.
+    // Lines that contain their position: 180 kB.
     let script = "i=0; while [ $i -lt 20000 ]; do printf '%08d\\n' $i; i=$((i+1)); done";
     run(&vm.session().await.0, &container("web", &spec(shell(script)))).await;
     let mut all = Vec::new();
@@ -79,7 +79,7 @@ async fn a_transfer_goes_on_where_the_last_host_left_it() {
         if ended {
             break;
         }
-        // Gone in the middle of an answer: asked for, never read.
+        // Disconnected in the middle of a response: requested, never read.
         let request = ReadOutputRequest {
             container_id: "web".into(),
             offset: all.len() as u64,

@@ -1,4 +1,4 @@
-//! Containers that cannot be: each names its cause and leaves nothing.
+//! Invalid containers: each error names its cause, and nothing remains.
 
 use sandboxer_protocol::agent::{CreateContainerRequest, ListContainersRequest, Rootfs, rootfs::Writable};
 use serde_json::json;
@@ -38,7 +38,7 @@ async fn what_cannot_be_created_says_why() {
 
     let cases: Vec<(&str, CreateContainerRequest, Code, &str)> = vec![
         ("id", container("../bad", &plain()), Code::INVALID_ARGUMENT, "container_id: identifier \"../bad\""),
-        ("json", garbage, Code::INVALID_ARGUMENT, "spec is no OCI runtime spec"),
+        ("json", garbage, Code::INVALID_ARGUMENT, "spec is not a valid OCI runtime spec"),
         (
             "capability",
             container("bad", &winged),
@@ -65,7 +65,7 @@ async fn what_cannot_be_created_says_why() {
         assert!(listed.processes.is_empty(), "{name}: {listed}");
     }
 
-    // The same identifier is free for a good one, and the disks are not held.
+    // The same identifier can be used again, and the disks are not busy.
     let mut good = container("bad", &spec(shell("ls /sys/fs/cgroup | wc -l; echo fine")));
     let lower = vec![disk(BUSYBOX, "erofs", true)];
     good.rootfs = Some(Rootfs {

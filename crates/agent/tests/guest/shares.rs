@@ -1,4 +1,4 @@
-//! The host's files in a guest, served by the program that serves them on a node. Nobody is between them, as on a node.
+//! The host's files in a guest, served by the real server, as on a node.
 
 use std::{
     fs,
@@ -26,7 +26,7 @@ use crate::{
     vm::{PATIENCE, Vm},
 };
 
-/// A server with one share, which is `dir/host`.
+/// A server with one share: `dir/host`.
 struct Server {
     dir: TempDir,
     pidfd: std::os::fd::OwnedFd,
@@ -75,21 +75,21 @@ impl Drop for Server {
     }
 }
 
-/// Returns a guest that has its shares mounted.
+/// Boots a guest with mounted shares.
 async fn guest(server: &Server) -> (Vm, AgentClient) {
     let vm = Vm::boot_with_shares(&server.dir.path().join("socket"));
     let (agent, _) = vm.session().await;
     let ask = MountSharesRequest { ask: true, ..Default::default() };
     assert!(!agent.mount_shares(ctx(), &ask).await.unwrap().mounted);
     let request = MountSharesRequest { disk: DISK_SERIAL.into(), ..Default::default() };
-    // Once is enough.
+    // Idempotent.
     for request in [&request, &request, &ask] {
         assert!(agent.mount_shares(ctx(), request).await.unwrap().mounted);
     }
     (vm, agent)
 }
 
-/// Returns a container that finds the share at `/host`.
+/// Returns a container with the share at `/host`.
 fn sharing(id: &str, script: &str, option: &str) -> CreateContainerRequest {
     let mut spec = spec(shell(script));
     spec["mounts"].as_array_mut().unwrap().push(json!({
@@ -141,7 +141,7 @@ async fn files_are_read_and_written_while_no_daemon_is_there() {
     let script = "cd /host; until test -e go; do sleep 0.1; done; echo written >late; cat go; echo up";
     let process = run(&agent, &sharing("worker", script, "rw")).await;
     drop((agent, process));
-    // No session, and so nobody who could carry anything.
+    // No session exists that could forward anything.
     fs::write(server.host().join("go"), "went on\n").unwrap();
     let began = Instant::now();
     while fs::read(server.host().join("late")).unwrap_or_default() != b"written\n" {
@@ -170,13 +170,14 @@ async fn a_server_that_dies_is_an_error_and_no_more() {
     assert!(complained.contains("I/O error") || complained.contains("Input/output error"), "{complained}");
 }
 
-/// What holds up whoever opens a file to write, for as long as the system's `fs.lease-break-time`.
+/// A lease, which blocks every open for writing, for as long as the system's `fs.lease-break-time`.
 struct Lease(fs::File);
 
 impl Lease {
     fn of(path: &Path) -> Self {
         let file = fs::File::open(path).unwrap();
-        // SAFETY: both calls take numbers alone. That the lease is wanted back is told by a signal, which nobody minds.
+        // SAFETY: both calls take only numbers. The kernel signals a broken lease with a signal that is
+        // ignored.
         let taken = unsafe {
             libc::signal(libc::SIGIO, libc::SIG_IGN);
             libc::fcntl(file.as_raw_fd(), libc::F_SETLEASE, libc::F_RDLCK)
@@ -185,9 +186,9 @@ impl Lease {
         Self(file)
     }
 
-    /// Returns whether somebody waits.
+    /// Returns whether an open is blocked.
     fn holds_somebody_up(&self) -> bool {
-        // SAFETY: the call takes numbers alone.
+        // SAFETY: the call takes only numbers.
         unsafe { libc::fcntl(self.0.as_raw_fd(), libc::F_GETLEASE) == libc::F_UNLCK }
     }
 }
@@ -207,7 +208,7 @@ async fn a_guest_with_a_request_that_hangs_is_asked_and_powers_off() {
         tokio::task::yield_now().await;
     }
     let began = Instant::now();
-    // The agent's own thread waits for none of them, and QEMU not longer than until it is told "later".
+    // The agent's own thread waits for none of them, and QEMU only until it receives "later".
     let processes = timeout(PATIENCE, agent.list_containers(ctx(), &Default::default())).await;
     processes.expect("the agent waits for the server").unwrap();
     let _ = timeout(PATIENCE, agent.power_off(ctx(), &Default::default())).await.expect("it is still on");

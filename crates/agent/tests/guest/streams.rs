@@ -51,7 +51,7 @@ async fn a_process_nobody_reads_waits_and_one_that_reads_nothing_makes_its_write
     let blocked =
         tokio::time::timeout(std::time::Duration::from_secs(2), reader.write(0, &input, true)).await;
     assert!(blocked.is_err(), "more than a pipe was taken");
-    // Another exec ends the sleep; what was already taken is not taken twice.
+    // The other exec ends the sleep; input that was taken is not taken twice.
     let killer = exec(&agent, "reader", "killer", &shell("killall sleep"), streams()).await;
     killer.start().await.unwrap();
     assert_eq!(killer.wait().await.code, 0, "{}", killer.stderr().await);
@@ -107,11 +107,11 @@ async fn a_terminal_echoes_resizes_and_ends() {
     assert_eq!(code, Code::FAILED_PRECONDITION, "it has not been started");
     inner.start().await.unwrap();
     resize("inner", 44, 22).await.unwrap();
-    // The interrupt character reaches what runs in front, as on any terminal.
+    // The interrupt character reaches the foreground process, as on any terminal.
     inner.write(0, b"stty size; sleep 1000\n", false).await.unwrap();
     let seen = inner.until("", "22 44").await;
     inner.write(22, b"\x03", false).await.unwrap();
-    // The shell throws away what is typed before it prompts again.
+    // The shell drops input before its next prompt.
     let seen = inner.until(&seen, "^C\r\n/ # ").await;
     inner.write(23, b"echo sur''vived; exit 4\n", false).await.unwrap();
     inner.until(&seen, "survived").await;

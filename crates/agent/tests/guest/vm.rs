@@ -27,7 +27,7 @@ pub const BUSYBOX: &str = "busybox";
 /// Serial of the empty ext4 disk.
 pub const SCRATCH: &str = "scratch";
 
-/// A running guest. Dropping it ends its QEMU.
+/// A running guest. Dropping it kills its QEMU.
 pub struct Vm {
     qemu: Child,
     dir: TempDir,
@@ -40,12 +40,12 @@ impl Vm {
         Self::boot_on("max")
     }
 
-    /// Same as [`Vm::boot`], with the disk of a server of shares that listens at `socket`.
+    /// Boots a guest like [`Vm::boot`], with the disk of a share server that listens at `socket`.
     pub fn boot_with_shares(socket: &Path) -> Self {
         Self::boot_as("max", Some(socket))
     }
 
-    /// Same as [`Vm::boot`], on a processor of this QEMU model.
+    /// Boots a guest like [`Vm::boot`], on this QEMU CPU model.
     pub fn boot_on(cpu: &str) -> Self {
         Self::boot_as(cpu, None)
     }
@@ -112,7 +112,7 @@ impl Vm {
         Self { qemu, dir, key }
     }
 
-    /// Returns the host's end of the agent's port.
+    /// Connects to the host's end of the agent's port.
     pub async fn port(&self) -> UnixStream {
         let path = self.dir.path().join("agent.sock");
         let began = Instant::now();
@@ -135,18 +135,18 @@ impl Vm {
         (AgentClient::new(Client::new(Socket::new(port))), ready)
     }
 
-    /// Bytes of the ext4 disk that are no holes.
+    /// Returns the bytes of the ext4 disk that are not holes.
     pub fn written(&self) -> u64 {
         use std::os::unix::fs::MetadataExt as _;
         fs::metadata(self.dir.path().join("scratch.ext4")).unwrap().blocks() * 512
     }
 
-    /// Returns what the guest printed.
+    /// Returns the guest's console output.
     pub fn console(&self) -> String {
         String::from_utf8_lossy(&fs::read(self.dir.path().join("console")).unwrap_or_default()).into_owned()
     }
 
-    /// Waits for QEMU to end by itself.
+    /// Waits for QEMU to exit by itself.
     pub async fn ends(&mut self) -> std::process::ExitStatus {
         let began = Instant::now();
         loop {
@@ -176,7 +176,7 @@ fn guest_dir() -> PathBuf {
     }
 }
 
-/// Returns an EROFS image of busybox with an applet for each command, made once per test run.
+/// Returns an EROFS image of busybox with all applets, created once per test run.
 fn busybox_image() -> &'static Path {
     static IMAGE: OnceLock<(TempDir, PathBuf)> = OnceLock::new();
     let (_, path) = IMAGE.get_or_init(|| {
@@ -208,13 +208,13 @@ fn run(command: &mut Command) {
     assert!(output.status.success(), "{command:?}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
-/// Frequency of the host's time stamp counter, which an emulated guest reads as it is. Timing it
-/// against emulated hardware fails on a busy host.
+/// Returns the frequency of the host's time stamp counter, which an emulated guest reads directly.
+/// Calibrating it against emulated hardware fails on a busy host.
 fn tsc_khz() -> u64 {
     static KHZ: OnceLock<u64> = OnceLock::new();
     *KHZ.get_or_init(|| {
-        // Of several readings the one least disturbed counts: the two clocks are read one after
-        // the other, and a busy host may let much time pass in between.
+        // The least disturbed of several readings is used: the two clocks are read one after the other, and
+        // on a busy host much time may pass in between.
         let read = || {
             let once = |_| {
                 let before = Instant::now();

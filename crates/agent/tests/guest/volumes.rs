@@ -1,4 +1,4 @@
-//! Volumes that containers have in common, devices, and the message that a container leaves.
+//! Shared volumes, devices, and the termination message.
 
 use sandboxer_protocol::agent::{
     AgentClient, BlockDevice, CreateContainerRequest, Directory, Entry, ListVolumesRequest, Owner,
@@ -20,7 +20,7 @@ fn entry(path: &str, mode: u32, kind: Kind) -> Entry {
     Entry { path: path.into(), owner: Some(owner(mode, 1000)).into(), kind: Some(kind), ..Default::default() }
 }
 
-/// Returns what kubelet has of one version of a file `key`.
+/// Returns kubelet's layout of one version of a file `key`.
 fn version(name: &str, content: &str) -> Content {
     let entries = vec![
         entry(name, 0o755, Kind::Directory(Directory::new())),
@@ -95,7 +95,7 @@ async fn space_is_shared_bounded_and_outlives_containers() {
     );
     end(&agent, "one").await;
 
-    // Asked again, they stay as they are.
+    // A repeated request changes nothing.
     put(&agent, "mem", memory()).await.unwrap();
     put(&agent, "disk", Content::Disk(disk(SCRATCH, "ext4", false))).await.unwrap();
     let parts = [("mem", "/m"), ("disk/a/b", "/ab"), ("disk/out", "/out"), ("disk/note", "/note")];

@@ -11,7 +11,7 @@ const SCHEMA: &str = include_str!("../../../probe/schema/check.schema.json");
 /// Where no containerd listens.
 const NOBODY: &str = "unix:///nonexistent/containerd.sock";
 
-/// With the daemon's defaults and without a containerd, unless `line` says otherwise.
+/// Runs the command with the daemon's defaults and without containerd, unless `line` says otherwise.
 fn check(line: &str) -> Outcome {
     let mut command = command(Path::new("/nowhere/admin.sock"), &format!("check {line}"));
     command.env("CONTAINER_RUNTIME_ENDPOINT", NOBODY).env("SANDBOXER_CONFIG", "/dev/null");

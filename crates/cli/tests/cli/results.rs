@@ -91,7 +91,7 @@ fn what_cannot_be_compared_is_refused_or_labelled() {
     assert!(why.contains("schema 2") && why.contains("newer probe"), "{why}");
 }
 
-/// A run in virtual time: five starts of a handler, whose containers take so long to be created, and of runc.
+/// Writes a run in virtual time: five starts of a handler, with this time for container_create, and five of runc.
 fn virtual_run(dir: &Path, handler: &str, create_ms: f64) {
     let start = |runtime: &str, ms: f64, stages: &[(Stage, f64)], round: u32| Sample {
         runtime: runtime.into(),

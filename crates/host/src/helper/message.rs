@@ -1,11 +1,11 @@
-//! The message that a container leaves when it ends, in the file on the host that kubelet reads afterwards.
+//! The termination message of a container, in the host's file that kubelet reads.
 
 use std::{fs::OpenOptions, io, io::Write, os::unix::fs::OpenOptionsExt, path::Path};
 
-/// Longest message, bytes: kubelet reads no more. The guest may send what it likes.
+/// Longest message, bytes: kubelet reads no more. The guest may send more.
 const MAX_BYTES: usize = 4096;
 
-/// Puts the end of `message` into the file at `path`, which is there; nothing leaves the file alone.
+/// Writes the end of `message` to the existing file at `path`; an empty message leaves it unchanged.
 pub fn write(path: &Path, message: &[u8]) -> io::Result<()> {
     if message.is_empty() {
         return Ok(());

@@ -1,156 +1,78 @@
-//! Helpers: processes that touch paths which may lead to somebody's storage, in the daemon's place.
+//! Helpers: processes that access paths which may be on remote storage, on behalf of the daemon.
 //!
 //! ```text
 //!  pod's task ──request──▶ helper ──▶ path ──▶ NFS, FUSE, a dead disk …
-//!       ◀── DEADLINE_EXCEEDED ──┤ no answer in time: killed; what can't be killed is left behind, and counted
+//!       ◀── DEADLINE_EXCEEDED ──┤ no response in time: killed; a helper that cannot be killed stays, and is counted
 //! ```
 //!
-//! A server that does not answer stops whoever asks it, often for good: no signal ends such a wait. So neither the
-//! daemon's own threads ask nor the few that its journal needs. A pod whose volume hangs loses a request; other pods
-//! lose nothing.
+//! Access to an unresponsive file server blocks, often forever: no signal ends such a wait. So neither the
+//! daemon's own threads access such paths, nor the few threads of its journal. A pod with a hung volume loses
+//! a request; other pods lose nothing.
 //!
-//! Bounds: of one pod so many helpers run or hang at a time, of the node so many. A path at which a helper still hangs
-//! is refused at once, so that trying again costs nothing.
+//! Limits: the number of helpers of one pod, and of the node, hung ones included. A request for a path at
+//! which a helper hangs fails at once, so retries cost nothing.
 
+mod error;
 mod message;
+mod process;
 mod wire;
 mod work;
 
 use std::{
     collections::HashMap,
     io,
-    os::{
-        fd::OwnedFd,
-        unix::{net::UnixStream as StdStream, process::CommandExt},
-    },
+    os::fd::OwnedFd,
     path::{Path, PathBuf},
-    process::{Command, Stdio},
     sync::{Arc, Mutex, MutexGuard, PoisonError, Weak},
-    thread,
     time::Duration,
 };
 
 use protobuf::Message;
-use rustix::process::{Pid, Signal, kill_process_group};
-use sandboxer_base::Code;
 use sandboxer_protocol::{agent as wire_agent, id::SandboxId};
 use sandboxer_share::attach::{Access, Tree};
 use serde::de::DeserializeOwned;
 use tokio::{
-    net::UnixStream,
-    sync::{OwnedSemaphorePermit, Semaphore, SemaphorePermit, oneshot},
+    sync::{OwnedSemaphorePermit, Semaphore, SemaphorePermit},
     time::Instant,
 };
 
 use self::{
+    process::{End, Helper, start, start_thread},
     wire::Frame,
-    work::{Answer, Refusal},
+    work::Answer,
 };
 use super::{
     rootfs::{Chain, FsType},
     volume::Bound,
 };
 
-pub use self::work::{Request, serve};
+pub use self::{
+    error::HelperError,
+    work::{Request, serve},
+};
 
-/// The option that makes the daemon's program a helper, with its socket as standard input.
+/// The option that runs the daemon's program as a helper, with its socket as standard input.
 pub const OPTION: &str = "path-helper";
-/// Helpers that one pod may have, hung ones among them.
+/// Most helpers of one pod, including hung ones.
 const MAX_OF_POD: usize = 4;
-/// Helpers that all pods together may have, hung ones among them. Each takes about a MiB.
+/// Most helpers of the node, including hung ones. Each takes about a MiB.
 const MAX_OF_NODE: usize = 256;
-/// Helpers that work at once. One that works for longer than [`QUICK`] no longer counts: it waits for somebody.
+/// Most helpers that work at once. A helper no longer counts after [`QUICK`]: it waits for storage.
 const WORKING: usize = 8;
-/// Most looks take less than a tenth of it.
+/// Most requests take less than a tenth of it.
 const QUICK: Duration = Duration::from_millis(200);
-/// Helpers that are kept for the next request; they end by themselves after a while.
+/// Idle helpers that are kept for the next request; they exit after a while.
 const KEPT: usize = 2;
 
-/// Why a helper's work failed.
-#[derive(Debug, thiserror::Error)]
-pub enum HelperError {
-    /// The path's server does not answer.
-    #[error(
-        "cannot {action} {path:?} for pod {pod}: the server of this volume does not answer (waited {waited:?}); \
-         check the server, or unmount the volume with umount -f"
-    )]
-    Silent {
-        /// The pod.
-        pod: SandboxId,
-        /// What was attempted.
-        action: &'static str,
-        /// On what.
-        path: PathBuf,
-        /// How long was waited, by this request or an earlier one.
-        waited: Duration,
-    },
-    /// Too many helpers wait already.
-    #[error(
-        "cannot {action} {path:?} for pod {pod}: {most} helpers of {whose} wait for volumes already; check their servers"
-    )]
-    TooMany {
-        /// The pod.
-        pod: SandboxId,
-        /// What was attempted.
-        action: &'static str,
-        /// On what.
-        path: PathBuf,
-        /// The bound.
-        most: usize,
-        /// "this pod", "this node".
-        whose: &'static str,
-    },
-    /// It can't be done.
-    #[error("{text}")]
-    Refused {
-        /// The code to answer with.
-        code: Code,
-        /// Why, in full.
-        text: String,
-    },
-    /// The helper itself failed.
-    #[error("cannot {action} {path:?} for pod {pod}: the helper process failed")]
-    Broken {
-        /// The pod.
-        pod: SandboxId,
-        /// What was attempted.
-        action: &'static str,
-        /// On what.
-        path: PathBuf,
-        /// What happened.
-        source: io::Error,
-    },
-    /// The daemon is ending.
-    #[error("the daemon is stopping")]
-    Stopped,
-}
-
-impl HelperError {
-    /// Returns the code to answer with.
-    pub fn code(&self) -> Code {
-        match self {
-            Self::Silent { .. } | Self::TooMany { .. } => Code::DeadlineExceeded,
-            Self::Refused { code, .. } => *code,
-            Self::Broken { .. } | Self::Stopped => Code::Internal,
-        }
-    }
-}
-
-impl From<Refusal> for HelperError {
-    fn from(Refusal { code, text }: Refusal) -> Self {
-        Self::Refused { code, text }
-    }
-}
-
-/// The helpers of the node. Clones mean the same.
+/// The helpers of the node. Clones share them.
 #[derive(Debug, Clone)]
 pub struct Helpers(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
-    /// The daemon's own program; none: helpers are threads, for tests.
+    /// The daemon's own program; `None`: helpers are threads, for tests.
     program: Option<PathBuf>,
-    /// How long a look may take.
+    /// Timeout of most requests.
     limit: Duration,
     working: Semaphore,
     // Held for look-ups in memory only.
@@ -159,47 +81,13 @@ struct Inner {
 
 #[derive(Debug, Default)]
 struct State {
-    idle: Vec<Line>,
-    /// Helpers that run or hang.
+    idle: Vec<Helper>,
+    /// Number of running or hung helpers.
     running: usize,
-    /// Each pod's places, as long as somebody uses them.
+    /// Each pod's permits, while they are used.
     pods: HashMap<SandboxId, Weak<Semaphore>>,
     /// Paths at which a helper hangs, and since when.
     hung: HashMap<PathBuf, Instant>,
-}
-
-/// A helper that has nothing to do, or is being asked.
-#[derive(Debug)]
-struct Line {
-    stream: UnixStream,
-    end: End,
-    /// It has done something before.
-    used: bool,
-}
-
-/// How a helper is ended, and its end seen.
-#[derive(Debug)]
-enum End {
-    Process(sandboxer_process::Process),
-    Thread(oneshot::Receiver<()>),
-}
-
-impl End {
-    fn kill(&self) {
-        let Self::Process(process) = self else { return };
-        // It leads a group: programs that it runs end with it. One that has ended has no group.
-        if let Some(pid) = i32::try_from(process.pid()).ok().and_then(Pid::from_raw) {
-            let _ = kill_process_group(pid, Signal::KILL);
-        }
-    }
-
-    async fn seen(self) {
-        match self {
-            Self::Process(process) => drop(process.exited().await),
-            // An error says so, too.
-            Self::Thread(ended) => drop(ended.await),
-        }
-    }
 }
 
 /// Counts a helper until dropped.
@@ -212,19 +100,19 @@ impl Drop for Counted {
 }
 
 impl Helpers {
-    /// None yet. `program`: the daemon's own; without it helpers are threads, which can't be killed. A look may take as
-    /// long as `limit`.
+    /// Creates an empty set. `program` is the daemon's own; without it helpers are threads, which cannot be
+    /// killed. `limit` is the timeout of most requests.
     pub fn new(program: Option<PathBuf>, limit: Duration) -> Self {
         let working = Semaphore::new(WORKING);
         Self(Arc::new(Inner { program, limit, working, state: Mutex::default() }))
     }
 
-    /// Helpers that hang now.
+    /// Returns the number of hung helpers.
     pub fn hung(&self) -> usize {
         self.state().hung.len()
     }
 
-    /// Returns what a bind mount shows, and the content of a file that is to be copied.
+    /// Examines a bind mount; returns its properties, and the content of a file that is copied.
     pub async fn look(
         &self,
         pod: &SandboxId,
@@ -234,7 +122,7 @@ impl Helpers {
         Ok((bound, frame.bytes))
     }
 
-    /// Returns the files of a directory that kubelet writes; none if the directory is gone.
+    /// Reads the files of a directory that kubelet writes; `None` if the directory is gone.
     pub async fn read_tree(
         &self,
         pod: &SandboxId,
@@ -246,22 +134,27 @@ impl Helpers {
             return Ok(None);
         }
         let tree = wire_agent::Tree::parse_from_bytes(&frame.bytes);
-        tree.map(Some).map_err(|error| HelperError::Refused { code: Code::Internal, text: error.to_string() })
+        tree.map(Some).map_err(|error| HelperError::Broken {
+            pod: pod.clone(),
+            action: "read",
+            path: dir.to_owned(),
+            source: io::Error::other(error),
+        })
     }
 
-    /// Returns whose a directory is.
+    /// Returns the owner of a directory.
     pub async fn owner(&self, pod: &SandboxId, dir: &Path) -> Result<wire_agent::Owner, HelperError> {
         let ((mode, uid, gid), _) = self.ask(pod, Request::Owner { dir: dir.to_owned() }).await?;
         Ok(wire_agent::Owner { mode, uid, gid, ..Default::default() })
     }
 
-    /// Adds a watch on a directory to an inotify instance; answers its number.
+    /// Adds a watch on a directory to an inotify instance; returns its number.
     pub async fn watch(&self, pod: &SandboxId, dir: &Path, instance: OwnedFd) -> Result<i32, HelperError> {
         let request = Request::Watch { dir: dir.to_owned() };
         Ok(self.ask_with(pod, request, Vec::new(), Some(instance)).await?.0)
     }
 
-    /// Takes a mount of what is to be shared.
+    /// Clones the mount of a share's source.
     pub async fn take_share(
         &self,
         pod: &SandboxId,
@@ -275,7 +168,7 @@ impl Helpers {
         Ok(Tree { mount, is_dir })
     }
 
-    /// Puts a message into the file at `path`.
+    /// Writes a termination message to the file at `path`.
     pub async fn write_message(
         &self,
         pod: &SandboxId,
@@ -287,7 +180,7 @@ impl Helpers {
         Ok(())
     }
 
-    /// Returns what tells a chain of layers from others.
+    /// Returns the key of a chain of layers.
     pub async fn layers_key(&self, pod: &SandboxId, chain: Chain) -> Result<String, HelperError> {
         Ok(self.ask(pod, Request::LayersKey { chain }).await?.0)
     }
@@ -297,7 +190,7 @@ impl Helpers {
         Ok(self.ask(pod, Request::IsLayerEmpty { dir }).await?.0)
     }
 
-    /// Looks at the superblock of an image.
+    /// Checks the superblock of an image.
     pub async fn check_image(
         &self,
         pod: &SandboxId,
@@ -308,7 +201,7 @@ impl Helpers {
         Ok(())
     }
 
-    /// Asks for something that needs nothing but words.
+    /// Sends a request without content or descriptor; returns the result and the frame that it came in.
     pub async fn ask<T: DeserializeOwned>(
         &self,
         pod: &SandboxId,
@@ -324,10 +217,14 @@ impl Helpers {
         bytes: Vec<u8>,
         descriptor: Option<OwnedFd>,
     ) -> Result<(T, Frame), HelperError> {
-        let json = serde_json::to_vec(&request)
-            .map_err(|error| HelperError::Refused { code: Code::Internal, text: error.to_string() })?;
+        let json = serde_json::to_vec(&request).map_err(|error| HelperError::Broken {
+            pod: pod.clone(),
+            action: request.action(),
+            path: request.path().to_owned(),
+            source: error.into(),
+        })?;
         let asked = Asked { pod: pod.clone(), request, frame: Frame { json, bytes, descriptor } };
-        // To its end, whoever waits: a helper whose answer nobody reads is of no use to the next.
+        // Completes even if the caller is dropped: a helper with an unread response could not be used again.
         let helpers = self.clone();
         let answered = tokio::spawn(async move { helpers.exchange(asked).await }).await;
         let frame = answered.unwrap_or(Err(HelperError::Stopped))?;
@@ -348,29 +245,30 @@ impl Helpers {
         let working = self.0.working.acquire().await.map_err(|_| HelperError::Stopped)?;
         let mut working = Some(working);
 
-        let mut line = self.line(true).await.map_err(|source| asked.broken(source))?;
+        let mut helper = self.helper(true).await.map_err(|source| asked.broken(source))?;
         let deadline = Instant::now() + limit;
         loop {
-            match answer(&asked, &mut line, deadline, &mut working).await {
+            match answer(&asked, &mut helper, deadline, &mut working).await {
                 Some(Ok(Some(frame))) => {
-                    self.keep(line);
+                    self.keep(helper);
                     return Ok(frame);
                 }
-                // One that was kept may have ended just now.
-                Some(Ok(None) | Err(_)) if line.used => {
-                    line = self.line(false).await.map_err(|source| asked.broken(source))?;
+                // An idle helper may have exited just now.
+                Some(Ok(None) | Err(_)) if helper.used => {
+                    helper = self.helper(false).await.map_err(|source| asked.broken(source))?;
                 }
                 Some(ended) => {
-                    line.end.kill();
+                    helper.end.kill();
                     let source = ended.err().unwrap_or_else(|| io::ErrorKind::UnexpectedEof.into());
                     return Err(asked.broken(source));
                 }
-                None => return Err(self.give_up(&asked, line.end, (place, counted), limit)),
+                None => return Err(self.give_up(&asked, helper.end, (place, counted), limit)),
             }
         }
     }
 
-    /// Kills a helper that does not answer. Until it is gone it keeps its place, and its path is known to hang.
+    /// Kills a helper that does not respond. Until it exits it keeps its permits, and its path counts as
+    /// hung.
     fn give_up(
         &self,
         asked: &Asked,
@@ -379,7 +277,7 @@ impl Helpers {
         waited: Duration,
     ) -> HelperError {
         let error = asked.silent(waited);
-        tracing::warn!(pod = %asked.pod, path = ?asked.request.path(), "a volume's server does not answer");
+        tracing::warn!(pod = %asked.pod, path = ?asked.request.path(), "file server of a volume does not respond");
         let path = asked.request.path().to_owned();
         self.state()
             .hung
@@ -387,14 +285,14 @@ impl Helpers {
         end.kill();
         let helpers = self.clone();
         tokio::spawn(async move {
-            end.seen().await;
+            end.exited().await;
             helpers.state().hung.remove(&path);
             drop(held);
         });
         error
     }
 
-    /// Returns a place among its pod's helpers.
+    /// Waits for a permit of the pod.
     async fn place(&self, pod: &SandboxId) -> OwnedSemaphorePermit {
         let places = {
             let mut state = self.state();
@@ -408,7 +306,7 @@ impl Helpers {
                 }
             }
         };
-        places.acquire_owned().await.unwrap_or_else(|_| unreachable!("nobody closes it"))
+        places.acquire_owned().await.unwrap_or_else(|_| unreachable!("it is never closed"))
     }
 
     fn count(&self) -> Option<Counted> {
@@ -421,11 +319,11 @@ impl Helpers {
         Some(Counted(self.clone()))
     }
 
-    /// Returns a helper that was kept, or a new one.
-    async fn line(&self, kept: bool) -> io::Result<Line> {
+    /// Returns an idle helper, or starts a new one.
+    async fn helper(&self, kept: bool) -> io::Result<Helper> {
         let idle = if kept { self.state().idle.pop() } else { None };
         match (idle, self.0.program.clone()) {
-            (Some(line), _) => Ok(line),
+            (Some(helper), _) => Ok(helper),
             (None, Some(program)) => {
                 let started = tokio::task::spawn_blocking(move || start(&program)).await;
                 started.unwrap_or_else(|ended| Err(io::Error::other(ended)))
@@ -434,30 +332,31 @@ impl Helpers {
         }
     }
 
-    fn keep(&self, line: Line) {
+    fn keep(&self, helper: Helper) {
         let mut state = self.state();
         if state.idle.len() < KEPT {
-            state.idle.push(Line { used: true, ..line });
+            state.idle.push(Helper { used: true, ..helper });
         }
-        // The others end when their line does.
+        // Others exit when their connection closes.
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // Nothing that is done under it leaves it half-done.
+        // A panic cannot leave the state half-changed.
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Returns what a helper answers until `deadline`; none: nothing. It is soon counted no more among those that work.
+/// Sends a request and receives the response; `None` after `deadline`. Releases the permit of working helpers
+/// after [`QUICK`].
 async fn answer(
     asked: &Asked,
-    line: &mut Line,
+    helper: &mut Helper,
     deadline: Instant,
     working: &mut Option<SemaphorePermit<'_>>,
 ) -> Option<io::Result<Option<Frame>>> {
     let answer = async {
-        asked.frame.send_from_task(&mut line.stream).await?;
-        Frame::receive_in_task(&mut line.stream).await
+        asked.frame.send_from_task(&mut helper.stream).await?;
+        Frame::receive_in_task(&mut helper.stream).await
     };
     tokio::pin!(answer);
     tokio::select! {
@@ -469,7 +368,7 @@ async fn answer(
     }
 }
 
-/// A request, and who makes it.
+/// A request, and the pod that it is for.
 struct Asked {
     pod: SandboxId,
     request: Request,
@@ -491,35 +390,4 @@ impl Asked {
         let (pod, path) = (self.pod.clone(), self.request.path().to_owned());
         HelperError::Broken { pod, action: self.request.action(), path, source }
     }
-}
-
-/// Starts a helper process. Blocks for the time of a fork; inside a runtime.
-fn start(program: &Path) -> io::Result<Line> {
-    let (ours, theirs) = StdStream::pair()?;
-    ours.set_nonblocking(true)?;
-    let child = Command::new(program)
-        .arg(format!("--{OPTION}"))
-        .current_dir("/")
-        .env_clear()
-        .envs(std::env::var_os("PATH").map(|path| ("PATH", path)))
-        .stdin(OwnedFd::from(theirs))
-        .stdout(Stdio::null())
-        // Leads a group, so that what it runs can be ended with it.
-        .process_group(0)
-        .spawn()?;
-    let end = End::Process(sandboxer_process::child(child.id())?);
-    Ok(Line { stream: UnixStream::from_std(ours)?, end, used: false })
-}
-
-/// Starts a helper as a thread.
-fn start_thread() -> io::Result<Line> {
-    let (ours, theirs) = StdStream::pair()?;
-    ours.set_nonblocking(true)?;
-    let (alive, ended) = oneshot::channel::<()>();
-    thread::Builder::new().name("helper".to_owned()).spawn(move || {
-        // Whoever asked sees the end of the stream.
-        let _ = serve(theirs);
-        drop(alive);
-    })?;
-    Ok(Line { stream: UnixStream::from_std(ours)?, end: End::Thread(ended), used: false })
 }

@@ -1,4 +1,4 @@
-//! Frames between the daemon and a helper: a head, JSON, bytes. At most one descriptor comes with the head.
+//! Frames between the daemon and a helper: a header, JSON, bytes. The header may carry one descriptor.
 
 use std::{
     io::{self, IoSlice, IoSliceMut, Read, Write},
@@ -21,17 +21,17 @@ use tokio::{
 const HEAD: usize = 8;
 /// Longest JSON, bytes.
 const MAX_JSON: usize = 1 << 20;
-/// Most bytes beside it: the files of a volume and their names.
+/// Most bytes after it: the files of a volume and their names.
 const MAX_BYTES: usize = 8 << 20;
 
-/// What is sent at once.
+/// A message.
 #[derive(Debug, Default)]
 pub struct Frame {
-    /// What is asked, or answered.
+    /// The request or the response.
     pub json: Vec<u8>,
     /// Content.
     pub bytes: Vec<u8>,
-    /// A file.
+    /// A file descriptor.
     pub descriptor: Option<OwnedFd>,
 }
 
@@ -46,7 +46,7 @@ impl Frame {
             if length > most {
                 return Err(io::Error::new(
                     io::ErrorKind::InvalidData,
-                    format!("{length} bytes, at most {most} are sent"),
+                    format!("frame part has {length} bytes, more than {most}"),
                 ));
             }
             let length = u32::try_from(*length).unwrap_or(u32::MAX);
@@ -55,25 +55,25 @@ impl Frame {
         Ok(head)
     }
 
-    /// Room for the content that a head announces.
+    /// Allocates a frame for the content that a header announces.
     fn room((head, descriptor): Head) -> io::Result<Self> {
         let word =
             |at: usize| u32::from_le_bytes([head[at], head[at + 1], head[at + 2], head[at + 3]]) as usize;
         let (json, bytes) = (word(0), word(4));
         if json > MAX_JSON || bytes > MAX_BYTES {
-            return Err(io::Error::new(io::ErrorKind::InvalidData, "a frame that is too long"));
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "frame is too long"));
         }
         Ok(Self { json: vec![0; json], bytes: vec![0; bytes], descriptor })
     }
 
-    /// Sends it. Waits for the other end.
+    /// Sends it. Blocks until it is sent.
     pub fn send(&self, stream: &mut StdStream) -> io::Result<()> {
         send_head(stream.as_fd(), &self.head()?, self.descriptor.as_ref())?;
         stream.write_all(&self.json)?;
         stream.write_all(&self.bytes)
     }
 
-    /// Waits for the next one; none at the end.
+    /// Waits for the next frame; `None` at the end.
     pub fn receive(stream: &mut StdStream) -> io::Result<Option<Self>> {
         let Some(head) = receive_head(stream.as_fd())? else { return Ok(None) };
         let mut frame = Self::room(head)?;
@@ -92,7 +92,7 @@ impl Frame {
         stream.write_all(&self.bytes).await
     }
 
-    /// Waits for the next one in a task; none at the end.
+    /// Waits for the next frame in a task; `None` at the end.
     pub async fn receive_in_task(stream: &mut UnixStream) -> io::Result<Option<Self>> {
         let head = stream.async_io(Interest::READABLE, || receive_head(stream.as_fd())).await?;
         let Some(head) = head else { return Ok(None) };
@@ -109,7 +109,7 @@ fn send_head(stream: BorrowedFd<'_>, head: &[u8; HEAD], descriptor: Option<&Owne
     let attached = if descriptors.is_empty() { &[][..] } else { &attached };
     let sent =
         sendmsg::<()>(stream.as_raw_fd(), &[IoSlice::new(head)], attached, MsgFlags::MSG_NOSIGNAL, None)?;
-    // A socket takes so few bytes at once or not at all.
+    // A socket accepts so few bytes at once or not at all.
     if sent == HEAD { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
 }
 
@@ -128,6 +128,6 @@ fn receive_head(stream: BorrowedFd<'_>) -> io::Result<Option<Head>> {
     match message.bytes {
         0 => Ok(None),
         HEAD => Ok(Some((head, descriptor))),
-        _ => Err(io::Error::new(io::ErrorKind::InvalidData, "half a head of a frame")),
+        _ => Err(io::Error::new(io::ErrorKind::InvalidData, "incomplete frame header")),
     }
 }

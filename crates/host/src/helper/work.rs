@@ -1,6 +1,6 @@
-//! What a helper does for the daemon: everything that touches a path which may lead to somebody's storage.
+//! The helper's side: all access to paths that may be on remote storage.
 //!
-//! None of it keeps anything between two requests, so that a helper can be given up at any time.
+//! No state is kept between requests, so a helper can be killed at any time.
 
 use std::{
     fs, io,
@@ -23,10 +23,10 @@ use crate::{
     volume::{self, Bound, VolumeError, tree},
 };
 
-/// What a helper can be asked.
+/// A request to a helper.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Request {
-    /// Tell what a bind mount shows.
+    /// Examine a bind mount.
     Look {
         /// As in the container's spec.
         mount: Box<Mount>,
@@ -36,7 +36,7 @@ pub enum Request {
         /// The directory.
         dir: PathBuf,
     },
-    /// Tell whose a directory is.
+    /// Get the owner of a directory.
     Owner {
         /// The directory.
         dir: PathBuf,
@@ -46,55 +46,55 @@ pub enum Request {
         /// The directory.
         dir: PathBuf,
     },
-    /// Make the disk of an emptyDir, unless it is there.
+    /// Create the disk of an emptyDir, unless it exists.
     Disk {
         /// The emptyDir's directory.
         dir: PathBuf,
         /// The disk's size.
         bytes: u64,
-        /// An empty disk of that size, to be copied.
+        /// An empty disk of that size, to copy.
         empty: Option<PathBuf>,
     },
-    /// Open a block device and close it again: one that hangs is found so.
+    /// Open and close a block device, to detect a hung one.
     TryDevice {
         /// The device.
         path: PathBuf,
-        /// It is not opened for writing.
+        /// Open it read-only.
         read_only: bool,
     },
-    /// Take a mount of what is to be shared.
+    /// Clone the mount of a share's source.
     TakeShare {
         /// A file or a directory.
         source: PathBuf,
-        /// What can be written of it.
+        /// The writable part of the share.
         #[serde(with = "AccessSchema")]
         access: Access,
-        /// What the host mounts below it later appears in it.
+        /// Later mounts of the host below it appear in it.
         follows_mounts: bool,
     },
-    /// Write the bytes that come with the request into a termination message's file.
+    /// Write the bytes of the request to a termination message's file.
     WriteMessage {
         /// The file.
         path: PathBuf,
     },
-    /// Tell a chain of layers from others.
+    /// Compute the key of a chain of layers.
     LayersKey {
         /// The layers.
         chain: Chain,
     },
-    /// Tell whether a layer is empty.
+    /// Check whether a layer is empty.
     IsLayerEmpty {
         /// The layer.
         dir: PathBuf,
     },
-    /// Look at the superblock of an image.
+    /// Check the superblock of an image.
     CheckImage {
         /// The image, or a device.
         path: PathBuf,
-        /// What it should hold.
+        /// The expected file system.
         fstype: FsType,
     },
-    /// Make a snapshotter's writable file system, unless it is there.
+    /// Create a snapshotter's writable file system, unless it exists.
     Scratch {
         /// The file.
         path: PathBuf,
@@ -112,31 +112,31 @@ enum AccessSchema {
     RecursivelyReadOnly,
 }
 
-/// Why a helper could not do what it was asked.
+/// Why a helper's operation failed.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Refusal {
-    /// The code to answer with.
+    /// The code of the response.
     pub code: Code,
-    /// The error and all that caused it.
+    /// The error with its causes.
     pub text: String,
 }
 
-/// What a helper answers.
+/// A helper's response.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Answer<T> {
-    /// It is done.
+    /// The operation's result.
     Done(T),
-    /// It can't be done.
+    /// The operation failed.
     Refused(Refusal),
 }
 
-/// How long a helper waits for a request before it ends.
+/// How long an idle helper waits for a request before it exits.
 const IDLE: Duration = Duration::from_secs(10);
-/// How many times longer making a file system may take than a look.
+/// How many times longer creating a file system may take than another request.
 const MAKING: u32 = 6;
 
 impl Request {
-    /// Returns what is touched.
+    /// Returns the path that is accessed.
     pub fn path(&self) -> &Path {
         match self {
             Self::Look { mount } => mount.source().as_deref().unwrap_or(Path::new("")),
@@ -154,20 +154,20 @@ impl Request {
         }
     }
 
-    /// Returns what is done there, for an error.
+    /// Returns the operation, for error messages.
     pub fn action(&self) -> &'static str {
         match self {
-            Self::Look { .. } | Self::Owner { .. } | Self::LayersKey { .. } => "look at",
+            Self::Look { .. } | Self::Owner { .. } | Self::LayersKey { .. } => "stat",
             Self::ReadTree { .. } | Self::IsLayerEmpty { .. } | Self::CheckImage { .. } => "read",
             Self::Watch { .. } => "watch",
-            Self::Disk { .. } | Self::Scratch { .. } => "make a disk at",
+            Self::Disk { .. } | Self::Scratch { .. } => "create a disk at",
             Self::TryDevice { .. } => "open",
             Self::TakeShare { .. } => "share",
             Self::WriteMessage { .. } => "write",
         }
     }
 
-    /// Returns how long it may take where a look may take `look`.
+    /// Returns the timeout of the request, where most requests have `look`.
     pub fn limit(&self, look: Duration) -> Duration {
         match self {
             Self::Disk { .. } | Self::Scratch { .. } => look * MAKING,
@@ -182,7 +182,7 @@ impl Refusal {
     }
 
     fn host(action: &str, path: &Path) -> impl FnOnce(io::Error) -> Self {
-        move |error| Self::internal(format!("cannot {action} {path:?}: {error}"))
+        move |error| Self::internal(format!("cannot {action} {path:?}: {}", chain(&error)))
     }
 }
 
@@ -205,7 +205,7 @@ impl From<AttachError> for Refusal {
     }
 }
 
-/// Serves the daemon at the other end of `stream` until that is gone, or asks nothing for a while.
+/// Serves the daemon at the other end of `stream` until it disconnects, or sends nothing for a while.
 pub fn serve(mut stream: UnixStream) -> io::Result<()> {
     loop {
         let mut waiting = [rustix::event::PollFd::new(&stream, rustix::event::PollFlags::IN)];
@@ -232,10 +232,10 @@ fn answer(asked: Frame) -> io::Result<Frame> {
     run(request, asked.bytes, asked.descriptor).or_else(refused)
 }
 
-/// Returns what a frame of JSON says.
+/// Parses the JSON of a frame.
 pub fn parse<T: DeserializeOwned>(json: &[u8]) -> Result<T, Refusal> {
     serde_json::from_slice(json).map_err(|error| {
-        Refusal::internal(format!("a helper and its daemon don't understand each other: {error}"))
+        Refusal::internal(format!("cannot parse a frame between helper and daemon: {}", chain(&error)))
     })
 }
 
@@ -292,7 +292,7 @@ fn run(request: Request, bytes: Vec<u8>, descriptor: Option<OwnedFd>) -> Result<
     }
 }
 
-/// Adds a watch to an instance that is the daemon's, too; answers its number.
+/// Adds a watch to an inotify instance of the daemon; returns its number.
 fn watch(instance: OwnedFd, dir: &Path) -> io::Result<i32> {
     let flags = WatchFlags::CREATE
         | WatchFlags::DELETE

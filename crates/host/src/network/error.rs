@@ -1,4 +1,4 @@
-//! What can fail in a pod's network namespace.
+//! Errors of a pod's network set-up.
 
 use std::{fmt, io, path::PathBuf};
 
@@ -7,22 +7,22 @@ use sandboxer_protocol::id::SandboxId;
 
 use super::interface::Unsuitable;
 
-/// Why a pod's network can't be had.
+/// Why a pod's network cannot be set up.
 #[derive(Debug, thiserror::Error)]
 pub enum NetworkError {
-    /// The kernel refused a step.
+    /// A step failed.
     #[error("network namespace {netns:?} of pod {pod}: cannot {step}")]
     Step {
         /// The pod.
         pod: SandboxId,
-        /// Where its network namespace is bound.
+        /// Path of its network namespace.
         netns: PathBuf,
-        /// What was attempted, and on which device.
+        /// The step, and its device.
         step: Step,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// Packet filters there would not hold for the guest.
+    /// The namespace has packet filters, which would not apply to the guest.
     #[error(
         "network namespace {netns:?} of pod {pod} has {rules}, which the guest's packets would bypass: put them into the \
          guest (a mesh's init container does), or set network.foreign_rules to \"ignore\""
@@ -30,25 +30,25 @@ pub enum NetworkError {
     ForeignRules {
         /// The pod.
         pod: SandboxId,
-        /// Where its network namespace is bound.
+        /// Path of its network namespace.
         netns: PathBuf,
         /// Such as "rules of iptables, table nat".
         rules: String,
     },
-    /// It has what a VM can't be given.
+    /// The namespace has something that a VM cannot have.
     #[error("network namespace {netns:?} of pod {pod} {source}")]
     Unsuitable {
         /// The pod.
         pod: SandboxId,
-        /// Where its network namespace is bound.
+        /// Path of its network namespace.
         netns: PathBuf,
-        /// What.
+        /// The unsuitable thing.
         source: Unsuitable,
     },
 }
 
 impl NetworkError {
-    /// Returns the code to answer with.
+    /// Returns the code of the response.
     pub fn code(&self) -> Code {
         match self {
             Self::Step { .. } => Code::Internal,
@@ -60,9 +60,9 @@ impl NetworkError {
 /// A step of setting up a pod's network; completes "cannot …".
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Step {
-    /// Such as "make tap", "list routes".
+    /// Such as "create tap", "list routes".
     pub action: &'static str,
-    /// The device it was about, if it was about one.
+    /// The device, if the step has one.
     pub device: Option<String>,
 }
 
@@ -75,25 +75,25 @@ impl fmt::Display for Step {
     }
 }
 
-/// A step that failed, for a pod that whoever attempts it doesn't know.
+/// A failed step, before the pod is known.
 #[derive(Debug)]
 pub(super) struct Failed {
     pub step: Step,
     pub source: io::Error,
 }
 
-/// What is given no step is about the namespace itself.
+/// An error without a step occurred when the namespace was entered.
 impl From<io::Error> for Failed {
     fn from(source: io::Error) -> Self {
         Self { step: Step { action: "enter it", device: None }, source }
     }
 }
 
-/// Says at which step an error occurred.
+/// Adds the step to an error.
 pub(super) trait At<T> {
-    /// Returns the step is about a device.
+    /// Adds a step with a device.
     fn at(self, action: &'static str, device: &str) -> Result<T, Failed>;
-    /// It is about no single device.
+    /// Adds a step without a device.
     fn at_step(self, action: &'static str) -> Result<T, Failed>;
 }
 

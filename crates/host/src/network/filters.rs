@@ -1,5 +1,5 @@
-//! Netfilter's rules that somebody put into a pod's network namespace, such as a service mesh's CNI plugin. The guest's
-//! packets never pass that namespace's own stack, and so none of these rules.
+//! Detects netfilter rules in a pod's network namespace, for example of a service mesh's CNI plugin. The
+//! guest's packets bypass the namespace's own network stack, and so all these rules.
 
 use std::{
     fs, io,
@@ -13,22 +13,22 @@ use nix::{
     sys::socket::{AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, recv, send, socket},
 };
 
-/// Linux' `nfnetlink.h` and `nf_tables.h`: messages of nftables, and the one that asks for its rules.
+/// From Linux' `nfnetlink.h` and `nf_tables.h`: the subsystem of nftables, and the request for its rules.
 const NFNL_SUBSYS_NFTABLES: u16 = 10;
 const NFT_MSG_GETRULE: u16 = 7;
-/// Length of a netlink message's head and of nfnetlink's own.
+/// Length of the headers of netlink and nfnetlink.
 const HEADS: u8 = 20;
 
 /// `IPT_SO_GET_INFO` and `IP6T_SO_GET_INFO` (`ip_tables.h`, `ip6_tables.h`).
 const GET_INFO: libc::c_int = 64;
-/// Longest name of a table, with its end.
+/// Longest name of a table, with the terminating zero.
 const TABLE_NAME: usize = 32;
 
-/// Whoever asks a kernel without nftables has it look for a module each time.
+/// Set if the kernel has no nftables: each request would make it look for the module.
 static NO_NFTABLES: AtomicBool = AtomicBool::new(false);
 const NFTABLES: &str = "/sys/module/nf_tables";
 
-/// Names what holds rules in the calling thread's network namespace; none, if nothing does.
+/// Returns what has rules in the calling thread's network namespace; `None` if there are none.
 pub fn found() -> io::Result<Option<String>> {
     for (family, tables, level) in [
         (AddressFamily::Inet, "/proc/thread-self/net/ip_tables_names", libc::SOL_IP),
@@ -44,7 +44,7 @@ pub fn found() -> io::Result<Option<String>> {
     }
     match nftables() {
         Ok(there) => Ok(there.then(|| "rules of nftables".to_owned())),
-        // The kernel has none.
+        // The kernel has no nftables.
         Err(Errno::EINVAL | Errno::EPROTONOSUPPORT | Errno::EOPNOTSUPP) => {
             NO_NFTABLES.store(true, Ordering::Relaxed);
             Ok(None)
@@ -53,7 +53,7 @@ pub fn found() -> io::Result<Option<String>> {
     }
 }
 
-/// What `getsockopt` tells of a table.
+/// A table's description from `getsockopt`.
 #[repr(C)]
 struct Info {
     name: [u8; TABLE_NAME],
@@ -64,21 +64,21 @@ struct Info {
     size: u32,
 }
 
-/// Returns the first table of the older interface that has a rule, or a chain of somebody's.
+/// Returns the first table of the legacy interface that has a rule or a user-defined chain.
 fn legacy(family: AddressFamily, names: &str, level: libc::c_int) -> io::Result<Option<String>> {
-    // Most kernels have a namespace's tables from their first use on.
+    // Most kernels create a namespace's tables at their first use.
     let names = match fs::read_to_string(names) {
         Ok(names) if !names.trim().is_empty() => names,
         _ => return Ok(None),
     };
-    // SAFETY: it makes a descriptor that nobody else has.
+    // SAFETY: it creates a new descriptor.
     let fd = unsafe {
         libc::socket(family as libc::c_int, libc::SOCK_RAW | libc::SOCK_CLOEXEC, libc::IPPROTO_RAW)
     };
     if fd == -1 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: just made.
+    // SAFETY: it was just created, and has no other owner.
     let fd = unsafe { <OwnedFd as std::os::fd::FromRawFd>::from_raw_fd(fd) };
     for table in names.lines() {
         // SAFETY: all zeroes is a valid value: numbers.
@@ -95,7 +95,7 @@ fn legacy(family: AddressFamily, names: &str, level: libc::c_int) -> io::Result<
         if told == -1 {
             return Err(io::Error::last_os_error());
         }
-        // One for each hook's policy, and the mark at the end.
+        // One entry for each hook's policy, and one for the end.
         if info.num_entries > info.valid_hooks.count_ones() + 1 {
             return Ok(Some(table.to_owned()));
         }
@@ -115,10 +115,10 @@ fn nftables() -> Result<bool, Errno> {
     ask.extend(u32::from(HEADS).to_ne_bytes());
     ask.extend((NFNL_SUBSYS_NFTABLES << 8 | NFT_MSG_GETRULE).to_ne_bytes());
     ask.extend(((libc::NLM_F_REQUEST | libc::NLM_F_DUMP) as u16).to_ne_bytes());
-    // Number, sender; then any family, version 0, no resource.
+    // Sequence number, sender; then any family, version 0, no resource.
     ask.resize(HEADS.into(), 0);
     send(netlink.as_raw_fd(), &ask, MsgFlags::empty())?;
-    // The first message says it: a rule, the end, or an error.
+    // The first message is enough: a rule, the end, or an error.
     let mut answer = [0; 4096];
     let length = recv(netlink.as_raw_fd(), &mut answer, MsgFlags::empty())?;
     let answer = answer.get(..length).unwrap_or_default();
@@ -141,8 +141,8 @@ mod tests {
     use super::super::namespace;
     use super::*;
 
-    /// Runs `program` in a new network namespace, then looks. None: this host doesn't have the program, or its kernel
-    /// not what that is for.
+    /// Runs `program` in a new network namespace, then searches. `None`: the host does not have the program,
+    /// or its kernel lacks the feature.
     fn after(program: &str, arguments: &[&str]) -> Option<Option<String>> {
         namespace::within(namespace::fresh().unwrap(), || {
             assert_eq!(found()?, None, "in an empty one");

@@ -1,6 +1,6 @@
-//! A pod's network interfaces as its network namespace has them.
+//! A pod's network interfaces, read from its network namespace.
 //!
-//! The result of CNI is what plugins said they did; what they did is in the namespace, so that is read.
+//! The result of CNI is only what plugins reported; the namespace has the actual configuration.
 
 use std::{collections::BTreeMap, fmt, net::IpAddr};
 
@@ -18,7 +18,7 @@ use serde::{Deserialize, Serialize};
 const MAX_INTERFACES: usize = 8;
 /// Most addresses, routes and neighbours of an interface, each.
 const MAX_OF_EACH: usize = 256;
-/// What the names of our devices in a pod's namespace begin with.
+/// Prefix of the names of this daemon's devices in a pod's namespace.
 const OURS: &str = "sbx-";
 /// Length of an Ethernet address, bytes.
 const MAC_LEN: usize = 6;
@@ -36,16 +36,16 @@ pub struct Interface {
     pub mtu: u32,
     /// Its addresses.
     pub addresses: Vec<Address>,
-    /// Routes that leave by it.
+    /// Its routes.
     pub routes: Vec<Route>,
-    /// Neighbours that somebody noted down for good.
+    /// Its permanent neighbour entries.
     pub neighbours: Vec<Neighbour>,
 }
 
 impl Interface {
-    /// Name of the device of ours beside it, by which it leads to the VM.
+    /// Returns the name of the device that connects it to the VM.
     pub fn host_device(&self) -> String {
-        // By the index, for a name may be as long as a name can be.
+        // Uses the index, since a name may already have the maximum length.
         format!("{OURS}{}", self.index)
     }
 }
@@ -64,13 +64,13 @@ impl fmt::Display for Mac {
 /// An address of an interface.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Address {
-    /// Itself.
+    /// The address.
     pub ip: IpAddr,
-    /// Bits that are common to its network.
+    /// Length of the network prefix, bits.
     pub prefix_length: u8,
-    /// rtnetlink's: 0 for the universe, 253 for the link.
+    /// As in rtnetlink: 0 is global, 253 the link.
     pub scope: u8,
-    /// The other end of a link between two.
+    /// The other end of a point-to-point link.
     pub peer: Option<IpAddr>,
     /// Its network's broadcast address.
     pub broadcast: Option<IpAddr>,
@@ -85,61 +85,61 @@ impl fmt::Display for Address {
 /// A route.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Route {
-    /// Where it leads; all zeroes with length 0 for the default route.
+    /// Its destination; all zeroes with length 0 for the default route.
     pub destination: IpAddr,
-    /// Bits that are common to the destination.
+    /// Length of the destination's prefix, bits.
     pub prefix_length: u8,
-    /// By whom; none: it is on the link.
+    /// Its gateway; `None`: on the link.
     pub gateway: Option<IpAddr>,
-    /// Source address to use.
+    /// Preferred source address.
     pub source: Option<IpAddr>,
-    /// The lowest wins.
+    /// Its metric; the lowest wins.
     pub metric: u32,
-    /// As of an [`Address`].
+    /// As in an [`Address`].
     pub scope: u8,
-    /// The gateway is on the link, though no route says so.
+    /// The gateway is on the link, even without a route to it.
     pub on_link: bool,
-    /// Largest packet by this route; 0: the interface's.
+    /// Largest packet of this route, bytes; 0: the interface's.
     pub mtu: u32,
 }
 
-/// A neighbour.
+/// A neighbour entry.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Neighbour {
-    /// Its address.
+    /// Its IP address.
     pub ip: IpAddr,
-    /// Where it is.
+    /// Its Ethernet address.
     pub mac: Mac,
 }
 
-/// What is in a namespace that a VM can't be given; completes "the pod's network …".
+/// A configuration that a VM cannot have; completes "the pod's network …".
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Unsuitable {
-    /// No Ethernet.
-    #[error("has interface {0:?}, which is not of Ethernet")]
+    /// Not Ethernet.
+    #[error("has interface {0:?}, which is not Ethernet")]
     NotEthernet(String),
-    /// More than a VM gets.
+    /// More than a VM supports.
     #[error("has more than {MAX_INTERFACES} interfaces")]
     TooManyInterfaces,
-    /// More than is passed on.
+    /// More than the limit.
     #[error("has more than {MAX_OF_EACH} {what} on interface {interface:?}")]
     TooMany {
         /// "addresses", "routes", "neighbours".
         what: &'static str,
-        /// Of this one.
+        /// The interface.
         interface: String,
     },
-    /// A route that can't be had in the guest.
-    #[error("has a route to {to} by {how}, which is not carried into the guest")]
+    /// A route that the guest cannot have.
+    #[error("has a route to {to} by {how}, which is not supported in the guest")]
     Route {
         /// Its destination.
         to: String,
-        /// What is special about it.
+        /// Its special feature.
         how: &'static str,
     },
 }
 
-/// Returns all interfaces but loopback, made of what rtnetlink dumps.
+/// Parses rtnetlink dumps; returns all interfaces but loopback.
 pub fn interfaces(dumped: Vec<RouteNetlinkMessage>) -> Result<Vec<Interface>, Unsuitable> {
     let mut found = BTreeMap::new();
     let mut rest = Vec::new();
@@ -193,7 +193,7 @@ fn add<T>(all: &mut Vec<T>, one: T, what: &'static str, interface: &str) -> Resu
     Ok(())
 }
 
-/// None: nothing that a plugin made for the pod.
+/// Parses a link; `None` if it is not an interface of the pod.
 fn interface(link: LinkMessage) -> Result<Option<Interface>, Unsuitable> {
     let (mut name, mut mac, mut mtu) = (String::new(), None, 0);
     for attribute in link.attributes {
@@ -204,7 +204,7 @@ fn interface(link: LinkMessage) -> Result<Option<Interface>, Unsuitable> {
             _ => {}
         }
     }
-    // One that is down carries nothing: the kernel makes such by itself in each namespace.
+    // Unused devices are down: the kernel creates some in each namespace.
     if link.header.flags.contains(LinkFlags::Loopback)
         || !link.header.flags.contains(LinkFlags::Up)
         || name.starts_with(OURS)
@@ -235,7 +235,7 @@ fn address(message: &AddressMessage) -> Option<Address> {
             _ => {}
         }
     }
-    // With a peer, `Local` is ours and `Address` the peer's; without, IPv6 has `Address` alone.
+    // With a peer, `Local` is the address and `Address` the peer's; without, IPv6 has only `Address`.
     let ip = local.or(address)?;
     Some(Address {
         ip,
@@ -246,7 +246,7 @@ fn address(message: &AddressMessage) -> Option<Address> {
     })
 }
 
-/// Returns a unicast route of the main table, and the interface by which it leaves.
+/// Parses a unicast route of the main table; returns it with its interface.
 fn route(message: &RouteMessage) -> Result<Option<(u32, Route)>, Unsuitable> {
     let header = &message.header;
     let mut table = u32::from(header.table);
@@ -314,7 +314,7 @@ fn ip(address: &RouteAddress) -> Option<IpAddr> {
     }
 }
 
-/// Returns what was learnt will be learnt again; what was noted down for good will not.
+/// Parses a neighbour entry; `None` unless it is permanent: the guest will learn the others.
 fn neighbour(message: &NeighbourMessage) -> Option<Neighbour> {
     if message.header.state != NeighbourState::Permanent {
         return None;
@@ -331,7 +331,7 @@ fn neighbour(message: &NeighbourMessage) -> Option<Neighbour> {
     Some(Neighbour { ip: ip?, mac: mac? })
 }
 
-/// Returns what the guest is told, to give its network device number `nic` this interface's place.
+/// Converts an interface for the guest, which configures its network device number `nic` with it.
 pub fn for_guest(nic: u32, interface: &Interface) -> wire::Interface {
     let address = |address: &Address| wire::Address {
         ip: octets(address.ip),
@@ -357,7 +357,7 @@ pub fn for_guest(nic: u32, interface: &Interface) -> wire::Interface {
         mac: neighbour.mac.0.to_vec(),
         ..Default::default()
     };
-    // What others are reached by has to be there before them.
+    // Routes without a gateway first: they make gateways reachable.
     let mut routes: Vec<&Route> = interface.routes.iter().collect();
     routes.sort_by_key(|route| route.gateway.is_some());
     wire::Interface {

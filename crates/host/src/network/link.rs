@@ -1,4 +1,4 @@
-//! What is done with devices of the calling thread's network namespace.
+//! Operations on devices of the calling thread's network namespace.
 
 use std::{
     io,
@@ -24,14 +24,14 @@ use sandboxer_netlink::{
 /// `ETH_P_ALL` in network byte order, as a filter's header has it.
 const ALL_PROTOCOLS: u16 = (libc::ETH_P_ALL as u16).to_be();
 
-/// Priority of our filters, by which a later attempt knows them. The kernel gives those that ask for none 0xc000 and
-/// less.
+/// Priority of this daemon's filters, to recognize them later. The kernel gives filters without a priority
+/// 0xc000 and less.
 const PRIORITY: u16 = 0xdb0f;
 
-/// Loads what [`join`] needs of the kernel, where nothing loads its modules by itself.
+/// Loads the kernel modules that [`join`] needs, where they are not loaded automatically.
 pub const MODPROBE: &str = "modprobe -a sch_ingress cls_u32 act_mirred";
 
-/// Everything that comes in at either of two devices goes out at the other one.
+/// Connects two devices: everything that arrives at one leaves by the other.
 pub fn join(netlink: &mut Netlink, one: u32, other: u32) -> io::Result<()> {
     for (from, to) in [(one, other), (other, one)] {
         redirect(netlink, from, to)?;
@@ -39,10 +39,10 @@ pub fn join(netlink: &mut Netlink, one: u32, other: u32) -> io::Result<()> {
     Ok(())
 }
 
-/// Whatever comes in at `from` goes out at `to`, before this namespace's own stack sees it.
+/// Redirects everything that arrives at `from` to `to`, before this namespace's own network stack.
 ///
-/// As `tc qdisc add dev FROM ingress; tc filter add dev FROM ingress u32 match u8 0 0 action mirred egress
-/// redirect dev TO`. `matchall` would say it in fewer words, and not every kernel has it.
+/// Same as `tc qdisc add dev FROM ingress; tc filter add dev FROM ingress u32 match u8 0 0 action mirred
+/// egress redirect dev TO`. `matchall` would be simpler, but not every kernel has it.
 fn redirect(netlink: &mut Netlink, from: u32, to: u32) -> io::Result<()> {
     let mut qdisc = TcMessage::with_index(from.cast_signed());
     qdisc.header.parent = TcHandle::INGRESS;
@@ -55,7 +55,7 @@ fn redirect(netlink: &mut Netlink, from: u32, to: u32) -> io::Result<()> {
             if !is_ours(netlink, from)? {
                 return Err(not_ours(from));
             }
-            // Of a VM that did not become the pod's: its filter leads nowhere.
+            // Left by a VM that failed before it became the pod's: its filter has no target.
             netlink.request(RouteNetlinkMessage::DelQueueDiscipline(qdisc.clone()), 0)?;
             netlink.request(RouteNetlinkMessage::NewQueueDiscipline(qdisc), NLM_F_CREATE | NLM_F_EXCL)?;
         }
@@ -65,7 +65,7 @@ fn redirect(netlink: &mut Netlink, from: u32, to: u32) -> io::Result<()> {
     redirect_with(netlink, from, to, PRIORITY)
 }
 
-/// Adds the filter, of this priority.
+/// Adds the filter with this priority.
 fn redirect_with(netlink: &mut Netlink, from: u32, to: u32, priority: u16) -> io::Result<()> {
     let mut everything = TcU32Selector::default();
     everything.flags = TcU32SelectorFlags::Terminal;
@@ -94,7 +94,7 @@ fn redirect_with(netlink: &mut Netlink, from: u32, to: u32, priority: u16) -> io
         .map_err(|error| unknown("the u32 filter (cls_u32) or the redirect action (act_mirred)", error))
 }
 
-/// Names what the kernel lacks: it says ENOENT for a kind of which it has neither code nor module.
+/// Names the missing kernel feature: ENOENT means that the kernel has neither code nor module of a kind.
 fn unknown(what: &str, error: io::Error) -> io::Error {
     match error.kind() {
         io::ErrorKind::NotFound => io::Error::new(
@@ -105,7 +105,7 @@ fn unknown(what: &str, error: io::Error) -> io::Error {
     }
 }
 
-/// Returns whether what takes packets at device `index` before the namespace's own stack is an earlier [`join`]'s alone.
+/// Returns whether the ingress filters of device `index` are only from an earlier [`join`].
 fn is_ours(netlink: &mut Netlink, index: u32) -> io::Result<bool> {
     let of_device = TcMessage::with_index(index.cast_signed());
     let qdiscs = netlink.dump(RouteNetlinkMessage::GetQueueDiscipline(of_device.clone()))?;
@@ -113,7 +113,7 @@ fn is_ours(netlink: &mut Netlink, index: u32) -> io::Result<bool> {
         RouteNetlinkMessage::NewQueueDiscipline(qdisc) => {
             qdisc.header.index != of_device.header.index
                 || qdisc.header.parent != TcHandle::INGRESS
-                // `clsact` has the same place, and filters for what goes out, too.
+                // `clsact` has the same handle, and egress filters too.
                 || qdisc.attributes.contains(&TcAttribute::Kind("ingress".to_owned()))
         }
         _ => true,
@@ -136,21 +136,21 @@ fn not_ours(index: u32) -> io::Error {
     io::Error::new(
         io::ErrorKind::AlreadyExists,
         format!(
-            "interface {name:?} has an ingress or clsact qdisc that somebody else made: the guest's packets would pass \
-             by its filters; take it away, or run the pod with another runtime"
+            "interface {name:?} has an ingress or clsact qdisc of another program: the guest's packets would bypass \
+             its filters; remove it, or run the pod with another runtime"
         ),
     )
 }
 
-/// Index of a device that was just made, which comes up with this MTU.
+/// Brings a new device up with this MTU; returns its index.
 pub fn bring_up(netlink: &mut Netlink, name: &str, mtu: u32) -> io::Result<u32> {
     let index = nix::net::if_::if_nametoindex(name)?;
-    be_mute(netlink, index)?;
+    disable_ipv6(netlink, index)?;
     set_up(netlink, index, mtu)?;
     Ok(index)
 }
 
-/// A device comes up with this MTU.
+/// Brings a device up with this MTU.
 pub fn set_up(netlink: &mut Netlink, index: u32, mtu: u32) -> io::Result<()> {
     let mut up = LinkMessage::default();
     up.header.index = index;
@@ -160,20 +160,21 @@ pub fn set_up(netlink: &mut Netlink, index: u32, mtu: u32) -> io::Result<()> {
     netlink.request(RouteNetlinkMessage::SetLink(up), 0)
 }
 
-/// Keeps this namespace's own stack from taking an IPv6 address on a device, and so from talking to the guest.
-fn be_mute(netlink: &mut Netlink, index: u32) -> io::Result<()> {
-    let mut mute = LinkMessage::default();
-    mute.header.index = index;
+/// Prevents this namespace's own stack from having an IPv6 address on a device, and so from talking to the
+/// guest.
+fn disable_ipv6(netlink: &mut Netlink, index: u32) -> io::Result<()> {
+    let mut link = LinkMessage::default();
+    link.header.index = index;
     let none = AfSpecInet6::AddrGenMode(In6AddrGenMode::None);
-    mute.attributes.push(LinkAttribute::AfSpecUnspec(vec![AfSpecUnspec::Inet6(vec![none])]));
-    match netlink.request(RouteNetlinkMessage::SetLink(mute), 0) {
-        // A host without IPv6, or an MTU too small for it.
+    link.attributes.push(LinkAttribute::AfSpecUnspec(vec![AfSpecUnspec::Inet6(vec![none])]));
+    match netlink.request(RouteNetlinkMessage::SetLink(link), 0) {
+        // The host has no IPv6, or the MTU is too small for it.
         Err(error) if error.raw_os_error() == Some(libc::EAFNOSUPPORT) => Ok(()),
         done => done,
     }
 }
 
-/// Makes a veth pair: a new device `here`, and a new device `there` in another namespace.
+/// Creates a veth pair: a new device `here`, and a new device `there` in another namespace.
 pub fn veth(netlink: &mut Netlink, here: &str, there: (&str, BorrowedFd<'_>), mtu: u32) -> io::Result<()> {
     let mut peer = LinkMessage::default();
     let (name, namespace) = there;
@@ -194,7 +195,7 @@ pub fn veth(netlink: &mut Netlink, here: &str, there: (&str, BorrowedFd<'_>), mt
     netlink.request(RouteNetlinkMessage::NewLink(veth), NLM_F_CREATE | NLM_F_EXCL)
 }
 
-/// Removes a device, if there is one of this name.
+/// Removes the device `name` if it exists.
 pub fn remove(netlink: &mut Netlink, name: &str) -> io::Result<()> {
     match nix::net::if_::if_nametoindex(name) {
         Ok(index) => remove_index(netlink, index),
@@ -206,7 +207,7 @@ fn remove_index(netlink: &mut Netlink, index: u32) -> io::Result<()> {
     let mut old = LinkMessage::default();
     old.header.index = index;
     match netlink.request(RouteNetlinkMessage::DelLink(old), 0) {
-        // A tap goes when its VMM has ended, which may be just now.
+        // A tap is removed when its VMM exits, which may be just now.
         Err(error) if error.raw_os_error() == Some(libc::ENODEV) => Ok(()),
         removed => removed,
     }
@@ -222,7 +223,7 @@ mod tests {
     const ONE: &CStr = c"one";
     const TWO: &CStr = c"two";
 
-    /// Does `work` in a new network namespace with two taps in it, whose indices it gets.
+    /// Runs `work` in a new network namespace with two taps; passes their indices.
     fn with_taps<T: Send>(
         work: impl FnOnce(&mut Netlink, u32, u32) -> io::Result<T> + Send,
     ) -> io::Result<T> {
@@ -274,7 +275,7 @@ mod tests {
     fn a_qdisc_of_somebody_elses_is_kept_and_named() {
         with_taps(|netlink, one, two| {
             add_qdisc(netlink, one, "ingress")?;
-            // The same filter as ours, of another priority.
+            // The same filter, with another priority.
             redirect_with(netlink, one, two, 7)?;
             let error = join(netlink, one, two).unwrap_err();
             assert!(error.to_string().contains("\"one\" has an ingress or clsact qdisc"), "{error}");

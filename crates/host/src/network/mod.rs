@@ -1,19 +1,19 @@
-//! A pod's network: its interfaces become those of its VM.
+//! A pod's network: connects its interfaces to its VM.
 //!
 //! ```text
 //!   pod's namespace                                            guest
 //!   eth0 ◀──redirect──▶ sbx-2, a tap ◀── file ──▶ VMM ◀──▶ NIC 0, called eth0
 //!
-//!   a VM of the pool has its tap already, in a namespace that no pod has:
+//!   a VM of the pool already has its tap, in a namespace without a pod:
 //!   eth0 ◀──redirect──▶ sbx-2 ◀──veth──▶ c7 ◀──redirect──▶ t7, a tap ◀── file ──▶ VMM
 //! ```
 //!
-//! All that comes in at an interface goes to the tap before the namespace's own stack sees it, so the guest
-//! answers for the pod's addresses, though the interface keeps them: CNI plugins look for them there, and
-//! containerd counts there.
+//! Everything that arrives at an interface is redirected to the tap before the namespace's own network stack
+//! sees it. So the guest uses the pod's addresses, although the interface keeps them: CNI plugins check them
+//! there, and containerd reads counters there.
 //!
-//! Nothing of this is undone: a tap goes with its VMM, the rest with the pod's namespace, which is containerd's.
-//! What a VM left that did not become the pod's, the next one replaces.
+//! No clean-up is needed: a tap is removed with its VMM, the rest with the pod's namespace, which belongs to
+//! containerd. A failed VM's devices are replaced by the next one.
 
 mod error;
 mod filters;
@@ -52,8 +52,8 @@ pub use self::{
     tap_pool::{PooledTap, TapPool},
 };
 
-/// Returns the interfaces of the pod, whose namespace is bound to `netns`. Packet filters there, which would not hold for
-/// the guest, are refused, unless `rules` says otherwise.
+/// Returns the interfaces of the pod with its namespace at `netns`. Packet filters there would not apply to
+/// the guest and are an error, unless `rules` ignores them.
 pub async fn look(
     pod: &SandboxId,
     netns: &Path,
@@ -89,10 +89,11 @@ pub async fn look(
     })
 }
 
-/// A step of all.
+/// A step that several operations have.
 const RTNETLINK: &str = "open an rtnetlink socket";
 
-/// Makes two taps and joins them as a pod's are joined, in a network namespace that goes with them.
+/// Creates two taps and joins them like a pod's, in a network namespace that is removed afterwards. Tests the
+/// kernel's features.
 pub fn trial() -> io::Result<()> {
     namespace::within(namespace::fresh()?, || -> io::Result<()> {
         let taps = [tap::open(c"one")?, tap::open(c"two")?];
@@ -107,7 +108,7 @@ pub fn trial() -> io::Result<()> {
 
 const TRIAL_MTU: u32 = 1500;
 
-/// Makes a tap for each of the pod's interfaces, joined to it, for a VMM that is about to start.
+/// Creates a tap for each of the pod's interfaces, joined to it, for a VMM that is about to start.
 pub async fn taps(
     pod: &SandboxId,
     netns: &Path,
@@ -121,7 +122,7 @@ pub async fn taps(
     .await
 }
 
-/// Joins the pod's interfaces to taps that a VM has already, one each.
+/// Joins the pod's interfaces to a VM's existing taps, one each.
 pub async fn plug(
     pod: &SandboxId,
     netns: &Path,
@@ -134,7 +135,7 @@ pub async fn plug(
         let mut netlink = Netlink::open().at_step(RTNETLINK)?;
         for (device, tap) in wanted.iter().zip(&taps) {
             device.remove_old(&mut netlink)?;
-            tap_pool.veth(&mut netlink, tap, &device.name, device.mtu).at("make veth", &device.name)?;
+            tap_pool.veth(&mut netlink, tap, &device.name, device.mtu).at("create veth", &device.name)?;
             device.join(&mut netlink)?;
         }
         tap_pool.join(wanted.iter().map(|device| device.mtu).zip(&taps))
@@ -142,7 +143,7 @@ pub async fn plug(
     .await
 }
 
-/// A device of ours beside an interface of the pod's.
+/// A device of this daemon that is joined to an interface of the pod.
 struct Device {
     interface: u32,
     name: String,
@@ -153,12 +154,12 @@ impl Device {
     fn tap(self, netlink: &mut Netlink) -> Result<OwnedFd, Failed> {
         self.remove_old(netlink)?;
         let name = CString::new(self.name.as_str()).map_err(io::Error::from)?;
-        let tap = tap::open(&name).at("make tap", &self.name)?;
+        let tap = tap::open(&name).at("create tap", &self.name)?;
         self.join(netlink)?;
         Ok(tap)
     }
 
-    /// Removes what a VM left that did not become the pod's.
+    /// Removes a device left by a VM that failed.
     fn remove_old(&self, netlink: &mut Netlink) -> Result<(), Failed> {
         link::remove(netlink, &self.name).at("remove", &self.name)
     }

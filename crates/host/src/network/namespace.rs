@@ -1,4 +1,4 @@
-//! Work in another network namespace.
+//! Runs code in another network namespace.
 
 use std::{
     fs::File,
@@ -10,12 +10,12 @@ use std::{
 
 use nix::sched::{CloneFlags, setns, unshare};
 
-/// Opens the network namespace that is bound to `path`.
+/// Opens the network namespace at `path`.
 pub fn open(path: &Path) -> io::Result<OwnedFd> {
     Ok(File::open(path)?.into())
 }
 
-/// Makes an empty one. It lives as long as the descriptor, or anything opened in it.
+/// Creates an empty network namespace. It exists as long as the descriptor, or a socket or tap in it.
 pub fn fresh() -> io::Result<OwnedFd> {
     in_a_thread(|| -> io::Result<_> {
         unshare(CloneFlags::CLONE_NEWNET)?;
@@ -23,10 +23,10 @@ pub fn fresh() -> io::Result<OwnedFd> {
     })
 }
 
-/// Does `work` in `namespace`; blocks for as long as that takes.
+/// Runs `work` in `namespace`; blocks until it is done.
 ///
-/// A thread is entered into the namespace and ends with the work: one of the runtime's would take other tasks
-/// there.
+/// Uses a new thread, which ends with the work: a thread of the runtime would run other tasks in the
+/// namespace.
 pub fn within<T: Send, E: From<io::Error> + Send>(
     namespace: impl AsFd + Sync,
     work: impl FnOnce() -> Result<T, E> + Send,

@@ -1,9 +1,9 @@
-//! Ports of the host that lead into a pod which asked for the host's network: its VM can't be in that, but what
-//! connects to the host can be carried to it.
+//! Ports of the host that lead into a pod with the host's network: its VM cannot be in the host's network,
+//! but connections to the host can be forwarded to it.
 
 use std::{io, net::TcpListener};
 
-/// Listens at a port of all the host's addresses, of both families unless the host has but one.
+/// Listens on a port of all the host's addresses, of both families if the host has both.
 pub fn listen(port: u16) -> io::Result<TcpListener> {
     let listener = TcpListener::bind(("::", port)).or_else(|error| match error.raw_os_error() {
         Some(libc::EAFNOSUPPORT | libc::EADDRNOTAVAIL) => TcpListener::bind(("0.0.0.0", port)),
@@ -25,7 +25,7 @@ mod tests {
         let port = listener.local_addr().unwrap().port();
         TcpStream::connect(("127.0.0.1", port)).unwrap();
         assert_eq!(listen(port).unwrap_err().kind(), io::ErrorKind::AddrInUse);
-        // At once, though somebody else has it open still.
+        // At once, even if another process still has it open.
         let _other = listener.try_clone().unwrap();
         nix::sys::socket::shutdown(listener.as_raw_fd(), nix::sys::socket::Shutdown::Both).unwrap();
         listen(port).unwrap();

@@ -1,9 +1,9 @@
 //! One listening socket for every port of a network namespace's loopback.
 //!
-//! containerd forwards a port by entering the pod's namespace and connecting to localhost there, where nobody
-//! listens: the pod is in its VM. A program of a few instructions, run by the kernel where it looks for who
-//! listens, names this socket whatever the port (`BPF_PROG_TYPE_SK_LOOKUP`, Linux 5.9). It sees new connections of
-//! loopback alone, and is gone with its descriptor.
+//! containerd forwards a port by connecting to localhost in the pod's namespace, where no process listens:
+//! the pod is in its VM. A small BPF program, run by the kernel's socket look-up, selects this socket for
+//! every port (`BPF_PROG_TYPE_SK_LOOKUP`, Linux 5.9). It handles new loopback connections only, and is
+//! removed with its descriptor.
 
 use std::{
     io,
@@ -15,20 +15,20 @@ use sandboxer_bpf::{Instruction, Kind, Program, SocketMap, code::*, instruction}
 
 use super::namespace;
 
-/// A listener at every port of a loopback.
+/// A listener on every port of a loopback.
 #[derive(Debug)]
 pub struct SkLookupListener {
-    /// Where connections come in; the port that was meant is their local one.
+    /// Accepts the connections; the requested port is their local one.
     pub listener: TcpListener,
-    /// Keeps them coming.
+    /// Keeps the BPF program attached.
     pub link: OwnedFd,
 }
 
-/// Listens in `namespace`. Blocks while it is set up, some 2 ms.
+/// Listens in `namespace`. Blocks for the set-up, some 2 ms.
 pub fn listen(namespace: impl AsFd + Sync) -> io::Result<SkLookupListener> {
     let namespace = namespace.as_fd();
     let listener = namespace::within(namespace, || {
-        // Of both families, unless the host has but one.
+        // Both families if the host has both.
         TcpListener::bind("[::]:0").or_else(|_| TcpListener::bind("127.0.0.1:0"))
     })?;
     listener.set_nonblocking(true)?;
@@ -37,20 +37,20 @@ pub fn listen(namespace: impl AsFd + Sync) -> io::Result<SkLookupListener> {
     Ok(SkLookupListener { listener, link })
 }
 
-/// Says of a [`LOAD_64`] that it loads a map, by its descriptor.
+/// Marks a [`LOAD_64`] as the load of a map, by its descriptor.
 const OF_MAP: u8 = 1;
-// Numbers of the kernel's functions.
+// Numbers of BPF helper functions.
 const MAP_LOOKUP_ELEM: i32 = 1;
 const SK_RELEASE: i32 = 86;
 const SK_ASSIGN: i32 = 124;
-// Where things are in `struct bpf_sk_lookup`.
+// Offsets in `struct bpf_sk_lookup`.
 const PROTOCOL: i16 = 12;
 const INTERFACE: i16 = 64;
 /// Index of loopback in each namespace.
 const LOOPBACK: i32 = 1;
 const SK_PASS: i32 = 1;
 
-/// If the connection is of TCP and comes by loopback, the socket in `map` takes it; else the kernel goes on looking.
+/// Selects the socket in `map` for TCP connections by loopback; for others the kernel continues its look-up.
 fn program(map: &SocketMap) -> [Instruction; 21] {
     [
         instruction(COPY, 6, 1, 0, 0),
@@ -58,7 +58,7 @@ fn program(map: &SocketMap) -> [Instruction; 21] {
         instruction(JUMP_IF_NOT, 2, 0, 16, libc::IPPROTO_TCP),
         instruction(LOAD_WORD, 2, 6, INTERFACE, 0),
         instruction(JUMP_IF_NOT, 2, 0, 14, LOOPBACK),
-        // The socket, by key 0.
+        // Looks the socket up, with key 0.
         instruction(STORE_WORD, 10, 0, -4, 0),
         instruction(LOAD_64, 1, OF_MAP, 0, map.as_raw_fd()),
         instruction(0, 0, 0, 0, 0),
@@ -66,7 +66,7 @@ fn program(map: &SocketMap) -> [Instruction; 21] {
         instruction(ADD, 2, 0, 0, -4),
         instruction(CALL, 0, 0, 0, MAP_LOOKUP_ELEM),
         instruction(JUMP_IF_EQUAL, 0, 0, 7, 0),
-        // It takes the connection. That it can't is found out by who connects.
+        // Assigns the connection to it. If that fails, the client gets an error.
         instruction(COPY, 7, 0, 0, 0),
         instruction(COPY, 1, 6, 0, 0),
         instruction(COPY, 2, 7, 0, 0),
@@ -74,7 +74,7 @@ fn program(map: &SocketMap) -> [Instruction; 21] {
         instruction(CALL, 0, 0, 0, SK_ASSIGN),
         instruction(COPY, 1, 7, 0, 0),
         instruction(CALL, 0, 0, 0, SK_RELEASE),
-        // Where the jumps lead.
+        // Target of the jumps.
         instruction(SET, 0, 0, 0, SK_PASS),
         instruction(EXIT, 0, 0, 0, 0),
     ]

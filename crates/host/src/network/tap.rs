@@ -1,4 +1,4 @@
-//! Taps: network devices whose other side is a file, which a VMM holds.
+//! Taps: network devices with a file as their other side, which a VMM holds.
 
 use std::{
     ffi::CStr,
@@ -7,24 +7,24 @@ use std::{
     os::fd::{AsRawFd, OwnedFd},
 };
 
-/// Makes a tap in the calling thread's network namespace. It is gone with the last descriptor.
+/// Creates a tap in the calling thread's network namespace. It is removed with its last descriptor.
 ///
-/// A `%d` in `name` becomes the lowest number that is free. Packets carry a header for what a network card does
-/// in their stead: checksums, and the cutting of large ones.
+/// A `%d` in `name` becomes the lowest free number. Packets carry a header for offloads: checksums, and
+/// segmentation.
 pub fn open(name: &CStr) -> io::Result<OwnedFd> {
     let tun = File::options().read(true).write(true).open("/dev/net/tun")?;
     // SAFETY: all zeroes is a valid request without a name.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
     let bytes = name.to_bytes_with_nul();
     if bytes.len() > request.ifr_name.len() {
-        return Err(io::Error::new(io::ErrorKind::InvalidInput, "the name of a tap is too long"));
+        return Err(io::Error::new(io::ErrorKind::InvalidInput, "tap name is too long"));
     }
     for (into, byte) in request.ifr_name.iter_mut().zip(bytes) {
         *into = byte.cast_signed();
     }
     let flags = libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR;
     request.ifr_ifru.ifru_flags = flags.try_into().map_err(io::Error::other)?;
-    // SAFETY: the request is of the type that this call reads and writes.
+    // SAFETY: the request has the type that this call reads and writes.
     match unsafe { libc::ioctl(tun.as_raw_fd(), libc::TUNSETIFF, &mut request) } {
         -1 => Err(io::Error::last_os_error()),
         _ => Ok(tun.into()),

@@ -1,7 +1,7 @@
-//! Taps of VMs that belong to no pod yet.
+//! Taps of VMs without a pod yet.
 //!
-//! Moving a tap to another network namespace takes 17 ms (measured), most of which the kernel waits for readers of the
-//! device. A veth pair is made in 1 ms, and costs a packet no copy.
+//! Moving a tap to another network namespace takes 17 ms (measured): mostly, the kernel waits for readers of
+//! the device. Creating a veth pair takes 1 ms, and costs no copy of a packet.
 
 use std::{
     ffi::CString,
@@ -21,10 +21,10 @@ use super::{
     link, namespace, tap,
 };
 
-/// A network namespace that no pod has. The kernel removes it with the last VMM that holds a tap in it.
+/// A network namespace without a pod. The kernel removes it with the last VMM that holds a tap in it.
 #[derive(Debug, Default)]
 pub struct TapPool {
-    // A plain lock: held while the namespace is made, once.
+    // A plain lock: held while the namespace is created, once.
     namespace: Mutex<Option<OwnedFd>>,
     made: AtomicU64,
 }
@@ -44,7 +44,7 @@ impl PooledTap {
 }
 
 impl TapPool {
-    /// Makes `count` taps. Blocks meanwhile.
+    /// Creates `count` taps. Blocks meanwhile.
     pub fn taps(&self, count: u8) -> io::Result<Vec<(OwnedFd, PooledTap)>> {
         if count == 0 {
             return Ok(Vec::new());
@@ -56,7 +56,8 @@ impl TapPool {
         })
     }
 
-    /// Makes a veth pair from `here` in the calling thread's namespace, where `netlink` is, to the tap's.
+    /// Creates a veth pair from `here` in the calling thread's namespace, which `netlink` belongs to, to the
+    /// tap's namespace.
     pub(super) fn veth(
         &self,
         netlink: &mut Netlink,
@@ -68,7 +69,7 @@ impl TapPool {
         link::veth(netlink, here, (&tap.veth(), namespace.as_fd()), mtu)
     }
 
-    /// Joins taps to the veths that were made to them, of these MTUs.
+    /// Joins taps to their veths, with these MTUs.
     pub(super) fn join<'a>(
         &self,
         taps: impl Iterator<Item = (u32, &'a PooledTap)> + Send,

@@ -1,4 +1,4 @@
-//! What goes through a pod's interfaces, and what is left undone to packets on the way into its VM.
+//! Counters of a pod's interfaces, and offloads of its VM's network cards.
 
 use std::{
     ffi::CString,
@@ -19,20 +19,20 @@ use sandboxer_protocol::id::SandboxId;
 
 use super::{Interface, NetworkError, RTNETLINK, error::At, namespace, within};
 
-/// How much has gone one way since the interface was made.
+/// Counters of one direction since the interface was created.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Counters {
-    /// Bytes, headers of Ethernet included.
+    /// Bytes, including Ethernet headers.
     pub bytes: u64,
-    /// Packets; what the kernel holds together counts as one.
+    /// Packets; a segmentation-offload packet counts as one.
     pub packets: u64,
-    /// Packets for which there was no room.
+    /// Packets dropped for lack of space.
     pub dropped: u64,
-    /// Packets that were broken.
+    /// Packets with errors.
     pub errors: u64,
 }
 
-/// What an interface carries, as the pod sees it.
+/// Counters of an interface, as seen by the pod.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub struct Traffic {
     /// To the pod.
@@ -59,7 +59,7 @@ impl From<&Stats64> for Traffic {
     }
 }
 
-/// Returns what each of `interfaces` has carried so far.
+/// Reads the counters of each of `interfaces`.
 pub async fn read(
     pod: &SandboxId,
     netns: &Path,
@@ -84,18 +84,18 @@ pub async fn read(
     .await
 }
 
-/// Returns what is not done to packets on the host because the VM's network card, and so its guest, does it: of each
-/// tap that process `vmm` holds, in the order of the cards.
+/// Returns the offloads of each tap that process `vmm` holds, in the order of the network cards: work that
+/// the guest's card does instead of the host.
 ///
-/// The taps are found where they are used and not where they were made: that may have been long before the pod, and
-/// by another daemon. Blocks.
+/// The taps are found by their user: they may have been created long before the pod, and by another daemon.
+/// Blocks.
 pub fn offloads(vmm: u32) -> io::Result<Vec<Vec<&'static str>>> {
     let pid = i32::try_from(vmm).ok().and_then(Pid::from_raw).ok_or(io::ErrorKind::InvalidInput)?;
     let process = pidfd_open(pid, PidfdFlags::empty())?;
     let mut numbers = Vec::new();
     for entry in fs::read_dir(format!("/proc/{vmm}/fd"))? {
         let entry = entry?;
-        // One that is closed meanwhile is no tap of a card's.
+        // A descriptor that was closed meanwhile is not a card's tap.
         if fs::read_link(entry.path()).is_ok_and(|to| to == Path::new(TUN)) {
             numbers.extend(entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()));
         }
@@ -110,19 +110,19 @@ pub fn offloads(vmm: u32) -> io::Result<Vec<Vec<&'static str>>> {
 }
 
 const TUN: &str = "/dev/net/tun";
-/// `SIOCGSKNS` of linux/sockios.h: the network namespace of a socket, or a tap.
+/// `SIOCGSKNS` of linux/sockios.h: gets the network namespace of a socket or a tap.
 const GET_NAMESPACE: libc::Ioctl = 0x894c;
 /// `SIOCETHTOOL` of linux/sockios.h.
 const ETHTOOL: libc::Ioctl = 0x8946;
 
-/// Questions of linux/ethtool.h whose answer is yes or no, asked of the host's side: what it sends goes to the guest.
+/// Boolean queries of linux/ethtool.h, for the host's side: it sends to the guest.
 const QUESTIONS: [(u32, &str); 4] =
     [(0x16, "checksums"), (0x18, "scatter-gather"), (0x1e, "tcp-segmentation"), (0x23, "segmentation")];
 
 fn name_of(tap: &OwnedFd) -> io::Result<CString> {
     // SAFETY: all zeroes is a valid request.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
-    // SAFETY: the request is of the type that this call writes.
+    // SAFETY: the request has the type that this call writes.
     if unsafe { libc::ioctl(tap.as_raw_fd(), libc::TUNGETIFF, &mut request) } == -1 {
         return Err(io::Error::last_os_error());
     }
@@ -135,12 +135,12 @@ fn namespace_of(tap: &impl AsFd) -> io::Result<OwnedFd> {
     // SAFETY: the call takes no argument.
     match unsafe { libc::ioctl(tap.as_fd().as_raw_fd(), GET_NAMESPACE) } {
         -1 => Err(io::Error::last_os_error()),
-        // SAFETY: the kernel has just opened it, for nobody else.
+        // SAFETY: the kernel has just opened it, and it has no other owner.
         fd => Ok(unsafe { OwnedFd::from_raw_fd(fd) }),
     }
 }
 
-/// Of a device of the calling thread's network namespace.
+/// Returns the offloads of a device of the calling thread's network namespace.
 fn offloads_of(name: &CString) -> io::Result<Vec<&'static str>> {
     #[repr(C)]
     struct Question {
@@ -157,7 +157,7 @@ fn offloads_of(name: &CString) -> io::Result<Vec<&'static str>> {
             *into = byte.cast_signed();
         }
         request.ifr_ifru.ifru_data = std::ptr::from_mut(&mut question).cast();
-        // SAFETY: the request leads to what such questions read and write, which outlives the call.
+        // SAFETY: the request points to a query that the call reads and writes, and that outlives the call.
         if unsafe { libc::ioctl(socket.as_raw_fd(), ETHTOOL, &mut request) } == -1 {
             return Err(io::Error::last_os_error());
         }

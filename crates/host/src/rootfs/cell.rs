@@ -1,4 +1,4 @@
-//! Where mkfs.erofs runs: what it reads was made by a tenant, so it sees that, the file it makes, and nothing else.
+//! The jail of mkfs.erofs: a tenant made its input, so it sees only that, its output file, and nothing else.
 
 use std::{
     fs::{self, File},
@@ -15,30 +15,31 @@ use super::{
     build::{Content, Job},
 };
 
-/// The image in it.
+/// Path of the image in the jail.
 pub const IMAGE: &str = "/image";
-/// The tree that the image is made of.
+/// Path of the source tree in the jail.
 pub const TREE: &str = "/tree";
 
-/// What it may do as no plain user may: read files of all owners, and see attributes `trusted.*`, such as overlay's marks.
+/// Its capabilities: to read files of all owners, and to see `trusted.*` attributes, such as overlay's marks.
 const KEEPS: [Capability; 2] = [Capability::CAP_DAC_READ_SEARCH, Capability::CAP_SYS_ADMIN];
 
-/// Files beside an image while it is made, gone with this.
+/// Temporary files beside an image while it is created, removed when dropped.
 #[derive(Debug)]
 pub struct Cell<'a> {
     job: &'a Job,
     tree: &'a Path,
-    /// What mkfs.erofs keeps for itself, as large as the image where that is made of chunks: so it is on a disk.
+    /// Temporary directory of mkfs.erofs, as large as the image if that is made of chunks: so it is on a
+    /// disk.
     scratch: PathBuf,
 }
 
 impl<'a> Cell<'a> {
-    /// Prepares one in which `job` finds its tree.
+    /// Prepares the files for `job`, which reads `tree`.
     pub fn new(job: &'a Job, tree: &'a Path) -> Result<Self, BuildError> {
         let scratch = job.image.with_extension("scratch");
         let host = |path: &Path| {
             let path = path.to_owned();
-            move |source| BuildError::Host { action: "make", path, source }
+            move |source| BuildError::Path { action: "create", path, source }
         };
         fs::DirBuilder::new().mode(0o700).create(&scratch).map_err(host(&scratch))?;
         let cell = Self { job, tree, scratch };
@@ -48,7 +49,7 @@ impl<'a> Cell<'a> {
 
     /// Returns the jail.
     pub fn jail(&self) -> Result<Jail, BuildError> {
-        self.try_jail().map_err(|source| BuildError::Host {
+        self.try_jail().map_err(|source| BuildError::Path {
             action: "prepare a jail for mkfs in",
             path: self.job.work.clone(),
             source,
@@ -56,7 +57,8 @@ impl<'a> Cell<'a> {
     }
 
     fn try_jail(&self) -> io::Result<Jail> {
-        // Of a chain, the view is mounted below the work directory, over which nothing may be mounted.
+        // For a chain, the view is mounted below the work directory, and must not be covered by another
+        // mount.
         let root = match self.job.content {
             Content::Directory(_) => self.job.work.clone(),
             Content::Chain(_) => self.job.work.join("jail"),
@@ -73,7 +75,7 @@ impl<'a> Cell<'a> {
 impl Drop for Cell<'_> {
     fn drop(&mut self) {
         if let Err(error) = fs::remove_dir_all(&self.scratch) {
-            tracing::warn!(path = %self.scratch.display(), %error, "cannot remove what mkfs left");
+            tracing::warn!(path = %self.scratch.display(), %error, "cannot remove the temporary directory of mkfs");
         }
     }
 }

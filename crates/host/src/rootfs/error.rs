@@ -1,4 +1,4 @@
-//! Why a root file system can't be made.
+//! Errors of root file systems.
 
 use std::{io, path::PathBuf, sync::Arc, time::Duration};
 
@@ -8,33 +8,33 @@ use sandboxer_protocol::id::{ContainerId, SandboxId};
 use super::{FsType, mounts::Refusal};
 use crate::helper::HelperError;
 
-/// Why a container has no root file system.
+/// Why a container's root file system cannot be created.
 #[derive(Debug, thiserror::Error)]
 pub enum RootfsError {
-    /// Its snapshot is of a kind that can't be a disk.
+    /// Its snapshot has an unsupported type.
     #[error("snapshot of container {container} in pod {pod} cannot become a disk")]
     Mount {
         /// The pod.
         pod: SandboxId,
         /// The container.
         container: ContainerId,
-        /// Which mount, and what to do.
+        /// The mount, and what to do.
         #[source]
         refusal: Refusal,
     },
-    /// Its disks can't be made.
-    #[error("cannot make the root file system of container {container} in pod {pod}")]
+    /// Its disks cannot be created.
+    #[error("cannot create the root file system of container {container} in pod {pod}")]
     Build {
         /// The pod.
         pod: SandboxId,
         /// The container.
         container: ContainerId,
-        /// Why; shared with the others that waited for the same image.
+        /// The cause; shared with others that waited for the same image.
         source: Arc<BuildError>,
     },
-    /// It has no disk to write to.
+    /// Its writable disk cannot be created.
     #[error(
-        "cannot make a disk for what container {container} in pod {pod} writes: make room below state_dir, or set \
+        "cannot create the scratch disk of container {container} in pod {pod}: free space below state_dir, or set \
          rootfs.writable to \"memory\""
     )]
     Scratch {
@@ -42,16 +42,16 @@ pub enum RootfsError {
         pod: SandboxId,
         /// The container.
         container: ContainerId,
-        /// Why.
+        /// The cause.
         source: Box<BuildError>,
     },
-    /// The store's own directory fails.
+    /// The store's own directory failed.
     #[error("cannot open the root file systems' store")]
     Open(#[from] BuildError),
 }
 
 impl RootfsError {
-    /// Returns the code to answer with.
+    /// Returns the code of the response.
     pub fn code(&self) -> Code {
         match self {
             Self::Mount { .. } => Code::Unimplemented,
@@ -63,7 +63,7 @@ impl RootfsError {
 }
 
 impl BuildError {
-    /// Returns the code to answer with.
+    /// Returns the code of the response.
     pub fn code(&self) -> Code {
         match self {
             Self::Image { .. }
@@ -76,59 +76,59 @@ impl BuildError {
     }
 }
 
-/// Why an image can't be made or used.
+/// Why an image cannot be created or used.
 #[derive(Debug, thiserror::Error)]
 pub enum BuildError {
-    /// A file or directory of the host is in the way.
+    /// An operation on a file or directory of the host failed.
     #[error("cannot {action} {path:?}")]
-    Host {
-        /// What was attempted.
+    Path {
+        /// The operation.
         action: &'static str,
-        /// On what.
+        /// Its path.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// The read-only view of a chain of layers can't be mounted.
+    /// The merged view of a chain of layers cannot be mounted.
     #[error("cannot mount the merged view of layers {layers:?}: {hint}")]
     View {
         /// Uppermost first.
         layers: Vec<PathBuf>,
         /// What to do.
         hint: &'static str,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// A program isn't there or can't be run.
+    /// A program does not exist or cannot be run.
     #[error("cannot run {program:?}: install it{setting}")]
     Program {
         /// The program.
         program: PathBuf,
-        /// Where else to set it; may be empty.
+        /// The config key of its path, or empty.
         setting: &'static str,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// A program said no.
-    #[error("{program:?} {how} while making {path:?}: {stderr}")]
+    /// A program failed.
+    #[error("{program:?} {how} while creating {path:?}: {stderr}")]
     Failed {
         /// The program.
         program: PathBuf,
         /// "exited with status 1", "was killed by signal 9".
         how: String,
-        /// What it was to make.
+        /// The file it was to create.
         path: PathBuf,
-        /// The last it said.
+        /// The end of its stderr.
         stderr: String,
     },
-    /// A program did not come to an end.
-    #[error("{program:?} was not done with {path:?} within {limit:?} and was killed")]
+    /// A program exceeded its time limit.
+    #[error("{program:?} did not create {path:?} within {limit:?} and was killed")]
     TooSlow {
         /// The program.
         program: PathBuf,
-        /// What it was to make.
+        /// The file it was to create.
         path: PathBuf,
-        /// How long it had.
+        /// The time limit.
         limit: Duration,
     },
     /// The file system that holds the images is full.
@@ -136,52 +136,52 @@ pub enum BuildError {
     Full {
         /// The store.
         dir: PathBuf,
-        /// What the image was to hold.
+        /// The source of the image.
         layers: Vec<PathBuf>,
     },
-    /// The files of a snapshot seem larger than any image should be.
+    /// The files of a snapshot are larger than the limit, holes included.
     #[error("files of {layers:?} have {bytes} bytes, holes included, which is more than an image may hold")]
     TooLarge {
-        /// What the image was to hold.
+        /// The source of the image.
         layers: Vec<PathBuf>,
         /// Sum of the files' sizes.
         bytes: u64,
     },
-    /// Directories lie in one another too deep.
+    /// Directories are nested too deep.
     #[error(
         "the directory {path:?} of a snapshot lies too deep: an image may have {most} directories in one another"
     )]
     TooDeep {
         /// The first that is too deep.
         path: PathBuf,
-        /// How deep they may lie.
+        /// The limit.
         most: usize,
     },
-    /// Too many whiteouts hide nothing.
+    /// Too many whiteouts without a lower file.
     #[error(
         "the snapshot has more whiteouts of files that no lower layer has than {most} bytes of paths can name; \
          the last one is {path:?}"
     )]
     TooManyGhosts {
-        /// The first that is too many.
+        /// The first beyond the limit.
         path: PathBuf,
-        /// Bytes that all their paths may have.
+        /// Limit of the length of all their paths, bytes.
         most: usize,
     },
-    /// An image isn't what it is said to be.
-    #[error("{path:?} is no usable {fstype} image: {reason}; pull the container's image again")]
+    /// An image is damaged, or of another type.
+    #[error("{path:?} is not a usable {fstype} image: {reason}; pull the container's image again")]
     Image {
         /// The image.
         path: PathBuf,
-        /// What it should be.
+        /// The expected file system.
         fstype: FsType,
         /// What is wrong with it.
         reason: String,
     },
-    /// Whoever touched a path for the daemon failed, or did not answer.
+    /// A helper failed or timed out.
     #[error(transparent)]
     Helper(#[from] HelperError),
-    /// The daemon is ending.
+    /// The daemon is stopping.
     #[error("the daemon is stopping")]
     Stopped,
 }

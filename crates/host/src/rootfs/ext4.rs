@@ -1,4 +1,4 @@
-//! File systems to write to, each in a sparse file: made at its first use, never over an existing one.
+//! Writable file systems, each in a sparse file: created at the first use, never over an existing one.
 
 use std::{
     ffi::OsString,
@@ -16,27 +16,27 @@ use nix::{
 
 use super::{
     BuildError, FsType,
-    build::{Confined, run},
+    program::{Confined, run},
     superblock,
 };
 
-/// Program that makes the file system.
+/// Program that creates the file system.
 const MKFS: &str = "mkfs.ext4";
-/// More than an empty file system takes on any disk.
+/// Time limit, long enough for an empty file system on any disk.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// What a file system is for.
+/// The purpose of a file system.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Use {
-    /// It may be mounted again, also after a VM's sudden end.
+    /// It may be mounted again, also after its VM was killed.
     Kept,
     /// It is mounted once.
     Scratch,
 }
 
 impl Use {
-    /// Features that it does without. One that is mounted once needs no journal; and without room for the notes on
-    /// a larger size an empty one of 10 GiB has 230 KiB to copy instead of 4.3 MiB.
+    /// Returns the options that turn features off. A file system that is mounted once needs no journal; and
+    /// without reserved space for growth an empty one of 10 GiB has 230 KiB to copy instead of 4.3 MiB.
     fn features(self) -> &'static [&'static str] {
         match self {
             Self::Kept => &[],
@@ -45,14 +45,15 @@ impl Use {
     }
 }
 
-/// Makes an ext4 file system of `size` bytes at `path`, sparse, unless one is there.
+/// Creates a sparse ext4 file system of `size` bytes at `path`, unless one exists.
 ///
-/// A VM sees the file only once it is complete: it gets its name last. Waits for the file system and the program.
+/// The file gets its name last, so a VM never sees an incomplete one. Blocks on the file system and the
+/// program.
 pub fn ensure(path: &Path, size: u64, purpose: Use) -> Result<(), BuildError> {
     match path.try_exists() {
         Ok(true) => superblock::check(path, FsType::Ext4),
         Ok(false) => make(path, size, purpose),
-        Err(source) => Err(BuildError::Host { action: "look at", path: path.to_owned(), source }),
+        Err(source) => Err(BuildError::Path { action: "stat", path: path.to_owned(), source }),
     }
 }
 
@@ -60,41 +61,41 @@ fn make(path: &Path, size: u64, purpose: Use) -> Result<(), BuildError> {
     let unfinished = unfinished(path);
     let made = try_make(path, &unfinished, size, purpose);
     if made.is_err() {
-        // Gone already when the last step had succeeded; what failed is what is told.
+        // Missing if the last step had succeeded; the first error is reported.
         let _ = fs::remove_file(&unfinished);
     }
     made
 }
 
 fn try_make(path: &Path, unfinished: &Path, size: u64, purpose: Use) -> Result<(), BuildError> {
-    let host = |action| move |source: io::Error| BuildError::Host { action, path: path.to_owned(), source };
+    let host = |action| move |source: io::Error| BuildError::Path { action, path: path.to_owned(), source };
     let file = File::options()
         .write(true)
         .create(true)
         .truncate(true)
         .mode(0o600)
         .open(unfinished)
-        .map_err(host("make"))?;
-    file.set_len(size).map_err(host("size"))?;
-    // Inode tables are zeros in a fresh sparse file; a container's layer needs no reserve for root.
+        .map_err(host("create"))?;
+    file.set_len(size).map_err(host("resize"))?;
+    // Inode tables are zeros in a new sparse file; a container's layer needs no space reserved for root.
     let options = ["-q", "-F", "-m", "0", "-E", "lazy_itable_init=1,lazy_journal_init=1,nodiscard", "--"];
     let options = purpose.features().iter().chain(&options);
     let args = options.map(OsString::from).chain([unfinished.into()]);
-    // It reads nothing of a tenant's.
+    // It reads no file of a tenant.
     run(Path::new(MKFS), args, path, "", Confined { jail: None, limit: LIMIT })?;
     file.sync_all().map_err(host("write"))?;
-    name(unfinished, path).map_err(host("name"))
+    name(unfinished, path).map_err(host("rename"))
 }
 
-/// Returns where this process makes the file that is to be at `path`. Another one may be at the same: a helper that outlives its
-/// worker goes on.
+/// Returns the temporary name of the file for `path` in this process. Another process may create the same
+/// file: a helper that outlives its worker continues.
 pub fn unfinished(path: &Path) -> PathBuf {
     let mut name = OsString::from(path);
     name.push(format!(".unfinished-{}", std::process::id()));
     name.into()
 }
 
-/// Gives a finished file its name. Whoever comes second takes the first one's: a VM may use that by now.
+/// Gives a finished file its name. If the name exists, keeps that file: a VM may already use it.
 pub fn name(unfinished: &Path, path: &Path) -> io::Result<()> {
     match fs::hard_link(unfinished, path) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists && path.symlink_metadata()?.is_file() => {}
@@ -103,8 +104,8 @@ pub fn name(unfinished: &Path, path: &Path) -> io::Result<()> {
     fs::remove_file(unfinished)
 }
 
-/// Copies a file with its holes; the copy gets its name when it is complete, unless another one has it by then. What is
-/// no file gives way.
+/// Copies a sparse file; the copy gets its name when it is complete, unless the name exists by then. Replaces
+/// anything but a regular file.
 pub fn copy(from: &Path, to: &Path) -> Result<(), BuildError> {
     let unfinished = unfinished(to);
     let link = if to.symlink_metadata().is_ok_and(|there| !there.is_file()) { Some(to) } else { None };
@@ -115,9 +116,9 @@ pub fn copy(from: &Path, to: &Path) -> Result<(), BuildError> {
         .and_then(|()| copy_data(from, &unfinished))
         .and_then(|()| name(&unfinished, to));
     copied.map_err(|source| {
-        // What failed is what is told.
+        // The first error is reported.
         let _ = fs::remove_file(&unfinished);
-        BuildError::Host { action: "make disk", path: to.to_owned(), source }
+        BuildError::Path { action: "create disk", path: to.to_owned(), source }
     })
 }
 
@@ -136,7 +137,7 @@ fn copy_data(from: &Path, to: &Path) -> io::Result<()> {
     loop {
         at = match lseek(&source, at, Whence::SeekData) {
             Ok(data) => data,
-            // Nothing but a hole follows.
+            // Only a hole follows.
             Err(Errno::ENXIO) => return Ok(()),
             Err(errno) => return Err(errno.into()),
         };

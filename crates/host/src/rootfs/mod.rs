@@ -1,10 +1,10 @@
-//! A container's snapshot as disks of its pod's VM.
+//! Converts a container's snapshot to disks of its pod's VM.
 //!
 //! ```text
-//! mounts of Task.Create ──mounts──▶ Wanted ─┬─ image: attached as it is, once its superblock is looked at
+//! mounts of Task.Create ──mounts──▶ Wanted ─┬─ image: attached after a check of its superblock
 //!                                           ├─ tree:  ──cache──▶ build ──▶ EROFS image, one per chain of layers
-//!                                           └─ scratch: ──ext4──▶ file system made if it isn't there
-//! no scratch among them, the rest is read-only ──scratch──▶ a disk that goes with the container
+//!                                           └─ scratch: ──ext4──▶ file system, created if it does not exist
+//! only read-only disks ──scratch──▶ a further disk, deleted with the container
 //! ```
 
 mod build;
@@ -13,8 +13,10 @@ mod cell;
 mod error;
 pub(crate) mod ext4;
 pub(crate) mod mounts;
+mod program;
 mod scratch;
 mod superblock;
+mod tree;
 
 use std::{
     fmt,
@@ -43,12 +45,12 @@ pub use self::{
     superblock::check as check_image,
 };
 
-/// A mount as containerd asks for it.
+/// A mount from containerd's request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mount {
     /// "overlay", "bind", "erofs", "ext4", "format/mkdir/overlay", ….
     pub fstype: String,
-    /// Path, device, or a name that means nothing.
+    /// Path, device, or a meaningless name.
     pub source: String,
     /// As in fstab.
     pub options: Vec<String>,
@@ -57,7 +59,7 @@ pub struct Mount {
 /// A file system that a guest mounts from a disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum FsType {
-    /// Read-only, made by us or by the erofs snapshotter.
+    /// Read-only, created by this daemon or by the erofs snapshotter.
     Erofs,
     /// Writable.
     Ext4,
@@ -72,7 +74,7 @@ impl fmt::Display for FsType {
     }
 }
 
-/// A disk and what is on it.
+/// A disk and its file system.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Layer {
     /// The disk.
@@ -81,19 +83,19 @@ pub struct Layer {
     pub fstype: FsType,
 }
 
-/// Where what a container writes goes.
+/// The writable part of a root file system.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Writable {
-    /// Into guest memory; at most so many bytes, 0: half of it.
+    /// Guest memory, at most this many bytes; 0: half of it.
     Tmpfs {
-        /// The bound.
+        /// The limit.
         bytes: u64,
     },
-    /// Onto a disk that goes with the container, over the layers.
+    /// A disk that is deleted with the container, over the layers.
     Scratch(DiskSpec),
-    /// Onto a disk of the snapshotter's, over the layers.
+    /// A disk of the snapshotter, over the layers.
     Overlay(Layer),
-    /// Into the disk that is the whole root file system; there are no layers.
+    /// The disk with the whole root file system; there are no layers.
     Whole(Layer),
 }
 
@@ -102,15 +104,15 @@ pub enum Writable {
 pub struct RootfsPlan {
     /// Read-only layers, uppermost first.
     pub lower: Vec<Layer>,
-    /// Where what is written goes.
+    /// The writable part.
     pub writable: Writable,
-    /// Serial of a further disk.
+    /// Serial for a further disk.
     pub next_serial: String,
-    /// Keeps the images of the cache among them.
+    /// Keep the cached images among the layers.
     pub leases: Vec<Lease>,
 }
 
-/// Makes disks of snapshots and keeps them.
+/// Converts snapshots to disks, and caches the images.
 #[derive(Debug)]
 pub struct RootfsStore {
     cache: Cache,
@@ -120,7 +122,7 @@ pub struct RootfsStore {
 }
 
 impl RootfsStore {
-    /// Opens the store in `dir`; what an earlier daemon left half-made there is removed.
+    /// Opens the store in `dir`; removes unfinished files of an earlier daemon.
     pub fn open(dir: &Path, config: &RootfsConfig, helpers: Helpers) -> Result<Arc<Self>, RootfsError> {
         let cache = Cache::open(dir, config)?;
         let usual_bytes = match config.writable {
@@ -131,7 +133,8 @@ impl RootfsStore {
         Ok(Arc::new(Self { cache, scratches, config: config.clone(), helpers }))
     }
 
-    /// Makes a scratch disk for a container, of `bytes` or the usual size; none where containers write to memory.
+    /// Creates a scratch disk for a container, of `bytes` or the default size; `None` if containers write to
+    /// memory.
     pub async fn scratch(
         &self,
         pod: &SandboxId,
@@ -149,10 +152,10 @@ impl RootfsStore {
         })
     }
 
-    /// Makes the disks for a container of which `mounts` are the snapshot.
+    /// Creates the disks for a container from its snapshot's `mounts`.
     ///
-    /// May be dropped at any time: what was begun for this container alone is undone, an image that others
-    /// may want is made to its end.
+    /// May be dropped at any time: unfinished work for this container only is undone; an image that others
+    /// may need is completed.
     pub async fn prepare(
         &self,
         pod: &SandboxId,
@@ -171,12 +174,13 @@ impl RootfsStore {
         })
     }
 
-    /// Keeps an image that a container of an earlier daemon uses; none if it is not of the cache.
+    /// Leases an image that a container of an earlier daemon uses; `None` if it is not in the cache.
     pub fn lease(&self, image: &Path) -> Option<Lease> {
         self.cache.lease(image)
     }
 
-    /// Says that every container of an earlier daemon has its leases: what nobody holds may go from now on.
+    /// Marks the leases of an earlier daemon's containers as complete: unused images may be removed from now
+    /// on.
     pub fn settle(&self) {
         self.cache.settle();
     }
@@ -233,7 +237,7 @@ impl RootfsStore {
         Ok(RootfsPlan { lower, writable, next_serial: disks.next_serial(), leases })
     }
 
-    /// Most bytes that a container may write to memory; 0: half of its guest's.
+    /// Returns the most bytes that a container may write to memory; 0: half of its guest's.
     fn memory_bytes(&self) -> u64 {
         match self.config.writable {
             WritableTo::Memory => self.config.writable_bytes,
@@ -242,16 +246,16 @@ impl RootfsStore {
     }
 }
 
-/// As many disks as a container may well have: a snapshot chain is one.
+/// More disks than a container usually has: a snapshot's chain is one.
 const LIKELY_DISKS: usize = 16;
 
-/// Serials that a container's disks may have of which nothing is known but the container.
+/// Returns the serials that a container's disks may have, if only the container is known.
 pub fn serials(container: &ContainerId) -> Vec<String> {
     let mut disks = Disks::new(container);
     (0..LIKELY_DISKS).map(|_| disks.next_serial()).collect()
 }
 
-/// Names the disks of one container: `c`, 48 bits of the id's hash, the disk's number.
+/// Serials of one container's disks: `c`, 48 bits of the id's hash, the disk's number.
 #[derive(Debug)]
 struct Disks {
     prefix: String,
@@ -275,7 +279,7 @@ impl Disks {
     }
 }
 
-/// Runs operations on the daemon's own files where they hold up nobody.
+/// Runs blocking operations on the daemon's own files in their own thread.
 pub(super) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, BuildError> + Send + 'static,
 ) -> Result<T, BuildError> {

@@ -1,13 +1,14 @@
-//! Scratch disks: what a container writes to its root file system, in a sparse file that goes with the container.
+//! Scratch disks: the writable part of a container's root file system, in a sparse file that is deleted with
+//! the container.
 //!
 //! ```text
-//! <store>/scratch/empty-1-<bytes>.ext4      made once, copied for each container
-//! <store>/scratch/<name>-<nonce>.ext4       from its making until its VMM has it open
+//! <store>/scratch/empty-1-<bytes>.ext4      created once, copied for each container
+//! <store>/scratch/<name>-<nonce>.ext4       exists until its VMM has opened it
 //! ```
 //!
-//! A file has a name only until its VMM has it open. From then on the VMM alone holds it, and the node has the room back
-//! as soon as the disk is unplugged or the VMM has ended, whoever else has died before. What has a name when a daemon
-//! starts is nobody's.
+//! A file is unlinked as soon as its VMM has opened it. Then only the VMM holds it, and the node gets the
+//! space back when the disk is unplugged or the VMM has exited, even if the daemon was killed before. Files
+//! that exist when a daemon starts are unused.
 
 use std::{
     fs::{self, DirBuilder},
@@ -22,27 +23,27 @@ use super::{
     ext4::{self, Use},
 };
 
-/// Of the file system that is copied. The number rises when it is made otherwise than before.
+/// Prefix of the empty file system that is copied. The number is incremented when it is created differently.
 const EMPTY: &str = "empty-1-";
 
-/// Makes scratch disks.
+/// Creates scratch disks.
 #[derive(Debug)]
 pub struct Scratches {
     dir: PathBuf,
-    /// Size of one that nobody asked for another size.
+    /// Size of a disk without a size limit.
     usual_bytes: u64,
-    // Held while the file system that is copied is made, by whoever needs it first.
+    // Held while the empty file system is created, by the first request that needs it.
     making: tokio::sync::Mutex<()>,
 }
 
-/// A scratch disk that no VMM has yet. Its file is gone when this is dropped, unless a VMM has it open by then.
+/// A scratch disk that its VMM has not opened yet. Dropping it unlinks the file, which an open VMM keeps.
 #[derive(Debug)]
 pub struct Scratch {
     path: PathBuf,
 }
 
 impl Scratch {
-    /// Returns the file.
+    /// Returns the file's path.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -51,24 +52,24 @@ impl Scratch {
 impl Drop for Scratch {
     fn drop(&mut self) {
         if let Err(error) = fs::remove_file(&self.path) {
-            tracing::warn!(path = ?self.path, %error, "a scratch disk keeps its name until the daemon starts again");
+            tracing::warn!(path = ?self.path, %error, "cannot remove a scratch disk's file; the next start of the daemon removes it");
         }
     }
 }
 
 impl Scratches {
-    /// Makes them in `dir`, of `usual_bytes` each. What an earlier daemon left there is removed.
+    /// Opens the store in `dir`, with a default size. Removes files of an earlier daemon.
     pub fn open(dir: PathBuf, usual_bytes: u64) -> Result<Self, BuildError> {
         let cleared = DirBuilder::new()
             .recursive(true)
             .mode(0o700)
             .create(&dir)
             .and_then(|()| clear(&dir, usual_bytes));
-        cleared.map_err(|source| BuildError::Host { action: "clear", path: dir.clone(), source })?;
+        cleared.map_err(|source| BuildError::Path { action: "clear", path: dir.clone(), source })?;
         Ok(Self { dir, usual_bytes, making: tokio::sync::Mutex::default() })
     }
 
-    /// Returns a new one for the container `name`, of `bytes` or the usual size.
+    /// Creates a disk for the container `name`, of `bytes` or the default size.
     pub async fn make(&self, name: &str, bytes: Option<u64>) -> Result<Scratch, BuildError> {
         let bytes = bytes.unwrap_or(self.usual_bytes);
         let empty = if bytes == self.usual_bytes { Some(self.empty().await?) } else { None };
@@ -78,13 +79,13 @@ impl Scratches {
                 Some(empty) => ext4::copy(&empty, &path)?,
                 None => ext4::ensure(&path, bytes, Use::Scratch)?,
             }
-            // In here, so that it goes if nobody waits any more.
+            // Created here, so that it is removed if the caller was dropped.
             Ok(Scratch { path })
         })
         .await
     }
 
-    /// Returns the empty file system of the usual size.
+    /// Returns the empty file system of the default size.
     async fn empty(&self) -> Result<PathBuf, BuildError> {
         let _one_at_a_time = self.making.lock().await;
         let (path, bytes) = (self.dir.join(empty_name(self.usual_bytes)), self.usual_bytes);
@@ -158,7 +159,7 @@ mod tests {
         assert_eq!(names(&at).len(), 3);
         Scratches::open(at.clone(), 16 << 20).unwrap();
         assert_eq!(names(&at), [empty_name(16 << 20)]);
-        // Of another size nobody has any use for it.
+        // A file of another size is not used any more.
         Scratches::open(at.clone(), 32 << 20).unwrap();
         assert!(names(&at).is_empty());
     }

@@ -1,5 +1,5 @@
-//! Looks at an image's superblock before a guest has to: a truncated or foreign image is refused with a
-//! reason that names it, instead of a mount error from inside a guest.
+//! Checks an image's superblock on the host: a truncated or foreign image is an error that names the image,
+//! instead of a mount error in the guest.
 
 use std::{
     fs::File,
@@ -12,7 +12,7 @@ use super::{BuildError, FsType};
 
 /// Offset of the superblock in both formats, bytes.
 const OFFSET: u64 = 1024;
-/// As much of it as is looked at.
+/// Number of bytes to check.
 const LEN: usize = 1024;
 
 /// Fields of EROFS' superblock (`fs/erofs/erofs_fs.h`).
@@ -37,9 +37,9 @@ mod ext4 {
     pub const INCOMPAT_64BIT: u32 = 0x80;
 }
 
-/// Refuses a file or device that is no whole file system of type `fstype`.
+/// Checks that a file or device contains a complete file system of type `fstype`.
 pub fn check(path: &Path, fstype: FsType) -> Result<(), BuildError> {
-    let host = |source| BuildError::Host { action: "read image", path: path.to_owned(), source };
+    let host = |source| BuildError::Path { action: "read image", path: path.to_owned(), source };
     let image = |reason| BuildError::Image { path: path.to_owned(), fstype, reason };
 
     let kind = path.metadata().map_err(host)?.file_type();
@@ -47,7 +47,7 @@ pub fn check(path: &Path, fstype: FsType) -> Result<(), BuildError> {
         return Err(image("it is neither a file nor a block device".into()));
     }
     let mut file = File::open(path).map_err(host)?;
-    // A block device's metadata has no length; its end has.
+    // A block device's metadata has no length, but its end can be sought.
     let have = file.seek(SeekFrom::End(0)).map_err(host)?;
     let mut block = [0; LEN];
     if have < OFFSET + LEN as u64 {
@@ -65,18 +65,18 @@ pub fn check(path: &Path, fstype: FsType) -> Result<(), BuildError> {
     Ok(())
 }
 
-/// Bytes that an EROFS file system says it has.
+/// Returns the size of an EROFS file system, bytes.
 fn erofs_bytes(block: &[u8; LEN]) -> Result<u64, &'static str> {
     use erofs::*;
     if le32(block, 0) != MAGIC {
         return Err("its superblock has no EROFS magic number");
     }
     if le16(block, EXTRA_DEVICES) != 0 {
-        return Err("its data lies in other files (turn off merged metadata in the erofs snapshotter)");
+        return Err("its data is in other files (turn off merged metadata in the erofs snapshotter)");
     }
     let bits = block[BLOCK_BITS];
     if !(9..=16).contains(&bits) {
-        return Err("its superblock has an impossible block size");
+        return Err("its superblock has an invalid block size");
     }
     let high = match le32(block, INCOMPAT) & INCOMPAT_48BIT {
         0 => 0,
@@ -85,7 +85,7 @@ fn erofs_bytes(block: &[u8; LEN]) -> Result<u64, &'static str> {
     Ok((u64::from(high) << 32 | u64::from(le32(block, BLOCKS))) << bits)
 }
 
-/// Bytes that an ext4 file system says it has.
+/// Returns the size of an ext4 file system, bytes.
 fn ext4_bytes(block: &[u8; LEN]) -> Result<u64, &'static str> {
     use ext4::*;
     if le16(block, MAGIC_AT) != MAGIC {
@@ -93,7 +93,7 @@ fn ext4_bytes(block: &[u8; LEN]) -> Result<u64, &'static str> {
     }
     let log = le32(block, LOG_BLOCK_SIZE);
     if log > 6 {
-        return Err("its superblock has an impossible block size");
+        return Err("its superblock has an invalid block size");
     }
     let high = match le32(block, INCOMPAT) & INCOMPAT_64BIT {
         0 => 0,
@@ -101,7 +101,7 @@ fn ext4_bytes(block: &[u8; LEN]) -> Result<u64, &'static str> {
     };
     (u64::from(high) << 32 | u64::from(le32(block, BLOCKS_LOW)))
         .checked_mul(1024 << log)
-        .ok_or("its superblock has an impossible size")
+        .ok_or("its superblock has an invalid size")
 }
 
 fn le16(block: &[u8; LEN], at: usize) -> u16 {

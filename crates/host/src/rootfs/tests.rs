@@ -24,12 +24,12 @@ use nix::{
 use sandboxer_base::chain;
 use tempfile::TempDir;
 
-use super::{build::tests::runs, *};
+use super::{program::tests::runs, *};
 
-/// Snapshots as containerd's overlayfs snapshotter lays them out, and a store.
+/// Snapshots in the layout of containerd's overlayfs snapshotter, and a store.
 struct Fixture {
     dir: TempDir,
-    /// Not below /tmp, which mkfs.erofs has of its own.
+    /// Not below /tmp: mkfs.erofs has its own there.
     programs: TempDir,
     config: RootfsConfig,
 }
@@ -57,7 +57,7 @@ impl Fixture {
         store
     }
 
-    /// Returns an mkfs of this fixture alone, whose [runs] are counted: it is `program`.
+    /// Returns an mkfs of this fixture only, to count its [runs]; it executes `program`.
     fn counted_mkfs(&mut self, program: &str) -> PathBuf {
         let script = self.programs.path().join("mkfs");
         fs::write(&script, format!("#!/bin/sh\nexec {program} \"$@\"\n")).unwrap();
@@ -66,7 +66,7 @@ impl Fixture {
         script
     }
 
-    /// Returns a committed layer that holds one file.
+    /// Creates a committed layer with one file.
     fn layer(&self, name: &str, content: &str) -> PathBuf {
         let dir = self.path(name);
         fs::create_dir_all(&dir).unwrap();
@@ -90,7 +90,7 @@ impl Fixture {
         }]
     }
 
-    /// Returns what is in the store's directory, but for the directories for views and scratch disks.
+    /// Lists the store's directory, without the directories for views and scratch disks.
     fn images(&self) -> Vec<String> {
         let entries = fs::read_dir(self.path("store")).unwrap();
         let mut names: Vec<_> =
@@ -101,7 +101,7 @@ impl Fixture {
     }
 }
 
-/// Of threads: these tests look at what is local.
+/// Returns helpers that are threads: these tests only read local files.
 fn helpers() -> Helpers {
     Helpers::new(None, Duration::from_secs(60))
 }
@@ -120,7 +120,7 @@ fn no_view_is_mounted(fixture: &Fixture) {
     assert!(!mounts.contains(fixture.dir.path().to_str().unwrap()), "{mounts}");
 }
 
-/// Runs `work` on a thread in a mount namespace of its own.
+/// Runs `work` on a thread in its own mount namespace.
 fn apart<T: Send>(work: impl FnOnce() -> T + Send) -> T {
     thread::scope(|scope| {
         let thread = scope.spawn(|| {
@@ -133,13 +133,13 @@ fn apart<T: Send>(work: impl FnOnce() -> T + Send) -> T {
     })
 }
 
-/// All that a container can see of one file.
+/// The visible properties of a file.
 #[derive(Debug, PartialEq, Eq)]
 struct Seen {
     mode: u32,
     owner: (u32, u32),
     device: u64,
-    /// None for directories, whose size is the file system's business.
+    /// `None` for directories: their size depends on the file system.
     size: Option<u64>,
     modified: (i64, i64),
     xattrs: BTreeMap<Vec<u8>, Vec<u8>>,
@@ -153,7 +153,7 @@ fn see(root: &Path) -> BTreeMap<PathBuf, Seen> {
     let mut todo = vec![root.to_owned()];
     let mut paths = Vec::new();
     while let Some(path) = todo.pop() {
-        // A whiteout with nothing below it is listed, but not there.
+        // A whiteout without a lower file is listed, but cannot be opened.
         let Ok(meta) = path.symlink_metadata() else { continue };
         if meta.is_dir() {
             todo.extend(fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().path()));
@@ -209,7 +209,7 @@ fn set_xattr(path: &Path, name: &str, value: &[u8]) {
     rustix::fs::lsetxattr(path, name, value, rustix::fs::XattrFlags::empty()).unwrap();
 }
 
-/// Returns what is in an image, as the kernel reads it.
+/// Reads an image through the kernel.
 fn see_image(image: &Path) -> BTreeMap<PathBuf, Seen> {
     apart(|| {
         let at = tempfile::tempdir().unwrap();
@@ -223,7 +223,7 @@ fn see_image(image: &Path) -> BTreeMap<PathBuf, Seen> {
     })
 }
 
-/// Returns what overlayfs makes of layers.
+/// Reads layers through overlayfs.
 fn see_overlay(layers: &[&Path], empty: &Path) -> BTreeMap<PathBuf, Seen> {
     apart(|| {
         fs::create_dir_all(empty).unwrap();
@@ -238,7 +238,7 @@ fn see_overlay(layers: &[&Path], empty: &Path) -> BTreeMap<PathBuf, Seen> {
     })
 }
 
-/// Returns a base with everything that is hard to keep, and a layer that removes and replaces some of it.
+/// Creates a base with files that are hard to preserve, and a layer that removes and replaces some of them.
 fn awkward_layers(fixture: &Fixture) -> [PathBuf; 2] {
     let (base, top) = (fixture.layer("base", "base"), fixture.layer("top", "top"));
     let any = Mode::from_bits_truncate(0o644);
@@ -264,7 +264,7 @@ fn awkward_layers(fixture: &Fixture) -> [PathBuf; 2] {
     mkfifo(&base.join("fifo"), any).unwrap();
     mknod(&base.join("null"), SFlag::S_IFCHR, any, makedev(1, 3)).unwrap();
     mknod(&base.join("disk"), SFlag::S_IFBLK, any, makedev(259, 70_000)).unwrap();
-    // CAP_NET_BIND_SERVICE, as `setcap` writes it; an access list as `setfacl -m u:1000:r` does.
+    // CAP_NET_BIND_SERVICE, as set by `setcap`; an access list, as set by `setfacl -m u:1000:r`.
     let capability = [1, 0, 0, 2, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
     set_xattr(&base.join("large"), "security.capability", &capability);
     let entries: [(u16, u16, u32); 5] = [(1, 6, !0), (2, 4, 1000), (4, 4, !0), (16, 4, !0), (32, 4, !0)];
@@ -325,7 +325,7 @@ async fn a_snapshot_with_content_of_its_own_is_a_layer_more() {
     assert!(see_image(&lower.disk.path).contains_key(Path::new("name")));
     assert_ne!(upper.disk.serial, lower.disk.serial);
     assert!(upper.disk.serial.len() <= 20);
-    // The snapshot's own content is nobody else's.
+    // The snapshot's own content is not shared.
     drop(plan);
     assert_eq!(fixture.images().len(), 1);
 
@@ -350,7 +350,7 @@ async fn many_that_want_one_image_at_once_get_one() {
     assert!(paths.windows(2).all(|pair| pair[0] == pair[1]), "{paths:?}");
     assert_eq!((runs(&count), fixture.images().len()), (1, 1));
 
-    // Another chain is another image, and so is the same directory made anew.
+    // Another chain has another image, and so has a recreated directory.
     let other = fixture.layer("other", "other");
     prepare(&store, &fixture.overlay(&[&other, &layer])).await.unwrap();
     assert_eq!(runs(&count), 2);
@@ -405,7 +405,7 @@ async fn the_least_recently_used_goes_and_never_one_in_use() {
     drop(again);
     assert!(fixture.images().is_empty());
 
-    // With room for one and a bit, the one used last stays.
+    // With space for little more than one, the last used one stays.
     fixture.config.cache_bytes = 6 << 10;
     drop(store);
     let store = fixture.store();
@@ -425,7 +425,7 @@ async fn a_store_opened_again_knows_its_images() {
     let shared = prepare(&store, &fixture.overlay(&[&layer])).await.unwrap().lower[0].disk.path.clone();
     let own = prepare(&store, &plain("bind", &layer, &["rbind", "rw"])).await.unwrap();
     let private = own.lower[0].disk.path.clone();
-    // As after a kill: nothing is dropped in order, a build was under way.
+    // As after SIGKILL: nothing was dropped, and a build was running.
     std::mem::forget(own);
     fs::write(fixture.path("store/unfinished-1"), "half").unwrap();
 
@@ -456,7 +456,7 @@ async fn a_damaged_image_of_the_cache_is_made_again() {
     assert_eq!(fixture.images().len(), 1);
 }
 
-/// What an image is made of is a tenant's, and so may be whoever reads it.
+/// A tenant made the source of an image, and may attack its reader.
 #[tokio::test]
 async fn mkfs_sees_the_tree_and_the_image_and_little_else() {
     let mut fixture = Fixture::new();
@@ -473,7 +473,7 @@ async fn mkfs_sees_the_tree_and_the_image_and_little_else() {
     let store = fixture.store();
     let layer = fixture.layer("base", "the tree;");
     let text = chain(&prepare(&store, &fixture.overlay(&[&layer])).await.unwrap_err());
-    // Of capabilities CAP_DAC_READ_SEARCH and CAP_SYS_ADMIN, of network devices the loopback below two lines of headings.
+    // Capabilities: CAP_DAC_READ_SEARCH and CAP_SYS_ADMIN; network devices: loopback, after two header lines.
     let seen = "the tree;CapEff:\t0000000000200004 NoNewPrivs:\t1 Seccomp:\t2 3 scratch";
     assert!(text.ends_with(seen), "{text}");
 }
@@ -495,7 +495,7 @@ async fn a_failed_build_says_why_and_leaves_nothing() {
     let text = chain(&prepare(&store, &fixture.overlay(&[&layer])).await.unwrap_err());
     assert!(text.contains("/no/such/mkfs") && text.contains("rootfs.mkfs_erofs"), "{text}");
     let text = chain(&prepare(&store, &fixture.overlay(&[&fixture.path("none")])).await.unwrap_err());
-    assert!(text.contains("look at layer") && text.contains("none"), "{text}");
+    assert!(text.contains("stat layer") && text.contains("none"), "{text}");
     drop(store);
 
     fixture.config.mkfs_erofs = "mkfs.erofs".into();
@@ -517,7 +517,7 @@ fn a_full_disk_is_told_and_room_is_made_by_what_is_unused() {
             layer
         };
         let (first, second, huge) = (big("first", 600 << 10), big("second", 600 << 10), big("huge", 2 << 20));
-        // All of the runtime's threads begin in this thread's namespace.
+        // All threads of the runtime start in this thread's namespace.
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let store = fixture.store();
@@ -584,7 +584,7 @@ async fn images_of_others_are_attached_as_they_are_or_refused() {
     let plan = prepare(&store, &plain("erofs", &image, &["ro", "loop"])).await.unwrap();
     assert_eq!((&plan.lower[0].disk.path, plan.leases.len()), (&image, 0));
 
-    // A block device has no length of its own.
+    // A block device's metadata has no length.
     let device = Command::new("losetup").args(["-f", "--show", "-r"]).arg(&image).output().unwrap();
     let device = PathBuf::from(String::from_utf8(device.stdout).unwrap().trim());
     let plan = prepare(&store, &plain("erofs", &device, &["ro"])).await;

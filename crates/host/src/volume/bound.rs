@@ -1,4 +1,4 @@
-//! What a bind mount shows, with all that is to be known of its source on the host.
+//! A bind mount with the properties of its source on the host.
 
 use std::{fs, io::Read, os::unix::fs::MetadataExt, path::Path};
 
@@ -21,7 +21,7 @@ pub struct Bound {
     pub inode: (u64, u64),
 }
 
-/// Whose a file is.
+/// Owner and permissions of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileMeta {
     /// Permissions.
@@ -33,15 +33,15 @@ pub struct FileMeta {
 }
 
 impl Bound {
-    /// Looks at what `mount` shows. Returns the content, too, of a file that is copied. Waits as long as the source's
-    /// file system does: for helpers.
+    /// Examines the source of `mount`. Also returns the content of a file that is copied. Blocks as long as
+    /// the source's file system does: for helpers.
     pub fn look(mount: &Mount) -> Result<(Self, Vec<u8>), VolumeError> {
         let volume = classify(mount)?;
         let failed = |action| {
             let (at, path) = (volume.at.clone(), volume.source.clone());
-            move |source| VolumeError::Host { at, action, path, source }
+            move |source| VolumeError::Path { at, action, path, source }
         };
-        let found = fs::metadata(&volume.source).map_err(failed("look at"))?;
+        let found = fs::metadata(&volume.source).map_err(failed("stat"))?;
         let inode = (found.dev(), found.ino());
         let is_copied = match &volume.kind {
             Kind::File | Kind::TerminationMessage => true,
@@ -60,12 +60,12 @@ impl Bound {
     }
 }
 
-/// Returns a file and its content, or one byte more of it than may be copied.
+/// Reads a file and its content, up to one byte more than the limit.
 fn read(path: &Path) -> std::io::Result<(FileMeta, Vec<u8>)> {
     let file = fs::File::open(path)?;
     let meta = file.metadata()?;
     let mut content = Vec::new();
-    // The file may grow: the bound holds all the same, and one byte more tells.
+    // The file may grow: the limit still holds, and one byte more reveals it.
     file.take(MAX_FILE + 1).read_to_end(&mut content)?;
     Ok((FileMeta { mode: meta.mode() & 0o7777, uid: meta.uid(), gid: meta.gid() }, content))
 }

@@ -1,4 +1,4 @@
-//! What the host knows of a path that its shape doesn't tell.
+//! Properties of a path that must be looked up on the host.
 
 use std::{
     fs, io,
@@ -14,7 +14,7 @@ use super::{
     kubelet::{self, InVolume, Place},
 };
 
-/// What is at a path.
+/// The type of a path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Found {
     /// A regular file.
@@ -27,7 +27,7 @@ pub enum Found {
     Other,
 }
 
-/// Returns what is at `path`, links followed.
+/// Returns the type of `path`, following symlinks.
 pub fn look(path: &Path) -> io::Result<Found> {
     let kind = fs::metadata(path)?.file_type();
     Ok(if kind.is_file() {
@@ -41,7 +41,7 @@ pub fn look(path: &Path) -> io::Result<Found> {
     })
 }
 
-/// Returns where the content of the emptyDir at `root` is meant to be; none for huge pages.
+/// Returns the medium of the emptyDir at `root`; `None` for huge pages.
 ///
 /// kubelet mounts a file system of its own on it unless the medium is the default one.
 pub fn medium(root: &Path) -> io::Result<Option<Medium>> {
@@ -60,8 +60,8 @@ pub fn medium(root: &Path) -> io::Result<Option<Medium>> {
     })
 }
 
-/// Returns which part of which volume kubelet has bound to `source`; none if that can't be told, as for volumes
-/// that are not in `volumes`.
+/// Returns the part of a volume that kubelet has bind-mounted at `source`; `None` if it is unknown, as for
+/// volumes that are not in `volumes`.
 pub fn origin(source: &Path, volumes: &Path, name: &str) -> io::Result<Option<InVolume>> {
     let table = Process::myself().and_then(|myself| myself.mountinfo()).map_err(io::Error::other)?;
     let mut candidates = Vec::new();
@@ -77,7 +77,7 @@ pub fn origin(source: &Path, volumes: &Path, name: &str) -> io::Result<Option<In
 fn origin_in(table: &[MountInfo], source: &Path, candidates: &[PathBuf]) -> Option<InVolume> {
     let (bound, rest) = position(table, source)?;
     if !rest.as_os_str().is_empty() {
-        // Not a mount of its own.
+        // Not a mount point.
         return None;
     }
     candidates.iter().find_map(|root| {
@@ -91,7 +91,8 @@ fn origin_in(table: &[MountInfo], source: &Path, candidates: &[PathBuf]) -> Opti
     })
 }
 
-/// Returns the mount that `path` is on, and where in it. Of several on one mount point the last is on top.
+/// Returns the mount that `path` is on, and its path in that mount. Of several mounts on one mount point the
+/// last is on top.
 fn position<'a>(table: &'a [MountInfo], path: &Path) -> Option<(&'a MountInfo, PathBuf)> {
     let on = table
         .iter()

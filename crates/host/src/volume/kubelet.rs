@@ -1,4 +1,4 @@
-//! How a kubelet lays out a pod's volumes on its node.
+//! The layout of a pod's volumes in kubelet's directory.
 //!
 //! ```text
 //! …/pods/<uid>/volumes/kubernetes.io~<plugin>/<volume>/          a volume
@@ -6,19 +6,19 @@
 //! …/pods/<uid>/containers/<container>/<hex>                      a container's termination message
 //! ```
 //!
-//! A path is only taken apart here, nothing is looked up: what is there is told by [`super::host`].
+//! Only parses paths; [`super::host`] accesses the file system.
 
 use std::path::{Component, Path, PathBuf};
 
 /// Prefix of the directories of volume plugins that come with Kubernetes.
 const PLUGIN: &str = "kubernetes.io~";
 
-/// What a path in a kubelet's tree is.
+/// What a path in kubelet's directory is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Place {
-    /// A volume, or something inside of it.
+    /// A volume, or a path inside it.
     Volume(InVolume),
-    /// A part of a volume, bound to a path of its own.
+    /// A part of a volume, bind-mounted at its own path.
     SubPath {
         /// `…/pods/<uid>/volumes`.
         volumes: PathBuf,
@@ -29,35 +29,35 @@ pub enum Place {
     ContainerFile,
 }
 
-/// Something in a volume.
+/// A path in a volume.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct InVolume {
-    /// What kubelet keeps in it.
+    /// The volume's plugin.
     pub plugin: Plugin,
     /// The volume's directory.
     pub root: PathBuf,
-    /// Below the root; empty: the volume as a whole.
+    /// Path below the root; empty: the whole volume.
     pub sub_path: PathBuf,
 }
 
-/// What a volume holds.
+/// The kind of a volume.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Plugin {
     /// Files that kubelet writes and replaces: configMap, secret, projected, downwardAPI.
     Projected,
     /// Space for the pod, empty at first.
     EmptyDir,
-    /// Any other: somebody's storage.
+    /// Any other storage.
     Other,
 }
 
-/// Returns what `path` is, if it is a kubelet's.
+/// Classifies `path`; `None` if it is not kubelet's.
 pub fn place(path: &Path) -> Option<Place> {
     let parts: Vec<&str> = path.components().map(plain).collect::<Option<_>>()?;
     if !path.is_absolute() {
         return None;
     }
-    // The last one: a kubelet's own directory may lie below one of that name.
+    // The last one: kubelet's directory may be below another directory of that name.
     let at = parts.iter().rposition(|part| *part == "pods")?;
     let upto = |count: usize| parts[..count].iter().collect::<PathBuf>();
     match parts[at + 1..] {
@@ -79,7 +79,7 @@ pub fn place(path: &Path) -> Option<Place> {
     }
 }
 
-/// Returns one component of an absolute path that goes nowhere but down, as text.
+/// Returns a component of a path as text; `None` for `.` and `..`.
 fn plain(part: Component<'_>) -> Option<&str> {
     match part {
         Component::RootDir | Component::Normal(_) => part.as_os_str().to_str(),

@@ -1,10 +1,11 @@
-//! What stands behind a container's bind mounts, and so how its guest gets to see it.
+//! Classifies a container's bind mounts, and so decides how the guest gets their content.
 //!
 //! ```text
-//! bind mount ──kubelet──▶ a place in a kubelet's tree ──host──▶ what is there ──▶ Kind
+//! bind mount ──kubelet──▶ a place in kubelet's directory ──host──▶ its type ──▶ Kind
 //! ```
 
 mod bound;
+mod error;
 mod host;
 pub mod kubelet;
 mod space;
@@ -17,7 +18,7 @@ use std::{
 };
 
 use oci_spec::runtime::Mount;
-use sandboxer_base::{Code, digest::hex};
+use sandboxer_base::digest::hex;
 use sandboxer_protocol::{
     VOLUMES_DIR,
     id::{Id, SandboxId},
@@ -28,24 +29,21 @@ use sha2::{Digest, Sha256};
 use self::{
     kubelet::{InVolume, Place, Plugin},
     space::Spaces,
-    tree::TreeError,
     watch::Watches,
 };
-use super::{
-    helper::{HelperError, Helpers},
-    rootfs::BuildError,
-};
+use super::helper::Helpers;
 
 pub use self::{
     bound::{Bound, FileMeta},
+    error::VolumeError,
     space::make_disk,
     watch::Watch,
 };
 
-/// Files that CRI may bind from the host and that mean the same inside.
+/// Files that CRI may bind-mount from the host and that mean the same in the guest.
 const COPIED: [&str; 3] = ["/etc/hostname", "/etc/hosts", "/etc/resolv.conf"];
 
-/// Options of a bind mount that are as good in a guest.
+/// Options of a bind mount that work the same in a guest.
 const KEPT_OPTIONS: [&str; 17] = [
     "bind",
     "rbind",
@@ -69,38 +67,38 @@ const KEPT_OPTIONS: [&str; 17] = [
 /// A bind mount of a container.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Volume {
-    /// Where the container finds it.
+    /// Path in the container.
     pub at: PathBuf,
-    /// Where it is on the host.
+    /// Path on the host.
     pub source: PathBuf,
-    /// What is there.
+    /// Its kind.
     pub kind: Kind,
-    /// The container can't write to it.
+    /// The container cannot write to it.
     pub read_only: bool,
-    /// Mounts that the host makes below it later should be seen (HostToContainer).
+    /// Later mounts of the host below it should become visible (HostToContainer).
     pub follows_host_mounts: bool,
-    /// Options for the guest's own bind mount, without any that names the host.
+    /// Options for the guest's own bind mount, without those that refer to the host.
     pub options: Vec<String>,
 }
 
-/// How a guest gets to see what a bind mount shows.
+/// How a guest gets the content of a bind mount.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Kind {
-    /// A small file, copied when the container is made.
+    /// A small file, copied when the container is created.
     File,
-    /// A file that the container writes and kubelet reads when it has ended.
+    /// A file that the container writes and kubelet reads after its exit.
     TerminationMessage,
-    /// A directory that kubelet writes: copied, and again whenever kubelet replaces its content.
+    /// A directory that kubelet writes: copied, and copied again whenever kubelet replaces its content.
     Projected,
-    /// What a directory of that kind held when the container was made: a subPath is never updated.
+    /// Part of such a directory, copied when the container is created: a subPath is never updated.
     ProjectedPart,
-    /// Space for the pod, in its guest.
+    /// Storage of the pod, in its guest.
     EmptyDir(EmptyDir),
-    /// A file or directory that containers and the host have in common.
+    /// A file or directory that containers and the host share.
     Live,
 }
 
-/// Space that a pod's containers share.
+/// Storage that a pod's containers share.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct EmptyDir {
     /// The volume's directory on the host.
@@ -111,12 +109,12 @@ pub struct EmptyDir {
     pub medium: Medium,
 }
 
-/// Where an emptyDir's content is.
+/// The medium of an emptyDir.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Medium {
-    /// In memory, at most so many bytes.
+    /// In memory, at most this many bytes.
     Memory {
-        /// The bound.
+        /// The limit.
         bytes: u64,
     },
     /// On a disk.
@@ -128,11 +126,11 @@ pub enum Medium {
 pub struct Needed {
     /// Unique in the guest; the serial of its disk, too, if it has one.
     pub id: Id,
-    /// What is in it.
+    /// Its content.
     pub content: Content,
 }
 
-/// What is in a volume.
+/// The content of a volume.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Content {
@@ -140,32 +138,32 @@ pub enum Content {
     Files {
         /// The directory.
         dir: PathBuf,
-        /// They are sent again when they change.
+        /// They are sent again after a change.
         follow: bool,
     },
-    /// Space in guest memory.
+    /// Storage in guest memory.
     Memory {
         /// The emptyDir's directory on the host.
         dir: PathBuf,
         /// Most bytes.
         bytes: u64,
     },
-    /// Space on a disk.
+    /// Storage on a disk.
     Disk {
         /// The emptyDir's directory on the host.
         dir: PathBuf,
     },
-    /// A block device of the host, which containers see as a device.
+    /// A block device of the host, which containers get as a device.
     Device {
         /// The host's device.
         path: PathBuf,
-        /// The guest can't write to it.
+        /// The guest cannot write to it.
         read_only: bool,
     },
 }
 
 impl Needed {
-    /// Returns a volume named after what is in it.
+    /// Creates a volume with an id derived from its content.
     pub fn new(content: Content) -> Self {
         let (path, kind) = match &content {
             Content::Files { dir, .. } => (dir, "f"),
@@ -174,20 +172,21 @@ impl Needed {
             Content::Device { path, read_only: true } => (path, "r"),
         };
         let hash = Sha256::digest(path.as_os_str().as_encoded_bytes());
-        // A letter and hexadecimal digits, so that nothing is refused; 20 of them are a disk's longest serial.
+        // Starts with a letter, followed by hexadecimal digits: a valid identifier, and short enough for a
+        // disk's serial (20).
         let text = format!("v{kind}{}", hex(&hash[..8]));
         let id = text.parse().unwrap_or_else(|_| unreachable!("{text} is an identifier"));
         Self { id, content }
     }
 
-    /// Returns where the guest has it.
+    /// Returns its path in the guest.
     pub fn guest_path(&self) -> PathBuf {
         Path::new(VOLUMES_DIR).join(&self.id)
     }
 }
 
 impl Volume {
-    /// Returns what the guest must have for it, and where in the guest it then is; none for what is not shared.
+    /// Returns the volume that the guest needs for it, and its path in the guest; `None` if it is not shared.
     pub fn needed(&self) -> Option<(Needed, PathBuf)> {
         let dir = self.source.clone();
         match &self.kind {
@@ -211,17 +210,17 @@ impl Volume {
     }
 }
 
-/// What all pods' volumes share.
+/// State that all pods' volumes share.
 #[derive(Debug)]
 pub struct VolumeStore {
-    /// Touch what is the pods' in the daemon's place.
+    /// Access the pods' files on behalf of the daemon.
     pub helpers: Helpers,
     watches: Watches,
     spaces: Spaces,
 }
 
 impl VolumeStore {
-    /// Opens the store in `dir`, which is made. Needs a runtime.
+    /// Opens the store in `dir`, creating it. Needs a runtime.
     pub fn open(dir: &Path, disk_bytes: u64, helpers: Helpers) -> io::Result<Self> {
         std::fs::create_dir_all(dir)?;
         let spaces = Spaces::new(dir.to_owned(), disk_bytes);
@@ -233,7 +232,7 @@ impl VolumeStore {
         self.watches.watch(pod, dir).await
     }
 
-    /// Returns the disk of the emptyDir of `pod` at `dir`; a new one has `bytes`, or the usual size.
+    /// Returns the disk of the emptyDir of `pod` at `dir`; a new one has `bytes`, or the default size.
     pub async fn disk(
         &self,
         pod: &SandboxId,
@@ -244,94 +243,7 @@ impl VolumeStore {
     }
 }
 
-/// Why a volume can't be had.
-#[derive(Debug, thiserror::Error)]
-pub enum VolumeError {
-    /// A pod with a kernel of its own can't offer it.
-    #[error("volume {}: {what} is not available in a microVM pod{hint}", at.display())]
-    Unsupported {
-        /// Where the container would find it.
-        at: PathBuf,
-        /// What was asked for.
-        what: String,
-        /// What to do instead, after a colon; or nothing.
-        hint: &'static str,
-    },
-    /// Its source can't be looked at.
-    #[error("volume {}: cannot {action} {path:?}", at.display())]
-    Host {
-        /// Where the container would find it.
-        at: PathBuf,
-        /// What was attempted.
-        action: &'static str,
-        /// On what.
-        path: PathBuf,
-        /// What the system said.
-        source: std::io::Error,
-    },
-    /// It is a file that is too large to be copied.
-    #[error("volume {}: {path:?} has more than {most} bytes, which is the most that is copied", at.display())]
-    FileTooLarge {
-        /// Where the container would find it.
-        at: PathBuf,
-        /// On the host.
-        path: PathBuf,
-        /// The bound.
-        most: u64,
-    },
-    /// Its files can't be copied.
-    #[error(transparent)]
-    Files(#[from] TreeError),
-    /// Whoever looked at it for the daemon failed, or did not answer.
-    #[error(transparent)]
-    Helper(#[from] HelperError),
-    /// Its files can't be sent.
-    #[error("cannot encode files for a guest")]
-    Encode(#[source] protobuf::Error),
-    /// It can't be kept up to date.
-    #[error("cannot watch {dir:?} for changes{}", too_many(source))]
-    Watch {
-        /// Its directory on the host.
-        dir: PathBuf,
-        /// What the system said.
-        source: io::Error,
-    },
-    /// It has no disk.
-    #[error("cannot make a disk for an emptyDir")]
-    Disk(#[from] BuildError),
-    /// Its directory is where no disk of a VM can be.
-    #[error(
-        "cannot make a disk for an emptyDir in {dir:?}: it is on a network or FUSE file system; \
-         keep kubelet's root directory on a local disk"
-    )]
-    NotLocal {
-        /// The directory.
-        dir: PathBuf,
-    },
-}
-
-impl VolumeError {
-    /// Returns the code to answer with.
-    pub fn code(&self) -> Code {
-        match self {
-            Self::Unsupported { .. } | Self::Files(TreeError::Kind { .. }) => Code::Unimplemented,
-            Self::Files(TreeError::TooLarge { .. }) | Self::FileTooLarge { .. } => Code::InvalidArgument,
-            Self::NotLocal { .. } => Code::FailedPrecondition,
-            Self::Helper(error) => error.code(),
-            _ => Code::Internal,
-        }
-    }
-}
-
-/// Returns what to do if watching failed for want of watches.
-fn too_many(error: &io::Error) -> &'static str {
-    match error.kind() {
-        io::ErrorKind::StorageFull => " (fs.inotify.max_user_watches is too low)",
-        _ => "",
-    }
-}
-
-/// Tells what a bind mount shows. Looks at its source on the host, changes nothing.
+/// Classifies a bind mount. Reads its source on the host, changes nothing.
 pub fn classify(mount: &Mount) -> Result<Volume, VolumeError> {
     let at = mount.destination().clone();
     let source = mount.source().clone().unwrap_or_default();
@@ -339,7 +251,7 @@ pub fn classify(mount: &Mount) -> Result<Volume, VolumeError> {
         |what: &str, hint| VolumeError::Unsupported { at: at.clone(), what: what.to_owned(), hint };
     let failed = |action, path: &Path| {
         let (at, path) = (at.clone(), path.to_owned());
-        move |source| VolumeError::Host { at, action, path, source }
+        move |source| VolumeError::Path { at, action, path, source }
     };
 
     let (mut options, mut follows_host_mounts) = (Vec::new(), false);
@@ -349,7 +261,7 @@ pub fn classify(mount: &Mount) -> Result<Volume, VolumeError> {
             "private" | "rprivate" => {}
             "slave" | "rslave" => follows_host_mounts = true,
             "shared" | "rshared" => {
-                let hint = ": what it mounts stays in its guest";
+                let hint = ": mounts of a container stay in its guest";
                 return Err(unsupported(&format!("mount propagation {option}"), hint));
             }
             other => return Err(unsupported(&format!("mount option {other:?}"), "")),
@@ -357,13 +269,13 @@ pub fn classify(mount: &Mount) -> Result<Volume, VolumeError> {
     }
     let read_only = options.iter().any(|option| option == "ro" || option == "rro");
 
-    let found = host::look(&source).map_err(failed("look at", &source))?;
+    let found = host::look(&source).map_err(failed("stat", &source))?;
     let kind = match found {
         host::Found::File if COPIED.iter().any(|copied| at == Path::new(copied)) => Kind::File,
         host::Found::Device => {
             return Err(unsupported(
                 &format!("the host's device {source:?} as a mount"),
-                ": ask for it as a device (a volume of mode Block)",
+                ": request it as a device (a volume of mode Block)",
             ));
         }
         host::Found::Other => {
@@ -397,9 +309,7 @@ fn in_volume(place: InVolume, at: &Path) -> Result<Kind, VolumeError> {
                 what: "an emptyDir of huge pages".to_owned(),
                 hint: "",
             }),
-            Err(source) => {
-                Err(VolumeError::Host { at: at.to_owned(), action: "look at", path: root, source })
-            }
+            Err(source) => Err(VolumeError::Path { at: at.to_owned(), action: "stat", path: root, source }),
         },
     }
 }

@@ -1,9 +1,10 @@
 //! Disks for emptyDirs: sparse files with an empty ext4 file system.
 //!
-//! A disk lies in the emptyDir's own directory, so that it is kubelet's in every respect: what the pod writes
-//! counts for its limits, outlives the pod's VM, and goes when the pod is removed from the node.
+//! A disk is in the emptyDir's own directory, so kubelet manages it: what the pod writes counts for its
+//! limits, outlives the pod's VM, and is deleted when the pod is removed from the node.
 //!
-//! A file system of the usual size is made once and copied, which needs no program: a few MiB of data in holes.
+//! An empty file system of the default size is created once and then copied, which needs no program: a few
+//! MiB of data in a sparse file.
 
 use std::{
     io,
@@ -25,7 +26,7 @@ use crate::{
 /// The disk's name in the emptyDir's directory.
 pub const DISK: &str = ".sandboxer.ext4";
 
-/// File systems on which a VMM that reads its disk may hang for good: FUSE, NFS, SMB 1 to 3, Ceph, 9P.
+/// File systems on which a VMM that reads its disk may hang forever: FUSE, NFS, SMB 1 to 3, Ceph, 9P.
 const NOT_LOCAL: [FsType; 7] = [
     FUSE_SUPER_MAGIC,
     NFS_SUPER_MAGIC,
@@ -36,24 +37,24 @@ const NOT_LOCAL: [FsType; 7] = [
     FsType(0x0102_1997),
 ];
 
-/// Makes disks.
+/// Creates disks.
 #[derive(Debug)]
 pub struct Spaces {
-    /// Holds the empty disk that is copied.
+    /// Contains the empty disk that is copied.
     dir: PathBuf,
-    /// Size of a disk that nobody asked for another size.
+    /// Size of a disk without a size limit.
     usual_bytes: u64,
-    // Held while the disk that is copied is made, by whoever needs it first.
+    // Held while the empty disk is created, by the first request that needs it.
     making: tokio::sync::Mutex<()>,
 }
 
 impl Spaces {
-    /// Keeps the empty disk in `dir`, which exists.
+    /// Creates a maker of disks that keeps the empty disk in `dir`, which exists.
     pub fn new(dir: PathBuf, usual_bytes: u64) -> Self {
         Self { dir, usual_bytes, making: tokio::sync::Mutex::default() }
     }
 
-    /// Returns the disk of the emptyDir of `pod` at `dir`: the one that is there, or a new one of `bytes`.
+    /// Returns the disk of the emptyDir of `pod` at `dir`: the existing one, or a new one of `bytes`.
     pub async fn disk(
         &self,
         helpers: &Helpers,
@@ -68,7 +69,7 @@ impl Spaces {
         Ok(dir.join(DISK))
     }
 
-    /// Returns the empty disk of the usual size.
+    /// Returns the empty disk of the default size.
     async fn empty(&self) -> Result<PathBuf, VolumeError> {
         let _one_at_a_time = self.making.lock().await;
         let (path, bytes) = (self.dir.join(format!("empty-{}.ext4", self.usual_bytes)), self.usual_bytes);
@@ -76,10 +77,10 @@ impl Spaces {
     }
 }
 
-/// Makes the disk of the emptyDir at `dir` unless it is there: a copy of `empty`, or a new one of `bytes`. Waits as long
-/// as the directory's file system does: for helpers.
+/// Creates the disk of the emptyDir at `dir` unless it exists: a copy of `empty`, or a new one of `bytes`.
+/// Blocks as long as the directory's file system does: for helpers.
 pub fn make_disk(dir: &Path, bytes: u64, empty: Option<&Path>) -> Result<(), VolumeError> {
-    let host = |source: io::Error| BuildError::Host { action: "look at", path: dir.to_owned(), source };
+    let host = |source: io::Error| BuildError::Path { action: "stat", path: dir.to_owned(), source };
     let found = statfs(dir).map_err(|errno| host(errno.into()))?;
     if NOT_LOCAL.contains(&found.filesystem_type()) {
         return Err(VolumeError::NotLocal { dir: dir.to_owned() });

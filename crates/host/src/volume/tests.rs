@@ -81,7 +81,7 @@ fn what_is_neither_file_nor_directory_is_refused_by_name() {
     let text = bind("/run/pipe", &pipe, &["rbind"]).unwrap_err().to_string();
     assert!(text.contains("/run/pipe") && text.contains("socket or pipe"), "{text}");
     let text = bind("/dev/x", Path::new("/dev/null"), &["rbind"]).unwrap_err().to_string();
-    assert!(text.contains("/dev/null") && text.contains("ask for it as a device"), "{text}");
+    assert!(text.contains("/dev/null") && text.contains("request it as a device"), "{text}");
     let text = bind("/y", &dir.path().join("missing"), &["rbind"]).unwrap_err().to_string();
     assert!(text.contains("/y") && text.contains("missing"), "{text}");
 }

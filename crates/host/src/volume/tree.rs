@@ -1,7 +1,7 @@
-//! Reads a directory that a kubelet projects, for its copy in a guest.
+//! Reads a directory of kubelet's projected files, to copy it into a guest.
 //!
-//! kubelet replaces all files at once, by a link (see the agent's `tree.rs`), and then removes those that were
-//! there before. A reading in which they vanish begins again with those that took their place.
+//! kubelet replaces all files at once, by a symlink (see the agent's `tree.rs`), and then removes the old
+//! ones. If they vanish during a read, the read starts again with the new ones.
 
 use std::{
     fs, io,
@@ -17,43 +17,43 @@ use sandboxer_protocol::agent as wire;
 /// Most bytes of all files of one volume. A configMap or a Secret has at most 1 MiB, and the agent's largest
 /// message 4 MiB.
 const MAX_BYTES: u64 = 3 << 20;
-/// Most files, directories and links of one volume.
+/// Most files, directories and symlinks of one volume.
 const MAX_ENTRIES: usize = 8192;
 /// Most bytes of all paths of one volume.
 const MAX_NAMES: usize = 512 << 10;
-/// How often a reading begins again. kubelet looks for changes about once a minute.
+/// How often a read is retried. kubelet checks for changes about once a minute.
 const ATTEMPTS: usize = 5;
 
-/// Why a directory can't be copied.
+/// Why a directory cannot be copied.
 #[derive(Debug, thiserror::Error)]
 pub enum TreeError {
-    /// It can't be read.
+    /// It cannot be read.
     #[error("cannot read {path:?}")]
     Read {
-        /// What can't be read.
+        /// The path that cannot be read.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// It is more than a configuration has.
-    #[error("{path:?} has more than {most}, which is the most that is copied into a guest")]
+    /// It is larger than the limit.
+    #[error("{path:?} has more than {most}, the limit for a copy into a guest")]
     TooLarge {
         /// The volume.
         path: PathBuf,
-        /// What is exceeded.
+        /// The exceeded limit.
         most: String,
     },
-    /// It holds what can't be copied.
+    /// It contains a file that cannot be copied.
     #[error("{path:?} is {what}, which cannot be copied into a guest")]
     Kind {
         /// The file.
         path: PathBuf,
-        /// What it is.
+        /// The file's type.
         what: &'static str,
     },
 }
 
-/// Returns the owner of what is at `path`, links not followed.
+/// Returns the owner of `path`, without following symlinks.
 pub fn owner(path: &Path) -> Result<wire::Owner, TreeError> {
     let meta = fs::symlink_metadata(path);
     Ok(owner_of(&meta.map_err(|source| TreeError::Read { path: path.to_owned(), source })?))
@@ -63,7 +63,7 @@ fn owner_of(meta: &fs::Metadata) -> wire::Owner {
     wire::Owner { mode: meta.mode() & 0o7777, uid: meta.uid(), gid: meta.gid(), ..Default::default() }
 }
 
-/// Returns all that is in `root`, directories before what is in them, in the same order each time.
+/// Reads everything in `root`, directories before their contents, always in the same order.
 pub fn read(root: &Path) -> Result<wire::Tree, TreeError> {
     let mut attempt = 1;
     loop {
@@ -91,7 +91,7 @@ impl<'a> Reading<'a> {
     }
 
     fn read(mut self) -> Result<wire::Tree, TreeError> {
-        // Only the version that `..data` leads to: another one is being written, or removed.
+        // Only the version that `..data` points to: others are being written or removed.
         let current = fs::read_link(self.root.join("..data")).ok();
         self.directory(Path::new(""), current.as_deref())?;
         Ok(wire::Tree { entries: self.entries, ..Default::default() })
@@ -139,13 +139,13 @@ impl<'a> Reading<'a> {
         }
         if meta.is_symlink() {
             let target = fs::read_link(&at).map_err(failed)?;
-            let target = target.to_str().ok_or_else(|| unfit("a link to what is not named in UTF-8"))?;
+            let target = target.to_str().ok_or_else(|| unfit("a symlink to a path that is not UTF-8"))?;
             self.names += target.len();
             entry.set_link(target.to_owned());
         } else if meta.is_file() {
             entry.set_file(self.file(&at)?);
         } else {
-            return Err(unfit("neither file, directory nor link"));
+            return Err(unfit("neither a file, a directory nor a symlink"));
         }
         self.entries.push(entry);
         Ok(())
@@ -160,7 +160,7 @@ impl<'a> Reading<'a> {
             .open(at)
             .map_err(failed)?;
         let mut content = Vec::new();
-        // One byte more than there may be tells that there is more.
+        // One byte more reveals a larger file.
         let room = MAX_BYTES - self.bytes;
         let length = file.take(room + 1).read_to_end(&mut content).map_err(failed)? as u64;
         if length > room {

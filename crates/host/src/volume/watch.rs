@@ -1,4 +1,4 @@
-//! Tells when something in a directory changes. One inotify instance serves all pods.
+//! Reports changes in directories. One inotify instance serves all pods.
 
 use std::{
     collections::HashMap,
@@ -33,18 +33,20 @@ pub struct Watches {
 #[derive(Debug, Default)]
 struct Watched {
     senders: HashMap<i32, watch::Sender<u64>>,
-    /// Watches that helpers are adding: one of theirs may have the number of one that nobody holds any more.
+    /// Number of watches that helpers are adding: a new one may have the number of a watch that is not used
+    /// any more.
     being_added: usize,
 }
 
-/// A directory that is watched. Two of one directory are told alike.
+/// A watched directory. Two watches of one directory both receive its changes.
 #[derive(Debug)]
 pub struct Watch {
     changes: watch::Receiver<u64>,
 }
 
 impl Watch {
-    /// Waits for a change since the last call, or since the watch began. Never answers if nobody tells.
+    /// Waits for a change since the last call, or since the watch began. Never returns if the source of
+    /// changes has ended.
     pub async fn changed(&mut self) {
         if self.changes.changed().await.is_err() {
             std::future::pending::<()>().await;
@@ -52,7 +54,7 @@ impl Watch {
     }
 }
 
-/// Counts a watch that is being added until dropped.
+/// Counts a watch as being added until dropped.
 struct Adding<'a>(&'a Watches);
 
 impl Drop for Adding<'_> {
@@ -62,13 +64,13 @@ impl Drop for Adding<'_> {
 }
 
 impl Watches {
-    /// None yet. Needs a runtime.
+    /// Creates an empty set. Needs a runtime.
     pub fn new(helpers: Helpers) -> io::Result<Self> {
         let inotify = Arc::new(Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC)?);
         let watched: Arc<Mutex<Watched>> = Arc::default();
         let (reader, shared) = (inotify.clone(), watched.clone());
         let descriptor = inotify.as_fd().try_clone_to_owned()?;
-        // SAFETY: an OwnedFd is open and the same file as long as it lives, and the AsyncFd owns it.
+        // SAFETY: an OwnedFd stays open and the same for its lifetime, and the AsyncFd owns it.
         let descriptor = unsafe { AsyncFd::register_with_interest(descriptor, Interest::READABLE) }
             .map_err(io::Error::from)?;
         tokio::spawn(async move {
@@ -83,28 +85,30 @@ impl Watches {
                     }
                     Err(Errno::EAGAIN) => ready.clear_ready(),
                     Err(Errno::EINTR) => {}
-                    Err(error) => return tracing::error!(%error, "volumes are no longer kept up to date"),
+                    Err(error) => {
+                        return tracing::error!(%error, "cannot read inotify events: volumes are no longer updated");
+                    }
                 }
             }
         });
         Ok(Self { inotify, helpers, watched })
     }
 
-    /// Watches `dir` of `pod` from now on: names in it that come, go or are replaced.
+    /// Starts watching `dir` of `pod` for names that are created, removed or replaced.
     pub async fn watch(&self, pod: &SandboxId, dir: &Path) -> Result<Watch, VolumeError> {
         let failed = |source| VolumeError::Watch { dir: dir.to_owned(), source };
         let instance = self.inotify.as_fd().try_clone_to_owned().map_err(failed)?;
         self.watched().being_added += 1;
         let adding = Adding(self);
         let wd = self.helpers.watch(pod, dir, instance).await?;
-        // What changed until now is seen by whoever reads the directory after this.
+        // Earlier changes are seen when the caller reads the directory afterwards.
         let changes = self.watched().senders.entry(wd).or_default().subscribe();
         drop(adding);
         self.clear();
         Ok(Watch { changes })
     }
 
-    /// Ends watches that nobody holds.
+    /// Ends unused watches.
     fn clear(&self) {
         let mut watched = self.watched();
         if watched.being_added > 0 {
@@ -112,7 +116,7 @@ impl Watches {
         }
         let ended = watched.senders.extract_if(|_, sender| sender.receiver_count() == 0);
         for (wd, _) in ended {
-            // Its directory may be gone, and the watch with it.
+            // Fails if its directory is gone, and the watch with it.
             let _ = rustix::fs::inotify::remove_watch(&self.inotify, wd);
         }
     }
@@ -124,10 +128,10 @@ impl Watches {
 
 fn tell(senders: &mut HashMap<i32, watch::Sender<u64>>, wd: i32, mask: AddWatchFlags) {
     if mask.contains(AddWatchFlags::IN_Q_OVERFLOW) {
-        // What was lost is not known.
+        // The lost events are unknown.
         senders.values().for_each(|sender| sender.send_modify(|changes| *changes += 1));
     } else if mask.contains(AddWatchFlags::IN_IGNORED) {
-        // The directory is gone; its number may be given to another one.
+        // The directory is gone; its number may be reused.
         senders.remove(&wd);
     } else if let Some(sender) = senders.get(&wd) {
         sender.send_modify(|changes| *changes += 1);
@@ -167,7 +171,7 @@ mod tests {
         soon(&mut elsewhere).await;
         assert!(watches.watch(&pod(), &one.path().join("..data")).await.is_err(), "it leads nowhere");
 
-        // A directory that goes ends its watch, and a new one in its place has its own.
+        // A removed directory ends its watch, and a new one in its place has its own.
         let dir = other.path().join("d");
         fs::create_dir(&dir).unwrap();
         let before = watches.watch(&pod(), &dir).await.unwrap();

@@ -13,7 +13,7 @@ pub struct Axis {
 }
 
 impl Axis {
-    /// From 0 to `most`, linear.
+    /// Creates a linear axis from 0 to `most`.
     pub fn linear(most: f64, start: f32, end: f32) -> Self {
         Self { from: 0.0, to: if most > 0.0 { most } else { 1.0 }, start, end, log: false }
     }

@@ -108,7 +108,7 @@ pub async fn measure(
     Ok((report, runner.runs))
 }
 
-/// The first reason stays the first.
+/// Records a reason; the first one is kept.
 fn end(report: &mut Report, why: Option<String>) {
     let Some(why) = why else { return };
     report.partial = true;

@@ -1,4 +1,4 @@
-//! The admin service: what people and tools see of a running daemon.
+//! The admin service: the state of a running daemon, for people and tools.
 
 use std::{pin::Pin, sync::Arc};
 
@@ -39,7 +39,7 @@ pub struct AdminService {
 }
 
 impl AdminService {
-    /// For `node`, of whose pods `recovered_pods` were found alive.
+    /// Returns the service for `node`, `recovered_pods` of whose pods were found running.
     pub fn new(node: Arc<DaemonState>, recovered_pods: u32) -> Self {
         Self { node, started_at_ns: now_ns(), recovered_pods }
     }
@@ -92,13 +92,13 @@ impl Admin for AdminService {
     async fn inspect_pod(&self, request: Request<InspectPodRequest>) -> Result<Response<Pod>, Status> {
         let pod = self.node.registry.pod_by_prefix(&request.get_ref().id).map_err(grpc)?;
         let view = pod.inspect().await.map_err(grpc)?;
-        let told = traffic::tell(&view).await;
+        let traffic = traffic::read(&view).await;
         let mut message = pod_message(&self.node, view);
-        told.add_to(&mut message.interfaces);
+        traffic.add_to(&mut message.interfaces);
         let jail_of = |pid| {
-            // One that ends at this moment has none.
+            // A process that ends at this moment has none.
             let seen = Confinement::of(pid).inspect_err(|error| {
-                tracing::debug!(pod = message.id, pid, %error, "cannot look at a jail");
+                tracing::debug!(pod = message.id, pid, %error, "cannot inspect a jail");
             });
             seen.ok().map(jail_message)
         };
@@ -138,14 +138,14 @@ impl Admin for AdminService {
         let listener = self.node.events.listen();
         let events = stream::unfold(listener, |mut listener| async move {
             use tokio::sync::broadcast::error::RecvError;
-            let told = match listener.recv().await {
+            let event = match listener.recv().await {
                 Ok(event) => Ok(event_message(event)),
                 Err(RecvError::Lagged(lost)) => {
                     Err(Status::data_loss(format!("{lost} events came faster than they were read")))
                 }
                 Err(RecvError::Closed) => return None,
             };
-            Some((told, listener))
+            Some((event, listener))
         });
         Ok(Response::new(Box::pin(events)))
     }

@@ -1,11 +1,11 @@
-//! From wire types to ours, and from our errors to theirs.
+//! Conversions from wire types to the daemon's, and from its errors to wire errors.
 
 use std::{
     collections::{BTreeMap, HashMap},
     net::IpAddr,
 };
 
-use k8s_cri::v1::{NamespaceMode, PodSandboxConfig};
+use k8s_cri::v1::{DnsConfig, NamespaceMode, PodSandboxConfig};
 use prost::Message;
 use sandboxer_base::{Code, chain};
 use sandboxer_config::Config;
@@ -28,15 +28,15 @@ const MAX_HOSTNAME: usize = 64;
 /// Longest part of a name in DNS, bytes (RFC 1035).
 const MAX_LABEL: usize = 63;
 
-/// Annotation that asks for a size of the disks of emptyDirs.
+/// Annotation with the size of the disks of emptyDirs.
 const EMPTY_DIR_SIZE: &str = "io.sandboxer.emptydir-size";
 
-/// Annotation that names ports of the host which lead to a pod in the host's network.
+/// Annotation with ports of the host that lead to a pod in the host's network.
 const HOST_PORTS: &str = "io.sandboxer.host-ports";
-/// Most of them.
+/// Maximum number of them.
 const MAX_HOST_PORTS: usize = 64;
 
-/// Reads an identifier from a request. `what` completes "… is refused".
+/// Reads an identifier from a request. `what` completes "… is invalid".
 pub fn id(what: &'static str, text: &str) -> Result<Id, PodError> {
     text.parse().map_err(|source| PodError::Id { what, source })
 }
@@ -46,7 +46,7 @@ pub fn optional_id(what: &'static str, text: &str) -> Result<Option<Id>, PodErro
     if text.is_empty() { Ok(None) } else { id(what, text).map(Some) }
 }
 
-/// Returns the pod that a sandbox request describes, defaults filled in.
+/// Returns the pod that a sandbox request describes, with defaults filled in.
 pub fn pod_spec(
     request: &ControllerCreateRequest,
     config: &Config,
@@ -57,23 +57,19 @@ pub fn pod_spec(
     let invalid = |reason: String| PodError::Invalid { subject: format!("pod {id}"), reason };
     let asked = match &request.options {
         Some(any) => PodSandboxConfig::decode(any.value.as_slice())
-            .map_err(|error| invalid(format!("its PodSandboxConfig cannot be read: {error}")))?,
+            .map_err(|error| invalid(format!("cannot read its PodSandboxConfig: {error}")))?,
         None => PodSandboxConfig::default(),
     };
     let metadata = asked.metadata.unwrap_or_default();
     let linux = asked.linux.unwrap_or_default();
     let security = linux.security_context.unwrap_or_default();
     let namespaces = security.namespace_options.unwrap_or_default();
-    let shares_host = |mode: i32| mode == NamespaceMode::Node as i32;
-    if shares_host(namespaces.pid) {
-        return Err(PodError::Unsupported(format!(
-            "pod {id}: the host's PID namespace is not available in a microVM pod"
-        )));
-    }
-    if shares_host(namespaces.ipc) {
-        return Err(PodError::Unsupported(format!(
-            "pod {id}: the host's IPC namespace is not available in a microVM pod"
-        )));
+    for (name, mode) in [("PID", namespaces.pid), ("IPC", namespaces.ipc)] {
+        if mode == NamespaceMode::Node as i32 {
+            return Err(PodError::Unsupported(format!(
+                "pod {id}: the host's {name} namespace is not available in a microVM pod"
+            )));
+        }
     }
     let hostname = hostname(asked.hostname, &metadata.name, &id).map_err(invalid)?;
     let cpus = std::thread::available_parallelism()
@@ -91,7 +87,7 @@ pub fn pod_spec(
         Some(text) => host_ports(text).map_err(invalid)?,
         None => Vec::new(),
     };
-    let kept = Kept::of(request).unwrap_or_default();
+    let kept = SandboxMetadata::of(request).unwrap_or_default();
     Ok(PodSpec {
         limits: size::limits(&limits),
         host_ports,
@@ -108,19 +104,7 @@ pub fn pod_spec(
         hostname,
         netns: (!request.netns_path.is_empty()).then(|| request.netns_path.clone().into()),
         ips: kept.ips(),
-        resolv_conf: asked.dns_config.map(|dns| {
-            let mut text = String::new();
-            for server in &dns.servers {
-                text += &format!("nameserver {server}\n");
-            }
-            if !dns.searches.is_empty() {
-                text += &format!("search {}\n", dns.searches.join(" "));
-            }
-            if !dns.options.is_empty() {
-                text += &format!("options {}\n", dns.options.join(" "));
-            }
-            text
-        }),
+        resolv_conf: asked.dns_config.as_ref().map(resolv_conf),
         cgroup_parent: linux.cgroup_parent,
         shared_pids: namespaces.pid == NamespaceMode::Pod as i32,
         sysctls: linux.sysctls.into_iter().collect::<BTreeMap<_, _>>(),
@@ -128,11 +112,26 @@ pub fn pod_spec(
     })
 }
 
-/// Returns the hostname that was asked for, or what of the pod's name, else of its id, can be one.
+/// Returns the content of `/etc/resolv.conf`.
+fn resolv_conf(dns: &DnsConfig) -> String {
+    let mut text = String::new();
+    for server in &dns.servers {
+        text += &format!("nameserver {server}\n");
+    }
+    if !dns.searches.is_empty() {
+        text += &format!("search {}\n", dns.searches.join(" "));
+    }
+    if !dns.options.is_empty() {
+        text += &format!("options {}\n", dns.options.join(" "));
+    }
+    text
+}
+
+/// Returns the requested hostname, or the valid part of the pod's name, else of its id.
 fn hostname(asked: String, name: &str, id: &Id) -> Result<String, String> {
     if asked.len() > MAX_HOSTNAME {
         return Err(format!(
-            "its hostname {asked:?} is longer than the {MAX_HOSTNAME} bytes that Linux takes"
+            "its hostname {asked:?} is longer than {MAX_HOSTNAME} bytes, the maximum of Linux"
         ));
     }
     if !asked.is_empty() {
@@ -146,7 +145,7 @@ fn hostname(asked: String, name: &str, id: &Id) -> Result<String, String> {
     Ok([fits(name), fits(id.as_str())].into_iter().find(|name| !name.is_empty()).unwrap_or_default())
 }
 
-/// TCP ports, as in `8080, 9090/tcp`.
+/// Parses TCP ports, as in `8080, 9090/tcp`.
 fn host_ports(text: &str) -> Result<Vec<u16>, String> {
     let wrong = |what: &str| {
         format!(
@@ -171,13 +170,13 @@ fn host_ports(text: &str) -> Result<Vec<u16>, String> {
     Ok(ports)
 }
 
-/// What is read of that which containerd keeps of a sandbox, and tells.
+/// The parts read of containerd's metadata of a sandbox.
 #[derive(Debug, Default, serde::Deserialize)]
 #[serde(rename_all = "PascalCase")]
-struct Kept {
-    /// The runtime handler that the pod asked for.
+struct SandboxMetadata {
+    /// The pod's runtime handler.
     runtime_handler: String,
-    /// Its address, as CNI said; empty for one in the host's network.
+    /// Its address from CNI; empty for a pod in the host's network.
     #[serde(default, rename = "IP")]
     ip: String,
     /// Its addresses of the other family.
@@ -185,12 +184,12 @@ struct Kept {
     additional_ips: Option<Vec<String>>,
 }
 
-impl Kept {
+impl SandboxMetadata {
     fn of(request: &ControllerCreateRequest) -> Option<Self> {
         #[derive(serde::Deserialize)]
         #[serde(rename_all = "PascalCase")]
         struct Versioned {
-            metadata: Kept,
+            metadata: SandboxMetadata,
         }
         let kept = request.sandbox.as_ref()?.extensions.get("metadata")?;
         serde_json::from_slice::<Versioned>(&kept.value).ok().map(|kept| kept.metadata)
@@ -206,7 +205,7 @@ fn space(annotations: &HashMap<String, String>, name: &'static str) -> Result<Op
     annotations.get(name).map(|text| quantity::space(name, text)).transpose()
 }
 
-/// Our error as gRPC tells it.
+/// Converts an error to gRPC.
 pub fn grpc(error: PodError) -> tonic::Status {
     let code = match error.code() {
         Code::NotFound => tonic::Code::NotFound,
@@ -222,7 +221,7 @@ pub fn grpc(error: PodError) -> tonic::Status {
     tonic::Status::new(code, chain(&error))
 }
 
-/// Our error as ttrpc tells it.
+/// Converts an error to ttrpc.
 pub fn ttrpc(error: PodError) -> ttrpc::Error {
     let code = match error.code() {
         Code::NotFound => ttrpc::Code::NOT_FOUND,
@@ -238,14 +237,14 @@ pub fn ttrpc(error: PodError) -> ttrpc::Error {
     ttrpc::Error::RpcStatus(ttrpc::get_status(code, chain(&error)))
 }
 
-/// ns since 1970 as a gRPC timestamp; none for 0.
+/// Converts ns since 1970 to a gRPC timestamp; `None` for 0.
 pub fn grpc_time(ns: u64) -> Option<prost_types::Timestamp> {
     let nanos = i32::try_from(ns % 1_000_000_000).unwrap_or_default();
     let seconds = i64::try_from(ns / 1_000_000_000).unwrap_or_default();
     (ns > 0).then_some(prost_types::Timestamp { seconds, nanos })
 }
 
-/// ns since 1970 as a ttrpc timestamp; none for 0.
+/// Converts ns since 1970 to a ttrpc timestamp; none for 0.
 pub fn ttrpc_time(ns: u64) -> protobuf::MessageField<protobuf::well_known_types::timestamp::Timestamp> {
     grpc_time(ns)
         .map(|time| protobuf::well_known_types::timestamp::Timestamp {

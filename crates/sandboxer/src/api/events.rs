@@ -1,5 +1,5 @@
-//! What containerd's other users learn from its event bus: for now that the OOM killer struck, which CRI turns
-//! into the reason `OOMKilled`. All else it learns by waiting on pods and tasks.
+//! Events for containerd's event bus. The only one for now: the OOM killer struck, which CRI turns into the reason
+//! `OOMKilled`. containerd learns all else by waiting on pods and tasks.
 
 use std::path::{Path, PathBuf};
 
@@ -19,24 +19,24 @@ use ttrpc::context;
 
 use crate::events::{Event, Kind};
 
-/// containerd's namespace for what CRI makes.
+/// containerd's namespace for objects of CRI.
 const NAMESPACE: &str = "k8s.io";
 
-/// How long containerd may take for one event, ns.
+/// Time limit for one event, ns.
 const LIMIT: i64 = 5_000_000_000;
 
-/// Tells containerd, at its ttrpc socket, what comes in at `events`; ends with the daemon.
+/// Forwards `events` to containerd at its ttrpc socket; ends with the daemon.
 ///
-/// Nothing waits for it: an event that containerd does not take is logged and gone, as it would be had containerd
-/// not run.
+/// Nothing waits for it: an event that containerd does not accept is logged and dropped, as if containerd did not
+/// run.
 pub async fn publish(socket: PathBuf, mut events: Receiver<Event>) {
-    // Connected at the first event, and anew after one that failed: containerd may have been restarted.
+    // Connected at the first event, and again after a failure: containerd may have been restarted.
     let mut connection = None;
     loop {
         let event = match events.recv().await {
             Ok(event) => event,
             Err(RecvError::Lagged(lost)) => {
-                tracing::warn!(lost, "events came faster than containerd took them");
+                tracing::warn!(lost, "dropped events: containerd is too slow");
                 continue;
             }
             Err(RecvError::Closed) => return,
@@ -45,11 +45,11 @@ pub async fn publish(socket: PathBuf, mut events: Receiver<Event>) {
         for attempt in [1, 2] {
             match forward(&mut connection, &socket, envelope.clone()).await {
                 Ok(()) => break,
-                // The first may have met the connection to a containerd that is gone.
+                // The first attempt may have used a connection to a containerd that is gone.
                 Err(error) => {
                     connection = None;
                     if attempt == 2 {
-                        tracing::warn!(pod = %event.pod, %error, ?socket, "containerd did not take an event");
+                        tracing::warn!(pod = %event.pod, %error, ?socket, "cannot forward an event to containerd");
                     }
                 }
             }
@@ -72,7 +72,7 @@ async fn forward(
     Ok(())
 }
 
-/// Returns the event as containerd packs it; none for what it learns otherwise.
+/// Returns the event as containerd packs it; `None` for events that it learns otherwise.
 fn envelope(event: &Event) -> Option<Envelope> {
     let container = match event.kind {
         Kind::ContainerOutOfMemory => event.container.as_ref()?,

@@ -1,4 +1,4 @@
-//! Metrics as Prometheus reads them, on a TCP listener if one is configured: `GET /metrics`.
+//! Prometheus metrics on a TCP listener, if one is configured: `GET /metrics`.
 
 use std::{
     convert::Infallible,
@@ -22,17 +22,17 @@ use tokio_util::sync::CancellationToken;
 
 use crate::pod::{DaemonState, stage_times::StageSummary};
 
-/// Upper ends of the buckets, µs: from a cached rootfs to a boot that is given up.
+/// Upper bounds of the buckets, µs: from a cached rootfs to the limit of a boot.
 const BUCKETS_US: [u64; 14] = [
     100, 500, 1_000, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000, 2_500_000,
     10_000_000, 60_000_000,
 ];
-/// Connections that are served at once; the others wait.
+/// Connections served at once; others wait.
 const CONNECTIONS: usize = 8;
-/// For a request's head to arrive.
+/// Time limit for a request's head.
 const HEAD_LIMIT: Duration = Duration::from_secs(5);
 
-/// Serves until `shutdown`. What a client does wrong ends its connection and nothing else.
+/// Serves until `shutdown`. An error of a client ends only its connection.
 pub async fn serve(
     listener: TcpListener,
     node: Arc<DaemonState>,
@@ -59,7 +59,7 @@ pub async fn serve(
                 .header_read_timeout(HEAD_LIMIT)
                 .serve_connection(TokioIo::new(stream), answer);
             if let Err(error) = connection.await {
-                tracing::debug!(%error, "a metrics connection ended");
+                tracing::debug!(%error, "metrics connection ended");
             }
             drop(place);
         });
@@ -83,12 +83,12 @@ fn answer<B>(registry: &Registry, request: &Request<B>) -> Response<Full<Bytes>>
 /// Returns all metrics as text.
 fn text(registry: &Registry) -> String {
     let mut text = String::new();
-    // Writing to a String can't fail.
+    // Writing to a String cannot fail.
     let _ = encode(&mut text, registry);
     text
 }
 
-/// Reads the daemon's counts when a scrape asks for them.
+/// Reads the daemon's counters for each scrape.
 #[derive(Debug)]
 struct Scrape(Arc<DaemonState>);
 

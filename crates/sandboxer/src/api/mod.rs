@@ -1,4 +1,4 @@
-//! The edge: wire types come in, typed requests go on; errors leave with the code that counts.
+//! The API: wire types in, typed requests inside; errors with the status code that callers expect.
 
 pub mod admin;
 pub(crate) mod convert;

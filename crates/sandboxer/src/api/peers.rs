@@ -1,12 +1,12 @@
-//! Who may speak to the daemon: root, and the user that it runs as. Its sockets are 0600 in a directory of 0700; this
-//! holds where somebody loosened that, or passed a socket on.
+//! Access control: only root and the daemon's own user may connect. The sockets have mode 0600 in a directory of mode
+//! 0700; this check still holds if somebody changed the modes, or passed a socket on.
 
 use std::io;
 
 use futures::{Stream, StreamExt, future};
 use tokio::net::UnixStream;
 
-/// Connections of those who may; others are closed.
+/// Filters connections: those of other users are closed.
 pub fn trusted<S>(incoming: S) -> impl Stream<Item = io::Result<UnixStream>> + Send + Unpin
 where
     S: Stream<Item = io::Result<UnixStream>> + Send + Unpin,
@@ -20,15 +20,11 @@ fn is_trusted(peer: &UnixStream, own: u32) -> bool {
     match peer.peer_cred() {
         Ok(peer) if peer.uid() == 0 || peer.uid() == own => true,
         Ok(peer) => {
-            tracing::warn!(
-                uid = peer.uid(),
-                pid = peer.pid(),
-                "a connection of a user other than root is refused"
-            );
+            tracing::warn!(uid = peer.uid(), pid = peer.pid(), "rejected connection: peer is not root");
             false
         }
         Err(error) => {
-            tracing::warn!(%error, "a connection of nobody knows whom is refused");
+            tracing::warn!(%error, "rejected connection: no peer credentials");
             false
         }
     }
@@ -57,7 +53,7 @@ mod tests {
         let by = path.clone();
         let foreign = std::thread::spawn(move || {
             let nobody = Uid::from_raw(65534);
-            // Of this thread alone.
+            // For this thread only.
             rustix::thread::set_thread_res_uid(nobody, nobody, nobody).unwrap();
             std::os::unix::net::UnixStream::connect(by).unwrap()
         });

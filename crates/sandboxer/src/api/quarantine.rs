@@ -1,4 +1,4 @@
-//! What people ask about records that were put aside, as the admin service answers it.
+//! Requests of the admin service about quarantined records.
 
 use sandboxer_base::chain;
 use sandboxer_protocol::{
@@ -12,7 +12,7 @@ use crate::pod::{
     quarantine::{Entry, Quarantine, QuarantineError},
 };
 
-/// Returns what is in quarantine.
+/// Lists the quarantine.
 pub async fn list(node: &DaemonState) -> Result<ListQuarantineResponse, Status> {
     let listed = blocking(node, |quarantine| quarantine.list()).await?;
     Ok(ListQuarantineResponse {
@@ -22,26 +22,26 @@ pub async fn list(node: &DaemonState) -> Result<ListQuarantineResponse, Status> 
     })
 }
 
-/// Returns all about one entry.
+/// Returns the details of one entry.
 pub async fn show(node: &DaemonState, name: String) -> Result<ShowQuarantinedResponse, Status> {
     let (entry, report, record) = blocking(node, move |quarantine| quarantine.show(&name)).await?;
     Ok(ShowQuarantinedResponse { entry: Some(message(entry)), report, record })
 }
 
-/// Puts a record back for the next daemon.
+/// Returns a record to the journal, for the next daemon.
 pub async fn release(node: &DaemonState, name: String) -> Result<Quarantined, Status> {
     blocking(node, move |quarantine| quarantine.release(&name)).await.map(message)
 }
 
-/// Ends a pod in quarantine and removes what is left of it.
+/// Kills a quarantined pod and removes its files.
 pub async fn destroy(node: &DaemonState, name: String) -> Result<Quarantined, Status> {
-    // A record of the same id may have been brought back by hand since: then the pod is in use.
+    // A record of the same id may have been restored by hand since: then the pod is in use.
     let known = node.registry.pods().iter().map(|pod| pod.id().clone()).collect();
     blocking(node, move |quarantine| quarantine.destroy(&name, &known)).await.map(message)
 }
 
-/// Returns what a request about a pod that is not known is answered with, if its record is in quarantine and its VMM runs:
-/// not that there is no such pod. That would be the permission to start it anew, and both would write to the same volumes.
+/// Returns the error for requests about an unknown pod whose record is in quarantine and whose VM runs. "Not found"
+/// would let the caller start the pod again, and both VMs would write to the same volumes.
 pub async fn held(node: &DaemonState, pod: &SandboxId) -> Result<Option<Status>, Status> {
     let of = pod.clone();
     let running = blocking(node, move |quarantine| quarantine.running(&of)).await?;
@@ -53,7 +53,7 @@ pub async fn held(node: &DaemonState, pod: &SandboxId) -> Result<Option<Status>,
     }))
 }
 
-/// Kills the VMM of a pod that is not known, if its record is in quarantine. False: there is none.
+/// Kills the VMM of an unknown pod whose record is in quarantine. Returns `false` if there is none.
 pub async fn kill(node: &DaemonState, pod: &SandboxId) -> Result<bool, Status> {
     let of = pod.clone();
     blocking(node, move |quarantine| quarantine.kill(&of)).await
@@ -76,7 +76,7 @@ fn status(error: QuarantineError) -> Status {
         QuarantineError::NoPod(_) | QuarantineError::Recorded { .. } | QuarantineError::InUse { .. } => {
             Status::failed_precondition(text)
         }
-        QuarantineError::Lingering { .. } | QuarantineError::Host { .. } => Status::internal(text),
+        QuarantineError::Lingering { .. } | QuarantineError::Path { .. } => Status::internal(text),
     }
 }
 

@@ -1,4 +1,4 @@
-//! containerd's sandbox controller: pods come and go through here.
+//! containerd's sandbox controller: creates, starts, stops and removes pods.
 
 use std::{collections::HashMap, io, sync::Arc};
 
@@ -37,22 +37,23 @@ use crate::{
     },
 };
 
-/// Version of the task API behind the address that `Start` answers.
+/// Version of the task API at the address that `Start` returns.
 const TASK_API_VERSION: u32 = 3;
 
 /// Serves [`Controller`] for the pods of a node.
 #[derive(Debug)]
 pub struct SandboxService {
     node: Arc<DaemonState>,
-    /// Where containerd finds the task service of every container.
+    /// Address of the task service for every container.
     task_address: String,
-    /// This worker ends.
+    /// This worker is shutting down.
     ending: CancellationToken,
     starts: Arc<Starts>,
 }
 
 impl SandboxService {
-    /// `task_address` is what `Start` answers: `ttrpc+unix:///path`. From `ending` on nobody is kept waiting.
+    /// Returns the service. `Start` returns `task_address`: `ttrpc+unix:///path`. Once `ending` is cancelled, no
+    /// caller waits.
     pub fn new(node: Arc<DaemonState>, task_address: String, ending: CancellationToken) -> io::Result<Self> {
         Ok(Self { starts: Starts::of(node.clone())?, node, task_address, ending })
     }
@@ -61,7 +62,7 @@ impl SandboxService {
         self.node.registry.pod(&id("sandbox id", sandbox)?)
     }
 
-    /// Same as [`SandboxService::pod`]; of a pod that is not known, and whose VMM may run, not that there is none.
+    /// Returns the pod, or an error. If its record is in quarantine and its VMM may run, the error is not "not found".
     async fn pod_or_held(&self, sandbox: &str) -> Result<PodHandle, Status> {
         match self.pod(sandbox) {
             Err(PodError::NoPod(id)) => {
@@ -72,7 +73,7 @@ impl SandboxService {
         }
     }
 
-    /// Same as [`SandboxService::pod`]. `None`: it was not known, and its VMM has been killed.
+    /// Returns the pod. `None`: it was unknown, and its VMM has been killed.
     async fn pod_or_killed(&self, sandbox: &str) -> Result<Option<PodHandle>, Status> {
         match self.pod(sandbox) {
             Err(PodError::NoPod(id)) => match quarantine::kill(&self.node, &id).await? {
@@ -84,8 +85,8 @@ impl SandboxService {
     }
 }
 
-/// The pod of a first start that is not over. containerd forgets a sandbox whose start failed, or which its own
-/// client gave up, without another word to the controller: so the pod goes with it.
+/// The pod of a first start that has not finished. If a start fails, or containerd's client cancels it, containerd
+/// forgets the sandbox without another call to the controller: so the pod is removed.
 struct GivenUp(Option<PodHandle>);
 
 impl Drop for GivenUp {
@@ -122,14 +123,11 @@ impl Controller for SandboxService {
         let pod = self.pod(&request.get_ref().sandbox_id).map_err(grpc)?;
         let first = pod.status().state == PodState::Created;
         if first && let Err(error) = self.starts.begins(pod.id()) {
-            return Err(Status::unavailable(format!(
-                "the start of pod {} cannot be noted: {error}",
-                pod.id()
-            )));
+            return Err(Status::unavailable(format!("cannot note the start of pod {}: {error}", pod.id())));
         }
         let mut given_up = GivenUp(first.then(|| pod.clone()));
         if let Err(error) = pod.start().await {
-            // Gone before the answer: whoever has it may use the id again.
+            // Removed before the answer: its caller may use the id again.
             if let Some(pod) = given_up.0.take() {
                 self.starts.shown(pod.id());
                 starts::remove(pod).await;
@@ -175,7 +173,7 @@ impl Controller for SandboxService {
         self.starts.shown(pod.id());
         let status = tokio::select! {
             status = pod.stopped() => status.map_err(grpc)?,
-            // containerd asks again.
+            // containerd retries.
             () = self.ending.cancelled() => return Err(Status::unavailable("sandboxer is being restarted")),
         };
         Ok(Response::new(ControllerWaitResponse {
@@ -204,19 +202,19 @@ impl Controller for SandboxService {
             self.starts.shown(pod.id());
         }
         if status.state == PodState::Unknown && !status.overdue {
-            // Neither ready nor stopped: whoever asks keeps what it knows, and asks again.
-            let (action, subject) = ("tell the state", format!("pod {}", pod.id()));
+            // Neither ready nor stopped: the caller keeps the last state, and retries.
+            let (action, subject) = ("read the state", format!("pod {}", pod.id()));
             return Err(grpc(PodError::Unreached { action, subject, reason: status.reason }));
         }
         let ready = status.state == PodState::Ready;
         let mut info = HashMap::new();
         if request.verbose {
-            // containerd takes of it what it knows from sandboxes of its own, by these names, and no more.
-            let told = json!({
+            // containerd reads from it only these fields of its own sandboxes, by these names.
+            let cri_info = json!({
                 "pid": status.vmm_pid,
                 "processStatus": if ready { "running" } else { "stopped" },
             });
-            info.insert("info".to_owned(), told.to_string());
+            info.insert("info".to_owned(), cri_info.to_string());
         }
         Ok(Response::new(ControllerStatusResponse {
             sandbox_id: request.sandbox_id,
@@ -239,7 +237,7 @@ impl Controller for SandboxService {
             return Ok(Response::new(ControllerShutdownResponse {}));
         };
         match pod.remove().await {
-            // Somebody else's removal was quicker.
+            // Another removal was faster.
             Ok(()) | Err(PodError::Gone(_)) => Ok(Response::new(ControllerShutdownResponse {})),
             Err(error) => Err(grpc(error)),
         }
@@ -267,7 +265,7 @@ impl Controller for SandboxService {
     ) -> Result<Response<ControllerUpdateResponse>, Status> {
         let request = request.into_inner();
         let pod = self.pod(&request.sandbox_id).map_err(grpc)?;
-        // Of what containerd keeps of a sandbox, nothing else is ours.
+        // Nothing else of what containerd keeps of a sandbox concerns the daemon.
         if let Some(limits) = updated_limits(pod.id(), &request).map_err(grpc)? {
             pod.update_pod(limits).await.map_err(grpc)?;
         }

@@ -1,4 +1,4 @@
-//! How large a VM a pod gets: as its annotations say, else by its containers' limits, else as configured.
+//! The size of a pod's VM: from its annotations, else from its containers' limits, else from the configuration.
 
 use std::collections::HashMap;
 
@@ -10,37 +10,36 @@ use sandboxer_vmm::Shape;
 
 use crate::{error::PodError, pod::spec::Limits};
 
-/// Annotation that asks for a number of vCPUs.
+/// Annotation with the number of vCPUs.
 const VCPUS: &str = "io.sandboxer.vcpus";
-/// Annotation that asks for memory: MiB, or a number with Ki, Mi or Gi.
+/// Annotation with the memory: MiB, or a number with Ki, Mi or Gi.
 const MEMORY: &str = "io.sandboxer.memory";
 
 /// Smallest memory a guest boots in, MiB.
 const MIN_MEMORY_MIB: u64 = 64;
 
-/// What a guest keeps of its memory, so that a container may use its limit up to the last byte: so many MiB, and of
-/// the rest one part in so many, for the kernel's notes and reserves. Measured by `MemAvailable` beside an idle
-/// container, once each: of 256, 512, 1024 and 4096 MiB it keeps 49, 55, 101 and 261.
+/// The memory that the guest itself needs, so that a container can use its limit to the last byte: this many MiB, plus
+/// a fraction of the rest for the kernel's page structures and reserves. Measured once each by `MemAvailable` beside an
+/// idle container: of 256, 512, 1024 and 4096 MiB a guest keeps 49, 55, 101 and 261.
 const GUEST_OVERHEAD_MIB: u64 = 48;
 const GUEST_SHARE: u64 = 16;
 
-/// The smallest VM of a pod with limits, MiB: pods of small limits share its template, and their limits can be raised
-/// within it.
+/// The smallest VM of a pod with limits, MiB: pods with small limits share its template, and their limits can be
+/// raised within it.
 const SMALLEST_LIMITED_MIB: u64 = 256;
 
-/// Of sizes there are so many between a power of two and the next: pods of different sizes are then copies of one
-/// template, and a VM is larger than it has to be by an eighth at most. Whatever a guest once touched its VMM keeps, so
-/// that more would outgrow the pod's limit and overhead.
+/// Number of sizes between a power of two and the next. So pods of different limits are copies of one template, and a
+/// VM is at most an eighth larger than needed. The VMM keeps all memory that a guest ever touched, so a larger VM could
+/// exceed the pod's limit and overhead.
 const SIZES_PER_DOUBLING: u64 = 8;
 
-/// What CRI calls a whole CPU's share.
+/// CPU shares of a whole CPU in CRI.
 const SHARES_PER_CPU: u64 = 1024;
 
-/// Returns the VM for a pod with these `annotations`, whose containers have these `limits` together.
+/// Returns the VM shape for a pod with these `annotations`, whose containers have these `limits` together.
 ///
-/// An annotation is a demand, and one that can't be had is an error. Limits are bounds: beyond the largest
-/// VM, or the host's `cpus`, they don't bind, and that is what the pod gets. A pod without a limit gets the default, and
-/// as many vCPUs as it requests.
+/// An annotation is a demand: one that cannot be met is an error. Limits are bounds: beyond the largest VM, or the
+/// host's `cpus`, the pod gets that maximum. A pod without a limit gets the default, and as many vCPUs as it requests.
 pub fn shape(
     annotations: &HashMap<String, String>,
     limits: &LinuxContainerResources,
@@ -64,26 +63,26 @@ pub fn shape(
     Ok(Shape { vcpus, memory_mib, nics: 1 })
 }
 
-/// Returns what the containers may use together, as CRI says it.
-pub fn limits(said: &LinuxContainerResources) -> Limits {
+/// Returns what the containers may use together, as CRI gives it.
+pub fn limits(resources: &LinuxContainerResources) -> Limits {
     Limits {
-        cpu_quota_us: said.cpu_quota,
-        cpu_period_us: u64::try_from(said.cpu_period).unwrap_or_default(),
-        memory_bytes: said.memory_limit_in_bytes,
+        cpu_quota_us: resources.cpu_quota,
+        cpu_period_us: u64::try_from(resources.cpu_period).unwrap_or_default(),
+        memory_bytes: resources.memory_limit_in_bytes,
     }
 }
 
-/// Returns the same as containerd tells of UpdatePodSandboxResources, in an extension of the sandbox; none, if it tells of
-/// something else.
+/// Returns the same from UpdatePodSandboxResources, which containerd passes in an extension of the sandbox; `None` if
+/// the request updates something else.
 pub fn updated_limits(
     pod: &SandboxId,
     request: &ControllerUpdateRequest,
 ) -> Result<Option<Limits>, PodError> {
-    let told = request.sandbox.as_ref().and_then(|sandbox| sandbox.extensions.get(UPDATED));
-    let Some(told) = told else { return Ok(None) };
-    let updated: Updated = serde_json::from_slice(&told.value).map_err(|error| PodError::Invalid {
+    let extension = request.sandbox.as_ref().and_then(|sandbox| sandbox.extensions.get(UPDATED));
+    let Some(extension) = extension else { return Ok(None) };
+    let updated: Updated = serde_json::from_slice(&extension.value).map_err(|error| PodError::Invalid {
         subject: format!("pod {pod}"),
-        reason: format!("its updated resources cannot be read: {error}"),
+        reason: format!("cannot read its updated resources: {error}"),
     })?;
     Ok(updated.resources.map(|Resources { cpu_quota, cpu_period, memory_limit_in_bytes }| {
         limits(&LinuxContainerResources {
@@ -98,7 +97,7 @@ pub fn updated_limits(
 /// Name of that extension.
 const UPDATED: &str = "updated-resources";
 
-/// What is read of it: CRI's message as Go writes it in JSON, without what is 0.
+/// The part of it that is read: CRI's message as Go writes it in JSON, without fields that are 0.
 #[derive(Debug, serde::Deserialize)]
 struct Updated {
     #[serde(rename = "Resources")]
@@ -116,7 +115,7 @@ struct Resources {
 fn asked_vcpus(text: &str, most: u32) -> Result<u32, String> {
     match text.parse() {
         Ok(count) if (1..=most).contains(&count) => Ok(count),
-        _ => Err(format!("annotation {VCPUS} is {text:?}, it takes a whole number from 1 to {most}")),
+        _ => Err(format!("annotation {VCPUS} is {text:?}: it takes a whole number from 1 to {most}")),
     }
 }
 
@@ -131,26 +130,27 @@ fn asked_memory_mib(text: &str, most: u64) -> Result<u64, String> {
     match mib {
         Some(mib) if (MIN_MEMORY_MIB..=most).contains(&mib) => Ok(mib),
         _ => Err(format!(
-            "annotation {MEMORY} is {text:?}, it takes {MIN_MEMORY_MIB}Mi to {most}Mi \
+            "annotation {MEMORY} is {text:?}: it takes {MIN_MEMORY_MIB}Mi to {most}Mi \
              (a number of MiB, or with Ki, Mi or Gi)"
         )),
     }
 }
 
-/// As many as the containers may use at once, none without a limit.
+/// Returns as many vCPUs as the containers may use at once; `None` without a limit.
 fn limited_vcpus(limits: &LinuxContainerResources) -> Option<u32> {
     let quota = u64::try_from(limits.cpu_quota).ok().filter(|quota| *quota > 0)?;
     let period = u64::try_from(limits.cpu_period).ok().filter(|period| *period > 0)?;
     Some(u32::try_from(quota.div_ceil(period)).unwrap_or(u32::MAX))
 }
 
-/// As many as the containers request together.
+/// Returns as many vCPUs as the containers request together.
 fn requested_vcpus(limits: &LinuxContainerResources) -> u32 {
     let shares = u64::try_from(limits.cpu_shares).unwrap_or_default();
     u32::try_from(shares.div_ceil(SHARES_PER_CPU)).unwrap_or(u32::MAX)
 }
 
-/// Returns what the containers may use and what the guest needs beside it, in sizes that pods share. None without a limit.
+/// Returns the memory that the containers may use plus what the guest needs, rounded to a shared size. `None`
+/// without a limit.
 fn limited_memory_mib(limits: &LinuxContainerResources) -> Option<u64> {
     let bytes = u64::try_from(limits.memory_limit_in_bytes).ok().filter(|bytes| *bytes > 0)?;
     let limit = bytes.div_ceil(1 << 20);
@@ -158,14 +158,14 @@ fn limited_memory_mib(limits: &LinuxContainerResources) -> Option<u64> {
     Some(rounded(mib.max(SMALLEST_LIMITED_MIB)))
 }
 
-/// Returns the next size that there is, MiB.
+/// Rounds up to the next size, MiB.
 fn rounded(mib: u64) -> u64 {
     let power = 1 << mib.max(1).ilog2();
     mib.checked_next_multiple_of((power / SIZES_PER_DOUBLING).max(1)).unwrap_or(mib)
 }
 
-/// Returns what `limits` leaves of them for a pod of which the host knows that some container has no limit: kubelet adds up the
-/// limits of those that have one.
+/// Removes from `limits` those that some container of the pod is without: kubelet adds up only the limits that
+/// exist.
 pub fn without(limits: LinuxContainerResources, unlimited: Unlimited) -> LinuxContainerResources {
     LinuxContainerResources {
         cpu_quota: if unlimited.cpu { 0 } else { limits.cpu_quota },
@@ -182,7 +182,7 @@ mod tests {
 
     const CPUS: u32 = 8;
 
-    /// Returns that of a node of 8 CPUs and 1 TiB.
+    /// Returns the configuration of a node of 8 CPUs and 1 TiB.
     fn config() -> VmConfig {
         let node = Config::default().vm;
         VmConfig {
@@ -284,7 +284,7 @@ mod tests {
 
     #[test]
     fn updated_limits_are_read_as_containerd_writes_them() {
-        let told = |name: &str, value: &str| {
+        let updated = |name: &str, value: &str| {
             let mut request = ControllerUpdateRequest::default();
             let value = prost_types::Any { type_url: String::new(), value: value.into() };
             request.sandbox.get_or_insert_default().extensions.insert(name.into(), value);
@@ -293,10 +293,10 @@ mod tests {
         let json = r#"{"Overhead":null,"Resources":{"cpu_period":100000,"cpu_quota":150000,"cpu_shares":2,
             "memory_limit_in_bytes":67108864}}"#;
         let limits = Limits { cpu_quota_us: 150_000, cpu_period_us: 100_000, memory_bytes: 64 << 20 };
-        assert_eq!(told(UPDATED, json).unwrap(), Some(limits));
-        assert_eq!(told(UPDATED, r#"{"Overhead":{},"Resources":null}"#).unwrap(), None);
-        assert_eq!(told("metadata", json).unwrap(), None);
-        let error = told(UPDATED, "much").unwrap_err().to_string();
+        assert_eq!(updated(UPDATED, json).unwrap(), Some(limits));
+        assert_eq!(updated(UPDATED, r#"{"Overhead":{},"Resources":null}"#).unwrap(), None);
+        assert_eq!(updated("metadata", json).unwrap(), None);
+        let error = updated(UPDATED, "much").unwrap_err().to_string();
         assert!(error.contains("pod p") && error.contains("updated resources"), "{error}");
     }
 

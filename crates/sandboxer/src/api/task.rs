@@ -38,7 +38,7 @@ pub struct TaskService {
 }
 
 impl TaskService {
-    /// For the pods of `node`.
+    /// Returns the service for the pods of `node`.
     pub fn new(node: Arc<DaemonState>) -> Self {
         Self { node }
     }
@@ -47,18 +47,18 @@ impl TaskService {
         self.node.registry.pod_of(container)
     }
 
-    /// Returns whether an earlier worker may have done what is asked.
+    /// Returns whether the request may be a repetition: an earlier worker may have executed it.
     fn again(context: &TtrpcContext) -> bool {
         context.mh.flags & REPEATED != 0
     }
 
-    /// Returns the container that a repeated request to make it finds made.
+    /// Returns the pod of the container, if a repeated create finds it created.
     async fn made(&self, request: &CreateTaskRequest) -> Option<PodHandle> {
         let (pod, view) = self.process(&request.id, "").await.ok()?;
         (view.bundle == Path::new(&request.bundle)).then_some(pod)
     }
 
-    /// Returns what a repeated deletion had answered.
+    /// Returns the answer to the earlier deletion, if this one is a repetition.
     fn deleted(&self, container: &ContainerId, exec: Option<&ExecId>) -> Option<Exit> {
         self.node.front.peek(&front::key(front::DELETED, container, exec))
     }
@@ -76,8 +76,8 @@ impl TaskService {
     }
 }
 
-/// Returns why a container can't be made. containerd takes UNIMPLEMENTED here for an older API's word, asks again in
-/// that API and tells its user of the second answer.
+/// Returns the error of a container that cannot be created. UNIMPLEMENTED would make containerd retry in an older
+/// API, and report the error of that second call to its user.
 fn refused(error: PodError) -> ttrpc::Error {
     match ttrpc(error) {
         ttrpc::Error::RpcStatus(mut status) if status.code() == ttrpc::Code::UNIMPLEMENTED => {
@@ -194,7 +194,7 @@ impl Task for TaskService {
         let ended = view.phase.wait_for(|phase| phase.exit().is_some()).await;
         let exit = match &ended {
             Ok(phase) => phase.exit().cloned(),
-            // Deleted, with its last phase in place.
+            // Deleted; its last phase is known.
             Err(_) => None,
         };
         drop(ended);
@@ -319,8 +319,8 @@ impl Task for TaskService {
         Err(ttrpc(PodError::Unsupported(text)))
     }
 
-    /// containerd says that it needs no task server for this container any more. There is one for
-    /// all, so nothing is to be done, also for a container that nobody knows.
+    /// Does nothing: containerd needs no task server for this container any more, but there is one for all. The
+    /// container may be unknown.
     async fn shutdown(&self, _: &TtrpcContext, _: ShutdownRequest) -> Result<Empty> {
         Ok(Empty::new())
     }
@@ -336,7 +336,7 @@ impl TaskService {
     }
 }
 
-/// Returns the pod a container is for: containerd writes its id into the bundle.
+/// Returns the pod of a container: containerd writes its id into the bundle.
 fn sandbox_of(container: &ContainerId, bundle: &Path) -> std::result::Result<SandboxId, PodError> {
     let path = bundle.join("sandbox");
     let text = std::fs::read_to_string(&path).map_err(|error| PodError::Invalid {

@@ -1,4 +1,4 @@
-//! What people and tools ask about templates, as the admin service answers it.
+//! Requests of the admin service about templates.
 
 use std::{future::Future, sync::Arc};
 
@@ -14,7 +14,7 @@ use crate::{
     template::{Shape, TemplateView},
 };
 
-/// Returns the templates, the pool, and how pods got their VMs.
+/// Lists the templates, the pool, and how pods got their VMs.
 pub async fn list(node: &Arc<DaemonState>) -> Result<ListTemplatesResponse, Status> {
     let templates = views(node).await?.into_iter().map(message).collect();
     let pool = node.pool.list().into_iter().map(|warm| PooledVm {
@@ -33,7 +33,7 @@ pub async fn list(node: &Arc<DaemonState>) -> Result<ListTemplatesResponse, Stat
     Ok(ListTemplatesResponse { templates, pool: pool.collect(), start_paths: taken.chain(missed).collect() })
 }
 
-/// Makes a template; the size is checked at once.
+/// Builds a template; the size is checked at once.
 pub fn build(
     node: Arc<DaemonState>,
     request: BuildTemplateRequest,
@@ -46,7 +46,7 @@ pub fn build(
     })
 }
 
-/// Reads a whole template; what is wrong with it is told in the answer.
+/// Reads a whole template; the answer says what is wrong with it.
 pub async fn verify(node: &Arc<DaemonState>, prefix: &str) -> Result<Template, Status> {
     let view = one(node, prefix).await?;
     let (templates, key) = (node.templates.clone(), view.key.clone());
@@ -55,7 +55,7 @@ pub async fn verify(node: &Arc<DaemonState>, prefix: &str) -> Result<Template, S
     Ok(Template { problem, ..message(view) })
 }
 
-/// Removes a template; answers what it was.
+/// Removes a template. Returns what it was.
 pub async fn remove(node: &Arc<DaemonState>, prefix: &str) -> Result<Template, Status> {
     let view = one(node, prefix).await?;
     let (templates, key) = (node.templates.clone(), view.key.clone());
@@ -75,7 +75,7 @@ fn shape(config: &Config, request: &BuildTemplateRequest) -> Result<Shape, Statu
             Ok(Shape { vcpus: count, memory_mib, nics: 1 })
         }
         _ => Err(Status::invalid_argument(format!(
-            "a VM has 1 to {} vCPUs and 64 to {} MiB, as vm.max_vcpus and vm.max_memory_mib say",
+            "a VM has 1 to {} vCPUs and 64 to {} MiB: see vm.max_vcpus and vm.max_memory_mib",
             most.0, most.1
         ))),
     }
@@ -87,7 +87,7 @@ async fn views(node: &Arc<DaemonState>) -> Result<Vec<TemplateView>, Status> {
     listed.map_err(|error| Status::internal(format!("cannot read the directory of templates: {error}")))
 }
 
-/// Returns the one template whose key starts so.
+/// Returns the only template whose key has this prefix.
 async fn one(node: &Arc<DaemonState>, prefix: &str) -> Result<TemplateView, Status> {
     let mut matching = views(node).await?;
     matching.retain(|view| view.key.to_string().starts_with(prefix));

@@ -1,4 +1,4 @@
-//! What a pod's interfaces carry, for people.
+//! The traffic of a pod's interfaces, for people.
 
 use std::time::Duration;
 
@@ -9,22 +9,22 @@ use tokio::time::Instant;
 
 use crate::pod::PodView;
 
-/// Rates are of so much time.
+/// Interval over which rates are measured.
 const OVER: Duration = Duration::from_millis(200);
 
-/// What the interfaces of `view` carry, in the order in which they are in its status; empty for a pod that has none,
-/// or that is gone meanwhile.
+/// The traffic of a pod's interfaces, in the order of its status; empty for a pod without interfaces, or one that was
+/// removed meanwhile.
 #[derive(Debug, Default)]
-pub struct Told {
+pub struct PodTraffic {
     traffic: Vec<(Traffic, Traffic)>,
     over: Duration,
     offloads: Vec<Vec<&'static str>>,
 }
 
-/// Looks twice, a moment apart.
-pub async fn tell(view: &PodView) -> Told {
+/// Reads the counters twice and computes rates.
+pub async fn read(view: &PodView) -> PodTraffic {
     let (Some(netns), [_, ..]) = (&view.spec.netns, view.status.interfaces.as_slice()) else {
-        return Told::default();
+        return PodTraffic::default();
     };
     let (pod, interfaces, vmm) = (&view.spec.id, &view.status.interfaces, view.status.vmm_pid);
     let looked = async {
@@ -37,21 +37,21 @@ pub async fn tell(view: &PodView) -> Told {
     let (traffic, over) = match looked.await {
         Ok(looked) => looked,
         Err(error) => {
-            tracing::debug!(%pod, error = chain(&error), "what the pod's interfaces carry is not to be had");
-            return Told::default();
+            tracing::debug!(%pod, error = chain(&error), "cannot read the counters of the pod's interfaces");
+            return PodTraffic::default();
         }
     };
     let offloads = tokio::task::spawn_blocking(move || traffic::offloads(vmm)).await;
     let offloads =
         offloads.unwrap_or_else(|ended| Err(std::io::Error::other(ended))).unwrap_or_else(|error| {
-            tracing::debug!(%pod, %error, "what the pod's network cards do is not to be had");
+            tracing::debug!(%pod, %error, "cannot read the counters of the pod's network cards");
             Vec::new()
         });
-    Told { traffic, over, offloads }
+    PodTraffic { traffic, over, offloads }
 }
 
-impl Told {
-    /// Adds it to the interfaces' messages.
+impl PodTraffic {
+    /// Adds the traffic to the interfaces' messages.
     pub fn add_to(self, interfaces: &mut [Interface]) {
         for (interface, (before, now)) in interfaces.iter_mut().zip(&self.traffic) {
             interface.received = Some(message(before.received, now.received, self.over));
@@ -83,10 +83,10 @@ mod tests {
     #[test]
     fn rates_are_of_the_time_between_two_looks() {
         let counters = |bytes, packets| Counters { bytes, packets, ..Default::default() };
-        let told = message(counters(1000, 10), counters(3000, 14), Duration::from_millis(500));
-        assert_eq!((told.bytes, told.bytes_per_second), (3000, 4000));
-        assert_eq!((told.packets, told.packets_per_second), (14, 8));
+        let first = message(counters(1000, 10), counters(3000, 14), Duration::from_millis(500));
+        assert_eq!((first.bytes, first.bytes_per_second), (3000, 4000));
+        assert_eq!((first.packets, first.packets_per_second), (14, 8));
         let again = message(counters(1000, 10), counters(0, 0), Duration::from_millis(500));
-        assert_eq!(again.bytes_per_second, 0, "an interface that was made anew");
+        assert_eq!(again.bytes_per_second, 0, "an interface that was created again");
     }
 }

@@ -1,4 +1,4 @@
-//! `sandboxer` with its points of failure, for the tests that have it killed at each of them.
+//! `sandboxer` with its failure points, for the tests that kill it at each of them.
 
 #[path = "../main.rs"]
 mod worker;

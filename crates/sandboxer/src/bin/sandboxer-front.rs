@@ -1,4 +1,4 @@
-//! `sandboxer-front WORKER ARGUMENT…`: what `sandboxer` goes on as. See the crate of that name.
+//! `sandboxer-front WORKER ARGUMENT…`: `sandboxer` executes it. See the crate of that name.
 
 use std::{
     env,
@@ -10,14 +10,14 @@ use std::{
 fn main() -> ExitCode {
     let mut arguments = env::args_os().skip(1);
     let Some(worker) = arguments.next().map(PathBuf::from) else {
-        eprintln!("usage: sandboxer-front WORKER ARGUMENT…: run sandboxer, which runs this");
+        eprintln!("usage: sandboxer-front WORKER ARGUMENT…; run sandboxer instead, which executes this");
         return ExitCode::from(2);
     };
     let arguments: Vec<_> = arguments.collect();
     match sandboxer_front::run(&worker, &arguments, sandboxer_front::MAX_SILENCE) {
         Ok(code) => code,
         Err(error) => {
-            // A log that is gone is no reason to end in another way.
+            // If the log is gone, the exit code must still be the same.
             let _ = match std::error::Error::source(&error) {
                 Some(source) => writeln!(stderr(), "sandboxer-front: {error}: {source}"),
                 None => writeln!(stderr(), "sandboxer-front: {error}"),

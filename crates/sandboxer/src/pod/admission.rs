@@ -1,14 +1,14 @@
-//! How much is started at once; what comes later waits in the order in which it came.
+//! Bounds how much starts at once. Further starts wait in FIFO order.
 //!
-//! Two gates, for two kinds of work that compete for processors in their own ways: VMs that boot
-//! or are restored, and disks that are made of containers' images. A pod that takes a VM from
-//! the pool does not pass the first.
+//! There are two gates, for two kinds of work that compete for processors: VMs that boot
+//! or are restored, and disks that are built from container images. A pod that takes a VM from
+//! the pool does not pass the first gate.
 //!
-//! No place is kept while a guest is asked for something once a container has run in it: a guest answers as slowly as it
-//! likes, and what it makes of a container takes its own processors. So a container's place is given back when its disks
-//! are made, before they are plugged in. A VM's place is kept until its agent has answered: up to then all that
-//! runs in it is ours, and `vm.boot_timeout` bounds it. Network namespaces need no gate: containerd has made them
-//! before the pod comes here, and the few calls that join taps to them take turns at the kernel's own lock (by the code;
+//! No permit is held across a call to a guest in which a container has run: a guest may answer as slowly as it
+//! likes, and its work uses its own processors. So a container's permit is released when its disks
+//! are built, before they are attached. A VM's permit is held until its agent has answered: until then all code
+//! in it is ours, and `vm.boot_timeout` bounds it. Network namespaces need no gate: containerd has created them
+//! before the pod starts here, and the few calls that connect taps to them are serialised by the kernel's own lock (by the code;
 //! not measured).
 
 use std::time::Duration;
@@ -18,25 +18,25 @@ use tokio::{
     time::timeout,
 };
 
-/// What there are gates for.
+/// The kinds of work that have gates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Work {
     /// A VM boots or is restored.
     Vm,
-    /// The disks of a container are made.
+    /// The disks of a container are built.
     Container,
 }
 
-/// Gates with so many places each. Whoever is dropped while waiting leaves the queue.
+/// Gates with a number of permits each. A waiter that is dropped leaves the queue.
 #[derive(Debug)]
 pub struct Admission {
-    // tokio's semaphores are fair: permits are given in the order they were asked for.
+    // tokio's semaphores are fair: permits are granted in FIFO order.
     vms: Semaphore,
     containers: Semaphore,
     under_way: watch::Sender<usize>,
 }
 
-/// Pod work that somebody waits for. Counted until dropped.
+/// Work that a caller waits for. Counted until dropped.
 #[derive(Debug)]
 pub struct Urgent<'a>(&'a watch::Sender<usize>);
 
@@ -47,7 +47,7 @@ impl Drop for Urgent<'_> {
 }
 
 impl Admission {
-    /// Gates for so many VMs and containers at once, at least one each.
+    /// Creates gates for this many VMs and containers at once, at least one each.
     pub fn new(vms: usize, containers: usize) -> Self {
         Self {
             vms: Semaphore::new(vms.max(1)),
@@ -56,28 +56,28 @@ impl Admission {
         }
     }
 
-    /// Waits for a place; it is given back when the answer is dropped.
+    /// Waits for a permit, which is released when it is dropped.
     pub async fn enter(&self, work: Work) -> Option<SemaphorePermit<'_>> {
         let gate = match work {
             Work::Vm => &self.vms,
             Work::Container => &self.containers,
         };
-        // Never closed; were it, work would go through ungated.
+        // Never closed. If it were, work would pass without a gate.
         gate.acquire().await.ok()
     }
 
-    /// Notes that somebody waits for what is done until the answer is dropped.
+    /// Records that a caller waits, until the returned value is dropped.
     pub fn urgent(&self) -> Urgent<'_> {
         self.under_way.send_modify(|count| *count += 1);
         Urgent(&self.under_way)
     }
 
-    /// Waits until nobody has waited for anything for as long as `lull`. A start is several calls, between which nobody waits for a
-    /// moment: what begins then has all of the next call to compete with.
+    /// Waits until no caller has waited for at least `lull`. A start consists of several calls, with short gaps between
+    /// them: work that begins in such a gap competes with the next call.
     pub async fn quiet(&self, lull: Duration) {
         let mut under_way = self.under_way.subscribe();
         loop {
-            // An error would say that this is gone, and with it all work.
+            // An error means that `self` is gone, and all work with it.
             let _ = under_way.wait_for(|&count| count == 0).await;
             if timeout(lull, under_way.wait_for(|&count| count > 0)).await.is_err() {
                 return;

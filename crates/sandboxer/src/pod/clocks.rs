@@ -1,7 +1,7 @@
-//! Keeps the clocks of all guests at the host's.
+//! Keeps the clocks of all guests in step with the host's.
 //!
-//! One timer for all: a guest that is idle is woken once a minute, and the daemon with it. Guests that keep the time by a
-//! clock of their VMM's are asked once.
+//! One timer serves all guests: an idle guest is woken once a minute, and the daemon with it. Guests that follow a
+//! clock of their VMM are asked once.
 
 use std::{collections::HashSet, sync::Arc, time::Duration};
 
@@ -11,11 +11,11 @@ use sandboxer_protocol::id::SandboxId;
 
 use super::{DaemonState, PodHandle, state::PodState};
 
-/// How often clocks are compared: the agent's time constant is made for it (`timekeeper.rs` there).
+/// Interval of comparisons. The agent's time constant assumes it (`timekeeper.rs` there).
 const INTERVAL: Duration = Duration::from_secs(64);
-/// How many guests are asked at the same time.
+/// Number of guests that are asked in parallel.
 const AT_ONCE: usize = 4;
-/// How long one guest may take. One that does not answer delays nobody but those behind it, by this.
+/// Time limit per guest. A guest that does not answer delays only those behind it.
 const LIMIT: Duration = Duration::from_secs(2);
 
 /// Compares clocks for ever.
@@ -27,7 +27,7 @@ pub async fn keep(node: Arc<DaemonState>) {
     }
 }
 
-/// Compares the clocks of those that are ready, except for those in `done`, which take care of themselves.
+/// Compares the clocks of all ready pods, except for those in `done`, which follow another clock.
 async fn round(pods: Vec<PodHandle>, done: &mut HashSet<SandboxId>) {
     done.retain(|id| pods.iter().any(|pod| pod.id() == id));
     let asked: Vec<_> = pods
@@ -39,7 +39,7 @@ async fn round(pods: Vec<PodHandle>, done: &mut HashSet<SandboxId>) {
     done.extend(finished.into_iter().flatten());
 }
 
-/// Compares one; returns its id if that need not be done again.
+/// Compares one clock; returns the pod's id if no further comparison is needed.
 async fn compare(pod: PodHandle) -> Option<SandboxId> {
     match tokio::time::timeout(LIMIT, pod.sync_clock()).await {
         Ok(Ok(again)) => (!again).then(|| pod.id().clone()),

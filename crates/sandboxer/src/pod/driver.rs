@@ -1,8 +1,8 @@
 //! The task that owns a pod.
 //!
-//! It takes requests and the results of work one at a time and never waits for either kind of work:
-//! whatever takes time runs beside it and comes back as [`Done`]. So status and stop are answered
-//! while a start is under way, and nothing needs a lock.
+//! It handles requests and results of work one at a time, and never blocks:
+//! slow work runs in other tasks and comes back as [`Done`]. So status and stop are handled
+//! while a start is in progress, and no lock is needed.
 
 mod placement;
 mod requests;
@@ -11,8 +11,7 @@ mod results;
 use std::{collections::HashMap, convert::Infallible, future::Future, net::TcpListener, sync::Arc};
 
 use futures::FutureExt;
-use sandboxer_base::{chain, clock::now_ns};
-use sandboxer_guest::GuestError;
+use sandboxer_base::chain;
 use sandboxer_process::cpus::Cpus;
 use sandboxer_protocol::{
     id::{ContainerId, ExecId},
@@ -27,36 +26,32 @@ use tokio::{
 use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 
 use super::{
-    ContainerView, DaemonState, PodHandle, PodView, ProcessView, QUEUED_REQUESTS, Reply, Request, forward,
-    host_ports,
+    ContainerView, DaemonState, PodHandle, PodView, ProcessView, QUEUED_REQUESTS, Reply, Request,
     journal::{JournalError, PodJournal, PodRecord, RECORD_VERSION},
     readings::Readings,
-    recover::{Reached, Resolved, Unreached, settle},
-    session,
+    recover::{Reached, Resolved, Unreached},
     spec::PodSpec,
     stages::Stages,
-    start::{self, CgroupAttach, Up},
+    start::Up,
     state::{PodState, PodStatus},
-    stop,
     volumes::Volumes,
 };
 use crate::{
     error::PodError,
-    events::Kind,
     front,
     pod::container::{
-        Container, Exit, KILLED, NewContainer, Phase, Process, StdioPaths,
-        io::{RunningIo, StdinCloser, Subject},
-        start::{self as work, CreateContext, Created, RunningVm},
+        Container, Exit, NewContainer, Process, StdioPaths,
+        io::{RunningIo, Subject},
+        start::{Created, RunningVm},
     },
     share::Shares,
 };
 
-/// What the front calls an exec's FIFOs, and a stdin that was closed.
+/// Keys at the front of an exec's FIFOs and of a closed stdin.
 pub(super) const EXEC: &str = "exec";
 pub(super) const CLOSED: &str = "closed";
 
-/// Starts the task of a pod. `found` is what an earlier daemon left running of it.
+/// Spawns the task of a pod. `found` is what an earlier daemon left running.
 pub fn spawn(
     node: Arc<DaemonState>,
     spec: PodSpec,
@@ -125,12 +120,12 @@ fn driver(
     (driver, receiver, handle)
 }
 
-/// What an earlier daemon left of a pod; nothing, for a new one.
+/// What an earlier daemon left of a pod; empty for a new pod.
 #[derive(Debug, Default)]
 pub struct Found {
     /// Its VM and agent, if they answer.
     pub reached: Option<Reached>,
-    /// Its VMM, if that runs and they don't.
+    /// Its VMM, if that runs but VM and agent do not answer.
     pub unreached: Option<Arc<Unreached>>,
     /// Its containers.
     pub containers: HashMap<ContainerId, Container>,
@@ -138,9 +133,9 @@ pub struct Found {
     pub shares: Option<Shares>,
 }
 
-/// Work that has ended, and what it came to.
+/// Finished work and its result.
 enum Done {
-    /// Nothing the pod's state depends on.
+    /// Work that does not change the pod's state.
     Nothing,
     PodStarted(Result<Up, PodError>),
     PodStopped(Result<(), VmmError>),
@@ -190,38 +185,38 @@ struct Driver {
     link_key: LinkKey,
     status: watch::Sender<PodStatus>,
     stages: Stages,
-    /// Some while the pod is ready.
+    /// Set while the pod is ready.
     live: Option<RunningVm>,
-    /// Some while an earlier daemon's pod is unknown, and until its VMM has ended.
+    /// Set while the state of an earlier daemon's pod is unknown, and until its VMM has exited.
     unreached: Option<Arc<Unreached>>,
-    /// The VM is being ended.
+    /// The VM is being stopped.
     ending: bool,
-    /// What the guest did, or did not do, for which its VM is being ended.
+    /// The fault of the guest for which its VM is being killed.
     lost: Option<PodError>,
-    /// The CPUs that its VMM was last confined to; none: all.
+    /// The CPUs that its VMM was last confined to; empty: all.
     placed: Option<Cpus>,
-    /// Ends when that is done.
+    /// Completes when that is done.
     placing: Option<oneshot::Receiver<Infallible>>,
-    /// Whether its VMM is counted in the pod's control group; ends without that if it can't be.
+    /// Whether its VMM is in the pod's control group; closed without a value if the move failed.
     counted: watch::Receiver<bool>,
     /// Forwards ports while the pod is ready.
     forwarding: Option<AbortOnDropHandle<()>>,
-    /// Where it listens on the host.
+    /// Its listeners on the host.
     host_ports: Vec<TcpListener>,
     containers: HashMap<ContainerId, Container>,
     volumes: Arc<Volumes>,
-    /// What its guest has told of itself.
+    /// Statistics that its guest has reported.
     readings: Arc<Readings>,
-    /// Containers whose making is under way.
+    /// Containers that are being created.
     being_made: HashMap<ContainerId, Stages>,
-    /// Ends a start under way, and that of a container that waits for its turn.
+    /// Cancels a start in progress, and container starts that wait for admission.
     cancel: CancellationToken,
     start_waiters: Vec<Reply<()>>,
     stop_waiters: Vec<Reply<()>>,
     remove_waiters: Vec<Reply<()>>,
     work: JoinSet<Done>,
     journal: PodJournal,
-    /// Records written so far: numbers the next one.
+    /// Number of records written so far.
     records: u64,
 }
 
@@ -231,7 +226,7 @@ impl Driver {
             tokio::select! {
                 request = requests.recv() => match request {
                     Some(request) => self.handle(request),
-                    // Every handle is gone: the daemon is ending. VMs stay.
+                    // All handles are dropped: the daemon exits. VMs stay.
                     None => return,
                 },
                 Some(done) = self.work.join_next() => match done {
@@ -255,14 +250,14 @@ impl Driver {
         self.status.borrow().state
     }
 
-    /// Whether the pod may be in that state next.
+    /// Checks that the pod may go to this state.
     fn may_become(&self, to: PodState) -> Result<(), PodError> {
         let from = self.state();
         if from.may_become(to) {
             return Ok(());
         }
         let error = PodError::Transition { pod: self.spec.id.clone(), from, to };
-        tracing::error!(pod = %self.spec.id, %from, %to, "illegal change of a pod's state refused");
+        tracing::error!(pod = %self.spec.id, %from, %to, "rejected an illegal state transition of the pod");
         Err(error)
     }
 
@@ -295,7 +290,7 @@ impl Driver {
         container.process_mut(exec).ok_or_else(|| no_exec(of, exec))
     }
 
-    /// Whether a process is there and has not ended.
+    /// Checks that a process exists and has not ended.
     fn running(&self, of: &ContainerId, exec: Option<&ExecId>) -> Result<(), PodError> {
         match self.process(of, exec)?.has_exited() {
             true => Err(PodError::ProcessEnded(of.clone())),
@@ -343,7 +338,7 @@ impl Driver {
 
     // ── what outlives this worker ───────────────────────────────────────────────────────────────
 
-    /// Has the front keep a note about a process.
+    /// Stores a note about a process at the front.
     fn note(
         &self,
         kind: &str,
@@ -352,15 +347,14 @@ impl Driver {
         note: &impl Serialize,
     ) -> Result<(), PodError> {
         let key = front::key(kind, of, exec);
-        self.node.front.keep(&key, note, &[]).map(drop).map_err(|source| PodError::Host {
+        self.node.front.keep(&key, note, &[]).map(drop).map_err(|source| PodError::Front {
             pod: self.spec.id.clone(),
-            action: "keep a note at the front,",
-            path: key.into(),
+            what: format!("note {key}").into(),
             source,
         })
     }
 
-    /// Has the front forget a process and, for a container's init, its execs.
+    /// Removes the notes about a process from the front and, for a container's init, those about its execs.
     fn forget_process(&self, of: &ContainerId, exec: Option<&ExecId>, execs: &[ExecId]) {
         for exec in std::iter::once(exec).chain(execs.iter().map(Some)) {
             for kind in [EXEC, CLOSED] {
@@ -380,7 +374,7 @@ impl Driver {
 
     // ── the journal ─────────────────────────────────────────────────────────────────────────────
 
-    /// Writes the pod as it stands now, when the answer is awaited.
+    /// Writes the current state of the pod to the journal.
     fn next_record(&mut self) -> impl Future<Output = Result<(), JournalError>> + Send + 'static {
         self.records += 1;
         let record = PodRecord {
@@ -402,18 +396,18 @@ impl Driver {
         let (written, pod) = (self.next_record(), self.spec.id.clone());
         self.work.spawn(written.map(move |result| {
             if let Err(error) = result {
-                tracing::error!(%pod, error = chain(&error), "the record of the pod is out of date");
+                tracing::error!(%pod, error = chain(&error), "cannot write the pod's record; it is out of date");
             }
             Done::Nothing
         }));
     }
 
-    /// Answers once what the answer says is on record.
+    /// Sends the answer after its content is in the journal.
     fn save_then<T: Send + 'static>(&mut self, reply: Reply<T>, result: Result<T, PodError>) {
         let (written, pod) = (self.next_record(), self.spec.id.clone());
         self.work.spawn(written.map(move |recorded| {
             if let Err(error) = recorded {
-                tracing::error!(%pod, error = chain(&error), "the record of the pod is out of date");
+                tracing::error!(%pod, error = chain(&error), "cannot write the pod's record; it is out of date");
             }
             answer(reply, result);
             Done::Nothing
@@ -432,7 +426,7 @@ fn journal_failed(spec: &PodSpec, error: JournalError) -> PodError {
     PodError::Failed { subject: format!("pod {}", spec.id), reason: chain(&error) }
 }
 
-/// Tells all that wait how it ended: each the same.
+/// Sends the same result to all waiters.
 fn answer_all(waiters: impl IntoIterator<Item = Reply<()>>, result: Result<(), PodError>) {
     let result = result.map_err(Arc::new);
     for reply in waiters {
@@ -440,7 +434,7 @@ fn answer_all(waiters: impl IntoIterator<Item = Reply<()>>, result: Result<(), P
     }
 }
 
-/// Whoever asked may have given up: that is no error.
+/// Sends the answer. A caller that has gone is no error.
 fn answer<T>(reply: Reply<T>, result: Result<T, PodError>) {
     let _ = reply.send(result);
 }
@@ -470,7 +464,7 @@ mod tests {
         );
         assert_eq!(pod.status().state, PodState::Created);
         driver.become_state(PodState::Starting).unwrap();
-        // Whoever waits for what can't be is told.
+        // Waiters for an impossible state get an error.
         let (reply, told) = tokio::sync::oneshot::channel();
         driver.stop_waiters.push(reply);
         driver.stopped("because".to_owned(), 1);

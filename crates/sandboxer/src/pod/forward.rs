@@ -1,5 +1,5 @@
-//! Port-forward: containerd connects to localhost in the pod's network namespace, and gets to the same port of
-//! the guest's loopback, whoever listens there. Ports of the host that a pod in its network asked for go the same way.
+//! Port-forward: containerd connects to localhost in the pod's network namespace, and reaches the same port of
+//! the guest's loopback. Host ports of a hostNetwork pod are forwarded in the same way.
 
 use std::{io, net, path::Path, sync::Arc, time::Duration};
 
@@ -20,25 +20,25 @@ use tokio::{
 
 use crate::error::PodError;
 
-/// Most connections of a pod at once: half of what its agent takes.
+/// Maximum connections of a pod at once: half of the agent's limit.
 const MAX_CONNECTIONS: usize = 128;
-/// Most bytes that are passed at once.
+/// Size of a copy buffer, bytes.
 const CHUNK: usize = 64 << 10;
-/// How long no connection is taken after one that could not be.
+/// Pause after a connection that could not be accepted.
 const RESPITE: Duration = Duration::from_millis(100);
-/// How long the guest may be silent once the other side has said all: nothing tells whether it still listens.
+/// How long the guest may be silent after the client closed its side: nothing shows whether it still listens.
 const SILENCE: Duration = Duration::from_secs(60);
 
-/// Forwards whatever comes to the loopback of the pod's namespace, bound to `netns`, until it is dropped.
+/// Forwards connections to the loopback of the pod's namespace `netns`, until it is dropped.
 pub async fn serve(pod: SandboxId, netns: &Path, agent: Agent) {
     if let Err(error) = try_serve(&pod, netns, agent).await {
-        // The pod is none the worse for it.
-        tracing::warn!(%pod, error = chain(&error), "no ports of the pod can be forwarded");
+        // The pod works without it.
+        tracing::warn!(%pod, error = chain(&error), "cannot forward ports to the pod");
     }
 }
 
 async fn try_serve(pod: &SandboxId, netns: &Path, agent: Agent) -> Result<(), PodError> {
-    let failed = |source| PodError::Host {
+    let failed = |source| PodError::Path {
         pod: pod.clone(),
         action: "listen for port-forward in",
         path: netns.to_owned(),
@@ -50,24 +50,24 @@ async fn try_serve(pod: &SandboxId, netns: &Path, agent: Agent) -> Result<(), Po
     carry(pod, vec![steered.listener], agent).await.map_err(failed)
 }
 
-/// Carries what comes to `listeners`, ports of the host, to the same ports of the pod, until it is dropped.
+/// Forwards connections of `listeners` on the host to the same ports of the pod, until it is dropped.
 pub async fn serve_host(pod: SandboxId, listeners: Vec<net::TcpListener>, agent: Agent) {
     if let Err(error) = carry(&pod, listeners, agent).await {
-        tracing::error!(%pod, error = chain(&error), "the host's ports don't lead to the pod");
+        tracing::error!(%pod, error = chain(&error), "cannot forward the host's ports to the pod");
     }
 }
 
-/// Carries connections until it is dropped.
+/// Forwards connections until it is dropped.
 async fn carry(pod: &SandboxId, listeners: Vec<net::TcpListener>, agent: Agent) -> io::Result<()> {
     let listeners: Vec<_> = listeners.into_iter().map(TcpListener::from_std).collect::<Result<_, _>>()?;
-    // By this the agent tells us from a daemon that is no more.
+    // By this, the agent tells this daemon from an earlier one.
     let owner = rand::random();
     let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     future::join_all(listeners.iter().map(|listener| accept(pod, listener, &agent, owner, &places))).await;
     Ok(())
 }
 
-/// Takes connections at one listener, for ever.
+/// Accepts connections of one listener, for ever.
 async fn accept(pod: &SandboxId, listener: &TcpListener, agent: &Agent, owner: u64, places: &Arc<Semaphore>) {
     let mut connections = JoinSet::new();
     loop {
@@ -76,14 +76,14 @@ async fn accept(pod: &SandboxId, listener: &TcpListener, agent: &Agent, owner: u
                 let stream = match accepted {
                     Ok((stream, _)) => stream,
                     Err(error) => {
-                        // Of one connection that broke at once, or of a host that has no descriptor left.
-                        tracing::warn!(%pod, %error, "a connection to the pod is not taken");
+                        // The connection broke at once, or no descriptors are left.
+                        tracing::warn!(%pod, %error, "cannot accept a connection to the pod");
                         tokio::time::sleep(RESPITE).await;
                         continue;
                     }
                 };
                 let Ok(place) = places.clone().try_acquire_owned() else {
-                    tracing::warn!(%pod, "{MAX_CONNECTIONS} connections are forwarded already: one more is refused");
+                    tracing::warn!(%pod, "{MAX_CONNECTIONS} connections are forwarded already: rejected one more");
                     refuse(stream);
                     continue;
                 };
@@ -95,13 +95,13 @@ async fn accept(pod: &SandboxId, listener: &TcpListener, agent: &Agent, owner: u
                     drop(place);
                 });
             }
-            // Those that have ended are let go of.
+            // Drop finished ones.
             Some(_) = connections.join_next() => {}
         }
     }
 }
 
-/// Why a forwarded connection ended before both sides had said all.
+/// Why a forwarded connection ended early.
 #[derive(Debug, thiserror::Error)]
 enum Ended {
     #[error(transparent)]
@@ -175,8 +175,8 @@ async fn out_of_guest(
     }
 }
 
-/// Ends a connection as one that nobody takes.
+/// Resets a connection, as if no process listened.
 fn refuse(stream: TcpStream) {
-    // Without it, the other side would believe it was heard and got an empty answer.
+    // Without a reset, the client would see an empty answer.
     let _ = stream.set_zero_linger();
 }

@@ -1,5 +1,5 @@
-//! Ports of the host that lead into a pod in the host's network. A worker listens at them, the front keeps them for the
-//! next one: while there is none, callers wait.
+//! Host ports of hostNetwork pods. A worker listens on them, and the front keeps the sockets for the
+//! next worker; without a worker, clients wait.
 
 use std::{
     net::TcpListener,
@@ -17,7 +17,7 @@ fn key(pod: &PodSpec, port: u16) -> String {
     format!("host-port {} {port}", pod.id)
 }
 
-/// Listens at those that a new pod asks for; none is, if one is not to be had.
+/// Listens on all ports that a new pod requests, or on none if one is taken.
 pub fn listen(front: &Arc<Front>, pod: &PodSpec) -> Result<Vec<TcpListener>, PodError> {
     let listen = |&port: &u16| {
         let listener = ports::listen(port).map_err(|error| PodError::State {
@@ -47,7 +47,7 @@ pub fn listen_again(front: &Arc<Front>, pod: &PodSpec) -> Vec<TcpListener> {
                 Some(listener)
             }
             Err(error) => {
-                tracing::error!(pod = %pod.id, port, %error, "a port of the host is lost to the pod");
+                tracing::error!(pod = %pod.id, port, %error, "cannot listen on a port of the host for the pod again");
                 None
             }
         }
@@ -55,11 +55,11 @@ pub fn listen_again(front: &Arc<Front>, pod: &PodSpec) -> Vec<TcpListener> {
     pod.host_ports.iter().filter_map(listen).collect()
 }
 
-/// Lets go of them. They are free when it returns, whoever still has `listeners` or the front's own open.
+/// Releases them. They are free on return, even if `listeners` or the front's copies are still open.
 pub fn let_go(front: &Front, pod: &PodSpec, listeners: &[TcpListener]) {
     for listener in listeners {
         if let Err(error) = shutdown(listener.as_raw_fd(), Shutdown::Both) {
-            tracing::warn!(pod = %pod.id, %error, "a port of the host is let go of late");
+            tracing::warn!(pod = %pod.id, %error, "cannot release a host port yet");
         }
     }
     for port in &pod.host_ports {
@@ -69,7 +69,7 @@ pub fn let_go(front: &Front, pod: &PodSpec, listeners: &[TcpListener]) {
 
 fn keep(front: &Arc<Front>, pod: &PodSpec, port: u16, listener: &TcpListener) {
     if let Err(error) = front.keep(&key(pod, port), &(), &[listener.as_fd()]) {
-        // The next worker listens anew.
-        tracing::warn!(pod = %pod.id, port, %error, "the front cannot keep a port of the host");
+        // The next worker listens again.
+        tracing::warn!(pod = %pod.id, port, %error, "the front cannot store a host port's socket");
     }
 }

@@ -1,18 +1,18 @@
-//! What is on disk of a pod, so that the daemon may die at any instant.
+//! The records of pods on disk, so that the daemon may die at any moment.
 //!
-//! One JSON file a pod, replaced whole: written beside, renamed over. A reader sees the
-//! old record or the new one, never half of either. The old one keeps a name of its own, for the day on which a disk
-//! gives back something else than it was given:
+//! There is one JSON file per pod. It is replaced by a rename, so a reader sees the
+//! old record or the new one, never a part. The previous record is kept, in case a disk
+//! returns corrupt data:
 //!
 //! ```text
 //! state_dir/pods/<pod>.json     the record
-//! state_dir/pods/<pod>.before   the one before it, if there was one
+//! state_dir/pods/<pod>.before   the previous record, if there is one
 //! state_dir/pods/<pod>.new      while it is written
 //! ```
 //!
-//! A record is in the kernel's hands before anybody is told of what it says, which is enough for the next daemon, and
-//! nobody waits for the disk: what ends before the disk has a record is the host, and with it every VM. The disk
-//! gets it right after, by [`sync`], for the daemon of the next boot, which tells containerd what has ended.
+//! A record is written (to the page cache) before its content is reported to any caller. That is enough for the next daemon, and
+//! no caller waits for the disk: a record is lost only if the host dies, and then every VM is lost too. [`sync`] writes it to disk
+//! right after, for the daemon of the next boot, which reports the ended pods to containerd.
 
 mod sync;
 
@@ -44,35 +44,35 @@ use crate::{
 
 /// Version of the records this daemon writes.
 ///
-/// Who rolls a release back must find his pods: a record is for the daemon of the release before, too. So a new field is
-/// not written while it has nothing to say, and has a default for who doesn't find it. The release before doesn't know
-/// [`PodRecord::readable_from`] yet and refuses what it doesn't know; from this one on a daemon reads the record of a later
-/// version that says that it can, and passes over what it doesn't know.
+/// After a rollback, the previous release must find its pods, so it has to be able to read a record. A new field is therefore
+/// not written while it is empty, and has a default. The previous release does not know
+/// [`PodRecord::readable_from`] yet and rejects unknown fields; from this one on, a daemon reads the record of a later
+/// version if that field allows it, and ignores unknown fields.
 pub const RECORD_VERSION: u32 = 2;
-/// The oldest version that is still understood.
+/// The oldest version that can still be read.
 const OLDEST_VERSION: u32 = 1;
 
-/// What the record before another is called instead of `json`.
+/// File extension of a previous record.
 const BEFORE: &str = "before";
 
-/// Largest record that is read back, bytes.
+/// Maximum size of a record, bytes.
 const MAX_RECORD: u64 = 4 << 20;
 
-/// All that the next daemon needs to take a pod up.
+/// All that the next daemon needs to adopt a pod.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct PodRecord {
     /// [`RECORD_VERSION`] of the writer.
     pub version: u32,
-    /// The oldest version whose daemons read it right, where that is not its own.
+    /// The oldest version whose daemons can read it, if that is not its own.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub readable_from: Option<u32>,
-    /// The pod as asked for.
+    /// The requested pod.
     pub spec: PodSpec,
-    /// Where it stood.
+    /// Its state.
     pub status: PodStatus,
     /// Key of the link to its agent.
     pub link_key: LinkKey,
-    /// Its VM; none before there is one and after it ended.
+    /// Its VM; none before the start and after the end.
     #[serde(rename = "machine")]
     pub vm: Option<VmRecord>,
     /// Its containers.
@@ -80,7 +80,7 @@ pub struct PodRecord {
     /// Volumes that its guest has.
     #[serde(default)]
     pub volumes: Vec<Needed>,
-    /// The process that serves its live shares, in records of version 1. The run directory tells it since.
+    /// The server process of its live shares, in records of version 1. Since then, the run directory has it.
     #[serde(default, skip_serializing)]
     pub shares: Option<ShareRecord>,
 }
@@ -92,12 +92,12 @@ pub struct ContainerRecord {
     pub id: ContainerId,
     /// Its bundle directory.
     pub bundle: PathBuf,
-    /// Disks plugged in for it.
+    /// Disks attached for it.
     pub disks: Vec<DiskSpec>,
-    /// The host's file for its termination message.
+    /// Path of its termination message on the host.
     #[serde(default)]
     pub message: Option<PathBuf>,
-    /// CPUs of the host that it may use, a list; none: all.
+    /// CPUs of the host that it may use, as a list; none: all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpus: Option<String>,
     /// Its init.
@@ -109,13 +109,13 @@ pub struct ContainerRecord {
 /// A process of a recorded container.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct ProcessRecord {
-    /// Guest pid; 0 before it was created.
+    /// Guest pid; 0 before its creation.
     pub pid: u32,
-    /// It was let go.
+    /// It was started.
     pub started: bool,
-    /// How it ended, if it has.
+    /// Its exit, if it has exited.
     pub exit: Option<Exit>,
-    /// Where its output goes.
+    /// Its FIFOs.
     pub stdio: StdioPaths,
 }
 
@@ -129,25 +129,25 @@ pub fn before(path: &Path) -> PathBuf {
     path.with_extension(BEFORE)
 }
 
-/// Why a record can't be used.
+/// An error with a record.
 #[derive(Debug, thiserror::Error)]
 pub enum JournalError {
-    /// The file can't be read or written.
+    /// The file cannot be read or written.
     #[error("cannot {action} journal record {path:?}")]
     Io {
         /// "read", "write", "remove".
         action: &'static str,
         /// The record.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// The file holds no record.
+    /// The file is not a valid record.
     #[error("journal record {path:?} cannot be understood")]
     Malformed {
         /// The record.
         path: PathBuf,
-        /// Where and why.
+        /// The parse error.
         source: serde_json::Error,
     },
     /// A later daemon wrote it.
@@ -179,8 +179,8 @@ pub struct Journal {
 }
 
 impl Journal {
-    /// Opens the directory, making it (mode 0700) if it isn't there; removes what a writer that
-    /// died left half-written, and ends what one that died had begun in [`Journal::go_back`].
+    /// Opens the directory, creating it (mode 0700) if needed; removes what a writer that
+    /// died left half-written, and completes an interrupted [`Journal::go_back`].
     pub fn open(state_dir: &Path) -> io::Result<Self> {
         use std::os::unix::fs::DirBuilderExt;
         let dir = dir(state_dir);
@@ -227,7 +227,7 @@ impl Journal {
         was_ready.then_some(record)
     }
 
-    /// Puts the record before the one at `path` in its place, which is free.
+    /// Moves the previous record to `path`, which is free.
     pub fn go_back(&self, path: &Path) -> io::Result<()> {
         fs::rename(before(path), path)?;
         File::open(&self.dir)?.sync_all()
@@ -246,7 +246,7 @@ fn read(path: &Path) -> Result<PodRecord, JournalError> {
 /// Reads a record; `path` names it in errors.
 pub(crate) fn parse(text: &[u8], path: &Path) -> Result<PodRecord, JournalError> {
     let malformed = |source| JournalError::Malformed { path: path.to_owned(), source };
-    // The version first: a later record may hold what this daemon can't parse.
+    // The version first: a later record may contain what this daemon cannot parse.
     #[derive(Deserialize)]
     struct Version {
         version: u32,
@@ -261,18 +261,18 @@ pub(crate) fn parse(text: &[u8], path: &Path) -> Result<PodRecord, JournalError>
     serde_json::from_slice(text).map_err(malformed)
 }
 
-/// The record of one pod. Clones write the same one.
+/// The record of one pod. Clones write the same record.
 #[derive(Debug, Clone)]
 pub struct PodJournal {
     path: PathBuf,
-    // Number of the newest record in place. Held across the write, so that of two writes under way
-    // the older never lands last; only this pod's writers wait for it.
+    // Number of the newest record. Held across the write, so that of two concurrent writes
+    // the older one never lands last; only this pod's writers wait for it.
     newest: Arc<tokio::sync::Mutex<u64>>,
     syncer: Arc<Syncer>,
 }
 
 impl PodJournal {
-    /// Puts `record` in place unless a newer one is there; `number` rises with each record.
+    /// Writes `record` unless a newer one is there; `number` increases with each record.
     pub async fn write(&self, number: u64, record: PodRecord) -> Result<(), JournalError> {
         let mut newest = self.newest.clone().lock_owned().await;
         if number <= *newest {
@@ -285,13 +285,13 @@ impl PodJournal {
         Ok(())
     }
 
-    /// Takes the record off the disk; nothing is written after that.
+    /// Deletes the record; nothing is written after that.
     pub async fn remove(&self) -> Result<(), JournalError> {
         let mut newest = self.newest.clone().lock_owned().await;
         *newest = u64::MAX;
         let path = self.path.clone();
         pass(format_args!("before a record is removed"));
-        // The one before it first: alone, it would be taken for the pod's record.
+        // The previous one first: alone, it would be used as the pod's record.
         blocking("remove", &self.path, move || remove(&before(&path)).and_then(|()| remove(&path))).await?;
         pass(format_args!("a record is removed"));
         Ok(())
@@ -307,7 +307,7 @@ async fn blocking(
     done.map_err(|source| JournalError::Io { action, path: path.to_owned(), source })
 }
 
-/// Removes a file that may not be there.
+/// Removes a file that may not exist.
 fn remove(path: &Path) -> io::Result<()> {
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
@@ -315,7 +315,7 @@ fn remove(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Keeps the record at `path`, if there is one, as the one before the next.
+/// Keeps the record at `path`, if there is one, as the previous record.
 fn keep(path: &Path) -> io::Result<()> {
     remove(&before(path))?;
     match fs::hard_link(path, before(path)) {
@@ -335,13 +335,13 @@ fn replace(path: &Path, record: &PodRecord) -> io::Result<()> {
         file.write_all(&text)?;
         pass(format_args!("a record is written"));
         if let Err(error) = keep(path) {
-            tracing::warn!(?path, %error, "the record before the next one is not kept");
+            tracing::warn!(?path, %error, "cannot keep the previous record");
         }
-        pass(format_args!("the record before is kept"));
+        pass(format_args!("the previous record is kept"));
         fs::rename(&new, path)
     })();
     if written.is_err() {
-        // The disk may be full: what was half-written must not keep it so.
+        // The disk may be full: remove the half-written file.
         let _ = fs::remove_file(&new);
     }
     written?;
@@ -411,10 +411,10 @@ pub(crate) mod tests {
         tear(&path);
         let torn = found().unwrap_err();
         assert_eq!(journal.instead_of(&torn).unwrap().spec.vcpus, 3);
-        // A later daemon's is whole, and not to be gone back behind.
+        // A later daemon's record is valid; do not go back behind it.
         let later = JournalError::Version { path: path.clone(), found: 99 };
         assert!(journal.instead_of(&later).is_none());
-        // Died after the torn one was put aside, or not.
+        // The daemon may have died before or after the torn record was put aside.
         fs::remove_file(&path).unwrap();
         Journal::open(dir.path()).unwrap();
         assert_eq!(found().unwrap().spec.vcpus, 3);
@@ -429,7 +429,7 @@ pub(crate) mod tests {
         assert_eq!(fs::read_dir(dir.path().join("pods")).unwrap().count(), 0);
     }
 
-    /// As on a file system without links: what can't be kept keeps nothing from being written.
+    /// As on a file system without hard links: a record is written even if the previous one cannot be kept.
     #[tokio::test]
     async fn a_record_is_written_whose_predecessor_cannot_be_kept() {
         let dir = tempfile::tempdir().unwrap();
@@ -458,20 +458,20 @@ pub(crate) mod tests {
         }
         let text = serde_json::to_vec(&old).unwrap();
         let read = parse(&text, Path::new("old.json")).unwrap();
-        assert_eq!(read.shares, Some(ShareRecord { pid: 7, start_time: 9, way: None, key: None }));
+        assert_eq!(read.shares, Some(ShareRecord { pid: 7, start_time: 9, transport: None, key: None }));
         // What is written is of this version, and says no more than that.
         let written = serde_json::to_value(&PodRecord { version: RECORD_VERSION, ..read }).unwrap();
         assert!(written.get("shares").is_none());
     }
 
-    /// Written by the release before. Whoever changes it has to do with those who roll this release back.
+    /// Written by the previous release. A change here breaks rollbacks of this release.
     const OF_THE_RELEASE_BEFORE: &str = include_str!("journal/record-2.json");
 
     #[test]
     fn a_record_is_for_the_release_before_too() {
         let read = parse(OF_THE_RELEASE_BEFORE.as_bytes(), Path::new("web.json")).unwrap();
         assert_eq!((read.containers.len(), read.volumes.len()), (1, 4));
-        // That release refuses fields that it doesn't know: none is written for what it knew of.
+        // That release rejects unknown fields: none may be written for a pod of its features.
         let written = serde_json::to_value(PodRecord { version: RECORD_VERSION, ..read }).unwrap();
         let before: serde_json::Value = serde_json::from_str(OF_THE_RELEASE_BEFORE).unwrap();
         assert_eq!(written, before);

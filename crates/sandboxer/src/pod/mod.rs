@@ -1,6 +1,7 @@
-//! Pods: each owned by one task; everybody else holds a [`PodHandle`] and sends it requests.
+//! Pods. Each pod is owned by one task; other code holds a [`PodHandle`] and sends it requests.
 
 pub mod admission;
+mod cgroup_attach;
 pub mod clocks;
 pub mod container;
 mod driver;
@@ -59,45 +60,45 @@ use stages::Step;
 use start_paths::StartPaths;
 use state::PodStatus;
 
-/// Requests that may wait for a pod's task before senders wait too.
+/// Capacity of a pod's request queue; senders wait if it is full.
 const QUEUED_REQUESTS: usize = 64;
 
-/// What all pods of this node share.
+/// State that all pods of this node share.
 #[derive(Debug)]
 pub struct DaemonState {
     /// The configuration.
     pub config: Config,
-    /// Makes VMs.
+    /// Creates VMs.
     pub vmm: Arc<dyn Vmm>,
-    /// Makes disks of snapshots.
+    /// Builds disks from snapshots.
     pub rootfs: Arc<RootfsStore>,
-    /// Where pods' control groups are made.
+    /// The hierarchies in which pods' control groups are created.
     pub cgroups: Hierarchies,
-    /// The control group of VMs that have no pod yet, which exists.
+    /// The control group of VMs without a pod. It exists.
     pub idle_cgroup: Option<Cgroup>,
-    /// Makes volumes.
+    /// Creates volumes.
     pub volumes: Arc<VolumeStore>,
-    /// Keeps pods on disk.
+    /// Records pods on disk.
     pub journal: Journal,
     /// Finds pods.
     pub registry: Registry,
-    /// VMs of which pods are copies.
+    /// Templates of which pods are copies.
     pub templates: Arc<Templates>,
-    /// VMs that wait for pods.
+    /// VMs that are ready for pods.
     pub pool: Arc<Pool>,
-    /// Where the taps of VMs lie that are no pod's yet.
+    /// Holds the taps of VMs without a pod.
     pub tap_pool: Arc<TapPool>,
-    /// Counts how pods got their VMs.
+    /// Counts start paths.
     pub start_paths: StartPaths,
-    /// Bounds the starts under way.
+    /// Bounds concurrent starts.
     pub admission: Admission,
-    /// Tells what happens.
+    /// Publishes events.
     pub events: Events,
-    /// Outlives this process.
+    /// The front, which outlives this process.
     pub front: Arc<Front>,
-    /// How long the stages of all starts took.
+    /// Histograms of the stages of all starts.
     pub stage_times: Arc<StageTimes>,
-    /// Statistics that were answered with earlier ones.
+    /// Number of statistics calls that were answered with old values.
     pub old_readings: Arc<AtomicU64>,
 }
 
@@ -108,25 +109,25 @@ impl DaemonState {
     }
 }
 
-/// Where the answer to a request goes.
+/// Receives the answer to a request.
 type Reply<T> = oneshot::Sender<Result<T, PodError>>;
 
-/// All that a pod can be asked.
+/// All requests to a pod.
 #[derive(Debug)]
 enum Request {
-    /// Boot it. A pod that is ready answers at once; one that is starting, when it is ready.
+    /// Start it. Answered at once if the pod is ready, else when it is ready.
     Start { reply: Reply<()> },
-    /// End its VM. Wins over a start under way. A pod that has stopped answers at once.
+    /// Stop its VM. Cancels a start in progress. Answered at once if the pod has stopped.
     Stop { reply: Reply<()> },
-    /// Stop it and forget it: the last request a pod answers.
+    /// Stop and remove it: the last request that a pod answers.
     Remove { reply: Reply<()> },
-    /// Make a container, up to where its init waits.
+    /// Create a container, up to the point where its init waits.
     CreateContainer { new: NewContainer, reply: Reply<()> },
     /// Register an exec.
     CreateExec { of: ContainerId, exec: ExecId, process: Vec<u8>, stdio: StdioPaths, reply: Reply<()> },
-    /// Let a container's init, or an exec, go. `again`: an earlier worker may have done it.
+    /// Start a container's init or an exec. `again`: an earlier worker may have done it.
     StartProcess { of: ContainerId, exec: Option<ExecId>, again: bool, reply: Reply<()> },
-    /// Look at a process.
+    /// Return a process's state.
     Process { of: ContainerId, exec: Option<ExecId>, reply: Reply<ProcessView> },
     /// Signal a process, or all of a container.
     Signal { of: ContainerId, exec: Option<ExecId>, signal: Signal, reply: Reply<()> },
@@ -136,15 +137,15 @@ enum Request {
     CloseStdin { of: ContainerId, exec: Option<ExecId>, reply: Reply<()> },
     /// Set the size of a process's terminal.
     Resize { of: ContainerId, exec: Option<ExecId>, columns: u32, rows: u32, reply: Reply<()> },
-    /// Freeze a container, or thaw it.
+    /// Pause or resume a container.
     SetPaused { of: ContainerId, paused: bool, reply: Reply<()> },
     /// Change a container's limits (OCI `linux.resources`, JSON).
     Update { of: ContainerId, resources: Vec<u8>, reply: Reply<()> },
-    /// Change what its containers may use together.
+    /// Change the limits of all containers together.
     UpdatePod { limits: Limits, reply: Reply<()> },
-    /// Guest pids of a container.
+    /// Returns the guest pids of a container.
     Pids { of: ContainerId, reply: Reply<Vec<u32>> },
-    /// Readings of a container, or of the guest.
+    /// Statistics of a container, or of the guest.
     Stats { of: Option<ContainerId>, reply: Reply<StatsResponse> },
     /// Compares the guest's clock with the host's.
     SyncClock { reply: Reply<bool> },
@@ -152,25 +153,25 @@ enum Request {
     Inspect { reply: Reply<PodView> },
 }
 
-/// A process as it stands, and how to see it change.
+/// The state of a process, with a channel to watch it.
 #[derive(Debug)]
 pub struct ProcessView {
     /// The container's bundle.
     pub bundle: PathBuf,
-    /// Where the process's output goes.
+    /// FIFOs of the process.
     pub stdio: StdioPaths,
-    /// The container is frozen.
+    /// The container is paused.
     pub paused: bool,
-    /// Where the process stands.
+    /// The phase of the process.
     pub phase: watch::Receiver<Phase>,
 }
 
-/// Everything about a pod, for people.
+/// Everything about a pod, for `inspect`.
 #[derive(Debug)]
 pub struct PodView {
-    /// The pod as asked for.
+    /// The requested pod.
     pub spec: PodSpec,
-    /// Where it stands.
+    /// Its state.
     pub status: PodStatus,
     /// The steps of its start.
     pub steps: Vec<Step>,
@@ -178,26 +179,26 @@ pub struct PodView {
     pub containers: Vec<ContainerView>,
 }
 
-/// Everything about a container, for people.
+/// Everything about a container, for `inspect`.
 #[derive(Debug)]
 pub struct ContainerView {
     /// Its id.
     pub id: ContainerId,
     /// Guest pid of its init.
     pub pid: u32,
-    /// Where its init stands.
+    /// The phase of its init.
     pub phase: Phase,
-    /// It is frozen.
+    /// It is paused.
     pub paused: bool,
     /// Images and devices that are its disks.
     pub disks: Vec<PathBuf>,
     /// The steps of its start.
     pub steps: Vec<Step>,
-    /// Its execs: id, guest pid, where it stands.
+    /// Its execs: id, guest pid, phase.
     pub execs: Vec<(ExecId, u32, Phase)>,
 }
 
-/// A pod, for all but its own task. Cheap to clone.
+/// A handle to a pod. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct PodHandle {
     id: SandboxId,
@@ -219,33 +220,33 @@ impl PodHandle {
     /// Waits until the pod has stopped.
     pub async fn stopped(&self) -> Result<PodStatus, PodError> {
         let mut status = self.status.clone();
-        // Its task may end before the pod does: with this process.
+        // Its task may end before the pod does: when this process exits.
         let stopped = status.wait_for(|status| status.state == state::PodState::Stopped).await;
         stopped.map(|status| status.clone()).map_err(|_| PodError::Gone(self.id.clone()))
     }
 
-    /// Waits until it is known how the pod stands.
+    /// Waits until the state of the pod is known.
     pub async fn resolved(&self) {
-        // Its task may end before: with this process.
+        // Its task may end before: when this process exits.
         let _ = self.status.clone().wait_for(|status| status.state != state::PodState::Unknown).await;
     }
 
-    /// Boots the pod; returns when its agent is ready.
+    /// Starts the pod; returns when its agent is ready.
     pub async fn start(&self) -> Result<(), PodError> {
         self.ask(|reply| Request::Start { reply }).await
     }
 
-    /// Ends the pod's VM.
+    /// Stops the pod's VM.
     pub async fn stop(&self) -> Result<(), PodError> {
         self.ask(|reply| Request::Stop { reply }).await
     }
 
-    /// Stops the pod and forgets it.
+    /// Stops and removes the pod.
     pub async fn remove(&self) -> Result<(), PodError> {
         self.ask(|reply| Request::Remove { reply }).await
     }
 
-    /// Makes a container; its init waits.
+    /// Creates a container; its init waits.
     pub async fn create_container(&self, new: NewContainer) -> Result<(), PodError> {
         self.ask(|reply| Request::CreateContainer { new, reply }).await
     }
@@ -261,17 +262,17 @@ impl PodHandle {
         self.ask(|reply| Request::CreateExec { of, exec, process, stdio, reply }).await
     }
 
-    /// Lets a process go.
+    /// Starts a process.
     pub async fn start_process(&self, of: ContainerId, exec: Option<ExecId>) -> Result<(), PodError> {
         self.ask(|reply| Request::StartProcess { of, exec, again: false, reply }).await
     }
 
-    /// Lets a process go, unless an earlier worker has: then this answers what came of it.
+    /// Starts a process, unless an earlier worker has: then returns the result of that.
     pub async fn start_process_again(&self, of: ContainerId, exec: Option<ExecId>) -> Result<(), PodError> {
         self.ask(|reply| Request::StartProcess { of, exec, again: true, reply }).await
     }
 
-    /// Looks at a process.
+    /// Returns a process's state.
     pub async fn process(&self, of: ContainerId, exec: Option<ExecId>) -> Result<ProcessView, PodError> {
         self.ask(|reply| Request::Process { of, exec, reply }).await
     }
@@ -287,7 +288,7 @@ impl PodHandle {
         self.deliver(of, exec, Signal { number: signal, all, ..Signal::default() }).await
     }
 
-    /// Signals as [`PodHandle::signal`] does, once however often this request is made.
+    /// Signals as [`PodHandle::signal`] does; repeated requests with the same id signal once.
     pub async fn deliver(
         &self,
         of: ContainerId,
@@ -302,7 +303,7 @@ impl PodHandle {
         self.ask(|reply| Request::Delete { of, exec, reply }).await
     }
 
-    /// Ends a process's stdin once what lies in its FIFO is delivered.
+    /// Closes a process's stdin after the content of its FIFO is delivered.
     pub async fn close_stdin(&self, of: ContainerId, exec: Option<ExecId>) -> Result<(), PodError> {
         self.ask(|reply| Request::CloseStdin { of, exec, reply }).await
     }
@@ -318,7 +319,7 @@ impl PodHandle {
         self.ask(|reply| Request::Resize { of, exec, columns, rows, reply }).await
     }
 
-    /// Freezes a container, or thaws it.
+    /// Pauses or resumes a container.
     pub async fn set_paused(&self, of: ContainerId, paused: bool) -> Result<(), PodError> {
         self.ask(|reply| Request::SetPaused { of, paused, reply }).await
     }
@@ -328,17 +329,17 @@ impl PodHandle {
         self.ask(|reply| Request::Update { of, resources, reply }).await
     }
 
-    /// Changes what its containers may use together; refused if its VM doesn't have it.
+    /// Changes the limits of all containers together; rejected if they exceed its VM.
     pub async fn update_pod(&self, limits: Limits) -> Result<(), PodError> {
         self.ask(|reply| Request::UpdatePod { limits, reply }).await
     }
 
-    /// Guest pids of a container.
+    /// Returns the guest pids of a container.
     pub async fn pids(&self, of: ContainerId) -> Result<Vec<u32>, PodError> {
         self.ask(|reply| Request::Pids { of, reply }).await
     }
 
-    /// Readings of a container, or of the whole guest.
+    /// Returns the statistics of a container, or of the whole guest.
     pub async fn stats(&self, of: Option<ContainerId>) -> Result<StatsResponse, PodError> {
         self.ask(|reply| Request::Stats { of, reply }).await
     }

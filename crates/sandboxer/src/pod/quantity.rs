@@ -1,9 +1,9 @@
-//! Sizes as people write them in annotations.
+//! Sizes in annotations.
 
-/// Least and most bytes of a space that a pod asks for: what a file system needs, and what one can have.
+/// Minimum and maximum size of a disk that a pod requests, bytes: the limits of the file system.
 const SPACE: std::ops::RangeInclusive<u64> = 1 << 20..=16 << 40;
 
-/// Bytes of `512Mi`, `1Gi` or a plain number of bytes; units are powers of 1024.
+/// Parses `512Mi`, `1Gi` or a plain number of bytes; units are powers of 1024.
 pub fn bytes(text: &str) -> Option<u64> {
     let (digits, shift) = match text.as_bytes() {
         [.., b'K', b'i'] => (&text[..text.len() - 2], 10),

@@ -1,12 +1,12 @@
-//! Records that can't be understood, put aside: each may be somebody's pod, so none is deleted unasked.
+//! The quarantine: unreadable records. Each may belong to a pod, so none is deleted without a request.
 //!
 //! ```text
 //! state_dir/quarantine/<ns since 1970>-<pod>.json     the record as it was
-//! state_dir/quarantine/<ns since 1970>-<pod>.before   the record before it, unless its pod is taken up by that
-//! state_dir/quarantine/<ns since 1970>-<pod>.report   what was found then, JSON
+//! state_dir/quarantine/<ns since 1970>-<pod>.before   its previous record, unless the pod was adopted by that
+//! state_dir/quarantine/<ns since 1970>-<pod>.report   the findings, JSON
 //! ```
 //!
-//! What comes before the dot is the entry's name. `-<pod>` is not there if the record's file name is no pod's.
+//! The part before the dot is the entry's name. `-<pod>` is missing if the record's file name is not a pod ID.
 
 mod entry;
 
@@ -34,30 +34,30 @@ pub use entry::{Entry, Left, Listed, Report, Seen};
 /// Its directory in the state directory.
 pub const DIR: &str = "quarantine";
 
-/// Most entries that one list tells.
+/// Maximum number of entries in a list.
 const MAX_LISTED: usize = 500;
-/// As much of a record is shown, bytes.
+/// Maximum bytes of a record that are shown.
 const MAX_SHOWN: u64 = 64 << 10;
-/// Longest report that is read back, bytes.
+/// Maximum size of a report, bytes.
 const MAX_REPORT: u64 = 64 << 10;
-/// As much is kept of why a record can't be understood, characters: it may quote the record.
+/// Maximum length of the reason, characters: it may quote the record.
 const MAX_PROBLEM: usize = 2 << 10;
-/// What a report says of a pod that is taken up all the same.
+/// Text of a report for a pod that was adopted by its previous record.
 const TAKEN_UP: &str = "its pod is taken up as of the record before: a container or an exec that was made since is \
                         undone, one that was removed since has ended";
-/// How long the processes of a pod may take to be gone once they are killed.
+/// Time limit for killed processes to exit.
 const GONE_WITHIN: Duration = Duration::from_secs(5);
 
-/// Why an entry was not dealt with as asked.
+/// An error with an entry.
 #[derive(Debug, thiserror::Error)]
 pub enum QuarantineError {
-    /// The name can't be one.
-    #[error("the name of an entry is refused")]
+    /// The name is invalid.
+    #[error("the name of an entry is invalid")]
     Name(#[from] InvalidId),
     /// No such entry.
     #[error("nothing in quarantine is called {0}: `list` tells the names, which are to be given whole")]
     Unknown(Id),
-    /// Nobody would look for it there.
+    /// It has no pod ID, so no daemon would look for it there.
     #[error(
         "entry {0} is no pod's by its name: move its record by hand, from where `show` tells to where it belongs"
     )]
@@ -67,46 +67,46 @@ pub enum QuarantineError {
         "there is a journal record of pod {pod} already, {path:?}: remove the pod, or destroy entry {entry}"
     )]
     Recorded {
-        /// What was to be released.
+        /// The entry to release.
         entry: Id,
         /// Its pod.
         pod: SandboxId,
         /// The other record.
         path: PathBuf,
     },
-    /// It is no leftover.
+    /// The pod is still in use.
     #[error("pod {pod} of entry {entry} is one of this daemon's: remove the pod first")]
     InUse {
-        /// What was to be destroyed.
+        /// The entry to destroy.
         entry: Id,
         /// Its pod.
         pod: SandboxId,
     },
-    /// They were killed, yet are there.
+    /// Its processes were killed but did not exit.
     #[error(
         "processes {pids:?} of pod {pod} were killed and are not gone after {GONE_WITHIN:?}: the pod stays in quarantine"
     )]
     Lingering {
         /// The pod.
         pod: SandboxId,
-        /// Those that are left.
+        /// The remaining processes.
         pids: Vec<u32>,
     },
-    /// The system said no.
+    /// A system call failed.
     #[error("cannot {action} {path:?} of quarantined entry {entry}")]
-    Host {
+    Path {
         /// The entry.
         entry: String,
-        /// Such as "remove run directory".
+        /// The action, such as "remove run directory".
         action: &'static str,
-        /// Of what.
+        /// Its path.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
 }
 
-/// The directory of all entries. All it does blocks.
+/// The directory of all entries. All methods block.
 #[derive(Debug, Clone)]
 pub struct Quarantine {
     dir: PathBuf,
@@ -126,8 +126,8 @@ impl Quarantine {
         }
     }
 
-    /// Puts a record aside, with a report. Its pod's VMM, if any, is left alone. So is the record before it if the pod
-    /// is `taken_up` by that; else it is put aside, too.
+    /// Moves a record to the quarantine, with a report. Its pod's VMM, if any, is left alone. So is the previous record if the pod
+    /// is adopted (`taken_up`) by it; else it is moved, too.
     pub fn put_aside(&self, error: &JournalError, taken_up: bool) -> io::Result<()> {
         let path = error.path();
         fs::DirBuilder::new().recursive(true).mode(0o700).create(&self.dir)?;
@@ -135,13 +135,13 @@ impl Quarantine {
         let (name, at_ns) = self.unused_name(pod.as_ref())?;
         let kept = self.record(&name);
         let then = if taken_up { TAKEN_UP } else { "its VMM, if any, is left alone" };
-        tracing::error!(error = chain(error), ?kept, "a pod's record is put aside; {then}");
+        tracing::error!(error = chain(error), ?kept, "moved an unreadable record to the quarantine; {then}");
         if !taken_up {
-            // First: left there alone, it would be the pod's record for the next daemon.
+            // First: alone, it would be the pod's record for the next daemon.
             rename_if_there(&journal::before(path), &journal::before(&kept))?;
         }
         fs::rename(path, &kept)?;
-        // Lost, the report is missed; the record must not be.
+        // The report may be lost, but not the record.
         let reported = (|| {
             let left = self.left(pod.as_ref(), &strays::all()?);
             let mut problem: String = chain(error).chars().take(MAX_PROBLEM).collect();
@@ -154,7 +154,7 @@ impl Quarantine {
             serde_json::to_writer_pretty(&mut file, &report).map_err(io::Error::other)
         })();
         if let Err(error) = reported {
-            tracing::error!(%error, ?kept, "nothing is reported beside a record that was put aside");
+            tracing::error!(%error, ?kept, "cannot write the report of a quarantined record");
         }
         File::open(&self.dir)?.sync_all()
     }
@@ -166,7 +166,7 @@ impl Quarantine {
         names.sort();
         let strays = strays::all().map_err(self.host("", "read", Path::new("/proc")))?;
         for (index, name) in names.iter().enumerate() {
-            // One that is released or destroyed meanwhile is no error of a list.
+            // An entry that is released or destroyed meanwhile is no error.
             let Ok(meta) = fs::symlink_metadata(self.record(name)) else { continue };
             listed.bytes += meta.len();
             if index < MAX_LISTED {
@@ -187,7 +187,7 @@ impl Quarantine {
         Ok((entry, report, text))
     }
 
-    /// Puts a record back among those of the journal, for the daemon that starts next.
+    /// Moves a record back to the journal, for the next daemon.
     pub fn release(&self, name: &str) -> Result<Entry, QuarantineError> {
         let (entry, _) = self.find(name)?;
         let Some(pod) = entry.pod.clone() else { return Err(QuarantineError::NoPod(entry.name)) };
@@ -206,7 +206,7 @@ impl Quarantine {
             synced.map_err(self.host(name, "sync", dir))?;
         }
         self.remove(name, "remove report", &self.report_path(&entry.name))?;
-        tracing::info!(%pod, entry = name, "a record is put back; the next daemon takes it up");
+        tracing::info!(%pod, entry = name, "released a record from the quarantine; the next daemon adopts its pod");
         Ok(entry)
     }
 
@@ -228,15 +228,12 @@ impl Quarantine {
                 _ => {}
             }
         }
-        // The record last: as long as it is there, what failed can be asked for again.
+        // The record last: as long as it is there, the request can be repeated.
         self.remove(name, "remove report", &self.report_path(&entry.name))?;
         let record = self.record(&entry.name);
         self.remove(name, "remove the record before", &journal::before(&record))?;
         self.remove(name, "remove record", &record)?;
-        tracing::info!(
-            entry = name,
-            "a record that could not be understood is destroyed with what was left of its pod"
-        );
+        tracing::info!(entry = name, "destroyed an unreadable record and the remains of its pod");
         Ok(entry)
     }
 
@@ -246,7 +243,7 @@ impl Quarantine {
         Ok(found.map(|(name, strays)| (name, strays.iter().map(|stray| stray.pid).collect())))
     }
 
-    /// Kills the processes of a pod whose record is here, and waits until they are gone; the record stays. False: there
+    /// Kills the processes of an entry's pod, and waits for their exit; the record stays. False: there
     /// was none.
     pub fn kill(&self, pod: &SandboxId) -> Result<bool, QuarantineError> {
         let Some((name, strays)) = self.running_strays(pod)? else { return Ok(false) };
@@ -277,7 +274,7 @@ impl Quarantine {
         let run_dir = self.pods.join(pod);
         let theirs: Vec<_> = strays.iter().filter(|stray| stray.is_of(&run_dir, &self.pool)).collect();
         for stray in &theirs {
-            tracing::warn!(%pod, pid = stray.pid, "ending a process of a pod in quarantine");
+            tracing::warn!(%pod, pid = stray.pid, "killing a process of a quarantined pod");
             stray.end().map_err(self.host(name, "end the processes of", &run_dir))?;
         }
         let deadline = Instant::now() + GONE_WITHIN;
@@ -332,7 +329,7 @@ impl Quarantine {
         let mut at_ns = now_ns();
         loop {
             let named = pod.and_then(|pod| format!("{at_ns}-{pod}").parse::<Id>().ok());
-            // Without its pod's id if both together are too long.
+            // Without the pod ID if both together are too long.
             let name = named.map_or_else(|| at_ns.to_string().parse().map_err(io::Error::other), Ok)?;
             if !self.record(&name).try_exists()? {
                 return Ok((name, at_ns));
@@ -363,7 +360,7 @@ impl Quarantine {
         path: &Path,
     ) -> impl FnOnce(io::Error) -> QuarantineError + use<> {
         let (entry, path) = (entry.to_owned(), path.to_owned());
-        move |source| QuarantineError::Host { entry, action, path, source }
+        move |source| QuarantineError::Path { entry, action, path, source }
     }
 }
 
@@ -387,11 +384,11 @@ fn start_of(path: &Path, most: u64) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&start).into_owned())
 }
 
-/// Detaches what is mounted below a run directory, so that its removal reaches nothing else.
+/// Detaches all mounts below a run directory, so that its removal deletes nothing else.
 fn unmount_below(run_dir: &Path) -> io::Result<()> {
     let table = Process::myself().and_then(|myself| myself.mountinfo());
     let mounts = table.map_err(io::Error::other)?.0;
-    // The last one lies on top.
+    // The last one is on top.
     for mount in mounts.iter().rev().filter(|mount| mount.mount_point.starts_with(run_dir)) {
         umount2(&mount.mount_point, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW)?;
     }

@@ -1,8 +1,8 @@
-//! What a guest uses, told in time.
+//! Statistics of guests, with a time limit.
 //!
-//! containerd asks for all containers of a node one after the other: a guest that does not answer would hold up the
-//! statistics of all pods. So nobody waits longer than [`LIMIT`], and of a guest that is known to be late nobody waits at all:
-//! what it told last is answered.
+//! containerd reads the statistics of all containers of a node one after the other: a hung guest would block the
+//! statistics of all pods. So no caller waits longer than [`LIMIT`], and for a guest that is known to be late no caller waits at all:
+//! the last values are returned.
 
 use std::{
     collections::HashMap,
@@ -22,31 +22,31 @@ use tokio::time::{Instant, timeout};
 
 use crate::error::PodError;
 
-/// How long a guest is waited for. containerd itself gives a kubelet's request for a whole node some seconds.
+/// Time limit for a guest. containerd gives a kubelet's request for a whole node a few seconds.
 const LIMIT: Duration = Duration::from_millis(800);
 
-/// What one guest told of itself.
+/// The last statistics of one guest.
 #[derive(Debug)]
 pub struct Readings {
     pod: SandboxId,
-    /// Counts answers that were old, of all pods.
+    /// Counts old answers, of all pods.
     old: Arc<AtomicU64>,
-    // A plain lock: held for a look-up, never across an await.
+    // A plain lock: held for a lookup, never across an await.
     known: Mutex<Known>,
 }
 
 #[derive(Debug, Default)]
 struct Known {
-    /// The last of each container, and of the guest, and when it came.
+    /// The last values of each container and of the guest, with their time.
     last: HashMap<Option<ContainerId>, (Instant, StatsResponse)>,
-    /// Calls that the guest has not answered.
+    /// Pending calls to the guest.
     under_way: usize,
-    /// It did not answer one of them in time.
+    /// The guest did not answer one of them in time.
     late: bool,
 }
 
 impl Readings {
-    /// Knows nothing yet. `old` counts what is answered that is not new.
+    /// Creates an empty cache. `old` counts old answers.
     pub fn new(pod: SandboxId, old: Arc<AtomicU64>) -> Self {
         Self { pod, old, known: Mutex::default() }
     }
@@ -64,7 +64,7 @@ impl Readings {
             }
             known.under_way += 1;
         }
-        // Goes on when nobody waits any more: its end says that the guest answers again.
+        // Continues without a waiter: its end shows that the guest answers again.
         let asking = tokio::spawn({
             let (this, of) = (self.clone(), of.clone());
             async move { this.told(of, ask.await) }
@@ -78,14 +78,14 @@ impl Readings {
                 let mut known = self.known();
                 if known.under_way > 0 && !known.late {
                     known.late = true;
-                    tracing::warn!(pod = %self.pod, limit = ?LIMIT, "guest does not answer how much it uses; statistics are old");
+                    tracing::warn!(pod = %self.pod, limit = ?LIMIT, "guest does not report its statistics; returning the last ones");
                 }
                 self.last(&mut known, &of)
             }
         }
     }
 
-    /// Forgets a container.
+    /// Removes a container.
     pub fn forget(&self, of: &ContainerId) {
         self.known().last.remove(&Some(of.clone()));
     }
@@ -97,7 +97,7 @@ impl Readings {
     ) -> Result<StatsResponse, PodError> {
         let mut known = self.known();
         known.under_way -= 1;
-        // One that fails gives the next one its try.
+        // After a failure, the next call tries again.
         if known.under_way == 0 || told.is_ok() {
             known.late = false;
         }

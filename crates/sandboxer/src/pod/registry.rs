@@ -1,4 +1,4 @@
-//! Where pods and their containers are found by id.
+//! Finds pods and containers by id.
 
 use std::{
     collections::HashMap,
@@ -13,7 +13,7 @@ use crate::error::PodError;
 /// All pods of this node.
 #[derive(Debug, Default)]
 pub struct Registry {
-    // Plain locks: held for a look-up or an insertion, never across an await.
+    // Plain locks: held for a lookup or an insertion, never across an await.
     inner: RwLock<Inner>,
 }
 
@@ -24,7 +24,7 @@ struct Inner {
 }
 
 impl Registry {
-    /// Adds a pod that `make` makes, unless its id is taken.
+    /// Adds the pod that `make` creates, unless its id is taken.
     pub fn insert(&self, id: &SandboxId, make: impl FnOnce() -> PodHandle) -> Result<PodHandle, PodError> {
         let mut inner = self.write();
         if inner.pods.contains_key(id) {
@@ -35,7 +35,7 @@ impl Registry {
         Ok(pod)
     }
 
-    /// Forgets a pod and its containers.
+    /// Removes a pod and its containers.
     pub fn remove(&self, id: &SandboxId) {
         let mut inner = self.write();
         inner.pods.remove(id);
@@ -77,7 +77,7 @@ impl Registry {
         Ok(())
     }
 
-    /// Gives a container's id back.
+    /// Releases a container's id.
     pub fn remove_container(&self, container: &ContainerId) {
         self.write().containers.remove(container);
     }

@@ -1,8 +1,8 @@
 //! Keeps a session with the agent of a pod that is ready.
 //!
-//! A session may end while both sides live on: a VMM loses its socket, a frame can't be read. Then the agent is greeted anew,
-//! as by a daemon that takes a pod up, and what waited for it goes on where it was: output by its offset, ends of
-//! processes, signals by their request's name ([`Agent::resume`](sandboxer_guest::Agent::resume)).
+//! A session may end while both sides live on: a VMM closes its socket, or a frame cannot be read. The agent is then greeted again,
+//! as by a daemon that adopts a pod, and pending calls resume: output by its offset, exits of
+//! processes, signals by their request id ([`Agent::resume`](sandboxer_guest::Agent::resume)).
 
 use std::{sync::Arc, time::Duration};
 
@@ -13,11 +13,11 @@ use tokio::time::{Instant, sleep, timeout};
 use super::{DaemonState, spec::PodSpec};
 use crate::{error::PodError, pod::container::start::RunningVm};
 
-/// How long is waited before the first greeting: a VM that has ended is seen to have by then.
+/// Delay before the first greeting. If the VM has exited, this is noticed by then.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
-/// Each further one is twice as long as the one before, up to this: a guest may end every session at once.
+/// Maximum delay; it doubles from greeting to greeting, because a guest may end every session at once.
 const MAX_PAUSE: Duration = Duration::from_secs(5);
-/// A session that lasted so long ended for a new reason.
+/// After a session of this length, the delay starts from the minimum again.
 const LASTING: Duration = Duration::from_secs(10);
 
 /// Makes a session anew whenever one ends, until it is dropped. Returns what the guest did if it broke one.
@@ -42,7 +42,7 @@ pub async fn keep(node: Arc<DaemonState>, spec: PodSpec, key: LinkKey, live: Run
                 }
             }
         }
-        tracing::warn!(%pod, "session with the agent ended and was made again");
+        tracing::warn!(%pod, "reconnected to the agent after its session ended");
     }
 }
 

@@ -1,7 +1,7 @@
-//! A scratch disk that a guest has mounted before there is a container that writes to it.
+//! A scratch disk that a guest mounts before a container needs it.
 //!
-//! The first container of a pod that writes to its root file system takes it. Those after it, and those that ask for
-//! another size, get a disk of their own when they are made. Made in a VM that waits in the pool, it costs a start
+//! The first container of a pod that writes to its root file system takes it. Later containers, and those that request
+//! another size, get a new disk when they are created. In a pooled VM, the disk is prepared in advance and costs a start
 //! nothing.
 
 use std::sync::{Mutex, PoisonError};
@@ -13,29 +13,29 @@ use sandboxer_vmm::DiskSpec;
 
 use crate::{error::PodError, pod::container::start::RunningVm};
 
-/// Its serial. Those of containers' disks and volumes begin otherwise.
+/// Its serial number. Serial numbers of container disks and volumes have other prefixes.
 pub const SERIAL: &str = "spare-0";
 
-/// The scratch disk that no container of a pod has yet, if there is one.
+/// The scratch disk that no container of the pod uses yet, if there is one.
 #[derive(Debug, Default)]
 pub struct Spare(
-    // Held for a look, never across an await.
+    // Held for a lookup, never across an await.
     Mutex<Option<DiskSpec>>,
 );
 
 impl Spare {
-    /// Notes that the guest has one.
+    /// Records that the guest has one.
     pub fn put(&self, disk: Option<DiskSpec>) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = disk;
     }
 
-    /// Gives it to a container.
+    /// Takes it for a container.
     pub fn take(&self) -> Option<DiskSpec> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 }
 
-/// Plugs one into a VM and has it mounted; none where containers write to memory.
+/// Attaches one to a VM and mounts it in the guest; none if containers write to memory.
 pub async fn plug(
     rootfs: &RootfsStore,
     pod: &SandboxId,
@@ -44,13 +44,13 @@ pub async fn plug(
     let Some(scratch) = rootfs.scratch(pod, pod, None).await? else { return Ok(None) };
     let disk = DiskSpec { serial: SERIAL.to_owned(), path: scratch.path().to_owned(), read_only: false };
     live.vm.attach_disk(&disk).await?;
-    // The VMM has it open: its name goes.
+    // The VMM has it open, so the file can be unlinked.
     drop(scratch);
     let prepared = live.agent.prepare_disk(message(&disk)).await;
     if prepared.is_err()
         && let Err(error) = live.vm.detach_disk(SERIAL).await
     {
-        tracing::warn!(%pod, error = chain(&error), "a scratch disk stays plugged in");
+        tracing::warn!(%pod, error = chain(&error), "cannot detach a scratch disk");
     }
     prepared?;
     Ok(Some(disk))

@@ -1,4 +1,4 @@
-//! What a pod is to be, in no wire format's words.
+//! The specification of a pod, independent of wire formats.
 
 use std::{collections::BTreeMap, net::IpAddr, path::PathBuf};
 
@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::template::Shape;
 
-/// A pod as asked for, all defaults filled in.
+/// The requested pod, with all defaults filled in.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PodSpec {
     /// containerd's id of the sandbox.
@@ -20,24 +20,24 @@ pub struct PodSpec {
     pub namespace: String,
     /// Kubernetes' uid of the pod.
     pub uid: String,
-    /// Hostname inside; never empty.
+    /// Hostname in the guest; never empty.
     pub hostname: String,
-    /// The pod's network namespace; none when it asked for the host's.
+    /// The pod's network namespace; none for hostNetwork.
     pub netns: Option<PathBuf>,
-    /// Addresses by which others reach it, as containerd tells them; none for a pod without a network.
+    /// Its IP addresses, from containerd; empty for a pod without a network.
     #[serde(default)]
     pub ips: Vec<IpAddr>,
-    /// Content of `/etc/resolv.conf` inside, when the pod has a DNS configuration.
+    /// Content of `/etc/resolv.conf` in the guest, if the pod has a DNS configuration.
     pub resolv_conf: Option<String>,
-    /// Its containers see each other's processes.
+    /// Its containers share a PID namespace.
     #[serde(default)]
     pub shared_pids: bool,
-    /// Control group on the host below which its VMM is counted; empty: nobody asked for that.
+    /// Parent control group of its VMM on the host; empty if CRI named none.
     #[serde(default)]
     pub cgroup_parent: String,
     /// Kernel parameters of the guest.
     pub sysctls: BTreeMap<String, String>,
-    /// How it may get its VM at best.
+    /// The fastest start path that it may use.
     // Its name in records of all releases.
     #[serde(default, rename = "way")]
     pub start_path: StartPath,
@@ -45,23 +45,23 @@ pub struct PodSpec {
     pub vcpus: u32,
     /// Guest memory, MiB.
     pub memory_mib: u64,
-    /// Ports of the host that lead to the same ports of its loopback; of a pod in the host's network.
+    /// Host ports that are forwarded to the same ports of its loopback (hostNetwork only).
     #[serde(default)]
     pub host_ports: Vec<u16>,
-    /// What its containers may use together.
+    /// Limits of all containers together.
     #[serde(default)]
     pub limits: Limits,
-    /// Room for what its containers write.
+    /// Disk sizes for its containers' writes.
     #[serde(default)]
     pub room: Room,
 }
 
-/// What a pod's containers may use together. 0: nothing is said of it; less: without a limit.
+/// Limits of all containers of a pod together. 0: not specified; negative: no limit.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Limits {
     /// CPU time in each period, µs.
     pub cpu_quota_us: i64,
-    /// Length of a period, µs; 0: the kernel's own.
+    /// Length of a period, µs; 0: the kernel's default.
     pub cpu_period_us: u64,
     /// Memory, bytes.
     pub memory_bytes: i64,
@@ -77,17 +77,17 @@ impl Limits {
         }
     }
 
-    /// In the agent's words.
+    /// Converts the limits for the agent.
     pub fn for_guest(&self) -> wire::PodLimits {
         let Self { cpu_quota_us, cpu_period_us, memory_bytes } = *self;
         wire::PodLimits { cpu_quota_us, cpu_period_us, memory_bytes, ..Default::default() }
     }
 }
 
-/// Room that a pod asked for; none: what is configured.
+/// Disk sizes that a pod requested; none: the configured ones.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Room {
-    /// Most bytes each container may write to its root file system.
+    /// Maximum bytes that each container may write to its root file system.
     pub rootfs_bytes: Option<u64>,
     /// Size of each emptyDir's disk, bytes.
     pub empty_dir_bytes: Option<u64>,
@@ -119,7 +119,7 @@ impl PodSpec {
 
     /// Returns the kind of VM it needs with so many network interfaces.
     pub fn shape(&self, nics: usize) -> Shape {
-        // Never so many: a pod with more than a few is refused.
+        // Cannot overflow: a pod with more than a few is rejected.
         let nics = u8::try_from(nics).unwrap_or(u8::MAX);
         Shape { vcpus: self.vcpus, memory_mib: self.memory_mib, nics }
     }

@@ -1,4 +1,4 @@
-//! How long the stages of all starts took: a histogram per stage and outcome, always on.
+//! Durations of all starts' stages: a histogram per stage and outcome, always on.
 //!
 //! Recording takes a lock that is held for one addition. It costs a pod about 0.3 µs, measured for eight stages on two
 //! busy cores by `cargo bench --bench startup` ("histograms, all stages of a pod").
@@ -18,7 +18,7 @@ const OUTCOMES: [Outcome; 3] = [Outcome::Ok, Outcome::Failed, Outcome::Cancelled
 /// Decimal digits kept of a time: a bucket is at most 1 % wide.
 const DIGITS: u8 = 2;
 
-/// The histograms of a daemon, since its start.
+/// The histograms since the daemon's start.
 #[derive(Debug)]
 pub struct StageTimes {
     since: Instant,
@@ -27,21 +27,21 @@ pub struct StageTimes {
     cells: Vec<Mutex<Option<Cell>>>,
 }
 
-/// Times of one stage with one outcome. In µs, counted in 32 bits: a few KiB once it is used.
+/// The histogram of one stage with one outcome, in µs with 32-bit counts: a few KiB once it is used.
 #[derive(Debug, Clone)]
 struct Cell {
     micros: Histogram<u32>,
     sum_ns: u64,
 }
 
-/// What the times of one stage with one outcome come to.
+/// A summary of one histogram.
 #[derive(Debug, Clone)]
 pub struct StageSummary {
-    /// Which stage.
+    /// The stage.
     pub stage: Stage,
-    /// How it ended.
+    /// The outcome.
     pub outcome: Outcome,
-    /// All its times, ns.
+    /// The sum of all times, ns.
     pub sum_ns: u64,
     micros: Histogram<u32>,
 }
@@ -62,7 +62,7 @@ impl StageTimes {
             *cell = Histogram::new(DIGITS).ok().map(|micros| Cell { micros, sum_ns: 0 });
         }
         if let Some(cell) = cell.as_mut() {
-            // It grows with what comes, up to any u64.
+            // It resizes automatically.
             let _ = cell.micros.record(duration_ns / 1000);
             cell.sum_ns = cell.sum_ns.saturating_add(duration_ns);
         }
@@ -80,14 +80,14 @@ impl StageTimes {
             .collect()
     }
 
-    /// Time over which they have come together.
+    /// Returns the time since counting began.
     pub fn age(&self) -> std::time::Duration {
         self.since.elapsed()
     }
 }
 
 impl StageSummary {
-    /// Times in it.
+    /// Number of times.
     pub fn count(&self) -> u64 {
         self.micros.len()
     }
@@ -97,7 +97,7 @@ impl StageSummary {
         self.micros.value_at_quantile(part).saturating_mul(1000)
     }
 
-    /// Shortest and longest, ns.
+    /// Returns the shortest and longest, ns.
     pub fn range_ns(&self) -> (u64, u64) {
         (self.micros.min().saturating_mul(1000), self.micros.max().saturating_mul(1000))
     }

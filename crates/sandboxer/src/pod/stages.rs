@@ -1,4 +1,4 @@
-//! The steps of one start: each a tracing span, and kept with the pod.
+//! The steps of one start. Each is a tracing span and is stored with the pod.
 
 use std::{
     future::Future,
@@ -12,14 +12,14 @@ use tracing::Instrument;
 
 use super::stage_times::StageTimes;
 
-/// How a step ended.
+/// The outcome of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Outcome {
-    /// It did its work.
+    /// It succeeded.
     Ok,
-    /// It could not.
+    /// It failed.
     Failed,
-    /// It was dropped half-way.
+    /// It was cancelled.
     Cancelled,
 }
 
@@ -34,16 +34,16 @@ impl Outcome {
     }
 }
 
-/// One step that was taken.
+/// One completed step.
 #[derive(Debug, Clone, Copy)]
 pub struct Step {
-    /// Which.
+    /// Its stage.
     pub stage: Stage,
-    /// From the start's first moment, ns.
+    /// Offset from the beginning of the start, ns.
     pub begin_ns: u64,
-    /// How long it took, ns.
+    /// Duration, ns.
     pub duration_ns: u64,
-    /// How it ended.
+    /// The outcome.
     pub outcome: Outcome,
 }
 
@@ -58,7 +58,7 @@ pub struct Stages {
 }
 
 impl Stages {
-    /// Starts the clock. Each step also goes into `times`, with those of all other starts.
+    /// Starts the clock. Each step is also added to `times`, the histograms of all starts.
     pub fn new(pod: SandboxId, times: Arc<StageTimes>) -> Self {
         Self { pod, began: Instant::now(), steps: Arc::default(), times }
     }
@@ -80,7 +80,7 @@ impl Stages {
     }
 }
 
-/// Notes the step when it ends, in whichever way.
+/// Records the step when it ends, whatever its outcome.
 struct Record<'a> {
     stages: &'a Stages,
     stage: Stage,

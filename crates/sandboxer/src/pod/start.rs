@@ -1,5 +1,5 @@
-//! One pod's way up, top to bottom. Each phase takes the one before it, so a pod that is half-way
-//! can't be used; each adds what undoes it, so a start that fails leaves nothing.
+//! The start of a pod, top to bottom. Each phase consumes the one before it, so a half-started pod
+//! cannot be used. Each phase registers its undo step, so a failed start leaves nothing behind.
 //!
 //! ```text
 //!  Prepared ─▶ claim   ─▶ Greeted ─▶ configure ─▶ Up       from the pool
@@ -7,15 +7,15 @@
 //!           ─▶ boot    ─▶ Running ─▶ greet ─▶ …
 //! ```
 //!
-//! What the pool or a template can't give comes the next slower way; whoever asked for the pod never
-//! sees it.
+//! If the pool or a template cannot provide a VM, the start falls back to the next slower path. The caller of RunPodSandbox
+//! does not notice.
 
 use std::{
     convert::Infallible, future::Future, io, mem, net::TcpListener, os::fd::OwnedFd, path::PathBuf,
     sync::Arc, time::Duration,
 };
 
-use sandboxer_base::{Code, chain, clock::now_ns, failpoint::pass};
+use sandboxer_base::{Code, chain, clock::now_ns};
 use sandboxer_config::StartPath;
 use sandboxer_guest::GuestError;
 use sandboxer_host::network::{self, Interface, PooledTap, interface};
@@ -26,15 +26,18 @@ use sandboxer_protocol::{
     stage::Stage,
 };
 use sandboxer_vmm::{DiskSpec, Shape, Vm, VmExit, VmSpec, VmmError};
-use tokio::{
-    sync::{SemaphorePermit, oneshot},
-    task::JoinHandle,
-    time::Instant,
-};
+use tokio::{sync::SemaphorePermit, time::Instant};
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    DaemonState, admission::Work, host_ports, spec::PodSpec, stages::Stages, start_paths, stop, undo::Undo,
+    DaemonState,
+    admission::Work,
+    cgroup_attach::{self, CgroupAttach},
+    host_ports,
+    spec::PodSpec,
+    stages::Stages,
+    start_paths, stop,
+    undo::Undo,
 };
 use crate::{
     error::PodError,
@@ -43,38 +46,38 @@ use crate::{
     template::{Missing, Template},
 };
 
-/// Fresh randomness a guest gets, bytes.
+/// Random bytes that the guest receives to seed its generator.
 const ENTROPY: usize = 64;
 
-/// How long a VM whose link broke is given to be seen to end.
+/// How long to wait for the exit of a VM whose link broke.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// A pod that is up.
+/// A started pod.
 #[derive(Debug)]
 pub struct Up {
     /// Its VM and agent.
     pub live: RunningVm,
-    /// The agent's first words.
+    /// The agent's ready message.
     pub ready: Ready,
-    /// How it got its VM.
+    /// The start path that provided its VM.
     pub start_path: StartPath,
     /// Its network interfaces.
     pub interfaces: Vec<Interface>,
-    /// Where connections come in that are for ports of the host.
+    /// Listeners on the host's ports that lead to the pod.
     pub host_ports: Vec<TcpListener>,
-    /// Its VMM's way into the pod's control group.
+    /// The move of its VMM into the pod's control group, if that is still under way.
     pub counting: Option<CgroupAttach>,
-    /// A scratch disk that its guest has mounted.
+    /// A scratch disk that the guest has already mounted.
     pub spare: Option<DiskSpec>,
 }
 
-/// How often a pod boots at most. Each boot has an equal share of the time that is left.
+/// Maximum number of boots per pod. Each boot gets an equal share of the remaining time.
 ///
-/// Observed with emulated guests on a host with several times more work than processors: about one
-/// boot in 130 stops for good before its agent runs. Another one then nearly always succeeds.
+/// With emulated guests on an overloaded host, about one boot in 130 hung before its agent ran;
+/// a second boot nearly always succeeded.
 const BOOTS: u32 = 2;
 
-/// A faster way than a boot may take this part of the time that is left: one that hangs leaves enough for the others.
+/// A start path faster than a boot gets this part of the remaining time, so that a hang leaves enough for the others.
 const FASTER: u32 = 4;
 
 /// Where a pod's VM comes from.
@@ -95,7 +98,7 @@ impl Source {
     }
 }
 
-/// Brings a pod up. Cancelled or failed, it has undone all it did when it answers.
+/// Starts a pod. If it is cancelled or fails, everything is undone before it returns.
 pub async fn start(
     node: &DaemonState,
     spec: &PodSpec,
@@ -105,7 +108,7 @@ pub async fn start(
 ) -> Result<Up, PodError> {
     let _urgent = node.admission.urgent();
     let interfaces = stages.run(Stage::Netns, interfaces(node, spec)).await?;
-    // Before anything is made for it.
+    // Check before anything is created.
     let host_ports = host_ports::listen(&node.front, spec)?;
     let shape = spec.shape(interfaces.len());
     let deadline = Instant::now() + node.config.vm.boot_timeout;
@@ -128,7 +131,7 @@ pub async fn start(
         };
         let is_silent = matches!(failed, PodError::NotReady { .. } | PodError::Vmm(VmmError::Hung { .. }));
         match failed.code() {
-            // Another VM would not help.
+            // Another VM would fail in the same way.
             Code::Cancelled | Code::InvalidArgument => return Err(failed),
             _ if start_path != StartPath::Boot => {}
             _ if is_silent && start.boots > 1 => start.boots -= 1,
@@ -147,23 +150,23 @@ async fn interfaces(node: &DaemonState, spec: &PodSpec) -> Result<Vec<Interface>
         None => {
             tracing::warn!(
                 pod = %spec.id,
-                "the pod asks for the host's network, which a VM cannot be in: it has loopback alone"
+                "a VM cannot use the host's network: the pod has loopback only"
             );
             Ok(Vec::new())
         }
     }
 }
 
-/// What all attempts at one pod have in common.
+/// State that all attempts to start one pod share.
 struct Start<'a> {
     node: &'a DaemonState,
     spec: &'a PodSpec,
     interfaces: &'a [Interface],
     key: &'a LinkKey,
     stages: &'a Stages,
-    /// When its time is up, in whatever way it is tried then. What it waits for its turn is not counted.
+    /// The deadline of all attempts together. Time spent waiting for admission is added to it.
     deadline: Instant,
-    /// How often it may still boot.
+    /// Remaining boots.
     boots: u32,
 }
 
@@ -179,15 +182,15 @@ impl<'a> Start<'a> {
         if result.is_ok() {
             undo.forget();
         } else if let Err(left) = undo.run().await {
-            tracing::error!(pod = %spec.id, left, "a pod's failed start left something behind");
+            tracing::error!(pod = %spec.id, left, "cannot undo a failed start completely");
         }
         result
     }
 
     async fn phases(&mut self, mut source: Source, undo: &mut Undo) -> Result<Up, PodError> {
         let Self { node, spec, interfaces, key, stages, .. } = *self;
-        // Whatever fails from here on, nothing of a VM that waited is left behind: not its directory either,
-        // should it not have become the pod's.
+        // Whatever fails from here on, nothing of the pooled VM is left behind, including its directory
+        // if that has not become the pod's yet.
         let mut waited = None;
         if let Source::Pool(warm) = &mut source {
             waited = Some(Waited { taps: mem::take(&mut warm.taps), pid: warm.vm.record().pid });
@@ -227,7 +230,7 @@ impl<'a> Start<'a> {
         }
     }
 
-    /// Waits until a VM may be made; the deadline waits with it.
+    /// Waits for admission of a new VM and moves the deadline by the time waited.
     async fn turn(&mut self) -> Result<Option<SemaphorePermit<'a>>, PodError> {
         let asked = Instant::now();
         let place = self.node.admission.enter(Work::Vm).await;
@@ -242,21 +245,21 @@ impl<'a> Start<'a> {
     }
 }
 
-/// What the host has of a VM that waited.
+/// What the host holds for a pooled VM.
 struct Waited {
     taps: Vec<PooledTap>,
     pid: u32,
 }
 
-/// The host holds what the VM needs.
+/// The host side is ready: control group, run directory, taps.
 struct Prepared<'a> {
     node: &'a DaemonState,
     spec: &'a PodSpec,
     run_dir: PathBuf,
     interfaces: Vec<Interface>,
-    /// What is behind them, unless the VM has it already.
+    /// Their taps, unless the VM has them already.
     taps: Vec<Arc<OwnedFd>>,
-    /// Of a VM that is there already.
+    /// Set for a pooled VM.
     counting: Option<CgroupAttach>,
 }
 
@@ -269,17 +272,18 @@ impl<'a> Prepared<'a> {
         undo: &mut Undo,
     ) -> Result<Self, PodError> {
         let host = |action, path: PathBuf| {
-            move |source: io::Error| PodError::Host { pod: spec.id.clone(), action, path, source }
+            move |source: io::Error| PodError::Path { pod: spec.id.clone(), action, path, source }
         };
         if let Some(cgroup) = node.cgroups.of(&spec.cgroup_parent, &spec.id) {
             cgroup.make().map_err(|(path, error)| host("make control group", path)(error))?;
             let of = spec.id.clone();
             undo.push("remove the control group", async move { stop::leave(&of, &cgroup).await });
         }
-        let counting = waited.as_ref().and_then(|waited| counted(node, spec, waited.pid, undo));
+        let counting =
+            waited.as_ref().and_then(|waited| cgroup_attach::counted(node, spec, waited.pid, undo));
         let run_dir = node.run_dir(&spec.id);
         match make_private_dir(&run_dir) {
-            // A start that failed before, or a daemon that died, may have left it.
+            // A failed start or a killed daemon may have left it.
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
                 std::fs::remove_dir_all(&run_dir)
                     .and_then(|()| make_private_dir(&run_dir))
@@ -300,7 +304,7 @@ impl<'a> Prepared<'a> {
         Ok(Self { node, spec, run_dir, interfaces: interfaces.to_vec(), taps, counting })
     }
 
-    /// Takes a VM that waited, which stands still, and lets it go on.
+    /// Takes a paused VM from the pool and resumes it.
     async fn claim(self, warm: Box<Warm>, until: Instant) -> Result<Greeted<'a>, PodError> {
         let Self { spec, run_dir, interfaces, counting, .. } = self;
         let vm = warm.vm.assign(&spec.id, &run_dir)?;
@@ -357,7 +361,7 @@ impl<'a> Prepared<'a> {
 struct Running<'a> {
     node: &'a DaemonState,
     spec: &'a PodSpec,
-    /// When the time for this host is up.
+    /// The deadline of this VM.
     until: Instant,
     vm: Arc<dyn Vm>,
     start_path: StartPath,
@@ -385,11 +389,11 @@ struct Greeted<'a> {
 }
 
 impl Greeted<'_> {
-    /// Gives the guest what makes it this pod's and nobody else's.
+    /// Sends the guest its identity: hostname, clock, randomness, addresses, limits and link key.
     async fn configure(self, key: &LinkKey) -> Result<Up, PodError> {
         let Self { spec, until, up } = self;
         let entropy: [u8; ENTROPY] = rand::random();
-        // What is marked by its key already must not be told it: the message would pass for a greeting.
+        // A booted guest has its key already. Sending it again would look like a greeting.
         let link_key = if up.start_path == StartPath::Boot { Vec::new() } else { key.as_bytes().to_vec() };
         let identity = ConfigurePodRequest {
             hostname: spec.hostname.clone(),
@@ -407,62 +411,7 @@ impl Greeted<'_> {
     }
 }
 
-/// The way of a VMM of the pool's into its pod's control group; others are born there. The kernel lets all its processors pass by before it moves a process, 5
-/// to 17 ms on two cores: that goes on beside what follows. A container waits for it, and so does the VMM's end, after
-/// which its number may be another's.
-#[derive(Debug)]
-pub struct CgroupAttach(JoinHandle<Result<(), (PathBuf, io::Error)>>);
-
-impl CgroupAttach {
-    /// Same as [`CgroupAttach::begin`], of a VMM that an earlier daemon may have moved, or not.
-    pub fn go_on(node: &DaemonState, spec: &PodSpec, pid: u32) -> Option<Self> {
-        let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id)?;
-        if cgroup.holds(pid) { None } else { Self::begin(node, spec, pid, oneshot::channel().0) }
-    }
-
-    /// Begins to move process `pid`; none where the pod has no group. Lets go of `over` when that is over.
-    fn begin(
-        node: &DaemonState,
-        spec: &PodSpec,
-        pid: u32,
-        over: oneshot::Sender<Infallible>,
-    ) -> Option<Self> {
-        let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id)?;
-        let moved = tokio::task::spawn_blocking(move || {
-            let _over = over;
-            pass(format_args!("before the VMM is counted"));
-            cgroup.enter(pid)
-        });
-        Some(Self(moved))
-    }
-
-    /// Waits until it is counted.
-    pub async fn done(self, spec: &PodSpec) -> Result<(), PodError> {
-        match self.0.await.unwrap_or_else(|ended| Err((PathBuf::new(), io::Error::other(ended)))) {
-            // It has ended, and that is told by whoever watches it.
-            Err((_, error)) if error.raw_os_error() == Some(libc::ESRCH) => Ok(()),
-            moved => moved.map_err(|(path, source)| PodError::Host {
-                pod: spec.id.clone(),
-                action: "move the VMM into control group",
-                path,
-                source,
-            }),
-        }
-    }
-}
-
-/// Begins to count a start's VMM.
-fn counted(node: &DaemonState, spec: &PodSpec, pid: u32, undo: &mut Undo) -> Option<CgroupAttach> {
-    let (over, ended) = oneshot::channel();
-    let counting = CgroupAttach::begin(node, spec, pid, over);
-    undo.push("wait for the control group", async move {
-        let _ = ended.await;
-        Ok::<_, Infallible>(())
-    });
-    counting
-}
-
-/// Waits for the VMM, in vain once the time is up.
+/// Waits for the VMM until the deadline.
 async fn answered<T>(
     spec: &PodSpec,
     until: Instant,
@@ -479,7 +428,7 @@ fn whole_ms(limit: Duration) -> Duration {
     Duration::from_millis(limit.as_millis().try_into().unwrap_or(u64::MAX))
 }
 
-/// Waits for the agent, in vain once the VM has ended or the time is up.
+/// Waits for the agent until the VM exits or the deadline passes.
 async fn watched<T, E: Into<PodError>>(
     spec: &PodSpec,
     until: Instant,
@@ -490,7 +439,7 @@ async fn watched<T, E: Into<PodError>>(
     tokio::select! {
         answer = answer => match answer.map_err(E::into) {
             Err(PodError::Guest(GuestError::Greeting { source: LinkError::Io(error), pod })) => {
-                // The link breaks a moment before its VM is gone, whose end tells why.
+                // The link breaks a moment before the VMM exits. Its exit says why.
                 match tokio::time::timeout(EXIT_TIMEOUT, vm.exited()).await {
                     Ok(exit) => Err(vm_ended(spec, exit)),
                     Err(_) => Err(GuestError::Greeting { pod, source: LinkError::Io(error) }.into()),
@@ -505,11 +454,11 @@ async fn watched<T, E: Into<PodError>>(
     }
 }
 
-/// Ends a VM, and is not over before it is gone: another one follows, or the pod is told stopped.
+/// Kills a VM and waits until it has exited, because another VM or the state Stopped follows.
 async fn gone(pod: &SandboxId, vm: &dyn Vm) {
     while let Err(error) = vm.kill().await {
         let error = chain(&error);
-        tracing::error!(%pod, error, "the VMM of a start that failed does not end; the pod waits for that");
+        tracing::error!(%pod, error, "cannot kill the VMM of a failed start yet; retrying");
     }
 }
 

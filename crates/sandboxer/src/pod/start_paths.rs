@@ -1,4 +1,4 @@
-//! Counts which path pods took to their VM, and why not a faster one.
+//! Counts the start paths of pods and the reasons for fallbacks.
 
 use std::{
     collections::BTreeMap,
@@ -13,7 +13,7 @@ use tokio::time::Instant;
 
 use crate::error::PodError;
 
-/// How long a reason that comes and goes is not logged again.
+/// Minimum time between two logs of a reason that comes and goes.
 const QUIET: Duration = Duration::from_secs(600);
 
 const FALLBACK: &str = "falling back to a slower start path; repeats are only counted";
@@ -28,29 +28,29 @@ pub struct StartPaths {
 #[derive(Debug, Default)]
 struct State {
     counts: Counts,
-    /// Why each path was last not taken.
+    /// The last reason for a fallback from each path.
     last: BTreeMap<StartPath, &'static str>,
-    /// When a reason was last logged.
+    /// Time of the last log of a reason.
     logged_at: BTreeMap<(StartPath, &'static str), Instant>,
 }
 
-/// What was counted.
+/// The counts.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
 pub struct Counts {
-    /// Pods by the path on which they got their VM.
+    /// Pods by start path.
     pub taken: BTreeMap<StartPath, u64>,
-    /// Paths that could not be taken, by the reason.
+    /// Fallbacks by path and reason.
     pub missed: BTreeMap<(StartPath, &'static str), u64>,
 }
 
 impl StartPaths {
-    /// Counts a pod that got its VM on this path.
+    /// Counts a pod that started on this path.
     pub fn taken(&self, start_path: StartPath) {
         *self.lock().counts.taken.entry(start_path).or_default() += 1;
     }
 
-    /// Counts a pod that could not take this path, for `error` if something failed. Logs it when the reason is another
-    /// one than that of the pod before, and not for a while then.
+    /// Counts a fallback from this path; `error` is set if something failed. Logs it if the reason differs from the last
+    /// one, at most once per interval.
     pub fn missed(&self, start_path: StartPath, reason: &'static str, error: Option<&PodError>) {
         let mut state = self.lock();
         *state.counts.missed.entry((start_path, reason)).or_default() += 1;

@@ -1,8 +1,8 @@
-//! Starts that containerd may not have heard the end of.
+//! Starts whose result containerd may not have received.
 //!
-//! It forgets a sandbox whose start failed, or whose answer was lost, without another word to the controller. So the
-//! pod has to go by itself: with the request if that is cancelled, or here if this process or the front died before
-//! the answer was out. A file for each start tells that containerd has not shown yet that it knows how it ended.
+//! containerd forgets a sandbox whose start failed or whose answer was lost, without another call to the controller. So the
+//! daemon has to remove the pod: with the request if that is cancelled, or here if this process or the front died before
+//! the answer was sent. A file per start says that containerd has not yet shown that it knows the result.
 
 use std::{
     collections::HashSet,
@@ -20,24 +20,24 @@ use crate::{
     pod::{DaemonState, PodHandle},
 };
 
-/// Where the files are, in the run directory.
+/// Directory of the files, in the run directory.
 const DIR: &str = "starts";
 
-/// containerd looks at a pod right after its start, and waits for each one it knows. It connects to a new worker
-/// with a back-off of at most 3 s.
+/// Time for containerd to show that it knows a pod. It queries a pod right after its start and waits on each pod it knows. It
+/// connects to a new worker with a back-off of at most 3 s.
 const SHOWN_WITHIN: Duration = Duration::from_secs(20);
 
-/// Pods that were started, and of which containerd has not shown yet that it knows so.
+/// Started pods for which containerd has not yet shown that it knows the result.
 #[derive(Debug)]
 pub struct Starts {
     node: Arc<DaemonState>,
     dir: PathBuf,
-    // A plain lock: held for a look-up, never across an await.
+    // A plain lock: held for a lookup, never across an await.
     untold: Mutex<HashSet<SandboxId>>,
 }
 
 impl Starts {
-    /// With those that an earlier worker left. The pods of which containerd doesn't show anything go after a while.
+    /// Reads the notes that an earlier worker left. Pods that containerd does not know are removed after a while.
     pub fn of(node: Arc<DaemonState>) -> io::Result<Arc<Self>> {
         let dir = node.config.run_dir.join(DIR);
         fs::create_dir_all(&dir)?;
@@ -53,19 +53,19 @@ impl Starts {
         Ok(starts)
     }
 
-    /// A pod's first start begins.
+    /// Notes that a pod's first start begins.
     pub fn begins(&self, pod: &SandboxId) -> io::Result<()> {
         fs::File::create(self.dir.join(pod))?;
         self.untold().insert(pod.clone());
         Ok(())
     }
 
-    /// containerd knows how the pod's start ended.
+    /// Removes the note: containerd knows how the pod's start ended.
     pub fn shown(&self, pod: &SandboxId) {
         if self.untold().remove(pod)
             && let Err(error) = fs::remove_file(self.dir.join(pod))
         {
-            tracing::warn!(%pod, %error, "the note of its start stays");
+            tracing::warn!(%pod, %error, "cannot remove the note of its start");
         }
     }
 
@@ -74,7 +74,7 @@ impl Starts {
     }
 }
 
-/// Removes those of an earlier worker's pods that containerd has forgotten.
+/// Removes the pods of an earlier worker that containerd has forgotten.
 async fn remove_forgotten(starts: Arc<Starts>, mut earlier: Vec<SandboxId>) {
     while !earlier.is_empty() {
         tokio::time::sleep(SHOWN_WITHIN).await;
@@ -84,11 +84,11 @@ async fn remove_forgotten(starts: Arc<Starts>, mut earlier: Vec<SandboxId>) {
             }
             if let Ok(pod) = starts.node.registry.pod(&id) {
                 if has_network(&pod).await {
-                    // containerd may be taking it away, or may yet come.
+                    // containerd may be removing it, or may still ask for it.
                     earlier.push(id);
                     continue;
                 }
-                tracing::info!(pod = %id, "removed: its start was never answered, and nobody asks for it");
+                tracing::info!(pod = %id, "removed: its start was never answered, and containerd does not ask for it");
                 remove(pod).await;
             }
             starts.shown(&id);
@@ -109,7 +109,7 @@ pub async fn remove(pod: PodHandle) {
     match pod.remove().await {
         Ok(()) | Err(PodError::Gone(_)) => {}
         Err(error) => {
-            tracing::error!(pod = %pod.id(), error = chain(&error), "a pod that did not start cannot be removed");
+            tracing::error!(pod = %pod.id(), error = chain(&error), "cannot remove a pod that did not start");
         }
     }
 }

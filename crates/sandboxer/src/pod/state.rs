@@ -1,4 +1,4 @@
-//! A pod's states and how one becomes another.
+//! The states of a pod and their transitions.
 //!
 //! ```text
 //!            start             agent ready
@@ -15,30 +15,30 @@
 //!                        ╰───────── stop ──────────────────▶ Stopping
 //! ```
 //!
-//! Stopped is told when the kernel says that the VMM's process is gone, and not before.
+//! A pod is Stopped only after the kernel reports that the VMM's process has exited.
 //!
-//! A removed pod has no state: it is unknown.
+//! A removed pod has no state.
 
 use sandboxer_config::StartPath;
 use serde::{Deserialize, Serialize};
 
 use sandboxer_host::network::Interface;
 
-/// Where a pod stands.
+/// The state of a pod.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PodState {
-    /// Known; holds nothing yet.
+    /// Created; holds no resources yet.
     Created,
-    /// On its way up.
+    /// Starting.
     Starting,
     /// Its agent answers.
     Ready,
-    /// On its way down.
+    /// Stopping.
     Stopping,
-    /// Holds nothing any more but its record.
+    /// Stopped; only its record is left.
     Stopped,
-    /// Was ready under an earlier daemon. Its VMM runs; that or the agent has not answered this daemon yet. Never
+    /// Was ready under an earlier daemon. Its VMM runs, but VMM or agent have not answered this daemon yet. Never
     /// written to a record.
     Unknown,
 }
@@ -86,34 +86,34 @@ impl std::fmt::Display for PodState {
     }
 }
 
-/// What is told of a pod to whoever asks, at any time, without asking the pod's task.
+/// The status of a pod, readable at any time without a request to the pod's task.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PodStatus {
-    /// Where it stands.
+    /// Its state.
     pub state: PodState,
     /// When it was created, ns since 1970.
     pub created_at_ns: u64,
     /// When it stopped; 0 before.
     pub exited_at_ns: u64,
-    /// 0 for a pod that stopped because it was asked to.
+    /// 0 if the pod was stopped on request.
     pub exit_status: u32,
-    /// Why it stopped, when nobody asked it to, or why it is unknown; else empty.
+    /// Why it stopped without a request, or why its state is unknown; else empty.
     pub reason: String,
-    /// How it got its VM; none before.
+    /// Its start path; none before the start.
     // Its name in records of all releases.
     #[serde(default, rename = "way")]
     pub start_path: Option<StartPath>,
-    /// Process of its VMM; 0 when there is none.
+    /// PID of its VMM; 0 if there is none.
     pub vmm_pid: u32,
-    /// Kernel inside, once known.
+    /// Guest kernel version, once known.
     pub kernel_release: String,
     /// Its network interfaces, once it is up.
     #[serde(default)]
     pub interfaces: Vec<Interface>,
-    /// This daemon found the pod alive when it started.
+    /// This daemon adopted the pod when it started.
     #[serde(skip)]
     pub recovered: bool,
-    /// It has been unknown for so long that whoever wants the pod had better have it stopped.
+    /// It has been unknown for so long that the manager should stop it.
     #[serde(skip)]
     pub overdue: bool,
 }

@@ -1,4 +1,4 @@
-//! One pod's way down.
+//! The stop of a pod.
 
 use std::{future::Future, io, time::Duration};
 
@@ -11,13 +11,13 @@ use tokio::time::Instant;
 use super::{DaemonState, recover::Unreached, spec::PodSpec};
 use crate::{error::PodError, pod::container::start::RunningVm, share::Shares};
 
-/// How long a guest that is to power off may write nothing, unless agents have less time than that for an answer.
+/// How long a guest may write nothing while it powers off (or the agent timeout, if that is shorter).
 const STALLED: Duration = Duration::from_secs(10);
-/// Between two looks at what a VMM has written.
+/// Interval between two readings of the bytes that a VMM has written.
 const LOOK: Duration = Duration::from_millis(100);
 
-/// Asks the guest to power off, then ends the VM in any case, and what served its shares: until then its
-/// processes may wait for them. What the pod has written gets to its disks before, as far as that makes progress.
+/// Asks the guest to power off, then kills the VM in any case, and then the server of its shares, because guest
+/// processes may wait for it. Waits for dirty data to reach the disks, as long as that makes progress.
 pub async fn stop(
     node: &DaemonState,
     pod: &PodSpec,
@@ -25,7 +25,7 @@ pub async fn stop(
     shares: &Shares,
 ) -> Result<(), VmmError> {
     let gone = async {
-        // The answer races with the power-off; only the VM's end counts.
+        // The answer races with the power-off. Only the VM's exit counts.
         tokio::join!(live.agent.power_off(), live.vm.exited());
     };
     wait_for_data(node, &pod.id, gone, || live.vm.written()).await;
@@ -37,7 +37,7 @@ pub async fn stop(
     Ok(())
 }
 
-/// Ends a VMM that can't be asked. An earlier daemon may have asked its guest to power off: so this waits for its data,
+/// Kills a VMM that does not answer. An earlier daemon may have asked its guest to power off, so this waits for its data,
 /// too.
 pub async fn stop_held(node: &DaemonState, pod: &PodSpec, unreached: &Unreached) -> Result<(), VmmError> {
     let vmm = &unreached.vmm;
@@ -49,8 +49,8 @@ pub async fn stop_held(node: &DaemonState, pod: &PodSpec, unreached: &Unreached)
     Ok(())
 }
 
-/// Waits until the VM is `gone`, as long as its VMM writes data: not longer than the limit for that, and for a moment
-/// only once it writes none.
+/// Waits until the VM is `gone`, as long as its VMM writes data: at most the configured limit, and only a moment
+/// after it stops writing.
 async fn wait_for_data(
     node: &DaemonState,
     pod: &SandboxId,
@@ -83,18 +83,18 @@ async fn wait_for_data(
     }
 }
 
-/// Now and not when the pod is removed: a manager removes the parent as soon as the pod has stopped.
+/// Removes the control group now and not when the pod is removed: a manager removes the parent as soon as the pod has stopped.
 async fn leave_now(node: &DaemonState, pod: &PodSpec) {
     if let Some(cgroup) = node.cgroups.of(&pod.cgroup_parent, &pod.id)
         && let Err(error) = leave(&pod.id, &cgroup).await
     {
-        tracing::warn!(pod = %pod.id, error = chain(&error), "the control group stays until the pod is removed");
+        tracing::warn!(pod = %pod.id, error = chain(&error), "cannot remove the control group before the pod is removed");
     }
 }
 
-/// Removes a pod's control group, when its VMM has ended.
+/// Removes a pod's control group after its VMM has exited.
 pub async fn leave(pod: &SandboxId, cgroup: &Cgroup) -> Result<(), PodError> {
-    cgroup.remove().await.map_err(|(path, source)| PodError::Host {
+    cgroup.remove().await.map_err(|(path, source)| PodError::Path {
         pod: pod.clone(),
         action: "remove control group",
         path,
@@ -102,7 +102,7 @@ pub async fn leave(pod: &SandboxId, cgroup: &Cgroup) -> Result<(), PodError> {
     })
 }
 
-/// Removes what a pod without a VM holds on the host.
+/// Releases the host resources of a pod without a VM.
 pub async fn clear(node: &DaemonState, pod: &PodSpec) -> Result<(), PodError> {
     if let Some(cgroup) = node.cgroups.of(&pod.cgroup_parent, &pod.id) {
         leave(&pod.id, &cgroup).await?;
@@ -111,7 +111,7 @@ pub async fn clear(node: &DaemonState, pod: &PodSpec) -> Result<(), PodError> {
     let path = node.run_dir(&pod.id);
     match tokio::fs::remove_dir_all(&path).await {
         Err(source) if source.kind() != io::ErrorKind::NotFound => {
-            Err(PodError::Host { pod: pod.id.clone(), action: "remove run directory", path, source })
+            Err(PodError::Path { pod: pod.id.clone(), action: "remove run directory", path, source })
         }
         _ => Ok(()),
     }

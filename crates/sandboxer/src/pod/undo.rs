@@ -1,17 +1,17 @@
-//! What has to be undone when a start fails, or when a pod stops: each phase adds its own.
+//! The undo steps of a start; each phase adds its own.
 
 use std::future::Future;
 
 use futures::future::{BoxFuture, FutureExt};
 
-/// A stack of steps, undone last first.
+/// A stack of undo steps, run in reverse order.
 #[derive(Default)]
 pub struct Undo {
     steps: Vec<(&'static str, BoxFuture<'static, Result<(), String>>)>,
 }
 
 impl Undo {
-    /// Adds what undoes the step just taken. `what` completes "cannot …".
+    /// Adds the undo of the step just completed. `what` completes "cannot …".
     pub fn push<E: std::error::Error>(
         &mut self,
         what: &'static str,
@@ -20,8 +20,8 @@ impl Undo {
         self.steps.push((what, step.map(|done| done.map_err(|e| sandboxer_base::chain(&e))).boxed()));
     }
 
-    /// Undoes everything. A step that fails is reported and doesn't keep the others from running;
-    /// the answer names all that failed.
+    /// Runs all undo steps. A failed step does not prevent the others;
+    /// the error names all failed steps.
     pub async fn run(self) -> Result<(), String> {
         let mut failures = Vec::new();
         for (what, step) in self.steps.into_iter().rev() {
@@ -32,7 +32,7 @@ impl Undo {
         if failures.is_empty() { Ok(()) } else { Err(failures.join("; ")) }
     }
 
-    /// Forgets everything: what was done shall stay.
+    /// Drops all undo steps: the start succeeded.
     pub fn forget(self) {}
 }
 

@@ -1,5 +1,5 @@
-//! The volumes of one pod, in its guest: each is made once, by the first container that needs it, and stays as
-//! long as the VM.
+//! The volumes of one pod in its guest. Each is created once, by the first container that needs it, and stays for
+//! the lifetime of the VM.
 //!
 //! ```text
 //! (nothing) ──provide──▶ made ──the host's files change──▶ made, with other files
@@ -33,26 +33,26 @@ use tokio_util::task::AbortOnDropHandle;
 use super::spare::Spare;
 use crate::{error::PodError, pod::container::start::RunningVm, share::Shares};
 
-/// How long after a failure a guest is told again of files that have changed.
+/// Delay before changed files are sent again after a failure.
 const AGAIN: Duration = Duration::from_secs(10);
 
 /// The volumes of a pod.
 #[derive(Debug)]
 pub struct Volumes {
     store: Arc<VolumeStore>,
-    /// What the guest has of the host's own files.
+    /// The live shares of the guest.
     pub shares: Shares,
-    /// A scratch disk that no container has yet.
+    /// A scratch disk that no container uses yet.
     pub spare: Spare,
-    /// Size of new disks, if the pod asked for one.
+    /// Size of new disks, if the pod requested one.
     disk_bytes: Option<u64>,
-    /// What an earlier daemon may have left half-made.
+    /// Volumes that an earlier daemon may have left half-created.
     earlier: Option<Earlier>,
-    // Held to find a volume, never across an await.
+    // Held for a lookup, never across an await.
     all: Mutex<BTreeMap<Id, Arc<Volume>>>,
 }
 
-/// What the guest has of an earlier daemon.
+/// Volumes that the guest has from an earlier daemon.
 #[derive(Debug)]
 struct Earlier {
     /// Volumes that the agent knows.
@@ -64,16 +64,16 @@ struct Volume {
     needed: Needed,
     /// The guest has it.
     is_made: AtomicBool,
-    // Held over awaits on purpose: containers that start at once wait for the one that makes it.
+    // Held across awaits on purpose: containers that start at the same time wait for the one that creates it.
     files: tokio::sync::Mutex<Files>,
 }
 
-/// How the files of a volume of files get to the guest.
+/// Keeps a volume of files up to date in the guest.
 #[derive(Debug, Default)]
 struct Files {
-    /// Hash of those that were sent last.
+    /// Hash of the files that were sent last.
     sent: Option<[u8; 32]>,
-    /// Sends them again when they change. Held for its drop.
+    /// The task that sends them again on changes. Held for its drop.
     follower: Option<AbortOnDropHandle<()>>,
 }
 
@@ -84,7 +84,7 @@ impl Volume {
 }
 
 impl Volumes {
-    /// None yet.
+    /// Creates an empty set.
     pub fn new(store: Arc<VolumeStore>, shares: Shares, disk_bytes: Option<u64>) -> Self {
         Self { store, shares, spare: Spare::default(), disk_bytes, earlier: None, all: Mutex::default() }
     }
@@ -99,17 +99,17 @@ impl Volumes {
     ) -> Self {
         let made: HashSet<String> = made.into_iter().collect();
         let all = recorded.into_iter().map(|needed| {
-            // A disk that is a device is nothing that an agent knows.
+            // The agent does not know block devices.
             let is_made =
                 made.contains(needed.id.as_str()) || matches!(needed.content, Content::Device { .. });
             (needed.id.clone(), Volume::new(needed, is_made))
         });
         let (all, earlier) = (Mutex::new(all.collect()), Some(Earlier { made }));
-        // One that there may have been is forgotten.
+        // An earlier one is dropped.
         Self { all, store, shares, spare: Spare::default(), disk_bytes, earlier }
     }
 
-    /// Keeps the files of an earlier daemon's volumes up to date again.
+    /// Resumes updates of an earlier daemon's volumes.
     pub async fn go_on(&self, live: &RunningVm) {
         let volumes: Vec<_> = self.volumes().values().cloned().collect();
         for volume in volumes {
@@ -118,7 +118,7 @@ impl Volumes {
             }
             if let Err(error) = self.make(live, &volume).await {
                 let id = &volume.needed.id;
-                tracing::warn!(volume = %id, error = chain(&error), "a volume is no longer kept up to date");
+                tracing::warn!(volume = %id, error = chain(&error), "cannot update a volume any more");
             }
         }
     }
@@ -130,8 +130,8 @@ impl Volumes {
         made.map(|volume| volume.needed.clone()).collect()
     }
 
-    /// Sees to it that the guest has what a container needs, all at once. Those that were made stay, whatever
-    /// becomes of the others: they are the pod's.
+    /// Provides all volumes that a container needs, in parallel. Created volumes stay even if others
+    /// fail: they belong to the pod.
     pub async fn provide(&self, live: &RunningVm, needed: &[Needed]) -> Result<(), PodError> {
         let volumes: Vec<_> = needed.iter().map(|needed| self.find(needed)).collect();
         let made = future::join_all(volumes.iter().map(|volume| self.make(live, volume))).await;
@@ -153,7 +153,7 @@ impl Volumes {
         match content {
             Content::Files { dir, follow } => {
                 if *follow && files.follower.is_none() {
-                    // Before the first reading: nothing is missed in between.
+                    // Before the first reading, so that no change is missed.
                     let watch = self.store.watch(self.shares.pod(), dir).await?;
                     let (store, volume) = (self.store.clone(), Arc::downgrade(volume));
                     let follower = follow_changes(store, live.clone(), volume, watch);
@@ -175,7 +175,7 @@ impl Volumes {
                 if mounted.is_err()
                     && let Err(error) = live.vm.detach_disk(id.as_str()).await
                 {
-                    tracing::error!(volume = %id, error = chain(&error), "a volume's disk stays plugged in");
+                    tracing::error!(volume = %id, error = chain(&error), "cannot detach a volume's disk");
                 }
                 mounted?;
             }
@@ -198,14 +198,14 @@ impl Volumes {
     async fn attach(&self, live: &RunningVm, id: &Id, path: &Path, read_only: bool) -> Result<(), PodError> {
         let disk = DiskSpec { serial: id.to_string(), path: PathBuf::from(path), read_only };
         if self.earlier.is_some() {
-            // It may be there, and of no use, from a start that the earlier daemon did not finish.
+            // It may exist half-created, from a start that an earlier daemon did not finish.
             live.vm.detach_disk(&disk.serial).await?;
         }
         Ok(live.vm.attach_disk(&disk).await?)
     }
 }
 
-/// Reads a volume's files and sends them, unless they are those with the hash `sent`, or are gone: kubelet has begun to
+/// Reads a volume's files and sends them, unless their hash is `sent` or they are gone: kubelet has begun to
 /// remove the pod, and the last files stay in the guest.
 async fn send(
     helpers: &Helpers,
@@ -242,12 +242,12 @@ async fn put(
     Ok(live.agent.put_volume(request).await?)
 }
 
-/// Sends a volume's files whenever they have changed, until they are gone.
+/// Sends a volume's files whenever they change, until they are gone.
 async fn follow_changes(store: Arc<VolumeStore>, live: RunningVm, volume: Weak<Volume>, mut watch: Watch) {
     loop {
         watch.changed().await;
         while let Err(error) = refresh(&store.helpers, &live, &volume).await {
-            tracing::warn!(error = chain(&error), "the guest has a volume's old files");
+            tracing::warn!(error = chain(&error), "cannot update a volume in the guest");
             tokio::time::sleep(AGAIN).await;
         }
     }

@@ -1,4 +1,4 @@
-//! How many VMs of each size should wait: pure, from how many were lately asked for.
+//! How many VMs of each size should wait: a pure function of how many were claimed lately.
 
 use std::{
     cmp::Reverse,
@@ -8,17 +8,17 @@ use std::{
 
 use tokio::time::Instant;
 
-/// What counts as lately.
+/// The period that counts as "lately".
 pub const WINDOW: Duration = Duration::from_secs(60);
-/// Most arrivals that are remembered: no pool is larger.
+/// Most claims that are remembered: no pool is larger.
 const MAX_ARRIVALS: usize = 1000;
 
-/// When VMs of one size were asked for.
+/// The times at which VMs of one size were claimed.
 #[derive(Debug, Default)]
 pub struct Demand(VecDeque<Instant>);
 
 impl Demand {
-    /// One was asked for.
+    /// Adds a claim.
     pub fn add(&mut self, now: Instant) {
         self.0.push_back(now);
         if self.0.len() > MAX_ARRIVALS {
@@ -26,7 +26,7 @@ impl Demand {
         }
     }
 
-    /// Returns how many were lately asked for.
+    /// Returns the number of recent claims.
     pub fn recent(&mut self, now: Instant) -> usize {
         while self.0.front().is_some_and(|&then| now.duration_since(then) > WINDOW) {
             self.0.pop_front();
@@ -35,18 +35,18 @@ impl Demand {
     }
 }
 
-/// How many VMs of one size should wait, were there no others.
+/// How many VMs of one size should wait, if there were no other sizes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Wanted {
-    /// At least so many.
+    /// The minimum.
     pub least: usize,
-    /// And so many as were lately asked for.
+    /// The number of recent claims, in addition.
     pub recent: usize,
 }
 
-/// Returns how many VMs of each size should wait, `most` in all. If these are too few for all that is wanted, the
-/// least of each size come first, in the order of sizes; then the size that has fewest gets one more, of several
-/// the one in greater demand, until none are left.
+/// Returns how many VMs of each size should wait, at most `most` in all. If that is too few for all, the minimum of
+/// each size comes first, in the order of sizes. Then the size with the fewest gets one more, repeatedly; among equals
+/// the one in greater demand.
 pub fn share_out<Size: Ord + Copy>(most: usize, wanted: &BTreeMap<Size, Wanted>) -> BTreeMap<Size, usize> {
     let mut left = most;
     let least = |(&size, wanted): (&Size, &Wanted)| {
@@ -105,7 +105,7 @@ mod tests {
                 prop_assert!(share <= least.max(recent), "{size} has more than is wanted");
                 prop_assert!(share >= least || !enough, "{size} has less than its least");
                 prop_assert!(share >= recent || full, "{size} lacks what nobody else has");
-                // Fair: who still wants has not two fewer than another got beyond its least.
+                // Fair: no size that wants more is two or more behind another beyond its minimum.
                 for (other, &its) in &shares {
                     let beyond = its > wanted[other].least;
                     prop_assert!(!(share < recent && beyond && its > share + 1), "{other} got {size}'s");

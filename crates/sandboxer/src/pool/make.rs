@@ -1,4 +1,4 @@
-//! Making one VM of the pool.
+//! Creation of one VM of the pool.
 
 use std::{fs::DirBuilder, io, os::unix::fs::DirBuilderExt, sync::Arc};
 
@@ -25,7 +25,7 @@ pub enum PoolError {
     Vm(#[from] PodError),
 }
 
-/// Makes a VM that waits. Cancelled or failed, it leaves nothing behind.
+/// Creates a VM that waits. If it is cancelled or fails, nothing remains.
 pub async fn warm(
     node: &Arc<DaemonState>,
     rehearsal: &Rehearsal,
@@ -46,7 +46,7 @@ pub async fn warm(
     if made.is_ok() {
         undo.forget();
     } else if let Err(left) = undo.run().await {
-        tracing::error!(left, "a VM of the pool left something behind");
+        tracing::error!(left, "cannot clean up after a VM of the pool");
     }
     Ok(made?)
 }
@@ -62,7 +62,7 @@ async fn try_warm(
     let dir = run_dir(node).join(id);
     let host = |action| {
         let (pod, path) = (id.clone(), dir.clone());
-        move |source| PodError::Host { pod, action, path, source }
+        move |source| PodError::Path { pod, action, path, source }
     };
     DirBuilder::new().recursive(true).mode(0o700).create(&dir).map_err(host("make run directory"))?;
     let left = dir.clone();
@@ -86,23 +86,23 @@ async fn try_warm(
         entropy: entropy.to_vec(),
         ..Default::default()
     };
-    // The same words that the pod will say again: what a guest does for the first time is slow.
+    // The same calls as for a pod: what a guest does for the first time is slow.
     let rehearsed = ConfigurePodRequest { interfaces: rehearsal::interfaces(spec.nics), ..identity.clone() };
     agent.configure_pod(rehearsed).await?;
     let live = RunningVm { vm: vm.clone(), agent: agent.clone() };
     rehearsal.run(node, id, &live).await?;
     let spare = spare::plug(&node.rootfs, id, &live).await?;
-    // Without an interface, so that the pod's finds nothing to clear.
+    // Without an interface, so that the pod's configuration has nothing to clear.
     agent.configure_pod(identity).await?;
     vm.pause().await?;
     Ok(Warm { vm, agent, ready, taps: pooled_taps, spare, template: template.key.clone() })
 }
 
-/// Ends a VM that waited, and removes its directory.
+/// Kills a VM that waited, and removes its directory.
 pub async fn end(vm: &dyn Vm) {
     let record = vm.record();
     if let Err(error) = vm.kill().await {
-        tracing::error!(pod = %record.pod, error = chain(&error), "a VM of the pool cannot be ended");
+        tracing::error!(pod = %record.pod, error = chain(&error), "cannot kill a VM of the pool");
     }
     match std::fs::remove_dir_all(&record.run_dir) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -112,7 +112,7 @@ pub async fn end(vm: &dyn Vm) {
     }
 }
 
-/// Returns a name that no VM of the pool had before, of this daemon's or an earlier one's.
+/// Returns a name that no VM of the pool had before, of this or an earlier daemon.
 fn new_id() -> SandboxId {
     #[expect(clippy::expect_used, reason = "letters, a hyphen and digits")]
     format!("pool-{:016x}", rand::random::<u64>()).parse().expect("is an id")

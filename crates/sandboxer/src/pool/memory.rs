@@ -1,30 +1,30 @@
-//! Memory of the host, of which pods have a reserve.
+//! The host's available memory, with a reserve for pods.
 
 use std::path::PathBuf;
 
-/// The reserve, as a part of all there is.
+/// The reserve: one part in this many of the total.
 const RESERVE: u64 = 8;
 
-/// Where the kernel tells how much memory there is, and how much of it can be had without swapping.
+/// The file in which the kernel reports total memory, and memory available without swapping.
 ///
-/// This is the whole host's. A limit of the daemon's own control group is not looked at: what is used of it is
-/// mostly page cache, which tells nothing of what could still be had.
+/// It covers the whole host. The limit of the daemon's own control group is ignored: most of its usage is page
+/// cache, which does not tell how much is still available.
 #[derive(Debug)]
 pub struct Meminfo(PathBuf);
 
 impl Meminfo {
-    /// This host's.
+    /// Returns the memory information of this host.
     pub fn of_host() -> Self {
         Self::at("/proc/meminfo")
     }
 
-    /// Returns a file like `/proc/meminfo`.
+    /// Uses a file like `/proc/meminfo`.
     pub fn at(path: impl Into<PathBuf>) -> Self {
         Self(path.into())
     }
 
-    /// Bytes that can be had besides the reserve; `None` while they would be part of it. A host that doesn't tell
-    /// has no end of them.
+    /// Returns the bytes available beyond the reserve; `None` if there are none. If the host does not report its
+    /// memory, there is no limit.
     pub fn spare(&self) -> Option<u64> {
         let text = std::fs::read_to_string(&self.0).unwrap_or_default();
         let kib = |name: &str| {
@@ -48,7 +48,7 @@ mod tests {
     fn pods_keep_an_eighth_of_all_memory() {
         let dir = tempfile::tempdir().unwrap();
         let meminfo = Meminfo::at(dir.path().join("meminfo"));
-        assert_eq!(meminfo.spare(), Some(u64::MAX), "it is told by nobody");
+        assert_eq!(meminfo.spare(), Some(u64::MAX), "the host does not report it");
         for (available, spare) in [(900, Some(100 << 10)), (800, Some(0)), (799, None), (0, None)] {
             let text = format!("MemTotal:  6400 kB\nMemFree:  5 kB\nMemAvailable:  {available} kB\n");
             std::fs::write(&meminfo.0, text).unwrap();

@@ -1,4 +1,4 @@
-//! VMs that wait for pods: restored, rehearsed, standing still.
+//! Warm VMs that wait for pods: restored, rehearsed, paused.
 //!
 //! ```text
 //!  fill: too few? ─▶ make: restore ─▶ greet ─▶ rehearse ─▶ pause ─▶ Warm ─▶ claim ─▶ a pod
@@ -6,9 +6,9 @@
 //!  trim: too many? ended? of an old template? memory short? ─▶ end ◀─┘
 //! ```
 //!
-//! Both look at each claim, and every [`PERIOD`]; neither waits for the other. One VM is made at a time,
-//! whenever nobody waits for a pod; where pods start without a pause, one after each [`PERIOD`] all the same. Its
-//! processes give way to all others. It is no pod's: no record names it, and the next daemon ends what this one
+//! Both run after each claim, and every [`PERIOD`]; neither waits for the other. One VM is made at a time,
+//! when no pod is starting; if pods start without a pause, one after each [`PERIOD`] all the same. Its
+//! processes have low priority. It belongs to no pod: no record names it, and the next daemon kills what this one
 //! leaves.
 
 mod demand;
@@ -47,24 +47,24 @@ pub use make::end;
 pub use memory::Meminfo;
 pub use rehearsal::Rehearsal;
 
-/// How often is looked whether the pool should be larger or smaller, and how long pods that start can keep it from
-/// growing by one.
+/// Interval between checks of the pool's size, and the longest time for which starting pods can delay a new VM.
 const PERIOD: Duration = Duration::from_secs(5);
-/// So long nobody has to have waited for a pod before a VM is made: longer than what passes between two calls of one start.
+/// No pod must have been starting for this long before a VM is made: longer than the gap between two calls of one
+/// start.
 const LULL: Duration = Duration::from_millis(100);
-/// How long after a failure the next VM of that size is tried.
+/// How long after a failure a VM of that size is tried again.
 const RETRY: Duration = Duration::from_secs(30);
 
-/// A VM that waits for a pod. Its guest stands still.
+/// A VM that waits for a pod. Its guest is paused.
 #[derive(Debug)]
 pub struct Warm {
     /// The VM.
     pub vm: Arc<dyn Vm>,
     /// A session with its agent.
     pub agent: Agent,
-    /// The agent's first words.
+    /// The agent's ready message.
     pub ready: Ready,
-    /// What is behind its network interfaces.
+    /// The taps of its network interfaces.
     pub taps: Vec<PooledTap>,
     /// A scratch disk that it has mounted.
     pub spare: Option<DiskSpec>,
@@ -75,12 +75,12 @@ pub struct Warm {
 #[derive(Debug)]
 pub struct Pool {
     config: PoolConfig,
-    /// The size of which there are always [`PoolConfig::min`].
+    /// The size that always has [`PoolConfig::min`] VMs.
     usual: Shape,
     meminfo: Meminfo,
     // A plain lock: held for a push or a pop, never across an await.
     state: Mutex<State>,
-    /// Told of each claim, and of VMs that were too many or of no use.
+    /// Notified of each claim, and of VMs that were surplus or unusable.
     taken: watch::Sender<()>,
 }
 
@@ -95,18 +95,18 @@ struct State {
 pub struct WarmView {
     /// Its size.
     pub shape: Shape,
-    /// Process of its VMM.
+    /// Process id of its VMM.
     pub pid: u32,
 }
 
 impl Pool {
-    /// Returns a pool without VMs.
+    /// Returns an empty pool.
     pub fn new(config: PoolConfig, usual: Shape, meminfo: Meminfo) -> Arc<Self> {
         Arc::new(Self { config, usual, meminfo, state: Mutex::default(), taken: watch::Sender::default() })
     }
 
-    /// Takes a VM of this size, if one waits that is a copy of what its template is now. The error
-    /// says why there is none.
+    /// Takes a VM of this size, if one waits that is a copy of the current template. The error says why there is
+    /// none.
     pub fn claim(&self, shape: Shape, templates: &Arc<Templates>) -> Result<Warm, &'static str> {
         if self.config.max == 0 {
             return Err("off");
@@ -121,21 +121,21 @@ impl Pool {
         waiting.remove(fresh).ok_or("empty")
     }
 
-    /// Returns the VMs that wait.
+    /// Lists the VMs that wait.
     pub fn list(&self) -> Vec<WarmView> {
         let view = |shape, warm: &Warm| WarmView { shape, pid: warm.vm.record().pid };
         let state = self.lock();
         state.waiting.iter().flat_map(|(&shape, all)| all.iter().map(move |warm| view(shape, warm))).collect()
     }
 
-    /// Keeps the pool at its size until `shutdown`; what was being made by then is undone when it answers.
+    /// Keeps the pool at its size until `shutdown`. When it returns, an unfinished VM has been undone.
     pub async fn keep_filled(&self, node: &Arc<DaemonState>, shutdown: &CancellationToken) {
         if self.config.max == 0 {
             return;
         }
         let rehearsal = match Rehearsal::new(&node.config.state_dir) {
             Ok(rehearsal) => rehearsal,
-            Err(error) => return tracing::error!(%error, "no pool: its rehearsal cannot be prepared"),
+            Err(error) => return tracing::error!(%error, "cannot prepare the rehearsal: there is no pool"),
         };
         tokio::join!(self.keep_trimmed(node, shutdown), self.fill(node, &rehearsal, shutdown));
     }
@@ -150,7 +150,7 @@ impl Pool {
 
     async fn fill(&self, node: &Arc<DaemonState>, rehearsal: &Rehearsal, shutdown: &CancellationToken) {
         let mut taken = self.taken.subscribe();
-        // Sizes of which the last could not be made, and when.
+        // Sizes whose last VM failed, and when.
         let mut failed: BTreeMap<Shape, Instant> = BTreeMap::new();
         while !shutdown.is_cancelled() {
             if shutdown.run_until_cancelled(timeout(PERIOD, node.admission.quiet(LULL))).await.is_none() {
@@ -170,20 +170,20 @@ impl Pool {
                 Err(error) => {
                     if failed.insert(shape, Instant::now()).is_none() {
                         let error = chain(&error);
-                        tracing::warn!(%shape, error, "no VM for the pool; tried again, told once");
+                        tracing::warn!(%shape, error, "cannot make a VM for the pool; retrying, logged once");
                     }
                 }
             }
         }
     }
 
-    /// Returns the size that lacks most VMs, of those that may be made and that there is memory for.
+    /// Returns the size that lacks most VMs, among those that may be made and for which there is memory.
     fn lacking(&self, may: impl Fn(&Shape) -> bool) -> Option<Shape> {
         let spare = self.meminfo.spare()?;
         let mut state = self.lock();
         let targets = self.targets(&mut state);
         let there = |shape| state.waiting.get(shape).map_or(0, VecDeque::len);
-        // Those of another size that are too many have not been ended yet.
+        // Surplus VMs of another size have not been killed yet.
         if state.waiting.keys().map(there).sum::<usize>() >= self.config.max {
             return None;
         }
@@ -192,7 +192,7 @@ impl Pool {
         fits.max_by_key(|&(shape, target)| target - there(shape)).map(|(&shape, _)| shape)
     }
 
-    /// Returns how many VMs of each size should wait; none of sizes that are not named.
+    /// Returns how many VMs of each size should wait; none of sizes that are not listed.
     fn targets(&self, state: &mut State) -> BTreeMap<Shape, usize> {
         let now = Instant::now();
         state.demand.entry(self.usual).or_default();
@@ -204,10 +204,10 @@ impl Pool {
         share_out(self.config.max, &wanted.collect())
     }
 
-    /// Ends the VMs that are too many, whose templates have changed or that have ended; and, as long as memory
-    /// is short, one after the other, the largest first.
+    /// Kills VMs that are surplus, have ended or are of an old template; and, while memory is short, one after
+    /// the other, the largest first.
     async fn trim(&self, node: &DaemonState) {
-        // Files are looked at before the lock is taken: a claim waits for it.
+        // Files are checked before the lock is taken: claims wait for it.
         let shapes: Vec<Shape> = self.lock().waiting.keys().copied().collect();
         let key = |&shape: &Shape| Some((shape, node.templates.get(shape).ok()?.key.clone()));
         let current: BTreeMap<Shape, TemplateKey> = shapes.iter().filter_map(key).collect();
@@ -221,12 +221,12 @@ impl Pool {
         while self.meminfo.spare().is_none() {
             let Some(warm) = self.largest() else { break };
             let pid = warm.vm.record().pid;
-            tracing::info!(pid, "memory is short: the pool has one VM less");
+            tracing::info!(pid, "removed a VM from the pool: memory is short");
             end(warm.vm.as_ref()).await;
         }
     }
 
-    /// Takes out the VMs that are too many, that are of other templates than the `current` ones, or ended.
+    /// Takes out the VMs that are surplus, have ended, or are not of a `current` template.
     fn surplus(&self, current: &BTreeMap<Shape, TemplateKey>) -> Vec<Warm> {
         let mut state = self.lock();
         let targets = self.targets(&mut state);
@@ -244,14 +244,14 @@ impl Pool {
         surplus
     }
 
-    /// Takes out one of the VMs that have most memory.
+    /// Takes out one of the VMs with most memory.
     fn largest(&self) -> Option<Warm> {
         let mut state = self.lock();
         let waiting = state.waiting.iter_mut().filter(|(_, vms)| !vms.is_empty());
         waiting.max_by_key(|(shape, _)| shape.memory_mib)?.1.pop_back()
     }
 
-    /// Ends every VM that waits.
+    /// Kills every VM that waits.
     pub async fn drain(&self) {
         let all: Vec<Warm> = mem::take(&mut self.lock().waiting).into_values().flatten().collect();
         futures::future::join_all(all.iter().map(|warm| end(warm.vm.as_ref()))).await;
@@ -262,12 +262,12 @@ impl Pool {
     }
 }
 
-/// Returns where VMs that wait keep their sockets, below the run directory.
+/// Returns the directory for sockets of waiting VMs, below the run directory.
 pub fn run_dir(node: &DaemonState) -> PathBuf {
     dir(&node.config.run_dir)
 }
 
-/// Returns the same, of the daemon whose run directory this is.
+/// Returns the same for the daemon with this run directory.
 pub fn dir(run_dir: &Path) -> PathBuf {
     run_dir.join("pool")
 }

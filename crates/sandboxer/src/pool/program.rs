@@ -1,28 +1,28 @@
-//! The program of a rehearsal, as an ELF file: it asks its kernel for what most programs ask first, prints one line
-//! and ends.
+//! The rehearsal's program, as an ELF file: it makes the system calls with which most programs begin, prints one line
+//! and exits.
 //!
 //! ```text
 //!  file      0 ┌ ELF header, two program headers, code, table of calls ┐ segment 1, read and execute
-//!         64K ─┤ nothing: what is read of the file at a time           │
+//!         64K ─┤ padding: a page cache read-ahead                      │
 //!              ├ one word ┐ segment 2, read and write                  ┘
 //!  memory      └──────────┘ and three pages that are not in the file
 //! ```
 
 use std::iter;
 
-/// Where the program is loaded: where linkers put programs that care.
+/// Load address, as linkers use it.
 const BASE: u64 = 0x40_0000;
 const ELF_HEADER: usize = 64;
 const PROGRAM_HEADER: usize = 56;
 
-/// Where in the file, and from `BASE`, the second segment begins.
+/// Offset of the second segment, in the file and from `BASE`.
 const DATA: u64 = 64 << 10;
 const DATA_IN_FILE: u64 = 8;
 const DATA_IN_MEMORY: u64 = 3 << 12;
 /// Memory that calls may fill.
 const SCRATCH: u64 = BASE + DATA + 0x1000;
 
-/// Makes the calls of the table that follows it, one after the other, for Linux on x86-64. The last one doesn't return.
+/// Makes the calls of the table that follows it, in order, for Linux on x86-64. The last one does not return.
 const CODE: [u8; 38] = [
     0x48, 0x8d, 0x1d, 31, 0, 0, 0, // lea rbx, [rip + 31]
     0x48, 0x8b, 0x03, // mov rax, [rbx]
@@ -39,8 +39,8 @@ const CODE: [u8; 38] = [
 /// A call's number and its first five arguments; the sixth is 0.
 type Call = [u64; 6];
 
-/// Returns what programs ask for when they begin, in C libraries' start-up and in shells, then the line and the end.
-/// What comes of it is of no interest: the kernel has been there.
+/// Returns the calls: those of C libraries' start-up and of shells, then the line and the exit. Their results are
+/// ignored: it only matters that the kernel has executed them.
 fn calls(words: u64) -> Vec<Call> {
     let (null, root, own, line) = (words, words + 16, words + 32, words + 48);
     let number = |number: i64| number.cast_unsigned();
@@ -63,19 +63,19 @@ fn calls(words: u64) -> Vec<Call> {
         [number(libc::SYS_ioctl), 1, libc::TCGETS, SCRATCH, 0, 0],
         [number(libc::SYS_newfstatat), flags(libc::AT_FDCWD), root, SCRATCH, 0, 0],
         [number(libc::SYS_getuid), 0, 0, 0, 0, 0],
-        // Descriptor 3 most likely, and closed.
+        // Most likely descriptor 3, which is closed.
         [number(libc::SYS_openat), flags(libc::AT_FDCWD), null, flags(libc::O_RDWR), 0, 0],
         [number(libc::SYS_read), 3, SCRATCH, 4096, 0, 0],
         [number(libc::SYS_close), 3, 0, 0, 0, 0],
         [number(libc::SYS_write), 1, line, 1, 0, 0],
-        // From here on there are two of it.
+        // From here on there are two processes.
         [number(libc::SYS_fork), 0, 0, 0, 0, 0],
         [number(libc::SYS_wait4), u64::MAX, SCRATCH, 0, 0, 0],
         [number(libc::SYS_exit_group), 0, 0, 0, 0, 0],
     ]
 }
 
-/// Texts of 16 bytes that calls point to: /dev/null, /, /proc/self/exe, a line.
+/// Returns texts of 16 bytes that calls point to: /dev/null, /, /proc/self/exe, a line.
 fn texts() -> Vec<u8> {
     let text = |text: &str| text.bytes().chain(iter::repeat(0)).take(16).collect::<Vec<u8>>();
     ["/dev/null", "/", "/proc/self/exe", "\n"].map(text).concat()
@@ -97,7 +97,7 @@ pub fn elf() -> Vec<u8> {
     elf.extend(0_u32.to_le_bytes());
     // Two program headers, no section.
     elf.extend([ELF_HEADER as u16, PROGRAM_HEADER as u16, 2, 0, 0, 0].map(u16::to_le_bytes).concat());
-    // Segments to load: to read (4) and to execute (1), to read and to write (2).
+    // Segments to load: read (4) and execute (1), read and write (2).
     let first = (headers + CODE.len() + table + texts().len()) as u64;
     elf.extend([1_u32.to_le_bytes(), 5_u32.to_le_bytes()].concat());
     elf.extend(words(&[0, BASE, BASE, first, first, 0x1000]));

@@ -1,10 +1,10 @@
-//! A container that is made, run and removed in a VM before the VM waits.
+//! The rehearsal: a container is created, run and removed in a VM before the VM waits.
 //!
-//! What a guest does for the first time is slow: an emulated one has the code translated first, and any
-//! restored one gets its own copies of the pages it writes. Measured under emulation: making the first
-//! container of a guest takes five times as long as making the second. So the first is this one. It goes the
-//! way of every container with a spec such as containerd writes, since only what was done is faster the next time;
-//! prints one line and leaves nothing.
+//! What a guest does for the first time is slow: under emulation the code must be translated first, and every
+//! restored guest gets private copies of the pages it writes. Measured under emulation: a guest's first container
+//! takes five times as long as its second. So the rehearsal is the first. It uses the same code path as every
+//! container, with a spec like containerd's, since only repeated work gets faster; it prints one line and leaves
+//! nothing.
 
 use std::{
     fs, io,
@@ -52,7 +52,7 @@ pub struct Rehearsal {
 }
 
 impl Rehearsal {
-    /// Prepares both below the state directory.
+    /// Creates both below the state directory.
     pub fn new(state_dir: &Path) -> io::Result<Self> {
         let bundle = state_dir.join("rehearsal");
         let within = |name: &str| bundle.join(name);
@@ -61,7 +61,7 @@ impl Rehearsal {
         }
         let path = within("lower").join(PROGRAM);
         let program = program::elf();
-        // Not written again: the image made of it is known by the time of its last change.
+        // Not rewritten if unchanged: the cached image of it is identified by the modification time.
         if fs::read(&path).ok().as_ref() != Some(&program) {
             let mut file =
                 fs::File::options().write(true).create(true).truncate(true).mode(0o755).open(path)?;
@@ -84,7 +84,7 @@ impl Rehearsal {
         Ok(Self { bundle, image })
     }
 
-    /// Makes the container in a VM, lets it run and removes it.
+    /// Creates the container in a VM, runs it and removes it.
     pub async fn run(
         &self,
         node: &Arc<DaemonState>,
@@ -104,7 +104,7 @@ impl Rehearsal {
             },
             beside: Vec::new(),
         };
-        // Not among the times of pods.
+        // Not counted among the times of pods.
         let stages = Stages::new(id.clone(), Arc::default());
         let shares = Shares::new(id.clone(), self.bundle.clone(), 0, None, node.volumes.helpers.clone());
         let volumes = Volumes::new(node.volumes.clone(), shares, None);
@@ -130,7 +130,7 @@ impl Rehearsal {
     }
 }
 
-/// Returns a spec such as containerd writes: what it has of each kind, the guest has been through.
+/// Returns a spec like containerd's, with every kind of entry, so that the guest has processed each once.
 fn spec() -> serde_json::Value {
     let capabilities = [
         "CAP_CHOWN",
@@ -195,9 +195,9 @@ fn spec() -> serde_json::Value {
     })
 }
 
-/// Interfaces such as pods have, for a VM with so many. Nobody is reached by them.
+/// Returns interfaces like those of pods, for a VM with this many. They connect to nothing.
 pub fn interfaces(nics: u8) -> Vec<wire::Interface> {
-    // Of documentation's network, and its first address.
+    // The documentation network, and its first address.
     let (network, router) = (vec![192, 0, 2, 0], vec![192, 0, 2, 1]);
     let interface = |nic: u8| wire::Interface {
         nic: nic.into(),
@@ -232,7 +232,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let rehearsal = Rehearsal::new(dir.path()).unwrap();
         let path = rehearsal.bundle.join("lower").join(PROGRAM);
-        // Run as a copy made by another process: this one may have forked with it open for writing.
+        // Run from a copy made by another process: this one may have forked with it open for writing.
         let copy = dir.path().join("program");
         assert!(std::process::Command::new("cp").args([&path, &copy]).status().unwrap().success());
         let output = std::process::Command::new(copy).output().unwrap();

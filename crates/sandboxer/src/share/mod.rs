@@ -1,12 +1,12 @@
-//! Files and directories of the host that a pod has live: one process serves them, started with the first.
+//! Live files and directories of the host in a pod: one process serves them, started with the first.
 //!
 //! ```text
 //! share ──▶ server (sandboxer-share, jailed) ◀──socket──▶ VMM ◀──a disk, or vsock──▶ guest's kernel
 //! ```
 //!
-//! The daemon brings the two together and looks after the process; of what they say to each other nothing passes it. A
-//! share stays until its pod stops: its container may come again, and others may have it, too. The process outlives the
-//! daemon as a VMM does, and serves on while there is none.
+//! The daemon connects the two and manages the process; the data does not pass through the daemon. A share stays until
+//! its pod stops: its container may be restarted, and others may use it, too. The process outlives the daemon as a VMM
+//! does, and continues to serve meanwhile.
 
 mod server;
 
@@ -27,45 +27,45 @@ use sandboxer_protocol::{
     share::{DISK_SERIAL, GUEST_DIR},
 };
 use sandboxer_share::attach::{Access, AttachError};
-use sandboxer_vmm::{ShareWay, Vm, VmmError};
+use sandboxer_vmm::{ShareTransport, Vm, VmmError};
 use serde::{Deserialize, Serialize};
 
 use self::server::Server;
 
-/// Something of the host that a container shall have live.
+/// A file or directory of the host that a container uses live.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Share {
     /// A file or a directory.
     pub source: PathBuf,
-    /// What of it the pod can write to.
+    /// What the pod can write to.
     pub access: Access,
-    /// Mounts that the host makes below it later appear in it.
+    /// Later mounts of the host below it appear in it.
     pub follows_mounts: bool,
-    /// Tells it from the pod's others; the same for those who may have it in common.
+    /// Identifies it among the pod's shares; equal for containers that share it.
     name: String,
 }
 
 impl Share {
-    /// Returns a share of `source`, of which `inode` is the device and the inode. Who asks for the same thing again, while it is
-    /// the same, gets the same share.
+    /// Returns the share of `source`, with `inode` as its device and inode. The same request for the same inode
+    /// gives the same share.
     pub fn of(source: &Path, inode: (u64, u64), access: Access, follows_mounts: bool) -> io::Result<Self> {
         let (device, inode) = inode;
         let identity = format!("{device} {inode} {access:?} {follows_mounts} ");
         let mut identity = [identity.as_bytes(), source.as_os_str().as_bytes()].concat();
-        // A share's name says nothing, and has room for all there may be.
+        // A hash has a fixed length, which fits all shares.
         identity = digest::of(&mut identity.as_slice())?.into_bytes();
         identity.truncate(16);
         let name = String::from_utf8_lossy(&identity).into_owned();
         Ok(Self { source: source.to_owned(), access, follows_mounts, name })
     }
 
-    /// Returns where the guest has it.
+    /// Returns its path in the guest.
     pub fn guest_path(&self) -> PathBuf {
         Path::new(GUEST_DIR).join(&self.name)
     }
 }
 
-/// What the next daemon needs to take up the process that serves a pod's shares.
+/// What the next daemon needs to adopt the process that serves a pod's shares.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ShareRecord {
@@ -73,10 +73,10 @@ pub struct ShareRecord {
     pub pid: u32,
     /// Its start, clock ticks since boot.
     pub start_time: u64,
-    /// By which way the guest's requests come to it. Records of an earlier daemon's have none.
-    #[serde(default)]
-    pub way: Option<ShareWay>,
-    /// With what each of the guest's streams begins, if they come by streams.
+    /// How the guest's requests reach it. Records of earlier daemons have none.
+    #[serde(default, rename = "way")]
+    pub transport: Option<ShareTransport>,
+    /// Prefix of each of the guest's streams, if the requests arrive by streams.
     #[serde(default)]
     pub key: Option<LinkKey>,
 }
@@ -87,10 +87,10 @@ pub fn server_of(run_dir: &Path) -> Option<u32> {
     sandboxer_process::is_running(pid, start_time).then_some(pid)
 }
 
-/// Why a share can't be had.
+/// Why a share cannot be attached.
 #[derive(Debug, thiserror::Error)]
 pub enum ShareError {
-    /// The process that serves shares can't be started or reached.
+    /// The process that serves shares cannot be started or reached.
     #[error("cannot {action} {path:?} to serve shares of pod {pod}")]
     Server {
         /// The pod.
@@ -99,23 +99,23 @@ pub enum ShareError {
         action: &'static str,
         /// On what.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// It ended before it served.
-    #[error("{program:?} does not serve shares of pod {pod}: {words}")]
+    #[error("{program:?} cannot serve shares of pod {pod}: {output}")]
     Refused {
         /// The pod.
         pod: SandboxId,
         /// The program.
         program: PathBuf,
-        /// Its last words.
-        words: String,
+        /// Its last output.
+        output: String,
     },
-    /// It has ended, and with it all shares that the pod had.
-    #[error("the process that serves shares of pod {0} has ended: start the pod anew")]
+    /// It has ended, and with it all shares of the pod.
+    #[error("the process that serves shares of pod {0} has ended: restart the pod")]
     Ended(SandboxId),
-    /// It can't be given the share.
+    /// The share cannot be passed to it.
     #[error("cannot share {path:?} with pod {pod}")]
     Attach {
         /// The pod.
@@ -125,27 +125,25 @@ pub enum ShareError {
         /// Why not.
         source: AttachError,
     },
-    /// Whoever looked at it for the daemon failed, or did not answer.
+    /// The path helper failed or did not answer.
     #[error(transparent)]
     Helper(#[from] HelperError),
-    /// The guest doesn't take shares.
+    /// The guest refuses shares.
     #[error(transparent)]
     Guest(#[from] GuestError),
-    /// The guest's agent is that of an earlier daemon.
-    #[error(
-        "the guest of pod {0} runs an agent of an earlier version, which carries no requests: start the pod anew"
-    )]
+    /// The guest's agent is of an earlier version.
+    #[error("the guest of pod {0} runs an agent of an earlier version without shares: restart the pod")]
     EarlierAgent(SandboxId),
-    /// The VMM doesn't lead the guest to it.
+    /// The VMM cannot connect the guest to it.
     #[error(transparent)]
     Vmm(#[from] VmmError),
-    /// What was left of it can't be ended.
+    /// A leftover process cannot be killed.
     #[error(transparent)]
     Strays(#[from] strays::StrayError),
 }
 
 impl ShareError {
-    /// Returns the code to answer with.
+    /// Returns the code for the caller.
     pub fn code(&self) -> Code {
         match self {
             Self::Helper(error) => error.code(),
@@ -160,7 +158,7 @@ impl ShareError {
     }
 }
 
-/// The shares of one pod. Clones mean the same.
+/// The shares of one pod. Clones refer to the same shares.
 #[derive(Debug, Clone)]
 pub struct Shares(Arc<Inner>);
 
@@ -170,15 +168,15 @@ struct Inner {
     run_dir: PathBuf,
     memory_mib: u64,
     helpers: Helpers,
-    /// In which the process is counted.
+    /// Control group in which the process is counted.
     cgroup: Option<Cgroup>,
-    // Held while the process is started or given a share: two containers made at once need one process. Only
-    // this pod's makers of containers wait for it.
+    // Held while the process is started or gets a share: two containers created at once need one process. Only
+    // container creation in this pod waits for it.
     server: tokio::sync::Mutex<Option<Server>>,
 }
 
 impl Shares {
-    /// None yet, and no process, which will be counted in `cgroup`.
+    /// Returns shares without a process yet; it will be counted in `cgroup`.
     pub fn new(
         pod: SandboxId,
         run_dir: PathBuf,
@@ -189,12 +187,12 @@ impl Shares {
         Self(Arc::new(Inner { pod, run_dir, memory_mib, helpers, cgroup, server: Default::default() }))
     }
 
-    /// Returns whose they are.
+    /// Returns their pod.
     pub fn pod(&self) -> &SandboxId {
         &self.0.pod
     }
 
-    /// Gives the guest each of `shares`. Those it has already stay as they are.
+    /// Attaches each of `shares` to the guest. Shares that it has already stay unchanged.
     pub async fn give(&self, vm: &dyn Vm, agent: &Agent, shares: &[Share]) -> Result<(), ShareError> {
         if shares.is_empty() {
             return Ok(());
@@ -202,7 +200,7 @@ impl Shares {
         let Inner { pod, helpers, .. } = &*self.0;
         let mut trees = Vec::with_capacity(shares.len());
         for share in shares {
-            // Before anything waits for it: a share whose server hangs is no other container's affair.
+            // Before the lock: a share on a hung server must not block other containers.
             let Share { source, access, follows_mounts, .. } = share;
             trees.push(helpers.take_share(pod, source, *access, *follows_mounts).await?);
         }
@@ -220,11 +218,11 @@ impl Shares {
         Ok(())
     }
 
-    /// Starts the process and leads the guest to it.
+    /// Starts the process and connects the guest to it.
     async fn start(&self, vm: &dyn Vm, agent: &Agent) -> Result<Server, ShareError> {
         let Inner { pod, run_dir, memory_mib, .. } = &*self.0;
         let listener = vm.listen_for_shares()?;
-        // On record before the guest mounts anything: a guest that has mounts must have who serves them.
+        // Recorded before the guest mounts anything: a guest with mounts needs its server.
         let server = Server::start(pod, run_dir, *memory_mib, listener).await?;
         let led = async { tokio::try_join!(self.lead(vm, agent, &server), self.count(server.pid())) };
         match led.await {
@@ -236,12 +234,12 @@ impl Shares {
         }
     }
 
-    /// Has the guest mount its shares, whose requests go to this server from then on.
+    /// Makes the guest mount its shares, with this server behind them.
     async fn lead(&self, vm: &dyn Vm, agent: &Agent, server: &Server) -> Result<(), ShareError> {
         vm.connect_shares().await?;
-        let disk = match server.way() {
-            ShareWay::Disk => DISK_SERIAL,
-            ShareWay::Streams => "",
+        let disk = match server.transport() {
+            ShareTransport::Disk => DISK_SERIAL,
+            ShareTransport::Streams => "",
         };
         match agent.mount_shares(disk, server.key()).await? {
             true => Ok(()),
@@ -249,17 +247,17 @@ impl Shares {
         }
     }
 
-    /// Has process `pid` counted in the pod's control group, which takes some ms.
+    /// Moves process `pid` to the pod's control group, which takes some ms.
     async fn count(&self, pid: u32) -> Result<(), ShareError> {
         let Some(cgroup) = self.0.cgroup.clone() else { return Ok(()) };
         let entered = tokio::task::spawn_blocking(move || cgroup.enter(pid)).await;
         let entered = entered.unwrap_or_else(|ended| Err((PathBuf::new(), io::Error::other(ended))));
         let pod = self.0.pod.clone();
-        entered.map_err(|(path, source)| ShareError::Server { pod, action: "be counted in", path, source })
+        entered.map_err(|(path, source)| ShareError::Server { pod, action: "enter", path, source })
     }
 
-    /// Takes up what an earlier daemon left: `earlier` says which process, if the run directory doesn't. `guest`: the
-    /// pod's VM and agent, if it lives; `vmm`: its process.
+    /// Adopts what an earlier daemon left: `earlier` names the process, if the run directory does not. `guest` is the
+    /// pod's VM and agent, if it lives; `vmm` is its process.
     pub async fn take_up(
         &self,
         earlier: Option<ShareRecord>,
@@ -268,7 +266,7 @@ impl Shares {
     ) -> Result<(), ShareError> {
         let Inner { pod, run_dir, .. } = &*self.0;
         let (Some(record), Some((vm, agent))) = (server::recorded(run_dir).or(earlier), guest) else {
-            // A process that no record names, or whose pod is gone: its directory tells that there may be one.
+            // A process without a record, or of a pod that is gone: its directory shows that there may be one.
             if run_dir.join(server::ROOT).exists() {
                 strays::end_below(pod, run_dir, &[vmm].into())?;
             }
@@ -278,19 +276,19 @@ impl Shares {
         let mut serving = self.0.server.lock().await;
         let server = serving.insert(server);
         if server.has_ended() {
-            // The guest has got an error for each request since.
+            // The guest has received an error for each request since.
             tracing::warn!(%pod, "the pod's shares are lost");
             return Ok(());
         }
         self.count(record.pid).await?;
-        // It may have been started, and no more.
+        // Only the process may have been started.
         match agent.has_shares().await? {
             true => Ok(()),
             false => self.lead(vm, agent, server).await,
         }
     }
 
-    /// Ends the process, if there is one, and waits until it is gone. The guest has ended before.
+    /// Ends the process, if there is one, and waits until it is gone. The guest must have ended before.
     pub async fn end(&self) {
         let server = self.0.server.lock().await.take();
         if let Some(server) = server {

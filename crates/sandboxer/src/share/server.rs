@@ -1,4 +1,4 @@
-//! The process that serves a pod's shares: started, found again, given shares, ended.
+//! The process that serves a pod's shares: start, adopt, attach shares, end.
 
 use std::{
     fs, io,
@@ -10,23 +10,23 @@ use std::{
 use sandboxer_process::Equipment;
 use sandboxer_protocol::{id::SandboxId, link::LinkKey};
 use sandboxer_share::attach::{AttachError, Tree, put};
-use sandboxer_vmm::{ShareListener, ShareWay};
+use sandboxer_vmm::{ShareListener, ShareTransport};
 use tokio::{io::AsyncReadExt, net::unix::pipe};
 
 use super::{Share, ShareError, ShareRecord};
 
-/// The directory in the pod's run directory on which it mounts its root, seen by itself alone.
+/// The directory in the pod's run directory on which it mounts its root, visible to itself only.
 pub const ROOT: &str = "shares";
-/// Which process it is, in the same directory.
+/// Its record, in the same directory.
 const RECORD: &str = "shares.json";
 /// The program.
 const PROGRAM: &str = "sandboxer-share";
-/// How long it may take to serve.
+/// How long it may take to become ready.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Longest words of its that are read, bytes.
-const MAX_WORDS: u64 = 4096;
-/// Files a guest may know at a time, per MiB of its memory. Each takes its kernel about a KiB, so no guest
-/// that is honest gets there; one that isn't makes this host's kernel hold no more than that either.
+/// Most bytes of its output that are read.
+const MAX_OUTPUT: u64 = 4096;
+/// Files a guest may have open at a time, per MiB of its memory. Each takes about a KiB in the guest's kernel, so an
+/// honest guest never reaches the limit; it also bounds the host's kernel memory for a hostile one.
 const FILES_PER_MIB: u64 = 1024;
 
 /// A running process, or one that has ended since.
@@ -39,7 +39,7 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts it; returns when it serves whoever connects to `listener`.
+    /// Starts it. Returns once it serves connections to `listener`.
     pub async fn start(
         pod: &SandboxId,
         run_dir: &Path,
@@ -58,8 +58,8 @@ impl Server {
             }
             _ => {}
         }
-        let ShareListener { socket, way } = listener;
-        let key = (way == ShareWay::Streams).then(LinkKey::random);
+        let ShareListener { socket, transport } = listener;
+        let key = (transport == ShareTransport::Streams).then(LinkKey::random);
         let arguments = vec![
             socket.as_raw_fd().to_string().into(),
             root.into(),
@@ -69,27 +69,28 @@ impl Server {
                 Some(key) => format!("streams:{}", key.to_hex()).into(),
             },
         ];
-        let (starting, words) = sandboxer_process::spawn(
+        let (starting, pipe) = sandboxer_process::spawn(
             &program,
             arguments,
             run_dir,
             Equipment { inherited: vec![socket], ..Equipment::default() },
         )
         .map_err(failed("start", &program))?;
-        // It goes on as another process, whose id is told by the one that was started, which ends.
-        let said = tokio::time::timeout(PATIENCE, said(words)).await;
-        let said = said.map_err(io::Error::from).flatten().map_err(failed("hear from", &program))?;
-        let Ok(pid) = said.trim().parse() else {
-            return Err(ShareError::Refused { pod: pod.clone(), program, words: said.trim().to_owned() });
+        // It continues as a child process; the one that was started prints its id and exits.
+        let read = tokio::time::timeout(PATIENCE, read_output(pipe)).await;
+        let output =
+            read.map_err(io::Error::from).flatten().map_err(failed("read the output of", &program))?;
+        let Ok(pid) = output.trim().parse() else {
+            return Err(ShareError::Refused { pod: pod.clone(), program, output: output.trim().to_owned() });
         };
         starting.keep();
         let found = sandboxer_process::child(pid).map_err(failed("watch", &program))?;
-        let record = ShareRecord { pid, start_time: found.start_time(), way: Some(way), key };
-        note(run_dir, &record).map_err(failed("note", &run_dir.join(RECORD)))?;
+        let record = ShareRecord { pid, start_time: found.start_time(), transport: Some(transport), key };
+        note(run_dir, &record).map_err(failed("write", &run_dir.join(RECORD)))?;
         Ok(Self { pod: pod.clone(), run_dir: run_dir.to_owned(), process: Some(found), record })
     }
 
-    /// Returns the process that an earlier daemon started, whether or not it still runs.
+    /// Finds the process that an earlier daemon started, whether or not it still runs.
     pub fn adopt(pod: &SandboxId, run_dir: &Path, record: &ShareRecord) -> Result<Self, ShareError> {
         let process = sandboxer_process::adopt(record.pid, record.start_time).map_err(|source| {
             ShareError::Server { pod: pod.clone(), action: "find", path: program(), source }
@@ -107,20 +108,20 @@ impl Server {
         self.process.as_ref().is_none_or(sandboxer_process::Process::has_ended)
     }
 
-    /// By which way the guest's requests come to it.
-    pub fn way(&self) -> ShareWay {
-        // An earlier daemon's knew neither: the agent says so then.
-        self.record.way.unwrap_or(ShareWay::Disk)
+    /// Returns how the guest's requests reach it.
+    pub fn transport(&self) -> ShareTransport {
+        // An earlier daemon's process knew neither: the agent reports that.
+        self.record.transport.unwrap_or(ShareTransport::Disk)
     }
 
-    /// With what each of the guest's streams begins.
+    /// Returns the prefix of each of the guest's streams.
     pub fn key(&self) -> Option<&LinkKey> {
         self.record.key.as_ref()
     }
 
-    /// Gives it a share, of which `tree` is a mount.
+    /// Gives it a share; `tree` is a mount of it.
     pub async fn attach(&self, share: &Share, tree: Tree) -> Result<(), AttachError> {
-        let gone = |source| AttachError::Target { action: "be", source };
+        let gone = |source| AttachError::Target { action: "use", source };
         let process = self.process.as_ref().ok_or_else(|| gone(io::ErrorKind::NotFound.into()))?;
         let (pidfd, name) = (process.pidfd().try_clone_to_owned().map_err(gone)?, share.name.clone());
         let attached = tokio::task::spawn_blocking(move || put(pidfd.as_fd(), &name, &tree));
@@ -129,7 +130,7 @@ impl Server {
 
     /// Ends it and waits until it is gone.
     pub async fn end(self) {
-        // With the directory it goes in any case; but the pod may go on without it.
+        // The directory is removed with the pod in any case; but the pod may continue without the process.
         let _ = fs::remove_file(self.run_dir.join(RECORD));
         let Some(process) = self.process else { return };
         match process.kill() {
@@ -137,38 +138,38 @@ impl Server {
                 let pid = process.pid();
                 if tokio::time::timeout(PATIENCE, process.exited()).await.is_err() {
                     let pod = &self.pod;
-                    tracing::warn!(%pod, pid, "the process that serves shares waits for a volume whose server does not answer: it ends when that does");
+                    tracing::warn!(%pod, pid, "the process that serves shares waits for a hung volume; it ends when the volume's server answers");
                 }
             }
             Err(error) => {
-                tracing::error!(pod = %self.pod, %error, "cannot end the process that serves shares")
+                tracing::error!(pod = %self.pod, %error, "cannot kill the process that serves shares")
             }
         }
     }
 }
 
-/// Returns which process serves the shares of the pod with this run directory, as an earlier daemon noted it.
+/// Reads which process serves the shares of the pod with this run directory, as an earlier daemon noted it.
 pub fn recorded(run_dir: &Path) -> Option<ShareRecord> {
     serde_json::from_slice(&fs::read(run_dir.join(RECORD)).ok()?).ok()
 }
 
-/// Whole or not at all. Never synced: with the VM, the process ends, too.
+/// Writes the record, completely or not at all. Never synced: the process ends with the VM.
 fn note(run_dir: &Path, record: &ShareRecord) -> io::Result<()> {
     let new = run_dir.join("shares.new");
     fs::write(&new, serde_json::to_vec(record)?)?;
     fs::rename(new, run_dir.join(RECORD))
 }
 
-/// Beside the daemon's own program, else wherever programs are.
+/// Returns the program beside the daemon's own, else one in `PATH`.
 fn program() -> PathBuf {
     let beside = std::env::current_exe().ok().and_then(|own| Some(own.parent()?.join(PROGRAM)));
     beside.filter(|path| path.is_file()).unwrap_or_else(|| sandboxer_process::find(Path::new(PROGRAM)))
 }
 
-/// Returns all that is written to a pipe.
-async fn said(words: OwnedFd) -> io::Result<String> {
+/// Reads all that is written to a pipe.
+async fn read_output(pipe: OwnedFd) -> io::Result<String> {
     let mut text = String::new();
-    let words = pipe::Receiver::from_owned_fd(words)?;
-    words.take(MAX_WORDS).read_to_string(&mut text).await?;
+    let pipe = pipe::Receiver::from_owned_fd(pipe)?;
+    pipe.take(MAX_OUTPUT).read_to_string(&mut text).await?;
     Ok(text)
 }

@@ -1,4 +1,4 @@
-//! Which templates go, so that what is left keeps within its bounds: pure.
+//! Which templates are removed so that the rest keeps within the bounds: a pure function.
 
 use std::time::SystemTime;
 
@@ -6,21 +6,21 @@ use sandboxer_config::TemplateConfig;
 
 use super::TemplateKey;
 
-/// A template on disk, as far as its place counts.
+/// A template on disk, as far as the bounds are concerned.
 #[derive(Debug, Clone)]
 pub struct Kept {
     /// Its name.
     pub key: TemplateKey,
     /// When it was last used.
     pub used: SystemTime,
-    /// What its files take on disk.
+    /// Size of its files on disk.
     pub bytes: u64,
-    /// It must stay.
+    /// It must not be removed.
     pub spared: bool,
 }
 
-/// Returns which go, the least recently used first, so that the others and one more of `further` bytes, if one is to be made,
-/// keep within `bounds`. None: those that must stay leave no room.
+/// Returns the templates to remove, the least recently used first, so that the rest keeps within `bounds`, together
+/// with a new one of `further` bytes if one is to be built. `None`: the templates that must stay leave no space.
 pub fn doomed(mut all: Vec<Kept>, further: Option<u64>, bounds: &TemplateConfig) -> Option<Vec<TemplateKey>> {
     all.sort_by(|a, b| (a.used, &a.key).cmp(&(b.used, &b.key)));
     let mut count = all.len() + usize::from(further.is_some());
@@ -52,7 +52,7 @@ mod tests {
         TemplateConfig { enabled: true, most, most_bytes }
     }
 
-    /// Returns the last is the one that was used last.
+    /// Returns templates in the order of use; the last was used last.
     fn kept(of: &[(u64, bool)]) -> Vec<Kept> {
         let at = |n: usize| SystemTime::UNIX_EPOCH + Duration::from_secs(n as u64);
         let kept =

@@ -1,4 +1,4 @@
-//! Making a template: a VM boots, its agent says ready, it is frozen.
+//! The build of a template: boot a VM, wait for its agent, freeze it.
 
 use std::{
     fs::{self, DirBuilder},
@@ -22,30 +22,33 @@ use super::{
 };
 use crate::error::PodError;
 
-/// Why a template could not be made.
+/// Why a template could not be built.
 #[derive(Debug, thiserror::Error)]
 pub enum BuildError {
     /// Its VM failed.
     #[error("the VM for a template failed")]
     Vm(#[from] VmmError),
-    /// Its agent failed, or never said ready.
+    /// The taps for its VM cannot be created.
+    #[error("cannot create taps for the VM of a template")]
+    Taps(#[source] io::Error),
+    /// Its agent failed, or was never ready.
     #[error("the agent of the VM for a template failed")]
     Agent(#[from] PodError),
     /// It could not be written.
     #[error(transparent)]
     Image(#[from] TemplateError),
-    /// The VMM, the kernel or the initramfs was replaced meanwhile: nobody knows of what it was made.
-    #[error("what the template depends on changed while it was made")]
+    /// The VMM, the kernel or the initramfs was replaced during the build: its inputs are not known.
+    #[error("the template's inputs changed during the build")]
     Changed,
-    /// It would be one too many.
+    /// There are too many already.
     #[error(
-        "no room for a template of {shape}: those used in the last {spared:?} reach templates.max ({most}) or \
+        "no space for a template of {shape}: those used in the last {spared:?} reach templates.max ({most}) or \
          templates.max_mib ({most_mib})"
     )]
     NoRoom {
         /// The size of its VMs.
         shape: Shape,
-        /// For so long after their last use the others stay.
+        /// The others are kept for this long after their last use.
         spared: Duration,
         /// Most templates.
         most: usize,
@@ -54,25 +57,25 @@ pub enum BuildError {
     },
 }
 
-/// What makes templates.
+/// The builder of templates.
 #[derive(Debug)]
 pub struct Builder {
-    /// Makes VMs.
+    /// Starts VMs.
     pub vmm: Arc<dyn Vmm>,
-    /// How they are made.
+    /// Configuration of the VMs.
     pub config: VmConfig,
-    /// For the sockets of VMs that are to become templates.
+    /// Directory for sockets of VMs that become templates.
     pub run_dir: PathBuf,
-    /// Where templates are kept.
+    /// Directory of the templates.
     pub root: PathBuf,
-    /// Where the taps of VMs lie that are to become templates.
+    /// Taps of VMs that become templates.
     pub tap_pool: Arc<TapPool>,
-    /// Where the memory of those VMs is counted.
+    /// Control group in which those VMs' memory is counted.
     pub cgroup: Option<Cgroup>,
 }
 
 impl Builder {
-    /// Returns the VM of which a template of this shape is made, its files to lie in `dir`.
+    /// Returns the spec of the VM from which a template of this shape is built, with its files in `dir`.
     pub fn spec(&self, shape: Shape, dir: &Path) -> VmSpec {
         let (run_dir, link_key) = (self.run_dir.clone(), LinkKey::random());
         let spec = VmSpec::new(&self.config, template_id(), run_dir, shape, link_key);
@@ -80,20 +83,20 @@ impl Builder {
         VmSpec { memory_file, background: true, cgroup, ..spec }
     }
 
-    /// Makes the template of what was found by `survey`. One at a time; a failure leaves nothing behind.
+    /// Builds the template of the inputs in `survey`. One at a time; a failure leaves nothing behind.
     pub async fn build(&self, survey: &InputDigest) -> Result<(), BuildError> {
         let inputs = survey.inputs.clone();
         let key = inputs.key();
         let dir = self.root.join(format!(".{key}"));
         for dir in [&dir, &self.run_dir] {
-            clear(dir).and_then(|()| make(dir)).map_err(TemplateError::host("make", dir))?;
+            clear(dir).and_then(|()| make(dir)).map_err(TemplateError::path("create", dir))?;
         }
         let mut spec = self.spec(inputs.shape, &dir);
-        let taps = self.tap_pool.taps(spec.nics).map_err(TemplateError::host("make taps for", &dir))?;
+        let taps = self.tap_pool.taps(spec.nics).map_err(BuildError::Taps)?;
         spec.taps = taps.into_iter().map(|(tap, _)| tap.into()).collect();
         let frozen = self.freeze(&spec, &dir).await;
         if let Err(error) = clear(&self.run_dir) {
-            tracing::warn!(path = %self.run_dir.display(), %error, "cannot remove what a template's VM left");
+            tracing::warn!(path = %self.run_dir.display(), %error, "cannot remove the run directory of a template's VM");
         }
         let is_current = survey.is_current(self.vmm.as_ref(), &spec);
         let (target, link_key) = (self.root.join(&key), spec.boot.link_key);
@@ -102,13 +105,13 @@ impl Builder {
             Ok(()) if !is_current => Err(BuildError::Changed),
             Ok(()) => {
                 let kept = tokio::task::spawn_blocking(move || keep(&from, &target, inputs, link_key)).await;
-                kept.unwrap_or_else(|panic| Err(TemplateError::host("write", &dir)(io::Error::other(panic))))
+                kept.unwrap_or_else(|panic| Err(TemplateError::path("write", &dir)(io::Error::other(panic))))
                     .map_err(BuildError::from)
             }
             Err(error) => Err(error),
         };
         if built.is_err() {
-            // Either is what happened; the first is what matters.
+            // Best effort: the first error is what matters.
             let _ = clear(&dir);
         }
         built
@@ -145,7 +148,7 @@ impl Builder {
     }
 }
 
-/// Stands for the pod, where a VM that is to become a template is named.
+/// Returns the id used for a VM that becomes a template, in place of a pod's.
 pub fn template_id() -> SandboxId {
     #[expect(clippy::expect_used, reason = "a constant, held by a test")]
     "template".parse().expect("is an id")
@@ -153,9 +156,9 @@ pub fn template_id() -> SandboxId {
 
 fn keep(dir: &Path, target: &Path, inputs: Inputs, link_key: LinkKey) -> Result<(), TemplateError> {
     image::write(dir, inputs, link_key, now_ns())?;
-    // One that is there was found to be damaged.
-    clear(target).map_err(TemplateError::host("replace", target))?;
-    fs::rename(dir, target).map_err(TemplateError::host("put into place", target))
+    // An existing one was found to be damaged.
+    clear(target).map_err(TemplateError::path("replace", target))?;
+    fs::rename(dir, target).map_err(TemplateError::path("rename to", target))
 }
 
 fn make(dir: &Path) -> io::Result<()> {

@@ -1,11 +1,12 @@
 //! A template on disk.
 //!
 //! ```text
-//! <key>/template.json    what it is, and the checksums of the files beside it
-//! <key>/…                the VMM's files, named by it
+//! <key>/template.json    manifest, with the checksums of the other files
+//! <key>/…                the VMM's files, under its names
 //! ```
 //!
-//! Written beside, synced, renamed: a directory of that name is whole or was damaged later.
+//! It is written to a temporary directory, synced and renamed: a directory of that name is complete, or was damaged
+//! later.
 
 use std::{
     collections::BTreeMap,
@@ -34,21 +35,21 @@ const MANIFEST: &str = "template.json";
 /// Largest manifest that is read, bytes.
 const MAX_MANIFEST: u64 = 1 << 20;
 
-/// What a template says of itself.
+/// The manifest of a template.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Manifest {
-    /// What it was made of.
+    /// Its inputs.
     pub inputs: Inputs,
     /// Key of the link to its agent.
     pub link_key: LinkKey,
     /// ns since 1970.
     pub made_at_ns: u64,
-    /// Files beside this one.
+    /// The other files.
     pub files: BTreeMap<String, Checksum>,
 }
 
-/// As it is written.
+/// The manifest on disk.
 #[derive(Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Sealed {
@@ -57,20 +58,21 @@ struct Sealed {
     manifest: Manifest,
 }
 
-/// Why a template can't be used, or made.
+/// Why a template cannot be used, or built.
 #[derive(Debug, thiserror::Error)]
 pub enum TemplateError {
-    /// Something of the host failed.
+    /// A file or directory of it failed.
     #[error("cannot {action} {path:?} of a template")]
-    Host {
+    Path {
         /// What was attempted.
         action: &'static str,
-        /// On what.
+        /// The path.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
+        #[source]
         source: io::Error,
     },
-    /// It is not what was once written.
+    /// It is not what was written.
     #[error("template {path:?} is damaged: {reason}")]
     Damaged {
         /// The file.
@@ -78,31 +80,31 @@ pub enum TemplateError {
         /// What is wrong with it.
         reason: String,
     },
-    /// It was made of something else than its name says.
-    #[error("template {dir:?} is a foreign one: it was made as {key}")]
+    /// Its content belongs to another name.
+    #[error("template {dir:?} has the content of another one, {key}")]
     Foreign {
         /// Its directory.
         dir: PathBuf,
-        /// What its content says.
+        /// The name that its content gives.
         key: TemplateKey,
     },
 }
 
 impl TemplateError {
-    pub(super) fn host(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
-        move |source| Self::Host { action, path: path.to_owned(), source }
+    pub(super) fn path(action: &'static str, path: &Path) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::Path { action, path: path.to_owned(), source }
     }
 }
 
-/// Describes the files that a VMM wrote into `dir`, and makes all of it durable.
+/// Writes the manifest for the files that a VMM wrote to `dir`, and syncs everything.
 pub fn write(dir: &Path, inputs: Inputs, link_key: LinkKey, made_at_ns: u64) -> Result<(), TemplateError> {
     let mut files = BTreeMap::new();
-    for entry in fs::read_dir(dir).map_err(TemplateError::host("read", dir))? {
-        let entry = entry.map_err(TemplateError::host("read", dir))?;
+    for entry in fs::read_dir(dir).map_err(TemplateError::path("read", dir))? {
+        let entry = entry.map_err(TemplateError::path("read", dir))?;
         let path = entry.path();
-        let file = File::open(&path).map_err(TemplateError::host("open", &path))?;
-        let checksum = pages::checksum(&file).map_err(TemplateError::host("read", &path))?;
-        file.sync_all().map_err(TemplateError::host("sync", &path))?;
+        let file = File::open(&path).map_err(TemplateError::path("open", &path))?;
+        let checksum = pages::checksum(&file).map_err(TemplateError::path("read", &path))?;
+        file.sync_all().map_err(TemplateError::path("sync", &path))?;
         files.insert(entry.file_name().to_string_lossy().into_owned(), checksum);
     }
     let manifest = Manifest { inputs, link_key, made_at_ns, files };
@@ -114,50 +116,50 @@ pub fn write(dir: &Path, inputs: Inputs, link_key: LinkKey, made_at_ns: u64) -> 
         file.sync_all()?;
         File::open(dir)?.sync_all()
     };
-    write().map_err(TemplateError::host("write", &path))
+    write().map_err(TemplateError::path("write", &path))
 }
 
-/// Reads what a template says of itself; whether its files agree is seen when they are read.
+/// Reads the manifest of a template; its files are checked only when they are read.
 pub fn manifest(dir: &Path) -> Result<Manifest, TemplateError> {
     let path = dir.join(MANIFEST);
     let mut text = Vec::new();
-    let file = File::open(&path).map_err(TemplateError::host("open", &path))?;
-    file.take(MAX_MANIFEST).read_to_end(&mut text).map_err(TemplateError::host("read", &path))?;
+    let file = File::open(&path).map_err(TemplateError::path("open", &path))?;
+    file.take(MAX_MANIFEST).read_to_end(&mut text).map_err(TemplateError::path("read", &path))?;
     parse(&text, dir)
 }
 
-/// Reads the manifest of the template in `dir`.
+/// Parses the manifest of the template in `dir`.
 pub(crate) fn parse(text: &[u8], dir: &Path) -> Result<Manifest, TemplateError> {
     let damaged = |reason: String| TemplateError::Damaged { path: dir.join(MANIFEST), reason };
     let sealed: Sealed = serde_json::from_slice(text).map_err(|error| damaged(error.to_string()))?;
-    // No fuzzer finds a checksum.
+    // A fuzzer cannot find checksums.
     if !cfg!(fuzzing) && sha256(&sealed.manifest) != sealed.sha256 {
-        return Err(damaged("its checksum is another".into()));
+        return Err(damaged("checksum mismatch".into()));
     }
     let key = sealed.manifest.inputs.key();
     if dir.file_name().is_none_or(|name| name != key.as_ref().as_os_str()) {
         return Err(TemplateError::Foreign { dir: dir.to_owned(), key });
     }
     if let Some(name) = sealed.manifest.files.keys().find(|name| name.parse::<Id>().is_err()) {
-        return Err(damaged(format!("it names {name:?}, which is no file beside it")));
+        return Err(damaged(format!("its file name {name:?} is not allowed")));
     }
     Ok(sealed.manifest)
 }
 
-/// Reads a template into sealed memory, and refuses what isn't what was written.
+/// Loads a template into sealed memory; fails unless it is what was written.
 pub fn load(dir: &Path) -> Result<Template, TemplateError> {
     let manifest = manifest(dir)?;
     let mut files = BTreeMap::new();
     for (name, written) in &manifest.files {
         let path = dir.join(name);
-        let file = File::open(&path).map_err(TemplateError::host("open", &path))?;
-        let (sealed, found) = pages::seal(&file, name).map_err(TemplateError::host("read", &path))?;
+        let file = File::open(&path).map_err(TemplateError::path("open", &path))?;
+        let (sealed, found) = pages::seal(&file, name).map_err(TemplateError::path("read", &path))?;
         if found.bytes != written.bytes {
-            let reason = format!("it has {} bytes, {} were written", found.bytes, written.bytes);
+            let reason = format!("it has {} bytes, expected {}", found.bytes, written.bytes);
             return Err(TemplateError::Damaged { path, reason });
         }
         if found != *written {
-            return Err(TemplateError::Damaged { path, reason: "its checksum is another".into() });
+            return Err(TemplateError::Damaged { path, reason: "checksum mismatch".into() });
         }
         files.insert(name.clone(), sealed);
     }

@@ -1,4 +1,4 @@
-//! What a template depends on, and the name that follows from it.
+//! The inputs of a template, and the name derived from them.
 
 use std::{
     collections::HashMap,
@@ -23,7 +23,7 @@ use super::{Shape, image::FORMAT};
 pub struct TemplateKey(String);
 
 impl TemplateKey {
-    /// Reads what `Display` wrote.
+    /// Parses the output of `Display`.
     pub fn parse(text: &str) -> Option<Self> {
         let is_digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
         (text.len() == 32 && text.bytes().all(is_digit)).then(|| Self(text.to_owned()))
@@ -42,15 +42,15 @@ impl AsRef<Path> for TemplateKey {
     }
 }
 
-/// All that a template depends on. A VM restored with anything else would fail, or, worse, not.
+/// All that a template depends on. A VM restored with other inputs would fail, or silently misbehave.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Inputs {
-    /// Of the template's files.
+    /// Format version of the template's files.
     pub format: u32,
-    /// Of the VM.
+    /// Shape of the VM.
     pub shape: Shape,
-    /// What the VMM adds.
+    /// Inputs of the VMM.
     pub vmm: TemplateInputs,
     /// SHA-256 of the VMM's program.
     pub program: String,
@@ -58,7 +58,7 @@ pub struct Inputs {
     pub kernel: String,
     /// SHA-256 of the guest's initramfs.
     pub initramfs: String,
-    /// The host's processor: model, microcode and features, as in `/proc/cpuinfo`.
+    /// The host's CPU: model, microcode and features, as in `/proc/cpuinfo`.
     pub cpu: Vec<String>,
 }
 
@@ -66,25 +66,25 @@ impl Inputs {
     /// Returns the template's name.
     pub fn key(&self) -> TemplateKey {
         let mut hash = Sha256::new();
-        // A struct of plain values: its JSON is always there and always the same.
+        // A struct of plain values: its JSON never fails and is always the same.
         hash.update(serde_json::to_vec(self).unwrap_or_default());
         TemplateKey(hex(&hash.finalize()[..16]))
     }
 }
 
-/// What a template depends on, and when that was so.
+/// The inputs of a template, and the state of the files when they were hashed.
 #[derive(Debug, Clone)]
 pub struct InputDigest {
-    /// As the template keeps it.
+    /// The inputs.
     pub inputs: Inputs,
-    /// Of the program and the guest's files, as their hashes were taken.
+    /// The program and the guest's files, as they were hashed.
     stamps: Vec<(PathBuf, Stamp)>,
 }
 
 impl InputDigest {
-    /// Returns nothing has changed since, as far as can be told without reading a file. The host's processor is not looked at
-    /// again: it changes with a boot, or where microcode is loaded into a running kernel, after which the daemon is to
-    /// be started anew.
+    /// Returns whether nothing has changed since, as far as file metadata tells. The host's CPU is not checked
+    /// again: it changes with a reboot, or if microcode is loaded into a running kernel; the daemon must be
+    /// restarted after that.
     pub fn is_current(&self, vmm: &dyn Vmm, spec: &VmSpec) -> bool {
         let now = |path: &Path| File::open(path).and_then(|file| Stamp::of(&file));
         vmm.template_inputs(spec) == self.inputs.vmm
@@ -92,15 +92,15 @@ impl InputDigest {
     }
 }
 
-/// Takes inputs; a file that has not changed is not read again.
+/// Collects inputs; a file that has not changed is not read again.
 #[derive(Debug, Default)]
 pub struct InputHasher {
-    // A plain lock: held for a look or a note, not while a file is read.
+    // A plain lock: held for a look-up or an insertion, not while a file is read.
     hashes: Mutex<HashMap<PathBuf, (Stamp, String)>>,
 }
 
 impl InputHasher {
-    /// Returns what a template of `spec` depends on now. Blocks while files are read.
+    /// Returns the current inputs of a template of `spec`. Blocks while files are read.
     pub fn survey(&self, vmm: &dyn Vmm, spec: &VmSpec) -> Result<InputDigest, (PathBuf, io::Error)> {
         let of_vmm = vmm.template_inputs(spec);
         let cpuinfo = Path::new("/proc/cpuinfo");
@@ -138,7 +138,7 @@ impl InputHasher {
     }
 }
 
-/// By this a file that was replaced or written to is told from what it was.
+/// Metadata that changes when a file is replaced or written to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Stamp([u64; 5]);
 
@@ -156,7 +156,7 @@ impl Stamp {
     }
 }
 
-/// Returns what of `/proc/cpuinfo` a guest can see: the first processor's model, microcode and features.
+/// Returns the part of `/proc/cpuinfo` that a guest can see: the first CPU's model, microcode and features.
 fn cpu(info: &str) -> Vec<String> {
     let first = info.split("\n\n").next().unwrap_or_default();
     let wanted = ["vendor_id", "cpu family", "model", "model name", "stepping", "microcode", "flags"];

@@ -3,15 +3,15 @@
 //! ```text
 //!  Templates::get ─▶ Template ─▶ Vmm::restore                         a pod, some 50 ms later
 //!      │ none yet, or stale
-//!      └─▶ key (of what?) ─▶ image::load ─▶ Template
+//!      └─▶ key (of inputs) ─▶ image::load ─▶ Template
 //!                               │ none on disk, or damaged
 //!                               └─▶ build: boot, wait for the agent, freeze ─▶ image::write
 //! ```
 //!
 //! A template is made from a VM that ran no container and belonged to no pod. On disk it is a
-//! directory below `state_dir/templates`, named by the hash of all that it depends on; to be used it
-//! is read into sealed memory, its checksum being taken on the way: what pods are copies of is what
-//! was checked, and neither a fault of the disk nor a VMM that was broken into can change it.
+//! directory below `state_dir/templates`, named by the hash of all its inputs. To be used it is read into sealed
+//! memory and checked on the way. So pods are copies of exactly what was checked, and neither a disk error nor a
+//! compromised VMM can change it.
 
 mod bounds;
 mod build;
@@ -35,12 +35,12 @@ pub use sandboxer_vmm::Shape;
 /// A frozen VM, checked and in memory.
 #[derive(Debug)]
 pub struct Template {
-    /// What it was made of.
+    /// The hash of its inputs.
     pub key: TemplateKey,
     /// The size of its VMs.
     pub shape: Shape,
-    /// Key of the link to the agents of its VMs, until they get one of their own.
+    /// Key of the link to the agents of its VMs, until each gets its own.
     pub link_key: LinkKey,
-    /// What its VMM restores.
+    /// The files that its VMM restores.
     pub frozen: Frozen,
 }

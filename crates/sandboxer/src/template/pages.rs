@@ -1,4 +1,4 @@
-//! Files that are mostly holes: guest memory, read page by page, empty ones left out.
+//! Sparse files: guest memory is read page by page, and empty pages are skipped.
 
 use std::{fs::File, io, os::unix::fs::FileExt};
 
@@ -7,7 +7,7 @@ use sha2::{Digest, Sha256};
 
 use sandboxer_base::digest::hex;
 
-/// Unit of what is left out or not, bytes.
+/// Page size, bytes.
 const PAGE: usize = 4096;
 /// Bytes read at once.
 const CHUNK: usize = 64 * PAGE;
@@ -18,18 +18,18 @@ const CHUNK: usize = 64 * PAGE;
 pub struct Checksum {
     /// Bytes, holes counted.
     pub bytes: u64,
-    /// Bytes in pages that aren't empty.
+    /// Bytes in pages that are not empty.
     pub stored: u64,
-    /// SHA-256, hex, of each page that isn't empty, its offset (u64, big-endian) before it.
+    /// SHA-256, hex, of each page that is not empty, preceded by its offset (u64, big-endian).
     pub sha256: String,
 }
 
-/// Takes a file's checksum.
+/// Computes a file's checksum.
 pub fn checksum(file: &File) -> io::Result<Checksum> {
     read(file, |_, _| Ok(()))
 }
 
-/// Copies a file into memory that nobody can change any more.
+/// Copies a file into sealed memory, which no process can change.
 pub fn seal(file: &File, name: &str) -> io::Result<(File, Checksum)> {
     let copy = File::from(memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?);
     copy.set_len(file.metadata()?.len())?;
@@ -43,7 +43,7 @@ fn read(file: &File, mut each: impl FnMut(&[u8], u64) -> io::Result<()>) -> io::
     let (mut hash, mut stored, mut chunk) = (Sha256::new(), 0, vec![0; CHUNK]);
     let mut at = 0;
     while let Some(data) = next_data(file, at)? {
-        // Pages are counted from the file's beginning, wherever its file system says that data begin.
+        // Pages are counted from the file's beginning, wherever the file system reports data.
         at = data / PAGE as u64 * PAGE as u64;
         let count = fill(file, &mut chunk, at)?;
         if count == 0 {
@@ -62,7 +62,7 @@ fn read(file: &File, mut each: impl FnMut(&[u8], u64) -> io::Result<()>) -> io::
     Ok(Checksum { bytes, stored, sha256: hex(&hash.finalize()) })
 }
 
-/// Returns where data begin, at or after `at`.
+/// Returns the offset of the first data at or after `at`.
 fn next_data(file: &File, at: u64) -> io::Result<Option<u64>> {
     match seek(file, SeekFrom::Data(at)) {
         Ok(data) => Ok(Some(data)),
@@ -94,7 +94,7 @@ mod tests {
         file.write_all(b"first page").unwrap();
         file.write_at(b"across", (10 << 20) - 3).unwrap();
         file.write_at(b"end", (64 << 20) - 3).unwrap();
-        // Written, and yet empty: as good as a hole.
+        // Written but empty: the same as a hole.
         file.write_at(&[0; 3 * PAGE], 5 << 20).unwrap();
         file
     }
@@ -121,7 +121,7 @@ mod tests {
             file.write_at(&old, at).unwrap();
             assert_eq!(checksum(&file).unwrap(), before);
         }
-        // The same page elsewhere is another content.
+        // The same page at another offset is different content.
         file.write_at(&[0; 10], 0).unwrap();
         file.write_at(b"first page", PAGE as u64).unwrap();
         assert_ne!(checksum(&file).unwrap().sha256, before.sha256);

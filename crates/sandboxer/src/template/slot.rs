@@ -1,4 +1,4 @@
-//! What is known of the template for one size.
+//! The state of the template of one size.
 
 use std::{mem, sync::Arc, time::Duration};
 
@@ -6,32 +6,32 @@ use tokio::time::Instant;
 
 use super::{Template, TemplateKey, build::BuildError, key::InputDigest};
 
-/// How long after a failure the next attempt is made by itself.
+/// How long after a failure the next attempt starts by itself.
 const RETRY: Duration = Duration::from_secs(60);
-/// How often it is written down that a template is used.
+/// How often the use of a template is written to disk.
 const NOTED: Duration = Duration::from_secs(10);
 
-/// Why there is no template at the moment.
+/// Why there is no template now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Missing {
     /// Templates are turned off.
     Off,
-    /// It is being made, or read.
+    /// It is being built or loaded.
     Preparing,
-    /// What it was made of has changed; another is being made.
+    /// Its inputs have changed; a new one is being built.
     Stale,
-    /// What is on disk is not what was written; another is being made.
+    /// Its files are damaged; a new one is being built.
     Damaged,
-    /// The VMM would not restore it; another is being made.
+    /// The VMM refused to restore it; a new one is being built.
     Refused,
-    /// Those that are in use leave no room for it.
+    /// Templates in use leave no space for it.
     NoRoom,
-    /// It could not be made; the log says why.
+    /// It could not be built; the log says why.
     NotMade,
 }
 
 impl Missing {
-    /// Returns the reason as it is counted.
+    /// Returns the reason's label in metrics.
     pub const fn as_str(self) -> &'static str {
         match self {
             Missing::Off => "off",
@@ -45,27 +45,27 @@ impl Missing {
     }
 }
 
-/// What is known of one size's template.
+/// The state of one size's template.
 #[derive(Debug, Default)]
 pub struct Slot {
     pub state: State,
-    /// What it took on disk when it was last there, bytes.
+    /// Its last size on disk, bytes.
     pub bytes: u64,
-    /// In what the last attempt failed, which was told.
-    told: Option<mem::Discriminant<BuildError>>,
+    /// The kind of the last failure, which was logged.
+    logged: Option<mem::Discriminant<BuildError>>,
 }
 
-/// Whether it is there.
+/// Whether the template is there.
 #[derive(Debug, Default)]
 pub enum State {
-    /// Nobody has asked for it.
+    /// Not requested yet.
     #[default]
-    Unasked,
-    /// Somebody sees to it; meanwhile it is missing for this reason.
+    NotRequested,
+    /// A task prepares it; meanwhile it is missing for this reason.
     Preparing(Missing),
-    /// It is.
+    /// It is there.
     Ready(Ready),
-    /// It could not be had, then.
+    /// It failed, at this time.
     Failed(Missing, Instant),
 }
 
@@ -73,12 +73,12 @@ pub enum State {
 #[derive(Debug)]
 pub struct Ready {
     pub template: Arc<Template>,
-    /// Of what it was made.
+    /// Its inputs.
     pub survey: Arc<InputDigest>,
-    /// By this daemon: made again, it would be the same.
+    /// Built by this daemon: another build would give the same.
     made: bool,
     pub used: Instant,
-    /// When that was last written down.
+    /// When its use was last written to disk.
     noted: Instant,
 }
 
@@ -91,28 +91,28 @@ impl Slot {
         }
     }
 
-    /// Somebody needs another template than what is there. `Ok`: it is to be prepared now, and missing meanwhile;
-    /// `Err`: it is missing, and being seen to.
-    pub fn ask(&mut self) -> Result<Missing, Missing> {
+    /// Requests a template other than the one that is there. `Ok`: the caller must prepare it, and it is missing
+    /// meanwhile; `Err`: it is missing, and is being prepared.
+    pub fn request(&mut self) -> Result<Missing, Missing> {
         let missing = match &self.state {
             State::Preparing(why) => return Err(*why),
             State::Failed(why, at) if at.elapsed() < RETRY => return Err(*why),
             State::Failed(why, _) => *why,
             State::Ready(_) => Missing::Stale,
-            State::Unasked => Missing::Preparing,
+            State::NotRequested => Missing::Preparing,
         };
         self.state = State::Preparing(missing);
         Ok(missing)
     }
 
-    /// It is there from now on, `made` or found.
+    /// Sets the template, `made` by this daemon or found on disk.
     pub fn settle(&mut self, template: Arc<Template>, survey: Arc<InputDigest>, made: bool) {
         let now = Instant::now();
         self.state = State::Ready(Ready { template, survey, made, used: now, noted: now });
-        self.told = None;
+        self.logged = None;
     }
 
-    /// Returns the template of this name could not be restored. Returns whether another is to be made.
+    /// Drops the template of this name, which could not be restored. Returns whether a new one is to be built.
     pub fn refuse(&mut self, key: &TemplateKey) -> bool {
         let refused = self.ready().is_some_and(|ready| ready.template.key == *key && !ready.made);
         if refused {
@@ -121,12 +121,12 @@ impl Slot {
         refused
     }
 
-    /// Returns what is on disk was refused.
+    /// Returns whether the VMM refused what is on disk.
     pub fn is_refused(&self) -> bool {
         matches!(self.state, State::Preparing(Missing::Refused))
     }
 
-    /// It could not be had. Returns whether that is news.
+    /// Notes a failure. Returns whether it is to be logged.
     pub fn fail(&mut self, error: &BuildError) -> bool {
         let why = match error {
             BuildError::NoRoom { .. } => Missing::NoRoom,
@@ -134,12 +134,12 @@ impl Slot {
         };
         self.state = State::Failed(why, Instant::now());
         let kind = mem::discriminant(error);
-        self.told.replace(kind) != Some(kind)
+        self.logged.replace(kind) != Some(kind)
     }
 }
 
 impl Ready {
-    /// It is used. Returns whether that is to be written down.
+    /// Notes a use. Returns whether it is to be written to disk.
     pub fn touch(&mut self) -> bool {
         self.used = Instant::now();
         let due = self.noted.elapsed() >= NOTED;

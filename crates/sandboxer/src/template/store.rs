@@ -1,4 +1,4 @@
-//! The templates of this node: found, made, kept within bounds.
+//! The templates of this node: load, build, keep within bounds.
 
 use std::{
     collections::HashMap,
@@ -26,16 +26,16 @@ use super::{
     slot::{Slot, State},
 };
 
-/// For so long after its last use no template goes to make room for another: with more sizes in use than there may be
-/// templates, each would be made for the next one to remove it.
+/// How long after its last use a template is safe from removal for another one: with more sizes in use than the bounds
+/// allow, each build would remove the template that is needed next.
 const SPARED: Duration = Duration::from_secs(60);
 
-/// A template, to be used.
+/// A template ready for use.
 struct Prepared {
     template: Arc<Template>,
-    /// Of what it was made.
+    /// Its inputs.
     survey: Arc<InputDigest>,
-    /// By this daemon.
+    /// Built by this daemon.
     made: bool,
 }
 
@@ -44,9 +44,9 @@ struct Prepared {
 pub struct TemplateView {
     /// Its name.
     pub key: TemplateKey,
-    /// What it says of itself, if it can be read.
+    /// Its manifest, if it can be read.
     pub manifest: Result<Manifest, TemplateError>,
-    /// Pods are copies of it from now on.
+    /// New pods are copies of it.
     pub in_use: bool,
 }
 
@@ -56,15 +56,15 @@ pub struct Templates {
     bounds: TemplateConfig,
     builder: Builder,
     surveyor: InputHasher,
-    /// Held while one is read or made, for either takes a processor.
+    /// Held while a template is loaded or built: either takes a CPU.
     preparing: tokio::sync::Mutex<()>,
     // A plain lock: never held across an await.
     slots: Mutex<HashMap<Shape, Slot>>,
 }
 
 impl Templates {
-    /// Opens the directory of templates below the state directory, made if it isn't there. Those that are too many go.
-    /// VMs that become templates are born in `cgroup`.
+    /// Opens the directory of templates below the state directory, creates it if it is missing, and removes surplus
+    /// ones. VMs that become templates start in `cgroup`.
     pub fn open(
         config: &Config,
         vmm: Arc<dyn Vmm>,
@@ -74,7 +74,7 @@ impl Templates {
         let root = config.state_dir.join("templates");
         fs::create_dir_all(&root)?;
         for entry in fs::read_dir(&root)?.flatten() {
-            // One whose making was cut short.
+            // An unfinished one.
             if entry.file_name().as_encoded_bytes().starts_with(b".") {
                 clear(&entry.path())?;
             }
@@ -97,7 +97,7 @@ impl Templates {
         Ok(Arc::new(templates))
     }
 
-    /// Returns the template for VMs of this shape, at once; if there is none, it is prepared meanwhile.
+    /// Returns the template for VMs of this shape, without waiting; if there is none, starts its preparation.
     pub fn get(self: &Arc<Self>, shape: Shape) -> Result<Arc<Template>, Missing> {
         if !self.bounds.enabled {
             return Err(Missing::Off);
@@ -105,23 +105,23 @@ impl Templates {
         if let Some(template) = self.ready(shape) {
             return Ok(template);
         }
-        let missing = self.slots().entry(shape).or_default().ask()?;
+        let missing = self.slots().entry(shape).or_default().request()?;
         self.spawn_prepare(shape);
         Err(missing)
     }
 
-    /// Prepares a template while nobody waits for it.
+    /// Prepares a template in the background.
     fn spawn_prepare(self: &Arc<Self>, shape: Shape) {
         let templates = self.clone();
         tokio::spawn(async move {
-            // Told in the log already.
+            // An error was logged already.
             let _ = templates.prepare(shape).await;
         });
     }
 
-    /// Returns the template for VMs of this shape, read or made if there is none.
+    /// Returns the template for VMs of this shape; loads or builds it if there is none.
     pub async fn prepare(self: &Arc<Self>, shape: Shape) -> Result<Arc<Template>, BuildError> {
-        // Whoever finds what it wants doesn't wait for what others want.
+        // A template that is there needs no wait for the preparation of others.
         if let Some(template) = self.ready(shape) {
             return Ok(template);
         }
@@ -140,7 +140,7 @@ impl Templates {
             Err(error) => {
                 if slot.fail(&error) {
                     let error = chain(&error);
-                    tracing::warn!(%shape, error, "no template: pods of this size boot; tried again, told once");
+                    tracing::warn!(%shape, error, "no template: pods of this size boot; retrying, logged once");
                 }
                 Err(error)
             }
@@ -158,7 +158,7 @@ impl Templates {
         let (fits, bytes) = self
             .blocking(move |all| {
                 let bounded = all.keep_within_bounds(Some(&kept));
-                Ok((bounded.map_err(TemplateError::host("keep bounds beside", &dir))?, taken(&dir)))
+                Ok((bounded.map_err(TemplateError::path("remove other templates than", &dir))?, taken(&dir)))
             })
             .await?;
         self.slots().entry(shape).or_default().bytes = bytes;
@@ -169,7 +169,7 @@ impl Templates {
         Ok(Prepared { template, survey, made })
     }
 
-    /// Returns the template of this name, if it is on disk; removed, if it is damaged or refused.
+    /// Returns the template of this name, if it is on disk; removes it if it is damaged or refused.
     async fn load(
         self: &Arc<Self>,
         shape: Shape,
@@ -185,7 +185,7 @@ impl Templates {
         match self.blocking(move |_| load(&dir)).await {
             Ok(template) => Ok(Some(template)),
             Err(error) => {
-                tracing::warn!(%shape, error = chain(&error), "a template cannot be used and is made anew");
+                tracing::warn!(%shape, error = chain(&error), "cannot use a template; building a new one");
                 self.slots().entry(shape).or_default().state = State::Preparing(Missing::Damaged);
                 self.discard(key.clone()).await.map(|()| None)
             }
@@ -197,10 +197,10 @@ impl Templates {
         shape: Shape,
         survey: &Arc<InputDigest>,
     ) -> Result<Arc<Template>, BuildError> {
-        // What it took the last time, it will take again.
+        // It will need as much space as the last time.
         let bytes = self.slots().entry(shape).or_default().bytes;
         let room = self.blocking(move |all| {
-            let kept = all.kept(None).map_err(TemplateError::host("look at", &all.builder.root))?;
+            let kept = all.kept(None).map_err(TemplateError::path("list", &all.builder.root))?;
             Ok(bounds::doomed(kept, Some(bytes), &all.bounds).is_some())
         });
         if !room.await? {
@@ -210,7 +210,7 @@ impl Templates {
         self.builder.build(survey).await?;
         let dir = self.builder.root.join(survey.inputs.key());
         let template = self.blocking(move |_| load(&dir)).await?;
-        tracing::info!(%shape, key = %template.key, took = ?began.elapsed(), "made a template");
+        tracing::info!(%shape, key = %template.key, took = ?began.elapsed(), "built a template");
         Ok(template)
     }
 
@@ -221,37 +221,37 @@ impl Templates {
 
     async fn discard(self: &Arc<Self>, key: TemplateKey) -> Result<(), TemplateError> {
         let dir = self.builder.root.join(&key);
-        self.blocking(move |all| all.remove(&key).map(drop).map_err(TemplateError::host("remove", &dir)))
+        self.blocking(move |all| all.remove(&key).map(drop).map_err(TemplateError::path("remove", &dir)))
             .await
     }
 
-    /// Does what reads or writes files.
+    /// Runs work that reads or writes files.
     async fn blocking<T: Send + 'static>(
         self: &Arc<Self>,
         work: impl FnOnce(&Self) -> Result<T, TemplateError> + Send + 'static,
     ) -> Result<T, TemplateError> {
         let templates = self.clone();
         tokio::task::spawn_blocking(move || work(&templates)).await.unwrap_or_else(|panic| {
-            Err(TemplateError::host("work in", &self.builder.root)(io::Error::other(panic)))
+            Err(TemplateError::path("use", &self.builder.root)(io::Error::other(panic)))
         })
     }
 
-    /// A VM could not be restored from this template. Where it is the VMM that refuses it, though all that is
-    /// known of it is right, one that an earlier daemon made is made anew, once.
+    /// Notes that a VM could not be restored from this template. If the VMM refuses it although its inputs match, a
+    /// template of an earlier daemon is built again, once.
     pub fn not_restored(self: &Arc<Self>, template: &Template, error: &VmmError) {
-        // QEMU ends where it refuses. What the host has failed in is not of the template.
-        if matches!(error, VmmError::Hung { .. } | VmmError::Host { .. } | VmmError::Spawn { .. }) {
+        // QEMU exits when it refuses. Errors of the host are not the template's.
+        if !matches!(error, VmmError::Died { .. } | VmmError::Refused { .. } | VmmError::Malformed { .. }) {
             return;
         }
         let (shape, key) = (template.shape, template.key.clone());
         if !self.slots().entry(shape).or_default().refuse(&key) {
             return;
         }
-        tracing::warn!(%shape, %key, "the VMM refuses a template, which is made anew");
+        tracing::warn!(%shape, %key, "the VMM refuses a template; building a new one");
         self.spawn_prepare(shape);
     }
 
-    /// Returns every template on disk.
+    /// Lists all templates on disk.
     pub fn list(&self) -> io::Result<Vec<TemplateView>> {
         let in_use: Vec<TemplateKey> =
             self.slots().values().filter_map(Slot::ready).map(|ready| ready.template.key.clone()).collect();
@@ -266,12 +266,12 @@ impl Templates {
         Ok(views)
     }
 
-    /// Reads a whole template and checks it. Blocks as long as that takes.
+    /// Reads a whole template and checks it. Blocks meanwhile.
     pub fn verify(&self, key: &TemplateKey) -> Result<(), TemplateError> {
         image::load(&self.builder.root.join(key)).map(drop)
     }
 
-    /// Removes a template. Pods that are copies of it keep what they share. Returns whether it was there.
+    /// Removes a template. Pods that are copies of it keep the shared memory. Returns whether it was there.
     pub fn remove(&self, key: &TemplateKey) -> io::Result<bool> {
         let dir = self.builder.root.join(key);
         let there = dir.exists();
@@ -280,18 +280,18 @@ impl Templates {
         Ok(there)
     }
 
-    /// Removes the least recently used until what is left keeps within the bounds. Never `keep`, nor, to keep that
-    /// one, any that was used just now: with these it may not fit, which is the answer.
+    /// Removes the least recently used templates until the rest keeps within the bounds. Never removes `keep`; nor,
+    /// for its sake, one that was used just now. Returns `false` if these do not fit.
     fn keep_within_bounds(&self, keep: Option<&TemplateKey>) -> io::Result<bool> {
         let Some(doomed) = bounds::doomed(self.kept(keep)?, None, &self.bounds) else { return Ok(false) };
         for key in doomed {
-            tracing::info!(%key, "removing a template that was not used for long");
+            tracing::info!(%key, "removing the least recently used template");
             self.remove(&key)?;
         }
         Ok(true)
     }
 
-    /// Returns what is on disk, whatever is in it.
+    /// Lists what is on disk, whatever its content.
     fn kept(&self, keep: Option<&TemplateKey>) -> io::Result<Vec<Kept>> {
         let spared: Vec<TemplateKey> = self
             .slots()
@@ -313,7 +313,7 @@ impl Templates {
         Ok(kept)
     }
 
-    /// Returns the template in use, if nothing that it depends on has changed. Files are looked at without the lock.
+    /// Returns the template in use, if its inputs have not changed. Files are checked without the lock.
     fn ready(self: &Arc<Self>, shape: Shape) -> Option<Arc<Template>> {
         let survey = self.slots().get(&shape)?.ready()?.survey.clone();
         let spec = self.builder.spec(shape, Path::new(""));
@@ -322,7 +322,7 @@ impl Templates {
         }
         let mut slots = self.slots();
         let State::Ready(ready) = &mut slots.get_mut(&shape)?.state else { return None };
-        // Another that has taken its place meanwhile is newer still.
+        // If another has replaced it meanwhile, that is newer still.
         let template = ready.template.clone();
         if ready.touch() {
             let dir = self.builder.root.join(&template.key);
@@ -333,8 +333,8 @@ impl Templates {
 
     fn survey(&self, shape: Shape) -> Result<InputDigest, TemplateError> {
         let spec = self.builder.spec(shape, Path::new(""));
-        self.surveyor.survey(self.builder.vmm.as_ref(), &spec).map_err(|(path, source)| TemplateError::Host {
-            action: "take the hash of an input",
+        self.surveyor.survey(self.builder.vmm.as_ref(), &spec).map_err(|(path, source)| TemplateError::Path {
+            action: "hash the input",
             path,
             source,
         })
@@ -345,29 +345,29 @@ impl Templates {
     }
 }
 
-/// Returns where the VM that is to be frozen keeps its sockets.
+/// Returns the directory for sockets of the VM that is to be frozen.
 pub fn run_dir(config: &Config) -> PathBuf {
     config.run_dir.join("template")
 }
 
-/// Reads a template.
+/// Loads a template.
 fn load(dir: &Path) -> Result<Arc<Template>, TemplateError> {
     note_use(dir);
     image::load(dir).map(Arc::new)
 }
 
-/// By its directory's time it is known when a template was last used.
+/// Notes that a template was used, in the modification time of its directory.
 fn note_use(dir: &Path) {
     match File::open(dir).and_then(|dir| dir.set_modified(clock::now())) {
         // It was removed meanwhile.
         Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            tracing::warn!(path = %dir.display(), %error, "cannot note that a template is used");
+            tracing::warn!(path = %dir.display(), %error, "cannot note the use of a template");
         }
         _ => {}
     }
 }
 
-/// Returns what a template's files take on disk, bytes, as far as it can be told.
+/// Returns the size of a template's files on disk, bytes; 0 if it cannot be read.
 fn taken(dir: &Path) -> u64 {
     let files = fs::read_dir(dir).into_iter().flatten().flatten();
     files.filter_map(|file| file.metadata().ok()).map(|file| file.blocks() * 512).sum()

@@ -1,5 +1,5 @@
-//! How a double differs from the VMM that it stands for. Kept beside its program, for a VMM is told nothing
-//! else; in the file that is its guest's initramfs, for a jail has nothing else in it.
+//! How a double differs from the real VMM. The settings are beside its program, since a VMM receives nothing
+//! else; and in its guest's initramfs, since a jail contains nothing else.
 
 use std::{collections::BTreeMap, fs, path::Path};
 
@@ -12,35 +12,35 @@ const FILE: &str = "nothing";
 pub struct Behaviour {
     /// Its version, as in "v53.0".
     pub version: String,
-    /// What goes wrong with which call.
+    /// The fault of a call.
     pub faults: BTreeMap<String, Fault>,
-    /// A call's status where another one is described.
+    /// A call's status in place of the described one.
     pub statuses: BTreeMap<String, u16>,
-    /// A field of a type, and what it is called here.
+    /// A field of a type, and its name in this double.
     pub renamed: Option<(String, String, String)>,
 }
 
-/// What goes wrong with a call.
+/// The fault of a call.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub enum Fault {
-    /// The VMM exits with this status, after these words.
+    /// The VMM exits with this status, after this output.
     Exits(u8, String),
-    /// No answer, ever.
+    /// Never an answer.
     Silent,
     /// The connection is closed.
     Closes,
     /// These bytes are the whole answer.
     Says(String),
-    /// A body of so many bytes.
+    /// A body of this many bytes.
     Huge(usize),
     /// This body, with the described status.
     Body(String),
-    /// This status, with these words.
+    /// This status, with this text.
     Refuses(u16, String),
 }
 
 impl Behaviour {
-    /// As the version would.
+    /// Returns a refusal in the version's format.
     pub fn of(version: &str) -> Self {
         Self { version: version.into(), faults: BTreeMap::new(), statuses: BTreeMap::new(), renamed: None }
     }
@@ -60,7 +60,7 @@ impl Behaviour {
         self
     }
 
-    /// First number of the version.
+    /// Returns the major version.
     pub fn major(&self) -> u32 {
         self.version.trim_start_matches('v').split('.').next().unwrap().parse().unwrap()
     }
@@ -69,7 +69,7 @@ impl Behaviour {
         fs::write(dir.join(FILE), serde_json::to_string(self).unwrap()).unwrap();
     }
 
-    /// In the jail of another pod's VM there is none to see.
+    /// Reads the settings; in the jail of another pod's VM there are none.
     pub fn load(dir: &Path) -> Self {
         match fs::read(dir.join(FILE)) {
             Ok(text) => serde_json::from_slice(&text).unwrap(),

@@ -1,8 +1,8 @@
-//! The API as it is published: which calls there are, what each takes and answers.
+//! The API as it is published: its calls, their arguments and their answers.
 //!
-//! `description.json` holds the facts of the project's OpenAPI file as of v53, as far as calls of the
-//! driver reach: `!` marks a field that is required, `[T]` is an array, `{T}` an object of any keys, `>=n`
-//! a least value, an array of words their enumeration.
+//! `description.json` holds the facts of the project's OpenAPI file as of v53, for the calls that the driver
+//! uses: `!` marks a required field, `[T]` is an array, `{T}` an object of any keys, `>=n` a minimum, an array of
+//! words an enumeration.
 
 use std::collections::BTreeMap;
 
@@ -42,7 +42,7 @@ impl Description {
         self.calls.get(name)
     }
 
-    /// Gives a field of a type another name, for the tests of the suite.
+    /// Renames a field of a type, for the tests of the suite.
     pub fn rename(&mut self, of: &str, field: &str, to: &str) {
         let Some(Type::Object(fields)) = self.types.get_mut(of) else {
             panic!("{of} is no described object")
@@ -54,8 +54,8 @@ impl Description {
         fields.insert(old.replacen(field, to, 1), kind);
     }
 
-    /// Whether `value` is of type `kind`; `Err`: where it isn't. A field that is not described, which the
-    /// real API would ignore, is refused too: the driver means something by all that it sends.
+    /// Checks that `value` is of type `kind`; `Err` says where it is not. Fields that are not described, which the
+    /// real API would ignore, are refused too: everything that the driver sends has a meaning.
     pub fn check(&self, kind: &str, value: &Value) -> Result<(), String> {
         let fits = |fine: bool| match fine {
             true => Ok(()),

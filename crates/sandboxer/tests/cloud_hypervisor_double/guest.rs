@@ -1,4 +1,4 @@
-//! The guest of a double: answers on its vsock what `test_guest/init.sh` answers on its port, one line per
+//! The guest of a double: answers on its vsock as `test_guest/init.sh` does on its port, one line per
 //! line, and prints to the console.
 
 use std::{
@@ -14,16 +14,16 @@ use std::{
 
 use super::vm::Vm;
 
-/// Connections that the guest has.
+/// The connections of the guest.
 static CONNECTIONS: AtomicUsize = AtomicUsize::new(0);
 
-/// Returns how many connections the guest has.
+/// Returns the number of connections of the guest.
 pub fn connections() -> usize {
     CONNECTIONS.load(Ordering::SeqCst)
 }
 
-/// Runs the guest, its vsock being at `socket`. It believes to have `connections` already, which are nobody's: a guest
-/// that was frozen with some and goes on elsewhere. As with the real VMM, such a guest is silent.
+/// Runs the guest, with its vsock at `socket`. It assumes `connections` that do not exist any more: a guest that was
+/// frozen with open connections and runs elsewhere. As with the real VMM, such a guest does not answer.
 pub fn start(socket: &Path, vm: Arc<Vm>, connections: u64) -> io::Result<()> {
     let listener = UnixListener::bind(socket)?;
     println!("guest boots");

@@ -1,4 +1,4 @@
-//! Just enough of HTTP/1.1 for an API: one request after the other, files passed with them.
+//! A minimal HTTP/1.1 server for an API: one request after the other, with passed files.
 
 use std::{
     io::{self, IoSliceMut, Read, Write},
@@ -11,7 +11,7 @@ use serde_json::Value;
 
 use super::{behaviour::Fault, vm::Vm};
 
-/// A request as it came.
+/// A request.
 pub struct Request {
     pub method: String,
     pub path: String,
@@ -19,13 +19,13 @@ pub struct Request {
     pub passed: Vec<OwnedFd>,
 }
 
-/// What is answered: a status and a body.
+/// An answer: a status and a body.
 pub struct Answer {
     pub status: u16,
     pub body: Option<Value>,
 }
 
-/// Reads a stream together with the files that come with it.
+/// Reads a stream together with the files that are passed on it.
 struct Receiver<'a> {
     stream: &'a UnixStream,
     passed: Vec<OwnedFd>,
@@ -68,7 +68,7 @@ pub fn serve(mut stream: UnixStream, vm: &Vm) {
                 let head = format!("HTTP/1.1 200 \r\nContent-Length: {bytes}\r\n\r\n");
                 let _ = stream.write_all(head.as_bytes());
                 let chunk = vec![b' '; 64 << 10];
-                // Until the other side has had enough.
+                // Until the other side closes.
                 while stream.write_all(&chunk).is_ok() {}
                 return;
             }

@@ -1,8 +1,8 @@
 //! A double of Cloud Hypervisor: a process that speaks its API and runs nothing.
 //!
-//! It is this very test program under another name, so a driver starts it as it starts the real one. What
-//! it knows of the API is the published description (`description.rs`) and which call is possible in which
-//! state (`vm.rs`); its guest (`guest.rs`) is a few threads.
+//! It is this test program under another name, so a driver starts it as it starts the real one. It knows the
+//! published description of the API (`description.rs`), and which call is possible in which state (`vm.rs`);
+//! its guest (`guest.rs`) is a few threads.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a test helper fails its test")]
 
@@ -30,7 +30,7 @@ use self::{behaviour::Behaviour, http::serve, vm::Vm};
 /// Under this name the program is the double.
 const NAME: &str = "cloud-hypervisor";
 
-/// Puts a double that behaves so into `dir`; answers its program.
+/// Installs a double with this behaviour into `dir`. Returns its program.
 pub fn install(dir: &Path, behaviour: &Behaviour) -> PathBuf {
     let program = dir.join(NAME);
     if !program.exists() {
@@ -40,7 +40,7 @@ pub fn install(dir: &Path, behaviour: &Behaviour) -> PathBuf {
     program
 }
 
-/// Returns the double, if this process was started as one. To be called first in `main`.
+/// Runs the double, if this process was started as one. To be called first in `main`.
 pub fn run_if_asked() -> Option<ExitCode> {
     let program = PathBuf::from(env::args_os().next()?);
     if program.file_name()? != NAME {
@@ -61,7 +61,7 @@ pub fn run_if_asked() -> Option<ExitCode> {
     })
 }
 
-/// What the command line gives open.
+/// The descriptors on the command line.
 struct Given {
     api: RawFd,
     events: RawFd,
@@ -94,7 +94,7 @@ impl Given {
                 .starts_with("socket:"),
             "--api-socket is no socket"
         );
-        // SAFETY: both were opened for this process, and nobody else in it knows them.
+        // SAFETY: both were opened for this process, and no other code uses them.
         let (api, events) = unsafe { (UnixListener::from_raw_fd(self.api), File::from_raw_fd(self.events)) };
         let (end, ended) = mpsc::channel();
         let vm = Vm::new(behaviour, events, end);

@@ -7,18 +7,21 @@
 //!      └────────────────┴─────◀────────┴────────────────────┘
 //! ```
 
+mod devices;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs::{self, File},
-    io::{BufRead, BufReader, Write},
+    io::Write,
     path::{Path, PathBuf},
     process::ExitCode,
     sync::{Arc, Condvar, Mutex, MutexGuard, Weak, mpsc},
-    thread,
 };
 
 use serde_json::{Value, json};
 
+pub use self::devices::Disk;
+use self::devices::open;
 use super::{
     behaviour::Behaviour,
     description::Description,
@@ -26,26 +29,18 @@ use super::{
     http::{Answer, Request},
 };
 
-/// A disk of the VM.
-pub struct Disk {
-    pub serial: String,
-    pub read_only: bool,
-    /// Read when it was opened, like the disk of a real one, whose path nobody needs afterwards.
-    pub first_line: String,
-}
-
 #[derive(Default)]
 struct State {
-    /// As created, with what was added.
+    /// As created, plus additions.
     config: Option<Value>,
     running: Option<bool>,
     devices: BTreeSet<String>,
-    /// Of these, those that the guest was asked to let go of.
+    /// The disks that the guest was requested to release.
     leaving: BTreeSet<String>,
     disks: BTreeMap<String, Disk>,
 }
 
-/// The VM, or the place for one.
+/// The VM, or none.
 pub struct Vm {
     pub behaviour: Behaviour,
     description: Description,
@@ -83,18 +78,18 @@ impl Vm {
         let _ = self.end.send(ExitCode::from(status));
     }
 
-    /// The guest switches itself off.
+    /// Powers the guest off.
     pub fn power_off(&self) {
         self.tell("vm", "shutdown", Value::Null);
         self.exit(0);
     }
 
-    /// The guest resets itself. The real VMM would boot it again.
+    /// Resets the guest. The real VMM would boot it again.
     pub fn reset(&self) {
         self.tell("vm", "rebooting", Value::Null);
     }
 
-    /// Waits until the guest's disks are as wanted.
+    /// Waits until the guest's disks are as expected.
     pub fn wait_for_disks<T>(&self, mut wanted: impl FnMut(&BTreeMap<String, Disk>) -> Option<T>) -> T {
         let mut state = self.lock();
         loop {
@@ -105,7 +100,7 @@ impl Vm {
         }
     }
 
-    /// Another hold on this, for a thread.
+    /// Duplicates this, for a thread.
     fn share(&self) -> Arc<Self> {
         self.me.upgrade().unwrap()
     }
@@ -118,11 +113,11 @@ impl Vm {
         let event = json!({
             "timestamp": { "secs": 0, "nanos": 1 }, "source": source, "event": event, "properties": properties,
         });
-        // Nobody may be reading.
+        // There may be no reader.
         let _ = write!(self.events.lock().unwrap(), "{event:#}\n\n");
     }
 
-    /// Returns a refusal as this version words it.
+    /// Returns a refusal in the format of this version.
     pub fn refusal(&self, status: u16, why: &str) -> Answer {
         let body = match self.behaviour.major() {
             53.. => json!(["Error from API", why]),
@@ -131,7 +126,7 @@ impl Vm {
         Answer { status, body: Some(body) }
     }
 
-    /// Returns the answer to a request, which has to be as described.
+    /// Answers a request, which must match the description.
     pub fn answer(&self, call: &str, request: &Request) -> Answer {
         let Some(described) = self.description.call(call) else {
             return self.refusal(404, "Not Found");
@@ -160,7 +155,7 @@ impl Vm {
         });
         let mut status = fine.expect("a status is described for what happened");
         if call == "vmm.shutdown" {
-            // Another one than is described.
+            // A status other than the described one.
             status = 200;
         }
         if let Some(kind) = &described.answer
@@ -268,11 +263,11 @@ impl Vm {
         Ok(Value::Null)
     }
 
-    /// The guest comes to life.
+    /// Starts the guest.
     fn run(&self, state: &mut State, running: bool, connections: u64) -> Result<(), Refusal> {
         for zone in zones(state.config.as_ref().unwrap()) {
             let Some(path) = zone["file"].as_str() else { continue };
-            // Written to or not, it is opened for that by older versions.
+            // Older versions open it for writing, whether they write or not.
             let file = File::options().read(true).write(true).open(path);
             let length = file.and_then(|file| file.metadata()).map(|meta| meta.len());
             if length.map_err(|error| (500, error.to_string()))? < zone["size"].as_u64().unwrap() {
@@ -385,93 +380,15 @@ impl Vm {
         self.run(&mut state, false, frozen["connections"].as_u64().unwrap_or_default())?;
         Ok(Value::Null)
     }
-
-    fn add_disk(&self, body: &Value) -> Result<Value, Refusal> {
-        let mut state = self.running()?;
-        let (id, disk) = open(body)?;
-        let added = added(&mut state, &id)?;
-        state.disks.insert(id, disk);
-        self.changed.notify_all();
-        Ok(added)
-    }
-
-    fn add_net(&self, body: &Value, passed: usize) -> Result<Value, Refusal> {
-        let mut state = self.running()?;
-        if let Some(mac) = body["mac"].as_str() {
-            let bytes: Vec<_> = mac.split(':').map(|byte| u8::from_str_radix(byte, 16)).collect();
-            if bytes.len() != 6 || bytes.iter().any(Result::is_err) {
-                return Err((400, format!("parsing of {mac} into a MAC address failed")));
-            }
-        }
-        if body["num_queues"].as_u64().unwrap_or(2) != 2 * passed as u64 {
-            return refused("The number of taps is not half the number of queues");
-        }
-        added(&mut state, body["id"].as_str().unwrap_or("_net1"))
-    }
-
-    fn add_fs(&self, body: &Value) -> Result<Value, Refusal> {
-        let mut state = self.running()?;
-        if state.config.as_ref().unwrap()["memory"]["shared"] != true {
-            return refused("Using vhost-user requires using shared memory or huge pages");
-        }
-        added(&mut state, body["id"].as_str().unwrap_or("_fs1"))
-    }
-
-    fn remove(&self, body: &Value) -> Result<Value, Refusal> {
-        let id = body["id"].as_str().unwrap_or_default().to_owned();
-        let mut state = self.running()?;
-        if !state.devices.contains(&id) || !state.leaving.insert(id.clone()) {
-            return refused(&format!("Failed to find device corresponding to the given identifier: {id}"));
-        }
-        // The guest takes its time.
-        let vm = self.share();
-        thread::spawn(move || vm.let_go(&id));
-        Ok(Value::Null)
-    }
-
-    fn let_go(&self, id: &str) {
-        let mut state = self.lock();
-        state.devices.remove(id);
-        state.leaving.remove(id);
-        state.disks.remove(id);
-        self.changed.notify_all();
-        self.tell("vm", "device-removed", json!({ "id": id, "bdf": "0000:00:05.0" }));
-    }
 }
 
 fn refused<T>(why: &str) -> Result<T, Refusal> {
     Err((500, why.to_owned()))
 }
 
-/// Parts of the memory.
+/// Returns the parts of the memory.
 fn zones(config: &Value) -> &[Value] {
     config["memory"]["zones"].as_array().map(Vec::as_slice).unwrap_or_default()
-}
-
-/// Opens a disk; its name and what is in it.
-fn open(disk: &Value) -> Result<(String, Disk), Refusal> {
-    let Some(path) = disk["path"].as_str() else {
-        return refused("No disk path was specified");
-    };
-    let file = File::open(path).map_err(|error| (500, format!("Cannot open disk path {path}: {error}")))?;
-    let mut first_line = String::new();
-    BufReader::new(file).read_line(&mut first_line).map_err(|error| (500, error.to_string()))?;
-    let text = |name: &str| disk[name].as_str().unwrap_or_default().to_owned();
-    Ok((
-        text("id"),
-        Disk {
-            serial: text("serial"),
-            read_only: disk["readonly"] == true,
-            first_line: first_line.trim_end().to_owned(),
-        },
-    ))
-}
-
-fn added(state: &mut State, id: &str) -> Result<Value, Refusal> {
-    if !state.devices.insert(id.to_owned()) {
-        return refused(&format!("Identifier {id} is not unique"));
-    }
-    Ok(json!({ "id": id, "bdf": format!("0000:00:{:02x}.0", state.devices.len()) }))
 }
 
 fn directory(url: &Value) -> Result<PathBuf, Refusal> {
@@ -480,7 +397,7 @@ fn directory(url: &Value) -> Result<PathBuf, Refusal> {
     path.ok_or_else(|| (500, format!("{url} is no directory")))
 }
 
-/// `answer`, whose outermost field is called as this double calls it.
+/// Returns `answer`, with its outermost field renamed as in this double.
 fn renamed(behaviour: &Behaviour, kind: &str, answer: &Value) -> Value {
     let mut answer = answer.clone();
     if let Some((of, field, to)) = &behaviour.renamed

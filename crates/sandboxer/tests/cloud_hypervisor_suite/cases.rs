@@ -1,4 +1,4 @@
-//! What holds of any Cloud Hypervisor, the double or the real one. No guest has to boot.
+//! The cases for any Cloud Hypervisor, the double or the real one. No guest has to boot.
 
 use std::{
     collections::BTreeMap,
@@ -29,7 +29,7 @@ use crate::{
     },
 };
 
-/// Returns all of them.
+/// Returns all cases.
 pub fn cases() -> impl IntoIterator<Item = Case> {
     listed![
         version_and_process_are_told,
@@ -51,7 +51,7 @@ pub fn cases() -> impl IntoIterator<Item = Case> {
     ]
 }
 
-/// Returns each case on each subject.
+/// Returns a trial for each case on each subject.
 pub fn trials() -> Vec<Trial> {
     let double = |version| Subject::Double(Behaviour::of(version));
     let mut trials = Vec::new();
@@ -73,7 +73,7 @@ async fn version_and_process_are_told(subject: Subject) -> Result<Outcome> {
     let running = Running::of(&subject).await?;
     let (info, ping) = (running.vmm.info(), running.api.ping().await?);
     ensure!(info.name == "cloud-hypervisor" && info.accelerator == "kvm", "{info:?}");
-    // A build of one's own is `v53.0-dirty` to whom asks the program, and `53.0.0` to whom asks the process.
+    // A custom build reports `v53.0-dirty` as a program, and `53.0.0` as a process.
     let number = info.version.split('-').next().unwrap_or_default();
     ensure!(!number.is_empty() && ping.version.starts_with(number), "{ping:?} is not {info:?}");
     ensure!(ping.pid == Some(1), "it is alone in its namespace: {ping:?}");
@@ -181,7 +181,7 @@ async fn the_cpus_stand_still_and_run_again(subject: Subject) -> Result<Outcome>
 }
 
 async fn a_snapshot_is_restored(subject: Subject) -> Result<Outcome> {
-    // Its memory is in a file, or it would be written beside the rest, for which there is no room in the jail.
+    // Its memory is in a file; else it would be written with the rest, and the jail has no space for it.
     let pod = Pod::new("snapshot");
     let spec = VmSpec { memory_file: Some(pod.path("memory")), ..pod.halting_spec() };
     let vmm = subject.vmm(&pod, vm_config()).await?;
@@ -196,7 +196,7 @@ async fn a_snapshot_is_restored(subject: Subject) -> Result<Outcome> {
     api.pause().await?;
     refusal(api.snapshot(Path::new("/nonexistent")).await)?;
     match (api.snapshot(dir).await, &subject, kvm_unusable()) {
-        // Reading a vCPU's state is one of the things that a KVM of this kind doesn't do.
+        // This kind of KVM cannot read a vCPU's state.
         (Err(ApiError::Refused { reason, .. }), Subject::Real(_), Some(why)) if reason.contains("vCPU") => {
             running.end().await?;
             return Ok(Outcome::Skipped(why.to_owned()));
@@ -214,14 +214,14 @@ async fn a_snapshot_is_restored(subject: Subject) -> Result<Outcome> {
     running.end().await
 }
 
-/// Returns a VM, frozen; none, and why not, on a host whose KVM doesn't tell a vCPU's state.
+/// Freezes a VM; returns why not, on a host whose KVM cannot read a vCPU's state.
 async fn frozen(subject: &Subject) -> Result<Result<(Pod, Frozen), String>> {
     let pod = Pod::new("template");
     let dir = pod.path("frozen");
     fs::create_dir(&dir)?;
     let spec = VmSpec { memory_file: Some(dir.join(MEMORY)), ..pod.halting_spec() };
     let vm = subject.vmm(&pod, vm_config()).await?.boot(&spec).await?;
-    // As the daemon has one, open at the freeze.
+    // Like the daemon's connection, it is open at the freeze.
     let session = match subject {
         Subject::Double(_) => {
             let mut guest = Guest::of(vm.as_ref()).await;
@@ -250,7 +250,7 @@ async fn a_frozen_vm_goes_on_as_a_copy(subject: Subject) -> Result<Outcome> {
         Ok(frozen) => frozen,
         Err(why) => return Ok(Outcome::Skipped(why)),
     };
-    // A copy needs nothing of where its template lay.
+    // A copy needs nothing from its template's directory.
     fs::remove_dir_all(frozen.dir())?;
     let (pod, somebody) = (Pod::new("copy"), Pod::new("somebody"));
     let spec = VmSpec { background: true, ..pod.halting_spec() };
@@ -329,7 +329,7 @@ async fn half_a_template_is_refused_and_leaves_nothing(subject: Subject) -> Resu
         let names_it = match (&error, damaged, content) {
             (VmmError::Refused { call, .. }, "state.json", Some(_)) => call == "loading a template",
             (VmmError::Malformed { reason, .. }, _, Some(_)) => reason.contains("config.json"),
-            (VmmError::Host { path, .. }, _, None) => path.ends_with(damaged),
+            (VmmError::Path { path, .. }, _, None) => path.ends_with(damaged),
             _ => false,
         };
         ensure!(names_it, "{damaged} {content:?}: {error:?}");
@@ -340,7 +340,7 @@ async fn half_a_template_is_refused_and_leaves_nothing(subject: Subject) -> Resu
     Ok(Outcome::Done)
 }
 
-/// Returns that of a process's main thread: field 19 of `/proc/PID/stat`.
+/// Returns the nice value of a process's main thread: field 19 of `/proc/PID/stat`.
 fn niceness(pid: u32) -> Result<i32> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat"))?;
     let fields = stat.rsplit_once(')').context("malformed")?.1;
@@ -383,7 +383,7 @@ async fn a_vmm_without_its_socket_is_told_from_a_dead_one(subject: Subject) -> R
     fs::remove_file(&socket)?;
     let error = running.vm.detach_disk("any").await.err().context("asked without a socket")?;
     ensure!(
-        matches!(&error, VmmError::Host { action: "connect to", path, .. } if *path == socket),
+        matches!(&error, VmmError::Path { action: "connect to", path, .. } if *path == socket),
         "{error:?}"
     );
     running.end().await
@@ -420,12 +420,12 @@ async fn nothing_is_left_but_logs(subject: Subject) -> Result<Outcome> {
     Ok(Outcome::Done)
 }
 
-/// Names in a VM's directory.
+/// Returns the names in a VM's directory.
 pub fn left_in(spec: &VmSpec) -> Result<Vec<String>> {
     fs::read_dir(&spec.run_dir)?.map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned())).collect()
 }
 
-/// Returns whether a device has a place on a PCI bus.
+/// Returns whether a device has an address on a PCI bus.
 fn is_address(device: &PciDevice) -> bool {
     device.bdf.starts_with("0000:00:") && device.bdf.ends_with(".0") && device.bdf.len() == 12
 }

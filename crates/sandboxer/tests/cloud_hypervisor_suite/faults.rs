@@ -1,4 +1,4 @@
-//! VMMs that fail: each in one way, each one error that names pod and call, and nothing is left.
+//! VMMs that fail: each fault gives one error that names pod and call, and nothing remains.
 
 use std::{fs, path::Path, time::Duration};
 
@@ -33,7 +33,7 @@ pub fn trials() -> Vec<Trial> {
         an_answer_that_never_comes_holds_up_nobody_else,
         an_endless_answer_is_cut,
     ];
-    // The double is chosen by each case itself.
+    // Each case chooses its double itself.
     let any = Subject::Double(Behaviour::of("v53.0"));
     cases.into_iter().map(|case| trial("faults", &any, case)).collect()
 }
@@ -54,7 +54,7 @@ async fn a_guest_that_resets_itself_is_ended(subject: Subject) -> Result<Outcome
     let running = Running::of(&subject).await?;
     Guest::of(running.vm.as_ref()).await.tell("panic").await;
     let exit = tokio::time::timeout(LONG, running.vm.exited()).await.context("it was booted again")?;
-    ensure!(exit.how == "was ended after its guest had reset itself", "{exit:?}");
+    ensure!(exit.how == "was killed after its guest reset itself", "{exit:?}");
     ensure!(exit.last_lines.iter().any(|line| line.contains("Kernel panic")), "{exit:?}");
     running.end().await
 }
@@ -75,7 +75,7 @@ async fn a_daemon_that_chose_another_vmm_takes_the_vm_up(subject: Subject) -> Re
 async fn a_vmm_that_is_missing_is_named(subject: Subject) -> Result<Outcome> {
     let pod = Pod::new("contract");
     let vmm = subject.vmm(&pod, vm_config()).await?;
-    // After its version was asked.
+    // After its version was read.
     fs::remove_file(pod.path("cloud-hypervisor"))?;
     let error = vmm.boot(&pod.halting_spec()).await.err().context("booted")?;
     ensure!(
@@ -123,7 +123,7 @@ async fn a_start_that_is_never_answered_is_given_up(_: Subject) -> Result<Outcom
     Ok(Outcome::Done)
 }
 
-/// Returns the error of a start, after which nothing may be left but logs.
+/// Returns the error of a start, after which only logs may remain.
 async fn failing_boot(subject: Subject, config: VmConfig) -> Result<VmmError> {
     let pod = Pod::new("contract");
     let spec = pod.halting_spec();
@@ -134,7 +134,7 @@ async fn failing_boot(subject: Subject, config: VmConfig) -> Result<VmmError> {
     Ok(error)
 }
 
-/// A VMM is marked with the directory of its VM.
+/// A VMM process is marked with the directory of its VM.
 async fn no_process_works_in(run_dir: &Path) -> Result<()> {
     let nowhere = Path::new("/nonexistent");
     let at_work = || {

@@ -1,4 +1,4 @@
-//! Who is tested, and what a case has in hand.
+//! The subjects of the tests, and the context of a case.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test helper fails its test")]
 
@@ -33,30 +33,30 @@ use crate::{
     test_guest::{Pod, vm_config},
 };
 
-/// Where the real binary is, if there is one.
+/// Path of the real binary, if there is one.
 const REAL: &str = "CLOUD_HYPERVISOR";
-/// Far beyond anything these tests wait for on a busy host.
+/// Far longer than anything these tests wait for on a busy host.
 const LONG: Duration = Duration::from_secs(90);
 
-/// Who is tested.
+/// The VMM under test.
 #[derive(Debug, Clone)]
 pub enum Subject {
-    /// A double that behaves so.
+    /// A double with this behaviour.
     Double(Behaviour),
     /// The real one.
     Real(PathBuf),
 }
 
-/// How a case ended that didn't fail.
+/// How a case ended that did not fail.
 pub enum Outcome {
     Done,
-    /// Not done, and why.
+    /// Skipped, and why.
     Skipped(String),
 }
 
-/// A case at work.
+/// A running case.
 pub type Work = Pin<Box<dyn Future<Output = Result<Outcome>>>>;
-/// A case as it is listed.
+/// A case in the list.
 pub type Case = (&'static str, fn(Subject) -> Work);
 
 /// `cases![first, second]` makes the list of a file's cases.
@@ -70,12 +70,12 @@ macro_rules! listed {
 }
 
 impl Subject {
-    /// Returns the real binary, if one is named.
+    /// Returns the real binary, if one is configured.
     pub fn real() -> Option<Self> {
         env::var_os(REAL).map(|path| Self::Real(path.into()))
     }
 
-    /// Returns the driver, made for this one.
+    /// Creates the driver for this subject.
     pub async fn vmm(&self, pod: &Pod, config: VmConfig) -> Result<CloudHypervisor> {
         let program = match self {
             Self::Double(behaviour) => double::install(&pod.path(""), behaviour),
@@ -86,7 +86,7 @@ impl Subject {
     }
 }
 
-/// A VM that runs, and its VMM's API.
+/// A running VM, and its VMM's API.
 pub struct Running {
     pub pod: Pod,
     pub spec: VmSpec,
@@ -110,19 +110,19 @@ impl Running {
         Ok(Self { pod, spec, vmm, vm, api })
     }
 
-    /// Returns where this process finds what its VMM finds in `/run`.
+    /// Returns where this process finds the `/run` of its VMM.
     pub fn in_room(&self, name: &str) -> PathBuf {
         PathBuf::from(format!("/proc/{}/root/run", self.vm.record().pid)).join(name)
     }
 
-    /// Ends it all.
+    /// Kills the VM.
     pub async fn end(self) -> Result<Outcome> {
         self.vm.kill().await?;
         Ok(Outcome::Done)
     }
 }
 
-/// Returns the reason of a call that was refused.
+/// Returns the reason of a refused call.
 pub fn refusal<T>(result: Result<T, ApiError>) -> Result<String> {
     match result {
         Err(ApiError::Refused { reason, .. }) => Ok(reason),
@@ -131,10 +131,10 @@ pub fn refusal<T>(result: Result<T, ApiError>) -> Result<String> {
     }
 }
 
-/// Returns why KVM is of no use here, if it isn't.
+/// Returns why KVM is not usable, if it is not.
 pub fn kvm_unusable() -> Option<&'static str> {
     static WHY: OnceLock<Option<String>> = OnceLock::new();
-    // Slow and right will do where it is asked for by name.
+    // Slow is good enough if it is configured by name.
     let asked_for = || env::var("SANDBOXER_TEST_ACCELERATOR").is_ok_and(|name| name == "kvm");
     let measure = || match kvm::measure(Path::new("/dev/kvm")) {
         Ok(_) => None,
@@ -159,7 +159,7 @@ pub fn trial(group: &str, subject: &Subject, (name, case): Case) -> Trial {
     })
 }
 
-/// Returns a test that can't be done here, counted as ignored.
+/// Returns a test that cannot run here, counted as ignored.
 pub fn skipped(name: &str, why: String) -> Trial {
     Trial::ignorable_test(name, move || Ok(Completion::ignored_with(why)))
 }

@@ -17,7 +17,7 @@ use sandboxer_protocol::{
     link::LinkKey,
     share::{Head, REQUEST_HEAD, SLOTS, opcode, u32_at},
 };
-use sandboxer_vmm::{MEMORY, ShareWay, Vm, VmSpec, Vmm, cloud_hypervisor::CloudHypervisor};
+use sandboxer_vmm::{MEMORY, ShareTransport, Vm, VmSpec, Vmm, cloud_hypervisor::CloudHypervisor};
 
 use super::{Case, LONG, Outcome, Subject, kvm_unusable, skipped, trial};
 use crate::{
@@ -53,17 +53,17 @@ pub fn trials() -> Vec<Trial> {
 /// A copy that has nothing to wait for has answered and is configured within this time.
 const AT_ONCE: Duration = Duration::from_millis(200);
 
-/// Returns whether this is a node whose clock counts instructions.
+/// Returns whether this node's clock counts instructions.
 fn is_virtual_time() -> bool {
     std::env::var("SANDBOXER_CLOCK").is_ok_and(|clock| clock == "virtual")
 }
 
-/// A pod's VM, not yet running.
+/// The VM of a pod, not running yet.
 struct Guest {
     config: VmConfig,
     vmm: CloudHypervisor,
     spec: VmSpec,
-    // Its files go with it.
+    // Its files are removed with it.
     pod: Pod,
 }
 
@@ -107,7 +107,7 @@ async fn the_agent_is_greeted_anew_by_the_next_daemon(subject: Subject) -> Resul
     Ok(Outcome::Done)
 }
 
-/// As a template is made and used: a session is open at the freeze, and each copy is greeted.
+/// As a template is built and used: a session is open at the freeze, and each copy is greeted.
 async fn a_copy_of_a_frozen_vm_answers_its_agent(subject: Subject) -> Result<Outcome> {
     let guest = Guest::of(&subject).await?;
     let dir = guest.pod.path("frozen");
@@ -127,8 +127,8 @@ async fn a_copy_of_a_frozen_vm_answers_its_agent(subject: Subject) -> Result<Out
         let resumed = Instant::now();
         let agent = guest.greet(copy.as_ref()).await.with_context(|| format!("copy {name}"))?;
         agent.configure_pod(ConfigurePodRequest { hostname: name.into(), ..Default::default() }).await?;
-        // A guest whose clock was set back answers when it has come to where its template's was. In virtual time a limit is one
-        // of instructions, so nothing else can be it.
+        // A guest whose clock was set back answers only once it reaches its template's value. In virtual time a limit
+        // counts instructions, so there is no other cause.
         let took = resumed.elapsed();
         ensure!(took < AT_ONCE || !is_virtual_time(), "copy {name} answered {took:?} after its resumption");
         copy.attach_disk(&pod.disk("late")).await?;
@@ -144,7 +144,7 @@ async fn a_guest_asks_for_files_by_streams_that_the_daemon_has_no_part_in(
     let vm = guest.vmm.boot(&guest.spec).await?;
     let agent = guest.greet(vm.as_ref()).await?;
     let listener = vm.listen_for_shares()?;
-    ensure!(listener.way == ShareWay::Streams, "{listener:?}");
+    ensure!(listener.transport == ShareTransport::Streams, "{listener:?}");
     vm.connect_shares().await?;
     ensure!(agent.mount_shares("", Some(&KEY)).await?, "the agent carries no requests");
     drop(agent);
@@ -155,7 +155,7 @@ async fn a_guest_asks_for_files_by_streams_that_the_daemon_has_no_part_in(
     Ok(Outcome::Done)
 }
 
-/// Takes all streams, which begin with the key; the kind of the first request that comes by one of them, which fails.
+/// Accepts all streams, which begin with the key. Returns the kind of the first request; that stream then fails.
 fn answer_one(listener: &UnixListener) -> io::Result<u32> {
     let (sender, receiver) = mpsc::channel();
     for _ in 0..SLOTS {
@@ -164,7 +164,7 @@ fn answer_one(listener: &UnixListener) -> io::Result<u32> {
         thread::spawn(move || {
             let mut begun = [0; LinkKey::LEN + REQUEST_HEAD];
             let heard = stream.read_exact(&mut begun[..LinkKey::LEN]).and_then(|()| {
-                // The test fails by what is heard then.
+                // The test fails by what is sent then.
                 assert_eq!(begun[..LinkKey::LEN], KEY.as_bytes()[..], "another key");
                 stream.read_exact(&mut begun[LinkKey::LEN..])
             });

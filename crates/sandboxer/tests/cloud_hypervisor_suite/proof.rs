@@ -1,4 +1,4 @@
-//! The suite proven: a VMM that differs from the published API in one field or one status fails a case.
+//! Proof of the suite: a VMM that differs from the published API in one field or one status fails a case.
 
 use anyhow::{Result, ensure};
 use libtest_mimic::{Failed, Trial};
@@ -6,7 +6,7 @@ use libtest_mimic::{Failed, Trial};
 use super::{Subject, cases::cases, run};
 use crate::double::behaviour::Behaviour;
 
-/// Type, field, and what a double calls it.
+/// Type, field, and the field's name in a double.
 const RENAMED: [(&str, &str, &str); 16] = [
     ("VmConfig", "payload", "payloads"),
     ("VmConfig", "landlock_rules", "landlock"),
@@ -26,7 +26,7 @@ const RENAMED: [(&str, &str, &str); 16] = [
     ("PciDeviceInfo", "bdf", "address"),
 ];
 
-/// Call, and with what a double answers it instead of what is described.
+/// Call, and a double's answer in place of the described one.
 const STATUSES: [(&str, u16); 10] = [
     ("vmm.ping", 204),
     ("vm.create", 200),
@@ -58,7 +58,7 @@ pub fn trials() -> Vec<Trial> {
         .collect()
 }
 
-/// Some case has to fail on such a double.
+/// Asserts that some case fails on such a double.
 fn fails(behaviour: Behaviour) -> Result<()> {
     let failed = cases().into_iter().find(|(_, case)| run(case(Subject::Double(behaviour.clone()))).is_err());
     ensure!(failed.is_some(), "every case passes on {behaviour:?}");

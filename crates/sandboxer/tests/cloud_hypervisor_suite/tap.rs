@@ -1,4 +1,4 @@
-//! Taps, in a network that nobody else sees.
+//! Taps, in a network namespace of the test's own.
 
 use std::{
     fs::File,
@@ -14,12 +14,12 @@ use nix::{
 
 static ALONE: OnceLock<Result<(), Errno>> = OnceLock::new();
 
-/// Gives this process, and the VMMs that it will start, a network of its own. Before it has threads.
+/// Gives this process, and the VMMs that it will start, a network namespace of its own. Call it before it has threads.
 pub fn be_alone() {
     ALONE.get_or_init(|| unshare(CloneFlags::CLONE_NEWNET));
 }
 
-/// Opens a tap. It is gone with its last descriptor.
+/// Opens a tap. It is removed with its last descriptor.
 pub fn open() -> io::Result<OwnedFd> {
     (*ALONE.get().expect("be_alone was called"))?;
     let tun = File::options().read(true).write(true).open("/dev/net/tun")?;

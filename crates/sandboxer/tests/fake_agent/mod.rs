@@ -1,4 +1,4 @@
-//! An agent double: it keeps processes in a map and runs nothing. For the daemon's own tests.
+//! An agent double for the daemon's tests: it keeps processes in a map and runs nothing.
 
 use std::{
     collections::HashMap,
@@ -22,31 +22,31 @@ use ttrpc::{
     get_status,
 };
 
-/// What every process of a [`FakeAgent`] prints. A container's then goes on running, an exec has ended.
+/// Output of every process of a [`FakeAgent`]. A container's init then continues to run; an exec has ended.
 pub const OUTPUT: &[u8] = b"hello from nowhere\n";
 
-/// Most bytes of an [output](FakeAgent::output) that are told at once.
+/// Most bytes of an [output](FakeAgent::output) in one answer.
 const PIECE: usize = 5000;
 
-/// A container whose id begins so is never made.
+/// A container whose id begins so is never created.
 pub const HANGS: &str = "hangs";
 
-/// Containers and execs of one fake guest; lives as long as its VM, across sessions.
+/// Containers and execs of one fake guest; they last as long as its VM, across sessions.
 #[derive(Clone, Default)]
 pub struct FakeAgent {
-    /// By container and exec; the container's own has an empty one.
+    /// By container and exec; the exec of a container's init is empty.
     processes: Arc<Mutex<HashMap<(String, String), Process>>>,
-    /// Asked to power off, it goes on.
+    /// It does not power off on request.
     pub lingers: Arc<AtomicBool>,
     power: Option<Power>,
     link_key: Option<watch::Sender<LinkKey>>,
-    /// What a process prints instead of [`OUTPUT`], in pieces.
+    /// Output of a process in place of [`OUTPUT`], in pieces.
     pub output: Option<Arc<[u8]>>,
-    /// Containers that are not made.
+    /// Containers that cannot be created.
     pub hanging: watch::Sender<usize>,
-    /// By how much its clock is behind the host's.
+    /// Lag of its clock behind the host's.
     pub behind_ns: Arc<Mutex<i64>>,
-    /// It has a clock of its VMM's.
+    /// Its VMM provides a clock.
     keeps_time: bool,
     began: Began,
 }
@@ -68,13 +68,13 @@ struct Process {
 }
 
 impl FakeAgent {
-    /// Returns one whose VMM gives it a clock.
+    /// Returns an agent whose VMM provides a clock.
     #[allow(dead_code, reason = "not every test has one")]
     pub fn with_a_clock(self) -> Self {
         Self { keeps_time: true, ..self }
     }
 
-    /// Serves one stream of a guest, with the processes that earlier streams left.
+    /// Serves one stream of a guest, with the processes of earlier streams.
     pub fn serve(&self, guest: FakeGuest) {
         let key = guest.link_key.subscribe();
         let agent = Self { power: Some(guest.power.clone()), link_key: Some(guest.link_key), ..self.clone() };
@@ -126,7 +126,7 @@ impl Agent for FakeAgent {
         let boottime_ns = self.began.0.elapsed().as_nanos() as u64;
         let host = std::time::UNIX_EPOCH.elapsed().unwrap().as_nanos() as i64;
         if request.realtime_ns > 0 {
-            // What the host's clock is by now, by what it was then.
+            // The host's current clock, from its earlier value.
             let now = request.realtime_ns as i64 + (boottime_ns - request.at_boottime_ns) as i64;
             *behind = host - now;
         }

@@ -1,4 +1,5 @@
-//! A guest's kernel that asks for files of a share as fast as it is answered, and as much at once as there may be.
+//! A guest's kernel that requests files of a share as fast as it gets answers, with as many requests at once as
+//! possible.
 
 use std::{io, path::PathBuf, time::Duration};
 
@@ -10,14 +11,14 @@ use tokio::{
 
 use super::Nature;
 
-/// The file that is read; a test puts it into the directory that it shares.
+/// The file that is read; a test puts it into the shared directory.
 pub const FILE: &str = "big";
 
 const ROOT: u64 = 1;
-/// The share comes a little after the first request.
+/// The share is attached a little after the first request.
 const SOON: Duration = Duration::from_millis(5);
 
-/// Asks by as many streams as there may be, and by some more, until the server is gone. Each begins with `key`.
+/// Opens as many streams as possible, and some more, until the server is gone. Each begins with `key`.
 pub fn ask(shares: PathBuf, key: Vec<u8>, nature: Nature) {
     tokio::spawn(async move {
         let Ok(mut first) = Asker::connect(&shares, &key).await else { return };
@@ -51,7 +52,7 @@ impl Asker {
         Ok(Self { stream, unique: 2 })
     }
 
-    /// Opens the file of the one share that there is.
+    /// Opens the file in the only share.
     async fn find(&mut self) -> io::Result<Found> {
         // 7.36, reading ahead, all flags.
         let init = [7, 36, 65536, 0x7fff_ffff].map(u32::to_le_bytes).concat();
@@ -59,7 +60,7 @@ impl Asker {
         let listing = number(&self.exchange(opcode::OPENDIR, ROOT, &[0; 8]).await?, 16);
         let name = loop {
             let listed = self.exchange(opcode::READDIR, ROOT, &reading(listing, 4096)).await?;
-            // `struct fuse_dirent`, behind the answer's head.
+            // `struct fuse_dirent`, after the answer's header.
             let length = number(&listed, 32) as usize & 0xff;
             if let Some(name) = listed.get(40..40 + length).filter(|name| !name.is_empty()) {
                 break name.to_vec();
@@ -111,7 +112,7 @@ fn number(answer: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(bytes.unwrap_or_default())
 }
 
-/// `struct fuse_read_in`, from the beginning.
+/// Returns a `struct fuse_read_in` at offset 0.
 fn reading(handle: u64, size: u32) -> Vec<u8> {
     let mut body = [handle, 0].map(u64::to_le_bytes).concat();
     body.extend([size, 0, 0, 0, 0, 0].map(u32::to_le_bytes).concat());

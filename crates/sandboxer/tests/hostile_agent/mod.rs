@@ -1,6 +1,6 @@
-//! A double of an agent that means harm, or of whatever took its place in a guest that somebody broke into.
+//! A double of a hostile agent, or of an attacker's program in its place.
 //!
-//! It greets as any agent does and answers every call with an empty message, which is what success looks like,
+//! It greets as any agent does and answers every call with an empty message, which means success,
 //! until its nature shows.
 
 mod asker;
@@ -27,51 +27,51 @@ use ttrpc::{
 /// What it does to the daemon.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Nature {
-    /// Sends rubbish instead of a welcome, without end.
+    /// Sends endless garbage in place of a welcome.
     NeverGreets,
     /// Welcomes the daemon in another version of the protocol.
     OtherVersion,
-    /// Welcomes it with a release full of control characters, as long as a welcome may be.
+    /// Sends a welcome of maximum length whose release is full of control characters.
     SteersTerminals,
-    /// Sends answers that nobody asked for, as long as can be, without end.
+    /// Sends endless answers of maximum length that belong to no call.
     AnswersUnasked,
-    /// Answers each call again and again.
+    /// Answers each call repeatedly.
     AnswersTwice,
-    /// Returns a call by a stream of data without end.
+    /// Answers a call by a stream of data without end.
     Streams,
     /// Announces an answer of 4 GiB, and sends it.
     AnswersAtLength,
-    /// Does as it should, until it is told to end a process: then it answers nobody's call.
+    /// Behaves well until it must kill a process: then it answers no call.
     BreaksOnSignal,
-    /// Answers with bytes that are no message.
+    /// Answers with bytes that are not a message.
     AnswersRubbish,
-    /// Returns a call when nobody waits any more.
+    /// Answers a call after its time limit.
     AnswersLate,
-    /// Answers each call when its time is almost up.
+    /// Answers each call just before its time limit.
     LateAgent,
-    /// Makes no container and no volume, and never says so.
+    /// Creates no container and no volume, and never answers.
     SlowCreate,
-    /// Takes nothing, says nothing.
+    /// Reads nothing and sends nothing.
     NeverReads,
-    /// Takes every call and answers none.
+    /// Reads every call but answers none.
     NeverAnswers,
-    /// Has endless output, as much at once as it may send.
+    /// Has endless output, in answers of maximum length.
     FloodsOutput,
     /// Has endless output, a byte at a time.
     TricklesOutput,
-    /// Says again and again that there is no output yet.
+    /// Says repeatedly that there is no output yet.
     SpinsOutput,
-    /// Has output from offsets that nobody asked for.
+    /// Has output from offsets that were not requested.
     SkipsOutput,
-    /// Knows more processes than there can be.
+    /// Lists more processes than there can be.
     ListsForEver,
-    /// Knows no process, and doesn't say that it has ended any.
+    /// Knows no process, and does not report that any has ended.
     DeniesContainers,
-    /// Has as many requests for files of a share under way as there may be, without end.
+    /// Has as many file requests in flight as possible, without end.
     FloodsRequests,
-    /// The same, each for as many bytes as an answer holds.
+    /// The same; each requests the maximum length of an answer.
     AsksHugeReads,
-    /// Asks for as much, and takes none of it.
+    /// Requests as much, but reads no answer.
     NeverTakesAnswers,
 }
 
@@ -107,22 +107,22 @@ impl Nature {
         !matches!(self, Self::NeverGreets | Self::OtherVersion)
     }
 
-    /// Returns whether it shows only if the pod has a share.
+    /// Returns whether it only matters if the pod has a share.
     pub fn wants_a_share(self) -> bool {
         matches!(self, Self::FloodsRequests | Self::AsksHugeReads | Self::NeverTakesAnswers)
     }
 }
 
-/// What a guest of [`Nature::SteersTerminals`] calls its kernel.
+/// Kernel name of a guest of [`Nature::SteersTerminals`].
 pub const RELEASE: &str = "6.1\x1b]0;root\x07";
 
-/// Longest message ttrpc takes.
+/// Longest message of ttrpc.
 const MAX_MESSAGE_BYTES: u32 = 4 << 20;
 
 /// Serves one stream of a guest.
 pub fn serve(guest: FakeGuest, nature: Nature) {
     tokio::spawn(async move {
-        // Whatever ends it, the daemon has had enough.
+        // Whatever ends it, the daemon closed the connection.
         let _ = match nature {
             Nature::NeverGreets => flood(guest.stream, &[0xa5; 16 << 10]).await,
             Nature::OtherVersion => other_version(guest).await,
@@ -157,7 +157,7 @@ async fn greet_and_harm(guest: FakeGuest, nature: Nature) -> io::Result<()> {
     let ready = || Ready { kernel_release: release.clone(), ..Default::default() };
     let harm = async {
         while let Some(session) = accepted.recv().await {
-            // The daemon hung up: that is the end of a session, not of the guest.
+            // The daemon hung up: that ends a session, not the guest.
             let _ = harm(session, nature, &guest.shares).await;
         }
         Ok(())
@@ -224,7 +224,7 @@ async fn harm(session: impl AsyncRead + AsyncWrite, nature: Nature, shares: &Pat
                 }
             }
             (ListsForEver, "ListContainers" | "ListVolumes" | "ListProcesses") => {
-                // Each an entry of two bytes.
+                // Each is an entry of two bytes.
                 to.write_all(&good(&[0x0a, 0].repeat(1 << 20))).await?;
             }
             _ => to.write_all(&good(b"")).await?,
@@ -232,7 +232,7 @@ async fn harm(session: impl AsyncRead + AsyncWrite, nature: Nature, shares: &Pat
     }
 }
 
-/// Returns what there is to be read from `offset` on; none: the call is left waiting.
+/// Returns the output from `offset` on; `None`: the call is not answered.
 fn output(nature: Nature, offset: u64) -> Option<wire::ReadOutputResponse> {
     let answer = |offset, data: &[u8]| {
         Some(wire::ReadOutputResponse { offset, data: data.to_vec(), ..Default::default() })

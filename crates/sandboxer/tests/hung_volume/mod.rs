@@ -1,8 +1,8 @@
-//! A volume whose server stops answering: a FUSE file system that holds one file and is served here, by Linux'
+//! A volume whose server stops answering: a FUSE file system with one file, served here according to Linux'
 //! `include/uapi/linux/fuse.h`. Needs root.
 //!
-//! It answers everybody, such as containerd, until it is told to leave one process waiting. A request that it has read
-//! and not answered can't be given up by whoever made it, not even when that is killed.
+//! It answers all processes, such as containerd, until it must stop answering some. A process whose request has been
+//! read but not answered cannot abort it, even if it is killed.
 
 #![allow(clippy::unwrap_used, reason = "helpers of tests fail their test")]
 
@@ -28,7 +28,7 @@ use nix::{
     poll::{PollFd, PollFlags, PollTimeout, poll},
 };
 
-/// Whom a silent server leaves waiting, by the names of their threads: the daemon's helpers, and those of its tests.
+/// Thread names of processes that a silent server does not answer: the daemon's helpers, and those of its tests.
 const LEFT_WAITING: [&str; 2] = ["sandboxer-path", "helper"];
 
 const LOOKUP: u32 = 1;
@@ -45,14 +45,14 @@ const READDIR: u32 = 28;
 const RELEASEDIR: u32 = 29;
 const INTERRUPT: u32 = 36;
 const BATCH_FORGET: u32 = 42;
-/// Ahead of a request.
+/// Header of a request.
 const IN_HEADER: usize = 40;
-/// The node of the one file.
+/// The inode of the one file.
 const FILE: u64 = 2;
-/// What is in it.
+/// Its content.
 const CONTENT: &[u8] = b"content";
 
-/// A mounted volume; gone when this is dropped, with whatever waits for it.
+/// A mounted volume; it is unmounted when this is dropped, and waiting processes get an error.
 pub struct HungVolume {
     path: PathBuf,
     shared: Arc<Shared>,
@@ -67,7 +67,7 @@ struct Shared {
 }
 
 impl HungVolume {
-    /// Mounts it at `path`, a directory that is there. It answers.
+    /// Mounts it at `path`, an existing directory. It answers.
     pub fn mount(path: &Path) -> io::Result<Self> {
         let device =
             File::options().read(true).write(true).custom_flags(libc::O_NONBLOCK).open("/dev/fuse")?;
@@ -81,17 +81,17 @@ impl HungVolume {
         Ok(Self { path: path.to_owned(), shared, server: Some(server) })
     }
 
-    /// Returns where it is.
+    /// Returns its path.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// From now on, whether it leaves the daemon's helpers waiting.
+    /// Sets whether it answers the daemon's helpers from now on.
     pub fn set_silent(&self, silent: bool) {
         self.shared.silent.store(silent, Ordering::SeqCst);
     }
 
-    /// Requests that it has left unanswered.
+    /// Returns the number of requests that it has not answered.
     pub fn left_waiting(&self) -> usize {
         self.shared.left_waiting.load(Ordering::SeqCst)
     }
@@ -100,7 +100,7 @@ impl HungVolume {
 impl Drop for HungVolume {
     fn drop(&mut self) {
         self.shared.ended.store(true, Ordering::SeqCst);
-        // The server closes its file, and with that everybody who waits gets an error.
+        // The server closes its file, and all waiting processes get an error.
         if let Some(server) = self.server.take() {
             let _ = server.join();
         }
@@ -141,7 +141,7 @@ fn serve(mut device: File, shared: &Shared) {
         message.extend(error.to_le_bytes());
         message.extend(unique.to_le_bytes());
         message.extend(body);
-        // Whoever asked may be gone.
+        // The requesting process may be gone.
         let _ = device.write_all(&message);
     }
 }
@@ -161,7 +161,7 @@ fn answer(operation: u32, node: u64, body: &[u8]) -> Result<Vec<u8>, Errno> {
                 .for_each(|(at, word): (usize, u32)| out[at..at + 4].copy_from_slice(&word.to_le_bytes()));
             Ok(out)
         }
-        // Nothing is remembered: each look is asked anew.
+        // Nothing is cached: each look-up sends a request.
         LOOKUP if body.starts_with(b"file\0") => {
             Ok([&FILE.to_le_bytes()[..], &[0; 32], &attributes(FILE)].concat())
         }

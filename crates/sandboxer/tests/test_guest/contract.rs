@@ -1,4 +1,4 @@
-//! What every VMM owes the daemon, whatever runs its guests.
+//! The contract that every VMM must meet.
 
 use std::{
     fs::{self, File},
@@ -22,10 +22,10 @@ use tokio::{
 
 use super::{Guest, Pod, share_server::ShareServer};
 
-/// Far beyond anything these tests wait for on a busy host.
+/// Far longer than anything these tests wait for on a busy host.
 const LONG: Duration = Duration::from_secs(90);
 
-/// Returns a VM's network interface is its tap, which goes with it.
+/// Returns a VM's network interface lasts as long as its tap.
 pub async fn a_tap_is_held_as_long_as_the_vm_runs(
     vmm: &dyn Vmm,
     spec: fn(&Pod) -> VmSpec,
@@ -42,7 +42,7 @@ pub async fn a_tap_is_held_as_long_as_the_vm_runs(
     assert!(!is_there(), "the tap outlived its VM");
 }
 
-/// Holds a VMM to its word. `spec` makes of a pod a VM whose guest answers as `init.sh` does.
+/// Tests a VMM against the contract. `spec` returns, for a pod, a VM whose guest answers as `init.sh` does.
 pub async fn keeps_the_contract(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec) {
     let pod = Pod::new("contract");
     let (first, second) = (pod.disk("first"), pod.disk("second"));
@@ -53,7 +53,7 @@ pub async fn keeps_the_contract(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec) {
     disks_come_and_go(&*vm, &mut guest, &first, &second).await;
     the_last_stream_wins(&*vm, guest).await;
 
-    // As if the daemon died: all it has is the record.
+    // As if the daemon died: only the record remains.
     let record = vm.record();
     drop(vm);
     let stored = serde_json::to_string(&record).unwrap();
@@ -104,7 +104,7 @@ async fn disks_come_and_go(vm: &dyn Vm, guest: &mut Guest, first: &DiskSpec, sec
     assert_eq!(guest.ask("await-gone second").await, "gone second");
 }
 
-/// Returns what a guest asks for files gets to who serves them, and the answers back, by a link that the daemon has no part in.
+/// Returns the guest's file requests reach their server, and the answers the guest, without the daemon.
 pub async fn requests_for_files_have_a_link_of_their_own(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec) {
     // State: there it is. Head: 80 bytes, no error, of request 7.
     const ANSWER: &str = "0100000050000000000000000700000000000000";
@@ -120,7 +120,7 @@ pub async fn requests_for_files_have_a_link_of_their_own(vmm: &dyn Vmm, spec: fn
     let vm = vmm.adopt(&record).await.unwrap().expect("the VM outlived its handle");
     let mut guest = Guest::of(&*vm).await;
     assert_eq!(guest.ask("ask-for-files").await, ANSWER, "the link ended with the daemon");
-    // By a daemon that knows not how far the last one came.
+    // A daemon that does not know how far the last one came.
     vm.connect_shares().await.expect("it is begun anew");
     assert_eq!(guest.ask("ask-for-files").await, ANSWER);
     vm.pause().await.expect("it holds up nothing");
@@ -141,8 +141,8 @@ async fn is_dead(stream: &mut dyn AgentStream) -> bool {
     read.is_err() && stream.write_all(b"hello\n").await.is_err()
 }
 
-/// Looks at a VM's process as the kernel has it, from outside; its user. `kvm`: it needs the device; `has_room`: it
-/// has a directory that it can write to.
+/// Inspects a VM's process from outside. Returns its user. `kvm`: it needs the device; `has_room`: it has a
+/// directory that it can write to.
 pub fn is_jailed(vm: &dyn Vm, kvm: bool, has_room: bool) -> u32 {
     let proc = Path::new("/proc").join(vm.record().pid.to_string());
     let status = fs::read_to_string(proc.join("status")).unwrap();
@@ -153,7 +153,7 @@ pub fn is_jailed(vm: &dyn Vm, kvm: bool, has_room: bool) -> u32 {
     let user: u32 = field("Uid")[0].parse().unwrap();
     assert!(user >= 0x7000_0000 && field("Uid").iter().all(|id| *id == field("Uid")[0]), "{status}");
     assert_eq!(field("Gid"), field("Uid"));
-    // Of the host's it is in the group that may open /dev/kvm, where it may.
+    // Its only group of the host is that of /dev/kvm, if that group may open it.
     let kvm = fs::metadata("/dev/kvm").ok().filter(|_| kvm);
     let groups: Vec<u32> = kvm.iter().map(MetadataExt::gid).filter(|group| *group != 0).collect();
     assert_eq!(field("Groups"), groups.iter().map(u32::to_string).collect::<Vec<_>>(), "{status}");
@@ -166,7 +166,7 @@ pub fn is_jailed(vm: &dyn Vm, kvm: bool, has_room: bool) -> u32 {
         let of = |proc: &Path| fs::read_link(proc.join("ns").join(namespace)).unwrap();
         assert_ne!(of(&proc), of(Path::new("/proc/self")), "{namespace} is the host's");
     }
-    // Its own user namespace knows itself and nobody else.
+    // Its own user namespace maps only itself.
     for map in ["uid_map", "gid_map"] {
         let text = fs::read_to_string(proc.join(map)).unwrap();
         let ids: Vec<u32> = text.split_whitespace().map(|id| id.parse().unwrap()).collect();
@@ -189,7 +189,7 @@ pub fn is_jailed(vm: &dyn Vm, kvm: bool, has_room: bool) -> u32 {
         let is_room = has_room && mount.starts_with("room /run tmpfs rw,nosuid,nodev,noexec,");
         assert!(options.starts_with("ro") || is_room, "{mount} can be written");
     }
-    // What people are shown is what is read here, from outside.
+    // What people are shown is read here, too.
     let seen = Confinement::of(vm.record().pid).unwrap();
     assert_eq!((seen.uid, seen.gid, &seen.groups), (user, user, &groups));
     assert_eq!((seen.capabilities, seen.capability_bounds), (0, 0));
@@ -201,7 +201,7 @@ pub fn is_jailed(vm: &dyn Vm, kvm: bool, has_room: bool) -> u32 {
     user
 }
 
-/// Holds a VMM that freezes and restores VMs to its word, too.
+/// Tests a VMM that freezes and restores VMs against the rest of the contract.
 pub async fn copies_of_a_frozen_vm_are_vms(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec) {
     let frozen = frozen(vmm, spec, |_| async {}).await;
     let (one, two) = (Pod::new("one"), Pod::new("two"));
@@ -222,7 +222,7 @@ pub async fn copies_of_a_frozen_vm_are_vms(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSp
     }
     assert_eq!(vms[0].1.ask("await-gone two").await, "gone two", "one guest has the other's disk");
 
-    // A VM that was nobody's becomes a pod's.
+    // A VM without a pod is assigned to one.
     let (nobodys, guest) = vms.remove(0);
     nobodys.pause().await.unwrap();
     let pod = Pod::new("somebody");
@@ -240,7 +240,7 @@ pub async fn copies_of_a_frozen_vm_are_vms(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSp
     }
 }
 
-/// Returns a VM that was frozen after `before` had its way with the guest.
+/// Freezes a VM after `before` has used its guest.
 pub async fn frozen<F: Future<Output = ()>>(
     vmm: &dyn Vmm,
     spec: fn(&Pod) -> VmSpec,
@@ -259,7 +259,7 @@ pub async fn frozen<F: Future<Output = ()>>(
     sealed(dir)
 }
 
-/// Returns what a VM was frozen into, in memory that nobody can change any more.
+/// Returns the files of a frozen VM, in sealed memory.
 pub fn sealed(dir: PathBuf) -> Frozen {
     let files = fs::read_dir(&dir).unwrap().map(|entry| {
         let (entry, name) = entry.map(|entry| (entry.path(), entry.file_name())).unwrap();

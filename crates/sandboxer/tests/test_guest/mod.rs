@@ -1,4 +1,4 @@
-//! A guest that tests can talk to, in memory and as an initramfs, and the pods it runs in.
+//! A guest that tests can communicate with, in memory and as an initramfs, and the pods that it runs in.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test helper fails its test")]
 #![allow(dead_code, reason = "several test programs use different parts of it")]
@@ -62,7 +62,7 @@ pub fn serve_in_memory(guest: FakeGuest) {
     });
 }
 
-/// Returns what a guest's kernel begins with (`FUSE_INIT`), and the answer's head behind a state as a disk has it.
+/// First bytes that a guest's kernel sends (`FUSE_INIT`), and the answer's header after a disk's state.
 async fn ask_for_files(shares: &Path) -> String {
     let mut stream = UnixStream::connect(shares).await.unwrap();
     let mut request = [104, 26, 7, 0].map(u32::to_le_bytes).concat();
@@ -101,7 +101,7 @@ impl Guest {
     }
 }
 
-/// A pod's files, gone with it.
+/// A pod's files, removed on drop.
 pub struct Pod {
     name: &'static str,
     dir: TempDir,
@@ -131,7 +131,7 @@ impl Pod {
     pub fn halting_spec(&self) -> VmSpec {
         let (kernel, initramfs) = (self.path("halting"), self.path("nothing"));
         fs::write(&kernel, halting_kernel::ELF).unwrap();
-        // A double's behaviour may be in it.
+        // It may contain a double's behaviour.
         if !initramfs.exists() {
             fs::write(&initramfs, "nothing").unwrap();
         }
@@ -158,7 +158,7 @@ impl Pod {
         }
     }
 
-    /// Returns a disk whose first line is its serial.
+    /// Creates a disk whose first line is its serial.
     pub fn disk(&self, serial: &str) -> DiskSpec {
         let path = self.path(&format!("{serial}.img"));
         let mut image = format!("{serial}\n").into_bytes();
@@ -170,14 +170,14 @@ impl Pod {
     pub fn script(&self, name: &str, body: &str) -> PathBuf {
         let (text, path) = (self.path(&format!("{name}.text")), self.path(name));
         fs::write(&text, format!("#!/bin/sh\n{body}\n")).unwrap();
-        // Written by another process: a file open for writing here could be inherited by a process that
-        // another test forks at this moment, and can't be executed until that is gone.
+        // Written by another process: if it is open for writing here, a process that another test forks at this moment
+        // inherits the descriptor, and the file cannot be executed until that process is gone.
         let copied = Command::new("install").args(["-m", "755"]).args([&text, &path]).status().unwrap();
         assert!(copied.success());
         path
     }
 
-    /// No socket, and no process whose id a script wrote to `pid`.
+    /// Asserts that there is no socket, and no process whose id a script wrote to `pid`.
     pub async fn assert_nothing_left(&self) {
         let sockets: Vec<_> = fs::read_dir(self.path("run"))
             .unwrap()
@@ -219,7 +219,7 @@ impl Pod {
     }
 }
 
-/// A test that failed leaves no VMM either.
+/// A failed test leaves no VMM either.
 impl Drop for Pod {
     fn drop(&mut self) {
         for stray in strays::of(&self.path("run")).unwrap() {
@@ -228,7 +228,7 @@ impl Drop for Pod {
     }
 }
 
-/// QEMU with whatever accelerator works here.
+/// Returns QEMU with an accelerator that works here.
 pub async fn qemu() -> Qemu {
     qemu_program(Path::new("qemu-system-x86_64")).await
 }
@@ -237,9 +237,9 @@ pub async fn qemu_program(program: &Path) -> Qemu {
     let real = program.file_name().is_some_and(|name| name == "qemu-system-x86_64");
     Qemu::new(&VmConfig {
         qemu: program.into(),
-        // A stand-in that hangs shall not hang the test for long.
+        // A hung stand-in must not delay the test for long.
         boot_timeout: if real { LONG } else { Duration::from_secs(2) },
-        // It tells its pid by a file.
+        // It reports its pid in a file.
         jail: real,
         ..vm_config()
     })
@@ -247,7 +247,8 @@ pub async fn qemu_program(program: &Path) -> Qemu {
     .expect("auto always finds an accelerator")
 }
 
-/// Whichever works here, or the one that `SANDBOXER_TEST_ACCELERATOR` asks for: in a VM a KVM may be slow and right.
+/// Returns an accelerator that works, or the one in `SANDBOXER_TEST_ACCELERATOR`: in a VM a KVM may be slow but
+/// correct.
 fn accelerator() -> Accelerator {
     match env::var("SANDBOXER_TEST_ACCELERATOR").as_deref() {
         Ok("kvm") => Accelerator::Kvm,
@@ -257,7 +258,7 @@ fn accelerator() -> Accelerator {
     }
 }
 
-/// Returns how tests run VMs.
+/// Returns the configuration of VMs in tests.
 pub fn vm_config() -> VmConfig {
     VmConfig {
         idle_cgroup: String::new(),
@@ -281,7 +282,7 @@ pub fn vm_config() -> VmConfig {
     }
 }
 
-/// Returns where a part of the guest image is, once built.
+/// Returns the path of a part of the guest image, if it is built.
 pub fn guest_image(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../target/guest").join(name)
 }

@@ -12,30 +12,30 @@ use rustix::{
     process::{Pid, Signal, WaitOptions, kill_process, waitpid},
 };
 use sandboxer_protocol::link::LinkKey;
-use sandboxer_vmm::{ShareListener, ShareWay};
+use sandboxer_vmm::{ShareListener, ShareTransport};
 
 use super::Pod;
 
-/// With what streams begin.
+/// Prefix of streams.
 pub const KEY: LinkKey = LinkKey::from_bytes([9; LinkKey::LEN]);
 const PROGRAM: &str = "sandboxer-share";
 
-/// A running server without a share. Dropping it ends it.
+/// A running server without a share. Dropping it kills it.
 pub struct ShareServer(Pid);
 
 impl ShareServer {
-    /// Serves whoever connects to `listener`.
+    /// Starts a server for the connections to `listener`.
     pub fn start(pod: &Pod, listener: ShareListener) -> Self {
         let root = pod.path("served");
         fs::create_dir(&root).unwrap();
-        let ShareListener { socket, way } = listener;
-        let way = match way {
-            ShareWay::Disk => "disk".to_owned(),
-            ShareWay::Streams => format!("streams:{}", KEY.to_hex()),
+        let ShareListener { socket, transport } = listener;
+        let transport = match transport {
+            ShareTransport::Disk => "disk".to_owned(),
+            ShareTransport::Streams => format!("streams:{}", KEY.to_hex()),
         };
         let mut program = Command::new(built());
-        program.arg(socket.as_raw_fd().to_string()).arg(root).args(["256", &way]).stdin(Stdio::null());
-        // SAFETY: between fork and exec one system call is made.
+        program.arg(socket.as_raw_fd().to_string()).arg(root).args(["256", &transport]).stdin(Stdio::null());
+        // SAFETY: between fork and exec only one system call is made.
         unsafe { program.pre_exec(move || Ok(rustix::io::fcntl_setfd(&socket, FdFlags::empty())?)) };
         let started = program.stderr(Stdio::inherit()).output().unwrap();
         let words = String::from_utf8(started.stdout).unwrap();

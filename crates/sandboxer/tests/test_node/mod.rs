@@ -1,4 +1,4 @@
-//! A node without a VMM, for tests of what pods' tasks do.
+//! A node without a VMM, for tests of pods' tasks.
 
 #![allow(dead_code, reason = "several test programs use different parts of it")]
 
@@ -33,7 +33,7 @@ pub struct TestNode {
 }
 
 impl TestNode {
-    /// In a directory of its own, configured by default but for what `configure` changes.
+    /// Creates a node in a directory of its own, with the default configuration as changed by `configure`.
     pub fn with(vmm: Arc<FakeVmm>, configure: impl FnOnce(&mut Config)) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let (run_dir, state_dir) = (dir.path().join("run"), dir.path().join("state"));
@@ -43,13 +43,13 @@ impl TestNode {
         Self { node: daemon::node(config.clone(), vmm.clone(), Front::none()).unwrap(), vmm, dir, config }
     }
 
-    /// Returns what a daemon that was killed and started again has.
+    /// Returns the node of a daemon that was killed and started again.
     pub fn restarted(&self) -> Arc<DaemonState> {
         daemon::node(self.config.clone(), self.vmm.clone(), Front::none()).unwrap()
     }
 
-    /// Returns the same, where nothing of the daemon before goes on either: these are its pods, of which nobody else has a
-    /// handle, and their tasks end.
+    /// Returns the same after the tasks of these pods of the earlier daemon have ended; there must be no other handles
+    /// to them.
     pub fn killed(&self, pods: impl IntoIterator<Item = PodHandle>) -> Arc<DaemonState> {
         pods.into_iter().for_each(|pod| self.node.registry.remove(pod.id()));
         self.restarted()
@@ -66,12 +66,12 @@ impl TestNode {
             .unwrap()
     }
 
-    /// Returns a container whose bundle and FIFOs exist, as containerd would have made them.
+    /// Returns a container whose bundle and FIFOs exist, as containerd creates them.
     pub fn container(&self, id: &str, program: &str) -> NewContainer {
         let bundle = self.dir.path().join("bundles").join(id);
         let rootfs = self.dir.path().join("rootfs");
         fs::create_dir_all(&bundle).unwrap();
-        // Once: another container's disk may be built of it at this moment.
+        // Only once: another container's disk may be built from it at this moment.
         if !rootfs.exists() {
             fs::create_dir_all(&rootfs).unwrap();
             fs::write(rootfs.join("file"), "content").unwrap();
@@ -107,7 +107,7 @@ impl TestNode {
     }
 }
 
-/// Has the container find `dir` of the host at `/host`, live.
+/// Makes `dir` of the host appear in the container at `/host`, live.
 pub fn with_share(container: NewContainer, dir: &Path) -> NewContainer {
     find_share_server();
     let path = container.bundle.join("config.json");
@@ -119,7 +119,7 @@ pub fn with_share(container: NewContainer, dir: &Path) -> NewContainer {
     container
 }
 
-/// The daemon starts what serves shares from beside its own program: here, from beside this test's.
+/// The daemon starts the share server from beside its own program: here, from beside this test's.
 fn find_share_server() {
     const PROGRAM: &str = "sandboxer-share";
     let own = std::env::current_exe().unwrap();

@@ -1,4 +1,4 @@
-//! What the program has when it serves, as the kernel tells it.
+//! The server's privileges, as the kernel reports them.
 
 use std::{collections::BTreeSet, fs, path::Path};
 
@@ -72,7 +72,7 @@ fn the_host_has_no_mount_more_and_a_dead_server_none_left() {
 
 #[test]
 fn mounts_below_a_share_are_in_it_and_later_ones_appear_where_asked_for() {
-    // In a namespace of this thread's own: nobody else sees the mounts.
+    // In a separate namespace of this thread.
     std::thread::spawn(|| {
         unshare(CloneFlags::CLONE_NEWNS).unwrap();
         let none = None::<&str>;
@@ -117,7 +117,7 @@ fn mounts_below_a_share_are_in_it_and_later_ones_appear_where_asked_for() {
         let early = kernel.lookup(share, "early").unwrap().node;
         kernel.create(early, "new", libc::O_CREAT | libc::O_RDWR, 0o600).expect("a mount below is not meant");
         drop(server);
-        // What the server gave up lies below no other mount.
+        // The unmounted directory is below no other mount.
         nix::mount::umount2(&host, nix::mount::MntFlags::MNT_DETACH).unwrap();
     })
     .join()

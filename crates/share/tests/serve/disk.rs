@@ -1,4 +1,4 @@
-//! The disk by which a VMM's guest asks.
+//! The disk through which a VMM's guest sends requests.
 
 use std::{
     fs,
@@ -15,22 +15,22 @@ use sandboxer_protocol::share::{
 use sandboxer_share::attach::{Access, Source};
 
 use crate::{
-    kernel_double::{Kernel, Line, named, op, words},
+    kernel_double::{Kernel, Transport, named, op, words},
     server::{Server, source},
     vmm_double::{Disk, READ, WRITE, message_in, state},
 };
 
-/// Returns a kernel that talks by slot 0 of the disk.
+/// Starts a server with a share, and a kernel on slot 0 of its disk.
 fn sharing() -> (Server, Kernel, u64) {
     let server = Server::start_by("disk");
     server.attach(0, source(&server.host())).unwrap();
-    let mut kernel = Kernel::by(Line::Disk(server.disk(), 0));
+    let mut kernel = Kernel::by(Transport::Disk(server.disk(), 0));
     kernel.init();
     let share = kernel.lookup(1, "0").unwrap().node;
     (server, kernel, share)
 }
 
-/// Another VMM's connection, which comes after the kernel's: one at a time is served.
+/// Returns another VMM's connection, after the kernel's: they are served one at a time.
 fn next_disk(server: &Server, kernel: Kernel) -> Disk {
     drop(kernel);
     server.disk()
@@ -45,7 +45,7 @@ fn whole_megabytes_go_both_ways() {
     assert_eq!(fs::read(server.host().join("file")).unwrap()[3..], block);
     assert_eq!(kernel.read(file.node, handle, 3, MAX_DATA as u32).unwrap(), block);
     assert_eq!(kernel.read(file.node, handle, 3 + MAX_DATA as u64 - 5, 4096).unwrap(), block[MAX_DATA - 5..]);
-    // What is never answered is carried out all the same.
+    // A request without a response is carried out as well.
     let forget = kernel.request(op::FORGET, file.node, &words(&[1, 0]));
     assert!(kernel.exchange(&forget).unwrap().is_empty());
     assert!(kernel.getattr(file.node).is_err(), "it was forgotten");
@@ -91,9 +91,9 @@ fn an_answer_is_read_in_parts_in_any_order_and_the_request_is_carried_out_once()
     assert!(server.host().join("dir").exists());
 }
 
-/// Takes a lease of a file, or gives it back. That it is wanted back is told by a signal, which nobody minds.
+/// Takes or releases a lease of a file. The kernel signals a broken lease with a signal that is ignored.
 fn lease(file: &fs::File, kind: i32) {
-    // SAFETY: both calls take numbers alone.
+    // SAFETY: both calls take only numbers.
     unsafe {
         libc::signal(libc::SIGIO, libc::SIG_IGN);
         assert_eq!(
@@ -108,7 +108,7 @@ fn lease(file: &fs::File, kind: i32) {
 #[test]
 fn an_answer_that_takes_long_is_put_off_and_other_slots_are_served() {
     let (server, mut kernel, share) = sharing();
-    // Whoever opens it to write waits until this lease is given back.
+    // An open for writing blocks until this lease is released.
     let path = server.host().join("leased");
     fs::write(&path, "").unwrap();
     let leased = fs::File::open(&path).unwrap();
@@ -129,7 +129,7 @@ fn an_answer_that_takes_long_is_put_off_and_other_slots_are_served() {
     assert!(began.elapsed() < Duration::from_millis(900), "{:?}", began.elapsed());
     assert_eq!(disk.answered(), (0, 1));
     assert_eq!(state(&disk.data(4608)), LATER);
-    // It is under way: nothing else can be asked in its place.
+    // It is in flight: no other request can replace it.
     assert_ne!(disk.write(SLOT, &looking), 0);
     lease(&leased, libc::F_UNLCK);
     let answer = loop {
@@ -153,7 +153,7 @@ fn an_answer_of_which_a_part_was_put_off_is_read_again_as_a_whole() {
     let mut disk = next_disk(&server, kernel);
     opening.resize(512, 0);
     assert_eq!(disk.write(SLOT, &opening), 0);
-    // The second part is put off before the first is even asked for, which finds the answer there.
+    // The second part is deferred before the first is requested, which then finds the response.
     assert!(disk.read(SLOT + ANSWER + FIRST + 512, 4096).iter().all(|byte| *byte == 0));
     lease(&leased, libc::F_UNLCK);
     disk.ask(READ, 1, SLOT + ANSWER + FIRST + 512, 4096, &[]);
@@ -176,7 +176,7 @@ fn what_no_vmm_asks_is_refused_or_hung_up_on_and_little_is_kept_for_it() {
     }
     disk.ask(4, 2, 0, 512, &[]);
     assert_eq!(disk.answered(), (libc::EINVAL as u32, 2), "a trim");
-    // Rubbish instead of a request: there is an answer, and none to the guest's kernel.
+    // Garbage instead of a request: the read completes, without a response for the guest's kernel.
     for rubbish in [vec![0xff; 512], vec![0; 512]] {
         assert_eq!(disk.write(SLOT, &rubbish), 0);
         let answer = disk.read(SLOT + ANSWER + FIRST, 512);
@@ -189,7 +189,7 @@ fn what_no_vmm_asks_is_refused_or_hung_up_on_and_little_is_kept_for_it() {
         assert_eq!(other.0.read(&mut [0]).unwrap(), 0, "it was not hung up on");
         disk = server.disk();
     }
-    // Whole messages in all slots, and as many reads as there can be.
+    // Full messages in all slots, and as many reads as possible.
     let mut largest = vec![0; 1 << 20];
     largest[..looking.len()].copy_from_slice(&looking);
     for round in 0..20 {
@@ -230,7 +230,7 @@ fn a_read_only_share_is_read_only_by_the_disk_as_well() {
     let server = Server::start_by("disk");
     let host = server.host();
     server.attach(0, Source { access: Access::ReadOnly, ..source(&host) }).unwrap();
-    let mut kernel = Kernel::by(Line::Disk(server.disk(), 3));
+    let mut kernel = Kernel::by(Transport::Disk(server.disk(), 3));
     kernel.init();
     let share = kernel.lookup(1, "0").unwrap().node;
     assert_eq!(kernel.create(share, "new", O_CREAT | O_RDWR, 0o600).unwrap_err(), libc::EROFS);

@@ -1,4 +1,4 @@
-//! A kernel that is not one: everything that would lead out of a share, or upset the server.
+//! A hostile kernel: attempts to leave a share, or to disturb the server.
 
 use std::{fs, os::unix::fs::symlink};
 
@@ -11,7 +11,7 @@ use crate::{
     server::Server,
 };
 
-/// Not in the share, but beside it.
+/// A file outside the share.
 const SECRET: &str = "secret";
 
 fn with_secret() -> (Server, crate::kernel_double::Kernel, u64) {
@@ -36,7 +36,7 @@ fn no_link_is_followed() {
         for flags in [0, O_RDWR, O_RDWR | libc::O_TRUNC, O_RDONLY | libc::O_NOFOLLOW] {
             assert!(kernel.create(share, name, O_CREAT | flags, 0o600).is_err(), "{name} {flags:x}");
         }
-        // Attributes are set on the link itself, or not at all.
+        // Attributes are set on the symlink itself, or not at all.
         let _ = kernel.setattr(link.node, 1, 0, 0o777, (0, 0));
         let _ = kernel.setattr(link.node, 8, 0, 0, (0, 0));
         let _ = kernel.setxattr(link.node, "user.x", b"x");
@@ -107,7 +107,7 @@ fn nodes_and_handles_that_were_never_given_are_none() {
         assert!(kernel.read(share, handle, 0, 10).is_err(), "{handle}");
         assert!(kernel.write(share, handle, 0, b"x").is_err(), "{handle}");
     }
-    // Forgotten more often than found, and the root, too: both stay what they are.
+    // More forgets than look-ups, also of the root: both stay valid.
     for node in [share, 1] {
         let forget = kernel.request(op::FORGET, node, &words(&[u32::MAX, u32::MAX]));
         assert_eq!(kernel.exchange(&forget), Some(Vec::new()));
@@ -151,7 +151,7 @@ fn requests_of_every_kind_with_every_kind_of_rubbish_are_answered() {
     let (server, mut kernel, share) = Server::sharing(Access::ReadWrite);
     fs::write(server.host().join("file"), "content").unwrap();
     fs::write(server.outside().join(SECRET), "secret").unwrap();
-    // No random numbers: what fails once, fails again.
+    // Deterministic: a failure can be repeated.
     let mut state = 0x2545_f491_4f6c_dd1d_u64;
     let mut next = move || {
         state ^= state << 13;

@@ -1,4 +1,4 @@
-//! What a kernel asks for, and what becomes of it on the host.
+//! Requests of a kernel, and their effects on the host.
 
 use std::{
     fs,
@@ -50,7 +50,7 @@ fn files_are_made_written_read_renamed_and_removed() {
     assert_eq!((kernel.list(share), kernel.list(dir)), (vec!["d".into()], vec!["b".to_owned()]));
     assert_eq!(kernel.ask(op::RMDIR, share, &named(&[], &["d"])).unwrap_err(), ENOTEMPTY);
 
-    // Removed while it is open, it is still there for who has it.
+    // Removed while open: still usable through the handle.
     kernel.ask(op::UNLINK, dir, &named(&[], &["b"])).unwrap();
     assert_eq!(kernel.read(file.node, handle, 0, 5).unwrap(), b"hello");
     kernel.ask(op::RMDIR, share, &named(&[], &["d"])).unwrap();
@@ -88,7 +88,7 @@ fn files_belong_to_who_made_them_and_to_whom_they_are_given() {
     let (server, mut kernel, share) = Server::sharing(Access::ReadWrite);
     fs::set_permissions(server.host(), fs::Permissions::from_mode(0o700)).unwrap();
     kernel.user = (1000, 2000);
-    // The guest's kernel has found that this user may: the host's opinion is not asked.
+    // The guest's kernel has checked the permission: the host does not check it again.
     let (made, _) = kernel.create(share, "made", O_CREAT | O_RDWR, 0o600).unwrap();
     kernel.ask(op::MKDIR, share, &named(&[0o700, 0], &["dir"])).unwrap();
     for name in ["made", "dir"] {
@@ -158,7 +158,7 @@ fn links_fifos_attributes_and_space() {
     assert!(kernel.read(file.node, handle, 0, 1).is_err(), "a handle that was given back");
 }
 
-/// The server may call few functions of its kernel: whatever else a guest's kernel asks for has to be among them.
+/// The server's seccomp filter is strict: every request of a guest's kernel must still work.
 #[test]
 fn what_is_asked_for_beside_reading_and_writing_is_allowed() {
     let (server, mut kernel, share) = Server::sharing(Access::ReadWrite);
@@ -233,7 +233,7 @@ fn what_is_no_directory_and_no_file_is_refused_by_its_path() {
     let nothing = server.host().join("nothing");
     let missing = server.attach(0, source(&nothing)).unwrap_err().to_string();
     assert!(missing.contains("nothing"), "{missing}");
-    // A link on the host is the host's own and means what it leads to.
+    // A symlink on the host is resolved on the host.
     let link = server.outside().join("link");
     symlink(server.host(), &link).unwrap();
     server.attach(0, source(&link)).unwrap();

@@ -1,5 +1,5 @@
-//! A double of a guest's kernel: speaks raw FUSE messages (Linux' `include/uapi/linux/fuse.h`), one at a time, by either
-//! way to the server.
+//! A test double of a guest's kernel: sends raw FUSE messages (Linux' `include/uapi/linux/fuse.h`), one at a
+//! time, over either transport.
 
 use std::{
     io::{Read, Write},
@@ -23,7 +23,7 @@ pub mod op {
     pub const LSEEK: u32 = 46;
 }
 
-/// What a look-up finds.
+/// The result of a look-up.
 #[derive(Debug, Clone, Copy)]
 pub struct Entry {
     pub node: u64,
@@ -42,18 +42,18 @@ pub struct Attributes {
 
 type Answer<T> = Result<T, i32>;
 
-/// By which way messages go.
-pub enum Line {
+/// The transport of messages.
+pub enum Transport {
     Stream(UnixStream),
-    /// By this slot of a disk.
+    /// This slot of a disk.
     Disk(Disk, usize),
 }
 
-/// A kernel that talks to the server.
+/// A kernel that is connected to the server.
 pub struct Kernel {
-    line: Line,
+    transport: Transport,
     pub unique: u64,
-    /// Who asks.
+    /// The calling user.
     pub user: (u32, u32),
 }
 
@@ -65,7 +65,7 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap())
 }
 
-/// `struct fuse_attr`.
+/// Parses a `struct fuse_attr`.
 fn attributes(bytes: &[u8]) -> Attributes {
     Attributes {
         size: u64_at(bytes, 8),
@@ -76,17 +76,17 @@ fn attributes(bytes: &[u8]) -> Attributes {
     }
 }
 
-/// `struct fuse_entry_out`.
+/// Parses a `struct fuse_entry_out`.
 fn entry(bytes: &[u8]) -> Entry {
     Entry { node: u64_at(bytes, 0), attributes: attributes(&bytes[40..]) }
 }
 
-/// Fields of 32 bits in a row.
+/// Encodes consecutive 32-bit fields.
 pub fn words(fields: &[u32]) -> Vec<u8> {
     fields.iter().flat_map(|field| field.to_le_bytes()).collect()
 }
 
-/// `fields`, then names, each with its end.
+/// Encodes `fields`, then zero-terminated names.
 pub fn named(fields: &[u32], names: &[&str]) -> Vec<u8> {
     let mut body = words(fields);
     for name in names {
@@ -103,14 +103,14 @@ pub fn halves(value: u64) -> [u32; 2] {
 impl Kernel {
     pub fn over(stream: UnixStream) -> Self {
         stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
-        Self::by(Line::Stream(stream))
+        Self::by(Transport::Stream(stream))
     }
 
-    pub fn by(line: Line) -> Self {
-        Self { line, unique: 2, user: (0, 0) }
+    pub fn by(transport: Transport) -> Self {
+        Self { transport, unique: 2, user: (0, 0) }
     }
 
-    /// Returns a request as it stands in memory.
+    /// Returns the bytes of a request.
     pub fn request(&mut self, opcode: u32, node: u64, body: &[u8]) -> Vec<u8> {
         self.unique += 2;
         let mut message = words(&[(40 + body.len()) as u32, opcode]);
@@ -121,11 +121,11 @@ impl Kernel {
         message
     }
 
-    /// Hands a request over; its answer, empty where none is due; none if the server has hung up.
+    /// Sends a request; returns the response, empty if there is none for it; `None` if the server has closed.
     pub fn exchange(&mut self, message: &[u8]) -> Option<Vec<u8>> {
-        match &mut self.line {
-            Line::Disk(disk, slot) => Some(disk.exchange(*slot, message)),
-            Line::Stream(stream) => {
+        match &mut self.transport {
+            Transport::Disk(disk, slot) => Some(disk.exchange(*slot, message)),
+            Transport::Stream(stream) => {
                 stream.write_all(message).ok()?;
                 match Head::of(message) {
                     Some(head) if !head.is_answered() => Some(Vec::new()),
@@ -136,13 +136,13 @@ impl Kernel {
     }
 
     pub fn send_raw(&mut self, bytes: &[u8]) {
-        let Line::Stream(stream) = &mut self.line else { panic!("only by a stream") };
+        let Transport::Stream(stream) = &mut self.transport else { panic!("only over a stream") };
         stream.write_all(bytes).unwrap();
     }
 
-    /// Returns the next answer; none when the server has hung up.
+    /// Receives the next response; `None` if the server has closed.
     pub fn receive(&mut self) -> Option<Vec<u8>> {
-        let Line::Stream(stream) = &mut self.line else { panic!("only by a stream") };
+        let Transport::Stream(stream) = &mut self.transport else { panic!("only over a stream") };
         let mut length = [0; 4];
         match stream.read_exact(&mut length) {
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => panic!("no answer"),
@@ -155,7 +155,7 @@ impl Kernel {
         Some(message)
     }
 
-    /// Returns what an answer says.
+    /// Parses a response.
     pub fn said(&self, answer: &[u8]) -> Answer<Vec<u8>> {
         assert_eq!((u32_at(answer, 0) as usize, u64_at(answer, 8)), (answer.len(), self.unique));
         match u32_at(answer, 4).cast_signed() {
@@ -164,16 +164,16 @@ impl Kernel {
         }
     }
 
-    /// Asks and waits for the answer.
+    /// Sends a request and waits for the response.
     pub fn ask(&mut self, opcode: u32, node: u64, body: &[u8]) -> Answer<Vec<u8>> {
         let message = self.request(opcode, node, body);
         let answer = self.exchange(&message).expect("the server hung up");
         self.said(&answer)
     }
 
-    /// Returns the kernel's first request; answers what was agreed upon: flags and the most bytes of a write.
+    /// Sends the INIT request; returns the negotiated flags and the most bytes of a write.
     pub fn init(&mut self) -> (u32, u32) {
-        // All that a kernel can do, and 64 KiB of reading ahead.
+        // All features of a kernel, and 64 KiB of read-ahead.
         let mut body = words(&[7, 36, 65536, 0x7fff_ffff]);
         body.resize(64, 0);
         let agreed = self.ask(op::INIT, 0, &body).unwrap();
@@ -188,7 +188,7 @@ impl Kernel {
         self.ask(op::GETATTR, node, &words(&[0; 4])).map(|answer| attributes(&answer[16..]))
     }
 
-    /// Makes and opens a file; its handle.
+    /// Creates and opens a file; returns its handle.
     pub fn create(&mut self, parent: u64, name: &str, flags: i32, mode: u32) -> Answer<(Entry, u64)> {
         let body = named(&[flags as u32, mode, 0, 0], &[name]);
         self.ask(op::CREATE, parent, &body).map(|answer| (entry(&answer), u64_at(&answer, 128)))
@@ -233,7 +233,7 @@ impl Kernel {
         self.ask(opcode, node, &words(&[h0, h1, o0, o1, size, 0, 0, 0, 0, 0]))
     }
 
-    /// Names in a directory.
+    /// Lists a directory.
     pub fn list(&mut self, node: u64) -> Vec<String> {
         let handle = self.opendir(node).unwrap();
         let (mut names, mut offset) = (Vec::new(), 0);
@@ -254,7 +254,7 @@ impl Kernel {
         }
     }
 
-    /// Sets what `valid` names (`FATTR_…`) to the mode, size, user and group given.
+    /// Sets the attributes in `valid` (`FATTR_…`): mode, size, user and group.
     pub fn setattr(
         &mut self,
         node: u64,

@@ -1,4 +1,4 @@
-//! A running program with shares of a temporary directory.
+//! A running server with shares of a temporary directory.
 
 use std::{
     fs,
@@ -23,10 +23,10 @@ use tempfile::TempDir;
 
 use crate::{kernel_double::Kernel, vmm_double::Disk};
 
-/// With what streams begin.
+/// The key of streams.
 pub const KEY: LinkKey = LinkKey::from_bytes([7; LinkKey::LEN]);
 
-/// The program. Dropping it ends it.
+/// The server. Dropping it kills it.
 pub struct Server {
     pub pid: i32,
     pidfd: OwnedFd,
@@ -34,13 +34,13 @@ pub struct Server {
 }
 
 impl Server {
-    /// Starts it, without a share, for streams.
+    /// Starts a server without a share, for streams.
     pub fn start() -> Self {
         Self::start_by(&format!("streams:{}", KEY.to_hex()))
     }
 
-    /// Returns the same, by this way.
-    pub fn start_by(way: &str) -> Self {
+    /// Starts a server with this transport.
+    pub fn start_by(transport: &str) -> Self {
         let dir = tempfile::tempdir().unwrap();
         fs::create_dir(dir.path().join("run")).unwrap();
         fs::create_dir(dir.path().join("host")).unwrap();
@@ -50,7 +50,7 @@ impl Server {
             .arg(listener.as_raw_fd().to_string())
             .arg(dir.path().join("run"))
             .arg("256")
-            .arg(way)
+            .arg(transport)
             .stdin(Stdio::null())
             .stdout(Stdio::piped());
         // SAFETY: between fork and exec one system call is made.
@@ -66,7 +66,7 @@ impl Server {
         Self { pid, pidfd, dir }
     }
 
-    /// Returns one that shares [`Server::host`] as number 0, and a kernel that has found it there.
+    /// Starts a server that shares [`Server::host`] as number 0, and a kernel that has looked it up.
     pub fn sharing(access: Access) -> (Self, Kernel, u64) {
         let server = Self::start();
         server.attach(0, Source { access, ..source(&server.host()) }).unwrap();
@@ -76,12 +76,12 @@ impl Server {
         (server, kernel, share)
     }
 
-    /// Returns the directory that is shared.
+    /// Returns the shared directory.
     pub fn host(&self) -> PathBuf {
         self.dir.path().join("host")
     }
 
-    /// Returns one that is not.
+    /// Returns a directory that is not shared.
     pub fn outside(&self) -> &Path {
         self.dir.path()
     }
@@ -90,7 +90,7 @@ impl Server {
         attach(self.pidfd.as_fd(), &number.to_string(), source)
     }
 
-    /// Returns a kernel with a stream of its own.
+    /// Returns a kernel with its own stream.
     pub fn connect(&self) -> Kernel {
         let mut stream = self.connect_raw();
         stream.write_all(KEY.as_bytes()).unwrap();
@@ -112,7 +112,7 @@ impl Server {
     }
 }
 
-/// Returns a share of `path` as most are.
+/// Returns a share of `path` with the usual options.
 pub fn source(path: &Path) -> Source<'_> {
     Source { path, access: Access::ReadWrite, follows_mounts: false }
 }

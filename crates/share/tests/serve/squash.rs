@@ -1,4 +1,4 @@
-//! What the host's root may not do and the guest's user may: a server that squashes root.
+//! Files that the host's root may not access, but the guest's user may: a file server that squashes root.
 
 use std::{
     fs::{self, File},
@@ -20,21 +20,21 @@ use crate::{
     server::{Server, source},
 };
 
-/// Whose directory it is.
+/// The owner of the directory.
 const OWNER: u32 = 1000;
 const DIRECTORY: u64 = 2;
 const NOTE: u64 = 3;
 const CONTENT: &[u8] = b"content";
 
-/// A file system with one directory in its root, in which nobody but its owner may do anything: as a server
-/// of NFS does that squashes root, it goes by the number that comes with the request.
+/// A file system with one directory, which only its owner may access: like an NFS server with root_squash, it
+/// checks the user in each request.
 struct Squashing {
-    /// Name, node and mode of what is in the directory.
+    /// Name, node and mode of the directory's files.
     files: Vec<(String, u64, u32)>,
 }
 
 impl Squashing {
-    /// Mounts it on `path`; it is served until nobody has it any more.
+    /// Mounts it on `path`; serves it until it is unmounted.
     fn mount(path: &Path) {
         let device = File::options().read(true).write(true).open("/dev/fuse").unwrap();
         let options = format!("fd={},rootmode=40755,user_id=0,group_id=0,allow_other", device.as_raw_fd());
@@ -58,7 +58,7 @@ impl Squashing {
             };
             let head = words(&[16 + body.len() as u32, error.cast_unsigned()]);
             let answer = [&head, &message[8..16], &body[..]].concat();
-            // Whoever asked may be gone.
+            // Fails if the caller has been killed.
             let _ = device.write(&answer);
         }
     }
@@ -77,7 +77,7 @@ impl Squashing {
             String::from_utf8(name.to_vec()).unwrap()
         };
         match opcode {
-            // 7.31, writes of 4096 bytes.
+            // FUSE 7.31, writes of 4096 bytes.
             op::INIT => Ok([words(&[7, 31, 0, 0, 0, 4096, 1]), vec![0; 36]].concat()),
             op::LOOKUP if node == 1 && name(0) == "private" => Ok(self.entry(DIRECTORY)),
             op::LOOKUP if node == DIRECTORY => Ok(self.entry(self.named(&name(0))?)),
@@ -113,12 +113,12 @@ impl Squashing {
         self.files.iter().find(|file| file.0 == name).map(|file| file.1).ok_or(ENOENT)
     }
 
-    /// `struct fuse_entry_out`, good for no time.
+    /// Encodes a `struct fuse_entry_out` that must not be cached.
     fn entry(&self, node: u64) -> Vec<u8> {
         [&node.to_le_bytes()[..], &[0; 32], &self.attributes(node)].concat()
     }
 
-    /// `struct fuse_attr`.
+    /// Encodes a `struct fuse_attr`.
     fn attributes(&self, node: u64) -> Vec<u8> {
         let (mode, user) = match node {
             1 => (libc::S_IFDIR | 0o755, 0),
@@ -130,7 +130,7 @@ impl Squashing {
         attributes
     }
 
-    /// `struct fuse_dirent`, of each.
+    /// Encodes a `struct fuse_dirent` for each file.
     fn listed(&self) -> Vec<u8> {
         let mut listed = Vec::new();
         for (at, (name, node, mode)) in self.files.iter().enumerate() {
@@ -153,7 +153,7 @@ fn long(bytes: &[u8], at: usize) -> u64 {
 
 #[test]
 fn a_server_that_squashes_root_is_asked_as_who_asks() {
-    // In a namespace of this thread's own: nobody else sees the mount.
+    // In a separate namespace of this thread.
     thread::spawn(|| {
         unshare(CloneFlags::CLONE_NEWNS).unwrap();
         let none = None::<&str>;
@@ -182,7 +182,7 @@ fn a_server_that_squashes_root_is_asked_as_who_asks() {
         kernel.ask(op::RMDIR, private, &named(&[], &["made"])).unwrap();
         assert_eq!(kernel.list(private), ["note"]);
 
-        // What one user found is no other one's to open.
+        // Another user must not open a file that one user has looked up.
         for other in [(0, 0), (OWNER + 1, OWNER)] {
             kernel.user = other;
             assert_eq!(kernel.open(note, O_RDONLY).unwrap_err(), EACCES, "{other:?}");
@@ -200,7 +200,7 @@ fn whoever_was_denied_is_denied_as_himself_and_the_next_one_is_served_as_before(
     let (server, mut kernel, share) = Server::sharing(Access::ReadWrite);
     fs::write(server.host().join("file"), "content").unwrap();
     let file = kernel.lookup(share, "file").unwrap().node;
-    // More often than there are threads, each of which has to be itself again.
+    // More often than there are threads: each must have restored its own user.
     for round in 0..16 {
         for user in [(1000, 1000), (u32::MAX, 1000), (1000, u32::MAX)] {
             kernel.user = user;

@@ -1,4 +1,4 @@
-//! The streams by which a guest asks, and who else may try.
+//! Streams: of a guest's kernel, and of unauthorized clients.
 
 use std::{
     io::{Read, Write},
@@ -13,7 +13,7 @@ use crate::{
     server::{KEY, Server},
 };
 
-/// Returns whether the server has hung up, which it does at once or while more is written.
+/// Returns whether the server has closed the stream, at once or during further writes.
 fn is_hung_up_on(stream: &mut UnixStream) -> bool {
     stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
     stream
@@ -32,7 +32,7 @@ fn who_does_not_know_the_key_is_hung_up_on_and_the_guests_kernel_is_served() {
         stranger.write_all(key).unwrap();
         assert!(is_hung_up_on(&mut stranger), "{key:?}");
     }
-    // Halves of it, and nothing at all, are waited for a while and no longer.
+    // Incomplete keys are waited for, up to the timeout.
     let halves = [0, LinkKey::LEN / 2].map(|length| {
         let mut half = server.connect_raw();
         half.write_all(&KEY.as_bytes()[..length]).unwrap();
@@ -51,14 +51,14 @@ fn there_are_as_many_streams_as_requests_at_a_time_and_none_waits() {
     for kernel in &mut kernels {
         kernel.init();
     }
-    // More than a listener has room for.
+    // More than fit into a listener's queue.
     for _ in 0..200 {
         assert!(is_hung_up_on(&mut server.connect_raw()));
     }
     for kernel in &mut kernels {
         kernel.init();
     }
-    // One's place is free again a little after it is gone.
+    // A closed stream's place becomes free shortly afterwards.
     kernels.pop();
     let began = std::time::Instant::now();
     loop {

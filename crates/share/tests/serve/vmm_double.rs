@@ -1,4 +1,4 @@
-//! A double of a VMM that has a disk of the server's: speaks NBD, as much of it as QEMU does.
+//! A test double of a VMM with the server's disk: speaks NBD like QEMU.
 
 use std::{
     io::{Read, Write},
@@ -17,13 +17,13 @@ pub const WRITE: u16 = 1;
 pub struct Disk(pub UnixStream);
 
 impl Disk {
-    /// Connects and agrees.
+    /// Connects and negotiates.
     pub fn over(stream: UnixStream) -> Self {
         stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
         let mut disk = Self(stream);
         assert_eq!(disk.take(18), b"NBDMAGICIHAVEOPT\0\x03");
         disk.0.write_all(&3_u32.to_be_bytes()).unwrap();
-        // What it has not: structured replies.
+        // Structured replies are not supported.
         assert_eq!(disk.option(8, &[]), (0x8000_0001, Vec::new()));
         let (kind, export) = disk.option(7, &[0; 6]);
         assert_eq!((kind, &export[..2]), (3, &[0, 0][..]));
@@ -52,7 +52,7 @@ impl Disk {
         bytes
     }
 
-    /// Asks, and waits for nothing.
+    /// Sends a request without waiting.
     pub fn ask(&mut self, kind: u16, cookie: u64, offset: usize, length: usize, data: &[u8]) {
         let mut request = 0x2560_9513_u32.to_be_bytes().to_vec();
         request.extend([[0; 2], kind.to_be_bytes()].concat());
@@ -63,7 +63,7 @@ impl Disk {
         self.0.write_all(&request).unwrap();
     }
 
-    /// Returns the next answer's error and cookie.
+    /// Receives the next reply's error and cookie.
     pub fn answered(&mut self) -> (u32, u64) {
         let head = self.take(16);
         assert_eq!(head[..4], 0x6744_6698_u32.to_be_bytes());
@@ -82,12 +82,12 @@ impl Disk {
         self.take(length)
     }
 
-    /// Returns the bytes that follow a good answer to a read of so many.
+    /// Receives the data after a successful reply to a read of this length.
     pub fn data(&mut self, length: usize) -> Vec<u8> {
         self.take(length)
     }
 
-    /// As a guest's carrier does.
+    /// Exchanges a message like a guest's carrier.
     pub fn exchange(&mut self, slot: usize, message: &[u8]) -> Vec<u8> {
         assert!(slot < SLOTS);
         let mut padded = message.to_vec();
@@ -103,7 +103,7 @@ impl Disk {
     }
 }
 
-/// Returns what an answer says that was read from its first sector on.
+/// Returns the state in a response, read from its first sector on.
 pub fn state(answer: &[u8]) -> u32 {
     u32::from_le_bytes(answer[STATE - FIRST..STATE - FIRST + 4].try_into().unwrap())
 }

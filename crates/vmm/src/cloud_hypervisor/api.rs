@@ -1,7 +1,7 @@
-//! Cloud Hypervisor's API: HTTP/1.1 on a unix socket; typed, bounded, timed.
+//! Cloud Hypervisor's API: HTTP/1.1 on a unix socket; typed, bounded, with time limits.
 //!
-//! Each call has a connection of its own, so nothing is shared that a call given up could spoil. The VMM
-//! runs beside a hostile guest: an answer over [`MAX_ANSWER`] or in another shape than is due is an error.
+//! Each call has its own connection, so an abandoned call cannot disturb another. The VMM runs a hostile
+//! guest: an answer over [`MAX_ANSWER`] or of another type than expected is an error.
 
 use std::{
     io,
@@ -37,18 +37,18 @@ const MAX_ANSWER: usize = 1 << 20;
 /// Why a call had no effect, or may have had none.
 #[derive(Debug, thiserror::Error)]
 pub enum ApiError {
-    /// Nobody listens.
+    /// No process listens.
     #[error("cannot connect to {path:?}")]
     Connect {
         /// The API's socket.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
     /// No answer in time.
     #[error("no answer within {0:?}")]
     Timeout(Duration),
-    /// The VMM said no.
+    /// The VMM refused.
     #[error("{reason}")]
     Refused {
         /// Status of the answer.
@@ -56,11 +56,11 @@ pub enum ApiError {
         /// In the VMM's words, bounded.
         reason: String,
     },
-    /// Not what is due.
+    /// An answer that is not valid.
     #[error("{0}")]
     Malformed(String),
     /// The connection ended before the answer did.
-    #[error("the connection ended before the answer")]
+    #[error("connection ended before the answer")]
     Closed(#[source] hyper::Error),
 }
 
@@ -72,17 +72,17 @@ pub struct Api {
 }
 
 impl Api {
-    /// Of the VMM whose socket is in `run_dir`; no call takes longer than `limit`.
+    /// Returns the API of the VMM whose socket is in `run_dir`; no call takes longer than `limit`.
     pub fn new(run_dir: &Path, limit: Duration) -> Self {
         Self { run_dir: run_dir.to_owned(), limit }
     }
 
-    /// Returns who is there.
+    /// Returns the VMM's version and process.
     pub async fn ping(&self) -> Result<Ping, ApiError> {
         self.get("vmm.ping").await
     }
 
-    /// Describes the VM. It doesn't run yet.
+    /// Creates the VM. It does not run yet.
     pub async fn create(&self, config: &VmConfig) -> Result<(), ApiError> {
         self.put("vm.create", Some(config)).await
     }
@@ -92,12 +92,12 @@ impl Api {
         self.act("vm.boot").await
     }
 
-    /// Returns what the VM is doing.
+    /// Returns the state of the VM.
     pub async fn info(&self) -> Result<VmInfo, ApiError> {
         self.get("vm.info").await
     }
 
-    /// Traffic of its devices.
+    /// Returns the traffic of its devices.
     pub async fn counters(&self) -> Result<Counters, ApiError> {
         self.get("vm.counters").await
     }
@@ -112,34 +112,34 @@ impl Api {
         self.act("vm.resume").await
     }
 
-    /// Writes a paused VM down, in an existing directory.
+    /// Writes a snapshot of a paused VM to an existing directory.
     pub async fn snapshot(&self, dir: &Path) -> Result<(), ApiError> {
         let snapshot = Snapshot { destination_url: url(dir) };
         self.put("vm.snapshot", Some(&snapshot)).await
     }
 
-    /// Makes the VM of a snapshot, paused.
+    /// Creates the VM from a snapshot, paused.
     pub async fn restore(&self, dir: &Path) -> Result<(), ApiError> {
         let restore = Restore { source_url: url(dir), prefault: false };
         self.put("vm.restore", Some(&restore)).await
     }
 
-    /// Plugs a disk in.
+    /// Attaches a disk.
     pub async fn add_disk(&self, disk: &Disk) -> Result<PciDevice, ApiError> {
         self.add("vm.add-disk", disk, Vec::new()).await
     }
 
-    /// Plugs a network card in; one open tap for each pair of its queues.
+    /// Attaches a network card; one open tap for each pair of its queues.
     pub async fn add_net(&self, net: &Net, taps: Vec<OwnedFd>) -> Result<PciDevice, ApiError> {
         self.add("vm.add-net", net, taps).await
     }
 
-    /// Plugs a shared file system in. The VM's memory has to be shared.
+    /// Attaches a shared file system. The VM's memory has to be shared.
     pub async fn add_fs(&self, fs: &Fs) -> Result<PciDevice, ApiError> {
         self.add("vm.add-fs", fs, Vec::new()).await
     }
 
-    /// Asks the guest to let go of a device. Its end is an event.
+    /// Requests the guest to release a device. Its removal is an event.
     pub async fn remove_device(&self, id: &str) -> Result<(), ApiError> {
         self.put("vm.remove-device", Some(&Device { id })).await
     }
@@ -149,19 +149,19 @@ impl Api {
         self.put("vm.resize", Some(resize)).await
     }
 
-    /// Ends the VM; its description stays.
+    /// Stops the VM; its configuration stays.
     pub async fn shutdown(&self) -> Result<(), ApiError> {
         self.act("vm.shutdown").await
     }
 
-    /// Forgets the VM, after ending it.
+    /// Stops the VM and deletes its configuration.
     pub async fn delete(&self) -> Result<(), ApiError> {
         self.act("vm.delete").await
     }
 
-    /// Ends the VMM.
+    /// Stops the VMM.
     pub async fn shutdown_vmm(&self) -> Result<(), ApiError> {
-        // Described as 204, answered as 200.
+        // 204 in the specification, 200 in fact.
         let due = &[StatusCode::NO_CONTENT, StatusCode::OK];
         self.call(Method::PUT, "vmm.shutdown", Bytes::new(), Vec::new(), due).await.map(drop)
     }
@@ -190,7 +190,7 @@ impl Api {
         read(&answer)
     }
 
-    /// Returns one request and its answer's body, if its status is one that is `due`.
+    /// Sends one request. Returns the body of the answer if its status is in `due`.
     async fn call(
         &self,
         method: Method,
@@ -209,7 +209,7 @@ impl Api {
             status if status.is_client_error() || status.is_server_error() => {
                 Err(ApiError::Refused { status: status.as_u16(), reason: version::reason(&answer) })
             }
-            status => Err(ApiError::Malformed(format!("status {status} where {} was due", due[0]))),
+            status => Err(ApiError::Malformed(format!("status {status}, expected {}", due[0]))),
         }
     }
 
@@ -241,7 +241,7 @@ impl Api {
             ) {
                 Ok(error) => transport(*error),
                 Err(error) if error.is::<LengthLimitError>() => {
-                    ApiError::Malformed(format!("an answer of over {MAX_ANSWER} bytes"))
+                    ApiError::Malformed(format!("an answer longer than {MAX_ANSWER} bytes"))
                 }
                 Err(error) => ApiError::Malformed(error.to_string()),
             })?;
@@ -249,10 +249,10 @@ impl Api {
     }
 }
 
-/// Returns a broken connection, or one on which somebody speaks no HTTP.
+/// Returns the error of a broken connection, or of one whose other side does not speak HTTP.
 fn transport(error: hyper::Error) -> ApiError {
     match error.is_parse() {
-        true => ApiError::Malformed(format!("no HTTP: {error}")),
+        true => ApiError::Malformed(format!("not HTTP: {error}")),
         false => ApiError::Closed(error),
     }
 }

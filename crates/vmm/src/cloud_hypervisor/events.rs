@@ -1,7 +1,7 @@
-//! What a VMM tells unasked: JSON objects, an empty line after each, on a pipe that it is given.
+//! The events of a VMM: JSON objects on a pipe, each followed by an empty line.
 //!
-//! The pipe has a name, so that the next daemon can read on. While nobody reads, the VMM drops what it
-//! would have told.
+//! The pipe has a name, so that the next daemon can continue reading. While no process reads, the VMM drops its
+//! events.
 
 use std::{collections::HashMap, fs::File, io, os::fd::OwnedFd, path::Path};
 
@@ -18,15 +18,15 @@ const MAX_LINE: usize = 4 << 10;
 /// Longest event accepted, bytes.
 const MAX_EVENT: usize = 16 << 10;
 
-/// Something happened.
+/// An event.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct Event {
-    /// To whom: "vmm", "vm", "guest", "virtio-device".
+    /// Its origin: "vmm", "vm", "guest", "virtio-device".
     pub source: String,
-    /// What: "booted", "rebooting", "device-removed".
+    /// Its name: "booted", "rebooting", "device-removed".
     #[serde(rename = "event")]
     pub name: String,
-    /// More of it.
+    /// Details.
     #[serde(default)]
     pub properties: Option<HashMap<String, String>>,
 }
@@ -37,53 +37,53 @@ impl Event {
         self.source == "vm" && self.name == name
     }
 
-    /// Returns the device it is about.
+    /// Returns the id of its device.
     pub fn device(&self) -> Option<&str> {
         self.properties.as_ref()?.get("id").map(String::as_str)
     }
 }
 
-/// Events as they come.
+/// The stream of events.
 #[derive(Debug)]
 pub struct Events(FramedRead<pipe::Receiver, LinesCodec>);
 
 impl Events {
-    /// Makes the pipe; the other end is for the VMM.
+    /// Creates the pipe. Returns the events, and the write end for the VMM.
     pub fn create(run_dir: &Path) -> io::Result<(Self, OwnedFd)> {
         mknodat(CWD, run_dir.join(FILE), FileType::Fifo, Mode::RUSR | Mode::WUSR, 0)?;
         let events = Self::open(run_dir)?;
-        // Opened after the reader, or it would wait for one.
-        let told = File::options().write(true).open(run_dir.join(FILE))?;
-        Ok((events, told.into()))
+        // Opened after the reader: it would block without one.
+        let writer = File::options().write(true).open(run_dir.join(FILE))?;
+        Ok((events, writer.into()))
     }
 
-    /// Reads on where an earlier daemon left off.
+    /// Continues where an earlier daemon stopped reading.
     pub fn open(run_dir: &Path) -> io::Result<Self> {
         let pipe = pipe::OpenOptions::new().open_receiver(run_dir.join(FILE))?;
         Ok(Self(FramedRead::new(pipe, LinesCodec::new_with_max_length(MAX_LINE))))
     }
 
-    /// Returns the next event; none when the VMM has ended, or tells what no VMM tells.
+    /// Returns the next event; `None` once the VMM has ended or has sent something malformed.
     pub async fn next(&mut self) -> Option<Event> {
         let mut text = String::new();
         loop {
             let line = match self.0.next().await? {
                 Ok(line) => line,
                 Err(error) => {
-                    tracing::warn!(%error, "no longer reading a VMM's events");
+                    tracing::warn!(%error, "stopped reading a VMM's events");
                     return None;
                 }
             };
             text.push_str(&line);
             if text.len() > MAX_EVENT {
-                tracing::warn!("no longer reading a VMM's events: one is over {MAX_EVENT} bytes");
+                tracing::warn!("stopped reading a VMM's events: one is larger than {MAX_EVENT} bytes");
                 return None;
             }
             if line.is_empty() && !text.is_empty() {
                 match serde_json::from_str(&text) {
                     Ok(event) => return Some(event),
-                    // Cut short, since nobody read for a while.
-                    Err(error) => tracing::debug!(%error, "half an event of a VMM"),
+                    // Truncated, since no process read for a while.
+                    Err(error) => tracing::debug!(%error, "skipped a truncated event of a VMM"),
                 }
                 text.clear();
             }
@@ -97,16 +97,16 @@ mod tests {
 
     use super::*;
 
-    fn told(told: &[u8]) -> (tempfile::TempDir, Events) {
+    fn sent(bytes: &[u8]) -> (tempfile::TempDir, Events) {
         let dir = tempfile::tempdir().unwrap();
         let (events, writer) = Events::create(dir.path()).unwrap();
-        File::from(writer).write_all(told).unwrap();
+        File::from(writer).write_all(bytes).unwrap();
         (dir, events)
     }
 
     #[tokio::test]
     async fn events_are_read_past_halves_to_the_end() {
-        let (_dir, mut events) = told(
+        let (_dir, mut events) = sent(
             b"{\n  \"timestamp\": {\n \"secs\": 0\n},\n \"source\": \"vm\",\n \"event\": \"booted\",\n \"properties\": null\n}\n\n\
               \"source\": \"vm\"\n}\n\n\
               {\"source\": \"vm\", \"event\": \"device-removed\", \"properties\": {\"id\": \"disk-a\"}}\n\n",
@@ -119,9 +119,9 @@ mod tests {
 
     #[tokio::test]
     async fn events_without_end_are_given_up() {
-        let (_dir, mut events) = told(&[b'x'; MAX_LINE + 2]);
+        let (_dir, mut events) = sent(&[b'x'; MAX_LINE + 2]);
         assert_eq!(events.next().await, None);
-        let (_dir, mut events) = told("x\n".repeat(MAX_EVENT + 1).as_bytes());
+        let (_dir, mut events) = sent("x\n".repeat(MAX_EVENT + 1).as_bytes());
         assert_eq!(events.next().await, None);
     }
 }

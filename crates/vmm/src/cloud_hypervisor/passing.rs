@@ -1,4 +1,4 @@
-//! A unix stream that hands open files over with its first bytes.
+//! A unix stream that passes open files with its first bytes.
 
 use std::{
     io,
@@ -17,7 +17,7 @@ use tokio::{
 /// Most files passed at once.
 const MAX_FILES: usize = 16;
 
-/// The stream, and what is still to be passed.
+/// The stream, and the files that are not passed yet.
 pub struct Passing {
     stream: UnixStream,
     files: Vec<OwnedFd>,

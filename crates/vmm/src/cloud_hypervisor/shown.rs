@@ -1,8 +1,8 @@
-//! A disk that a VMM is to open.
+//! A disk that a VMM opens.
 //!
-//! The VMM opens disks by path, and sees nothing of the host. So while it opens one, that one file is mounted in its
-//! jail, and its user may open it. Afterwards the VMM has it open, and path and permission are gone again. The host's
-//! own namespace never has a mount more.
+//! The VMM opens disks by path, but cannot see the host's files. So while it opens a disk, that one file is mounted in
+//! its jail, and its user may open it. Afterwards the VMM has it open, and mount and permission are removed. The
+//! host's own namespace gets no mount.
 
 use std::{
     fs::{self, File},
@@ -43,7 +43,7 @@ impl Shown {
         let tree = open_tree(&found, "", flags)?;
         let path = shown(&disk.serial);
         within(&process, || put(&tree, &path, disk.read_only))?;
-        // From here on it is taken out again, whatever happens.
+        // From here on it is unmounted on every path.
         let mut shown = Self { process, path, _permit: None };
         shown._permit = Permit::grant(&disk.path, user, !disk.read_only)?;
         Ok(shown)
@@ -53,11 +53,11 @@ impl Shown {
 impl Drop for Shown {
     fn drop(&mut self) {
         match within(&self.process, || hide(&self.path)) {
-            // The jail is gone, and all that was in it.
+            // The jail is gone, with all its mounts.
             Err(error) if !self.process.is_alive() => tracing::debug!(%error, "the jail is gone"),
             Err(error) => {
                 tracing::error!(pid = self.process.pid(), path = %self.path.display(), %error,
-                    "a disk stays in its VM's jail");
+                    "cannot remove a disk from its VM's jail");
             }
             Ok(()) => {}
         }
@@ -80,17 +80,17 @@ fn put(tree: &OwnedFd, path: &Path, read_only: bool) -> io::Result<()> {
     mounted
 }
 
-/// Takes out what is at `path`, in the jail.
+/// Unmounts what is at `path`, in the jail.
 fn hide(path: &Path) -> io::Result<()> {
     match umount2(path, MntFlags::MNT_DETACH | MntFlags::UMOUNT_NOFOLLOW) {
-        // Nothing is mounted there: the daemon died just before, or it failed.
+        // Not mounted: the daemon died just before, or the mount failed.
         Ok(()) | Err(nix::errno::Errno::EINVAL) => {}
         Err(errno) => return Err(errno.into()),
     }
     fs::remove_file(path)
 }
 
-/// Takes out what a daemon that died in the middle left in the jail of `process`. Blocks for some system calls.
+/// Unmounts what an earlier daemon left in the jail of `process`. Blocks for some system calls.
 pub fn clear(process: &Process) -> io::Result<()> {
     let dir = room::shown("");
     within(process, || fs::read_dir(dir)?.try_for_each(|entry| hide(&entry?.path())))

@@ -1,14 +1,14 @@
-//! A frozen VM.
+//! The files of a frozen VM.
 //!
 //! ```text
-//! memory        the guest's, which was the VM's own from its first moment on
-//! config.json   as `vm.create` made it, with what the VMM added
-//! state.json    of its processors and devices
+//! memory        of the guest; it was in this file from the start
+//! config.json   as in `vm.create`, with the VMM's additions
+//! state.json    of its CPUs and devices
 //! ```
 //!
-//! The VMM takes the copy's from a directory. What is in it leads to the sealed files that the VMM inherits,
-//! but for the configuration, in which the memory is another file and private: what a copy doesn't write it
-//! shares with all others.
+//! The VMM restores a copy from a directory of links to the sealed files, which it inherits. Only the configuration
+//! is changed: the memory there is another file, mapped privately. A copy shares with all others what it does not
+//! write.
 
 use std::{
     fs::File,
@@ -25,13 +25,13 @@ use sandboxer_process::jail::Jail;
 use serde_json::Value;
 
 use super::wire;
-use crate::{Frozen, MEMORY, VmSpec, VmmError, room::Room, run_dir::host};
+use crate::{Frozen, MEMORY, VmSpec, VmmError, room::Room, run_dir::path_error};
 
 const CONFIG: &str = "config.json";
 const STATE: &str = "state.json";
-/// From which the VMM takes a copy's beginnings, in its jail.
+/// Directory in the jail from which the VMM restores a copy.
 pub const DIR: &str = "/template";
-/// In which the VMM writes itself down, in its room.
+/// Directory in its room to which the VMM writes its snapshot.
 pub const FROZEN: &str = "frozen";
 /// The one zone of the memory of a VM that is to be frozen.
 const ZONE: &str = "memory";
@@ -40,7 +40,7 @@ const MAX_CONFIG: u64 = 1 << 20;
 /// Largest state that is kept, bytes.
 const MAX_STATE: u64 = 16 << 20;
 
-/// What is asked of a VMM that takes the place of a frozen one.
+/// Name of the restore in errors.
 pub const CALL: &str = "loading a template";
 
 /// Returns the memory of a VM.
@@ -55,7 +55,7 @@ pub fn memory(spec: &VmSpec) -> wire::Memory {
     }
 }
 
-/// Makes the file in which the memory of a VM lies that is to be frozen, `user`'s; the VMM wants it whole.
+/// Creates the memory file of a VM that is to be frozen, owned by `user`, at full size as the VMM requires.
 pub fn make_memory(spec: &VmSpec, user: u32) -> Result<Option<OwnedFd>, VmmError> {
     let Some(path) = &spec.memory_file else { return Ok(None) };
     let make = || {
@@ -64,13 +64,14 @@ pub fn make_memory(spec: &VmSpec, user: u32) -> Result<Option<OwnedFd>, VmmError
         fchown(&file, Some(user), Some(user))?;
         Ok(file.into())
     };
-    make().map(Some).map_err(host(&spec.pod, "make", path.clone()))
+    make().map(Some).map_err(path_error(&spec.pod, "create", path.clone()))
 }
 
-/// Returns what a VMM has to inherit to make a copy of `frozen`; links in `jail` lead to it.
+/// Returns what a VMM must inherit to restore a copy of `frozen`; links in `jail` lead to it.
 pub fn source(spec: &VmSpec, frozen: &Frozen, jail: &mut Jail) -> Result<[OwnedFd; 3], VmmError> {
-    let own =
-        |name| frozen.file(name).map_err(host(&spec.pod, "open a template's file", frozen.dir().join(name)));
+    let own = |name| {
+        frozen.file(name).map_err(path_error(&spec.pod, "open template file", frozen.dir().join(name)))
+    };
     let (memory, state, config) = (own(MEMORY)?, own(STATE)?, own(CONFIG)?);
     let malformed = |reason: String| VmmError::Malformed {
         pod: spec.pod.clone(),
@@ -87,12 +88,12 @@ pub fn source(spec: &VmSpec, frozen: &Frozen, jail: &mut Jail) -> Result<[OwnedF
         jail.link(&inherited(state.as_raw_fd()), (dir, STATE))?;
         Ok(file.into())
     };
-    let config = link().map_err(host(&spec.pod, "prepare", DIR.into()))?;
+    let config = link().map_err(path_error(&spec.pod, "prepare", DIR.into()))?;
     Ok([memory, state, config])
 }
 
-/// Takes what the VMM wrote down of its frozen VM out of its `room` into `dir`; the memory, there already, is
-/// nobody's from now on.
+/// Moves the VMM's snapshot from its `room` to `dir`. The memory is there already; its owner becomes root, so that
+/// the VMM's user cannot open it any more.
 pub fn take(room: &Room, dir: &Path) -> io::Result<()> {
     for (name, max) in [(CONFIG, MAX_CONFIG), (STATE, MAX_STATE)] {
         let content = room.read(FROZEN, name, max)?;
@@ -101,7 +102,7 @@ pub fn take(room: &Room, dir: &Path) -> io::Result<()> {
     chown(dir.join(MEMORY), Some(0), Some(0))
 }
 
-/// Path of a file that a process has inherited under this number, good in that process.
+/// Returns the path of an inherited descriptor, valid in the process that inherited it.
 pub fn inherited(fd: RawFd) -> PathBuf {
     format!("/proc/self/fd/{fd}").into()
 }
@@ -117,15 +118,15 @@ fn of_copy(mut config: Value, spec: &VmSpec, memory: RawFd) -> Result<Value, Str
     let zones = config.pointer_mut("/memory/zones").and_then(Value::as_array_mut);
     let zone = match zones.map(Vec::as_mut_slice) {
         Some([Value::Object(zone)]) if zone.get("id").is_some_and(|id| id == ZONE) => zone,
-        _ => return Err("it is not of a VM whose memory lies in one file".to_owned()),
+        _ => return Err("the VM's memory is not in one file".to_owned()),
     };
     zone.insert("file".to_owned(), path_text(&inherited(memory)));
     zone.insert("shared".to_owned(), false.into());
-    // Opened once more, and not used.
+    // Opened again, but not used.
     for (file, path) in [("kernel", &spec.kernel), ("initramfs", &spec.initramfs)] {
         config["payload"][file] = path_text(path);
     }
-    // It would want a rule for its memory: see `landlock`.
+    // It would need a rule for its memory: see `landlock`.
     config["landlock_enable"] = false.into();
     if let Some(config) = config.as_object_mut() {
         config.remove("landlock_rules");

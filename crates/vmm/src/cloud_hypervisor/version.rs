@@ -1,68 +1,68 @@
-//! Which versions of Cloud Hypervisor are known, and all in which they differ.
+//! The supported versions of Cloud Hypervisor, and how they differ.
 //!
 //! | since | what |
 //! |---|---|
-//! | v51 | a disk says its image type; one that doesn't is looked at, and since v52 a raw one loses writes to its first sector |
-//! | v52 | a tap that is passed may belong to another network namespace than the VMM's: before, it was looked up by its name, and no pod with a network could start |
-//! | v53 | a refusal is a JSON array of causes, before it was plain text; what isn't created is status 404, before 500 |
+//! | v51 | disks have an image type; the VMM detects a missing one, and since v52 a raw disk then loses writes to sector 0 |
+//! | v52 | a tap may be of another network namespace; before, the VMM looked it up by name, and no pod with network started |
+//! | v53 | a refusal is a JSON array of causes, before plain text; a VM that is not created is status 404, before 500 |
 
 use std::{fmt, io, path::Path, process::Stdio, time::Duration};
 
 use tokio::{io::AsyncReadExt, process::Command};
 
-/// The oldest and the newest major version that are known.
+/// The oldest and the newest supported major version.
 pub const KNOWN: std::ops::RangeInclusive<u32> = 52..=53;
 
 /// Longest wait for `--version`.
 const LIMIT: Duration = Duration::from_secs(5);
-/// Most bytes read of its answer.
+/// Most bytes read of its output.
 const ANSWER: u64 = 4096;
 /// Characters kept of a refusal.
 const REASON: usize = 400;
 
-/// A version that is known.
+/// A supported version.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Version {
     text: String,
 }
 
-/// Why a program can't be used as Cloud Hypervisor.
+/// Why a program cannot be used as Cloud Hypervisor.
 #[derive(Debug, thiserror::Error)]
 pub enum VersionError {
-    /// It can't be run.
-    #[error("{program} cannot be run: {source}")]
+    /// It cannot be run.
+    #[error("cannot run {program}: {source}")]
     Run {
         /// As configured.
         program: String,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// It didn't answer.
+    /// It did not end.
     #[error("{program} --version did not end within {LIMIT:?}")]
     Hung {
         /// As configured.
         program: String,
     },
-    /// It is something else.
-    #[error("{program} is no Cloud Hypervisor: its --version says {said:?}")]
+    /// It is another program.
+    #[error("{program} is not Cloud Hypervisor: its --version prints {output:?}")]
     Foreign {
         /// As configured.
         program: String,
         /// Its first line, cut.
-        said: String,
+        output: String,
     },
     /// Too old or too new.
-    #[error("{program} is Cloud Hypervisor {found}, and v{} to v{} are known here", KNOWN.start(), KNOWN.end())]
+    #[error("{program} is Cloud Hypervisor {found}; supported are v{} to v{}", KNOWN.start(), KNOWN.end())]
     Unknown {
         /// As configured.
         program: String,
-        /// As it says.
+        /// As it reports.
         found: String,
     },
 }
 
 impl Version {
-    /// Asks `program`.
+    /// Runs `program --version`.
     pub async fn of(program: &Path) -> Result<Self, VersionError> {
         let name = program.display().to_string();
         match tokio::time::timeout(LIMIT, first_line(program)).await {
@@ -72,13 +72,13 @@ impl Version {
         }
     }
 
-    /// Returns that of a VMM that runs, as it tells itself: `53.0.0`.
-    pub fn of_running(told: &str) -> Result<Self, VersionError> {
-        let told: String = told.chars().take(100).collect();
-        Self::parse(&format!("cloud-hypervisor v{told}"), "the running VMM".into())
+    /// Parses the version that a running VMM reports: `53.0.0`.
+    pub fn of_running(version: &str) -> Result<Self, VersionError> {
+        let version: String = version.chars().take(100).collect();
+        Self::parse(&format!("cloud-hypervisor v{version}"), "the running VMM".into())
     }
 
-    /// Reads `cloud-hypervisor v53.0`, where more may follow the number.
+    /// Parses `cloud-hypervisor v53.0`; more text may follow the number.
     pub fn parse(line: &str, program: String) -> Result<Self, VersionError> {
         let version = line.strip_prefix("cloud-hypervisor v");
         let major = version.and_then(|version| {
@@ -91,7 +91,7 @@ impl Version {
             (Some(version), Some(_)) => {
                 Err(VersionError::Unknown { program, found: format!("v{}", version.trim()) })
             }
-            _ => Err(VersionError::Foreign { program, said: line.to_owned() }),
+            _ => Err(VersionError::Foreign { program, output: line.to_owned() }),
         }
     }
 }
@@ -110,18 +110,18 @@ async fn first_line(program: &Path) -> io::Result<String> {
         .stderr(Stdio::null())
         .kill_on_drop(true)
         .spawn()?;
-    let mut said = Vec::new();
+    let mut output = Vec::new();
     if let Some(stdout) = child.stdout.take() {
-        stdout.take(ANSWER).read_to_end(&mut said).await?;
+        stdout.take(ANSWER).read_to_end(&mut output).await?;
     }
-    let said = String::from_utf8_lossy(&said);
-    Ok(said.lines().next().unwrap_or_default().chars().take(100).collect())
+    let output = String::from_utf8_lossy(&output);
+    Ok(output.lines().next().unwrap_or_default().chars().take(100).collect())
 }
 
-/// Returns why a call was refused, out of the answer of any version: one line, cut to a bearable length.
+/// Returns why a call was refused, from the answer of any version: one line, bounded.
 pub fn reason(answer: &[u8]) -> String {
     let text = match serde_json::from_slice::<Vec<String>>(answer) {
-        // From the outermost cause, which says no more than the call, to the innermost.
+        // From the outermost cause, which only repeats the call, to the innermost.
         Ok(causes) => causes.join(": "),
         Err(_) => String::from_utf8_lossy(answer).into_owned(),
     };
@@ -141,18 +141,18 @@ mod tests {
         assert_eq!(parse("cloud-hypervisor v53.0").unwrap().to_string(), "53.0");
         let built = parse("cloud-hypervisor v52.0-12-gdeadbee-dirty").unwrap();
         assert_eq!(built.to_string(), "52.0-12-gdeadbee-dirty");
-        // In these no pod with a network starts.
+        // With these versions no pod with a network starts.
         let old = parse("cloud-hypervisor v51.2").unwrap_err();
-        assert_eq!(old, "ch is Cloud Hypervisor v51.2, and v52 to v53 are known here");
+        assert_eq!(old, "ch is Cloud Hypervisor v51.2; supported are v52 to v53");
         assert!(parse("cloud-hypervisor v54.1.2").unwrap_err().contains("v54.1.2"));
-        assert!(parse("QEMU emulator version 7.2").unwrap_err().contains("is no Cloud Hypervisor"));
-        assert!(parse("cloud-hypervisor v99999999999999.0").unwrap_err().contains("is no Cloud Hypervisor"));
+        assert!(parse("QEMU emulator version 7.2").unwrap_err().contains("is not Cloud Hypervisor"));
+        assert!(parse("cloud-hypervisor v99999999999999.0").unwrap_err().contains("is not Cloud Hypervisor"));
     }
 
     #[tokio::test]
     async fn a_program_that_is_none_is_named() {
         let missing = Version::of(Path::new("/nonexistent/ch")).await.unwrap_err();
-        assert!(missing.to_string().starts_with("/nonexistent/ch cannot be run: "), "{missing}");
+        assert!(missing.to_string().starts_with("cannot run /nonexistent/ch: "), "{missing}");
         let other = Version::of(Path::new("/bin/true")).await.unwrap_err();
         assert!(matches!(other, VersionError::Foreign { .. }), "{other}");
     }

@@ -24,13 +24,13 @@ use super::{
     wire,
 };
 use crate::{
-    AgentStream, DiskSpec, ShareListener, ShareWay, Vm, VmExit, VmRecord, VmmError,
+    AgentStream, DiskSpec, ShareListener, ShareTransport, Vm, VmExit, VmRecord, VmmError,
     room::{Room, shown as path_of},
-    run_dir::{Captures, Files, host},
+    run_dir::{Captures, path_error},
     spec::first_mac_text,
 };
 
-/// Events that may wait for who looks at them.
+/// Events that may wait for a subscriber.
 const EVENTS: usize = 16;
 /// A process whose sockets are closed is gone within this time, or lives on without them.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
@@ -42,10 +42,10 @@ pub(super) struct CloudHypervisorVm {
     pub(super) api: Api,
     pub(super) room: Arc<Room>,
     pub(super) link: Link,
-    /// As which the VMM runs.
+    /// User id of the VMM.
     pub(super) user: u32,
     pub(super) call_timeout: Duration,
-    /// When it is [`FREEZABLE`].
+    /// When it can be frozen; see [`FREEZABLE`].
     pub(super) freezable: Instant,
 }
 
@@ -60,7 +60,7 @@ impl Vm for CloudHypervisorVm {
         tokio::select! {
             stream = self.link.stream() => match stream {
                 Ok(stream) => Ok(Box::new(stream)),
-                Err(source) => Err(host(&self.record.pod, "connect to", path)(source)),
+                Err(source) => Err(path_error(&self.record.pod, "connect to", path)(source)),
             },
             _ = self.watched.process.exited() => Err(self.watched.died("a connection to the agent").await),
         }
@@ -68,16 +68,16 @@ impl Vm for CloudHypervisorVm {
 
     async fn attach_disk(&self, disk: &DiskSpec) -> Result<(), VmmError> {
         let pod = &self.record.pod;
-        fs::metadata(&disk.path).map_err(host(pod, "attach", disk.path.clone()))?;
+        fs::metadata(&disk.path).map_err(path_error(pod, "attach", disk.path.clone()))?;
         let call = format!("attaching {} as disk {}", disk.path.display(), disk.serial);
-        // In the jail until it has answered.
+        // Stays in the jail until the VMM has answered.
         let _shown = self.watched.show(&call, self.user, std::slice::from_ref(disk)).await?;
         self.watched.answered(&call, self.api.add_disk(&self::disk(disk))).await.map(drop)
     }
 
     async fn detach_disk(&self, serial: &str) -> Result<(), VmmError> {
         let (id, call) = (device_id(serial), format!("detaching disk {serial}"));
-        // Subscribed before asking, or the event could come too early.
+        // Subscribed before the call, or the event could come too early.
         let events = self.watched.events.subscribe();
         match self.watched.answered(&call, self.api.remove_device(&id)).await {
             Err(VmmError::Refused { .. }) if !self.has(&id, &call).await? => return Ok(()),
@@ -92,11 +92,12 @@ impl Vm for CloudHypervisorVm {
 
     fn listen_for_shares(&self) -> Result<ShareListener, VmmError> {
         let name = vsock::shares();
-        let listener = self.room.listen(&name).map_err(host(&self.record.pod, "listen on", name.into()))?;
-        Ok(ShareListener { socket: listener.into(), way: ShareWay::Streams })
+        let listener =
+            self.room.listen(&name).map_err(path_error(&self.record.pod, "listen on", name.into()))?;
+        Ok(ShareListener { socket: listener.into(), transport: ShareTransport::Streams })
     }
 
-    /// A guest with a vsock reaches its host's ports by itself.
+    /// Does nothing: a guest with a vsock connects to its host's ports by itself.
     async fn connect_shares(&self) -> Result<(), VmmError> {
         Ok(())
     }
@@ -111,31 +112,26 @@ impl Vm for CloudHypervisorVm {
 
     async fn freeze(&self, dir: &Path) -> Result<(), VmmError> {
         let pod = &self.record.pod;
-        // A connection that lives on in the copy would be in the way of its next ones.
+        // A connection that still exists in the copy would break its next ones.
         let closed = tokio::time::timeout(self.call_timeout, self.link.close()).await;
-        closed.unwrap_or_else(|_| Err(std::io::ErrorKind::TimedOut.into())).map_err(host(
+        closed.unwrap_or_else(|_| Err(std::io::ErrorKind::TimedOut.into())).map_err(path_error(
             pod,
             "close the agent's connection on",
             vsock::SOCKET.into(),
         ))?;
         tokio::time::sleep_until(self.freezable).await;
         self.pause().await?;
-        let written =
-            self.room.make_dir(template::FROZEN).map_err(host(pod, "make", template::FROZEN.into()))?;
+        let written = self.room.make_dir(template::FROZEN).map_err(path_error(
+            pod,
+            "create",
+            template::FROZEN.into(),
+        ))?;
         self.watched.answered("freezing the guest", self.api.snapshot(&written)).await?;
-        template::take(&self.room, dir).map_err(host(pod, "keep a frozen VM in", dir.to_owned()))
+        template::take(&self.room, dir).map_err(path_error(pod, "store a frozen VM in", dir.to_owned()))
     }
 
     fn assign(&self, pod: &SandboxId, run_dir: &Path) -> Result<Arc<dyn Vm>, VmmError> {
-        let proc = PathBuf::from(format!("/proc/{}", self.record.pid));
-        let process = &self.watched.process;
-        process.to_foreground().map_err(host(pod, "raise the priority of", proc))?;
-        fs::rename(&self.record.run_dir, run_dir).map_err(host(
-            pod,
-            "move a VM's directory to",
-            run_dir.to_owned(),
-        ))?;
-        let record = VmRecord { pod: pod.clone(), run_dir: run_dir.to_owned(), ..self.record.clone() };
+        let record = self.record.assign(&self.watched.process, pod, run_dir)?;
         Ok(Arc::new(Self {
             record,
             watched: Watched { pod: pod.clone(), ..self.watched.clone() },
@@ -156,17 +152,8 @@ impl Vm for CloudHypervisorVm {
     }
 
     async fn kill(&self) -> Result<(), VmmError> {
-        let pod = &self.record.pod;
-        let proc = PathBuf::from(format!("/proc/{}", self.record.pid));
-        self.watched.process.kill().map_err(host(pod, "kill", proc))?;
-        let limit = self.call_timeout;
-        tokio::time::timeout(limit, self.watched.process.exited()).await.map_err(|_| VmmError::Hung {
-            pod: pod.clone(),
-            call: "SIGKILL".into(),
-            limit,
-        })?;
-        drop(Files::of_ended(&self.record.run_dir, &[api::SOCKET, events::FILE]));
-        Ok(())
+        let files = [api::SOCKET, events::FILE];
+        self.record.kill(&self.watched.process, self.call_timeout, &files).await
     }
 }
 
@@ -177,7 +164,7 @@ impl CloudHypervisorVm {
         Ok(info.device_tree.is_some_and(|devices| devices.contains_key(id)))
     }
 
-    /// Waits until the guest has let go of a device.
+    /// Waits until the guest has released a device.
     async fn let_go(
         &self,
         id: &str,
@@ -188,7 +175,7 @@ impl CloudHypervisorVm {
             match events.recv().await {
                 Ok(event) if event.is("device-removed") && event.device() == Some(id) => return Ok(()),
                 Ok(_) => {}
-                // It may have been among those that were missed.
+                // It may be among the events that were missed.
                 Err(broadcast::error::RecvError::Lagged(_)) if !self.has(id, call).await? => return Ok(()),
                 Err(broadcast::error::RecvError::Lagged(_)) => {}
                 Err(broadcast::error::RecvError::Closed) => return Err(self.watched.died(call).await),
@@ -197,12 +184,12 @@ impl CloudHypervisorVm {
     }
 }
 
-/// Name of a disk's device.
+/// Returns the id of a disk's device.
 fn device_id(serial: &str) -> String {
     format!("disk-{serial}")
 }
 
-/// Returns a disk in the VMM's words, as it is shown to it.
+/// Returns a disk as the VMM's API describes it, at the path at which it is shown in the jail.
 pub(super) fn disk(disk: &DiskSpec) -> wire::Disk {
     wire::Disk {
         id: device_id(&disk.serial),
@@ -213,40 +200,40 @@ pub(super) fn disk(disk: &DiskSpec) -> wire::Disk {
     }
 }
 
-/// Returns a network interface in the VMM's words.
+/// Returns a network interface as the VMM's API describes it.
 pub(super) fn nic(nic: u8) -> wire::Net {
     wire::Net { id: format!("nic{nic}"), mac: first_mac_text(nic), num_queues: 2 }
 }
 
-/// A VMM's process with all that it tells. Its clones watch the same.
+/// A VMM's process with its output and events. Clones watch the same process.
 #[derive(Debug, Clone)]
 pub(super) struct Watched {
     pod: SandboxId,
     process: Arc<Process>,
     captures: Arc<Captures>,
     events: broadcast::Sender<Event>,
-    /// Why the process was ended by us.
+    /// Why the daemon ended the process.
     cause: Arc<OnceLock<&'static str>>,
-    /// Ends with this: who takes the VM up again reads the events.
+    /// Stops with this: after an adoption, another task reads the events.
     _follow: Arc<AbortOnDropHandle<()>>,
 }
 
 impl Watched {
     pub(super) fn new(pod: &SandboxId, process: Arc<Process>, captures: Captures, events: Events) -> Self {
-        let (told, _) = broadcast::channel(EVENTS);
+        let (sender, _) = broadcast::channel(EVENTS);
         let cause = Arc::default();
-        let follow = follow(events, process.clone(), Arc::clone(&cause), told.clone());
+        let follow = follow(events, process.clone(), Arc::clone(&cause), sender.clone());
         Self {
             pod: pod.clone(),
             process,
             captures: Arc::new(captures),
-            events: told,
+            events: sender,
             cause,
             _follow: Arc::new(AbortOnDropHandle::new(tokio::spawn(follow))),
         }
     }
 
-    /// Returns an answer to `call`, or one error for all the ways in which there is none.
+    /// Waits for the answer to `call`; turns each failure into one kind of error.
     pub(super) async fn answered<T>(
         &self,
         call: &str,
@@ -264,7 +251,7 @@ impl Watched {
                 Err(self.died(&call).await)
             }
             Err(ApiError::Connect { path, source }) => {
-                Err(VmmError::Host { pod, action: "connect to", path, source })
+                Err(VmmError::Path { pod, action: "connect to", path, source })
             }
             Err(ApiError::Timeout(limit)) => Err(VmmError::Hung { pod, call, limit }),
             Err(ApiError::Refused { reason, .. }) => Err(VmmError::Refused { pod, call, reason }),
@@ -274,19 +261,19 @@ impl Watched {
         }
     }
 
-    /// Returns what the VMM can write to.
+    /// Opens the directory that the VMM can write to.
     pub(super) async fn room(&self) -> Result<Arc<Room>, VmmError> {
         match Room::of(&self.process) {
             Ok(room) => Ok(Arc::new(room)),
             Err(_) if self.is_ending().await => Err(self.died("its start").await),
             Err(error) => {
                 let path = PathBuf::from(format!("/proc/{}/root", self.process.pid()));
-                Err(host(&self.pod, "look into the jail", path)(error))
+                Err(path_error(&self.pod, "open the jail", path)(error))
             }
         }
     }
 
-    /// Shows the VMM, which runs as `user`, these disks for `call`.
+    /// Makes these disks visible to the VMM, which runs as `user`, for `call`.
     pub(super) async fn show(
         &self,
         call: &str,
@@ -297,44 +284,46 @@ impl Watched {
         let show = move || -> Result<Vec<Shown>, VmmError> {
             let show = |disk: &DiskSpec| {
                 let shown = Shown::new(process.clone(), user, disk);
-                shown.map_err(host(&pod, "show the VMM", disk.path.clone()))
+                shown.map_err(path_error(&pod, "mount disk", disk.path.clone()))
             };
             disks.iter().map(show).collect()
         };
         match tokio::task::spawn_blocking(show).await {
             Ok(Err(_)) if self.is_ending().await => Err(self.died(call).await),
             Ok(shown) => shown,
-            Err(ended) => Err(host(&self.pod, "show the VMM", "a disk".into())(std::io::Error::other(ended))),
+            Err(ended) => {
+                Err(path_error(&self.pod, "mount disks in", path_of(""))(std::io::Error::other(ended)))
+            }
         }
     }
 
-    /// Takes out of the jail what an earlier daemon showed and did not take out.
+    /// Removes from the jail the disks that an earlier daemon left there.
     pub(super) async fn clear(&self) -> Result<(), VmmError> {
         let process = self.process.clone();
         let cleared = tokio::task::spawn_blocking(move || shown::clear(&process)).await;
-        cleared.unwrap_or_else(|ended| Err(std::io::Error::other(ended))).map_err(host(
+        cleared.unwrap_or_else(|ended| Err(std::io::Error::other(ended))).map_err(path_error(
             &self.pod,
-            "take disks out of",
+            "unmount disks in",
             path_of(""),
         ))
     }
 
-    /// Returns the sockets of a process that ends close before it is gone.
+    /// Returns whether the process exits soon: its sockets close before it is gone.
     async fn is_ending(&self) -> bool {
         tokio::time::timeout(EXIT_TIMEOUT, self.process.exited()).await.is_ok()
     }
 
-    /// Waits for the process's end; how it ended.
+    /// Waits for the process's end. Returns how it ended.
     async fn end(&self) -> String {
         let exit = self.process.exited().await;
         self.captures.drained().await;
         match self.cause.get() {
-            Some(cause) => format!("was ended after {cause}"),
+            Some(cause) => format!("was killed after {cause}"),
             None => exit.to_string(),
         }
     }
 
-    /// Returns the error of a call that the process did not live to answer.
+    /// Returns the error of a call during which the process ended.
     async fn died(&self, call: &str) -> VmmError {
         let how = self.end().await;
         let last_lines = self.captures.last_lines().await.join(" | ");
@@ -342,22 +331,22 @@ impl Watched {
     }
 }
 
-/// Passes events on; ends a VM whose guest resets itself, which the VMM would boot anew.
+/// Forwards events. Kills a VMM whose guest resets itself; the VMM would boot it again.
 async fn follow(
     mut events: Events,
     process: Arc<Process>,
     cause: Arc<OnceLock<&'static str>>,
-    told: broadcast::Sender<Event>,
+    sender: broadcast::Sender<Event>,
 ) {
     while let Some(event) = events.next().await {
-        tracing::debug!(pid = process.pid(), source = event.source, event = event.name, "the VMM tells");
+        tracing::debug!(pid = process.pid(), source = event.source, event = event.name, "event of a VMM");
         if event.is("rebooting") {
-            let _ = cause.set("its guest had reset itself");
+            let _ = cause.set("its guest reset itself");
             if let Err(error) = process.kill() {
-                tracing::error!(pid = process.pid(), %error, "cannot end a VMM whose guest resets itself");
+                tracing::error!(pid = process.pid(), %error, "cannot kill a VMM whose guest resets itself");
             }
         }
-        // Nobody may be looking.
-        let _ = told.send(event);
+        // There may be no subscriber.
+        let _ = sender.send(event);
     }
 }

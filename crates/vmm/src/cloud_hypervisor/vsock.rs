@@ -1,13 +1,13 @@
-//! The way to the agent: a hybrid vsock, whose host side are unix sockets.
+//! The connection to the agent: a hybrid vsock; on the host its ports are unix sockets.
 //!
 //! ```text
-//! vsock.sock         the VMM listens; `CONNECT 1024\n` leads to the guest's port 1024, `OK …\n` says so
-//! vsock.sock_1025    who serves the guest's shares listens, once it has any: each of its connections is one of the guest's
-//! vsock.sock_1024    we listen; a guest that connects to its host's port 1024 comes out here
+//! vsock.sock         the VMM listens; `CONNECT 1024\n` connects to the guest's port 1024, the answer is `OK …\n`
+//! vsock.sock_1025    the server of the guest's shares listens, if any; each connection is one of the guest's
+//! vsock.sock_1024    the daemon listens; a guest's connection to its host's port 1024 arrives here
 //! ```
 //!
-//! A connection to a guest whose agent doesn't listen yet is refused, and nothing tells when to try again.
-//! So the agent, once it listens, connects to its host and hangs up: that is waited for.
+//! A connection to a guest whose agent does not listen yet is refused, and no event tells when to retry.
+//! So the agent, once it listens, connects to its host and hangs up; the daemon waits for that.
 
 use std::{
     io,
@@ -32,44 +32,44 @@ use crate::room::Room;
 pub const SOCKET: &str = "vsock.sock";
 /// Longest answer to `CONNECT`: "OK ", a port of up to ten digits, the end of the line.
 const MAX_ANSWER: usize = 14;
-/// Waits for an answer, seconds, each followed by another attempt. A guest that was restored may be asked before it listens
-/// to its vsock again, and then that attempt is never answered, a later one is.
+/// Time limits for an answer, seconds; after each the attempt is repeated. A restored guest may receive `CONNECT`
+/// before it listens to its vsock again; it never answers that attempt, but a later one.
 const ANSWER_SECONDS: [u64; 6] = [1, 1, 2, 4, 8, 16];
 
-/// Name of our socket.
+/// Returns the name of the daemon's socket.
 pub fn announcements() -> String {
     format!("{SOCKET}_{AGENT_VSOCK_PORT}")
 }
 
-/// Name of the socket at which a guest's requests for files come out.
+/// Returns the name of the socket on which a guest's file requests arrive.
 pub fn shares() -> String {
     format!("{SOCKET}_{VSOCK_PORT}")
 }
 
-/// The way to one guest's agent. Clones are the same way.
+/// The connection to one guest's agent. Clones are the same connection.
 #[derive(Debug, Clone)]
 pub struct Link {
     room: Arc<Room>,
     heard: Arc<Heard>,
 }
 
-/// What is known of the agent.
+/// What is known about the agent.
 #[derive(Debug)]
 struct Heard {
     announced: UnixListener,
-    /// Whether the agent may listen: it has announced itself, or may have before we listened.
+    /// The agent may listen: it has announced itself, or may have done so before the daemon listened.
     listens: AtomicBool,
-    /// Another hold on the stream given out last.
+    /// A duplicate of the stream that was opened last.
     last: Mutex<Option<OwnedFd>>,
 }
 
 impl Link {
-    /// To a guest that is about to start.
+    /// Returns the link to a guest that is about to start.
     pub fn new(room: Arc<Room>) -> io::Result<Self> {
         Self::listening(room, false)
     }
 
-    /// To a guest that has been running.
+    /// Returns the link to a guest that has been running.
     pub fn of_running(room: Arc<Room>) -> io::Result<Self> {
         Self::listening(room, true)
     }
@@ -87,7 +87,7 @@ impl Link {
         })
     }
 
-    /// Returns a stream to the agent, as soon as it listens; the one before is dead.
+    /// Opens a stream to the agent, as soon as it listens; the one before is dead.
     pub async fn stream(&self) -> io::Result<UnixStream> {
         self.cut();
         loop {
@@ -104,11 +104,11 @@ impl Link {
         }
     }
 
-    /// Ends the stream given out last, and waits until the guest has let go of it, too.
+    /// Closes the stream that was opened last, and waits until the guest has closed it, too.
     pub async fn close(&self) -> io::Result<()> {
         let Some(last) = self.last() else { return Ok(()) };
         match rustix::net::shutdown(&last, Shutdown::Write) {
-            // The guest was first.
+            // The guest closed it first.
             Ok(()) | Err(rustix::io::Errno::NOTCONN) => {}
             Err(errno) => return Err(errno.into()),
         }
@@ -129,31 +129,31 @@ impl Link {
 
     fn cut(&self) {
         if let Some(last) = self.last() {
-            // One that is dead already is what is wanted.
+            // A stream that is dead already is fine.
             let _ = rustix::net::shutdown(&last, Shutdown::Both);
         }
     }
 
-    /// Same as [`Link::connect`]; an attempt that isn't answered is followed by others, up to a bound.
+    /// Connects as [`Link::connect`] does; retries an unanswered attempt, up to a bound.
     async fn attempts(&self) -> io::Result<Option<UnixStream>> {
         for limit in ANSWER_SECONDS.map(Duration::from_secs) {
             match tokio::time::timeout(limit, self.connect()).await {
                 Ok(connected) => return connected,
-                Err(_) => tracing::debug!(?limit, "a CONNECT to an agent was not answered; trying again"),
+                Err(_) => tracing::debug!(?limit, "agent did not answer CONNECT; retrying"),
             }
         }
-        let (times, words) = (ANSWER_SECONDS.len(), "the VMM did not answer CONNECT");
-        Err(io::Error::new(io::ErrorKind::TimedOut, format!("{words}, asked {times} times")))
+        let (times, words) = (ANSWER_SECONDS.len(), "VMM did not answer CONNECT");
+        Err(io::Error::new(io::ErrorKind::TimedOut, format!("{words} in {times} attempts")))
     }
 
-    /// Returns a connection to the agent; none: nobody listens in the guest.
+    /// Connects to the agent; `None`: no process listens in the guest.
     async fn connect(&self) -> io::Result<Option<UnixStream>> {
         let mut stream = self.room.connect(SOCKET)?;
         match stream.write_all(format!("CONNECT {AGENT_VSOCK_PORT}\n").as_bytes()).await {
             Err(error) if is_gone(&error) => return Ok(None),
             written => written?,
         }
-        // Byte by byte: what follows the line is the agent's.
+        // Byte by byte: what follows the line is for the agent's reader.
         let mut answer = Vec::with_capacity(MAX_ANSWER);
         while answer.last() != Some(&b'\n') && answer.len() < MAX_ANSWER {
             let mut byte = [0];
@@ -168,7 +168,7 @@ impl Link {
             true => Ok(Some(stream)),
             false => Err(io::Error::new(
                 io::ErrorKind::InvalidData,
-                format!("the VMM answers CONNECT with {:?}", String::from_utf8_lossy(&answer)),
+                format!("VMM answered CONNECT with {:?}", String::from_utf8_lossy(&answer)),
             )),
         }
     }
@@ -187,7 +187,7 @@ mod tests {
 
     use super::*;
 
-    /// A VMM that answers one connection after the other with these, and then ends each.
+    /// Starts a VMM that answers one connection after the other with these, and then closes each.
     fn vmm(run_dir: &Path, answers: &'static [&'static str]) {
         let listener = socket::listen(run_dir, SOCKET).unwrap();
         listener.set_nonblocking(true).unwrap();
@@ -242,7 +242,7 @@ mod tests {
             let link = Link::of_running(Room::at(dir.path())).unwrap();
             vmm(dir.path(), Vec::leak(vec![rubbish]));
             match link.stream() {
-                // Two bytes and the end: like nobody there, hence waited for.
+                // Two bytes and the end: as if the agent did not listen, so it waits.
                 stream if rubbish == "no" => {
                     tokio::pin!(stream);
                     assert!(futures::poll!(&mut stream).is_pending());
@@ -252,7 +252,7 @@ mod tests {
         }
     }
 
-    /// As right after a restore: who connects while the guest's vsock is being reset is never answered.
+    /// As right after a restore: a connection is never answered while the guest's vsock is being reset.
     #[tokio::test(start_paused = true)]
     async fn a_connect_that_is_never_answered_is_made_again_a_bounded_number_of_times() {
         let dir = tempfile::tempdir().unwrap();

@@ -1,7 +1,7 @@
-//! What is said over the API: the parts of Cloud Hypervisor's types that are used here.
+//! The types of Cloud Hypervisor's API, the parts that are used here.
 //!
-//! Names and meanings are those of its published description (OpenAPI, v0.3.0); what is left out has
-//! its default there.
+//! Names and meanings are those of its published description (OpenAPI, v0.3.0); fields that are left out have
+//! the defaults given there.
 
 use std::{collections::HashMap, path::PathBuf};
 
@@ -16,19 +16,19 @@ pub struct VmConfig {
     pub memory: Memory,
     /// What boots.
     pub payload: Payload,
-    /// Disks of the first moment.
+    /// Disks that the VM boots with.
     pub disks: Vec<Disk>,
-    /// Where the guest's randomness comes from.
+    /// The guest's source of randomness.
     pub rng: Rng,
     /// The legacy serial port.
     pub serial: Console,
     /// The virtio console.
     pub console: Console,
-    /// The way to the agent.
+    /// The vsock to the agent.
     pub vsock: Vsock,
-    /// From here on, the VMM opens what the rules allow and nothing else.
+    /// From then on, the VMM opens only what the rules allow.
     pub landlock_enable: bool,
-    /// Beside what this configuration names itself.
+    /// Rules beside the paths in this configuration.
     pub landlock_rules: Vec<LandlockRule>,
 }
 
@@ -37,14 +37,14 @@ pub struct VmConfig {
 pub struct Cpus {
     /// At boot.
     pub boot_vcpus: u32,
-    /// At most.
+    /// Maximum.
     pub max_vcpus: u32,
 }
 
 /// Guest memory.
 #[derive(Debug, Clone, Serialize)]
 pub struct Memory {
-    /// Bytes; 0 where there are zones.
+    /// Bytes; 0 if there are zones.
     pub size: u64,
     /// Other processes may map it; `vm.add-fs` needs that.
     pub shared: bool,
@@ -62,7 +62,7 @@ pub struct MemoryZone {
     pub size: u64,
     /// Existing file of that size.
     pub file: PathBuf,
-    /// What is written goes into the file.
+    /// Writes go to the file.
     pub shared: bool,
 }
 
@@ -77,29 +77,29 @@ pub struct Payload {
     pub cmdline: String,
 }
 
-/// A disk, `vm.add-disk` too.
+/// A disk; also for `vm.add-disk`.
 #[derive(Debug, Clone, Serialize)]
 pub struct Disk {
     /// Name of the device.
     pub id: String,
-    /// By which the guest finds it.
+    /// Serial number by which the guest finds it.
     pub serial: String,
     /// File or block device.
     pub path: PathBuf,
-    /// The guest can't write to it.
+    /// The guest cannot write to it.
     pub readonly: bool,
-    /// What is in the file. Left to look for itself, the VMM would take a guest's word for it.
+    /// Format of the file. If the VMM detected it, a guest could forge it.
     pub image_type: ImageType,
 }
 
-/// What is in the file of a disk.
+/// Format of a disk's file.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub enum ImageType {
     /// The disk, byte by byte.
     Raw,
 }
 
-/// Where randomness comes from.
+/// A source of randomness.
 #[derive(Debug, Clone, Serialize)]
 pub struct Rng {
     /// A device of the host.
@@ -109,11 +109,11 @@ pub struct Rng {
 /// A serial port or console.
 #[derive(Debug, Clone, Serialize)]
 pub struct Console {
-    /// Where it leads.
+    /// Its destination.
     pub mode: ConsoleMode,
 }
 
-/// Where a console leads.
+/// The destination of a console.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub enum ConsoleMode {
     /// There is none.
@@ -122,16 +122,16 @@ pub enum ConsoleMode {
     Tty,
 }
 
-/// A vsock of the hybrid kind, see [`super::vsock`].
+/// A hybrid vsock, see [`super::vsock`].
 #[derive(Debug, Clone, Serialize)]
 pub struct Vsock {
     /// The guest's address.
     pub cid: u32,
-    /// Where the VMM listens for connections to the guest.
+    /// The VMM listens here for connections to the guest.
     pub socket: PathBuf,
 }
 
-/// A path that the VMM may open, with all below it.
+/// A path that the VMM may open, with everything below it.
 #[derive(Debug, Clone, Serialize)]
 pub struct LandlockRule {
     /// File or directory.
@@ -140,7 +140,7 @@ pub struct LandlockRule {
     pub access: &'static str,
 }
 
-/// `vm.add-net`, the taps being passed beside it.
+/// `vm.add-net`; the taps are passed beside it.
 #[derive(Debug, Clone, Serialize)]
 pub struct Net {
     /// Name of the device.
@@ -156,13 +156,13 @@ pub struct Net {
 pub struct Fs {
     /// Name of the device.
     pub id: String,
-    /// By which the guest mounts it.
+    /// Tag by which the guest mounts it.
     pub tag: String,
-    /// Where a vhost-user file server listens.
+    /// Socket of a vhost-user file server.
     pub socket: PathBuf,
     /// Request queues.
     pub num_queues: u32,
-    /// Requests that fit into one.
+    /// Size of a queue, requests.
     pub queue_size: u32,
 }
 
@@ -173,7 +173,7 @@ pub struct Device<'a> {
     pub id: &'a str,
 }
 
-/// `vm.resize`. What is not set stays.
+/// `vm.resize`. Fields that are not set stay as they are.
 #[derive(Debug, Clone, Default, Serialize)]
 pub struct Resize {
     /// Virtual CPUs.
@@ -196,7 +196,7 @@ pub struct Snapshot {
 pub struct Restore {
     /// `file://` and the directory of a snapshot.
     pub source_url: String,
-    /// Read all memory at once instead of page by page as it is needed.
+    /// Read all memory at once, not page by page on demand.
     pub prefault: bool,
 }
 
@@ -205,21 +205,21 @@ pub struct Restore {
 pub struct Ping {
     /// Such as "53.0.0".
     pub version: String,
-    /// The VMM's process.
+    /// Process id of the VMM.
     pub pid: Option<i64>,
 }
 
 /// Answer to `vm.info`.
 #[derive(Debug, Clone, Deserialize)]
 pub struct VmInfo {
-    /// What the VM is doing.
+    /// Its state.
     pub state: VmState,
     /// Its devices by name; none before it has booted.
     #[serde(default)]
     pub device_tree: Option<HashMap<String, IgnoredAny>>,
 }
 
-/// What a VM is doing.
+/// The state of a VM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 pub enum VmState {
     /// Not booted.
@@ -228,16 +228,16 @@ pub enum VmState {
     Running,
     /// It was shut down.
     Shutdown,
-    /// Its CPUs stand still.
+    /// Its CPUs are stopped.
     Paused,
 }
 
-/// Answer to the calls that add a device to a VM that runs.
+/// Answer to the calls that add a device to a running VM.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct PciDevice {
     /// Its name.
     pub id: String,
-    /// Where the guest sees it, as in `0000:00:05.0`.
+    /// Its PCI address in the guest, as in `0000:00:05.0`.
     pub bdf: String,
 }
 

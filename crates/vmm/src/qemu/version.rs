@@ -1,11 +1,11 @@
-//! Which QEMU it is.
+//! The version of QEMU.
 
 use std::{path::Path, process::Stdio, time::Duration};
 
 /// Longest wait for `--version`.
 const LIMIT: Duration = Duration::from_secs(5);
 
-/// Returns the version QEMU reports. A QEMU that can't be run is no error yet: each boot will say so.
+/// Returns the version that QEMU reports. If QEMU cannot be run, that is no error here: each boot will report it.
 pub async fn version(program: &Path) -> String {
     let output = tokio::process::Command::new(program)
         .arg("--version")

@@ -6,7 +6,7 @@ use std::{
         fd::{AsFd, OwnedFd, RawFd},
         unix::{self, fs::OpenOptionsExt},
     },
-    path::{Path, PathBuf},
+    path::Path,
     sync::{Arc, Mutex, PoisonError},
     time::Duration,
 };
@@ -19,20 +19,20 @@ use tokio::time::Instant;
 
 use super::command_line;
 use crate::{
-    AgentStream, DiskSpec, MEMORY, ShareListener, ShareWay, Vm, VmExit, VmRecord, VmmError,
+    AgentStream, DiskSpec, MEMORY, ShareListener, ShareTransport, Vm, VmExit, VmRecord, VmmError,
     qmp::{Qmp, QmpError},
-    run_dir::{Captures, Files, host},
+    run_dir::{Captures, path_error},
 };
 
 pub(super) const CONTROL: &str = "control.sock";
 pub(super) const AGENT: &str = "agent.sock";
 pub(super) const CONSOLE: &str = "console.sock";
-/// At which the process listens that serves the guest's shares, while there is one.
+/// Socket of the process that serves the guest's shares.
 pub(super) const SHARES: &str = "shares.sock";
 /// State of a frozen VM's devices.
 pub(super) const STATE: &str = "state";
 
-/// A VM run by QEMU. Its clones are the same VM.
+/// A VM run by QEMU. Clones refer to the same VM.
 #[derive(Debug, Clone)]
 pub(super) struct QemuVm {
     pub(super) record: VmRecord,
@@ -40,14 +40,14 @@ pub(super) struct QemuVm {
     pub(super) qmp: Qmp,
     pub(super) captures: Arc<Captures>,
     pub(super) call_timeout: Duration,
-    /// Another hold on the stream given out last: QEMU takes the next one only when this is dead.
+    /// A duplicate of the last agent stream: QEMU accepts the next one only once this is dead.
     pub(super) agent: Arc<Mutex<Option<OwnedFd>>>,
-    /// When it is [`FREEZABLE`](crate::FREEZABLE); none: at any time.
+    /// When it can be frozen, see [`FREEZABLE`](crate::FREEZABLE); `None`: at any time.
     pub(super) freezable: Option<Instant>,
 }
 
 impl QemuVm {
-    /// Takes the state of a frozen VM from a file that QEMU inherited under this number.
+    /// Loads the state of a frozen VM from a file that QEMU inherited under this number.
     pub(super) async fn load(&self, state: RawFd) -> Result<(), VmmError> {
         self.qmp.load(state, self.call_timeout).await.map_err(self.answer("loading a template"))
     }
@@ -67,7 +67,7 @@ impl Vm for QemuVm {
         let fresh = || -> io::Result<_> {
             let mut last = self.agent.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(last) = last.take() {
-                // One that is dead already is what is wanted.
+                // A stream that is dead already is fine.
                 let _ = rustix::net::shutdown(&last, Shutdown::Both);
             }
             let stream = socket::connect(&self.record.run_dir, AGENT)?;
@@ -75,19 +75,19 @@ impl Vm for QemuVm {
             Ok(stream)
         };
         let stream =
-            fresh().map_err(host(&self.record.pod, "connect to", self.record.run_dir.join(AGENT)))?;
+            fresh().map_err(path_error(&self.record.pod, "connect to", self.record.run_dir.join(AGENT)))?;
         Ok(Box::new(stream))
     }
 
     async fn attach_disk(&self, disk: &DiskSpec) -> Result<(), VmmError> {
         let pod = &self.record.pod;
-        let file = open(disk).map_err(host(pod, "attach", disk.path.clone()))?;
+        let file = open(disk).map_err(path_error(pod, "attach", disk.path.clone()))?;
         let call = format!("attaching {} as disk {}", disk.path.display(), disk.serial);
         let limit = self.call_timeout;
         let added = async {
             let set = self.qmp.add_fd(file, limit).await?.set;
             let added = self.qmp.blockdev_add(&command_line::block_node(disk, set), limit).await;
-            // By now QEMU has it open a second time, or never will.
+            // QEMU has opened it a second time by now, or never will.
             self.qmp.remove_fd(set, limit).await.and(added)
         };
         added.await.map_err(answer(pod, &call))?;
@@ -95,7 +95,7 @@ impl Vm for QemuVm {
         if plugged.is_err()
             && let Err(error) = self.detach_disk(&disk.serial).await
         {
-            tracing::warn!(%pod, disk = disk.serial, %error, "cannot undo half an attachment");
+            tracing::warn!(%pod, disk = disk.serial, %error, "cannot remove the image of a disk that was not attached");
         }
         plugged.map_err(answer(pod, &call))
     }
@@ -111,19 +111,20 @@ impl Vm for QemuVm {
     fn listen_for_shares(&self) -> Result<ShareListener, VmmError> {
         let run_dir = &self.record.run_dir;
         let listened = socket::listen_anew(run_dir, SHARES).and_then(|listener| {
-            // Its directory is the daemon's alone: QEMU connects to the socket that it is handed.
+            // Only the daemon can enter its directory: QEMU connects to a socket that it receives open.
             let user = jail::user_of(&fs::metadata(run_dir)?);
             unix::fs::chown(socket::within(&socket::open(run_dir)?, SHARES), Some(user), Some(user))?;
             Ok(listener)
         });
-        let listener = listened.map_err(host(&self.record.pod, "listen on", run_dir.join(SHARES)))?;
-        Ok(ShareListener { socket: listener.into(), way: ShareWay::Disk })
+        let listener = listened.map_err(path_error(&self.record.pod, "listen on", run_dir.join(SHARES)))?;
+        Ok(ShareListener { socket: listener.into(), transport: ShareTransport::Disk })
     }
 
     async fn connect_shares(&self) -> Result<(), VmmError> {
         let (pod, path) = (&self.record.pod, self.record.run_dir.join(SHARES));
         self.detach_disk(DISK_SERIAL).await?;
-        let socket = socket::handle(&self.record.run_dir, SHARES).map_err(host(pod, "hand over", path))?;
+        let socket =
+            socket::handle(&self.record.run_dir, SHARES).map_err(path_error(pod, "open socket", path))?;
         let limit = self.call_timeout;
         let connected = async {
             let handed = self.qmp.add_fd(socket, limit).await?;
@@ -148,24 +149,21 @@ impl Vm for QemuVm {
             tokio::time::sleep_until(freezable).await;
         }
         self.pause().await?;
-        // What its user wrote is nobody's from now on.
+        // The VMM's user must not change the memory any more.
         let memory = dir.join(MEMORY);
-        unix::fs::chown(&memory, Some(0), Some(0)).map_err(host(&self.record.pod, "take back", memory))?;
+        unix::fs::chown(&memory, Some(0), Some(0)).map_err(path_error(
+            &self.record.pod,
+            "change the owner of",
+            memory,
+        ))?;
         let path = dir.join(STATE);
         let state = fs::File::options().write(true).create_new(true).mode(0o600).open(&path);
-        let state = state.map_err(host(&self.record.pod, "make", path))?;
+        let state = state.map_err(path_error(&self.record.pod, "create", path))?;
         self.qmp.save(state.into(), self.call_timeout).await.map_err(self.answer("freezing the guest"))
     }
 
     fn assign(&self, pod: &SandboxId, run_dir: &Path) -> Result<Arc<dyn Vm>, VmmError> {
-        let proc = PathBuf::from(format!("/proc/{}", self.record.pid));
-        self.process.to_foreground().map_err(host(pod, "raise the priority of", proc))?;
-        fs::rename(&self.record.run_dir, run_dir).map_err(host(
-            pod,
-            "move a VM's directory to",
-            run_dir.to_owned(),
-        ))?;
-        let record = VmRecord { pod: pod.clone(), run_dir: run_dir.to_owned(), ..self.record.clone() };
+        let record = self.record.assign(&self.process, pod, run_dir)?;
         Ok(Arc::new(Self { record, ..self.clone() }))
     }
 
@@ -180,26 +178,17 @@ impl Vm for QemuVm {
     }
 
     async fn kill(&self) -> Result<(), VmmError> {
-        let pod = &self.record.pod;
-        let proc = PathBuf::from(format!("/proc/{}", self.record.pid));
-        self.process.kill().map_err(host(pod, "kill", proc))?;
-        let limit = self.call_timeout;
-        tokio::time::timeout(limit, self.process.exited()).await.map_err(|_| VmmError::Hung {
-            pod: pod.clone(),
-            call: "SIGKILL".into(),
-            limit,
-        })?;
-        drop(Files::of_ended(&self.record.run_dir, &[CONTROL, AGENT, CONSOLE, SHARES]));
-        Ok(())
+        let files = [CONTROL, AGENT, CONSOLE, SHARES];
+        self.record.kill(&self.process, self.call_timeout, &files).await
     }
 }
 
-/// Opens a disk the one way in which QEMU can use it: jailed, it opens nothing by itself.
+/// Opens a disk for QEMU: a jailed QEMU opens nothing by itself.
 pub(super) fn open(disk: &DiskSpec) -> io::Result<OwnedFd> {
     fs::File::options().read(true).write(!disk.read_only).open(&disk.path).map(OwnedFd::from)
 }
 
-/// Makes of QEMU's answer an error that names the pod and what was asked.
+/// Returns a function that turns QEMU's error into one that names the pod and the call.
 pub(super) fn answer(pod: &SandboxId, call: &str) -> impl FnOnce(QmpError) -> VmmError {
     let (pod, call) = (pod.clone(), call.to_owned());
     move |error| match error {

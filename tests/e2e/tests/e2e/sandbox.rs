@@ -155,7 +155,7 @@ async fn limits_beyond_the_vm(case: Case) -> Result<()> {
         let of_pod = case.cri.update_pod(&pod.id, asked.clone()).await.err().context("of the pod")?;
         let of_container = case.cri.update(&container.id, asked).await.err().context("of the container")?;
         for refused in [of_pod.message(), of_container.message()] {
-            ensure!(refused.contains(says) && refused.contains("start the pod anew"), "{refused}");
+            ensure!(refused.contains(says) && refused.contains("restart the pod"), "{refused}");
         }
     }
     ensure!(container.sh("cat /sys/fs/cgroup/memory.max").await? == (64 << 20).to_string());

@@ -175,7 +175,7 @@ async fn full_disk(case: &Case) -> Result<()> {
     let refused = case.pod().await?.start(idle("too-late")).await;
     if let Err(error) = refused {
         let text = error.message();
-        ensure!(text.contains("make room below state_dir") && text.contains("No space left"), "{text}");
+        ensure!(text.contains("free space below state_dir") && text.contains("No space left"), "{text}");
     }
     case.remove(&greedy.id).await.context("a pod whose disk is full")?;
     counts.sh("dd if=/dev/zero of=/big bs=1M count=20 conv=fsync 2>/dev/null && echo room").await?;

@@ -33,7 +33,7 @@ struct Latency {
     percentile: BTreeMap<String, f64>,
 }
 
-/// Bandwidth, rate and the percentiles of completion.
+/// Parses bandwidth, rate and the percentiles of completion latency.
 pub fn parse(text: &str) -> Result<Figures, OutputError> {
     let broken = |reason: String| OutputError::Json { tool: TOOL, reason };
     // It warns ahead of its JSON.

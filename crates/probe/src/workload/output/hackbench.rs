@@ -3,7 +3,7 @@
 use super::text::number_after;
 use super::{Figures, OutputError};
 
-/// Of a line "Time: 0.103".
+/// Parses a line "Time: 0.103".
 pub fn parse(text: &str) -> Result<Figures, OutputError> {
     Ok(Figures::from([("time_s".into(), number_after(text, "Time:")?)]))
 }

@@ -13,7 +13,7 @@ struct Line {
     metrics: Figures,
 }
 
-/// Of the first line that is the helper's.
+/// Parses the first line that the helper wrote.
 pub fn parse(text: &str) -> Result<Figures, OutputError> {
     let line = text
         .lines()

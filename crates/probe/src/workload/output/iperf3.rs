@@ -15,7 +15,7 @@ pub fn tcp(text: &str) -> Result<Figures, OutputError> {
     Ok(Figures::from([("mbit_per_s".into(), received / 1e6), ("retransmits".into(), again)]))
 }
 
-/// Jitter and loss as the receiver saw them.
+/// Parses jitter and loss as the receiver saw them.
 pub fn udp(text: &str) -> Result<Figures, OutputError> {
     let end = end(text)?;
     let sum = &end["sum"];

@@ -11,7 +11,7 @@ const COLUMNS: [(&str, &str); 3] =
 /// Tests that must be there.
 const TESTS: [&str; 2] = ["SET", "GET"];
 
-/// Of the tests SET and GET: "set_per_s", "set_p50_ms" and so on.
+/// Parses the tests SET and GET: "set_per_s", "set_p50_ms" and so on.
 pub fn parse(text: &str) -> Result<Figures, OutputError> {
     let broken = |reason: String| OutputError::Table { tool: TOOL, reason };
     // A last line without an end may be a part of one.

@@ -13,7 +13,7 @@ pub fn cpu(text: &str) -> Result<Figures, OutputError> {
     ]))
 }
 
-/// Of a line "3222.33 MiB transferred (1591.31 MiB/sec)".
+/// Parses a line "3222.33 MiB transferred (1591.31 MiB/sec)".
 pub fn memory(text: &str) -> Result<Figures, OutputError> {
     const WHAT: &str = "line 'MiB transferred (… MiB/sec)'";
     let line =

@@ -1,8 +1,8 @@
-//! Copying between a process in the guest and its FIFOs.
+//! Copies between a process in the guest and its FIFOs.
 //!
-//! Output is pulled from the agent by offset: asking for the next byte acknowledges those before
-//! it, so nothing is acknowledged before it is in the FIFO. Input is pushed by offset. Nothing here
-//! buffers more than one message per stream. How far each stream got is known to the next worker: see
+//! Output is pulled from the agent by offset. A request for the next byte acknowledges all bytes before
+//! it, so no byte is acknowledged before it is in the FIFO. Input is pushed by offset. At most one message per stream is
+//! buffered. The next worker can read the progress of each stream: see
 //! [`spool`](super::spool).
 
 use std::io;
@@ -16,24 +16,24 @@ use super::{
     spool::{Inlet, Outlet},
 };
 
-/// Most bytes moved by one call to the agent.
+/// Maximum bytes per call to the agent.
 const CHUNK: usize = 64 << 10;
 
-/// Why a copy ended before its stream.
+/// Why a copy ended early.
 #[derive(Debug, thiserror::Error)]
 pub enum CopyError {
-    /// The VM is gone, or the container: whoever waits learns it elsewhere.
+    /// The VM or the container has ended. Other code reports that.
     #[error(transparent)]
     Guest(#[from] GuestError),
-    /// The FIFO.
+    /// The FIFO failed.
     #[error("cannot move bytes through the FIFO")]
     Fifo(#[from] io::Error),
-    /// The guest.
+    /// The guest failed.
     #[error("agent sent {0} bytes from offset {1}, which is not what was asked for")]
     Misled(usize, u64),
 }
 
-/// Does a copy, and says why if it ends early.
+/// Runs a copy and logs why it ended early.
 pub async fn logged(of: Subject, copy: impl Future<Output = Result<(), CopyError>>) {
     match copy.await {
         Ok(()) => {}
@@ -44,7 +44,7 @@ pub async fn logged(of: Subject, copy: impl Future<Output = Result<(), CopyError
     }
 }
 
-/// Copies an output until its end. `lost`: an earlier worker had copied some, nobody knows how much.
+/// Copies an output until its end. `lost`: an earlier worker had copied an unknown part.
 pub async fn copy_output(
     agent: Agent,
     of: Subject,
@@ -90,8 +90,8 @@ fn is_due(request: &ReadOutputRequest, answer: &ReadOutputResponse) -> bool {
         && (length > 0 || answer.end)
 }
 
-/// Copies the input until its end, or until `closer` says so. `resume`: an earlier worker had begun; `lost`: and
-/// nobody knows how much it took from the FIFO.
+/// Copies the input until its end, or until `closer` is notified. `resume`: an earlier worker had begun; `lost`: and
+/// had taken an unknown part from the FIFO.
 pub async fn copy_input(
     agent: Agent,
     of: Subject,
@@ -108,7 +108,7 @@ pub async fn copy_input(
         end,
         ..Default::default()
     };
-    // Nothing, at the beginning: the answer tells how far an earlier worker got.
+    // Empty, at the beginning: the answer contains the progress of an earlier worker.
     let mut offset = if resume { agent.write_input(message(0, Vec::new(), false)).await? } else { 0 };
     if i64::try_from(offset).is_err() {
         return Err(CopyError::Misled(0, offset));
@@ -125,8 +125,8 @@ pub async fn copy_input(
             offset += count;
             inlet.passed(offset)?;
         } else if ending {
-            // What was written before the close is in the FIFO already. The kernel is asked, not tokio,
-            // which may not have heard of it yet.
+            // Bytes written before the close are in the FIFO already. Ask the kernel, not tokio,
+            // which may not have received the readiness yet.
             if inlet.take_now(CHUNK)? == 0 {
                 agent.write_input(message(offset, Vec::new(), true)).await?;
                 return Ok(());

@@ -17,7 +17,7 @@ use sandboxer_protocol::{
 use super::spec::unsupported;
 use crate::error::PodError;
 
-/// Character devices that every kernel has under the same numbers, and what they are for a guest's.
+/// Character devices that have the same numbers on every kernel.
 const IN_EVERY_KERNEL: [(i64, i64); 7] = [
     // null, zero, full, random, urandom
     (1, 3),
@@ -31,7 +31,7 @@ const IN_EVERY_KERNEL: [(i64, i64); 7] = [
     (10, 229),
 ];
 
-/// Paths at which the guest's runtime puts such devices without being asked.
+/// Paths at which the guest's runtime creates such devices by default.
 const ALWAYS_THERE: [&str; 6] =
     ["/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/tty"];
 
@@ -47,7 +47,7 @@ pub fn convert(
     for device in linux.devices().clone().unwrap_or_default() {
         let (path, number) = (device.path().clone(), (device.major(), device.minor()));
         if rules.iter().any(allows_all) && is_the_hosts_own(&device) {
-            // A privileged container has all devices there are: those of its guest.
+            // A privileged container gets all devices of its guest.
             continue;
         }
         match device.typ() {

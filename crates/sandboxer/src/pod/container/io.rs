@@ -1,6 +1,6 @@
-//! Between the FIFOs that containerd made and a process in the guest.
+//! Connects the FIFOs that containerd created with a process in the guest.
 //!
-//! The front keeps them open, so that containerd sees their end when it is one, and not when this process dies.
+//! The front keeps the FIFOs open, so that containerd sees an end of file when the process ends, and not when this worker dies.
 
 use std::{
     io,
@@ -27,10 +27,10 @@ use crate::{
     front::{self, Front, Kept},
 };
 
-/// What the front calls a process's streams: of stdin, stdout and stderr, those there are, FIFO and memfd.
+/// Names at the front of a process's streams: FIFO and memfd of stdin, stdout and stderr, as far as they exist.
 const STREAMS: &str = "streams";
 
-/// Names of a process's streams.
+/// The names of a process's streams.
 const STDIO: [&str; 3] = ["stdin", "stdout", "stderr"];
 
 /// A process's FIFOs, open.
@@ -40,20 +40,20 @@ pub struct Io {
     stdout: Option<Outlet>,
     stderr: Option<Outlet>,
     stderr_writer: Option<StderrWriter>,
-    /// Their hold at the front.
+    /// Their copy at the front.
     kept: Option<Kept>,
-    /// An earlier worker had copied some, and the streams themselves don't know how much.
+    /// An earlier worker had copied an unknown part.
     forgotten: bool,
 }
 
-/// The daemon's own way to a container's error stream, for what the guest can't say any more.
+/// Writes to a container's stderr for the daemon, when the guest cannot any more.
 ///
-/// As long as it is there the FIFO has a writer, so containerd reads on until the process's end is known.
+/// While it exists, the FIFO has a writer, so containerd reads on until the process's exit is known.
 #[derive(Debug)]
 pub struct StderrWriter(OwnedFd);
 
 impl StderrWriter {
-    /// Writes one line, as far as the FIFO takes it.
+    /// Writes one line, as much as the FIFO accepts.
     pub fn write_line(&self, words: &str) {
         if let Err(error) = rustix::io::write(&self.0, format!("sandboxer: {words}\n").as_bytes()) {
             tracing::debug!(%error, "cannot write to the container's standard error");
@@ -61,45 +61,45 @@ impl StderrWriter {
     }
 }
 
-/// Ends a running stdin copy once what lies in its FIFO is delivered.
+/// Ends a running stdin copy after the content of its FIFO is delivered.
 #[derive(Debug, Clone)]
 pub struct StdinCloser(Arc<Notify>);
 
 impl StdinCloser {
-    /// Nothing more will be written to the FIFO.
+    /// Signals that nothing more will be written to the FIFO.
     pub fn close(&self) {
         self.0.notify_one();
     }
 
-    /// Waits until somebody has said so.
+    /// Waits for the signal.
     pub async fn closed(&self) {
         self.0.notified().await;
     }
 }
 
-/// A process's streams, being copied. Dropping it ends the copies.
+/// The running copies of a process's streams. Dropping it ends them.
 #[derive(Debug)]
 pub struct RunningIo {
     outputs: JoinSet<()>,
     /// Input is held back until it is notified.
     started: Arc<Notify>,
-    // Held for its drop: it ends the copy.
+    // Held for its drop, which ends the copy.
     _stdin: JoinSet<()>,
 }
 
 impl RunningIo {
-    /// Lets input in: the agent takes none before the process has been started.
+    /// Releases the input: the agent accepts none before the process has started.
     pub fn let_in(&self) {
         self.started.notify_one();
     }
 
-    /// Waits until all output there will ever be is in the FIFOs.
+    /// Waits until all output is in the FIFOs.
     pub async fn drained(&mut self) {
         while self.outputs.join_next().await.is_some() {}
     }
 }
 
-/// Which process's streams.
+/// The process of the streams.
 #[derive(Debug, Clone)]
 pub struct Subject {
     /// The container.
@@ -109,32 +109,32 @@ pub struct Subject {
 }
 
 impl Subject {
-    /// Key of what the front keeps of it.
+    /// Returns the key under which the front keeps it.
     pub fn key(&self, kind: &str) -> String {
         front::key(kind, &self.container, self.exec.as_ref())
     }
 }
 
 impl Io {
-    /// Opens the FIFOs, and has them kept until [`Io::let_go`] or the process's end; containerd need not have
+    /// Opens the FIFOs, and stores them at the front until [`Io::let_go`] or the process's exit; containerd need not have
     /// its ends open.
     ///
-    /// Outputs are opened for reading, too: writing then never fails for want of a reader, so a
-    /// containerd that restarts breaks no container. Input is not: it ends when its last writer has
-    /// gone, which some clients say instead of asking for a close.
+    /// Outputs are also opened for reading: a write then never fails without a reader, so a
+    /// restart of containerd does not break a container. Input is not: it ends when its last writer
+    /// closes, which some clients do instead of a CloseIO request.
     pub fn open(
         front: &Arc<Front>,
         pod: &SandboxId,
         subject: &Subject,
         paths: &StdioPaths,
     ) -> Result<Self, PodError> {
-        // Those that an earlier worker opened for the same request: containerd, which has them open, must not see
-        // their end in between.
+        // Those that an earlier worker opened for the same request: containerd has them open and must not see
+        // an end of file in between.
         if let Ok(Some(io)) = Self::inherit(front, subject, paths) {
             return Ok(io);
         }
         let opened = Self::open_anew(front, pod, subject, paths);
-        // Kept as one by now, or closed.
+        // Stored as one by now, or closed.
         STDIO.iter().for_each(|stream| front.forget(&opening(subject, stream)));
         opened
     }
@@ -147,7 +147,7 @@ impl Io {
     ) -> Result<Self, PodError> {
         let failed = |path: &Path| {
             let (pod, path) = (pod.clone(), path.to_owned());
-            move |source| PodError::Host { pod, action: "open stdio FIFO", path, source }
+            move |source| PodError::Path { pod, action: "open stdio FIFO", path, source }
         };
         let inlet = |path: &PathBuf| {
             front.open(&opening(subject, "stdin"), path, true).and_then(Inlet::new).map_err(failed(path))
@@ -168,25 +168,24 @@ impl Io {
                 .collect();
             front.keep(&subject.key(STREAMS), paths, &fds)
         });
-        io.kept = Some(kept.map_err(|source| PodError::Host {
+        io.kept = Some(kept.map_err(|source| PodError::Front {
             pod: pod.clone(),
-            action: "keep the streams of",
-            path: subject.key("process").into(),
+            what: subject.key(STREAMS).into(),
             source,
         })?);
         Ok(io)
     }
 
-    /// Takes up the streams of a process that an earlier worker started: those that the front has kept, or the
-    /// FIFOs opened anew. If there are none any more, what it prints goes nowhere; its end is seen all the same.
+    /// Adopts the streams of a process that an earlier worker started: those that the front has kept, or the
+    /// FIFOs opened again. If they are gone, its output is lost; its exit is still reported.
     pub fn take_up(front: &Arc<Front>, pod: &SandboxId, subject: &Subject, paths: &StdioPaths) -> Self {
         match Self::inherit(front, subject, paths) {
             Ok(Some(io)) => return io,
             Ok(None) if front.is_new() => {}
-            // It had ended, and they were let go of.
+            // It had exited, and they were released.
             Ok(None) => return Self::default(),
             Err(error) => {
-                tracing::warn!(container = %subject.container, %error, "its kept streams cannot be used");
+                tracing::warn!(container = %subject.container, %error, "cannot use the stored streams of the process");
                 return Self::default();
             }
         }
@@ -201,8 +200,8 @@ impl Io {
 
     fn inherit(front: &Arc<Front>, subject: &Subject, paths: &StdioPaths) -> io::Result<Option<Self>> {
         let Some((entry, kept)) = front.take_kept(&subject.key(STREAMS)) else { return Ok(None) };
-        // Killed before it could say so, the earlier worker leaves them open one by one as well: containerd would not
-        // see their end.
+        // If the earlier worker was killed before it reported this, the front has single copies too: containerd would not
+        // see the end of file.
         let opened = STDIO.map(|stream| opening(subject, stream));
         opened.iter().filter(|key| front.has(key)).for_each(|key| front.forget(key));
         if entry.note::<StdioPaths>().as_ref() != Some(paths) {
@@ -235,7 +234,7 @@ impl Io {
         Ok(())
     }
 
-    /// Takes the daemon's own way to the process's error stream; there is one.
+    /// Takes the daemon's writer of the process's stderr; there is one.
     pub fn take_stderr_writer(&mut self) -> Option<StderrWriter> {
         self.stderr_writer.take()
     }
@@ -245,14 +244,14 @@ impl Io {
         self.kept.clone()
     }
 
-    /// Ends it all: there will be no such process.
+    /// Closes all streams: the process will not exist.
     pub fn let_go(self) {
         if let Some(kept) = &self.kept {
             kept.release();
         }
     }
 
-    /// Starts copying. `resume`: the process was started by an earlier worker.
+    /// Starts the copies. `resume`: the process was started by an earlier worker.
     pub fn run(self, agent: &Agent, subject: &Subject, resume: bool) -> (RunningIo, Option<StdinCloser>) {
         let lost = resume && self.forgotten;
         let mut outputs = JoinSet::new();

@@ -1,4 +1,4 @@
-//! Containers of a pod: what the pod's task keeps of each, and the work it has done on them.
+//! Containers of a pod: their state in the pod's task, and the work on them.
 
 mod copy;
 mod devices;
@@ -25,10 +25,10 @@ use crate::{
     },
 };
 
-/// Exit code of a process that ended with its VM: as if killed by SIGKILL.
+/// Exit code of a process that ended with its VM, as for SIGKILL.
 pub const KILLED: u32 = 137;
 
-/// A container as asked for.
+/// A requested container.
 #[derive(Debug)]
 pub struct NewContainer {
     /// containerd's id.
@@ -37,13 +37,13 @@ pub struct NewContainer {
     pub bundle: PathBuf,
     /// The snapshot's mounts.
     pub mounts: Vec<Mount>,
-    /// Where its output goes.
+    /// Its FIFOs.
     pub stdio: StdioPaths,
-    /// Containers that run in its pod: told by the pod's task.
+    /// Containers that run in its pod; set by the pod's task.
     pub beside: Vec<ContainerId>,
 }
 
-/// FIFOs of a process on the host; an empty path is a stream nobody wants.
+/// FIFOs of a process on the host; an empty path means no such stream.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StdioPaths {
     /// Read by the process.
@@ -56,18 +56,18 @@ pub struct StdioPaths {
     pub terminal: bool,
 }
 
-/// How a process ended.
+/// The exit of a process.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Exit {
     /// Exit code, or 128 + signal.
     pub code: u32,
-    /// When, ns since 1970.
+    /// Time, ns since 1970.
     pub at_ns: u64,
-    /// Why, where the code alone doesn't say; else empty.
+    /// The reason, if the code alone does not say it; else empty.
     pub reason: String,
 }
 
-/// Where a process stands. Told to whoever asks without asking the pod's task.
+/// The phase of a process. Readable without a request to the pod's task.
 ///
 /// ```text
 /// Created ──start──▶ Starting ──▶ Running ──▶ Exited
@@ -75,13 +75,13 @@ pub struct Exit {
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Phase {
-    /// Made; waits to be let go.
+    /// Created; waits for its start.
     Created,
-    /// Being let go.
+    /// Starting.
     Starting,
-    /// Runs.
+    /// Running.
     Running,
-    /// Ended.
+    /// Exited.
     Exited(Exit),
 }
 
@@ -108,19 +108,19 @@ impl Phase {
 /// A process: a container's init or an exec.
 #[derive(Debug)]
 pub struct Process {
-    /// Guest pid; 0 before it has one.
+    /// Guest pid; 0 before its creation.
     pub pid: u32,
-    /// Where its output goes.
+    /// Its FIFOs.
     pub stdio: StdioPaths,
-    /// Where it stands.
+    /// Its state.
     pub phase: watch::Sender<Phase>,
-    /// Its streams, until they are running.
+    /// Its streams, until they are copied.
     pub io: Option<io::Io>,
-    /// Speaks for it when its guest can't; until it has ended.
+    /// Writes to its stderr if the guest cannot; until it has exited.
     pub stderr_writer: Option<io::StderrWriter>,
-    /// Asks the running stdin copy to finish.
+    /// Tells the running stdin copy to finish.
     pub stdin: Option<io::StdinCloser>,
-    /// What the front holds of its streams, until it has ended.
+    /// The front's copies of its streams, until it has exited.
     kept: Option<Kept>,
 }
 
@@ -137,7 +137,7 @@ impl Process {
         Self { pid, stdio, phase: watch::Sender::new(phase), io, stderr_writer, stdin: None, kept }
     }
 
-    /// Notes its end, unless that is known already, and lets go of its streams.
+    /// Records its exit, unless that is known already, and releases its streams.
     pub fn end(&mut self, exit: Exit) {
         self.io = None;
         self.stderr_writer = None;
@@ -172,19 +172,19 @@ impl Process {
 pub struct Container {
     /// Its bundle directory.
     pub bundle: PathBuf,
-    /// Disks plugged in for it.
+    /// Disks attached for it.
     pub disks: Vec<DiskSpec>,
-    /// Keeps the images of its disks from being evicted.
+    /// Prevents the eviction of its disk images.
     pub leases: Vec<Lease>,
-    /// The host's file for its termination message.
+    /// Path of its termination message on the host.
     pub message: Option<PathBuf>,
-    /// CPUs of the host that it may use, a list; none: all.
+    /// CPUs of the host that it may use, as a list; none: all.
     pub cpus: Option<String>,
     /// Its init.
     pub init: Process,
-    /// Its further processes.
+    /// Its execs.
     pub execs: HashMap<ExecId, Process>,
-    /// Frozen.
+    /// Paused.
     pub paused: bool,
     /// The steps of its start.
     pub stages: Stages,

@@ -1,4 +1,4 @@
-//! A container's mounts as its guest can make them.
+//! Translates a container's mounts for its guest.
 
 use std::{
     collections::HashMap,
@@ -17,31 +17,31 @@ use sandboxer_share::attach::Access;
 use super::spec::{invalid, unsupported};
 use crate::{error::PodError, pod::spec::PodSpec, share::Share};
 
-/// File systems that a guest makes by itself.
+/// File systems that a guest mounts by itself.
 const GUEST_FILE_SYSTEMS: [&str; 7] = ["proc", "sysfs", "tmpfs", "devpts", "mqueue", "cgroup", "cgroup2"];
 
-/// One for all containers of a pod, unless one of them has a volume there.
+/// Shared by all containers of a pod, unless one of them has a volume there.
 const SHARED_MEMORY: &str = "/dev/shm";
 
-/// What of a container's mounts goes where.
+/// A container's mounts by kind.
 #[derive(Debug, Default)]
 pub struct Mounts {
-    /// Made by the guest's runtime.
+    /// Mounted by the guest's runtime.
     pub kept: Vec<Mount>,
-    /// Copied into the container.
+    /// Files copied into the container.
     pub files: Vec<File>,
-    /// What the guest must have before.
+    /// Volumes that the guest must have before.
     pub needed: Vec<Needed>,
-    /// What the guest has of the host's own files.
+    /// The live shares of the guest.
     pub shares: Vec<Share>,
-    /// The host's file for the container's termination message.
+    /// Path of the container's termination message on the host.
     pub message: Option<PathBuf>,
 }
 
-/// What bind mounts show, by where they are in a container's list of mounts, with the content of files.
+/// Sources of bind mounts, by their index in the container's mounts, with the content of files.
 pub type Looked = HashMap<usize, (Bound, Vec<u8>)>;
 
-/// Has helpers look at what a container's bind mounts show.
+/// Reads the sources of a container's bind mounts in helper processes.
 pub async fn look(helpers: &Helpers, pod: &PodSpec, mounts: &[Mount]) -> Result<Looked, PodError> {
     let mut looked = Looked::new();
     for (at, mount) in mounts.iter().enumerate().filter(|(_, mount)| is_looked_at(mount)) {
@@ -50,7 +50,7 @@ pub async fn look(helpers: &Helpers, pod: &PodSpec, mounts: &[Mount]) -> Result<
     Ok(looked)
 }
 
-/// Looks at what bind mounts show in this thread, where nothing can hang.
+/// Reads the sources of bind mounts in this thread; for sources that cannot hang.
 #[cfg(any(test, fuzzing))]
 pub fn looked_at(mounts: &[Mount]) -> Result<Looked, PodError> {
     let binds = mounts.iter().enumerate().filter(|(_, mount)| is_looked_at(mount));
@@ -63,7 +63,7 @@ fn is_looked_at(mount: &Mount) -> bool {
     is_bind(mount) && !is_the_pods_shared_memory(mount) && !GUEST_FILE_SYSTEMS.contains(&fstype)
 }
 
-/// Sorts the mounts of `container`, of which the bind mounts were `looked` at; what can't be had is refused by name.
+/// Sorts the mounts of `container`, whose bind mounts are in `looked`; unsupported mounts are rejected by name.
 pub fn convert(
     pod: &PodSpec,
     container: &ContainerId,
@@ -79,7 +79,7 @@ pub fn convert(
             return Err(unsupported(container, &what, "a guest has the host's ids"));
         }
         if is_the_pods_shared_memory(&mount) {
-            // Below, in the guest.
+            // Mounted below, in the guest.
         } else if GUEST_FILE_SYSTEMS.contains(&fstype) {
             all.kept.push(mount);
         } else if let Some((bound, content)) = looked.remove(&at) {
@@ -136,13 +136,13 @@ impl Mounts {
                     false => Access::ReadWrite,
                     true if options.iter().any(|option| option == "rro") => Access::RecursivelyReadOnly,
                     true => {
-                        // The host holds it to that, and to no more; to the guest it is one mount with all below.
+                        // Enforced on the host; for the guest, it is one mount with its submounts.
                         options.retain(|option| option != "ro");
                         Access::ReadOnly
                     }
                 };
                 let share = Share::of(&source, inode, access, follows_host_mounts).map_err(|error| {
-                    PodError::Host { pod: pod.id.clone(), action: "look at", path: source, source: error }
+                    PodError::Path { pod: pod.id.clone(), action: "look at", path: source, source: error }
                 })?;
                 self.kept.push(bind(container, &at, share.guest_path(), options)?);
                 self.shares.push(share);
@@ -151,7 +151,7 @@ impl Mounts {
         Ok(())
     }
 
-    /// The last one for a path counts.
+    /// Adds a file to copy; it replaces an earlier one with the same path.
     fn copy(&mut self, file: File) {
         self.files.retain(|other| other.path != file.path);
         self.files.push(file);
@@ -202,7 +202,7 @@ fn files(pod: &PodSpec) -> Vec<File> {
     files
 }
 
-/// As kubelet writes it, which it does only for pods of its own.
+/// Returns the file as kubelet writes it, which it does only for its own pods.
 fn hosts(pod: &PodSpec) -> String {
     let mut text = "127.0.0.1\tlocalhost\n::1\tlocalhost ip6-localhost ip6-loopback\n".to_owned();
     let alone = [IpAddr::from([127, 0, 1, 1])];

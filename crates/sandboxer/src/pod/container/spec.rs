@@ -1,8 +1,8 @@
-//! From the bundle that containerd wrote to the spec the agent gets.
+//! Translates the bundle that containerd wrote into the spec for the agent.
 //!
-//! containerd describes a container on this host; ours runs in a guest of its own. What names the
-//! host is translated where that keeps its meaning, dropped where a kernel per pod makes it void,
-//! and refused by name where neither is honest.
+//! containerd describes a container on this host, but it runs in a guest. References to the
+//! host are translated if they keep their meaning, dropped if a kernel per pod makes them void,
+//! and else rejected by name.
 
 use std::{
     fs,
@@ -28,38 +28,38 @@ use crate::{
     share::Share,
 };
 
-/// Largest `config.json` that is taken, bytes: the agent's largest message is 4 MiB.
+/// Maximum size of `config.json`, bytes: the agent's largest message is 4 MiB.
 pub const MAX_SPEC: u64 = 3 << 20;
 
-/// Annotation, of a pod or a container, that asks for a size of the writable layer.
+/// Annotation of a pod or a container with the size of the writable layer.
 pub const ROOTFS_SIZE: &str = "io.sandboxer.rootfs-size";
 
-/// A container's spec as the guest shall see it.
+/// A container's spec for the guest.
 #[derive(Debug)]
 pub struct GuestSpec {
     /// OCI runtime spec.
     pub json: Vec<u8>,
-    /// Files that are put over those of the image.
+    /// Files that replace those of the image.
     pub files: Vec<File>,
-    /// Whose processes it sees beside its own.
+    /// The processes that it sees.
     pub processes: Option<Processes>,
     /// Disks that it sees as devices.
     pub devices: Vec<BlockDevice>,
     /// Volumes that the guest must have before.
     pub needed: Vec<Needed>,
-    /// What it has of the host's own files.
+    /// Its live shares.
     pub shares: Vec<Share>,
-    /// The host's file for its termination message.
+    /// Path of its termination message on the host.
     pub message: Option<PathBuf>,
-    /// CPUs of the host that it may use, a list; none: all. The VMM is held to them, not the guest.
+    /// CPUs of the host that it may use, as a list; none: all. They confine the VMM, not the guest.
     pub cpus: Option<String>,
-    /// Most bytes it may write to its root file system, if somebody asked.
+    /// Maximum bytes in its root file system, if requested.
     pub rootfs_bytes: Option<u64>,
-    /// It can't write there.
+    /// Its root file system is read-only.
     pub is_read_only: bool,
 }
 
-/// Reads the config.json in the bundle of `new`, has `helpers` look at what it names of the host, and makes it fit for
+/// Reads the config.json in the bundle of `new`, has `helpers` read the host paths in it, and translates it for
 /// the guest of `pod`.
 pub async fn read(pod: &PodSpec, new: &NewContainer, helpers: &Helpers) -> Result<GuestSpec, PodError> {
     let (container, path) = (&new.id, new.bundle.join("config.json"));
@@ -72,7 +72,7 @@ pub async fn read(pod: &PodSpec, new: &NewContainer, helpers: &Helpers) -> Resul
             ),
         ),
         ReadError::Io(source) => {
-            PodError::Host { pod: pod.id.clone(), action: "read container spec", path: path.clone(), source }
+            PodError::Path { pod: pod.id.clone(), action: "read container spec", path: path.clone(), source }
         }
     })?;
     let spec = parse_json(new, &text)?;
@@ -80,7 +80,7 @@ pub async fn read(pod: &PodSpec, new: &NewContainer, helpers: &Helpers) -> Resul
     convert(pod, new, spec, looked)
 }
 
-/// Reads a container's spec and makes it fit for the guest of `pod`.
+/// Reads a container's spec and translates it for the guest of `pod`.
 #[cfg(fuzzing)]
 pub(crate) fn parse(pod: &PodSpec, new: &NewContainer, text: &[u8]) -> Result<GuestSpec, PodError> {
     let spec = parse_json(new, text)?;
@@ -93,7 +93,7 @@ fn parse_json(new: &NewContainer, text: &[u8]) -> Result<Spec, PodError> {
         .map_err(|error| invalid(&new.id, format!("its config.json cannot be understood: {error}")))
 }
 
-/// Parses an exec's OCI process object and makes it fit for a guest.
+/// Parses an exec's OCI process object and translates it for a guest.
 pub fn exec(container: &ContainerId, json: &[u8]) -> Result<Vec<u8>, PodError> {
     if json.len() as u64 > MAX_SPEC {
         let length = json.len();
@@ -134,7 +134,7 @@ fn convert(pod: &PodSpec, new: &NewContainer, mut spec: Spec, looked: Looked) ->
         None => pod.room.rootfs_bytes,
     };
     let is_read_only = spec.root().as_ref().and_then(oci_spec::runtime::Root::readonly).unwrap_or_default();
-    // The hostname is the guest's own; the other two say nothing to a guest.
+    // The hostname is that of the guest; the other two have no meaning in a guest.
     spec.set_hostname(None).set_domainname(None).set_annotations(None);
     let json = serialise(container, &spec)?;
     Ok(GuestSpec {
@@ -164,8 +164,8 @@ fn cpus_of(container: &ContainerId, linux: &Linux) -> Result<Option<String>, Pod
 }
 
 /// Returns whose processes the container is to see. containerd names a process namespace by a process of the host,
-/// which by our answers is always the VMM: a path says that it is shared, not with which container. That one runs,
-/// however: where only one does, it is meant.
+/// which is always the VMM in our answers: a path says that it is shared, but not with which container. That container runs,
+/// so if only one runs, it is that one.
 fn seen_processes(pod: &PodSpec, new: &NewContainer, linux: &Linux) -> Result<Option<Processes>, PodError> {
     let container = &new.id;
     let namespaces = linux.namespaces().as_deref().unwrap_or_default();
@@ -190,7 +190,7 @@ fn convert_linux(container: &ContainerId, linux: &mut Linux) -> Result<(), PodEr
     if namespaces.iter().any(|ns| ns.typ() == LinuxNamespaceType::User) {
         return Err(unsupported(container, "a user namespace", "its ids would be the host's"));
     }
-    // Network, IPC and UTS are the pod's, and so the guest's own; what is left has no host path.
+    // Network, IPC and UTS belong to the pod, so to the guest; the rest has no host path.
     linux.set_namespaces(Some(
         [LinuxNamespaceType::Mount, LinuxNamespaceType::Pid, LinuxNamespaceType::Cgroup]
             .into_iter()
@@ -198,7 +198,7 @@ fn convert_linux(container: &ContainerId, linux: &mut Linux) -> Result<(), PodEr
             .collect::<Result<_, _>>()?,
     ));
     if let Some(resources) = linux.resources_mut() {
-        // Device rules and I/O limits name devices of the host, CPU sets its CPUs.
+        // Device rules and I/O limits name devices of the host; CPU sets name its CPUs.
         let rules = resources.devices().iter().flatten();
         let kept: Vec<_> = rules.filter(|rule| devices::holds_in_a_guest(rule)).cloned().collect();
         resources
@@ -210,7 +210,7 @@ fn convert_linux(container: &ContainerId, linux: &mut Linux) -> Result<(), PodEr
             cpu.set_cpus(None).set_mems(None).set_realtime_period(None).set_realtime_runtime(None);
         }
         if let Some(memory) = resources.memory_mut() {
-            // A guest has no swap; the rest is cgroup v1's.
+            // A guest has no swap; the rest belongs to cgroup v1.
             memory.set_swap(None).set_swappiness(None).set_kernel(None).set_kernel_tcp(None);
         }
     }
@@ -222,7 +222,7 @@ fn namespace(container: &ContainerId, kind: LinuxNamespaceType) -> Result<LinuxN
     LinuxNamespaceBuilder::default().typ(kind).build().map_err(|error| invalid(container, error.to_string()))
 }
 
-/// AppArmor and SELinux labels are of the host's policy; no such policy is loaded in a guest.
+/// Removes AppArmor and SELinux labels: the host's policies are not loaded in a guest.
 fn drop_host_labels(process: &mut Process) {
     process.set_apparmor_profile(None).set_selinux_label(None);
 }
@@ -239,7 +239,7 @@ fn read_bounded(path: &Path, most: u64) -> Result<Vec<u8>, ReadError> {
         return Err(ReadError::TooLarge(length));
     }
     let mut content = Vec::new();
-    // The file may grow, or be no file: the bound holds all the same.
+    // The file may grow, or not be a regular file: the bound holds in any case.
     file.take(most).read_to_end(&mut content).map_err(ReadError::Io)?;
     Ok(content)
 }
@@ -290,7 +290,7 @@ mod tests {
         edit(&mut json);
         let bundle = tempfile::tempdir().unwrap();
         fs::write(bundle.path().join("config.json"), json.to_string()).unwrap();
-        // Nothing of the host is named that a helper would look at.
+        // It names nothing on the host that a helper would read.
         let helpers = Helpers::new(None, std::time::Duration::ZERO);
         let (pod, new) = (record("web").spec, new(bundle.path(), &[]));
         let guest = futures::executor::block_on(read(&pod, &new, &helpers))?;

@@ -1,12 +1,12 @@
-//! Memory between the guest and a FIFO, in which the kernel counts what has passed, so that every byte passes
-//! once however often the daemon is killed.
+//! A buffer between the guest and a FIFO. The kernel counts the bytes that have passed, so that each byte passes
+//! exactly once, even if the daemon is killed at any time.
 //!
-//! `splice` moves bytes and advances the count in one system call, which a kill doesn't divide: from a file it
-//! advances the file's position, into a file its length. Both belong to the open file, a memfd, of which the
-//! front holds a descriptor, too: the next worker asks the kernel how far this one got.
+//! `splice` moves bytes and advances the count in one system call, which a kill cannot split: from a file it
+//! advances the file's position, into a file its length. Both belong to the open file, a memfd. The
+//! front has a descriptor of it too, so the next worker can read the progress of this one from the kernel.
 //!
-//! Bytes lie at their offset in the stream. The pages before it are given back, but never written again: a pipe
-//! refers to the pages that were spliced into it until its reader has them.
+//! Bytes are stored at their offset in the stream. Passed pages are freed, but never written again: a pipe
+//! refers to spliced pages until its reader has read them.
 
 use std::{
     fs::File,
@@ -27,15 +27,15 @@ use tokio::io::{Interest, unix::AsyncFd};
 const PAGE: u64 = 4096;
 
 fn watched(fifo: OwnedFd, interest: Interest) -> io::Result<AsyncFd<OwnedFd>> {
-    // SAFETY: an OwnedFd is open and the same file as long as it lives, and the AsyncFd owns it.
+    // SAFETY: an OwnedFd stays open and refers to the same file for its lifetime, and the AsyncFd owns it.
     unsafe { AsyncFd::register_with_interest(fifo, interest) }.map_err(io::Error::from)
 }
 
-/// A memfd, its bytes at their offsets in a stream.
+/// A memfd with bytes at their offsets in a stream.
 #[derive(Debug)]
 struct Spool {
     file: File,
-    /// All whole pages before this are given back.
+    /// All whole pages before this offset are freed.
     emptied: u64,
 }
 
@@ -44,7 +44,7 @@ impl Spool {
         Ok(Self { file: memfd_create("sandboxer-stream", MemfdFlags::CLOEXEC)?.into(), emptied: 0 })
     }
 
-    /// Gives the whole pages before `offset` back.
+    /// Frees the whole pages before `offset`.
     fn empty(&mut self, offset: u64) -> io::Result<()> {
         let whole = offset - offset % PAGE;
         if whole > self.emptied {
@@ -56,7 +56,7 @@ impl Spool {
     }
 }
 
-/// Output on its way into a FIFO. The memfd's position is what the FIFO has been given.
+/// Output into a FIFO. The memfd's position is the number of bytes written to the FIFO.
 #[derive(Debug)]
 pub struct Outlet {
     fifo: AsyncFd<OwnedFd>,
@@ -64,12 +64,12 @@ pub struct Outlet {
 }
 
 impl Outlet {
-    /// Into a FIFO that was just opened and doesn't block.
+    /// Creates a spool that writes to a FIFO that was just opened and does not block.
     pub fn new(fifo: OwnedFd) -> io::Result<Self> {
         Ok(Self { fifo: watched(fifo, Interest::WRITABLE)?, spool: Spool::new()? })
     }
 
-    /// As an earlier worker left it.
+    /// Restores a spool as an earlier worker left it.
     pub fn inherited(fifo: OwnedFd, spool: OwnedFd) -> io::Result<Self> {
         let spool = Spool { file: spool.into(), emptied: 0 };
         let mut outlet = Self { fifo: watched(fifo, Interest::WRITABLE)?, spool };
@@ -83,18 +83,18 @@ impl Outlet {
         [self.fifo.as_fd(), self.spool.file.as_fd()]
     }
 
-    /// Offset up to which the FIFO has been given the stream.
+    /// Returns the offset up to which the stream was written to the FIFO.
     pub fn delivered(&self) -> io::Result<u64> {
         Ok(tell(&self.spool.file)?)
     }
 
-    /// The stream begins at `offset`: what was before it went another way.
+    /// Sets the begin of the stream to `offset`: bytes before it were delivered in another way.
     pub fn begin_at(&mut self, offset: u64) -> io::Result<()> {
         seek(&self.spool.file, SeekFrom::Start(offset))?;
         Ok(())
     }
 
-    /// Gives the FIFO the bytes at `offset`, as fast as it takes them. Cancel-safe: goes on where it was.
+    /// Writes the bytes at `offset` to the FIFO, as fast as it accepts them. Cancel-safe: continues where it stopped.
     pub async fn deliver(&mut self, offset: u64, bytes: &[u8]) -> io::Result<()> {
         let end = offset + bytes.len() as u64;
         self.spool.file.write_all_at(bytes, offset)?;
@@ -115,7 +115,7 @@ impl Outlet {
     }
 }
 
-/// Input on its way out of a FIFO. The memfd's length is what was taken from the FIFO.
+/// Input from a FIFO. The memfd's length is the number of bytes read from the FIFO.
 #[derive(Debug)]
 pub struct Inlet {
     fifo: AsyncFd<OwnedFd>,
@@ -123,12 +123,12 @@ pub struct Inlet {
 }
 
 impl Inlet {
-    /// Out of a FIFO that was just opened and doesn't block.
+    /// Creates a spool that reads from a FIFO that was just opened and does not block.
     pub fn new(fifo: OwnedFd) -> io::Result<Self> {
         Ok(Self { fifo: watched(fifo, Interest::READABLE)?, spool: Spool::new()? })
     }
 
-    /// As an earlier worker left it.
+    /// Restores a spool as an earlier worker left it.
     pub fn inherited(fifo: OwnedFd, spool: OwnedFd) -> io::Result<Self> {
         Ok(Self { fifo: watched(fifo, Interest::READABLE)?, spool: Spool { file: spool.into(), emptied: 0 } })
     }
@@ -138,17 +138,17 @@ impl Inlet {
         [self.fifo.as_fd(), self.spool.file.as_fd()]
     }
 
-    /// Offset up to which the stream was taken from the FIFO.
+    /// Returns the offset up to which the stream was read from the FIFO.
     pub fn taken(&self) -> io::Result<u64> {
         Ok(self.spool.file.metadata()?.len())
     }
 
-    /// The stream begins at `offset`: what was before it went another way.
+    /// Sets the begin of the stream to `offset`: bytes before it were delivered in another way.
     pub fn begin_at(&mut self, offset: u64) -> io::Result<()> {
         self.spool.file.set_len(offset)
     }
 
-    /// Waits until the FIFO has bytes and takes at most `most`; none when its last writer has gone. Cancel-safe.
+    /// Waits until the FIFO has bytes and reads at most `most`; none at the end of file. Cancel-safe.
     pub async fn take(&self, most: usize) -> io::Result<usize> {
         loop {
             let mut ready = self.fifo.readable().await?;
@@ -160,7 +160,7 @@ impl Inlet {
         }
     }
 
-    /// Takes what lies in the FIFO, at most `most`; none where there is nothing.
+    /// Reads what is in the FIFO, at most `most`; none if it is empty.
     pub fn take_now(&self, most: usize) -> io::Result<usize> {
         match self.splice(most) {
             Err(Errno::AGAIN) => Ok(0),
@@ -173,7 +173,7 @@ impl Inlet {
         splice(&self.fifo, None, &self.spool.file, Some(&mut end), most, SpliceFlags::NONBLOCK)
     }
 
-    /// At most `most` bytes from `offset` on, of those that were taken.
+    /// Returns at most `most` bytes from `offset` on.
     pub fn read(&self, offset: u64, most: usize) -> io::Result<Vec<u8>> {
         let there = self.taken()?.saturating_sub(offset);
         let mut bytes = vec![0; usize::try_from(there).unwrap_or(most).min(most)];
@@ -181,7 +181,7 @@ impl Inlet {
         Ok(bytes)
     }
 
-    /// Gives back what lies before `offset`: the guest has it.
+    /// Frees bytes before `offset`: the guest has them.
     pub fn passed(&mut self, offset: u64) -> io::Result<()> {
         self.spool.empty(offset)
     }

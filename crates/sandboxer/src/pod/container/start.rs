@@ -1,6 +1,6 @@
-//! What is done to make a container, to let a process go, and to see it end.
+//! Creates containers, starts processes, and waits for their exit.
 //!
-//! None of this touches the pod's state: the pod's task has it done, and takes the results.
+//! None of this changes the pod's state: the pod's task starts the work and takes the results.
 
 use std::{path::PathBuf, sync::Arc};
 
@@ -34,7 +34,7 @@ use crate::{
     pod::{spare, spec::PodSpec, stages::Stages, undo::Undo, volumes::Volumes},
 };
 
-/// A pod that is up: its VM and the agent in it.
+/// A running pod: its VM and the agent in it.
 #[derive(Debug, Clone)]
 pub struct RunningVm {
     /// The VM.
@@ -50,53 +50,53 @@ impl RunningVm {
     }
 }
 
-/// A container that waits to be let go.
+/// A created container, which waits for its start.
 #[derive(Debug)]
 pub struct Created {
     /// Guest pid of its init.
     pub pid: u32,
     /// Its streams.
     pub io: Io,
-    /// Disks plugged in for it.
+    /// Disks attached for it.
     pub disks: Vec<DiskSpec>,
-    /// Keeps their images.
+    /// Prevents the eviction of their images.
     pub leases: Vec<Lease>,
-    /// The host's file for its termination message.
+    /// Path of its termination message on the host.
     pub message: Option<PathBuf>,
-    /// CPUs of the host that it may use, a list; none: all.
+    /// CPUs of the host that it may use, as a list; none: all.
     pub cpus: Option<String>,
-    /// The intent that the front keeps, until the container is on record.
+    /// The intent that the front stores until the container is recorded.
     pub intent: Kept,
 }
 
-/// What is about to be made, for a worker that finds it half-made.
+/// A container about to be created, for the next worker if this one dies half-way.
 #[derive(Debug, Serialize, Deserialize)]
 pub struct Intent {
-    /// In which pod.
+    /// Its pod.
     pub pod: SandboxId,
-    /// Disks that may be plugged in for it, by serial.
+    /// Disks that may be attached for it, by serial number.
     pub disks: Vec<String>,
 }
 
-/// What the front calls an [`Intent`].
+/// Name at the front of an [`Intent`].
 pub const INTENT: &str = "intent";
 
-/// What the host makes a pod's containers of.
+/// Host-side resources for containers of a pod.
 #[derive(Debug)]
 pub struct CreateContext<'a> {
-    /// Keeps what the next worker needs.
+    /// Stores what the next worker needs.
     pub front: &'a Arc<Front>,
-    /// Images of snapshots.
+    /// Disk images of snapshots.
     pub rootfs: &'a Arc<RootfsStore>,
     /// The pod's volumes.
     pub volumes: &'a Volumes,
-    /// Takes the times.
+    /// Records the stages.
     pub stages: &'a Stages,
-    /// Its place among the containers whose disks are being made.
+    /// Its admission permit while its disks are built.
     pub place: Option<SemaphorePermit<'a>>,
 }
 
-/// Makes a container with the spec `guest_spec`, see [`spec::read`], up to the point where its init waits. A failure
+/// Creates a container with the spec `guest_spec`, see [`spec::read`], up to the point where its init waits. A failure
 /// leaves nothing behind.
 pub async fn create(
     pod: &PodSpec,
@@ -110,7 +110,7 @@ pub async fn create(
     if created.is_ok() {
         undo.forget();
     } else if let Err(left) = undo.run().await {
-        tracing::error!(pod = %pod.id, container = %new.id, left, "a container's failed start left something");
+        tracing::error!(pod = %pod.id, container = %new.id, left, "cannot undo a container's failed start completely");
     }
     created
 }
@@ -132,7 +132,7 @@ async fn try_create(
     let prepared = stages.run(Stage::Rootfs, async {
         let mut plan = rootfs.prepare(&pod.id, &new.id, &new.mounts).await?;
         let scratch = make_room(pod, rootfs, volumes, new, &guest_spec, &mut plan).await?;
-        // What follows goes at this guest's pace, which no other pod may have to wait for.
+        // The rest depends on this guest's speed, so release the permit: other pods must not wait for it.
         drop(place);
         Ok::<_, PodError>((plan, scratch))
     });
@@ -145,7 +145,7 @@ async fn try_create(
             }
         }
     };
-    // Both to their end, as below.
+    // Await both, as below.
     let (prepared, shared) = future::join(prepared, shared).await;
     let (plan, scratch) = prepared?;
     shared?;
@@ -153,10 +153,9 @@ async fn try_create(
 
     let serials = disks.iter().map(|disk| disk.serial.clone()).collect();
     let intent = Intent { pod: pod.id.clone(), disks: serials };
-    let intent = front.keep(&subject.key(INTENT), &intent, &[]).map_err(|source| PodError::Host {
+    let intent = front.keep(&subject.key(INTENT), &intent, &[]).map_err(|source| PodError::Front {
         pod: pod.id.clone(),
-        action: "note the intent to make container",
-        path: new.id.as_str().into(),
+        what: subject.key(INTENT).into(),
         source,
     })?;
     let noted = intent.clone();
@@ -170,12 +169,12 @@ async fn try_create(
             }
             let new = disks.iter().filter(|disk| disk.serial != spare::SERIAL);
             let rootfs = future::try_join_all(new.map(|disk| live.vm.attach_disk(disk)));
-            // Both to their end: volumes are the pod's, and none of them may be left half-made.
+            // Await both: volumes belong to the pod, and none of them may be left half-created.
             let (rootfs, volumes) = future::join(rootfs, volumes.provide(live, &guest_spec.needed)).await;
             rootfs.map_err(PodError::from).and(volumes)
         })
         .await?;
-    // The VMM has it open: its name goes.
+    // The VMM has it open, so the file can be unlinked.
     drop(scratch);
 
     let pid = stages
@@ -207,8 +206,8 @@ async fn try_create(
     })
 }
 
-/// Finds a disk for what the container writes, where that is not in its snapshot: the one that the guest has to spare, or
-/// a new one, whose file is answered. What can't be written to needs none.
+/// Provides a disk for the container's writes, if its snapshot has none: the guest's spare disk, or
+/// a new one, whose file is returned. A read-only root file system needs none.
 async fn make_room(
     pod: &PodSpec,
     rootfs: &RootfsStore,
@@ -239,7 +238,7 @@ fn released(kept: Kept) -> Result<(), std::convert::Infallible> {
     Ok(())
 }
 
-/// Removes what [`create`] made. Goes on past failures; the first is answered.
+/// Removes what [`create`] created. Continues after failures; returns the first.
 pub async fn delete(live: &RunningVm, container: &ContainerId, disks: &[DiskSpec]) -> Result<(), PodError> {
     let deleted = live.agent.delete_container(container).await;
     let unplugged = future::join_all(disks.iter().map(|disk| live.vm.detach_disk(&disk.serial))).await;
@@ -253,7 +252,7 @@ pub async fn release(live: &RunningVm, subject: &Subject) -> Result<u32, PodErro
     Ok(live.agent.start_process(&subject.container, subject.exec.as_ref()).await?)
 }
 
-/// Registers an exec; it runs when [`release`]d.
+/// Registers an exec; [`release`] starts it.
 pub async fn create_exec(
     pod: &SandboxId,
     live: &RunningVm,
@@ -285,13 +284,13 @@ pub async fn create_exec(
     }
 }
 
-/// Reason of a process's end when the guest's OOM killer struck in its container.
+/// Exit reason if the guest's OOM killer killed in its container.
 pub const OUT_OF_MEMORY: &str = "killed for using too much memory";
 
-/// Waits for a process's end and for the last of its output; leaves its message in the host's file, if it has
+/// Waits for a process's exit and for its last output; writes its termination message to the host's file, if it has
 /// one.
 ///
-/// It ran at `since`, ns since 1970, or later. Never answers if the guest falls silent: the VM's end is seen
+/// It ran at `since`, ns since 1970, or later. Never returns if the guest does not answer: the VM's exit is noticed
 /// elsewhere.
 pub async fn follow(
     live: &RunningVm,
@@ -307,13 +306,13 @@ pub async fn follow(
             if let Some(path) = message {
                 let pod = live.vm.record().pod;
                 if let Err(error) = helpers.write_message(&pod, &path, exit.message).await {
-                    tracing::warn!(container = %subject.container, ?path, error = chain(&error), "its message is lost");
+                    tracing::warn!(container = %subject.container, ?path, error = chain(&error), "cannot write the termination message");
                 }
             }
             let reason = if exit.oom_killed { OUT_OF_MEMORY } else { "" };
             Exit { code: exit.code, at_ns: plausible(exit.at_ns, since), reason: reason.to_owned() }
         }
-        // A process that the agent doesn't know any more has ended unseen.
+        // A process that the agent does not know any more has exited unnoticed.
         Err(error) if error.code() == sandboxer_base::Code::NotFound => {
             Exit { code: KILLED, at_ns: now_ns(), reason: "its end was not seen".to_owned() }
         }

@@ -1,13 +1,13 @@
-//! An agent's readings in the form containerd reads them.
+//! Converts an agent's statistics for containerd.
 
 use containerd_shim_protos::cgroups_v2::metrics::{CPUStat, MemoryEvents, MemoryStat, Metrics, PidsStat};
 use protobuf::{Message, MessageField};
 use sandboxer_protocol::agent::StatsResponse;
 
-/// The type under which containerd knows [`encode`]'s answer.
+/// The protobuf type URL of [`encode`]'s result.
 pub const TYPE_URL: &str = "io.containerd.cgroups.v2.Metrics";
 
-/// cgroup v2 metrics, as protobuf.
+/// Encodes cgroup v2 metrics as protobuf.
 pub fn encode(stats: &StatsResponse) -> Result<Vec<u8>, protobuf::Error> {
     let metrics = Metrics {
         pids: MessageField::some(PidsStat {

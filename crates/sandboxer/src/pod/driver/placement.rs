@@ -1,7 +1,7 @@
-//! On which of the host's CPUs a pod's VMM runs: those of its containers together, as CRI gives them.
+//! Selects the host CPUs for a pod's VMM: the union of its containers' CPU sets from CRI.
 //!
-//! A guest doesn't know the host's CPUs, so a container of several can't be held to its own: all run on the union.
-//! kubelet's static CPU policy gives sets to those that have CPUs of their own, and the others the rest.
+//! A guest does not know the host's CPUs, so its containers cannot be held to their own sets: all run on the union.
+//! kubelet's static CPU policy gives exclusive CPUs to some containers, and the rest to all others.
 
 use std::convert::Infallible;
 
@@ -14,7 +14,7 @@ use super::{Done, Driver};
 use crate::pod::container::Container;
 
 impl Driver {
-    /// Takes the CPUs that an update of a container's resources names, if it does.
+    /// Reads the CPU set of a container's resource update, if it has one.
     pub(super) fn update_cpus(&mut self, of: &ContainerId, resources: &[u8]) {
         let said = serde_json::from_slice::<serde_json::Value>(resources).unwrap_or_default();
         let Some(cpus) = said["cpu"]["cpus"].as_str().filter(|cpus| !cpus.is_empty()) else { return };
@@ -24,7 +24,7 @@ impl Driver {
         }
     }
 
-    /// Has the VMM run on the CPUs of its containers, after what was begun before.
+    /// Confines the VMM to the CPUs of its containers, after earlier updates are complete.
     pub(super) fn place(&mut self) {
         let ended = |container: &Container| container.init.phase.borrow().exit().is_some();
         let there = self.containers.values().filter(|container| !ended(container));
@@ -39,7 +39,7 @@ impl Driver {
             if let Some(before) = before {
                 let _ = before.await;
             }
-            // It is in its group then. One that can't be has been given up.
+            // It is in its control group then; a VMM that could not be moved has been killed.
             let _ = counted.wait_for(|counted| *counted).await;
             let list = cpus.as_ref().map(Cpus::to_string);
             let confined = tokio::task::spawn_blocking(move || cgroup.confine(vmm, list.as_deref())).await;

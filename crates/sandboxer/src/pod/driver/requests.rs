@@ -1,12 +1,32 @@
-//! What the pod's task does when asked: change its state, have work begun, never wait.
+//! Handles requests to the pod's task: changes its state and starts work, without waiting.
 
-use sandboxer_guest::Signal;
-use sandboxer_protocol::stage::Stage;
+use std::future::Future;
 
-use super::*;
+use sandboxer_base::{chain, clock::now_ns};
+use sandboxer_guest::{GuestError, Signal};
+use sandboxer_protocol::{
+    id::{ContainerId, ExecId},
+    stage::Stage,
+};
+
+use super::{CLOSED, Done, Driver, answer, journal_failed};
 use crate::{
+    error::PodError,
+    events::Kind,
     front,
-    pod::{admission::Work, container},
+    pod::{
+        Reply, Request,
+        admission::Work,
+        container::{
+            self, Container, Exit, KILLED, NewContainer, Phase, StdioPaths,
+            io::Subject,
+            start::{self as work, CreateContext, RunningVm},
+        },
+        stages::Stages,
+        start,
+        state::PodState,
+        stop,
+    },
 };
 
 impl Driver {
@@ -89,7 +109,7 @@ impl Driver {
                 let (stages, cancel) = (self.stages.clone(), self.cancel.clone());
                 let intent = self.next_record();
                 self.work.spawn(async move {
-                    // On record before the first process: a daemon that dies from here on leaves a
+                    // Recorded before the first process: a daemon that dies from here on leaves a
                     // trace that the next one finds.
                     if let Err(error) = intent.await {
                         return Done::PodStarted(Err(journal_failed(&spec, error)));
@@ -115,12 +135,12 @@ impl Driver {
                     return answer(reply, Err(error));
                 }
                 self.cancel.cancel();
-                // What a start has made, it undoes.
+                // A start undoes its own work.
                 if state != PodState::Starting {
                     self.end_vm();
                 }
             }
-            // Nobody waits: an attempt before this one has failed, and been answered.
+            // No caller waits: an earlier attempt has failed and was answered.
             PodState::Stopping if !self.ending => self.end_vm(),
             PodState::Stopping => {}
         }
@@ -169,7 +189,7 @@ impl Driver {
             let cleared = stop::clear(&node, &spec).await;
             let forgotten = journal.remove().await;
             if let Err(error) = forgotten {
-                tracing::error!(pod = %spec.id, error = chain(&error), "the pod's record stays on disk");
+                tracing::error!(pod = %spec.id, error = chain(&error), "cannot delete the pod's record");
             }
             Done::Removed(cleared)
         });
@@ -192,13 +212,13 @@ impl Driver {
         self.work.spawn(async move {
             let _urgent = node.admission.urgent();
             let turn = async {
-                // One that can't be counted has been given up.
+                // A VMM that could not be moved has been killed.
                 let _ = counted.wait_for(|counted| *counted).await;
                 node.admission.enter(Work::Container).await
             };
             let cancelled = || PodError::Cancelled(spec.id.clone());
             let made = async {
-                // Ahead of its turn: nobody waits for a place while somebody's volume is looked at.
+                // Before admission: a slow volume must not hold a permit.
                 let look = container::spec::read(&spec, &new, &node.volumes.helpers);
                 let guest_spec = cancel.run_until_cancelled(look).await.ok_or_else(cancelled)??;
                 let turn = async { cancel.run_until_cancelled(turn).await.ok_or_else(cancelled) };
@@ -247,7 +267,7 @@ impl Driver {
         };
         let phase = process.phase.borrow().clone();
         if again && matches!(phase, Phase::Running | Phase::Exited(_)) {
-            // The agent starts a process once, and remembers what came of it.
+            // The agent starts a process once, and remembers the result.
             return self.forward(Ok(()), reply, move |live| async move {
                 Ok(live.agent.start_process(&of, exec.as_ref()).await.map(drop)?)
             });
@@ -273,7 +293,7 @@ impl Driver {
     }
 
     fn on_signal(&mut self, of: ContainerId, exec: Option<ExecId>, signal: Signal, reply: Reply<()>) {
-        // It may be what ended the process: the agent knows.
+        // It may have ended the process: the agent knows.
         let checked = match signal.again {
             true => self.process(&of, exec.as_ref()).map(drop),
             false => self.running(&of, exec.as_ref()),
@@ -286,7 +306,7 @@ impl Driver {
         };
         self.work.spawn(async move {
             let asked = live.agent.signal_process(&of, exec.as_ref(), &signal).await;
-            // Whoever kills a container gets it killed, whatever the guest makes of it.
+            // A kill always kills, whatever the guest does.
             if exec.is_some() || signal.number != Signal::KILL {
                 answer(reply, asked.map_err(PodError::from));
                 return Done::Nothing;
@@ -304,8 +324,8 @@ impl Driver {
         });
     }
 
-    /// A guest that can't be reached gets no signal. Whoever kills a container gets it killed all the same, with its VMM
-    /// if need be: containerd does that before it stops a pod.
+    /// Handles a signal to a guest that cannot be reached: the signal is lost, but a kill of a container ends the VMM,
+    /// because containerd kills containers before it stops a pod.
     fn on_signal_unreached(
         &mut self,
         of: ContainerId,
@@ -321,7 +341,7 @@ impl Driver {
         self.work.spawn(async move {
             let resolved = status.wait_for(|status| status.state != PodState::Unknown);
             if tokio::time::timeout(limit, resolved).await.is_ok() {
-                // Whoever asked asks again, and the guest answers, or everything has ended.
+                // The caller retries until the guest answers or everything has ended.
                 answer(reply, Err(refused));
                 return Done::Nothing;
             }
@@ -336,7 +356,7 @@ impl Driver {
             Ok(process) => process,
             Err(error) => return answer(reply, Err(error)),
         };
-        // Its guest may have it.
+        // The guest may have it.
         if self.live.is_none() && self.unreached.is_some() {
             return answer(reply, Err(self.wrong_state("delete a process", self.state())));
         }
@@ -346,7 +366,7 @@ impl Driver {
             let state = phase.as_str().to_owned();
             return answer(reply, Err(PodError::State { action: "delete it", subject, state }));
         }
-        // A process that was never let go has no end of its own.
+        // A process that was never started has no exit.
         let exit = phase.exit().cloned().unwrap_or_else(|| Exit {
             code: KILLED,
             at_ns: now_ns(),
@@ -354,11 +374,11 @@ impl Driver {
         });
         let disks = self.containers.get(&of).map(|c| c.disks.clone()).unwrap_or_default();
         let (live, front, pod) = (self.live.clone(), self.node.front.clone(), self.spec.id.clone());
-        // How it ended is on record before the agent forgets it.
+        // Its exit is recorded before the agent forgets it.
         let recorded = exec.is_none().then(|| self.next_record());
         self.work.spawn(async move {
             if let Some(Err(error)) = futures::future::OptionFuture::from(recorded).await {
-                tracing::error!(%pod, error = chain(&error), "the record of the pod is out of date");
+                tracing::error!(%pod, error = chain(&error), "cannot write the pod's record; it is out of date");
             }
             front.remember_deleted(front::key(front::DELETED, &of, exec.as_ref()), &exit);
             let result = match (&live, &exec) {
@@ -387,7 +407,7 @@ impl Driver {
         });
     }
 
-    /// Has the agent asked something that changes nothing the pod's task keeps.
+    /// Calls the agent in another task; the pod's state does not change.
     fn forward<T, F>(
         &mut self,
         checked: Result<(), PodError>,

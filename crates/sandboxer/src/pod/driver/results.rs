@@ -1,6 +1,34 @@
-//! What the pod's task does when work has ended: take the result into its state, tell who waits.
+//! Handles results of work: updates the pod's state and answers the waiters.
 
-use super::*;
+use std::{collections::HashMap, net::TcpListener, sync::Arc};
+
+use sandboxer_base::{chain, clock::now_ns};
+use sandboxer_protocol::id::{ContainerId, ExecId};
+use sandboxer_vmm::{VmExit, VmmError};
+use tokio::sync::watch;
+use tokio_util::task::AbortOnDropHandle;
+
+use super::{CLOSED, Done, Driver, EXEC, answer, answer_all, journal_failed};
+use crate::{
+    error::PodError,
+    events::Kind,
+    pod::{
+        Reply,
+        cgroup_attach::CgroupAttach,
+        container::{
+            Container, Exit, KILLED, NewContainer, Phase, Process, StdioPaths,
+            io::{RunningIo, StdinCloser, Subject},
+            start::{self as work, Created, RunningVm},
+        },
+        forward, host_ports,
+        recover::{Reached, Resolved, Unreached, settle},
+        session,
+        stages::Stages,
+        start::{self, Up},
+        state::PodState,
+        volumes::Volumes,
+    },
+};
 
 impl Driver {
     pub(super) fn apply(&mut self, done: Done) {
@@ -45,12 +73,12 @@ impl Driver {
     fn pod_started(&mut self, up: Up) {
         self.wait_until_counted(up.counting);
         if self.state() == PodState::Stopping {
-            // The stop came when the start was done already.
+            // The stop came when the start was already complete.
             self.live = Some(up.live);
             return self.end_vm();
         }
         if let Err(error) = self.may_become(PodState::Ready) {
-            // Nobody knows what it is for.
+            // It belongs to no request.
             self.live = Some(up.live);
             self.end_vm();
             return answer_all(self.start_waiters.drain(..), Err(error));
@@ -73,7 +101,7 @@ impl Driver {
         let recorded = self.next_record();
         let spec = self.spec.clone();
         self.work.spawn(async move {
-            // On record before containerd is told: what it believes in, the next daemon finds.
+            // Recorded before containerd is notified, so that the next daemon knows what containerd knows.
             let recorded = recorded.await.map_err(|error| journal_failed(&spec, error));
             answer_all(waiters, recorded);
             Done::Nothing
@@ -101,14 +129,14 @@ impl Driver {
         let reason = chain(&error);
         answer_all(self.start_waiters.drain(..), Err(error));
         if self.state() == PodState::Starting {
-            // It can, by the diagram; and what keeps it from that has been told.
+            // The state diagram allows it; an error has been logged.
             let _ = self.become_state(PodState::Stopping);
         }
         if cancelled { self.stopped(String::new(), 0) } else { self.stopped(reason, 1) }
     }
 
     fn vm_ended(&mut self, exit: VmExit) {
-        // While the VM is being ended this is what was wanted, and `PodStopped` follows. That has failed otherwise.
+        // If the VM is being stopped, this is expected and `PodStopped` follows.
         if self.state() == PodState::Stopping && !self.ending {
             return self.stopped(String::new(), 0);
         }
@@ -117,7 +145,7 @@ impl Driver {
                 Some(error) => chain(&error),
                 None => start::vm_ended(&self.spec, exit).to_string(),
             };
-            tracing::warn!(pod = %self.spec.id, reason, "the pod ended unasked");
+            tracing::warn!(pod = %self.spec.id, reason, "VMM exited unexpectedly");
             let shares = self.volumes.shares.clone();
             self.work.spawn(async move {
                 shares.end().await;
@@ -127,34 +155,34 @@ impl Driver {
         }
     }
 
-    /// A guest that broke its session, whose processes can't be ended or that can't be counted: its VM ends, and
-    /// with that the pod.
+    /// Ends the VM of a guest that broke its session, or that cannot be controlled or counted;
+    /// the pod ends with it.
     fn guest_lost(&mut self, error: PodError) {
         if let (PodState::Unknown, Some(unreached)) = (self.state(), self.unreached.clone()) {
             let pod = self.spec.id.clone();
             self.status.send_modify(|status| status.reason = chain(&error));
             self.work.spawn(async move {
-                // Its end is seen by who waits for its answer.
+                // The task that waits for its answer sees the exit.
                 if let Err(error) = unreached.vmm.end().await {
-                    tracing::error!(%pod, error = chain(&error), "cannot end the VMM of a guest that was given up");
+                    tracing::error!(%pod, error = chain(&error), "cannot kill the VMM of a faulty guest");
                 }
                 Done::Nothing
             });
             return;
         }
-        // A pod that is being stopped loses its VM anyway.
+        // The VM of a stopping pod is killed anyway.
         let Some(live) = self.live.clone().filter(|_| self.state() == PodState::Ready) else { return };
         self.lost = Some(error);
         let pod = self.spec.id.clone();
         self.work.spawn(async move {
             if let Err(error) = live.vm.kill().await {
-                tracing::error!(%pod, error = chain(&error), "cannot end the VMM of a guest that was given up");
+                tracing::error!(%pod, error = chain(&error), "cannot kill the VMM of a faulty guest");
             }
             Done::Nothing
         });
     }
 
-    /// The pod holds nothing any more: everything that ran in it has ended.
+    /// Records that the pod has stopped: all its processes have ended.
     pub(super) fn stopped(&mut self, reason: String, exit_status: u32) {
         if self.state() == PodState::Stopped {
             return;
@@ -165,7 +193,7 @@ impl Driver {
         self.live = None;
         self.unreached = None;
         self.cancel.cancel();
-        // Those that the guest had, which nobody keeps up to date any more.
+        // The volumes of the guest are not updated any more.
         self.volumes = Arc::new(Volumes::new(self.node.volumes.clone(), self.volumes.shares.clone(), None));
         self.forwarding = None;
         host_ports::let_go(&self.node.front, &self.spec, &std::mem::take(&mut self.host_ports));
@@ -220,8 +248,8 @@ impl Driver {
         let created = match made {
             Ok(created) => created,
             Err(error) => {
-                // Here and not only where it was asked for: whoever asked may have given up, and the id
-                // would never be free again.
+                // Here and not only in the request: the caller may have gone, and the id
+                // would stay taken for ever.
                 self.node.registry.remove_container(&new.id);
                 return answer(reply, Err(error));
             }
@@ -244,10 +272,10 @@ impl Driver {
         let (written, pod) = (self.next_record(), self.spec.id.clone());
         self.work.spawn(async move {
             match written.await {
-                // From here on the record says so.
+                // The record is written here.
                 Ok(()) => intent.release(),
                 Err(error) => {
-                    tracing::error!(%pod, error = chain(&error), "the record of the pod is out of date");
+                    tracing::error!(%pod, error = chain(&error), "cannot write the pod's record; it is out of date");
                 }
             }
             answer(reply, Ok(()));
@@ -266,7 +294,7 @@ impl Driver {
             io.let_go();
             return Err(PodError::NoContainer(of));
         }
-        // Before the answer: the next worker finds its streams by it.
+        // Before the answer: the next worker needs it to find the streams.
         self.note(EXEC, &of, Some(&exec), &stdio)?;
         if let Some(container) = self.containers.get_mut(&of) {
             container.execs.insert(exec, Process::created(0, stdio, io));
@@ -283,7 +311,7 @@ impl Driver {
         let (pid, running) = match result {
             Ok(started) => started,
             Err(error) => {
-                // It never ran: to whoever waits it has ended, with the code for that.
+                // It never ran: waiters see an exit with the code for that.
                 let exit = Exit { code: 128, at_ns: now_ns(), reason: chain(&error) };
                 self.process_ended(&subject, exit);
                 return answer(reply, Err(error));
@@ -300,11 +328,11 @@ impl Driver {
         self.node.events.container(&self.spec.id, &subject.container, kind, format!("guest process {pid}"));
         let exec = subject.exec.is_some();
         self.follow(live, subject, now_ns(), running);
-        // Of an exec the agent knows.
+        // For an exec, the agent knows.
         if exec { answer(reply, Ok(())) } else { self.save_then(reply, Ok(())) }
     }
 
-    /// Waits for the end of a process that ran at `since` or later.
+    /// Waits for the exit of a process that ran at `since` or later.
     fn follow(&mut self, live: RunningVm, subject: Subject, since: u64, running: RunningIo) {
         let container = self.containers.get(&subject.container).filter(|_| subject.exec.is_none());
         let message = container.and_then(|container| container.message.clone());
@@ -371,17 +399,17 @@ impl Driver {
         }
     }
 
-    /// The VMM could not be ended. Its end, should it come, still stops the pod.
+    /// Records that the VMM could not be ended. If it ends later, the pod stops.
     fn stop_failed(&mut self, error: VmmError) {
         self.ending = false;
-        tracing::error!(pod = %self.spec.id, error = chain(&error), "cannot end the pod's VMM; the pod is stopped when it has ended");
+        tracing::error!(pod = %self.spec.id, error = chain(&error), "cannot kill the pod's VMM; the pod stays until it exits");
         answer_all(self.stop_waiters.drain(..).chain(self.remove_waiters.drain(..)), Err(error.into()));
         if let Some(unreached) = self.unreached.clone() {
             self.work.spawn(async move { Done::VmEnded(unreached.vmm.ended().await) });
         }
     }
 
-    /// Waits for an earlier daemon's pod to answer, or for its VMM's end.
+    /// Waits until an earlier daemon's pod answers or its VMM exits.
     pub(super) fn wait_for_answer(&mut self, unreached: Arc<Unreached>) {
         self.unreached = Some(unreached.clone());
         if self.state() == PodState::Stopping {
@@ -395,7 +423,7 @@ impl Driver {
     }
 
     fn resolved(&mut self, resolved: Resolved) {
-        // A stop came first, and ends what was reached.
+        // A stop came first and kills the guest.
         if self.state() != PodState::Unknown {
             return;
         }
@@ -413,13 +441,13 @@ impl Driver {
                 self.save();
             }
             Resolved::Ended(reason) => {
-                tracing::warn!(pod = %self.spec.id, reason, "the pod ended unasked");
+                tracing::warn!(pod = %self.spec.id, reason, "VMM exited unexpectedly");
                 self.stopped(reason, KILLED);
             }
         }
     }
 
-    /// Goes on where an earlier daemon left off.
+    /// Continues where an earlier daemon stopped.
     pub(super) fn take_up(&mut self, reached: Reached) {
         let Reached { live, known, volumes, made } = reached;
         let (store, shares) = (self.node.volumes.clone(), self.volumes.shares.clone());
@@ -474,14 +502,14 @@ impl Driver {
             self.work.spawn(async move {
                 let kept = session::keep(node, spec, key, live.clone());
                 let broken = cancel.run_until_cancelled(kept).await;
-                // There will be no other one, for whoever waits for it.
+                // The waiters get this one.
                 live.agent.give_up();
                 broken.map_or(Done::Nothing, Done::GuestLost)
             });
         }
     }
 
-    /// Set up beside the start, which need not wait for it.
+    /// Sets up port forwarding in parallel with the start.
     fn forward_ports(&mut self, host_ports: Vec<TcpListener>) {
         let Some(live) = &self.live else { return };
         let (pod, netns, agent) = (self.spec.id.clone(), self.spec.netns.clone(), live.agent.clone());
@@ -497,7 +525,7 @@ impl Driver {
 
     pub(super) fn answer_removed(&mut self, result: Result<(), PodError>) {
         if result.is_ok() {
-            // Before the answer: whoever has it may use the id again.
+            // Before the answer: the caller may reuse the id.
             self.node.registry.remove(&self.spec.id);
             self.node.events.pod(&self.spec.id, Kind::PodRemoved, "");
         }

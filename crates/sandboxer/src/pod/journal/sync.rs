@@ -1,8 +1,8 @@
-//! Records go to the disk together: all that came while others were on their way.
+//! Batches syncs of records: all records that were written during one sync are synced by the next.
 //!
-//! A pod and its container are recorded four times in their start. The system calls of a record take 0.17 ms with nobody
-//! waiting for the disk and 0.46 ms with two syncs (medians of 200, on a virtual disk that is quick to say that it is
-//! done).
+//! A pod and its container are recorded four times during a start. The system calls of a record take 0.17 ms without
+//! waiting for the disk and 0.46 ms with two syncs (medians of 200, on a virtual disk that acknowledges
+//! early).
 
 use std::{
     collections::BTreeSet,
@@ -12,28 +12,28 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-/// What has been written and may not be on the disk yet.
+/// Records that may not be on the disk yet.
 #[derive(Debug)]
 pub struct Syncer {
     dir: PathBuf,
-    // A plain lock: held for moments, never across a sync.
+    // A plain lock: held briefly, never across a sync.
     waiting: Mutex<Waiting>,
 }
 
 #[derive(Debug, Default)]
 struct Waiting {
     records: BTreeSet<PathBuf>,
-    /// Somebody takes them from here until none are left.
+    /// A thread is syncing them until none are left.
     at_work: bool,
 }
 
 impl Syncer {
-    /// For records in `dir`.
+    /// Creates a syncer for records in `dir`.
     pub fn new(dir: PathBuf) -> Self {
         Self { dir, waiting: Mutex::default() }
     }
 
-    /// Has the record at `path` brought to the disk, by a thread that does so for all.
+    /// Queues the record at `path` for a sync by the thread that syncs all records.
     pub fn soon(self: &Arc<Self>, path: &Path) {
         let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         waiting.records.insert(path.to_owned());
@@ -43,7 +43,7 @@ impl Syncer {
         }
     }
 
-    /// Brings those to the disk that wait now; false if there were none.
+    /// Syncs the queued records; false if there were none.
     fn sync_some(&self) -> bool {
         let records = {
             let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
@@ -54,14 +54,14 @@ impl Syncer {
             match File::open(path).and_then(|record| record.sync_data()) {
                 // Its pod has been removed since.
                 Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-                Err(error) => tracing::error!(?path, %error, "a journal record may not be on the disk"),
+                Err(error) => tracing::error!(?path, %error, "cannot sync a journal record"),
                 Ok(()) => {}
             }
         }
         if !records.is_empty()
             && let Err(error) = File::open(&self.dir).and_then(|dir| dir.sync_all())
         {
-            tracing::error!(path = ?self.dir, %error, "names of journal records may not be on the disk");
+            tracing::error!(path = ?self.dir, %error, "cannot sync the journal's directory");
         }
         !records.is_empty()
     }
@@ -76,7 +76,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let syncer = Arc::new(Syncer::new(dir.path().to_owned()));
         let waiting = || syncer.waiting.lock().unwrap();
-        // As if the disk were slow: nobody else takes them.
+        // As if the disk were slow: no other thread takes them.
         waiting().at_work = true;
         for name in ["a", "gone", "a"] {
             syncer.soon(&dir.path().join(name));

@@ -1,72 +1,72 @@
-//! What is known of a record that was put aside.
+//! Entries of the quarantine.
 
 use std::path::PathBuf;
 
 use sandboxer_protocol::id::{Id, SandboxId};
 use serde::{Deserialize, Serialize};
 
-/// What was found when a record was put aside.
+/// The findings when a record was moved to the quarantine.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Report {
-    /// When, ns since 1970.
+    /// Time, ns since 1970.
     pub at_ns: u64,
-    /// Where the record lay.
+    /// Original path of the record.
     pub path: PathBuf,
-    /// Whose it is, by its file's name.
+    /// The pod, from the file name.
     pub pod: Option<SandboxId>,
-    /// Why it could not be understood.
+    /// Why it is unreadable.
     pub problem: String,
-    /// What was there of the pod.
+    /// What existed of the pod.
     pub left: Left,
 }
 
-/// What is there of a pod that no record tells of.
+/// What exists of a pod without a readable record.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Left {
-    /// Its run directory; empty: it is not known whose the record is.
+    /// Its run directory; empty if the pod is not known.
     pub run_dir: PathBuf,
-    /// That one is there.
+    /// Whether the run directory exists.
     pub run_dir_exists: bool,
     /// Processes that were started for it.
     pub processes: Vec<Seen>,
 }
 
-/// A process as it was seen.
+/// A process of such a pod.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Seen {
-    /// Its pid then.
+    /// Its PID.
     pub pid: u32,
-    /// Its program's name as the kernel had it.
+    /// Its name (`comm`).
     pub command: String,
 }
 
-/// A record that was put aside.
+/// A record in the quarantine.
 #[derive(Debug)]
 pub struct Entry {
-    /// By which it is asked for.
+    /// Its name in requests.
     pub name: Id,
-    /// When it was put aside, ns since 1970.
+    /// Time of the move, ns since 1970.
     pub at_ns: u64,
-    /// Whose it is.
+    /// Its pod.
     pub pod: Option<SandboxId>,
     /// The record's length.
     pub bytes: u64,
-    /// What was found then, unless no report could be written.
+    /// The findings then, unless no report could be written.
     pub report: Option<Report>,
-    /// What is there now.
+    /// What exists now.
     pub left: Left,
 }
 
-/// Some of the entries.
+/// A list of entries.
 #[derive(Debug, Default)]
 pub struct Listed {
-    /// The oldest.
+    /// The oldest entries.
     pub entries: Vec<Entry>,
-    /// How many more there are.
+    /// Number of further entries.
     pub left_off: u64,
-    /// Length of all records.
+    /// Total size of all records, bytes.
     pub bytes: u64,
 }

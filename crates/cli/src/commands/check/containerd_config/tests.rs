@@ -30,7 +30,7 @@ fn parsed(text: &str) -> toml_edit::Table {
     text.parse::<DocumentMut>().unwrap().as_table().clone()
 }
 
-/// Our runtime handler in a configuration.
+/// Returns our runtime handler in a configuration.
 fn ours(text: &str) -> toml_edit::Table {
     let document = parsed(text);
     document["plugins"][CRI]["containerd"]["runtimes"][HANDLER].as_table().unwrap().clone()

@@ -1,21 +1,22 @@
-//! Images in a directory: made once per chain of layers, kept while in use and then as long as there is room.
+//! Cached images in a directory: created once per chain of layers, kept while in use, and then while there is
+//! space.
 //!
 //! ```text
-//!  asked for ──▶ building ──▶ kept, leased ──last lease dropped──▶ kept, unused ──too little room──▶ gone
-//!                   ╰─ failed: forgotten, the next to ask builds again
+//!  requested ──▶ building ──▶ kept, leased ──last lease dropped──▶ kept, unused ──lack of space──▶ removed
+//!                   ╰─ failed: forgotten, the next request builds again
 //! ```
 //!
-//! A name is never used twice, so an image that goes can't be mistaken for its successor.
+//! A name is never reused, so a removed image cannot be confused with its successor.
+
+mod state;
 
 use std::{
-    collections::HashMap,
     fmt,
     fs::{self, DirBuilder, File},
     io,
     os::unix::{ffi::OsStrExt, fs::DirBuilderExt, fs::MetadataExt},
     path::{Path, PathBuf},
     sync::{Arc, Mutex, MutexGuard, PoisonError},
-    time::SystemTime,
 };
 
 use futures::{
@@ -27,6 +28,7 @@ use sandboxer_config::RootfsConfig;
 use sha2::{Digest, Sha256};
 use tokio::sync::Semaphore;
 
+use self::state::{Image, State};
 use super::{
     BuildError, FsType, blocking,
     build::{self, Content, Job},
@@ -34,22 +36,23 @@ use super::{
     superblock,
 };
 
-/// Rises when images are made otherwise than before; older ones are then no longer found, and go as unused.
+/// Incremented when images are created differently; older ones are then no longer found, and removed as
+/// unused.
 const FORMAT: &[u8] = b"sandboxer erofs 1";
-/// Of images that may be shared: `shared-<key>-<nonce>.erofs`.
+/// Prefix of images that may be shared: `shared-<key>-<nonce>.erofs`.
 const SHARED: &str = "shared-";
-/// Of images for one container: `private-<nonce>.erofs`.
+/// Prefix of images for one container: `private-<nonce>.erofs`.
 const PRIVATE: &str = "private-";
-/// Of images that are being made.
+/// Prefix of images that are being created.
 const UNFINISHED: &str = "unfinished-";
-/// Directory under which views are mounted, in namespaces of their own.
+/// Mount point of merged views, in their own mount namespaces.
 const WORK: &str = "work";
 
 /// Hash over a chain's identity, in hex.
 pub type Key = String;
 type Building = Shared<BoxFuture<'static, Result<Lease, Arc<BuildError>>>>;
 
-/// The directory and what is in it. Cheap to clone.
+/// The cache of a directory. Cheap to clone.
 #[derive(Clone)]
 pub struct Cache(Arc<Store>);
 
@@ -57,38 +60,20 @@ struct Store {
     dir: PathBuf,
     mkfs: PathBuf,
     most_bytes: u64,
-    /// One build per CPU: more would only take each other's time and room.
+    /// One build per CPU: more would only compete for time and space.
     builds: Arc<Semaphore>,
     /// A plain mutex: held for look-ups in memory only.
     state: Mutex<State>,
 }
 
-#[derive(Default)]
-struct State {
-    images: HashMap<String, Image>,
-    by_key: HashMap<Key, String>,
-    building: HashMap<Key, Building>,
-    /// Images of an earlier daemon may be in use by VMs that have not been looked at yet.
-    settled: bool,
-}
-
-#[derive(Debug)]
-struct Image {
-    bytes: u64,
-    used: SystemTime,
-    leases: usize,
-    /// None: for one container alone, gone with its last lease.
-    key: Option<Key>,
-}
-
-/// Keeps an image of the cache from being evicted, until dropped.
+/// Protects an image of the cache from removal until dropped.
 pub struct Lease {
     cache: Cache,
     name: String,
 }
 
 impl Lease {
-    /// Returns the image.
+    /// Returns the image's path.
     pub fn path(&self) -> PathBuf {
         self.cache.0.dir.join(&self.name)
     }
@@ -131,12 +116,12 @@ impl fmt::Debug for Cache {
 }
 
 impl Cache {
-    /// Opens the cache in `dir`, made if it isn't there. Its daemon is the only one to use it.
+    /// Opens the cache in `dir`, creating it. No other daemon may use it.
     pub fn open(dir: &Path, config: &RootfsConfig) -> Result<Self, BuildError> {
         let host =
-            |action| move |source: io::Error| BuildError::Host { action, path: dir.to_owned(), source };
+            |action| move |source: io::Error| BuildError::Path { action, path: dir.to_owned(), source };
         for dir in [dir.to_owned(), dir.join(WORK)] {
-            DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(host("make"))?;
+            DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(host("create"))?;
         }
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         let store = Store {
@@ -149,19 +134,20 @@ impl Cache {
         Ok(Self(Arc::new(store)))
     }
 
-    /// From now on images that nobody has leased may go.
+    /// Allows the removal of unused images from now on.
     pub fn settle(&self) {
         self.state().settled = true;
         self.evict(self.0.most_bytes);
     }
 
-    /// Leases an image by its path, if it is one of these.
+    /// Leases an image by its path, if it is in the cache.
     pub fn lease(&self, path: &Path) -> Option<Lease> {
         let name = path.strip_prefix(&self.0.dir).ok()?.to_str()?;
         self.lease_by_name(&mut self.state(), name)
     }
 
-    /// Returns the image of a chain's merged view; made once, however many ask. `key` is the chain's, see [`key_of`].
+    /// Returns the image of a chain's merged view; created once for all callers. `key` is the chain's, see
+    /// [`key_of`].
     pub async fn shared_image(&self, key: Key, chain: Chain) -> Result<Lease, Arc<BuildError>> {
         if let Some(lease) = self.kept(&key).await.map_err(Arc::new)? {
             return Ok(lease);
@@ -184,15 +170,15 @@ impl Cache {
         building.await
     }
 
-    /// Returns an image of a directory, for one container.
+    /// Creates an image of a directory, for one container.
     pub async fn private_image(&self, dir: PathBuf) -> Result<Lease, Arc<BuildError>> {
         let cache = self.clone();
-        // Made to its end also when nobody waits any more: then nobody leases it, and it goes.
+        // Completed even if the caller is dropped: then it has no lease, and is removed.
         let made = tokio::spawn(async move { cache.build(None, Content::Directory(dir)).await });
         made.await.unwrap_or(Err(BuildError::Stopped)).map_err(Arc::new)
     }
 
-    /// Returns an image that is there already and still whole.
+    /// Returns an existing image that is not damaged.
     async fn kept(&self, key: &Key) -> Result<Option<Lease>, BuildError> {
         let lease = {
             let mut state = self.state();
@@ -203,16 +189,16 @@ impl Cache {
         let path = lease.path();
         let whole = blocking(move || {
             superblock::check(&path, FsType::Erofs)?;
-            // Tells the next daemon how lately it was used.
+            // Its modification time tells the next daemon when it was last used.
             let touched = File::open(&path).and_then(|file| file.set_modified(clock::now()));
-            touched.map_err(|source| BuildError::Host { action: "touch", path, source })
+            touched.map_err(|source| BuildError::Path { action: "touch", path, source })
         });
         match whole.await {
             Ok(()) => Ok(Some(lease)),
             Err(error) => {
                 tracing::warn!(
                     error = sandboxer_base::chain(&error),
-                    "a cached image is damaged: it is made again"
+                    "cached image is damaged; building it again"
                 );
                 let mut state = self.state();
                 if state.by_key.get(key) == Some(&lease.name) {
@@ -236,7 +222,7 @@ impl Cache {
         async move { made.await.unwrap_or_else(|_| Err(Arc::new(BuildError::Stopped))) }.boxed().shared()
     }
 
-    /// Makes an image and leases it; room is made by what is unused.
+    /// Creates an image and leases it; removes unused images to have space.
     async fn build(&self, key: Option<Key>, content: Content) -> Result<Lease, BuildError> {
         let permit = self.0.builds.clone().acquire_owned().await;
         let _permit = permit.map_err(|_| BuildError::Stopped)?;
@@ -256,15 +242,15 @@ impl Cache {
             None => format!("{PRIVATE}{}.erofs", nonce()),
         };
         let lease = self.keep(&unfinished, name, key).map_err(|source| {
-            // Gone already if it has its name; what failed is what is told.
+            // Missing if it already has its name; the first error is reported.
             let _ = fs::remove_file(&unfinished);
-            BuildError::Host { action: "keep image", path: unfinished.clone(), source }
+            BuildError::Path { action: "keep image", path: unfinished.clone(), source }
         })?;
         self.evict(self.0.most_bytes);
         Ok(lease)
     }
 
-    /// Gives a finished image its name, for good.
+    /// Gives a finished image its final name.
     fn keep(&self, unfinished: &Path, name: String, key: Option<Key>) -> io::Result<Lease> {
         let path = self.0.dir.join(&name);
         fs::rename(unfinished, &path)?;
@@ -285,90 +271,28 @@ impl Cache {
         Some(Lease { cache: self.clone(), name: name.to_owned() })
     }
 
-    /// Removes what nobody uses: all private images, then shared ones until they take at most `most` bytes.
-    /// Returns whether any went.
+    /// Removes unused images: all private ones, then shared ones until they take at most `most` bytes.
+    /// Returns whether any was removed.
     fn evict(&self, most: u64) -> bool {
         let victims = self.state().victims(most);
         for name in &victims {
             let path = self.0.dir.join(name);
             match fs::remove_file(&path) {
-                Ok(()) => tracing::debug!(?path, "an unused image went"),
-                Err(error) => tracing::warn!(?path, %error, "an unused image cannot be removed"),
+                Ok(()) => tracing::debug!(?path, "removed unused image"),
+                Err(error) => tracing::warn!(?path, %error, "cannot remove unused image"),
             }
         }
         !victims.is_empty()
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        // Nothing that is done under it leaves it half-done.
+        // A panic cannot leave the state half-changed.
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl State {
-    /// Returns what an earlier daemon left in `dir`.
-    fn read(dir: &Path) -> io::Result<Self> {
-        let mut state = Self::default();
-        for entry in fs::read_dir(dir)? {
-            let entry = entry?;
-            let Ok(name) = entry.file_name().into_string() else { continue };
-            if name.starts_with(UNFINISHED) {
-                // An image, or what mkfs.erofs kept beside it.
-                match entry.file_type()?.is_dir() {
-                    true => fs::remove_dir_all(entry.path())?,
-                    false => fs::remove_file(entry.path())?,
-                }
-                continue;
-            }
-            let key = name
-                .strip_prefix(SHARED)
-                .and_then(|name| name.split_once('-'))
-                .map(|(key, _)| key.to_owned());
-            if key.is_none() && !name.starts_with(PRIVATE) {
-                continue;
-            }
-            let file = entry.metadata()?;
-            let image = Image { bytes: file.blocks() * 512, used: file.modified()?, leases: 0, key };
-            if let Some(key) = &image.key {
-                state.by_key.insert(key.clone(), name.clone());
-            }
-            state.images.insert(name, image);
-        }
-        Ok(state)
-    }
-
-    /// Forgets what is to go and names it.
-    fn victims(&mut self, most: u64) -> Vec<String> {
-        if !self.settled {
-            return Vec::new();
-        }
-        let mut total: u64 = self.images.values().map(|image| image.bytes).sum();
-        let mut unused: Vec<_> = self
-            .images
-            .iter()
-            .filter(|(_, image)| image.leases == 0)
-            .map(|(name, image)| (image.key.is_some(), image.used, name.clone()))
-            .collect();
-        unused.sort();
-        let mut victims = Vec::new();
-        for (shared, _, name) in unused {
-            if shared && total <= most {
-                break;
-            }
-            if let Some(image) = self.images.remove(&name) {
-                total -= image.bytes;
-                if let Some(key) = image.key.filter(|key| self.by_key.get(key) == Some(&name)) {
-                    self.by_key.remove(&key);
-                }
-            }
-            victims.push(name);
-        }
-        victims
-    }
-}
-
-/// Returns what makes a chain itself: committed layers never change, and a directory made anew has another inode or
-/// another time of change.
+/// Returns a chain's identity: committed layers never change, and a recreated directory has another inode or
+/// change time.
 pub fn key_of(chain: &Chain) -> Result<Key, BuildError> {
     let mut hash = Sha256::new();
     let mut add = |field: &[u8]| {
@@ -380,7 +304,7 @@ pub fn key_of(chain: &Chain) -> Result<Key, BuildError> {
         add(option.as_bytes());
     }
     for dir in &chain.dirs {
-        let host = |source| BuildError::Host { action: "look at layer", path: dir.clone(), source };
+        let host = |source| BuildError::Path { action: "stat layer", path: dir.clone(), source };
         let meta = dir.metadata().map_err(host)?;
         if !meta.is_dir() {
             return Err(host(io::ErrorKind::NotADirectory.into()));
@@ -396,57 +320,7 @@ pub fn key_of(chain: &Chain) -> Result<Key, BuildError> {
     Ok(hex(&hash.finalize()))
 }
 
-/// Returns what tells a file from others of the same name.
+/// Returns a random part of a file name.
 pub fn nonce() -> String {
     hex(&rand::random::<u64>().to_be_bytes())
-}
-
-#[cfg(test)]
-mod tests {
-    use std::time::Duration;
-
-    use proptest::prelude::*;
-
-    use super::*;
-
-    fn image() -> impl Strategy<Value = Image> {
-        (0_u64..50, 0_u64..20, 0_usize..3, any::<bool>()).prop_map(|(bytes, used, leases, shared)| Image {
-            bytes,
-            used: SystemTime::UNIX_EPOCH + Duration::from_secs(used),
-            leases,
-            key: shared.then(String::new),
-        })
-    }
-
-    proptest! {
-        #[test]
-        fn what_goes_is_unused_oldest_first_and_no_more_than_needed(
-            images in proptest::collection::vec(image(), 0..12),
-            most in 0_u64..200,
-        ) {
-            let images: HashMap<_, _> = images.into_iter().enumerate().map(|(n, i)| (n.to_string(), i)).collect();
-            let before: HashMap<_, _> =
-                images.iter().map(|(name, i)| (name.clone(), (i.bytes, i.used, i.leases, i.key.is_some()))).collect();
-            let mut state = State { images, ..State::default() };
-            prop_assert!(state.victims(most).is_empty(), "before it is settled nothing goes");
-            state.settled = true;
-            let victims = state.victims(most);
-
-            let total = |names: &mut dyn Iterator<Item = &String>| names.map(|name| before[name].0).sum::<u64>();
-            for (name, (_, used, leases, shared)) in &before {
-                let gone = victims.contains(name);
-                prop_assert_ne!(gone, state.images.contains_key(name));
-                prop_assert!(!(gone && *leases > 0), "{} was in use", name);
-                prop_assert!(gone || *leases > 0 || *shared, "{} is nobody's", name);
-                if !gone && *leases == 0 {
-                    prop_assert!(total(&mut state.images.keys()) <= most);
-                    let newer = victims.iter().filter(|name| before[*name].3).all(|name| before[name].1 <= *used);
-                    prop_assert!(newer, "{} was used before one that stays", name);
-                }
-            }
-            if let Some(last) = victims.last().filter(|name| before[*name].3) {
-                prop_assert!(total(&mut state.images.keys().chain([last])) > most, "{} went needlessly", last);
-            }
-        }
-    }
 }

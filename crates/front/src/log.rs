@@ -1,4 +1,4 @@
-//! Writing to the log, whatever has become of it.
+//! Log lines on stderr, without blocking.
 
 use std::{
     fmt,
@@ -8,19 +8,19 @@ use std::{
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
-/// Bytes that a pipe which can be written to takes at once (POSIX's PIPE_BUF on Linux).
+/// Most bytes that are written atomically to a pipe (POSIX's PIPE_BUF on Linux).
 const MAX_LINE: usize = 4096;
 
-/// Writes a line to stderr, as `eprintln!` does, but never panics and never waits: see [`line`].
-macro_rules! say {
-    ($($words:tt)*) => { $crate::say::line(format_args!($($words)*)) };
+/// Writes a line to stderr, as `eprintln!` does, but never panics or blocks: see [`line`].
+macro_rules! log {
+    ($($message:tt)*) => { $crate::log::line(format_args!($($message)*)) };
 }
-pub(crate) use say;
+pub(crate) use log;
 
-/// Writes a line to stderr if that takes it now. A log that is gone, full or read by nobody costs its lines, and not
-/// what containerd is connected to.
-pub fn line(words: fmt::Arguments<'_>) {
-    let mut line = format!("sandboxer-front: {words}");
+/// Writes a line to stderr if it can be written now. A closed or full log loses lines; it must not stop the
+/// process that containerd is connected to.
+pub fn line(message: fmt::Arguments<'_>) {
+    let mut line = format!("sandboxer-front: {message}");
     let end = (0..MAX_LINE).rev().find(|end| line.is_char_boundary(*end)).unwrap_or_default();
     line.truncate(end.min(line.len()));
     line.push('\n');

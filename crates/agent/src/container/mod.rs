@@ -1,10 +1,13 @@
-//! One container: made, started, joined by execs, removed. Each step runs once however often the
-//! host asks, and ends even if the host goes away meanwhile.
+//! One container: created, started, joined by execs, removed. Each step runs once, however often the host
+//! requests it, and completes even if the host disconnects.
 //!
 //! ```text
-//!  (create) ──▶ making ──▶ created ──start──▶ running ──init dies──▶ stopped ──delete──▶ gone
-//!                 └─fails─▶ gone      └────────────── delete ───────────────────────────▶ gone
+//!  (create) ──▶ creating ─▶ created ──start──▶ running ──init dies──▶ stopped ──delete──▶ gone
+//!                └─fails──▶ gone      └────────────── delete ───────────────────────────▶ gone
 //! ```
+
+mod execs;
+mod request;
 
 use std::{
     collections::HashMap,
@@ -22,82 +25,38 @@ use tokio::{
     time::timeout,
 };
 
+use self::execs::Exec;
+pub use self::request::{Create, CreateExec, PidMode};
 use crate::{
     cgroup::Cgroup,
-    clock,
     console::Console,
     disk,
     events::OomWatch,
     failure::{Failure, Kind, internal},
-    io::{self, Wanted},
-    log,
+    io, log,
     pids::SharedPids,
-    process::{Exit, Process, State, kill},
+    process::{Process, State, kill},
     reaper::Reaper,
-    rootfs::{Dir, Plan},
-    runtime::{self, BlockDevice, File, SeenDevice, Stdio},
+    rootfs::Dir,
+    runtime::{self, BlockDevice, Stdio},
     stats::{self, Stats},
     sync::lock,
     worker::{Causes, Done, Workers},
 };
 
-/// How long killed processes may take to be gone, and frozen ones to stand still.
+/// How long killed processes may take to exit, and processes to freeze.
 const PROMPT: Duration = Duration::from_secs(10);
 
-/// Longest message of a container, bytes: kubelet reads as much, from the end.
+/// Longest termination message of a container, bytes: kubelet reads as much, from the end.
 const MAX_MESSAGE: u64 = 4096;
 
-/// Exit code of a process that never ran, as shells have it.
-const NEVER_RAN: u32 = 255;
-
-/// What a container shall be.
-#[derive(Debug, Hash)]
-pub struct Create {
-    /// Chosen by containerd.
-    pub id: ContainerId,
-    /// OCI spec, JSON.
-    pub spec: Vec<u8>,
-    /// From which disks.
-    pub rootfs: Plan,
-    /// The init's streams.
-    pub stdio: Wanted,
-    /// Placed in the container.
-    pub files: Vec<File>,
-    /// What it sees beside its own processes.
-    pub sees: PidMode,
-    /// Disks that it finds as devices.
-    pub devices: Vec<SeenDevice>,
-}
-
-/// Whose processes a container sees beside its own.
-#[derive(Debug, PartialEq, Eq, Hash)]
-pub enum PidMode {
-    /// Nobody's.
-    Own,
-    /// Those of every container of the pod that says so too.
-    Pod,
-    /// Those of this container.
-    Container(ContainerId),
-}
-
-/// What an exec shall be.
-#[derive(Debug, Hash)]
-pub struct CreateExec {
-    /// Chosen by containerd.
-    pub id: ExecId,
-    /// OCI process, JSON.
-    pub process: Vec<u8>,
-    /// Its streams.
-    pub stdio: Wanted,
-}
-
-/// What all containers share.
+/// State that all containers share.
 pub struct Shared {
-    /// Tells of deaths.
+    /// Reports exits of processes.
     pub reaper: Arc<Reaper>,
-    /// Run the runtime.
+    /// Run operations of the container runtime.
     pub workers: Workers,
-    /// Watches memory groups.
+    /// Watches the memory control groups.
     pub oom: Arc<OomWatch>,
     /// The pod's process namespace.
     pub pids: SharedPids,
@@ -107,14 +66,14 @@ pub struct Shared {
 pub struct Container {
     id: ContainerId,
     cgroup: Cgroup,
-    /// Tells a repeated request from another one for the same id.
+    /// Hash of the request that created it: tells a repeated request from another one with the same id.
     fingerprint: u64,
-    /// Its init is not PID 1: its end ends nothing else.
+    /// Its init is not PID 1 of its namespace, so its exit ends no other process.
     sees_others: bool,
     init: Arc<Process>,
-    /// The file in which it may leave a message.
+    /// The file for its termination message, if it has one.
     message: Option<PathBuf>,
-    made: watch::Sender<Option<Result<i32, Failure>>>,
+    created: watch::Sender<Option<Result<i32, Failure>>>,
     // Held over awaits on purpose: start and removal exclude each other.
     start: AsyncMutex<Start>,
     // Never held across an await.
@@ -124,17 +83,9 @@ pub struct Container {
 
 #[derive(Default)]
 struct Start {
-    /// Ends when the init executes its program.
+    /// Closed when the init executes its program.
     causes: Option<Causes>,
     outcome: Option<Result<i32, Failure>>,
-}
-
-struct Exec {
-    fingerprint: u64,
-    request: CreateExec,
-    process: Arc<Process>,
-    // Held over the start, which happens once.
-    outcome: AsyncMutex<Option<Result<i32, Failure>>>,
 }
 
 fn fingerprint(request: &impl Hash) -> u64 {
@@ -144,7 +95,7 @@ fn fingerprint(request: &impl Hash) -> u64 {
 }
 
 impl Container {
-    /// Returns a container that is about to be made.
+    /// Creates the record of a container that is about to be created.
     pub fn new(request: &Create, shared: Arc<Shared>) -> Self {
         Self {
             id: request.id.clone(),
@@ -157,43 +108,47 @@ impl Container {
                 .iter()
                 .position(|file| file.is_message)
                 .map(|n| Dir::of(&request.id).file(n)),
-            made: watch::Sender::new(None),
+            created: watch::Sender::new(None),
             start: AsyncMutex::default(),
             execs: Mutex::default(),
             shared,
         }
     }
 
-    /// Returns whether `request` is the one that it was made for.
+    /// Returns whether `request` is the one that created it.
     pub fn is_for(&self, request: &Create) -> bool {
         self.fingerprint == fingerprint(request)
     }
 
-    /// Makes it, in the process namespace `pids` unless it gets one of its own; on failure nothing is left of it.
-    pub async fn make(&self, request: &Create, pids: Option<&Path>) -> Result<i32, Failure> {
-        let made = self.try_make(request, pids).await;
-        match made {
+    /// Creates the container in the process namespace `pids`, or in its own without one; undoes everything on
+    /// failure.
+    pub async fn create(&self, request: &Create, pids: Option<&Path>) -> Result<i32, Failure> {
+        let created = self.try_create(request, pids).await;
+        match created {
             Ok(pid) => Ok(pid),
             Err(failure) => Err(match self.discard().await {
                 Ok(()) => failure,
-                Err(undo) => Failure::new(failure.kind, format!("{failure} (and clean-up failed: {undo})")),
+                Err(undo) => Failure::new(failure.kind, format!("{failure} (and cannot clean up: {undo})")),
             }),
         }
     }
 
-    /// Tells those who wait for it to be made.
-    pub fn announce(&self, made: Result<i32, Failure>) {
-        self.made.send_replace(Some(made));
+    /// Publishes the result of the creation.
+    pub fn announce(&self, created: Result<i32, Failure>) {
+        self.created.send_replace(Some(created));
     }
 
-    /// Waits until it is made; answers its init's guest pid.
-    pub async fn is_made(&self) -> Result<i32, Failure> {
-        let mut made = self.made.subscribe();
-        let made = made.wait_for(Option::is_some).await.map_err(internal("container was forgotten"))?;
-        made.clone().unwrap_or_else(|| Err(Failure::precondition("container is being made")))
+    /// Waits until it is created; returns its init's guest pid.
+    pub async fn wait_created(&self) -> Result<i32, Failure> {
+        let mut created = self.created.subscribe();
+        let created = created
+            .wait_for(Option::is_some)
+            .await
+            .map_err(internal("container's creation was abandoned"))?;
+        created.clone().unwrap_or_else(|| Err(Failure::precondition("container is being created")))
     }
 
-    async fn try_make(&self, request: &Create, pids: Option<&Path>) -> Result<i32, Failure> {
+    async fn try_create(&self, request: &Create, pids: Option<&Path>) -> Result<i32, Failure> {
         let disks = request.rootfs.locate().await?;
         let mut devices = Vec::with_capacity(request.devices.len());
         for seen in &request.devices {
@@ -213,7 +168,7 @@ impl Container {
         Ok(pid)
     }
 
-    /// Runs `job` in a worker with the streams that `process` wants, and connects their other ends.
+    /// Runs `job` in a worker with the streams of `process`, and connects the agent's ends.
     async fn launch(
         &self,
         process: &Process,
@@ -239,30 +194,30 @@ impl Container {
 
     fn watch(&self, process: &Arc<Process>, pid: i32, since: crate::reaper::Since) {
         let (oom, id) = (Arc::clone(&self.shared.oom), self.id.clone());
-        // What a container leaves running ends with its init, as the kernel has it where that is PID 1.
+        // Processes left by the init end with it: the kernel does this only where the init is PID 1.
         let survivors = (self.sees_others && Arc::ptr_eq(process, &self.init)).then(|| Cgroup::of(&self.id));
         process.watch(self.shared.reaper.claim(pid, since), move || {
             if let Some(Err(error)) = survivors.as_ref().map(Cgroup::kill) {
-                log::say(&format!("cannot end what container {id} left running: {error}"));
+                log::print(&format!("cannot kill the remaining processes of container {id}: {error}"));
             }
             oom.look(&id)
         });
     }
 
-    /// Starts the init.
+    /// Starts the init. A repeated call returns the first result.
     pub async fn start(&self) -> Result<i32, Failure> {
-        let pid = self.is_made().await?;
+        let pid = self.wait_created().await?;
         let mut start = self.start.lock().await;
         if let Some(outcome) = &start.outcome {
             return outcome.clone();
         }
         if matches!(self.init.state(), State::Exited { .. }) {
-            return Err(Failure::precondition("container's init ended before it was started"));
+            return Err(Failure::precondition("container's init exited before it was started"));
         }
         let outcome = self.try_start(start.causes.take()).await.map(|()| pid);
         match outcome {
             Ok(pid) => self.init.running(pid),
-            // What waits to be started would wait for ever.
+            // A process that waits to be started would wait forever.
             Err(_) => drop(self.cgroup.kill()),
         }
         start.outcome = Some(outcome.clone());
@@ -277,53 +232,7 @@ impl Container {
         }
     }
 
-    /// Registers an exec.
-    pub fn create_exec(&self, request: CreateExec) -> Result<(), Failure> {
-        self.running_pid()?;
-        let fingerprint = fingerprint(&request);
-        let mut execs = lock(&self.execs);
-        if let Some(known) = execs.get(&request.id) {
-            return if known.fingerprint == fingerprint {
-                Ok(())
-            } else {
-                let message = format!("exec {} exists already in container {}", request.id, self.id);
-                Err(Failure::new(Kind::AlreadyExists, message))
-            };
-        }
-        let process = Arc::new(Process::new(request.stdio));
-        let id = request.id.clone();
-        execs.insert(id, Arc::new(Exec { fingerprint, request, process, outcome: AsyncMutex::default() }));
-        Ok(())
-    }
-
-    /// Starts an exec.
-    pub async fn start_exec(&self, id: &ExecId) -> Result<i32, Failure> {
-        let exec = self.exec(id)?;
-        let mut outcome = exec.outcome.lock().await;
-        if let Some(outcome) = &*outcome {
-            return outcome.clone();
-        }
-        let started = self.try_start_exec(&exec).await;
-        if started.is_err() {
-            // Whoever waits for it waits for an end that would not come.
-            exec.process.give_up(Exit { code: NEVER_RAN, at_ns: clock::realtime_ns(), oom_killed: false });
-        }
-        *outcome = Some(started.clone());
-        started
-    }
-
-    async fn try_start_exec(&self, exec: &Exec) -> Result<i32, Failure> {
-        self.running_pid()?;
-        let request = &exec.request;
-        let job = |stdio: &Stdio<'_>| runtime::exec(&self.id, request.id.as_str(), &request.process, stdio);
-        let Done { result, since, causes } = self.launch(&exec.process, job).await?;
-        let pid = result.map_err(|failure| causes.explain(failure))?;
-        exec.process.running(pid);
-        self.watch(&exec.process, pid, since);
-        Ok(pid)
-    }
-
-    /// Guest pid of its init, while that runs.
+    /// Returns the guest pid of its init while it runs.
     pub fn running_pid(&self) -> Result<i32, Failure> {
         match self.init.state() {
             State::Running { pid } => Ok(pid),
@@ -334,23 +243,6 @@ impl Container {
         }
     }
 
-    fn exec(&self, id: &ExecId) -> Result<Arc<Exec>, Failure> {
-        let exec = lock(&self.execs).get(id).cloned();
-        exec.ok_or_else(|| Failure::not_found(format!("no exec {id} in container {}", self.id)))
-    }
-
-    /// Forgets an exec that has ended or never began.
-    pub fn delete_exec(&self, id: &ExecId) -> Result<(), Failure> {
-        let mut execs = lock(&self.execs);
-        let Some(exec) = execs.get(id) else { return Ok(()) };
-        if matches!(exec.process.state(), State::Running { .. }) {
-            return Err(Failure::precondition(format!("exec {id} of container {} still runs", self.id)));
-        }
-        exec.process.disconnect();
-        execs.remove(id);
-        Ok(())
-    }
-
     /// Returns its init, or one of its execs.
     pub fn process(&self, exec: Option<&ExecId>) -> Result<Arc<Process>, Failure> {
         match exec {
@@ -359,24 +251,24 @@ impl Container {
         }
     }
 
-    /// Returns the end of the message that it has left, if it may leave one.
+    /// Returns the end of its termination message, empty if it left none.
     pub fn message(&self) -> Vec<u8> {
         self.message.as_deref().and_then(|path| tail(path, MAX_MESSAGE).ok()).unwrap_or_default()
     }
 
-    /// Returns every process of it that the host knows; execs with their identifiers.
+    /// Returns all its processes that the host knows; execs with their identifiers.
     pub fn processes(&self) -> Vec<(Option<ExecId>, Arc<Process>)> {
         let mut all = vec![(None, Arc::clone(&self.init))];
         all.extend(lock(&self.execs).iter().map(|(id, exec)| (Some(id.clone()), Arc::clone(&exec.process))));
         all
     }
 
-    /// Returns whether its processes stand still.
+    /// Returns whether its processes are frozen.
     pub fn is_paused(&self) -> bool {
         self.cgroup.is_frozen()
     }
 
-    /// Sends `signal` to every process in it, whether the host knows of it or not.
+    /// Sends `signal` to every process in it, including those the host does not know.
     pub fn signal_all(&self, signal: i32) -> Result<(), Failure> {
         if !self.cgroup.is_populated() {
             return Err(Failure::not_found(format!("container {} has no process left", self.id)));
@@ -387,7 +279,7 @@ impl Container {
         }
         for pid in self.cgroup.pids().map_err(failed())? {
             match i32::try_from(pid).map(|pid| kill(pid, signal)) {
-                // Gone since the list was read.
+                // It exited after the list was read.
                 Ok(Ok(()) | Err(nix::errno::Errno::ESRCH)) | Err(_) => {}
                 Ok(Err(error)) => return Err(internal(format!("cannot signal process {pid}"))(error)),
             }
@@ -395,7 +287,7 @@ impl Container {
         Ok(())
     }
 
-    /// Stops or resumes all its processes.
+    /// Freezes or thaws all its processes.
     pub async fn freeze(&self, frozen: bool) -> Result<(), Failure> {
         self.running_pid()?;
         let verb = if frozen { "pause" } else { "resume" };
@@ -409,14 +301,14 @@ impl Container {
         }
     }
 
-    /// Changes its limits.
+    /// Changes its resource limits.
     pub async fn update(&self, resources: &[u8]) -> Result<(), Failure> {
-        self.is_made().await?;
+        self.wait_created().await?;
         let done = self.shared.workers.run(&[], || runtime::update(&self.id, resources)).await?;
         done.result.map_err(|failure| done.causes.explain(failure))
     }
 
-    /// Guest pids of all its processes.
+    /// Returns the guest pids of all its processes.
     pub fn pids(&self) -> Result<Vec<u32>, Failure> {
         match self.cgroup.pids() {
             Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
@@ -426,30 +318,36 @@ impl Container {
         }
     }
 
-    /// Readings.
+    /// Reads its resource usage.
     pub fn stats(&self) -> Stats {
         stats::of_container(&self.cgroup, &Dir::of(&self.id).writable())
     }
 
-    /// Removes it, unless its init runs.
+    /// Removes it, unless its init is running.
     pub async fn remove(&self) -> Result<(), Failure> {
-        // One that could not be made has removed itself.
-        if self.is_made().await.is_err() {
+        // A container that could not be created has removed itself.
+        if self.wait_created().await.is_err() {
             return Ok(());
         }
         let _excludes_a_start = self.start.lock().await;
         if let State::Running { .. } = self.init.state() {
-            return Err(Failure::precondition(format!("container {} still runs: kill it first", self.id)));
+            return Err(Failure::precondition(format!(
+                "container {} is still running: kill it first",
+                self.id
+            )));
         }
         self.discard().await
     }
 
-    /// Kills what is left and removes every trace.
+    /// Kills the remaining processes and removes all its state.
     async fn discard(&self) -> Result<(), Failure> {
         self.cgroup.kill().map_err(internal(format!("cannot kill container {}", self.id)))?;
-        if !self.cgroup.is_emptied(PROMPT).await {
-            let message =
-                format!("processes of container {} survived their kill for {} s", self.id, PROMPT.as_secs());
+        if !self.cgroup.wait_empty(PROMPT).await {
+            let message = format!(
+                "processes of container {} did not exit within {} s after SIGKILL",
+                self.id,
+                PROMPT.as_secs()
+            );
             return Err(Failure::new(Kind::DeadlineExceeded, message));
         }
         if !matches!(self.init.state(), State::Created { pid: None }) {
@@ -464,7 +362,7 @@ impl Container {
     }
 }
 
-/// At most the last `most` bytes of a file.
+/// Returns at most the last `most` bytes of a file.
 fn tail(path: &Path, most: u64) -> std::io::Result<Vec<u8>> {
     let mut file = OpenFile::open(path)?;
     let length = file.metadata()?.len();

@@ -1,9 +1,6 @@
-//! The wire: requests in, typed requests to the rest of the agent, answers and codes out.
+//! The methods of the agent's ttrpc service.
 
-use std::{
-    collections::VecDeque,
-    sync::{Arc, Mutex},
-};
+use std::sync::Arc;
 
 use async_trait::async_trait;
 use protobuf::MessageField;
@@ -11,55 +8,23 @@ use sandboxer_protocol::{
     agent::{self as wire, Agent},
     link::LinkKey,
 };
-use tokio::sync::watch;
 use ttrpc::r#async::TtrpcContext;
 
 use crate::{
     clock,
-    container::{Container, CreateExec},
-    containers::Containers,
-    events::Events,
+    container::CreateExec,
     failure::{Failure, Kind, internal},
-    forward::Connections,
-    io::{CAPACITY, Output},
     limits::Limits,
-    messages::{self, container_id, exec_id, guest_pid, id},
+    messages::{self, container_id, guest_pid, id},
     pod::{self, Identity},
-    process::Process,
-    reaper::Reaper,
-    shares::Shares,
     stats,
-    sync::{detached, lock},
+    sync::detached,
     timekeeper,
-    volume::Volumes,
 };
 
-/// The agent's service.
-pub struct Service {
-    /// The containers.
-    pub containers: Arc<Containers>,
-    /// The volumes.
-    pub volumes: Arc<Volumes>,
-    /// The queue of events.
-    pub events: Arc<Events>,
-    /// Knows which processes live.
-    pub reaper: Arc<Reaper>,
-    /// By what the host's next session is known.
-    pub link_key: watch::Sender<LinkKey>,
-    /// Connections that the host has to ports of the pod.
-    pub connections: Connections,
-    /// What the guest has of the host's files.
-    pub shares: Arc<Shares>,
-    /// Signals that were delivered lately, by the request's name.
-    // Held while one is delivered: the same request doesn't pass twice. Never held across an await.
-    pub delivered: Mutex<VecDeque<String>>,
-}
+use super::Service;
 
-/// Most deliveries that are remembered, and the longest name of a request.
-const MAX_DELIVERED: usize = 256;
-const MAX_REQUEST_ID_LEN: usize = 128;
-
-type Answer<T> = ttrpc::Result<T>;
+type Response<T> = ttrpc::Result<T>;
 
 fn refuse(failure: Failure) -> ttrpc::Error {
     use ttrpc::Code;
@@ -74,96 +39,13 @@ fn refuse(failure: Failure) -> ttrpc::Error {
     ttrpc::Error::RpcStatus(ttrpc::get_status(code, failure.message))
 }
 
-impl Service {
-    fn container(&self, id: &str) -> Result<Arc<Container>, Failure> {
-        self.containers.get(&container_id(id)?)
-    }
-
-    fn process(&self, container: &str, exec: &str) -> Result<Arc<Process>, Failure> {
-        self.container(container)?.process(exec_id(exec)?.as_ref())
-    }
-
-    async fn start(&self, request: &wire::StartProcessRequest) -> Result<i32, Failure> {
-        let container = self.container(&request.container_id)?;
-        let exec = exec_id(&request.exec_id)?;
-        detached(async move {
-            match exec {
-                None => container.start().await,
-                Some(exec) => container.start_exec(&exec).await,
-            }
-        })
-        .await
-    }
-
-    fn signal(&self, request: &wire::SignalProcessRequest) -> Result<(), Failure> {
-        let signal =
-            i32::try_from(request.signal).ok().filter(|signal| (1..=libc::SIGRTMAX()).contains(signal));
-        let signal = signal.ok_or_else(|| Failure::invalid(format!("{} is no signal", request.signal)))?;
-        if request.request.len() > MAX_REQUEST_ID_LEN {
-            return Err(Failure::invalid("the request's name is too long"));
-        }
-        let mut delivered = lock(&self.delivered);
-        if !request.request.is_empty() && delivered.contains(&request.request) {
-            return Ok(());
-        }
-        match request.all {
-            true => self.container(&request.container_id)?.signal_all(signal)?,
-            false => self.process(&request.container_id, &request.exec_id)?.signal(&self.reaper, signal)?,
-        }
-        if !request.request.is_empty() {
-            delivered.push_back(request.request.clone());
-            if delivered.len() > MAX_DELIVERED {
-                delivered.pop_front();
-            }
-        }
-        Ok(())
-    }
-
-    fn output(&self, request: &wire::ReadOutputRequest) -> Result<Arc<Output>, Failure> {
-        let process = self.process(&request.container_id, &request.exec_id)?;
-        let stream = match request.stream.enum_value() {
-            Ok(wire::OutputStream::STDOUT) => &process.stdout,
-            Ok(wire::OutputStream::STDERR) => &process.stderr,
-            Err(number) => return Err(Failure::invalid(format!("{number} is no output stream"))),
-        };
-        stream.clone().ok_or_else(|| Failure::precondition("process was made without this output stream"))
-    }
-
-    async fn read(&self, request: &wire::ReadOutputRequest) -> Result<wire::ReadOutputResponse, Failure> {
-        let output = self.output(request)?;
-        let offset = (!request.resume).then_some(request.offset);
-        let max = usize::try_from(request.max_bytes).unwrap_or(CAPACITY);
-        let chunk = output.read(offset, if max == 0 { CAPACITY } else { max.min(CAPACITY) }).await?;
-        Ok(wire::ReadOutputResponse {
-            offset: chunk.offset,
-            data: chunk.bytes,
-            end: chunk.end,
-            ..Default::default()
-        })
-    }
-
-    fn list(&self) -> Vec<wire::Process> {
-        let mut listed = Vec::new();
-        for (id, container) in self.containers.all() {
-            let paused = container.is_paused();
-            let processes = container.processes();
-            listed.extend(
-                processes
-                    .iter()
-                    .map(|(exec, process)| messages::process(&id, exec.as_ref(), process, paused)),
-            );
-        }
-        listed
-    }
-}
-
 #[async_trait]
 impl Agent for Service {
     async fn configure_pod(
         &self,
         _: &TtrpcContext,
         request: wire::ConfigurePodRequest,
-    ) -> Answer<wire::ConfigurePodResponse> {
+    ) -> Response<wire::ConfigurePodResponse> {
         let identity = Identity {
             hostname: request.hostname,
             realtime_ns: request.realtime_ns,
@@ -176,7 +58,7 @@ impl Agent for Service {
         let link_key = match <[u8; LinkKey::LEN]>::try_from(request.link_key.as_slice()) {
             Ok(bytes) => Some(LinkKey::from_bytes(bytes)),
             Err(_) if request.link_key.is_empty() => None,
-            Err(_) => return Err(refuse(Failure::invalid("link_key: has not 32 bytes"))),
+            Err(_) => return Err(refuse(Failure::invalid("link_key: must have 32 bytes"))),
         };
         pod::configure(&identity).await.map_err(refuse)?;
         if let Some(key) = link_key {
@@ -189,7 +71,7 @@ impl Agent for Service {
         &self,
         _: &TtrpcContext,
         request: wire::UpdatePodRequest,
-    ) -> Answer<wire::UpdatePodResponse> {
+    ) -> Response<wire::UpdatePodResponse> {
         let limits = request.limits.as_ref().map(Limits::of_pod).unwrap_or_default();
         pod::update(&limits).map_err(refuse)?;
         Ok(wire::UpdatePodResponse::default())
@@ -199,7 +81,7 @@ impl Agent for Service {
         &self,
         _: &TtrpcContext,
         request: wire::SyncClockRequest,
-    ) -> Answer<wire::SyncClockResponse> {
+    ) -> Response<wire::SyncClockResponse> {
         if request.realtime_ns > 0 {
             let set = timekeeper::set_by(request.at_boottime_ns, request.realtime_ns);
             set.map_err(|error| refuse(internal("cannot set the clock")(error)))?;
@@ -216,7 +98,7 @@ impl Agent for Service {
         &self,
         _: &TtrpcContext,
         request: wire::PutVolumeRequest,
-    ) -> Answer<wire::PutVolumeResponse> {
+    ) -> Response<wire::PutVolumeResponse> {
         let (volumes, put) = (Arc::clone(&self.volumes), messages::put(request).map_err(refuse)?);
         detached(async move { volumes.put(put).await }).await.map_err(refuse)?;
         Ok(wire::PutVolumeResponse::default())
@@ -226,7 +108,7 @@ impl Agent for Service {
         &self,
         _: &TtrpcContext,
         _: wire::ListVolumesRequest,
-    ) -> Answer<wire::ListVolumesResponse> {
+    ) -> Response<wire::ListVolumesResponse> {
         let volume_ids = self.volumes.all().iter().map(ToString::to_string).collect();
         Ok(wire::ListVolumesResponse { volume_ids, ..Default::default() })
     }
@@ -235,7 +117,7 @@ impl Agent for Service {
         &self,
         _: &TtrpcContext,
         request: wire::PrepareDiskRequest,
-    ) -> Answer<wire::PrepareDiskResponse> {
+    ) -> Response<wire::PrepareDiskResponse> {
         let (containers, disk) = (Arc::clone(&self.containers), messages::scratch(&request).map_err(refuse)?);
         detached(async move { containers.prepare(&disk).await }).await.map_err(refuse)?;
         Ok(wire::PrepareDiskResponse::default())
@@ -245,7 +127,7 @@ impl Agent for Service {
         &self,
         _: &TtrpcContext,
         request: wire::CreateContainerRequest,
-    ) -> Answer<wire::CreateContainerResponse> {
+    ) -> Response<wire::CreateContainerResponse> {
         let request = messages::create(request).map_err(refuse)?;
         let pid = self.containers.create(request).await.map_err(refuse)?;
         Ok(wire::CreateContainerResponse { pid: guest_pid(pid), ..Default::default() })
@@ -255,7 +137,7 @@ impl Agent for Service {
         &self,
         _: &TtrpcContext,
         request: wire::DeleteContainerRequest,
-    ) -> Answer<wire::DeleteContainerResponse> {
+    ) -> Response<wire::DeleteContainerResponse> {
         let id = container_id(&request.container_id).map_err(refuse)?;
         self.containers.delete(&id).await.map_err(refuse)?;
         Ok(wire::DeleteContainerResponse::default())
@@ -265,7 +147,7 @@ impl Agent for Service {
         &self,
         _: &TtrpcContext,
         _: wire::ListContainersRequest,
-    ) -> Answer<wire::ListContainersResponse> {
+    ) -> Response<wire::ListContainersResponse> {
         Ok(wire::ListContainersResponse { processes: self.list(), ..Default::default() })
     }
 
@@ -273,7 +155,7 @@ impl Agent for Service {
         &self,
         _: &TtrpcContext,
         request: wire::CreateExecRequest,
-    ) -> Answer<wire::CreateExecResponse> {
+    ) -> Response<wire::CreateExecResponse> {
         let create = || {
             let container = self.container(&request.container_id)?;
             let id = id("exec_id", &request.exec_id)?;
@@ -288,7 +170,7 @@ impl Agent for Service {
         &self,
         _: &TtrpcContext,
         request: wire::StartProcessRequest,
-    ) -> Answer<wire::StartProcessResponse> {
+    ) -> Response<wire::StartProcessResponse> {
         let pid = self.start(&request).await.map_err(refuse)?;
         Ok(wire::StartProcessResponse { pid: guest_pid(pid), ..Default::default() })
     }
@@ -297,7 +179,7 @@ impl Agent for Service {
         &self,
         _: &TtrpcContext,
         request: wire::WaitProcessRequest,
-    ) -> Answer<wire::WaitProcessResponse> {
+    ) -> Response<wire::WaitProcessResponse> {
         let process = self.process(&request.container_id, &request.exec_id).map_err(refuse)?;
         let mut exit = messages::exited(process.wait().await.map_err(refuse)?);
         if request.exec_id.is_empty()
@@ -312,7 +194,7 @@ impl Agent for Service {
         &self,
         _: &TtrpcContext,
         request: wire::SignalProcessRequest,
-    ) -> Answer<wire::SignalProcessResponse> {
+    ) -> Response<wire::SignalProcessResponse> {
         self.signal(&request).map_err(refuse)?;
         Ok(wire::SignalProcessResponse::default())
     }
@@ -321,12 +203,12 @@ impl Agent for Service {
         &self,
         _: &TtrpcContext,
         request: wire::DeleteExecRequest,
-    ) -> Answer<wire::DeleteExecResponse> {
+    ) -> Response<wire::DeleteExecResponse> {
         let delete = || {
             let id = id("exec_id", &request.exec_id)?;
             match self.container(&request.container_id) {
                 Ok(container) => container.delete_exec(&id),
-                // Gone with its container.
+                // The exec was deleted with its container.
                 Err(_) => Ok(()),
             }
         };
@@ -338,7 +220,7 @@ impl Agent for Service {
         &self,
         _: &TtrpcContext,
         request: wire::ResizeTerminalRequest,
-    ) -> Answer<wire::ResizeTerminalResponse> {
+    ) -> Response<wire::ResizeTerminalResponse> {
         let size = |number: u32| u16::try_from(number).unwrap_or(u16::MAX);
         self.process(&request.container_id, &request.exec_id)
             .and_then(|process| process.resize(size(request.columns), size(request.rows)))
@@ -350,7 +232,7 @@ impl Agent for Service {
         &self,
         _: &TtrpcContext,
         request: wire::ReadOutputRequest,
-    ) -> Answer<wire::ReadOutputResponse> {
+    ) -> Response<wire::ReadOutputResponse> {
         self.read(&request).await.map_err(refuse)
     }
 
@@ -358,7 +240,7 @@ impl Agent for Service {
         &self,
         _: &TtrpcContext,
         request: wire::WriteInputRequest,
-    ) -> Answer<wire::WriteInputResponse> {
+    ) -> Response<wire::WriteInputResponse> {
         let input = self
             .process(&request.container_id, &request.exec_id)
             .and_then(|process| process.input())
@@ -371,7 +253,7 @@ impl Agent for Service {
         &self,
         _: &TtrpcContext,
         request: wire::UpdateContainerRequest,
-    ) -> Answer<wire::UpdateContainerResponse> {
+    ) -> Response<wire::UpdateContainerResponse> {
         let container = self.container(&request.container_id).map_err(refuse)?;
         let update = detached(async move { container.update(&request.resources_json).await });
         update.await.map_err(refuse)?;
@@ -382,7 +264,7 @@ impl Agent for Service {
         &self,
         _: &TtrpcContext,
         request: wire::PauseContainerRequest,
-    ) -> Answer<wire::PauseContainerResponse> {
+    ) -> Response<wire::PauseContainerResponse> {
         let container = self.container(&request.container_id).map_err(refuse)?;
         container.freeze(true).await.map_err(refuse)?;
         Ok(wire::PauseContainerResponse::default())
@@ -392,7 +274,7 @@ impl Agent for Service {
         &self,
         _: &TtrpcContext,
         request: wire::ResumeContainerRequest,
-    ) -> Answer<wire::ResumeContainerResponse> {
+    ) -> Response<wire::ResumeContainerResponse> {
         let container = self.container(&request.container_id).map_err(refuse)?;
         container.freeze(false).await.map_err(refuse)?;
         Ok(wire::ResumeContainerResponse::default())
@@ -402,12 +284,12 @@ impl Agent for Service {
         &self,
         _: &TtrpcContext,
         request: wire::ListProcessesRequest,
-    ) -> Answer<wire::ListProcessesResponse> {
+    ) -> Response<wire::ListProcessesResponse> {
         let container = self.container(&request.container_id).map_err(refuse)?;
         Ok(wire::ListProcessesResponse { pids: container.pids().map_err(refuse)?, ..Default::default() })
     }
 
-    async fn stats(&self, _: &TtrpcContext, request: wire::StatsRequest) -> Answer<wire::StatsResponse> {
+    async fn stats(&self, _: &TtrpcContext, request: wire::StatsRequest) -> Response<wire::StatsResponse> {
         if request.container_id.is_empty() {
             return Ok(messages::stats(&stats::of_guest()));
         }
@@ -415,9 +297,9 @@ impl Agent for Service {
         Ok(messages::stats(&container.stats()))
     }
 
-    async fn dial(&self, _: &TtrpcContext, request: wire::DialRequest) -> Answer<wire::DialResponse> {
+    async fn dial(&self, _: &TtrpcContext, request: wire::DialRequest) -> Response<wire::DialResponse> {
         let port = u16::try_from(request.port)
-            .map_err(|_| refuse(Failure::invalid(format!("{} is no port", request.port))))?;
+            .map_err(|_| refuse(Failure::invalid(format!("invalid port {}", request.port))))?;
         let connection = self.connections.dial(port, request.owner).await.map_err(refuse)?;
         Ok(wire::DialResponse { connection, ..Default::default() })
     }
@@ -426,7 +308,7 @@ impl Agent for Service {
         &self,
         _: &TtrpcContext,
         request: wire::ReadConnectionRequest,
-    ) -> Answer<wire::ReadConnectionResponse> {
+    ) -> Response<wire::ReadConnectionResponse> {
         let data = self.connections.read(request.connection).await.map_err(refuse)?;
         Ok(wire::ReadConnectionResponse { end: data.is_empty(), data, ..Default::default() })
     }
@@ -435,7 +317,7 @@ impl Agent for Service {
         &self,
         _: &TtrpcContext,
         request: wire::WriteConnectionRequest,
-    ) -> Answer<wire::WriteConnectionResponse> {
+    ) -> Response<wire::WriteConnectionResponse> {
         self.connections.write(request.connection, &request.data, request.end).await.map_err(refuse)?;
         Ok(wire::WriteConnectionResponse::default())
     }
@@ -444,7 +326,7 @@ impl Agent for Service {
         &self,
         _: &TtrpcContext,
         request: wire::CloseConnectionRequest,
-    ) -> Answer<wire::CloseConnectionResponse> {
+    ) -> Response<wire::CloseConnectionResponse> {
         self.connections.close(request.connection);
         Ok(wire::CloseConnectionResponse::default())
     }
@@ -453,7 +335,7 @@ impl Agent for Service {
         &self,
         _: &TtrpcContext,
         request: wire::NextEventsRequest,
-    ) -> Answer<wire::NextEventsResponse> {
+    ) -> Response<wire::NextEventsResponse> {
         let events = self.events.next(request.after).await;
         let wire_event = |event: crate::events::Event| {
             let oom = wire::Oom { container_id: event.oom.to_string(), ..Default::default() };
@@ -473,7 +355,7 @@ impl Agent for Service {
         &self,
         _: &TtrpcContext,
         request: wire::MountSharesRequest,
-    ) -> Answer<wire::MountSharesResponse> {
+    ) -> Response<wire::MountSharesResponse> {
         if !request.ask {
             let shares = Arc::clone(&self.shares);
             detached(async move { shares.mount(&request.disk, request.key).await }).await.map_err(refuse)?;
@@ -481,14 +363,18 @@ impl Agent for Service {
         Ok(wire::MountSharesResponse { mounted: self.shares.are_mounted().await, ..Default::default() })
     }
 
-    async fn power_off(&self, _: &TtrpcContext, _: wire::PowerOffRequest) -> Answer<wire::PowerOffResponse> {
+    async fn power_off(
+        &self,
+        _: &TtrpcContext,
+        _: wire::PowerOffRequest,
+    ) -> Response<wire::PowerOffResponse> {
         let shares = Arc::clone(&self.shares);
-        // Only a failure comes back.
+        // Returns only on failure.
         Err(refuse(
             detached::<()>(async move { Err(pod::power_off(&shares).await) })
                 .await
                 .err()
-                .unwrap_or_else(|| Failure::new(Kind::Internal, "guest is still on")),
+                .unwrap_or_else(|| Failure::new(Kind::Internal, "guest did not power off")),
         ))
     }
 }

@@ -1,0 +1,268 @@
+//! The front's event loop.
+
+mod connections;
+mod supervision;
+
+use std::{
+    collections::BTreeMap,
+    ffi::OsString,
+    io,
+    os::fd::OwnedFd,
+    path::{Path, PathBuf},
+    process::ExitCode,
+    rc::Rc,
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
+
+use nix::{
+    errno::Errno,
+    sys::{
+        epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout},
+        resource::{Resource, getrlimit, setrlimit},
+        signal::{SigSet, Signal},
+        signalfd::{SfdFlags, SignalFd},
+    },
+};
+use sd_notify::NotifyState;
+
+use crate::{
+    connection::{Connection, Numbers},
+    log::log,
+    worker::{BackOff, Worker},
+};
+
+/// Most bytes per read.
+const SCRATCH: usize = 16 << 10;
+/// Most events per wait.
+const EVENTS: usize = 32;
+
+/// Delay before a connection is linked again: a killed worker has exited by then.
+const RELINK: Duration = Duration::from_millis(200);
+/// Delay before the next attempt to accept when there are no descriptors.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(250);
+/// If a worker lives for so long with a suspect request, the request is most likely harmless.
+const TRIAL: Duration = Duration::from_secs(5);
+
+/// A worker that does not respond for so long is replaced. Generous: on an overloaded host each of its
+/// threads may wait for seconds.
+pub const MAX_SILENCE: Duration = Duration::from_secs(30);
+
+const SIGNALS: u64 = 0;
+const CONTROL: u64 = 1;
+const LISTENER: u64 = 2;
+/// First token of connections: twice a connection's number, plus one for its link.
+const CONNECTIONS: u64 = 16;
+
+/// Why the front cannot run.
+#[derive(Debug, thiserror::Error)]
+pub enum FrontError {
+    /// A system call failed.
+    #[error("cannot {action}")]
+    System {
+        /// The failed operation.
+        action: &'static str,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// The worker cannot be started.
+    #[error("cannot run the worker {program:?}")]
+    Worker {
+        /// The program.
+        program: PathBuf,
+        /// The system's error.
+        source: io::Error,
+    },
+}
+
+fn system<E: Into<io::Error>>(action: &'static str) -> impl FnOnce(E) -> FrontError {
+    move |source| FrontError::System { action, source: source.into() }
+}
+
+/// Runs `program` as the worker until the front is stopped. Returns the process's exit code.
+///
+/// SIGTERM and SIGINT stop the worker and then the front; SIGHUP stops the worker and starts `program` again.
+/// If the first worker exits with an error, so does the front. A worker that was ready and does not respond
+/// for about `silence` is killed.
+pub fn run(program: &Path, arguments: &[OsString], silence: Duration) -> Result<ExitCode, FrontError> {
+    Front::new(program, arguments, silence)?.run()
+}
+
+struct Entry {
+    note: Vec<u8>,
+    fds: Vec<Rc<OwnedFd>>,
+}
+
+struct Front<'a> {
+    program: &'a Path,
+    arguments: &'a [OsString],
+    silence: Duration,
+    /// Identifies this front among earlier and later ones.
+    identity: String,
+    epoll: Epoll,
+    signals: SignalFd,
+    worker: Option<Worker>,
+    /// When the next worker is to be started.
+    due: Option<Instant>,
+    /// When connections without a link are linked again, if the worker is still running.
+    relink: Option<Instant>,
+    back_off: BackOff,
+    was_ready: bool,
+    ending: bool,
+    replacing: bool,
+    kept: BTreeMap<String, Entry>,
+    listener: Option<Rc<OwnedFd>>,
+    /// When accepting is resumed after a lack of descriptors.
+    accept_again: Option<Instant>,
+    /// The lack of descriptors was logged.
+    starved: bool,
+    /// Some requests are suspects: they are sent one by one.
+    suspects: bool,
+    trial: Option<Trial>,
+    connections: BTreeMap<u64, Linked>,
+    next_connection: u64,
+    numbers: Numbers,
+    scratch: Box<[u8]>,
+}
+
+/// A suspect that was sent to the worker.
+struct Trial {
+    connection: u64,
+    request: u32,
+    until: Instant,
+}
+
+/// A connection, and its registered events.
+struct Linked {
+    connection: Connection,
+    watched: (EpollFlags, EpollFlags),
+}
+
+impl<'a> Front<'a> {
+    fn new(program: &'a Path, arguments: &'a [OsString], silence: Duration) -> Result<Self, FrontError> {
+        let mut mask = SigSet::empty();
+        for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGCHLD] {
+            mask.add(signal);
+        }
+        mask.thread_block().map_err(system("block signals"))?;
+        let signals = SignalFd::with_flags(&mask, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)
+            .map_err(system("watch signals"))?;
+        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).map_err(system("watch files"))?;
+        epoll
+            .add(&signals, EpollEvent::new(EpollFlags::EPOLLIN, SIGNALS))
+            .map_err(system("watch signals"))?;
+        // A container's streams need up to six files, a connection two.
+        if let Ok((_, most)) = getrlimit(Resource::RLIMIT_NOFILE) {
+            let _ = setrlimit(Resource::RLIMIT_NOFILE, most, most);
+        }
+        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Ok(Self {
+            program,
+            arguments,
+            silence,
+            identity: format!("{}-{}", std::process::id(), since.as_nanos()),
+            epoll,
+            signals,
+            worker: None,
+            due: None,
+            relink: None,
+            back_off: BackOff::default(),
+            was_ready: false,
+            ending: false,
+            replacing: false,
+            kept: BTreeMap::new(),
+            listener: None,
+            accept_again: None,
+            starved: false,
+            suspects: false,
+            trial: None,
+            connections: BTreeMap::new(),
+            next_connection: CONNECTIONS / 2,
+            numbers: Numbers::default(),
+            scratch: vec![0; SCRATCH].into(),
+        })
+    }
+
+    fn run(&mut self) -> Result<ExitCode, FrontError> {
+        self.start_worker()
+            .map_err(|source| FrontError::Worker { program: self.program.to_owned(), source })?;
+        let mut events = [EpollEvent::empty(); EVENTS];
+        loop {
+            let count = match self.epoll.wait(&mut events, self.timeout()) {
+                Ok(count) => count,
+                Err(Errno::EINTR) => 0,
+                Err(error) => return Err(system("wait for events")(error)),
+            };
+            let mut signalled = false;
+            for event in &events[..count] {
+                match event.data() {
+                    SIGNALS => {
+                        signalled = true;
+                        self.take_signals();
+                    }
+                    CONTROL => self.read_worker(),
+                    LISTENER => self.accept(),
+                    connection => self.serve(connection / 2, connection % 2 == 1, event.events()),
+                }
+            }
+            if signalled
+                && let Some(status) = self.worker.as_mut().and_then(Worker::ended)
+                && let Some(code) = self.worker_ended(status)
+            {
+                return Ok(code);
+            }
+            let now = Instant::now();
+            if self.due.is_some_and(|due| due <= now) {
+                self.due = None;
+                if let Err(error) = self.start_worker() {
+                    log!("cannot start the worker {:?}: {error}", self.program);
+                    self.due =
+                        Some(Instant::now() + self.back_off.after(None).max(Duration::from_millis(100)));
+                }
+            }
+            if self.relink.is_some_and(|due| due <= now) {
+                self.relink = None;
+                self.link_again();
+            }
+            if self.accept_again.is_some_and(|due| due <= now) {
+                self.accept_again = None;
+                self.watch_listener(EpollFlags::EPOLLIN);
+            }
+            // All received messages have been handled: a worker that responded is not silent.
+            if self.pulse().is_some_and(|pulse| pulse.due <= now) {
+                self.ping_worker();
+            }
+            if self.suspects {
+                self.send_suspect();
+            }
+            if self.ending && self.worker.is_none() {
+                return Ok(ExitCode::SUCCESS);
+            }
+        }
+    }
+
+    fn timeout(&self) -> EpollTimeout {
+        let pulse = self.worker.as_ref().and_then(|worker| worker.pulse.as_ref()).map(|pulse| pulse.due);
+        let trial = self.trial.as_ref().map(|trial| trial.until);
+        let dues = [self.due, self.relink, self.accept_again, pulse, trial];
+        let Some(due) = dues.into_iter().flatten().min() else { return EpollTimeout::NONE };
+        // Rounded up, to avoid spinning during the last millisecond.
+        let millis = due.saturating_duration_since(Instant::now()).as_millis() + 1;
+        u16::try_from(millis).unwrap_or(u16::MAX).into()
+    }
+
+    fn take_signals(&mut self) {
+        while let Ok(Some(signal)) = self.signals.read_signal() {
+            match i32::try_from(signal.ssi_signo).map(Signal::try_from) {
+                Ok(Ok(Signal::SIGTERM | Signal::SIGINT)) => {
+                    let _ = sd_notify::notify(&[NotifyState::Stopping]);
+                    self.ending = true;
+                }
+                Ok(Ok(Signal::SIGHUP)) => self.replacing = true,
+                _ => continue,
+            }
+            if let Some(worker) = &self.worker {
+                worker.signal(Signal::SIGTERM);
+            }
+        }
+    }
+}

@@ -1,0 +1,198 @@
+//! Calls to an agent: typed, with timeouts, and errors that name the pod and the call.
+
+use std::{sync::Arc, time::Duration};
+
+use sandboxer_base::Code;
+use sandboxer_protocol::{
+    agent::AgentClient,
+    id::{ContainerId, SandboxId},
+};
+use tokio::sync::watch;
+use ttrpc::context::{Context, with_duration};
+
+use crate::{
+    GuestError,
+    bounds::{Violation, plain},
+    outbox::Room,
+};
+
+/// Factor of the timeout for creating a container or an exec, which is slow in a slow guest.
+const LONG_CALL: u32 = 6;
+
+/// The sessions with one guest's agent, one after another. Cheap to clone; all clones share them.
+#[derive(Clone)]
+pub struct Agent {
+    pod: SandboxId,
+    session: Arc<watch::Sender<Session>>,
+    timeout: Duration,
+}
+
+/// One session.
+#[derive(Clone)]
+struct Session {
+    /// Number of earlier sessions.
+    number: u64,
+    client: AgentClient,
+    room: Room,
+    violation: watch::Receiver<Option<Violation>>,
+    /// Another session will be established after its end.
+    followed: bool,
+}
+
+impl std::fmt::Debug for Agent {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Agent({})", self.pod)
+    }
+}
+
+/// Makes one call; its error names it.
+macro_rules! call {
+    ($self:ident, $rpc:ident, $deadline:expr, $request:expr) => {{
+        let session = $self.session.borrow().clone();
+        call!($self, session, $rpc, $deadline, $request).map_err(|error| $self.error(stringify!($rpc), error))
+    }};
+    ($self:ident, $session:ident, $rpc:ident, $deadline:expr, $request:expr) => {{
+        pass(format_args!("before the agent is asked to {}", stringify!($rpc)));
+        let deadline = $deadline;
+        let answer = match $session.room(&deadline).await {
+            Ok(()) => $session.client.$rpc(deadline, &$request).await,
+            Err(error) => Err(error),
+        };
+        pass(format_args!("the agent has answered {}", stringify!($rpc)));
+        answer
+    }};
+}
+
+/// Makes a call that may be repeated: in the next session if its session ends. Waits up to `limit` for that
+/// session.
+macro_rules! call_again {
+    ($self:ident, $rpc:ident, $deadline:expr, $limit:expr, $request:expr) => {{
+        loop {
+            let session = $self.session.borrow().clone();
+            match call!($self, session, $rpc, $deadline, $request) {
+                Err(error) if is_end(&error) && $self.next_session(session.number, $limit).await => {}
+                answer => break answer.map_err(|error| $self.error(stringify!($rpc), error)),
+            }
+        }
+    }};
+}
+
+mod calls;
+
+/// Returns whether a call failed because its session has ended.
+fn is_end(error: &ttrpc::Error) -> bool {
+    use ttrpc::Error::{Eof, LocalClosed, RemoteClosed, Socket};
+    matches!(error, Eof | LocalClosed | RemoteClosed | Socket(_))
+}
+
+impl Agent {
+    pub(super) fn new(
+        pod: SandboxId,
+        client: AgentClient,
+        room: Room,
+        violation: watch::Receiver<Option<Violation>>,
+        timeout: Duration,
+    ) -> Self {
+        let session = Session { number: 0, client, room, violation, followed: false };
+        Self { pod, session: Arc::new(watch::Sender::new(session)), timeout }
+    }
+
+    /// Makes repeatable calls wait for the next session if this one ends; the caller must establish it.
+    pub fn follow(&self) {
+        self.session.send_modify(|session| session.followed = true);
+    }
+
+    /// Ends that: calls that wait for another session fail.
+    pub fn give_up(&self) {
+        self.session.send_modify(|session| session.followed = false);
+    }
+
+    /// Continues with the session of `next`, which was newly established.
+    pub fn resume(&self, next: &Self) {
+        let next = next.session.borrow().clone();
+        self.session.send_modify(|session| {
+            *session = Session { number: session.number + 1, followed: session.followed, ..next };
+        });
+    }
+
+    /// Waits for a session after the one with that number; returns `false` if there will be none, or not
+    /// within `limit`.
+    async fn next_session(&self, number: u64, limit: Duration) -> bool {
+        let mut session = self.session.subscribe();
+        let next = session.wait_for(|session| session.number > number || !session.followed);
+        match tokio::time::timeout(limit, next).await {
+            Ok(Ok(session)) => session.number > number,
+            Ok(Err(_)) | Err(_) => false,
+        }
+    }
+
+    /// Waits for the session's end; returns the violation if that was the cause. Otherwise the session ends
+    /// with its VM, or with this daemon, and the next daemon establishes a new one.
+    pub async fn violated(&self) -> Option<GuestError> {
+        let mut violation = self.session.borrow().violation.clone();
+        let source = violation.wait_for(Option::is_some).await.ok()?.clone()?;
+        Some(GuestError::Violated { pod: self.pod.clone(), source })
+    }
+
+    /// Returns the violation if the guest has committed one.
+    pub fn violation(&self) -> Option<GuestError> {
+        let session = self.session.borrow();
+        let source = session.violation.borrow().clone()?;
+        Some(GuestError::Violated { pod: self.pod.clone(), source })
+    }
+
+    /// Returns how long a killed process may take to exit.
+    pub fn patience(&self) -> Duration {
+        self.timeout * LONG_CALL
+    }
+
+    /// Returns an error: `container` has not exited within `limit`.
+    pub fn kept_alive(&self, container: ContainerId, limit: Duration) -> GuestError {
+        GuestError::KeptAlive { pod: self.pod.clone(), container, limit }
+    }
+
+    /// Returns the same sessions with errors that name another pod.
+    pub fn of(self, pod: &SandboxId) -> Self {
+        Self { pod: pod.clone(), ..self }
+    }
+
+    fn short(&self) -> Context {
+        with_duration(self.timeout)
+    }
+
+    fn long(&self) -> Context {
+        with_duration(self.timeout * LONG_CALL)
+    }
+
+    fn error(&self, call: &'static str, error: ttrpc::Error) -> GuestError {
+        let pod = self.pod.clone();
+        match error {
+            ttrpc::Error::RpcStatus(status) => {
+                let code = match status.code() {
+                    ttrpc::Code::NOT_FOUND => Code::NotFound,
+                    ttrpc::Code::ALREADY_EXISTS => Code::AlreadyExists,
+                    ttrpc::Code::INVALID_ARGUMENT => Code::InvalidArgument,
+                    ttrpc::Code::FAILED_PRECONDITION => Code::FailedPrecondition,
+                    ttrpc::Code::UNIMPLEMENTED => Code::Unimplemented,
+                    ttrpc::Code::DEADLINE_EXCEEDED => Code::DeadlineExceeded,
+                    _ => Code::Internal,
+                };
+                GuestError::Refused { pod, call, code, message: plain(&status.message) }
+            }
+            source => GuestError::Failed { pod, call, source },
+        }
+    }
+}
+
+impl Session {
+    /// Waits until the guest has read most of the earlier calls, up to the call's timeout.
+    async fn room(&self, deadline: &Context) -> Result<(), ttrpc::Error> {
+        let limit = match u64::try_from(deadline.timeout_nano) {
+            Ok(nanos) if nanos > 0 => Duration::from_nanos(nanos),
+            // No timeout.
+            _ => Duration::MAX,
+        };
+        let room = tokio::time::timeout(limit, self.room.wait()).await;
+        room.map_err(|_| ttrpc::Error::Others("the guest does not read calls".to_owned()))
+    }
+}

@@ -1,0 +1,79 @@
+//! Errors of calls to an agent.
+
+use std::time::Duration;
+
+use sandboxer_base::Code;
+use sandboxer_protocol::{
+    id::{ContainerId, SandboxId},
+    link::LinkError,
+};
+
+use crate::bounds::Violation;
+
+/// Why a call to an agent failed.
+#[derive(Debug, thiserror::Error)]
+pub enum GuestError {
+    /// The session could not be established.
+    #[error("cannot reach the agent of pod {pod}")]
+    Greeting {
+        /// The pod.
+        pod: SandboxId,
+        /// The cause.
+        source: LinkError,
+    },
+    /// The agent returned an error.
+    #[error("agent of pod {pod} failed {call}: {message}")]
+    Refused {
+        /// The pod.
+        pod: SandboxId,
+        /// The call.
+        call: &'static str,
+        /// The error's code.
+        code: Code,
+        /// The agent's message.
+        message: String,
+    },
+    /// No response, or an unreadable one.
+    #[error("agent of pod {pod} did not respond to {call}")]
+    Failed {
+        /// The pod.
+        pod: SandboxId,
+        /// The call.
+        call: &'static str,
+        /// The transport's error.
+        source: ttrpc::Error,
+    },
+    /// A container is still running after SIGKILL.
+    #[error("guest of pod {pod} did not kill container {container} within {limit:?}; killing its VMM")]
+    KeptAlive {
+        /// The pod.
+        pod: SandboxId,
+        /// The container.
+        container: ContainerId,
+        /// The time limit.
+        limit: Duration,
+    },
+    /// The guest violated the protocol.
+    #[error("ended the session with the guest of pod {pod}; killing its VMM")]
+    Violated {
+        /// The pod.
+        pod: SandboxId,
+        /// The violation.
+        source: Violation,
+    },
+}
+
+impl GuestError {
+    /// Returns the code of the response.
+    pub fn code(&self) -> Code {
+        match self {
+            Self::Refused { code, .. } => *code,
+            Self::Greeting { source: LinkError::Version { .. } | LinkError::Refused(_), .. } => {
+                Code::FailedPrecondition
+            }
+            Self::Greeting { .. } | Self::Failed { .. } | Self::KeptAlive { .. } | Self::Violated { .. } => {
+                Code::Unavailable
+            }
+        }
+    }
+}

@@ -1,0 +1,250 @@
+//! Adopts the pods of an earlier daemon, all in parallel, before this one reports ready.
+//!
+//! | record | VM | then |
+//! |---|---|---|
+//! | ready | alive, agent answers | the pod is ready again, its containers' output goes on |
+//! | ready | alive; VMM or agent gives no answer, or a wrong one | the pod is unknown, and its containers are as recorded; this is tried again for as long as the VMM lives |
+//! | ready | gone | the pod has stopped; containerd is told when it asks |
+//! | starting | whatever is left of it is ended | forgotten: containerd heard of its failed start and forgot it, too |
+//! | stopping | whatever is left of it is ended | the pod has stopped |
+//! | created, stopped | none | as recorded |
+//! | can't be understood | left alone | moved to quarantine and reported; the record before it is used, if it can be |
+//!
+//! Only the kernel decides whether a VM has ended: its process is gone. If a pod were reported
+//! stopped while its VMM runs, a second one would be started, and both would write to the same volumes.
+//!
+//! A half-created container or exec is undone: the caller's request is repeated by the
+//! front. Finished ones are adopted with their streams, which the front has kept.
+//!
+//! When the front dies, containerd marks all containers as dead and removes their bundles. Such a container is
+//! killed here: otherwise it would run beside its replacement.
+
+mod containers;
+mod unreached;
+mod vmm;
+
+use std::{collections::HashMap, io, sync::Arc};
+
+use futures::future;
+use sandboxer_base::{Code, chain, clock::now_ns};
+use sandboxer_guest::Signal;
+use sandboxer_protocol::id::ContainerId;
+
+use super::{
+    DaemonState, PodHandle,
+    driver::Found,
+    journal::PodRecord,
+    quarantine::Quarantine,
+    spec::PodSpec,
+    state::{PodState, PodStatus},
+};
+use crate::{
+    error::PodError,
+    pod::{self, container::KILLED},
+};
+pub use containers::settle;
+use containers::take_up_container;
+pub use unreached::{Reached, Resolved, Unreached};
+use unreached::{clear_shares, shares_of};
+use vmm::{Left, look};
+
+/// The result of recovery.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub struct Recovered {
+    /// Pods that are ready again.
+    pub alive: u32,
+    /// Pods whose VMMs run but have not answered yet.
+    pub unknown: u32,
+    /// Pods that have stopped.
+    pub stopped: u32,
+    /// Records that could not be understood.
+    pub quarantined: u32,
+}
+
+/// The records of earlier daemons.
+#[derive(Debug, Default)]
+pub struct Records {
+    pods: Vec<PodRecord>,
+    quarantined: u32,
+}
+
+impl Records {
+    /// Reads all records. An unreadable record is moved to the quarantine, and its pod is adopted by its previous record. Changes
+    /// between the two are repaired as after a worker's death, from the state of agent and VMM.
+    pub fn read(node: &DaemonState) -> io::Result<Self> {
+        let mut records = Self::default();
+        for record in node.journal.records()? {
+            match record {
+                Ok(record) => records.pods.push(record),
+                Err(error) => {
+                    let before = node.journal.instead_of(&error);
+                    Quarantine::of(&node.config).put_aside(&error, before.is_some())?;
+                    match before {
+                        Some(record) => {
+                            node.journal.go_back(error.path())?;
+                            records.pods.push(record);
+                        }
+                        None => records.quarantined += 1,
+                    }
+                }
+            }
+        }
+        Ok(records)
+    }
+
+    /// Processes of their VMs.
+    pub fn vmms(&self) -> impl Iterator<Item = u32> {
+        self.pods.iter().filter_map(|record| Some(record.vm.as_ref()?.pid))
+    }
+}
+
+/// Takes up every recorded pod. Returns when each is in the registry.
+pub async fn recover(node: &Arc<DaemonState>, records: Records) -> Recovered {
+    let mut recovered = Recovered { quarantined: records.quarantined, ..Recovered::default() };
+    for taken_up in future::join_all(records.pods.into_iter().map(|record| take_up(node, record))).await {
+        match taken_up {
+            TakenUp::Alive => recovered.alive += 1,
+            TakenUp::Unknown => recovered.unknown += 1,
+            TakenUp::Stopped => recovered.stopped += 1,
+            TakenUp::Forgotten => {}
+        }
+    }
+    recovered
+}
+
+enum TakenUp {
+    Alive,
+    Unknown,
+    Stopped,
+    Forgotten,
+}
+
+/// Adopts one pod.
+async fn take_up(node: &Arc<DaemonState>, record: PodRecord) -> TakenUp {
+    let id = record.spec.id.clone();
+    let shares = shares_of(node, &record.spec);
+    let left = look(node, &record, &shares).await;
+    if let (Left::Nothing(_), PodState::Starting) = (&left, record.status.state) {
+        clear_shares(&shares, &record).await;
+        match forget(node, &record.spec).await {
+            Ok(()) => return TakenUp::Forgotten,
+            Err(error) => {
+                tracing::error!(pod = %id, error = chain(&*error), "cannot remove the record of a pod that was never ready");
+            }
+        }
+    }
+    let mut status = record.status.clone();
+    let (outcome, reached, unreached) = match left {
+        Left::Answering(reached) => {
+            status.recovered = true;
+            (TakenUp::Alive, Some(*reached), None)
+        }
+        Left::Running(unreached) => {
+            // A pod that was not ready cannot be adopted; its VMM is killed.
+            let was_ready = status.state == PodState::Ready;
+            status.state = if was_ready { PodState::Unknown } else { PodState::Stopping };
+            status.reason = unreached.first_error.clone();
+            (TakenUp::Unknown, None, Some(unreached))
+        }
+        Left::Nothing(why) => {
+            clear_shares(&shares, &record).await;
+            if status.state != PodState::Created {
+                stopped(&mut status, why);
+            }
+            (TakenUp::Stopped, None, None)
+        }
+    };
+    let alive = !matches!(outcome, TakenUp::Stopped);
+    let forgotten_start = !matches!(outcome, TakenUp::Alive) && record.status.state == PodState::Starting;
+    let PodRecord { spec, link_key, containers: recorded, .. } = record;
+    let mut forgotten = Vec::new();
+    for container in recorded.iter().filter(|_| alive) {
+        if let Ok(false) = tokio::fs::try_exists(&container.bundle).await {
+            forgotten.push(container.id.clone());
+        }
+    }
+    let containers = recorded
+        .into_iter()
+        .map(|container| (container.id.clone(), take_up_container(node, container, alive, &spec)))
+        .collect::<HashMap<_, _>>();
+    let ids: Vec<ContainerId> = containers.keys().cloned().collect();
+    let shared = node.clone();
+    let inserted = node.registry.insert(&id, || {
+        let found = Found { reached, unreached, containers, shares: Some(shares) };
+        pod::spawn(shared, spec, link_key, status, found)
+    });
+    let handle = match inserted {
+        Ok(handle) => handle,
+        Err(error) => {
+            tracing::error!(pod = %id, %error, "two records name the same pod");
+            return TakenUp::Stopped;
+        }
+    };
+    for container in ids {
+        if let Err(error) = node.registry.insert_container(&container, &id) {
+            tracing::error!(pod = %id, %error, "two pods' records name the same container");
+        }
+    }
+    for container in forgotten {
+        // Not awaited: ready pods must not wait for one container's end.
+        tokio::spawn(end_forgotten(handle.clone(), container));
+    }
+    if forgotten_start {
+        // containerd has forgotten it, so this daemon removes it as soon as it can.
+        tokio::spawn(async move {
+            let _ = handle.stopped().await;
+            if let Err(error) = handle.remove().await {
+                tracing::error!(pod = %handle.id(), error = chain(&error), "cannot remove a pod that was never ready");
+            }
+        });
+    }
+    outcome
+}
+
+/// Records that a pod stopped while no daemon was running.
+fn stopped(status: &mut PodStatus, why: Option<PodError>) {
+    let was_ready = status.state == PodState::Ready;
+    if let Some(error) = why {
+        status.reason = format!("lost while the daemon was away: {}", chain(&error));
+    } else if was_ready && status.reason.is_empty() {
+        status.reason = "its VMM ended while the daemon was away".to_owned();
+    }
+    let was_asked = status.reason.is_empty();
+    status.state = PodState::Stopped;
+    status.exit_status = if was_asked { 0 } else { KILLED };
+    status.vmm_pid = 0;
+    if status.exited_at_ns == 0 {
+        status.exited_at_ns = now_ns();
+    }
+}
+
+/// Removes the files of a pod that was never reported to containerd.
+async fn forget(node: &DaemonState, spec: &PodSpec) -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+    let id = &spec.id;
+    pod::stop::clear(node, spec).await?;
+    node.journal.pod(id).remove().await?;
+    tracing::info!(pod = %id, "undid a start that an earlier daemon did not finish");
+    Ok(())
+}
+
+/// Kills and removes a container that containerd no longer knows.
+async fn end_forgotten(pod: PodHandle, container: ContainerId) {
+    let ended = async {
+        pod.resolved().await;
+        match pod.signal(container.clone(), None, Signal::KILL, true).await {
+            // It exited meanwhile.
+            Err(error) if error.code() == Code::NotFound => {}
+            signalled => signalled?,
+        }
+        let mut init = pod.process(container.clone(), None).await?;
+        // An error means that the container is gone, which is fine.
+        let _ = init.phase.wait_for(|phase| phase.exit().is_some()).await;
+        pod.delete(container.clone(), None).await
+    };
+    match ended.await {
+        Ok(_) => tracing::info!(pod = %pod.id(), %container, "killed: containerd has forgotten it"),
+        Err(error) => {
+            tracing::warn!(pod = %pod.id(), %container, error = chain(&error), "containerd has forgotten it, but it may still run");
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! Looks for the VMM of a recorded pod.
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use sandboxer_base::chain;
+use sandboxer_process::Written;
+use sandboxer_vmm::{Held, HeldProcesses, VmExit, VmmError};
+
+use super::unreached::{FIRST_ATTEMPT, FIRST_PAUSE, Reached, Unreached, is_broken, reach};
+use crate::{
+    error::PodError,
+    pod::{DaemonState, journal::PodRecord, state::PodState},
+    share::Shares,
+};
+
+/// The state of a recorded pod's VM.
+pub(super) enum Left {
+    /// No process; with the reason, if that is known.
+    Nothing(Option<PodError>),
+    /// It answers.
+    Answering(Box<Reached>),
+    /// Its VMM runs, with this error.
+    Running(Arc<Unreached>),
+}
+
+/// Looks for a pod's VM. Kills that of a pod that was not ready.
+pub(super) async fn look(node: &Arc<DaemonState>, record: &PodRecord, shares: &Shares) -> Left {
+    let running = |vmm: Arc<dyn Held>, error: &PodError| {
+        let first_error = chain(error);
+        tracing::error!(pod = %record.spec.id, error = first_error, "cannot reach the pod's running VMM; retrying");
+        Left::Running(Arc::new(Unreached {
+            record: record.clone(),
+            shares: shares.clone(),
+            vmm,
+            first_error,
+        }))
+    };
+    let vmm = match hold(node, record) {
+        Ok(Some(vmm)) => vmm,
+        Ok(None) => return Left::Nothing(None),
+        Err(error) => {
+            let later = Later { node: node.clone(), record: record.clone() };
+            return running(Arc::new(later), &error.into());
+        }
+    };
+    if record.status.state != PodState::Ready || record.vm.is_none() {
+        return match vmm.end().await {
+            Ok(()) => Left::Nothing(None),
+            Err(error) => running(vmm, &error.into()),
+        };
+    }
+    let reached = tokio::select! {
+        reached = tokio::time::timeout(FIRST_ATTEMPT, reach(node, record, shares)) => reached,
+        _ = vmm.ended() => return Left::Nothing(None),
+    };
+    let late = |_| {
+        let (subject, reason) =
+            (format!("pod {}", record.spec.id), format!("no answer within {FIRST_ATTEMPT:?}"));
+        Err(PodError::Failed { subject, reason })
+    };
+    let reached = reached.unwrap_or_else(late);
+    match reached {
+        Ok(reached) => Left::Answering(Box::new(reached)),
+        Err(error) if is_broken(&error) => match vmm.end().await {
+            Ok(()) => Left::Nothing(Some(error)),
+            Err(left) => running(vmm, &left.into()),
+        },
+        Err(error) => running(vmm, &error),
+    }
+}
+
+/// Returns the VMM of a pod: that on record, or, since a daemon may have died between starting and noting one, that which was
+/// started for the pod's directory.
+fn hold(node: &DaemonState, record: &PodRecord) -> Result<Option<Arc<dyn Held>>, VmmError> {
+    if let Some(vm) = &record.vm {
+        return node.vmm.hold(vm);
+    }
+    let strays = HeldProcesses::strays(&record.spec.id, &node.run_dir(&record.spec.id))?;
+    Ok(strays.map(|strays| {
+        tracing::warn!(pod = %record.spec.id, pids = ?strays.pids(), "killing a VMM without a record");
+        Arc::new(strays) as Arc<dyn Held>
+    }))
+}
+
+/// A VMM that could not be looked up, and may run.
+#[derive(Debug)]
+struct Later {
+    node: Arc<DaemonState>,
+    record: PodRecord,
+}
+
+impl Later {
+    /// Opens it as soon as that works. None: there is no VMM.
+    async fn hold(&self) -> Option<Arc<dyn Held>> {
+        loop {
+            match hold(&self.node, &self.record) {
+                Ok(held) => return held,
+                Err(error) => {
+                    tracing::warn!(pod = %self.record.spec.id, error = chain(&error), "cannot look for the pod's VMM");
+                    tokio::time::sleep(FIRST_PAUSE).await;
+                }
+            }
+        }
+    }
+}
+
+#[async_trait]
+impl Held for Later {
+    async fn ended(&self) -> VmExit {
+        match self.hold().await {
+            Some(held) => held.ended().await,
+            None => VmExit { how: "is gone".to_owned(), last_lines: Vec::new() },
+        }
+    }
+
+    async fn end(&self) -> Result<(), VmmError> {
+        match hold(&self.node, &self.record)? {
+            Some(held) => held.end().await,
+            None => Ok(()),
+        }
+    }
+
+    fn written(&self) -> Option<Written> {
+        None
+    }
+}

@@ -1,0 +1,68 @@
+//! The process of a VMM: spawn, find, assign to a pod, kill.
+
+use std::{ffi::OsString, fs, io, os::fd::OwnedFd, path::Path, time::Duration};
+
+use sandboxer_process::{Equipment, Process, Starting};
+use sandboxer_protocol::id::SandboxId;
+
+use super::{
+    VmRecord, VmSpec, VmmError,
+    run_dir::{Files, path_error},
+};
+
+/// Starts `program` as the VMM of `spec`. Returns its process, and its stderr.
+pub async fn spawn(
+    program: &Path,
+    arguments: Vec<OsString>,
+    spec: &VmSpec,
+    equipment: Equipment,
+) -> Result<(Starting, OwnedFd), VmmError> {
+    let (name, run_dir) = (program.to_owned(), spec.run_dir.clone());
+    let spawned =
+        tokio::task::spawn_blocking(move || sandboxer_process::spawn(&name, arguments, &run_dir, equipment));
+    let spawned = spawned.await.unwrap_or_else(|panic| Err(io::Error::other(panic)));
+    spawned.map_err(|source| VmmError::Spawn { pod: spec.pod.clone(), program: program.to_owned(), source })
+}
+
+impl VmRecord {
+    /// Finds the process of the VMM. `None`: it has ended.
+    pub(super) fn process(&self) -> Result<Option<Process>, VmmError> {
+        let found = sandboxer_process::adopt(self.pid, self.start_time);
+        found.map_err(process_error(&self.pod, "inspect", self.pid))
+    }
+
+    /// Assigns the VM to `pod`: gives its VMM, which is `process`, foreground priority, and moves its directory to
+    /// `run_dir`. Returns the new record.
+    pub(super) fn assign(
+        &self,
+        process: &Process,
+        pod: &SandboxId,
+        run_dir: &Path,
+    ) -> Result<Self, VmmError> {
+        process.to_foreground().map_err(process_error(pod, "raise the priority of", self.pid))?;
+        let moved = fs::rename(&self.run_dir, run_dir);
+        moved.map_err(path_error(pod, "move a VM's directory to", run_dir.to_owned()))?;
+        Ok(Self { pod: pod.clone(), run_dir: run_dir.to_owned(), ..self.clone() })
+    }
+
+    /// Kills the VMM, which is `process`, waits up to `limit` until it is gone, and removes the `files` in its
+    /// directory.
+    pub(super) async fn kill(
+        &self,
+        process: &Process,
+        limit: Duration,
+        files: &[&str],
+    ) -> Result<(), VmmError> {
+        process.kill().map_err(process_error(&self.pod, "kill", self.pid))?;
+        let ended = tokio::time::timeout(limit, process.exited()).await;
+        ended.map_err(|_| VmmError::Hung { pod: self.pod.clone(), call: "SIGKILL".into(), limit })?;
+        drop(Files::of_ended(&self.run_dir, files));
+        Ok(())
+    }
+}
+
+/// Returns a function that turns an error of a VMM's process into one that names the pod and the process.
+pub fn process_error(pod: &SandboxId, action: &'static str, pid: u32) -> impl FnOnce(io::Error) -> VmmError {
+    let pod = pod.clone();
+    move |source| VmmError::Process { pod, action, pid, source }
+}

@@ -1,0 +1,193 @@
+//! The connection to QEMU: commands out, answers and events in.
+
+use std::{
+    collections::HashMap,
+    io::{self, IoSlice},
+    mem::MaybeUninit,
+    os::fd::{AsFd, OwnedFd},
+};
+
+use futures::{SinkExt, StreamExt};
+use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+use serde::Deserialize;
+use serde_json::Value;
+use tokio::{
+    io::Interest,
+    net::UnixStream,
+    sync::{broadcast, mpsc, oneshot},
+};
+use tokio_util::codec::{Framed, LinesCodec, LinesCodecError};
+
+use super::QmpError;
+
+/// Longest line accepted, bytes.
+pub(super) const MAX_LINE: usize = 256 << 10;
+/// Initial size of the read and write buffers of each VMM, bytes; the codec's default is 8 KiB each.
+const BUFFER: usize = 1 << 10;
+/// Longest explanation of a refusal that is kept, characters.
+pub(super) const MAX_REASON: usize = 400;
+/// Commands that may wait for the socket.
+pub(super) const QUEUE: usize = 16;
+
+/// An event, by name, with its data.
+#[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
+pub struct Event {
+    /// Such as `DEVICE_DELETED`.
+    #[serde(rename = "event")]
+    pub name: String,
+    /// Its data.
+    #[serde(default)]
+    pub data: EventData,
+}
+
+/// The parts of an event's data that are used.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
+pub struct EventData {
+    /// Id of the device.
+    pub device: Option<String>,
+    /// Progress of a migration.
+    pub status: Option<String>,
+}
+
+/// A command, and where its answer goes.
+#[derive(Debug)]
+pub(super) struct Request {
+    pub(super) command: Value,
+    /// Passed with the command.
+    pub(super) fd: Option<OwnedFd>,
+    pub(super) answer: oneshot::Sender<Result<Value, QmpError>>,
+}
+
+/// A line from QEMU.
+#[derive(Deserialize)]
+#[serde(untagged)]
+pub(super) enum Message {
+    Answer {
+        id: u64,
+        r#return: Value,
+    },
+    Error {
+        id: Option<u64>,
+        error: ErrorBody,
+    },
+    Event(Event),
+    Greeting {
+        #[serde(rename = "QMP")]
+        _greeting: Value,
+    },
+}
+
+#[derive(Deserialize)]
+pub(super) struct ErrorBody {
+    class: String,
+    desc: String,
+}
+
+/// The socket, line by line.
+pub(super) type Wire = Framed<UnixStream, LinesCodec>;
+
+/// Returns `socket`, line by line.
+pub(super) fn open(socket: UnixStream) -> Wire {
+    Framed::with_capacity(socket, LinesCodec::new_with_max_length(MAX_LINE), BUFFER)
+}
+
+/// Carries commands and answers until either side is gone. Pending commands then get [`QmpError::Closed`].
+pub(super) async fn converse(
+    mut wire: Wire,
+    mut queue: mpsc::Receiver<Request>,
+    events: broadcast::Sender<Event>,
+) {
+    let mut waiting: HashMap<u64, oneshot::Sender<Result<Value, QmpError>>> = HashMap::new();
+    for id in 0.. {
+        let request = loop {
+            tokio::select! {
+                request = queue.recv() => break request,
+                message = next(&mut wire) => match message {
+                    Ok(message) => deliver(message, &mut waiting, &events),
+                    Err(error) => {
+                        tracing::debug!(%error, "QMP connection ended");
+                        return;
+                    }
+                },
+            }
+        };
+        let Some(Request { mut command, fd, answer }) = request else {
+            return;
+        };
+        waiting.retain(|_, caller| !caller.is_closed());
+        command["id"] = id.into();
+        waiting.insert(id, answer);
+        let sent = match fd {
+            Some(fd) => send_with(wire.get_ref(), format!("{command}\n").as_bytes(), &fd).await,
+            None => wire.send(command.to_string()).await.map_err(|error| match error {
+                LinesCodecError::Io(error) => error,
+                LinesCodecError::MaxLineLengthExceeded => io::ErrorKind::InvalidInput.into(),
+            }),
+        };
+        if sent.is_err() {
+            return;
+        }
+    }
+}
+
+/// Sends a line, and a descriptor with its first byte. No other line may be waiting to be sent.
+async fn send_with(socket: &UnixStream, line: &[u8], fd: &OwnedFd) -> io::Result<()> {
+    let fds = [fd.as_fd()];
+    let mut sent = 0;
+    while sent < line.len() {
+        sent += socket
+            .async_io(Interest::WRITABLE, || {
+                let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+                let mut ancillary = SendAncillaryBuffer::new(&mut space);
+                if sent == 0 {
+                    ancillary.push(SendAncillaryMessage::ScmRights(&fds));
+                }
+                Ok(sendmsg(socket, &[IoSlice::new(&line[sent..])], &mut ancillary, SendFlags::NOSIGNAL)?)
+            })
+            .await?;
+    }
+    Ok(())
+}
+
+fn deliver(
+    message: Message,
+    waiting: &mut HashMap<u64, oneshot::Sender<Result<Value, QmpError>>>,
+    events: &broadcast::Sender<Event>,
+) {
+    // The caller or subscriber may be gone.
+    match message {
+        Message::Answer { id, r#return } => {
+            waiting.remove(&id).map(|caller| caller.send(Ok(r#return)));
+        }
+        Message::Error { id, error } => {
+            let reason = error.desc.chars().take(MAX_REASON).collect();
+            let refused = QmpError::Refused { class: error.class, reason };
+            id.and_then(|id| waiting.remove(&id)).map(|caller| caller.send(Err(refused)));
+        }
+        Message::Event(event) => {
+            let _ = events.send(event);
+        }
+        Message::Greeting { .. } => {}
+    }
+}
+
+/// Reads the next message.
+pub(super) async fn next(wire: &mut Wire) -> Result<Message, QmpError> {
+    match wire.next().await {
+        Some(Ok(line)) => parse(&line),
+        Some(Err(LinesCodecError::MaxLineLengthExceeded)) => {
+            Err(QmpError::Malformed(format!("a line is longer than {MAX_LINE} bytes")))
+        }
+        Some(Err(LinesCodecError::Io(_))) | None => Err(QmpError::Closed),
+    }
+}
+
+fn parse(line: &str) -> Result<Message, QmpError> {
+    serde_json::from_str(line).map_err(|error| QmpError::Malformed(format!("not a QMP message: {error}")))
+}
+
+/// Returns whether `line` is a message that QEMU may send.
+#[cfg(fuzzing)]
+pub(crate) fn is_message(line: &str) -> bool {
+    parse(line).is_ok()
+}

@@ -5,16 +5,18 @@ use std::{
     fmt, fs, io,
     net::SocketAddr,
     path::{Path, PathBuf},
-    time::Duration,
 };
 
 use serde::{Deserialize, Serialize};
 use toml::de::DeTable;
 
+use self::bounds::Bounds;
 use crate::{
     Accelerator, Config, ForeignRules, NetworkConfig, PoolConfig, RootfsConfig, StartPath, TemplateConfig,
     VmConfig, VmmChoice, VolumeConfig, WritableTo, resolved::DEFAULT_SCRATCH,
 };
+
+mod bounds;
 
 /// The default configuration, with comments for every key.
 pub const DEFAULT: &str = include_str!("../../../vmm-configs/sandboxer.toml");
@@ -199,152 +201,126 @@ impl Config {
             let line = place.at.and_then(|(line, _)| text.lines().nth(line - 1)).unwrap_or_default();
             ConfigError::Parse { reason: reason(error.message(), line.trim()), place }
         })?;
-        resolve(raw, |key, found, takes| {
+        let refused = |key, found, takes| {
             let place = Place::new(path, text, offset_of(text, key));
             ConfigError::Value { place, key, found, takes }
-        })
+        };
+        resolve(raw, &Bounds { refused: &refused })
     }
 }
 
-fn resolve(
-    raw: Raw,
-    refused: impl Fn(&'static str, String, &'static str) -> ConfigError,
-) -> Result<Config, ConfigError> {
+fn resolve(raw: Raw, bounds: &Bounds<'_>) -> Result<Config, ConfigError> {
     let default = Config::default();
-    let (vm, templates, rootfs) = (default.vm, default.templates, default.rootfs);
-    let writable = raw.rootfs.writable.unwrap_or(rootfs.writable);
-    let check = |key, found: String, takes, fine: bool| match fine {
-        true => Ok(()),
-        false => Err(refused(key, found, takes)),
-    };
-    let absolute = |key, value: Option<PathBuf>, default: PathBuf| {
-        let value = value.unwrap_or(default);
-        check(key, format!("{value:?}"), "an absolute path", value.is_absolute()).map(|()| value)
-    };
-    // A program may also be a plain name, looked up in PATH.
-    let program = |key, value: Option<PathBuf>, default: PathBuf| {
-        let value = value.unwrap_or(default);
-        let fine = value.is_absolute() || value.components().count() == 1;
-        check(key, format!("{value:?}"), "an absolute path or a plain name", fine).map(|()| value)
-    };
-    let seconds = |key, value: Option<Seconds>, default: Duration| match value {
-        None => Ok(default),
-        Some(Seconds(seconds)) => {
-            let fine = (0.001..=86_400.0).contains(&seconds);
-            check(key, seconds.to_string(), "seconds, from 0.001 to 86400", fine)
-                .map(|()| Duration::from_secs_f64(seconds))
-        }
-    };
-    let positive = |key, value: u64| {
-        check(key, value.to_string(), "a whole number of at least 1", value > 0).map(|()| value)
-    };
-
-    // If only one of default and maximum is set, the other, which comes from the node, adapts.
-    let max_vcpus = raw.vm.max_vcpus.unwrap_or(vm.max_vcpus.max(raw.vm.default_vcpus.unwrap_or(0)));
-    let default_vcpus = raw.vm.default_vcpus.unwrap_or(vm.default_vcpus.min(max_vcpus));
-    let fine = (1..=max_vcpus).contains(&default_vcpus);
-    check("vm.default_vcpus", default_vcpus.to_string(), "1 to vm.max_vcpus", fine)?;
-    let max_memory_mib =
-        raw.vm.max_memory_mib.unwrap_or(vm.max_memory_mib.max(raw.vm.default_memory_mib.unwrap_or(0)));
-    let default_memory_mib = raw.vm.default_memory_mib.unwrap_or(vm.default_memory_mib.min(max_memory_mib));
-    let fine = (64..=max_memory_mib).contains(&default_memory_mib);
-    check("vm.default_memory_mib", default_memory_mib.to_string(), "64 to vm.max_memory_mib", fine)?;
-    let at_once = |key, value: Option<usize>, default: usize| {
-        let value = value.unwrap_or(default);
-        check(key, value.to_string(), "a whole number of at least 1", value > 0).map(|()| value)
-    };
-
-    // Earlier versions accepted false.
-    check("vm.jail", "false".to_owned(), "only true: every VMM is jailed", raw.vm.jail != Some(false))?;
-    // If only one key is set, the other end of the range adapts.
-    let min = raw.pool.min.unwrap_or(default.pool.min);
-    let max = raw.pool.max.unwrap_or(default.pool.max.max(min));
-    check("pool.min", min.to_string(), "0 to pool.max", min <= max)?;
-    check("pool.max", max.to_string(), "0 to 1000", max <= 1000)?;
-    // The pool's VMs are copies of templates.
-    let enabled = raw.templates.enabled.unwrap_or(templates.enabled);
-    check("pool.max", max.to_string(), "0 while templates.enabled is false", enabled || max == 0)?;
-
+    let (templates, pool) = templates_and_pool(raw.templates, raw.pool, &default, bounds)?;
     Ok(Config {
-        run_dir: absolute("run_dir", raw.run_dir, default.run_dir)?,
-        state_dir: absolute("state_dir", raw.state_dir, default.state_dir)?,
-        concurrent_starts: at_once("concurrent_starts", raw.concurrent_starts, default.concurrent_starts)?,
-        concurrent_containers: at_once(
+        run_dir: bounds.absolute("run_dir", raw.run_dir, default.run_dir)?,
+        state_dir: bounds.absolute("state_dir", raw.state_dir, default.state_dir)?,
+        concurrent_starts: bounds.count(
+            "concurrent_starts",
+            raw.concurrent_starts,
+            default.concurrent_starts,
+        )?,
+        concurrent_containers: bounds.count(
             "concurrent_containers",
             raw.concurrent_containers,
             default.concurrent_containers,
         )?,
-        drain_timeout: seconds("drain_timeout", raw.drain_timeout, default.drain_timeout)?,
+        drain_timeout: bounds.seconds("drain_timeout", raw.drain_timeout, default.drain_timeout)?,
         metrics_listen: raw.metrics_listen,
         containerd_ttrpc: match raw.containerd.ttrpc {
-            Some(path) => Some(absolute("containerd.ttrpc", None, path)?),
+            Some(path) => Some(bounds.absolute("containerd.ttrpc", None, path)?),
             None => None,
         },
-        vm: VmConfig {
-            vmm: raw.vm.vmm.unwrap_or(vm.vmm),
-            qemu: program("vm.qemu", raw.vm.qemu, vm.qemu)?,
-            cloud_hypervisor: program("vm.cloud_hypervisor", raw.vm.cloud_hypervisor, vm.cloud_hypervisor)?,
-            accelerator: raw.vm.accelerator.unwrap_or(vm.accelerator),
-            kernel: absolute("vm.kernel", raw.vm.kernel, vm.kernel)?,
-            initramfs: absolute("vm.initramfs", raw.vm.initramfs, vm.initramfs)?,
-            default_vcpus,
-            default_memory_mib,
-            max_vcpus,
-            max_memory_mib,
-            boot_timeout: seconds("vm.boot_timeout", raw.vm.boot_timeout, vm.boot_timeout)?,
-            call_timeout: seconds("vm.call_timeout", raw.vm.call_timeout, vm.call_timeout)?,
-            agent_timeout: seconds("vm.agent_timeout", raw.vm.agent_timeout, vm.agent_timeout)?,
-            stop_timeout: seconds("vm.stop_timeout", raw.vm.stop_timeout, vm.stop_timeout)?,
-            console_log_bytes: match raw.vm.console_log_kib {
-                Some(kib) => positive("vm.console_log_kib", kib)?.saturating_mul(1 << 10),
-                None => vm.console_log_bytes,
-            },
-            jail: true,
-            agent_log: raw.vm.agent_log,
-            idle_cgroup: raw.vm.idle_cgroup.unwrap_or(vm.idle_cgroup),
-        },
-        templates: TemplateConfig {
-            enabled,
-            most: at_once("templates.max", raw.templates.max, templates.most)?,
-            most_bytes: match raw.templates.max_mib {
-                Some(mib) => positive("templates.max_mib", mib)?.saturating_mul(1 << 20),
-                None => templates.most_bytes,
-            },
-        },
-        pool: PoolConfig { min, max },
+        vm: vm(raw.vm, default.vm, bounds)?,
+        templates,
+        pool,
         handlers: raw.handlers,
-        rootfs: RootfsConfig {
-            mkfs_erofs: program("rootfs.mkfs_erofs", raw.rootfs.mkfs_erofs, rootfs.mkfs_erofs)?,
-            cache_bytes: match raw.rootfs.cache_mib {
-                Some(mib) => positive("rootfs.cache_mib", mib)?.saturating_mul(1 << 20),
-                None => rootfs.cache_bytes,
-            },
-            writable,
-            writable_bytes: match (writable, raw.rootfs.writable_mib.unwrap_or(0)) {
-                (WritableTo::Disk, 0) => DEFAULT_SCRATCH,
-                (WritableTo::Memory, mib) => mib.saturating_mul(1 << 20),
-                (WritableTo::Disk, mib) => {
-                    let fine = (16..=16 << 20).contains(&mib);
-                    check("rootfs.writable_mib", mib.to_string(), "0 and 16 to 16777216", fine)?;
-                    mib << 20
-                }
-            },
-        },
+        rootfs: rootfs(raw.rootfs, default.rootfs, bounds)?,
         network: NetworkConfig {
             foreign_rules: raw.network.foreign_rules.unwrap_or(default.network.foreign_rules),
         },
         volumes: VolumeConfig {
             empty_dir_bytes: match raw.volumes.empty_dir_mib {
-                Some(mib) => {
-                    let fine = (16..=16 << 20).contains(&mib);
-                    check("volumes.empty_dir_mib", mib.to_string(), "16 to 16777216", fine)?;
-                    mib << 20
-                }
+                Some(mib) => bounds.disk("volumes.empty_dir_mib", mib, "16 to 16777216")?,
                 None => default.volumes.empty_dir_bytes,
             },
-            timeout: seconds("volumes.timeout", raw.volumes.timeout, default.volumes.timeout)?,
+            timeout: bounds.seconds("volumes.timeout", raw.volumes.timeout, default.volumes.timeout)?,
         },
         helper_program: default.helper_program,
+    })
+}
+
+fn vm(raw: RawVm, vm: VmConfig, bounds: &Bounds<'_>) -> Result<VmConfig, ConfigError> {
+    // If only one of default and maximum is set, the other, which comes from the node, adapts.
+    let max_vcpus = raw.max_vcpus.unwrap_or(vm.max_vcpus.max(raw.default_vcpus.unwrap_or(0)));
+    let default_vcpus = raw.default_vcpus.unwrap_or(vm.default_vcpus.min(max_vcpus));
+    let fine = (1..=max_vcpus).contains(&default_vcpus);
+    bounds.check("vm.default_vcpus", default_vcpus.to_string(), "1 to vm.max_vcpus", fine)?;
+    let max_memory_mib =
+        raw.max_memory_mib.unwrap_or(vm.max_memory_mib.max(raw.default_memory_mib.unwrap_or(0)));
+    let default_memory_mib = raw.default_memory_mib.unwrap_or(vm.default_memory_mib.min(max_memory_mib));
+    let fine = (64..=max_memory_mib).contains(&default_memory_mib);
+    bounds.check("vm.default_memory_mib", default_memory_mib.to_string(), "64 to vm.max_memory_mib", fine)?;
+    // Earlier versions accepted false.
+    bounds.check("vm.jail", "false".to_owned(), "only true: every VMM is jailed", raw.jail != Some(false))?;
+    Ok(VmConfig {
+        vmm: raw.vmm.unwrap_or(vm.vmm),
+        qemu: bounds.program("vm.qemu", raw.qemu, vm.qemu)?,
+        cloud_hypervisor: bounds.program("vm.cloud_hypervisor", raw.cloud_hypervisor, vm.cloud_hypervisor)?,
+        accelerator: raw.accelerator.unwrap_or(vm.accelerator),
+        kernel: bounds.absolute("vm.kernel", raw.kernel, vm.kernel)?,
+        initramfs: bounds.absolute("vm.initramfs", raw.initramfs, vm.initramfs)?,
+        default_vcpus,
+        default_memory_mib,
+        max_vcpus,
+        max_memory_mib,
+        boot_timeout: bounds.seconds("vm.boot_timeout", raw.boot_timeout, vm.boot_timeout)?,
+        call_timeout: bounds.seconds("vm.call_timeout", raw.call_timeout, vm.call_timeout)?,
+        agent_timeout: bounds.seconds("vm.agent_timeout", raw.agent_timeout, vm.agent_timeout)?,
+        stop_timeout: bounds.seconds("vm.stop_timeout", raw.stop_timeout, vm.stop_timeout)?,
+        console_log_bytes: bounds.size(
+            "vm.console_log_kib",
+            raw.console_log_kib,
+            1 << 10,
+            vm.console_log_bytes,
+        )?,
+        jail: true,
+        agent_log: raw.agent_log,
+        idle_cgroup: raw.idle_cgroup.unwrap_or(vm.idle_cgroup),
+    })
+}
+
+fn templates_and_pool(
+    templates: RawTemplates,
+    pool: RawPool,
+    default: &Config,
+    bounds: &Bounds<'_>,
+) -> Result<(TemplateConfig, PoolConfig), ConfigError> {
+    // If only one key is set, the other end of the range adapts.
+    let min = pool.min.unwrap_or(default.pool.min);
+    let max = pool.max.unwrap_or(default.pool.max.max(min));
+    bounds.check("pool.min", min.to_string(), "0 to pool.max", min <= max)?;
+    bounds.check("pool.max", max.to_string(), "0 to 1000", max <= 1000)?;
+    // The pool's VMs are copies of templates.
+    let enabled = templates.enabled.unwrap_or(default.templates.enabled);
+    bounds.check("pool.max", max.to_string(), "0 while templates.enabled is false", enabled || max == 0)?;
+    let most = bounds.count("templates.max", templates.max, default.templates.most)?;
+    let most_bytes =
+        bounds.size("templates.max_mib", templates.max_mib, 1 << 20, default.templates.most_bytes)?;
+    Ok((TemplateConfig { enabled, most, most_bytes }, PoolConfig { min, max }))
+}
+
+fn rootfs(raw: RawRootfs, rootfs: RootfsConfig, bounds: &Bounds<'_>) -> Result<RootfsConfig, ConfigError> {
+    let writable = raw.writable.unwrap_or(rootfs.writable);
+    Ok(RootfsConfig {
+        mkfs_erofs: bounds.program("rootfs.mkfs_erofs", raw.mkfs_erofs, rootfs.mkfs_erofs)?,
+        cache_bytes: bounds.size("rootfs.cache_mib", raw.cache_mib, 1 << 20, rootfs.cache_bytes)?,
+        writable,
+        writable_bytes: match (writable, raw.writable_mib.unwrap_or(0)) {
+            (WritableTo::Disk, 0) => DEFAULT_SCRATCH,
+            (WritableTo::Memory, mib) => mib.saturating_mul(1 << 20),
+            (WritableTo::Disk, mib) => bounds.disk("rootfs.writable_mib", mib, "0 and 16 to 16777216")?,
+        },
     })
 }
 

@@ -1,11 +1,11 @@
-//! A pod that has nothing to do with what goes wrong around it: it must not notice.
+//! A pod that faults elsewhere must not affect.
 
 use anyhow::{Result, ensure};
 
 use crate::case::{Case, Container, Pod, shell};
 use crate::insist::once_seen;
 
-/// A pod whose one container counts aloud, and ends with 7 when told to.
+/// A pod with one container that prints numbers, and exits with 7 on SIGTERM.
 pub struct Bystander {
     /// The pod.
     pub pod: Pod,
@@ -13,13 +13,13 @@ pub struct Bystander {
     pub container: Container,
 }
 
-/// What the front says of a request that three workers ended under.
+/// The front's error for a request during which three workers ended.
 const TAKEN_ALONG: &str = "failed: 3 workers of sandboxer";
 
-/// How often a probe is made before it counts as failed: as by a kubelet's default.
+/// Attempts of a probe before it counts as failed: kubelet's default.
 const ATTEMPTS: u32 = 3;
 
-/// Runs a script in a container as a probe does: workers that die in quick succession take an exec along, and it is made again.
+/// Runs a script in a container as a probe does: retries, because workers that die in quick succession end an exec.
 pub async fn probed(container: &Container, script: &str) -> Result<String> {
     let mut attempt = 1;
     loop {
@@ -31,7 +31,7 @@ pub async fn probed(container: &Container, script: &str) -> Result<String> {
 }
 
 impl Bystander {
-    /// Starts one that counts every `pause_us`, µs.
+    /// Starts one that prints a number every `pause_us`, µs.
     pub async fn start(case: &Case, pause_us: u32) -> Result<Self> {
         let pod = case.pod().await?;
         let script = format!(
@@ -41,7 +41,7 @@ impl Bystander {
         Ok(Self { pod, container })
     }
 
-    /// It is ready, and takes an exec.
+    /// Checks that it is ready and accepts an exec.
     pub async fn check(&self, case: &Case) -> Result<()> {
         let said = probed(&self.container, "echo here").await?;
         ensure!(said == "here", "{said}");
@@ -49,7 +49,7 @@ impl Bystander {
         Ok(())
     }
 
-    /// Ends it: the exit code is its own, and every line is in its log once. Returns how many lines there are.
+    /// Ends it and checks its exit code, and that every line is in its log once. Returns the number of lines.
     pub async fn end(self, case: &Case) -> Result<usize> {
         once_seen(|| case.cri.stop(&self.container.id, 30)).await?;
         let status = self.container.status().await?;

@@ -1,4 +1,4 @@
-//! What a case has in hand: pods and containers that read like sentences, all of them gone afterwards.
+//! Pods and containers of a test case; all are removed afterwards.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -19,13 +19,13 @@ use crate::eventually;
 use crate::insist::{insist, once_seen};
 use crate::stack::Stack;
 
-/// The image every stack has.
+/// Image that every stack has.
 pub const BUSYBOX: &str = "docker.io/library/busybox:latest";
 
-/// How long a step may take before the case fails: generous, since several guests share two cores without KVM.
+/// Timeout of a step: long, because several guests share two cores without KVM.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Label by which a case finds its pods again.
+/// Label of a case's pods.
 const LABEL: &str = "e2e.case";
 
 static SERIAL: AtomicU32 = AtomicU32::new(0);
@@ -80,7 +80,7 @@ impl Case {
         Ok(self.pod_with(|_| ()).await?)
     }
 
-    /// Returns a pod with its configuration changed by `adjust`; the runtime's own error where it refuses.
+    /// Returns a pod with its configuration changed by `adjust`, or the runtime's error.
     pub async fn pod_with(&self, adjust: impl FnOnce(&mut PodSandboxConfig)) -> Answer<Pod> {
         let mut config = self.pod_config();
         adjust(&mut config);
@@ -93,13 +93,13 @@ impl Case {
         Pod { id: id.to_owned(), config, cri: self.cri.clone() }
     }
 
-    /// Waits until a VMM is counted in the control group of a pod; answers the VMM's groups.
+    /// Waits until a VMM is in the control group of a pod; returns the VMM's groups.
     pub async fn counted(&self, pod: &str) -> Result<String> {
         let vmm = self.vmm_of(pod).await?;
         Ok(std::fs::read_to_string(format!("/proc/{vmm}/cgroup"))?)
     }
 
-    /// Returns the VMM that is counted in the control group of a pod; waits until there is one.
+    /// Waits until a VMM is in the control group of a pod, and returns it.
     pub async fn vmm_of(&self, pod: &str) -> Result<Pid> {
         let parent = self.stack.env("SANDBOXER_CGROUP_PARENT").context("the stack's parent")?;
         let group = format!("{parent}/sandboxer-{pod}");
@@ -120,8 +120,8 @@ impl Case {
         join_all(removals).await.into_iter().collect()
     }
 
-    /// Stops and removes a pod as a kubelet does. containerd finds the end of a container whose connection has gone
-    /// in an attempt of its own, a second or more later, and refuses both until then: asked again.
+    /// Stops and removes a pod as kubelet does. containerd notices the end of a container with a closed connection
+    /// a second or more later, and refuses both until then: retries.
     pub async fn remove(&self, pod: &str) -> Result<()> {
         eventually(&format!("removal of pod {pod}"), PATIENCE, || async {
             let mut answer = self.cri.stop_pod(pod).await;
@@ -138,7 +138,7 @@ impl Case {
     }
 }
 
-/// What containerd says as long as it has not noticed a container's end.
+/// containerd's error until it notices a container's end.
 const UNNOTICED: [&str; 2] = ["container is still running", "ttrpc: closed"];
 
 /// A pod of a case.
@@ -146,12 +146,12 @@ const UNNOTICED: [&str; 2] = ["container is still running", "ttrpc: closed"];
 pub struct Pod {
     /// The sandbox id.
     pub id: String,
-    /// What it was run with.
+    /// Its configuration.
     pub config: PodSandboxConfig,
     cri: Cri,
 }
 
-/// Returns what a kubelet asks for unless a pod says shareProcessNamespace; CRI's own zero value shares them.
+/// Returns kubelet's default namespaces, without shareProcessNamespace; CRI's zero value shares PIDs.
 fn own_processes() -> NamespaceOption {
     NamespaceOption { pid: NamespaceMode::Container.into(), ..Default::default() }
 }
@@ -174,7 +174,7 @@ pub fn shell(name: &str, script: &str) -> ContainerConfig {
     }
 }
 
-/// Returns a container that waits and ends at once when told to.
+/// Returns a container that waits, and ends at once on SIGTERM.
 pub fn idle(name: &str) -> ContainerConfig {
     shell(name, "trap 'exit 0' TERM; while :; do sleep 1000 & wait $!; done")
 }
@@ -184,7 +184,7 @@ pub fn security(config: &mut ContainerConfig) -> &mut LinuxContainerSecurityCont
     config.linux.get_or_insert_default().security_context.get_or_insert_default()
 }
 
-/// Lets a pod have privileged containers.
+/// Permits privileged containers in a pod.
 pub fn privileged(config: &mut PodSandboxConfig) {
     config.linux.get_or_insert_default().security_context.get_or_insert_default().privileged = true;
 }
@@ -204,7 +204,7 @@ impl Pod {
         Ok(container)
     }
 
-    /// Same as [`Pod::start`]. That it is made is asked again: containerd looks at its pod first, which is a call on
+    /// Same as [`Pod::start`]. Retries the creation: containerd first queries the pod, which is a call to
     /// the controller, and those fail while there is none.
     pub async fn start_at_last(&self, mut config: ContainerConfig) -> Result<Container> {
         loop {
@@ -230,7 +230,7 @@ impl Pod {
         Ok(Ended { logs: container.logs()?, status })
     }
 
-    /// Runs `script` in a container of its own to its end and returns what it printed; an error if it failed.
+    /// Runs `script` in a new container and returns its output; an error if it failed.
     pub async fn output(&self, script: &str) -> Result<String> {
         self.run(shell(&format!("c{}", SERIAL.fetch_add(1, Ordering::Relaxed)), script)).await?.success()
     }
@@ -259,7 +259,7 @@ impl Container {
         Ok(self.cri.status(&self.id).await?.0)
     }
 
-    /// Waits for its end; the status then.
+    /// Waits for its end and returns its status.
     pub async fn ended(&self) -> Result<ContainerStatus> {
         eventually(&format!("end of container {}", self.id), PATIENCE, || async {
             let status = self.status().await?;
@@ -268,7 +268,7 @@ impl Container {
         .await
     }
 
-    /// ExecSync of `script` in its shell: what it printed to stdout; an error if it failed.
+    /// Runs `script` in its shell by ExecSync and returns its stdout; an error if it failed.
     pub async fn sh(&self, script: &str) -> Result<String> {
         let command = ["sh", "-c", script];
         let answer = once_seen(|| self.cri.exec_sync(&self.id, &command, None)).await?;
@@ -277,14 +277,14 @@ impl Container {
         Ok(String::from_utf8(answer.stdout)?.trim_end().to_owned())
     }
 
-    /// Returns what it has logged so far.
+    /// Returns its log so far.
     pub fn logs(&self) -> Result<Logs> {
         let text = std::fs::read_to_string(&self.log)
             .with_context(|| format!("cannot read the log {}", self.log.display()))?;
         Ok(Logs::parse(&text))
     }
 
-    /// Renames its log, as those who rotate logs do.
+    /// Renames its log, like a log rotation.
     pub fn move_log_away(&self, suffix: &str) -> Result<Moved> {
         let to = self.log.with_extension(suffix);
         std::fs::rename(&self.log, &to)?;
@@ -300,17 +300,17 @@ impl Container {
     }
 }
 
-/// A log that was moved away, into which its container may still write for a moment.
+/// A renamed log; the container may still write to it for a moment.
 pub struct Moved(PathBuf);
 
 impl Moved {
-    /// Returns what it holds by now of stdout.
+    /// Returns its stdout so far.
     pub fn stdout(&self) -> Result<String> {
         Ok(Logs::parse(&std::fs::read_to_string(&self.0)?).stdout)
     }
 }
 
-/// A CRI log, its two streams put together again.
+/// A CRI log, with its two streams.
 #[derive(Debug, Default)]
 pub struct Logs {
     /// What was written to stdout.
@@ -322,7 +322,7 @@ pub struct Logs {
 }
 
 impl Logs {
-    /// From the CRI log format: `time stream P|F text`, P for a part of a line.
+    /// Parses the CRI log format: `time stream P|F text`, P for a part of a line.
     fn parse(text: &str) -> Self {
         let mut logs = Self::default();
         for line in text.lines() {
@@ -349,7 +349,7 @@ pub struct Ended {
 }
 
 impl Ended {
-    /// Returns what it printed, if it exited with 0.
+    /// Returns its output, if it exited with 0.
     pub fn success(self) -> Result<String> {
         ensure!(
             self.status.exit_code == 0,

@@ -1,5 +1,5 @@
-//! CRI as the kubelet speaks it: one connection to containerd, generated messages, no policy. Not the client of
-//! the probe on purpose: what one of them overlooks, the other may see.
+//! A CRI client like kubelet's: one connection to containerd, generated messages, no policy. It is separate from
+//! the probe's client on purpose: one may find errors that the other misses.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -38,11 +38,11 @@ struct UpdatePodSandboxResourcesRequest {
     resources: Option<LinuxContainerResources>,
 }
 
-/// What the runtime answers: errors stay as gRPC gave them, since their text is what a user reads.
+/// Result of a call: errors stay gRPC's, because users read their text.
 pub type Answer<T> = std::result::Result<T, Status>;
 
 impl Cri {
-    /// Returns a client for the unix socket at `path`, connected at the first call and again after a loss.
+    /// Returns a client for the Unix socket at `path`; connects at the first call, reconnects after a loss.
     pub fn connect(path: PathBuf) -> Result<Self> {
         let channel =
             Endpoint::try_from("http://containerd")?.connect_with_connector_lazy(tower::service_fn(
@@ -61,7 +61,7 @@ impl Cri {
         self.runtime.clone()
     }
 
-    /// RunPodSandbox; the pod's id.
+    /// RunPodSandbox; returns the pod's id.
     pub async fn run_pod(&self, config: &PodSandboxConfig, handler: &str) -> Answer<String> {
         let request =
             RunPodSandboxRequest { config: Some(config.clone()), runtime_handler: handler.to_owned() };
@@ -114,7 +114,7 @@ impl Cri {
         ))
     }
 
-    /// CreateContainer; the container's id.
+    /// CreateContainer; returns the container's id.
     pub async fn create(
         &self,
         pod: &str,
@@ -197,7 +197,7 @@ impl Cri {
         Ok(self.client().container_stats(request).await?.into_inner().stats.unwrap_or_default())
     }
 
-    /// ExecSync; without `limit` it may run for as long as it likes.
+    /// ExecSync; without `limit` there is no timeout.
     pub async fn exec_sync(
         &self,
         id: &str,
@@ -212,7 +212,7 @@ impl Cri {
         Ok(self.client().exec_sync(request).await?.into_inner())
     }
 
-    /// Exec; the URL at which the streams are.
+    /// Exec; returns the URL of the streams.
     pub async fn exec(&self, id: &str, cmd: &[&str], tty: bool) -> Answer<String> {
         let request = ExecRequest {
             container_id: id.to_owned(),
@@ -225,13 +225,13 @@ impl Cri {
         Ok(self.client().exec(request).await?.into_inner().url)
     }
 
-    /// PortForward; the URL at which the streams are.
+    /// PortForward; returns the URL of the streams.
     pub async fn port_forward(&self, pod: &str, port: u16) -> Answer<String> {
         let request = PortForwardRequest { pod_sandbox_id: pod.to_owned(), port: vec![port.into()] };
         Ok(self.client().port_forward(request).await?.into_inner().url)
     }
 
-    /// Attach; the URL at which the streams are.
+    /// Attach; returns the URL of the streams.
     pub async fn attach(&self, id: &str, tty: bool) -> Answer<String> {
         let request =
             AttachRequest { container_id: id.to_owned(), stdin: true, tty, stdout: true, stderr: !tty };

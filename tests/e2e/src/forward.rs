@@ -14,12 +14,12 @@ use tokio_tungstenite::{MaybeTlsStream, WebSocketStream, connect_async};
 /// A forwarded connection.
 pub struct Forward {
     socket: WebSocketStream<MaybeTlsStream<TcpStream>>,
-    /// What has come, the port's number first.
+    /// Received bytes, the port's number first.
     channels: [Vec<u8>; 2],
 }
 
 impl Forward {
-    /// Opens the URL that PortForward answered.
+    /// Opens the URL that PortForward returned.
     pub async fn open(url: &str) -> Result<Self> {
         let mut request = url.replacen("http://", "ws://", 1).into_client_request()?;
         request.headers_mut().insert("Sec-WebSocket-Protocol", "v4.channel.k8s.io".parse()?);
@@ -33,7 +33,7 @@ impl Forward {
         Ok(self.socket.send(Message::Binary(message.into())).await?)
     }
 
-    /// Reads until `enough` of what came and of the errors told, or until the other side has ended it.
+    /// Reads until `enough` accepts the data and errors so far, or until the other side closes.
     pub async fn until(&mut self, enough: impl Fn(&[u8], &[u8]) -> bool, limit: Duration) -> Result<()> {
         let read = async {
             while !enough(self.data(), self.error()) {
@@ -56,12 +56,12 @@ impl Forward {
         }
     }
 
-    /// Returns what came.
+    /// Returns the data.
     pub fn data(&self) -> &[u8] {
         self.channels[0].get(2..).unwrap_or_default()
     }
 
-    /// Returns what went wrong.
+    /// Returns the errors.
     pub fn error(&self) -> &[u8] {
         self.channels[1].get(2..).unwrap_or_default()
     }

@@ -1,4 +1,4 @@
-//! Asking again, as a kubelet does when nobody was there to answer.
+//! Retries, like kubelet's when a peer is unavailable.
 
 use std::time::{Duration, Instant};
 
@@ -7,7 +7,7 @@ use tonic::{Code, Status};
 
 use crate::case::PATIENCE;
 
-/// Returns whether a kubelet would just ask again: nobody was there to answer.
+/// Returns whether kubelet would retry: the peer was unavailable.
 pub fn nobody_there(error: &Status) -> bool {
     let words =
         ["connection", "EOF", "error reading from server", "not available", "unavailable", "reserved"];

@@ -1,4 +1,4 @@
-//! What a kubelet lays out on its node for one pod: a double, for the cases have CRI and no kubelet.
+//! A double of kubelet's volumes on a node for one pod: the cases use CRI without a kubelet.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
@@ -11,10 +11,10 @@ use nix::mount::{MntFlags, MsFlags, mount, umount2};
 
 use crate::case::Case;
 
-/// Numbers the versions of all volumes; kubelet has the time in their names.
+/// Counter for versions of all volumes; kubelet uses the time.
 static VERSION: AtomicU32 = AtomicU32::new(1);
 
-/// A pod's directories below `<stack>/kubelet/pods`, gone with everything in them when this is dropped.
+/// A pod's directories below `<stack>/kubelet/pods`, removed when this is dropped.
 pub struct Kubelet {
     pod: PathBuf,
     mounts: Vec<PathBuf>,
@@ -22,15 +22,15 @@ pub struct Kubelet {
 }
 
 impl Kubelet {
-    /// For a pod of `case`.
+    /// Creates the directories of a pod of `case`.
     pub fn of(case: &Case) -> Result<Self> {
         Self::of_another(case, "")
     }
 
-    /// For one of several pods of `case`, told apart by `name`.
+    /// Creates the directories of one of several pods of `case`, identified by `name`.
     pub fn of_another(case: &Case, name: &str) -> Result<Self> {
         let pod = case.stack.dir().join("kubelet/pods").join(format!("uid-{}{name}", case.name));
-        fs::create_dir_all(&pod).with_context(|| format!("cannot make {}", pod.display()))?;
+        fs::create_dir_all(&pod).with_context(|| format!("cannot create {}", pod.display()))?;
         Ok(Self { pod, mounts: Vec::new(), loops: Vec::new() })
     }
 
@@ -114,7 +114,7 @@ impl Kubelet {
         Ok(target)
     }
 
-    /// Returns the file that shall take a container's termination message.
+    /// Returns the file for a container's termination message.
     pub fn termination_log(&self) -> Result<PathBuf> {
         let dir = self.pod.join("containers/c");
         fs::create_dir_all(&dir)?;

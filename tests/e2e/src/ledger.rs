@@ -1,4 +1,4 @@
-//! What was injected, what was at stake, and what was lost: the lines of one table, made by the cases themselves.
+//! The table of injected faults and their effects, written by the cases.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,26 +7,26 @@ use std::sync::{Mutex, PoisonError};
 use anyhow::{Context, Result};
 use serde::{Deserialize, Serialize};
 
-/// One kind of fault, and what became of the pods.
+/// One kind of fault and its effect on pods.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Line {
-    /// What was done.
+    /// The fault.
     pub fault: String,
-    /// So often.
+    /// Number of injections.
     pub times: usize,
-    /// Pods that were there, or in the making, at each.
+    /// Pods that existed or were starting, at each injection.
     pub pods: usize,
-    /// Of those, the ones that were not as they should be.
+    /// Of these, affected pods.
     pub lost: usize,
-    /// Lines of logs that were looked at.
+    /// Checked log lines.
     pub lines: usize,
-    /// Of those, missing or doubled.
+    /// Of these, missing or duplicate lines.
     pub lines_lost: usize,
-    /// Processes, mounts, files of pods that were gone.
+    /// Leaked processes, mounts and files of removed pods.
     pub left: usize,
-    /// The case, by which it is repeated.
+    /// The test case.
     pub case: String,
-    /// When, in UTC, to the day.
+    /// Date, UTC.
     pub day: String,
 }
 
@@ -37,12 +37,12 @@ pub fn note(line: Line) {
     LINES.lock().unwrap_or_else(PoisonError::into_inner).push(line);
 }
 
-/// Returns where the lines of all runs are kept, the newest of each case: `target/reliability.json`.
+/// Returns the file with the newest lines of each case: `target/reliability.json`.
 fn path() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../target/reliability.json")
 }
 
-/// Puts this run's lines among those of earlier runs, and prints them as a table.
+/// Merges this run's lines with those of earlier runs, and prints them as a table.
 pub fn close() -> Result<()> {
     let new = std::mem::take(&mut *LINES.lock().unwrap_or_else(PoisonError::into_inner));
     if new.is_empty() {
@@ -69,8 +69,8 @@ pub fn close() -> Result<()> {
 fn put_into(report: &Path, lines: &[Line]) -> Result<()> {
     let (from, to) = ("<!-- made by the cases -->\n", "<!-- to here -->");
     let text = fs::read_to_string(report).with_context(|| format!("cannot read {}", report.display()))?;
-    let (before, rest) = text.split_once(from).context("the report has no place for the table")?;
-    let (_, after) = rest.split_once(to).context("the report's place for the table has no end")?;
+    let (before, rest) = text.split_once(from).context("the report has no start mark of the table")?;
+    let (_, after) = rest.split_once(to).context("the report has no end mark of the table")?;
     fs::write(report, format!("{before}{from}{}{to}{after}", table(lines)))
         .with_context(|| format!("cannot write {}", report.display()))
 }

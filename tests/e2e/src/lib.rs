@@ -1,8 +1,8 @@
-//! Fixture of the end-to-end tests. Each run has a stack of its own: containerd and the daemon in a fresh
-//! directory, taken down at the end however the run ends, and checked for what it left on the host.
+//! Fixture of the end-to-end tests. Each run has its own stack: containerd and the daemon in a new
+//! directory, removed at the end in any case, and checked for leaks on the host.
 //!
-//! The cases speak CRI, as a kubelet does. Those whose subject is a container's behaviour and not how it is
-//! isolated run on handler `runc` too: a case that fails there is wrong, whatever it says about us.
+//! The cases use CRI, like kubelet. Cases on a container's behaviour, not its isolation, also run on handler
+//! `runc`: a case that fails there is wrong.
 
 pub mod bystander;
 pub mod case;
@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Result, bail};
 
-/// Asks `check` every 20 ms until it answers `Some`, for at most `limit`. Only for what tells nobody when it
-/// changes (CRI's status, `/proc`); `what` is what the error says never came.
+/// Polls `check` every 20 ms until it returns `Some`, for at most `limit`. Only for state without notifications
+/// (CRI's status, `/proc`); `what` names it in the error.
 pub async fn eventually<T, F>(what: &str, limit: Duration, mut check: impl FnMut() -> F) -> Result<T>
 where
     F: Future<Output = Result<Option<T>>>,

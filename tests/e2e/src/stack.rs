@@ -1,4 +1,4 @@
-//! A stack of one's own, started and ended by `scripts/stack.sh`, the same way `make up` does it.
+//! A separate stack, started and stopped by `scripts/stack.sh`, like `make up`.
 
 use std::collections::HashMap;
 use std::fs;
@@ -12,8 +12,8 @@ use nix::unistd::Pid;
 
 use crate::eventually;
 
-/// Returns whether a VMM waits in the pool, or is to become a template. Its environment names the directory it was
-/// started for, which a pod that takes it moves away.
+/// Returns whether a VMM is in the pool, or becomes a template. Its environment has its first directory, which is
+/// renamed when a pod claims it.
 fn is_of_no_pod(pid: Pid) -> bool {
     let environment = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
     let dir = environment
@@ -23,13 +23,13 @@ fn is_of_no_pod(pid: Pid) -> bool {
         .is_some_and(|dir| !dir.parent().is_some_and(|dir| dir.ends_with("pods")) && dir.exists())
 }
 
-/// Directories of test runs: the pid says whether the run still goes on.
+/// Directories of test runs; the pid tells whether the run is active.
 const PREFIX: &str = "sandboxer-e2e-";
 
-/// So long what a removed pod held may take to go: nobody waits for the kernel's last steps.
+/// Timeout for the release of a removed pod's resources: the kernel finishes asynchronously.
 const GONE_WITHIN: Duration = Duration::from_secs(30);
 
-/// A running containerd, with the daemon beside it unless it was asked for without.
+/// A running containerd, with the daemon unless started without.
 pub struct Stack {
     dir: PathBuf,
     before: tempfile::NamedTempFile,
@@ -39,7 +39,7 @@ pub struct Stack {
 }
 
 impl Stack {
-    /// Starts a stack in a directory of this process. What runs that were killed left behind goes first.
+    /// Starts a stack in a directory of this process. Removes stacks of killed runs first.
     pub fn up(daemon: bool) -> Result<Self> {
         ensure!(
             nix::unistd::geteuid().is_root(),
@@ -54,7 +54,7 @@ impl Stack {
         Ok(stack)
     }
 
-    /// Starts what of the stack is not running.
+    /// Starts the stopped parts of the stack.
     pub fn start(&mut self) -> Result<()> {
         self.run_up()?;
         let env = fs::read_to_string(self.dir.join("env"))?;
@@ -66,7 +66,7 @@ impl Stack {
         Ok(())
     }
 
-    /// Same as [`Stack::start`], for a stack that was up before: nothing but processes changes.
+    /// Same as [`Stack::start`], for a stack that was up before: changes only processes.
     pub fn run_up(&self) -> Result<()> {
         self.run_up_with(&[])
     }
@@ -80,7 +80,7 @@ impl Stack {
         script_with("stack.sh", &args, variables).map(drop)
     }
 
-    /// Returns what the running stack holds of pods. Nothing, when every pod is removed.
+    /// Returns the resources of pods in the running stack; none after every pod is removed.
     pub fn held(&self) -> Result<Vec<String>> {
         let mut held = Vec::new();
         for pid in self.vmms()? {
@@ -104,7 +104,7 @@ impl Stack {
         Ok(held)
     }
 
-    /// Returns what is held of pods that were removed, once it is nothing or stays.
+    /// Returns the resources of removed pods, once there are none or they stay.
     pub async fn left(&self) -> Result<Vec<String>> {
         let began = Instant::now();
         loop {
@@ -116,13 +116,13 @@ impl Stack {
         }
     }
 
-    /// Ends the stack; an error names what it left on the host.
+    /// Stops the stack; an error lists leaks on the host.
     pub fn down(mut self) -> Result<()> {
         self.down = true;
         self.take_down()
     }
 
-    /// Takes the stack down and starts it in the same place again, without what was in it.
+    /// Removes the stack and starts an empty one in the same directory.
     pub fn renew(&self) -> Result<()> {
         if self.kept() {
             bail!("it is kept as it is, as SANDBOXER_E2E_KEEP asks");
@@ -132,7 +132,7 @@ impl Stack {
         down
     }
 
-    /// Returns whether people want to look at it afterwards.
+    /// Returns whether the stack is kept after the run.
     fn kept(&self) -> bool {
         std::env::var_os("SANDBOXER_E2E_KEEP").is_some()
     }
@@ -149,7 +149,7 @@ impl Stack {
         script("leftovers.sh", &["check".as_ref(), self.dir.as_ref(), self.before.path()]).map(drop)
     }
 
-    /// Returns where everything of the stack is.
+    /// Returns the stack's directory.
     pub fn dir(&self) -> &Path {
         &self.dir
     }
@@ -205,7 +205,7 @@ impl Stack {
         pid("worker_pid")
     }
 
-    /// Kills the worker, and says which it was. The front starts the next one by itself.
+    /// Kills the worker and returns its pid. The front starts the next one.
     pub fn kill_worker(&self) -> Result<Pid> {
         let worker = self.worker()?;
         kill(worker, Signal::SIGKILL).context("cannot kill the worker")?;
@@ -222,33 +222,33 @@ impl Stack {
         command
     }
 
-    /// VMs of this stack's pods that are alive.
+    /// Returns the live VMMs of this stack's pods.
     pub fn vmms(&self) -> Result<Vec<Pid>> {
         let (_, of_pods) = self.all_vmms()?;
         Ok(of_pods)
     }
 
-    /// VMs of this stack that wait for pods.
+    /// Returns the VMMs in this stack's pool.
     pub fn waiting(&self) -> Result<Vec<Pid>> {
         let (waiting, _) = self.all_vmms()?;
         Ok(waiting)
     }
 
-    /// Returns all virtual machines of this stack: those that wait for pods, and those of pods.
+    /// Returns all VMMs of this stack: those in the pool, and those of pods.
     fn all_vmms(&self) -> Result<(Vec<Pid>, Vec<Pid>)> {
         let mut vmms = self.processes("qemu-system")?;
         vmms.extend(self.processes("cloud-hypervisor")?);
         Ok(vmms.into_iter().partition(|&pid| is_of_no_pod(pid)))
     }
 
-    /// Control groups called `name`, in every hierarchy.
+    /// Returns the control groups named `name`, in every hierarchy.
     pub fn cgroups(&self, name: &str) -> Result<Vec<PathBuf>> {
         let found = Command::new("find").args(["/sys/fs/cgroup", "-type", "d", "-name", name]).output()?;
         ensure!(found.status.success(), "find: {}", String::from_utf8_lossy(&found.stderr));
         Ok(String::from_utf8(found.stdout)?.lines().map(PathBuf::from).collect())
     }
 
-    /// Processes of this stack whose command line begins with `…/<name>`.
+    /// Returns this stack's processes whose command line begins with `…/<name>`.
     pub fn processes(&self, name: &str) -> Result<Vec<Pid>> {
         let owned = Command::new("bash")
             .arg("-c")
@@ -318,7 +318,7 @@ fn script_with(name: &str, args: &[&Path], variables: &[(&str, &Path)]) -> Resul
     Ok(String::from_utf8(output.stdout)?)
 }
 
-/// Takes down the stacks of test runs that are over.
+/// Removes the stacks of test runs that have ended.
 fn sweep() -> Result<()> {
     for entry in fs::read_dir(std::env::temp_dir())? {
         let path = entry?.path();

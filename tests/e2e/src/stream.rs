@@ -22,7 +22,7 @@ pub struct Session {
 }
 
 impl Session {
-    /// Opens the URL that Exec or Attach answered.
+    /// Opens the URL that Exec or Attach returned.
     pub async fn open(url: &str) -> Result<Self> {
         let mut request = url.replacen("http://", "ws://", 1).into_client_request()?;
         request.headers_mut().insert("Sec-WebSocket-Protocol", "v4.channel.k8s.io".parse()?);
@@ -46,7 +46,7 @@ impl Session {
         Ok(self.socket.send(Message::Binary(message.into())).await?)
     }
 
-    /// Reads until stdout holds `needle`.
+    /// Reads until stdout contains `needle`.
     pub async fn until(&mut self, needle: &str, limit: Duration) -> Result<()> {
         let read = async {
             while !self.stdout.contains(needle) {
@@ -66,7 +66,7 @@ impl Session {
         }
     }
 
-    /// Reads to the end; the result channel's JSON.
+    /// Reads to the end and returns the result channel's JSON.
     pub async fn end(mut self, limit: Duration) -> Result<(String, String, String)> {
         let read = async {
             while self.read().await? {}

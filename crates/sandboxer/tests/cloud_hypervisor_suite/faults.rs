@@ -197,7 +197,7 @@ async fn an_endless_answer_is_cut(_: Subject) -> Result<Outcome> {
     let running = Running::of(&double("vm.add-disk", Fault::Huge(100 << 20))).await?;
     let error = attach(&running).await?;
     ensure!(
-        matches!(&error, VmmError::Malformed { reason, .. } if reason.contains("over 1048576 bytes")),
+        matches!(&error, VmmError::Malformed { reason, .. } if reason.contains("longer than 1048576 bytes")),
         "{error:?}"
     );
     running.end().await

@@ -140,10 +140,11 @@ impl BareBoot {
             .kill_on_drop(true)
             .spawn()
             .map_err(host("start a VMM"))?;
-        drop(listeners);
         let ready = async {
             let mut stream =
                 UnixStream::connect(dir.path().join(AGENT)).await.map_err(host("connect to the agent"))?;
+            // Now, so that a VMM that exits at once closes the connection and does not refuse it.
+            drop(listeners);
             let greeted = link::greet(&mut stream, &self.key).await;
             Ok(greeted.map(|_| begun.elapsed()))
         };
@@ -221,7 +222,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_machine_that_ends_at_once_is_no_time_and_its_words_are_told() {
+    async fn a_vmm_that_exits_at_once_gives_no_time_and_its_output_is_in_the_error() {
         let dir = tempfile::tempdir().unwrap();
         let program = dir.path().join("vmm");
         fs::write(&program, "#!/bin/sh\necho no such card >&2\n").unwrap();

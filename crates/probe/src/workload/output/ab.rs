@@ -45,6 +45,6 @@ mod tests {
     #[test]
     fn redirects_are_no_answers() {
         let error = parse(include_str!("../../../tests/outputs/ab-non-2xx.txt")).unwrap_err().to_string();
-        assert!(error.contains("200 were answered by another status"), "{error}");
+        assert!(error.contains("200 had a status other than 2xx"), "{error}");
     }
 }

@@ -43,6 +43,6 @@ mod tests {
     #[test]
     fn a_line_of_another_shape_is_refused_by_its_number() {
         let text = Format::Helper.example().replace("\"bench_helper\":1", "\"bench_helper\":9");
-        assert!(parse(&text).unwrap_err().to_string().contains("shape is 9"));
+        assert!(parse(&text).unwrap_err().to_string().contains("format version is 9"));
     }
 }

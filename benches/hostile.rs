@@ -315,7 +315,7 @@ impl Place {
         computing.join().unwrap();
     }
 
-    /// A pod that wants two containers at a time, each with a volume that hangs. Each time the volumes are others, as
+    /// Runs a pod that requests two containers at a time, each with a hung volume. The volumes are new each time, as
     /// their paths are known to hang.
     async fn hang(&self, over: &AtomicBool) {
         let pod = self.test.pod("hung");
@@ -347,7 +347,7 @@ impl Place {
         pod.remove().await.unwrap();
     }
 
-    /// A pod that is used as long as it lets itself be used, and started again then.
+    /// Uses a pod until that fails, and then starts it again.
     async fn come_and_go(&self, over: &AtomicBool) {
         for n in 0.. {
             let pod = self.test.pod(&format!("neighbour{n}"));

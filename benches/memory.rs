@@ -19,7 +19,7 @@ use sandboxer_probe::{
 use tokio::runtime::Runtime;
 use tokio_util::sync::CancellationToken;
 
-/// What a look at memory costs.
+/// Measures the cost of a memory reading.
 fn observer(c: &mut Criterion) {
     let mut group = c.benchmark_group("ledger");
     group.sample_size(20).measurement_time(Duration::from_secs(3));
@@ -29,7 +29,7 @@ fn observer(c: &mut Criterion) {
     group.finish();
 }
 
-/// A sweep over pod counts.
+/// Measures a sweep over pod counts.
 fn sweep(c: &mut Criterion) {
     let runtime = Runtime::new().unwrap();
     let stack = match stack::Stack::find(&runtime) {

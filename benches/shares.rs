@@ -2,7 +2,7 @@
 //!
 //! One container reads a file of a host's directory, and a file on the disk that it writes to, in turns. Then it
 //! reads its share alone, and at once with a second pod's container, in turns. Each time the guest's page cache is empty and the
-//! host's is not: what is measured is the way between the two.
+//! host's is not, so the transport between the two is measured.
 //!
 //! Beside the clock stands the processor time of the VMM, its guest included, and of the share's server. On a
 //! VM that has other work it is what tells.
@@ -117,7 +117,7 @@ impl Samples {
         self.server.push(sample.server);
     }
 
-    /// Rates of samples that moved so many MiB each, in MiB a second of these times.
+    /// Returns the rates, MiB/s, of samples of this many MiB each.
     fn rates(times: &[f64], mib: f64) -> Vec<f64> {
         times.iter().map(|seconds| mib / seconds.max(f64::EPSILON)).collect()
     }
@@ -134,7 +134,7 @@ impl Samples {
     }
 }
 
-/// Says how the rates of two series compare that moved so many MiB a sample.
+/// Prints the ratio of the rates of two series with this many MiB per sample.
 fn compare(name: &str, a: &Samples, b: &Samples, mib_of_a: f64, mib_of_b: f64) {
     for (by, of_a, of_b) in
         [("the clock", &a.clock, &b.clock), ("processor time", &a.processor, &b.processor)]
@@ -147,7 +147,7 @@ fn compare(name: &str, a: &Samples, b: &Samples, mib_of_a: f64, mib_of_b: f64) {
     }
 }
 
-/// A pod whose container reads files when it is told to.
+/// A pod whose container reads files on request.
 struct Reader {
     session: Session,
     vmm: Pid,
@@ -233,7 +233,7 @@ fn seconds(said: &str) -> Result<f64> {
     Ok(times.iter().sum())
 }
 
-/// Processor time of a process, s: user and system, all its threads.
+/// Returns the processor time of a process, s: user and system, all its threads.
 fn processor_time(pid: Pid) -> Result<f64> {
     let path = format!("/proc/{pid}/stat");
     let stat = fs::read_to_string(&path).with_context(|| format!("cannot read {path}"))?;
@@ -244,7 +244,7 @@ fn processor_time(pid: Pid) -> Result<f64> {
     Ok(ticks / a_second as f64)
 }
 
-/// Random bytes, which the host then has in its page cache.
+/// Writes random bytes, which the host then has in its page cache.
 fn fill(path: &Path, mib: usize) -> Result<()> {
     let (count, to) = (format!("count={mib}"), format!("of={}", path.display()));
     let filled =

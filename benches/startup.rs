@@ -59,7 +59,7 @@ fn new_pod(node: &Arc<DaemonState>, id: &str) -> PodHandle {
     node.registry.insert(&spec.id.clone(), spawn).unwrap()
 }
 
-/// What the daemon does per pod, no VM in it.
+/// Measures the daemon's work per pod, without a VM.
 fn daemon(c: &mut Criterion) {
     let runtime = Runtime::new().unwrap();
     let dir = tempfile::tempdir().unwrap();
@@ -174,7 +174,7 @@ fn daemon(c: &mut Criterion) {
     runtime.block_on(async { running.remove().await.unwrap() });
 }
 
-/// A page of ten thousand starts: two runtimes, serial and in groups, one of them with stages.
+/// Measures a report page of ten thousand starts: two runtimes, serial and in groups, one with stages.
 fn page(c: &mut Criterion) {
     let sample = |number: u32| Sample {
         runtime: if number.is_multiple_of(2) { "a" } else { "b" }.into(),
@@ -217,7 +217,7 @@ fn page(c: &mut Criterion) {
     group.finish();
 }
 
-/// Whole starts through containerd.
+/// Measures whole starts through containerd.
 fn pods(c: &mut Criterion) {
     let runtime = Runtime::new().unwrap();
     let stack = match stack::Stack::find(&runtime) {

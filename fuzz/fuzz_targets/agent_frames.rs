@@ -15,7 +15,7 @@ fuzz_target!(|input: (Vec<u8>, Vec<u8>, u8)| {
     let asking = asked.chunks(piece).try_for_each(|bytes| pieces.sent(bytes));
     assert_eq!(asking.and_then(|()| said.chunks(piece).try_for_each(|bytes| pieces.received(bytes))), verdict);
 
-    // A whole head of an answer that nobody waits for.
+    // A whole header of an answer without a caller.
     if asked.is_empty() && said.len() >= 10 {
         assert!(verdict.is_err());
     }

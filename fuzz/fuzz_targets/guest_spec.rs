@@ -1,4 +1,4 @@
-//! An OCI spec on its way to a guest. What comes out names nothing of the host, and is a spec like any other.
+//! Translates an OCI spec for a guest. The result is valid and names nothing of the host.
 #![no_main]
 
 use libfuzzer_sys::fuzz_target;

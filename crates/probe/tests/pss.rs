@@ -1,5 +1,5 @@
-//! PSS of processes whose pages are known: this program starts itself again, twice, with so many private
-//! pages and so many that the two share.
+//! PSS of processes with known pages: this program starts itself twice, with a number of private
+//! pages and a number of shared pages.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "helpers of tests fail their test")]
 

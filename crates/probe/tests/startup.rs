@@ -67,7 +67,7 @@ async fn times_are_those_that_were_drawn() {
         })
         .collect();
     assert_eq!(excess.len(), 40);
-    // A timer never ends early; what comes on top is the scheduler's and three calls' way.
+    // A timer never ends early; the rest is scheduling and three calls.
     assert!(excess.iter().all(|excess| *excess > -1.0), "measured less than was drawn: {excess:?}");
     assert!(median(&excess).unwrap() < 40.0, "measured far more than was drawn: {excess:?}");
     // The first line may come before StartContainer is answered, and then that is its time.

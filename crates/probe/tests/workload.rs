@@ -29,7 +29,7 @@ fn facts(cpus: u32) -> String {
     )
 }
 
-/// Returns what a container with so many processors does with a command of the probe's.
+/// Returns the output of a container with this many processors for a command of the probe.
 fn with_cpus(cpus: u32, command: &[String]) -> Ended {
     let words: Vec<&str> = command.iter().map(String::as_str).collect();
     let of = |format: Format| (0, format.example().to_owned(), facts(cpus));

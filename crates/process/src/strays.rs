@@ -190,7 +190,7 @@ mod tests {
         let mut sleeper = std::process::Command::new("sleep");
         let mut child = sleeper.arg("60").env(MARK, &born).current_dir(&born).spawn().unwrap();
         let found = || all().unwrap().into_iter().find(|stray| stray.pid == child.id()).unwrap();
-        // It waits: nobody's yet.
+        // It is in the pool.
         assert!(!found().is_of(&run_dir, &pool));
         fs::rename(&born, &run_dir).unwrap();
         let stray = found();

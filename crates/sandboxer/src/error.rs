@@ -185,7 +185,7 @@ pub enum PodError {
 }
 
 impl PodError {
-    /// Returns the code to answer with.
+    /// Returns the gRPC code.
     pub fn code(&self) -> Code {
         match self {
             Self::NoPod(_) | Self::NoContainer(_) | Self::NoExec { .. } | Self::ProcessEnded(_) => {

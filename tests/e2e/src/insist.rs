@@ -38,7 +38,7 @@ where
     }
 }
 
-/// Asks until there is an answer. Only what a kubelet asks again by itself: pods' starts, stops and removals.
+/// Retries until there is an answer. Only for requests that a kubelet retries by itself: starts, stops and removals of pods.
 pub async fn insist<T, F>(what: &str, mut ask: impl FnMut() -> F) -> Result<T>
 where
     F: Future<Output = Result<T, Status>> + Send,

@@ -50,7 +50,7 @@ pub fn close() -> Result<()> {
     }
     let path = path();
     let mut lines: Vec<Line> = match fs::read(&path) {
-        // One that an older build wrote is begun anew.
+        // A ledger of an older build is replaced.
         Ok(text) => serde_json::from_slice(&text).unwrap_or_default(),
         Err(_) => Vec::new(),
     };

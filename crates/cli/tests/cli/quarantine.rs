@@ -82,7 +82,7 @@ fn nothing_is_destroyed_unless_somebody_says_yes() {
     let daemon = double.serve();
     let refused = daemon.cli(&format!("quarantine destroy {TORN}")).failed(1);
     assert!(refused.contains("--yes"), "{refused}");
-    // A pipe is nobody.
+    // A pipe is not a terminal.
     let mut piped = command(&daemon.socket, &format!("quarantine destroy {TORN}"));
     let mut child =
         piped.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();

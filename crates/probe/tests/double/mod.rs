@@ -38,7 +38,7 @@ pub struct Behaviour {
     pub never: bool,
     /// The first line is on stderr.
     pub on_stderr: bool,
-    /// RunPodSandbox answers nobody until so many have asked at once; 0 for at once.
+    /// RunPodSandbox answers only after this many concurrent calls; 0: at once.
     pub together: usize,
     /// What its containers do; without it they print a line and stay.
     pub tool: Option<Tool>,
@@ -129,7 +129,7 @@ impl Double {
         look(&self.shared.truth.lock().unwrap())
     }
 
-    /// Dies: nobody listens from now on.
+    /// Stops listening, as if it had died.
     pub fn die(&mut self) {
         std::fs::remove_file(&self.socket).unwrap();
         self.end.take();

@@ -81,7 +81,7 @@ async fn a_key_that_changes_ends_no_session_and_counts_for_the_next() {
     let mut session = accepted.recv().await.unwrap();
 
     keys.send_replace(new.clone());
-    // By the old key, nobody is greeted any more: to the session that is open it is a payload.
+    // The old key is no greeting any more: an open session treats it as payload.
     host.write_all(&old.0).await.unwrap();
     let mut payload = [0; LinkKey::LEN];
     session.read_exact(&mut payload).await.unwrap();

@@ -73,7 +73,7 @@ pub fn spawn(
     handle
 }
 
-/// Returns what a pod's task runs, what it takes requests from, and what others hold of it.
+/// Returns the driver of a pod's task, its request queue, and its handle.
 fn driver(
     node: Arc<DaemonState>,
     spec: PodSpec,
@@ -363,7 +363,7 @@ impl Driver {
         }
     }
 
-    /// Returns the VM as the journal keeps it.
+    /// Returns the VM's record for the journal.
     fn vm(&self) -> Option<VmRecord> {
         match (&self.live, &self.unreached) {
             (Some(live), _) => Some(live.vm.record()),

@@ -35,7 +35,7 @@ pub fn listen(front: &Arc<Front>, pod: &PodSpec) -> Result<Vec<TcpListener>, Pod
     listeners
 }
 
-/// Returns those of a pod that lives. Without a front they were let go of meanwhile, and others may have taken some.
+/// Returns the host ports of a running pod. Without a front they were released meanwhile, and other processes may have taken some.
 pub fn listen_again(front: &Arc<Front>, pod: &PodSpec) -> Vec<TcpListener> {
     let listen = |&port: &u16| {
         if let Some(kept) = front.take(&key(pod, port)).and_then(|mut entry| entry.fds.pop()) {

@@ -119,12 +119,12 @@ pub struct ProcessRecord {
     pub stdio: StdioPaths,
 }
 
-/// Returns where a state directory has its records.
+/// Returns the directory of records in a state directory.
 pub fn dir(state_dir: &Path) -> PathBuf {
     state_dir.join("pods")
 }
 
-/// Returns where the record before the one at `path` is.
+/// Returns the path of the previous record of the one at `path`.
 pub fn before(path: &Path) -> PathBuf {
     path.with_extension(BEFORE)
 }
@@ -215,9 +215,9 @@ impl Journal {
         Ok(records)
     }
 
-    /// Returns what a pod can be taken up by whose record can't be read: the one before it. None if that isn't better, or the
-    /// record is a later daemon's, which is whole. None if it is from before the pod was ready: it doesn't tell which
-    /// VM is the pod's, and by it the pod would be undone.
+    /// Returns the previous record of a pod whose record cannot be read, to adopt it by. None if that is no better, or if the
+    /// record is a later daemon's, which is valid. None if it is from before the pod was ready: it does not contain the
+    /// pod's VM, and recovery would undo the pod.
     pub fn instead_of(&self, unreadable: &JournalError) -> Option<PodRecord> {
         if matches!(unreadable, JournalError::Version { .. }) {
             return None;

@@ -212,7 +212,7 @@ impl PodHandle {
         &self.id
     }
 
-    /// Returns where the pod stands. Never waits.
+    /// Returns the pod's status. Never waits.
     pub fn status(&self) -> PodStatus {
         self.status.borrow().clone()
     }

@@ -16,7 +16,7 @@ pub fn bytes(text: &str) -> Option<u64> {
     digits.parse::<u64>().ok().filter(|_| plain)?.checked_mul(1 << shift)
 }
 
-/// Returns the size that annotation `name` asks for; why it can't be.
+/// Parses the size in annotation `name`; the error says why it is invalid.
 pub fn space(name: &str, text: &str) -> Result<u64, String> {
     bytes(text).filter(|bytes| SPACE.contains(bytes)).ok_or_else(|| {
         format!("annotation {name} is {text:?}, it takes 1Mi to 16Ti (a number of bytes, or with Ki, Mi, Gi or Ti)")

@@ -116,7 +116,7 @@ pub struct Quarantine {
 }
 
 impl Quarantine {
-    /// Returns that of a daemon.
+    /// Returns the quarantine of a daemon.
     pub fn of(config: &Config) -> Self {
         Self {
             dir: config.state_dir.join(DIR),
@@ -159,7 +159,7 @@ impl Quarantine {
         File::open(&self.dir)?.sync_all()
     }
 
-    /// Returns all entries, the oldest first, as many as one answer holds.
+    /// Returns the entries, oldest first, up to the maximum of a list.
     pub fn list(&self) -> Result<Listed, QuarantineError> {
         let mut listed = Listed::default();
         let mut names = self.names().map_err(self.host("", "read", &self.dir))?;
@@ -178,7 +178,7 @@ impl Quarantine {
         Ok(listed)
     }
 
-    /// Returns an entry, its report as it was written, and the start of its record.
+    /// Returns an entry, its report, and the beginning of its record.
     pub fn show(&self, name: &str) -> Result<(Entry, String, String), QuarantineError> {
         let (entry, _) = self.find(name)?;
         let (record, report) = (self.record(&entry.name), self.report_path(&entry.name));
@@ -237,7 +237,7 @@ impl Quarantine {
         Ok(entry)
     }
 
-    /// Returns the processes of a pod whose record is here, and its entry. None: no record of it is, or nothing of it runs.
+    /// Returns the processes of a quarantined pod, and its entry. None if there is no entry or no process.
     pub fn running(&self, pod: &SandboxId) -> Result<Option<(Id, Vec<u32>)>, QuarantineError> {
         let found = self.running_strays(pod)?;
         Ok(found.map(|(name, strays)| (name, strays.iter().map(|stray| stray.pid).collect())))
@@ -287,7 +287,7 @@ impl Quarantine {
         if pids.is_empty() { Ok(()) } else { Err(QuarantineError::Lingering { pod: pod.clone(), pids }) }
     }
 
-    /// Returns the entry of that whole name, and every process among which its pod's are.
+    /// Returns the entry with this full name, and all processes that may belong to its pod.
     fn find(&self, name: &str) -> Result<(Entry, Vec<Stray>), QuarantineError> {
         let id: Id = name.parse()?;
         let meta = match fs::symlink_metadata(self.record(&id)) {
@@ -324,7 +324,7 @@ impl Quarantine {
         Ok(entries.flatten().filter_map(name).collect())
     }
 
-    /// Returns a name for a pod's record that no entry has, and the time in it.
+    /// Returns a unique name for a pod's record, and the time in it.
     fn unused_name(&self, pod: Option<&SandboxId>) -> io::Result<(Id, u64)> {
         let mut at_ns = now_ns();
         loop {
@@ -371,13 +371,13 @@ fn rename_if_there(from: &Path, to: &Path) -> io::Result<()> {
     }
 }
 
-/// Returns when an entry was put aside, and whose it is.
+/// Returns the time and the pod of an entry.
 fn parts(name: &Id) -> (u64, Option<SandboxId>) {
     let (at, pod) = name.as_str().split_once('-').unwrap_or((name.as_str(), ""));
     (at.parse().unwrap_or(0), pod.parse().ok())
 }
 
-/// Returns the first bytes of a file, what of them isn't text replaced.
+/// Returns the first bytes of a file, with invalid UTF-8 replaced.
 fn start_of(path: &Path, most: u64) -> io::Result<String> {
     let mut start = Vec::new();
     File::open(path)?.take(most).read_to_end(&mut start)?;

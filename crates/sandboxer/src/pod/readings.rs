@@ -51,7 +51,7 @@ impl Readings {
         Self { pod, old, known: Mutex::default() }
     }
 
-    /// Returns what `ask` has the guest tell of a container, or of itself, or what it told last if it takes too long.
+    /// Calls `ask` for the statistics of a container or of the guest; returns the last ones if it takes too long.
     pub async fn read(
         self: Arc<Self>,
         of: Option<ContainerId>,

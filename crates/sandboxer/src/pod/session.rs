@@ -20,7 +20,7 @@ const MAX_PAUSE: Duration = Duration::from_secs(5);
 /// After a session of this length, the delay starts from the minimum again.
 const LASTING: Duration = Duration::from_secs(10);
 
-/// Makes a session anew whenever one ends, until it is dropped. Returns what the guest did if it broke one.
+/// Creates a new session whenever one ends, until it is dropped. Returns the guest's fault if it broke one.
 pub async fn keep(node: Arc<DaemonState>, spec: PodSpec, key: LinkKey, live: RunningVm) -> PodError {
     let pod = &spec.id;
     let mut pause = FIRST_PAUSE;

@@ -56,7 +56,7 @@ pub async fn plug(
     Ok(Some(disk))
 }
 
-/// Returns a scratch disk in the agent's words.
+/// Converts a scratch disk for the agent.
 pub fn message(disk: &DiskSpec) -> wire::Disk {
     wire::Disk {
         serial: disk.serial.clone(),

@@ -68,7 +68,7 @@ pub struct Limits {
 }
 
 impl Limits {
-    /// Returns the same, of what is unlimited taken away.
+    /// Returns the same limits without the unlimited ones.
     pub fn without(self, unlimited: Unlimited) -> Self {
         Self {
             cpu_quota_us: if unlimited.cpu { -1 } else { self.cpu_quota_us },
@@ -94,7 +94,7 @@ pub struct Room {
 }
 
 impl PodSpec {
-    /// Returns a pod of which nothing is asked but a VM of that size; its id is its name.
+    /// Returns the spec of a pod with only a VM of this size; its id is its name.
     pub fn plain(id: SandboxId, vcpus: u32, memory_mib: u64) -> Self {
         Self {
             name: id.to_string(),
@@ -117,7 +117,7 @@ impl PodSpec {
         }
     }
 
-    /// Returns the kind of VM it needs with so many network interfaces.
+    /// Returns the shape of its VM with this number of network interfaces.
     pub fn shape(&self, nics: usize) -> Shape {
         // Cannot overflow: a pod with more than a few is rejected.
         let nics = u8::try_from(nics).unwrap_or(u8::MAX);

@@ -68,7 +68,7 @@ impl StageTimes {
         }
     }
 
-    /// Returns what has come together, stages in order; those that never ended in a way are left out.
+    /// Returns the summaries in the order of stages, without those that are empty.
     pub fn summaries(&self) -> Vec<StageSummary> {
         let kinds = Stage::ALL.into_iter().flat_map(|stage| OUTCOMES.map(|outcome| (stage, outcome)));
         kinds
@@ -92,7 +92,7 @@ impl StageSummary {
         self.micros.len()
     }
 
-    /// Returns the time that this part of all (0 to 1) did not exceed, ns; exact to 1 %.
+    /// Returns this quantile (0 to 1), ns; exact to 1 %.
     pub fn quantile_ns(&self, part: f64) -> u64 {
         self.micros.value_at_quantile(part).saturating_mul(1000)
     }
@@ -102,7 +102,7 @@ impl StageSummary {
         (self.micros.min().saturating_mul(1000), self.micros.max().saturating_mul(1000))
     }
 
-    /// Returns how many did not exceed so many µs.
+    /// Returns the number of times up to this limit, µs.
     pub fn count_up_to(&self, micros: u64) -> u64 {
         self.micros.count_between(0, micros)
     }

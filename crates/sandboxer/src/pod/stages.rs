@@ -24,7 +24,7 @@ pub enum Outcome {
 }
 
 impl Outcome {
-    /// Returns the outcome as it is shown.
+    /// Returns the outcome for messages and metrics.
     pub const fn as_str(self) -> &'static str {
         match self {
             Outcome::Ok => "ok",

@@ -88,7 +88,7 @@ enum Source {
 }
 
 impl Source {
-    /// Returns what there is of this shape by this way, or why there is nothing.
+    /// Returns a source of a VM of this shape on this start path, or why there is none.
     fn take(node: &DaemonState, shape: Shape, start_path: StartPath) -> Result<Self, &'static str> {
         match start_path {
             StartPath::Pool => node.pool.claim(shape, &node.templates).map(|warm| Self::Pool(Box::new(warm))),
@@ -238,7 +238,7 @@ impl<'a> Start<'a> {
         Ok(place)
     }
 
-    /// Returns when the time is up for something that may take one of `parts` parts of what is left.
+    /// Returns the deadline for one of `parts` equal parts of the remaining time.
     fn until(&self, parts: u32) -> Instant {
         let now = Instant::now();
         now + self.deadline.saturating_duration_since(now) / parts
@@ -423,7 +423,7 @@ async fn answered<T>(
     tokio::time::timeout_at(until, answer).await.unwrap_or_else(late)
 }
 
-/// Returns a time limit as people are told it.
+/// Rounds a time limit for messages.
 fn whole_ms(limit: Duration) -> Duration {
     Duration::from_millis(limit.as_millis().try_into().unwrap_or(u64::MAX))
 }
@@ -462,7 +462,7 @@ async fn gone(pod: &SandboxId, vm: &dyn Vm) {
     }
 }
 
-/// Returns a VM's end as an error of its pod.
+/// Converts a VM's exit to an error of its pod.
 pub fn vm_ended(spec: &PodSpec, exit: VmExit) -> PodError {
     PodError::VmEnded { pod: spec.id.clone(), how: exit.how, last_lines: exit.last_lines.join(" | ") }
 }

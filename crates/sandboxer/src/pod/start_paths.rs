@@ -76,7 +76,7 @@ impl StartPaths {
     }
 }
 
-/// Returns why a path failed, as one of a few words.
+/// Returns the reason of a fallback as a metrics label.
 pub fn reason(start_path: StartPath, error: &PodError) -> &'static str {
     match (error, start_path) {
         (PodError::NotReady { .. } | PodError::Vmm(VmmError::Hung { .. }), _) => "silent",
@@ -96,7 +96,7 @@ mod tests {
 
     use super::*;
 
-    /// Returns what is logged while `work` is done.
+    /// Returns the log lines of `work`.
     fn logged(work: impl FnOnce()) -> String {
         let lines = Arc::new(Mutex::new(Vec::new()));
         let subscriber =

@@ -96,7 +96,7 @@ async fn remove_forgotten(starts: Arc<Starts>, mut earlier: Vec<SandboxId>) {
     }
 }
 
-/// Returns whether the pod's network namespace is still where it was when the pod was asked for.
+/// Returns whether the pod's network namespace is still at the requested path.
 async fn has_network(pod: &PodHandle) -> bool {
     match pod.inspect().await.map(|view| view.spec.netns) {
         Ok(Some(netns)) => !matches!(tokio::fs::try_exists(netns).await, Ok(false)),

@@ -54,7 +54,7 @@ impl PodState {
         PodState::Unknown,
     ];
 
-    /// Returns whether the diagram has an arrow from here to `next`.
+    /// Returns whether the diagram has a transition to `next`.
     pub const fn may_become(self, next: PodState) -> bool {
         use PodState::{Created, Ready, Starting, Stopped, Stopping, Unknown};
         match (self, next) {
@@ -67,7 +67,7 @@ impl PodState {
         }
     }
 
-    /// Returns the state in people's words.
+    /// Returns the state for messages.
     pub const fn as_str(self) -> &'static str {
         match self {
             PodState::Created => "created",
@@ -119,7 +119,7 @@ pub struct PodStatus {
 }
 
 impl PodStatus {
-    /// Returns a pod that has just been created, at so many ns since 1970.
+    /// Returns the status of a new pod, created at this time, ns since 1970.
     pub fn created(created_at_ns: u64) -> Self {
         Self {
             state: PodState::Created,
@@ -136,7 +136,7 @@ impl PodStatus {
         }
     }
 
-    /// Returns it as it is written to a record: of an unknown pod, as it was found there.
+    /// Returns the status for the record: for an unknown pod, the status read from there.
     pub fn recorded(&self) -> Self {
         match self.state {
             PodState::Unknown => Self { state: PodState::Ready, reason: String::new(), ..self.clone() },

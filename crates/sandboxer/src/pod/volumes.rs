@@ -89,7 +89,7 @@ impl Volumes {
         Self { store, shares, spare: Spare::default(), disk_bytes, earlier: None, all: Mutex::default() }
     }
 
-    /// Returns those that an earlier daemon had made; the agent knows `made`. See [`Volumes::go_on`].
+    /// Returns the volumes of an earlier daemon; the agent knows `made`. See [`Volumes::go_on`].
     pub fn found(
         store: Arc<VolumeStore>,
         shares: Shares,
@@ -123,7 +123,7 @@ impl Volumes {
         }
     }
 
-    /// Returns what the journal keeps of them.
+    /// Returns their records for the journal.
     pub fn record(&self) -> Vec<Needed> {
         let all = self.volumes();
         let made = all.values().filter(|volume| volume.is_made.load(Ordering::Acquire));
@@ -190,7 +190,7 @@ impl Volumes {
         Ok(())
     }
 
-    /// Returns whether an earlier daemon made it and had no time to note it.
+    /// Returns whether an earlier daemon created it without recording it.
     fn was_made(&self, id: &Id) -> bool {
         self.earlier.as_ref().is_some_and(|earlier| earlier.made.contains(id.as_str()))
     }

@@ -197,7 +197,7 @@ async fn namespaces(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// shareProcessNamespace: each sees the other and is PID 1 to nobody; what its init leaves running ends with it.
+/// shareProcessNamespace: each container sees the other, and none is PID 1; processes that its init leaves end with it.
 /// As `kubectl debug --target` asks: the debugger sees what runs in the container it is for.
 async fn processes_of_another(case: Case) -> Result<()> {
     let pod = case.pod().await?;
@@ -371,7 +371,7 @@ async fn out_of_memory(case: Case) -> Result<()> {
     let eats = pod.start(config).await?;
     let status = eats.ended().await?;
     ensure!(status.exit_code == 137, "{status:?}");
-    // The reason comes by another way than the end, and may come a moment later.
+    // The reason arrives separately from the exit, maybe a moment later.
     sandboxer_e2e::eventually("reason OOMKilled", PATIENCE, || async {
         Ok((eats.status().await?.reason == "OOMKilled").then_some(()))
     })

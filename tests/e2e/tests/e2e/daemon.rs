@@ -57,7 +57,7 @@ async fn killed_while_a_pod_starts(case: Case) -> Result<()> {
             let case = case.clone();
             tokio::spawn(async move { case.cri.run_pod(&config, case.handler).await })
         };
-        // The moment of the kill is the point: early, half way, late.
+        // The moment of the kill varies: early, half-way, late.
         tokio::time::interval_at(tokio::time::Instant::now() + Duration::from_millis(millis), PATIENCE)
             .tick()
             .await;
@@ -144,7 +144,7 @@ async fn with_broken_vmms(case: &Case, path: &Path, sound: &str) -> Result<()> {
     Ok(())
 }
 
-/// A pod whose record can't be understood runs on, is taken up by a daemon that understands it, and goes when told to.
+/// A pod with an unreadable record runs on, is adopted by a daemon that can read it, and is removed on request.
 async fn record_that_is_not_understood(case: Case) -> Result<()> {
     // Of the pool: its process was told of another directory than the pod's.
     pool_is_filled(&case).await?;

@@ -14,7 +14,7 @@ crate::cases![
     VmAlone: vmm_killed, guest_that_panics, guest_that_stands_still
 ];
 
-/// The pod still works: what failed in it has disturbed nobody.
+/// Checks that the pod still works after the failure.
 async fn still_works(pod: &sandboxer_e2e::case::Pod) -> Result<()> {
     let said = pod.output("echo works").await?;
     ensure!(said == "works", "{said}");
@@ -34,7 +34,7 @@ async fn entrypoint_that_is_not_there(case: Case) -> Result<()> {
     still_works(&pod).await
 }
 
-/// runc only warns; whoever asks for something that cannot be given had better know.
+/// runc only warns. An unsupported request should be an error.
 async fn unknown_capability(case: Case) -> Result<()> {
     let pod = case.pod().await?;
     let mut config = shell("c", "true");

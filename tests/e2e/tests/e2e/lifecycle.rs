@@ -121,7 +121,7 @@ async fn containers_of_a_pod_share_its_network(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// StopPodSandbox of a pod whose containers nobody stopped, RemovePodSandbox right after.
+/// StopPodSandbox of a pod with running containers, RemovePodSandbox right after.
 async fn remove_takes_what_runs(case: Case) -> Result<()> {
     let pod = case.pod().await?;
     let running = pod.start(idle("running")).await?;

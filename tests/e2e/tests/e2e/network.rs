@@ -164,7 +164,7 @@ async fn pods_reach_one_another(case: Case) -> Result<()> {
         let fetched = soon(&client, &format!("wget -q -O - http://{url}/bin/busybox | md5sum")).await?;
         ensure!(fetched == expected, "TCP from {ip}: {fetched}, not {expected}");
         client.sh(&format!("ping -c 2 -w 20 {ip}")).await.with_context(|| format!("ICMP to {ip}"))?;
-        // Its datagrams go to a port where nobody listens, which is answered if their checksums are right.
+        // Its datagrams go to a closed port, which answers if their checksums are right.
         let kind = if ip.is_ipv4() { "" } else { "6" };
         let traced = client.sh(&format!("traceroute{kind} -n -q 1 -w 10 -m 2 {ip}")).await?;
         ensure!(traced.lines().last().is_some_and(|hop| hop.contains(" ms")), "UDP to {ip}: {traced}");
@@ -395,7 +395,7 @@ async fn traffic_is_told(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// Returns a port of the host at which nobody listens.
+/// Returns a free port of the host.
 fn free_port() -> Result<u16> {
     Ok(TcpListener::bind("[::]:0")?.local_addr()?.port())
 }

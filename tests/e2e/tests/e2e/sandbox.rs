@@ -138,7 +138,7 @@ async fn limits_of_the_pod(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// A VM keeps its size: who asks for more is told so, of a pod and of a container.
+/// A VM keeps its size: larger limits are rejected, for a pod and for a container.
 async fn limits_beyond_the_vm(case: Case) -> Result<()> {
     let limits = |memory_mib: i64, cpus: i64| LinuxContainerResources {
         memory_limit_in_bytes: memory_mib << 20,
@@ -279,7 +279,7 @@ async fn one_vmm_and_nothing_else(case: Case) -> Result<()> {
     ensure!(vmms.len() == 3, "{} VMMs for three pods", vmms.len());
     ensure!(case.stack.processes("containerd-shim")?.is_empty(), "a shim is left running");
     ensure!(case.stack.processes("pause")?.is_empty(), "a pause process runs");
-    // Once what was started on the way, and ends by itself, has ended. VMs that wait in the pool come and
+    // After helper processes have ended by themselves. VMs that wait in the pool come and
     // go meanwhile.
     let others = || {
         let mut others = case.stack.processes("")?;

@@ -92,7 +92,7 @@ async fn the_jail_of_what_serves_shares_is_shown(case: Case) -> Result<()> {
     let pid = jail["pid"].as_u64().context("no process serves shares")?;
     ensure!(fs::read_to_string(format!("/proc/{pid}/comm"))?.trim() == "sandboxer-share", "{jail}");
     agrees(&case, jail, pid)?;
-    // It acts as whoever owns a file of the host's.
+    // It acts as the owner of each file.
     ensure!(jail["shared_namespaces"] == serde_json::json!(["user"]), "{jail}");
 
     kill(Pid::from_raw(i32::try_from(pid)?), Signal::SIGKILL)?;

@@ -160,7 +160,7 @@ async fn large_file(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// Returns a file of so many MiB at `path`; its sha256sum.
+/// Writes a file of this many MiB at `path`; returns its sha256sum.
 fn random(path: &Path, mib: u32) -> Result<String> {
     let (count, to) = (format!("count={mib}"), format!("of={}", path.display()));
     let made = Command::new("dd").args(["if=/dev/urandom", "bs=1M", "status=none", &count, &to]).status()?;
@@ -182,7 +182,7 @@ async fn copied_to_the_log(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// Copies as many bytes of its input into its output as it is told to, within the kernel.
+/// Copies the given number of bytes from its input to its output within the kernel (sendfile).
 const SPLICE: &str = r#"
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -274,7 +274,7 @@ async fn what_is_not_there(case: Case) -> Result<()> {
     let host = host()?;
     let pod = case.pod().await?;
     let missing = host.path().join("missing");
-    // A kubelet wants it that way: CRI makes a directory.
+    // A kubelet expects this: CRI creates a directory.
     let made = pod.start(with(idle("c"), &missing, false)).await?;
     made.sh("echo x >/data/file").await?;
     ensure!(missing.join("file").exists());
@@ -374,11 +374,11 @@ async fn killed_during_io(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// A guest's files have no part of the daemon on their way. While its front stands still, nobody starts the next worker.
+/// Reads of shares do not pass the daemon. While the front is stopped, no next worker starts.
 async fn read_on_while_the_worker_is_dead(case: Case) -> Result<()> {
     let host = host()?;
     let expected = random(&host.path().join("large"), 16)?;
-    // Each time the file is opened its contents are asked for anew.
+    // The contents are requested again on each open.
     let script = "while sleep 0.1; do sha256sum </data/large >>/data/sums; done";
     let pod = case.pod().await?;
     let container = pod.start(with(shell("c", script), host.path(), false)).await?;
@@ -400,7 +400,7 @@ async fn read_on_while_the_worker_is_dead(case: Case) -> Result<()> {
             Ok((stat.is_empty() || stat.contains(") Z ")).then_some(()))
         })
         .await?;
-        // One may have been under way.
+        // One may have been in progress.
         more_than(sums().lines().count() + 2).await
     };
     let without = without.await;

@@ -80,7 +80,7 @@ async fn churn(case: Case) -> Result<()> {
     }
     settled(&case).await?;
     ensure!(case.stack.worker()? == worker, "the worker has ended by itself");
-    // What is open for a moment, as a record on its way to the disk, is not what is looked for.
+    // Files that are open for a moment, such as a record during a sync, are not leaks.
     let what = format!("{} open files or fewer", before.files);
     let after = eventually(&what, PATIENCE, || async {
         Ok(Some(Holds::of(worker)?).filter(|now| now.files <= before.files))

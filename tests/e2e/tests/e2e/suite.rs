@@ -67,7 +67,7 @@ impl Suite {
         Ok(outcome?)
     }
 
-    /// What was there before isn't its fault; what is there after it is. Neither is in the way of the next one.
+    /// Leftovers from before the case are not its fault; those after it are. Neither disturbs the next case.
     fn run_alone(&self, entry: &Entry, handler: &'static str, name: &str) -> Result<()> {
         let earlier = self.left().context("before the case")?;
         if !earlier.is_empty() {
@@ -164,7 +164,7 @@ impl Suite {
         if let Err(error) = stack.down() {
             failed.push(format!("{error:#}"));
         }
-        // Once more and last, so that nobody has to look for them.
+        // Once more at the end, so that they are easy to find.
         for reason in &failed {
             eprintln!("error: {reason}");
         }

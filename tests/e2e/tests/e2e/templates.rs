@@ -60,7 +60,7 @@ async fn nothing_random_is_the_same_in_two_copies(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// Returns what a pod draws that got its VM in this way, be it at a later attempt: another pod may be the one that takes
+/// Returns the random draws of a pod that started on this path, possibly after retries: another pod may take
 /// the VM that waited.
 async fn drawn(case: &Case, handler: &str, start_path: &str) -> Result<Vec<String>> {
     eventually(&format!("a pod whose VM came by {start_path}"), PATIENCE * 10, || async {
@@ -80,7 +80,7 @@ async fn drawn(case: &Case, handler: &str, start_path: &str) -> Result<Vec<Strin
 }
 
 async fn a_damaged_template_is_named_made_anew_and_can_be_removed(case: Case) -> Result<()> {
-    // Of a size that nobody else asks for: what is done about its template is done for this pod.
+    // A size that no other pod requests: work on its template is for this pod.
     let sized = || async {
         let adjust = |config: &mut PodSandboxConfig| {
             config.annotations.insert("io.sandboxer.memory".into(), "320".into());

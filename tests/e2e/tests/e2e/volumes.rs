@@ -51,7 +51,7 @@ fn helpers() -> Result<usize> {
 }
 
 /// Servers that answer containerd and then the daemon no more: what asks for their volumes fails in time and by name,
-/// and nobody else waits.
+/// and no other pod waits.
 async fn volumes_that_hang_cost_their_pod_alone(case: Case) -> Result<()> {
     let dir = tempfile::tempdir()?;
     let mut hung = Vec::new();
@@ -180,7 +180,7 @@ async fn a_sub_path_of_an_empty_dir(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// The usual way to more shared memory: an emptyDir in memory at /dev/shm.
+/// The usual method for more shared memory: an emptyDir in memory at /dev/shm.
 async fn shared_memory_of_another_size(case: Case) -> Result<()> {
     let mut kubelet = Kubelet::of(&case)?;
     let memory = kubelet.memory("shm", "3m")?;
@@ -319,7 +319,7 @@ async fn what_a_guest_cannot_have_is_refused_by_name(case: Case) -> Result<()> {
         error.contains("/dev/console-of-host") && error.contains("not available in a microVM pod"),
         "{error}"
     );
-    // Nothing of either attempt is in the way of the next.
+    // Neither attempt disturbs the next one.
     let said =
         pod.run(mounted(shell("fine", "echo fine >/d/x; cat /d/x"), "/d", &disk, false)).await?.success()?;
     ensure!(said == "fine", "{said}");
@@ -361,7 +361,7 @@ async fn volumes_outlive_the_daemon(case: Case) -> Result<()> {
     prints(&after, read, "one\ntwo\nblue").await
 }
 
-/// What a pod has written is in its guest's memory when it is told to stop, and getting it to a slow disk takes longer than
+/// A pod's writes are in its guest's memory when it is stopped, and a slow disk takes longer to store them than
 /// a power-off: here the VMM stands still meanwhile.
 async fn a_stop_loses_no_data(case: Case) -> Result<()> {
     let mut kubelet = Kubelet::of(&case)?;

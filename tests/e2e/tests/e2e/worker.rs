@@ -1,4 +1,4 @@
-//! The worker behind the front may be killed at any instant, and nobody notices.
+//! The worker behind the front may be killed at any moment without visible effects.
 
 use std::time::Duration;
 
@@ -132,7 +132,7 @@ async fn replaced(case: Case) -> Result<()> {
         let before = case.stack.worker()?;
         kill(case.stack.pid("sandboxer")?, Signal::SIGHUP)?;
         eventually("another worker", PATIENCE, || async {
-            // While the one before it drains, nobody answers.
+            // While the old worker drains, there is no answer.
             Ok(case.stack.worker().ok().filter(|worker| *worker != before))
         })
         .await?;
@@ -180,7 +180,7 @@ async fn killed_while_containers_are_made(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// The next worker does not take a VMM for dead that gives no answer: nobody is told of an end, and all goes on once it
+/// The next worker does not treat a silent VMM as dead: it reports no exit, and all continues once it
 /// answers.
 async fn killed_while_a_vmm_stands_still(case: Case) -> Result<()> {
     let Bystander { pod, container } = Bystander::start(&case, 1000).await?;

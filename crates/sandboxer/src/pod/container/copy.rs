@@ -80,8 +80,8 @@ pub async fn copy_output(
     }
 }
 
-/// Returns whether a guest may answer so: from where it was asked on, no more than it was asked for, and not nothing, since
-/// it waits for something.
+/// Returns whether an answer of a guest is valid: from the requested offset, not more than requested, and not empty, because
+/// the call waits for bytes.
 fn is_due(request: &ReadOutputRequest, answer: &ReadOutputResponse) -> bool {
     let length = answer.data.len();
     (request.resume || answer.offset == request.offset)

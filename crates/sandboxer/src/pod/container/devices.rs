@@ -92,15 +92,15 @@ fn owner(device: &LinuxDevice) -> Owner {
     }
 }
 
-/// Returns whether a rule means in a guest what it means here: it allows all there is, as to the privileged, or speaks of a
-/// device that every kernel has. The guest adds what every container may, and the disks that this one was given.
+/// Returns whether a rule means the same in a guest as on the host: it allows all devices (privileged), or names a
+/// device that every kernel has. The guest adds the default devices and the container's own disks.
 pub fn holds_in_a_guest(rule: &LinuxDeviceCgroup) -> bool {
     let number = rule.major().zip(rule.minor());
     let of_every_kernel = number.is_some_and(|number| IN_EVERY_KERNEL.contains(&number));
     allows_all(rule) || rule.typ() == Some(LinuxDeviceType::C) && of_every_kernel
 }
 
-/// Returns whether a rule lets a container use every device.
+/// Returns whether a rule allows all devices.
 fn allows_all(rule: &LinuxDeviceCgroup) -> bool {
     rule.allow() && rule.typ().is_none_or(|typ| typ == LinuxDeviceType::A) && rule.major().is_none()
 }
@@ -112,8 +112,8 @@ fn allows_writing(rule: &LinuxDeviceCgroup, (major, minor): (i64, i64)) -> bool 
     rule.allow() && applies && rule.access().as_deref().is_none_or(|access| access.contains('w'))
 }
 
-/// Returns whether a device has the path that it has on the host: nobody asked for it by name. Below /dev alone: anywhere else
-/// a container's path may be on this host a volume's that hangs.
+/// Returns whether a device has its host path in the container, so it was not requested by name. Only below /dev: elsewhere,
+/// a container's path may be a hung volume on the host.
 fn is_the_hosts_own(device: &LinuxDevice) -> bool {
     let plain = device.path().components().all(|part| part != Component::ParentDir);
     plain

@@ -239,7 +239,7 @@ impl Io {
         self.stderr_writer.take()
     }
 
-    /// Returns its hold at the front.
+    /// Returns its copy at the front.
     pub fn kept(&self) -> Option<Kept> {
         self.kept.clone()
     }
@@ -283,7 +283,7 @@ impl Io {
     }
 }
 
-/// Returns what the front calls a FIFO that it has opened for a process, until all of them are kept as one.
+/// Returns the name at the front of a single FIFO of a process, until all of them are stored as one.
 fn opening(subject: &Subject, stream: &str) -> String {
     subject.key(&format!("opening-{stream}"))
 }

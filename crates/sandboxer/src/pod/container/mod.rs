@@ -86,7 +86,7 @@ pub enum Phase {
 }
 
 impl Phase {
-    /// Returns the phase in people's words.
+    /// Returns the phase for messages.
     pub const fn as_str(&self) -> &'static str {
         match self {
             Phase::Created => "created",
@@ -96,7 +96,7 @@ impl Phase {
         }
     }
 
-    /// Returns how it ended, if it has.
+    /// Returns its exit, if it has exited.
     pub const fn exit(&self) -> Option<&Exit> {
         match self {
             Phase::Exited(exit) => Some(exit),
@@ -125,12 +125,12 @@ pub struct Process {
 }
 
 impl Process {
-    /// Returns a process that waits to be let go.
+    /// Returns a created process, which waits for its start.
     pub fn created(pid: u32, stdio: StdioPaths, io: io::Io) -> Self {
         Self::at(Phase::Created, pid, stdio, Some(io))
     }
 
-    /// Returns a process that stands at `phase`.
+    /// Returns a process in `phase`.
     pub fn at(phase: Phase, pid: u32, stdio: StdioPaths, mut io: Option<io::Io>) -> Self {
         let stderr_writer = io.as_mut().and_then(io::Io::take_stderr_writer);
         let kept = io.as_ref().and_then(io::Io::kept);
@@ -150,12 +150,12 @@ impl Process {
         }
     }
 
-    /// Returns whether it has ended.
+    /// Returns whether it has exited.
     pub fn has_exited(&self) -> bool {
         matches!(*self.phase.borrow(), Phase::Exited(_))
     }
 
-    /// Returns the process as the journal keeps it.
+    /// Returns the process's record for the journal.
     pub fn record(&self) -> ProcessRecord {
         let phase = self.phase.borrow();
         ProcessRecord {
@@ -207,7 +207,7 @@ impl Container {
         }
     }
 
-    /// Returns the container as the journal keeps it.
+    /// Returns the container's record for the journal.
     pub fn record(&self, id: &ContainerId) -> ContainerRecord {
         ContainerRecord {
             id: id.clone(),

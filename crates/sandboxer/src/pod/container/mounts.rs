@@ -57,7 +57,7 @@ pub fn looked_at(mounts: &[Mount]) -> Result<Looked, PodError> {
     Ok(binds.map(|(at, mount)| Ok((at, Bound::look(mount)?))).collect::<Result<_, VolumeError>>()?)
 }
 
-/// Returns whether a mount's source is somebody's path.
+/// Returns whether a mount's source is a path.
 fn is_looked_at(mount: &Mount) -> bool {
     let fstype = mount.typ().as_deref().unwrap_or("");
     is_bind(mount) && !is_the_pods_shared_memory(mount) && !GUEST_FILE_SYSTEMS.contains(&fstype)
@@ -158,7 +158,7 @@ impl Mounts {
     }
 }
 
-/// Returns whether this is what containerd mounts at /dev/shm: a tmpfs, the host's own, or that which it made for the
+/// Returns whether this is containerd's mount at /dev/shm: a tmpfs, the host's own, or the one created for the
 /// pod on the host, `…/sandboxes/<id>/shm`.
 fn is_the_pods_shared_memory(mount: &Mount) -> bool {
     let source = mount.source().as_deref().unwrap_or(Path::new(""));

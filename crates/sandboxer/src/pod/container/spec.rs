@@ -151,7 +151,7 @@ fn convert(pod: &PodSpec, new: &NewContainer, mut spec: Spec, looked: Looked) ->
     })
 }
 
-/// Returns the host's CPUs that the container is given.
+/// Returns the container's CPU set on the host.
 fn cpus_of(container: &ContainerId, linux: &Linux) -> Result<Option<String>, PodError> {
     let cpu = linux.resources().as_ref().and_then(|resources| resources.cpu().as_ref());
     let Some(list) = cpu.and_then(|cpu| cpu.cpus().as_ref()).filter(|list| !list.is_empty()) else {
@@ -163,7 +163,7 @@ fn cpus_of(container: &ContainerId, linux: &Linux) -> Result<Option<String>, Pod
     }
 }
 
-/// Returns whose processes the container is to see. containerd names a process namespace by a process of the host,
+/// Returns the PID mode of the container. containerd names a PID namespace by a process of the host,
 /// which is always the VMM in our answers: a path says that it is shared, but not with which container. That container runs,
 /// so if only one runs, it is that one.
 fn seen_processes(pod: &PodSpec, new: &NewContainer, linux: &Linux) -> Result<Option<Processes>, PodError> {

@@ -78,7 +78,7 @@ impl Outlet {
         Ok(outlet)
     }
 
-    /// Returns what the next worker needs: the FIFO and the memfd.
+    /// Returns the FIFO and the memfd, which the next worker needs.
     pub fn fds(&self) -> [BorrowedFd<'_>; 2] {
         [self.fifo.as_fd(), self.spool.file.as_fd()]
     }
@@ -133,7 +133,7 @@ impl Inlet {
         Ok(Self { fifo: watched(fifo, Interest::READABLE)?, spool: Spool { file: spool.into(), emptied: 0 } })
     }
 
-    /// Returns what the next worker needs: the FIFO and the memfd.
+    /// Returns the FIFO and the memfd, which the next worker needs.
     pub fn fds(&self) -> [BorrowedFd<'_>; 2] {
         [self.fifo.as_fd(), self.spool.file.as_fd()]
     }

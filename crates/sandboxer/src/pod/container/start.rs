@@ -44,7 +44,7 @@ pub struct RunningVm {
 }
 
 impl RunningVm {
-    /// Returns the guest, by its VM and by its agent.
+    /// Returns the VM and the agent.
     pub fn guest(&self) -> (&dyn Vm, &Agent) {
         (self.vm.as_ref(), &self.agent)
     }
@@ -333,7 +333,7 @@ fn stdio_message(paths: &StdioPaths) -> wire::Stdio {
     }
 }
 
-/// Returns the plan in the agent's words, with `bytes` of memory to write to if somebody asked; and every disk it names.
+/// Converts the plan for the agent, with `bytes` of writable memory if requested, and returns all its disks.
 fn rootfs_message(plan: &RootfsPlan, bytes: Option<u64>) -> (wire::Rootfs, Vec<DiskSpec>) {
     let mut rootfs = wire::Rootfs::new();
     let mut disks = Vec::new();

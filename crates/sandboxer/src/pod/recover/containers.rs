@@ -26,7 +26,7 @@ use crate::{
     },
 };
 
-/// Returns a container as recorded; of a pod that is not `alive`, ended.
+/// Returns a container as recorded; if its pod is not `alive`, it has exited.
 pub(super) fn take_up_container(
     node: &DaemonState,
     record: ContainerRecord,
@@ -171,7 +171,7 @@ pub(super) async fn undo_half_made(
     }
 }
 
-/// Returns where a process stands by its record.
+/// Returns the phase of a process from its record.
 fn phase_of(record: &ProcessRecord, alive: bool) -> Phase {
     match &record.exit {
         Some(exit) => Phase::Exited(exit.clone()),

@@ -115,7 +115,7 @@ impl Unreached {
     }
 }
 
-/// Returns whether the guest did what no guest does: it is not asked again.
+/// Returns whether the guest broke the protocol; then there is no retry.
 pub(super) fn is_broken(error: &PodError) -> bool {
     matches!(error, PodError::Guest(GuestError::Violated { .. }))
 }

@@ -70,7 +70,7 @@ pub(super) async fn look(node: &Arc<DaemonState>, record: &PodRecord, shares: &S
     }
 }
 
-/// Returns the VMM of a pod: that on record, or, since a daemon may have died between starting and noting one, that which was
+/// Returns the VMM of a pod: the recorded one, or, because a daemon may have died between start and record, the one that was
 /// started for the pod's directory.
 fn hold(node: &DaemonState, record: &PodRecord) -> Result<Option<Arc<dyn Held>>, VmmError> {
     if let Some(vm) = &record.vm {

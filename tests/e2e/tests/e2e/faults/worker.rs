@@ -70,7 +70,7 @@ impl<'a> Failing<'a> {
         Ok(fs::write(self.points.join("armed"), points.join("\n") + "\n")?)
     }
 
-    /// The worker's wall clock is so many seconds ahead from now on.
+    /// Sets the worker's wall clock this many seconds ahead.
     fn set_clock(&self, ahead: i64) -> Result<()> {
         let new = self.points.join("clock.new");
         fs::write(&new, ahead.to_string())?;
@@ -127,7 +127,7 @@ async fn at_every_point(case: &Case, failing: &Failing<'_>) -> Result<()> {
         if left == before {
             story.tell("not reached", &points[died])?;
             told += 1;
-            // This point was the way of a life that went otherwise, as one with a full pool: on to the next.
+            // This point belongs to another course of events, such as a full pool: go on to the next.
             println!("not reached: {:?}", points.get(points.len() - left - 1));
             seen.times -= 1;
             case.stack.kill_worker()?;
@@ -200,7 +200,7 @@ pub async fn memory_runs_out(case: Case) -> Result<()> {
         ensure!(limited.success(), "prlimit: {limited}");
         let mut lives = 0;
         while case.stack.worker().ok() == Some(worker) {
-            // It may fail in part, with an error, as whoever has no memory may.
+            // It may fail in part, with an error, because it has no memory.
             let _ = life(&case, &kubelet).await;
             lives += 1;
             if lives > 5 {
@@ -219,7 +219,7 @@ pub async fn memory_runs_out(case: Case) -> Result<()> {
     seen.end().await
 }
 
-/// Where the daemon's clock is set to, one after the other: so many seconds ahead of what it is.
+/// Offsets of the daemon's clock, one after the other, s.
 const CLOCKS: [i64; 3] = [-3600, 86_400, 0];
 
 pub async fn clock_jumps(case: Case) -> Result<()> {
@@ -249,7 +249,7 @@ async fn with_jumping_clock(case: &Case, failing: &Failing<'_>) -> Result<()> {
         case.stack.kill_worker()?;
         life(case, &kubelet).await.with_context(|| format!("taken up with the clock {ahead} s ahead"))?;
         seen.check().await?;
-        // Its guest keeps the clock of its start; its end is told by the daemon's all the same.
+        // Its guest keeps its clock, but the exit is reported in the daemon's time.
         case.cri.stop(&older.id, 30).await?;
         let status = older.status().await?;
         ensure!(status.exit_code == 7, "{status:?}");

@@ -182,7 +182,7 @@ async fn copied_to_the_log(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// Copies the given number of bytes from its input to its output within the kernel (sendfile).
+/// Copies the given number of bytes from its input to its output within the kernel.
 const SPLICE: &str = r#"
 #define _GNU_SOURCE
 #include <fcntl.h>

@@ -42,10 +42,10 @@ impl Bystander {
     }
 
     /// Checks that it is ready and accepts an exec.
-    pub async fn check(&self, case: &Case) -> Result<()> {
+    pub async fn check(&self) -> Result<()> {
         let said = probed(&self.container, "echo here").await?;
         ensure!(said == "here", "{said}");
-        ensure!(case.cri.pod_ready(&self.pod.id).await?, "the pod is not ready");
+        ensure!(self.pod.ready().await?, "the pod is not ready");
         Ok(())
     }
 

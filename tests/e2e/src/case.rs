@@ -16,7 +16,7 @@ use nix::unistd::Pid;
 
 use crate::cri::{Answer, Cri};
 use crate::eventually;
-use crate::insist::{insist, once_seen};
+use crate::insist::{insist, nobody_there, once_seen};
 use crate::stack::Stack;
 
 /// Image that every stack has.
@@ -120,8 +120,8 @@ impl Case {
         join_all(removals).await.into_iter().collect()
     }
 
-    /// Stops and removes a pod as kubelet does. containerd notices the end of a container with a closed connection
-    /// a second or more later, and refuses both until then: retries.
+    /// Stops and removes a pod as kubelet does. Retries: containerd notices the end of a container with a closed connection
+    /// a second or more later, and refuses both until then. After a worker's end it reconnects within 3 s.
     pub async fn remove(&self, pod: &str) -> Result<()> {
         eventually(&format!("removal of pod {pod}"), PATIENCE, || async {
             let mut answer = self.cri.stop_pod(pod).await;
@@ -131,6 +131,7 @@ impl Case {
             match answer {
                 Ok(()) => Ok(Some(())),
                 Err(error) if UNNOTICED.iter().any(|words| error.message().contains(words)) => Ok(None),
+                Err(error) if nobody_there(&error) => Ok(None),
                 Err(error) => Err(error).with_context(|| format!("cannot remove pod {pod}")),
             }
         })
@@ -233,6 +234,11 @@ impl Pod {
     /// Runs `script` in a new container and returns its output; an error if it failed.
     pub async fn output(&self, script: &str) -> Result<String> {
         self.run(shell(&format!("c{}", SERIAL.fetch_add(1, Ordering::Relaxed)), script)).await?.success()
+    }
+
+    /// Returns whether it is ready. Retries: containerd reconnects within 3 s after a worker's end.
+    pub async fn ready(&self) -> Result<bool> {
+        insist("the pod's status", || self.cri.pod_ready(&self.id)).await
     }
 
     /// Waits until the pod is not ready.

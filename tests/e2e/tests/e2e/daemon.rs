@@ -103,7 +103,7 @@ async fn vmm_that_does_not_work(case: Case) -> Result<()> {
     std::fs::write(&path, &sound)?;
     reload(&case).await?;
     outcome?;
-    ensure!(case.cri.pod_ready(&other.id).await?, "a pod from before was hit");
+    ensure!(other.ready().await?, "a pod from before was hit");
     ensure!(other.output("echo fine").await? == "fine");
     ensure!(case.pod().await?.output("echo new").await? == "new");
     Ok(())

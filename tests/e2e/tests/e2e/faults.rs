@@ -56,7 +56,7 @@ impl<'a> Seen<'a> {
     pub async fn check(&self) -> Result<()> {
         for (n, bystander) in self.bystanders.iter().enumerate() {
             bystander
-                .check(self.case)
+                .check()
                 .await
                 .with_context(|| format!("bystander {n} after {} times: {}", self.times, self.fault))?;
         }

@@ -102,17 +102,17 @@ async fn story(case: &Case, service: &Service<'_>) -> Result<()> {
     let mut worker = service.worker()?;
     kill(worker, Signal::SIGKILL)?;
     worker = service.replaced(worker).await?;
-    bystander.check(case).await.context("after the worker's death")?;
+    bystander.check().await.context("after the worker's death")?;
     systemctl(&["reload", UNIT])?;
     worker = service.replaced(worker).await?;
-    bystander.check(case).await.context("after a reload")?;
+    bystander.check().await.context("after a reload")?;
     let other = service.built.join("sandboxer-failing");
     install(&other, Path::new("/usr/bin/sandboxer"))?;
     systemctl(&["reload", UNIT])?;
     worker = service.replaced(worker).await?;
     let length = fs::metadata(format!("/proc/{worker}/exe"))?.len();
     ensure!(length == fs::metadata(&other)?.len(), "the worker is still the one that was replaced");
-    bystander.check(case).await.context("after an upgrade")?;
+    bystander.check().await.context("after an upgrade")?;
     ensure!(service.front()? == front, "the front was replaced");
     bystander.end(case).await?;
 
@@ -132,7 +132,7 @@ async fn story(case: &Case, service: &Service<'_>) -> Result<()> {
     systemctl(&["start", UNIT])?;
     service.answers().await.context("after a stop and a start")?;
     ensure!(case.stack.vmms()? == vmms, "a VMM was lost");
-    ensure!(case.cri.pod_ready(&pod.id).await?, "the pod is not ready");
+    ensure!(pod.ready().await?, "the pod is not ready");
     let restarts = systemctl(&["show", "-P", "NRestarts", UNIT])?;
     ensure!(restarts.trim().parse::<u32>()? <= 1, "systemd has started it again {} times", restarts.trim());
     Ok(())

@@ -7,7 +7,7 @@ use nix::sys::signal::{Signal, kill};
 use sandboxer_e2e::bystander::Bystander;
 use sandboxer_e2e::case::{Case, PATIENCE, idle, shell};
 use sandboxer_e2e::stream::Session;
-use sandboxer_e2e::{eventually, insist::insist};
+use sandboxer_e2e::eventually;
 
 crate::cases![
     VmAlone: killed_again_and_again, killed_during_execs, killed_while_a_container_ends, killed_during_a_session,
@@ -34,7 +34,7 @@ async fn killed_again_and_again(case: Case) -> Result<()> {
         some_moment().await;
         let killed = case.stack.kill_worker()?;
         ensure!(container.sh("echo here").await? == "here");
-        ensure!(insist("the pod's status", || case.cri.pod_ready(&pod.id)).await?, "the pod is not ready");
+        ensure!(pod.ready().await?, "the pod is not ready");
         ensure!(case.stack.worker()? != killed, "the worker was not killed");
     }
     ensure!(case.stack.pid("sandboxer")? == front && case.stack.vmms()? == vmms);
@@ -138,7 +138,7 @@ async fn replaced(case: Case) -> Result<()> {
         .await?;
         ensure!(container.sh("echo here").await? == "here");
     }
-    ensure!(case.cri.pod_ready(&pod.id).await?);
+    ensure!(pod.ready().await?);
     Bystander { pod, container }.end(&case).await.map(drop)
 }
 

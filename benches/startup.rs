@@ -27,8 +27,8 @@ use sandboxer::{
         spec::PodSpec,
         stage_times::StageTimes,
         stages,
-        state::PodStatus,
     },
+    state::PodStatus,
 };
 use sandboxer_config::Config;
 use sandboxer_host::rootfs::Mount;

@@ -50,12 +50,12 @@ use crate::{
         admission::Admission,
         clocks,
         journal::Journal,
+        pool::{self, Meminfo, Pool},
         quarantine::{self, Quarantine},
         recover::{self, Records},
         registry::Registry,
         start_paths::StartPaths,
     },
-    pool::{self, Meminfo, Pool},
     template::{self, Shape, Templates},
 };
 

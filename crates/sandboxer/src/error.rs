@@ -8,7 +8,7 @@ use sandboxer_host::{network::NetworkError, rootfs::RootfsError, volume::VolumeE
 use sandboxer_protocol::id::{ContainerId, ExecId, InvalidId, SandboxId};
 use sandboxer_vmm::VmmError;
 
-use crate::{pod::state::PodState, share::ShareError};
+use crate::{share::ShareError, state::PodState};
 
 /// An error of a request about a pod.
 #[derive(Debug, thiserror::Error)]

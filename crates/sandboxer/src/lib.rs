@@ -9,7 +9,7 @@ pub mod front;
 pub mod fuzzing;
 mod heap;
 pub mod pod;
-pub mod pool;
 pub mod privileges;
 pub mod share;
+pub mod state;
 pub mod template;

@@ -21,9 +21,9 @@ use sandboxer::{
         PodHandle,
         container::{KILLED, Phase},
         recover,
-        state::PodState,
     },
     share,
+    state::PodState,
 };
 use sandboxer_base::Code;
 use sandboxer_vmm_fake::FakeVmm;

@@ -17,8 +17,8 @@ use sandboxer::{
         quarantine::Quarantine,
         recover::{self, Recovered},
         starts::Starts,
-        state::PodState,
     },
+    state::PodState,
 };
 use sandboxer_base::Code;
 use sandboxer_protocol::stage::Stage;

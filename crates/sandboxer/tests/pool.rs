@@ -14,7 +14,7 @@ use sandboxer::{
     daemon,
     front::Front,
     pod::DaemonState,
-    pool::{self, Meminfo, Pool},
+    pod::pool::{self, Meminfo, Pool},
     template::Shape,
 };
 use sandboxer_config::{Config, PoolConfig};

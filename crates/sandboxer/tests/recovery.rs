@@ -19,8 +19,8 @@ use sandboxer::{
         DaemonState, PodHandle,
         container::Phase,
         recover::{self, Recovered},
-        state::PodState,
     },
+    state::PodState,
 };
 use sandboxer_base::Code;
 use sandboxer_protocol::controller::{

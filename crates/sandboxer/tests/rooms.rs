@@ -1,8 +1,13 @@
-//! The dependencies between crates have one direction: as listed here.
+//! The dependencies between crates, and between the modules of the daemon, have one direction: as listed here.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails where it stands")]
 
-use std::{collections::BTreeMap, process::Command};
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
 
 /// Each crate of the workspace with those it may use, lowest first. Tests and benches may use all.
 const MAY_USE: [(&str, &[&str]); 19] = [
@@ -56,4 +61,78 @@ fn crates_use_what_is_below_them_and_nothing_else() {
             }
         }
     }
+}
+
+/// The modules of this crate, lowest first. Each may use those before it.
+const MODULES: [&str; 10] =
+    ["events", "front", "heap", "share", "state", "error", "template", "pod", "api", "daemon"];
+
+#[test]
+fn modules_of_the_daemon_use_what_is_below_them_and_nothing_else() {
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    for (level, module) in MODULES.iter().enumerate() {
+        let mut files = vec![];
+        for path in [sources.join(format!("{module}.rs")), sources.join(module)] {
+            sources_of(&path, &mut files);
+        }
+        assert!(!files.is_empty(), "there is no module {module}");
+        for file in files {
+            let text = fs::read_to_string(&file).unwrap();
+            // Tests may use all.
+            let text = text.split("#[cfg(test)]").next().unwrap();
+            for used in modules_used(text) {
+                let allowed = MODULES[..=level].contains(&used) || !MODULES.contains(&used);
+                assert!(allowed, "{} uses {used}", file.display());
+            }
+        }
+    }
+}
+
+/// Finds the source files at `path`: a file, or a directory with all that is below it. Adds nothing for other paths.
+fn sources_of(path: &Path, found: &mut Vec<PathBuf>) {
+    if path.is_file() {
+        found.push(path.to_owned());
+    }
+    for entry in fs::read_dir(path).into_iter().flatten() {
+        sources_of(&entry.unwrap().path(), found);
+    }
+}
+
+/// Returns the modules that `text` names: `crate::NAME`, or the names within `crate::{…}`.
+fn modules_used(text: &str) -> Vec<&str> {
+    let mut used = vec![];
+    for rest in text.split("crate::").skip(1) {
+        let Some(group) = rest.strip_prefix('{') else {
+            used.push(first_name(rest));
+            continue;
+        };
+        let (mut depth, mut start) = (0_usize, 0);
+        for (at, letter) in group.char_indices() {
+            match letter {
+                '{' => depth += 1,
+                '}' if depth == 0 => break,
+                '}' => depth -= 1,
+                ',' if depth == 0 => {
+                    used.push(first_name(&group[start..at]));
+                    start = at + 1;
+                }
+                _ => {}
+            }
+        }
+        used.push(first_name(&group[start..]));
+    }
+    used.retain(|name| !name.is_empty());
+    used
+}
+
+/// Returns the name at the beginning of `text`.
+fn first_name(text: &str) -> &str {
+    let text = text.trim_start();
+    text.split(|letter: char| !letter.is_alphanumeric() && letter != '_').next().unwrap_or_default()
+}
+
+#[test]
+fn names_within_braces_are_found() {
+    let text = "use crate::{\n    error::PodError,\n    pod::{self, container::{A, B}},\n    state,\n};\nuse crate::events::Kind;";
+    assert_eq!(modules_used(text), ["error", "pod", "state", "events"]);
 }

@@ -12,7 +12,7 @@ use std::{
 };
 
 use fake_agent::FakeAgent;
-use sandboxer::pod::{container::Phase, state::PodState};
+use sandboxer::{pod::container::Phase, state::PodState};
 use sandboxer_vmm_fake::{FakeGuest, FakeVmm};
 use test_node::{TestNode, id, phase, reader};
 use tokio::{

@@ -30,11 +30,8 @@ use crate::pod::starts::{self, Starts};
 use crate::{
     error::PodError,
     events::Kind,
-    pod::{
-        self, DaemonState, PodHandle,
-        container::stats,
-        state::{PodState, PodStatus},
-    },
+    pod::{self, DaemonState, PodHandle, container::stats},
+    state::{PodState, PodStatus},
 };
 
 /// Version of the task API at the address that `Start` returns.

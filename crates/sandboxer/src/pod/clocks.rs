@@ -9,7 +9,8 @@ use futures::StreamExt;
 use sandboxer_base::chain;
 use sandboxer_protocol::id::SandboxId;
 
-use super::{DaemonState, PodHandle, state::PodState};
+use super::{DaemonState, PodHandle};
+use crate::state::PodState;
 
 /// Interval of comparisons. The agent's time constant assumes it (`timekeeper.rs` there).
 const INTERVAL: Duration = Duration::from_secs(64);

@@ -33,7 +33,6 @@ use super::{
     spec::PodSpec,
     stages::Stages,
     start::Up,
-    state::{PodState, PodStatus},
     volumes::Volumes,
 };
 use crate::{
@@ -45,6 +44,7 @@ use crate::{
         start::{Created, RunningVm},
     },
     share::Shares,
+    state::{PodState, PodStatus},
 };
 
 /// Keys at the front of an exec's FIFOs and of a closed stdin.

@@ -33,13 +33,11 @@ use sandboxer_vmm::{DiskSpec, VmRecord};
 use serde::{Deserialize, Serialize};
 
 use self::sync::Syncer;
-use super::{
-    spec::PodSpec,
-    state::{PodState, PodStatus},
-};
+use super::spec::PodSpec;
 use crate::{
     pod::container::{Exit, StdioPaths},
     share::ShareRecord,
+    state::{PodState, PodStatus},
 };
 
 /// Version of the records this daemon writes.

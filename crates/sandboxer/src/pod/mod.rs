@@ -8,6 +8,7 @@ mod driver;
 mod forward;
 mod host_ports;
 pub mod journal;
+pub mod pool;
 pub mod quantity;
 pub mod quarantine;
 mod readings;
@@ -21,7 +22,6 @@ pub mod stages;
 mod start;
 pub mod start_paths;
 pub mod starts;
-pub mod state;
 mod stop;
 pub mod undo;
 pub mod volumes;
@@ -47,18 +47,18 @@ use crate::{
     events::Events,
     front::Front,
     pod::container::{Exit, NewContainer, Phase, StdioPaths},
-    pool::Pool,
+    state::{PodState, PodStatus},
     template::Templates,
 };
 use admission::Admission;
 pub use driver::spawn;
 use journal::Journal;
+use pool::Pool;
 use registry::Registry;
 use spec::{Limits, PodSpec};
 use stage_times::StageTimes;
 use stages::Step;
 use start_paths::StartPaths;
-use state::PodStatus;
 
 /// Capacity of a pod's request queue; senders wait if it is full.
 const QUEUED_REQUESTS: usize = 64;
@@ -221,14 +221,14 @@ impl PodHandle {
     pub async fn stopped(&self) -> Result<PodStatus, PodError> {
         let mut status = self.status.clone();
         // Its task may end before the pod does: when this process exits.
-        let stopped = status.wait_for(|status| status.state == state::PodState::Stopped).await;
+        let stopped = status.wait_for(|status| status.state == PodState::Stopped).await;
         stopped.map(|status| status.clone()).map_err(|_| PodError::Gone(self.id.clone()))
     }
 
     /// Waits until the state of the pod is known.
     pub async fn resolved(&self) {
         // Its task may end before: when this process exits.
-        let _ = self.status.clone().wait_for(|status| status.state != state::PodState::Unknown).await;
+        let _ = self.status.clone().wait_for(|status| status.state != PodState::Unknown).await;
     }
 
     /// Starts the pod; returns when its agent is ready.

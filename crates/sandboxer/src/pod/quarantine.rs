@@ -28,7 +28,7 @@ use sandboxer_process::strays::{self, Stray};
 use sandboxer_protocol::id::{Id, InvalidId, SandboxId};
 
 use super::journal::{self, JournalError};
-use crate::pool;
+use crate::pod::pool;
 pub use entry::{Entry, Left, Listed, Report, Seen};
 
 /// Its directory in the state directory.

@@ -34,6 +34,7 @@ use super::{
     admission::Work,
     cgroup_attach::{self, CgroupAttach},
     host_ports,
+    pool::{self, Warm},
     spec::PodSpec,
     stages::Stages,
     start_paths, stop,
@@ -42,7 +43,6 @@ use super::{
 use crate::{
     error::PodError,
     pod::container::start::RunningVm,
-    pool::{self, Warm},
     template::{Missing, Template},
 };
 

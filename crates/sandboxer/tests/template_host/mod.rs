@@ -12,8 +12,9 @@ use sandboxer::{
     daemon,
     error::PodError,
     front::Front,
-    pod::{self, DaemonState, PodHandle, spec::PodSpec, state::PodStatus},
-    pool::{Meminfo, Pool},
+    pod::pool::{Meminfo, Pool},
+    pod::{self, DaemonState, PodHandle, spec::PodSpec},
+    state::PodStatus,
     template::{Shape, TemplateKey},
 };
 use sandboxer_config::{Config, PoolConfig, StartPath};

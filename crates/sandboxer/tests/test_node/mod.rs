@@ -12,8 +12,8 @@ use sandboxer::{
         self, DaemonState, PodHandle,
         container::{NewContainer, Phase, StdioPaths},
         spec::PodSpec,
-        state::PodStatus,
     },
+    state::PodStatus,
 };
 use sandboxer_config::Config;
 use sandboxer_host::rootfs::Mount;

@@ -6,8 +6,8 @@ use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
 use sandboxer_e2e::bystander::Bystander;
 use sandboxer_e2e::case::{Case, PATIENCE, idle, shell};
-use sandboxer_e2e::stream::Session;
 use sandboxer_e2e::eventually;
+use sandboxer_e2e::stream::Session;
 
 crate::cases![
     VmAlone: killed_again_and_again, killed_during_execs, killed_while_a_container_ends, killed_during_a_session,

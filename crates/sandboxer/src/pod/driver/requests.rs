@@ -23,10 +23,9 @@ use crate::{
             start::{self as work, CreateContext, RunningVm},
         },
         stages::Stages,
-        start,
-        state::PodState,
-        stop,
+        start, stop,
     },
+    state::PodState,
 };
 
 impl Driver {

@@ -25,9 +25,9 @@ use crate::{
         session,
         stages::Stages,
         start::{self, Up},
-        state::PodState,
         volumes::Volumes,
     },
+    state::PodState,
 };
 
 impl Driver {

@@ -31,16 +31,12 @@ use sandboxer_guest::Signal;
 use sandboxer_protocol::id::ContainerId;
 
 use super::{
-    DaemonState, PodHandle,
-    driver::Found,
-    journal::PodRecord,
-    quarantine::Quarantine,
-    spec::PodSpec,
-    state::{PodState, PodStatus},
+    DaemonState, PodHandle, driver::Found, journal::PodRecord, quarantine::Quarantine, spec::PodSpec,
 };
 use crate::{
     error::PodError,
     pod::{self, container::KILLED},
+    state::{PodState, PodStatus},
 };
 pub use containers::settle;
 use containers::take_up_container;

@@ -13,8 +13,9 @@ use tokio::sync::watch;
 use super::containers::undo_half_made;
 use crate::{
     error::PodError,
-    pod::{DaemonState, container::start::RunningVm, journal::PodRecord, spec::PodSpec, state::PodStatus},
+    pod::{DaemonState, container::start::RunningVm, journal::PodRecord, spec::PodSpec},
     share::Shares,
+    state::PodStatus,
 };
 
 /// A pod with a reachable guest.

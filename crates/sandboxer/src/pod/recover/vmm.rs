@@ -10,8 +10,9 @@ use sandboxer_vmm::{Held, HeldProcesses, VmExit, VmmError};
 use super::unreached::{FIRST_ATTEMPT, FIRST_PAUSE, Reached, Unreached, is_broken, reach};
 use crate::{
     error::PodError,
-    pod::{DaemonState, journal::PodRecord, state::PodState},
+    pod::{DaemonState, journal::PodRecord},
     share::Shares,
+    state::PodState,
 };
 
 /// The state of a recorded pod's VM.

@@ -31,6 +31,9 @@ const CONTROLLERS: &str = "cgroup.controllers";
 const RETRY: Duration = Duration::from_millis(10);
 const TRIES: u32 = 100;
 
+/// Maximum number of processes in an error.
+const LISTED: usize = 5;
+
 /// Mounted hierarchies.
 #[derive(Debug, Default, Clone)]
 pub struct Hierarchies {
@@ -242,7 +245,7 @@ impl Cgroup {
         })
     }
 
-    /// Removes it after its last process has ended.
+    /// Removes it after its last process has ended. The error of a group that stays busy names its processes.
     pub async fn remove(&self) -> Result<(), (PathBuf, io::Error)> {
         let own = match &self.cpuset {
             Some(Cpuset::Own(dir)) => Some(dir),
@@ -253,6 +256,9 @@ impl Cgroup {
             loop {
                 match fs::remove_dir(dir) {
                     Err(error) if error.kind() == io::ErrorKind::ResourceBusy && tries > 0 => tries -= 1,
+                    Err(error) if error.kind() == io::ErrorKind::ResourceBusy => {
+                        return Err((dir.clone(), io::Error::new(error.kind(), still_in(dir))));
+                    }
                     Err(error) if error.kind() != io::ErrorKind::NotFound => {
                         return Err((dir.clone(), error));
                     }
@@ -263,6 +269,20 @@ impl Cgroup {
         }
         Ok(())
     }
+}
+
+/// Returns what an operator looks for: the processes in the group at `dir`, with their names.
+fn still_in(dir: &Path) -> String {
+    let listed = fs::read_to_string(dir.join(PROCESSES)).unwrap_or_default();
+    let named = |pid: &str| {
+        let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+        format!("{pid} ({})", name.trim_end())
+    };
+    let processes: Vec<_> = listed.lines().take(LISTED).map(named).collect();
+    if processes.is_empty() {
+        return "it has groups below it, or processes of another PID namespace".into();
+    }
+    format!("processes have not ended: {}", processes.join(", "))
 }
 
 /// Returns the content of the file `name` of v1's `cpuset` in the group at `dir`. A new group has no content and accepts

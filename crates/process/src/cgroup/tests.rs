@@ -112,3 +112,15 @@ async fn a_group_is_made_entered_and_removed_in_each_hierarchy() {
     assert!(root.path().join("cpu/pods").exists(), "the parent is the manager's");
     assert!(!root.path().join("cpu/pods/sandboxer-p").exists());
 }
+
+#[test]
+fn the_processes_in_a_busy_group_are_named() {
+    let group = tempfile::tempdir().unwrap();
+    let me = std::process::id();
+    fs::write(group.path().join(PROCESSES), format!("{me}\n4194304\n")).unwrap();
+    let own = fs::read_to_string("/proc/self/comm").unwrap();
+    let named = format!("processes have not ended: {me} ({}), 4194304 ()", own.trim_end());
+    assert_eq!(still_in(group.path()), named);
+    fs::write(group.path().join(PROCESSES), "").unwrap();
+    assert!(still_in(group.path()).starts_with("it has groups below it"));
+}

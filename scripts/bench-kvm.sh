@@ -6,7 +6,7 @@
 #   again    the same once more, to see how far two runs agree
 #   groups   whole groups at once, of each handler beside runc: in real time on two processors, since in virtual time one of
 #            so many guests is nearly always lost (docs/decisions/0009-node-vm.md). Into a report of its own
-#   memory   PSS at 1, 10 and 50 pods
+#   memory   PSS at 1, 10 and 50 pods, in real time: memory does not depend on the clock, and fewer guests are lost
 # (default: serial groups memory). Existing runs in target/bench-kvm/runs are kept; `--fresh` removes them first.
 # CLOUD_HYPERVISOR names a VMM that Debian does not have. BENCH_SERIAL (20), BENCH_GROUP (50), BENCH_ROUNDS (2), BENCH_COUNTS
 # (1,10,50), BENCH_POOL (2; 8 for groups), BENCH_HANDLERS (pool template boot), BENCH_GROUP_MIB (128), BENCH_TRIES (20),
@@ -22,7 +22,7 @@ RUNS=$OUT/runs
 CLI=$ROOT/target/release/sandboxer-cli
 failed=()
 
-# in_node NAME POOL ARGUMENT…: one run of scripts/node/bench.sh. Nested paging is off in the node, since QEMU's emulation
+# in_node NAME POOL ARGUMENT…: one run of scripts/node/bench.sh, in real time. Nested paging is off in the node, since QEMU's emulation
 # then loses a guest less often. A run that fails is named at the end and is not in the figures.
 in_node() {
     local name=$1 pool=$2 began=$SECONDS status=0 tries=0
@@ -37,7 +37,7 @@ in_node() {
         status=0
         tries=$((tries + 1))
         rm -rf "${RUNS:?}/$name"
-        attended scripts/node.sh run --virtual-time --memory "${BENCH_MEMORY:-8192}" --limit "${BENCH_LIMIT:-2400}" --stall "$stall" \
+        attended scripts/node.sh run --cpus 2 --memory "${BENCH_MEMORY:-8192}" --limit "${BENCH_LIMIT:-2400}" --stall "$stall" \
             --append kvm_amd.npt=0 --out "$RUNS" --env STACK_VMM="$vmm" --env STACK_SUFFIX="$suffix" --env STACK_MEMORY="$mib" \
             --env POOL="$pool" -- scripts/node/bench.sh "$1" "$name" "${@:2}" >"$RUNS/$name.log" 2>&1 || status=$?
     done
@@ -77,11 +77,11 @@ groups() {
     done
 }
 memory() {
-    local stall=900
+    local stall=500
     local measured=("sandboxer$suffix")
     # Once is enough: memory is not a ratio of one run.
     [[ $vmm != qemu ]] || measured+=(runc)
-    in_node "$vmm-memory" "${BENCH_POOL:-8}" memory "${BENCH_COUNTS:-1,10,50}" "${measured[@]}"
+    in_node "$vmm-memory" "${BENCH_POOL:-2}" memory "${BENCH_COUNTS:-1,10,50}" "${measured[@]}"
 }
 
 # result NAME DIR…: merges several runs into one result.

@@ -7,12 +7,12 @@ clock=()
 # of GROUP of each handler, and merges them into DIR/NAME. OPTIONs are node.sh's. The emulator may lose a guest
 # (docs/decisions/0009-node-vm.md), which then spins forever. Such a part is discarded, its node ends, and another node measures the
 # remaining parts. Variables of the caller: `stall` (60): processor seconds without output after which a guest counts as lost;
-# `clock`: node.sh's options that select the node's clock (default: virtual, without nested paging).
+# `clock`: node.sh's options that select the node's clock (default: virtual time).
 in_parts() {
     local dir=$1 name=$2 parts=$3 status=75 tries=0 there=0 at handlers=()
     local part_of=("$4" "$5")
     local of_time=("${clock[@]}")
-    ((${#of_time[@]})) || of_time=(--virtual-time --append kvm_amd.npt=0)
+    ((${#of_time[@]})) || of_time=(--virtual-time)
     shift 5
     while (($#)) && [[ $1 != -- ]]; do handlers+=("$1") && shift; done
     [[ ${1:-} != -- ]] || shift

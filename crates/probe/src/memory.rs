@@ -86,7 +86,7 @@ pub struct Points {
     pub notes: Vec<String>,
 }
 
-/// Measures. Calls `progress` for each point; ends early when `cancel` is cancelled or a pod cannot be started.
+/// Measures. Calls `progress` for each point when its pods were measured; ends early when `cancel` is cancelled or a pod cannot be started.
 pub async fn sweep(
     runtime: &Runtime,
     watch: &Arc<LogWatch>,
@@ -111,7 +111,7 @@ pub async fn sweep(
                 residents: residents.remove(handler.as_str()).unwrap_or_default(),
             };
             let first = points.points.len();
-            let mut ended = column.measure(&mut points).await;
+            let mut ended = column.measure(&mut points, progress).await;
             if let Err(error) = timeline::remove_all(runtime, &sweep.recipe.run).await {
                 let left =
                     format!("pods with label {RUN_LABEL}={} may still exist: {error}", sweep.recipe.run);
@@ -122,7 +122,6 @@ pub async fn sweep(
                 let idle = column.idle_again(&mut points.points[first..]).await;
                 ended = ended.and(idle);
             }
-            points.points[first..].iter().for_each(&mut *progress);
             residents.insert(handler, column.residents);
             if let Err(why) = ended {
                 points.partial = Some(why);
@@ -147,7 +146,11 @@ struct Column<'a> {
 
 impl Column<'_> {
     /// Returns as an error why it ended early.
-    async fn measure(&mut self, points: &mut Points) -> Result<(), String> {
+    async fn measure(
+        &mut self,
+        points: &mut Points,
+        progress: &mut (dyn FnMut(&Point) + Send),
+    ) -> Result<(), String> {
         let handler = self.handler;
         let idle = self.settled().await?.0;
         let mut running = 0;
@@ -171,14 +174,16 @@ impl Column<'_> {
                 points.vms.insert(handler.to_owned(), vm);
             }
             let largest = Some(&count) == self.sweep.counts.last();
-            points.points.push(Point {
+            let point = Point {
                 runtime: handler.to_owned(),
                 repetition: self.repetition,
                 idle_daemon_kib: Some(idle.role(Role::Daemon)),
                 available_fall_kib: Some(idle.available_kib as i64 - ledger.available_kib as i64),
                 idle_cpu_millicores: if largest { self.idle_cpu(&ledger).await } else { None },
                 ledger,
-            });
+            };
+            progress(&point);
+            points.points.push(point);
         }
         Ok(())
     }

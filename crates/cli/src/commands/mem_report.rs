@@ -63,7 +63,7 @@ pub async fn run(args: Args, global: &Global) -> Result<()> {
     let bar = startup::bar(u64::from(sweep.repeat) * (sweep.counts.len() * sweep.runtimes.len()) as u64);
     bar.tick();
     let mut progress = |point: &sandboxer_probe::memory::Point| {
-        bar.set_message(format!("{} with {} pods", point.runtime, point.ledger.pods));
+        bar.set_message(format!("{} with {} pods: measured", point.runtime, point.ledger.pods));
         bar.inc(1);
     };
     let (report, _) = bench.memory(&sweep, store.as_mut(), &cancel, &mut progress).await?;

@@ -13,11 +13,16 @@ use fake_agent::FakeAgent;
 use sandboxer::{
     daemon,
     front::Front,
-    pod::DaemonState,
-    pod::pool::{self, Meminfo, Pool},
+    pod::{
+        self, DaemonState, PodHandle,
+        pool::{self, Meminfo, Pool},
+        spec::PodSpec,
+    },
+    state::PodStatus,
     template::Shape,
 };
-use sandboxer_config::{Config, PoolConfig};
+use sandboxer_config::{Config, PoolConfig, StartPath};
+use sandboxer_protocol::link::LinkKey;
 use sandboxer_vmm_fake::{FakeVmm, Fault};
 use tempfile::TempDir;
 use tokio_util::sync::CancellationToken;
@@ -83,6 +88,13 @@ impl Kept {
             pool::end(warm.vm.as_ref()).await;
         }
         claimed.len()
+    }
+
+    fn pod(&self, id: &str) -> PodHandle {
+        let spec = PodSpec { start_path: StartPath::Pool, ..PodSpec::plain(id.parse().unwrap(), 1, 128) };
+        let (of, key, status) = (self.node.clone(), LinkKey::random(), PodStatus::created(1));
+        let id = spec.id.clone();
+        self.node.registry.insert(&id, || pod::spawn(of, spec, key, status, Default::default())).unwrap()
     }
 
     fn waiting(&self, shape: Shape) -> usize {
@@ -199,6 +211,22 @@ async fn starts_without_a_pause_hold_up_neither_filling_nor_trimming() {
     kept.comes_to_have(2, 0).await;
     kept.arrive(USUAL, 2).await;
     kept.comes_to_have(2, 0).await;
+    kept.ends().await;
+}
+
+#[tokio::test]
+async fn a_start_that_is_cancelled_when_it_claims_leaves_no_vm() {
+    let kept = Kept::new(2, 2);
+    for name in ["a", "b", "c", "d"] {
+        kept.comes_to_have(2, 0).await;
+        let pod = kept.pod(name);
+        let (started, stopped) = tokio::join!(pod.start(), pod.stop());
+        assert!(started.is_err(), "the stop came too late to test anything");
+        stopped.unwrap();
+        pod.remove().await.unwrap();
+    }
+    kept.comes_to_have(2, 0).await;
+    assert_eq!(kept.vmm.running().len(), 2, "a VM belongs neither to a pod nor to the pool");
     kept.ends().await;
 }
 

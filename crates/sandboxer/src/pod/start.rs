@@ -96,6 +96,19 @@ impl Source {
             StartPath::Boot => Ok(Self::Boot),
         }
     }
+
+    /// Returns what the host holds for the VM, if it is a pooled one. Whatever fails from here on, nothing of it is left behind,
+    /// including its directory if that has not become the pod's yet.
+    fn waited(&mut self, pod: &SandboxId, undo: &mut Undo) -> Option<Waited> {
+        let Self::Pool(warm) = self else { return None };
+        let (doomed, ended) = (warm.vm.clone(), end(pod, warm.vm.clone()));
+        undo.push("end the VMM", async move {
+            ended.await?;
+            pool::end(doomed.as_ref()).await;
+            Ok::<_, Infallible>(())
+        });
+        Some(Waited { taps: mem::take(&mut warm.taps), vm: warm.vm.clone() })
+    }
 }
 
 /// Starts a pod. If it is cancelled or fails, everything is undone before it returns.
@@ -171,13 +184,15 @@ struct Start<'a> {
 }
 
 impl<'a> Start<'a> {
-    async fn attempt(&mut self, source: Source, cancel: &CancellationToken) -> Result<Up, PodError> {
+    async fn attempt(&mut self, mut source: Source, cancel: &CancellationToken) -> Result<Up, PodError> {
         let spec = self.spec;
         let mut undo = Undo::default();
+        // Before the first point at which the start can be cancelled.
+        let waited = source.waited(&spec.id, &mut undo);
         let result = tokio::select! {
             biased;
             () = cancel.cancelled() => Err(PodError::Cancelled(spec.id.clone())),
-            result = self.phases(source, &mut undo) => result,
+            result = self.phases(source, waited, &mut undo) => result,
         };
         if result.is_ok() {
             undo.forget();
@@ -187,21 +202,13 @@ impl<'a> Start<'a> {
         result
     }
 
-    async fn phases(&mut self, mut source: Source, undo: &mut Undo) -> Result<Up, PodError> {
+    async fn phases(
+        &mut self,
+        source: Source,
+        waited: Option<Waited>,
+        undo: &mut Undo,
+    ) -> Result<Up, PodError> {
         let Self { node, spec, interfaces, key, stages, .. } = *self;
-        // Whatever fails from here on, nothing of the pooled VM is left behind, including its directory
-        // if that has not become the pod's yet.
-        let mut waited = None;
-        if let Source::Pool(warm) = &mut source {
-            waited = Some(Waited { taps: mem::take(&mut warm.taps), pid: warm.vm.record().pid });
-            let doomed = warm.vm.clone();
-            let pod = spec.id.clone();
-            undo.push("end the VMM", async move {
-                gone(&pod, doomed.as_ref()).await;
-                pool::end(doomed.as_ref()).await;
-                Ok::<_, Infallible>(())
-            });
-        }
         let prepared =
             stages.run(Stage::Network, Prepared::new(node, spec, interfaces, waited, undo)).await?;
         match source {
@@ -248,7 +255,7 @@ impl<'a> Start<'a> {
 /// What the host holds for a pooled VM.
 struct Waited {
     taps: Vec<PooledTap>,
-    pid: u32,
+    vm: Arc<dyn Vm>,
 }
 
 /// The host side is ready: control group, run directory, taps.
@@ -279,8 +286,12 @@ impl<'a> Prepared<'a> {
             let of = spec.id.clone();
             undo.push("remove the control group", async move { stop::leave(&of, &cgroup).await });
         }
-        let counting =
-            waited.as_ref().and_then(|waited| cgroup_attach::counted(node, spec, waited.pid, undo));
+        let mut counting = None;
+        if let Some(Waited { vm, .. }) = &waited {
+            // The control group can only be removed after the VMM in it has ended.
+            undo.push("end the VMM", end(&spec.id, vm.clone()));
+            counting = cgroup_attach::counted(node, spec, vm.record().pid, undo);
+        }
         let run_dir = node.run_dir(&spec.id);
         match make_private_dir(&run_dir) {
             // A failed start or a killed daemon may have left it.
@@ -346,12 +357,7 @@ impl<'a> Prepared<'a> {
     }
 
     fn running(self, vm: Arc<dyn Vm>, start_path: StartPath, until: Instant, undo: &mut Undo) -> Running<'a> {
-        let doomed = vm.clone();
-        let pod = self.spec.id.clone();
-        undo.push("end the VMM", async move {
-            gone(&pod, doomed.as_ref()).await;
-            Ok::<_, Infallible>(())
-        });
+        undo.push("end the VMM", end(&self.spec.id, vm.clone()));
         let Self { node, spec, interfaces, .. } = self;
         Running { node, spec, until, vm, start_path, interfaces }
     }
@@ -455,10 +461,14 @@ async fn watched<T, E: Into<PodError>>(
 }
 
 /// Kills a VM and waits until it has exited, because another VM or the state Stopped follows.
-async fn gone(pod: &SandboxId, vm: &dyn Vm) {
-    while let Err(error) = vm.kill().await {
-        let error = chain(&error);
-        tracing::error!(%pod, error, "cannot kill the VMM of a failed start yet; retrying");
+fn end(pod: &SandboxId, vm: Arc<dyn Vm>) -> impl Future<Output = Result<(), Infallible>> + Send + use<> {
+    let pod = pod.clone();
+    async move {
+        while let Err(error) = vm.kill().await {
+            let error = chain(&error);
+            tracing::error!(%pod, error, "cannot kill the VMM of a failed start yet; retrying");
+        }
+        Ok(())
     }
 }
 

@@ -105,7 +105,7 @@ bench: build guest-image tools ## run the start-up and memory benches
 bench-kvm: node ## measure start-up and memory on KVM, in a node VM and virtual time, into target/bench-kvm
 	@scripts/bench-kvm.sh
 
-test-kvm: node ## run the tests that need a usable KVM, in a node VM; CLOUD_HYPERVISOR=… adds that VMM (PHASES='pods e2e' for more)
+test-kvm: node ## run the tests that need a usable KVM, in a node VM; CLOUD_HYPERVISOR=… and FIRECRACKER=… add these VMMs (PHASES='pods e2e' for more)
 	@scripts/test-kvm.sh $(PHASES)
 
 bench-gate: node ## compare a few starts on KVM, in virtual time, with the last recorded ones; fails beyond 5 %

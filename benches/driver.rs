@@ -67,6 +67,7 @@ impl Host {
             memory_mib: 128,
             nics: 0,
             taps: Vec::new(),
+            named_taps: None,
             kernel: "/dev/null".into(),
             initramfs: "/dev/null".into(),
             boot: BootParams { link_key: LinkKey::random(), log: None },

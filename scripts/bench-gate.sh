@@ -4,7 +4,7 @@
 # It compares a few starts of each. If they are too slow, it measures again with more starts, which decide.
 # usage: bench-gate.sh            compare
 #        bench-gate.sh record     append to the history instead (make bench-record; commit it)
-# BENCH_SERIAL changes the number of starts of each (6, twice as many the second time; 20 to record). CLOUD_HYPERVISOR adds that VMM.
+# BENCH_SERIAL changes the number of starts of each (6, twice as many the second time; 20 to record). CLOUD_HYPERVISOR and FIRECRACKER add these VMMs.
 # exit codes: 0 not slower, or nothing to compare with; 1 slower; 3 not measured, which says nothing about starts.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
@@ -37,7 +37,7 @@ measure() {
 compare() { "$CLI" gate "$OUT/$1" --history "$HISTORY"; }
 
 rm -rf "$OUT"
-for vmm in qemu ${CLOUD_HYPERVISOR:+cloud-hypervisor}; do
+for vmm in qemu ${CLOUD_HYPERVISOR:+cloud-hypervisor} ${FIRECRACKER:+firecracker}; do
     if [[ $mode == record ]]; then
         measure "$vmm" "${BENCH_SERIAL:-20}"
         "$CLI" gate "$OUT/$vmm" --history "$HISTORY" --record --commit "$commit"

@@ -8,7 +8,7 @@
 #            so many guests is nearly always lost (docs/decisions/0009-node-vm.md). Into a report of its own
 #   memory   PSS at 1, 10 and 50 pods, in real time: memory does not depend on the clock, and fewer guests are lost
 # (default: serial groups memory). Existing runs in target/bench-kvm/runs are kept; `--fresh` removes them first.
-# CLOUD_HYPERVISOR names a VMM that Debian does not have. BENCH_SERIAL (20), BENCH_GROUP (50), BENCH_ROUNDS (2), BENCH_COUNTS
+# CLOUD_HYPERVISOR and FIRECRACKER name VMMs that Debian does not have. BENCH_SERIAL (20), BENCH_GROUP (50), BENCH_ROUNDS (2), BENCH_COUNTS
 # (1,10,50), BENCH_POOL (2; 8 for groups), BENCH_HANDLERS (pool template boot), BENCH_GROUP_MIB (128), BENCH_TRIES (20),
 # BENCH_VMMS and BENCH_LIMIT (seconds for each node, default 3600) change the plan.
 set -euo pipefail
@@ -102,13 +102,15 @@ parts=("$@")
 ((${#parts[@]})) || parts=(serial groups memory)
 for part in "${parts[@]}"; do [[ $part == serial || $part == again || $part == groups || $part == memory ]] || die "no such part '$part'"; done
 mkdir -p "$RUNS"
-vmms=${BENCH_VMMS:-qemu${CLOUD_HYPERVISOR:+ cloud-hypervisor}}
+vmms=${BENCH_VMMS:-qemu${CLOUD_HYPERVISOR:+ cloud-hypervisor}${FIRECRACKER:+ firecracker}}
 [[ $vmms == *cloud-hypervisor* ]] || say "not measured: Cloud Hypervisor; set CLOUD_HYPERVISOR to its program, Debian has none"
+[[ $vmms == *firecracker* ]] || say "not measured: Firecracker; set FIRECRACKER to its program, Debian has none"
 for part in "${parts[@]}"; do
     for vmm in $vmms; do
         case $vmm in
         qemu) suffix='' ;;
         cloud-hypervisor) suffix=-ch ;;
+        firecracker) suffix=-fc ;;
         *) die "no such VMM '$vmm'" ;;
         esac
         mib=256

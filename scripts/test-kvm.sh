@@ -29,15 +29,15 @@ STALL=400
 # The clock of the nodes.
 clock=(--virtual-time)
 
-# test_programs: builds them; sets vmm_contract, cloud_hypervisor and e2e to their paths.
+# test_programs: builds them; sets vmm_contract, cloud_hypervisor, firecracker and e2e to their paths.
 test_programs() {
     local name path
     while read -r name path; do
         declare -g "$name=$path"
         programs+=("$path")
     done < <(cargo test --quiet --no-run --message-format=json -p sandboxer --test vmm_contract --test cloud_hypervisor \
-        -p sandboxer-e2e --test e2e | sed -n 's|.*"executable":"\([^"]*/deps/\([a-z0-9_]*\)-[0-9a-f]*\)".*|\2 \1|p')
-    [[ -n ${vmm_contract:-} && -n ${cloud_hypervisor:-} && -n ${e2e:-} ]] || die "cargo named no test programs"
+        --test firecracker -p sandboxer-e2e --test e2e | sed -n 's|.*"executable":"\([^"]*/deps/\([a-z0-9_]*\)-[0-9a-f]*\)".*|\2 \1|p')
+    [[ -n ${vmm_contract:-} && -n ${cloud_hypervisor:-} && -n ${firecracker:-} && -n ${e2e:-} ]] || die "cargo named no test programs"
 }
 
 # in_node LOG LIMIT OPTIONS… -- COMMAND…: runs it beside other nodes, as soon as there is capacity; keeps its output.
@@ -73,6 +73,7 @@ nodes_at_once() {
 vmms() {
     echo qemu
     [[ -z ${CLOUD_HYPERVISOR:-} ]] || echo cloud-hypervisor
+    [[ -z ${FIRECRACKER:-} ]] || echo firecracker
 }
 
 skip() {
@@ -87,6 +88,9 @@ contract() {
     in_node contract-qemu 420 "${accelerated[@]}" -- "$vmm_contract" --test-threads 1
     if [[ -n ${CLOUD_HYPERVISOR:-} ]]; then
         in_node contract-cloud-hypervisor 420 "${accelerated[@]}" -- "$cloud_hypervisor" --test-threads 1
+    fi
+    if [[ -n ${FIRECRACKER:-} ]]; then
+        in_node contract-firecracker 420 "${accelerated[@]}" -- "$firecracker" --test-threads 1
     fi
 }
 

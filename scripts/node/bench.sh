@@ -25,7 +25,7 @@ warm() {
 settle() {
     local try
     for try in {1..60}; do
-        (($(pgrep -fc 'qemu-system|cloud-hypervisor' || true) < POOL)) || break
+        (($(pgrep -fc 'qemu-system|cloud-hypervisor|firecracker' || true) < POOL)) || break
         sleep 5
     done
     sleep 20
@@ -35,7 +35,7 @@ settle() {
 # ticks: prints each VMM's pid and its processor time so far.
 ticks() {
     local pid
-    for pid in $(pgrep -f 'qemu-system|cloud-hypervisor' || true); do
+    for pid in $(pgrep -f 'qemu-system|cloud-hypervisor|firecracker' || true); do
         printf '%s %s\n' "$pid" "$(($(stat_field "$pid" 14 || echo 0) + $(stat_field "$pid" 15 || echo 0)))"
     done
 }

@@ -1,10 +1,13 @@
-//! Finds a block device by the serial that the host set.
+//! Finds a block device by the serial that the host set, or by the host's index of disks.
 
 use std::{
-    fs,
+    fs::{self, File},
+    os::unix::fs::{FileExt, OpenOptionsExt},
     path::{Path, PathBuf},
     time::Duration,
 };
+
+use sandboxer_protocol::disk_index::{self, Entry};
 
 use crate::{
     failure::{Failure, Kind, internal},
@@ -24,9 +27,13 @@ const VPD_HEADER: usize = 4;
 
 /// Waits for the disk with `serial`; returns its device node.
 pub async fn find(serial: &str) -> Result<PathBuf, Failure> {
-    let found = uevent::wait_for(Some(DEADLINE), || scan(Path::new("/sys/block"), serial))
-        .await
-        .map_err(internal(format!("cannot listen for disk {serial:?}")))?;
+    let index = Index::of_guest();
+    let found = uevent::wait_for(Some(DEADLINE), || match &index {
+        None => scan(Path::new("/sys/block"), serial),
+        Some(index) => index.read().and_then(|entries| in_slot(Path::new("/sys/block"), &entries, serial)),
+    })
+    .await
+    .map_err(internal(format!("cannot listen for disk {serial:?}")))?;
     let name = found.ok_or_else(|| {
         let message = format!(
             "disk with serial {serial:?} did not appear within {} s; the guest has {}",
@@ -42,6 +49,39 @@ pub async fn find(serial: &str) -> Result<PathBuf, Failure> {
 
 fn scan(sys_block: &Path, serial: &str) -> Option<String> {
     disks(sys_block).into_iter().find(|name| serial_of(&sys_block.join(name)).as_deref() == Some(serial))
+}
+
+/// The host's index of disks, on a VMM that gives them no serials.
+struct Index(PathBuf);
+
+impl Index {
+    /// Returns the index, if the kernel command line says that there is one.
+    fn of_guest() -> Option<Self> {
+        let cmdline = fs::read_to_string("/proc/cmdline").ok()?;
+        cmdline.split_ascii_whitespace().any(|word| word == disk_index::WORD).then(|| Self("/dev/vda".into()))
+    }
+
+    /// Reads it from the host: the kernel must not answer with what it read before.
+    fn read(&self) -> Option<Vec<Entry>> {
+        let disk = File::options().read(true).custom_flags(libc::O_DIRECT).open(&self.0).ok()?;
+        let mut page = Page([0; disk_index::BYTES]);
+        disk.read_exact_at(&mut page.0, 0).ok()?;
+        disk_index::parse(&page.0)
+    }
+}
+
+/// Memory that a device can write to directly.
+#[repr(align(4096))]
+struct Page([u8; disk_index::BYTES]);
+
+/// Returns the disk `serial` of the index, once its slot's device has its size.
+fn in_slot(sys_block: &Path, entries: &[Entry], serial: &str) -> Option<String> {
+    let entry = entries.iter().find(|entry| entry.serial == serial)?;
+    // vda is the index itself.
+    let letter = char::from(b'b'.checked_add(u8::try_from(entry.slot).ok()?)?);
+    let name = format!("vd{letter}");
+    let sectors: u64 = fs::read_to_string(sys_block.join(&name).join("size")).ok()?.trim().parse().ok()?;
+    (letter.is_ascii_lowercase() && sectors == entry.sectors).then_some(name)
 }
 
 fn present(sys_block: &Path) -> String {
@@ -103,6 +143,21 @@ mod tests {
         assert_eq!(scan(dir.path(), "11d-2").as_deref(), Some("sda"));
         assert_eq!(scan(dir.path(), "root"), None, "part of a serial is another serial");
         assert_eq!(scan(dir.path(), ""), None);
+    }
+
+    #[test]
+    fn a_disk_of_the_index_is_there_once_its_slot_has_its_size() {
+        let dir = tempfile::tempdir().unwrap();
+        for (name, sectors) in [("vda", 8), ("vdb", 1), ("vdc", 2048)] {
+            fs::create_dir(dir.path().join(name)).unwrap();
+            fs::write(dir.path().join(name).join("size"), format!("{sectors}\n")).unwrap();
+        }
+        let entry = |slot, serial: &str| Entry { slot, sectors: 2048, serial: serial.to_owned() };
+        let entries = [entry(0, "not-yet"), entry(1, "there"), entry(24, "beyond"), entry(200, "far-beyond")];
+        assert_eq!(in_slot(dir.path(), &entries, "there").as_deref(), Some("vdc"));
+        for absent in ["not-yet", "beyond", "far-beyond", "unknown", "ther"] {
+            assert_eq!(in_slot(dir.path(), &entries, absent), None, "{absent}");
+        }
     }
 
     #[test]

@@ -14,7 +14,7 @@ use nix::{
     unistd::{sethostname, sync},
 };
 
-use sandboxer_protocol::agent as wire;
+use sandboxer_protocol::{agent as wire, boot::RESET_ENDS};
 
 use crate::{
     cgroup::Cgroup,
@@ -151,7 +151,12 @@ pub async fn power_off(shares: &Shares) -> Failure {
 /// Syncs the disks and powers the guest off.
 pub fn power_off_now() -> Failure {
     sync();
-    match reboot(RebootMode::RB_POWER_OFF) {
+    let cmdline = fs::read_to_string("/proc/cmdline").unwrap_or_default();
+    let how = match cmdline.split_ascii_whitespace().any(|word| word == RESET_ENDS) {
+        true => RebootMode::RB_AUTOBOOT,
+        false => RebootMode::RB_POWER_OFF,
+    };
+    match reboot(how) {
         Ok(never) => match never {},
         Err(error) => internal("cannot power off")(error),
     }

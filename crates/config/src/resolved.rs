@@ -47,6 +47,8 @@ pub struct VmConfig {
     pub qemu: PathBuf,
     /// Program of Cloud Hypervisor.
     pub cloud_hypervisor: PathBuf,
+    /// Program of Firecracker.
+    pub firecracker: PathBuf,
     /// Which accelerator.
     pub accelerator: Accelerator,
     /// Guest kernel.
@@ -89,6 +91,8 @@ pub enum VmmChoice {
     Qemu,
     /// Cloud Hypervisor; an error if it is not usable.
     CloudHypervisor,
+    /// Firecracker; an error if it is not usable.
+    Firecracker,
 }
 
 /// The accelerator.
@@ -253,6 +257,7 @@ impl Default for Config {
                 vmm: VmmChoice::Auto,
                 qemu: "qemu-system-x86_64".into(),
                 cloud_hypervisor: "cloud-hypervisor".into(),
+                firecracker: "firecracker".into(),
                 accelerator: Accelerator::Auto,
                 kernel: "/usr/lib/sandboxer/vmlinux".into(),
                 initramfs: "/usr/lib/sandboxer/initramfs.cpio".into(),

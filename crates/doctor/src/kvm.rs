@@ -4,7 +4,10 @@ use std::{io, path::Path};
 
 use sandboxer_base::chain;
 use sandboxer_config::{Accelerator, VmmChoice};
-use sandboxer_vmm::kvm::{self, KvmUnusable};
+use sandboxer_vmm::{
+    cloud_hypervisor, firecracker,
+    kvm::{self, KvmUnusable},
+};
 
 use super::{
     PATIENCE, blocking,
@@ -55,13 +58,18 @@ pub fn judge(vmm: VmmChoice, configured: Accelerator, reading: &Reading) -> Chec
         Reading::Unusable(unusable) => (chain(unusable), fix(unusable)),
         Reading::Silent => (format!("the KVM test did not end within {PATIENCE:?}"), nested()),
     };
-    let asked_for = vmm == VmmChoice::CloudHypervisor || configured == Accelerator::Kvm;
+    let needs_kvm = match vmm {
+        VmmChoice::CloudHypervisor => Some(cloud_hypervisor::NAME),
+        VmmChoice::Firecracker => Some(firecracker::NAME),
+        VmmChoice::Auto | VmmChoice::Qemu => None,
+    };
+    let asked_for = needs_kvm.is_some() || configured == Accelerator::Kvm;
     if let (true, Reading::Unusable(KvmUnusable::Slow { .. })) = (asked_for, reading) {
         return KVM.warning(format!("{seen}; it is used because the configuration requires it"), fix);
     }
     let or_set = |fix: Fix, key: &str| Fix { what: format!("{}, or set {key} to \"auto\"", fix.what), ..fix };
-    if vmm == VmmChoice::CloudHypervisor {
-        return KVM.failure(format!("vm.vmm is \"cloud-hypervisor\"; {seen}"), or_set(fix, "vm.vmm"));
+    if let Some(vmm) = needs_kvm {
+        return KVM.failure(format!("vm.vmm is \"{vmm}\"; {seen}"), or_set(fix, "vm.vmm"));
     }
     match configured {
         Accelerator::Tcg => KVM.not_applicable(format!("vm.accelerator is \"tcg\"; {seen}")),

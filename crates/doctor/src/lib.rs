@@ -72,10 +72,15 @@ pub async fn examine(question: &Question<'_>) -> Report {
         let (route, launcher) = tokio::join!(cri::route(&cri), launcher::read(&host, cri.told()));
         (cri, route, launcher)
     };
-    let (kvm, qemu, cloud_hypervisor, mkfs, kernel, initramfs, taps, daemon, (cri, route, launcher)) = tokio::join!(
+    let (kvm, vmms, mkfs, kernel, initramfs, taps, daemon, (cri, route, launcher)) = tokio::join!(
         kvm::read(Path::new("/dev/kvm")),
-        vmm::read(&config.vm.qemu),
-        vmm::read(&config.vm.cloud_hypervisor),
+        async {
+            tokio::join!(
+                vmm::read(&config.vm.qemu),
+                vmm::read(&config.vm.cloud_hypervisor),
+                vmm::read(&config.vm.firecracker)
+            )
+        },
         filesystems::read_mkfs(&config.rootfs.mkfs_erofs),
         blocking(PATIENCE, move || kernel::read(&guest_kernel)),
         blocking(PATIENCE, move || initramfs::read(&guest_initramfs)),
@@ -83,6 +88,7 @@ pub async fn examine(question: &Question<'_>) -> Report {
         cri::listener(&controller),
         cri,
     );
+    let (qemu, cloud_hypervisor, firecracker) = vmms;
     let kernel = kernel.unwrap_or_else(|| kernel::Reading::silent(&config.vm.kernel));
     let initramfs = initramfs.unwrap_or_else(|| initramfs::Reading::silent(&config.vm.initramfs));
     let told = cri.told();
@@ -97,8 +103,9 @@ pub async fn examine(question: &Question<'_>) -> Report {
         vec![
             configuration,
             kvm::judge(config.vm.vmm, config.vm.accelerator, &kvm),
-            vmm::qemu(&qemu, vmm::in_cloud_hypervisor(&config.vm, &kvm, &cloud_hypervisor)),
+            vmm::qemu(&qemu, vmm::other_than_qemu(&config.vm, &kvm, &cloud_hypervisor)),
             vmm::cloud_hypervisor(config.vm.vmm, &cloud_hypervisor),
+            vmm::firecracker(config.vm.vmm, &firecracker),
             kernel::judge(&kernel),
             initramfs::judge(&initramfs),
             containerd::containerd(&cri),

@@ -1,7 +1,7 @@
 //! The checks at the daemon's start.
 
 use sandboxer_config::{Config, VmmChoice};
-use sandboxer_vmm::{VmmInfo, cloud_hypervisor};
+use sandboxer_vmm::{VmmInfo, cloud_hypervisor, firecracker};
 
 use super::{filesystems, host::Host, initramfs, kernel, namespaces, verdict::Check, verdict::Verdict, vmm};
 
@@ -24,7 +24,10 @@ pub async fn fit(config: &Config, chosen: &VmmInfo) -> Result<(), Unfit> {
                 let reading = vmm::read(&config.vm.cloud_hypervisor).await;
                 vmm::cloud_hypervisor(VmmChoice::CloudHypervisor, &reading)
             }
-            _ => vmm::qemu(&vmm::read(&config.vm.qemu).await, false),
+            firecracker::NAME => {
+                vmm::firecracker(VmmChoice::Firecracker, &vmm::read(&config.vm.firecracker).await)
+            }
+            _ => vmm::qemu(&vmm::read(&config.vm.qemu).await, None),
         }
     };
     let (vmm, mkfs) = tokio::join!(vmm, filesystems::read_mkfs(&config.rootfs.mkfs_erofs));
@@ -59,9 +62,11 @@ mod tests {
         let mut config = Config::default();
         config.vm.qemu = "/nonexistent/qemu".into();
         config.vm.cloud_hypervisor = "/nonexistent/ch".into();
+        config.vm.firecracker = "/nonexistent/fc".into();
         for (name, named, other) in [
             ("qemu", "qemu: \"/nonexistent/qemu\" does not exist", "/nonexistent/ch"),
             ("cloud-hypervisor", "cloud-hypervisor: \"/nonexistent/ch\" does not exist", "/nonexistent/qemu"),
+            ("firecracker", "firecracker: \"/nonexistent/fc\" does not exist", "/nonexistent/qemu"),
         ] {
             let refusal = fit(&config, &chosen(name)).await.unwrap_err().to_string();
             assert!(refusal.contains(named) && !refusal.contains(other), "{refusal}");

@@ -3,7 +3,10 @@
 use std::path::{Path, PathBuf};
 
 use sandboxer_config::{VmConfig, VmmChoice};
-use sandboxer_vmm::cloud_hypervisor::version::{self, Version};
+use sandboxer_vmm::{
+    cloud_hypervisor::version::{self, Version},
+    firecracker,
+};
 
 use super::{
     kvm,
@@ -18,6 +21,8 @@ const QEMU: Subject = Subject { name: "qemu", why: "it runs the pods' VMs" };
 const CLOUD_HYPERVISOR: Subject =
     Subject { name: "cloud-hypervisor", why: "with KVM it uses less memory per pod than QEMU" };
 
+const FIRECRACKER: Subject = Subject { name: "firecracker", why: "it runs the pods' VMs if vm.vmm names it" };
+
 /// A program and its answer.
 #[derive(Debug, Clone)]
 pub struct Reading {
@@ -30,11 +35,21 @@ pub struct Reading {
 impl Reading {
     /// Returns Cloud Hypervisor's version, or why it is not usable.
     fn version(&self) -> Result<Version, String> {
-        let program = self.program.display();
+        let program = self.program.display().to_string();
+        self.line().and_then(|line| Version::parse(line, program).map_err(|error| error.to_string()))
+    }
+
+    /// Returns Firecracker's version, or why it is not usable.
+    fn firecracker_version(&self) -> Result<firecracker::version::Version, String> {
+        let program = self.program.display().to_string();
+        let parse = |line: &str| firecracker::version::Version::parse(line, program);
+        self.line().and_then(|line| parse(line).map_err(|error| error.to_string()))
+    }
+
+    /// Returns what it printed, or why it printed nothing.
+    fn line(&self) -> Result<&str, String> {
         match &self.answer {
-            Answer::Said(line) => {
-                Version::parse(line, program.to_string()).map_err(|error| error.to_string())
-            }
+            Answer::Said(line) => Ok(line),
             Answer::Missing => Err(format!("{:?} does not exist", self.program)),
             Answer::Broken(how) => Err(format!("{:?} {how}", self.program)),
             Answer::Silent => Err(program::too_slow(&self.program)),
@@ -47,21 +62,24 @@ pub async fn read(program: &Path) -> Reading {
     Reading { program: program.to_owned(), answer: program::ask(program, "--version").await }
 }
 
-/// Returns whether pods run in Cloud Hypervisor; decides as `vmm::detect` does.
-pub fn in_cloud_hypervisor(config: &VmConfig, kvm: &kvm::Reading, reading: &Reading) -> bool {
-    match config.vmm {
+/// Returns the name of the VMM that runs pods if that is not QEMU; decides as `vmm::detect` does. `reading` is that of
+/// Cloud Hypervisor.
+pub fn other_than_qemu(config: &VmConfig, kvm: &kvm::Reading, reading: &Reading) -> Option<&'static str> {
+    let is_cloud_hypervisor = match config.vmm {
         VmmChoice::Qemu => false,
+        VmmChoice::Firecracker => return Some("Firecracker"),
         VmmChoice::CloudHypervisor => true,
         VmmChoice::Auto => kvm.is_used(config.accelerator) && reading.version().is_ok(),
-    }
+    };
+    is_cloud_hypervisor.then_some("Cloud Hypervisor")
 }
 
 /// Checks QEMU, if pods run in it.
-pub fn qemu(reading: &Reading, in_cloud_hypervisor: bool) -> Check {
+pub fn qemu(reading: &Reading, other: Option<&'static str>) -> Check {
     let check = judge_qemu(reading);
-    match in_cloud_hypervisor {
-        false => check,
-        true => QEMU.not_applicable(format!("pods run in Cloud Hypervisor; {}", check.seen)),
+    match other {
+        None => check,
+        Some(other) => QEMU.not_applicable(format!("pods run in {other}; {}", check.seen)),
     }
 }
 
@@ -94,7 +112,9 @@ fn judge_qemu(reading: &Reading) -> Check {
 pub fn cloud_hypervisor(configured: VmmChoice, reading: &Reading) -> Check {
     let Reading { program, answer } = reading;
     let seen = match reading.version() {
-        Ok(version) if configured != VmmChoice::Qemu => return CLOUD_HYPERVISOR.ok(version.to_string()),
+        Ok(version) if matches!(configured, VmmChoice::Auto | VmmChoice::CloudHypervisor) => {
+            return CLOUD_HYPERVISOR.ok(version.to_string());
+        }
         Ok(version) => version.to_string(),
         Err(why) => why,
     };
@@ -102,6 +122,9 @@ pub fn cloud_hypervisor(configured: VmmChoice, reading: &Reading) -> Check {
         format!("install a static release binary, v{} to v{}", version::KNOWN.start(), version::KNOWN.end());
     match (configured, answer) {
         (VmmChoice::Qemu, _) => CLOUD_HYPERVISOR.not_applicable(format!("vm.vmm is \"qemu\"; {seen}")),
+        (VmmChoice::Firecracker, _) => {
+            CLOUD_HYPERVISOR.not_applicable(format!("vm.vmm is \"firecracker\"; {seen}"))
+        }
         (VmmChoice::Auto, Answer::Missing) => CLOUD_HYPERVISOR.not_applicable("not installed"),
         (VmmChoice::Auto, _) => {
             CLOUD_HYPERVISOR.warning(seen, Fix::words(format!("{install}, or remove {program:?}")))
@@ -110,6 +133,25 @@ pub fn cloud_hypervisor(configured: VmmChoice, reading: &Reading) -> Check {
             seen,
             Fix::words(format!("{install}, or set vm.cloud_hypervisor, or vm.vmm to \"auto\"")),
         ),
+    }
+}
+
+/// Checks Firecracker, if the configuration names it.
+pub fn firecracker(configured: VmmChoice, reading: &Reading) -> Check {
+    let version = reading.firecracker_version().map(|version| version.to_string());
+    match (configured, version) {
+        (VmmChoice::Firecracker, Ok(version)) => FIRECRACKER.ok(version),
+        (VmmChoice::Firecracker, Err(why)) => FIRECRACKER.failure(
+            why,
+            Fix::words(format!(
+                "install a release binary, {}, or set vm.firecracker, or vm.vmm to \"auto\"",
+                firecracker::version::known()
+            )),
+        ),
+        (_, seen) => FIRECRACKER.not_applicable(match seen {
+            Ok(version) => format!("vm.vmm does not name it; {version}"),
+            Err(why) => format!("vm.vmm does not name it; {why}"),
+        }),
     }
 }
 
@@ -135,14 +177,14 @@ mod tests {
             (Answer::Broken("ended with 3".into()), Verdict::Failure, "\"vmm\" ended with 3"),
             (Answer::Silent, Verdict::Warning, "\"vmm\" is slow: no version within 5s"),
         ] {
-            let check = qemu(&reading(answer), false);
+            let check = qemu(&reading(answer), None);
             assert_eq!((check.verdict, check.seen.as_str()), (verdict, seen));
         }
     }
 
     #[test]
     fn only_the_vmm_that_runs_pods_has_to_be_there() {
-        let check = qemu(&reading(Answer::Missing), true);
+        let check = qemu(&reading(Answer::Missing), Some("Cloud Hypervisor"));
         assert_eq!(check.verdict, Verdict::NotApplicable);
         assert_eq!(check.seen, "pods run in Cloud Hypervisor; \"vmm\" does not exist");
 
@@ -169,6 +211,25 @@ mod tests {
     }
 
     #[test]
+    fn firecracker_must_be_there_if_it_is_named() {
+        let said = |line: &str| reading(Answer::Said(line.into()));
+        let known = said("Firecracker v1.16.1");
+        assert_eq!(firecracker(VmmChoice::Firecracker, &known).verdict, Verdict::Ok);
+        for unusable in
+            [said("Firecracker v1.13.0"), said("hello"), reading(Answer::Missing), reading(Answer::Silent)]
+        {
+            let check = firecracker(VmmChoice::Firecracker, &unusable);
+            assert_eq!(check.verdict, Verdict::Failure, "{unusable:?}");
+            assert!(check.to_string().contains("v1.14 to v1.16, or set vm.firecracker"), "{check}");
+        }
+        for configured in [VmmChoice::Auto, VmmChoice::Qemu, VmmChoice::CloudHypervisor] {
+            assert_eq!(firecracker(configured, &known).verdict, Verdict::NotApplicable);
+        }
+        let other = cloud_hypervisor(VmmChoice::Firecracker, &said("cloud-hypervisor v53.0"));
+        assert_eq!(other.verdict, Verdict::NotApplicable, "{other}");
+    }
+
+    #[test]
     fn left_the_choice_it_is_cloud_hypervisor_where_that_and_kvm_can_be_used() {
         let auto = sandboxer_config::Config::default().vm;
         let with = |vmm, accelerator| VmConfig { vmm, accelerator, ..auto.clone() };
@@ -176,17 +237,19 @@ mod tests {
         let old = reading(Answer::Said("cloud-hypervisor v51.0".into()));
         let (usable, silent) = (kvm::Reading::Usable(4e7), kvm::Reading::Silent);
         let slow = kvm::Reading::Unusable(sandboxer_vmm::kvm::KvmUnusable::Slow { rate: 1e6 });
+        let ch = Some("Cloud Hypervisor");
         for (config, kvm, reading, there) in [
-            (&auto, &usable, &known, true),
-            (&auto, &usable, &old, false),
-            (&auto, &silent, &known, false),
-            (&auto, &slow, &known, false),
-            (&with(VmmChoice::Auto, Accelerator::Kvm), &slow, &known, true),
-            (&with(VmmChoice::Auto, Accelerator::Tcg), &usable, &known, false),
-            (&with(VmmChoice::Qemu, Accelerator::Auto), &usable, &known, false),
-            (&with(VmmChoice::CloudHypervisor, Accelerator::Auto), &silent, &old, true),
+            (&auto, &usable, &known, ch),
+            (&auto, &usable, &old, None),
+            (&auto, &silent, &known, None),
+            (&auto, &slow, &known, None),
+            (&with(VmmChoice::Auto, Accelerator::Kvm), &slow, &known, ch),
+            (&with(VmmChoice::Auto, Accelerator::Tcg), &usable, &known, None),
+            (&with(VmmChoice::Qemu, Accelerator::Auto), &usable, &known, None),
+            (&with(VmmChoice::CloudHypervisor, Accelerator::Auto), &silent, &old, ch),
+            (&with(VmmChoice::Firecracker, Accelerator::Auto), &silent, &known, Some("Firecracker")),
         ] {
-            assert_eq!(in_cloud_hypervisor(config, kvm, reading), there, "{config:?} {kvm:?} {reading:?}");
+            assert_eq!(other_than_qemu(config, kvm, reading), there, "{config:?} {kvm:?} {reading:?}");
         }
     }
 }

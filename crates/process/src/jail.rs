@@ -17,7 +17,10 @@
 use std::{
     ffi::{CStr, CString},
     fs, io,
-    os::unix::{ffi::OsStrExt, fs::MetadataExt},
+    os::{
+        fd::{AsRawFd, OwnedFd},
+        unix::{ffi::OsStrExt, fs::MetadataExt},
+    },
     path::{Path, PathBuf},
 };
 
@@ -75,6 +78,8 @@ pub struct Jail {
     ids: String,
     /// It has a [`ROOM`].
     room: bool,
+    /// An existing network namespace in place of a new one.
+    network: Option<OwnedFd>,
     filter: BpfProgram,
 }
 
@@ -106,6 +111,7 @@ impl Jail {
             groups: Vec::new(),
             ids,
             room: false,
+            network: None,
             filter: seccomp::filter()?,
         };
         let read_only = libc::MS_RDONLY | libc::MS_NOSUID | libc::MS_NODEV;
@@ -147,6 +153,12 @@ impl Jail {
     /// Returns the same jail with a [`ROOM`] in it.
     pub fn with_room(mut self) -> Self {
         self.room = true;
+        self
+    }
+
+    /// Returns the same jail with an existing network namespace, that of the VM's taps, in place of a new one.
+    pub fn with_network(mut self, namespace: OwnedFd) -> Self {
+        self.network = Some(namespace);
         self
     }
 
@@ -200,7 +212,13 @@ impl Jail {
         // SAFETY: every pointer is to a string of this jail's or a literal, which outlive the call; the calls change
         // this process alone, which has one thread and no other use but to execute the VMM.
         unsafe {
-            done(libc::unshare(NAMESPACES.bits()))?;
+            match &self.network {
+                None => done(libc::unshare(NAMESPACES.bits()))?,
+                Some(network) => {
+                    done(libc::unshare(NAMESPACES.difference(CloneFlags::CLONE_NEWNET).bits()))?;
+                    done(libc::setns(network.as_raw_fd(), libc::CLONE_NEWNET))?;
+                }
+            }
             let nothing = std::ptr::null();
             let private = libc::MS_REC | libc::MS_PRIVATE;
             done(libc::mount(nothing, c"/".as_ptr(), nothing, private, std::ptr::null()))?;

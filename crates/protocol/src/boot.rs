@@ -14,6 +14,10 @@ pub const AGENT_PORT: &str = "org.sandboxer.agent";
 /// same port of its host and disconnects.
 pub const AGENT_VSOCK_PORT: u32 = 1024;
 
+/// The word on a kernel command line that says that the kernel resets the VM by the keyboard controller. A VM of such a
+/// VMM cannot be powered off, but ends when it resets itself.
+pub const RESET_ENDS: &str = "reboot=k";
+
 /// Returns the initial Ethernet address of network device `nic` of a VM, by which the agent identifies it.
 /// It is locally administered; the guest replaces it with the pod's.
 pub const fn first_mac(nic: u8) -> [u8; 6] {

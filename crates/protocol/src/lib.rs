@@ -12,6 +12,7 @@
 
 pub mod boot;
 pub mod check;
+pub mod disk_index;
 pub mod id;
 pub mod link;
 pub mod mark;

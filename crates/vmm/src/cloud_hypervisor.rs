@@ -22,11 +22,9 @@ pub mod api;
 pub(crate) mod events;
 mod landlock;
 mod passing;
-mod shown;
 mod template;
 pub mod version;
 mod vm;
-mod vsock;
 pub mod wire;
 
 use std::{
@@ -51,12 +49,13 @@ use self::{
     api::Api,
     events::Events,
     version::{Version, VersionError},
-    vm::{CloudHypervisorVm, Watched},
-    vsock::Link,
+    vm::{CloudHypervisorVm, Followed},
 };
 use super::{
     FREEZABLE, Frozen, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError, VmmInfo, process,
     run_dir::{Captures, Files, path_error, reopen},
+    vsock::{self, Link},
+    watched::Watched,
 };
 
 /// As in [`VmmInfo::name`].
@@ -150,7 +149,8 @@ impl CloudHypervisor {
             .and_then(|console| Captures::start(stderr, console, run_dir, spec.console_log_bytes))
             .map_err(path_error(pod, "capture output in", run_dir.clone()))?;
 
-        let watched = Watched::new(pod, process.watched(), captures, events);
+        let watched = Watched::new(pod, process.watched(), captures);
+        let events = Followed::new(events, &watched);
         let room = watched.room().await?;
         let listen = match boots {
             Some(_) => Link::new,
@@ -174,6 +174,7 @@ impl CloudHypervisor {
             api: Api::new(run_dir, self.call_timeout),
             record,
             watched,
+            events,
             room,
             link,
             user,
@@ -307,7 +308,8 @@ async fn take_over(
         "inspect",
         run_dir.clone(),
     ))?;
-    let watched = Watched::new(pod, process, captures, events);
+    let watched = Watched::new(pod, process, captures);
+    let events = Followed::new(events, &watched);
     let room = watched.room().await?;
     watched.clear().await?;
     let link = Link::of_running(room.clone()).map_err(path_error(
@@ -323,7 +325,7 @@ async fn take_over(
         reason: error.to_string(),
     })?;
     let (record, freezable) = (record.clone(), Instant::now() + FREEZABLE);
-    Ok(CloudHypervisorVm { record, watched, api, room, link, user, call_timeout: limit, freezable })
+    Ok(CloudHypervisorVm { record, watched, events, api, room, link, user, call_timeout: limit, freezable })
 }
 
 /// Returns the VMM's arguments: its inherited descriptors, and its seccomp filters. It learns all else over its API,

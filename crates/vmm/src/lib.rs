@@ -7,10 +7,12 @@ mod accelerator;
 mod capture;
 pub mod cloud_hypervisor;
 pub mod console;
+pub mod firecracker;
 pub mod frozen;
 #[cfg(fuzzing)]
 pub mod fuzzing;
 mod held;
+mod http;
 pub mod kvm;
 mod permit;
 mod process;
@@ -19,8 +21,12 @@ mod qmp;
 mod room;
 mod run_dir;
 mod setup;
+mod shown;
 pub mod spec;
 mod tsc;
+mod version;
+mod vsock;
+mod watched;
 
 use std::{
     fmt,
@@ -38,7 +44,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 pub use frozen::{FREEZABLE, Frozen, MEMORY};
 pub use held::{Held, HeldProcesses};
 pub use setup::{SetupError, detect};
-pub use spec::{DiskSpec, Shape, VmSpec};
+pub use spec::{DiskSpec, NamedTaps, Shape, VmSpec};
 
 /// A kind of VMM, ready to run VMs.
 #[async_trait]
@@ -50,6 +56,11 @@ pub trait Vmm: Send + Sync + fmt::Debug {
     ///
     /// If the future is dropped, what it began is undone: no process and no socket remains.
     async fn boot(&self, spec: &VmSpec) -> Result<Arc<dyn Vm>, VmmError>;
+
+    /// Returns whether its VMs open their taps by name ([`VmSpec::named_taps`]); else they inherit them.
+    fn opens_taps(&self) -> bool {
+        false
+    }
 
     /// Returns what a template of `spec` depends on, beside the program and the guest's files: the VMM's version
     /// and arguments. Nothing in it is specific to one pod.
@@ -152,7 +163,7 @@ impl<T: AsyncRead + AsyncWrite + Send + Sync + Unpin> AgentStream for T {}
 /// The VMM and accelerator that run the VMs.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct VmmInfo {
-    /// "qemu", "cloud-hypervisor", ….
+    /// "qemu", "cloud-hypervisor", "firecracker".
     pub name: &'static str,
     /// As the VMM itself reports it.
     pub version: String,

@@ -10,7 +10,7 @@ use std::{
     os::{
         fd::AsFd,
         unix::{
-            fs::{MetadataExt, PermissionsExt},
+            fs::{FileExt, MetadataExt, PermissionsExt},
             net::UnixListener,
         },
     },
@@ -79,6 +79,15 @@ impl Room {
         fs::create_dir(&path)?;
         fs::set_permissions(&path, Permissions::from_mode(0o1777))?;
         Ok(Path::new(ROOM).join(name))
+    }
+
+    /// Writes the file `name`, which the VMM can open as `mode` says, but neither remove nor replace. A reader sees the old
+    /// content or the new one if both fit into a page.
+    pub fn write(&self, name: &str, content: &[u8], mode: u32) -> io::Result<()> {
+        let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let file = File::from(openat(&self.0, name, flags, Mode::RUSR | Mode::WUSR)?);
+        file.set_permissions(Permissions::from_mode(mode))?;
+        file.write_all_at(content, 0)
     }
 
     /// Reads the regular file `name` in the directory `dir` that [`Room::make_dir`] created.

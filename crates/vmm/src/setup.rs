@@ -8,8 +8,10 @@ use sandboxer_config::{Accelerator, VmConfig, VmmChoice};
 use super::{
     Frozen, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError, VmmInfo,
     accelerator::{self, AcceleratorError},
-    cloud_hypervisor::{self, CloudHypervisor, version::VersionError},
+    cloud_hypervisor::{self, CloudHypervisor},
+    firecracker::{self, Firecracker},
     qemu::Qemu,
+    version::VersionError,
 };
 
 /// Why no VMM can be used.
@@ -20,17 +22,23 @@ pub enum SetupError {
     Accelerator(#[from] AcceleratorError),
     /// The configuration asks for Cloud Hypervisor.
     #[error("vmm \"cloud-hypervisor\" is configured but cannot be used: set vmm to \"auto\" or \"qemu\"")]
-    CloudHypervisor(#[from] VersionError),
-    /// Cloud Hypervisor cannot emulate.
-    #[error("vmm \"cloud-hypervisor\" needs KVM but accelerator \"tcg\" is configured: change one of them")]
-    Emulated,
+    CloudHypervisor(#[source] VersionError),
+    /// The configuration asks for Firecracker.
+    #[error("vmm \"firecracker\" is configured but cannot be used: set vmm to \"auto\" or \"qemu\"")]
+    Firecracker(#[source] VersionError),
+    /// This VMM cannot emulate.
+    #[error("vmm \"{0}\" needs KVM but accelerator \"tcg\" is configured: change one of them")]
+    Emulated(&'static str),
 }
 
 /// Finds the configured VMM and checks that it works.
 pub async fn detect(config: &VmConfig) -> Result<Arc<dyn Vmm>, SetupError> {
     let asked = match (config.vmm, config.accelerator) {
-        (VmmChoice::CloudHypervisor, Accelerator::Tcg) => return Err(SetupError::Emulated),
-        (VmmChoice::CloudHypervisor, _) => Accelerator::Kvm,
+        (VmmChoice::CloudHypervisor, Accelerator::Tcg) => {
+            return Err(SetupError::Emulated(cloud_hypervisor::NAME));
+        }
+        (VmmChoice::Firecracker, Accelerator::Tcg) => return Err(SetupError::Emulated(firecracker::NAME)),
+        (VmmChoice::CloudHypervisor | VmmChoice::Firecracker, _) => Accelerator::Kvm,
         (_, asked) => asked,
     };
     let (accelerator, reason) = accelerator::choose(asked).await?;
@@ -47,7 +55,12 @@ async fn choose(
     match (config.vmm, accelerator) {
         (VmmChoice::Qemu, _) => {}
         (VmmChoice::CloudHypervisor, _) => {
-            return Ok(Arc::new(CloudHypervisor::new(config, reason).await?));
+            let vmm = CloudHypervisor::new(config, reason).await.map_err(SetupError::CloudHypervisor)?;
+            return Ok(Arc::new(vmm));
+        }
+        (VmmChoice::Firecracker, _) => {
+            let vmm = Firecracker::new(config, reason).await.map_err(SetupError::Firecracker)?;
+            return Ok(Arc::new(vmm));
         }
         (VmmChoice::Auto, "kvm") => match CloudHypervisor::new(config, reason.clone()).await {
             Ok(vmm) => return Ok(Arc::new(vmm)),
@@ -58,8 +71,8 @@ async fn choose(
     Ok(Arc::new(Qemu::on(config, accelerator, reason).await))
 }
 
-/// The VMM that was chosen. It also adopts VMs of the other VMM: an earlier daemon may have chosen that
-/// one.
+/// The VMM that was chosen. It also adopts VMs of the other VMMs: an earlier daemon may have chosen one of
+/// them.
 #[derive(Debug)]
 struct Chosen {
     vmm: Arc<dyn Vmm>,
@@ -76,6 +89,10 @@ impl Vmm for Chosen {
         self.vmm.boot(spec).await
     }
 
+    fn opens_taps(&self) -> bool {
+        self.vmm.opens_taps()
+    }
+
     fn template_inputs(&self, spec: &VmSpec) -> TemplateInputs {
         self.vmm.template_inputs(spec)
     }
@@ -90,6 +107,7 @@ impl Vmm for Chosen {
         }
         match record.vmm.as_str() {
             cloud_hypervisor::NAME => cloud_hypervisor::adopt(record, self.config.call_timeout).await,
+            firecracker::NAME => firecracker::adopt(record, self.config.call_timeout).await,
             _ => {
                 let qemu = Qemu::on(&self.config, "tcg", "an earlier daemon's choice".into()).await;
                 qemu.adopt(record).await
@@ -140,6 +158,24 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn firecracker_is_taken_only_where_it_is_asked_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = |says| {
+            let config = config(&dir, VmmChoice::Firecracker, says);
+            VmConfig { firecracker: config.cloud_hypervisor.clone(), ..config }
+        };
+        let chosen = choose(&config("Firecracker v1.16.1"), "kvm", "measured".into()).await.unwrap().info();
+        assert_eq!(
+            (chosen.name, chosen.version.as_str(), chosen.accelerator),
+            ("firecracker", "1.16.1", "kvm")
+        );
+        let error = choose(&config("Firecracker v1.13.0"), "kvm", String::new()).await.unwrap_err();
+        assert!(matches!(error, SetupError::Firecracker(VersionError::Unknown { .. })), "{error}");
+        let emulated = VmConfig { accelerator: Accelerator::Tcg, ..config("Firecracker v1.16.1") };
+        assert!(matches!(detect(&emulated).await.unwrap_err(), SetupError::Emulated("firecracker")));
+    }
+
+    #[tokio::test]
     async fn what_is_asked_for_is_taken_or_refused() {
         let info = chosen(VmmChoice::Qemu, "kvm", "cloud-hypervisor v53.0").await.unwrap();
         assert_eq!((info.name, info.accelerator_reason.as_str()), ("qemu", "measured"));
@@ -150,6 +186,6 @@ mod tests {
             accelerator: Accelerator::Tcg,
             ..config(&dir, VmmChoice::CloudHypervisor, "cloud-hypervisor v53.0")
         };
-        assert!(matches!(detect(&emulated).await.unwrap_err(), SetupError::Emulated));
+        assert!(matches!(detect(&emulated).await.unwrap_err(), SetupError::Emulated("cloud-hypervisor")));
     }
 }

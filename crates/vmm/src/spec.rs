@@ -49,6 +49,9 @@ pub struct VmSpec {
     pub nics: u8,
     /// The taps behind them, in order; the VMM inherits them. Empty while the VM is only described.
     pub taps: Vec<Arc<OwnedFd>>,
+    /// The same for a VMM that opens its taps: see [`super::Vmm::opens_taps`]. `None`: there are none, or it inherits
+    /// them.
+    pub named_taps: Option<NamedTaps>,
     /// Uncompressed kernel (ELF with a PVH note).
     pub kernel: PathBuf,
     /// The initramfs that holds the agent.
@@ -78,6 +81,7 @@ impl VmSpec {
             memory_mib: shape.memory_mib,
             nics: shape.nics,
             taps: Vec::new(),
+            named_taps: None,
             kernel: config.kernel.clone(),
             initramfs: config.initramfs.clone(),
             boot: BootParams { link_key, log: config.agent_log.clone() },
@@ -117,6 +121,7 @@ impl VmSpec {
         Self {
             run_dir: PathBuf::new(),
             taps: Vec::new(),
+            named_taps: None,
             cgroup: None,
             boot: BootParams { link_key: LinkKey::from_bytes([0; LinkKey::LEN]), log: self.boot.log.clone() },
             memory_file: Some(PathBuf::new()),
@@ -128,6 +133,15 @@ impl VmSpec {
 /// Returns the [`first_mac`] of a network interface in the notation of VMMs: `02:73:62:78:00:00`.
 pub(super) fn first_mac_text(nic: u8) -> String {
     first_mac(nic).map(|byte| format!("{byte:02x}")).join(":")
+}
+
+/// Taps in a network namespace of their VM's own, in which its VMM runs. No process holds them.
+#[derive(Debug, Clone)]
+pub struct NamedTaps {
+    /// The namespace.
+    pub namespace: Arc<OwnedFd>,
+    /// The taps in it, one for each interface of the VM.
+    pub names: Vec<String>,
 }
 
 /// A disk of a VM.
@@ -154,6 +168,7 @@ pub(super) mod tests {
             memory_mib: 1,
             nics: 0,
             taps: Vec::new(),
+            named_taps: None,
             kernel: "/new/kernel".into(),
             initramfs: "/new/initramfs".into(),
             boot: BootParams { link_key: LinkKey::random(), log: None },

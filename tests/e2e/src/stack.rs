@@ -238,6 +238,7 @@ impl Stack {
     fn all_vmms(&self) -> Result<(Vec<Pid>, Vec<Pid>)> {
         let mut vmms = self.processes("qemu-system")?;
         vmms.extend(self.processes("cloud-hypervisor")?);
+        vmms.extend(self.processes("firecracker")?);
         Ok(vmms.into_iter().partition(|&pid| is_of_no_pod(pid)))
     }
 

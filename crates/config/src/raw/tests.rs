@@ -41,6 +41,7 @@ fn the_explained_default_has_every_key() {
 fn the_configurations_of_one_vmm_are_right_and_explain_each_line() {
     for (text, vmm) in [
         (include_str!("../../../../vmm-configs/cloud-hypervisor.toml"), VmmChoice::CloudHypervisor),
+        (include_str!("../../../../vmm-configs/firecracker.toml"), VmmChoice::Firecracker),
         (include_str!("../../../../vmm-configs/qemu.toml"), VmmChoice::Qemu),
     ] {
         let config = parse(text).unwrap();

@@ -8,6 +8,8 @@
 //!   eth0 ◀──redirect──▶ sbx-2 ◀──veth──▶ c7 ◀──redirect──▶ t7, a tap ◀── file ──▶ VMM
 //! ```
 //!
+//! A VMM that opens its taps itself runs in the namespace of its taps, which is its own: so it has no other device.
+//!
 //! Everything that arrives at an interface is redirected to the tap before the namespace's own network stack
 //! sees it. So the guest uses the pod's addresses, although the interface keeps them: CNI plugins check them
 //! there, and containerd reads counters there.
@@ -138,7 +140,8 @@ pub async fn plug(
             tap_pool.veth(&mut netlink, tap, &device.name, device.mtu).at("create veth", &device.name)?;
             device.join(&mut netlink)?;
         }
-        tap_pool.join(wanted.iter().map(|device| device.mtu).zip(&taps))
+        let joined: Vec<_> = wanted.iter().map(|device| device.mtu).zip(&taps).collect();
+        tap_pool.join(&joined)
     })
     .await
 }

@@ -12,6 +12,21 @@ use std::{
 /// A `%d` in `name` becomes the lowest free number. Packets carry a header for offloads: checksums, and
 /// segmentation.
 pub fn open(name: &CStr) -> io::Result<OwnedFd> {
+    named(name).map(File::into)
+}
+
+/// Creates a tap in the calling thread's network namespace for a VMM in that namespace, which opens it by its name. It
+/// is removed with the namespace. Any process in the namespace can open it, one at a time.
+pub fn leave(name: &CStr) -> io::Result<()> {
+    let tap = named(name)?;
+    // SAFETY: the request is a number.
+    match unsafe { libc::ioctl(tap.as_raw_fd(), libc::TUNSETPERSIST, 1) } {
+        -1 => Err(io::Error::last_os_error()),
+        _ => Ok(()),
+    }
+}
+
+fn named(name: &CStr) -> io::Result<File> {
     let tun = File::options().read(true).write(true).open("/dev/net/tun")?;
     // SAFETY: all zeroes is a valid request without a name.
     let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
@@ -27,6 +42,6 @@ pub fn open(name: &CStr) -> io::Result<OwnedFd> {
     // SAFETY: the request has the type that this call reads and writes.
     match unsafe { libc::ioctl(tun.as_raw_fd(), libc::TUNSETIFF, &mut request) } {
         -1 => Err(io::Error::last_os_error()),
-        _ => Ok(tun.into()),
+        _ => Ok(tun),
     }
 }

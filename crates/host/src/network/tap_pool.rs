@@ -8,12 +8,13 @@ use std::{
     io,
     os::fd::{AsFd, OwnedFd},
     sync::{
-        Mutex, PoisonError,
+        Arc, Mutex, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
 };
 
 use sandboxer_netlink::Netlink;
+use sandboxer_vmm::NamedTaps;
 
 use super::{
     RTNETLINK,
@@ -29,17 +30,21 @@ pub struct TapPool {
     made: AtomicU64,
 }
 
-/// A tap in a [`TapPool`]. The VMM of its VM holds it open.
+/// A tap in a [`TapPool`]. The VMM of its VM holds it open, or opens it.
 #[derive(Debug)]
-pub struct PooledTap(u64);
+pub struct PooledTap {
+    number: u64,
+    /// Its namespace, if that is its VM's own.
+    namespace: Option<Arc<OwnedFd>>,
+}
 
 impl PooledTap {
     fn tap(&self) -> String {
-        format!("t{}", self.0)
+        format!("t{}", self.number)
     }
 
     fn veth(&self) -> String {
-        format!("c{}", self.0)
+        format!("c{}", self.number)
     }
 }
 
@@ -49,11 +54,27 @@ impl TapPool {
         if count == 0 {
             return Ok(Vec::new());
         }
-        let wanted: Vec<PooledTap> =
-            (0..count).map(|_| PooledTap(self.made.fetch_add(1, Ordering::Relaxed))).collect();
+        let wanted = self.wanted(count, None);
         namespace::within(self.namespace()?, || {
             wanted.into_iter().map(|pooled| Ok((tap::open(&CString::new(pooled.tap())?)?, pooled))).collect()
         })
+    }
+
+    /// Creates `count` taps in a namespace of their VM's own, for a VMM that opens them. Blocks meanwhile.
+    pub fn named_taps(&self, count: u8) -> io::Result<(NamedTaps, Vec<PooledTap>)> {
+        let namespace = Arc::new(namespace::fresh()?);
+        let pooled = self.wanted(count, Some(&namespace));
+        let names: Vec<String> = pooled.iter().map(PooledTap::tap).collect();
+        namespace::within(&*namespace, || {
+            names.iter().try_for_each(|name| tap::leave(&CString::new(name.as_str())?))
+        })?;
+        Ok((NamedTaps { namespace, names }, pooled))
+    }
+
+    fn wanted(&self, count: u8, namespace: Option<&Arc<OwnedFd>>) -> Vec<PooledTap> {
+        let next =
+            || PooledTap { number: self.made.fetch_add(1, Ordering::Relaxed), namespace: namespace.cloned() };
+        (0..count).map(|_| next()).collect()
     }
 
     /// Creates a veth pair from `here` in the calling thread's namespace, which `netlink` belongs to, to the
@@ -65,24 +86,27 @@ impl TapPool {
         here: &str,
         mtu: u32,
     ) -> io::Result<()> {
-        let namespace = self.namespace()?;
+        let namespace = self.namespace_of(tap)?;
         link::veth(netlink, here, (&tap.veth(), namespace.as_fd()), mtu)
     }
 
     /// Joins taps to their veths, with these MTUs.
-    pub(super) fn join<'a>(
-        &self,
-        taps: impl Iterator<Item = (u32, &'a PooledTap)> + Send,
-    ) -> Result<(), Failed> {
-        namespace::within(self.namespace()?, || {
+    pub(super) fn join(&self, taps: &[(u32, &PooledTap)]) -> Result<(), Failed> {
+        // All taps of a VM are in one namespace.
+        let Some((_, first)) = taps.first() else { return Ok(()) };
+        namespace::within(self.namespace_of(first)?, || {
             let mut netlink = Netlink::open().at_step(RTNETLINK)?;
             for (mtu, pooled) in taps {
                 let [tap, veth] = [pooled.tap(), pooled.veth()]
-                    .map(|device| link::bring_up(&mut netlink, &device, mtu).at("bring up", &device));
+                    .map(|device| link::bring_up(&mut netlink, &device, *mtu).at("bring up", &device));
                 link::join(&mut netlink, tap?, veth?).at("redirect packets of", &pooled.tap())?;
             }
             Ok(())
         })
+    }
+
+    fn namespace_of(&self, tap: &PooledTap) -> io::Result<OwnedFd> {
+        tap.namespace.as_ref().map_or_else(|| self.namespace(), |namespace| namespace.try_clone())
     }
 
     fn namespace(&self) -> io::Result<OwnedFd> {

@@ -23,6 +23,7 @@ mod start;
 pub mod start_paths;
 pub mod starts;
 mod stop;
+pub mod taps;
 pub mod undo;
 pub mod volumes;
 

@@ -11,8 +11,7 @@
 //! does not notice.
 
 use std::{
-    convert::Infallible, future::Future, io, mem, net::TcpListener, os::fd::OwnedFd, path::PathBuf,
-    sync::Arc, time::Duration,
+    convert::Infallible, future::Future, io, mem, net::TcpListener, path::PathBuf, sync::Arc, time::Duration,
 };
 
 use sandboxer_base::{Code, chain, clock::now_ns};
@@ -38,6 +37,7 @@ use super::{
     spec::PodSpec,
     stages::Stages,
     start_paths, stop,
+    taps::VmTaps,
     undo::Undo,
 };
 use crate::{
@@ -265,7 +265,7 @@ struct Prepared<'a> {
     run_dir: PathBuf,
     interfaces: Vec<Interface>,
     /// Their taps, unless the VM has them already.
-    taps: Vec<Arc<OwnedFd>>,
+    taps: VmTaps,
     /// Set for a pooled VM.
     counting: Option<CgroupAttach>,
 }
@@ -305,11 +305,11 @@ impl<'a> Prepared<'a> {
         let dir = run_dir.clone();
         undo.push("remove the run directory", async move { std::fs::remove_dir_all(dir) });
         let taps = match (&spec.netns, waited) {
-            (None, _) => Vec::new(),
-            (Some(netns), None) => network::taps(&spec.id, netns, interfaces).await?,
+            (None, _) => VmTaps::None,
+            (Some(netns), None) => VmTaps::of_pod(node, &spec.id, netns, interfaces).await?,
             (Some(netns), Some(waited)) => {
                 network::plug(&spec.id, netns, interfaces, node.tap_pool.clone(), waited.taps).await?;
-                Vec::new()
+                VmTaps::None
             }
         };
         Ok(Self { node, spec, run_dir, interfaces: interfaces.to_vec(), taps, counting })
@@ -350,10 +350,10 @@ impl<'a> Prepared<'a> {
 
     fn vm_spec(&self, key: &LinkKey) -> VmSpec {
         let (spec, run_dir) = (self.spec, self.run_dir.clone());
-        let shape = spec.shape(self.taps.len());
+        let shape = spec.shape(self.taps.count());
         let described = VmSpec::new(&self.node.config.vm, spec.id.clone(), run_dir, shape, key.clone());
         let cgroup = self.node.cgroups.of(&spec.cgroup_parent, &spec.id);
-        VmSpec { taps: self.taps.clone(), cgroup, ..described }
+        self.taps.given_to(VmSpec { cgroup, ..described })
     }
 
     fn running(self, vm: Arc<dyn Vm>, start_path: StartPath, until: Instant, undo: &mut Undo) -> Running<'a> {

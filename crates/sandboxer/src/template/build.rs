@@ -20,7 +20,7 @@ use super::{
     Shape, TemplateError, image,
     key::{InputDigest, Inputs},
 };
-use crate::error::PodError;
+use crate::{error::PodError, pod::taps::VmTaps};
 
 /// Why a template could not be built.
 #[derive(Debug, thiserror::Error)]
@@ -91,9 +91,9 @@ impl Builder {
         for dir in [&dir, &self.run_dir] {
             clear(dir).and_then(|()| make(dir)).map_err(TemplateError::path("create", dir))?;
         }
-        let mut spec = self.spec(inputs.shape, &dir);
-        let taps = self.tap_pool.taps(spec.nics).map_err(BuildError::Taps)?;
-        spec.taps = taps.into_iter().map(|(tap, _)| tap.into()).collect();
+        let spec = self.spec(inputs.shape, &dir);
+        let taps = VmTaps::of_no_pod(self.vmm.as_ref(), &self.tap_pool, spec.nics);
+        let spec = taps.map_err(BuildError::Taps)?.0.given_to(spec);
         let frozen = self.freeze(&spec, &dir).await;
         if let Err(error) = clear(&self.run_dir) {
             tracing::warn!(path = %self.run_dir.display(), %error, "cannot remove the run directory of a template's VM");

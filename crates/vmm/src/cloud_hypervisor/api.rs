@@ -1,69 +1,25 @@
-//! Cloud Hypervisor's API: HTTP/1.1 on a unix socket; typed, bounded, with time limits.
-//!
-//! Each call has its own connection, so an abandoned call cannot disturb another. The VMM runs a hostile
-//! guest: an answer over [`MAX_ANSWER`] or of another type than expected is an error.
+//! Cloud Hypervisor's API, typed. The VMM runs a hostile guest: an answer of another type than expected is an error.
 
 use std::{
-    io,
     os::fd::OwnedFd,
     path::{Path, PathBuf},
     time::Duration,
 };
 
-use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
-use hyper::{
-    Method, Request, StatusCode,
-    body::Bytes,
-    client::conn::http1,
-    header::{CONTENT_TYPE, HOST},
-};
-use hyper_util::rt::TokioIo;
+use hyper::{Method, StatusCode, body::Bytes};
 use sandboxer_process::socket;
 use serde::{Serialize, de::DeserializeOwned};
-use tokio_util::task::AbortOnDropHandle;
-use tracing::Instrument;
 
 use super::{
     passing::Passing,
     version,
     wire::{Counters, Device, Disk, Fs, Net, PciDevice, Ping, Resize, Restore, Snapshot, VmConfig, VmInfo},
 };
+pub use crate::http::ApiError;
+use crate::http::{Call, read, write};
 
 /// The API's socket, in the VM's directory.
 pub const SOCKET: &str = "control.sock";
-/// Most bytes of an answer's body.
-const MAX_ANSWER: usize = 1 << 20;
-
-/// Why a call had no effect, or may have had none.
-#[derive(Debug, thiserror::Error)]
-pub enum ApiError {
-    /// No process listens.
-    #[error("cannot connect to {path:?}")]
-    Connect {
-        /// The API's socket.
-        path: PathBuf,
-        /// The system's error.
-        source: io::Error,
-    },
-    /// No answer in time.
-    #[error("no answer within {0:?}")]
-    Timeout(Duration),
-    /// The VMM refused.
-    #[error("{reason}")]
-    Refused {
-        /// Status of the answer.
-        status: u16,
-        /// In the VMM's words, bounded.
-        reason: String,
-    },
-    /// An answer that is not valid.
-    #[error("{0}")]
-    Malformed(String),
-    /// The connection ended before the answer did.
-    #[error("connection ended before the answer")]
-    Closed(#[source] hyper::Error),
-}
-
 /// The API of one VMM.
 #[derive(Debug)]
 pub struct Api {
@@ -199,70 +155,11 @@ impl Api {
         passed: Vec<OwnedFd>,
         due: &[StatusCode],
     ) -> Result<Bytes, ApiError> {
-        let exchange = self.exchange(method, call, body, passed);
-        let (status, answer) = tokio::time::timeout(self.limit, exchange)
-            .instrument(tracing::debug_span!("vmm_call", call))
-            .await
-            .map_err(|_| ApiError::Timeout(self.limit))??;
-        match status {
-            status if due.contains(&status) => Ok(answer),
-            status if status.is_client_error() || status.is_server_error() => {
-                Err(ApiError::Refused { status: status.as_u16(), reason: version::reason(&answer) })
-            }
-            status => Err(ApiError::Malformed(format!("status {status}, expected {}", due[0]))),
-        }
-    }
-
-    async fn exchange(
-        &self,
-        method: Method,
-        call: &str,
-        body: Bytes,
-        passed: Vec<OwnedFd>,
-    ) -> Result<(StatusCode, Bytes), ApiError> {
-        let request = Request::builder()
-            .method(method)
-            .uri(format!("/api/v1/{call}"))
-            .header(HOST, "localhost")
-            .header(CONTENT_TYPE, "application/json")
-            .body(Full::new(body))
-            .map_err(|error| ApiError::Malformed(error.to_string()))?;
         let socket = socket::connect(&self.run_dir, SOCKET)
             .map_err(|source| ApiError::Connect { path: self.run_dir.join(SOCKET), source })?;
-        let io = TokioIo::new(Passing::new(socket, passed));
-        let (mut requests, connection) = http1::handshake(io).await.map_err(transport)?;
-        // Ends with this call, whatever the other side does.
-        let _connection = AbortOnDropHandle::new(tokio::spawn(connection));
-        let answer = requests.send_request(request).await.map_err(transport)?;
-        let status = answer.status();
-        let body =
-            Limited::new(answer.into_body(), MAX_ANSWER).collect().await.map_err(|error| match error
-                .downcast::<hyper::Error>(
-            ) {
-                Ok(error) => transport(*error),
-                Err(error) if error.is::<LengthLimitError>() => {
-                    ApiError::Malformed(format!("an answer longer than {MAX_ANSWER} bytes"))
-                }
-                Err(error) => ApiError::Malformed(error.to_string()),
-            })?;
-        Ok((status, body.to_bytes()))
+        let call = Call { method, path: &format!("/api/v1/{call}"), body, due };
+        call.made_on(Passing::new(socket, passed), self.limit, version::reason).await
     }
-}
-
-/// Returns the error of a broken connection, or of one whose other side does not speak HTTP.
-fn transport(error: hyper::Error) -> ApiError {
-    match error.is_parse() {
-        true => ApiError::Malformed(format!("not HTTP: {error}")),
-        false => ApiError::Closed(error),
-    }
-}
-
-fn write(body: &impl Serialize) -> Result<Bytes, ApiError> {
-    serde_json::to_vec(body).map(Bytes::from).map_err(|error| ApiError::Malformed(error.to_string()))
-}
-
-fn read<A: DeserializeOwned>(answer: &[u8]) -> Result<A, ApiError> {
-    serde_json::from_slice(answer).map_err(|error| ApiError::Malformed(error.to_string()))
 }
 
 fn url(dir: &Path) -> String {

@@ -6,17 +6,16 @@
 //! | v52 | a tap may be of another network namespace; before, the VMM looked it up by name, and no pod with network started |
 //! | v53 | a refusal is a JSON array of causes, before plain text; a VM that is not created is status 404, before 500 |
 
-use std::{fmt, io, path::Path, process::Stdio, time::Duration};
+use std::{fmt, path::Path};
 
-use tokio::{io::AsyncReadExt, process::Command};
+pub use crate::version::VersionError;
+use crate::version::first_line;
 
 /// The oldest and the newest supported major version.
 pub const KNOWN: std::ops::RangeInclusive<u32> = 52..=53;
 
-/// Longest wait for `--version`.
-const LIMIT: Duration = Duration::from_secs(5);
-/// Most bytes read of its output.
-const ANSWER: u64 = 4096;
+/// Its name, for people.
+const VMM: &str = "Cloud Hypervisor";
 /// Characters kept of a refusal.
 const REASON: usize = 400;
 
@@ -26,50 +25,10 @@ pub struct Version {
     text: String,
 }
 
-/// Why a program cannot be used as Cloud Hypervisor.
-#[derive(Debug, thiserror::Error)]
-pub enum VersionError {
-    /// It cannot be run.
-    #[error("cannot run {program}: {source}")]
-    Run {
-        /// As configured.
-        program: String,
-        /// The system's error.
-        source: io::Error,
-    },
-    /// It did not end.
-    #[error("{program} --version did not end within {LIMIT:?}")]
-    Hung {
-        /// As configured.
-        program: String,
-    },
-    /// It is another program.
-    #[error("{program} is not Cloud Hypervisor: its --version prints {output:?}")]
-    Foreign {
-        /// As configured.
-        program: String,
-        /// Its first line, cut.
-        output: String,
-    },
-    /// Too old or too new.
-    #[error("{program} is Cloud Hypervisor {found}; supported are v{} to v{}", KNOWN.start(), KNOWN.end())]
-    Unknown {
-        /// As configured.
-        program: String,
-        /// As it reports.
-        found: String,
-    },
-}
-
 impl Version {
     /// Runs `program --version`.
     pub async fn of(program: &Path) -> Result<Self, VersionError> {
-        let name = program.display().to_string();
-        match tokio::time::timeout(LIMIT, first_line(program)).await {
-            Ok(Ok(line)) => Self::parse(&line, name),
-            Ok(Err(source)) => Err(VersionError::Run { program: name, source }),
-            Err(_) => Err(VersionError::Hung { program: name }),
-        }
+        Self::parse(&first_line(program).await?, program.display().to_string())
     }
 
     /// Parses the version that a running VMM reports: `53.0.0`.
@@ -89,9 +48,10 @@ impl Version {
                 Ok(Self { text: version.trim().to_owned() })
             }
             (Some(version), Some(_)) => {
-                Err(VersionError::Unknown { program, found: format!("v{}", version.trim()) })
+                let known = format!("v{} to v{}", KNOWN.start(), KNOWN.end());
+                Err(VersionError::Unknown { program, vmm: VMM, found: format!("v{}", version.trim()), known })
             }
-            _ => Err(VersionError::Foreign { program, output: line.to_owned() }),
+            _ => Err(VersionError::Foreign { program, vmm: VMM, output: line.to_owned() }),
         }
     }
 }
@@ -100,22 +60,6 @@ impl fmt::Display for Version {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.text)
     }
-}
-
-async fn first_line(program: &Path) -> io::Result<String> {
-    let mut child = Command::new(program)
-        .arg("--version")
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::null())
-        .kill_on_drop(true)
-        .spawn()?;
-    let mut output = Vec::new();
-    if let Some(stdout) = child.stdout.take() {
-        stdout.take(ANSWER).read_to_end(&mut output).await?;
-    }
-    let output = String::from_utf8_lossy(&output);
-    Ok(output.lines().next().unwrap_or_default().chars().take(100).collect())
 }
 
 /// Returns why a call was refused, from the answer of any version: one line, bounded.

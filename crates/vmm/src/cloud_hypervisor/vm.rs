@@ -2,43 +2,39 @@
 
 use std::{
     fs,
-    future::Future,
     path::{Path, PathBuf},
     sync::{Arc, OnceLock},
     time::Duration,
 };
 
 use async_trait::async_trait;
-use sandboxer_base::chain;
 use sandboxer_process::Process;
 use sandboxer_protocol::id::SandboxId;
 use tokio::{sync::broadcast, time::Instant};
 use tokio_util::task::AbortOnDropHandle;
 
 use super::{
-    api::{self, Api, ApiError},
+    api::{self, Api},
     events::{self, Event, Events},
-    shown::{self, Shown},
-    template,
-    vsock::{self, Link},
-    wire,
+    template, wire,
 };
 use crate::{
     AgentStream, DiskSpec, ShareListener, ShareTransport, Vm, VmExit, VmRecord, VmmError,
     room::{Room, shown as path_of},
-    run_dir::{Captures, path_error},
+    run_dir::path_error,
     spec::first_mac_text,
+    vsock::{self, Link},
+    watched::Watched,
 };
 
 /// Events that may wait for a subscriber.
 const EVENTS: usize = 16;
-/// A process whose sockets are closed is gone within this time, or lives on without them.
-const EXIT_TIMEOUT: Duration = Duration::from_secs(1);
 /// A VM run by Cloud Hypervisor.
 #[derive(Debug)]
 pub(super) struct CloudHypervisorVm {
     pub(super) record: VmRecord,
     pub(super) watched: Watched,
+    pub(super) events: Followed,
     pub(super) api: Api,
     pub(super) room: Arc<Room>,
     pub(super) link: Link,
@@ -78,7 +74,7 @@ impl Vm for CloudHypervisorVm {
     async fn detach_disk(&self, serial: &str) -> Result<(), VmmError> {
         let (id, call) = (device_id(serial), format!("detaching disk {serial}"));
         // Subscribed before the call, or the event could come too early.
-        let events = self.watched.events.subscribe();
+        let events = self.events.sender.subscribe();
         match self.watched.answered(&call, self.api.remove_device(&id)).await {
             Err(VmmError::Refused { .. }) if !self.has(&id, &call).await? => return Ok(()),
             asked => asked?,
@@ -134,7 +130,8 @@ impl Vm for CloudHypervisorVm {
         let record = self.record.assign(&self.watched.process, pod, run_dir)?;
         Ok(Arc::new(Self {
             record,
-            watched: Watched { pod: pod.clone(), ..self.watched.clone() },
+            watched: self.watched.of(pod),
+            events: self.events.clone(),
             api: Api::new(run_dir, self.call_timeout),
             room: self.room.clone(),
             link: self.link.clone(),
@@ -205,129 +202,21 @@ pub(super) fn nic(nic: u8) -> wire::Net {
     wire::Net { id: format!("nic{nic}"), mac: first_mac_text(nic), num_queues: 2 }
 }
 
-/// A VMM's process with its output and events. Clones watch the same process.
+/// The events of a VMM. Clones are the same events.
 #[derive(Debug, Clone)]
-pub(super) struct Watched {
-    pod: SandboxId,
-    process: Arc<Process>,
-    captures: Arc<Captures>,
-    events: broadcast::Sender<Event>,
-    /// Why the daemon ended the process.
-    cause: Arc<OnceLock<&'static str>>,
+pub(super) struct Followed {
+    sender: broadcast::Sender<Event>,
     /// Stops with this: after an adoption, another task reads the events.
-    _follow: Arc<AbortOnDropHandle<()>>,
+    _task: Arc<AbortOnDropHandle<()>>,
 }
 
-impl Watched {
-    pub(super) fn new(pod: &SandboxId, process: Arc<Process>, captures: Captures, events: Events) -> Self {
+impl Followed {
+    /// Starts to read `events` of the VMM `watched`.
+    pub(super) fn new(events: Events, watched: &Watched) -> Self {
         let (sender, _) = broadcast::channel(EVENTS);
-        let cause = Arc::default();
-        let follow = follow(events, process.clone(), Arc::clone(&cause), sender.clone());
-        Self {
-            pod: pod.clone(),
-            process,
-            captures: Arc::new(captures),
-            events: sender,
-            cause,
-            _follow: Arc::new(AbortOnDropHandle::new(tokio::spawn(follow))),
-        }
-    }
-
-    /// Waits for the answer to `call`; turns each failure into one kind of error.
-    pub(super) async fn answered<T>(
-        &self,
-        call: &str,
-        asked: impl Future<Output = Result<T, ApiError>>,
-    ) -> Result<T, VmmError> {
-        let answer = tokio::select! {
-            biased;
-            answer = asked => answer,
-            _ = self.process.exited() => return Err(self.died(call).await),
-        };
-        let (pod, call) = (self.pod.clone(), call.to_owned());
-        match answer {
-            Ok(answer) => Ok(answer),
-            Err(ApiError::Connect { .. } | ApiError::Closed(_)) if self.is_ending().await => {
-                Err(self.died(&call).await)
-            }
-            Err(ApiError::Connect { path, source }) => {
-                Err(VmmError::Path { pod, action: "connect to", path, source })
-            }
-            Err(ApiError::Timeout(limit)) => Err(VmmError::Hung { pod, call, limit }),
-            Err(ApiError::Refused { reason, .. }) => Err(VmmError::Refused { pod, call, reason }),
-            Err(error @ (ApiError::Malformed(_) | ApiError::Closed(_))) => {
-                Err(VmmError::Malformed { pod, call, reason: chain(&error) })
-            }
-        }
-    }
-
-    /// Opens the directory that the VMM can write to.
-    pub(super) async fn room(&self) -> Result<Arc<Room>, VmmError> {
-        match Room::of(&self.process) {
-            Ok(room) => Ok(Arc::new(room)),
-            Err(_) if self.is_ending().await => Err(self.died("its start").await),
-            Err(error) => {
-                let path = PathBuf::from(format!("/proc/{}/root", self.process.pid()));
-                Err(path_error(&self.pod, "open the jail", path)(error))
-            }
-        }
-    }
-
-    /// Makes these disks visible to the VMM, which runs as `user`, for `call`.
-    pub(super) async fn show(
-        &self,
-        call: &str,
-        user: u32,
-        disks: &[DiskSpec],
-    ) -> Result<Vec<Shown>, VmmError> {
-        let (process, disks, pod) = (self.process.clone(), disks.to_vec(), self.pod.clone());
-        let show = move || -> Result<Vec<Shown>, VmmError> {
-            let show = |disk: &DiskSpec| {
-                let shown = Shown::new(process.clone(), user, disk);
-                shown.map_err(path_error(&pod, "mount disk", disk.path.clone()))
-            };
-            disks.iter().map(show).collect()
-        };
-        match tokio::task::spawn_blocking(show).await {
-            Ok(Err(_)) if self.is_ending().await => Err(self.died(call).await),
-            Ok(shown) => shown,
-            Err(ended) => {
-                Err(path_error(&self.pod, "mount disks in", path_of(""))(std::io::Error::other(ended)))
-            }
-        }
-    }
-
-    /// Removes from the jail the disks that an earlier daemon left there.
-    pub(super) async fn clear(&self) -> Result<(), VmmError> {
-        let process = self.process.clone();
-        let cleared = tokio::task::spawn_blocking(move || shown::clear(&process)).await;
-        cleared.unwrap_or_else(|ended| Err(std::io::Error::other(ended))).map_err(path_error(
-            &self.pod,
-            "unmount disks in",
-            path_of(""),
-        ))
-    }
-
-    /// Returns whether the process exits soon: its sockets close before it is gone.
-    async fn is_ending(&self) -> bool {
-        tokio::time::timeout(EXIT_TIMEOUT, self.process.exited()).await.is_ok()
-    }
-
-    /// Waits for the process's end. Returns how it ended.
-    async fn end(&self) -> String {
-        let exit = self.process.exited().await;
-        self.captures.drained().await;
-        match self.cause.get() {
-            Some(cause) => format!("was killed after {cause}"),
-            None => exit.to_string(),
-        }
-    }
-
-    /// Returns the error of a call during which the process ended.
-    async fn died(&self, call: &str) -> VmmError {
-        let how = self.end().await;
-        let last_lines = self.captures.last_lines().await.join(" | ");
-        VmmError::Died { pod: self.pod.clone(), call: call.to_owned(), how, last_lines }
+        let (process, cause) = (watched.process.clone(), watched.cause.clone());
+        let task = tokio::spawn(follow(events, process, cause, sender.clone()));
+        Self { sender, _task: Arc::new(AbortOnDropHandle::new(task)) }
     }
 }
 

@@ -10,7 +10,7 @@ use tokio_util::sync::CancellationToken;
 use super::{Rehearsal, Warm, rehearsal, run_dir};
 use crate::{
     error::PodError,
-    pod::{DaemonState, container::start::RunningVm, spare, undo::Undo},
+    pod::{DaemonState, container::start::RunningVm, spare, taps::VmTaps, undo::Undo},
     template::{BuildError, Shape, Template},
 };
 
@@ -68,10 +68,9 @@ async fn try_warm(
     let left = dir.clone();
     undo.push("remove the run directory", async move { std::fs::remove_dir_all(left) });
     let spec = VmSpec::new(config, id.clone(), dir.clone(), template.shape, template.link_key.clone());
-    let (tap_files, pooled_taps) =
-        node.tap_pool.taps(spec.nics).map_err(host("make taps for"))?.into_iter().unzip::<_, _, Vec<_>, _>();
-    let taps = tap_files.into_iter().map(Arc::new).collect();
-    let spec = VmSpec { background: true, taps, cgroup: node.idle_cgroup.clone(), ..spec };
+    let (taps, pooled_taps) =
+        VmTaps::of_no_pod(node.vmm.as_ref(), &node.tap_pool, spec.nics).map_err(host("make taps for"))?;
+    let spec = VmSpec { background: true, cgroup: node.idle_cgroup.clone(), ..taps.given_to(spec) };
     let restored = node.vmm.restore(&spec, &template.frozen).await;
     let vm = restored.inspect_err(|error| node.templates.not_restored(template, error))?;
     let doomed = vm.clone();

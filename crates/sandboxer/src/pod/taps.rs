@@ -1,0 +1,73 @@
+//! The taps of a VM that is about to start: files for a VMM that inherits them, names for one that opens them.
+
+use std::{io, os::fd::OwnedFd, path::Path, sync::Arc};
+
+use sandboxer_host::network::{self, Interface, PooledTap, TapPool};
+use sandboxer_protocol::id::SandboxId;
+use sandboxer_vmm::{NamedTaps, VmSpec, Vmm};
+
+use super::DaemonState;
+use crate::error::PodError;
+
+/// The taps of a VM.
+#[derive(Debug)]
+pub enum VmTaps {
+    /// It has none, or its VMM has them already.
+    None,
+    /// Its VMM inherits them.
+    Open(Vec<Arc<OwnedFd>>),
+    /// Its VMM opens them.
+    Named(NamedTaps),
+}
+
+impl VmTaps {
+    /// Creates the taps of a pod's interfaces, joined to these.
+    pub async fn of_pod(
+        node: &DaemonState,
+        pod: &SandboxId,
+        netns: &Path,
+        interfaces: &[Interface],
+    ) -> Result<Self, PodError> {
+        if !node.vmm.opens_taps() {
+            return Ok(Self::Open(network::taps(pod, netns, interfaces).await?));
+        }
+        let count = u8::try_from(interfaces.len()).unwrap_or(u8::MAX);
+        let made = node.tap_pool.named_taps(count).map_err(|source| PodError::Path {
+            pod: pod.clone(),
+            action: "make taps for the interfaces in",
+            path: netns.to_owned(),
+            source,
+        });
+        let (named, pooled) = made?;
+        network::plug(pod, netns, interfaces, node.tap_pool.clone(), pooled).await?;
+        Ok(Self::Named(named))
+    }
+
+    /// Creates `count` taps for a VM without a pod. Returns also what joins them to a pod's interfaces later.
+    pub fn of_no_pod(vmm: &dyn Vmm, pool: &TapPool, count: u8) -> io::Result<(Self, Vec<PooledTap>)> {
+        if vmm.opens_taps() {
+            let (named, pooled) = pool.named_taps(count)?;
+            return Ok((Self::Named(named), pooled));
+        }
+        let (files, pooled): (Vec<_>, _) = pool.taps(count)?.into_iter().unzip();
+        Ok((Self::Open(files.into_iter().map(Arc::new).collect()), pooled))
+    }
+
+    /// Returns the number of taps.
+    pub fn count(&self) -> usize {
+        match self {
+            Self::None => 0,
+            Self::Open(taps) => taps.len(),
+            Self::Named(taps) => taps.names.len(),
+        }
+    }
+
+    /// Gives them to the VM of `spec`.
+    pub fn given_to(&self, spec: VmSpec) -> VmSpec {
+        match self {
+            Self::None => spec,
+            Self::Open(taps) => VmSpec { taps: taps.clone(), ..spec },
+            Self::Named(taps) => VmSpec { named_taps: Some(taps.clone()), ..spec },
+        }
+    }
+}

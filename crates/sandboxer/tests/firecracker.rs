@@ -1,0 +1,25 @@
+//! The driver of Firecracker, held to the contract of all VMMs.
+//!
+//! One suite, `firecracker_suite/cases.rs`, runs against a double and against the real binary that `FIRECRACKER` names.
+//! `contract` uses the double: its guest speaks the contract's language. `boots_a_pod` needs the real binary, a usable
+//! KVM and `make guest-image`.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "helpers of tests fail their test")]
+
+mod firecracker_double;
+mod firecracker_suite;
+mod test_guest;
+
+use std::process::ExitCode;
+
+use firecracker_double as double;
+use firecracker_suite::{cases, pods};
+use libtest_mimic::Arguments;
+
+fn main() -> ExitCode {
+    if let Some(ended) = double::run_if_asked() {
+        return ended;
+    }
+    let trials = [cases::trials(), cases::contract(), pods::trials()];
+    libtest_mimic::run(&Arguments::from_args(), trials.into_iter().flatten().collect()).exit_code()
+}

@@ -1,0 +1,132 @@
+//! Guests that really boot, with the agent of the guest image.
+
+use std::{fs, process::Command, time::Duration};
+
+use anyhow::{Context, Result, ensure};
+use libtest_mimic::Trial;
+use sandboxer_config::VmConfig;
+use sandboxer_protocol::agent::{ConfigurePodRequest, Disk};
+use sandboxer_vmm::{DiskSpec, MEMORY, Vm, VmSpec, Vmm, firecracker::Firecracker};
+
+use super::{Case, Subject, on_real};
+use crate::{
+    listed,
+    test_guest::{Pod, contract::sealed, guest_image, vm_config},
+};
+
+/// Far longer than anything these tests wait for on a busy host.
+const LONG: Duration = Duration::from_secs(90);
+
+pub fn trials() -> Vec<Trial> {
+    let cases: [Case; _] = listed![
+        the_agent_is_ready_and_the_guest_powers_off,
+        the_agent_is_greeted_anew_by_the_next_daemon,
+        disks_are_found_by_their_serials,
+        a_copy_of_a_frozen_vm_answers_its_agent,
+    ];
+    let missing = !guest_image("initramfs.cpio").exists();
+    on_real("boots_a_pod", cases, missing.then(|| "there is no guest: run `make guest-image`".into()))
+}
+
+/// The VM of a pod, not running yet.
+struct Guest {
+    config: VmConfig,
+    vmm: Firecracker,
+    spec: VmSpec,
+    // Its files are removed with it.
+    pod: Pod,
+}
+
+impl Guest {
+    async fn of(subject: &Subject) -> Result<Self> {
+        let (pod, config) = (Pod::new("boots"), vm_config());
+        let spec = pod.spec_of(guest_image("vmlinux"), guest_image("initramfs.cpio"));
+        Ok(Self { vmm: subject.vmm(&pod).await?, config, spec, pod })
+    }
+
+    async fn greet(&self, vm: &dyn Vm) -> Result<sandboxer_guest::Agent> {
+        let greeting =
+            sandboxer_guest::connect(&self.spec.pod, vm, &self.spec.boot.link_key, self.config.agent_timeout);
+        let greeted = tokio::time::timeout(LONG, greeting).await;
+        let console = vm.last_lines().await;
+        let (agent, ready) = greeted.with_context(|| format!("the agent is silent: {console:#?}"))??;
+        ensure!(!ready.kernel_release.is_empty(), "{ready:?}");
+        Ok(agent)
+    }
+}
+
+async fn the_agent_is_ready_and_the_guest_powers_off(subject: Subject) -> Result<()> {
+    let guest = Guest::of(&subject).await?;
+    let vm = guest.vmm.boot(&guest.spec).await?;
+    let agent = guest.greet(vm.as_ref()).await?;
+    agent.configure_pod(ConfigurePodRequest { hostname: "pod".into(), ..Default::default() }).await?;
+    agent.power_off().await;
+    let exit = tokio::time::timeout(LONG, vm.exited()).await.context("the guest is still on")?;
+    ensure!(exit.how == "exited with status 0", "{exit:?}");
+    Ok(vm.kill().await?)
+}
+
+async fn the_agent_is_greeted_anew_by_the_next_daemon(subject: Subject) -> Result<()> {
+    let guest = Guest::of(&subject).await?;
+    let vm = guest.vmm.boot(&guest.spec).await?;
+    guest.greet(vm.as_ref()).await?;
+    let record = vm.record();
+    drop(vm);
+    let vm = guest.vmm.adopt(&record).await?.context("the VM outlived its handle")?;
+    guest.greet(vm.as_ref()).await?;
+    Ok(vm.kill().await?)
+}
+
+/// Also in a slot that another disk had before, of another size.
+async fn disks_are_found_by_their_serials(subject: Subject) -> Result<()> {
+    let guest = Guest::of(&subject).await?;
+    let vm = guest.vmm.boot(&guest.spec).await?;
+    let agent = guest.greet(vm.as_ref()).await?;
+    let (small, large) = (ext4(&guest.pod, "small", 16)?, ext4(&guest.pod, "large", 48)?);
+    vm.attach_disk(&DiskSpec { read_only: true, ..guest.pod.disk("other") }).await?;
+    vm.attach_disk(&small).await?;
+    vm.detach_disk("small").await?;
+    vm.attach_disk(&large).await?;
+    vm.attach_disk(&small).await?;
+    for serial in ["small", "large"] {
+        let disk = Disk { serial: serial.into(), fstype: "ext4".into(), scratch: true, ..Default::default() };
+        agent.prepare_disk(disk).await.with_context(|| format!("disk {serial}"))?;
+    }
+    Ok(vm.kill().await?)
+}
+
+/// Creates a disk with a file system of `mib` MiB.
+fn ext4(pod: &Pod, serial: &str, mib: u64) -> Result<DiskSpec> {
+    let disk = pod.disk(serial);
+    fs::File::options().write(true).open(&disk.path)?.set_len(mib << 20)?;
+    let made = Command::new("mkfs.ext4").args(["-q", "-F"]).arg(&disk.path).status()?;
+    ensure!(made.success(), "mkfs.ext4: {made}");
+    Ok(disk)
+}
+
+/// As a template is built and used: a session is open at the freeze, and each copy is greeted.
+async fn a_copy_of_a_frozen_vm_answers_its_agent(subject: Subject) -> Result<()> {
+    let guest = Guest::of(&subject).await?;
+    let dir = guest.pod.path("frozen");
+    fs::create_dir(&dir)?;
+    let spec = VmSpec { memory_file: Some(dir.join(MEMORY)), ..guest.spec.clone() };
+    let vm = guest.vmm.boot(&spec).await?;
+    let session = guest.greet(vm.as_ref()).await?;
+    drop(session);
+    vm.freeze(&dir).await?;
+    vm.kill().await?;
+    let frozen = sealed(dir);
+    for name in ["one", "two"] {
+        let pod = Pod::new(name);
+        let spec = VmSpec { run_dir: pod.path("run"), ..guest.spec.clone() };
+        let copy = guest.vmm.restore(&spec, &frozen).await?;
+        copy.resume().await?;
+        let agent = guest.greet(copy.as_ref()).await.with_context(|| format!("copy {name}"))?;
+        agent.configure_pod(ConfigurePodRequest { hostname: name.into(), ..Default::default() }).await?;
+        copy.attach_disk(&ext4(&pod, "late", 16)?).await?;
+        let disk = Disk { serial: "late".into(), fstype: "ext4".into(), scratch: true, ..Default::default() };
+        agent.prepare_disk(disk).await.with_context(|| format!("copy {name}"))?;
+        copy.kill().await?;
+    }
+    Ok(())
+}

@@ -1,0 +1,140 @@
+//! Firecracker's API, typed. The VMM runs a hostile guest: an answer of another type than expected is an error.
+
+use std::{io, path::PathBuf, sync::Arc, time::Duration};
+
+use hyper::{Method, StatusCode, body::Bytes};
+use serde::Serialize;
+
+use super::{
+    version,
+    wire::{
+        Action, BootSource, Drive, DrivePatch, Entropy, Instance, Machine, Net, SnapshotCreate, SnapshotLoad,
+        VmState, Vsock,
+    },
+};
+pub use crate::http::ApiError;
+use crate::{
+    http::{Call, read, write},
+    room::Room,
+};
+
+/// The API's socket, in the VMM's room.
+pub const SOCKET: &str = "api.sock";
+/// Delay between attempts to connect to a VMM that starts. It announces its socket nowhere, and accepts none.
+const AGAIN: Duration = Duration::from_millis(1);
+
+/// The API of one VMM.
+#[derive(Debug, Clone)]
+pub struct Api {
+    room: Arc<Room>,
+    limit: Duration,
+}
+
+impl Api {
+    /// Returns the API of the VMM with this room; no call takes longer than `limit`.
+    pub fn new(room: Arc<Room>, limit: Duration) -> Self {
+        Self { room, limit }
+    }
+
+    /// Waits until the VMM listens.
+    pub async fn listens(&self) -> Result<(), ApiError> {
+        let listens = async {
+            loop {
+                match self.room.connect(SOCKET) {
+                    Err(error) if starts(&error) => tokio::time::sleep(AGAIN).await,
+                    connected => return connected.map(drop).map_err(unreachable),
+                }
+            }
+        };
+        tokio::time::timeout(self.limit, listens).await.unwrap_or(Err(ApiError::Timeout(self.limit)))
+    }
+
+    /// Returns the VMM's version and the VM's state.
+    pub async fn instance(&self) -> Result<Instance, ApiError> {
+        read(&self.call(Method::GET, "/", Bytes::new(), StatusCode::OK).await?)
+    }
+
+    /// Sets CPUs and memory.
+    pub async fn machine(&self, machine: &Machine) -> Result<(), ApiError> {
+        self.put("/machine-config", machine).await
+    }
+
+    /// Sets what boots.
+    pub async fn boot_source(&self, source: &BootSource) -> Result<(), ApiError> {
+        self.put("/boot-source", source).await
+    }
+
+    /// Adds a drive to a VM that is not booted yet.
+    pub async fn drive(&self, drive: &Drive) -> Result<(), ApiError> {
+        self.put(&format!("/drives/{}", drive.drive_id), drive).await
+    }
+
+    /// Points a drive to another file. The guest sees its new size.
+    pub async fn patch_drive(&self, patch: &DrivePatch) -> Result<(), ApiError> {
+        self.patch(&format!("/drives/{}", patch.drive_id), patch).await
+    }
+
+    /// Adds the vsock.
+    pub async fn vsock(&self, vsock: &Vsock) -> Result<(), ApiError> {
+        self.put("/vsock", vsock).await
+    }
+
+    /// Adds a source of randomness.
+    pub async fn entropy(&self) -> Result<(), ApiError> {
+        self.put("/entropy", &Entropy {}).await
+    }
+
+    /// Adds a network interface to a VM that is not booted yet.
+    pub async fn net(&self, net: &Net) -> Result<(), ApiError> {
+        self.put(&format!("/network-interfaces/{}", net.iface_id), net).await
+    }
+
+    /// Boots the VM.
+    pub async fn start(&self) -> Result<(), ApiError> {
+        self.put("/actions", &Action::InstanceStart).await
+    }
+
+    /// Stops the CPUs, or lets them run again.
+    pub async fn set_state(&self, state: VmState) -> Result<(), ApiError> {
+        self.patch("/vm", &state).await
+    }
+
+    /// Writes a snapshot of a paused VM.
+    pub async fn snapshot(&self, snapshot: &SnapshotCreate) -> Result<(), ApiError> {
+        self.put("/snapshot/create", snapshot).await
+    }
+
+    /// Creates the VM from a snapshot, paused.
+    pub async fn load(&self, load: &SnapshotLoad) -> Result<(), ApiError> {
+        self.put("/snapshot/load", load).await
+    }
+
+    async fn put(&self, path: &str, body: &impl Serialize) -> Result<(), ApiError> {
+        self.call(Method::PUT, path, write(body)?, StatusCode::NO_CONTENT).await.map(drop)
+    }
+
+    async fn patch(&self, path: &str, body: &impl Serialize) -> Result<(), ApiError> {
+        self.call(Method::PATCH, path, write(body)?, StatusCode::NO_CONTENT).await.map(drop)
+    }
+
+    /// Sends one request. Returns the body of the answer if its status is `due`.
+    async fn call(
+        &self,
+        method: Method,
+        path: &str,
+        body: Bytes,
+        due: StatusCode,
+    ) -> Result<Bytes, ApiError> {
+        let socket = self.room.connect(SOCKET).map_err(unreachable)?;
+        Call { method, path, body, due: &[due] }.made_on(socket, self.limit, version::reason).await
+    }
+}
+
+/// Returns whether the error is that of a VMM that does not listen yet.
+fn starts(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused)
+}
+
+fn unreachable(source: io::Error) -> ApiError {
+    ApiError::Connect { path: PathBuf::from(SOCKET), source }
+}

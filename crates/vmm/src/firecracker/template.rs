@@ -1,0 +1,136 @@
+//! The files of a frozen VM.
+//!
+//! ```text
+//! memory        of the guest; the VMM writes it when the VM is frozen
+//! state         of its CPUs and devices
+//! ```
+//!
+//! The VMM restores a copy from links to the sealed files, which it inherits. It maps the memory privately, so a copy
+//! shares with all others what it does not write.
+
+use std::{
+    fs::File,
+    io::{self, Write},
+    os::{
+        fd::{AsRawFd, OwnedFd, RawFd},
+        unix::fs::{FileExt, OpenOptionsExt, chown, fchown},
+    },
+    path::{Path, PathBuf},
+};
+
+use rustix::fs::{FallocateFlags, fallocate};
+
+use super::{
+    vm::nic_id,
+    wire::{Backend, MemoryBackend, NetworkOverride, SnapshotCreate, SnapshotLoad},
+};
+use crate::{Frozen, MEMORY, VmSpec, VmmError, room::Room, run_dir::path_error};
+
+const STATE: &str = "state";
+/// Directory in its room to which the VMM writes the state.
+pub const FROZEN: &str = "frozen";
+/// Largest state that is kept, bytes.
+const MAX_STATE: u64 = 8 << 20;
+/// Bytes of memory that are looked at together for zeroes.
+const BLOCK: usize = 64 << 10;
+
+/// Name of the restore in errors.
+pub const CALL: &str = "loading a template";
+/// Name of the freeze in errors.
+pub const FREEZE: &str = "freezing the guest";
+
+/// Creates the memory file of a VM that is to be frozen, owned by `user`.
+pub fn make_memory(spec: &VmSpec, user: u32) -> Result<Option<OwnedFd>, VmmError> {
+    let Some(path) = &spec.memory_file else { return Ok(None) };
+    let make = || {
+        let file = File::options().read(true).write(true).create_new(true).mode(0o600).open(path)?;
+        fchown(&file, Some(user), Some(user))?;
+        Ok(file.into())
+    };
+    make().map(Some).map_err(path_error(&spec.pod, "create", path.clone()))
+}
+
+/// Returns what the VMM writes when it is frozen: the state to `dir`, the memory to its descriptor `memory`.
+pub fn snapshot(dir: &Path, memory: RawFd) -> SnapshotCreate {
+    SnapshotCreate { snapshot_path: dir.join(STATE), mem_file_path: inherited(memory) }
+}
+
+/// Returns what a VMM must inherit to restore a copy of `frozen`: the memory and the state.
+pub fn source(spec: &VmSpec, frozen: &Frozen) -> Result<[OwnedFd; 2], VmmError> {
+    let own = |name| {
+        frozen.file(name).map_err(path_error(&spec.pod, "open template file", frozen.dir().join(name)))
+    };
+    Ok([own(MEMORY)?, own(STATE)?])
+}
+
+/// Returns how a VMM that inherits `memory` and `state` restores the VM, with these taps.
+pub fn load([memory, state]: &[OwnedFd; 2], taps: &[String]) -> SnapshotLoad {
+    let tap =
+        |(nic, tap): (u8, &String)| NetworkOverride { iface_id: nic_id(nic), host_dev_name: tap.clone() };
+    SnapshotLoad {
+        snapshot_path: inherited(state.as_raw_fd()),
+        mem_backend: MemoryBackend {
+            backend_type: Backend::File,
+            backend_path: inherited(memory.as_raw_fd()),
+        },
+        network_overrides: (0..).zip(taps).map(tap).collect(),
+    }
+}
+
+/// Moves the VMM's state from its `room` to `dir`. The memory is there already; its owner becomes root, so that the
+/// VMM's user cannot open it any more.
+pub fn take(room: &Room, dir: &Path) -> io::Result<()> {
+    let state = room.read(FROZEN, STATE, MAX_STATE)?;
+    File::options().write(true).create_new(true).mode(0o600).open(dir.join(STATE))?.write_all(&state)?;
+    let memory = dir.join(MEMORY);
+    chown(&memory, Some(0), Some(0))?;
+    dig_holes(&File::options().read(true).write(true).open(memory)?)
+}
+
+/// Frees the blocks of `file` that hold only zeroes: the VMM writes all memory, most of which no guest has touched.
+fn dig_holes(file: &File) -> io::Result<()> {
+    let mut block = vec![0; BLOCK];
+    let mut at = 0;
+    loop {
+        let read = file.read_at(&mut block, at)?;
+        if read == 0 {
+            return Ok(());
+        }
+        if block[..read].iter().all(|byte| *byte == 0) {
+            let how = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+            match fallocate(file, how, at, read as u64) {
+                // This file system has no holes.
+                Err(rustix::io::Errno::OPNOTSUPP) => return Ok(()),
+                dug => dug?,
+            }
+        }
+        at += read as u64;
+    }
+}
+
+/// Returns the path of an inherited descriptor, valid in the process that inherited it.
+fn inherited(fd: RawFd) -> PathBuf {
+    format!("/proc/self/fd/{fd}").into()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::MetadataExt;
+
+    use super::*;
+
+    #[test]
+    fn memory_that_no_guest_touched_takes_no_space() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut content = vec![0; 8 * BLOCK + 1];
+        content[3 * BLOCK + 5] = 7;
+        let path = dir.path().join(MEMORY);
+        std::fs::write(&path, &content).unwrap();
+        let whole = path.metadata().unwrap().blocks();
+        let file = File::options().read(true).write(true).open(&path).unwrap();
+        dig_holes(&file).unwrap();
+        assert_eq!(std::fs::read(&path).unwrap(), content, "the content changed");
+        let left = path.metadata().unwrap().blocks();
+        assert!(left < whole / 2, "{left} of {whole} blocks");
+    }
+}

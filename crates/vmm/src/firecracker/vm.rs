@@ -1,0 +1,184 @@
+//! A running Firecracker.
+
+use std::{
+    os::fd::RawFd,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
+
+use async_trait::async_trait;
+use sandboxer_protocol::id::SandboxId;
+use tokio::{sync::Mutex, time::Instant};
+
+use super::{
+    api::Api,
+    slots::{self, SlotError, Slots},
+    template,
+    wire::{DrivePatch, Net, VmState},
+};
+use crate::{
+    AgentStream, DiskSpec, ShareListener, ShareTransport, Vm, VmExit, VmRecord, VmmError,
+    room::Room,
+    run_dir::path_error,
+    spec::first_mac_text,
+    vsock::{self, Link},
+    watched::Watched,
+};
+
+/// A VM run by Firecracker.
+#[derive(Debug)]
+pub(super) struct FirecrackerVm {
+    pub(super) record: VmRecord,
+    pub(super) watched: Watched,
+    pub(super) api: Api,
+    pub(super) room: Arc<Room>,
+    // Held across a call on purpose: the index and the drives change together.
+    pub(super) slots: Arc<Mutex<Slots>>,
+    pub(super) link: Link,
+    /// User id of the VMM.
+    pub(super) user: u32,
+    /// The VMM's descriptor of the file for its memory, if it is to be frozen.
+    pub(super) memory: Option<RawFd>,
+    pub(super) call_timeout: Duration,
+    /// When it can be frozen; see [`crate::frozen::FREEZABLE`].
+    pub(super) freezable: Instant,
+}
+
+#[async_trait]
+impl Vm for FirecrackerVm {
+    fn record(&self) -> VmRecord {
+        self.record.clone()
+    }
+
+    async fn agent_stream(&self) -> Result<Box<dyn AgentStream>, VmmError> {
+        let path = PathBuf::from(vsock::SOCKET);
+        tokio::select! {
+            stream = self.link.stream() => match stream {
+                Ok(stream) => Ok(Box::new(stream)),
+                Err(source) => Err(path_error(&self.record.pod, "connect to", path)(source)),
+            },
+            _ = self.watched.process.exited() => Err(self.watched.died("a connection to the agent").await),
+        }
+    }
+
+    async fn attach_disk(&self, disk: &DiskSpec) -> Result<(), VmmError> {
+        let pod = &self.record.pod;
+        let bytes = slots::bytes_of(&disk.path).map_err(path_error(pod, "attach", disk.path.clone()))?;
+        let call = format!("attaching {} as disk {}", disk.path.display(), disk.serial);
+        let mut slots = self.slots.lock().await;
+        let patch = slots.take(disk, bytes).map_err(|error| refused(pod, &call, error))?;
+        let attached = self.point(&call, disk, &patch).await;
+        if attached.is_err()
+            && let Some(slot) = slots.of(&disk.serial)
+            && let Err(error) = slots.free(slot)
+        {
+            tracing::warn!(%pod, disk = disk.serial, %error, "cannot remove a disk from a VM's index");
+        }
+        attached
+    }
+
+    async fn detach_disk(&self, serial: &str) -> Result<(), VmmError> {
+        let call = format!("detaching disk {serial}");
+        let mut slots = self.slots.lock().await;
+        let Some(slot) = slots.of(serial) else { return Ok(()) };
+        self.watched.answered(&call, self.api.patch_drive(&Slots::emptied(slot))).await?;
+        slots.free(slot).map_err(|error| refused(&self.record.pod, &call, error.into()))
+    }
+
+    fn listen_for_shares(&self) -> Result<ShareListener, VmmError> {
+        let name = vsock::shares();
+        let listener =
+            self.room.listen(&name).map_err(path_error(&self.record.pod, "listen on", name.into()))?;
+        Ok(ShareListener { socket: listener.into(), transport: ShareTransport::Streams })
+    }
+
+    /// Does nothing: a guest with a vsock connects to its host's ports by itself.
+    async fn connect_shares(&self) -> Result<(), VmmError> {
+        Ok(())
+    }
+
+    async fn pause(&self) -> Result<(), VmmError> {
+        self.watched.answered("pausing the guest", self.api.set_state(VmState::Paused)).await
+    }
+
+    async fn resume(&self) -> Result<(), VmmError> {
+        self.watched.answered("resuming the guest", self.api.set_state(VmState::Resumed)).await
+    }
+
+    async fn freeze(&self, dir: &Path) -> Result<(), VmmError> {
+        let pod = &self.record.pod;
+        let closed = tokio::time::timeout(self.call_timeout, self.link.close()).await;
+        closed.unwrap_or_else(|_| Err(std::io::ErrorKind::TimedOut.into())).map_err(path_error(
+            pod,
+            "close the agent's connection on",
+            vsock::SOCKET.into(),
+        ))?;
+        let no_memory = || VmmError::Refused {
+            pod: pod.clone(),
+            call: template::FREEZE.to_owned(),
+            reason: "the VM was booted without a file for its memory".to_owned(),
+        };
+        let memory = self.memory.ok_or_else(no_memory)?;
+        tokio::time::sleep_until(self.freezable).await;
+        self.pause().await?;
+        let written = self.room.make_dir(template::FROZEN).map_err(path_error(
+            pod,
+            "create",
+            template::FROZEN.into(),
+        ))?;
+        let snapshot = template::snapshot(&written, memory);
+        self.watched.answered(template::FREEZE, self.api.snapshot(&snapshot)).await?;
+        template::take(&self.room, dir).map_err(path_error(pod, "store a frozen VM in", dir.to_owned()))
+    }
+
+    fn assign(&self, pod: &SandboxId, run_dir: &Path) -> Result<Arc<dyn Vm>, VmmError> {
+        let record = self.record.assign(&self.watched.process, pod, run_dir)?;
+        Ok(Arc::new(Self {
+            record,
+            watched: self.watched.of(pod),
+            api: self.api.clone(),
+            room: self.room.clone(),
+            slots: self.slots.clone(),
+            link: self.link.clone(),
+            ..*self
+        }))
+    }
+
+    async fn last_lines(&self) -> Vec<String> {
+        self.watched.captures.last_lines().await
+    }
+
+    async fn exited(&self) -> VmExit {
+        let how = self.watched.end().await;
+        VmExit { how, last_lines: self.watched.captures.last_lines().await }
+    }
+
+    async fn kill(&self) -> Result<(), VmmError> {
+        self.record.kill(&self.watched.process, self.call_timeout, &[]).await
+    }
+}
+
+impl FirecrackerVm {
+    /// Points a slot's drive to `disk`, which the VMM can open meanwhile.
+    async fn point(&self, call: &str, disk: &DiskSpec, patch: &DrivePatch) -> Result<(), VmmError> {
+        let _shown = self.watched.show(call, self.user, std::slice::from_ref(disk)).await?;
+        self.watched.answered(call, self.api.patch_drive(patch)).await
+    }
+}
+
+/// Returns the error of a disk that gets no slot.
+pub(super) fn refused(pod: &SandboxId, call: &str, error: SlotError) -> VmmError {
+    let (pod, call) = (pod.clone(), call.to_owned());
+    VmmError::Refused { pod, call, reason: sandboxer_base::chain(&error) }
+}
+
+/// Returns a network interface as the VMM's API describes it.
+pub(super) fn nic(nic: u8, tap: &str) -> Net {
+    Net { iface_id: nic_id(nic), guest_mac: first_mac_text(nic), host_dev_name: tap.to_owned() }
+}
+
+/// Returns the id of a network interface.
+pub(super) fn nic_id(nic: u8) -> String {
+    format!("nic{nic}")
+}

@@ -1,0 +1,135 @@
+//! One call of a VMM's API: HTTP/1.1 on a unix socket; bounded, with a time limit.
+//!
+//! Each call has its own connection, so an abandoned call cannot disturb another. The VMM runs a hostile
+//! guest: an answer over [`MAX_ANSWER`] is an error.
+
+use std::{io, path::PathBuf, time::Duration};
+
+use http_body_util::{BodyExt, Full, LengthLimitError, Limited};
+use hyper::{
+    Method, Request, StatusCode,
+    body::Bytes,
+    client::conn::http1,
+    header::{CONTENT_TYPE, HOST},
+};
+use hyper_util::rt::TokioIo;
+use serde::{Serialize, de::DeserializeOwned};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio_util::task::AbortOnDropHandle;
+use tracing::Instrument;
+
+/// Most bytes of an answer's body.
+const MAX_ANSWER: usize = 1 << 20;
+
+/// Why a call had no effect, or may have had none.
+#[derive(Debug, thiserror::Error)]
+pub enum ApiError {
+    /// No process listens.
+    #[error("cannot connect to {path:?}")]
+    Connect {
+        /// The API's socket.
+        path: PathBuf,
+        /// The system's error.
+        source: io::Error,
+    },
+    /// No answer in time.
+    #[error("no answer within {0:?}")]
+    Timeout(Duration),
+    /// The VMM refused.
+    #[error("{reason}")]
+    Refused {
+        /// Status of the answer.
+        status: u16,
+        /// In the VMM's words, bounded.
+        reason: String,
+    },
+    /// An answer that is not valid.
+    #[error("{0}")]
+    Malformed(String),
+    /// The connection ended before the answer did.
+    #[error("connection ended before the answer")]
+    Closed(#[source] hyper::Error),
+}
+
+/// A call.
+#[derive(Debug)]
+pub struct Call<'a> {
+    /// How it is made.
+    pub method: Method,
+    /// Its path, from `/`.
+    pub path: &'a str,
+    /// JSON; may be empty.
+    pub body: Bytes,
+    /// The statuses of a success.
+    pub due: &'a [StatusCode],
+}
+
+impl Call<'_> {
+    /// Makes the call on `stream`, within `limit`. Returns the body of the answer; `reason` reads that of a refusal.
+    pub async fn made_on(
+        self,
+        stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
+        limit: Duration,
+        reason: fn(&[u8]) -> String,
+    ) -> Result<Bytes, ApiError> {
+        let (due, path) = (self.due, self.path);
+        let (status, answer) = tokio::time::timeout(limit, self.exchange(stream))
+            .instrument(tracing::debug_span!("vmm_call", path))
+            .await
+            .map_err(|_| ApiError::Timeout(limit))??;
+        match status {
+            status if due.contains(&status) => Ok(answer),
+            status if status.is_client_error() || status.is_server_error() => {
+                Err(ApiError::Refused { status: status.as_u16(), reason: reason(&answer) })
+            }
+            status => Err(ApiError::Malformed(format!("status {status}, expected {}", due[0]))),
+        }
+    }
+
+    async fn exchange(
+        self,
+        stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    ) -> Result<(StatusCode, Bytes), ApiError> {
+        let request = Request::builder()
+            .method(self.method)
+            .uri(self.path)
+            .header(HOST, "localhost")
+            .header(CONTENT_TYPE, "application/json")
+            .body(Full::new(self.body))
+            .map_err(|error| ApiError::Malformed(error.to_string()))?;
+        let (mut requests, connection) = http1::handshake(TokioIo::new(stream)).await.map_err(transport)?;
+        // Ends with this call, whatever the other side does.
+        let _connection = AbortOnDropHandle::new(tokio::spawn(connection));
+        let answer = requests.send_request(request).await.map_err(transport)?;
+        let status = answer.status();
+        let body =
+            Limited::new(answer.into_body(), MAX_ANSWER).collect().await.map_err(|error| match error
+                .downcast::<hyper::Error>(
+            ) {
+                Ok(error) => transport(*error),
+                Err(error) if error.is::<LengthLimitError>() => {
+                    ApiError::Malformed(format!("an answer longer than {MAX_ANSWER} bytes"))
+                }
+                Err(error) => ApiError::Malformed(error.to_string()),
+            })?;
+        Ok((status, body.to_bytes()))
+    }
+}
+
+/// Returns the error of a broken connection, or of one whose other side does not speak HTTP.
+fn transport(error: hyper::Error) -> ApiError {
+    match error.is_parse() {
+        true => ApiError::Malformed(format!("not HTTP: {error}")),
+        false => ApiError::Closed(error),
+    }
+}
+
+/// Encodes the body of a call.
+pub fn write(body: &impl Serialize) -> Result<Bytes, ApiError> {
+    serde_json::to_vec(body).map(Bytes::from).map_err(|error| ApiError::Malformed(error.to_string()))
+}
+
+/// Decodes the body of an answer.
+pub fn read<A: DeserializeOwned>(answer: &[u8]) -> Result<A, ApiError> {
+    serde_json::from_slice(answer).map_err(|error| ApiError::Malformed(error.to_string()))
+}

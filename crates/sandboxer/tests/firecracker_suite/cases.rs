@@ -46,7 +46,7 @@ pub fn trials() -> Vec<Trial> {
         a_kernel_that_is_none_is_refused_and_leaves_nothing,
     ];
     let double = Subject::Double("1.16.1");
-    let doubles = cases.into_iter().map(|case| trial("double", &double, case));
+    let doubles = cases.into_iter().map(|case| trial("double_v1_16", &double, case));
     doubles.chain(on_real("real", cases, None)).collect()
 }
 

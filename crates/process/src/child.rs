@@ -302,7 +302,21 @@ impl Process {
 
     /// Kills it. No error if it has ended.
     pub fn kill(&self) -> io::Result<()> {
-        match pidfd_send_signal(self.pidfd.get_ref(), Signal::KILL) {
+        self.signal(Signal::KILL)
+    }
+
+    /// Stops all its threads, wherever they are, until [`Process::go_on`]. No error if it has ended.
+    pub fn stop(&self) -> io::Result<()> {
+        self.signal(Signal::STOP)
+    }
+
+    /// Lets a stopped process run again. No error if it has ended.
+    pub fn go_on(&self) -> io::Result<()> {
+        self.signal(Signal::CONT)
+    }
+
+    fn signal(&self, signal: Signal) -> io::Result<()> {
+        match pidfd_send_signal(self.pidfd.get_ref(), signal) {
             Ok(()) | Err(rustix::io::Errno::SRCH) => Ok(()),
             Err(error) => Err(error.into()),
         }

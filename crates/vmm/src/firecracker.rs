@@ -188,6 +188,7 @@ impl Firecracker {
             user,
             memory,
             call_timeout: self.call_timeout,
+            stopped: Arc::default(),
             freezable: Instant::now() + FREEZABLE,
         }))
     }
@@ -310,6 +311,8 @@ async fn take_over(
     ))?;
     let slots =
         Slots::found(room.clone()).map_err(path_error(pod, "read the index of disks in", ROOM.into()))?;
+    // An earlier daemon may have stopped it.
+    watched.process.go_on().map_err(process::process_error(pod, "continue", record.pid))?;
     let api = Api::new(room.clone(), limit);
     let instance = watched.answered("GET /", api.instance()).await?;
     Version::of_running(&instance.vmm_version).map_err(|error| VmmError::Malformed {
@@ -327,6 +330,7 @@ async fn take_over(
         user,
         memory: None,
         call_timeout: limit,
+        stopped: Arc::default(),
         freezable: Instant::now() + FREEZABLE,
     })
 }

@@ -22,6 +22,7 @@ pub fn trials() -> Vec<Trial> {
         the_agent_is_ready_and_the_guest_powers_off,
         the_agent_is_greeted_anew_by_the_next_daemon,
         disks_are_found_by_their_serials,
+        a_guest_that_stood_still_answers_in_the_same_session,
         a_copy_of_a_frozen_vm_answers_its_agent,
     ];
     let missing = !guest_image("initramfs.cpio").exists();
@@ -74,6 +75,22 @@ async fn the_agent_is_greeted_anew_by_the_next_daemon(subject: Subject) -> Resul
     drop(vm);
     let vm = guest.vmm.adopt(&record).await?.context("the VM outlived its handle")?;
     guest.greet(vm.as_ref()).await?;
+    Ok(vm.kill().await?)
+}
+
+/// As a VM of the pool does.
+async fn a_guest_that_stood_still_answers_in_the_same_session(subject: Subject) -> Result<()> {
+    let guest = Guest::of(&subject).await?;
+    let vm = guest.vmm.boot(&guest.spec).await?;
+    let agent = guest.greet(vm.as_ref()).await?;
+    for hostname in ["one", "two"] {
+        vm.pause().await?;
+        tokio::time::sleep(Duration::from_secs(3)).await;
+        vm.resume().await?;
+        let identity = ConfigurePodRequest { hostname: hostname.into(), ..Default::default() };
+        let answer = tokio::time::timeout(LONG, agent.configure_pod(identity)).await;
+        answer.with_context(|| format!("{hostname}: the agent is silent"))??;
+    }
     Ok(vm.kill().await?)
 }
 

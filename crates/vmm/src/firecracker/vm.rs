@@ -3,7 +3,10 @@
 use std::{
     os::fd::RawFd,
     path::{Path, PathBuf},
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     time::Duration,
 };
 
@@ -19,6 +22,7 @@ use super::{
 };
 use crate::{
     AgentStream, DiskSpec, ShareListener, ShareTransport, Vm, VmExit, VmRecord, VmmError,
+    process::process_error,
     room::Room,
     run_dir::path_error,
     spec::first_mac_text,
@@ -41,6 +45,8 @@ pub(super) struct FirecrackerVm {
     /// The VMM's descriptor of the file for its memory, if it is to be frozen.
     pub(super) memory: Option<RawFd>,
     pub(super) call_timeout: Duration,
+    /// Its process is stopped: see [`FirecrackerVm::pause`].
+    pub(super) stopped: Arc<AtomicBool>,
     /// When it can be frozen; see [`crate::frozen::FREEZABLE`].
     pub(super) freezable: Instant,
 }
@@ -98,11 +104,21 @@ impl Vm for FirecrackerVm {
         Ok(())
     }
 
+    /// Stops the process: a v1.16 that resumes a VM delivers nothing more to its vsock, since it waits for the guest to
+    /// acknowledge a reset that only a restored guest was told of.
     async fn pause(&self) -> Result<(), VmmError> {
-        self.watched.answered("pausing the guest", self.api.set_state(VmState::Paused)).await
+        let Watched { pod, process, .. } = &self.watched;
+        process.stop().map_err(process_error(pod, "stop", process.pid()))?;
+        self.stopped.store(true, Ordering::Release);
+        Ok(())
     }
 
     async fn resume(&self) -> Result<(), VmmError> {
+        let Watched { pod, process, .. } = &self.watched;
+        if self.stopped.swap(false, Ordering::AcqRel) {
+            return process.go_on().map_err(process_error(pod, "continue", process.pid()));
+        }
+        // It was restored.
         self.watched.answered("resuming the guest", self.api.set_state(VmState::Resumed)).await
     }
 
@@ -121,7 +137,7 @@ impl Vm for FirecrackerVm {
         };
         let memory = self.memory.ok_or_else(no_memory)?;
         tokio::time::sleep_until(self.freezable).await;
-        self.pause().await?;
+        self.watched.answered("pausing the guest", self.api.set_state(VmState::Paused)).await?;
         let written = self.room.make_dir(template::FROZEN).map_err(path_error(
             pod,
             "create",
@@ -141,6 +157,7 @@ impl Vm for FirecrackerVm {
             room: self.room.clone(),
             slots: self.slots.clone(),
             link: self.link.clone(),
+            stopped: self.stopped.clone(),
             ..*self
         }))
     }

@@ -55,7 +55,20 @@ prune() {
     # Servers refuse to run as a user that has no name.
     printf '%s\n' 'root:x:0:0:root:/root:/bin/sh' 'nobody:x:65534:65534:nobody:/:/bin/false' >"$root/etc/passwd"
     printf '%s\n' 'root:x:0:' 'nogroup:x:65534:' >"$root/etc/group"
-    [[ $kind == bench-build ]] || nginx_page "$root"
+    [[ $kind == bench-build ]] || configure_servers "$root"
+}
+
+configure_servers() {
+    local root=$1 size
+    nginx_page "$root"
+    mkdir -p "$root"/etc/{mysql,postmark}
+    # MariaDB begins with an empty directory and without accounts.
+    printf 'CREATE DATABASE IF NOT EXISTS sbtest;\n' >"$root/etc/mysql/bench.sql"
+    for size in quick:500:100000 paper:5000:400000; do
+        local name=${size%%:*} rest=${size#*:}
+        printf '%s\n' 'set location /data' 'set size 512 16384' "set number ${rest%%:*}" "set transactions ${rest#*:}" \
+            'set bias create 5' 'set bias read 5' 'run' 'quit' >"$root/etc/postmark/$name.cfg"
+    done
 }
 
 # One page of 106 bytes, as long as the answer that the thesis' client got; nothing of it is on a disk.

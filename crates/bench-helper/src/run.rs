@@ -4,6 +4,7 @@
 
 use std::io::ErrorKind;
 use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
@@ -19,6 +20,9 @@ pub struct Args {
     /// Port; a line on stderr reports when the tool listens on it
     #[arg(long)]
     announce: Option<u16>,
+    /// Directory to run in
+    #[arg(long = "in", value_name = "DIR")]
+    directory: Option<PathBuf>,
     /// The tool; commands before a ';' run first, with their output on stderr
     #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     words: Vec<String>,
@@ -27,6 +31,10 @@ pub struct Args {
 /// Executes the tool. Returns only on failure.
 pub fn run(args: &Args) -> Result<()> {
     eprintln!("{}", Facts::of_container().line()?);
+    if let Some(directory) = &args.directory {
+        std::env::set_current_dir(directory)
+            .with_context(|| format!("cannot enter {}", directory.display()))?;
+    }
     let mut steps: Vec<&[String]> = args.words.split(|word| word == END_OF_STEP).collect();
     let tool = steps.pop().unwrap_or_default();
     for step in steps {
@@ -84,7 +92,9 @@ mod tests {
 
     #[test]
     fn a_tool_that_is_not_there_is_named() {
-        let args = Args { announce: None, words: words("no-such-tool-at-all") };
+        let args = Args { announce: None, directory: None, words: words("no-such-tool-at-all") };
         assert!(run(&args).unwrap_err().to_string().contains("no-such-tool-at-all"));
+        let args = Args { directory: Some("/no/such".into()), ..args };
+        assert!(run(&args).unwrap_err().to_string().contains("/no/such"));
     }
 }

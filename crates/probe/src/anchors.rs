@@ -23,6 +23,32 @@ pub struct Anchor {
     pub figure: Figure,
 }
 
+/// What a published time is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Kind {
+    /// The median of `n` times.
+    Median,
+    /// Their mean.
+    Mean,
+    /// An upper bound, promised and not measured.
+    Bound,
+    /// A number in a text, which says neither what it is of nor how many times were taken.
+    Stated,
+}
+
+impl Kind {
+    /// Returns the word that stands before the time in tables.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Kind::Median => "p50",
+            Kind::Mean => "mean",
+            Kind::Bound => "at most",
+            Kind::Stated => "about",
+        }
+    }
+}
+
 /// The published figure.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
@@ -37,8 +63,10 @@ pub enum Figure {
         measures: String,
         /// Samples; not always stated.
         n: Option<u32>,
-        /// Median, ms.
-        p50_ms: f64,
+        /// What `ms` is.
+        is: Kind,
+        /// ms.
+        ms: f64,
         /// ms.
         p95_ms: Option<f64>,
         /// ms.
@@ -88,9 +116,18 @@ mod tests {
     }
 
     #[test]
+    fn only_distributions_have_a_median_and_a_number_of_runs() {
+        for anchor in all() {
+            let Figure::StartUp { is, n, cdf, .. } = &anchor.figure else { continue };
+            let is_median = *is == Kind::Median;
+            assert_eq!((n.is_some(), !cdf.is_empty()), (is_median, is_median), "{}", anchor.name());
+        }
+    }
+
+    #[test]
     fn distributions_agree_with_their_percentiles() {
         for anchor in all() {
-            let Figure::StartUp { p50_ms, p95_ms: Some(p95), cdf, .. } = &anchor.figure else { continue };
+            let Figure::StartUp { ms: p50_ms, p95_ms: Some(p95), cdf, .. } = &anchor.figure else { continue };
             let reached = |part: f64| cdf.iter().find(|point| point.1 >= part - 1e-9).map(|point| point.0);
             // Long distributions are thinned: the next point may be a few ms on.
             for (part, figure) in [(0.5, *p50_ms), (0.95, *p95)] {

@@ -341,14 +341,14 @@ fn published(out: &mut String) {
         .into_iter()
         .map(|anchor| {
             let (what, figure) = match &anchor.figure {
-                Published::StartUp { measures, n, p50_ms, p95_ms, p99_ms, .. } => {
+                Published::StartUp { measures, n, is, ms, p95_ms, p99_ms, .. } => {
                     let n = n.map_or_else(|| "n not stated".into(), |n| format!("n = {n}"));
                     let more = [("p95", p95_ms), ("p99", p99_ms)];
                     let more: String = more
                         .iter()
                         .filter_map(|(name, value)| Some(format!(", {name} {:.0}", value.as_ref()?)))
                         .collect();
-                    (measures.clone(), format!("p50 {p50_ms:.0}{more} ms, {n}"))
+                    (measures.clone(), format!("{} {ms:.0}{more} ms, {n}", is.as_str()))
                 }
                 Published::Memory { pods, definition, pss_mb } => {
                     (format!("memory, {definition}, pods: {pods}"), format!("{pss_mb:.0} MB"))

@@ -12,6 +12,7 @@
 //! | [`memory`], [`ledger`], [`attribution`], [`pss`] | memory by role, over the number of pods |
 //! | [`report`], [`store`], [`html`], [`markdown`], [`compare`], [`merge`] | a result: its format, its files, its presentation |
 //! | [`workload`] | benchmark tools in a container of any runtime |
+//! | [`score`] | verdicts on results, by rules that are data |
 //! | [`gate`] | comparison with recorded results of earlier versions |
 
 pub mod anchors;
@@ -40,6 +41,7 @@ pub mod report;
 pub mod runtime;
 pub mod runtime_class;
 pub mod sample;
+pub mod score;
 pub mod startup;
 pub mod store;
 pub mod summarise;

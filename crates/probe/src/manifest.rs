@@ -82,6 +82,15 @@ impl Manifest {
         }
     }
 
+    /// Returns whether a handler's pods are guests that a VMM emulates, without KVM.
+    pub fn is_emulated(&self, handler: &str) -> bool {
+        let is = |facts: &Facts, name: &str, of: &dyn Fn(&str) -> bool| {
+            facts.get(name).and_then(Value::as_str).is_some_and(of)
+        };
+        let ours = |facts: &Facts| is(facts, "type", &|name| name.contains("sandboxer"));
+        is(&self.vmm, "accelerator", &|name| name == "tcg") && self.runtimes.get(handler).is_some_and(ours)
+    }
+
     /// Returns the load average over one minute before the run, per CPU.
     pub fn load_per_cpu(&self) -> Option<f64> {
         let load = self.host.get("load_average_before")?.get(0)?.as_f64()?;

@@ -2,7 +2,7 @@
 
 use std::fmt::Write;
 
-use crate::anchors::{self, Anchor, Figure};
+use crate::anchors::{self, Anchor, Figure, Kind};
 use crate::clock::Clock;
 use crate::manifest::{Facts, shown};
 use crate::ratio::Ratio;
@@ -115,7 +115,9 @@ fn startup(out: &mut String, clock: Clock, reports: &[&Report]) {
             _ => continue,
         };
         // Only figures with raw data; single numbers of papers are not in this table.
-        let Figure::StartUp { n: Some(n), p50_ms, p99_ms, .. } = anchor.figure else { continue };
+        let Figure::StartUp { n: Some(n), is: Kind::Median, ms: p50_ms, p99_ms, .. } = anchor.figure else {
+            continue;
+        };
         let p99 = p99_ms.map_or_else(|| "–".into(), |ms| format!("{ms:.0}"));
         let _ = writeln!(
             out,

@@ -202,7 +202,7 @@ async fn an_end_in_between_keeps_what_was_measured() {
     let plan = plan("cpu", &["a"], 50);
     let (report, runs) = measure(&bench, &plan, Some(&mut store), &cancel, &mut progress).await.unwrap();
     assert_eq!((report.partial_reason.as_deref(), runs.len()), (Some("interrupted"), 3));
-    let (read, rows) = store::load(store.dir()).unwrap();
+    let store::Loaded { report: read, runs: rows, .. } = store::load(store.dir()).unwrap();
     assert_eq!((read, rows), (report, runs));
     assert_eq!(std::fs::read_dir(store.dir().join("outputs")).unwrap().count(), 3);
     assert!(Store::create(store.dir()).is_err(), "a result was to be overwritten");

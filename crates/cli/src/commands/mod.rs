@@ -15,6 +15,7 @@ mod merge;
 mod pods;
 mod quarantine;
 mod report;
+mod score;
 mod stages;
 mod startup;
 mod summarise;
@@ -48,6 +49,7 @@ pub enum Command {
     MemReport(mem_report::Args),
     Report(report::Args),
     Compare(compare::Args),
+    Score(score::Args),
     Merge(merge::Args),
     Gate(gate::Args),
     Summarise(summarise::Args),
@@ -74,6 +76,7 @@ impl Command {
             Command::MemReport(args) => mem_report::run(args, global).await,
             Command::Report(args) => report::run(args, global),
             Command::Compare(args) => compare::run(args, global),
+            Command::Score(args) => score::run(args, global),
             Command::Merge(args) => merge::run(args, global),
             Command::Gate(args) => gate::run(args, global),
             Command::Summarise(args) => summarise::run(args, global),

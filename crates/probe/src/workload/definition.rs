@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::output::Format;
+use super::volume::Storage;
 
 const DATA: &str = include_str!("../../data/probes.toml");
 
@@ -116,6 +117,9 @@ pub struct Probe {
     /// The port at which the server answers.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub port: Option<u16>,
+    /// Storage of the server's files.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub server_storage: Option<Storage>,
     /// Its metrics; the first one is the main figure.
     pub metrics: Vec<Metric>,
     /// Scaled down.
@@ -183,6 +187,7 @@ mod tests {
             assert_eq!(cases.len(), probe.cases.len(), "{}", probe.name);
             assert!(!probe.metrics.is_empty() && !probe.study.is_empty(), "{}", probe.name);
             assert_eq!(probe.server.is_empty(), probe.port.is_none(), "{}", probe.name);
+            assert!(probe.server_storage.is_none() || !probe.server.is_empty(), "{}", probe.name);
             for profile in [Profile::Quick, Profile::Paper] {
                 assert!(probe.takes(profile) > 0.0, "{} has nothing in {profile}", probe.name);
             }

@@ -152,9 +152,10 @@ impl Step {
 }
 
 /// Returns the command of a container: the helper prints the container's facts, then executes `words`. For a server it
-/// reports when the port is listened on: see [`super::facts::listens`].
-pub fn inside(words: &[String], port: Option<u16>) -> Vec<String> {
+/// reports when the port is listened on: see [`super::facts::listens`]. `storage` is where it runs.
+pub fn inside(words: &[String], port: Option<u16>, storage: Option<Storage>) -> Vec<String> {
     let mut command = vec![HELPER.to_owned(), "run".to_owned()];
+    command.extend(storage.map(|storage| format!("--in={}", storage.inside())));
     command.extend(port.map(|port| format!("--announce={port}")));
     command.push("--".to_owned());
     command.extend(words.iter().cloned());
@@ -232,9 +233,14 @@ mod tests {
 
     #[test]
     fn files_lie_in_the_storage_that_the_row_names_and_never_in_the_root() {
-        for step in plan(Profile::Paper).steps().iter().filter(|step| step.probe.name == "files") {
+        for step in plan(Profile::Paper)
+            .steps()
+            .iter()
+            .filter(|step| ["files", "request-sizes"].contains(&&*step.probe.name))
+        {
             let storage = step.storage().unwrap();
-            assert!(step.case.starts_with(&format!("{storage:?}-").to_lowercase()), "{}", step.case);
+            let named = step.case.starts_with(&format!("{storage:?}-").to_lowercase());
+            assert!(named || step.probe.name == "request-sizes", "{}", step.case);
             let file = format!("--filename={}/fio", storage.inside());
             assert!(step.commands(1, "").unwrap().tool.contains(&file), "{}", step.case);
         }
@@ -258,8 +264,11 @@ mod tests {
     #[test]
     fn the_helper_stands_before_every_tool() {
         let tool = ["tool".to_owned(), "-x".to_owned()];
-        assert_eq!(inside(&tool, None), ["bench-helper", "run", "--", "tool", "-x"]);
-        assert_eq!(inside(&tool, Some(80)), ["bench-helper", "run", "--announce=80", "--", "tool", "-x"]);
+        assert_eq!(inside(&tool, None, None), ["bench-helper", "run", "--", "tool", "-x"]);
+        assert_eq!(
+            inside(&tool, Some(80), Some(Storage::EmptyDir)),
+            ["bench-helper", "run", "--in=/data", "--announce=80", "--", "tool", "-x"]
+        );
     }
 
     #[test]

@@ -105,12 +105,7 @@ impl Report {
 
     /// Returns a series over the reference.
     pub fn over_reference(&self, series: &Series) -> Option<&Comparison> {
-        self.comparisons.iter().find(|comparison| {
-            comparison.probe == series.probe
-                && comparison.case == series.case
-                && comparison.metric == series.metric.name
-                && comparison.a == series.runtime
-        })
+        self.comparisons.iter().find(|comparison| comparison.is_of(series))
     }
 
     fn explain(&mut self, runs: &[Run]) {

@@ -11,7 +11,7 @@ use super::log::{Printed, plain};
 use super::output::{Figures, OutputError};
 use super::plan::{Commands, Plan, Step, inside};
 use super::run::Run;
-use super::volume::Volume;
+use super::volume::{Storage, Volume};
 use crate::options::Resources;
 use crate::sample::Outcome;
 use crate::timeline;
@@ -178,8 +178,9 @@ impl<'a> Runner<'a> {
             None => {
                 attempt.commands =
                     step.commands(threads, "").map_err(|error| Failure::at("command", error))?;
-                let mut spec = self.spec(handler, "tool", inside(&attempt.commands.tool, None));
-                attempt.volume = self.volume(step)?;
+                let mut spec =
+                    self.spec(handler, "tool", inside(&attempt.commands.tool, None, step.storage()));
+                attempt.volume = self.volume(step.storage())?;
                 spec.mounts.extend(attempt.volume.as_ref().map(Volume::mount));
                 let started = self.starter.start(&spec).await?;
                 let finished = self.starter.finish(&started, step.takes, limit).await;
@@ -203,11 +204,15 @@ impl<'a> Runner<'a> {
         attempt: &mut Attempt,
     ) -> Result<(), Failure> {
         attempt.commands = step.commands(threads, "").map_err(|error| Failure::at("command", error))?;
-        let spec = self.spec(handler, "server", inside(&attempt.commands.server, Some(port)));
+        let storage = step.probe.server_storage;
+        let mut spec = self.spec(handler, "server", inside(&attempt.commands.server, Some(port), storage));
+        attempt.volume = self.volume(storage)?;
+        spec.mounts.extend(attempt.volume.as_ref().map(Volume::mount));
         let server = self.starter.start(&spec).await?;
         let address = self.starter.serving(&server).await?;
         attempt.commands = step.commands(threads, &address).map_err(|error| Failure::at("command", error))?;
-        let mut spec = self.spec(&self.plan.client_runtime, "client", inside(&attempt.commands.tool, None));
+        let mut spec =
+            self.spec(&self.plan.client_runtime, "client", inside(&attempt.commands.tool, None, None));
         spec.resources = None;
         let of_client = |error: ContainerError| {
             let failure = Failure::from(error);
@@ -229,8 +234,8 @@ impl<'a> Runner<'a> {
         Ok(())
     }
 
-    fn volume(&self, step: &Step) -> Result<Option<Volume>, Failure> {
-        let Some(storage) = step.storage() else { return Ok(None) };
+    fn volume(&self, storage: Option<Storage>) -> Result<Option<Volume>, Failure> {
+        let Some(storage) = storage else { return Ok(None) };
         Volume::make(&self.plan.volumes, storage).map_err(|error| {
             Failure::at("volume", format!("cannot create one in {}: {error}", self.plan.volumes.display()))
         })

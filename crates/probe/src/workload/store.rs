@@ -94,8 +94,24 @@ pub enum LoadError {
     },
 }
 
+/// A result that was read.
+#[derive(Debug, Clone)]
+pub struct Loaded {
+    /// Name of its directory.
+    pub name: String,
+    /// The report.
+    pub report: Report,
+    /// Its rows.
+    pub runs: Vec<Run>,
+}
+
+/// Returns whether a directory has a result of workloads.
+pub fn is_one(dir: &Path) -> bool {
+    dir.join(REPORT).exists()
+}
+
 /// Reads a result that a [`Store`] wrote.
-pub fn load(dir: &Path) -> Result<(Report, Vec<Run>), LoadError> {
+pub fn load(dir: &Path) -> Result<Loaded, LoadError> {
     let path = dir.join(REPORT);
     let text = fs::read_to_string(&path).map_err(io("read", &path))?;
     let report = report::parse(&text).map_err(|source| LoadError::Report { path, source })?;
@@ -112,5 +128,7 @@ pub fn load(dir: &Path) -> Result<(Report, Vec<Run>), LoadError> {
             source,
         })
     };
-    Ok((report, text.lines().enumerate().map(run).collect::<Result<_, _>>()?))
+    let runs = text.lines().enumerate().map(run).collect::<Result<_, _>>()?;
+    let name = dir.file_name().unwrap_or(dir.as_os_str()).to_string_lossy().into_owned();
+    Ok(Loaded { name, report, runs })
 }

@@ -70,6 +70,16 @@ pub struct Comparison {
     pub ratio: Ratio,
 }
 
+impl Comparison {
+    /// Returns whether it is a series' ratio.
+    pub fn is_of(&self, series: &Series) -> bool {
+        self.probe == series.probe
+            && self.case == series.case
+            && self.metric == series.metric.name
+            && self.a == series.runtime
+    }
+}
+
 impl Series {
     fn of(probe: &Probe, case: &str, runtime: &str, metric: &Metric, runs: &[&Run]) -> Self {
         let values: Vec<f64> = runs.iter().filter_map(|run| run.figure(&metric.name)).collect();

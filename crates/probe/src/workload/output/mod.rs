@@ -5,6 +5,7 @@ mod fio;
 mod hackbench;
 mod helper;
 mod iperf3;
+mod postmark;
 mod redis;
 mod sockperf;
 mod sysbench;
@@ -68,6 +69,12 @@ pub enum Format {
     SysbenchCpu,
     /// `sysbench memory`.
     SysbenchMemory,
+    /// `sysbench fileio`.
+    SysbenchFileio,
+    /// `sysbench oltp_*`.
+    SysbenchOltp,
+    /// `postmark`.
+    Postmark,
     /// `hackbench`.
     Hackbench,
     /// Our own helper.
@@ -88,9 +95,12 @@ pub enum Format {
 
 impl Format {
     /// All formats.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 13] = [
         Format::SysbenchCpu,
         Format::SysbenchMemory,
+        Format::SysbenchFileio,
+        Format::SysbenchOltp,
+        Format::Postmark,
         Format::Hackbench,
         Format::Helper,
         Format::RedisBenchmark,
@@ -106,6 +116,9 @@ impl Format {
         let figures = match self {
             Format::SysbenchCpu => sysbench::cpu(text),
             Format::SysbenchMemory => sysbench::memory(text),
+            Format::SysbenchFileio => sysbench::fileio(text),
+            Format::SysbenchOltp => sysbench::oltp(text),
+            Format::Postmark => postmark::parse(text),
             Format::Hackbench => hackbench::parse(text),
             Format::Helper => helper::parse(text),
             Format::RedisBenchmark => redis::parse(text),
@@ -128,6 +141,9 @@ impl Format {
         match self {
             Format::SysbenchCpu => include_str!("../../../tests/outputs/sysbench-cpu.txt"),
             Format::SysbenchMemory => include_str!("../../../tests/outputs/sysbench-memory.txt"),
+            Format::SysbenchFileio => include_str!("../../../tests/outputs/sysbench-fileio.txt"),
+            Format::SysbenchOltp => include_str!("../../../tests/outputs/sysbench-oltp.txt"),
+            Format::Postmark => include_str!("../../../tests/outputs/postmark.txt"),
             Format::Hackbench => include_str!("../../../tests/outputs/hackbench.txt"),
             Format::Helper => include_str!("../../../tests/outputs/helper.json"),
             Format::RedisBenchmark => include_str!("../../../tests/outputs/redis-benchmark.csv"),

@@ -3,6 +3,9 @@
 use super::text::{after, check_rate, number, number_after};
 use super::{Figures, OutputError};
 
+/// Size of a request of `fileio`, KiB.
+const FILEIO_KIB: f64 = 16.0;
+
 /// Returns rate and latency; checks the rate against count and time.
 pub fn cpu(text: &str) -> Result<Figures, OutputError> {
     let rate = number_after(text, "events per second:")?;
@@ -24,6 +27,46 @@ pub fn memory(text: &str) -> Result<Figures, OutputError> {
     let seconds = seconds(text)?;
     check_rate(rate, seconds, total)?;
     Ok(Figures::from([("mib_per_s".into(), rate)]))
+}
+
+/// Returns rates of `fileio`; checks the bandwidth against the requests, which have 16 KiB each.
+pub fn fileio(text: &str) -> Result<Figures, OutputError> {
+    let both = |read: &'static str, written: &'static str| -> Result<f64, OutputError> {
+        Ok(number_after(text, read)? + number_after(text, written)?)
+    };
+    let requests = both("reads/s:", "writes/s:")?;
+    let rate = both("read, MiB/s:", "written, MiB/s:")?;
+    // Both are printed with two decimals: half of the last digit is nothing to complain about.
+    let expected = requests * FILEIO_KIB / 1024.0;
+    if (rate - expected).abs() > 0.02 * expected + 0.01 {
+        return Err(OutputError::Contradiction(format!(
+            "{requests} requests per second are not {rate} MiB/s"
+        )));
+    }
+    seconds(text)?;
+    Ok(Figures::from([("mib_per_s".into(), rate), ("fsyncs_per_s".into(), number_after(text, "fsyncs/s:")?)]))
+}
+
+/// Returns rates and latency of `oltp_*`: of lines "transactions: 4274 (1421.23 per sec.)" the number in brackets, which is
+/// checked against count and time.
+pub fn oltp(text: &str) -> Result<Figures, OutputError> {
+    let seconds = seconds(text)?;
+    let bracketed = |label: &'static str| -> Result<(f64, f64), OutputError> {
+        let line = after(text, label)?;
+        let (count, rest) = line.split_once('(').ok_or(OutputError::Missing(label))?;
+        Ok((number(label, count)?, number(label, rest)?))
+    };
+    let rate = |label: &'static str| -> Result<f64, OutputError> {
+        let (count, rate) = bracketed(label)?;
+        check_rate(rate, seconds, count)?;
+        Ok(rate)
+    };
+    Ok(Figures::from([
+        ("per_s".into(), rate("transactions:")?),
+        ("queries_per_s".into(), rate("queries:")?),
+        ("ignored_errors".into(), bracketed("ignored errors:")?.0),
+        ("p95_ms".into(), number_after(text, "95th percentile:")?),
+    ]))
 }
 
 fn seconds(text: &str) -> Result<f64, OutputError> {
@@ -53,6 +96,25 @@ mod tests {
         assert!(matches!(cpu(&text), Err(OutputError::Contradiction(_))));
         let text = Format::SysbenchMemory.example().replace("(1591.31", "(3222.33");
         assert!(matches!(memory(&text), Err(OutputError::Contradiction(_))));
+    }
+
+    #[test]
+    fn a_database_s_rate_is_the_one_in_brackets() {
+        let figures = oltp(Format::SysbenchOltp.example()).unwrap();
+        assert_eq!(figures["per_s"], 1421.23);
+        assert_eq!((figures["queries_per_s"], figures["p95_ms"]), (22739.65, 15.0));
+        assert_eq!(figures["ignored_errors"], 0.0);
+        // The study's error: the count of a run, taken for a rate.
+        let text = Format::SysbenchOltp.example().replace("(1421.23 per sec.)", "(4274 per sec.)");
+        assert!(matches!(oltp(&text), Err(OutputError::Contradiction(_))));
+    }
+
+    #[test]
+    fn files_have_one_rate_of_either_direction() {
+        let figures = fileio(Format::SysbenchFileio.example()).unwrap();
+        assert_eq!((figures["mib_per_s"], figures["fsyncs_per_s"]), (6700.38, 68612.14));
+        let text = Format::SysbenchFileio.example().replace("6700.38", "3350.19");
+        assert!(matches!(fileio(&text), Err(OutputError::Contradiction(_))));
     }
 
     #[test]

@@ -1,0 +1,17 @@
+//! Verdicts on results, by rules that are data: see [`sheet`].
+//!
+//! | module | what it holds |
+//! |---|---|
+//! | [`sheet`] | the rules: built-in ones are in `data/sheets` |
+//! | [`figures`] | the figures of a result that rules judge |
+//! | [`levels`] | scores by percentage of a baseline |
+//! | [`gate`] | ratios within a tolerance |
+//! | [`sla`] | highest rates under bounds of latency |
+//! | [`published`] | the published figures that the first kind of rules is from |
+
+pub mod figures;
+pub mod gate;
+pub mod levels;
+pub mod published;
+pub mod sheet;
+pub mod sla;

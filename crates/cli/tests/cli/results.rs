@@ -180,3 +180,41 @@ fn runs_are_merged_with_the_ratios_of_each() {
     let why = cli(&format!("merge {dir}/one {dir}/all --output {dir}/again")).failed(1);
     assert!(why.contains("sandboxer serial") && why.contains("leave one of the two out"), "{why}");
 }
+
+#[test]
+fn published_scores_follow_from_their_means_but_for_three() {
+    let text = cli("score --sheet desmet --published").ok();
+    assert!(text.contains("40 of 43 published scores follow"), "{text}");
+    for line in [
+        "Firecracker jitter: 127.3 % of the baseline, published 3, by the rule 2",
+        "KVM db-read: 74.7 % of the baseline, published 1, by the rule 2",
+        "KVM db-write: 83.9 % of the baseline, published 2, by the rule 3",
+    ] {
+        assert!(text.contains(line), "{text}");
+    }
+    let told: Value = serde_json::from_str(&cli("score --sheet desmet --published --json").ok()).unwrap();
+    assert_eq!(
+        (told["cells"].as_u64(), told["contradictions"].as_array().map(Vec::len)),
+        (Some(43), Some(3))
+    );
+    let why = cli("score --sheet gate --published").failed(1);
+    assert!(why.contains("needs a sheet of levels"), "{why}");
+}
+
+#[test]
+fn a_gate_fails_what_is_not_shown_and_names_a_baseline_that_is_not_there() {
+    let dir = times();
+    let dir = dir.path().display();
+    let why = cli(&format!("score {dir}/a.txt --sheet gate")).failed(1);
+    assert!(why.contains("no result has the baseline 'runc': choose --baseline from a"), "{why}");
+    // The two did not alternate in one run: there is no ratio, and what was not measured does not pass.
+    let judged = cli(&format!("score {dir}/a.txt {dir}/b.txt --sheet gate --baseline a"));
+    assert!(
+        judged.code == Some(1) && judged.err.contains("the gate does not pass: 1 of 1"),
+        "{}",
+        judged.err
+    );
+    assert!(judged.out.contains("not measured"), "{}", judged.out);
+    let why = cli(&format!("score {dir}/a.txt --sheet nothing")).failed(1);
+    assert!(why.contains("one of gate, sla, desmet"), "{why}");
+}

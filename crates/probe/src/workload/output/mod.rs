@@ -5,7 +5,6 @@ mod fio;
 mod hackbench;
 mod helper;
 mod iperf3;
-mod postmark;
 mod redis;
 mod sockperf;
 mod sysbench;
@@ -73,8 +72,6 @@ pub enum Format {
     SysbenchFileio,
     /// `sysbench oltp_*`.
     SysbenchOltp,
-    /// `postmark`.
-    Postmark,
     /// `hackbench`.
     Hackbench,
     /// Our own helper.
@@ -95,12 +92,11 @@ pub enum Format {
 
 impl Format {
     /// All formats.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 12] = [
         Format::SysbenchCpu,
         Format::SysbenchMemory,
         Format::SysbenchFileio,
         Format::SysbenchOltp,
-        Format::Postmark,
         Format::Hackbench,
         Format::Helper,
         Format::RedisBenchmark,
@@ -118,7 +114,6 @@ impl Format {
             Format::SysbenchMemory => sysbench::memory(text),
             Format::SysbenchFileio => sysbench::fileio(text),
             Format::SysbenchOltp => sysbench::oltp(text),
-            Format::Postmark => postmark::parse(text),
             Format::Hackbench => hackbench::parse(text),
             Format::Helper => helper::parse(text),
             Format::RedisBenchmark => redis::parse(text),
@@ -143,7 +138,6 @@ impl Format {
             Format::SysbenchMemory => include_str!("../../../tests/outputs/sysbench-memory.txt"),
             Format::SysbenchFileio => include_str!("../../../tests/outputs/sysbench-fileio.txt"),
             Format::SysbenchOltp => include_str!("../../../tests/outputs/sysbench-oltp.txt"),
-            Format::Postmark => include_str!("../../../tests/outputs/postmark.txt"),
             Format::Hackbench => include_str!("../../../tests/outputs/hackbench.txt"),
             Format::Helper => include_str!("../../../tests/outputs/helper.json"),
             Format::RedisBenchmark => include_str!("../../../tests/outputs/redis-benchmark.csv"),

@@ -5,7 +5,7 @@
 
 mod test_guest;
 
-use std::{path::Path, time::Duration};
+use std::{path::Path, task::Poll, time::Duration};
 
 use sandboxer_config::VmConfig;
 use sandboxer_vmm::{Frozen, MEMORY, Vmm, VmmError, qemu::Qemu};
@@ -161,7 +161,7 @@ async fn a_vmm_that_is_missing_exits_or_hangs_is_told_apart() {
         "{error}"
     );
 
-    let hangs = pod.script("hangs", &format!("echo $$ > {}; exec sleep 1000", pod.path("pid").display()));
+    let hangs = pod.script("hangs", "exec sleep 1000");
     let error = test_guest::qemu_program(&hangs).await.boot(&pod.spec()).await.unwrap_err();
     assert!(matches!(error, VmmError::Hung { .. }), "{error}");
     pod.assert_nothing_left().await;
@@ -187,4 +187,38 @@ async fn a_boot_that_is_dropped_leaves_nothing() {
         }
     }
     pod.assert_nothing_left().await;
+}
+
+/// At any moment: while QEMU starts, while it loads the state, and right before its VM is handed over.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_restore_that_is_dropped_leaves_nothing() {
+    let vmm = test_guest::qemu().await;
+    let frozen = frozen(&vmm, Pod::spec, |_| async {}).await;
+    let (mut polls, mut dropped) = (1, 0);
+    loop {
+        let pod = Pod::new("dropped");
+        let spec = pod.spec();
+        let mut restore = vmm.restore(&spec, &frozen);
+        let mut polled = 0;
+        let cut = std::future::poll_fn(|context| {
+            polled += 1;
+            match restore.as_mut().poll(context) {
+                Poll::Ready(restored) => Poll::Ready(Some(restored)),
+                Poll::Pending if polled == polls => Poll::Ready(None),
+                Poll::Pending => Poll::Pending,
+            }
+        });
+        let cut = timeout(LONG, cut).await.expect("a restore ends");
+        drop(restore);
+        match cut {
+            None => dropped += 1,
+            Some(restored) => restored.unwrap().kill().await.unwrap(),
+        }
+        pod.assert_nothing_left().await;
+        if polled < polls {
+            break;
+        }
+        polls += 1;
+    }
+    assert!(dropped > 3, "only {dropped} moments were found");
 }

@@ -121,7 +121,7 @@ impl Qemu {
         begin: Begin,
         inherited_files: Vec<OwnedFd>,
         jail: Option<Jail>,
-    ) -> Result<QemuVm, VmmError> {
+    ) -> Result<Started, VmmError> {
         let pod = &spec.pod;
         let open = |disk| vm::open(disk).map_err(path_error(pod, "attach", disk.path.clone()));
         let disks = spec.disks.iter().map(open).collect::<Result<Vec<_>, _>>()?;
@@ -161,8 +161,23 @@ impl Qemu {
             console_log_bytes: spec.console_log_bytes,
             vmm: name(),
         };
-        files.keep();
-        Ok(self.vm(record, process.keep(), qmp, captures))
+        Ok(Started { vm: self.vm(record, process.watched(), qmp, captures), process, files })
+    }
+}
+
+/// A QEMU that answers, before its caller knows its VM: dropped, it is killed.
+struct Started {
+    vm: QemuVm,
+    process: Starting,
+    files: Files,
+}
+
+impl Started {
+    /// Returns the VM, which now outlives this.
+    fn keep(self) -> Arc<dyn Vm> {
+        self.files.keep();
+        self.process.keep();
+        Arc::new(self.vm)
     }
 }
 
@@ -182,7 +197,7 @@ impl Vmm for Qemu {
             None => None,
         };
         let begin = Begin::Boot { memory: memory.as_ref().map(AsRawFd::as_raw_fd) };
-        Ok(Arc::new(self.start(spec, begin, memory.into_iter().collect(), jail).await?))
+        Ok(self.start(spec, begin, memory.into_iter().collect(), jail).await?.keep())
     }
 
     fn template_inputs(&self, spec: &VmSpec) -> TemplateInputs {
@@ -201,14 +216,14 @@ impl Vmm for Qemu {
         };
         let (memory, state) = (own(MEMORY)?, own(STATE)?);
         let (begin, state_fd) = (Begin::Restore { memory: memory.as_raw_fd() }, state.as_raw_fd());
-        let vm = self.start(spec, begin, vec![memory, state], self.jail(spec)?).await?;
-        if let Err(error) = vm.load(state_fd).await {
-            if let Err(left) = vm.kill().await {
+        let started = self.start(spec, begin, vec![memory, state], self.jail(spec)?).await?;
+        if let Err(error) = started.vm.load(state_fd).await {
+            if let Err(left) = started.vm.kill().await {
                 tracing::error!(pod = %spec.pod, error = %left, "cannot kill a VM that was not restored");
             }
             return Err(error);
         }
-        Ok(Arc::new(vm))
+        Ok(started.keep())
     }
 
     async fn adopt(&self, record: &VmRecord) -> Result<Option<Arc<dyn Vm>>, VmmError> {

@@ -130,23 +130,8 @@ async fn failing_boot(subject: Subject, config: VmConfig) -> Result<VmmError> {
     let error = subject.vmm(&pod, config).await?.boot(&spec).await.err().context("booted")?;
     let left = left_in(&spec)?;
     ensure!(left.iter().all(|name| name.ends_with(".log")), "{left:?}");
-    no_process_works_in(&spec.run_dir).await?;
+    pod.assert_nothing_left().await;
     Ok(error)
-}
-
-/// A VMM process is marked with the directory of its VM.
-async fn no_process_works_in(run_dir: &Path) -> Result<()> {
-    let nowhere = Path::new("/nonexistent");
-    let at_work = || {
-        let strays = strays::all().unwrap_or_default();
-        strays.iter().any(|stray| stray.is_of(run_dir, nowhere))
-    };
-    let gone = async {
-        while at_work() {
-            tokio::task::yield_now().await;
-        }
-    };
-    tokio::time::timeout(LONG, gone).await.context("a process is left")
 }
 
 async fn a_vmm_that_dies_over_a_disk_is_one_error(_: Subject) -> Result<Outcome> {

@@ -178,7 +178,7 @@ impl Pod {
         path
     }
 
-    /// Asserts that there is no socket, and no process whose id a script wrote to `pid`.
+    /// Asserts that there is no socket, and no process of the VM.
     pub async fn assert_nothing_left(&self) {
         let sockets: Vec<_> = fs::read_dir(self.path("run"))
             .unwrap()
@@ -186,10 +186,10 @@ impl Pod {
             .filter(|name| name.ends_with(".sock"))
             .collect();
         assert!(sockets.is_empty(), "left behind: {sockets:?}");
-        let pid = fs::read_to_string(self.path("pid")).unwrap();
-        let process = Path::new("/proc").join(pid.trim());
+        // A VMM process is marked with the directory of its VM.
+        let run_dir = self.path("run");
         let gone = async {
-            while process.exists() {
+            while !strays::of(&run_dir).unwrap().is_empty() {
                 tokio::task::yield_now().await;
             }
         };

@@ -1,11 +1,10 @@
 //! VMMs that fail: each fault gives one error that names pod and call, and nothing remains.
 
-use std::{fs, path::Path, time::Duration};
+use std::{fs, time::Duration};
 
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use sandboxer_config::{Accelerator, VmConfig, VmmChoice};
-use sandboxer_process::strays;
 use sandboxer_vmm::{Vmm, VmmError};
 
 use super::{Case, LONG, Outcome, Running, Subject, cases::left_in, trial};

@@ -37,12 +37,12 @@ use super::{
     spec::PodSpec,
     stages::Stages,
     start_paths, stop,
-    taps::VmTaps,
     undo::Undo,
 };
 use crate::{
     error::PodError,
     pod::container::start::RunningVm,
+    taps::VmTaps,
     template::{Missing, Template},
 };
 
@@ -306,7 +306,9 @@ impl<'a> Prepared<'a> {
         undo.push("remove the run directory", async move { std::fs::remove_dir_all(dir) });
         let taps = match (&spec.netns, waited) {
             (None, _) => VmTaps::None,
-            (Some(netns), None) => VmTaps::of_pod(node, &spec.id, netns, interfaces).await?,
+            (Some(netns), None) => {
+                VmTaps::of_pod(node.vmm.as_ref(), &node.tap_pool, &spec.id, netns, interfaces).await?
+            }
             (Some(netns), Some(waited)) => {
                 network::plug(&spec.id, netns, interfaces, node.tap_pool.clone(), waited.taps).await?;
                 VmTaps::None

@@ -11,10 +11,13 @@ mod fake_agent;
 mod stack;
 
 use std::fs;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
+use criterion::{
+    BatchSize, BenchmarkGroup, Criterion, criterion_group, criterion_main, measurement::WallTime,
+};
 use fake_agent::FakeAgent;
 use sandboxer::{
     daemon,
@@ -47,7 +50,7 @@ use sandboxer_vmm_fake::FakeVmm;
 use tokio::runtime::Runtime;
 use tokio_util::sync::CancellationToken;
 
-fn node(dir: &std::path::Path) -> Arc<DaemonState> {
+fn node(dir: &Path) -> Arc<DaemonState> {
     let config = Config { run_dir: dir.join("run"), state_dir: dir.join("state"), ..Config::default() };
     let agent = FakeAgent::default();
     daemon::node(config, Arc::new(FakeVmm::new(move |guest| agent.serve(guest))), Front::none()).unwrap()
@@ -77,8 +80,18 @@ fn daemon(c: &mut Criterion) {
         b.to_async(&runtime).iter(async || drop(admission.enter(Work::Vm).await));
     });
 
-    fs::create_dir_all(dir.path().join("journal")).unwrap();
-    let journal = Journal::open(&dir.path().join("journal")).unwrap();
+    journal_write(&mut group, &runtime, dir.path());
+    let of_daemon = node(dir.path());
+    containers(&mut group, &runtime, dir.path(), &of_daemon);
+    pods_without_vms(&mut group, &runtime, &of_daemon);
+    group.finish();
+}
+
+type Group<'a> = BenchmarkGroup<'a, WallTime>;
+
+fn journal_write(group: &mut Group<'_>, runtime: &Runtime, dir: &Path) {
+    fs::create_dir_all(dir.join("journal")).unwrap();
+    let journal = Journal::open(&dir.join("journal")).unwrap();
     let record = PodRecord {
         version: RECORD_VERSION,
         readable_from: None,
@@ -98,8 +111,11 @@ fn daemon(c: &mut Criterion) {
             runtime.block_on(of_pod.write(number, record.clone())).unwrap();
         });
     });
+}
 
-    let bundle = dir.path().join("bundle");
+/// Measures what precedes the creation of a container's disks.
+fn containers(group: &mut Group<'_>, runtime: &Runtime, dir: &Path, of_daemon: &Arc<DaemonState>) {
+    let bundle = dir.join("bundle");
     fs::create_dir_all(&bundle).unwrap();
     let oci = serde_json::json!({
         "ociVersion": "1.1.0",
@@ -117,17 +133,16 @@ fn daemon(c: &mut Criterion) {
         stdio: Default::default(),
         beside: Vec::new(),
     };
-    let of_daemon = node(dir.path());
     let helpers = &of_daemon.volumes.helpers;
     group.bench_function("spec conversion", |b| {
         b.iter(|| runtime.block_on(spec::read(&pod, &new, helpers)).unwrap());
     });
 
-    let lower = dir.path().join("lower");
-    let upper = dir.path().join("upper");
+    let lower = dir.join("lower");
+    let upper = dir.join("upper");
     fs::create_dir_all(&lower).unwrap();
     fs::create_dir_all(&upper).unwrap();
-    fs::create_dir_all(dir.path().join("work")).unwrap();
+    fs::create_dir_all(dir.join("work")).unwrap();
     fs::write(lower.join("file"), vec![7; 1 << 20]).unwrap();
     let overlay = Mount {
         fstype: "overlay".into(),
@@ -135,7 +150,7 @@ fn daemon(c: &mut Criterion) {
         options: vec![
             format!("lowerdir={}", lower.display()),
             format!("upperdir={}", upper.display()),
-            format!("workdir={}", dir.path().join("work").display()),
+            format!("workdir={}", dir.join("work").display()),
         ],
     };
     let prepare =
@@ -144,14 +159,16 @@ fn daemon(c: &mut Criterion) {
         Ok(_) => drop(group.bench_function("rootfs cache hit", |b| b.iter(|| prepare().unwrap()))),
         Err(error) => println!("rootfs cache hit: not measured: {}", sandboxer_base::chain(&error)),
     }
+}
 
+fn pods_without_vms(group: &mut Group<'_>, runtime: &Runtime, of_daemon: &Arc<DaemonState>) {
     let running = runtime.block_on(async {
-        let pod = new_pod(&of_daemon, "running");
+        let pod = new_pod(of_daemon, "running");
         pod.start().await.unwrap();
         pod
     });
     // The double of the agent refuses it: an answer like any other.
-    group.bench_function("agent round trip", |b| b.to_async(&runtime).iter(|| running.stats(None)));
+    group.bench_function("agent round trip", |b| b.to_async(runtime).iter(|| running.stats(None)));
 
     let mut count = 0;
     group.bench_function("pod started and removed, no VM", |b| {
@@ -159,7 +176,7 @@ fn daemon(c: &mut Criterion) {
             || {
                 count += 1;
                 let _inside = runtime.enter();
-                new_pod(&of_daemon, &format!("p{count}"))
+                new_pod(of_daemon, &format!("p{count}"))
             },
             |pod| {
                 runtime.block_on(async {
@@ -170,7 +187,6 @@ fn daemon(c: &mut Criterion) {
             BatchSize::PerIteration,
         );
     });
-    group.finish();
     runtime.block_on(async { running.remove().await.unwrap() });
 }
 

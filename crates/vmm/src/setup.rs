@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use async_trait::async_trait;
+use sandboxer_base::chain;
 use sandboxer_config::{Accelerator, VmConfig, VmmChoice};
 
 use super::{
@@ -64,7 +65,7 @@ async fn choose(
         }
         (VmmChoice::Auto, "kvm") => match CloudHypervisor::new(config, reason.clone()).await {
             Ok(vmm) => return Ok(Arc::new(vmm)),
-            Err(unusable) => reason += &format!("; {unusable}"),
+            Err(unusable) => reason += &format!("; {}", chain(&unusable)),
         },
         (VmmChoice::Auto, _) => reason += "; Cloud Hypervisor needs KVM",
     }

@@ -13,7 +13,7 @@ const ANSWER: u64 = 4096;
 #[derive(Debug, thiserror::Error)]
 pub enum VersionError {
     /// It cannot be run.
-    #[error("cannot run {program}: {source}")]
+    #[error("cannot run {program}")]
     Run {
         /// As configured.
         program: String,

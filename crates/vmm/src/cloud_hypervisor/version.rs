@@ -96,7 +96,7 @@ mod tests {
     #[tokio::test]
     async fn a_program_that_is_none_is_named() {
         let missing = Version::of(Path::new("/nonexistent/ch")).await.unwrap_err();
-        assert!(missing.to_string().starts_with("cannot run /nonexistent/ch: "), "{missing}");
+        assert!(missing.to_string().starts_with("cannot run /nonexistent/ch"), "{missing}");
         let other = Version::of(Path::new("/bin/true")).await.unwrap_err();
         assert!(matches!(other, VersionError::Foreign { .. }), "{other}");
     }

@@ -5,7 +5,7 @@ use std::{
     io::{self, Read},
     mem,
     os::{
-        fd::{AsFd, BorrowedFd},
+        fd::{AsFd, AsRawFd, BorrowedFd},
         unix::net::UnixStream,
     },
 };
@@ -16,6 +16,7 @@ use crate::{
     frame::{Assembler, EXHAUSTED, Frame, INTERNAL, REQUEST, RESPONSE},
     log::log,
     outbox::Outbox,
+    saved::{SavedConnection, SavedRequest},
 };
 
 /// Most pending requests of one connection, and their most bytes. containerd has one connection for each
@@ -47,6 +48,16 @@ impl Default for Numbers {
 }
 
 impl Numbers {
+    /// Returns numbers that go on with this one.
+    pub fn starting_at(number: u32) -> Self {
+        Self(number)
+    }
+
+    /// Returns the next number, without using it.
+    pub fn upcoming(&self) -> u32 {
+        self.0
+    }
+
     fn next(&mut self) -> u32 {
         let number = self.0;
         self.0 = number.wrapping_add(2);
@@ -126,6 +137,39 @@ impl Connection {
             links: 0,
             unanswered: BTreeMap::new(),
             unanswered_bytes: 0,
+        }
+    }
+
+    /// Returns a connection that another build of the front has held, without a link.
+    pub fn restored(client: UnixStream, saved: SavedConnection) -> Self {
+        let mut connection =
+            Self { from_client: Assembler::starting_with(saved.received), ..Self::new(client) };
+        if !saved.unsent.is_empty() {
+            connection.to_client.push(saved.unsent);
+        }
+        for SavedRequest { number, stream, deaths, frame } in saved.requests {
+            if let Some(frame) = Frame::of(frame) {
+                connection.unanswered_bytes += frame.bytes().len();
+                let request = Unanswered { stream, frame, sent: false, deaths };
+                connection.unanswered.insert(number, request);
+            }
+        }
+        connection
+    }
+
+    /// Returns what another build of the front needs to go on with it.
+    pub fn saved(&self) -> SavedConnection {
+        let request = |(number, of): (&u32, &Unanswered)| SavedRequest {
+            number: *number,
+            stream: of.stream,
+            deaths: of.deaths,
+            frame: of.frame.bytes().to_vec(),
+        };
+        SavedConnection {
+            client: self.client.as_raw_fd(),
+            received: self.from_client.rest().to_vec(),
+            unsent: self.to_client.copy(),
+            requests: self.unanswered.iter().map(request).collect(),
         }
     }
 

@@ -35,6 +35,12 @@ pub struct Frame(Vec<u8>);
 pub struct TooLong(usize);
 
 impl Frame {
+    /// Returns the frame that has these bytes; none if they are no whole frame.
+    pub fn of(bytes: Vec<u8>) -> Option<Self> {
+        let whole = bytes.first_chunk::<4>().filter(|_| bytes.len() >= HEADER)?;
+        (bytes.len() == HEADER + u32::from_be_bytes(*whole) as usize).then_some(Self(bytes))
+    }
+
     /// Returns an error response with a gRPC code to the request on `stream`.
     pub fn error(stream: u32, code: u8, words: &str) -> Self {
         // Response { status: 1 = Status { code: 1 = varint, message: 2 = string } }
@@ -146,6 +152,16 @@ fn varint(mut value: usize) -> Vec<u8> {
 pub struct Assembler(Vec<u8>);
 
 impl Assembler {
+    /// Returns an assembler that has taken these bytes of a frame.
+    pub fn starting_with(bytes: Vec<u8>) -> Self {
+        Self(bytes)
+    }
+
+    /// Returns the bytes of an incomplete frame.
+    pub fn rest(&self) -> &[u8] {
+        &self.0
+    }
+
     /// Adds bytes; returns the frames that are complete now.
     pub fn take(&mut self, mut bytes: &[u8]) -> Result<Vec<Frame>, TooLong> {
         let mut frames = Vec::new();

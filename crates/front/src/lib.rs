@@ -10,6 +10,8 @@
 //! its response was forwarded, and keeps what the worker gives it ([`control`]): listeners, FIFOs, notes. The
 //! next worker receives all of it, and then the requests without a response, marked as repeated.
 //!
+//! A reload also replaces the front itself by the build that is installed then: in the same process, with all descriptors.
+//!
 //! A worker that does not respond is replaced like one that died. A request that three workers have died with
 //! gets an error.
 //!
@@ -22,6 +24,7 @@ mod connection;
 mod front;
 mod log;
 mod outbox;
+mod saved;
 mod worker;
 
-pub use front::{FrontError, MAX_SILENCE, run};
+pub use front::{Build, FrontError, MAX_SILENCE, check, resume, run};

@@ -20,6 +20,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails where it stands")]
 
 use std::{
+    ffi::OsString,
     fs::File,
     io::{Read, Write},
     os::{
@@ -44,6 +45,7 @@ use nix::sys::{
     socket::MsgFlags,
 };
 use sandboxer_front::{
+    Build,
     control::{self, ANSWERS_PINGS, Kind, TASK_LISTENER},
     frame::{Assembler, Frame, HEADER, REPEATED, REQUEST, RESPONSE},
 };
@@ -56,11 +58,10 @@ const PATIENCE: Duration = Duration::from_secs(30);
 fn main() -> ExitCode {
     let args: Vec<_> = std::env::args_os().skip(1).collect();
     match args.first().and_then(|role| role.to_str()) {
-        Some("front") => {
-            let program = std::env::current_exe().unwrap();
-            sandboxer_front::run(&program, &["worker".into(), args[1].clone()], SILENCE).unwrap()
-        }
-        Some("worker") => double(Path::new(&args[1]), args[3].to_str().unwrap().parse().unwrap()),
+        Some("front") => front(Path::new(&args[1]), None),
+        Some("front-resume") => front(Path::new(&args[2]), Some(descriptor(&args[1]))),
+        Some("front-check") => checked(descriptor(&args[1])),
+        Some("worker") => double(Path::new(&args[1]), descriptor(&args[3])),
         _ => {
             let trials = [
                 (
@@ -71,6 +72,8 @@ fn main() -> ExitCode {
                 ("requests_that_wait_are_given_again_and_others_are_not", waiting),
                 ("what_a_worker_keeps_outlives_it_until_it_is_forgotten", kept),
                 ("a_reload_changes_the_worker_and_an_end_ends_both", reload_and_end),
+                ("a_reload_changes_the_front_too_and_costs_nothing", upgraded),
+                ("a_front_that_cannot_be_executed_or_refuses_the_state_leaves_the_old_one", not_upgraded),
                 ("a_first_worker_that_refuses_takes_the_front_along", refused),
                 ("a_request_that_ends_three_workers_is_answered_and_others_go_on", poisoned),
                 ("a_wait_is_no_request_that_ends_workers", waits),
@@ -87,6 +90,31 @@ fn main() -> ExitCode {
     }
 }
 
+/// Runs the front, or takes the place of the one that left this state.
+fn front(dir: &Path, state: Option<OwnedFd>) -> ExitCode {
+    let build = Build {
+        // Absent unless a test puts it there: a link to this program, or something else.
+        program: dir.join("next"),
+        check: "front-check".into(),
+        resume: "front-resume".into(),
+        arguments: vec![dir.into()],
+    };
+    let (program, worker) = (std::env::current_exe().unwrap(), ["worker".into(), dir.into()]);
+    match state {
+        None => sandboxer_front::run(&program, &worker, SILENCE, &build).unwrap(),
+        Some(state) => sandboxer_front::resume(&program, &worker, SILENCE, &build, state).unwrap(),
+    }
+}
+
+fn checked(state: OwnedFd) -> ExitCode {
+    if sandboxer_front::check(state).is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn descriptor(number: &OsString) -> OwnedFd {
+    // SAFETY: whoever has started this program has passed it for this use.
+    unsafe { OwnedFd::from_raw_fd(number.to_str().unwrap().parse().unwrap()) }
+}
+
 fn wire(stream: u32, kind: u8, body: &[u8]) -> Vec<u8> {
     let mut bytes = u32::try_from(body.len()).unwrap().to_be_bytes().to_vec();
     bytes.extend_from_slice(&stream.to_be_bytes());
@@ -97,12 +125,11 @@ fn wire(stream: u32, kind: u8, body: &[u8]) -> Vec<u8> {
 
 // ── the double ──────────────────────────────────────────────────────────────────────────────────────
 
-fn double(dir: &Path, control: i32) -> ExitCode {
+fn double(dir: &Path, control: OwnedFd) -> ExitCode {
     if dir.join("refuse").exists() {
         return ExitCode::from(3);
     }
-    // SAFETY: the front has passed the descriptor for this use.
-    let control = Arc::new(unsafe { OwnedFd::from_raw_fd(control) });
+    let control = Arc::new(control);
     let (mut life, mut listens) = (1, false);
     loop {
         let message = control::receive(control.as_fd(), MsgFlags::empty()).unwrap().unwrap();
@@ -335,6 +362,71 @@ fn reload_and_end() -> Result<(), Failed> {
     front.signal(Signal::SIGTERM);
     assert!(front.ended().success());
     assert_eq!(client.stream.read(&mut [0])?, 0, "the connection outlived the front");
+    Ok(())
+}
+
+/// Returns the first argument of the front's process.
+fn role(front: &Front) -> String {
+    let line = std::fs::read_to_string(format!("/proc/{}/cmdline", front.process.id())).unwrap();
+    line.split('\0').nth(1).unwrap().to_owned()
+}
+
+/// Returns how many descriptors the front has.
+fn descriptors(front: &Front) -> usize {
+    std::fs::read_dir(format!("/proc/{}/fd", front.process.id())).unwrap().count()
+}
+
+fn upgraded() -> Result<(), Failed> {
+    let mut front = Front::start();
+    std::os::unix::fs::symlink(std::env::current_exe()?, front.dir.path().join("next"))?;
+    let (mut client, mut cut) = (front.client(), front.client());
+    let mut waiting = front.client();
+    waiting.ask_method(1, "Hold");
+    assert_eq!(role(&front), "front");
+    let mut had = None;
+    for life in 2..6 {
+        client.ask(life * 2 + 1, "wait");
+        assert_eq!(client.told(101, "hello"), format!("life {}", life - 1), "the worker has the request");
+        let request = wire(life * 2 + 1, REQUEST, b"hello");
+        let (now, later) = request.split_at(7 + usize::try_from(life)?);
+        cut.stream.write_all(now)?;
+        front.signal(Signal::SIGHUP);
+        assert_eq!(client.answer(), (life * 2 + 1, format!("life {life}, repeated")));
+        assert_eq!(role(&front), "front-resume");
+        cut.stream.write_all(later)?;
+        assert_eq!(cut.answer(), (life * 2 + 1, format!("life {life}")));
+        assert_eq!(front.client().told(1, "hello"), format!("life {life}"), "it accepts no others");
+        until("as many descriptors as before", || {
+            *had.get_or_insert(descriptors(&front)) >= descriptors(&front)
+        });
+    }
+    let still_open = front.fifo.read(&mut [0]).unwrap_err();
+    assert_eq!(still_open.kind(), std::io::ErrorKind::WouldBlock, "{still_open}");
+    waiting.stream.set_nonblocking(true)?;
+    let nothing = waiting.stream.read(&mut [0]).unwrap_err();
+    assert_eq!(nothing.kind(), std::io::ErrorKind::WouldBlock, "{nothing}");
+    front.signal(Signal::SIGTERM);
+    assert!(front.ended().success());
+    Ok(())
+}
+
+fn not_upgraded() -> Result<(), Failed> {
+    let front = Front::start();
+    let mut client = front.client();
+    let next = front.dir.path().join("next");
+    for (life, script) in (2..).zip([None, Some("exit 1"), Some("exec sleep 1000"), Some("kill -9 $$")]) {
+        if let Some(script) = script {
+            // Written by another process, since a process that another test forks at this moment would keep it open.
+            let text = front.dir.path().join("text");
+            std::fs::write(&text, format!("#!/bin/sh\n{script}\n"))?;
+            assert!(Command::new("install").args(["-m", "755"]).args([&text, &next]).status()?.success());
+        }
+        client.ask(life * 2 + 1, "wait");
+        assert_eq!(client.told(101, "hello"), format!("life {}", life - 1), "the worker has the request");
+        front.signal(Signal::SIGHUP);
+        assert_eq!(client.answer(), (life * 2 + 1, format!("life {life}, repeated")), "{script:?}");
+        assert_eq!(role(&front), "front", "{script:?}");
+    }
     Ok(())
 }
 

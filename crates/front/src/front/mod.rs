@@ -2,6 +2,7 @@
 
 mod connections;
 mod supervision;
+mod upgrade;
 
 use std::{
     collections::BTreeMap,
@@ -28,8 +29,10 @@ use sd_notify::NotifyState;
 use crate::{
     connection::{Connection, Numbers},
     log::log,
+    saved::SavedError,
     worker::{BackOff, Worker},
 };
+pub use upgrade::Build;
 
 /// Most bytes per read.
 const SCRATCH: usize = 16 << 10;
@@ -64,6 +67,9 @@ pub enum FrontError {
         /// The system's error.
         source: io::Error,
     },
+    /// Another build has left a state that this one cannot read.
+    #[error("cannot take the place of the running front")]
+    State(#[from] SavedError),
     /// The worker cannot be started.
     #[error("cannot run the worker {program:?}")]
     Worker {
@@ -80,11 +86,36 @@ fn system<E: Into<io::Error>>(action: &'static str) -> impl FnOnce(E) -> FrontEr
 
 /// Runs `program` as the worker until the front is stopped. Returns the process's exit code.
 ///
-/// SIGTERM and SIGINT stop the worker and then the front; SIGHUP stops the worker and starts `program` again.
-/// If the first worker exits with an error, so does the front. A worker that was ready and does not respond
-/// for about `silence` is killed.
-pub fn run(program: &Path, arguments: &[OsString], silence: Duration) -> Result<ExitCode, FrontError> {
-    Front::new(program, arguments, silence)?.run()
+/// SIGTERM and SIGINT stop the worker and then the front. SIGHUP stops the worker, executes `build` in the front's place, which
+/// goes on in [`resume`], and starts `program` again. If the first worker exits with an error, so does the front. A worker that
+/// was ready and does not respond for about `silence` is killed.
+pub fn run(
+    program: &Path,
+    arguments: &[OsString],
+    silence: Duration,
+    build: &Build,
+) -> Result<ExitCode, FrontError> {
+    let mut front = Front::new(program, arguments, silence, build)?;
+    front.start_worker().map_err(|source| FrontError::Worker { program: program.to_owned(), source })?;
+    front.run()
+}
+
+/// Same as [`run`], in the place of another build, which has left its state in `state`. No failure to start a worker ends it.
+pub fn resume(
+    program: &Path,
+    arguments: &[OsString],
+    silence: Duration,
+    build: &Build,
+    state: OwnedFd,
+) -> Result<ExitCode, FrontError> {
+    let mut front = Front::new(program, arguments, silence, build)?;
+    front.restore(state)?;
+    front.run()
+}
+
+/// Checks that [`resume`] would understand this state.
+pub fn check(state: OwnedFd) -> Result<(), FrontError> {
+    upgrade::read(state).map(drop)
 }
 
 struct Entry {
@@ -93,6 +124,7 @@ struct Entry {
 }
 
 struct Front<'a> {
+    build: &'a Build,
     program: &'a Path,
     arguments: &'a [OsString],
     silence: Duration,
@@ -138,7 +170,12 @@ struct Linked {
 }
 
 impl<'a> Front<'a> {
-    fn new(program: &'a Path, arguments: &'a [OsString], silence: Duration) -> Result<Self, FrontError> {
+    fn new(
+        program: &'a Path,
+        arguments: &'a [OsString],
+        silence: Duration,
+        build: &'a Build,
+    ) -> Result<Self, FrontError> {
         let mut mask = SigSet::empty();
         for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGCHLD] {
             mask.add(signal);
@@ -156,6 +193,7 @@ impl<'a> Front<'a> {
         }
         let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Ok(Self {
+            build,
             program,
             arguments,
             silence,
@@ -183,8 +221,6 @@ impl<'a> Front<'a> {
     }
 
     fn run(&mut self) -> Result<ExitCode, FrontError> {
-        self.start_worker()
-            .map_err(|source| FrontError::Worker { program: self.program.to_owned(), source })?;
         let mut events = [EpollEvent::empty(); EVENTS];
         loop {
             let count = match self.epoll.wait(&mut events, self.timeout()) {

@@ -171,7 +171,10 @@ impl Front<'_> {
             return Some(ExitCode::from(u8::try_from(code).unwrap_or(1)));
         }
         let pause = match mem::take(&mut self.replacing) {
-            true => Duration::ZERO,
+            true => {
+                self.upgrade();
+                Duration::ZERO
+            }
             false => {
                 let pause = self.back_off.after(worker.ready.map(|since| since.elapsed()));
                 log!("worker exited ({status}); starting the next one in {pause:?}");

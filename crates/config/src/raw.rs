@@ -10,13 +10,14 @@ use std::{
 use serde::{Deserialize, Serialize};
 use toml::de::DeTable;
 
-use self::bounds::Bounds;
+use self::{bounds::Bounds, handler::RawHandler};
 use crate::{
-    Accelerator, Config, ForeignRules, NetworkConfig, PoolConfig, RootfsConfig, StartPath, TemplateConfig,
-    VmConfig, VmmChoice, VolumeConfig, WritableTo, resolved::DEFAULT_SCRATCH,
+    Accelerator, Config, ForeignRules, NetworkConfig, PoolConfig, RootfsConfig, TemplateConfig, VmConfig,
+    VmmChoice, VolumeConfig, WritableTo, resolved::DEFAULT_SCRATCH,
 };
 
 mod bounds;
+mod handler;
 
 /// The default configuration, with comments for every key.
 pub const DEFAULT: &str = include_str!("../../../vmm-configs/sandboxer.toml");
@@ -96,7 +97,7 @@ struct Raw {
     vm: RawVm,
     templates: RawTemplates,
     pool: RawPool,
-    handlers: BTreeMap<String, StartPath>,
+    handlers: BTreeMap<String, RawHandler>,
     rootfs: RawRootfs,
     volumes: RawVolumes,
     network: RawNetwork,
@@ -235,7 +236,7 @@ fn resolve(raw: Raw, bounds: &Bounds<'_>) -> Result<Config, ConfigError> {
         vm: vm(raw.vm, default.vm, bounds)?,
         templates,
         pool,
-        handlers: raw.handlers,
+        handlers: raw.handlers.into_iter().map(|(name, of)| (name, of.resolve())).collect(),
         rootfs: rootfs(raw.rootfs, default.rootfs, bounds)?,
         network: NetworkConfig {
             foreign_rules: raw.network.foreign_rules.unwrap_or(default.network.foreign_rules),

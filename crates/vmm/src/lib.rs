@@ -25,6 +25,7 @@ mod shown;
 pub mod spec;
 mod tsc;
 mod version;
+mod vmms;
 mod vsock;
 mod watched;
 
@@ -43,8 +44,9 @@ use tokio::io::{AsyncRead, AsyncWrite};
 
 pub use frozen::{FREEZABLE, Frozen, MEMORY};
 pub use held::{Held, HeldProcesses};
-pub use setup::{SetupError, detect};
+pub use setup::{SetupError, detect, detect_all};
 pub use spec::{DiskSpec, NamedTaps, Shape, VmSpec};
+pub use vmms::{VmmKey, Vmms};
 
 /// A kind of VMM, ready to run VMs.
 #[async_trait]

@@ -1,6 +1,7 @@
 //! What configurations are accepted, and what errors say.
 
 use super::*;
+use crate::{Handler, StartPath, VmmName};
 
 fn parse(text: &str) -> Result<Config, ConfigError> {
     Config::parse(text, Path::new("c.toml"))
@@ -53,6 +54,36 @@ fn the_configurations_of_one_vmm_are_right_and_explain_each_line() {
             let explained = pair[0].starts_with("# ") || of_one.iter().any(|key| pair[0].starts_with(key));
             assert!(explained, "{vmm:?}: `{}` is not explained", pair[1]);
         }
+    }
+}
+
+#[test]
+fn a_handler_is_a_start_path_or_a_table() {
+    let text = "[handlers]\ncold = \"boot\"\nfc = { vmm = \"firecracker\" }\n[handlers.ch]\nvmm = \"cloud-hypervisor\"\n\
+                start_path = \"template\"\n[handlers.fc-2]\nvmm = \"firecracker\"";
+    let config = parse(text).unwrap();
+    let handler = |start_path, vmm| Handler { start_path, vmm };
+    assert_eq!(config.handlers["cold"], handler(StartPath::Boot, None));
+    assert_eq!(config.handlers["fc"], handler(StartPath::Pool, Some(VmmName::Firecracker)));
+    assert_eq!(config.handlers["ch"], handler(StartPath::Template, Some(VmmName::CloudHypervisor)));
+    let named = config.named_vmms().into_iter().collect::<Vec<_>>();
+    assert_eq!(named, [(VmmName::CloudHypervisor, "ch"), (VmmName::Firecracker, "fc")]);
+    assert_eq!(config.choice_of(VmmName::Firecracker), VmmChoice::Firecracker);
+    assert_eq!(config.choice_of(VmmName::Qemu), VmmChoice::Auto);
+}
+
+#[test]
+fn a_handler_that_makes_no_sense_is_told() {
+    for (text, says) in [
+        ("a = \"bot\"", "did you mean \"boot\"?"),
+        ("a = { vmm = \"firecraker\" }", "did you mean \"firecracker\"?"),
+        // There is nothing to choose from: that is vm.vmm.
+        ("a = { vmm = \"auto\" }", "unknown value `auto`, expected one of `qemu`"),
+        ("a = { vm = \"qemu\" }", "did you mean \"vmm\"?"),
+        ("a = 5", "expected a start path in quotes, or a table with vmm and start_path"),
+    ] {
+        let error = parse(&format!("[handlers]\n{text}")).unwrap_err().to_string();
+        assert!(error.contains(says) && error.contains("line 2"), "{error}");
     }
 }
 

@@ -88,10 +88,12 @@ pub fn pod_spec(
         None => Vec::new(),
     };
     let kept = SandboxMetadata::of(request).unwrap_or_default();
+    let handler = config.handlers.get(&kept.runtime_handler).copied().unwrap_or_default();
     Ok(PodSpec {
         limits: size::limits(&limits),
         host_ports,
-        start_path: config.handlers.get(&kept.runtime_handler).copied().unwrap_or_default(),
+        start_path: handler.start_path,
+        vmm: handler.vmm,
         vcpus,
         memory_mib,
         room: Room {
@@ -257,7 +259,7 @@ pub fn ttrpc_time(ns: u64) -> protobuf::MessageField<protobuf::well_known_types:
 
 #[cfg(test)]
 mod tests {
-    use sandboxer_config::{Config, StartPath};
+    use sandboxer_config::{Config, StartPath, VmmName};
 
     use super::*;
 
@@ -292,21 +294,23 @@ mod tests {
     }
 
     #[test]
-    fn the_way_to_a_vm_is_that_of_the_runtime_handler() {
+    fn start_path_and_vmm_are_those_of_the_runtime_handler() {
         let mut config = Config::default();
-        config.handlers.insert("cold".into(), StartPath::Boot);
-        let start_path = |handler: &str| {
+        let handler = |start_path, vmm| sandboxer_config::Handler { start_path, vmm };
+        config.handlers.insert("cold".into(), handler(StartPath::Boot, None));
+        config.handlers.insert("fc".into(), handler(StartPath::Pool, Some(VmmName::Firecracker)));
+        let asked = |handler: &str| {
             let mut request = request(|_| {});
             let kept = format!(r#"{{"Version":"v1","Metadata":{{"ID":"p","RuntimeHandler":"{handler}"}}}}"#);
             let extensions = &mut request.sandbox.get_or_insert_default().extensions;
             let value = prost_types::Any { type_url: String::new(), value: kept.into_bytes() };
             extensions.insert("metadata".into(), value);
-            pod_spec(&request, &config, &Hierarchies::default()).unwrap().start_path
+            let spec = pod_spec(&request, &config, &Hierarchies::default()).unwrap();
+            (spec.start_path, spec.vmm)
         };
-        assert_eq!(
-            [start_path("cold"), start_path("other"), start_path("")],
-            [StartPath::Boot, StartPath::Pool, StartPath::Pool]
-        );
+        assert_eq!(asked("cold"), (StartPath::Boot, None));
+        assert_eq!(asked("fc"), (StartPath::Pool, Some(VmmName::Firecracker)));
+        assert_eq!([asked("other"), asked("")], [(StartPath::Pool, None); 2]);
         assert_eq!(
             pod_spec(&request(|_| {}), &config, &Hierarchies::default()).unwrap().start_path,
             StartPath::Pool,

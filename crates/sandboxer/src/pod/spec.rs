@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, net::IpAddr, path::PathBuf};
 
-use sandboxer_config::StartPath;
+use sandboxer_config::{StartPath, VmmName};
 use sandboxer_process::cgroup::Unlimited;
 use sandboxer_protocol::{agent as wire, id::SandboxId};
 use serde::{Deserialize, Serialize};
@@ -41,6 +41,9 @@ pub struct PodSpec {
     // Its name in records of all releases.
     #[serde(default, rename = "way")]
     pub start_path: StartPath,
+    /// The VMM that its runtime handler names; none: the configured one.
+    #[serde(default)]
+    pub vmm: Option<VmmName>,
     /// Virtual CPUs.
     pub vcpus: u32,
     /// Guest memory, MiB.
@@ -109,6 +112,7 @@ impl PodSpec {
             cgroup_parent: String::new(),
             sysctls: BTreeMap::new(),
             start_path: StartPath::default(),
+            vmm: None,
             vcpus,
             memory_mib,
             host_ports: Vec::new(),

@@ -24,11 +24,12 @@ impl VmTaps {
     /// Creates the taps of a pod's interfaces, joined to these.
     pub async fn of_pod(
         node: &DaemonState,
+        vmm: &dyn Vmm,
         pod: &SandboxId,
         netns: &Path,
         interfaces: &[Interface],
     ) -> Result<Self, PodError> {
-        if !node.vmm.opens_taps() {
+        if !vmm.opens_taps() {
             return Ok(Self::Open(network::taps(pod, netns, interfaces).await?));
         }
         let count = u8::try_from(interfaces.len()).unwrap_or(u8::MAX);

@@ -131,7 +131,7 @@ pub(super) async fn reach(
     let gone =
         || PodError::Failed { subject: format!("VMM of pod {id}"), reason: "it is about to end".to_owned() };
     let recorded = record.vm.as_ref().ok_or_else(gone)?;
-    let vm = node.vmm.adopt(recorded).await?.ok_or_else(gone)?;
+    let vm = node.vmms.adopt(recorded).await?.ok_or_else(gone)?;
     let live = greet(node, record, &vm).await?;
     let asked = async {
         let known = live.agent.processes().await?;

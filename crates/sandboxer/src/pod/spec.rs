@@ -42,7 +42,7 @@ pub struct PodSpec {
     #[serde(default, rename = "way")]
     pub start_path: StartPath,
     /// The VMM that its runtime handler names; none: the configured one.
-    #[serde(default)]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
     pub vmm: Option<VmmName>,
     /// Virtual CPUs.
     pub vcpus: u32,

@@ -105,8 +105,24 @@ pub fn compare(a: &Loaded, b: &Loaded) -> Result<Comparison, CompareError> {
     if clocks[0] != clocks[1] && !a.report.series.is_empty() && !b.report.series.is_empty() {
         return Err(CompareError::Clocks { a: a.name.clone(), b: b.name.clone(), of: clocks });
     }
-    let startup: Vec<StartUp> = a
-        .report
+    let (startup, memory) = (startups(a, b), memories(a, b));
+    if startup.is_empty() && memory.is_empty() {
+        return Err(CompareError::NothingInCommon { a: a.name.clone(), b: b.name.clone() });
+    }
+    let (of_a, of_b) = (&a.report.manifest, &b.report.manifest);
+    Ok(Comparison {
+        of: [a.name.clone(), b.name.clone()],
+        clock: clocks[0],
+        not_comparable: facts("pod", &SAME_POD, &of_a.pod, &of_b.pod),
+        differences: differences(a, b),
+        startup,
+        memory,
+    })
+}
+
+/// Compares the start-up times of the runtimes that both have measured.
+fn startups(a: &Loaded, b: &Loaded) -> Vec<StartUp> {
+    a.report
         .series
         .iter()
         .filter_map(|of_a| {
@@ -121,9 +137,12 @@ pub fn compare(a: &Loaded, b: &Loaded) -> Result<Comparison, CompareError> {
                 ratio: Ratio::of(&of(b), &of(a)),
             })
         })
-        .collect();
-    let memory: Vec<Memory> = a
-        .report
+        .collect()
+}
+
+/// Compares the memory of the runtimes and numbers of pods that both have measured.
+fn memories(a: &Loaded, b: &Loaded) -> Vec<Memory> {
+    a.report
         .memory
         .iter()
         .filter_map(|of_a| {
@@ -139,10 +158,11 @@ pub fn compare(a: &Loaded, b: &Loaded) -> Result<Comparison, CompareError> {
                 total_kib: [of_a.total_pss_kib, of_b.total_pss_kib],
             })
         })
-        .collect();
-    if startup.is_empty() && memory.is_empty() {
-        return Err(CompareError::NothingInCommon { a: a.name.clone(), b: b.name.clone() });
-    }
+        .collect()
+}
+
+/// Returns what a reader has to keep in mind with each ratio.
+fn differences(a: &Loaded, b: &Loaded) -> Vec<Difference> {
     let (of_a, of_b) = (&a.report.manifest, &b.report.manifest);
     let mut differences = facts("host", &SAME_HOST, &of_a.host, &of_b.host);
     differences.extend(facts("VMM", &SAME_VMM, &of_a.vmm, &of_b.vmm));
@@ -165,14 +185,7 @@ pub fn compare(a: &Loaded, b: &Loaded) -> Result<Comparison, CompareError> {
             differences.push(Difference { what: flag.into(), values: of.map(|flag| flag.to_string()) });
         }
     }
-    Ok(Comparison {
-        of: [a.name.clone(), b.name.clone()],
-        clock: clocks[0],
-        not_comparable: facts("pod", &SAME_POD, &of_a.pod, &of_b.pod),
-        differences,
-        startup,
-        memory,
-    })
+    differences
 }
 
 /// Returns the facts of a group that differ.

@@ -192,6 +192,11 @@ fn startup(out: &mut String, report: &Report) {
         "KVM exits a pod",
     ];
     table(out, &heading, &rows, 2, "");
+    startup_notes(out, report);
+}
+
+/// Adds the ratios of starts, and what the probe adds to each.
+fn startup_notes(out: &mut String, report: &Report) {
     out.push_str("<ul>");
     for ratio in &report.ratios {
         let _ = write!(out, "<li>{}</li>", escape(&ratio.to_string()));
@@ -255,9 +260,13 @@ fn memory(out: &mut String, report: &Report) {
         "<p class=\"muted\">Management: resident process and shims, as in published figures. Freed with pods: \
          everything, but only the growth of the resident process. The CRI runtime itself is not included.</p>",
     );
-    if report.marginal_kib_per_pod.is_empty() {
-        return;
+    if !report.marginal_kib_per_pod.is_empty() {
+        growth(out, report);
     }
+}
+
+/// Adds what each further pod takes.
+fn growth(out: &mut String, report: &Report) {
     let kib = |kib: f64| format!("{kib:.0}");
     let rows: Vec<Vec<String>> = report
         .marginal_kib_per_pod

@@ -105,7 +105,14 @@ fn startup(out: &mut String, clock: Clock, reports: &[&Report]) {
             );
         }
     }
-    // Published times are wall times.
+    published(out, clock, batches);
+    out.push('\n');
+    reports.iter().for_each(|report| startup_notes(out, report));
+    out.push('\n');
+}
+
+/// Adds rows of published start-up times, which are wall times; of whole groups only `if batches`.
+fn published(out: &mut String, clock: Clock, batches: bool) {
     for anchor in anchors::all().into_iter().filter(|_| clock == Clock::Wall) {
         let what = match &anchor.figure {
             Figure::StartUp { mode, .. } if mode == "serial" => "one after the other".to_owned(),
@@ -125,26 +132,26 @@ fn startup(out: &mut String, clock: Clock, reports: &[&Report]) {
             elsewhere(&anchor, &what)
         );
     }
-    out.push('\n');
-    for report in reports {
-        for ratio in &report.ratios {
-            let _ = writeln!(out, "- {}", cell(&ratio.to_string()));
-        }
-        if let Some((bare, over)) = report.bare_boot.as_ref().and_then(|bare| Some((bare, bare.over?))) {
-            let _ = writeln!(out, "- {} over its VM alone: medians {over}", cell(&bare.like));
-        }
-        for (why, what) in report.absent() {
-            let of: Vec<&str> = what.iter().filter_map(|name| name.strip_suffix(".kvm_exits")).collect();
-            if !of.is_empty() {
-                let of = of.join(", ").replace("series.", "");
-                let _ = writeln!(out, "- KVM exits not measured, because {}: {}", cell(why), cell(&of));
-            }
-        }
-        if let Some(share) = report.overhead.as_ref().and_then(|overhead| overhead.per_pod_ms) {
-            let _ = writeln!(out, "- the probe itself: at most {share:.2} ms per pod");
+}
+
+/// Adds the ratios of one report's starts, and what was not measured.
+fn startup_notes(out: &mut String, report: &Report) {
+    for ratio in &report.ratios {
+        let _ = writeln!(out, "- {}", cell(&ratio.to_string()));
+    }
+    if let Some((bare, over)) = report.bare_boot.as_ref().and_then(|bare| Some((bare, bare.over?))) {
+        let _ = writeln!(out, "- {} over its VM alone: medians {over}", cell(&bare.like));
+    }
+    for (why, what) in report.absent() {
+        let of: Vec<&str> = what.iter().filter_map(|name| name.strip_suffix(".kvm_exits")).collect();
+        if !of.is_empty() {
+            let of = of.join(", ").replace("series.", "");
+            let _ = writeln!(out, "- KVM exits not measured, because {}: {}", cell(why), cell(&of));
         }
     }
-    out.push('\n');
+    if let Some(share) = report.overhead.as_ref().and_then(|overhead| overhead.per_pod_ms) {
+        let _ = writeln!(out, "- the probe itself: at most {share:.2} ms per pod");
+    }
 }
 
 fn row(out: &mut String, name: &str, summary: &Summary, [over, exits]: [String; 2]) {

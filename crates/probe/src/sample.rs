@@ -210,82 +210,106 @@ pub fn read_samples(from: impl Read, path: &Path) -> Result<Rows, SamplesError> 
     let read = |source| SamplesError::Read { path: name.clone(), source };
     let mut rows = csv::Reader::from_reader(from);
     let heading = rows.headers().map_err(read)?.clone();
-    let column = |name: &str| heading.iter().position(|heading| heading == name);
     let (mut samples, mut clock) = (Vec::new(), None);
     for (index, row) in rows.records().enumerate() {
         let row = row.map_err(read)?;
         let bad = |reason: String| SamplesError::Value { path: name.clone(), row: index + 1, reason };
-        let text = |field: &str| {
-            column(field)
-                .and_then(|at| row.get(at))
-                .ok_or_else(|| bad(format!("column '{field}' is missing")))
-        };
-        let number = |field: &str| -> Result<Option<f64>, SamplesError> {
-            match text(field)? {
-                "" => Ok(None),
-                digits => digits
-                    .parse()
-                    .ok()
-                    .filter(|value: &f64| value.is_finite() && *value >= 0.0)
-                    .map(Some)
-                    .ok_or_else(|| bad(format!("'{digits}' in column '{field}' is not a time in ms"))),
-            }
-        };
-        let whole = |field: &str| -> Result<u32, SamplesError> {
-            text(field)?.parse().map_err(|_| bad(format!("no whole number in column '{field}'")))
-        };
+        let row = Row { heading: &heading, row: &row };
+        let of_row = row.clock().map_err(bad)?;
+        if *clock.get_or_insert(of_row) != of_row {
+            return Err(bad("its time is from another clock than the rows before it".into()));
+        }
+        samples.push(row.sample().map_err(bad)?);
+    }
+    Ok(Rows { clock: clock.unwrap_or_default(), samples })
+}
+
+/// A row of samples.csv. Errors say what is wrong with it.
+struct Row<'a> {
+    heading: &'a csv::StringRecord,
+    row: &'a csv::StringRecord,
+}
+
+impl Row<'_> {
+    /// Returns the text of a column; none if there is no such column.
+    fn optional(&self, field: &str) -> Option<&str> {
+        self.row.get(self.heading.iter().position(|heading| heading == field)?)
+    }
+
+    fn text(&self, field: &str) -> Result<&str, String> {
+        self.optional(field).ok_or_else(|| format!("column '{field}' is missing"))
+    }
+
+    /// Returns a time, ms; none if the column is empty.
+    fn number(&self, field: &str) -> Result<Option<f64>, String> {
+        match self.text(field)? {
+            "" => Ok(None),
+            digits => digits
+                .parse()
+                .ok()
+                .filter(|value: &f64| value.is_finite() && *value >= 0.0)
+                .map(Some)
+                .ok_or_else(|| format!("'{digits}' in column '{field}' is not a time in ms")),
+        }
+    }
+
+    fn whole(&self, field: &str) -> Result<u32, String> {
+        self.text(field)?.parse().map_err(|_| format!("no whole number in column '{field}'"))
+    }
+
+    fn clock(&self) -> Result<Clock, String> {
+        self.optional("clock").map_or_else(|| Ok(Clock::default()), str::parse)
+    }
+
+    fn stages(&self) -> Result<BTreeMap<Stage, f64>, String> {
         let mut stages = BTreeMap::new();
         for stage in Stage::ALL {
             let field = format!("{stage}_ms");
-            if column(&field).is_some()
-                && let Some(time) = number(&field)?
+            if self.optional(&field).is_some()
+                && let Some(time) = self.number(&field)?
             {
                 stages.insert(stage, time);
             }
         }
-        let kvm_exits = match column("kvm_exits").and_then(|at| row.get(at)) {
-            None | Some("") => None,
-            Some(digits) => Some(
-                digits
-                    .parse()
-                    .map_err(|_| bad(format!("no whole number in column 'kvm_exits': '{digits}'")))?,
-            ),
+        Ok(stages)
+    }
+
+    fn kvm_exits(&self) -> Result<Option<u64>, String> {
+        let digits = self.optional("kvm_exits").filter(|digits| !digits.is_empty());
+        let parse = |digits: &str| {
+            digits.parse().map_err(|_| format!("no whole number in column 'kvm_exits': '{digits}'"))
         };
-        let of_row = match column("clock").and_then(|at| row.get(at)) {
-            None => Clock::default(),
-            Some(name) => name.parse().map_err(bad)?,
-        };
-        if *clock.get_or_insert(of_row) != of_row {
-            return Err(bad("its time is from another clock than the rows before it".into()));
-        }
-        samples.push(Sample {
-            runtime: text("runtime")?.to_owned(),
-            mode: match text("mode")? {
+        digits.map(parse).transpose()
+    }
+
+    fn sample(&self) -> Result<Sample, String> {
+        Ok(Sample {
+            runtime: self.text("runtime")?.to_owned(),
+            mode: match self.text("mode")? {
                 "serial" => Mode::Serial,
                 "parallel" => Mode::Parallel,
-                other => return Err(bad(format!("no such mode '{other}'"))),
+                other => return Err(format!("no such mode '{other}'")),
             },
-            round: whole("round")?,
-            index: whole("index")?,
-            warm_up: text("warm_up")? == "true",
-            released_ms: number("released_ms")?.unwrap_or_default(),
-            pod_ms: number("pod_ms")?,
-            created_ms: number("created_ms")?,
-            started_ms: number("started_ms")?,
-            first_byte_ms: number("first_byte_ms")?,
-            outcome: match text("outcome")? {
+            round: self.whole("round")?,
+            index: self.whole("index")?,
+            warm_up: self.text("warm_up")? == "true",
+            released_ms: self.number("released_ms")?.unwrap_or_default(),
+            pod_ms: self.number("pod_ms")?,
+            created_ms: self.number("created_ms")?,
+            started_ms: self.number("started_ms")?,
+            first_byte_ms: self.number("first_byte_ms")?,
+            outcome: match self.text("outcome")? {
                 "ok" => Outcome::Ok,
                 "failed" => Outcome::Failed,
                 "interrupted" => Outcome::Interrupted,
-                other => return Err(bad(format!("no such outcome '{other}'"))),
+                other => return Err(format!("no such outcome '{other}'")),
             },
-            failed_at: text("failed_at")?.to_owned(),
-            error: text("error")?.to_owned(),
-            stages,
-            kvm_exits,
-        });
+            failed_at: self.text("failed_at")?.to_owned(),
+            error: self.text("error")?.to_owned(),
+            stages: self.stages()?,
+            kvm_exits: self.kvm_exits()?,
+        })
     }
-    Ok(Rows { clock: clock.unwrap_or_default(), samples })
 }
 
 #[cfg(test)]

@@ -12,4 +12,5 @@ pub mod pod;
 pub mod privileges;
 pub mod share;
 pub mod state;
+mod taps;
 pub mod template;

@@ -351,7 +351,8 @@ async fn a_pod_whose_start_was_never_answered_goes_with_its_network_and_no_other
     let mut pods = Vec::new();
     for name in ["forgotten", "of-the-host", "known", "with-network"] {
         let pod = test.pod(name);
-        starts.begins(pod.id()).unwrap();
+        // As left by a daemon that dies before it answers.
+        fs::write(test.dir.path().join("run/starts").join(name), "").unwrap();
         pod.start().await.unwrap();
         pods.push(pod);
         if name == "of-the-host" {
@@ -392,6 +393,50 @@ async fn a_pod_whose_start_was_never_answered_goes_with_its_network_and_no_other
     for pod in next.registry.pods() {
         pod.remove().await.unwrap();
     }
+}
+
+/// containerd cancels its call when the answer is on its way.
+#[tokio::test]
+async fn a_pod_whose_answer_was_lost_goes_and_one_that_is_known_stays() {
+    let test = node();
+    let starts = Starts::of(test.node.clone()).unwrap();
+    starts.created(test.pod("never-started"));
+    for name in ["lost", "known"] {
+        let pod = test.pod(name);
+        starts.created(pod.clone());
+        let noted = starts.begins(&pod).unwrap();
+        pod.start().await.unwrap();
+        noted.answered();
+    }
+    starts.shown(&"known".parse().unwrap());
+    let mut events = test.node.events.listen();
+    tokio::task::yield_now().await;
+    tokio::time::pause();
+    tokio::time::advance(Duration::from_secs(30)).await;
+    tokio::time::resume();
+    let removed = async {
+        for _ in ["lost", "never-started"] {
+            while events.recv().await.unwrap().kind != Kind::PodRemoved {}
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(20), removed).await.expect("a pod is still there");
+    let left: Vec<_> = test.node.registry.pods().iter().map(|pod| pod.id().to_string()).collect();
+    assert_eq!(left, ["known"]);
+    assert_eq!(fs::read_dir(test.dir.path().join("run/starts")).unwrap().count(), 0, "a note is left");
+    test.node.registry.pods()[0].remove().await.unwrap();
+}
+
+/// containerd cancels its call while the pod starts.
+#[tokio::test]
+async fn a_pod_whose_start_was_cancelled_goes_with_its_note() {
+    let test = node();
+    let starts = Starts::of(test.node.clone()).unwrap();
+    let pod = test.pod("cancelled");
+    let mut events = test.node.events.listen();
+    drop(starts.begins(&pod).unwrap());
+    let removed = async { while events.recv().await.unwrap().kind != Kind::PodRemoved {} };
+    tokio::time::timeout(Duration::from_secs(20), removed).await.expect("the pod is still there");
+    assert_eq!(fs::read_dir(test.dir.path().join("run/starts")).unwrap().count(), 0, "a note is left");
 }
 
 #[tokio::test]

@@ -10,7 +10,7 @@ use futures::future::join_all;
 use k8s_cri::v1::{
     ContainerConfig, ContainerMetadata, ContainerState, ContainerStatus, ImageSpec, LinuxContainerConfig,
     LinuxContainerSecurityContext, LinuxPodSandboxConfig, LinuxSandboxSecurityContext, NamespaceMode,
-    NamespaceOption, PodSandboxConfig, PodSandboxMetadata,
+    NamespaceOption, PodSandbox, PodSandboxConfig, PodSandboxMetadata,
 };
 use nix::unistd::Pid;
 
@@ -115,9 +115,14 @@ impl Case {
 
     /// Removes every pod of this case, whatever state it is in.
     pub async fn clean_up(&self) -> Result<()> {
-        let pods = self.cri.pods((LABEL, &self.name)).await?;
+        let pods = self.pods().await?;
         let removals = pods.iter().map(|pod| self.remove(&pod.id));
         join_all(removals).await.into_iter().collect()
+    }
+
+    /// Lists the pods of this case that CRI knows.
+    pub async fn pods(&self) -> Result<Vec<PodSandbox>> {
+        Ok(self.cri.pods((LABEL, &self.name)).await?)
     }
 
     /// Stops and removes a pod as kubelet does. Retries: containerd notices the end of a container with a closed connection

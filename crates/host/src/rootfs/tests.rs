@@ -2,29 +2,28 @@
 //!
 //! Whatever a test mounts it mounts in a mount namespace of one of its threads, so nothing can be left.
 
+mod layers;
+mod seen;
+
 use std::{
-    collections::BTreeMap,
     fs::{self, File, Permissions},
     io::Write,
-    os::unix::{
-        ffi::OsStrExt,
-        fs::{FileExt, FileTypeExt, MetadataExt, PermissionsExt, chown, symlink},
-    },
+    os::unix::fs::{FileExt, MetadataExt, PermissionsExt},
     process::Command,
-    thread,
     time::Duration,
 };
 
 use nix::{
     mount::{MsFlags, mount},
-    sched::{CloneFlags, unshare},
-    sys::stat::{Mode, SFlag, makedev, mknod},
+    sys::stat::{Mode, SFlag, mknod},
     unistd::mkfifo,
 };
 use sandboxer_base::chain;
 use tempfile::TempDir;
 
 use super::{program::tests::runs, *};
+use layers::awkward_layers;
+use seen::{apart, see_image, see_overlay};
 
 /// Snapshots in the layout of containerd's overlayfs snapshotter, and a store.
 struct Fixture {
@@ -118,174 +117,6 @@ async fn prepare(store: &RootfsStore, mounts: &[Mount]) -> Result<RootfsPlan, Ro
 fn no_view_is_mounted(fixture: &Fixture) {
     let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap();
     assert!(!mounts.contains(fixture.dir.path().to_str().unwrap()), "{mounts}");
-}
-
-/// Runs `work` on a thread in its own mount namespace.
-fn apart<T: Send>(work: impl FnOnce() -> T + Send) -> T {
-    thread::scope(|scope| {
-        let thread = scope.spawn(|| {
-            unshare(CloneFlags::CLONE_NEWNS).expect("these tests need root");
-            mount(None::<&str>, "/", None::<&str>, MsFlags::MS_REC | MsFlags::MS_PRIVATE, None::<&str>)
-                .unwrap();
-            work()
-        });
-        thread.join().unwrap()
-    })
-}
-
-/// The visible properties of a file.
-#[derive(Debug, PartialEq, Eq)]
-struct Seen {
-    mode: u32,
-    owner: (u32, u32),
-    device: u64,
-    /// `None` for directories: their size depends on the file system.
-    size: Option<u64>,
-    modified: (i64, i64),
-    xattrs: BTreeMap<Vec<u8>, Vec<u8>>,
-    content: Vec<u8>,
-    /// The first name, in order, of the same file.
-    same_as: PathBuf,
-}
-
-fn see(root: &Path) -> BTreeMap<PathBuf, Seen> {
-    let (mut seen, mut inodes) = (BTreeMap::new(), BTreeMap::new());
-    let mut todo = vec![root.to_owned()];
-    let mut paths = Vec::new();
-    while let Some(path) = todo.pop() {
-        // A whiteout without a lower file is listed, but cannot be opened.
-        let Ok(meta) = path.symlink_metadata() else { continue };
-        if meta.is_dir() {
-            todo.extend(fs::read_dir(&path).unwrap().map(|entry| entry.unwrap().path()));
-        }
-        paths.push(path);
-    }
-    paths.sort();
-    for path in paths {
-        let meta = path.symlink_metadata().unwrap();
-        let name = path.strip_prefix(root).unwrap().to_owned();
-        let kind = meta.file_type();
-        let content = if kind.is_symlink() {
-            fs::read_link(&path).unwrap().as_os_str().as_bytes().to_owned()
-        } else if kind.is_file() {
-            Sha256::digest(fs::read(&path).unwrap()).to_vec()
-        } else {
-            Vec::new()
-        };
-        let same_as = inodes.entry((meta.dev(), meta.ino())).or_insert(name.clone()).clone();
-        seen.insert(
-            name,
-            Seen {
-                mode: meta.mode(),
-                owner: (meta.uid(), meta.gid()),
-                device: if kind.is_char_device() || kind.is_block_device() { meta.rdev() } else { 0 },
-                size: (!kind.is_dir()).then(|| meta.size()),
-                modified: (meta.mtime(), meta.mtime_nsec()),
-                xattrs: xattrs(&path),
-                content,
-                same_as,
-            },
-        );
-    }
-    seen
-}
-
-fn xattrs(path: &Path) -> BTreeMap<Vec<u8>, Vec<u8>> {
-    let mut names = vec![0; 4096];
-    let length = rustix::fs::llistxattr(path, &mut names[..]).unwrap();
-    names[..length]
-        .split(|&byte| byte == 0)
-        .filter(|name| !name.is_empty())
-        .map(|name| {
-            let mut value = vec![0; 4096];
-            let length = rustix::fs::lgetxattr(path, name, &mut value[..]).unwrap();
-            value.truncate(length);
-            (name.to_owned(), value)
-        })
-        .collect()
-}
-
-fn set_xattr(path: &Path, name: &str, value: &[u8]) {
-    rustix::fs::lsetxattr(path, name, value, rustix::fs::XattrFlags::empty()).unwrap();
-}
-
-/// Reads an image through the kernel.
-fn see_image(image: &Path) -> BTreeMap<PathBuf, Seen> {
-    apart(|| {
-        let at = tempfile::tempdir().unwrap();
-        let mounted =
-            Command::new("mount").args(["-t", "erofs", "-o", "loop,ro"]).arg(image).arg(at.path()).status();
-        assert!(mounted.unwrap().success());
-        let seen = see(at.path());
-        // Detached: a child that another test has just forked may hold a file of it until it executes.
-        nix::mount::umount2(at.path(), nix::mount::MntFlags::MNT_DETACH).unwrap();
-        seen
-    })
-}
-
-/// Reads layers through overlayfs.
-fn see_overlay(layers: &[&Path], empty: &Path) -> BTreeMap<PathBuf, Seen> {
-    apart(|| {
-        fs::create_dir_all(empty).unwrap();
-        let at = tempfile::tempdir().unwrap();
-        let list: Vec<_> = layers.iter().chain([&empty]).map(|layer| layer.to_str().unwrap()).collect();
-        let options = format!("lowerdir={}", list.join(":"));
-        mount(Some("o"), at.path(), Some("overlay"), MsFlags::MS_RDONLY, Some(options.as_str())).unwrap();
-        let seen = see(at.path());
-        // Detached: a child that another test has just forked may hold a file of it until it executes.
-        nix::mount::umount2(at.path(), nix::mount::MntFlags::MNT_DETACH).unwrap();
-        seen
-    })
-}
-
-/// Creates a base with files that are hard to preserve, and a layer that removes and replaces some of them.
-fn awkward_layers(fixture: &Fixture) -> [PathBuf; 2] {
-    let (base, top) = (fixture.layer("base", "base"), fixture.layer("top", "top"));
-    let any = Mode::from_bits_truncate(0o644);
-    fs::set_permissions(&base, Permissions::from_mode(0o751)).unwrap();
-
-    for (name, content) in
-        [("plain", "x"), ("line\nbreak", "y"), ("caf\u{e9} \\ \"", "z"), ("sub/gone", ""), ("old/a", "a")]
-    {
-        fs::create_dir_all(base.join(name).parent().unwrap()).unwrap();
-        fs::write(base.join(name), content).unwrap();
-    }
-    fs::write(base.join(std::ffi::OsStr::from_bytes(b"not \xff utf-8")), "u").unwrap();
-    let large: Vec<u8> = (0..300_000_u32).flat_map(u32::to_le_bytes).collect();
-    fs::write(base.join("large"), large).unwrap();
-    File::create(base.join("holes")).unwrap().write_at(b"end", 9_000_000).unwrap();
-    fs::hard_link(base.join("plain"), base.join("sub/second name")).unwrap();
-    chown(base.join("plain"), Some(70_000), Some(4_000_000_000)).unwrap();
-    fs::write(base.join("setuid"), "s").unwrap();
-    fs::set_permissions(base.join("setuid"), Permissions::from_mode(0o6755)).unwrap();
-    fs::set_permissions(base.join("sub"), Permissions::from_mode(0o1777)).unwrap();
-    symlink("../\u{2192}", base.join("link")).unwrap();
-    symlink("x".repeat(4000), base.join("long link")).unwrap();
-    mkfifo(&base.join("fifo"), any).unwrap();
-    mknod(&base.join("null"), SFlag::S_IFCHR, any, makedev(1, 3)).unwrap();
-    mknod(&base.join("disk"), SFlag::S_IFBLK, any, makedev(259, 70_000)).unwrap();
-    // CAP_NET_BIND_SERVICE, as set by `setcap`; an access list, as set by `setfacl -m u:1000:r`.
-    let capability = [1, 0, 0, 2, 0, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0];
-    set_xattr(&base.join("large"), "security.capability", &capability);
-    let entries: [(u16, u16, u32); 5] = [(1, 6, !0), (2, 4, 1000), (4, 4, !0), (16, 4, !0), (32, 4, !0)];
-    let mut list = 2_u32.to_le_bytes().to_vec();
-    for (tag, permissions, id) in entries {
-        list.extend([tag.to_le_bytes(), permissions.to_le_bytes()].concat());
-        list.extend(id.to_le_bytes());
-    }
-    set_xattr(&base.join("holes"), "system.posix_acl_access", &list);
-    for name in ["plain", "sub", "setuid", "large"] {
-        set_xattr(&base.join(name), "user.shared", b"the same on many");
-        set_xattr(&base.join(name), "user.own", name.as_bytes());
-    }
-    set_xattr(&base.join("large"), "trusted.some", b"t");
-
-    fs::create_dir(top.join("sub")).unwrap();
-    mknod(&top.join("sub/gone"), SFlag::S_IFCHR, any, 0).unwrap();
-    fs::create_dir(top.join("old")).unwrap();
-    set_xattr(&top.join("old"), "trusted.overlay.opaque", b"y");
-    fs::write(top.join("old/b"), "b").unwrap();
-    [top, base]
 }
 
 #[tokio::test]

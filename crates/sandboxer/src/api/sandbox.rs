@@ -26,7 +26,7 @@ use super::{
     quarantine,
     size::updated_limits,
 };
-use crate::pod::starts::{self, Starts};
+use crate::pod::starts::Starts;
 use crate::{
     error::PodError,
     events::Kind,
@@ -82,18 +82,6 @@ impl SandboxService {
     }
 }
 
-/// The pod of a first start that has not finished. If a start fails, or containerd's client cancels it, containerd
-/// forgets the sandbox without another call to the controller: so the pod is removed.
-struct GivenUp(Option<PodHandle>);
-
-impl Drop for GivenUp {
-    fn drop(&mut self) {
-        if let Some(pod) = self.0.take() {
-            tokio::spawn(starts::remove(pod));
-        }
-    }
-}
-
 #[tonic::async_trait]
 impl Controller for SandboxService {
     async fn create(
@@ -105,11 +93,13 @@ impl Controller for SandboxService {
         let sandbox = spec.id.clone();
         let status = PodStatus::created(now_ns());
         let node = self.node.clone();
-        self.node
+        let pod = self
+            .node
             .registry
             .insert(&sandbox, || pod::spawn(node, spec, LinkKey::random(), status, Default::default()))
             .map_err(grpc)?;
         self.node.events.pod(&sandbox, Kind::PodCreated, "");
+        self.starts.created(pod);
         Ok(Response::new(ControllerCreateResponse { sandbox_id: request.sandbox_id }))
     }
 
@@ -119,19 +109,20 @@ impl Controller for SandboxService {
     ) -> Result<Response<ControllerStartResponse>, Status> {
         let pod = self.pod(&request.get_ref().sandbox_id).map_err(grpc)?;
         let first = pod.status().state == PodState::Created;
-        if first && let Err(error) = self.starts.begins(pod.id()) {
-            return Err(Status::unavailable(format!("cannot note the start of pod {}: {error}", pod.id())));
-        }
-        let mut given_up = GivenUp(first.then(|| pod.clone()));
-        if let Err(error) = pod.start().await {
-            // Removed before the answer: its caller may use the id again.
-            if let Some(pod) = given_up.0.take() {
-                self.starts.shown(pod.id());
-                starts::remove(pod).await;
+        let noted = first.then(|| self.starts.begins(&pod)).transpose();
+        let noted = noted.map_err(|error| {
+            Status::unavailable(format!("cannot note the start of pod {}: {error}", pod.id()))
+        })?;
+        match (pod.start().await, noted) {
+            (Ok(()), Some(noted)) => noted.answered(),
+            (Err(error), noted) => {
+                if let Some(noted) = noted {
+                    noted.failed().await;
+                }
+                return Err(grpc(error));
             }
-            return Err(grpc(error));
+            (Ok(()), None) => {}
         }
-        given_up.0 = None;
         let status = pod.status();
         Ok(Response::new(ControllerStartResponse {
             sandbox_id: pod.id().to_string(),

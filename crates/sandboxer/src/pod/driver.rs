@@ -5,6 +5,7 @@
 //! while a start is in progress, and no lock is needed.
 
 mod placement;
+mod processes;
 mod requests;
 mod results;
 

@@ -23,7 +23,6 @@ mod start;
 pub mod start_paths;
 pub mod starts;
 mod stop;
-pub mod taps;
 pub mod undo;
 pub mod volumes;
 

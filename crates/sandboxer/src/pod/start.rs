@@ -37,12 +37,12 @@ use super::{
     spec::PodSpec,
     stages::Stages,
     start_paths, stop,
-    taps::VmTaps,
     undo::Undo,
 };
 use crate::{
     error::PodError,
     pod::container::start::RunningVm,
+    taps::VmTaps,
     template::{Kind, Missing, Template},
 };
 
@@ -322,7 +322,7 @@ impl<'a> Prepared<'a> {
             (None, _) => VmTaps::None,
             (Some(netns), None) => {
                 let vmm = node.vmms.get(kind.vmm).as_ref();
-                VmTaps::of_pod(node, vmm, &spec.id, netns, interfaces).await?
+                VmTaps::of_pod(vmm, &node.tap_pool, &spec.id, netns, interfaces).await?
             }
             (Some(netns), Some(waited)) => {
                 network::plug(&spec.id, netns, interfaces, node.tap_pool.clone(), waited.taps).await?;

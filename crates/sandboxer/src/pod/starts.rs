@@ -1,8 +1,8 @@
 //! Starts whose result containerd may not have received.
 //!
-//! containerd forgets a sandbox whose start failed or whose answer was lost, without another call to the controller. So the
-//! daemon has to remove the pod: with the request if that is cancelled, or here if this process or the front died before
-//! the answer was sent. A file per start says that containerd has not yet shown that it knows the result.
+//! containerd forgets a sandbox whose start failed, was cancelled, or whose answer was lost, without another call to the
+//! controller. So the daemon has to remove the pod. A file per start says that containerd has not yet shown that it knows the
+//! result: the answer is lost if containerd cancels its call at that moment, or if this process or the front dies.
 
 use std::{
     collections::HashSet,
@@ -18,6 +18,7 @@ use sandboxer_protocol::id::SandboxId;
 use crate::{
     error::PodError,
     pod::{DaemonState, PodHandle},
+    state::PodState,
 };
 
 /// Directory of the files, in the run directory.
@@ -53,11 +54,26 @@ impl Starts {
         Ok(starts)
     }
 
+    /// Removes a created pod later if containerd does not start it: it has not received the answer.
+    pub fn created(&self, pod: PodHandle) {
+        tokio::spawn(async move {
+            loop {
+                tokio::time::sleep(SHOWN_WITHIN).await;
+                if pod.status().state != PodState::Created {
+                    return;
+                }
+                if !has_network(&pod).await {
+                    return remove(&pod).await;
+                }
+            }
+        });
+    }
+
     /// Notes that a pod's first start begins.
-    pub fn begins(&self, pod: &SandboxId) -> io::Result<()> {
-        fs::File::create(self.dir.join(pod))?;
-        self.untold().insert(pod.clone());
-        Ok(())
+    pub fn begins(self: &Arc<Self>, pod: &PodHandle) -> io::Result<FirstStart> {
+        fs::File::create(self.dir.join(pod.id()))?;
+        self.untold().insert(pod.id().clone());
+        Ok(FirstStart { starts: self.clone(), pod: Some(pod.clone()) })
     }
 
     /// Removes the note: containerd knows how the pod's start ended.
@@ -74,22 +90,54 @@ impl Starts {
     }
 }
 
-/// Removes the pods of an earlier worker that containerd has forgotten.
-async fn remove_forgotten(starts: Arc<Starts>, mut earlier: Vec<SandboxId>) {
-    while !earlier.is_empty() {
+/// A pod's first start that has no result yet. Dropped, as the request that containerd has cancelled, it removes the pod.
+#[derive(Debug)]
+#[must_use]
+pub struct FirstStart {
+    starts: Arc<Starts>,
+    pod: Option<PodHandle>,
+}
+
+impl FirstStart {
+    /// Removes the pod, which did not start. To be called before the answer: its caller may use the id again.
+    pub async fn failed(mut self) {
+        if let Some(pod) = self.pod.take() {
+            undone(self.starts.clone(), pod).await;
+        }
+    }
+
+    /// The pod has started: removes it later if containerd does not receive the answer.
+    pub fn answered(mut self) {
+        if let Some(pod) = self.pod.take() {
+            tokio::spawn(remove_forgotten(self.starts.clone(), vec![pod.id().clone()]));
+        }
+    }
+}
+
+impl Drop for FirstStart {
+    fn drop(&mut self) {
+        if let Some(pod) = self.pod.take() {
+            tokio::spawn(undone(self.starts.clone(), pod));
+        }
+    }
+}
+
+/// Removes those of these started pods that containerd has forgotten.
+async fn remove_forgotten(starts: Arc<Starts>, mut pods: Vec<SandboxId>) {
+    while !pods.is_empty() {
         tokio::time::sleep(SHOWN_WITHIN).await;
-        for id in mem::take(&mut earlier) {
+        for id in mem::take(&mut pods) {
             if !starts.untold().contains(&id) {
                 continue;
             }
             if let Ok(pod) = starts.node.registry.pod(&id) {
                 if has_network(&pod).await {
                     // containerd may be removing it, or may still ask for it.
-                    earlier.push(id);
+                    pods.push(id);
                     continue;
                 }
                 tracing::info!(pod = %id, "removed: its start was never answered, and containerd does not ask for it");
-                remove(pod).await;
+                remove(&pod).await;
             }
             starts.shown(&id);
         }
@@ -104,8 +152,14 @@ async fn has_network(pod: &PodHandle) -> bool {
     }
 }
 
+/// Removes a pod whose start has failed or was cancelled. The note goes last: the next worker would need it.
+async fn undone(starts: Arc<Starts>, pod: PodHandle) {
+    remove(&pod).await;
+    starts.shown(pod.id());
+}
+
 /// Removes a pod that containerd does not know.
-pub async fn remove(pod: PodHandle) {
+async fn remove(pod: &PodHandle) {
     match pod.remove().await {
         Ok(()) | Err(PodError::Gone(_)) => {}
         Err(error) => {

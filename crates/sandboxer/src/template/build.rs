@@ -20,7 +20,7 @@ use super::{
     Shape, TemplateError, image,
     key::{InputDigest, Inputs},
 };
-use crate::{error::PodError, pod::taps::VmTaps};
+use crate::{error::PodError, taps::VmTaps};
 
 /// Why a template could not be built.
 #[derive(Debug, thiserror::Error)]

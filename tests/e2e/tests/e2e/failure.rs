@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use k8s_cri::v1::{Capability, ContainerState, KeyValue};
+use k8s_cri::v1::{Capability, ContainerState, KeyValue, PodSandbox};
 use nix::sys::signal::{Signal, kill};
 use sandboxer_e2e::case::{Case, idle, privileged, security, shell};
 
@@ -118,7 +118,11 @@ async fn start_given_up_half_way(case: Case) -> Result<()> {
             sandboxer_e2e::eventually("name of the pod given up", sandboxer_e2e::case::PATIENCE, || async {
                 match case.cri.run_pod(&config, case.handler).await {
                     Ok(id) => Ok(Some(id)),
-                    Err(error) if error.message().contains("reserved") => Ok(None),
+                    // The start may have completed although nobody waited for it: then this is its pod.
+                    Err(error) if error.message().contains("reserved") => {
+                        let its = |pod: &PodSandbox| pod.metadata.as_ref().is_some_and(|of| of.uid == uid);
+                        Ok(case.pods().await?.into_iter().find(its).map(|pod| pod.id))
+                    }
                     Err(error) => {
                         Err(anyhow::Error::from(error).context(format!("after {millis} ms, {uid}")))
                     }

@@ -13,6 +13,7 @@ use sandboxer_guest::Agent;
 use sandboxer_host::{
     helper::Helpers,
     rootfs::{Lease, RootfsPlan, RootfsStore, Scratch, Writable},
+    volume::Needed,
 };
 use sandboxer_protocol::{
     agent::{self as wire, CreateContainerRequest},
@@ -151,13 +152,7 @@ async fn try_create(
     shared?;
     let (rootfs, disks) = rootfs_message(&plan, guest_spec.rootfs_bytes);
 
-    let serials = disks.iter().map(|disk| disk.serial.clone()).collect();
-    let intent = Intent { pod: pod.id.clone(), disks: serials };
-    let intent = front.keep(&subject.key(INTENT), &intent, &[]).map_err(|source| PodError::Front {
-        pod: pod.id.clone(),
-        what: subject.key(INTENT).into(),
-        source,
-    })?;
+    let intent = note(front, pod, &subject, &disks)?;
     let noted = intent.clone();
     undo.push("forget the intent", async move { released(noted) });
 
@@ -167,11 +162,7 @@ async fn try_create(
                 let (vm, serial) = (live.vm.clone(), disk.serial.clone());
                 undo.push("unplug a disk", async move { vm.detach_disk(&serial).await });
             }
-            let new = disks.iter().filter(|disk| disk.serial != spare::SERIAL);
-            let rootfs = future::try_join_all(new.map(|disk| live.vm.attach_disk(disk)));
-            // Await both: volumes belong to the pod, and none of them may be left half-created.
-            let (rootfs, volumes) = future::join(rootfs, volumes.provide(live, &guest_spec.needed)).await;
-            rootfs.map_err(PodError::from).and(volumes)
+            attach(live, &disks, volumes, &guest_spec.needed).await
         })
         .await?;
     // The VMM has it open, so the file can be unlinked.
@@ -204,6 +195,31 @@ async fn try_create(
         cpus: guest_spec.cpus,
         intent,
     })
+}
+
+/// Stores at the front which disks the container is about to get.
+fn note(front: &Arc<Front>, pod: &PodSpec, subject: &Subject, disks: &[DiskSpec]) -> Result<Kept, PodError> {
+    let serials = disks.iter().map(|disk| disk.serial.clone()).collect();
+    let intent = Intent { pod: pod.id.clone(), disks: serials };
+    front.keep(&subject.key(INTENT), &intent, &[]).map_err(|source| PodError::Front {
+        pod: pod.id.clone(),
+        what: subject.key(INTENT).into(),
+        source,
+    })
+}
+
+/// Attaches the disks of a container that are not attached yet, and its volumes' disks.
+async fn attach(
+    live: &RunningVm,
+    disks: &[DiskSpec],
+    volumes: &Volumes,
+    needed: &[Needed],
+) -> Result<(), PodError> {
+    let new = disks.iter().filter(|disk| disk.serial != spare::SERIAL);
+    let rootfs = future::try_join_all(new.map(|disk| live.vm.attach_disk(disk)));
+    // Await both: volumes belong to the pod, and none of them may be left half-created.
+    let (rootfs, volumes) = future::join(rootfs, volumes.provide(live, needed)).await;
+    rootfs.map_err(PodError::from).and(volumes)
 }
 
 /// Provides a disk for the container's writes, if its snapshot has none: the guest's spare disk, or

@@ -10,7 +10,8 @@ use tokio_util::sync::CancellationToken;
 use super::{Rehearsal, Warm, rehearsal, run_dir};
 use crate::{
     error::PodError,
-    pod::{DaemonState, container::start::RunningVm, spare, taps::VmTaps, undo::Undo},
+    pod::{DaemonState, container::start::RunningVm, spare, undo::Undo},
+    taps::VmTaps,
     template::{BuildError, Kind, Template},
 };
 

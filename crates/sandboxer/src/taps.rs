@@ -6,7 +6,6 @@ use sandboxer_host::network::{self, Interface, PooledTap, TapPool};
 use sandboxer_protocol::id::SandboxId;
 use sandboxer_vmm::{NamedTaps, VmSpec, Vmm};
 
-use super::DaemonState;
 use crate::error::PodError;
 
 /// The taps of a VM.
@@ -23,8 +22,8 @@ pub enum VmTaps {
 impl VmTaps {
     /// Creates the taps of a pod's interfaces, joined to these.
     pub async fn of_pod(
-        node: &DaemonState,
         vmm: &dyn Vmm,
+        pool: &Arc<TapPool>,
         pod: &SandboxId,
         netns: &Path,
         interfaces: &[Interface],
@@ -33,14 +32,14 @@ impl VmTaps {
             return Ok(Self::Open(network::taps(pod, netns, interfaces).await?));
         }
         let count = u8::try_from(interfaces.len()).unwrap_or(u8::MAX);
-        let made = node.tap_pool.named_taps(count).map_err(|source| PodError::Path {
+        let made = pool.named_taps(count).map_err(|source| PodError::Path {
             pod: pod.clone(),
             action: "make taps for the interfaces in",
             path: netns.to_owned(),
             source,
         });
         let (named, pooled) = made?;
-        network::plug(pod, netns, interfaces, node.tap_pool.clone(), pooled).await?;
+        network::plug(pod, netns, interfaces, pool.clone(), pooled).await?;
         Ok(Self::Named(named))
     }
 

@@ -23,6 +23,8 @@ pub struct Config {
     pub volumes: VolumeConfig,
     /// Pods' networks.
     pub network: NetworkConfig,
+    /// What a pod may at most have of the host's devices.
+    pub limits: LimitsConfig,
     /// containerd's ttrpc socket for events; `None`: only the admin API gets events.
     pub containerd_ttrpc: Option<PathBuf>,
     /// VMs that may boot or be restored at the same time; the others queue.
@@ -227,6 +229,20 @@ pub struct NetworkConfig {
     pub foreign_rules: ForeignRules,
 }
 
+/// Most that each disk of a pod may have; `None`: no limit.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct LimitsConfig {
+    /// Bytes per second.
+    pub disk_bps: Option<u64>,
+    /// Operations per second.
+    pub disk_iops: Option<u64>,
+}
+
+/// Values that a limit of bytes per second can have.
+pub const DISK_BPS: std::ops::RangeInclusive<u64> = 64 << 10..=1 << 40;
+/// Values that a limit of operations per second can have.
+pub const DISK_IOPS: std::ops::RangeInclusive<u64> = 10..=10_000_000;
+
 /// Handling of netfilter rules in a pod's network namespace, which a guest's packets do not pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -349,6 +365,7 @@ impl Default for Config {
             },
             volumes: VolumeConfig { empty_dir_bytes: 10 << 30, timeout: Duration::from_secs(10) },
             network: NetworkConfig { foreign_rules: ForeignRules::Refuse },
+            limits: LimitsConfig::default(),
             containerd_ttrpc: None,
             concurrent_starts: 2 * cpus,
             concurrent_containers: 2 * cpus,

@@ -18,6 +18,7 @@ mod permit;
 mod process;
 pub mod qemu;
 mod qmp;
+mod rate;
 mod room;
 mod run_dir;
 mod setup;
@@ -44,6 +45,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 
 pub use frozen::{FREEZABLE, Frozen, MEMORY};
 pub use held::{Held, HeldProcesses};
+pub use rate::{DiskLimits, Rate};
 pub use setup::{SetupError, detect, detect_all};
 pub use spec::{DiskSpec, NamedTaps, Shape, VmSpec};
 pub use vmms::{VmmKey, Vmms};

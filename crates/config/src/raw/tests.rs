@@ -23,8 +23,9 @@ fn the_explained_default_is_the_default() {
 fn the_explained_default_has_every_key() {
     // With what is commented out taken in, too; the parser itself names all keys that it knows.
     let set = DEFAULT.replace("\n# ", "\n");
-    let tables = ["vm", "templates", "pool", "handlers", "rootfs", "volumes", "network", "containerd"];
-    for table in ["", "vm", "templates", "pool", "rootfs", "volumes", "network", "containerd"] {
+    let tables =
+        ["vm", "templates", "pool", "handlers", "rootfs", "volumes", "network", "limits", "containerd"];
+    for table in ["", "vm", "templates", "pool", "rootfs", "volumes", "network", "limits", "containerd"] {
         let header = if table.is_empty() { String::new() } else { format!("[{table}]\n") };
         let error = toml::from_str::<Raw>(&format!("{header}zz = 1")).unwrap_err();
         let mut known = error.message().split('`').skip(3).step_by(2).peekable();
@@ -149,6 +150,8 @@ fn values_out_of_bounds_name_their_key_and_what_it_takes() {
         ("[rootfs]\ncache_mib = 0", "rootfs.cache_mib"),
         ("[rootfs]\nwritable_mib = 1", "rootfs.writable_mib"),
         ("[volumes]\nempty_dir_mib = 1", "volumes.empty_dir_mib"),
+        ("[limits]\ndisk_bps = 0", "limits.disk_bps"),
+        ("[limits]\ndisk_iops = 9", "limits.disk_iops"),
         ("[containerd]\nttrpc = \"ttrpc.sock\"", "containerd.ttrpc"),
     ] {
         let error = parse(text).unwrap_err().to_string();

@@ -5,6 +5,7 @@ use std::{collections::BTreeMap, net::IpAddr, path::PathBuf};
 use sandboxer_config::{StartPath, VmmName};
 use sandboxer_process::cgroup::Unlimited;
 use sandboxer_protocol::{agent as wire, id::SandboxId};
+use sandboxer_vmm::DiskLimits;
 use serde::{Deserialize, Serialize};
 
 use crate::template::Shape;
@@ -57,6 +58,9 @@ pub struct PodSpec {
     /// Disk sizes for its containers' writes.
     #[serde(default)]
     pub room: Room,
+    /// Limits of each of its disks.
+    #[serde(default, skip_serializing_if = "DiskLimits::is_none")]
+    pub disk_limits: DiskLimits,
 }
 
 /// Limits of all containers of a pod together. 0: not specified; negative: no limit.
@@ -118,6 +122,7 @@ impl PodSpec {
             host_ports: Vec::new(),
             limits: Limits::default(),
             room: Room::default(),
+            disk_limits: DiskLimits::default(),
         }
     }
 

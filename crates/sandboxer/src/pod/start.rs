@@ -337,7 +337,7 @@ impl<'a> Prepared<'a> {
         let Self { spec, run_dir, interfaces, counting, .. } = self;
         let vm = warm.vm.assign(&spec.id, &run_dir)?;
         answered(spec, until, "the resumption", vm.resume()).await?;
-        let live = RunningVm { vm, agent: warm.agent.of(&spec.id) };
+        let live = RunningVm { vm, agent: warm.agent.of(&spec.id), disk_limits: spec.disk_limits };
         let (ready, spare, host_ports) = (warm.ready, warm.spare, Vec::new());
         let up = Up { live, ready, start_path: StartPath::Pool, interfaces, host_ports, counting, spare };
         Ok(Greeted { spec, until, up })
@@ -400,7 +400,7 @@ impl<'a> Running<'a> {
         let Self { node, spec, until, vm, start_path, interfaces } = self;
         let greeted = sandboxer_guest::connect(&spec.id, vm.as_ref(), key, node.config.vm.agent_timeout);
         let (agent, ready) = watched(spec, until, vm.as_ref(), greeted).await?;
-        let live = RunningVm { vm, agent };
+        let live = RunningVm { vm, agent, disk_limits: spec.disk_limits };
         let (host_ports, counting, spare) = (Vec::new(), None, None);
         let up = Up { live, ready, start_path, interfaces, host_ports, counting, spare };
         Ok(Greeted { spec, until, up })

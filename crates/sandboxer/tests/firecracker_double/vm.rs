@@ -26,7 +26,7 @@ const FIELDS: [(&str, &[&str]); 11] = [
     ("PUT machine-config", &["mem_size_mib", "vcpu_count"]),
     ("PUT boot-source", &["boot_args", "initrd_path", "kernel_image_path"]),
     ("PUT drives", &["cache_type", "drive_id", "is_read_only", "is_root_device", "path_on_host"]),
-    ("PATCH drives", &["drive_id", "path_on_host"]),
+    ("PATCH drives", &["drive_id", "path_on_host", "rate_limiter"]),
     ("PUT vsock", &["guest_cid", "uds_path"]),
     ("PUT entropy", &[]),
     ("PUT network-interfaces", &["guest_mac", "host_dev_name", "iface_id"]),

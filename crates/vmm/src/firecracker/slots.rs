@@ -21,7 +21,8 @@ use sandboxer_protocol::disk_index::{self, Entry};
 
 use super::wire::{Cache, Drive, DrivePatch};
 use crate::{
-    DiskSpec,
+    DiskLimits, DiskSpec,
+    rate::RateLimiter,
     room::{Room, shown},
 };
 
@@ -122,7 +123,8 @@ impl Slots {
         self.taken[slot] = Some(Entry { slot, sectors, serial: disk.serial.clone() });
         // Before its drive is pointed to it: the guest is only told of that.
         self.store()?;
-        Ok(DrivePatch { drive_id: drive_id(slot), path_on_host: shown(&disk.serial) })
+        let rate_limiter = RateLimiter::replacing(disk.limits);
+        Ok(DrivePatch { drive_id: drive_id(slot), path_on_host: shown(&disk.serial), rate_limiter })
     }
 
     /// Returns the slot of a disk.
@@ -132,7 +134,8 @@ impl Slots {
 
     /// Returns what points the drive of `slot` to the empty file.
     pub fn emptied(slot: usize) -> DrivePatch {
-        DrivePatch { drive_id: drive_id(slot), path_on_host: Path::new(ROOM).join(EMPTY) }
+        let rate_limiter = RateLimiter::replacing(DiskLimits::default());
+        DrivePatch { drive_id: drive_id(slot), path_on_host: Path::new(ROOM).join(EMPTY), rate_limiter }
     }
 
     /// Removes the disk in `slot`, whose drive is pointed to the empty file.

@@ -4,7 +4,7 @@ use std::{fs::DirBuilder, io, os::unix::fs::DirBuilderExt, sync::Arc};
 
 use sandboxer_base::{chain, clock::now_ns};
 use sandboxer_protocol::{agent::ConfigurePodRequest, id::SandboxId};
-use sandboxer_vmm::{Vm, VmSpec};
+use sandboxer_vmm::{DiskLimits, Vm, VmSpec};
 use tokio_util::sync::CancellationToken;
 
 use super::{Rehearsal, Warm, rehearsal, run_dir};
@@ -90,7 +90,8 @@ async fn try_warm(
     // The same calls as for a pod: what a guest does for the first time is slow.
     let rehearsed = ConfigurePodRequest { interfaces: rehearsal::interfaces(spec.nics), ..identity.clone() };
     agent.configure_pod(rehearsed).await?;
-    let live = RunningVm { vm: vm.clone(), agent: agent.clone() };
+    let disk_limits = DiskLimits::configured(&node.config.limits);
+    let live = RunningVm { vm: vm.clone(), agent: agent.clone(), disk_limits };
     rehearsal.run(node, id, &live).await?;
     let spare = spare::plug(&node.rootfs, id, &live).await?;
     // Without an interface, so that the pod's configuration has nothing to clear.

@@ -191,7 +191,7 @@ pub(super) async fn greet(
     match tokio::time::timeout(limit, greeting).await {
         Ok(greeted) => {
             let (agent, _) = greeted?;
-            Ok(RunningVm { vm: vm.clone(), agent })
+            Ok(RunningVm { vm: vm.clone(), agent, disk_limits: record.spec.disk_limits })
         }
         Err(_) => {
             let console = vm.last_lines().await.join(" | ");

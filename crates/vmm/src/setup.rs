@@ -204,9 +204,9 @@ mod tests {
     #[tokio::test]
     async fn a_handler_that_names_a_vmm_that_is_not_there_is_named() {
         let dir = tempfile::tempdir().unwrap();
-        let mut config = Config::default();
-        config.vm = config_of(&dir, VmmChoice::Qemu, "Firecracker v1.16.1");
-        config.vm.accelerator = Accelerator::Tcg;
+        let vm = config_of(&dir, VmmChoice::Qemu, "Firecracker v1.16.1");
+        let vm = VmConfig { accelerator: Accelerator::Tcg, ..vm };
+        let mut config = Config { vm, ..Config::default() };
         config.handlers.insert("plain".into(), Handler { vmm: Some(VmmName::Qemu), ..Handler::default() });
         let vmms = detect_all(&config).await.unwrap();
         assert_eq!(vmms.keys().count(), 1, "QEMU is there once");

@@ -43,16 +43,13 @@ impl DiskLimits {
 /// A [`Rate`] as Cloud Hypervisor and Firecracker describe it.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct TokenBucket {
-    /// Most tokens; 0: no limit.
+    /// Most tokens.
     size: u64,
-    /// Milliseconds in which it fills; 0: no limit.
+    /// Milliseconds in which it fills.
     refill_time: u64,
 }
 
 impl TokenBucket {
-    /// The bucket that ends a limit.
-    const NONE: Self = Self { size: 0, refill_time: 0 };
-
     fn of(Rate { per_second, burst }: Rate) -> Self {
         // At least a second, so rounding is a thousandth at most.
         let refill_ms = u128::from(burst) * 1000 / u128::from(per_second.max(1));
@@ -76,12 +73,6 @@ impl RateLimiter {
         (!limits.is_none())
             .then(|| Self { bandwidth: bytes.map(TokenBucket::of), ops: operations.map(TokenBucket::of) })
     }
-
-    /// Describes the limits of a device that may have had others.
-    pub fn replacing(DiskLimits { bytes, operations }: DiskLimits) -> Self {
-        let bucket = |rate: Option<Rate>| Some(rate.map_or(TokenBucket::NONE, TokenBucket::of));
-        Self { bandwidth: bucket(bytes), ops: bucket(operations) }
-    }
 }
 
 #[cfg(test)]
@@ -97,9 +88,8 @@ mod tests {
         let written = serde_json::to_value(RateLimiter::of(limits)).unwrap();
         assert_eq!(written, json!({ "bandwidth": { "size": 8 << 20, "refill_time": 2666 } }));
         assert!(RateLimiter::of(DiskLimits::default()).is_none());
-        let none = json!({ "size": 0, "refill_time": 0 });
         let limits = DiskLimits { operations: Some(Rate::plain(100)), ..DiskLimits::default() };
-        let written = serde_json::to_value(RateLimiter::replacing(limits)).unwrap();
-        assert_eq!(written, json!({ "bandwidth": none, "ops": { "size": 100, "refill_time": 1000 } }));
+        let written = serde_json::to_value(RateLimiter::of(limits)).unwrap();
+        assert_eq!(written, json!({ "ops": { "size": 100, "refill_time": 1000 } }));
     }
 }

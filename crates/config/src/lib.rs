@@ -5,6 +5,6 @@ pub mod resolved;
 
 pub use raw::{ConfigError, DEFAULT, DEFAULT_PATH};
 pub use resolved::{
-    Accelerator, Config, ForeignRules, NetworkConfig, PoolConfig, RootfsConfig, StartPath, TemplateConfig,
-    VmConfig, VmmChoice, VolumeConfig, WritableTo,
+    Accelerator, Config, DISK_BPS, DISK_IOPS, ForeignRules, Handler, LimitsConfig, NetworkConfig, PoolConfig,
+    RootfsConfig, StartPath, TemplateConfig, VmConfig, VmmChoice, VmmName, VolumeConfig, WritableTo,
 };

@@ -10,13 +10,14 @@ use std::{
 use serde::{Deserialize, Serialize};
 use toml::de::DeTable;
 
-use self::bounds::Bounds;
+use self::{bounds::Bounds, handler::RawHandler};
 use crate::{
-    Accelerator, Config, ForeignRules, NetworkConfig, PoolConfig, RootfsConfig, StartPath, TemplateConfig,
-    VmConfig, VmmChoice, VolumeConfig, WritableTo, resolved::DEFAULT_SCRATCH,
+    Accelerator, Config, DISK_BPS, DISK_IOPS, ForeignRules, LimitsConfig, NetworkConfig, PoolConfig,
+    RootfsConfig, TemplateConfig, VmConfig, VmmChoice, VolumeConfig, WritableTo, resolved::DEFAULT_SCRATCH,
 };
 
 mod bounds;
+mod handler;
 
 /// The default configuration, with comments for every key.
 pub const DEFAULT: &str = include_str!("../../../vmm-configs/sandboxer.toml");
@@ -96,10 +97,11 @@ struct Raw {
     vm: RawVm,
     templates: RawTemplates,
     pool: RawPool,
-    handlers: BTreeMap<String, StartPath>,
+    handlers: BTreeMap<String, RawHandler>,
     rootfs: RawRootfs,
     volumes: RawVolumes,
     network: RawNetwork,
+    limits: RawLimits,
     containerd: RawContainerd,
 }
 
@@ -155,6 +157,13 @@ struct RawRootfs {
 #[serde(deny_unknown_fields, default)]
 struct RawNetwork {
     foreign_rules: Option<ForeignRules>,
+}
+
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+struct RawLimits {
+    disk_bps: Option<u64>,
+    disk_iops: Option<u64>,
 }
 
 #[derive(Debug, Default, Deserialize, Serialize)]
@@ -235,11 +244,12 @@ fn resolve(raw: Raw, bounds: &Bounds<'_>) -> Result<Config, ConfigError> {
         vm: vm(raw.vm, default.vm, bounds)?,
         templates,
         pool,
-        handlers: raw.handlers,
+        handlers: raw.handlers.into_iter().map(|(name, of)| (name, of.resolve())).collect(),
         rootfs: rootfs(raw.rootfs, default.rootfs, bounds)?,
         network: NetworkConfig {
             foreign_rules: raw.network.foreign_rules.unwrap_or(default.network.foreign_rules),
         },
+        limits: limits(&raw.limits, bounds)?,
         volumes: VolumeConfig {
             empty_dir_bytes: match raw.volumes.empty_dir_mib {
                 Some(mib) => bounds.disk("volumes.empty_dir_mib", mib, "16 to 16777216")?,
@@ -310,6 +320,16 @@ fn templates_and_pool(
     let most_bytes =
         bounds.size("templates.max_mib", templates.max_mib, 1 << 20, default.templates.most_bytes)?;
     Ok((TemplateConfig { enabled, most, most_bytes }, PoolConfig { min, max }))
+}
+
+fn limits(raw: &RawLimits, bounds: &Bounds<'_>) -> Result<LimitsConfig, ConfigError> {
+    let check = |key, value: Option<u64>, range: std::ops::RangeInclusive<u64>, takes| {
+        let fine = value.is_none_or(|value| range.contains(&value));
+        bounds.check(key, value.unwrap_or_default().to_string(), takes, fine)
+    };
+    check("limits.disk_bps", raw.disk_bps, DISK_BPS, "bytes per second, 65536 to 1099511627776")?;
+    check("limits.disk_iops", raw.disk_iops, DISK_IOPS, "operations per second, 10 to 10000000")?;
+    Ok(LimitsConfig { disk_bps: raw.disk_bps, disk_iops: raw.disk_iops })
 }
 
 fn rootfs(raw: RawRootfs, rootfs: RootfsConfig, bounds: &Bounds<'_>) -> Result<RootfsConfig, ConfigError> {

@@ -15,15 +15,16 @@ pub struct Config {
     pub templates: TemplateConfig,
     /// VMs that wait for pods.
     pub pool: PoolConfig,
-    /// Fastest start path of pods, by runtime handler; [`StartPath::Pool`] for handlers that are not
-    /// listed.
-    pub handlers: BTreeMap<String, StartPath>,
+    /// Runtime handlers; one that is not listed has the default.
+    pub handlers: BTreeMap<String, Handler>,
     /// Root file systems.
     pub rootfs: RootfsConfig,
     /// Volumes.
     pub volumes: VolumeConfig,
     /// Pods' networks.
     pub network: NetworkConfig,
+    /// What a pod may at most have of the host's devices.
+    pub limits: LimitsConfig,
     /// containerd's ttrpc socket for events; `None`: only the admin API gets events.
     pub containerd_ttrpc: Option<PathBuf>,
     /// VMs that may boot or be restored at the same time; the others queue.
@@ -93,6 +94,57 @@ pub enum VmmChoice {
     CloudHypervisor,
     /// Firecracker; an error if it is not usable.
     Firecracker,
+}
+
+impl From<VmmName> for VmmChoice {
+    fn from(name: VmmName) -> Self {
+        match name {
+            VmmName::Qemu => Self::Qemu,
+            VmmName::CloudHypervisor => Self::CloudHypervisor,
+            VmmName::Firecracker => Self::Firecracker,
+        }
+    }
+}
+
+/// A certain VMM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum VmmName {
+    /// QEMU.
+    Qemu,
+    /// Cloud Hypervisor.
+    CloudHypervisor,
+    /// Firecracker.
+    Firecracker,
+}
+
+impl VmmName {
+    /// Every VMM.
+    pub const ALL: [VmmName; 3] = [VmmName::Qemu, VmmName::CloudHypervisor, VmmName::Firecracker];
+
+    /// Returns its name in configuration, logs, records and answers.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            VmmName::Qemu => "qemu",
+            VmmName::CloudHypervisor => "cloud-hypervisor",
+            VmmName::Firecracker => "firecracker",
+        }
+    }
+}
+
+impl std::fmt::Display for VmmName {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// What pods of a runtime handler get.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Handler {
+    /// Their fastest start path.
+    pub start_path: StartPath,
+    /// Their VMM; `None`: that of [`VmConfig::vmm`].
+    pub vmm: Option<VmmName>,
 }
 
 /// The accelerator.
@@ -177,6 +229,20 @@ pub struct NetworkConfig {
     pub foreign_rules: ForeignRules,
 }
 
+/// Most that each disk of a pod may have; `None`: no limit.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct LimitsConfig {
+    /// Bytes per second.
+    pub disk_bps: Option<u64>,
+    /// Operations per second.
+    pub disk_iops: Option<u64>,
+}
+
+/// Values that a limit of bytes per second can have.
+pub const DISK_BPS: std::ops::RangeInclusive<u64> = 64 << 10..=1 << 40;
+/// Values that a limit of operations per second can have.
+pub const DISK_IOPS: std::ops::RangeInclusive<u64> = 10..=10_000_000;
+
 /// Handling of netfilter rules in a pod's network namespace, which a guest's packets do not pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -245,6 +311,20 @@ fn node_memory_mib() -> u64 {
     (bytes >> 20).max(MIN_DEFAULT_MEMORY_MIB)
 }
 
+impl Config {
+    /// Returns the runtime handlers that name a VMM, in the order of VMMs: one handler for each.
+    pub fn named_vmms(&self) -> BTreeMap<VmmName, &str> {
+        let named = self.handlers.iter().filter_map(|(name, of)| Some((of.vmm?, name.as_str())));
+        // The first handler of each VMM.
+        named.rev().collect()
+    }
+
+    /// Returns what the configuration says of a VMM: it is named by a handler, else what [`VmConfig::vmm`] says.
+    pub fn choice_of(&self, vmm: VmmName) -> VmmChoice {
+        if self.handlers.values().any(|of| of.vmm == Some(vmm)) { vmm.into() } else { self.vm.vmm }
+    }
+}
+
 impl Default for Config {
     fn default() -> Self {
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
@@ -285,6 +365,7 @@ impl Default for Config {
             },
             volumes: VolumeConfig { empty_dir_bytes: 10 << 30, timeout: Duration::from_secs(10) },
             network: NetworkConfig { foreign_rules: ForeignRules::Refuse },
+            limits: LimitsConfig::default(),
             containerd_ttrpc: None,
             concurrent_starts: 2 * cpus,
             concurrent_containers: 2 * cpus,

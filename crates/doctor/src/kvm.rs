@@ -69,7 +69,7 @@ pub fn judge(vmm: VmmChoice, configured: Accelerator, reading: &Reading) -> Chec
     }
     let or_set = |fix: Fix, key: &str| Fix { what: format!("{}, or set {key} to \"auto\"", fix.what), ..fix };
     if let Some(vmm) = needs_kvm {
-        return KVM.failure(format!("vm.vmm is \"{vmm}\"; {seen}"), or_set(fix, "vm.vmm"));
+        return KVM.failure(format!("the configuration names \"{vmm}\"; {seen}"), or_set(fix, "vm.vmm"));
     }
     match configured {
         Accelerator::Tcg => KVM.not_applicable(format!("vm.accelerator is \"tcg\"; {seen}")),

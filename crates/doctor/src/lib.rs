@@ -42,7 +42,10 @@ pub use self::{
     verdict::{Check, Fix, Report, SCHEMA, Verdict},
 };
 use sandboxer_base::sockets;
-use sandboxer_config::Config;
+use sandboxer_config::{
+    Config, VmConfig, VmmChoice,
+    VmmName::{CloudHypervisor, Firecracker, Qemu},
+};
 
 /// Deadline for one program, file or socket. Long enough for a slow host: an emulated one takes 3 s for
 /// `qemu-system-x86_64 --version`.
@@ -98,14 +101,15 @@ pub async fn examine(question: &Question<'_>) -> Report {
     let capabilities = capabilities::read(&host, daemon, told.and_then(|told| told.pid));
     let device = |device| devices::judge(device, &devices::read(&host, device));
     let pods = question.pods;
+    let with_handlers = |vmm| VmConfig { vmm: config.choice_of(vmm), ..config.vm.clone() };
     Report::new(
         pods,
         vec![
             configuration,
-            kvm::judge(config.vm.vmm, config.vm.accelerator, &kvm),
-            vmm::qemu(&qemu, vmm::other_than_qemu(&config.vm, &kvm, &cloud_hypervisor)),
-            vmm::cloud_hypervisor(config.vm.vmm, &cloud_hypervisor),
-            vmm::firecracker(config.vm.vmm, &firecracker),
+            kvm::judge(needs_kvm(&config), config.vm.accelerator, &kvm),
+            vmm::qemu(&qemu, vmm::other_than_qemu(&with_handlers(Qemu), &kvm, &cloud_hypervisor)),
+            vmm::cloud_hypervisor(config.choice_of(CloudHypervisor), &cloud_hypervisor),
+            vmm::firecracker(config.choice_of(Firecracker), &firecracker),
             kernel::judge(&kernel),
             initramfs::judge(&initramfs),
             containerd::containerd(&cri),
@@ -144,6 +148,13 @@ pub async fn examine(question: &Question<'_>) -> Report {
     )
 }
 
+/// Returns the VMM that needs KVM, of [`VmConfig::vmm`] and those that runtime handlers name; else the former.
+fn needs_kvm(config: &Config) -> VmmChoice {
+    let all = [config.vm.vmm, config.choice_of(CloudHypervisor), config.choice_of(Firecracker)];
+    let needy = |vmm: &VmmChoice| matches!(vmm, VmmChoice::CloudHypervisor | VmmChoice::Firecracker);
+    all.into_iter().find(needy).unwrap_or(config.vm.vmm)
+}
+
 /// Returns the message for a file that could not be read in time.
 fn slow_file(path: &Path) -> String {
     format!("{path:?} is slow to read: it took longer than {PATIENCE:?}")
@@ -168,6 +179,19 @@ async fn blocking<T: Send + 'static>(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_handler_may_need_kvm() {
+        let mut config = Config::default();
+        assert_eq!(needs_kvm(&config), VmmChoice::Auto);
+        let handler = |vmm| sandboxer_config::Handler { vmm: Some(vmm), ..Default::default() };
+        config.handlers.insert("q".into(), handler(Qemu));
+        assert_eq!(needs_kvm(&config), VmmChoice::Auto);
+        config.handlers.insert("fc".into(), handler(Firecracker));
+        assert_eq!(needs_kvm(&config), VmmChoice::Firecracker);
+        config.vm.vmm = VmmChoice::CloudHypervisor;
+        assert_eq!(needs_kvm(&config), VmmChoice::CloudHypervisor);
+    }
 
     #[tokio::test]
     async fn what_comes_back_in_time_is_taken() {

@@ -14,39 +14,46 @@ fn sentences(checks: &[Check]) -> String {
     checks.iter().map(Check::to_string).collect::<Vec<_>>().join(" | ")
 }
 
-/// Runs the checks. Returns failures in the words of `sandboxer-cli check` and logs warnings. `chosen` is the
-/// VMM of the pods.
-pub async fn fit(config: &Config, chosen: &VmmInfo) -> Result<(), Unfit> {
+/// Runs the checks. Returns failures in the words of `sandboxer-cli check` and logs warnings. `chosen` are the
+/// VMMs of the pods.
+pub async fn fit(config: &Config, chosen: &[VmmInfo]) -> Result<(), Unfit> {
     let host = Host::default();
-    let vmm = async {
-        match chosen.name {
-            cloud_hypervisor::NAME => {
-                let reading = vmm::read(&config.vm.cloud_hypervisor).await;
-                vmm::cloud_hypervisor(VmmChoice::CloudHypervisor, &reading)
-            }
-            firecracker::NAME => {
-                vmm::firecracker(VmmChoice::Firecracker, &vmm::read(&config.vm.firecracker).await)
-            }
-            _ => vmm::qemu(&vmm::read(&config.vm.qemu).await, None),
+    let vmms = async {
+        let mut checks = Vec::new();
+        for vmm in chosen {
+            checks.push(there(config, vmm).await);
         }
+        checks
     };
-    let (vmm, mkfs) = tokio::join!(vmm, filesystems::read_mkfs(&config.rootfs.mkfs_erofs));
-    let checks = [
-        vmm,
+    let (vmms, mkfs) = tokio::join!(vmms, filesystems::read_mkfs(&config.rootfs.mkfs_erofs));
+    let unlike_cloud_hypervisor = chosen.iter().any(|vmm| vmm.name != cloud_hypervisor::NAME);
+    let others = [
         kernel::judge(&kernel::read_headers(&config.vm.kernel)),
         initramfs::judge(&initramfs::read(&config.vm.initramfs)),
         filesystems::mkfs(&mkfs),
         filesystems::overlay(filesystems::filesystem(&host, "overlay")),
-        namespaces::judge(
-            namespaces::read().as_ref(),
-            config.vm.jail && chosen.name != cloud_hypervisor::NAME,
-        ),
+        namespaces::judge(namespaces::read().as_ref(), config.vm.jail && unlike_cloud_hypervisor),
     ];
+    let checks: Vec<Check> = vmms.into_iter().chain(others).collect();
     for check in checks.iter().filter(|check| check.verdict == Verdict::Warning) {
         tracing::warn!("{check}");
     }
     let unfit: Vec<_> = checks.into_iter().filter(|check| check.verdict == Verdict::Failure).collect();
     if unfit.is_empty() { Ok(()) } else { Err(Unfit(unfit)) }
+}
+
+/// Checks the program of a VMM.
+async fn there(config: &Config, vmm: &VmmInfo) -> Check {
+    match vmm.name {
+        cloud_hypervisor::NAME => {
+            let reading = vmm::read(&config.vm.cloud_hypervisor).await;
+            vmm::cloud_hypervisor(VmmChoice::CloudHypervisor, &reading)
+        }
+        firecracker::NAME => {
+            vmm::firecracker(VmmChoice::Firecracker, &vmm::read(&config.vm.firecracker).await)
+        }
+        _ => vmm::qemu(&vmm::read(&config.vm.qemu).await, None),
+    }
 }
 
 #[cfg(test)]
@@ -68,9 +75,13 @@ mod tests {
             ("cloud-hypervisor", "cloud-hypervisor: \"/nonexistent/ch\" does not exist", "/nonexistent/qemu"),
             ("firecracker", "firecracker: \"/nonexistent/fc\" does not exist", "/nonexistent/qemu"),
         ] {
-            let refusal = fit(&config, &chosen(name)).await.unwrap_err().to_string();
+            let refusal = fit(&config, &[chosen(name)]).await.unwrap_err().to_string();
             assert!(refusal.contains(named) && !refusal.contains(other), "{refusal}");
         }
+        // Each VMM that a handler names, too.
+        let refusal = fit(&config, &[chosen("qemu"), chosen("firecracker")]).await.unwrap_err().to_string();
+        assert!(refusal.contains("/nonexistent/qemu") && refusal.contains("/nonexistent/fc"), "{refusal}");
+        assert!(!refusal.contains("/nonexistent/ch"), "{refusal}");
     }
 
     #[tokio::test]
@@ -80,7 +91,7 @@ mod tests {
         config.vm.kernel = "/nonexistent/vmlinux".into();
         config.vm.initramfs = "/nonexistent/initramfs".into();
         config.rootfs.mkfs_erofs = "/nonexistent/mkfs.erofs".into();
-        let refusal = fit(&config, &chosen("qemu")).await.unwrap_err().to_string();
+        let refusal = fit(&config, &[chosen("qemu")]).await.unwrap_err().to_string();
         for named in [
             "qemu: \"/nonexistent/qemu\" does not exist; install it, or set vm.qemu",
             "guest kernel: cannot read \"/nonexistent/vmlinux\"",

@@ -21,7 +21,8 @@ const QEMU: Subject = Subject { name: "qemu", why: "it runs the pods' VMs" };
 const CLOUD_HYPERVISOR: Subject =
     Subject { name: "cloud-hypervisor", why: "with KVM it uses less memory per pod than QEMU" };
 
-const FIRECRACKER: Subject = Subject { name: "firecracker", why: "it runs the pods' VMs if vm.vmm names it" };
+const FIRECRACKER: Subject =
+    Subject { name: "firecracker", why: "it runs the pods' VMs if vm.vmm or a handler names it" };
 
 /// A program and its answer.
 #[derive(Debug, Clone)]
@@ -149,8 +150,8 @@ pub fn firecracker(configured: VmmChoice, reading: &Reading) -> Check {
             )),
         ),
         (_, seen) => FIRECRACKER.not_applicable(match seen {
-            Ok(version) => format!("vm.vmm does not name it; {version}"),
-            Err(why) => format!("vm.vmm does not name it; {why}"),
+            Ok(version) => format!("the configuration does not name it; {version}"),
+            Err(why) => format!("the configuration does not name it; {why}"),
         }),
     }
 }

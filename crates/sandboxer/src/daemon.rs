@@ -31,7 +31,7 @@ use sandboxer_process::{
     strays,
 };
 use sandboxer_protocol::{admin::admin_server::AdminServer, controller::controller_server::ControllerServer};
-use sandboxer_vmm::Vmm;
+use sandboxer_vmm::{VmmInfo, Vmms};
 use tokio::{
     net::{TcpListener, UnixListener, UnixStream},
     task::{JoinHandle, JoinSet},
@@ -56,7 +56,7 @@ use crate::{
         registry::Registry,
         start_paths::StartPaths,
     },
-    template::{self, Shape, Templates},
+    template::{self, Kind, Shape, Templates},
 };
 
 /// Why the daemon cannot run.
@@ -120,17 +120,19 @@ pub async fn run(
         lock(&front, &config.run_dir, "run.lock").await?,
         lock(&front, &config.state_dir, "state.lock").await?,
     ];
-    let vmm: Arc<dyn Vmm> = sandboxer_vmm::detect(&config.vm).await?;
-    let info = vmm.info();
-    sandboxer_doctor::fit(&config, &info).await?;
-    tracing::info!(
-        vmm = info.name,
-        version = info.version,
-        accelerator = info.accelerator,
-        reason = info.accelerator_reason,
-        "pods run in this VMM"
-    );
-    let node = node(config, vmm, front)?;
+    let vmms = sandboxer_vmm::detect_all(&config).await?;
+    let infos: Vec<VmmInfo> = vmms.keys().map(|key| vmms.get(key).info()).collect();
+    sandboxer_doctor::fit(&config, &infos).await?;
+    for info in infos {
+        tracing::info!(
+            vmm = info.name,
+            version = info.version,
+            accelerator = info.accelerator,
+            reason = info.accelerator_reason,
+            "pods run in this VMM"
+        );
+    }
+    let node = node(config, vmms, front)?;
 
     // Bound before recovery, so that early callers wait instead of failing; served after it.
     let listeners = Listeners::bind(&node.front, &node.config.run_dir)?;
@@ -162,7 +164,12 @@ fn is_made(cgroup: &Cgroup) -> bool {
 }
 
 /// Creates the state that all pods of a node share; makes its directories and opens its files.
-pub fn node(config: Config, vmm: Arc<dyn Vmm>, front: Arc<Front>) -> Result<Arc<DaemonState>, DaemonError> {
+pub fn node(
+    config: Config,
+    vmms: impl Into<Vmms>,
+    front: Arc<Front>,
+) -> Result<Arc<DaemonState>, DaemonError> {
+    let vmms = vmms.into();
     for dir in [config.run_dir.clone(), config.run_dir.join("pods"), config.state_dir.clone()] {
         private_dir(&dir)?;
     }
@@ -178,7 +185,7 @@ pub fn node(config: Config, vmm: Arc<dyn Vmm>, front: Arc<Front>) -> Result<Arc<
         source,
     })?;
     let idle_cgroup = cgroups.named(&config.vm.idle_cgroup).filter(is_made);
-    let templates = Templates::open(&config, vmm.clone(), tap_pool.clone(), idle_cgroup.clone());
+    let templates = Templates::open(&config, vmms.clone(), tap_pool.clone(), idle_cgroup.clone());
     let templates = templates.map_err(|source| DaemonError::Path {
         action: "open templates in",
         path: config.state_dir.clone(),
@@ -197,7 +204,7 @@ pub fn node(config: Config, vmm: Arc<dyn Vmm>, front: Arc<Front>) -> Result<Arc<
         rootfs: RootfsStore::open(&config.state_dir.join("rootfs"), &config.rootfs, helpers)?,
         volumes: Arc::new(volumes),
         admission: Admission::new(config.concurrent_starts, config.concurrent_containers),
-        vmm,
+        vmms,
         cgroups,
         idle_cgroup,
         journal,
@@ -316,9 +323,11 @@ fn spawn_background(node: &Arc<DaemonState>, shutdown: &CancellationToken) -> Jo
     });
     let (node, until) = (node.clone(), shutdown.clone());
     tokio::spawn(async move {
-        let usual = usual_shape(&node.config);
-        // The first pod finds the template ready, or in preparation.
-        let _ = node.templates.get(usual);
+        let shape = usual_shape(&node.config);
+        // The first pod of each VMM finds the template ready, or in preparation.
+        for vmm in node.vmms.keys() {
+            let _ = node.templates.get(Kind { vmm, shape });
+        }
         node.pool.keep_filled(&node, &until).await;
     })
 }

@@ -63,6 +63,7 @@ type Guest = Arc<dyn Fn(FakeGuest) + Send + Sync>;
 
 /// A VMM whose VMs are structs in this process.
 pub struct FakeVmm {
+    name: &'static str,
     guest: Guest,
     fault: Mutex<Fault>,
     vms: Vms,
@@ -73,7 +74,13 @@ pub struct FakeVmm {
 impl FakeVmm {
     /// Returns a VMM that calls `guest` for each stream that the host opens to a VM's agent; `guest` must not block.
     pub fn new(guest: impl Fn(FakeGuest) + Send + Sync + 'static) -> Self {
+        Self::named("fake", guest)
+    }
+
+    /// Returns the same under the name of a real VMM.
+    pub fn named(name: &'static str, guest: impl Fn(FakeGuest) + Send + Sync + 'static) -> Self {
         Self {
+            name,
             guest: Arc::new(guest),
             fault: Mutex::default(),
             vms: Arc::default(),
@@ -135,7 +142,7 @@ impl fmt::Debug for FakeVmm {
 impl Vmm for FakeVmm {
     fn info(&self) -> VmmInfo {
         VmmInfo {
-            name: "fake",
+            name: self.name,
             version: "0".into(),
             accelerator: "none",
             accelerator_reason: "runs nothing".into(),
@@ -173,7 +180,7 @@ impl Vmm for FakeVmm {
                 pid: std::process::id(),
                 start_time: self.started.fetch_add(1, Ordering::Relaxed),
                 console_log_bytes: spec.console_log_bytes,
-                vmm: "fake".into(),
+                vmm: self.name.into(),
             },
             link_key: watch::Sender::new(spec.boot.link_key.clone()),
             boot: spec.boot.clone(),
@@ -194,7 +201,7 @@ impl Vmm for FakeVmm {
 
     fn template_inputs(&self, _: &VmSpec) -> TemplateInputs {
         TemplateInputs {
-            vmm: "fake".into(),
+            vmm: self.name.into(),
             version: lock(&self.version).clone(),
             program: "/dev/null".into(),
             accelerator: "none".into(),

@@ -18,6 +18,7 @@ mod permit;
 mod process;
 pub mod qemu;
 mod qmp;
+mod rate;
 mod room;
 mod run_dir;
 mod setup;
@@ -25,6 +26,7 @@ mod shown;
 pub mod spec;
 mod tsc;
 mod version;
+mod vmms;
 mod vsock;
 mod watched;
 
@@ -43,8 +45,10 @@ use tokio::io::{AsyncRead, AsyncWrite};
 
 pub use frozen::{FREEZABLE, Frozen, MEMORY};
 pub use held::{Held, HeldProcesses};
-pub use setup::{SetupError, detect};
+pub use rate::{DiskLimits, Rate};
+pub use setup::{SetupError, detect, detect_all};
 pub use spec::{DiskSpec, NamedTaps, Shape, VmSpec};
+pub use vmms::{VmmKey, Vmms};
 
 /// A kind of VMM, ready to run VMs.
 #[async_trait]

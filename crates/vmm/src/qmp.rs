@@ -18,6 +18,8 @@ use tokio::{
     time::timeout,
 };
 
+use crate::{DiskLimits, Rate};
+
 pub use self::block::{BlockFile, BlockNode, NbdNode, UnixServer};
 #[cfg(fuzzing)]
 pub(crate) use self::connection::is_message;
@@ -158,6 +160,20 @@ impl Qmp {
             (event.name == "DEVICE_DELETED" && event.data.device.as_deref() == Some(id)).then_some(())
         })
         .await
+    }
+
+    /// Limits a disk that is plugged in. Its burst is at least the tokens of one second, as QEMU demands.
+    pub async fn throttle(&self, id: &str, limits: DiskLimits, limit: Duration) -> Result<(), QmpError> {
+        let [bytes, operations] = [limits.bytes, limits.operations].map(|rate| {
+            // 0: no limit.
+            rate.map_or((0, 0), |Rate { per_second, burst }| (per_second, burst))
+        });
+        let arguments = json!({
+            "id": id,
+            "bps": bytes.0, "bps_rd": 0, "bps_wr": 0, "bps_max": bytes.1,
+            "iops": operations.0, "iops_rd": 0, "iops_wr": 0, "iops_max": operations.1,
+        });
+        self.execute("block_set_io_throttle", arguments, limit).await
     }
 
     /// Passes an open file to QEMU.

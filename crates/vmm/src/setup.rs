@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use async_trait::async_trait;
 use sandboxer_base::chain;
-use sandboxer_config::{Accelerator, VmConfig, VmmChoice};
+use sandboxer_config::{Accelerator, Config, VmConfig, VmmChoice};
 
 use super::{
-    Frozen, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError, VmmInfo,
+    Frozen, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError, VmmInfo, Vmms,
     accelerator::{self, AcceleratorError},
     cloud_hypervisor::{self, CloudHypervisor},
     firecracker::{self, Firecracker},
@@ -30,6 +30,32 @@ pub enum SetupError {
     /// This VMM cannot emulate.
     #[error("vmm \"{0}\" needs KVM but accelerator \"tcg\" is configured: change one of them")]
     Emulated(&'static str),
+    /// A runtime handler names this VMM.
+    #[error("cannot serve runtime handler {handler:?}: change its vmm, or remove it from [handlers]")]
+    Handler {
+        /// The handler.
+        handler: String,
+        /// Why its VMM cannot be used.
+        #[source]
+        source: Box<SetupError>,
+    },
+}
+
+/// Finds the configured VMM and those that runtime handlers name, and checks that they work.
+pub async fn detect_all(config: &Config) -> Result<Vmms, SetupError> {
+    let usual = detect(&config.vm).await?;
+    let mut others = Vec::new();
+    for (name, handler) in config.named_vmms() {
+        if name.as_str() == usual.info().name {
+            continue;
+        }
+        let vmm = detect(&VmConfig { vmm: name.into(), ..config.vm.clone() }).await;
+        others.push(vmm.map_err(|source| SetupError::Handler {
+            handler: handler.to_owned(),
+            source: Box::new(source),
+        })?);
+    }
+    Ok(Vmms::new(usual, others))
 }
 
 /// Finds the configured VMM and checks that it works.
@@ -121,12 +147,12 @@ impl Vmm for Chosen {
 mod tests {
     use std::process::Command;
 
-    use sandboxer_config::Config;
+    use sandboxer_config::{Handler, VmmName};
 
     use super::*;
 
     /// Returns a configuration whose Cloud Hypervisor is a script that prints `says`.
-    fn config(dir: &tempfile::TempDir, vmm: VmmChoice, says: &str) -> VmConfig {
+    fn config_of(dir: &tempfile::TempDir, vmm: VmmChoice, says: &str) -> VmConfig {
         let (text, script) = (dir.path().join("text"), dir.path().join("ch"));
         std::fs::write(&text, format!("#!/bin/sh\necho {says}\n")).unwrap();
         // Copied by another process: if it is open for writing here, a process that another test forks at this moment
@@ -138,7 +164,7 @@ mod tests {
 
     async fn chosen(vmm: VmmChoice, accelerator: &'static str, says: &str) -> Result<VmmInfo, SetupError> {
         let dir = tempfile::tempdir().unwrap();
-        let config = config(&dir, vmm, says);
+        let config = config_of(&dir, vmm, says);
         choose(&config, accelerator, "measured".into()).await.map(|vmm| vmm.info())
     }
 
@@ -162,7 +188,7 @@ mod tests {
     async fn firecracker_is_taken_only_where_it_is_asked_for() {
         let dir = tempfile::tempdir().unwrap();
         let config = |says| {
-            let config = config(&dir, VmmChoice::Firecracker, says);
+            let config = config_of(&dir, VmmChoice::Firecracker, says);
             VmConfig { firecracker: config.cloud_hypervisor.clone(), ..config }
         };
         let chosen = choose(&config("Firecracker v1.16.1"), "kvm", "measured".into()).await.unwrap().info();
@@ -177,6 +203,25 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn a_handler_that_names_a_vmm_that_is_not_there_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let vm = config_of(&dir, VmmChoice::Qemu, "Firecracker v1.16.1");
+        let vm = VmConfig { accelerator: Accelerator::Tcg, ..vm };
+        let mut config = Config { vm, ..Config::default() };
+        config.handlers.insert("plain".into(), Handler { vmm: Some(VmmName::Qemu), ..Handler::default() });
+        let vmms = detect_all(&config).await.unwrap();
+        assert_eq!(vmms.keys().count(), 1, "QEMU is there once");
+        assert_eq!(vmms.key(Some(VmmName::Qemu)), vmms.key(None));
+        assert_eq!(vmms.key(Some(VmmName::Firecracker)), None);
+        config
+            .handlers
+            .insert("fc".into(), Handler { vmm: Some(VmmName::Firecracker), ..Handler::default() });
+        let error = sandboxer_base::chain(&detect_all(&config).await.unwrap_err());
+        assert!(error.contains("cannot serve runtime handler \"fc\""), "{error}");
+        assert!(error.contains("vmm \"firecracker\" needs KVM"), "{error}");
+    }
+
+    #[tokio::test]
     async fn what_is_asked_for_is_taken_or_refused() {
         let info = chosen(VmmChoice::Qemu, "kvm", "cloud-hypervisor v53.0").await.unwrap();
         assert_eq!((info.name, info.accelerator_reason.as_str()), ("qemu", "measured"));
@@ -185,7 +230,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let emulated = VmConfig {
             accelerator: Accelerator::Tcg,
-            ..config(&dir, VmmChoice::CloudHypervisor, "cloud-hypervisor v53.0")
+            ..config_of(&dir, VmmChoice::CloudHypervisor, "cloud-hypervisor v53.0")
         };
         assert!(matches!(detect(&emulated).await.unwrap_err(), SetupError::Emulated("cloud-hypervisor")));
     }

@@ -11,7 +11,7 @@ use sandboxer_protocol::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::VmmError;
+use super::{DiskLimits, VmmError};
 
 /// The shape of a VM: VMs of one shape differ only in what pods do with them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -61,7 +61,7 @@ pub struct VmSpec {
     /// File for the guest's memory, created by the VMM and shared, if the VM is to be frozen. `None`: private
     /// memory of the VMM.
     pub memory_file: Option<PathBuf>,
-    /// Disks that the VM boots with.
+    /// Disks that the VM boots with, without limits.
     pub disks: Vec<DiskSpec>,
     /// No caller waits for it: its processes get low priority until it is assigned to a pod.
     pub background: bool,
@@ -153,6 +153,10 @@ pub struct DiskSpec {
     pub path: PathBuf,
     /// The guest cannot write to it.
     pub read_only: bool,
+    /// How fast the guest may read and write it.
+    // Part of no record: it is the pod's.
+    #[serde(skip)]
+    pub limits: DiskLimits,
 }
 
 #[cfg(test)]

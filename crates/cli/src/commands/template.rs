@@ -44,6 +44,9 @@ enum Verb {
         /// Memory, MiB [default: that of a pod without limits]
         #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(64..))]
         memory: Option<u64>,
+        /// VMM: qemu, cloud-hypervisor or firecracker [default: the configured one]
+        #[arg(long, value_name = "NAME")]
+        vmm: Option<String>,
     },
     /// Verify the checksums of templates
     Verify {
@@ -68,8 +71,12 @@ pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
             let answer = answer.into_inner();
             if global.json { render::print_json(&answer) } else { Ok(render::print(&text(&answer))?) }
         }
-        Verb::Build { vcpus, memory } => {
-            let request = BuildTemplateRequest { vcpus: vcpus.unwrap_or(0), memory_mib: memory.unwrap_or(0) };
+        Verb::Build { vcpus, memory, vmm } => {
+            let request = BuildTemplateRequest {
+                vcpus: vcpus.unwrap_or(0),
+                memory_mib: memory.unwrap_or(0),
+                vmm: vmm.unwrap_or_default(),
+            };
             let waiting = ProgressBar::new_spinner().with_message("booting a VM and freezing it");
             waiting.enable_steady_tick(Duration::from_millis(100));
             let mut answers = daemon.build_template(request).await.map_err(ClientError::from)?.into_inner();

@@ -73,6 +73,9 @@ fn text(versions: &Versions) -> String {
             &line("  worker", &format!(" {}, up {}", daemon.worker_pid, render::age(daemon.started_at_ns)));
         out += &line("  recovered", &format!(" {} pods", daemon.recovered_pods));
         out += &line("  vmm", &format!(" {} {}", daemon.vmm, daemon.vmm_version));
+        if !daemon.handlers_vmms.is_empty() {
+            out += &line("  handlers", &format!(" {}", daemon.handlers_vmms.join(", ")));
+        }
         out += &line("  accel", &format!(" {}: {}", daemon.accelerator, daemon.accelerator_reason));
         out += &line("  kernel", &format!(" {}", daemon.kernel));
         out += &line("  initramfs", &format!(" {}", daemon.initramfs));

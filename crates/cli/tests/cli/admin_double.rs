@@ -52,6 +52,7 @@ impl Admin for AdminDouble {
             vmm: "qemu".into(),
             vmm_version: "7.2.0".into(),
             accelerator: "tcg".into(),
+            handlers_vmms: vec!["firecracker 1.16.1".into()],
             accelerator_reason: "no /dev/kvm".into(),
             recovered_pods: 2,
             ..Default::default()
@@ -102,8 +103,8 @@ impl Admin for AdminDouble {
         &self,
         request: Request<BuildTemplateRequest>,
     ) -> Result<Response<Self::BuildTemplateStream>, Status> {
-        let BuildTemplateRequest { vcpus, memory_mib } = request.into_inner();
-        let built = Template { key: "b".repeat(32), vcpus, memory_mib, ..Default::default() };
+        let BuildTemplateRequest { vcpus, memory_mib, vmm } = request.into_inner();
+        let built = Template { key: "b".repeat(32), vcpus, memory_mib, vmm, ..Default::default() };
         Ok(Response::new(Box::pin(tokio_stream::once(Ok(built)))))
     }
 

@@ -1,6 +1,7 @@
 //! What configurations are accepted, and what errors say.
 
 use super::*;
+use crate::{Handler, StartPath, VmmName};
 
 fn parse(text: &str) -> Result<Config, ConfigError> {
     Config::parse(text, Path::new("c.toml"))
@@ -22,8 +23,9 @@ fn the_explained_default_is_the_default() {
 fn the_explained_default_has_every_key() {
     // With what is commented out taken in, too; the parser itself names all keys that it knows.
     let set = DEFAULT.replace("\n# ", "\n");
-    let tables = ["vm", "templates", "pool", "handlers", "rootfs", "volumes", "network", "containerd"];
-    for table in ["", "vm", "templates", "pool", "rootfs", "volumes", "network", "containerd"] {
+    let tables =
+        ["vm", "templates", "pool", "handlers", "rootfs", "volumes", "network", "limits", "containerd"];
+    for table in ["", "vm", "templates", "pool", "rootfs", "volumes", "network", "limits", "containerd"] {
         let header = if table.is_empty() { String::new() } else { format!("[{table}]\n") };
         let error = toml::from_str::<Raw>(&format!("{header}zz = 1")).unwrap_err();
         let mut known = error.message().split('`').skip(3).step_by(2).peekable();
@@ -53,6 +55,36 @@ fn the_configurations_of_one_vmm_are_right_and_explain_each_line() {
             let explained = pair[0].starts_with("# ") || of_one.iter().any(|key| pair[0].starts_with(key));
             assert!(explained, "{vmm:?}: `{}` is not explained", pair[1]);
         }
+    }
+}
+
+#[test]
+fn a_handler_is_a_start_path_or_a_table() {
+    let text = "[handlers]\ncold = \"boot\"\nfc = { vmm = \"firecracker\" }\n[handlers.ch]\nvmm = \"cloud-hypervisor\"\n\
+                start_path = \"template\"\n[handlers.fc-2]\nvmm = \"firecracker\"";
+    let config = parse(text).unwrap();
+    let handler = |start_path, vmm| Handler { start_path, vmm };
+    assert_eq!(config.handlers["cold"], handler(StartPath::Boot, None));
+    assert_eq!(config.handlers["fc"], handler(StartPath::Pool, Some(VmmName::Firecracker)));
+    assert_eq!(config.handlers["ch"], handler(StartPath::Template, Some(VmmName::CloudHypervisor)));
+    let named = config.named_vmms().into_iter().collect::<Vec<_>>();
+    assert_eq!(named, [(VmmName::CloudHypervisor, "ch"), (VmmName::Firecracker, "fc")]);
+    assert_eq!(config.choice_of(VmmName::Firecracker), VmmChoice::Firecracker);
+    assert_eq!(config.choice_of(VmmName::Qemu), VmmChoice::Auto);
+}
+
+#[test]
+fn a_handler_that_makes_no_sense_is_told() {
+    for (text, says) in [
+        ("a = \"bot\"", "did you mean \"boot\"?"),
+        ("a = { vmm = \"firecraker\" }", "did you mean \"firecracker\"?"),
+        // There is nothing to choose from: that is vm.vmm.
+        ("a = { vmm = \"auto\" }", "unknown value `auto`, expected one of `qemu`"),
+        ("a = { vm = \"qemu\" }", "did you mean \"vmm\"?"),
+        ("a = 5", "expected a start path in quotes, or a table with vmm and start_path"),
+    ] {
+        let error = parse(&format!("[handlers]\n{text}")).unwrap_err().to_string();
+        assert!(error.contains(says) && error.contains("line 2"), "{error}");
     }
 }
 
@@ -118,6 +150,8 @@ fn values_out_of_bounds_name_their_key_and_what_it_takes() {
         ("[rootfs]\ncache_mib = 0", "rootfs.cache_mib"),
         ("[rootfs]\nwritable_mib = 1", "rootfs.writable_mib"),
         ("[volumes]\nempty_dir_mib = 1", "volumes.empty_dir_mib"),
+        ("[limits]\ndisk_bps = 0", "limits.disk_bps"),
+        ("[limits]\ndisk_iops = 9", "limits.disk_iops"),
         ("[containerd]\nttrpc = \"ttrpc.sock\"", "containerd.ttrpc"),
     ] {
         let error = parse(text).unwrap_err().to_string();

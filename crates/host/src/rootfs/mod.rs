@@ -27,7 +27,7 @@ use std::{
 use sandboxer_base::digest::hex;
 use sandboxer_config::{RootfsConfig, WritableTo};
 use sandboxer_protocol::id::{ContainerId, SandboxId};
-use sandboxer_vmm::DiskSpec;
+use sandboxer_vmm::{DiskLimits, DiskSpec};
 use sha2::{Digest, Sha256};
 
 use self::{
@@ -269,7 +269,10 @@ impl Disks {
     }
 
     fn next(&mut self, path: PathBuf, fstype: FsType, read_only: bool) -> Layer {
-        Layer { disk: DiskSpec { serial: self.next_serial(), path, read_only }, fstype }
+        Layer {
+            disk: DiskSpec { serial: self.next_serial(), path, read_only, limits: DiskLimits::default() },
+            fstype,
+        }
     }
 
     fn next_serial(&mut self) -> String {

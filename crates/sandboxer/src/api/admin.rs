@@ -17,7 +17,7 @@ use sandboxer_protocol::{
         VerifyTemplateRequest, VersionRequest, VersionResponse, admin_server::Admin,
     },
 };
-use sandboxer_vmm::console;
+use sandboxer_vmm::{VmmKey, console};
 use tonic::{Request, Response, Status};
 
 use super::{convert::grpc, quarantine, templates, traffic};
@@ -59,7 +59,10 @@ impl Admin for AdminService {
     type BuildTemplateStream = Answers<Template>;
 
     async fn version(&self, _: Request<VersionRequest>) -> Result<Response<VersionResponse>, Status> {
-        let vmm = self.node.vmm.info();
+        let vmms = &self.node.vmms;
+        let vmm = vmms.get(VmmKey::default()).info();
+        let others = vmms.keys().skip(1).map(|key| vmms.get(key).info());
+        let handlers_vmms = others.map(|info| format!("{} {}", info.name, info.version));
         let config = &self.node.config.vm;
         Ok(Response::new(VersionResponse {
             version: env!("CARGO_PKG_VERSION").to_owned(),
@@ -74,6 +77,7 @@ impl Admin for AdminService {
             initramfs: config.initramfs.to_string_lossy().into_owned(),
             recovered_pods: self.recovered_pods,
             started_at_ns: self.started_at_ns,
+            handlers_vmms: handlers_vmms.collect(),
         }))
     }
 
@@ -209,7 +213,7 @@ impl Admin for AdminService {
 }
 
 fn pod_message(node: &DaemonState, view: PodView) -> Pod {
-    let PodView { spec, status, steps, containers } = view;
+    let PodView { spec, status, vmm, steps, containers } = view;
     Pod {
         console_log: node.run_dir(&spec.id).join(console::FILE).to_string_lossy().into_owned(),
         id: spec.id.to_string(),
@@ -220,6 +224,7 @@ fn pod_message(node: &DaemonState, view: PodView) -> Pod {
         reason: status.reason,
         created_at_ns: status.created_at_ns,
         vmm_pid: status.vmm_pid,
+        vmm,
         vcpus: spec.vcpus,
         memory_mib: spec.memory_mib,
         kernel_release: status.kernel_release,

@@ -8,12 +8,12 @@ use std::{
 use k8s_cri::v1::{DnsConfig, NamespaceMode, PodSandboxConfig};
 use prost::Message;
 use sandboxer_base::{Code, chain};
-use sandboxer_config::Config;
+use sandboxer_config::{Config, StartPath};
 use sandboxer_process::cgroup::Hierarchies;
 use sandboxer_protocol::{controller::ControllerCreateRequest, id::Id};
-use sandboxer_vmm::Shape;
+use sandboxer_vmm::{DiskLimits, Shape};
 
-use super::size;
+use super::{limits, size};
 use crate::{
     error::PodError,
     pod::{
@@ -74,9 +74,10 @@ pub fn pod_spec(
     let hostname = hostname(asked.hostname, &metadata.name, &id).map_err(invalid)?;
     let cpus = std::thread::available_parallelism()
         .map_or(1, |count| u32::try_from(count.get()).unwrap_or(u32::MAX));
-    let limits = size::without(linux.resources.unwrap_or_default(), cgroups.unlimited(&linux.cgroup_parent));
+    let resources =
+        size::without(linux.resources.unwrap_or_default(), cgroups.unlimited(&linux.cgroup_parent));
     let Shape { vcpus, memory_mib, .. } =
-        size::shape(&asked.annotations, &limits, defaults, cpus).map_err(invalid)?;
+        size::shape(&asked.annotations, &resources, defaults, cpus).map_err(invalid)?;
     let host_ports = match asked.annotations.get(HOST_PORTS) {
         Some(_) if !request.netns_path.is_empty() => {
             return Err(invalid(format!(
@@ -88,10 +89,19 @@ pub fn pod_spec(
         None => Vec::new(),
     };
     let kept = SandboxMetadata::of(request).unwrap_or_default();
+    let disk_limits = limits::disk(&asked.annotations, &config.limits).map_err(invalid)?;
+    let handler = config.handlers.get(&kept.runtime_handler).copied().unwrap_or_default();
     Ok(PodSpec {
-        limits: size::limits(&limits),
+        limits: size::limits(&resources),
         host_ports,
-        start_path: config.handlers.get(&kept.runtime_handler).copied().unwrap_or_default(),
+        start_path: if disk_limits == DiskLimits::configured(&config.limits) {
+            handler.start_path
+        } else {
+            // VMs of the pool have a disk already.
+            handler.start_path.min(StartPath::Template)
+        },
+        disk_limits,
+        vmm: handler.vmm,
         vcpus,
         memory_mib,
         room: Room {
@@ -257,7 +267,7 @@ pub fn ttrpc_time(ns: u64) -> protobuf::MessageField<protobuf::well_known_types:
 
 #[cfg(test)]
 mod tests {
-    use sandboxer_config::{Config, StartPath};
+    use sandboxer_config::{Config, VmmName};
 
     use super::*;
 
@@ -292,21 +302,50 @@ mod tests {
     }
 
     #[test]
-    fn the_way_to_a_vm_is_that_of_the_runtime_handler() {
+    fn a_pod_with_limits_of_its_own_takes_no_vm_that_has_a_disk() {
         let mut config = Config::default();
-        config.handlers.insert("cold".into(), StartPath::Boot);
-        let start_path = |handler: &str| {
+        let asked = |config: &Config, value: &str| {
+            let request = request(|pod| {
+                pod.annotations.insert("io.sandboxer.disk-bps".into(), value.into());
+            });
+            pod_spec(&request, config, &Hierarchies::default())
+        };
+        let own = asked(&config, "4Mi").unwrap();
+        assert_eq!(
+            (own.start_path, own.disk_limits.bytes.unwrap().per_second),
+            (StartPath::Template, 4 << 20)
+        );
+        let refused = asked(&config, "0").unwrap_err();
+        assert_eq!(refused.code(), Code::InvalidArgument);
+        assert!(refused.to_string().contains("io.sandboxer.disk-bps is \"0\""), "{refused}");
+        // Those of the pool have the configured limits.
+        config.limits.disk_bps = Some(4 << 20);
+        assert_eq!(asked(&config, "4Mi").unwrap().start_path, StartPath::Pool);
+        let plain = pod_spec(&request(|_| {}), &config, &Hierarchies::default()).unwrap();
+        assert_eq!(
+            (plain.start_path, plain.disk_limits),
+            (StartPath::Pool, DiskLimits::configured(&config.limits))
+        );
+    }
+
+    #[test]
+    fn start_path_and_vmm_are_those_of_the_runtime_handler() {
+        let mut config = Config::default();
+        let handler = |start_path, vmm| sandboxer_config::Handler { start_path, vmm };
+        config.handlers.insert("cold".into(), handler(StartPath::Boot, None));
+        config.handlers.insert("fc".into(), handler(StartPath::Pool, Some(VmmName::Firecracker)));
+        let asked = |handler: &str| {
             let mut request = request(|_| {});
             let kept = format!(r#"{{"Version":"v1","Metadata":{{"ID":"p","RuntimeHandler":"{handler}"}}}}"#);
             let extensions = &mut request.sandbox.get_or_insert_default().extensions;
             let value = prost_types::Any { type_url: String::new(), value: kept.into_bytes() };
             extensions.insert("metadata".into(), value);
-            pod_spec(&request, &config, &Hierarchies::default()).unwrap().start_path
+            let spec = pod_spec(&request, &config, &Hierarchies::default()).unwrap();
+            (spec.start_path, spec.vmm)
         };
-        assert_eq!(
-            [start_path("cold"), start_path("other"), start_path("")],
-            [StartPath::Boot, StartPath::Pool, StartPath::Pool]
-        );
+        assert_eq!(asked("cold"), (StartPath::Boot, None));
+        assert_eq!(asked("fc"), (StartPath::Pool, Some(VmmName::Firecracker)));
+        assert_eq!([asked("other"), asked("")], [(StartPath::Pool, None); 2]);
         assert_eq!(
             pod_spec(&request(|_| {}), &config, &Hierarchies::default()).unwrap().start_path,
             StartPath::Pool,

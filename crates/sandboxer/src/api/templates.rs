@@ -3,21 +3,23 @@
 use std::{future::Future, sync::Arc};
 
 use sandboxer_base::chain;
-use sandboxer_config::Config;
+use sandboxer_config::{Config, VmmName};
 use sandboxer_protocol::admin::{
     BuildTemplateRequest, ListTemplatesResponse, PooledVm, StartPathCount, Template,
 };
+use sandboxer_vmm::VmmKey;
 use tonic::Status;
 
 use crate::{
     pod::DaemonState,
-    template::{Shape, TemplateView},
+    template::{Kind, Shape, TemplateView},
 };
 
 /// Lists the templates, the pool, and how pods got their VMs.
 pub async fn list(node: &Arc<DaemonState>) -> Result<ListTemplatesResponse, Status> {
     let templates = views(node).await?.into_iter().map(message).collect();
     let pool = node.pool.list().into_iter().map(|warm| PooledVm {
+        vmm: warm.vmm,
         vcpus: warm.shape.vcpus,
         memory_mib: warm.shape.memory_mib,
         vmm_pid: warm.pid,
@@ -33,14 +35,14 @@ pub async fn list(node: &Arc<DaemonState>) -> Result<ListTemplatesResponse, Stat
     Ok(ListTemplatesResponse { templates, pool: pool.collect(), start_paths: taken.chain(missed).collect() })
 }
 
-/// Builds a template; the size is checked at once.
+/// Builds a template; VMM and size are checked at once.
 pub fn build(
     node: Arc<DaemonState>,
     request: BuildTemplateRequest,
 ) -> Result<impl Future<Output = Result<Template, Status>>, Status> {
-    let shape = shape(&node.config, &request)?;
+    let kind = Kind { vmm: vmm(&node, &request.vmm)?, shape: shape(&node.config, &request)? };
     Ok(async move {
-        let template = node.templates.prepare(shape).await;
+        let template = node.templates.prepare(kind).await;
         let template = template.map_err(|error| Status::failed_precondition(chain(&error)))?;
         one(&node, &template.key.to_string()).await.map(message)
     })
@@ -62,6 +64,18 @@ pub async fn remove(node: &Arc<DaemonState>, prefix: &str) -> Result<Template, S
     let removed = blocking(move || templates.remove(&key)).await?;
     removed.map_err(|error| Status::internal(format!("cannot remove template {}: {error}", view.key)))?;
     Ok(message(view))
+}
+
+/// Finds a VMM by its name; the configured one for "".
+fn vmm(node: &DaemonState, name: &str) -> Result<VmmKey, Status> {
+    let known = VmmName::ALL.into_iter().find(|known| known.as_str() == name);
+    let asked = known.map(Some).or_else(|| name.is_empty().then_some(None));
+    asked.and_then(|asked| node.vmms.key(asked)).ok_or_else(|| {
+        let vmms = node.vmms.keys().map(|key| node.vmms.get(key).info().name).collect::<Vec<_>>().join(", ");
+        Status::invalid_argument(format!(
+            "this daemon runs no VMs in {name:?}, only in {vmms}: see vm.vmm and [handlers]"
+        ))
+    })
 }
 
 fn shape(config: &Config, request: &BuildTemplateRequest) -> Result<Shape, Status> {

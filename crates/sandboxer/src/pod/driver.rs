@@ -332,6 +332,7 @@ impl Driver {
         PodView {
             spec: self.spec.clone(),
             status: self.status.borrow().clone(),
+            vmm: self.live.as_ref().map(|live| live.vm.record().vmm).unwrap_or_default(),
             steps: self.stages.steps(),
             containers,
         }

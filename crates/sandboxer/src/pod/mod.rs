@@ -39,7 +39,7 @@ use sandboxer_protocol::{
     agent::StatsResponse,
     id::{ContainerId, ExecId, SandboxId},
 };
-use sandboxer_vmm::Vmm;
+use sandboxer_vmm::Vmms;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::{
@@ -68,8 +68,8 @@ const QUEUED_REQUESTS: usize = 64;
 pub struct DaemonState {
     /// The configuration.
     pub config: Config,
-    /// Creates VMs.
-    pub vmm: Arc<dyn Vmm>,
+    /// Create VMs.
+    pub vmms: Vmms,
     /// Builds disks from snapshots.
     pub rootfs: Arc<RootfsStore>,
     /// The hierarchies in which pods' control groups are created.
@@ -173,6 +173,8 @@ pub struct PodView {
     pub spec: PodSpec,
     /// Its state.
     pub status: PodStatus,
+    /// Name of its VMM; empty while there is none.
+    pub vmm: String,
     /// The steps of its start.
     pub steps: Vec<Step>,
     /// Its containers, by id.

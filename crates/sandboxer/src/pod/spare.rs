@@ -9,7 +9,7 @@ use std::sync::{Mutex, PoisonError};
 use sandboxer_base::chain;
 use sandboxer_host::rootfs::{FsType, RootfsStore};
 use sandboxer_protocol::{agent as wire, id::SandboxId};
-use sandboxer_vmm::DiskSpec;
+use sandboxer_vmm::{DiskLimits, DiskSpec};
 
 use crate::{error::PodError, pod::container::start::RunningVm};
 
@@ -42,8 +42,13 @@ pub async fn plug(
     live: &RunningVm,
 ) -> Result<Option<DiskSpec>, PodError> {
     let Some(scratch) = rootfs.scratch(pod, pod, None).await? else { return Ok(None) };
-    let disk = DiskSpec { serial: SERIAL.to_owned(), path: scratch.path().to_owned(), read_only: false };
-    live.vm.attach_disk(&disk).await?;
+    let disk = DiskSpec {
+        serial: SERIAL.to_owned(),
+        path: scratch.path().to_owned(),
+        read_only: false,
+        limits: DiskLimits::default(),
+    };
+    live.attach_disk(&disk).await?;
     // The VMM has it open, so the file can be unlinked.
     drop(scratch);
     let prepared = live.agent.prepare_disk(message(&disk)).await;

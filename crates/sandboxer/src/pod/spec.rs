@@ -2,9 +2,10 @@
 
 use std::{collections::BTreeMap, net::IpAddr, path::PathBuf};
 
-use sandboxer_config::StartPath;
+use sandboxer_config::{StartPath, VmmName};
 use sandboxer_process::cgroup::Unlimited;
 use sandboxer_protocol::{agent as wire, id::SandboxId};
+use sandboxer_vmm::DiskLimits;
 use serde::{Deserialize, Serialize};
 
 use crate::template::Shape;
@@ -41,6 +42,9 @@ pub struct PodSpec {
     // Its name in records of all releases.
     #[serde(default, rename = "way")]
     pub start_path: StartPath,
+    /// The VMM that its runtime handler names; none: the configured one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub vmm: Option<VmmName>,
     /// Virtual CPUs.
     pub vcpus: u32,
     /// Guest memory, MiB.
@@ -54,6 +58,9 @@ pub struct PodSpec {
     /// Disk sizes for its containers' writes.
     #[serde(default)]
     pub room: Room,
+    /// Limits of each of its disks.
+    #[serde(default, skip_serializing_if = "DiskLimits::is_none")]
+    pub disk_limits: DiskLimits,
 }
 
 /// Limits of all containers of a pod together. 0: not specified; negative: no limit.
@@ -109,11 +116,13 @@ impl PodSpec {
             cgroup_parent: String::new(),
             sysctls: BTreeMap::new(),
             start_path: StartPath::default(),
+            vmm: None,
             vcpus,
             memory_mib,
             host_ports: Vec::new(),
             limits: Limits::default(),
             room: Room::default(),
+            disk_limits: DiskLimits::default(),
         }
     }
 

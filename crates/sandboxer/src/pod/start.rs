@@ -15,7 +15,7 @@ use std::{
 };
 
 use sandboxer_base::{Code, chain, clock::now_ns};
-use sandboxer_config::StartPath;
+use sandboxer_config::{StartPath, VmmName};
 use sandboxer_guest::GuestError;
 use sandboxer_host::network::{self, Interface, PooledTap, interface};
 use sandboxer_protocol::{
@@ -24,7 +24,7 @@ use sandboxer_protocol::{
     link::{LinkError, LinkKey},
     stage::Stage,
 };
-use sandboxer_vmm::{DiskSpec, Shape, Vm, VmExit, VmSpec, VmmError};
+use sandboxer_vmm::{DiskSpec, Vm, VmExit, VmSpec, Vmm, VmmError, VmmKey};
 use tokio::{sync::SemaphorePermit, time::Instant};
 use tokio_util::sync::CancellationToken;
 
@@ -43,7 +43,7 @@ use crate::{
     error::PodError,
     pod::container::start::RunningVm,
     taps::VmTaps,
-    template::{Missing, Template},
+    template::{Kind, Missing, Template},
 };
 
 /// Random bytes that the guest receives to seed its generator.
@@ -88,11 +88,11 @@ enum Source {
 }
 
 impl Source {
-    /// Returns a source of a VM of this shape on this start path, or why there is none.
-    fn take(node: &DaemonState, shape: Shape, start_path: StartPath) -> Result<Self, &'static str> {
+    /// Returns a source of a VM of this kind on this start path, or why there is none.
+    fn take(node: &DaemonState, kind: Kind, start_path: StartPath) -> Result<Self, &'static str> {
         match start_path {
-            StartPath::Pool => node.pool.claim(shape, &node.templates).map(|warm| Self::Pool(Box::new(warm))),
-            StartPath::Template => node.templates.get(shape).map(Self::Template).map_err(Missing::as_str),
+            StartPath::Pool => node.pool.claim(kind, &node.templates).map(|warm| Self::Pool(Box::new(warm))),
+            StartPath::Template => node.templates.get(kind).map(Self::Template).map_err(Missing::as_str),
             StartPath::Boot => Ok(Self::Boot),
         }
     }
@@ -123,12 +123,12 @@ pub async fn start(
     let interfaces = stages.run(Stage::Netns, interfaces(node, spec)).await?;
     // Check before anything is created.
     let host_ports = host_ports::listen(&node.front, spec)?;
-    let shape = spec.shape(interfaces.len());
+    let kind = Kind { vmm: vmm(node, spec)?, shape: spec.shape(interfaces.len()) };
     let deadline = Instant::now() + node.config.vm.boot_timeout;
-    let mut start = Start { node, spec, interfaces: &interfaces, key, stages, deadline, boots: BOOTS };
+    let mut start = Start { node, spec, kind, interfaces: &interfaces, key, stages, deadline, boots: BOOTS };
     let mut start_path = spec.start_path;
     loop {
-        let failed = match Source::take(node, shape, start_path) {
+        let failed = match Source::take(node, kind, start_path) {
             Ok(source) => match start.attempt(source, cancel).await {
                 Ok(up) => {
                     node.start_paths.taken(start_path);
@@ -156,6 +156,17 @@ pub async fn start(
     }
 }
 
+/// Returns the pod's VMM. Its handler may have named one to an earlier daemon that this one does not have.
+fn vmm(node: &DaemonState, spec: &PodSpec) -> Result<VmmKey, PodError> {
+    node.vmms.key(spec.vmm).ok_or_else(|| PodError::Invalid {
+        subject: format!("pod {}", spec.id),
+        reason: format!(
+            "its VMM is {}, which this daemon was not configured for: make the pod again, or name the VMM in [handlers]",
+            spec.vmm.map_or("", VmmName::as_str)
+        ),
+    })
+}
+
 /// Returns the pod's network interfaces.
 async fn interfaces(node: &DaemonState, spec: &PodSpec) -> Result<Vec<Interface>, PodError> {
     match &spec.netns {
@@ -174,6 +185,7 @@ async fn interfaces(node: &DaemonState, spec: &PodSpec) -> Result<Vec<Interface>
 struct Start<'a> {
     node: &'a DaemonState,
     spec: &'a PodSpec,
+    kind: Kind,
     interfaces: &'a [Interface],
     key: &'a LinkKey,
     stages: &'a Stages,
@@ -208,9 +220,9 @@ impl<'a> Start<'a> {
         waited: Option<Waited>,
         undo: &mut Undo,
     ) -> Result<Up, PodError> {
-        let Self { node, spec, interfaces, key, stages, .. } = *self;
+        let Self { node, spec, kind, interfaces, key, stages, .. } = *self;
         let prepared =
-            stages.run(Stage::Network, Prepared::new(node, spec, interfaces, waited, undo)).await?;
+            stages.run(Stage::Network, Prepared::new(node, spec, kind, interfaces, waited, undo)).await?;
         match source {
             Source::Pool(warm) => {
                 let until = self.until(FASTER);
@@ -262,6 +274,7 @@ struct Waited {
 struct Prepared<'a> {
     node: &'a DaemonState,
     spec: &'a PodSpec,
+    kind: Kind,
     run_dir: PathBuf,
     interfaces: Vec<Interface>,
     /// Their taps, unless the VM has them already.
@@ -274,6 +287,7 @@ impl<'a> Prepared<'a> {
     async fn new(
         node: &'a DaemonState,
         spec: &'a PodSpec,
+        kind: Kind,
         interfaces: &[Interface],
         waited: Option<Waited>,
         undo: &mut Undo,
@@ -307,14 +321,15 @@ impl<'a> Prepared<'a> {
         let taps = match (&spec.netns, waited) {
             (None, _) => VmTaps::None,
             (Some(netns), None) => {
-                VmTaps::of_pod(node.vmm.as_ref(), &node.tap_pool, &spec.id, netns, interfaces).await?
+                let vmm = node.vmms.get(kind.vmm).as_ref();
+                VmTaps::of_pod(vmm, &node.tap_pool, &spec.id, netns, interfaces).await?
             }
             (Some(netns), Some(waited)) => {
                 network::plug(&spec.id, netns, interfaces, node.tap_pool.clone(), waited.taps).await?;
                 VmTaps::None
             }
         };
-        Ok(Self { node, spec, run_dir, interfaces: interfaces.to_vec(), taps, counting })
+        Ok(Self { node, spec, kind, run_dir, interfaces: interfaces.to_vec(), taps, counting })
     }
 
     /// Takes a paused VM from the pool and resumes it.
@@ -322,7 +337,7 @@ impl<'a> Prepared<'a> {
         let Self { spec, run_dir, interfaces, counting, .. } = self;
         let vm = warm.vm.assign(&spec.id, &run_dir)?;
         answered(spec, until, "the resumption", vm.resume()).await?;
-        let live = RunningVm { vm, agent: warm.agent.of(&spec.id) };
+        let live = RunningVm { vm, agent: warm.agent.of(&spec.id), disk_limits: spec.disk_limits };
         let (ready, spare, host_ports) = (warm.ready, warm.spare, Vec::new());
         let up = Up { live, ready, start_path: StartPath::Pool, interfaces, host_ports, counting, spare };
         Ok(Greeted { spec, until, up })
@@ -335,10 +350,10 @@ impl<'a> Prepared<'a> {
         undo: &mut Undo,
     ) -> Result<Running<'a>, PodError> {
         let described = self.vm_spec(&template.link_key);
-        let restored = self.node.vmm.restore(&described, &template.frozen);
+        let restored = self.vmm().restore(&described, &template.frozen);
         let vm = answered(self.spec, until, "the restore", restored)
             .await
-            .inspect_err(|error| self.node.templates.not_restored(template, error))?;
+            .inspect_err(|error| self.node.templates.not_restored(self.kind, template, error))?;
         let running = self.running(vm, StartPath::Template, until, undo);
         answered(running.spec, until, "the resumption", running.vm.resume()).await?;
         Ok(running)
@@ -346,8 +361,12 @@ impl<'a> Prepared<'a> {
 
     async fn boot(self, key: &LinkKey, until: Instant, undo: &mut Undo) -> Result<Running<'a>, PodError> {
         let described = self.vm_spec(key);
-        let vm = answered(self.spec, until, "the boot", self.node.vmm.boot(&described)).await?;
+        let vm = answered(self.spec, until, "the boot", self.vmm().boot(&described)).await?;
         Ok(self.running(vm, StartPath::Boot, until, undo))
+    }
+
+    fn vmm(&self) -> &dyn Vmm {
+        self.node.vmms.get(self.kind.vmm).as_ref()
     }
 
     fn vm_spec(&self, key: &LinkKey) -> VmSpec {
@@ -381,7 +400,7 @@ impl<'a> Running<'a> {
         let Self { node, spec, until, vm, start_path, interfaces } = self;
         let greeted = sandboxer_guest::connect(&spec.id, vm.as_ref(), key, node.config.vm.agent_timeout);
         let (agent, ready) = watched(spec, until, vm.as_ref(), greeted).await?;
-        let live = RunningVm { vm, agent };
+        let live = RunningVm { vm, agent, disk_limits: spec.disk_limits };
         let (host_ports, counting, spare) = (Vec::new(), None, None);
         let up = Up { live, ready, start_path, interfaces, host_ports, counting, spare };
         Ok(Greeted { spec, until, up })

@@ -26,7 +26,7 @@ use sandboxer_protocol::{
     agent::{self as wire, put_volume_request::Content as WireContent},
     id::Id,
 };
-use sandboxer_vmm::DiskSpec;
+use sandboxer_vmm::{DiskLimits, DiskSpec};
 use sha2::{Digest, Sha256};
 use tokio_util::task::AbortOnDropHandle;
 
@@ -196,12 +196,17 @@ impl Volumes {
     }
 
     async fn attach(&self, live: &RunningVm, id: &Id, path: &Path, read_only: bool) -> Result<(), PodError> {
-        let disk = DiskSpec { serial: id.to_string(), path: PathBuf::from(path), read_only };
+        let disk = DiskSpec {
+            serial: id.to_string(),
+            path: PathBuf::from(path),
+            read_only,
+            limits: DiskLimits::default(),
+        };
         if self.earlier.is_some() {
             // It may exist half-created, from a start that an earlier daemon did not finish.
             live.vm.detach_disk(&disk.serial).await?;
         }
-        Ok(live.vm.attach_disk(&disk).await?)
+        Ok(live.attach_disk(&disk).await?)
     }
 }
 

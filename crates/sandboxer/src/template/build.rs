@@ -14,7 +14,7 @@ use sandboxer_config::VmConfig;
 use sandboxer_host::network::TapPool;
 use sandboxer_process::cgroup::Cgroup;
 use sandboxer_protocol::{id::SandboxId, link::LinkKey};
-use sandboxer_vmm::{MEMORY, Vm, VmSpec, Vmm, VmmError};
+use sandboxer_vmm::{MEMORY, Vm, VmSpec, Vmm, VmmError, Vmms};
 
 use super::{
     Shape, TemplateError, image,
@@ -61,7 +61,7 @@ pub enum BuildError {
 #[derive(Debug)]
 pub struct Builder {
     /// Starts VMs.
-    pub vmm: Arc<dyn Vmm>,
+    pub vmms: Vmms,
     /// Configuration of the VMs.
     pub config: VmConfig,
     /// Directory for sockets of VMs that become templates.
@@ -83,8 +83,8 @@ impl Builder {
         VmSpec { memory_file, background: true, cgroup, ..spec }
     }
 
-    /// Builds the template of the inputs in `survey`. One at a time; a failure leaves nothing behind.
-    pub async fn build(&self, survey: &InputDigest) -> Result<(), BuildError> {
+    /// Builds the template of the inputs in `survey`, which are of `vmm`. One at a time; a failure leaves nothing behind.
+    pub async fn build(&self, vmm: &dyn Vmm, survey: &InputDigest) -> Result<(), BuildError> {
         let inputs = survey.inputs.clone();
         let key = inputs.key();
         let dir = self.root.join(format!(".{key}"));
@@ -92,13 +92,13 @@ impl Builder {
             clear(dir).and_then(|()| make(dir)).map_err(TemplateError::path("create", dir))?;
         }
         let spec = self.spec(inputs.shape, &dir);
-        let taps = VmTaps::of_no_pod(self.vmm.as_ref(), &self.tap_pool, spec.nics);
+        let taps = VmTaps::of_no_pod(vmm, &self.tap_pool, spec.nics);
         let spec = taps.map_err(BuildError::Taps)?.0.given_to(spec);
-        let frozen = self.freeze(&spec, &dir).await;
+        let frozen = self.freeze(vmm, &spec, &dir).await;
         if let Err(error) = clear(&self.run_dir) {
             tracing::warn!(path = %self.run_dir.display(), %error, "cannot remove the run directory of a template's VM");
         }
-        let is_current = survey.is_current(self.vmm.as_ref(), &spec);
+        let is_current = survey.is_current(vmm, &spec);
         let (target, link_key) = (self.root.join(&key), spec.boot.link_key);
         let from = dir.clone();
         let built = match frozen {
@@ -117,8 +117,8 @@ impl Builder {
         built
     }
 
-    async fn freeze(&self, spec: &VmSpec, dir: &Path) -> Result<(), BuildError> {
-        let vm = self.vmm.boot(spec).await?;
+    async fn freeze(&self, vmm: &dyn Vmm, spec: &VmSpec, dir: &Path) -> Result<(), BuildError> {
+        let vm = vmm.boot(spec).await?;
         let frozen = tokio::select! {
             frozen = self.freeze_ready(spec, vm.as_ref(), dir) => frozen,
             exit = vm.exited() => Err(VmmError::Died {

@@ -29,8 +29,23 @@ pub use key::TemplateKey;
 pub use slot::Missing;
 pub use store::{TemplateView, Templates, run_dir};
 
-use sandboxer_vmm::Frozen;
 pub use sandboxer_vmm::Shape;
+use sandboxer_vmm::{Frozen, VmmKey};
+
+/// VMs that are copies of one template at a time. A shape alone is of the configured VMM.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Kind {
+    /// Their VMM.
+    pub vmm: VmmKey,
+    /// Their size.
+    pub shape: Shape,
+}
+
+impl From<Shape> for Kind {
+    fn from(shape: Shape) -> Self {
+        Self { vmm: VmmKey::default(), shape }
+    }
+}
 
 /// A frozen VM, checked and in memory.
 #[derive(Debug)]

@@ -14,11 +14,11 @@ use sandboxer_base::{chain, clock};
 use sandboxer_config::{Config, TemplateConfig};
 use sandboxer_host::network::TapPool;
 use sandboxer_process::cgroup::Cgroup;
-use sandboxer_vmm::{Vmm, VmmError};
+use sandboxer_vmm::{Vmm, VmmError, Vmms};
 use tokio::time::Instant;
 
 use super::{
-    Missing, Shape, Template, TemplateError, TemplateKey,
+    Kind, Missing, Shape, Template, TemplateError, TemplateKey,
     bounds::{self, Kept},
     build::{BuildError, Builder, clear},
     image::{self, Manifest},
@@ -59,7 +59,7 @@ pub struct Templates {
     /// Held while a template is loaded or built: either takes a CPU.
     preparing: tokio::sync::Mutex<()>,
     // A plain lock: never held across an await.
-    slots: Mutex<HashMap<Shape, Slot>>,
+    slots: Mutex<HashMap<Kind, Slot>>,
 }
 
 impl Templates {
@@ -67,7 +67,7 @@ impl Templates {
     /// ones. VMs that become templates start in `cgroup`.
     pub fn open(
         config: &Config,
-        vmm: Arc<dyn Vmm>,
+        vmms: Vmms,
         tap_pool: Arc<TapPool>,
         cgroup: Option<Cgroup>,
     ) -> io::Result<Arc<Self>> {
@@ -82,7 +82,7 @@ impl Templates {
         let templates = Self {
             bounds: config.templates.clone(),
             builder: Builder {
-                vmm,
+                vmms,
                 config: config.vm.clone(),
                 run_dir: run_dir(config),
                 root,
@@ -97,41 +97,43 @@ impl Templates {
         Ok(Arc::new(templates))
     }
 
-    /// Returns the template for VMs of this shape, without waiting; if there is none, starts its preparation.
-    pub fn get(self: &Arc<Self>, shape: Shape) -> Result<Arc<Template>, Missing> {
+    /// Returns the template for VMs of this kind, without waiting; if there is none, starts its preparation.
+    pub fn get(self: &Arc<Self>, kind: impl Into<Kind>) -> Result<Arc<Template>, Missing> {
+        let kind = kind.into();
         if !self.bounds.enabled {
             return Err(Missing::Off);
         }
-        if let Some(template) = self.ready(shape) {
+        if let Some(template) = self.ready(kind) {
             return Ok(template);
         }
-        let missing = self.slots().entry(shape).or_default().request()?;
-        self.spawn_prepare(shape);
+        let missing = self.slots().entry(kind).or_default().request()?;
+        self.spawn_prepare(kind);
         Err(missing)
     }
 
     /// Prepares a template in the background.
-    fn spawn_prepare(self: &Arc<Self>, shape: Shape) {
+    fn spawn_prepare(self: &Arc<Self>, kind: Kind) {
         let templates = self.clone();
         tokio::spawn(async move {
             // An error was logged already.
-            let _ = templates.prepare(shape).await;
+            let _ = templates.prepare(kind).await;
         });
     }
 
-    /// Returns the template for VMs of this shape; loads or builds it if there is none.
-    pub async fn prepare(self: &Arc<Self>, shape: Shape) -> Result<Arc<Template>, BuildError> {
+    /// Returns the template for VMs of this kind; loads or builds it if there is none.
+    pub async fn prepare(self: &Arc<Self>, kind: impl Into<Kind>) -> Result<Arc<Template>, BuildError> {
+        let kind = kind.into();
         // A template that is there needs no wait for the preparation of others.
-        if let Some(template) = self.ready(shape) {
+        if let Some(template) = self.ready(kind) {
             return Ok(template);
         }
         let _one = self.preparing.lock().await;
-        if let Some(template) = self.ready(shape) {
+        if let Some(template) = self.ready(kind) {
             return Ok(template);
         }
-        let prepared = self.load_or_build(shape).await;
+        let prepared = self.load_or_build(kind).await;
         let mut slots = self.slots();
-        let slot = slots.entry(shape).or_default();
+        let slot = slots.entry(kind).or_default();
         match prepared {
             Ok(Prepared { template, survey, made }) => {
                 slot.settle(template.clone(), survey, made);
@@ -140,19 +142,20 @@ impl Templates {
             Err(error) => {
                 if slot.fail(&error) {
                     let error = chain(&error);
-                    tracing::warn!(%shape, error, "no template: pods of this size boot; retrying, logged once");
+                    let (shape, vmm) = (kind.shape, self.vmm(kind).info().name);
+                    tracing::warn!(%shape, vmm, error, "no template: pods of this size boot; retrying, logged once");
                 }
                 Err(error)
             }
         }
     }
 
-    async fn load_or_build(self: &Arc<Self>, shape: Shape) -> Result<Prepared, BuildError> {
-        let survey = Arc::new(self.blocking(move |all| all.survey(shape)).await?);
+    async fn load_or_build(self: &Arc<Self>, kind: Kind) -> Result<Prepared, BuildError> {
+        let survey = Arc::new(self.blocking(move |all| all.survey(kind)).await?);
         let key = survey.inputs.key();
-        let (template, made) = match self.load(shape, &key).await? {
+        let (template, made) = match self.load(kind, &key).await? {
             Some(template) => (template, false),
-            None => (self.build(shape, &survey).await?, true),
+            None => (self.build(kind, &survey).await?, true),
         };
         let (dir, kept) = (self.builder.root.join(&key), key.clone());
         let (fits, bytes) = self
@@ -161,10 +164,10 @@ impl Templates {
                 Ok((bounded.map_err(TemplateError::path("remove other templates than", &dir))?, taken(&dir)))
             })
             .await?;
-        self.slots().entry(shape).or_default().bytes = bytes;
+        self.slots().entry(kind).or_default().bytes = bytes;
         if !fits {
             self.discard(key).await?;
-            return Err(self.no_room(shape));
+            return Err(self.no_room(kind.shape));
         }
         Ok(Prepared { template, survey, made })
     }
@@ -172,21 +175,22 @@ impl Templates {
     /// Returns the template of this name, if it is on disk; removes it if it is damaged or refused.
     async fn load(
         self: &Arc<Self>,
-        shape: Shape,
+        kind: Kind,
         key: &TemplateKey,
     ) -> Result<Option<Arc<Template>>, TemplateError> {
         let dir = self.builder.root.join(key);
         if !dir.exists() {
             return Ok(None);
         }
-        if self.slots().get(&shape).is_some_and(Slot::is_refused) {
+        if self.slots().get(&kind).is_some_and(Slot::is_refused) {
             return self.discard(key.clone()).await.map(|()| None);
         }
         match self.blocking(move |_| load(&dir)).await {
             Ok(template) => Ok(Some(template)),
             Err(error) => {
-                tracing::warn!(%shape, error = chain(&error), "cannot use a template; building a new one");
-                self.slots().entry(shape).or_default().state = State::Preparing(Missing::Damaged);
+                let (shape, vmm) = (kind.shape, self.vmm(kind).info().name);
+                tracing::warn!(%shape, vmm, error = chain(&error), "cannot use a template; building a new one");
+                self.slots().entry(kind).or_default().state = State::Preparing(Missing::Damaged);
                 self.discard(key.clone()).await.map(|()| None)
             }
         }
@@ -194,23 +198,24 @@ impl Templates {
 
     async fn build(
         self: &Arc<Self>,
-        shape: Shape,
+        kind: Kind,
         survey: &Arc<InputDigest>,
     ) -> Result<Arc<Template>, BuildError> {
         // It will need as much space as the last time.
-        let bytes = self.slots().entry(shape).or_default().bytes;
+        let bytes = self.slots().entry(kind).or_default().bytes;
         let room = self.blocking(move |all| {
             let kept = all.kept(None).map_err(TemplateError::path("list", &all.builder.root))?;
             Ok(bounds::doomed(kept, Some(bytes), &all.bounds).is_some())
         });
         if !room.await? {
-            return Err(self.no_room(shape));
+            return Err(self.no_room(kind.shape));
         }
         let began = Instant::now();
-        self.builder.build(survey).await?;
+        self.builder.build(self.vmm(kind), survey).await?;
         let dir = self.builder.root.join(survey.inputs.key());
         let template = self.blocking(move |_| load(&dir)).await?;
-        tracing::info!(%shape, key = %template.key, took = ?began.elapsed(), "built a template");
+        let (shape, vmm) = (kind.shape, self.vmm(kind).info().name);
+        tracing::info!(%shape, vmm, key = %template.key, took = ?began.elapsed(), "built a template");
         Ok(template)
     }
 
@@ -238,17 +243,18 @@ impl Templates {
 
     /// Notes that a VM could not be restored from this template. If the VMM refuses it although its inputs match, a
     /// template of an earlier daemon is built again, once.
-    pub fn not_restored(self: &Arc<Self>, template: &Template, error: &VmmError) {
+    pub fn not_restored(self: &Arc<Self>, kind: Kind, template: &Template, error: &VmmError) {
         // QEMU exits when it refuses. Errors of the host are not the template's.
         if !matches!(error, VmmError::Died { .. } | VmmError::Refused { .. } | VmmError::Malformed { .. }) {
             return;
         }
-        let (shape, key) = (template.shape, template.key.clone());
-        if !self.slots().entry(shape).or_default().refuse(&key) {
+        let key = template.key.clone();
+        if !self.slots().entry(kind).or_default().refuse(&key) {
             return;
         }
-        tracing::warn!(%shape, %key, "the VMM refuses a template; building a new one");
-        self.spawn_prepare(shape);
+        let (shape, vmm) = (kind.shape, self.vmm(kind).info().name);
+        tracing::warn!(%shape, vmm, %key, "the VMM refuses a template; building a new one");
+        self.spawn_prepare(kind);
     }
 
     /// Lists all templates on disk.
@@ -314,14 +320,14 @@ impl Templates {
     }
 
     /// Returns the template in use, if its inputs have not changed. Files are checked without the lock.
-    fn ready(self: &Arc<Self>, shape: Shape) -> Option<Arc<Template>> {
-        let survey = self.slots().get(&shape)?.ready()?.survey.clone();
-        let spec = self.builder.spec(shape, Path::new(""));
-        if !survey.is_current(self.builder.vmm.as_ref(), &spec) {
+    fn ready(self: &Arc<Self>, kind: Kind) -> Option<Arc<Template>> {
+        let survey = self.slots().get(&kind)?.ready()?.survey.clone();
+        let spec = self.builder.spec(kind.shape, Path::new(""));
+        if !survey.is_current(self.vmm(kind), &spec) {
             return None;
         }
         let mut slots = self.slots();
-        let State::Ready(ready) = &mut slots.get_mut(&shape)?.state else { return None };
+        let State::Ready(ready) = &mut slots.get_mut(&kind)?.state else { return None };
         // If another has replaced it meanwhile, that is newer still.
         let template = ready.template.clone();
         if ready.touch() {
@@ -331,16 +337,20 @@ impl Templates {
         Some(template)
     }
 
-    fn survey(&self, shape: Shape) -> Result<InputDigest, TemplateError> {
-        let spec = self.builder.spec(shape, Path::new(""));
-        self.surveyor.survey(self.builder.vmm.as_ref(), &spec).map_err(|(path, source)| TemplateError::Path {
+    fn survey(&self, kind: Kind) -> Result<InputDigest, TemplateError> {
+        let spec = self.builder.spec(kind.shape, Path::new(""));
+        self.surveyor.survey(self.vmm(kind), &spec).map_err(|(path, source)| TemplateError::Path {
             action: "hash the input",
             path,
             source,
         })
     }
 
-    fn slots(&self) -> MutexGuard<'_, HashMap<Shape, Slot>> {
+    fn vmm(&self, kind: Kind) -> &dyn Vmm {
+        self.builder.vmms.get(kind.vmm).as_ref()
+    }
+
+    fn slots(&self) -> MutexGuard<'_, HashMap<Kind, Slot>> {
         self.slots.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

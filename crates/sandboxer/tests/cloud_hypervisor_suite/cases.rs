@@ -106,7 +106,7 @@ async fn a_vm_is_made_booted_ended_and_forgotten(subject: Subject) -> Result<Out
 async fn disks_are_added_and_removed(subject: Subject) -> Result<Outcome> {
     let running = Running::of(&subject).await?;
     let (api, vm) = (&running.api, &running.vm);
-    let first = DiskSpec { read_only: true, ..running.pod.disk("a") };
+    let first = DiskSpec { read_only: true, ..running.pod.limited_disk("a") };
     let before = fs::metadata(&first.path)?;
     vm.attach_disk(&first).await?;
     let after = fs::metadata(&first.path)?;
@@ -114,8 +114,14 @@ async fn disks_are_added_and_removed(subject: Subject) -> Result<Outcome> {
     let shown = running.in_room("disks");
     ensure!(fs::read_dir(&shown)?.next().is_none(), "a disk is still shown");
     let path = Path::new("/run/missing").to_owned();
-    let disk =
-        Disk { id: "disk-a".into(), serial: "a".into(), path, readonly: true, image_type: ImageType::Raw };
+    let disk = Disk {
+        id: "disk-a".into(),
+        serial: "a".into(),
+        path,
+        readonly: true,
+        image_type: ImageType::Raw,
+        rate_limiter_config: None,
+    };
     let devices = api.info().await?.device_tree.unwrap_or_default();
     ensure!(devices.contains_key("disk-a"), "{:?}", devices.keys());
     refusal(api.add_disk(&disk).await)?;

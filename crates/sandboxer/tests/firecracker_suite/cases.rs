@@ -89,7 +89,8 @@ async fn a_vm_boots_stands_still_and_goes_on(subject: Subject) -> Result<()> {
 async fn disks_come_and_go(subject: Subject) -> Result<()> {
     let running = Running::of(&subject).await?;
     let vm = &running.vm;
-    let (first, second) = (DiskSpec { read_only: true, ..running.pod.disk("a") }, running.pod.disk("b"));
+    let (first, second) =
+        (DiskSpec { read_only: true, ..running.pod.disk("a") }, running.pod.limited_disk("b"));
     let before = fs::metadata(&first.path)?;
     vm.attach_disk(&first).await?;
     vm.attach_disk(&second).await?;
@@ -98,7 +99,7 @@ async fn disks_come_and_go(subject: Subject) -> Result<()> {
     ensure!(fs::read_dir(running.in_room("disks"))?.next().is_none(), "a disk is still shown");
     let twice = vm.attach_disk(&first).await.err().context("attached twice")?;
     ensure!(matches!(twice, VmmError::Refused { .. }), "{twice}");
-    let missing = DiskSpec { serial: "c".into(), path: "/nonexistent/image".into(), read_only: true };
+    let missing = DiskSpec { serial: "c".into(), path: "/nonexistent/image".into(), ..first.clone() };
     let missing = vm.attach_disk(&missing).await.err().context("attached nothing")?;
     ensure!(missing.to_string().contains("/nonexistent/image"), "{missing}");
     vm.detach_disk("never").await.context("detaching what isn't there is no error")?;

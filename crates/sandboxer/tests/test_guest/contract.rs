@@ -45,7 +45,7 @@ pub async fn a_tap_is_held_as_long_as_the_vm_runs(
 /// Tests a VMM against the contract. `spec` returns, for a pod, a VM whose guest answers as `init.sh` does.
 pub async fn keeps_the_contract(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec) {
     let pod = Pod::new("contract");
-    let (first, second) = (pod.disk("first"), pod.disk("second"));
+    let (first, second) = (pod.disk("first"), pod.limited_disk("second"));
     let vm = vmm.boot(&spec(&pod)).await.expect("the VM boots");
     let mut guest = Guest::of(&*vm).await;
     assert_eq!(guest.ask("hello").await, "hello host");
@@ -91,7 +91,7 @@ async fn disks_come_and_go(vm: &dyn Vm, guest: &mut Guest, first: &DiskSpec, sec
     assert!(matches!(twice, VmmError::Refused { .. }), "{twice}");
     assert_eq!(guest.ask("await first").await, "disk first ro=1 starts with first");
 
-    let missing = DiskSpec { serial: "third".into(), path: "/nonexistent/image".into(), read_only: true };
+    let missing = DiskSpec { serial: "third".into(), path: "/nonexistent/image".into(), ..read_only };
     let missing = vm.attach_disk(&missing).await.unwrap_err();
     assert!(missing.to_string().contains("/nonexistent/image"), "{missing}");
 

@@ -18,7 +18,7 @@ use std::{
 use sandboxer_config::{Accelerator, VmConfig, VmmChoice};
 use sandboxer_process::strays;
 use sandboxer_protocol::{boot::BootParams, link::LinkKey};
-use sandboxer_vmm::{AgentStream, DiskSpec, Vm, VmSpec, qemu::Qemu};
+use sandboxer_vmm::{AgentStream, DiskLimits, DiskSpec, Rate, Vm, VmSpec, qemu::Qemu};
 use sandboxer_vmm_fake::FakeGuest;
 use tempfile::TempDir;
 use tokio::{
@@ -159,13 +159,20 @@ impl Pod {
         }
     }
 
+    /// Creates a disk as [`Pod::disk`] does, with limits.
+    pub fn limited_disk(&self, serial: &str) -> DiskSpec {
+        let bytes = Some(Rate { per_second: 1 << 20, burst: 4 << 20 });
+        let limits = DiskLimits { bytes, operations: Some(Rate::plain(500)) };
+        DiskSpec { limits, ..self.disk(serial) }
+    }
+
     /// Creates a disk whose first line is its serial.
     pub fn disk(&self, serial: &str) -> DiskSpec {
         let path = self.path(&format!("{serial}.img"));
         let mut image = format!("{serial}\n").into_bytes();
         image.resize(1 << 20, 0);
         fs::write(&path, image).unwrap();
-        DiskSpec { serial: serial.into(), path, read_only: false }
+        DiskSpec { serial: serial.into(), path, read_only: false, limits: DiskLimits::default() }
     }
 
     pub fn script(&self, name: &str, body: &str) -> PathBuf {

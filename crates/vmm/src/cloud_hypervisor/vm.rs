@@ -20,6 +20,7 @@ use super::{
 };
 use crate::{
     AgentStream, DiskSpec, ShareListener, ShareTransport, Vm, VmExit, VmRecord, VmmError,
+    rate::RateLimiter,
     room::{Room, shown as path_of},
     run_dir::path_error,
     spec::first_mac_text,
@@ -194,6 +195,7 @@ pub(super) fn disk(disk: &DiskSpec) -> wire::Disk {
         path: path_of(&disk.serial),
         readonly: disk.read_only,
         image_type: wire::ImageType::Raw,
+        rate_limiter_config: RateLimiter::of(disk.limits),
     }
 }
 

@@ -7,6 +7,8 @@ use std::{collections::HashMap, path::PathBuf};
 
 use serde::{Deserialize, Serialize, de::IgnoredAny};
 
+use crate::rate::RateLimiter;
+
 /// `vm.create`.
 #[derive(Debug, Clone, Serialize)]
 pub struct VmConfig {
@@ -90,6 +92,9 @@ pub struct Disk {
     pub readonly: bool,
     /// Format of the file. If the VMM detected it, a guest could forge it.
     pub image_type: ImageType,
+    /// How fast it may be read and written.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rate_limiter_config: Option<RateLimiter>,
 }
 
 /// Format of a disk's file.

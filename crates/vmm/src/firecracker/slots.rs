@@ -22,6 +22,7 @@ use sandboxer_protocol::disk_index::{self, Entry};
 use super::wire::{Cache, Drive, DrivePatch};
 use crate::{
     DiskSpec,
+    rate::RateLimiter,
     room::{Room, shown},
 };
 
@@ -101,6 +102,8 @@ impl Slots {
         [drive(INDEX.to_owned(), INDEX, true)].into_iter().chain(slots).collect()
     }
 
+    /// A slot keeps the limits of its last disk if the next has none: all disks of a pod have the same.
+    ///
     /// Enters `disk`, of `bytes` bytes, into a slot. Returns what points the slot's drive to it.
     pub fn take(&mut self, disk: &DiskSpec, bytes: u64) -> Result<DrivePatch, SlotError> {
         let sectors = bytes / disk_index::SECTOR as u64;
@@ -122,7 +125,8 @@ impl Slots {
         self.taken[slot] = Some(Entry { slot, sectors, serial: disk.serial.clone() });
         // Before its drive is pointed to it: the guest is only told of that.
         self.store()?;
-        Ok(DrivePatch { drive_id: drive_id(slot), path_on_host: shown(&disk.serial) })
+        let rate_limiter = RateLimiter::of(disk.limits);
+        Ok(DrivePatch { drive_id: drive_id(slot), path_on_host: shown(&disk.serial), rate_limiter })
     }
 
     /// Returns the slot of a disk.
@@ -132,7 +136,7 @@ impl Slots {
 
     /// Returns what points the drive of `slot` to the empty file.
     pub fn emptied(slot: usize) -> DrivePatch {
-        DrivePatch { drive_id: drive_id(slot), path_on_host: Path::new(ROOM).join(EMPTY) }
+        DrivePatch { drive_id: drive_id(slot), path_on_host: Path::new(ROOM).join(EMPTY), rate_limiter: None }
     }
 
     /// Removes the disk in `slot`, whose drive is pointed to the empty file.

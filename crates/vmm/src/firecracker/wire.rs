@@ -7,6 +7,8 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use crate::rate::RateLimiter;
+
 /// `PUT /machine-config`.
 #[derive(Debug, Clone, Serialize)]
 pub struct Machine {
@@ -56,6 +58,9 @@ pub struct DrivePatch {
     pub drive_id: String,
     /// Its file from now on.
     pub path_on_host: PathBuf,
+    /// How fast it may be read and written from now on; `None`: as before.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rate_limiter: Option<RateLimiter>,
 }
 
 /// `PUT /vsock`: a hybrid vsock, see [`crate::vsock`].

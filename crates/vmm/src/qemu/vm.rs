@@ -52,6 +52,16 @@ impl QemuVm {
         self.qmp.load(state, self.call_timeout).await.map_err(self.answer("loading a template"))
     }
 
+    /// Plugs in a disk whose image is there, and limits it before the guest has found it, or a moment later.
+    async fn plug(&self, disk: &DiskSpec) -> Result<(), QmpError> {
+        self.qmp.device_add(command_line::disk_device(&disk.serial), self.call_timeout).await?;
+        if disk.limits.is_none() {
+            return Ok(());
+        }
+        let id = command_line::device_id(&disk.serial);
+        self.qmp.throttle(&id, disk.limits, self.call_timeout).await
+    }
+
     fn answer(&self, call: &str) -> impl FnOnce(QmpError) -> VmmError {
         answer(&self.record.pod, call)
     }
@@ -91,7 +101,7 @@ impl Vm for QemuVm {
             self.qmp.remove_fd(set, limit).await.and(added)
         };
         added.await.map_err(answer(pod, &call))?;
-        let plugged = self.qmp.device_add(command_line::disk_device(&disk.serial), self.call_timeout).await;
+        let plugged = self.plug(disk).await;
         if plugged.is_err()
             && let Err(error) = self.detach_disk(&disk.serial).await
         {

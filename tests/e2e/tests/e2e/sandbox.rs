@@ -236,6 +236,9 @@ async fn annotation_that_makes_no_sense(case: Case) -> Result<()> {
         ("io.sandboxer.vcpus", "0"),
         ("io.sandboxer.memory", "-1Gi"),
         ("io.sandboxer.memory", "1Mi"),
+        ("io.sandboxer.disk-bps", "0"),
+        ("io.sandboxer.disk-iops", "9"),
+        ("io.sandboxer.disk-bps-burst", "1Gi"),
     ] {
         let refused = case.pod_with(|config| drop(config.annotations.insert(key.into(), value.into()))).await;
         let error = refused.err().with_context(|| format!("{key}={value} was accepted"))?;

@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::os::unix::fs::MetadataExt;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
 use k8s_cri::v1::{ContainerConfig, LinuxContainerResources};
@@ -13,7 +14,7 @@ use sandboxer_e2e::eventually;
 
 crate::cases![
     Vm: more_than_its_memory, each_container_begins_anew, what_is_deleted_is_the_hosts_again,
-    a_root_that_is_read_only_has_no_disk;
+    a_root_that_is_read_only_has_no_disk, no_faster_than_its_limit;
     VmAlone: written_on_after_the_workers_death, a_full_disk_costs_no_other_pod
 ];
 
@@ -72,6 +73,25 @@ async fn more_than_its_memory(case: Case) -> Result<()> {
     case.cri.remove(&container.id).await?;
     ensure!(room_of(vmm)? < MIB, "what it wrote takes room still: {:?}", disks_of(vmm)?);
     ensure!(pod.output("echo goes on").await? == "goes on");
+    Ok(())
+}
+
+/// Never faster, whatever else the host does: the burst at once, the rest at the rate.
+async fn no_faster_than_its_limit(case: Case) -> Result<()> {
+    const RATE: u64 = 4 * MIB;
+    const BURST: u64 = 8 * MIB;
+    const WRITTEN: u64 = 32 * MIB;
+    let pod = case
+        .pod_with(|config| {
+            config.annotations.insert("io.sandboxer.disk-bps".into(), RATE.to_string());
+            config.annotations.insert("io.sandboxer.disk-bps-burst".into(), BURST.to_string());
+        })
+        .await?;
+    let container = pod.start(idle("c")).await?;
+    let began = Instant::now();
+    container.sh(&format!("dd if=/dev/zero of=/big bs=1M count={} conv=fsync", WRITTEN / MIB)).await?;
+    let (took, due) = (began.elapsed(), Duration::from_secs((WRITTEN - BURST) / RATE));
+    ensure!(took >= due.mul_f64(0.95), "{WRITTEN} bytes took {took:?}, at least {due:?} were due");
     Ok(())
 }
 

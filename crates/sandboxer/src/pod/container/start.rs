@@ -20,7 +20,7 @@ use sandboxer_protocol::{
     id::{ContainerId, ExecId, SandboxId},
     stage::Stage,
 };
-use sandboxer_vmm::{DiskSpec, Vm};
+use sandboxer_vmm::{DiskLimits, DiskSpec, Vm, VmmError};
 use serde::{Deserialize, Serialize};
 use tokio::sync::SemaphorePermit;
 
@@ -42,12 +42,19 @@ pub struct RunningVm {
     pub vm: Arc<dyn Vm>,
     /// The agent.
     pub agent: Agent,
+    /// Limits of each of its disks.
+    pub disk_limits: DiskLimits,
 }
 
 impl RunningVm {
     /// Returns the VM and the agent.
     pub fn guest(&self) -> (&dyn Vm, &Agent) {
         (self.vm.as_ref(), &self.agent)
+    }
+
+    /// Attaches a disk with the pod's limits.
+    pub async fn attach_disk(&self, disk: &DiskSpec) -> Result<(), VmmError> {
+        self.vm.attach_disk(&DiskSpec { limits: self.disk_limits, ..disk.clone() }).await
     }
 }
 
@@ -216,7 +223,7 @@ async fn attach(
     needed: &[Needed],
 ) -> Result<(), PodError> {
     let new = disks.iter().filter(|disk| disk.serial != spare::SERIAL);
-    let rootfs = future::try_join_all(new.map(|disk| live.vm.attach_disk(disk)));
+    let rootfs = future::try_join_all(new.map(|disk| live.attach_disk(disk)));
     // Await both: volumes belong to the pod, and none of them may be left half-created.
     let (rootfs, volumes) = future::join(rootfs, volumes.provide(live, needed)).await;
     rootfs.map_err(PodError::from).and(volumes)
@@ -244,7 +251,8 @@ async fn make_room(
     let scratch = rootfs.scratch(&pod.id, &new.id, asked).await?;
     if let Some(scratch) = &scratch {
         let (serial, path) = (plan.next_serial.clone(), scratch.path().to_owned());
-        plan.writable = Writable::Scratch(DiskSpec { serial, path, read_only: false });
+        plan.writable =
+            Writable::Scratch(DiskSpec { serial, path, read_only: false, limits: DiskLimits::default() });
     }
     Ok(scratch)
 }

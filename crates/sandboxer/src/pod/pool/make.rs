@@ -4,7 +4,7 @@ use std::{fs::DirBuilder, io, os::unix::fs::DirBuilderExt, sync::Arc};
 
 use sandboxer_base::{chain, clock::now_ns};
 use sandboxer_protocol::{agent::ConfigurePodRequest, id::SandboxId};
-use sandboxer_vmm::{Vm, VmSpec};
+use sandboxer_vmm::{DiskLimits, Vm, VmSpec};
 use tokio_util::sync::CancellationToken;
 
 use super::{Rehearsal, Warm, rehearsal, run_dir};
@@ -12,7 +12,7 @@ use crate::{
     error::PodError,
     pod::{DaemonState, container::start::RunningVm, spare, undo::Undo},
     taps::VmTaps,
-    template::{BuildError, Shape, Template},
+    template::{BuildError, Kind, Template},
 };
 
 /// Why there is no VM.
@@ -30,16 +30,16 @@ pub enum PoolError {
 pub async fn warm(
     node: &Arc<DaemonState>,
     rehearsal: &Rehearsal,
-    shape: Shape,
+    kind: Kind,
     cancel: &CancellationToken,
 ) -> Result<Warm, PoolError> {
-    let template = node.templates.prepare(shape).await?;
+    let template = node.templates.prepare(kind).await?;
     let mut undo = Undo::default();
     let limit = node.config.vm.boot_timeout;
     let id = new_id();
     let made = tokio::select! {
         () = cancel.cancelled() => Err(PodError::Cancelled(id.clone())),
-        made = try_warm(node, rehearsal, &template, &id, &mut undo) => made,
+        made = try_warm(node, rehearsal, (kind, &template), &id, &mut undo) => made,
         () = tokio::time::sleep(limit) => {
             Err(PodError::NotReady { pod: id.clone(), limit, console: "it was restored for the pool".into() })
         }
@@ -55,7 +55,7 @@ pub async fn warm(
 async fn try_warm(
     node: &Arc<DaemonState>,
     rehearsal: &Rehearsal,
-    template: &Template,
+    (kind, template): (Kind, &Template),
     id: &SandboxId,
     undo: &mut Undo,
 ) -> Result<Warm, PodError> {
@@ -69,11 +69,12 @@ async fn try_warm(
     let left = dir.clone();
     undo.push("remove the run directory", async move { std::fs::remove_dir_all(left) });
     let spec = VmSpec::new(config, id.clone(), dir.clone(), template.shape, template.link_key.clone());
+    let vmm = node.vmms.get(kind.vmm);
     let (taps, pooled_taps) =
-        VmTaps::of_no_pod(node.vmm.as_ref(), &node.tap_pool, spec.nics).map_err(host("make taps for"))?;
+        VmTaps::of_no_pod(vmm.as_ref(), &node.tap_pool, spec.nics).map_err(host("make taps for"))?;
     let spec = VmSpec { background: true, cgroup: node.idle_cgroup.clone(), ..taps.given_to(spec) };
-    let restored = node.vmm.restore(&spec, &template.frozen).await;
-    let vm = restored.inspect_err(|error| node.templates.not_restored(template, error))?;
+    let restored = vmm.restore(&spec, &template.frozen).await;
+    let vm = restored.inspect_err(|error| node.templates.not_restored(kind, template, error))?;
     let doomed = vm.clone();
     undo.push("end the VMM", async move { doomed.kill().await });
     vm.resume().await?;
@@ -89,7 +90,8 @@ async fn try_warm(
     // The same calls as for a pod: what a guest does for the first time is slow.
     let rehearsed = ConfigurePodRequest { interfaces: rehearsal::interfaces(spec.nics), ..identity.clone() };
     agent.configure_pod(rehearsed).await?;
-    let live = RunningVm { vm: vm.clone(), agent: agent.clone() };
+    let disk_limits = DiskLimits::configured(&node.config.limits);
+    let live = RunningVm { vm: vm.clone(), agent: agent.clone(), disk_limits };
     rehearsal.run(node, id, &live).await?;
     let spare = spare::plug(&node.rootfs, id, &live).await?;
     // Without an interface, so that the pod's configuration has nothing to clear.

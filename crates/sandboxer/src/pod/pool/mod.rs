@@ -40,7 +40,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::{
     pod::DaemonState,
-    template::{Missing, Shape, TemplateKey, Templates},
+    template::{Kind, Missing, Shape, TemplateKey, Templates},
 };
 use demand::{Demand, Wanted, share_out};
 pub use make::end;
@@ -75,8 +75,8 @@ pub struct Warm {
 #[derive(Debug)]
 pub struct Pool {
     config: PoolConfig,
-    /// The size that always has [`PoolConfig::min`] VMs.
-    usual: Shape,
+    /// The VMs of which there are always [`PoolConfig::min`].
+    usual: Kind,
     meminfo: Meminfo,
     // A plain lock: held for a push or a pop, never across an await.
     state: Mutex<State>,
@@ -86,13 +86,15 @@ pub struct Pool {
 
 #[derive(Debug, Default)]
 struct State {
-    waiting: BTreeMap<Shape, VecDeque<Warm>>,
-    demand: BTreeMap<Shape, Demand>,
+    waiting: BTreeMap<Kind, VecDeque<Warm>>,
+    demand: BTreeMap<Kind, Demand>,
 }
 
 /// A VM that waits, for people.
 #[derive(Debug)]
 pub struct WarmView {
+    /// Its VMM.
+    pub vmm: String,
     /// Its size.
     pub shape: Shape,
     /// Process id of its VMM.
@@ -101,31 +103,36 @@ pub struct WarmView {
 
 impl Pool {
     /// Returns an empty pool.
-    pub fn new(config: PoolConfig, usual: Shape, meminfo: Meminfo) -> Arc<Self> {
+    pub fn new(config: PoolConfig, usual: impl Into<Kind>, meminfo: Meminfo) -> Arc<Self> {
+        let usual = usual.into();
         Arc::new(Self { config, usual, meminfo, state: Mutex::default(), taken: watch::Sender::default() })
     }
 
-    /// Takes a VM of this size, if one waits that is a copy of the current template. The error says why there is
+    /// Takes a VM of this kind, if one waits that is a copy of the current template. The error says why there is
     /// none.
-    pub fn claim(&self, shape: Shape, templates: &Arc<Templates>) -> Result<Warm, &'static str> {
+    pub fn claim(&self, kind: impl Into<Kind>, templates: &Arc<Templates>) -> Result<Warm, &'static str> {
+        let kind = kind.into();
         if self.config.max == 0 {
             return Err("off");
         }
-        let template = templates.get(shape);
+        let template = templates.get(kind);
         let mut state = self.lock();
-        state.demand.entry(shape).or_default().add(Instant::now());
+        state.demand.entry(kind).or_default().add(Instant::now());
         self.taken.send_replace(());
         let template = template.map_err(Missing::as_str)?;
-        let waiting = state.waiting.get_mut(&shape).ok_or("empty")?;
+        let waiting = state.waiting.get_mut(&kind).ok_or("empty")?;
         let fresh = waiting.iter().position(|warm| warm.template == template.key).ok_or("empty")?;
         waiting.remove(fresh).ok_or("empty")
     }
 
     /// Lists the VMs that wait.
     pub fn list(&self) -> Vec<WarmView> {
-        let view = |shape, warm: &Warm| WarmView { shape, pid: warm.vm.record().pid };
+        let view = |kind: Kind, warm: &Warm| {
+            let record = warm.vm.record();
+            WarmView { vmm: record.vmm, shape: kind.shape, pid: record.pid }
+        };
         let state = self.lock();
-        state.waiting.iter().flat_map(|(&shape, all)| all.iter().map(move |warm| view(shape, warm))).collect()
+        state.waiting.iter().flat_map(|(&kind, all)| all.iter().map(move |warm| view(kind, warm))).collect()
     }
 
     /// Keeps the pool at its size until `shutdown`. When it returns, an unfinished VM has been undone.
@@ -150,56 +157,57 @@ impl Pool {
 
     async fn fill(&self, node: &Arc<DaemonState>, rehearsal: &Rehearsal, shutdown: &CancellationToken) {
         let mut taken = self.taken.subscribe();
-        // Sizes whose last VM failed, and when.
-        let mut failed: BTreeMap<Shape, Instant> = BTreeMap::new();
+        // Kinds whose last VM failed, and when.
+        let mut failed: BTreeMap<Kind, Instant> = BTreeMap::new();
         while !shutdown.is_cancelled() {
             if shutdown.run_until_cancelled(timeout(PERIOD, node.admission.quiet(LULL))).await.is_none() {
                 return;
             }
-            let may = |shape: &Shape| failed.get(shape).is_none_or(|at| at.elapsed() >= RETRY);
-            let Some(shape) = self.lacking(may) else {
+            let may = |kind: &Kind| failed.get(kind).is_none_or(|at| at.elapsed() >= RETRY);
+            let Some(kind) = self.lacking(may) else {
                 shutdown.run_until_cancelled(timeout(PERIOD, taken.changed())).await;
                 continue;
             };
-            match make::warm(node, rehearsal, shape, shutdown).await {
+            match make::warm(node, rehearsal, kind, shutdown).await {
                 Ok(warm) => {
-                    failed.remove(&shape);
-                    self.lock().waiting.entry(shape).or_default().push_back(warm);
+                    failed.remove(&kind);
+                    self.lock().waiting.entry(kind).or_default().push_back(warm);
                 }
                 Err(_) if shutdown.is_cancelled() => return,
                 Err(error) => {
-                    if failed.insert(shape, Instant::now()).is_none() {
-                        let error = chain(&error);
-                        tracing::warn!(%shape, error, "cannot make a VM for the pool; retrying, logged once");
+                    if failed.insert(kind, Instant::now()).is_none() {
+                        let (error, shape) = (chain(&error), kind.shape);
+                        let vmm = node.vmms.get(kind.vmm).info().name;
+                        tracing::warn!(%shape, vmm, error, "cannot make a VM for the pool; retrying, logged once");
                     }
                 }
             }
         }
     }
 
-    /// Returns the size that lacks most VMs, among those that may be made and for which there is memory.
-    fn lacking(&self, may: impl Fn(&Shape) -> bool) -> Option<Shape> {
+    /// Returns the kind that lacks most VMs, among those that may be made and for which there is memory.
+    fn lacking(&self, may: impl Fn(&Kind) -> bool) -> Option<Kind> {
         let spare = self.meminfo.spare()?;
         let mut state = self.lock();
         let targets = self.targets(&mut state);
-        let there = |shape| state.waiting.get(shape).map_or(0, VecDeque::len);
+        let there = |kind| state.waiting.get(kind).map_or(0, VecDeque::len);
         // Surplus VMs of another size have not been killed yet.
         if state.waiting.keys().map(there).sum::<usize>() >= self.config.max {
             return None;
         }
-        let short = targets.iter().filter(|&(shape, &target)| there(shape) < target);
-        let fits = short.filter(|(shape, _)| may(shape) && shape.memory_mib << 20 <= spare);
-        fits.max_by_key(|&(shape, target)| target - there(shape)).map(|(&shape, _)| shape)
+        let short = targets.iter().filter(|&(kind, &target)| there(kind) < target);
+        let fits = short.filter(|(kind, _)| may(kind) && kind.shape.memory_mib << 20 <= spare);
+        fits.max_by_key(|&(kind, target)| target - there(kind)).map(|(&kind, _)| kind)
     }
 
     /// Returns how many VMs of each size should wait; none of sizes that are not listed.
-    fn targets(&self, state: &mut State) -> BTreeMap<Shape, usize> {
+    fn targets(&self, state: &mut State) -> BTreeMap<Kind, usize> {
         let now = Instant::now();
         state.demand.entry(self.usual).or_default();
-        state.demand.retain(|&shape, demand| demand.recent(now) > 0 || shape == self.usual);
-        let wanted = state.demand.iter_mut().map(|(&shape, demand)| {
-            let least = if shape == self.usual { self.config.min } else { 0 };
-            (shape, Wanted { least, recent: demand.recent(now) })
+        state.demand.retain(|&kind, demand| demand.recent(now) > 0 || kind == self.usual);
+        let wanted = state.demand.iter_mut().map(|(&kind, demand)| {
+            let least = if kind == self.usual { self.config.min } else { 0 };
+            (kind, Wanted { least, recent: demand.recent(now) })
         });
         share_out(self.config.max, &wanted.collect())
     }
@@ -208,9 +216,9 @@ impl Pool {
     /// the other, the largest first.
     async fn trim(&self, node: &DaemonState) {
         // Files are checked before the lock is taken: claims wait for it.
-        let shapes: Vec<Shape> = self.lock().waiting.keys().copied().collect();
-        let key = |&shape: &Shape| Some((shape, node.templates.get(shape).ok()?.key.clone()));
-        let current: BTreeMap<Shape, TemplateKey> = shapes.iter().filter_map(key).collect();
+        let kinds: Vec<Kind> = self.lock().waiting.keys().copied().collect();
+        let key = |&kind: &Kind| Some((kind, node.templates.get(kind).ok()?.key.clone()));
+        let current: BTreeMap<Kind, TemplateKey> = kinds.iter().filter_map(key).collect();
         let surplus = self.surplus(&current);
         if !surplus.is_empty() {
             self.taken.send_replace(());
@@ -227,13 +235,13 @@ impl Pool {
     }
 
     /// Takes out the VMs that are surplus, have ended, or are not of a `current` template.
-    fn surplus(&self, current: &BTreeMap<Shape, TemplateKey>) -> Vec<Warm> {
+    fn surplus(&self, current: &BTreeMap<Kind, TemplateKey>) -> Vec<Warm> {
         let mut state = self.lock();
         let targets = self.targets(&mut state);
         let mut surplus = Vec::new();
-        for (shape, vms) in &mut state.waiting {
-            let target = targets.get(shape).copied().unwrap_or(0);
-            let stale = |warm: &Warm| current.get(shape).is_some_and(|key| *key != warm.template);
+        for (kind, vms) in &mut state.waiting {
+            let target = targets.get(kind).copied().unwrap_or(0);
+            let stale = |warm: &Warm| current.get(kind).is_some_and(|key| *key != warm.template);
             let ended = |warm: &Warm| warm.vm.exited().now_or_never().is_some();
             let (good, bad) = vms.drain(..).partition::<VecDeque<_>, _>(|warm| !stale(warm) && !ended(warm));
             *vms = good;
@@ -248,7 +256,7 @@ impl Pool {
     fn largest(&self) -> Option<Warm> {
         let mut state = self.lock();
         let waiting = state.waiting.iter_mut().filter(|(_, vms)| !vms.is_empty());
-        waiting.max_by_key(|(shape, _)| shape.memory_mib)?.1.pop_back()
+        waiting.max_by_key(|(kind, _)| kind.shape.memory_mib)?.1.pop_back()
     }
 
     /// Kills every VM that waits.

@@ -131,7 +131,7 @@ pub(super) async fn reach(
     let gone =
         || PodError::Failed { subject: format!("VMM of pod {id}"), reason: "it is about to end".to_owned() };
     let recorded = record.vm.as_ref().ok_or_else(gone)?;
-    let vm = node.vmm.adopt(recorded).await?.ok_or_else(gone)?;
+    let vm = node.vmms.adopt(recorded).await?.ok_or_else(gone)?;
     let live = greet(node, record, &vm).await?;
     let asked = async {
         let known = live.agent.processes().await?;
@@ -191,7 +191,7 @@ pub(super) async fn greet(
     match tokio::time::timeout(limit, greeting).await {
         Ok(greeted) => {
             let (agent, _) = greeted?;
-            Ok(RunningVm { vm: vm.clone(), agent })
+            Ok(RunningVm { vm: vm.clone(), agent, disk_limits: record.spec.disk_limits })
         }
         Err(_) => {
             let console = vm.last_lines().await.join(" | ");

@@ -75,7 +75,7 @@ pub(super) async fn look(node: &Arc<DaemonState>, record: &PodRecord, shares: &S
 /// started for the pod's directory.
 fn hold(node: &DaemonState, record: &PodRecord) -> Result<Option<Arc<dyn Held>>, VmmError> {
     if let Some(vm) = &record.vm {
-        return node.vmm.hold(vm);
+        return node.vmms.hold(vm);
     }
     let strays = HeldProcesses::strays(&record.spec.id, &node.run_dir(&record.spec.id))?;
     Ok(strays.map(|strays| {

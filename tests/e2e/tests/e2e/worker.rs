@@ -125,7 +125,7 @@ async fn killed_with_containerd(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// What `systemctl reload` does: the next worker may be another build.
+/// What `systemctl reload` does: front and worker may be another build.
 async fn replaced(case: Case) -> Result<()> {
     let Bystander { pod, container } = Bystander::start(&case, 1000).await?;
     for _ in 0..kills() {
@@ -137,6 +137,8 @@ async fn replaced(case: Case) -> Result<()> {
         })
         .await?;
         ensure!(container.sh("echo here").await? == "here");
+        let front = std::fs::read_to_string(format!("/proc/{}/cmdline", case.stack.pid("sandboxer")?))?;
+        ensure!(front.contains("--resume"), "the front was not replaced: {front:?}");
     }
     ensure!(pod.ready().await?);
     Bystander { pod, container }.end(&case).await.map(drop)

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Kills the worker at every point of a pod's life in a node VM, in virtual time, and repeats this: the same points must come in the
-# same order. The node's seed decides what it executes, so a fault can be reproduced.
+# Kills the worker at every point of a pod's life in a node VM, in virtual time, repeats this, and compares the points. The node's seed
+# fixes its random numbers, but its disks complete in the host's time: so far the points have differed from run to run.
 # usage: replay-faults.sh [RUNS]          default: 2; EVERY=N takes only each Nth point, LIMIT bounds each run (2400 s)
 set -euo pipefail
 # shellcheck source=scripts/lib.sh

@@ -1,11 +1,11 @@
 //! A connection of containerd, and its link to the current worker.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     io::{self, Read},
     mem,
     os::{
-        fd::{AsFd, AsRawFd, BorrowedFd},
+        fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
         unix::net::UnixStream,
     },
 };
@@ -14,9 +14,10 @@ use nix::sys::epoll::EpollFlags;
 
 use crate::{
     frame::{Assembler, EXHAUSTED, Frame, INTERNAL, REQUEST, RESPONSE},
+    journal::{HeldConnection, HeldRequest, Journal, Record},
     log::log,
     outbox::Outbox,
-    saved::{SavedConnection, SavedRequest},
+    stream::{Answers, Received},
 };
 
 /// Most pending requests of one connection, and their most bytes. containerd has one connection for each
@@ -25,6 +26,8 @@ const MAX_UNANSWERED: usize = 4096;
 const MAX_UNANSWERED_BYTES: usize = 8 << 20;
 /// While one side has so many unwritten bytes, the other side is not read.
 const MAX_BUFFERED_BYTES: usize = 1 << 20;
+/// Its files are replaced by shorter ones when they have so many bytes, and four times those that are still needed.
+const LONG: u64 = 16 << 10;
 /// Most links that one connection may lose to the same worker.
 const MAX_LINKS: u32 = 3;
 /// A request is a suspect after so many workers have died with it: it is sent alone, to find out which
@@ -53,11 +56,6 @@ impl Numbers {
         Self(number)
     }
 
-    /// Returns the next number, without using it.
-    pub fn upcoming(&self) -> u32 {
-        self.0
-    }
-
     fn next(&mut self) -> u32 {
         let number = self.0;
         self.0 = number.wrapping_add(2);
@@ -76,12 +74,29 @@ pub enum Side {
     Gone,
 }
 
+/// Files for the bytes of a connection.
+#[derive(Debug)]
+pub struct Files {
+    received: Received,
+    answers: Answers,
+}
+
+impl Files {
+    /// Makes empty files.
+    pub fn create() -> io::Result<Self> {
+        Ok(Self { received: Received::with(&[])?, answers: Answers::with(&[])? })
+    }
+}
+
 /// A connection of containerd.
 #[derive(Debug)]
 pub struct Connection {
+    /// Its number in the journal.
+    id: u64,
     client: UnixStream,
+    received: Received,
     from_client: Assembler,
-    to_client: Outbox,
+    to_client: Answers,
     link: Option<Link>,
     /// Number of links to the current worker.
     links: u32,
@@ -127,50 +142,97 @@ impl Unanswered {
 }
 
 impl Connection {
-    /// Creates a connection from a non-blocking stream.
-    pub fn new(client: UnixStream) -> Self {
-        Self {
+    /// Creates a connection from a non-blocking stream, and records it.
+    pub fn new(id: u64, client: UnixStream, files: Files, journal: &mut Journal) -> Self {
+        let connection = Self {
+            id,
             client,
+            received: files.received,
             from_client: Assembler::default(),
-            to_client: Outbox::default(),
+            to_client: files.answers,
             link: None,
             links: 0,
             unanswered: BTreeMap::new(),
             unanswered_bytes: 0,
-        }
-    }
-
-    /// Returns a connection that another build of the front has held, without a link.
-    pub fn restored(client: UnixStream, saved: SavedConnection) -> Self {
-        let mut connection =
-            Self { from_client: Assembler::starting_with(saved.received), ..Self::new(client) };
-        if !saved.unsent.is_empty() {
-            connection.to_client.push(saved.unsent);
-        }
-        for SavedRequest { number, stream, deaths, frame } in saved.requests {
-            if let Some(frame) = Frame::of(frame) {
-                connection.unanswered_bytes += frame.bytes().len();
-                let request = Unanswered { stream, frame, sent: false, deaths };
-                connection.unanswered.insert(number, request);
-            }
-        }
+        };
+        journal.add(&Record::Connection { id, of: connection.held() });
         connection
     }
 
-    /// Returns what another build of the front needs to go on with it.
-    pub fn saved(&self) -> SavedConnection {
-        let request = |(number, of): (&u32, &Unanswered)| SavedRequest {
-            number: *number,
-            stream: of.stream,
-            deaths: of.deaths,
-            frame: of.frame.bytes().to_vec(),
+    /// Goes on with a connection that another front had: with its socket, what was received, and what was answered.
+    pub fn reopen(
+        id: u64,
+        [client, received, answers]: [OwnedFd; 3],
+        held: &HeldConnection,
+        journal: &mut Journal,
+        numbers: &mut Numbers,
+    ) -> io::Result<Self> {
+        let mut received = Received::reopen(received)?;
+        if journal.reading() == id {
+            received.empty(journal.pipe())?;
+        }
+        let bytes = received.content()?;
+        let (mut to_client, answered) = Answers::reopen(answers)?;
+        let mut assembler = Assembler::default();
+        let answered = assembler.take(&answered).map_err(io::Error::other)?;
+        let whole: usize = answered.iter().map(|frame| frame.bytes().len()).sum();
+        to_client.cut(whole)?;
+        let mut connection = Self {
+            id,
+            client: client.into(),
+            received,
+            from_client: Assembler::default(),
+            to_client,
+            link: None,
+            links: 0,
+            unanswered: BTreeMap::new(),
+            unanswered_bytes: 0,
         };
-        SavedConnection {
-            client: self.client.as_raw_fd(),
-            received: self.from_client.rest().to_vec(),
-            unsent: self.to_client.copy(),
+        let answered: BTreeSet<u32> = answered.iter().map(Frame::stream).collect();
+        for frame in connection.from_client.take(&bytes).map_err(io::Error::other)? {
+            if frame.kind() != REQUEST {
+                return Err(io::ErrorKind::InvalidData.into());
+            }
+            if !answered.contains(&frame.stream()) {
+                let known = held.requests.get(&frame.stream()).cloned();
+                connection.accept(frame, known, journal, numbers);
+            }
+        }
+        Ok(connection)
+    }
+
+    /// Returns what the journal tells of it.
+    fn held(&self) -> HeldConnection {
+        let request = |(number, of): (&u32, &Unanswered)| {
+            (of.stream, HeldRequest { number: *number, deaths: of.deaths })
+        };
+        HeldConnection {
+            fds: [self.client.as_raw_fd(), self.received.as_raw_fd(), self.to_client.as_raw_fd()],
             requests: self.unanswered.iter().map(request).collect(),
         }
+    }
+
+    /// Replaces its files by shorter ones, if most of them is not needed any more. Without descriptors for that, they stay.
+    pub fn shorten(&mut self, journal: &mut Journal) {
+        let length = self.received.length() + self.to_client.length();
+        let rest = self.from_client.rest().len();
+        let needed = self.unanswered_bytes + rest + self.to_client.waiting();
+        if length < LONG || length < 4 * needed as u64 {
+            return;
+        }
+        let mut received: Vec<u8> = Vec::with_capacity(needed);
+        for request in self.unanswered.values() {
+            let mut frame = request.frame.clone();
+            frame.set_stream(request.stream);
+            received.extend(frame.bytes());
+        }
+        received.extend(self.from_client.rest());
+        let files = Received::with(&received)
+            .and_then(|received| Ok((received, Answers::with(&self.to_client.unsent()?)?)));
+        let Ok((received, answers)) = files else { return };
+        // The old ones are open until the journal names the new ones.
+        let _old = (mem::replace(&mut self.received, received), mem::replace(&mut self.to_client, answers));
+        journal.add(&Record::Connection { id: self.id, of: self.held() });
     }
 
     /// Returns containerd's end.
@@ -222,13 +284,16 @@ impl Connection {
 
     /// Handles the end of the worker: forwards its remaining responses, then closes the link. `died`: it
     /// exited unexpectedly, possibly because of one of its requests.
-    pub fn worker_gone(&mut self, scratch: &mut [u8], died: bool) {
+    pub fn worker_gone(&mut self, scratch: &mut [u8], died: bool, journal: &mut Journal) {
         while self.read_link(scratch) == Side::Open {}
         self.link = None;
         self.links = 0;
         for request in self.unanswered.values_mut() {
-            let counts = mem::take(&mut request.sent) && died && request.frame.method() != Some(WAIT);
-            request.deaths += u8::from(counts);
+            if mem::take(&mut request.sent) && died && request.frame.method() != Some(WAIT) {
+                request.deaths += 1;
+                let (connection, stream, deaths) = (self.id, request.stream, request.deaths);
+                journal.add(&Record::Deaths { connection, stream, deaths });
+            }
         }
         let deadly = self.unanswered.iter().filter(|(_, request)| request.deaths >= MAX_DEATHS);
         let deadly: Vec<_> = deadly.map(|(number, _)| *number).collect();
@@ -236,53 +301,80 @@ impl Connection {
             self.unanswered_bytes -= request.frame.bytes().len();
             let message = request.error_message();
             log!("{message}");
-            self.to_client.push(Frame::error(request.stream, INTERNAL, &message).into_bytes());
+            self.to_client.push(Frame::error(request.stream, INTERNAL, &message).bytes());
         }
     }
 
     /// Returns the events to wait for on the connection and on its link.
     pub fn interest(&self) -> (EpollFlags, EpollFlags) {
-        let flags = |read: bool, write: &Outbox| {
+        let flags = |read: bool, unwritten: usize| {
             let mut flags = EpollFlags::empty();
             flags.set(EpollFlags::EPOLLIN, read);
-            flags.set(EpollFlags::EPOLLOUT, write.bytes() > 0);
+            flags.set(EpollFlags::EPOLLOUT, unwritten > 0);
             flags
         };
+        let to_client = self.to_client.waiting();
         let Some(link) = &self.link else {
-            return (flags(false, &self.to_client), EpollFlags::empty());
+            return (flags(false, to_client), EpollFlags::empty());
         };
-        (
-            flags(link.to_worker.bytes() < MAX_BUFFERED_BYTES, &self.to_client),
-            flags(self.to_client.bytes() < MAX_BUFFERED_BYTES, &link.to_worker),
-        )
+        let to_worker = link.to_worker.bytes();
+        (flags(to_worker < MAX_BUFFERED_BYTES, to_client), flags(to_client < MAX_BUFFERED_BYTES, to_worker))
     }
 
     /// Reads from containerd, once.
-    pub fn read_client(&mut self, scratch: &mut [u8], numbers: &mut Numbers) -> Side {
-        let Some(link) = &mut self.link else { return Side::Open };
-        let Some(count) = read(&self.client, scratch) else { return Side::Gone };
+    pub fn read_client(&mut self, scratch: &mut [u8], numbers: &mut Numbers, journal: &mut Journal) -> Side {
+        if self.link.is_none() {
+            return Side::Open;
+        }
+        let count = match self.received.read(&self.client, journal.pipe_of(self.id), scratch) {
+            Ok(Some(count)) => count,
+            Ok(None) => return Side::Gone,
+            Err(error) => return close(&error),
+        };
         let frames = match self.from_client.take(&scratch[..count]) {
             Ok(frames) => frames,
             Err(error) => return close(&error),
         };
-        for mut frame in frames {
+        for frame in frames {
             if frame.kind() != REQUEST {
                 return close(&"streaming requests are not supported");
             }
-            let (stream, number) = (frame.stream(), numbers.next());
-            let bytes = self.unanswered_bytes + frame.bytes().len();
-            if self.unanswered.len() >= MAX_UNANSWERED || bytes > MAX_UNANSWERED_BYTES {
-                const WORDS: &str = "too many pending requests on this connection";
-                self.to_client.push(Frame::error(stream, EXHAUSTED, WORDS).into_bytes());
-                continue;
+            if let Some(number) = self.accept(frame, None, journal, numbers)
+                && let (Some(link), Some(request)) = (&mut self.link, self.unanswered.get_mut(&number))
+            {
+                request.sent = true;
+                link.to_worker.push(request.frame.bytes().to_vec());
             }
-            frame.set_repeated(false);
-            frame.set_stream(number);
-            link.to_worker.push(frame.bytes().to_vec());
-            self.unanswered_bytes = bytes;
-            self.unanswered.insert(number, Unanswered { stream, frame, sent: true, deaths: 0 });
         }
         Side::Open
+    }
+
+    /// Remembers a request until it is answered. Returns its number: the known one, or a new one, which is recorded. A request too many
+    /// is answered at once.
+    fn accept(
+        &mut self,
+        mut frame: Frame,
+        known: Option<HeldRequest>,
+        journal: &mut Journal,
+        numbers: &mut Numbers,
+    ) -> Option<u32> {
+        let stream = frame.stream();
+        let bytes = self.unanswered_bytes + frame.bytes().len();
+        if self.unanswered.len() >= MAX_UNANSWERED || bytes > MAX_UNANSWERED_BYTES {
+            const WORDS: &str = "too many pending requests on this connection";
+            self.to_client.push(Frame::error(stream, EXHAUSTED, WORDS).bytes());
+            return None;
+        }
+        let HeldRequest { number, deaths } = known.unwrap_or_else(|| {
+            let number = numbers.next();
+            journal.add(&Record::Request { connection: self.id, stream, number });
+            HeldRequest { number, deaths: 0 }
+        });
+        frame.set_repeated(false);
+        frame.set_stream(number);
+        self.unanswered_bytes = bytes;
+        self.unanswered.insert(number, Unanswered { stream, frame, sent: false, deaths });
+        Some(number)
     }
 
     /// Reads from the worker, once.
@@ -298,7 +390,7 @@ impl Connection {
             if let Some(request) = self.unanswered.remove(&frame.stream()) {
                 self.unanswered_bytes -= request.frame.bytes().len();
                 frame.set_stream(request.stream);
-                self.to_client.push(frame.into_bytes());
+                self.to_client.push(frame.bytes());
             }
         }
         if count == 0 { Side::Idle } else { Side::Open }

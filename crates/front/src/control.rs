@@ -16,7 +16,7 @@ use nix::{
     cmsg_space,
     errno::Errno,
     sys::socket::{
-        AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, recvmsg, sendmsg,
+        AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, recv, recvmsg, sendmsg,
         socketpair,
     },
 };
@@ -28,6 +28,10 @@ pub const MAX_FDS: usize = 8;
 
 /// Key prefix of the task socket's listener, on which the front accepts connections; a path may follow.
 pub const TASK_LISTENER: &str = "listen task ";
+
+/// Key of the entry that the front itself gives each worker: the number of reloads so far, a space, and why the front has stayed as it
+/// was at the last of them; nothing if it was replaced.
+pub const RELOADS: &str = "front reloads";
 
 /// Note of a [`Kind::Ready`] from a worker that supports [`Kind::Ping`]. A worker of an earlier build must
 /// not receive one: it treats an unknown message as the front's end.
@@ -126,6 +130,16 @@ pub fn send_with(
             sent => return Ok(sent.map(drop)?),
         }
     }
+}
+
+/// Returns the next message and leaves it in the socket, for [`skip`]; `None` after the peer has closed. Does not block.
+pub fn peek(socket: BorrowedFd<'_>) -> io::Result<Option<Message>> {
+    receive(socket, MsgFlags::MSG_DONTWAIT | MsgFlags::MSG_PEEK)
+}
+
+/// Takes the next message from the socket, and closes its descriptors.
+pub fn skip(socket: BorrowedFd<'_>) -> io::Result<()> {
+    Ok(recv(socket.as_raw_fd(), &mut [], MsgFlags::MSG_DONTWAIT).map(drop)?)
 }
 
 /// Receives one message; `None` after the peer has closed. With `MSG_DONTWAIT` in `flags` it does not block.

@@ -10,7 +10,8 @@
 //! its response was forwarded, and keeps what the worker gives it ([`control`]): listeners, FIFOs, notes. The
 //! next worker receives all of it, and then the requests without a response, marked as repeated.
 //!
-//! A reload also replaces the front itself by the build that is installed then: in the same process, with all descriptors.
+//! The front may be killed, too: its state is in a [`journal`] and its streams are in files in memory, and the [`holder`], a process with
+//! the same descriptors, makes the next front. A reload replaces both by the build that is installed then, in the holder's process.
 //!
 //! A worker that does not respond is replaced like one that died. A request that three workers have died with
 //! gets an error.
@@ -22,9 +23,13 @@ pub mod frame;
 
 mod connection;
 mod front;
+mod holder;
+mod journal;
 mod log;
+mod memory_file;
 mod outbox;
-mod saved;
+mod stream;
 mod worker;
 
-pub use front::{Build, FrontError, MAX_SILENCE, check, resume, run};
+pub use front::{FrontError, MAX_SILENCE, check, resume, run};
+pub use holder::Build;

@@ -20,12 +20,6 @@ impl Outbox {
         self.bytes
     }
 
-    /// Returns a copy of the queued bytes.
-    pub fn copy(&self) -> Vec<u8> {
-        let all: Vec<u8> = self.waiting.iter().flatten().copied().collect();
-        all[self.written..].to_vec()
-    }
-
     /// Adds `bytes`.
     pub fn push(&mut self, bytes: Vec<u8>) {
         self.bytes += bytes.len();

@@ -19,11 +19,12 @@ use nix::{
     errno::Errno,
     fcntl::{FcntlArg, FdFlag, fcntl},
     sys::signal::{SigSet, SigmaskHow, Signal, kill, sigprocmask},
-    unistd::Pid,
+    unistd::{Pid, getpid},
 };
 
 use crate::{
     control::{self, Kind},
+    holder::dies_with,
     log::log,
 };
 
@@ -37,7 +38,7 @@ pub const OPTION: &str = "--front-fd";
 const HEAP: (&str, &str) = ("GLIBC_TUNABLES", "glibc.malloc.arena_max=2:glibc.malloc.tcache_count=0");
 
 /// A worker that was ready for so long resets the back-off.
-const LASTING: Duration = Duration::from_secs(1);
+pub const LASTING: Duration = Duration::from_secs(1);
 /// So many short-lived workers are replaced at once, later ones after a delay.
 const AT_ONCE: u32 = 3;
 /// The first delay; each is twice the previous one.
@@ -101,26 +102,33 @@ struct Outgoing {
 }
 
 impl Worker {
-    /// Starts a worker. Its environment is the front's, with [`HEAP`] and without the service manager's
-    /// socket, which only the front uses.
-    pub fn start(program: &Path, arguments: &[OsString]) -> io::Result<Self> {
-        let (control, theirs) = control::pair()?;
+    /// Starts the process, with `theirs` as its end of the control socket. Its environment is the front's, with [`HEAP`] and without the
+    /// service manager's socket, which only the front uses. It is killed when the front dies.
+    pub fn start(program: &Path, arguments: &[OsString], theirs: &OwnedFd) -> io::Result<Child> {
         // This process has no other thread that could start a program and leak the descriptor.
-        fcntl(&theirs, FcntlArg::F_SETFD(FdFlag::empty()))?;
+        fcntl(theirs, FcntlArg::F_SETFD(FdFlag::empty()))?;
         let mut command = Command::new(program);
         command.args(arguments).arg(OPTION).arg(theirs.as_raw_fd().to_string()).env_remove("NOTIFY_SOCKET");
         let (variable, value) = HEAP;
         if env::var_os(variable).is_none() {
             command.env(variable, value);
         }
-        // SAFETY: between fork and exec one system call is made, which is async-signal-safe.
+        let front = getpid();
+        // SAFETY: between fork and exec system calls are made, which are async-signal-safe.
         unsafe {
-            // The front blocks signals to read them from a descriptor; the worker and its VMMs must not
-            // inherit that.
-            command.pre_exec(|| Ok(sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::empty()), None)?));
+            command.pre_exec(move || {
+                dies_with(front);
+                // The front blocks signals to read them from a descriptor; the worker and its VMMs must not
+                // inherit that.
+                Ok(sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::empty()), None)?)
+            });
         }
-        let child = command.spawn()?;
-        Ok(Self { child, control, outgoing: VecDeque::new(), ready: None, pulse: None })
+        command.spawn()
+    }
+
+    /// Makes a worker of its process and the front's end of the control socket.
+    pub fn new(child: Child, control: OwnedFd) -> Self {
+        Self { child, control, outgoing: VecDeque::new(), ready: None, pulse: None }
     }
 
     /// Returns the front's end of the control socket.
@@ -175,6 +183,11 @@ pub struct BackOff {
 }
 
 impl BackOff {
+    /// Returns the number of consecutive short-lived processes.
+    pub fn short_lived(&self) -> u32 {
+        self.short
+    }
+
     /// Returns the delay after a worker that was ready for so long, or `None` if never.
     pub fn after(&mut self, ready: Option<Duration>) -> Duration {
         if ready.is_some_and(|ready| ready >= LASTING) {

@@ -10,6 +10,7 @@
 //! | `half` | sends half a frame, then dies; responds to the repeated request |
 //! | `wait` | responds to the repeated request |
 //! | `forget` | makes the front close the pipe that it keeps, then responds |
+//! | `open` | makes the front open it again, then responds |
 //! | `deadly` | dies each time |
 //! | `slow` | responds after a moment |
 //! | `stop` | stops, as if its threads were stuck; responds to the repeated request |
@@ -39,10 +40,13 @@ use std::{
 };
 
 use libtest_mimic::{Arguments, Failed, Trial};
-use nix::sys::{
-    resource::{Resource, setrlimit},
-    signal::{Signal, kill, raise},
-    socket::MsgFlags,
+use nix::{
+    sys::{
+        resource::{Resource, setrlimit},
+        signal::{Signal, kill, raise},
+        socket::MsgFlags,
+    },
+    unistd::Pid,
 };
 use sandboxer_front::{
     Build,
@@ -74,6 +78,13 @@ fn main() -> ExitCode {
                 ("a_reload_changes_the_worker_and_an_end_ends_both", reload_and_end),
                 ("a_reload_changes_the_front_too_and_costs_nothing", upgraded),
                 ("a_front_that_cannot_be_executed_or_refuses_the_state_leaves_the_old_one", not_upgraded),
+                ("a_front_that_is_killed_has_a_successor_and_nothing_is_lost", front_killed),
+                #[cfg(feature = "failpoints")]
+                ("a_fifo_that_a_killed_front_has_not_recorded_stays_open", fifo_loose),
+                ("fronts_and_workers_killed_at_random_answer_each_request_once", killed_at_random),
+                #[cfg(feature = "failpoints")]
+                ("a_front_may_be_killed_at_each_of_its_steps", killed_at_each_step),
+                ("front_and_worker_end_with_their_holder", holder_killed),
                 ("a_first_worker_that_refuses_takes_the_front_along", refused),
                 ("a_request_that_ends_three_workers_is_answered_and_others_go_on", poisoned),
                 ("a_wait_is_no_request_that_ends_workers", waits),
@@ -146,12 +157,7 @@ fn double(dir: &Path, control: OwnedFd) -> ExitCode {
         let listener = UnixListener::bind(dir.join("task.sock")).unwrap();
         listener.set_nonblocking(true).unwrap();
         keep(TASK_LISTENER, &[], &[listener.as_fd()]);
-        let flags = nix::fcntl::OFlag::O_PATH.bits();
-        let named = File::options().read(true).custom_flags(flags).open(dir.join("fifo")).unwrap();
-        let (answer, theirs) = control::answering().unwrap();
-        control::send(control.as_fd(), Kind::Open, "fifo", &[], &[named.as_fd(), theirs.as_fd()]).unwrap();
-        let opened = control::receive(answer.as_fd(), MsgFlags::empty()).unwrap().unwrap();
-        assert_eq!((opened.kind, opened.fds.len()), (Kind::Kept, 1));
+        open(dir, &control);
     }
     keep("life", &[u8::try_from(life).unwrap()], &[]);
     control::send(control.as_fd(), Kind::Ready, "", ANSWERS_PINGS, &[]).unwrap();
@@ -161,12 +167,23 @@ fn double(dir: &Path, control: OwnedFd) -> ExitCode {
             continue;
         }
         let (link, control) = (UnixStream::from(message.fds.pop().unwrap()), control.clone());
-        thread::spawn(move || answer(link, life, &control));
+        let dir = dir.to_owned();
+        thread::spawn(move || answer(&dir, link, life, &control));
     }
     ExitCode::SUCCESS
 }
 
-fn answer(mut link: UnixStream, life: u32, control: &OwnedFd) {
+fn open(dir: &Path, control: &OwnedFd) {
+    let flags = nix::fcntl::OFlag::O_PATH.bits();
+    let named = File::options().read(true).custom_flags(flags).open(dir.join("fifo")).unwrap();
+    let (answer, theirs) = control::answering().unwrap();
+    control::send(control.as_fd(), Kind::Open, "fifo", &[], &[named.as_fd(), theirs.as_fd()]).unwrap();
+    drop(theirs);
+    let opened = control::receive(answer.as_fd(), MsgFlags::empty()).unwrap().unwrap();
+    assert_eq!((opened.kind, opened.fds.len()), (Kind::Kept, 1));
+}
+
+fn answer(dir: &Path, mut link: UnixStream, life: u32, control: &OwnedFd) {
     let (mut assembler, mut scratch) = (Assembler::default(), [0; 4096]);
     loop {
         let count = link.read(&mut scratch).unwrap();
@@ -190,6 +207,7 @@ fn answer(mut link: UnixStream, life: u32, control: &OwnedFd) {
                 _ if frame.method() == Some("Deadly") => raise(Signal::SIGKILL).unwrap(),
                 _ if matches!(frame.method(), Some("Wait" | "Hold")) => continue,
                 b"forget" => control::send(control.as_fd(), Kind::Forget, "fifo", &[], &[]).unwrap(),
+                b"open" => open(dir, control),
                 _ => {}
             }
             link.write_all(&told).unwrap();
@@ -236,7 +254,25 @@ impl Front {
     }
 
     fn signal(&self, signal: Signal) {
-        kill(nix::unistd::Pid::from_raw(self.process.id().try_into().unwrap()), signal).unwrap();
+        kill(Pid::from_raw(self.process.id().try_into().unwrap()), signal).unwrap();
+    }
+
+    /// Returns the front itself. The process that was started is its holder.
+    fn pid(&self) -> Pid {
+        let holder = self.process.id();
+        let mut front = None;
+        until("a front", || {
+            let children = std::fs::read_to_string(format!("/proc/{holder}/task/{holder}/children")).unwrap();
+            front = children.split_whitespace().next().and_then(|pid| pid.parse().ok());
+            front.is_some()
+        });
+        Pid::from_raw(front.unwrap())
+    }
+
+    /// Kills the front. Its successor may be there already.
+    fn kill(&self) {
+        // It may have died by itself.
+        let _ = kill(self.pid(), Signal::SIGKILL);
     }
 
     fn ended(&mut self) -> std::process::ExitStatus {
@@ -430,6 +466,182 @@ fn not_upgraded() -> Result<(), Failed> {
     Ok(())
 }
 
+fn front_killed() -> Result<(), Failed> {
+    let mut front = Front::start();
+    let (mut client, mut cut, mut holding) = (front.client(), front.client(), front.client());
+    assert_eq!(client.told(1, "hello"), "life 1");
+    holding.ask_method(1, "Hold");
+    let mut had = None;
+    for life in 2..12 {
+        client.ask(life * 2 + 1, "wait");
+        assert_eq!(client.told(101 + life * 2, "hello"), format!("life {}", life - 1));
+        let request = wire(life * 2 + 1, REQUEST, b"hello");
+        let (now, later) = request.split_at(usize::try_from(life)?);
+        cut.stream.write_all(now)?;
+        front.kill();
+        assert_eq!(client.answer(), (life * 2 + 1, format!("life {life}, repeated")));
+        cut.stream.write_all(later)?;
+        assert_eq!(cut.answer(), (life * 2 + 1, format!("life {life}")));
+        assert_eq!(front.client().told(1, "hello"), format!("life {life}"), "it accepts no others");
+        until("as many descriptors as before", || {
+            *had.get_or_insert(descriptors(&front)) >= descriptors(&front)
+        });
+    }
+    let still_open = front.fifo.read(&mut [0]).unwrap_err();
+    assert_eq!(still_open.kind(), std::io::ErrorKind::WouldBlock, "{still_open}");
+    // What it was asked to do while it was dead is not forgotten.
+    front.kill();
+    front.signal(Signal::SIGTERM);
+    assert!(front.ended().success());
+    Ok(())
+}
+
+/// Opens the FIFO for reading, as containerd does, in a thread that returns the first bytes; none if it is closed before.
+#[cfg(feature = "failpoints")]
+fn reader(front: &Front) -> thread::JoinHandle<Vec<u8>> {
+    let fifo = front.dir.path().join("fifo");
+    thread::spawn(move || {
+        let mut bytes = vec![0; 16];
+        let count = File::open(fifo).unwrap().read(&mut bytes).unwrap();
+        bytes.truncate(count);
+        bytes
+    })
+}
+
+#[cfg(feature = "failpoints")]
+fn fifo_loose() -> Result<(), Failed> {
+    let points = tempfile::tempdir()?;
+    let armed = points.path().join("armed");
+    std::fs::write(&armed, "")?;
+    let front = Front::with(|command| {
+        command.env("SANDBOXER_FAILPOINTS", points.path());
+    });
+    let mut client = front.client();
+    assert_eq!(client.told(1, "forget"), "life 1");
+    std::fs::write(&armed, "the front has opened a FIFO\n")?;
+    front.kill();
+    assert!(client.told(3, "hello").starts_with("life 2"));
+    let reader = reader(&front);
+    assert_eq!(client.told(5, "open"), "life 3, repeated");
+    assert!(!reader.is_finished(), "the FIFO was closed");
+    File::options().write(true).open(front.dir.path().join("fifo"))?.write_all(b"x")?;
+    assert_eq!(reader.join().unwrap(), b"x");
+    Ok(())
+}
+
+/// A client that has always one request pending checks that each is answered once, in whatever life.
+fn killed_at_random() -> Result<(), Failed> {
+    const KILLS: u32 = 60;
+    let front = Front::start();
+    let done = std::sync::atomic::AtomicBool::new(false);
+    let asked: Vec<u32> = thread::scope(|scope| {
+        let clients: Vec<_> = (0..4)
+            .map(|_| {
+                let mut client = front.client();
+                let done = &done;
+                scope.spawn(move || {
+                    let mut stream = 1;
+                    while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                        // Of all lengths, also longer than a pipe's or a socket's buffer.
+                        let words = "x".repeat(usize::try_from(stream % 7 * 40_000).unwrap());
+                        assert!(client.told(stream, &words).starts_with("life "));
+                        stream += 2;
+                    }
+                    stream / 2
+                })
+            })
+            .collect();
+        let mut random = 0x2545_f491_u32;
+        for kills in 0..KILLS {
+            random ^= random << 13;
+            random ^= random >> 17;
+            random ^= random << 5;
+            pass(Duration::from_micros(u64::from(random % 150_000)));
+            if kills % 3 > 0
+                && let Some(worker) = worker(&front)
+            {
+                // It may have died by itself.
+                let _ = kill(worker, Signal::SIGKILL);
+            }
+            if kills % 3 < 2 {
+                front.kill();
+            }
+        }
+        done.store(true, std::sync::atomic::Ordering::Relaxed);
+        clients.into_iter().map(|client| client.join().unwrap()).collect()
+    });
+    println!("{asked:?} requests during {KILLS} kills");
+    assert_eq!(front.client().told(1, "hello").split(' ').next(), Some("life"));
+    Ok(())
+}
+
+/// Returns the front's worker, if it has one.
+fn worker(front: &Front) -> Option<Pid> {
+    let front = front.pid();
+    let children = std::fs::read_to_string(format!("/proc/{front}/task/{front}/children")).ok()?;
+    Some(Pid::from_raw(children.split_whitespace().next()?.parse().ok()?))
+}
+
+/// Does one of everything that the front does.
+#[cfg(feature = "failpoints")]
+fn everything(front: &Front, stream: &mut u32) -> Result<(), Failed> {
+    let (mut client, mut other) = (front.client(), front.client());
+    let mut ask = |client: &mut Client, word: &str| {
+        *stream += 2;
+        assert!(client.told(*stream, word).starts_with("life "), "{word}");
+    };
+    ask(&mut client, "hello");
+    ask(&mut other, "open");
+    ask(&mut client, &"long".repeat(10_000));
+    ask(&mut other, "forget");
+    ask(&mut client, "die");
+    drop(other);
+    front.signal(Signal::SIGHUP);
+    ask(&mut client, "hello");
+    Ok(())
+}
+
+#[cfg(feature = "failpoints")]
+fn killed_at_each_step() -> Result<(), Failed> {
+    let points = tempfile::tempdir()?;
+    let file = |name: &str| points.path().join(name);
+    std::fs::write(file("armed"), "")?;
+    let front = Front::with(|command| {
+        command.env("SANDBOXER_FAILPOINTS", points.path());
+    });
+    std::os::unix::fs::symlink(std::env::current_exe()?, front.dir.path().join("next"))?;
+    let mut stream = 1;
+    everything(&front, &mut stream)?;
+    front.kill();
+    everything(&front, &mut stream)?;
+    let passed = std::fs::read_to_string(file("passed"))?;
+    let steps: Vec<&str> = passed.lines().collect();
+    assert!(steps.len() >= 20, "{steps:?}");
+    for step in steps {
+        std::fs::write(file("armed"), format!("{step}\n"))?;
+        front.kill();
+        until("a front that dies there", || std::fs::read(file("armed")).is_ok_and(|left| left.is_empty()));
+        let doomed = front.pid();
+        for _ in 0..3 {
+            everything(&front, &mut stream)?;
+        }
+        assert_ne!(front.pid(), doomed, "it was not killed at {step:?}");
+    }
+    Ok(())
+}
+
+fn holder_killed() -> Result<(), Failed> {
+    let mut front = Front::start();
+    let mut client = front.client();
+    assert_eq!(client.told(1, "hello"), "life 1");
+    let processes = [front.pid(), worker(&front).unwrap()];
+    front.process.kill()?;
+    front.process.wait()?;
+    until("the end of both", || processes.iter().all(|process| kill(*process, None).is_err()));
+    assert_eq!(client.stream.read(&mut [0])?, 0);
+    Ok(())
+}
+
 fn refused() -> Result<(), Failed> {
     let dir = tempfile::tempdir()?;
     std::fs::write(dir.path().join("refuse"), "")?;
@@ -555,7 +767,7 @@ fn starved() -> Result<(), Failed> {
     let mut many: Vec<_> = (0..DESCRIPTORS).map(|_| front.client()).collect();
     many.iter_mut().for_each(|client| client.ask(1, "hello"));
     let ticks = || {
-        let stat = std::fs::read_to_string(format!("/proc/{}/stat", front.process.id())).unwrap();
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", front.pid())).unwrap();
         let fields: Vec<_> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
         fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
     };

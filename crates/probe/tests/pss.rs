@@ -120,12 +120,13 @@ fn private_pages_count_whole_and_shared_ones_by_half() {
         let split = pss::split(process.pid()).unwrap();
         assert!(near(split.guest + split.template, PRIVATE + SHARED / 2), "{split:?}");
         let total = pss::total(process.pid()).unwrap();
-        assert!((split.own + split.guest + split.template).abs_diff(total) < 64, "{split:?} of {total}");
+        // Between two readings, others begin and end to share the program's pages.
+        assert!((split.own + split.guest + split.template).abs_diff(total) < 512, "{split:?} of {total}");
         // The same by a few lines of shell, which know nothing of this crate.
         let shell = format!("awk '/^Pss:/ {{ print $2 }}' /proc/{}/smaps_rollup", process.pid());
         let output = Command::new("sh").args(["-c", &shell]).output().unwrap();
         let independent: u64 = String::from_utf8(output.stdout).unwrap().trim().parse().unwrap();
-        assert!(independent.abs_diff(total) < 64, "{independent} by shell, {total} here");
+        assert!(independent.abs_diff(total) < 512, "{independent} by shell, {total} here");
     }
 }
 

@@ -14,7 +14,7 @@ use std::{
 };
 
 use nix::sys::socket::MsgFlags;
-use sandboxer_front::control::{self, ANSWERS_PINGS, FOR_READING, Kind};
+use sandboxer_front::control::{self, ANSWERS_PINGS, FOR_READING, Kind, RELOADS};
 use sandboxer_protocol::id::{ContainerId, ExecId};
 use serde::{Serialize, de::DeserializeOwned};
 use tokio::{
@@ -59,6 +59,7 @@ pub struct Front {
     identity: String,
     /// No earlier worker used this front.
     new: bool,
+    reloads: Reloads,
     // Plain locks: held for a look-up, never across an await.
     inherited: Mutex<BTreeMap<String, Entry>>,
     deleted: Mutex<VecDeque<String>>,
@@ -79,6 +80,24 @@ impl Kept {
     }
 }
 
+/// The reloads of this front.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Reloads {
+    /// Their number.
+    pub count: u32,
+    /// Why the last one has not replaced the front; empty: it has.
+    pub error: String,
+}
+
+impl Reloads {
+    /// Reads what the front tells.
+    fn of(note: &[u8]) -> Self {
+        let text = String::from_utf8_lossy(note);
+        let (count, error) = text.split_once(' ').unwrap_or((&text, ""));
+        Self { count: count.parse().unwrap_or_default(), error: error.to_owned() }
+    }
+}
+
 impl Front {
     /// Returns no front: this process's entries end with it.
     pub fn none() -> Arc<Self> {
@@ -86,6 +105,7 @@ impl Front {
             socket: None,
             identity: String::new(),
             new: true,
+            reloads: Reloads::default(),
             inherited: Mutex::default(),
             deleted: Mutex::default(),
         })
@@ -93,11 +113,12 @@ impl Front {
 
     /// Connects to the front at the other end of `socket`, which blocks: receives all entries of earlier workers.
     pub fn connect(socket: OwnedFd) -> io::Result<Arc<Self>> {
-        let mut inherited = BTreeMap::new();
+        let (mut inherited, mut reloads) = (BTreeMap::new(), Reloads::default());
         let identity = loop {
             let message = control::receive(socket.as_fd(), MsgFlags::empty())?;
             let message = message.ok_or(io::ErrorKind::UnexpectedEof)?;
             match message.kind {
+                Kind::Kept if message.key == RELOADS => reloads = Reloads::of(&message.note),
                 Kind::Kept => {
                     inherited.insert(message.key, Entry { note: message.note, fds: message.fds });
                 }
@@ -110,6 +131,7 @@ impl Front {
             socket: Some(socket),
             identity,
             new: inherited.is_empty(),
+            reloads,
             inherited: Mutex::new(inherited),
             deleted: Mutex::new(deleted),
         }))
@@ -199,12 +221,22 @@ impl Front {
         self.lock().contains_key(key)
     }
 
-    /// Returns the process that containerd is connected to.
+    /// Returns the process that stays: the front's holder, whose id the front's identity begins with.
     pub fn pid(&self) -> u32 {
-        match self.socket {
-            Some(_) => std::os::unix::process::parent_id(),
-            None => std::process::id(),
-        }
+        let holder = self.identity.split('-').next().and_then(|pid| pid.parse().ok());
+        holder.unwrap_or_else(std::process::id)
+    }
+
+    /// Returns the reloads before this worker.
+    pub fn reloads(&self) -> &Reloads {
+        &self.reloads
+    }
+
+    /// Starts a reload: it ends this process.
+    pub fn reload(&self) -> io::Result<()> {
+        let front = rustix::process::getppid().filter(|_| self.socket.is_some());
+        let front = front.ok_or_else(|| io::Error::other("this daemon runs without a front"))?;
+        Ok(rustix::process::kill_process(front, rustix::process::Signal::HUP)?)
     }
 
     /// Returns the keys with this prefix of earlier workers' entries that have not been taken.

@@ -38,6 +38,24 @@ pub struct Stack {
     down: bool,
 }
 
+/// What a test kills.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Victim {
+    /// The worker.
+    Worker,
+    /// The front, and its worker with it.
+    Front,
+    /// Both in one instant.
+    Both,
+}
+
+impl Victim {
+    /// Returns each of them in turn.
+    pub fn of(round: usize) -> Self {
+        [Self::Worker, Self::Front, Self::Both][round % 3]
+    }
+}
+
 impl Stack {
     /// Starts a stack in a directory of this process. Removes stacks of killed runs first.
     pub fn up(daemon: bool) -> Result<Self> {
@@ -205,11 +223,36 @@ impl Stack {
         pid("worker_pid")
     }
 
+    /// Returns the front: the child of the daemon's main process, which holds its descriptors.
+    pub fn front(&self) -> Result<Pid> {
+        let holder = self.pid("sandboxer")?;
+        let children = fs::read_to_string(format!("/proc/{holder}/task/{holder}/children"))?;
+        let front = children.split_whitespace().next().context("the holder has no front now")?;
+        Ok(Pid::from_raw(front.parse()?))
+    }
+
+    /// Kills a part of the daemon. Returns the worker's pid before: that one ends in any case.
+    pub fn kill(&self, victim: Victim) -> Result<Pid> {
+        let (front, worker) = (self.front()?, self.worker()?);
+        if victim != Victim::Front {
+            kill(worker, Signal::SIGKILL).context("cannot kill the worker")?;
+        }
+        if victim != Victim::Worker {
+            kill(front, Signal::SIGKILL).context("cannot kill the front")?;
+        }
+        Ok(worker)
+    }
+
     /// Kills the worker and returns its pid. The front starts the next one.
     pub fn kill_worker(&self) -> Result<Pid> {
         let worker = self.worker()?;
         kill(worker, Signal::SIGKILL).context("cannot kill the worker")?;
         Ok(worker)
+    }
+
+    /// Returns a variable of the stack's environment.
+    pub fn variable(&self, name: &str) -> Option<&str> {
+        self.env.get(name).map(String::as_str)
     }
 
     /// Returns the stack's own `name` (ctr, sandboxer-cli …), in its environment.

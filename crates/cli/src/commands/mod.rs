@@ -14,6 +14,7 @@ mod mem_report;
 mod merge;
 mod pods;
 mod quarantine;
+mod reload;
 mod report;
 mod score;
 mod stages;
@@ -44,6 +45,7 @@ pub enum Command {
     Stages(stages::Args),
     Template(template::Args),
     Quarantine(quarantine::Args),
+    Reload(reload::Args),
     Startup(startup::Args),
     Workload(workload::Args),
     MemReport(mem_report::Args),
@@ -71,6 +73,7 @@ impl Command {
             Command::Stages(args) => stages::run(args, global).await,
             Command::Template(args) => template::run(args, global).await,
             Command::Quarantine(args) => quarantine::run(args, global).await,
+            Command::Reload(args) => reload::run(args, global).await,
             Command::Startup(args) => startup::run(args, global).await,
             Command::Workload(args) => workload::run(args, global).await,
             Command::MemReport(args) => mem_report::run(args, global).await,

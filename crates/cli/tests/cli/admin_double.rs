@@ -4,14 +4,17 @@ use std::{
     path::{Path, PathBuf},
     pin::Pin,
     process::{Command, Output, Stdio},
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU32, Ordering},
+    },
 };
 
 use sandboxer_protocol::admin::{
     BuildTemplateRequest, ConsoleLogChunk, ConsoleLogRequest, DestroyQuarantinedRequest, Event,
     EventsRequest, InspectPodRequest, ListPodsRequest, ListPodsResponse, ListQuarantineRequest,
     ListQuarantineResponse, ListTemplatesRequest, ListTemplatesResponse, Pod, Quarantined,
-    ReleaseQuarantinedRequest, RemoveTemplateRequest, ShowQuarantinedRequest, ShowQuarantinedResponse,
+    ReleaseQuarantinedRequest, ReloadRequest, ReloadResponse, RemoveTemplateRequest, ShowQuarantinedRequest, ShowQuarantinedResponse,
     StageSummary, StageTimesRequest, StageTimesResponse, Template, VerifyTemplateRequest, VersionRequest,
     VersionResponse,
     admin_server::{Admin, AdminServer},
@@ -30,6 +33,9 @@ pub struct AdminDouble {
     pub quarantine: ListQuarantineResponse,
     /// Names of entries that were asked to be destroyed.
     pub destroyed: Arc<Mutex<Vec<String>>>,
+    /// Number of reloads, and why the last one failed.
+    pub reloads: Arc<AtomicU32>,
+    pub reload_error: &'static str,
     pub console: Vec<&'static [u8]>,
     /// Console chunks come again and again, as of a guest that never ends.
     pub chatty: bool,
@@ -55,8 +61,14 @@ impl Admin for AdminDouble {
             handlers_vmms: vec!["firecracker 1.16.1".into()],
             accelerator_reason: "no /dev/kvm".into(),
             recovered_pods: 2,
+            reloads: self.reloads.load(Ordering::Relaxed),
+            reload_error: self.reload_error.to_owned(),
             ..Default::default()
         }))
+    }
+
+    async fn reload(&self, _: Request<ReloadRequest>) -> Result<Response<ReloadResponse>, Status> {
+        Ok(Response::new(ReloadResponse { reloads: self.reloads.fetch_add(1, Ordering::Relaxed) }))
     }
 
     async fn list_pods(&self, _: Request<ListPodsRequest>) -> Result<Response<ListPodsResponse>, Status> {

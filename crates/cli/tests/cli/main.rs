@@ -272,6 +272,19 @@ fn version_names_both_sides() {
 }
 
 #[test]
+fn a_reload_says_who_took_over_or_why_nobody_has() {
+    let daemon = AdminDouble::default().serve();
+    let out = daemon.cli("reload").ok();
+    assert!(out.starts_with("sandboxer 9.8.7 took over in ") && out.contains("(worker 4321)"), "{out}");
+    let json: serde_json::Value = serde_json::from_str(&daemon.cli("reload --json").ok()).unwrap();
+    assert_eq!(json["worker_pid"], 4321);
+
+    let refused = AdminDouble { reload_error: "it refuses the state", ..AdminDouble::default() }.serve();
+    let error = refused.cli("reload").failed(1);
+    assert!(error.contains("was not replaced: it refuses the state; containers continue"), "{error}");
+}
+
+#[test]
 fn without_a_daemon_it_says_which_socket_and_what_to_do() {
     let dir = tempfile::tempdir().unwrap();
     let missing = dir.path().join("missing.sock");

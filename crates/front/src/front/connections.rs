@@ -18,10 +18,12 @@ use nix::{
     },
     unistd::geteuid,
 };
+use sandboxer_base::failpoint::pass;
 
 use crate::{
-    connection::{Connection, Side},
+    connection::{Connection, Files, Side},
     control::Kind,
+    journal::Record,
     log::log,
 };
 
@@ -52,23 +54,21 @@ impl Front<'_> {
     pub(super) fn accept(&mut self) {
         let Some(listener) = &self.listener else { return };
         let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+        // A connection without files could not be kept.
+        let files = match Files::create() {
+            Ok(files) => files,
+            Err(error) => return self.starve(&error),
+        };
         let client = match accept4(listener.as_raw_fd(), flags) {
             // SAFETY: the kernel has just created the descriptor, and it has no other owner.
             Ok(fd) => unsafe { UnixStream::from_raw_fd(fd) },
             Err(error @ (Errno::EMFILE | Errno::ENFILE | Errno::ENOBUFS | Errno::ENOMEM)) => {
-                // The client keeps waiting, and epoll would report it forever.
-                self.pause_accepting();
-                if !mem::replace(&mut self.starved, true) {
-                    log!(
-                        "cannot accept task connections: {error}; raise the limit of open files \
-                         (LimitNOFILE= of the service)"
-                    );
-                }
-                return;
+                return self.starve(&error.into());
             }
             // The client has disconnected.
             Err(_) => return,
         };
+        pass(format_args!("the front has accepted a connection"));
         self.starved = false;
         // The socket has mode 0600 in a directory with 0700; this check holds even if these were changed.
         let trusted = |uid: u32| uid == 0 || uid == geteuid().as_raw();
@@ -77,12 +77,32 @@ impl Front<'_> {
         }
         let number = self.next_connection;
         self.next_connection += 1;
-        let watched = (EpollFlags::empty(), EpollFlags::empty());
-        if let Err(error) = self.epoll.add(&client, EpollEvent::new(watched.0, number * 2)) {
-            return log!("cannot watch a task connection: {error}");
-        }
-        self.connections.insert(number, Linked { connection: Connection::new(client), watched });
+        let connection = Connection::new(number, client, files, &mut self.journal);
+        self.watch(number, connection);
         self.link(number);
+    }
+
+    /// Waits a while before it accepts again: the client keeps waiting, and epoll would report it forever.
+    fn starve(&mut self, error: &io::Error) {
+        self.pause_accepting();
+        if !mem::replace(&mut self.starved, true) {
+            log!(
+                "cannot accept task connections: {error}; raise the limit of open files \
+                 (LimitNOFILE= of the service)"
+            );
+        }
+    }
+
+    /// Watches a new connection.
+    pub(super) fn watch(&mut self, number: u64, connection: Connection) {
+        let watched = (EpollFlags::empty(), EpollFlags::empty());
+        match self.epoll.add(connection.client(), EpollEvent::new(watched.0, number * 2)) {
+            Ok(()) => drop(self.connections.insert(number, Linked { connection, watched })),
+            Err(error) => {
+                log!("cannot watch a task connection: {error}");
+                self.journal.add(&Record::Closed(number));
+            }
+        }
     }
 
     /// Links a connection to the worker, if that is ready.
@@ -169,13 +189,15 @@ impl Front<'_> {
             if side == Side::Gone {
                 return self.link_gone(number);
             }
-            connection.flush_client()
+            let side = connection.flush_client();
+            connection.shorten(&mut self.journal);
+            side
         } else {
             let mut side = Side::Open;
             if connection.link().is_none() && events.intersects(gone) {
                 side = Side::Gone;
             } else if events.intersects(EpollFlags::EPOLLIN | gone) {
-                side = connection.read_client(&mut self.scratch, &mut self.numbers);
+                side = connection.read_client(&mut self.scratch, &mut self.numbers, &mut self.journal);
             }
             match side {
                 Side::Gone => side,
@@ -201,6 +223,7 @@ impl Front<'_> {
     pub(super) fn settle(&mut self, number: u64, side: Side) {
         let Some(Linked { connection, watched }) = self.connections.get_mut(&number) else { return };
         if side == Side::Gone {
+            self.journal.add(&Record::Closed(number));
             self.connections.remove(&number);
             return;
         }

@@ -1,14 +1,15 @@
 //! The front's event loop.
 
 mod connections;
+mod recovery;
 mod supervision;
 mod upgrade;
 
 use std::{
     collections::BTreeMap,
     ffi::OsString,
-    io,
-    os::fd::OwnedFd,
+    io, mem,
+    os::fd::{AsRawFd, IntoRawFd, OwnedFd, RawFd},
     path::{Path, PathBuf},
     process::ExitCode,
     rc::Rc,
@@ -20,7 +21,7 @@ use nix::{
     sys::{
         epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout},
         resource::{Resource, getrlimit, setrlimit},
-        signal::{SigSet, Signal},
+        signal::Signal,
         signalfd::{SfdFlags, SignalFd},
     },
 };
@@ -28,11 +29,13 @@ use sd_notify::NotifyState;
 
 use crate::{
     connection::{Connection, Numbers},
+    holder::{self, Build},
+    journal::{Held, Journal, JournalError},
     log::log,
-    saved::SavedError,
+    memory_file::MemoryFile,
     worker::{BackOff, Worker},
 };
-pub use upgrade::Build;
+use recovery::Loose;
 
 /// Most bytes per read.
 const SCRATCH: usize = 16 << 10;
@@ -69,7 +72,7 @@ pub enum FrontError {
     },
     /// Another build has left a state that this one cannot read.
     #[error("cannot take the place of the running front")]
-    State(#[from] SavedError),
+    Journal(#[from] JournalError),
     /// The worker cannot be started.
     #[error("cannot run the worker {program:?}")]
     Worker {
@@ -86,36 +89,64 @@ fn system<E: Into<io::Error>>(action: &'static str) -> impl FnOnce(E) -> FrontEr
 
 /// Runs `program` as the worker until the front is stopped. Returns the process's exit code.
 ///
-/// SIGTERM and SIGINT stop the worker and then the front. SIGHUP stops the worker, executes `build` in the front's place, which
-/// goes on in [`resume`], and starts `program` again. If the first worker exits with an error, so does the front. A worker that
-/// was ready and does not respond for about `silence` is killed.
+/// This process is the holder: it makes the front from itself, and another one whenever the front is killed. SIGTERM and SIGINT stop
+/// the worker and then the front. SIGHUP stops the worker, executes `build` in this process, which goes on in [`resume`], and starts
+/// `program` again. If the first worker exits with an error, so does the front. A worker that was ready and does not respond for about
+/// `silence` is killed.
 pub fn run(
     program: &Path,
     arguments: &[OsString],
     silence: Duration,
     build: &Build,
 ) -> Result<ExitCode, FrontError> {
-    let mut front = Front::new(program, arguments, silence, build)?;
-    front.start_worker().map_err(|source| FrontError::Worker { program: program.to_owned(), source })?;
-    front.run()
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let journal = Journal::create(format!("{}-{}", std::process::id(), since.as_nanos()));
+    // The front owns its descriptors, whichever process that is.
+    let journal = mem::ManuallyDrop::new(journal.map_err(system("make the journal"))?);
+    hold(Work { program, arguments, silence, build }, journal.file().as_raw_fd(), None)
 }
 
-/// Same as [`run`], in the place of another build, which has left its state in `state`. No failure to start a worker ends it.
+/// Same as [`run`], in the place of another build, which has left its journal in this descriptor. No failure to start a worker ends it.
 pub fn resume(
     program: &Path,
     arguments: &[OsString],
     silence: Duration,
     build: &Build,
-    state: OwnedFd,
+    journal: OwnedFd,
 ) -> Result<ExitCode, FrontError> {
-    let mut front = Front::new(program, arguments, silence, build)?;
-    front.restore(state)?;
-    front.run()
+    hold(Work { program, arguments, silence, build }, journal.into_raw_fd(), Some(String::new()))
 }
 
-/// Checks that [`resume`] would understand this state.
-pub fn check(state: OwnedFd) -> Result<(), FrontError> {
-    upgrade::read(state).map(drop)
+/// Checks that [`resume`] would understand this journal.
+pub fn check(journal: OwnedFd) -> Result<(), FrontError> {
+    let bytes = MemoryFile::from(journal).content().map_err(system("read the journal"))?;
+    Held::of(&bytes)?;
+    Ok(())
+}
+
+fn hold(work: Work<'_>, journal: RawFd, reload: Option<String>) -> Result<ExitCode, FrontError> {
+    // Its descriptors are its successor's, too: they stay open when it returns.
+    let front = |reload: Option<&str>| Front::recover(work, journal, reload).map(mem::ManuallyDrop::new);
+    let front = |reload: Option<&str>| match front(reload).and_then(|mut front| front.run()) {
+        Ok(code) => code,
+        Err(error) => {
+            match std::error::Error::source(&error) {
+                Some(source) => log!("{error}: {source}"),
+                None => log!("{error}"),
+            }
+            1
+        }
+    };
+    holder::hold(work.build, &journal, reload, front).map_err(system("hold the front"))
+}
+
+/// What the front does.
+#[derive(Debug, Clone, Copy)]
+struct Work<'a> {
+    build: &'a Build,
+    program: &'a Path,
+    arguments: &'a [OsString],
+    silence: Duration,
 }
 
 struct Entry {
@@ -124,12 +155,13 @@ struct Entry {
 }
 
 struct Front<'a> {
-    build: &'a Build,
-    program: &'a Path,
-    arguments: &'a [OsString],
-    silence: Duration,
-    /// Identifies this front among earlier and later ones.
+    work: Work<'a>,
+    /// What the next front must know.
+    journal: Journal,
+    /// Identifies this front, and those that take its place after a kill or a reload, among earlier and later ones.
     identity: String,
+    /// Number of reloads, and why the last one changed nothing, if so.
+    reloads: (u32, String),
     epoll: Epoll,
     signals: SignalFd,
     worker: Option<Worker>,
@@ -142,6 +174,8 @@ struct Front<'a> {
     ending: bool,
     replacing: bool,
     kept: BTreeMap<String, Entry>,
+    /// FIFOs that the front before has opened and not recorded.
+    loose: Loose,
     listener: Option<Rc<OwnedFd>>,
     /// When accepting is resumed after a lack of descriptors.
     accept_again: Option<Instant>,
@@ -170,48 +204,40 @@ struct Linked {
 }
 
 impl<'a> Front<'a> {
-    fn new(
-        program: &'a Path,
-        arguments: &'a [OsString],
-        silence: Duration,
-        build: &'a Build,
-    ) -> Result<Self, FrontError> {
-        let mut mask = SigSet::empty();
-        for signal in [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGCHLD] {
-            mask.add(signal);
-        }
-        mask.thread_block().map_err(system("block signals"))?;
+    /// Makes a front without connections, entries and worker.
+    fn new(work: Work<'a>, journal: Journal) -> Result<Self, FrontError> {
+        let mask = holder::signals();
         let signals = SignalFd::with_flags(&mask, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)
             .map_err(system("watch signals"))?;
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC).map_err(system("watch files"))?;
         epoll
             .add(&signals, EpollEvent::new(EpollFlags::EPOLLIN, SIGNALS))
             .map_err(system("watch signals"))?;
-        // A container's streams need up to six files, a connection two.
+        // A container's streams need up to six files, a connection four.
         if let Ok((_, most)) = getrlimit(Resource::RLIMIT_NOFILE) {
             let _ = setrlimit(Resource::RLIMIT_NOFILE, most, most);
         }
-        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Ok(Self {
-            build,
-            program,
-            arguments,
-            silence,
-            identity: format!("{}-{}", std::process::id(), since.as_nanos()),
+            work,
+            journal,
+            identity: String::new(),
+            reloads: (0, String::new()),
             epoll,
             signals,
             worker: None,
-            due: None,
+            due: Some(Instant::now()),
             relink: None,
             back_off: BackOff::default(),
             was_ready: false,
             ending: false,
             replacing: false,
             kept: BTreeMap::new(),
+            loose: Loose::default(),
             listener: None,
             accept_again: None,
             starved: false,
-            suspects: false,
+            // Requests that workers have died with are sent one by one.
+            suspects: true,
             trial: None,
             connections: BTreeMap::new(),
             next_connection: CONNECTIONS / 2,
@@ -220,7 +246,8 @@ impl<'a> Front<'a> {
         })
     }
 
-    fn run(&mut self) -> Result<ExitCode, FrontError> {
+    /// Returns the exit code.
+    fn run(&mut self) -> Result<u8, FrontError> {
         let mut events = [EpollEvent::empty(); EVENTS];
         loop {
             let count = match self.epoll.wait(&mut events, self.timeout()) {
@@ -246,40 +273,55 @@ impl<'a> Front<'a> {
             {
                 return Ok(code);
             }
-            let now = Instant::now();
-            if self.due.is_some_and(|due| due <= now) {
-                self.due = None;
-                if let Err(error) = self.start_worker() {
-                    log!("cannot start the worker {:?}: {error}", self.program);
-                    self.due =
-                        Some(Instant::now() + self.back_off.after(None).max(Duration::from_millis(100)));
-                }
-            }
-            if self.relink.is_some_and(|due| due <= now) {
-                self.relink = None;
-                self.link_again();
-            }
-            if self.accept_again.is_some_and(|due| due <= now) {
-                self.accept_again = None;
-                self.watch_listener(EpollFlags::EPOLLIN);
-            }
-            // All received messages have been handled: a worker that responded is not silent.
-            if self.pulse().is_some_and(|pulse| pulse.due <= now) {
-                self.ping_worker();
-            }
+            self.do_what_is_due()?;
             if self.suspects {
                 self.send_suspect();
             }
             if self.ending && self.worker.is_none() {
-                return Ok(ExitCode::SUCCESS);
+                return Ok(0);
+            }
+            if self.journal.is_long()
+                && let Err(error) = self.journal.shorten()
+            {
+                log!("cannot shorten the journal in memory: {error}");
             }
         }
+    }
+
+    fn do_what_is_due(&mut self) -> Result<(), FrontError> {
+        let now = Instant::now();
+        if !self.ending && self.due.is_some_and(|due| due <= now) {
+            self.due = None;
+            if let Err(source) = self.start_worker() {
+                let program = self.work.program;
+                if !self.was_ready {
+                    return Err(FrontError::Worker { program: program.to_owned(), source });
+                }
+                log!("cannot start the worker {program:?}: {source}");
+                let pause = self.back_off.after(None).max(Duration::from_millis(100));
+                self.due = Some(Instant::now() + pause);
+            }
+        }
+        if self.relink.is_some_and(|due| due <= now) {
+            self.relink = None;
+            self.link_again();
+        }
+        if self.accept_again.is_some_and(|due| due <= now) {
+            self.accept_again = None;
+            self.watch_listener(EpollFlags::EPOLLIN);
+        }
+        // All received messages have been handled: a worker that responded is not silent.
+        if self.pulse().is_some_and(|pulse| pulse.due <= now) {
+            self.ping_worker();
+        }
+        self.loose.drop_at(now);
+        Ok(())
     }
 
     fn timeout(&self) -> EpollTimeout {
         let pulse = self.worker.as_ref().and_then(|worker| worker.pulse.as_ref()).map(|pulse| pulse.due);
         let trial = self.trial.as_ref().map(|trial| trial.until);
-        let dues = [self.due, self.relink, self.accept_again, pulse, trial];
+        let dues = [self.due, self.relink, self.accept_again, self.loose.until(), pulse, trial];
         let Some(due) = dues.into_iter().flatten().min() else { return EpollTimeout::NONE };
         // Rounded up, to avoid spinning during the last millisecond.
         let millis = due.saturating_duration_since(Instant::now()).as_millis() + 1;

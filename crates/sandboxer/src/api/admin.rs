@@ -14,7 +14,7 @@ use sandboxer_protocol::{
         ListQuarantineRequest, ListQuarantineResponse, ListTemplatesRequest, ListTemplatesResponse, Pod,
         Quarantined, ReleaseQuarantinedRequest, RemoveTemplateRequest, ShowQuarantinedRequest,
         ShowQuarantinedResponse, StageTime, StageTimesRequest, StageTimesResponse, Template,
-        VerifyTemplateRequest, VersionRequest, VersionResponse, admin_server::Admin,
+        VerifyTemplateRequest, ReloadRequest, ReloadResponse, VersionRequest, VersionResponse, admin_server::Admin,
     },
 };
 use sandboxer_vmm::{VmmKey, console};
@@ -78,7 +78,15 @@ impl Admin for AdminService {
             recovered_pods: self.recovered_pods,
             started_at_ns: self.started_at_ns,
             handlers_vmms: handlers_vmms.collect(),
+            reloads: self.node.front.reloads().count,
+            reload_error: self.node.front.reloads().error.clone(),
         }))
+    }
+
+    async fn reload(&self, _: Request<ReloadRequest>) -> Result<Response<ReloadResponse>, Status> {
+        let front = &self.node.front;
+        front.reload().map_err(|error| Status::failed_precondition(format!("cannot reload: {error}")))?;
+        Ok(Response::new(ReloadResponse { reloads: front.reloads().count }))
     }
 
     async fn list_pods(&self, _: Request<ListPodsRequest>) -> Result<Response<ListPodsResponse>, Status> {

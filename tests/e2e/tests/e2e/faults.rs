@@ -5,6 +5,7 @@
 
 mod around;
 mod disk;
+mod streams;
 mod worker;
 
 use std::fs;
@@ -20,13 +21,13 @@ use sandboxer_e2e::insist::{insist, once_seen};
 use sandboxer_e2e::kubelet::Kubelet;
 use sandboxer_e2e::ledger::{self, Line};
 
-use around::{containerd_and_worker_killed, containerd_killed, front_killed, vmms_killed};
+use around::{containerd_and_worker_killed, containerd_killed, everything_killed, holder_killed, vmms_killed};
 use disk::{disk_full, disk_read_only};
 use worker::{clock_jumps, killed_at_every_point, killed_at_random, memory_runs_out, upgraded_under_pods};
 
 crate::cases![
     VmAlone: killed_at_every_point, killed_at_random, memory_runs_out, clock_jumps, upgraded_under_pods, vmms_killed,
-    containerd_killed, containerd_and_worker_killed, front_killed, disk_full, disk_read_only
+    containerd_killed, containerd_and_worker_killed, holder_killed, everything_killed, disk_full, disk_read_only
 ];
 
 /// What a case has seen so far.

@@ -390,7 +390,7 @@ async fn read_on_while_the_worker_is_dead(case: Case) -> Result<()> {
         .await
     };
     more_than(1).await?;
-    let (front, worker) = (case.stack.pid("sandboxer")?, case.stack.worker()?);
+    let (front, worker) = (case.stack.front()?, case.stack.worker()?);
     kill(front, Signal::SIGSTOP)?;
     let without = async {
         kill(worker, Signal::SIGKILL)?;

@@ -15,6 +15,7 @@ use sandboxer_e2e::insist::insist;
 crate::cases![Systemd: reloads_crashes_upgrades_and_restarts];
 
 const UNIT: &str = "sandboxer.service";
+const DROP_IN: &str = "/etc/systemd/system/sandboxer.service.d";
 const PROGRAMS: [&str; 4] = ["sandboxer", "sandboxer-front", "sandboxer-cli", "sandboxer-share"];
 
 /// The service, in the place of the stack's own daemon for as long as this is there.
@@ -37,6 +38,11 @@ impl<'a> Service<'a> {
             clone.join("vmm-configs/systemd").join(UNIT),
             Path::new("/usr/lib/systemd/system").join(UNIT),
         )?;
+        // The stack's configuration has its own run_dir.
+        fs::create_dir_all(DROP_IN)?;
+        let socket = case.stack.variable("SANDBOXER_SOCKET").context("the stack names no socket")?;
+        let text = format!("[Service]\nEnvironment=SANDBOXER_SOCKET={socket}\n");
+        fs::write(Path::new(DROP_IN).join("socket.conf"), text)?;
         case.stack.end("sandboxer", Signal::SIGTERM).await?;
         systemctl(&["daemon-reload"])?;
         systemctl(&["start", UNIT])?;
@@ -45,8 +51,8 @@ impl<'a> Service<'a> {
         Ok(service)
     }
 
-    /// Process of the front, which systemd has for the service.
-    fn front(&self) -> Result<Pid> {
+    /// The main process, which systemd has for the service: the front's holder.
+    fn main(&self) -> Result<Pid> {
         Ok(Pid::from_raw(systemctl(&["show", "-P", "MainPID", UNIT])?.trim().parse()?))
     }
 
@@ -78,6 +84,7 @@ impl<'a> Service<'a> {
         systemctl(&["stop", UNIT])?;
         // The unit keeps it for pods; there are none.
         fs::remove_dir_all("/run/sandboxer")?;
+        fs::remove_dir_all(DROP_IN)?;
         self.case.stack.run_up()?;
         self.answers().await
     }
@@ -94,15 +101,19 @@ async fn reloads_crashes_upgrades_and_restarts(case: Case) -> Result<()> {
 }
 
 async fn story(case: &Case, service: &Service<'_>) -> Result<()> {
-    let front = service.front()?;
-    held_to_its_capabilities(front)?;
+    let main = service.main()?;
+    held_to_its_capabilities(main)?;
     let bystander = Bystander::start(case, 20_000).await?;
 
-    // A worker that dies, one that is reloaded, and one of another build: no container notices.
+    // A worker or a front that dies, both reloaded, and a worker of another build: no container notices.
     let mut worker = service.worker()?;
     kill(worker, Signal::SIGKILL)?;
     worker = service.replaced(worker).await?;
     bystander.check().await.context("after the worker's death")?;
+    let front = fs::read_to_string(format!("/proc/{main}/task/{main}/children"))?;
+    kill(Pid::from_raw(front.trim().parse()?), Signal::SIGKILL)?;
+    worker = service.replaced(worker).await?;
+    bystander.check().await.context("after the front's death")?;
     systemctl(&["reload", UNIT])?;
     worker = service.replaced(worker).await?;
     bystander.check().await.context("after a reload")?;
@@ -113,18 +124,23 @@ async fn story(case: &Case, service: &Service<'_>) -> Result<()> {
     let length = fs::metadata(format!("/proc/{worker}/exe"))?.len();
     ensure!(length == fs::metadata(&other)?.len(), "the worker is still the one that was replaced");
     bystander.check().await.context("after an upgrade")?;
-    ensure!(service.front()? == front, "the front was replaced");
+    // A front that refuses its place: systemd hears of it, and all continues.
+    install(Path::new("/bin/false"), Path::new("/usr/bin/sandboxer-front"))?;
+    ensure!(systemctl(&["reload", UNIT]).is_err(), "a reload that changed nothing has succeeded");
+    install(&service.built.join("sandboxer-front"), Path::new("/usr/bin/sandboxer-front"))?;
+    bystander.check().await.context("after a reload that failed")?;
+    ensure!(service.main()? == main, "the main process was replaced");
     bystander.end(case).await?;
 
-    // A front that dies or is restarted: pods go on.
+    // A main process that dies or is restarted: pods go on.
     let pod = case.pod().await?;
     let vmms = case.stack.vmms()?;
-    kill(front, Signal::SIGKILL)?;
+    kill(main, Signal::SIGKILL)?;
     eventually("a service that systemd has started again", PATIENCE, || async {
-        Ok(service.front().ok().filter(|now| now.as_raw() != 0 && *now != front))
+        Ok(service.main().ok().filter(|now| now.as_raw() != 0 && *now != main))
     })
     .await?;
-    service.answers().await.context("after the front's death")?;
+    service.answers().await.context("after the main process's death")?;
     systemctl(&["restart", UNIT])?;
     service.answers().await.context("after a restart")?;
     systemctl(&["stop", UNIT])?;
@@ -139,9 +155,9 @@ async fn story(case: &Case, service: &Service<'_>) -> Result<()> {
 }
 
 /// The unit's bound is what the process can ever have.
-fn held_to_its_capabilities(front: Pid) -> Result<()> {
+fn held_to_its_capabilities(main: Pid) -> Result<()> {
     let words = systemctl(&["show", "-P", "CapabilityBoundingSet", UNIT])?.split_whitespace().count();
-    let status = fs::read_to_string(format!("/proc/{front}/status"))?;
+    let status = fs::read_to_string(format!("/proc/{main}/status"))?;
     let bound = status.lines().find_map(|line| line.strip_prefix("CapBnd:")).context("no CapBnd")?;
     let bound = u64::from_str_radix(bound.trim(), 16)?;
     ensure!(bound.count_ones() as usize == words, "{bound:x} are not the unit's {words} capabilities");

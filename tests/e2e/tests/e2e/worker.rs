@@ -1,4 +1,4 @@
-//! The worker behind the front may be killed at any moment without visible effects.
+//! Worker and front may be killed at any moment without visible effects.
 
 use std::time::Duration;
 
@@ -7,6 +7,7 @@ use nix::sys::signal::{Signal, kill};
 use sandboxer_e2e::bystander::Bystander;
 use sandboxer_e2e::case::{Case, PATIENCE, idle, shell};
 use sandboxer_e2e::eventually;
+use sandboxer_e2e::stack::Victim;
 use sandboxer_e2e::stream::Session;
 
 crate::cases![
@@ -15,8 +16,8 @@ crate::cases![
     killed_while_a_vmm_stands_still
 ];
 
-/// So often the worker is killed in each case; more by SANDBOXER_E2E_KILLS.
-fn kills() -> u32 {
+/// So often worker, front or both are killed in each case; more by SANDBOXER_E2E_KILLS.
+fn kills() -> usize {
     let asked = std::env::var("SANDBOXER_E2E_KILLS").ok().and_then(|kills| kills.parse().ok());
     asked.unwrap_or(4)
 }
@@ -29,15 +30,15 @@ async fn some_moment() {
 
 async fn killed_again_and_again(case: Case) -> Result<()> {
     let Bystander { pod, container } = Bystander::start(&case, 1000).await?;
-    let (vmms, front) = (case.stack.vmms()?, case.stack.pid("sandboxer")?);
-    for _ in 0..kills() {
+    let (vmms, holder) = (case.stack.vmms()?, case.stack.pid("sandboxer")?);
+    for round in 0..kills() {
         some_moment().await;
-        let killed = case.stack.kill_worker()?;
+        let killed = case.stack.kill(Victim::of(round))?;
         ensure!(container.sh("echo here").await? == "here");
         ensure!(pod.ready().await?, "the pod is not ready");
         ensure!(case.stack.worker()? != killed, "the worker was not killed");
     }
-    ensure!(case.stack.pid("sandboxer")? == front && case.stack.vmms()? == vmms);
+    ensure!(case.stack.pid("sandboxer")? == holder && case.stack.vmms()? == vmms);
     ensure!(pod.output("echo new").await? == "new");
     Bystander { pod, container }.end(&case).await.map(drop)
 }
@@ -64,7 +65,7 @@ async fn killed_during_execs(case: Case) -> Result<()> {
         });
         let execs: Vec<_> = execs.collect();
         some_moment().await;
-        case.stack.kill_worker()?;
+        case.stack.kill(Victim::of(round))?;
         for exec in execs {
             exec.await?.with_context(|| format!("round {round}"))?;
         }
@@ -78,7 +79,7 @@ async fn killed_while_a_container_ends(case: Case) -> Result<()> {
         let script = format!("echo begins; sleep 0.{}; echo ends; exit {}", code % 10, code + 1);
         let container = pod.start_at_last(shell(&format!("c{code}"), &script)).await?;
         some_moment().await;
-        case.stack.kill_worker()?;
+        case.stack.kill(Victim::of(code))?;
         let status = container.ended().await?;
         ensure!(status.exit_code == i32::try_from(code)? + 1, "{status:?}");
         ensure!(container.logs()?.stdout == "begins\nends\n", "{:?}", container.logs()?);
@@ -94,7 +95,7 @@ async fn killed_during_a_session(case: Case) -> Result<()> {
     let mut session = Session::open(&case.cri.exec(&container.id, &script, false).await?).await?;
     for n in 0..kills() {
         session.write(&format!("before {n}\n")).await?;
-        case.stack.kill_worker()?;
+        case.stack.kill(Victim::of(n))?;
         session.write(&format!("after {n}\n")).await?;
         session.until(&format!("got after {n}\n"), PATIENCE).await?;
     }
@@ -174,7 +175,7 @@ async fn killed_while_containers_are_made(case: Case) -> Result<()> {
         });
         let made: Vec<_> = made.collect();
         some_moment().await;
-        case.stack.kill_worker()?;
+        case.stack.kill(Victim::of(round))?;
         for made in made {
             made.await?.with_context(|| format!("round {round}"))?;
         }

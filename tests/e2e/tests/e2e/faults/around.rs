@@ -1,4 +1,4 @@
-//! What is around the worker dies: VMMs, containerd, the front.
+//! What is around the worker dies: VMMs, containerd, the whole daemon.
 
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
@@ -63,13 +63,24 @@ async fn kill_containerd(seen: &mut Seen<'_>, worker: bool) -> Result<()> {
 }
 
 /// containerd declares the containers dead, for its connections are gone; the pods take new ones.
-pub async fn front_killed(case: Case) -> Result<()> {
-    let mut seen =
-        Seen::begin(&case, "front killed (pods stay; containerd ends their containers)", 0).await?;
+pub async fn holder_killed(case: Case) -> Result<()> {
+    all_killed(&case, "holder killed (pods stay; containerd ends their containers)", false).await
+}
+
+pub async fn everything_killed(case: Case) -> Result<()> {
+    all_killed(&case, "all processes of the daemon killed at once (the same)", true).await
+}
+
+async fn all_killed(case: &Case, fault: &str, at_once: bool) -> Result<()> {
+    let mut seen = Seen::begin(case, fault, 0).await?;
     for _ in 0..2 {
         let pod = case.pod().await?;
-        pod.start(idle("c")).await?;
+        let container = pod.start(idle("c")).await?;
         let vmms = case.stack.vmms()?;
+        if at_once {
+            let children = [case.stack.front()?, case.stack.worker()?];
+            children.into_iter().try_for_each(|child| kill(child, Signal::SIGKILL))?;
+        }
         case.stack.end("sandboxer", Signal::SIGKILL).await?;
         case.stack.run_up()?;
         ensure!(case.stack.vmms()? == vmms, "a VMM was lost");
@@ -77,6 +88,10 @@ pub async fn front_killed(case: Case) -> Result<()> {
             Ok(case.cri.pod_ready(&pod.id).await.ok().filter(|ready| *ready))
         })
         .await?;
+        // As a kubelet does with a container that it is told has ended.
+        let status = container.ended().await?;
+        ensure!(status.exit_code == 255, "{status:?}");
+        case.cri.remove(&container.id).await?;
         ensure!(pod.output("echo here").await? == "here");
         case.remove(&pod.id).await?;
         seen.times += 1;

@@ -4,14 +4,15 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::{Signal, kill};
 use sandboxer_e2e::case::{Case, PATIENCE, shell};
 use sandboxer_e2e::eventually;
 use sandboxer_e2e::kubelet::Kubelet;
+use sandboxer_e2e::stack::Victim;
 
+use super::streams::{Streams, some_moment};
 use super::{Seen, life, reached};
 
 /// Returns a number that the environment may make larger, for long runs.
@@ -155,22 +156,26 @@ impl Story {
     }
 }
 
-/// So often the worker is killed at most while a pod lives.
+/// So many kills there are at most while a pod lives.
 const KILLS_IN_A_LIFE: usize = 4;
 
+/// Worker, front, or both, while a pod lives, others count aloud, and streams are open.
 pub async fn killed_at_random(case: Case) -> Result<()> {
-    let kills = count("SANDBOXER_E2E_RANDOM_KILLS", 10)?;
+    let kills = count("SANDBOXER_E2E_RANDOM_KILLS", 12)?;
     let kubelet = Kubelet::of(&case)?;
-    let mut seen = Seen::begin(&case, "worker killed at random", 2).await?;
+    let pods = count("SANDBOXER_E2E_RANDOM_PODS", 2)?;
+    let mut seen = Seen::begin(&case, "worker, front or both killed at random", pods).await?;
+    let pod = case.pod().await?;
+    let mut streams = Streams::open(&case, &pod).await?;
     while seen.times < kills {
         let killed = AtomicUsize::new(0);
         let killer = async {
             // No more than these in one life: on a slow host no pod's start would get through for ever.
-            for _ in 0..KILLS_IN_A_LIFE.min(kills - seen.times) {
-                // Longer than a second most of the time, or the front would pause before the next worker.
-                tokio::time::sleep(Duration::from_millis(500 + rand::random::<u64>() % 1500)).await;
+            for round in 0..KILLS_IN_A_LIFE.min(kills - seen.times) {
+                some_moment().await;
                 // The one before may not be ready yet.
-                killed.fetch_add(usize::from(case.stack.kill_worker().is_ok()), Ordering::Relaxed);
+                let victim = Victim::of(seen.times + round);
+                killed.fetch_add(usize::from(case.stack.kill(victim).is_ok()), Ordering::Relaxed);
             }
             std::future::pending::<()>().await;
         };
@@ -181,7 +186,11 @@ pub async fn killed_at_random(case: Case) -> Result<()> {
         seen.others += 1;
         seen.times += killed.into_inner();
         seen.check().await?;
+        streams.check().await.with_context(|| format!("after {} kills", seen.times))?;
     }
+    seen.lines += streams.end().await?;
+    case.remove(&pod.id).await?;
+    seen.others += 1;
     seen.end().await
 }
 

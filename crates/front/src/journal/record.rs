@@ -1,0 +1,298 @@
+//! Records of the journal: each has its length in front, so a reader skips fields and kinds that it does not know.
+//!
+//! ```text
+//! length u32 │ kind u8 │ fields                    (big-endian; texts, notes and lists have their length in front)
+//! ```
+
+use std::{collections::BTreeMap, fmt, os::fd::RawFd};
+
+use super::VERSION;
+
+/// What has happened to the front's state.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Record {
+    /// All that is not in another record.
+    Front(Basics),
+    /// A worker was ready, for the first time.
+    Ready,
+    /// A worker keeps this under the key, in place of what was there.
+    Kept {
+        /// Its key.
+        key: String,
+        /// Data of the worker.
+        note: Vec<u8>,
+        /// Its descriptors.
+        fds: Vec<RawFd>,
+    },
+    /// The entry with the key is removed.
+    Forgotten(String),
+    /// The next worker's messages come from this socket; none: that worker has ended.
+    Worker(Option<RawFd>),
+    /// A task connection, or new files for one.
+    Connection {
+        /// Its number, which no other connection of this front has.
+        id: u64,
+        /// The connection.
+        of: HeldConnection,
+    },
+    /// The connection is closed.
+    Closed(u64),
+    /// A request has got its number.
+    Request {
+        /// Its connection.
+        connection: u64,
+        /// containerd's stream number.
+        stream: u32,
+        /// The front's number.
+        number: u32,
+    },
+    /// So many workers have died with a request.
+    Deaths {
+        /// The request's connection.
+        connection: u64,
+        /// containerd's stream number.
+        stream: u32,
+        /// Number of workers.
+        deaths: u8,
+    },
+    /// A reload has ended, and why the front has stayed as it is, if it has.
+    Reloaded(String),
+}
+
+/// The part of the state that is not in other records.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Basics {
+    /// Identifies the front to its workers.
+    pub identity: String,
+    /// A worker was ready before.
+    pub was_ready: bool,
+    /// Number of the next request.
+    pub next_request: u32,
+    /// Both ends of the pipe through which all requests come.
+    pub pipe: [RawFd; 2],
+    /// Number of reloads.
+    pub reloads: u32,
+    /// Why the front has stayed as it was at the last of them; empty: it was replaced.
+    pub stayed: String,
+}
+
+/// A task connection.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct HeldConnection {
+    /// Its socket, what was received from it, and what was answered on it.
+    pub fds: [RawFd; 3],
+    /// Its requests, by containerd's stream number. Some may be answered.
+    pub requests: BTreeMap<u32, HeldRequest>,
+}
+
+/// A request.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct HeldRequest {
+    /// The front's number for it.
+    pub number: u32,
+    /// Number of workers that have died with it.
+    pub deaths: u8,
+}
+
+/// Why a journal cannot be read.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub enum JournalError {
+    /// It is something else.
+    #[error("not a journal of a front")]
+    Foreign,
+    /// An incompatible build has written it.
+    #[error("the journal has version {0}, this build reads version {VERSION}")]
+    Version(u32),
+    /// It ends too early, or contradicts itself.
+    #[error("the journal is damaged: {0}")]
+    Damaged(&'static str),
+}
+
+/// Its kind, for the names of points at which tests kill the front.
+impl fmt::Display for Record {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Front(_) => "itself",
+            Self::Ready => "that a worker was ready",
+            Self::Kept { .. } => "an entry",
+            Self::Forgotten(_) => "the end of an entry",
+            Self::Worker(Some(_)) => "a worker",
+            Self::Worker(None) => "the end of a worker",
+            Self::Connection { .. } => "a connection",
+            Self::Closed(_) => "the end of a connection",
+            Self::Request { .. } => "a request",
+            Self::Deaths { .. } => "deaths",
+            Self::Reloaded(_) => "a reload",
+        })
+    }
+}
+
+impl Record {
+    fn kind(&self) -> u8 {
+        match self {
+            Self::Front(_) => 1,
+            Self::Ready => 2,
+            Self::Kept { .. } => 3,
+            Self::Forgotten(_) => 4,
+            Self::Worker(_) => 5,
+            Self::Connection { .. } => 6,
+            Self::Closed(_) => 7,
+            Self::Request { .. } => 8,
+            Self::Deaths { .. } => 9,
+            Self::Reloaded(_) => 10,
+        }
+    }
+
+    /// Appends the record to `out`.
+    pub fn write(&self, out: &mut Vec<u8>) {
+        let mut bytes = vec![self.kind()];
+        match self {
+            Self::Front(basics) => basics.write(&mut bytes),
+            Self::Ready => {}
+            Self::Kept { key, note, fds } => {
+                blob(&mut bytes, key.as_bytes());
+                blob(&mut bytes, note);
+                number(&mut bytes, fds.len() as u32);
+                fds.iter().for_each(|fd| descriptor(&mut bytes, *fd));
+            }
+            Self::Forgotten(key) => blob(&mut bytes, key.as_bytes()),
+            Self::Worker(control) => descriptor(&mut bytes, control.unwrap_or(-1)),
+            Self::Connection { id, of } => {
+                bytes.extend(id.to_be_bytes());
+                of.write(&mut bytes);
+            }
+            Self::Closed(id) => bytes.extend(id.to_be_bytes()),
+            Self::Request { connection, stream, number: given } => {
+                bytes.extend(connection.to_be_bytes());
+                number(&mut bytes, *stream);
+                number(&mut bytes, *given);
+            }
+            Self::Deaths { connection, stream, deaths } => {
+                bytes.extend(connection.to_be_bytes());
+                number(&mut bytes, *stream);
+                bytes.push(*deaths);
+            }
+            Self::Reloaded(stayed) => blob(&mut bytes, stayed.as_bytes()),
+        }
+        blob(out, &bytes);
+    }
+
+    /// Reads one record, without its length; none if a later build has added its kind.
+    pub fn read(bytes: &[u8]) -> Result<Option<Self>, JournalError> {
+        let mut rest = Rest(bytes);
+        Ok(Some(match rest.byte()? {
+            1 => Self::Front(Basics::read(&mut rest)?),
+            2 => Self::Ready,
+            3 => Self::Kept {
+                key: rest.text()?,
+                note: rest.blob()?.to_owned(),
+                fds: (0..rest.number()?).map(|_| rest.descriptor()).collect::<Result<_, _>>()?,
+            },
+            4 => Self::Forgotten(rest.text()?),
+            5 => Self::Worker(rest.descriptor().ok()),
+            6 => Self::Connection { id: rest.long()?, of: HeldConnection::read(&mut rest)? },
+            7 => Self::Closed(rest.long()?),
+            8 => Self::Request { connection: rest.long()?, stream: rest.number()?, number: rest.number()? },
+            9 => Self::Deaths { connection: rest.long()?, stream: rest.number()?, deaths: rest.byte()? },
+            10 => Self::Reloaded(rest.text()?),
+            _ => return Ok(None),
+        }))
+    }
+}
+
+impl Basics {
+    fn write(&self, bytes: &mut Vec<u8>) {
+        blob(bytes, self.identity.as_bytes());
+        bytes.push(self.was_ready.into());
+        number(bytes, self.next_request);
+        self.pipe.iter().for_each(|fd| descriptor(bytes, *fd));
+        number(bytes, self.reloads);
+        blob(bytes, self.stayed.as_bytes());
+    }
+
+    fn read(rest: &mut Rest<'_>) -> Result<Self, JournalError> {
+        Ok(Self {
+            identity: rest.text()?,
+            was_ready: rest.byte()? != 0,
+            next_request: rest.number()?,
+            pipe: [rest.descriptor()?, rest.descriptor()?],
+            reloads: rest.number()?,
+            stayed: rest.text()?,
+        })
+    }
+}
+
+impl HeldConnection {
+    fn write(&self, bytes: &mut Vec<u8>) {
+        self.fds.iter().for_each(|fd| descriptor(bytes, *fd));
+        number(bytes, self.requests.len() as u32);
+        for (stream, request) in &self.requests {
+            number(bytes, *stream);
+            number(bytes, request.number);
+            bytes.push(request.deaths);
+        }
+    }
+
+    fn read(rest: &mut Rest<'_>) -> Result<Self, JournalError> {
+        let fds = [rest.descriptor()?, rest.descriptor()?, rest.descriptor()?];
+        let count = rest.number()?;
+        let request = |_| Ok((rest.number()?, HeldRequest { number: rest.number()?, deaths: rest.byte()? }));
+        Ok(Self { fds, requests: (0..count).map(request).collect::<Result<_, _>>()? })
+    }
+}
+
+fn number(out: &mut Vec<u8>, number: u32) {
+    out.extend(number.to_be_bytes());
+}
+
+fn descriptor(out: &mut Vec<u8>, fd: RawFd) {
+    out.extend(fd.to_be_bytes());
+}
+
+fn blob(out: &mut Vec<u8>, bytes: &[u8]) {
+    // Nothing here is longer than a message of a worker.
+    number(out, bytes.len() as u32);
+    out.extend_from_slice(bytes);
+}
+
+/// Bytes that are not read yet.
+pub struct Rest<'a>(pub &'a [u8]);
+
+impl<'a> Rest<'a> {
+    fn take(&mut self, count: usize) -> Result<&'a [u8], JournalError> {
+        let (taken, rest) = self.0.split_at_checked(count).ok_or(JournalError::Damaged("it ends too early"))?;
+        self.0 = rest;
+        Ok(taken)
+    }
+
+    fn byte(&mut self) -> Result<u8, JournalError> {
+        Ok(self.take(1)?[0])
+    }
+
+    /// Reads a number.
+    pub fn number(&mut self) -> Result<u32, JournalError> {
+        let bytes = self.take(4)?;
+        Ok(u32::from_be_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
+    }
+
+    fn long(&mut self) -> Result<u64, JournalError> {
+        Ok(u64::from(self.number()?) << 32 | u64::from(self.number()?))
+    }
+
+    fn descriptor(&mut self) -> Result<RawFd, JournalError> {
+        let fd = RawFd::try_from(self.number()?).ok().filter(|fd| *fd > 2);
+        fd.ok_or(JournalError::Damaged("a descriptor is out of range"))
+    }
+
+    /// Reads bytes with their length in front.
+    pub fn blob(&mut self) -> Result<&'a [u8], JournalError> {
+        let length = self.number()?;
+        self.take(length as usize)
+    }
+
+    fn text(&mut self) -> Result<String, JournalError> {
+        str::from_utf8(self.blob()?)
+            .map(str::to_owned)
+            .map_err(|_| JournalError::Damaged("a text is not UTF-8"))
+    }
+}

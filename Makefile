@@ -80,6 +80,7 @@ test: test-units test-stack test-kvm ## run every test
 
 test-units: build guest-image ## run the tests that need no containerd; some start a guest
 	cargo test --workspace --exclude sandboxer-e2e --no-fail-fast
+	cargo test -p sandboxer-front --features failpoints
 
 test-stack: build build-failing guest-image tools ## run the tests on a real stack of their own (needs root)
 	cargo test -p sandboxer-e2e

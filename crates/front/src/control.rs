@@ -16,8 +16,8 @@ use nix::{
     cmsg_space,
     errno::Errno,
     sys::socket::{
-        AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, recv, recvmsg, sendmsg,
-        socketpair,
+        AddressFamily, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, recv, recvmsg,
+        sendmsg, socketpair,
     },
 };
 

@@ -104,6 +104,7 @@ pub fn hold(
 }
 
 /// Starts a process with this one's memory, as it is now, and with this one's table of descriptors, from now on.
+#[expect(clippy::disallowed_methods, reason = "what is on the stack belongs to the next front, too")]
 fn start(run: impl FnOnce() -> u8) -> io::Result<Pid> {
     let holder = getpid();
     let (flags, none) = (libc::CLONE_FILES | libc::SIGCHLD, 0_usize);

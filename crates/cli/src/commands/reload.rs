@@ -59,11 +59,8 @@ pub async fn run(args: Args, global: &Global) -> anyhow::Result<()> {
     if !now.reload_error.is_empty() {
         bail!("the front was not replaced: {}; containers continue with the old one", now.reload_error);
     }
-    let done = Reloaded {
-        version: now.version,
-        worker_pid: now.worker_pid,
-        seconds: begin.elapsed().as_secs_f64(),
-    };
+    let done =
+        Reloaded { version: now.version, worker_pid: now.worker_pid, seconds: begin.elapsed().as_secs_f64() };
     if global.json {
         return render::print_json(&done);
     }

@@ -14,9 +14,9 @@ use sandboxer_protocol::admin::{
     BuildTemplateRequest, ConsoleLogChunk, ConsoleLogRequest, DestroyQuarantinedRequest, Event,
     EventsRequest, InspectPodRequest, ListPodsRequest, ListPodsResponse, ListQuarantineRequest,
     ListQuarantineResponse, ListTemplatesRequest, ListTemplatesResponse, Pod, Quarantined,
-    ReleaseQuarantinedRequest, ReloadRequest, ReloadResponse, RemoveTemplateRequest, ShowQuarantinedRequest, ShowQuarantinedResponse,
-    StageSummary, StageTimesRequest, StageTimesResponse, Template, VerifyTemplateRequest, VersionRequest,
-    VersionResponse,
+    ReleaseQuarantinedRequest, ReloadRequest, ReloadResponse, RemoveTemplateRequest, ShowQuarantinedRequest,
+    ShowQuarantinedResponse, StageSummary, StageTimesRequest, StageTimesResponse, Template,
+    VerifyTemplateRequest, VersionRequest, VersionResponse,
     admin_server::{Admin, AdminServer},
 };
 use tokio::{net::UnixListener, runtime::Runtime};

@@ -37,11 +37,7 @@ const LOOSE: Duration = Duration::from_secs(60);
 
 impl<'a> Front<'a> {
     /// Makes a front from a journal. `reload` tells of a reload that has ended since.
-    pub(super) fn recover(
-        work: Work<'a>,
-        journal: RawFd,
-        reload: Option<&str>,
-    ) -> Result<Self, FrontError> {
+    pub(super) fn recover(work: Work<'a>, journal: RawFd, reload: Option<&str>) -> Result<Self, FrontError> {
         let journal = MemoryFile::from(owned(journal));
         let held = Held::of(&journal.content().map_err(system("read the journal"))?)?;
         let known: BTreeSet<RawFd> = held.descriptors().chain([journal.as_raw_fd()]).collect();
@@ -52,8 +48,7 @@ impl<'a> Front<'a> {
             fcntl(fd, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC)).map_err(system("take over a descriptor"))?;
         }
         // SAFETY: the journal names them once, and the process that owned them has gone.
-        let journal =
-            unsafe { Journal::reopen(journal, &held) }.map_err(system("take over the journal"))?;
+        let journal = unsafe { Journal::reopen(journal, &held) }.map_err(system("take over the journal"))?;
         let mut front = Self::new(work, journal)?;
         front.take_over(held, unknown)?;
         if let Some(stayed) = reload {
@@ -105,6 +100,7 @@ impl<'a> Front<'a> {
     /// Keeps FIFOs, returns connections to the task socket, and closes the rest.
     fn sort(&mut self, unknown: Vec<OwnedFd>) -> Vec<OwnedFd> {
         let address = |fd: &OwnedFd| getsockname::<UnixAddr>(fd.as_raw_fd()).ok();
+        let connected = |fd: &OwnedFd| getpeername::<UnixAddr>(fd.as_raw_fd()).is_ok();
         let ours = self.listener.as_ref().and_then(|listener| address(listener));
         let mut accepted = Vec::new();
         for fd in unknown {
@@ -113,10 +109,8 @@ impl<'a> Front<'a> {
             match kind {
                 // A pipe has a name that is no path.
                 Ok(SFlag::S_IFIFO) if named.is_ok_and(|name| name.is_absolute()) => self.loose.add(fd),
-                Ok(SFlag::S_IFSOCK) if ours.is_some() && address(&fd) == ours => {
-                    if getpeername::<UnixAddr>(fd.as_raw_fd()).is_ok() {
-                        accepted.push(fd);
-                    }
+                Ok(SFlag::S_IFSOCK) if ours.is_some() && address(&fd) == ours && connected(&fd) => {
+                    accepted.push(fd);
                 }
                 _ => {}
             }

@@ -143,7 +143,9 @@ impl Journal {
     /// recorded, later and perhaps with more memory.
     fn write(&self, bytes: &[u8], at: u64) {
         if let Err(error) = self.file.write(bytes, at) {
-            log!("cannot write the journal in memory, so this process ends and another takes its place: {error}");
+            log!(
+                "cannot write the journal in memory, so this process ends and another takes its place: {error}"
+            );
             let _ = raise(Signal::SIGABRT);
         }
     }
@@ -240,7 +242,8 @@ impl Held {
         let (listener, others): (Vec<_>, Vec<_>) =
             self.entries.iter().partition(|(key, _)| **key == self.listener);
         records.extend(others.into_iter().chain(listener).map(kept));
-        records.extend(self.connections.iter().map(|(id, of)| Record::Connection { id: *id, of: of.clone() }));
+        records
+            .extend(self.connections.iter().map(|(id, of)| Record::Connection { id: *id, of: of.clone() }));
         records
     }
 

@@ -260,7 +260,8 @@ pub struct Rest<'a>(pub &'a [u8]);
 
 impl<'a> Rest<'a> {
     fn take(&mut self, count: usize) -> Result<&'a [u8], JournalError> {
-        let (taken, rest) = self.0.split_at_checked(count).ok_or(JournalError::Damaged("it ends too early"))?;
+        let (taken, rest) =
+            self.0.split_at_checked(count).ok_or(JournalError::Damaged("it ends too early"))?;
         self.0 = rest;
         Ok(taken)
     }

@@ -26,7 +26,13 @@ fn state() -> Held {
         ]
         .into(),
         connections: [
-            (8, HeldConnection { fds: [11, 12, 13], requests: [request(3, 4709, 1), request(5, 4701, 0)].into() }),
+            (
+                8,
+                HeldConnection {
+                    fds: [11, 12, 13],
+                    requests: [request(3, 4709, 1), request(5, 4701, 0)].into(),
+                },
+            ),
             (9, HeldConnection { fds: [14, 15, 16], requests: BTreeMap::new() }),
         ]
         .into(),

@@ -12,9 +12,9 @@ use sandboxer_protocol::{
         BuildTemplateRequest, ConsoleLogChunk, ConsoleLogRequest, Container, DestroyQuarantinedRequest,
         Event, EventsRequest, Exec, InspectPodRequest, Jail, Limit, ListPodsRequest, ListPodsResponse,
         ListQuarantineRequest, ListQuarantineResponse, ListTemplatesRequest, ListTemplatesResponse, Pod,
-        Quarantined, ReleaseQuarantinedRequest, RemoveTemplateRequest, ShowQuarantinedRequest,
-        ShowQuarantinedResponse, StageTime, StageTimesRequest, StageTimesResponse, Template,
-        VerifyTemplateRequest, ReloadRequest, ReloadResponse, VersionRequest, VersionResponse, admin_server::Admin,
+        Quarantined, ReleaseQuarantinedRequest, ReloadRequest, ReloadResponse, RemoveTemplateRequest,
+        ShowQuarantinedRequest, ShowQuarantinedResponse, StageTime, StageTimesRequest, StageTimesResponse,
+        Template, VerifyTemplateRequest, VersionRequest, VersionResponse, admin_server::Admin,
     },
 };
 use sandboxer_vmm::{VmmKey, console};

@@ -21,7 +21,9 @@ use sandboxer_e2e::insist::{insist, once_seen};
 use sandboxer_e2e::kubelet::Kubelet;
 use sandboxer_e2e::ledger::{self, Line};
 
-use around::{containerd_and_worker_killed, containerd_killed, everything_killed, holder_killed, vmms_killed};
+use around::{
+    containerd_and_worker_killed, containerd_killed, everything_killed, holder_killed, vmms_killed,
+};
 use disk::{disk_full, disk_read_only};
 use worker::{clock_jumps, killed_at_every_point, killed_at_random, memory_runs_out, upgraded_under_pods};
 

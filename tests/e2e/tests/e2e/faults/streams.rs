@@ -44,7 +44,11 @@ impl Streams {
         self.forward.write(format!("{line}\n").as_bytes()).await.context("forward")?;
         let enough = |data: &[u8], _: &[u8]| data.len() >= expected.len();
         self.forward.until(enough, PATIENCE).await.context("forward")?;
-        ensure!(self.forward.data() == expected.as_bytes(), "{:?}", String::from_utf8_lossy(self.forward.data()));
+        ensure!(
+            self.forward.data() == expected.as_bytes(),
+            "{:?}",
+            String::from_utf8_lossy(self.forward.data())
+        );
         Ok(())
     }
 

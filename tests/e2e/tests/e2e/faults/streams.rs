@@ -4,35 +4,39 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, ensure};
 use sandboxer_e2e::case::{Case, PATIENCE, Pod, shell};
+use sandboxer_e2e::eventually;
 use sandboxer_e2e::forward::Forward;
 use sandboxer_e2e::stream::Session;
 
+/// The forwarded port.
+const PORT: u16 = 8080;
 /// What each session runs.
 const ECHO: &str = "stty -echo 2>/dev/null; echo ready; while read line; do echo \"got $line\"; done";
 
-/// An exec, an attach with a terminal and a forwarded port of one pod. Each returns what it is sent.
-pub struct Streams {
+/// An exec and an attach with a terminal of one pod, which return what they are sent; and a port, whose forwarded connections end with
+/// the worker.
+pub struct Streams<'a> {
+    case: &'a Case,
+    pod: &'a Pod,
     exec: Session,
     attach: Session,
-    forward: Forward,
     sent: usize,
 }
 
-impl Streams {
-    pub async fn open(case: &Case, pod: &Pod) -> Result<Self> {
+impl<'a> Streams<'a> {
+    pub async fn open(case: &'a Case, pod: &'a Pod) -> Result<Self> {
         let mut config = shell("attached", ECHO);
         (config.stdin, config.tty) = (true, true);
         let attached = pod.start(config).await?;
-        let container = pod.start(shell("serves", "nc -ll -s 127.0.0.1 -p 8080 -e cat")).await?;
+        let container = pod.start(shell("serves", &format!("nc -ll -p {PORT} -e cat"))).await?;
         let exec = Session::open(&case.cri.exec(&container.id, &["sh", "-c", ECHO], false).await?).await?;
         let attach = Session::open(&case.cri.attach(&attached.id, true).await?).await?;
-        let listens = "until netstat -ltn | grep -q :8080; do sleep 0.1; done";
-        container.sh(listens).await.context("wait for the port")?;
-        let forward = Forward::open(&case.cri.port_forward(&pod.id, 8080).await?).await?;
-        Ok(Self { exec, attach, forward, sent: 0 })
+        let listens = format!("until netstat -ltn | grep -q :{PORT}; do sleep 0.1; done");
+        container.sh(&listens).await.context("wait for the port")?;
+        Ok(Self { case, pod, exec, attach, sent: 0 })
     }
 
-    /// Sends one line on each stream, and waits for what returns: no stream may have ended.
+    /// Sends one line on each stream, and waits for what returns: no exec and no attach may have ended.
     pub async fn check(&mut self) -> Result<()> {
         self.sent += 1;
         let line = format!("line {}", self.sent);
@@ -40,15 +44,19 @@ impl Streams {
             session.write(&format!("{line}\n")).await.context(name)?;
             session.until(&format!("got {line}"), PATIENCE).await.context(name)?;
         }
-        let expected = self.expected(|n| format!("line {n}\n"));
-        self.forward.write(format!("{line}\n").as_bytes()).await.context("forward")?;
-        let enough = |data: &[u8], _: &[u8]| data.len() >= expected.len();
-        self.forward.until(enough, PATIENCE).await.context("forward")?;
-        ensure!(
-            self.forward.data() == expected.as_bytes(),
-            "{:?}",
-            String::from_utf8_lossy(self.forward.data())
-        );
+        eventually("a line through the forwarded port", PATIENCE, || async {
+            Ok(self.forwarded(&line).await.ok())
+        })
+        .await
+    }
+
+    /// Sends a line through a new connection to the port.
+    async fn forwarded(&self, line: &str) -> Result<()> {
+        let url = self.case.cri.port_forward(&self.pod.id, PORT).await?;
+        let mut forward = Forward::open(&url).await?;
+        forward.write(line.as_bytes()).await?;
+        forward.until(|data, _| data.len() >= line.len(), PATIENCE).await?;
+        ensure!(forward.data() == line.as_bytes(), "{:?}", String::from_utf8_lossy(forward.data()));
         Ok(())
     }
 
@@ -61,7 +69,7 @@ impl Streams {
             let lines = text.trim_start_matches("ready\n");
             ensure!(lines == expected, "{lines:?}");
         }
-        Ok(self.sent * 3)
+        Ok(self.sent * 2)
     }
 
     fn expected(&self, line: impl Fn(usize) -> String) -> String {

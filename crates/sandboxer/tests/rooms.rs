@@ -19,7 +19,7 @@ const MAY_USE: [(&str, &[&str]); 19] = [
     ("sandboxer-protocol", &[]),
     ("sandboxer-process", &["protocol"]),
     ("sandboxer-share", &["protocol"]),
-    ("sandboxer-front", &[]),
+    ("sandboxer-front", &["base"]),
     ("sandboxer-vmm", &["base", "config", "process", "protocol"]),
     ("sandboxer-vmm-fake", &["process", "protocol", "vmm"]),
     ("sandboxer-guest", &["base", "protocol", "vmm"]),

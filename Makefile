@@ -92,7 +92,7 @@ soak: build build-failing guest-image tools ## run churn for SOAK_SECONDS (180),
 
 # Long: about half an hour on two cores without KVM.
 reliability: build build-failing guest-image tools ## inject every fault, often, and run a soak; writes docs/reliability.md (needs root)
-	SANDBOXER_E2E_RANDOM_KILLS=500 SANDBOXER_E2E_UPGRADE_PODS=20 SANDBOXER_E2E_LIMIT=3600 \
+	SANDBOXER_E2E_RANDOM_KILLS=500 SANDBOXER_E2E_RANDOM_PODS=4 SANDBOXER_E2E_UPGRADE_PODS=20 SANDBOXER_E2E_LIMIT=3600 \
 	SANDBOXER_E2E_REPORT=$(CURDIR)/docs/reliability.md \
 	cargo test -p sandboxer-e2e --test e2e -- sandboxer::faults
 	SANDBOXER_E2E_SOAK=$(SOAK_SECONDS) SANDBOXER_E2E_LIMIT=$$(($(SOAK_SECONDS) * 2 + 120)) \

@@ -21,7 +21,7 @@ use nix::{
     sys::{
         epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout},
         resource::{Resource, getrlimit, setrlimit},
-        signal::Signal,
+        signal::{Signal, raise},
         signalfd::{SfdFlags, SignalFd},
     },
 };
@@ -133,6 +133,10 @@ fn hold(work: Work<'_>, journal: RawFd, reload: Option<String>) -> Result<ExitCo
             match std::error::Error::source(&error) {
                 Some(source) => log!("{error}: {source}"),
                 None => log!("{error}"),
+            }
+            if !matches!(error, FrontError::Worker { .. }) {
+                // Perhaps only now: the next one tries again.
+                let _ = raise(Signal::SIGABRT);
             }
             1
         }

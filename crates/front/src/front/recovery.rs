@@ -88,7 +88,13 @@ impl<'a> Front<'a> {
             self.settle(number, Side::Open);
         }
         for client in accepted {
-            let files = Files::create().map_err(system("take over a task connection"))?;
+            let files = match Files::create() {
+                Ok(files) => files,
+                Err(error) => {
+                    log!("a new task connection cannot be taken over: {error}");
+                    continue;
+                }
+            };
             let number = self.next_connection;
             self.next_connection += 1;
             let connection = Connection::new(number, client.into(), files, &mut self.journal);
@@ -100,22 +106,14 @@ impl<'a> Front<'a> {
     /// Keeps FIFOs, returns connections to the task socket, and closes the rest.
     fn sort(&mut self, unknown: Vec<OwnedFd>) -> Vec<OwnedFd> {
         let address = |fd: &OwnedFd| getsockname::<UnixAddr>(fd.as_raw_fd()).ok();
-        let connected = |fd: &OwnedFd| getpeername::<UnixAddr>(fd.as_raw_fd()).is_ok();
         let ours = self.listener.as_ref().and_then(|listener| address(listener));
-        let mut accepted = Vec::new();
-        for fd in unknown {
-            let named = fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd()));
-            let kind = fstat(&fd).map(|stat| SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT);
-            match kind {
-                // A pipe has a name that is no path.
-                Ok(SFlag::S_IFIFO) if named.is_ok_and(|name| name.is_absolute()) => self.loose.add(fd),
-                Ok(SFlag::S_IFSOCK) if ours.is_some() && address(&fd) == ours && connected(&fd) => {
-                    accepted.push(fd);
-                }
-                _ => {}
-            }
-        }
-        accepted
+        let (fifos, sockets): (Vec<_>, Vec<_>) =
+            unknown.into_iter().partition(|fd| kind(fd) == Some(SFlag::S_IFIFO));
+        fifos.into_iter().for_each(|fifo| self.loose.add(fifo));
+        let accepted = |fd: &OwnedFd| {
+            ours.is_some() && address(fd) == ours && getpeername::<UnixAddr>(fd.as_raw_fd()).is_ok()
+        };
+        sockets.into_iter().filter(accepted).collect()
     }
 
     /// Handles the last messages of a worker that the kernel has killed with its front, until its end.
@@ -182,7 +180,7 @@ impl Loose {
     }
 }
 
-/// Returns all open descriptors but these and the standard ones.
+/// Returns the sockets and FIFOs that are open, and closes all other descriptors but these and the standard ones.
 fn others(known: &BTreeSet<RawFd>) -> io::Result<Vec<OwnedFd>> {
     let listed: Vec<RawFd> = fs::read_dir("/proc/self/fd")?
         .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
@@ -193,7 +191,19 @@ fn others(known: &BTreeSet<RawFd>) -> io::Result<Vec<OwnedFd>> {
         // SAFETY: a number that names no file is an error.
         fcntl(unsafe { BorrowedFd::borrow_raw(*fd) }, FcntlArg::F_GETFD).is_ok()
     });
-    Ok(open.map(owned).collect())
+    let noticed = |fd: &OwnedFd| match kind(fd) {
+        Some(SFlag::S_IFSOCK) => true,
+        // A pipe has a name that is no path.
+        Some(SFlag::S_IFIFO) => {
+            fs::read_link(format!("/proc/self/fd/{}", fd.as_raw_fd())).is_ok_and(|name| name.is_absolute())
+        }
+        _ => false,
+    };
+    Ok(open.map(owned).filter(noticed).collect())
+}
+
+fn kind(fd: &OwnedFd) -> Option<SFlag> {
+    fstat(fd).ok().map(|stat| SFlag::from_bits_truncate(stat.st_mode) & SFlag::S_IFMT)
 }
 
 /// Takes over a descriptor of the front before.

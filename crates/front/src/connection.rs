@@ -198,6 +198,8 @@ impl Connection {
                 connection.accept(frame, known, journal, numbers);
             }
         }
+        // The front before may have been killed right before it did that.
+        connection.refuse_deadly();
         Ok(connection)
     }
 
@@ -295,6 +297,11 @@ impl Connection {
                 journal.add(&Record::Deaths { connection, stream, deaths });
             }
         }
+        self.refuse_deadly();
+    }
+
+    /// Answers the requests that too many workers have died with.
+    fn refuse_deadly(&mut self) {
         let deadly = self.unanswered.iter().filter(|(_, request)| request.deaths >= MAX_DEATHS);
         let deadly: Vec<_> = deadly.map(|(number, _)| *number).collect();
         for request in deadly.iter().filter_map(|number| self.unanswered.remove(number)) {

@@ -16,7 +16,7 @@ INSTALLED := sandboxer sandboxer-front sandboxer-cli sandboxer-share containerd-
 DESTDIR ?=
 FUZZ_SECONDS ?= 60
 
-.PHONY: help deps tools agent bench-helper bench-image guest-image build build-failing node test-kvm test-contract install uninstall up down demo test test-units test-stack soak reliability bench bench-kvm bench-gate bench-record lint fuzz fmt clean
+.PHONY: help deps tools agent bench-helper bench-image bench-native guest-image build build-failing node test-kvm test-contract install uninstall up down demo test test-units test-stack soak reliability bench bench-kvm bench-gate bench-record lint fuzz fmt clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -41,6 +41,10 @@ bench-helper: deps
 bench-image: bench-helper ## make images of the workloads' tools (BENCH_IMAGES='bench-small bench-build') and load them into STACK, if it runs
 	@for image in $(BENCH_IMAGES); do scripts/bench-image.sh $$image; done
 	@if [[ -e $(STACK)/.stack ]]; then scripts/stack.sh load $(STACK) $(BENCH_IMAGES); fi
+
+NATIVE_ROOT ?= target/bench-native
+bench-native: bench-helper ## unpack the image of the workloads' tools into NATIVE_ROOT (target/bench-native), for the series `native`
+	@scripts/bench-image.sh bench-small target/bench-helper/$(AGENT_TARGET)/release/bench-helper $(NATIVE_ROOT)
 
 guest-image: agent ## build the guest kernel (cached, or SANDBOXER_KERNEL=…) and the initramfs into target/guest
 	@scripts/guest-image.sh all $(AGENT)

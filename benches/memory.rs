@@ -56,8 +56,8 @@ fn sweep(c: &mut Criterion) {
     let never = CancellationToken::new();
     runtime.block_on(stack.bench.memory(&sweep, Some(&mut store), &never, &mut |_| ())).unwrap();
     let loaded = [store::load(&dir).unwrap()];
-    store::write_plots(&dir, &loaded).unwrap();
-    store.write("report.html", html::page(&loaded).as_bytes()).unwrap();
+    store::write_plots(&dir, &loaded, &[]).unwrap();
+    store.write("report.html", html::page(&loaded, &[]).as_bytes()).unwrap();
     println!("ledger: {}", dir.join("ledger.csv").display());
     println!("report: {}", dir.join("report.html").display());
 }

@@ -225,7 +225,7 @@ fn page(c: &mut Criterion) {
             |samples| {
                 let mut report = Report::new(Manifest::default());
                 report.add_startup(&runtimes, &samples, &[]);
-                html::page(&[Loaded { name: "bench".into(), report, samples }]).len()
+                html::page(&[Loaded { name: "bench".into(), report, samples }], &[]).len()
             },
             BatchSize::PerIteration,
         );
@@ -282,8 +282,8 @@ fn pods(c: &mut Criterion) {
     let mut store = Store::create(&dir).unwrap();
     runtime.block_on(stack.bench.startup(&plan, Some(&mut store), &never, &mut |_| ())).unwrap();
     let loaded = [store::load(&dir).unwrap()];
-    store::write_plots(&dir, &loaded).unwrap();
-    store.write("report.html", html::page(&loaded).as_bytes()).unwrap();
+    store::write_plots(&dir, &loaded, &[]).unwrap();
+    store.write("report.html", html::page(&loaded, &[]).as_bytes()).unwrap();
     for series in &loaded[0].report.series {
         let name = store::file_name(&series.runtime);
         println!("distribution: {}", dir.join(format!("cdf-{name}-{}.txt", series.mode)).display());

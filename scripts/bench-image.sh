@@ -4,7 +4,9 @@
 #   bench-build    g++, valgrind, lcov, cppcheck, catch2, bench-helper
 # What comes from Debian is cached by the hash of this file; the first call fetches some 35 MB (bench-build: 120) and takes a
 # minute. The helper is taken as it was built last (`make bench-helper`).
-# usage: bench-image.sh bench-small|bench-build [HELPER]
+# With a directory, it makes the unpacked image there instead of an archive, for the series `native`: tools write in it, so nothing
+# of it is shared with the cache.
+# usage: bench-image.sh bench-small|bench-build [HELPER [DIRECTORY]]
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
@@ -106,13 +108,30 @@ fetch() {
     say "$kind: $(wc -l <"$dir/packages") packages, $(du -sh "$dir" | cut -f1), after $((SECONDS - started)) s"
 }
 
-# The archive of a tree and a helper: made anew when one of them is another.
-cached() {
-    local key tree archive root
+# The tree from Debian in $tree, and its hash in $key.
+tree() {
     key=$(cat "${BASH_SOURCE[0]}" "$ROOT/scripts/oci-image.sh" | sha256sum | cut -c1-16)
     tree=$CACHE/bench/$kind-$key
     mkdir -p "$CACHE/bench"
     [[ -d $tree ]] || fetch "$tree" >&2
+}
+
+# The tree and the helper in $directory, and the directory's path.
+unpacked() {
+    local key tree
+    [[ ! -e $directory || -e $directory/packages ]] || die "$directory exists and is not an unpacked image: name another directory"
+    tree
+    rm -rf --one-file-system "$directory"
+    mkdir -p "$directory"
+    cp -a --reflink=auto "$tree/." "$directory"
+    install -m 0755 "$helper" "$directory/usr/bin/bench-helper"
+    printf '%s\n' "$directory"
+}
+
+# The archive of a tree and a helper: made anew when one of them is another.
+cached() {
+    local key tree archive root
+    tree
     archive=$CACHE/bench/$kind-$key-$(sha256sum "$helper" | cut -c1-16).tar
     if [[ ! -f $archive ]]; then
         root=$(mktemp -d "$CACHE/bench/.partial.XXXXXX")
@@ -127,8 +146,8 @@ cached() {
     printf '%s\n' "$archive"
 }
 
-usage() { die "usage: bench-image.sh bench-small|bench-build [HELPER]"; }
-[[ $# == 1 || $# == 2 ]] || usage
+usage() { die "usage: bench-image.sh bench-small|bench-build [HELPER [DIRECTORY]]"; }
+(($# >= 1 && $# <= 3)) || usage
 kind=$1
 case $kind in
 bench-small) packages=("${SMALL[@]}") ;;
@@ -138,4 +157,5 @@ esac
 helper=${2:-$ROOT/target/bench-helper/x86_64-unknown-linux-gnu/release/bench-helper}
 [[ -x $helper ]] || die "no $helper: run 'make bench-helper' first"
 [[ $(ldd "$helper" 2>&1) != *' => '* ]] || die "$helper is not static: build it with 'make bench-helper'"
-with_lock "$CACHE/bench/.lock" cached
+directory=${3-}
+with_lock "$CACHE/bench/.lock" "$([[ -n $directory ]] && echo unpacked || echo cached)"

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | [`facts`] | processors, quota and memory of a container |
 //! | [`run`], [`announce`] | runs a tool after printing the facts; reports when it listens |
+//! | [`native`] | runs a command on the host in the unpacked image |
 //! | [`calls`] | cost of a system call, of an allocation, of an opened file |
 //! | [`frames`], [`spin`] | late frames, stolen time |
 //! | [`stream`] | TCP by message size, both ways |
@@ -14,6 +15,7 @@ mod announce;
 mod calls;
 mod facts;
 mod frames;
+mod native;
 mod result;
 mod run;
 mod spin;
@@ -30,6 +32,7 @@ enum Command {
     /// Print the processors, quota and memory of this container
     Facts,
     Run(run::Args),
+    Native(native::Args),
     Announce(announce::Args),
     Syscalls(calls::Args),
     Alloc(calls::AllocArgs),
@@ -46,6 +49,7 @@ fn main() -> ExitCode {
     let done = match Command::parse() {
         Command::Facts => facts::Facts::of_container().print(),
         Command::Run(args) => run::run(&args),
+        Command::Native(args) => native::run(&args),
         Command::Announce(args) => announce::run(&args),
         Command::Syscalls(args) => calls::syscalls(&args),
         Command::Alloc(args) => calls::alloc(&args),

@@ -9,6 +9,7 @@ use crate::report::{Report, Series, times};
 use crate::sample::Mode;
 use crate::store::{Loaded, file_name};
 use crate::summary::cdf;
+use crate::workload::store::Loaded as Workload;
 
 /// A plot with its file name and caption.
 #[derive(Debug, Clone)]
@@ -27,20 +28,23 @@ pub struct Palette(Vec<String>);
 
 impl Palette {
     /// Runtimes in order of their first appearance.
-    pub fn of<'a>(results: impl IntoIterator<Item = &'a Loaded>) -> Self {
+    pub fn of<'a>(results: impl IntoIterator<Item = &'a Loaded>, workloads: &[Workload]) -> Self {
         let mut names: Vec<String> = Vec::new();
+        let mut add = |name: &String| {
+            if !names.contains(name) {
+                names.push(name.clone());
+            }
+        };
         for report in results.into_iter().map(|result| &result.report) {
             let startup = report.series.iter().map(|series| &series.runtime);
-            for name in startup.chain(report.memory.iter().map(|row| &row.runtime)) {
-                if !names.contains(name) {
-                    names.push(name.clone());
-                }
-            }
+            startup.chain(report.memory.iter().map(|row| &row.runtime)).for_each(&mut add);
         }
+        workloads.iter().flat_map(|result| &result.report.series).for_each(|series| add(&series.runtime));
         Self(names)
     }
 
-    fn ink(&self, runtime: &str) -> Ink {
+    /// Returns a runtime's colour.
+    pub fn ink(&self, runtime: &str) -> Ink {
         Ink::Series(self.0.iter().position(|name| name == runtime).unwrap_or_default())
     }
 }

@@ -6,7 +6,7 @@ use crate::anchors::{self, Figure as Published};
 use crate::attribution::Role;
 use crate::clock::Clock;
 use crate::figures::{Figure, Palette, figures};
-use crate::manifest::{Facts, shown};
+use crate::manifest::{Facts, Manifest, shown};
 use crate::plot::{STYLE, escape, svg};
 use crate::ratio::Ratio;
 use crate::report::{Report, Series};
@@ -14,6 +14,9 @@ use crate::sample::Mode;
 use crate::store::Loaded;
 use crate::summary::Summary;
 use crate::warnings::warnings;
+use crate::workload::store::Loaded as Workload;
+
+mod workload;
 
 const LAYOUT: &str = "\
 *{box-sizing:border-box}body{margin:0 auto;padding:1rem;max-width:76rem;background:var(--paper);color:var(--ink);\
@@ -39,27 +42,40 @@ font-size:.85rem;margin-left:.4rem}.warn{border-left:4px solid var(--s1);padding
 th,td{padding:.15rem .3rem;white-space:normal}}";
 
 /// Returns the page, with a section for each result.
-pub fn page(results: &[Loaded]) -> String {
+pub fn page(results: &[Loaded], workloads: &[Workload]) -> String {
+    let heading = match (results, workloads) {
+        (_, []) => "Start-up and memory of pods",
+        ([], _) => "Workloads in pods",
+        _ => "Start-up, memory and workloads of pods",
+    };
     let mut out = format!(
         "<!doctype html><html lang=\"en\"><head><meta charset=\"utf-8\">\
          <meta name=\"viewport\" content=\"width=device-width,initial-scale=1\">\
-         <meta name=\"color-scheme\" content=\"light dark\"><title>Start-up and memory of pods</title>\
-         <style>{STYLE}{LAYOUT}</style></head><body><h1>Start-up and memory of pods</h1>\
-         <p class=\"muted\">Times are from a pod's start request to its container's first byte on stdout, on the \
-         monotonic clock. Percentiles are nearest-rank. Failures are counted; percentiles do not include them. Figures \
-         that were not measured are marked.</p>"
+         <meta name=\"color-scheme\" content=\"light dark\"><title>{heading}</title>\
+         <style>{STYLE}{LAYOUT}</style></head><body><h1>{heading}</h1>"
     );
-    let palette = Palette::of(results);
-    results.iter().for_each(|result| section(&mut out, result, &palette));
-    published(&mut out);
+    let palette = Palette::of(results, workloads);
+    if !results.is_empty() {
+        out.push_str(ABOUT_STARTS);
+        results.iter().for_each(|result| section(&mut out, result, &palette));
+    }
+    workloads.iter().for_each(|result| workload::section(&mut out, result, &palette));
+    if !results.is_empty() {
+        published(&mut out);
+    }
     out + "</body></html>\n"
+}
+
+const ABOUT_STARTS: &str = "<p class=\"muted\">Times are from a pod's start request to its container's first byte on stdout, on the \
+         monotonic clock. Percentiles are nearest-rank. Failures are counted; percentiles do not include them. Figures \
+         that were not measured are marked.</p>";
+
+fn badge(flag: bool, text: &str) -> String {
+    if flag { format!("<span class=\"badge\">{text}</span>") } else { String::new() }
 }
 
 fn section(out: &mut String, result: &Loaded, palette: &Palette) {
     let report = &result.report;
-    let badge = |flag: bool, text: &str| {
-        if flag { format!("<span class=\"badge\">{text}</span>") } else { String::new() }
-    };
     let _ = write!(
         out,
         "<h2>{}{}{}{}</h2>",
@@ -68,10 +84,7 @@ fn section(out: &mut String, result: &Loaded, palette: &Palette) {
         badge(report.partial, "partial"),
         badge(report.quick, "quick")
     );
-    if !report.manifest.at.is_empty() {
-        let (at, probe) = (escape(&report.manifest.at), escape(&report.manifest.probe));
-        let _ = write!(out, "<p class=\"muted\">{at} · probe {probe}</p>");
-    }
+    taken(out, &report.manifest);
     let all = figures(result, palette);
     plots(out, all.iter().filter(|figure| !figure.name.starts_with("memory")));
     startup(out, report);
@@ -92,7 +105,14 @@ fn section(out: &mut String, result: &Loaded, palette: &Palette) {
         );
     }
     remarks(out, report);
-    conditions(out, report);
+    conditions(out, &report.manifest);
+}
+
+fn taken(out: &mut String, manifest: &Manifest) {
+    if !manifest.at.is_empty() {
+        let (at, probe) = (escape(&manifest.at), escape(&manifest.probe));
+        let _ = write!(out, "<p class=\"muted\">{at} · probe {probe}</p>");
+    }
 }
 
 fn plots<'a>(out: &mut String, figures: impl Iterator<Item = &'a Figure>) {
@@ -321,8 +341,7 @@ fn remarks(out: &mut String, report: &Report) {
     out.push_str("</ul>");
 }
 
-fn conditions(out: &mut String, report: &Report) {
-    let manifest = &report.manifest;
+fn conditions(out: &mut String, manifest: &Manifest) {
     let mut rows = Vec::new();
     let mut add = |group: &str, facts: &Facts| {
         rows.extend(

@@ -11,6 +11,10 @@ use crate::sample::Mode;
 use crate::store::Loaded;
 use crate::summary::Summary;
 
+pub use workload::workloads;
+
+mod workload;
+
 /// Returns conditions, start-up and memory of all results, next to comparable published figures.
 pub fn tables(results: &[Loaded]) -> String {
     let mut out = String::new();

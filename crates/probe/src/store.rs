@@ -13,6 +13,8 @@ use crate::report::{self, Report, ReportError};
 use crate::sample::{Rows, Sample, SampleWriter, SamplesError, read_samples};
 use crate::summarise::{self, TextError};
 use crate::summary::cdf;
+use crate::workload::figures::figures as workload_figures;
+use crate::workload::store::Loaded as Workload;
 
 /// Why a result cannot be read or written.
 #[derive(Debug, thiserror::Error)]
@@ -185,12 +187,21 @@ pub struct Loaded {
 }
 
 /// Writes the plots of results as `plots/<name>.svg` and `.png` below `dir`; returns their paths.
-pub fn write_plots(dir: &Path, results: &[Loaded]) -> Result<Vec<PathBuf>, StoreError> {
+pub fn write_plots(
+    dir: &Path,
+    results: &[Loaded],
+    workloads: &[Workload],
+) -> Result<Vec<PathBuf>, StoreError> {
     let plots = dir.join("plots");
     fs::create_dir_all(&plots).map_err(io("create", &plots))?;
-    let palette = Palette::of(results);
-    let all =
-        results.iter().flat_map(|result| figures(result, &palette).into_iter().map(|f| (&result.name, f)));
+    let palette = Palette::of(results, workloads);
+    let of_workload = |of: &Workload| {
+        of.report.probes.iter().flat_map(|probe| workload_figures(of, probe, &palette)).collect::<Vec<_>>()
+    };
+    let starts = results.iter().map(|result| (&result.name, figures(result, &palette)));
+    let all = starts
+        .chain(workloads.iter().map(|result| (&result.name, of_workload(result))))
+        .flat_map(|(name, figures)| figures.into_iter().map(move |figure| (name, figure)));
     let mut paths = Vec::new();
     for (of, figure) in all {
         let name = format!("{}-{}", file_name(of), figure.name);

@@ -14,6 +14,7 @@ use sandboxer_probe::sample::Outcome;
 use sandboxer_probe::startup::PlanError;
 use sandboxer_probe::workload::definition::{self, Profile};
 use sandboxer_probe::workload::measure::{WorkloadError, measure};
+use sandboxer_probe::workload::native::Native;
 use sandboxer_probe::workload::output::Format;
 use sandboxer_probe::workload::plan::Plan;
 use sandboxer_probe::workload::report::{Report, SCHEMA_TEXT, render};
@@ -84,6 +85,7 @@ fn plan(probe: &str, runtimes: &[&str], repeat: u32) -> Plan {
     probe.cases.truncate(1);
     Plan {
         runtimes: runtimes.iter().map(|&name| name.to_owned()).collect(),
+        native: None,
         client_runtime: "client".into(),
         probes: vec![probe],
         profile: Profile::Quick,
@@ -221,5 +223,81 @@ async fn what_is_not_there_is_named_before_anything_starts() {
     let mut of_host = plan("redis", &["a"], 1);
     of_host.recipe.network = Network::Host;
     assert!(matches!(run(&double, &of_host).await.unwrap_err(), WorkloadError::HostNetwork(_)));
+    assert!(double.truth(|truth| truth.runs.is_empty()));
+}
+
+/// An unpacked image whose helper is a script that prints facts and then `prints`, and control groups that are directories.
+fn double_native(dir: &std::path::Path, prints: &str) -> Native {
+    use std::os::unix::fs::PermissionsExt;
+    let (bin, groups) = (dir.join("image/usr/bin"), dir.join("groups"));
+    std::fs::create_dir_all(&bin).unwrap();
+    std::fs::create_dir_all(&groups).unwrap();
+    std::fs::write(groups.join("cgroup.controllers"), "cpu memory").unwrap();
+    std::fs::write(dir.join("facts"), facts(2)).unwrap();
+    std::fs::write(dir.join("example"), Format::SysbenchCpu.example()).unwrap();
+    let script = format!(
+        "#!/bin/sh\necho \"$@\" >>{0}/calls\ncase \"$*\" in *'bench-helper facts') exec cat {0}/facts;; esac\n\
+         cat {0}/facts >&2\n{prints}\n",
+        dir.display()
+    );
+    let helper = bin.join("bench-helper");
+    std::fs::write(&helper, script).unwrap();
+    std::fs::set_permissions(&helper, std::fs::Permissions::from_mode(0o755)).unwrap();
+    Native { groups, ..Native::of(dir.join("image"), None) }
+}
+
+#[tokio::test]
+async fn the_native_series_runs_on_the_host_and_is_the_reference() {
+    let double = Double::serve([("a", tool(works))]);
+    let dir = tempfile::tempdir().unwrap();
+    let example = format!("exec cat {}/example", dir.path().display());
+    let native = Some(double_native(dir.path(), &example));
+    let plan = Plan { native, ..plan("cpu", &["native", "a"], 4) };
+    let (report, runs) = run(&double, &plan).await.unwrap();
+    // The runtime was asked for the other series alone.
+    assert_eq!(double.truth(|truth| truth.runs.clone()), ["a"; 6]);
+    assert_eq!(report.reference, "native");
+    let native: Vec<&Run> = runs.iter().filter(|run| run.runtime == "native").collect();
+    assert_eq!(native.len(), 5);
+    assert!(native.iter().all(|run| run.figures["events_per_s"] == 841.02), "{native:?}");
+    let calls = std::fs::read_to_string(dir.path().join("calls")).unwrap();
+    let last = calls.lines().last().unwrap();
+    assert!(
+        last.contains("native --root")
+            && last.contains("--cgroup")
+            && last.ends_with("sysbench cpu --cpu-max-prime=10000 --threads=1 --time=3 run"),
+        "{last}"
+    );
+    let groups: Vec<_> = std::fs::read_dir(dir.path().join("groups")).unwrap().flatten().collect();
+    let limits = groups.iter().find(|group| group.path().is_dir()).unwrap().path();
+    assert_eq!(std::fs::read_to_string(limits.join("cpu.max")).unwrap(), "200000 100000");
+    assert_valid(&report);
+}
+
+#[tokio::test]
+async fn a_native_tool_that_is_killed_or_hangs_is_a_failure_with_its_reason() {
+    let cases = [
+        ("echo FATAL: full >&2; kill -9 $$", "exit code 137; its last output: FATAL: full"),
+        ("exec sleep 600", "did not finish within"),
+    ];
+    for (prints, why) in cases {
+        let double = Double::serve([("a", tool(works))]);
+        let dir = tempfile::tempdir().unwrap();
+        let native = Some(double_native(dir.path(), prints));
+        let (report, runs) = run(&double, &Plan { native, ..plan("cpu", &["native"], 1) }).await.unwrap();
+        assert!(runs.iter().all(|run| run.outcome == Outcome::Failed && run.error.contains(why)), "{runs:?}");
+        assert!(report.not_measured["cpu.one-thread.native.events_per_s"].contains(why));
+    }
+}
+
+#[tokio::test]
+async fn native_without_its_image_is_refused_before_anything_starts() {
+    let double = Double::serve([("a", tool(works))]);
+    let error = run(&double, &plan("cpu", &["native", "a"], 1)).await.unwrap_err().to_string();
+    assert!(error.contains("--native-root"), "{error}");
+    let dir = tempfile::tempdir().unwrap();
+    let native = Some(Native::of(dir.path().to_owned(), None));
+    let error = run(&double, &Plan { native, ..plan("cpu", &["native"], 1) }).await.unwrap_err().to_string();
+    assert!(error.contains("make bench-native"), "{error}");
     assert!(double.truth(|truth| truth.runs.is_empty()));
 }

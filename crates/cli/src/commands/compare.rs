@@ -2,11 +2,11 @@
 
 use std::path::PathBuf;
 
-use anyhow::Result;
-use sandboxer_probe::{
-    compare::{Comparison, Difference, compare},
-    store,
-};
+use anyhow::{Result, bail};
+use sandboxer_probe::compare::{Comparison, Difference, compare};
+use sandboxer_probe::workload::compare as workloads;
+use sandboxer_probe::workload::summary::shown;
+use sandboxer_probe::{store, workload};
 
 use super::tables;
 use crate::{Global, render};
@@ -20,7 +20,7 @@ Examples:
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Directory that `startup` or `mem-report` wrote, or a text file of times
+    /// Directory that `startup`, `mem-report` or `workload` wrote, or a text file of times
     a: PathBuf,
     /// The other result
     b: PathBuf,
@@ -28,6 +28,18 @@ pub struct Args {
 
 /// Prints the comparison. Returns an error if the two have nothing in common.
 pub fn run(args: Args, global: &Global) -> Result<()> {
+    match [&args.a, &args.b].map(|path| workload::store::is_one(path)) {
+        [false, false] => {}
+        [true, true] => return workloads_of(&args, global),
+        [first, _] => {
+            let (one, other) = if first { (&args.a, &args.b) } else { (&args.b, &args.a) };
+            bail!(
+                "{} is a result of workload and {} is not: there is nothing to compare",
+                one.display(),
+                other.display()
+            )
+        }
+    }
     let comparison = compare(&store::load(&args.a)?, &store::load(&args.b)?)?;
     if global.json {
         return render::print_json(&comparison);
@@ -35,18 +47,43 @@ pub fn run(args: Args, global: &Global) -> Result<()> {
     Ok(render::print(&text(&comparison))?)
 }
 
+fn workloads_of(args: &Args, global: &Global) -> Result<()> {
+    let comparison = workloads::compare(&workload::store::load(&args.a)?, &workload::store::load(&args.b)?)?;
+    if global.json {
+        return render::print_json(&comparison);
+    }
+    let mut text = heading(&comparison.of, &comparison.not_comparable, &comparison.differences);
+    let [a, b] = &comparison.of;
+    let mut rows = tables::table(&["probe", "metric", "runtime", a, b, "ratio of medians"], 3);
+    for row in &comparison.rows {
+        let ratio = row
+            .ratio
+            .map_or_else(|| "not measured: it needs four values on each side".into(), |ratio| ratio.short());
+        let [of_a, of_b] = row.p50.map(shown);
+        let probe = format!("{} {}", row.probe, row.case).trim_end().to_owned();
+        rows.add_row([probe, row.metric.clone(), row.runtime.clone(), of_a, of_b, ratio]);
+    }
+    text += &format!("\n{rows}");
+    Ok(render::print(&text)?)
+}
+
+/// Returns the names of the results, and what makes them different.
+fn heading([a, b]: &[String; 2], not_comparable: &[Difference], others: &[Difference]) -> String {
+    let mut text = format!("{b} over {a}\n");
+    if !not_comparable.is_empty() {
+        text += "\nNOT COMPARABLE: the runs differ in these, so the ratios do not show the runtimes' difference\n";
+        text += &differences(not_comparable);
+    }
+    if !others.is_empty() {
+        text += "\nthe runs also differ in these; keep them in mind with every ratio\n";
+        text += &differences(others);
+    }
+    text + "\nthe two runs did not alternate: a small difference may come from the host\n"
+}
+
 fn text(comparison: &Comparison) -> String {
     let [a, b] = &comparison.of;
-    let mut text = format!("{b} over {a}\n");
-    if !comparison.not_comparable.is_empty() {
-        text += "\nNOT COMPARABLE: the runs differ in these, so the ratios do not show the runtimes' difference\n";
-        text += &differences(&comparison.not_comparable);
-    }
-    if !comparison.differences.is_empty() {
-        text += "\nthe runs also differ in these; keep them in mind with every ratio\n";
-        text += &differences(&comparison.differences);
-    }
-    text += "\nthe two runs did not alternate: a small difference may come from the host\n";
+    let mut text = heading(&comparison.of, &comparison.not_comparable, &comparison.differences);
     if !comparison.startup.is_empty() {
         let mut rows = tables::table(&["start-up", "mode", a, b, "ratio of medians"], 2);
         for row in &comparison.startup {

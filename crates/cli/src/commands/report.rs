@@ -3,16 +3,14 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
-use sandboxer_probe::{
-    html, markdown,
-    store::{self, Loaded},
-};
+use sandboxer_probe::{html, markdown, score::figures::Results, store};
 
 use crate::{Global, render};
 
 const EXAMPLES: &str = "\
 Examples:
   sandboxer-cli report results/startup results/memory
+  sandboxer-cli report results/workload results/startup
   sandboxer-cli report results/startup --output page/index.html
   sandboxer-cli report --markdown results/startup results/memory    tables for a README";
 
@@ -20,7 +18,7 @@ Examples:
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Directories that `startup` or `mem-report` wrote, or text files of times
+    /// Directories that `startup`, `mem-report` or `workload` wrote, or text files of times
     #[arg(required = true)]
     results: Vec<PathBuf>,
     /// File for the page; plots are written next to it [default: report.html in the first directory]
@@ -34,7 +32,9 @@ pub struct Args {
 /// Prints the page's path, or the tables.
 pub fn run(args: Args, global: &Global) -> Result<()> {
     if args.markdown {
-        return Ok(render::print(markdown::tables(&load(&args.results)?).trim_end())?);
+        let results = Results::load(&args.results)?;
+        let text = markdown::tables(&results.startups) + &markdown::workloads(&results.workloads);
+        return Ok(render::print(text.trim())?);
     }
     let first = &args.results[0];
     let page = args.output.unwrap_or_else(|| {
@@ -48,15 +48,11 @@ pub fn run(args: Args, global: &Global) -> Result<()> {
     Ok(render::print(&format!("report: {}", page.display()))?)
 }
 
-fn load(results: &[PathBuf]) -> Result<Vec<Loaded>> {
-    Ok(results.iter().map(|path| store::load(path)).collect::<Result<_, _>>()?)
-}
-
 /// Writes the page and the plots; the plots' paths.
 pub fn write(results: &[PathBuf], page: &Path) -> Result<Vec<PathBuf>> {
-    let loaded = load(results)?;
+    let Results { startups, workloads } = Results::load(results)?;
     let dir = page.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));
     std::fs::create_dir_all(dir).with_context(|| format!("cannot create {}", dir.display()))?;
-    store::write_whole(page, html::page(&loaded).as_bytes())?;
-    Ok(store::write_plots(dir, &loaded)?)
+    store::write_whole(page, html::page(&startups, &workloads).as_bytes())?;
+    Ok(store::write_plots(dir, &startups, &workloads)?)
 }

@@ -1,6 +1,6 @@
 //! `sandboxer-cli score`: verdicts on results.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Context, Result, bail};
 use sandboxer_probe::score::figures::Results;
@@ -9,7 +9,6 @@ use sandboxer_probe::score::levels::{Cell, Scores, Sum, System, grade};
 use sandboxer_probe::score::published::{self, Check};
 use sandboxer_probe::score::sheet::{Gate, Levels, Sheet, Sla};
 use sandboxer_probe::score::sla::{self, Score};
-use sandboxer_probe::{store, workload};
 use serde::Serialize;
 
 use super::tables;
@@ -61,7 +60,7 @@ pub fn run(args: Args, global: &Global) -> Result<()> {
         };
         return published_scores(levels, global);
     }
-    let results = load(&args.results)?;
+    let results = Results::load(&args.results)?;
     let known = results.runtimes();
     if !known.iter().any(|runtime| runtime == sheet.baseline()) {
         bail!(
@@ -85,17 +84,6 @@ fn sheet(name: &str) -> Result<Sheet> {
         format!("cannot read sheet {name}: name a TOML file, or one of {}", Sheet::names().join(", "))
     })?;
     Sheet::parse(&text).with_context(|| format!("cannot use sheet {name}"))
-}
-
-fn load(paths: &[PathBuf]) -> Result<Results> {
-    let mut results = Results::default();
-    for path in paths {
-        match workload::store::is_one(Path::new(path)) {
-            true => results.workloads.push(workload::store::load(path)?),
-            false => results.startups.push(store::load(path)?),
-        }
-    }
-    Ok(results)
 }
 
 fn show<T: Serialize>(verdicts: &Verdicts<'_, T>, text: String, global: &Global) -> Result<()> {

@@ -5,9 +5,18 @@ use std::{fs, path::Path};
 use sandboxer_probe::{
     clock::Clock,
     manifest::Manifest,
+    measure::recipe,
+    options::Network,
     report::Report,
     sample::{Mode, Sample},
     store::Store,
+    workload::{
+        definition::{self, Profile},
+        plan::Plan,
+        report::Report as WorkloadReport,
+        run::Run,
+        store::Store as WorkloadStore,
+    },
 };
 use sandboxer_protocol::stage::Stage;
 use serde_json::{Value, json};
@@ -217,4 +226,71 @@ fn a_gate_fails_what_is_not_shown_and_names_a_baseline_that_is_not_there() {
     assert!(judged.out.contains("not measured"), "{}", judged.out);
     let why = cli(&format!("score {dir}/a.txt --sheet nothing")).failed(1);
     assert!(why.contains("one of gate, sla, desmet"), "{why}");
+}
+
+/// Writes a result of one probe on one runtime, five runs, without a container.
+fn workload_result(dir: &Path, profile: Profile) {
+    let plan = Plan {
+        runtimes: vec!["runc".into()],
+        native: None,
+        client_runtime: "runc".into(),
+        probes: definition::all().into_iter().filter(|probe| probe.name == "scheduler").collect(),
+        profile,
+        repeat: 5,
+        warm_up: 0,
+        cpus: 1,
+        memory: 512 << 20,
+        volumes: std::env::temp_dir(),
+        recipe: recipe("image", Network::Pod, std::time::Duration::from_secs(60)),
+    };
+    let run = |round: u32| Run {
+        runtime: "runc".into(),
+        probe: "scheduler".into(),
+        case: String::new(),
+        round,
+        warm_up: false,
+        begun_s: 0.0,
+        took_s: 1.0,
+        outcome: sandboxer_probe::sample::Outcome::Ok,
+        failed_at: String::new(),
+        error: String::new(),
+        commands: Default::default(),
+        threads: None,
+        figures: [("time_s".to_owned(), 2.0)].into(),
+        facts: None,
+        host: Default::default(),
+    };
+    let runs: Vec<Run> = (0..5).map(run).collect();
+    let report = WorkloadReport::of(&plan, Manifest::default(), Clock::Wall, Default::default(), &runs);
+    let mut store = WorkloadStore::create(dir).unwrap();
+    for run in &runs {
+        store.run(run, &Default::default()).unwrap();
+    }
+    store.report(&report).unwrap();
+}
+
+#[test]
+fn workloads_are_on_the_page_in_tables_and_compared() {
+    let dir = times();
+    workload_result(&dir.path().join("quick"), Profile::Quick);
+    workload_result(&dir.path().join("paper"), Profile::Paper);
+    let dir = dir.path().display();
+    cli(&format!("report {dir}/quick {dir}/a.txt --output {dir}/page/index.html")).ok();
+    let page = fs::read_to_string(format!("{dir}/page/index.html")).unwrap();
+    assert!(page.contains("<h3>scheduler: ") && page.contains("Start-up, memory and workloads of pods"));
+    assert!(
+        fs::read_to_string(format!("{dir}/page/plots/quick-workload-scheduler.svg"))
+            .unwrap()
+            .contains("2.000")
+    );
+    let text = cli(&format!("report --markdown {dir}/quick")).ok();
+    assert!(text.contains("| runc | 5 | 0 | 2.000 | 2.000–2.000 |"), "{text}");
+    let text = cli(&format!("compare {dir}/quick {dir}/quick")).ok();
+    assert!(text.contains("1.00 (1.00–1.00)") && !text.contains("NOT COMPARABLE"), "{text}");
+    let text = cli(&format!("compare {dir}/quick {dir}/paper")).ok();
+    assert!(text.contains("NOT COMPARABLE") && text.contains("profile: quick | paper"), "{text}");
+    let why = cli(&format!("compare {dir}/a.txt {dir}/quick")).failed(1);
+    assert!(why.contains("quick is a result of workload and") && why.contains("a.txt is not"), "{why}");
+    let why = cli(&format!("report {dir}/page")).failed(1);
+    assert!(why.contains("neither"), "{why}");
 }

@@ -30,7 +30,7 @@ fn result(runtime: &str, count: u32) -> Loaded {
 
 #[test]
 fn a_large_result_is_a_small_page_that_asks_for_nothing() {
-    let page = page(&[result("sandboxer", 10_000)]);
+    let page = page(&[result("sandboxer", 10_000)], &[]);
     assert!(page.len() < 3 << 20, "{} bytes", page.len());
     for word in ["<script", "http://", "https://", "@import", "url("] {
         let found = page.replace("http://www.w3.org/2000/svg", "").contains(word);
@@ -43,10 +43,10 @@ fn a_large_result_is_a_small_page_that_asks_for_nothing() {
 fn virtual_time_is_said_on_every_table_and_plot_and_no_published_time_stands_beside_it() {
     let mut run = result("sandboxer", 50);
     run.report.clock = Clock::Virtual;
-    let text = page(&[run.clone()]);
+    let text = page(&[run.clone()], &[]);
     assert!(text.contains("Start-up, virtual ms</h3>") && text.contains(">virtual time</span>"), "{text}");
     assert!(text.contains("Times are virtual"), "{text}");
-    let figures = figures(&run, &Palette::of([&run]));
+    let figures = figures(&run, &Palette::of([&run], &[]));
     assert!(!figures.is_empty());
     for figure in figures {
         let drawn = svg(&figure.scene);
@@ -56,5 +56,5 @@ fn virtual_time_is_said_on_every_table_and_plot_and_no_published_time_stands_bes
 
 #[test]
 fn a_runtimes_name_is_never_markup() {
-    assert!(!page(&[result("<img src=x>", 3)]).contains("<img"));
+    assert!(!page(&[result("<img src=x>", 3)], &[]).contains("<img"));
 }

@@ -9,6 +9,8 @@ const HEIGHT: f32 = 340.0;
 const MARGIN: [f32; 4] = [54.0, 50.0, 12.0, 46.0];
 /// Length of a line in the legend: fits its longest pattern once.
 const SWATCH: f32 = 34.0;
+/// Ratio of the largest count to the smallest above which their axis is logarithmic.
+const WIDE: f64 = 60.0;
 /// Maximum points drawn per curve: about the number of pixels.
 const POINTS: usize = 400;
 
@@ -39,14 +41,31 @@ pub fn distributions(title: &str, unit: &str, curves: &[Curve]) -> Scene {
     draw(scene, &steps, &x, &y, (&name, "fraction of starts at or below"), true, legend)
 }
 
+/// Draws percentiles of latencies in `unit`: few points of distributions, joined by lines.
+pub fn percentiles(title: &str, unit: &str, curves: &[Curve]) -> Scene {
+    let times = || curves.iter().flat_map(|curve| curve.points.iter().map(|point| point.0));
+    let (least, most) = (times().fold(f64::INFINITY, f64::min), times().fold(0.0, f64::max));
+    let (scene, legend) = area(title, curves.len());
+    let x = Axis::spanning(least, most, MARGIN[0], WIDTH - MARGIN[2]);
+    let y = Axis::linear(1.0, HEIGHT - MARGIN[3], MARGIN[1]);
+    let name = if x.is_logarithmic() { format!("{unit}, logarithmic") } else { unit.to_owned() };
+    draw(scene, curves, &x, &y, (&name, "fraction at or below"), true, legend)
+}
+
 /// Draws amounts over counts, from zero.
 pub fn growth(title: &str, names: (&str, &str), curves: &[Curve]) -> Scene {
     let all = curves.iter().flat_map(|curve| &curve.points);
     let most = all.fold((0.0f64, 0.0f64), |most, point| (most.0.max(point.0), most.1.max(point.1)));
     let (scene, legend) = area(title, curves.len());
-    let x = Axis::linear(most.0 * 1.03, MARGIN[0], WIDTH - MARGIN[2]);
+    let least = curves.iter().filter_map(|curve| curve.points.first()).map(|point| point.0);
+    let x = match least.fold(f64::INFINITY, f64::min) {
+        // Sizes that double or more each time.
+        least if most.0 / least > WIDE => Axis::spanning(least, most.0, MARGIN[0], WIDTH - MARGIN[2]),
+        _ => Axis::linear(most.0 * 1.03, MARGIN[0], WIDTH - MARGIN[2]),
+    };
+    let name = if x.is_logarithmic() { format!("{}, logarithmic", names.0) } else { names.0.to_owned() };
     let y = Axis::linear(most.1 * 1.05, HEIGHT - MARGIN[3], MARGIN[1]);
-    draw(scene, curves, &x, &y, names, false, legend)
+    draw(scene, curves, &x, &y, (name.trim_start_matches(", "), names.1), false, legend)
 }
 
 /// Returns a scene with room for a legend below the area.

@@ -3,6 +3,7 @@
 mod axis;
 pub mod bars;
 pub mod curves;
+pub mod intervals;
 mod png;
 mod scene;
 mod svg;

@@ -1,10 +1,12 @@
 //! The figures of results that rules judge.
 
+use std::path::PathBuf;
+
 use super::sheet::From;
 use crate::report::times;
-use crate::store::Loaded as Startup;
+use crate::store::{self, Loaded as Startup, StoreError};
 use crate::summary::median;
-use crate::workload::store::Loaded as Workload;
+use crate::workload::store::{self as workload, Loaded as Workload};
 
 /// Results to judge.
 #[derive(Debug, Clone, Default)]
@@ -47,7 +49,30 @@ fn mean(values: &[f64]) -> Option<f64> {
     (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
 }
 
+/// Why a result cannot be read.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    /// One of `startup` or `mem-report`.
+    #[error(transparent)]
+    Startup(#[from] StoreError),
+    /// One of `workload`.
+    #[error(transparent)]
+    Workload(#[from] workload::LoadError),
+}
+
 impl Results {
+    /// Reads directories that `workload`, `startup` or `mem-report` wrote, or text files of times.
+    pub fn load(paths: &[PathBuf]) -> Result<Self, LoadError> {
+        let mut results = Self::default();
+        for path in paths {
+            match workload::is_one(path) {
+                true => results.workloads.push(workload::load(path)?),
+                false => results.startups.push(store::load(path)?),
+            }
+        }
+        Ok(results)
+    }
+
     /// Returns every runtime, in the order of its first appearance.
     pub fn runtimes(&self) -> Vec<String> {
         let of_workloads = self.workloads.iter().flat_map(|of| of.report.series.iter().map(|s| &s.runtime));

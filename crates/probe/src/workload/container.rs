@@ -1,5 +1,5 @@
 //! Runs a pod with one container. The same calls for every runtime, and no exec: the output is the container's
-//! CRI log.
+//! CRI log. A tool of the series native is a process instead.
 
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -8,6 +8,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::facts;
 use super::log::{self, Printed};
+use super::native::{NATIVE, Native, Process};
 use crate::options::{ContainerOptions, Mount, PodOptions, Resources};
 use crate::runtime::{Phase, Runtime, RuntimeError};
 use crate::timeline::{RUN_LABEL, Recipe};
@@ -65,6 +66,14 @@ pub enum ContainerError {
     /// A server's pod has no address.
     #[error("its pod has no address: servers and their clients need the pod network")]
     NoAddress,
+    /// No address of this host is known.
+    #[error(
+        "this host has no route, so its address is unknown: name one that pods reach with --native-address"
+    )]
+    NoHostAddress,
+    /// A native tool cannot be run.
+    #[error("cannot run it on this host: {0}")]
+    Native(std::io::Error),
 }
 
 impl ContainerError {
@@ -79,7 +88,8 @@ impl ContainerError {
             ContainerError::Interrupted => "interrupted",
             ContainerError::Exit { .. } => "tool",
             ContainerError::Log(_) => "log",
-            ContainerError::NoAddress => "address",
+            ContainerError::NoAddress | ContainerError::NoHostAddress => "address",
+            ContainerError::Native(_) => "native",
         }
     }
 }
@@ -93,21 +103,37 @@ pub struct Starter {
     pub recipe: Recipe,
     /// Log directory.
     pub logs: PathBuf,
+    /// Where tools of the series native run.
+    pub native: Option<Native>,
     /// Ends the measurement.
     pub cancel: CancellationToken,
 }
 
-/// A container that was started.
+/// A tool that was started.
 #[derive(Debug)]
-pub struct Started {
-    pod: String,
-    container: String,
-    log: PathBuf,
+pub enum Started {
+    /// In a pod.
+    Pod {
+        /// The pod.
+        pod: String,
+        /// Its container.
+        container: String,
+        /// The container's log.
+        log: PathBuf,
+    },
+    /// On the host.
+    Native(Process),
 }
 
 impl Starter {
-    /// Starts a pod and its container. A partial start is removed with the run's other pods.
+    /// Starts a pod and its container, or a native tool. A partial start is removed with the run's other pods.
     pub async fn start(&self, spec: &Spec<'_>) -> Result<Started, ContainerError> {
+        if let Some(native) = self.native.as_ref().filter(|_| spec.handler == NATIVE) {
+            return native
+                .start(&spec.name, &spec.command, spec.resources, &spec.mounts, &self.logs)
+                .map(Started::Native)
+                .map_err(ContainerError::Native);
+        }
         let pod = PodOptions {
             namespace: "sandboxer-workload".into(),
             uid: format!("{}-{}", self.recipe.run, spec.name),
@@ -131,7 +157,7 @@ impl Starter {
             let id = self.runtime.create_container(&pod_id, &pod, &container).await?;
             step = "StartContainer";
             self.runtime.start_container(&id).await?;
-            Ok(Started { pod: pod_id, container: id, log })
+            Ok(Started::Pod { pod: pod_id, container: id, log })
         };
         let limit = self.recipe.timeout;
         tokio::select! {
@@ -162,13 +188,11 @@ impl Starter {
             pause = LOOK;
             // The timeout also covers a hung runtime.
             let left = end.saturating_duration_since(Instant::now());
-            let look =
-                tokio::time::timeout(left.max(LOOK), self.runtime.container(&started.container, false));
+            let look = tokio::time::timeout(left.max(LOOK), self.end_of(started));
             let late =
                 || ContainerError::Timeout { step: "tool", limit, said: self.printed(started).last_words() };
-            let state = look.await.map_err(|_| late())??;
-            if state.phase == Phase::Exited {
-                return self.ended(started, state.exit_code, &state.reason);
+            if let Some((code, reason)) = look.await.map_err(|_| late())?? {
+                return Self::ended(started, code, &reason);
             }
             if Instant::now() >= end {
                 return Err(late());
@@ -176,8 +200,22 @@ impl Starter {
         }
     }
 
-    fn ended(&self, started: &Started, code: i32, reason: &str) -> Result<Printed, ContainerError> {
-        let printed = log::read(&started.log).map_err(ContainerError::Log)?;
+    /// Returns a tool's exit code and the runtime's reason, if it has ended.
+    async fn end_of(&self, started: &Started) -> Result<Option<(i32, String)>, ContainerError> {
+        match started {
+            Started::Pod { container, .. } => {
+                let state = self.runtime.container(container, false).await?;
+                Ok((state.phase == Phase::Exited).then_some((state.exit_code, state.reason)))
+            }
+            Started::Native(process) => {
+                let ended = process.ended().map_err(ContainerError::Native)?;
+                Ok(ended.map(|code| (code, String::new())))
+            }
+        }
+    }
+
+    fn ended(started: &Started, code: i32, reason: &str) -> Result<Printed, ContainerError> {
+        let printed = started.output().map_err(ContainerError::Log)?;
         if code == 0 {
             return Ok(printed);
         }
@@ -188,7 +226,7 @@ impl Starter {
 
     /// Returns a container's output so far; nothing if its log does not exist.
     pub fn printed(&self, started: &Started) -> Printed {
-        log::read(&started.log).unwrap_or_default()
+        started.output().unwrap_or_default()
     }
 
     /// Waits until a server reports that it listens, and returns its pod's address.
@@ -208,9 +246,26 @@ impl Starter {
         self.address(started).await
     }
 
-    /// Returns the first address of a container's pod.
+    /// Returns the first address of a container's pod, or this host's.
     async fn address(&self, started: &Started) -> Result<String, ContainerError> {
-        let state = self.runtime.pod(&started.pod, false).await?;
-        state.addresses.into_iter().next().ok_or(ContainerError::NoAddress)
+        match started {
+            Started::Pod { pod, .. } => {
+                let state = self.runtime.pod(pod, false).await?;
+                state.addresses.into_iter().next().ok_or(ContainerError::NoAddress)
+            }
+            Started::Native(_) => {
+                let address = self.native.as_ref().and_then(Native::address);
+                address.ok_or(ContainerError::NoHostAddress)
+            }
+        }
+    }
+}
+
+impl Started {
+    fn output(&self) -> std::io::Result<Printed> {
+        match self {
+            Started::Pod { log, .. } => log::read(log),
+            Started::Native(process) => process.printed(),
+        }
     }
 }

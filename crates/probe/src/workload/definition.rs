@@ -57,6 +57,16 @@ pub enum Better {
     Lower,
 }
 
+impl Better {
+    /// Returns the direction in a word.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Better::Higher => "higher",
+            Better::Lower => "lower",
+        }
+    }
+}
+
 /// A metric with unit and direction.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

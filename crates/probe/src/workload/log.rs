@@ -19,6 +19,11 @@ pub struct Printed {
 
 /// Reads a log. One that is too long is an error: figures from a part of it would be wrong.
 pub fn read(path: &Path) -> io::Result<Printed> {
+    Ok(Printed::parse(&bounded(path)?))
+}
+
+/// Reads a file of output, which is bounded as a log is.
+pub fn bounded(path: &Path) -> io::Result<String> {
     let mut bytes = Vec::new();
     std::fs::File::open(path)?.take(LONGEST + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > LONGEST {
@@ -27,7 +32,7 @@ pub fn read(path: &Path) -> io::Result<Printed> {
             format!("it printed more than {} MiB", LONGEST >> 20),
         ));
     }
-    Ok(Printed::parse(&String::from_utf8_lossy(&bytes)))
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
 }
 
 impl Printed {

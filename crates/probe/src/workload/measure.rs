@@ -6,6 +6,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::container::Starter;
 use super::log::Printed;
+use super::native::NATIVE;
 use super::plan::Plan;
 use super::report::Report;
 use super::run::Run;
@@ -29,6 +30,14 @@ pub enum WorkloadError {
     /// Servers cannot be reached.
     #[error("probe {0} has server and clients in separate pods: it needs the pod network")]
     HostNetwork(String),
+    /// The series native has no image.
+    #[error(
+        "series native needs the unpacked image: make one with `make bench-native` and name it with --native-root"
+    )]
+    NoNative,
+    /// A directory is no unpacked image.
+    #[error("{0} is not an unpacked image with bench-helper in it: make one with `make bench-native`")]
+    NativeRoot(std::path::PathBuf),
     /// No container reported its resources.
     #[error("nothing can be measured: {0}")]
     NoSide(String),
@@ -55,8 +64,15 @@ pub async fn check(bench: &Bench, plan: &Plan) -> Result<(), WorkloadError> {
     if let (Some(probe), Network::Host) = (serving, plan.recipe.network) {
         return Err(WorkloadError::HostNetwork(probe.name.clone()));
     }
+    match &plan.native {
+        None if plan.has_native() => return Err(WorkloadError::NoNative),
+        Some(native) if plan.has_native() && !native.is_there() => {
+            return Err(WorkloadError::NativeRoot(native.root.clone()));
+        }
+        _ => {}
+    }
     bench.runtime.version().await?;
-    let mut handlers = plan.runtimes.clone();
+    let mut handlers = plan.handlers();
     if serving.is_some() {
         handlers.push(plan.client_runtime.clone());
     }
@@ -77,12 +93,25 @@ pub async fn measure(
 ) -> Result<(Report, Vec<Run>), WorkloadError> {
     check(bench, plan).await?;
     let facts = plan_facts(plan);
-    let manifest =
-        Manifest::take(&bench.runtime, bench.trace.as_ref(), &plan.runtimes, &plan.recipe, facts).await;
+    let handlers = plan.handlers();
+    let mut manifest =
+        Manifest::take(&bench.runtime, bench.trace.as_ref(), &handlers, &plan.recipe, facts).await;
+    if let Some(native) = plan.native.as_ref().filter(|_| plan.has_native()) {
+        let facts = [
+            (
+                "type",
+                json!("process of this host in the unpacked image; of namespaces only one for its mounts"),
+            ),
+            ("root", json!(native.root)),
+            ("address_of_servers", json!(native.address())),
+        ];
+        manifest.runtimes.insert(NATIVE.into(), facts.map(|(name, fact)| (name.to_owned(), fact)).into());
+    }
     let starter = Starter {
         runtime: bench.runtime.clone(),
         recipe: plan.recipe.clone(),
         logs: bench.watch.dir().to_owned(),
+        native: plan.native.clone(),
         cancel: cancel.clone(),
     };
     let mut runner = Runner::new(plan, starter);

@@ -7,18 +7,24 @@
 //! | [`facts`] | resources of a container, read from inside; comparability of two runtimes |
 //! | [`container`], [`log`] | a container from its start to its end; its output |
 //! | [`output`] | parsers of the tools' output |
+//! | [`native`], [`group`] | a tool as a process of the host, and its limits |
 //! | [`volume`] | storage of a tool's files |
 //! | [`host`] | CPU time and frequency of the host |
 //! | [`run`], [`runner`] | one run; many runs in a fair order |
 //! | [`summary`] | summaries, and confidence of differences |
 //! | [`report`], [`store`] | the result and its files |
+//! | [`figures`], [`compare`] | its plots; two results side by side |
 
+pub mod compare;
 pub mod container;
 pub mod definition;
 pub mod facts;
+pub mod figures;
+pub mod group;
 pub mod host;
 pub mod log;
 pub mod measure;
+pub mod native;
 pub mod output;
 pub mod plan;
 pub mod report;

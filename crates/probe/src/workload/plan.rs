@@ -6,6 +6,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::definition::{Probe, Profile, Values};
+use super::native::{NATIVE, Native};
 use super::volume::Storage;
 use crate::timeline::Recipe;
 
@@ -17,8 +18,10 @@ const HELPER: &str = "bench-helper";
 /// Plan of a measurement.
 #[derive(Debug, Clone)]
 pub struct Plan {
-    /// Handlers, in the order in which they alternate.
+    /// Handlers, in the order in which they alternate; `native` is the series of that name.
     pub runtimes: Vec<String>,
+    /// Where tools of the series native run.
+    pub native: Option<Native>,
     /// Handler of the clients' pods.
     pub client_runtime: String,
     /// The probes.
@@ -76,6 +79,16 @@ pub enum StepError {
 }
 
 impl Plan {
+    /// Returns the runtimes that are CRI handlers.
+    pub fn handlers(&self) -> Vec<String> {
+        self.runtimes.iter().filter(|runtime| *runtime != NATIVE).cloned().collect()
+    }
+
+    /// Returns whether the series native is part of it.
+    pub fn has_native(&self) -> bool {
+        self.runtimes.iter().any(|runtime| runtime == NATIVE)
+    }
+
     /// Returns the variants, in the order in which they run.
     pub fn steps(&self) -> Vec<Step> {
         let of = |probe: &Probe| {
@@ -185,6 +198,7 @@ mod tests {
     fn plan(profile: Profile) -> Plan {
         Plan {
             runtimes: vec!["a".into(), "b".into()],
+            native: None,
             client_runtime: "a".into(),
             probes: definition::all(),
             profile,

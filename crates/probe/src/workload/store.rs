@@ -7,6 +7,8 @@ use std::path::{Path, PathBuf};
 use super::log::Printed;
 use super::report::{self, Report, ReportError};
 use super::run::Run;
+use super::summary::{self, COMPARED_OF, Series};
+use crate::ratio::Ratio;
 use crate::store::{StoreError, file_name, write_whole};
 
 /// Names in the directory.
@@ -103,6 +105,27 @@ pub struct Loaded {
     pub report: Report,
     /// Its rows.
     pub runs: Vec<Run>,
+}
+
+impl Loaded {
+    /// Returns its runtimes, in the order of their first appearance.
+    pub fn runtimes(&self) -> Vec<String> {
+        let mut names: Vec<String> = Vec::new();
+        for of in &self.report.series {
+            if !names.contains(&of.runtime) {
+                names.push(of.runtime.clone());
+            }
+        }
+        names
+    }
+
+    /// Returns the 95 % bootstrap interval of a series' median, if it has four values or more.
+    pub fn interval(&self, of: &Series) -> Option<(f64, f64)> {
+        let values = summary::values(&self.runs, of);
+        // The ratio to one is the median itself.
+        let ratio = (values.len() >= COMPARED_OF).then(|| Ratio::of(&values, &[1.0])).flatten()?;
+        Some((ratio.ci_low, ratio.ci_high))
+    }
 }
 
 /// Returns whether a directory has a result of workloads.

@@ -9,7 +9,7 @@ use crate::summary::{median, sorted};
 
 /// Minimum values of each side for an interval: for two equal runtimes, three values each are separated in one of ten
 /// cases, four in one of 35.
-const COMPARED_OF: usize = 4;
+pub const COMPARED_OF: usize = 4;
 /// Minimum values to detect two levels, and minimum of each level.
 const LEVELS_OF: usize = 6;
 const LEVEL_OF: usize = 2;
@@ -160,6 +160,22 @@ pub fn comparisons(series: &[Series], reference: &str, runs: &[Run]) -> Vec<Comp
         .collect()
 }
 
+/// Returns the values of a series' counted runs.
+pub fn values(runs: &[Run], of: &Series) -> Vec<f64> {
+    runs_of(runs, &of.probe, &of.case, &of.runtime).filter_map(|run| run.figure(&of.metric.name)).collect()
+}
+
+/// Returns a value with four digits; "–" without a value.
+pub fn shown(value: Option<f64>) -> String {
+    match value {
+        None => "–".into(),
+        Some(0.0) => "0".into(),
+        Some(value) if value.abs() < 10.0 => format!("{value:.3}"),
+        Some(value) if value.abs() < 1000.0 => format!("{value:.1}"),
+        Some(value) => format!("{value:.0}"),
+    }
+}
+
 fn runs_of<'a>(
     runs: &'a [Run],
     probe: &'a str,
@@ -168,6 +184,68 @@ fn runs_of<'a>(
 ) -> impl Iterator<Item = &'a Run> {
     runs.iter()
         .filter(move |run| !run.warm_up && run.probe == probe && run.case == case && run.runtime == runtime)
+}
+
+/// A made-up result for tests: native with 100 of everything, runc with 50, five runs each.
+#[cfg(test)]
+pub(crate) mod tests_data {
+    use crate::clock::Clock;
+    use crate::manifest::Manifest;
+    use crate::measure::recipe;
+    use crate::options::Network;
+    use crate::sample::Outcome;
+    use crate::workload::definition::{self, Profile};
+    use crate::workload::plan::Plan;
+    use crate::workload::report::Report;
+    use crate::workload::run::Run;
+    use crate::workload::store::Loaded;
+
+    pub fn result(profile: Profile) -> Loaded {
+        let names = ["cpu", "http", "latency"];
+        let probes: Vec<_> =
+            definition::all().into_iter().filter(|probe| names.contains(&&*probe.name)).collect();
+        let plan = Plan {
+            runtimes: ["native", "runc"].map(str::to_owned).into(),
+            native: None,
+            client_runtime: "runc".into(),
+            probes,
+            profile,
+            repeat: 5,
+            warm_up: 0,
+            cpus: 1,
+            memory: 512 << 20,
+            volumes: std::env::temp_dir(),
+            recipe: recipe("image", Network::Pod, std::time::Duration::from_secs(60)),
+        };
+        let mut runs = Vec::new();
+        for step in plan.steps() {
+            for (runtime, value) in [("native", 100.0), ("runc", 50.0)] {
+                for round in 0..plan.repeat {
+                    let figures =
+                        step.probe.metrics.iter().map(|metric| (metric.name.clone(), value)).collect();
+                    runs.push(Run {
+                        runtime: runtime.into(),
+                        probe: step.probe.name.clone(),
+                        case: step.case.clone(),
+                        round,
+                        warm_up: false,
+                        begun_s: 0.0,
+                        took_s: 1.0,
+                        outcome: Outcome::Ok,
+                        failed_at: String::new(),
+                        error: String::new(),
+                        commands: Default::default(),
+                        threads: None,
+                        figures,
+                        facts: None,
+                        host: Default::default(),
+                    });
+                }
+            }
+        }
+        let report = Report::of(&plan, Manifest::default(), Clock::default(), Default::default(), &runs);
+        Loaded { name: "w".into(), report, runs }
+    }
 }
 
 #[cfg(test)]
@@ -186,5 +264,11 @@ mod tests {
     fn one_outlier_and_a_wide_spread_are_no_levels() {
         assert!(!two_levels(&[500.0, 500.0, 501.0, 502.0, 503.0, 900.0]));
         assert!(!two_levels(&[100.0, 150.0, 200.0, 260.0, 310.0, 370.0]));
+    }
+
+    #[test]
+    fn numbers_are_short_and_none_is_no_zero() {
+        let numbers = [None, Some(0.0), Some(0.0334), Some(99.96), Some(123_456.7)].map(shown);
+        assert_eq!(numbers, ["–", "0", "0.033", "100.0", "123457"]);
     }
 }

@@ -12,6 +12,7 @@ use sandboxer_probe::clock::Clock;
 use sandboxer_probe::measure::{self as probe, Bench};
 use sandboxer_probe::options::Network;
 use sandboxer_probe::workload::definition::{self, Probe, Profile};
+use sandboxer_probe::workload::native::Native;
 use sandboxer_probe::workload::plan::Plan;
 use sandboxer_probe::workload::run::Run;
 use sandboxer_probe::workload::store::Store;
@@ -41,9 +42,15 @@ pub struct Args {
     /// Probe to run; repeat for more [default: all that `workload list` shows]
     #[arg(long = "probe", value_name = "PROBE")]
     probes: Vec<String>,
-    /// Runtime handler; repeat to compare several: they alternate
+    /// Runtime handler, or "native" for processes of this host; repeat to compare several: they alternate
     #[arg(long = "runtime", default_value = "sandboxer")]
     runtimes: Vec<String>,
+    /// Unpacked image in which tools of the runtime "native" run: `make bench-native` makes one
+    #[arg(long, value_name = "DIR")]
+    native_root: Option<PathBuf>,
+    /// Address of this host at which pods reach native servers [default: that of the default route]
+    #[arg(long, value_name = "ADDRESS", requires = "native_root")]
+    native_address: Option<std::net::IpAddr>,
     /// Runtime handler of the pods that clients of servers run in
     #[arg(long, default_value = "runc")]
     client_runtime: String,
@@ -146,6 +153,9 @@ fn plan(args: Args) -> Result<Plan> {
     Ok(Plan {
         probes: chosen(&args.probes)?,
         runtimes: args.runtimes,
+        native: args
+            .native_root
+            .map(|root| Native::of(root, args.native_address.map(|address| address.to_string()))),
         client_runtime: args.client_runtime,
         profile: args.profile,
         repeat: args.repeat,

@@ -1,6 +1,7 @@
 //! A result of workloads as a table for a terminal.
 
 use sandboxer_probe::workload::report::Report;
+use sandboxer_probe::workload::summary::shown;
 
 use crate::commands::tables::table;
 
@@ -17,11 +18,11 @@ pub fn report(report: &Report) -> String {
             of.runtime.clone(),
             of.n.to_string(),
             of.failures.to_string(),
-            number(of.min),
-            number(of.p50),
-            number(of.max),
-            number(of.mean),
-            number(of.sd),
+            shown(of.min),
+            shown(of.p50),
+            shown(of.max),
+            shown(of.mean),
+            shown(of.sd),
             ratio.map_or_else(|| "–".into(), |comparison| comparison.ratio.short()),
         ]);
     }
@@ -37,26 +38,4 @@ pub fn report(report: &Report) -> String {
         text.push_str(&format!("\nnot measured: {what}: {why}"));
     }
     text
-}
-
-/// Returns a value with four digits, to keep columns narrow; "–" without a value.
-fn number(value: Option<f64>) -> String {
-    match value {
-        None => "–".into(),
-        Some(0.0) => "0".into(),
-        Some(value) if value.abs() < 10.0 => format!("{value:.3}"),
-        Some(value) if value.abs() < 1000.0 => format!("{value:.1}"),
-        Some(value) => format!("{value:.0}"),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn numbers_are_short_and_none_is_no_zero() {
-        let shown = [None, Some(0.0), Some(0.0334), Some(99.96), Some(123_456.7)].map(number);
-        assert_eq!(shown, ["–", "0", "0.033", "100.0", "123457"]);
-    }
 }

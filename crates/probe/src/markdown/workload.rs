@@ -1,0 +1,105 @@
+//! Results of workloads as tables.
+
+use std::fmt::Write;
+
+use super::cell;
+use crate::score::published;
+use crate::workload::definition::Profile;
+use crate::workload::store::Loaded as Workload;
+use crate::workload::summary::shown;
+
+/// Returns a table of each result of workloads, next to published figures of the same parameters.
+pub fn workloads(results: &[Workload]) -> String {
+    let mut out = String::new();
+    for result in results {
+        let report = &result.report;
+        let _ = writeln!(
+            out,
+            "\n{}: {} profile, {} rounds, {} threads{}.\n",
+            cell(&result.name),
+            report.profile,
+            report.repeat,
+            report.threads,
+            if report.partial { ", **partial**" } else { "" }
+        );
+        let over = cell(&report.reference);
+        let _ = writeln!(
+            out,
+            "| probe | metric | runtime | n | failed | p50 | 95 % interval | over {over} |\n|---|---|---|--:|--:|--:|--:|--:|"
+        );
+        for of in &report.series {
+            let interval = result.interval(of);
+            let interval = interval
+                .map_or_else(|| "–".into(), |(a, b)| format!("{}–{}", shown(Some(a)), shown(Some(b))));
+            let ratio = report.over_reference(of).map_or_else(|| "–".into(), |over| over.ratio.short());
+            let probe = format!("{} {}", of.probe, of.case);
+            let arrow = of.metric.better.as_str();
+            let _ = writeln!(
+                out,
+                "| {} | {} ({arrow} is better) | {} | {} | {} | {} | {interval} | {ratio} |",
+                cell(probe.trim_end()),
+                cell(&of.metric.name),
+                cell(&of.runtime),
+                of.n,
+                of.failures,
+                shown(of.p50)
+            );
+        }
+        if report.profile == Profile::Paper {
+            studies(&mut out, result);
+        }
+        out.push('\n');
+        for note in report.partial_reason.iter().chain(&report.notes) {
+            let _ = writeln!(out, "- {}", cell(note));
+        }
+        for (what, why) in &report.not_measured {
+            let _ = writeln!(out, "- not measured: {}: {}", cell(what), cell(why));
+        }
+    }
+    out
+}
+
+/// Adds rows of published means with the same parameters.
+fn studies(out: &mut String, result: &Workload) {
+    let study = published::thesis();
+    for probe in &result.report.probes {
+        for metric in &probe.metrics {
+            for (feature, cases) in published::like(&probe.name, &metric.name) {
+                let what = match &cases[..] {
+                    [only] => format!("{} {only}", probe.name),
+                    all => format!("{}, mean of {} variants", probe.name, all.len()),
+                };
+                for (system, mean) in feature.means() {
+                    let (what, name, system) = (cell(what.trim_end()), cell(&metric.name), cell(system));
+                    let _ = writeln!(
+                        out,
+                        "| *{what}* | *{name}* | *{system}; published mean, other hardware* | {} | – | {} | – | – |",
+                        study.n,
+                        shown(Some(mean))
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::workload::summary::tests_data::result;
+
+    #[test]
+    fn workloads_have_rows_and_published_ones_only_with_the_same_parameters() {
+        let quick = workloads(&[result(Profile::Quick)]);
+        assert!(
+            quick.contains("| cpu one-thread | events\\_per\\_s (higher is better) | runc | 5 | 0 |"),
+            "{quick}"
+        );
+        assert!(quick.contains("0.50 (0.50–0.50)") && !quick.contains("published"), "{quick}");
+        let paper = workloads(&[result(Profile::Paper)]);
+        assert!(paper.contains("Docker; published mean, other hardware* | 10 | – | 419.9 |"), "{paper}");
+        let cells = |line: &str| line.replace("\\|", "").matches('|').count();
+        let rows: Vec<&str> = paper.lines().filter(|line| line.starts_with('|')).collect();
+        assert!(rows.len() > 8 && rows.iter().all(|line| cells(line) == 9), "{paper}");
+    }
+}

@@ -1,0 +1,114 @@
+//! Two results of workloads side by side.
+
+use serde::Serialize;
+
+use super::definition::{Better, Profile};
+use super::store::Loaded;
+use super::summary::{self, COMPARED_OF, Series};
+use crate::compare::{CompareError, Difference, SAME_HOST, SAME_POD, SAME_VMM, facts};
+use crate::ratio::Ratio;
+
+/// The comparison.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Comparison {
+    /// Names of the two.
+    pub of: [String; 2],
+    /// Differences that make the two incomparable.
+    pub not_comparable: Vec<Difference>,
+    /// Other differences.
+    pub differences: Vec<Difference>,
+    /// Metrics that both have, the second over the first.
+    pub rows: Vec<Row>,
+}
+
+/// A metric of a variant on a runtime.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Row {
+    /// Probe.
+    pub probe: String,
+    /// Variant.
+    pub case: String,
+    /// Handler.
+    pub runtime: String,
+    /// Metric.
+    pub metric: String,
+    /// Its direction.
+    pub better: Better,
+    /// Medians.
+    pub p50: [Option<f64>; 2],
+    /// Ratio of the medians; `None` with fewer than four values on a side.
+    pub ratio: Option<Ratio>,
+}
+
+/// Compares two results. They did not alternate: a difference may come from the host.
+pub fn compare(a: &Loaded, b: &Loaded) -> Result<Comparison, CompareError> {
+    let other = |of: &Series| {
+        let same = |with: &&Series| {
+            (&with.probe, &with.case, &with.runtime, &with.metric.name)
+                == (&of.probe, &of.case, &of.runtime, &of.metric.name)
+        };
+        b.report.series.iter().find(same)
+    };
+    let row = |of: &Series| {
+        let with = other(of)?;
+        let values = [(a, of), (b, with)].map(|(result, of)| summary::values(&result.runs, of));
+        let enough = values.iter().all(|values| values.len() >= COMPARED_OF);
+        Some(Row {
+            probe: of.probe.clone(),
+            case: of.case.clone(),
+            runtime: of.runtime.clone(),
+            metric: of.metric.name.clone(),
+            better: of.metric.better,
+            p50: [of.p50, with.p50],
+            ratio: enough.then(|| Ratio::of(&values[1], &values[0])).flatten(),
+        })
+    };
+    let rows: Vec<Row> = a.report.series.iter().filter_map(row).collect();
+    if rows.is_empty() {
+        return Err(CompareError::NothingInCommon { a: a.name.clone(), b: b.name.clone() });
+    }
+    let (of_a, of_b) = (&a.report.manifest, &b.report.manifest);
+    let mut not_comparable = facts("pod", &SAME_POD, &of_a.pod, &of_b.pod);
+    not_comparable.extend(facts("plan", &["cpus", "memory_bytes"], &of_a.plan, &of_b.plan));
+    not_comparable.extend(profiles([a.report.profile, b.report.profile]));
+    let mut differences = facts("host", &SAME_HOST, &of_a.host, &of_b.host);
+    differences.extend(facts("VMM", &SAME_VMM, &of_a.vmm, &of_b.vmm));
+    differences.extend(facts("plan", &["volumes", "client_runtime"], &of_a.plan, &of_b.plan));
+    Ok(Comparison { of: [a.name.clone(), b.name.clone()], not_comparable, differences, rows })
+}
+
+fn profiles(of: [Profile; 2]) -> Option<Difference> {
+    (of[0] != of[1])
+        .then(|| Difference { what: "profile".into(), values: of.map(|profile| profile.to_string()) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::workload::summary::tests_data::result;
+
+    #[test]
+    fn the_same_result_has_ratios_of_one() {
+        let a = result(Profile::Quick);
+        let comparison = compare(&a, &a).unwrap();
+        assert!(comparison.not_comparable.is_empty() && comparison.differences.is_empty());
+        assert_eq!(comparison.rows.len(), a.report.series.len());
+        assert!(comparison.rows.iter().all(|row| row.ratio.is_some_and(|ratio| ratio.p50 == 1.0)));
+    }
+
+    #[test]
+    fn two_hosts_and_two_profiles_are_told() {
+        let (a, mut b) = (result(Profile::Quick), result(Profile::Paper));
+        b.report.manifest.host.insert("cpu".into(), "another".into());
+        let comparison = compare(&a, &b).unwrap();
+        assert_eq!(comparison.not_comparable[0].values, ["quick", "paper"]);
+        assert!(comparison.differences.iter().any(|of| of.what.contains("cpu")), "{comparison:?}");
+    }
+
+    #[test]
+    fn results_without_a_common_metric_are_refused() {
+        let (a, mut b) = (result(Profile::Quick), result(Profile::Quick));
+        b.report.series.iter_mut().for_each(|of| of.runtime.push('x'));
+        assert!(compare(&a, &b).unwrap_err().to_string().contains("nothing to compare"));
+    }
+}

@@ -1,0 +1,115 @@
+//! The series `native`: a tool of the same image as a process of the host, with the same limits. `bench-helper native`
+//! enters the unpacked image.
+
+use std::fs::{self, File};
+use std::io;
+use std::net::UdpSocket;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Mutex, PoisonError};
+use std::time::Duration;
+
+use super::group::Groups;
+use super::log::{self, Printed};
+use crate::options::{Mount, Resources};
+
+/// Name of the series, in place of a handler's.
+pub const NATIVE: &str = "native";
+/// The helper in the image.
+const HELPER: &str = "usr/bin/bench-helper";
+
+/// Where native tools run.
+#[derive(Debug, Clone)]
+pub struct Native {
+    /// The unpacked image.
+    pub root: PathBuf,
+    /// Address at which clients in pods reach servers on this host.
+    pub address: Option<String>,
+    /// File system of control groups; tests have another one.
+    pub groups: PathBuf,
+}
+
+impl Native {
+    /// Returns native tools in an unpacked image.
+    pub fn of(root: PathBuf, address: Option<String>) -> Self {
+        Self { root, address, groups: PathBuf::from("/sys/fs/cgroup") }
+    }
+
+    /// Returns whether the directory is an unpacked image with the helper.
+    pub fn is_there(&self) -> bool {
+        self.root.join(HELPER).is_file()
+    }
+
+    /// Returns the address of servers: the given one, else the one that routes out of this host begin at.
+    pub fn address(&self) -> Option<String> {
+        let of_route = || {
+            let socket = UdpSocket::bind("0.0.0.0:0").ok()?;
+            // Sends nothing. The address is of a block for documentation.
+            socket.connect("192.0.2.1:9").ok()?;
+            Some(socket.local_addr().ok()?.ip().to_string())
+        };
+        self.address.clone().or_else(of_route)
+    }
+
+    /// Starts a tool. `name` is of its control group and output.
+    pub fn start(
+        &self,
+        name: &str,
+        words: &[String],
+        resources: Option<Resources>,
+        mounts: &[Mount],
+        logs: &Path,
+    ) -> io::Result<Process> {
+        let groups = Groups::make(&self.groups, name, resources.unwrap_or_default())?;
+        let outputs = ["out", "err"].map(|end| logs.join(format!("{name}.{end}")));
+        let mut command = Command::new(self.root.join(HELPER));
+        command.arg("native").arg("--root").arg(&self.root);
+        for group in groups.paths() {
+            command.arg("--cgroup").arg(group);
+        }
+        for mount in mounts {
+            let mut bind = mount.host_path.clone().into_os_string();
+            bind.push("=");
+            bind.push(&mount.container_path);
+            command.arg("--bind").arg(bind);
+        }
+        command.arg("--").args(words).stdin(Stdio::null());
+        command.stdout(File::create(&outputs[0])?).stderr(File::create(&outputs[1])?);
+        let child = Mutex::new(command.spawn()?);
+        Ok(Process { child, groups, outputs })
+    }
+}
+
+/// A native tool. Dropping it kills it and all that it started.
+#[derive(Debug)]
+pub struct Process {
+    child: Mutex<Child>,
+    groups: Groups,
+    outputs: [PathBuf; 2],
+}
+
+impl Process {
+    /// Returns its exit code if it has ended: 128 and its number for a signal.
+    pub fn ended(&self) -> io::Result<Option<i32>> {
+        use std::os::unix::process::ExitStatusExt;
+        let status = self.child.lock().unwrap_or_else(PoisonError::into_inner).try_wait()?;
+        Ok(status.map(|status| status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or_default())))
+    }
+
+    /// Returns its output so far.
+    pub fn printed(&self) -> io::Result<Printed> {
+        let [stdout, stderr] = &self.outputs;
+        Ok(Printed { stdout: log::bounded(stdout)?, stderr: log::bounded(stderr)? })
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let child = self.child.get_mut().unwrap_or_else(PoisonError::into_inner);
+        // It may have ended; its group is emptied next.
+        let _ = child.kill();
+        let _ = child.wait();
+        self.groups.remove(Duration::from_secs(5));
+        self.outputs.iter().for_each(|output| drop(fs::remove_file(output)));
+    }
+}

@@ -1,0 +1,130 @@
+//! Limits of what a pod receives and sends: the burst at once, the rest at the rate.
+
+use std::io::{self, Read};
+use std::net::{IpAddr, SocketAddr, TcpListener, UdpSocket};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, ensure};
+use sandboxer_e2e::case::{Case, PATIENCE, Pod, shell};
+
+use crate::network::{BRIDGE, addresses, host, within};
+
+crate::cases![Vm: received_at_the_limit, sent_at_the_limit];
+
+/// Bytes per second, with Ethernet headers.
+const RATE: u64 = 512 << 10;
+const BURST: u64 = 4 * RATE;
+/// Twice the limit uses up the burst in the first four seconds; then come ten at the rate.
+const SETTLED: f64 = 5.0;
+const WHOLE: Duration = Duration::from_secs(16);
+
+/// Bytes of a counter at a time in seconds.
+type Sample = (f64, u64);
+
+/// Checks a flow that began at `began`, when the counter stood at `before`.
+fn check(samples: &[Sample], began: f64, before: u64) -> Result<()> {
+    let settled = |sample: &&Sample| sample.0 >= began + SETTLED;
+    let until = |sample: &&Sample| sample.0 <= began + WHOLE.as_secs_f64() - 0.5;
+    let first = samples.iter().find(settled).context("no sample of the flow at its rate")?;
+    let last = samples.iter().rev().find(until).context("no sample before the flow's end")?;
+    let seconds = last.0 - first.0;
+    ensure!(seconds >= 10.0, "{seconds} s between the samples, not 10");
+    let rate = (last.1 - first.1) as f64 / seconds;
+    let burst = (first.1 - before) as f64 - RATE as f64 * (first.0 - began);
+    let [rate, burst] = [rate / RATE as f64, burst / BURST as f64];
+    println!("rate {rate:.4} of the limit in {seconds:.2} s, burst {burst:.4} of its size");
+    ensure!((0.95..=1.05).contains(&rate), "the rate is {rate:.3} of the limit; burst {burst:.3}");
+    ensure!((0.9..=1.1).contains(&burst), "the burst is {burst:.3} of its size; rate {rate:.3}");
+    Ok(())
+}
+
+/// Sends datagrams at twice the limit, by the clock, so that a delay of this thread is made up for.
+fn flood(to: SocketAddr) -> io::Result<()> {
+    // With the headers of UDP, IPv4 and Ethernet.
+    const FRAME: u64 = 1024;
+    let payload = [0; FRAME as usize - 42];
+    // Not connected: the pod refuses each.
+    let socket = UdpSocket::bind("0.0.0.0:0")?;
+    let began = Instant::now();
+    let mut sent = 0;
+    while began.elapsed() < WHOLE {
+        while sent < (began.elapsed().as_secs_f64() * 2.0 * RATE as f64) as u64 {
+            socket.send_to(&payload, to)?;
+            sent += FRAME;
+        }
+        thread::sleep(Duration::from_millis(2));
+    }
+    Ok(())
+}
+
+/// The guest counts what it receives of twice the limit, by its own clock.
+async fn received_at_the_limit(case: Case) -> Result<()> {
+    let pod = case
+        .pod_with(|config| {
+            config.annotations.insert("io.sandboxer.net-bps-rx".into(), RATE.to_string());
+            config.annotations.insert("io.sandboxer.net-bps-rx-burst".into(), BURST.to_string());
+        })
+        .await?;
+    let script =
+        "while read -r now idle </proc/uptime && read -r seen </sys/class/net/eth0/statistics/rx_bytes
+        do echo at $now $seen; sleep 0.1; done";
+    let meter = pod.start(shell("meter", script)).await?;
+    meter.logged("at ").await?;
+    let [ip, _] = addresses(&case, &pod).await?;
+    let namespace = host(&case);
+    tokio::task::spawn_blocking(move || within(namespace, || flood(SocketAddr::new(ip, 9)))).await??;
+    let stdout = meter.logs()?.stdout;
+    let samples: Vec<Sample> = stdout
+        .lines()
+        .filter_map(|line| {
+            let mut words = line.strip_prefix("at ")?.split_whitespace();
+            Some((words.next()?.parse().ok()?, words.next()?.parse().ok()?))
+        })
+        .collect();
+    let before = samples.first().context("no sample")?.1;
+    // The flow comes at twice the limit until its burst is used up.
+    let begun = samples.iter().find(|sample| sample.1 > before + BURST / 8).context("nothing arrived")?;
+    let began = begun.0 - (begun.1 - before) as f64 / (2 * RATE) as f64;
+    check(&samples, began, before)
+}
+
+/// Returns what the pod's interface has sent, now.
+fn sent(case: &Case, pod: &Pod, since: Instant) -> Result<Sample> {
+    let asked = since.elapsed();
+    let output = case.stack.command("sandboxer-cli").args(["inspect", &pod.id, "--json"]).output()?;
+    let told: serde_json::Value = serde_json::from_slice(&output.stdout)?;
+    let bytes = told["interfaces"][0]["sent"]["bytes"].as_u64().context("bytes sent")?;
+    Ok(((asked + since.elapsed()).as_secs_f64() / 2.0, bytes))
+}
+
+/// The same of what it sends, as fast as TCP can, with Kubernetes' annotation of the rate. The host counts.
+async fn sent_at_the_limit(case: Case) -> Result<()> {
+    let pod = case
+        .pod_with(|config| {
+            config.annotations.insert("kubernetes.io/egress-bandwidth".into(), "4Mi".into());
+            config.annotations.insert("io.sandboxer.net-bps-tx-burst".into(), BURST.to_string());
+        })
+        .await?;
+    let ip: IpAddr = BRIDGE[0].parse()?;
+    let listener = within(host(&case), move || TcpListener::bind((ip, 0)))?;
+    let port = listener.local_addr()?.port();
+    let since = Instant::now();
+    let reader = thread::spawn(move || -> io::Result<f64> {
+        let (mut stream, _) = listener.accept()?;
+        let began = since.elapsed().as_secs_f64();
+        stream.set_read_timeout(Some(PATIENCE))?;
+        let mut buffer = vec![0; 64 << 10];
+        while since.elapsed().as_secs_f64() < began + WHOLE.as_secs_f64() && stream.read(&mut buffer)? > 0 {}
+        Ok(began)
+    });
+    let (_, before) = sent(&case, &pod, since)?;
+    pod.start(shell("sender", &format!("dd if=/dev/zero bs=64k | nc {ip} {port}"))).await?;
+    let mut samples = Vec::new();
+    while !reader.is_finished() {
+        samples.push(sent(&case, &pod, since)?);
+        tokio::time::sleep(Duration::from_millis(100)).await;
+    }
+    let began = reader.join().map_err(|_| anyhow::anyhow!("the reader panicked"))??;
+    check(&samples, began, before)
+}

@@ -15,9 +15,9 @@ crate::cases![Vm: received_at_the_limit, sent_at_the_limit];
 /// Bytes per second, with Ethernet headers.
 const RATE: u64 = 512 << 10;
 const BURST: u64 = 4 * RATE;
-/// Twice the limit uses up the burst in the first four seconds; then come ten at the rate.
+/// Twice the limit uses up the burst in the first four seconds; then come more than ten at the rate.
 const SETTLED: f64 = 5.0;
-const WHOLE: Duration = Duration::from_secs(16);
+const WHOLE: Duration = Duration::from_secs(18);
 
 /// Bytes of a counter at a time in seconds.
 type Sample = (f64, u64);
@@ -33,9 +33,11 @@ fn check(samples: &[Sample], began: f64, before: u64) -> Result<()> {
     let rate = (last.1 - first.1) as f64 / seconds;
     let burst = (first.1 - before) as f64 - RATE as f64 * (first.0 - began);
     let [rate, burst] = [rate / RATE as f64, burst / BURST as f64];
-    println!("rate {rate:.4} of the limit in {seconds:.2} s, burst {burst:.4} of its size");
-    ensure!((0.95..=1.05).contains(&rate), "the rate is {rate:.3} of the limit; burst {burst:.3}");
-    ensure!((0.9..=1.1).contains(&burst), "the burst is {burst:.3} of its size; rate {rate:.3}");
+    let told =
+        format!("the rate is {rate:.3} of the limit in {seconds:.1} s, the burst {burst:.3} of its size");
+    ensure!((0.95..=1.05).contains(&rate) && (0.9..=1.1).contains(&burst), "{told}");
+    // In the output of a passed case, too: a figure that drifts is seen.
+    println!("{told}");
     Ok(())
 }
 
@@ -46,11 +48,16 @@ fn flood(to: SocketAddr) -> io::Result<()> {
     let payload = [0; FRAME as usize - 42];
     // Not connected: the pod refuses each.
     let socket = UdpSocket::bind("0.0.0.0:0")?;
+    socket.set_nonblocking(true)?;
     let began = Instant::now();
     let mut sent = 0;
     while began.elapsed() < WHOLE {
         while sent < (began.elapsed().as_secs_f64() * 2.0 * RATE as f64) as u64 {
-            socket.send_to(&payload, to)?;
+            match socket.send_to(&payload, to) {
+                // Its packets wait in the limit's queue: one more would be dropped there.
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                done => drop(done?),
+            }
             sent += FRAME;
         }
         thread::sleep(Duration::from_millis(2));

@@ -41,14 +41,11 @@ fn check(samples: &[Sample], began: f64, before: u64) -> Result<()> {
     Ok(())
 }
 
-/// Sends datagrams at twice the limit, by the clock, so that a delay of this thread is made up for.
-fn flood(to: SocketAddr) -> io::Result<()> {
+/// Sends datagrams at twice the limit, by the clock, so that a delay is made up for.
+async fn flood(socket: &UdpSocket, to: SocketAddr) -> io::Result<()> {
     // With the headers of UDP, IPv4 and Ethernet.
     const FRAME: u64 = 1024;
     let payload = [0; FRAME as usize - 42];
-    // Not connected: the pod refuses each.
-    let socket = UdpSocket::bind("0.0.0.0:0")?;
-    socket.set_nonblocking(true)?;
     let began = Instant::now();
     let mut sent = 0;
     while began.elapsed() < WHOLE {
@@ -60,7 +57,7 @@ fn flood(to: SocketAddr) -> io::Result<()> {
             }
             sent += FRAME;
         }
-        thread::sleep(Duration::from_millis(2));
+        tokio::time::sleep(Duration::from_millis(2)).await;
     }
     Ok(())
 }
@@ -79,8 +76,10 @@ async fn received_at_the_limit(case: Case) -> Result<()> {
     let meter = pod.start(shell("meter", script)).await?;
     meter.logged("at ").await?;
     let [ip, _] = addresses(&case, &pod).await?;
-    let namespace = host(&case);
-    tokio::task::spawn_blocking(move || within(namespace, || flood(SocketAddr::new(ip, 9)))).await??;
+    // Not connected: the pod refuses each datagram.
+    let socket = within(host(&case), || UdpSocket::bind("0.0.0.0:0"))?;
+    socket.set_nonblocking(true)?;
+    flood(&socket, SocketAddr::new(ip, 9)).await?;
     let stdout = meter.logs()?.stdout;
     let samples: Vec<Sample> = stdout
         .lines()

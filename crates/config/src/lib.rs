@@ -5,6 +5,7 @@ pub mod resolved;
 
 pub use raw::{ConfigError, DEFAULT, DEFAULT_PATH};
 pub use resolved::{
-    Accelerator, Config, DISK_BPS, DISK_IOPS, ForeignRules, Handler, LimitsConfig, NetworkConfig, PoolConfig,
-    RootfsConfig, StartPath, TemplateConfig, VmConfig, VmmChoice, VmmName, VolumeConfig, WritableTo,
+    Accelerator, Config, DISK_BPS, DISK_IOPS, ForeignRules, Handler, LimitsConfig, NET_BPS, NetworkConfig,
+    PoolConfig, RootfsConfig, StartPath, TemplateConfig, VmConfig, VmmChoice, VmmName, VolumeConfig,
+    WritableTo,
 };

@@ -12,7 +12,7 @@ use toml::de::DeTable;
 
 use self::{bounds::Bounds, handler::RawHandler};
 use crate::{
-    Accelerator, Config, DISK_BPS, DISK_IOPS, ForeignRules, LimitsConfig, NetworkConfig, PoolConfig,
+    Accelerator, Config, DISK_BPS, DISK_IOPS, ForeignRules, LimitsConfig, NET_BPS, NetworkConfig, PoolConfig,
     RootfsConfig, TemplateConfig, VmConfig, VmmChoice, VolumeConfig, WritableTo, resolved::DEFAULT_SCRATCH,
 };
 
@@ -164,6 +164,8 @@ struct RawNetwork {
 struct RawLimits {
     disk_bps: Option<u64>,
     disk_iops: Option<u64>,
+    net_bps_rx: Option<u64>,
+    net_bps_tx: Option<u64>,
 }
 
 #[derive(Debug, Default, Deserialize, Serialize)]
@@ -329,7 +331,11 @@ fn limits(raw: &RawLimits, bounds: &Bounds<'_>) -> Result<LimitsConfig, ConfigEr
     };
     check("limits.disk_bps", raw.disk_bps, DISK_BPS, "bytes per second, 65536 to 1099511627776")?;
     check("limits.disk_iops", raw.disk_iops, DISK_IOPS, "operations per second, 10 to 10000000")?;
-    Ok(LimitsConfig { disk_bps: raw.disk_bps, disk_iops: raw.disk_iops })
+    let net = "bytes per second, 16384 to 1099511627776";
+    check("limits.net_bps_rx", raw.net_bps_rx, NET_BPS, net)?;
+    check("limits.net_bps_tx", raw.net_bps_tx, NET_BPS, net)?;
+    let &RawLimits { disk_bps, disk_iops, net_bps_rx, net_bps_tx } = raw;
+    Ok(LimitsConfig { disk_bps, disk_iops, net_bps_rx, net_bps_tx })
 }
 
 fn rootfs(raw: RawRootfs, rootfs: RootfsConfig, bounds: &Bounds<'_>) -> Result<RootfsConfig, ConfigError> {

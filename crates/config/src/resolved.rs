@@ -229,17 +229,24 @@ pub struct NetworkConfig {
     pub foreign_rules: ForeignRules,
 }
 
-/// Most that each disk of a pod may have; `None`: no limit.
+/// Most that each disk and each network interface of a pod may have; `None`: no limit.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct LimitsConfig {
-    /// Bytes per second.
+    /// Bytes per second of a disk.
     pub disk_bps: Option<u64>,
-    /// Operations per second.
+    /// Operations per second of a disk.
     pub disk_iops: Option<u64>,
+    /// Bytes per second that an interface receives.
+    pub net_bps_rx: Option<u64>,
+    /// Bytes per second that an interface sends.
+    pub net_bps_tx: Option<u64>,
 }
 
 /// Values that a limit of bytes per second can have.
 pub const DISK_BPS: std::ops::RangeInclusive<u64> = 64 << 10..=1 << 40;
+/// Values that a limit of a network interface can have, bytes per second. The least is such that a second's bytes hold the largest
+/// packet of an Ethernet with jumbo frames.
+pub const NET_BPS: std::ops::RangeInclusive<u64> = 16 << 10..=1 << 40;
 /// Values that a limit of operations per second can have.
 pub const DISK_IOPS: std::ops::RangeInclusive<u64> = 10..=10_000_000;
 

@@ -8,11 +8,11 @@ mod link;
 use std::{io, num::NonZeroI32};
 
 pub use link::Link;
+pub use netlink_packet_core::{DefaultNla, NLM_F_CREATE, NLM_F_EXCL, NLM_F_REPLACE, Nla};
 use netlink_packet_core::{
     NLM_F_ACK, NLM_F_DUMP, NLM_F_REQUEST, NetlinkDeserializable, NetlinkHeader, NetlinkMessage,
     NetlinkPayload,
 };
-pub use netlink_packet_core::{NLM_F_CREATE, NLM_F_EXCL, NLM_F_REPLACE};
 pub use netlink_packet_route as packet;
 use netlink_packet_route::{
     RouteNetlinkMessage,

@@ -2,7 +2,7 @@
 
 use std::{io, os::fd::OwnedFd, path::Path, sync::Arc};
 
-use sandboxer_host::network::{self, Interface, PooledTap, TapPool};
+use sandboxer_host::network::{self, Interface, NetLimits, PooledTap, TapPool};
 use sandboxer_protocol::id::SandboxId;
 use sandboxer_vmm::{NamedTaps, VmSpec, Vmm};
 
@@ -20,16 +20,17 @@ pub enum VmTaps {
 }
 
 impl VmTaps {
-    /// Creates the taps of a pod's interfaces, joined to these.
+    /// Creates the taps of a pod's interfaces, joined to these, with the pod's limits.
     pub async fn of_pod(
         vmm: &dyn Vmm,
         pool: &Arc<TapPool>,
         pod: &SandboxId,
         netns: &Path,
         interfaces: &[Interface],
+        limits: NetLimits,
     ) -> Result<Self, PodError> {
         if !vmm.opens_taps() {
-            return Ok(Self::Open(network::taps(pod, netns, interfaces).await?));
+            return Ok(Self::Open(network::taps(pod, netns, interfaces, limits).await?));
         }
         let count = u8::try_from(interfaces.len()).unwrap_or(u8::MAX);
         let made = pool.named_taps(count).map_err(|source| PodError::Path {
@@ -39,7 +40,7 @@ impl VmTaps {
             source,
         });
         let (named, pooled) = made?;
-        network::plug(pod, netns, interfaces, pool.clone(), pooled).await?;
+        network::plug(pod, netns, interfaces, limits, (pool.clone(), pooled)).await?;
         Ok(Self::Named(named))
     }
 

@@ -152,6 +152,8 @@ fn values_out_of_bounds_name_their_key_and_what_it_takes() {
         ("[volumes]\nempty_dir_mib = 1", "volumes.empty_dir_mib"),
         ("[limits]\ndisk_bps = 0", "limits.disk_bps"),
         ("[limits]\ndisk_iops = 9", "limits.disk_iops"),
+        ("[limits]\nnet_bps_rx = 0", "limits.net_bps_rx"),
+        ("[limits]\nnet_bps_tx = 16383", "limits.net_bps_tx"),
         ("[containerd]\nttrpc = \"ttrpc.sock\"", "containerd.ttrpc"),
     ] {
         let error = parse(text).unwrap_err().to_string();

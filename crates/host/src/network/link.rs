@@ -28,8 +28,8 @@ const ALL_PROTOCOLS: u16 = (libc::ETH_P_ALL as u16).to_be();
 /// 0xc000 and less.
 const PRIORITY: u16 = 0xdb0f;
 
-/// Loads the kernel modules that [`join`] needs, where they are not loaded automatically.
-pub const MODPROBE: &str = "modprobe -a sch_ingress cls_u32 act_mirred";
+/// Loads the kernel modules that [`join`] and limits need, where they are not loaded automatically.
+pub const MODPROBE: &str = "modprobe -a sch_ingress cls_u32 act_mirred sch_tbf";
 
 /// Connects two devices: everything that arrives at one leaves by the other.
 pub fn join(netlink: &mut Netlink, one: u32, other: u32) -> io::Result<()> {
@@ -95,7 +95,7 @@ fn redirect_with(netlink: &mut Netlink, from: u32, to: u32, priority: u16) -> io
 }
 
 /// Names the missing kernel feature: ENOENT means that the kernel has neither code nor module of a kind.
-fn unknown(what: &str, error: io::Error) -> io::Error {
+pub(super) fn unknown(what: &str, error: io::Error) -> io::Error {
     match error.kind() {
         io::ErrorKind::NotFound => io::Error::new(
             error.kind(),

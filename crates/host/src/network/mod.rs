@@ -23,6 +23,7 @@ pub mod interface;
 mod link;
 pub mod namespace;
 pub mod ports;
+mod shape;
 pub mod steer;
 pub mod tap;
 pub mod tap_pool;
@@ -51,6 +52,7 @@ pub use self::{
     error::{NetworkError, Step},
     interface::Interface,
     link::MODPROBE,
+    shape::NetLimits,
     tap_pool::{PooledTap, TapPool},
 };
 
@@ -115,8 +117,9 @@ pub async fn taps(
     pod: &SandboxId,
     netns: &Path,
     interfaces: &[Interface],
+    limits: NetLimits,
 ) -> Result<Vec<Arc<OwnedFd>>, NetworkError> {
-    let wanted = devices(interfaces);
+    let wanted = devices(interfaces, limits);
     within(pod, netns, move || {
         let mut netlink = Netlink::open().at_step(RTNETLINK)?;
         wanted.into_iter().map(|device| device.tap(&mut netlink).map(Arc::new)).collect()
@@ -129,10 +132,10 @@ pub async fn plug(
     pod: &SandboxId,
     netns: &Path,
     interfaces: &[Interface],
-    tap_pool: Arc<TapPool>,
-    taps: Vec<PooledTap>,
+    limits: NetLimits,
+    (tap_pool, taps): (Arc<TapPool>, Vec<PooledTap>),
 ) -> Result<(), NetworkError> {
-    let wanted = devices(interfaces);
+    let wanted = devices(interfaces, limits);
     within(pod, netns, move || {
         let mut netlink = Netlink::open().at_step(RTNETLINK)?;
         for (device, tap) in wanted.iter().zip(&taps) {
@@ -151,6 +154,7 @@ struct Device {
     interface: u32,
     name: String,
     mtu: u32,
+    limits: NetLimits,
 }
 
 impl Device {
@@ -169,16 +173,23 @@ impl Device {
 
     fn join(&self, netlink: &mut Netlink) -> Result<(), Failed> {
         let index = link::bring_up(netlink, &self.name, self.mtu).at("bring up", &self.name)?;
+        // Before the first packet.
+        for (device, rate) in [(index, self.limits.received), (self.interface, self.limits.sent)] {
+            if let Some(rate) = rate {
+                shape::limit(netlink, device, rate).at("limit packets of the interface with", &self.name)?;
+            }
+        }
         link::join(netlink, self.interface, index)
             .at("redirect packets of the pod's interface to", &self.name)
     }
 }
 
-fn devices(interfaces: &[Interface]) -> Vec<Device> {
+fn devices(interfaces: &[Interface], limits: NetLimits) -> Vec<Device> {
     let device = |interface: &Interface| Device {
         interface: interface.index,
         name: interface.host_device(),
         mtu: interface.mtu,
+        limits,
     };
     interfaces.iter().map(device).collect()
 }

@@ -13,7 +13,7 @@ use sandboxer_process::cgroup::Hierarchies;
 use sandboxer_protocol::{controller::ControllerCreateRequest, id::Id};
 use sandboxer_vmm::{DiskLimits, Shape};
 
-use super::{limits, size};
+use super::{host_ports, limits, size};
 use crate::{
     error::PodError,
     pod::{
@@ -30,11 +30,6 @@ const MAX_LABEL: usize = 63;
 
 /// Annotation with the size of the disks of emptyDirs.
 const EMPTY_DIR_SIZE: &str = "io.sandboxer.emptydir-size";
-
-/// Annotation with ports of the host that lead to a pod in the host's network.
-const HOST_PORTS: &str = "io.sandboxer.host-ports";
-/// Maximum number of them.
-const MAX_HOST_PORTS: usize = 64;
 
 /// Reads an identifier from a request. `what` completes "… is invalid".
 pub fn id(what: &'static str, text: &str) -> Result<Id, PodError> {
@@ -78,18 +73,11 @@ pub fn pod_spec(
         size::without(linux.resources.unwrap_or_default(), cgroups.unlimited(&linux.cgroup_parent));
     let Shape { vcpus, memory_mib, .. } =
         size::shape(&asked.annotations, &resources, defaults, cpus).map_err(invalid)?;
-    let host_ports = match asked.annotations.get(HOST_PORTS) {
-        Some(_) if !request.netns_path.is_empty() => {
-            return Err(invalid(format!(
-                "annotation {HOST_PORTS} is for pods in the host's network (hostNetwork): others are reached at \
-                 their own address, or by a hostPort"
-            )));
-        }
-        Some(text) => host_ports(text).map_err(invalid)?,
-        None => Vec::new(),
-    };
+    let own_network = !request.netns_path.is_empty();
+    let host_ports = host_ports::asked(&asked.annotations, own_network).map_err(invalid)?;
     let kept = SandboxMetadata::of(request).unwrap_or_default();
     let disk_limits = limits::disk(&asked.annotations, &config.limits).map_err(invalid)?;
+    let net_limits = limits::network(&asked.annotations, &config.limits, own_network).map_err(invalid)?;
     let handler = config.handlers.get(&kept.runtime_handler).copied().unwrap_or_default();
     Ok(PodSpec {
         limits: size::limits(&resources),
@@ -101,6 +89,7 @@ pub fn pod_spec(
             handler.start_path.min(StartPath::Template)
         },
         disk_limits,
+        net_limits,
         vmm: handler.vmm,
         vcpus,
         memory_mib,
@@ -112,7 +101,7 @@ pub fn pod_spec(
         namespace: metadata.namespace,
         uid: metadata.uid,
         hostname,
-        netns: (!request.netns_path.is_empty()).then(|| request.netns_path.clone().into()),
+        netns: own_network.then(|| request.netns_path.clone().into()),
         ips: kept.ips(),
         resolv_conf: asked.dns_config.as_ref().map(resolv_conf),
         cgroup_parent: linux.cgroup_parent,
@@ -153,31 +142,6 @@ fn hostname(asked: String, name: &str, id: &Id) -> Result<String, String> {
         label.trim_matches(['-', '.']).to_owned()
     };
     Ok([fits(name), fits(id.as_str())].into_iter().find(|name| !name.is_empty()).unwrap_or_default())
-}
-
-/// Parses TCP ports, as in `8080, 9090/tcp`.
-fn host_ports(text: &str) -> Result<Vec<u16>, String> {
-    let wrong = |what: &str| {
-        format!(
-            "annotation {HOST_PORTS} is {text:?}, {what}: it takes TCP ports such as \"8080, 9090\", at most \
-             {MAX_HOST_PORTS}"
-        )
-    };
-    let mut ports = Vec::new();
-    for word in text.split(',').map(str::trim) {
-        let (number, protocol) = word.split_once('/').unwrap_or((word, "tcp"));
-        if !protocol.eq_ignore_ascii_case("tcp") {
-            return Err(wrong(&format!("and {protocol:?} is not carried")));
-        }
-        match number.parse() {
-            Ok(port) if port > 0 && !ports.contains(&port) => ports.push(port),
-            _ => return Err(wrong(&format!("and {word:?} is no port, or one named twice"))),
-        }
-    }
-    if ports.len() > MAX_HOST_PORTS {
-        return Err(wrong("which are too many"));
-    }
-    Ok(ports)
 }
 
 /// The parts read of containerd's metadata of a sandbox.
@@ -355,14 +319,8 @@ mod tests {
 
     #[test]
     fn ports_of_the_host_are_for_pods_in_its_network() {
-        assert_eq!(host_ports("8080, 9090/tcp").unwrap(), [8080, 9090]);
-        for bad in ["", "0", "80,80", "70000", "53/udp", "80;81", &vec!["1"; 65].join(",")] {
-            let text = host_ports(bad).unwrap_err();
-            assert!(text.contains(HOST_PORTS) && text.contains("TCP ports"), "{bad:?}: {text}");
-        }
-        let many = (1..=65).map(|port| port.to_string()).collect::<Vec<_>>().join(",");
-        assert!(host_ports(&many).is_err());
-        let mut own = request(|config| drop(config.annotations.insert(HOST_PORTS.into(), "80".into())));
+        let mut own =
+            request(|config| drop(config.annotations.insert(host_ports::ANNOTATION.into(), "80".into())));
         assert_eq!(pod_spec(&own, &Config::default(), &Hierarchies::default()).unwrap().host_ports, [80]);
         own.netns_path = "/run/netns/x".into();
         let error = pod_spec(&own, &Config::default(), &Hierarchies::default()).unwrap_err().to_string();

@@ -3,6 +3,7 @@
 pub mod admin;
 pub(crate) mod convert;
 pub mod events;
+mod host_ports;
 mod limits;
 pub mod metrics;
 pub mod peers;

@@ -16,6 +16,37 @@ pub fn bytes(text: &str) -> Option<u64> {
     digits.parse::<u64>().ok().filter(|_| plain)?.checked_mul(1 << shift)
 }
 
+/// Parses a quantity as Kubernetes writes it, rounded down: `10M`, `1.5Gi`, `1e6`.
+pub fn kubernetes(text: &str) -> Option<u64> {
+    let at = text.find(|letter: char| letter != '.' && !letter.is_ascii_digit()).unwrap_or(text.len());
+    let (number, suffix) = text.split_at(at);
+    let scale: u128 = match suffix {
+        "" => 1,
+        "k" => 1000,
+        "M" => 1000_u128.pow(2),
+        "G" => 1000_u128.pow(3),
+        "T" => 1000_u128.pow(4),
+        "P" => 1000_u128.pow(5),
+        "Ki" => 1 << 10,
+        "Mi" => 1 << 20,
+        "Gi" => 1 << 30,
+        "Ti" => 1 << 40,
+        "Pi" => 1 << 50,
+        _ => {
+            let exponent = suffix.strip_prefix(['e', 'E'])?;
+            let exponent = exponent.strip_prefix('+').unwrap_or(exponent);
+            10_u128.checked_pow(exponent.parse().ok().filter(|exponent| *exponent <= MOST_DIGITS)?)?
+        }
+    };
+    let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
+    let decimals = u32::try_from(fraction.len()).ok().filter(|decimals| *decimals <= MOST_DIGITS)?;
+    let digits = format!("{whole}{fraction}").parse::<u64>().ok()?;
+    u64::try_from(u128::from(digits).checked_mul(scale)? / 10_u128.pow(decimals)).ok()
+}
+
+/// Most digits behind the point, and largest exponent.
+const MOST_DIGITS: u32 = 18;
+
 /// Parses the size in annotation `name`; the error says why it is invalid.
 pub fn space(name: &str, text: &str) -> Result<u64, String> {
     bytes(text).filter(|bytes| SPACE.contains(bytes)).ok_or_else(|| {
@@ -26,6 +57,28 @@ pub fn space(name: &str, text: &str) -> Result<u64, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn kubernetes_quantities_are_decimal_binary_or_with_an_exponent() {
+        for (text, expected) in [
+            ("1000000", 1_000_000),
+            ("10M", 10_000_000),
+            ("1.5Gi", 3 << 29),
+            ("0.5k", 500),
+            ("2e6", 2_000_000),
+            ("1E+3", 1000),
+            ("1P", 1_000_000_000_000_000),
+            (".5M", 500_000),
+        ] {
+            assert_eq!(kubernetes(text), Some(expected), "{text}");
+        }
+        for bad in
+            ["", "M", ".", "-1M", "1m", "1 M", "1.2.3M", "1e-3", "1e19", "99999999999999999999", "20000P00"]
+        {
+            assert_eq!(kubernetes(bad), None, "{bad:?}");
+        }
+        assert_eq!(kubernetes("99999999Pi"), None, "it does not fit");
+    }
 
     #[test]
     fn units_are_powers_of_1024_and_what_is_no_size_is_none() {

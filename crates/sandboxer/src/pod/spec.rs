@@ -3,6 +3,7 @@
 use std::{collections::BTreeMap, net::IpAddr, path::PathBuf};
 
 use sandboxer_config::{StartPath, VmmName};
+use sandboxer_host::network::NetLimits;
 use sandboxer_process::cgroup::Unlimited;
 use sandboxer_protocol::{agent as wire, id::SandboxId};
 use sandboxer_vmm::DiskLimits;
@@ -61,6 +62,9 @@ pub struct PodSpec {
     /// Limits of each of its disks.
     #[serde(default, skip_serializing_if = "DiskLimits::is_none")]
     pub disk_limits: DiskLimits,
+    /// Limits of each of its network interfaces.
+    #[serde(default, skip_serializing_if = "NetLimits::is_none")]
+    pub net_limits: NetLimits,
 }
 
 /// Limits of all containers of a pod together. 0: not specified; negative: no limit.
@@ -123,6 +127,7 @@ impl PodSpec {
             limits: Limits::default(),
             room: Room::default(),
             disk_limits: DiskLimits::default(),
+            net_limits: NetLimits::default(),
         }
     }
 

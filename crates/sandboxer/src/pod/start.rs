@@ -322,10 +322,11 @@ impl<'a> Prepared<'a> {
             (None, _) => VmTaps::None,
             (Some(netns), None) => {
                 let vmm = node.vmms.get(kind.vmm).as_ref();
-                VmTaps::of_pod(vmm, &node.tap_pool, &spec.id, netns, interfaces).await?
+                VmTaps::of_pod(vmm, &node.tap_pool, &spec.id, netns, interfaces, spec.net_limits).await?
             }
             (Some(netns), Some(waited)) => {
-                network::plug(&spec.id, netns, interfaces, node.tap_pool.clone(), waited.taps).await?;
+                let taps = (node.tap_pool.clone(), waited.taps);
+                network::plug(&spec.id, netns, interfaces, spec.net_limits, taps).await?;
                 VmTaps::None
             }
         };

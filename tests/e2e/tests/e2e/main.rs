@@ -4,6 +4,7 @@
 //! `SANDBOXER_E2E_HANDLERS=runc` proves the cases without the daemon; `SANDBOXER_E2E_KEEP=1` leaves the stack up;
 //! `SANDBOXER_E2E_ONLY=pool,shares::a_share` runs these files and those cases whose names begin so.
 
+mod bandwidth;
 mod compatibility;
 mod container;
 mod daemon;
@@ -87,6 +88,7 @@ macro_rules! cases {
 
 fn entries() -> Vec<Entry> {
     let files = [
+        bandwidth::cases,
         compatibility::cases,
         container::cases,
         streams::cases,

@@ -23,18 +23,18 @@ crate::cases![
 ];
 
 /// Where the stack's bridge is, and by which address.
-const BRIDGE: [&str; 2] = ["192.0.2.1", "2001:db8::1"];
+pub const BRIDGE: [&str; 2] = ["192.0.2.1", "2001:db8::1"];
 
 /// The same of the second network, which pods of some handlers have beside it.
 const SECOND_BRIDGE: [&str; 2] = ["198.51.100.1", "2001:db8:1::1"];
 
 /// Returns the network namespace in which the stack's bridge is: to pods, the host.
-fn host(case: &Case) -> PathBuf {
+pub fn host(case: &Case) -> PathBuf {
     case.stack.dir().join("cni/netns")
 }
 
 /// Does `work` in the namespace that is bound to `path`.
-fn within<T: Send>(path: PathBuf, work: impl FnOnce() -> io::Result<T> + Send) -> Result<T> {
+pub fn within<T: Send>(path: PathBuf, work: impl FnOnce() -> io::Result<T> + Send) -> Result<T> {
     let done = thread::scope(|scope| {
         let thread = scope.spawn(|| {
             setns(File::open(path)?, CloneFlags::CLONE_NEWNET)?;
@@ -88,7 +88,7 @@ fn fetch(case: &Case, ip: IpAddr, path: &str) -> Result<Vec<u8>> {
 }
 
 /// Returns the pod's addresses as CRI tells them, IPv4 first.
-async fn addresses(case: &Case, pod: &Pod) -> Result<[IpAddr; 2]> {
+pub async fn addresses(case: &Case, pod: &Pod) -> Result<[IpAddr; 2]> {
     let network = case.cri.pod_status(&pod.id).await?.0.network.context("no network in the pod's status")?;
     let second = network.additional_ips.first().context("no second address")?;
     Ok([network.ip.parse()?, second.ip.parse()?])

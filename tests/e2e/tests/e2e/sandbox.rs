@@ -239,6 +239,9 @@ async fn annotation_that_makes_no_sense(case: Case) -> Result<()> {
         ("io.sandboxer.disk-bps", "0"),
         ("io.sandboxer.disk-iops", "9"),
         ("io.sandboxer.disk-bps-burst", "1Gi"),
+        ("io.sandboxer.net-bps-rx", "0"),
+        ("io.sandboxer.net-bps-tx-burst", "1Gi"),
+        ("kubernetes.io/ingress-bandwidth", "1k"),
     ] {
         let refused = case.pod_with(|config| drop(config.annotations.insert(key.into(), value.into()))).await;
         let error = refused.err().with_context(|| format!("{key}={value} was accepted"))?;

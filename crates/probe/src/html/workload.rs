@@ -15,12 +15,14 @@ use crate::workload::summary::{Series, shown};
 /// Adds the section.
 pub fn section(out: &mut String, result: &Loaded, palette: &Palette) {
     let report = &result.report;
+    let emulated = result.runtimes().iter().any(|runtime| report.manifest.is_emulated(runtime));
     let _ = write!(
         out,
-        "<h2>{}{}{}</h2>",
+        "<h2>{}{}{}{}</h2>",
         escape(&result.name),
         badge(report.partial, "partial"),
-        badge(report.profile == Profile::Quick, "quick")
+        badge(report.profile == Profile::Quick, "quick"),
+        badge(emulated, "emulated guests")
     );
     taken(out, &report.manifest);
     let _ = write!(

@@ -84,7 +84,7 @@ fn bars(
 ) -> Option<Figure> {
     let group = |case: &&str| {
         let measured = series(result, probe, case, &metric.name).filter_map(|of| {
-            let name = of.runtime.clone();
+            let name = label(result, &of.runtime);
             let (interval, ink) = (result.interval(of), palette.ink(&of.runtime));
             Some(Bar { name, value: of.p50?, interval, shown: shown(of.p50), ink })
         });
@@ -140,7 +140,7 @@ fn curve(
         let mut points: Vec<(f64, f64)> =
             sweep.cases.iter().filter_map(|(size, case)| Some((*size, value(case)?))).collect();
         points.sort_by(|a, b| a.0.total_cmp(&b.0));
-        Curve { name: runtime.clone(), points, ink: palette.ink(runtime), dots: true }
+        Curve { name: label(result, runtime), points, ink: palette.ink(runtime), dots: true }
     };
     let curves: Vec<Curve> =
         result.runtimes().iter().map(of).filter(|curve| !curve.points.is_empty()).collect();
@@ -171,7 +171,7 @@ fn latencies(result: &Loaded, probe: &Probe, cases: &[&str], palette: &Palette) 
             };
             let points: Vec<(f64, f64)> =
                 of.iter().filter_map(|(part, metric)| Some((value(metric)?, *part))).collect();
-            Curve { name: runtime.clone(), points, ink: palette.ink(runtime), dots: true }
+            Curve { name: label(result, runtime), points, ink: palette.ink(runtime), dots: true }
         };
         let curves: Vec<Curve> =
             result.runtimes().iter().map(curve).filter(|curve| curve.points.len() > 1).collect();
@@ -200,6 +200,15 @@ fn percentile(name: &str) -> Option<(String, f64)> {
 fn title(probe: &Probe, metric: &Metric) -> String {
     let unit = if metric.unit.is_empty() { String::new() } else { format!(", {}", metric.unit) };
     format!("{}: {}{unit}", probe.name, metric.name)
+}
+
+/// Returns a runtime's name beside its figures, which says if its guests were emulated.
+fn label(result: &Loaded, runtime: &str) -> String {
+    if result.report.manifest.is_emulated(runtime) {
+        format!("{runtime} (emulated)")
+    } else {
+        runtime.to_owned()
+    }
 }
 
 #[cfg(test)]

@@ -1,5 +1,7 @@
 //! `bench-helper native` on this host, with the host's own root as the image. Needs root.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails where it stands")]
+
 use std::fs;
 use std::path::Path;
 use std::process::{Command, Output};

@@ -17,7 +17,7 @@ export STACK_ACCELERATOR=kvm POOL=${POOL:-2}
 # With sleep=off the clock jumps during a read from disk, so all programs of a start are read before.
 warm() {
     find /usr/lib/cni "$CACHE/tools" target/release target/guest /usr/share/seabios /usr/share/qemu \
-        /usr/bin/qemu-system-x86_64 /usr/local/bin -type f -exec cat {} + >/dev/null 2>&1 || true
+        /usr/bin/qemu-system-x86_64* /usr/local/bin -type f -exec cat {} + >/dev/null 2>&1 || true
     find /usr/lib/x86_64-linux-gnu -name '*.so*' -exec cat {} + >/dev/null 2>&1 || true
 }
 

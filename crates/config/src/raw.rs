@@ -278,9 +278,10 @@ fn vm(raw: RawVm, vm: VmConfig, bounds: &Bounds<'_>) -> Result<VmConfig, ConfigE
     bounds.check("vm.jail", "false".to_owned(), "only true: every VMM is jailed", raw.jail != Some(false))?;
     Ok(VmConfig {
         vmm: raw.vmm.unwrap_or(vm.vmm),
-        qemu: bounds.program("vm.qemu", raw.qemu, vm.qemu)?,
-        cloud_hypervisor: bounds.program("vm.cloud_hypervisor", raw.cloud_hypervisor, vm.cloud_hypervisor)?,
-        firecracker: bounds.program("vm.firecracker", raw.firecracker, vm.firecracker)?,
+        qemu: raw.qemu.map(|program| bounds.program("vm.qemu", program)).transpose()?.or(vm.qemu),
+        cloud_hypervisor: bounds
+            .program("vm.cloud_hypervisor", raw.cloud_hypervisor.unwrap_or(vm.cloud_hypervisor))?,
+        firecracker: bounds.program("vm.firecracker", raw.firecracker.unwrap_or(vm.firecracker))?,
         accelerator: raw.accelerator.unwrap_or(vm.accelerator),
         kernel: bounds.absolute("vm.kernel", raw.kernel, vm.kernel)?,
         initramfs: bounds.absolute("vm.initramfs", raw.initramfs, vm.initramfs)?,
@@ -341,7 +342,7 @@ fn limits(raw: &RawLimits, bounds: &Bounds<'_>) -> Result<LimitsConfig, ConfigEr
 fn rootfs(raw: RawRootfs, rootfs: RootfsConfig, bounds: &Bounds<'_>) -> Result<RootfsConfig, ConfigError> {
     let writable = raw.writable.unwrap_or(rootfs.writable);
     Ok(RootfsConfig {
-        mkfs_erofs: bounds.program("rootfs.mkfs_erofs", raw.mkfs_erofs, rootfs.mkfs_erofs)?,
+        mkfs_erofs: bounds.program("rootfs.mkfs_erofs", raw.mkfs_erofs.unwrap_or(rootfs.mkfs_erofs))?,
         cache_bytes: bounds.size("rootfs.cache_mib", raw.cache_mib, 1 << 20, rootfs.cache_bytes)?,
         writable,
         writable_bytes: match (writable, raw.writable_mib.unwrap_or(0)) {

@@ -44,8 +44,8 @@ pub struct Config {
 pub struct VmConfig {
     /// Which VMM.
     pub vmm: VmmChoice,
-    /// Program of QEMU.
-    pub qemu: PathBuf,
+    /// Program of QEMU. `None`: the smallest that is installed and has the accelerator.
+    pub qemu: Option<PathBuf>,
     /// Program of Cloud Hypervisor.
     pub cloud_hypervisor: PathBuf,
     /// Program of Firecracker.
@@ -342,7 +342,7 @@ impl Default for Config {
             state_dir: "/var/lib/sandboxer".into(),
             vm: VmConfig {
                 vmm: VmmChoice::Auto,
-                qemu: "qemu-system-x86_64".into(),
+                qemu: None,
                 cloud_hypervisor: "cloud-hypervisor".into(),
                 firecracker: "firecracker".into(),
                 accelerator: Accelerator::Auto,

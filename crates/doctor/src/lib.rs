@@ -46,6 +46,7 @@ use sandboxer_config::{
     Config, VmConfig, VmmChoice,
     VmmName::{CloudHypervisor, Firecracker, Qemu},
 };
+use sandboxer_vmm::qemu;
 
 /// Deadline for one program, file or socket. Long enough for a slow host: an emulated one takes 3 s for
 /// `qemu-system-x86_64 --version`.
@@ -62,7 +63,7 @@ pub struct Question<'a> {
     pub pods: u32,
 }
 
-/// Runs all checks; readings that wait run at the same time. Takes at most 16 s, if everything hangs.
+/// Runs all checks; readings that wait run at the same time. Takes at most 21 s, if everything hangs.
 pub async fn examine(question: &Question<'_>) -> Report {
     let read = Config::load_or_default(question.config_path);
     let configuration = configuration::judge(question.config_path, &read);
@@ -75,15 +76,14 @@ pub async fn examine(question: &Question<'_>) -> Report {
         let (route, launcher) = tokio::join!(cri::route(&cri), launcher::read(&host, cri.told()));
         (cri, route, launcher)
     };
-    let (kvm, vmms, mkfs, kernel, initramfs, taps, daemon, (cri, route, launcher)) = tokio::join!(
-        kvm::read(Path::new("/dev/kvm")),
-        async {
-            tokio::join!(
-                vmm::read(&config.vm.qemu),
-                vmm::read(&config.vm.cloud_hypervisor),
-                vmm::read(&config.vm.firecracker)
-            )
-        },
+    let kvm_and_qemu = async {
+        let kvm = kvm::read(Path::new("/dev/kvm")).await;
+        let accelerator = if kvm.is_used(config.vm.accelerator) { "kvm" } else { "tcg" };
+        (kvm, vmm::read(&qemu::program(&config.vm, accelerator)).await)
+    };
+    let ((kvm, qemu), vmms, mkfs, kernel, initramfs, taps, daemon, (cri, route, launcher)) = tokio::join!(
+        kvm_and_qemu,
+        async { tokio::join!(vmm::read(&config.vm.cloud_hypervisor), vmm::read(&config.vm.firecracker)) },
         filesystems::read_mkfs(&config.rootfs.mkfs_erofs),
         blocking(PATIENCE, move || kernel::read(&guest_kernel)),
         blocking(PATIENCE, move || initramfs::read(&guest_initramfs)),
@@ -91,7 +91,7 @@ pub async fn examine(question: &Question<'_>) -> Report {
         cri::listener(&controller),
         cri,
     );
-    let (qemu, cloud_hypervisor, firecracker) = vmms;
+    let (cloud_hypervisor, firecracker) = vmms;
     let kernel = kernel.unwrap_or_else(|| kernel::Reading::silent(&config.vm.kernel));
     let initramfs = initramfs.unwrap_or_else(|| initramfs::Reading::silent(&config.vm.initramfs));
     let told = cri.told();

@@ -1,7 +1,7 @@
 //! The checks at the daemon's start.
 
 use sandboxer_config::{Config, VmmChoice};
-use sandboxer_vmm::{VmmInfo, cloud_hypervisor, firecracker};
+use sandboxer_vmm::{VmmInfo, cloud_hypervisor, firecracker, qemu};
 
 use super::{filesystems, host::Host, initramfs, kernel, namespaces, verdict::Check, verdict::Verdict, vmm};
 
@@ -52,7 +52,7 @@ async fn there(config: &Config, vmm: &VmmInfo) -> Check {
         firecracker::NAME => {
             vmm::firecracker(VmmChoice::Firecracker, &vmm::read(&config.vm.firecracker).await)
         }
-        _ => vmm::qemu(&vmm::read(&config.vm.qemu).await, None),
+        _ => vmm::qemu(&vmm::read(&qemu::program(&config.vm, vmm.accelerator)).await, None),
     }
 }
 
@@ -67,7 +67,7 @@ mod tests {
     #[tokio::test]
     async fn only_the_vmm_that_was_chosen_has_to_be_there() {
         let mut config = Config::default();
-        config.vm.qemu = "/nonexistent/qemu".into();
+        config.vm.qemu = Some("/nonexistent/qemu".into());
         config.vm.cloud_hypervisor = "/nonexistent/ch".into();
         config.vm.firecracker = "/nonexistent/fc".into();
         for (name, named, other) in [
@@ -87,7 +87,7 @@ mod tests {
     #[tokio::test]
     async fn everything_that_is_missing_is_named_at_once() {
         let mut config = Config::default();
-        config.vm.qemu = "/nonexistent/qemu".into();
+        config.vm.qemu = Some("/nonexistent/qemu".into());
         config.vm.kernel = "/nonexistent/vmlinux".into();
         config.vm.initramfs = "/nonexistent/initramfs".into();
         config.rootfs.mkfs_erofs = "/nonexistent/mkfs.erofs".into();

@@ -80,7 +80,7 @@ pub struct Jail {
     room: bool,
     /// An existing network namespace in place of a new one.
     network: Option<OwnedFd>,
-    filter: BpfProgram,
+    filters: Vec<BpfProgram>,
 }
 
 /// A step of creating the root, from inside.
@@ -112,7 +112,7 @@ impl Jail {
             ids,
             room: false,
             network: None,
-            filter: seccomp::filter()?,
+            filters: vec![seccomp::filter()?],
         };
         let read_only = libc::MS_RDONLY | libc::MS_NOSUID | libc::MS_NODEV;
         for path in SYSTEM.iter().map(Path::new).chain(readable.iter().copied()) {
@@ -154,6 +154,12 @@ impl Jail {
     pub fn with_room(mut self) -> Self {
         self.room = true;
         self
+    }
+
+    /// Returns the same jail for a program that makes threads but no processes.
+    pub fn alone(mut self) -> io::Result<Self> {
+        self.filters.extend(seccomp::filters_alone()?);
+        Ok(self)
     }
 
     /// Returns the same jail with an existing network namespace, that of the VM's taps, in place of a new one.
@@ -252,7 +258,7 @@ impl Jail {
                 drop_from_bound(!keeps)?;
                 // A program that root executes gets the capabilities of the bounding set.
                 done(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))?;
-                return self.apply_filter();
+                return self.apply_filters();
             }
             // Some kernels permit the following only to root.
             done(libc::prctl(libc::PR_SET_SECUREBITS, STAY, 0, 0, 0))?;
@@ -270,12 +276,14 @@ impl Jail {
             done(libc::syscall(libc::SYS_capset, header.as_ptr(), none.as_ptr()) as libc::c_int)?;
             done(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))?;
         }
-        self.apply_filter()
+        self.apply_filters()
     }
 
-    fn apply_filter(&self) -> io::Result<()> {
+    fn apply_filters(&self) -> io::Result<()> {
         // A failure only returns a number: nothing is allocated.
-        apply_filter(&self.filter).map_err(|_| io::Error::last_os_error())
+        self.filters
+            .iter()
+            .try_for_each(|filter| apply_filter(filter).map_err(|_| io::Error::last_os_error()))
     }
 
     /// Enters a new user namespace with one user and one group; forbids further ones below it.

@@ -7,6 +7,7 @@ pub mod cgroup;
 mod child;
 mod clone;
 pub mod confinement;
+mod cpu_time;
 pub mod cpus;
 pub mod jail;
 mod seccomp;
@@ -15,4 +16,5 @@ pub mod strays;
 mod written;
 
 pub use child::{Equipment, Exit, Process, Starting, adopt, child, find, held, is_running, spawn};
+pub use cpu_time::cpu_time;
 pub use written::{Written, written};

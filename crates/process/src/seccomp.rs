@@ -1,13 +1,16 @@
 //! Seccomp filter of jailed processes: refuses system calls that no VMM needs.
 //!
-//! Both VMMs have filters of their own, made for their threads: Cloud Hypervisor's let only those through that it uses,
-//! QEMU's (`-sandbox`) refuse few. This one is set before they run and refuses what a VMM does not need: parts of
+//! VMMs have filters of their own, made for their threads: Cloud Hypervisor's and Firecracker's permit only what they use,
+//! QEMU's (`-sandbox`) refuses little. This one is set before they run and refuses what a VMM does not need: parts of
 //! the kernel that are large, new, or give access to other processes. It is a deny list: QEMU's libraries make calls
 //! that depend on version and build, and a missing one would end a pod.
 //!
 //! The error is EPERM. VMMs that can use such a call, for example io_uring, fall back.
+//!
+//! VMMs make threads but no processes, and change neither their user nor their priority. QEMU's own filter refuses that
+//! too, but some builds of QEMU have no filter.
 
-use std::io;
+use std::{collections::BTreeMap, io};
 
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen::Dword, SeccompCmpOp, SeccompCondition, SeccompFilter,
@@ -117,8 +120,30 @@ const REFUSED: [libc::c_long; 89] = [
     libc::SYS_remap_file_pages,
 ];
 
+/// Calls refused to a process that stays alone: those that make processes, and those that change users, and priorities.
+const REFUSED_ALONE: [libc::c_long; 16] = [
+    libc::SYS_fork,
+    libc::SYS_vfork,
+    libc::SYS_setuid,
+    libc::SYS_setgid,
+    libc::SYS_setreuid,
+    libc::SYS_setregid,
+    libc::SYS_setresuid,
+    libc::SYS_setresgid,
+    libc::SYS_setfsuid,
+    libc::SYS_setfsgid,
+    libc::SYS_setgroups,
+    libc::SYS_setpriority,
+    libc::SYS_sched_setparam,
+    libc::SYS_sched_setscheduler,
+    libc::SYS_sched_setattr,
+    libc::SYS_sched_setaffinity,
+];
+
 /// Refused socket families, as ranges: all except Unix (1), IP (2, 10) and netlink (16).
 const FAMILIES: [(u64, u64); 3] = [(3, 9), (11, 15), (17, u32::MAX as u64)];
+
+type Rules = BTreeMap<libc::c_long, Vec<SeccompRule>>;
 
 /// Returns the filter.
 pub fn filter() -> io::Result<BpfProgram> {
@@ -127,9 +152,28 @@ pub fn filter() -> io::Result<BpfProgram> {
         SeccompRule::new(vec![bound(SeccompCmpOp::Ge, first)?, bound(SeccompCmpOp::Le, last)?])
     });
     let of_families = of_families.into_iter().collect::<Result<Vec<_>, _>>().map_err(io::Error::other)?;
-    let mut rules: std::collections::BTreeMap<_, _> = REFUSED.map(|call| (call, Vec::new())).into();
+    let mut rules: Rules = REFUSED.map(|call| (call, Vec::new())).into();
     rules.insert(libc::SYS_socket, of_families);
-    let refused = SeccompAction::Errno(libc::EPERM.unsigned_abs());
+    refuse(rules, libc::EPERM)
+}
+
+/// Returns further filters, for a process that makes no other processes. The first execution of a program is permitted,
+/// and so are later ones: they would end the VM.
+pub fn filters_alone() -> io::Result<[BpfProgram; 2]> {
+    let thread = SeccompCmpOp::MaskedEq(libc::CLONE_THREAD.unsigned_abs().into());
+    let no_thread = SeccompCondition::new(0, Dword, thread, 0)
+        .and_then(|condition| SeccompRule::new(vec![condition]))
+        .map_err(io::Error::other)?;
+    let mut rules: Rules = REFUSED_ALONE.map(|call| (call, Vec::new())).into();
+    rules.insert(libc::SYS_clone, vec![no_thread]);
+    // Its flags are in memory, which a filter cannot read. Told that the kernel does not have it, libraries use `clone`.
+    let clone3 = [(libc::SYS_clone3, Vec::new())].into();
+    Ok([refuse(rules, libc::EPERM)?, refuse(clone3, libc::ENOSYS)?])
+}
+
+/// Returns a filter that answers `rules` with an error.
+fn refuse(rules: Rules, error: libc::c_int) -> io::Result<BpfProgram> {
+    let refused = SeccompAction::Errno(error.unsigned_abs());
     let filter = SeccompFilter::new(rules, SeccompAction::Allow, refused, TargetArch::x86_64);
     filter.and_then(TryInto::try_into).map_err(io::Error::other)
 }

@@ -119,7 +119,7 @@ impl CloudHypervisor {
     fn jail(&self, spec: &VmSpec) -> Result<Jail, VmmError> {
         let program = sandboxer_process::find(&self.program);
         let readable = [program.as_path(), &spec.kernel, &spec.initramfs];
-        let jail = Jail::new(&spec.run_dir, &readable, &[Path::new("/dev/kvm")]);
+        let jail = Jail::new(&spec.run_dir, &readable, &[Path::new("/dev/kvm")]).and_then(Jail::alone);
         jail.map(Jail::with_room).map_err(path_error(&spec.pod, "prepare a jail in", spec.run_dir.clone()))
     }
 

@@ -113,6 +113,7 @@ impl Firecracker {
             None => &[Path::new("/dev/kvm")],
         };
         let jail = Jail::new(&spec.run_dir, &readable, devices)
+            .and_then(Jail::alone)
             .map_err(path_error(&spec.pod, "prepare a jail in", spec.run_dir.clone()))?
             .with_room();
         match &spec.named_taps {

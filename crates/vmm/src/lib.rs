@@ -139,6 +139,11 @@ pub trait Vm: Send + Sync + fmt::Debug {
     fn written(&self) -> Option<sandboxer_process::Written> {
         sandboxer_process::written(self.record().pid)
     }
+
+    /// Returns the processor time that its VMM has used so far; `None` if the kernel does not report it.
+    fn cpu_time(&self) -> Option<Duration> {
+        sandboxer_process::cpu_time(self.record().pid)
+    }
 }
 
 /// A socket on which a guest's file requests arrive.

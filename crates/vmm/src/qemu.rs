@@ -49,6 +49,22 @@ use super::{
 /// As in [`VmmInfo::name`].
 const NAME: &str = "qemu";
 
+/// QEMU with all its devices, which can also emulate.
+const PROGRAM: &str = "qemu-system-x86_64";
+/// Debian's build with few devices and without an emulator, in the same package: a VMM starts in a third of the time and
+/// has 9 MB less memory of its own.
+const PROGRAM_FOR_KVM: &str = "qemu-system-x86_64-microvm";
+
+/// Returns the program that runs VMs on `accelerator`, "kvm" or "tcg": the configured one, else the smallest that is
+/// installed.
+pub fn program(config: &VmConfig, accelerator: &str) -> PathBuf {
+    let small = || {
+        let found = sandboxer_process::find(Path::new(PROGRAM_FOR_KVM));
+        (accelerator == "kvm" && found.is_absolute()).then_some(found)
+    };
+    config.qemu.clone().or_else(small).unwrap_or_else(|| PROGRAM.into())
+}
+
 /// Returns the default of [`VmRecord::vmm`].
 pub(super) fn name() -> String {
     NAME.to_owned()
@@ -59,6 +75,8 @@ pub(super) fn name() -> String {
 pub struct Qemu {
     program: PathBuf,
     execution: Execution,
+    /// It has a filter of system calls of its own.
+    filter: bool,
     info: VmmInfo,
     boot_timeout: Duration,
     call_timeout: Duration,
@@ -74,15 +92,17 @@ impl Qemu {
 
     /// Runs guests on `accelerator`, "kvm" or "tcg". `reason` explains the choice, for people.
     pub async fn on(config: &VmConfig, accelerator: &'static str, reason: String) -> Self {
-        let (version, tsc_khz) = tokio::join!(version::version(&config.qemu), tsc::frequency_khz());
+        let program = program(config, accelerator);
+        let (version, tsc_khz) = tokio::join!(version::read(&program), tsc::frequency_khz());
         let execution = match accelerator {
             "kvm" => Execution::Kvm,
             _ => Execution::Tcg { tsc_khz },
         };
         Self {
-            program: config.qemu.clone(),
+            program,
             execution,
-            info: VmmInfo { name: NAME, version, accelerator, accelerator_reason: reason },
+            filter: version.filter,
+            info: VmmInfo { name: NAME, version: version.text, accelerator, accelerator_reason: reason },
             boot_timeout: config.boot_timeout,
             call_timeout: config.call_timeout,
             jail: config.jail,
@@ -110,7 +130,7 @@ impl Qemu {
             Execution::Kvm => &[Path::new("/dev/kvm")],
             Execution::Tcg { .. } => &[],
         };
-        let jail = self.jail.then(|| Jail::new(&spec.run_dir, &readable, devices));
+        let jail = self.jail.then(|| Jail::new(&spec.run_dir, &readable, devices).and_then(Jail::alone));
         jail.transpose().map_err(path_error(&spec.pod, "prepare a jail in", spec.run_dir.clone()))
     }
 
@@ -137,7 +157,10 @@ impl Qemu {
             taps: taps.iter().map(AsRawFd::as_raw_fd).collect(),
             disks: disks.iter().map(AsRawFd::as_raw_fd).collect(),
         };
-        let arguments = command_line::arguments(spec, self.execution, &numbers, begin);
+        let mut arguments = command_line::arguments(spec, self.execution, &numbers, begin);
+        if self.filter {
+            arguments.extend(command_line::FILTER.map(Into::into));
+        }
         let mut inherited = inherited_files;
         inherited.extend([control, agent, console]);
         inherited.extend(taps);

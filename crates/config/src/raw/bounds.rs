@@ -34,13 +34,7 @@ impl Bounds<'_> {
     }
 
     /// Returns a program: an absolute path, or a plain name to look up in PATH.
-    pub fn program(
-        &self,
-        key: &'static str,
-        value: Option<PathBuf>,
-        default: PathBuf,
-    ) -> Result<PathBuf, ConfigError> {
-        let value = value.unwrap_or(default);
+    pub fn program(&self, key: &'static str, value: PathBuf) -> Result<PathBuf, ConfigError> {
         let fine = value.is_absolute() || value.components().count() == 1;
         self.check(key, format!("{value:?}"), "an absolute path or a plain name", fine).map(|()| value)
     }

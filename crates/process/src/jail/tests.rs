@@ -28,7 +28,10 @@ fn refusal() -> BpfProgram {
 /// Returns what `script` says in a jail with `devices`; in `refused` ones no user namespace is made.
 fn jailed(script: &str, devices: &[&Path], refused: bool) -> String {
     let dir = tempfile::tempdir().unwrap();
-    let jail = Jail::new(dir.path(), &[], devices).unwrap();
+    said_in(Jail::new(dir.path(), &[], devices).unwrap(), script, refused)
+}
+
+fn said_in(jail: Jail, script: &str, refused: bool) -> String {
     let refusal = refusal();
     let mut command = Command::new("/bin/sh");
     command.args(["-c", script]);
@@ -99,6 +102,34 @@ fn calls_that_no_vmm_makes_are_refused() {
     }
     // Of Unix, packets, the kernel's cryptography, the host's vsock.
     assert_eq!(said[calls.len()..], ["done", &refused, &refused, &refused]);
+}
+
+#[test]
+fn a_vmm_makes_no_process_and_changes_no_user_and_no_priority() {
+    let calls = [
+        ("fork", libc::SYS_fork),
+        ("vfork", libc::SYS_vfork),
+        // As C's fork() makes it.
+        ("clone", libc::SYS_clone),
+        ("setuid", libc::SYS_setuid),
+        ("setpriority", libc::SYS_setpriority),
+        ("sched_setaffinity", libc::SYS_sched_setaffinity),
+        ("clone3", libc::SYS_clone3),
+    ];
+    let numbers = calls.map(|(_, number)| number.to_string()).join(" ");
+    let script = format!(
+        "exec perl -e 'for (@ARGV) {{ my $done = syscall($_, 17, 0, 0, 0, 0, 0); exit if $done == 0 && $_ != {}; \
+         print $done == -1 ? $!+0 : \"done\", \"\n\" }}' {numbers}",
+        libc::SYS_setuid
+    );
+    let dir = tempfile::tempdir().unwrap();
+    let jail = || Jail::new(dir.path(), &[], &[]).unwrap();
+    let said = said_in(jail().alone().unwrap(), &script, false);
+    let said: Vec<&str> = said.lines().collect();
+    let refused = [libc::EPERM; 6].into_iter().chain([libc::ENOSYS]).map(|error| error.to_string());
+    assert_eq!(said, refused.collect::<Vec<_>>(), "{calls:?}");
+    let free = said_in(jail(), "perl -e 'print fork() ? \"forked\" : \"\"'", false);
+    assert_eq!(free, "forked", "without the filter this test would see nothing");
 }
 
 /// By a group that the jail's user namespace doesn't know, as /dev/kvm is; files stand in for devices.

@@ -1,4 +1,8 @@
-//! Statistics of guests, with a time limit.
+//! Statistics of guests, with a time limit, and without waking a guest that has not run.
+//!
+//! containerd asks every second for each container. An answer costs an idle guest more processor time than anything else that
+//! it does. So the last values are returned while the VMM has not used more than [`QUIET`] of processor time since it gave
+//! them; the time for answers does not count.
 //!
 //! containerd reads the statistics of all containers of a node one after the other: a hung guest would block the
 //! statistics of all pods. So no caller waits longer than [`LIMIT`], and for a guest that is known to be late no caller waits at all:
@@ -25,6 +29,13 @@ use crate::error::PodError;
 /// Time limit for a guest. containerd gives a kubelet's request for a whole node a few seconds.
 const LIMIT: Duration = Duration::from_millis(800);
 
+/// Processor time of a VMM whose guest has not done anything that statistics show. An idle guest uses some for its timers,
+/// and after each answer.
+const QUIET: Duration = Duration::from_millis(5);
+
+/// Processor time of a VMM so far; `None`: not known.
+pub type CpuTime = Option<Duration>;
+
 /// The last statistics of one guest.
 #[derive(Debug)]
 pub struct Readings {
@@ -37,12 +48,36 @@ pub struct Readings {
 
 #[derive(Debug, Default)]
 struct Known {
-    /// The last values of each container and of the guest, with their time.
-    last: HashMap<Option<ContainerId>, (Instant, StatsResponse)>,
+    /// The last values of each container and of the guest.
+    last: HashMap<Option<ContainerId>, Reading>,
+    /// The part of the VMM's processor time during which it answered.
+    answering: Duration,
     /// Pending calls to the guest.
     under_way: usize,
     /// The guest did not answer one of them in time.
     late: bool,
+}
+
+#[derive(Debug)]
+struct Reading {
+    at: Instant,
+    /// The VMM's processor time, without that for answers.
+    ran: CpuTime,
+    values: StatsResponse,
+}
+
+impl Known {
+    /// Returns the last values if the guest has not run since.
+    fn current(&self, of: &Option<ContainerId>, cpu_time: CpuTime) -> Option<StatsResponse> {
+        let reading = self.last.get(of)?;
+        let ran = self.ran(cpu_time)?.saturating_sub(reading.ran?);
+        (ran < QUIET).then(|| reading.values.clone())
+    }
+
+    /// Returns a VMM's processor time without that for answers.
+    fn ran(&self, cpu_time: CpuTime) -> CpuTime {
+        cpu_time.map(|all| all.saturating_sub(self.answering))
+    }
 }
 
 impl Readings {
@@ -51,23 +86,36 @@ impl Readings {
         Self { pod, old, known: Mutex::default() }
     }
 
-    /// Calls `ask` for the statistics of a container or of the guest; returns the last ones if it takes too long.
+    /// Calls `ask` for the statistics of a container or of the guest; returns the last ones if it takes too long, or if the
+    /// guest has not run since. `cpu_time` returns the VMM's.
     pub async fn read(
         self: Arc<Self>,
         of: Option<ContainerId>,
+        cpu_time: impl Fn() -> CpuTime + Send + 'static,
         ask: impl Future<Output = Result<StatsResponse, PodError>> + Send + 'static,
     ) -> Result<StatsResponse, PodError> {
-        {
+        let before = cpu_time();
+        let alone = {
             let mut known = self.known();
+            if let Some(current) = known.current(&of, before) {
+                return Ok(current);
+            }
             if known.late {
                 return self.last(&mut known, &of);
             }
             known.under_way += 1;
-        }
+            known.under_way == 1
+        };
         // Continues without a waiter: its end shows that the guest answers again.
         let asking = tokio::spawn({
             let (this, of) = (self.clone(), of.clone());
-            async move { this.told(of, ask.await) }
+            async move {
+                let told = ask.await;
+                let now = cpu_time();
+                // Of several answers at the same time only the first one's time is counted.
+                let spent = now.zip(before).filter(|_| alone).map(|(now, before)| now.saturating_sub(before));
+                this.told(of, told, now, spent.unwrap_or_default())
+            }
         });
         match timeout(LIMIT, asking).await {
             Ok(Ok(Err(error))) if matches!(error.code(), Code::Unavailable | Code::DeadlineExceeded) => {
@@ -85,34 +133,38 @@ impl Readings {
         }
     }
 
-    /// Removes a container.
-    pub fn forget(&self, of: &ContainerId) {
-        self.known().last.remove(&Some(of.clone()));
+    /// Removes the values of a container, or of the guest.
+    pub fn forget(&self, of: Option<&ContainerId>) {
+        self.known().last.remove(&of.cloned());
     }
 
     fn told(
         &self,
         of: Option<ContainerId>,
         told: Result<StatsResponse, PodError>,
+        cpu_time: CpuTime,
+        spent: Duration,
     ) -> Result<StatsResponse, PodError> {
         let mut known = self.known();
+        known.answering += spent;
         known.under_way -= 1;
         // After a failure, the next call tries again.
         if known.under_way == 0 || told.is_ok() {
             known.late = false;
         }
-        if let Ok(readings) = &told {
-            known.last.insert(of, (Instant::now(), readings.clone()));
+        if let Ok(values) = &told {
+            let ran = known.ran(cpu_time);
+            known.last.insert(of, Reading { at: Instant::now(), ran, values: values.clone() });
         }
         told
     }
 
     fn last(&self, known: &mut Known, of: &Option<ContainerId>) -> Result<StatsResponse, PodError> {
         let no_readings = || PodError::NoReadings { pod: self.pod.clone(), limit: LIMIT };
-        let (at, readings) = known.last.get(of).ok_or_else(no_readings)?;
+        let Reading { at, values, .. } = known.last.get(of).ok_or_else(no_readings)?;
         self.old.fetch_add(1, Ordering::Relaxed);
         tracing::debug!(pod = %self.pod, container = ?of, age = ?at.elapsed(), "old statistics are answered");
-        Ok(readings.clone())
+        Ok(values.clone())
     }
 
     fn known(&self) -> MutexGuard<'_, Known> {
@@ -142,40 +194,79 @@ mod tests {
     async fn a_guest_that_does_not_answer_is_waited_for_once_and_its_last_readings_are_told() {
         let readings = readings();
         for container in ["a", "b"] {
-            assert_eq!(readings.clone().read(of(container), ready(using(7))).await.unwrap().pids, 7);
+            assert_eq!(readings.clone().read(of(container), unknown, ready(using(7))).await.unwrap().pids, 7);
         }
         let begin = Instant::now();
         for container in ["a", "b", "a", "b"] {
-            assert_eq!(readings.clone().read(of(container), pending()).await.unwrap().pids, 7);
+            assert_eq!(readings.clone().read(of(container), unknown, pending()).await.unwrap().pids, 7);
         }
         assert!(begin.elapsed() <= Duration::from_secs(1), "{:?}", begin.elapsed());
-        let error = readings.clone().read(of("new"), pending()).await.unwrap_err();
+        let error = readings.clone().read(of("new"), unknown, pending()).await.unwrap_err();
         assert_eq!(error.code(), Code::DeadlineExceeded, "{error}");
         assert!(begin.elapsed() <= Duration::from_secs(1), "{:?}", begin.elapsed());
         assert_eq!(readings.old.load(Ordering::Relaxed), 4);
-        readings.forget(&"a".parse().unwrap());
-        assert!(readings.clone().read(of("a"), pending()).await.is_err());
+        readings.forget(of("a").as_ref());
+        assert!(readings.clone().read(of("a"), unknown, pending()).await.is_err());
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_guest_that_answers_again_tells_what_is_new() {
         let readings = readings();
-        readings.clone().read(None, ready(using(1))).await.unwrap();
+        readings.clone().read(None, unknown, ready(using(1))).await.unwrap();
         let late = async {
             tokio::time::sleep(Duration::from_secs(5)).await;
             using(2)
         };
-        assert_eq!(readings.clone().read(None, late).await.unwrap().pids, 1);
-        assert_eq!(readings.clone().read(None, ready(using(3))).await.unwrap().pids, 1);
+        assert_eq!(readings.clone().read(None, unknown, late).await.unwrap().pids, 1);
+        assert_eq!(readings.clone().read(None, unknown, ready(using(3))).await.unwrap().pids, 1);
         tokio::time::sleep(Duration::from_secs(5)).await;
-        assert_eq!(readings.clone().read(None, ready(using(4))).await.unwrap().pids, 4);
+        assert_eq!(readings.clone().read(None, unknown, ready(using(4))).await.unwrap().pids, 4);
+    }
+
+    /// A kernel that does not tell a process's time.
+    fn unknown() -> CpuTime {
+        None
+    }
+
+    #[tokio::test]
+    async fn a_guest_that_has_not_run_is_not_asked_again() {
+        let readings = readings();
+        let clock = Arc::new(AtomicU64::new(100));
+        let cpu_time = || {
+            let clock = clock.clone();
+            move || Some(Duration::from_millis(clock.load(Ordering::Relaxed)))
+        };
+        // Each answer costs the guest 7 ms.
+        let says = |pids| {
+            let clock = clock.clone();
+            async move {
+                clock.fetch_add(7, Ordering::Relaxed);
+                using(pids)
+            }
+        };
+        let read = async |container: &str, pids| {
+            readings.clone().read(of(container), cpu_time(), says(pids)).await.unwrap().pids
+        };
+        assert_eq!((read("a", 1).await, read("b", 2).await), (1, 2));
+        for _ in 0..3 {
+            clock.fetch_add(1, Ordering::Relaxed);
+            assert_eq!(
+                (read("a", 3).await, read("b", 4).await),
+                (1, 2),
+                "it was asked, or its answers counted"
+            );
+        }
+        clock.fetch_add(2, Ordering::Relaxed);
+        assert_eq!((read("a", 5).await, read("b", 6).await), (5, 6), "it ran for 5 ms");
+        readings.forget(of("a").as_ref());
+        assert_eq!((read("a", 7).await, read("b", 8).await), (7, 6), "one was forgotten");
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_guest_that_says_no_is_believed() {
         let readings = readings();
-        readings.clone().read(of("a"), ready(using(1))).await.unwrap();
+        readings.clone().read(of("a"), unknown, ready(using(1))).await.unwrap();
         let gone = ready(Err(PodError::NoContainer("a".parse().unwrap())));
-        assert_eq!(readings.clone().read(of("a"), gone).await.unwrap_err().code(), Code::NotFound);
+        assert_eq!(readings.clone().read(of("a"), unknown, gone).await.unwrap_err().code(), Code::NotFound);
     }
 }

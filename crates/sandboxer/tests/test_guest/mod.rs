@@ -238,21 +238,20 @@ impl Drop for Pod {
 
 /// Returns QEMU with an accelerator that works here.
 pub async fn qemu() -> Qemu {
-    qemu_program(Path::new("qemu-system-x86_64")).await
+    Qemu::new(&vm_config()).await.expect("auto always finds an accelerator")
 }
 
+/// Returns a stand-in for QEMU.
 pub async fn qemu_program(program: &Path) -> Qemu {
-    let real = program.file_name().is_some_and(|name| name == "qemu-system-x86_64");
-    Qemu::new(&VmConfig {
-        qemu: program.into(),
-        // A hung stand-in must not delay the test for long.
-        boot_timeout: if real { LONG } else { Duration::from_secs(2) },
+    let config = VmConfig {
+        qemu: Some(program.into()),
+        // A hung one must not delay the test for long.
+        boot_timeout: Duration::from_secs(2),
         // It reports its pid in a file.
-        jail: real,
+        jail: false,
         ..vm_config()
-    })
-    .await
-    .expect("auto always finds an accelerator")
+    };
+    Qemu::new(&config).await.expect("auto always finds an accelerator")
 }
 
 /// Returns an accelerator that works, or the one in `SANDBOXER_TEST_ACCELERATOR`: in a VM a KVM may be slow but
@@ -272,7 +271,7 @@ pub fn vm_config() -> VmConfig {
         idle_cgroup: String::new(),
         jail: true,
         vmm: VmmChoice::Auto,
-        qemu: "qemu-system-x86_64".into(),
+        qemu: None,
         cloud_hypervisor: "cloud-hypervisor".into(),
         firecracker: "firecracker".into(),
         accelerator: accelerator(),

@@ -51,6 +51,11 @@ pub struct Sockets {
 /// Number of the first descriptor set that holds a boot disk; the others follow.
 pub const FIRST_DISK_SET: u64 = 1000;
 
+/// Arguments that turn on QEMU's own filter of system calls. QEMU runs a hostile guest and needs none of these calls. Costs
+/// under 5 % of the boot.
+pub const FILTER: [&str; 2] =
+    ["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"];
+
 /// What the guest does when QEMU starts.
 #[derive(Debug, Clone, Copy)]
 pub enum Begin {
@@ -90,8 +95,6 @@ pub fn arguments(spec: &VmSpec, execution: Execution, sockets: &Sockets, begin: 
     let mut line = CommandLine::default();
     line.add(&[&"-name", &format!("guest={}", spec.pod)]);
     line.add(&[&"-nodefaults", &"-no-user-config", &"-display", &"none", &"-no-reboot"]);
-    // QEMU runs a hostile guest and needs none of these. Costs under 5 % of the boot.
-    line.add(&[&"-sandbox", &"on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"]);
     line.add_board(spec, begin);
     line.add_processors(spec, execution);
     match begin {

@@ -5,21 +5,45 @@ use std::{path::Path, process::Stdio, time::Duration};
 /// Longest wait for `--version`.
 const LIMIT: Duration = Duration::from_secs(5);
 
-/// Returns the version that QEMU reports. If QEMU cannot be run, that is no error here: each boot will report it.
-pub async fn version(program: &Path) -> String {
+/// What QEMU tells about itself.
+#[derive(Debug)]
+pub struct Version {
+    /// For people.
+    pub text: String,
+    /// It has a filter of system calls (`-sandbox`): it was built with libseccomp.
+    pub filter: bool,
+}
+
+/// Returns what QEMU tells. If QEMU cannot be run, that is no error here: each boot will report it.
+pub async fn read(program: &Path) -> Version {
+    let (text, with_filter) =
+        tokio::join!(run(program, &["--version"]), run(program, &["-sandbox", "off", "--version"]));
+    // A QEMU that does not answer may have one: it is asked for, and a start says if it is missing.
+    let filter = !matches!(with_filter, Ok(None));
+    let text = match text {
+        Ok(Some(said)) => {
+            let line = said.lines().next().unwrap_or_default();
+            line.trim_start_matches("QEMU emulator version ").chars().take(100).collect()
+        }
+        Ok(None) => "unknown: it exited with an error".to_owned(),
+        Err(why) => format!("unknown: {why}"),
+    };
+    Version { text, filter }
+}
+
+/// Returns the output of a run that succeeded, `None` for one that failed, and why it did not run.
+async fn run(program: &Path, arguments: &[&str]) -> Result<Option<String>, String> {
     let output = tokio::process::Command::new(program)
-        .arg("--version")
+        .args(arguments)
         .stdin(Stdio::null())
         .stderr(Stdio::null())
         .kill_on_drop(true)
         .output();
     match tokio::time::timeout(LIMIT, output).await {
         Ok(Ok(output)) => {
-            let text = String::from_utf8_lossy(&output.stdout);
-            let line = text.lines().next().unwrap_or_default();
-            line.trim_start_matches("QEMU emulator version ").chars().take(100).collect()
+            Ok(output.status.success().then(|| String::from_utf8_lossy(&output.stdout).into_owned()))
         }
-        Ok(Err(error)) => format!("unknown: {error}"),
-        Err(_) => format!("unknown: no answer within {LIMIT:?}"),
+        Ok(Err(error)) => Err(error.to_string()),
+        Err(_) => Err(format!("no answer within {LIMIT:?}")),
     }
 }

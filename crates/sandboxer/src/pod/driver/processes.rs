@@ -180,7 +180,7 @@ impl Driver {
                         let execs: Vec<_> = container.execs.into_keys().collect();
                         self.forget_process(&of, None, &execs);
                     }
-                    self.readings.forget(&of);
+                    self.readings.forget(Some(&of));
                     self.node.registry.remove_container(&of);
                     self.node.events.container(&self.spec.id, &of, Kind::ContainerDeleted, "");
                 }

@@ -63,14 +63,22 @@ impl Driver {
                 if checked.is_ok() {
                     self.update_cpus(&of, &resources);
                 }
+                let readings = self.readings.clone();
                 self.forward(checked, reply, move |live| async move {
-                    Ok(live.agent.update_container(&of, resources).await?)
+                    live.agent.update_container(&of, resources).await?;
+                    // They tell limits, too.
+                    readings.forget(Some(&of));
+                    readings.forget(None);
+                    Ok(())
                 });
             }
             Request::UpdatePod { limits, reply } => {
+                let readings = self.readings.clone();
                 let limits = limits.without(self.node.cgroups.unlimited(&self.spec.cgroup_parent));
                 self.forward(Ok(()), reply, move |live| async move {
-                    Ok(live.agent.update_pod(limits.for_guest()).await?)
+                    live.agent.update_pod(limits.for_guest()).await?;
+                    readings.forget(None);
+                    Ok(())
                 });
             }
             Request::Pids { of, reply } => {
@@ -82,8 +90,10 @@ impl Driver {
                 let readings = self.readings.clone();
                 self.forward(checked, reply, move |live| async move {
                     let asked = of.clone();
-                    let read = async move { Ok(live.agent.stats(asked.as_ref()).await?) };
-                    readings.read(of, read).await
+                    let agent = live.agent;
+                    let read = async move { Ok(agent.stats(asked.as_ref()).await?) };
+                    let vm = live.vm;
+                    readings.read(of, move || vm.cpu_time(), read).await
                 });
             }
             Request::SyncClock { reply } => {

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Kills the worker at every point of a pod's life in a node VM, in virtual time, repeats this, and compares the points. The node's seed
-# fixes its random numbers, but its disks complete in the host's time: so far the points have differed from run to run.
+# Kills the worker at every point of a pod's life in a node VM, in virtual time. The first run records its points; the others
+# replay them: the worker must die at the same points, in the same order. The node's seed fixes its random numbers, but its disks
+# complete in the host's time, so what is replayed is points, not instructions.
 # usage: replay-faults.sh [RUNS]          default: 2; EVERY=N takes only each Nth point, LIMIT bounds each run (2400 s)
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
@@ -21,9 +22,12 @@ for ((run = 1; run <= runs; run++)); do
         status=0
         rm -rf "${OUT:?}/$run"
         mkdir -p "$OUT/$run"
+        replayed=()
+        ((run == 1)) || replayed=(--env SANDBOXER_E2E_REPLAY=/node/out/recorded)
+        ((run == 1)) || cp "$OUT/1/story" "$OUT/$run/recorded"
         attended scripts/node.sh run --virtual-time --append kvm_amd.npt=0 --limit "${LIMIT:-2400}" --stall 300 --out "$OUT/$run" \
             --env SANDBOXER_E2E_STORY=/node/out/story --env SANDBOXER_E2E_EVERY_NTH_POINT="${EVERY:-1}" \
-            --env SANDBOXER_E2E_LIMIT=7200 --env POOL=2 --env STACK_ACCELERATOR=kvm --env STACK_VMM=qemu --env SANDBOXER_E2E_HANDLERS=sandboxer -- \
+            --env SANDBOXER_E2E_LIMIT=7200 --env POOL=2 --env STACK_ACCELERATOR=kvm --env STACK_VMM=qemu --env SANDBOXER_E2E_HANDLERS=sandboxer "${replayed[@]}" -- \
             "$e2e" sandboxer::faults::killed_at_every_point --nocapture >"$OUT/$run/log" 2>&1 || status=$?
         ((status)) || break
         ((status == 123)) || grep -q 'last lines: .* 0xffffffff' "$OUT/$run/log" || break

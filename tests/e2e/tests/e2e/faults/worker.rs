@@ -98,11 +98,10 @@ async fn at_every_point(case: &Case, failing: &Failing<'_>) -> Result<()> {
     // The second starts with a VM that the first one's claim has had replaced.
     life(case, &kubelet).await.context("with no fault")?;
     life(case, &kubelet).await.context("with no fault")?;
-    let mut points = failing.lines("passed")?;
-    points.retain(|point| !failing.of_start.contains(point));
-    ensure!(points.len() > 80, "only {} points: {points:?}", points.len());
-    let every = count("SANDBOXER_E2E_EVERY_NTH_POINT", 1)?.max(1);
-    let points: Vec<String> = points.into_iter().step_by(every).collect();
+    let points = match Story::recorded()? {
+        Some(points) => points,
+        None => points_of_a_life(failing)?,
+    };
     let (story, mut told) = (Story::begin()?, 0);
 
     let mut seen = Seen::begin(case, "worker killed at each point of a pod's life", 1).await?;
@@ -120,13 +119,13 @@ async fn at_every_point(case: &Case, failing: &Failing<'_>) -> Result<()> {
         seen.check().await?;
         // The worker that lives now has taken a point, too, and has not died at it yet.
         let died = told.max((points.len() - left).saturating_sub(1));
-        points[told..died].iter().try_for_each(|point| story.tell("killed at", point))?;
+        points[told..died].iter().try_for_each(|point| story.tell(Story::KILLED, point))?;
         told = died;
         if left == 0 {
             break;
         }
         if left == before {
-            story.tell("not reached", &points[died])?;
+            story.tell(Story::NOT_REACHED, &points[died])?;
             told += 1;
             // This point belongs to another course of events, such as a full pool: go on to the next.
             println!("not reached: {:?}", points.get(points.len() - left - 1));
@@ -138,10 +137,34 @@ async fn at_every_point(case: &Case, failing: &Failing<'_>) -> Result<()> {
     seen.end().await
 }
 
-/// What became of each point, in its order, in the file that `SANDBOXER_E2E_STORY` names: so that two runs can be compared.
+/// Returns the points that workers came by since there was a pod, or each Nth of them.
+fn points_of_a_life(failing: &Failing<'_>) -> Result<Vec<String>> {
+    let mut points = failing.lines("passed")?;
+    points.retain(|point| !failing.of_start.contains(point));
+    ensure!(points.len() > 80, "only {} points: {points:?}", points.len());
+    let every = count("SANDBOXER_E2E_EVERY_NTH_POINT", 1)?.max(1);
+    Ok(points.into_iter().step_by(every).collect())
+}
+
+/// What became of each point, in its order, in the file that `SANDBOXER_E2E_STORY` names: so that it can be replayed, and
+/// compared. Tasks of one life run side by side, so the order in which two lives come by their points differs.
 struct Story(Option<PathBuf>);
 
 impl Story {
+    const KILLED: &str = "killed at";
+    const NOT_REACHED: &str = "not reached";
+
+    /// Returns the points of an earlier run's story, in its order: `SANDBOXER_E2E_REPLAY` names its file.
+    fn recorded() -> Result<Option<Vec<String>>> {
+        let Some(file) = std::env::var_os("SANDBOXER_E2E_REPLAY") else { return Ok(None) };
+        let text = fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
+        let point = |line: &str| {
+            let point = [Self::KILLED, Self::NOT_REACHED].iter().find_map(|what| line.strip_prefix(what));
+            point.map(|point| point.trim_start().to_owned()).with_context(|| format!("not a story: {line:?}"))
+        };
+        text.lines().map(point).collect::<Result<_>>().map(Some)
+    }
+
     fn begin() -> Result<Self> {
         let file = std::env::var_os("SANDBOXER_E2E_STORY").map(PathBuf::from);
         file.iter().try_for_each(|file| fs::write(file, ""))?;

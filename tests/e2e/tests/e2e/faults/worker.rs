@@ -105,20 +105,22 @@ async fn at_every_point(case: &Case, failing: &Failing<'_>) -> Result<()> {
     let (story, mut told) = (Story::begin()?, 0);
 
     let mut seen = Seen::begin(case, "worker killed at each point of a pod's life", 1).await?;
-    failing.arm(&points)?;
+    // The worker that takes the last line, which is no point, shows that its predecessor died at the last point.
+    let armed: Vec<String> = points.iter().cloned().chain(["no point".to_owned()]).collect();
+    failing.arm(&armed)?;
     case.stack.kill_worker()?;
-    let mut before = points.len();
+    let mut before = armed.len();
     loop {
         life(case, &kubelet).await.with_context(|| {
-            let armed = failing.lines("armed").unwrap_or_default();
-            format!("killed at {:?}", points.get(points.len() - armed.len() - 1))
+            let left = failing.lines("armed").unwrap_or_default().len();
+            format!("killed at {:?}", armed.get(armed.len() - left - 1))
         })?;
         seen.others += 1;
         let left = failing.lines("armed")?.len();
-        seen.times = points.len() - left;
+        seen.times = armed.len() - left - 1;
         seen.check().await?;
-        // The worker that lives now has taken a point, too, and has not died at it yet.
-        let died = told.max((points.len() - left).saturating_sub(1));
+        // The worker that lives now has taken a line, too, and has not died at it yet.
+        let died = told.max(armed.len() - left - 1);
         points[told..died].iter().try_for_each(|point| story.tell(Story::KILLED, point))?;
         told = died;
         if left == 0 {
@@ -128,7 +130,7 @@ async fn at_every_point(case: &Case, failing: &Failing<'_>) -> Result<()> {
             story.tell(Story::NOT_REACHED, &points[died])?;
             told += 1;
             // This point belongs to another course of events, such as a full pool: go on to the next.
-            println!("not reached: {:?}", points.get(points.len() - left - 1));
+            println!("not reached: {:?}", points[died]);
             seen.times -= 1;
             case.stack.kill_worker()?;
         }

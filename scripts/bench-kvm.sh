@@ -5,7 +5,8 @@
 #   serial   one start after the other: boot, template, pool and runc
 #   again    the same once more, to see how far two runs agree
 #   groups   whole groups at once, of each handler beside runc: in real time on two processors, since in virtual time one of
-#            so many guests is nearly always lost (docs/decisions/0009-node-vm.md). Into a report of its own
+#            so many guests is nearly always lost (docs/decisions/0009-node-vm.md). Small groups (BENCH_GROUP) finish in
+#            virtual time, too: BENCH_CLOCK=virtual. Into a report of its own
 #   memory   PSS at 1, 10 and 50 pods, in real time: memory does not depend on the clock, and fewer guests are lost
 # (default: serial groups memory). Existing runs in target/bench-kvm/runs are kept; `--fresh` removes them first.
 # CLOUD_HYPERVISOR and FIRECRACKER name VMMs that Debian does not have. BENCH_SERIAL (20), BENCH_GROUP (50), BENCH_ROUNDS (2), BENCH_COUNTS
@@ -70,6 +71,7 @@ again() { starts again; }
 groups() {
     # Nothing is printed until the first of fifty has started.
     local handler mib=${BENCH_GROUP_MIB:-128} stall=3000 name clock=(--cpus 2 --append kvm_amd.npt=0)
+    [[ ${BENCH_CLOCK:-real} == real ]] || clock=(--virtual-time --append kvm_amd.npt=0) stall=300
     for handler in "${handlers[@]}"; do
         name=${handler#sandboxer} name=${name%"$suffix"} name=${name#-}
         measured "$vmm-groups-${name:-pool}" "${BENCH_POOL:-8}" "${BENCH_ROUNDS:-2}" 0 "${BENCH_GROUP:-50}" "$handler" runc \

@@ -18,7 +18,9 @@ use tokio::{
     net::UnixStream,
 };
 
-use super::{Case, Running, Subject, on_real, trial};
+use super::{
+    Case, Running, Subject, jailer::the_jail_promises_what_firecrackers_jailer_does, on_real, trial,
+};
 use crate::{
     listed,
     test_guest::{
@@ -46,6 +48,7 @@ pub fn trials() -> Vec<Trial> {
         a_frozen_vm_goes_on_as_a_copy,
         half_a_template_is_refused_and_leaves_nothing,
         a_vmm_is_jailed,
+        the_jail_promises_what_firecrackers_jailer_does,
         a_vm_outlives_its_daemon,
         what_it_logs_while_no_daemon_reads_does_not_silence_it,
         a_killed_vmm_is_one_error_with_its_call_and_end,

@@ -1,13 +1,33 @@
-//! What Firecracker's own jailer promises, held by the jail of all VMMs.
+//! What Firecracker's own jailer promises, held by the jail of all VMMs; and both jails, compared, where `JAILER` names that program.
 
-use std::{fs, path::Path};
+use std::{
+    env, fs,
+    os::fd::AsRawFd,
+    path::{Path, PathBuf},
+    process::Command,
+    time::Duration,
+};
 
 use anyhow::{Context, Result, ensure};
-use sandboxer_process::{cgroup::Hierarchies, confinement::Confinement};
+use libtest_mimic::Trial;
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use sandboxer_host::network::namespace;
+use sandboxer_process::{
+    cgroup::{Cgroup, Hierarchies},
+    confinement::Confinement,
+};
 use sandboxer_vmm::{VmSpec, Vmm};
 
-use super::Subject;
-use crate::test_guest::Pod;
+use super::{Case, Running, Subject, on_real};
+use crate::{listed, test_guest::Pod};
+
+/// Path of the jailer, if there is one.
+const JAILER: &str = "JAILER";
+/// Far longer than anything these tests wait for on a busy host.
+const LONG: Duration = Duration::from_secs(90);
 
 /// Least user of a jail: no other is of the host.
 const FIRST_USER: u32 = 0x7000_0000;
@@ -105,4 +125,100 @@ impl Seen {
             group,
         })
     }
+}
+
+/// Returns the tests that need Firecracker's jailer.
+pub fn trials() -> Vec<Trial> {
+    let cases: [Case; _] = listed![the_jailer_confines_no_more];
+    on_real("jailer", cases, env::var_os(JAILER).is_none().then(|| "JAILER names no program".into()))
+}
+
+/// The real program in the jailer's jail, with each option that confines it more.
+struct Jailed {
+    pid: u32,
+    groups: [Cgroup; 2],
+    // Removed with it.
+    _base: tempfile::TempDir,
+}
+
+impl Jailed {
+    async fn start(program: &Path) -> Result<Self> {
+        let base = tempfile::tempdir()?;
+        let name = program.file_name().context("no name")?;
+        let root = base.path().join(name).join("contract/root");
+        for library in libraries(program)? {
+            let at = root.join(library.strip_prefix("/")?);
+            fs::create_dir_all(at.parent().context("no directory")?)?;
+            fs::copy(library, at)?;
+        }
+        let parent = format!("sandboxer-jailer-{}", std::process::id());
+        let hierarchies = Hierarchies::detect()?;
+        let group = |name: &str| hierarchies.named(name).context("no control group");
+        let groups = [group(&format!("{parent}/contract"))?, group(&parent)?];
+        let network = namespace::fresh()?;
+        let unified = Path::new("/sys/fs/cgroup/cgroup.controllers").exists();
+        let ran = Command::new(env::var_os(JAILER).context("no jailer")?)
+            .args(["--id", "contract", "--uid", "1879048191", "--gid", "1879048191", "--new-pid-ns"])
+            .args(["--cgroup-version", if unified { "2" } else { "1" }, "--cgroup", "pids.max=64"])
+            .args(["--parent-cgroup", &parent, "--chroot-base-dir"])
+            .arg(base.path())
+            .arg("--netns")
+            .arg(format!("/proc/{}/fd/{}", std::process::id(), network.as_raw_fd()))
+            .arg("--exec-file")
+            .arg(program)
+            .args(["--", "--api-sock", "/run/api.sock"])
+            .status()?;
+        ensure!(ran.success(), "the jailer: {ran}");
+        let pid = fs::read_to_string(root.join(name).with_extension("pid"))?.parse()?;
+        let jailed = Self { pid, groups, _base: base };
+        // Its own filters are set before it listens.
+        let listens = async {
+            while !root.join("run/api.sock").exists() {
+                tokio::task::yield_now().await;
+            }
+        };
+        tokio::time::timeout(LONG, listens).await.context("it does not listen")?;
+        Ok(jailed)
+    }
+
+    async fn end(self) -> Result<()> {
+        kill(Pid::from_raw(self.pid.try_into()?), Signal::SIGKILL)?;
+        for group in self.groups {
+            group.remove().await.map_err(|(path, error)| error_at(&path, error))?;
+        }
+        Ok(())
+    }
+}
+
+/// Returns the libraries of a program; a static one has none.
+fn libraries(program: &Path) -> Result<Vec<PathBuf>> {
+    let told = String::from_utf8(Command::new("ldd").arg(program).output()?.stdout)?;
+    Ok(told.split_whitespace().filter(|word| word.starts_with('/')).map(PathBuf::from).collect())
+}
+
+/// Compares, of the same program, what `sandboxer-cli inspect` shows.
+async fn the_jailer_confines_no_more(subject: Subject) -> Result<()> {
+    let Subject::Real(program) = &subject else { anyhow::bail!("a double has no jailer") };
+    let jailed = Jailed::start(program).await?;
+    let running = Running::of(&subject).await?;
+    let (ours, theirs) = (Confinement::of(running.vm.record().pid)?, Confinement::of(jailed.pid)?);
+    running.end().await?;
+    jailed.end().await?;
+    println!("ours: {ours:?}\nthe jailer's: {theirs:?}");
+    ensure!(theirs.uid != 0 && ours.uid != 0 && ours.gid != 0, "root");
+    ensure!(ours.groups.len() <= 1, "more than the group of /dev/kvm: {:?}", ours.groups);
+    for namespace in &theirs.own_namespaces {
+        ensure!(ours.own_namespaces.contains(namespace), "{namespace} is the host's");
+    }
+    ensure!(ours.capabilities & !theirs.capabilities == 0, "capabilities: {:x}", ours.capabilities);
+    ensure!(ours.capability_bounds & !theirs.capability_bounds == 0, "bounds: {:x}", ours.capability_bounds);
+    ensure!(ours.no_new_privileges || !theirs.no_new_privileges, "no_new_privs");
+    ensure!(ours.seccomp == "filter" && ours.seccomp_filters > theirs.seccomp_filters, "filters");
+    ensure!(ours.root.starts_with("tmpfs ro"), "its root can be written: {}", ours.root);
+    // Without these, the jailer was not asked for all, and the comparison says less than it seems to.
+    for namespace in ["mnt", "net", "pid"] {
+        ensure!(theirs.own_namespaces.iter().any(|own| own == namespace), "the jailer made no {namespace}");
+    }
+    ensure!(theirs.cgroup.ends_with("/contract"), "the jailer made no control group: {}", theirs.cgroup);
+    Ok(())
 }

@@ -31,7 +31,7 @@ options:
   --limit SECONDS     end the node after this time (default 900)
   --stall SECONDS     end the node after this processor time without output of COMMAND
 
-CLOUD_HYPERVISOR and FIRECRACKER, if set, name further VMMs for the node.
+CLOUD_HYPERVISOR and FIRECRACKER, if set, name further VMMs for the node, JAILER Firecracker's jailer.
 
 exit codes: COMMAND's own; 124: limit reached; 125: the node cannot run COMMAND; 123: COMMAND stalled.
 
@@ -100,7 +100,7 @@ control() {
     mkdir -p "$work/ctl/bin" "$out"
     printf '%s' "$ROOT" >"$work/ctl/root"
     : >"$work/ctl/env"
-    for vmm in CLOUD_HYPERVISOR FIRECRACKER; do
+    for vmm in CLOUD_HYPERVISOR FIRECRACKER JAILER; do
         [[ -n ${!vmm:-} ]] || continue
         [[ -x ${!vmm} ]] || refuse "$vmm=${!vmm} is no program"
         name=$(tr '[:upper:]_' '[:lower:]-' <<<"$vmm")

@@ -6,10 +6,11 @@
 #   host       `check`, the daemon's choice, and one pod
 #   contract   the daemon's contract with a VMM, for each VMM
 #   pods       pods through containerd on each VMM: one case of each kind of those in e2e
+#   limits     rate and burst of pods' disks and networks, on each VMM, in virtual time: both exactly
 #   unit       the installed unit under a separate systemd that is process 1
 #   landlock   jails on a kernel with a newer Landlock
 #   e2e        pods through containerd on each VMM: all cases with VMM, template, pool, network, volumes, shares, kill -9, recovery
-# (default: all but pods and e2e, which take long.) Runs two nodes at a time if there are processors and memory for them.
+# (default: all but pods, limits and e2e, which take long.) Runs two nodes at a time if there are processors and memory for them.
 # CLOUD_HYPERVISOR and FIRECRACKER name VMMs that Debian does not have. Without them their columns are skipped, and counted.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
@@ -24,6 +25,8 @@ FEW=templates::a_handler_may_ask_for_a_boot,pool::a_pod_takes_the_pools_vm_if_it
 FEW+=,volumes::files_are_kept_up_to_date,volumes::block_devices,shares::live_both_ways,security::the_jail_is_shown
 FEW+=,worker::killed_again_and_again,templates::the_next_daemon,failure::vmm_killed
 skipped=0
+# Rates and bursts. They are measured over many seconds.
+LIMITED=bandwidth,scratch::no_faster_than_its_limit
 # Processor seconds without output after which the emulator has lost a guest. The longest case of a sound node takes half of it.
 STALL=400
 # The clock of the nodes.
@@ -106,6 +109,15 @@ pods() {
     for vmm in $(vmms); do pods_on "$vmm" "pods-$vmm" 1800 "$FEW"; done
 }
 
+# Shadow page tables: the emulator loses a guest less often (docs/decisions/0009-node-vm.md).
+limits() {
+    local vmm
+    for vmm in $(vmms); do
+        in_node "limits-$vmm" 2400 --append kvm_amd.npt=0 --env STACK_VMM="$vmm" --env STACK_ACCELERATOR=kvm \
+            --env SANDBOXER_E2E_HANDLERS=sandboxer --env SANDBOXER_E2E_ONLY="$LIMITED" -- "$e2e"
+    done
+}
+
 e2e() {
     local vmm
     for vmm in $(vmms); do pods_on "$vmm" "e2e-$vmm" 5400 "$CASES"; done
@@ -127,7 +139,7 @@ landlock() {
 # table: prints the outcome of each case by VMM, from the logs.
 table() {
     local logs
-    mapfile -t logs < <(find "$LOGS" -name 'contract-*.log' -o -name 'pods-*.log' -o -name 'e2e-*.log' -o -name 'unit-*.log' -o -name 'landlock-*.log' | sort)
+    mapfile -t logs < <(find "$LOGS" -name 'contract-*.log' -o -name 'pods-*.log' -o -name 'e2e-*.log' -o -name 'limits-*.log' -o -name 'unit-*.log' -o -name 'landlock-*.log' | sort)
     ((${#logs[@]})) || return 0
     awk '
         FNR == 1 {
@@ -158,7 +170,7 @@ table() {
 phases=("$@")
 ((${#phases[@]})) || phases=(host contract unit landlock)
 for phase in "${phases[@]}"; do
-    [[ $phase =~ ^(host|contract|pods|unit|landlock|e2e)$ ]] || die "no phase '$phase': host, contract, pods, unit, landlock, e2e"
+    [[ $phase =~ ^(host|contract|pods|limits|unit|landlock|e2e)$ ]] || die "no phase '$phase': host, contract, pods, limits, unit, landlock, e2e"
 done
 programs=()
 rm -rf "$LOGS"

@@ -13,13 +13,13 @@ mod test_guest;
 use std::process::ExitCode;
 
 use firecracker_double as double;
-use firecracker_suite::{cases, pods};
+use firecracker_suite::{cases, jailer, pods};
 use libtest_mimic::Arguments;
 
 fn main() -> ExitCode {
     if let Some(ended) = double::run_if_asked() {
         return ended;
     }
-    let trials = [cases::trials(), cases::contract(), pods::trials()];
+    let trials = [cases::trials(), cases::contract(), jailer::trials(), pods::trials()];
     libtest_mimic::run(&Arguments::from_args(), trials.into_iter().flatten().collect()).exit_code()
 }

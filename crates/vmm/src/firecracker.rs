@@ -26,7 +26,8 @@ pub mod wire;
 
 use std::{
     ffi::OsString,
-    fs, io,
+    fs::{self, File},
+    io,
     os::fd::{AsRawFd, OwnedFd},
     path::{Path, PathBuf},
     sync::Arc,
@@ -129,7 +130,7 @@ impl Firecracker {
     /// Starts Firecracker in `jail` and creates the VM.
     async fn start(&self, spec: &VmSpec, jail: Jail, begin: Begin) -> Result<Arc<dyn Vm>, VmmError> {
         let (pod, run_dir) = (&spec.pod, &spec.run_dir);
-        let (console, stdout) = io::pipe().map_err(path_error(pod, "capture output in", run_dir.clone()))?;
+        let (console, stdout) = output().map_err(path_error(pod, "capture output in", run_dir.clone()))?;
         let taps = spec.named_taps.as_ref().map_or(&[][..], |taps| &taps.names);
         let (memory, load, inherited) = match begin {
             Begin::Boot { memory } => {
@@ -140,14 +141,14 @@ impl Firecracker {
         let user = jail.user();
         let equipment = Equipment {
             inherited,
-            stdout: Some(stdout.into()),
+            stdout: Some(stdout),
             background: spec.background,
             jail: Some(jail),
             groups: spec.entries()?,
         };
         let arguments = ARGUMENTS.map(OsString::from).into();
         let (process, stderr) = process::spawn(&self.program, arguments, spec, equipment).await?;
-        let captures = pipe::Receiver::from_owned_fd(console.into())
+        let captures = pipe::Receiver::from_owned_fd(console)
             .and_then(|console| Captures::start(stderr, console, run_dir, spec.console_log_bytes))
             .map_err(path_error(pod, "capture output in", run_dir.clone()))?;
 
@@ -334,6 +335,17 @@ async fn take_over(
         stopped: Arc::default(),
         freezable: Instant::now() + FREEZABLE,
     })
+}
+
+/// Creates a pipe for the VMM's stdout: the daemon's end, and one that reads as well as writes.
+///
+/// With it the pipe has a reader while no daemon runs. Without one, a message of the VMM's log raises SIGPIPE, whose handler
+/// waits for the lock of the log that the interrupted thread holds: the VMM would not answer any more.
+fn output() -> io::Result<(OwnedFd, OwnedFd)> {
+    let (console, writer) = io::pipe()?;
+    let path = format!("/proc/self/fd/{}", writer.as_raw_fd());
+    let both = File::options().read(true).write(true).open(path)?;
+    Ok((console.into(), both.into()))
 }
 
 fn record(spec: &VmSpec, watched: &Watched) -> VmRecord {

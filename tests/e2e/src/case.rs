@@ -25,6 +25,11 @@ pub const BUSYBOX: &str = "docker.io/library/busybox:latest";
 /// Timeout of a step: long, because several guests share two cores without KVM.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
+/// Returns whether the clock counts instructions: then a time is not made longer by other work of the host.
+pub fn in_virtual_time() -> bool {
+    std::env::var("SANDBOXER_CLOCK").is_ok_and(|clock| clock == "virtual")
+}
+
 /// Label of a case's pods.
 const LABEL: &str = "e2e.case";
 

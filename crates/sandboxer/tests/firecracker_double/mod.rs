@@ -10,14 +10,14 @@ mod vm;
 
 use std::{
     env, fs,
-    io::{BufRead, BufReader, Read, Write},
+    io::{self, BufRead, BufReader, Read, Write},
     os::unix::{
         fs::symlink,
         net::{UnixListener, UnixStream},
     },
     path::{Path, PathBuf},
     process::ExitCode,
-    sync::{Arc, mpsc},
+    sync::{Arc, Mutex, mpsc},
     thread,
 };
 
@@ -31,6 +31,9 @@ const NAME: &str = "firecracker";
 const VERSION: &str = "version";
 /// Version of a double in a jail, where that file is not.
 const USUAL: &str = "1.16.1";
+
+/// Held while a request is answered.
+static API: Mutex<()> = Mutex::new(());
 
 /// Installs a double of this version into `dir`. Returns its program.
 pub fn install(dir: &Path, version: &str) -> PathBuf {
@@ -78,6 +81,14 @@ fn serve(socket: &Path) -> ExitCode {
     ended.recv().unwrap()
 }
 
+/// Writes to the log, which is its stdout. If nobody can read that, it answers nothing from then on: in a real one, the handler of
+/// SIGPIPE waits for the log's lock, which its own thread holds.
+fn log(message: &str) {
+    while writeln!(io::stdout(), "[fc_api:ERROR] {message}").is_err() {
+        thread::park();
+    }
+}
+
 /// Answers one request; `None` at the end of the connection.
 fn answer_one(mut stream: &UnixStream, vm: &Arc<Vm>) -> Option<()> {
     let mut reader = BufReader::with_capacity(1, stream);
@@ -92,11 +103,16 @@ fn answer_one(mut stream: &UnixStream, vm: &Arc<Vm>) -> Option<()> {
     let mut words = request.split(' ');
     let (method, path) = (words.next()?, words.next()?);
     let body = serde_json::from_slice(&body).unwrap_or(Value::Null);
+    let one_at_a_time = API.lock().unwrap();
     let (status, answer) = match vm.answer(method, path, &body) {
         Ok(None) => (204, String::new()),
         Ok(Some(answer)) => (200, answer.to_string()),
-        Err(fault) => (400, json!({ "fault_message": fault }).to_string()),
+        Err(fault) => {
+            log(&fault);
+            (400, json!({ "fault_message": fault }).to_string())
+        }
     };
+    drop(one_at_a_time);
     let length = if status == 204 { String::new() } else { format!("Content-Length: {}\r\n", answer.len()) };
     let head = format!("HTTP/1.1 {status} \r\nServer: a double\r\nConnection: keep-alive\r\n{length}\r\n");
     stream.write_all(format!("{head}{answer}").as_bytes()).ok()

@@ -5,6 +5,7 @@ use std::{
     fs::{self, File},
     io,
     os::unix::fs::MetadataExt,
+    path::Path,
     time::Duration,
 };
 
@@ -12,8 +13,14 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use sandboxer_host::network::{TapPool, namespace, tap};
 use sandboxer_vmm::{DiskSpec, Frozen, MEMORY, VmSpec, Vmm, VmmError};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    net::UnixStream,
+};
 
-use super::{Case, Running, Subject, on_real, trial};
+use super::{
+    Case, Running, Subject, jailer::the_jail_promises_what_firecrackers_jailer_does, on_real, trial,
+};
 use crate::{
     listed,
     test_guest::{
@@ -41,7 +48,9 @@ pub fn trials() -> Vec<Trial> {
         a_frozen_vm_goes_on_as_a_copy,
         half_a_template_is_refused_and_leaves_nothing,
         a_vmm_is_jailed,
+        the_jail_promises_what_firecrackers_jailer_does,
         a_vm_outlives_its_daemon,
+        what_it_logs_while_no_daemon_reads_does_not_silence_it,
         a_killed_vmm_is_one_error_with_its_call_and_end,
         a_kernel_that_is_none_is_refused_and_leaves_nothing,
     ];
@@ -242,6 +251,40 @@ async fn a_vm_outlives_its_daemon(subject: Subject) -> Result<()> {
     vm.kill().await?;
     ensure!(vmm.adopt(&record).await?.is_none(), "a dead VM was adopted");
     Ok(())
+}
+
+async fn what_it_logs_while_no_daemon_reads_does_not_silence_it(subject: Subject) -> Result<()> {
+    let running = Running::of(&subject).await?;
+    let (api, record) = (running.in_room("api.sock"), running.vm.record());
+    let Running { vmm, vm, pod, .. } = running;
+    drop(vm);
+    let log = fs::read_link(format!("/proc/{}/fd/1", record.pid))?;
+    let unread = async {
+        while is_open_here(&log)? {
+            tokio::task::yield_now().await;
+        }
+        anyhow::Ok(())
+    };
+    tokio::time::timeout(LONG, unread).await.context("the daemon still has the log")??;
+    // It logs each request that it refuses.
+    let refused = async {
+        let mut socket = UnixStream::connect(&api).await?;
+        socket.write_all(b"GET /nonsense HTTP/1.1\r\n\r\n").await?;
+        let mut answer = [0; 12];
+        socket.read_exact(&mut answer).await?;
+        anyhow::Ok(answer)
+    };
+    let answer = tokio::time::timeout(LONG, refused).await.context("it answers nothing any more")??;
+    ensure!(answer == *b"HTTP/1.1 400", "{:?}", String::from_utf8_lossy(&answer));
+    let vm = vmm.adopt(&record).await?.context("the VM outlived its handle")?;
+    vm.attach_disk(&pod.disk("late")).await?;
+    Ok(vm.kill().await?)
+}
+
+/// Returns whether this process has `file` open, such as "pipe:[1]".
+fn is_open_here(file: &Path) -> io::Result<bool> {
+    let open = fs::read_dir("/proc/self/fd")?.flatten();
+    Ok(open.filter_map(|entry| fs::read_link(entry.path()).ok()).any(|target| target == file))
 }
 
 async fn a_killed_vmm_is_one_error_with_its_call_and_end(subject: Subject) -> Result<()> {

@@ -9,7 +9,7 @@ clock=()
 # remaining parts. Variables of the caller: `stall` (60): processor seconds without output after which a guest counts as lost;
 # `clock`: node.sh's options that select the node's clock (default: virtual time).
 in_parts() {
-    local dir=$1 name=$2 parts=$3 status=75 tries=0 there=0 at handlers=()
+    local dir=$1 name=$2 parts=$3 status=75 tries=0 there=0 at part handlers=()
     local part_of=("$4" "$5")
     local of_time=("${clock[@]}")
     ((${#of_time[@]})) || of_time=(--virtual-time)

@@ -18,6 +18,7 @@ use sandboxer_base::{Code, chain, clock::now_ns};
 use sandboxer_config::{StartPath, VmmName};
 use sandboxer_guest::GuestError;
 use sandboxer_host::network::{self, Interface, PooledTap, interface};
+use sandboxer_process::cgroup::Bounds;
 use sandboxer_protocol::{
     agent::{ConfigurePodRequest, Ready},
     id::SandboxId,
@@ -33,6 +34,7 @@ use super::{
     admission::Work,
     cgroup_attach::{self, CgroupAttach},
     host_ports,
+    placer::Placement,
     pool::{self, Warm},
     spec::PodSpec,
     stages::Stages,
@@ -43,8 +45,11 @@ use crate::{
     error::PodError,
     pod::container::start::RunningVm,
     taps::VmTaps,
-    template::{Kind, Missing, Template},
+    template::{Kind, Missing, Shape, Template},
 };
+
+/// Why a pod cannot be placed.
+pub const NO_PARENT: &str = "CRI named no parent for its control group";
 
 /// Random bytes that the guest receives to seed its generator.
 const ENTROPY: usize = 64;
@@ -69,6 +74,8 @@ pub struct Up {
     pub counting: Option<CgroupAttach>,
     /// A scratch disk that the guest has already mounted.
     pub spare: Option<DiskSpec>,
+    /// Where its VMM runs.
+    pub placement: Placement,
 }
 
 /// Maximum number of boots per pod. Each boot gets an equal share of the remaining time.
@@ -89,9 +96,16 @@ enum Source {
 
 impl Source {
     /// Returns a source of a VM of this kind on this start path, or why there is none.
-    fn take(node: &DaemonState, kind: Kind, start_path: StartPath) -> Result<Self, &'static str> {
+    fn take(
+        node: &DaemonState,
+        kind: Kind,
+        prefers: Option<u32>,
+        start_path: StartPath,
+    ) -> Result<Self, &'static str> {
         match start_path {
-            StartPath::Pool => node.pool.claim(kind, &node.templates).map(|warm| Self::Pool(Box::new(warm))),
+            StartPath::Pool => {
+                node.pool.claim(kind, prefers, &node.templates).map(|warm| Self::Pool(Box::new(warm)))
+            }
             StartPath::Template => node.templates.get(kind).map(Self::Template).map_err(Missing::as_str),
             StartPath::Boot => Ok(Self::Boot),
         }
@@ -125,10 +139,12 @@ pub async fn start(
     let host_ports = host_ports::listen(&node.front, spec)?;
     let kind = Kind { vmm: vmm(node, spec)?, shape: spec.shape(interfaces.len()) };
     let deadline = Instant::now() + node.config.vm.boot_timeout;
-    let mut start = Start { node, spec, kind, interfaces: &interfaces, key, stages, deadline, boots: BOOTS };
+    let placement = place(node, spec, kind.shape);
+    let interfaces = &interfaces;
+    let mut start = Start { node, spec, kind, interfaces, key, stages, placement, deadline, boots: BOOTS };
     let mut start_path = spec.start_path;
     loop {
-        let failed = match Source::take(node, kind, start_path) {
+        let failed = match Source::take(node, kind, start.placement.node(), start_path) {
             Ok(source) => match start.attempt(source, cancel).await {
                 Ok(up) => {
                     node.start_paths.taken(start_path);
@@ -181,6 +197,30 @@ async fn interfaces(node: &DaemonState, spec: &PodSpec) -> Result<Vec<Interface>
     }
 }
 
+/// Takes a place for the pod's VM.
+fn place(node: &DaemonState, spec: &PodSpec, shape: Shape) -> Placement {
+    let placement = match node.placer.seat(shape) {
+        Ok(_) if node.cgroups.of(&spec.cgroup_parent, &spec.id).is_none() => Placement::none(NO_PARENT),
+        Ok(seat) => Placement { seat: Some(seat), reason: "the node with most room at its start".to_owned() },
+        Err(why) => Placement::none(why.to_string()),
+    };
+    if placement.seat.is_none() && !placement.reason.is_empty() {
+        tracing::info!(pod = %spec.id, reason = placement.reason, "the pod is not placed on a NUMA node");
+    }
+    placement
+}
+
+/// Returns the placement of a pod that gets a VM of the pool, which has memory on its node already.
+fn place_of_warm(spec: &PodSpec, wanted: &Placement, warm: &Warm) -> Placement {
+    let Some(seat) = warm.seat.clone().filter(|seat| Some(seat.node()) != wanted.node()) else {
+        return wanted.clone();
+    };
+    let instead = wanted.node().map_or_else(String::new, |node| format!(", none on node {node}"));
+    let placement = Placement { reason: format!("a VM of the pool waited there{instead}"), seat: Some(seat) };
+    tracing::info!(pod = %spec.id, node = placement.node(), reason = placement.reason, "the pod is placed where its VM is");
+    placement
+}
+
 /// State that all attempts to start one pod share.
 struct Start<'a> {
     node: &'a DaemonState,
@@ -189,6 +229,8 @@ struct Start<'a> {
     interfaces: &'a [Interface],
     key: &'a LinkKey,
     stages: &'a Stages,
+    /// The place of a VM that is made for the pod.
+    placement: Placement,
     /// The deadline of all attempts together. Time spent waiting for admission is added to it.
     deadline: Instant,
     /// Remaining boots.
@@ -221,9 +263,16 @@ impl<'a> Start<'a> {
         undo: &mut Undo,
     ) -> Result<Up, PodError> {
         let Self { node, spec, kind, interfaces, key, stages, .. } = *self;
-        let prepared =
-            stages.run(Stage::Network, Prepared::new(node, spec, kind, interfaces, waited, undo)).await?;
-        match source {
+        let placement = match &source {
+            Source::Pool(warm) => place_of_warm(spec, &self.placement, warm),
+            Source::Template(_) | Source::Boot => self.placement.clone(),
+        };
+        let preparing = async {
+            let placement = make_group(node, spec, placement, undo)?;
+            Ok::<_, PodError>((Prepared::new(node, spec, kind, interfaces, waited, undo).await?, placement))
+        };
+        let (prepared, placement) = stages.run(Stage::Network, preparing).await?;
+        let up = match source {
             Source::Pool(warm) => {
                 let until = self.until(FASTER);
                 let greeted = stages.run(Stage::Claim, prepared.claim(warm, until)).await?;
@@ -246,7 +295,8 @@ impl<'a> Start<'a> {
                 let greeted = stages.run(Stage::Boot, running.greet(key)).await?;
                 stages.run(Stage::AgentReady, greeted.configure(key)).await
             }
-        }
+        };
+        Ok(Up { placement, ..up? })
     }
 
     /// Waits for admission of a new VM and moves the deadline by the time waited.
@@ -268,6 +318,35 @@ impl<'a> Start<'a> {
 struct Waited {
     taps: Vec<PooledTap>,
     vm: Arc<dyn Vm>,
+}
+
+/// Makes the pod's control group, if CRI names a parent, restricted to the CPUs of its place. Returns the placement: none if
+/// the group cannot be restricted.
+fn make_group(
+    node: &DaemonState,
+    spec: &PodSpec,
+    placement: Placement,
+    undo: &mut Undo,
+) -> Result<Placement, PodError> {
+    let Some(cgroup) = node.cgroups.of(&spec.cgroup_parent, &spec.id) else { return Ok(placement) };
+    cgroup.make().map_err(|(path, source)| {
+        let action = "make control group";
+        PodError::Path { pod: spec.id.clone(), action, path, source }
+    })?;
+    let (of, made) = (spec.id.clone(), cgroup.clone());
+    undo.push("remove the control group", async move { stop::leave(&of, &made).await });
+    let bounds = node.placer.bounds(placement.seat.as_ref());
+    if bounds == Bounds::default() {
+        return Ok(placement);
+    }
+    Ok(match cgroup.restrict(&bounds) {
+        Ok(()) => placement,
+        Err((path, error)) => {
+            tracing::warn!(pod = %spec.id, path = %path.display(), %error,
+                "cannot restrict the pod's control group to CPUs: it is not placed");
+            Placement::none(format!("cannot restrict {}: {error}", path.display()))
+        }
+    })
 }
 
 /// The host side is ready: control group, run directory, taps.
@@ -295,11 +374,6 @@ impl<'a> Prepared<'a> {
         let host = |action, path: PathBuf| {
             move |source: io::Error| PodError::Path { pod: spec.id.clone(), action, path, source }
         };
-        if let Some(cgroup) = node.cgroups.of(&spec.cgroup_parent, &spec.id) {
-            cgroup.make().map_err(|(path, error)| host("make control group", path)(error))?;
-            let of = spec.id.clone();
-            undo.push("remove the control group", async move { stop::leave(&of, &cgroup).await });
-        }
         let mut counting = None;
         if let Some(Waited { vm, .. }) = &waited {
             // The control group can only be removed after the VMM in it has ended.
@@ -340,7 +414,8 @@ impl<'a> Prepared<'a> {
         answered(spec, until, "the resumption", vm.resume()).await?;
         let live = RunningVm { vm, agent: warm.agent.of(&spec.id), disk_limits: spec.disk_limits };
         let (ready, spare, host_ports) = (warm.ready, warm.spare, Vec::new());
-        let up = Up { live, ready, start_path: StartPath::Pool, interfaces, host_ports, counting, spare };
+        let (start_path, placement) = (StartPath::Pool, Placement::default());
+        let up = Up { live, ready, start_path, interfaces, host_ports, counting, spare, placement };
         Ok(Greeted { spec, until, up })
     }
 
@@ -402,8 +477,8 @@ impl<'a> Running<'a> {
         let greeted = sandboxer_guest::connect(&spec.id, vm.as_ref(), key, node.config.vm.agent_timeout);
         let (agent, ready) = watched(spec, until, vm.as_ref(), greeted).await?;
         let live = RunningVm { vm, agent, disk_limits: spec.disk_limits };
-        let (host_ports, counting, spare) = (Vec::new(), None, None);
-        let up = Up { live, ready, start_path, interfaces, host_ports, counting, spare };
+        let (host_ports, counting, spare, placement) = (Vec::new(), None, None, Placement::default());
+        let up = Up { live, ready, start_path, interfaces, host_ports, counting, spare, placement };
         Ok(Greeted { spec, until, up })
     }
 }

@@ -237,6 +237,14 @@ impl Agent for FakeAgent {
         Ok(wire::StartProcessResponse { pid: 7, ..Default::default() })
     }
 
+    async fn update_container(
+        &self,
+        _: &TtrpcContext,
+        _: wire::UpdateContainerRequest,
+    ) -> Result<wire::UpdateContainerResponse> {
+        Ok(Default::default())
+    }
+
     async fn wait_process(
         &self,
         _: &TtrpcContext,

@@ -99,6 +99,7 @@ impl Driver {
             Request::SyncClock { reply } => {
                 self.forward(Ok(()), reply, move |live| async move { Ok(live.agent.sync_clock().await?) });
             }
+            Request::Move { node, reply } => self.on_move(node, reply),
             Request::Inspect { reply } => answer(reply, Ok(self.view())),
         }
     }

@@ -240,8 +240,13 @@ impl Agent for FakeAgent {
     async fn update_container(
         &self,
         _: &TtrpcContext,
-        _: wire::UpdateContainerRequest,
+        request: wire::UpdateContainerRequest,
     ) -> Result<wire::UpdateContainerResponse> {
+        // A guest has other CPUs and nodes than its host.
+        let text = String::from_utf8_lossy(&request.resources_json);
+        if text.contains("cpus") || text.contains("mems") {
+            return Err(status(Code::INTERNAL));
+        }
         Ok(Default::default())
     }
 

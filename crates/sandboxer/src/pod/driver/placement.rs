@@ -28,18 +28,25 @@ use crate::{
 const BY_CRI: &str = "the CPU sets that CRI gave its containers";
 
 impl Driver {
-    /// Reads the CPU set of a container's resource update, if it has one.
-    pub(super) fn update_cpus(&mut self, of: &ContainerId, resources: &[u8]) {
-        let said = serde_json::from_slice::<serde_json::Value>(resources).unwrap_or_default();
-        let list = |name| said["cpu"][name].as_str().filter(|list| !list.is_empty()).map(str::to_owned);
-        let (cpus, mems) = (list("cpus"), list("mems"));
-        let Some(container) = self.containers.get_mut(of).filter(|_| cpus.is_some() || mems.is_some()) else {
-            return;
+    /// Takes the CPUs and memory nodes out of a container's resource update: they are the host's. Returns the rest, for the
+    /// guest.
+    pub(super) fn update_cpus(&mut self, of: &ContainerId, resources: Vec<u8>) -> Vec<u8> {
+        let Ok(mut said) = serde_json::from_slice::<serde_json::Value>(&resources) else { return resources };
+        let Some(cpu) = said.get_mut("cpu").and_then(serde_json::Value::as_object_mut) else {
+            return resources;
         };
-        container.cpus = cpus.or_else(|| container.cpus.take());
-        container.mems = mems.or_else(|| container.mems.take());
-        self.place();
-        self.save();
+        let [cpus, mems] = ["cpus", "mems"].map(|name| {
+            let list = cpu.remove(name)?;
+            list.as_str().filter(|list| !list.is_empty()).map(str::to_owned)
+        });
+        let rest = said.to_string().into_bytes();
+        if let Some(container) = self.containers.get_mut(of).filter(|_| cpus.is_some() || mems.is_some()) {
+            container.cpus = cpus.or_else(|| container.cpus.take());
+            container.mems = mems.or_else(|| container.mems.take());
+            self.place();
+            self.save();
+        }
+        rest
     }
 
     /// Returns what CRI says: the unions of its containers' sets. Nothing, if a container has no set.

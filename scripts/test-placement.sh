@@ -13,12 +13,21 @@ if [[ -z $e2e ]]; then
     scripts/node.sh build "$e2e"
 fi
 log=$ROOT/target/test-placement.log
-status=0
+
 # A small pool: the node's memory is for pods. One case at a time.
-scripts/node.sh run --cpus 4 --memory 8192 --numa 2 --limit 1800 --stall 400 --out "$ROOT/target/test-placement" \
-    --env STACK_VMM=qemu --env STACK_ACCELERATOR=kvm --env POOL=4 --env SANDBOXER_E2E_HANDLERS=sandboxer \
-    --env SANDBOXER_E2E_ONLY=placement -- "$e2e" --test-threads 1 2>&1 | tee "$log" || status=$?
-# A node with one NUMA node would pass over all of them.
-((status != 0)) || grep -q '^test sandboxer::placement::placed_and_unplaced .* ok' < <(sed 's/\x1b\[[0-9;]*m//g; s/\r$//' "$log") ||
-    die "the cases did not run; the output is in $log"
-exit "$status"
+in_node() {
+    scripts/node.sh run --cpus 4 --memory 8192 --numa 2 --limit 1800 --stall 400 --out "$ROOT/target/test-placement" \
+        --env STACK_VMM=qemu --env STACK_ACCELERATOR=kvm --env POOL=4 --env SANDBOXER_E2E_HANDLERS=sandboxer \
+        --env SANDBOXER_E2E_ONLY=placement -- "$e2e" --test-threads 1 2>&1 | tee "$log"
+}
+
+for try in 1 2 3; do
+    status=0
+    in_node || status=$?
+    ((status == 123)) || break
+    say "a guest spins in node $try of at most 3 (docs/decisions/0009-node-vm.md)"
+done
+((status == 0)) || exit "$status"
+# A node with one NUMA node would pass over all cases.
+sed 's/\x1b\[[0-9;]*m//g; s/\r$//' "$log" | grep -q '^test result: ok\. 5 passed; 0 failed; 0 ignored' ||
+    die "not all cases ran; the output is in $log"

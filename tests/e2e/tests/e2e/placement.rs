@@ -1,5 +1,5 @@
 //! Pods on NUMA nodes: where their VMMs run, where the kernel has put their memory, and what a move does. On hosts with two
-//! nodes: `make test-placement` makes one.
+//! nodes: `make test-placement` makes one. Reserved CPUs on any host.
 
 use anyhow::{Context, Result, ensure};
 use futures::{StreamExt, TryStreamExt, stream};
@@ -13,7 +13,8 @@ use crate::templates::{pool_is_filled, told};
 
 crate::cases![
     Numa: a_pod_and_its_memory_are_on_one_node, a_pod_that_is_larger_than_a_node_is_not_placed,
-        the_cpu_manager_wins, moved_with_its_memory_and_known_to_the_next_daemon, placed_and_unplaced
+        the_cpu_manager_wins, moved_with_its_memory_and_known_to_the_next_daemon, placed_and_unplaced;
+    VmAlone: no_vmm_runs_on_reserved_cpus
 ];
 
 /// The least part of a placed pod's memory that is on its node, percent.
@@ -239,4 +240,42 @@ async fn shares(case: &Case, handler: &str) -> Result<Vec<f64>> {
         case.remove(&pod.id).await?;
     }
     Ok(shares)
+}
+
+/// Neither a VM that boots for a pod nor one that waits, before and after a pod takes it.
+async fn no_vmm_runs_on_reserved_cpus(case: Case) -> Result<()> {
+    let cpus = std::thread::available_parallelism()?.get();
+    ensure!(cpus >= 2, "this case needs two CPUs");
+    let (reserved, rest) = match cpus {
+        2 => (1, "0".to_owned()),
+        cpus => (cpus - 1, format!("0-{}", cpus - 2)),
+    };
+    let earlier = case.pod().await?;
+    let path = case.stack.dir().join("sandboxer/config.toml");
+    let config = std::fs::read_to_string(&path)?;
+    std::fs::write(
+        &path,
+        format!("{config}\n[placement]\npolicy = \"off\"\nreserved_cpus = \"{reserved}\"\n"),
+    )?;
+    case.stack.kill_worker()?;
+    let held = held_to(&case, &earlier, &rest).await;
+    std::fs::write(&path, &config)?;
+    case.stack.kill_worker()?;
+    held
+}
+
+async fn held_to(case: &Case, earlier: &Pod, rest: &str) -> Result<()> {
+    let says = |pid| threads_say(pid, "Cpus_allowed_list", rest);
+    says(case.vmm_of(&earlier.id).await?).await.context("a pod of the daemon before")?;
+    let booted = booted(case, 1).await?;
+    says(case.vmm_of(&booted.id).await?).await.context("a pod whose VM booted")?;
+    pool_is_filled(case).await?;
+    for vmm in case.stack.waiting()? {
+        says(vmm).await.context("a VM that waits")?;
+    }
+    let pooled = case.pod().await?;
+    says(case.vmm_of(&pooled.id).await?).await.context("a pod of the pool")?;
+    ensure!(place(case, &pooled.id)?["cpus"] == *rest);
+    ensure!(pooled.output("echo fine").await? == "fine");
+    Ok(())
 }

@@ -241,6 +241,22 @@ impl Cgroup {
         }
     }
 
+    /// Returns what its processes are restricted to.
+    pub fn bounds(&self) -> Bounds {
+        let read =
+            |dir: &Path, name| fs::read_to_string(dir.join(name)).ok().and_then(|text| Cpus::parse(&text));
+        let own = |name| match &self.cpuset {
+            None => None,
+            Some(Cpuset::Unified(dir)) => read(dir, name),
+            // A group without its own has its parent's.
+            Some(Cpuset::Own(dir)) => {
+                let all = dir.parent().and_then(|parent| read(parent, name));
+                read(dir, name).filter(|own| Some(own) != all.as_ref())
+            }
+        };
+        Bounds { cpus: own(CPUS), nodes: own(NODES) }
+    }
+
     /// Restricts process `pid`, with all its threads, to `bounds`. Blocks like [`Cgroup::enter`].
     pub fn confine(&self, pid: u32, bounds: &Bounds) -> Result<(), (PathBuf, io::Error)> {
         self.restrict(bounds)?;

@@ -69,10 +69,14 @@ async fn a_vmm_is_confined_in_either_version() {
         ["cpuset.cpus", "cpuset.mems", "cgroup.procs"].map(|f| read(&format!("v1/pods/sandboxer-p/{f}")));
     assert_eq!(seen, ["2-3", "0", "42"]);
     assert!(!root.path().join("v1/pods/sandboxer-p/cpuset.memory_migrate").exists());
+    assert_eq!(group.bounds(), on("2-3", None));
     group.confine(42, &on("4", Some("0"))).unwrap();
     assert_eq!(read("v1/pods/sandboxer-p/cpuset.memory_migrate"), "1");
     group.confine(42, &Bounds::default()).unwrap();
-    assert_eq!(read("v1/pods/sandboxer-p/cpuset.cpus"), "0-7");
+    assert_eq!(
+        (read("v1/pods/sandboxer-p/cpuset.cpus").as_str(), group.bounds()),
+        ("0-7", Bounds::default())
+    );
     // A process that starts in it, or moves to it, is confined from its first moment.
     assert_eq!(group.entries().unwrap().procs.len(), 1);
     group.enter(43).unwrap();
@@ -92,6 +96,7 @@ async fn a_vmm_is_confined_in_either_version() {
     assert_eq!(read("v2/pods/sandboxer-p/cpuset.cpus"), "2-3");
     assert!(!root.path().join("v2/pods/sandboxer-p/cpuset.mems").exists());
     group.confine(42, &on("2-3", Some("1"))).unwrap();
+    assert_eq!((group.bounds(), other.bounds()), (on("2-3", Some("1")), Bounds::default()));
     assert_eq!(read("v2/pods/sandboxer-p/cpuset.mems"), "1");
     group.confine(42, &Bounds::default()).unwrap();
     assert_eq!(["cpus", "mems"].map(|f| read(&format!("v2/pods/sandboxer-p/cpuset.{f}"))), ["", ""]);

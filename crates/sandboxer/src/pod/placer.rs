@@ -260,13 +260,6 @@ impl Placer {
         }
     }
 
-    /// Returns what the VMM of a pod with this record was confined to by an earlier daemon.
-    pub fn given(&self, record: Option<&PlacementRecord>) -> Bounds {
-        let node = record.and_then(|record| record.node);
-        let found = self.topology.nodes().iter().find(|of| Some(of.id) == node);
-        Bounds { cpus: found.map(|node| node.cpus.clone()), nodes: None }
-    }
-
     /// Returns what the VMM of a pod with this seat may use, unless CRI says something else.
     pub fn bounds(&self, seat: Option<&Seat>) -> Bounds {
         let cpus = seat.map(|seat| seat.cpus().clone()).or_else(|| self.unreserved.clone());

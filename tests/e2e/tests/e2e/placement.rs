@@ -261,7 +261,9 @@ async fn no_vmm_runs_on_reserved_cpus(case: Case) -> Result<()> {
     let held = held_to(&case, &earlier, &rest).await;
     std::fs::write(&path, &config)?;
     case.stack.kill_worker()?;
-    held
+    held?;
+    let all = format!("0-{}", cpus - 1);
+    threads_say(case.vmm_of(&earlier.id).await?, "Cpus_allowed_list", &all).await.context("released again")
 }
 
 async fn held_to(case: &Case, earlier: &Pod, rest: &str) -> Result<()> {

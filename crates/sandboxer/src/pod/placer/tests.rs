@@ -140,9 +140,6 @@ fn a_placement_is_the_same_after_a_restart() {
     let lost = after.again(Some(PlacementRecord { node: Some(7), reason: String::new() }), shape(1, 1));
     assert!(lost.seat.is_none() && lost.reason.contains("no node 7"), "{lost:?}");
     assert_eq!(after.again(None, shape(1, 1)).record(), None);
-    // Without a policy it is released from the CPUs that it was given.
     let off = placer(&dir, PlacementPolicy::Off, "");
-    let record = again.record();
-    assert_eq!(off.given(record.as_ref()).cpus.unwrap().to_string(), "4-7");
-    assert_eq!((off.given(None), off.again(record, shape(1, 1)).record()), (Bounds::default(), None));
+    assert_eq!(off.again(again.record(), shape(1, 1)).record(), None);
 }

@@ -154,7 +154,8 @@ async fn take_up(node: &Arc<DaemonState>, record: PodRecord) -> TakenUp {
     let forgotten_start = !matches!(outcome, TakenUp::Alive) && record.status.state == PodState::Starting;
     let PodRecord { spec, link_key, containers: recorded, placement, .. } = record;
     let shape = spec.shape(status.interfaces.len());
-    let placed = node.placer.given(placement.as_ref());
+    let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id).filter(|_| alive);
+    let placed = cgroup.map(|cgroup| cgroup.bounds()).unwrap_or_default();
     let placement = node.placer.again(placement.filter(|_| alive), shape);
     let mut forgotten = Vec::new();
     for container in recorded.iter().filter(|_| alive) {

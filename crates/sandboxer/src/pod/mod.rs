@@ -8,6 +8,7 @@ mod driver;
 mod forward;
 mod host_ports;
 pub mod journal;
+mod place;
 pub mod placer;
 pub mod pool;
 pub mod quantity;

@@ -18,7 +18,6 @@ use sandboxer_base::{Code, chain, clock::now_ns};
 use sandboxer_config::{StartPath, VmmName};
 use sandboxer_guest::GuestError;
 use sandboxer_host::network::{self, Interface, PooledTap, interface};
-use sandboxer_process::cgroup::Bounds;
 use sandboxer_protocol::{
     agent::{ConfigurePodRequest, Ready},
     id::SandboxId,
@@ -33,23 +32,20 @@ use super::{
     DaemonState,
     admission::Work,
     cgroup_attach::{self, CgroupAttach},
-    host_ports,
+    host_ports, place,
     placer::Placement,
     pool::{self, Warm},
     spec::PodSpec,
     stages::Stages,
-    start_paths, stop,
+    start_paths,
     undo::Undo,
 };
 use crate::{
     error::PodError,
     pod::container::start::RunningVm,
     taps::VmTaps,
-    template::{Kind, Missing, Shape, Template},
+    template::{Kind, Missing, Template},
 };
-
-/// Why a pod cannot be placed.
-pub const NO_PARENT: &str = "CRI named no parent for its control group";
 
 /// Random bytes that the guest receives to seed its generator.
 const ENTROPY: usize = 64;
@@ -139,7 +135,7 @@ pub async fn start(
     let host_ports = host_ports::listen(&node.front, spec)?;
     let kind = Kind { vmm: vmm(node, spec)?, shape: spec.shape(interfaces.len()) };
     let deadline = Instant::now() + node.config.vm.boot_timeout;
-    let placement = place(node, spec, kind.shape);
+    let placement = place::take(node, spec, kind.shape);
     let interfaces = &interfaces;
     let mut start = Start { node, spec, kind, interfaces, key, stages, placement, deadline, boots: BOOTS };
     let mut start_path = spec.start_path;
@@ -197,30 +193,6 @@ async fn interfaces(node: &DaemonState, spec: &PodSpec) -> Result<Vec<Interface>
     }
 }
 
-/// Takes a place for the pod's VM.
-fn place(node: &DaemonState, spec: &PodSpec, shape: Shape) -> Placement {
-    let placement = match node.placer.seat(shape) {
-        Ok(_) if node.cgroups.of(&spec.cgroup_parent, &spec.id).is_none() => Placement::none(NO_PARENT),
-        Ok(seat) => Placement { seat: Some(seat), reason: "the node with most room at its start".to_owned() },
-        Err(why) => Placement::none(why.to_string()),
-    };
-    if placement.seat.is_none() && !placement.reason.is_empty() {
-        tracing::info!(pod = %spec.id, reason = placement.reason, "the pod is not placed on a NUMA node");
-    }
-    placement
-}
-
-/// Returns the placement of a pod that gets a VM of the pool, which has memory on its node already.
-fn place_of_warm(spec: &PodSpec, wanted: &Placement, warm: &Warm) -> Placement {
-    let Some(seat) = warm.seat.clone().filter(|seat| Some(seat.node()) != wanted.node()) else {
-        return wanted.clone();
-    };
-    let instead = wanted.node().map_or_else(String::new, |node| format!(", none on node {node}"));
-    let placement = Placement { reason: format!("a VM of the pool waited there{instead}"), seat: Some(seat) };
-    tracing::info!(pod = %spec.id, node = placement.node(), reason = placement.reason, "the pod is placed where its VM is");
-    placement
-}
-
 /// State that all attempts to start one pod share.
 struct Start<'a> {
     node: &'a DaemonState,
@@ -264,11 +236,11 @@ impl<'a> Start<'a> {
     ) -> Result<Up, PodError> {
         let Self { node, spec, kind, interfaces, key, stages, .. } = *self;
         let placement = match &source {
-            Source::Pool(warm) => place_of_warm(spec, &self.placement, warm),
+            Source::Pool(warm) => place::of_warm(spec, &self.placement, warm),
             Source::Template(_) | Source::Boot => self.placement.clone(),
         };
         let preparing = async {
-            let placement = make_group(node, spec, placement, undo)?;
+            let placement = place::make_group(node, spec, placement, undo)?;
             Ok::<_, PodError>((Prepared::new(node, spec, kind, interfaces, waited, undo).await?, placement))
         };
         let (prepared, placement) = stages.run(Stage::Network, preparing).await?;
@@ -318,35 +290,6 @@ impl<'a> Start<'a> {
 struct Waited {
     taps: Vec<PooledTap>,
     vm: Arc<dyn Vm>,
-}
-
-/// Makes the pod's control group, if CRI names a parent, restricted to the CPUs of its place. Returns the placement: none if
-/// the group cannot be restricted.
-fn make_group(
-    node: &DaemonState,
-    spec: &PodSpec,
-    placement: Placement,
-    undo: &mut Undo,
-) -> Result<Placement, PodError> {
-    let Some(cgroup) = node.cgroups.of(&spec.cgroup_parent, &spec.id) else { return Ok(placement) };
-    cgroup.make().map_err(|(path, source)| {
-        let action = "make control group";
-        PodError::Path { pod: spec.id.clone(), action, path, source }
-    })?;
-    let (of, made) = (spec.id.clone(), cgroup.clone());
-    undo.push("remove the control group", async move { stop::leave(&of, &made).await });
-    let bounds = node.placer.bounds(placement.seat.as_ref());
-    if bounds == Bounds::default() {
-        return Ok(placement);
-    }
-    Ok(match cgroup.restrict(&bounds) {
-        Ok(()) => placement,
-        Err((path, error)) => {
-            tracing::warn!(pod = %spec.id, path = %path.display(), %error,
-                "cannot restrict the pod's control group to CPUs: it is not placed");
-            Placement::none(format!("cannot restrict {}: {error}", path.display()))
-        }
-    })
 }
 
 /// The host side is ready: control group, run directory, taps.

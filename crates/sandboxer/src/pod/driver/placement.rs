@@ -19,8 +19,8 @@ use crate::{
     pod::{
         Moved, PlaceView, Reply,
         container::Container,
+        place,
         placer::{Placement, Placer, Seat},
-        start,
     },
     state::PodState,
 };
@@ -148,7 +148,7 @@ impl Driver {
             return Err(refused(format!("it is on node {node}")));
         }
         let cgroup = self.node.cgroups.of(&self.spec.cgroup_parent, &self.spec.id);
-        let cgroup = cgroup.ok_or_else(|| refused(start::NO_PARENT.to_owned()))?;
+        let cgroup = cgroup.ok_or_else(|| refused(place::NO_PARENT.to_owned()))?;
         let seat = self.node.placer.seat_on(node, shape).map_err(|error| refused(error.to_string()))?;
         Ok((seat, cgroup))
     }

@@ -271,6 +271,11 @@ async fn held_to(case: &Case, earlier: &Pod, rest: &str) -> Result<()> {
     says(case.vmm_of(&earlier.id).await?).await.context("a pod of the daemon before")?;
     let booted = booted(case, 1).await?;
     says(case.vmm_of(&booted.id).await?).await.context("a pod whose VM booted")?;
+    // The daemon that has just started may have to make a template before.
+    let waiting = eventually("a VM that waits", PATIENCE * 5, || async {
+        Ok(Some(case.stack.waiting()?).filter(|waiting| !waiting.is_empty()))
+    });
+    waiting.await?;
     pool_is_filled(case).await?;
     for vmm in case.stack.waiting()? {
         says(vmm).await.context("a VM that waits")?;

@@ -16,7 +16,7 @@ INSTALLED := sandboxer sandboxer-front sandboxer-cli sandboxer-share containerd-
 DESTDIR ?=
 FUZZ_SECONDS ?= 60
 
-.PHONY: help deps tools agent bench-helper bench-image bench-native guest-image build build-failing node test-kvm test-contract install uninstall up down demo test test-units test-stack soak reliability bench bench-kvm bench-gate bench-record lint fuzz fmt clean
+.PHONY: help deps tools agent bench-helper bench-image bench-native guest-image build build-failing node test-kvm test-contract test-placement install uninstall up down demo test test-units test-stack soak reliability bench bench-kvm bench-gate bench-record lint fuzz fmt clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -116,6 +116,9 @@ test-kvm: node ## run the tests that need a usable KVM, in a node VM; CLOUD_HYPE
 test-contract: node ## run the contract of all VMMs, by doubles and real ones, and print each case by VMM
 	@cargo test --quiet -p sandboxer --test vmm_contract --test cloud_hypervisor --test firecracker double
 	@scripts/test-kvm.sh contract
+
+test-placement: node ## run the cases about NUMA nodes in a node VM with two, and print where pods' memory was
+	@scripts/test-placement.sh
 
 bench-gate: node ## compare a few starts on KVM, in virtual time, with the last recorded ones; fails beyond 5 %
 	@scripts/bench-gate.sh

@@ -101,6 +101,7 @@ fn journal_write(group: &mut Group<'_>, runtime: &Runtime, dir: &Path) {
         vm: None,
         containers: Vec::new(),
         volumes: Vec::new(),
+        placement: None,
         shares: None,
     };
     let of_pod = journal.pod(&record.spec.id);

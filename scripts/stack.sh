@@ -228,7 +228,7 @@ container_ids() {
 }
 
 cgroup_dirs() {
-    local id names=(-path "*$CGROUP" -o -path "*$CGROUP/*" -o -path "*$CGROUP-idle")
+    local id names=(-path "*$CGROUP" -o -path "*$CGROUP/*" -o -path "*$CGROUP-idle" -o -path "*$CGROUP-idle/*")
     for id in "$@"; do names+=(-o -name "$id" -o -path "*/$id/*"); done
     find /sys/fs/cgroup -depth -type d \( "${names[@]}" \) 2>/dev/null || true
 }

@@ -3,9 +3,11 @@
 mod chain;
 pub mod clock;
 mod code;
+mod cpus;
 pub mod digest;
 pub mod failpoint;
 pub mod sockets;
 
 pub use chain::chain;
 pub use code::Code;
+pub use cpus::Cpus;

@@ -10,7 +10,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 use toml::de::DeTable;
 
-use self::{bounds::Bounds, handler::RawHandler};
+use self::{bounds::Bounds, handler::RawHandler, placement::RawPlacement};
 use crate::{
     Accelerator, Config, DISK_BPS, DISK_IOPS, ForeignRules, LimitsConfig, NET_BPS, NetworkConfig, PoolConfig,
     RootfsConfig, TemplateConfig, VmConfig, VmmChoice, VolumeConfig, WritableTo, resolved::DEFAULT_SCRATCH,
@@ -18,6 +18,7 @@ use crate::{
 
 mod bounds;
 mod handler;
+mod placement;
 
 /// The default configuration, with comments for every key.
 pub const DEFAULT: &str = include_str!("../../../vmm-configs/sandboxer.toml");
@@ -101,6 +102,7 @@ struct Raw {
     rootfs: RawRootfs,
     volumes: RawVolumes,
     network: RawNetwork,
+    placement: RawPlacement,
     limits: RawLimits,
     containerd: RawContainerd,
 }
@@ -251,6 +253,7 @@ fn resolve(raw: Raw, bounds: &Bounds<'_>) -> Result<Config, ConfigError> {
         network: NetworkConfig {
             foreign_rules: raw.network.foreign_rules.unwrap_or(default.network.foreign_rules),
         },
+        placement: raw.placement.resolve(default.placement, bounds)?,
         limits: limits(&raw.limits, bounds)?,
         volumes: VolumeConfig {
             empty_dir_bytes: match raw.volumes.empty_dir_mib {

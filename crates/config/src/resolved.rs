@@ -2,6 +2,8 @@
 
 use std::{collections::BTreeMap, net::SocketAddr, path::PathBuf, time::Duration};
 
+use sandboxer_base::Cpus;
+
 /// The whole configuration.
 #[derive(Debug, Clone)]
 pub struct Config {
@@ -23,6 +25,8 @@ pub struct Config {
     pub volumes: VolumeConfig,
     /// Pods' networks.
     pub network: NetworkConfig,
+    /// Which of the host's CPUs and memory pods use.
+    pub placement: PlacementConfig,
     /// What a pod may at most have of the host's devices.
     pub limits: LimitsConfig,
     /// containerd's ttrpc socket for events; `None`: only the admin API gets events.
@@ -229,6 +233,37 @@ pub struct NetworkConfig {
     pub foreign_rules: ForeignRules,
 }
 
+/// Which of the host's CPUs and memory pods use.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PlacementConfig {
+    /// How pods are placed.
+    pub policy: PlacementPolicy,
+    /// CPUs that no VMM gets, except by CRI.
+    pub reserved_cpus: Option<Cpus>,
+    /// Where the kernel describes its NUMA nodes: not a key of the file.
+    pub nodes_dir: PathBuf,
+}
+
+/// How pods are placed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum PlacementPolicy {
+    /// Not at all.
+    Off,
+    /// A pod that fits one NUMA node gets one.
+    Numa,
+}
+
+impl PlacementPolicy {
+    /// Returns its name in configuration and answers.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            PlacementPolicy::Off => "off",
+            PlacementPolicy::Numa => "numa",
+        }
+    }
+}
+
 /// Most that each disk and each network interface of a pod may have; `None`: no limit.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct LimitsConfig {
@@ -372,6 +407,11 @@ impl Default for Config {
             },
             volumes: VolumeConfig { empty_dir_bytes: 10 << 30, timeout: Duration::from_secs(10) },
             network: NetworkConfig { foreign_rules: ForeignRules::Refuse },
+            placement: PlacementConfig {
+                policy: PlacementPolicy::Numa,
+                reserved_cpus: None,
+                nodes_dir: "/sys/devices/system/node".into(),
+            },
             limits: LimitsConfig::default(),
             containerd_ttrpc: None,
             concurrent_starts: 2 * cpus,

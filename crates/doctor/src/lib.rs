@@ -137,7 +137,7 @@ pub async fn examine(question: &Question<'_>) -> Report {
                 &config,
                 pods,
             ),
-            topology::numa(&processors),
+            topology::numa(&processors, config.placement.policy),
             topology::smt(&processors),
             limits::inotify(&limits, pods),
             limits::files(&limits, pods),

@@ -1,5 +1,7 @@
 //! Processors: threads that share a core, and NUMA nodes.
 
+use sandboxer_config::PlacementPolicy;
+
 use super::{
     host::Host,
     verdict::{Check, Fix, Subject},
@@ -55,11 +57,14 @@ pub fn smt(reading: &Reading) -> Check {
     }
 }
 
-/// Checks NUMA. The daemon does not place pods by node.
-pub fn numa(reading: &Reading) -> Check {
-    match reading.nodes {
-        0 | 1 => NUMA.ok("one node"),
-        nodes => NUMA.ok(format!("{nodes} nodes; the kernel places the pods")),
+/// Checks NUMA. No verdict is bad: the policy is the administrator's.
+pub fn numa(reading: &Reading, policy: PlacementPolicy) -> Check {
+    match (reading.nodes, policy) {
+        (0 | 1, _) => NUMA.ok("one node"),
+        (nodes, PlacementPolicy::Numa) => NUMA.ok(format!("{nodes} nodes; a pod that fits one gets one")),
+        (nodes, PlacementPolicy::Off) => {
+            NUMA.ok(format!("{nodes} nodes; the kernel places the pods (placement.policy is off)"))
+        }
     }
 }
 
@@ -99,7 +104,11 @@ mod tests {
             let check = smt(&reading);
             assert_eq!(check.verdict, verdict, "{check}");
             assert!(check.seen.starts_with(smt_seen), "{check}");
-            assert!(numa(&reading).seen.starts_with(numa_seen), "{:?}", numa(&reading));
+            for (policy, by) in [(PlacementPolicy::Numa, "gets one"), (PlacementPolicy::Off, "is off")] {
+                let seen = numa(&reading, policy).seen;
+                let fine = seen.starts_with(numa_seen) && (numa_seen == "one node" || seen.contains(by));
+                assert!(fine, "{seen}");
+            }
         }
     }
 }

@@ -11,14 +11,21 @@ use std::{
 };
 
 use procfs::process::Process;
+use sandboxer_base::Cpus;
 use sandboxer_protocol::id::SandboxId;
 
-/// Controllers of v1 whose hierarchies are entered. `cpuset` is not: it accepts no process before the
-/// manager gave it CPUs.
+/// Controllers of v1 whose hierarchies are entered. `cpuset` only if a group there was given CPUs: it accepts no process
+/// before.
 const V1_CONTROLLERS: [&str; 6] = ["cpu", "cpuacct", "memory", "pids", "blkio", "freezer"];
 
 /// In the path of kubelet's groups for pods that may have containers without a limit.
 const BURSTABLE: &str = "burstable";
+
+/// Files of the cpuset controller.
+const CPUS: &str = "cpuset.cpus";
+const NODES: &str = "cpuset.mems";
+/// Version 1 only: pages follow a change of the nodes. In version 2 they always do.
+const MIGRATE: &str = "cpuset.memory_migrate";
 
 /// File that lists a group's processes and adds new ones.
 const PROCESSES: &str = "cgroup.procs";
@@ -60,6 +67,15 @@ pub struct Unlimited {
     pub memory: bool,
 }
 
+/// CPUs and memory nodes that processes of a group may use; `None`: all of its parent.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Bounds {
+    /// CPUs of the host.
+    pub cpus: Option<Cpus>,
+    /// Memory nodes of the host: pages are taken from nowhere else. Pages that are elsewhere follow.
+    pub nodes: Option<Cpus>,
+}
+
 /// A control group in every hierarchy. It may not exist.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Cgroup {
@@ -94,6 +110,11 @@ impl Hierarchies {
             }
         }
         Ok(Self { roots, cpuset })
+    }
+
+    /// Returns the unified hierarchy (version 2) at `root`, as the only one.
+    pub fn unified(root: &Path) -> Self {
+        Self { roots: vec![root.to_owned()], cpuset: Some(Cpuset::Unified(root.to_owned())) }
     }
 
     /// Returns the resources without a limit, from the manager's group `parent`.
@@ -180,7 +201,7 @@ impl Cgroup {
             }
             _ => None,
         };
-        Ok(CgroupEntries { dir, procs: self.dirs.iter().map(open).collect::<Result<_, _>>()? })
+        Ok(CgroupEntries { dir, procs: self.entered().map(open).collect::<Result<_, _>>()? })
     }
 
     /// Creates it.
@@ -202,38 +223,56 @@ impl Cgroup {
 
     /// Moves process `pid` into it, with all its threads. Blocks for an RCU grace period, some ms.
     pub fn enter(&self, pid: u32) -> Result<(), (PathBuf, io::Error)> {
-        self.dirs.iter().try_for_each(|dir| {
+        self.entered().try_for_each(|dir| {
             let processes = dir.join(PROCESSES);
             fs::write(&processes, pid.to_string()).map_err(|error| (processes, error))
         })
     }
 
-    /// Restricts process `pid`, with all its threads, to these CPUs of the host; `None`: all CPUs of the parent. Blocks
-    /// like [`Cgroup::enter`].
-    pub fn confine(&self, pid: u32, cpus: Option<&str>) -> Result<(), (PathBuf, io::Error)> {
-        const CPUS: &str = "cpuset.cpus";
-        const NODES: &str = "cpuset.mems";
-        let write = |path: PathBuf, text: &str| fs::write(&path, text).map_err(|error| (path, error));
+    /// Restricts the processes that are in it, or will be, to `bounds`.
+    pub fn restrict(&self, bounds: &Bounds) -> Result<(), (PathBuf, io::Error)> {
         match &self.cpuset {
             None => {
                 let error = io::Error::new(io::ErrorKind::Unsupported, "no cpuset controller is mounted");
                 Err((PathBuf::from("/sys/fs/cgroup"), error))
             }
-            Some(Cpuset::Unified(dir)) => {
-                let file = dir.join(CPUS);
-                if let Some(parent) = dir.parent().filter(|_| !file.exists()) {
-                    write(parent.join("cgroup.subtree_control"), "+cpuset")?;
-                }
-                write(file, cpus.unwrap_or_default())
-            }
-            Some(Cpuset::Own(dir)) => {
-                fs::create_dir_all(dir).map_err(|error| (dir.clone(), error))?;
-                inherited(dir, NODES)?;
-                let all = inherited(dir.parent().unwrap_or(dir), CPUS)?;
-                write(dir.join(CPUS), cpus.unwrap_or(&all))?;
-                write(dir.join(PROCESSES), &pid.to_string())
-            }
+            Some(Cpuset::Unified(dir)) => restrict_unified(dir, bounds),
+            Some(Cpuset::Own(dir)) => restrict_own(dir, bounds),
         }
+    }
+
+    /// Returns what its processes are restricted to.
+    pub fn bounds(&self) -> Bounds {
+        let read =
+            |dir: &Path, name| fs::read_to_string(dir.join(name)).ok().and_then(|text| Cpus::parse(&text));
+        let own = |name| match &self.cpuset {
+            None => None,
+            Some(Cpuset::Unified(dir)) => read(dir, name),
+            // A group without its own has its parent's.
+            Some(Cpuset::Own(dir)) => {
+                let all = dir.parent().and_then(|parent| read(parent, name));
+                read(dir, name).filter(|own| Some(own) != all.as_ref())
+            }
+        };
+        Bounds { cpus: own(CPUS), nodes: own(NODES) }
+    }
+
+    /// Restricts process `pid`, with all its threads, to `bounds`. Blocks like [`Cgroup::enter`].
+    pub fn confine(&self, pid: u32, bounds: &Bounds) -> Result<(), (PathBuf, io::Error)> {
+        self.restrict(bounds)?;
+        match &self.cpuset {
+            Some(Cpuset::Own(dir)) => write(&dir.join(PROCESSES), &pid.to_string()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns the directories that a process enters: version 1's cpuset only after [`Cgroup::restrict`].
+    fn entered(&self) -> impl Iterator<Item = &PathBuf> {
+        let own = match &self.cpuset {
+            Some(Cpuset::Own(dir)) if dir.join(PROCESSES).exists() => Some(dir),
+            _ => None,
+        };
+        self.dirs.iter().chain(own)
     }
 
     /// Returns whether process `pid` is in it.
@@ -283,6 +322,40 @@ fn still_in(dir: &Path) -> String {
         return "it has groups below it, or processes of another PID namespace".into();
     }
     format!("processes have not ended: {}", processes.join(", "))
+}
+
+fn write(path: &Path, text: &str) -> Result<(), (PathBuf, io::Error)> {
+    fs::write(path, text).map_err(|error| (path.to_owned(), error))
+}
+
+/// Applies `bounds` to the group of version 2 at `dir`.
+fn restrict_unified(dir: &Path, bounds: &Bounds) -> Result<(), (PathBuf, io::Error)> {
+    let has_controller = dir.join(CPUS).exists();
+    if !has_controller && *bounds == Bounds::default() {
+        return Ok(());
+    }
+    if let Some(parent) = dir.parent().filter(|_| !has_controller) {
+        write(&parent.join("cgroup.subtree_control"), "+cpuset")?;
+    }
+    let list = |set: &Option<Cpus>| set.as_ref().map_or_else(String::new, Cpus::to_string);
+    write(&dir.join(CPUS), &list(&bounds.cpus))?;
+    // Most pods never had nodes.
+    let had = fs::read_to_string(dir.join(NODES)).is_ok_and(|nodes| !nodes.trim().is_empty());
+    if had || bounds.nodes.is_some() { write(&dir.join(NODES), &list(&bounds.nodes)) } else { Ok(()) }
+}
+
+/// Applies `bounds` to the group of version 1 at `dir`, which is created if necessary.
+fn restrict_own(dir: &Path, bounds: &Bounds) -> Result<(), (PathBuf, io::Error)> {
+    fs::create_dir_all(dir).map_err(|error| (dir.to_owned(), error))?;
+    let parent = dir.parent().unwrap_or(dir);
+    for (name, set) in [(NODES, &bounds.nodes), (CPUS, &bounds.cpus)] {
+        let all = inherited(parent, name)?;
+        if name == NODES && set.is_some() {
+            write(&dir.join(MIGRATE), "1")?;
+        }
+        write(&dir.join(name), &set.as_ref().map_or(all, Cpus::to_string))?;
+    }
+    Ok(())
 }
 
 /// Returns the content of the file `name` of v1's `cpuset` in the group at `dir`. A new group has no content and accepts

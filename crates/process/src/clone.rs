@@ -157,10 +157,15 @@ mod tests {
     use std::{
         fs,
         os::fd::AsFd,
-        sync::atomic::{AtomicBool, Ordering},
+        sync::{
+            Arc,
+            atomic::{AtomicBool, Ordering},
+        },
+        time::Duration,
     };
 
     use super::*;
+    use crate::jail;
 
     /// Returns the group of version 2 that this process is in: hosts of these tests have one, alone or beside those of version 1.
     fn own_group() -> File {
@@ -216,5 +221,38 @@ mod tests {
         let failed =
             prepared_child("/bin/true", &[], out).start_in(nowhere.as_fd(), false, || Ok(())).unwrap_err();
         assert_eq!(failed.raw_os_error(), Some(libc::EBADF));
+    }
+
+    /// The C library's own functions for that wait for threads that the child does not have.
+    #[test]
+    fn a_child_gets_a_user_whatever_other_threads_do() {
+        let stop = Arc::new(AtomicBool::new(false));
+        let busy = [(); 3].map(|()| {
+            let stop = stop.clone();
+            std::thread::spawn(move || {
+                while !stop.load(Ordering::Relaxed) {
+                    std::thread::spawn(|| ()).join().unwrap();
+                }
+            })
+        });
+        let (told, started) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            for _ in 0..300 {
+                let (_, out) = io::pipe().unwrap();
+                let child = prepared_child("/bin/true", &[], out);
+                let started = child.start_in(own_group().as_fd(), false, || {
+                    jail::set_groups(&[0])?;
+                    jail::set_user(0)
+                });
+                reap(started.unwrap().expect("a kernel of 5.7 or later"));
+                told.send(()).unwrap();
+            }
+        });
+        for n in 0..300 {
+            let started = started.recv_timeout(Duration::from_secs(20));
+            started.unwrap_or_else(|_| panic!("child {n} has not become its program"));
+        }
+        stop.store(true, Ordering::Relaxed);
+        busy.into_iter().for_each(|thread| thread.join().unwrap());
     }
 }

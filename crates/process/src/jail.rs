@@ -253,7 +253,7 @@ impl Jail {
             let seal = libc::MS_REMOUNT | libc::MS_BIND | libc::MS_RDONLY | root_flags;
             done(libc::mount(nothing, c"/".as_ptr(), nothing, seal, std::ptr::null()))?;
             done(libc::chdir(c"/".as_ptr()))?;
-            done(libc::setgroups(self.groups.len(), self.groups.as_ptr()))?;
+            set_groups(&self.groups)?;
             if let Some(keeps) = self.keeps {
                 drop_from_bound(!keeps)?;
                 // A program that root executes gets the capabilities of the bounding set.
@@ -262,8 +262,7 @@ impl Jail {
             }
             // Some kernels permit the following only to root.
             done(libc::prctl(libc::PR_SET_SECUREBITS, STAY, 0, 0, 0))?;
-            done(libc::setresgid(self.user, self.user, self.user))?;
-            done(libc::setresuid(self.user, self.user, self.user))?;
+            set_user(self.user)?;
             match done(libc::unshare(libc::CLONE_NEWUSER)) {
                 Ok(()) => self.map_ids()?,
                 // The jail works without one, too; `doctor` warns about it.
@@ -395,6 +394,24 @@ fn write(path: &CStr, words: &[u8]) -> io::Result<()> {
 
 fn text(path: &Path) -> io::Result<CString> {
     CString::new(path.as_os_str().as_bytes()).map_err(io::Error::other)
+}
+
+// Not the C library's functions: they have all threads of a process do the same, and wait for them. A child of a process with
+// threads has none of these, but the library's list of them: it would wait for one that was just being created for ever.
+
+/// Sets the supplementary groups of this process, which has one thread.
+pub(crate) fn set_groups(groups: &[libc::gid_t]) -> io::Result<()> {
+    // SAFETY: the list outlives the call.
+    done(unsafe { libc::syscall(libc::SYS_setgroups, groups.len(), groups.as_ptr()) } as libc::c_int)
+}
+
+/// Makes `user` the user and the group of this process, which has one thread.
+pub(crate) fn set_user(user: libc::uid_t) -> io::Result<()> {
+    // SAFETY: no pointer is passed.
+    unsafe {
+        done(libc::syscall(libc::SYS_setresgid, user, user, user) as libc::c_int)?;
+        done(libc::syscall(libc::SYS_setresuid, user, user, user) as libc::c_int)
+    }
 }
 
 #[cfg(test)]

@@ -1,15 +1,17 @@
 //! Processes of the host that run confined: VMMs, servers of shares, helpers, tools.
 //!
 //! [`spawn`] starts one in a [`jail`] and a [`cgroup`]; [`Process`] holds it by pidfd; [`strays`] finds those
-//! without a record; [`confinement`] shows one as the kernel reports it.
+//! without a record; [`confinement`] shows one as the kernel reports it. [`numa`] knows the host's
+//! nodes, and [`residence`] on which of them a process's memory is.
 
 pub mod cgroup;
 mod child;
 mod clone;
 pub mod confinement;
 mod cpu_time;
-pub mod cpus;
 pub mod jail;
+pub mod numa;
+pub mod residence;
 mod seccomp;
 pub mod socket;
 pub mod strays;

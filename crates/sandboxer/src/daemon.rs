@@ -50,6 +50,7 @@ use crate::{
         admission::Admission,
         clocks,
         journal::Journal,
+        placer::Placer,
         pool::{self, Meminfo, Pool},
         quarantine::{self, Quarantine},
         recover::{self, Records},
@@ -185,6 +186,8 @@ pub fn node(
         source,
     })?;
     let idle_cgroup = cgroups.named(&config.vm.idle_cgroup).filter(is_made);
+    let placer = Placer::new(&config.placement, &cgroups, &config.vm.idle_cgroup);
+    let placer = Arc::new(placer.prepare(idle_cgroup.as_ref()));
     let templates = Templates::open(&config, vmms.clone(), tap_pool.clone(), idle_cgroup.clone());
     let templates = templates.map_err(|source| DaemonError::Path {
         action: "open templates in",
@@ -207,6 +210,7 @@ pub fn node(
         vmms,
         cgroups,
         idle_cgroup,
+        placer,
         journal,
         registry: Registry::default(),
         events: Events::default(),

@@ -116,6 +116,14 @@ pub enum PodError {
         /// The time limit.
         limit: std::time::Duration,
     },
+    /// The pod cannot be moved to another NUMA node.
+    #[error("cannot move pod {pod}: {reason}")]
+    Unmovable {
+        /// The pod.
+        pod: SandboxId,
+        /// Why.
+        reason: String,
+    },
     /// A feature that a pod with its own kernel does not have.
     #[error("{0}")]
     Unsupported(String),
@@ -193,7 +201,7 @@ impl PodError {
             }
             Self::PodExists(_) | Self::ContainerExists(_) | Self::ExecExists { .. } => Code::AlreadyExists,
             Self::Id { .. } | Self::Invalid { .. } => Code::InvalidArgument,
-            Self::State { .. } => Code::FailedPrecondition,
+            Self::State { .. } | Self::Unmovable { .. } => Code::FailedPrecondition,
             Self::Cancelled(_) => Code::Cancelled,
             Self::Unsupported(_) => Code::Unimplemented,
             Self::NotReady { .. } | Self::NoReadings { .. } | Self::Vmm(VmmError::Hung { .. }) => {

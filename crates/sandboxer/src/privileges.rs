@@ -27,7 +27,10 @@ pub const KEPT: [(Capability, &str); 15] = [
     (CAP_DAC_OVERRIDE, "makes disks of files and directories of any owner"),
     (CAP_DAC_READ_SEARCH, "opens such files by handle, as what serves a share does"),
     (CAP_KILL, "ends VMMs, which are other users' processes"),
-    (CAP_SYS_PTRACE, "recognises a VMM that an earlier daemon left, by its environment and its files"),
+    (
+        CAP_SYS_PTRACE,
+        "recognises a VMM that an earlier daemon left, by its environment and its files; reads on which nodes a VMM's memory is, and moves it",
+    ),
     (CAP_SYS_NICE, "makes a VM that waited as urgent as others"),
     (
         CAP_FSETID,

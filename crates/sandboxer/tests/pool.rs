@@ -82,7 +82,7 @@ impl Kept {
 
     /// Starts and removes this many pods of a size. Returns how many VMs they took from the pool.
     async fn arrive(&self, shape: Shape, times: usize) -> usize {
-        let claim = |_| self.node.pool.claim(shape, &self.node.templates).ok();
+        let claim = |_| self.node.pool.claim(shape, None, &self.node.templates).ok();
         let claimed: Vec<_> = (0..times).filter_map(claim).collect();
         for warm in &claimed {
             pool::end(warm.vm.as_ref()).await;

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use sandboxer_protocol::admin::{Container, InspectPodRequest, Interface, Jail, Pod, StageTime, Traffic};
 
-use super::PodId;
+use super::{PodId, place};
 use crate::{Global, client, client::ClientError, render};
 
 const EXAMPLES: &str = "\
@@ -52,6 +52,9 @@ fn text(pod: &Pod) -> Result<String, std::fmt::Error> {
     line("Recovered", if pod.recovered { "yes: started by an earlier daemon" } else { "no" })?;
     line("Size", &format!("{} vCPU, {}", pod.vcpus, render::mib(pod.memory_mib)))?;
     line("Start path", &pod.start_path)?;
+    if let Some(at) = &pod.place {
+        line("Place", &place::line(at))?;
+    }
     line("VMM pid", &if pod.vmm_pid == 0 { "-".into() } else { pod.vmm_pid.to_string() })?;
     line("Kernel", &pod.kernel_release)?;
     for interface in &pod.interfaces {

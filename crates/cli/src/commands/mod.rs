@@ -12,6 +12,7 @@ mod interrupt;
 mod logs;
 mod mem_report;
 mod merge;
+mod place;
 mod pods;
 mod quarantine;
 mod reload;
@@ -36,6 +37,7 @@ use crate::Global;
 #[derive(Debug, Subcommand)]
 pub enum Command {
     Pods(pods::Args),
+    Place(place::Args),
     Inspect(inspect::Args),
     Logs(logs::Args),
     Events(events::Args),
@@ -65,6 +67,7 @@ impl Command {
         let done = match self {
             Command::Check(args) => return check::run(args, global).await,
             Command::Pods(args) => pods::run(args, global).await,
+            Command::Place(args) => place::run(args, global).await,
             Command::Inspect(args) => inspect::run(args, global).await,
             Command::Logs(args) => logs::run(args, global).await,
             Command::Events(args) => events::run(args, global).await,

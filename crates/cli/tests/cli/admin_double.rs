@@ -12,11 +12,12 @@ use std::{
 
 use sandboxer_protocol::admin::{
     BuildTemplateRequest, ConsoleLogChunk, ConsoleLogRequest, DestroyQuarantinedRequest, Event,
-    EventsRequest, InspectPodRequest, ListPodsRequest, ListPodsResponse, ListQuarantineRequest,
-    ListQuarantineResponse, ListTemplatesRequest, ListTemplatesResponse, Pod, Quarantined,
-    ReleaseQuarantinedRequest, ReloadRequest, ReloadResponse, RemoveTemplateRequest, ShowQuarantinedRequest,
-    ShowQuarantinedResponse, StageSummary, StageTimesRequest, StageTimesResponse, Template,
-    VerifyTemplateRequest, VersionRequest, VersionResponse,
+    EventsRequest, InspectPodRequest, ListPlacesRequest, ListPlacesResponse, ListPodsRequest,
+    ListPodsResponse, ListQuarantineRequest, ListQuarantineResponse, ListTemplatesRequest,
+    ListTemplatesResponse, MovePodRequest, MovePodResponse, Pod, Quarantined, ReleaseQuarantinedRequest,
+    ReloadRequest, ReloadResponse, RemoveTemplateRequest, ShowQuarantinedRequest, ShowQuarantinedResponse,
+    StageSummary, StageTimesRequest, StageTimesResponse, Template, VerifyTemplateRequest, VersionRequest,
+    VersionResponse,
     admin_server::{Admin, AdminServer},
 };
 use tokio::{net::UnixListener, runtime::Runtime};
@@ -31,6 +32,7 @@ pub struct AdminDouble {
     pub stages: Vec<StageSummary>,
     pub templates: ListTemplatesResponse,
     pub quarantine: ListQuarantineResponse,
+    pub places: ListPlacesResponse,
     /// Names of entries that were asked to be destroyed.
     pub destroyed: Arc<Mutex<Vec<String>>>,
     /// Number of reloads, and why the last one failed.
@@ -48,6 +50,7 @@ impl Admin for AdminDouble {
     type ConsoleLogStream = Answers<ConsoleLogChunk>;
     type EventsStream = Answers<Event>;
     type BuildTemplateStream = Answers<Template>;
+    type MovePodStream = Answers<MovePodResponse>;
 
     async fn version(&self, _: Request<VersionRequest>) -> Result<Response<VersionResponse>, Status> {
         Ok(Response::new(VersionResponse {
@@ -132,6 +135,31 @@ impl Admin for AdminDouble {
         request: Request<RemoveTemplateRequest>,
     ) -> Result<Response<Template>, Status> {
         self.template(&request.get_ref().key)
+    }
+
+    async fn list_places(
+        &self,
+        request: Request<ListPlacesRequest>,
+    ) -> Result<Response<ListPlacesResponse>, Status> {
+        let mut told = self.places.clone();
+        told.places.retain(|place| place.id.starts_with(&request.get_ref().id));
+        Ok(Response::new(told))
+    }
+
+    async fn move_pod(
+        &self,
+        request: Request<MovePodRequest>,
+    ) -> Result<Response<Self::MovePodStream>, Status> {
+        let MovePodRequest { id, node } = request.into_inner();
+        if node > 1 {
+            let why = format!("cannot move pod {id}: the host has no node {node}");
+            return Err(Status::failed_precondition(why));
+        }
+        let place = self.places.places.iter().find(|place| place.id.starts_with(&id)).cloned();
+        let place = place.map(|place| sandboxer_protocol::admin::Place { node: Some(node), ..place });
+        let moved =
+            MovePodResponse { from: Some(0), place, moved_bytes: 5 << 20, left_bytes: 0, took_ns: 7_000_000 };
+        Ok(Response::new(Box::pin(tokio_stream::once(Ok(moved)))))
     }
 
     async fn list_quarantine(

@@ -16,7 +16,10 @@ use std::{
 };
 
 use admin_double::{AdminDouble, cli_at, command};
-use sandboxer_protocol::admin::{Container, Event, Exec, Jail, Limit, Pod, StageSummary, StageTime};
+use sandboxer_protocol::admin::{
+    Container, Event, Exec, Jail, Limit, ListPlacesResponse, NodeMemory, NumaNode, Place, Pod, StageSummary,
+    StageTime,
+};
 
 const WEB: &str = "3f2a9c0d11223344556677889900aabbccddeeff";
 const JOB: &str = "3f77000000000000000000000000000000000000";
@@ -401,4 +404,44 @@ fn stages_are_shown_by_outcome() {
     // Shown again and again until its reader is gone.
     let again = lines.map(Result::unwrap).filter(|line| line.starts_with("boot")).take(2).count();
     assert_eq!((again, child.wait().unwrap().code()), (2, Some(0)));
+}
+
+#[test]
+fn places_are_shown_and_a_move_tells_its_cost() {
+    let memory = vec![NodeMemory { node: 0, bytes: 1 << 20 }, NodeMemory { node: 1, bytes: 3 << 20 }];
+    let place = Place {
+        id: WEB.into(),
+        node: Some(1),
+        policy: "numa".into(),
+        memory,
+        cpus: "2-3".into(),
+        ..Default::default()
+    };
+    let larger =
+        Place { id: JOB.into(), policy: "none".into(), reason: "it is larger".into(), ..Default::default() };
+    let node = NumaNode { id: 1, cpus: "2-3".into(), vms: 1, vcpus: 2, ..Default::default() };
+    let places = ListPlacesResponse {
+        policy: "numa".into(),
+        active: true,
+        nodes: vec![node],
+        places: vec![place, larger],
+    };
+    let daemon = AdminDouble { places, ..Default::default() }.serve();
+    let shown = daemon.cli("place").ok();
+    for expected in ["Policy numa", "75.0 %", "0: 1.0 MiB, 1: 3.0 MiB", "it is larger"] {
+        assert!(shown.contains(expected), "{expected}: {shown}");
+    }
+    assert!(!daemon.cli("place 3f2a").ok().contains("it is larger"));
+    let json: serde_json::Value = serde_json::from_str(&daemon.cli("place --json").ok()).unwrap();
+    assert_eq!(
+        (&json["places"][0]["node"], &json["places"][1]["node"]),
+        (&1.into(), &serde_json::Value::Null)
+    );
+    assert_eq!(json["places"][0]["memory"][1]["bytes"], 3 << 20);
+    let moved = daemon.cli("place --move 3f2a 0").ok();
+    assert_eq!(moved, "moved pod 3f2a9c0d11223 from node 0 to node 0: 5.0 MiB in 7.00 ms\n");
+    let refused = daemon.cli("place --move 3f2a 7");
+    assert!(refused.err.contains("cannot move pod 3f2a: the host has no node 7"), "{}", refused.err);
+    let refused = daemon.cli("place --move 3f2a one");
+    assert!(refused.err.contains("\"one\" is no number of a node"), "{}", refused.err);
 }

@@ -23,9 +23,21 @@ fn the_explained_default_is_the_default() {
 fn the_explained_default_has_every_key() {
     // With what is commented out taken in, too; the parser itself names all keys that it knows.
     let set = DEFAULT.replace("\n# ", "\n");
-    let tables =
-        ["vm", "templates", "pool", "handlers", "rootfs", "volumes", "network", "limits", "containerd"];
-    for table in ["", "vm", "templates", "pool", "rootfs", "volumes", "network", "limits", "containerd"] {
+    let tables = [
+        "vm",
+        "templates",
+        "pool",
+        "handlers",
+        "rootfs",
+        "volumes",
+        "network",
+        "placement",
+        "limits",
+        "containerd",
+    ];
+    for table in
+        ["", "vm", "templates", "pool", "rootfs", "volumes", "network", "placement", "limits", "containerd"]
+    {
         let header = if table.is_empty() { String::new() } else { format!("[{table}]\n") };
         let error = toml::from_str::<Raw>(&format!("{header}zz = 1")).unwrap_err();
         let mut known = error.message().split('`').skip(3).step_by(2).peekable();
@@ -161,4 +173,18 @@ fn values_out_of_bounds_name_their_key_and_what_it_takes() {
         let line = text.lines().count();
         assert!(error.contains(&format!("\"c.toml\", line {line}, column ")), "{text}: {error}");
     }
+}
+
+#[test]
+fn reserved_cpus_are_a_list_of_cpus() {
+    let reserved = |list: &str| {
+        parse(&format!("[placement]\nreserved_cpus = {list:?}")).map(|config| config.placement.reserved_cpus)
+    };
+    assert_eq!(reserved("0-1,4").unwrap().unwrap().to_string(), "0-1,4");
+    assert_eq!(reserved("").unwrap(), None);
+    let error = reserved("0-").unwrap_err().to_string();
+    assert!(error.contains("line 2") && error.contains("placement.reserved_cpus is \"0-\""), "{error}");
+    let error = parse("[placement]\npolicy = \"num\"").unwrap_err().to_string();
+    assert!(error.contains("did you mean \"numa\"?"), "{error}");
+    assert_eq!(parse("[placement]\npolicy = \"off\"").unwrap().placement.policy, crate::PlacementPolicy::Off);
 }

@@ -10,9 +10,10 @@ use sandboxer_protocol::{
     PROTOCOL_VERSION,
     admin::{
         BuildTemplateRequest, ConsoleLogChunk, ConsoleLogRequest, Container, DestroyQuarantinedRequest,
-        Event, EventsRequest, Exec, InspectPodRequest, Jail, Limit, ListPodsRequest, ListPodsResponse,
-        ListQuarantineRequest, ListQuarantineResponse, ListTemplatesRequest, ListTemplatesResponse, Pod,
-        Quarantined, ReleaseQuarantinedRequest, ReloadRequest, ReloadResponse, RemoveTemplateRequest,
+        Event, EventsRequest, Exec, InspectPodRequest, Jail, Limit, ListPlacesRequest, ListPlacesResponse,
+        ListPodsRequest, ListPodsResponse, ListQuarantineRequest, ListQuarantineResponse,
+        ListTemplatesRequest, ListTemplatesResponse, MovePodRequest, MovePodResponse, Pod, Quarantined,
+        ReleaseQuarantinedRequest, ReloadRequest, ReloadResponse, RemoveTemplateRequest,
         ShowQuarantinedRequest, ShowQuarantinedResponse, StageTime, StageTimesRequest, StageTimesResponse,
         Template, VerifyTemplateRequest, VersionRequest, VersionResponse, admin_server::Admin,
     },
@@ -20,7 +21,7 @@ use sandboxer_protocol::{
 use sandboxer_vmm::{VmmKey, console};
 use tonic::{Request, Response, Status};
 
-use super::{convert::grpc, quarantine, templates, traffic};
+use super::{convert::grpc, places, quarantine, templates, traffic};
 use crate::{
     events,
     pod::{
@@ -57,6 +58,7 @@ impl Admin for AdminService {
     type ConsoleLogStream = Answers<ConsoleLogChunk>;
     type EventsStream = Answers<Event>;
     type BuildTemplateStream = Answers<Template>;
+    type MovePodStream = Answers<MovePodResponse>;
 
     async fn version(&self, _: Request<VersionRequest>) -> Result<Response<VersionResponse>, Status> {
         let vmms = &self.node.vmms;
@@ -107,6 +109,9 @@ impl Admin for AdminService {
         let traffic = traffic::read(&view).await;
         let mut message = pod_message(&self.node, view);
         traffic.add_to(&mut message.interfaces);
+        if let Some(place) = &mut message.place {
+            places::add_memory(place).await;
+        }
         let jail_of = |pid| {
             // A process that ends at this moment has none.
             let seen = Confinement::of(pid).inspect_err(|error| {
@@ -191,6 +196,21 @@ impl Admin for AdminService {
         templates::remove(&self.node, &request.get_ref().key).await.map(Response::new)
     }
 
+    async fn list_places(
+        &self,
+        request: Request<ListPlacesRequest>,
+    ) -> Result<Response<ListPlacesResponse>, Status> {
+        places::list(&self.node, &request.get_ref().id).await.map(Response::new)
+    }
+
+    async fn move_pod(
+        &self,
+        request: Request<MovePodRequest>,
+    ) -> Result<Response<Self::MovePodStream>, Status> {
+        let moved = places::move_pod(&self.node, request.get_ref())?;
+        Ok(Response::new(Box::pin(stream::once(moved))))
+    }
+
     async fn list_quarantine(
         &self,
         _: Request<ListQuarantineRequest>,
@@ -221,8 +241,10 @@ impl Admin for AdminService {
 }
 
 fn pod_message(node: &DaemonState, view: PodView) -> Pod {
-    let PodView { spec, status, vmm, steps, containers } = view;
+    let place = Some(places::message(&view));
+    let PodView { spec, status, vmm, steps, containers, .. } = view;
     Pod {
+        place,
         console_log: node.run_dir(&spec.id).join(console::FILE).to_string_lossy().into_owned(),
         id: spec.id.to_string(),
         name: spec.name,

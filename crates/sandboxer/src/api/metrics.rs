@@ -20,7 +20,11 @@ use sandboxer_config::StartPath;
 use tokio::{net::TcpListener, sync::Semaphore};
 use tokio_util::sync::CancellationToken;
 
-use crate::pod::{DaemonState, stage_times::StageSummary};
+use crate::pod::{
+    DaemonState,
+    placer::{Load, Placer},
+    stage_times::StageSummary,
+};
 
 /// Upper bounds of the buckets, µs: from a cached rootfs to the limit of a boot.
 const BUCKETS_US: [u64; 14] = [
@@ -98,6 +102,7 @@ impl Collector for Scrape {
         let paths = node.start_paths.counts();
         gauge(&mut to, "pods", "Pods that this daemon knows", node.registry.pods().len())?;
         gauge(&mut to, "pool_vms", "VMs that wait for pods", node.pool.list().len())?;
+        nodes(&mut to, &node.placer)?;
         let starts = StartPath::ALL.map(|path| (path, paths.taken.get(&path).copied().unwrap_or(0)));
         counters(
             &mut to,
@@ -125,6 +130,26 @@ impl Collector for Scrape {
 fn gauge(to: &mut DescriptorEncoder<'_>, name: &str, help: &str, value: usize) -> fmt::Result {
     let gauge = ConstGauge::new(i64::try_from(value).unwrap_or(i64::MAX));
     gauge.encode(to.encode_descriptor(name, help, None, gauge.metric_type())?)
+}
+
+/// Writes what is placed on each NUMA node, if pods are placed.
+fn nodes(to: &mut DescriptorEncoder<'_>, placer: &Placer) -> fmt::Result {
+    if !placer.is_active() {
+        return Ok(());
+    }
+    let loads: Vec<_> =
+        placer.topology().nodes().iter().map(|node| (node.id, placer.load(node.id))).collect();
+    let of_vms: (&str, &str, fn(&Load) -> u32) =
+        ("numa_vms", "VMs that are placed on a NUMA node, with those of the pool", |load| load.vms);
+    let of_vcpus: (&str, &str, fn(&Load) -> u32) = ("numa_vcpus", "vCPUs of these VMs", |load| load.vcpus);
+    for (name, help, value) in [of_vms, of_vcpus] {
+        let mut family = to.encode_descriptor(name, help, None, MetricType::Gauge)?;
+        for (node, load) in &loads {
+            let labels = [("node", node.to_string())];
+            ConstGauge::new(i64::from(value(load))).encode(family.encode_family(&labels)?)?;
+        }
+    }
+    Ok(())
 }
 
 /// Writes a counter for each set of labels.
@@ -163,4 +188,51 @@ fn stages(to: &mut DescriptorEncoder<'_>, summaries: &[StageSummary]) -> fmt::Re
         )?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+
+    use sandboxer_config::{Config, PlacementConfig};
+    use sandboxer_process::cgroup::Hierarchies;
+    use sandboxer_vmm::Shape;
+
+    use super::*;
+
+    #[derive(Debug)]
+    struct Nodes(Arc<Placer>);
+
+    impl Collector for Nodes {
+        fn encode(&self, mut to: DescriptorEncoder<'_>) -> fmt::Result {
+            nodes(&mut to, &self.0)
+        }
+    }
+
+    #[test]
+    fn what_is_placed_is_counted_by_node() {
+        let dir = tempfile::tempdir().unwrap();
+        let placer = || {
+            let config = PlacementConfig { nodes_dir: dir.path().into(), ..Config::default().placement };
+            Arc::new(Placer::new(&config, &Hierarchies::default(), ""))
+        };
+        let seen = |placer: &Arc<Placer>| {
+            let mut registry = Registry::with_prefix("sandboxer");
+            registry.register_collector(Box::new(Nodes(placer.clone())));
+            text(&registry)
+        };
+        assert_eq!(seen(&placer()), "# EOF\n", "there is nothing to place");
+        for node in ["0", "1"] {
+            let of = dir.path().join(format!("node{node}"));
+            fs::create_dir(&of).unwrap();
+            fs::write(of.join("cpulist"), node).unwrap();
+            fs::write(of.join("meminfo"), "Node N MemTotal: 99999 kB\nNode N MemFree: 9999 kB\n").unwrap();
+        }
+        let placer = placer();
+        let _seat = placer.seat_on(1, Shape { vcpus: 1, memory_mib: 1, nics: 1 }).unwrap();
+        let text = seen(&placer);
+        for line in [r#"numa_vms{node="0"} 0"#, r#"numa_vms{node="1"} 1"#, r#"numa_vcpus{node="1"} 1"#] {
+            assert!(text.contains(&format!("sandboxer_{line}\n")), "{line}: {text}");
+        }
+    }
 }

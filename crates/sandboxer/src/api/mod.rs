@@ -7,6 +7,7 @@ mod host_ports;
 mod limits;
 pub mod metrics;
 pub mod peers;
+mod places;
 mod quarantine;
 pub mod sandbox;
 mod size;

@@ -23,6 +23,7 @@ pub async fn list(node: &Arc<DaemonState>) -> Result<ListTemplatesResponse, Stat
         vcpus: warm.shape.vcpus,
         memory_mib: warm.shape.memory_mib,
         vmm_pid: warm.pid,
+        node: warm.node,
     });
     let counts = node.start_paths.counts();
     let count = |start_path: &dyn ToString, reason: &str, pods| StartPathCount {

@@ -13,7 +13,7 @@ use std::{collections::HashMap, convert::Infallible, future::Future, net::TcpLis
 
 use futures::FutureExt;
 use sandboxer_base::chain;
-use sandboxer_process::cpus::Cpus;
+use sandboxer_process::cgroup::Bounds;
 use sandboxer_protocol::{
     id::{ContainerId, ExecId},
     link::LinkKey,
@@ -27,8 +27,9 @@ use tokio::{
 use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 
 use super::{
-    ContainerView, DaemonState, PodHandle, PodView, ProcessView, QUEUED_REQUESTS, Reply, Request,
+    ContainerView, DaemonState, Moved, PodHandle, PodView, ProcessView, QUEUED_REQUESTS, Reply, Request,
     journal::{JournalError, PodJournal, PodRecord, RECORD_VERSION},
+    placer::{Placement, Seat},
     readings::Readings,
     recover::{Reached, Resolved, Unreached},
     spec::PodSpec,
@@ -104,7 +105,8 @@ fn driver(
         ending: false,
         lost: None,
         counted: watch::channel(true).1,
-        placed: None,
+        placed: found.placed,
+        placement: found.placement,
         placing: None,
         forwarding: None,
         host_ports: Vec::new(),
@@ -132,6 +134,10 @@ pub struct Found {
     pub containers: HashMap<ContainerId, Container>,
     /// Its live shares.
     pub shares: Option<Shares>,
+    /// Where it is placed.
+    pub placement: Placement,
+    /// What its VMM is confined to.
+    pub placed: Bounds,
 }
 
 /// Finished work and its result.
@@ -177,6 +183,10 @@ enum Done {
         result: Result<(), PodError>,
         reply: Reply<()>,
     },
+    Moved {
+        result: Result<(Seat, Moved), PodError>,
+        reply: Reply<Moved>,
+    },
     Removed(Result<(), PodError>),
 }
 
@@ -194,8 +204,10 @@ struct Driver {
     ending: bool,
     /// The fault of the guest for which its VM is being killed.
     lost: Option<PodError>,
-    /// The CPUs that its VMM was last confined to; empty: all.
-    placed: Option<Cpus>,
+    /// What its VMM was last confined to.
+    placed: Bounds,
+    /// Where it is placed.
+    placement: Placement,
     /// Completes when that is done.
     placing: Option<oneshot::Receiver<Infallible>>,
     /// Whether its VMM is in the pod's control group; closed without a value if the move failed.
@@ -333,6 +345,7 @@ impl Driver {
             spec: self.spec.clone(),
             status: self.status.borrow().clone(),
             vmm: self.live.as_ref().map(|live| live.vm.record().vmm).unwrap_or_default(),
+            place: self.view_place(),
             steps: self.stages.steps(),
             containers,
         }
@@ -388,6 +401,7 @@ impl Driver {
             vm: self.vm(),
             containers: self.containers.iter().map(|(id, container)| container.record(id)).collect(),
             volumes: self.volumes.record(),
+            placement: self.placement.record(),
             shares: None,
         };
         let (journal, number) = (self.journal.clone(), self.records);

@@ -33,7 +33,7 @@ use sandboxer_vmm::{DiskSpec, VmRecord};
 use serde::{Deserialize, Serialize};
 
 use self::sync::Syncer;
-use super::spec::PodSpec;
+use super::{placer::PlacementRecord, spec::PodSpec};
 use crate::{
     pod::container::{Exit, StdioPaths},
     share::ShareRecord,
@@ -78,6 +78,9 @@ pub struct PodRecord {
     /// Volumes that its guest has.
     #[serde(default)]
     pub volumes: Vec<Needed>,
+    /// Where it is placed; none: nowhere.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub placement: Option<PlacementRecord>,
     /// The server process of its live shares, in records of version 1. Since then, the run directory has it.
     #[serde(default, skip_serializing)]
     pub shares: Option<ShareRecord>,
@@ -98,6 +101,9 @@ pub struct ContainerRecord {
     /// CPUs of the host that it may use, as a list; none: all.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cpus: Option<String>,
+    /// Memory nodes of the host that it may use, as a list; none: all.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mems: Option<String>,
     /// Its init.
     pub init: ProcessRecord,
     /// Its execs.

@@ -8,6 +8,8 @@ mod driver;
 mod forward;
 mod host_ports;
 pub mod journal;
+mod place;
+pub mod placer;
 pub mod pool;
 pub mod quantity;
 pub mod quarantine;
@@ -29,12 +31,13 @@ pub mod volumes;
 use std::{
     path::PathBuf,
     sync::{Arc, atomic::AtomicU64},
+    time::Duration,
 };
 
 use sandboxer_config::Config;
 use sandboxer_guest::Signal;
 use sandboxer_host::{network::TapPool, rootfs::RootfsStore, volume::VolumeStore};
-use sandboxer_process::cgroup::{Cgroup, Hierarchies};
+use sandboxer_process::cgroup::{Bounds, Cgroup, Hierarchies};
 use sandboxer_protocol::{
     agent::StatsResponse,
     id::{ContainerId, ExecId, SandboxId},
@@ -53,6 +56,7 @@ use crate::{
 use admission::Admission;
 pub use driver::spawn;
 use journal::Journal;
+use placer::Placer;
 use pool::Pool;
 use registry::Registry;
 use spec::{Limits, PodSpec};
@@ -76,6 +80,8 @@ pub struct DaemonState {
     pub cgroups: Hierarchies,
     /// The control group of VMs without a pod. It exists.
     pub idle_cgroup: Option<Cgroup>,
+    /// Chooses NUMA nodes for VMs.
+    pub placer: Arc<Placer>,
     /// Creates volumes.
     pub volumes: Arc<VolumeStore>,
     /// Records pods on disk.
@@ -149,6 +155,8 @@ enum Request {
     Stats { of: Option<ContainerId>, reply: Reply<StatsResponse> },
     /// Compares the guest's clock with the host's.
     SyncClock { reply: Reply<bool> },
+    /// Move its VM to a NUMA node.
+    Move { node: u32, reply: Reply<Moved> },
     /// Everything about the pod.
     Inspect { reply: Reply<PodView> },
 }
@@ -175,10 +183,38 @@ pub struct PodView {
     pub status: PodStatus,
     /// Name of its VMM; empty while there is none.
     pub vmm: String,
+    /// Where its VMM runs.
+    pub place: PlaceView,
     /// The steps of its start.
     pub steps: Vec<Step>,
     /// Its containers, by id.
     pub containers: Vec<ContainerView>,
+}
+
+/// Where a pod's VMM runs.
+#[derive(Debug, Default)]
+pub struct PlaceView {
+    /// Its NUMA node; none: it is not placed.
+    pub node: Option<u32>,
+    /// The CPUs and memory nodes that it is restricted to; empty: all of its control group's parent.
+    pub bounds: Bounds,
+    /// They are CRI's.
+    pub by_cri: bool,
+    /// Why it is there, or is not placed; may be empty.
+    pub reason: String,
+}
+
+/// What a move to another NUMA node cost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Moved {
+    /// Where the pod was placed before.
+    pub from: Option<u32>,
+    /// Memory that was moved, bytes.
+    pub bytes: u64,
+    /// Memory that is still on other nodes: pages that other processes use, too, or that were in use.
+    pub left_bytes: u64,
+    /// How long it took.
+    pub took: Duration,
 }
 
 /// Everything about a container, for `inspect`.
@@ -349,6 +385,11 @@ impl PodHandle {
     /// Sets the guest's clock by the host's. Returns whether that is to be done again later.
     pub async fn sync_clock(&self) -> Result<bool, PodError> {
         self.ask(|reply| Request::SyncClock { reply }).await
+    }
+
+    /// Moves its VM to a NUMA node: CPUs and memory.
+    pub async fn move_to(&self, node: u32) -> Result<Moved, PodError> {
+        self.ask(|reply| Request::Move { node, reply }).await
     }
 
     /// Returns everything about the pod.

@@ -32,11 +32,12 @@ use super::{
     DaemonState,
     admission::Work,
     cgroup_attach::{self, CgroupAttach},
-    host_ports,
+    host_ports, place,
+    placer::Placement,
     pool::{self, Warm},
     spec::PodSpec,
     stages::Stages,
-    start_paths, stop,
+    start_paths,
     undo::Undo,
 };
 use crate::{
@@ -69,6 +70,8 @@ pub struct Up {
     pub counting: Option<CgroupAttach>,
     /// A scratch disk that the guest has already mounted.
     pub spare: Option<DiskSpec>,
+    /// Where its VMM runs.
+    pub placement: Placement,
 }
 
 /// Maximum number of boots per pod. Each boot gets an equal share of the remaining time.
@@ -89,9 +92,16 @@ enum Source {
 
 impl Source {
     /// Returns a source of a VM of this kind on this start path, or why there is none.
-    fn take(node: &DaemonState, kind: Kind, start_path: StartPath) -> Result<Self, &'static str> {
+    fn take(
+        node: &DaemonState,
+        kind: Kind,
+        prefers: Option<u32>,
+        start_path: StartPath,
+    ) -> Result<Self, &'static str> {
         match start_path {
-            StartPath::Pool => node.pool.claim(kind, &node.templates).map(|warm| Self::Pool(Box::new(warm))),
+            StartPath::Pool => {
+                node.pool.claim(kind, prefers, &node.templates).map(|warm| Self::Pool(Box::new(warm)))
+            }
             StartPath::Template => node.templates.get(kind).map(Self::Template).map_err(Missing::as_str),
             StartPath::Boot => Ok(Self::Boot),
         }
@@ -125,10 +135,12 @@ pub async fn start(
     let host_ports = host_ports::listen(&node.front, spec)?;
     let kind = Kind { vmm: vmm(node, spec)?, shape: spec.shape(interfaces.len()) };
     let deadline = Instant::now() + node.config.vm.boot_timeout;
-    let mut start = Start { node, spec, kind, interfaces: &interfaces, key, stages, deadline, boots: BOOTS };
+    let placement = place::take(node, spec, kind.shape);
+    let interfaces = &interfaces;
+    let mut start = Start { node, spec, kind, interfaces, key, stages, placement, deadline, boots: BOOTS };
     let mut start_path = spec.start_path;
     loop {
-        let failed = match Source::take(node, kind, start_path) {
+        let failed = match Source::take(node, kind, start.placement.node(), start_path) {
             Ok(source) => match start.attempt(source, cancel).await {
                 Ok(up) => {
                     node.start_paths.taken(start_path);
@@ -189,6 +201,8 @@ struct Start<'a> {
     interfaces: &'a [Interface],
     key: &'a LinkKey,
     stages: &'a Stages,
+    /// The place of a VM that is made for the pod.
+    placement: Placement,
     /// The deadline of all attempts together. Time spent waiting for admission is added to it.
     deadline: Instant,
     /// Remaining boots.
@@ -221,9 +235,16 @@ impl<'a> Start<'a> {
         undo: &mut Undo,
     ) -> Result<Up, PodError> {
         let Self { node, spec, kind, interfaces, key, stages, .. } = *self;
-        let prepared =
-            stages.run(Stage::Network, Prepared::new(node, spec, kind, interfaces, waited, undo)).await?;
-        match source {
+        let placement = match &source {
+            Source::Pool(warm) => place::of_warm(spec, &self.placement, warm),
+            Source::Template(_) | Source::Boot => self.placement.clone(),
+        };
+        let preparing = async {
+            let placement = place::make_group(node, spec, placement, undo)?;
+            Ok::<_, PodError>((Prepared::new(node, spec, kind, interfaces, waited, undo).await?, placement))
+        };
+        let (prepared, placement) = stages.run(Stage::Network, preparing).await?;
+        let up = match source {
             Source::Pool(warm) => {
                 let until = self.until(FASTER);
                 let greeted = stages.run(Stage::Claim, prepared.claim(warm, until)).await?;
@@ -246,7 +267,8 @@ impl<'a> Start<'a> {
                 let greeted = stages.run(Stage::Boot, running.greet(key)).await?;
                 stages.run(Stage::AgentReady, greeted.configure(key)).await
             }
-        }
+        };
+        Ok(Up { placement, ..up? })
     }
 
     /// Waits for admission of a new VM and moves the deadline by the time waited.
@@ -295,11 +317,6 @@ impl<'a> Prepared<'a> {
         let host = |action, path: PathBuf| {
             move |source: io::Error| PodError::Path { pod: spec.id.clone(), action, path, source }
         };
-        if let Some(cgroup) = node.cgroups.of(&spec.cgroup_parent, &spec.id) {
-            cgroup.make().map_err(|(path, error)| host("make control group", path)(error))?;
-            let of = spec.id.clone();
-            undo.push("remove the control group", async move { stop::leave(&of, &cgroup).await });
-        }
         let mut counting = None;
         if let Some(Waited { vm, .. }) = &waited {
             // The control group can only be removed after the VMM in it has ended.
@@ -340,7 +357,8 @@ impl<'a> Prepared<'a> {
         answered(spec, until, "the resumption", vm.resume()).await?;
         let live = RunningVm { vm, agent: warm.agent.of(&spec.id), disk_limits: spec.disk_limits };
         let (ready, spare, host_ports) = (warm.ready, warm.spare, Vec::new());
-        let up = Up { live, ready, start_path: StartPath::Pool, interfaces, host_ports, counting, spare };
+        let (start_path, placement) = (StartPath::Pool, Placement::default());
+        let up = Up { live, ready, start_path, interfaces, host_ports, counting, spare, placement };
         Ok(Greeted { spec, until, up })
     }
 
@@ -402,8 +420,8 @@ impl<'a> Running<'a> {
         let greeted = sandboxer_guest::connect(&spec.id, vm.as_ref(), key, node.config.vm.agent_timeout);
         let (agent, ready) = watched(spec, until, vm.as_ref(), greeted).await?;
         let live = RunningVm { vm, agent, disk_limits: spec.disk_limits };
-        let (host_ports, counting, spare) = (Vec::new(), None, None);
-        let up = Up { live, ready, start_path, interfaces, host_ports, counting, spare };
+        let (host_ports, counting, spare, placement) = (Vec::new(), None, None, Placement::default());
+        let up = Up { live, ready, start_path, interfaces, host_ports, counting, spare, placement };
         Ok(Greeted { spec, until, up })
     }
 }

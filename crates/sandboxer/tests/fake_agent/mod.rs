@@ -237,6 +237,19 @@ impl Agent for FakeAgent {
         Ok(wire::StartProcessResponse { pid: 7, ..Default::default() })
     }
 
+    async fn update_container(
+        &self,
+        _: &TtrpcContext,
+        request: wire::UpdateContainerRequest,
+    ) -> Result<wire::UpdateContainerResponse> {
+        // A guest has other CPUs and nodes than its host.
+        let text = String::from_utf8_lossy(&request.resources_json);
+        if text.contains("cpus") || text.contains("mems") {
+            return Err(status(Code::INTERNAL));
+        }
+        Ok(Default::default())
+    }
+
     async fn wait_process(
         &self,
         _: &TtrpcContext,

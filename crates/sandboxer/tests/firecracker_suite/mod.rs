@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test helper fails its test")]
 
 pub mod cases;
-mod jailer;
+pub mod jailer;
 pub mod pods;
 
 use std::{

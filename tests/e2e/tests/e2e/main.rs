@@ -15,6 +15,7 @@ mod hung_volume;
 mod lifecycle;
 mod many;
 mod network;
+mod placement;
 mod pool;
 mod probe;
 mod sandbox;
@@ -30,6 +31,7 @@ mod unit;
 mod volumes;
 mod worker;
 
+use std::path::Path;
 use std::pin::Pin;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -58,17 +60,23 @@ enum On {
     Vm,
     /// About microVMs, and disturbs other pods.
     VmAlone,
+    /// As VmAlone, about a host with NUMA nodes; passed over, and counted, where there is one.
+    Numa,
     /// As that, about the service under systemd; passed over, and counted, where process 1 is none.
     Systemd,
 }
 
 impl On {
     fn is_alone(self) -> bool {
-        matches!(self, Self::VmAlone | Self::Systemd)
+        matches!(self, Self::VmAlone | Self::Numa | Self::Systemd)
     }
 
     fn is_possible(self) -> bool {
-        self != Self::Systemd || std::env::var_os("SANDBOXER_E2E_SYSTEMD").is_some()
+        match self {
+            Self::Systemd => std::env::var_os("SANDBOXER_E2E_SYSTEMD").is_some(),
+            Self::Numa => Path::new("/sys/devices/system/node/node1").exists(),
+            Self::Any | Self::Vm | Self::VmAlone => true,
+        }
     }
 }
 
@@ -101,6 +109,7 @@ fn entries() -> Vec<Entry> {
         failure::cases,
         many::cases,
         network::cases,
+        placement::cases,
         pool::cases,
         probe::cases,
         templates::cases,

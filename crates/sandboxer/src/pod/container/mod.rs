@@ -180,6 +180,8 @@ pub struct Container {
     pub message: Option<PathBuf>,
     /// CPUs of the host that it may use, as a list; none: all.
     pub cpus: Option<String>,
+    /// Memory nodes of the host that it may use, as a list; none: all.
+    pub mems: Option<String>,
     /// Its init.
     pub init: Process,
     /// Its execs.
@@ -215,6 +217,7 @@ impl Container {
             disks: self.disks.clone(),
             message: self.message.clone(),
             cpus: self.cpus.clone(),
+            mems: self.mems.clone(),
             init: self.init.record(),
             execs: self.execs.iter().map(|(id, exec)| (id.clone(), exec.record())).collect(),
         }

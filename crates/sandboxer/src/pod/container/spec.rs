@@ -11,8 +11,8 @@ use std::{
 };
 
 use oci_spec::runtime::{Linux, LinuxNamespace, LinuxNamespaceBuilder, LinuxNamespaceType, Process, Spec};
+use sandboxer_base::Cpus;
 use sandboxer_host::{helper::Helpers, volume::Needed};
-use sandboxer_process::cpus::Cpus;
 use sandboxer_protocol::{
     agent::{BlockDevice, File, create_container_request::Processes},
     id::ContainerId,
@@ -53,6 +53,8 @@ pub struct GuestSpec {
     pub message: Option<PathBuf>,
     /// CPUs of the host that it may use, as a list; none: all. They confine the VMM, not the guest.
     pub cpus: Option<String>,
+    /// Memory nodes of the host that it may use, as a list; none: all.
+    pub mems: Option<String>,
     /// Maximum bytes in its root file system, if requested.
     pub rootfs_bytes: Option<u64>,
     /// Its root file system is read-only.
@@ -119,9 +121,9 @@ fn convert(pod: &PodSpec, new: &NewContainer, mut spec: Spec, looked: Looked) ->
     if let Some(process) = spec.process_mut() {
         drop_host_labels(process);
     }
-    let (mut devices, mut processes, mut cpus) = (Vec::new(), None, None);
+    let (mut devices, mut processes, mut cpus, mut mems) = (Vec::new(), None, None, None);
     if let Some(linux) = spec.linux_mut() {
-        cpus = cpus_of(container, linux)?;
+        (cpus, mems) = cpuset(container, linux)?;
         processes = seen_processes(pod, new, linux)?;
         let (disks, seen) = devices::convert(container, linux)?;
         needed.extend(disks);
@@ -146,21 +148,24 @@ fn convert(pod: &PodSpec, new: &NewContainer, mut spec: Spec, looked: Looked) ->
         shares,
         message,
         cpus,
+        mems,
         rootfs_bytes,
         is_read_only,
     })
 }
 
-/// Returns the container's CPU set on the host.
-fn cpus_of(container: &ContainerId, linux: &Linux) -> Result<Option<String>, PodError> {
+/// Returns the CPUs and the memory nodes of the host that the container may use.
+fn cpuset(container: &ContainerId, linux: &Linux) -> Result<(Option<String>, Option<String>), PodError> {
     let cpu = linux.resources().as_ref().and_then(|resources| resources.cpu().as_ref());
-    let Some(list) = cpu.and_then(|cpu| cpu.cpus().as_ref()).filter(|list| !list.is_empty()) else {
-        return Ok(None);
+    let parsed = |list: Option<&String>, what| match list.filter(|list| !list.is_empty()) {
+        None => Ok(None),
+        Some(list) => match Cpus::parse(list) {
+            Some(set) => Ok(Some(set.to_string())),
+            None => Err(invalid(container, format!("{list:?} is no list of {what}"))),
+        },
     };
-    match Cpus::parse(list) {
-        Some(cpus) => Ok(Some(cpus.to_string())),
-        None => Err(invalid(container, format!("{list:?} is no list of CPUs"))),
-    }
+    let cpus = parsed(cpu.and_then(|cpu| cpu.cpus().as_ref()), "CPUs")?;
+    Ok((cpus, parsed(cpu.and_then(|cpu| cpu.mems().as_ref()), "memory nodes")?))
 }
 
 /// Returns the PID mode of the container. containerd names a PID namespace by a process of the host,

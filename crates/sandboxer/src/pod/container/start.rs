@@ -73,6 +73,8 @@ pub struct Created {
     pub message: Option<PathBuf>,
     /// CPUs of the host that it may use, as a list; none: all.
     pub cpus: Option<String>,
+    /// Memory nodes of the host that it may use, as a list; none: all.
+    pub mems: Option<String>,
     /// The intent that the front stores until the container is recorded.
     pub intent: Kept,
 }
@@ -200,6 +202,7 @@ async fn try_create(
         leases: plan.leases,
         message: guest_spec.message,
         cpus: guest_spec.cpus,
+        mems: guest_spec.mems,
         intent,
     })
 }

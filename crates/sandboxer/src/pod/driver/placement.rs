@@ -1,38 +1,188 @@
-//! Selects the host CPUs for a pod's VMM: the union of its containers' CPU sets from CRI.
+//! Selects the host's CPUs and memory for a pod's VMM: those of CRI, else of its place on a NUMA node. Moves it.
 //!
 //! A guest does not know the host's CPUs, so its containers cannot be held to their own sets: all run on the union.
 //! kubelet's static CPU policy gives exclusive CPUs to some containers, and the rest to all others.
 
-use std::convert::Infallible;
+use std::{convert::Infallible, time::Instant};
 
-use sandboxer_base::chain;
-use sandboxer_process::cpus::Cpus;
+use sandboxer_base::{Cpus, chain};
+use sandboxer_process::{
+    cgroup::{Bounds, Cgroup},
+    residence::{self, Residence},
+};
 use sandboxer_protocol::id::ContainerId;
 use tokio::sync::oneshot;
 
-use super::{Done, Driver};
-use crate::pod::container::Container;
+use super::{Done, Driver, answer};
+use crate::{
+    error::PodError,
+    pod::{
+        Moved, PlaceView, Reply,
+        container::Container,
+        place,
+        placer::{Placement, Placer, Seat},
+    },
+    state::PodState,
+};
+
+const BY_CRI: &str = "the CPU sets that CRI gave its containers";
 
 impl Driver {
-    /// Reads the CPU set of a container's resource update, if it has one.
-    pub(super) fn update_cpus(&mut self, of: &ContainerId, resources: &[u8]) {
-        let said = serde_json::from_slice::<serde_json::Value>(resources).unwrap_or_default();
-        let Some(cpus) = said["cpu"]["cpus"].as_str().filter(|cpus| !cpus.is_empty()) else { return };
-        if let Some(container) = self.containers.get_mut(of) {
-            container.cpus = Some(cpus.to_owned());
+    /// Takes the CPUs and memory nodes out of a container's resource update: they are the host's. Returns the rest, for the
+    /// guest.
+    pub(super) fn update_cpus(&mut self, of: &ContainerId, resources: Vec<u8>) -> Vec<u8> {
+        let Ok(mut said) = serde_json::from_slice::<serde_json::Value>(&resources) else { return resources };
+        let Some(cpu) = said.get_mut("cpu").and_then(serde_json::Value::as_object_mut) else {
+            return resources;
+        };
+        let [cpus, mems] = ["cpus", "mems"].map(|name| {
+            let list = cpu.remove(name)?;
+            list.as_str().filter(|list| !list.is_empty()).map(str::to_owned)
+        });
+        let rest = said.to_string().into_bytes();
+        if let Some(container) = self.containers.get_mut(of).filter(|_| cpus.is_some() || mems.is_some()) {
+            container.cpus = cpus.or_else(|| container.cpus.take());
+            container.mems = mems.or_else(|| container.mems.take());
             self.place();
+            self.save();
+        }
+        rest
+    }
+
+    /// Returns what CRI says: the unions of its containers' sets. Nothing, if a container has no set.
+    fn by_cri(&self) -> Bounds {
+        let ended = |container: &Container| container.init.phase.borrow().exit().is_some();
+        let there = || self.containers.values().filter(|container| !ended(container));
+        let parsed = |list: &Option<String>| list.as_deref().and_then(Cpus::parse);
+        Bounds {
+            cpus: Cpus::union(there().map(|container| parsed(&container.cpus))),
+            nodes: Cpus::union(there().map(|container| parsed(&container.mems))),
         }
     }
 
-    /// Confines the VMM to the CPUs of its containers, after earlier updates are complete.
+    /// Confines the VMM to the CPUs of its containers, else to those of its place, after earlier changes are complete.
     pub(super) fn place(&mut self) {
-        let ended = |container: &Container| container.init.phase.borrow().exit().is_some();
-        let there = self.containers.values().filter(|container| !ended(container));
-        let cpus = Cpus::union(there.map(|container| container.cpus.as_deref().and_then(Cpus::parse)));
-        let Some(live) = self.live.as_ref().filter(|_| self.placed != cpus) else { return };
+        let by_cri = self.by_cri();
+        let bounds = match &by_cri {
+            Bounds { cpus: None, nodes: None } => self.node.placer.bounds(self.placement.seat.as_ref()),
+            Bounds { cpus: None, nodes } => Bounds { nodes: nodes.clone(), ..self.node.placer.bounds(None) },
+            _ => by_cri.clone(),
+        };
+        let Some(live) = self.live.as_ref().filter(|_| self.placed != bounds) else { return };
         let Some(cgroup) = self.node.cgroups.of(&self.spec.cgroup_parent, &self.spec.id) else { return };
-        self.placed.clone_from(&cpus);
-        let (vmm, pod, mut counted) = (live.vm.record().pid, self.spec.id.clone(), self.counted.clone());
+        let vmm = live.vm.record().pid;
+        let follow = self.follow_cri(&by_cri);
+        self.placed.clone_from(&bounds);
+        let pod = self.spec.id.clone();
+        self.in_turn(move || {
+            if let Err((path, error)) = cgroup.confine(vmm, &bounds) {
+                let cpus = bounds.cpus.map_or_else(|| "all".to_owned(), |cpus| cpus.to_string());
+                tracing::warn!(%pod, path = %path.display(), error = chain(&error),
+                    "cannot confine the VMM to CPUs {cpus}: it runs on all of the pod's control group");
+            } else if let Some((from, node)) = follow
+                && let Err(error) = residence::migrate(vmm, &from, node)
+            {
+                tracing::warn!(%pod, node, %error, "cannot move the VMM's memory to the node of its CPUs");
+            }
+        });
+    }
+
+    /// Takes a place on the node that has all CPUs that CRI named. Returns the nodes from which memory is to follow, and that
+    /// node; none if the VMM's memory is there, or if CRI chooses nodes for memory itself.
+    fn follow_cri(&mut self, by_cri: &Bounds) -> Option<(Cpus, u32)> {
+        let placer = &self.node.placer;
+        let cpus = by_cri.cpus.as_ref().filter(|_| placer.is_active())?;
+        let shape = self.spec.shape(self.status.borrow().interfaces.len());
+        let node = placer.node_of(cpus);
+        let reason = BY_CRI.to_owned();
+        if node.is_some() && node == self.placement.node() {
+            self.placement.reason = reason;
+            return None;
+        }
+        let seat = node.and_then(|node| placer.seat_again(node, shape).ok());
+        tracing::info!(pod = %self.spec.id, before = self.placement.node(), node, %cpus, "CRI chose the pod's CPUs");
+        self.placement = Placement { seat, reason };
+        let node = node.filter(|_| by_cri.nodes.is_none())?;
+        Some((others(placer, node)?, node))
+    }
+
+    /// Moves the VMM and its memory to a node.
+    pub(super) fn on_move(&mut self, node: u32, reply: Reply<Moved>) {
+        let (seat, cgroup) = match self.may_move(node) {
+            Ok(may) => may,
+            Err(error) => return answer(reply, Err(error)),
+        };
+        let Some(live) = &self.live else { return };
+        let (vmm, pod, from) = (live.vm.record().pid, self.spec.id.clone(), self.placement.node());
+        let (bounds, others) = (self.node.placer.bounds(Some(&seat)), others(&self.node.placer, node));
+        let (told, moved) = oneshot::channel();
+        let before = self.placed.clone();
+        self.in_turn(move || {
+            let moved = move_memory(&cgroup, vmm, &bounds, others, node).map_err(|reason| {
+                if let Err((path, error)) = cgroup.confine(vmm, &before) {
+                    tracing::warn!(%pod, path = %path.display(), %error, "cannot undo a move that failed");
+                }
+                PodError::Failed { subject: format!("cannot move pod {pod} to node {node}"), reason }
+            });
+            // The driver waits for it.
+            let _ = told.send(moved.map(|moved| (seat, Moved { from, ..moved })));
+        });
+        let gone = self.spec.id.clone();
+        self.work.spawn(async move {
+            let result = moved.await.unwrap_or_else(|_| Err(PodError::Gone(gone)));
+            Done::Moved { result, reply }
+        });
+    }
+
+    /// Returns the place on `node` and the control group to move, or why the pod cannot be moved there.
+    fn may_move(&self, node: u32) -> Result<(Seat, Cgroup), PodError> {
+        if self.state() != PodState::Ready {
+            return Err(self.wrong_state("move the pod", self.state()));
+        }
+        let refused = |reason: String| PodError::Unmovable { pod: self.spec.id.clone(), reason };
+        let shape = self.spec.shape(self.status.borrow().interfaces.len());
+        if self.by_cri() != Bounds::default() {
+            return Err(refused(format!("{BY_CRI} say where it runs (kubelet's CPU manager)")));
+        }
+        if self.placement.node() == Some(node) {
+            return Err(refused(format!("it is on node {node}")));
+        }
+        let cgroup = self.node.cgroups.of(&self.spec.cgroup_parent, &self.spec.id);
+        let cgroup = cgroup.ok_or_else(|| refused(place::NO_PARENT.to_owned()))?;
+        let seat = self.node.placer.seat_on(node, shape).map_err(|error| refused(error.to_string()))?;
+        Ok((seat, cgroup))
+    }
+
+    pub(super) fn moved(&mut self, result: Result<(Seat, Moved), PodError>, reply: Reply<Moved>) {
+        let (seat, moved) = match result {
+            Ok(moved) => moved,
+            Err(error) => return answer(reply, Err(error)),
+        };
+        let (pod, node) = (&self.spec.id, seat.node());
+        tracing::info!(%pod, from = moved.from, node, bytes = moved.bytes, took = ?moved.took, "moved the pod");
+        if self.live.is_some() {
+            self.placed = self.node.placer.bounds(Some(&seat));
+            self.placement = Placement { seat: Some(seat), reason: "moved on request".to_owned() };
+            // CRI may have spoken meanwhile.
+            self.place();
+        }
+        self.save_then(reply, Ok(moved));
+    }
+
+    /// Returns where the VMM runs.
+    pub(super) fn view_place(&self) -> PlaceView {
+        let is_up = self.live.is_some() || self.unreached.is_some();
+        PlaceView {
+            node: self.placement.node(),
+            bounds: if is_up { self.placed.clone() } else { Bounds::default() },
+            by_cri: self.by_cri() != Bounds::default(),
+            reason: self.placement.reason.clone(),
+        }
+    }
+
+    /// Runs `work`, which blocks, after the VMM is in its control group and earlier works are complete.
+    fn in_turn(&mut self, work: impl FnOnce() + Send + 'static) {
+        let mut counted = self.counted.clone();
         let (over, placing) = oneshot::channel::<Infallible>();
         let before = self.placing.replace(placing);
         self.work.spawn(async move {
@@ -41,15 +191,41 @@ impl Driver {
             }
             // It is in its control group then; a VMM that could not be moved has been killed.
             let _ = counted.wait_for(|counted| *counted).await;
-            let list = cpus.as_ref().map(Cpus::to_string);
-            let confined = tokio::task::spawn_blocking(move || cgroup.confine(vmm, list.as_deref())).await;
-            if let Ok(Err((path, error))) = confined {
-                let cpus = cpus.map_or_else(|| "all".to_owned(), |cpus| cpus.to_string());
-                tracing::warn!(%pod, path = %path.display(), error = chain(&error),
-                    "cannot confine the VMM to CPUs {cpus}: it runs on all of the pod's control group");
-            }
+            let _ = tokio::task::spawn_blocking(work).await;
             drop(over);
             Done::Nothing
         });
     }
+}
+
+/// Returns all nodes of the host but this one.
+fn others(placer: &Placer, node: u32) -> Option<Cpus> {
+    let all = Cpus::union(placer.topology().nodes().iter().map(|node| Cpus::one(node.id)))?;
+    all.without(Cpus::one(node).as_ref())
+}
+
+/// Confines `vmm` to `bounds`, and moves its memory from the nodes `others` to `node`.
+fn move_memory(
+    cgroup: &Cgroup,
+    vmm: u32,
+    bounds: &Bounds,
+    others: Option<Cpus>,
+    node: u32,
+) -> Result<Moved, String> {
+    let read = || {
+        let path = format!("/proc/{vmm}/numa_maps");
+        Residence::of(vmm).map_err(|error| format!("cannot read {path}: {error}"))
+    };
+    let before = read()?;
+    let began = Instant::now();
+    // First the CPUs: from then on, new memory is taken from there.
+    let confined = cgroup.confine(vmm, bounds);
+    confined.map_err(|(path, error)| format!("cannot write {}: {error}", path.display()))?;
+    if let Some(others) = others {
+        let migrated = residence::migrate(vmm, &others, node);
+        migrated.map_err(|error| format!("the kernel does not move pages of process {vmm}: {error}"))?;
+    }
+    let took = began.elapsed();
+    let left_bytes = read()?.remote_bytes(node);
+    Ok(Moved { from: None, bytes: before.remote_bytes(node).saturating_sub(left_bytes), left_bytes, took })
 }

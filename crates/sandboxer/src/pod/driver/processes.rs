@@ -47,13 +47,14 @@ impl Driver {
                 return answer(reply, Err(error));
             }
         };
-        let Created { pid, io, disks, leases, message, cpus, intent } = *created;
+        let Created { pid, io, disks, leases, message, cpus, mems, intent } = *created;
         let container = Container {
             bundle: new.bundle,
             disks,
             leases,
             message,
             cpus,
+            mems,
             init: Process::created(pid, new.stdio, io),
             execs: HashMap::new(),
             paused: false,

@@ -60,9 +60,7 @@ impl Driver {
             Request::SetPaused { of, paused, reply } => self.on_set_paused(of, paused, reply),
             Request::Update { of, resources, reply } => {
                 let checked = self.running(&of, None);
-                if checked.is_ok() {
-                    self.update_cpus(&of, &resources);
-                }
+                let resources = if checked.is_ok() { self.update_cpus(&of, resources) } else { Vec::new() };
                 let readings = self.readings.clone();
                 self.forward(checked, reply, move |live| async move {
                     live.agent.update_container(&of, resources).await?;
@@ -99,6 +97,7 @@ impl Driver {
             Request::SyncClock { reply } => {
                 self.forward(Ok(()), reply, move |live| async move { Ok(live.agent.sync_clock().await?) });
             }
+            Request::Move { node, reply } => self.on_move(node, reply),
             Request::Inspect { reply } => answer(reply, Ok(self.view())),
         }
     }

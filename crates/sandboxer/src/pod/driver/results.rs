@@ -18,6 +18,7 @@ use crate::{
             io::{StdinCloser, Subject},
         },
         forward, host_ports,
+        placer::Placement,
         recover::{Reached, Resolved, Unreached, settle},
         session,
         start::{self, Up},
@@ -54,6 +55,7 @@ impl Driver {
                     self.save();
                 }
             }
+            Done::Moved { result, reply } => self.moved(result, reply),
             Done::Deleted { of, exec, result, reply } => self.deleted(of, exec, result, reply),
             Done::Paused { of, paused, result, reply } => {
                 if result.is_ok()
@@ -89,6 +91,8 @@ impl Driver {
             status.state = PodState::Ready;
         });
         self.volumes.spare.put(up.spare);
+        self.placed = self.node.placer.bounds(up.placement.seat.as_ref());
+        self.placement = up.placement;
         self.live = Some(up.live);
         self.watch_vm();
         self.forward_ports(up.host_ports);
@@ -188,6 +192,7 @@ impl Driver {
         }
         self.live = None;
         self.unreached = None;
+        self.placement = Placement::default();
         self.cancel.cancel();
         // The volumes of the guest are not updated any more.
         self.volumes = Arc::new(Volumes::new(self.node.volumes.clone(), self.volumes.shares.clone(), None));

@@ -72,7 +72,10 @@ async fn try_warm(
     let vmm = node.vmms.get(kind.vmm);
     let (taps, pooled_taps) =
         VmTaps::of_no_pod(vmm.as_ref(), &node.tap_pool, spec.nics).map_err(host("make taps for"))?;
-    let spec = VmSpec { background: true, cgroup: node.idle_cgroup.clone(), ..taps.given_to(spec) };
+    // The next pod of this size will be given this node, too.
+    let seat = node.placer.seat(template.shape).ok().filter(|_| node.placer.places_idle());
+    let cgroup = seat.as_ref().map_or(node.idle_cgroup.as_ref(), |seat| node.placer.idle(seat));
+    let spec = VmSpec { background: true, cgroup: cgroup.cloned(), ..taps.given_to(spec) };
     let restored = vmm.restore(&spec, &template.frozen).await;
     let vm = restored.inspect_err(|error| node.templates.not_restored(kind, template, error))?;
     let doomed = vm.clone();
@@ -97,7 +100,7 @@ async fn try_warm(
     // Without an interface, so that the pod's configuration has nothing to clear.
     agent.configure_pod(identity).await?;
     vm.pause().await?;
-    Ok(Warm { vm, agent, ready, taps: pooled_taps, spare, template: template.key.clone() })
+    Ok(Warm { vm, agent, ready, taps: pooled_taps, spare, seat, template: template.key.clone() })
 }
 
 /// Kills a VM that waited, and removes its directory.

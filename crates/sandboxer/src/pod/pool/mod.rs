@@ -39,7 +39,7 @@ use tokio::{
 use tokio_util::sync::CancellationToken;
 
 use crate::{
-    pod::DaemonState,
+    pod::{DaemonState, placer::Seat},
     template::{Kind, Missing, Shape, TemplateKey, Templates},
 };
 use demand::{Demand, Wanted, share_out};
@@ -68,6 +68,8 @@ pub struct Warm {
     pub taps: Vec<PooledTap>,
     /// A scratch disk that it has mounted.
     pub spare: Option<DiskSpec>,
+    /// Its place on a NUMA node; none: it is not placed.
+    pub seat: Option<Seat>,
     template: TemplateKey,
 }
 
@@ -99,6 +101,8 @@ pub struct WarmView {
     pub shape: Shape,
     /// Process id of its VMM.
     pub pid: u32,
+    /// Its NUMA node, if it is placed.
+    pub node: Option<u32>,
 }
 
 impl Pool {
@@ -108,9 +112,14 @@ impl Pool {
         Arc::new(Self { config, usual, meminfo, state: Mutex::default(), taken: watch::Sender::default() })
     }
 
-    /// Takes a VM of this kind, if one waits that is a copy of the current template. The error says why there is
-    /// none.
-    pub fn claim(&self, kind: impl Into<Kind>, templates: &Arc<Templates>) -> Result<Warm, &'static str> {
+    /// Takes a VM of this kind, if one waits that is a copy of the current template; one on the NUMA node `prefers`, if there
+    /// is such a one. The error says why there is none.
+    pub fn claim(
+        &self,
+        kind: impl Into<Kind>,
+        prefers: Option<u32>,
+        templates: &Arc<Templates>,
+    ) -> Result<Warm, &'static str> {
         let kind = kind.into();
         if self.config.max == 0 {
             return Err("off");
@@ -121,15 +130,23 @@ impl Pool {
         self.taken.send_replace(());
         let template = template.map_err(Missing::as_str)?;
         let waiting = state.waiting.get_mut(&kind).ok_or("empty")?;
-        let fresh = waiting.iter().position(|warm| warm.template == template.key).ok_or("empty")?;
-        waiting.remove(fresh).ok_or("empty")
+        let fresh = waiting.iter().enumerate().filter(|(_, warm)| warm.template == template.key);
+        // The first of the most wanted.
+        let elsewhere = |warm: &Warm| warm.seat.as_ref().map(Seat::node) != prefers;
+        let (at, _) = fresh.min_by_key(|(_, warm)| elsewhere(warm)).ok_or("empty")?;
+        waiting.remove(at).ok_or("empty")
     }
 
     /// Lists the VMs that wait.
     pub fn list(&self) -> Vec<WarmView> {
         let view = |kind: Kind, warm: &Warm| {
             let record = warm.vm.record();
-            WarmView { vmm: record.vmm, shape: kind.shape, pid: record.pid }
+            WarmView {
+                vmm: record.vmm,
+                shape: kind.shape,
+                pid: record.pid,
+                node: warm.seat.as_ref().map(Seat::node),
+            }
         };
         let state = self.lock();
         state.waiting.iter().flat_map(|(&kind, all)| all.iter().map(move |warm| view(kind, warm))).collect()

@@ -48,6 +48,7 @@ pub(super) fn take_up_container(
         leases: record.disks.iter().filter_map(|disk| node.rootfs.lease(&disk.path)).collect(),
         message: record.message,
         cpus: record.cpus,
+        mems: record.mems,
         bundle: record.bundle,
         disks: record.disks,
         paused: false,

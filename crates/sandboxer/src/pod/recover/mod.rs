@@ -152,7 +152,11 @@ async fn take_up(node: &Arc<DaemonState>, record: PodRecord) -> TakenUp {
     };
     let alive = !matches!(outcome, TakenUp::Stopped);
     let forgotten_start = !matches!(outcome, TakenUp::Alive) && record.status.state == PodState::Starting;
-    let PodRecord { spec, link_key, containers: recorded, .. } = record;
+    let PodRecord { spec, link_key, containers: recorded, placement, .. } = record;
+    let shape = spec.shape(status.interfaces.len());
+    let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id).filter(|_| alive);
+    let placed = cgroup.map(|cgroup| cgroup.bounds()).unwrap_or_default();
+    let placement = node.placer.again(placement.filter(|_| alive), shape);
     let mut forgotten = Vec::new();
     for container in recorded.iter().filter(|_| alive) {
         if let Ok(false) = tokio::fs::try_exists(&container.bundle).await {
@@ -166,7 +170,7 @@ async fn take_up(node: &Arc<DaemonState>, record: PodRecord) -> TakenUp {
     let ids: Vec<ContainerId> = containers.keys().cloned().collect();
     let shared = node.clone();
     let inserted = node.registry.insert(&id, || {
-        let found = Found { reached, unreached, containers, shares: Some(shares) };
+        let found = Found { reached, unreached, containers, shares: Some(shares), placement, placed };
         pod::spawn(shared, spec, link_key, status, found)
     });
     let handle = match inserted {

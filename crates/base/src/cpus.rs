@@ -1,11 +1,11 @@
-//! Sets of the host's CPUs, as control groups and CRI write them: `0-3,7`.
+//! Sets of the host's CPUs and of its memory nodes, as the kernel, control groups and CRI write them: `0-3,7`.
 
 use std::{collections::BTreeSet, fmt};
 
 /// Maximum number of CPUs in Linux.
 const MAX_CPUS: u32 = 8192;
 
-/// A set of CPUs, never empty.
+/// A set of CPUs or of memory nodes, never empty.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Cpus(BTreeSet<u32>);
 
@@ -22,6 +22,33 @@ impl Cpus {
             set.extend(first..=last);
         }
         (!set.is_empty()).then_some(Self(set))
+    }
+
+    /// Returns the set with this one member; `None` if the kernel has no such.
+    pub fn one(member: u32) -> Option<Self> {
+        (member < MAX_CPUS).then(|| Self(BTreeSet::from([member])))
+    }
+
+    /// Returns those that are not in `other`; `None` if there are none.
+    pub fn without(&self, other: Option<&Cpus>) -> Option<Self> {
+        let is_other = |cpu: &u32| other.is_some_and(|other| other.0.contains(cpu));
+        let rest: BTreeSet<u32> = self.0.iter().copied().filter(|cpu| !is_other(cpu)).collect();
+        (!rest.is_empty()).then_some(Self(rest))
+    }
+
+    /// Returns whether all of them are in `other`.
+    pub fn is_within(&self, other: &Cpus) -> bool {
+        self.0.is_subset(&other.0)
+    }
+
+    /// Returns how many there are, at least 1.
+    pub fn count(&self) -> usize {
+        self.0.len()
+    }
+
+    /// Returns them in ascending order.
+    pub fn iter(&self) -> impl Iterator<Item = u32> {
+        self.0.iter().copied()
     }
 
     /// Returns the union of the sets; `None`, meaning all CPUs, without sets or if one is missing.
@@ -71,5 +98,15 @@ mod tests {
         assert_eq!(Cpus::union([set("0-1"), set("4")]), set("0-1,4"));
         assert_eq!(Cpus::union([set("0-1"), None]), None);
         assert_eq!(Cpus::union([]), None);
+    }
+
+    #[test]
+    fn sets_are_compared_and_reduced() {
+        let set = |list| Cpus::parse(list).unwrap();
+        assert_eq!(set("0-3").without(Some(&set("0,7"))), Some(set("1-3")));
+        assert_eq!(set("0-3").without(None), Some(set("0-3")));
+        assert_eq!(set("0-3").without(Some(&set("0-7"))), None);
+        assert!(set("1,3").is_within(&set("0-3")) && !set("1,4").is_within(&set("0-3")));
+        assert_eq!((set("0-3,7").count(), Cpus::one(5), Cpus::one(MAX_CPUS)), (5, Some(set("5")), None));
     }
 }

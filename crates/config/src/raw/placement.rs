@@ -1,0 +1,31 @@
+//! The table `[placement]`.
+
+use sandboxer_base::Cpus;
+use serde::{Deserialize, Serialize};
+
+use super::{ConfigError, bounds::Bounds};
+use crate::{PlacementConfig, PlacementPolicy};
+
+#[derive(Debug, Default, Deserialize, Serialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct RawPlacement {
+    policy: Option<PlacementPolicy>,
+    reserved_cpus: Option<String>,
+}
+
+impl RawPlacement {
+    /// Checks the values.
+    pub fn resolve(
+        self,
+        default: PlacementConfig,
+        bounds: &Bounds<'_>,
+    ) -> Result<PlacementConfig, ConfigError> {
+        // An empty list reserves none.
+        let list = self.reserved_cpus.filter(|list| !list.trim().is_empty());
+        let reserved_cpus = list.as_deref().and_then(Cpus::parse);
+        let fine = list.is_some() == reserved_cpus.is_some();
+        let found = format!("{:?}", list.unwrap_or_default());
+        bounds.check("placement.reserved_cpus", found, "a list of CPUs such as \"0-1,8\"", fine)?;
+        Ok(PlacementConfig { policy: self.policy.unwrap_or(default.policy), reserved_cpus, ..default })
+    }
+}

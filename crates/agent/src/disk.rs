@@ -28,7 +28,7 @@ const VPD_HEADER: usize = 4;
 /// Waits for the disk with `serial`; returns its device node.
 pub async fn find(serial: &str) -> Result<PathBuf, Failure> {
     let index = Index::of_guest();
-    let found = uevent::wait_for(Some(DEADLINE), || match &index {
+    let found = uevent::wait_for(&["block"], Some(DEADLINE), || match &index {
         None => scan(Path::new("/sys/block"), serial),
         Some(index) => index.read().and_then(|entries| in_slot(Path::new("/sys/block"), &entries, serial)),
     })

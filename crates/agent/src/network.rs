@@ -83,7 +83,7 @@ fn nics(netlink: &mut Netlink) -> io::Result<BTreeMap<u32, Link>> {
 }
 
 async fn appeared(netlink: &mut Netlink, last: u32) -> Result<BTreeMap<u32, Link>, Failure> {
-    let found = uevent::wait_for(Some(DEADLINE), || {
+    let found = uevent::wait_for(&["net"], Some(DEADLINE), || {
         // A failed listing is retried at the next uevent.
         nics(netlink).ok().filter(|nics| nics.contains_key(&last))
     });

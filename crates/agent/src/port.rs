@@ -43,7 +43,7 @@ pub async fn serve(
     sessions: mpsc::Sender<DuplexStream>,
 ) -> io::Result<()> {
     // A port appears shortly after its device: the host announces it in a message.
-    match uevent::wait_for(None, find).await? {
+    match uevent::wait_for(&["virtio-ports", "virtio"], None, find).await? {
         Some(Found::Port(path)) => link::serve(Port::open(&path)?, key, ready, sessions).await,
         Some(Found::Vsock) => serve_vsock(key, ready, sessions).await,
         None => Err(io::ErrorKind::NotFound.into()),

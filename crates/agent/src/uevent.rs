@@ -19,8 +19,9 @@ use crate::sync::watched;
 /// The multicast group of the kernel's uevents (the other one is udev's).
 const KERNEL_GROUP: u32 = 1;
 
-/// Returns what `scan` finds, now or after a uevent; `None` if `deadline` passes first.
+/// Returns what `scan` finds, now or after a uevent of one of `subsystems`; `None` if `deadline` passes first.
 pub async fn wait_for<T>(
+    subsystems: &[&str],
     deadline: Option<Duration>,
     mut scan: impl FnMut() -> Option<T>,
 ) -> io::Result<Option<T>> {
@@ -31,7 +32,9 @@ pub async fn wait_for<T>(
             if let Some(found) = scan() {
                 return Ok(found);
             }
-            drain(&announcements).await?;
+            // A disk has up to eight uevents, of its target, its generic device and so on: a scan for each cost more than
+            // the mounts.
+            while !drain(&announcements, subsystems).await? {}
         }
     };
     match deadline {
@@ -51,18 +54,40 @@ fn subscribe() -> nix::Result<OwnedFd> {
     Ok(fd)
 }
 
-/// Waits for at least one uevent and drops all pending ones: the scan reads sysfs anyway.
-async fn drain(announcements: &AsyncFd<OwnedFd>) -> io::Result<()> {
+/// Waits for at least one uevent and drops all pending ones; returns whether one was of `subsystems`, or was lost.
+async fn drain(announcements: &AsyncFd<OwnedFd>, subsystems: &[&str]) -> io::Result<bool> {
     let mut guard = announcements.readable().await?;
     let mut message = [0; 4096];
+    let mut of_interest = false;
     loop {
         let read = guard.try_io(|fd| Ok(recv(fd.as_raw_fd(), &mut message, MsgFlags::empty())?));
         match read {
+            Ok(Ok(length)) => of_interest |= is_of(&message[..length], subsystems),
             // ENOBUFS: uevents were lost, so something has changed.
-            Ok(Ok(_)) => {}
-            Ok(Err(error)) if error.raw_os_error() == Some(libc::ENOBUFS) => {}
+            Ok(Err(error)) if error.raw_os_error() == Some(libc::ENOBUFS) => of_interest = true,
             Ok(Err(error)) => return Err(error),
-            Err(_would_block) => return Ok(()),
+            Err(_would_block) => return Ok(of_interest),
         }
+    }
+}
+
+/// Returns whether a uevent, strings that end with a zero each, is of one of `subsystems`.
+fn is_of(message: &[u8], subsystems: &[&str]) -> bool {
+    let subsystem = message.split(|byte| *byte == 0).find_map(|word| word.strip_prefix(b"SUBSYSTEM="));
+    subsystem.is_some_and(|subsystem| subsystems.iter().any(|wanted| wanted.as_bytes() == subsystem))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_uevent_is_told_by_its_subsystem() {
+        let disk = b"add@/devices/platform/host0/block/sda\0ACTION=add\0SUBSYSTEM=block\0DEVNAME=sda\0";
+        assert!(is_of(disk, &["net", "block"]));
+        assert!(!is_of(disk, &["net"]));
+        let target = b"add@/devices/block\0ACTION=add\0SUBSYSTEM=scsi\0";
+        assert!(!is_of(target, &["block"]), "only the word counts");
+        assert!(!is_of(b"", &["block"]));
     }
 }

@@ -14,6 +14,13 @@ pub const AGENT_PORT: &str = "org.sandboxer.agent";
 /// same port of its host and disconnects.
 pub const AGENT_VSOCK_PORT: u32 = 1024;
 
+/// Words on the kernel command line of every VM.
+///
+/// A panic resets the VM. In a guest with few CPUs, RCU grace periods are short if expedited; mounts and control groups wait for
+/// many of them. A VM that waited in the pool was stopped, not stalled: without the last word Firecracker's guests print a stack at
+/// each claim.
+pub const KERNEL_WORDS: &str = "console=ttyS0 quiet panic=-1 random.trust_cpu=on rcupdate.rcu_expedited=1 rcupdate.rcu_cpu_stall_suppress=1";
+
 /// The word on a kernel command line that says that the kernel resets the VM by the keyboard controller. A VM of such a
 /// VMM cannot be powered off, but ends when it resets itself.
 pub const RESET_ENDS: &str = "reboot=k";

@@ -42,7 +42,7 @@ use sandboxer_process::{
     Equipment,
     jail::{self, Jail, ROOM},
 };
-use sandboxer_protocol::boot::BootParams;
+use sandboxer_protocol::boot::{BootParams, KERNEL_WORDS};
 use tokio::{net::unix::pipe, time::Instant};
 
 use self::{
@@ -337,6 +337,6 @@ fn arguments(control: RawFd, event_pipe: RawFd) -> Vec<OsString> {
 
 /// Returns the kernel command line.
 fn kernel_line(boot: &BootParams) -> String {
-    // A panic resets the VM, and a reset ends it: see `vm::follow`.
-    format!("console=ttyS0 quiet panic=-1 reboot=t random.trust_cpu=on {boot}")
+    // A reset ends the VM: see `vm::follow`.
+    format!("{KERNEL_WORDS} reboot=t {boot}")
 }

@@ -41,7 +41,7 @@ use sandboxer_process::{
     jail::{self, Jail, ROOM},
 };
 use sandboxer_protocol::{
-    boot::{BootParams, RESET_ENDS},
+    boot::{BootParams, KERNEL_WORDS, RESET_ENDS},
     disk_index,
 };
 use tokio::{net::unix::pipe, sync::Mutex, time::Instant};
@@ -369,5 +369,5 @@ fn boot_source(spec: &VmSpec) -> wire::BootSource {
 
 /// Returns the kernel command line.
 fn kernel_line(boot: &BootParams) -> String {
-    format!("console=ttyS0 quiet panic=-1 {RESET_ENDS} random.trust_cpu=on {} {boot}", disk_index::WORD)
+    format!("{KERNEL_WORDS} {RESET_ENDS} {} {boot}", disk_index::WORD)
 }

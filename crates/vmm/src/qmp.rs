@@ -20,7 +20,7 @@ use tokio::{
 
 use crate::{DiskLimits, Rate};
 
-pub use self::block::{BlockFile, BlockNode, NbdNode, UnixServer};
+pub use self::block::{BlockNode, NbdNode, UnixServer};
 #[cfg(fuzzing)]
 pub(crate) use self::connection::is_message;
 use self::connection::{Event, Message, QUEUE, Request, converse, next};

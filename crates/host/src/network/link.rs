@@ -196,18 +196,14 @@ pub fn veth(netlink: &mut Netlink, here: &str, there: (&str, BorrowedFd<'_>), mt
 }
 
 /// Removes the device `name` if it exists.
+///
+/// By its name in one request: to look for the index of a device that is not there makes the kernel run modprobe for it, which took
+/// 6 of the 145 virtual ms of each pod's start.
 pub fn remove(netlink: &mut Netlink, name: &str) -> io::Result<()> {
-    match nix::net::if_::if_nametoindex(name) {
-        Ok(index) => remove_index(netlink, index),
-        Err(_) => Ok(()),
-    }
-}
-
-fn remove_index(netlink: &mut Netlink, index: u32) -> io::Result<()> {
     let mut old = LinkMessage::default();
-    old.header.index = index;
+    old.attributes.push(LinkAttribute::IfName(name.to_owned()));
     match netlink.request(RouteNetlinkMessage::DelLink(old), 0) {
-        // A tap is removed when its VMM exits, which may be just now.
+        // It never was, or it went by itself: a tap is removed when its VMM exits, which may be just now.
         Err(error) if error.raw_os_error() == Some(libc::ENODEV) => Ok(()),
         removed => removed,
     }
@@ -246,10 +242,12 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_goes_by_itself_is_removed() {
+    fn a_device_is_removed_by_name_and_one_that_is_not_there_is_no_error() {
         with_taps(|netlink, one, _| {
-            remove_index(netlink, one)?;
-            remove_index(netlink, one)
+            assert_eq!(nix::net::if_::if_nametoindex("one"), Ok(one));
+            remove(netlink, "one")?;
+            assert_eq!(nix::net::if_::if_nametoindex("one"), Err(nix::errno::Errno::ENODEV));
+            remove(netlink, "one")
         })
         .unwrap();
     }

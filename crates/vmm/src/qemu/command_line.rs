@@ -9,17 +9,17 @@ use std::{
     os::{fd::RawFd, unix::fs::FileTypeExt},
 };
 
-use sandboxer_protocol::{boot::AGENT_PORT, share::DISK_SERIAL};
+use sandboxer_protocol::{
+    boot::{AGENT_PORT, KERNEL_WORDS},
+    share::DISK_SERIAL,
+};
 use serde_json::{Value, json};
 
 use super::super::{
     VmSpec,
-    qmp::{BlockFile, BlockNode, NbdNode, UnixServer},
+    qmp::{BlockNode, NbdNode, UnixServer},
     spec::{DiskSpec, first_mac_text},
 };
-
-/// The bus of all disks.
-const DISK_BUS: &str = "scsi0.0";
 
 /// How the guest's CPUs are run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -218,11 +218,8 @@ fn interrupts_in_kernel(spec: &VmSpec) -> bool {
 
 /// Returns the kernel command line.
 fn kernel_line(spec: &VmSpec, execution: Execution) -> String {
-    // A panic resets the VM, and with `-no-reboot` a reset ends it. In a guest with few CPUs, RCU grace periods
-    // are short if expedited; mounts and control groups wait for many of them.
-    let mut line = "console=ttyS0 quiet panic=-1 reboot=t pci=off random.trust_cpu=on no_timer_check \
-                    rcupdate.rcu_expedited=1"
-        .to_owned();
+    // With `-no-reboot` a reset ends the VM.
+    let mut line = format!("{KERNEL_WORDS} reboot=t pci=off no_timer_check");
     if let Execution::Tcg { tsc_khz } = execution {
         // Without the frequency a guest times its TSC against the emulated PIT. This fails as soon as the host is
         // busy, and the guest then never has a usable clock.
@@ -252,18 +249,12 @@ pub fn node_name(serial: &str) -> String {
 /// Returns a disk's image, which is open in QEMU's descriptor set `set`.
 pub fn block_node(disk: &DiskSpec, set: u64) -> BlockNode {
     let is_device = fs::metadata(&disk.path).is_ok_and(|meta| meta.file_type().is_block_device());
-    let discard = if disk.read_only { "ignore" } else { "unmap" };
     BlockNode {
-        driver: "raw",
+        driver: if is_device { "host_device" } else { "file" },
         node_name: node_name(&disk.serial),
+        filename: format!("/dev/fdset/{set}"),
         read_only: disk.read_only,
-        discard,
-        file: BlockFile {
-            driver: if is_device { "host_device" } else { "file" },
-            filename: format!("/dev/fdset/{set}"),
-            read_only: disk.read_only,
-            discard,
-        },
+        discard: (!disk.read_only).then_some("unmap"),
     }
 }
 
@@ -276,17 +267,15 @@ pub fn shares_node(number: u64) -> NbdNode {
     }
 }
 
-/// Returns a disk's device. Its LUN is 1: a guest with manual scan ignores LUN 0. Write errors of the host, such as
-/// a full file system, are reported to the guest; QEMU would pause it by default.
+/// Returns a disk's device, on the only bus for disks. Its LUN is 1: a guest with manual scan ignores LUN 0. Write errors of the
+/// host, such as a full file system, are reported to the guest, as read errors are; QEMU would pause it by default.
 pub fn disk_device(serial: &str) -> Value {
     json!({
         "driver": "scsi-hd",
         "id": device_id(serial),
-        "bus": DISK_BUS,
         "lun": 1,
         "drive": node_name(serial),
         "serial": serial,
         "werror": "report",
-        "rerror": "report",
     })
 }

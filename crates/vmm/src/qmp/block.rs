@@ -3,33 +3,23 @@
 use serde::Serialize;
 
 /// A command of QMP's `blockdev-add`: a raw image in a file or on a block device.
+///
+/// QEMU reads its control socket byte by byte, each in a turn of its main loop: what is QEMU's default is left out, and so is the
+/// node of driver "raw" that could stand on top of this one.
 #[derive(Debug, Clone, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct BlockNode {
-    /// Always "raw".
+    /// "file" or "host_device".
     pub driver: &'static str,
     /// Its name.
     pub node_name: String,
+    /// Its path.
+    pub filename: String,
     /// It cannot be written.
     pub read_only: bool,
     /// "unmap" if freed blocks are returned to the host.
-    pub discard: &'static str,
-    /// Where the bytes are.
-    pub file: BlockFile,
-}
-
-/// Where a [`BlockNode`]'s bytes are.
-#[derive(Debug, Clone, Serialize)]
-pub struct BlockFile {
-    /// "file" or "host_device".
-    pub driver: &'static str,
-    /// Its path.
-    pub filename: String,
-    /// As in [`BlockNode`]: how the host's file is opened.
-    #[serde(rename = "read-only")]
-    pub read_only: bool,
-    /// As in [`BlockNode`].
-    pub discard: &'static str,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub discard: Option<&'static str>,
 }
 
 /// A command of QMP's `blockdev-add`: a disk that is served by NBD.

@@ -88,12 +88,12 @@ host() { in_node host 400 -- scripts/node/kvm-is-usable.sh; }
 
 contract() {
     local accelerated=(--env SANDBOXER_TEST_ACCELERATOR=kvm)
-    in_node contract-qemu 420 "${accelerated[@]}" -- "$vmm_contract" --test-threads 1
+    in_node contract-qemu 600 "${accelerated[@]}" -- "$vmm_contract" --test-threads 1
     if [[ -n ${CLOUD_HYPERVISOR:-} ]]; then
-        in_node contract-cloud-hypervisor 420 "${accelerated[@]}" -- "$cloud_hypervisor" --test-threads 1
+        in_node contract-cloud-hypervisor 600 "${accelerated[@]}" -- "$cloud_hypervisor" --test-threads 1
     fi
     if [[ -n ${FIRECRACKER:-} ]]; then
-        in_node contract-firecracker 420 "${accelerated[@]}" -- "$firecracker" --test-threads 1
+        in_node contract-firecracker 600 "${accelerated[@]}" -- "$firecracker" --test-threads 1
     fi
 }
 
@@ -130,9 +130,9 @@ unit() {
 
 # Debian 12's own kernel has Landlock version 2. Its backports kernel is for tests that need version 3.
 landlock() {
-    in_node landlock-qemu 300 --kernel backports --env SANDBOXER_TEST_ACCELERATOR=kvm -- "$vmm_contract" a_vmm_is_jailed
+    in_node landlock-qemu 450 --kernel backports --env SANDBOXER_TEST_ACCELERATOR=kvm -- "$vmm_contract" a_vmm_is_jailed
     if [[ -n ${CLOUD_HYPERVISOR:-} ]]; then
-        in_node landlock-cloud-hypervisor 300 --kernel backports --env SANDBOXER_TEST_ACCELERATOR=kvm -- "$cloud_hypervisor" --test-threads 1 boots_a_pod
+        in_node landlock-cloud-hypervisor 450 --kernel backports --env SANDBOXER_TEST_ACCELERATOR=kvm -- "$cloud_hypervisor" --test-threads 1 boots_a_pod
     fi
 }
 

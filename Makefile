@@ -13,10 +13,15 @@ AGENT := target/agent/$(AGENT_TARGET)/release/sandboxer-agent
 STACK ?= target/stack
 INSTALLED := sandboxer sandboxer-front sandboxer-cli sandboxer-share containerd-shim-sandboxer-v1
 
+# Of bash, zsh and fish.
+COMPLETIONS := /usr/share/bash-completion/completions/sandboxer-cli /usr/share/zsh/vendor-completions/_sandboxer-cli \
+	/usr/share/fish/vendor_completions.d/sandboxer-cli.fish
+
 DESTDIR ?=
+REVISION ?= 1
 FUZZ_SECONDS ?= 60
 
-.PHONY: help deps tools agent bench-helper bench-image bench-native guest-image build build-failing node test-kvm test-contract test-placement install uninstall up down demo test test-units test-stack soak reliability bench bench-kvm bench-gate bench-record lint fuzz fmt clean
+.PHONY: help deps tools agent bench-helper bench-image bench-native guest-image build build-failing node test-kvm test-contract test-placement install uninstall deb test-deb up down demo test test-units test-stack soak reliability bench bench-kvm bench-gate bench-record lint fuzz fmt clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
@@ -66,10 +71,22 @@ install: ## install the results of `build` and `guest-image`, and the service, o
 	install -D -m 0644 -t $(DESTDIR)/usr/lib/systemd/system vmm-configs/systemd/sandboxer.service
 	install -D -m 0644 -t $(DESTDIR)/usr/share/sandboxer vmm-configs/sandboxer.toml
 	install -D -m 0644 vmm-configs/containerd/sandboxer.toml $(DESTDIR)/usr/share/sandboxer/containerd.toml
+	target/release/sandboxer-cli man $(DESTDIR)/usr/share/man
+	install -d $(addprefix $(DESTDIR),$(dir $(COMPLETIONS)))
+	target/release/sandboxer-cli completion bash >$(DESTDIR)$(word 1,$(COMPLETIONS))
+	target/release/sandboxer-cli completion zsh >$(DESTDIR)$(word 2,$(COMPLETIONS))
+	target/release/sandboxer-cli completion fish >$(DESTDIR)$(word 3,$(COMPLETIONS))
 
 uninstall: ## remove the files of `install`; pods and /var/lib/sandboxer stay
 	rm -f $(addprefix $(DESTDIR)/usr/bin/,$(INSTALLED)) $(DESTDIR)/usr/lib/systemd/system/sandboxer.service
+	rm -f $(DESTDIR)/usr/share/man/man1/sandboxer-cli*.1 $(DESTDIR)/usr/share/man/man8/sandboxer.8 $(addprefix $(DESTDIR),$(COMPLETIONS))
 	rm -rf $(DESTDIR)/usr/lib/sandboxer $(DESTDIR)/usr/share/sandboxer
+
+deb: build guest-image ## build a Debian package of all that into target/deb (REVISION=1)
+	@scripts/deb.sh $(REVISION)
+
+test-deb: deb node ## install, use, upgrade and remove that package in a node VM with systemd; nothing of it may stay
+	@scripts/test-deb.sh
 
 up: build guest-image tools ## start a stack to play with, in STACK (target/stack): then `source target/stack/env`
 	@scripts/stack.sh up $(STACK)

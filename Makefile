@@ -85,7 +85,7 @@ uninstall: ## remove the files of `install`; pods and /var/lib/sandboxer stay
 deb: build guest-image ## build a Debian package of all that into target/deb (REVISION=1)
 	@scripts/deb.sh $(REVISION)
 
-test-deb: deb node ## install, use, upgrade and remove that package in a node VM with systemd; nothing of it may stay
+test-deb: node ## install, use, upgrade and remove that package in a node VM with systemd; nothing of it may stay
 	@scripts/test-deb.sh
 
 up: build guest-image tools ## start a stack to play with, in STACK (target/stack): then `source target/stack/env`
@@ -97,7 +97,7 @@ down: ## stop that stack and remove all of it
 demo: build guest-image tools ## show and measure five pods, each in its microVM; leaves nothing behind
 	@scripts/demo.sh
 
-test: test-units test-stack test-kvm ## run every test
+test: test-units test-stack test-kvm test-deb ## run every test
 
 test-units: build guest-image ## run the tests that need no containerd; some start a guest
 	cargo test --workspace --exclude sandboxer-e2e --no-fail-fast

@@ -16,6 +16,7 @@ use trace::Trace;
 /// Names the two packages, of which the second is the later one, separated by a colon.
 const PACKAGES: &str = "SANDBOXER_E2E_PACKAGES";
 const CONFIG: &str = "/etc/sandboxer/config.toml";
+const CONTAINERD_CONFIG: &str = "/etc/containerd/config.toml";
 const DROP_IN: &str = "/etc/containerd/conf.d/sandboxer.toml";
 
 fn main() -> ExitCode {
@@ -36,7 +37,10 @@ async fn story() -> Result<()> {
     let outcome = used(&mut node, &first, &later).await;
     node.print_times();
     if outcome.is_err() {
-        let log = run("journalctl", &["--no-pager", "-n", "60", "-u", "sandboxer", "-u", "containerd"]);
+        let log = run(
+            "journalctl",
+            &["--no-pager", "-n", "60", "-p", "warning", "-u", "sandboxer", "-u", "containerd"],
+        );
         eprintln!("{}", log.unwrap_or_default());
     }
     outcome?;
@@ -71,6 +75,7 @@ async fn installed(node: &mut Node, package: &Path) -> Result<Running> {
     })
     .await?;
     node.step("drop-in for containerd, and its restart", async || {
+        std::fs::write(CONTAINERD_CONFIG, run("containerd", &["config", "default"])?)?;
         std::fs::copy("/usr/share/sandboxer/containerd.toml", DROP_IN)?;
         run("systemctl", &["restart", "containerd"]).map(drop)
     })
@@ -94,16 +99,28 @@ async fn upgraded(node: &mut Node, package: &Path, pod: &Running) -> Result<()> 
     pod.goes_on().await.context("after the upgrade")
 }
 
-/// A pod's VM could not be stopped by anybody after this.
+/// After a removal nobody could stop the pod's VM. It is refused with a daemon, and without one.
 async fn not_removed(node: &mut Node, pod: &Running) -> Result<()> {
-    node.step("apt remove with a pod: refused", async || {
+    let refused = || {
         let refused = apt(&["remove", "sandboxer"]).err().context("the package was removed under a pod")?;
-        let words = format!("{refused:#}");
+        Ok::<_, anyhow::Error>(format!("{refused:#}"))
+    };
+    node.step("apt remove with a pod: refused", async || {
+        let words = refused()?;
         ensure!(words.contains("not removed: pods run") && words.contains(&pod.id), "{words}");
         Ok(())
     })
     .await?;
-    pod.goes_on().await.context("after a removal that was refused")
+    pod.goes_on().await.context("after a removal that was refused")?;
+    run("systemctl", &["stop", "sandboxer"])?;
+    node.step("apt remove with a VM and no daemon: refused", async || {
+        let words = refused()?;
+        ensure!(words.contains("not removed: the daemon does not answer, and VMs run"), "{words}");
+        Ok(())
+    })
+    .await?;
+    // The package that stays starts its daemon.
+    run("systemctl", &["is-active", "sandboxer"]).map(drop)
 }
 
 async fn removed(node: &mut Node, pod: Running) -> Result<()> {
@@ -122,6 +139,7 @@ async fn removed(node: &mut Node, pod: Running) -> Result<()> {
 async fn purged(node: &mut Node) -> Result<()> {
     node.step("apt purge", async || apt(&["purge", "sandboxer"])).await?;
     std::fs::remove_file(DROP_IN)?;
+    std::fs::remove_file(CONTAINERD_CONFIG)?;
     node.step("containerd's restart without the drop-in", async || {
         run("systemctl", &["restart", "containerd"]).map(drop)
     })

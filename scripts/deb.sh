@@ -27,14 +27,21 @@ check_host() {
 
 version() { sed -n '/^\[workspace.package\]/,/^$/s/^version = "\(.*\)"/\1/p' Cargo.toml; }
 
+# The first glibc that reads relocations as a bitmap, as crates/sandboxer/build.rs makes them. dpkg-shlibdeps does not see these.
+RELR=2.36
+
 # Prints the libraries that the programs are linked with, as Debian's packages and their oldest versions.
 libraries() {
-    local programs
+    local programs found glibc
     mapfile -t programs < <(find "$root/usr/bin" -type f)
     mkdir -p "$work/debian"
     # shellcheck disable=SC2016 # dpkg's variable
     printf 'Source: sandboxer\n\nPackage: sandboxer\nArchitecture: amd64\nDepends: ${shlibs:Depends}\n' >"$work/debian/control"
-    (cd "$work" && dpkg-shlibdeps -O --warnings=0 "${programs[@]}") | sed -n 's/^shlibs:Depends=//p'
+    found=$(cd "$work" && dpkg-shlibdeps -O --warnings=0 "${programs[@]}" | sed -n 's/^shlibs:Depends=//p')
+    glibc=$(sed -n 's/.*libc6 (>= \([^)]*\)).*/\1/p' <<<"$found")
+    [[ -n $glibc ]] || die "dpkg-shlibdeps found no libc6: '$found'"
+    if dpkg --compare-versions "$glibc" lt "$RELR"; then found=${found/"libc6 (>= $glibc)"/"libc6 (>= $RELR)"}; fi
+    printf '%s' "$found"
 }
 
 # Every key stays a comment: an upgrade then changes defaults without asking about the file.

@@ -51,8 +51,9 @@ NATIVE_ROOT ?= target/bench-native
 bench-native: bench-helper ## unpack the image of the workloads' tools into NATIVE_ROOT (target/bench-native), for the series `native`
 	@scripts/bench-image.sh bench-small target/bench-helper/$(AGENT_TARGET)/release/bench-helper $(NATIVE_ROOT)
 
-guest-image: agent ## build the guest kernel (cached, or SANDBOXER_KERNEL=…) and the initramfs into target/guest
+guest-image: agent ## build the guest kernel (cached, or SANDBOXER_KERNEL=…), the initramfs and a list of their parts into target/guest
 	@scripts/guest-image.sh all $(AGENT)
+	@scripts/guest-sbom.sh
 
 build: deps ## build the daemon, CLI, shim and share server into target/release
 	cargo build --release -p sandboxer -p sandboxer-cli -p sandboxer-share -p containerd-shim-sandboxer-v1

@@ -20,7 +20,7 @@ check_host() {
     for tool in dpkg-deb:dpkg dpkg-shlibdeps:dpkg-dev gzip:gzip; do
         command -v "${tool%:*}" >/dev/null || die "no ${tool%:*}: apt-get install ${tool#*:}"
     done
-    [[ -x target/release/sandboxer-cli && -f $GUEST/vmlinux && -f $GUEST/initramfs.cpio ]] ||
+    [[ -x target/release/sandboxer-cli && -f $GUEST/vmlinux && -f $GUEST/sbom.cdx.json ]] ||
         die "the programs or the guest image are missing: run 'make build guest-image' first"
     [[ $REVISION =~ ^[0-9][0-9a-z.+~]*$ ]] || die "revision '$REVISION': a digit, then digits, letters, '.', '+' and '~'"
 }
@@ -57,6 +57,7 @@ documents() {
     kernel=$(grep -aom 1 'Linux version [^ ]* ([^)]*)' "$GUEST/vmlinux") || die "$GUEST/vmlinux does not tell its version"
     sed "s|@KERNEL@|${kernel%% (*}.|" "$SOURCES/copyright" >"$doc/copyright"
     cp vmm-configs/kernel/sandboxer.config "$doc/kernel.config"
+    cp "$GUEST/sbom.cdx.json" "$doc/guest.cdx.json"
     cp "$SOURCES/README.Debian" README.md SECURITY.md "$doc/"
     gzip -9nc CHANGELOG.md >"$doc/changelog.gz"
     printf 'sandboxer (%s) unstable; urgency=medium\n\n  * See changelog.gz.\n\n -- %s  %s\n' "$full" \

@@ -21,10 +21,10 @@ DESTDIR ?=
 REVISION ?= 1
 FUZZ_SECONDS ?= 60
 
-.PHONY: help deps tools agent bench-helper bench-image bench-native guest-image build build-failing node test-kvm test-contract test-placement install uninstall deb test-deb up down demo test test-units test-stack soak reliability bench bench-kvm bench-gate bench-record lint fuzz fmt clean
+.PHONY: help deps tools agent bench-helper bench-image bench-native guest-image build build-failing node test-kvm test-contract test-placement install uninstall deb test-deb test-reproducible up down demo test test-units test-stack soak reliability bench bench-kvm bench-gate bench-record lint fuzz fmt clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
 
 deps: ## install the Debian packages that are missing
 	@scripts/install-deps.sh
@@ -88,6 +88,9 @@ deb: build guest-image ## build a Debian package of all that into target/deb (RE
 
 test-deb: node ## install, use, upgrade and remove that package in a node VM with systemd; nothing of it may stay
 	@scripts/test-deb.sh
+
+test-reproducible: guest-image ## build the guest image again, elsewhere and without caches; every byte must be the same
+	@scripts/test-reproducible.sh
 
 up: build guest-image tools ## start a stack to play with, in STACK (target/stack): then `source target/stack/env`
 	@scripts/stack.sh up $(STACK)

@@ -52,6 +52,7 @@ async fn story() -> Result<()> {
 async fn used(node: &mut Node, first: &Path, later: &Path) -> Result<()> {
     let pod = installed(node, first).await?;
     upgraded(node, later, &pod).await?;
+    not_taken_over(&pod).await?;
     not_removed(node, &pod).await?;
     removed(node, pod).await?;
     purged(node).await
@@ -97,6 +98,21 @@ async fn upgraded(node: &mut Node, package: &Path, pod: &Running) -> Result<()> 
     ensure!(node::worker()? != worker, "the earlier worker is still there");
     ensure!(std::fs::read_to_string(CONFIG)? == edited, "the upgrade has changed {CONFIG}");
     pod.goes_on().await.context("after the upgrade")
+}
+
+/// A configuration that the installed build refuses: the earlier one continues, and apt's output says what to do.
+async fn not_taken_over(pod: &Running) -> Result<()> {
+    let (worker, good) = (node::worker()?, std::fs::read_to_string(CONFIG)?);
+    std::fs::write(CONFIG, format!("no_such_key = 1\n{good}"))?;
+    // As dpkg calls it after unpacking a later version.
+    let said = run("sh", &["-c", "/var/lib/dpkg/info/sandboxer.postinst configure 0.1.0-1 2>&1"])?;
+    ensure!(said.contains("no_such_key") && said.contains("the earlier build continues to run"), "{said}");
+    ensure!(node::worker()? == worker, "the worker was replaced");
+    pod.goes_on().await.context("with a configuration that is refused")?;
+    std::fs::write(CONFIG, good)?;
+    run("systemctl", &["reload", "sandboxer"])?;
+    ensure!(node::worker()? != worker, "the reload changed nothing");
+    pod.goes_on().await.context("with the good configuration")
 }
 
 /// After a removal nobody could stop the pod's VM. It is refused with a daemon, and without one.

@@ -13,13 +13,18 @@ AGENT := target/agent/$(AGENT_TARGET)/release/sandboxer-agent
 STACK ?= target/stack
 INSTALLED := sandboxer sandboxer-front sandboxer-cli sandboxer-share containerd-shim-sandboxer-v1
 
+# Of bash, zsh and fish.
+COMPLETIONS := /usr/share/bash-completion/completions/sandboxer-cli /usr/share/zsh/vendor-completions/_sandboxer-cli \
+	/usr/share/fish/vendor_completions.d/sandboxer-cli.fish
+
 DESTDIR ?=
+REVISION ?= 1
 FUZZ_SECONDS ?= 60
 
-.PHONY: help deps tools agent bench-helper bench-image bench-native guest-image build build-failing node test-kvm test-contract test-placement install uninstall up down demo test test-units test-stack soak reliability bench bench-kvm bench-gate bench-record lint fuzz fmt clean
+.PHONY: help deps tools agent bench-helper bench-image bench-native guest-image build build-failing node test-kvm test-contract test-placement install uninstall deb test-deb test-reproducible up down demo test test-units test-stack soak reliability bench bench-kvm bench-gate bench-record lint fuzz fmt clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
 
 deps: ## install the Debian packages that are missing
 	@scripts/install-deps.sh
@@ -27,9 +32,11 @@ deps: ## install the Debian packages that are missing
 tools: deps ## build containerd and runc, unpatched, into the cache
 	@scripts/tools.sh
 
+# Generated code has the path of the clone in it, and crates that of cargo's directory: renamed, equal sources give equal bytes anywhere.
 agent: deps
 	LIBSECCOMP_LINK_TYPE=static LIBSECCOMP_LIB_PATH=$$(dirname "$$(gcc -print-file-name=libseccomp.a)") \
-	RUSTFLAGS='-C target-feature=+crt-static -C link-args=-Wl,-z,max-page-size=0x200000,--no-rosegment' \
+	RUSTFLAGS="-C target-feature=+crt-static -C link-args=-Wl,-z,max-page-size=0x200000,--no-rosegment \
+	--remap-path-prefix=$(CURDIR)=. --remap-path-prefix=$${CARGO_HOME:-$$HOME/.cargo}=/cargo" \
 	cargo build --release -p sandboxer-agent --target $(AGENT_TARGET) --target-dir target/agent
 
 # Static, so that it runs in any image and under any runtime. In a target directory of its own, as the agent's is.
@@ -46,8 +53,9 @@ NATIVE_ROOT ?= target/bench-native
 bench-native: bench-helper ## unpack the image of the workloads' tools into NATIVE_ROOT (target/bench-native), for the series `native`
 	@scripts/bench-image.sh bench-small target/bench-helper/$(AGENT_TARGET)/release/bench-helper $(NATIVE_ROOT)
 
-guest-image: agent ## build the guest kernel (cached, or SANDBOXER_KERNEL=…) and the initramfs into target/guest
+guest-image: agent ## build the guest kernel (cached, or SANDBOXER_KERNEL=…), the initramfs and a list of their parts into target/guest
 	@scripts/guest-image.sh all $(AGENT)
+	@scripts/guest-sbom.sh
 
 build: deps ## build the daemon, CLI, shim and share server into target/release
 	cargo build --release -p sandboxer -p sandboxer-cli -p sandboxer-share -p containerd-shim-sandboxer-v1
@@ -66,10 +74,25 @@ install: ## install the results of `build` and `guest-image`, and the service, o
 	install -D -m 0644 -t $(DESTDIR)/usr/lib/systemd/system vmm-configs/systemd/sandboxer.service
 	install -D -m 0644 -t $(DESTDIR)/usr/share/sandboxer vmm-configs/sandboxer.toml
 	install -D -m 0644 vmm-configs/containerd/sandboxer.toml $(DESTDIR)/usr/share/sandboxer/containerd.toml
+	target/release/sandboxer-cli man $(DESTDIR)/usr/share/man
+	install -d $(addprefix $(DESTDIR),$(dir $(COMPLETIONS)))
+	target/release/sandboxer-cli completion bash >$(DESTDIR)$(word 1,$(COMPLETIONS))
+	target/release/sandboxer-cli completion zsh >$(DESTDIR)$(word 2,$(COMPLETIONS))
+	target/release/sandboxer-cli completion fish >$(DESTDIR)$(word 3,$(COMPLETIONS))
 
 uninstall: ## remove the files of `install`; pods and /var/lib/sandboxer stay
 	rm -f $(addprefix $(DESTDIR)/usr/bin/,$(INSTALLED)) $(DESTDIR)/usr/lib/systemd/system/sandboxer.service
+	rm -f $(DESTDIR)/usr/share/man/man1/sandboxer-cli*.1 $(DESTDIR)/usr/share/man/man8/sandboxer.8 $(addprefix $(DESTDIR),$(COMPLETIONS))
 	rm -rf $(DESTDIR)/usr/lib/sandboxer $(DESTDIR)/usr/share/sandboxer
+
+deb: build guest-image ## build a Debian package of all that into target/deb (REVISION=1)
+	@scripts/deb.sh $(REVISION)
+
+test-deb: node ## install, use, upgrade and remove that package in a node VM with systemd; nothing of it may stay
+	@scripts/test-deb.sh
+
+test-reproducible: guest-image ## build the guest image again, elsewhere and without caches; every byte must be the same
+	@scripts/test-reproducible.sh
 
 up: build guest-image tools ## start a stack to play with, in STACK (target/stack): then `source target/stack/env`
 	@scripts/stack.sh up $(STACK)
@@ -80,7 +103,7 @@ down: ## stop that stack and remove all of it
 demo: build guest-image tools ## show and measure five pods, each in its microVM; leaves nothing behind
 	@scripts/demo.sh
 
-test: test-units test-stack test-kvm ## run every test
+test: test-units test-stack test-kvm test-deb ## run every test
 
 test-units: build guest-image ## run the tests that need no containerd; some start a guest
 	cargo test --workspace --exclude sandboxer-e2e --no-fail-fast

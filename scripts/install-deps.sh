@@ -14,6 +14,8 @@ packages=(
     linux-source-6.1 bc bison flex libelf-dev perl xz-utils cpio
     # a pod: its VMM, its root file system
     qemu-system-x86 erofs-utils e2fsprogs
+    # the list of the guest image's parts; the package, and its check
+    jq dpkg-dev lintian
     # the node VM: its root and its initrd
     mmdebstrap kmod
     # the stack to play with: an image, a pod network

@@ -60,6 +60,8 @@ pub fn handler(reading: &Reading, route: Option<&Route>, socket: &Path) -> Check
         Fix::commands(
             "add the output of `sandboxer-cli check --containerd-config` to containerd's configuration and restart it",
             [
+                // Without this file containerd reads no other one either.
+                "test -e /etc/containerd/config.toml || containerd config default > /etc/containerd/config.toml",
                 "sandboxer-cli check --containerd-config > /etc/containerd/conf.d/sandboxer.toml",
                 "systemctl restart containerd",
             ],

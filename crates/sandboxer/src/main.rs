@@ -1,16 +1,18 @@
 //! Entry point: parses options, then runs the front, a worker of the front, or a helper.
 
+mod options;
+
 use std::{
     io::IsTerminal as _,
-    os::fd::{AsFd, FromRawFd, OwnedFd, RawFd},
+    os::fd::{AsFd, FromRawFd, OwnedFd},
     os::unix::process::CommandExt,
-    path::PathBuf,
     process::{Command, ExitCode},
     sync::Arc,
 };
 
 use anyhow::{Context, anyhow};
 use clap::Parser;
+use options::Options;
 use rustix::process::{Resource, Rlimit, setrlimit};
 use sandboxer::{daemon, front::Front, privileges};
 use sandboxer_config::Config;
@@ -26,36 +28,6 @@ const WORKERS: usize = 2;
 const BLOCKING: usize = 8;
 /// Most memory of a helper, bytes; what it reads of a volume has a much lower bound.
 const HELPER_MEMORY: u64 = 1 << 30;
-
-/// Runs every pod of this node in a microVM of its own, for containerd.
-#[derive(Debug, Parser)]
-#[command(
-    version,
-    after_help = "Examples:\n  \
-        sandboxer                                    serve, with /etc/sandboxer/config.toml if it is there\n  \
-        sandboxer --config ./my.toml --check-config  say what is wrong with a configuration\n  \
-        sandboxer --log debug                        tell more"
-)]
-struct Options {
-    /// Configuration file; its keys are shown by `sandboxer-cli config default`.
-    #[arg(long, value_name = "FILE", env = "SANDBOXER_CONFIG")]
-    config: Option<PathBuf>,
-    /// Read the configuration, say whether it is fine, and exit.
-    #[arg(long)]
-    check_config: bool,
-    /// What to log: error, warn, info, debug, trace, or a filter such as sandboxer::pod=debug.
-    #[arg(long, value_name = "FILTER", default_value = "info", env = "SANDBOXER_LOG")]
-    log: String,
-    /// Log JSON lines.
-    #[arg(long)]
-    log_json: bool,
-    /// This process is the worker of a front, which is at the other end of this descriptor.
-    #[arg(long, hide = true, value_name = "FD")]
-    front_fd: Option<RawFd>,
-    /// This process touches volumes in the place of a daemon, whose socket is its standard input.
-    #[arg(long = helper::OPTION, hide = true)]
-    path_helper: bool,
-}
 
 /// The program that containerd stays connected to, beside this one.
 const FRONT: &str = "sandboxer-front";

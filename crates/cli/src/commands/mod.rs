@@ -10,6 +10,7 @@ mod gate;
 mod inspect;
 mod interrupt;
 mod logs;
+mod man;
 mod mem_report;
 mod merge;
 mod place;
@@ -59,6 +60,7 @@ pub enum Command {
     Summarise(summarise::Args),
     Config(config::Args),
     Completion(completion::Args),
+    Man(man::Args),
 }
 
 impl Command {
@@ -88,6 +90,7 @@ impl Command {
             Command::Summarise(args) => summarise::run(args, global),
             Command::Config(args) => config::run(args),
             Command::Completion(args) => completion::run(args),
+            Command::Man(args) => man::run(&args),
         };
         done.map(|()| ExitCode::SUCCESS)
     }
@@ -103,7 +106,14 @@ impl Command {
 
     /// Returns whether the command has JSON output.
     pub fn has_json(&self) -> bool {
-        !matches!(self, Command::Demo(_) | Command::Logs(_) | Command::Config(_) | Command::Completion(_))
+        !matches!(
+            self,
+            Command::Demo(_)
+                | Command::Logs(_)
+                | Command::Config(_)
+                | Command::Completion(_)
+                | Command::Man(_)
+        )
     }
 }
 

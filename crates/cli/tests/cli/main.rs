@@ -383,6 +383,23 @@ fn completions_are_scripts_that_their_shell_accepts() {
 }
 
 #[test]
+fn every_command_and_the_daemon_have_a_man_page() {
+    let nowhere = Path::new("/nowhere/admin.sock");
+    let dir = tempfile::tempdir().unwrap();
+    cli_at(nowhere, &format!("man {}", dir.path().display())).ok();
+    let page = |name: &str| std::fs::read_to_string(dir.path().join(name)).unwrap();
+    for command in ["", "-pods", "-check", "-template", "-quarantine", "-man"] {
+        let name = format!("man1/sandboxer-cli{command}.1");
+        assert!(page(&name).contains(".SH EXAMPLES\n.nf\n"), "{name}: {}", page(&name));
+    }
+    assert!(page("man1/sandboxer-cli-template-build.1").contains("\\-\\-vcpus"));
+    let pods = page("man1/sandboxer-cli-pods.1");
+    assert!(pods.contains("\nsandboxer\\-cli pods \\-\\-quiet | xargs"), "{pods}");
+    let daemon = page("man8/sandboxer.8");
+    assert!(daemon.contains("check\\-config") && !daemon.contains("front\\-fd"), "{daemon}");
+}
+
+#[test]
 fn stages_are_shown_by_outcome() {
     let boot = StageSummary {
         stage: "boot".into(),

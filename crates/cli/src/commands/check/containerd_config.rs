@@ -21,7 +21,7 @@ use crate::render;
 
 /// Plugin that has the settings of containerd's CRI service, from 2.0 on.
 const CRI: &str = "io.containerd.cri.v1.runtime";
-/// From this version on a default configuration reads `/etc/containerd/conf.d`.
+/// From this version on the output of `containerd config default` imports `/etc/containerd/conf.d`.
 const READS_CONF_D: (u32, u32) = (2, 2);
 /// This version pulls a pause image for every pod; later ones have a setting against it.
 const PULLS_PAUSE: (u32, u32) = (2, 3);
@@ -120,8 +120,9 @@ impl Settings {
                      # imports = [\"/etc/containerd/conf.d/*.toml\"]\n"
             }
             false => {
-                ", which is read by containerd's default\n\
-                      # configuration and by one with imports = [\"/etc/containerd/conf.d/*.toml\"].\n"
+                ", which containerd reads if its config.toml has\n\
+                     # imports = [\"/etc/containerd/conf.d/*.toml\"], as the output of `containerd config default` has.\n\
+                     # Without a config.toml it reads no other file.\n"
             }
         };
         if self.version == PULLS_PAUSE {

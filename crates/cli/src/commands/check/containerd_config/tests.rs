@@ -41,10 +41,10 @@ fn the_snippet_is_what_the_running_containerd_knows() {
     for (version, imports, pause_key, pause_note) in [
         ((2, 0), "only if its config.toml has", false, false),
         ((2, 1), "only if its config.toml has", false, false),
-        ((2, 2), "read by containerd's default", false, false),
-        ((2, 3), "read by containerd's default", false, true),
-        ((2, 4), "read by containerd's default", true, false),
-        ((2, 5), "read by containerd's default", true, false),
+        ((2, 2), "`containerd config default` has", false, false),
+        ((2, 3), "`containerd config default` has", false, true),
+        ((2, 4), "`containerd config default` has", true, false),
+        ((2, 5), "`containerd config default` has", true, false),
     ] {
         let text = settings(version).snippet();
         assert!(text.contains(imports), "{text}");

@@ -21,7 +21,7 @@ DESTDIR ?=
 REVISION ?= 1
 FUZZ_SECONDS ?= 60
 
-.PHONY: help deps tools agent bench-helper bench-image bench-native guest-image build build-failing node test-kvm test-contract test-placement install uninstall deb test-deb test-reproducible up down demo test test-units test-stack soak reliability bench bench-kvm bench-gate bench-record lint fuzz fmt clean
+.PHONY: help deps tools agent bench-helper bench-image bench-native guest-image build build-failing emulator node test-kvm test-contract test-placement install uninstall deb test-deb test-reproducible up down demo test test-units test-stack soak reliability bench bench-kvm bench-gate bench-record lint fuzz fmt clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -62,6 +62,9 @@ build: deps ## build the daemon, CLI, shim and share server into target/release
 
 build-failing: build ## also build the daemon with failpoints, at which tests kill it
 	cargo build --release -p sandboxer --bin sandboxer-failing --features failpoints
+
+emulator: deps ## build the QEMU that emulates node VMs, so that none of their guests is lost (cached)
+	@scripts/node/emulator.sh >/dev/null
 
 node: build build-failing guest-image tools ## make a node VM with a usable KVM, for scripts/node.sh run and shell
 	@scripts/node.sh build
@@ -130,23 +133,23 @@ bench: build guest-image tools ## run the start-up and memory benches
 	cargo bench --workspace
 
 # Hours on two cores: see the head of the script for parts of it.
-bench-kvm: node ## measure start-up and memory on KVM, in a node VM and virtual time, into target/bench-kvm
+bench-kvm: node emulator ## measure start-up and memory on KVM, in a node VM and virtual time, into target/bench-kvm
 	@scripts/bench-kvm.sh
 
-test-kvm: node ## run the tests that need a usable KVM, in a node VM; CLOUD_HYPERVISOR=… and FIRECRACKER=… add these VMMs (PHASES='pods e2e' for more)
+test-kvm: node emulator ## run the tests that need a usable KVM, in a node VM; CLOUD_HYPERVISOR=… and FIRECRACKER=… add these VMMs (PHASES='pods e2e' for more)
 	@scripts/test-kvm.sh $(PHASES)
 
-test-contract: node ## run the contract of all VMMs, by doubles and real ones, and print each case by VMM
+test-contract: node emulator ## run the contract of all VMMs, by doubles and real ones, and print each case by VMM
 	@cargo test --quiet -p sandboxer --test vmm_contract --test cloud_hypervisor --test firecracker double
 	@scripts/test-kvm.sh contract
 
 test-placement: node ## run the cases about NUMA nodes in a node VM with two, and print where pods' memory was
 	@scripts/test-placement.sh
 
-bench-gate: node ## compare a few starts on KVM, in virtual time, with the last recorded ones; fails beyond 5 %
+bench-gate: node emulator ## compare a few starts on KVM, in virtual time, with the last recorded ones; fails beyond 5 %
 	@scripts/bench-gate.sh
 
-bench-record: node ## measure a few starts and append them to docs/results/history.csv, for bench-gate
+bench-record: node emulator ## measure a few starts and append them to docs/results/history.csv, for bench-gate
 	@scripts/bench-gate.sh record
 
 lint: deps ## check formatting, clippy, dependencies' licences and sources; warnings are errors

@@ -4,11 +4,10 @@
 # usage: bench-kvm.sh [PART…]
 #   serial   one start after the other: boot, template, pool and runc
 #   again    the same once more, to see how far two runs agree
-#   groups   whole groups at once, of each handler beside runc: in real time on two processors, since in virtual time one of
-#            so many guests is nearly always lost (docs/decisions/0009-node-vm.md). Small groups (BENCH_GROUP) finish in
-#            virtual time, too: BENCH_CLOCK=virtual. Into a report of its own
-#   memory   PSS at 1, 10 and 50 pods, in real time: memory does not depend on the clock, and fewer guests are lost
-# (default: serial groups memory). Existing runs in target/bench-kvm/runs are kept; `--fresh` removes them first.
+#   groups   fifty at once: whole groups of each handler and of runc, with a pool of 8; into a report of its own
+#   pooled   the same with a pool of as many VMs as a group has pods, only from the pool and with runc
+#   memory   PSS at 1, 10 and 50 pods, in real time: memory does not depend on the clock
+# (default: serial groups pooled memory). Existing runs in target/bench-kvm/runs are kept; `--fresh` removes them first.
 # CLOUD_HYPERVISOR and FIRECRACKER name VMMs that Debian does not have. BENCH_SERIAL (20), BENCH_GROUP (50), BENCH_ROUNDS (2), BENCH_COUNTS
 # (1,10,50), BENCH_POOL (2; 8 for groups), BENCH_HANDLERS (pool template boot), BENCH_GROUP_MIB (128), BENCH_TRIES (20),
 # BENCH_VMMS and BENCH_LIMIT (seconds for each node, default 3600) change the plan.
@@ -67,17 +66,15 @@ measured() {
 starts() { measured "$vmm-$1" "${BENCH_POOL:-2}" "$(((${BENCH_SERIAL:-20} + 1) / 2))" 2 0 "${handlers[@]}" runc; }
 serial() { starts serial; }
 again() { starts again; }
-# Pods of half the size: fifty of them, and a page cache, must fit into a node.
-groups() {
+# whole NAME POOL HANDLER…: pods of half the size, since fifty of them, and a page cache, must fit into a node.
+whole() {
     # Nothing is printed until the first of fifty has started.
-    local handler mib=${BENCH_GROUP_MIB:-128} stall=3000 name clock=(--cpus 2 --append kvm_amd.npt=0)
-    [[ ${BENCH_CLOCK:-real} == real ]] || clock=(--virtual-time --append kvm_amd.npt=0) stall=300
-    for handler in "${handlers[@]}"; do
-        name=${handler#sandboxer} name=${name%"$suffix"} name=${name#-}
-        measured "$vmm-groups-${name:-pool}" "${BENCH_POOL:-8}" "${BENCH_ROUNDS:-2}" 0 "${BENCH_GROUP:-50}" "$handler" runc \
-            --env PAUSE=60 --env START_TIMEOUT=600
-    done
+    local mib=${BENCH_GROUP_MIB:-128} stall=600 BENCH_MEMORY=${BENCH_MEMORY:-10240} name=$1 pool=$2
+    shift 2
+    measured "$vmm-$name" "$pool" "${BENCH_ROUNDS:-2}" 0 "${BENCH_GROUP:-50}" "$@" runc --env PAUSE=60 --env START_TIMEOUT=600
 }
+groups() { whole groups "${BENCH_POOL:-8}" "${handlers[@]}"; }
+pooled() { whole pooled "${BENCH_GROUP:-50}" "sandboxer$suffix"; }
 memory() {
     local stall=500
     local measured=("sandboxer$suffix")
@@ -101,8 +98,8 @@ if [[ ${1:-} == --fresh ]]; then
     shift
 fi
 parts=("$@")
-((${#parts[@]})) || parts=(serial groups memory)
-for part in "${parts[@]}"; do [[ $part == serial || $part == again || $part == groups || $part == memory ]] || die "no such part '$part'"; done
+((${#parts[@]})) || parts=(serial groups pooled memory)
+for part in "${parts[@]}"; do [[ $part =~ ^(serial|again|groups|pooled|memory)$ ]] || die "no such part '$part'"; done
 mkdir -p "$RUNS"
 vmms=${BENCH_VMMS:-qemu${CLOUD_HYPERVISOR:+ cloud-hypervisor}${FIRECRACKER:+ firecracker}}
 [[ $vmms == *cloud-hypervisor* ]] || say "not measured: Cloud Hypervisor; set CLOUD_HYPERVISOR to its program, Debian has none"
@@ -125,22 +122,24 @@ for part in "${parts[@]}"; do
 done
 
 shopt -s nullglob
-startups=() groups=() memories=()
+startups=() groups=() pooled=() memories=()
 for run in "$RUNS"/*/; do
     [[ -e $run/report.json ]] || continue
     case $(basename "$run") in
     parts) ;;
     *-memory) memories+=("$run") ;;
     *-again) ;;
-    *-groups-*) groups+=("$run") ;;
+    *-groups) groups+=("$run") ;;
+    *-pooled) pooled+=("$run") ;;
     *) startups+=("$run") ;;
     esac
 done
 result startup "${startups[@]}"
 result groups "${groups[@]}"
+result pooled "${pooled[@]}"
 result memory "${memories[@]}"
 pages=()
-for page in startup groups memory; do [[ ! -e $OUT/$page/report.json ]] || pages+=("$OUT/$page"); done
+for page in startup groups pooled memory; do [[ ! -e $OUT/$page/report.json ]] || pages+=("$OUT/$page"); done
 if ((${#pages[@]})); then
     "$CLI" report "${pages[@]}" --output "$OUT/report.html"
     "$CLI" report --markdown "${pages[@]}" | tee "$OUT/tables.md"

@@ -18,6 +18,8 @@ packages=(
     jq dpkg-dev lintian
     # the node VM: its root and its initrd
     mmdebstrap kmod
+    # the emulator of the node VM
+    ninja-build meson python3 libglib2.0-dev libpixman-1-dev zlib1g-dev libfdt-dev libattr1-dev libcap-ng-dev
     # the stack to play with: an image, a pod network
     busybox-static containernetworking-plugins iproute2 util-linux mount procps
 )

@@ -35,6 +35,20 @@ attended() {
     return $status
 }
 
+# debian_sources TYPE SUITE: prints sources (TYPE deb or deb-src) of Debian's SUITE, with its updates, from the mirror that this host's apt
+# uses: so a proxy or a local mirror is used here too.
+debian_sources() {
+    local type=$1 suite=$2 uri of lines=()
+    # shellcheck disable=SC2016 # apt's own variables
+    while read -r uri of; do
+        case $of in
+        "$suite" | "$suite"-updates | "$suite"-security) lines+=("$type $uri $of main") ;;
+        esac
+    done < <(apt-get indextargets --format '$(REPO_URI) $(RELEASE)' 'Created-By: Packages' | sort -u)
+    ((${#lines[@]})) || die "apt knows no $suite release: run 'apt-get update' on Debian 12"
+    printf '%s\n' "${lines[@]}"
+}
+
 # stack_names DIR: sets DIR (absolute), HASH, RUN, CGROUP and NETWORK. All names of a stack outside DIR contain
 # HASH. Sockets are in RUN, since DIR may be too long for the path of a unix socket: its limit is 107 bytes. With a
 # pod's 64 digits in it, 19 bytes remain for a name below RUN/sandboxer/pods/ID.

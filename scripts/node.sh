@@ -41,7 +41,8 @@ examples:
 HELP
 }
 
-QEMU=${SANDBOXER_NODE_QEMU:-qemu-system-x86_64}
+# Debian's, unless the mended one is built (make emulator).
+QEMU=${SANDBOXER_NODE_QEMU:-$("$ROOT/scripts/node/emulator.sh" built || echo qemu-system-x86_64)}
 PAYLOAD=$ROOT/target/node/payload.erofs
 
 cpus='' memory='' numa=0 virtual=no kernel=stable append='' disk=0 out=$ROOT/target/node/out limit=900 stall=0

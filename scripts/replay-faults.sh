@@ -25,7 +25,7 @@ for ((run = 1; run <= runs; run++)); do
         replayed=()
         ((run == 1)) || replayed=(--env SANDBOXER_E2E_REPLAY=/node/out/recorded)
         ((run == 1)) || cp "$OUT/1/story" "$OUT/$run/recorded"
-        attended scripts/node.sh run --virtual-time --append kvm_amd.npt=0 --limit "${LIMIT:-2400}" --stall 300 --out "$OUT/$run" \
+        attended scripts/node.sh run --virtual-time --limit "${LIMIT:-2400}" --stall 300 --out "$OUT/$run" \
             --env SANDBOXER_E2E_STORY=/node/out/story --env SANDBOXER_E2E_EVERY_NTH_POINT="${EVERY:-1}" \
             --env SANDBOXER_E2E_LIMIT=7200 --env POOL=2 --env STACK_ACCELERATOR=kvm --env STACK_VMM=qemu --env SANDBOXER_E2E_HANDLERS=sandboxer "${replayed[@]}" -- \
             "$e2e" sandboxer::faults::killed_at_every_point --nocapture >"$OUT/$run/log" 2>&1 || status=$?

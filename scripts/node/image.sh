@@ -28,18 +28,12 @@ EARLY=(virtio_pci virtio_blk virtio_console erofs overlay)
 # Room for the packages, the tree and the image, while all three are there.
 NEEDED_MIB=3072
 
-# The mirror of the release that this host is installed from, so that a proxy or a local mirror is used here too.
+# Debian's sources, and its backports from the same mirror.
 sources() {
-    local uri suite lines=()
-    # shellcheck disable=SC2016 # apt's own variables
-    while read -r uri suite; do
-        case $suite in
-        "$SUITE" | "$SUITE"-updates | "$SUITE"-security) lines+=("deb $uri $suite main") ;;
-        esac
-        [[ $suite != "$SUITE" ]] || lines+=("deb $uri $SUITE-backports main")
-    done < <(apt-get indextargets --format '$(REPO_URI) $(RELEASE)' 'Created-By: Packages' | sort -u)
-    ((${#lines[@]})) || die "apt knows no $SUITE release: run 'apt-get update' on Debian 12"
-    printf '%s\n' "${lines[@]}"
+    local lines
+    lines=$(debian_sources deb "$SUITE")
+    printf '%s\n' "$lines"
+    sed -n "s/ $SUITE main\$/ $SUITE-backports main/p" <<<"$lines"
 }
 
 key() { sha256sum <"${BASH_SOURCE[0]}" | cut -c1-16; }

@@ -91,7 +91,7 @@ uninstall: ## remove the files of `install`; pods and /var/lib/sandboxer stay
 deb: build guest-image ## build a Debian package of all that into target/deb (REVISION=1)
 	@scripts/deb.sh $(REVISION)
 
-test-deb: node ## install, use, upgrade and remove that package in a node VM with systemd; nothing of it may stay
+test-deb: node emulator ## install, use, upgrade and remove that package in a node VM with systemd; nothing of it may stay
 	@scripts/test-deb.sh
 
 test-reproducible: guest-image ## build the guest image again, elsewhere and without caches; every byte must be the same
@@ -143,7 +143,7 @@ test-contract: node emulator ## run the contract of all VMMs, by doubles and rea
 	@cargo test --quiet -p sandboxer --test vmm_contract --test cloud_hypervisor --test firecracker double
 	@scripts/test-kvm.sh contract
 
-test-placement: node ## run the cases about NUMA nodes in a node VM with two, and print where pods' memory was
+test-placement: node emulator ## run the cases about NUMA nodes in a node VM with two, and print where pods' memory was
 	@scripts/test-placement.sh
 
 bench-gate: node emulator ## compare a few starts on KVM, in virtual time, with the last recorded ones; fails beyond 5 %

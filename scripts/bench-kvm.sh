@@ -4,13 +4,12 @@
 # usage: bench-kvm.sh [PART…]
 #   serial   one start after the other: boot, template, pool and runc
 #   again    the same once more, to see how far two runs agree
-#   groups   fifty at once: whole groups of each handler and of runc, with a pool of 8; into a report of its own
-#   pooled   the same with a pool of as many VMs as a group has pods, only from the pool and with runc
+#   groups   fifty at once: whole groups of each handler and of runc, with a pool of 8
+#   pooled   the same with a pool of as many VMs as a group has pods; into a report of its own, target/bench-kvm/pooled
 #   memory   PSS at 1, 10 and 50 pods, in real time: memory does not depend on the clock
 # (default: serial groups pooled memory). Existing runs in target/bench-kvm/runs are kept; `--fresh` removes them first.
 # CLOUD_HYPERVISOR and FIRECRACKER name VMMs that Debian does not have. BENCH_SERIAL (20), BENCH_GROUP (50), BENCH_ROUNDS (2), BENCH_COUNTS
-# (1,10,50), BENCH_POOL (2; 8 for groups), BENCH_HANDLERS (pool template boot), BENCH_GROUP_MIB (128), BENCH_TRIES (20),
-# BENCH_VMMS and BENCH_LIMIT (seconds for each node, default 3600) change the plan.
+# (1,10,50), BENCH_POOL (2; 8 for groups), BENCH_HANDLERS (pool template boot), BENCH_MIB (256), BENCH_VMMS and BENCH_LIMIT (seconds for each node, default 3600) change the plan.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
@@ -22,26 +21,20 @@ RUNS=$OUT/runs
 CLI=$ROOT/target/release/sandboxer-cli
 failed=()
 
-# in_node NAME POOL ARGUMENT…: one run of scripts/node/bench.sh, in real time. Nested paging is off in the node, since QEMU's emulation
-# then loses a guest less often. A run that fails is named at the end and is not in the figures.
+# in_node NAME POOL ARGUMENT…: one run of scripts/node/bench.sh, in real time. A run that fails is named at the end and is not in the
+# figures.
 in_node() {
-    local name=$1 pool=$2 began=$SECONDS status=0 tries=0
+    local name=$1 pool=$2 began=$SECONDS status=0
     shift 2
     if [[ -e $RUNS/$name/report.json ]]; then
         say "$name: exists already"
         return
     fi
-    # If the emulator lost a guest, the result says nothing about the starts: try another node.
-    status=123
-    while ((status == 123 && tries < ${BENCH_TRIES:-4})); do
-        status=0
-        tries=$((tries + 1))
-        rm -rf "${RUNS:?}/$name"
-        attended scripts/node.sh run --cpus 2 --memory "${BENCH_MEMORY:-8192}" --limit "${BENCH_LIMIT:-2400}" --stall "$stall" \
-            --append kvm_amd.npt=0 --out "$RUNS" --env STACK_VMM="$vmm" --env STACK_SUFFIX="$suffix" --env STACK_MEMORY="$mib" \
-            --env POOL="$pool" -- scripts/node/bench.sh "$1" "$name" "${@:2}" >"$RUNS/$name.log" 2>&1 || status=$?
-    done
-    say "$name: exit code $status after $((SECONDS - began)) s, try $tries"
+    rm -rf "${RUNS:?}/$name"
+    attended scripts/node.sh run --cpus 2 --memory "${BENCH_MEMORY:-8192}" --limit "${BENCH_LIMIT:-2400}" --stall 500 --out "$RUNS" \
+        --env STACK_VMM="$vmm" --env STACK_SUFFIX="$suffix" --env STACK_MEMORY="$mib" --env POOL="$pool" -- \
+        scripts/node/bench.sh "$1" "$name" "${@:2}" >"$RUNS/$name.log" 2>&1 || status=$?
+    say "$name: exit code $status after $((SECONDS - began)) s"
     if ((status)); then
         tail -n 5 "$RUNS/$name.log" >&2
         failed+=("$name")
@@ -66,17 +59,16 @@ measured() {
 starts() { measured "$vmm-$1" "${BENCH_POOL:-2}" "$(((${BENCH_SERIAL:-20} + 1) / 2))" 2 0 "${handlers[@]}" runc; }
 serial() { starts serial; }
 again() { starts again; }
-# whole NAME POOL HANDLER…: pods of half the size, since fifty of them, and a page cache, must fit into a node.
+# whole NAME POOL HANDLER…: fifty pods, and a page cache, must fit into the node.
 whole() {
     # Nothing is printed until the first of fifty has started.
-    local mib=${BENCH_GROUP_MIB:-128} stall=600 BENCH_MEMORY=${BENCH_MEMORY:-10240} name=$1 pool=$2
+    local stall=600 BENCH_MEMORY=${BENCH_MEMORY:-10240} name=$1 pool=$2
     shift 2
     measured "$vmm-$name" "$pool" "${BENCH_ROUNDS:-2}" 0 "${BENCH_GROUP:-50}" "$@" runc --env PAUSE=60 --env START_TIMEOUT=600
 }
 groups() { whole groups "${BENCH_POOL:-8}" "${handlers[@]}"; }
 pooled() { whole pooled "${BENCH_GROUP:-50}" "sandboxer$suffix"; }
 memory() {
-    local stall=500
     local measured=("sandboxer$suffix")
     # Once is enough: memory is not a ratio of one run.
     [[ $vmm != qemu ]] || measured+=(runc)
@@ -112,7 +104,7 @@ for part in "${parts[@]}"; do
         firecracker) suffix=-fc ;;
         *) die "no such VMM '$vmm'" ;;
         esac
-        mib=256
+        mib=${BENCH_MIB:-256}
         handlers=()
         for path in ${BENCH_HANDLERS:-pool template boot}; do
             [[ $path == pool ]] && handlers+=("sandboxer$suffix") || handlers+=("sandboxer-$path$suffix")
@@ -122,24 +114,22 @@ for part in "${parts[@]}"; do
 done
 
 shopt -s nullglob
-startups=() groups=() pooled=() memories=()
+startups=() pooled=() memories=()
 for run in "$RUNS"/*/; do
     [[ -e $run/report.json ]] || continue
     case $(basename "$run") in
     parts) ;;
     *-memory) memories+=("$run") ;;
     *-again) ;;
-    *-groups) groups+=("$run") ;;
     *-pooled) pooled+=("$run") ;;
     *) startups+=("$run") ;;
     esac
 done
 result startup "${startups[@]}"
-result groups "${groups[@]}"
 result pooled "${pooled[@]}"
 result memory "${memories[@]}"
 pages=()
-for page in startup groups pooled memory; do [[ ! -e $OUT/$page/report.json ]] || pages+=("$OUT/$page"); done
+for page in startup pooled memory; do [[ ! -e $OUT/$page/report.json ]] || pages+=("$OUT/$page"); done
 if ((${#pages[@]})); then
     "$CLI" report "${pages[@]}" --output "$OUT/report.html"
     "$CLI" report --markdown "${pages[@]}" | tee "$OUT/tables.md"

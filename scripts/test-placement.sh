@@ -15,19 +15,9 @@ fi
 log=$ROOT/target/test-placement.log
 
 # A small pool: the node's memory is for pods. One case at a time.
-in_node() {
-    scripts/node.sh run --cpus 4 --memory 8192 --numa 2 --limit 1800 --stall 400 --out "$ROOT/target/test-placement" \
-        --env STACK_VMM=qemu --env STACK_ACCELERATOR=kvm --env POOL=4 --env SANDBOXER_E2E_HANDLERS=sandboxer \
-        --env SANDBOXER_E2E_ONLY=placement -- "$e2e" --test-threads 1 2>&1 | tee "$log"
-}
-
-for try in 1 2 3; do
-    status=0
-    in_node || status=$?
-    ((status == 123)) || break
-    say "a guest spins in node $try of at most 3 (docs/decisions/0009-node-vm.md)"
-done
-((status == 0)) || exit "$status"
+scripts/node.sh run --cpus 4 --memory 8192 --numa 2 --limit 1800 --stall 400 --out "$ROOT/target/test-placement" \
+    --env STACK_VMM=qemu --env STACK_ACCELERATOR=kvm --env POOL=4 --env SANDBOXER_E2E_HANDLERS=sandboxer \
+    --env SANDBOXER_E2E_ONLY=placement -- "$e2e" --test-threads 1 2>&1 | tee "$log"
 # A node with one NUMA node would pass over all cases.
 sed 's/\x1b\[[0-9;]*m//g; s/\r$//' "$log" | grep -q '^test result: ok\. 6 passed; 0 failed; 0 ignored' ||
     die "not all cases ran; the output is in $log"

@@ -32,6 +32,8 @@ options:
   --stall SECONDS     end the node after this processor time without output of COMMAND
 
 CLOUD_HYPERVISOR and FIRECRACKER, if set, name further VMMs for the node, JAILER Firecracker's jailer.
+The node is emulated by the QEMU of `make emulator`, if it is built, else by qemu-system-x86_64, which may lose a guest;
+SANDBOXER_NODE_QEMU names another one.
 
 exit codes: COMMAND's own; 124: limit reached; 125: the node cannot run COMMAND; 123: COMMAND stalled.
 
@@ -160,7 +162,7 @@ spent() {
     user=$(stat_field "$1" 14) && system=$(stat_field "$1" 15) && echo $(((user + system) / $(getconf CLK_TCK)))
 }
 
-# A guest that the emulator has lost spins forever, and its node with it. Processor time, unlike time, does not depend on
+# A guest that Debian's QEMU has lost spins forever, and its node with it. Processor time, unlike time, does not depend on
 # other work of this host.
 watch_stall() {
     local emulator now before=none since=0 used
@@ -204,7 +206,7 @@ boot() {
         wait "$pid" || status=$?
     fi
     if [[ -e $work/stalled ]]; then
-        say "the command printed nothing in $stall s of processor time; node ended, because a guest seems to spin"
+        say "the command printed nothing in $stall s of processor time; node ended: it hangs, or a guest spins"
         exit 123
     fi
     ((status != 124 && status != 137)) || { say "the node was ended after its limit of $limit s"; console 5; exit 124; }

@@ -11,9 +11,10 @@ use sandboxer::{
     pod::{self, DaemonState},
     template::{BuildError, Missing, Template, TemplateError},
 };
-use sandboxer_base::Code;
+use sandboxer_base::{Code, digest::hex};
 use sandboxer_config::StartPath;
 use sandboxer_vmm_fake::Fault;
+use sha2::{Digest, Sha256};
 use template_host::{
     Host, LARGER, LARGEST, LONG, Log, SHAPE, filled, later, missed, started, started_at_best, try_started,
 };
@@ -99,6 +100,26 @@ async fn a_template_of_another_name_is_a_foreign_one() {
     assert!(matches!(&error, TemplateError::Foreign { key, .. } if *key == made.key), "{error}");
     let rebuilt = host.node().templates.prepare(SHAPE).await.unwrap();
     assert_ne!(rebuilt.link_key, made.link_key, "the foreign one was used");
+}
+
+/// Such as one that came with a copy of the state from another host. Firecracker itself only warns of another processor.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_whole_template_of_another_version_or_processor_is_never_restored() {
+    let host = Host::new();
+    for (own, other) in
+        [("\"version\":\"0\"", "\"version\":\"1\""), ("\"cpu\":[", "\"cpu\":[\"model name\\t: another\",")]
+    {
+        let made = host.node().templates.prepare(SHAPE).await.unwrap();
+        let [dir] = host.templates().try_into().unwrap();
+        rewrite(&dir.join("template.json"), own, other);
+        let node = host.node();
+        let error = verify(&node, &made).unwrap_err();
+        assert!(matches!(&error, TemplateError::Foreign { key, .. } if *key != made.key), "{other}: {error}");
+        assert!(error.to_string().contains(&*dir.to_string_lossy()), "{error}");
+        let rebuilt = node.templates.prepare(SHAPE).await.unwrap();
+        assert_ne!(rebuilt.link_key, made.link_key, "{other}: the foreign one was used");
+        host.kept(&[&made.key]);
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -375,4 +396,14 @@ fn replace(path: &Path, from: &str, to: &str) {
     let text = fs::read_to_string(path).unwrap();
     assert!(text.contains(from), "{text}");
     fs::write(path, text.replacen(from, to, 1)).unwrap();
+}
+
+/// Changes a manifest as one who knows its checksum.
+fn rewrite(manifest: &Path, from: &str, to: &str) {
+    replace(manifest, from, to);
+    let text = fs::read_to_string(manifest).unwrap();
+    let (_, body) = text.split_once("\"manifest\":").unwrap();
+    let body = body.strip_suffix('}').unwrap();
+    let sha256 = hex(&Sha256::digest(body));
+    fs::write(manifest, format!("{{\"sha256\":\"{sha256}\",\"manifest\":{body}}}")).unwrap();
 }

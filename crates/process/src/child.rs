@@ -101,12 +101,14 @@ pub struct Equipment {
     pub jail: Option<Jail>,
     /// Control groups that it enters before exec, so that all its memory is charged to them.
     pub groups: CgroupEntries,
+    /// Further variables of its environment.
+    pub environment: Vec<(&'static str, OsString)>,
 }
 
 /// Starts `program` in its own session, so that signals to the daemon's session do not reach it.
 ///
-/// Its environment is `PATH` and [`strays::MARK`] with `run_dir`, which is also its working directory. Its stderr is the
-/// returned pipe. Blocks for the time of a fork, and some ms more if it cannot be started in [`Equipment::groups`]: call it
+/// Its environment is `PATH`, [`strays::MARK`] with `run_dir`, which is also its working directory, and
+/// [`Equipment::environment`]. Its stderr is the returned pipe. Blocks for the time of a fork, and some ms more if it cannot be started in [`Equipment::groups`]: call it
 /// where blocking is allowed, inside a runtime.
 pub fn spawn(
     program: &Path,
@@ -114,7 +116,7 @@ pub fn spawn(
     run_dir: &Path,
     equipment: Equipment,
 ) -> io::Result<(Starting, OwnedFd)> {
-    let Equipment { inherited, stdout, background, jail, groups } = equipment;
+    let Equipment { inherited, stdout, background, jail, groups, environment } = equipment;
     let alone = jail.is_some();
     let (words, their_words) = io::pipe()?;
     let stdout: OwnedFd = match stdout {
@@ -139,7 +141,8 @@ pub fn spawn(
         Ok(())
     };
     let path = std::env::var_os("PATH").map(|path| ("PATH", path));
-    let environment: Vec<_> = path.into_iter().chain([(strays::MARK, run_dir.into())]).collect();
+    let environment: Vec<_> =
+        path.into_iter().chain([(strays::MARK, run_dir.into())]).chain(environment).collect();
     let started = match &groups.dir {
         Some(group) => {
             let stdio = [clone::dev_null()?, stdout.try_clone()?, their_words.try_clone()?.into()];

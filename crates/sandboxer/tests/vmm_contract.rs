@@ -8,15 +8,15 @@ mod test_guest;
 use std::{path::Path, task::Poll, time::Duration};
 
 use sandboxer_config::VmConfig;
-use sandboxer_vmm::{Frozen, MEMORY, Vmm, VmmError, qemu::Qemu};
+use sandboxer_vmm::{Frozen, MEMORY, VmSpec, Vmm, VmmError, qemu::Qemu};
 use sandboxer_vmm_fake::FakeVmm;
 use tokio::time::timeout;
 
 use crate::test_guest::{
     Guest, Pod,
     contract::{
-        a_tap_is_held_as_long_as_the_vm_runs, copies_of_a_frozen_vm_are_vms, frozen, is_jailed,
-        keeps_the_contract, requests_for_files_have_a_link_of_their_own,
+        a_tap_is_held_as_long_as_the_vm_runs, copies_of_a_frozen_vm_are_vms, freed_memory_comes_back, frozen,
+        is_jailed, keeps_the_contract, requests_for_files_have_a_link_of_their_own,
     },
     serve_in_memory,
 };
@@ -47,6 +47,12 @@ async fn qemu_keeps_the_contract() {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_guest_asks_for_files_by_a_link_that_outlives_the_daemon() {
     requests_for_files_have_a_link_of_their_own(&test_guest::qemu().await, Pod::spec).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn memory_that_a_guest_frees_comes_back() {
+    let spec = |pod: &Pod| VmSpec { memory_mib: 256, ..pod.spec() };
+    freed_memory_comes_back(&test_guest::qemu().await, spec).await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -102,7 +108,7 @@ async fn a_guest_that_panics_leaves_its_last_words() {
 #[tokio::test(flavor = "multi_thread")]
 async fn disks_of_the_first_moment_are_there() {
     let pod = Pod::new("boot-disk");
-    let spec = sandboxer_vmm::VmSpec { disks: vec![pod.disk("early")], ..pod.spec() };
+    let spec = VmSpec { disks: vec![pod.disk("early")], ..pod.spec() };
     let vm = test_guest::qemu().await.boot(&spec).await.unwrap();
     let mut guest = Guest::of(&*vm).await;
     assert_eq!(guest.ask("await early").await, "disk early ro=0 starts with early");

@@ -64,6 +64,10 @@ const CID: u32 = 3;
 /// Its arguments. It learns all else over its API.
 const ARGUMENTS: [&str; 5] = ["--enable-pci", "--level", "Warning", "--api-sock", "/run/api.sock"];
 
+/// The device by which a guest reports pages that it has freed, which the VMM drops.
+const BALLOON: wire::Balloon =
+    wire::Balloon { amount_mib: 0, deflate_on_oom: false, free_page_reporting: true };
+
 /// The device by which taps are opened.
 const TUN: &str = "/dev/net/tun";
 
@@ -145,6 +149,7 @@ impl Firecracker {
             background: spec.background,
             jail: Some(jail),
             groups: spec.entries()?,
+            environment: Vec::new(),
         };
         let arguments = ARGUMENTS.map(OsString::from).into();
         let (process, stderr) = process::spawn(&self.program, arguments, spec, equipment).await?;
@@ -223,6 +228,7 @@ impl Firecracker {
         let vsock = wire::Vsock { guest_cid: CID, uds_path: Path::new(ROOM).join(vsock::SOCKET) };
         watched.answered("PUT /vsock", api.vsock(&vsock)).await?;
         watched.answered("PUT /entropy", api.entropy()).await?;
+        watched.answered("PUT /balloon", api.balloon(&BALLOON)).await?;
         let taps = spec.named_taps.iter().flat_map(|taps| &taps.names);
         for (nic, tap) in (0..).zip(taps) {
             watched.answered("PUT /network-interfaces", api.net(&vm::nic(nic, tap))).await?;
@@ -252,6 +258,7 @@ impl Vmm for Firecracker {
         let vm = ARGUMENTS.map(str::to_owned).into_iter().chain([
             format!("{} vCPU, {} MiB, {} interfaces", spec.vcpus, spec.memory_mib, spec.nics),
             slots::layout(),
+            serde_json::to_string(&BALLOON).unwrap_or_default(),
             kernel_line(&spec.boot),
         ]);
         TemplateInputs {

@@ -15,6 +15,7 @@ mod held;
 mod http;
 pub mod kvm;
 mod permit;
+mod preload;
 mod process;
 pub mod qemu;
 mod qmp;

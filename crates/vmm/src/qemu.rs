@@ -40,7 +40,7 @@ use self::{
 use super::{
     FREEZABLE, Frozen, MEMORY, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError, VmmInfo,
     accelerator::{self, AcceleratorError},
-    process,
+    preload, process,
     qmp::Qmp,
     run_dir::{Captures, Files, connect, path_error, reopen},
     tsc,
@@ -169,8 +169,16 @@ impl Qemu {
         let control = connect(pod, &spec.run_dir, CONTROL)?;
         let console = connect(pod, &spec.run_dir, CONSOLE)?;
 
+        let environment = match begin {
+            Begin::Boot { .. } => Vec::new(),
+            Begin::Restore { .. } => {
+                let variable = preload::add(&mut inherited);
+                vec![variable.map_err(path_error(pod, "prepare a library for", self.program.clone()))?]
+            }
+        };
+
         let (background, groups) = (spec.background, spec.entries()?);
-        let equipment = Equipment { inherited, stdout: None, background, jail, groups };
+        let equipment = Equipment { inherited, stdout: None, background, jail, groups, environment };
         let (process, stderr) = process::spawn(&self.program, arguments, spec, equipment).await?;
         let captures = Captures::start(stderr, console, &spec.run_dir, spec.console_log_bytes)
             .map_err(path_error(pod, "capture output in", spec.run_dir.clone()))?;

@@ -22,13 +22,14 @@ use serde_json::{Value, json};
 use super::guest;
 
 /// The fields of each call, which a real one would refuse if another were among them or one were missing.
-const FIELDS: [(&str, &[&str]); 11] = [
+const FIELDS: [(&str, &[&str]); 12] = [
     ("PUT machine-config", &["mem_size_mib", "vcpu_count"]),
     ("PUT boot-source", &["boot_args", "initrd_path", "kernel_image_path"]),
     ("PUT drives", &["cache_type", "drive_id", "is_read_only", "is_root_device", "path_on_host"]),
     ("PATCH drives", &["drive_id", "path_on_host"]),
     ("PUT vsock", &["guest_cid", "uds_path"]),
     ("PUT entropy", &[]),
+    ("PUT balloon", &["amount_mib", "deflate_on_oom", "free_page_reporting"]),
     ("PUT network-interfaces", &["guest_mac", "host_dev_name", "iface_id"]),
     ("PUT actions", &["action_type"]),
     ("PATCH vm", &["state"]),
@@ -100,7 +101,7 @@ impl Vm {
         let text = |name: &str| body[name].as_str().unwrap_or_default().to_owned();
         let is_new = state.running.is_none();
         match (method, &names[..], is_new) {
-            ("PUT", ["machine-config" | "entropy"], true) => {}
+            ("PUT", ["machine-config" | "entropy" | "balloon"], true) => {}
             ("PUT", ["boot-source"], true) => {
                 for name in ["kernel_image_path", "initrd_path"] {
                     File::open(text(name)).map_err(|error| format!("{name}: {error}"))?;

@@ -3,8 +3,9 @@
 use std::{
     fs::{self, File},
     future::Future,
+    hash::{DefaultHasher, Hasher},
     io,
-    os::unix::fs::MetadataExt,
+    os::unix::fs::{FileExt, MetadataExt},
     path::{Path, PathBuf},
     sync::Arc,
     time::Duration,
@@ -238,6 +239,62 @@ pub async fn copies_of_a_frozen_vm_are_vms(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSp
     for vm in [vm, vms.remove(0).0] {
         vm.kill().await.unwrap();
     }
+}
+
+/// Tests that memory which a guest has freed comes back to the host, from a VM that booted and from a copy of a frozen one.
+/// `spec` needs some 200 MiB.
+pub async fn freed_memory_comes_back(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec) {
+    let (pod, copy) = (Pod::new("booted"), Pod::new("copied"));
+    let booted = vmm.boot(&spec(&pod)).await.expect("it boots");
+    gives_back(&*booted).await;
+    booted.kill().await.unwrap();
+
+    let frozen = frozen(vmm, spec, |_| async {}).await;
+    let before = digest_of_memory(&frozen);
+    let copied = vmm.restore(&spec(&copy), &frozen).await.expect("a VM is restored");
+    copied.resume().await.expect("and goes on");
+    gives_back(&*copied).await;
+    copied.kill().await.unwrap();
+    assert_eq!(digest_of_memory(&frozen), before, "a copy changed the memory that others share with it");
+}
+
+fn digest_of_memory(frozen: &Frozen) -> u64 {
+    let memory = File::from(frozen.file(MEMORY).unwrap());
+    let (mut hash, mut chunk, mut at) = (DefaultHasher::new(), vec![0; 1 << 20], 0);
+    loop {
+        match memory.read_at(&mut chunk, at).unwrap() {
+            0 => return hash.finish(),
+            read => {
+                hash.write(&chunk[..read]);
+                at += read as u64;
+            }
+        }
+    }
+}
+
+/// Asserts that of 100 MiB that the guest uses and frees, twice, the host gets at least 90 back.
+async fn gives_back(vm: &dyn Vm) {
+    let mut guest = Guest::of(vm).await;
+    assert_eq!(guest.ask("hello").await, "hello host");
+    for _ in 0..2 {
+        assert_eq!(guest.ask("fill 100").await, "filled");
+        let full = private_mib(vm);
+        assert_eq!(guest.ask("free").await, "freed");
+        let returned = async {
+            while private_mib(vm) + 90 > full {
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+        };
+        let returned = timeout(LONG, returned).await;
+        assert!(returned.is_ok(), "the VMM had {full} MiB, and still has {} MiB", private_mib(vm));
+    }
+}
+
+/// Returns the VMM's memory that no other process shares, in MiB.
+fn private_mib(vm: &dyn Vm) -> u64 {
+    let rollup = fs::read_to_string(format!("/proc/{}/smaps_rollup", vm.record().pid)).unwrap();
+    let line = rollup.lines().find_map(|line| line.strip_prefix("Anonymous:")).unwrap();
+    line.split_whitespace().next().unwrap().parse::<u64>().unwrap() >> 10
 }
 
 /// Freezes a VM after `before` has used its guest.

@@ -5,6 +5,9 @@ mount -t devtmpfs none /dev
 mount -t proc none /proc
 mount -t sysfs none /sys
 
+# As the agent does.
+echo 5 >/sys/module/page_reporting/parameters/page_reporting_order
+
 for port in /sys/class/virtio-ports/*; do
     [ "$(cat "$port/name")" = org.sandboxer.agent ] && device=/dev/${port##*/}
 done
@@ -27,6 +30,8 @@ while :; do
     case $command in
         remember) memory=$argument; echo noted >&3 ;;
         recall) echo "$memory" >&3 ;;
+        fill) dd if=/dev/zero of=/filled bs=1M count="$argument" 2>/dev/null && echo filled >&3 ;;
+        free) rm /filled && echo freed >&3 ;;
         nic) cat /sys/class/net/eth0/address >&3 ;;
         hello) echo "hello host" >&3 ;;
         await)

@@ -28,6 +28,8 @@ pub struct VmConfig {
     pub console: Console,
     /// The vsock to the agent.
     pub vsock: Vsock,
+    /// The device by which the guest reports pages that it has freed.
+    pub balloon: Balloon,
     /// From then on, the VMM opens only what the rules allow.
     pub landlock_enable: bool,
     /// Rules beside the paths in this configuration.
@@ -134,6 +136,15 @@ pub struct Vsock {
     pub cid: u32,
     /// The VMM listens here for connections to the guest.
     pub socket: PathBuf,
+}
+
+/// A balloon, which takes memory from the guest; one of size 0 takes none.
+#[derive(Debug, Clone, Serialize)]
+pub struct Balloon {
+    /// Bytes.
+    pub size: u64,
+    /// The guest reports pages that it has freed, and the VMM drops them.
+    pub free_page_reporting: bool,
 }
 
 /// A path that the VMM may open, with everything below it.

@@ -8,8 +8,8 @@ use serde::Serialize;
 use super::{
     version,
     wire::{
-        Action, BootSource, Drive, DrivePatch, Entropy, Instance, Machine, Net, SnapshotCreate, SnapshotLoad,
-        VmState, Vsock,
+        Action, Balloon, BootSource, Drive, DrivePatch, Entropy, Instance, Machine, Net, SnapshotCreate,
+        SnapshotLoad, VmState, Vsock,
     },
 };
 pub use crate::http::ApiError;
@@ -82,6 +82,11 @@ impl Api {
     /// Adds a source of randomness.
     pub async fn entropy(&self) -> Result<(), ApiError> {
         self.put("/entropy", &Entropy {}).await
+    }
+
+    /// Adds the balloon.
+    pub async fn balloon(&self, balloon: &Balloon) -> Result<(), ApiError> {
+        self.put("/balloon", balloon).await
     }
 
     /// Adds a network interface to a VM that is not booted yet.

@@ -76,6 +76,17 @@ pub struct Vsock {
 #[derive(Debug, Clone, Serialize)]
 pub struct Entropy {}
 
+/// `PUT /balloon`: a balloon, which takes memory from the guest; one of size 0 takes none.
+#[derive(Debug, Clone, Serialize)]
+pub struct Balloon {
+    /// Its size, MiB.
+    pub amount_mib: u32,
+    /// It shrinks when the guest lacks memory.
+    pub deflate_on_oom: bool,
+    /// The guest reports pages that it has freed, and the VMM drops them.
+    pub free_page_reporting: bool,
+}
+
 /// `PUT /network-interfaces/ID`.
 #[derive(Debug, Clone, Serialize)]
 pub struct Net {

@@ -14,6 +14,7 @@ mod faults;
 mod hung_volume;
 mod lifecycle;
 mod many;
+mod memory;
 mod network;
 mod placement;
 mod pool;
@@ -108,6 +109,7 @@ fn entries() -> Vec<Entry> {
         snapshotters::cases,
         failure::cases,
         many::cases,
+        memory::cases,
         network::cases,
         placement::cases,
         pool::cases,

@@ -1,0 +1,76 @@
+//! Memory that a container has freed comes back to the host while its pod runs.
+
+use std::fs;
+use std::time::Instant;
+
+use anyhow::{Context, Result, ensure};
+use nix::unistd::Pid;
+use sandboxer_e2e::case::{Case, PATIENCE, shell};
+use sandboxer_e2e::eventually;
+
+use crate::templates::{pool_is_filled, told};
+
+crate::cases![
+    Vm: comes_back_from_a_vm_that_booted, comes_back_from_a_copy_of_a_template, comes_back_from_a_vm_that_waited
+];
+
+/// MiB that the container uses.
+const USED: u64 = 100;
+/// MiB of these that the host gets back.
+const RETURNED: u64 = 90;
+/// Uses that memory until something is written to `/go`: `tail` keeps what it reads until its input ends.
+const USES: &str = "mkfifo /go; exec 3>&1
+    { head -c 104857600 /dev/zero; echo full >&3; cat /go; } | tail -c 104857600 >/dev/null
+    echo freed; sleep 1000000";
+
+async fn comes_back_from_a_vm_that_booted(case: Case) -> Result<()> {
+    comes_back(&case, "sandboxer-boot", "boot").await
+}
+
+async fn comes_back_from_a_copy_of_a_template(case: Case) -> Result<()> {
+    comes_back(&case, "sandboxer-template", "template").await
+}
+
+async fn comes_back_from_a_vm_that_waited(case: Case) -> Result<()> {
+    comes_back(&case, "sandboxer", "pool").await
+}
+
+/// Runs a pod whose VM came by `start_path`: another pod may take the VM that waited.
+async fn comes_back(case: &Case, handler: &str, start_path: &str) -> Result<()> {
+    let pod = eventually(&format!("a pod whose VM came by {start_path}"), PATIENCE * 10, || async {
+        if start_path == "pool" {
+            pool_is_filled(case).await?;
+        }
+        let config = case.pod_config();
+        let id = case.cri.run_pod(&config, handler).await?;
+        if told(case, &["inspect", &id])?["start_path"] == start_path {
+            return Ok(Some(case.pod_of(&id, config)));
+        }
+        case.remove(&id).await?;
+        Ok(None)
+    })
+    .await?;
+    let container = pod.start(shell("c", USES)).await?;
+    let vmm = case.vmm_of(&pod.id).await?;
+    container.logged("full").await?;
+    let full = own_mib(vmm)?;
+    ensure!(full > USED, "the container uses {USED} MiB, and its VMM has {full}");
+    let freed = Instant::now();
+    container.sh("echo >/go").await?;
+    container.logged("freed").await?;
+    let left = eventually(&format!("{RETURNED} of {full} MiB back on the host"), PATIENCE, || async {
+        let now = own_mib(vmm)?;
+        Ok((now + RETURNED <= full).then_some(now))
+    })
+    .await?;
+    println!("{start_path}: from {full} to {left} MiB in {:.1} s", freed.elapsed().as_secs_f64());
+    ensure!(container.sh("echo goes on").await? == "goes on");
+    Ok(())
+}
+
+/// Returns the memory of a VMM that no other process has, in MiB.
+fn own_mib(vmm: Pid) -> Result<u64> {
+    let rollup = fs::read_to_string(format!("/proc/{vmm}/smaps_rollup"))?;
+    let line = rollup.lines().find_map(|line| line.strip_prefix("Anonymous:")).context("no Anonymous")?;
+    Ok(line.trim().trim_end_matches(" kB").parse::<u64>()? >> 10)
+}

@@ -8,6 +8,7 @@
 //! | [`summary`], [`ratio`] | percentiles and distributions; confidence of differences |
 //! | [`trace`], [`exits`] | stages from the daemon, exits from KVM |
 //! | [`clock`] | the clock of times |
+//! | [`streams`] | commands in containers, and logs of containers |
 //! | [`overhead`] | cost of the probe itself |
 //! | [`memory`], [`ledger`], [`attribution`], [`pss`] | memory by role, over the number of pods |
 //! | [`report`], [`store`], [`html`], [`markdown`], [`compare`], [`merge`] | a result: its format, its files, its presentation |
@@ -44,6 +45,7 @@ pub mod sample;
 pub mod score;
 pub mod startup;
 pub mod store;
+pub mod streams;
 pub mod summarise;
 pub mod summary;
 pub mod timeline;

@@ -44,7 +44,8 @@ impl Recipe {
         ["sh", "-c", "echo started; exec sleep 86400"].map(str::to_owned).to_vec()
     }
 
-    fn pod(&self, name: &str, handler: &str, logs: PathBuf) -> PodOptions {
+    /// Returns the options of a pod of the run.
+    pub fn pod(&self, name: &str, handler: &str, logs: PathBuf) -> PodOptions {
         PodOptions {
             namespace: "sandboxer-probe".into(),
             // Two runs may give a pod the same name.

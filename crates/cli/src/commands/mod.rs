@@ -21,6 +21,7 @@ mod report;
 mod score;
 mod stages;
 mod startup;
+mod streams;
 mod summarise;
 mod tables;
 mod target;
@@ -50,6 +51,7 @@ pub enum Command {
     Quarantine(quarantine::Args),
     Reload(reload::Args),
     Startup(startup::Args),
+    Streams(streams::Args),
     Workload(workload::Args),
     MemReport(mem_report::Args),
     Report(report::Args),
@@ -80,6 +82,7 @@ impl Command {
             Command::Quarantine(args) => quarantine::run(args, global).await,
             Command::Reload(args) => reload::run(args, global).await,
             Command::Startup(args) => startup::run(args, global).await,
+            Command::Streams(args) => streams::run(args, global).await,
             Command::Workload(args) => workload::run(args, global).await,
             Command::MemReport(args) => mem_report::run(args, global).await,
             Command::Report(args) => report::run(args, global),

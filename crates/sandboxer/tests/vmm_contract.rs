@@ -8,7 +8,7 @@ mod test_guest;
 use std::{path::Path, task::Poll, time::Duration};
 
 use sandboxer_config::VmConfig;
-use sandboxer_vmm::{Frozen, MEMORY, VmSpec, Vmm, VmmError, qemu::Qemu};
+use sandboxer_vmm::{DiskSpec, Frozen, MEMORY, VmSpec, Vmm, VmmError, qemu::Qemu};
 use sandboxer_vmm_fake::FakeVmm;
 use tokio::time::timeout;
 
@@ -42,6 +42,25 @@ async fn qemu_keeps_the_contract() {
         assert_eq!(guest.ask("nic").await, "02:73:62:78:00:00");
     })
     .await;
+}
+
+/// A guest waits 10 ms for the first disk of a controller when the second one comes.
+#[tokio::test(flavor = "multi_thread")]
+async fn an_image_and_a_writable_disk_have_a_controller_each() {
+    let vmm = test_guest::qemu().await;
+    let pod = Pod::new("disks");
+    let vm = vmm.boot(&pod.spec()).await.unwrap();
+    let mut guest = Guest::of(&*vm).await;
+    // A disk that comes before the kernel knows its controller is not found.
+    assert_eq!(guest.ask("hello").await, "hello host");
+    for (serial, read_only) in [("writable", false), ("image", true), ("another", true)] {
+        vm.attach_disk(&DiskSpec { read_only, ..pod.disk(serial) }).await.unwrap();
+        let ro = u8::from(read_only);
+        let seen = guest.ask(&format!("await {serial}")).await;
+        assert_eq!(seen, format!("disk {serial} ro={ro} starts with {serial}"));
+    }
+    assert_eq!(guest.ask("controllers").await, "1 0 0");
+    vm.kill().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -38,6 +38,15 @@ while :; do
             until disk=$(find_disk "$argument") && [ -b "/dev/$disk" ]; do usleep 10000; done
             echo "disk $argument ro=$(cat "/sys/block/$disk/ro") starts with $(head -n 1 "/dev/$disk")" >&3
             ;;
+        # The controllers of all disks, by the disks' names.
+        controllers)
+            for link in /sys/block/sd*/device; do
+                path=$(readlink -f "$link")
+                host=${path#*/host}
+                printf '%s ' "${host%%/*}"
+            done >&3
+            echo >&3
+            ;;
         await-gone)
             while find_disk "$argument" >/dev/null; do usleep 10000; done
             echo "gone $argument" >&3

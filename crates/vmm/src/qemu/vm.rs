@@ -54,12 +54,25 @@ impl QemuVm {
 
     /// Plugs in a disk whose image is there, and limits it before the guest has found it, or a moment later.
     async fn plug(&self, disk: &DiskSpec) -> Result<(), QmpError> {
-        self.qmp.device_add(command_line::disk_device(&disk.serial), self.call_timeout).await?;
+        self.add_device(&disk.serial, command_line::controller(disk)).await?;
         if disk.limits.is_none() {
             return Ok(());
         }
         let id = command_line::device_id(&disk.serial);
         self.qmp.throttle(&id, disk.limits, self.call_timeout).await
+    }
+
+    /// Adds a disk's device at `controller`; at the only one if the VM is of an earlier daemon.
+    async fn add_device(&self, serial: &str, controller: &str) -> Result<(), QmpError> {
+        let add = |controller: &str| {
+            self.qmp.device_add(command_line::disk_device(serial, controller), self.call_timeout)
+        };
+        match add(controller).await {
+            Err(QmpError::Refused { reason, .. }) if command_line::lacks_controller(&reason, controller) => {
+                add(command_line::READ_ONLY_DISKS).await
+            }
+            added => added,
+        }
     }
 
     fn answer(&self, call: &str) -> impl FnOnce(QmpError) -> VmmError {
@@ -141,7 +154,7 @@ impl Vm for QemuVm {
             let node = command_line::shares_node(handed.number);
             let added = self.qmp.blockdev_add(&node, limit).await;
             self.qmp.remove_fd(handed.set, limit).await.and(added)?;
-            self.qmp.device_add(command_line::disk_device(DISK_SERIAL), limit).await
+            self.add_device(DISK_SERIAL, command_line::READ_ONLY_DISKS).await
         };
         connected.await.map_err(self.answer("connecting the guest to its shares"))
     }

@@ -30,6 +30,7 @@ use nix::{
     },
     unistd::{ForkResult, fork},
 };
+use rustix::buffer::spare_capacity;
 use tokio::{
     io::{Interest, unix::AsyncFd},
     runtime::Handle,
@@ -42,7 +43,7 @@ use crate::{
     worker::close_all_but,
 };
 
-/// Most bytes moved at once.
+/// Most bytes that a helper moves at once.
 const MAX_MOVED_BYTES: usize = 16 << 10;
 /// Header of a request: the operation, and the most bytes to read.
 const REQUEST: usize = 8;
@@ -82,15 +83,15 @@ pub fn start() -> io::Result<()> {
     Ok(())
 }
 
-/// Reads at most `max` bytes as read(2) does; none at the end.
+/// Reads at most `max` bytes as read(2) does, a helper fewer; none at the end.
 pub async fn read(from: &Stream, max: usize) -> Result<Vec<u8>, Errno> {
-    let max = max.min(MAX_MOVED_BYTES);
     let Some(helpers) = HELPERS.get() else {
-        let mut bytes = vec![0; max];
-        let count = nix::unistd::read(from.get_ref(), &mut bytes)?;
-        bytes.truncate(count);
+        let mut bytes = Vec::with_capacity(max);
+        rustix::io::read(from.get_ref(), spare_capacity(&mut bytes))
+            .map_err(|error| Errno::from_raw(error.raw_os_error()))?;
         return Ok(bytes);
     };
+    let max = max.min(MAX_MOVED_BYTES);
     Ok(helpers.ask(Stream::clone(from), Operation::Read, max, Vec::new()).await?.1)
 }
 

@@ -35,8 +35,8 @@ const MAX_READY: usize = 4096;
 /// Maximum stale bytes that the host drops before it gives up on a guest, 64 MiB: sixteen times the
 /// largest ttrpc message.
 const MAX_STALE: usize = 64 << 20;
-/// Bytes moved at once between port and session.
-const CHUNK: usize = 16 << 10;
+/// Bytes moved at once between port and session: as many as a virtio-serial port of Linux takes in one write.
+const CHUNK: usize = 32 << 10;
 
 /// Marks the greetings of one guest's link. Random, per pod.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -8,7 +8,7 @@ use nix::unistd::Pid;
 use sandboxer_e2e::case::{Case, PATIENCE, shell};
 use sandboxer_e2e::eventually;
 
-use crate::templates::{pool_is_filled, told};
+use crate::templates::{pool_is_filled, template_is_there, told};
 
 crate::cases![
     Vm: comes_back_from_a_vm_that_booted, comes_back_from_a_copy_of_a_template, comes_back_from_a_vm_that_waited
@@ -18,10 +18,9 @@ crate::cases![
 const USED: u64 = 100;
 /// MiB of these that the host gets back.
 const RETURNED: u64 = 90;
-/// Uses that memory until something is written to `/go`: `tail` keeps what it reads until its input ends.
-const USES: &str = "mkfifo /go; exec 3>&1
-    { head -c 104857600 /dev/zero; echo full >&3; cat /go; } | tail -c 104857600 >/dev/null
-    echo freed; sleep 1000000";
+/// Uses that memory until `dd` is killed: it has read all of it and cannot write it.
+const USES: &str =
+    "mkfifo /go; exec 4<>/go; dd if=/dev/zero bs=104857600 count=1 >&4; echo freed; sleep 1000000";
 
 async fn comes_back_from_a_vm_that_booted(case: Case) -> Result<()> {
     comes_back(&case, "sandboxer-boot", "boot").await
@@ -37,6 +36,9 @@ async fn comes_back_from_a_vm_that_waited(case: Case) -> Result<()> {
 
 /// Runs a pod whose VM came by `start_path`: another pod may take the VM that waited.
 async fn comes_back(case: &Case, handler: &str, start_path: &str) -> Result<()> {
+    if start_path != "boot" {
+        template_is_there(case).await?;
+    }
     let pod = eventually(&format!("a pod whose VM came by {start_path}"), PATIENCE * 10, || async {
         if start_path == "pool" {
             pool_is_filled(case).await?;
@@ -52,11 +54,15 @@ async fn comes_back(case: &Case, handler: &str, start_path: &str) -> Result<()> 
     .await?;
     let container = pod.start(shell("c", USES)).await?;
     let vmm = case.vmm_of(&pod.id).await?;
-    container.logged("full").await?;
+    eventually("the container uses its memory", PATIENCE, || async {
+        let used: u64 = container.sh("cat /sys/fs/cgroup/memory.current").await?.parse()?;
+        Ok((used >= USED << 20).then_some(()))
+    })
+    .await?;
     let full = own_mib(vmm)?;
     ensure!(full > USED, "the container uses {USED} MiB, and its VMM has {full}");
     let freed = Instant::now();
-    container.sh("echo >/go").await?;
+    container.sh("killall dd").await?;
     container.logged("freed").await?;
     let left = eventually(&format!("{RETURNED} of {full} MiB back on the host"), PATIENCE, || async {
         let now = own_mib(vmm)?;

@@ -198,7 +198,7 @@ pub fn told(case: &Case, words: &[&str]) -> Result<serde_json::Value> {
     Ok(serde_json::from_slice(&output.stdout)?)
 }
 
-async fn template_is_there(case: &Case) -> Result<()> {
+pub async fn template_is_there(case: &Case) -> Result<()> {
     let built = case.stack.command("sandboxer-cli").args(["template", "build"]).output()?;
     ensure!(built.status.success(), "{}", String::from_utf8_lossy(&built.stderr));
     Ok(())

@@ -52,7 +52,7 @@ pub enum SlotError {
     Duplicate,
     /// All slots are taken.
     #[error(
-        "the VM has {most} {kind} disks, the most that a VM of Firecracker can have: use fewer volumes or another VMM"
+        "the VM has {most} {kind} disks, the most that a VM of Firecracker can have: use fewer containers and volumes, or another VMM"
     )]
     Full {
         /// Number of slots of the kind.

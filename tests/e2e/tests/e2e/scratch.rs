@@ -14,7 +14,7 @@ use sandboxer_e2e::eventually;
 
 crate::cases![
     Vm: more_than_its_memory, each_container_begins_anew, what_is_deleted_is_the_hosts_again,
-    a_root_that_is_read_only_has_no_disk, no_faster_than_its_limit;
+    a_root_that_is_read_only_has_no_disk, a_disk_too_many, no_faster_than_its_limit;
     VmAlone: written_on_after_the_workers_death, a_full_disk_costs_no_other_pod
 ];
 
@@ -139,6 +139,35 @@ async fn a_root_that_is_read_only_has_no_disk(case: Case) -> Result<()> {
     ensure!(disks_of(vmm)?.len() == before, "it has a disk to write to");
     pod.start(idle("can-write")).await?;
     ensure!(disks_of(vmm)?.len() == before + 1, "{:?}", disks_of(vmm)?);
+    Ok(())
+}
+
+/// Firecracker has a bound. The container beyond it is refused by name and leaves nothing; all others go on.
+async fn a_disk_too_many(case: Case) -> Result<()> {
+    const MOST: usize = 8;
+    let pod = case.pod().await?;
+    let vmm = case.vmm_of(&pod.id).await?;
+    let is_bounded = fs::read_to_string(format!("/proc/{vmm}/comm"))?.trim() == "firecracker";
+    let mut containers = Vec::new();
+    for n in 0..MOST {
+        containers.push(pod.start(idle(&format!("c{n}"))).await?);
+    }
+    let before = disks_of(vmm)?.len();
+    let next = pod.start(idle("one-more")).await;
+    if is_bounded {
+        let error = next.err().context("a disk too many was attached")?;
+        ensure!(error.message().contains("8 writable disks, the most that a VM of Firecracker"), "{error}");
+        ensure!(disks_of(vmm)?.len() == before, "it left a disk: {:?}", disks_of(vmm)?);
+        let last = containers.pop().context("no container")?;
+        case.cri.stop(&last.id, 0).await?;
+        case.cri.remove(&last.id).await?;
+        containers.push(pod.start(idle("in-its-place")).await?);
+    } else {
+        containers.push(next?);
+    }
+    for container in &containers {
+        ensure!(container.sh("echo mine >/mine; cat /mine").await? == "mine");
+    }
     Ok(())
 }
 

@@ -67,6 +67,17 @@ async fn the_agents_program_is_in_huge_pages() {
     end(&agent, "looks").await;
 }
 
+/// An idle guest must not wake for its own sake: each wake costs the host processor time.
+#[tokio::test]
+async fn an_idle_guest_does_not_compact_its_memory() {
+    let vm = Vm::boot();
+    let (agent, _) = vm.session().await;
+    let script = "cat /proc/sys/vm/compaction_proactiveness";
+    let looks = run(&agent, &container("looks", &spec(shell(script)))).await;
+    assert_eq!(looks.stdout().await, "0\n");
+    end(&agent, "looks").await;
+}
+
 #[tokio::test]
 async fn a_created_container_can_be_listed_killed_and_deleted_unstarted() {
     let vm = Vm::boot();

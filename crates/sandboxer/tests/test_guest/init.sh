@@ -8,8 +8,12 @@ mount -t sysfs none /sys
 # As the agent does.
 echo 5 >/sys/module/page_reporting/parameters/page_reporting_order
 
-for port in /sys/class/virtio-ports/*; do
-    [ "$(cat "$port/name")" = org.sandboxer.agent ] && device=/dev/${port##*/}
+# The host tells of the port, and then of its name, some time after the device is there.
+until [ -n "$device" ]; do
+    for port in /sys/class/virtio-ports/*; do
+        [ "$(cat "$port/name" 2>/dev/null)" = org.sandboxer.agent ] && device=/dev/${port##*/}
+    done
+    usleep 1000
 done
 
 # The block device whose serial number is $1.

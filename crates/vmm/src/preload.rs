@@ -93,7 +93,7 @@ mod tests {
     fn a_hole_in_sealed_memory_is_no_error_and_no_hole() {
         let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         assert_eq!(
-            fallocate(&memory(true), hole, 0, PAGE),
+            fallocate(memory(true), hole, 0, PAGE),
             Err(rustix::io::Errno::PERM),
             "the kernel lets it"
         );

@@ -52,7 +52,7 @@ configuration() {
 }
 
 documents() {
-    local doc=$root/usr/share/doc/sandboxer kernel page program
+    local doc=$root/usr/share/doc/sandboxer kernel program
     mkdir -p "$doc" "$root/usr/share/lintian/overrides"
     kernel=$(grep -aom 1 'Linux version [^ ]* ([^)]*)' "$GUEST/vmlinux") || die "$GUEST/vmlinux does not tell its version"
     sed "s|@KERNEL@|${kernel%% (*}.|" "$SOURCES/copyright" >"$doc/copyright"

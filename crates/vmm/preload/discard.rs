@@ -1,8 +1,8 @@
 //! A library that is preloaded into a VMM. It lets the VMM drop a copy's pages of memory that many copies share.
 //!
-//! To drop a page, VMMs first punch a hole into the file of the memory, then drop the mapping. In a copy of a template
-//! this file is sealed: the kernel refuses the hole, and VMMs then keep the mapping, too. With this library, a hole in a
-//! sealed file is no error, so they go on. There is no hole: the page is that of the template again.
+//! To drop a page, QEMU first punches a hole into the file of the memory, then drop the mapping. In a copy of a template
+//! this file is sealed: the kernel refuses the hole, and QEMU then keeps the mapping, too. With this library, a hole in a
+//! sealed file is no error, so it goes on. There is no hole: the page is that of the template again.
 //!
 //! All other calls are the C library's, with its errors. `build.rs` compiles this file.
 
@@ -28,8 +28,7 @@ unsafe extern "C" {
 pub extern "C" fn fallocate64(fd: i32, mode: i32, offset: i64, length: i64) -> i32 {
     let result = system_call(SYS_FALLOCATE, fd as usize, mode as usize, offset as usize, length as usize);
     match result {
-        // EPERM: the file is sealed. To ask for its seals would end Cloud Hypervisor's thread: its filter of system calls has only
-        // what the thread itself calls.
+        // EPERM: the file is sealed. It does not ask for the seals: a VMM's filter of system calls may allow only the VMM's own calls.
         FIRST_ERROR..0 if !(result == -EPERM && mode == PUNCH_HOLE) => {
             // SAFETY: the C library's pointer is valid for this thread.
             unsafe { *__errno_location() = -result as i32 };

@@ -52,7 +52,7 @@ use self::{
     vm::{CloudHypervisorVm, Followed},
 };
 use super::{
-    FREEZABLE, Frozen, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError, VmmInfo, preload, process,
+    FREEZABLE, Frozen, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError, VmmInfo, process,
     run_dir::{Captures, Files, path_error, reopen},
     vsock::{self, Link},
     watched::Watched,
@@ -136,13 +136,6 @@ impl CloudHypervisor {
 
         let arguments = arguments(control.as_raw_fd(), event_pipe.as_raw_fd());
         let mut inherited = vec![control, event_pipe];
-        let environment = match begin {
-            Begin::Boot { .. } => Vec::new(),
-            Begin::Restore(_) => {
-                let variable = preload::add(&mut inherited);
-                vec![variable.map_err(path_error(pod, "prepare a library for", self.program.clone()))?]
-            }
-        };
         let boots = self.prepare(spec, begin, &mut inherited);
         let user = jail.user();
         let equipment = Equipment {
@@ -151,7 +144,7 @@ impl CloudHypervisor {
             background: spec.background,
             jail: Some(jail),
             groups: spec.entries()?,
-            environment,
+            environment: Vec::new(),
         };
         let (process, stderr) = process::spawn(&self.program, arguments, spec, equipment).await?;
         let captures = pipe::Receiver::from_owned_fd(console.into())

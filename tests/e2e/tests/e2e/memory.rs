@@ -52,8 +52,13 @@ async fn comes_back(case: &Case, handler: &str, start_path: &str) -> Result<()> 
         Ok(None)
     })
     .await?;
-    let container = pod.start(shell("c", USES)).await?;
     let vmm = case.vmm_of(&pod.id).await?;
+    let is_cloud_hypervisor = fs::read_to_string(format!("/proc/{vmm}/comm"))?.starts_with("cloud-hyperv");
+    if is_cloud_hypervisor && start_path != "boot" {
+        println!("{start_path}: skipped: copies on Cloud Hypervisor keep their memory, see decision 0024");
+        return Ok(());
+    }
+    let container = pod.start(shell("c", USES)).await?;
     eventually("the container uses its memory", PATIENCE, || async {
         let used: u64 = container.sh("cat /sys/fs/cgroup/memory.current").await?.parse()?;
         Ok((used >= USED << 20).then_some(()))

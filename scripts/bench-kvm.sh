@@ -9,7 +9,8 @@
 #   memory   PSS at 1, 10 and 50 pods, in real time: memory does not depend on the clock
 # (default: serial groups pooled memory). Existing runs in target/bench-kvm/runs are kept; `--fresh` removes them first.
 # CLOUD_HYPERVISOR and FIRECRACKER name VMMs that Debian does not have. BENCH_SERIAL (20), BENCH_GROUP (50), BENCH_ROUNDS (2), BENCH_COUNTS
-# (1,10,50), BENCH_POOL (2; 8 for groups), BENCH_HANDLERS (pool template boot), BENCH_MIB (256), BENCH_VMMS and BENCH_LIMIT (seconds for each node, default 3600) change the plan.
+# (1,10,50), BENCH_POOL (2; 8 for groups), BENCH_HANDLERS (pool template boot), BENCH_MIB (256), BENCH_MEMORY (MiB of each node),
+# BENCH_VMMS and BENCH_LIMIT (seconds for each node, default 3600) change the plan.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"

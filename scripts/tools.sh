@@ -36,5 +36,5 @@ runc() {
     go_tool runc "$RUNC" "-X main.version=$RUNC" seccomp github.com/opencontainers/runc@v"$RUNC"
 }
 
-with_lock "$CACHE/tools/.lock" containerd
-with_lock "$CACHE/tools/.lock" runc
+with_lock "$CACHE/tools/.lock-containerd-$CONTAINERD" containerd
+with_lock "$CACHE/tools/.lock-runc-$RUNC" runc

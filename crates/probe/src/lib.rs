@@ -19,6 +19,7 @@
 pub mod anchors;
 pub mod attribution;
 pub mod bare_boot;
+pub mod busy;
 pub mod clock;
 pub mod compare;
 pub mod exits;

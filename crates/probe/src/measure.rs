@@ -10,6 +10,7 @@ use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
 use crate::bare_boot::{BareBoot, BareBootError};
+use crate::busy::{self, Busy};
 use crate::clock::Clock;
 use crate::first_byte::{LogWatch, WatchError};
 use crate::ledger::Ledger;
@@ -185,6 +186,22 @@ impl Bench {
         Ok((report, taken.points))
     }
 
+    /// Measures a pod that uses all of its memory limit, on each runtime of the sweep.
+    pub async fn busy(
+        &self,
+        sweep: &Sweep,
+        limit_mib: u64,
+        cancel: &CancellationToken,
+    ) -> Result<BTreeMap<String, Busy>, String> {
+        let mut all = BTreeMap::new();
+        for handler in &sweep.runtimes {
+            let busy =
+                busy::measure(&self.runtime, &self.watch, &sweep.recipe, handler, limit_mib, cancel).await?;
+            all.insert(handler.clone(), busy);
+        }
+        Ok(all)
+    }
+
     /// Returns the report of ledgers of running pods, by handler.
     pub async fn ledgers(&self, ledgers: &BTreeMap<String, Ledger>, recipe: &Recipe) -> Report {
         let handlers: Vec<String> = ledgers.keys().cloned().collect();
@@ -233,6 +250,7 @@ pub fn recipe(image: &str, network: Network, timeout: std::time::Duration) -> Re
         network,
         cgroup_parent: String::new(),
         annotations: Default::default(),
+        memory_mib: None,
         timeout,
     }
 }

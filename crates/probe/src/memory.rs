@@ -167,7 +167,7 @@ impl Column<'_> {
                 ));
             }
             if ledger.pods != count as usize {
-                points.notes.push(format!("{handler}: {} of {count} pods were ready", ledger.pods));
+                return Err(gone(handler, ledger.pods, count));
             }
             self.residents.extend(ledger.residents());
             if let Some(vm) = self.vm(&ledger).await {
@@ -262,6 +262,14 @@ impl Column<'_> {
             .await
             .map_err(|error: LedgerError| error.to_string())
     }
+}
+
+/// Says that pods that were started are not there any more: a figure of the others would be taken for one of all.
+fn gone(handler: &str, ready: usize, count: u32) -> String {
+    format!(
+        "{handler}: only {ready} of {count} pods are still ready. Something else removed or stopped them. A kubelet removes pods that \
+         its API server does not know: stop it while you measure (systemctl stop kubelet)"
+    )
 }
 
 /// A regression line by least squares.

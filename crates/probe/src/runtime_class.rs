@@ -1,6 +1,7 @@
 //! A Kubernetes RuntimeClass with a measured `overhead.podFixed`.
 
 use crate::attribution::Role;
+use crate::busy::Busy;
 use crate::ledger::Ledger;
 use crate::report::{Marginal, Memory, Report};
 
@@ -9,16 +10,24 @@ use crate::report::{Marginal, Memory, Report};
 #[error("cannot measure the overhead of handler '{0}': none of its pods are running")]
 pub struct NoPods(String);
 
-/// Returns the RuntimeClass from the growth of memory over a sweep, and the CPU time of the idle pods at its end.
-pub fn from_sweep(handler: &str, marginal: &Marginal, report: &Report) -> String {
+/// Returns the RuntimeClass from the growth of memory over a sweep, the CPU time of the idle pods at its end, and what a busy pod held
+/// beyond its memory limit: the larger of the two memories, so that the host ends no pod that stays within its limits.
+pub fn from_sweep(handler: &str, marginal: &Marginal, busy: &Busy, report: &Report) -> String {
     let rows: Vec<&Memory> = report.memory.iter().filter(|row| row.runtime == handler).collect();
     let counts: Vec<String> = rows.iter().map(|row| row.pods.to_string()).collect();
+    let kib = marginal.overhead.max(busy.beyond_kib as f64);
     let memory = format!(
-        "slope of PSS over {} pods (r² {:.3}), {} of {}; without the containers' own processes on the host",
+        "the larger of two, {} of {}:\n    \
+         # {:.1} MiB of an idle pod: slope of PSS over {} pods (r² {:.3}), without the containers' own processes on the host;\n    \
+         # {:.1} MiB that one busy pod held beyond its limit of {} MiB, the most of {} readings",
+        report.manifest.cri.get("version").map(crate::manifest::shown).unwrap_or_default(),
+        report.manifest.at,
+        marginal.overhead / 1024.0,
         counts.join(", "),
         marginal.r2,
-        report.manifest.cri.get("version").map(crate::manifest::shown).unwrap_or_default(),
-        report.manifest.at
+        busy.beyond_kib as f64 / 1024.0,
+        busy.limit_mib,
+        busy.looks,
     );
     let cpu = rows.iter().find_map(|row| Some((row.idle_cpu_per_pod()?, row.pods)));
     let cpu = match cpu {
@@ -27,7 +36,7 @@ pub fn from_sweep(handler: &str, marginal: &Marginal, report: &Report) -> String
         }
         None => (None, "the sweep ended before its largest count".into()),
     };
-    yaml(handler, (marginal.overhead, &memory), (cpu.0, &cpu.1))
+    yaml(handler, (kib, &memory), (cpu.0, &cpu.1))
 }
 
 /// Returns the RuntimeClass from the mean of the running pods, with their share of the resident process.
@@ -93,9 +102,17 @@ mod tests {
         };
         let mut report = Report::new(Manifest::default());
         report.add_memory(&[point(1, None), point(10, Some(46.0))]);
-        let yaml = from_sweep("vm", &report.marginal_kib_per_pod["vm"], &report);
+        let of_busy = |beyond_kib| {
+            let busy = Busy { limit_mib: 256, beyond_kib, looks: 20 };
+            from_sweep("vm", &report.marginal_kib_per_pod["vm"], &busy, &report)
+        };
+        let yaml = of_busy(10 << 10);
         // 40,000 KiB are 39.06 MiB, 46 / 10 thousandths 4.6.
         assert!(yaml.contains("    memory: 40Mi\n") && yaml.contains("    cpu: 5m\n"), "{yaml}");
+        let busier = of_busy((60 << 10) + 1);
+        assert!(busier.contains("    memory: 61Mi\n") && busier.contains("limit of 256 MiB"), "{busier}");
+        let commented = busier.lines().all(|line| line.starts_with("    # ") || !line.contains("MiB"));
+        assert!(commented, "a text that is no comment: {busier}");
         assert!(yaml.contains("CPU time of 10 idle pods"), "{yaml}");
         assert!(report.not_measured.is_empty(), "{:?}", report.not_measured);
     }

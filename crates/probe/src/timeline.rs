@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use tokio_util::sync::CancellationToken;
 
 use crate::first_byte::{LogWatch, WatchError};
-use crate::options::{ContainerOptions, Network, PodOptions};
+use crate::options::{ContainerOptions, Network, PodOptions, Resources};
 use crate::runtime::{Runtime, RuntimeError};
 
 /// Label of all pods of a run; its value is the run's name.
@@ -34,6 +34,8 @@ pub struct Recipe {
     pub cgroup_parent: String,
     /// Annotations of the pods.
     pub annotations: HashMap<String, String>,
+    /// Memory limit of each pod and its container, MiB; without one they have no limits.
+    pub memory_mib: Option<u64>,
     /// Timeout of a start.
     pub timeout: Duration,
 }
@@ -42,6 +44,10 @@ impl Recipe {
     /// Returns the default command: prints a line, then sleeps.
     pub fn default_command() -> Vec<String> {
         ["sh", "-c", "echo started; exec sleep 86400"].map(str::to_owned).to_vec()
+    }
+
+    fn resources(&self) -> Option<Resources> {
+        self.memory_mib.map(|mib| Resources { memory_limit: (mib << 20) as i64, ..Resources::default() })
     }
 
     /// Returns the options of a pod of the run.
@@ -57,6 +63,7 @@ impl Recipe {
                 .map(|(key, value)| (key.to_owned(), value.to_owned()))
                 .into(),
             annotations: self.annotations.clone(),
+            resources: self.resources(),
             ..PodOptions::new(name, handler)
         }
     }
@@ -143,6 +150,7 @@ pub async fn start(
     let pod = recipe.pod(name, handler, watch.dir().to_owned());
     let mut container = ContainerOptions::new("main", &recipe.image, recipe.command.clone());
     container.log_path = format!("{name}.log");
+    container.resources = recipe.resources();
     let first_byte = watch.expect(&container.log_path);
 
     let mut begun = Start {

@@ -34,9 +34,12 @@ pub struct Args {
     /// Repetitions of the sweep
     #[arg(long, default_value_t = FULL_REPEAT)]
     repeat: u32,
-    /// Print a Kubernetes RuntimeClass with the measured overhead
+    /// Print a Kubernetes RuntimeClass with the measured overhead; with --sweep also of a pod that uses all of its memory limit
     #[arg(long)]
     runtimeclass: bool,
+    /// Memory limit of that pod, MiB
+    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u64).range(16..=1 << 20), requires = "runtimeclass")]
+    busy_mib: u64,
     #[command(flatten)]
     target: Target,
     /// Directory for the result; it must not contain one yet
@@ -68,9 +71,15 @@ pub async fn run(args: Args, global: &Global) -> Result<()> {
     };
     let (report, _) = bench.memory(&sweep, store.as_mut(), &cancel, &mut progress).await?;
     bar.finish_and_clear();
-    if args.runtimeclass {
+    if args.runtimeclass && report.partial_reason.is_some() {
+        // What an overhead is made of must be whole.
+        eprintln!("no RuntimeClass is printed, because the sweep did not end");
+    } else if args.runtimeclass {
+        eprintln!("measuring a pod that uses all of its {} MiB", args.busy_mib);
+        let busy = bench.busy(&sweep, args.busy_mib, &cancel).await.map_err(anyhow::Error::msg)?;
         for (runtime, marginal) in &report.marginal_kib_per_pod {
-            render::print(runtime_class::from_sweep(runtime, marginal, &report).trim_end())?;
+            let busy = busy.get(runtime).with_context(|| format!("no busy pod ran on {runtime}"))?;
+            render::print(runtime_class::from_sweep(runtime, marginal, busy, &report).trim_end())?;
         }
     } else if global.json {
         render::print(report::render(&report).trim_end())?;

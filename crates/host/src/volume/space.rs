@@ -3,8 +3,8 @@
 //! A disk is in the emptyDir's own directory, so kubelet manages it: what the pod writes counts for its
 //! limits, outlives the pod's VM, and is deleted when the pod is removed from the node.
 //!
-//! An empty file system of the default size is created once and then copied, which needs no program: a few
-//! MiB of data in a sparse file.
+//! An empty file system of the default size is created once and then copied, which needs no program: some 230
+//! KiB of data in a sparse file.
 
 use std::{
     io,

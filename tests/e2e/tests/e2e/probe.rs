@@ -5,8 +5,10 @@ use std::process::Command;
 use std::time::{Duration, SystemTime};
 
 use anyhow::{Context, Result, ensure};
+use k8s_cri::v1::ContainerState;
 use sandboxer_e2e::case::{BUSYBOX, Case, PATIENCE};
 use sandboxer_probe::measure::{self, Bench};
+use sandboxer_probe::memory::{self, Sweep};
 use sandboxer_probe::options::Network;
 use sandboxer_probe::runtime::Listed;
 use sandboxer_probe::summary::median;
@@ -14,7 +16,7 @@ use sandboxer_probe::timeline::{self, RUN_LABEL, Recipe};
 use sandboxer_probe::{ledger, overhead};
 use tokio_util::sync::CancellationToken;
 
-crate::cases![Any: times_agree_with_containerds_clock, memory_agrees_with_a_shell];
+crate::cases![Any: times_agree_with_containerds_clock, memory_agrees_with_a_shell, a_sweep_whose_pods_are_removed_has_no_figure];
 
 fn bench(case: &Case) -> Result<(Bench, Recipe)> {
     let endpoint = case.stack.env("CONTAINER_RUNTIME_ENDPOINT")?;
@@ -106,4 +108,34 @@ fn is_not_a_tool(pid: i32) -> bool {
 
 fn shell(script: &str) -> Result<String> {
     Ok(String::from_utf8(Command::new("sh").args(["-c", script]).output()?.stdout)?)
+}
+
+/// As beside a kubelet, which removes pods that it does not know.
+async fn a_sweep_whose_pods_are_removed_has_no_figure(case: Case) -> Result<()> {
+    let (bench, recipe) = bench(&case)?;
+    let run = recipe.run.clone();
+    let sweep = Sweep { runtimes: vec![case.handler.to_owned()], counts: vec![1, 2], repeat: 1, recipe };
+    let (never, mut progress) = (CancellationToken::new(), |_: &memory::Point| {});
+    let measured = memory::sweep(&bench.runtime, &bench.watch, None, &sweep, &never, &mut progress);
+    let remove = async {
+        loop {
+            for pod in case.cri.pods((RUN_LABEL, &run)).await? {
+                for container in case.cri.containers(&pod.id).await? {
+                    // Not before it runs and has printed: a start that fails is another error.
+                    if case.cri.status(&container).await?.0.state() == ContainerState::ContainerRunning {
+                        tokio::time::sleep(Duration::from_millis(200)).await;
+                        case.cri.remove_pod(&pod.id).await?;
+                    }
+                }
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    let points = tokio::select! {
+        points = measured => points,
+        failed = remove => return failed,
+    };
+    let why = points.partial.context("a sweep without pods is whole")?;
+    ensure!(points.points.is_empty() && why.contains(case.handler), "{why}: {:?}", points.points);
+    Ok(())
 }

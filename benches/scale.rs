@@ -1,0 +1,214 @@
+//! Whether a daemon with 2,000 pods is as quick as one with ten: `cargo bench -p sandboxer --bench scale`.
+//!
+//! VMs are those of the VMM double, and guests are agent doubles in threads of their own, so that the daemon's work can be told
+//! from theirs. Pods are started by the calls that the gRPC and ttrpc services make, without containerd, whose database would
+//! be measured, too. At each count of running pods, each with a container, it measures:
+//!
+//! - the start of one more pod with a container, one after the other (µs);
+//! - the processor time of the daemon's threads while nobody asks for anything (% of one processor);
+//! - the memory of the whole process for each further pod (KiB); doubles are in it;
+//!
+//! and at the largest count, the time in which the next daemon has recovered all pods of a killed one (ms).
+
+#![allow(clippy::unwrap_used, reason = "a bench that cannot go on stops where it stands")]
+#![allow(dead_code, reason = "the daemon's tests use all of their doubles")]
+
+#[path = "../crates/sandboxer/tests/fake_agent/mod.rs"]
+mod fake_agent;
+#[path = "../crates/sandboxer/tests/test_node/mod.rs"]
+mod test_node;
+
+use std::{
+    fs,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use fake_agent::FakeAgent;
+use futures::{StreamExt, stream};
+use hdrhistogram::Histogram;
+use nix::{
+    sys::resource::{Resource, getrlimit, setrlimit},
+    unistd::{SysconfVar, sysconf},
+};
+use sandboxer::pod::{
+    PodHandle,
+    recover::{self, Records},
+};
+use sandboxer_vmm_fake::{FakeGuest, FakeVmm};
+use test_node::{TestNode, id, reader};
+use tokio::{
+    io::AsyncReadExt,
+    net::UnixStream,
+    runtime::{Builder, Handle},
+    time::sleep,
+};
+
+/// Counts of pods that run while the others are measured.
+const COUNTS: [usize; 4] = [10, 100, 1000, 2000];
+/// Starts at each count.
+const STARTS: usize = 200;
+/// Pods that are made at the same time.
+const AT_ONCE: usize = 8;
+/// How long an idle daemon is watched. Its slowest timer is in it.
+const IDLE: Duration = Duration::from_secs(20);
+/// As many threads as the daemon has.
+const WORKERS: usize = 2;
+/// Name of the daemon's threads here.
+const DAEMON: &str = "daemon";
+/// Most descriptors of a pod and its doubles.
+const DESCRIPTORS: u64 = 8;
+
+fn main() {
+    allow_descriptors();
+    let doubles =
+        Builder::new_multi_thread().worker_threads(2).thread_name("doubles").enable_all().build().unwrap();
+    let daemon = Builder::new_multi_thread()
+        .worker_threads(WORKERS)
+        .max_blocking_threads(8)
+        .thread_name(DAEMON)
+        .enable_all()
+        .build()
+        .unwrap();
+    // In a task: what waits in `block_on` would be in a thread of another name.
+    let handle = doubles.handle().clone();
+    daemon.block_on(async { tokio::spawn(measure(handle)).await.unwrap() });
+    doubles.shutdown_background();
+}
+
+fn allow_descriptors() {
+    let needed = COUNTS[COUNTS.len() - 1] as u64 * DESCRIPTORS;
+    let (_, most) = getrlimit(Resource::RLIMIT_NOFILE).unwrap();
+    assert!(most >= needed, "{needed} open files are needed, the limit is {most}: raise it (ulimit -Hn)");
+    setrlimit(Resource::RLIMIT_NOFILE, needed, most).unwrap();
+}
+
+async fn measure(doubles: Handle) {
+    let place = Place::new(doubles);
+    println!("{STARTS} starts at each count, one after the other; idle for {} s", IDLE.as_secs());
+    println!(
+        "{:>6} {:>10} {:>10} {:>10} {:>14} {:>14}",
+        "pods", "p50 µs", "p99 µs", "÷ first", "idle, % CPU", "KiB a pod"
+    );
+    // What is done for the first time is slow.
+    place.starts().await;
+    let (empty, mut pods, mut first) = (rss_kib(), Vec::new(), None);
+    for count in COUNTS {
+        pods.extend(place.grow(pods.len()..count).await);
+        let times = place.starts().await;
+        let p50 = times.value_at_quantile(0.5);
+        println!(
+            "{count:>6} {p50:>10} {:>10} {:>10.2} {:>14.2} {:>14.1}",
+            times.value_at_quantile(0.99),
+            p50 as f64 / *first.get_or_insert(p50) as f64,
+            idle_percent().await,
+            (rss_kib() - empty) as f64 / count as f64,
+        );
+    }
+
+    let count = pods.len();
+    let next = place.test.killed(pods);
+    let begin = Instant::now();
+    let recovered = recover::recover(&next, Records::read(&next).unwrap()).await;
+    println!("\n{count} pods after a kill of the daemon: {} ms; {recovered:?}", begin.elapsed().as_millis());
+    assert_eq!(recovered.alive as usize, count, "pods were lost");
+}
+
+/// A node, and the threads of guests and of readers of output.
+struct Place {
+    test: TestNode,
+    doubles: Handle,
+}
+
+impl Place {
+    fn new(doubles: Handle) -> Self {
+        // One for all guests: ids of containers are unique.
+        let (agent, threads) = (FakeAgent::default(), doubles.clone());
+        let vmm = Arc::new(FakeVmm::new(move |guest| {
+            let _doubles = threads.enter();
+            let stream = UnixStream::from_std(guest.stream.into_std().unwrap()).unwrap();
+            agent.serve(FakeGuest { stream, ..guest });
+        }));
+        Self { test: TestNode::with(vmm, |_| {}), doubles }
+    }
+
+    /// Starts pods with a container each, several at a time.
+    async fn grow(&self, numbers: std::ops::Range<usize>) -> Vec<PodHandle> {
+        stream::iter(numbers)
+            .map(|n| async move {
+                let name = format!("pod{n}");
+                let pod = self.test.pod(&name);
+                self.run(&pod, &name).await;
+                pod
+            })
+            .buffer_unordered(AT_ONCE)
+            .collect()
+            .await
+    }
+
+    /// Starts the pod and its container, whose output is read.
+    async fn run(&self, pod: &PodHandle, container: &str) {
+        let new = self.test.container(container, "sleep");
+        let mut stdout = {
+            let _doubles = self.doubles.enter();
+            reader(&new.stdio.stdout)
+        };
+        self.doubles.spawn(async move {
+            let mut sink = vec![0; 256];
+            while stdout.read(&mut sink).await.is_ok_and(|count| count > 0) {}
+        });
+        pod.start().await.unwrap();
+        pod.create_container(new).await.unwrap();
+        pod.start_process(id(container), None).await.unwrap();
+    }
+
+    /// Starts of a pod with a container, one after the other, each removed before the next (µs).
+    async fn starts(&self) -> Histogram<u64> {
+        let mut times = Histogram::<u64>::new(3).unwrap();
+        for n in 0..STARTS {
+            let name = format!("start{n}");
+            let pod = self.test.pod(&name);
+            let begin = Instant::now();
+            self.run(&pod, &name).await;
+            times.record(begin.elapsed().as_micros() as u64).unwrap();
+            pod.remove().await.unwrap();
+        }
+        times
+    }
+}
+
+/// Processor time of the daemon's threads while nothing is asked of it, in % of one processor.
+async fn idle_percent() -> f64 {
+    // What the last starts left to do is no idle work.
+    sleep(Duration::from_secs(2)).await;
+    let (begin, before) = (Instant::now(), daemon_ticks());
+    sleep(IDLE).await;
+    let per_second = sysconf(SysconfVar::CLK_TCK).unwrap().unwrap() as f64;
+    (daemon_ticks() - before) as f64 / per_second / begin.elapsed().as_secs_f64() * 100.0
+}
+
+/// Clock ticks of the threads with the daemon's name.
+fn daemon_ticks() -> u64 {
+    let tasks = fs::read_dir("/proc/self/task").unwrap();
+    // A thread may end while they are read.
+    tasks
+        .filter_map(|task| fs::read_to_string(task.ok()?.path().join("stat")).ok())
+        .filter_map(|s| ticks(&s))
+        .sum()
+}
+
+/// Of one `/proc/PID/task/TID/stat`: user and system time, if its name is the daemon's.
+fn ticks(stat: &str) -> Option<u64> {
+    let (name, rest) = stat.split_once('(')?.1.rsplit_once(')')?;
+    // utime and stime are the 14th and 15th field of all, the name is the second.
+    let mut times = rest.split_whitespace().skip(11);
+    let (user, system) = (times.next()?.parse::<u64>().ok()?, times.next()?.parse::<u64>().ok()?);
+    (name == DAEMON).then_some(user + system)
+}
+
+/// Resident memory of this process, KiB.
+fn rss_kib() -> i64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse().unwrap()
+}

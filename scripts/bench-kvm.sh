@@ -6,7 +6,7 @@
 #   again    the same once more, to see how far two runs agree
 #   groups   fifty at once: whole groups of each handler and of runc, with a pool of 8
 #   pooled   the same with a pool of as many VMs as a group has pods; into a report of its own, target/bench-kvm/pooled
-#   memory   PSS at 1, 10 and 50 pods, in real time: memory does not depend on the clock
+#   memory   PSS at 1, 10 and 50 pods
 # (default: serial groups pooled memory). Existing runs in target/bench-kvm/runs are kept; `--fresh` removes them first.
 # CLOUD_HYPERVISOR and FIRECRACKER name VMMs that Debian does not have. BENCH_SERIAL (20), BENCH_GROUP (50), BENCH_ROUNDS (2), BENCH_COUNTS
 # (1,10,50), BENCH_POOL (2; 8 for groups), BENCH_HANDLERS (pool template boot), BENCH_MIB (256), BENCH_MEMORY (MiB of each node),
@@ -22,7 +22,7 @@ RUNS=$OUT/runs
 CLI=$ROOT/target/release/sandboxer-cli
 failed=()
 
-# in_node NAME POOL ARGUMENT…: one run of scripts/node/bench.sh, in real time. A run that fails is named at the end and is not in the
+# in_node NAME POOL ARGUMENT…: one run of scripts/node/bench.sh. A run that fails is named at the end and is not in the
 # figures.
 in_node() {
     local name=$1 pool=$2 began=$SECONDS status=0
@@ -32,7 +32,7 @@ in_node() {
         return
     fi
     rm -rf "${RUNS:?}/$name"
-    attended scripts/node.sh run --cpus 2 --memory "${BENCH_MEMORY:-8192}" --limit "${BENCH_LIMIT:-2400}" --stall 500 --out "$RUNS" \
+    attended scripts/node.sh run --virtual-time --memory "${BENCH_MEMORY:-8192}" --limit "${BENCH_LIMIT:-2400}" --stall 500 --out "$RUNS" \
         --env STACK_VMM="$vmm" --env STACK_SUFFIX="$suffix" --env STACK_MEMORY="$mib" --env POOL="$pool" -- \
         scripts/node/bench.sh "$1" "$name" "${@:2}" >"$RUNS/$name.log" 2>&1 || status=$?
     say "$name: exit code $status after $((SECONDS - began)) s"

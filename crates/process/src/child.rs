@@ -20,9 +20,9 @@ use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::FdFlags,
     process::{
-        Pid, PidfdFlags, Resource, Rlimit, Signal, WaitId, WaitIdOptions, WaitOptions, kill_process,
-        pidfd_open, pidfd_send_signal, setpriority_pgrp, setpriority_process, setrlimit, setsid, waitid,
-        waitpid,
+        Pid, PidfdFlags, Resource, Rlimit, Signal, WaitId, WaitIdOptions, WaitOptions, getrlimit,
+        kill_process, pidfd_open, pidfd_send_signal, setpriority_pgrp, setpriority_process, setrlimit,
+        setsid, waitid, waitpid,
     },
     thread::{UnshareFlags, unshare_unsafe},
 };
@@ -103,6 +103,8 @@ pub struct Equipment {
     pub groups: CgroupEntries,
     /// Further variables of its environment.
     pub environment: Vec<(&'static str, OsString)>,
+    /// Most descriptors that it can open; `None`: as many as this process.
+    pub open_files: Option<u64>,
 }
 
 /// Starts `program` in its own session, so that signals to the daemon's session do not reach it.
@@ -116,8 +118,11 @@ pub fn spawn(
     run_dir: &Path,
     equipment: Equipment,
 ) -> io::Result<(Starting, OwnedFd)> {
-    let Equipment { inherited, stdout, background, jail, groups, environment } = equipment;
+    let Equipment { inherited, stdout, background, jail, groups, environment, open_files } = equipment;
     let alone = jail.is_some();
+    // No process without CAP_SYS_RESOURCE can have more than this one.
+    let open_files =
+        open_files.map(|files| files.min(getrlimit(Resource::Nofile).maximum.unwrap_or(u64::MAX)));
     let (words, their_words) = io::pipe()?;
     let stdout: OwnedFd = match stdout {
         Some(stdout) => stdout,
@@ -131,6 +136,9 @@ pub fn spawn(
         }
         // A core dump would write the whole guest to the host's disk.
         setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: Some(0) })?;
+        if let Some(files) = open_files {
+            setrlimit(Resource::Nofile, Rlimit { current: Some(files), maximum: Some(files) })?;
+        }
         if let Some(jail) = &jail {
             jail.enter()?;
         }

@@ -144,7 +144,7 @@ impl CloudHypervisor {
             background: spec.background,
             jail: Some(jail),
             groups: spec.entries()?,
-            environment: Vec::new(),
+            ..Equipment::default()
         };
         let (process, stderr) = process::spawn(&self.program, arguments, spec, equipment).await?;
         let captures = pipe::Receiver::from_owned_fd(console.into())

@@ -149,7 +149,7 @@ impl Firecracker {
             background: spec.background,
             jail: Some(jail),
             groups: spec.entries()?,
-            environment: Vec::new(),
+            ..Equipment::default()
         };
         let arguments = ARGUMENTS.map(OsString::from).into();
         let (process, stderr) = process::spawn(&self.program, arguments, spec, equipment).await?;

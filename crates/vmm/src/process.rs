@@ -10,6 +10,10 @@ use super::{
     run_dir::{Files, path_error},
 };
 
+/// Most descriptors of a VMM. A VM with all its disks and network interfaces has some hundred. Firecracker makes room for as many as it may
+/// open when it starts: with a daemon's limit of a million that is 8 MiB of the kernel's memory for each VM, which no process shows.
+pub const OPEN_FILES: u64 = 4096;
+
 /// Starts `program` as the VMM of `spec`. Returns its process, and its stderr.
 pub async fn spawn(
     program: &Path,
@@ -17,6 +21,7 @@ pub async fn spawn(
     spec: &VmSpec,
     equipment: Equipment,
 ) -> Result<(Starting, OwnedFd), VmmError> {
+    let equipment = Equipment { open_files: Some(OPEN_FILES), ..equipment };
     let (name, run_dir) = (program.to_owned(), spec.run_dir.clone());
     let spawned =
         tokio::task::spawn_blocking(move || sandboxer_process::spawn(&name, arguments, &run_dir, equipment));

@@ -178,7 +178,8 @@ impl Qemu {
         };
 
         let (background, groups) = (spec.background, spec.entries()?);
-        let equipment = Equipment { inherited, stdout: None, background, jail, groups, environment };
+        let equipment =
+            Equipment { inherited, background, jail, groups, environment, ..Equipment::default() };
         let (process, stderr) = process::spawn(&self.program, arguments, spec, equipment).await?;
         let captures = Captures::start(stderr, console, &spec.run_dir, spec.console_log_bytes)
             .map_err(path_error(pod, "capture output in", spec.run_dir.clone()))?;

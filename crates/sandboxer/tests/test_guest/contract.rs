@@ -198,6 +198,9 @@ pub fn is_jailed(vm: &dyn Vm, kvm: bool, has_room: bool) -> u32 {
     assert_eq!(seen.own_namespaces, ["cgroup", "ipc", "mnt", "net", "pid", "user", "uts"]);
     assert!(seen.shared_namespaces.is_empty(), "{seen:?}");
     assert!(seen.root.starts_with("tmpfs ro,"), "{seen:?}");
+    // By default a daemon's limit is a million.
+    let files = seen.limits.iter().find(|(name, ..)| name == "Max open files");
+    assert!(files.is_some_and(|(_, soft, hard)| *soft <= 4096 && hard == soft), "{seen:?}");
     assert_eq!(seen.mounts as usize, mounts.lines().count());
     user
 }

@@ -21,7 +21,7 @@ DESTDIR ?=
 REVISION ?= 1
 FUZZ_SECONDS ?= 60
 
-.PHONY: help deps tools agent bench-helper bench-image bench-native guest-image build build-failing emulator node test-kvm test-contract test-placement install uninstall deb test-deb test-reproducible up down demo test test-units test-stack soak reliability bench bench-kvm bench-gate bench-record lint fuzz fmt clean
+.PHONY: help deps tools agent bench-helper bench-image bench-native guest-image build build-failing emulator node test-kvm test-contract test-placement install uninstall deb installer-image test-deb test-chart test-reproducible up down demo test test-units test-stack soak reliability bench bench-kvm bench-gate bench-record lint fuzz fmt clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -94,6 +94,12 @@ deb: build guest-image ## build a Debian package of all that into target/deb (RE
 test-deb: node emulator ## install, use, upgrade and remove that package in a node VM with systemd; nothing of it may stay
 	@scripts/test-deb.sh
 
+installer-image: build guest-image ## build the image of the chart's installer into target/installer, as an OCI archive (IMAGE=name:tag)
+	@scripts/installer-image.sh $(IMAGE)
+
+test-chart: build guest-image ## render the chart, check alerts and dashboard, run its installer on a throw-away node (needs root)
+	@scripts/test-chart.sh
+
 test-reproducible: guest-image ## build the guest image again, elsewhere and without caches; every byte must be the same
 	@scripts/test-reproducible.sh
 
@@ -106,7 +112,7 @@ down: ## stop that stack and remove all of it
 demo: build guest-image tools ## show and measure five pods, each in its microVM; leaves nothing behind
 	@scripts/demo.sh
 
-test: test-units test-stack test-kvm test-deb ## run every test
+test: test-units test-stack test-chart test-kvm test-deb ## run every test
 
 test-units: build guest-image ## run the tests that need no containerd; some start a guest
 	cargo test --workspace --exclude sandboxer-e2e --no-fail-fast

@@ -16,12 +16,14 @@ packages=(
     qemu-system-x86 erofs-utils e2fsprogs
     # the list of the guest image's parts; the package, and its check
     jq dpkg-dev lintian
+    # the chart: the image of its installer, and its tests
+    busybox-static curl python3-yaml openssl dash
     # the node VM: its root and its initrd
     mmdebstrap kmod
     # the emulator of the node VM
     ninja-build meson python3 libglib2.0-dev libpixman-1-dev zlib1g-dev libfdt-dev libattr1-dev libcap-ng-dev
     # the stack to play with: an image, a pod network
-    busybox-static containernetworking-plugins iproute2 util-linux mount procps
+    containernetworking-plugins iproute2 util-linux mount procps
 )
 
 command -v dpkg-query >/dev/null || die "this is not a Debian system: install the equivalents of: ${packages[*]}"

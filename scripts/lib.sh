@@ -111,3 +111,22 @@ install_cargo_tool() {
     rm -rf "$build"
     return $status
 }
+
+# debian_program PACKAGE PATH: unpacks a Debian package into the cache, once, and prints the absolute path of a program in it. For a package
+# that would start a service if it was installed.
+debian_program() {
+    local dir=$CACHE/tools/debian-$1
+    with_lock "$CACHE/tools/.lock-debian" unpack_debian_package "$1" "$dir" >&2 || return
+    [[ -x $dir/$2 ]] || die "Debian's package $1 has no $2"
+    printf '%s' "$dir/$2"
+}
+
+unpack_debian_package() {
+    [[ ! -d $2 ]] || return 0
+    local work status=0
+    work=$(mktemp -d)
+    # As root, apt would download as its own user, who cannot write there.
+    (cd "$work" && apt-get -qq -o APT::Sandbox::User=root download "$1" && dpkg-deb -x ./*.deb root && mkdir -p "${2%/*}" && mv root "$2") || status=$?
+    rm -rf "$work"
+    ((status == 0)) || die "cannot download Debian's package $1: run apt-get update"
+}

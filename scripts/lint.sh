@@ -5,10 +5,14 @@ set -euo pipefail
 . "$(dirname "$0")/lib.sh"
 cd "$ROOT"
 
-scripts=(scripts/*.sh scripts/node/* .ci/run)
+scripts=(scripts/*.sh scripts/node/* deploy/tests/*.sh .ci/run)
+# Run by busybox on a node.
+sh_scripts=(deploy/installer/installer deploy/tests/node-double/*)
 for script in "${scripts[@]}"; do bash -n "$script"; done
+for script in "${sh_scripts[@]}"; do sh -n "$script"; done
 if command -v shellcheck >/dev/null; then
     shellcheck -x -S warning "${scripts[@]}"
+    shellcheck -s dash -S warning "${sh_scripts[@]}"
 else
     say "skipped: shellcheck of the scripts (not installed)"
 fi

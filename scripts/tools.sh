@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds containerd and runc, unpatched, into the cache and prints their directories, one a line.
+# Builds tools from their Go modules, unpatched, into the cache and prints their directories, one a line.
+# usage: tools.sh [TOOL…]      TOOL: containerd, runc or helm; default: containerd and runc
 # Building from the module proxy takes about two minutes on two cores; the second call takes none.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
@@ -7,6 +8,7 @@ set -euo pipefail
 
 CONTAINERD=${CONTAINERD_VERSION:-2.4.2}
 RUNC=${RUNC_VERSION:-1.5.2}
+HELM=${HELM_VERSION:-3.22.0}
 
 # go_tool NAME VERSION LDFLAGS TAGS PACKAGE…: into $CACHE/tools/NAME-VERSION/bin, whole or not at all.
 go_tool() {
@@ -36,5 +38,16 @@ runc() {
     go_tool runc "$RUNC" "-X main.version=$RUNC" seccomp github.com/opencontainers/runc@v"$RUNC"
 }
 
-with_lock "$CACHE/tools/.lock-containerd-$CONTAINERD" containerd
-with_lock "$CACHE/tools/.lock-runc-$RUNC" runc
+helm() {
+    go_tool helm "$HELM" "-X helm.sh/helm/v3/internal/version.version=v$HELM" "" helm.sh/helm/v3/cmd/helm@v"$HELM"
+}
+
+(($#)) || set -- containerd runc
+for tool in "$@"; do
+    case $tool in
+    containerd) with_lock "$CACHE/tools/.lock-containerd-$CONTAINERD" containerd ;;
+    runc) with_lock "$CACHE/tools/.lock-runc-$RUNC" runc ;;
+    helm) with_lock "$CACHE/tools/.lock-helm-$HELM" helm ;;
+    *) die "no tool '$tool': containerd, runc or helm" ;;
+    esac
+done

@@ -1,5 +1,10 @@
 //! The events of pods, for subscribers.
 
+use std::{
+    collections::HashMap,
+    sync::{Arc, Mutex, PoisonError},
+};
+
 use sandboxer_protocol::id::{ContainerId, SandboxId};
 use tokio::sync::broadcast;
 
@@ -63,13 +68,26 @@ impl Kind {
     }
 }
 
+/// What Kubernetes calls a pod; each is empty if it is not known.
+#[derive(Debug, Default, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub struct PodName {
+    pub namespace: String,
+    pub name: String,
+    pub uid: String,
+}
+
 /// The channel of events.
 #[derive(Debug, Clone)]
-pub struct Events(broadcast::Sender<Event>);
+pub struct Events {
+    listeners: broadcast::Sender<Event>,
+    /// For the log. A plain lock: held for a look-up, never across an await.
+    names: Arc<Mutex<HashMap<SandboxId, Arc<PodName>>>>,
+}
 
 impl Default for Events {
     fn default() -> Self {
-        Self(broadcast::Sender::new(KEPT))
+        Self { listeners: broadcast::Sender::new(KEPT), names: Arc::default() }
     }
 }
 
@@ -86,13 +104,36 @@ impl Events {
 
     /// Subscribes to events from now on.
     pub fn listen(&self) -> broadcast::Receiver<Event> {
-        self.0.subscribe()
+        self.listeners.subscribe()
+    }
+
+    /// Sets the name of a pod, for the log, until [`Kind::PodRemoved`].
+    pub fn name(&self, pod: &SandboxId, name: Arc<PodName>) {
+        self.names.lock().unwrap_or_else(PoisonError::into_inner).insert(pod.clone(), name);
     }
 
     fn tell(&self, pod: &SandboxId, container: Option<&ContainerId>, kind: Kind, detail: String) {
-        tracing::info!(%pod, container = container.map(ContainerId::as_str), detail, "{}", kind.as_str());
+        let name = {
+            let mut names = self.names.lock().unwrap_or_else(PoisonError::into_inner);
+            match kind {
+                Kind::PodRemoved => names.remove(pod),
+                _ => names.get(pod).cloned(),
+            }
+        }
+        .unwrap_or_default();
+        tracing::info!(
+            %pod,
+            namespace = name.namespace,
+            name = name.name,
+            uid = name.uid,
+            container = container.map(ContainerId::as_str),
+            event = kind.as_str(),
+            detail,
+            "{}",
+            kind.as_str()
+        );
         // No listener is no error.
-        let _ = self.0.send(Event {
+        let _ = self.listeners.send(Event {
             at_ns: now_ns(),
             pod: pod.clone(),
             container: container.cloned(),

@@ -8,6 +8,7 @@ pub mod front;
 #[cfg(fuzzing)]
 pub mod fuzzing;
 mod heap;
+pub mod journald;
 pub mod pod;
 pub mod privileges;
 pub mod share;

@@ -14,7 +14,7 @@ use anyhow::{Context, anyhow};
 use clap::Parser;
 use options::Options;
 use rustix::process::{Resource, Rlimit, setrlimit};
-use sandboxer::{daemon, front::Front, privileges};
+use sandboxer::{daemon, front::Front, journald::Journald, privileges};
 use sandboxer_config::Config;
 use sandboxer_host::helper;
 use tokio::signal::unix::{SignalKind, signal};
@@ -65,7 +65,11 @@ fn start(options: &Options) -> anyhow::Result<()> {
         .log_internal_errors(false)
         .with_ansi(std::io::stderr().is_terminal())
         .with_writer(std::io::stderr);
-    let lines = if options.log_json { lines.json().boxed() } else { lines.boxed() };
+    let lines = match Journald::of_stderr().filter(|_| !options.log_json) {
+        Some(journald) => journald.boxed(),
+        None if options.log_json => lines.json().boxed(),
+        None => lines.boxed(),
+    };
     tracing_subscriber::registry().with(lines.with_filter(filter)).init();
 
     // SAFETY: only the front passes this option, and it passes this descriptor with it, for this use.

@@ -202,7 +202,8 @@ class Files(unittest.TestCase):
 
     def test_the_daemon_accepts_every_configuration(self):
         config = {"concurrent_starts": 4, "vm": {"vmm": "qemu", "default_memory_mib": 1048576, "jail": True},
-                  "pool": {"min": 1, "max": 8}, "volumes": {"timeout": 7}, "placement": {"reserved_cpus": "0-1"}}
+                  "pool": {"min": 1, "max": 8}, "volumes": {"timeout": 7}, "placement": {"reserved_cpus": "0-1"},
+                  "traces": {"endpoint": "http://127.0.0.1:4317", "sampling_ratio": 0.25}}
         for values in (IMAGE, merged(IMAGE, TWO_CLASSES, ALL_METRICS), merged(IMAGE, {"installer": {"config": config}})):
             text = files_of(values)["config.toml"]
             with self.subTest(text), tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
@@ -211,6 +212,7 @@ class Files(unittest.TestCase):
                 checked = subprocess.run([SANDBOXER, "--config", file.name, "--check-config"], capture_output=True, text=True)
                 self.assertEqual(checked.returncode, 0, checked.stderr)
         self.assertEqual(tomllib.loads(text)["pool"], {"min": 1, "max": 8})
+        self.assertEqual(tomllib.loads(text)["traces"]["sampling_ratio"], 0.25)
         self.assertEqual(tomllib.loads(text)["vm"]["kernel"], "/opt/sandboxer/lib/vmlinux")
         both = tomllib.loads(files_of(merged(IMAGE, TWO_CLASSES, ALL_METRICS))["config.toml"])
         self.assertEqual(both["handlers"], {"sandboxer-fc": {"vmm": "firecracker", "start_path": "template"}})

@@ -10,7 +10,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 use toml::de::DeTable;
 
-use self::{bounds::Bounds, handler::RawHandler, placement::RawPlacement};
+use self::{bounds::Bounds, handler::RawHandler, placement::RawPlacement, traces::RawTraces};
 use crate::{
     Accelerator, Config, DISK_BPS, DISK_IOPS, ForeignRules, LimitsConfig, NET_BPS, NetworkConfig, PoolConfig,
     RootfsConfig, TemplateConfig, VmConfig, VmmChoice, VolumeConfig, WritableTo, resolved::DEFAULT_SCRATCH,
@@ -19,6 +19,7 @@ use crate::{
 mod bounds;
 mod handler;
 mod placement;
+mod traces;
 
 /// The default configuration, with comments for every key.
 pub const DEFAULT: &str = include_str!("../../../vmm-configs/sandboxer.toml");
@@ -105,6 +106,7 @@ struct Raw {
     placement: RawPlacement,
     limits: RawLimits,
     containerd: RawContainerd,
+    traces: RawTraces,
 }
 
 #[derive(Debug, Default, Deserialize, Serialize)]
@@ -255,6 +257,7 @@ fn resolve(raw: Raw, bounds: &Bounds<'_>) -> Result<Config, ConfigError> {
         },
         placement: raw.placement.resolve(default.placement, bounds)?,
         limits: limits(&raw.limits, bounds)?,
+        traces: raw.traces.resolve(bounds)?,
         volumes: VolumeConfig {
             empty_dir_bytes: match raw.volumes.empty_dir_mib {
                 Some(mib) => bounds.disk("volumes.empty_dir_mib", mib, "16 to 16777216")?,

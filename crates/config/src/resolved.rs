@@ -29,6 +29,8 @@ pub struct Config {
     pub placement: PlacementConfig,
     /// What a pod may at most have of the host's devices.
     pub limits: LimitsConfig,
+    /// Where traces are sent; `None`: nowhere.
+    pub traces: Option<TracesConfig>,
     /// containerd's ttrpc socket for events; `None`: only the admin API gets events.
     pub containerd_ttrpc: Option<PathBuf>,
     /// VMs that may boot or be restored at the same time; the others queue.
@@ -277,6 +279,15 @@ pub struct LimitsConfig {
     pub net_bps_tx: Option<u64>,
 }
 
+/// Where traces are sent, and which.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TracesConfig {
+    /// The collector: `http://HOST:PORT`, OTLP by gRPC.
+    pub endpoint: String,
+    /// Part of the requests without a trace of their caller's that begin one, 0 to 1.
+    pub sampling_ratio: f64,
+}
+
 /// Values that a limit of bytes per second can have.
 pub const DISK_BPS: std::ops::RangeInclusive<u64> = 64 << 10..=1 << 40;
 /// Values that a limit of a network interface can have, bytes per second. The least is such that a second's bytes hold the largest
@@ -413,6 +424,7 @@ impl Default for Config {
                 nodes_dir: "/sys/devices/system/node".into(),
             },
             limits: LimitsConfig::default(),
+            traces: None,
             containerd_ttrpc: None,
             concurrent_starts: 2 * cpus,
             concurrent_containers: 2 * cpus,

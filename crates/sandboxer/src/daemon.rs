@@ -58,6 +58,7 @@ use crate::{
         start_paths::StartPaths,
     },
     template::{self, Kind, Shape, Templates},
+    traces::Traces,
 };
 
 /// Why the daemon cannot run.
@@ -216,6 +217,7 @@ pub fn node(
         events: Events::default(),
         stage_times: Arc::default(),
         old_readings: Arc::default(),
+        traces: Traces::new(config.traces.as_ref()),
         front,
         config,
     }))
@@ -266,6 +268,7 @@ async fn serve(
     let lost = CancellationToken::new();
     let _tasks = serve_tasks(&node, &lost).await?;
     let filling = spawn_background(&node, &shutdown);
+    let sending = node.traces.run();
     let mut services = Services::new(shutdown.clone());
     let controller = Server::builder().add_service(ControllerServer::new(controller));
     services.spawn_grpc("controller", controller, listeners.controller);
@@ -289,6 +292,10 @@ async fn serve(
         // After that, no VM is added to the pool.
         let _ = filling.await;
         node.pool.drain().await;
+        node.traces.close();
+        if let Some(sending) = sending {
+            let _ = sending.await;
+        }
     };
     if tokio::time::timeout(node.config.drain_timeout, drained).await.is_err() {
         tracing::info!("aborting requests that are still running");

@@ -15,3 +15,4 @@ pub mod share;
 pub mod state;
 mod taps;
 pub mod template;
+pub mod traces;

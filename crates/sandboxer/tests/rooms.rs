@@ -64,8 +64,10 @@ fn crates_use_what_is_below_them_and_nothing_else() {
 }
 
 /// The modules of this crate, lowest first. Each may use those before it.
-const MODULES: [&str; 11] =
-    ["events", "front", "heap", "share", "state", "error", "taps", "template", "pod", "api", "daemon"];
+const MODULES: [&str; 12] = [
+    "traces", "events", "front", "heap", "share", "state", "error", "taps", "template", "pod", "api",
+    "daemon",
+];
 
 #[test]
 fn modules_of_the_daemon_use_what_is_below_them_and_nothing_else() {

@@ -15,8 +15,8 @@ use std::{
     hash::{DefaultHasher, Hash, Hasher as _},
     io::{Read as _, Seek as _, SeekFrom},
     path::{Path, PathBuf},
-    sync::{Arc, Mutex},
-    time::Duration,
+    sync::{Arc, Mutex, OnceLock},
+    time::{Duration, Instant},
 };
 
 use sandboxer_protocol::id::{ContainerId, ExecId};
@@ -73,6 +73,8 @@ pub struct Container {
     init: Arc<Process>,
     /// The file for its termination message, if it has one.
     message: Option<PathBuf>,
+    /// How long its creation took: until its disks were found, and from then on.
+    took: OnceLock<(Duration, Duration)>,
     created: watch::Sender<Option<Result<i32, Failure>>>,
     // Held over awaits on purpose: start and removal exclude each other.
     start: AsyncMutex<Start>,
@@ -108,6 +110,7 @@ impl Container {
                 .iter()
                 .position(|file| file.is_message)
                 .map(|n| Dir::of(&request.id).file(n)),
+            took: OnceLock::new(),
             created: watch::Sender::new(None),
             start: AsyncMutex::default(),
             execs: Mutex::default(),
@@ -133,6 +136,11 @@ impl Container {
         }
     }
 
+    /// Returns how long its creation took: until its disks were found, and from then on.
+    pub fn took(&self) -> (Duration, Duration) {
+        self.took.get().copied().unwrap_or_default()
+    }
+
     /// Publishes the result of the creation.
     pub fn announce(&self, created: Result<i32, Failure>) {
         self.created.send_replace(Some(created));
@@ -149,11 +157,13 @@ impl Container {
     }
 
     async fn try_create(&self, request: &Create, pids: Option<&Path>) -> Result<i32, Failure> {
+        let began = Instant::now();
         let disks = request.rootfs.locate().await?;
         let mut devices = Vec::with_capacity(request.devices.len());
         for seen in &request.devices {
             devices.push(BlockDevice { node: disk::find(&seen.serial).await?, seen });
         }
+        let found = began.elapsed();
         let done = self
             .launch(&self.init, |stdio| {
                 runtime::create(&request.id, &request.spec, &disks, &request.files, &devices, pids, stdio)
@@ -165,6 +175,7 @@ impl Container {
         self.init.created(pid);
         self.watch(&self.init, pid, since);
         self.start.lock().await.causes = Some(causes);
+        let _ = self.took.set((found, began.elapsed() - found));
         Ok(pid)
     }
 

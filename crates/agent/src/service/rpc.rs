@@ -129,8 +129,16 @@ impl Agent for Service {
         request: wire::CreateContainerRequest,
     ) -> Response<wire::CreateContainerResponse> {
         let request = messages::create(request).map_err(refuse)?;
+        let id = request.id.clone();
         let pid = self.containers.create(request).await.map_err(refuse)?;
-        Ok(wire::CreateContainerResponse { pid: guest_pid(pid), ..Default::default() })
+        let (disks, runtime) = self.containers.get(&id).map(|container| container.took()).unwrap_or_default();
+        let nanos = |took: std::time::Duration| u64::try_from(took.as_nanos()).unwrap_or(u64::MAX);
+        Ok(wire::CreateContainerResponse {
+            pid: guest_pid(pid),
+            disks_ns: nanos(disks),
+            runtime_ns: nanos(runtime),
+            ..Default::default()
+        })
     }
 
     async fn delete_container(

@@ -34,10 +34,21 @@ fn the_explained_default_has_every_key() {
         "placement",
         "limits",
         "containerd",
+        "traces",
     ];
-    for table in
-        ["", "vm", "templates", "pool", "rootfs", "volumes", "network", "placement", "limits", "containerd"]
-    {
+    for table in [
+        "",
+        "vm",
+        "templates",
+        "pool",
+        "rootfs",
+        "volumes",
+        "network",
+        "placement",
+        "limits",
+        "containerd",
+        "traces",
+    ] {
         let header = if table.is_empty() { String::new() } else { format!("[{table}]\n") };
         let error = toml::from_str::<Raw>(&format!("{header}zz = 1")).unwrap_err();
         let mut known = error.message().split('`').skip(3).step_by(2).peekable();
@@ -187,4 +198,20 @@ fn reserved_cpus_are_a_list_of_cpus() {
     let error = parse("[placement]\npolicy = \"num\"").unwrap_err().to_string();
     assert!(error.contains("did you mean \"numa\"?"), "{error}");
     assert_eq!(parse("[placement]\npolicy = \"off\"").unwrap().placement.policy, crate::PlacementPolicy::Off);
+}
+
+#[test]
+fn traces_go_to_one_collector_or_nowhere() {
+    assert_eq!(parse("[traces]\nsampling_ratio = 0.5").unwrap().traces, None);
+    let traces = parse("[traces]\nendpoint = \"http://127.0.0.1:4317\"").unwrap().traces.unwrap();
+    assert_eq!((traces.endpoint.as_str(), traces.sampling_ratio), ("http://127.0.0.1:4317", 1.0));
+    for (bad, said) in [
+        ("endpoint = \"https://collector:4317\"", "without TLS"),
+        ("endpoint = \"127.0.0.1:4317\"", "traces.endpoint"),
+        ("sampling_ratio = 1.5", "traces.sampling_ratio is 1.5, expected 0 to 1"),
+        ("sampling = 1", "sampling_ratio"),
+    ] {
+        let error = parse(&format!("[traces]\n{bad}")).unwrap_err().to_string();
+        assert!(error.contains(said) && error.contains("line 2"), "{error}");
+    }
 }

@@ -76,8 +76,11 @@ impl Agent {
     }
 
     /// Creates a container with a waiting init; returns the init's guest pid.
-    pub async fn create_container(&self, request: wire::CreateContainerRequest) -> Result<u32, GuestError> {
-        call!(self, create_container, self.long(), request).map(|answer| answer.pid)
+    pub async fn create_container(
+        &self,
+        request: wire::CreateContainerRequest,
+    ) -> Result<wire::CreateContainerResponse, GuestError> {
+        call!(self, create_container, self.long(), request)
     }
 
     /// Removes a container and its mounts.

@@ -3,7 +3,10 @@
 use std::{
     convert::Infallible,
     fmt,
-    sync::{Arc, atomic::Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
@@ -123,6 +126,16 @@ impl Collector for Scrape {
         let help =
             "Requests for statistics answered with earlier ones, because the guest did not answer in time";
         stale.encode(to.encode_descriptor("stale_stats", help, None, stale.metric_type())?)?;
+        if let Some(counts) = node.traces.counts() {
+            let result = |result, count: &AtomicU64| ([("result", result)], count.load(Ordering::Relaxed));
+            let counts = [result("sent", &counts.sent), result("dropped", &counts.dropped)];
+            counters(
+                &mut to,
+                "trace_spans",
+                "Spans of traces: the collector has them, or they were dropped",
+                counts,
+            )?;
+        }
         stages(&mut to, &node.stage_times.summaries())
     }
 }

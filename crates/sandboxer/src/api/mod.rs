@@ -13,4 +13,5 @@ pub mod sandbox;
 mod size;
 pub mod task;
 mod templates;
+mod traced;
 mod traffic;

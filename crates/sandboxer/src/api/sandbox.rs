@@ -25,6 +25,7 @@ use super::{
     convert::{grpc, grpc_time, id, pod_spec},
     quarantine,
     size::updated_limits,
+    traced,
 };
 use crate::pod::starts::Starts;
 use crate::{
@@ -82,9 +83,9 @@ impl SandboxService {
     }
 }
 
-#[tonic::async_trait]
-impl Controller for SandboxService {
-    async fn create(
+/// The work of those requests that are traced.
+impl SandboxService {
+    async fn create_pod(
         &self,
         request: Request<ControllerCreateRequest>,
     ) -> Result<Response<ControllerCreateResponse>, Status> {
@@ -103,7 +104,7 @@ impl Controller for SandboxService {
         Ok(Response::new(ControllerCreateResponse { sandbox_id: request.sandbox_id }))
     }
 
-    async fn start(
+    async fn start_pod(
         &self,
         request: Request<ControllerStartRequest>,
     ) -> Result<Response<ControllerStartResponse>, Status> {
@@ -135,6 +136,68 @@ impl Controller for SandboxService {
         }))
     }
 
+    async fn stop_pod(
+        &self,
+        request: Request<ControllerStopRequest>,
+    ) -> Result<Response<ControllerStopResponse>, Status> {
+        if let Some(pod) = self.pod_or_killed(&request.get_ref().sandbox_id).await? {
+            pod.stop().await.map_err(grpc)?;
+        }
+        Ok(Response::new(ControllerStopResponse {}))
+    }
+
+    async fn shutdown_pod(
+        &self,
+        request: Request<ControllerShutdownRequest>,
+    ) -> Result<Response<ControllerShutdownResponse>, Status> {
+        let Some(pod) = self.pod_or_killed(&request.get_ref().sandbox_id).await? else {
+            return Ok(Response::new(ControllerShutdownResponse {}));
+        };
+        match pod.remove().await {
+            // Another removal was faster.
+            Ok(()) | Err(PodError::Gone(_)) => Ok(Response::new(ControllerShutdownResponse {})),
+            Err(error) => Err(grpc(error)),
+        }
+    }
+}
+
+#[tonic::async_trait]
+impl Controller for SandboxService {
+    async fn create(
+        &self,
+        request: Request<ControllerCreateRequest>,
+    ) -> Result<Response<ControllerCreateResponse>, Status> {
+        let sandbox = request.get_ref().sandbox_id.clone();
+        let mut span = traced::by_grpc(
+            &self.node,
+            "containerd.services.sandbox.v1.Controller/Create",
+            &request,
+            &sandbox,
+        );
+        let result = span.run(self.create_pod(request)).await;
+        if let Ok(pod) = self.pod(&sandbox) {
+            traced::of_pod(&mut span, &pod);
+        }
+        traced::grpc_ended(span, &result);
+        result
+    }
+
+    async fn start(
+        &self,
+        request: Request<ControllerStartRequest>,
+    ) -> Result<Response<ControllerStartResponse>, Status> {
+        let sandbox = request.get_ref().sandbox_id.clone();
+        let span = traced::by_grpc(
+            &self.node,
+            "containerd.services.sandbox.v1.Controller/Start",
+            &request,
+            &sandbox,
+        );
+        let result = span.run(self.start_pod(request)).await;
+        traced::grpc_ended(span, &result);
+        result
+    }
+
     async fn platform(
         &self,
         _: Request<ControllerPlatformRequest>,
@@ -147,10 +210,12 @@ impl Controller for SandboxService {
         &self,
         request: Request<ControllerStopRequest>,
     ) -> Result<Response<ControllerStopResponse>, Status> {
-        if let Some(pod) = self.pod_or_killed(&request.get_ref().sandbox_id).await? {
-            pod.stop().await.map_err(grpc)?;
-        }
-        Ok(Response::new(ControllerStopResponse {}))
+        let sandbox = request.get_ref().sandbox_id.clone();
+        let span =
+            traced::by_grpc(&self.node, "containerd.services.sandbox.v1.Controller/Stop", &request, &sandbox);
+        let result = span.run(self.stop_pod(request)).await;
+        traced::grpc_ended(span, &result);
+        result
     }
 
     async fn wait(
@@ -221,14 +286,16 @@ impl Controller for SandboxService {
         &self,
         request: Request<ControllerShutdownRequest>,
     ) -> Result<Response<ControllerShutdownResponse>, Status> {
-        let Some(pod) = self.pod_or_killed(&request.get_ref().sandbox_id).await? else {
-            return Ok(Response::new(ControllerShutdownResponse {}));
-        };
-        match pod.remove().await {
-            // Another removal was faster.
-            Ok(()) | Err(PodError::Gone(_)) => Ok(Response::new(ControllerShutdownResponse {})),
-            Err(error) => Err(grpc(error)),
-        }
+        let sandbox = request.get_ref().sandbox_id.clone();
+        let span = traced::by_grpc(
+            &self.node,
+            "containerd.services.sandbox.v1.Controller/Shutdown",
+            &request,
+            &sandbox,
+        );
+        let result = span.run(self.shutdown_pod(request)).await;
+        traced::grpc_ended(span, &result);
+        result
     }
 
     async fn metrics(

@@ -21,7 +21,10 @@ use sandboxer_host::rootfs::Mount;
 use sandboxer_protocol::id::{ContainerId, ExecId, SandboxId};
 use ttrpc::{Result, asynchronous::TtrpcContext};
 
-use super::convert::{id, optional_id, ttrpc, ttrpc_time};
+use super::{
+    convert::{id, optional_id, ttrpc, ttrpc_time},
+    traced,
+};
 use crate::{
     error::PodError,
     front,
@@ -88,9 +91,13 @@ fn refused(error: PodError) -> ttrpc::Error {
     }
 }
 
-#[async_trait]
-impl Task for TaskService {
-    async fn create(&self, context: &TtrpcContext, request: CreateTaskRequest) -> Result<CreateTaskResponse> {
+/// The work of those requests that are traced.
+impl TaskService {
+    async fn create_task(
+        &self,
+        context: &TtrpcContext,
+        request: CreateTaskRequest,
+    ) -> Result<CreateTaskResponse> {
         if Self::again(context)
             && let Some(pod) = self.made(&request).await
         {
@@ -134,7 +141,7 @@ impl Task for TaskService {
         Ok(CreateTaskResponse { pid: pod.status().vmm_pid, ..Default::default() })
     }
 
-    async fn start(&self, context: &TtrpcContext, request: StartRequest) -> Result<StartResponse> {
+    async fn start_task(&self, context: &TtrpcContext, request: StartRequest) -> Result<StartResponse> {
         let started = async {
             let of = id("container id", &request.id)?;
             let pod = self.pod_of(&of)?;
@@ -147,6 +154,68 @@ impl Task for TaskService {
         };
         let pod = started.await.map_err(ttrpc)?;
         Ok(StartResponse { pid: pod.status().vmm_pid, ..Default::default() })
+    }
+
+    async fn kill_task(&self, context: &TtrpcContext, request: KillRequest) -> Result<Empty> {
+        let signalled = async {
+            let of = id("container id", &request.id)?;
+            let exec = optional_id("exec id", &request.exec_id)?;
+            let signal = Signal {
+                number: request.signal,
+                all: request.all,
+                request: format!("{} {}", self.node.front.identity(), context.mh.stream_id),
+                again: Self::again(context),
+            };
+            self.pod_of(&of)?.deliver(of, exec, signal).await
+        };
+        signalled.await.map(|()| Empty::new()).map_err(ttrpc)
+    }
+
+    async fn delete_task(&self, context: &TtrpcContext, request: DeleteRequest) -> Result<DeleteResponse> {
+        let deleted = async {
+            let of = id("container id", &request.id)?;
+            let exec = optional_id("exec id", &request.exec_id)?;
+            let asked = async {
+                let pod = self.pod_of(&of)?;
+                let exit = pod.delete(of.clone(), exec.clone()).await?;
+                Ok::<_, PodError>((pod.status().vmm_pid, exit))
+            };
+            match asked.await {
+                Err(error) if Self::again(context) && error.code() == Code::NotFound => {
+                    self.deleted(&of, exec.as_ref()).map(|exit| (0, exit)).ok_or(error)
+                }
+                answer => answer,
+            }
+        };
+        let (pid, exit) = deleted.await.map_err(ttrpc)?;
+        Ok(DeleteResponse {
+            pid,
+            exit_status: exit.code,
+            exited_at: ttrpc_time(exit.at_ns),
+            ..Default::default()
+        })
+    }
+}
+
+#[async_trait]
+impl Task for TaskService {
+    async fn create(&self, context: &TtrpcContext, request: CreateTaskRequest) -> Result<CreateTaskResponse> {
+        let container = request.id.clone();
+        let mut span = traced::by_ttrpc(&self.node, "containerd.task.v3.Task/Create", context, &container);
+        let result = span.run(self.create_task(context, request)).await;
+        if let Ok(pod) = id("container id", &container).and_then(|id| self.pod_of(&id)) {
+            traced::of_pod(&mut span, &pod);
+        }
+        traced::ttrpc_ended(span, &result);
+        result
+    }
+
+    async fn start(&self, context: &TtrpcContext, request: StartRequest) -> Result<StartResponse> {
+        let container = request.id.clone();
+        let span = traced::by_ttrpc(&self.node, "containerd.task.v3.Task/Start", context, &container);
+        let result = span.run(self.start_task(context, request)).await;
+        traced::ttrpc_ended(span, &result);
+        result
     }
 
     async fn exec(&self, context: &TtrpcContext, request: ExecProcessRequest) -> Result<Empty> {
@@ -207,43 +276,19 @@ impl Task for TaskService {
     }
 
     async fn kill(&self, context: &TtrpcContext, request: KillRequest) -> Result<Empty> {
-        let signalled = async {
-            let of = id("container id", &request.id)?;
-            let exec = optional_id("exec id", &request.exec_id)?;
-            let signal = Signal {
-                number: request.signal,
-                all: request.all,
-                request: format!("{} {}", self.node.front.identity(), context.mh.stream_id),
-                again: Self::again(context),
-            };
-            self.pod_of(&of)?.deliver(of, exec, signal).await
-        };
-        signalled.await.map(|()| Empty::new()).map_err(ttrpc)
+        let container = request.id.clone();
+        let span = traced::by_ttrpc(&self.node, "containerd.task.v3.Task/Kill", context, &container);
+        let result = span.run(self.kill_task(context, request)).await;
+        traced::ttrpc_ended(span, &result);
+        result
     }
 
     async fn delete(&self, context: &TtrpcContext, request: DeleteRequest) -> Result<DeleteResponse> {
-        let deleted = async {
-            let of = id("container id", &request.id)?;
-            let exec = optional_id("exec id", &request.exec_id)?;
-            let asked = async {
-                let pod = self.pod_of(&of)?;
-                let exit = pod.delete(of.clone(), exec.clone()).await?;
-                Ok::<_, PodError>((pod.status().vmm_pid, exit))
-            };
-            match asked.await {
-                Err(error) if Self::again(context) && error.code() == Code::NotFound => {
-                    self.deleted(&of, exec.as_ref()).map(|exit| (0, exit)).ok_or(error)
-                }
-                answer => answer,
-            }
-        };
-        let (pid, exit) = deleted.await.map_err(ttrpc)?;
-        Ok(DeleteResponse {
-            pid,
-            exit_status: exit.code,
-            exited_at: ttrpc_time(exit.at_ns),
-            ..Default::default()
-        })
+        let container = request.id.clone();
+        let span = traced::by_ttrpc(&self.node, "containerd.task.v3.Task/Delete", context, &container);
+        let result = span.run(self.delete_task(context, request)).await;
+        traced::ttrpc_ended(span, &result);
+        result
     }
 
     async fn pids(&self, _: &TtrpcContext, request: PidsRequest) -> Result<PidsResponse> {

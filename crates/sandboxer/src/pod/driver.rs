@@ -39,6 +39,7 @@ use super::{
 };
 use crate::{
     error::PodError,
+    events::PodName,
     front,
     pod::container::{
         Container, Exit, NewContainer, Process, StdioPaths,
@@ -91,7 +92,13 @@ fn driver(
     let none = || Shares::new(spec.id.clone(), node.run_dir(&spec.id), spec.memory_mib, cgroup, helpers);
     let shares = found.shares.unwrap_or_else(none);
     let volumes = Volumes::new(store, shares, disk_bytes);
-    let handle = PodHandle { id: spec.id.clone(), requests, status: status.subscribe() };
+    let name = Arc::new(PodName {
+        namespace: spec.namespace.clone(),
+        name: spec.name.clone(),
+        uid: spec.uid.clone(),
+    });
+    node.events.name(&spec.id, name.clone());
+    let handle = PodHandle { id: spec.id.clone(), name, requests, status: status.subscribe() };
     let driver = Driver {
         journal: node.journal.pod(&spec.id),
         readings: Arc::new(Readings::new(spec.id.clone(), node.old_readings.clone())),

@@ -47,11 +47,12 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use crate::{
     error::PodError,
-    events::Events,
+    events::{Events, PodName},
     front::Front,
     pod::container::{Exit, NewContainer, Phase, StdioPaths},
     state::{PodState, PodStatus},
     template::Templates,
+    traces::{SpanContext, Traces},
 };
 use admission::Admission;
 pub use driver::spawn;
@@ -106,6 +107,8 @@ pub struct DaemonState {
     pub stage_times: Arc<StageTimes>,
     /// Number of statistics calls that were answered with old values.
     pub old_readings: Arc<AtomicU64>,
+    /// Records requests of containerd.
+    pub traces: Traces,
 }
 
 impl DaemonState {
@@ -122,17 +125,23 @@ type Reply<T> = oneshot::Sender<Result<T, PodError>>;
 #[derive(Debug)]
 enum Request {
     /// Start it. Answered at once if the pod is ready, else when it is ready.
-    Start { reply: Reply<()> },
+    Start { request: SpanContext, reply: Reply<()> },
     /// Stop its VM. Cancels a start in progress. Answered at once if the pod has stopped.
     Stop { reply: Reply<()> },
     /// Stop and remove it: the last request that a pod answers.
     Remove { reply: Reply<()> },
     /// Create a container, up to the point where its init waits.
-    CreateContainer { new: NewContainer, reply: Reply<()> },
+    CreateContainer { new: NewContainer, request: SpanContext, reply: Reply<()> },
     /// Register an exec.
     CreateExec { of: ContainerId, exec: ExecId, process: Vec<u8>, stdio: StdioPaths, reply: Reply<()> },
     /// Start a container's init or an exec. `again`: an earlier worker may have done it.
-    StartProcess { of: ContainerId, exec: Option<ExecId>, again: bool, reply: Reply<()> },
+    StartProcess {
+        of: ContainerId,
+        exec: Option<ExecId>,
+        again: bool,
+        request: SpanContext,
+        reply: Reply<()>,
+    },
     /// Return a process's state.
     Process { of: ContainerId, exec: Option<ExecId>, reply: Reply<ProcessView> },
     /// Signal a process, or all of a container.
@@ -240,6 +249,7 @@ pub struct ContainerView {
 #[derive(Debug, Clone)]
 pub struct PodHandle {
     id: SandboxId,
+    name: Arc<PodName>,
     requests: mpsc::Sender<Request>,
     status: watch::Receiver<PodStatus>,
 }
@@ -269,9 +279,15 @@ impl PodHandle {
         let _ = self.status.clone().wait_for(|status| status.state != PodState::Unknown).await;
     }
 
+    /// Returns what Kubernetes calls it.
+    pub fn name(&self) -> &PodName {
+        &self.name
+    }
+
     /// Starts the pod; returns when its agent is ready.
     pub async fn start(&self) -> Result<(), PodError> {
-        self.ask(|reply| Request::Start { reply }).await
+        let request = SpanContext::current();
+        self.ask(|reply| Request::Start { request, reply }).await
     }
 
     /// Stops the pod's VM.
@@ -286,7 +302,8 @@ impl PodHandle {
 
     /// Creates a container; its init waits.
     pub async fn create_container(&self, new: NewContainer) -> Result<(), PodError> {
-        self.ask(|reply| Request::CreateContainer { new, reply }).await
+        let request = SpanContext::current();
+        self.ask(|reply| Request::CreateContainer { new, request, reply }).await
     }
 
     /// Registers an exec. `process` is an OCI process object.
@@ -302,12 +319,14 @@ impl PodHandle {
 
     /// Starts a process.
     pub async fn start_process(&self, of: ContainerId, exec: Option<ExecId>) -> Result<(), PodError> {
-        self.ask(|reply| Request::StartProcess { of, exec, again: false, reply }).await
+        let request = SpanContext::current();
+        self.ask(|reply| Request::StartProcess { of, exec, again: false, request, reply }).await
     }
 
     /// Starts a process, unless an earlier worker has: then returns the result of that.
     pub async fn start_process_again(&self, of: ContainerId, exec: Option<ExecId>) -> Result<(), PodError> {
-        self.ask(|reply| Request::StartProcess { of, exec, again: true, reply }).await
+        let request = SpanContext::current();
+        self.ask(|reply| Request::StartProcess { of, exec, again: true, request, reply }).await
     }
 
     /// Returns a process's state.

@@ -1,4 +1,4 @@
-//! The steps of one start. Each is a tracing span and is stored with the pod.
+//! The steps of one start. Each is a tracing span and is stored with the pod; if the request is traced, it is a span of that trace, too.
 
 use std::{
     future::Future,
@@ -11,6 +11,7 @@ use sandboxer_protocol::{id::SandboxId, stage::Stage};
 use tracing::Instrument;
 
 use super::stage_times::StageTimes;
+use crate::traces::{Ended, SpanContext};
 
 /// The outcome of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,20 +56,29 @@ pub struct Stages {
     // A plain lock: held for a push or a copy, never across an await.
     steps: Arc<Mutex<Vec<Step>>>,
     times: Arc<StageTimes>,
+    /// The request that they are part of.
+    request: SpanContext,
 }
 
 impl Stages {
     /// Starts the clock. Each step is also added to `times`, the histograms of all starts.
     pub fn new(pod: SandboxId, times: Arc<StageTimes>) -> Self {
-        Self { pod, began: Instant::now(), steps: Arc::default(), times }
+        Self { pod, began: Instant::now(), steps: Arc::default(), times, request: SpanContext::default() }
+    }
+
+    /// Returns the same steps; those from now on are part of this request.
+    pub fn within(self, request: SpanContext) -> Self {
+        Self { request, ..self }
     }
 
     /// Runs one step, in a span of its name.
     pub async fn run<T, E>(&self, stage: Stage, step: impl Future<Output = Result<T, E>>) -> Result<T, E> {
         let span = tracing::info_span!("stage", stage = stage.as_str(), pod = %self.pod);
-        let mut record = Record { stages: self, stage, began: Instant::now(), outcome: Outcome::Cancelled };
+        let context = self.request.child();
+        let (began, outcome) = (Instant::now(), Outcome::Cancelled);
+        let mut record = Record { stages: self, stage, began, outcome, context: context.clone() };
         pass(format_args!("before stage {stage}"));
-        let result = step.instrument(span).await;
+        let result = context.scope(step.instrument(span)).await;
         pass(format_args!("after stage {stage}"));
         record.outcome = if result.is_ok() { Outcome::Ok } else { Outcome::Failed };
         result
@@ -86,6 +96,7 @@ struct Record<'a> {
     stage: Stage,
     began: Instant,
     outcome: Outcome,
+    context: SpanContext,
 }
 
 impl Drop for Record<'_> {
@@ -104,6 +115,13 @@ impl Drop for Record<'_> {
             outcome = step.outcome.as_str(),
             "stage ended"
         );
+        let failure = match step.outcome {
+            Outcome::Ok => "",
+            Outcome::Failed | Outcome::Cancelled => step.outcome.as_str(),
+        };
+        let took = std::time::Duration::from_nanos(step.duration_ns);
+        let ended = Ended { name: step.stage.as_str(), began: self.began, took, failure };
+        self.context.end(&self.stages.request, &ended);
         self.stages.times.record(step.stage, step.outcome, step.duration_ns);
         self.stages.steps.lock().unwrap_or_else(PoisonError::into_inner).push(step);
     }

@@ -2,7 +2,11 @@
 //!
 //! None of this changes the pod's state: the pod's task starts the work and takes the results.
 
-use std::{path::PathBuf, sync::Arc};
+use std::{
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use futures::future;
 use sandboxer_base::{
@@ -16,7 +20,7 @@ use sandboxer_host::{
     volume::Needed,
 };
 use sandboxer_protocol::{
-    agent::{self as wire, CreateContainerRequest},
+    agent::{self as wire, CreateContainerRequest, CreateContainerResponse},
     id::{ContainerId, ExecId, SandboxId},
     stage::Stage,
 };
@@ -33,6 +37,7 @@ use crate::{
     error::PodError,
     front::{Front, Kept},
     pod::{spare, spec::PodSpec, stages::Stages, undo::Undo, volumes::Volumes},
+    traces::{Ended, SpanContext},
 };
 
 /// A running pod: its VM and the agent in it.
@@ -181,7 +186,9 @@ async fn try_create(
         .run(Stage::ContainerCreate, async {
             let (agent, id) = (live.agent.clone(), new.id.clone());
             undo.push("delete the container", async move { agent.delete_container(&id).await });
-            live.agent
+            let began = Instant::now();
+            let created = live
+                .agent
                 .create_container(CreateContainerRequest {
                     container_id: new.id.to_string(),
                     spec_json: guest_spec.json,
@@ -192,7 +199,9 @@ async fn try_create(
                     block_devices: guest_spec.devices,
                     ..Default::default()
                 })
-                .await
+                .await?;
+            record_agent(began, &created);
+            Ok::<_, PodError>(created.pid)
         })
         .await?;
     Ok(Created {
@@ -205,6 +214,18 @@ async fn try_create(
         mems: guest_spec.mems,
         intent,
     })
+}
+
+/// Adds the agent's steps to the trace, if there is one. How long a message takes each way is not known: half of the rest.
+fn record_agent(began: Instant, created: &CreateContainerResponse) {
+    let took = began.elapsed();
+    let bounded = |ns: u64, most: Duration| Duration::from_nanos(ns).min(most);
+    let disks = bounded(created.disks_ns, took);
+    let runtime = bounded(created.runtime_ns, took - disks);
+    let began = began + (took - disks - runtime) / 2;
+    let stage = SpanContext::current();
+    stage.agent_step(&Ended { name: "find_disks", began, took: disks, failure: "" });
+    stage.agent_step(&Ended { name: "create", began: began + disks, took: runtime, failure: "" });
 }
 
 /// Stores at the front which disks the container is about to get.

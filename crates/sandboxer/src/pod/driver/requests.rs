@@ -26,19 +26,22 @@ use crate::{
         start, stop,
     },
     state::PodState,
+    traces::SpanContext,
 };
 
 impl Driver {
     pub(super) fn handle(&mut self, request: Request) {
         match request {
-            Request::Start { reply } => self.on_start(reply),
+            Request::Start { request, reply } => self.on_start(request, reply),
             Request::Stop { reply } => self.on_stop(reply),
             Request::Remove { reply } => self.on_remove(reply),
-            Request::CreateContainer { new, reply } => self.on_create_container(new, reply),
+            Request::CreateContainer { new, request, reply } => self.on_create_container(new, request, reply),
             Request::CreateExec { of, exec, process, stdio, reply } => {
                 self.on_create_exec(of, exec, process, stdio, reply);
             }
-            Request::StartProcess { of, exec, again, reply } => self.on_start_process(of, exec, again, reply),
+            Request::StartProcess { of, exec, again, request, reply } => {
+                self.on_start_process(of, exec, again, request, reply);
+            }
             Request::Process { of, exec, reply } => answer(reply, self.view_process(&of, exec.as_ref())),
             Request::Signal { of, exec, signal, reply } => self.on_signal(of, exec, signal, reply),
             Request::Delete { of, exec, reply } => self.on_delete(of, exec, reply),
@@ -102,7 +105,7 @@ impl Driver {
         }
     }
 
-    fn on_start(&mut self, reply: Reply<()>) {
+    fn on_start(&mut self, request: SpanContext, reply: Reply<()>) {
         match self.state() {
             PodState::Ready => answer(reply, Ok(())),
             PodState::Starting => self.start_waiters.push(reply),
@@ -112,7 +115,8 @@ impl Driver {
                 }
                 self.start_waiters.push(reply);
                 self.node.events.pod(&self.spec.id, Kind::PodStarting, "");
-                self.stages = Stages::new(self.spec.id.clone(), self.node.stage_times.clone());
+                let stages = Stages::new(self.spec.id.clone(), self.node.stage_times.clone());
+                self.stages = stages.within(request);
                 let (node, spec, key) = (self.node.clone(), self.spec.clone(), self.link_key.clone());
                 let (stages, cancel) = (self.stages.clone(), self.cancel.clone());
                 let intent = self.next_record();
@@ -203,7 +207,7 @@ impl Driver {
         });
     }
 
-    fn on_create_container(&mut self, mut new: NewContainer, reply: Reply<()>) {
+    fn on_create_container(&mut self, mut new: NewContainer, request: SpanContext, reply: Reply<()>) {
         let Some(live) = self.live.clone().filter(|_| self.state() == PodState::Ready) else {
             return answer(reply, Err(self.wrong_state("create a container", self.state())));
         };
@@ -213,7 +217,7 @@ impl Driver {
         let runs = |container: &Container| *container.init.phase.borrow() == Phase::Running;
         let running = self.containers.iter().filter(|(_, container)| runs(container));
         new.beside = running.map(|(id, _)| id.clone()).collect();
-        let stages = Stages::new(self.spec.id.clone(), self.node.stage_times.clone());
+        let stages = Stages::new(self.spec.id.clone(), self.node.stage_times.clone()).within(request);
         self.being_made.insert(new.id.clone(), stages.clone());
         let (node, spec, volumes) = (self.node.clone(), self.spec.clone(), self.volumes.clone());
         let (mut counted, cancel) = (self.counted.clone(), self.cancel.clone());
@@ -264,11 +268,18 @@ impl Driver {
         });
     }
 
-    fn on_start_process(&mut self, of: ContainerId, exec: Option<ExecId>, again: bool, reply: Reply<()>) {
+    fn on_start_process(
+        &mut self,
+        of: ContainerId,
+        exec: Option<ExecId>,
+        again: bool,
+        request: SpanContext,
+        reply: Reply<()>,
+    ) {
         let Some(live) = self.live.clone() else {
             return answer(reply, Err(self.wrong_state("start a process", self.state())));
         };
-        let stages = self.containers.get(&of).map(|container| container.stages.clone());
+        let stages = self.containers.get(&of).map(|container| container.stages.clone().within(request));
         let process = match self.process_mut(&of, exec.as_ref()) {
             Ok(process) => process,
             Err(error) => return answer(reply, Err(error)),

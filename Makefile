@@ -21,7 +21,7 @@ DESTDIR ?=
 REVISION ?= 1
 FUZZ_SECONDS ?= 60
 
-.PHONY: help deps tools agent bench-helper bench-image bench-native guest-image build build-failing emulator node test-kvm test-contract test-placement install uninstall deb installer-image test-deb test-chart test-reproducible up down demo test test-units test-stack soak reliability bench bench-kvm bench-gate bench-record lint fuzz fmt clean
+.PHONY: help deps tools agent bench-helper bench-image bench-native guest-image build build-failing emulator node test-kvm test-contract test-placement install uninstall deb installer-image test-deb test-chart test-reproducible up down demo test test-units test-stack soak reliability bench bench-kvm bench-gate bench-record check-arm64 lint fuzz fmt clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -158,7 +158,10 @@ bench-gate: node emulator ## compare a few starts on KVM, in virtual time, with 
 bench-record: node emulator ## measure a few starts and append them to docs/results/history.csv, for bench-gate
 	@scripts/bench-gate.sh record
 
-lint: deps ## check formatting, clippy, dependencies' licences and sources; warnings are errors
+check-arm64: deps ## check that all of it compiles for arm64
+	@scripts/check-arm64.sh
+
+lint: check-arm64 ## check formatting, clippy, arm64, dependencies' licences and sources; warnings are errors
 	cargo fmt --all --check
 	cargo clippy --workspace --all-targets -- -D warnings
 	@scripts/lint.sh

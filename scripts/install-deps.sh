@@ -8,6 +8,8 @@ set -euo pipefail
 packages=(
     # the workspace: C linker, protobuf compiler with its well-known types, libseccomp for the guest agent
     gcc libc6-dev make pkg-config protobuf-compiler libprotobuf-dev libseccomp-dev git ca-certificates
+    # another processor, for make check-arm64
+    gcc-aarch64-linux-gnu libc6-dev-arm64-cross
     # libFuzzer, for make fuzz
     g++
     # the guest kernel

@@ -18,7 +18,7 @@ use seccompiler::{
 };
 
 /// Calls refused with any arguments.
-const REFUSED: [libc::c_long; 89] = [
+const REFUSED: [libc::c_long; 77] = [
     // Other interfaces for system calls and page faults.
     libc::SYS_io_uring_setup,
     libc::SYS_io_uring_enter,
@@ -66,7 +66,6 @@ const REFUSED: [libc::c_long; 89] = [
     // File handles.
     libc::SYS_name_to_handle_at,
     libc::SYS_open_by_handle_at,
-    libc::SYS_mknod,
     libc::SYS_mknodat,
     // Other processes.
     libc::SYS_ptrace,
@@ -103,27 +102,38 @@ const REFUSED: [libc::c_long; 89] = [
     libc::SYS_mq_timedreceive,
     libc::SYS_mq_notify,
     libc::SYS_mq_getsetattr,
-    // I/O ports and segments of the processor.
+    // Obsolete calls.
+    libc::SYS_nfsservctl,
+    libc::SYS_remap_file_pages,
+];
+
+/// Calls that only x86-64 has: I/O ports and segments of the processor, and those that other processors never had.
+#[cfg(target_arch = "x86_64")]
+const REFUSED_HERE: [libc::c_long; 12] = [
     libc::SYS_iopl,
     libc::SYS_ioperm,
     libc::SYS_modify_ldt,
-    // Obsolete calls.
+    libc::SYS_mknod,
     libc::SYS_uselib,
     libc::SYS_ustat,
     libc::SYS_sysfs,
     libc::SYS__sysctl,
-    libc::SYS_nfsservctl,
     libc::SYS_afs_syscall,
     libc::SYS_tuxcall,
     libc::SYS_security,
     libc::SYS_vserver,
-    libc::SYS_remap_file_pages,
 ];
+#[cfg(not(target_arch = "x86_64"))]
+const REFUSED_HERE: [libc::c_long; 0] = [];
+
+/// The processor whose numbers of system calls these are.
+#[cfg(target_arch = "x86_64")]
+const ARCH: TargetArch = TargetArch::x86_64;
+#[cfg(target_arch = "aarch64")]
+const ARCH: TargetArch = TargetArch::aarch64;
 
 /// Calls refused to a process that stays alone: those that make processes, and those that change users, and priorities.
-const REFUSED_ALONE: [libc::c_long; 16] = [
-    libc::SYS_fork,
-    libc::SYS_vfork,
+const REFUSED_ALONE: [libc::c_long; 14] = [
     libc::SYS_setuid,
     libc::SYS_setgid,
     libc::SYS_setreuid,
@@ -140,6 +150,12 @@ const REFUSED_ALONE: [libc::c_long; 16] = [
     libc::SYS_sched_setaffinity,
 ];
 
+/// Those of them that only x86-64 has.
+#[cfg(target_arch = "x86_64")]
+const REFUSED_ALONE_HERE: [libc::c_long; 2] = [libc::SYS_fork, libc::SYS_vfork];
+#[cfg(not(target_arch = "x86_64"))]
+const REFUSED_ALONE_HERE: [libc::c_long; 0] = [];
+
 /// Refused socket families, as ranges: all except Unix (1), IP (2, 10) and netlink (16).
 const FAMILIES: [(u64, u64); 3] = [(3, 9), (11, 15), (17, u32::MAX as u64)];
 
@@ -152,7 +168,7 @@ pub fn filter() -> io::Result<BpfProgram> {
         SeccompRule::new(vec![bound(SeccompCmpOp::Ge, first)?, bound(SeccompCmpOp::Le, last)?])
     });
     let of_families = of_families.into_iter().collect::<Result<Vec<_>, _>>().map_err(io::Error::other)?;
-    let mut rules: Rules = REFUSED.map(|call| (call, Vec::new())).into();
+    let mut rules: Rules = REFUSED.into_iter().chain(REFUSED_HERE).map(|call| (call, Vec::new())).collect();
     rules.insert(libc::SYS_socket, of_families);
     refuse(rules, libc::EPERM)
 }
@@ -164,7 +180,8 @@ pub fn filters_alone() -> io::Result<[BpfProgram; 2]> {
     let no_thread = SeccompCondition::new(0, Dword, thread, 0)
         .and_then(|condition| SeccompRule::new(vec![condition]))
         .map_err(io::Error::other)?;
-    let mut rules: Rules = REFUSED_ALONE.map(|call| (call, Vec::new())).into();
+    let alone = REFUSED_ALONE.into_iter().chain(REFUSED_ALONE_HERE);
+    let mut rules: Rules = alone.map(|call| (call, Vec::new())).collect();
     rules.insert(libc::SYS_clone, vec![no_thread]);
     // Its flags are in memory, which a filter cannot read. Told that the kernel does not have it, libraries use `clone`.
     let clone3 = [(libc::SYS_clone3, Vec::new())].into();
@@ -174,6 +191,6 @@ pub fn filters_alone() -> io::Result<[BpfProgram; 2]> {
 /// Returns a filter that answers `rules` with an error.
 fn refuse(rules: Rules, error: libc::c_int) -> io::Result<BpfProgram> {
     let refused = SeccompAction::Errno(error.unsigned_abs());
-    let filter = SeccompFilter::new(rules, SeccompAction::Allow, refused, TargetArch::x86_64);
+    let filter = SeccompFilter::new(rules, SeccompAction::Allow, refused, ARCH);
     filter.and_then(TryInto::try_into).map_err(io::Error::other)
 }

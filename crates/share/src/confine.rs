@@ -65,7 +65,7 @@ pub fn drop_rights() -> anyhow::Result<()> {
 }
 
 /// System calls that a serving thread may use. Any other fails with EPERM, which the guest receives.
-const CALLS: [libc::c_long; 74] = [
+const CALLS: [libc::c_long; 73] = [
     // file operations
     libc::SYS_openat,
     libc::SYS_close,
@@ -123,7 +123,6 @@ const CALLS: [libc::c_long; 74] = [
     libc::SYS_recvfrom,
     libc::SYS_sendto,
     libc::SYS_shutdown,
-    libc::SYS_poll,
     // memory, locks, time, exit
     libc::SYS_mmap,
     libc::SYS_munmap,
@@ -146,15 +145,27 @@ const CALLS: [libc::c_long; 74] = [
     libc::SYS_exit_group,
 ];
 
+/// `poll(2)` of the C library.
+#[cfg(target_arch = "x86_64")]
+const POLL: libc::c_long = libc::SYS_poll;
+#[cfg(not(target_arch = "x86_64"))]
+const POLL: libc::c_long = libc::SYS_ppoll;
+
+/// The processor whose numbers of system calls these are.
+#[cfg(target_arch = "x86_64")]
+const ARCH: TargetArch = TargetArch::x86_64;
+#[cfg(target_arch = "aarch64")]
+const ARCH: TargetArch = TargetArch::aarch64;
+
 /// Socket options that may be set, in addition: the buffer's size, and the receive timeout.
 const OPTIONS: [libc::c_int; 2] = [libc::SO_SNDBUF, libc::SO_RCVTIMEO];
 
 static PROGRAM: LazyLock<Result<BpfProgram, String>> = LazyLock::new(|| {
     let refused = SeccompAction::Errno(libc::EPERM.unsigned_abs());
-    let mut rules: BTreeMap<_, _> = CALLS.into_iter().map(|call| (call, Vec::new())).collect();
+    let mut rules: BTreeMap<_, _> = CALLS.into_iter().chain([POLL]).map(|call| (call, Vec::new())).collect();
     let filter = options().and_then(|options| {
         rules.insert(libc::SYS_setsockopt, options);
-        SeccompFilter::new(rules, refused, SeccompAction::Allow, TargetArch::x86_64)
+        SeccompFilter::new(rules, refused, SeccompAction::Allow, ARCH)
     });
     filter.and_then(BpfProgram::try_from).map_err(|error| error.to_string())
 });

@@ -11,7 +11,10 @@
 use core::arch::asm;
 
 /// `long fallocate(int fd, int mode, off_t offset, off_t length)`.
+#[cfg(target_arch = "x86_64")]
 const SYS_FALLOCATE: usize = 285;
+#[cfg(target_arch = "aarch64")]
+const SYS_FALLOCATE: usize = 47;
 /// `FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE`.
 const PUNCH_HOLE: i32 = 0x01 | 0x02;
 const EPERM: isize = 1;
@@ -45,6 +48,7 @@ pub extern "C" fn fallocate(fd: i32, mode: i32, offset: i64, length: i64) -> i32
 }
 
 /// Returns what the kernel returns: a negative number is an error's.
+#[cfg(target_arch = "x86_64")]
 fn system_call(number: usize, one: usize, two: usize, three: usize, four: usize) -> isize {
     let result;
     // SAFETY: the call has no pointer among its arguments.
@@ -58,6 +62,25 @@ fn system_call(number: usize, one: usize, two: usize, three: usize, four: usize)
             in("r10") four,
             lateout("rcx") _,
             lateout("r11") _,
+            options(nostack),
+        );
+    }
+    result
+}
+
+/// The same.
+#[cfg(target_arch = "aarch64")]
+fn system_call(number: usize, one: usize, two: usize, three: usize, four: usize) -> isize {
+    let result;
+    // SAFETY: the call has no pointer among its arguments.
+    unsafe {
+        asm!(
+            "svc 0",
+            in("x8") number,
+            inlateout("x0") one => result,
+            in("x1") two,
+            in("x2") three,
+            in("x3") four,
             options(nostack),
         );
     }

@@ -182,29 +182,15 @@ async fn copied_to_the_log(case: Case) -> Result<()> {
     Ok(())
 }
 
-/// Copies the given number of bytes from its input to its output within the kernel.
-const SPLICE: &str = r#"
-#define _GNU_SOURCE
-#include <fcntl.h>
-#include <stdio.h>
-#include <stdlib.h>
-int main(int argc, char **argv) {
-    for (long left = atol(argv[1]), some; left > 0; left -= some) {
-        some = splice(0, NULL, 1, NULL, left, 0);
-        if (some <= 0) { fprintf(stderr, "splice: %ld with %ld left: %m\n", some, left); return 1; }
-    }
-    return 0;
-}
-"#;
+/// Copies bytes from its input to its output within the kernel: `src/splice.c`, static. Built with the tests, as nodes have no compiler.
+const SPLICE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/splice"));
 
 /// Not with runc: behind containerd 2.4.2 such a program sees its input end after the first bytes.
 async fn copied_from_the_input(case: Case) -> Result<()> {
     let host = host()?;
-    let source = host.path().join("splice.c");
-    std::fs::write(&source, SPLICE)?;
-    let built =
-        Command::new("gcc").arg("-static").arg("-o").args([host.path().join("splice"), source]).status()?;
-    ensure!(built.success(), "gcc: {built}");
+    let program = host.path().join("splice");
+    std::fs::write(&program, SPLICE)?;
+    std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755))?;
     let container = case.pod().await?.start(with(idle("c"), host.path(), false)).await?;
     let lines: String = (0..30_000).map(|n| format!("line {n}\n")).collect();
     let script = format!("exec /data/splice {} >/data/copy", lines.len());

@@ -37,6 +37,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         .compile_protos(
             &[
                 "proto/admin.proto",
+                "proto/containerd/containers.proto",
                 "proto/containerd/controller.proto",
                 "proto/containerd/introspection.proto",
             ],

@@ -80,3 +80,10 @@ pub mod controller {
 pub mod introspection {
     tonic::include_proto!("containerd.services.introspection.v1");
 }
+
+/// The part of containerd's containers service that the daemon reads, generated from `proto/containerd`.
+#[cfg(feature = "host")]
+#[allow(missing_docs, clippy::all, clippy::unwrap_used, clippy::expect_used)]
+pub mod containers {
+    tonic::include_proto!("containerd.services.containers.v1");
+}

@@ -14,7 +14,6 @@ use std::{
     time::Duration,
 };
 
-use containerd_shim_protos::shim_async::create_task;
 use futures::{StreamExt, stream::BoxStream};
 use rustix::fs::FlockOperation;
 use sandboxer_base::sockets;
@@ -41,7 +40,9 @@ use tokio_util::sync::CancellationToken;
 use tonic::transport::{Server, server::Router};
 
 use crate::{
-    api::{self, admin::AdminService, peers, sandbox::SandboxService, task::TaskService},
+    api::{
+        self, admin::AdminService, peers, sandbox::SandboxService, sandbox_container, task, task::TaskService,
+    },
     events::Events,
     front::{self, Front},
     heap,
@@ -263,14 +264,15 @@ async fn serve(
     let controller = SandboxService::new(node.clone(), task_address, shutdown.clone()).map_err(|source| {
         DaemonError::Path { action: "open the list of starts in", path: node.config.run_dir.clone(), source }
     })?;
+    let controller = Arc::new(controller);
     let admin = AdminService::new(node.clone(), recovered.alive);
 
     let lost = CancellationToken::new();
-    let _tasks = serve_tasks(&node, &lost).await?;
+    let _tasks = serve_tasks(&node, controller.clone(), &lost).await?;
     let filling = spawn_background(&node, &shutdown);
     let sending = node.traces.run();
     let mut services = Services::new(shutdown.clone());
-    let controller = Server::builder().add_service(ControllerServer::new(controller));
+    let controller = Server::builder().add_service(ControllerServer::from_arc(controller));
     services.spawn_grpc("controller", controller, listeners.controller);
     let admin = Server::builder().add_service(AdminServer::new(admin));
     services.spawn_grpc("admin", admin, listeners.admin);
@@ -307,6 +309,7 @@ async fn serve(
 /// this worker's requests, so they need not finish.
 async fn serve_tasks(
     node: &Arc<DaemonState>,
+    controller: Arc<SandboxService>,
     lost: &CancellationToken,
 ) -> Result<ttrpc::asynchronous::Server, DaemonError> {
     let connections = node
@@ -315,7 +318,7 @@ async fn serve_tasks(
         .map_err(|source| DaemonError::Serve { service: "task", source: source.into() })?;
     let mut tasks = ttrpc::asynchronous::Server::new()
         .add_listener(ttrpc::asynchronous::transport::Listener::new(ReceiverStream::new(connections)))
-        .register_service(create_task(Arc::new(TaskService::new(node.clone()))));
+        .register_service(task::services(Arc::new(TaskService::new(node.clone(), controller))));
     tasks.start().await.map_err(|source| DaemonError::Serve { service: "task", source: source.into() })?;
     Ok(tasks)
 }
@@ -325,6 +328,7 @@ fn spawn_background(node: &Arc<DaemonState>, shutdown: &CancellationToken) -> Jo
     if let Some(socket) = node.config.containerd_ttrpc.clone() {
         tokio::spawn(api::events::publish(socket, node.events.listen()));
     }
+    tokio::spawn(sandbox_container::remove_abandoned(node.clone()));
     tokio::spawn(clocks::keep(node.clone()));
     tokio::spawn(heap::trim_at_rest(node.events.listen()));
     let front = node.front.clone();

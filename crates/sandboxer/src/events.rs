@@ -2,10 +2,11 @@
 
 use std::{
     collections::HashMap,
+    path::PathBuf,
     sync::{Arc, Mutex, PoisonError},
 };
 
-use sandboxer_protocol::id::{ContainerId, SandboxId};
+use sandboxer_protocol::id::{ContainerId, ExecId, SandboxId};
 use tokio::sync::broadcast;
 
 use sandboxer_base::clock::now_ns;
@@ -26,6 +27,21 @@ pub struct Event {
     pub kind: Kind,
     /// Details, for people; may be empty.
     pub detail: String,
+    /// Details for containerd, if it knows the subject as a task.
+    pub task: Option<TaskDetail>,
+}
+
+/// What containerd's events say of a task, besides its id.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct TaskDetail {
+    /// The exec; `None`: the container's init.
+    pub exec: Option<ExecId>,
+    /// The VMM.
+    pub pid: u32,
+    /// The container's bundle.
+    pub bundle: PathBuf,
+    /// Its exit code and time, ns since 1970.
+    pub exit: Option<(u32, u64)>,
 }
 
 /// The kinds of events.
@@ -92,14 +108,26 @@ impl Default for Events {
 }
 
 impl Events {
-    /// Publishes an event of a pod.
+    /// Publishes an event of a pod that containerd does not know as a task.
     pub fn pod(&self, pod: &SandboxId, kind: Kind, detail: impl Into<String>) {
-        self.tell(pod, None, kind, detail.into());
+        self.pod_task(pod, kind, detail, None);
+    }
+
+    /// Publishes an event of a pod.
+    pub fn pod_task(&self, pod: &SandboxId, kind: Kind, detail: impl Into<String>, task: Option<TaskDetail>) {
+        self.tell(pod, None, kind, detail.into(), task);
     }
 
     /// Publishes an event of a container.
-    pub fn container(&self, pod: &SandboxId, container: &ContainerId, kind: Kind, detail: impl Into<String>) {
-        self.tell(pod, Some(container), kind, detail.into());
+    pub fn container(
+        &self,
+        pod: &SandboxId,
+        container: &ContainerId,
+        kind: Kind,
+        detail: impl Into<String>,
+        task: TaskDetail,
+    ) {
+        self.tell(pod, Some(container), kind, detail.into(), Some(task));
     }
 
     /// Subscribes to events from now on.
@@ -112,7 +140,14 @@ impl Events {
         self.names.lock().unwrap_or_else(PoisonError::into_inner).insert(pod.clone(), name);
     }
 
-    fn tell(&self, pod: &SandboxId, container: Option<&ContainerId>, kind: Kind, detail: String) {
+    fn tell(
+        &self,
+        pod: &SandboxId,
+        container: Option<&ContainerId>,
+        kind: Kind,
+        detail: String,
+        task: Option<TaskDetail>,
+    ) {
         let name = {
             let mut names = self.names.lock().unwrap_or_else(PoisonError::into_inner);
             match kind {
@@ -139,6 +174,7 @@ impl Events {
             container: container.cloned(),
             kind,
             detail,
+            task,
         });
     }
 }

@@ -27,6 +27,8 @@ pub struct Args {
     pub namespace: String,
     /// The container; empty if the action needs none.
     pub id: String,
+    /// Address of containerd's gRPC services; may be empty.
+    pub address: String,
     /// Its bundle; `None`: the working directory.
     pub bundle: Option<PathBuf>,
 }
@@ -58,7 +60,8 @@ impl Args {
     /// after `--`.
     pub fn parse(args: impl IntoIterator<Item = String>) -> Result<Self, ArgsError> {
         let mut args = args.into_iter();
-        let (mut namespace, mut id, mut bundle) = (String::new(), String::new(), None);
+        let (mut namespace, mut id, mut address, mut bundle) =
+            (String::new(), String::new(), String::new(), None);
         let mut requested = None;
         let mut word = None;
         while let Some(arg) = args.next() {
@@ -85,8 +88,9 @@ impl Args {
                 "namespace" => namespace = value()?,
                 "id" => id = value()?,
                 "bundle" => bundle = Some(PathBuf::from(value()?)).filter(|path| path.as_os_str() != ""),
-                // Address of containerd, which only a shim that serves containers needs.
-                "address" | "publish-binary" | "socket" => drop(value()?),
+                "address" => address = value()?,
+                // For a shim that publishes events itself.
+                "publish-binary" | "socket" => drop(value()?),
                 _ => return Err(ArgsError::UnknownFlag(name)),
             }
         }
@@ -94,11 +98,12 @@ impl Args {
             (Some(requested), _) => requested,
             (None, Some("delete")) if id.is_empty() => return Err(ArgsError::NoId("delete")),
             (None, Some("delete")) => Action::Delete,
+            (None, Some("start")) if id.is_empty() => return Err(ArgsError::NoId("start")),
             (None, Some("start")) => Action::Start,
             (None, Some(other)) => return Err(ArgsError::UnknownAction(other.to_owned())),
             (None, None) => return Err(ArgsError::NoAction),
         };
-        Ok(Self { action, namespace, id, bundle })
+        Ok(Self { action, namespace, id, address, bundle })
     }
 }
 
@@ -118,6 +123,7 @@ mod tests {
             action: Action::Delete,
             namespace: "k8s.io".into(),
             id: "c1".into(),
+            address: "/run/containerd/containerd.sock".into(),
             bundle: Some("/run/b/c1".into()),
         };
         assert_eq!(parse(line), Ok(expected));
@@ -139,6 +145,7 @@ mod tests {
         assert_eq!(parse("-colour red delete"), Err(ArgsError::UnknownFlag("colour".into())));
         assert_eq!(parse("-id c1 destroy"), Err(ArgsError::UnknownAction("destroy".into())));
         assert_eq!(parse("-namespace k8s.io delete"), Err(ArgsError::NoId("delete")));
+        assert_eq!(parse("-namespace k8s.io start"), Err(ArgsError::NoId("start")));
         assert_eq!(parse(""), Err(ArgsError::NoAction));
     }
 }

@@ -3,10 +3,12 @@
 //! Most often the container was deleted before and there is nothing to do. Otherwise containerd is about to
 //! report it as dead, so it must not keep running: this program asks the daemon to kill it. If the daemon
 //! does not respond, this program exits anyway, within containerd's five seconds.
+//!
+//! A sandbox container is its pod: the daemon stops the VM. If it cannot be asked now, it removes the pod later, when it finds
+//! that containerd has removed the bundle.
 
 use std::{
-    fs,
-    path::{Path, PathBuf},
+    path::PathBuf,
     sync::mpsc,
     thread,
     time::Duration,
@@ -21,9 +23,8 @@ use containerd_shim_protos::{
     },
 };
 use protobuf::well_known_types::timestamp::Timestamp;
-use serde::Deserialize;
 
-use crate::args::Args;
+use crate::{args::Args, bundle};
 
 /// Time limit of all requests to the daemon, below containerd's `io.containerd.timeout.shim.cleanup` of 5 s.
 const TIMEOUT: Duration = Duration::from_secs(3);
@@ -33,16 +34,10 @@ const SIGKILL: u32 = 9;
 /// Exit status of a container with an unknown end: killed.
 const KILLED: u32 = 128 + SIGKILL;
 
-/// containerd's file in the bundle with the address of the container's task service.
-#[derive(Debug, Deserialize)]
-struct Bootstrap {
-    address: String,
-}
-
 /// Kills the container if it still exists. Returns its exit, as far as known.
 pub fn delete(args: &Args) -> DeleteResponse {
-    let bundle = args.bundle.clone().unwrap_or_else(|| PathBuf::from("."));
-    let exit = address(&bundle).and_then(|address| {
+    let dir = args.bundle.clone().unwrap_or_else(|| PathBuf::from("."));
+    let exit = bundle::address(&dir).and_then(|address| {
         let (namespace, id) = (args.namespace.clone(), args.id.clone());
         within(TIMEOUT, move || end(&address, &namespace, &id).ok())
     });
@@ -51,12 +46,6 @@ pub fn delete(args: &Args) -> DeleteResponse {
         exited_at: Some(Timestamp::now()).into(),
         ..Default::default()
     })
-}
-
-/// Returns the address of the container's task service; `None` if containerd has not written it.
-fn address(bundle: &Path) -> Option<String> {
-    let text = fs::read(bundle.join("bootstrap.json")).ok()?;
-    serde_json::from_slice::<Bootstrap>(&text).ok().map(|bootstrap| bootstrap.address)
 }
 
 /// Returns the result of `ask`, unless it exceeds `limit`: even connecting may block, and this process exits

@@ -5,20 +5,23 @@
 //! |---|---|---|
 //! | `-info` | before the first container, and by CRI at its start | `containerd.types.RuntimeInfo` |
 //! | `… delete` | when its connection for a container has closed | `containerd.task.v3.DeleteResponse` |
-//! | `… start` | for a runtime without a sandbox controller | none: an error |
+//! | `… start` | before each container, by a containerd without a sandbox controller | the daemon's address |
 //!
-//! On success stderr is empty: containerd would log its content as a warning at each removal.
+//! On success stderr is empty: containerd would log its content as a warning at each removal, and read it as a part of the
+//! address at a start.
 
 mod args;
+mod bundle;
 mod delete;
 mod info;
+mod start;
 
 use std::{
     io::{self, Write},
     process::ExitCode,
 };
 
-use anyhow::{Context, bail};
+use anyhow::Context;
 use protobuf::Message;
 
 use args::{Action, Args};
@@ -44,20 +47,25 @@ fn run(args: Args) -> anyhow::Result<()> {
     match args.action {
         Action::Info => respond(&info::info()),
         Action::Delete => respond(&delete::delete(&args)),
-        Action::Start => bail!(
-            "cannot start {:?}: containerd before 2.0 is not supported yet; with a newer one give the runtime \
-             `sandboxer = \"sandboxer\"` and configure [proxy_plugins.sandboxer] with type \"sandbox\"",
-            args.id
-        ),
+        Action::Start => {
+            let max_version = std::env::var("MAX_SHIM_VERSION").ok();
+            let answer = start::start(&args, ".".as_ref(), io::stdin().lock(), max_version.as_deref())?;
+            write(answer.as_bytes()).context("cannot write the daemon's address to stdout")
+        }
         Action::Version => {
             let text = format!("{} {}\n", args::NAME, env!("CARGO_PKG_VERSION"));
-            io::stdout().write_all(text.as_bytes()).context("cannot write version to stdout")
+            write(text.as_bytes()).context("cannot write version to stdout")
         }
     }
 }
 
 fn respond(message: &impl Message) -> anyhow::Result<()> {
+    let bytes = message.write_to_bytes().context("cannot encode the response")?;
+    write(&bytes).context("cannot write the response to stdout")
+}
+
+fn write(bytes: &[u8]) -> io::Result<()> {
     let mut out = io::stdout().lock();
-    message.write_to_writer(&mut out).context("cannot write the response to stdout")?;
-    out.flush().context("cannot write the response to stdout")
+    out.write_all(bytes)?;
+    out.flush()
 }

@@ -146,6 +146,11 @@ fn delete_with(service: OneContainer) -> (DeleteResponse, Vec<String>) {
     let dir = tempfile::tempdir().unwrap();
     let socket = dir.path().join("task.sock");
     bundle(dir.path(), &socket);
+    delete_at(dir.path(), &socket, service)
+}
+
+/// The same in a bundle that exists.
+fn delete_at(dir: &Path, socket: &Path, service: OneContainer) -> (DeleteResponse, Vec<String>) {
     let service = Arc::new(service);
     let runtime = tokio::runtime::Runtime::new().unwrap();
     let _server = runtime.block_on(async {
@@ -156,7 +161,7 @@ fn delete_with(service: OneContainer) -> (DeleteResponse, Vec<String>) {
         server.start().await.unwrap();
         server
     });
-    let (response, output) = delete(dir.path());
+    let (response, output) = delete(dir);
     assert_clean(&output);
     let said = service.said.lock().unwrap().clone();
     (response, said)
@@ -179,17 +184,77 @@ fn delete_of_a_container_that_is_gone_is_no_error() {
     assert_killed_just_now(&response);
 }
 
+/// Options as a containerd packs them that does not know the runtime: `Any` of `runtimeoptions.v1.Options`, field 2.
+fn options(config: &Path) -> Vec<u8> {
+    let path = config.display().to_string();
+    let field = |number: u8, bytes: &[u8]| {
+        let length = u8::try_from(bytes.len()).unwrap();
+        assert!(length < 128, "a longer one has a longer length");
+        [&[number << 3 | 2, length], bytes].concat()
+    };
+    [field(1, b"runtimeoptions.v1.Options"), field(2, &field(2, path.as_bytes()))].concat()
+}
+
+/// Runs `start` as containerd does; `max_version` is its MAX_SHIM_VERSION.
+fn start(bundle: &Path, stdin: &[u8], max_version: Option<&str>) -> Output {
+    let input = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(input.path(), stdin).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_containerd-shim-sandboxer-v1"));
+    command
+        .args(["-namespace", "k8s.io", "-address", "/run/c.sock", "-publish-binary", "/bin/containerd"])
+        .args(["-id", "c1", "-debug", "start"])
+        .current_dir(bundle)
+        .env("TTRPC_ADDRESS", "/run/c.sock.ttrpc")
+        .env("GOMAXPROCS", "2")
+        .env_remove("MAX_SHIM_VERSION")
+        .stdin(input.reopen().unwrap());
+    if let Some(version) = max_version {
+        command.env("MAX_SHIM_VERSION", version);
+    }
+    command.output().unwrap()
+}
+
+#[test]
+fn start_hands_over_to_the_daemon_and_leaves_no_process() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("task.sock");
+    let _daemon = UnixListener::bind(&socket).unwrap();
+    let config = dir.path().join("config.toml");
+    std::fs::write(&config, format!("run_dir = {:?}\n", dir.path())).unwrap();
+    let bundle = dir.path().join("bundle");
+    std::fs::create_dir(&bundle).unwrap();
+    let address = format!("unix://{}", socket.display());
+    for (max_version, expected) in [
+        (None, address.clone()),
+        (Some("2"), format!(r#"{{"address":"{address}","protocol":"ttrpc","version":2}}"#)),
+    ] {
+        let output = start(&bundle, &options(&config), max_version);
+        assert_clean(&output);
+        assert_eq!(String::from_utf8(output.stdout).unwrap(), expected);
+        assert_eq!(std::fs::read_to_string(bundle.join("address")).unwrap(), address);
+    }
+}
+
 #[test]
 fn start_says_what_is_missing() {
     let dir = tempfile::tempdir().unwrap();
-    let output = launcher(dir.path(), &["-namespace", "k8s.io", "-id", "c1", "start"]);
+    let config = dir.path().join("config.toml");
+    std::fs::write(&config, format!("run_dir = {:?}\n", dir.path())).unwrap();
+    let output = start(dir.path(), &options(&config), Some("2"));
     let error = String::from_utf8(output.stderr).unwrap();
     assert_eq!(output.status.code(), Some(1));
     assert!(output.stdout.is_empty(), "{:?}", output.stdout);
-    assert!(
-        error.contains("before 2.0 is not supported yet") && error.contains("proxy_plugins.sandboxer"),
-        "{error}"
-    );
+    assert!(error.contains("systemctl start sandboxer") && error.contains("task.sock"), "{error}");
+}
+
+#[test]
+fn delete_finds_the_daemon_by_what_start_has_written() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("task.sock");
+    std::fs::write(dir.path().join("address"), format!("unix://{}\n", socket.display())).unwrap();
+    let (response, said) = delete_at(dir.path(), &socket, OneContainer::default());
+    assert_eq!(said.len(), 3, "{said:?}");
+    assert_eq!((response.pid, response.exit_status), (42, 7));
 }
 
 #[test]

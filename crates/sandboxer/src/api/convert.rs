@@ -66,6 +66,12 @@ pub fn pod_spec(
             )));
         }
     }
+    // containerd 2.x refuses it itself, for a runtime that does not announce it.
+    if namespaces.userns_options.is_some_and(|user| user.mode == NamespaceMode::Pod as i32) {
+        return Err(PodError::Unsupported(format!(
+            "pod {id}: a user namespace is not available in a microVM pod, which is separated from the host without one"
+        )));
+    }
     let hostname = hostname(asked.hostname, &metadata.name, &id).map_err(invalid)?;
     let cpus = std::thread::available_parallelism()
         .map_or(1, |count| u32::try_from(count.get()).unwrap_or(u32::MAX));
@@ -97,6 +103,7 @@ pub fn pod_spec(
             rootfs_bytes: space(&asked.annotations, ROOTFS_SIZE).map_err(invalid)?,
             empty_dir_bytes: space(&asked.annotations, EMPTY_DIR_SIZE).map_err(invalid)?,
         },
+        bundle: None,
         name: metadata.name,
         namespace: metadata.namespace,
         uid: metadata.uid,
@@ -209,6 +216,13 @@ pub fn ttrpc(error: PodError) -> ttrpc::Error {
         Code::Internal => ttrpc::Code::INTERNAL,
     };
     ttrpc::Error::RpcStatus(ttrpc::get_status(code, chain(&error)))
+}
+
+/// Converts an error of gRPC to ttrpc: the codes are the same.
+pub fn ttrpc_status(status: &tonic::Status) -> ttrpc::Error {
+    use protobuf::Enum;
+    let code = ttrpc::Code::from_i32(i32::from(status.code())).unwrap_or(ttrpc::Code::UNKNOWN);
+    ttrpc::Error::RpcStatus(ttrpc::get_status(code, status.message().to_owned()))
 }
 
 /// Converts ns since 1970 to a gRPC timestamp; `None` for 0.

@@ -1,22 +1,25 @@
-//! Events for containerd's event bus. The only one for now: the OOM killer struck, which CRI turns into the reason
-//! `OOMKilled`. containerd learns all else by waiting on pods and tasks.
+//! Events for containerd's event bus, as a shim publishes them.
+//!
+//! CRI reads one of them: the OOM killer struck, which it turns into the reason `OOMKilled`. It learns all else by waiting on pods
+//! and tasks. The others are for other subscribers (`ctr events`).
 
 use std::path::{Path, PathBuf};
 
 use containerd_shim_protos::{
     api::ForwardRequest,
-    events::task::TaskOOM,
-    protobuf::{
-        Message, MessageField,
-        well_known_types::{any::Any, timestamp::Timestamp},
-    },
+    events::task::{TaskCreate, TaskDelete, TaskExecStarted, TaskExit, TaskOOM, TaskStart},
+    protobuf::{self, MessageField, well_known_types::any::Any},
     shim::event::Envelope,
     shim_async::{Client, EventsClient},
-    topics::TASK_OOM_EVENT_TOPIC,
+    topics::{
+        TASK_CREATE_EVENT_TOPIC, TASK_DELETE_EVENT_TOPIC, TASK_EXEC_STARTED_EVENT_TOPIC, TASK_EXIT_EVENT_TOPIC,
+        TASK_OOM_EVENT_TOPIC, TASK_START_EVENT_TOPIC,
+    },
 };
 use tokio::sync::broadcast::{Receiver, error::RecvError};
 use ttrpc::context;
 
+use super::convert::ttrpc_time;
 use crate::events::{Event, Kind};
 
 /// containerd's namespace for objects of CRI.
@@ -41,16 +44,28 @@ pub async fn publish(socket: PathBuf, mut events: Receiver<Event>) {
             }
             Err(RecvError::Closed) => return,
         };
-        let Some(envelope) = envelope(&event) else { continue };
-        for attempt in [1, 2] {
-            match forward(&mut connection, &socket, envelope.clone()).await {
-                Ok(()) => break,
-                // The first attempt may have used a connection to a containerd that is gone.
-                Err(error) => {
-                    connection = None;
-                    if attempt == 2 {
-                        tracing::warn!(pod = %event.pod, %error, ?socket, "cannot forward an event to containerd");
-                    }
+        for (topic, message) in task_events(&event) {
+            let envelope = envelope(&event, topic, message);
+            publish_one(&mut connection, &socket, &event, envelope).await;
+        }
+    }
+}
+
+/// Forwards one event; tries it twice.
+async fn publish_one(
+    connection: &mut Option<EventsClient>,
+    socket: &Path,
+    event: &Event,
+    envelope: Envelope,
+) {
+    for attempt in [1, 2] {
+        match forward(connection, socket, envelope.clone()).await {
+            Ok(()) => break,
+            // The first attempt may have used a connection to a containerd that is gone.
+            Err(error) => {
+                *connection = None;
+                if attempt == 2 {
+                    tracing::warn!(pod = %event.pod, %error, ?socket, "cannot forward an event to containerd");
                 }
             }
         }
@@ -72,27 +87,143 @@ async fn forward(
     Ok(())
 }
 
-/// Returns the event as containerd packs it; `None` for events that it learns otherwise.
-fn envelope(event: &Event) -> Option<Envelope> {
-    let container = match event.kind {
-        Kind::ContainerOutOfMemory => event.container.as_ref()?,
-        _ => return None,
-    };
-    let message = TaskOOM { container_id: container.to_string(), ..Default::default() };
-    let value = message.write_to_bytes().ok()?;
-    Some(Envelope {
-        timestamp: MessageField::some(Timestamp {
-            seconds: i64::try_from(event.at_ns / 1_000_000_000).ok()?,
-            nanos: i32::try_from(event.at_ns % 1_000_000_000).ok()?,
-            ..Default::default()
-        }),
+/// Returns the event as containerd packs it.
+fn envelope(event: &Event, topic: &str, (type_url, value): Message) -> Envelope {
+    Envelope {
+        timestamp: ttrpc_time(event.at_ns),
         namespace: NAMESPACE.to_owned(),
-        topic: TASK_OOM_EVENT_TOPIC.to_owned(),
-        event: MessageField::some(Any {
-            type_url: "containerd.events.TaskOOM".to_owned(),
-            value,
-            ..Default::default()
-        }),
+        topic: topic.to_owned(),
+        event: MessageField::some(Any { type_url: type_url.to_owned(), value, ..Default::default() }),
         ..Default::default()
-    })
+    }
+}
+
+/// A message's type and bytes.
+type Message = (&'static str, Vec<u8>);
+
+/// Returns the events of a task that a shim would publish, by topic.
+fn task_events(event: &Event) -> Vec<(&'static str, Message)> {
+    let Some(task) = &event.task else { return Vec::new() };
+    let container_id = event.container.as_ref().unwrap_or(&event.pod).to_string();
+    let (exit_status, exited_at) = task.exit.unwrap_or_default();
+    let exec_id = task.exec.as_ref().map(ToString::to_string).unwrap_or_default();
+    let create = || {
+        let bundle = task.bundle.to_string_lossy().into_owned();
+        let message =
+            TaskCreate { container_id: container_id.clone(), bundle, pid: task.pid, ..Default::default() };
+        (TASK_CREATE_EVENT_TOPIC, packed("containerd.events.TaskCreate", &message))
+    };
+    let start = || {
+        let message = TaskStart { container_id: container_id.clone(), pid: task.pid, ..Default::default() };
+        (TASK_START_EVENT_TOPIC, packed("containerd.events.TaskStart", &message))
+    };
+    let exit = || {
+        // The id of the init is that of its container.
+        let id = if exec_id.is_empty() { container_id.clone() } else { exec_id.clone() };
+        let message = TaskExit {
+            container_id: container_id.clone(),
+            id,
+            pid: task.pid,
+            exit_status,
+            exited_at: ttrpc_time(exited_at),
+            ..Default::default()
+        };
+        (TASK_EXIT_EVENT_TOPIC, packed("containerd.events.TaskExit", &message))
+    };
+    let delete = || {
+        let message = TaskDelete {
+            container_id: container_id.clone(),
+            pid: task.pid,
+            exit_status,
+            exited_at: ttrpc_time(exited_at),
+            ..Default::default()
+        };
+        (TASK_DELETE_EVENT_TOPIC, packed("containerd.events.TaskDelete", &message))
+    };
+    let exec_started = || {
+        let message = TaskExecStarted {
+            container_id: container_id.clone(),
+            exec_id: exec_id.clone(),
+            pid: task.pid,
+            ..Default::default()
+        };
+        (TASK_EXEC_STARTED_EVENT_TOPIC, packed("containerd.events.TaskExecStarted", &message))
+    };
+    let out_of_memory = || {
+        let message = TaskOOM { container_id: container_id.clone(), ..Default::default() };
+        (TASK_OOM_EVENT_TOPIC, packed("containerd.events.TaskOOM", &message))
+    };
+    match event.kind {
+        // A sandbox container is created and started at once.
+        Kind::PodReady => vec![create(), start()],
+        Kind::ContainerCreated => vec![create()],
+        Kind::ContainerStarted => vec![start()],
+        Kind::ExecStarted => vec![exec_started()],
+        Kind::PodStopped | Kind::ContainerExited | Kind::ExecExited => vec![exit()],
+        Kind::PodRemoved | Kind::ContainerDeleted => vec![delete()],
+        Kind::ContainerOutOfMemory => vec![out_of_memory()],
+        Kind::PodCreated | Kind::PodStarting | Kind::PodRecovered => Vec::new(),
+    }
+}
+
+fn packed(name: &'static str, message: &impl protobuf::Message) -> Message {
+    // Their lengths fit, so this cannot fail.
+    (name, message.write_to_bytes().unwrap_or_default())
+}
+
+#[cfg(test)]
+mod tests {
+    use containerd_shim_protos::protobuf::Message as _;
+
+    use super::*;
+    use crate::events::TaskDetail;
+
+    fn event(kind: Kind, container: Option<&str>, task: Option<TaskDetail>) -> Event {
+        Event {
+            at_ns: 1_500_000_000,
+            pod: "p".parse().unwrap(),
+            container: container.map(|id| id.parse().unwrap()),
+            kind,
+            detail: String::new(),
+            task,
+        }
+    }
+
+    fn topics(event: &Event) -> Vec<&'static str> {
+        task_events(event).into_iter().map(|(topic, _)| topic).collect()
+    }
+
+    #[test]
+    fn a_pod_is_a_task_only_for_a_containerd_that_has_a_sandbox_container() {
+        let task = TaskDetail { pid: 7, bundle: "/b".into(), ..Default::default() };
+        assert_eq!(topics(&event(Kind::PodReady, None, None)), [] as [&str; 0]);
+        let ready = event(Kind::PodReady, None, Some(task.clone()));
+        assert_eq!(topics(&ready), ["/tasks/create", "/tasks/start"]);
+        let (_, (name, bytes)) = task_events(&ready).remove(0);
+        let created = TaskCreate::parse_from_bytes(&bytes).unwrap();
+        assert_eq!(name, "containerd.events.TaskCreate");
+        assert_eq!((created.container_id.as_str(), created.bundle.as_str(), created.pid), ("p", "/b", 7));
+        assert_eq!(topics(&event(Kind::PodStopped, None, Some(task.clone()))), ["/tasks/exit"]);
+        assert_eq!(topics(&event(Kind::PodRemoved, None, Some(task))), ["/tasks/delete"]);
+    }
+
+    #[test]
+    fn an_exit_says_of_which_process_it_is() {
+        let exit = |exec: Option<&str>| {
+            let task = TaskDetail {
+                exec: exec.map(|id| id.parse().unwrap()),
+                pid: 7,
+                exit: Some((3, 2_000_000_001)),
+                ..Default::default()
+            };
+            let kind = if exec.is_none() { Kind::ContainerExited } else { Kind::ExecExited };
+            let (topic, (_, bytes)) = task_events(&event(kind, Some("c"), Some(task))).remove(0);
+            assert_eq!(topic, "/tasks/exit");
+            TaskExit::parse_from_bytes(&bytes).unwrap()
+        };
+        let init = exit(None);
+        assert_eq!((init.container_id.as_str(), init.id.as_str()), ("c", "c"));
+        assert_eq!((init.exit_status, init.exited_at.seconds, init.exited_at.nanos), (3, 2, 1));
+        assert_eq!(exit(Some("e")).id, "e");
+    }
 }

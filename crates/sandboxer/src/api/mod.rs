@@ -1,7 +1,10 @@
 //! The API: wire types in, typed requests inside; errors with the status code that callers expect.
 
 pub mod admin;
+mod bundle;
+mod containerd;
 pub(crate) mod convert;
+mod cri_metadata;
 pub mod events;
 mod host_ports;
 mod limits;
@@ -10,6 +13,7 @@ pub mod peers;
 mod places;
 mod quarantine;
 pub mod sandbox;
+pub mod sandbox_container;
 mod size;
 pub mod task;
 mod templates;

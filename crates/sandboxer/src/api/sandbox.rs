@@ -1,6 +1,6 @@
 //! containerd's sandbox controller: creates, starts, stops and removes pods.
 
-use std::{collections::HashMap, io, sync::Arc};
+use std::{collections::HashMap, io, path::Path, sync::Arc};
 
 use sandboxer_base::clock::now_ns;
 use sandboxer_protocol::{
@@ -31,7 +31,7 @@ use crate::pod::starts::Starts;
 use crate::{
     error::PodError,
     events::Kind,
-    pod::{self, DaemonState, PodHandle, container::stats},
+    pod::{self, DaemonState, PodHandle, container::stats, spec::PodSpec},
     state::{PodState, PodStatus},
 };
 
@@ -54,6 +54,32 @@ impl SandboxService {
     /// caller waits.
     pub fn new(node: Arc<DaemonState>, task_address: String, ending: CancellationToken) -> io::Result<Self> {
         Ok(Self { starts: Starts::of(node.clone())?, node, task_address, ending })
+    }
+
+    /// Creates a pod. `bundle` is that of its sandbox container; `None`: the caller has a sandbox controller and needs none.
+    pub(super) fn make(
+        &self,
+        request: &ControllerCreateRequest,
+        bundle: Option<&Path>,
+    ) -> Result<PodHandle, Status> {
+        let spec = pod_spec(request, &self.node.config, &self.node.cgroups).map_err(grpc)?;
+        let spec = PodSpec { bundle: bundle.map(Path::to_owned), ..spec };
+        let sandbox = spec.id.clone();
+        let status = PodStatus::created(now_ns());
+        let node = self.node.clone();
+        let pod = self
+            .node
+            .registry
+            .insert(&sandbox, || pod::spawn(node, spec, LinkKey::random(), status, Default::default()))
+            .map_err(grpc)?;
+        self.node.events.pod(&sandbox, Kind::PodCreated, "");
+        self.starts.created(pod.clone());
+        Ok(pod)
+    }
+
+    /// Notes that containerd has shown that it knows how the pod's start ended.
+    pub(super) fn shown(&self, pod: &PodHandle) {
+        self.starts.shown(pod.id());
     }
 
     fn pod(&self, sandbox: &str) -> Result<PodHandle, PodError> {
@@ -90,17 +116,7 @@ impl SandboxService {
         request: Request<ControllerCreateRequest>,
     ) -> Result<Response<ControllerCreateResponse>, Status> {
         let request = request.into_inner();
-        let spec = pod_spec(&request, &self.node.config, &self.node.cgroups).map_err(grpc)?;
-        let sandbox = spec.id.clone();
-        let status = PodStatus::created(now_ns());
-        let node = self.node.clone();
-        let pod = self
-            .node
-            .registry
-            .insert(&sandbox, || pod::spawn(node, spec, LinkKey::random(), status, Default::default()))
-            .map_err(grpc)?;
-        self.node.events.pod(&sandbox, Kind::PodCreated, "");
-        self.starts.created(pod);
+        self.make(&request, None)?;
         Ok(Response::new(ControllerCreateResponse { sandbox_id: request.sandbox_id }))
     }
 

@@ -1,6 +1,7 @@
-//! containerd's task service: the containers of all pods, on one socket.
+//! containerd's task service: the containers of all pods, on one socket. Pods that a containerd without a sandbox controller has
+//! made have a sandbox container, too: [`SandboxContainers`].
 
-use std::{path::Path, sync::Arc};
+use std::{collections::HashMap, path::Path, sync::Arc};
 
 use async_trait::async_trait;
 use containerd_shim_protos::{
@@ -12,17 +13,23 @@ use containerd_shim_protos::{
         StatsResponse, Status, UpdateTaskRequest, WaitRequest, WaitResponse,
     },
     protobuf::well_known_types::any::Any,
-    shim_async::Task,
+    shim_async::{Task, create_task},
 };
 use sandboxer_base::Code;
 use sandboxer_front::frame::REPEATED;
 use sandboxer_guest::Signal;
 use sandboxer_host::rootfs::Mount;
 use sandboxer_protocol::id::{ContainerId, ExecId, SandboxId};
-use ttrpc::{Result, asynchronous::TtrpcContext};
+use ttrpc::{
+    Result,
+    asynchronous::{Service, TtrpcContext},
+};
 
 use super::{
-    convert::{id, optional_id, ttrpc, ttrpc_time},
+    bundle::{self, Bundle},
+    convert::{id, optional_id, ttrpc, ttrpc_status, ttrpc_time},
+    sandbox::SandboxService,
+    sandbox_container::SandboxContainers,
     traced,
 };
 use crate::{
@@ -34,16 +41,32 @@ use crate::{
     },
 };
 
+/// The service's name for containerd 2.x, and for 1.6 and 1.7: the messages are the same.
+const NAMES: [&str; 2] = ["containerd.task.v3.Task", "containerd.task.v2.Task"];
+
+/// Returns `tasks` under the names by which all versions of containerd call it.
+pub fn services(tasks: Arc<TaskService>) -> HashMap<String, Service> {
+    let [generated, _] = NAMES;
+    let of = |name: &str| Some((name.to_owned(), create_task(tasks.clone()).remove(generated)?));
+    NAMES.into_iter().filter_map(of).collect()
+}
+
 /// Serves [`Task`] for the containers of a node.
 #[derive(Debug)]
 pub struct TaskService {
     node: Arc<DaemonState>,
+    sandboxes: SandboxContainers,
 }
 
+/// Metadata with containerd's namespace.
+const NAMESPACE: &str = "containerd-namespace-ttrpc";
+/// Its value, if there is none: that of CRI.
+const CRI_NAMESPACE: &str = "k8s.io";
+
 impl TaskService {
-    /// Returns the service for the pods of `node`.
-    pub fn new(node: Arc<DaemonState>) -> Self {
-        Self { node }
+    /// Returns the service for the pods of `node`, which `controller` serves.
+    pub fn new(node: Arc<DaemonState>, controller: Arc<SandboxService>) -> Self {
+        Self { sandboxes: SandboxContainers::new(node.clone(), controller), node }
     }
 
     fn pod_of(&self, container: &ContainerId) -> std::result::Result<PodHandle, PodError> {
@@ -66,6 +89,43 @@ impl TaskService {
         self.node.front.peek(&front::key(front::DELETED, container, exec))
     }
 
+    async fn create_container(
+        &self,
+        container: ContainerId,
+        sandbox: SandboxId,
+        request: CreateTaskRequest,
+    ) -> std::result::Result<PodHandle, PodError> {
+        if !request.checkpoint.is_empty() {
+            let text = format!(
+                "container {container}: a pod with its own kernel cannot be restored from a checkpoint"
+            );
+            return Err(PodError::Unsupported(text));
+        }
+        let pod = self.node.registry.pod(&sandbox)?;
+        self.node.registry.insert_container(&container, &sandbox)?;
+        let new = NewContainer {
+            id: container.clone(),
+            bundle: request.bundle.into(),
+            mounts: request
+                .rootfs
+                .into_iter()
+                .map(|mount| Mount { fstype: mount.type_, source: mount.source, options: mount.options })
+                .collect(),
+            stdio: StdioPaths {
+                stdin: request.stdin.into(),
+                stdout: request.stdout.into(),
+                stderr: request.stderr.into(),
+                terminal: request.terminal,
+            },
+            beside: Vec::new(),
+        };
+        let created = pod.create_container(new).await;
+        if created.is_err() {
+            self.node.registry.remove_container(&container);
+        }
+        created.map(|()| pod)
+    }
+
     async fn process(
         &self,
         container: &str,
@@ -81,8 +141,8 @@ impl TaskService {
 
 /// Returns the error of a container that cannot be created. UNIMPLEMENTED would make containerd retry in an older
 /// API, and report the error of that second call to its user.
-fn refused(error: PodError) -> ttrpc::Error {
-    match ttrpc(error) {
+fn refused(error: ttrpc::Error) -> ttrpc::Error {
+    match error {
         ttrpc::Error::RpcStatus(mut status) if status.code() == ttrpc::Code::UNIMPLEMENTED => {
             status.set_code(ttrpc::Code::INVALID_ARGUMENT);
             ttrpc::Error::RpcStatus(status)
@@ -103,45 +163,29 @@ impl TaskService {
         {
             return Ok(CreateTaskResponse { pid: pod.status().vmm_pid, ..Default::default() });
         }
-        let created = async {
-            let container = id("container id", &request.id)?;
-            let bundle = Path::new(&request.bundle);
-            if !request.checkpoint.is_empty() {
-                let text = format!(
-                    "container {container}: a pod with its own kernel cannot be restored from a checkpoint"
-                );
-                return Err(PodError::Unsupported(text));
+        let of = id("container id", &request.id).map_err(ttrpc)?;
+        match bundle::read(&of, Path::new(&request.bundle)).map_err(ttrpc)? {
+            Bundle::Sandbox => {
+                let namespace = context.metadata.get(NAMESPACE).and_then(|values| values.first());
+                let namespace = namespace.map_or(CRI_NAMESPACE, String::as_str);
+                let pid = self.sandboxes.create(&of, &request, namespace, Self::again(context)).await;
+                let pid = pid.map_err(|status| refused(ttrpc_status(&status)))?;
+                Ok(CreateTaskResponse { pid, ..Default::default() })
             }
-            let sandbox = sandbox_of(&container, bundle)?;
-            let pod = self.node.registry.pod(&sandbox)?;
-            self.node.registry.insert_container(&container, &sandbox)?;
-            let new = NewContainer {
-                id: container.clone(),
-                bundle: bundle.to_owned(),
-                mounts: request
-                    .rootfs
-                    .into_iter()
-                    .map(|mount| Mount { fstype: mount.type_, source: mount.source, options: mount.options })
-                    .collect(),
-                stdio: StdioPaths {
-                    stdin: request.stdin.into(),
-                    stdout: request.stdout.into(),
-                    stderr: request.stderr.into(),
-                    terminal: request.terminal,
-                },
-                beside: Vec::new(),
-            };
-            let created = pod.create_container(new).await;
-            if created.is_err() {
-                self.node.registry.remove_container(&container);
+            Bundle::Container(sandbox) => {
+                let pod = self.create_container(of, sandbox, request).await;
+                let pod = pod.map_err(|error| refused(ttrpc(error)))?;
+                Ok(CreateTaskResponse { pid: pod.status().vmm_pid, ..Default::default() })
             }
-            created.map(|()| pod)
-        };
-        let pod = created.await.map_err(refused)?;
-        Ok(CreateTaskResponse { pid: pod.status().vmm_pid, ..Default::default() })
+        }
     }
 
     async fn start_task(&self, context: &TtrpcContext, request: StartRequest) -> Result<StartResponse> {
+        if let Some(pod) = self.sandboxes.pod(&request.id) {
+            no_exec(&pod, &request.exec_id)?;
+            let pid = self.sandboxes.started(&pod).map_err(ttrpc)?;
+            return Ok(StartResponse { pid, ..Default::default() });
+        }
         let started = async {
             let of = id("container id", &request.id)?;
             let pod = self.pod_of(&of)?;
@@ -157,6 +201,16 @@ impl TaskService {
     }
 
     async fn kill_task(&self, context: &TtrpcContext, request: KillRequest) -> Result<Empty> {
+        if let Some(pod) = self.sandboxes.pod(&request.id) {
+            no_exec(&pod, &request.exec_id)?;
+            let killed = self.sandboxes.kill(&pod, &request).await;
+            return killed.map(|()| Empty::new()).map_err(|status| ttrpc_status(&status));
+        }
+        if let Some(of) = self.unknown(&request.id)
+            && self.sandboxes.kill_held(&of).await.map_err(|status| ttrpc_status(&status))?
+        {
+            return Ok(Empty::new());
+        }
         let signalled = async {
             let of = id("container id", &request.id)?;
             let exec = optional_id("exec id", &request.exec_id)?;
@@ -172,6 +226,11 @@ impl TaskService {
     }
 
     async fn delete_task(&self, context: &TtrpcContext, request: DeleteRequest) -> Result<DeleteResponse> {
+        if let Some(pod) = self.sandboxes.pod(&request.id) {
+            no_exec(&pod, &request.exec_id)?;
+            return self.sandboxes.delete(&pod).await.map_err(|status| ttrpc_status(&status));
+        }
+        self.not_held(&request.id).await?;
         let deleted = async {
             let of = id("container id", &request.id)?;
             let exec = optional_id("exec id", &request.exec_id)?;
@@ -219,6 +278,7 @@ impl Task for TaskService {
     }
 
     async fn exec(&self, context: &TtrpcContext, request: ExecProcessRequest) -> Result<Empty> {
+        self.nothing_runs_in_it("exec", &request.id)?;
         let created = async {
             let of = id("container id", &request.id)?;
             let exec = id("exec id", &request.exec_id)?;
@@ -239,6 +299,11 @@ impl Task for TaskService {
     }
 
     async fn state(&self, _: &TtrpcContext, request: StateRequest) -> Result<StateResponse> {
+        if let Some(pod) = self.sandboxes.pod(&request.id) {
+            no_exec(&pod, &request.exec_id)?;
+            return Ok(self.sandboxes.state(&pod));
+        }
+        self.not_held(&request.id).await?;
         let (pod, view) = self.process(&request.id, &request.exec_id).await.map_err(ttrpc)?;
         let phase = view.phase.borrow().clone();
         let exit = phase.exit();
@@ -259,6 +324,13 @@ impl Task for TaskService {
     }
 
     async fn wait(&self, _: &TtrpcContext, request: WaitRequest) -> Result<WaitResponse> {
+        if let Some(pod) = self.sandboxes.pod(&request.id) {
+            no_exec(&pod, &request.exec_id)?;
+            return Ok(self.sandboxes.wait(&pod).await);
+        }
+        if let Some(of) = self.unknown(&request.id) {
+            self.sandboxes.wait_held(&of).await;
+        }
         let (_, mut view) = self.process(&request.id, &request.exec_id).await.map_err(ttrpc)?;
         let ended = view.phase.wait_for(|phase| phase.exit().is_some()).await;
         let exit = match &ended {
@@ -292,6 +364,10 @@ impl Task for TaskService {
     }
 
     async fn pids(&self, _: &TtrpcContext, request: PidsRequest) -> Result<PidsResponse> {
+        if let Some(pod) = self.sandboxes.pod(&request.id) {
+            let processes = self.sandboxes.pids(&pod);
+            return Ok(PidsResponse { processes, ..Default::default() });
+        }
         let pids = async {
             let of = id("container id", &request.id)?;
             self.pod_of(&of)?.pids(of).await
@@ -310,6 +386,7 @@ impl Task for TaskService {
     }
 
     async fn resize_pty(&self, _: &TtrpcContext, request: ResizePtyRequest) -> Result<Empty> {
+        self.nothing_runs_in_it("resize the terminal of", &request.id)?;
         let resized = async {
             let of = id("container id", &request.id)?;
             let exec = optional_id("exec id", &request.exec_id)?;
@@ -319,6 +396,9 @@ impl Task for TaskService {
     }
 
     async fn close_io(&self, _: &TtrpcContext, request: CloseIORequest) -> Result<Empty> {
+        if self.sandboxes.pod(&request.id).is_some() {
+            return Ok(Empty::new());
+        }
         let closed = async {
             let of = id("container id", &request.id)?;
             let exec = optional_id("exec id", &request.exec_id)?;
@@ -329,6 +409,7 @@ impl Task for TaskService {
     }
 
     async fn update(&self, _: &TtrpcContext, request: UpdateTaskRequest) -> Result<Empty> {
+        self.nothing_runs_in_it("update", &request.id)?;
         let updated = async {
             let of = id("container id", &request.id)?;
             let resources = request.resources.into_option().map(|any| any.value).unwrap_or_default();
@@ -339,6 +420,9 @@ impl Task for TaskService {
 
     async fn stats(&self, _: &TtrpcContext, request: StatsRequest) -> Result<StatsResponse> {
         let readings = async {
+            if let Some(pod) = self.sandboxes.pod(&request.id) {
+                return self.sandboxes.stats(&pod).await;
+            }
             let of = id("container id", &request.id)?;
             self.pod_of(&of)?.stats(Some(of)).await
         };
@@ -349,8 +433,14 @@ impl Task for TaskService {
     }
 
     async fn connect(&self, _: &TtrpcContext, request: ConnectRequest) -> Result<ConnectResponse> {
-        let of = id("container id", &request.id).map_err(ttrpc)?;
-        let pod = self.pod_of(&of).map_err(ttrpc)?;
+        let pod = match self.sandboxes.pod(&request.id) {
+            Some(pod) => pod,
+            None => {
+                let of = id("container id", &request.id).map_err(ttrpc)?;
+                self.not_held(&request.id).await?;
+                self.pod_of(&of).map_err(ttrpc)?
+            }
+        };
         Ok(ConnectResponse {
             shim_pid: self.node.front.pid(),
             task_pid: pod.status().vmm_pid,
@@ -372,7 +462,33 @@ impl Task for TaskService {
 }
 
 impl TaskService {
+    /// Returns an error if this is a sandbox container.
+    fn nothing_runs_in_it(&self, action: &str, container: &str) -> Result<()> {
+        match self.sandboxes.pod(container) {
+            None => Ok(()),
+            Some(pod) => Err(ttrpc(PodError::Unsupported(format!(
+                "cannot {action} the sandbox container of pod {}: it is the pod, and no process runs in it",
+                pod.id()
+            )))),
+        }
+    }
+
+    /// Returns the id, if it is that of no container.
+    fn unknown(&self, container: &str) -> Option<ContainerId> {
+        id("container id", container).ok().filter(|of| self.pod_of(of).is_err())
+    }
+
+    /// Returns an error if this is the sandbox container of a pod whose record is in quarantine and whose VM runs.
+    async fn not_held(&self, container: &str) -> Result<()> {
+        let Some(of) = self.unknown(container) else { return Ok(()) };
+        match self.sandboxes.held(&of).await {
+            Ok(None) => Ok(()),
+            Ok(Some(status)) | Err(status) => Err(ttrpc_status(&status)),
+        }
+    }
+
     async fn set_paused(&self, container: &str, paused: bool) -> Result<Empty> {
+        self.nothing_runs_in_it("pause", container)?;
         let done = async {
             let of = id("container id", container)?;
             self.pod_of(&of)?.set_paused(of, paused).await
@@ -381,14 +497,10 @@ impl TaskService {
     }
 }
 
-/// Returns the pod of a container: containerd writes its id into the bundle.
-fn sandbox_of(container: &ContainerId, bundle: &Path) -> std::result::Result<SandboxId, PodError> {
-    let path = bundle.join("sandbox");
-    let text = std::fs::read_to_string(&path).map_err(|error| PodError::Invalid {
-        subject: format!("container {container}"),
-        reason: format!("cannot read {path:?}, which names its pod: {error}"),
-    })?;
-    id("sandbox id", text.trim())
+/// Returns an error for an exec of a sandbox container: it has none.
+fn no_exec(pod: &PodHandle, exec: &str) -> Result<()> {
+    let Some(exec) = optional_id("exec id", exec).map_err(ttrpc)? else { return Ok(()) };
+    Err(ttrpc(PodError::NoExec { container: pod.id().clone(), exec }))
 }
 
 fn status(phase: &Phase, paused: bool) -> Status {

@@ -98,7 +98,8 @@ fn driver(
         uid: spec.uid.clone(),
     });
     node.events.name(&spec.id, name.clone());
-    let handle = PodHandle { id: spec.id.clone(), name, requests, status: status.subscribe() };
+    let bundle = spec.bundle.as_deref().map(Into::into);
+    let handle = PodHandle { id: spec.id.clone(), name, bundle, requests, status: status.subscribe() };
     let driver = Driver {
         journal: node.journal.pod(&spec.id),
         readings: Arc::new(Readings::new(spec.id.clone(), node.old_readings.clone())),

@@ -29,7 +29,7 @@ pub mod undo;
 pub mod volumes;
 
 use std::{
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{Arc, atomic::AtomicU64},
     time::Duration,
 };
@@ -49,7 +49,7 @@ use crate::{
     error::PodError,
     events::{Events, PodName},
     front::Front,
-    pod::container::{Exit, NewContainer, Phase, StdioPaths},
+    pod::container::{Exit, KILLED, NewContainer, Phase, StdioPaths},
     state::{PodState, PodStatus},
     template::Templates,
     traces::{SpanContext, Traces},
@@ -245,11 +245,20 @@ pub struct ContainerView {
     pub execs: Vec<(ExecId, u32, Phase)>,
 }
 
+/// Returns how the sandbox container of a pod with this status has ended, if it has. A pause program does not exit by itself: a
+/// stop on request is its kill.
+pub fn sandbox_exit(status: &PodStatus) -> Option<Exit> {
+    let code = if status.exit_status == 0 { KILLED } else { status.exit_status };
+    let ended = status.state == PodState::Stopped || status.overdue;
+    ended.then(|| Exit { code, at_ns: status.exited_at_ns, reason: status.reason.clone() })
+}
+
 /// A handle to a pod. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct PodHandle {
     id: SandboxId,
     name: Arc<PodName>,
+    bundle: Option<Arc<Path>>,
     requests: mpsc::Sender<Request>,
     status: watch::Receiver<PodStatus>,
 }
@@ -258,6 +267,11 @@ impl PodHandle {
     /// Returns the pod's id.
     pub fn id(&self) -> &SandboxId {
         &self.id
+    }
+
+    /// Returns the bundle of its sandbox container, if it has one.
+    pub fn bundle(&self) -> Option<&Path> {
+        self.bundle.as_deref()
     }
 
     /// Returns the pod's status. Never waits.
@@ -271,6 +285,13 @@ impl PodHandle {
         // Its task may end before the pod does: when this process exits.
         let stopped = status.wait_for(|status| status.state == PodState::Stopped).await;
         stopped.map(|status| status.clone()).map_err(|_| PodError::Gone(self.id.clone()))
+    }
+
+    /// Same as [`PodHandle::stopped`], or waits until its state has been unknown for too long.
+    pub async fn ended(&self) -> Result<PodStatus, PodError> {
+        let mut status = self.status.clone();
+        let ended = status.wait_for(|status| status.state == PodState::Stopped || status.overdue).await;
+        ended.map(|status| status.clone()).map_err(|_| PodError::Gone(self.id.clone()))
     }
 
     /// Waits until the state of the pod is known.

@@ -16,6 +16,9 @@ use crate::template::Shape;
 pub struct PodSpec {
     /// containerd's id of the sandbox.
     pub id: SandboxId,
+    /// Bundle of its sandbox container, by which a containerd without a sandbox controller knows it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bundle: Option<PathBuf>,
     /// Kubernetes' name of the pod.
     pub name: String,
     /// Kubernetes' namespace of the pod.
@@ -108,6 +111,7 @@ impl PodSpec {
     /// Returns the spec of a pod with only a VM of this size; its id is its name.
     pub fn plain(id: SandboxId, vcpus: u32, memory_mib: u64) -> Self {
         Self {
+            bundle: None,
             name: id.to_string(),
             namespace: String::new(),
             uid: String::new(),

@@ -1,6 +1,6 @@
 //! Handles results of work on containers and execs: updates the records of their processes and answers the callers.
 
-use std::collections::HashMap;
+use std::{collections::HashMap, path::PathBuf};
 
 use sandboxer_base::{chain, clock::now_ns};
 use sandboxer_protocol::id::{ContainerId, ExecId};
@@ -8,7 +8,7 @@ use sandboxer_protocol::id::{ContainerId, ExecId};
 use super::{Done, Driver, EXEC, answer};
 use crate::{
     error::PodError,
-    events::Kind,
+    events::{Kind, TaskDetail},
     pod::{
         Reply,
         container::{
@@ -60,9 +60,10 @@ impl Driver {
             paused: false,
             stages,
         };
+        let task = self.task(None, container.bundle.clone(), None);
         self.containers.insert(new.id.clone(), container);
         self.place();
-        self.node.events.container(&self.spec.id, &new.id, Kind::ContainerCreated, "");
+        self.node.events.container(&self.spec.id, &new.id, Kind::ContainerCreated, "", task);
         let (written, pod) = (self.next_record(), self.spec.id.clone());
         self.work.spawn(async move {
             match written.await {
@@ -75,6 +76,12 @@ impl Driver {
             answer(reply, Ok(()));
             Done::Nothing
         });
+    }
+
+    /// Returns what containerd's events say of a process of this pod.
+    pub(super) fn task(&self, exec: Option<ExecId>, bundle: PathBuf, exit: Option<&Exit>) -> TaskDetail {
+        let pid = self.status.borrow().vmm_pid;
+        TaskDetail { exec, pid, bundle, exit: exit.map(|exit| (exit.code, exit.at_ns)) }
     }
 
     pub(super) fn exec_created(
@@ -119,7 +126,9 @@ impl Driver {
             process.pid = pid;
             process.phase.send_replace(Phase::Running);
         }
-        self.node.events.container(&self.spec.id, &subject.container, kind, format!("guest process {pid}"));
+        let task = self.task(subject.exec.clone(), PathBuf::new(), None);
+        let detail = format!("guest process {pid}");
+        self.node.events.container(&self.spec.id, &subject.container, kind, detail, task);
         let exec = subject.exec.is_some();
         self.follow(live, subject, now_ns(), running);
         // For an exec, the agent knows.
@@ -144,13 +153,15 @@ impl Driver {
             reason => format!("exit code {}: {reason}", exit.code),
         };
         let out_of_memory = exit.reason == work::OUT_OF_MEMORY;
+        let task = self.task(subject.exec.clone(), PathBuf::new(), Some(&exit));
         if let Ok(process) = self.process_mut(&subject.container, subject.exec.as_ref()) {
             process.end(exit);
             if out_of_memory {
                 let events = &self.node.events;
-                events.container(&self.spec.id, &subject.container, Kind::ContainerOutOfMemory, "");
+                let (pod, container) = (&self.spec.id, &subject.container);
+                events.container(pod, container, Kind::ContainerOutOfMemory, "", task.clone());
             }
-            self.node.events.container(&self.spec.id, &subject.container, kind, detail);
+            self.node.events.container(&self.spec.id, &subject.container, kind, detail, task);
         }
     }
 
@@ -163,6 +174,7 @@ impl Driver {
     ) {
         let removed = result.and_then(|exit| self.process(&of, exec.as_ref()).map(|_| exit));
         if let Ok(exit) = &removed {
+            let task = self.task(exec.clone(), PathBuf::new(), Some(exit));
             match &exec {
                 Some(exec) => {
                     let removed = self.containers.get_mut(&of).and_then(|of| of.execs.remove(exec));
@@ -183,7 +195,7 @@ impl Driver {
                     }
                     self.readings.forget(Some(&of));
                     self.node.registry.remove_container(&of);
-                    self.node.events.container(&self.spec.id, &of, Kind::ContainerDeleted, "");
+                    self.node.events.container(&self.spec.id, &of, Kind::ContainerDeleted, "", task);
                 }
             }
         }

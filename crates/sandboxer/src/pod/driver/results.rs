@@ -1,6 +1,6 @@
 //! Handles results of work: updates the pod's state and answers the waiters.
 
-use std::{net::TcpListener, sync::Arc};
+use std::{iter, net::TcpListener, path::PathBuf, sync::Arc};
 
 use sandboxer_base::{chain, clock::now_ns};
 use sandboxer_vmm::{VmExit, VmmError};
@@ -10,7 +10,7 @@ use tokio_util::task::AbortOnDropHandle;
 use super::{CLOSED, Done, Driver, answer, answer_all, journal_failed};
 use crate::{
     error::PodError,
-    events::Kind,
+    events::{Kind, TaskDetail},
     pod::{
         cgroup_attach::CgroupAttach,
         container::{
@@ -20,7 +20,7 @@ use crate::{
         forward, host_ports,
         placer::Placement,
         recover::{Reached, Resolved, Unreached, settle},
-        session,
+        sandbox_exit, session,
         start::{self, Up},
         volumes::Volumes,
     },
@@ -96,7 +96,8 @@ impl Driver {
         self.live = Some(up.live);
         self.watch_vm();
         self.forward_ports(up.host_ports);
-        self.node.events.pod(&self.spec.id, Kind::PodReady, format!("VMM is process {pid}"));
+        let detail = format!("VMM is process {pid}");
+        self.node.events.pod_task(&self.spec.id, Kind::PodReady, detail, self.sandbox_task());
         let waiters: Vec<_> = self.start_waiters.drain(..).collect();
         let recorded = self.next_record();
         let spec = self.spec.clone();
@@ -204,14 +205,25 @@ impl Driver {
             at_ns: now_ns(),
             reason: if unasked { reason.clone() } else { "its pod was stopped".to_owned() },
         };
-        for container in self.containers.values_mut() {
-            for process in std::iter::once(&mut container.init).chain(container.execs.values_mut()) {
+        let mut ended = Vec::new();
+        for (id, container) in &mut self.containers {
+            let execs = container.execs.iter_mut().map(|(exec, process)| (Some(exec), process));
+            for (exec, process) in iter::once((None, &mut container.init)).chain(execs) {
                 if let Some(stderr_writer) = process.stderr_writer.as_ref().filter(|_| unasked) {
                     stderr_writer.write_line(&reason);
+                }
+                if process.phase.borrow().exit().is_none() {
+                    ended.push((id.clone(), exec.cloned()));
                 }
                 process.end(exit.clone());
             }
         }
+        for (container, exec) in ended {
+            let kind = if exec.is_none() { Kind::ContainerExited } else { Kind::ExecExited };
+            let task = self.task(exec, PathBuf::new(), Some(&exit));
+            self.node.events.container(&self.spec.id, &container, kind, exit.reason.clone(), task);
+        }
+        let vmm_pid = self.status.borrow().vmm_pid;
         self.status.send_modify(|status| {
             status.exited_at_ns = exit.at_ns;
             status.exit_status = exit_status;
@@ -219,7 +231,8 @@ impl Driver {
             status.reason = reason.clone();
             status.state = PodState::Stopped;
         });
-        self.node.events.pod(&self.spec.id, Kind::PodStopped, reason);
+        let task = self.sandbox_task().map(|task| TaskDetail { pid: vmm_pid, ..task });
+        self.node.events.pod_task(&self.spec.id, Kind::PodStopped, reason, task);
         self.save();
         for reply in self.stop_waiters.drain(..) {
             answer(reply, Ok(()));
@@ -339,6 +352,14 @@ impl Driver {
         }
     }
 
+    /// Returns what containerd's events say of the pod; `None` if it does not know the pod as a container.
+    fn sandbox_task(&self) -> Option<TaskDetail> {
+        let bundle = self.spec.bundle.clone()?;
+        let status = self.status.borrow();
+        let exit = sandbox_exit(&status).map(|exit| (exit.code, exit.at_ns));
+        Some(TaskDetail { exec: None, pid: status.vmm_pid, bundle, exit })
+    }
+
     /// Sets up port forwarding in parallel with the start.
     fn forward_ports(&mut self, host_ports: Vec<TcpListener>) {
         let Some(live) = &self.live else { return };
@@ -357,7 +378,7 @@ impl Driver {
         if result.is_ok() {
             // Before the answer: the caller may reuse the id.
             self.node.registry.remove(&self.spec.id);
-            self.node.events.pod(&self.spec.id, Kind::PodRemoved, "");
+            self.node.events.pod_task(&self.spec.id, Kind::PodRemoved, "", self.sandbox_task());
         }
         answer_all(self.remove_waiters.drain(..), result);
     }

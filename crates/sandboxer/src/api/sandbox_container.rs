@@ -1,0 +1,252 @@
+//! The sandbox container: how a containerd without a sandbox controller sees a pod.
+//!
+//! For such a containerd a pod is a container of its own, which runs a pause program. Here nothing runs in it: the container
+//! *is* the pod. Each request about it becomes one about the pod, to the same controller that other containerds use.
+//!
+//! | of the task service | of the controller |
+//! |---|---|
+//! | Create | Create with CRI's description of the pod, which containerd keeps; Start |
+//! | Start | – |
+//! | State, Wait | the pod's status |
+//! | Kill, by a signal that ends a pause program | Stop |
+//! | Delete | Shutdown |
+//! | Stats | Metrics |
+//!
+//! containerd removes the container's bundle after Delete, and also if it has lost the daemon and takes the pod for dead. So a pod
+//! without its bundle is removed here ([`remove_abandoned`]).
+
+use std::{future, path::Path, sync::Arc, time::Duration};
+
+use containerd_shim_protos::api::{
+    CreateTaskRequest, DeleteResponse, KillRequest, ProcessInfo, StateResponse, Status as TaskStatus, WaitResponse,
+};
+use sandboxer_base::chain;
+use sandboxer_protocol::{
+    agent::StatsResponse,
+    controller::{
+        ControllerShutdownRequest, ControllerStartRequest, ControllerStopRequest, controller_server::Controller,
+    },
+    id::ContainerId,
+};
+use tonic::{Request, Status};
+
+use super::{
+    bundle, containerd,
+    convert::{grpc, ttrpc_time},
+    cri_metadata, quarantine,
+    sandbox::SandboxService,
+};
+use crate::{
+    error::PodError,
+    front,
+    pod::{
+        DaemonState, PodHandle,
+        container::{Exit, KILLED},
+        sandbox_exit,
+    },
+    state::{PodState, PodStatus},
+};
+
+/// Signals that end a pause program: SIGINT, SIGQUIT, SIGKILL, SIGTERM.
+const ENDING: [u32; 4] = [2, 3, 9, 15];
+
+/// Time between two searches for pods without their bundles.
+const SEARCH_INTERVAL: Duration = Duration::from_secs(20);
+/// Time between two looks at a pod whose record is in quarantine.
+const HELD_INTERVAL: Duration = Duration::from_secs(5);
+
+/// The sandbox containers of a node.
+#[derive(Debug)]
+pub struct SandboxContainers {
+    node: Arc<DaemonState>,
+    controller: Arc<SandboxService>,
+}
+
+impl SandboxContainers {
+    /// Returns the sandbox containers of the pods that `controller` serves.
+    pub fn new(node: Arc<DaemonState>, controller: Arc<SandboxService>) -> Self {
+        Self { node, controller }
+    }
+
+    /// Returns the pod behind a sandbox container; `None` for any other id.
+    pub fn pod(&self, id: &str) -> Option<PodHandle> {
+        let pod = self.node.registry.pod(&id.parse().ok()?).ok()?;
+        pod.bundle().is_some().then_some(pod)
+    }
+
+    /// Creates the pod and starts it. `again`: an earlier worker may have done it. Returns the VMM's pid.
+    pub async fn create(
+        &self,
+        id: &ContainerId,
+        request: &CreateTaskRequest,
+        namespace: &str,
+        again: bool,
+    ) -> Result<u32, Status> {
+        let bundle = Path::new(&request.bundle);
+        if again && let Some(pod) = self.pod(id.as_str()).filter(|pod| pod.bundle() == Some(bundle)) {
+            match pod.status().state {
+                PodState::Ready => return Ok(pod.status().vmm_pid),
+                // Its start was undone when the earlier worker died.
+                PodState::Stopped => self.shutdown(id).await?,
+                _ => return self.start(&pod).await,
+            }
+        }
+        let invalid = |reason| {
+            grpc(PodError::Invalid { subject: format!("pod {id}"), reason })
+        };
+        let socket = bundle::containerd(id, bundle).map_err(grpc)?;
+        let description = containerd::description(&socket, namespace, id).await?;
+        let request = cri_metadata::create_request(id.as_str(), &description).map_err(invalid)?;
+        let pod = self.controller.make(&request, Some(bundle))?;
+        self.start(&pod).await
+    }
+
+    async fn start(&self, pod: &PodHandle) -> Result<u32, Status> {
+        let request = ControllerStartRequest { sandbox_id: pod.id().to_string() };
+        Ok(self.controller.start(Request::new(request)).await?.into_inner().pid)
+    }
+
+    /// Notes that containerd knows that the pod has started. It starts its container then, which does nothing.
+    pub fn started(&self, pod: &PodHandle) -> Result<u32, PodError> {
+        let status = pod.status();
+        self.controller.shown(pod);
+        match status.state {
+            PodState::Stopped | PodState::Stopping => Err(state_error("start the sandbox container", pod, &status)),
+            _ => Ok(status.vmm_pid),
+        }
+    }
+
+    /// Returns its state.
+    pub fn state(&self, pod: &PodHandle) -> StateResponse {
+        let status = pod.status();
+        if status.state != PodState::Starting {
+            self.controller.shown(pod);
+        }
+        let exit = sandbox_exit(&status);
+        StateResponse {
+            id: pod.id().to_string(),
+            bundle: pod.bundle().map(|path| path.to_string_lossy().into_owned()).unwrap_or_default(),
+            pid: status.vmm_pid,
+            status: task_status(&status).into(),
+            exit_status: exit.as_ref().map_or(0, |exit| exit.code),
+            exited_at: ttrpc_time(exit.map_or(0, |exit| exit.at_ns)),
+            ..Default::default()
+        }
+    }
+
+    /// Waits until the pod has stopped.
+    pub async fn wait(&self, pod: &PodHandle) -> WaitResponse {
+        self.controller.shown(pod);
+        match pod.ended().await {
+            Ok(status) => {
+                let exit = sandbox_exit(&status).unwrap_or_else(unknown_exit);
+                WaitResponse { exit_status: exit.code, exited_at: ttrpc_time(exit.at_ns), ..Default::default() }
+            }
+            // This process exits: the front repeats the request. An answer would be the end of the pod.
+            Err(_) => future::pending().await,
+        }
+    }
+
+    /// Sends a signal, as to a pause program.
+    pub async fn kill(&self, pod: &PodHandle, request: &KillRequest) -> Result<(), Status> {
+        self.controller.shown(pod);
+        if pod.status().state == PodState::Stopped {
+            return Err(grpc(PodError::ProcessEnded(pod.id().clone())));
+        }
+        if ENDING.contains(&request.signal) {
+            let request = ControllerStopRequest { sandbox_id: pod.id().to_string(), ..Default::default() };
+            self.controller.stop(Request::new(request)).await?;
+        }
+        Ok(())
+    }
+
+    /// Removes a pod that has stopped or was never ready. Returns how it ended.
+    pub async fn delete(&self, pod: &PodHandle) -> Result<DeleteResponse, Status> {
+        let status = pod.status();
+        if task_status(&status) == TaskStatus::RUNNING {
+            return Err(grpc(state_error("delete the sandbox container", pod, &status)));
+        }
+        let exit = sandbox_exit(&status).unwrap_or_else(unknown_exit);
+        self.shutdown(pod.id()).await?;
+        // For a repetition of this request.
+        self.node.front.remember_deleted(front::key(front::DELETED, pod.id(), None), &exit);
+        Ok(DeleteResponse {
+            pid: status.vmm_pid,
+            exit_status: exit.code,
+            exited_at: ttrpc_time(exit.at_ns),
+            ..Default::default()
+        })
+    }
+
+    async fn shutdown(&self, id: &ContainerId) -> Result<(), Status> {
+        let request = ControllerShutdownRequest { sandbox_id: id.to_string(), ..Default::default() };
+        self.controller.shutdown(Request::new(request)).await.map(drop)
+    }
+
+    /// Returns its processes: the VMM.
+    pub fn pids(&self, pod: &PodHandle) -> Vec<ProcessInfo> {
+        let pid = pod.status().vmm_pid;
+        if pid == 0 { Vec::new() } else { vec![ProcessInfo { pid, ..Default::default() }] }
+    }
+
+    /// Returns the statistics of the whole guest.
+    pub async fn stats(&self, pod: &PodHandle) -> Result<StatsResponse, PodError> {
+        pod.stats(None).await
+    }
+
+    /// Returns the error for a pod whose record is in quarantine and whose VM runs: containerd must not take it for ended.
+    pub async fn held(&self, id: &ContainerId) -> Result<Option<Status>, Status> {
+        quarantine::held(&self.node, id).await
+    }
+
+    /// Waits as long as the pod's record is in quarantine and its VM runs.
+    pub async fn wait_held(&self, id: &ContainerId) {
+        while !matches!(self.held(id).await, Ok(None)) {
+            tokio::time::sleep(HELD_INTERVAL).await;
+        }
+    }
+
+    /// Kills the VMM of a pod whose record is in quarantine. Returns `false` if there is none.
+    pub async fn kill_held(&self, id: &ContainerId) -> Result<bool, Status> {
+        quarantine::kill(&self.node, id).await
+    }
+}
+
+/// Removes pods whose sandbox containers containerd has removed without a word to this daemon: it did so while no daemon
+/// answered. Runs as long as the daemon does.
+pub async fn remove_abandoned(node: Arc<DaemonState>) {
+    let mut search = tokio::time::interval(SEARCH_INTERVAL);
+    loop {
+        search.tick().await;
+        for pod in node.registry.pods() {
+            let Some(bundle) = pod.bundle() else { continue };
+            if matches!(tokio::fs::try_exists(bundle).await, Ok(false)) {
+                tracing::info!(pod = %pod.id(), "removing: containerd has removed its sandbox container");
+                if let Err(error) = pod.remove().await
+                    && !matches!(error, PodError::Gone(_))
+                {
+                    tracing::error!(pod = %pod.id(), error = chain(&error), "cannot remove a pod that containerd has forgotten");
+                }
+            }
+        }
+    }
+}
+
+/// Returns the state of the container that stands for a pod.
+fn task_status(status: &PodStatus) -> TaskStatus {
+    match status.state {
+        PodState::Created | PodState::Starting => TaskStatus::CREATED,
+        PodState::Unknown if status.overdue => TaskStatus::STOPPED,
+        // Until the kernel has reported the VMM's end.
+        PodState::Ready | PodState::Stopping | PodState::Unknown => TaskStatus::RUNNING,
+        PodState::Stopped => TaskStatus::STOPPED,
+    }
+}
+
+fn unknown_exit() -> Exit {
+    Exit { code: KILLED, at_ns: sandboxer_base::clock::now_ns(), reason: String::new() }
+}
+
+fn state_error(action: &'static str, pod: &PodHandle, status: &PodStatus) -> PodError {
+    PodError::State { action, subject: format!("pod {}", pod.id()), state: status.state.to_string() }
+}

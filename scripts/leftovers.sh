@@ -33,9 +33,10 @@ other_stacks() {
 }
 
 ours() {
-    local pid
+    local pid state
     for pid in $(owned_pids); do
-        [[ $(stat_field "$pid" 3) != Z ]] || continue
+        # Killed ones may end at this moment.
+        state=$(stat_field "$pid" 3) && [[ $state != [ZX] ]] || continue
         echo "process $pid $(tr '\0' ' ' <"/proc/$pid/cmdline" 2>/dev/null | cut -c1-160)"
     done
     [[ ! -e $DIR ]] || echo "file $DIR"

@@ -7,6 +7,7 @@
 # Our programs come from SANDBOXER_BIN_DIR (default target/release), the guest image from SANDBOXER_GUEST_DIR (default
 # target/guest). POOL (default 8) is the number of VMs that wait for pods; 0: no pool.
 # STACK_VMM and STACK_ACCELERATOR are [vm] vmm and accelerator of the daemon (default auto). STACK_MEMORY is a pod's memory (256 MiB).
+# CONTAINERD_VERSION (default: see tools.sh) is containerd's version.
 # STACK_SUFFIX is appended to the names of the handlers, so that results of two VMMs can be merged.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
@@ -75,6 +76,22 @@ configure() {
     [[ -e $DIR/$2 ]] || fill "$ROOT/vmm-configs/$1" >"$DIR/$2"
 }
 
+# Writes containerd's configuration, in the form that its version reads.
+configure_containerd() {
+    local version
+    version=$("$DIR/bin/containerd" --version | awk '{ sub(/^v/, "", $3); print $3 }')
+    case $version in
+    1.*) configure containerd/stack-1.toml.in containerd/config.toml ;;
+    2.[0-2].*)
+        configure containerd/stack.toml.in containerd/config.toml
+        # The names of these keys before 2.3.
+        sed -i 's/^\[plugins\."io\.containerd\.server\.v1\.\(grpc\|ttrpc\)"\]/[\1]/' "$DIR/containerd/config.toml"
+        [[ $version != 2.0.* ]] || sed -i 's/^  bin_dirs = \["\(.*\)"\]/  bin_dir = "\1"/' "$DIR/containerd/config.toml"
+        ;;
+    *) configure containerd/stack.toml.in containerd/config.toml ;;
+    esac
+}
+
 link_binaries() {
     local from file
     mkdir -p "$DIR/bin"
@@ -94,7 +111,7 @@ link_binaries() {
 # (exec -it, attach) stays reachable at 127.0.0.1.
 pod_network() {
     local plugins=${CNI_BIN_DIR:-/usr/lib/cni}
-    [[ -x $plugins/bridge && -x $plugins/host-local ]] ||
+    [[ -x $plugins/bridge && -x $plugins/host-local && -x $plugins/loopback ]] ||
         die "no CNI plugins in $plugins: apt-get install containernetworking-plugins"
     mkdir -p "$DIR"/cni/{bin,net.d,two.d}
     if ! mountpoint -q "$DIR/cni/netns"; then
@@ -102,6 +119,8 @@ pod_network() {
         unshare --net="$DIR/cni/netns" ip link set lo up
     fi
     ln -sfn "$plugins/host-local" "$DIR/cni/bin/host-local"
+    # containerd 1.x runs it for every pod.
+    ln -sfn "$plugins/loopback" "$DIR/cni/bin/loopback"
     printf '#!/bin/sh\nexec nsenter --net="%s" "%s" "$@"\n' "$DIR/cni/netns" "$plugins/bridge" >"$DIR/cni/bin/bridge"
     chmod 0755 "$DIR/cni/bin/bridge"
     fill "$ROOT/vmm-configs/containerd/pod-network.conflist.in" >"$DIR/cni/net.d/10-$NETWORK.conflist"
@@ -192,7 +211,7 @@ up() {
     link_binaries
     pod_network
     scratch_file
-    configure containerd/stack.toml.in containerd/config.toml
+    configure_containerd
     export PATH="$DIR/bin:$PATH"
     if [[ $daemon == yes ]]; then
         # Before containerd, which at its restart asks the daemon about its pods.

@@ -20,17 +20,48 @@ go_tool() {
         say "building $name $version into $dir"
         rm -rf "$dir.partial"
         mkdir -p "$dir.partial/bin" "$dir"
-        GOBIN="$dir.partial/bin" GOFLAGS=-buildvcs=false go install -trimpath -ldflags "-s -w $ldflags" -tags "$tags" "$@" >&2 ||
-            die "could not build $name $version"
+        go_install "$dir.partial/bin" "$ldflags" "$tags" "$@" >&2 || die "could not build $name $version"
         mv -T "$dir.partial/bin" "$dir/bin"
         rmdir "$dir.partial"
     fi
     printf '%s\n' "$dir/bin"
 }
 
+# go_install DIR LDFLAGS TAGS PACKAGE@VERSION…: go installs no module whose go.mod replaces or excludes others (containerd 1.x), so such a one is
+# built in a copy of its own.
+go_install() {
+    local bin=$1 ldflags=$2 tags=$3 source copy status=0
+    shift 3
+    local flags=(-trimpath -ldflags "-s -w $ldflags" -tags "$tags")
+    export GOFLAGS=-buildvcs=false
+    source=$(go mod download -json "$(module_of "$1")" | sed -n 's/^\t"Dir": "\(.*\)",$/\1/p')
+    if ! grep -qE '^(replace|exclude)' "$source/go.mod"; then
+        GOBIN=$bin go install "${flags[@]}" "$@"
+        return
+    fi
+    copy=$(mktemp -d)
+    cp -r "$source/." "$copy"
+    chmod -R u+w "$copy"
+    set -- "${@%@*}"
+    (cd "$copy" && go build -mod=mod "${flags[@]}" -o "$bin/" "$@") || status=$?
+    rm -rf "$copy"
+    return $status
+}
+
+# module_of PACKAGE@VERSION: prints the module of a command, with its version.
+module_of() {
+    local path=${1%@*}
+    printf '%s@%s' "${path%/cmd/*}" "${1##*@}"
+}
+
+# containerd's commands. Since 2.0 its module has another path.
 containerd() {
-    local module=github.com/containerd/containerd/v2
-    go_tool containerd "$CONTAINERD" "-X $module/version.Version=v$CONTAINERD" "" \
+    local module=github.com/containerd/containerd
+    case $CONTAINERD in
+    1.*) ;;
+    *) module+=/v2 ;;
+    esac
+    go_tool containerd "$CONTAINERD" "-X $module/version.Version=v$CONTAINERD" "$([[ $CONTAINERD != 1.* ]] || echo no_btrfs)" \
         $module/cmd/{containerd,ctr,containerd-shim-runc-v2}@v"$CONTAINERD"
 }
 
@@ -42,6 +73,7 @@ helm() {
     go_tool helm "$HELM" "-X helm.sh/helm/v3/internal/version.version=v$HELM" "" helm.sh/helm/v3/cmd/helm@v"$HELM"
 }
 
+# One lock for each version: building another one takes minutes, and no one else has to wait for that.
 (($#)) || set -- containerd runc
 for tool in "$@"; do
     case $tool in

@@ -7,12 +7,7 @@
 //! A sandbox container is its pod: the daemon stops the VM. If it cannot be asked now, it removes the pod later, when it finds
 //! that containerd has removed the bundle.
 
-use std::{
-    path::PathBuf,
-    sync::mpsc,
-    thread,
-    time::Duration,
-};
+use std::{path::PathBuf, sync::mpsc, thread, time::Duration};
 
 use containerd_shim_protos::{
     Client, TaskClient,

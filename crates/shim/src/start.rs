@@ -183,12 +183,7 @@ mod tests {
         let address = format!("unix://{}", place.path(TASK_SOCKET).display());
         let plain = any.write_to_bytes().unwrap();
         let (other, ours) = (message(&[(1, b"\x0a\x01x")]), message(&[(1, &plain)]));
-        let params = message(&[
-            (1, ID.as_bytes()),
-            (2, b"k8s.io"),
-            (8, &other),
-            (8, &ours),
-        ]);
+        let params = message(&[(1, ID.as_bytes()), (2, b"k8s.io"), (8, &other), (8, &ours)]);
         assert_eq!(place.start(&plain, None).unwrap(), address);
         for stdin in [plain, params] {
             let answer: serde_json::Value =

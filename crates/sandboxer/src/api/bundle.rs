@@ -10,10 +10,7 @@ use sandboxer_protocol::id::{ContainerId, SandboxId};
 use serde::{Deserialize, de::DeserializeOwned};
 
 use super::convert::id;
-use crate::{
-    error::PodError,
-    pod::container::spec::MAX_SPEC,
-};
+use crate::{error::PodError, pod::container::spec::MAX_SPEC};
 
 /// CRI's annotations.
 const CONTAINER_TYPE: &str = "io.kubernetes.cri.container-type";
@@ -124,7 +121,10 @@ mod tests {
         };
         assert_eq!(annotated("container", "p1").unwrap(), of("p1"));
         assert_eq!(annotated("sandbox", "c1").unwrap(), Bundle::Sandbox);
-        let own = [("sandbox", "c1"), ("config.json", r#"{"annotations":{"io.kubernetes.cri.container-type":"sandbox"}}"#)];
+        let own = [
+            ("sandbox", "c1"),
+            ("config.json", r#"{"annotations":{"io.kubernetes.cri.container-type":"sandbox"}}"#),
+        ];
         assert_eq!(bundle(&own).unwrap(), Bundle::Sandbox);
     }
 

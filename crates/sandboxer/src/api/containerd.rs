@@ -19,14 +19,12 @@ const DESCRIPTION: &str = "io.cri-containerd.sandbox.metadata";
 const NAMESPACE: &str = "containerd-namespace";
 
 /// Returns CRI's description of a pod, from containerd's record of the pod's sandbox container.
-pub async fn description(
-    socket: &Path,
-    namespace: &str,
-    sandbox: &ContainerId,
-) -> Result<Vec<u8>, Status> {
+pub async fn description(socket: &Path, namespace: &str, sandbox: &ContainerId) -> Result<Vec<u8>, Status> {
     let path = socket.strip_prefix("unix://").unwrap_or(socket).display();
     let failed = |what: String| {
-        Status::unavailable(format!("cannot ask containerd at {path} for its description of pod {sandbox}: {what}"))
+        Status::unavailable(format!(
+            "cannot ask containerd at {path} for its description of pod {sandbox}: {what}"
+        ))
     };
     let endpoint = Endpoint::from_shared(format!("unix://{path}")).map_err(|error| failed(chain(&error)))?;
     let channel = endpoint.timeout(LIMIT).connect_lazy();
@@ -35,7 +33,8 @@ pub async fn description(
     let header = namespace.parse().map_err(|_| failed(format!("invalid namespace {namespace:?}")))?;
     request.metadata_mut().insert(NAMESPACE, header);
     let answer = client.get(request).await.map_err(|status| failed(status.message().to_owned()))?;
-    let kept = answer.into_inner().container.and_then(|mut container| container.extensions.remove(DESCRIPTION));
+    let kept =
+        answer.into_inner().container.and_then(|mut container| container.extensions.remove(DESCRIPTION));
     kept.map(|any| any.value).ok_or_else(|| {
         Status::invalid_argument(format!(
             "sandbox container {sandbox} has no {DESCRIPTION:?}: only CRI makes pods (crictl, kubelet)"

@@ -12,8 +12,8 @@ use containerd_shim_protos::{
     shim::event::Envelope,
     shim_async::{Client, EventsClient},
     topics::{
-        TASK_CREATE_EVENT_TOPIC, TASK_DELETE_EVENT_TOPIC, TASK_EXEC_STARTED_EVENT_TOPIC, TASK_EXIT_EVENT_TOPIC,
-        TASK_OOM_EVENT_TOPIC, TASK_START_EVENT_TOPIC,
+        TASK_CREATE_EVENT_TOPIC, TASK_DELETE_EVENT_TOPIC, TASK_EXEC_STARTED_EVENT_TOPIC,
+        TASK_EXIT_EVENT_TOPIC, TASK_OOM_EVENT_TOPIC, TASK_START_EVENT_TOPIC,
     },
 };
 use tokio::sync::broadcast::{Receiver, error::RecvError};

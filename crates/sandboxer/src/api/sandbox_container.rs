@@ -18,13 +18,15 @@
 use std::{future, path::Path, sync::Arc, time::Duration};
 
 use containerd_shim_protos::api::{
-    CreateTaskRequest, DeleteResponse, KillRequest, ProcessInfo, StateResponse, Status as TaskStatus, WaitResponse,
+    CreateTaskRequest, DeleteResponse, KillRequest, ProcessInfo, StateResponse, Status as TaskStatus,
+    WaitResponse,
 };
 use sandboxer_base::chain;
 use sandboxer_protocol::{
     agent::StatsResponse,
     controller::{
-        ControllerShutdownRequest, ControllerStartRequest, ControllerStopRequest, controller_server::Controller,
+        ControllerShutdownRequest, ControllerStartRequest, ControllerStopRequest,
+        controller_server::Controller,
     },
     id::ContainerId,
 };
@@ -91,9 +93,7 @@ impl SandboxContainers {
                 _ => return self.start(&pod).await,
             }
         }
-        let invalid = |reason| {
-            grpc(PodError::Invalid { subject: format!("pod {id}"), reason })
-        };
+        let invalid = |reason| grpc(PodError::Invalid { subject: format!("pod {id}"), reason });
         let socket = bundle::containerd(id, bundle).map_err(grpc)?;
         let description = containerd::description(&socket, namespace, id).await?;
         let request = cri_metadata::create_request(id.as_str(), &description).map_err(invalid)?;
@@ -102,7 +102,7 @@ impl SandboxContainers {
     }
 
     async fn start(&self, pod: &PodHandle) -> Result<u32, Status> {
-        let request = ControllerStartRequest { sandbox_id: pod.id().to_string() };
+        let request = ControllerStartRequest { sandbox_id: pod.id().to_string(), ..Default::default() };
         Ok(self.controller.start(Request::new(request)).await?.into_inner().pid)
     }
 
@@ -111,7 +111,9 @@ impl SandboxContainers {
         let status = pod.status();
         self.controller.shown(pod);
         match status.state {
-            PodState::Stopped | PodState::Stopping => Err(state_error("start the sandbox container", pod, &status)),
+            PodState::Stopped | PodState::Stopping => {
+                Err(state_error("start the sandbox container", pod, &status))
+            }
             _ => Ok(status.vmm_pid),
         }
     }
@@ -140,7 +142,11 @@ impl SandboxContainers {
         match pod.ended().await {
             Ok(status) => {
                 let exit = sandbox_exit(&status).unwrap_or_else(unknown_exit);
-                WaitResponse { exit_status: exit.code, exited_at: ttrpc_time(exit.at_ns), ..Default::default() }
+                WaitResponse {
+                    exit_status: exit.code,
+                    exited_at: ttrpc_time(exit.at_ns),
+                    ..Default::default()
+                }
             }
             // This process exits: the front repeats the request. An answer would be the end of the pod.
             Err(_) => future::pending().await,

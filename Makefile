@@ -21,7 +21,7 @@ DESTDIR ?=
 REVISION ?= 1
 FUZZ_SECONDS ?= 60
 
-.PHONY: help deps tools agent bench-helper bench-image bench-native guest-image build build-failing emulator node test-kvm test-contract test-placement install uninstall deb installer-image test-deb test-chart test-reproducible up down demo test test-units test-stack soak reliability bench bench-kvm bench-gate bench-record check-arm64 lint fuzz fmt clean
+.PHONY: help deps tools agent bench-helper bench-image bench-native guest-image build build-failing emulator node test-kvm test-contract test-placement install uninstall deb installer-image test-deb test-chart test-reproducible up down demo test test-units test-stack test-containerd soak reliability bench bench-kvm bench-gate bench-record check-arm64 lint fuzz fmt clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' Makefile
@@ -120,6 +120,11 @@ test-units: build guest-image ## run the tests that need no containerd; some sta
 
 test-stack: build build-failing guest-image tools ## run the tests on a real stack of their own (needs root)
 	cargo test -p sandboxer-e2e
+
+VERSIONS ?= 1.6.20 1.7.27 2.0.5 2.1.4 2.2.0 2.3.0 2.4.2
+CASES ?= lifecycle,sandbox,container,streams,failure,daemon,worker,snapshotters,network,volumes
+test-containerd: build build-failing guest-image ## run cases beside each of VERSIONS of containerd (CASES=all: every case); writes docs/compatibility.md (needs root)
+	@scripts/test-containerd.sh "$(CASES)" $(VERSIONS)
 
 SOAK_SECONDS ?= 180
 soak: build build-failing guest-image tools ## run churn for SOAK_SECONDS (180), half of them with kills; look for leaks (needs root)

@@ -2,6 +2,9 @@
 
 use std::path::Path;
 
+use sandboxer_base::{chain, sockets};
+use sandboxer_config::{Config, DEFAULT_PATH};
+
 use super::{
     cri::{HANDLER, Reading, Route, Told},
     program,
@@ -10,10 +13,19 @@ use super::{
 
 /// The runtime type that the configuration of [`HANDLER`] must have.
 pub const RUNTIME_TYPE: &str = "io.containerd.sandboxer.v1";
-/// First version with external sandboxers.
-pub const OLDEST: (u32, u32) = (2, 0);
-/// The tested version.
+/// Oldest version that works.
+pub const OLDEST: (u32, u32) = (1, 6);
+/// First version with sandbox controllers of other processes. Older ones run the launcher for each pod.
+pub const HAS_CONTROLLERS: (u32, u32) = (2, 0);
+/// The newest tested version.
 pub const SEEN: (u32, u32) = (2, 4);
+/// All tested versions.
+const TESTED: [(u32, u32); 7] = [(1, 6), (1, 7), (2, 0), (2, 1), (2, 2), (2, 3), SEEN];
+
+/// Plugin that has the settings of containerd's CRI service, from 2.0 on.
+pub const CRI_OF_2: &str = "io.containerd.cri.v1.runtime";
+/// The same in 1.6 and 1.7.
+pub const CRI_OF_1: &str = "io.containerd.grpc.v1.cri";
 
 const CONTAINERD: Subject = Subject { name: "containerd", why: "containerd starts and stops the pods" };
 const ROUTE: Subject = Subject {
@@ -40,72 +52,194 @@ pub fn containerd(reading: &Reading) -> Check {
     }
     let upgrade = || Fix::words("install containerd 2.4");
     match program::version(&told.version) {
-        Some(version) if version < OLDEST => {
-            CONTAINERD.failure(format!("{seen}, has no external sandboxers"), upgrade())
-        }
+        Some(version) if TESTED.contains(&version) => match version < HAS_CONTROLLERS {
+            true => CONTAINERD
+                .ok(format!("{seen}; it has no sandbox controllers and runs the launcher for each pod")),
+            false => CONTAINERD.ok(seen),
+        },
+        Some(version) if version < OLDEST => CONTAINERD.failure(
+            format!("{seen}, older than {}.{}, the oldest version that works", OLDEST.0, OLDEST.1),
+            upgrade(),
+        ),
         Some(version) if version < SEEN => CONTAINERD.warning(format!("{seen}, not tested"), upgrade()),
-        Some(SEEN) => CONTAINERD.ok(seen),
         Some(_) => CONTAINERD.warning(
-            format!("{seen}, newer than the tested version"),
+            format!("{seen}, newer than the tested versions"),
             Fix::words("install containerd 2.4, or test whether pods run"),
         ),
         None => CONTAINERD.warning(format!("{seen}, unknown version"), upgrade()),
     }
 }
 
-/// Checks that the handler leads to the daemon with the controller socket `socket`.
-pub fn handler(reading: &Reading, route: Option<&Route>, socket: &Path) -> Check {
+/// The daemon, as its configuration describes it.
+#[derive(Debug, Clone, Copy)]
+pub struct Daemon<'a> {
+    /// Its sandbox controller.
+    pub socket: &'a Path,
+    /// Its configuration file; none: the default.
+    pub config: Option<&'a Path>,
+}
+
+/// What is wrong in containerd's configuration, and the lines that it lacks.
+struct Misconfigured {
+    seen: String,
+    lines: Vec<String>,
+}
+
+/// Checks that the handler leads to `daemon`.
+pub fn handler(reading: &Reading, route: Option<&Route>, daemon: Daemon<'_>) -> Check {
     let Some(told) = reading.told() else { return ROUTE.not_applicable("no containerd answers") };
-    let configure = || {
-        Fix::commands(
-            "add the output of `sandboxer-cli check --containerd-config` to containerd's configuration and restart it",
-            [
-                // Without this file containerd reads no other one either.
-                "test -e /etc/containerd/config.toml || containerd config default > /etc/containerd/config.toml",
-                "sandboxer-cli check --containerd-config > /etc/containerd/conf.d/sandboxer.toml",
-                "systemctl restart containerd",
-            ],
-        )
+    let found = match program::version(&told.version).is_some_and(|version| version < HAS_CONTROLLERS) {
+        true => launched(told, route, daemon),
+        false => controlled(told, route, daemon),
     };
-    let route = match configured(told, route, socket) {
+    let route = match found {
         Ok(route) => route,
-        Err(seen) => return ROUTE.failure(seen, configure()),
+        Err(wrong) => return ROUTE.failure(wrong.seen, configure(told, &wrong.lines)),
     };
+    let socket = daemon.socket.display();
     match &route.routed {
-        Ok(()) => ROUTE.ok(format!("{HANDLER} leads to the daemon at {}", socket.display())),
+        Ok(()) => ROUTE.ok(format!("{HANDLER} leads to the daemon at {socket}")),
         Err(why) => ROUTE.failure(
-            format!("containerd's request to the daemon at {} failed: {why}", socket.display()),
+            format!("the request to the daemon at {socket} failed: {why}"),
             Fix::commands("start the daemon", ["systemctl start sandboxer"]),
         ),
     }
 }
 
-/// Returns the route, or what is wrong in containerd's configuration.
-fn configured<'a>(told: &Told, route: Option<&'a Route>, socket: &Path) -> Result<&'a Route, String> {
-    let none = || format!("containerd has no runtime handler {HANDLER:?}");
-    let (handler, route) = told.handler().zip(route).ok_or_else(none)?;
-    let text = |key: &str| handler.get(key).and_then(|value| value.as_str()).unwrap_or_default();
-    if text("runtimeType") != RUNTIME_TYPE {
-        return Err(format!("its runtime_type is {:?}, not {RUNTIME_TYPE:?}", text("runtimeType")));
+/// Returns how to add `lines` to the configuration of this containerd.
+fn configure(told: &Told, lines: &[String]) -> Fix {
+    let lines = lines.join("\n    ");
+    if program::version(&told.version).is_some_and(|version| version < HAS_CONTROLLERS) {
+        // Of an imported file these versions take a plugin's whole table, and forget the rest of it.
+        return Fix::commands(
+            format!(
+                "add to containerd's config.toml itself, not to an imported file, and restart containerd:\n    {lines}"
+            ),
+            [
+                "sandboxer-cli check --containerd-config --apply /etc/containerd/config.toml --write",
+                "systemctl restart containerd",
+            ],
+        );
     }
-    let sandboxer = text("sandboxer");
+    Fix::commands(
+        format!("add to containerd's configuration, and restart it:\n    {lines}"),
+        [
+            // Without this file containerd reads no other one either.
+            "test -e /etc/containerd/config.toml || containerd config default > /etc/containerd/config.toml",
+            "sandboxer-cli check --containerd-config > /etc/containerd/conf.d/sandboxer.toml",
+            "systemctl restart containerd",
+        ],
+    )
+}
+
+/// Returns the lines of the handler's table, with these keys.
+fn handler_lines(cri: &str, keys: &[(&str, &str)]) -> Vec<String> {
+    let table = format!("[plugins.{cri:?}.containerd.runtimes.{HANDLER}]");
+    let keys = keys.iter().map(|(key, value)| format!("{key} = {value:?}"));
+    std::iter::once(table).chain(keys).collect()
+}
+
+fn text<'a>(handler: &'a serde_json::Value, key: &str) -> &'a str {
+    handler.get(key).and_then(|value| value.as_str()).unwrap_or_default()
+}
+
+/// Returns the route of a containerd with sandbox controllers, or what is wrong in its configuration.
+fn controlled<'a>(
+    told: &Told,
+    route: Option<&'a Route>,
+    Daemon { socket, .. }: Daemon<'_>,
+) -> Result<&'a Route, Misconfigured> {
+    let proxy = || {
+        let table = format!("[proxy_plugins.{HANDLER}]");
+        vec![table, "type = \"sandbox\"".to_owned(), format!("address = {socket:?}")]
+    };
+    let wrong = |seen: String, lines| Misconfigured { seen, lines };
+    let Some((handler, route)) = told.handler().zip(route) else {
+        let keys = [("runtime_type", RUNTIME_TYPE), ("sandboxer", HANDLER)];
+        let lines = [proxy(), handler_lines(CRI_OF_2, &keys)].concat();
+        return Err(wrong(format!("containerd has no runtime handler {HANDLER:?}"), lines));
+    };
+    let found = text(handler, "runtimeType");
+    if found != RUNTIME_TYPE {
+        let lines = handler_lines(CRI_OF_2, &[("runtime_type", RUNTIME_TYPE)]);
+        return Err(wrong(format!("its runtime_type is {found:?}, not {RUNTIME_TYPE:?}"), lines));
+    }
+    let sandboxer = text(handler, "sandboxer");
+    if sandboxer.is_empty() || sandboxer == OWN_SANDBOXER {
+        let lines = [proxy(), handler_lines(CRI_OF_2, &[("sandboxer", HANDLER)])].concat();
+        let seen =
+            format!("its sandboxer is {sandboxer:?}: containerd makes a pause container for every pod");
+        return Err(wrong(seen, lines));
+    }
     let controller = match &route.controller {
         Ok(Some(controller)) => controller,
         Ok(None) => {
-            return Err(format!("its sandboxer {sandboxer:?} is no proxy plugin of containerd"));
+            return Err(wrong(
+                format!("its sandboxer {sandboxer:?} is no proxy plugin of containerd"),
+                proxy(),
+            ));
         }
-        Err(why) => return Err(format!("cannot list containerd's plugins: {why}")),
+        Err(why) => return Err(wrong(format!("cannot list containerd's plugins: {why}"), proxy())),
     };
     if let Some(error) = &controller.error {
-        return Err(format!("containerd's proxy plugin {sandboxer:?} did not start: {error}"));
+        return Err(wrong(
+            format!("containerd's proxy plugin {sandboxer:?} did not start: {error}"),
+            proxy(),
+        ));
     }
     let address = controller.address.as_deref().unwrap_or_default();
     if Path::new(address.strip_prefix("unix://").unwrap_or(address)) != socket {
-        return Err(format!(
-            "containerd's proxy plugin {sandboxer:?} is at {address:?}, the daemon at {socket:?}"
-        ));
+        let seen =
+            format!("containerd's proxy plugin {sandboxer:?} is at {address:?}, the daemon at {socket:?}");
+        return Err(wrong(seen, proxy()));
     }
     Ok(route)
+}
+
+/// The sandbox controller of containerd itself.
+const OWN_SANDBOXER: &str = "podsandbox";
+
+/// Returns the route of a containerd without sandbox controllers, or what is wrong in its configuration: the launcher must
+/// find this daemon's configuration.
+fn launched<'a>(
+    told: &Told,
+    route: Option<&'a Route>,
+    Daemon { socket, config }: Daemon<'_>,
+) -> Result<&'a Route, Misconfigured> {
+    let options = || {
+        let path = config.map(|path| {
+            let table = format!("[plugins.{CRI_OF_1:?}.containerd.runtimes.{HANDLER}.options]");
+            vec![table, format!("ConfigPath = {path:?}")]
+        });
+        path.unwrap_or_default()
+    };
+    let wrong = |seen: String, lines| Misconfigured { seen, lines };
+    let runtime_type = || handler_lines(CRI_OF_1, &[("runtime_type", RUNTIME_TYPE)]);
+    let Some((handler, route)) = told.handler().zip(route) else {
+        let lines = [runtime_type(), options()].concat();
+        return Err(wrong(format!("containerd has no runtime handler {HANDLER:?}"), lines));
+    };
+    let found = text(handler, "runtimeType");
+    if found != RUNTIME_TYPE {
+        return Err(wrong(format!("its runtime_type is {found:?}, not {RUNTIME_TYPE:?}"), runtime_type()));
+    }
+    let named =
+        handler.get("options").map(|options| text(options, "ConfigPath")).filter(|path| !path.is_empty());
+    let read = Config::load_or_default(named.map(Path::new));
+    let file = named.unwrap_or(DEFAULT_PATH);
+    match read {
+        Ok(read) if read.run_dir.join(sockets::CONTROLLER) == socket => Ok(route),
+        Ok(read) => {
+            let seen = format!(
+                "its launcher reads {file}, whose run_dir is {:?}; the daemon is at {socket:?}",
+                read.run_dir
+            );
+            Err(wrong(seen, options()))
+        }
+        Err(error) => {
+            Err(wrong(format!("its launcher reads {file}, which is not valid: {}", chain(&error)), options()))
+        }
+    }
 }
 
 #[cfg(test)]
@@ -128,6 +262,10 @@ mod tests {
         }
     }
 
+    fn daemon() -> Daemon<'static> {
+        Daemon { socket: Path::new(SOCKET), config: None }
+    }
+
     fn leads_to(address: &str, error: Option<&str>, routed: Result<(), String>) -> Route {
         let controller = Controller { address: Some(address.into()), error: error.map(str::to_owned) };
         Route { controller: Ok(Some(controller)), routed }
@@ -142,11 +280,13 @@ mod tests {
         for (name, version, verdict) in [
             ("containerd", "v2.4.2", Verdict::Ok),
             ("containerd", "2.4.0-rc.1", Verdict::Ok),
-            ("containerd", "v2.0.9", Verdict::Warning),
-            ("containerd", "v2.3.4", Verdict::Warning),
+            ("containerd", "v2.0.9", Verdict::Ok),
+            ("containerd", "v2.3.4", Verdict::Ok),
             ("containerd", "v2.5.0", Verdict::Warning),
-            ("containerd", "v1.7.34", Verdict::Failure),
-            ("containerd", "1.6.20~ds1", Verdict::Failure),
+            ("containerd", "v1.7.34", Verdict::Ok),
+            ("containerd", "1.6.20~ds1", Verdict::Ok),
+            ("containerd", "v1.5.18", Verdict::Failure),
+            ("containerd", "v1.9.0", Verdict::Warning),
             ("containerd", "main", Verdict::Warning),
             ("cri-o", "1.33.0", Verdict::Failure),
         ] {
@@ -190,13 +330,77 @@ mod tests {
             ),
             (sound(), leads_to(SOCKET, None, Err("refused".into())), Verdict::Failure, "refused"),
         ] {
-            let check = handler(&reading(Ok(told)), Some(&route), Path::new(SOCKET));
+            let check = handler(&reading(Ok(told)), Some(&route), daemon());
             assert_eq!(check.verdict, verdict, "{check}");
             assert!(check.seen.contains(seen), "{seen}: {check}");
         }
-        let none = handler(&reading(Err("gone".into())), None, Path::new(SOCKET));
+        let none = handler(&reading(Err("gone".into())), None, daemon());
         assert_eq!(none.verdict, Verdict::NotApplicable);
-        let unknown = handler(&reading(Ok(sound())), None, Path::new(SOCKET));
+        let unknown = handler(&reading(Ok(sound())), None, daemon());
         assert_eq!(unknown.verdict, Verdict::Failure);
+    }
+
+    #[test]
+    fn a_half_configured_containerd_is_told_the_lines_that_it_lacks() {
+        let mut half = sound();
+        half.config["containerd"]["runtimes"]["sandboxer"]["sandboxer"] = json!("");
+        let check = handler(&reading(Ok(half)), Some(&leads_to(SOCKET, None, Ok(()))), daemon());
+        assert_eq!(check.verdict, Verdict::Failure);
+        assert!(check.seen.contains("a pause container for every pod"), "{check}");
+        let lines = check.fix.unwrap().what;
+        for line in [
+            "[proxy_plugins.sandboxer]\n",
+            "type = \"sandbox\"\n",
+            "address = \"/run/sandboxer/controller.sock\"\n",
+            "[plugins.\"io.containerd.cri.v1.runtime\".containerd.runtimes.sandboxer]\n",
+            "sandboxer = \"sandboxer\"",
+        ] {
+            assert!(lines.contains(line), "{line:?} is not in {lines}");
+        }
+    }
+
+    #[test]
+    fn an_old_containerd_needs_a_handler_whose_launcher_finds_this_daemon() {
+        let dir = tempfile::tempdir().unwrap();
+        let (config, run_dir) = (dir.path().join("config.toml"), dir.path().join("run"));
+        std::fs::write(&config, format!("run_dir = {run_dir:?}\n")).unwrap();
+        let socket = run_dir.join("controller.sock");
+        let daemon = Daemon { socket: &socket, config: Some(&config) };
+        let old = |handler: serde_json::Value| Told {
+            version: "1.6.20~ds1".into(),
+            config: json!({ "containerd": { "runtimes": { "sandboxer": handler } } }),
+            ..sound()
+        };
+        let answers = Route { controller: Ok(None), routed: Ok(()) };
+        let check = |told: Told, route: &Route| handler(&reading(Ok(told)), Some(route), daemon);
+
+        let right = json!({ "runtimeType": RUNTIME_TYPE, "options": { "ConfigPath": config } });
+        assert_eq!(check(old(right.clone()), &answers).verdict, Verdict::Ok);
+        let silent = Route { routed: Err("refused".into()), ..answers.clone() };
+        assert!(check(old(right), &silent).seen.contains("refused"));
+
+        for (handler, seen, line) in [
+            (json!(null), "its runtime_type is \"\"", "runtime_type = \"io.containerd.sandboxer.v1\""),
+            (
+                json!({ "runtimeType": RUNTIME_TYPE }),
+                "its launcher reads /etc/sandboxer/config.toml",
+                "ConfigPath = ",
+            ),
+        ] {
+            let check = check(old(handler), &answers);
+            assert_eq!(check.verdict, Verdict::Failure, "{check}");
+            assert!(check.seen.contains(seen), "{seen}: {check}");
+            let fix = check.fix.unwrap();
+            assert!(
+                fix.what.contains(line) && fix.what.contains("\"io.containerd.grpc.v1.cri\""),
+                "{}",
+                fix.what
+            );
+            assert!(fix.what.contains("not to an imported file"), "{}", fix.what);
+            assert!(fix.commands[0].contains("--apply /etc/containerd/config.toml"), "{:?}", fix.commands);
+        }
+        let mut none = old(json!({}));
+        none.config = json!({});
+        assert!(check(none, &answers).seen.contains("no runtime handler"));
     }
 }

@@ -85,11 +85,16 @@ pub async fn read(endpoint: &str) -> Reading {
     Reading { endpoint: endpoint.to_owned(), told: told.unwrap_or_else(|_| Err(silent())) }
 }
 
-/// Follows a request for a pod of [`HANDLER`]; `None` without an answer or without that handler.
-pub async fn route(reading: &Reading) -> Option<Route> {
-    let sandboxer = reading.told()?.handler()?.get("sandboxer")?.as_str()?;
+/// Follows a request for a pod of [`HANDLER`]; `None` without an answer or without that handler. `socket` is the controller of
+/// our daemon, which a containerd without sandbox controllers does not call.
+pub async fn route(reading: &Reading, socket: &Path) -> Option<Route> {
+    let handler = reading.told()?.handler()?;
+    let Some(sandboxer) = handler.get("sandboxer").and_then(Value::as_str) else {
+        let routed = tokio::time::timeout(PATIENCE, reaches_us(socket, HANDLER)).await;
+        return Some(Route { controller: Ok(None), routed: routed.unwrap_or_else(|_| Err(silent())) });
+    };
     // Connects with the first request, within its deadline.
-    let channel = grpc(socket(&reading.endpoint)).ok()?.connect_lazy();
+    let channel = grpc(self::socket(&reading.endpoint)).ok()?.connect_lazy();
     let (controller, routed) = tokio::join!(
         tokio::time::timeout(PATIENCE, controller(channel.clone(), sandboxer)),
         tokio::time::timeout(PATIENCE, routed(channel, sandboxer)),

@@ -73,7 +73,8 @@ pub async fn examine(question: &Question<'_>) -> Report {
     let (guest_kernel, guest_initramfs) = (config.vm.kernel.clone(), config.vm.initramfs.clone());
     let cri = async {
         let cri = cri::read(question.endpoint).await;
-        let (route, launcher) = tokio::join!(cri::route(&cri), launcher::read(&host, cri.told()));
+        let (route, launcher) =
+            tokio::join!(cri::route(&cri, &controller), launcher::read(&host, cri.told()));
         (cri, route, launcher)
     };
     let kvm_and_qemu = async {
@@ -113,7 +114,11 @@ pub async fn examine(question: &Question<'_>) -> Report {
             kernel::judge(&kernel),
             initramfs::judge(&initramfs),
             containerd::containerd(&cri),
-            containerd::handler(&cri, route.as_ref(), &controller),
+            containerd::handler(
+                &cri,
+                route.as_ref(),
+                containerd::Daemon { socket: &controller, config: question.config_path },
+            ),
             launcher::judge(&launcher),
             capabilities::daemon(&capabilities),
             capabilities::oom_score(&capabilities, told),

@@ -112,7 +112,7 @@ fn counted(count: usize, noun: &str) -> String {
 fn hint(check: &Check) -> String {
     let Some(fix) = &check.fix else { return String::new() };
     let mut text = format!("\n\n# {} ({}): {}.", check.name, check.verdict, check.why);
-    text += &format!("\n# {}", render::plain(&fix.what));
+    fix.what.lines().for_each(|line| text += &format!("\n# {}", render::plain(line)));
     fix.commands.iter().for_each(|command| text += &format!("\n{INDENT}{}", render::plain(command)));
     text
 }

@@ -10,7 +10,10 @@ use sandboxer_protocol::id::{ContainerId, SandboxId};
 use serde::{Deserialize, de::DeserializeOwned};
 
 use super::convert::id;
-use crate::{error::PodError, pod::container::spec::MAX_SPEC};
+use crate::{
+    error::PodError,
+    pod::container::spec::{MAX_SPEC, too_large},
+};
 
 /// CRI's annotations.
 const CONTAINER_TYPE: &str = "io.kubernetes.cri.container-type";
@@ -57,6 +60,11 @@ pub fn read(container: &ContainerId, bundle: &Path) -> Result<Bundle, PodError> 
         return id("sandbox id", text.trim()).map(Bundle::Container);
     }
     let path = bundle.join("config.json");
+    if let Ok(length) = fs::metadata(&path).map(|metadata| metadata.len())
+        && length > MAX_SPEC
+    {
+        return Err(too_large(container, length));
+    }
     let config: Annotated =
         json(&path, MAX_SPEC).map_err(|error| invalid(format!("cannot read {path:?}: {error}")))?;
     match config.annotations {

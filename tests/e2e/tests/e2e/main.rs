@@ -2,7 +2,8 @@
 //! have it to themselves. Names are `handler::file::case`, so `-- sandboxer::streams` selects.
 //!
 //! `SANDBOXER_E2E_HANDLERS=runc` proves the cases without the daemon; `SANDBOXER_E2E_KEEP=1` leaves the stack up;
-//! `SANDBOXER_E2E_ONLY=pool,shares::a_share` runs these files and those cases whose names begin so.
+//! `SANDBOXER_E2E_ONLY=pool,shares::a_share` runs these files and those cases whose names begin so. `CONTAINERD_VERSION=1.7.27` runs them
+//! beside that containerd, and `SANDBOXER_E2E_VERSIONS=docs/compatibility.md` writes what came of it into that document's table.
 
 mod bandwidth;
 mod compatibility;
@@ -29,6 +30,7 @@ mod streams;
 mod suite;
 mod templates;
 mod unit;
+mod versions;
 mod volumes;
 mod worker;
 
@@ -183,11 +185,12 @@ fn run() -> Result<ExitCode> {
     }
 
     let suite = Arc::new(Suite::up(wanted.contains(&"sandboxer"))?);
+    versions::check(&entries().iter().map(case_name).collect::<Vec<_>>())?;
     let trials = names
         .into_iter()
         .map(|(entry, handler, name)| {
             let suite = Arc::clone(&suite);
-            let ignored = !entry.on.is_possible();
+            let ignored = !entry.on.is_possible() || suite.is_not_applicable(&entry);
             Trial::test(name.clone(), move || suite.run(&entry, handler, &name)).with_ignored_flag(ignored)
         })
         .collect();
@@ -196,6 +199,7 @@ fn run() -> Result<ExitCode> {
     let conclusion = libtest_mimic::run(&arguments, trials);
 
     suite.print_outcomes();
+    suite.write_versions()?;
     ledger::close()?;
     let suite = Arc::into_inner(suite).context("a case still holds the stack")?;
     let clean = suite.down()?;

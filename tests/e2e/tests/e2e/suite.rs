@@ -11,6 +11,7 @@ use sandboxer_e2e::cri::Cri;
 use sandboxer_e2e::stack::Stack;
 use tokio::runtime::Runtime;
 
+use crate::versions::{self, Containerd};
 use crate::{Entry, On, case_name};
 
 /// A case is given up after this long, unless SANDBOXER_E2E_LIMIT says otherwise, in seconds.
@@ -28,6 +29,9 @@ pub struct Suite {
     runtime: Runtime,
     stack: Arc<Stack>,
     cri: Cri,
+    containerd: Containerd,
+    /// Cases that mean nothing beside that containerd.
+    not_applicable: Mutex<BTreeMap<&'static str, &'static str>>,
     // Held for reading by a case, for writing by one that must be alone. Held across a whole case, by threads
     // of libtest-mimic that do nothing else.
     alone: RwLock<()>,
@@ -44,12 +48,51 @@ impl Suite {
         let stack = Stack::up(daemon).context("cannot start the stack")?;
         let runtime = Runtime::new()?;
         let cri = runtime.block_on(async { Cri::connect(stack.containerd_socket()?) })?;
+        let containerd = Containerd::of(&stack)?;
         println!(
-            "stack of this run: {}, up in {:.1} s",
+            "stack of this run: {}, containerd {}, up in {:.1} s",
             stack.dir().display(),
+            containerd.version,
             started.elapsed().as_secs_f64()
         );
-        Ok(Self { runtime, stack: Arc::new(stack), cri, alone: RwLock::new(()), outcomes: Mutex::default() })
+        Ok(Self {
+            runtime,
+            stack: Arc::new(stack),
+            cri,
+            containerd,
+            not_applicable: Mutex::default(),
+            alone: RwLock::new(()),
+            outcomes: Mutex::default(),
+        })
+    }
+
+    /// Returns whether a case means nothing beside this containerd, and says so at the end.
+    pub fn is_not_applicable(&self, entry: &Entry) -> bool {
+        let case = case_name(entry);
+        let lacks = self.containerd.lacks(case);
+        if let Some(why) = lacks {
+            let mut all = self.not_applicable.lock().unwrap_or_else(PoisonError::into_inner);
+            all.insert(case, why);
+        }
+        lacks.is_some()
+    }
+
+    /// Writes the run's line into the document that SANDBOXER_E2E_VERSIONS names.
+    pub fn write_versions(&self) -> Result<()> {
+        let Some(document) = std::env::var_os("SANDBOXER_E2E_VERSIONS") else { return Ok(()) };
+        let outcomes = self.outcomes();
+        let of = |passed: bool| {
+            let ours = outcomes.iter().filter_map(|(case, by)| Some((*case, by.get("sandboxer")?)));
+            ours.filter(|(_, outcome)| outcome.is_ok() == passed).map(|(case, _)| case).collect::<Vec<_>>()
+        };
+        let not_applicable = self.not_applicable.lock().unwrap_or_else(PoisonError::into_inner);
+        let outcome = versions::Outcome {
+            containerd: &self.containerd,
+            passed: of(true).len(),
+            failed: of(false),
+            not_applicable: not_applicable.keys().copied().collect(),
+        };
+        versions::put_into(document.as_ref(), &outcome)
     }
 
     /// Runs a case, and notes what it came to.
@@ -140,6 +183,9 @@ impl Suite {
                 Some(Err(_)) => "FAILED",
             };
             println!("{case:width$}  {:9}  {}", of("sandboxer"), of("runc"));
+        }
+        for (case, why) in self.not_applicable.lock().unwrap_or_else(PoisonError::into_inner).iter() {
+            println!("{case:width$}  not beside containerd {}: {why}", self.containerd.version);
         }
     }
 

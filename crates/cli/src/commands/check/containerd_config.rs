@@ -10,7 +10,7 @@ use anyhow::Context;
 use sandboxer_base::sockets;
 use sandboxer_config::Config;
 use sandboxer_doctor::{
-    containerd::{OLDEST, RUNTIME_TYPE, SEEN},
+    containerd::{CRI_OF_1, CRI_OF_2, HAS_CONTROLLERS, OLDEST, RUNTIME_TYPE, SEEN},
     cri::{self, HANDLER, Reading},
 };
 use similar::TextDiff;
@@ -19,14 +19,15 @@ use toml_edit::{DocumentMut, Item, Table, TableLike};
 use super::Args;
 use crate::render;
 
-/// Plugin that has the settings of containerd's CRI service, from 2.0 on.
-const CRI: &str = "io.containerd.cri.v1.runtime";
 /// From this version on the output of `containerd config default` imports `/etc/containerd/conf.d`.
 const READS_CONF_D: (u32, u32) = (2, 2);
 /// This version pulls a pause image for every pod; later ones have a setting against it.
 const PULLS_PAUSE: (u32, u32) = (2, 3);
-/// Versions of the file format with the tables that are set here.
-const FORMATS: std::ops::RangeInclusive<i64> = 3..=4;
+/// From this version on a handler can have a snapshotter of its own.
+const HAS_SNAPSHOTTERS: (u32, u32) = (1, 7);
+/// Versions of the file format with the tables that are set here: of containerd 2.x, and of 1.6 and 1.7.
+const FORMATS_OF_2: std::ops::RangeInclusive<i64> = 3..=4;
+const FORMATS_OF_1: std::ops::RangeInclusive<i64> = 2..=2;
 /// Largest accepted file, bytes.
 const MAX_FILE_BYTES: u64 = 4 << 20;
 
@@ -37,11 +38,8 @@ enum MergeError {
     #[error("{path:?} is not valid TOML: correct it first\n{source}")]
     Syntax { path: PathBuf, source: toml_edit::TomlError },
     /// The format has another version.
-    #[error(
-        "{path:?} has version {found}, the settings are for 3 and 4: write `containerd config migrate` to a new \
-         file, review it, and merge into that"
-    )]
-    Format { path: PathBuf, found: String },
+    #[error("{path:?} has version {found}, the settings are for {}: {advice}", wanted.join(" and "))]
+    Format { path: PathBuf, found: String, wanted: Vec<String>, advice: &'static str },
     /// A key has another type.
     #[error("{key} in {path:?} is not a table: correct it first")]
     NoTable { path: PathBuf, key: String },
@@ -54,6 +52,8 @@ struct Settings {
     version: (u32, u32),
     /// The daemon's sandbox controller.
     controller: PathBuf,
+    /// The daemon's configuration, if it is not the default one.
+    config: Option<PathBuf>,
     /// containerd lacks CAP_SYS_RESOURCE.
     restrict_oom_score_adj: bool,
 }
@@ -61,7 +61,10 @@ struct Settings {
 /// Prints the settings, or merges them.
 pub(super) async fn run(args: &Args) -> anyhow::Result<()> {
     let config = Config::load_or_default(args.config.as_deref())?;
-    let settings = Settings::of(&cri::read(&args.endpoint).await, &config)?;
+    // The launcher runs in another directory.
+    let own = args.config.as_deref().map(std::path::absolute).transpose();
+    let own = own.with_context(|| format!("cannot find {:?}", args.config))?;
+    let settings = Settings::of(&cri::read(&args.endpoint).await, &config, own)?;
     let Some(path) = &args.apply else {
         return Ok(render::print(settings.snippet().trim_end())?);
     };
@@ -83,7 +86,7 @@ pub(super) async fn run(args: &Args) -> anyhow::Result<()> {
 
 impl Settings {
     /// Returns the settings for the containerd that answered, else for the tested version.
-    fn of(reading: &Reading, config: &Config) -> anyhow::Result<Self> {
+    fn of(reading: &Reading, config: &Config, own: Option<PathBuf>) -> anyhow::Result<Self> {
         let told = reading.told.as_ref().map_err(|why| {
             eprintln!(
                 "{}: {why}; these are the settings for containerd {}.{}",
@@ -97,14 +100,17 @@ impl Settings {
         };
         anyhow::ensure!(
             version >= OLDEST,
-            "containerd {}.{} has no external sandboxers: install containerd 2.4",
+            "containerd {}.{} is older than {}.{}, the oldest version that works: install containerd 2.4",
             version.0,
-            version.1
+            version.1,
+            OLDEST.0,
+            OLDEST.1
         );
         let lacking = told.ok().and_then(|told| told.pid).map(sandboxer_doctor::lacks_sys_resource);
         Ok(Self {
             version,
             controller: config.run_dir.join(sockets::CONTROLLER),
+            config: own,
             restrict_oom_score_adj: lacking.unwrap_or_default(),
         })
     }
@@ -113,6 +119,12 @@ impl Settings {
     fn snippet(&self) -> String {
         let (major, minor) = self.version;
         let mut text = format!("# Makes sandboxer a runtime of containerd {major}.{minor}.\n");
+        if !self.has_controllers() {
+            text += "# Merge it into /etc/containerd/config.toml itself: `sandboxer-cli check --containerd-config --apply FILE`. Of an\n\
+                     # imported file this containerd takes the CRI plugin's whole table, and forgets the rest of your settings.\n\
+                     # It pulls its pause image for every pod, also for ours, which do not run it: its registry must be reachable.\n";
+            return text + &self.document();
+        }
         text += "# Save it as /etc/containerd/conf.d/sandboxer.toml";
         text += match self.version < READS_CONF_D {
             true => {
@@ -128,13 +140,24 @@ impl Settings {
         if self.version == PULLS_PAUSE {
             text += "# This containerd pulls its pause image for every pod, also for ours, which do not use it: the image's\n# registry must be reachable.\n";
         }
+        text + &self.document()
+    }
+
+    /// Returns a document with only these settings.
+    fn document(&self) -> String {
         let mut document = DocumentMut::new();
-        document["version"] = toml_edit::value(3);
+        document["version"] = toml_edit::value(*self.formats().start());
         // An empty document has no key of another type.
-        if self.set(&mut document).is_ok() {
-            text += &format!("{document}");
-        }
-        text
+        if self.set(&mut document).is_ok() { document.to_string() } else { String::new() }
+    }
+
+    /// Returns whether this containerd has sandbox controllers of other processes; else it runs the launcher for each pod.
+    fn has_controllers(&self) -> bool {
+        self.version >= HAS_CONTROLLERS
+    }
+
+    fn formats(&self) -> std::ops::RangeInclusive<i64> {
+        if self.has_controllers() { FORMATS_OF_2 } else { FORMATS_OF_1 }
     }
 
     /// Sets what is needed in a configuration; keeps everything else, also comments. `path` is for error
@@ -143,10 +166,18 @@ impl Settings {
         let mut document: DocumentMut =
             text.parse().map_err(|source| MergeError::Syntax { path: path.to_owned(), source })?;
         let version = document.get("version");
-        if !version.and_then(Item::as_integer).is_some_and(|version| FORMATS.contains(&version)) {
+        let formats = self.formats();
+        if !version.and_then(Item::as_integer).is_some_and(|version| formats.contains(&version)) {
             let found =
                 version.map_or_else(|| "none".to_owned(), |version| version.to_string().trim().to_owned());
-            return Err(MergeError::Format { path: path.to_owned(), found });
+            let advice = match self.has_controllers() {
+                true => "write `containerd config migrate` to a new file, review it, and merge into that",
+                false => {
+                    "write `containerd config default` to a new file, carry your settings over, and merge into that"
+                }
+            };
+            let wanted = formats.map(|format| format.to_string()).collect();
+            return Err(MergeError::Format { path: path.to_owned(), found, wanted, advice });
         }
         self.set(&mut document).map_err(|key| MergeError::NoTable { path: path.to_owned(), key })?;
         Ok(document.to_string())
@@ -156,10 +187,13 @@ impl Settings {
     fn set(&self, document: &mut DocumentMut) -> Result<(), String> {
         let controller = self.controller.to_string_lossy().into_owned();
         let root = document.as_table_mut();
+        if !self.has_controllers() {
+            return self.set_launcher(root);
+        }
         let proxy = table(root, &["proxy_plugins", HANDLER])?;
         put(proxy, "type", "sandbox".into());
         put(proxy, "address", controller.into());
-        let runtime = table(root, &["plugins", CRI, "containerd", "runtimes", HANDLER])?;
+        let runtime = table(root, &["plugins", CRI_OF_2, "containerd", "runtimes", HANDLER])?;
         put(runtime, "runtime_type", RUNTIME_TYPE.into());
         put(runtime, "sandboxer", HANDLER.into());
         if !runtime.contains_key("snapshotter") {
@@ -170,7 +204,26 @@ impl Settings {
             put(runtime, "disable_pause_image_pull", true.into());
         }
         if self.restrict_oom_score_adj {
-            put(table(root, &["plugins", CRI])?, "restrict_oom_score_adj", true.into());
+            put(table(root, &["plugins", CRI_OF_2])?, "restrict_oom_score_adj", true.into());
+        }
+        Ok(())
+    }
+
+    /// Sets the keys for a containerd that runs the launcher for each pod.
+    fn set_launcher(&self, root: &mut Table) -> Result<(), String> {
+        let path = ["plugins", CRI_OF_1, "containerd", "runtimes", HANDLER];
+        let runtime = table(root, &path)?;
+        put(runtime, "runtime_type", RUNTIME_TYPE.into());
+        if self.version >= HAS_SNAPSHOTTERS && !runtime.contains_key("snapshotter") {
+            put(runtime, "snapshotter", "overlayfs".into());
+        }
+        put(runtime, "pod_annotations", toml_edit::Value::from_iter(["io.sandboxer.*"]));
+        if let Some(config) = &self.config {
+            let options = table(root, &[&path[..], &["options"]].concat())?;
+            put(options, "ConfigPath", config.to_string_lossy().into_owned().into());
+        }
+        if self.restrict_oom_score_adj {
+            put(table(root, &["plugins", CRI_OF_1])?, "restrict_oom_score_adj", true.into());
         }
         Ok(())
     }

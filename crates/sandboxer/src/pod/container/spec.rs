@@ -66,13 +66,7 @@ pub struct GuestSpec {
 pub async fn read(pod: &PodSpec, new: &NewContainer, helpers: &Helpers) -> Result<GuestSpec, PodError> {
     let (container, path) = (&new.id, new.bundle.join("config.json"));
     let text = read_bounded(&path, MAX_SPEC).map_err(|error| match error {
-        ReadError::TooLarge(length) => invalid(
-            container,
-            format!(
-                "its spec has {length} bytes, at most {MAX_SPEC} are taken: \
-                 make its environment or its arguments smaller"
-            ),
-        ),
+        ReadError::TooLarge(length) => too_large(container, length),
         ReadError::Io(source) => {
             PodError::Path { pod: pod.id.clone(), action: "read container spec", path: path.clone(), source }
         }
@@ -80,6 +74,14 @@ pub async fn read(pod: &PodSpec, new: &NewContainer, helpers: &Helpers) -> Resul
     let spec = parse_json(new, &text)?;
     let looked = mounts::look(helpers, pod, spec.mounts().as_deref().unwrap_or_default()).await?;
     convert(pod, new, spec, looked)
+}
+
+/// Returns the error of a spec with so many bytes.
+pub fn too_large(container: &ContainerId, length: u64) -> PodError {
+    let reason = format!(
+        "its spec has {length} bytes, at most {MAX_SPEC} are taken: make its environment or its arguments smaller"
+    );
+    invalid(container, reason)
 }
 
 /// Reads a container's spec and translates it for the guest of `pod`.

@@ -157,8 +157,13 @@ async fn take_up(node: &Arc<DaemonState>, record: PodRecord) -> TakenUp {
     let cgroup = node.cgroups.of(&spec.cgroup_parent, &spec.id).filter(|_| alive);
     let placed = cgroup.map(|cgroup| cgroup.bounds()).unwrap_or_default();
     let placement = node.placer.again(placement.filter(|_| alive), shape);
+    // Without the bundle of its sandbox container, the pod is removed with all its containers.
+    let pod_is_forgotten = match &spec.bundle {
+        Some(bundle) => matches!(tokio::fs::try_exists(bundle).await, Ok(false)),
+        None => false,
+    };
     let mut forgotten = Vec::new();
-    for container in recorded.iter().filter(|_| alive) {
+    for container in recorded.iter().filter(|_| alive && !pod_is_forgotten) {
         if let Ok(false) = tokio::fs::try_exists(&container.bundle).await {
             forgotten.push(container.id.clone());
         }

@@ -1,7 +1,12 @@
 use super::*;
 
 fn settings(version: (u32, u32)) -> Settings {
-    Settings { version, controller: "/run/sandboxer/controller.sock".into(), restrict_oom_score_adj: false }
+    Settings {
+        version,
+        controller: "/run/sandboxer/controller.sock".into(),
+        config: None,
+        restrict_oom_score_adj: false,
+    }
 }
 
 fn merge(text: &str) -> Result<String, MergeError> {
@@ -33,7 +38,7 @@ fn parsed(text: &str) -> toml_edit::Table {
 /// Returns our runtime handler in a configuration.
 fn ours(text: &str) -> toml_edit::Table {
     let document = parsed(text);
-    document["plugins"][CRI]["containerd"]["runtimes"][HANDLER].as_table().unwrap().clone()
+    document["plugins"][CRI_OF_2]["containerd"]["runtimes"][HANDLER].as_table().unwrap().clone()
 }
 
 #[test]
@@ -53,7 +58,7 @@ fn the_snippet_is_what_the_running_containerd_knows() {
         assert_eq!(text.contains("pulls its pause image"), pause_note, "{text}");
         assert!(!text.contains("restrict_oom_score_adj"), "{text}");
         let restricted = Settings { restrict_oom_score_adj: true, ..settings(version) }.snippet();
-        assert!(parsed(&restricted)["plugins"][CRI]["restrict_oom_score_adj"].as_bool().unwrap());
+        assert!(parsed(&restricted)["plugins"][CRI_OF_2]["restrict_oom_score_adj"].as_bool().unwrap());
     }
 }
 
@@ -147,4 +152,27 @@ fn a_file_is_replaced_with_its_mode_and_through_links() {
     assert_eq!(fs::metadata(&file).unwrap().permissions().mode() & 0o777, 0o640);
     assert!(fs::symlink_metadata(&link).unwrap().is_symlink());
     assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 2, "nothing else is left there");
+}
+
+#[test]
+fn an_old_containerd_gets_the_launcher() {
+    for (version, snapshotter) in [((1, 6), None), ((1, 7), Some("overlayfs"))] {
+        let own = Settings { config: Some("/srv/sandboxer.toml".into()), ..settings(version) };
+        let text = own.snippet();
+        assert!(text.contains("Merge it into /etc/containerd/config.toml itself"), "{text}");
+        let document = parsed(&text);
+        assert_eq!(document["version"].as_integer(), Some(2));
+        assert!(!document.contains_key("proxy_plugins"), "{text}");
+        let runtime = &document["plugins"][CRI_OF_1]["containerd"]["runtimes"][HANDLER];
+        assert_eq!(runtime["runtime_type"].as_str(), Some(RUNTIME_TYPE));
+        assert_eq!(runtime.get("snapshotter").and_then(Item::as_str), snapshotter);
+        assert_eq!(runtime["options"]["ConfigPath"].as_str(), Some("/srv/sandboxer.toml"));
+        assert_eq!(own.merge(&text, Path::new("/etc/c.toml")).unwrap(), text);
+        let plain = settings(version).snippet();
+        assert!(!plain.contains("ConfigPath"), "the launcher's default: {plain}");
+        let restricted = Settings { restrict_oom_score_adj: true, ..settings(version) }.snippet();
+        assert!(parsed(&restricted)["plugins"][CRI_OF_1]["restrict_oom_score_adj"].as_bool().unwrap());
+        let error = own.merge("version = 3\n", Path::new("/etc/c.toml")).unwrap_err().to_string();
+        assert!(error.contains("has version 3, the settings are for 2:"), "{error}");
+    }
 }

@@ -50,8 +50,9 @@ bench-image: bench-helper ## make images of the workloads' tools (BENCH_IMAGES='
 	@if [[ -e $(STACK)/.stack ]]; then scripts/stack.sh load $(STACK) $(BENCH_IMAGES); fi
 
 NATIVE_ROOT ?= target/bench-native
-bench-native: bench-helper ## unpack the image of the workloads' tools into NATIVE_ROOT (target/bench-native), for the series `native`
-	@scripts/bench-image.sh bench-small target/bench-helper/$(AGENT_TARGET)/release/bench-helper $(NATIVE_ROOT)
+NATIVE_IMAGE ?= bench-small
+bench-native: bench-helper ## unpack NATIVE_IMAGE (bench-small: the workloads' tools) into NATIVE_ROOT (target/bench-native), for the series `native`
+	@scripts/bench-image.sh $(NATIVE_IMAGE) target/bench-helper/$(AGENT_TARGET)/release/bench-helper $(NATIVE_ROOT)
 
 guest-image: agent ## build the guest kernel (cached, or SANDBOXER_KERNEL=…), the initramfs and a list of their parts into target/guest
 	@scripts/guest-image.sh all $(AGENT)

@@ -16,8 +16,8 @@ SMALL=(
     sysbench fio iperf3 sockperf apache2-utils rt-tests redis-server redis-tools nginx-light mariadb-server-core
     mariadb-client-core postmark
 )
-# The shell and its tools are for lcov and genhtml, which are Perl programs that call others.
-BUILD=(g++ valgrind lcov cppcheck catch2 dash coreutils perl libcapture-tiny-perl libdatetime-perl)
+# The shell and its tools are for lcov and genhtml, which are Perl programs that call others (without find, geninfo finds no data).
+BUILD=(g++ valgrind lcov cppcheck catch2 dash coreutils findutils perl libcapture-tiny-perl libdatetime-perl)
 # Room for the packages, the tree and the archive, while all three are there.
 NEEDED_MIB=2048
 

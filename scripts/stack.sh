@@ -8,6 +8,7 @@
 # target/guest). POOL (default 8) is the number of VMs that wait for pods; 0: no pool.
 # STACK_VMM and STACK_ACCELERATOR are [vm] vmm and accelerator of the daemon (default auto). STACK_MEMORY is a pod's memory (256 MiB).
 # CONTAINERD_VERSION (default: see tools.sh) is containerd's version.
+# STACK_GVISOR=1 adds the handler gvisor (runsc with its own shim, built once, some minutes).
 # STACK_SUFFIX is appended to the names of the handlers, so that results of two VMMs can be merged.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
@@ -92,10 +93,22 @@ configure_containerd() {
     esac
 }
 
+# with_gvisor COMMAND…: runs it; then adds gVisor's handler to a configuration of containerd that it wrote, if that is wanted.
+with_gvisor() {
+    local file=$DIR/containerd/config.toml new=no
+    [[ -e $file ]] || new=yes
+    "$@"
+    [[ ${STACK_GVISOR:-} == 1 ]] || return 0
+    [[ $new == yes || $(<"$file") == *'runtimes.gvisor]'* ]] || die "$file has no handler gvisor: 'stack.sh down $DIR' first, or add it"
+    configure containerd/runsc.toml.in containerd/runsc.toml
+    [[ $new == no ]] || fill "$ROOT/vmm-configs/containerd/gvisor.toml.in" >>"$file"
+}
+
 link_binaries() {
     local from file
     mkdir -p "$DIR/bin"
-    for from in $("$ROOT/scripts/tools.sh"); do
+    # shellcheck disable=SC2046 # nothing, or one word
+    for from in $("$ROOT/scripts/tools.sh" containerd runc $([[ ${STACK_GVISOR:-} != 1 ]] || echo gvisor)); do
         for file in "$from"/*; do ln -sfn "$file" "$DIR/bin/${file##*/}"; done
     done
     [[ $daemon == yes ]] || return 0
@@ -211,7 +224,7 @@ up() {
     link_binaries
     pod_network
     scratch_file
-    configure_containerd
+    with_gvisor configure_containerd
     export PATH="$DIR/bin:$PATH"
     if [[ $daemon == yes ]]; then
         # Before containerd, which at its restart asks the daemon about its pods.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Builds tools from their Go modules, unpatched, into the cache and prints their directories, one a line.
-# usage: tools.sh [TOOL…]      TOOL: containerd, runc or helm; default: containerd and runc
-# Building from the module proxy takes about two minutes on two cores; the second call takes none.
+# usage: tools.sh [TOOL…]      TOOL: containerd, runc, helm or gvisor (runsc and its shim, for comparison); default: containerd and runc
+# Building from the module proxy takes about two minutes on two cores (gVisor: three more); the second call takes none.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
@@ -9,6 +9,8 @@ set -euo pipefail
 CONTAINERD=${CONTAINERD_VERSION:-2.4.2}
 RUNC=${RUNC_VERSION:-1.5.2}
 HELM=${HELM_VERSION:-3.22.0}
+# A commit of gVisor's branch `go`, which has no tags. Newer ones need a newer Go.
+GVISOR=${GVISOR_VERSION:-0.0.0-20260701204157-69c2d17aea96}
 
 # go_tool NAME VERSION LDFLAGS TAGS PACKAGE…: into $CACHE/tools/NAME-VERSION/bin, whole or not at all.
 go_tool() {
@@ -73,6 +75,15 @@ helm() {
     go_tool helm "$HELM" "-X helm.sh/helm/v3/internal/version.version=v$HELM" "" helm.sh/helm/v3/cmd/helm@v"$HELM"
 }
 
+# runsc enters a root without libraries, so it must be static.
+gvisor() {
+    local module=gvisor.dev/gvisor bin
+    bin=$(CGO_ENABLED=0 go_tool gvisor "$GVISOR" "-X $module/runsc/version.version=$GVISOR" "" $module/{runsc,shim}@v"$GVISOR") || return
+    # containerd finds a shim by this name.
+    [[ ! -e $bin/shim ]] || mv "$bin/shim" "$bin/containerd-shim-runsc-v1"
+    printf '%s\n' "$bin"
+}
+
 # One lock for each version: building another one takes minutes, and no one else has to wait for that.
 (($#)) || set -- containerd runc
 for tool in "$@"; do
@@ -80,6 +91,7 @@ for tool in "$@"; do
     containerd) with_lock "$CACHE/tools/.lock-containerd-$CONTAINERD" containerd ;;
     runc) with_lock "$CACHE/tools/.lock-runc-$RUNC" runc ;;
     helm) with_lock "$CACHE/tools/.lock-helm-$HELM" helm ;;
-    *) die "no tool '$tool': containerd, runc or helm" ;;
+    gvisor) with_lock "$CACHE/tools/.lock-gvisor-$GVISOR" gvisor ;;
+    *) die "no tool '$tool': containerd, runc, helm or gvisor" ;;
     esac
 done

@@ -7,6 +7,8 @@
 //! | [`native`] | runs a command on the host in the unpacked image |
 //! | [`calls`] | cost of a system call, of an allocation, of an opened file |
 //! | [`frames`], [`spin`] | late frames, stolen time |
+//! | [`mixed`] | small files, created, read, appended to and deleted |
+//! | [`pipeline`] | the steps of a C++ build job |
 //! | [`stream`] | TCP by message size, both ways |
 //! | [`transactions`] | open-loop load over a working set |
 //! | [`result`] | the line |
@@ -15,7 +17,9 @@ mod announce;
 mod calls;
 mod facts;
 mod frames;
+mod mixed;
 mod native;
+mod pipeline;
 mod result;
 mod run;
 mod spin;
@@ -39,6 +43,8 @@ enum Command {
     Open(calls::OpenArgs),
     Frames(frames::Args),
     Spin(spin::Args),
+    Mixed(mixed::Args),
+    Pipeline(pipeline::Args),
     StreamServe(stream::ServeArgs),
     StreamSend(stream::SendArgs),
     StreamReceive(stream::ReceiveArgs),
@@ -56,6 +62,8 @@ fn main() -> ExitCode {
         Command::Open(args) => calls::open(&args),
         Command::Frames(args) => frames::run(&args),
         Command::Spin(args) => spin::run(&args),
+        Command::Mixed(args) => mixed::run(&args),
+        Command::Pipeline(args) => pipeline::run(&args),
         Command::StreamServe(args) => stream::serve(&args),
         Command::StreamSend(args) => stream::send(&args),
         Command::StreamReceive(args) => stream::receive(&args),

@@ -261,8 +261,12 @@ fn name_roles(table: &Table, pods: &[PodIds], known: &Known, found: &mut BTreeMa
     let own_namespace = known.observers.iter().find_map(|pid| table.get(pid)?.pid_namespace);
     let parents: BTreeMap<i32, String> =
         found.iter().filter_map(|(pid, tie)| Some((table.get(pid)?.parent, tie.pod.clone()?))).collect();
+    let pods_of: BTreeMap<i32, Option<String>> =
+        found.iter().map(|(pid, tie)| (*pid, tie.pod.clone())).collect();
     for (pid, tie) in found.iter_mut() {
         let Some(process) = table.get(pid) else { continue };
+        // A helper that forks is the parent of a process, too: a shim's own parent is of no pod.
+        let is_top = pods_of.get(&process.parent) != Some(&tie.pod);
         let monitor = process.has_vm || MONITORS.iter().any(|name| process.name.starts_with(name));
         if tie.role == Role::Unattributed && monitor {
             tie.role = Role::Pool;
@@ -277,7 +281,7 @@ fn name_roles(table: &Table, pods: &[PodIds], known: &Known, found: &mut BTreeMa
         } else if is_pods && contained {
             Role::Pause
         } else if process.name.starts_with("containerd-shim")
-            || (parents.get(pid) == tie.pod.as_ref() && !contained && !is_pods)
+            || (is_top && parents.get(pid) == tie.pod.as_ref() && !contained && !is_pods)
         {
             Role::Shim
         } else {

@@ -104,7 +104,7 @@ pub async fn take(
 }
 
 /// Returns `pid` in a runtime's JSON information on a pod.
-fn told_pid(info: &str) -> Option<i32> {
+pub(crate) fn told_pid(info: &str) -> Option<i32> {
     let info: serde_json::Value = serde_json::from_str(info).ok()?;
     i32::try_from(info.get("pid")?.as_i64()?).ok().filter(|&pid| pid > 1)
 }

@@ -27,6 +27,7 @@ pub mod figures;
 pub mod first_byte;
 pub mod gate;
 pub mod html;
+pub mod kubernetes;
 pub mod ledger;
 pub mod manifest;
 pub mod markdown;

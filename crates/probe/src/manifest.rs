@@ -11,6 +11,7 @@ use sha2::{Digest, Sha256};
 use crate::runtime::Runtime;
 use crate::timeline::Recipe;
 use crate::trace::Trace;
+use crate::workload;
 
 /// Facts by name. An unknown fact is `{"not_measured": "why"}`.
 pub type Facts = BTreeMap<String, Value>;
@@ -82,12 +83,13 @@ impl Manifest {
         }
     }
 
-    /// Returns whether a handler's pods are guests that a VMM emulates, without KVM.
+    /// Returns whether a handler's or a series' pods are guests that a VMM emulates, without KVM.
     pub fn is_emulated(&self, handler: &str) -> bool {
         let is = |facts: &Facts, name: &str, of: &dyn Fn(&str) -> bool| {
             facts.get(name).and_then(Value::as_str).is_some_and(of)
         };
         let ours = |facts: &Facts| is(facts, "type", &|name| name.contains("sandboxer"));
+        let handler = workload::plan::handler(handler);
         is(&self.vmm, "accelerator", &|name| name == "tcg") && self.runtimes.get(handler).is_some_and(ours)
     }
 

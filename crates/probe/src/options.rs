@@ -143,6 +143,8 @@ pub struct ContainerOptions {
     pub working_dir: String,
     /// Mounts of host paths.
     pub mounts: Vec<Mount>,
+    /// Devices of the host, which it may read and write.
+    pub devices: Vec<Device>,
     /// Limits.
     pub resources: Option<Resources>,
     /// User and privileges.
@@ -193,6 +195,7 @@ impl ContainerOptions {
                 .map(|(key, value)| cri::KeyValue { key: key.clone(), value: value.clone() })
                 .collect(),
             mounts: self.mounts.iter().map(Mount::to_cri).collect(),
+            devices: self.devices.iter().map(Device::to_cri).collect(),
             labels: self.labels.clone(),
             annotations: self.annotations.clone(),
             log_path: self.log_name(),
@@ -225,6 +228,25 @@ impl Mount {
             container_path: self.container_path.display().to_string(),
             readonly: self.read_only,
             ..Default::default()
+        }
+    }
+}
+
+/// A device of the host in a container.
+#[derive(Debug, Clone, Default)]
+pub struct Device {
+    /// Path on the host.
+    pub host_path: PathBuf,
+    /// Path in the container.
+    pub container_path: PathBuf,
+}
+
+impl Device {
+    fn to_cri(&self) -> cri::Device {
+        cri::Device {
+            host_path: self.host_path.display().to_string(),
+            container_path: self.container_path.display().to_string(),
+            permissions: "rw".into(),
         }
     }
 }

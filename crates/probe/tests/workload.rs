@@ -16,7 +16,8 @@ use sandboxer_probe::workload::definition::{self, Profile};
 use sandboxer_probe::workload::measure::{WorkloadError, measure};
 use sandboxer_probe::workload::native::Native;
 use sandboxer_probe::workload::output::Format;
-use sandboxer_probe::workload::plan::Plan;
+use sandboxer_probe::workload::plan::{Plan, series};
+use sandboxer_probe::workload::power::Meter;
 use sandboxer_probe::workload::report::{Report, SCHEMA_TEXT, render};
 use sandboxer_probe::workload::run::Run;
 use sandboxer_probe::workload::store::{self, Store};
@@ -95,6 +96,8 @@ fn plan(probe: &str, runtimes: &[&str], repeat: u32) -> Plan {
         memory: 512 << 20,
         volumes: std::env::temp_dir(),
         recipe: recipe(IMAGE, Network::Pod, Duration::from_millis(600)),
+        build_image: "double/build:1".into(),
+        meter: Meter::None("a double has none".into()),
     }
 }
 
@@ -127,6 +130,56 @@ async fn runtimes_alternate_and_equal_ones_show_no_difference() {
     assert!(report.notes.iter().any(|note| note.starts_with("quick")));
     assert!(double.truth(|truth| truth.pods.is_empty()));
     assert_valid(&report);
+}
+
+#[tokio::test]
+async fn the_same_handler_twice_is_two_series_that_show_no_difference() {
+    let double = Double::serve([("a", tool(works))]);
+    let runtimes = series(&["a".to_owned(), "a".to_owned()]);
+    let (report, runs) = run(&double, &Plan { runtimes, ..plan("cpu", &[], 4) }).await.unwrap();
+    assert_eq!(double.truth(|truth| truth.runs.clone()), ["a"; 12]);
+    let of = |name: &str| runs.iter().filter(|run| run.runtime == name).count();
+    assert_eq!((of("a"), of("a#2"), &*report.reference), (5, 5, "a"));
+    // The double's tool always prints the same: two metrics, none differs.
+    assert_eq!(report.no_difference()["a#2"], (2, 2));
+    assert!(report.notes.iter().any(|note| note.starts_with("a#2: 2 of 2 metrics show no difference")));
+    assert_valid(&report);
+}
+
+#[tokio::test]
+async fn each_run_has_cpu_time_by_role_and_says_why_there_is_no_power() {
+    let double = Double::serve([("a", tool(works))]);
+    let (report, runs) = run(&double, &plan("cpu", &["a"], 2)).await.unwrap();
+    assert!(runs.iter().all(|run| run.cpu.is_some() && run.power.watts.is_none()), "{runs:?}");
+    assert_eq!(report.costs[0].n, 2);
+    assert_eq!(report.not_measured["power"], "a double has none");
+    assert_valid(&report);
+}
+
+#[tokio::test]
+async fn a_probe_whose_image_or_memory_is_missing_fails_by_itself() {
+    let double = Double::serve([("a", tool(works))]);
+    let mut both = plan("cpu", &["a"], 1);
+    both.probes.extend(plan("pipeline", &["a"], 1).probes);
+    let (report, runs) = run(&double, &both).await.unwrap();
+    let pipeline: Vec<&Run> = runs.iter().filter(|run| run.probe == "pipeline").collect();
+    assert!(pipeline.iter().all(|run| run.failed_at == "image" && run.error.contains("bench-build")), "{pipeline:?}");
+    assert!(runs.iter().filter(|run| run.probe == "cpu").all(|run| run.outcome == Outcome::Ok));
+    assert!(report.not_measured["pipeline.a.total_s"].contains("double/build:1 is not on the node"));
+
+    let small = Plan { profile: Profile::Paper, build_image: IMAGE.into(), ..plan("pipeline", &["a"], 1) };
+    let (_, runs) = run(&double, &small).await.unwrap();
+    assert!(runs.iter().all(|run| run.failed_at == "memory" && run.error.contains("needs 1024")), "{runs:?}");
+    // Only the look inside.
+    assert_eq!(double.truth(|truth| truth.runs.len()), 4);
+}
+
+#[tokio::test]
+async fn a_volume_that_cannot_be_made_is_a_failure_of_its_row() {
+    let double = Double::serve([("a", tool(works))]);
+    let (_, runs) =
+        run(&double, &Plan { volumes: "/no/such/dir".into(), ..plan("mixed-files", &["a"], 1) }).await.unwrap();
+    assert!(runs.iter().all(|run| run.failed_at == "volume" && run.error.contains("/no/such/dir")), "{runs:?}");
 }
 
 #[tokio::test]

@@ -1,6 +1,7 @@
 //! One file per command. To add one: a file with `Args` and `run`, a `mod` and a variant here.
 
 mod check;
+mod cluster;
 mod compare;
 mod completion;
 mod config;

@@ -11,6 +11,7 @@ use sandboxer_probe::{
     store::Store,
 };
 
+use super::cluster::{self, Cluster};
 use super::target::Target;
 use super::{interrupt, tables};
 use crate::{Global, render};
@@ -19,7 +20,8 @@ const EXAMPLES: &str = "\
 Examples:
   sandboxer-cli startup --serial 10 --parallel 0
   sandboxer-cli startup --runtime sandboxer --runtime runc --output target/startup
-  sandboxer-cli startup --serial 10 --parallel 0 --bare-boot --json | jq .";
+  sandboxer-cli startup --serial 10 --parallel 0 --bare-boot --json | jq .
+  sandboxer-cli startup --kubeconfig ~/.kube/config --runtime-class sandboxer --runtime-class runc";
 
 /// Measure how fast pods start on any runtimes, which alternate
 #[derive(Debug, clap::Args)]
@@ -28,9 +30,9 @@ pub struct Args {
     /// Runtime handler; repeat to compare several: they alternate
     #[arg(long = "runtime", default_value = "sandboxer")]
     runtimes: Vec<String>,
-    /// Serial starts (one after the other), per runtime
-    #[arg(long, default_value_t = FULL_SERIAL)]
-    serial: u32,
+    /// Serial starts (one after the other), per runtime [default: 500, of a cluster 30]
+    #[arg(long)]
+    serial: Option<u32>,
     /// Pods in a group that starts at once; 0 for no groups
     #[arg(long, default_value_t = 50)]
     parallel: u32,
@@ -48,6 +50,8 @@ pub struct Args {
     #[arg(long)]
     bare_boot: bool,
     #[command(flatten)]
+    cluster: Cluster,
+    #[command(flatten)]
     target: Target,
     /// Directory for the result; it must not contain one yet
     #[arg(long)]
@@ -56,6 +60,10 @@ pub struct Args {
 
 /// Measures and prints. Returns an error for a partial run and for failures, after printing the result.
 pub async fn run(args: Args, global: &Global) -> Result<()> {
+    if let Some(kubeconfig) = &args.cluster.kubeconfig {
+        let pods = cluster::Pods { count: args.serial, warm_up: args.warm_up, recipe: args.target.recipe() };
+        return cluster::run(&args.cluster, kubeconfig, pods, args.output.as_deref(), global).await;
+    }
     let bench = args.target.open(global)?;
     let recipe = args.target.recipe();
     let bare_boot = match args.runtimes.first() {
@@ -64,7 +72,7 @@ pub async fn run(args: Args, global: &Global) -> Result<()> {
     };
     let plan = Plan {
         runtimes: args.runtimes,
-        serial: args.serial,
+        serial: args.serial.unwrap_or(FULL_SERIAL),
         group: args.parallel,
         rounds: if args.parallel == 0 { 0 } else { args.rounds },
         warm_up: args.warm_up,

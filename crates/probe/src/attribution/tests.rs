@@ -114,3 +114,96 @@ fn a_guests_pid_is_not_a_hosts() {
     let table = vec![process(20, 1, "sshd", "")];
     assert_eq!(roles(table, &pods, &Known::default()), []);
 }
+
+#[test]
+fn kata_s_processes_are_a_shim_a_vmm_and_a_helper() {
+    let (a, b) = (pod("pod-a", "ctr-a", 0), pod("pod-b", "ctr-b", 0));
+    let known = Known { cri: Some(5), observers: [3].into(), ..Known::default() };
+    let of = |id: &str, shim: i32, table: &mut Vec<Process>| {
+        table.push(process(shim, 1, "containerd-shim-kata-v2", &format!("-namespace k8s.io -id {id}")));
+        // Its virtiofsd starts another one; its VMM is found without KVM, too.
+        table.push(process(shim + 1, shim, "virtiofsd", &format!("--socket-path=/run/vc/vm/{id}/vhost-fs.sock")));
+        table.push(process(shim + 2, shim + 1, "virtiofsd", "--syslog"));
+        table.push(process(shim + 3, shim, "cloud-hypervisor", &format!("--api-socket /run/vc/vm/{id}/clh-api.sock")));
+    };
+    let mut table = vec![process(3, 1, "observer", ""), process(5, 1, "containerd", "")];
+    of("pod-a", 10, &mut table);
+    of("pod-b", 20, &mut table);
+    let mut expected = Vec::new();
+    for (id, shim) in [("pod-a", 10), ("pod-b", 20)] {
+        for (pid, role) in [(0, Role::Shim), (1, Role::Helper), (2, Role::Helper), (3, Role::Vmm)] {
+            expected.push((shim + pid, role, Some(id.to_owned())));
+        }
+    }
+    assert_eq!(roles(table, &[a, b], &known), expected);
+}
+
+/// Programs with Kata's names that sleep: doubles of its processes, which `/proc` shows like the real ones.
+struct DoubleKata {
+    shim: std::process::Child,
+    children: Vec<i32>,
+}
+
+impl DoubleKata {
+    fn start(dir: &std::path::Path, id: &str) -> Self {
+        use std::os::unix::process::CommandExt;
+        let (reader, writer) = std::io::pipe().unwrap();
+        // Each has a name of Kata's as its first argument.
+        let script = format!(
+            "bash -c 'exec -a virtiofsd sleep 600' --socket-path=/run/vc/vm/{id}/vhost-fs.sock >/dev/null & echo $!; \
+             bash -c 'exec -a cloud-hypervisor sleep 600' >/dev/null & echo $!; exec >&-; wait"
+        );
+        let shim = std::process::Command::new("bash")
+            .arg0("containerd-shim-kata-v2")
+            .args(["-c", &script, "shim", "-id", id])
+            .current_dir(dir)
+            .stdout(writer)
+            .spawn()
+            .unwrap();
+        let said = std::io::read_to_string(reader).unwrap();
+        let children = said.lines().map(|line| line.parse().unwrap()).collect();
+        Self { shim, children }
+    }
+}
+
+impl Drop for DoubleKata {
+    fn drop(&mut self) {
+        for pid in self.children.iter().copied().chain([self.shim.id() as i32]) {
+            if let Some(pid) = rustix::process::Pid::from_raw(pid) {
+                let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
+            }
+        }
+        let _ = self.shim.wait();
+    }
+}
+
+#[test]
+fn kata_s_processes_as_proc_shows_them_have_their_roles_and_their_memory() {
+    let dir = tempfile::tempdir().unwrap();
+    let id = "5a4d0e6c2f7b4a18953c2be6f10a7d44";
+    let double = DoubleKata::start(dir.path(), id);
+    let [virtiofsd, vmm] = double.children[..] else { panic!("{:?}", double.children) };
+    let pods = [PodIds { pod: id.into(), ..PodIds::default() }];
+    let named = |table: &Table| {
+        [(virtiofsd, "virtiofsd"), (vmm, "cloud-hypervisor")]
+            .iter()
+            .all(|(pid, name)| table.get(pid).is_some_and(|process| process.name == *name))
+    };
+    // The children are bash until they have executed the program with the name.
+    let begun = std::time::Instant::now();
+    let table = loop {
+        let table = crate::process::table().unwrap();
+        if named(&table) {
+            break table;
+        }
+        assert!(begun.elapsed() < std::time::Duration::from_secs(20), "the doubles did not start");
+    };
+    let known = Known { observers: [std::process::id() as i32].into(), ..Known::default() };
+    let found = attribute(&table, &pods, &known);
+    let role = |pid: i32| found.get(&pid).map(|tie| (tie.role, tie.pod.as_deref()));
+    assert_eq!(role(double.shim.id() as i32), Some((Role::Shim, Some(id))));
+    assert_eq!(role(virtiofsd), Some((Role::Helper, Some(id))));
+    assert_eq!(role(vmm), Some((Role::Vmm, Some(id))));
+    assert!(!role(virtiofsd).unwrap().0.is_management() && !role(vmm).unwrap().0.is_management());
+    assert!([double.shim.id() as i32, virtiofsd, vmm].iter().all(|pid| crate::pss::total(*pid).unwrap() > 0));
+}

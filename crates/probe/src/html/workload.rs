@@ -7,6 +7,7 @@ use crate::figures::{Figure, Palette};
 use crate::plot::escape;
 use crate::score::published;
 use crate::workload::definition::{Probe, Profile};
+use crate::workload::efficiency;
 use crate::workload::figures::figures;
 use crate::workload::report::Report;
 use crate::workload::store::Loaded;
@@ -74,7 +75,35 @@ fn part(out: &mut String, result: &Loaded, probe: &Probe, palette: &Palette) {
     let of_probe = result.report.series.iter().filter(|of| of.probe == probe.name);
     let rows: Vec<Vec<String>> = of_probe.map(|of| row(result, of)).collect();
     table(out, &heading, &rows, 4, "");
+    costs(out, &result.report, probe);
     studies(out, result.report.profile, probe);
+}
+
+/// Adds CPU time by role, and the work done for it.
+fn costs(out: &mut String, report: &Report, probe: &Probe) {
+    let of_probe = report.costs.iter().filter(|cost| cost.probe == probe.name);
+    let rows: Vec<Vec<String>> = of_probe
+        .map(|cost| {
+            vec![
+                if cost.case.is_empty() { "–".into() } else { cost.case.clone() },
+                cost.runtime.clone(),
+                cost.n.to_string(),
+                shown(Some(cost.pod_cpu_s)),
+                shown(cost.per_cpu_s),
+                shown(cost.watts),
+                shown(cost.per_watt),
+                efficiency::shown(&cost.parts),
+            ]
+        })
+        .collect();
+    if rows.is_empty() {
+        return;
+    }
+    out.push_str("<details><summary>CPU time by role, and work per CPU time</summary>");
+    let heading =
+        ["variant", "runtime", "n", "pod CPU s", "per CPU s", "W", "per W", "CPU s by role (medians)"];
+    table(out, &heading, &rows, 2, "");
+    out.push_str("</details>");
 }
 
 fn row(result: &Loaded, of: &Series) -> Vec<String> {

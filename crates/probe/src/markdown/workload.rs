@@ -5,6 +5,7 @@ use std::fmt::Write;
 use super::cell;
 use crate::score::published;
 use crate::workload::definition::Profile;
+use crate::workload::efficiency;
 use crate::workload::store::Loaded as Workload;
 use crate::workload::summary::shown;
 
@@ -48,6 +49,7 @@ pub fn workloads(results: &[Workload]) -> String {
         if report.profile == Profile::Paper {
             studies(&mut out, result);
         }
+        costs(&mut out, result);
         out.push('\n');
         for note in report.partial_reason.iter().chain(&report.notes) {
             let _ = writeln!(out, "- {}", cell(note));
@@ -57,6 +59,30 @@ pub fn workloads(results: &[Workload]) -> String {
         }
     }
     out
+}
+
+/// Adds CPU time by role, and the work done for it.
+fn costs(out: &mut String, result: &Workload) {
+    if result.report.costs.is_empty() {
+        return;
+    }
+    out.push_str(
+        "\n| CPU time, medians | runtime | n | pod CPU s | per CPU s | W | per W | CPU s by role |\n|---|---|--:|--:|--:|--:|--:|---|\n",
+    );
+    for cost in &result.report.costs {
+        let _ = writeln!(
+            out,
+            "| {} | {} | {} | {} | {} | {} | {} | {} |",
+            cell(format!("{} {}", cost.probe, cost.case).trim_end()),
+            cell(&cost.runtime),
+            cost.n,
+            shown(Some(cost.pod_cpu_s)),
+            shown(cost.per_cpu_s),
+            shown(cost.watts),
+            shown(cost.per_watt),
+            efficiency::shown(&cost.parts)
+        );
+    }
 }
 
 /// Adds rows of published means with the same parameters.

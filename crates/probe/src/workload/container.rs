@@ -8,8 +8,11 @@ use tokio_util::sync::CancellationToken;
 
 use super::facts;
 use super::log::{self, Printed};
+use super::definition::Image;
 use super::native::{NATIVE, Native, Process};
-use crate::options::{ContainerOptions, Mount, PodOptions, Resources};
+use crate::attribution::PodIds;
+use crate::ledger;
+use crate::options::{ContainerOptions, Device, Mount, PodOptions, Resources};
 use crate::runtime::{Phase, Runtime, RuntimeError};
 use crate::timeline::{RUN_LABEL, Recipe};
 
@@ -29,6 +32,10 @@ pub struct Spec<'a> {
     pub resources: Option<Resources>,
     /// Volumes.
     pub mounts: Vec<Mount>,
+    /// Block devices. A native tool has those of the host.
+    pub devices: Vec<Device>,
+    /// Image with the tool.
+    pub image: Image,
 }
 
 /// Why a container failed.
@@ -101,6 +108,8 @@ pub struct Starter {
     pub runtime: Runtime,
     /// Common properties of all pods.
     pub recipe: Recipe,
+    /// Image with compilers and checkers.
+    pub build_image: String,
     /// Log directory.
     pub logs: PathBuf,
     /// Where tools of the series native run.
@@ -126,11 +135,40 @@ pub enum Started {
 }
 
 impl Starter {
+    /// Returns the reference of an image.
+    pub fn image(&self, image: Image) -> &str {
+        match image {
+            Image::BenchSmall => &self.recipe.image,
+            Image::BenchBuild => &self.build_image,
+        }
+    }
+
+    /// Returns the ids by which the processes of a pod are found; `None` for a native tool.
+    pub async fn ids(&self, started: &Started) -> Option<PodIds> {
+        let Started::Pod { pod, container, .. } = started else { return None };
+        // Without its process's number the other ties are used.
+        let state = self.runtime.pod(pod, true).await.ok();
+        let pid = state.and_then(|state| ledger::told_pid(state.info.get("info")?));
+        Some(PodIds { pod: pod.clone(), containers: vec![container.clone()], pid })
+    }
+
+    /// Returns the running time of a tool that has ended, s, by the runtime's stamps; `None` if they are absent.
+    pub async fn ran_s(&self, started: &Started) -> Option<f64> {
+        match started {
+            Started::Pod { container, .. } => {
+                let state = self.runtime.container(container, false).await.ok()?;
+                let ns = state.finished_at.checked_sub(state.started_at)?;
+                (state.started_at > 0 && ns > 0).then(|| ns as f64 / 1e9)
+            }
+            Started::Native(process) => process.ran_s(),
+        }
+    }
+
     /// Starts a pod and its container, or a native tool. A partial start is removed with the run's other pods.
     pub async fn start(&self, spec: &Spec<'_>) -> Result<Started, ContainerError> {
         if let Some(native) = self.native.as_ref().filter(|_| spec.handler == NATIVE) {
             return native
-                .start(&spec.name, &spec.command, spec.resources, &spec.mounts, &self.logs)
+                .start(spec, &self.logs)
                 .map(Started::Native)
                 .map_err(ContainerError::Native);
         }
@@ -145,10 +183,11 @@ impl Starter {
             resources: spec.resources,
             ..PodOptions::new(&spec.name, spec.handler)
         };
-        let mut container = ContainerOptions::new("main", &self.recipe.image, spec.command.clone());
+        let mut container = ContainerOptions::new("main", self.image(spec.image), spec.command.clone());
         container.log_path = format!("{}.log", spec.name);
         container.resources = spec.resources;
         container.mounts = spec.mounts.clone();
+        container.devices = spec.devices.clone();
         let log = self.logs.join(container.log_name());
         let mut step = "RunPodSandbox";
         let attempt = async {

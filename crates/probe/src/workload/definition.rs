@@ -79,6 +79,31 @@ pub struct Metric {
     pub better: Better,
 }
 
+impl Metric {
+    /// Returns whether it is something per second.
+    pub fn is_rate(&self) -> bool {
+        self.unit.ends_with("/s")
+    }
+}
+
+/// An image with tools.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Image {
+    /// Most tools.
+    #[default]
+    BenchSmall,
+    /// Compilers and checkers.
+    BenchBuild,
+}
+
+impl Image {
+    /// Returns whether it is the image of most tools.
+    pub fn is_small(&self) -> bool {
+        *self == Image::BenchSmall
+    }
+}
+
 /// Values for the placeholders of a command.
 pub type Values = BTreeMap<String, String>;
 
@@ -117,6 +142,9 @@ pub struct Probe {
     pub study: String,
     /// The tool and its version.
     pub tool: String,
+    /// The image that has it.
+    #[serde(default, skip_serializing_if = "Image::is_small")]
+    pub image: Image,
     /// The tool's output format.
     pub output: Format,
     /// The tool's command line.

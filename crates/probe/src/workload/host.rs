@@ -1,9 +1,13 @@
 //! CPU time and frequency of the host during a run. Unknown values are `None`.
 
 use std::fs;
+use std::path::Path;
 
 use procfs::{CpuTime, CurrentSI, KernelStats};
 use serde::{Deserialize, Serialize};
+
+/// Where the kernel has the processors.
+const PROCESSORS: &str = "/sys/devices/system/cpu";
 
 /// CPU time of all processors between two readings, s. Time of guests is in no other figure; guests without KVM are `user_s`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
@@ -31,8 +35,17 @@ pub struct HostUse {
     pub mhz_before: Option<f64>,
     /// The same after.
     pub mhz_after: Option<f64>,
-    /// Dirty pages at the end, KiB.
+    /// Dirty pages before, KiB.
+    #[serde(default)]
+    pub dirty_before_kib: Option<u64>,
+    /// The same at the end: writes that are not on the disk yet.
     pub dirty_kib: Option<u64>,
+    /// How often processors were throttled because of their heat.
+    #[serde(default)]
+    pub throttled: Option<u64>,
+    /// Governor of the first processor's clock.
+    #[serde(default)]
+    pub governor: Option<String>,
 }
 
 /// A reading of the host.
@@ -40,13 +53,20 @@ pub struct HostUse {
 pub struct Look {
     cpu: Option<CpuTime>,
     mhz: Option<f64>,
+    dirty: Option<u64>,
+    throttled: Option<u64>,
 }
 
 impl Look {
     /// Reads the host.
     pub fn now() -> Self {
         let mhz = fs::read_to_string("/proc/cpuinfo").ok().and_then(|text| mean_mhz(&text));
-        Self { cpu: KernelStats::current().ok().map(|stats| stats.total), mhz }
+        Self {
+            cpu: KernelStats::current().ok().map(|stats| stats.total),
+            mhz,
+            dirty: fs::read_to_string("/proc/meminfo").ok().and_then(|text| dirty(&text)),
+            throttled: throttled(Path::new(PROCESSORS)),
+        }
     }
 
     /// Returns the difference since then.
@@ -56,12 +76,18 @@ impl Look {
             cpu: self.cpu.as_ref().zip(now.cpu.as_ref()).map(|(before, after)| cpu_use(before, after)),
             mhz_before: self.mhz,
             mhz_after: now.mhz,
-            dirty_kib: fs::read_to_string("/proc/meminfo").ok().and_then(|text| dirty(&text)),
+            dirty_before_kib: self.dirty,
+            dirty_kib: now.dirty,
+            throttled: now.throttled.zip(self.throttled).map(|(now, before)| now.saturating_sub(before)),
+            governor: fs::read_to_string(Path::new(PROCESSORS).join("cpu0/cpufreq/scaling_governor"))
+                .ok()
+                .map(|text| text.trim().to_owned()),
         }
     }
 }
 
-fn cpu_use(before: &CpuTime, after: &CpuTime) -> CpuUse {
+/// Returns the difference of two readings.
+pub fn cpu_use(before: &CpuTime, after: &CpuTime) -> CpuUse {
     let hertz = procfs::ticks_per_second() as f64;
     let seconds = |of: fn(&CpuTime) -> u64| of(after).saturating_sub(of(before)) as f64 / hertz;
     let maybe = |of: fn(&CpuTime) -> Option<u64>| Some(of(after)?.saturating_sub(of(before)?) as f64 / hertz);
@@ -75,6 +101,15 @@ fn cpu_use(before: &CpuTime, after: &CpuTime) -> CpuUse {
         steal_s: maybe(|time| time.steal),
         idle_s: seconds(|time| time.idle + time.iowait.unwrap_or_default()),
     }
+}
+
+/// Returns the sum of the processors' counts of throttling; `None` if the kernel has none.
+fn throttled(processors: &Path) -> Option<u64> {
+    let counts = fs::read_dir(processors).ok()?.flatten().filter_map(|processor| {
+        let path = processor.path().join("thermal_throttle/core_throttle_count");
+        fs::read_to_string(path).ok()?.trim().parse::<u64>().ok()
+    });
+    counts.reduce(|a, b| a + b)
 }
 
 fn mean_mhz(cpuinfo: &str) -> Option<f64> {
@@ -117,6 +152,18 @@ mod tests {
         let cpu = cpu_use(&before, &after);
         let hertz = procfs::ticks_per_second() as f64;
         assert_eq!((cpu.user_s * hertz, cpu.guest_s.map(|s| s * hertz)), (100.0, Some(200.0)));
+    }
+
+    #[test]
+    fn throttling_is_summed_or_unknown() {
+        let double = tempfile::tempdir().unwrap();
+        assert_eq!(throttled(double.path()), None);
+        for (cpu, count) in [("cpu0", "3\n"), ("cpu1", "4\n")] {
+            let dir = double.path().join(cpu).join("thermal_throttle");
+            fs::create_dir_all(&dir).unwrap();
+            fs::write(dir.join("core_throttle_count"), count).unwrap();
+        }
+        assert_eq!(throttled(double.path()), Some(7));
     }
 
     #[test]

@@ -5,6 +5,7 @@ use serde_json::json;
 use tokio_util::sync::CancellationToken;
 
 use super::container::Starter;
+use super::definition::Image;
 use super::log::Printed;
 use super::native::NATIVE;
 use super::plan::Plan;
@@ -110,11 +111,13 @@ pub async fn measure(
     let starter = Starter {
         runtime: bench.runtime.clone(),
         recipe: plan.recipe.clone(),
+        build_image: plan.build_image.clone(),
         logs: bench.watch.dir().to_owned(),
         native: plan.native.clone(),
         cancel: cancel.clone(),
     };
-    let mut runner = Runner::new(plan, starter);
+    let missing = missing(bench, plan, &starter).await?;
+    let mut runner = Runner::new(plan, starter, missing);
     runner.look_inside().await;
     if runner.sides.is_empty() && !cancel.is_cancelled() {
         return Err(WorkloadError::NoSide(runner.notes.join("; ")));
@@ -135,6 +138,15 @@ pub async fn measure(
         end(&mut report, Some(why));
     }
     Ok((report, runner.runs))
+}
+
+/// Returns the images of the plan's probes that are not on the node. That of most tools is: it was checked.
+async fn missing(bench: &Bench, plan: &Plan, starter: &Starter) -> Result<Vec<Image>, WorkloadError> {
+    let build = plan.probes.iter().any(|probe| probe.image == Image::BenchBuild) && !plan.handlers().is_empty();
+    if build && bench.runtime.image(starter.image(Image::BenchBuild)).await?.is_none() {
+        return Ok(vec![Image::BenchBuild]);
+    }
+    Ok(Vec::new())
 }
 
 /// Records a reason; the first one is kept.
@@ -158,6 +170,7 @@ fn plan_facts(plan: &Plan) -> Facts {
         ("warm_up", json!(plan.warm_up)),
         ("cpus", json!(plan.cpus)),
         ("memory_bytes", json!(plan.memory)),
+        ("build_image", json!(plan.build_image)),
         ("volumes", manifest::storage(&plan.volumes)),
     ];
     facts.map(|(name, fact)| (name.to_owned(), fact)).into()

@@ -8,16 +8,19 @@
 //! | [`container`], [`log`] | a container from its start to its end; its output |
 //! | [`output`] | parsers of the tools' output |
 //! | [`native`], [`group`] | a tool as a process of the host, and its limits |
-//! | [`volume`] | storage of a tool's files |
-//! | [`host`] | CPU time and frequency of the host |
+//! | [`volume`], [`block`] | storage of a tool's files |
+//! | [`host`], [`cpu`], [`power`] | the host during a run; CPU time by role; power |
 //! | [`run`], [`runner`] | one run; many runs in a fair order |
-//! | [`summary`] | summaries, and confidence of differences |
+//! | [`summary`], [`efficiency`] | summaries, and confidence of differences; work per CPU time and per W |
 //! | [`report`], [`store`] | the result and its files |
 //! | [`figures`], [`compare`] | its plots; two results side by side |
 
+pub mod block;
 pub mod compare;
 pub mod container;
+pub mod cpu;
 pub mod definition;
+pub mod efficiency;
 pub mod facts;
 pub mod figures;
 pub mod group;
@@ -27,6 +30,7 @@ pub mod measure;
 pub mod native;
 pub mod output;
 pub mod plan;
+pub mod power;
 pub mod report;
 pub mod run;
 pub mod runner;

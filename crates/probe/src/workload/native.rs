@@ -6,12 +6,15 @@ use std::io;
 use std::net::UdpSocket;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, WaitId, WaitIdOptions, waitid};
+
+use super::container::Spec;
+use super::definition::Image;
 use super::group::Groups;
 use super::log::{self, Printed};
-use crate::options::{Mount, Resources};
 
 /// Name of the series, in place of a handler's.
 pub const NATIVE: &str = "native";
@@ -23,6 +26,8 @@ const HELPER: &str = "usr/bin/bench-helper";
 pub struct Native {
     /// The unpacked image.
     pub root: PathBuf,
+    /// The unpacked image with compilers and checkers, if there is one.
+    pub build_root: Option<PathBuf>,
     /// Address at which clients in pods reach servers on this host.
     pub address: Option<String>,
     /// File system of control groups; tests have another one.
@@ -32,7 +37,7 @@ pub struct Native {
 impl Native {
     /// Returns native tools in an unpacked image.
     pub fn of(root: PathBuf, address: Option<String>) -> Self {
-        Self { root, address, groups: PathBuf::from("/sys/fs/cgroup") }
+        Self { root, build_root: None, address, groups: PathBuf::from("/sys/fs/cgroup") }
     }
 
     /// Returns whether the directory is an unpacked image with the helper.
@@ -51,32 +56,40 @@ impl Native {
         self.address.clone().or_else(of_route)
     }
 
-    /// Starts a tool. `name` is of its control group and output.
-    pub fn start(
-        &self,
-        name: &str,
-        words: &[String],
-        resources: Option<Resources>,
-        mounts: &[Mount],
-        logs: &Path,
-    ) -> io::Result<Process> {
-        let groups = Groups::make(&self.groups, name, resources.unwrap_or_default())?;
+    /// Returns the unpacked image of a tool.
+    fn root_of(&self, image: Image) -> io::Result<&Path> {
+        match image {
+            Image::BenchSmall => Ok(&self.root),
+            Image::BenchBuild => self.build_root.as_deref().ok_or_else(|| {
+                io::Error::other(
+                    "its image is not unpacked: make it with `make bench-native NATIVE_IMAGE=bench-build \
+                     NATIVE_ROOT=DIR` and name it with --native-build-root",
+                )
+            }),
+        }
+    }
+
+    /// Starts a tool. Its name is that of its control group and output.
+    pub fn start(&self, spec: &Spec<'_>, logs: &Path) -> io::Result<Process> {
+        let (name, root) = (&spec.name, self.root_of(spec.image)?);
+        let groups = Groups::make(&self.groups, name, spec.resources.unwrap_or_default())?;
         let outputs = ["out", "err"].map(|end| logs.join(format!("{name}.{end}")));
-        let mut command = Command::new(self.root.join(HELPER));
-        command.arg("native").arg("--root").arg(&self.root);
+        let mut command = Command::new(root.join(HELPER));
+        command.arg("native").arg("--root").arg(root);
         for group in groups.paths() {
             command.arg("--cgroup").arg(group);
         }
-        for mount in mounts {
+        for mount in &spec.mounts {
             let mut bind = mount.host_path.clone().into_os_string();
             bind.push("=");
             bind.push(&mount.container_path);
             command.arg("--bind").arg(bind);
         }
-        command.arg("--").args(words).stdin(Stdio::null());
+        command.arg("--").args(&spec.command).stdin(Stdio::null());
         command.stdout(File::create(&outputs[0])?).stderr(File::create(&outputs[1])?);
-        let child = Mutex::new(command.spawn()?);
-        Ok(Process { child, groups, outputs })
+        let (begun, child) = (Instant::now(), command.spawn()?);
+        let ended = watch(child.id());
+        Ok(Process { child: Mutex::new(child), groups, outputs, begun, ended })
     }
 }
 
@@ -86,6 +99,23 @@ pub struct Process {
     child: Mutex<Child>,
     groups: Groups,
     outputs: [PathBuf; 2],
+    begun: Instant,
+    ended: Arc<OnceLock<Instant>>,
+}
+
+/// Notes when a child ends; it is still to be waited for.
+fn watch(pid: u32) -> Arc<OnceLock<Instant>> {
+    let ended = Arc::new(OnceLock::new());
+    let (into, pid) = (ended.clone(), i32::try_from(pid).ok().and_then(Pid::from_raw));
+    std::thread::spawn(move || {
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+        let waited = pid.map(|pid| waitid(WaitId::Pid(pid), options));
+        // Another thread may have waited for it first: then it has ended, too.
+        if waited.is_some() {
+            let _ = into.set(Instant::now());
+        }
+    });
+    ended
 }
 
 impl Process {
@@ -94,6 +124,11 @@ impl Process {
         use std::os::unix::process::ExitStatusExt;
         let status = self.child.lock().unwrap_or_else(PoisonError::into_inner).try_wait()?;
         Ok(status.map(|status| status.code().unwrap_or_else(|| 128 + status.signal().unwrap_or_default())))
+    }
+
+    /// Returns how long it ran, s, if it has ended.
+    pub fn ran_s(&self) -> Option<f64> {
+        Some(self.ended.get()?.duration_since(self.begun).as_secs_f64())
     }
 
     /// Returns its output so far.

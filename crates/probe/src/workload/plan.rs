@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::definition::{Probe, Profile, Values};
 use super::native::{NATIVE, Native};
+use super::power::Meter;
 use super::volume::Storage;
 use crate::timeline::Recipe;
 
@@ -18,7 +19,7 @@ const HELPER: &str = "bench-helper";
 /// Plan of a measurement.
 #[derive(Debug, Clone)]
 pub struct Plan {
-    /// Handlers, in the order in which they alternate; `native` is the series of that name.
+    /// Series, in the order in which they alternate: handlers, or `native`. "runc#2" is the second series of the handler runc.
     pub runtimes: Vec<String>,
     /// Where tools of the series native run.
     pub native: Option<Native>,
@@ -40,6 +41,10 @@ pub struct Plan {
     pub volumes: PathBuf,
     /// Recipe of the pods; its timeout is added to the tool's time.
     pub recipe: Recipe,
+    /// Image with compilers and checkers; the recipe has that of the other tools.
+    pub build_image: String,
+    /// Source of figures of power.
+    pub meter: Meter,
 }
 
 /// A command to run on each runtime: one variant of a probe.
@@ -78,15 +83,35 @@ pub enum StepError {
     },
 }
 
+/// Returns the handler of a series.
+pub fn handler(series: &str) -> &str {
+    series.split_once('#').map_or(series, |(handler, _)| handler)
+}
+
+/// Returns names of series for handlers, of which one may be named several times: "runc", "runc#2".
+pub fn series(handlers: &[String]) -> Vec<String> {
+    let name = |(index, handler): (usize, &String)| {
+        let before = handlers[..index].iter().filter(|other| *other == handler).count();
+        if before == 0 { handler.clone() } else { format!("{handler}#{}", before + 1) }
+    };
+    handlers.iter().enumerate().map(name).collect()
+}
+
 impl Plan {
     /// Returns the runtimes that are CRI handlers.
     pub fn handlers(&self) -> Vec<String> {
-        self.runtimes.iter().filter(|runtime| *runtime != NATIVE).cloned().collect()
+        let mut handlers: Vec<String> = Vec::new();
+        for handler in self.runtimes.iter().map(|series| handler(series)).filter(|name| *name != NATIVE) {
+            if !handlers.iter().any(|known| known == handler) {
+                handlers.push(handler.to_owned());
+            }
+        }
+        handlers
     }
 
     /// Returns whether the series native is part of it.
     pub fn has_native(&self) -> bool {
-        self.runtimes.iter().any(|runtime| runtime == NATIVE)
+        self.runtimes.iter().any(|series| handler(series) == NATIVE)
     }
 
     /// Returns the variants, in the order in which they run.
@@ -136,6 +161,16 @@ impl Step {
         Storage::of_name(self.values.get("storage")?)
     }
 
+    /// Returns the size of its files, bytes; 0 for a tool without a stated size.
+    pub fn size(&self) -> u64 {
+        self.values.get("size").and_then(|size| bytes(size)).unwrap_or_default()
+    }
+
+    /// Returns the memory that its pod must have, bytes; 0 if any will do.
+    pub fn needs(&self) -> u64 {
+        self.values.get("memory").and_then(|memory| bytes(memory)).unwrap_or_default()
+    }
+
     /// Returns the number of threads that this variant runs.
     pub fn threads(&self, effective: u32) -> Option<u32> {
         let asks = self.probe.command.iter().any(|word| word.contains("{threads}"));
@@ -143,13 +178,18 @@ impl Step {
         asks.then(|| fixed().unwrap_or(effective))
     }
 
-    /// Returns the commands with every placeholder filled. `server` is the serving pod's address.
-    pub fn commands(&self, threads: u32, server: &str) -> Result<Commands, StepError> {
+    /// Returns the commands with every placeholder filled. `server` is the serving pod's address, `device` the path of a block
+    /// device.
+    pub fn commands(&self, threads: u32, server: &str, device: &str) -> Result<Commands, StepError> {
         let mut values = Values::from([
             ("threads".to_owned(), threads.to_string()),
             ("server".to_owned(), server.to_owned()),
         ]);
-        values.extend(self.storage().map(|storage| ("dir".to_owned(), storage.inside().to_owned())));
+        let dir = self.storage().and_then(Storage::inside);
+        values.extend(dir.map(|dir| ("dir".to_owned(), dir.to_owned())));
+        values.extend(self.storage().map(|_| {
+            ("file".to_owned(), dir.map_or_else(|| device.to_owned(), |dir| format!("{dir}/fio")))
+        }));
         values.extend(self.values.clone());
         let fill = |words: &[String]| -> Result<Vec<String>, StepError> {
             let one = |word: &String| {
@@ -168,11 +208,22 @@ impl Step {
 /// reports when the port is listened on: see [`super::facts::listens`]. `storage` is where it runs.
 pub fn inside(words: &[String], port: Option<u16>, storage: Option<Storage>) -> Vec<String> {
     let mut command = vec![HELPER.to_owned(), "run".to_owned()];
-    command.extend(storage.map(|storage| format!("--in={}", storage.inside())));
+    command.extend(storage.and_then(Storage::inside).map(|dir| format!("--in={dir}")));
     command.extend(port.map(|port| format!("--announce={port}")));
     command.push("--".to_owned());
     command.extend(words.iter().cloned());
     command
+}
+
+/// Returns the bytes of "64M" or "1G".
+fn bytes(size: &str) -> Option<u64> {
+    let (number, shift) = match size.as_bytes().last()? {
+        b'K' => (&size[..size.len() - 1], 10),
+        b'M' => (&size[..size.len() - 1], 20),
+        b'G' => (&size[..size.len() - 1], 30),
+        _ => (size, 0),
+    };
+    number.parse::<u64>().ok()?.checked_mul(1 << shift)
 }
 
 /// Fills the placeholders; `None` if one has no value.
@@ -208,6 +259,8 @@ mod tests {
             memory: 512 << 20,
             volumes: std::env::temp_dir(),
             recipe: recipe("image", Network::Pod, Duration::from_secs(60)),
+            build_image: "build".into(),
+            meter: Meter::None(String::new()),
         }
     }
 
@@ -219,7 +272,7 @@ mod tests {
     fn every_command_of_every_profile_can_be_filled() {
         for profile in [Profile::Quick, Profile::Paper] {
             for step in plan(profile).steps() {
-                let commands = step.commands(2, "10.0.0.1").unwrap();
+                let commands = step.commands(2, "10.0.0.1", "/dev/x").unwrap();
                 let words = commands.tool.iter().chain(&commands.server);
                 assert!(words.clone().all(|word| !word.contains('{')), "{commands:?}");
                 assert_eq!(commands.server.is_empty(), step.probe.server.is_empty());
@@ -229,7 +282,7 @@ mod tests {
 
     #[test]
     fn threads_are_those_of_the_smallest_side_unless_a_study_fixes_them() {
-        let words = |name: &str| step(name).commands(3, "").unwrap().tool.join(" ");
+        let words = |name: &str| step(name).commands(3, "", "").unwrap().tool.join(" ");
         assert!(words("cpu all-cpus").contains("--threads=3"));
         assert!(words("cpu one-thread").contains("--threads=1 "));
         assert_eq!(step("cpu one-thread").threads(3), Some(1));
@@ -239,7 +292,7 @@ mod tests {
 
     #[test]
     fn the_thesis_parameters_are_the_paper_profile() {
-        let words = |name: &str| step(name).commands(4, "10.0.0.9").unwrap().tool.join(" ");
+        let words = |name: &str| step(name).commands(4, "10.0.0.9", "").unwrap().tool.join(" ");
         assert_eq!(words("cpu one-thread"), "sysbench cpu --cpu-max-prime=10000 --threads=1 --time=10 run");
         assert_eq!(words("jitter 1-mbit"), "iperf3 -c 10.0.0.9 -u -b 1M -l 1448 -t 10 -J");
         assert_eq!(words("http 200-clients"), "ab -r -n 5000 -c 200 http://10.0.0.9:8080/");
@@ -255,17 +308,35 @@ mod tests {
             let storage = step.storage().unwrap();
             let named = step.case.starts_with(&format!("{storage:?}-").to_lowercase());
             assert!(named || step.probe.name == "request-sizes", "{}", step.case);
-            let file = format!("--filename={}/fio", storage.inside());
-            assert!(step.commands(1, "").unwrap().tool.contains(&file), "{}", step.case);
+            let file = match storage.inside() {
+                Some(dir) => format!("--filename={dir}/fio"),
+                None => "--filename=/dev/x".into(),
+            };
+            assert!(step.commands(1, "", "/dev/x").unwrap().tool.contains(&file), "{}", step.case);
         }
     }
 
     #[test]
     fn a_durable_row_writes_past_the_cache_and_waits_for_the_disk() {
         for step in plan(Profile::Quick).steps().iter().filter(|step| step.case.ends_with("-durable")) {
-            let words = step.commands(1, "").unwrap().tool;
+            let words = step.commands(1, "", "/dev/x").unwrap().tool;
             assert!(["--direct=1", "--fsync=1"].iter().all(|word| words.iter().any(|is| is == word)));
         }
+    }
+
+    #[test]
+    fn a_handler_that_is_named_twice_is_two_series() {
+        let names = ["runc", "sandboxer", "runc", "runc"].map(str::to_owned);
+        assert_eq!(series(&names), ["runc", "sandboxer", "runc#2", "runc#3"]);
+        let plan = Plan { runtimes: series(&names), ..plan(Profile::Quick) };
+        assert_eq!(plan.handlers(), ["runc", "sandboxer"]);
+        assert!(!plan.has_native() && Plan { runtimes: series(&["native".into()]), ..plan }.has_native());
+    }
+
+    #[test]
+    fn sizes_are_bytes() {
+        assert_eq!(["64M", "1G", "4096", "2K"].map(bytes), [Some(64 << 20), Some(1 << 30), Some(4096), Some(2048)]);
+        assert_eq!(["", "M", "1T", "x"].map(bytes), [None; 4]);
     }
 
     #[test]

@@ -6,8 +6,10 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::definition::{Probe, Profile};
+use super::efficiency::{self, Cost};
 use super::facts::Facts;
-use super::plan::Plan;
+use super::plan::{self, Plan};
+use super::power::Meter;
 use super::run::Run;
 use super::summary::{self, Comparison, Series};
 use crate::clock::Clock;
@@ -56,6 +58,9 @@ pub struct Report {
     pub series: Vec<Series>,
     /// Ratios over the reference.
     pub comparisons: Vec<Comparison>,
+    /// CPU time by role, and work per CPU time and per W, of each variant on each runtime.
+    #[serde(default)]
+    pub costs: Vec<Cost>,
     /// Notes.
     pub notes: Vec<String>,
     /// Figures that are missing, and why.
@@ -90,11 +95,13 @@ impl Report {
             reference,
             series,
             comparisons,
+            costs: efficiency::costs(&plan.probes, plan.profile, &plan.runtimes, runs),
             notes: Vec::new(),
             not_measured: BTreeMap::new(),
         };
         report.explain(runs);
         report.not_measured = not_measured(&report.series, runs);
+        report.not_measured.extend(power(&plan.meter, runs));
         report
     }
 
@@ -108,10 +115,29 @@ impl Report {
         self.comparisons.iter().find(|comparison| comparison.is_of(series))
     }
 
+    /// Returns for each further series of the reference's handler how many of its comparisons show no difference, and how many
+    /// there are: of 100, chance makes some 5 differ.
+    pub fn no_difference(&self) -> BTreeMap<String, (usize, usize)> {
+        let mut counts: BTreeMap<String, (usize, usize)> = BTreeMap::new();
+        let same = self.comparisons.iter().filter(|of| plan::handler(&of.a) == plan::handler(&of.b));
+        for comparison in same {
+            let (none, all) = counts.entry(comparison.a.clone()).or_default();
+            *none += usize::from(comparison.ratio.shows_no_difference());
+            *all += 1;
+        }
+        counts
+    }
+
     fn explain(&mut self, runs: &[Run]) {
         if self.profile == Profile::Quick {
             self.notes
                 .push("quick: shorter than the studies' own runs; do not compare with their figures".into());
+        }
+        for (other, (none, all)) in self.no_difference() {
+            self.notes.push(format!(
+                "{other}: {none} of {all} metrics show no difference to {}, the same handler",
+                self.reference
+            ));
         }
         if self.warm_up > 0 {
             self.notes.push(format!("{} warm-up rounds are not included", self.warm_up));
@@ -148,6 +174,18 @@ fn clocks(runs: &[Run]) -> Option<(f64, f64)> {
     let all = || runs.iter().flat_map(|run| run.host.mhz_before.into_iter().chain(run.host.mhz_after));
     let low = all().min_by(f64::total_cmp)?;
     Some((low, all().max_by(f64::total_cmp)?)).filter(|(low, _)| *low > 0.0)
+}
+
+/// Returns why there are no figures of power.
+fn power(meter: &Meter, runs: &[Run]) -> Option<(String, String)> {
+    let known = runs.iter().any(|run| run.power.watts.is_some());
+    let first = runs.iter().map(|run| &run.power.source).find(|source| !source.is_empty());
+    let why = match (meter, first) {
+        (_, Some(source)) => source.strip_prefix("not measured: ").unwrap_or(source),
+        (Meter::None(why), None) => why,
+        (_, None) => "no run had an end",
+    };
+    (!known).then(|| ("power".to_owned(), why.to_owned()))
 }
 
 /// Returns the series without a figure, by "probe.case.runtime.metric", with the first failure's reason.

@@ -2,10 +2,12 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::cpu::RoleUse;
 use super::facts::Facts;
 use super::host::HostUse;
 use super::output::Figures;
 use super::plan::Commands;
+use super::power::Power;
 use crate::sample::Outcome;
 
 /// One run of one variant of a probe on one runtime.
@@ -41,6 +43,12 @@ pub struct Run {
     pub facts: Option<Facts>,
     /// The host during the run.
     pub host: HostUse,
+    /// CPU time by role; absent for a run whose tool did not end.
+    #[serde(default)]
+    pub cpu: Option<RoleUse>,
+    /// Power of the host.
+    #[serde(default)]
+    pub power: Power,
 }
 
 impl Run {

@@ -5,17 +5,24 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use super::container::{ContainerError, Spec, Started, Starter};
+use super::cpu::{self, Pods, Reading, RoleUse};
+use super::definition::Image;
 use super::facts::{self, Facts};
 use super::host::Look;
 use super::log::{Printed, plain};
 use super::output::{Figures, OutputError};
-use super::plan::{Commands, Plan, Step, inside};
+use super::native::NATIVE;
+use super::plan::{self, Commands, Plan, Step, inside};
+use super::power::Power;
 use super::run::Run;
 use super::volume::{Storage, Volume};
 use crate::options::Resources;
+use crate::process;
 use crate::sample::Outcome;
 use crate::timeline;
 
+/// A block device in a container.
+const DEVICE: &str = "/dev/bench";
 /// CRI's period of a quota, µs.
 const PERIOD: i64 = 100_000;
 
@@ -26,6 +33,8 @@ pub type Sink<'a> = &'a mut (dyn FnMut(&Run, &Printed) -> Result<(), String> + S
 pub struct Runner<'a> {
     plan: &'a Plan,
     starter: Starter,
+    /// Images that are not on the node.
+    missing: Vec<Image>,
     /// Resources of each runtime's containers.
     pub sides: BTreeMap<String, Facts>,
     /// Notes.
@@ -62,15 +71,17 @@ struct Attempt {
     commands: Commands,
     facts: Option<Facts>,
     printed: Printed,
+    cpu: Option<RoleUse>,
+    power: Power,
     /// Its files; dropped last, after its pod's removal.
     volume: Option<Volume>,
 }
 
 impl<'a> Runner<'a> {
     /// Returns a runner without runs.
-    pub fn new(plan: &'a Plan, starter: Starter) -> Self {
+    pub fn new(plan: &'a Plan, starter: Starter, missing: Vec<Image>) -> Self {
         let (sides, notes, runs) = Default::default();
-        Self { plan, starter, sides, notes, runs, begun: Instant::now(), serial: 0 }
+        Self { plan, starter, missing, sides, notes, runs, begun: Instant::now(), serial: 0 }
     }
 
     /// Starts one container on each runtime and reads its resources. Adds a note if that fails; the runtime's runs then
@@ -156,6 +167,8 @@ impl<'a> Runner<'a> {
             figures,
             facts: attempt.facts,
             host,
+            cpu: attempt.cpu,
+            power: attempt.power,
         };
         let stored = sink(&run, &attempt.printed);
         self.runs.push(run);
@@ -173,25 +186,77 @@ impl<'a> Runner<'a> {
         threads: u32,
         attempt: &mut Attempt,
     ) -> Result<Figures, Failure> {
-        let limit = step.deadline(self.plan.recipe.timeout);
+        self.possible(step, handler)?;
         match step.probe.port {
-            None => {
-                attempt.commands =
-                    step.commands(threads, "").map_err(|error| Failure::at("command", error))?;
-                let mut spec =
-                    self.spec(handler, "tool", inside(&attempt.commands.tool, None, step.storage()));
-                attempt.volume = self.volume(step.storage())?;
-                spec.mounts.extend(attempt.volume.as_ref().map(Volume::mount));
-                let started = self.starter.start(&spec).await?;
-                let finished = self.starter.finish(&started, step.takes, limit).await;
-                self.keep(&started, attempt);
-                attempt.facts = Facts::find(&attempt.printed.stderr);
-                attempt.printed = finished?;
-            }
+            None => self.run_tool(step, handler, threads, attempt).await?,
             Some(port) => self.serve(step, handler, threads, port, attempt).await?,
         }
         self.same_as_before(handler, attempt.facts.as_ref())?;
         figures(step, &attempt.printed)
+    }
+
+    /// Rejects a variant that cannot run here.
+    fn possible(&self, step: &Step, series: &str) -> Result<(), Failure> {
+        let image = step.probe.image;
+        if self.missing.contains(&image) && plan::handler(series) != NATIVE {
+            let name = self.starter.image(image);
+            let why = format!("{name} is not on the node: `make bench-image BENCH_IMAGES='bench-small bench-build'`");
+            return Err(Failure::at("image", why));
+        }
+        if self.plan.memory < step.needs() {
+            let why = format!(
+                "pods have {} MiB of memory and it needs {}: use --memory",
+                self.plan.memory >> 20,
+                step.needs() >> 20
+            );
+            return Err(Failure::at("memory", why));
+        }
+        Ok(())
+    }
+
+    /// Runs the tool in the pod under test.
+    async fn run_tool(
+        &self,
+        step: &Step,
+        series: &str,
+        threads: u32,
+        attempt: &mut Attempt,
+    ) -> Result<(), Failure> {
+        self.volume(step, step.storage(), attempt)?;
+        let device = attempt.volume.as_ref().and_then(Volume::device);
+        let path = match device {
+            // A native tool sees the host's devices.
+            Some(device) if plan::handler(series) == NATIVE => device.host_path.display().to_string(),
+            _ => DEVICE.to_owned(),
+        };
+        attempt.commands = commands(step, threads, "", &path)?;
+        let mut spec = self.spec(series, "tool", inside(&attempt.commands.tool, None, step.storage()));
+        spec.image = step.probe.image;
+        add_volume(&mut spec, attempt);
+        let started = self.starter.start(&spec).await?;
+        let (before, power) = (Reading::now(), self.plan.meter.begin());
+        let limit = step.deadline(self.plan.recipe.timeout);
+        let finished = self.starter.finish(&started, step.takes, limit).await;
+        attempt.power = self.plan.meter.since(&power);
+        if finished.is_ok() {
+            attempt.cpu = self.roles(before, &started, &started).await;
+        }
+        self.keep(&started, attempt);
+        attempt.facts = Facts::find(&attempt.printed.stderr);
+        attempt.printed = finished?;
+        Ok(())
+    }
+
+    /// Returns the CPU time by role since `before`, of the tested container's run; `None` if `/proc` cannot be read.
+    async fn roles(&self, before: Reading, tested: &Started, tool: &Started) -> Option<RoleUse> {
+        let client = if std::ptr::eq(tested, tool) { None } else { self.starter.ids(tool).await };
+        let socket = self.starter.runtime.socket().to_owned();
+        let (tested, tool_s) = (self.starter.ids(tested).await, self.starter.ran_s(tool).await);
+        let work = move || {
+            let pods = Pods { tested, client, cri: process::listener(&socket) };
+            cpu::since(&before, &pods, tool_s).ok()
+        };
+        tokio::task::spawn_blocking(work).await.ok().flatten()
     }
 
     /// Runs the server in the pod under test, and the tool in a pod of the clients' runtime.
@@ -203,14 +268,14 @@ impl<'a> Runner<'a> {
         port: u16,
         attempt: &mut Attempt,
     ) -> Result<(), Failure> {
-        attempt.commands = step.commands(threads, "").map_err(|error| Failure::at("command", error))?;
+        attempt.commands = commands(step, threads, "", DEVICE)?;
         let storage = step.probe.server_storage;
         let mut spec = self.spec(handler, "server", inside(&attempt.commands.server, Some(port), storage));
-        attempt.volume = self.volume(storage)?;
-        spec.mounts.extend(attempt.volume.as_ref().map(Volume::mount));
+        self.volume(step, storage, attempt)?;
+        add_volume(&mut spec, attempt);
         let server = self.starter.start(&spec).await?;
         let address = self.starter.serving(&server).await?;
-        attempt.commands = step.commands(threads, &address).map_err(|error| Failure::at("command", error))?;
+        attempt.commands = commands(step, threads, &address, DEVICE)?;
         let mut spec =
             self.spec(&self.plan.client_runtime, "client", inside(&attempt.commands.tool, None, None));
         spec.resources = None;
@@ -219,8 +284,13 @@ impl<'a> Runner<'a> {
             Failure { at: format!("client: {}", failure.at), ..failure }
         };
         let client = self.starter.start(&spec).await.map_err(of_client)?;
+        let (before, power) = (Reading::now(), self.plan.meter.begin());
         let limit = step.deadline(self.plan.recipe.timeout);
         let finished = self.starter.finish(&client, step.takes, limit).await;
+        attempt.power = self.plan.meter.since(&power);
+        if finished.is_ok() {
+            attempt.cpu = self.roles(before, &server, &client).await;
+        }
         self.keep(&client, attempt);
         let served = self.starter.printed(&server);
         attempt.facts = Facts::find(&served.stderr);
@@ -234,11 +304,13 @@ impl<'a> Runner<'a> {
         Ok(())
     }
 
-    fn volume(&self, storage: Option<Storage>) -> Result<Option<Volume>, Failure> {
-        let Some(storage) = storage else { return Ok(None) };
-        Volume::make(&self.plan.volumes, storage).map_err(|error| {
+    /// Makes the volume of a run.
+    fn volume(&self, step: &Step, storage: Option<Storage>, attempt: &mut Attempt) -> Result<(), Failure> {
+        let Some(storage) = storage else { return Ok(()) };
+        attempt.volume = Volume::make(&self.plan.volumes, storage, step.size()).map_err(|error| {
             Failure::at("volume", format!("cannot create one in {}: {error}", self.plan.volumes.display()))
-        })
+        })?;
+        Ok(())
     }
 
     /// Reads the output, also after a failure.
@@ -257,15 +329,23 @@ impl<'a> Runner<'a> {
         }
     }
 
-    fn spec<'s>(&self, handler: &'s str, what: &str, command: Vec<String>) -> Spec<'s> {
+    fn spec<'s>(&self, series: &'s str, what: &str, command: Vec<String>) -> Spec<'s> {
         let resources = Resources {
             cpu_quota: i64::from(self.plan.cpus) * PERIOD,
             cpu_period: PERIOD,
             memory_limit: i64::try_from(self.plan.memory).unwrap_or(i64::MAX),
             ..Resources::default()
         };
-        let name = format!("{}-{}-{what}-{handler}", self.plan.recipe.run, self.serial);
-        Spec { name, handler, command, resources: Some(resources), mounts: Vec::new() }
+        let handler = plan::handler(series);
+        Spec {
+            name: format!("{}-{}-{what}-{handler}", self.plan.recipe.run, self.serial),
+            handler,
+            command,
+            resources: Some(resources),
+            mounts: Vec::new(),
+            devices: Vec::new(),
+            image: Image::default(),
+        }
     }
 
     /// Removes all pods of the run by its label, also those whose start failed.
@@ -279,6 +359,16 @@ impl<'a> Runner<'a> {
             }
         }
     }
+}
+
+fn commands(step: &Step, threads: u32, server: &str, device: &str) -> Result<Commands, Failure> {
+    step.commands(threads, server, device).map_err(|error| Failure::at("command", error))
+}
+
+fn add_volume(spec: &mut Spec<'_>, attempt: &Attempt) {
+    let volume = attempt.volume.as_ref();
+    spec.mounts.extend(volume.and_then(Volume::mount));
+    spec.devices.extend(volume.and_then(Volume::device));
 }
 
 fn figures(step: &Step, printed: &Printed) -> Result<Figures, Failure> {

@@ -216,6 +216,8 @@ pub(crate) mod tests_data {
             memory: 512 << 20,
             volumes: std::env::temp_dir(),
             recipe: recipe("image", Network::Pod, std::time::Duration::from_secs(60)),
+            build_image: "build".into(),
+            meter: crate::workload::power::Meter::None(String::new()),
         };
         let mut runs = Vec::new();
         for step in plan.steps() {
@@ -239,6 +241,8 @@ pub(crate) mod tests_data {
                         figures,
                         facts: None,
                         host: Default::default(),
+                        cpu: None,
+                        power: Default::default(),
                     });
                 }
             }

@@ -7,10 +7,13 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 
-use crate::options::Mount;
+use super::block::BlockDevice;
+use crate::options::{Device, Mount};
 
 /// Mount point of a volume in a container.
 const INSIDE: &str = "/data";
+/// A block device in a container.
+const DEVICE: &str = "/dev/bench";
 /// The tmpfs of every container.
 const SHARED_MEMORY: &str = "/dev/shm";
 
@@ -24,6 +27,8 @@ pub enum Storage {
     EmptyDir,
     /// A host directory shared with the container.
     Share,
+    /// A block device of the host.
+    Block,
 }
 
 impl Storage {
@@ -33,34 +38,44 @@ impl Storage {
             "tmpfs" => Some(Storage::Tmpfs),
             "emptydir" => Some(Storage::EmptyDir),
             "share" => Some(Storage::Share),
+            "block" => Some(Storage::Block),
             _ => None,
         }
     }
 
-    /// Returns its directory in the container.
-    pub const fn inside(self) -> &'static str {
+    /// Returns its directory in the container; `None` for a block device.
+    pub const fn inside(self) -> Option<&'static str> {
         match self {
-            Storage::Tmpfs => SHARED_MEMORY,
-            Storage::EmptyDir | Storage::Share => INSIDE,
+            Storage::Tmpfs => Some(SHARED_MEMORY),
+            Storage::EmptyDir | Storage::Share => Some(INSIDE),
+            Storage::Block => None,
         }
     }
 }
 
 /// A volume on the host. Dropping it removes its files; drop it after its pod's removal.
 #[derive(Debug)]
-pub struct Volume {
-    mount: Mount,
-    _dir: tempfile::TempDir,
+pub enum Volume {
+    /// A directory.
+    Directory {
+        /// Its mount in the container.
+        mount: Mount,
+        /// Removes it.
+        dir: tempfile::TempDir,
+    },
+    /// A block device.
+    Device(BlockDevice),
 }
 
 impl Volume {
-    /// Creates an empty volume below `parent`; `None` for storage that needs none.
-    pub fn make(parent: &Path, storage: Storage) -> std::io::Result<Option<Self>> {
+    /// Creates a volume below `parent`, `size` bytes if it is a device; `None` for storage that needs none.
+    pub fn make(parent: &Path, storage: Storage, size: u64) -> std::io::Result<Option<Self>> {
         // kubelet's path of an emptyDir, by which runtimes recognise one.
         let part = match storage {
             Storage::Tmpfs => return Ok(None),
             Storage::EmptyDir => "pods/workload/volumes/kubernetes.io~empty-dir/data",
             Storage::Share => "share",
+            Storage::Block => return BlockDevice::make(parent, size).map(Volume::Device).map(Some),
         };
         let dir = tempfile::Builder::new().prefix("sandboxer-workload-").tempdir_in(parent)?;
         let host_path = dir.path().join(part);
@@ -68,12 +83,25 @@ impl Volume {
         // For any user of the tool.
         fs::set_permissions(&host_path, fs::Permissions::from_mode(0o777))?;
         let mount = Mount { host_path, container_path: PathBuf::from(INSIDE), read_only: false };
-        Ok(Some(Self { mount, _dir: dir }))
+        Ok(Some(Volume::Directory { mount, dir }))
     }
 
     /// Returns it as a container's mount.
-    pub fn mount(&self) -> Mount {
-        self.mount.clone()
+    pub fn mount(&self) -> Option<Mount> {
+        match self {
+            Volume::Directory { mount, .. } => Some(mount.clone()),
+            Volume::Device(_) => None,
+        }
+    }
+
+    /// Returns it as a container's device.
+    pub fn device(&self) -> Option<Device> {
+        match self {
+            Volume::Directory { .. } => None,
+            Volume::Device(device) => {
+                Some(Device { host_path: device.node().to_owned(), container_path: PathBuf::from(DEVICE) })
+            }
+        }
     }
 }
 
@@ -85,19 +113,22 @@ mod tests {
     fn a_volume_goes_with_its_files() {
         let parent = tempfile::tempdir().unwrap();
         for storage in [Storage::EmptyDir, Storage::Share] {
-            let volume = Volume::make(parent.path(), storage).unwrap().unwrap();
-            fs::write(volume.mount().host_path.join("file"), "text").unwrap();
+            let volume = Volume::make(parent.path(), storage, 0).unwrap().unwrap();
+            fs::write(volume.mount().unwrap().host_path.join("file"), "text").unwrap();
             drop(volume);
         }
         assert_eq!(fs::read_dir(parent.path()).unwrap().count(), 0);
-        assert!(Volume::make(parent.path(), Storage::Tmpfs).unwrap().is_none());
-        assert!(Volume::make(Path::new("/no/such"), Storage::Share).is_err());
+        assert!(Volume::make(parent.path(), Storage::Tmpfs, 0).unwrap().is_none());
+        assert!(Volume::make(Path::new("/no/such"), Storage::Share, 0).is_err());
     }
 
     #[test]
     fn only_an_empty_dir_has_the_kubelets_path() {
         let parent = tempfile::tempdir().unwrap();
-        let path = |storage| Volume::make(parent.path(), storage).unwrap().unwrap().mount().host_path;
+        let path = |storage| {
+            let volume = Volume::make(parent.path(), storage, 0).unwrap().unwrap();
+            volume.mount().unwrap().host_path
+        };
         assert!(
             path(Storage::EmptyDir)
                 .to_string_lossy()

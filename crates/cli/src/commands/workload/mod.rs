@@ -13,7 +13,8 @@ use sandboxer_probe::measure::{self as probe, Bench};
 use sandboxer_probe::options::Network;
 use sandboxer_probe::workload::definition::{self, Probe, Profile};
 use sandboxer_probe::workload::native::Native;
-use sandboxer_probe::workload::plan::Plan;
+use sandboxer_probe::workload::plan::{self, Plan};
+use sandboxer_probe::workload::power::Meter;
 use sandboxer_probe::workload::run::Run;
 use sandboxer_probe::workload::store::Store;
 use sandboxer_probe::workload::{measure, report};
@@ -29,11 +30,12 @@ Examples:
   sandboxer-cli workload list
   sandboxer-cli workload --probe cpu --probe redis --runtime runc --runtime sandboxer
   sandboxer-cli workload --runtime runc --runtime sandboxer --profile paper --repeat 10 --output target/workload
+  sandboxer-cli workload --probe cpu --runtime runc --runtime runc --repeat 10   # two equal runtimes
   sandboxer-cli workload --probe cpu --runtime runc --json | jq '.series[] | {runtime, case, name, p50}'
 
 `make bench-image` builds the image with the tools from Debian packages and loads it.";
 
-/// Measure workloads on any runtimes: processor, memory, calls, jitter, network, servers
+/// Measure workloads on any runtimes: processor, memory, calls, jitter, files, network, servers
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES, args_conflicts_with_subcommands = true)]
 pub struct Args {
@@ -42,12 +44,16 @@ pub struct Args {
     /// Probe to run; repeat for more [default: all that `workload list` shows]
     #[arg(long = "probe", value_name = "PROBE")]
     probes: Vec<String>,
-    /// Runtime handler, or "native" for processes of this host; repeat to compare several: they alternate
+    /// Runtime handler, or "native" for processes of this host; repeat to compare several: they alternate. The same one twice
+    /// ("runc" and "runc#2") shows how much two equal runtimes differ
     #[arg(long = "runtime", default_value = "sandboxer")]
     runtimes: Vec<String>,
     /// Unpacked image in which tools of the runtime "native" run: `make bench-native` makes one
     #[arg(long, value_name = "DIR")]
     native_root: Option<PathBuf>,
+    /// Unpacked image with compilers and checkers, for native runs of the probe pipeline
+    #[arg(long, value_name = "DIR", requires = "native_root")]
+    native_build_root: Option<PathBuf>,
     /// Address of this host at which pods reach native servers [default: that of the default route]
     #[arg(long, value_name = "ADDRESS", requires = "native_root")]
     native_address: Option<std::net::IpAddr>,
@@ -79,6 +85,13 @@ pub struct Args {
     /// Image with the tools; it must be on the node
     #[arg(long, default_value = "localhost/sandboxer/bench-small:latest")]
     image: String,
+    /// Image with compilers and checkers, for the probe pipeline
+    #[arg(long, default_value = "localhost/sandboxer/bench-build:latest")]
+    build_image: String,
+    /// File that a power meter appends to, lines "time,watts" (RFC 3339 or seconds since 1970) [default: the processors' own
+    /// counters, if there are any]
+    #[arg(long, value_name = "FILE")]
+    power_csv: Option<PathBuf>,
     /// Network of the pods: pod or host; servers and their clients need pod
     #[arg(long, default_value_t)]
     network: Network,
@@ -152,10 +165,11 @@ fn plan(args: Args) -> Result<Plan> {
     recipe.cgroup_parent = args.cgroup_parent;
     Ok(Plan {
         probes: chosen(&args.probes)?,
-        runtimes: args.runtimes,
-        native: args
-            .native_root
-            .map(|root| Native::of(root, args.native_address.map(|address| address.to_string()))),
+        runtimes: plan::series(&args.runtimes),
+        native: args.native_root.map(|root| Native {
+            build_root: args.native_build_root,
+            ..Native::of(root, args.native_address.map(|address| address.to_string()))
+        }),
         client_runtime: args.client_runtime,
         profile: args.profile,
         repeat: args.repeat,
@@ -164,6 +178,8 @@ fn plan(args: Args) -> Result<Plan> {
         memory: args.memory << 20,
         volumes: args.volumes.unwrap_or_else(std::env::temp_dir),
         recipe,
+        build_image: args.build_image,
+        meter: Meter::find(args.power_csv),
     })
 }
 

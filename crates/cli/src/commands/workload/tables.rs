@@ -1,5 +1,6 @@
 //! A result of workloads as a table for a terminal.
 
+use sandboxer_probe::workload::efficiency;
 use sandboxer_probe::workload::report::Report;
 use sandboxer_probe::workload::summary::shown;
 
@@ -31,6 +32,7 @@ pub fn report(report: &Report) -> String {
         "\n{} profile, {} rounds, {} threads; ratios are of medians with their 95 % interval",
         report.profile, report.repeat, report.threads
     ));
+    text.push_str(&costs(report));
     for note in &report.notes {
         text.push_str(&format!("\nnote: {note}"));
     }
@@ -38,4 +40,25 @@ pub fn report(report: &Report) -> String {
         text.push_str(&format!("\nnot measured: {what}: {why}"));
     }
     text
+}
+
+/// Returns a second table: CPU time by role, and the work done for it.
+fn costs(report: &Report) -> String {
+    if report.costs.is_empty() {
+        return String::new();
+    }
+    let mut rows = table(&["probe", "runtime", "n", "CPU s of", "pod CPU s", "per CPU s", "W", "per W"], 4);
+    for cost in &report.costs {
+        rows.add_row(vec![
+            format!("{} {}", cost.probe, cost.case).trim_end().to_owned(),
+            cost.runtime.clone(),
+            cost.n.to_string(),
+            efficiency::shown(&cost.parts),
+            shown(Some(cost.pod_cpu_s)),
+            shown(cost.per_cpu_s),
+            shown(cost.watts),
+            shown(cost.per_watt),
+        ]);
+    }
+    format!("\n\n{}\nmedians; per CPU s: the main figure, if a rate, per second of the pod's CPU time", rows.trim_fmt())
 }

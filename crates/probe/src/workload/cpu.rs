@@ -1,0 +1,418 @@
+//! CPU time of one run by role: VMM, shim, daemon, the container's own processes, the CRI runtime, and the rest of the host.
+//!
+//! Two readings of `/proc`: when the tool has been started, and when it has ended, before its pod is removed. A process that
+//! ended in between is in the time of the parent that waited for it, so what a shim waited for is the container's. Soft
+//! interrupts belong to no process: they are only in the host's time.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Instant;
+
+use procfs::process::Stat;
+use procfs::{CpuTime, CurrentSI, KernelStats};
+use serde::{Deserialize, Serialize};
+
+use super::host::{self, CpuUse};
+use crate::attribution::{self, Found, Known, PodIds, Role};
+use crate::process::{self, Table};
+
+/// Whose time it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Part {
+    /// The pod's VMM, with its guest.
+    Vmm,
+    /// The runtime's process for the pod.
+    Shim,
+    /// Processes that serve all pods.
+    Daemon,
+    /// The pod's pause container.
+    Pause,
+    /// Other processes of the pod: virtiofsd, gofer, ….
+    Helper,
+    /// The container's processes, where they are on the host, and the runtime's short commands for it.
+    Workload,
+    /// VMs in the pool.
+    Pool,
+    /// The CRI runtime with its short commands.
+    Cri,
+    /// The pod of the client.
+    Client,
+    /// This probe.
+    Probe,
+    /// Everything else on the host.
+    Rest,
+}
+
+impl Part {
+    /// Every part, in the order of reports.
+    pub const ALL: [Part; 11] = [
+        Part::Vmm,
+        Part::Shim,
+        Part::Daemon,
+        Part::Pause,
+        Part::Helper,
+        Part::Workload,
+        Part::Pool,
+        Part::Cri,
+        Part::Client,
+        Part::Probe,
+        Part::Rest,
+    ];
+
+    /// Returns the name in reports.
+    pub const fn as_str(self) -> &'static str {
+        match self {
+            Part::Vmm => "vmm",
+            Part::Shim => "shim",
+            Part::Daemon => "daemon",
+            Part::Pause => "pause",
+            Part::Helper => "helper",
+            Part::Workload => "workload",
+            Part::Pool => "pool",
+            Part::Cri => "cri",
+            Part::Client => "client",
+            Part::Probe => "probe",
+            Part::Rest => "rest",
+        }
+    }
+
+    /// Returns whether it works for the pod under test, so that efficiency counts it.
+    pub const fn is_pods(self) -> bool {
+        matches!(
+            self,
+            Part::Vmm | Part::Shim | Part::Daemon | Part::Pause | Part::Helper | Part::Workload
+        )
+    }
+}
+
+/// CPU time, s. Guest time on KVM is in no other figure; that of emulated guests is `user_s`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct Time {
+    /// In programs.
+    pub user_s: f64,
+    /// In the kernel.
+    pub system_s: f64,
+    /// In guests on KVM.
+    pub guest_s: f64,
+}
+
+impl Time {
+    /// Returns the sum.
+    pub fn total_s(self) -> f64 {
+        self.user_s + self.system_s + self.guest_s
+    }
+
+    fn add(&mut self, other: Self) {
+        self.user_s += other.user_s;
+        self.system_s += other.system_s;
+        self.guest_s += other.guest_s;
+    }
+}
+
+/// CPU time of a run by role.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct RoleUse {
+    /// Between the two readings, s.
+    pub window_s: f64,
+    /// Running time of the tool, s, by the runtime's stamps of its container; `None` if they are absent.
+    pub tool_s: Option<f64>,
+    /// Parts without time are absent.
+    pub parts: BTreeMap<Part, Time>,
+}
+
+impl RoleUse {
+    /// Returns the time of everything that worked for the pod under test, s.
+    pub fn pods_s(&self) -> f64 {
+        self.parts.iter().filter(|(part, _)| part.is_pods()).map(|(_, time)| time.total_s()).sum()
+    }
+
+    /// Returns a rate per CPU: what is done in one second of CPU time. `None` if no time was seen.
+    pub fn per_cpu_s(&self, rate: f64) -> Option<f64> {
+        let cpus = self.pods_s() / self.tool_s.filter(|tool| *tool > 0.0)?;
+        (cpus > 0.0).then(|| rate / cpus)
+    }
+}
+
+/// Clock ticks of a process: its own, and those of the children that it waited for.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+struct Ticks {
+    own: [u64; 3],
+    children: [u64; 3],
+}
+
+impl Ticks {
+    fn of(stat: &Stat) -> Self {
+        let waited = |ticks: Option<i64>| ticks.and_then(|ticks| u64::try_from(ticks).ok()).unwrap_or_default();
+        let child = |ticks: i64| u64::try_from(ticks).unwrap_or_default();
+        Self {
+            own: [stat.utime, stat.stime, stat.guest_time.unwrap_or_default()],
+            children: [child(stat.cutime), child(stat.cstime), waited(stat.cguest_time)],
+        }
+    }
+
+    fn since(self, before: Self) -> Self {
+        let less = |a: [u64; 3], b: [u64; 3]| [0, 1, 2].map(|of| a[of].saturating_sub(b[of]));
+        Self { own: less(self.own, before.own), children: less(self.children, before.children) }
+    }
+}
+
+/// Converts ticks; the kernel includes guest time in user time.
+fn time([user, system, guest]: [u64; 3]) -> Time {
+    let seconds = |ticks: u64| ticks as f64 / procfs::ticks_per_second() as f64;
+    Time { user_s: seconds(user.saturating_sub(guest)), system_s: seconds(system), guest_s: seconds(guest) }
+}
+
+/// CPU time of all processes of the host at one moment.
+#[derive(Debug, Clone)]
+pub struct Reading {
+    at: Instant,
+    host: Option<CpuTime>,
+    /// By pid: its start and its ticks.
+    processes: BTreeMap<i32, (u64, Ticks)>,
+}
+
+impl Reading {
+    /// Reads `/proc`. Skips processes that end meanwhile.
+    pub fn now() -> Self {
+        let all = procfs::process::all_processes().into_iter().flatten().flatten();
+        let processes = all
+            .filter_map(|process| process.stat().ok())
+            .map(|stat| (stat.pid, (stat.starttime, Ticks::of(&stat))))
+            .collect();
+        Self { at: Instant::now(), host: KernelStats::current().ok().map(|stats| stats.total), processes }
+    }
+
+    /// Returns the ticks of each process since `before`; all of those that began later.
+    fn since(&self, before: &Self) -> BTreeMap<i32, Ticks> {
+        let spent = |(pid, (started, ticks)): (&i32, &(u64, Ticks))| {
+            let same = before.processes.get(pid).filter(|(of, _)| of == started);
+            (*pid, ticks.since(same.map(|(_, ticks)| *ticks).unwrap_or_default()))
+        };
+        self.processes.iter().map(spent).collect()
+    }
+}
+
+/// The pods of a run.
+#[derive(Debug, Clone, Default)]
+pub struct Pods {
+    /// The pod under test; `None` for a native tool.
+    pub tested: Option<PodIds>,
+    /// The client's.
+    pub client: Option<PodIds>,
+    /// The CRI runtime's process.
+    pub cri: Option<i32>,
+}
+
+/// Returns the time since `before` by role. Reads all of `/proc`, which takes some milliseconds.
+pub fn since(before: &Reading, pods: &Pods, tool_s: Option<f64>) -> procfs::ProcResult<RoleUse> {
+    let after = Reading::now();
+    let table = process::table()?;
+    let me = std::process::id() as i32;
+    let known = Known { cri: pods.cri, resident: BTreeSet::new(), observers: process::lineage(&table, me) };
+    let ids: Vec<PodIds> = pods.tested.iter().chain(&pods.client).cloned().collect();
+    let found = attribution::attribute(&table, &ids, &known);
+    let mut parts = split(&after.since(before), &table, &found, pods, me);
+    let host = before.host.as_ref().zip(after.host.as_ref()).map(|(a, b)| host::cpu_use(a, b));
+    if let Some(host) = host {
+        parts.insert(Part::Rest, rest(&host, &parts));
+    }
+    parts.retain(|_, time| time.total_s() > 0.0);
+    Ok(RoleUse { window_s: (after.at - before.at).as_secs_f64(), tool_s, parts })
+}
+
+fn split(
+    spent: &BTreeMap<i32, Ticks>,
+    table: &Table,
+    found: &BTreeMap<i32, Found>,
+    pods: &Pods,
+    me: i32,
+) -> BTreeMap<Part, Time> {
+    let native = pods.tested.is_none().then(|| descendants(table, me)).unwrap_or_default();
+    let mut parts: BTreeMap<Part, Time> = BTreeMap::new();
+    for (pid, ticks) in spent {
+        let (own, children) = if *pid == me {
+            // Its only children are native tools.
+            (Part::Probe, if pods.tested.is_none() { Part::Workload } else { Part::Probe })
+        } else if native.contains(pid) {
+            (Part::Workload, Part::Workload)
+        } else if pods.cri == Some(*pid) {
+            (Part::Cri, Part::Cri)
+        } else {
+            let Some(part) = found.get(pid).and_then(|found| part(found, pods)) else { continue };
+            (part, if part == Part::Shim { Part::Workload } else { part })
+        };
+        parts.entry(own).or_default().add(time(ticks.own));
+        parts.entry(children).or_default().add(time(ticks.children));
+    }
+    parts
+}
+
+/// Returns the part of a process; `None` for one of the rest.
+fn part(found: &Found, pods: &Pods) -> Option<Part> {
+    let is = |of: &Option<PodIds>| of.as_ref().is_some_and(|of| found.pod.as_ref() == Some(&of.pod));
+    if is(&pods.client) {
+        return Some(Part::Client);
+    }
+    match found.role {
+        // Of no pod: it may also serve others meanwhile.
+        Role::Daemon => Some(Part::Daemon),
+        Role::Pool => Some(Part::Pool),
+        _ if !is(&pods.tested) => None,
+        Role::Vmm | Role::GuestMemory | Role::Template => Some(Part::Vmm),
+        Role::Shim => Some(Part::Shim),
+        Role::Pause => Some(Part::Pause),
+        Role::Helper => Some(Part::Helper),
+        Role::Workload => Some(Part::Workload),
+        Role::Unattributed => None,
+    }
+}
+
+fn descendants(table: &Table, of: i32) -> BTreeSet<i32> {
+    let mut found = BTreeSet::from([of]);
+    loop {
+        let more: Vec<i32> = table
+            .values()
+            .filter(|process| found.contains(&process.parent) && !found.contains(&process.pid))
+            .map(|process| process.pid)
+            .collect();
+        if more.is_empty() {
+            found.remove(&of);
+            return found;
+        }
+        found.extend(more);
+    }
+}
+
+/// Returns the host's time without that of the parts. Ticks are coarse, so it is at least 0.
+fn rest(host: &CpuUse, parts: &BTreeMap<Part, Time>) -> Time {
+    let sum = |of: fn(&Time) -> f64| parts.values().map(of).sum::<f64>();
+    Time {
+        user_s: (host.user_s - sum(|time| time.user_s)).max(0.0),
+        system_s: (host.system_s + host.softirq_s - sum(|time| time.system_s)).max(0.0),
+        guest_s: (host.guest_s.unwrap_or_default() - sum(|time| time.guest_s)).max(0.0),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::process::Process;
+
+    fn process(pid: i32, parent: i32, name: &str, command: &str) -> Process {
+        Process {
+            pid,
+            parent,
+            started: pid as u64,
+            name: name.into(),
+            command: format!("/usr/bin/{name} {command}"),
+            pid_namespace: Some(1),
+            ..Process::default()
+        }
+    }
+
+    fn pod(id: &str) -> Option<PodIds> {
+        Some(PodIds { pod: id.into(), containers: vec![format!("container-of-{id}")], pid: None })
+    }
+
+    /// Own and children's user time of 1 s each, times the factor.
+    fn busy(seconds: u64) -> Ticks {
+        let ticks = seconds * procfs::ticks_per_second();
+        Ticks { own: [ticks, 0, 0], children: [10 * ticks, 0, 0] }
+    }
+
+    fn parts(processes: Vec<Process>, spent: &[(i32, u64)], pods: &Pods) -> Vec<(Part, f64)> {
+        let table: Table = processes.into_iter().map(|process| (process.pid, process)).collect();
+        let known = Known { cri: pods.cri, observers: [3].into(), ..Known::default() };
+        let ids: Vec<PodIds> = pods.tested.iter().chain(&pods.client).cloned().collect();
+        let found = attribution::attribute(&table, &ids, &known);
+        let spent = spent.iter().map(|(pid, seconds)| (*pid, busy(*seconds))).collect();
+        split(&spent, &table, &found, pods, 3).into_iter().map(|(part, time)| (part, time.total_s())).collect()
+    }
+
+    #[test]
+    fn what_a_shim_waited_for_is_the_container() {
+        let table = vec![
+            process(3, 1, "probe", ""),
+            process(5, 1, "containerd", ""),
+            process(10, 1, "containerd-shim-runc-v2", "-id pod-a"),
+            process(20, 1, "containerd-shim-runc-v2", "-id pod-b"),
+            process(30, 1, "bystander", ""),
+        ];
+        let pods = Pods { tested: pod("pod-a"), client: pod("pod-b"), cri: Some(5) };
+        assert_eq!(
+            parts(table, &[(3, 1), (5, 2), (10, 3), (20, 4), (30, 9)], &pods),
+            [
+                (Part::Shim, 3.0),
+                (Part::Workload, 30.0),
+                (Part::Cri, 22.0),
+                (Part::Client, 44.0),
+                (Part::Probe, 11.0)
+            ]
+        );
+    }
+
+    #[test]
+    fn a_vm_runtime_has_its_daemon_its_vmm_and_its_pool_apart() {
+        let table = vec![
+            process(3, 1, "probe", ""),
+            Process { watches: [50].into(), ..process(6, 1, "any-name", "") },
+            process(50, 6, "qemu-system-x86_64", "-name pod-a"),
+            process(51, 50, "helper-of-it", ""),
+            process(60, 6, "qemu-system-x86_64", "-name pool-1"),
+        ];
+        let pods = Pods { tested: pod("pod-a"), ..Pods::default() };
+        assert_eq!(
+            parts(table, &[(6, 1), (50, 2), (51, 3), (60, 4)], &pods),
+            [(Part::Vmm, 22.0), (Part::Daemon, 11.0), (Part::Helper, 33.0), (Part::Pool, 44.0)]
+        );
+    }
+
+    #[test]
+    fn a_native_tool_is_a_child_of_the_probe_also_when_it_has_ended() {
+        let table = vec![process(3, 1, "probe", ""), process(9, 3, "sysbench", ""), process(11, 9, "its-child", "")];
+        assert_eq!(
+            parts(table, &[(3, 1), (9, 2), (11, 3)], &Pods::default()),
+            [(Part::Workload, 10.0 + 22.0 + 33.0), (Part::Probe, 1.0)]
+        );
+    }
+
+    #[test]
+    fn guest_time_is_not_user_time_and_a_new_process_counts_whole() {
+        let hertz = procfs::ticks_per_second();
+        let of = time([3 * hertz, hertz, 2 * hertz]);
+        assert_eq!((of.user_s, of.system_s, of.guest_s, of.total_s()), (1.0, 1.0, 2.0, 4.0));
+        let reading = |processes: &[(i32, u64, u64)]| Reading {
+            at: Instant::now(),
+            host: None,
+            processes: processes.iter().map(|(pid, started, seconds)| (*pid, (*started, busy(*seconds)))).collect(),
+        };
+        let spent = reading(&[(1, 1, 5), (2, 9, 7)]).since(&reading(&[(1, 1, 4), (2, 2, 6)]));
+        // The second pid is another process now.
+        assert_eq!((spent[&1], spent[&2]), (busy(1), busy(7)));
+    }
+
+    #[test]
+    fn efficiency_counts_what_works_for_the_pod() {
+        let one = Time { user_s: 1.0, ..Time::default() };
+        let parts = [(Part::Vmm, one), (Part::Daemon, one), (Part::Client, one), (Part::Rest, one)].into();
+        let mut of = RoleUse { window_s: 5.0, tool_s: Some(4.0), parts };
+        assert_eq!((of.pods_s(), of.per_cpu_s(100.0)), (2.0, Some(200.0)));
+        of.tool_s = None;
+        assert_eq!(of.per_cpu_s(100.0), None);
+        assert_eq!(RoleUse { tool_s: Some(1.0), ..RoleUse::default() }.per_cpu_s(1.0), None);
+    }
+
+    #[test]
+    fn this_test_is_seen_at_work() {
+        let before = Reading::now();
+        // By this thread's own clock: the host may be busy.
+        let spun = || {
+            let now = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+            now.tv_sec * 1_000 + now.tv_nsec / 1_000_000
+        };
+        let begun = spun();
+        while spun() - begun < 150 {}
+        let of = since(&before, &Pods { tested: pod("no-such-pod-4711"), ..Pods::default() }, None).unwrap();
+        assert!(of.parts[&Part::Probe].total_s() >= 0.1, "{of:?}");
+    }
+}

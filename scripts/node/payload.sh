@@ -2,6 +2,7 @@
 # Packs the files of this clone that a node VM needs into target/node/payload.erofs and prints its path: scripts, configurations,
 # programs as far as they are built, guest image, and the named FILEs; also containerd, runc and the stack's images from the cache.
 # usage: payload.sh [FILE…]       FILE: further files of the clone, such as test programs
+# NODE_BENCH=1 adds what scripts/node/workload.sh needs: the image bench-small, its helper, and gVisor.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/../lib.sh"
@@ -42,6 +43,17 @@ images() {
     "$ROOT/scripts/oci-image.sh" pause registry.k8s.io/pause:3.10.2 "$work/cache/images/pause.tar"
 }
 
+# bench: the archive of bench-small, and its tree for the series native.
+bench() {
+    local archive helper=target/bench-helper/x86_64-unknown-linux-gnu/release
+    archive=$("$ROOT/scripts/bench-image.sh" bench-small)
+    # As it is: the archive's name has its hash.
+    mkdir -p "$work/clone/$helper"
+    cp -a "$ROOT/$helper/bench-helper" "$work/clone/$helper/"
+    mkdir -p "$work/cache/bench"
+    cp -a "$archive" "${archive%-*.tar}" "$work/cache/bench/"
+}
+
 pack() {
     local program tool
     # All files that git does not ignore, including uncommitted changes.
@@ -51,11 +63,13 @@ pack() {
         [[ ! -f $ROOT/target/release/$program ]] || lay "$ROOT/target/release/$program"
     done
     lay "$ROOT"/target/guest/{vmlinux,initramfs.cpio} "$@"
-    for tool in $("$ROOT/scripts/tools.sh"); do
+    # shellcheck disable=SC2046 # nothing, or one word
+    for tool in $("$ROOT/scripts/tools.sh" $([[ ${NODE_BENCH:-} != 1 ]] || echo gvisor)); do
         mkdir -p "$work/cache/tools/$(basename "${tool%/bin}")"
         cp -a "$tool" "$work/cache/tools/$(basename "${tool%/bin}")/"
     done
     images
+    [[ ${NODE_BENCH:-} != 1 ]] || bench
     install -m 0755 "$ROOT/scripts/node/init" "$work/init"
     rm -f "$OUT/payload.erofs"
     mkfs.erofs -Enoinline_data "$work.erofs" "$work" >"$work.log" 2>&1 || die "cannot make the payload with mkfs.erofs: $(tail -n 3 "$work.log")"

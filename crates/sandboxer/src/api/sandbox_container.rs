@@ -88,9 +88,9 @@ impl SandboxContainers {
         if again && let Some(pod) = self.pod(id.as_str()).filter(|pod| pod.bundle() == Some(bundle)) {
             match pod.status().state {
                 PodState::Ready => return Ok(pod.status().vmm_pid),
-                // Its start was undone when the earlier worker died.
-                PodState::Stopped => self.shutdown(id).await?,
-                _ => return self.start(&pod).await,
+                // Its start is undone, since the earlier worker died.
+                PodState::Stopping | PodState::Stopped => self.shutdown(id).await?,
+                PodState::Created | PodState::Starting | PodState::Unknown => return self.start(&pod).await,
             }
         }
         let invalid = |reason| grpc(PodError::Invalid { subject: format!("pod {id}"), reason });

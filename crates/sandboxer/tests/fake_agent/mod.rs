@@ -117,6 +117,11 @@ impl Agent for FakeAgent {
         Ok(Default::default())
     }
 
+    /// Its guest uses nothing.
+    async fn stats(&self, _: &TtrpcContext, _: wire::StatsRequest) -> Result<wire::StatsResponse> {
+        Ok(Default::default())
+    }
+
     async fn sync_clock(
         &self,
         _: &TtrpcContext,

@@ -23,6 +23,11 @@ const NEEDS: &[(&str, (u32, u32), &str)] = &[
     ("daemon::record_that_is_not_understood", HAS_CONTROLLERS, ENDS_WITH_THE_DAEMON),
     ("sandbox::limits_of_the_pod", (2, 2), "CRI has no UpdatePodSandboxResources"),
     ("sandbox::limits_beyond_the_vm", (2, 2), "CRI has no UpdatePodSandboxResources"),
+    (
+        "lifecycle::stop_and_remove_twice",
+        (1, 7),
+        "CRI answers a stop of a pod that does not exist with an error",
+    ),
     ("snapshotters::native_has_one_of_its_own", (1, 7), "a runtime handler has no snapshotter of its own"),
     ("snapshotters::blockfile_comes_as_it_is", (1, 7), "there is no snapshotter of this name"),
     (

@@ -25,6 +25,8 @@ const CHUNK: usize = 1 << 10;
 const TAIL: u64 = 4 << 10;
 /// Characters shown of one line.
 const LINE: usize = 240;
+/// What a kernel prints first when it ends.
+const PANIC: &str = "Kernel panic";
 /// How long the last output of an ended process may take from pipe to file.
 const DRAIN: Duration = Duration::from_secs(1);
 
@@ -82,7 +84,8 @@ impl Capture {
         let _ = tokio::time::timeout(DRAIN, finished.wait_for(|finished| *finished)).await;
     }
 
-    /// Returns the last `count` lines that are not empty, fit to be shown.
+    /// Returns the last `count` lines that are not empty, fit to be shown. A kernel's panic is the first of them: the trace that follows
+    /// it may be longer.
     pub async fn last_lines(&self, count: usize) -> Vec<String> {
         let mut bytes = Vec::new();
         for path in [self.target.older(), self.target.path()] {
@@ -91,7 +94,13 @@ impl Capture {
         }
         let text = String::from_utf8_lossy(&bytes);
         let mut lines: Vec<_> = text.lines().map(printable).filter(|line| !line.is_empty()).collect();
-        lines.split_off(lines.len().saturating_sub(count))
+        let mut last = lines.split_off(lines.len().saturating_sub(count));
+        if let Some(panic) = lines.into_iter().rev().find(|line| line.contains(PANIC))
+            && let Some(first) = last.first_mut()
+        {
+            *first = panic;
+        }
+        last
     }
 }
 
@@ -185,6 +194,18 @@ mod tests {
         let next = Capture::start(&b"after\n"[..], handle, "console.log", 20);
         next.drained().await;
         assert_eq!(next.last_lines(5).await, ["Kernel panic - not syncing", "after"]);
+    }
+
+    #[tokio::test]
+    async fn a_panic_is_shown_however_long_its_trace() {
+        let dir = tempfile::tempdir().unwrap();
+        let handle = Arc::new(socket::open(dir.path()).unwrap());
+        let trace = "early\n[ 1.0] Kernel panic - not syncing\nCPU: 0\nCall Trace:\n ? a\n ? b\n";
+        let capture = Capture::start(trace.as_bytes(), handle, "console.log", 20_000);
+        capture.drained().await;
+        assert_eq!(capture.last_lines(3).await, ["[ 1.0] Kernel panic - not syncing", " ? a", " ? b"]);
+        assert_eq!(capture.last_lines(5).await.len(), 5);
+        assert_eq!(capture.last_lines(6).await[0], "early");
     }
 
     #[test]

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Checks that the workspace compiles for arm64: types only, nothing is linked but what is preloaded into VMMs. Nothing runs there yet.
+# Checks whether the workspace compiles for arm64: types only, nothing is linked but what is preloaded into VMMs. Nothing runs there yet.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"

@@ -21,8 +21,12 @@ const NEEDS: &[(&str, (u32, u32), &str)] = &[
     ("daemon::ended_politely_and_started_again", HAS_CONTROLLERS, ENDS_WITH_THE_DAEMON),
     ("daemon::vmm_that_does_not_work", HAS_CONTROLLERS, ENDS_WITH_THE_DAEMON),
     ("daemon::record_that_is_not_understood", HAS_CONTROLLERS, ENDS_WITH_THE_DAEMON),
-    ("sandbox::limits_of_the_pod", (2, 2), "CRI has no UpdatePodSandboxResources"),
-    ("sandbox::limits_beyond_the_vm", (2, 2), "CRI has no UpdatePodSandboxResources"),
+    ("sandbox::limits_of_the_pod", (2, 3), "CRI has no UpdatePodSandboxResources, or does not implement it"),
+    (
+        "sandbox::limits_beyond_the_vm",
+        (2, 3),
+        "CRI has no UpdatePodSandboxResources, or does not implement it",
+    ),
     (
         "lifecycle::stop_and_remove_twice",
         (1, 7),

@@ -2,7 +2,7 @@
 # In a node VM whose payload was made with NODE_BENCH=1: measures workloads on a stack of its own, gVisor included, and writes the
 # result to $NODE_OUT/NAME.
 # usage: workload.sh NAME ARGUMENT…   the arguments are those of `sandboxer-cli workload`
-# STACK_VMM and POOL are the stack's.
+# STACK_VMM and POOL are the stack's. WORKLOAD_DAEMON=no leaves sandboxer out, for other runtimes alone.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/../lib.sh"
@@ -20,7 +20,9 @@ finish() {
 }
 
 trap finish EXIT
-scripts/stack.sh up "$at/stack"
+daemon=()
+[[ ${WORKLOAD_DAEMON:-yes} == yes ]] || daemon=(--no-daemon)
+scripts/stack.sh up "$at/stack" "${daemon[@]}"
 scripts/stack.sh load "$at/stack" bench-small
 scripts/bench-image.sh bench-small "$ROOT/target/bench-helper/x86_64-unknown-linux-gnu/release/bench-helper" "$at/native" >/dev/null
 # shellcheck source=/dev/null

@@ -38,7 +38,10 @@ pub fn run(args: &Args) -> Result<()> {
 }
 
 fn measure(args: &Args, parent: &Path) -> Result<Line> {
-    ensure!(0 < args.min && args.min <= args.max && args.max <= 1 << 30, "--min and --max are no range of sizes");
+    ensure!(
+        0 < args.min && args.min <= args.max && args.max <= 1 << 30,
+        "--min and --max are no range of sizes"
+    );
     let dir = parent.join(format!("bench-mixed-{}", std::process::id()));
     let measured = Pool::create(&dir, args).and_then(|pool| pool.measure(args.seconds));
     let removed = fs::remove_dir_all(&dir).with_context(|| format!("cannot remove {}", dir.display()));
@@ -104,11 +107,14 @@ impl<'a> Pool<'a> {
         let file = self.names[self.random.random_range(0..self.names.len())].clone();
         if self.random.random() {
             let mut bytes = Vec::new();
-            self.read += with(&file, File::open(&file).and_then(|mut file| file.read_to_end(&mut bytes)))? as u64;
+            self.read +=
+                with(&file, File::open(&file).and_then(|mut file| file.read_to_end(&mut bytes)))? as u64;
         } else {
             let size = self.size();
-            let appended =
-                OpenOptions::new().append(true).open(&file).and_then(|mut file| file.write_all(&self.data[..size]));
+            let appended = OpenOptions::new()
+                .append(true)
+                .open(&file)
+                .and_then(|mut file| file.write_all(&self.data[..size]));
             with(&file, appended)?;
             self.written += size as u64;
         }
@@ -138,7 +144,8 @@ impl<'a> Pool<'a> {
 
     fn sync(&self) -> Result<()> {
         let file = with(&self.dir, File::open(&self.dir))?;
-        rustix::fs::syncfs(file).with_context(|| format!("cannot write all of {} to the disk", self.dir.display()))
+        rustix::fs::syncfs(file)
+            .with_context(|| format!("cannot write all of {} to the disk", self.dir.display()))
     }
 }
 

@@ -112,7 +112,8 @@ mod tests {
 
     #[test]
     fn the_steps_are_those_of_the_study() {
-        let all: Vec<String> = steps("catch_tests.cpp").into_iter().map(|(_, words)| words.join(" ")).collect();
+        let all: Vec<String> =
+            steps("catch_tests.cpp").into_iter().map(|(_, words)| words.join(" ")).collect();
         assert_eq!(all[0], "g++ -std=c++11 --coverage -o tests matrix.cpp catch_tests.cpp");
         assert!(all[2].contains("--leak-check=full --show-leak-kinds=all"));
         assert!(all[5].starts_with("cppcheck --enable=style --force --xml"));

@@ -108,7 +108,10 @@ impl DoubleApiServer {
     }
 }
 
-async fn answer(truth: Arc<Mutex<Truth>>, request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Infallible> {
+async fn answer(
+    truth: Arc<Mutex<Truth>>,
+    request: Request<Incoming>,
+) -> Result<Response<Full<Bytes>>, Infallible> {
     let (parts, body) = request.into_parts();
     let body = body.collect().await.unwrap().to_bytes();
     let sent = parts.headers.get("authorization").map(|value| value.to_str().unwrap().to_owned());
@@ -167,7 +170,8 @@ fn route(truth: &mut Truth, method: &Method, path: &str, query: &str, body: Valu
 fn pending(mut pod: Value) -> Value {
     pod["metadata"]["creationTimestamp"] = json!("2026-01-01T00:00:00Z");
     pod["metadata"]["uid"] = json!("u-1");
-    pod["status"] = json!({"phase": "Pending", "conditions": [{"type": "Ready", "status": "False", "reason": "x"}]});
+    pod["status"] =
+        json!({"phase": "Pending", "conditions": [{"type": "Ready", "status": "False", "reason": "x"}]});
     pod
 }
 
@@ -274,7 +278,8 @@ async fn a_class_or_a_server_that_is_missing_is_named_before_anything_starts() {
 #[tokio::test]
 async fn the_servers_certificate_and_the_users_token_are_checked() {
     let double = DoubleApiServer::serve_tls(Some("secret")).await;
-    let version = async |access: &Access| Client::of(access).unwrap().call(Method::GET, "/version", None).await;
+    let version =
+        async |access: &Access| Client::of(access).unwrap().call(Method::GET, "/version", None).await;
     assert_eq!(version(&double.access(Some("secret"))).await.unwrap()["gitVersion"], "v1.99.0-double");
     let refused = version(&double.access(Some("wrong"))).await.unwrap_err();
     assert!(matches!(&refused, ApiError::Refused { status: StatusCode::UNAUTHORIZED, .. }), "{refused}");

@@ -163,7 +163,10 @@ async fn a_probe_whose_image_or_memory_is_missing_fails_by_itself() {
     both.probes.extend(plan("pipeline", &["a"], 1).probes);
     let (report, runs) = run(&double, &both).await.unwrap();
     let pipeline: Vec<&Run> = runs.iter().filter(|run| run.probe == "pipeline").collect();
-    assert!(pipeline.iter().all(|run| run.failed_at == "image" && run.error.contains("bench-build")), "{pipeline:?}");
+    assert!(
+        pipeline.iter().all(|run| run.failed_at == "image" && run.error.contains("bench-build")),
+        "{pipeline:?}"
+    );
     assert!(runs.iter().filter(|run| run.probe == "cpu").all(|run| run.outcome == Outcome::Ok));
     assert!(report.not_measured["pipeline.a.total_s"].contains("double/build:1 is not on the node"));
 
@@ -177,9 +180,13 @@ async fn a_probe_whose_image_or_memory_is_missing_fails_by_itself() {
 #[tokio::test]
 async fn a_volume_that_cannot_be_made_is_a_failure_of_its_row() {
     let double = Double::serve([("a", tool(works))]);
-    let (_, runs) =
-        run(&double, &Plan { volumes: "/no/such/dir".into(), ..plan("mixed-files", &["a"], 1) }).await.unwrap();
-    assert!(runs.iter().all(|run| run.failed_at == "volume" && run.error.contains("/no/such/dir")), "{runs:?}");
+    let (_, runs) = run(&double, &Plan { volumes: "/no/such/dir".into(), ..plan("mixed-files", &["a"], 1) })
+        .await
+        .unwrap();
+    assert!(
+        runs.iter().all(|run| run.failed_at == "volume" && run.error.contains("/no/such/dir")),
+        "{runs:?}"
+    );
 }
 
 #[tokio::test]

@@ -83,7 +83,8 @@ pub async fn run(
     bar.finish_and_clear();
     let json = serde_json::to_string_pretty(&report)?;
     if let Some(file) = &file {
-        std::fs::write(file, format!("{json}\n")).with_context(|| format!("cannot write {}", file.display()))?;
+        std::fs::write(file, format!("{json}\n"))
+            .with_context(|| format!("cannot write {}", file.display()))?;
         eprintln!("result: {}", file.display());
     }
     let text = if global.json { json } else { table(&report) };
@@ -130,7 +131,8 @@ fn table(report: &Report) -> String {
 
 /// Returns conditions and events in the order of their means.
 fn steps(class: &Class) -> String {
-    let mut steps: Vec<(&String, &f64)> = class.conditions_mean_s.iter().chain(&class.events_mean_s).collect();
+    let mut steps: Vec<(&String, &f64)> =
+        class.conditions_mean_s.iter().chain(&class.events_mean_s).collect();
     steps.sort_by(|a, b| a.1.total_cmp(b.1));
     let shown = |(name, mean): &(&String, &f64)| format!("{name} {mean:.2}");
     steps.iter().map(shown).collect::<Vec<_>>().join(", ")

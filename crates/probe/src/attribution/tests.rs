@@ -122,9 +122,19 @@ fn kata_s_processes_are_a_shim_a_vmm_and_a_helper() {
     let of = |id: &str, shim: i32, table: &mut Vec<Process>| {
         table.push(process(shim, 1, "containerd-shim-kata-v2", &format!("-namespace k8s.io -id {id}")));
         // Its virtiofsd starts another one; its VMM is found without KVM, too.
-        table.push(process(shim + 1, shim, "virtiofsd", &format!("--socket-path=/run/vc/vm/{id}/vhost-fs.sock")));
+        table.push(process(
+            shim + 1,
+            shim,
+            "virtiofsd",
+            &format!("--socket-path=/run/vc/vm/{id}/vhost-fs.sock"),
+        ));
         table.push(process(shim + 2, shim + 1, "virtiofsd", "--syslog"));
-        table.push(process(shim + 3, shim, "cloud-hypervisor", &format!("--api-socket /run/vc/vm/{id}/clh-api.sock")));
+        table.push(process(
+            shim + 3,
+            shim,
+            "cloud-hypervisor",
+            &format!("--api-socket /run/vc/vm/{id}/clh-api.sock"),
+        ));
     };
     let mut table = vec![process(3, 1, "observer", ""), process(5, 1, "containerd", "")];
     of("pod-a", 10, &mut table);

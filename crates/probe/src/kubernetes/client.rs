@@ -77,7 +77,8 @@ impl Client {
     /// Returns a client; connects to nothing.
     pub fn of(access: &Access) -> Result<Self, ApiError> {
         let bad = |what, why: String| ApiError::Access { what, why };
-        let uri: Uri = access.server.parse().map_err(|error| bad("server", format!("{}: {error}", access.server)))?;
+        let uri: Uri =
+            access.server.parse().map_err(|error| bad("server", format!("{}: {error}", access.server)))?;
         let host = uri.host().ok_or_else(|| bad("server", format!("{} has no host", access.server)))?;
         let host = host.trim_matches(|c| c == '[' || c == ']').to_owned();
         let secure = match uri.scheme_str() {
@@ -99,7 +100,8 @@ impl Client {
     /// Sends a request and returns the answer's JSON.
     pub async fn call(&self, method: Method, path: &str, body: Option<&Value>) -> Result<Value, ApiError> {
         let what = format!("{method} {path}");
-        let unreachable = |why: String| ApiError::Unreachable { what: what.clone(), server: self.server.clone(), why };
+        let unreachable =
+            |why: String| ApiError::Unreachable { what: what.clone(), server: self.server.clone(), why };
         let answer = tokio::time::timeout(LIMIT, self.exchange(method, path, body)).await;
         let answer = answer.unwrap_or_else(|_| Err(format!("none within {LIMIT:?}").into()));
         let (status, body) = answer.map_err(|error| unreachable(sandboxer_base::chain(&*error)))?;
@@ -108,7 +110,11 @@ impl Client {
             return value.map_err(|error| unreachable(format!("its answer is no JSON: {error}")));
         }
         let message = value.ok().and_then(|status| Some(status.get("message")?.as_str()?.to_owned()));
-        Err(ApiError::Refused { what, status, message: message.unwrap_or_else(|| "without a message".into()) })
+        Err(ApiError::Refused {
+            what,
+            status,
+            message: message.unwrap_or_else(|| "without a message".into()),
+        })
     }
 
     async fn exchange(
@@ -173,8 +179,11 @@ fn tls(access: &Access, host: &str) -> Result<(TlsConnector, ServerName<'static>
         Some((chain, key)) => {
             let chain = CertificateDer::pem_slice_iter(chain).collect::<Result<Vec<_>, _>>();
             let chain = chain.map_err(|error| bad("client-certificate", error.to_string()))?;
-            let key = PrivateKeyDer::from_pem_slice(key).map_err(|error| bad("client-key", error.to_string()))?;
-            builder.with_client_auth_cert(chain, key).map_err(|error| bad("client-certificate", error.to_string()))?
+            let key =
+                PrivateKeyDer::from_pem_slice(key).map_err(|error| bad("client-key", error.to_string()))?;
+            builder
+                .with_client_auth_cert(chain, key)
+                .map_err(|error| bad("client-certificate", error.to_string()))?
         }
     };
     let name = access.server_name.clone().unwrap_or_else(|| host.to_owned());

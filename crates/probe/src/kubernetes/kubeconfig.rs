@@ -171,7 +171,9 @@ impl Reader<'_> {
         namespace: Option<String>,
     ) -> Result<Access, KubeconfigError> {
         if cluster.insecure_skip_tls_verify {
-            return Err(self.unsupported("insecure-skip-tls-verify: name the server's certificate-authority instead"));
+            return Err(
+                self.unsupported("insecure-skip-tls-verify: name the server's certificate-authority instead")
+            );
         }
         if user.exec.is_some() || user.auth_provider.is_some() {
             return Err(self.unsupported(
@@ -180,14 +182,19 @@ impl Reader<'_> {
             ));
         }
         if user.username.is_some() {
-            return Err(self.unsupported("API servers take no passwords any more: use a token or a client certificate"));
+            return Err(self
+                .unsupported("API servers take no passwords any more: use a token or a client certificate"));
         }
         let certificate = self.data(&user.client_certificate_data, &user.client_certificate)?;
         let key = self.data(&user.client_key_data, &user.client_key)?;
         let certificate = match (certificate, key) {
             (Some(certificate), Some(key)) => Some((certificate, key)),
             (None, None) => None,
-            _ => return Err(self.unsupported("the user has a client certificate without a key, or a key without one")),
+            _ => {
+                return Err(
+                    self.unsupported("the user has a client certificate without a key, or a key without one")
+                );
+            }
         };
         let of_file = |path: &PathBuf| {
             Ok::<_, KubeconfigError>(String::from_utf8_lossy(&bounded(&self.beside(path))?).trim().to_owned())
@@ -206,7 +213,11 @@ impl Reader<'_> {
     }
 
     /// Returns data that are in the kubeconfig in base64, or in a file.
-    fn data(&self, inside: &Option<String>, file: &Option<PathBuf>) -> Result<Option<Vec<u8>>, KubeconfigError> {
+    fn data(
+        &self,
+        inside: &Option<String>,
+        file: &Option<PathBuf>,
+    ) -> Result<Option<Vec<u8>>, KubeconfigError> {
         match (inside, file) {
             (Some(text), _) => {
                 let decoded = STANDARD.decode(text.trim());

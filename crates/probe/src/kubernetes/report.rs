@@ -74,14 +74,17 @@ pub fn of(plan: &Plan, cluster: String, rows: Vec<Row>, partial: bool, mut notes
             .into(),
     );
     if classes.values().any(|class| class.n - class.failures < ENOUGH) {
-        notes.push(format!("fewer than {ENOUGH} pods of a class: its mean is uncertain by a part of a second"));
+        notes.push(format!(
+            "fewer than {ENOUGH} pods of a class: its mean is uncertain by a part of a second"
+        ));
     }
     for row in rows.iter().filter(|row| row.outcome() == Outcome::Failed && !row.warm_up) {
         notes.push(format!("{} pod {}: {}", name(&row.class), row.index, row.error));
     }
     Report {
         schema: SCHEMA,
-        measures: "from a pod's creationTimestamp until its condition Ready, by the cluster's own timestamps".into(),
+        measures: "from a pod's creationTimestamp until its condition Ready, by the cluster's own timestamps"
+            .into(),
         resolution_s: 1.0,
         cluster,
         image: plan.image.clone(),

@@ -21,8 +21,13 @@ const LOOK: Duration = Duration::from_millis(500);
 /// Time for the removal of a pod.
 const REMOVAL_LIMIT: Duration = Duration::from_secs(60);
 /// Reasons of a waiting container after which it will not start.
-const HOPELESS: [&str; 5] =
-    ["ErrImageNeverPull", "InvalidImageName", "ImagePullBackOff", "CreateContainerError", "RunContainerError"];
+const HOPELESS: [&str; 5] = [
+    "ErrImageNeverPull",
+    "InvalidImageName",
+    "ImagePullBackOff",
+    "CreateContainerError",
+    "RunContainerError",
+];
 
 /// Plan of a measurement.
 #[derive(Debug, Clone)]
@@ -146,7 +151,10 @@ async fn one(client: &Client, plan: &Plan, name: &str, mut row: Row, cancel: &Ca
     let attempt = async {
         tokio::time::sleep(phase).await;
         let pods = format!("/api/v1/namespaces/{}/pods", plan.namespace);
-        let pod = client.call(Method::POST, &pods, Some(&pod(plan, name, &row.class))).await.map_err(|e| chain(&e))?;
+        let pod = client
+            .call(Method::POST, &pods, Some(&pod(plan, name, &row.class)))
+            .await
+            .map_err(|e| chain(&e))?;
         let pod = ready(client, plan, &format!("{pods}/{name}"), pod).await?;
         let events = events(client, plan, &pod).await.unwrap_or_default();
         Ok::<_, String>((pod, events))
@@ -203,7 +211,9 @@ async fn ready(client: &Client, plan: &Plan, path: &str, mut pod: Value) -> Resu
         }
         let phase = pod.pointer("/status/phase").and_then(Value::as_str).unwrap_or("Unknown").to_owned();
         let waits = waits(&pod);
-        if matches!(&*phase, "Failed" | "Succeeded") || HOPELESS.iter().any(|reason| waits.starts_with(reason)) {
+        if matches!(&*phase, "Failed" | "Succeeded")
+            || HOPELESS.iter().any(|reason| waits.starts_with(reason))
+        {
             return Err(format!("the pod does not get ready: phase {phase}, {waits}"));
         }
         if Instant::now() >= end {
@@ -238,15 +248,17 @@ fn condition(pod: &Value, kind: &str) -> Option<Timestamp> {
 
 async fn events(client: &Client, plan: &Plan, pod: &Value) -> Result<Value, ApiError> {
     let uid = pod.pointer("/metadata/uid").and_then(Value::as_str).unwrap_or_default();
-    let path = format!("/api/v1/namespaces/{}/events?fieldSelector=involvedObject.uid%3D{uid}", plan.namespace);
+    let path =
+        format!("/api/v1/namespaces/{}/events?fieldSelector=involvedObject.uid%3D{uid}", plan.namespace);
     client.call(Method::GET, &path, None).await
 }
 
 /// Reads the stamps of a pod that is Ready.
 fn stamps(row: &mut Row, pod: &Value, events: &Value) -> Result<(), String> {
     let created = pod.pointer("/metadata/creationTimestamp").and_then(Value::as_str).unwrap_or_default();
-    let begin: Timestamp =
-        created.parse().map_err(|_| format!("the pod's creationTimestamp is '{created}', which is no time"))?;
+    let begin: Timestamp = created
+        .parse()
+        .map_err(|_| format!("the pod's creationTimestamp is '{created}', which is no time"))?;
     let since = |at: Timestamp| at.duration_since(begin).as_secs_f64();
     row.created = created.to_owned();
     row.node = pod.pointer("/spec/nodeName").and_then(Value::as_str).unwrap_or_default().to_owned();
@@ -257,7 +269,8 @@ fn stamps(row: &mut Row, pod: &Value, events: &Value) -> Result<(), String> {
     row.started_s = started.and_then(|at| at.parse().ok()).map(since);
     for event in events.get("items").and_then(Value::as_array).into_iter().flatten() {
         // Events of the scheduler have microseconds, those of a kubelet whole seconds.
-        let at = ["eventTime", "lastTimestamp"].iter().find_map(|name| event.get(*name)?.as_str()?.parse().ok());
+        let at =
+            ["eventTime", "lastTimestamp"].iter().find_map(|name| event.get(*name)?.as_str()?.parse().ok());
         if let (Some(reason), Some(at)) = (event.get("reason").and_then(Value::as_str), at) {
             row.events.insert(reason.to_owned(), since(at));
         }
@@ -274,7 +287,9 @@ async fn remove(client: &Client, plan: &Plan, name: &str) -> Result<(), String> 
         match client.call(method, &path, None).await {
             Err(error) if error.is_not_found() => return Ok(()),
             Err(error) => return Err(chain(&error)),
-            Ok(_) if Instant::now() >= end => return Err(format!("{path} still exists after {REMOVAL_LIMIT:?}")),
+            Ok(_) if Instant::now() >= end => {
+                return Err(format!("{path} still exists after {REMOVAL_LIMIT:?}"));
+            }
             Ok(_) => tokio::time::sleep(LOOK / 2).await,
         }
         method = Method::GET;

@@ -108,7 +108,10 @@ impl BlockDevice {
 
 fn named<T>(path: &str, opened: io::Result<T>) -> io::Result<T> {
     opened.map_err(|error| {
-        io::Error::new(error.kind(), format!("{path}: {error}; block devices need root and the kernel's loop module"))
+        io::Error::new(
+            error.kind(),
+            format!("{path}: {error}; block devices need root and the kernel's loop module"),
+        )
     })
 }
 

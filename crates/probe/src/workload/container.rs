@@ -6,9 +6,9 @@ use std::time::{Duration, Instant};
 
 use tokio_util::sync::CancellationToken;
 
+use super::definition::Image;
 use super::facts;
 use super::log::{self, Printed};
-use super::definition::Image;
 use super::native::{NATIVE, Native, Process};
 use crate::attribution::PodIds;
 use crate::ledger;
@@ -167,10 +167,7 @@ impl Starter {
     /// Starts a pod and its container, or a native tool. A partial start is removed with the run's other pods.
     pub async fn start(&self, spec: &Spec<'_>) -> Result<Started, ContainerError> {
         if let Some(native) = self.native.as_ref().filter(|_| spec.handler == NATIVE) {
-            return native
-                .start(spec, &self.logs)
-                .map(Started::Native)
-                .map_err(ContainerError::Native);
+            return native.start(spec, &self.logs).map(Started::Native).map_err(ContainerError::Native);
         }
         let pod = PodOptions {
             namespace: "sandboxer-workload".into(),

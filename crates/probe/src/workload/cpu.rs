@@ -78,10 +78,7 @@ impl Part {
 
     /// Returns whether it works for the pod under test, so that efficiency counts it.
     pub const fn is_pods(self) -> bool {
-        matches!(
-            self,
-            Part::Vmm | Part::Shim | Part::Daemon | Part::Pause | Part::Helper | Part::Workload
-        )
+        matches!(self, Part::Vmm | Part::Shim | Part::Daemon | Part::Pause | Part::Helper | Part::Workload)
     }
 }
 
@@ -142,7 +139,8 @@ struct Ticks {
 
 impl Ticks {
     fn of(stat: &Stat) -> Self {
-        let waited = |ticks: Option<i64>| ticks.and_then(|ticks| u64::try_from(ticks).ok()).unwrap_or_default();
+        let waited =
+            |ticks: Option<i64>| ticks.and_then(|ticks| u64::try_from(ticks).ok()).unwrap_or_default();
         let child = |ticks: i64| u64::try_from(ticks).unwrap_or_default();
         Self {
             own: [stat.utime, stat.stime, stat.guest_time.unwrap_or_default()],
@@ -326,7 +324,10 @@ mod tests {
         let ids: Vec<PodIds> = pods.tested.iter().chain(&pods.client).cloned().collect();
         let found = attribution::attribute(&table, &ids, &known);
         let spent = spent.iter().map(|(pid, seconds)| (*pid, busy(*seconds))).collect();
-        split(&spent, &table, &found, pods, 3).into_iter().map(|(part, time)| (part, time.total_s())).collect()
+        split(&spent, &table, &found, pods, 3)
+            .into_iter()
+            .map(|(part, time)| (part, time.total_s()))
+            .collect()
     }
 
     #[test]
@@ -369,7 +370,8 @@ mod tests {
 
     #[test]
     fn a_native_tool_is_a_child_of_the_probe_also_when_it_has_ended() {
-        let table = vec![process(3, 1, "probe", ""), process(9, 3, "sysbench", ""), process(11, 9, "its-child", "")];
+        let table =
+            vec![process(3, 1, "probe", ""), process(9, 3, "sysbench", ""), process(11, 9, "its-child", "")];
         assert_eq!(
             parts(table, &[(3, 1), (9, 2), (11, 3)], &Pods::default()),
             [(Part::Workload, 10.0 + 22.0 + 33.0), (Part::Probe, 1.0)]
@@ -384,7 +386,10 @@ mod tests {
         let reading = |processes: &[(i32, u64, u64)]| Reading {
             at: Instant::now(),
             host: None,
-            processes: processes.iter().map(|(pid, started, seconds)| (*pid, (*started, busy(*seconds)))).collect(),
+            processes: processes
+                .iter()
+                .map(|(pid, started, seconds)| (*pid, (*started, busy(*seconds))))
+                .collect(),
         };
         let spent = reading(&[(1, 1, 5), (2, 9, 7)]).since(&reading(&[(1, 1, 4), (2, 2, 6)]));
         // The second pid is another process now.

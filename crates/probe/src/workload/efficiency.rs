@@ -62,14 +62,17 @@ fn cost(probe: &Probe, case: &str, runtime: &str, runs: &[&Run]) -> Option<Cost>
                 used.iter().map(|cpu| cpu.parts.get(part).map(of).unwrap_or_default()).collect();
             median(&values).unwrap_or_default()
         };
-        Time { user_s: of(|time| time.user_s), system_s: of(|time| time.system_s), guest_s: of(|time| time.guest_s) }
+        Time {
+            user_s: of(|time| time.user_s),
+            system_s: of(|time| time.system_s),
+            guest_s: of(|time| time.guest_s),
+        }
     };
     let parts = Part::ALL.iter().map(|part| (*part, medians(part))).filter(|(_, time)| time.total_s() > 0.0);
     let pod: Vec<f64> = used.iter().map(|cpu| cpu.pods_s()).collect();
     let main = probe.metrics.first().filter(|metric| metric.better == Better::Higher && metric.is_rate());
     let rate = |run: &Run| run.figure(&main?.name);
-    let per_cpu: Vec<f64> =
-        runs.iter().filter_map(|run| run.cpu.as_ref()?.per_cpu_s(rate(run)?)).collect();
+    let per_cpu: Vec<f64> = runs.iter().filter_map(|run| run.cpu.as_ref()?.per_cpu_s(rate(run)?)).collect();
     let watts: Vec<f64> = runs.iter().filter_map(|run| run.power.watts).collect();
     let per_watt: Vec<f64> = runs
         .iter()

@@ -142,7 +142,8 @@ pub async fn measure(
 
 /// Returns the images of the plan's probes that are not on the node. That of most tools is: it was checked.
 async fn missing(bench: &Bench, plan: &Plan, starter: &Starter) -> Result<Vec<Image>, WorkloadError> {
-    let build = plan.probes.iter().any(|probe| probe.image == Image::BenchBuild) && !plan.handlers().is_empty();
+    let build =
+        plan.probes.iter().any(|probe| probe.image == Image::BenchBuild) && !plan.handlers().is_empty();
     if build && bench.runtime.image(starter.image(Image::BenchBuild)).await?.is_none() {
         return Ok(vec![Image::BenchBuild]);
     }

@@ -31,7 +31,7 @@ pub struct Plan {
     pub profile: Profile,
     /// Counted rounds: in each, every runtime runs every variant once.
     pub repeat: u32,
-    /// Warm-up rounds.
+    /// Warm-up rounds: in each, every runtime runs the first variant of each probe.
     pub warm_up: u32,
     /// Processors of each pod.
     pub cpus: u32,
@@ -133,15 +133,23 @@ impl Plan {
         self.probes.iter().flat_map(of).collect()
     }
 
+    /// Returns the variants of a warm-up round: the first one of each probe.
+    pub fn warm_up_steps(&self) -> Vec<Step> {
+        let mut steps = self.steps();
+        steps.dedup_by(|step, before| step.probe.name == before.probe.name);
+        steps
+    }
+
     /// Returns the number of measured containers.
     pub fn runs(&self) -> u64 {
-        u64::from(self.warm_up + self.repeat) * self.steps().len() as u64 * self.runtimes.len() as u64
+        let of = |rounds: u32, steps: Vec<Step>| u64::from(rounds) * steps.len() as u64;
+        (of(self.warm_up, self.warm_up_steps()) + of(self.repeat, self.steps())) * self.runtimes.len() as u64
     }
 
     /// Returns the total running time of the tools, without starting and removing pods.
     pub fn takes(&self) -> Duration {
-        let rounds = (self.warm_up + self.repeat) * self.runtimes.len() as u32;
-        self.steps().iter().map(|step| step.takes).sum::<Duration>() * rounds
+        let of = |rounds: u32, steps: Vec<Step>| steps.iter().map(|step| step.takes).sum::<Duration>() * rounds;
+        (of(self.warm_up, self.warm_up_steps()) + of(self.repeat, self.steps())) * self.runtimes.len() as u32
     }
 }
 
@@ -187,9 +195,11 @@ impl Step {
         ]);
         let dir = self.storage().and_then(Storage::inside);
         values.extend(dir.map(|dir| ("dir".to_owned(), dir.to_owned())));
-        values.extend(self.storage().map(|_| {
-            ("file".to_owned(), dir.map_or_else(|| device.to_owned(), |dir| format!("{dir}/fio")))
-        }));
+        values.extend(
+            self.storage().map(|_| {
+                ("file".to_owned(), dir.map_or_else(|| device.to_owned(), |dir| format!("{dir}/fio")))
+            }),
+        );
         values.extend(self.values.clone());
         let fill = |words: &[String]| -> Result<Vec<String>, StepError> {
             let one = |word: &String| {
@@ -335,7 +345,10 @@ mod tests {
 
     #[test]
     fn sizes_are_bytes() {
-        assert_eq!(["64M", "1G", "4096", "2K"].map(bytes), [Some(64 << 20), Some(1 << 30), Some(4096), Some(2048)]);
+        assert_eq!(
+            ["64M", "1G", "4096", "2K"].map(bytes),
+            [Some(64 << 20), Some(1 << 30), Some(4096), Some(2048)]
+        );
         assert_eq!(["", "M", "1T", "x"].map(bytes), [None; 4]);
     }
 
@@ -359,7 +372,9 @@ mod tests {
     #[test]
     fn rounds_count_for_every_runtime_and_variant() {
         let plan = plan(Profile::Quick);
-        assert_eq!(plan.runs(), 4 * 2 * plan.steps().len() as u64);
+        let first = plan.warm_up_steps();
+        assert_eq!(first.len(), plan.probes.len());
+        assert_eq!(plan.runs(), 2 * (3 * plan.steps().len() + first.len()) as u64);
         assert!(plan.takes() > Duration::from_secs(60));
     }
 }

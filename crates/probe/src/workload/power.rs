@@ -58,10 +58,13 @@ impl Meter {
 
     /// Returns the counters of the packages in a directory as the kernel has it.
     fn below(dir: &Path) -> Self {
-        let none = |why: &str| Meter::None(format!("no meter: {why} {}; name a meter's file with --power-csv", dir.display()));
+        let none = |why: &str| {
+            Meter::None(format!("no meter: {why} {}; name a meter's file with --power-csv", dir.display()))
+        };
         let Ok(entries) = fs::read_dir(dir) else { return none("there is no") };
         let zones = entries.flatten().map(|entry| entry.path());
-        let packages = zones.filter(|zone| text(&zone.join("name")).is_ok_and(|name| name.starts_with("package")));
+        let packages =
+            zones.filter(|zone| text(&zone.join("name")).is_ok_and(|name| name.starts_with("package")));
         let counter = |zone: PathBuf| {
             let path = zone.join("energy_uj");
             // Only root may read it.
@@ -126,7 +129,10 @@ fn joules(counters: &[Counter], before: &[Option<u64>]) -> Result<f64, String> {
 
 fn bounded(path: &Path) -> io::Result<String> {
     if fs::metadata(path)?.len() > LONGEST {
-        return Err(io::Error::new(io::ErrorKind::FileTooLarge, format!("it has more than {} MiB", LONGEST >> 20)));
+        return Err(io::Error::new(
+            io::ErrorKind::FileTooLarge,
+            format!("it has more than {} MiB", LONGEST >> 20),
+        ));
     }
     fs::read_to_string(path)
 }
@@ -141,7 +147,9 @@ fn mean(text: &str, from: Timestamp, to: Timestamp) -> Result<f64, String> {
             Some(_) => {}
             // A heading.
             None if index == 0 => {}
-            None => return Err(format!("line {} is not 'time,watts': '{}'", index + 1, super::log::plain(line))),
+            None => {
+                return Err(format!("line {} is not 'time,watts': '{}'", index + 1, super::log::plain(line)));
+            }
         }
     }
     if rows.is_empty() {
@@ -190,7 +198,8 @@ mod tests {
 
     #[test]
     fn without_a_meter_there_is_no_figure_but_the_reason() {
-        for meter in [Meter::below(Path::new("/no/such")), Meter::below(tempfile::tempdir().unwrap().path())] {
+        for meter in [Meter::below(Path::new("/no/such")), Meter::below(tempfile::tempdir().unwrap().path())]
+        {
             let power = meter.since(&meter.begin());
             assert!(power.watts.is_none() && power.source.starts_with("not measured: no meter"), "{power:?}");
             assert!(power.source.contains("--power-csv"), "{power:?}");

@@ -10,8 +10,8 @@ use super::definition::Image;
 use super::facts::{self, Facts};
 use super::host::Look;
 use super::log::{Printed, plain};
-use super::output::{Figures, OutputError};
 use super::native::NATIVE;
+use super::output::{Figures, OutputError};
 use super::plan::{self, Commands, Plan, Step, inside};
 use super::power::Power;
 use super::run::Run;
@@ -119,8 +119,9 @@ impl<'a> Runner<'a> {
 
     /// Runs everything; returns as an error why it ended early.
     pub async fn run(&mut self, sink: Sink<'_>) -> Result<(), String> {
-        let (steps, threads) = (self.plan.steps(), self.threads());
-        for (rounds, warm_up) in [(self.plan.warm_up, true), (self.plan.repeat, false)] {
+        let threads = self.threads();
+        let warm_up = (self.plan.warm_up, self.plan.warm_up_steps(), true);
+        for (rounds, steps, warm_up) in [warm_up, (self.plan.repeat, self.plan.steps(), false)] {
             for round in 0..rounds {
                 for step in &steps {
                     for handler in &self.plan.runtimes {
@@ -200,7 +201,9 @@ impl<'a> Runner<'a> {
         let image = step.probe.image;
         if self.missing.contains(&image) && plan::handler(series) != NATIVE {
             let name = self.starter.image(image);
-            let why = format!("{name} is not on the node: `make bench-image BENCH_IMAGES='bench-small bench-build'`");
+            let why = format!(
+                "{name} is not on the node: `make bench-image BENCH_IMAGES='bench-small bench-build'`"
+            );
             return Err(Failure::at("image", why));
         }
         if self.plan.memory < step.needs() {

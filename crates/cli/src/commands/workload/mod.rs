@@ -66,7 +66,7 @@ pub struct Args {
     /// Measured rounds: in each, every probe runs once on every runtime; ratios need four
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1000))]
     repeat: u32,
-    /// Warm-up rounds
+    /// Warm-up rounds: in each, every runtime runs the first variant of each probe
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=100))]
     warm_up: u32,
     /// Processors of each pod, by quota

@@ -60,5 +60,8 @@ fn costs(report: &Report) -> String {
             shown(cost.per_watt),
         ]);
     }
-    format!("\n\n{}\nmedians; per CPU s: the main figure, if a rate, per second of the pod's CPU time", rows.trim_fmt())
+    format!(
+        "\n\n{}\nmedians; per CPU s: the main figure, if a rate, per second of the pod's CPU time",
+        rows.trim_fmt()
+    )
 }

@@ -166,7 +166,8 @@ async fn one_trace_shows_a_pod_from_start_to_end() {
     let collector = CollectorDouble::default();
     let test = node(listener.local_addr().unwrap(), 0.0);
     collector.serve(listener).await;
-    let (controller, tasks) = (controller(&test), TaskService::new(test.node.clone()));
+    let controller = Arc::new(controller(&test));
+    let tasks = TaskService::new(test.node.clone(), controller.clone());
     let pod = test.pod("p");
     let sandbox_id = || "p".to_owned();
 

@@ -12,6 +12,7 @@ use sandboxer_probe::{
     store::Store,
     workload::{
         definition::{self, Profile},
+        power::Meter,
         plan::Plan,
         report::Report as WorkloadReport,
         run::Run,
@@ -242,6 +243,8 @@ fn workload_result(dir: &Path, profile: Profile) {
         memory: 512 << 20,
         volumes: std::env::temp_dir(),
         recipe: recipe("image", Network::Pod, std::time::Duration::from_secs(60)),
+        build_image: "build".into(),
+        meter: Meter::None("a test".into()),
     };
     let run = |round: u32| Run {
         runtime: "runc".into(),
@@ -259,6 +262,8 @@ fn workload_result(dir: &Path, profile: Profile) {
         figures: [("time_s".to_owned(), 2.0)].into(),
         facts: None,
         host: Default::default(),
+        cpu: None,
+        power: Default::default(),
     };
     let runs: Vec<Run> = (0..5).map(run).collect();
     // As of a daemon of ours without KVM, under runc's name.

@@ -125,6 +125,7 @@ async fn workload_child() {
         memory: 512 << 20,
         volumes: std::env::temp_dir(),
         recipe: measure::recipe(IMAGE, Network::Pod, Duration::from_secs(30)),
+        trusted: Vec::new(),
         build_image: "none".into(),
         meter: workload::power::Meter::None("a double has none".into()),
     };

@@ -54,6 +54,13 @@ fn has_one_less(command: &[String]) -> Ended {
     with_cpus(1, command)
 }
 
+/// Has the limits, but sees the host's memory and no limit.
+fn hides_its_limits(command: &[String]) -> Ended {
+    let (code, stdout, stderr) = works(command)?;
+    let hidden = |text: String| text.replace("536870912", "null").replace("1073741824", "68719476736");
+    Some((code, hidden(stdout), hidden(stderr)))
+}
+
 /// Same as [`works`], but the tool's part is something else.
 fn tool_is(command: &[String], ended: Ended) -> Ended {
     if command.contains(&"facts".to_owned()) { works(command) } else { ended }
@@ -96,6 +103,7 @@ fn plan(probe: &str, runtimes: &[&str], repeat: u32) -> Plan {
         memory: 512 << 20,
         volumes: std::env::temp_dir(),
         recipe: recipe(IMAGE, Network::Pod, Duration::from_millis(600)),
+        trusted: Vec::new(),
         build_image: "double/build:1".into(),
         meter: Meter::None("a double has none".into()),
     }
@@ -209,6 +217,20 @@ async fn unequal_sides_are_refused_before_anything_runs() {
             && error.to_string().contains("2 effective CPUs against 1")
     );
     assert_eq!(double.truth(|truth| truth.runs.len()), 2);
+}
+
+#[tokio::test]
+async fn a_runtime_that_hides_its_limits_is_compared_only_if_it_is_said_and_the_result_says_so() {
+    let double = Double::serve([("a", tool(works)), ("hides", tool(hides_its_limits))]);
+    let refused = run(&double, &plan("cpu", &["a", "hides"], 1)).await.unwrap_err();
+    assert!(refused.to_string().contains("--trust-limits"), "{refused}");
+    let trusting = Plan { trusted: vec!["hides".into()], ..plan("cpu", &["a", "hides"], 1) };
+    let (report, runs) = run(&double, &trusting).await.unwrap();
+    assert!(runs.iter().all(|run| run.outcome == Outcome::Ok), "{runs:?}");
+    assert_eq!(report.sides["hides"].memory_limit, Some(512 << 20));
+    assert!(
+        report.notes.iter().any(|note| note.starts_with("hides: its containers do not see their limits"))
+    );
 }
 
 #[tokio::test]

@@ -190,6 +190,46 @@ mod tests {
         assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 0);
     }
 
+    /// The directory of the child's device.
+    const CHILD: &str = "BLOCK_DEVICE_TEST_DIR";
+
+    #[test]
+    fn a_user_that_is_killed_leaves_neither_device_nor_file() {
+        use std::io::BufRead;
+        let parent = tempfile::tempdir().unwrap();
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "workload::block::tests::child", "--nocapture"])
+            .env(CHILD, parent.path())
+            .stdout(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        let lines = io::BufReader::new(child.stdout.take().unwrap()).lines();
+        let node = lines
+            .map(Result::unwrap)
+            .find_map(|line| Some(line.split_once("device: ")?.1.to_owned()))
+            .unwrap();
+        let size = || std::fs::read_to_string(format!("/sys/block/{node}/size")).unwrap();
+        assert_eq!(size().trim(), "16384");
+        child.kill().unwrap();
+        child.wait().unwrap();
+        let begun = std::time::Instant::now();
+        while size().trim() != "0" {
+            assert!(begun.elapsed() < std::time::Duration::from_secs(20), "the loop device is still there");
+        }
+        assert_eq!(std::fs::read_dir(parent.path()).unwrap().count(), 0);
+    }
+
+    /// The child's part; without the variable it has nothing to do.
+    #[test]
+    fn child() {
+        let Some(parent) = std::env::var_os(CHILD) else { return };
+        let device = BlockDevice::make(Path::new(&parent), 8 << 20).unwrap();
+        println!("device: {}", device.node().file_name().unwrap().display());
+        loop {
+            std::thread::park();
+        }
+    }
+
     #[test]
     fn a_directory_that_is_missing_is_an_error() {
         assert!(BlockDevice::make(Path::new("/no/such"), 4096).is_err());

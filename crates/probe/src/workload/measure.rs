@@ -43,7 +43,10 @@ pub enum WorkloadError {
     #[error("nothing can be measured: {0}")]
     NoSide(String),
     /// The runtimes' containers have different resources.
-    #[error("cannot compare the runtimes: their containers have different resources: {0}")]
+    #[error(
+        "cannot compare the runtimes: their containers have different resources: {0}. If one has the requested limits and does not \
+         see them, name it with --trust-limits"
+    )]
     Unequal(String),
 }
 

@@ -39,6 +39,8 @@ pub struct Plan {
     pub memory: u64,
     /// Host directory of volumes: probes measure its disk.
     pub volumes: PathBuf,
+    /// Handlers whose containers do not see their limits: those of the plan are taken for them.
+    pub trusted: Vec<String>,
     /// Recipe of the pods; its timeout is added to the tool's time.
     pub recipe: Recipe,
     /// Image with compilers and checkers; the recipe has that of the other tools.
@@ -148,7 +150,8 @@ impl Plan {
 
     /// Returns the total running time of the tools, without starting and removing pods.
     pub fn takes(&self) -> Duration {
-        let of = |rounds: u32, steps: Vec<Step>| steps.iter().map(|step| step.takes).sum::<Duration>() * rounds;
+        let of =
+            |rounds: u32, steps: Vec<Step>| steps.iter().map(|step| step.takes).sum::<Duration>() * rounds;
         (of(self.warm_up, self.warm_up_steps()) + of(self.repeat, self.steps())) * self.runtimes.len() as u32
     }
 }
@@ -269,6 +272,7 @@ mod tests {
             memory: 512 << 20,
             volumes: std::env::temp_dir(),
             recipe: recipe("image", Network::Pod, Duration::from_secs(60)),
+            trusted: Vec::new(),
             build_image: "build".into(),
             meter: Meter::None(String::new()),
         }

@@ -216,6 +216,7 @@ pub(crate) mod tests_data {
             memory: 512 << 20,
             volumes: std::env::temp_dir(),
             recipe: recipe("image", Network::Pod, std::time::Duration::from_secs(60)),
+            trusted: Vec::new(),
             build_image: "build".into(),
             meter: crate::workload::power::Meter::None(String::new()),
         };

@@ -75,6 +75,10 @@ pub struct Args {
     /// Memory of each pod, MiB
     #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u64).range(64..=1 << 24))]
     memory: u64,
+    /// Runtime handler whose containers do not see their limits, such as gVisor's: the requested ones are assumed, and the result
+    /// says so; repeat for more
+    #[arg(long = "trust-limits", value_name = "RUNTIME")]
+    trusted: Vec<String>,
     /// CRI endpoint of the container runtime
     #[arg(
         long,
@@ -177,6 +181,7 @@ fn plan(args: Args) -> Result<Plan> {
         cpus: args.cpus,
         memory: args.memory << 20,
         volumes: args.volumes.unwrap_or_else(std::env::temp_dir),
+        trusted: args.trusted,
         recipe,
         build_image: args.build_image,
         meter: Meter::find(args.power_csv),

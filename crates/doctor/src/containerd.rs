@@ -20,7 +20,7 @@ pub const HAS_CONTROLLERS: (u32, u32) = (2, 0);
 /// The newest tested version.
 pub const SEEN: (u32, u32) = (2, 4);
 /// All tested versions.
-const TESTED: [(u32, u32); 7] = [(1, 6), (1, 7), (2, 0), (2, 1), (2, 2), (2, 3), SEEN];
+const TESTED: [(u32, u32); 6] = [(1, 6), (1, 7), (2, 0), (2, 1), (2, 2), SEEN];
 
 /// Plugin that has the settings of containerd's CRI service, from 2.0 on.
 pub const CRI_OF_2: &str = "io.containerd.cri.v1.runtime";
@@ -281,7 +281,7 @@ mod tests {
             ("containerd", "v2.4.2", Verdict::Ok),
             ("containerd", "2.4.0-rc.1", Verdict::Ok),
             ("containerd", "v2.0.9", Verdict::Ok),
-            ("containerd", "v2.3.4", Verdict::Ok),
+            ("containerd", "v2.3.4", Verdict::Warning),
             ("containerd", "v2.5.0", Verdict::Warning),
             ("containerd", "v1.7.34", Verdict::Ok),
             ("containerd", "1.6.20~ds1", Verdict::Ok),

@@ -114,8 +114,10 @@ impl<'a> Runner<'a> {
     fn facts_of(&self, series: &str, text: &str) -> Option<Facts> {
         let mut facts = Facts::find(text)?;
         if self.plan.trusted.iter().any(|trusted| trusted == plan::handler(series)) {
-            facts.quota_cpus.get_or_insert(f64::from(self.plan.cpus));
-            facts.memory_limit.get_or_insert(self.plan.memory);
+            // gVisor shows a limit: the host's memory.
+            let (cpus, memory) = (f64::from(self.plan.cpus), self.plan.memory);
+            facts.quota_cpus = Some(facts.quota_cpus.map_or(cpus, |seen| seen.min(cpus)));
+            facts.memory_limit = Some(facts.memory_limit.map_or(memory, |seen| seen.min(memory)));
         }
         Some(facts)
     }

@@ -225,7 +225,7 @@ fn split(
     pods: &Pods,
     me: i32,
 ) -> BTreeMap<Part, Time> {
-    let native = pods.tested.is_none().then(|| descendants(table, me)).unwrap_or_default();
+    let native = if pods.tested.is_none() { descendants(table, me) } else { BTreeSet::new() };
     let mut parts: BTreeMap<Part, Time> = BTreeMap::new();
     for (pid, ticks) in spent {
         let (own, children) = if *pid == me {

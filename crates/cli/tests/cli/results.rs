@@ -245,6 +245,7 @@ fn workload_result(dir: &Path, profile: Profile) {
         recipe: recipe("image", Network::Pod, std::time::Duration::from_secs(60)),
         build_image: "build".into(),
         meter: Meter::None("a test".into()),
+        trusted: Vec::new(),
     };
     let run = |round: u32| Run {
         runtime: "runc".into(),

@@ -267,6 +267,11 @@ async fn what_is_deleted_from_an_empty_dir_is_the_hosts_again(case: Case) -> Res
     let disk = kubelet.empty_dir("disk")?;
     let pod = case.pod().await?;
     let container = pod.start(mounted(idle("c"), "/disk", &disk, false)).await?;
+    let vmm = case.vmm_of(&pod.id).await?;
+    if fs::read_to_string(format!("/proc/{vmm}/comm"))?.starts_with("firecracker") {
+        println!("skipped: disks of Firecracker have no discard, see decision 0020");
+        return Ok(());
+    }
     let image = fs::read_dir(&disk)?.next().context("the emptyDir has no disk")??.path();
     let room = || Ok::<_, anyhow::Error>(fs::metadata(&image)?.blocks() * 512);
     container.sh("dd if=/dev/zero of=/disk/big bs=1M count=64 2>/dev/null; sync").await?;

@@ -12,8 +12,8 @@ use sandboxer_probe::{
     store::Store,
     workload::{
         definition::{self, Profile},
-        power::Meter,
         plan::Plan,
+        power::Meter,
         report::Report as WorkloadReport,
         run::Run,
         store::Store as WorkloadStore,

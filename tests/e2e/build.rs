@@ -2,11 +2,12 @@
 
 use std::{env, path::PathBuf, process::Command};
 
-fn main() {
+fn main() -> Result<(), String> {
     let source = "src/splice.c";
     println!("cargo::rerun-if-changed={source}");
-    let program = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR")).join("splice");
+    let dir = env::var_os("OUT_DIR").ok_or("cargo sets no OUT_DIR")?;
+    let program = PathBuf::from(dir).join("splice");
     let built = Command::new("gcc").args(["-static", "-O", "-o"]).arg(&program).arg(source).status();
-    let built = built.unwrap_or_else(|error| panic!("cannot run gcc: {error}: run scripts/install-deps.sh"));
-    assert!(built.success(), "gcc {source}: {built}");
+    let built = built.map_err(|error| format!("cannot run gcc: {error}: run scripts/install-deps.sh"))?;
+    if built.success() { Ok(()) } else { Err(format!("gcc {source}: {built}")) }
 }

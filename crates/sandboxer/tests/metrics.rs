@@ -64,8 +64,11 @@ fn series(scraped: &str) -> BTreeMap<String, BTreeSet<String>> {
     found
 }
 
-/// Returns the metrics that a text names, each with the conditions on its labels: name and values.
-fn named(text: &str) -> Vec<(String, Vec<(String, Vec<String>)>)> {
+/// A condition on a label: name and values.
+type Condition = (String, Vec<String>);
+
+/// Returns the metrics that a text names, each with the conditions on its labels.
+fn named(text: &str) -> Vec<(String, Vec<Condition>)> {
     let word = |c: char| c.is_ascii_alphanumeric() || c == '_';
     let mut found = vec![];
     for (at, _) in text.match_indices("sandboxer_") {

@@ -206,7 +206,7 @@ fn repeated() -> TtrpcContext {
 
 async fn next(events: &mut Receiver<Event>, kind: Kind) -> Event {
     loop {
-        let event = timeout(LONG, events.recv()).await.expect("no such event").unwrap();
+        let event = timeout(LONG, events.recv()).await.unwrap().unwrap();
         if event.kind == kind {
             return event;
         }

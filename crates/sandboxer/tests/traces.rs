@@ -299,6 +299,10 @@ async fn a_collector_that_comes_back_receives_what_happens_from_then_on() {
     test.node.traces.request("back", None).end("");
     let spans = collector.spans("back").await;
     assert_eq!(spans.len(), 1);
+    // The collector has them before its answer is read.
+    while counts.sent.load(Ordering::Relaxed) == 0 {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
     assert_eq!(counts.sent.load(Ordering::Relaxed), 1);
 }
 

@@ -61,7 +61,7 @@ pub async fn run(
 ) -> Result<()> {
     let access = Access::read(kubeconfig, cluster.context.as_deref())?;
     let client = Client::of(&access)?;
-    let file = output.map(|dir| prepare(dir)).transpose()?;
+    let file = output.map(prepare).transpose()?;
     let plan = Plan {
         classes: if cluster.classes.is_empty() { vec!["sandboxer".into()] } else { cluster.classes.clone() },
         count: pods.count.unwrap_or(COUNT),

@@ -107,13 +107,14 @@ async fn a_terminal_echoes_resizes_and_ends() {
     assert_eq!(code, Code::FAILED_PRECONDITION, "it has not been started");
     inner.start().await.unwrap();
     resize("inner", 44, 22).await.unwrap();
-    // The interrupt character reaches the foreground process, as on any terminal.
-    inner.write(0, b"stty size; sleep 1000\n", false).await.unwrap();
+    // The interrupt character reaches the foreground process, as on any terminal. One process does both: a shell of the terminal that
+    // is interrupted between two commands goes on to the second.
+    inner.write(0, b"sh -c 'stty size; sleep 1000'\n", false).await.unwrap();
     let seen = inner.until("", "22 44").await;
-    inner.write(22, b"\x03", false).await.unwrap();
+    inner.write(30, b"\x03", false).await.unwrap();
     // The shell drops input before its next prompt.
     let seen = inner.until(&seen, "^C\r\n/ # ").await;
-    inner.write(23, b"echo sur''vived; exit 4\n", false).await.unwrap();
+    inner.write(31, b"echo sur''vived; exit 4\n", false).await.unwrap();
     inner.until(&seen, "survived").await;
     assert_eq!(inner.wait().await.code, 4);
     let _ = tty;

@@ -10,7 +10,10 @@ use std::{
     collections::{BTreeMap, HashMap},
     fs,
     net::SocketAddr,
-    sync::{Arc, Mutex, atomic::Ordering},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU64, Ordering},
+    },
     time::Duration,
 };
 
@@ -283,6 +286,16 @@ async fn a_collector_that_hangs_costs_spans_and_nothing_else() {
     panic!("nothing is counted as dropped: {counts:?}");
 }
 
+/// Waits until something is counted, for a minute at most.
+async fn counted(count: &AtomicU64) {
+    let any = async {
+        while count.load(Ordering::Relaxed) == 0 {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), any).await.unwrap();
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn a_collector_that_comes_back_receives_what_happens_from_then_on() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -291,18 +304,14 @@ async fn a_collector_that_comes_back_receives_what_happens_from_then_on() {
     let test = node(address, 1.0);
     let counts = test.node.traces.counts().unwrap();
     test.node.traces.request("gone", None).end("");
-    while counts.dropped.load(Ordering::Relaxed) == 0 {
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    counted(&counts.dropped).await;
     let collector = CollectorDouble::default();
     collector.serve(TcpListener::bind(address).await.unwrap()).await;
     test.node.traces.request("back", None).end("");
     let spans = collector.spans("back").await;
     assert_eq!(spans.len(), 1);
     // The collector has them before its answer is read.
-    while counts.sent.load(Ordering::Relaxed) == 0 {
-        tokio::time::sleep(Duration::from_millis(50)).await;
-    }
+    counted(&counts.sent).await;
     assert_eq!(counts.sent.load(Ordering::Relaxed), 1);
 }
 

@@ -233,7 +233,9 @@ impl Stack {
 
     /// Kills a part of the daemon. Returns the worker's pid before: that one ends in any case.
     pub fn kill(&self, victim: Victim) -> Result<Pid> {
-        let (front, worker) = (self.front()?, self.worker()?);
+        // The worker answers through a front that is alive: one that was killed a moment ago is still listed before.
+        let worker = self.worker()?;
+        let front = self.front()?;
         if victim != Victim::Front {
             kill(worker, Signal::SIGKILL).context("cannot kill the worker")?;
         }

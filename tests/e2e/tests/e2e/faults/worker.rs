@@ -35,6 +35,8 @@ impl<'a> Failing<'a> {
     async fn start(case: &'a Case) -> Result<Self> {
         let (programs, points) = (case.stack.dir().join("failing-bin"), case.stack.dir().join("failpoints"));
         for dir in [&programs, &points] {
+            // Cases have no order: another one may have left its points and its clock.
+            let _ = fs::remove_dir_all(dir);
             fs::create_dir_all(dir)?;
         }
         fs::write(points.join("armed"), "")?;
@@ -50,7 +52,6 @@ impl<'a> Failing<'a> {
             "containerd-shim-sandboxer-v1",
         ] {
             let from = if name == "sandboxer" { &failing } else { &built.join(name) };
-            let _ = fs::remove_file(programs.join(name));
             symlink(from, programs.join(name))?;
         }
         case.stack.end("sandboxer", Signal::SIGTERM).await?;

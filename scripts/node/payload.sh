@@ -2,7 +2,7 @@
 # Packs the files of this clone that a node VM needs into target/node/payload.erofs and prints its path: scripts, configurations,
 # programs as far as they are built, guest image, and the named FILEs; also containerd, runc and the stack's images from the cache.
 # usage: payload.sh [FILE…]       FILE: further files of the clone, such as test programs
-# NODE_BENCH=1 adds what scripts/node/workload.sh needs: the image bench-small, its helper, and gVisor.
+# NODE_BENCH=1 adds what scripts/node/workload.sh needs: the images of workloads, their helper, and gVisor.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/../lib.sh"
@@ -43,15 +43,16 @@ images() {
     "$ROOT/scripts/oci-image.sh" pause registry.k8s.io/pause:3.10.2 "$work/cache/images/pause.tar"
 }
 
-# bench: the archive of bench-small, and its tree for the series native.
+# bench: the archives of the workloads' images, and their trees for the series native.
 bench() {
-    local archive helper=target/bench-helper/x86_64-unknown-linux-gnu/release
-    archive=$("$ROOT/scripts/bench-image.sh" bench-small)
-    # As it is: the archive's name has its hash.
-    mkdir -p "$work/clone/$helper"
+    local image archive helper=target/bench-helper/x86_64-unknown-linux-gnu/release
+    mkdir -p "$work/clone/$helper" "$work/cache/bench"
     cp -a "$ROOT/$helper/bench-helper" "$work/clone/$helper/"
-    mkdir -p "$work/cache/bench"
-    cp -a "$archive" "${archive%-*.tar}" "$work/cache/bench/"
+    for image in bench-small bench-build; do
+        archive=$("$ROOT/scripts/bench-image.sh" "$image")
+        # As it is: the archive's name has its hash.
+        cp -a "$archive" "${archive%-*.tar}" "$work/cache/bench/"
+    done
 }
 
 pack() {
@@ -64,7 +65,7 @@ pack() {
     done
     lay "$ROOT"/target/guest/{vmlinux,initramfs.cpio} "$@"
     # shellcheck disable=SC2046 # nothing, or one word
-    for tool in $("$ROOT/scripts/tools.sh" $([[ ${NODE_BENCH:-} != 1 ]] || echo gvisor)); do
+    for tool in $("$ROOT/scripts/tools.sh") $([[ ${NODE_BENCH:-} != 1 ]] || "$ROOT/scripts/tools.sh" gvisor); do
         mkdir -p "$work/cache/tools/$(basename "${tool%/bin}")"
         cp -a "$tool" "$work/cache/tools/$(basename "${tool%/bin}")/"
     done

@@ -23,10 +23,12 @@ trap finish EXIT
 daemon=()
 [[ ${WORKLOAD_DAEMON:-yes} == yes ]] || daemon=(--no-daemon)
 scripts/stack.sh up "$at/stack" "${daemon[@]}"
-scripts/stack.sh load "$at/stack" bench-small
-scripts/bench-image.sh bench-small "$ROOT/target/bench-helper/x86_64-unknown-linux-gnu/release/bench-helper" "$at/native" >/dev/null
+scripts/stack.sh load "$at/stack" bench-small bench-build
+for image in bench-small bench-build; do
+    scripts/bench-image.sh "$image" "$ROOT/target/bench-helper/x86_64-unknown-linux-gnu/release/bench-helper" "$at/native-$image" >/dev/null
+done
 # shellcheck source=/dev/null
 . "$at/stack/env"
 mkdir -p "$at/volumes"
 say "measuring at $(cut -d' ' -f1 /proc/uptime) s"
-COLUMNS=200 sandboxer-cli workload --native-root "$at/native" --volumes "$at/volumes" --output "$NODE_OUT/$name" "$@"
+COLUMNS=200 sandboxer-cli workload --native-root "$at/native-bench-small" --native-build-root "$at/native-bench-build" --volumes "$at/volumes" --output "$NODE_OUT/$name" "$@"

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Builds tools from their Go modules, unpatched, into the cache and prints their directories, one a line.
-# usage: tools.sh [TOOL…]      TOOL: containerd, runc, helm or gvisor (runsc and its shim, for comparison); default: containerd and runc
-# Building from the module proxy takes about two minutes on two cores (gVisor: three more); the second call takes none.
+# usage: tools.sh [TOOL…]      TOOL: containerd, runc, helm, kubernetes (API server, kubelet, kubectl) or gvisor (runsc and its shim, for
+#                              comparison); default: containerd and runc
+# Building from the module proxy takes about two minutes on two cores (gVisor: three more; Kubernetes: 3 to 25, by what Go has in its caches); the second call takes none.
 set -euo pipefail
 # shellcheck source=scripts/lib.sh
 . "$(dirname "$0")/lib.sh"
@@ -9,6 +10,7 @@ set -euo pipefail
 CONTAINERD=${CONTAINERD_VERSION:-2.4.2}
 RUNC=${RUNC_VERSION:-1.5.2}
 HELM=${HELM_VERSION:-3.22.0}
+KUBERNETES=${KUBERNETES_VERSION:-1.34.2}
 # A commit of gVisor's branch `go`, which has no tags. Newer ones need a newer Go.
 GVISOR=${GVISOR_VERSION:-0.0.0-20260701204157-69c2d17aea96}
 
@@ -50,6 +52,31 @@ go_install() {
     return $status
 }
 
+# go_build_kubernetes DIR VERSION: its module replaces some thirty others by directories that are not part of it, so a module of one's own
+# replaces them by their releases, which have the same minor and patch version.
+go_build_kubernetes() {
+    local bin=$1 version=$2 minor source copy name status=0
+    minor=${version#1.}
+    minor=${minor%%.*}
+    export GOFLAGS=-buildvcs=false
+    source=$(go mod download -json k8s.io/kubernetes@v"$version" | sed -n 's/^\t"Dir": "\(.*\)",$/\1/p')
+    copy=$(mktemp -d)
+    {
+        printf 'module local/kubernetes\n'
+        grep -E '^(go|godebug) ' "$source/go.mod"
+        printf 'require k8s.io/kubernetes v%s\n' "$version"
+        # shellcheck disable=SC2013 # module paths have no spaces
+        for name in $(sed -n 's|^.*=> ./staging/src/||p' "$source/go.mod" | sort -u); do
+            printf 'replace %s => %s v0.%s\n' "$name" "$name" "${version#1.}"
+        done
+    } >"$copy/go.mod"
+    (cd "$copy" && nice -n 5 go build -p 2 -mod=mod -trimpath -o "$bin/" \
+        -ldflags "-s -w -X k8s.io/component-base/version.gitVersion=v$version -X k8s.io/component-base/version.gitMajor=1 -X k8s.io/component-base/version.gitMinor=$minor" \
+        k8s.io/kubernetes/cmd/{kubelet,kube-apiserver,kubectl}) || status=$?
+    rm -rf "$copy"
+    return $status
+}
+
 # module_of PACKAGE@VERSION: prints the module of a command, with its version.
 module_of() {
     local path=${1%@*}
@@ -75,6 +102,20 @@ helm() {
     go_tool helm "$HELM" "-X helm.sh/helm/v3/internal/version.version=v$HELM" "" helm.sh/helm/v3/cmd/helm@v"$HELM"
 }
 
+kubernetes() {
+    local dir="$CACHE/tools/kubernetes-$KUBERNETES"
+    if [[ ! -d $dir/bin ]]; then
+        command -v go >/dev/null || die "building kubernetes $KUBERNETES needs the go toolchain (https://go.dev/dl)"
+        say "building kubernetes $KUBERNETES into $dir (3 to 25 minutes on two cores, once)"
+        rm -rf "$dir.partial"
+        mkdir -p "$dir.partial/bin" "$dir"
+        go_build_kubernetes "$dir.partial/bin" "$KUBERNETES" >&2 || die "could not build kubernetes $KUBERNETES"
+        mv -T "$dir.partial/bin" "$dir/bin"
+        rmdir "$dir.partial"
+    fi
+    printf '%s\n' "$dir/bin"
+}
+
 # runsc enters a root without libraries, so it must be static.
 gvisor() {
     local module=gvisor.dev/gvisor bin
@@ -91,7 +132,8 @@ for tool in "$@"; do
     containerd) with_lock "$CACHE/tools/.lock-containerd-$CONTAINERD" containerd ;;
     runc) with_lock "$CACHE/tools/.lock-runc-$RUNC" runc ;;
     helm) with_lock "$CACHE/tools/.lock-helm-$HELM" helm ;;
+    kubernetes) with_lock "$CACHE/tools/.lock-kubernetes-$KUBERNETES" kubernetes ;;
     gvisor) with_lock "$CACHE/tools/.lock-gvisor-$GVISOR" gvisor ;;
-    *) die "no tool '$tool': containerd, runc, helm or gvisor" ;;
+    *) die "no tool '$tool': containerd, runc, helm, kubernetes or gvisor" ;;
     esac
 done

@@ -4,10 +4,11 @@ use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use sandboxer_probe::{
     merge::{join, merge},
     store::{self, Loaded, Store},
+    workload,
 };
 
 use crate::{Global, render};
@@ -15,13 +16,14 @@ use crate::{Global, render};
 const EXAMPLES: &str = "\
 Examples:
   sandboxer-cli merge runs/qemu runs/cloud-hypervisor runs/groups --output results/startup
-  sandboxer-cli merge --parts runs/qemu.1 runs/qemu.2 --output runs/qemu";
+  sandboxer-cli merge --parts runs/qemu.1 runs/qemu.2 --output runs/qemu
+  sandboxer-cli merge --parts runs/workload.1 runs/workload.2 --output runs/workload";
 
 /// Merge several runs into one result; each ratio stays within its run
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub struct Args {
-    /// Directories that `startup` or `mem-report` wrote
+    /// Directories that `startup`, `mem-report` or, with --parts, `workload` wrote
     #[arg(required = true)]
     results: Vec<PathBuf>,
     /// Directory for the result; it must not contain one yet
@@ -34,6 +36,10 @@ pub struct Args {
 
 /// Merges the runs. Returns an error if they cannot be merged.
 pub fn run(args: Args, global: &Global) -> Result<()> {
+    if args.results.iter().any(|dir| workload::store::is_one(dir)) {
+        rounds(&args)?;
+        return done(&args.output, global);
+    }
     let loaded: Vec<Loaded> = args.results.iter().map(|path| store::load(path)).collect::<Result<_, _>>()?;
     let (report, samples) = if args.parts { join(&loaded) } else { merge(&loaded) }?;
     let mut store = Store::create(&args.output)?;
@@ -45,10 +51,28 @@ pub fn run(args: Args, global: &Global) -> Result<()> {
         store.write("ledger.csv", rows.as_bytes())?;
     }
     store.report(&report, &samples)?;
-    if global.json {
-        return render::print_json(&serde_json::json!({ "result": args.output }));
+    done(&args.output, global)
+}
+
+/// Joins rounds of workloads. The tools' output stays with the parts.
+fn rounds(args: &Args) -> Result<()> {
+    if !args.parts {
+        bail!("results of workload are merged only as parts of one measurement: add --parts");
     }
-    Ok(render::print(&format!("result: {}", args.output.display()))?)
+    let parts = args.results.iter().map(|dir| workload::store::load(dir)).collect::<Result<Vec<_>, _>>()?;
+    let (report, runs) = workload::join::join(&parts)?;
+    let mut store = workload::store::Store::create(&args.output)?;
+    for run in &runs {
+        store.row(run)?;
+    }
+    Ok(store.report(&report)?)
+}
+
+fn done(output: &Path, global: &Global) -> Result<()> {
+    if global.json {
+        return render::print_json(&serde_json::json!({ "result": output }));
+    }
+    Ok(render::print(&format!("result: {}", output.display()))?)
 }
 
 /// Returns the lines of all ledgers under one header; `None` if there is no ledger.

@@ -2,7 +2,8 @@
 
 use serde::Serialize;
 
-use super::definition::{Better, Profile};
+use super::definition::{Better, Parameters, Profile};
+use super::report::Report;
 use super::store::Loaded;
 use super::summary::{self, COMPARED_OF, Series};
 use crate::compare::{CompareError, Difference, SAME_HOST, SAME_POD, SAME_VMM, facts};
@@ -42,6 +43,10 @@ pub struct Row {
 
 /// Compares two results. They did not alternate: a difference may come from the host.
 pub fn compare(a: &Loaded, b: &Loaded) -> Result<Comparison, CompareError> {
+    let clocks = [a.report.clock, b.report.clock];
+    if clocks[0] != clocks[1] {
+        return Err(CompareError::Clocks { a: a.name.clone(), b: b.name.clone(), of: clocks });
+    }
     let other = |of: &Series| {
         let same = |with: &&Series| {
             (&with.probe, &with.case, &with.runtime, &with.metric.name)
@@ -71,6 +76,7 @@ pub fn compare(a: &Loaded, b: &Loaded) -> Result<Comparison, CompareError> {
     let mut not_comparable = facts("pod", &SAME_POD, &of_a.pod, &of_b.pod);
     not_comparable.extend(facts("plan", &["cpus", "memory_bytes"], &of_a.plan, &of_b.plan));
     not_comparable.extend(profiles([a.report.profile, b.report.profile]));
+    not_comparable.extend(probes([&a.report, &b.report]));
     let mut differences = facts("host", &SAME_HOST, &of_a.host, &of_b.host);
     differences.extend(facts("VMM", &SAME_VMM, &of_a.vmm, &of_b.vmm));
     differences.extend(facts("plan", &["volumes", "client_runtime"], &of_a.plan, &of_b.plan));
@@ -80,6 +86,28 @@ pub fn compare(a: &Loaded, b: &Loaded) -> Result<Comparison, CompareError> {
 fn profiles(of: [Profile; 2]) -> Option<Difference> {
     (of[0] != of[1])
         .then(|| Difference { what: "profile".into(), values: of.map(|profile| profile.to_string()) })
+}
+
+/// Returns the probes of both that have another definition in each, such as parameters of `quick` that were changed.
+fn probes([a, b]: [&Report; 2]) -> impl Iterator<Item = Difference> {
+    let both = a.probes.iter().filter_map(|one| {
+        let other = b.probes.iter().find(|other| other.name == one.name)?;
+        (one != other).then_some([one, other])
+    });
+    both.map(|both| {
+        let parameters = both.map(|probe| shown(probe.parameters(a.profile)));
+        let (what, values) = if parameters[0] == parameters[1] {
+            ("command, metrics or variants", both.map(|probe| probe.command.join(" ")))
+        } else {
+            ("parameters", parameters)
+        };
+        Difference { what: format!("{} of probe {}", what, both[0].name), values }
+    })
+}
+
+/// Returns parameters as text.
+fn shown(parameters: &Parameters) -> String {
+    serde_json::to_string(parameters).unwrap_or_default()
 }
 
 #[cfg(test)]
@@ -103,6 +131,23 @@ mod tests {
         let comparison = compare(&a, &b).unwrap();
         assert_eq!(comparison.not_comparable[0].values, ["quick", "paper"]);
         assert!(comparison.differences.iter().any(|of| of.what.contains("cpu")), "{comparison:?}");
+    }
+
+    #[test]
+    fn changed_parameters_of_a_profile_are_told() {
+        let (a, mut b) = (result(Profile::Quick), result(Profile::Quick));
+        b.report.probes[0].quick.takes += 1.0;
+        b.report.probes[1].command.push("--more".into());
+        let told: Vec<String> =
+            compare(&a, &b).unwrap().not_comparable.into_iter().map(|of| of.what).collect();
+        assert_eq!(told, ["parameters of probe cpu", "command, metrics or variants of probe http"]);
+    }
+
+    #[test]
+    fn virtual_times_are_not_compared_with_real_ones() {
+        let (a, mut b) = (result(Profile::Quick), result(Profile::Quick));
+        b.report.clock = crate::clock::Clock::Virtual;
+        assert!(matches!(compare(&a, &b), Err(CompareError::Clocks { .. })));
     }
 
     #[test]

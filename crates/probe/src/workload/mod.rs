@@ -13,7 +13,7 @@
 //! | [`run`], [`runner`] | one run; many runs in a fair order |
 //! | [`summary`], [`efficiency`] | summaries, and confidence of differences; work per CPU time and per W |
 //! | [`report`], [`store`] | the result and its files |
-//! | [`figures`], [`compare`] | its plots; two results side by side |
+//! | [`figures`], [`compare`], [`join`] | its plots; two results side by side; parts of one measurement |
 
 pub mod block;
 pub mod compare;
@@ -25,6 +25,7 @@ pub mod facts;
 pub mod figures;
 pub mod group;
 pub mod host;
+pub mod join;
 pub mod log;
 pub mod measure;
 pub mod native;

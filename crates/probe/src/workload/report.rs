@@ -21,6 +21,8 @@ pub const SCHEMA: u32 = 1;
 pub const SCHEMA_TEXT: &str = include_str!("../../schema/workload.schema.json");
 /// Reference runtimes of ratios, if measured; otherwise the first one of the plan.
 const REFERENCES: [&str; 2] = ["native", "runc"];
+/// Name of the power in [`Report::not_measured`].
+const POWER: &str = "power";
 /// Relative change of the processors' frequency above which there is a note.
 const CLOCK_MOVES: f64 = 0.05;
 
@@ -76,9 +78,6 @@ impl Report {
         sides: BTreeMap<String, Facts>,
         runs: &[Run],
     ) -> Self {
-        let reference = reference(&plan.runtimes);
-        let series = summary::series(&plan.probes, plan.profile, &plan.runtimes, runs);
-        let comparisons = summary::comparisons(&series, &reference, runs);
         let mut report = Self {
             schema: SCHEMA,
             clock,
@@ -92,17 +91,25 @@ impl Report {
             manifest,
             probes: plan.probes.clone(),
             sides,
-            reference,
-            series,
-            comparisons,
-            costs: efficiency::costs(&plan.probes, plan.profile, &plan.runtimes, runs),
+            reference: reference(&plan.runtimes),
+            series: Vec::new(),
+            comparisons: Vec::new(),
+            costs: Vec::new(),
             notes: Vec::new(),
-            not_measured: BTreeMap::new(),
+            not_measured: power(&plan.meter, runs).into_iter().collect(),
         };
-        report.explain(runs);
-        report.not_measured = not_measured(&report.series, runs);
-        report.not_measured.extend(power(&plan.meter, runs));
+        report.count(&plan.runtimes, runs);
         report
+    }
+
+    /// Replaces all figures by those of these runs, and adds notes about them.
+    pub(super) fn count(&mut self, runtimes: &[String], runs: &[Run]) {
+        self.series = summary::series(&self.probes, self.profile, runtimes, runs);
+        self.comparisons = summary::comparisons(&self.series, &self.reference, runs);
+        self.costs = efficiency::costs(&self.probes, self.profile, runtimes, runs);
+        self.not_measured.retain(|name, _| name == POWER);
+        self.not_measured.extend(not_measured(&self.series, runs));
+        self.explain(runs);
     }
 
     /// Returns how many counted runs failed.
@@ -185,7 +192,7 @@ fn power(meter: &Meter, runs: &[Run]) -> Option<(String, String)> {
         (Meter::None(why), None) => why,
         (_, None) => "no run had an end",
     };
-    (!known).then(|| ("power".to_owned(), why.to_owned()))
+    (!known).then(|| (POWER.to_owned(), why.to_owned()))
 }
 
 /// Returns the series without a figure, by "probe.case.runtime.metric", with the first failure's reason.

@@ -51,6 +51,11 @@ impl Store {
         let path = self.dir.join(OUTPUTS).join(format!("{:04}-{name}.txt", self.count));
         let text = format!("{}--- stderr ---\n{}", printed.stdout, printed.stderr);
         fs::write(&path, text).map_err(io("write", &path))?;
+        self.row(run)
+    }
+
+    /// Writes a run without its tool's output, which another result has.
+    pub fn row(&mut self, run: &Run) -> Result<(), StoreError> {
         let path = self.dir.join(RUNS);
         let file = match &mut self.runs {
             Some(file) => file,

@@ -17,9 +17,11 @@ pub const AGENT_VSOCK_PORT: u32 = 1024;
 /// Words on the kernel command line of every VM.
 ///
 /// A panic resets the VM. In a guest with few CPUs, RCU grace periods are short if expedited; mounts and control groups wait for
-/// many of them. A VM that waited in the pool was stopped, not stalled: without the last word Firecracker's guests print a stack at
-/// each claim.
-pub const KERNEL_WORDS: &str = "console=ttyS0 quiet panic=-1 random.trust_cpu=on rcupdate.rcu_expedited=1 rcupdate.rcu_cpu_stall_suppress=1";
+/// many of them. A VM that waited in the pool was stopped, not stalled: without the word about stalls Firecracker's guests print a stack at
+/// each claim. By default the kernel takes 2 MiB of memory for each processor as a unit, and then 4 MiB more, which it fills with zeroes, to count whose
+/// the objects in each further unit are; the first container needs one. Units of pages have a tenth of that.
+pub const KERNEL_WORDS: &str = "console=ttyS0 quiet panic=-1 random.trust_cpu=on rcupdate.rcu_expedited=1 rcupdate.rcu_cpu_stall_suppress=1 \
+     percpu_alloc=page";
 
 /// The word on a kernel command line that says that the kernel resets the VM by the keyboard controller. A VM of such a
 /// VMM cannot be powered off, but ends when it resets itself.

@@ -1,14 +1,17 @@
 //! Sparse files: guest memory is read page by page, and empty pages are skipped.
 
-use std::{fs::File, io, os::unix::fs::FileExt};
+use std::{collections::BTreeMap, fs::File, io, os::unix::fs::FileExt};
 
 use rustix::fs::{MemfdFlags, SealFlags, SeekFrom, fcntl_add_seals, memfd_create, seek};
 use sha2::{Digest, Sha256};
 
 use sandboxer_base::digest::hex;
+use sandboxer_process::huge_pages::{HUGE_PAGE, collapse};
 
 /// Page size, bytes.
 const PAGE: usize = 4096;
+/// Pages of a huge page that must not be empty, so that it takes at most a third more memory.
+const MOSTLY: usize = 384;
 /// Bytes read at once.
 const CHUNK: usize = 64 * PAGE;
 
@@ -29,11 +32,21 @@ pub fn checksum(file: &File) -> io::Result<Checksum> {
     read(file, |_, _| Ok(()))
 }
 
-/// Copies a file into sealed memory, which no process can change.
+/// Copies a file into sealed memory, which no process can change. Parts that are mostly full are in huge pages: KVM maps such a part as a
+/// whole for a guest that only reads there, where its kernel is.
 pub fn seal(file: &File, name: &str) -> io::Result<(File, Checksum)> {
     let copy = File::from(memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?);
     copy.set_len(file.metadata()?.len())?;
-    let checksum = read(file, |page, offset| copy.write_all_at(page, offset))?;
+    let mut pages: BTreeMap<u64, usize> = BTreeMap::new();
+    let checksum = read(file, |page, offset| {
+        *pages.entry(offset / HUGE_PAGE * HUGE_PAGE).or_default() += 1;
+        copy.write_all_at(page, offset)
+    })?;
+    pages.retain(|_, count| *count >= MOSTLY);
+    // Without them each page is mapped by itself.
+    if let Err(error) = collapse(&copy, &pages.into_keys().collect::<Vec<_>>()) {
+        tracing::debug!(%error, file = name, "no huge pages for a template");
+    }
     fcntl_add_seals(&copy, SealFlags::WRITE | SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
     Ok((copy, checksum))
 }

@@ -149,8 +149,8 @@ impl CommandLine {
         };
         let memory = match begin {
             Begin::Boot { memory } => memory.map(|file| memory_in(file, "on")),
-            // Each write copies the page, for this VM only.
-            Begin::Restore { memory } => Some(memory_in(memory, "off")),
+            // Each write copies the page, for this VM only. Aligned, the template's huge pages are mapped as such.
+            Begin::Restore { memory } => Some(memory_in(memory, "off") + ",align=2M"),
         };
         if let Some(memory) = &memory {
             self.add(&[&"-object", memory]);

@@ -65,6 +65,7 @@ impl Host {
             run_dir,
             vcpus: 1,
             memory_mib: 128,
+            growth_mib: 0,
             nics: 0,
             taps: Vec::new(),
             named_taps: None,

@@ -87,6 +87,11 @@ impl fmt::Display for Place {
     }
 }
 
+/// Memory is plugged in multiples of this, MiB.
+const HOTPLUG_STEP_MIB: u64 = 128;
+/// Most memory that a VM can get while it runs, MiB.
+const MAX_HOTPLUG_MIB: u64 = 1 << 20;
+
 #[derive(Debug, Default, Deserialize, Serialize)]
 #[serde(deny_unknown_fields, default)]
 struct Raw {
@@ -123,6 +128,7 @@ struct RawVm {
     default_memory_mib: Option<u64>,
     max_vcpus: Option<u32>,
     max_memory_mib: Option<u64>,
+    hotplug_memory_mib: Option<u64>,
     boot_timeout: Option<Seconds>,
     call_timeout: Option<Seconds>,
     agent_timeout: Option<Seconds>,
@@ -280,6 +286,10 @@ fn vm(raw: RawVm, vm: VmConfig, bounds: &Bounds<'_>) -> Result<VmConfig, ConfigE
     let default_memory_mib = raw.default_memory_mib.unwrap_or(vm.default_memory_mib.min(max_memory_mib));
     let fine = (64..=max_memory_mib).contains(&default_memory_mib);
     bounds.check("vm.default_memory_mib", default_memory_mib.to_string(), "64 to vm.max_memory_mib", fine)?;
+    let hotplug_memory_mib = raw.hotplug_memory_mib.unwrap_or(vm.hotplug_memory_mib);
+    let fine = hotplug_memory_mib.is_multiple_of(HOTPLUG_STEP_MIB) && hotplug_memory_mib <= MAX_HOTPLUG_MIB;
+    let takes = "a multiple of 128, at most 1048576, or 0";
+    bounds.check("vm.hotplug_memory_mib", hotplug_memory_mib.to_string(), takes, fine)?;
     // Earlier versions accepted false.
     bounds.check("vm.jail", "false".to_owned(), "only true: every VMM is jailed", raw.jail != Some(false))?;
     Ok(VmConfig {
@@ -295,6 +305,7 @@ fn vm(raw: RawVm, vm: VmConfig, bounds: &Bounds<'_>) -> Result<VmConfig, ConfigE
         default_memory_mib,
         max_vcpus,
         max_memory_mib,
+        hotplug_memory_mib,
         boot_timeout: bounds.seconds("vm.boot_timeout", raw.boot_timeout, vm.boot_timeout)?,
         call_timeout: bounds.seconds("vm.call_timeout", raw.call_timeout, vm.call_timeout)?,
         agent_timeout: bounds.seconds("vm.agent_timeout", raw.agent_timeout, vm.agent_timeout)?,

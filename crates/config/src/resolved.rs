@@ -70,6 +70,8 @@ pub struct VmConfig {
     pub max_vcpus: u32,
     /// Most memory a pod may ask for, MiB.
     pub max_memory_mib: u64,
+    /// Memory that a VM can get while it runs, MiB: 0, or a multiple of 128.
+    pub hotplug_memory_mib: u64,
     /// Timeout until a VM's agent is ready; for a pod over all start paths, without its time in the queue.
     pub boot_timeout: Duration,
     /// Timeout of one call to a VMM.
@@ -398,6 +400,7 @@ impl Default for Config {
                 default_memory_mib: default_memory_mib(node_memory_mib),
                 max_vcpus: node_vcpus,
                 max_memory_mib: node_memory_mib,
+                hotplug_memory_mib: 0,
                 boot_timeout: Duration::from_secs(30),
                 call_timeout: Duration::from_secs(10),
                 agent_timeout: Duration::from_secs(10),

@@ -16,7 +16,8 @@ use crate::test_guest::{
     Guest, Pod,
     contract::{
         a_tap_is_held_as_long_as_the_vm_runs, copies_of_a_frozen_vm_are_vms, freed_memory_comes_back, frozen,
-        is_jailed, keeps_the_contract, requests_for_files_have_a_link_of_their_own,
+        grows_and_shrinks, is_jailed, keeps_its_memory, keeps_the_contract,
+        requests_for_files_have_a_link_of_their_own,
     },
     serve_in_memory,
 };
@@ -30,6 +31,7 @@ async fn the_double_keeps_the_contract() {
     keeps_the_contract(&vmm, Pod::spec).await;
     copies_of_a_frozen_vm_are_vms(&vmm, Pod::spec).await;
     requests_for_files_have_a_link_of_their_own(&vmm, Pod::spec).await;
+    grows_and_shrinks(&vmm, Pod::spec).await;
     a_tap_is_held_as_long_as_the_vm_runs(&vmm, Pod::spec, async |_| ()).await;
 }
 
@@ -72,6 +74,16 @@ async fn a_guest_asks_for_files_by_a_link_that_outlives_the_daemon() {
 async fn memory_that_a_guest_frees_comes_back() {
     let spec = |pod: &Pod| VmSpec { memory_mib: 256, ..pod.spec() };
     freed_memory_comes_back(&test_guest::qemu().await, spec).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_vm_of_qemu_keeps_its_memory_and_says_so() {
+    let pod = Pod::new("fixed");
+    let vm = test_guest::qemu().await.boot(&VmSpec { growth_mib: 256, ..pod.spec() }).await.unwrap();
+    keeps_its_memory(&*vm).await;
+    let refused = vm.request_memory(128).await.unwrap_err().to_string();
+    assert!(refused.contains("qemu cannot change the memory of a running VM"), "{refused}");
+    vm.kill().await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -17,6 +17,8 @@ pub struct FakeGuest {
     pub stream: UnixStream,
     /// Disks that are attached now.
     pub disks: watch::Receiver<Vec<DiskSpec>>,
+    /// Memory that it has now, MiB.
+    pub memory_mib: watch::Receiver<u64>,
     /// Socket to which it connects for each stream of file requests.
     pub shares: PathBuf,
     /// Its power switch.

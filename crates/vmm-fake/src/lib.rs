@@ -4,6 +4,7 @@
 //! same contract as a real VMM.
 
 mod guest;
+mod memory;
 mod vm;
 
 use std::{
@@ -22,7 +23,10 @@ use sandboxer_vmm::{Frozen, Held, MEMORY, TemplateInputs, Vm, VmRecord, VmSpec, 
 use tokio::sync::watch;
 
 pub use self::guest::{FakeGuest, Power};
-use self::vm::{FakeVm, STATE};
+use self::{
+    memory::Memory,
+    vm::{FakeVm, STATE},
+};
 
 /// What goes wrong with the VMs of a [`FakeVmm`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -44,6 +48,8 @@ pub enum Fault {
     FailsToBootOver(u64),
     /// The VMM never answers a restore.
     HangsOnRestore,
+    /// Guests plug no more than this much memory, and unplug none, MiB.
+    PlugsAtMost(u64),
 }
 
 /// What is wrong with a running VM.
@@ -166,7 +172,8 @@ impl Vmm for FakeVmm {
             | Fault::NeverReady
             | Fault::RefusesDisks
             | Fault::RefusesTemplates
-            | Fault::HangsOnRestore => {}
+            | Fault::HangsOnRestore
+            | Fault::PlugsAtMost(_) => {}
         }
         if let Some(memory) = &spec.memory_file {
             let pod = spec.pod.clone();
@@ -187,6 +194,7 @@ impl Vmm for FakeVmm {
             guest: self.guest.clone(),
             fault,
             disks: watch::Sender::new(spec.disks.clone()),
+            memory: Arc::new(Memory::of(spec)),
             exit: watch::Sender::new(None),
             taps: Arc::new(Mutex::new(spec.taps.clone())),
             last_stream: Arc::default(),
@@ -199,13 +207,16 @@ impl Vmm for FakeVmm {
         Ok(vm)
     }
 
-    fn template_inputs(&self, _: &VmSpec) -> TemplateInputs {
+    fn template_inputs(&self, spec: &VmSpec) -> TemplateInputs {
         TemplateInputs {
             vmm: self.name.into(),
             version: lock(&self.version).clone(),
             program: "/dev/null".into(),
             accelerator: "none".into(),
-            vm: Vec::new(),
+            vm: (spec.growth_mib > 0)
+                .then(|| format!("grows by {} MiB", spec.growth_mib))
+                .into_iter()
+                .collect(),
         }
     }
 

@@ -16,7 +16,8 @@ use rustix::net::Shutdown;
 use sandboxer_process::{Written, socket};
 use sandboxer_protocol::{boot::BootParams, id::SandboxId, link::LinkKey};
 use sandboxer_vmm::{
-    AgentStream, DiskSpec, Held, ShareListener, ShareTransport, Vm, VmExit, VmRecord, VmmError,
+    AgentStream, DiskSpec, Held, HotpluggedMemory, ShareListener, ShareTransport, Vm, VmExit, VmRecord,
+    VmmError,
 };
 use tokio::{net::UnixStream, sync::watch};
 
@@ -24,6 +25,7 @@ use crate::{
     Ailment, Fault, Guest, Vms,
     guest::{FakeGuest, Power, end},
     lock,
+    memory::Memory,
 };
 
 /// Socket on which the guest's file requests arrive.
@@ -40,6 +42,7 @@ pub(crate) struct FakeVm {
     pub(crate) guest: Guest,
     pub(crate) fault: Fault,
     pub(crate) disks: watch::Sender<Vec<DiskSpec>>,
+    pub(crate) memory: Arc<Memory>,
     pub(crate) exit: watch::Sender<Option<VmExit>>,
     /// Kept open while it runs.
     pub(crate) taps: Arc<Mutex<Vec<Arc<OwnedFd>>>>,
@@ -124,6 +127,7 @@ impl Vm for FakeVm {
                 link_key: self.link_key.clone(),
                 stream: theirs,
                 disks: self.disks.subscribe(),
+                memory_mib: self.memory.total_mib.subscribe(),
                 shares: self.record.run_dir.join(SHARES),
                 power: Power(self.exit.clone()),
             });
@@ -156,6 +160,23 @@ impl Vm for FakeVm {
         self.reachable("detach_disk")?;
         self.disks.send_modify(|disks| disks.retain(|disk| disk.serial != serial));
         Ok(())
+    }
+
+    async fn hotplugged_memory(&self) -> Result<Option<HotpluggedMemory>, VmmError> {
+        self.reachable("hotplugged_memory")?;
+        Ok(self.memory.now())
+    }
+
+    async fn request_memory(&self, mib: u64) -> Result<(), VmmError> {
+        self.reachable("request_memory")?;
+        if self.memory.request(mib, self.fault) {
+            return Ok(());
+        }
+        Err(VmmError::Refused {
+            pod: self.record.pod.clone(),
+            call: "request_memory".into(),
+            reason: format!("the VM cannot get {mib} MiB"),
+        })
     }
 
     fn listen_for_shares(&self) -> Result<ShareListener, VmmError> {

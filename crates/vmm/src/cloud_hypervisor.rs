@@ -42,7 +42,7 @@ use sandboxer_process::{
     Equipment,
     jail::{self, Jail, ROOM},
 };
-use sandboxer_protocol::boot::{BootParams, KERNEL_WORDS};
+use sandboxer_protocol::boot::KERNEL_WORDS;
 use tokio::{net::unix::pipe, time::Instant};
 
 use self::{
@@ -103,7 +103,7 @@ impl CloudHypervisor {
             payload: wire::Payload {
                 kernel: spec.kernel.clone(),
                 initramfs: spec.initramfs.clone(),
-                cmdline: kernel_line(&spec.boot),
+                cmdline: kernel_line(spec),
             },
             disks: spec.disks.iter().map(vm::disk).collect(),
             rng: wire::Rng { src: "/dev/urandom" },
@@ -192,7 +192,7 @@ impl CloudHypervisor {
             Begin::Boot { memory } => {
                 let mut description = self.description(spec);
                 if let (Some(file), [zone]) = (&memory, &mut description.memory.zones[..]) {
-                    zone.file = template::inherited(file.as_raw_fd());
+                    zone.file = Some(template::inherited(file.as_raw_fd()));
                 }
                 inherited.extend(memory);
                 Some(description)
@@ -338,7 +338,8 @@ fn arguments(control: RawFd, event_pipe: RawFd) -> Vec<OsString> {
 }
 
 /// Returns the kernel command line.
-fn kernel_line(boot: &BootParams) -> String {
+fn kernel_line(spec: &VmSpec) -> String {
+    let (hotplug, boot) = (spec.hotplug_words(), &spec.boot);
     // A reset ends the VM: see `vm::follow`.
-    format!("{KERNEL_WORDS} reboot=t {boot}")
+    format!("{KERNEL_WORDS} reboot=t {hotplug}{boot}")
 }

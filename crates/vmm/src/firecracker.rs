@@ -41,14 +41,14 @@ use sandboxer_process::{
     jail::{self, Jail, ROOM},
 };
 use sandboxer_protocol::{
-    boot::{BootParams, KERNEL_WORDS, RESET_ENDS},
+    boot::{KERNEL_WORDS, RESET_ENDS},
     disk_index,
 };
 use tokio::{net::unix::pipe, sync::Mutex, time::Instant};
 
 use self::{api::Api, slots::Slots, version::Version, vm::FirecrackerVm};
 use super::{
-    FREEZABLE, Frozen, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError, VmmInfo,
+    FREEZABLE, Frozen, HOTPLUG_STEP_MIB, TemplateInputs, Vm, VmRecord, VmSpec, Vmm, VmmError, VmmInfo,
     permit::Permit,
     process,
     run_dir::{Captures, path_error, reopen},
@@ -67,6 +67,9 @@ const ARGUMENTS: [&str; 5] = ["--enable-pci", "--level", "Warning", "--api-sock"
 /// The device by which a guest reports pages that it has freed, which the VMM drops.
 const BALLOON: wire::Balloon =
     wire::Balloon { amount_mib: 0, deflate_on_oom: false, free_page_reporting: true };
+
+/// What a guest plugs and unplugs at once, MiB: the least.
+const BLOCK_MIB: u64 = 2;
 
 /// The device by which taps are opened.
 const TUN: &str = "/dev/net/tun";
@@ -229,6 +232,9 @@ impl Firecracker {
         watched.answered("PUT /vsock", api.vsock(&vsock)).await?;
         watched.answered("PUT /entropy", api.entropy()).await?;
         watched.answered("PUT /balloon", api.balloon(&BALLOON)).await?;
+        if let Some(memory) = &memory_hotplug(spec) {
+            watched.answered("PUT /hotplug/memory", api.memory_hotplug(memory)).await?;
+        }
         let taps = spec.named_taps.iter().flat_map(|taps| &taps.names);
         for (nic, tap) in (0..).zip(taps) {
             watched.answered("PUT /network-interfaces", api.net(&vm::nic(nic, tap))).await?;
@@ -259,14 +265,15 @@ impl Vmm for Firecracker {
             format!("{} vCPU, {} MiB, {} interfaces", spec.vcpus, spec.memory_mib, spec.nics),
             slots::layout(),
             serde_json::to_string(&BALLOON).unwrap_or_default(),
-            kernel_line(&spec.boot),
+            kernel_line(&spec),
         ]);
+        let growth = memory_hotplug(&spec).and_then(|memory| serde_json::to_string(&memory).ok());
         TemplateInputs {
             vmm: self.info.name.to_owned(),
             version: self.info.version.clone(),
             program: sandboxer_process::find(&self.program),
             accelerator: self.info.accelerator.to_owned(),
-            vm: vm.collect(),
+            vm: vm.chain(growth).collect(),
         }
     }
 
@@ -370,11 +377,21 @@ fn boot_source(spec: &VmSpec) -> wire::BootSource {
     wire::BootSource {
         kernel_image_path: spec.kernel.clone(),
         initrd_path: spec.initramfs.clone(),
-        boot_args: kernel_line(&spec.boot),
+        boot_args: kernel_line(spec),
     }
 }
 
 /// Returns the kernel command line.
-fn kernel_line(boot: &BootParams) -> String {
-    format!("{KERNEL_WORDS} {RESET_ENDS} {} {boot}", disk_index::WORD)
+fn kernel_line(spec: &VmSpec) -> String {
+    let (hotplug, boot) = (spec.hotplug_words(), &spec.boot);
+    format!("{KERNEL_WORDS} {RESET_ENDS} {} {hotplug}{boot}", disk_index::WORD)
+}
+
+/// Returns the memory that the guest can get while it runs, if any.
+fn memory_hotplug(spec: &VmSpec) -> Option<wire::MemoryHotplug> {
+    (spec.growth_mib > 0).then_some(wire::MemoryHotplug {
+        total_size_mib: spec.growth_mib,
+        block_size_mib: BLOCK_MIB,
+        slot_size_mib: HOTPLUG_STEP_MIB,
+    })
 }

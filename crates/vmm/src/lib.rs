@@ -12,6 +12,7 @@ pub mod frozen;
 #[cfg(fuzzing)]
 pub mod fuzzing;
 mod held;
+pub mod hotplug;
 mod http;
 pub mod kvm;
 mod permit;
@@ -46,6 +47,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 
 pub use frozen::{FREEZABLE, Frozen, MEMORY};
 pub use held::{Held, HeldProcesses};
+pub use hotplug::{HOTPLUG_STEP_MIB, HotpluggedMemory};
 pub use rate::{DiskLimits, Rate};
 pub use setup::{SetupError, detect, detect_all};
 pub use spec::{DiskSpec, NamedTaps, Shape, VmSpec};
@@ -104,6 +106,19 @@ pub trait Vm: Send + Sync + fmt::Debug {
 
     /// Detaches a disk. A disk that is not attached is no error.
     async fn detach_disk(&self, serial: &str) -> Result<(), VmmError>;
+
+    /// Returns the memory that the guest has beside that of its boot; `None`: it can have none.
+    async fn hotplugged_memory(&self) -> Result<Option<HotpluggedMemory>, VmmError> {
+        Ok(None)
+    }
+
+    /// Requests that the guest has `mib` MiB beside those of its boot, a multiple of [`HOTPLUG_STEP_MIB`]. The guest
+    /// plugs or unplugs memory after that: see [`hotplug::settled`].
+    async fn request_memory(&self, mib: u64) -> Result<(), VmmError> {
+        let VmRecord { pod, vmm, .. } = self.record();
+        let reason = format!("{vmm} cannot change the memory of a running VM");
+        Err(VmmError::Refused { pod, call: hotplug::call(mib), reason })
+    }
 
     /// Listens for the guest's file requests, which arrive once [`Vm::connect_shares`] has been called. The holder of
     /// the socket serves this guest only, for the lifetime of both.

@@ -11,7 +11,7 @@ use sandboxer_protocol::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::{DiskLimits, VmmError};
+use super::{DiskLimits, VmmError, hotplug};
 
 /// The shape of a VM: VMs of one shape differ only in what pods do with them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -45,6 +45,8 @@ pub struct VmSpec {
     pub vcpus: u32,
     /// Guest memory, MiB.
     pub memory_mib: u64,
+    /// Memory that it can get while it runs, MiB: 0, or a multiple of [`crate::HOTPLUG_STEP_MIB`]. Not every VMM can do that.
+    pub growth_mib: u64,
     /// Network interfaces.
     pub nics: u8,
     /// The taps behind them, in order; the VMM inherits them. Empty while the VM is only described.
@@ -79,6 +81,7 @@ impl VmSpec {
             run_dir,
             vcpus: shape.vcpus,
             memory_mib: shape.memory_mib,
+            growth_mib: config.hotplug_memory_mib,
             nics: shape.nics,
             taps: Vec::new(),
             named_taps: None,
@@ -96,6 +99,11 @@ impl VmSpec {
     /// Returns its shape.
     pub fn shape(&self) -> Shape {
         Shape { vcpus: self.vcpus, memory_mib: self.memory_mib, nics: self.nics }
+    }
+
+    /// Returns the words on the kernel command line that let it get memory, with a space behind them.
+    pub(super) fn hotplug_words(&self) -> String {
+        if self.growth_mib == 0 { String::new() } else { format!("{} ", hotplug::KERNEL_WORDS) }
     }
 
     /// Duplicates each of [`VmSpec::taps`], for its VMM to inherit.
@@ -170,6 +178,7 @@ pub(super) mod tests {
             run_dir: "/run".into(),
             vcpus: 1,
             memory_mib: 1,
+            growth_mib: 0,
             nics: 0,
             taps: Vec::new(),
             named_taps: None,

@@ -66,6 +66,7 @@ fn converse(mut stream: &UnixStream, vm: &Vm) -> Option<()> {
                 let gone = disks.values().all(|disk| disk.serial != argument);
                 gone.then(|| format!("gone {argument}"))
             }),
+            "memory" => vm.memory_mib().to_string(),
             "power-off" => {
                 println!("guest says goodbye");
                 vm.power_off();

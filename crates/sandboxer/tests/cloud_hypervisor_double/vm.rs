@@ -29,6 +29,9 @@ use super::{
     http::{Answer, Request},
 };
 
+/// Bytes that a guest plugs and unplugs at once.
+const BLOCK: u64 = 2 << 20;
+
 #[derive(Default)]
 struct State {
     /// As created, plus additions.
@@ -191,6 +194,7 @@ impl Vm {
             "vm.pause" => self.let_run(false),
             "vm.resume" => self.let_run(true),
             "vm.resize" => self.resize(body),
+            "vm.resize-zone" => self.resize_zone(body),
             "vm.snapshot" => self.snapshot(body),
             "vm.restore" => self.restore(body),
             "vm.add-disk" => self.add_disk(body),
@@ -233,6 +237,10 @@ impl Vm {
         }
         if !zones(config).is_empty() && config["memory"]["size"] != 0 {
             return refused("Memory size and zones");
+        }
+        let grows = |zone: &Value| zone["hotplug_size"].is_u64();
+        if zones(config).iter().any(grows) && config["memory"]["hotplug_method"] != "VirtioMem" {
+            return refused("Invalid to set ACPI hotplug method for memory zones");
         }
         if config["serial"]["mode"] == "Tty" && config["console"]["mode"] == "Tty" {
             return refused("Two consoles on one terminal");
@@ -320,7 +328,7 @@ impl Vm {
                 Some(true) => "Running",
                 Some(false) => "Paused",
             },
-            "memory_actual_size": state.config.as_ref().unwrap()["memory"]["size"],
+            "memory_actual_size": memory(state.config.as_ref().unwrap()),
         });
         if state.running.is_some() {
             info["device_tree"] = Value::Object(nodes);
@@ -335,6 +343,31 @@ impl Vm {
             true => refused("Requested vCPUs exceed maximum"),
             false => Ok(Value::Null),
         }
+    }
+
+    fn resize_zone(&self, wanted: &Value) -> Result<Value, Refusal> {
+        let mut state = self.running()?;
+        let zones = state.config.as_mut().unwrap()["memory"]["zones"].as_array_mut();
+        let zone = zones.into_iter().flatten().find(|zone| zone["id"] == wanted["id"]);
+        let Some(zone) = zone else { return refused("Could not find the memory zone") };
+        let bytes = |zone: &Value, name: &str| zone[name].as_u64().unwrap_or_default();
+        let Some(growth) = bytes(wanted, "desired_ram").checked_sub(bytes(zone, "size")) else {
+            return refused("Below the size at boot");
+        };
+        if growth > bytes(zone, "hotplug_size") || growth % BLOCK != 0 {
+            return refused("Above the region's size, or not aligned");
+        }
+        if growth == bytes(zone, "hotplugged_size") {
+            return refused("new size and requested_size are identical");
+        }
+        // The guest follows at once.
+        zone["hotplugged_size"] = growth.into();
+        Ok(Value::Null)
+    }
+
+    /// Returns the memory that the guest has, MiB.
+    pub fn memory_mib(&self) -> u64 {
+        memory(self.lock().config.as_ref().unwrap()) >> 20
     }
 
     fn snapshot(&self, body: &Value) -> Result<Value, Refusal> {
@@ -384,6 +417,13 @@ impl Vm {
 
 fn refused<T>(why: &str) -> Result<T, Refusal> {
     Err((500, why.to_owned()))
+}
+
+/// Returns the memory that a guest has, bytes.
+fn memory(config: &Value) -> u64 {
+    let bytes = |of: &Value, name: &str| of[name].as_u64().unwrap_or_default();
+    let zones = zones(config).iter().map(|zone| bytes(zone, "size") + bytes(zone, "hotplugged_size"));
+    bytes(&config["memory"], "size") + zones.sum::<u64>()
 }
 
 /// Returns the parts of the memory.

@@ -11,7 +11,7 @@ use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use rustix::process::{Pid, Signal, kill_process};
 use sandboxer_vmm::{
-    DiskSpec, Frozen, MEMORY, Vm, VmSpec, Vmm, VmmError,
+    DiskSpec, Frozen, HotpluggedMemory, MEMORY, Vm, VmSpec, Vmm, VmmError,
     cloud_hypervisor::{
         api::Api,
         wire::{Disk, Fs, ImageType, Net, PciDevice, Resize, VmState},
@@ -24,7 +24,7 @@ use crate::{
     listed,
     test_guest::{
         Guest, Pod,
-        contract::{is_jailed, sealed},
+        contract::{GROWTH_MIB, is_jailed, sealed},
         vm_config,
     },
 };
@@ -43,6 +43,7 @@ pub fn cases() -> impl IntoIterator<Item = Case> {
         a_vmm_is_jailed,
         half_a_template_is_refused_and_leaves_nothing,
         cpus_are_added_up_to_the_most,
+        a_vm_tells_how_much_memory_it_can_get,
         the_vmm_ends_when_told_to,
         a_killed_vmm_is_one_error_with_its_call_and_end,
         a_vmm_without_its_socket_is_told_from_a_dead_one,
@@ -335,6 +336,21 @@ async fn cpus_are_added_up_to_the_most(subject: Subject) -> Result<Outcome> {
     running.api.resize(&cpus(1)).await?;
     refusal(running.api.resize(&cpus(2)).await)?;
     running.end().await
+}
+
+/// Its guest takes nothing, since it does nothing.
+async fn a_vm_tells_how_much_memory_it_can_get(subject: Subject) -> Result<Outcome> {
+    let pod = Pod::new("grows");
+    let spec = VmSpec { growth_mib: GROWTH_MIB, ..pod.halting_spec() };
+    let vmm = subject.vmm(&pod, vm_config()).await?;
+    let vm = vmm.boot(&spec).await?;
+    let memory = vm.hotplugged_memory().await?.context("it keeps its size")?;
+    let expected = HotpluggedMemory { plugged_mib: 0, requested_mib: 0, max_mib: GROWTH_MIB };
+    ensure!(memory == expected, "{memory:?}");
+    let refused = vm.request_memory(2 * GROWTH_MIB).await.err().context("it can get more than that")?;
+    ensure!(matches!(refused, VmmError::Refused { .. }), "{refused}");
+    vm.kill().await?;
+    Ok(Outcome::Done)
 }
 
 async fn the_vmm_ends_when_told_to(subject: Subject) -> Result<Outcome> {

@@ -13,7 +13,7 @@ use crate::{
     listed,
     test_guest::{
         Guest, Pod,
-        contract::{copies_of_a_frozen_vm_are_vms, keeps_the_contract},
+        contract::{copies_of_a_frozen_vm_are_vms, grows_and_shrinks, keeps_the_contract},
         vm_config,
     },
 };
@@ -45,6 +45,7 @@ async fn the_contract_of_all_vmms_is_kept(subject: Subject) -> Result<Outcome> {
     let pod = Pod::new("program");
     let vmm = subject.vmm(&pod, vm_config()).await?;
     keeps_the_contract(&vmm, Pod::halting_spec).await;
+    grows_and_shrinks(&vmm, Pod::halting_spec).await;
     copies_of_a_frozen_vm_are_vms(&vmm, Pod::halting_spec).await;
     Ok(Outcome::Done)
 }

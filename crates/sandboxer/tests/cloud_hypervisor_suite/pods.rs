@@ -22,7 +22,13 @@ use sandboxer_vmm::{MEMORY, ShareTransport, Vm, VmSpec, Vmm, cloud_hypervisor::C
 use super::{Case, LONG, Outcome, Subject, kvm_unusable, skipped, trial};
 use crate::{
     listed,
-    test_guest::{Pod, contract::sealed, guest_image, share_server::KEY, vm_config},
+    test_guest::{
+        Pod,
+        contract::{GROWTH_MIB, memory_follows, sealed},
+        guest_image,
+        share_server::KEY,
+        vm_config,
+    },
 };
 
 pub fn trials() -> Vec<Trial> {
@@ -30,6 +36,7 @@ pub fn trials() -> Vec<Trial> {
         the_agent_is_ready_and_the_guest_powers_off,
         the_agent_is_greeted_anew_by_the_next_daemon,
         a_disk_is_let_go_of,
+        memory_comes_and_goes,
         a_copy_of_a_frozen_vm_answers_its_agent,
         a_guest_asks_for_files_by_streams_that_the_daemon_has_no_part_in,
     ];
@@ -188,4 +195,35 @@ async fn a_disk_is_let_go_of(subject: Subject) -> Result<Outcome> {
     vm.attach_disk(&disk).await.context("its serial is free again")?;
     vm.kill().await?;
     Ok(Outcome::Done)
+}
+
+/// A guest that booted, and a copy, as the agent in them sees it.
+async fn memory_comes_and_goes(subject: Subject) -> Result<Outcome> {
+    let guest = Guest::of(&subject).await?;
+    let spec = VmSpec { growth_mib: GROWTH_MIB, ..guest.spec.clone() };
+    let vm = guest.vmm.boot(&spec).await?;
+    follows_requests(&guest, vm.as_ref()).await?;
+    vm.kill().await?;
+
+    let (template, copy) = (Pod::new("template"), Pod::new("copy"));
+    let dir = template.path("frozen");
+    fs::create_dir(&dir)?;
+    let frozen =
+        VmSpec { run_dir: template.path("run"), memory_file: Some(dir.join(MEMORY)), ..spec.clone() };
+    let vm = guest.vmm.boot(&frozen).await?;
+    drop(guest.greet(vm.as_ref()).await?);
+    vm.freeze(&dir).await?;
+    vm.kill().await?;
+    let vm = guest.vmm.restore(&VmSpec { run_dir: copy.path("run"), ..spec }, &sealed(dir)).await?;
+    vm.resume().await?;
+    follows_requests(&guest, vm.as_ref()).await?;
+    vm.kill().await?;
+    Ok(Outcome::Done)
+}
+
+async fn follows_requests(guest: &Guest, vm: &dyn Vm) -> Result<()> {
+    let agent = guest.greet(vm).await?;
+    let seen = async || agent.stats(None).await.expect("the agent answers").memory_limit >> 20;
+    memory_follows(vm, seen).await;
+    Ok(())
 }

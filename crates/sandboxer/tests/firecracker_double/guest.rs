@@ -63,6 +63,7 @@ fn converse(mut stream: &UnixStream, vm: &Vm, socket: &Path) -> Option<()> {
                 thread::yield_now();
             },
             "ask-for-files" => ask_for_files(&port(socket, sandboxer_protocol::share::VSOCK_PORT)).ok()?,
+            "memory" => vm.memory_mib().to_string(),
             "power-off" => {
                 println!("guest says goodbye");
                 vm.reset();

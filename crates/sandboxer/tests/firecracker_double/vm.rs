@@ -22,7 +22,7 @@ use serde_json::{Value, json};
 use super::guest;
 
 /// The fields of each call, which a real one would refuse if another were among them or one were missing.
-const FIELDS: [(&str, &[&str]); 12] = [
+const FIELDS: [(&str, &[&str]); 14] = [
     ("PUT machine-config", &["mem_size_mib", "vcpu_count"]),
     ("PUT boot-source", &["boot_args", "initrd_path", "kernel_image_path"]),
     ("PUT drives", &["cache_type", "drive_id", "is_read_only", "is_root_device", "path_on_host"]),
@@ -30,6 +30,8 @@ const FIELDS: [(&str, &[&str]); 12] = [
     ("PUT vsock", &["guest_cid", "uds_path"]),
     ("PUT entropy", &[]),
     ("PUT balloon", &["amount_mib", "deflate_on_oom", "free_page_reporting"]),
+    ("PUT hotplug", &["block_size_mib", "slot_size_mib", "total_size_mib"]),
+    ("PATCH hotplug", &["requested_size_mib"]),
     ("PUT network-interfaces", &["guest_mac", "host_dev_name", "iface_id"]),
     ("PUT actions", &["action_type"]),
     ("PATCH vm", &["state"]),
@@ -41,9 +43,18 @@ const FIELDS: [(&str, &[&str]); 12] = [
 struct State {
     running: Option<bool>,
     booted: Option<Value>,
+    memory_mib: u64,
+    hotplug: Option<Hotplug>,
     drives: Vec<Drive>,
     vsock: Option<PathBuf>,
     taps: BTreeMap<String, (String, OwnedFd)>,
+}
+
+/// Memory that the guest can get, MiB; it has what was requested.
+#[derive(Clone, Copy)]
+struct Hotplug {
+    total: u64,
+    requested: u64,
 }
 
 /// A drive with its open file.
@@ -84,6 +95,12 @@ impl Vm {
         }
     }
 
+    /// Returns the memory that the guest has, MiB.
+    pub fn memory_mib(&self) -> u64 {
+        let state = self.state.lock().unwrap();
+        state.memory_mib + state.hotplug.map_or(0, |hotplug| hotplug.requested)
+    }
+
     pub fn answer(self: &Arc<Self>, method: &str, path: &str, body: &Value) -> Answer {
         let names: Vec<&str> = path.trim_matches('/').split('/').collect();
         let mut state = self.state.lock().unwrap();
@@ -97,11 +114,35 @@ impl Vm {
                 json!({ "id": "a", "app_name": "Firecracker", "state": name, "vmm_version": super::USUAL }),
             ));
         }
+        if (method, path) == ("GET", "/hotplug/memory") {
+            let Hotplug { total, requested } = state.hotplug.ok_or("no memory hotplug device")?;
+            return Ok(Some(json!({
+                "total_size_mib": total, "slot_size_mib": 128, "block_size_mib": 2,
+                "plugged_size_mib": requested, "requested_size_mib": requested,
+            })));
+        }
         check_fields(method, &names, body)?;
+        let number = |name: &str| body[name].as_u64().ok_or(format!("{name} is no number"));
         let text = |name: &str| body[name].as_str().unwrap_or_default().to_owned();
         let is_new = state.running.is_none();
         match (method, &names[..], is_new) {
-            ("PUT", ["machine-config" | "entropy" | "balloon"], true) => {}
+            ("PUT", ["entropy" | "balloon"], true) => {}
+            ("PUT", ["machine-config"], true) => state.memory_mib = number("mem_size_mib")?,
+            ("PUT", ["hotplug", "memory"], true) => {
+                let total = number("total_size_mib")?;
+                if total == 0 || total % number("slot_size_mib")? != 0 {
+                    return Err("Total size must be a multiple of slot size".to_owned());
+                }
+                state.hotplug = Some(Hotplug { total, requested: 0 });
+            }
+            ("PATCH", ["hotplug", "memory"], false) => {
+                let requested = number("requested_size_mib")?;
+                let hotplug = state.hotplug.as_mut().ok_or("no memory hotplug device")?;
+                if requested > hotplug.total || requested % 2 != 0 {
+                    return Err(format!("Size {requested} is invalid"));
+                }
+                hotplug.requested = requested;
+            }
             ("PUT", ["boot-source"], true) => {
                 for name in ["kernel_image_path", "initrd_path"] {
                     File::open(text(name)).map_err(|error| format!("{name}: {error}"))?;
@@ -186,7 +227,10 @@ fn create(state: &State, snapshot: &str, memory: &str) -> Result<(), String> {
     let drives: Vec<_> =
         state.drives.iter().map(|drive| json!([drive.id, drive.path, drive.read_only])).collect();
     let nics: Vec<_> = state.taps.keys().collect();
-    let content = json!({ "drives": drives, "vsock": state.vsock, "nics": nics });
+    let hotplug = state.hotplug.map(|hotplug| [hotplug.total, hotplug.requested]);
+    let content = json!({
+        "drives": drives, "vsock": state.vsock, "nics": nics, "memory": state.memory_mib, "hotplug": hotplug,
+    });
     fs::write(snapshot, content.to_string()).map_err(|error| error.to_string())?;
     fs::write(memory, [vec![1; 4096], vec![0; 1 << 20]].concat()).map_err(|error| error.to_string())
 }
@@ -214,6 +258,9 @@ fn load(state: &mut State, body: &Value) -> Result<(), String> {
         let tap = open_tap(&name)?;
         state.taps.insert(nic.as_str().unwrap_or_default().to_owned(), (name, tap));
     }
+    state.memory_mib = content["memory"].as_u64().ok_or("no memory")?;
+    let hotplug = |at: usize| content["hotplug"][at].as_u64();
+    state.hotplug = hotplug(0).zip(hotplug(1)).map(|(total, requested)| Hotplug { total, requested });
     state.vsock = content["vsock"].as_str().map(PathBuf::from);
     state.running = Some(false);
     Ok(())

@@ -12,7 +12,7 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use libtest_mimic::Trial;
 use sandboxer_host::network::{TapPool, namespace, tap};
-use sandboxer_vmm::{DiskSpec, Frozen, MEMORY, VmSpec, Vmm, VmmError};
+use sandboxer_vmm::{DiskSpec, Frozen, HotpluggedMemory, MEMORY, VmSpec, Vmm, VmmError};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
     net::UnixStream,
@@ -26,7 +26,7 @@ use crate::{
     test_guest::{
         Pod,
         contract::{
-            copies_of_a_frozen_vm_are_vms, is_jailed, keeps_the_contract,
+            GROWTH_MIB, copies_of_a_frozen_vm_are_vms, grows_and_shrinks, is_jailed, keeps_the_contract,
             requests_for_files_have_a_link_of_their_own, sealed,
         },
     },
@@ -47,6 +47,7 @@ pub fn trials() -> Vec<Trial> {
         a_tap_is_opened_in_a_namespace_of_the_vms_own,
         a_frozen_vm_goes_on_as_a_copy,
         half_a_template_is_refused_and_leaves_nothing,
+        a_vm_tells_how_much_memory_it_can_get,
         a_vmm_is_jailed,
         the_jail_promises_what_firecrackers_jailer_does,
         a_vm_outlives_its_daemon,
@@ -71,6 +72,7 @@ async fn the_contract_of_all_vmms_is_kept(subject: Subject) -> Result<()> {
     keeps_the_contract(&vmm, Pod::halting_spec).await;
     copies_of_a_frozen_vm_are_vms(&vmm, Pod::halting_spec).await;
     requests_for_files_have_a_link_of_their_own(&vmm, Pod::halting_spec).await;
+    grows_and_shrinks(&vmm, Pod::halting_spec).await;
     Ok(())
 }
 
@@ -224,6 +226,21 @@ async fn half_a_template_is_refused_and_leaves_nothing(subject: Subject) -> Resu
     let error = vmm.restore(&pod.halting_spec(), &nothing).await.err().context("restored")?.to_string();
     ensure!(error.contains("memory"), "{error}");
     gone(&pod).await
+}
+
+/// Its guest takes nothing, since it does nothing.
+async fn a_vm_tells_how_much_memory_it_can_get(subject: Subject) -> Result<()> {
+    let pod = Pod::new("grows");
+    let spec = VmSpec { growth_mib: GROWTH_MIB, ..pod.halting_spec() };
+    let vmm = subject.vmm(&pod).await?;
+    let vm = vmm.boot(&spec).await?;
+    let memory = vm.hotplugged_memory().await?.context("it keeps its size")?;
+    let expected = HotpluggedMemory { plugged_mib: 0, requested_mib: 0, max_mib: GROWTH_MIB };
+    ensure!(memory == expected, "{memory:?}");
+    let refused = vm.request_memory(2 * GROWTH_MIB).await.err().context("it can get more than that")?;
+    ensure!(matches!(refused, VmmError::Refused { .. }), "{refused}");
+    vm.kill().await?;
+    Ok(())
 }
 
 async fn a_vmm_is_jailed(subject: Subject) -> Result<()> {

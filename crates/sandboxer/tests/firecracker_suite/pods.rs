@@ -11,7 +11,11 @@ use sandboxer_vmm::{DiskSpec, MEMORY, Vm, VmSpec, Vmm, firecracker::Firecracker}
 use super::{Case, Subject, on_real};
 use crate::{
     listed,
-    test_guest::{Pod, contract::sealed, guest_image, vm_config},
+    test_guest::{
+        Pod,
+        contract::{GROWTH_MIB, memory_follows, sealed},
+        guest_image, vm_config,
+    },
 };
 
 /// Far longer than anything these tests wait for on a busy host.
@@ -24,6 +28,7 @@ pub fn trials() -> Vec<Trial> {
         disks_are_found_by_their_serials,
         a_guest_that_stood_still_answers_in_the_same_session,
         a_copy_of_a_frozen_vm_answers_its_agent,
+        memory_comes_and_goes,
     ];
     let missing = !guest_image("initramfs.cpio").exists();
     on_real("boots_a_pod", cases, missing.then(|| "there is no guest: run `make guest-image`".into()))
@@ -145,5 +150,36 @@ async fn a_copy_of_a_frozen_vm_answers_its_agent(subject: Subject) -> Result<()>
         agent.prepare_disk(disk).await.with_context(|| format!("copy {name}"))?;
         copy.kill().await?;
     }
+    Ok(())
+}
+
+/// A guest that booted, and a copy, as the agent in them sees it.
+async fn memory_comes_and_goes(subject: Subject) -> Result<()> {
+    let guest = Guest::of(&subject).await?;
+    let spec = VmSpec { growth_mib: GROWTH_MIB, ..guest.spec.clone() };
+    let vm = guest.vmm.boot(&spec).await?;
+    follows_requests(&guest, vm.as_ref()).await?;
+    vm.kill().await?;
+
+    let (template, copy) = (Pod::new("template"), Pod::new("copy"));
+    let dir = template.path("frozen");
+    fs::create_dir(&dir)?;
+    let frozen =
+        VmSpec { run_dir: template.path("run"), memory_file: Some(dir.join(MEMORY)), ..spec.clone() };
+    let vm = guest.vmm.boot(&frozen).await?;
+    drop(guest.greet(vm.as_ref()).await?);
+    vm.freeze(&dir).await?;
+    vm.kill().await?;
+    let vm = guest.vmm.restore(&VmSpec { run_dir: copy.path("run"), ..spec }, &sealed(dir)).await?;
+    vm.resume().await?;
+    follows_requests(&guest, vm.as_ref()).await?;
+    vm.kill().await?;
+    Ok(())
+}
+
+async fn follows_requests(guest: &Guest, vm: &dyn Vm) -> Result<()> {
+    let agent = guest.greet(vm).await?;
+    let seen = async || agent.stats(None).await.expect("the agent answers").memory_limit >> 20;
+    memory_follows(vm, seen).await;
     Ok(())
 }

@@ -15,9 +15,13 @@ use nix::net::if_::if_nametoindex;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use sandboxer_host::network::{namespace, tap};
 use sandboxer_process::confinement::Confinement;
-use sandboxer_vmm::{AgentStream, DiskSpec, Frozen, MEMORY, Vm, VmRecord, VmSpec, Vmm, VmmError};
+use sandboxer_vmm::{
+    AgentStream, DiskSpec, Frozen, HOTPLUG_STEP_MIB, HotpluggedMemory, MEMORY, Vm, VmRecord, VmSpec, Vmm,
+    VmmError, hotplug,
+};
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
+    sync::Mutex,
     time::timeout,
 };
 
@@ -261,6 +265,69 @@ pub async fn freed_memory_comes_back(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec) {
     assert_eq!(digest_of_memory(&frozen), before, "a copy changed the memory that others share with it");
 }
 
+/// Tests that a guest gets memory and gives it back while it runs: one that booted, and a copy of a frozen one.
+pub async fn grows_and_shrinks(vmm: &dyn Vmm, spec: fn(&Pod) -> VmSpec) {
+    let fixed = Pod::new("fixed");
+    let vm = vmm.boot(&spec(&fixed)).await.expect("it boots");
+    keeps_its_memory(&*vm).await;
+    vm.kill().await.unwrap();
+
+    let growing = |pod: &Pod| VmSpec { growth_mib: GROWTH_MIB, ..spec(pod) };
+    let (pod, copy) = (Pod::new("booted"), Pod::new("copied"));
+    let vm = vmm.boot(&growing(&pod)).await.expect("it boots");
+    let guest = Mutex::new(Guest::of(&*vm).await);
+    memory_follows(&*vm, async || guest.lock().await.ask("memory").await.parse().unwrap()).await;
+    // As if the daemon died: the VMM knows how much there is.
+    vm.request_memory(HOTPLUG_STEP_MIB).await.unwrap();
+    hotplug::settled(&*vm, LONG).await.unwrap();
+    let record = vm.record();
+    drop(vm);
+    let vm = vmm.adopt(&record).await.unwrap().expect("the VM outlived its handle");
+    assert_eq!(vm.hotplugged_memory().await.unwrap().unwrap().plugged_mib, HOTPLUG_STEP_MIB);
+    vm.kill().await.unwrap();
+
+    let frozen = frozen(vmm, growing, |_| async {}).await;
+    let vm = vmm.restore(&growing(&copy), &frozen).await.expect("a VM is restored");
+    vm.resume().await.expect("and goes on");
+    let guest = Mutex::new(Guest::of(&*vm).await);
+    memory_follows(&*vm, async || guest.lock().await.ask("memory").await.parse().unwrap()).await;
+    vm.kill().await.unwrap();
+    assert_ne!(
+        vmm.template_inputs(&spec(&pod)),
+        vmm.template_inputs(&growing(&pod)),
+        "a template of VMs that keep their size was used"
+    );
+}
+
+/// Most memory that a growing guest gets in these tests, MiB.
+pub const GROWTH_MIB: u64 = 3 * HOTPLUG_STEP_MIB;
+
+/// Asserts that a VM without room to grow says so.
+pub async fn keeps_its_memory(vm: &dyn Vm) {
+    assert_eq!(vm.hotplugged_memory().await.unwrap(), None);
+    let refused = vm.request_memory(HOTPLUG_STEP_MIB).await.unwrap_err();
+    assert!(matches!(&refused, VmmError::Refused { .. }), "{refused}");
+    assert!(refused.to_string().contains("128 MiB"), "{refused}");
+}
+
+/// Asserts that a guest has the memory that is requested, of at most [`GROWTH_MIB`]; `seen` is all that it has, MiB.
+pub async fn memory_follows(vm: &dyn Vm, seen: impl AsyncFn() -> u64) {
+    let boot = seen().await;
+    let has =
+        |plugged_mib, requested_mib| HotpluggedMemory { plugged_mib, requested_mib, max_mib: GROWTH_MIB };
+    assert_eq!(vm.hotplugged_memory().await.unwrap(), Some(has(0, 0)));
+    for mib in [2 * HOTPLUG_STEP_MIB, GROWTH_MIB, HOTPLUG_STEP_MIB, 0, GROWTH_MIB, 0] {
+        vm.request_memory(mib).await.unwrap();
+        vm.request_memory(mib).await.expect("to request it twice is no error");
+        let settled = hotplug::settled(vm, Duration::from_secs(20)).await.unwrap();
+        assert_eq!(settled, Some(has(mib, mib)), "after a request for {mib} MiB");
+        assert_eq!(seen().await, boot + mib);
+    }
+    let refused = vm.request_memory(GROWTH_MIB + HOTPLUG_STEP_MIB).await.unwrap_err();
+    assert!(matches!(&refused, VmmError::Refused { .. }), "{refused}");
+    assert_eq!(vm.hotplugged_memory().await.unwrap(), Some(has(0, 0)), "what was refused was done");
+}
+
 fn digest_of_memory(frozen: &Frozen) -> u64 {
     let memory = File::from(frozen.file(MEMORY).unwrap());
     let (mut hash, mut chunk, mut at) = (DefaultHasher::new(), vec![0; 1 << 20], 0);
@@ -303,7 +370,7 @@ fn private_mib(vm: &dyn Vm) -> u64 {
 /// Freezes a VM after `before` has used its guest.
 pub async fn frozen<F: Future<Output = ()>>(
     vmm: &dyn Vmm,
-    spec: fn(&Pod) -> VmSpec,
+    spec: impl Fn(&Pod) -> VmSpec,
     before: impl FnOnce(Guest) -> F,
 ) -> Frozen {
     let pod = Pod::new("template");

@@ -37,6 +37,8 @@ while :; do
         fill) dd if=/dev/zero of=/filled bs=1M count="$argument" 2>/dev/null && echo filled >&3 ;;
         free) rm /filled && echo freed >&3 ;;
         nic) cat /sys/class/net/eth0/address >&3 ;;
+        # MiB.
+        memory) awk '/^MemTotal/ { print int($2 / 1024) }' /proc/meminfo >&3 ;;
         hello) echo "hello host" >&3 ;;
         await)
             until disk=$(find_disk "$argument") && [ -b "/dev/$disk" ]; do usleep 10000; done

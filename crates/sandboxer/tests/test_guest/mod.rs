@@ -32,7 +32,7 @@ const LONG: Duration = Duration::from_secs(90);
 /// The double's guest: the same answers as `init.sh`.
 pub fn serve_in_memory(guest: FakeGuest) {
     tokio::spawn(async move {
-        let FakeGuest { stream, mut disks, shares, power, .. } = guest;
+        let FakeGuest { stream, mut disks, memory_mib, shares, power, .. } = guest;
         let (read, mut write) = stream.into_split();
         let mut lines = BufReader::new(read).lines();
         while let Ok(Some(line)) = lines.next_line().await {
@@ -51,6 +51,7 @@ pub fn serve_in_memory(guest: FakeGuest) {
                     disks.wait_for(|disks| !disks.iter().any(|disk| named(&disk))).await.unwrap();
                     format!("gone {argument}")
                 }
+                "memory" => memory_mib.borrow().to_string(),
                 "ask-for-files" => ask_for_files(&shares).await,
                 "power-off" => return power.off(&["guest says goodbye"]),
                 other => panic!("unknown command {other}"),
@@ -147,6 +148,7 @@ impl Pod {
             memory_file: None,
             background: false,
             memory_mib: 128,
+            growth_mib: 0,
             nics: 0,
             taps: Vec::new(),
             named_taps: None,
@@ -281,6 +283,7 @@ pub fn vm_config() -> VmConfig {
         default_memory_mib: 128,
         max_vcpus: 1,
         max_memory_mib: 128,
+        hotplug_memory_mib: 0,
         boot_timeout: LONG,
         call_timeout: Duration::from_secs(20),
         stop_timeout: LONG,

@@ -13,7 +13,10 @@ use serde::{Serialize, de::DeserializeOwned};
 use super::{
     passing::Passing,
     version,
-    wire::{Counters, Device, Disk, Fs, Net, PciDevice, Ping, Resize, Restore, Snapshot, VmConfig, VmInfo},
+    wire::{
+        Counters, Device, Disk, Fs, Net, PciDevice, Ping, Resize, ResizeZone, Restore, Snapshot, VmConfig,
+        VmInfo,
+    },
 };
 pub use crate::http::ApiError;
 use crate::http::{Call, read, write};
@@ -103,6 +106,11 @@ impl Api {
     /// Changes the number of CPUs or the memory.
     pub async fn resize(&self, resize: &Resize) -> Result<(), ApiError> {
         self.put("vm.resize", Some(resize)).await
+    }
+
+    /// Changes the size of a part of the memory. The guest follows later.
+    pub async fn resize_zone(&self, resize: &ResizeZone<'_>) -> Result<(), ApiError> {
+        self.put("vm.resize-zone", Some(resize)).await
     }
 
     /// Stops the VM; its configuration stays.

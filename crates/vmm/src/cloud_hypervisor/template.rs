@@ -33,8 +33,8 @@ const STATE: &str = "state.json";
 pub const DIR: &str = "/template";
 /// Directory in its room to which the VMM writes its snapshot.
 pub const FROZEN: &str = "frozen";
-/// The one zone of the memory of a VM that is to be frozen.
-const ZONE: &str = "memory";
+/// The one zone of the memory of a VM that is to be frozen, or that can grow.
+pub const ZONE: &str = "memory";
 /// Largest configuration that is read, bytes.
 const MAX_CONFIG: u64 = 1 << 20;
 /// Largest state that is kept, bytes.
@@ -46,13 +46,14 @@ pub const CALL: &str = "loading a template";
 /// Returns the memory of a VM.
 pub fn memory(spec: &VmSpec) -> wire::Memory {
     let size = spec.memory_mib << 20;
-    match &spec.memory_file {
-        None => wire::Memory { size, shared: false, zones: Vec::new() },
-        Some(file) => {
-            let zone = wire::MemoryZone { id: ZONE, size, file: file.clone(), shared: true };
-            wire::Memory { size: 0, shared: false, zones: vec![zone] }
-        }
+    let hotplug_size = (spec.growth_mib > 0).then_some(spec.growth_mib << 20);
+    let hotplug_method = hotplug_size.map(|_| wire::HotplugMethod::VirtioMem);
+    let file = spec.memory_file.clone();
+    if file.is_none() && hotplug_size.is_none() {
+        return wire::Memory { size, shared: false, hotplug_method, zones: Vec::new() };
     }
+    let zone = wire::MemoryZone { id: ZONE, size, shared: file.is_some(), file, hotplug_size };
+    wire::Memory { size: 0, shared: false, hotplug_method, zones: vec![zone] }
 }
 
 /// Creates the memory file of a VM that is to be frozen, owned by `user`, at full size as the VMM requires.
@@ -144,6 +145,22 @@ mod tests {
 
     use super::*;
     use crate::spec::tests::spec;
+
+    #[test]
+    fn memory_that_can_grow_is_a_zone_with_or_without_a_file() {
+        let memory = |memory_file: Option<&str>, growth_mib| {
+            let memory_file = memory_file.map(PathBuf::from);
+            serde_json::to_value(memory(&VmSpec { memory_file, growth_mib, ..spec() })).unwrap()
+        };
+        assert_eq!(memory(None, 0), json!({ "size": 1 << 20, "shared": false }));
+        let zone = json!({ "id": "memory", "size": 1 << 20, "shared": false, "hotplug_size": 128 << 20 });
+        let method = "VirtioMem";
+        let expected = json!({ "size": 0, "shared": false, "hotplug_method": method, "zones": [zone] });
+        assert_eq!(memory(None, 128), expected);
+        let zone = json!({ "id": "memory", "size": 1 << 20, "file": "/m", "shared": true });
+        assert_eq!(memory(Some("/m"), 0), json!({ "size": 0, "shared": false, "zones": [zone] }));
+        assert_eq!(memory(Some("/m"), 128)["zones"][0]["hotplug_size"], 128 << 20);
+    }
 
     #[test]
     fn a_copy_has_its_memory_from_another_file_and_is_otherwise_the_same() {

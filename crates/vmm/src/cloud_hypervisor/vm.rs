@@ -19,7 +19,8 @@ use super::{
     template, wire,
 };
 use crate::{
-    AgentStream, DiskSpec, ShareListener, ShareTransport, Vm, VmExit, VmRecord, VmmError,
+    AgentStream, DiskSpec, HotpluggedMemory, ShareListener, ShareTransport, Vm, VmExit, VmRecord, VmmError,
+    hotplug,
     rate::RateLimiter,
     room::{Room, shown as path_of},
     run_dir::path_error,
@@ -85,6 +86,35 @@ impl Vm for CloudHypervisorVm {
             Ok(gone) => gone,
             Err(_) => Err(VmmError::Hung { pod, call, limit }),
         }
+    }
+
+    async fn hotplugged_memory(&self) -> Result<Option<HotpluggedMemory>, VmmError> {
+        let info = self.watched.answered("vm.info", self.api.info()).await?;
+        Ok(zone(&info).map(|(zone, max)| HotpluggedMemory {
+            plugged_mib: info.memory_actual_size.saturating_sub(zone.size) >> 20,
+            requested_mib: zone.hotplugged_size.unwrap_or(0) >> 20,
+            max_mib: max >> 20,
+        }))
+    }
+
+    async fn request_memory(&self, mib: u64) -> Result<(), VmmError> {
+        let call = hotplug::call(mib);
+        let info = self.watched.answered(&call, self.api.info()).await?;
+        let refused = |reason: &str| VmmError::Refused {
+            pod: self.record.pod.clone(),
+            call: call.clone(),
+            reason: reason.to_owned(),
+        };
+        let (zone, max) = zone(&info).ok_or_else(|| refused("the VM was started with a fixed size"))?;
+        if mib << 20 > max {
+            return Err(refused(&format!("the VM can get at most {} MiB", max >> 20)));
+        }
+        // The VMM refuses what it has been requested already.
+        if zone.hotplugged_size.unwrap_or(0) == mib << 20 {
+            return Ok(());
+        }
+        let resize = wire::ResizeZone { id: &zone.id, desired_ram: zone.size + (mib << 20) };
+        self.watched.answered(&call, self.api.resize_zone(&resize)).await
     }
 
     fn listen_for_shares(&self) -> Result<ShareListener, VmmError> {
@@ -180,6 +210,12 @@ impl CloudHypervisorVm {
             }
         }
     }
+}
+
+/// Returns the zone of a VM's memory that can grow, and by how many bytes.
+fn zone(info: &wire::VmInfo) -> Option<(&wire::InfoZone, u64)> {
+    let mut zones = info.config.memory.zones.iter().flatten();
+    zones.find_map(|zone| Some((zone, zone.hotplug_size.filter(|_| zone.id == template::ZONE)?)))
 }
 
 /// Returns the id of a disk's device.

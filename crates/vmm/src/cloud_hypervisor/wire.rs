@@ -52,9 +52,19 @@ pub struct Memory {
     pub size: u64,
     /// Other processes may map it; `vm.add-fs` needs that.
     pub shared: bool,
+    /// How it can grow; the description's default is "Acpi".
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hotplug_method: Option<HotplugMethod>,
     /// Parts of it.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub zones: Vec<MemoryZone>,
+}
+
+/// How memory grows and shrinks.
+#[derive(Debug, Clone, Copy, Serialize)]
+pub enum HotplugMethod {
+    /// By a virtio-mem device for each zone.
+    VirtioMem,
 }
 
 /// A part of the memory.
@@ -64,10 +74,14 @@ pub struct MemoryZone {
     pub id: &'static str,
     /// Bytes.
     pub size: u64,
-    /// Existing file of that size.
-    pub file: PathBuf,
+    /// Existing file of that size; none: private memory.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub file: Option<PathBuf>,
     /// Writes go to the file.
     pub shared: bool,
+    /// Bytes that it can grow by. They are never in the file.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub hotplug_size: Option<u64>,
 }
 
 /// What boots.
@@ -200,6 +214,15 @@ pub struct Resize {
     pub desired_ram: Option<u64>,
 }
 
+/// `vm.resize-zone`.
+#[derive(Debug, Clone, Serialize)]
+pub struct ResizeZone<'a> {
+    /// Name of the zone.
+    pub id: &'a str,
+    /// Memory, bytes.
+    pub desired_ram: u64,
+}
+
 /// `vm.snapshot`.
 #[derive(Debug, Clone, Serialize)]
 pub struct Snapshot {
@@ -228,11 +251,47 @@ pub struct Ping {
 /// Answer to `vm.info`.
 #[derive(Debug, Clone, Deserialize)]
 pub struct VmInfo {
+    /// Its configuration now.
+    pub config: InfoConfig,
     /// Its state.
     pub state: VmState,
+    /// The memory that the guest has now, bytes.
+    #[serde(default)]
+    pub memory_actual_size: u64,
     /// Its devices by name; none before it has booted.
     #[serde(default)]
     pub device_tree: Option<HashMap<String, IgnoredAny>>,
+}
+
+/// The parts that are read of a VM's configuration.
+#[derive(Debug, Clone, Deserialize)]
+pub struct InfoConfig {
+    /// Guest memory.
+    #[serde(default)]
+    pub memory: InfoMemory,
+}
+
+/// The parts that are read of its memory's configuration.
+#[derive(Debug, Clone, Default, Deserialize)]
+pub struct InfoMemory {
+    /// Parts of it.
+    #[serde(default)]
+    pub zones: Option<Vec<InfoZone>>,
+}
+
+/// A part of the memory.
+#[derive(Debug, Clone, Deserialize)]
+pub struct InfoZone {
+    /// Its name.
+    pub id: String,
+    /// Bytes at boot.
+    pub size: u64,
+    /// Bytes that it can grow by.
+    #[serde(default)]
+    pub hotplug_size: Option<u64>,
+    /// Bytes that it was last requested to grow by.
+    #[serde(default)]
+    pub hotplugged_size: Option<u64>,
 }
 
 /// The state of a VM.

@@ -8,8 +8,8 @@ use serde::Serialize;
 use super::{
     version,
     wire::{
-        Action, Balloon, BootSource, Drive, DrivePatch, Entropy, Instance, Machine, Net, SnapshotCreate,
-        SnapshotLoad, VmState, Vsock,
+        Action, Balloon, BootSource, Drive, DrivePatch, Entropy, Instance, Machine, MemoryHotplug,
+        MemoryRequest, MemoryStatus, Net, SnapshotCreate, SnapshotLoad, VmState, Vsock,
     },
 };
 pub use crate::http::ApiError;
@@ -20,6 +20,8 @@ use crate::{
 
 /// The API's socket, in the VMM's room.
 pub const SOCKET: &str = "api.sock";
+/// Path of memory that the guest can get while it runs.
+const MEMORY: &str = "/hotplug/memory";
 /// Delay between attempts to connect to a VMM that starts. It announces its socket nowhere, and accepts none.
 const AGAIN: Duration = Duration::from_millis(1);
 
@@ -87,6 +89,21 @@ impl Api {
     /// Adds the balloon.
     pub async fn balloon(&self, balloon: &Balloon) -> Result<(), ApiError> {
         self.put("/balloon", balloon).await
+    }
+
+    /// Adds memory that the guest can get while it runs to a VM that is not booted yet.
+    pub async fn memory_hotplug(&self, memory: &MemoryHotplug) -> Result<(), ApiError> {
+        self.put(MEMORY, memory).await
+    }
+
+    /// Requests that the guest has so much of it. The guest follows later.
+    pub async fn request_memory(&self, request: &MemoryRequest) -> Result<(), ApiError> {
+        self.patch(MEMORY, request).await
+    }
+
+    /// Returns how much of it the guest has.
+    pub async fn memory(&self) -> Result<MemoryStatus, ApiError> {
+        read(&self.call(Method::GET, MEMORY, Bytes::new(), StatusCode::OK).await?)
     }
 
     /// Adds a network interface to a VM that is not booted yet.

@@ -18,10 +18,11 @@ use super::{
     api::Api,
     slots::{self, SlotError, Slots},
     template,
-    wire::{DrivePatch, Net, VmState},
+    wire::{DrivePatch, MemoryRequest, Net, VmState},
 };
 use crate::{
-    AgentStream, DiskSpec, ShareListener, ShareTransport, Vm, VmExit, VmRecord, VmmError,
+    AgentStream, DiskSpec, HotpluggedMemory, ShareListener, ShareTransport, Vm, VmExit, VmRecord, VmmError,
+    hotplug,
     process::process_error,
     room::Room,
     run_dir::path_error,
@@ -90,6 +91,24 @@ impl Vm for FirecrackerVm {
         let Some(slot) = slots.of(serial) else { return Ok(()) };
         self.watched.answered(&call, self.api.patch_drive(&Slots::emptied(slot))).await?;
         slots.free(slot).map_err(|error| refused(&self.record.pod, &call, error.into()))
+    }
+
+    async fn hotplugged_memory(&self) -> Result<Option<HotpluggedMemory>, VmmError> {
+        match self.watched.answered("GET /hotplug/memory", self.api.memory()).await {
+            Ok(memory) => Ok(Some(HotpluggedMemory {
+                plugged_mib: memory.plugged_size_mib,
+                requested_mib: memory.requested_size_mib,
+                max_mib: memory.total_size_mib,
+            })),
+            // The VM was started with a fixed size.
+            Err(VmmError::Refused { .. }) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn request_memory(&self, mib: u64) -> Result<(), VmmError> {
+        let request = MemoryRequest { requested_size_mib: mib };
+        self.watched.answered(&hotplug::call(mib), self.api.request_memory(&request)).await
     }
 
     fn listen_for_shares(&self) -> Result<ShareListener, VmmError> {

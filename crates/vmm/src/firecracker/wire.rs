@@ -87,6 +87,35 @@ pub struct Balloon {
     pub free_page_reporting: bool,
 }
 
+/// `PUT /hotplug/memory`: memory that the guest can get while it runs; at first it has none of it.
+#[derive(Debug, Clone, Serialize)]
+pub struct MemoryHotplug {
+    /// The most that it can get, MiB.
+    pub total_size_mib: u64,
+    /// What it plugs and unplugs at once, MiB.
+    pub block_size_mib: u64,
+    /// What the VMM adds to the VM and takes from it at once, MiB.
+    pub slot_size_mib: u64,
+}
+
+/// `PATCH /hotplug/memory`.
+#[derive(Debug, Clone, Serialize)]
+pub struct MemoryRequest {
+    /// What the guest is to have, MiB.
+    pub requested_size_mib: u64,
+}
+
+/// Answer to `GET /hotplug/memory`.
+#[derive(Debug, Clone, Deserialize)]
+pub struct MemoryStatus {
+    /// As in [`MemoryHotplug`].
+    pub total_size_mib: u64,
+    /// What the guest has, MiB.
+    pub plugged_size_mib: u64,
+    /// As in [`MemoryRequest`].
+    pub requested_size_mib: u64,
+}
+
 /// `PUT /network-interfaces/ID`.
 #[derive(Debug, Clone, Serialize)]
 pub struct Net {

@@ -1,0 +1,51 @@
+//! The memory of a fake VM: its guest plugs and unplugs at once.
+
+use sandboxer_vmm::{HotpluggedMemory, VmSpec};
+use tokio::sync::watch;
+
+use crate::Fault;
+
+/// The memory of a VM.
+#[derive(Debug)]
+pub(crate) struct Memory {
+    boot_mib: u64,
+    max_mib: u64,
+    requested_mib: watch::Sender<u64>,
+    /// All that its guest has, MiB.
+    pub(crate) total_mib: watch::Sender<u64>,
+}
+
+impl Memory {
+    pub(crate) fn of(spec: &VmSpec) -> Self {
+        Self {
+            boot_mib: spec.memory_mib,
+            max_mib: spec.growth_mib,
+            requested_mib: watch::Sender::new(0),
+            total_mib: watch::Sender::new(spec.memory_mib),
+        }
+    }
+
+    pub(crate) fn now(&self) -> Option<HotpluggedMemory> {
+        (self.max_mib > 0).then(|| HotpluggedMemory {
+            plugged_mib: *self.total_mib.borrow() - self.boot_mib,
+            requested_mib: *self.requested_mib.borrow(),
+            max_mib: self.max_mib,
+        })
+    }
+
+    /// Returns whether the VM can have `mib` more, and lets the guest have them.
+    pub(crate) fn request(&self, mib: u64, fault: Fault) -> bool {
+        if mib > self.max_mib {
+            return false;
+        }
+        self.requested_mib.send_replace(mib);
+        self.total_mib.send_modify(|total| {
+            let plugged = match fault {
+                Fault::PlugsAtMost(most) => mib.min(most).max(*total - self.boot_mib),
+                _ => mib,
+            };
+            *total = self.boot_mib + plugged;
+        });
+        true
+    }
+}

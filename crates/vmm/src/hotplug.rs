@@ -1,0 +1,55 @@
+//! Memory that a guest gets, and gives back, while it runs.
+//!
+//! The VMM requests a size. The guest's kernel plugs and unplugs memory until it has that size, and tells nobody.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::{Vm, VmmError};
+
+/// Memory is plugged in multiples of this, MiB: the size of a memory block of Linux on x86-64, and of a slot of
+/// Firecracker.
+pub const HOTPLUG_STEP_MIB: u64 = 128;
+
+/// Words on the kernel command line of a VM that can get memory.
+///
+/// Without the first, a process would have to online each block of new memory. With the second, new memory is movable, so
+/// that it can be unplugged, unless there would be too little memory for the kernel itself.
+pub(crate) const KERNEL_WORDS: &str = "memhp_default_state=online memory_hotplug.online_policy=auto-movable";
+
+/// First and longest delay between two looks at what the guest has. It takes a few milliseconds for each 128 MiB.
+const FIRST_LOOK: Duration = Duration::from_millis(2);
+const LAST_LOOK: Duration = Duration::from_millis(50);
+
+/// Memory of a guest beside that of its boot.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HotpluggedMemory {
+    /// What the guest has, MiB.
+    pub plugged_mib: u64,
+    /// What it was last requested to have, MiB.
+    pub requested_mib: u64,
+    /// Most that it can have, MiB.
+    pub max_mib: u64,
+}
+
+/// Waits until the guest has the memory that was requested, or has made no progress for `patience`. Returns what it has.
+pub async fn settled(vm: &dyn Vm, patience: Duration) -> Result<Option<HotpluggedMemory>, VmmError> {
+    let (mut last, mut changed, mut delay) = (None, Instant::now(), FIRST_LOOK);
+    loop {
+        let Some(now) = vm.hotplugged_memory().await? else { return Ok(None) };
+        if last != Some(now) {
+            (last, changed) = (Some(now), Instant::now());
+        }
+        if now.plugged_mib == now.requested_mib || changed.elapsed() >= patience {
+            return Ok(Some(now));
+        }
+        tokio::time::sleep(delay).await;
+        delay = LAST_LOOK.min(delay * 2);
+    }
+}
+
+/// Returns the name of a request in errors.
+pub(crate) fn call(mib: u64) -> String {
+    format!("a request for {mib} MiB of hotplugged memory")
+}

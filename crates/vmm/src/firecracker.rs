@@ -198,6 +198,7 @@ impl Firecracker {
             user,
             memory,
             call_timeout: self.call_timeout,
+            may_grow: spec.growth_mib > 0,
             stopped: Arc::default(),
             freezable: Instant::now() + FREEZABLE,
         }))
@@ -346,6 +347,7 @@ async fn take_over(
         user,
         memory: None,
         call_timeout: limit,
+        may_grow: true,
         stopped: Arc::default(),
         freezable: Instant::now() + FREEZABLE,
     })

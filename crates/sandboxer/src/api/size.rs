@@ -8,7 +8,10 @@ use sandboxer_process::cgroup::Unlimited;
 use sandboxer_protocol::{controller::ControllerUpdateRequest, id::SandboxId};
 use sandboxer_vmm::Shape;
 
-use crate::{error::PodError, pod::spec::Limits};
+use crate::{
+    error::PodError,
+    pod::{memory, spec::Limits},
+};
 
 /// Annotation with the number of vCPUs.
 const VCPUS: &str = "io.sandboxer.vcpus";
@@ -17,12 +20,6 @@ const MEMORY: &str = "io.sandboxer.memory";
 
 /// Smallest memory a guest boots in, MiB.
 const MIN_MEMORY_MIB: u64 = 64;
-
-/// The memory that the guest itself needs, so that a container can use its limit to the last byte: this many MiB, plus
-/// a fraction of the rest for the kernel's page structures and reserves. Measured once each by `MemAvailable` beside an
-/// idle container: of 256, 512, 1024 and 4096 MiB a guest keeps 49, 55, 101 and 261.
-const GUEST_OVERHEAD_MIB: u64 = 48;
-const GUEST_SHARE: u64 = 16;
 
 /// The smallest VM of a pod with limits, MiB: pods with small limits share its template, and their limits can be
 /// raised within it.
@@ -153,9 +150,7 @@ fn requested_vcpus(limits: &LinuxContainerResources) -> u32 {
 /// without a limit.
 fn limited_memory_mib(limits: &LinuxContainerResources) -> Option<u64> {
     let bytes = u64::try_from(limits.memory_limit_in_bytes).ok().filter(|bytes| *bytes > 0)?;
-    let limit = bytes.div_ceil(1 << 20);
-    let mib = limit + limit / GUEST_SHARE + GUEST_OVERHEAD_MIB;
-    Some(rounded(mib.max(SMALLEST_LIMITED_MIB)))
+    Some(rounded(memory::with_guest_mib(bytes).max(SMALLEST_LIMITED_MIB)))
 }
 
 /// Rounds up to the next size, MiB.

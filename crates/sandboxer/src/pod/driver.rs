@@ -29,10 +29,11 @@ use tokio_util::{sync::CancellationToken, task::AbortOnDropHandle};
 use super::{
     ContainerView, DaemonState, Moved, PodHandle, PodView, ProcessView, QUEUED_REQUESTS, Reply, Request,
     journal::{JournalError, PodJournal, PodRecord, RECORD_VERSION},
+    memory::Memory,
     placer::{Placement, Seat},
     readings::Readings,
     recover::{Reached, Resolved, Unreached},
-    spec::PodSpec,
+    spec::{Limits, PodSpec},
     stages::Stages,
     start::Up,
     volumes::Volumes,
@@ -92,6 +93,8 @@ fn driver(
     let none = || Shares::new(spec.id.clone(), node.run_dir(&spec.id), spec.memory_mib, cgroup, helpers);
     let shares = found.shares.unwrap_or_else(none);
     let volumes = Volumes::new(store, shares, disk_bytes);
+    let (boot_mib, max_mib) = (spec.memory_mib, node.config.vm.max_memory_mib);
+    let memory = Memory::new(spec.id.clone(), boot_mib, max_mib, spec.limits.memory_bytes);
     let name = Arc::new(PodName {
         namespace: spec.namespace.clone(),
         name: spec.name.clone(),
@@ -120,6 +123,7 @@ fn driver(
         host_ports: Vec::new(),
         containers: found.containers,
         volumes: Arc::new(volumes),
+        memory: Arc::new(memory),
         being_made: HashMap::new(),
         cancel: CancellationToken::new(),
         start_waiters: Vec::new(),
@@ -195,6 +199,8 @@ enum Done {
         result: Result<(Seat, Moved), PodError>,
         reply: Reply<Moved>,
     },
+    /// These limits of all containers together have changed.
+    Limited(Limits),
     Removed(Result<(), PodError>),
 }
 
@@ -226,6 +232,7 @@ struct Driver {
     host_ports: Vec<TcpListener>,
     containers: HashMap<ContainerId, Container>,
     volumes: Arc<Volumes>,
+    memory: Arc<Memory>,
     /// Statistics that its guest has reported.
     readings: Arc<Readings>,
     /// Containers that are being created.

@@ -8,6 +8,7 @@ mod driver;
 mod forward;
 mod host_ports;
 pub mod journal;
+pub mod memory;
 mod place;
 pub mod placer;
 pub mod pool;

@@ -91,6 +91,16 @@ impl Limits {
         }
     }
 
+    /// Returns these limits after a change to those of `others` that are specified.
+    pub fn changed_by(self, others: Self) -> Self {
+        let (cpu, memory) = (others.cpu_quota_us != 0, others.memory_bytes != 0);
+        Self {
+            cpu_quota_us: if cpu { others.cpu_quota_us } else { self.cpu_quota_us },
+            cpu_period_us: if cpu { others.cpu_period_us } else { self.cpu_period_us },
+            memory_bytes: if memory { others.memory_bytes } else { self.memory_bytes },
+        }
+    }
+
     /// Converts the limits for the agent.
     pub fn for_guest(&self) -> wire::PodLimits {
         let Self { cpu_quota_us, cpu_period_us, memory_bytes } = *self;

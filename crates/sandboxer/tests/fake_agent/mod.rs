@@ -46,6 +46,10 @@ pub struct FakeAgent {
     pub hanging: watch::Sender<usize>,
     /// Lag of its clock behind the host's.
     pub behind_ns: Arc<Mutex<i64>>,
+    /// Memory limits of containers that were changed, bytes; that of all together has no name.
+    pub limits: Arc<Mutex<HashMap<String, u64>>>,
+    /// Memory of its guest, MiB.
+    pub memory_mib: Arc<Mutex<Option<watch::Receiver<u64>>>>,
     /// Its VMM provides a clock.
     keeps_time: bool,
     began: Began,
@@ -77,6 +81,7 @@ impl FakeAgent {
     /// Serves one stream of a guest, with the processes of earlier streams.
     pub fn serve(&self, guest: FakeGuest) {
         let key = guest.link_key.subscribe();
+        *self.memory_mib.lock().unwrap() = Some(guest.memory_mib.clone());
         let agent = Self { power: Some(guest.power.clone()), link_key: Some(guest.link_key), ..self.clone() };
         tokio::spawn(async move {
             let (sessions, accepted) = mpsc::channel(1);
@@ -87,6 +92,17 @@ impl FakeAgent {
             let ready = || Ready { kernel_release: "fake".into(), ..Default::default() };
             let _ = link::serve(guest.stream, key, ready, sessions).await;
         });
+    }
+
+    /// Sets a limit that its guest has the memory for.
+    fn limit(&self, of: String, bytes: i64) -> Result<()> {
+        let mib = self.memory_mib.lock().unwrap().as_ref().map_or(0, |mib| *mib.borrow());
+        match u64::try_from(bytes) {
+            Ok(0) => {}
+            Ok(bytes) if bytes > mib << 20 => return Err(status(Code::FAILED_PRECONDITION)),
+            limit => drop(self.limits.lock().unwrap().insert(of, limit.unwrap_or(u64::MAX))),
+        }
+        Ok(())
     }
 
     fn process(&self, container: String, exec: String) -> Result<Process> {
@@ -118,7 +134,19 @@ impl Agent for FakeAgent {
     }
 
     /// Its guest uses nothing.
-    async fn stats(&self, _: &TtrpcContext, _: wire::StatsRequest) -> Result<wire::StatsResponse> {
+    async fn stats(&self, _: &TtrpcContext, request: wire::StatsRequest) -> Result<wire::StatsResponse> {
+        let limits = self.limits.lock().unwrap();
+        let memory_limit = limits.get(&request.container_id).filter(|_| !request.container_id.is_empty());
+        let memory_limit = memory_limit.copied().unwrap_or_default();
+        Ok(wire::StatsResponse { memory_limit, ..Default::default() })
+    }
+
+    async fn update_pod(
+        &self,
+        _: &TtrpcContext,
+        request: wire::UpdatePodRequest,
+    ) -> Result<wire::UpdatePodResponse> {
+        self.limit(String::new(), request.limits.memory_bytes)?;
         Ok(Default::default())
     }
 
@@ -253,6 +281,9 @@ impl Agent for FakeAgent {
         if text.contains("cpus") || text.contains("mems") {
             return Err(status(Code::INTERNAL));
         }
+        let resources: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
+        let limit = resources.pointer("/memory/limit").and_then(serde_json::Value::as_i64);
+        self.limit(request.container_id, limit.unwrap_or_default())?;
         Ok(Default::default())
     }
 

@@ -56,7 +56,10 @@ impl TestNode {
     }
 
     pub fn pod(&self, id: &str) -> PodHandle {
-        let spec = PodSpec::plain(id.parse().unwrap(), 1, 128);
+        self.pod_of(PodSpec::plain(id.parse().unwrap(), 1, 128))
+    }
+
+    pub fn pod_of(&self, spec: PodSpec) -> PodHandle {
         let status = PodStatus::created(1);
         let node = self.node.clone();
         let key = LinkKey::random();

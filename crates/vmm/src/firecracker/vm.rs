@@ -46,6 +46,8 @@ pub(super) struct FirecrackerVm {
     /// The VMM's descriptor of the file for its memory, if it is to be frozen.
     pub(super) memory: Option<RawFd>,
     pub(super) call_timeout: Duration,
+    /// It may have been started with memory that it can get. The VMM logs each request that it refuses.
+    pub(super) may_grow: bool,
     /// Its process is stopped: see [`FirecrackerVm::pause`].
     pub(super) stopped: Arc<AtomicBool>,
     /// When it can be frozen; see [`crate::frozen::FREEZABLE`].
@@ -94,6 +96,9 @@ impl Vm for FirecrackerVm {
     }
 
     async fn hotplugged_memory(&self) -> Result<Option<HotpluggedMemory>, VmmError> {
+        if !self.may_grow {
+            return Ok(None);
+        }
         match self.watched.answered("GET /hotplug/memory", self.api.memory()).await {
             Ok(memory) => Ok(Some(HotpluggedMemory {
                 plugged_mib: memory.plugged_size_mib,

@@ -22,6 +22,8 @@ use crate::{
             io::Subject,
             start::{self as work, CreateContext, RunningVm},
         },
+        memory::memory_limit,
+        spec::Limits,
         stages::Stages,
         start, stop,
     },
@@ -61,27 +63,8 @@ impl Driver {
                 });
             }
             Request::SetPaused { of, paused, reply } => self.on_set_paused(of, paused, reply),
-            Request::Update { of, resources, reply } => {
-                let checked = self.running(&of, None);
-                let resources = if checked.is_ok() { self.update_cpus(&of, resources) } else { Vec::new() };
-                let readings = self.readings.clone();
-                self.forward(checked, reply, move |live| async move {
-                    live.agent.update_container(&of, resources).await?;
-                    // They tell limits, too.
-                    readings.forget(Some(&of));
-                    readings.forget(None);
-                    Ok(())
-                });
-            }
-            Request::UpdatePod { limits, reply } => {
-                let readings = self.readings.clone();
-                let limits = limits.without(self.node.cgroups.unlimited(&self.spec.cgroup_parent));
-                self.forward(Ok(()), reply, move |live| async move {
-                    live.agent.update_pod(limits.for_guest()).await?;
-                    readings.forget(None);
-                    Ok(())
-                });
-            }
+            Request::Update { of, resources, reply } => self.on_update(of, resources, reply),
+            Request::UpdatePod { limits, reply } => self.on_update_pod(limits, reply),
             Request::Pids { of, reply } => {
                 let checked = self.running(&of, None);
                 self.forward(checked, reply, move |live| async move { Ok(live.agent.pids(&of).await?) });
@@ -423,6 +406,61 @@ impl Driver {
                 false => live.agent.resume_container(&of).await,
             };
             Done::Paused { of, paused, result: result.map_err(PodError::from), reply }
+        });
+    }
+
+    fn on_update(&mut self, of: ContainerId, resources: Vec<u8>, reply: Reply<()>) {
+        let checked = self.running(&of, None);
+        let resources = if checked.is_ok() { self.update_cpus(&of, resources) } else { Vec::new() };
+        let readings = self.readings.clone();
+        let live = match (checked, self.live.clone()) {
+            (Ok(()), Some(live)) if memory_limit(&resources) != 0 => live,
+            (checked, _) => {
+                return self.forward(checked, reply, move |live| async move {
+                    live.agent.update_container(&of, resources).await?;
+                    readings.forget(Some(&of));
+                    Ok(())
+                });
+            }
+        };
+        let ended = |container: &Container| container.init.phase.borrow().exit().is_some();
+        let all = self.containers.iter().filter(|(_, container)| !ended(container));
+        let all: Vec<_> = all.map(|(id, _)| id.clone()).collect();
+        let memory = self.memory.clone();
+        self.work.spawn(async move {
+            let mut change = memory.change().await;
+            let changed = change.of_container(&*live.vm, &live.agent, &of, resources, &all).await;
+            // They tell limits, too.
+            readings.forget(Some(&of));
+            readings.forget(None);
+            let limits = Limits { memory_bytes: change.limit(), ..Limits::default() };
+            // A container without a limit may need what there is.
+            let containers = changed.as_ref().ok().copied().flatten();
+            answer(reply, changed.map(drop));
+            if let Some(containers) = containers {
+                change.end(&*live.vm, containers).await;
+            }
+            Done::Limited(limits)
+        });
+    }
+
+    fn on_update_pod(&mut self, limits: Limits, reply: Reply<()>) {
+        let Some(live) = self.live.clone() else {
+            return answer(reply, Err(self.wrong_state("ask the guest", self.state())));
+        };
+        let limits = limits.without(self.node.cgroups.unlimited(&self.spec.cgroup_parent));
+        let (memory, readings) = (self.memory.clone(), self.readings.clone());
+        self.work.spawn(async move {
+            let mut change = memory.change().await;
+            let changed = change.of_pod(&*live.vm, &live.agent, &limits).await;
+            readings.forget(None);
+            let limits = if changed.is_ok() { limits } else { Limits::default() };
+            let is_changed = changed.is_ok();
+            answer(reply, changed);
+            if is_changed {
+                change.end(&*live.vm, 0).await;
+            }
+            Done::Limited(limits)
         });
     }
 

@@ -21,6 +21,7 @@ use crate::{
         placer::Placement,
         recover::{Reached, Resolved, Unreached, settle},
         sandbox_exit, session,
+        spec::Limits,
         start::{self, Up},
         volumes::Volumes,
     },
@@ -31,6 +32,7 @@ impl Driver {
     pub(super) fn apply(&mut self, done: Done) {
         match done {
             Done::Nothing | Done::Removed(_) => {}
+            Done::Limited(limits) => self.limited(limits),
             Done::PodStarted(Ok(up)) => self.pod_started(up),
             Done::PodStarted(Err(error)) => self.start_failed(error),
             Done::PodStopped(Ok(())) => {
@@ -65,6 +67,15 @@ impl Driver {
                 }
                 answer(reply, result);
             }
+        }
+    }
+
+    /// Records changed limits of the pod.
+    fn limited(&mut self, changed: Limits) {
+        let limits = self.spec.limits.changed_by(changed);
+        if self.spec.limits != limits {
+            self.spec.limits = limits;
+            self.save();
         }
     }
 

@@ -18,7 +18,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use rustix::fs::{FallocateFlags, fallocate};
+use rustix::fs::{FallocateFlags, SeekFrom, fallocate, seek};
 
 use super::{
     vm::nic_id,
@@ -87,11 +87,17 @@ pub fn take(room: &Room, dir: &Path) -> io::Result<()> {
     dig_holes(&File::options().read(true).write(true).open(memory)?)
 }
 
-/// Frees the blocks of `file` that hold only zeroes: the VMM writes all memory, most of which no guest has touched.
+/// Frees the blocks of `file` that hold only zeroes: the VMM writes all memory of the boot, most of which no guest has touched.
+/// Memory that the guest can get later is a hole already.
 fn dig_holes(file: &File) -> io::Result<()> {
     let mut block = vec![0; BLOCK];
     let mut at = 0;
     loop {
+        match seek(file, SeekFrom::Data(at)) {
+            Ok(data) => at = data - data % BLOCK as u64,
+            Err(rustix::io::Errno::NXIO) => return Ok(()),
+            Err(error) => return Err(error.into()),
+        }
         let read = file.read_at(&mut block, at)?;
         if read == 0 {
             return Ok(());
